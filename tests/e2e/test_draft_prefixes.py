@@ -1,4 +1,4 @@
-"""What drafters draft behind a cached prefix is what they would draft had they read it.
+"""Test that drafters draft behind a cached prefix what they would draft had they read it.
 
 .venv/bin/python -m pytest -q tests/e2e/test_draft_prefixes.py
 """
@@ -26,7 +26,7 @@ DRAFTERS = {
 
 @pytest.fixture(scope="module")
 def targets(tmp_path_factory):
-    """By drafter: a model that has one of random weights."""
+    """Return, by drafter, a model that has one of random weights."""
     work = tmp_path_factory.mktemp("targets")
     heads = drafter_checkpoints.save_target(work / "heads")
     drafter_checkpoints.save_eagle(heads / "eagle")
@@ -42,14 +42,14 @@ def targets(tmp_path_factory):
 
 
 def prompts():
-    """They part behind the stem, and one, two and three tokens later."""
+    """Return prompts that differ behind the stem, and one, two and three tokens later."""
     rng = np.random.default_rng(5)
     stem = rng.integers(0, VOCAB, STEM + 3).tolist()
     return [[*stem[: STEM + shared], 7 + shared, *rng.integers(0, VOCAB, 4).tolist()] for shared in (3, 2, 1, 0, 3)]
 
 
 def drafted(llm):
-    """All drafts, by the text behind which they were made."""
+    """Return all drafts, by the text behind which they were made."""
     found, propose = {}, llm.loop.drafter.propose
 
     def noted(batch):

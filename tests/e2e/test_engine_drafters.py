@@ -1,4 +1,5 @@
-"""Drafters that run a model change no text: greedy or sampled, cut in chunks, from the cache, aborted, retracted.
+"""Test that drafters that run a model change no text: greedy or sampled, cut in chunks, from the cache, aborted,
+retracted.
 
 .venv/bin/python -m pytest -q tests/e2e/test_engine_drafters.py
 """
@@ -41,7 +42,7 @@ def with_drafts(sections, speculative):
 
 @pytest.fixture(scope="module")
 def target(tmp_path_factory):
-    """A target, random heads for it, and a smaller model that agrees with it now and then."""
+    """Save a target, random heads for it, and a smaller model that sometimes agrees with it."""
     directory = checkpoints.save_target(tmp_path_factory.mktemp("drafters") / "target", eos_token_id=17)
     checkpoints.save_eagle(directory / "eagle")
     checkpoints.save_eagle3(directory / "eagle3")
@@ -56,7 +57,7 @@ def varied_jobs(count):
 
 
 def jobs():
-    """Requests of every sort at once; then, when their prompts are cached, greedy ones alone."""
+    """Return requests of every sort at once, and then greedy ones alone, whose prompts are cached."""
     prompts, params = varied_jobs(12)
     several = SamplingParams(max_new_tokens=20, n=3, seed=5, temperature=0.9)
     greedy = SamplingParams(max_new_tokens=30, temperature=0, ignore_eos=True)
@@ -86,7 +87,7 @@ def test_texts_are_those_without_a_drafter(target, expected, monkeypatch, name, 
 
 @pytest.mark.parametrize("name", ["eagle", "eagle3_tree"])
 def test_unlikely_drafts_are_not_verified(target, expected, name):
-    """Fewer are; texts are the same."""
+    """Fewer drafts are verified, and the texts are the same."""
     counted = []
     for least in (0, 0.02, 0.05):
         sections = paged(4, scheduler={"min_draft_probability": least})
@@ -101,7 +102,7 @@ def test_unlikely_drafts_are_not_verified(target, expected, name):
 
 
 def test_likely_drafts_are_right_more_often():
-    """The embedded model and its head: hardly a token less for each step, with half of the drafts."""
+    """The embedded model and its head lose hardly a token in each step, with half of the drafts."""
     prompts = [
         f"Sort these words: {words}." for words in ("pear, fig, apple", "cat, dog, ant, bee", "red, blue, green")
     ]
@@ -130,7 +131,7 @@ def test_chains_of_tree_drafters_refuse_a_least_probability(target):
 
 
 def test_some_drafts_are_accepted_and_some_are_not(target):
-    """Otherwise the tests here would say little."""
+    """Otherwise the tests in this file would prove little."""
     for name, most in (("draft_model", 0.95), ("eagle", 0.5), ("eagle3_tree", 0.5)):
         llm = make_llm(target, **with_drafts(paged(16), DRAFTERS[name]))
         llm.generate(
@@ -148,7 +149,8 @@ def said_alone(target):
 
 @pytest.mark.parametrize("name", DRAFTERS)
 def test_random_traffic(target, said_alone, monkeypatch, name):
-    """Requests of every sort in little memory, aborted at random, switched off for some: each ends once, and nothing is lost."""
+    """Requests of every sort run in little memory, are aborted at random, and some have no drafts: each ends once, and
+    nothing is lost."""
     monkeypatch.setattr(admission, "DECODE_HEADROOM", 0)
     prompts, params = varied_jobs(32)
     rng = random.Random(name)
@@ -202,8 +204,8 @@ def test_the_embedded_model_as_its_own_draft_model_is_always_right():
 
 @pytest.fixture(scope="module")
 def memoryless(tmp_path_factory):
-    """A target whose next token depends on the last one alone, and an EAGLE head that knows it: its layers add nothing, and
-    the head returns the embedding that it is given."""
+    """Save a target whose next token depends on the last one alone, and an EAGLE head that knows it: the head's layers
+    add nothing, and it returns the embedding that it receives."""
     directory = checkpoints.save_target(tmp_path_factory.mktemp("memoryless") / "target", eos_token_id=None)
     checkpoints.save_eagle(directory / "eagle")
     for folder in (directory, directory / "eagle"):
@@ -229,7 +231,7 @@ def test_a_head_that_knows_its_target_is_always_right(memoryless, cut):
 
 
 def test_a_tree_of_a_head_that_knows_its_target_has_the_text_in_it(memoryless):
-    """Every step brings as many tokens as the tree is deep, and one."""
+    """Every step brings as many tokens as the tree is deep, and one more."""
     trees = {"kind": "eagle", "topk": 3, "depth": 4, "num_draft_tokens": 21}
     llm = make_llm(memoryless, **with_drafts(paged(16), trees))
     llm.generate(prompts_of([20]), SamplingParams(max_new_tokens=51, temperature=0, ignore_eos=True))

@@ -1,4 +1,4 @@
-"""Log-probabilities, penalties, stops and lengths of outputs, against transformers and hand-written loops.
+"""Test log-probabilities, penalties, stops and lengths of outputs against transformers and hand-written loops.
 
 .venv/bin/python -m pytest -q tests/e2e/test_engine_features.py
 """
@@ -78,7 +78,7 @@ CUTS = {
 
 @pytest.mark.parametrize("cut", CUTS)
 def test_logprobs_are_those_of_the_model_itself(checkpoint, reference, cut):
-    """Temperature, penalties and biases change the choice, not the numbers."""
+    """Temperature, penalties and biases change the choice of tokens, not these numbers."""
     llm = make_llm(checkpoint, **CUTS[cut])
     prompts = [[*p, *p] for p in prompts_of([1, 9, 17, 30, 6], seed=2, shared=10)] + [[3]]
     shaped = {"temperature": 1.3, "repetition_penalty": 1.2, "logit_bias": {4: 5.0}, "min_new_tokens": 3}
@@ -153,7 +153,7 @@ def hf_greedy(reference, prompt, count, processors):
 
 
 def counted(prompt_len, presence, frequency):
-    """Presence and frequency penalties as the OpenAI API defines them: of the output alone."""
+    """Apply presence and frequency penalties as the OpenAI API defines them: they count the output alone."""
 
     def process(ids, scores):
         counts = torch.bincount(ids[0, prompt_len:], minlength=scores.shape[1])
@@ -205,7 +205,7 @@ def story(tiny, **params):
 
 
 def test_a_stop_string_is_found_at_every_place_of_the_text(tiny):
-    """Every substring of 1 to 6 characters: most begin or end inside a token."""
+    """The stop strings are all substrings of 1 to 6 characters; most begin or end inside a token."""
     text = story(tiny, ignore_eos=True).text
     stops = sorted({text[i : i + n] for i in range(0, len(text) - 6, 5) for n in (1, 2, 6)})
     params = SamplingParams(max_new_tokens=30, temperature=0, ignore_eos=True)
@@ -321,7 +321,7 @@ def test_the_edge_of_the_context(checkpoint, reference, page_size, speculative, 
 
 @pytest.mark.parametrize("closed", [True, False])
 def test_an_engine_that_is_dropped_is_freed(closed):
-    """Its pool must not outlive it: closed, or at the latest when the next engine is built."""
+    """Its pool must be freed when it is closed, or at the latest when the next engine is built."""
     llm = LLM("tiny", grammar="none", memory={"num_pages": 64})
     llm.generate([1, 2, 3], SamplingParams(max_new_tokens=3))
     engine = weakref.ref(llm.loop.engine)

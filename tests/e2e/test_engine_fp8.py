@@ -1,6 +1,6 @@
-"""A KV pool of 8 bits in the engine, against a pool in float32 whose numbers are rounded as they are stored.
+"""Test a KV pool of 8 bits in the engine against a pool in float32 whose numbers are rounded as they are stored.
 
-python -m pytest tests/e2e/test_engine_fp8.py
+pytest tests/e2e/test_engine_fp8.py
 """
 
 import importlib.util
@@ -31,8 +31,9 @@ def make_llm(kv_dtype, **sections):
 
 @pytest.fixture
 def rounding(monkeypatch):
-    """Pools in float32 hold what a pool of that dtype would. The kernels that torch_native has for pools in the model's
-    dtype add in another order, so they are switched off: then the two engines compute the same to the last bit."""
+    """Let pools in float32 hold what a pool of that dtype would hold. The kernels of torch_native for pools in the
+    model's dtype add in another order, so they are switched off: then the two engines compute the same to the last
+    bit."""
     monkeypatch.setattr(torch_native, "kernels", lambda dtype: None)
     store = PagedKVPool.store
 
@@ -54,7 +55,7 @@ def said(outputs):
 @pytest.mark.parametrize("kv_dtype", KV_DTYPES)
 @pytest.mark.parametrize("drafts", [False, True], ids=["plain", "trees of drafts"])
 def test_it_is_the_rounding_and_nothing_else(rounding, kv_dtype, drafts):
-    """Chunks, prefixes found in the cache, and places that move when drafts are accepted."""
+    """The requests have chunks, cached prefixes, and locations that move when drafts are accepted."""
     exact = said(make_llm("float32").generate(PROMPTS, PARAMS))
     rounding(pool_dtype(kv_dtype))
     answers = []

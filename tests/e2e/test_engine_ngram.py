@@ -1,5 +1,5 @@
-"""ngram in the engine and behind a server: outputs as without it, what was said once is drafted the next time, and the numbers
-that requests and /metrics show of drafts agree.
+"""Test ngram in the engine and behind a server: outputs are those without it, repeated text is drafted the next time,
+and the numbers of drafts in requests and in /metrics agree.
 
 .venv/bin/python -m pytest -q tests/e2e/test_engine_ngram.py
 """
@@ -100,7 +100,7 @@ def client() -> Iterator[httpx.Client]:
 
 
 def numbers(client):
-    """The counters and gauges of /metrics by name, without labels."""
+    """Return the counters and gauges of /metrics by name, without labels."""
     lines = [line for line in client.get("/metrics").text.splitlines() if not line.startswith("#")]
     return {line.rsplit(" ", 1)[0].removeprefix("dovetail_"): float(line.rsplit(" ", 1)[1]) for line in lines}
 

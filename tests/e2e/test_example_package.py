@@ -205,7 +205,7 @@ packages = ["my_policies"]
 
 
 def blocks(language: str) -> list[str]:
-    """The README's code blocks in a language, in their order."""
+    """Return the README's code blocks in a language, in their order."""
     return re.findall(rf"^```{language}\n(.*?)^```", README, re.MULTILINE | re.DOTALL)
 
 

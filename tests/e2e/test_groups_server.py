@@ -1,4 +1,4 @@
-"""Groups, sessions and prompts without new tokens over HTTP, and the settings of pins.
+"""Test groups, sessions and prompts without new tokens over HTTP, and the settings of pins.
 
 .venv/bin/python -m pytest -q tests/e2e/test_groups_server.py
 """
@@ -20,7 +20,7 @@ PREFILL = SamplingParams(max_new_tokens=0)
 
 @pytest.fixture
 def server(tiny: httpx.Client):
-    """The shared server, left without pins."""
+    """Use the shared server, and leave it without pins."""
     yield tiny
     assert tiny.post("/flush_cache").status_code == 200
     assert metric(tiny, "kv_pages_pinned") == 0
@@ -91,7 +91,7 @@ def test_hints_that_are_refused(tiny: httpx.Client, fields: dict, words: str):
 
 
 def test_an_echo_without_new_tokens(server: httpx.Client):
-    """How harnesses score texts by OpenAI's completions."""
+    """Evaluation harnesses score texts by OpenAI's completions in this way."""
     body = {"prompt": "The sky is blue.", "max_tokens": 0, "echo": True, "logprobs": 1, "temperature": 0}
     (choice,) = server.post("/v1/completions", json=body).json()["choices"]
     assert (choice["text"], choice["finish_reason"]) == ("The sky is blue.", "length")

@@ -1,4 +1,7 @@
-"""How an ``LLM`` begins and ends. Run: python -m pytest tests/e2e/test_llm.py"""
+"""Test how an ``LLM`` starts and ends.
+
+Run: python -m pytest tests/e2e/test_llm.py
+"""
 
 from __future__ import annotations
 

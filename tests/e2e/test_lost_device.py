@@ -1,4 +1,5 @@
-"""Memory that runs out and a device that is lost, behind a server; the same on a GPU: tests/gpu/test_failures_gpu.py.
+"""Test memory that runs out and a device that is lost, behind a server. tests/gpu/test_failures_gpu.py tests the same
+on a GPU.
 
 .venv/bin/python -m pytest -q tests/e2e/test_lost_device.py
 """
@@ -66,7 +67,7 @@ def test_without_a_device_to_ask_the_type_of_an_error_tells(monkeypatch, error, 
     ],
 )
 def test_a_device_is_asked_whatever_the_error(monkeypatch, error):
-    """Calls of a lost device fail; those of a sound one do not, whatever was raised before."""
+    """Calls of a lost device fail; those of a working device do not, whatever was raised before."""
     asked = []
 
     def synchronize(device):

@@ -1,8 +1,7 @@
-"""From the first command of docs/plugins.md to a report that can be shown: a policy is begun, installed in an environment of its
-own, checked, served, measured against the built-in one, and the page of that is opened in a browser.
-
-The environment begins with what this one has, since torch takes minutes to install: that the dependencies which a package names
-would be enough is not shown here.
+"""Test the way from the first command of docs/plugins.md to a report: a policy is generated, installed in a separate
+environment, checked, served and measured against the built-in one, and the page of the result is opened in a browser.
+The environment starts with the packages of this one, because torch takes minutes to install, so this does not show
+that the dependencies which a package names are sufficient.
 
 .venv/bin/python -m pytest -q tests/e2e/test_new_user.py
 """
@@ -45,7 +44,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 @pytest.fixture(scope="module")
 def user(tmp_path_factory: pytest.TempPathFactory) -> tuple[Environment, list[str]]:
-    """Their environment after the page's first steps, and what these have printed."""
+    """Return the user's environment after the page's first steps, and what these have printed."""
     (commands,) = re.findall(r"^```bash\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
     environment, printed = Environment(tmp_path_factory.mktemp("user")), []
     for program, *arguments in map(shlex.split, commands.splitlines()):
@@ -78,7 +77,7 @@ def test_it_is_served(user: tuple[Environment, list[str]]) -> None:
 
 @pytest.fixture(scope="module")
 def compared(user: tuple[Environment, list[str]]) -> tuple[Path, ExperimentRecord]:
-    """The folder of the page's comparison, at small settings, and what was found."""
+    """Return the folder of the page's comparison, at small settings, and its result."""
     environment, _ = user
     (line,) = re.findall(r"`dovetail (ab --a policy=my_turn --b \S+)`", PAGE)
     folder = environment.folder / "out"
@@ -91,7 +90,8 @@ def compared(user: tuple[Environment, list[str]]) -> tuple[Path, ExperimentRecor
 
 
 def test_it_is_no_worse_than_the_built_in_one(compared: tuple[Path, ExperimentRecord]) -> None:
-    """Both put the few requests of so small a workload in the same order: whatever is measured is noise."""
+    """Both policies put the few requests of this small workload in the same order, so every measured difference is
+    noise."""
     folder, found = compared
     assert found.verdict in ("equivalent", "inconclusive")
     assert found.exit_code in (0, 3)
@@ -110,7 +110,7 @@ def test_it_is_no_worse_than_the_built_in_one(compared: tuple[Path, ExperimentRe
 
 @pytest.mark.skipif(CHROMIUM is None, reason="needs chromium on the PATH to look at the page")
 def test_the_report_is_a_page_to_show(compared: tuple[Path, ExperimentRecord], tmp_path: Path) -> None:
-    """Headline, tiles, table and plots are there, in the size of a screen, and the browser has nothing to complain of."""
+    """Headline, tiles, table and plots fit into a screen, and the browser logs no error."""
     folder, found = compared
     with browser(tmp_path / "profile") as page:
         page.look(1180, 1400)

@@ -1,5 +1,5 @@
-"""As a new author would: a package of each kind is begun, installed in an environment of its own, checked, chosen and served.
-Nothing is downloaded: what this environment has, that one sees too.
+"""Test the steps of a new author: a package of each kind is generated, installed in a separate environment, checked,
+chosen and served. Nothing is downloaded, because that environment also finds the packages of this one.
 
 .venv/bin/python -m pytest -q tests/e2e/test_scaffold_venv.py
 """
@@ -31,7 +31,7 @@ MEMORY = {"page_size": 4, "num_pages": 200}
 
 @pytest.fixture(scope="module")
 def begun(tmp_path_factory: pytest.TempPathFactory) -> Environment:
-    """An environment with a new package of each kind."""
+    """Return an environment with a new package of each kind."""
     environment = Environment(tmp_path_factory.mktemp("begun"))
     registry = load_plugins(PluginsSection())
     for kind, name in NAMES.items():

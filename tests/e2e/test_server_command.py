@@ -1,4 +1,4 @@
-"""``dovetail serve`` as a user runs it: a process, one ready line, answers, a signal, a clean end.
+"""Test ``dovetail serve`` as a user runs it: a process, one ready line, answers, a signal, a clean end.
 
 .venv/bin/python -m pytest -q tests/e2e/test_server_command.py
 """

@@ -1,4 +1,4 @@
-"""Whatever JSON arrives, the answer is 200 or a clear 4xx: never a 500, and never silence.
+"""Test that the answer to any JSON is 200 or a clear 4xx: never a 500, and never silence.
 
 .venv/bin/python -m pytest -q tests/e2e/test_server_fuzz.py
 """
@@ -25,13 +25,13 @@ small = st.integers(-2, 40) | st.floats(0, 2) | st.booleans() | st.sampled_from(
 
 
 def bodies(model: Any, base: dict[str, Any]) -> st.SearchStrategy[dict[str, Any]]:
-    """A good request with a few of its fields changed."""
+    """Draw a good request with a few of its fields changed."""
     fields = sorted(set(model.model_fields) | set(model.refused) | set(model.ignored))
     return st.dictionaries(st.sampled_from(fields), small | anything, max_size=4).map(lambda change: base | change)
 
 
 def requests() -> Iterator[tuple[str, st.SearchStrategy[dict[str, Any]]]]:
-    """For each route of each API that takes a body, begun from the first example of its schema."""
+    """Draw a request for each route of each API that takes a body, derived from the first example of its schema."""
     registry = installed()
     for component in registry.components(ComponentKind.API):
         config = registry.config_class(ComponentKind.API, component.spec.name)()

@@ -1,4 +1,4 @@
-"""Clients that leave, engines that die, and how a server ends. Nothing may hang.
+"""Test clients that leave, engines that die, and how a server ends. Nothing may hang.
 
 .venv/bin/python -m pytest -q tests/e2e/test_server_life.py
 """
@@ -89,7 +89,7 @@ def test_aborted_requests_are_answered(fake: httpx.Client, everything: bool):
 
 @pytest.fixture
 def own() -> Iterator[httpx.Client]:
-    """A server that the test may break."""
+    """Start a server that the test may break."""
     with (
         running_server(config_with(), target=run_fake_engine) as url,
         httpx.Client(base_url=url, timeout=PATIENCE) as client,
@@ -184,7 +184,7 @@ if __name__ == "__main__":
 
 
 def start(tmp_path: Path, drain: float) -> tuple[subprocess.Popen[str], str]:
-    """A server in a process of its own, and its URL."""
+    """Start a server in a separate process, and return its URL."""
     file = tmp_path / "serve.py"
     file.write_text(SERVE.format(here=str(Path(__file__).parent), drain=drain))
     process = subprocess.Popen([sys.executable, str(file)], stdout=subprocess.PIPE, text=True)

@@ -1,4 +1,4 @@
-"""The official openai client and raw requests against a live server of the embedded model: nothing is pretended.
+"""Test a live server of the embedded model with the official openai client and raw requests.
 
 .venv/bin/python -m pytest -q tests/e2e/test_server_openai.py
 """
@@ -38,7 +38,7 @@ def client(tiny_url: str) -> Iterator[openai.OpenAI]:
 
 @pytest.fixture(autouse=True)
 def nothing_leaks(tiny: httpx.Client):
-    """After each test the server is idle, and every page is free or cached."""
+    """Check after each test that the server is idle, and that every page is free or cached."""
     yield
     deadline = time.monotonic() + 10
     while (info := tiny.get("/server_info").json())["stats"]["running"] and time.monotonic() < deadline:
@@ -106,7 +106,7 @@ def test_chat_logprobs(client: openai.OpenAI):
 
 
 def test_prompt_logprobs_are_those_of_the_same_tokens_as_output(client: openai.OpenAI):
-    """Echoed logprobs of a greedy continuation equal those it was generated with: prefill and decode agree."""
+    """Echoed logprobs of a greedy continuation equal those with which it was generated: prefill and decode agree."""
     first = client.completions.create(
         model="tiny", prompt="The capital of France is", max_tokens=6, temperature=0, logprobs=0
     )
@@ -181,7 +181,7 @@ def test_n_and_seed(client: openai.OpenAI):
 
 
 def test_best_of_answers_with_the_likeliest(client: openai.OpenAI):
-    """The best of those that the same seed makes with n, by the mean log-probability of their tokens."""
+    """The answer is the best of the outputs of the same seed with n, by the mean log-probability of their tokens."""
     asked = {
         "model": "tiny",
         "prompt": ["Once upon a time", "One and"],

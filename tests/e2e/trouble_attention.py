@@ -1,11 +1,11 @@
-"""Attention that works, and fails where a request asks for it by its namespace (``cache_salt`` in HTTP):
+"""Attend correctly, and fail where a request selects a failure by its namespace (``cache_salt`` in HTTP):
 
     memory prompt, memory decode    a step allocates far too much
     wild prompt, wild decode        a kernel of a step writes far out of bounds
 
-``decode`` is the 30th step after the prompt. The environment's TROUBLE asks for more: ``small`` leaves the process next to
-no memory once the backend is built, ``capture`` lets the kernel run while graphs of four rows are captured. Without it a
-graph of two rows cannot be captured: memory runs out in the middle.
+``decode`` is the 30th step after the prompt. The environment's TROUBLE selects more failures: ``small`` leaves the process
+almost no memory once the backend is built, ``capture`` lets the kernel run while graphs of four rows are captured. If it is not
+set, a graph of two rows cannot be captured, because memory runs out in the middle.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ TOO_MUCH = 1 << 50
 
 
 class TroubledAttention(AttentionBackend):
-    """A backend that works, behind what fails."""
+    """Wrap a working backend, and fail on demand."""
 
     def __init__(self, config: BaseModel, context: AttentionContext) -> None:
         self.device = context.device
@@ -38,7 +38,8 @@ class TroubledAttention(AttentionBackend):
         self.inner.plan(batch)
 
     def variant(self, batch: Batch) -> int:
-        """Called in every decode step, also in those whose graph is replayed."""
+        """Fail if a request selects it. The engine calls this in every decode step, also in those whose graph is
+        replayed."""
         if any(req.known_len - req.prompt_len == 30 for req in batch.reqs):
             self.cause(batch, "decode")
         return 0
@@ -57,7 +58,7 @@ class TroubledAttention(AttentionBackend):
         self.inner.plan_replay(batch)
 
     def cause(self, batch: Batch, where: str) -> None:
-        """What the requests of ``batch`` ask for."""
+        """Cause the failures that the requests of ``batch`` select."""
         asked = {req.namespace for req in batch.reqs}
         if f"memory {where}" in asked:
             self.allocate()
@@ -69,7 +70,8 @@ class TroubledAttention(AttentionBackend):
         torch.empty(TOO_MUCH, dtype=torch.uint8, device=self.device)
 
     def go_wild(self) -> None:
-        """Lose the device: on CUDA in truth, some time after this call; without it by the error that torch raises then."""
+        """Lose the device. On CUDA a kernel really fails, some time after this call; without CUDA raise the error that
+        torch raises then."""
         if self.device.type == "cuda":
             from trouble_kernel import write_far
 
@@ -79,7 +81,7 @@ class TroubledAttention(AttentionBackend):
 
 
 def working(context: AttentionContext) -> AttentionBackend:
-    """What attends."""
+    """Return the backend that attends."""
     if context.device.type == "cuda":
         from dovetail_attention.config import TritonConfig
         from dovetail_attention.triton.backend import TritonAttention

@@ -1,4 +1,4 @@
-"""Config section of the attention backend ``trouble``."""
+"""Define the config section of the attention backend ``trouble``."""
 
 from __future__ import annotations
 
@@ -8,6 +8,6 @@ from dovetail.config.plugin import PluginConfig
 
 
 class TroubleConfig(PluginConfig):
-    """Nothing to set: requests ask for trouble, and so does the environment."""
+    """Have no fields: requests and the environment select the failures."""
 
     kind: Literal["trouble"] = "trouble"

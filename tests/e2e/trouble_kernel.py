@@ -1,4 +1,4 @@
-"""A kernel that writes where nothing is."""
+"""Define a kernel that writes to an address without memory."""
 
 import torch
 import triton
@@ -11,5 +11,5 @@ def _write(pointer, distance):
 
 
 def write_far(device: torch.device) -> None:
-    """Launch it; returns before it has failed."""
+    """Launch the kernel; return before it has failed."""
     _write[(1,)](torch.zeros(1, device=device), 1 << 42)

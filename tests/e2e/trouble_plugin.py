@@ -1,4 +1,4 @@
-"""Entry module of a plugin whose attention fails on demand (``trouble_attention``)."""
+"""Register a plugin whose attention fails on demand (``trouble_attention``)."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dovetail.registry.specs import ComponentKind, ComponentSpec
 
 @hookimpl
 def register_components() -> list[ComponentSpec]:
-    """``trouble``."""
+    """Return ``trouble``."""
     return [
         ComponentSpec(
             kind=ComponentKind.ATTENTION,

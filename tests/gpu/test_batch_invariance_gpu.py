@@ -1,5 +1,5 @@
-"""``batch_invariant``: products, and whole engines whose outputs and log-probabilities are the same to the bit however a
-request is computed. Attention alone is tested by the conformance suites of the backends.
+"""Test ``batch_invariant``: products, and whole engines whose outputs and log-probabilities are the same to the bit
+however a request is computed. The conformance suites of the backends test attention alone.
 
 .venv/bin/python -m pytest -q tests/gpu/test_batch_invariance_gpu.py
 """
@@ -115,13 +115,13 @@ def encoded(llm):
 
 
 def said(outputs):
-    """Tokens and the exact log-probabilities of each and of the likeliest."""
+    """Return the tokens and the exact log-probabilities of each and of the likeliest."""
     return [(o.token_ids, [(t.logprob, t.top) for t in o.logprobs]) for o in outputs]
 
 
 @pytest.fixture(scope="module")
 def alone():
-    """By backend and dtype, each prompt in an engine that has nothing else to do, its cache empty."""
+    """Run each prompt, by backend and dtype, in an engine without other requests and with an empty cache."""
     kept = {}
 
     def get(backend, dtype):
@@ -191,7 +191,7 @@ def test_samples_of_a_seed(backend):
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("backend", ["triton", "flashinfer"])
 def test_trees_of_drafts_change_no_bit(alone, backend, dtype):
-    """Nor do pages of another size."""
+    """Pages of another size change no bit either."""
     expected = alone(backend, dtype)
     llm = make(backend, dtype, "eagle3_tree", page_size=1)
     for repeats in (1, 5):

@@ -1,4 +1,4 @@
-"""Embeddings and label log-probabilities on a CUDA device, against the same engine on the CPU.
+"""Test embeddings and label log-probabilities on a CUDA device against the same engine on the CPU.
 
 .venv/bin/python -m pytest -q tests/gpu/test_embeddings_gpu.py
 """
@@ -31,7 +31,7 @@ def params():
 
 
 def answers(llm):
-    """What five prompts are made into in three ways, beside prompts that are continued."""
+    """Return the results of five prompts in three ways, in steps with prompts that are continued."""
     texts = prompts(llm.tokenizer.vocab_size)
     written = SamplingParams(temperature=0, max_new_tokens=16)
     given = [(text, one) for text in texts for one in (*params(), written)]

@@ -1,4 +1,4 @@
-"""The whole engine on a CUDA device, against itself on the CPU.
+"""Test the whole engine on a CUDA device against itself on the CPU.
 
 .venv/bin/python -m pytest -q tests/gpu/test_engine_gpu.py
 """
@@ -85,7 +85,7 @@ def test_graphs_overlap_and_shared_prefixes_change_no_token(expected, graphs, ov
 
 
 def test_graphs_serve_requests_of_every_kind_together():
-    """Penalties, grammars, logprobs and seeds beside each other: what they get does not depend on graphs."""
+    """Requests with penalties, grammars, logprobs and seeds run together, and their outputs do not depend on graphs."""
     grammar = GrammarSpec(GrammarKind.REGEX, "(yes|no), [0-9]{3}")
     kinds = [
         SamplingParams(temperature=0, max_new_tokens=24, frequency_penalty=0.4, repetition_penalty=1.1),
@@ -108,7 +108,7 @@ def test_graphs_serve_requests_of_every_kind_together():
 
 
 def test_steps_in_graphs_wait_for_nothing():
-    """Under overlap the host waits for one event a step, and no kernel launch or copy of a decode step blocks it."""
+    """With overlap the host waits for one event per step, and no kernel launch or copy of a decode step blocks it."""
     llm = LLM("tiny", device="cuda", grammar="none", scheduler={"overlap": True})
     prompts = [chat_ids(llm, text) for text in QUESTIONS]
     params = SamplingParams(temperature=0.7, top_p=0.9, seed=1, ignore_eos=True, max_new_tokens=64)

@@ -1,4 +1,4 @@
-"""The dense family on CUDA: against the same weights on the CPU, eager attention, float32 and bfloat16.
+"""Test the dense family on CUDA against the same weights on the CPU, eager attention, float32 and bfloat16.
 
 Run on a GPU machine: python -m pytest tests/gpu/test_models_gpu.py
 """
@@ -46,7 +46,7 @@ INFOS = {
 
 
 def make_model(info: ModelInfo, device: str, dtype: torch.dtype) -> ModelArchitecture:
-    """The same random weights on every device."""
+    """Return a model with the same random weights on every device."""
     model = build_model(DenseModel, info, torch.device(device), dtype)
     filler = WeightFiller(model)
     generator = torch.Generator().manual_seed(0)
@@ -60,7 +60,7 @@ def make_model(info: ModelInfo, device: str, dtype: torch.dtype) -> ModelArchite
 
 @torch.inference_mode()
 def run(model: ModelArchitecture, texts: Sequence[Sequence[int]], prefix: int) -> torch.Tensor:
-    """Logits of the tokens after ``prefix``: a prefill of all rows, then the last tokens one by one."""
+    """Return logits of the tokens after ``prefix``: a prefill of all rows, then the last tokens one by one."""
     parameter = next(as_module(model).parameters())
     device, lens = parameter.device, [len(text) for text in texts]
     table = make_page_table(lens, 4, 64)

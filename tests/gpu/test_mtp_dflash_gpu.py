@@ -1,4 +1,4 @@
-"""mtp and dflash on a CUDA device: they draft what they draft on the CPU, and change no token.
+"""Test mtp and dflash on a CUDA device: their drafts are those on the CPU, and they change no token.
 
 .venv/bin/python -m pytest -q tests/gpu/test_mtp_dflash_gpu.py
 """
@@ -33,7 +33,7 @@ DRAFTERS = {
 
 @pytest.fixture(scope="module", params=DRAFTERS)
 def drafter(request, tmp_path_factory):
-    """The embedded model with random drafters, and the one that is to be used."""
+    """Return the embedded model with random drafters, and the drafter that is to be used."""
     layers, speculative = DRAFTERS[request.param]
     directory = tmp_path_factory.mktemp("models") / "tiny"
     leave = shutil.ignore_patterns("dflash", "eagle3", "draft_model")
@@ -58,7 +58,7 @@ def make(device, drafter, dtype="float32", **sections):
 
 
 def spied(llm):
-    """What the drafter drafts, by text."""
+    """Return the drafts of the drafter, by text."""
     drafts, propose = {}, llm.loop.drafter.propose
 
     def wrapped(batch):
@@ -74,7 +74,7 @@ def spied(llm):
 
 @pytest.mark.parametrize("attention", ["triton", "torch_native"])
 def test_drafts_are_those_of_the_cpu(drafter, attention):
-    """But for near ties, which rounding decides."""
+    """Near ties are exceptions, which rounding decides."""
     here, there = make("cpu", drafter), make("cuda", drafter, attention=attention)
     expected, got = spied(here), spied(there)
     texts = [llm.generate(PROMPTS, GREEDY) for llm in (here, there)]
@@ -89,7 +89,7 @@ def test_drafts_are_those_of_the_cpu(drafter, attention):
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_texts_are_those_without_drafts(drafter, dtype, overlap):
-    """In bfloat16 steps of several tokens round differently, and texts may part: there, that all goes well."""
+    """In bfloat16, steps of several tokens round differently, and texts may differ; there, nothing may fail."""
     llm = make("cuda", drafter, dtype, scheduler={"overlap": overlap})
     for _ in range(2):  # the second time from the prefix cache, and from graphs
         drafted = [output.token_ids for output in llm.generate(PROMPTS, GREEDY)]

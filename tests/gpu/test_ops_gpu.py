@@ -1,4 +1,4 @@
-"""The ops of the layers on CUDA, through their public functions and under graph capture, against float64.
+"""Test the ops of the layers on CUDA, through their public functions and in captured graphs, against float64.
 
 Run on a GPU machine: python -m pytest tests/gpu/test_ops_gpu.py
 """
@@ -132,7 +132,7 @@ def test_rotate_and_store(
 
 
 def replayed(step: Callable[[], torch.Tensor], refill: Callable[[], object]) -> torch.Tensor:
-    """What ``step`` gives as a graph, captured with other inputs than it is replayed with."""
+    """Return the result of ``step`` as a graph that was captured with other inputs."""
     step()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -258,7 +258,7 @@ def test_linear_layers_use_them_and_say_so() -> None:
 @needs_hopper
 @pytest.mark.parametrize(("hidden", "inner"), [(1024, 3072), (3072, 8192)])
 def test_a_step_of_dependent_kernels_gives_the_same_every_time(hidden: int, inner: int) -> None:
-    """Kernels start before those they depend on have ended: a missing wait shows as a changed result."""
+    """Kernels start before those that they depend on have ended, so a missing wait would show as a changed result."""
     weights = [
         (randn(2 * inner, hidden, dtype=torch.bfloat16) * 0.03, randn(hidden, inner, dtype=torch.bfloat16) * 0.03)
         for _ in range(8)

@@ -1,4 +1,4 @@
-"""The lists of broken plugins are modules beside the tests."""
+"""Make the lists of broken plugins importable, which are modules in this folder."""
 
 import sys
 from pathlib import Path

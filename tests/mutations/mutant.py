@@ -1,4 +1,4 @@
-"""A plugin that is wrong in one way, and the case of its suite that must say so."""
+"""Describe a plugin that is wrong in one way, and the case of its suite that must report it."""
 
 from __future__ import annotations
 
@@ -13,11 +13,10 @@ Suite = Callable[[], ComponentSuite]
 
 @dataclass(frozen=True)
 class Mutant:
-    """``broken`` is a suite of a component that is as ``sound``, but for its ``fault``: a phrase, "forgets the soft cap".
-
-    ``case`` is the method that must fail for it, with the arguments of at least one of ``runs``, and pass for ``sound`` with all.
-    ``says`` is a part of what it says then. Other cases may fail as well.
-    """
+    """Describe a broken component. ``broken`` is a suite of a component that equals ``sound`` except for its
+    ``fault``, a phrase such as "forgets the soft cap". ``case`` is the method that must fail for it, with the
+    arguments of at least one of ``runs``, and pass for ``sound`` with all. ``says`` is a part of the message of that
+    failure. Other cases may fail as well."""
 
     fault: str
     case: str

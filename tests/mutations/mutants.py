@@ -1,4 +1,4 @@
-"""All broken plugins, the cases of all suites, and the table of them in docs/plugins.md.
+"""List all broken plugins and the cases of all suites, and write their table in docs/plugins.md.
 
 Write the table: python tests/mutations/mutants.py
 """
@@ -69,13 +69,13 @@ BEGIN, END = "<!-- cases: begin -->\n", "<!-- cases: end -->\n"
 
 
 def names_of(suite: type[ComponentSuite]) -> list[str]:
-    """Its cases, in the order in which they stand in their files."""
+    """Return the cases of a suite in the order of their definitions."""
     classes = reversed(suite.__mro__)
     return list(dict.fromkeys(name for cls in classes for name in vars(cls) if name.startswith("test_")))
 
 
 def cases() -> Iterator[tuple[str, str]]:
-    """(kind, case) of every suite; kind is "" for those that all suites have."""
+    """Return (kind, case) of every suite; kind is "" for the cases that all suites have."""
     common = names_of(ComponentSuite)
     yield from (("", name) for name in common)
     for suite in SUITES:
@@ -83,7 +83,7 @@ def cases() -> Iterator[tuple[str, str]]:
 
 
 def table() -> str:
-    """What each case holds, and what it catches."""
+    """Return the table of what each case checks and which faults it finds."""
     common = names_of(ComponentSuite)
     parts = ["### Every suite\n", *_rows(ComponentSuite, common, "")]
     for suite in SUITES:
@@ -111,7 +111,7 @@ def _rows(suite: type[ComponentSuite], names: list[str], kind: str) -> Iterator[
 
 
 def with_table(page: str) -> str:
-    """``page`` with the table between its marks."""
+    """Return ``page`` with the table between its marks."""
     before, _, rest = page.partition(BEGIN)
     return f"{before}{BEGIN}{table()}{END}{rest.partition(END)[2]}"
 

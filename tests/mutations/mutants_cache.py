@@ -1,4 +1,4 @@
-"""Broken prefix caches: a radix tree with one fault each."""
+"""Define broken prefix caches: a radix tree with one fault each."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from dovetail_cache.radix import RadixCache
 
 
 class LosesAPageAtSplit(RadixCache):
-    """A branch loses the page before it, and forgets that it had it."""
+    """Lose the page before a branch, and forget that the branch had it."""
 
     def _end_at(self, path: list[Node], length: int) -> Node:
         node = super()._end_at(path, length)
@@ -30,7 +30,7 @@ class LosesAPageAtSplit(RadixCache):
 
 
 class IgnoresNamespaces(RadixCache):
-    """All namespaces share one tree."""
+    """Keep all namespaces in one tree."""
 
     def match(self, tokens: IntArray, namespace: str = "") -> Match:
         return super().match(tokens)
@@ -40,7 +40,7 @@ class IgnoresNamespaces(RadixCache):
 
 
 class EvictsWhatIsLocked(RadixCache):
-    """A lock counts, but protects nothing."""
+    """Count locks, but protect nothing."""
 
     def lock(self, handle: Handle) -> None:
         super().lock(handle)
@@ -55,7 +55,7 @@ class EvictsWhatIsLocked(RadixCache):
 
 
 class UnlocksTheLastNodeOnly(RadixCache):
-    """Unlocks only the last node of a path."""
+    """Unlock only the last node of a path."""
 
     def unlock(self, handle: Handle) -> None:
         if handle.length and handle.node is not None:
@@ -65,7 +65,7 @@ class UnlocksTheLastNodeOnly(RadixCache):
 
 
 class KeepsTheDuplicate(RadixCache):
-    """Claims the offered pages even where it had its own."""
+    """Keep the offered pages even where the tree has its own."""
 
     def insert(self, tokens: IntArray, pages: IntArray, namespace: str = "", priority: int = 0) -> Match:
         result = super().insert(tokens, pages, namespace, priority)
@@ -73,7 +73,7 @@ class KeepsTheDuplicate(RadixCache):
 
 
 class KeepsTheCallersArrays(RadixCache):
-    """Trusts the caller not to write to its arrays again."""
+    """Keep the caller's arrays, to which the caller may write again."""
 
     def _grow(self, parent: Node, tokens: IntArray, pages: IntArray) -> Node:
         leaf = super()._grow(parent, tokens, pages)
@@ -82,7 +82,7 @@ class KeepsTheCallersArrays(RadixCache):
 
 
 class MatchesHalfPages(RadixCache):
-    """Does not look at the last token of a page."""
+    """Ignore the last token of a page."""
 
     def _but_last(self, tokens: IntArray) -> IntArray:
         return np.where(np.arange(len(tokens)) % self._page_size == self._page_size - 1, np.int32(0), tokens)
@@ -95,7 +95,7 @@ class MatchesHalfPages(RadixCache):
 
 
 class FreesTwice(RadixCache):
-    """Returns the last evicted page once more with the next eviction."""
+    """Return the last evicted page once more with the next eviction."""
 
     _last = np.empty((1, 0), np.int32)
 
@@ -106,14 +106,14 @@ class FreesTwice(RadixCache):
 
 
 class LosesTheRestOfALeaf(RadixCache):
-    """Evicts a whole leaf, but gives back only what was asked for."""
+    """Evict a whole leaf, but return only the requested number of pages."""
 
     def _shrink(self, leaf: Node, count: int) -> IntArray:
         return super()._shrink(leaf, leaf.num_pages)[:, :count]
 
 
 class SharesByTheLastNode(RadixCache):
-    """Sees only rows that end at the same place."""
+    """Group only rows that end at the same node."""
 
     def shared_prefixes(self, handles: Sequence[Handle]) -> list[tuple[list[int], int]]:
         ends: dict[Node, list[int]] = {}
@@ -124,7 +124,7 @@ class SharesByTheLastNode(RadixCache):
 
 
 class SharesWithAllBelow(RadixCache):
-    """One group for each first page, as long as its longest row."""
+    """Return one group for each first page, as long as its longest row."""
 
     def shared_prefixes(self, handles: Sequence[Handle]) -> list[tuple[list[int], int]]:
         tops: dict[Node, list[int]] = {}
@@ -138,14 +138,14 @@ class SharesWithAllBelow(RadixCache):
 
 
 class SharesWholeBranches(RadixCache):
-    """Rows that do not share the deepest prefix of a branch form no group."""
+    """Leave rows that do not share the deepest prefix of a branch without a group."""
 
     def shared_prefixes(self, handles: Sequence[Handle]) -> list[tuple[list[int], int]]:
         return super().shared_prefixes(handles)[-1:]
 
 
 class InventsAPage(RadixCache):
-    """Says of an empty cache that there is something to find."""
+    """Report a match in an empty cache."""
 
     def match(self, tokens: IntArray, namespace: str = "") -> Match:
         found = super().match(tokens, namespace)
@@ -153,7 +153,7 @@ class InventsAPage(RadixCache):
 
 
 class CountsWhatItDidNotKeep(RadixCache):
-    """Its counter is that of the offered pages."""
+    """Count the offered pages instead of those that were kept."""
 
     def insert(self, tokens: IntArray, pages: IntArray, namespace: str = "", priority: int = 0) -> Match:
         self._total += 1
@@ -161,7 +161,7 @@ class CountsWhatItDidNotKeep(RadixCache):
 
 
 class MatchesTheNextPage(RadixCache):
-    """Says that the page with the first other token matches as well."""
+    """Match the page with the first different token as well."""
 
     def match(self, tokens: IntArray, namespace: str = "") -> Match:
         found = super().match(tokens, namespace)
@@ -170,7 +170,7 @@ class MatchesTheNextPage(RadixCache):
 
 
 class MatchesWholeRunsOnly(RadixCache):
-    """A key that ends inside a run finds nothing of it."""
+    """Match nothing of a run in which a key ends."""
 
     def match(self, tokens: IntArray, namespace: str = "") -> Match:
         found = super().match(tokens, namespace)
@@ -178,7 +178,7 @@ class MatchesWholeRunsOnly(RadixCache):
 
 
 class NeverSplits(RadixCache):
-    """Gives a branch back to the caller, whole."""
+    """Return a whole branch to the caller."""
 
     def insert(self, tokens: IntArray, pages: IntArray, namespace: str = "", priority: int = 0) -> Match:
         known = super().match(tokens, namespace)
@@ -186,21 +186,21 @@ class NeverSplits(RadixCache):
 
 
 class EvictsOneAtMost(RadixCache):
-    """Stops too soon."""
+    """Stop after one eviction."""
 
     def evict(self, num_pages: int) -> IntArray:
         return super().evict(min(num_pages, 1))
 
 
 class GivesBackWhatItKeeps(RadixCache):
-    """Takes the end, and says that it was the beginning."""
+    """Keep the end of the pages, and report that it was the beginning."""
 
     def evict(self, num_pages: int) -> IntArray:
         return np.flip(super().evict(num_pages), 1) - 2
 
 
 class CountsOneLock(RadixCache):
-    """The first unlock releases a path that was locked twice."""
+    """Release a path that was locked twice at the first unlock."""
 
     def lock(self, handle: Handle) -> None:
         if handle.node is None or not handle.node.locks:
@@ -212,21 +212,21 @@ class CountsOneLock(RadixCache):
 
 
 class LocksTheBranchesToo(RadixCache):
-    """What is inserted beside a locked prefix is locked with it."""
+    """Lock what is inserted next to a locked prefix."""
 
     def evict(self, num_pages: int) -> IntArray:
         return super().evict(0 if self._locked else num_pages)
 
 
 class SharesWithItself(RadixCache):
-    """A group for every row, of one."""
+    """Return a group of one for every row."""
 
     def shared_prefixes(self, handles: Sequence[Handle]) -> list[tuple[list[int], int]]:
         return [([row], handle.length) for row, handle in enumerate(handles)]
 
 
 class SharesAcrossNamespaces(RadixCache):
-    """Rows of one length share all of it."""
+    """Let rows of one length share all of it."""
 
     def shared_prefixes(self, handles: Sequence[Handle]) -> list[tuple[list[int], int]]:
         return [(list(range(len(handles))), handles[0].length)]
@@ -249,14 +249,14 @@ def suite(cache_class: type[PrefixCache]) -> Suite:
 
 
 class Silent(RadixCache):
-    """Does not look for its own faults."""
+    """Do not check its own consistency."""
 
     def check_integrity(self) -> None:
         return
 
 
 def silent(cache_class: type[RadixCache]) -> type[RadixCache]:
-    """``cache_class`` without its own checks, so that it is the suite that finds the fault."""
+    """Return ``cache_class`` without its own checks, so that the suite must find the fault."""
     return type(f"Silent{cache_class.__name__}", (cache_class,), {"check_integrity": Silent.check_integrity})
 
 

@@ -1,4 +1,4 @@
-"""Broken drafters: prompt lookup with one fault each."""
+"""Define broken drafters: prompt lookup with one fault each."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ class MixesRowsUp(NgramDrafter):
 
 
 class BiasedByAnotherRow(NgramDrafter):
-    """Begins every draft with what the first row's does."""
+    """Begin every draft with the first row's first token."""
 
     def propose(self, batch: Batch) -> DraftTree | None:
         tree = super().propose(batch)
@@ -113,7 +113,7 @@ class WritesItsDrafts(NgramDrafter):
 
 
 class WritesTheLastToken(NgramDrafter):
-    """Takes the liberty to correct what the model said last."""
+    """Change the last token that the model has generated."""
 
     def propose(self, batch: Batch) -> DraftTree | None:
         for req in batch.reqs[batch.num_extend :]:
@@ -122,7 +122,7 @@ class WritesTheLastToken(NgramDrafter):
 
 
 class Rolls(NgramDrafter):
-    """Draws tokens from a generator that all drafters of the process share."""
+    """Draw tokens from a generator that all drafters of the process share."""
 
     draws = itertools.count(1)
 
@@ -174,7 +174,7 @@ def suite(drafter_class: type[NgramDrafter], *more: Feature, **settings: int) ->
 
 
 class Engines(DrafterSuite):
-    """Inside of an engine: the drafter that the config names, or one of another class in its place."""
+    """Run in an engine the drafter that the config names, or one of another class in its place."""
 
     name = "ngram"
     settings: ClassVar = {"shared": 0}

@@ -1,4 +1,5 @@
-"""Broken models: Llama with one fault each. The reference is the same model without it, all tokens at once."""
+"""Define broken models: Llama with one fault each. The reference is the same model without the fault, which reads all
+tokens at once."""
 
 from __future__ import annotations
 
@@ -31,7 +32,7 @@ SMALL = {
 
 
 class Sound(ModelSuite):
-    """The model as it is."""
+    """Build the model without a fault."""
 
     name = "llama"
     configs: ClassVar = {"plain": SMALL}
@@ -53,7 +54,7 @@ class Sound(ModelSuite):
 
 
 class Transposed(Sound):
-    """Loads a square weight the wrong way round."""
+    """Load a square weight transposed."""
 
     def load(
         self, directory: Path, tensors: Tensors | None = None, dtype: torch.dtype = torch.float32
@@ -64,7 +65,7 @@ class Transposed(Sound):
 
 
 class Swapped(DenseModel):
-    """Two weights of one shape, each in the place of the other."""
+    """Swap two weights of one shape."""
 
     swaps: ClassVar[tuple[str, str]] = ("gate_proj.weight", "up_proj.weight")
 
@@ -79,7 +80,7 @@ class SwapsGateAndUp(Sound):
 
 
 class Misread(Sound):
-    """Reads one setting of config.json wrongly."""
+    """Read one setting of config.json wrongly."""
 
     change: ClassVar[Mapping[str, Any]]
 
@@ -104,7 +105,7 @@ class SwallowsBiases(DenseModel):
 
 
 class WithoutBiases(Misread):
-    """Has no biases, and takes a checkpoint that does."""
+    """Have no biases, and accept a checkpoint that has them."""
 
     model_class = SwallowsBiases
     change: ClassVar = {"qkv_bias": False, "out_bias": False}
@@ -125,7 +126,7 @@ class SkipsANorm(DenseModel):
 
 
 class UsesNotAll(Sound):
-    """Divides what the last norm multiplied."""
+    """Divide by the weights by which the last norm has multiplied."""
 
     model_class = SkipsANorm
 
@@ -138,7 +139,7 @@ class CountsFromTheChunk(DenseModel):
 
 
 class DependsOnChunks(Sound):
-    """The tokens of a second chunk are others."""
+    """Change the tokens of a second chunk."""
 
     model_class = CountsFromTheChunk
 

@@ -1,4 +1,4 @@
-"""Broken parsers of tool calls and of reasoning: hermes' and qwen3's with one fault each."""
+"""Define broken parsers of tool calls and of reasoning: hermes' and qwen3's with one fault each."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def hermes() -> Hermes:
 
 
 class Changed(ToolStream):
-    """Hermes' stream, its deltas changed."""
+    """Change the deltas of hermes' stream."""
 
     def __init__(self, change: Callable[[ToolDelta], ToolDelta]) -> None:
         self._inner, self._change = hermes().stream(TOOLS), change
@@ -57,7 +57,7 @@ class Changed(ToolStream):
 
 
 class PieceByPiece(ToolStream):
-    """Looks at each piece alone."""
+    """Parse each piece alone."""
 
     def feed(self, text: str) -> ToolDelta:
         parsed = run_stream(hermes().stream(TOOLS), [text])
@@ -68,7 +68,7 @@ class PieceByPiece(ToolStream):
 
 
 class AtTheEnd(ToolStream):
-    """Reads the text at its end, as JSON."""
+    """Parse the text as JSON at its end."""
 
     def __init__(self) -> None:
         self._text = ""
@@ -96,7 +96,7 @@ def one_index(delta: ToolDelta) -> ToolDelta:
 
 
 class ToolSuite(ToolParserSuite):
-    """Hermes, or what is parsed by another stream of its format."""
+    """Test hermes, or hermes with another stream for its format."""
 
     name = "hermes"
     phases = (Phase.generate,)
@@ -119,7 +119,7 @@ class ToolSuite(ToolParserSuite):
 
 
 class Hasty(ReasoningStream):
-    """Looks for the mark in each piece alone."""
+    """Search for the mark in each piece alone."""
 
     def __init__(self) -> None:
         self._thinking = True
@@ -136,7 +136,7 @@ class Hasty(ReasoningStream):
 
 
 class Forgets(Hasty):
-    """Loses the answer's first letter."""
+    """Lose the first letter of the content."""
 
     def feed(self, text: str) -> ReasoningDelta:
         delta = super().feed(text)
@@ -144,7 +144,7 @@ class Forgets(Hasty):
 
 
 class Withholds(ReasoningStream):
-    """Says everything in the end."""
+    """Return everything at the end."""
 
     def __init__(self) -> None:
         self._text = ""
@@ -158,7 +158,7 @@ class Withholds(ReasoningStream):
 
 
 class WrongGate(Qwen3):
-    """Waits for what is never written."""
+    """Wait for a mark that is never written."""
 
     def gate(self, prompt: str) -> ConstraintGate | None:
         gate = super().gate(prompt)
@@ -166,7 +166,7 @@ class WrongGate(Qwen3):
 
 
 class ReasoningSuite(ReasoningParserSuite):
-    """Qwen3, or what another stream makes of its format."""
+    """Test qwen3, or qwen3 with another stream for its format."""
 
     name = "qwen3"
     phases = (Phase.generate,)

@@ -1,4 +1,4 @@
-"""Broken schedule policies."""
+"""Define broken schedule policies."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class LastComeFirstServed(Fcfs):
 
 
 class _OneNamespace:
-    """A cache that is matched with the empty namespace."""
+    """Match a cache with the empty namespace."""
 
     def __init__(self, cache: PrefixCache) -> None:
         self._cache = cache

@@ -1,4 +1,5 @@
-"""Plugins that are broken before they do anything: policies that work, but for what every suite asks of its component."""
+"""Define plugins that are broken before they do anything: policies that work, except for what every suite requires of
+its component."""
 
 from __future__ import annotations
 
@@ -20,13 +21,13 @@ from dovetail.testing.policy import PolicySuite
 
 
 class Sound(PolicySuite):
-    """As it is installed."""
+    """Use the component as it is installed."""
 
     name = "fcfs"
 
 
 class Planted(PolicySuite):
-    """A component that is not installed."""
+    """Describe a component that is not installed."""
 
     name = "twice"
     module: ClassVar[str] = "mutated_twice"
@@ -52,7 +53,7 @@ class Heavy(Planted):
 
 
 class ImportsItself(Planted):
-    """Its entry point is the module of the part itself."""
+    """Name the module of the component itself as the entry point."""
 
     planted = replace(mutated_twice.SPEC, target="mutated_twice:register_components")
 

@@ -1,4 +1,4 @@
-"""Config sections of broken plugins."""
+"""Define config sections of broken plugins."""
 
 from __future__ import annotations
 
@@ -11,33 +11,33 @@ from dovetail.config.plugin import PluginConfig
 
 
 class HeavyConfig(PluginConfig):
-    """Nothing is wrong with it."""
+    """Have no fault."""
 
     kind: Literal["heavy"] = "heavy"
 
 
 class TwiceConfig(PluginConfig):
-    """Nothing is wrong with it."""
+    """Have no fault."""
 
     kind: Literal["twice"] = "twice"
 
 
 class ForgetfulConfig(PluginConfig):
-    """Does not serialize a field that was set."""
+    """Do not serialize a field that was set."""
 
     kind: Literal["twice"] = "twice"
     patience: int = Field(default=1, exclude=True)
 
 
 class LaxConfig(PluginConfig):
-    """Takes any key."""
+    """Accept any key."""
 
     model_config = ConfigDict(extra="ignore")
     kind: Literal["twice"] = "twice"
 
 
 class BoundConfig(PluginConfig):
-    """Holds what no other process can have."""
+    """Hold a value that no other process can have."""
 
     kind: Literal["twice"] = "twice"
     _rank: Callable[[int], int] = PrivateAttr(default=lambda age: -age)

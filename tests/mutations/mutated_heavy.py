@@ -1,4 +1,4 @@
-"""A plugin that imports torch to say what it has."""
+"""Import torch to list the plugin's components."""
 
 from __future__ import annotations
 
@@ -20,5 +20,5 @@ SPEC = ComponentSpec(
 
 @hookimpl
 def register_components() -> Sequence[ComponentSpec]:
-    """``heavy``."""
+    """Return ``heavy``."""
     return [SPEC]

@@ -1,4 +1,4 @@
-"""A plugin that registers once more each time that it is asked."""
+"""Register one more component with each call."""
 
 from __future__ import annotations
 
@@ -15,6 +15,6 @@ _registered: list[ComponentSpec] = []
 
 @hookimpl
 def register_components() -> Sequence[ComponentSpec]:
-    """``twice``, and again."""
+    """Return ``twice``, once more with each call."""
     _registered.append(SPEC)
     return list(_registered)

@@ -1,4 +1,5 @@
-"""What the attention suite says and leaves unsaid; ``mutants_attention`` has the backends for which it must fail.
+"""Test what the attention suite reports and what it does not; ``mutants_attention`` has the backends for which it must
+fail.
 
 Run: python -m pytest tests/mutations/test_attention_flaws.py
 """
@@ -17,7 +18,7 @@ from dovetail.testing.attention_cases import STEPS
 
 
 class TestSound(Sound):
-    """Without a flaw everything passes, or the list of flaws would mean nothing."""
+    """Test that everything passes without a flaw; otherwise the list of flaws would prove nothing."""
 
 
 def test_undeclared_and_passing_is_noted_and_skipped():

@@ -1,5 +1,5 @@
-"""Each suite of ``dovetail.testing`` fails for plugins that are wrong in one way, by the case that is named, and passes them
-without the fault.
+"""Test that each suite of ``dovetail.testing`` fails for plugins that are wrong in one way, by the case that is named,
+and passes them without the fault.
 
 Run: python -m pytest -q tests/mutations
 """
@@ -35,7 +35,8 @@ passed: set[tuple[Suite, str, str]] = set()
 
 
 def check_sound(made: Suite, case: str, arguments: tuple[object, ...], folder: Path) -> None:
-    """The case passes without the fault, and is not skipped. Mutants with the same case ask once."""
+    """Check that the case passes without the fault, and is not skipped. It runs once for all mutants with the same
+    case."""
     if (made, case, repr(arguments)) in passed:
         return
     try:
@@ -46,7 +47,7 @@ def check_sound(made: Suite, case: str, arguments: tuple[object, ...], folder: P
 
 
 def found_in(mutant: Mutant, folder: Path) -> BaseException | None:
-    """What the case says of the broken component."""
+    """Return what the case reports about the broken component."""
     for arguments in mutant.runs:
         try:
             run(mutant.broken, mutant.case, arguments, folder)
@@ -69,7 +70,7 @@ def test_the_suite_catches_what(mutant: Mutant, folder: Path) -> None:
 
 
 def test_every_case_can_fail() -> None:
-    """Each case of each suite catches something here, but for those of which ``UNPROVEN`` says why not."""
+    """Each case of each suite finds a fault here, except for those for which ``UNPROVEN`` gives a reason."""
     proven = {(str(mutant.sound().kind), mutant.case) for mutant in MUTANTS}
     common = {case for _, case in proven}
     missing = {(kind, case) for kind, case in cases() if (kind, case) not in proven and (kind or case not in common)}

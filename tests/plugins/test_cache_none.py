@@ -1,4 +1,7 @@
-"""The cache that keeps nothing. Run: python -m pytest -q tests/plugins/test_cache_none.py"""
+"""Test the cache that keeps nothing.
+
+Run: python -m pytest -q tests/plugins/test_cache_none.py
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The radix tree: the suite in every order of eviction, and what each order forgets first.
+"""Test the radix tree: the suite in every order of eviction, and what each order evicts first.
 
 Run: python -m pytest -q tests/plugins/test_cache_radix.py
 """
@@ -43,7 +43,7 @@ def _key(first: int, length: int = 2) -> np.ndarray:
 
 
 def _three(eviction: str, priorities: tuple[int, int, int] = (0, 0, 0)) -> RadixCache:
-    """Prefixes 1, 2 and 3, inserted in that order; prefix p holds the pages 10 p and 10 p + 1."""
+    """Insert prefixes 1, 2 and 3 in that order; prefix p holds the pages 10 p and 10 p + 1."""
     cache = _cache(eviction)
     for first, priority in zip((1, 2, 3), priorities, strict=True):
         cache.insert(_key(first), make_pages(10 * first, 2), priority=priority)
@@ -165,7 +165,7 @@ def test_check_integrity_finds(fault: str):
 
 @pytest.mark.parametrize("page_size", [1, 16])
 def test_evicting_costs_by_what_is_evicted_not_by_the_tree(page_size: int):
-    """Every node's rank is asked a bounded number of times for each leaf that is evicted."""
+    """Every node's rank is computed a bounded number of times for each leaf that is evicted."""
     cache = _cache("lru", page_size)
     for first in range(500):
         cache.insert(_key(first, page_size), make_pages(first + 1, 1))
@@ -181,7 +181,7 @@ def test_evicting_costs_by_what_is_evicted_not_by_the_tree(page_size: int):
 
 
 def _grouped(cache: RadixCache, count: int, depth: int) -> list:
-    """``count`` locked paths in a tree that parts in four at each of ``depth`` levels."""
+    """Lock ``count`` paths in a tree that branches in four at each of ``depth`` levels."""
     handles = []
     for row in range(count):
         runs = [np.full(32, (row >> (2 * level)) % 4, np.int32) for level in range(depth)]
@@ -192,7 +192,7 @@ def _grouped(cache: RadixCache, count: int, depth: int) -> list:
 
 
 def test_groups_cost_by_the_nodes_of_the_paths():
-    """512 paths of depth 4: one number for each fork and place above it, whatever else the tree holds."""
+    """512 paths of depth 4 need one number for each fork and for each node above it, whatever else the tree holds."""
     handles = _grouped(_cache("lru"), 512, 3)
     made = []
     with patch.object(Fork, "__init__", autospec=True, side_effect=Fork.__init__) as init:
@@ -204,7 +204,8 @@ def test_groups_cost_by_the_nodes_of_the_paths():
 
 
 def test_groups_of_a_very_deep_tree():
-    """Rows that each end a token further than the one before: no recursion, and the best cut of a straight line."""
+    """Each row ends a token further than the one before: there is no recursion, and the result is the best cut of a
+    straight line."""
     cache = _cache("lru")
     handles = []
     for end in range(1, 601):

@@ -1,4 +1,4 @@
-"""The conformance suite of prefix caches passes those that are right; tests/mutations has those that are wrong.
+"""Test that the conformance suite of prefix caches passes correct caches; tests/mutations has the wrong ones.
 
 Run: python -m pytest -q tests/plugins/test_cache_suite.py
 """

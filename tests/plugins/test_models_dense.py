@@ -1,4 +1,4 @@
-"""The dense Llama family against Hugging Face transformers.
+"""Test the dense Llama family against Hugging Face transformers.
 
 Run: python -m pytest tests/plugins/test_models_dense.py
 """
@@ -57,7 +57,7 @@ LLAMA3_ROPE = rope(
 
 
 class HuggingFaceSuite(ModelSuite):
-    """A suite whose checkpoints and logits come from transformers."""
+    """Take checkpoints and logits from transformers."""
 
     model_type: str
 
@@ -135,7 +135,7 @@ class TestQwen3(HuggingFaceSuite):
 
 
 class TestOnTorchNative(HuggingFaceSuite):
-    """The family's features together, on the attention that the CPU engine uses."""
+    """Test the family's features together, on the attention that the CPU engine uses."""
 
     name = model_type = "qwen3"
     configs: ClassVar = {

@@ -1,5 +1,5 @@
-"""What a tool format's constraint lets through is what was asked for: random texts under the masks of both engines, read by the
-parser, and their arguments validated by the jsonschema library.
+"""Test that a tool format's constraint allows only what was requested: random texts under the masks of both engines
+are read by the parser, and their arguments are validated by the jsonschema library.
 
 Run: python -m pytest -q tests/plugins/test_parsers_enforced.py
 """
@@ -102,7 +102,7 @@ PARALLEL = ("hermes", "mistral", "mistral, named", "deepseek", "pythonic")
 
 
 def tokenizer_with(marks: tuple[str, ...], directory: Path) -> Tokenizer:
-    """The embedded model's, with ``marks`` as special tokens."""
+    """Return the embedded model's tokenizer, with ``marks`` as special tokens."""
     shutil.copytree(EMBEDDED["tiny"], directory, dirs_exist_ok=True)
     path = directory / "tokenizer.json"
     given = json.loads(path.read_text(encoding="utf-8"))
@@ -117,7 +117,7 @@ def tokenizer_with(marks: tuple[str, ...], directory: Path) -> Tokenizer:
 
 
 class Setting:
-    """A format, for a model whose marks are special tokens or plain text."""
+    """Describe a format, for a model whose marks are special tokens or plain text."""
 
     def __init__(self, name: str, special: bool, directory: Path) -> None:
         made, config, template, self.begin = FORMATS[name]
@@ -138,7 +138,7 @@ class Setting:
             self.weights[t.encode(end, add_special_tokens=False)] = 60.0
 
     def write(self, plan: OutputPlan, backend: str, begin: str, rng: np.random.Generator) -> tuple[str, bool]:
-        """A random text under the constraint, and whether it has come to its end."""
+        """Return a random text under the constraint, and whether it is complete."""
         size = self.tokenizer.vocab_size
         grammar = plan.params.grammar
         assert grammar is not None
@@ -161,7 +161,7 @@ class Setting:
 
 
 def read(plan: OutputPlan, text: str) -> list[tuple[str, str]]:
-    """(name, arguments) of the calls in a text."""
+    """Return (name, arguments) of the calls in a text."""
     reader, found = plan.reader(), list[list[str]]()
     for part in (reader.feed(text), reader.finish()):
         for call in part.calls:
@@ -218,7 +218,7 @@ def test_several_calls_are_allowed(name: str, special: bool, tmp_path: Path):
 
 
 def test_a_strict_answer_may_be_text(tmp_path: Path):
-    """Text that is no call stays as free as it can be."""
+    """Text that is not a call stays as free as it can be."""
     texts = {
         "hermes": 'Use {"name": "add"} and [x] or <tool_cal>.',
         "llama3_json": 'Like this: {"name": "add", "parameters": 3}',

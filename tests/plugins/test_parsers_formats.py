@@ -1,4 +1,5 @@
-"""The tool parsers beside hermes: the suite for each, both writings where there are two, and what they enforce.
+"""Test the tool parsers other than hermes: the suite for each, both notations where there are two, and what they
+enforce.
 
 Run: python -m pytest -q tests/plugins/test_parsers_formats.py
 """

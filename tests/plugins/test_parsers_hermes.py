@@ -1,4 +1,4 @@
-"""The tool parser hermes: the suite, and what is its own.
+"""Test the tool parser hermes: the suite, and its own behaviour.
 
 Run: python -m pytest -q tests/plugins/test_parsers_hermes.py
 """

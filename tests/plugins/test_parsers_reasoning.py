@@ -1,4 +1,4 @@
-"""The reasoning parsers: the suite for each, and what is their own.
+"""Test the reasoning parsers: the suite for each, and their own behaviour.
 
 Run: python -m pytest -q tests/plugins/test_parsers_reasoning.py
 """

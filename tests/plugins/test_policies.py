@@ -1,4 +1,4 @@
-"""The schedule policies: the suite for each, and what tells them apart.
+"""Test the schedule policies: the suite for each, and how they differ.
 
 Run: python -m pytest -q tests/plugins/test_policies.py
 """
@@ -132,7 +132,7 @@ def test_dfs_weight_compares_up_to_its_depth():
 
 
 class _Trie:
-    """An independent reference: a real trie, one token a level, walked depth first."""
+    """Build an independent reference: a real trie, one token a level, walked depth first."""
 
     def __init__(self, members: list[tuple[int, list[int]]], depth: int = 0) -> None:
         self.oldest = min(age for age, _ in members)
@@ -145,7 +145,7 @@ class _Trie:
         self.children = [_Trie(group, depth + 1) for group in groups.values()]
 
     def walk(self) -> list[int]:
-        """Heavier first, older first among equals; a prompt that ends here is a branch of one."""
+        """Visit heavier branches first, and older ones first among equals; a prompt that ends here is a branch of one."""
         branches = [(-child.size, child.oldest, child) for child in self.children]
         branches += [(-1, age, None) for age in self.ended]
         order: list[int] = []

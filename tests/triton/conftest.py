@@ -14,7 +14,8 @@ collect_ignore_glob = [] if INTERPRETED else ["test_*.py"]
 
 @pytest.fixture(scope="session", autouse=True)
 def _independent_rows() -> Iterator[None]:
-    """Tests here compare bits of kernels whose ``tl.dot`` would otherwise be BLAS's."""
+    """Compute products row by row, because tests here compare bits of kernels whose ``tl.dot`` would otherwise be
+    BLAS's."""
     from dovetail.testing.interpreted import independent_rows
 
     with independent_rows():

@@ -1,4 +1,4 @@
-"""Paged attention of one query a row, interpreted, against attention in float64.
+"""Test paged attention of one query per row, interpreted, against attention in float64.
 
 Run: TRITON_INTERPRET=1 python -m pytest tests/triton/test_decode_triton.py
 """

@@ -1,4 +1,4 @@
-"""The inputs of decode and verify steps, computed on the device from slots and lengths.
+"""Test the inputs of decode and verify steps, computed on the device from slots and lengths.
 
 Run: TRITON_INTERPRET=1 python -m pytest tests/triton/test_inputs_triton.py
 """
@@ -126,7 +126,7 @@ def test_updates_that_were_located_ahead_are_those_of_the_table_at_the_step():
 
 
 class Interrupted:
-    """An array whose user presses Ctrl-C."""
+    """Stand in for an array whose user presses Ctrl-C."""
 
     def __getitem__(self, places):
         raise KeyboardInterrupt

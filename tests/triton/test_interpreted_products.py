@@ -1,4 +1,5 @@
-"""A row of an interpreted ``tl.dot`` has the same bits at every place of its block, whatever BLAS numpy was built with.
+"""Test that a row of an interpreted ``tl.dot`` has the same bits at every index of its block, with every BLAS that
+numpy may be built with.
 
 Run: TRITON_INTERPRET=1 python -m pytest tests/triton/test_interpreted_products.py
 """

@@ -1,4 +1,4 @@
-"""Merging attention states, interpreted, against attention over all keys at once.
+"""Test merging attention states, interpreted, against attention over all keys at once.
 
 Run: TRITON_INTERPRET=1 python -m pytest tests/triton/test_merge_triton.py
 """
@@ -13,7 +13,7 @@ from dovetail.ops.triton.merge import merge_states
 
 
 def attend(q, k, v):
-    """``q [tokens, heads, d]``, ``k, v [keys, heads, d]`` -> output and log-sum-exp."""
+    """Attend ``q [tokens, heads, d]`` over ``k, v [keys, heads, d]``; return output and log-sum-exp."""
     scores = torch.einsum("thd,khd->htk", q, k)
     return torch.einsum("htk,khd->thd", scores.softmax(-1), v), scores.logsumexp(-1)
 

@@ -1,4 +1,4 @@
-"""The kernels of the layers, interpreted on the CPU, against plain float64 mathematics.
+"""Test the kernels of the layers, interpreted on the CPU, against plain float64 mathematics.
 
 Run: TRITON_INTERPRET=1 python -m pytest tests/triton/test_ops_triton.py
 """
@@ -82,7 +82,7 @@ def test_store_writes_named_places_only(dtype: torch.dtype, tolerance: float) ->
 
 @pytest.mark.parametrize("pool_dtype", [torch.float8_e4m3fn, torch.float8_e5m2], ids=str)
 def test_8_bits_saturate(pool_dtype: torch.dtype) -> None:
-    """Numbers that need no rounding, which is not quite right where Triton is interpreted."""
+    """The numbers need no rounding, which is not quite right where Triton is interpreted."""
     largest = torch.finfo(pool_dtype).max
     row = torch.tensor([1e6, -largest - 32, 1.25, -0.5, 16, 0, -1e9, largest])
     qkv = row.expand(1, 4, 8).contiguous()

@@ -1,4 +1,5 @@
-"""What ``Runner.launch`` promises of a batch, for each runner, against the definition. Graphs are replaced by the steps themselves.
+"""Test what ``Runner.launch`` promises of a batch, for each runner, against the definition. Graphs are replaced by the
+steps themselves.
 
 Run: TRITON_INTERPRET=1 python -m pytest tests/triton/test_runners_triton.py
 """
@@ -30,7 +31,7 @@ versions = itertools.count(1)
 
 
 class Replayed:
-    """What stands for a recorder of CUDA graphs on a CPU: to replay is to run the step again."""
+    """Stand in for a recorder of CUDA graphs on a CPU: a replay runs the step again."""
 
     def __init__(self, device):
         pass
@@ -44,7 +45,7 @@ class Replayed:
 
 
 class Unpinned(Staging):
-    """A buffer that is filled at once."""
+    """Stand in for a buffer that is filled at once."""
 
     def __init__(self, size, device):
         self.size = size + 4096
@@ -73,7 +74,7 @@ def engine():
 
 
 def attention(engine):
-    """A backend for one runner: where a step stands for its graph, it runs with the backend's last plan."""
+    """Return a backend for one runner: a step that stands in for its graph runs with the backend's last plan."""
     info, shape = engine.info, {"max_rows": TOKENS, "max_context": engine.context_len}
     heads = {"num_heads": info.num_heads, "num_kv_heads": info.num_kv_heads, "head_dim": info.head_dim}
     context = AttentionContext(device=engine.device, dtype=torch.float32, pool=engine.pool, **heads, **shape)
@@ -82,7 +83,7 @@ def attention(engine):
 
 @pytest.fixture
 def runners(engine, monkeypatch):
-    """One of each kind, over the same model and pool."""
+    """Return one runner of each kind, over the same model and pool."""
     for module in ("graphs", "verify_graphs"):
         monkeypatch.setattr(f"dovetail.engine.{module}.GraphRecorder", Replayed)
     monkeypatch.setattr("dovetail.engine.graphs.Staging", Unpinned)
@@ -100,7 +101,7 @@ def runners(engine, monkeypatch):
 
 
 def can_run(runner, graphs, batch):
-    """What ``launch`` needs; a graph is captured once it was needed often enough."""
+    """Prepare what ``launch`` needs; a graph is captured once it was needed often enough."""
     found = runner.can_run(batch)
     if graphs is None:
         return found
@@ -117,7 +118,7 @@ def can_run(runner, graphs, batch):
 
 
 def make_batch(engine, prefix, counts, trees=None, num_extend=0, seed=0):
-    """Rows of random slots and tokens; the pages of their last tokens are new to the engine."""
+    """Return rows of random slots and tokens; the pages of their last tokens are new to the engine."""
     rng, rows = np.random.default_rng(seed), len(prefix)
     vocab, inputs = engine.info.vocab_size, engine.inputs
     slots = rng.permutation(np.arange(1, ROWS + 1))[:rows].astype(np.int32)
@@ -143,7 +144,7 @@ def make_batch(engine, prefix, counts, trees=None, num_extend=0, seed=0):
 
 
 def defined(engine, batch):
-    """The promised fields, a token at a time."""
+    """Compute the promised fields, one token at a time."""
     ids, positions, out_loc, sees = [], [], [], []
     for row, (slot, prefix, count) in enumerate(zip(batch.slots, batch.prefix_lens, batch.extend_lens, strict=True)):
         depth = [0]

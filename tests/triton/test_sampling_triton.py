@@ -1,4 +1,4 @@
-"""Sampling, mask and penalty kernels, interpreted on the CPU, against the torch references.
+"""Test sampling, mask and penalty kernels, interpreted on the CPU, against the torch references.
 
 Run: TRITON_INTERPRET=1 python -m pytest tests/triton/test_sampling_triton.py
 """
@@ -23,7 +23,7 @@ OFF = (0, 1.0, 0.0)
 
 @pytest.fixture(autouse=True)
 def _small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Several blocks, and fewer candidates than tokens, in small vocabularies."""
+    """Use several blocks, and fewer candidates than tokens, in small vocabularies."""
     monkeypatch.setattr(kernels, "BLOCK", 256)
     monkeypatch.setattr(kernels, "SLOTS", 16)
 
@@ -33,7 +33,7 @@ def column(values: list[float], dtype: torch.dtype) -> torch.Tensor:
 
 
 def make_filters(vocab: int, temperatures: list[float], settings: list[tuple[int, float, float]] | None) -> Filters:
-    """Settings are (top_k, top_p, min_p), top_k 0: off."""
+    """Return filters for settings (top_k, top_p, min_p), top_k 0: off."""
     temperature = column(temperatures, torch.float32)
     greedy = 0.0 in temperatures
     if settings is None:
@@ -56,7 +56,7 @@ def draw(logits: torch.Tensor, filters: Filters, uniform: torch.Tensor) -> torch
 
 
 def assert_like_reference(logits: torch.Tensor, filters: Filters, uniform: torch.Tensor) -> None:
-    """Equal, or what the reference draws a millionth to either side."""
+    """Check that tokens are equal, or those that the reference draws a millionth to either side."""
     got = draw(logits, filters, uniform)
     exact = [
         sample_reference(logits.double(), filters, (uniform + shift).clamp(0, 1 - 2**-53)) for shift in (0, -1e-6, 1e-6)

@@ -1,4 +1,4 @@
-"""A verify step at fixed addresses, filled up to a number of tokens, against the same rows as they are.
+"""Test a verify step at fixed addresses, padded to a number of tokens, against the same rows without padding.
 
 Run: TRITON_INTERPRET=1 python -m pytest tests/triton/test_verify_triton.py
 """
@@ -61,7 +61,7 @@ def triton_attention(engine):
 
 
 def verify_batch(engine, prefix, trees, seed):
-    """Rows of random slots, drafts, last tokens and pages; what no row owns in the pool is NaN."""
+    """Return rows of random slots, drafts, last tokens and pages; pages of the pool that no row owns hold NaN."""
     rng = np.random.default_rng(seed)
     rows, k = len(prefix), max(len(tree) for tree in trees)
     lens = np.array([len(tree) for tree in trees], np.int32)
@@ -164,7 +164,7 @@ def test_a_step_without_rows_touches_page_0_alone(engine):
 
 
 class Replayed:
-    """What stands for a CUDA graph on a CPU: the step itself."""
+    """Stand in for a CUDA graph on a CPU by running the step itself."""
 
     def __init__(self, device):
         pass
@@ -206,7 +206,7 @@ def test_an_engine_that_replays_steps_says_what_it_says_without_drafts(monkeypat
 
 
 class Guesser(Drafter):
-    """Three right tokens and a wrong one; in a tree the wrong one comes first."""
+    """Draft three right tokens and a wrong one; in a tree the wrong one comes first."""
 
     max_draft_tokens = WIDTH - 1
 

@@ -1,4 +1,4 @@
-"""The walk through draft trees against the one in torch, which is tested against plain Python.
+"""Test the walk through draft trees against the one in torch, which is tested against plain Python.
 
 Run: TRITON_INTERPRET=1 python -m pytest tests/triton/test_walk_triton.py
 """
