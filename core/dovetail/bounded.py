@@ -10,10 +10,10 @@ from pydantic import BaseModel, GetCoreSchemaHandler
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
 MAX_FIELDS = 1024
-"""Limit the members of an object with named fields. An object with more members is refused before its members are
-validated."""
+"""Limit the number of members of an object with named fields. An object with more members is refused before its members
+are validated."""
 MAX_ENTRIES = 1 << 16
-"""Limit the members of a mapping, such as biases by token."""
+"""Limit the number of members of a mapping, such as biases by token."""
 
 
 def bounded(schema: CoreSchema) -> CoreSchema:
@@ -41,7 +41,8 @@ def _bounded(part: Any) -> Any:
 
 
 def _checked(check: Callable[[Any], Any], part: dict[str, Any]) -> CoreSchema:
-    """Return ``part``, which is validated only if ``check`` accepts the value. References to ``part`` refer to both."""
+    """Return a schema that calls ``check`` on a value before it validates the value with ``part``. References to
+    ``part`` then refer to the returned schema."""
     ref = part.pop("ref", None)
     return core_schema.no_info_before_validator_function(check, cast("CoreSchema", part), ref=ref)
 

@@ -51,8 +51,8 @@ class AbortAllMsg(msgspec.Struct, tag=True, frozen=True):
 
 
 class FlushCacheMsg(msgspec.Struct, tag=True, frozen=True):
-    """Drop every cached prefix. Answered with ``CommandReply``, which refuses the command while requests are
-    running."""
+    """Drop every cached prefix. The engine answers with ``CommandReply``, whose ``ok`` is False while requests are
+    running or waiting."""
 
     call_id: str
 
@@ -72,7 +72,7 @@ class ShutdownMsg(msgspec.Struct, tag=True, frozen=True):
 class TokenOutput(msgspec.Struct, tag=True, frozen=True, gc=False):
     """Report new tokens of one request. ``finish`` is set in the last message of the request.
 
-    ``logprobs`` has one entry per new token if the request asks for log-probabilities. ``prompt_logprobs`` is sent
+    ``logprobs`` has one entry per new token if the request requires log-probabilities. ``prompt_logprobs`` is sent
     once, with the first output. ``cached_tokens`` is the number of prompt tokens that were found in the prefix cache at
     admission. ``accepted`` of ``drafted`` draft tokens were accepted so far, in ``verify_steps`` steps (see
     ``types.Acceptance``). ``grammar_backend`` names the backend that constrains the output. ``pooled`` is the vector

@@ -46,8 +46,8 @@ class GrammarSpec:
 @dataclass(frozen=True, slots=True)
 class GrammarGate:
     """Describe the part of an output that precedes its constraint, in token ids. ``interfaces.parsers.ConstraintGate``
-    is the same in texts and documents the fields. ``marks`` are pairs of a special token and the ordinary token that
-    represents it in the grammar.
+    has the same fields with texts in place of token ids, and documents them. ``marks`` are pairs of a special token and
+    the ordinary token that represents it in the grammar.
     """
 
     lead: tuple[int, ...] = ()
@@ -86,7 +86,7 @@ class Pooling:
 
     def __post_init__(self) -> None:
         if self.kind is not PoolingKind.LABELS:
-            _require(not self.token_ids, "pooling.token_ids", self.token_ids, f"none, with {self.kind}")
+            _require(not self.token_ids, "pooling.token_ids", self.token_ids, f"no token ids with kind {self.kind}")
             return
         count = len(self.token_ids)
         _require(1 <= count <= MAX_LABELS, "label_token_ids", f"{count} ids", f"1 to {MAX_LABELS} token ids")
@@ -100,8 +100,8 @@ class Pooling:
 
 
 MAX_TOKEN_SETTINGS = 4096
-"""Limit the entries of ``logit_bias`` and of ``stop_token_ids``: more entries would slow down every step of the batch
-that contains the request."""
+"""Limit the number of entries of ``logit_bias`` and of ``stop_token_ids``. More entries would slow down every step of
+the batch that contains the request."""
 
 
 def _require(ok: bool, param: str, given: object, allowed: str) -> None:
@@ -129,9 +129,9 @@ class SamplingParams:
     - ``top_k=0`` (or -1) and ``top_p=1`` switch these filters off. ``temperature=0`` (or below 1e-5) is greedy.
     - ``seed`` makes sampling reproducible, independently of the other requests in the batch. Output i of ``n`` uses a
       seed derived from (seed, i).
-    - ``logprobs=m`` returns the log-probability of each output token and of the ``m`` most likely ones, from the
-      model's own logits before any of the above operations. ``prompt_logprobs`` does so for the prompt, from token
-      ``prompt_logprobs_start`` on; tokens before it may come from the prefix cache.
+    - ``logprobs=m`` returns the log-probability of each output token and of the ``m`` most likely tokens at its
+      position, from the model's own logits before any of the above operations. ``prompt_logprobs`` does so for the
+      prompt, from token ``prompt_logprobs_start`` on; tokens before that may come from the prefix cache.
     - ``grammar_gate`` determines where in the output the ``grammar`` begins to hold; by default it holds from the
       start.
     - ``keep_special`` are special tokens that stay in the text even with ``skip_special_tokens``.

@@ -1,4 +1,5 @@
-"""Check the token ids of requests: the server checks before it sends a request to the engine, the scheduler when it adds one."""
+"""Check the token ids of requests. The server checks a request before it sends the request to the engine, and the
+scheduler checks it again when it adds the request."""
 
 from __future__ import annotations
 
@@ -9,8 +10,8 @@ from dovetail.sampling_params import SamplingParams
 
 
 def check_prompt(input_ids: Collection[int], params: SamplingParams, context_len: int, vocab_size: int) -> None:
-    """Check that a prompt has a token and fits into the context, with one token of output unless ``max_new_tokens`` is 0, and
-    that the model has every token id of the prompt and of ``params``.
+    """Check that a prompt has at least one token, that it fits into the context (with one token of output unless
+    ``max_new_tokens`` is 0), and that the model has every token id of the prompt and of ``params``.
 
     Raises ``RequestError``, or ``ContextLengthError`` for a prompt that is too long.
     """
@@ -28,7 +29,8 @@ def check_prompt(input_ids: Collection[int], params: SamplingParams, context_len
 
 
 def check_token_ids(param: str, token_ids: Collection[int], vocab_size: int) -> None:
-    """Raise ``RequestError`` if the model has no token for one of ``token_ids``, which the client gave as ``param``."""
+    """Raise ``RequestError`` if the model has no token for one of ``token_ids``. ``param`` names the request field that
+    holds them."""
     if token_ids and not 0 <= min(token_ids) <= max(token_ids) < vocab_size:
         wrong = next(token for token in token_ids if not 0 <= token < vocab_size)
         raise RequestError(

@@ -28,13 +28,14 @@ FloatArray = np.ndarray[Any, np.dtype[np.float32]]
 
 
 class Attends(Protocol):
-    """Describe the object through which layers attend. ``interfaces.attention.AttentionBackend`` holds the contract."""
+    """Describe the object through which layers attend. ``interfaces.attention.AttentionBackend`` documents the
+    contract."""
 
     def forward(self, q: torch.Tensor, layer: Any, batch: Batch) -> torch.Tensor: ...
 
 
 class StoresKV(Protocol):
-    """Describe the object through which layers store K and V. ``interfaces.cache.KVPool`` holds the contract."""
+    """Describe the object through which layers store K and V. ``interfaces.cache.KVPool`` documents the contract."""
 
     def keys(self, layer_id: int) -> torch.Tensor: ...
 
@@ -44,9 +45,9 @@ class StoresKV(Protocol):
 
 
 class Acceptance(NamedTuple):
-    """Count the drafts of one request or of several: ``accepted`` of ``drafted`` tokens, in ``steps`` that each
-    verified the drafts of one request. ``accepted`` counts the tokens of such a step beyond the one token that every
-    step produces.
+    """Count the drafts of one request or of several requests: ``accepted`` of ``drafted`` draft tokens were accepted.
+    ``steps`` is the number of verify steps, counted once for each request with drafts. ``accepted`` does not count the
+    one token that every step produces anyway.
     """
 
     drafted: int = 0
@@ -147,7 +148,7 @@ class Req:
     accepted: int = 0  # number of them that were accepted
     verify_steps: int = 0  # number of steps in which drafts of this request were verified
     draft_len: int = 0  # set by the scheduler: the most drafts that the request may get in one step
-    accepts: float = -1.0  # moving average of the drafts accepted per verify step; negative before the first
+    mean_accepted: float = -1.0  # moving average of the drafts accepted per verify step; negative before the first
     error: str | None = None  # set by the engine if a step failed for this request only
     pooled: Any = None  # set by the scheduler if params have pooling: float64 [size], of the tokens computed so far
 
@@ -217,8 +218,8 @@ class DraftTree:
     def is_chain(self) -> bool:
         """Return True if every node's parent is the node before it."""
         if self._chain is None:
-            places = np.arange(self.parents.shape[1])
-            self._chain = not ((self.parents != places - 1) & (places < self.lens[:, None])).any()
+            nodes = np.arange(self.parents.shape[1])
+            self._chain = not ((self.parents != nodes - 1) & (nodes < self.lens[:, None])).any()
         return self._chain
 
 
@@ -272,9 +273,10 @@ class Batch:
     """Describe the work of one step: rows of requests, extend rows first, then decode or verify rows.
 
     The scheduler sets the first block of fields, except ``variant`` (set by the engine) and ``drafts`` (set by the
-    loop). ``Engine.launch`` sets the second and third block, except ``hidden`` (set by the model): the docstring of
-    ``engine.runners.Runner.launch`` defines which of these fields are set after it. Kernel by kernel, ``Inputs.prepare`` sets
-    the second block; where a CUDA graph runs, both blocks are views of its tensors.
+    loop). ``Engine.launch`` sets the second and the third block, except ``hidden`` (set by the model). The docstring of
+    ``engine.runners.Runner.launch`` defines which of these fields are set when it returns. In an eager step,
+    ``Inputs.prepare`` sets the second block. In a step that replays a CUDA graph, the tensors of both blocks are views
+    of the graph's tensors.
     """
 
     reqs: list[Req]
@@ -301,7 +303,9 @@ class Batch:
     logit_rows: torch.Tensor | None = field(init=False, default=None)  # int64 tokens that need logits; None: all
 
     # set by the engine before the forward pass
-    last: Batch | None = field(init=False, default=None)  # see ModelArchitecture.forward; its rows are ``logit_rows``
+    last: Batch | None = field(
+        init=False, default=None
+    )  # one row per token in ``logit_rows``; see ModelArchitecture.forward
     watch: tuple[int, ...] = field(init=False, default=())  # layers whose hidden states a drafter needs
     hidden: torch.Tensor | None = field(init=False, default=None)  # set by the model: see ModelArchitecture.forward
     attn: tuple[Attends, ...] = field(init=False)  # one attention backend per cache group
@@ -319,7 +323,7 @@ class Batch:
 
     @property
     def phase(self) -> Phase:
-        """Return what the rows do."""
+        """Return the phase of the batch, which depends on the kinds of its rows."""
         if self.num_extend:
             return Phase.MIXED if self.num_extend < len(self.reqs) else Phase.EXTEND
         return Phase.DECODE if self.drafts is None else Phase.VERIFY
@@ -349,7 +353,9 @@ class ForwardOutput:
     nodes: torch.Tensor | None = None  # int64 [sampled rows, width]; None: the root of each row
     logprobs: Logprobs | None = None
     logprob_start: Mapping[int, int] = field(default_factory=dict)
-    prompt_logprobs: Sequence[tuple[int, IntArray, Logprobs]] = ()  # (row, its next prompt tokens, their logprobs)
+    prompt_logprobs: Sequence[
+        tuple[int, IntArray, Logprobs]
+    ] = ()  # (row, the prompt tokens that it scores, their logprobs)
     pooled: Sequence[tuple[int, torch.Tensor]] = ()  # (row, float32 [size]) of rows whose params have pooling
     on_host: ForwardOutput | None = None  # copies in host memory, complete once ``event`` has completed
     event: Any = None  # the device event for which the host waits, once per step
@@ -357,9 +363,11 @@ class ForwardOutput:
 
 class HostOutput(NamedTuple):
     """Hold a ``ForwardOutput`` on the host: the accepted tokens of each sampled row, and their log-probabilities if
-    requests of the step ask for any."""
+    requests of the step require them."""
 
     token_ids: list[list[int]]
     logprobs: list[list[TokenLogprob]] | None = None
     prompt_logprobs: Mapping[int, list[TokenLogprob]] = {}  # by row: entries for the tokens of the row's chunk
-    pooled: Mapping[int, FloatArray] = {}  # by row: the sum over its chunk (mean), or the vector itself (other kinds)
+    pooled: Mapping[
+        int, FloatArray
+    ] = {}  # by row: the sum over its chunk (kind mean), or the pooled vector (other kinds)

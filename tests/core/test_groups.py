@@ -297,7 +297,7 @@ def test_a_request_that_leaves_before_its_turn_counts_as_begun(lag):
 
 
 def test_groups_without_new_members_are_forgotten(monkeypatch):
-    monkeypatch.setattr("dovetail.scheduler.groups.MOST", 3)
+    monkeypatch.setattr("dovetail.scheduler.groups.MAX_GROUPS", 3)
     run, scheduler, _ = service()
     for i in range(6):
         ask(run, f"r{i}", [i] * 8, group=f"g{i}", group_size=2)

@@ -45,8 +45,8 @@ class ChatReader(Protocol):
         """Add a piece of the output: ``text``, the reason ``finish`` for which the engine has ended the output (None if
         it continues), and ``num_tokens``, the number of tokens up to the end of ``text``.
 
-        Return the parts found in the text, in order, and the finish reason. The finish reason is that of the engine,
-        unless the reader finds a stop string: then the output ends there even if the engine has not ended it.
+        Return the parts found in the text, in order, and the finish reason. The finish reason is ``finish``, unless the
+        reader finds a stop string. In that case the output ends at the stop string even if the engine has not ended it.
         """
         ...
 
@@ -98,7 +98,7 @@ class Choice:
 
     ``text`` and ``token_ids`` are everything generated so far. A stop token that ended the output is in ``token_ids``
     and not in ``text``. A stop string is cut off ``text``, together with everything after it, unless the request sets
-    ``include_stop`` (``keeps_stop``). ``logprobs`` has an entry per token if the request asks for log-probabilities.
+    ``include_stop`` (``keeps_stop``). ``logprobs`` has an entry per token if the request requires log-probabilities.
     ``parts`` are the parts that the reader found in the text of a chat, and ``calls`` is the number of tool calls among
     them. ``pooled`` is the vector made of the prompt if the request's params have ``pooling``; it is set when the
     choice has finished.
@@ -121,7 +121,8 @@ class Choice:
 
     @property
     def visible_logprobs(self) -> list[TokenLogprob]:
-        """Return ``logprobs`` without that of a stop token which is not in the text. The choice must have finished."""
+        """Return ``logprobs`` without the entry of a stop token that is not in the text. The choice must have
+        finished."""
         assert self.finish is not None
         return self.logprobs[:-1] if isinstance(self.finish.matched, int) and not self.keeps_stop else self.logprobs
 
@@ -214,7 +215,8 @@ class ChatPlan(Protocol):
 
 
 class ApiHost(ABC):
-    """Give the handlers of an API access to the server, as the tenant that sent the request sees it."""
+    """Give the handlers of an API access to the server, with the permissions and limits of the tenant that sent the
+    request."""
 
     config: Config
     tokenizer: Tokenizer
@@ -225,8 +227,7 @@ class ApiHost(ABC):
     context_len: int
     vocab_size: int
     embedding: Mapping[str, Any] | None
-    """Hold what ``dovetail.api.embeddings.pooling_kind`` needs to know about the model's embeddings; None if the model
-    offers none."""
+    """Describe the model's embeddings for ``dovetail.api.embeddings.pooling_kind``; None if the model offers none."""
     owner: str = ""
     """Name the tenant that sent the request; empty if the server has no tenants. An API must show what it stores
     between requests to the same owner only."""
@@ -319,7 +320,7 @@ class Api(ABC):
     The server builds one instance. Its handlers run concurrently in one event loop and must not block it.
 
     ``claims`` are path prefixes. Errors at a path below one of them have this API's format, even if no route exists
-    there. If the prefixes of several APIs match, the longest decides.
+    there. If the prefixes of several APIs match, the API with the longest one formats the error.
     """
 
     claims: ClassVar[tuple[str, ...]] = ()

@@ -19,7 +19,7 @@ class AttentionContext:
     """Describe what a backend is built for: one cache group of one model on one device.
 
     ``max_rows`` is the largest number of rows of a batch, ``max_context`` the largest number of tokens of a row.
-    ``dtype`` is that of queries and outputs; the pool may have another one.
+    ``dtype`` is the dtype of queries and outputs; the pool may have another one.
 
     With ``batch_invariant``, the bits of a query's output depend only on the query, on the keys and values of its row
     up to and including it, and on the layer. They do not depend on other rows or padding, on how many queries of its
@@ -78,9 +78,9 @@ class AttentionBackend(ABC):
 
         The backend reads the batch's ``*_lens`` on the host, and ``qo_indptr``, ``kv_lens`` and ``page_table`` on the
         device. The engine calls this once per step, before the first layer. If ``batch.tree_mask`` is set, it is bool
-        ``[tokens, w]`` and applies to the last ``extend_lens[r]`` keys of row r, which are those of its own queries:
-        query t sees key j of them (counted from the row's first query) only where ``tree_mask[t, j]`` is True. It sees
-        earlier keys as usual. Only backends that offer ``attention.tree_mask`` get such a batch.
+        ``[tokens, w]`` and applies to the last ``extend_lens[r]`` keys of row r, which are the keys of the row's own
+        tokens in this step. Query t sees the j-th of these keys only where ``tree_mask[t, j]`` is True. It sees earlier
+        keys as usual. Only backends that offer ``attention.tree_mask`` get such a batch.
         """
 
     @abstractmethod
@@ -92,7 +92,7 @@ class AttentionBackend(ABC):
         """
 
     def shares(self, batch: Batch) -> bool:
-        """Return whether reading each prefix in ``batch.shared`` once per group is faster than once per row.
+        """Return True if reading each prefix in ``batch.shared`` once per group is faster than reading it once per row.
 
         The engine calls this before ``plan``, for decode batches of backends that offer ``attention.shared_prefix``.
         The method is a cost model that uses lengths on the host only. If it returns False, the engine clears

@@ -121,12 +121,12 @@ class PrefixCache(ABC):
 
         Where ``result.pages[:, i] != pages[:, i]``, the cache already had a page for these tokens, and the offered page
         still belongs to the caller, who frees it once its rows read the cached page instead. All other offered pages
-        now belong to the cache. A cache may keep fewer pages than it is offered: pages from column
+        now belong to the cache. A cache may keep fewer pages than the caller offers. Pages from column
         ``result.pages.shape[1]`` on still belong to the caller. Copies what it keeps of ``tokens`` and ``pages``. Locks
         nothing.
 
-        ``priority`` is that of the request. The scheduler calls this when a part of a request's prompt has entered the
-        pool, and when the request ends or is retracted.
+        ``priority`` is the request's priority. The scheduler calls this when a part of a request's prompt has entered
+        the pool, and when the request ends or is retracted.
         """
 
     @abstractmethod

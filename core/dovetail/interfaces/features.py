@@ -1,8 +1,9 @@
 """Define the vocabulary of negotiation: the features that components offer and need.
 
-The resolver checks what components offer, never what they are called. It compares the needs of all components (of the model,
-the cache, the drafter, the grammar backend and the runtime) with what all of them offer. A feature must be registered: the
-built-in ones are those of ``Feature``, and a plugin adds its own with the hook ``register_features``.
+The resolver checks what components offer, never what they are called. It compares the needs of all components (the
+model, the cache, the drafter, the grammar backend and the runtime) with the features that they offer. A feature must be
+registered. The built-in features are the attributes of ``Feature``, and a plugin adds its own with the hook
+``register_features``.
 """
 
 from __future__ import annotations
@@ -17,11 +18,13 @@ from dovetail.interfaces.names import BuiltIn
 class FeatureDescriptor:
     """Describe a feature.
 
-    ``name`` is namespaced, as in ``attention.extend``; the namespace says who offers it: a kind of component, the ``runtime``,
-    the ``kv`` pool or the ``model``. ``meaning`` says what a component that offers it can do. Where the components of a kind
-    differ by phase, ``phases`` are those whose component must offer the feature (empty: all), and ``also`` further ones, each
-    with the boolean setting under which it must too. An offer counts from version ``since`` of the kind's interface on.
-    ``setting`` names the setting that switches the feature on, and ``without`` says what holds while it is off.
+    ``name`` has a namespace, as in ``attention.extend``, which names the side that offers the feature: a kind of
+    component, the ``runtime``, the ``kv`` pool or the ``model``. ``meaning`` is the end of the sentence "a component
+    that offers the feature ...". ``phases`` matters for kinds that have one component per phase: the components of
+    these phases must offer the feature (empty: the components of all phases). ``also`` adds phases under a condition:
+    each entry is a phase and the boolean setting that must be true. The resolver ignores the feature in components that
+    were written for a version of the kind's interface before ``since``. ``setting`` names the setting that switches the
+    feature on, and ``without`` describes what happens while it is off.
     """
 
     name: str
@@ -34,14 +37,14 @@ class FeatureDescriptor:
 
     @property
     def namespace(self) -> str:
-        """The part of the name before the first dot."""
+        """Return the part of the name before the first dot."""
         return self.name.partition(".")[0]
 
 
 BUILT_IN_FEATURES: list[FeatureDescriptor] = []
-"""The features of ``Feature``, in order. The registry's built-in plugin registers them."""
+"""Hold the descriptors of the attributes of ``Feature``, in order. The registry's built-in plugin registers them."""
 
-_MIXED = (("scheduler.mixed", "prefill"),)  # a batch with extend rows runs on the prefill backend, all of its rows
+_MIXED = (("scheduler.mixed", "prefill"),)  # the prefill backend runs all rows of a batch that has extend rows
 
 
 def _feature(
@@ -58,7 +61,8 @@ def _feature(
 
 
 class Feature(str):
-    """Name a capability, with the side that offers it as the namespace. ``Feature("kind.word")`` names a plugin's own."""
+    """Name a feature, with the side that offers it as the namespace. A plugin names its own feature with
+    ``Feature("kind.word")``."""
 
     __slots__ = ()
 

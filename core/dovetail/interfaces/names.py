@@ -1,4 +1,4 @@
-"""Provide open sets of names: any text is a name, and the built-in ones are attributes of the class."""
+"""Provide open sets of names. Any text is a name, and the built-in names are attributes of the class."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ from typing import Any
 
 
 class BuiltIn:
-    """Become, as an attribute of a class of names, the name with this text."""
+    """Stand for a built-in name in the body of a class of names. When Python creates the class, the attribute becomes
+    ``owner(text)``, an instance of that class."""
 
     def __init__(self, text: str) -> None:
         self._text = text

@@ -122,8 +122,8 @@ class ToolStream(ABC):
 
     The content and the calls, all deltas joined, depend on the text only and not on how it was cut into pieces. No text
     is lost: from the character at which a text can no longer be part of a call, it is content. Text without a call is
-    returned unchanged. The marks that delimit a call, and whitespace next to them, are left out. Parts of a call that
-    were returned are never taken back: if the text breaks off within a call, its arguments break off as well. Calls are
+    returned unchanged. The marks that delimit a call, and whitespace next to them, are left out. A part of a call that
+    was returned is never revoked: if the text breaks off within a call, its arguments break off as well. Calls are
     returned in order, one after the other.
     """
 
@@ -144,8 +144,8 @@ class ToolParser(ABC):
     """List the special tokens that the parser must see. The detokenizer keeps them in the text; it leaves out all
     others."""
     call_end: str | None = None
-    """Name the mark that ends each call, or None. If it is a single token, an output that may have one call only stops
-    at it."""
+    """Name the mark that ends each call, or None. If the mark is a single token, an output that may have only one call
+    stops at it."""
 
     def __init__(self, config: BaseModel, context: ParserContext) -> None:
         """Store what the parser needs of ``config``, which is this parser's own config section, and of ``context``."""

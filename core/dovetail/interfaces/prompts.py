@@ -11,10 +11,12 @@ from dovetail.config import Config
 
 @dataclass(slots=True)
 class PromptDraft:
-    """Hold one prompt before it is tokenized: either ``text``, or the ``messages`` of a chat before its template writes them.
+    """Hold one prompt before it is tokenized: either ``text``, or the ``messages`` of a chat before the chat template
+    renders them.
 
     Implementations of the hook ``on_prompt`` assign new values. ``messages`` are mappings with at least ``role`` and
-    ``content`` (a text); they belong to the caller, so a changed message is a new mapping in a new list.
+    ``content`` (a text). They belong to the caller: to change a message, an implementation assigns a new list with a
+    new mapping.
     """
 
     text: str | None = None
@@ -23,7 +25,7 @@ class PromptDraft:
 
 @dataclass(frozen=True, slots=True)
 class PromptContext:
-    """Provide what a component of a kind with ``for_prompts`` is built with: ``cls(config, context)``."""
+    """Hold what the constructor of a component receives as ``context`` if its kind has ``for_prompts``."""
 
     config: Config
-    """The whole config, as this process has it: in a server's process, ``auto`` may still be in it."""
+    """Hold the complete config of this process. In a server process, values that are ``auto`` may not be resolved."""

@@ -1,10 +1,10 @@
 """Define the interface of drafters, which propose the tokens that the engine verifies with the target model.
 
 Verification is exact for every drafter (see ``Drafter``). A drafter that runs a model gets a ``DraftRuntime`` from the
-engine. It provides the target model, functions that load weights, and draft caches, which hold the keys and values of
-the drafter's model. A draft cache has as many pages as the target's KV pool and uses the same page table: the KV of the
-token at index i of a request is at the same location in both. What the prefix cache keeps is therefore kept for the
-drafter too, and when drafts are rejected, the KV of both models is discarded together.
+engine. The runtime provides the target model, functions that load weights, and draft caches, which hold the keys and
+values of the drafter's model. A draft cache has as many pages as the target's KV pool and uses the same page table: the
+KV of the token at index i of a request is at the same location in both. The pages that the prefix cache keeps therefore
+hold the KV of both models, and when drafts are rejected, the KV of both is discarded together.
 
 In this module, the index of a token counts the tokens of its request from 0: it selects the location of the token's KV.
 The position of a token is what rotary embedding, attention and windows use. They differ for the nodes of a draft tree
@@ -51,22 +51,22 @@ class DraftSteps(ABC):
     """
 
     widths: tuple[int, ...]
-    """The largest number of tokens that a row can have, for each kind of pass."""
+    """Hold the largest number of tokens that a row can have, for each kind of pass."""
 
     @abstractmethod
     def state(self, rows: int) -> tuple[torch.Tensor, ...]:
         """Allocate the state of ``rows`` rows on the device: the tensors that passes read and write.
 
-        The first dimension of every tensor is ``rows``. ``run`` must accept the tensors as returned, filled with zeros,
-        and with whatever they are filled with later: when a graph is captured, or has more rows than a step, such
-        values are its input.
+        The first dimension of every tensor is ``rows``. ``run`` must accept any values in these tensors: the values as
+        returned, zeros, and whatever earlier passes left. The engine runs it on such values when it captures a graph,
+        and for the rows of a graph that the step does not fill.
         """
 
     @abstractmethod
     def run(self, kind: int, batch: Batch, tokens: torch.Tensor, state: tuple[torch.Tensor, ...]) -> None:
         """Run one pass of kind ``kind`` (an index into ``widths``). Mutates ``state`` and the draft cache.
 
-        ``batch`` is planned, and all of its fields that a model reads are set but ``input_ids``. ``tokens`` (int64
+        ``batch`` is planned, and all of its fields that a model reads are set except ``input_ids``. ``tokens`` (int64
         ``[tokens]``) maps the tokens of ``batch`` to the state: token t is number ``tokens[t]`` of the flattened
         ``[rows, max(widths)]`` tokens that the rows of ``state`` could have.
 
@@ -77,7 +77,7 @@ class DraftSteps(ABC):
     def mask(self, state: tuple[torch.Tensor, ...]) -> torch.Tensor | None:
         """Return the tree mask of the passes, or None if every token sees itself and the tokens before it.
 
-        The mask is bool ``[rows, max(widths), max(widths)]`` and a view of ``state``: entry ``[r, i, j]`` tells whether
+        The mask is bool ``[rows, max(widths), max(widths)]`` and a view of ``state``: entry ``[r, i, j]`` is True if
         token i of row r sees token j of the same row. Every token must see itself.
         """
         return None
@@ -129,14 +129,14 @@ class DraftRuntime(ABC):
     """Provide what the engine offers to a drafter that runs a model. The attributes are read-only."""
 
     target: ModelArchitecture
-    """The target model. Models that offer ``model.hidden_states`` have ``embed_tokens``, and ``logits`` that can be
-    applied to hidden states like theirs."""
+    """Hold the target model. A model that offers ``model.hidden_states`` has ``embed_tokens``, and its ``logits`` can
+    be applied to the hidden states of a drafter that predicts the target's."""
     directory: Path
-    """The directory of the target's checkpoint."""
+    """Hold the directory of the target's checkpoint."""
     checkpoint: Mapping[str, Any]
-    """The target's config.json, with ``model.overrides`` applied."""
+    """Hold the target's config.json, with ``model.overrides`` applied."""
     dtype: torch.dtype
-    """The dtype of the target's weights and activations."""
+    """Hold the dtype of the target's weights and activations."""
 
     @abstractmethod
     def watch(self, layers: Sequence[int]) -> None:
@@ -214,7 +214,7 @@ class Drafter(ABC):
 
     @property
     def must_see_all(self) -> bool:
-        """Return True if a request gets no more drafts once a step of it was not observed.
+        """Return True if the drafter cannot draft for a request any more after one unobserved step of that request.
 
         This is the case for drafters that need the target's hidden states of every token. While drafts clearly pay, the
         loop does not run steps without such a drafter only to measure them.
@@ -244,7 +244,8 @@ class Drafter(ABC):
         """
 
     def observe(self, batch: Batch, output: ForwardOutput) -> None:
-        """Learn what a step accepted. For drafters that learn from outputs or keep state of requests.
+        """Learn which drafts a step accepted. Drafters override this if they learn from outputs or keep state of
+        requests.
 
         The loop calls this after it has committed a step in which drafts could have been requested: ``req.known_len``
         includes the accepted tokens. Steps that run without the drafter, because drafts do not pay at that load, are

@@ -1,4 +1,4 @@
-"""Move pages between requests, the prefix cache and the allocator. Pages change owners only in this module.
+"""Move pages between requests, the prefix cache and the allocator. Only this module changes the owner of a page.
 
     row of a request   [ shared_pages: the cache's, locked | the request's own ......... ]
                        0                                   shared_pages          num_pages
@@ -33,8 +33,8 @@ class PageLedger:
         page_size: int,
         tokens_ahead: int = 0,
     ) -> None:
-        """Store the three owners of pages. ``tokens_ahead`` is the number of tokens after a page on which the page's
-        identity in ``cache`` also depends; see ``memory.lookahead``."""
+        """Store the three owners of pages. ``tokens_ahead`` is the number of tokens after a page that are part of the
+        page's key in ``cache``; see ``memory.lookahead``."""
         self.allocator = allocator
         self.cache = cache
         self.table = table
@@ -46,7 +46,8 @@ class PageLedger:
 
     @property
     def available(self) -> int:
-        """Return the number of pages that can be allocated now: free pages and those that the cache would evict."""
+        """Return the number of pages that can be allocated now: the free pages and the pages that the cache can
+        evict."""
         return self.allocator.num_free + self.cache.evictable_pages
 
     def ensure_available(self, count: int) -> bool:

@@ -23,17 +23,17 @@ def with_lookahead(build: Callable[[CacheContext], PrefixCache], page_size: int,
 
 
 class LookaheadCache(PrefixCache):
-    """Identify each position by its token and the ``ahead`` tokens after it, so that a page is found only for texts
-    that also continue with the same tokens.
+    """Identify each position by its token and the ``ahead`` tokens after it. A page is then found only for prompts that
+    also continue with the same tokens.
 
-    ``cache`` keeps the pages. Its keys contain these ``1 + ahead`` tokens of one position after the other, and its
-    pages are ``1 + ahead`` times as long. The last ``ahead`` positions of a text cannot be identified: pages are kept
-    and found only as far as the tokens after them are given.
+    ``cache`` keeps the pages. Its keys hold ``1 + ahead`` tokens for each position, and its pages have ``1 + ahead``
+    times as many entries. The last ``ahead`` positions of a key cannot be identified, because the tokens after them are
+    not known. A page that contains such a position is neither kept nor found.
     """
 
     def __init__(self, cache: PrefixCache, page_size: int, ahead: int) -> None:
-        """Wrap ``cache``, which was built for pages ``1 + ahead`` times as long as ``page_size``, the tokens of a text
-        per page."""
+        """Wrap ``cache``, which was built with the page size ``page_size * (1 + ahead)``. ``page_size`` is the number
+        of tokens per page."""
         self._cache, self._page_size, self._width = cache, page_size, 1 + ahead
 
     def match(self, tokens: IntArray, namespace: str = "") -> Match:
@@ -42,7 +42,7 @@ class LookaheadCache(PrefixCache):
         return self._in_tokens(self._cache.match(self._keys(tokens), namespace))
 
     def insert(self, tokens: IntArray, pages: IntArray, namespace: str = "", priority: int = 0) -> Match:
-        """Offer pages as far as the tokens after them are among ``tokens``; see ``PrefixCache.insert``."""
+        """Offer those pages whose following ``ahead`` tokens are in ``tokens``; see ``PrefixCache.insert``."""
         keys = self._keys(tokens)
         kept = pages[:, : len(keys) // (self._width * self._page_size)]
         return self._in_tokens(self._cache.insert(keys, kept, namespace, priority))
@@ -82,8 +82,8 @@ class LookaheadCache(PrefixCache):
         self._cache.check_integrity()
 
     def _keys(self, tokens: IntArray) -> IntArray:
-        places = len(tokens) - self._width + 1
-        if places <= 0:
+        positions = len(tokens) - self._width + 1
+        if positions <= 0:
             return tokens[:0]
         return np.lib.stride_tricks.sliding_window_view(tokens, self._width).reshape(-1)
 

@@ -37,7 +37,7 @@ class RequestTable:
         return self._free.pop()
 
     def free_slot(self, slot: int) -> None:
-        """Give a slot back. The content of its row in the page table is undefined from now on."""
+        """Return a slot to the free slots. From now on the content of its row in the page table is undefined."""
         self._free.append(slot)
 
     def write(self, slot: int, column: int, pages: IntArray) -> None:

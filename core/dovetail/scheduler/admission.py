@@ -17,13 +17,14 @@ if TYPE_CHECKING:
     from dovetail.types import Req
 
 DECODE_HEADROOM = 32
-"""The number of future tokens of each running request for which admission leaves pages free, so that admission does not cause
-a retraction at once. Retraction makes any value safe; with a larger one fewer requests run, with a smaller one more are
-retracted."""
+"""Set the number of future tokens of each running request for which admission leaves pages free. Without it, an
+admitted request could cause a retraction at once. Any value is safe, because requests can be retracted: with a larger
+value fewer requests run, with a smaller value more are retracted."""
 
 
 class Admission:
-    """Continue chunked prompts, then admit waiting requests in the policy's order while tokens, slots and pages last."""
+    """Continue chunked prompts, then admit waiting requests in the policy's order while tokens, slots and pages
+    last."""
 
     def __init__(
         self, limits: SchedulerLimits, ledger: PageLedger, policy: SchedulePolicy, totals: Totals, groups: Groups
@@ -36,8 +37,8 @@ class Admission:
         self._waits = PrefixWaits(ledger.page_size, only_groups=not limits.wait_for_prefix, ahead=ledger.tokens_ahead)
 
     def fill(self, waiting: list[Req], prefilling: list[Req], decoding: list[Req]) -> list[tuple[Req, int]]:
-        """Return the requests whose prompt tokens enter this step, each with the number of these tokens; at most
-        ``limits.chunk_size`` in all. Mutates ``waiting`` and ``prefilling``."""
+        """Return the requests whose prompt tokens enter this step, each with the number of these tokens, which is at
+        most ``limits.chunk_size`` over all requests. Mutates ``waiting`` and ``prefilling``."""
         rows: list[tuple[Req, int]] = []
         budget = self.limits.chunk_size
         for req in prefilling:
@@ -76,7 +77,7 @@ class Admission:
                 continue
             if claims is None:
                 claims = sum(map(self._claim, prefilling + decoding))
-            if not self._take(req, match, claims):
+            if not self._try_to_admit(req, match, claims):
                 break
             claims += self._claim(req)
             if waits is not None:
@@ -89,11 +90,11 @@ class Admission:
         return rows
 
     def _candidates(self, waiting: list[Req], running: list[Req]) -> list[Req]:
-        """Return the requests that may be admitted, in order.
+        """Return the requests that may be admitted, in the order in which to admit them.
 
-        Retracted requests come first, the oldest of them first. Then come the others in the policy's order, except that the
-        members of a group follow its first one. Requests that wait for their constraint are left out, and so are retracted
-        requests whose last token has not been committed.
+        Retracted requests come first, the oldest of them first. Then come the others in the policy's order, except that
+        the members of a group follow its first one. Requests that wait for their constraint are left out, and so are
+        retracted requests whose last token has not been committed.
         """
         ready = [r for r in waiting if r.ticket is None and r.known_len == r.device_len and not r.in_flight]
         retracted = sorted((r for r in ready if r.num_retractions), key=lambda r: r.uid)
@@ -102,12 +103,14 @@ class Admission:
             return retracted
         ordered = self.policy.order(fresh, running)
         if len(ordered) != len(fresh):
-            raise ValueError(f"the policy ordered {len(fresh)} requests into {len(ordered)}; it must return them all")
+            raise ValueError(
+                f"the policy was given {len(fresh)} requests and returned {len(ordered)}; it must return all of them"
+            )
         return retracted + (together(ordered) if any(req.group for req in fresh) else ordered)
 
     def _match(self, req: Req) -> Match:
-        """Return the cached prefix of ``req``. It ends before the last token, whose logits are needed, and before the first prompt
-        token of which log-probabilities or a pooled vector are needed."""
+        """Return the cached prefix of ``req``. The prefix ends before the last token, whose logits are needed, and
+        before the first prompt token that must be computed for log-probabilities or a pooled vector."""
         length = min(_first_read(req) if _reads_prompt(req) else req.device_len, req.device_len) - 1
         known = min(length + self.ledger.tokens_ahead, req.device_len)
         return self.ledger.cache.match(req.token_ids[:known], req.namespace)
@@ -117,19 +120,19 @@ class Admission:
         length = min(req.device_len + DECODE_HEADROOM, req.max_device_len)
         return max(0, self.ledger.pages_for(length) - req.num_pages)
 
-    def _take(self, req: Req, match: Match, claims: int) -> bool:
-        """Admit the request if pages are left for all its tokens and for the ``claims`` of the running requests. Return whether it
-        was admitted."""
+    def _try_to_admit(self, req: Req, match: Match, claims: int) -> bool:
+        """Admit the request if enough pages are left for all its tokens and for the ``claims`` of the running requests.
+        Return True if it was admitted."""
         ledger = self.ledger
         need = ledger.pages_for(req.device_len) - match.pages.shape[1]
         ledger.cache.lock(match.handle)  # before anything is evicted for the other pages
         if not ledger.ensure_available(need + claims):
             ledger.cache.unlock(match.handle)
             return False
-        self._place(req, match)
+        self._enter_table(req, match)
         return True
 
-    def _place(self, req: Req, match: Match) -> None:
+    def _enter_table(self, req: Req, match: Match) -> None:
         self.ledger.admit(req, match)
         reserved = self.ledger.reserve(req, req.device_len)
         assert reserved, "pages counted as available could not be reserved"
@@ -140,7 +143,8 @@ class Admission:
 
 
 def _reads_prompt(req: Req) -> bool:
-    """Return True if prompt tokens must be computed for their log-probabilities or for pooling, even if they are cached."""
+    """Return True if prompt tokens must be computed for their log-probabilities or for pooling, even if they are
+    cached."""
     params = req.params
     return (params.prompt_logprobs is not None and prompt_scored(req) < req.prompt_len) or (
         params.pooling is not None and params.pooling.reads_all
@@ -148,6 +152,7 @@ def _reads_prompt(req: Req) -> bool:
 
 
 def _first_read(req: Req) -> int:
-    """Return the first prompt token of which something must still be computed; the token before it must enter a step."""
+    """Return the index of the first prompt token whose log-probability or hidden state must still be computed. The
+    token before it must enter a step."""
     pooling = req.params.pooling
     return 1 if pooling is not None and pooling.reads_all else prompt_scored(req)

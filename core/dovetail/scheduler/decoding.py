@@ -18,39 +18,41 @@ if TYPE_CHECKING:
 class Decoding:
     """Keep the decode rows, and reserve their pages.
 
-    ``reqs`` is the scheduler's list of decoding requests. The scheduler must call ``invalidate`` whenever it changes the list, or
-    the pages of the cache that its requests read.
+    ``reqs`` is the scheduler's list of decoding requests. The scheduler must call ``invalidate`` whenever it changes
+    this list, or changes which cached pages its requests read.
     """
 
     def __init__(self, ledger: PageLedger, reqs: list[Req], sharing: Sharing | None) -> None:
-        """``sharing`` finds the rows that share a prefix; None if the attention backend makes no use of them."""
+        """Store the list of decoding requests. ``sharing`` finds the rows that share a prefix; it is None if the
+        attention backend does not use shared prefixes."""
         self.reqs = reqs
-        self.rows: DecodeRows | None = None  # None: they must be built again
+        self.rows: DecodeRows | None = None  # None: the rows must be built again
         self._ledger, self._sharing = ledger, sharing
 
     def invalidate(self) -> None:
-        """Discard the rows: a request has joined or left, or reads other pages of the cache."""
+        """Discard the rows, because a request has joined or left, or reads other pages of the cache."""
         self.rows = None
 
     def invalidate_sharing(self) -> None:
-        """Discard the rows if they are grouped by shared prefixes: a request may read other pages of the cache with the same
-        content."""
+        """Discard the rows if they are grouped by shared prefixes: a request may read other pages of the cache with the
+        same content."""
         if self._sharing is not None:
             self.rows = None
 
     def draft(self, counts: IntArray, most: int) -> None:
-        """Note that ``counts`` drafts of each row, at most ``most``, enter the same step. See ``DecodeRows.draft``."""
+        """Record that ``counts`` drafts of each row, at most ``most``, enter the same step. See
+        ``DecodeRows.draft``."""
         if self.rows is not None:
             self.rows.draft(counts, most)
 
     def settle(self, *, adapted: bool) -> None:
-        """Note that the requests' cursors have moved back to the accepted drafts. See ``DecodeRows.settle``."""
+        """Record that the requests' cursors have moved back to the last accepted draft. See ``DecodeRows.settle``."""
         if self.rows is not None:
             self.rows.settle(adapted=adapted)
 
     def batch(self, rows: DecodeRows, width: int) -> Batch:
-        """Return the batch in which the next token of each row enters; the pages of up to ``width`` drafts are reserved. Rows that
-        share a prefix are made adjacent."""
+        """Return the batch in which the next token of each row enters the forward pass. The caller has reserved the
+        pages of up to ``width`` drafts. Makes rows that share a prefix adjacent."""
         if self._sharing is not None and rows.grouping is None:
             grouping = self._sharing.group(rows.reqs)
             self.rows = rows = DecodeRows(grouping.reqs, self._ledger.page_size, grouping)
@@ -59,9 +61,10 @@ class Decoding:
         return batch
 
     def reserve(self, width: int, retract: Callable[[], None]) -> DecodeRows:
-        """Return all rows, with pages for their next tokens and for up to ``width`` drafts of each as long as pages are left.
+        """Reserve pages for the next token of each row and, while pages are left, for up to ``width`` drafts of each
+        row. Return the rows.
 
-        ``retract`` is called until there are pages for the next tokens.
+        Calls ``retract`` until there are pages for all next tokens.
         """
         rows = self.current()
         if width:
@@ -78,8 +81,9 @@ class Decoding:
     def current(self) -> DecodeRows:
         """Return the rows of all requests that can take another token, the longest first.
 
-        Attention kernels start the rows in this order, and the row that starts last should not take the longest. The order is
-        kept when one row grows longer than another, because a new order would cost more than it gains.
+        Attention kernels start the rows in this order, and the row that takes the longest should not start last. The
+        order stays the same when a row becomes longer than the row before it, because sorting again would cost more
+        than it gains.
         """
         if self.rows is not None and self.rows.steps_left < 1:
             self.rows.recount_steps()
@@ -89,8 +93,9 @@ class Decoding:
         return self.rows
 
     def _reserve_next(self, rows: DecodeRows) -> bool:
-        """Reserve a page for the next token of each row that needs one, taking back pages reserved for drafts if necessary.
-        Return False if a row is left without a page; a request must then be retracted."""
+        """Reserve a page for the next token of each row that needs one. If too few pages are left, first give back the
+        pages that were reserved for drafts. Return False if a row is still left without a page; a request must then be
+        retracted."""
         short = rows.short_of_pages()
         reqs = [rows.reqs[row] for row in short]
         if reqs and not self._ledger.reserve_one_each(reqs):
@@ -104,7 +109,8 @@ class Decoding:
         return True
 
     def _reserve_drafts(self, rows: DecodeRows, width: int) -> None:
-        """Reserve pages for the drafts of each row. If too few pages are left, a row gets as many drafts as its pages hold."""
+        """Reserve pages for the drafts of each row. If too few pages are left, a row gets as many drafts as its pages
+        hold."""
         rows.set_draft_limits(width)
         short = rows.short_of_pages(width)
         for row in short:
@@ -115,8 +121,8 @@ class Decoding:
         rows.limit_drafts_to_pages()
 
     def reserve_ahead(self, width: int) -> None:
-        """Reserve pages for the drafts of the step after the one that computes now, enough for any number of accepted drafts of
-        that one. Only free pages are used; nothing is evicted."""
+        """Reserve pages for the drafts of the next step while the device computes this step. The pages suffice
+        regardless of how many drafts this step accepts. Uses free pages only and evicts nothing."""
         rows = self.rows
         if rows is None or not width:
             return

@@ -13,14 +13,15 @@ if TYPE_CHECKING:
 
 
 def checked(batch: Batch, drafts: DraftTree, vocab_size: int, min_probability: float = 0.0) -> DraftTree | None:
-    """Return ``drafts`` as wide as the longest row, without ``probs``; None if no row has a draft.
+    """Return ``drafts`` cut to the width of the longest row, without ``probs``; None if no row has a draft.
 
-    Drafts below ``min_probability`` are left out together with their descendants. Entries beyond the length of a row have token 0
-    and a parent that comes before them. Raises ``ValueError`` for drafts that break the contract of ``Drafter.propose``.
+    Drafts below ``min_probability`` are left out together with their descendants. Entries beyond the length of a row
+    have token 0 and a parent that comes before them. Raises ``ValueError`` for drafts that break the contract of
+    ``Drafter.propose``.
     """
     rows, limits = len(batch.reqs), batch.draft_limits
     lens, ids, parents = drafts.lens, drafts.token_ids, drafts.parents
-    assert limits is not None, "pages were reserved for no drafts"
+    assert limits is not None, "no pages were reserved for drafts"
     if lens.shape != (rows,) or ids.ndim != 2 or ids.shape != parents.shape or len(ids) != rows:
         raise ValueError(
             f"a draft tree of {rows} rows has lens {lens.shape}, token_ids {ids.shape}, parents {parents.shape}; "
@@ -29,19 +30,19 @@ def checked(batch: Batch, drafts: DraftTree, vocab_size: int, min_probability: f
     counts = lens.tolist()
     lowest, longest = min(counts), max(counts)
     if lowest < 0 or longest > ids.shape[1] or True in (lens > limits).tolist():
-        raise ValueError(f"draft lens are {counts}; allowed: up to {limits.tolist()}, of k = {ids.shape[1]}")
+        raise ValueError(f"draft lens are {counts}; allowed: up to {limits.tolist()}, and up to k = {ids.shape[1]}")
     if longest == 0:
         return None
     ids = ids[:, :longest]
     valid = None if lowest == longest else np.arange(longest) < lens[:, None]
     if valid is not None:
         ids = np.where(valid, ids, 0)
-    if ids.astype(np.uint64).max() >= vocab_size:  # a negative one is large too
+    if ids.astype(np.uint64).max() >= vocab_size:  # a negative id is large too
         raise ValueError(f"draft tokens range from {ids.min()} to {ids.max()}; allowed: 0 to {vocab_size - 1}")
     ids, lens = ids.astype(np.int32, copy=False), lens.astype(np.int32, copy=False)
     probs = _checked_probs(drafts, longest, valid) if min_probability > 0 else None
     if drafts.is_chain:
-        # new parents: the drafter's were checked when is_chain was first read, and may have changed since then
+        # make new parents: the drafter may have changed its array after the first read of is_chain
         return _pruned(DraftTree.chains(ids, lens), probs, min_probability)
     parents = parents[:, :longest]
     if valid is not None:
@@ -52,13 +53,16 @@ def checked(batch: Batch, drafts: DraftTree, vocab_size: int, min_probability: f
 
 
 def _checked_probs(drafts: DraftTree, longest: int, valid: BoolArray | None) -> FloatArray:
-    """Return the probabilities of ``drafts``, 0 where a row has no draft. Raises ``ValueError`` if they are missing or wrong."""
+    """Return the probabilities of ``drafts``, 0 where a row has no draft. Raises ``ValueError`` if they are missing or
+    wrong."""
     probs = drafts.probs
     if probs is None:
         raise ValueError("drafts have no probs, which scheduler.min_draft_probability needs")
     probs = np.asarray(probs, np.float32)
     if probs.shape != drafts.token_ids.shape:
-        raise ValueError(f"draft probs are {probs.shape}; allowed: as token_ids, {drafts.token_ids.shape}")
+        raise ValueError(
+            f"draft probs have shape {probs.shape}; allowed: the shape of token_ids, {drafts.token_ids.shape}"
+        )
     probs = probs[:, :longest]
     if valid is not None:
         probs = np.where(valid, probs, np.float32(0))
@@ -68,7 +72,8 @@ def _checked_probs(drafts: DraftTree, longest: int, valid: BoolArray | None) -> 
 
 
 def _pruned(tree: DraftTree, probs: FloatArray | None, min_probability: float) -> DraftTree | None:
-    """Return ``tree`` without the drafts below ``min_probability`` and without their descendants; None if nothing is left."""
+    """Return ``tree`` without the drafts below ``min_probability`` and without their descendants; None if nothing is
+    left."""
     if probs is None:
         return tree
     kept = (probs >= min_probability) & (np.arange(probs.shape[1]) < tree.lens[:, None])
@@ -83,7 +88,7 @@ def _pruned(tree: DraftTree, probs: FloatArray | None, min_probability: float) -
         return None
     order = np.argsort(~kept, axis=1, kind="stable")[:, :longest]
     valid = np.arange(longest) < lens[:, None]
-    places = np.where(first, -1, np.take_along_axis(np.cumsum(kept, 1) - 1, above, 1))
+    renumbered = np.where(first, -1, np.take_along_axis(np.cumsum(kept, 1) - 1, above, 1))
     ids = np.where(valid, np.take_along_axis(tree.token_ids, order, 1), 0)
-    parents = np.where(valid, np.take_along_axis(places, order, 1), -1)
+    parents = np.where(valid, np.take_along_axis(renumbered, order, 1), -1)
     return DraftTree(ids.astype(np.int32), parents.astype(np.int32), lens)

@@ -1,11 +1,12 @@
-"""Keep track of groups of requests that begin with the same tokens. The members of a group are admitted together, and their common
-prefix stays in the cache until all of them have been admitted.
+"""Keep track of groups of requests that begin with the same tokens. The members of a group are admitted together, and
+their common prefix stays in the cache until all of them have been admitted.
 
-    members   [ system prompt, document | question 1 ]    the first is admitted, the others wait for it (``PrefixWaits``)
+    members   [ system prompt, document | question 1 ]    the first member is admitted, the others wait
               [ system prompt, document | question 2 ]    and are then admitted together
-                common, in whole pages  ^                 pinned from when it is computed to when the last is admitted
+                common, in whole pages  ^                 pinned until the last member is admitted
 
-Members may arrive one by one: the common prefix is that of the members seen so far, and the pin shrinks as it does.
+Members may arrive one by one. The common prefix is the prefix that all members seen so far share. When it becomes
+shorter, the pin becomes shorter too.
 """
 
 from __future__ import annotations
@@ -22,8 +23,9 @@ if TYPE_CHECKING:
     from dovetail.scheduler.pins import Pins
     from dovetail.types import IntArray, Req
 
-MOST = 1024
-"""The most groups that are tracked. Beyond that the group that no request has joined for longest is dropped with its pin."""
+MAX_GROUPS = 1024
+"""Limit the number of groups that are tracked. If there are more, the group that was renewed least recently is dropped
+with its pin."""
 
 
 @dataclass(slots=True)
@@ -35,11 +37,11 @@ class _Group:
 
 
 class Groups:
-    """Track the groups of which members have not arrived or have not been admitted."""
+    """Track the groups that have members which have not arrived or have not been admitted."""
 
     def __init__(self, pins: Pins, page_size: int, seconds: float, ahead: int = 0) -> None:
-        """A group is dropped ``seconds`` after its last member has arrived. ``ahead`` is the number of tokens after a page that
-        belong to its key in the cache."""
+        """Track no groups yet. A group is dropped ``seconds`` after a member last arrived or was admitted. ``ahead`` is
+        the number of tokens after a page that are part of the page's key in the cache."""
         self._pins, self._page_size, self._seconds, self._ahead = pins, page_size, seconds, ahead
         self._groups: OrderedDict[PinKey, _Group] = OrderedDict()
 
@@ -47,29 +49,29 @@ class Groups:
         return len(self._groups)
 
     def joined(self, req: Req) -> None:
-        """Note that a request has joined the waiting queue."""
+        """Record that a request has joined the waiting queue."""
         if not req.group:
             return
         key, prompt = _key(req), req.token_ids[: req.prompt_len]
         group = self._groups.get(key)
         if group is not None:
-            self._narrow(key, group, prompt)
+            self._shorten(key, group, prompt)
         elif req.group_size > 1:
             self._groups[key] = _Group(req.group_size, prompt[: self._whole(req.prompt_len)].copy(), 0.0)
         self._renew(key)
-        if len(self._groups) > MOST:
+        if len(self._groups) > MAX_GROUPS:
             self._forget(next(iter(self._groups)))
 
     def computed(self, req: Req) -> None:
-        """Note that the pages of a request were inserted into the cache. If they hold its whole prompt, the cache has the common
-        prefix, which is pinned then."""
+        """Record that the pages of a request were inserted into the cache. If they hold its whole prompt, the cache has
+        the common prefix, and it is pinned unless it is pinned already."""
         key = _key(req)
         group = self._groups.get(key) if req.group else None
         if group is not None and req.cached_len >= req.prompt_len and key not in self._pins:
             self._pins.keep(key, group.common)
 
     def begun(self, req: Req) -> None:
-        """Note that a request was admitted for the first time, or has left the queue before that."""
+        """Record that a request was admitted for the first time, or has left the queue before that."""
         key = _key(req)
         group = self._groups.get(key) if req.group else None
         if group is None:
@@ -93,7 +95,7 @@ class Groups:
         for key in list(self._groups):
             self._forget(key)
 
-    def _narrow(self, key: PinKey, group: _Group, prompt: IntArray) -> None:
+    def _shorten(self, key: PinKey, group: _Group, prompt: IntArray) -> None:
         length = self._whole(common_length(group.common, prompt))
         if length < len(group.common):
             group.common = group.common[:length]
@@ -101,7 +103,8 @@ class Groups:
                 self._pins.keep(key, group.common)
 
     def _whole(self, length: int) -> int:
-        """Return how many of the first ``length`` tokens the cache needs to match the whole pages among them."""
+        """Return the number of tokens that the cache needs as a key to match the whole pages among the first ``length``
+        tokens."""
         pages = (length - self._ahead) // self._page_size
         return pages * self._page_size + self._ahead if pages > 0 else 0
 
@@ -118,11 +121,12 @@ class Groups:
 
 
 def together(reqs: Sequence[Req]) -> list[Req]:
-    """Return ``reqs`` with the members of each group directly after its first one; the order is otherwise unchanged."""
-    places: dict[Hashable, list[Req]] = {}
+    """Return ``reqs`` with the members of each group directly after its first member; the order is otherwise
+    unchanged."""
+    groups: dict[Hashable, list[Req]] = {}
     for req in reqs:
-        places.setdefault(_key(req) if req.group else req.uid, []).append(req)
-    return [req for members in places.values() for req in members]
+        groups.setdefault(_key(req) if req.group else req.uid, []).append(req)
+    return [req for members in groups.values() for req in members]
 
 
 def _key(req: Req) -> PinKey:

@@ -19,11 +19,12 @@ if TYPE_CHECKING:
 
 
 def make_req(msg: GenerateMsg, limits: SchedulerLimits, tokenizer: Tokenizer | None) -> Req:
-    """Return the request of a message. Raises ``RequestError`` if the model, its context or its vocabulary does not allow it."""
+    """Return the request that a message describes. Raises ``RequestError`` if the model, its context or its vocabulary
+    does not allow it."""
     check_prompt(msg.input_ids, msg.params, limits.context_len, limits.vocab_size)
     _check_pooling(msg, limits)
     if msg.group_size < 1:
-        raise RequestError(f"group_size is {msg.group_size}; allowed: 1 and more", param="group_size")
+        raise RequestError(f"group_size is {msg.group_size}; allowed: at least 1", param="group_size")
     prompt = np.array(msg.input_ids, np.int32)
     token_ids = np.zeros(_max_len(msg, limits.context_len), np.int32)
     token_ids[: len(prompt)] = prompt
@@ -50,7 +51,8 @@ def _check_pooling(msg: GenerateMsg, limits: SchedulerLimits) -> None:
 
 
 def _max_len(msg: GenerateMsg, context_len: int) -> int:
-    """Return the most tokens of prompt and output together. Raises ``ContextLengthError`` if the output does not fit."""
+    """Return the largest number of tokens that prompt and output may have together. Raises ``ContextLengthError`` if
+    the output does not fit."""
     prompt, params = len(msg.input_ids), msg.params
     most = context_len - prompt
     for name, requested in (("max_new_tokens", params.max_new_tokens), ("min_new_tokens", params.min_new_tokens)):

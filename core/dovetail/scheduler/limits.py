@@ -1,4 +1,4 @@
-"""Hold the scheduler's bounds and counters."""
+"""Hold the scheduler's limits and counters."""
 
 from __future__ import annotations
 
@@ -11,13 +11,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class SchedulerLimits:
-    """Hold the scheduler's bounds, which come from config and model.
+    """Hold the scheduler's limits, which come from the config, the model and the components in use.
 
-    ``reuses_prefixes`` is true if the prefix cache keeps anything. ``draft_width`` is the drafter's ``max_draft_tokens``, 0
-    without a drafter. With ``adapt_drafts`` a request gets fewer drafts if few of them are accepted. Drafts of a lower probability
-    than ``min_draft_probability`` are not verified. With ``shared_prefixes`` the rows of decode batches are ordered by the
-    prefixes that they share, and ``Batch.shared`` is filled. ``embeds`` is true if the model offers model.embed. Groups and
-    sessions keep prefixes locked for ``pin_seconds``, at most ``pin_pages`` pages in all.
+    ``reuses_prefixes`` is true if the prefix cache keeps anything. ``draft_width`` is the drafter's
+    ``max_draft_tokens``, 0 without a drafter. With ``adapt_drafts`` a request gets fewer drafts if few of them are
+    accepted. Drafts whose probability is below ``min_draft_probability`` are not verified. With ``shared_prefixes`` the
+    rows of decode batches are ordered by the prefixes that they share, and ``Batch.shared`` is filled. ``embeds`` is
+    true if the model offers model.embed. Groups and sessions keep prefixes locked for ``pin_seconds``, at most
+    ``pin_pages`` pages in all.
     """
 
     max_running: int
@@ -39,14 +40,15 @@ class SchedulerLimits:
     def adapts(self, drafts: DraftTree) -> bool:
         """Return True if the number of accepted drafts decides how many drafts a request gets next.
 
-        That holds for chains only, because most nodes of a tree cannot be accepted together. It does not hold with
-        ``min_draft_probability`` either, because a pruned tree may be a chain.
+        The number of drafts adapts for chains only, because most nodes of a tree cannot be accepted together. It does
+        not adapt with ``min_draft_probability`` either, because a pruned tree may look like a chain.
         """
         return self.adapt_drafts and self.min_draft_probability == 0 and drafts.is_chain
 
 
 class PageCounts(NamedTuple):
-    """Count pages: all, those that requests read, those in the prefix cache, and those that pins hold there."""
+    """Count pages: all pages, the pages that requests read, the pages in the prefix cache, and the pages there that are
+    pinned."""
 
     total: int
     used: int

@@ -23,13 +23,13 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 
-MEMORY = 0.8
-"""The weight of the earlier steps in the moving average of accepted drafts."""
+EARLIER_WEIGHT = 0.8
+"""Set the weight of the earlier steps in the moving average of accepted drafts."""
 
 
 def settle_drafts(batch: Batch, drafts: DraftTree, output: HostOutput, totals: Totals, limits: SchedulerLimits) -> None:
-    """Move the cursors of the requests back over the drafts that were not accepted, and count the verified drafts. If the number of
-    drafts adapts, set how many each request gets next."""
+    """Move the cursors of the requests back over the drafts that were not accepted, and count the verified drafts. If
+    the number of drafts adapts, set the number of drafts that each request gets next."""
     drafted = (drafts.lens[batch.samples] if batch.num_extend else drafts.lens).tolist()
     adapts = limits.adapts(drafts)
     totals.draft_steps += 1
@@ -48,10 +48,12 @@ def settle_drafts(batch: Batch, drafts: DraftTree, output: HostOutput, totals: T
 
 
 def _adapt(req: Req, accepted: int, most: int) -> None:
-    """Set the number of drafts of ``req`` to two more than twice the moving average of accepted ones, at most ``most``. A request
-    whose drafts are all accepted soon gets the most; one whose drafts are rejected costs little and can recover."""
-    req.accepts = accepted if req.accepts < 0 else MEMORY * req.accepts + (1 - MEMORY) * accepted
-    req.draft_len = min(most, 2 + math.ceil(2 * req.accepts))
+    """Set the number of drafts of ``req`` to two more than twice the moving average of accepted drafts, at most
+    ``most``. A request whose drafts are all accepted soon gets ``most`` drafts. A request whose drafts are all rejected
+    still gets two, which cost little, so its number can grow again."""
+    earlier = req.mean_accepted
+    req.mean_accepted = accepted if earlier < 0 else EARLIER_WEIGHT * earlier + (1 - EARLIER_WEIGHT) * accepted
+    req.draft_len = min(most, 2 + math.ceil(2 * req.mean_accepted))
 
 
 def take_tokens(
@@ -64,8 +66,9 @@ def take_tokens(
 ) -> TokenOutput:
     """Append ``tokens`` to the request and return the answer for its client.
 
-    The tokens after the one that ends the request are dropped, and ``req.finish`` is set then. If the request goes on, ``jump`` may
-    append forced tokens, which it returns. Of the sampled tokens that are appended, all but one are counted as accepted drafts.
+    If a token ends the request, ``req.finish`` is set and the tokens after it are dropped. If the request goes on,
+    ``jump`` may append forced tokens, which it returns. All appended tokens that were sampled, except one, are counted
+    as accepted drafts.
     """
     before = req.known_len
     if len(tokens) > 1 and _goes_on(req, tokens, eos_token_ids):
@@ -121,7 +124,8 @@ def _take_singly(req: Req, tokens: list[int], eos_token_ids: frozenset[int]) -> 
 
 
 def _goes_on(req: Req, tokens: list[int], eos_token_ids: frozenset[int]) -> bool:
-    """Return True if none of ``tokens`` can end the request, and neither a matcher nor a detokenizer needs them one by one."""
+    """Return True if none of ``tokens`` can end the request, and neither a matcher nor a detokenizer needs them one by
+    one."""
     return (
         req.matcher is None
         and req.detokenizer is None
@@ -133,8 +137,8 @@ def _goes_on(req: Req, tokens: list[int], eos_token_ids: frozenset[int]) -> bool
 
 
 def take_forced(req: Req, tokens: list[int], eos_token_ids: frozenset[int]) -> list[int]:
-    """Append tokens that the constraint forces, up to the one that ends the request or that the matcher refuses. Return the
-    appended tokens."""
+    """Append tokens that the constraint forces, up to the one that ends the request or that the matcher refuses. Return
+    the appended tokens."""
     before = req.known_len
     for token in tokens:
         try:
@@ -167,7 +171,7 @@ def forced_tokens(req: Req, constraints: RequestConstraints) -> list[int]:
 def add_prompt_logprobs(req: Req, start: int, entries: list[TokenLogprob]) -> None:
     """Add the log-probabilities of a chunk of the prompt that begins at ``start``.
 
-    The first of ``entries`` is that of the token at ``start + 1``, or of the first token for which the client requested
+    The first of ``entries`` belongs to the token at ``start + 1``, or to the first token for which the client requested
     log-probabilities if that comes later. Entries that a retracted request computes again are dropped.
     """
     scored = prompt_scored(req)
@@ -181,8 +185,9 @@ def prompt_scored(req: Req) -> int:
 
 
 def add_pooled(req: Req, start: int, vector: FloatArray) -> None:
-    """Add the pooled vector of a chunk of the prompt that begins at ``start``. For a mean the sums of the chunks are added up. A
-    retracted request begins again with its first chunk."""
+    """Add the vector of a chunk of the prompt that begins at ``start`` to ``req.pooled``. For a mean, the sums of the
+    chunks are added up, and a retracted request begins again at its first chunk. For other kinds, the vector replaces
+    the earlier one."""
     pooling = req.params.pooling
     assert pooling is not None
     fresh = not pooling.reads_all or start == 0

@@ -1,5 +1,5 @@
-"""Pin prefixes in the cache that the client has announced to use again: for the next members of a group, or the next turn of a
-session. Pins are hints: when pages are needed for anything else, the scheduler releases the oldest pin first.
+"""Pin cached prefixes that the client has announced to use again, in the next members of a group or in the next request
+of a session. Pins are hints: when pages are needed for anything else, the scheduler releases pins, the oldest first.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ if TYPE_CHECKING:
     from dovetail.types import IntArray, Req
 
 Clock = Callable[[], float]
-"""A clock that returns seconds and never runs backwards."""
+"""Return a time in seconds that never decreases."""
 
 
 class PinKey(NamedTuple):
-    """Identify the group or session that a prefix is pinned for. ``kind`` is ``group`` or ``session``; ``name`` is unique in its
-    namespace."""
+    """Identify the group or session that a prefix is pinned for. ``kind`` is ``group`` or ``session``; ``name`` is
+    unique in its namespace."""
 
     kind: str
     namespace: str
@@ -38,8 +38,8 @@ class _Pin:
 
 
 class Pins:
-    """Lock paths of the prefix cache, at most ``limits.pin_pages`` of its pages, each for ``limits.pin_seconds`` since it was taken
-    or renewed. A cache that keeps nothing has nothing to pin."""
+    """Lock paths of the prefix cache. All pins together hold at most ``limits.pin_pages`` pages, and each expires
+    ``limits.pin_seconds`` after it was taken or renewed. With a cache that keeps nothing, nothing is pinned."""
 
     def __init__(
         self, limits: SchedulerLimits, ledger: PageLedger, totals: Totals, clock: Clock = time.monotonic
@@ -49,18 +49,20 @@ class Pins:
         self._seconds, self._bound = limits.pin_seconds, limits.pin_pages
         self._cache, self._allocator, self._table, self._totals = ledger.cache, ledger.allocator, ledger.table, totals
         self._pins: OrderedDict[PinKey, _Pin] = OrderedDict()  # in the order in which they expire
-        self._holders = np.zeros(ledger.allocator.num_total + 1, np.int32)  # of each page, the number of pins
+        self._holders = np.zeros(
+            ledger.allocator.num_total + 1, np.int32
+        )  # [pages] the number of pins that hold each page
 
     def __contains__(self, key: PinKey) -> bool:
         return key in self._pins
 
     def keep(self, key: PinKey, tokens: IntArray) -> None:
-        """Pin the cached prefix of ``tokens`` for ``key``, in place of what was pinned for it. Nothing is pinned if that would
-        exceed the bound even without all other pins."""
+        """Pin the cached prefix of ``tokens`` for ``key``, in place of the earlier pin of ``key``. Older pins are
+        released if the limit requires it. If the prefix alone exceeds the limit, nothing is pinned."""
         if self._bound == 0 or self._seconds == 0:
             return
         match = self._cache.match(tokens, key.namespace)
-        self._cache.lock(match.handle)  # first, because it may be part of what is released
+        self._cache.lock(match.handle)  # before the release, which may unlock the same pages
         self.release(key)
         pages = match.pages[0]
         if len(pages) == 0 or not self._fits(pages):
@@ -102,16 +104,16 @@ class Pins:
             self._totals.pins_expired += 1
 
     def release_pinned(self, short: int) -> bool:
-        """Release the oldest pin because ``short`` pages are missing for something else. If all pins together have fewer pages than
-        that, release nothing and return False."""
+        """Release the oldest pin because ``short`` pages are missing for something else. If all pins together hold
+        fewer than ``short`` pages, release nothing and return False."""
         if short > self.pages:
             return False
         self._drop_oldest()
         return True
 
     def count_unread(self, running: Iterable[Req]) -> int:
-        """Return the number of pinned pages that no running request reads. If there are pins, the time is linear in the pool and in
-        the shared pages of ``running``."""
+        """Return the number of pinned pages that no running request reads. If there are pins, this takes time linear in
+        the size of the pool and in the number of shared pages of ``running``."""
         if not self.pages:
             return 0
         held = self._holders > 0
@@ -120,7 +122,8 @@ class Pins:
         return int(np.count_nonzero(held))
 
     def _fits(self, pages: IntArray) -> bool:
-        """Release older pins until ``pages`` fit within the bound. If they never fit, release nothing and return False."""
+        """Release older pins until ``pages`` fit within the bound. If they never fit, release nothing and return
+        False."""
         if len(pages) > self._bound:
             return False
         while self.pages + self._unheld(pages) > self._bound:
@@ -135,7 +138,8 @@ class Pins:
         return len(pages) - int(np.count_nonzero(self._holders[pages]))
 
     def check_integrity(self) -> None:
-        """Assert that pinned pages are in the cache, locked, and counted right. The time is linear in the pool."""
+        """Assert that pinned pages are in the cache, locked, and counted right. Takes time linear in the pool's
+        size."""
         holders = np.zeros_like(self._holders)
         for pin in self._pins.values():
             assert self._allocator.are_held(pin.pages[None]), "a pinned page is free"

@@ -1,4 +1,4 @@
-"""Hold the decode rows of a step, from one step to the next as long as no request joins or leaves them."""
+"""Hold the decode rows of a step. They are kept from one step to the next while no request joins or leaves."""
 
 from __future__ import annotations
 
@@ -22,11 +22,12 @@ _versions = itertools.count(1)
 class DecodeRows:
     """Hold the requests that decode, in the order of their rows, with arrays over them.
 
-    ``reqs``, ``slots``, ``ones``, ``samples`` and ``draft_limits`` are put into batches without a copy and are never written to
-    afterwards: batches with the same ``version`` have the same rows. ``lens`` follows the requests' cursors, ``ends`` are the
-    lengths at which the requests end, and ``capacity`` is the number of tokens for which each row has pages. Every row can take at
-    least ``steps_left`` more tokens and has pages for at least ``spare`` more. These two numbers are lower bounds that need no look
-    at the arrays; ``recount_steps`` and ``recount_spare`` make them exact.
+    ``reqs``, ``slots``, ``ones``, ``samples`` and ``draft_limits`` are put into batches without a copy and are never
+    written to afterwards: batches with the same ``version`` have the same rows. ``lens`` follows the requests' cursors,
+    ``ends`` are the lengths at which the requests end, and ``capacity`` is the number of tokens for which each row has
+    pages. Every row can take at least ``steps_left`` more tokens and has pages for at least ``spare`` more. These two
+    numbers are lower bounds, which can be updated without reading the arrays; ``recount_steps`` and ``recount_spare``
+    make them exact.
     """
 
     __slots__ = (
@@ -48,7 +49,8 @@ class DecodeRows:
     )
 
     def __init__(self, reqs: list[Req], page_size: int, grouping: Grouping | None = None) -> None:
-        """Each of ``reqs`` must have a token to enter, and may still get at least one more."""
+        """Build the arrays from the cursors of ``reqs``. Each request must have a token that enters the next step, and
+        may still get at least one more token."""
         n = len(reqs)
         self.version = next(_versions)
         self.reqs = reqs
@@ -60,16 +62,15 @@ class DecodeRows:
         self.ends = np.fromiter([len(r.token_ids) for r in reqs], np.int32, n)
         self.draft_lens = np.fromiter([r.draft_len for r in reqs], np.int32, n)
         self.draft_limits = np.zeros(n, np.int32)
-        self._limits_of_width: tuple[int, IntArray] | None = (
-            None  # a width, and its limits where no request is near its end
-        )
+        # a draft width, and the draft limits for it while no request is near its end
+        self._limits_of_width: tuple[int, IntArray] | None = None
         self.capacity = np.fromiter([r.num_pages for r in reqs], np.int32, n) * page_size
         self.recount_steps()
         self.recount_spare()
 
     @property
     def remain(self) -> IntArray:
-        """The number of tokens that each row may still get."""
+        """Return the number of tokens that each row may still get."""
         return self.ends - self.lens
 
     def recount_steps(self) -> None:
@@ -81,8 +82,8 @@ class DecodeRows:
         self.spare = int((self.capacity - self.lens).min(initial=np.iinfo(np.int32).max))
 
     def set_draft_limits(self, draft_width: int) -> None:
-        """Set ``draft_limits`` to the number of drafts that each row may have, at most ``draft_width``. One token of the row's
-        remaining length is reserved for its next sampled token."""
+        """Set ``draft_limits`` to the number of drafts that each row may have, at most ``draft_width``. One token of a
+        row's remaining length is kept for the bonus token."""
         if self._limits_of_width is None or self._limits_of_width[0] != draft_width:
             self._limits_of_width = draft_width, _read_only(np.minimum(self.draft_lens, draft_width))
         self.draft_limits = self._limits_of_width[1]
@@ -95,8 +96,8 @@ class DecodeRows:
         self.draft_limits = _read_only(np.minimum(self.draft_limits, self.capacity - self.lens))
 
     def short_of_pages(self, draft_width: int = 0) -> list[int]:
-        """Return the rows whose pages do not hold the token that enters now and, if ``draft_width`` is given, their drafts.
-        ``draft_width`` must be that of the last call of ``set_draft_limits``."""
+        """Return the rows that have too few pages for the token that enters now and, if ``draft_width`` is given, for
+        their drafts. ``draft_width`` must be the one given to the last call of ``set_draft_limits``."""
         if self.spare >= draft_width:
             return []
         lens = self.lens + self.draft_limits if draft_width else self.lens
@@ -112,7 +113,8 @@ class DecodeRows:
         self.recount_spare()
 
     def advance(self) -> None:
-        """Advance the cursors of every row by the token that enters a step; the next token of the row is then in flight."""
+        """Advance the cursors of every row by the token that enters a step. The next token of each row is then in
+        flight."""
         self.lens += self.ones  # an array, because numpy takes twice as long to add a number
         self.steps_left -= 1
         self.spare -= 1
@@ -122,14 +124,14 @@ class DecodeRows:
             req.in_flight += 1
 
     def draft(self, counts: IntArray, most: int) -> None:
-        """Advance the lengths by ``counts`` drafts of each row, which enter the same step. ``most`` is the largest count. The
-        caller must call ``settle`` once it is known which drafts are accepted."""
+        """Advance the lengths by ``counts`` drafts of each row, which enter the same step. ``most`` is the largest
+        count. The caller must call ``settle`` once it is known which drafts are accepted."""
         self.lens += counts
         self.steps_left -= most
         self.spare -= most
 
     def settle(self, *, adapted: bool) -> None:
-        """Take over the requests' cursors, which have moved back to the accepted drafts. If ``adapted``, also take over the
+        """Copy the requests' cursors, which have moved back to the last accepted draft. If ``adapted``, also copy the
         numbers of drafts that the requests get from now on."""
         self.lens[:] = [r.device_len for r in self.reqs]
         if adapted:
@@ -143,7 +145,7 @@ def _read_only(array: IntArray) -> IntArray:
 
 
 def decode_batch(rows: DecodeRows, updates: PageUpdates, draft_width: int) -> Batch:
-    """Return the batch in which the next token of each row enters."""
+    """Return the batch in which the next token of each row enters the forward pass."""
     return Batch(
         reqs=rows.reqs,
         num_extend=0,
@@ -159,8 +161,8 @@ def decode_batch(rows: DecodeRows, updates: PageUpdates, draft_width: int) -> Ba
 
 
 def mixed_batch(extend: Sequence[tuple[Req, int]], rows: DecodeRows, updates: PageUpdates, draft_width: int) -> Batch:
-    """Return the batch in which the given number of prompt tokens of each request of ``extend`` enters, followed by the next
-    token of each decode row."""
+    """Return the batch of the prompt tokens of ``extend`` (pairs of a request and the number of its tokens that enter),
+    followed by the next token of each decode row."""
     prompts, counts = [req for req, _ in extend], [count for _, count in extend]
     n = len(rows.reqs)
     return Batch(
@@ -180,7 +182,7 @@ def _joined(prompts: Sequence[int], decode: IntArray) -> IntArray:
 
 
 def prefilled(batch: Batch) -> list[Req]:
-    """Return the requests of a batch that end with their prompt and whose last prompt token this step has computed."""
+    """Return the requests of a batch that generate no tokens and whose last prompt token this step has computed."""
     ends = batch.prefix_lens + batch.extend_lens
     return [
         req

@@ -5,7 +5,8 @@ A request waits, then prefills (its prompt enters in chunks), then decodes, then
     add -> waiting -> prefilling -> decoding -> finished
               ^___________|____________|   retract: its pages are needed for other requests; its tokens are kept
 
-Cursors advance in ``schedule``, when a batch is made. ``commit`` adds the tokens of the step, with overlap one step later.
+Cursors advance in ``schedule``, when a batch is made. ``commit`` adds the sampled tokens of the step; under overlap it
+is called one step later.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ if TYPE_CHECKING:
 
 
 class Scheduler:
-    """Decide which requests run in each step, and give them the tokens that the step has brought. Not thread-safe."""
+    """Decide which requests run in each step, and append the tokens that the step has produced. Not thread-safe."""
 
     def __init__(
         self,
@@ -79,12 +80,13 @@ class Scheduler:
     # -- add ---------------------------------------------------------------------------------------------------------
 
     def add(self, msg: GenerateMsg) -> Req:
-        """Put a request into the waiting queue. Raises ``RequestError`` or ``QueueFullError``; the scheduler is then unchanged."""
+        """Put a request into the waiting queue. Raises ``RequestError`` or ``QueueFullError``; the scheduler is then
+        unchanged."""
         if msg.rid in self._by_rid:
             raise RequestError(f"rid {msg.rid!r} is already in use; request ids must be unique", param="rid")
         if len(self.waiting) >= self.limits.max_waiting:
             raise QueueFullError(
-                f"{len(self.waiting)} requests are waiting, the bound of scheduler.max_waiting; retry later"
+                f"{len(self.waiting)} requests are waiting, which is the limit (scheduler.max_waiting); retry later"
             )
         req = make_req(msg, self.limits, self.tokenizer)
         self.constraints.begin(req)
@@ -99,16 +101,17 @@ class Scheduler:
 
     @property
     def running(self) -> list[Req]:
-        """The requests that hold pages."""
+        """Return the requests that hold pages."""
         return self.prefilling + self.decoding
 
     @property
     def has_work(self) -> bool:
-        """True while any request is unfinished."""
+        """Return True while any request is unfinished."""
         return bool(self._by_rid)
 
     def poll(self) -> list[Answer]:
-        """Collect the constraints that have been compiled. Return the answers of requests whose constraint was refused."""
+        """Collect the constraints that have been compiled. Return the answers of requests whose constraint was
+        refused."""
         answers: list[Answer] = []
         for req, refusal in self.constraints.collect():
             if refusal is not None:
@@ -119,7 +122,7 @@ class Scheduler:
         return answers
 
     def take_departed(self) -> list[Req]:
-        """Return the requests that have ended or were retracted since the last call, so that the drafter can drop their state.
+        """Return the requests that have ended or were retracted since the last call. The drafter drops their state.
         Without a drafter the list is empty."""
         departed, self._departed = self._departed, []
         return departed
@@ -139,13 +142,14 @@ class Scheduler:
         self.groups.expire()
 
     def reserve_ahead(self) -> PageUpdates:
-        """Reserve pages for the drafts of the next step while the device computes this one. Return the page updates of the next
-        batch; more may be added to them before that batch is made."""
+        """Reserve pages for the drafts of the next step while the device computes this one. Return the page updates of
+        the next batch so far; more may be added before that batch is made."""
         self._rows.reserve_ahead(self.limits.draft_width)
         return self.ledger.table.next_updates()
 
     def _retract_one(self) -> None:
-        """Move the youngest running request back to the waiting queue. Its tokens are kept, its pages are freed or cached."""
+        """Move the running request that was added last back to the waiting queue. Its tokens are kept; its pages are
+        freed or given to the prefix cache."""
         self._rows.invalidate()
         victim = max(self.running, key=lambda r: r.uid)
         (self.prefilling if victim in self.prefilling else self.decoding).remove(victim)
@@ -162,8 +166,8 @@ class Scheduler:
         return batch
 
     def _enter(self, req: Req, count: int) -> bool:
-        """Advance the cursors of ``req`` by ``count`` prompt tokens that enter a step. Return True if these are its last prompt
-        tokens and it generates tokens; the request then decodes from now on."""
+        """Advance the cursors of ``req`` by ``count`` prompt tokens that enter a step. Return True if these are its
+        last prompt tokens and it generates tokens; from now on the request decodes."""
         req.cached_len += count
         req.in_flight += 1
         if req.cached_len < req.device_len or req.prefill_only:
@@ -188,9 +192,9 @@ class Scheduler:
             req.device_len += count
 
     def take_back(self, batch: Batch) -> None:
-        """Take back a batch that failed: its tokens may have no KV in the pool. The device may not have seen its page updates,
-        which can include those of other requests, and gets them again. The caller must call ``fail`` once the step before it is
-        committed."""
+        """Move the cursors back over a batch that failed, because its tokens may have no KV in the pool. The page
+        updates of the batch, which can include updates of other requests, may not have reached the device, so they are
+        sent again with the next batch. The caller must call ``fail`` once the step before this batch is committed."""
         self.ledger.table.put_back(batch.page_updates)
         for req, count in zip(batch.reqs, batch.extend_lens.tolist(), strict=True):
             req.cached_len -= count
@@ -199,8 +203,8 @@ class Scheduler:
     # -- commit ------------------------------------------------------------------------------------------------------
 
     def commit(self, batch: Batch, output: HostOutput) -> list[Answer]:
-        """Append the step's tokens to their requests, in place, and return the answers for their clients. Finished requests
-        release their pages."""
+        """Append the step's tokens to their requests, in place, and return the answers for their clients. Finished
+        requests release their pages."""
         for req in batch.reqs:
             req.in_flight -= 1
         for row, entries in output.prompt_logprobs.items():
@@ -232,16 +236,17 @@ class Scheduler:
         return [*answers]
 
     def _is_wasted(self, req: Req) -> bool:
-        """Return True for a token that was sampled at a position that jump-forward has filled meanwhile."""
+        """Return True if jump-forward has meanwhile filled the position for which this step sampled a token. Counts
+        down ``req.wasted``."""
         if not req.wasted:
             return False
         req.wasted -= 1
         return True
 
     def _jump(self, req: Req) -> list[int]:
-        """Append the tokens that the constraint forces, if there are pages for them, and return them. They enter a step like a
-        chunk of a prompt. If a step of the request is in flight, its sampled token is wasted, so that a jump over one token gains
-        nothing and is not made."""
+        """Append the tokens that the constraint forces, if there are pages for them, and return them. They enter a step
+        like a chunk of a prompt. If a step of the request is in flight, the token that it samples is discarded. A jump
+        over one token would then gain nothing, so it is not made."""
         tokens = forced_tokens(req, self.constraints)
         if len(tokens) <= min(req.in_flight, 1):
             return []
@@ -283,7 +288,8 @@ class Scheduler:
         self.pins.clear()
 
     def flush_cache(self) -> int:
-        """Empty the prefix cache and return the number of pages that this frees. No request may be running or waiting."""
+        """Empty the prefix cache and return the number of pages that this frees. No request may be running or
+        waiting."""
         self.release_pins()
         pages = self.ledger.cache.reset()
         self.ledger.allocator.free(pages)
@@ -299,7 +305,8 @@ class Scheduler:
         ]
 
     def fail(self, reqs: Sequence[Req], message: str) -> list[Answer]:
-        """End the requests of a step that failed. Their pages are freed and not cached, because their content is unknown."""
+        """End the requests of a step that failed. Their pages are freed and not cached, because their content is
+        unknown."""
         failed = [req for req in reqs if req.finish is None]
         for req in failed:
             req.finish = FinishReason(FinishKind.ERROR, message=message)
@@ -307,7 +314,8 @@ class Scheduler:
         return [RequestFailed(req.rid, 500, message, "engine_error") for req in failed]
 
     def _leave(self, reqs: list[Req], *, keep: bool = True) -> None:
-        """Remove requests that have just finished from the queues, the request table and the ledger, in one pass over them."""
+        """Remove requests that have just finished from the queues, the request table and the ledger, in one pass over
+        them."""
         if any(req.slot >= 0 for req in reqs):
             self._rows.invalidate()
             self.decoding[:] = [r for r in self.decoding if r.finish is None]
@@ -329,8 +337,8 @@ class Scheduler:
             self._departed.append(req)
 
     def _keep_cached(self, req: Req) -> None:
-        """Pin the text of a request that has ended, which is in the cache, for its group and for the next request of its
-        session."""
+        """Pin the tokens of a request that has ended, which are in the cache, for its group and for the next request of
+        its session."""
         self.groups.computed(req)
         if req.session:
             self.pins.keep(PinKey("session", req.namespace, req.session), req.token_ids[: req.known_len])
@@ -345,7 +353,7 @@ class Scheduler:
         return PageCounts(total, used, ledger.cache.total_pages, self.pins.pages)
 
     def check_integrity(self) -> None:
-        """Assert that queues, slots and pages are consistent; the loop calls this when idle, and tests do."""
+        """Assert that queues, slots and pages are consistent. The loop calls this when it is idle."""
         self.ledger.check_integrity(self.running)
         self.pins.check_integrity()
         for req in self.running:

@@ -24,8 +24,8 @@ class Grouping(NamedTuple):
 
     @property
     def shared(self) -> SharedPrefixes | None:
-        """A new ``SharedPrefixes`` for a batch of these rows, because the engine writes to it; the arrays are the same each
-        time. None if there is no group."""
+        """Return a ``SharedPrefixes`` for a batch of these rows, or None if there is no group. Each call returns a new
+        object, because the engine writes to it; the arrays are the same."""
         return SharedPrefixes(self.starts, self.lens) if len(self.lens) else None
 
 
@@ -39,7 +39,8 @@ class Sharing:
         self._cache = cache
 
     def group(self, reqs: list[Req]) -> Grouping:
-        """Return ``reqs`` with the rows of each group directly after its first row; the order is otherwise unchanged."""
+        """Return ``reqs`` with the rows of each group directly after its first row; the order is otherwise
+        unchanged."""
         groups = self._cache.shared_prefixes([r.cache_handle for r in reqs]) if len(reqs) > 1 else []
         if not groups:
             return Grouping(reqs, _NONE, _NONE)
@@ -51,8 +52,8 @@ class Sharing:
 
 
 def _leaders(groups: Sequence[tuple[list[int], int]], rows: int) -> tuple[IntArray, IntArray]:
-    """Return the first row of each row's group, and an array that holds the length of the group's prefix at that first row; both
-    are int32 ``[rows]``."""
+    """Return the first row of each row's group, and an array that holds the length of the group's prefix at that first
+    row; both are int32 ``[rows]``."""
     leader, lens = np.arange(rows, dtype=np.int32), np.zeros(rows, np.int32)
     for members, length in groups:
         first = min(members)

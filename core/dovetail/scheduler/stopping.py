@@ -10,11 +10,12 @@ if TYPE_CHECKING:
     from dovetail.types import Req
 
 LENGTH = FinishReason(FinishKind.LENGTH)
-"""The finish reason of a request that has reached its maximum length."""
+"""Give the finish reason of a request that has reached its maximum length."""
 
 
 def finish_reason(req: Req, token_id: int, eos_token_ids: frozenset[int]) -> FinishReason | None:
-    """Return why the request ends with ``token_id``, its newest token, which is in ``req.token_ids`` already; None if it goes on.
+    """Return the reason why the request ends with ``token_id``, or None if it goes on. ``token_id`` is its newest
+    token, which is in ``req.token_ids`` already.
 
     Advances the request's matcher and the detokenizer that finds its stop strings.
     """
@@ -43,6 +44,6 @@ def end_of(req: Req, token_id: int, eos_token_ids: frozenset[int]) -> FinishReas
 
 def _unmasked(req: Req, token_id: int) -> str:
     return (
-        f"grammar backend {req.grammar_backend} refuses token {token_id}, which its mask did not forbid: a defect of the "
-        "backend. Try again, or another grammar_backend"
+        f"grammar backend {req.grammar_backend} refuses token {token_id}, although its mask allows it. "
+        "This is a defect of the backend; try again, or name another grammar_backend"
     )

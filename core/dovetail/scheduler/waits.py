@@ -12,42 +12,42 @@ if TYPE_CHECKING:
     from dovetail.types import IntArray, Req
 
 LOOK_BACK = 256
-"""The number of tokens at the end of a prefix by which it is looked up. Texts that differ only before these tokens are compared
-one by one; a larger value makes such comparisons rarer and every look-up more expensive."""
+"""Set the number of last tokens of a prefix that make up its key. Prompts with equal keys are compared token by token.
+A larger value makes comparisons of different prompts rarer, and every look-up more expensive."""
 
 Key = tuple[str, str, bytes]
-"""A namespace, a group (empty: any request), and the last tokens of a prefix."""
+"""Hold a namespace, a group (empty: requests of any group), and the last tokens of a prefix."""
 
 
 class PrefixWaits:
-    """Track which request waits for which other one. A wait is found once; after that each check of it looks at the other
-    request only.
+    """Track which request waits for which other request. The other request is searched for once; later checks read its
+    state only.
 
-    Every wait ends: when the other request has put the common prefix into the cache, when its prompt has been computed, or when
-    it has left. The next wait of the same request can only be for a longer prefix, or for one that the cache has evicted
-    meanwhile.
+    Every wait ends: when the cache has the common prefix, when the prompt of the other request has been computed, or
+    when the other request has left. The same request then waits again only for a longer prefix, or for a prefix that
+    the cache has evicted meanwhile.
     """
 
     def __init__(self, page_size: int, *, only_groups: bool = False, ahead: int = 0) -> None:
-        """With ``only_groups`` only the members of a group wait for each other. ``ahead`` is the number of tokens after a page that
-        belong to its key in the cache."""
+        """Start without waits. With ``only_groups``, only the members of a group wait for each other. ``ahead`` is the
+        number of tokens after a page that are part of the page's key in the cache."""
         self._page_size, self._ahead = page_size, ahead
         self._only_groups = only_groups
-        self._waits: dict[int, tuple[Req, int]] = {}  # by uid: the request that is waited for, and the pages in common
+        self._waits: dict[int, tuple[Req, int]] = {}  # by uid: the other request, and the number of pages in common
         self._computing: list[Req] = []
         self._uids: set[int] = set()
-        self._by_end: dict[
-            int, dict[Key, list[Req]]
-        ] = {}  # the requests being computed, by the end of a prefix and its key
+        # the requests being computed, by the length of a prefix and its key
+        self._by_end: dict[int, dict[Key, list[Req]]] = {}
 
     def begin(self, computing: Sequence[Req]) -> None:
-        """Begin a new step; ``computing`` are the requests of whose prompts some tokens are not in the cache yet."""
+        """Begin a new step. ``computing`` are the running requests whose prompts are not completely in the cache
+        yet."""
         self._computing = list(computing)
         self._uids = {req.uid for req in computing}
         self._by_end = {}
 
     def add(self, req: Req) -> None:
-        """Note that the prompt of ``req`` is computed from this step on."""
+        """Record that the prompt of ``req`` is computed from this step on."""
         self._computing.append(req)
         self._uids.add(req.uid)
         for end, index in self._by_end.items():
@@ -70,10 +70,10 @@ class PrefixWaits:
         return False
 
     def start_waiting(self, req: Req, cached: int) -> bool:
-        """Let ``req`` wait if a prompt that is being computed has more of its prefix than the ``cached`` tokens that the cache
-        has. Return whether it waits."""
+        """Let ``req`` wait if a prompt that is being computed shares a longer prefix with it than the ``cached`` tokens
+        that it has in the cache. Return True if it waits."""
         end = cached + self._page_size + self._ahead
-        # the last token must enter a step for its logits, but it may be one of the tokens that follow the last page
+        # the last token must enter a step for its logits, but it may be one of the ``ahead`` tokens after the last page
         known = min(req.device_len - 1 + self._ahead, req.device_len)
         if end > known or (self._only_groups and not req.group):
             return False
@@ -85,8 +85,8 @@ class PrefixWaits:
         return False
 
     def _index(self, end: int) -> dict[Key, list[Req]]:
-        """Return the requests being computed whose prompts have at least ``end`` tokens, by the key of their first ``end``
-        tokens."""
+        """Return the requests being computed whose prompts have at least ``end`` tokens, by the key of their first
+        ``end`` tokens."""
         index = self._by_end.get(end)
         if index is None:
             index = self._by_end[end] = {}
@@ -101,7 +101,7 @@ class PrefixWaits:
 
 
 def common_length(a: IntArray, b: IntArray) -> int:
-    """Return the number of tokens that two texts have in common at their beginning."""
+    """Return the length of the common prefix of two token arrays."""
     n = min(len(a), len(b))
     equal = a[:n] == b[:n]
     return n if equal.all() else int(np.argmin(equal))
