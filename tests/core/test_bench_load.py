@@ -170,7 +170,7 @@ def test_the_highest_rate_of_a_server_with_a_known_capacity(capacity):
         tried.append(rate)
         return queue(rate, None, capacity)
 
-    slo = SLO(ttft_ms=20_000 / capacity)  # twenty services: met until the queue grows without end
+    slo = SLO(ttft_ms=20_000 / capacity)  # the time of twenty requests: the SLO holds until the queue grows without end
     best, points = asyncio.run(highest_rate(measure, slo, 0.9, start=10.0, tolerance=0.05))
     assert best == pytest.approx(capacity, rel=0.15)
     assert [point.rate for point in points] == tried

@@ -27,7 +27,7 @@ from dovetail.testing.draft_distribution import joint, next_token, p_value, text
 VOCAB, HIDDEN = 8, 32
 LETTERS = "abcdefgh"
 PROMPT = [2, 5, 1, 2]
-COUNT = 3  # tokens of an output that are looked at: the first comes of the prompt, the others are verified
+COUNT = 3  # tokens of an output that are compared: the first follows the prompt, the others are verified
 SAMPLES = 700  # of each setting with each drafter
 P = 0.01
 BLOCKS = (0, 1, 3, 4, 7, 8)

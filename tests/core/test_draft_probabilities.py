@@ -51,7 +51,7 @@ def paths(tree: DraftTree | None, row: int) -> list[list[int]]:
                 found.append([*(found[parent] if parent >= 0 else []), token])
             else:
                 assert token == 0
-                assert -1 <= parent < place, "what is no draft may be read, though nothing comes of it"
+                assert -1 <= parent < place, "entries that are not drafts may be read, although they have no effect"
     return found
 
 

@@ -179,7 +179,7 @@ def test_a_key_is_found_in_both_headers(ring, headers):
         (bearer(KEY + "x"), "is not known to this server"),
         (bearer(KEY[:-1]), "is not known to this server"),
         (bearer(KEY.upper()), "is not known to this server"),
-        (bearer(digest(KEY)), "is not known to this server"),  # who has read the file has no key
+        (bearer(digest(KEY)), "is not known to this server"),  # the digest from the file is not a key
         (bearer("k\u00e9y-\u4f60\u597d"), "is not known to this server"),
         ([(b"authorization", b"Bearer \xff\xfe\x00")], "is not known to this server"),
         (bearer("x" * 1_000_000), "at most 1024"),

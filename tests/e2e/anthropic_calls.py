@@ -28,5 +28,5 @@ def body_of(messages: list[dict[str, Any]], **given: Any) -> dict[str, Any]:
 def eventually(check: Callable[[], bool]) -> None:
     deadline = time.monotonic() + PATIENCE
     while not check():
-        assert time.monotonic() < deadline, "it did not come true"
+        assert time.monotonic() < deadline, "the condition did not hold in time"
         time.sleep(0.01)

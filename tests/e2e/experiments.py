@@ -16,5 +16,5 @@ def arms(client: httpx.Client) -> dict[str, dict[str, Any]]:
 def eventually(check: Callable[[], bool]) -> None:
     deadline = time.monotonic() + 30
     while not check():
-        assert time.monotonic() < deadline, "it did not come true"
+        assert time.monotonic() < deadline, "the condition did not hold in time"
         time.sleep(0.02)

@@ -94,7 +94,7 @@ def only_known(model: type[BaseModel], given: dict[str, Any], *more: str) -> Non
 def eventually(check: Callable[[], bool]) -> None:
     deadline = time.monotonic() + PATIENCE
     while not check():
-        assert time.monotonic() < deadline, "it did not come true"
+        assert time.monotonic() < deadline, "the condition did not hold in time"
         time.sleep(0.01)
 
 

@@ -207,7 +207,7 @@ def test_select_computes_its_prompt_once(runtime: sgl.Runtime):
     after = runtime.stats()
     tokens = len(runtime.tokenizer.encode(prefix))
     computed = (after.prompt_tokens - after.cached_tokens) - (before.prompt_tokens - before.cached_tokens)
-    assert computed < tokens + 12 * 40, "once, and of each choice what stands on the last page"
+    assert computed < tokens + 12 * 40, "the prompt is computed once, and for each choice the tokens on its last page"
 
 
 # -- forks -----------------------------------------------------------------------------------------------------------

@@ -83,7 +83,7 @@ def test_the_call_graph_is_known_before_the_first_call(path: Path):
         trace = program.trace(*given)
         assert not trace.complete
         assert trace.stopped
-        assert str(path) in trace.stopped, "says the line that needs a value"
+        assert str(path) in trace.stopped, "the trace names the line that needs a value"
         return
     (args, kwargs), calls, forks = TRACES[path.stem]
     trace = program.trace(*args, **kwargs)

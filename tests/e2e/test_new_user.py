@@ -105,7 +105,7 @@ def test_it_is_no_worse_than_the_built_in_one(compared: tuple[Path, ExperimentRe
     runs = sorted((folder / "runs").glob("???-??.json"))
     assert [run.stem[-1] for run in runs] == list("abbabaab")
     hashes = {json.loads(run.read_text())["workload_hash"] for run in runs}
-    assert len(hashes) == 1, "every run was asked the same"
+    assert len(hashes) == 1, "every run has the same requests"
 
 
 @pytest.mark.skipif(CHROMIUM is None, reason="needs chromium on the PATH to look at the page")
@@ -132,5 +132,5 @@ def test_the_report_is_a_page_to_show(compared: tuple[Path, ExperimentRecord], t
     assert tiles == len(found.primary) > 0
     assert len(drawn) > 1
     assert min(drawn) > 300
-    assert wide <= 1180, "nothing stands beyond the right edge"
+    assert wide <= 1180, "nothing is beyond the right edge"
     assert len(picture) > 20_000, "something is drawn on it"

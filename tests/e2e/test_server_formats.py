@@ -26,7 +26,7 @@ from dovetail.tokenizer import Tokenizer
 TINY = Tokenizer.from_dir(locate("tiny"))
 TEXT = "Zürich 日本 🎉 and some more words"
 TALK = [{"role": "user", "content": TEXT}]
-SAID = f"user\n{TEXT}\nassistant\n"  # what the engine says to TALK: the template's text
+SAID = f"user\n{TEXT}\nassistant\n"  # the engine's output for TALK: the template's text
 
 
 def events(answer: httpx.Response) -> list[Any]:

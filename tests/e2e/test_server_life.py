@@ -37,7 +37,7 @@ def eventually(check: Callable[[], bool]) -> None:
     """Wait until it holds."""
     deadline = time.monotonic() + PATIENCE
     while not check():
-        assert time.monotonic() < deadline, "it did not come true"
+        assert time.monotonic() < deadline, "the condition did not hold in time"
         time.sleep(0.01)
 
 

@@ -97,7 +97,7 @@ def clients(url: str) -> Iterator[dict[str, httpx.Client]]:
 def eventually(check: Callable[[], bool]) -> None:
     deadline = time.monotonic() + PATIENCE
     while not check():
-        assert time.monotonic() < deadline, "it did not come true"
+        assert time.monotonic() < deadline, "the condition did not hold in time"
         time.sleep(0.01)
 
 

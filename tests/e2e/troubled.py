@@ -90,7 +90,7 @@ def eventually(check: Callable[[], bool], seconds: float = PATIENCE) -> None:
     """Wait until the condition holds."""
     deadline = time.monotonic() + seconds
     while not check():
-        assert time.monotonic() < deadline, "it did not come true"
+        assert time.monotonic() < deadline, "the condition did not hold in time"
         time.sleep(0.02)
 
 

@@ -249,6 +249,6 @@ def test_steps_go_to_the_smallest_graph_that_holds_them(engine):
     graphs._graphs, graphs.refused = {}, set()
     assert graphs.key_for(verify_batch(engine, [3, 9], [[-1, 0], [-1]], 0)) == VerifyKey(8, False)
     assert graphs.key_for(verify_batch(engine, [3, 9], [[-1, 0], [-1, -1]], 0)) is None, "trees are not captured"
-    assert graphs.key_for(verify_batch(engine, [3], [[-1, 0, 1, 2, 3]], 0)) is None, "more drafts than were said"
+    assert graphs.key_for(verify_batch(engine, [3], [[-1, 0, 1, 2, 3]], 0)) is None, "more drafts than were announced"
     assert graphs.key_for(verify_batch(engine, [3] * 6, [[-1, 0]] * 6, 0)) is None, "more tokens than any graph holds"
     assert list(graphs.missing()) == [(1, False), (2, False), (4, False), (8, False), (16, False)]
