@@ -112,7 +112,7 @@ def test_what_is_no_probability_is_refused(probs):
 @pytest.mark.parametrize("shape", [(1,), (1, 3), (2, 2), (1, 2, 1)])
 def test_probabilities_of_something_else_are_refused(shape):
     ids, lens = np.array([[1, 2]], np.int32), np.array([2], np.int32)
-    with pytest.raises(ValueError, match=r"allowed: as token_ids, \(1, 2\)"):
+    with pytest.raises(ValueError, match=r"allowed: the shape of token_ids, \(1, 2\)"):
         checked(batch(1), chain(ids, lens, np.ones(shape, np.float32)), VOCAB, 0.1)
 
 
