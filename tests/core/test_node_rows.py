@@ -17,7 +17,7 @@ CPU = torch.device("cpu")
 FORK = [[-1, -1, 0, 0, 1, 2, 5], [-1], [], [-1, 0, 0, 2, 2, -1]]
 CASES = {
     "trees": AttentionCase([40, 0, 7, 150], [8, 2, 1, 7], trees=FORK, page_size=1),
-    "trees beside prompts": AttentionCase(
+    "trees and prompts": AttentionCase(
         [0, 33, 40, 0, 7, 150], [30, 9, 8, 2, 1, 7], num_extend=2, trees=FORK, page_size=1
     ),
     "trees and a window": AttentionCase([40, 0, 7, 150], [8, 2, 1, 7], trees=FORK, page_size=1, window=9),
@@ -40,7 +40,7 @@ def test_every_node_sees_its_ancestors_and_no_other(name):
 
 
 def test_rows_of_nodes_are_those_of_decode_steps():
-    step = AttentionStep(CASES["trees beside prompts"], CPU)
+    step = AttentionStep(CASES["trees and prompts"], CPU)
     found = node_rows(step.batch)
     assert found.num_extend == 2
     assert found.tree_mask is None

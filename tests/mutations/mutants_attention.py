@@ -178,7 +178,7 @@ MUTANTS = [
     _of("takes pages to be consecutive", PHASES, "decode", 4),
     _of("reads the tail of the page", PHASES, "decode", 16, fault="reads the tail of a page", says=POISON),
     _of("reads layer 0", PHASES, "decode one row", 1, fault="reads another layer", says=POISON),
-    _of("no tree mask", PHASES, "trees beside extend", 4, fault="ignores the tree mask", says=WRONG),
+    _of("no tree mask", PHASES, "trees and extend", 4, fault="ignores the tree mask", says=WRONG),
     _of("adds to q", PHASES, "decode", 1, fault="writes to its queries"),
     _of("writes to the pool", PHASES, "decode", 1),
     _of(

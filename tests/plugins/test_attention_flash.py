@@ -294,7 +294,7 @@ def test_flash_attention_2_refuses_sinks(install):
         ("decode", [None]),
         ("mixed", [19, None]),
         ("verify chains", [4]),
-        ("verify beside extend", [40]),
+        ("verify and extend", [40]),
     ],
 )
 def test_one_call_for_each_kind_of_row(install, step, expected):
@@ -371,7 +371,7 @@ def test_every_step_makes_the_same_calls_where_bits_must_not_depend_on_the_batch
     copy_inputs(step, static)
     backend.plan_replay(static.batch)
     suite.compare_output(step, backend.forward(static.q, static.layer, static.batch))
-    for name in ("extend", "extend after a prefix", "decode", "mixed", "verify chains", "verify beside extend"):
+    for name in ("extend", "extend after a prefix", "decode", "mixed", "verify chains", "verify and extend"):
         step, backend = check(replace(PLAIN_STEPS[name], batch_invariant=True), provider=provider)
         if name == "decode":
             backend.plan_capture(step.batch)

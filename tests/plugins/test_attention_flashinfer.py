@@ -222,7 +222,7 @@ def test_a_pool_of_8_bits_needs_fa2():
         ("decode", ["decode"]),
         ("verify chains", ["prefill fa3"]),
         ("trees", ["prefill fa2"]),
-        ("trees beside extend", ["prefill fa3", "prefill fa2"]),
+        ("trees and extend", ["prefill fa3", "prefill fa2"]),
     ],
 )
 def test_kinds_of_rows_and_the_variant(name, expected):

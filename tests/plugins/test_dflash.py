@@ -182,7 +182,7 @@ TARGET_INFO = ModelInfo("Target", VOCAB, HIDDEN, 3, 4, 2, 12, 256, (CacheGroup(3
         ({"dflash_config": {"target_layer_ids": [0, 2]}}, "mask_token_id is None"),
         ({"dflash_config": {"mask_token_id": VOCAB, "target_layer_ids": [0]}}, "below 131"),
         ({"dflash_config": DRAFTER["dflash_config"] | {"use_swa": True}}, "use_swa is True"),
-        ({"hidden_size": 60}, "hidden_size is 60, that of the target 48"),
+        ({"hidden_size": 60}, "hidden_size is 60; the target's is 48"),
         ({"layer_types": ["full_attention"]}, "needed: a list of 2"),
         (
             {"layer_types": ["full_attention", "sliding_attention"]},

@@ -214,7 +214,7 @@ def test_eagle3_of_speculators(target: Path, tmp_path: Path, case: str, chunk: i
             {"transformer_layer_config": LAYERS | {"num_hidden_layers": 2}},
             r"num_hidden_layers: Input should be 1 \(it is 2\)",
         ),
-        ({"transformer_layer_config": LAYERS | {"vocab_size": 200}}, "vocab_size is 200, that of the target 199"),
+        ({"transformer_layer_config": LAYERS | {"vocab_size": 200}}, "vocab_size is 200; the target's is 199"),
     ],
 )
 def test_other_speculators_are_refused(target: Path, tmp_path: Path, change: dict[str, Any], message: str) -> None:

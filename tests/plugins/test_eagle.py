@@ -310,7 +310,7 @@ def test_layers_that_are_read_by_default():
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        ({"vocab_size": 200}, "vocab_size is 200, that of the target 199"),
+        ({"vocab_size": 200}, "vocab_size is 200; the target's is 199"),
         ({"hidden_size": 64}, "hidden_size is 64; the target's hidden states have 48"),
         ({"num_hidden_layers": 2}, r"num_hidden_layers: Input should be 1 \(it is 2\)"),
         ({"hidden_act": "gelu"}, "hidden_act"),

@@ -33,8 +33,8 @@ from dovetail_attention.triton.merge import merge
 from dovetail_attention.triton.schedule import Schedule, ScheduleEntries, fill
 
 CPU = torch.device("cpu")
-FEW_STEPS = ("extend after a prefix", "decode", "mixed", "trees", "trees beside extend")
-MIXED_STEPS = ("decode", "mixed", "trees beside extend")
+FEW_STEPS = ("extend after a prefix", "decode", "mixed", "trees", "trees and extend")
+MIXED_STEPS = ("decode", "mixed", "trees and extend")
 WIDE_TREES = AttentionCase(
     [21, 0, 40],
     [40, 24, 1],

@@ -37,7 +37,7 @@ _HIDDEN = 8
 class EchoEngine:
     """Implement ``server.engines.EngineHandle`` by echoing the prompt, one token per step.
 
-    If ``most_steps`` is set, it generates nothing after that number of steps, or fails there with ``death`` if that is
+    If ``most_steps`` is set, the engine generates nothing after that number of steps, or fails with ``death`` if that is
     set too.
     """
 

@@ -20,7 +20,7 @@ STEPS: dict[str, tuple[AttentionCase, tuple[Feature, ...]]] = {
         AttentionCase([11, 30, 4, 15], [4, 4, 1, 3], trees=[[-1, 0, 1], [-1, 0, 1], [], [-1, 0]]),
         (VERIFY,),
     ),
-    "verify beside extend": (
+    "verify and extend": (
         AttentionCase([0, 8, 11, 30], [21, 40, 4, 1], num_extend=2, trees=[[-1, 0, 1], []]),
         (VERIFY, MIXED),
     ),
@@ -33,7 +33,7 @@ STEPS: dict[str, tuple[AttentionCase, tuple[Feature, ...]]] = {
         AttentionCase([9, 0, 40, 3], [6, 4, 2, 16], trees=[[*range(-1, n)] for n in (4, 2, 0, 14)], blocks=True),
         (VERIFY, TREE),
     ),
-    "trees beside extend": (
+    "trees and extend": (
         AttentionCase([0, 5, 22, 13], [3, 45, 5, 1], num_extend=2, trees=[[-1, 0, 0, 1], []]),
         (VERIFY, TREE, MIXED),
     ),

@@ -1,4 +1,4 @@
-"""Compare one step of an attention backend with the reference, and skip what a component does not allow."""
+"""Compare one step of an attention backend with the reference, and skip cases that a component does not allow."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ from dovetail.testing.attention_reference import (
 from dovetail.testing.component import ComponentSuite
 
 ROUNDING = 2.0**-22
-"""How much the rounding of logits to float32 changes their weights, for keys of scale 1. The change grows with the
-logits."""
+"""The relative change of softmax weights when logits are rounded to float32, for keys of scale 1. The change grows with
+the logits."""
 
 
 class AttentionChecks(ComponentSuite):

@@ -23,13 +23,13 @@ class Division:
     """Describe steps in which the last tokens of row 0 enter.
 
     ``cuts`` are the indices at which the steps begin, counted from the end of the row; None is its first query.
-    ``beside`` are the other rows of each step, with the number of their tokens that enter. The first ``prompts`` of
+    ``others`` are the other rows of each step, with the number of their tokens that enter. The first ``prompts`` of
     them extend, and so does row 0 if ``extends`` is set.
     """
 
     features: tuple[Feature, ...]
     cuts: Sequence[int | None]
-    beside: Sequence[tuple[int, int]]
+    others: Sequence[tuple[int, int]]
     prompts: int = 0
     extends: bool = False
 
@@ -40,7 +40,7 @@ class Division:
 
     def together(self, part: RowSpan, lens: Sequence[int]) -> tuple[list[RowSpan], int]:
         """Return all parts of one step, with ``part`` among the others, and the number of them that extend."""
-        parts = [(row, lens[row] - count, lens[row]) for row, count in self.beside]
+        parts = [(row, lens[row] - count, lens[row]) for row, count in self.others]
         parts.insert(1 if self.extends else self.prompts + 1, part)
         return parts, self.prompts + self.extends
 
@@ -50,17 +50,17 @@ MANY = tuple((row, 1) for row in range(1, 66))
 DIVISIONS: Mapping[str, Division] = {
     "a whole prompt": Division((), (None,), PROMPTS, 2, extends=True),
     "chunks": Division((), (None, 33, 9, 3), PROMPTS, 2, extends=True),
-    "a chunk beside decode rows": Division((MIXED,), (9,), (*PROMPTS, *SINGLE), 2, extends=True),
+    "a chunk with decode rows": Division((MIXED,), (9,), (*PROMPTS, *SINGLE), 2, extends=True),
     "decode steps": Division((), range(9, 0, -1), ((1, 1), *SINGLE, (3, 1))),
     "decode steps of many rows": Division((), (2, 1), MANY),
-    "decode steps beside prompts": Division((MIXED,), (2, 1), (*PROMPTS, *SINGLE), 2),
+    "decode steps with prompts": Division((MIXED,), (2, 1), (*PROMPTS, *SINGLE), 2),
     "a chain of drafts": Division((VERIFY,), (9,), CHAINS),
     "chains of several lengths": Division((VERIFY,), (9, 7, 4), CHAINS),
-    "chains beside prompts": Division((VERIFY, MIXED), (9, 5), (*PROMPTS, *SINGLE), 2),
+    "chains with prompts": Division((VERIFY, MIXED), (9, 5), (*PROMPTS, *SINGLE), 2),
 }
 
 LENGTH, LONG = 150, 1580
-BESIDE = (40, 700, 7, 64, 260, *(3 + row % 37 for row in range(len(MANY) - 5)))
+OTHER_LENS = (40, 700, 7, 64, 260, *(3 + row % 37 for row in range(len(MANY) - 5)))
 """The number of tokens of the rows other than row 0."""
 
 VARIANTS: Mapping[str, tuple[dict[str, Any], tuple[Feature, ...]]] = {

@@ -28,8 +28,8 @@ VERIFY_REPLAYS: tuple[tuple[list[int], list[list[int]]], ...] = (
 
 
 class CapturedForward:
-    """Capture ``forward`` of a backend for the step ``static``, as that of its second layer. Use it under inference
-    mode."""
+    """Capture ``forward`` of a backend for two layers of the step ``static``; the second one is compared. Use it in
+    inference mode."""
 
     def __init__(self, backend: AttentionBackend, static: AttentionStep) -> None:
         self._backend, self._static = backend, static

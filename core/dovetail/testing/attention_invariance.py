@@ -13,7 +13,16 @@ from dovetail.interfaces.attention import AttentionBackend
 from dovetail.interfaces.features import Feature
 from dovetail.testing.attention_cases import DECODE, EXTEND, GRAPH, GRAPH_ROWS, STEPS, VERIFY
 from dovetail.testing.attention_checks import AttentionChecks
-from dovetail.testing.attention_divided import BESIDE, DIVISIONS, LENGTH, LONG, VARIANTS, DividedRows, Division, RowSpan
+from dovetail.testing.attention_divided import (
+    DIVISIONS,
+    LENGTH,
+    LONG,
+    OTHER_LENS,
+    VARIANTS,
+    DividedRows,
+    Division,
+    RowSpan,
+)
 from dovetail.testing.attention_graphs import (
     VERIFY_TOKENS,
     VERIFY_WIDTH,
@@ -35,7 +44,7 @@ class InvarianceCases(AttentionChecks):
 
     not_invariant: tuple[str, ...] = ()
 
-    @pytest.mark.parametrize("step", ["extend after a prefix", "decode", "mixed", "verify beside extend"])
+    @pytest.mark.parametrize("step", ["extend after a prefix", "decode", "mixed", "verify and extend"])
     @torch.inference_mode()
     def test_batch_invariance(self, step: str) -> None:
         """A row's bits do not depend on the other rows."""
@@ -59,7 +68,7 @@ class InvarianceCases(AttentionChecks):
         for feature in (EXTEND, DECODE, *features, INVARIANT):
             self.require(feature)
         case, device = self._fitted(changes), self.find_device()
-        lens = [min(n, max(LENGTH, self.longest)) for n in (length, *BESIDE)]
+        lens = [min(n, max(LENGTH, self.longest)) for n in (length, *OTHER_LENS)]
         rows = DividedRows(case, lens, device)
         backend = self.make(rows.whole.context())
         queries = 0, max(0, lens[0] - LENGTH), lens[0]
@@ -133,8 +142,8 @@ def _check_division(
         assert torch.equal(alone, same), f"{title}: queries {start} to {stop} have other bits than in one prompt"
         parts, num_extend = division.together(part, rows.lens)
         before = sum(stop - start for _, start, stop in parts[: parts.index(part)])
-        beside = _output(backend, rows.step(parts, num_extend))[before : before + len(same)]
-        assert torch.equal(beside, same), (
+        together = _output(backend, rows.step(parts, num_extend))[before : before + len(same)]
+        assert torch.equal(together, same), (
             f"{title}: queries {start} to {stop} have other bits in a step with other rows"
         )
 

@@ -85,8 +85,8 @@ class AttentionStep:
     """Build a case on a device: a pool that is NaN except for the tokens of its rows, the batch, the queries, and the
     layer.
 
-    With ``whole``, a step that has at least as many rows, none of them shorter, the step uses the pool and the pages of
-    that one.
+    If ``whole`` is given, the step uses the pool and the pages of ``whole``, which must have at least as many rows, none
+    of them shorter.
     """
 
     def __init__(self, case: AttentionCase, device: torch.device, whole: AttentionStep | None = None) -> None:
@@ -217,7 +217,7 @@ def _path(drafts: DraftTree, row: int, query: int) -> list[int]:
 
 
 def output_shape(step: AttentionStep) -> tuple[int, ...]:
-    """Return the shape of the output: that of the queries, with the size of the values."""
+    """Return the shape of the output: the shape of the queries, with the size of the values as the last one."""
     return *step.q.shape[:2], step.case.value_dim or step.case.head_dim
 
 

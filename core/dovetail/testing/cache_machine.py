@@ -13,10 +13,10 @@ from dovetail.interfaces.cache import Match, PrefixCache
 from dovetail.types import IntArray
 
 Column = tuple[int, ...]
-"""Hold the pages of one page of tokens, one for each group."""
+"""The pages of one page of tokens, one for each group."""
 
 Prefix = tuple[str, bytes]
-"""Identify a prefix by its namespace and the tokens of one or more whole pages."""
+"""A prefix: its namespace, and the bytes of the tokens of one or more whole pages."""
 
 
 def tokens_of(kinds: Sequence[int], page_size: int, tail: int = 0) -> IntArray:

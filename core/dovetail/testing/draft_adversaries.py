@@ -1,5 +1,5 @@
-"""Provide drafters that draft badly, each in another way. Whatever they draft, outputs must be those of decoding
-without drafts."""
+"""Provide drafters that draft badly, each in another way. With all of them, outputs must equal those of decoding without
+drafts."""
 
 from __future__ import annotations
 

@@ -117,7 +117,8 @@ class DrafterEngineTests:
 
     @pytest.mark.parametrize("part", ["propose", "observe", "forget"])
     def test_a_drafter_that_raises_costs_drafts_only(self, part: str, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Every other call of one of its methods raises: the requests go on, and the errors are counted."""
+        """If every other call of one of the drafter's methods raises, the requests continue, and the errors are
+        counted."""
         with self.engine() as llm:
             drafter = llm.loop.drafter
             assert drafter is not None

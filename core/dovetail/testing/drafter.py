@@ -1,4 +1,4 @@
-"""Test drafters: what the core relies on. Benchmarks measure how good the drafts are."""
+"""Test the properties of drafters that the core relies on. How good the drafts are is measured by benchmarks."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ class DrafterSuite(DrafterEngineTests, ComponentSuite):
 
     kind: ClassVar[ComponentKind] = ComponentKind.DRAFTER
     learns: ClassVar[bool] = False
-    """Whether the drafter uses, for one request, what it has learnt from other requests of the namespace."""
+    """True if the drafter uses, for one request, what it has learnt from other requests of the namespace."""
 
     def make(self) -> Drafter:
         """Return a new drafter for texts below ``MAX_CONTEXT`` over ``VOCAB_SIZE`` tokens.
@@ -114,7 +114,7 @@ class DrafterSuite(DrafterEngineTests, ComponentSuite):
         limit = rng.integers(0, drafter.max_draft_tokens + 3, len(reqs)).astype(np.int32)
         tree = drafter.propose(make_decode_batch(reqs, limit.tolist(), num_extend))
         if tree is not None:
-            assert tree.lens.any(), "where no row has a draft, propose returns None"
+            assert tree.lens.any(), "propose must return None if no row has a draft"
             allowed = np.minimum(limit, drafter.max_draft_tokens)
             allowed[:num_extend] = 0
             self.proves(Feature.DRAFT_CHAIN if tree.is_chain else Feature.DRAFT_TREE)
@@ -150,7 +150,7 @@ class DrafterSuite(DrafterEngineTests, ComponentSuite):
                 p, parent = probs[row, place], int(tree.parents[row, place])
                 assert 0 <= p <= 1, f"draft {place} of row {row} has probability {p}"
                 most = probs[row, parent] if parent >= 0 else 1
-                assert p <= most, "a draft is likelier than its parent: probs include the drafts above"
+                assert p <= most, "a draft is likelier than its parent; its probability must include that of its parent"
 
     def test_without_reserved_pages_there_are_no_drafts(self) -> None:
         """``propose`` returns None, not a tree without nodes."""

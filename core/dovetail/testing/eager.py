@@ -1,4 +1,4 @@
-"""Compute attention in the simplest way: fp32, one row and one query at a time. The reference of model tests."""
+"""Compute attention in float32, one row and one query at a time, as the reference of model tests."""
 
 from __future__ import annotations
 

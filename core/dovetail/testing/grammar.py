@@ -102,7 +102,7 @@ class GrammarSuite(ComponentSuite):
     """False if the backend refuses schemas that refer to themselves."""
 
     def make(self) -> GrammarBackend:
-        """A new backend for the suite's vocabulary. Override it to test a class that no plugin registers."""
+        """Return a new backend for the suite's vocabulary. Override it to test a class that no plugin registers."""
         return self.build(context())
 
     def compiled(self, spec: GrammarSpec) -> CompiledGrammar:

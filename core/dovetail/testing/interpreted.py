@@ -13,9 +13,9 @@ import numpy as np
 def product(a: np.ndarray[Any, Any], b: np.ndarray[Any, Any], dtype: Any) -> np.ndarray[Any, Any]:
     """Return ``a [m, k] @ b [k, n]``, accumulated in ``dtype``, without BLAS.
 
-    The bits of a row of the result depend on that row of ``a`` and on ``b`` alone. BLAS does not promise this: OpenBLAS on some
-    processors with AVX-512 gives a row other bits when it is at another place of the block. A tensor core on a GPU does
-    not.
+    The bits of a row of the result depend on that row of ``a`` and on ``b`` alone. BLAS does not guarantee this: on some
+    processors with AVX-512, OpenBLAS gives a row other bits at another place of the block. Tensor cores of a GPU give
+    it the same bits.
     """
     return np.einsum("...mk,...kn->...mn", a.astype(dtype), b.astype(dtype), optimize=False)
 

@@ -35,7 +35,7 @@ from dovetail.testing.component import ComponentSuite
 from dovetail.testing.eager import EagerAttention
 
 Reference = Callable[[Sequence[int]], torch.Tensor]
-"""Return the logits ``[tokens, vocab_size]`` of a token sequence."""
+"""A function that returns the logits ``[tokens, vocab_size]`` of a token sequence."""
 
 Tensors = Mapping[str, torch.Tensor]
 PROMPT, STEPS = 23, 16
@@ -105,11 +105,10 @@ class ModelSuite(ComponentSuite):
 
     kind: ClassVar[ComponentKind] = ComponentKind.MODEL
     configs: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
-    """Map a name for the test report to the config.json to test. Configs should be small, because every test runs each
-    of them."""
+    """The contents of config.json to test, by a name for the test report. Configs should be small, because every test
+    runs each of them."""
     ignores: ClassVar[Sequence[str]] = ()
-    """List regular expressions of tensors in the checkpoints that the model rightly ignores, such as those of
-    drafters."""
+    """Regular expressions of the tensors in checkpoints that the model may ignore, such as the tensors of drafters."""
     tolerance: ClassVar[float] = 1e-4
     """Logits in float32 may differ by at most this much."""
 

@@ -1,4 +1,4 @@
-"""Test tool parsers and reasoning parsers against their contract, with texts in any pieces: the conformance suites."""
+"""Provide the conformance suites of tool parsers and reasoning parsers, which feed texts in any pieces."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class ParsedOutput(NamedTuple):
 
     @property
     def values(self) -> list[ExpectedCall]:
-        """The calls, with their arguments parsed."""
+        """Return the calls with their arguments parsed."""
         return [ExpectedCall(name, json.loads(arguments)) for name, arguments in self.calls]
 
 

@@ -1,4 +1,4 @@
-"""Test what must hold for a component of any kind before it is used: the cases that every suite has."""
+"""Define the cases that every suite has: they test what must hold for a component of any kind before it is used."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ HEAVY = (
     "flashinfer",
     "flash_attn",
 )
-"""List the packages that listing plugins and reading a config must not import."""
+"""The packages that must not be imported when plugins are listed or a config is read."""
 
 _PROBE = """
 import importlib, json, sys
@@ -80,8 +80,9 @@ class RegistrationTests:
             pytest.skip(f"no plugin registers {self.name}")
 
     def test_listing_it_imports_nothing_heavy(self) -> None:
-        """What ``plugins list`` and a config need is imported without torch, kernel libraries and the component itself.
-        The same holds for parsers as a whole, and for the module that describes a model."""
+        """The modules that ``plugins list`` and a config need import neither torch, nor kernel libraries, nor the
+        component itself. A parser's own module and the module that describes a model must not import these libraries
+        either."""
         spec = self.registered()
         target = spec.target.partition(":")[0]
         parts = [self.entry, spec.config, *([spec.describe] if spec.describe else [])]
@@ -102,7 +103,7 @@ class RegistrationTests:
             cls.model_validate({**config.model_dump(), "no_field_of_this_name": 1})
 
     def test_it_registers_the_same_specs_every_time(self) -> None:
-        """The hook may be called again: it returns the same specs, and no name twice."""
+        """If the hook is called again, it returns the same specs, and no name twice."""
         spec = self.registered()
         module = importlib.import_module(self.entry)
         first, second = ([*module.register_components()] for _ in range(2))
@@ -118,7 +119,7 @@ class RegistrationTests:
             if not list(importlib.metadata.distributions(name=requirement.distribution)):
                 pytest.skip(f"{self.name} needs {requirement.distribution}, which is not installed")
         cls = load_attribute(spec.target, spec.name)
-        there, target = elsewhere(pickle.dumps(config), spec.target)
+        there, target = in_spawned_process(pickle.dumps(config), spec.target)
         assert pickle.loads(there) == config, "the config differs in a spawned process"
         assert target == (cls.__module__, cls.__qualname__), "the class differs in a spawned process"
 
@@ -137,13 +138,13 @@ def _imported_by(modules: tuple[str, ...]) -> frozenset[str]:
     return frozenset(json.loads(done.stdout.splitlines()[-1]))
 
 
-def elsewhere(config: bytes, target: str) -> tuple[bytes, tuple[str, str]]:
+def in_spawned_process(config: bytes, target: str) -> tuple[bytes, tuple[str, str]]:
     """Return the pickled ``config`` as a spawned process returns it, and the module and name of ``target`` in that
     process."""
-    return _process().submit(_look, config, target).result()
+    return _process().submit(_load_again, config, target).result()
 
 
-def _look(config: bytes, target: str) -> tuple[bytes, tuple[str, str]]:
+def _load_again(config: bytes, target: str) -> tuple[bytes, tuple[str, str]]:
     cls = load_attribute(target, target)
     return pickle.dumps(pickle.loads(config)), (cls.__module__, cls.__qualname__)
 

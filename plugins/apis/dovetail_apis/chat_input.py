@@ -43,17 +43,17 @@ class PlacementFields(Protocol):
 
     @property
     def cache_salt(self) -> str | None:
-        """Return the namespace of its cached prefixes."""
+        """Return the namespace of the request's cached prefixes."""
         ...
 
     @property
     def priority(self) -> int | None:
-        """Return its scheduling priority."""
+        """Return the scheduling priority of the request."""
         ...
 
     @property
     def session(self) -> str | None:
-        """Return the id of the conversation that it is a turn of."""
+        """Return the id of the conversation to which the request belongs."""
         ...
 
 

@@ -168,7 +168,7 @@ class NativeFormat:
     media_type = SSE
 
     def __init__(self, host: ApiHost, body: NativeRequest, outputs: Generation, single: bool) -> None:
-        """Requests that are ``single`` are answered with an object, others with a list."""
+        """Prepare the answer to ``body``: an object if the request is ``single``, otherwise a list."""
         self._outputs = outputs
         self._tokenizer = host.tokenizer
         self._body = body

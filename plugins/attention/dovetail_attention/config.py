@@ -54,5 +54,5 @@ class FlashInferConfig(PluginConfig):
     workspace_mib: int = Field(
         default=256,
         ge=16,
-        description="The memory in which the partial results of long rows are merged, in MiB of the device.",
+        description="The device memory in which the partial results of long rows are merged, in MiB.",
     )

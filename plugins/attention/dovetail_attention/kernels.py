@@ -53,7 +53,8 @@ def attend_shared(
     tokens, heads, dim = q.shape
     rows, kv_heads = own[0].shape[:2]
     folds = heads // kv_heads
-    # The query heads of one key head become the queries of that head; for the shared keys, those of all rows do.
+    # The query heads of one key head become queries of that head: for the shared keys of all rows together, for the
+    # other keys row by row.
     together = q.view(tokens, kv_heads, folds, dim).transpose(0, 1).reshape(1, kv_heads, tokens * folds, dim)
     by_row = q.view(rows, -1, kv_heads, folds, dim).permute(0, 2, 3, 1, 4).reshape(rows, kv_heads, -1, dim)
     if mask is not None:

@@ -4,16 +4,17 @@ layers.
 A span is a run of queries of one row. Long rows are cut into several spans, so that masks stay small and keys outside a
 window are skipped. Spans that fit one kernel call form a group, which reaches its keys in one of three ways:
 
-    in place   one row whose pages are consecutive: its keys are a view of the pool, nothing is copied gathered   one
-    long row, or several short ones of similar length: keys are copied next to each other first shared     rows that
-    start with the same pages: those keys are read once for all rows, the rest of each row is gathered
+- In place: one row whose pages are consecutive. Its keys are a view of the pool, and nothing is copied.
+- Gathered: one long row, or several short ones of similar length. Their keys are first copied next to each other.
+- Shared: rows that start with the same pages. The keys in these pages are read once for all rows, and the rest of each
+  row is gathered.
 
-Where there are compiled kernels, most rows do not need any of this: they are read through the page table
+If there are compiled kernels, most rows do not need any of this, because they are read through the page table
 (``Planner.paged``).
 
 Rows are gathered page by page, or key by key where a window begins within a page. A row with fewer pages than the
-longest row of its group is padded with its own first page. What the last page of a row contains beyond the row is
-cleared. A mask alone would not be enough, because zero times NaN is NaN.
+longest row of its group is padded with its own first page. The places of a row's last page that lie beyond the row are
+cleared after gathering. A mask alone would not be enough, because zero times NaN is NaN.
 """
 
 from __future__ import annotations
@@ -329,8 +330,8 @@ class Planner:
     def _tail(self, spans: list[Span], group: Group, width: int) -> torch.Tensor | None:
         """Return the gathered places within ``keys`` that contain no key of their row, or None if there are none.
 
-        They are the rest of the row's last page, or, where that is also its first page, all padding, which copies that
-        page.
+        These places are the rest of the row's last page. If a row has only one page, they are also all of its padding,
+        because the padding copies that page.
         """
         tail: list[int] = []
         for row, span in enumerate(spans):

@@ -101,7 +101,7 @@ FLASHINFER = ComponentSpec(
     name="flashinfer",
     target="dovetail_attention.flashinfer.backend:FlashInfer",
     config="dovetail_attention.config:FlashInferConfig",
-    summary="FlashInfer's kernels on Ampere and later; compiles on first use what its cache of built kernels lacks.",
+    summary="FlashInfer's kernels on Ampere and later; kernels that are not built yet are compiled on first use.",
     api=(1, 3),
     requires=(Requirement("flashinfer-python", ">=0.6.15", "pip install flashinfer-python"),),
     offers=frozenset(

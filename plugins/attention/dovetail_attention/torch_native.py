@@ -1,5 +1,5 @@
-"""Compute attention with PyTorch's kernels on any device, and on a CPU with a compiler mostly with Dovetail's own
-kernels."""
+"""Compute attention with PyTorch's kernels on any device. On a CPU with a compiler, most rows use Dovetail's own kernels
+instead."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from dovetail_attention.kernels import attend, attend_shared
 from dovetail_attention.planner import CPU, CUDA, Group, Planner
 
 LayerView = tuple[int | None, bool]
-"""What distinguishes layers for the plan: their window, and whether partial results may be merged."""
+"""The window of a layer, and whether its partial results may be merged. Layers that agree in both share a plan."""
 
 
 class Buffer(NamedTuple):
@@ -65,8 +65,8 @@ class TorchNativeAttention(AttentionBackend):
     """Run one dense kernel per group of rows (see ``kernels``), and one for all rows that are read through the page
     table.
 
-    ``plan`` makes the groups (see ``planner``). ``forward`` does not wait for the device. The first layer with a new
-    window plans that window when it is met; later steps plan it in ``plan``.
+    ``plan`` makes the groups (see ``planner``). ``forward`` does not wait for the device. If a layer has a window that
+    no layer had before, ``forward`` plans for that window; from the next step on, ``plan`` does so.
     """
 
     def __init__(self, config: BaseModel, context: AttentionContext) -> None:

@@ -31,8 +31,8 @@ def disjoint(document: SchemaDocument, a: Schema, b: Schema, path: str, depth: i
 
 
 def _objects_disjoint(document: SchemaDocument, a: dict[str, Any], b: dict[str, Any], path: str, depth: int) -> bool:
-    """Return true if both allow only objects, and a property excludes that a value satisfies both: the property has
-    disjoint schemas and both require it, or one requires it and the other forbids it."""
+    """Return true if both allow only objects, and no value satisfies both because of a property: both require it with
+    disjoint schemas, or one requires it and the other forbids it."""
     if types_of(a) & types_of(b) != {"object"}:
         return False
     for first, second in ((a, b), (b, a)):

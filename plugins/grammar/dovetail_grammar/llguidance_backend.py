@@ -38,8 +38,8 @@ class _Tokens:
 
 @dataclass(frozen=True, slots=True)
 class _TokenTable:
-    """Hold what matchers need of the vocabulary: the end tokens, as a set and as a bitmask row, and which tokens have a
-    text."""
+    """Hold the part of the vocabulary that matchers need: the end tokens, as a set and as a bitmask row, and which
+    tokens have a text."""
 
     width: int
     eos: frozenset[int]

@@ -1,5 +1,5 @@
-"""Compute bitmask rows of a vocabulary, stored as lm-format-enforcer needs it: a tree of bytes, each as the character
-of its number."""
+"""Compute bitmask rows of a vocabulary. It is stored as lm-format-enforcer requires: as a tree of characters, where each
+byte is represented by the character with the same number."""
 
 from __future__ import annotations
 

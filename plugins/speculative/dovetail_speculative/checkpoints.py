@@ -38,12 +38,12 @@ def probe(section: CheckpointConfig, config: Config) -> str | None:
 
 
 def probe_tree(section: EagleConfig | Eagle3TreeConfig, config: Config) -> str | None:
-    """Do what ``probe`` does, and check that the drafter states the probabilities that the config requires."""
+    """Do the same as ``probe``, and check that the drafter states the probabilities that the config requires."""
     least = config.scheduler.min_draft_probability
     if section.topk == 1 and least > 0:
         return (
             f"speculative.topk is 1, which makes chains, and only trees have the probabilities that scheduler.min_draft_probability "
-            f"{least:g} needs: set speculative.topk to 2 or more, or scheduler.min_draft_probability to 0"
+            f"{least:g} needs; set speculative.topk to 2 or more, or scheduler.min_draft_probability to 0"
         )
     return probe(section, config)
 
@@ -52,7 +52,7 @@ def _missing(target: Path, folder: str) -> str | None:
     if (target / folder).is_dir():
         return None
     return (
-        f"speculative.path is 'auto', which is the folder {folder!r} of the target's checkpoint; {target} has none: set "
+        f"speculative.path is 'auto', which is the folder {folder!r} of the target's checkpoint; {target} has no such folder. Set "
         "speculative.path to a directory in Hugging Face layout or a hub name like 'org/name'"
     )
 

@@ -37,9 +37,9 @@ class NgramConfig(PluginConfig):
     min_ngram: int = Field(
         default=1,
         ge=1,
-        description="The number of tokens that must have occurred before for a draft. After a single token, what followed is drafted only where such a draft was right before.",
+        description="The smallest number of latest tokens that must have occurred before. If only the last token has, a draft is made only if earlier guesses after that token were right.",
     )
-    max_ngram: int = Field(default=4, ge=1, le=16, description="The largest number of tokens that are compared.")
+    max_ngram: int = Field(default=4, ge=1, le=16, description="The largest number of latest tokens that are compared.")
     memory: int = Field(
         default=16384,
         ge=1,
@@ -48,9 +48,9 @@ class NgramConfig(PluginConfig):
     shared: int = Field(
         default=65536,
         ge=0,
-        description="The number of tokens of recent outputs that are remembered for later requests of the same namespace (adapter, tenant). About 0.5 kB each. 0: none.",
+        description="The number of tokens of recent outputs that are remembered for later requests of the same namespace (adapter, tenant). Each takes about 0.5 kB. 0: none.",
     )
-    share_prompts: bool = Field(default=False, description="Whether prompts are also remembered for later requests.")
+    share_prompts: bool = Field(default=False, description="Also remember prompts for later requests.")
 
     @model_validator(mode="after")
     def _check_range(self) -> NgramConfig:
@@ -95,14 +95,15 @@ class DraftModelConfig(CheckpointConfig):
 
 
 class TreeShape(NamedTuple):
-    """Describe how draft trees grow: ``topk`` nodes of each level get ``topk`` children each, for ``depth`` levels."""
+    """Describe how draft trees grow: they have ``depth`` levels, and ``topk`` nodes of a level get ``topk`` children
+    each."""
 
     topk: int
     depth: int
 
     @property
     def nodes(self) -> int:
-        """Return the number of nodes that the drafter's model runs on, which are the expanded ones."""
+        """Return the number of nodes that are expanded, which are the nodes that the drafter's model runs on."""
         return self.topk * (self.depth - 1)
 
 

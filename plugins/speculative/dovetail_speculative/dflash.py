@@ -53,7 +53,8 @@ class BlockSteps(DraftSteps):
     def __init__(
         self, predict: Callable[[Batch], torch.Tensor], width: int, shape: DFlashShape, device: torch.device
     ) -> None:
-        """``predict`` runs the model and returns the most likely token at each token of a batch: int64 ``[tokens]``."""
+        """Build the pass. ``predict`` runs the model and returns the most likely token at each token of a batch: int64
+        ``[tokens]``."""
         self.widths = (width,)
         self._predict, self._shape, self._device = predict, shape, device
 
@@ -71,7 +72,8 @@ class BlockSteps(DraftSteps):
     def run(self, kind: int, batch: Batch, tokens: torch.Tensor, state: tuple[torch.Tensor, ...]) -> None:
         """Run the model and store its predictions. See ``DraftSteps.run``.
 
-        Additional tokens of a graph are written to the first token of a block, whose prediction is not used.
+        The predictions of a graph's padding tokens are written to the first token of a block, whose prediction is not
+        used.
         """
         blocks = Blocks(*state)
         batch.input_ids = blocks.ids.flatten().index_select(0, tokens)
@@ -113,7 +115,7 @@ class DFlashDrafter(Drafter):
 
     @property
     def max_draft_tokens(self) -> int:
-        """Return ``num_draft_tokens`` of the config, or the size of a block."""
+        """Return ``num_draft_tokens`` of the config; by default, the size of a block less one."""
         return self._num_draft_tokens
 
     @property
@@ -152,8 +154,8 @@ class DFlashDrafter(Drafter):
         return features[:, :0]  # there is no output
 
     def _seen(self, batch: Batch, new: Committed) -> BoolArray:
-        """Return of which rows every token was observed. Until their tokens have been read, all rows count as
-        missed."""
+        """Return which rows of ``new`` had every token observed, bool ``[n]``. All of them count as missed until their
+        tokens have been read."""
         seen = np.zeros(len(new.rows), np.bool_)
         for i, (row, start) in enumerate(zip(new.rows.tolist(), new.starts.tolist(), strict=True)):
             uid = batch.reqs[row].uid
@@ -165,8 +167,8 @@ class DFlashDrafter(Drafter):
 
     @torch.inference_mode()
     def propose(self, batch: Batch) -> DraftTree | None:
-        """Return a chain for each decode row of which every token was observed. All blocks run in one pass."""
-        assert batch.draft_limits is not None, "pages were reserved for no drafts"
+        """Return a chain for each decode row whose tokens were all observed. All blocks run in one pass."""
+        assert batch.draft_limits is not None, "no pages were reserved for drafts"
         rows = [row for row in range(batch.num_extend, len(batch.reqs)) if self._can_draft(batch, row)]
         if not rows:
             return None
@@ -199,8 +201,8 @@ class DFlashDrafter(Drafter):
 def _check_layers(layer_ids: tuple[int, ...], count: int) -> None:
     if max(layer_ids) >= count:
         raise ConfigError(
-            f"config.json of the drafter names layers {list(layer_ids)} of its target, counted from 0; this target has {count} layers: "
-            "a drafter works only with the target that it was trained for"
+            f"config.json of the drafter names layers {list(layer_ids)} of its target, counted from 0; this target has {count} layers. "
+            "A drafter works only with the target that it was trained for"
         )
 
 

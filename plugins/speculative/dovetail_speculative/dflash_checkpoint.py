@@ -38,7 +38,7 @@ class DFlashShape:
 
     ``layer_ids`` are layers of the target, counted from 0, whose outputs are the context. A block is the last token of
     the text and ``block_size - 1`` times ``mask_token_id``. With ``causal``, a token of a block does not see the tokens
-    after it. ``windows`` are those of the layers. ``rope.context_len`` is the longest context. If ``draft_vocab`` is
+    after it. ``windows`` has the window of each layer. ``rope.context_len`` is the longest context. If ``draft_vocab`` is
     set, the drafter has its own head over that number of tokens. With ``own_embedding`` it has its own embedding.
     """
 
@@ -72,8 +72,8 @@ def describe_dflash(
     attention = shape.decoder.attention
     if attention.hidden_size != target.hidden_size:
         raise ConfigError(
-            f"config.json of the drafter: hidden_size is {attention.hidden_size}, that of the target {target.hidden_size}; a DFlash drafter "
-            "uses the embeddings of its target: use the drafter that was trained for this target"
+            f"config.json of the drafter: hidden_size is {attention.hidden_size}; the target's is {target.hidden_size}. A DFlash drafter "
+            "uses the embeddings of its target; use the drafter that was trained for this target"
         )
     if shape.mask_token_id >= target.vocab_size:
         raise ConfigError(
@@ -136,8 +136,8 @@ def _causal(given: Mapping[str, Any], windows: tuple[int | None, ...]) -> bool:
     sliding = {window is not None for window in windows} if not given.get("sliding_window_non_causal") else {False}
     if len(sliding) > 1:
         raise ConfigError(
-            f"config.json of the drafter: layer_types is {given['layer_types']}: by default, blocks are causal only in the layers with a "
-            "sliding window; implemented: layers that agree, or causal (is_causal) for all of them"
+            f"config.json of the drafter: layer_types is {given['layer_types']}. By default, blocks are causal only in layers with a sliding "
+            "window, and a mixture is not implemented; set causal (or is_causal) for all layers"
         )
     return True in sliding
 

@@ -23,9 +23,10 @@ NO_DRAFTS: IntArray = np.zeros(0, np.int32)
 
 @dataclass(slots=True)
 class _Cursor:
-    """Hold what the draft cache has of a request: the KV of its first ``place`` tokens, and of ``drafts`` after them.
+    """Describe what the draft cache holds of a request: the KV of its first ``place`` tokens, and of ``drafts`` after
+    them.
 
-    The KV of the drafts is valid as far as the text continued with them.
+    The KV of a draft is valid if the text continued with this draft and all drafts before it.
     """
 
     place: int = 0
@@ -63,8 +64,8 @@ class _Texts:
 class ModelDrafter(Drafter):
     """Read the new tokens of each text when drafts are requested, and draft greedily what the model predicts.
 
-    It needs nothing of the target but its pages. It also reads a beginning that came from the prefix cache, because the
-    request that filled these pages may not have been drafted for.
+    The drafter uses only the target's pages, not its hidden states. It also reads a beginning that came from the prefix
+    cache, because the request that filled these pages may not have had drafts.
     """
 
     def __init__(self, config: DraftModelConfig, context: DrafterContext) -> None:
@@ -76,8 +77,8 @@ class ModelDrafter(Drafter):
         info = self._model.info
         if info.vocab_size != context.vocab_size:
             raise ConfigError(
-                f"speculative.path is {config.path!r}, a model of {info.vocab_size} tokens; the target has {context.vocab_size}: "
-                "a draft model needs the vocabulary of its target"
+                f"speculative.path is {config.path!r}, a model of {info.vocab_size} tokens; the target has {context.vocab_size}. "
+                "A draft model needs the vocabulary of its target"
             )
         self._cache = runtime.create_cache(info)
         self._device = context.device
@@ -117,7 +118,7 @@ class ModelDrafter(Drafter):
 
     def _texts(self, batch: Batch) -> _Texts:
         """Return the rows that may get drafts."""
-        assert batch.draft_limits is not None, "pages were reserved for no drafts"
+        assert batch.draft_limits is not None, "no pages were reserved for drafts"
         rows = np.arange(batch.num_extend, len(batch.reqs), dtype=np.int32)
         ends = np.array([req.known_len for req in batch.reqs[batch.num_extend :]], np.int32)
         limits = np.minimum(np.minimum(batch.draft_limits[rows], self._count), self._context_len - ends + 1)

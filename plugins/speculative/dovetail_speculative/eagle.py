@@ -50,12 +50,12 @@ class EagleDrafterBase(HiddenDrafter):
             self._growth = TreeSteps(tree, self.step, self._best, partial(_zeros, size, runtime.dtype, context.device))
             if tree.depth > 1:
                 cache.register(self._growth)
-        self._target_ids: torch.Tensor | None = None  # the target's token of each draft token; None: equal
+        self._target_ids: torch.Tensor | None = None  # None if both vocabularies are the same
 
     @property
     def max_draft_tokens(self) -> int:
-        """Return ``num_draft_tokens`` of the config, or the number of tokens to reserve so that such a tree can
-        grow."""
+        """Return ``num_draft_tokens`` of the config, or, if that is more, the number of tokens that growing a tree
+        needs pages for."""
         count = super().max_draft_tokens
         return count if self._growth is None else max(count, self._growth.shape.nodes - 1)
 
@@ -70,9 +70,9 @@ class EagleDrafterBase(HiddenDrafter):
 
     def tokens(self, output: torch.Tensor) -> torch.Tensor:
         """See ``HiddenDrafter.tokens``."""
-        return self._in_target(self.head.logits(output).argmax(-1))
+        return self._to_target_ids(self.head.logits(output).argmax(-1))
 
-    def _in_target(self, ids: torch.Tensor) -> torch.Tensor:
+    def _to_target_ids(self, ids: torch.Tensor) -> torch.Tensor:
         return ids if self._target_ids is None else self._target_ids[ids]
 
     def draft(self, rows: DraftRows, outputs: torch.Tensor) -> DraftTree | None:
@@ -92,7 +92,7 @@ class EagleDrafterBase(HiddenDrafter):
     def _best(self, outputs: torch.Tensor) -> Children:
         assert self._growth is not None
         best = self.head.logits(outputs).float().log_softmax(-1).topk(self._growth.shape.topk, -1)
-        return self._in_target(best.indices), best.values
+        return self._to_target_ids(best.indices), best.values
 
 
 class EagleDrafter(EagleDrafterBase):
@@ -144,7 +144,7 @@ def _check_size(key: str, size: int, runtime: DraftRuntime) -> None:
     needed = runtime.target.info.hidden_size
     if size != needed:
         raise ConfigError(
-            f"config.json of the drafter: {key} is {size}; the target's hidden states have {needed}: a head works only with the "
+            f"config.json of the drafter: {key} is {size}; the target's hidden states have {needed}. A head works only with the "
             "target that it was trained for"
         )
 
@@ -156,8 +156,8 @@ def _names(directory: Path, load_format: str) -> frozenset[str]:
 def fitted(tree: TreeShape, limits: IntArray) -> tuple[IntArray, IntArray]:
     """Return how wide and how deep trees can be if there are pages for ``limits [rows]`` drafts, at least 1 each.
 
-    Where pages are short, trees are narrow rather than shallow. The nodes that the head runs on have their keys at the
-    indices from that of the text's last token on.
+    If there are few pages, trees become narrow before they become shallow. The keys of the nodes that the head runs on
+    begin at the index of the text's last token.
     """
     places = limits + 1
     widths = np.clip(places // max(tree.depth - 1, 1), 1, tree.topk)

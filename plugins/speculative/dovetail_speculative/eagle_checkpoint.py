@@ -109,7 +109,8 @@ def describe(
     """Return the facts of a head, whose ``config`` is a ``HeadShape``. Raises ``ConfigError`` if it does not fit the
     target.
 
-    The longest context is that of the target: rotary positions continue beyond those that a head was trained for.
+    The longest context is the target's, because rotary positions continue beyond the positions that a head was trained
+    for.
     """
     assert context.runtime is not None
     heads = head.num_attention_heads
@@ -117,7 +118,7 @@ def describe(
     check_heads(heads, kv_heads)
     if head.vocab_size != context.vocab_size:
         raise ConfigError(
-            f"config.json of the drafter: vocab_size is {head.vocab_size}, that of the target {context.vocab_size}; a head works "
+            f"config.json of the drafter: vocab_size is {head.vocab_size}; the target's is {context.vocab_size}. A head works "
             "only with the target that it was trained for"
         )
     norms = (head.norm_before_residual, head.norm_before_fc) if isinstance(head, Eagle3ConfigJson) else ()
@@ -152,6 +153,6 @@ def aux_layers(head: Eagle3ConfigJson, num_layers: int) -> tuple[int, ...]:
         raise ConfigError(
             f"the drafter reads the residual streams that enter layers {list(layers)} of a target of {num_layers}; needed: three, "
             f"rising, below {num_layers}. They are set in config.json of the drafter: eagle_config.eagle_aux_hidden_state_layer_ids "
-            "has the layers that return them (one less); the default is 1, n / 2 - 1, n - 4 of n"
+            "lists the layers whose outputs they are (one less); the default is 1, n / 2 - 1, n - 4 of n"
         )
     return layers

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 class EagleLayer(Layer):
-    """Run self-attention over inputs of ``input_size``, and a gated MLP. The head applies the norm before it.
+    """Run self-attention over inputs of ``input_size``, and a gated MLP. The head applies the norm before the layer.
 
     ``prefix`` is the name of the layer in the checkpoint.
     """
@@ -67,8 +67,8 @@ class EagleLayer(Layer):
 class EagleModel(Layer, ModelArchitecture):
     """Define what EAGLE heads have in common.
 
-    ``forward`` reads ``batch.hidden``: for each token, what ``enter`` made of the target's hidden state, or the head's
-    output for the token before it. It returns the residual stream after the layer.
+    ``forward`` reads ``batch.hidden``: for each token, what ``enter`` returned for the target's hidden state, or the
+    head's output for the token before it. It returns the residual stream after the layer.
     """
 
     def __init__(self, info: ModelInfo, target: ModelArchitecture) -> None:
@@ -83,8 +83,8 @@ class EagleModel(Layer, ModelArchitecture):
 
     @abstractmethod
     def enter(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Return the target's hidden states of the watched layers, which are side by side, in the form that ``forward``
-        reads."""
+        """Convert the target's hidden states of the watched layers, which are side by side, to the form that
+        ``forward`` reads."""
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return the logits of ``forward``'s output, over the tokens that the head can draft."""

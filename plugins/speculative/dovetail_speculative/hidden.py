@@ -25,7 +25,8 @@ if TYPE_CHECKING:
     from dovetail_speculative.steps import Committed
 
 MISSED = -2
-"""The value in place of an index if tokens of the request were not observed. No index follows it."""
+"""The value in place of an index if tokens of the request were not observed. It is not -1, because no index may be the
+next after it."""
 
 
 class DraftRows(NamedTuple):
@@ -43,7 +44,7 @@ class DraftRows(NamedTuple):
 
 
 class HiddenDrafter(Drafter):
-    """Keep, by slot, a head's output at the last index of each request of which every token was observed.
+    """Keep, by slot, a head's output at the last index of each request whose tokens were all observed.
 
     Subclasses call ``runtime.watch`` in their constructor and implement what the head computes. If a token of a request
     was not observed, the request gets no drafts until it starts again. A text whose beginning is in the prefix cache
@@ -154,8 +155,8 @@ class HiddenDrafter(Drafter):
         self._outputs.index_copy_(0, slots_there, outputs)
 
     def _seen(self, batch: Batch, new: Committed) -> BoolArray:
-        """Return of which rows every token was observed. Until the pass over their tokens has succeeded, all rows count
-        as missed."""
+        """Return which rows of ``new`` had every token observed, bool ``[n]``. All of them count as missed until the
+        pass over their tokens has succeeded."""
         seen = np.zeros(len(new.rows), np.bool_)
         for i, (row, start) in enumerate(zip(new.rows.tolist(), new.starts.tolist(), strict=True)):
             uid = batch.reqs[row].uid
@@ -167,8 +168,8 @@ class HiddenDrafter(Drafter):
 
     @torch.inference_mode()
     def propose(self, batch: Batch) -> DraftTree | None:
-        """Return drafts for the decode rows of which every token was observed."""
-        assert batch.draft_limits is not None, "pages were reserved for no drafts"
+        """Return drafts for the decode rows whose tokens were all observed."""
+        assert batch.draft_limits is not None, "no pages were reserved for drafts"
         rows = [
             row
             for row in range(batch.num_extend, len(batch.reqs))

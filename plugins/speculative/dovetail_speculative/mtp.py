@@ -22,18 +22,18 @@ if TYPE_CHECKING:
     from dovetail_speculative.config import MtpConfig
     from dovetail_speculative.steps import Committed
 
-OF_ONE_LAYER = 3
+SINGLE_LAYER_DRAFTS = 3
 """The default number of drafts with a single layer, which is applied to its own output."""
 
 
 class MtpDrafter(HiddenDrafter):
     """Draft with layers that predict further tokens.
 
-    A single layer makes all drafts. Of several layers, each makes one draft: layer d at index i reads the token at i +
-    1 + d and the output of layer d - 1 at i.
+    A single layer makes all drafts. If there are several layers, each makes one draft: layer d at index i reads the
+    token at i + 1 + d and the output of layer d - 1 at i.
 
     Layer d is d indices behind the first layer: a step that commits the tokens up to index i + 1 runs it up to index i
-    - d. The last output of every layer is kept with that of the first layer.
+    - d. The last outputs of all layers are kept together.
     """
 
     def __init__(self, config: MtpConfig, context: DrafterContext) -> None:
@@ -64,7 +64,7 @@ class MtpDrafter(HiddenDrafter):
         if self._depth == 1:
             return outputs[0]
         kept = self._outputs.index_select(0, to_device(batch.slots.astype(np.int64), self.device))
-        earlier = to_device(_one_earlier(batch.extend_lens), self.device)
+        earlier = to_device(_predecessors(batch.extend_lens), self.device)
         for depth in range(1, self._depth):
             before = torch.cat((kept[:, self._part(depth - 1)], outputs[-1])).index_select(0, earlier)
             rows = (batch.slots, batch.prefix_lens, batch.extend_lens)
@@ -129,9 +129,9 @@ class MtpDrafter(HiddenDrafter):
         return chains(rows.total, {row: drafts[i, : lens[i]] for i, row in enumerate(rows.rows)})
 
 
-def _one_earlier(counts: IntArray) -> np.ndarray[tuple[int, ...], np.dtype[np.int64]]:
-    """Return the index of each token's predecessor, for rows of ``counts`` tokens, after one kept output for each row:
-    int64."""
+def _predecessors(counts: IntArray) -> np.ndarray[tuple[int, ...], np.dtype[np.int64]]:
+    """Return where the output before each token is (int64 ``[tokens]``), in a tensor of one kept output for each row and
+    then the outputs of rows of ``counts`` tokens."""
     places = np.arange(int(counts.sum())) + len(counts) - 1
     firsts = np.cumsum(counts) - counts
     places[firsts] = np.arange(len(counts))
@@ -141,7 +141,7 @@ def _one_earlier(counts: IntArray) -> np.ndarray[tuple[int, ...], np.dtype[np.in
 def _num_draft_tokens(config: MtpConfig, num_layers: int) -> int:
     given = config.num_draft_tokens
     if num_layers == 1:
-        return given or OF_ONE_LAYER
+        return given or SINGLE_LAYER_DRAFTS
     if given is not None and given > num_layers:
         raise ConfigError(
             f"speculative.num_draft_tokens is {given}; the checkpoint has {num_layers} layers that predict further tokens, "

@@ -30,10 +30,11 @@ if TYPE_CHECKING:
 class Layout:
     """Describe the names of the tensors in a layout.
 
-    ``layer`` is the prefix of the names of a decoder layer, and ``entry`` that of the norms and the projection around
-    it. {index} counts from 0 and {behind} from the number of the target's layers. ``embedding`` and ``head`` are copies
+    ``layer`` is the prefix of the names of a decoder layer, and ``entry`` the prefix of the norms and the projection
+    around it. {index} counts from 0 and {behind} from the number of the target's layers. ``embedding`` and ``head`` are
+    copies
     of the target's. With ``hidden_first``, the hidden state is the first half of the projection's input. With
-    ``blind_start``, the embedding at position 0 is replaced by zeros. With ``before_norm``, the target's hidden state
+    ``zero_first_embedding``, the embedding at position 0 is replaced by zeros. With ``before_norm``, the target's hidden state
     is the one before its final norm.
     """
 
@@ -46,7 +47,7 @@ class Layout:
     embedding: str | None = None
     head: str | None = None
     hidden_first: bool = False
-    blind_start: bool = False
+    zero_first_embedding: bool = False
     before_norm: bool = False
 
     @property
@@ -77,7 +78,7 @@ MIMO = Layout(
     "input_proj",
     "final_layernorm",
     hidden_first=True,
-    blind_start=True,
+    zero_first_embedding=True,
     before_norm=True,
 )
 """The layout of MiMo (arXiv 2505.07608), as its authors run it in vLLM."""

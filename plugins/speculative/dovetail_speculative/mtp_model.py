@@ -71,7 +71,7 @@ class MtpModel(Layer, ModelArchitecture):
         shape: MtpShape = self.info.config
         entry = self._entries[index % len(self._entries)]
         embedding = self._embed(ids)
-        if shape.layout.blind_start:
+        if shape.layout.zero_first_embedding:
             embedding *= (batch.positions != 0)[:, None]
         layer, rotation = self._layers[index], self.rotary.forward(batch.positions)
         added, residual = layer.forward(*layer.enter(entry.forward(embedding, hidden)), rotation, batch)

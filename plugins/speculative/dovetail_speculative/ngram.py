@@ -30,7 +30,8 @@ class _Guess(NamedTuple):
 
 @dataclass(slots=True)
 class _State:
-    """Hold the state of one request. ``confidence`` is its own, or that of the whole server if outputs are shared."""
+    """Hold the state of one request. ``confidence`` belongs to the request, or to the whole server if outputs are
+    shared."""
 
     index: NgramIndex
     confidence: NgramConfidence
@@ -42,12 +43,12 @@ class NgramDrafter(Drafter):
     """Draft what followed the last occurrence of the longest n-gram that ends the text, in prompt and output alike.
 
     The occurrence can also be in the text of another request of the namespace. For n-grams of one length, the request's
-    own text comes first. No draft is made after an n-gram where recent drafts were wrong. After single tokens, and
-    after n-grams of other requests that are shorter than the longest length, a draft is made only if such a draft was
-    right before.
+    own text comes first. No draft is made after an n-gram if recent drafts after it were wrong. After single tokens,
+    and after n-grams of other requests that are shorter than the longest length, a draft is made only if an earlier
+    guess after the same n-gram was right.
 
-    If fewer tokens follow the occurrence in the request's own text than may be drafted, the draft repeats them: a text
-    that has begun to repeat itself is expected to go on repeating.
+    If fewer tokens follow the occurrence in the request's own text than may be drafted, the draft repeats them, because
+    a text that has begun to repeat itself often continues to do so.
     """
 
     def __init__(self, config: NgramConfig, context: DrafterContext) -> None:
@@ -69,7 +70,7 @@ class NgramDrafter(Drafter):
 
     def propose(self, batch: Batch) -> DraftTree | None:
         """Return a chain for each decode row whose latest tokens have occurred before."""
-        assert batch.draft_limits is not None, "pages were reserved for no drafts"
+        assert batch.draft_limits is not None, "no pages were reserved for drafts"
         limits = np.minimum(batch.draft_limits, self._config.num_draft_tokens).tolist()
         rows = range(batch.num_extend, len(batch.reqs))
         drafts = {row: self._draft(batch.reqs[row], limits[row]) for row in rows if limits[row] > 0}

@@ -16,12 +16,12 @@ NGRAM = ComponentSpec(
     name="ngram",
     target="dovetail_speculative.ngram:NgramDrafter",
     config="dovetail_speculative.config:NgramConfig",
-    summary="Prompt lookup: drafts what followed the last occurrence of the latest tokens, here or in recent outputs.",
+    summary="Prompt lookup: drafts what followed the last occurrence of the latest tokens, in this request or in recent outputs.",
     offers=frozenset({Feature.DRAFT_CHAIN}),
     needs=frozenset({Feature.ATTN_VERIFY, Feature.KV_ROLLBACK}),
 )
 
-_OF_HIDDEN_STATES = frozenset({Feature.ATTN_VERIFY, Feature.KV_ROLLBACK, Feature.MODEL_HIDDEN_STATES})
+_HIDDEN_STATE_NEEDS = frozenset({Feature.ATTN_VERIFY, Feature.KV_ROLLBACK, Feature.MODEL_HIDDEN_STATES})
 
 DFLASH = ComponentSpec(
     kind=ComponentKind.DRAFTER,
@@ -30,7 +30,7 @@ DFLASH = ComponentSpec(
     config="dovetail_speculative.config:DFlashConfig",
     summary="Block diffusion: a small model drafts a block in one pass over hidden states of the target.",
     offers=frozenset({Feature.DRAFT_CHAIN}),
-    needs=_OF_HIDDEN_STATES | {Feature.ATTN_TREE_MASK},
+    needs=_HIDDEN_STATE_NEEDS | {Feature.ATTN_TREE_MASK},
     probe=_PROBE,
 )
 
@@ -41,7 +41,7 @@ MTP = ComponentSpec(
     config="dovetail_speculative.config:MtpConfig",
     summary="Multi-token prediction: layers of the target's own checkpoint draft chains.",
     offers=frozenset({Feature.DRAFT_CHAIN}),
-    needs=_OF_HIDDEN_STATES | {Feature.MODEL_MTP_HEAD},
+    needs=_HIDDEN_STATE_NEEDS | {Feature.MODEL_MTP_HEAD},
 )
 
 DRAFT_MODEL = ComponentSpec(
@@ -64,7 +64,7 @@ def _eagle(name: str, target: str, config: str, summary: str, *, trees: bool) ->
         config=f"dovetail_speculative.config:{config}",
         summary=summary,
         offers=frozenset({Feature.DRAFT_TREE, Feature.DRAFT_PROBS} if trees else {Feature.DRAFT_CHAIN}),
-        needs=_OF_HIDDEN_STATES | ({Feature.ATTN_TREE_MASK} if trees else frozenset()),
+        needs=_HIDDEN_STATE_NEEDS | ({Feature.ATTN_TREE_MASK} if trees else frozenset()),
         api=(1, 3),
         probe=_PROBE_TREE if trees else _PROBE,
     )

@@ -1,6 +1,6 @@
 """Read the config.json of the speculators library (https://github.com/vllm-project/speculators).
 
-It has the settings of the layers in a section, and those of the drafter next to that section.
+The file has the settings of the drafter's layers in a section, and the other settings of the drafter outside it.
 """
 
 from __future__ import annotations
@@ -16,9 +16,10 @@ the target that only training needs."""
 
 
 def flattened(config: Mapping[str, Any], kind: str) -> Mapping[str, Any]:
-    """Return such a config.json as one mapping, or any other config.json unchanged.
+    """Return a config.json of the speculators library as one mapping, or any other config.json unchanged.
 
-    The mapping has the settings of ``transformer_layer_config``, overridden by those next to it that are not null.
+    The mapping has the settings of ``transformer_layer_config``, overridden by the settings outside it that are not
+    null.
     Raises ``ConfigError`` unless ``speculators_model_type`` is ``kind``.
     """
     given = config.get("speculators_model_type")
@@ -34,5 +35,5 @@ def flattened(config: Mapping[str, Any], kind: str) -> Mapping[str, Any]:
         raise ConfigError(
             f"config.json of the drafter: transformer_layer_config is {layers!r}; needed: a mapping with the settings of its layers"
         )
-    beside = {key: value for key, value in config.items() if value is not None and key != "transformer_layer_config"}
-    return {**layers, **beside}
+    outer = {key: value for key, value in config.items() if value is not None and key != "transformer_layer_config"}
+    return {**layers, **outer}

@@ -1,4 +1,4 @@
-"""Provide the steps on batches that drafters of all models have in common."""
+"""Provide the steps that all drafters with a model have in common."""
 
 from __future__ import annotations
 
@@ -45,8 +45,8 @@ class Committed:
 def committed(batch: Batch, output: ForwardOutput) -> Committed | None:
     """Return the tokens of a step that has been committed, or None if there are none.
 
-    These are whole chunks of prompts, one token of a decode row, and of a verify row the accepted path with the token
-    before it.
+    These are the whole chunk of a prompt, the token of a decode row, and the accepted path of a verify row with the
+    token before it.
     """
     nodes = (output.on_host or output).nodes
     paths = None if nodes is None else nodes.cpu().numpy()
@@ -226,7 +226,7 @@ class TextSteps(DraftSteps):
     ) -> torch.Tensor:
         """Read tokens and return the outputs of the last token of each row.
 
-        ``rows`` are slots, starts and counts. ``places`` are those of ``ids`` and ``hidden`` (see
+        ``rows`` are slots, starts and counts. ``places`` are the places of ``ids`` and ``hidden`` (see
         ``TextSteps.places``).
         """
         slots, starts, counts = rows

@@ -6,8 +6,8 @@ draft. Because a child is never more probable than its parent, they form a tree.
 
 All of this runs on the device, in tensors whose shapes depend on the number of rows only. Row r may be narrower: it has
 ``widths[r] <= topk`` nodes per level. Its expanded nodes are then closer together: node i of level l is at
-``widths[r] * l + i``. The nodes of ranks that it does not have are written too, after the level, and overwritten by the
-next level.
+``widths[r] * l + i``. Nodes of the ranks that the row does not have are also written, behind the level, and the next
+level overwrites them.
 """
 
 from __future__ import annotations
@@ -189,7 +189,7 @@ def _levels(widths: tuple[int, ...], depths: tuple[int, ...]) -> list[tuple[IntA
 
 
 def best_of(trees: Trees, counts: torch.Tensor, most: int) -> torch.Tensor:
-    """Return the ``counts [rows]`` best candidates of each row as a tree, at most ``most``, or as many as there are.
+    """Return the ``counts [rows]`` best candidates of each row as a tree; at most ``most``, and all if there are fewer.
 
     The result is int64 ``[rows, 1 + 3 * most]``: the number of candidates, their tokens, their parents, and the bits of
     their probabilities (float32). Of equal candidates the first is taken, so that the parent of every node is in the

@@ -56,11 +56,11 @@ class BlockDelta(NamedTuple):
     name: str | None = None
 
     def opens(self, before: str | None) -> bool:
-        """Return true if it begins a new block after a block of kind ``before`` (None: there is none)."""
+        """Return true if the addition begins a new block after a block of kind ``before`` (None: there is none)."""
         return self.id is not None or self.kind != before
 
     def block(self) -> dict[str, Any]:
-        """Return the block that it begins, without content."""
+        """Return the block that the addition begins, without content."""
         match self.kind:
             case "thinking":
                 return {"type": "thinking", "thinking": "", "signature": ""}
@@ -69,7 +69,7 @@ class BlockDelta(NamedTuple):
         return {"type": "tool_use", "id": self.id, "name": self.name, "input": {}}
 
     def delta(self) -> dict[str, str]:
-        """Return what it adds to its block."""
+        """Return the addition in Anthropic's format."""
         match self.kind:
             case "thinking":
                 return {"type": "thinking_delta", "thinking": self.text}
@@ -188,7 +188,7 @@ def _filled(block: dict[str, Any], text: str) -> dict[str, Any]:
 
 
 def _complete(arguments: str) -> Any:
-    """Return the complete part of the arguments: an output may end in the middle of them, even in an escape
+    """Return the complete part of the arguments. An output may end in the middle of the arguments, even in an escape
     (``\\ud83d``)."""
     for text in (arguments, arguments.rpartition("\\u")[0]):
         with suppress(ValueError):

@@ -40,7 +40,7 @@ def check_model(host: ApiHost, name: str) -> None:
 
 
 def refuse_unload(keep_alive: float | str | None) -> None:
-    """Raise ``RequestError`` if a request without a prompt asks to unload the model."""
+    """Raise ``RequestError`` if a request without a prompt would unload the model."""
     if keep_alive is not None and _ZERO_DURATION.fullmatch(str(keep_alive)):
         raise RequestError(
             "keep_alive is 0 and there is no prompt, which asks for the model to be unloaded; this server keeps it loaded",

@@ -112,10 +112,10 @@ class ResponseBuilder:
         part = self._items[-1]["content"][0]
         part["text"] += text
         if kind == "reasoning":
-            return [*events, self._of_content("reasoning_text.delta", delta=text)]
+            return [*events, self._content_event("reasoning_text.delta", delta=text)]
         logprobs, self._logprobs = self._logprobs, []
         part["logprobs"] += logprobs
-        return [*events, self._of_content("output_text.delta", delta=text, logprobs=logprobs)]
+        return [*events, self._content_event("output_text.delta", delta=text, logprobs=logprobs)]
 
     def _open_text(self, kind: str) -> list[Event]:
         part = output_text("") if kind == "message" else {"type": "reasoning_text", "text": ""}
@@ -125,7 +125,7 @@ class ResponseBuilder:
             else {"id": new_id("rs_"), "type": kind, "summary": []}
         )
         added = self._add({**head, "content": [], "status": "in_progress"})
-        event = self._of_content("content_part.added", part=_copy(part))
+        event = self._content_event("content_part.added", part=_copy(part))
         self._items[-1]["content"].append(part)
         return [added, event]
 
@@ -137,7 +137,7 @@ class ResponseBuilder:
             events = [*self._close("completed"), self._add({**head, "arguments": "", "status": "in_progress"})]
         if call.arguments:
             self._items[-1]["arguments"] += call.arguments
-            events.append(self._of_item("function_call_arguments.delta", delta=call.arguments))
+            events.append(self._item_event("function_call_arguments.delta", delta=call.arguments))
         return events
 
     def _growing(self, kind: str) -> bool:
@@ -157,16 +157,16 @@ class ResponseBuilder:
         return [*events, self._event("output_item.done", output_index=len(self._items) - 1, item=_copy(item))]
 
     def _done_call(self, item: ItemDict) -> list[Event]:
-        return [self._of_item("function_call_arguments.done", name=item["name"], arguments=item["arguments"])]
+        return [self._item_event("function_call_arguments.done", name=item["name"], arguments=item["arguments"])]
 
     def _done_text(self, item: ItemDict) -> list[Event]:
         part = item["content"][0]
         if item["type"] == "message":
-            done = self._of_content("output_text.done", text=part["text"], logprobs=part["logprobs"])
+            done = self._content_event("output_text.done", text=part["text"], logprobs=part["logprobs"])
         else:
             self._logprobs.clear()
-            done = self._of_content("reasoning_text.done", text=part["text"])
-        return [done, self._of_content("content_part.done", part=_copy(part))]
+            done = self._content_event("reasoning_text.done", text=part["text"])
+        return [done, self._content_event("content_part.done", part=_copy(part))]
 
     def _count(self, delta: Delta) -> None:
         """Count the tokens of ``delta`` as reasoning if the answer has not begun before them."""
@@ -189,11 +189,11 @@ class ResponseBuilder:
     def _lifecycle(self, name: str) -> Event:
         return self._event(name, response=_copy(self.response()))
 
-    def _of_item(self, kind: str, **fields: Any) -> Event:
+    def _item_event(self, kind: str, **fields: Any) -> Event:
         return self._event(kind, item_id=self._items[-1]["id"], output_index=len(self._items) - 1, **fields)
 
-    def _of_content(self, name: str, **fields: Any) -> Event:
-        return self._of_item(name, content_index=0, **fields)
+    def _content_event(self, name: str, **fields: Any) -> Event:
+        return self._item_event(name, content_index=0, **fields)
 
     def _event(self, kind: str, **fields: Any) -> Event:
         number, self._sequence = self._sequence, self._sequence + 1

@@ -77,8 +77,8 @@ class Provider:
     def refusal(
         self, capability: tuple[int, int], page_size: int, library: Path | None, batch_invariant: bool
     ) -> str | None:
-        """Return why it cannot be used on a device of this compute capability with pages of this size, or None if it
-        can."""
+        """Return why the provider cannot be used on a device of this compute capability with pages of this size, or
+        None if it can."""
         if not self.min_capability <= capability <= self.max_capability:
             low, high = (".".join(map(str, c)) for c in (self.min_capability, self.max_capability))
             return f"{self.name} needs compute capability {low} to {high}"
@@ -199,8 +199,8 @@ def _by_token(call: AttentionCall, out: torch.Tensor, lse: torch.Tensor) -> tupl
 
 
 def _kvcache_function(module: str) -> Attend:
-    """Return ``flash_attn_with_kvcache`` of the official package as ``attend``; that of sglang-kernel has the same
-    keywords."""
+    """Return ``flash_attn_with_kvcache`` of ``module`` as ``attend``. The official package and sglang-kernel define it
+    with the same keywords."""
     function: Any = importlib.import_module(module).flash_attn_with_kvcache
 
     def attend(call: AttentionCall) -> tuple[torch.Tensor, torch.Tensor]:

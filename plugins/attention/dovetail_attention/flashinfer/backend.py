@@ -41,7 +41,7 @@ class LayerOptions(NamedTuple):
         return cls(layer.window, layer.soft_cap, layer.scale)
 
     def keywords(self) -> dict[str, Any]:
-        """Return them as keywords of ``plan``."""
+        """Return the settings as keywords of ``plan``."""
         left = -1 if self.window is None else self.window - 1
         return {"window_left": left, "logits_soft_cap": self.soft_cap, "sm_scale": self.scale}
 
@@ -79,8 +79,8 @@ def divide(batch: Batch, *, batch_invariant: bool) -> list[tuple[RowKind, slice]
 
 
 def queries_indptr(batch: Batch, rows: slice, device: torch.device) -> torch.Tensor:
-    """Return where the queries of each of ``rows`` begin among those of all of them: int32 ``[rows + 1]`` in host
-    memory."""
+    """Return the index at which the queries of each of ``rows`` begin among the queries of all these rows: int32
+    ``[rows + 1]`` in host memory."""
     queries = batch.extend_lens[rows]
     indptr = np.zeros(len(queries) + 1, np.int32)
     np.cumsum(queries, out=indptr[1:])
@@ -185,13 +185,13 @@ class FlashInfer(AttentionBackend):
         memory = self._pool.keys(layer.layer_id), self._pool.values(layer.layer_id)
         if self._graph is not None:
             self._graph.read(batch.page_table, layer.layer_id)
-            self._of_graph(self._graph, layer_options).run(q, memory, out=out)
+            self._graph_wrapper(self._graph, layer_options).run(q, memory, out=out)
             return out
         for part in self._parts:
-            self._of_part(part, layer_options, batch).run(q[part.tokens], memory, out=out[part.tokens])
+            self._part_wrapper(part, layer_options, batch).run(q[part.tokens], memory, out=out[part.tokens])
         return out
 
-    def _of_graph(self, graph: GraphRows, layer_options: LayerOptions) -> Any:
+    def _graph_wrapper(self, graph: GraphRows, layer_options: LayerOptions) -> Any:
         if layer_options not in graph.wrappers:
             kind = RowKind.PROMPT if self._invariant else RowKind.DECODE
             wrapper = graph.wrappers[layer_options] = self._new(kind, **graph.buffers())
@@ -200,7 +200,7 @@ class FlashInfer(AttentionBackend):
             self._copied.record()
         return graph.wrappers[layer_options]
 
-    def _of_part(self, part: RowPart, layer_options: LayerOptions, batch: Batch) -> Any:
+    def _part_wrapper(self, part: RowPart, layer_options: LayerOptions, batch: Batch) -> Any:
         key = part.kind, layer_options
         if key not in self._wrappers:
             self._wrappers[key] = self._new(part.kind)

@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from dovetail.types import IntArray
 
 MOST_PAGES = 1 << 24
-"""The largest number of pages of the rows of a step, counted once per row, where rows share so many pages that they
-exceed the pool's: 64 MiB."""
+"""The largest number of page numbers that graphs can hold for the rows of a step, unless the pool has more pages: 64
+MiB. A page that several rows share counts once for each of them."""
 
 PLAN_BYTES = 2 << 20
 """The memory of a decode plan: a few int32 for each row and for each multiprocessor of the device."""

@@ -47,10 +47,10 @@ items."""
 CPU_PROCESSORS = 2
 
 CHUNK = 256
-"""The keys of a chunk with ``batch_invariant``. Shorter chunks would keep the device busier with few rows, and make the
-merge longer."""
+"""The number of keys of a chunk with ``batch_invariant``. Shorter chunks would keep the device busier with few rows, and
+make the merge longer."""
 INVARIANT_PAIRS = 64
-"""The pairs of a query and a head of the only tile with ``batch_invariant``."""
+"""The number of pairs of a query and a head in the only tile that ``batch_invariant`` uses."""
 CUT_TOKENS, CUT_BYTES = 64, 128 << 20
 """Limits with ``batch_invariant``. The chunks of a row are divided among programs in steps of up to ``CUT_TOKENS``
 queries, or fewer if the partial results for the merge would take more than ``CUT_BYTES``."""
@@ -85,8 +85,8 @@ class Launch(NamedTuple):
 
 
 class AttendGroup(NamedTuple):
-    """Describe tokens that are attended to together: to their own keys and, where groups share a prefix, to the keys
-    before those."""
+    """Describe the tokens of one launch for their own keys and, if groups share a prefix, one launch for the keys of
+    these prefixes."""
 
     tokens: range
     own: Launch
@@ -136,7 +136,7 @@ class TritonAttention(AttentionBackend):
         return batch.shared.saved * self._token_bytes > SHARING_BYTES
 
     def variant(self, batch: Batch) -> int:
-        """Return ``EVEN`` unless a row is so long that the device would wait for the program that reads it.
+        """Return ``SCHEDULED`` if the device would wait too long for the program that reads the longest row, else ``EVEN``.
 
         Only a row's own keys count, because shared prefixes are always read by a schedule.
         """

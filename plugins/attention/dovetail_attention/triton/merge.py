@@ -1,4 +1,5 @@
-"""Merge what a query found in several chunks of its keys, weighted by the sums of exponentials (arXiv 2501.01005)."""
+"""Merge the results of a query for several chunks of its keys, weighted by the sums of exponentials (arXiv
+2501.01005)."""
 
 from __future__ import annotations
 
@@ -108,7 +109,7 @@ def _merge_into(
 
 
 def merge_into(out: torch.Tensor, lse: torch.Tensor, schedule: Schedule, partial: PartialResults) -> None:
-    """Add to ``out [tokens, heads, dim]`` what the queries found in the chunks of ``schedule``. Mutates ``out``.
+    """Merge the partial results of ``schedule`` into ``out [tokens, heads, dim]``. Mutates ``out``.
 
     ``lse [heads, tokens]`` are the log-sum-exps of ``out``. Queries that have no chunk are left as they are.
     """
