@@ -190,7 +190,7 @@ TARGET_INFO = ModelInfo("Target", VOCAB, HIDDEN, 3, 4, 2, 12, 256, (CacheGroup(3
         ),
         (
             {"layer_types": ["full_attention", "sliding_attention"], "sliding_window": 9},
-            "by default, blocks are causal only in the layers with a sliding window",
+            "By default, blocks are causal only in layers with a sliding window",
         ),
         ({"architectures": ["DFlash2DraftModel"]}, "DFlash2DraftModel"),
         ({"num_key_value_heads": 4}, "num_key_value_heads 4"),
