@@ -180,7 +180,7 @@ def test_a_smaller_context_ends_its_drafts(small, tmp_path):
 def test_another_vocabulary_is_refused(small, tmp_path):
     checkpoints.save_target(tmp_path / "other", vocab_size=VOCAB_SIZE + 1)
     with pytest.raises(
-        ConfigError, match="a model of 65 tokens; the target has 64. A draft model needs the vocabulary"
+        ConfigError, match=r"a model of 65 tokens; the target has 64\. A draft model needs the vocabulary"
     ):
         make_llm(small, {"kind": "draft_model", "path": str(tmp_path / "other")})
 
