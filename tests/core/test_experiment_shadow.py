@@ -11,10 +11,11 @@ from typing import Any
 
 import pytest
 
+from dovetail.bench.divergence import first_difference
 from dovetail.config.experiment import ShadowSection
 from dovetail.errors import EngineDeadError
 from dovetail.experiment.online.log import ArmLog, StreamLog
-from dovetail.experiment.online.shadow import WORKERS, FinishedRequest, ShadowTraffic, TokenBudget, divergence
+from dovetail.experiment.online.shadow import WORKERS, FinishedRequest, ShadowTraffic, TokenBudget
 from dovetail.messages import GenerateMsg, TokenOutput
 from dovetail.sampling_params import SamplingParams
 from dovetail.server.streams import OutputStream
@@ -194,5 +195,5 @@ def test_the_same_requests_are_chosen_each_time():
 @pytest.mark.parametrize(
     ("a", "b", "at"), [([], [], None), ([1], [1], None), ([1, 2], [1, 3], 1), ([1], [1, 2], 1), ([], [4], 0)]
 )
-def test_divergence(a: list[int], b: list[int], at: int | None):
-    assert divergence(a, b) == at
+def test_first_difference(a: list[int], b: list[int], at: int | None):
+    assert first_difference(a, b) == at

@@ -50,7 +50,7 @@ def test_auto_follows_the_template(chosen):
         "square": (CandidateVerdict.REJECTED, Stage.CONSTRAINTS),
         "plain": (CandidateVerdict.REJECTED, Stage.CONSTRAINTS),
     }
-    assert record.note == "what the chat template asks for"
+    assert record.note == "the chat template uses its format"
     (reason,) = resolved.resolution("reasoning_parser").candidates[0].reasons
     assert reason.fix == "reasoning_parser: think, if the model writes this format"
 

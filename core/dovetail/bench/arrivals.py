@@ -13,7 +13,7 @@ from dovetail.errors import ConfigError
 
 
 def with_arrivals(workload: Workload, spec: ArrivalSpec, seed: int = 0) -> Workload:
-    """Return the same calls with the arrival times of ``spec``. Calls with a parent stay due after it. Raises
+    """Return the same calls with the arrival times of ``spec``. Calls with a parent are still due after their parent. Raises
     ``ConfigError``."""
     if isinstance(spec, AsGiven):
         return workload

@@ -1,6 +1,6 @@
 """Measure how late the load client itself is.
 
-If its delays are not small compared with the measured latencies, those latencies are not the server's.
+If its delays are not small compared with the measured latencies, then these latencies do not describe the server.
 """
 
 from __future__ import annotations

@@ -195,8 +195,8 @@ class OfflineRun:
         return answer
 
     def _finish(self, item: _Due, prompt: CallPrompt, answer: CallProgress) -> None:
-        """Record that a call is done. The calls that follow from it wait for their times; without any, its user begins
-        another turn."""
+        """Record that a call is done, and queue the calls that follow from it. If no call of its user's turn is left, the
+        user begins another turn."""
         followers = self._tracker.record(item.call, answer, item.due)
         self._left[item.user] += len(followers) - 1
         for call in followers:

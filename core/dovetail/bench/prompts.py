@@ -23,12 +23,12 @@ class CallPrompt:
 
 
 def first_prompt(call: LoadCall) -> CallPrompt:
-    """Return the prompt of a call that continues no other."""
+    """Return the prompt of a call that does not continue another call."""
     return CallPrompt(call.token_ids, call.text, call.messages, call.tools)
 
 
 def next_prompt(call: LoadCall, before: CallPrompt, answer: str, answer_ids: Sequence[int] | None) -> CallPrompt:
-    """Return the previous prompt, its output, and what ``call`` adds. ``answer_ids`` must be known if prompts are token
+    """Return the prompt that consists of the previous prompt, its output, and what ``call`` adds. ``answer_ids`` must be known if prompts are token
     ids."""
     if call.token_ids is not None:
         assert before.token_ids is not None, "Workload validates it"

@@ -43,8 +43,8 @@ class LoadCall(Data):
     The prompt is exactly one of ``token_ids``, ``text`` (to be continued) and ``messages`` (a conversation, with
     ``tools``). A call with a ``parent`` is due ``think`` seconds after the parent ends; any other call is due
     ``arrival`` seconds after the start of the run. With ``continues``, the prompt of the call is appended to the
-    parent's prompt and the parent's output. ``group`` names the calls that are not independent of each other: those of
-    one conversation, one program or one shared prefix.
+    parent's prompt and the parent's output. Calls with the same ``group`` are not independent of each other: they belong
+    to one conversation, one program or one shared prefix.
     """
 
     id: str
@@ -221,7 +221,7 @@ class RunRecord(Data):
     counters_after: dict[str, float] | None = None
 
     def counter(self, name: str) -> float | None:
-        """Return by how much a counter of the engine rose during the run; None if the server has no such counter."""
+        """Return the increase of a counter of the engine during the run; None if the server has no such counter."""
         before, after = self.counters_before or {}, self.counters_after or {}
         return after[name] - before[name] if name in before and name in after else None
 

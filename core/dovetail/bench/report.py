@@ -14,8 +14,8 @@ from dovetail.bench.records import SCHEMA_VERSION, Data, RunRecord
 class Point(Data):
     """Hold one run and its numbers.
 
-    ``rate`` is the offered load in calls per second, or None if there was no such rate. ``meets`` is whether the
-    required share of its calls met the SLO.
+    ``rate`` is the offered load in calls per second, or None if there was no such rate. ``meets`` is True if the
+    required share of its calls met the SLO, and None without an SLO.
     """
 
     rate: float | None = None
@@ -51,7 +51,7 @@ class BenchReport(Data):
         return not any(point.summary.completed for point in self.points) or (self.searched and self.best_rate is None)
 
     def of_own_server(self, startup_seconds: float, peak_memory: int | None) -> BenchReport:
-        """Return the report with what is known about a server that was started for it."""
+        """Return the report with the start-up time and the peak memory of the server that was started for it."""
         more = {"startup_seconds": startup_seconds, "peak_memory_bytes": peak_memory}
         points = [p.model_copy(update={"record": p.record.model_copy(update=more)}) for p in self.points]
         return self.model_copy(update={"startup_seconds": startup_seconds, "points": tuple(points)})

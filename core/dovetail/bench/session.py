@@ -82,7 +82,7 @@ class Rates:
     """Describe the rates to measure.
 
     ``rates`` requires a run at each rate. ``find`` instead searches for the highest rate that meets the SLO, starting
-    from ``start``, up to the factor 1 + ``tolerance``. Each run takes the calls that arrive within ``seconds``. With a
+    from ``start``, until it is known up to the factor 1 + ``tolerance``. Each run takes the calls that arrive within ``seconds``. With a
     number of calls that is the same at every rate, a high rate would be a short burst, which does not measure what the
     server can sustain.
     """

@@ -58,8 +58,8 @@ async def highest_rate(
 async def _bracket(
     meets: Callable[[float], Awaitable[bool]], points: Sequence[Point], start: float
 ) -> tuple[float | None, float | None]:
-    """Return a rate that meets the SLO and a rate that does not. Either is None if no rate within the range of the
-    search is one."""
+    """Return a rate that meets the SLO and a rate that does not. Either is None if the search finds no such
+    rate."""
     if await meets(start):
         low = start
         for _ in range(_MAX_PROBES // 2):

@@ -78,7 +78,7 @@ class ExperimentView:
             self.console.print(text, style="yellow", markup=False)
 
     def announce(self) -> None:
-        """Report before the experiment what its report will lack."""
+        """Report before the experiment that there will be no HTML page if matplotlib is missing."""
         from dovetail.experiment.plots import missing
 
         if (why := missing()) is not None:

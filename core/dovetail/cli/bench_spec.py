@@ -95,7 +95,7 @@ def _names(text: str) -> list[str]:
 def _config(files: list[Path] | None, sets: list[str], method: str) -> Config:
     """Return the config with this drafter, keeping the config's settings of that drafter.
 
-    A method that cannot run is rejected here, before the other methods have taken their time.
+    A method that cannot run is rejected here, before any method is measured.
     """
     from dovetail.registry import Machine, resolve
 
@@ -137,4 +137,4 @@ def _print(rows: list[SpecRow]) -> None:
     failed = {row.method: sum(r.drafter_errors for r in rows if r.method == row.method) for row in rows}
     for method, errors in failed.items():
         if errors:
-            console().print(f"{method} failed {errors} times; its requests went on without drafts", style="red")
+            console().print(f"{method} failed {errors} times; its requests continued without drafts", style="red")

@@ -49,10 +49,10 @@ def print_report(report: BenchReport) -> None:
     for text in report.notes:
         out.print(f"note: {text}", style="yellow", markup=False)
     if report.searched and report.slo is not None:
-        asked = f"{report.share:.0%} of the calls within {report.slo}"
+        required = f"{report.share:.0%} of the calls within {report.slo}"
         best = report.best_rate
         found = f"up to {best:.3g} calls/s" if best is not None else "at none of the measured rates"
-        out.print(f"{asked}: {found}", style="bold", markup=False)
+        out.print(f"{required}: {found}", style="bold", markup=False)
 
 
 def _print_run(report: BenchReport, point: Point, out: Console) -> None:

@@ -26,7 +26,7 @@ def safe(text: str) -> str:
 
 
 class ChatView:
-    """Show what appears between two inputs."""
+    """Show answers, errors and notes between two inputs of the user."""
 
     def __init__(self) -> None:
         self.out = Console(highlight=False)

@@ -11,7 +11,7 @@ import typer
 
 from dovetail.cli.sources import FileOptions, Json, Model, Sets, load, shortcuts
 
-MaxNewTokens = Annotated[int, typer.Option("--max-new-tokens", "-n", help="At most this many tokens.")]
+MaxNewTokens = Annotated[int, typer.Option("--max-new-tokens", "-n", help="The maximum number of output tokens.")]
 Temperature = Annotated[float, typer.Option(help="0 takes the most likely token each time.")]
 Seed = Annotated[int | None, typer.Option(help="The same seed gives the same text.")]
 

@@ -90,7 +90,7 @@ def _revoke(key: str, file: Path) -> tuple[str, int]:
     if len(found) != 1:
         names = ", ".join(name for name, _, _ in found) or "none"
         raise ConfigError(
-            f"{len(found)} keys of {file} match {key!r} (of: {names}); `dovetail keys list` shows all keys"
+            f"{len(found)} keys of {file} match {key!r} (owners: {names}); `dovetail keys list` shows all keys"
         )
     name, entries, entry = found[0]
     entries.remove(entry)
@@ -100,7 +100,8 @@ def _revoke(key: str, file: Path) -> tuple[str, int]:
 
 @contextlib.contextmanager
 def _locked(file: Path) -> Iterator[None]:
-    """Let one command at a time read and replace the file. The lock is on its folder, because the file itself is replaced."""
+    """Lock the key file, so that one command at a time reads and replaces it. The lock is on its folder, because the file itself is
+    replaced."""
     import fcntl
 
     try:
@@ -148,7 +149,8 @@ def _read(file: Path) -> dict[str, Any]:
 
 
 def _write(file: Path, tree: dict[str, Any]) -> None:
-    """Replace the file at once, so that a server never reads a part of it. Raises ``ConfigError`` for a tree that a server would refuse."""
+    """Replace the file atomically, so that a server never reads an incomplete file. Raises ``ConfigError`` for a tree that a server would
+    refuse."""
     import yaml
 
     from dovetail.config.tenants import check_keys

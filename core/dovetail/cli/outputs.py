@@ -22,4 +22,4 @@ def check_writable(files: dict[str, Path | None]) -> None:
             if not was_there:
                 os.unlink(file)
         except OSError as error:
-            raise ConfigError(f"{option}: {file} cannot be written: {error.strerror}; give another place") from error
+            raise ConfigError(f"{option}: {file} cannot be written: {error.strerror}; choose another file") from error

@@ -1,5 +1,5 @@
-"""Let commands take a dataclass of options as one parameter, for options that several commands share or that are too
-many for a signature."""
+"""Let commands take a dataclass of options as one parameter. It is used for options that several commands share, and for
+long lists of options."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Define the look of the terminal output. The module imports rich, so commands import it when they print."""
+"""Make the tables and styles of the terminal output. The module imports rich, so commands import it when they print."""
 
 from __future__ import annotations
 

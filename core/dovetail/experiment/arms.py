@@ -34,7 +34,7 @@ class ResolvedArm:
 
     @property
     def hash(self) -> str:
-        """The hash of the resolved config."""
+        """Return the hash of the resolved config."""
         return config_hash(self.resolved.config)
 
 

@@ -8,7 +8,7 @@ The limit is ``SLACK`` times the largest shift between these answers, and at lea
 other kernels round differently.
 
 Both arms also read A's texts as prompts (teacher forcing). This gives the KL divergence and the share of positions with the same
-most likely token. A real difference is also a token that A clearly prefers and B does not, and a KL beyond rounding.
+most likely token. The outputs also differ if A clearly prefers a token that B does not prefer, or if the KL exceeds rounding.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ pool."""
 COARSEST = (0.5, 2e-2)
 """The values for 8-bit dtypes."""
 CEILING = 1.0
-"""A margin that always is a real difference, in nats: the better token is nearly three times as likely."""
+"""The largest possible margin of a near tie, in nats. At a larger margin one token is nearly three times as likely as the other."""
 MOST_SHOWN, SHOWN_TOKENS = 20, 8
-"""The largest number of divergences in a report, and of tokens shown of each."""
+"""The largest number of divergences in a report, and the number of tokens that are shown of each."""
 
 
 class ArmOutputs(msgspec.Struct, frozen=True):
     """Hold the outputs of an arm: ``answers`` to every compared call, and ``forced`` for A's texts as prompts. ``again`` and
-    ``forced_again`` are A's second answers. ``refused`` is why the arm could not answer; ``facts`` are values of its engine's info."""
+    ``forced_again`` are A's second answers. ``refused`` is the reason why the arm could not answer; ``facts`` are entries of its engine's info."""
 
     answers: list[GreedyOutput] = []
     forced: list[ForcedOutput] = []
@@ -152,7 +152,8 @@ def _divergence(
 
 
 def _margin(a: TokenLogprob, b: TokenLogprob) -> float:
-    """Return the difference of the two tokens' log-probabilities in the arm where it is larger: in a near tie it is small in both."""
+    """Return the difference of the two tokens' log-probabilities, in the arm where this difference is larger, because it is small in
+    both arms at a near tie."""
     ours, theirs = a.token_id, b.token_id
     return max(abs(logprob_in(x, ours) - logprob_in(x, theirs)) for x in (a, b))
 
@@ -175,8 +176,8 @@ def _forced(first: Sequence[ForcedOutput], second: Sequence[ForcedOutput]) -> li
 
 
 def valid_outputs(answers: Sequence[GreedyOutput], schemas: Mapping[str, Mapping[str, Any]]) -> tuple[int, int] | None:
-    """Return (valid, complete): how many constrained outputs the model ended, and how many of these are valid. None if no call is
-    constrained. Outputs that were cut off at their length do not count. Validity is checked with ``jsonschema`` if it is installed,
+    """Return (valid, complete): the number of constrained outputs that the model ended and that are valid, and the number of those that
+    it ended. Return None if no call is constrained. Outputs that were cut off at their length do not count. Validity is checked with ``jsonschema`` if it is installed,
     else as JSON only."""
     ended = [(given.text, schemas[given.id]) for given in answers if given.id in schemas and given.ended]
     if not any(given.id in schemas for given in answers):

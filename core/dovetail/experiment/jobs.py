@@ -46,7 +46,7 @@ class ArmJob(Data):
 
     @property
     def failure(self) -> Path:
-        """The file in which the process writes why it failed."""
+        """Return the file in which the process writes why it failed."""
         return self.output.with_suffix(".failure")
 
 

@@ -38,8 +38,8 @@ def likeness(pairs: Iterable[tuple[TokenLogprob, TokenLogprob]]) -> Likeness:
 
 
 def kl(a: TokenLogprob, b: TokenLogprob) -> float:
-    """Return KL(A || B) of one position, in nats, over the tokens that both list and all other tokens as one. It is never above the true
-    value (data processing inequality)."""
+    """Return KL(A || B) at one position, in nats, over the tokens that both list and one event for all other tokens. The result is never
+    above the true value (data processing inequality)."""
     both = dict(b.top)
     shared = [(logprob, both[token]) for token, logprob in a.top if token in both]
     rest_a, rest_b = (max(1 - math.fsum(math.exp(pair[i]) for pair in shared), _LEAST) for i in (0, 1))
@@ -53,8 +53,8 @@ def lead(a: TokenLogprob, token: int) -> float:
 
 
 def logprob_in(a: TokenLogprob, token: int) -> float:
-    """Return the log-probability of ``token``. For a token that is neither chosen nor listed, return that of the last listed token, which
-    is an upper bound."""
+    """Return the log-probability of ``token``. For a token that is neither chosen nor listed, return the log-probability of
+    the last listed token, which is an upper bound."""
     if token == a.token_id and a.logprob is not None:
         return a.logprob
     return next((logprob for name, logprob in a.top if name == token), a.top[-1][1])

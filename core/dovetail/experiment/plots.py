@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 INSTALL = "pip install 'dovetail[report]'"
 
-# Colours that no plot uses otherwise stand for the page's variables.
+# Each of the page's colour variables has a stand-in colour that no plot uses otherwise; _svg replaces it by the variable.
 _ROLES = ("ink", "muted", "line", "a", "b", "faster", "slower", "equivalent", "inconclusive", "band")
 COLOR = {role: f"#0102{16 + index:02x}" for index, role in enumerate(_ROLES)}
 _WIDTH = 9.4

@@ -102,7 +102,7 @@ class CompletedBlocks:
         return tuple(map(float, found))
 
     def side_by_side(self) -> tuple[SideBySide, ...]:
-        """Return the numbers of which only the median is reported. No verdict depends on them."""
+        """Return the numbers that are reported as medians over the runs. No verdict depends on them."""
         return tuple(
             SideBySide(label=label, unit=unit, a=a, b=b, better=better)
             for label, unit, better, of_run in _SIDE_BY_SIDE
@@ -122,7 +122,7 @@ class CompletedBlocks:
 
 
 def looks(comparisons: Iterable[Comparison], primary: Sequence[str]) -> Iterator[Look]:
-    """Yield what is known about the primary metrics now."""
+    """Yield the present estimate of each primary metric."""
     for c in comparisons:
         if c.metric in primary and c.ratio is not None:
             yield Look(metric=c.metric, blocks=c.blocks, ratio=c.ratio, low=c.low, high=c.high)

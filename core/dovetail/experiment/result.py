@@ -22,7 +22,7 @@ Better = Literal["lower", "higher"]
 
 
 class StoredRecord(BaseModel):
-    """The base of all stored records: they are immutable, and a field that this version does not define is an error."""
+    """Serve as the base class of all stored records. Records are immutable, and a field that this version does not define is an error."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
@@ -171,7 +171,7 @@ class Look(StoredRecord):
 
 class DecisionPlan(StoredRecord):
     """Describe how the experiment decides. With ``peeking`` it looked after each block, and its intervals allow for that. ``stopped`` is
-    why it ended; ``primary`` are the metrics that determine its verdict."""
+    the reason why it ended; ``primary`` are the metrics that determine its verdict."""
 
     alpha: float = 0.05
     delta: float = 0.02
@@ -219,23 +219,23 @@ class ExperimentRecord(StoredRecord):
 
     @property
     def primary(self) -> tuple[Comparison, ...]:
-        """The comparisons that determine the verdict."""
+        """Return the comparisons that determine the verdict."""
         return tuple(c for c in self.comparisons if c.metric in self.plan.primary)
 
     @property
     def verdict(self) -> Verdict:
-        """Slower if any primary metric is slower; else faster if any is faster; equivalent if all are; else inconclusive."""
+        """Return slower if any primary metric is slower; else faster if any is faster; equivalent if all are; else inconclusive."""
         return overall(self.primary)
 
     @property
     def fails_more(self) -> bool:
-        """True if more calls failed in arm B than in arm A. The latencies of the other calls are not comparable then."""
+        """Return True if more calls failed in arm B than in arm A. The latencies of the other calls are then not comparable."""
         return self.failed_calls[1] > self.failed_calls[0]
 
     @property
     def exit_code(self) -> int:
-        """The exit status for CI: 0 no regression, 1 a regression (B is slower, or fails calls that A answers), 2 the outputs differ,
-        3 inconclusive, 4 an arm failed."""
+        """Return the exit status for CI: 0 no regression, 1 a regression (B is slower, or fails calls that A answers), 2 the
+        outputs differ, 3 inconclusive, 4 an arm failed."""
         if self.gate.outcome == "failed":
             return 2
         if self.failure:

@@ -25,7 +25,8 @@ from dovetail.experiment.samples import PRIMARY
 from dovetail.experiment.verdict import Rules, stop_reason
 
 FORWARDS, BACKWARDS = "abba", "baab"
-"""The order of a block's runs, and that of every second block. A machine that becomes slower steadily slows both arms equally."""
+"""The order of the runs in the first, third, fifth, ... block, and the order in the others. A machine that becomes slower steadily
+slows both arms equally."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -240,7 +241,7 @@ def difference_of(d: ConfigDifference) -> result.DifferenceRecord:
 
 
 def warnings(a: ResolvedArm, b: ResolvedArm, found: Sequence[result.DifferenceRecord]) -> list[str]:
-    """Return what a reader should know before attributing the result to one of the differences."""
+    """Return the warnings that a reader should see before attributing the result to one of the differences."""
     moved = [d.key for d in found if not d.intended]
     texts = []
     if moved:

@@ -1,4 +1,4 @@
-"""Extract from a run what statistics need: numbers, and the request that each belongs to. Define the metrics of an experiment."""
+"""Define the metrics of an experiment, and extract their values from a run: numbers, and the request that each belongs to."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ _OF_CALL: Mapping[str, Callable[[Measurement], Sequence[float | None]]] = {
 
 
 def metrics(slo: SLO | None) -> tuple[Metric, ...]:
-    """Return the metrics that can be computed: goodput needs an SLO."""
+    """Return the metrics that can be computed. Goodput is among them only if there is an SLO."""
     return METRICS if slo else METRICS[:-1]
 
 

@@ -19,7 +19,7 @@ _NOTE = {"info": "dim", "warning": "yellow", "loud": "bold red"}
 
 
 def render(e: ExperimentRecord) -> Group:
-    """Return the contents of the page's tables, for ``Console.print``."""
+    """Return the verdict and the tables of an experiment, for ``Console.print``."""
     parts: list[RenderableType] = [Text(words.headline(e), f"bold {STYLE[words.tone(e)]}")]
     parts += [Text(f"  {words.sentence(c, e.plan.delta)}") for c in e.primary]
     parts += [Text(f"  {note.text}", _NOTE[note.level]) for note in e.notes]

@@ -106,8 +106,8 @@ def _deciding(slot: str, primary: Sequence[Comparison]) -> Comparison | str:
 
 
 def speed_up(c: Comparison) -> tuple[float, float | None, float | None]:
-    """Return how many times as fast the winner is, with bounds. The factor is above 1 for either winner and for either direction of the
-    metric."""
+    """Return how many times as fast the winner is, with the bounds of this factor. The factor is above 1 whichever arm wins, and whether
+    lower or higher values of the metric are better."""
     assert c.ratio is not None, "a settled comparison has a ratio"
     if c.ratio >= 1:
         return c.ratio, c.low, c.high

@@ -16,7 +16,7 @@ MOST_BLOCKS = 10_000
 
 @dataclass(frozen=True, slots=True)
 class Rules:
-    """Hold the rules of decision: ``alpha`` is the probability of a false alarm over all metrics together, ``delta`` the relative
+    """Hold the rules by which a verdict is decided: ``alpha`` is the probability of a false alarm over all metrics together, ``delta`` the relative
     difference that is too small to matter (0.02 is 2 %), and ``peeking`` requires that intervals are valid at every look."""
 
     alpha: float = 0.05
@@ -25,7 +25,8 @@ class Rules:
 
     @property
     def band(self) -> float:
-        """Half the width of the equivalence band on the log scale. The band is symmetric in B/A and A/B: 1/(1+delta) to 1+delta."""
+        """Return half the width of the equivalence band on the log scale. The band is symmetric in B/A and A/B: it reaches from
+        1/(1+delta) to 1+delta."""
         return math.log1p(self.delta)
 
 
@@ -44,7 +45,7 @@ class Estimate:
 
     @property
     def error(self) -> float:
-        """The standard error. It is at least the resolution of clocks and floats."""
+        """Return the standard error. It is at least the resolution of clocks and floats."""
         return max(math.sqrt(self.block_var / self.blocks + self.request_var), 1e-9)
 
     def p(self, peeking: bool) -> float:

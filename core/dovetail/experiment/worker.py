@@ -112,7 +112,7 @@ def _workload(job: ArmJob) -> Workload:
 
 
 def _end_with_parent() -> None:
-    """Exit when standard input is closed: the parent process holds its other end."""
+    """Exit when standard input is closed, which happens when the parent process ends, because the parent holds the other end."""
     while os.read(sys.stdin.fileno(), 1):
         pass
     os._exit(1)

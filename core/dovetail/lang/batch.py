@@ -30,7 +30,7 @@ class BatchProgram(Protocol):
     """The names of its other arguments."""
 
     def guarded(self, state: ProgramState, arguments: inspect.BoundArguments, traced: bool) -> None:
-        """Run on ``state`` and wait for its calls. What the program raises becomes the error of ``state``."""
+        """Run on ``state`` and wait for its calls. An exception of the program becomes the error of ``state``."""
         ...
 
 
@@ -58,13 +58,13 @@ def run_batch(
             raise
 
 
-def threads_for(asked: int | str, rows: int) -> int:
+def threads_for(requested: int | str, rows: int) -> int:
     """Return the number of rows that run at a time. Raises ``ValueError``."""
-    if asked == "auto":
+    if requested == "auto":
         return max(min(rows, MOST_THREADS), 1)
-    if not isinstance(asked, int) or asked < 1:
-        raise ValueError(f"num_threads is {asked!r}; allowed: 'auto', or 1 and more")
-    return max(min(asked, rows), 1)
+    if not isinstance(requested, int) or requested < 1:
+        raise ValueError(f"num_threads is {requested!r}; allowed: 'auto', or 1 and more")
+    return max(min(requested, rows), 1)
 
 
 def send_common_prefix(program: BatchProgram, rows: Sequence[inspect.BoundArguments], backend: Backend) -> str:

@@ -53,7 +53,8 @@ class Message:
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """Hold the messages that have ended, the message that has not, and the text outside of messages. Immutable.
+    """Hold the messages that have ended, the message that is still open, and the text outside of messages. A conversation
+    is immutable.
 
     ``before`` is the text that ends where ``messages[start:]`` begin; messages before ``start`` are already rendered in
     it.
@@ -132,8 +133,8 @@ class Conversation:
         return written[: written.rindex(_END)]
 
     def since(self, earlier: Conversation) -> tuple[tuple[Message, ...], str]:
-        """Return what was added to ``earlier``, from which this conversation was made: the messages that began since
-        then, else text."""
+        """Return (messages, text), what was added to the conversation ``earlier``, from which this one was made. If a message
+        began since then, the messages that began are returned, and otherwise the text that was appended."""
         count = len(earlier.messages)
         if len(self.messages) > count or (self.open is None) != (earlier.open is None):
             if earlier.open is not None:

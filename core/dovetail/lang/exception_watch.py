@@ -12,9 +12,10 @@ from dovetail.lang.state_interface import program_line
 class ExceptionWatch:
     """Observe the exceptions that Python code of this thread raises while the context is active.
 
-    It observes ``stop``, however it is caught, and the ``TypeError`` of a function that received an object of the class
-    called ``name`` in place of text, which becomes a ``stop``. ``seen`` is the message of the first of them. The trace
-    function of a debugger or of a coverage tool is not called in the meantime.
+    It observes exceptions of the type ``stop``, whether or not the program catches them. A ``TypeError`` whose message
+    contains ``name`` (the class of an object that a function received in place of text) is replaced by a ``stop``.
+    ``seen`` is the message of the first observed exception. While the context is active, the trace function of a
+    debugger or of a coverage tool is not called.
     """
 
     def __init__(self, stop: type[BaseException], name: str) -> None:

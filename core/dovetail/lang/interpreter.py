@@ -54,7 +54,9 @@ class Interpreter:
         self.log: list[str] = []
         self.logs: dict[str, list[str]] = {}
         self._logged = ""
-        self.pending: Counter[str] = Counter()  # how many times the appended parts will still set each variable
+        self.pending: Counter[str] = (
+            Counter()
+        )  # for each variable, how many times parts that are not executed yet will set it
         self._defaults = defaults
         self._changed = changed
         self._streaming = streaming
@@ -71,7 +73,7 @@ class Interpreter:
         return self.conversation.text(self.backend.template()) if self.conversation.chat else self.conversation.before
 
     def expect(self, expr: Expr) -> None:
-        """Note that ``expr`` will be executed; its variables have values after that."""
+        """Record that ``expr`` will be executed and will set its variables."""
         with self._changed:
             self.pending.update(names_of(expr))
 
@@ -253,8 +255,8 @@ class Interpreter:
         return log_piece
 
     def _log_text(self) -> None:
-        """Log the new text for streams. If the template now renders the logged text differently, readers get what
-        follows it."""
+        """Log the new text for streams. If the template now renders the logged text differently, nothing is logged this
+        time, and readers get only what is appended later."""
         if not self._streaming:
             return
         try:

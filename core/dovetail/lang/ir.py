@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -228,7 +228,3 @@ def calls_of(expr: Expr) -> list[Gen | Select]:
 def reasoning_name(name: str) -> str:
     """Return the name of the variable that holds the reasoning of ``name``."""
     return f"{name}_reasoning_content"
-
-
-Meta = Mapping[str, Any]
-"""What a backend reports about one call: finish_reason, prompt_tokens, completion_tokens, cached_tokens, ..."""

@@ -133,8 +133,8 @@ class Function:
         state.end()
 
     def guarded(self, state: ProgramState, arguments: inspect.BoundArguments, traced: bool) -> None:
-        """Call ``execute``. What the program raises becomes the error of its state, also ``SystemExit``, because a
-        reader may wait for it."""
+        """Call ``execute``. Any exception of the program, even ``SystemExit``, becomes the error of its state, because a
+        reader may wait for the state."""
         try:
             self.execute(state, arguments, traced)
         except BaseException as error:
@@ -178,7 +178,8 @@ def function(func: Callable[..., Any] | None = None, num_api_spec_tokens: int | 
 
 
 def _by_name(arguments: inspect.BoundArguments) -> bool:
-    """Return whether every argument has its own name."""
+    """Return whether every argument can be passed by its name: the function has no positional-only parameters and takes
+    neither ``*args`` nor ``**kwargs``."""
     kinds = {p.kind for p in arguments.signature.parameters.values()}
     return not kinds & {
         inspect.Parameter.VAR_POSITIONAL,

@@ -67,8 +67,8 @@ class ProgramState(State):
         return self.fork_for([True] * size)
 
     def fork_for(self, calling: Sequence[bool]) -> Sequence[Self]:
-        """Return one copy for each entry of ``calling``. An entry is whether its copy will call the model; those copies
-        are a group."""
+        """Return one copy for each entry of ``calling``. An entry is True if its copy will call the model; these copies
+        form a group."""
         self._queue.wait()
         self.interpreter.raise_error()
         group = f"fork-{secrets.token_hex(8)}"
@@ -171,7 +171,7 @@ class ProgramState(State):
             self._wait_for(var_name)
 
     def stream(self, var_name: str | None = None) -> Iterator[str]:
-        """Call ``text_iter``, of which this is another name."""
+        """Call ``text_iter``. This is a shorter name for it."""
         return self.text_iter(var_name)
 
     async def text_async_iter(self, var_name: str | None = None, return_meta_data: bool = False) -> AsyncIterator[Any]:
@@ -208,7 +208,8 @@ class ProgramState(State):
             self._queue.changed.notify_all()
 
     def _settled(self) -> bool:
-        """Return whether no more results will come, as far as the calling thread can wait for them."""
+        """Return whether no more results will come. The thread that runs the program does not wait for the end of the
+        program, because it would wait for itself."""
         ended = self._ended or self.interpreter.error is not None or threading.get_ident() == self._owner
         return self._queue.idle and ended
 
@@ -228,7 +229,8 @@ class ProgramState(State):
 
 
 class _ForkSnapshot:
-    """Hold what a fork has found by the parts appended to it until now, for a join. Later parts are not included."""
+    """Take, for a join, the variables and the conversation that a fork has after the parts that were appended to it before.
+    Parts that are appended later are not included."""
 
     def __init__(self, fork: ProgramState) -> None:
         self._fork, self._ready = fork, threading.Event()

@@ -30,7 +30,7 @@ class Symbol:
         _stop_trace(self)
 
     def as_expr(self) -> Expr:
-        """Return the expression that is appended in its place."""
+        """Return the expression that is appended in place of the symbol."""
         return self._made
 
     def __add__(self, other: object) -> Expr | Symbol:

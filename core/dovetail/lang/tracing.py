@@ -82,8 +82,8 @@ class TracedState(State):
         self._read: set[str] = set()  # the variables whose symbols the program has
 
     def append(self, expr: Expr) -> None:
-        """Record ``expr``. Ends the trace if it changes a variable whose symbol the program has, because the symbol
-        stands for the old value."""
+        """Record ``expr``. End the trace if ``expr`` changes a variable that the program has read, because the symbol of
+        that variable stands for the old value."""
         names = names_of(expr)
         if changed := self._read.intersection(names):
             raise TraceStop(f"{program_line()} changes {min(changed)!r}, whose value the program has read")

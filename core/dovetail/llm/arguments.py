@@ -1,4 +1,4 @@
-"""Check the arguments of callers."""
+"""Check and convert the arguments of the methods of ``LLM``."""
 
 from __future__ import annotations
 
@@ -15,11 +15,12 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 Prompt = str | Sequence[int]
-"""Text, or token ids."""
+"""A prompt: text, or a list of token ids."""
 
 
 def arguments_of(taker: Callable[P, object]) -> Callable[[Callable[..., R]], Callable[P, R]]:
-    """Decorate a method that passes its arguments on to ``taker``, so that readers and type checkers see the arguments of ``taker``."""
+    """Return a decorator for methods that pass all their arguments on to ``taker``. Documentation and type checkers then show
+    the arguments of ``taker``, and a call with other arguments raises ``TypeError`` that names the method."""
 
     def shown(method: Callable[..., R]) -> Callable[P, R]:
         returned = inspect.signature(method).return_annotation
@@ -75,7 +76,7 @@ def prompt_list(prompts: object) -> list[Prompt]:
         return [prompts]
     if not isinstance(prompts, Sequence) or isinstance(prompts, bytes | bytearray):
         raise RequestError(
-            f"prompts is a {type(prompts).__name__}; allowed: text, a list of token ids, or a list of those",
+            f"prompts is a {type(prompts).__name__}; allowed: text, a list of token ids, or a list of such prompts",
             param="prompts",
         )
     single = len(prompts) > 0 and isinstance(prompts[0], Integral)
@@ -110,7 +111,7 @@ def params_of_each(params: object, count: int) -> list[SamplingParams]:
 
 
 def checked_messages(messages: object) -> list[Mapping[str, Any]]:
-    """Return the messages of a chat. Raises ``RequestError``."""
+    """Return the messages of a chat as a list. Raises ``RequestError``."""
     if not isinstance(messages, Sequence) or not all(isinstance(message, Mapping) for message in messages):
         raise RequestError(
             f"messages is {messages!r:.80}; allowed: a list of {{'role': 'user', 'content': '...'}}", param="messages"

@@ -1,4 +1,4 @@
-"""Provide ``LLM``: the engine in the caller's process, which the callers of ``generate`` drive."""
+"""Provide ``LLM``, which runs the engine in the caller's process. Calls such as ``generate`` run the engine's steps themselves."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ class LLM:
     ) -> Iterator[str]:
         """Generate one output and yield its text as it becomes final. Closing the iterator aborts the request. Several streams can
         be read in turns, and ``generate`` can be called in between: all of them share the engine's steps. See ``generate`` for
-        ``group``, which has ``group_size`` outputs in all, and ``session``."""
+        ``group`` and ``session``; ``group_size`` is the number of outputs of the whole group."""
         params = params_of_each(params, 1)[0]
         if params.n != 1:
             raise RequestError(f"n is {params.n}; a stream has one output", param="n")
@@ -152,8 +152,8 @@ class LLM:
     @arguments_of(_chat_run)
     def chat(self, *args: Any, **kwargs: Any) -> ChatOutput:
         """Answer a chat, which the model's chat template turns into a prompt. The output is constrained and read as in
-        /v1/chat/completions, and the arguments have the names of its fields. See ``generate`` for ``group``, which has
-        ``group_size`` outputs in all, for ``session``, and for the exceptions."""
+        /v1/chat/completions, and the arguments have the names of its fields. See ``generate`` for ``group``, ``session`` and
+        the exceptions; ``group_size`` is the number of outputs of the whole group."""
         run = self._chat_run(*args, **kwargs)
         with DeferredInterrupt() as interrupt:
             for _ in self._drive([run], interrupt):
@@ -162,8 +162,9 @@ class LLM:
 
     @arguments_of(_chat_run)
     def chat_stream(self, *args: Any, **kwargs: Any) -> ChatStream:
-        """Answer a chat as ``chat`` does, and stream the answer: iterate for what each step adds to reasoning, content and tool calls.
-        ``output`` is the answer so far. Closing the stream aborts the request."""
+        """Answer a chat as ``chat`` does, and stream the answer. Each item of the iteration is what a step
+        added to reasoning, content and tool calls; ``output`` of the stream is the answer so far. Closing the stream aborts
+        the request."""
         run = self._chat_run(*args, **kwargs)
         return ChatStream(run, self._stream([run]))
 
@@ -176,7 +177,8 @@ class LLM:
         group_size: int = 1,
         session: str = "",
     ) -> Iterator[str]:
-        """Answer a chat and yield the model's text as it becomes final, reasoning and its marks included."""
+        """Answer a chat and yield everything that the model writes, as it becomes final. Reasoning and its marks are included;
+        ``chat_stream`` separates them."""
         prompt = self._encoded(self._chat_prompt(messages, [], {}))
         return self.stream(prompt, params, group=group, group_size=group_size, session=session)
 
@@ -237,7 +239,8 @@ class LLM:
         return [Run(msg, self.tokenizer) for msg in msgs]
 
     def _stream(self, runs: list[Run]) -> Generator[str, None, None]:
-        """Drive ``runs`` and yield text. Between two parts of the text the caller's code can be interrupted at any time."""
+        """Drive ``runs`` and yield the text of the first one. Ctrl-C is deferred while a step runs, not while the caller handles
+        a yielded text."""
         interrupt = DeferredInterrupt()
         pieces = self._drive(runs, interrupt)
         try:

@@ -8,7 +8,7 @@ import threading
 
 class DeferredInterrupt:
     """Defer the first Ctrl-C inside the ``with`` block until ``release`` or the end of the block. A second Ctrl-C is not deferred.
-    Python calls signal handlers in the main thread only, so in other threads this does nothing."""
+    Python calls signal handlers in the main thread only, so in other threads the block changes nothing."""
 
     def __enter__(self) -> DeferredInterrupt:
         self._handler = signal.getsignal(signal.SIGINT)

@@ -36,17 +36,17 @@ class Output:
 
     @property
     def drafted(self) -> int:
-        """The number of draft tokens that were verified."""
+        """Return the number of draft tokens that were verified."""
         return self.acceptance.drafted
 
     @property
     def accepted(self) -> int:
-        """The number of draft tokens that were accepted."""
+        """Return the number of draft tokens that were accepted."""
         return self.acceptance.accepted
 
     @property
     def verify_steps(self) -> int:
-        """The number of steps in which drafts of the sequence were verified."""
+        """Return the number of steps in which drafts of the sequence were verified."""
         return self.acceptance.steps
 
 
@@ -61,15 +61,15 @@ class ChatOutput(Output):
 
     @property
     def message(self) -> dict[str, Any]:
-        """The answer as an assistant message, for the next turn of the chat."""
+        """Return the answer as an assistant message, for the next turn of the chat."""
         calls = {"tool_calls": self.tool_calls} if self.tool_calls else {}
         return {"role": "assistant", "content": self.content, **calls}
 
 
 class Run:
     """Collect the outputs of one sequence. The run is appended to ``ended`` once it has its ``output.finish`` or its ``error``.
-    ``stopped`` is True if the reader of a chat has ended the sequence, which the engine does not know; ``parts`` holds what
-    that reader has found."""
+    ``stopped`` is True if the reader of a chat has ended the sequence; the engine still computes it then, and the caller must
+    abort it. ``parts`` holds what that reader has found."""
 
     def __init__(self, msg: GenerateMsg, tokenizer: Tokenizer | None) -> None:
         self.msg = msg
@@ -83,7 +83,7 @@ class Run:
         self._detokenizer = tokenizer and IncrementalDetokenizer.for_params(tokenizer, msg.params)
 
     def read_with(self, reader: OutputReader) -> None:
-        """Make the output that of a chat, which ``reader`` divides into parts. Call it before the first ``take``."""
+        """Make the output a ``ChatOutput``, whose text ``reader`` divides into parts. Call this before the first ``take``."""
         self.output, self._reader = ChatOutput(self.output.prompt_ids), reader
 
     def take(self, answer: TokenOutput | RequestFailed) -> None:
@@ -118,7 +118,8 @@ def chat_output(run: Run) -> ChatOutput:
 
 
 class ChatStream:
-    """Stream the answer of a chat: iterate over it once for what each step added. Iterating over ``pieces`` drives the run."""
+    """Stream the answer of a chat. It can be iterated once and yields what each step added. Iterating over ``pieces`` drives
+    the run."""
 
     def __init__(self, run: Run, pieces: Generator[str, None, None]) -> None:
         self._run = run
@@ -134,7 +135,7 @@ class ChatStream:
 
     @property
     def output(self) -> ChatOutput:
-        """The answer so far; it is complete once it has a ``finish``."""
+        """Return the answer so far; it is complete once it has a ``finish``."""
         return chat_output(self._run)
 
     def close(self) -> None:

@@ -89,7 +89,7 @@ def _first(slot: Slot, config: Config) -> Candidate | None:
 
 
 def _choice(slot: Slot, chosen: Candidate | None, template: str | None) -> ParserChoice:
-    note = "what the chat template asks for" if chosen is not None and not slot.explicit else ""
+    note = "the chat template uses its format" if chosen is not None and not slot.explicit else ""
     if chosen is None:
         given = "the chat template has the marks of none" if template is not None else "the model has no chat template"
         note = "switched off by config" if slot.disabled else given

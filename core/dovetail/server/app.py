@@ -26,7 +26,7 @@ from dovetail.server.tenants.tenancy import Tenancy
 
 class ServerRoute(NamedTuple):
     """Describe a route of the server itself, whose handler gets the ``Service``. If the server has keys, the route requires the
-    key of an admin unless it is ``open``. ``answers`` and ``query`` are those of ``interfaces.api.Route``."""
+    key of an admin unless it is ``open``. See ``interfaces.api.Route`` for ``answers`` and ``query``."""
 
     methods: Sequence[str]
     path: str

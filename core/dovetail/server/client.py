@@ -54,7 +54,7 @@ class EngineClient:
 
     When the process ends, or reports that it is about to end, every call that waits for it raises ``EngineDeadError``, and so
     does every later call: nothing hangs. The process is not restarted; the server answers 503 until the server is restarted.
-    ``failure`` is why the process has ended by itself.
+    ``failure`` is the reason if the process has ended by itself, and None otherwise.
     """
 
     def __init__(self, config: Config, target: EngineTarget = run_engine) -> None:
@@ -114,12 +114,12 @@ class EngineClient:
 
     @property
     def alive(self) -> bool:
-        """True from ``start`` until the process has ended."""
+        """Return True from ``start`` until the process has ended."""
         return self._dead is None
 
     @property
     def pid(self) -> int | None:
-        """The process id of the engine."""
+        """Return the process id of the engine."""
         return self._process.pid if self._process else None
 
     # requests
@@ -153,18 +153,18 @@ class EngineClient:
 
     @property
     def num_open(self) -> int:
-        """The number of groups that are not closed yet."""
+        """Return the number of groups that are not closed yet."""
         return len(self._groups)
 
     # commands
 
     async def stats(self) -> EngineStats:
-        """Return gauges and totals as they are after the current step."""
+        """Return the engine's gauges and totals after the current step."""
         call_id = self._call_id()
         return await self._call(call_id, StatsRequestMsg(call_id))
 
     async def flush_cache(self) -> CommandReply:
-        """Drop every cached prefix. The reply holds whether that was possible."""
+        """Drop every cached prefix. The reply reports whether this was possible."""
         call_id = self._call_id()
         return await self._call(call_id, FlushCacheMsg(call_id))
 

@@ -1,4 +1,4 @@
-"""Define what the server requires of its engine, be it one process or several behind one handle."""
+"""Define the interface between the server and its engine, which is one process or several processes behind one handle."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ class Stream(Protocol):
 
     @property
     def open(self) -> set[str]:
-        """The ids of the requests that have not finished."""
+        """Return the ids of the requests that have not finished."""
         ...
 
     @property
     def unread(self) -> int:
-        """The number of tokens that have arrived since the last read."""
+        """Return the number of tokens that have arrived since the last read."""
         ...
 
     async def __anext__(self) -> list[TokenOutput]:
@@ -39,27 +39,27 @@ class EngineHandle(Protocol):
 
     @property
     def info(self) -> dict[str, Any]:
-        """The info that the engine reported when it was ready."""
+        """Return the info that the engine reported when it was ready."""
         ...
 
     @property
     def failure(self) -> str | None:
-        """Why the engine has ended by itself; None if it has not."""
+        """Return why the engine has ended by itself; None if it has not."""
         ...
 
     @property
     def alive(self) -> bool:
-        """True while requests are accepted."""
+        """Return True while requests are accepted."""
         ...
 
     @property
     def pid(self) -> int | None:
-        """The process id of the engine."""
+        """Return the process id of the engine."""
         ...
 
     @property
     def num_open(self) -> int:
-        """The number of groups of requests that are not closed yet."""
+        """Return the number of groups of requests that are not closed yet."""
         ...
 
     async def start(self) -> dict[str, Any]:

@@ -25,7 +25,7 @@ _HEADERS = {
 
 
 class ErrorFormats:
-    """Format errors: the API that claims a path defines their JSON there."""
+    """Format errors as JSON. The API that claims a path defines the format of errors at that path."""
 
     def __init__(self, apis: Sequence[Api]) -> None:
         claims = [(claim, api) for api in apis for claim in api.claims]

@@ -101,7 +101,8 @@ def running_server(
 
 class DrainingServer(uvicorn.Server):
     """Drain at the first signal: new requests are answered with 503, running ones may finish for ``server.drain_seconds``, and
-    those that are left are aborted. At the second signal the server exits at once. A uvicorn server otherwise."""
+    those that are left are aborted. At the second signal the server exits at once. In every other respect it is a uvicorn
+    server."""
 
     def __init__(self, config: uvicorn.Config, service: Service, on_started: Callable[[DrainingServer], None]) -> None:
         super().__init__(config)

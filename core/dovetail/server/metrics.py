@@ -117,7 +117,7 @@ class RequestMetrics:
 
     @property
     def elapsed(self) -> float:
-        """The seconds since the request arrived."""
+        """Return the seconds since the request arrived."""
         return time.perf_counter() - self._arrival
 
     def observe(self, batch: Iterable[TokenOutput]) -> None:

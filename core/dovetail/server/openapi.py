@@ -24,22 +24,22 @@ class DescribedRoute(Protocol):
 
     @property
     def path(self) -> str:
-        """The path, with parameters in braces."""
+        """Return the path, with parameters in braces."""
         ...
 
     @property
     def body(self) -> type[BaseModel] | None:
-        """The model of the request body; None if the route has no body."""
+        """Return the model of the request body; None if the route has no body."""
         ...
 
     @property
     def query(self) -> type[BaseModel] | None:
-        """The model of the query parameters; None if the route has none."""
+        """Return the model of the query parameters; None if the route has none."""
         ...
 
     @property
     def answers(self) -> Sequence[str]:
-        """The media types of a successful response."""
+        """Return the media types of a successful response."""
         ...
 
 

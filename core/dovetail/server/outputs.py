@@ -140,22 +140,22 @@ class RequestOutputs:
 
     @property
     def finished(self) -> bool:
-        """True if no output is running."""
+        """Return True if no output is running."""
         return not self._stream.open
 
     @property
     def unread(self) -> int:
-        """The number of tokens that were generated and that no choice holds yet."""
+        """Return the number of tokens that were generated and that no choice holds yet."""
         return self._stream.unread
 
     @property
     def elapsed(self) -> float:
-        """The seconds since the request arrived."""
+        """Return the seconds since the request arrived."""
         return self._metrics.elapsed
 
     @property
     def usage(self) -> Usage:
-        """The token counts so far."""
+        """Return the token counts so far."""
         firsts = [self.choices[i] for i in self._first]
         return Usage(
             sum(len(choice.prompt_ids) for choice in firsts),

@@ -1,4 +1,5 @@
-"""Define what a server is built from besides its config, and how that is prepared."""
+"""Define the parts of a server that its config does not hold (the engine and additions to the application), and the function that
+prepares them."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ class BoundedProtocol(HttpToolsProtocol):
     """Bytes received since the parser last reached the end of the headers or a part of a body."""
 
     def data_received(self, data: bytes) -> None:
-        """See uvicorn's protocol. Counts the bytes that belong to no body."""
+        """See uvicorn's protocol. Counts the bytes that are not part of a body."""
         self._waiting += len(data)
         super().data_received(data)
         if self._waiting > MAX_HEAD and not self.transport.is_closing():

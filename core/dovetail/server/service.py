@@ -57,7 +57,7 @@ class Service(ApiHost):
 
     @property
     def max_body(self) -> int:
-        """The largest size of a request body in bytes."""
+        """Return the largest size of a request body in bytes."""
         return int(self.config.server.max_body_mib * 2**20)
 
     def submit(self, request: ApiRequest, terms: RequestTerms | None = None) -> RequestOutputs:

@@ -72,7 +72,7 @@ class OutputStream:
 
     @property
     def unread(self) -> int:
-        """The number of tokens that have arrived since the last read."""
+        """Return the number of tokens that have arrived since the last read."""
         return sum(len(output.token_ids) for output in self._arrived)
 
     def end(self, rid: str) -> None:

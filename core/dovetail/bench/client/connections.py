@@ -86,7 +86,7 @@ class _Stale(ConnectionError):
 
 
 class _Connection(asyncio.Protocol):
-    """Handle one request at a time. ``usable`` is whether another request may follow."""
+    """Handle one request at a time. ``usable`` is True while another request may follow."""
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()

@@ -17,7 +17,8 @@ _encode = msgspec.json.encode
 
 
 def open_client(url: str, timeout: float, api_key: str | None = None) -> httpx.AsyncClient:
-    """Open a client for everything that is not measured: what the server reports about itself, and its counters."""
+    """Open a client for the requests that are not measured, which read what the server reports about itself and its
+    counters."""
     headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
     return httpx.AsyncClient(base_url=url, timeout=timeout, headers=headers, trust_env=False)
 
@@ -62,7 +63,8 @@ class HttpSender:
 
 
 def _refusal(status: int, body: bytes) -> str:
-    """Return the message of an error answer, shortened to omit what differs from call to call at its end."""
+    """Return the beginning of the message of an error answer. Failures are counted by this text, and the end of a long
+    message often differs from call to call."""
     text = body.decode("utf-8", "replace")
     try:
         given = msgspec.json.decode(body)

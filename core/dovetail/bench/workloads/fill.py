@@ -15,7 +15,7 @@ from dovetail.bench.workloads.words import WORDS
 from dovetail.errors import ConfigError
 
 Part: TypeAlias = tuple[Any, ...]
-"""Token ids, or messages."""
+"""A part of a prompt: token ids, or messages."""
 
 
 class Fill(Protocol):

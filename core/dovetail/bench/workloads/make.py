@@ -42,8 +42,8 @@ def make_workload(
 
 
 def with_roots(spec: WorkloadSpec, roots: int) -> WorkloadSpec:
-    """Return the spec of the same kind of load with at least ``roots`` calls that follow no other, for a run of a given
-    length at a given rate.
+    """Return the spec of the same kind of load with at least ``roots`` calls without a parent, for a run of a given length
+    at a given rate.
 
     The spec of a file is returned unchanged, because its number of calls is fixed.
     """
@@ -56,7 +56,7 @@ def with_roots(spec: WorkloadSpec, roots: int) -> WorkloadSpec:
 
 
 def repeated(workload: Workload, roots: int) -> Workload:
-    """Repeat the workload until it has at least ``roots`` calls that follow no other.
+    """Repeat the workload until it has at least ``roots`` calls without a parent.
 
     The ids of later repetitions end in ~2, ~3 and so on. Repeated prompts are found in a prefix cache.
     """

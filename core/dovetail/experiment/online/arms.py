@@ -39,12 +39,12 @@ class OnlineArm:
 
     @property
     def running(self) -> bool:
-        """True while the arm accepts requests."""
+        """Return True while the arm accepts requests."""
         return self.client.alive and not self.stopping
 
     @property
     def state(self) -> str:
-        """The state of the arm: running, stopping, stopped or dead."""
+        """Return the state of the arm: running, stopping, stopped or dead."""
         if self.client.failure is not None:
             return "dead"
         if self.stopping:
@@ -111,17 +111,17 @@ class ArmsClient:
 
     @property
     def alive(self) -> bool:
-        """True while at least one arm accepts requests."""
+        """Return True while at least one arm accepts requests."""
         return any(arm.running for arm in self.arms.values())
 
     @property
     def failure(self) -> str | None:
-        """The arms whose process has ended by itself, each with the reason; None if there are none."""
+        """Return the arms whose process has ended by itself, each with the reason; None if there are none."""
         return "; ".join(f"arm {a.name}: {a.client.failure}" for a in self.arms.values() if a.client.failure) or None
 
     @property
     def pid(self) -> int | None:
-        """The process id of the first arm that accepts requests."""
+        """Return the process id of the first arm that accepts requests."""
         return next((arm.client.pid for arm in self.arms.values() if arm.running), None)
 
     # requests
@@ -150,7 +150,7 @@ class ArmsClient:
 
     @property
     def num_open(self) -> int:
-        """The number of open groups of requests that clients wait for; shadow requests do not count."""
+        """Return the number of open groups of requests that clients wait for; shadow requests do not count."""
         return len(self._groups)
 
     def _select(self, key: str) -> OnlineArm:
@@ -249,12 +249,12 @@ class ArmStream:
 
     @property
     def open(self) -> set[str]:
-        """The ids of the requests that have not finished."""
+        """Return the ids of the requests that have not finished."""
         return self._stream.open
 
     @property
     def unread(self) -> int:
-        """The number of tokens that have arrived since the last read."""
+        """Return the number of tokens that have arrived since the last read."""
         return self._stream.unread
 
     async def __anext__(self) -> list[TokenOutput]:

@@ -1,4 +1,4 @@
-"""Derive one complete config for each arm from a config with an experiment, and check every one before an engine starts."""
+"""Derive one complete config for each arm from a config with an experiment, and check all of them before an engine starts."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from dovetail.errors import ConfigError, DovetailError, PluginError
 from dovetail.tokenizer import load_tokenizer
 
 SHARED = ("server", "plugins", "experiment")
-"""Sections that configure the server and not an engine, besides those of kinds ``of_server``. They are the same for all arms."""
+"""Sections that configure the server and not an engine. Together with the sections of kinds ``of_server`` they are the same for all
+arms."""
 
 
 def arm_configs(config: Config, choices: Choices) -> dict[str, Config]:

@@ -18,7 +18,7 @@ from dovetail.server.metrics import E2E_SECONDS, PER_TOKEN_SECONDS, TTFT_SECONDS
 from dovetail.types import FinishKind
 
 KEPT = 4096
-"""The number of outputs of each arm, the latest ones, whose latencies are kept for the comparison."""
+"""The number of latest outputs of each arm whose latencies are kept for the comparison."""
 
 
 class Latency(NamedTuple):
@@ -100,7 +100,7 @@ class StreamLog:
 
     @property
     def complete(self) -> bool:
-        """True if every output has finished with a stop or at its length limit."""
+        """Return True if every output has finished with a stop or at its length limit."""
         ends = (FinishKind.STOP, FinishKind.LENGTH)
         return not self.failed and all(self.finish.get(rid) in ends for rid in self._rids)
 

@@ -51,7 +51,7 @@ class OnlineExperiment:
         self._judging = asyncio.Lock()
 
     def parts(self) -> ServerParts:
-        """Return what the server is built from."""
+        """Return the parts from which the server is built."""
         source = self._section.key
         return ServerParts(self.engine, self._routes(), lambda app: RememberRequest(app, source), self._register)
 
@@ -73,7 +73,9 @@ class OnlineExperiment:
         """Answer 200 while requests are accepted, else 503. The answer names arms whose process has ended by itself."""
         service.check_ready()
         failure = self.engine.failure
-        return PlainTextResponse(f"ok, without {failure}; others take its requests" if failure else "ok")
+        return PlainTextResponse(
+            f"ok, but an arm has ended ({failure}); the other arms serve its requests" if failure else "ok"
+        )
 
     async def stop(self, service: Service, request: Request) -> Response:
         """Stop an arm: the other arms get its share, its running requests finish, then its process ends."""

@@ -1,4 +1,4 @@
-"""Send requests that were answered once more to another arm, and compare the outputs (shadow traffic).
+"""Send answered requests again, to another arm, and compare the outputs (shadow traffic).
 
 Shadow traffic does not delay clients: a request enters a bounded queue after its answer is complete, and is dropped if the queue
 is full or the token budget is spent.
@@ -20,6 +20,7 @@ from typing import Any
 import msgspec
 from prometheus_client import Counter
 
+from dovetail.bench.divergence import first_difference
 from dovetail.config.experiment import ShadowSection
 from dovetail.errors import DovetailError
 from dovetail.experiment.online.log import KEPT, ArmLog, Latency, StreamLog
@@ -47,7 +48,7 @@ class FinishedRequest:
 
     @property
     def tokens(self) -> int:
-        """The number of prompt and output tokens in the primary arm."""
+        """Return the number of prompt and output tokens in the primary arm."""
         return sum(len(msg.input_ids) + len(self.log.outputs[msg.rid]) for msg in self.msgs)
 
     def copies(self) -> list[GenerateMsg]:
@@ -189,7 +190,7 @@ class ShadowTraffic:
             ours, theirs = finished.log, f"shadow/{msg.rid}"
             pair = OutputPair(
                 finished.rid, time.time(), msg.params.temperature == 0,
-                divergence(ours.outputs[msg.rid], log.outputs[theirs]),
+                first_difference(ours.outputs[msg.rid], log.outputs[theirs]),
                 self._output(ours.outputs[msg.rid], ours.finish[msg.rid]),
                 self._output(log.outputs[theirs], log.finish[theirs]),
             )  # fmt: skip
@@ -217,11 +218,3 @@ class ShadowTraffic:
             "outcomes": self.outcomes(),
             "compared": [dataclasses.asdict(one) for one in reversed(self.compared)],
         }
-
-
-def divergence(a: Sequence[int], b: Sequence[int]) -> int | None:
-    """Return the index of the first difference, or None if the sequences are equal. If one is a prefix of the other, the index is
-    the length of the shorter one."""
-    if list(a) == list(b):
-        return None
-    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))

@@ -1,4 +1,4 @@
-"""Read what servers answer over HTTP: the lines of a stream, the message of an error, and the Dovetail error for a
+"""Read the HTTP responses of servers: the lines of a stream, the message of an error, and the Dovetail error for a
 refusal."""
 
 from __future__ import annotations

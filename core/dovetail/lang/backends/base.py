@@ -18,7 +18,7 @@ OnText = Callable[[str], None]
 
 @dataclass(frozen=True, slots=True)
 class ReuseHints:
-    """Describe which cached prefixes the engine can expect to reuse.
+    """Announce which prefixes other requests will reuse, so that the engine keeps them cached.
 
     Requests of one ``group`` (``group_size`` requests) have a common prefix and arrive at the same time. The next
     request of a ``session`` continues where this request ends.

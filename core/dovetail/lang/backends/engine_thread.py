@@ -59,7 +59,7 @@ class EngineThread:
         self._backlog: deque[SubmittedCall] = deque()  # calls beyond the number that may wait in the engine
         self._calls: dict[str, SubmittedCall] = {}
         self._replies: dict[str, queue.SimpleQueue[CommandReply]] = {}
-        self._gate = threading.Lock()
+        self._lock = threading.Lock()
         self._refusal: Exception | None = None  # once set, nothing more is put into the inbox
         self._thread = threading.Thread(target=self._work, name="dovetail-engine", daemon=True)
         self._thread.start()
@@ -101,7 +101,7 @@ class EngineThread:
     def close(self) -> None:
         """End every call with an error, and end the thread. May be called twice, and from any thread except the
         engine thread."""
-        with self._gate:
+        with self._lock:
             if self._refusal is None:
                 self._refusal = EngineError(f"{CLOSED}; make a new one")
                 self._inbox.put(None)
@@ -113,7 +113,7 @@ class EngineThread:
         self._inbox.put(None)
 
     def _put(self, item: Sequence[SubmittedCall] | Callable[[], None]) -> None:
-        with self._gate:
+        with self._lock:
             if self._refusal is not None:
                 raise _copied(self._refusal)
             self._inbox.put(item)
@@ -174,7 +174,7 @@ class EngineThread:
 
     def _stop(self, error: Exception) -> None:
         """Accept no further calls, and end the accepted calls with ``error``."""
-        with self._gate:
+        with self._lock:
             self._refusal = self._refusal or error
         while not self._inbox.empty():
             item = self._inbox.get()
@@ -191,7 +191,7 @@ class EngineThread:
         self._replies.clear()
 
     def _empty(self) -> None:
-        """Leave the engine without requests for its owner."""
+        """Abort the requests that are left in the engine, because its owner will use it again."""
         if self._loop.dead is None:
             self._loop.handle(AbortAllMsg(CLOSED))
             while self._loop.has_work:

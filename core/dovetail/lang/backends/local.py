@@ -99,7 +99,7 @@ class Runtime(Backend):
         start = min(same_tokens(ids, each) for each in longer)
         scored = self._scored(longer, max(start, 1), ReuseHints())
         if unconditional:
-            scored = [replace(each, unconditional=self._alone(each)) for each in scored]
+            scored = [replace(each, unconditional=self._unconditional_logprobs(each)) for each in scored]
         return scored, {"prompt_tokens": len(ids), "cached_tokens": cached}
 
     def prefill(self, text: str, chat: bool) -> None:
@@ -132,7 +132,7 @@ class Runtime(Backend):
                 self.llm.close()
 
     def shutdown(self) -> None:
-        """Call ``close``, of which this is another name."""
+        """Call ``close``. Programs written for SGLang use this name."""
         self.close()
 
     def _scored(self, ids: Sequence[list[int]], start: int, hints: ReuseHints) -> list[Scored]:
@@ -144,7 +144,7 @@ class Runtime(Backend):
         found = [call.output().prompt_logprobs or [] for call in calls]
         return joined_scores((), [[(e.token_id, e.logprob or 0.0) for e in entries] for entries in found])
 
-    def _alone(self, scored: Scored) -> tuple[float | None, ...]:
+    def _unconditional_logprobs(self, scored: Scored) -> tuple[float | None, ...]:
         """Return the log-probabilities of a choice's tokens without a prompt."""
         bos = self._text().bos_token_id
         before = [] if bos is None else [bos]

@@ -30,7 +30,7 @@ _NEUTRAL = {
     "top_logprobs_num": 0,
     "return_text_in_logprobs": False,
 }
-"""The values that have no effect."""
+"""The values with which a setting has no effect."""
 
 
 def client_package(name: str) -> Any:

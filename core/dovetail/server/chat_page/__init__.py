@@ -1,1 +1,2 @@
-"""Serve the page at /: a chat with the served model in a browser. It has no build step and loads nothing from elsewhere."""
+"""Serve the pages for a browser: a chat with the served model at /, and the list of routes at /docs. They need no build step and
+load nothing from other servers."""

@@ -56,9 +56,9 @@ function isJson(text) {
   }
 }
 
-/** Return the element of a turn. `add` shows what a chunk added, `finish` shows the complete turn. `who` is the name of the model. */
-export function view(turn, who) {
-  const names = { user: "You", assistant: who, tool: "Result of a tool" };
+/** Return the element of a turn. `add` shows what a chunk added, `finish` shows the complete turn. `model` is the name of the model. */
+export function view(turn, model) {
+  const names = { user: "You", assistant: model, tool: "Result of a tool" };
   const thought = document.createTextNode("");
   const reasoning = el("details", { className: "reasoning", open: true, hidden: true }, el("summary", { textContent: "Reasoning" }), el("div", {}, thought));
   const content = document.createTextNode("");

@@ -21,10 +21,10 @@ from dovetail.server.tenants.usage import UsageEntry, timestamp
 
 class TenantHost(ApiHost):
     """Give one request of one tenant access to the ``Service``: the request is admitted under the tenant's limits, computed in
-    the tenant's namespace, and accounted for when it ends, in any way."""
+    the tenant's namespace, and accounted for when it ends, however it ends."""
 
     def __init__(self, service: Service, tenancy: Tenancy, caller: Caller, path: str, counted: bool) -> None:
-        """``path`` is that of the HTTP request, for the usage log. If the request was not ``counted`` when it arrived, ``submit``
+        """``path`` is the path of the HTTP request, for the usage log. If the request was not ``counted`` when it arrived, ``submit``
         counts it."""
         self.config = service.config
         self.tokenizer = service.tokenizer
@@ -44,7 +44,7 @@ class TenantHost(ApiHost):
 
     @property
     def max_body(self) -> int:
-        """The largest size of a request body in bytes: the tenant's limit, else the server's."""
+        """Return the largest size of a request body in bytes: the tenant's limit, else the server's."""
         own = self._tenant.limits.max_body_mib
         return self._service.max_body if own is None else int(own * 2**20)
 

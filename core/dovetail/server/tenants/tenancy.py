@@ -49,11 +49,12 @@ class Tenancy:
         """Return the admin that sent a request. Raises ``AccessError`` if the sender is not an admin."""
         caller = self.caller(headers)
         if not caller.admin:
-            raise PermissionDeniedError("this route needs the key of an admin; the given key is that of a tenant")
+            raise PermissionDeniedError("this route needs the key of an admin; the given key belongs to a tenant")
         return caller
 
     def start(self, registry: CollectorRegistry) -> Mapping[str, Tenant]:
-        """Register the metrics and watch the key file until ``stop``. Return the tenants by name; tenants added later appear in it."""
+        """Register the metrics and watch the key file until ``stop``. Return the tenants by name, a mapping in which tenants that
+        are added later appear too."""
         registry.register(TenantCollector(self.tenants, lambda: self.unknown))
         logger.info("every request needs a key: %s", self.summary)
         self._watch = asyncio.ensure_future(self.watch())
@@ -89,7 +90,7 @@ class Tenancy:
 
     @property
     def summary(self) -> str:
-        """The number of tenants and admins, for the log."""
+        """Return the number of tenants and admins, for the log."""
         return f"{len(self._file.tenants)} tenants, {len(self._file.admins)} admins"
 
     def _use(self, file: KeyFile) -> None:

@@ -17,8 +17,8 @@ _SOON = 1.0
 """Seconds after which to retry if the time of the next free slot is unknown."""
 
 _BETWEEN = 0.05
-"""Seconds between two refusals. Refusals take time from other tenants too, if a client sends refused requests again at once over
-many connections."""
+"""Seconds between two refusals of one tenant. Without this delay, a client that sends refused requests again at once over many
+connections would take time from other tenants."""
 
 _LONGEST = 2.0
 """The longest time in seconds that a refusal is delayed."""
@@ -79,8 +79,8 @@ class Tenant:
             self._requests.take(1, self._clock())
 
     def admit(self, outputs: int, prompt_tokens: int, new_tokens: int) -> Lease:
-        """Admit a request that has arrived: ``prompt_tokens`` are those of all its prompts, ``new_tokens`` the most that all its
-        outputs can have. Raises ``RateLimitError``, or ``RequestError`` for a request that can never be admitted; nothing is
+        """Admit a request that has arrived. ``prompt_tokens`` is the number of tokens of all its prompts, ``new_tokens`` the largest
+        number that all its outputs together can have. Raises ``RateLimitError``, or ``RequestError`` for a request that can never be admitted; nothing is
         reserved then."""
         self._check_possible(outputs, prompt_tokens)
         most = self.limits.max_concurrency
@@ -127,7 +127,8 @@ class Tenant:
             self._refuse("requests", f"allowed: {self.limits.requests_per_minute} requests a minute", wait)
 
     def _wait_for_tokens(self, count: int) -> int:
-        """Reserve tokens and return how many: at most those of a minute. Tokens beyond that are charged when the request ends."""
+        """Reserve tokens and return their number, which is at most the amount per minute. Tokens beyond it are charged when the
+        request ends."""
         bucket = self._tokens
         if bucket is None:
             return 0

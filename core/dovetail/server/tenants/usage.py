@@ -86,7 +86,7 @@ class UsageLog:
     new file."""
 
     def __init__(self, path: Path) -> None:
-        """Raises ``ConfigError`` if the file cannot be written."""
+        """Open the file. Raises ``ConfigError`` if it cannot be written."""
         try:
             self._handler = _PrivateHandler(path)
         except OSError as error:
