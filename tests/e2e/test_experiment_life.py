@@ -81,7 +81,10 @@ def test_an_arm_that_dies_leaves_its_share_to_the_others_until_none_is_left(monk
         assert now["b"]["errors"] == {"503": 1}
         health = client.get("/health")
         assert health.status_code == 200
-        assert health.text == "ok, but an arm has ended (arm b: it ended with status -9); the other arms serve its requests"
+        assert (
+            health.text
+            == "ok, but an arm has ended (arm b: it ended with status -9); the other arms serve its requests"
+        )
         assert "Its process has ended: it ended with status -9" in client.get("/experiment").text
         assert client.get("/metrics").status_code == 200
         assert client.post("/flush_cache").status_code == 200
