@@ -1,4 +1,4 @@
-"""The engine in this process, without a server. Run: python examples/offline.py"""
+"""Generate text in this process, without a server. Run: python examples/offline.py"""
 
 from __future__ import annotations
 

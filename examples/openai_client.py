@@ -1,4 +1,4 @@
-"""The official client against a running server: `dovetail serve`, then python examples/openai_client.py"""
+"""Call a running server with OpenAI's client. Run: `dovetail serve`, then python examples/openai_client.py"""
 
 from __future__ import annotations
 

@@ -27,15 +27,15 @@ def extract(s, text, tries):
     for _ in range(tries):
         s += sgl.assistant(sgl.gen("json", json_schema=PERSON, max_tokens=48))
         person = json.loads(s["json"])
-        problem = wrong_with(person, text)
+        problem = find_problem(person, text)
         if problem is None:
             break
         s += sgl.user(f"That is wrong: {problem} Try again.")
     s["person"], s["problem"] = person, problem
 
 
-def wrong_with(person: dict[str, Any], text: str) -> str | None:
-    """Describe what is wrong, in the words that are sent to the model; None if nothing is wrong."""
+def find_problem(person: dict[str, Any], text: str) -> str | None:
+    """Return a sentence for the model that describes what is wrong, or None if nothing is wrong."""
     if person["name"] not in text:
         return f"{person['name']!r} is not in the text."
     return None if str(person["age"]) in text else f"{person['age']} is not in the text."

@@ -132,7 +132,7 @@ def test_the_person_fits_the_schema(greedy: dict[str, dict[str, Any]]):
     module = loaded(next(p for p in PROGRAMS if p.stem == "extract_json"))
     jsonschema.validate(json.loads(json.dumps(greedy["extract_json"]["person"])), module.PERSON)
     person, problem = greedy["extract_json"]["person"], greedy["extract_json"]["problem"]
-    assert problem == module.wrong_with(person, "Alice is 30 years old.")
+    assert problem == module.find_problem(person, "Alice is 30 years old.")
 
 
 def test_tools_were_really_called(greedy: dict[str, dict[str, Any]]):

@@ -1,1 +1,1 @@
-"""One Dovetail plugin of each kind, in as few lines as each can be."""
+"""Provide one Dovetail plugin of each kind, in as few lines as possible."""

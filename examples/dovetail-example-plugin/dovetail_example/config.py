@@ -33,7 +33,7 @@ class BigramConfig(PluginConfig):
     """Hold the settings of ``speculative: example_bigram``."""
 
     kind: Literal["example_bigram"] = "example_bigram"
-    num_draft_tokens: int = Field(default=4, ge=1, le=64, description="Most tokens in a draft.")
+    num_draft_tokens: int = Field(default=4, ge=1, le=64, description="The largest number of tokens of a draft.")
 
 
 class ShortestConfig(PluginConfig):
@@ -41,7 +41,9 @@ class ShortestConfig(PluginConfig):
 
     kind: Literal["example_shortest"] = "example_shortest"
     tokens_per_second: float = Field(
-        default=200.0, gt=0, description="A second of waiting counts like a prompt shorter by this many tokens."
+        default=200.0,
+        gt=0,
+        description="The number of tokens by which a prompt counts as shorter for each second of waiting.",
     )
 
 
@@ -67,4 +69,4 @@ class LineConfig(PluginConfig):
     """Hold the settings of ``api: example_line``."""
 
     kind: Literal["example_line"] = "example_line"
-    tokens: int = Field(default=16, ge=1, description="Tokens of an answer, at most.")
+    tokens: int = Field(default=16, ge=1, description="The largest number of tokens of an answer.")

@@ -16,7 +16,7 @@ _SPECIAL = re.compile(r"[\\.^$*+?{}\[\]()]")
 
 
 class ChoicesMatcher(Matcher):
-    """Hold the text so far. The rest of every choice that begins with it may follow."""
+    """Hold the text so far. It may be continued by the rest of every choice that begins with it."""
 
     def __init__(self, choices: Sequence[bytes], backend: ChoicesBackend) -> None:
         self._choices = choices
@@ -97,7 +97,7 @@ class ChoicesBackend(GrammarBackend):
         choices = sorted({choice.encode() for choice in spec.text.split("|")})
         if spec.kind is not GrammarKind.REGEX or _SPECIAL.search(spec.text) or b"" in choices:
             raise GrammarError(
-                f"grammar backend example_choices honours regexes that are a choice of plain texts, like 'yes|no'; this is "
+                f"grammar backend example_choices supports only regexes that are a choice of plain texts, like 'yes|no'; given: "
                 f"the {spec.kind} {spec.text[:60]!r}. Select another backend, as with `grammar: xgrammar`",
                 param=spec.kind,
             )

@@ -32,13 +32,13 @@ class Lines(Api):
 
     def routes(self) -> Sequence[Route]:
         """See ``Api``."""
-        return (Route(["POST"], "/line", self.go_on, Line),)
+        return (Route(["POST"], "/line", self.continue_line, Line),)
 
     def error(self, problem: ApiProblem) -> object:
         """See ``Api``."""
         return {"sorry": problem.message}
 
-    async def go_on(self, host: ApiHost, request: Request) -> Response:
+    async def continue_line(self, host: ApiHost, request: Request) -> Response:
         """Continue a line."""
         body = await parse(request, Line, host.max_body)
         ids = await host.encode(body.line, add_special_tokens=True)

@@ -1,4 +1,5 @@
-"""Hold a line back until it is certain what it is: a call is a line ``CALL name {...}``, reasoning a line ``# ...``."""
+"""Parse tool calls (lines ``CALL name {...}``) and reasoning (lines ``# ...``). A line that may be one of these is held
+back until it is complete."""
 
 from __future__ import annotations
 
@@ -28,8 +29,8 @@ CALL = re.compile(r"CALL (\S+) (\{.*\})\s*")
 
 
 class Lines:
-    """Divide text into whole lines, marked True. Of lines that do not begin with ``mark``, parts are returned at
-    once, marked False."""
+    """Divide text into lines. Whole lines are returned with True. Parts of a line that does not begin with ``mark`` are
+    returned at once, with False."""
 
     def __init__(self, mark: str) -> None:
         self._mark = mark

@@ -1,4 +1,4 @@
-"""Register the components. Importing this module imports neither torch nor any of them."""
+"""Register the components. Importing this module imports neither torch nor any component."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ def _spec(
         offers=frozenset(offers),
         needs=needs,
         stability=Stability.EXPERIMENTAL,
-        priority=-100,  # `auto` prefers any other
+        priority=-100,  # `auto` prefers every other component
     )
 
 
 @hookimpl
 def register_components() -> list[ComponentSpec]:
     """Return one component of each built-in kind."""
-    return [*_of_engine(), *_of_model()]
+    return [*_engine_components(), *_model_components()]
 
 
-def _of_engine() -> list[ComponentSpec]:
+def _engine_components() -> list[ComponentSpec]:
     return [
         _spec(
             ComponentKind.ATTENTION,
@@ -82,12 +82,12 @@ def _of_engine() -> list[ComponentSpec]:
             "example_shortest",
             "policy:ShortestFirst",
             "ShortestConfig",
-            "Shortest prompt first; waiting makes a prompt shorter.",
+            "Shortest prompt first; waiting makes a prompt count as shorter.",
         ),
     ]
 
 
-def _of_model() -> list[ComponentSpec]:
+def _model_components() -> list[ComponentSpec]:
     return [
         ComponentSpec(
             kind=ComponentKind.MODEL,

@@ -21,6 +21,7 @@ class RedactConfig(PluginConfig):
 
     kind: Literal["redact"] = "redact"
     patterns: tuple[str, ...] = Field(
-        default=(r"[\w.+-]+@[\w-]+(\.[\w-]+)+",), description="Regular expressions; whatever matches one is replaced."
+        default=(r"[\w.+-]+@[\w-]+(\.[\w-]+)+",),
+        description="Regular expressions. Text that matches one of them is replaced.",
     )
-    mask: str = Field(default="[redacted]", description="What stands in the place of a match.")
+    mask: str = Field(default="[redacted]", description="The text that replaces a match.")

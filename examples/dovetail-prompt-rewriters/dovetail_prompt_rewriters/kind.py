@@ -17,7 +17,7 @@ KIND = KindDescriptor(
     api=(1, 0),
     section=KindSection(
         "prompt_rewriter",
-        "Rewrites prompts before they are tokenized; of a list all, in this order.",
+        "Rewrites prompts before they are tokenized. All components of a list are applied, in its order.",
         optional=True,
         takes_all=True,
         of_server=True,
@@ -34,5 +34,5 @@ KIND = KindDescriptor(
 
 FEATURES = (
     FeatureDescriptor(NORMALIZES, "returns text in a Unicode normal form, so that later patterns match every spelling"),
-    FeatureDescriptor(IDEMPOTENT, "rewriting a text twice gives what rewriting it once gives"),
+    FeatureDescriptor(IDEMPOTENT, "rewriting a text twice gives the same result as rewriting it once"),
 )

@@ -46,7 +46,7 @@ def register_components() -> Sequence[ComponentSpec]:
             name="redact",
             target="dovetail_prompt_rewriters.rewriters:Redact",
             config="dovetail_prompt_rewriters.config:RedactConfig",
-            summary="Replaces whatever matches a pattern, e-mail addresses by default.",
+            summary="Replaces text that matches a pattern, by default e-mail addresses.",
             offers=frozenset({IDEMPOTENT}),
             needs=frozenset({NORMALIZES}),
         ),

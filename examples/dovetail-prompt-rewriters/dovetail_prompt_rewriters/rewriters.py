@@ -23,7 +23,8 @@ class Normalize(PromptRewriter):
 
 
 class Redact(PromptRewriter):
-    """Replace whatever matches one of the patterns. Text in another normal form would escape them."""
+    """Replace text that matches one of the patterns. The text must be in a Unicode normal form, because patterns do not
+    match other spellings."""
 
     def __init__(self, config: RedactConfig, context: PromptContext) -> None:
         self._mask = config.mask

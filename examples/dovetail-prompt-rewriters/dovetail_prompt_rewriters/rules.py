@@ -10,7 +10,7 @@ from dovetail_prompt_rewriters.kind import NORMALIZES, PROMPT_REWRITER
 
 
 def order(situation: Situation) -> Iterator[Reason]:
-    """A rewriter that needs normalized text must come after one that normalizes."""
+    """Require that a rewriter that needs normalized text comes after one that normalizes."""
     chosen = situation.candidates(PROMPT_REWRITER)
     normalizing = [index for index, candidate in enumerate(chosen) if NORMALIZES in candidate.spec.offers]
     for index, candidate in enumerate(chosen):

@@ -1,4 +1,4 @@
-"""Check any prompt rewriter against the interface: the conformance suite of the kind."""
+"""Provide the conformance suite of the kind, which checks any prompt rewriter against the interface."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class PromptRewriterSuite(ComponentSuite):
         return self.build(PromptContext(Config()))
 
     def test_examples_are_rewritten(self) -> None:
-        """Every text of ``examples`` is rewritten as it says."""
+        """Every text of ``examples`` is rewritten to the result that is given there."""
         rewriter = self.rewriter()
         assert self.examples, "give examples"
         assert {text: rewriter.rewrite(text) for text in self.examples} == self.examples
@@ -50,7 +50,7 @@ class PromptRewriterSuite(ComponentSuite):
         assert rewriter.rewrite("") == ""
 
     def test_the_same_text_gives_the_same_result(self) -> None:
-        """Two instances agree, whatever they have rewritten before."""
+        """Two instances give the same results, regardless of the texts that they have rewritten before."""
         one, other = self.rewriter(), self.rewriter()
 
         @settings(max_examples=100, deadline=None)
