@@ -337,7 +337,7 @@ def test_a_refusal_names_the_keyword_for_each_engine_and_who_could() -> None:
         backend_of(service, asked("x y", "a"))
     text = str(caught.value)
     assert "by the grammar backend 'a': a does not support 'x' (no support for x)" in text
-    assert "Could do it: c (grammar_backend names one)" in text
+    assert "These may support it: c; name one as grammar_backend" in text
     assert (caught.value.code, caught.value.keyword, caught.value.param) == ("unsupported_grammar", "x", "regex")
     with pytest.raises(GrammarError) as caught:
         backend_of(service, asked("x y z"))
@@ -367,7 +367,7 @@ def test_a_kind_that_a_backend_does_not_offer_is_passed_over_and_an_unknown_name
     lark = GrammarSpec(GrammarKind.LARK, "start: A")
     with pytest.raises(
         GrammarError,
-        match=r"a does not support 'lark' \(it does not support constraints of kind lark\)\. Could do it: b",
+        match=r"a does not support 'lark' \(it does not support constraints of kind lark\)\. These may support it: b",
     ):
         backend_of(service, lark)
     assert backend_of(service, GrammarSpec(GrammarKind.LARK, "start: A", "b")) == "b"

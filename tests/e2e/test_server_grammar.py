@@ -122,7 +122,7 @@ def test_a_refusal_names_the_keyword_and_the_engines_that_could(server: httpx.Cl
     error = answer.json()["error"]
     assert (error["code"], error["param"]) == ("unsupported_grammar", "lark")
     assert "xgrammar does not support 'lark'" in error["message"]
-    assert re.search(r"Could do it: [a-z_, ]*llguidance", error["message"])
+    assert re.search(r"These may support it: [a-z_, ]*llguidance", error["message"])
 
 
 def test_metrics_count_by_backend(server: httpx.Client) -> None:

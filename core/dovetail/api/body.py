@@ -18,46 +18,47 @@ from dovetail.errors import RequestError
 _SHOWN = 80
 
 MAX_DEPTH = 128
-"""How deeply arrays and objects of a body may be nested. Deeper values would exhaust the stack of the code that walks them later:
-copies, chat templates, encoders."""
+"""Limit the nesting of arrays and objects in a body. Deeper values would exhaust the stack of the code that walks them
+later: copies, chat templates, encoders."""
 
 BODY_SECONDS = 60.0
-"""The longest time in seconds that a body may take to arrive. Without a limit a client that sends a byte now and then would hold its
-connection forever."""
+"""Limit the time, in seconds, in which a body must arrive. Without a limit, a client that sends a byte now and then
+would hold its connection forever."""
 
 LARGE = 1 << 18
-"""The number of bytes from which a body is decoded in a thread."""
+"""Decode bodies of more than this number of bytes in a thread."""
 
 Int32 = Annotated[int, Field(ge=-(2**31), lt=2**31)]
-"""A count or a rank; larger numbers cannot be sent to the engine."""
+"""Declare a count or a rank. Larger numbers cannot be sent to the engine."""
 
 Rid = Annotated[str, Field(min_length=1, max_length=256)]
-"""The public id of a request. Every event of its stream repeats it."""
+"""Declare the public id of a request. Every event of its stream repeats it."""
 
 CacheSalt = Annotated[
     Annotated[str, Field(max_length=1024)] | None,
     Field(description="Requests share cached prefixes only with requests that have the same salt."),
 ]
-"""The name of a namespace. It is stored as long as prefixes of the namespace are cached."""
+"""Declare the name of a namespace. It is stored while prefixes of the namespace are cached."""
 
 Session = Annotated[
     Rid | None,
     Field(description="The text of the last request of a session stays cached for the next one, for a limited time."),
 ]
-"""The name of a session, such as a chat."""
+"""Declare the name of a session, such as a chat."""
 
 Texts = Annotated[list[str], Field(fail_fast=True)]
-"""Several texts. Validation stops at the first wrong entry, so that a million wrong entries do not give a million errors."""
+"""Declare a list of texts. Validation stops at the first wrong entry, so that a million wrong entries do not cause a
+million errors."""
 
 Ids = Annotated[list[int], Field(fail_fast=True)]
-"""Token ids. Validation stops at the first wrong entry."""
+"""Declare a list of token ids. Validation stops at the first wrong entry."""
 
 
 class ApiModel(Bounded):
     """Declare the supported fields of a request body, with strict types: values are not converted.
 
-    ``ignored`` fields are accepted and have no effect. ``refused`` fields would change the output and are not supported: they are
-    an error unless they hold one of their neutral values. Any other field is unknown and an error.
+    ``ignored`` fields are accepted and have no effect. ``refused`` fields would change the output and are not
+    supported: they are an error unless they hold one of their neutral values. Any other field is unknown and an error.
     """
 
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
@@ -71,13 +72,14 @@ class QueryModel(ApiModel):
 
     @classmethod
     def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
-        """Return the schema unchanged: a URL is short, and the checks of ``Bounded`` would read its texts as JSON."""
+        """Return the schema without the checks of ``Bounded``. A URL is short, and these checks would read its texts as
+        JSON."""
         return handler(source)
 
 
 def examples(*bodies: Mapping[str, Any]) -> ConfigDict:
-    """Return the ``model_config`` of a request whose schema has ``bodies`` as examples. The API's conformance suite sends them, and
-    /docs shows them with the name of the served model as ``model``."""
+    """Return the ``model_config`` of a request whose schema has ``bodies`` as examples. The API's conformance suite
+    sends them, and /docs shows them with the name of the served model as ``model``."""
     return ConfigDict(json_schema_extra={"examples": [dict(body) for body in bodies]})
 
 
@@ -86,8 +88,8 @@ Query = TypeVar("Query", bound=QueryModel)
 
 
 async def read_body(request: Request, limit: int) -> bytes:
-    """Return the complete body. Raises ``HTTPException`` 413 for a body of more than ``limit`` bytes and 408 for one that takes longer
-    than ``BODY_SECONDS``; reading stops at once in both cases."""
+    """Return the complete body. Raises ``HTTPException`` 413 for a body of more than ``limit`` bytes, and 408 for a
+    body that takes longer than ``BODY_SECONDS``. Reading stops at once in both cases."""
     try:
         async with asyncio.timeout(BODY_SECONDS):
             return await _read(request, limit)
@@ -127,8 +129,8 @@ def parse_query(request: Request, model: type[Query]) -> Query:
 
 
 def decode(body: bytes) -> dict[str, Any]:
-    """Return the JSON object in ``body``. It must be strict JSON: no NaN, no Infinity, valid UTF-8, at most ``MAX_DEPTH`` deep. Raises
-    ``RequestError``."""
+    """Return the JSON object in ``body``. It must be strict JSON: no NaN, no Infinity, valid UTF-8, at most
+    ``MAX_DEPTH`` deep. Raises ``RequestError``."""
     try:
         value = msgspec.json.decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
@@ -141,7 +143,8 @@ def decode(body: bytes) -> dict[str, Any]:
 
 
 def _is_deeper(value: object, depth: int) -> bool:
-    """Return True if ``value`` is nested deeper than ``depth``. It is walked level by level, because recursion could overflow."""
+    """Return True if ``value`` is nested deeper than ``depth``. Walks level by level, because recursion could overflow
+    the stack."""
     level = [value]
     for _ in range(depth):
         level = [
@@ -172,7 +175,8 @@ def validate(raw: dict[str, Any], model: type[Model]) -> Model:
 
 
 def _explain(error: ValidationError, model: type[Model]) -> RequestError:
-    """Return an error for the first wrong field, with every reason that pydantic gives for it (a union has one for each member)."""
+    """Return an error for the first wrong field, with every reason that pydantic gives for it (a union has one for each
+    member)."""
     problems = error.errors(include_url=False, include_context=False)
     first = problems[0]
     if not first["loc"]:

@@ -9,7 +9,7 @@ from dovetail.types import FinishKind, FinishReason, TokenLogprob
 
 
 def finish_shown(finish: FinishReason | None, count: int) -> dict[str, Any] | None:
-    """Return why an output of ``count`` tokens ended, or None if it has not ended."""
+    """Return the reason why an output of ``count`` tokens ended, in SGLang's form, or None if it has not ended."""
     if finish is None:
         return None
     if finish.kind is FinishKind.LENGTH:
@@ -22,8 +22,8 @@ def finish_shown(finish: FinishReason | None, count: int) -> dict[str, Any] | No
 def logprobs_shown(
     entries: Sequence[TokenLogprob], name: str, top: bool, text: Callable[[int], str | None]
 ) -> dict[str, Any]:
-    """Return ``[logprob, token id, text]`` of each token and, with ``top``, of the most likely tokens at its position. ``name`` is
-    ``input`` or ``output``."""
+    """Return ``[logprob, token id, text]`` of each token and, with ``top``, of the most likely tokens at its position.
+    ``name`` is ``input`` or ``output``."""
     shown: dict[str, Any] = {f"{name}_token_logprobs": [[e.logprob, e.token_id, text(e.token_id)] for e in entries]}
     if top:
         shown[f"{name}_top_logprobs"] = [

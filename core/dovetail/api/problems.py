@@ -46,11 +46,12 @@ _KINDS: dict[type[DovetailError], tuple[int, str]] = {
     EngineDeadError: (503, "engine_dead"),
     TimeLimitError: (504, "time_limit_exceeded"),
 }
-"""The status and code of errors that are not caused by the content of the request."""
+"""Map errors that the content of the request does not cause to their status and code."""
 
 
 def problem_of(error: BaseException) -> ApiProblem:
-    """Return what an error reports to the client. An error that is not a ``DovetailError`` shows no details."""
+    """Return the problem that the client is sent for an error. Errors other than ``DovetailError`` and
+    ``HTTPException`` show no details."""
     status = status_of(error)
     message = error.detail if isinstance(error, HTTPException) else str(error)
     if not isinstance(error, DovetailError | HTTPException):

@@ -1,4 +1,4 @@
-"""Read what the request bodies of most APIs have in common: ids, sampling parameters, constraints."""
+"""Read the fields that the request bodies of most APIs have in common: ids, sampling parameters, constraints."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from dovetail.interfaces.api import ApiHost
 from dovetail.sampling_params import GrammarKind, GrammarSpec, SamplingParams
 
 CONSTRAINTS = ("json_schema", "regex", "ebnf", "lark", "choice", "structural_tag")
-"""The request fields that each hold one constraint. Every API has them."""
+"""List the request fields that each hold one constraint. Every API has them."""
 
 _LONGEST_ID = 100
-"""The largest number of digits of a token id. Python refuses to convert several thousand digits."""
+"""Limit the number of digits of a token id. Python refuses to convert several thousand digits."""
 
 
 def new_id(prefix: str) -> str:
@@ -27,15 +27,17 @@ def new_id(prefix: str) -> str:
 
 
 def check_count(host: ApiHost, count: int, param: str) -> None:
-    """Raise ``RequestError`` if ``param`` has more texts than requests may wait. Call it before the texts are tokenized."""
+    """Raise ``RequestError`` if ``param`` has more texts than the number of requests that may wait. Called before the
+    texts are tokenized."""
     most = host.config.scheduler.max_waiting
     if count > most:
         raise RequestError(f"{param} has {count} entries; at most {most} may wait", param=param)
 
 
 def grammar_of(given: Mapping[str, Any], backend: str | None = None) -> GrammarSpec | None:
-    """Return the constraint among the fields ``CONSTRAINTS`` and ``response_format``, for ``backend``, or None if all are None.
-    Raises ``RequestError`` for several constraints, and for a backend without a constraint."""
+    """Return the constraint in ``given``, which maps the fields ``CONSTRAINTS`` and ``response_format`` to their
+    values, with ``backend`` as its backend. Return None if all values are None. Raises ``RequestError`` for several
+    constraints, and for a backend without a constraint."""
     constraints = {name: value for name, value in given.items() if value is not None}
     if len(constraints) > 1:
         raise RequestError(
@@ -66,7 +68,8 @@ def _constraint(name: str, value: Any) -> GrammarSpec:
 
 
 def choice_of(texts: Sequence[str], param: str) -> GrammarSpec:
-    """Return the constraint that the output is one of ``texts``. Raises ``GrammarError`` if there is no text, or an empty one."""
+    """Return the constraint that the output is one of ``texts``. Raises ``GrammarError`` if there is no text, or an
+    empty one."""
     if not (texts and all(texts)):
         raise GrammarError(
             f"{param} has no text or an empty text; give at least one text, none of them empty", param=param
@@ -78,8 +81,8 @@ _TAG_SHAPE = '{"structures": [{"begin": text, "schema": object, "end": text}, ..
 
 
 def structural_tag(value: object, param: str) -> GrammarSpec:
-    """Return the constraint for free text with tagged parts that have schemas (``GrammarSpec``). ``value`` is the object or its
-    JSON text. Raises ``GrammarError``."""
+    """Return the constraint for free text with tagged parts that have schemas (``GrammarSpec``). ``value`` is the
+    object or its JSON text. Raises ``GrammarError``."""
     tag = _decoded(value, param)
     if not (isinstance(tag, dict) and _is_tag(tag)):
         raise GrammarError(f"{param} is {tag!r:.80}; allowed: {_TAG_SHAPE}", param=param)
@@ -146,8 +149,8 @@ def _decoded(value: object, param: str) -> object:
 
 
 def sampling_params(given: Mapping[str, Any], names: Mapping[str, str]) -> SamplingParams:
-    """Return ``SamplingParams`` with the values that are not None. ``names`` maps their fields to the names of the API, for error
-    messages. Raises ``RequestError``."""
+    """Return ``SamplingParams`` with the values that are not None. ``names`` maps their fields to the names of the API,
+    for error messages. Raises ``RequestError``."""
     try:
         return SamplingParams(**{name: value for name, value in given.items() if value is not None})
     except RequestError as error:
@@ -156,7 +159,8 @@ def sampling_params(given: Mapping[str, Any], names: Mapping[str, str]) -> Sampl
 
 
 def with_output_limit(params: SamplingParams, default: int) -> SamplingParams:
-    """Return ``params`` with ``max_new_tokens`` set: to its own value, else to ``default`` (at least ``min_new_tokens``)."""
+    """Return ``params`` with ``max_new_tokens`` set: to its own value, else to ``default`` (at least
+    ``min_new_tokens``)."""
     if params.max_new_tokens is not None:
         return params
     return dataclasses.replace(params, max_new_tokens=max(default, params.min_new_tokens))

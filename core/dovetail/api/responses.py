@@ -22,11 +22,12 @@ T = TypeVar("T")
 
 
 class Formatter(Protocol):
-    """Turn the deltas of one request into the data of its stream. Each method returns complete events or lines, or nothing."""
+    """Turn the deltas of one request into the data of its stream. Each method returns complete events or lines, or
+    nothing."""
 
     @property
     def media_type(self) -> str:
-        """The media type of the stream."""
+        """Return the media type of the stream."""
         ...
 
     def head(self) -> bytes:
@@ -34,7 +35,7 @@ class Formatter(Protocol):
         ...
 
     def deltas(self, deltas: Sequence[Delta]) -> bytes:
-        """Return the data for what one engine step added."""
+        """Return the data for the deltas of one engine step."""
         ...
 
     def tail(self) -> bytes:
@@ -42,7 +43,8 @@ class Formatter(Protocol):
         ...
 
     def failed(self, problem: ApiProblem) -> bytes:
-        """Return the data that reports an error and ends the stream. The status has been sent, so the error is part of the stream."""
+        """Return the data that reports an error and ends the stream. The status has been sent, so the error is part of
+        the stream."""
         ...
 
 
@@ -52,10 +54,10 @@ def event(data: bytes) -> bytes:
 
 
 SSE = "text/event-stream"
-"""The media type of server-sent events (WHATWG HTML, section 9.2)."""
+"""Give the media type of server-sent events (WHATWG HTML, section 9.2)."""
 
 NDJSON = "application/x-ndjson"
-"""The media type of streams with a line of JSON for each step."""
+"""Give the media type of streams with a line of JSON for each step."""
 
 
 def json_response(content: object, status: int = 200) -> Response:
@@ -71,8 +73,8 @@ async def whole(request: Request, outputs: Generation, render: Callable[[Generat
 
 
 async def streamed(request: Request, outputs: Generation, formatter: Formatter) -> Response:
-    """Return a response with a part for each engine step. Nothing is sent before the first token, so that an error before it has its own
-    status."""
+    """Return a response that is sent in parts, one for each engine step. Nothing is sent before the first token, so an
+    error before that is answered with its own status."""
     try:
         first = await until_disconnect(request.receive, anext(outputs))
     except BaseException:
@@ -123,7 +125,8 @@ async def _write(send: Send, data: bytes) -> None:
 
 
 async def until_disconnect(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
-    """Return the result of ``work``. If the client disconnects first, cancel ``work`` and raise ``ClientDisconnect``."""
+    """Return the result of ``work``. If the client disconnects first, cancel ``work`` and raise
+    ``ClientDisconnect``."""
     task = asyncio.ensure_future(work)
     watch = asyncio.ensure_future(_disconnected(receive))
     try:

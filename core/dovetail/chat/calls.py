@@ -18,7 +18,7 @@ def call_json(call: CallDelta, whole: bool = False) -> dict[str, Any]:
 
 
 def whole_calls(deltas: Sequence[CallDelta]) -> list[dict[str, Any]]:
-    """Return the calls that ``deltas`` add up to."""
+    """Join ``deltas`` into complete calls, and return them."""
     calls: list[CallDelta] = []
     for delta in deltas:
         if delta.index == len(calls):

@@ -49,7 +49,8 @@ class OutputPlan:
 
 
 class OutputParsers:
-    """Hold the tool parser and the reasoning parser of a model. ``offers`` are the features of the grammar backends in use."""
+    """Hold the tool parser and the reasoning parser of a model. ``offers`` are the features of the grammar backends in
+    use."""
 
     def __init__(
         self,
@@ -66,10 +67,11 @@ class OutputParsers:
     def plan(
         self, params: SamplingParams, prompt: str, tools: ToolRequest | None, separate_reasoning: bool = True
     ) -> OutputPlan:
-        """Plan how the outputs of a request with this prompt are constrained and read. Raises ``RequestError`` if calls of
-        ``tools`` cannot be read or enforced.
+        """Plan how the outputs of a request with this prompt are constrained and read. Raises ``RequestError`` if calls
+        of ``tools`` cannot be read or enforced.
 
-        With tools the reader finds stop strings instead of the engine, which cannot distinguish calls from content.
+        With tools, the reader instead of the engine finds stop strings, because the engine cannot distinguish calls
+        from content.
         """
         gate = self.reasoning.gate(prompt) if self.reasoning else None
         stops = Stops.of(params) if tools else None
@@ -133,8 +135,8 @@ class OutputParsers:
         )
 
     def _stand_in(self, mark: str, char: str) -> tuple[int, int]:
-        """Return the token of a mark, and the token that stands for it in the grammar, which must be the only one with its
-        character."""
+        """Return the token of a mark, and the token of ``char``, which represents the mark in the grammar. There must
+        be exactly one token with that character."""
         token, code = self._tokenizer.token_to_id(mark), ord(char)
         holders = self._control_tokens.get(code, [])
         if token is None or len(holders) != 1 or self._tokenizer.bytes_of(holders[0]) != char.encode():
@@ -148,7 +150,7 @@ class OutputParsers:
 
     @cached_property
     def _control_tokens(self) -> dict[int, list[int]]:
-        """The tokens whose bytes contain a control character that may stand for a mark, by that character."""
+        """Return the tokens whose bytes contain a control character that may represent a mark, by that character."""
         found: dict[int, list[int]] = {code: [] for code in range(0x0E, 0x20)}
         for token in range(self._tokenizer.vocab_size):
             for code in found.keys() & set(self._tokenizer.bytes_of(token)):
@@ -169,7 +171,8 @@ class OutputParsers:
 
 
 def _joined(constraint: ToolConstraint, reasoning: ConstraintGate | None) -> ConstraintGate:
-    """Return the gate of the constraint, preceded by that of the reasoning. Raises ``GrammarError`` if the two cannot be joined."""
+    """Return the gate of the constraint, preceded by the gate of the reasoning. Raises ``GrammarError`` if the two
+    cannot be joined."""
     gate = constraint.gate
     if reasoning is None or constraint.covers_reasoning:
         return gate
@@ -185,7 +188,8 @@ def _joined(constraint: ToolConstraint, reasoning: ConstraintGate | None) -> Con
 
 
 def load_parsers(info: Mapping[str, Any], config: Config, tokenizer: Tokenizer, registry: Registry) -> OutputParsers:
-    """Build the parsers that the engine has resolved, according to its ``info``. Raises ``PluginError``."""
+    """Build the parsers that the engine has chosen. ``info`` is the engine's info (``EngineReady.info``). Raises
+    ``PluginError``."""
     resolved = info["resolved"]
     names: list[str] = resolved.get("grammars") or []
     offers = [registry.get(ComponentKind.GRAMMAR, name).spec.offers for name in names]

@@ -1,4 +1,5 @@
-"""Split the output of a chat as it grows into reasoning, content and tool calls, and find stop strings outside of calls."""
+"""Split the output of a chat as it grows into reasoning, content and tool calls, and find stop strings outside of
+calls."""
 
 from __future__ import annotations
 
@@ -17,7 +18,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Stops:
-    """Describe stop strings that apply to reasoning and content, and not inside of calls, from the ``min_tokens``-th token on."""
+    """Describe stop strings that apply to reasoning and content and not inside of calls, once the output has
+    ``min_tokens`` tokens."""
 
     texts: tuple[str, ...]
     include: bool = False
@@ -34,10 +36,11 @@ class Stops:
 
 
 class OutputReader:
-    """Read one output: pass its text through the reasoning stream and then the tool stream, as far as there are any.
+    """Read one output: pass its text through the reasoning stream and then through the tool stream, if there are such
+    streams.
 
-    With ``single``, calls after the first are left out. Everything after a stop string is left out. ``calls`` is the number of
-    tool calls so far.
+    With ``single``, calls after the first one are left out. Everything after a stop string is left out. ``calls`` is
+    the number of tool calls so far.
     """
 
     def __init__(
@@ -47,20 +50,18 @@ class OutputReader:
         self._tools = tools
         self._single = single
         self._min_tokens = stops.min_tokens if stops else 0
-        self._cutters = (stops.cutter(), stops.cutter()) if stops else None  # of reasoning, of content
+        self._cutters = (stops.cutter(), stops.cutter()) if stops else None  # for reasoning, for content
         self.calls = 0
 
     @property
     def stopped(self) -> str | None:
-        """The stop string that has ended the output; None if there is none."""
+        """Return the stop string that has ended the output; None if there is none."""
         return next((cutter.matched for cutter in self._cutters or () if cutter.matched is not None), None)
 
     def take(
         self, text: str, finish: FinishReason | None, num_tokens: int
     ) -> tuple[list[ChatDelta], FinishReason | None]:
-        """Add text of the engine, with which the output has ``num_tokens`` tokens, and the reason why the output has ended, if it
-        has. Return the deltas that are final, and the finish reason: a stop string that is found here ends the output even if the
-        engine has not ended it."""
+        """See ``ChatReader.take``."""
         parts = [self.feed(text, num_tokens >= self._min_tokens)]
         if finish is not None or self.stopped is not None:
             parts.append(self.finish())
@@ -73,7 +74,7 @@ class OutputReader:
         if self._cutters is None:
             return self._parsed(text)
         delta = ChatDelta()
-        for char in text:  # one by one, to find out which came first, content or call
+        for char in text:  # one by one, because the order of content and calls matters
             if self.stopped is None:
                 delta = _joined(delta, self._cut(self._parsed(char), may_stop))
         return delta
@@ -104,8 +105,8 @@ class OutputReader:
         return ChatDelta(reasoning, "".join(delta.content for delta in found), calls)
 
     def _cut(self, delta: ChatDelta, may_stop: bool) -> ChatDelta:
-        """Return ``delta`` up to the first stop string in it. A call that begins with the same character as content comes after
-        that content."""
+        """Return ``delta`` up to the first stop string in it. If a character completes both content and the beginning
+        of a call, the call comes after the content."""
         assert self._cutters is not None
         before = self.calls - sum(call.id is not None for call in delta.calls)
         reasoning = self._cutters[0].feed(delta.reasoning, may_stop)
@@ -122,8 +123,8 @@ class OutputReader:
 
 
 def _in_order(delta: ChatDelta) -> list[ChatDelta]:
-    """Split ``delta`` into parts that are in the order of the output. A step of several tokens may hold the end of a call and the
-    content after it: the end of the call comes first. A new call comes after the content."""
+    """Split ``delta`` into parts that are in the order of the output. A step of several tokens may hold the end of a
+    call and the content after it: the end of the call comes first. A new call comes after the content."""
     further = tuple(takewhile(lambda call: call.id is None, delta.calls))
     return [ChatDelta(calls=further), delta._replace(calls=delta.calls[len(further) :])]
 

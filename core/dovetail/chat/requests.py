@@ -51,11 +51,12 @@ class NamedTool(Bounded):
 
 
 ToolChoice = Literal["none", "auto", "required"] | NamedTool
-"""The values of ``tool_choice``; None stands for ``auto``."""
+"""List the values of ``tool_choice``. None, which is allowed too, stands for ``auto``."""
 
 
-def calls_wanted(tools: Sequence[ToolSpec], choice: ToolChoice | None, parallel: bool) -> ToolRequest | None:
-    """Return the calls that ``tools`` and ``tool_choice`` request; None if they exclude calls. Raises ``RequestError``."""
+def read_tool_choice(tools: Sequence[ToolSpec], choice: ToolChoice | None, parallel: bool) -> ToolRequest | None:
+    """Return the calls that ``tools`` and ``tool_choice`` allow or require; None if they exclude calls. Raises
+    ``RequestError``."""
     found = [Tool(t.function.name, t.function.parameters or {}, bool(t.function.strict)) for t in tools]
     named = choice.function.name if isinstance(choice, NamedTool) else None
     return tool_request(found, choice if isinstance(choice, str) else None, named, parallel)
@@ -86,10 +87,10 @@ def shown_tools(tools: Sequence[ToolSpec]) -> list[dict[str, Any]]:
 
 
 def tool_request(tools: Sequence[Tool], choice: str | None, named: str | None, parallel: bool) -> ToolRequest | None:
-    """Return the calls that the client requests; None if it excludes calls. ``choice`` is ``tool_choice`` if it is a word,
-    ``named`` the function that it names. Raises ``RequestError``."""
+    """Return the calls that the client allows or requires; None if it excludes calls. ``choice`` is ``tool_choice`` if
+    that is a word, ``named`` is the function that ``tool_choice`` names. Raises ``RequestError``."""
     if not tools and (named or choice == "required"):
-        raise RequestError(f"tool_choice is {named or choice!r} and there are no tools", param="tool_choice")
+        raise RequestError(f"tool_choice is {named or choice!r}, but there are no tools", param="tool_choice")
     if not tools or choice == "none":
         return None
     names = [tool.name for tool in tools]
@@ -102,12 +103,13 @@ def tool_request(tools: Sequence[Tool], choice: str | None, named: str | None, p
         raise RequestError(
             f"tool_choice names {named!r}, which is none of the tools: {', '.join(names)}", param="tool_choice"
         )
-    wanted = tuple(tool for tool in tools if named in (None, tool.name))
-    return ToolRequest(wanted, named is not None or choice == "required", parallel and named is None)
+    selected = tuple(tool for tool in tools if named in (None, tool.name))
+    return ToolRequest(selected, named is not None or choice == "required", parallel and named is None)
 
 
 def _check_parameters(tool: Tool) -> None:
-    """Raise ``RequestError`` if the parameters are not an object: arguments have names, and parsers read no other calls."""
+    """Raise ``RequestError`` if the parameters are not an object, because parsers read only calls whose arguments have
+    names."""
     given = tool.parameters.get("type", "object")
     if given != "object":
         raise RequestError(
@@ -116,8 +118,8 @@ def _check_parameters(tool: Tool) -> None:
 
 
 def plain_message(message: Mapping[str, Any], index: int) -> dict[str, Any]:
-    """Return a message in the form that chat templates expect: text content in one string, tool arguments parsed, no empty
-    fields. ``index`` is its index among the messages. Raises ``RequestError``."""
+    """Return a message in the form that chat templates expect: text content in one string, tool arguments parsed, no
+    empty fields. ``index`` is its index among the messages. Raises ``RequestError``."""
     role = message.get("role")
     plain: dict[str, Any] = {
         "role": "system" if role == "developer" else role,
@@ -146,8 +148,8 @@ def _part(part: object, index: int) -> str:
 
 
 def _tool_calls(calls: Any, index: int) -> list[dict[str, Any]]:
-    """Return the calls of an earlier turn with arguments that serve as an object and as text, because some templates expect one
-    and some the other. Raises ``RequestError``."""
+    """Return the calls of an earlier turn. Their arguments can be used as an object and as a text, because some
+    templates expect an object and some a text. Raises ``RequestError``."""
     try:
         return [{**call, "function": _parsed_arguments(call["function"])} for call in calls]
     except (TypeError, KeyError, msgspec.DecodeError, RecursionError) as error:
@@ -166,8 +168,8 @@ def _parsed_arguments(function: dict[str, Any]) -> dict[str, Any]:
 
 
 class Arguments(dict[str, Any]):
-    """Hold the arguments of a call: a mapping for templates that look into them, and their text for templates that print them or
-    join them to other text."""
+    """Hold the arguments of a call: a mapping for templates that look into them, and their text for templates that
+    print them or join them to other text."""
 
     def __init__(self, parsed: dict[str, Any], text: str) -> None:
         super().__init__(parsed)

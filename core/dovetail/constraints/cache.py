@@ -1,4 +1,5 @@
-"""Cache compiled constraints, and the refusals of constraints, by their text; evict the least recently used first."""
+"""Cache compiled constraints, and refusals of constraints, by constraint. The least recently used entries are evicted
+first."""
 
 from __future__ import annotations
 
@@ -15,9 +16,11 @@ if TYPE_CHECKING:
     from dovetail.interfaces.grammar import CompiledGrammar
 
 _PER_ENTRY = 4096
-"""The least number of bytes that an entry counts: for its key, its objects, and memory that the backend does not report."""
+"""Count this number of bytes for each entry in addition to its text and its grammar: for its objects, and for memory
+that the backend does not report."""
 REFUSAL_SECONDS = 60.0
-"""The seconds for which a refusal is kept, so that a constraint that was refused for its cost is not compiled again at once."""
+"""Keep a refusal for this number of seconds, so that a constraint that was refused for its cost is not compiled again
+at once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,10 +43,10 @@ Outcome = Compiled | Refused
 
 
 class GrammarCache:
-    """Keep the outcomes of compilations by constraint, in at most ``max_bytes``. Not thread-safe.
+    """Keep the outcomes of compilations by constraint, in at most ``max_bytes`` bytes. Not thread-safe.
 
-    A compiled constraint is kept once, under the constraint with the name of the backend that compiled it. A constraint that
-    names no backend has an entry that holds that name.
+    A compiled constraint is kept once; its key is the constraint with the name of the backend that compiled it. The
+    entry of a constraint that names no backend holds only the name of that backend.
     """
 
     def __init__(self, max_bytes: int) -> None:
@@ -53,7 +56,7 @@ class GrammarCache:
         self._entries: OrderedDict[GrammarSpec, tuple[Outcome | str, int]] = OrderedDict()
 
     def get(self, spec: GrammarSpec) -> Outcome | None:
-        """Return the outcome of ``spec``, None if there is none, and mark it as the most recently used."""
+        """Return the outcome of ``spec``, or None if there is none. Mark its entry as the most recently used."""
         found, _ = self._entries.get(spec, (None, 0))
         if isinstance(found, Refused) and found.expires <= time.monotonic():
             self._drop(spec)
@@ -93,5 +96,5 @@ class GrammarCache:
 
 
 def named(spec: GrammarSpec, backend: str) -> GrammarSpec:
-    """Return the constraint with ``backend`` as its backend."""
+    """Return ``spec`` with ``backend`` as its backend."""
     return dataclasses.replace(spec, backend=backend)

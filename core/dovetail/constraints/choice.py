@@ -1,4 +1,5 @@
-"""Choose the grammar backend of a constraint: the one that the request names, or the first that supports the constraint."""
+"""Choose the grammar backend of a constraint: the one that the request names, or the first that supports the
+constraint."""
 
 from __future__ import annotations
 
@@ -24,8 +25,8 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class GrammarRecipe:
-    """Describe how a grammar backend is built, in this process or in another. If ``automatic`` is true, the backend also
-    serves requests that name none."""
+    """Describe how a grammar backend is built, in this process or in another. If ``automatic`` is true, the backend
+    also serves requests that name none."""
 
     name: str
     label: str
@@ -59,12 +60,13 @@ class GrammarEngine:
 
     @property
     def built(self) -> bool:
-        """True if the backend has been built, so that ``backend`` returns at once."""
+        """Return True if the backend has been built. ``backend`` then returns at once."""
         return self._backend is not None
 
     @property
     def backend(self) -> GrammarBackend:
-        """The backend. Raises ``EngineError`` if it cannot be built; building is tried once."""
+        """Return the backend, which is built first if necessary. Raises ``EngineError`` if it cannot be built; building
+        is tried once only."""
         with self._lock:
             if self._backend is None and not self._failure:
                 self._try_to_build()
@@ -84,8 +86,8 @@ class GrammarEngine:
         return f"grammar.{spec.kind}" in self.offers
 
     def check(self, spec: GrammarSpec) -> None:
-        """Raise ``GrammarError`` if the backend is known not to support ``spec``. Takes milliseconds, because nothing is
-        compiled."""
+        """Raise ``GrammarError`` if the backend is known not to support ``spec``. Takes milliseconds, because nothing
+        is compiled."""
         if not self.offers_kind(spec):
             raise GrammarError(
                 f"it does not support constraints of kind {spec.kind}", param=spec.kind, keyword=str(spec.kind)
@@ -94,18 +96,19 @@ class GrammarEngine:
 
 
 class CompileWatch(Protocol):
-    """Receive the progress of a compilation, so that compiling can be bounded in time and building backends is not counted."""
+    """Receive the progress of a compilation. The time limit of a constraint counts the time to compile it and not the
+    time to build backends."""
 
     def building(self) -> None:
-        """Note that a backend is about to be built, which takes seconds."""
+        """Record that a backend is about to be built, which takes seconds."""
 
     def compiling(self) -> None:
-        """Note that the backend is about to read the constraint."""
+        """Record that the backend is about to read the constraint."""
 
 
 def candidates(engines: Sequence[GrammarEngine], spec: GrammarSpec) -> list[GrammarEngine]:
-    """Return the engines that may compile ``spec``, best first: the one it names, else the automatic ones. Raises
-    ``GrammarError`` if it names one that this server does not have."""
+    """Return the engines that may compile ``spec``, best first: the one that ``spec`` names, else the automatic ones.
+    Raises ``GrammarError`` if ``spec`` names a backend that this server does not have."""
     if spec.backend is None:
         return [engine for engine in engines if engine.automatic]
     named = [engine for engine in engines if engine.name == spec.backend]
@@ -122,8 +125,8 @@ def choose(
 ) -> tuple[GrammarEngine, CompiledGrammar]:
     """Compile ``spec`` with the first candidate that supports all of it, at a cost that ``probe`` admits.
 
-    Raises ``GrammarError``: at once if the constraint is wrong for every backend, else with what each candidate does not
-    support.
+    Raises ``GrammarError``. If the constraint is wrong for every backend, the first candidate's error is raised at
+    once; else the error lists what each candidate does not support.
     """
     check_nesting(spec)
     refusals: dict[str, GrammarError] = {}
@@ -161,7 +164,7 @@ def _prepare(engine: GrammarEngine, spec: GrammarSpec, watch: CompileWatch) -> N
 
 
 def _able(engines: Sequence[GrammarEngine], spec: GrammarSpec, watch: CompileWatch) -> Iterator[GrammarEngine]:
-    """Yield the engines that do not refuse ``spec`` as far as they can check without compiling."""
+    """Yield the engines whose ``check``, which does not compile, does not refuse ``spec``."""
     for engine in engines:
         try:
             _prepare(engine, spec, watch)
@@ -172,18 +175,18 @@ def _able(engines: Sequence[GrammarEngine], spec: GrammarSpec, watch: CompileWat
 
 
 def refusal(spec: GrammarSpec, refusals: Mapping[str, GrammarError], able: Sequence[str]) -> GrammarError:
-    """Return the error for a client whose constraint was refused: what each engine does not support, and which engines
-    (``able``) may support the constraint."""
+    """Return the error for a client whose constraint was refused. It lists what each engine does not support, and the
+    engines that may support the constraint (``able``)."""
     alike: dict[str, list[str]] = {}
     for name, error in refusals.items():
         alike.setdefault(f"not support {error.keyword!r} ({error})", []).append(name)
     reasons = "; ".join(f"{' and '.join(names)} do{'' if names[1:] else 'es'} {lack}" for lack, names in alike.items())
     tried = f"the grammar backend {spec.backend!r}" if spec.backend else "any grammar backend that was tried"
-    way_out = (
-        f"could do it: {', '.join(able)} (grammar_backend names one)"
+    advice = (
+        f"These may support it: {', '.join(able)}; name one as grammar_backend"
         if able
-        else "no other grammar backend of this server could; leave that out of the constraint"
+        else "No other grammar backend of this server supports it; leave that out of the constraint"
     )
-    text = f"this {spec.kind} cannot be honoured whole by {tried}: {reasons}. {way_out[0].upper()}{way_out[1:]}"
+    text = f"this {spec.kind} cannot be honoured completely by {tried}: {reasons}. {advice}"
     keyword = next((error.keyword for error in refusals.values()), None)
     return GrammarError(text, param=spec.kind, keyword=keyword)

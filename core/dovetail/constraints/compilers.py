@@ -1,4 +1,4 @@
-"""Compile constraints, in one of two ways: on a thread of this process, or in a process that can be killed."""
+"""Compile constraints, either on a thread of this process or in a worker process that can be killed."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ class Compiler(Protocol):
     seconds: float  # time limit of one constraint
 
     def compile(self, job: CompileJob) -> Compiled:
-        """Compile ``job.spec``. Raises ``GrammarError`` if the constraint is refused or costs too much, ``Abandoned`` if no
-        request waits for it any more, and ``EngineError`` if the fault is not in the constraint."""
+        """Compile ``job.spec``. Raises ``GrammarError`` if the constraint is refused or costs too much, ``Abandoned``
+        if no request waits for it any more, and ``EngineError`` for failures that the constraint does not cause."""
         ...
 
     def close(self) -> None:
@@ -42,8 +42,8 @@ class Compiler(Protocol):
 
 
 class ThreadCompiler:
-    """Compile on the calling thread. A compilation that exceeds its time limit fails its requests and occupies its thread
-    until it ends."""
+    """Compile on the calling thread. A compilation that exceeds its time limit fails its requests and occupies its
+    thread until it ends."""
 
     def __init__(self, engines: Sequence[GrammarEngine], seconds: float) -> None:
         self.engines: Sequence[GrammarEngine] = engines
@@ -61,8 +61,9 @@ class ThreadCompiler:
 class ProcessCompiler:
     """Compile in worker processes, which are started when they are first needed.
 
-    Backends that offer ``grammar.portable`` return the compiled constraint as bytes. For the other backends the process has
-    shown that the constraint can be compiled within its bounds, and it is compiled again in this process.
+    Backends that offer ``grammar.portable`` return the compiled constraint as bytes. For other backends, the worker
+    process only shows that the constraint can be compiled within its limits; the constraint is then compiled again in
+    this process.
     """
 
     def __init__(
@@ -74,8 +75,8 @@ class ProcessCompiler:
         memory: int,
         budget: MaskBudget = DEFAULT_MASK_BUDGET,
     ) -> None:
-        """``seconds`` and ``memory`` (bytes) are the bounds of one constraint. Constraints whose masks exceed ``budget`` are
-        refused."""
+        """Store the settings of worker processes. ``seconds`` and ``memory`` (bytes) are the limits of one constraint.
+        Constraints whose masks exceed ``budget`` are refused."""
         self.engines: Sequence[GrammarEngine] = [recipe.engine(context) for recipe in recipes]
         self.seconds = seconds
         self._setup = worker.Setup(tuple(recipes), context, memory, seconds, budget)
@@ -111,13 +112,13 @@ class ProcessCompiler:
             threading.Thread(target=build, name=f"dovetail-build-{engine.name}").start()
 
     def _compile_in_process(self, job: CompileJob) -> worker.Event:
-        """Return the answer of a worker process. If a process is killed from outside, the constraint is not at fault: it is
-        given to another process, once."""
+        """Return the answer of a worker process. If the process is killed from outside, the constraint is not at fault,
+        and it is given to another process, once."""
         killed = False
         while True:
             process, fresh = self._take()
             try:
-                answer = process.compile(job.spec, self.seconds, lambda: job.wanted)
+                answer = process.compile(job.spec, self.seconds, lambda: job.is_awaited)
             except Abandoned:
                 self._replace()
                 raise
@@ -132,13 +133,14 @@ class ProcessCompiler:
                     log.warning("a grammar worker was killed from outside (%s); its constraint is tried again", error)
                 elif error.compiling or fresh:
                     self._replace()
-                    raise self._verdict(job.spec, error) from None
-                continue  # one that had grown too large ended after its last answer
+                    raise self._error_of(job.spec, error) from None
+                continue  # an idle process that had grown too large ended after its last answer; try another
             self._put_back(process)
             return answer
 
-    def _verdict(self, spec: GrammarSpec, error: Ended) -> EngineError | GrammarError:
-        """Return the error for a process that has ended: ``GrammarError`` if the constraint is at fault, else ``EngineError``."""
+    def _error_of(self, spec: GrammarSpec, error: Ended) -> EngineError | GrammarError:
+        """Return the error for a process that has ended: ``GrammarError`` if the constraint is at fault, else
+        ``EngineError``."""
         if error.killed:
             return EngineError(
                 f"the processes that compile grammars were killed from outside ({error}), twice for this {spec.kind}: by an "
@@ -150,7 +152,8 @@ class ProcessCompiler:
         return too_slow(spec, self.seconds) if error.overtime else self._too_large(spec, str(error))
 
     def _replace(self) -> None:
-        """Start another process in place of the one that was ended, with the backends that are likely to be needed."""
+        """Start another process in place of a process that has ended, and build the backends in it that are likely to
+        be needed."""
 
         def start() -> None:
             process = WorkerProcess(self._setup)
@@ -170,7 +173,7 @@ class ProcessCompiler:
         return GrammarError(text, param=spec.kind)
 
     def _take(self) -> tuple[WorkerProcess, bool]:
-        """Return a process, and whether it is a new one; an idle one is preferred."""
+        """Return an idle process and False, or a new process and True if none is idle."""
         with self._lock:
             if self._idle:
                 return self._idle.pop(), False

@@ -1,5 +1,5 @@
-"""Begin constraints after the first part of an output: a matcher that leaves that part free and forces the tokens that lead to the
-constrained part."""
+"""Begin constraints after the first part of an output. A wrapper around a matcher leaves that part free and forces the
+tokens that lead to the constrained part."""
 
 from __future__ import annotations
 
@@ -31,21 +31,24 @@ class _Phase(enum.Enum):
 
 
 class FreeTokens:
-    """Hold the bitmask rows of a part that is not constrained: of all tokens, and of all but those that end an output."""
+    """Hold two bitmask rows for parts of an output that are not constrained: one allows all tokens, the other all
+    tokens except those that end an output."""
 
     def __init__(self, vocab_size: int, eos_token_ids: Iterable[int]) -> None:
         self.eos = frozenset(eos_token_ids)
-        self.all = _pack(vocab_size, range(vocab_size))
-        self.not_last = _pack(vocab_size, (token for token in range(vocab_size) if token not in self.eos))
+        self.all = pack_tokens(vocab_size, range(vocab_size))
+        self.not_last = pack_tokens(vocab_size, (token for token in range(vocab_size) if token not in self.eos))
 
 
 def gated(matcher: Matcher, gate: GrammarGate | None, free: FreeTokens) -> Matcher:
-    """Return ``matcher`` such that its constraint begins where ``gate`` ends; ``matcher`` itself if there is no gate."""
+    """Return a matcher whose constraint, that of ``matcher``, begins where ``gate`` ends. Return ``matcher`` itself if
+    there is no gate."""
     return matcher if gate is None else GatedMatcher(matcher, gate, free)
 
 
 class GatedMatcher(Matcher):
-    """Match lead, free part and prefix of a gate, and then the inner matcher. See ``interfaces.parsers.ConstraintGate``."""
+    """Match the lead, the free part and the prefix of a gate, and then what the inner matcher allows. See
+    ``interfaces.parsers.ConstraintGate``."""
 
     def __init__(self, inner: Matcher, gate: GrammarGate, free: FreeTokens) -> None:
         self._inner = inner
@@ -53,19 +56,22 @@ class GatedMatcher(Matcher):
         self._free = free
         self._stand_ins = dict(gate.marks)
         self._raw = frozenset(self._stand_ins.values())
-        self._place: tuple[_Phase, int] = self._after_lead()
+        self._state: tuple[_Phase, int] = self._after_lead()
         if gate.lead:
-            self._place = (_Phase.CHOICE if gate.optional else _Phase.LEAD, 0)
-        self._path: list[tuple[_Phase, int, bool]] = []  # the place before each token, and whether inner took it
+            self._state = (_Phase.CHOICE if gate.optional else _Phase.LEAD, 0)
+        self._path: list[
+            tuple[_Phase, int, bool]
+        ] = []  # the state before each token, and whether the inner matcher accepted it
 
     @property
     def inner(self) -> Matcher | None:
-        """The matcher that alone decides about the next token, if the constraint has begun and has no marks; else None."""
-        return self._inner if self._place[0] is _Phase.GRAMMAR and not self._stand_ins else None
+        """Return the matcher of the backend if the constraint has begun and has no marks, so that it alone decides
+        about the next token; else None."""
+        return self._inner if self._state[0] is _Phase.GRAMMAR and not self._stand_ins else None
 
     def fill_bitmask(self, bitmask: IntArray, row: int) -> None:
         """See ``Matcher``."""
-        phase, at = self._place
+        phase, at = self._state
         if phase is _Phase.GRAMMAR:
             self._fill_inner(bitmask, row)
         elif phase is _Phase.FREE:
@@ -99,18 +105,19 @@ class GatedMatcher(Matcher):
 
     def accept(self, token_id: int) -> bool:
         """See ``Matcher``."""
-        before = self._place
+        before = self._state
         moved = self._next(token_id)
         if moved is None:
             return False
-        self._place, inner = moved
+        self._state, inner = moved
         self._path.append((*before, inner))
         return True
 
     def _next(self, token: int) -> tuple[tuple[_Phase, int], bool] | None:
-        """Return the place that ``token`` leads to, and whether the inner matcher took it; None if it is forbidden."""
+        """Return the state after ``token``, and True if the inner matcher accepted the token. Return None if the token
+        is forbidden."""
         gate = self._gate
-        phase, at = self._place
+        phase, at = self._state
         if phase is _Phase.CHOICE:
             if token == gate.lead[0]:
                 phase = _Phase.LEAD
@@ -144,26 +151,27 @@ class GatedMatcher(Matcher):
             return
         undone = self._path[-num_tokens:]
         del self._path[-num_tokens:]
-        self._place = undone[0][:2]
-        of_inner = sum(inner for _, _, inner in undone)
-        if of_inner:
-            self._inner.rollback(of_inner)
+        self._state = undone[0][:2]
+        count = sum(inner for _, _, inner in undone)
+        if count:
+            self._inner.rollback(count)
 
     @property
     def is_terminated(self) -> bool:
         """See ``Matcher``."""
-        phase = self._place[0]
+        phase = self._state[0]
         return phase is _Phase.ENDED or (phase is _Phase.GRAMMAR and self._inner.is_terminated)
 
     def jump_forward(self) -> str:
         """See ``Matcher``."""
-        if self._place[0] is not _Phase.GRAMMAR:
+        if self._state[0] is not _Phase.GRAMMAR:
             return ""
         forced = self._inner.jump_forward()
         return _STAND_IN.split(forced, maxsplit=1)[0] if self._stand_ins else forced
 
 
-def _pack(vocab_size: int, tokens: Iterable[int]) -> IntArray:
+def pack_tokens(vocab_size: int, tokens: Iterable[int]) -> IntArray:
+    """Return a bitmask row, int32 ``[ceil(vocab_size / 32)]``, that allows ``tokens``."""
     flags = np.zeros(-(-vocab_size // 32) * 32, np.uint8)
     flags[list(tokens)] = 1
     return np.packbits(flags, bitorder="little").view(np.int32)

@@ -14,18 +14,20 @@ if TYPE_CHECKING:
     from dovetail.sampling_params import GrammarSpec
 
 MAX_WAIT = 6
-"""How long a constraint waits for a free compiler thread, in multiples of its time limit."""
+"""Limit the time for which a constraint waits for a free compiler thread, in multiples of the time limit of its
+compilation."""
 
 
 class CompileJob:
-    """Hold the state of one compilation, which any number of tickets wait for. Thread-safe.
+    """Hold the state of one compilation. Any number of tickets may wait for it. Thread-safe.
 
-    A job is also the ``CompileWatch`` of a compilation on a thread. Such a compilation cannot be ended, but once ``deadline``
-    has passed its tickets stop waiting.
+    A job is also the ``CompileWatch`` of a compilation on a thread. Such a compilation cannot be stopped, but its
+    tickets stop waiting once ``deadline`` has passed.
     """
 
     def __init__(self, spec: GrammarSpec, seconds: float, outcome: Outcome | None = None) -> None:
-        """``seconds`` is the time limit. ``outcome`` is given if the constraint need not be compiled."""
+        """Create a job for ``spec`` with a time limit of ``seconds``. ``outcome`` is given if the constraint need not
+        be compiled."""
         self.spec = spec
         self.seconds = seconds
         self.outcome = outcome
@@ -51,18 +53,18 @@ class CompileJob:
         self._closed = True
 
     @property
-    def wanted(self) -> bool:
-        """True while a ticket waits."""
+    def is_awaited(self) -> bool:
+        """Return True while a ticket waits for the job."""
         return self._waiting > 0 and not self._closed
 
     @property
     def done(self) -> bool:
-        """True once there is an outcome or an error, or the job was closed."""
+        """Return True once there is an outcome or an error, or the job was closed."""
         return self.outcome is not None or self.error is not None or self._closed
 
     @property
     def overdue(self) -> bool:
-        """True if the deadline has passed."""
+        """Return True if the deadline has passed."""
         return self.deadline is not None and time.monotonic() >= self.deadline
 
     def building(self) -> None:
@@ -91,7 +93,8 @@ class GrammarTicket:
 
     @property
     def ready(self) -> bool:
-        """True once ``matcher`` may be called: the constraint was compiled, refused, timed out or cancelled."""
+        """Return True once ``matcher`` may be called: the constraint was compiled or refused, its time limit has
+        passed, or the ticket was cancelled."""
         return self._cancelled or self._job.done or self._job.overdue or self._waited_too_long
 
     @property
@@ -100,28 +103,30 @@ class GrammarTicket:
 
     @property
     def spec(self) -> GrammarSpec:
-        """The constraint."""
+        """Return the constraint."""
         return self._job.spec
 
     @property
     def backend(self) -> str:
-        """The name of the grammar backend that compiled the constraint; to be read only after ``matcher`` has returned."""
+        """Return the name of the grammar backend that compiled the constraint. May be read only after ``matcher`` has
+        returned."""
         assert isinstance(self._job.outcome, Compiled)
         return self._job.outcome.backend
 
     def matcher(self) -> Matcher:
-        """Return a new matcher; to be called only if ``ready``. Raises ``GrammarError``, ``QueueFullError`` if no compiler
-        thread was free in time, and what a broken backend raised."""
+        """Return a new matcher. May be called only if ``ready``. Raises ``GrammarError`` if the constraint was refused,
+        timed out or cancelled, ``QueueFullError`` if no compiler thread was free in time, and any exception of a broken
+        backend."""
         outcome = self._job.outcome
         if isinstance(outcome, Compiled) and not self._cancelled:
             return outcome.grammar.matcher()
         if isinstance(outcome, Refused) and not self._cancelled:
-            raise outcome.error.with_traceback(None)  # raised once for each request: it would grow
+            raise outcome.error.with_traceback(None)  # without the traceback, which would grow each time
         if self._job.error is not None and not self._cancelled:
             raise self._job.error
-        raise self._given_up()
+        raise self._abandoned()
 
-    def _given_up(self) -> GrammarError | QueueFullError:
+    def _abandoned(self) -> GrammarError | QueueFullError:
         if self._cancelled or self._job.done:
             return GrammarError(f"the {self._kind} was cancelled before it was compiled", param=self._kind)
         assert self._job.overdue or self._waited_too_long, "`matcher` was called before the ticket was ready"
@@ -130,10 +135,11 @@ class GrammarTicket:
         if overdue:
             return too_slow(self._job.spec, self._job.seconds)
         waited = MAX_WAIT * self._job.seconds
-        return QueueFullError(f"the {self._kind} waited {waited:g} s for others to be compiled; retry later")
+        return QueueFullError(f"the {self._kind} waited {waited:g} s for a free compiler thread; retry later")
 
     def cancel(self) -> None:
-        """Stop waiting. A compilation that no ticket waits for any more is not started, or is ended."""
+        """Stop waiting. If no ticket waits for a compilation any more, it is not started, or it is stopped if it runs
+        in a worker process."""
         if not self._cancelled:
             self._cancelled = True
             self._job.leave()

@@ -10,7 +10,8 @@ from dovetail.sampling_params import GrammarKind, GrammarSpec
 
 MAX_TEXT_BYTES = 256 * 1024
 MAX_NESTING = 200
-"""The deepest nesting of brackets. Schemas in real use stay below 40; recursive parsers overflow their stack at some thousands."""
+"""Limit the nesting of brackets. Schemas in real use stay below 40; recursive parsers overflow their stack at a few
+thousand."""
 
 # Every alternative ends at the end of the text at the latest, so that no text is scanned twice.
 _JSON = re.compile(r'"(?:[^"\\]|\\.)*+"?|([\[{])|([\]}])', re.DOTALL)
@@ -28,8 +29,8 @@ def check_size(spec: GrammarSpec) -> None:
 
 
 def check_nesting(spec: GrammarSpec) -> None:
-    """Raise ``GrammarError`` for brackets that are nested more than ``MAX_NESTING`` deep. The time is linear in the text, which
-    need not be valid."""
+    """Raise ``GrammarError`` for brackets that are nested more than ``MAX_NESTING`` deep. The time is linear in the
+    text, which need not be valid."""
     depth = nesting(spec)
     if depth > MAX_NESTING:
         raise GrammarError(f"the {spec.kind} is nested {depth} deep; allowed: {MAX_NESTING}", param=spec.kind)

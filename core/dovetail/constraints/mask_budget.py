@@ -1,7 +1,7 @@
-"""Bound the time that the matcher of a request may take: on average for each token, and beyond that in total.
+"""Limit the time that the matcher of a request may take: an average time per token, and a total time in excess of it.
 
-Every request of a batch waits for the matchers, and few libraries bound the time of one step: with some constraints each token
-takes longer than the one before. A request whose matcher exceeds the budget ends with an error.
+All requests of a batch wait for the matchers. Few libraries limit the time of one step, and with some constraints each
+token takes longer than the one before. A request whose matcher exceeds the budget ends with an error.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True, slots=True)
 class MaskBudget:
-    """Describe the time that a matcher may take, in seconds: ``per_token`` on average, and up to ``ahead`` more than that in
-    total."""
+    """Describe the time that a matcher may take, in seconds: ``per_token`` on average, and up to ``ahead`` more than
+    that in total."""
 
     per_token: float = 0.02
     ahead: float = 1.0
@@ -36,8 +36,9 @@ DEFAULT_MASK_BUDGET = MaskBudget()
 class Meter:
     """Measure the time that the matcher of one request has taken, less the time that its tokens allow.
 
-    ``alone`` is true if the masks of the request are filled in a call for this request only: a call for several requests was
-    slow, and it is not known which of them is the cause. ``over`` is called once, when the budget is exceeded.
+    ``alone`` is true if the masks of the request are filled in a call for this request only. The engine sets it after a
+    slow call for several requests, to find out which request is the cause. ``over`` is called once, when the budget is
+    exceeded.
     """
 
     def __init__(
@@ -58,8 +59,8 @@ class Meter:
         self._ahead = max(self._ahead - self._budget.per_token, 0.0)
 
     def charge(self, seconds: float) -> None:
-        """Add the time that the matcher has taken. Raises ``GrammarError`` if the budget is exceeded, and on every call after
-        that."""
+        """Add the time that the matcher has taken. Raises ``GrammarError`` if the budget is exceeded, and on every call
+        after that."""
         self._ahead += seconds
         if self.error is None and self._ahead > self._budget.ahead:
             self.error = self._excess(seconds)
@@ -81,7 +82,7 @@ class Meter:
 class MeteredMatcher(Matcher):
     """Measure the time of each call of a matcher. Every call may raise the ``GrammarError`` of ``Meter.charge``.
 
-    The time of masks that ``inner`` fills is charged by the caller that has it fill them.
+    The caller of ``GrammarBackend.fill_bitmasks`` charges the time of the masks that ``inner`` fills.
     """
 
     def __init__(self, matcher: Matcher, meter: Meter) -> None:

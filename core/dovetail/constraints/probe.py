@@ -9,44 +9,41 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from dovetail.constraints.gated import pack_tokens
 from dovetail.constraints.mask_budget import Meter, MeteredMatcher
 from dovetail.errors import GrammarError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
-
     from dovetail.constraints.mask_budget import MaskBudget
     from dovetail.interfaces.grammar import CompiledGrammar, GrammarContext, Matcher
     from dovetail.sampling_params import GrammarSpec
-    from dovetail.types import IntArray
 
 log = logging.getLogger(__name__)
 
 WALKS = 2
-"""The number of walks: the first prefers tokens of one byte, with which a text takes the most steps; the second takes any
-token."""
+"""Set the number of walks. The first walk prefers tokens of one byte, with which a text takes the most steps; the
+second takes any token."""
 STEPS = 96
-"""The tokens of a walk. A cost that grows with the text is found within that number; one that grows later is found while a
-request generates."""
+"""Limit the number of tokens of a walk. A cost that grows with the text is found within this number. A cost that begins
+to grow later is found while a request generates."""
 
 
 class Probe:
-    """Walk through texts of a grammar at random; the walks of one constraint are always the same. Not thread-safe."""
+    """Walk through random texts of a grammar. The random numbers are derived from the constraint, so its walks are
+    always the same. Not thread-safe."""
 
     def __init__(self, context: GrammarContext, budget: MaskBudget) -> None:
         self._budget = budget
         self._row = np.zeros((1, -(-context.vocab_size // 32)), np.int32)
-        self._ends = self._pack(token for token in context.eos_token_ids if token < context.vocab_size)
+        self._ends = pack_tokens(
+            context.vocab_size, (token for token in context.eos_token_ids if token < context.vocab_size)
+        )
         tokens = enumerate(context.token_bytes[: context.vocab_size])
-        self._bytes = self._pack(token for token, data in tokens if data and len(data) == 1)
-
-    def _pack(self, tokens: Iterable[int]) -> IntArray:
-        flags = np.zeros(32 * self._row.shape[1], np.uint8)
-        flags[list(tokens)] = 1
-        return np.packbits(flags, bitorder="little").view(np.int32)
+        self._bytes = pack_tokens(context.vocab_size, (token for token, data in tokens if data and len(data) == 1))
 
     def try_out(self, grammar: CompiledGrammar, spec: GrammarSpec, backend: str) -> None:
-        """Raise ``GrammarError`` if masks exceed the budget or allow a token that is not accepted, or if the backend gives up.
+        """Raise ``GrammarError`` if masks exceed the budget or allow a token that is not accepted, or if the backend
+        gives up.
 
         The time is bounded: the walks stop once they have taken four times ``MaskBudget.ahead``.
         """

@@ -1,5 +1,5 @@
-"""Run the worker processes that compile constraints, from the engine's side. A constraint that takes too much time or memory ends
-its worker process and nothing else."""
+"""Run the worker processes that compile constraints, from the engine's side. A constraint that takes too much time or
+memory ends its worker process and nothing else."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ if TYPE_CHECKING:
     from dovetail.sampling_params import GrammarSpec
 
 BUILD_SECONDS = 120.0
-"""The time limit, in seconds, of the start of a process and of the imports of each backend."""
+"""Limit the time, in seconds, to start a process, and to import each backend."""
 GRACE_SECONDS = 1.0
-"""The seconds for which a compilation goes on after the last request has stopped waiting for it. Most compilations end within
-them, so that no other process has to be started."""
+"""Continue a compilation for this number of seconds after the last request has stopped waiting for it. Most
+compilations end within that time, and no other process has to be started."""
 _TICK_SECONDS = 0.02
 _SENT_BY_OTHERS = frozenset({signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT})
-"""Signals that come from outside of the process: a process that exceeds its processor time gets SIGXCPU, and one that exceeds its
-memory ends with an error or SIGABRT."""
+"""List the signals that come from outside of the process. They never mean that a limit was exceeded: a process that
+exceeds its processor time gets SIGXCPU, and a process that exceeds its memory ends with an error or SIGABRT."""
 _BOOT = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[2]); "
     "from dovetail.constraints.worker import main; main(int(sys.argv[1]))"
@@ -42,8 +42,8 @@ class Abandoned(Exception):
 class Ended(Exception):
     """Raised when the process has ended before it answered.
 
-    ``compiling`` is true if it ended while it read the constraint, ``killed`` if it was killed from outside (by an operator, or
-    by the system when that ran out of memory), ``overtime`` if it exceeded its limit of processor time.
+    ``compiling`` is true if it ended while it read the constraint, ``killed`` if it was killed from outside (by an
+    operator, or by the system when it ran out of memory), ``overtime`` if it exceeded its limit of processor time.
     """
 
     def __init__(self, code: int, compiling: bool) -> None:
@@ -54,7 +54,8 @@ class Ended(Exception):
 
 
 class TimedOut(Exception):
-    """Raised when the process was killed because it took too long; ``building`` is true if it was building a backend."""
+    """Raised when the process was killed because it took too long; ``building`` is true if it was building a
+    backend."""
 
     def __init__(self, building: bool) -> None:
         super().__init__()
@@ -62,8 +63,8 @@ class TimedOut(Exception):
 
 
 class WorkerProcess:
-    """Run one process that compiles. One thread uses it at a time. The process ends when this object is garbage-collected, and
-    when the engine process ends."""
+    """Run one process that compiles. One thread uses it at a time. The process ends when this object is
+    garbage-collected, and when the engine process ends."""
 
     def __init__(self, setup: worker.Setup) -> None:
         self._setup: worker.Setup | None = setup
@@ -80,14 +81,14 @@ class WorkerProcess:
         theirs.close()
         self._end = weakref.finalize(self, _end, self._process, self._conn)
 
-    def compile(self, spec: GrammarSpec, seconds: float, wanted: Callable[[], bool]) -> worker.Event:
-        """Return the answer for ``spec``, compiled within ``seconds`` while ``wanted`` returns True. Raises ``Ended``, ``TimedOut``
-        or ``Abandoned``; the process has then ended."""
+    def compile(self, spec: GrammarSpec, seconds: float, is_awaited: Callable[[], bool]) -> worker.Event:
+        """Compile ``spec`` within ``seconds`` and return the answer. ``is_awaited`` returns False once no request waits
+        for the constraint any more. Raises ``Ended``, ``TimedOut`` or ``Abandoned``; the process has then ended."""
         clock = _Clock(seconds)
         try:
             self.prepare(())
             self._conn.send(spec)
-            return self._answer(clock, wanted)
+            return self._answer(clock, is_awaited)
         except (EOFError, OSError):
             raise Ended(self._reap(), not clock.building) from None
         except BaseException:
@@ -95,13 +96,13 @@ class WorkerProcess:
             raise
 
     def prepare(self, names: Sequence[str]) -> None:
-        """Send a new process its setup, and have it build the backends of these names. Raises ``OSError`` if the process has
-        ended."""
+        """Send its setup to a new process, which then builds the backends ``names``. Does nothing for a process that
+        has its setup. Raises ``OSError`` if the process has ended."""
         if self._setup is not None:
             self._conn.send((self._setup, tuple(names)))
             self._setup = None
 
-    def _answer(self, clock: _Clock, wanted: Callable[[], bool]) -> worker.Event:
+    def _answer(self, clock: _Clock, is_awaited: Callable[[], bool]) -> worker.Event:
         start = time.monotonic()
         while True:
             if self._conn.poll(_TICK_SECONDS):
@@ -111,7 +112,7 @@ class WorkerProcess:
                 clock.take(event)
             elif clock.over:
                 raise TimedOut(clock.building)
-            elif not wanted() and time.monotonic() - start > GRACE_SECONDS:
+            elif not is_awaited() and time.monotonic() - start > GRACE_SECONDS:
                 raise Abandoned
 
     def _reap(self) -> int:
@@ -125,7 +126,7 @@ class WorkerProcess:
 
     @property
     def pid(self) -> int:
-        """The process id."""
+        """Return the process id."""
         return self._process.pid
 
     def kill(self) -> None:
@@ -134,7 +135,7 @@ class WorkerProcess:
 
 
 class _Clock:
-    """Measure the time limit of one constraint; the clock stops while a backend is built."""
+    """Measure the time that one constraint has left. The clock stops while a backend is built."""
 
     def __init__(self, seconds: float) -> None:
         self._left = seconds

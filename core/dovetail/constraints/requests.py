@@ -1,8 +1,8 @@
-"""Compile the constraints of requests into matchers: the only module of this package that the scheduler imports.
+"""Compile the constraints of requests into matchers. The scheduler imports only this module of the package.
 
-A request with a constraint is passed to ``RequestConstraints.begin``, and waits until ``collect`` returns it with its matcher. From
-then on the scheduler advances ``Req.matcher``, which is a ``dovetail.interfaces.grammar.Matcher``, token by token, and may
-append the tokens of ``forced_tokens``.
+A request with a constraint is passed to ``RequestConstraints.begin``, and waits until ``collect`` returns it with its
+matcher. From then on the scheduler advances ``Req.matcher``, which is a ``dovetail.interfaces.grammar.Matcher``, token
+by token, and may append the tokens of ``forced_tokens``.
 """
 
 from __future__ import annotations
@@ -40,16 +40,17 @@ class RequestConstraints:
         eos_token_ids: Iterable[int],
         jump_tokenizer: Tokenizer | None = None,
     ) -> None:
-        """``service`` compiles. ``vocab_size`` and ``eos_token_ids`` describe the tokens that an output may have before its
-        constraint begins. ``jump_tokenizer`` is the model's tokenizer if jump-forward decoding is on, else None."""
+        """Store ``service``, which compiles. ``vocab_size`` and ``eos_token_ids`` describe the tokens that an output
+        may have before its constraint begins. ``jump_tokenizer`` is the model's tokenizer if jump-forward decoding is
+        on, else None."""
         self.service = service
         self._free = FreeTokens(vocab_size, eos_token_ids)
         self._jump_forward = JumpForward(jump_tokenizer) if jump_tokenizer is not None else None
         self._compiling: list[Req] = []
 
     def begin(self, req: Req) -> None:
-        """Start to compile the constraint of ``req``, if it has one. Raises ``GrammarError`` for a constraint that is refused
-        at once; the request is then unchanged."""
+        """Start to compile the constraint of ``req``, if it has one. Raises ``GrammarError`` for a constraint that is
+        refused at once; the request is then unchanged."""
         if req.params.grammar is not None:
             req.ticket = self.service.submit(req.params.grammar)
             self._compiling.append(req)
@@ -61,8 +62,8 @@ class RequestConstraints:
             self._compiling.remove(req)
 
     def collect(self) -> list[tuple[Req, RequestFailed | None]]:
-        """Return the requests whose compilation has ended since the last call: with None if the request has its matcher now,
-        or with the failure to report to its client. Never blocks."""
+        """Return the requests whose compilation has ended since the last call, each with None if the request has its
+        matcher now, or with the failure to report to its client. Never blocks."""
         ready = [req for req in self._compiling if req.ticket.ready]
         for req in ready:
             self._compiling.remove(req)
@@ -91,29 +92,30 @@ class RequestConstraints:
 
     @property
     def jumps(self) -> bool:
-        """True if jump-forward decoding is on."""
+        """Return True if jump-forward decoding is on."""
         return self._jump_forward is not None
 
     def forced_tokens(self, req: Req) -> list[int]:
-        """Return the tokens that must follow those of ``req``, empty if there is a choice or jump-forward decoding is off. See
-        ``JumpForward.forced_tokens``. Raises what the matcher raises."""
+        """Return the tokens that must follow the tokens of ``req``. The list is empty if there is a choice or if
+        jump-forward decoding is off. See ``JumpForward.forced_tokens``. Raises any exception that the matcher
+        raises."""
         return self._jump_forward.forced_tokens(req) if self._jump_forward is not None else []
 
     @property
     def totals(self) -> GrammarTotals:
-        """The counters of compilations since the start."""
+        """Return the counters of compilations since the start."""
         return self.service.totals
 
     @property
     def cached_bytes(self) -> int:
-        """The memory of the compiled constraints in the cache, in bytes."""
+        """Return the memory of the compiled constraints in the cache, in bytes."""
         return self.service.cached_bytes
 
     @property
     def evictions(self) -> int:
-        """The number of compiled constraints that were evicted from the cache since the start."""
+        """Return the number of compiled constraints that were evicted from the cache since the start."""
         return self.service.evictions
 
     def close(self) -> None:
-        """Stop the compilation. Constraints that are still being compiled end as cancelled."""
+        """Start no more compilations. Tickets that still wait end as cancelled."""
         self.service.close()

@@ -30,9 +30,10 @@ __all__ = ["GrammarService", "GrammarTicket", "GrammarTotals"]
 class GrammarTotals:
     """Count compilations since the start.
 
-    ``hits`` are requests whose constraint had been compiled (or refused) before or was being compiled, ``misses`` all other
-    requests. ``compiles`` are the compilations started, ``seconds`` the time they took, ``refusals`` those that ended in an
-    error, ``overruns`` the requests whose matchers took too long. ``backends`` counts requests by the backend of their matcher.
+    ``hits`` counts the requests whose constraint was cached (compiled or refused) or was being compiled, ``misses`` all
+    other requests. ``compiles`` counts the compilations that were started, ``seconds`` is the time that they took, and
+    ``refusals`` counts those that ended with a ``GrammarError``. ``overruns`` counts the requests whose matchers took
+    too long. ``backends`` counts requests by the backend of their matcher.
     """
 
     hits: int = 0
@@ -47,8 +48,9 @@ class GrammarTotals:
 class GrammarService:
     """Compile constraints for requests, and cache the compiled ones in up to ``cache_bytes``.
 
-    If ``compiler`` is None, every constraint is refused, with ``reason``. Equal constraints are compiled once, even if the second
-    comes while the first is being compiled. At most ``workers`` are compiled at the same time, and the others wait in a queue.
+    If ``compiler`` is None, every constraint is refused, with ``reason``. Equal constraints are compiled once, even if
+    the second is submitted while the first is being compiled. At most ``workers`` constraints are compiled at the same
+    time, and the others wait in a queue.
     """
 
     def __init__(
@@ -71,16 +73,17 @@ class GrammarService:
 
     @property
     def cached_bytes(self) -> int:
-        """The memory of the cache, in bytes."""
+        """Return the memory of the cache, in bytes."""
         return self._cache.num_bytes
 
     @property
     def evictions(self) -> int:
-        """The number of compiled constraints that were evicted from the cache since the start."""
+        """Return the number of compiled constraints that were evicted from the cache since the start."""
         return self._cache.evictions
 
     def submit(self, spec: GrammarSpec) -> GrammarTicket:
-        """Start to compile ``spec``, unless it is cached or being compiled. Raises ``GrammarError`` if it is refused at once."""
+        """Start to compile ``spec``, unless it is cached or being compiled. Raises ``GrammarError`` if it is refused at
+        once."""
         if self._compiler is None or self._pool is None:
             raise GrammarError(
                 f"this server cannot constrain its output ({self._reason or 'it has no grammar backend'}); "
@@ -102,14 +105,15 @@ class GrammarService:
         return GrammarTicket(job)
 
     def matcher(self, ticket: GrammarTicket) -> Matcher:
-        """Return the matcher of a ticket that is ready, and count it. Raises what ``GrammarTicket.matcher`` raises."""
+        """Return the matcher of a ticket that is ready, and count the request. Raises the exceptions of
+        ``GrammarTicket.matcher``."""
         matcher = ticket.matcher()
         self.totals.backends[ticket.backend] += 1
         return matcher
 
     def meter(self, ticket: GrammarTicket) -> Meter:
-        """Return the meter for the matcher of a ticket. If the matcher exceeds the budget, its constraint is refused for a while,
-        because it would cost the next request the same time."""
+        """Return the meter for the matcher of a ticket. If the matcher exceeds the budget, its constraint is refused
+        for a while, because it would cost the next request the same time."""
         spec, backend = ticket.spec, ticket.backend
 
         def over(error: GrammarError) -> None:
@@ -121,13 +125,14 @@ class GrammarService:
         return Meter(spec, backend, self._budget, over)
 
     def backend(self, name: str) -> GrammarBackend:
-        """Return the backend of that name, which has made a matcher before."""
+        """Return the backend ``name``, which must have made a matcher before."""
         assert self._compiler is not None
         return next(engine.backend for engine in self._compiler.engines if engine.name == name)
 
     def _known(self, spec: GrammarSpec, first: str, seconds: float) -> CompileJob | None:
-        """Return a job for ``spec`` that has an outcome or is being compiled, None if there is none. If ``spec`` names no backend, a
-        constraint that ``first``, its first candidate, has compiled counts, because ``first`` would be chosen again."""
+        """Return a job for ``spec`` that has an outcome or is being compiled; None if there is none. If ``spec`` names
+        no backend, an equal constraint that was compiled by ``first``, the first candidate for ``spec``, is used too,
+        because ``first`` would be chosen again."""
         outcome = self._cache.get(spec)
         if outcome is None and spec.backend is None:
             found = self._cache.get(named(spec, first))
@@ -151,7 +156,7 @@ class GrammarService:
 
     def _begin(self, job: CompileJob) -> bool:
         with self._lock:
-            if not job.wanted:
+            if not job.is_awaited:
                 self._forget(job)
                 job.close()
                 return False
@@ -176,7 +181,8 @@ class GrammarService:
             del self._jobs[job.spec]
 
     def close(self) -> None:
-        """Start no more compilations, and end waiting tickets as cancelled. Compilations that run on threads end by themselves."""
+        """Start no more compilations. Tickets that still wait end as cancelled. Compilations that run on threads end by
+        themselves."""
         if self._pool is None or self._compiler is None:
             return
         self._pool.shutdown(wait=False, cancel_futures=True)

@@ -1,8 +1,8 @@
 """Compile constraints in a process of low priority with bounded memory, which the engine kills if it takes too long.
 
-The process receives a ``Setup`` with the names of the backends to build at once, and then one ``GrammarSpec`` after another. It
-answers each with events, the last of which is a ``Done``, ``GrammarRefused`` or ``CompileFailed``. It imports the backends that it
-needs, and as few modules of dovetail as possible.
+The process receives a ``Setup`` with the names of the backends to build at once, and then one ``GrammarSpec`` after
+another. It answers each with events, the last of which is a ``Done``, ``GrammarRefused`` or ``CompileFailed``. It
+imports the backends that it needs, and as few modules of dovetail as possible.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ _MIB = 2**20
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """Hold the first message to a worker. ``memory`` (bytes) and ``seconds`` are the bounds of one constraint, ``budget`` bounds
-    the time of its masks."""
+    """Hold the first message to a worker. ``memory`` (bytes) and ``seconds`` limit the compilation of one constraint,
+    ``budget`` limits the time of its masks."""
 
     recipes: tuple[GrammarRecipe, ...]
     context: GrammarContext
@@ -51,7 +51,8 @@ class CompileStarted:
 
 @dataclass(frozen=True, slots=True)
 class Done:
-    """Report that backend ``name`` has compiled the constraint. ``data`` is the compiled grammar, None if it cannot be sent."""
+    """Report that backend ``name`` has compiled the constraint. ``data`` is the compiled grammar, None if it cannot be
+    sent."""
 
     name: str
     data: bytes | None
@@ -67,17 +68,18 @@ class GrammarRefused:
 
     @classmethod
     def of(cls, error: GrammarError) -> GrammarRefused:
-        """Make the event from the error."""
+        """Return the event that reports ``error``."""
         return cls(str(error), error.param, error.keyword)
 
     def error(self) -> GrammarError:
-        """Make the error from the event."""
+        """Return the error that this event reports."""
         return GrammarError(self.message, param=self.param, keyword=self.keyword)
 
 
 @dataclass(frozen=True, slots=True)
 class CompileFailed:
-    """Report that the compilation failed without a verdict on the constraint; ``memory`` is true if memory ran out."""
+    """Report that the compilation failed for a reason that may not lie in the constraint. ``memory`` is true if memory
+    ran out."""
 
     message: str
     memory: bool = False
@@ -87,8 +89,8 @@ Event = BuildStarted | CompileStarted | Done | GrammarRefused | CompileFailed
 
 
 class Bounds:
-    """Bound the memory and the processor time of this process, beyond what its imports have taken. Outside of Linux nothing is
-    bounded."""
+    """Limit the memory and the processor time of this process, not counting what its imports have taken. Systems other
+    than Linux have no limits."""
 
     def __init__(self, memory: int, seconds: float) -> None:
         self._memory = memory
@@ -96,7 +98,8 @@ class Bounds:
         self._base: int | None = None  # memory of this process before the first constraint after a build
 
     def set(self) -> None:
-        """Allow ``memory`` more bytes from now on, and the processor time that all cores have within the time limit."""
+        """Allow ``memory`` more bytes from now on, and the processor time of all cores for the duration of the time
+        limit."""
         if sys.platform != "linux":
             return
         self._base = self._base or _data_bytes()
@@ -104,18 +107,19 @@ class Bounds:
         _bound("RLIMIT_CPU", int(sum(os.times()[:2]) + self._seconds * (os.cpu_count() or 1)) + 60)
 
     def lift(self) -> None:
-        """Remove the bounds, between constraints."""
+        """Remove the limits, between constraints."""
         for name in ("RLIMIT_DATA", "RLIMIT_CPU") if sys.platform == "linux" else ():
             _bound(name, None)
 
     def build(self) -> None:
-        """Remove the bounds while a backend is built."""
+        """Remove the limits while a backend is built."""
         self.lift()
         self._base = None
 
     @property
     def bloated(self) -> bool:
-        """True if more than a quarter of the allowed memory was not freed, so that the next constraint needs a new process."""
+        """Return True if more than a quarter of the allowed memory was not freed. The next constraint then needs a new
+        process."""
         return self._base is not None and _data_bytes() - self._base > self._memory // 4
 
 
@@ -191,7 +195,8 @@ def _answer(engines: Sequence[GrammarEngine], spec: GrammarSpec, reporter: _Repo
 
 
 def _dumped(engine: GrammarEngine, grammar: CompiledGrammar) -> bytes | None:
-    """Return the grammar as bytes; None if the backend cannot write it, or memory runs out."""
+    """Return the grammar as bytes; None if the backend cannot write it or fails to, for example because memory runs
+    out."""
     if Feature.GRAMMAR_PORTABLE not in engine.offers:
         return None
     try:

@@ -34,10 +34,12 @@ class Collected(Protocol):
 def collect(
     into: Collected, output: TokenOutput, detokenizer: IncrementalDetokenizer | None, reader: ChatReader | None
 ) -> tuple[str, int, Sequence[ChatDelta]]:
-    """Add a token output of the engine to ``into``. Return the text that it added, how many of its tokens are visible in the text (a
-    stop token is not), and what the ``reader`` of a chat found in the text. Without a ``detokenizer`` there is no text.
+    """Add a token output of the engine to ``into``. Return the text that it added, the number of its tokens that are
+    visible in the text (a stop token is not), and the parts that the ``reader`` of a chat found in the text. Without a
+    ``detokenizer`` there is no text.
 
-    The reader may end the output at a stop string: then ``into.finish`` is set although the engine has not finished it.
+    The reader may end the output at a stop string. ``into.finish`` is then set although the engine has not finished the
+    output.
     """
     into.token_ids += output.token_ids
     if output.cached_tokens:

@@ -26,8 +26,8 @@ def expand(
 ) -> list[GenerateMsg]:
     """Return one message for each of ``rids``, the ids of the ``params.n`` outputs of the prompt ``ids``.
 
-    Each message has its own seed, derived from ``params.seed`` or, if that is None, from a random number. Several outputs of a
-    prompt without a ``group`` become a group of their own, so that the engine computes their prompt once.
+    Each message has its own seed, derived from ``params.seed`` or, if that is None, from a random number. If there are
+    several outputs and no ``group``, the outputs become a group, so that the engine computes their prompt once.
     """
     seed = secrets.randbits(63) if params.seed is None else params.seed
     if params.n != 1:

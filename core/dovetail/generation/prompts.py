@@ -17,9 +17,9 @@ HOOK = "on_prompt"
 
 
 class PromptHooks:
-    """Call the hook ``on_prompt`` of every plugin with each prompt, and with the components that it may use.
+    """Call the hook ``on_prompt`` of every plugin with each prompt and with the components that the plugin may use.
 
-    ``parts`` are the built components by kind. Safe to call from several threads if the plugins are.
+    ``parts`` are the built components by kind. May be called from several threads if the plugins allow it.
     """
 
     def __init__(self, registry: Registry | None = None, parts: Mapping[str, Sequence[Any]] | None = None) -> None:
@@ -28,21 +28,21 @@ class PromptHooks:
         self._parts = parts or {}
 
     def text(self, text: str) -> str:
-        """Return the text to be tokenized in the place of ``text``. Raises ``RequestError`` if a plugin refuses it."""
+        """Return the text to tokenize instead of ``text``. Raises ``RequestError`` if a plugin refuses the prompt."""
         if self._hook is None:
             return text
         changed = self._call(PromptDraft(text=text)).text
         if not isinstance(changed, str):
-            raise PluginError(f"a plugin's {HOOK} made the text of a prompt {changed!r:.80}; expected a text")
+            raise PluginError(f"a plugin's {HOOK} set the text of a prompt to {changed!r:.80}; allowed: a text")
         return changed
 
     def messages(self, messages: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
-        """Return the messages to be written in the place of ``messages``. Raises ``RequestError`` if a plugin refuses them."""
+        """Return the messages to render instead of ``messages``. Raises ``RequestError`` if a plugin refuses them."""
         if self._hook is None:
             return messages
         changed = self._call(PromptDraft(messages=messages)).messages
         if changed is None:
-            raise PluginError(f"a plugin's {HOOK} made the messages of a chat None; expected a list")
+            raise PluginError(f"a plugin's {HOOK} set the messages of a chat to None; allowed: a list")
         return changed
 
     def _call(self, prompt: PromptDraft) -> PromptDraft:
@@ -57,7 +57,8 @@ class PromptHooks:
 
 
 def load_prompt_hooks(info: Mapping[str, Any], config: Config, registry: Registry) -> PromptHooks:
-    """Build the components that act on prompts, as the engine has resolved them, by its ``info``. Raises ``PluginError``."""
+    """Build the components that act on prompts and that the engine has chosen. ``info`` is the engine's info
+    (``EngineReady.info``). Raises ``PluginError``."""
     context = PromptContext(config)
     parts = {
         str(descriptor.kind): [

@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class AttentionShape:
-    """Describe the sizes and variants of a self-attention layer. ``qk_norm_eps`` adds a norm over each query and key
-    head. ``input_size`` is the size of the layer's input if it is not ``hidden_size``."""
+    """Describe the sizes and variants of a self-attention layer. If ``qk_norm_eps`` is set, each query and key head is
+    normalised. ``input_size`` is the size of the layer's input if it is not ``hidden_size``."""
 
     hidden_size: int
     num_heads: int

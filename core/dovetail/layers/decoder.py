@@ -38,7 +38,7 @@ class DecoderShape:
 
 class DecoderLayer(Layer):
     """Compute pre-norm self-attention and a gated MLP. ``index`` is the layer's index in the model and in the KV pool;
-    ``window`` is that of ``AttentionLayer``."""
+    for ``window`` see ``AttentionLayer``."""
 
     def __init__(self, shape: DecoderShape, index: int, window: int | None = None) -> None:
         super().__init__()

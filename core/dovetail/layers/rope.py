@@ -16,7 +16,7 @@ import numpy as np
 
 from dovetail.errors import ConfigError
 
-FloatArray = np.ndarray[Any, np.dtype[np.float64]]
+Frequencies = np.ndarray[Any, np.dtype[np.float64]]
 
 
 class RopeKind(enum.StrEnum):
@@ -55,14 +55,14 @@ class RopeConfig:
         return _STRETCH[self.kind](plain, self).astype(np.float32)
 
 
-def _llama3(plain: FloatArray, rope: RopeConfig) -> FloatArray:
+def _llama3(plain: Frequencies, rope: RopeConfig) -> Frequencies:
     turns = rope.original_len * plain / (2 * math.pi)  # full rotations within the original context
     smooth = (turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
     kept = np.clip(smooth, 0.0, 1.0)
     return plain * (kept + (1 - kept) / rope.factor)
 
 
-def _yarn(plain: FloatArray, rope: RopeConfig) -> FloatArray:
+def _yarn(plain: Frequencies, rope: RopeConfig) -> Frequencies:
     def pair_that_turns(turns: float) -> float:
         return rope.head_dim * math.log(rope.original_len / (turns * 2 * math.pi)) / (2 * math.log(rope.theta))
 
@@ -75,7 +75,7 @@ def _yarn(plain: FloatArray, rope: RopeConfig) -> FloatArray:
     return plain * (1 - stretched + stretched / rope.factor)
 
 
-_STRETCH: dict[RopeKind, Callable[[FloatArray, RopeConfig], FloatArray]] = {
+_STRETCH: dict[RopeKind, Callable[[Frequencies, RopeConfig], Frequencies]] = {
     RopeKind.DEFAULT: lambda plain, rope: plain,
     RopeKind.LINEAR: lambda plain, rope: plain / rope.factor,
     RopeKind.LLAMA3: _llama3,

@@ -32,7 +32,8 @@ class KVPlace(NamedTuple):
 
 
 class Rotation(Protocol):
-    """Hold the positions of a step's tokens, and do what layers do between the projection and attention."""
+    """Hold the positions of a step's tokens, and compute what each layer computes between the projection and
+    attention."""
 
     def rotate_and_store(
         self, qkv: torch.Tensor, counts: HeadCounts, norm: HeadNorm | None, place: KVPlace
@@ -64,7 +65,7 @@ class GatheredRotation(NamedTuple):
 
 class TableRotation(NamedTuple):
     """Hold the positions of a step's tokens and the table of all cosines and sines. Used on CUDA, where one kernel does
-    the lookup and everything else."""
+    the lookup and the other operations."""
 
     table: torch.Tensor
     positions: torch.Tensor

@@ -19,7 +19,7 @@ from dovetail.errors import ConfigError, RequestError
 
 
 class _GenerationTag(Extension):
-    """Parse ``{% generation %}``, which marks the assistant's text for training, as its body only."""
+    """Parse ``{% generation %}``, which marks the assistant's text for training, as if only its body were there."""
 
     tags = {"generation"}  # noqa: RUF012
 
@@ -54,7 +54,8 @@ def _environment() -> ImmutableSandboxedEnvironment:
 
 @functools.lru_cache(16)
 def _compiled(source: str) -> jinja2.Template:
-    """Compile a template once per source: templates keep no state between renderings, and all engines of a model share them."""
+    """Compile a template once per source. Templates keep no state between renderings, so all engines of a model share
+    them."""
     return _environment().from_string(source)
 
 
@@ -62,7 +63,7 @@ class ChatTemplate:
     """Render one compiled template. ``variables`` (bos_token, ...) are passed to every rendering."""
 
     def __init__(self, source: str, variables: Mapping[str, Any]) -> None:
-        """Raises ``ConfigError`` if ``source`` is not valid Jinja."""
+        """Compile the template. Raises ``ConfigError`` if ``source`` is not valid Jinja."""
         self.source = source
         self._variables = dict(variables)
         try:
@@ -91,8 +92,9 @@ class ChatTemplate:
 
 
 def find_source(directory: Path, tokenizer_config: Mapping[str, Any], tools: bool = False) -> str | None:
-    """Return the source of the template, from chat_template.jinja, else chat_template.json, else tokenizer_config.json; None if
-    there is none. If a model has several, ``tool_use`` is taken for ``tools`` and ``default`` otherwise."""
+    """Return the source of the template, from chat_template.jinja, else chat_template.json, else tokenizer_config.json;
+    None if there is none. If a model has several templates, return ``tool_use`` if ``tools`` is set and ``default``
+    otherwise."""
     file = directory / "chat_template.jinja"
     if file.is_file():
         return file.read_text(encoding="utf-8")

@@ -20,7 +20,7 @@ class TokenTexts(Protocol):
 
     @property
     def strip_leading_space(self) -> bool:
-        """Return whether decoding drops one space at the start of a text."""
+        """Return True if decoding drops one space at the start of a text."""
         ...
 
     def text_bytes(self, skip_special_tokens: bool, keep: tuple[int, ...] = ()) -> list[bytes | None]:
@@ -31,11 +31,12 @@ class TokenTexts(Protocol):
 class IncrementalDetokenizer:
     """Return the text of one output in pieces; a push costs O(new tokens).
 
-    ``push`` never returns half of a UTF-8 character, nor text that may be the beginning of a stop string: the text that it
-    returned is final. Joined, the pieces are ``tokenizer.decode`` of all tokens, cut before the first stop string (after it, if
-    ``include_stop``). The first stop string is the one that ends first, wherever the tokens end. Stop strings that end before the
-    ``min_tokens``-th token are text like any other. ``continues=True`` keeps a leading space that a SentencePiece tokenizer would
-    drop, for text that follows a prompt. ``matched`` is the stop string that has ended the text, None before.
+    ``push`` returns final text only: it never returns half of a UTF-8 character, nor text that may be the beginning of
+    a stop string. Joined, the pieces are ``tokenizer.decode`` of all tokens, cut before the first stop string (after
+    it, if ``include_stop``). The first stop string is the one that ends first, regardless of where tokens end. Stop
+    strings that end before the output has ``min_tokens`` tokens are ordinary text. ``continues=True`` keeps a leading
+    space that a SentencePiece tokenizer would drop, for text that follows a prompt. ``matched`` is the stop string that
+    has ended the text, or None.
     """
 
     def __init__(
@@ -72,8 +73,8 @@ class IncrementalDetokenizer:
         )
 
     def take(self, output: TokenOutput) -> tuple[str, int]:
-        """Add an output of the engine. Return the text that has become final, and the number of tokens that it shows: the stop
-        token that ended the output is not shown, unless ``include_stop``."""
+        """Add an output of the engine. Return the text that has become final, and the number of tokens of the output
+        that are shown as text. The stop token that ended the output is not shown, unless ``include_stop``."""
         ids, finish = output.token_ids, output.finish
         if finish is None:
             return self.push(ids), len(ids)
@@ -82,7 +83,8 @@ class IncrementalDetokenizer:
         return self.push(ids[:shown]) + self.finish(), shown
 
     def push(self, ids: Iterable[int]) -> str:
-        """Add tokens and return the text that has become final. The text is always empty after a stop string has matched."""
+        """Add tokens and return the text that has become final. The text is always empty after a stop string has
+        matched."""
         if self._unstoppable:
             ids = list(ids)
             first, ids = ids[: self._unstoppable], ids[self._unstoppable :]

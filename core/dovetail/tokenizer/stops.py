@@ -1,4 +1,4 @@
-"""Find stop strings in text that arrives in pieces, in one pass that looks at each character once."""
+"""Find stop strings in text that arrives in pieces, in one pass that reads each character once."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from typing import NamedTuple
 
 
 class StopHit(NamedTuple):
-    """Describe a stop string that was found: it is ``text``, and ends after ``end`` characters of the piece that was fed."""
+    """Describe a stop string that was found. ``text`` is the stop string, which ends after ``end`` characters of the
+    piece that was fed."""
 
     text: str
     end: int
@@ -19,8 +20,8 @@ class StopHit(NamedTuple):
 class StopFinder:
     """Find stop strings; a piece costs O(new characters).
 
-    If two stop strings overlap, the one that ends first is found, and of those that end together the longest. The result therefore
-    does not depend on how the text was cut into pieces.
+    If stop strings overlap, the one that ends first is found; of stop strings that end at the same character, the
+    longest. The result therefore does not depend on how the text was cut into pieces.
     """
 
     def __init__(self, stops: Sequence[str]) -> None:
@@ -29,12 +30,12 @@ class StopFinder:
 
     @property
     def pending(self) -> int:
-        """The length of the longest suffix of the text so far that may be the beginning of a stop string."""
+        """Return the length of the longest suffix of the text so far that may be the beginning of a stop string."""
         return self._automaton.depth[self._state]
 
     def feed(self, text: str) -> StopHit | None:
-        """Search the next piece up to the end of the first stop string in it, and return that stop string; None if there is none.
-        The caller must feed the rest of the piece again."""
+        """Search the next piece up to the end of the first stop string in it, and return that stop string; None if
+        there is none. The caller must feed the rest of the piece again."""
         automaton, state, index = self._automaton, self._state, 0
         while index < len(text):
             if state == 0:  # most text cannot start a stop string: re skips it faster
@@ -55,7 +56,7 @@ class StopFinder:
 class StopCutter:
     """Cut a text at its first stop string, and hold back what may be the beginning of one.
 
-    ``matched`` is the stop string at which the text was cut, None before. With ``include`` the text keeps it.
+    ``matched`` is the stop string at which the text was cut, or None. With ``include``, the text keeps the stop string.
     """
 
     def __init__(self, stops: Sequence[str], include: bool = False) -> None:
@@ -66,8 +67,8 @@ class StopCutter:
         self.matched: str | None = None
 
     def feed(self, text: str, may_stop: bool = True) -> str:
-        """Add text and return the text that has become final. Stop strings that end in ``text`` are text like any other unless
-        ``may_stop``. Must not be called after a stop string has matched."""
+        """Add text and return the text that has become final. If ``may_stop`` is False, stop strings that end in
+        ``text`` are ordinary text. Must not be called after a stop string has matched."""
         seen = 0
         while (hit := self._finder.feed(text[seen:])) is not None:
             seen += hit.end
@@ -82,8 +83,8 @@ class StopCutter:
         return whole[:final]
 
     def finish(self) -> str:
-        """Return the text that was held back, because the text ends here or something else interrupts it. What is fed later
-        begins a new text, which no stop string joins with this one."""
+        """Return the text that was held back, because the text ends here or is interrupted. The next ``feed`` begins a
+        new text; a stop string cannot begin in this text and end in the new one."""
         self._finder = StopFinder(self._stops)
         held, self._held = self._held, ""
         return held
@@ -92,7 +93,7 @@ class StopCutter:
 class _Automaton:
     """Match several strings as in Aho and Corasick, "Efficient string matching" (1975).
 
-    States are prefixes of the stop strings; state 0 is the empty one.
+    States are prefixes of the stop strings; state 0 is the empty prefix.
 
     ``depth[s]`` is the length of state s, ``hit[s]`` the longest stop string that is a suffix of it.
     """
@@ -139,6 +140,6 @@ class _Automaton:
 
 @functools.lru_cache(maxsize=64)
 def _automaton(stops: tuple[str, ...]) -> _Automaton:
-    """Return a shared automaton: the n outputs of a request have the same stop strings, and so do most requests of an
+    """Return a shared automaton. The n outputs of a request have the same stop strings, and so do most requests of an
     application."""
     return _Automaton(stops)

@@ -17,7 +17,7 @@ from dovetail.tokenizer.detokenizer import IncrementalDetokenizer
 from dovetail.tokenizer.vocabulary import Vocabulary, read_vocabulary
 
 _PROBE_CHARS = 12
-"""A number of characters per token that is higher than that of prose."""
+"""Assume this number of characters per token, which is higher than the average of prose."""
 
 _NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
 
@@ -38,7 +38,8 @@ class Tokenizer:
         chat_template: str | None = None,
         tool_template: str | None = None,
     ) -> None:
-        """``json_text`` is tokenizer.json, ``config`` tokenizer_config.json. Raises ``ConfigError``."""
+        """Build the tokenizer from the text of tokenizer.json and the parsed tokenizer_config.json (``config``). Raises
+        ``ConfigError``."""
         self.json = json_text
         self._backend = _load_backend(json_text)
         self._vocabulary: Vocabulary = read_vocabulary(json.loads(json_text))
@@ -56,8 +57,8 @@ class Tokenizer:
 
     @classmethod
     def from_dir(cls, path: Path | str, model: Path | str | None = None) -> Tokenizer:
-        """Read tokenizer.json, tokenizer_config.json and the chat template of ``path``. End-of-sequence ids are also read from
-        config.json and generation_config.json of ``model``, by default ``path``. Raises ``ConfigError``."""
+        """Read tokenizer.json, tokenizer_config.json and the chat template of ``path``. End-of-sequence ids are also
+        read from config.json and generation_config.json of ``model``, by default ``path``. Raises ``ConfigError``."""
         directory = Path(path)
         file = directory / "tokenizer.json"
         if not file.is_file():
@@ -76,52 +77,53 @@ class Tokenizer:
 
     @property
     def vocab_size(self) -> int:
-        """The number of token ids: one more than the highest of them."""
+        """Return the number of token ids, which is one more than the highest id."""
         return len(self.token_bytes)
 
     @property
     def strip_leading_space(self) -> bool:
-        """True if decoding drops one space at the start of a text, as SentencePiece does."""
+        """Return True if decoding drops one space at the start of a text, as SentencePiece does."""
         return self._vocabulary.strip_leading_space
 
     @property
     def has_chat_template(self) -> bool:
-        """True if ``apply_chat_template`` can be called."""
+        """Return True if ``apply_chat_template`` can be called."""
         return self._template is not None
 
     @property
     def chat_template(self) -> str:
-        """The source of the chat template; empty without one."""
+        """Return the source of the chat template; empty if there is none."""
         return self._template.source if self._template else ""
 
     @property
     def named_tokens(self) -> dict[str, str]:
-        """The tokens that chat templates may use as variables (``bos_token``, ...), by the names of the variables."""
+        """Return the tokens that chat templates may use as variables (``bos_token``, ...), by the names of the
+        variables."""
         return dict(self._names)
 
     @property
     def adds_bos(self) -> bool:
-        """True if ``encode`` puts a BOS before a text."""
+        """Return True if ``encode`` puts a BOS token before a text."""
         return self.bos_token_id is not None and self.encode("")[:1] == [self.bos_token_id]
 
     @property
     def tool_template(self) -> str:
-        """The source of the chat template for conversations with tools; empty without one."""
+        """Return the source of the chat template for conversations with tools; empty if there is none."""
         return self._tool_template.source if self._tool_template else ""
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Return the token ids of ``text``. With ``add_special_tokens`` the tokenizer adds its special tokens, a BOS for example.
-        Text that spells a special token becomes that token. Releases the GIL for most of its time. Raises ``RequestError`` for
-        text that cannot be written in UTF-8."""
-        try:  # of the backend's calls, only those for batches release the GIL
+        """Return the token ids of ``text``. With ``add_special_tokens`` the tokenizer adds its special tokens, a BOS
+        for example. Text that spells a special token becomes that token. Releases the GIL for most of its time. Raises
+        ``RequestError`` for text that cannot be written in UTF-8."""
+        try:  # only the backend's calls for batches release the GIL
             ids = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
         except TypeError:
             raise _unwritable(text) from None
         return self._prepend + ids if add_special_tokens else ids
 
     def surely_exceeds(self, text: str, limit: int) -> bool:
-        """Return True only if ``text`` has more than ``limit`` tokens; it may also return False for such a text. Reads no more of
-        ``text`` than necessary."""
+        """Return True only if ``text`` certainly has more than ``limit`` tokens. May return False for
+        such a text too. Encodes no more of ``text`` than necessary."""
         size = _PROBE_CHARS * limit
         while size < len(text):
             # cutting the text changes the tokens near the cut; comparing with twice the limit allows for that
@@ -136,8 +138,8 @@ class Tokenizer:
         return detokenizer.push(ids) + detokenizer.finish()
 
     def text_bytes(self, skip_special_tokens: bool, keep: tuple[int, ...] = ()) -> list[bytes | None]:
-        """Return the bytes of every token. With ``skip_special_tokens`` special tokens that are not in ``keep`` have None. The
-        caller must not change the list."""
+        """Return the bytes of every token. With ``skip_special_tokens`` special tokens that are not in ``keep`` have
+        None. The caller must not change the list."""
         if not skip_special_tokens or not keep:
             return self.token_bytes if skip_special_tokens else self._vocabulary.token_bytes
         if keep not in self._kept_bytes:
@@ -147,7 +149,8 @@ class Tokenizer:
         return self._kept_bytes[keep]
 
     def bytes_of(self, token_id: int) -> bytes:
-        """Return the bytes of one token, for a special token those of its name; empty for an id without a token."""
+        """Return the bytes of one token; for a special token, the bytes of its name; for an id without a token, no
+        bytes."""
         every = self._vocabulary.token_bytes
         return (every[token_id] if token_id < len(every) else None) or b""
 
@@ -162,8 +165,9 @@ class Tokenizer:
         add_generation_prompt: bool = True,
         extra: Mapping[str, Any] | None = None,
     ) -> str:
-        """Return the prompt of a conversation, which the caller must encode with ``add_special_tokens=False``. ``extra`` are
-        further variables of the template. Raises ``RequestError`` if there is no template or it refuses the conversation."""
+        """Return the prompt of a conversation, which the caller must encode with ``add_special_tokens=False``.
+        ``extra`` are further variables of the template. Raises ``RequestError`` if there is no template or it refuses
+        the conversation."""
         template = self._tool_template if tools else self._template
         if template is None:
             raise RequestError("this model has no chat template; use /v1/completions or /generate", param="messages")
@@ -178,7 +182,8 @@ class Tokenizer:
         return [None if i in special else data or None for i, data in enumerate(self._vocabulary.token_bytes)]
 
     def _missing_bos(self, config: Mapping[str, Any]) -> list[int]:
-        """Return the BOS if ``add_bos_token`` requires one that tokenizer.json does not add, else nothing."""
+        """Return the BOS token as a list if ``add_bos_token`` requires it and tokenizer.json does not add it, else an
+        empty list."""
         bos = self.bos_token_id
         if not config.get("add_bos_token") or bos is None or self._backend.encode("").ids[:1] == [bos]:
             return []
@@ -186,8 +191,8 @@ class Tokenizer:
 
 
 def load_tokenizer(config: Config) -> Tokenizer:
-    """Load the tokenizer of the configured model, from ``model.tokenizer`` if that is set, else from the model's directory. Raises
-    ``ConfigError``."""
+    """Load the tokenizer of the configured model, from ``model.tokenizer`` if that is set, else from the model's
+    directory. Raises ``ConfigError``."""
     model, own = locate(config.model.path), config.model.tokenizer
     return Tokenizer.from_dir(locate(own, "model.tokenizer") if own else model, model)
 
@@ -224,5 +229,5 @@ def _model_eos(directory: Path) -> list[int]:
 def _unwritable(text: str) -> RequestError:
     at = next((i for i, char in enumerate(text) if "\ud800" <= char <= "\udfff"), 0)
     return RequestError(
-        f"the text has half of a surrogate pair, {text[at]!r}, at character {at}: it cannot be written in UTF-8"
+        f"the text has half of a surrogate pair, {text[at]!r}, at character {at}, so it cannot be written in UTF-8"
     )

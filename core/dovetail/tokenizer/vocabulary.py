@@ -1,8 +1,8 @@
 """Read from tokenizer.json the bytes that each token adds to the text.
 
-Two families cover the models that are served. Byte-level BPE (GPT-2) writes each byte as one printable character. SentencePiece
-style writes a space as U+2581 and, with byte fallback, a single byte as ``<0xAB>``. In both the text is the concatenation of the
-tokens' bytes, decoded as UTF-8. Other families (WordPiece, ...) are refused.
+Two families of tokenizers are supported. Byte-level BPE (GPT-2) writes each byte as one printable character.
+SentencePiece style writes a space as U+2581 and, with byte fallback, a single byte as ``<0xAB>``. In both the text is
+the concatenation of the tokens' bytes, decoded as UTF-8. Other families (WordPiece, ...) are refused.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ _SPACE = "\u2581"
 class Vocabulary:
     """Hold the vocabulary of a tokenizer.
 
-    ``token_bytes[i]`` are the bytes that token i adds to the text, None for ids without a token. ``special_ids`` are skipped when
-    decoding with ``skip_special_tokens``. ``strip_leading_space`` is true if the tokenizer puts a space at the very start of a
-    text, which decoding drops.
+    ``token_bytes[i]`` are the bytes that token i adds to the text, None for ids without a token. ``special_ids`` are
+    skipped when decoding with ``skip_special_tokens``. ``strip_leading_space`` is true if the tokenizer puts a space at
+    the very start of a text, which decoding drops.
     """
 
     token_bytes: list[bytes | None]
@@ -53,7 +53,7 @@ def _model_tokens(model: Mapping[str, Any]) -> dict[int, str]:
 
 
 def _decoder(decoder: Mapping[str, Any] | None) -> tuple[Callable[[str], bytes], bool]:
-    """Return the function that turns a token's text into bytes, and whether one leading space is stripped."""
+    """Return the function that turns a token's text into bytes, and True if one leading space is stripped."""
     parts = _flatten(decoder)
     kinds = {part["type"] for part in parts}
     if "ByteLevel" in kinds:
@@ -84,7 +84,8 @@ def _strips_space(part: Mapping[str, Any]) -> bool:
 
 
 def _byte_level_alphabet() -> dict[str, int]:
-    """Return GPT-2's table: printable Latin-1 bytes are written as themselves, the others as U+0100 and up, in order."""
+    """Return GPT-2's table: printable Latin-1 bytes are written as themselves, the others as U+0100 and up, in
+    order."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in set(printable)]
     return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
@@ -96,7 +97,7 @@ _ALPHABET = _byte_level_alphabet()
 def _byte_level(token: str) -> bytes:
     try:
         return bytes([_ALPHABET[char] for char in token])
-    except KeyError:  # an added token outside of the alphabet is written as it is
+    except KeyError:  # an added token with characters outside of the alphabet stands for its own text
         return token.encode("utf-8", "replace")
 
 

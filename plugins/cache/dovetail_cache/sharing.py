@@ -17,9 +17,9 @@ _NO_GAINS: Gains = np.zeros(1, np.int64)
 class Fork:
     """Represent a node at which paths diverge or end. Only at such a node can a group save the most.
 
-    ``rows`` are the paths of which this is the deepest fork. ``gains`` and ``ends`` have an entry for the root, for
-    each fork above this one, and for this one. ``ends`` holds the tokens up to each of these nodes. ``gains`` holds the
-    reads saved below this fork if the rows that form no group here or below join the group of that node.
+    ``rows`` are the rows whose deepest fork this is. ``gains`` and ``ends`` have an entry for the root, for each fork
+    above this one, and for this one. ``ends[i]`` is the number of tokens up to node i. ``gains[i]`` is the number of
+    reads that are saved below this fork if the rows that form no group at or below it join a group at node i.
     """
 
     __slots__ = ("above", "ends", "gains", "opened", "rows")

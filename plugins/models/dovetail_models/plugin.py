@@ -15,10 +15,8 @@ def _dense(name: str, config: str, architecture: str, summary: str) -> Component
         target="dovetail_models.dense:DenseModel",
         config=f"dovetail_models.config:{config}",
         describe=f"dovetail_models.describe:describe_{name}",
-        aliases=(
-            architecture,
-            architecture.replace("ForCausalLM", "Model"),
-        ),  # the second name is that of checkpoints saved without the head
+        # checkpoints that were saved without the head have the second name
+        aliases=(architecture, architecture.replace("ForCausalLM", "Model")),
         summary=summary,
     )
 

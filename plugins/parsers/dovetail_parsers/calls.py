@@ -1,4 +1,5 @@
-"""Provide the base of readers of tool calls: content, calls that are emitted in parts, and whitespace around calls."""
+"""Provide the base class of readers of tool calls. It handles content, calls that are emitted in parts, and whitespace
+around calls."""
 
 from __future__ import annotations
 
@@ -12,8 +13,8 @@ from dovetail_parsers.reader import END, MalformedError, Reading, TextReader
 class CallReader(TextReader, ToolStream):
     """Implement a tool stream on top of ``read``.
 
-    If a call turns out to be malformed before any part of it was emitted, all of it is content. If parts were emitted, the call
-    ends where it is malformed, and the rest is content.
+    If a call turns out to be malformed before any part of it was emitted, all of it is content. If parts were emitted,
+    the call ends where it is malformed, and the rest is content.
     """
 
     def __init__(self, tools: Sequence[Tool], new_id: Callable[[], str]) -> None:
@@ -66,12 +67,14 @@ class CallReader(TextReader, ToolStream):
         self._deltas.append(CallDelta(self._index, arguments=text))
 
     def content_until(self, *marks: str) -> Reading[str]:
-        """Emit content up to the first of ``marks``, and return that mark, which stays kept; "" at the end of the text."""
+        """Emit content up to the first of ``marks``, and return that mark; return "" at the end of the text. The
+        characters of the mark stay kept."""
         return (yield from self.copy_until(self.add_content, *marks))
 
     def attempt(self, call: Reading[None]) -> Reading[bool]:
-        """Read a call whose first characters are kept, and return True if it is one. If it is malformed, the characters that were
-        not emitted are read again as content; if nothing was emitted, the first character becomes content at once."""
+        """Read a call whose first characters are kept, and return True if it is a well-formed call. If it is malformed
+        after a part of it was emitted, the other characters are read again as content. If it is malformed before that,
+        its first character becomes content, and the characters after that are read again."""
         self.call_begun = False
         try:
             yield from call
@@ -85,8 +88,8 @@ class CallReader(TextReader, ToolStream):
         return True
 
     def close(self, *parts: str | Collection[str]) -> Reading[None]:
-        """Read the marks that end a call, and skip whitespace before each. If the text ends before that, or continues in another
-        way, the call remains valid and the characters that were read for a mark are given back."""
+        """Read the marks that end a call, and skip whitespace before each. If the text ends before that, or continues
+        in another way, the call remains valid and the characters that were read for a mark are given back."""
         for part in parts:
             self.accept()
             char = yield from self.space()
@@ -99,7 +102,7 @@ class CallReader(TextReader, ToolStream):
 
 
 def _joined(calls: Sequence[CallDelta]) -> list[CallDelta]:
-    """Join the deltas of each call into one, the first delta of a call with the arguments that follow it."""
+    """Return ``calls`` with the deltas of each call joined into one."""
     joined: list[CallDelta] = []
     for delta in calls:
         if joined and delta.id is None and joined[-1].index == delta.index:

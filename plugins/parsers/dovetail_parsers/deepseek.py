@@ -1,4 +1,5 @@
-"""Read calls between DeepSeek's marks. V3 and R1 write the arguments as a Markdown block, V3.1 writes them without one."""
+"""Read calls between DeepSeek's marks. V3 and R1 write the arguments as a Markdown block, V3.1 writes them without
+one."""
 
 from __future__ import annotations
 
@@ -40,7 +41,7 @@ SEPARATOR = "<｜tool▁sep｜>"
 FENCE, FENCE_END = "\n```json\n", "\n```"
 _LONGEST_NAME = 80
 _COMMON = "<｜tool▁call"
-"""The common beginning of the two marks that may follow a call."""
+"""Hold the common beginning of the two marks that may follow a call."""
 
 
 class _DeepseekReader(CallReader):
@@ -100,7 +101,8 @@ class Deepseek(ToolParser):
         return _DeepseekReader(tools, self.new_id)
 
     def constraint(self, request: ToolRequest, offers: frozenset[Feature]) -> ToolConstraint | None:
-        """Constrain calls with structural tags. Without these, constrain the arguments if one function must be called."""
+        """Constrain calls with structural tags. Without structural tags, constrain the arguments of the only function,
+        if a call is required."""
         if not enforced(request):
             return None
         if Feature.GRAMMAR_STRUCTURAL_TAG not in offers and request.required and len(request.tools) == 1:

@@ -1,7 +1,8 @@
 """Read OpenAI's harmony format as gpt-oss writes it: messages in channels.
 
-An output is ``<|channel|>analysis<|message|>`` reasoning ``<|end|><|start|>assistant<|channel|>final<|message|>`` answer
-``<|return|>``. Calls are messages of the commentary channel to a function, ``to=functions.name``, which end with ``<|call|>``.
+An output is ``<|channel|>analysis<|message|>`` reasoning ``<|end|><|start|>assistant<|channel|>final<|message|>``
+answer ``<|return|>``. Calls are messages of the commentary channel to a function, ``to=functions.name``, which end with
+``<|call|>``.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ _HEADER = re.compile(
 
 
 def read_header(reader: TextReader, mark: str) -> Reading[re.Match[str]]:
-    """Read the header of a message, of which ``mark`` has been read already. Raises ``MalformedError``."""
+    """Read the rest of a message header whose first mark, ``mark``, has been read. Raises ``MalformedError``."""
     header = yield from reader.until(MESSAGE, _LONGEST_HEADER)
     found = _HEADER.fullmatch(mark + header + MESSAGE)
     if found is None:
@@ -97,7 +98,8 @@ class GptOssTools(ToolParser):
         return _CallsInChannels(tools, self.new_id)
 
     def constraint(self, request: ToolRequest, offers: frozenset[Feature]) -> ToolConstraint | None:
-        """Constrain the messages before the call, and the call. Without Lark, one function after one message of analysis."""
+        """Constrain the messages before the call, and the call. Without Lark, constrain one call of the only function
+        after one message of analysis."""
         if not enforced(request):
             return None
         if Feature.GRAMMAR_LARK in offers:
@@ -112,8 +114,8 @@ class GptOssTools(ToolParser):
         return ToolConstraint(json_spec(object_schema(tool)), gate, covers_reasoning=True)
 
     def _messages(self, request: ToolRequest) -> GrammarSpec:
-        """Return a grammar for one call at the end, or an answer if no call is required. The messages before it contain no
-        marks."""
+        """Return a grammar for messages that contain no marks, followed by one call or, if no call is required, by an
+        answer."""
         literal = self._marks.literal
         calls = [f"{literal(_call_header(tool))} {json_block(object_schema(tool))}" for tool in loosened(request)]
         answer = [] if request.required else [f"{literal(f'{CHANNEL}final{MESSAGE}')} FREE"]
@@ -133,8 +135,8 @@ def _call_header(tool: Tool) -> str:
 
 
 class _ChannelStream(TextReader, ReasoningStream):
-    """Split an output by its channels: analysis is reasoning, messages to functions are passed on unchanged for the tool parser, and
-    the rest is content."""
+    """Split an output by its channels: analysis is reasoning, messages to functions are passed on unchanged for the
+    tool parser, and the rest is content."""
 
     def __init__(self) -> None:
         self._reasoning: list[str] = []
@@ -186,5 +188,5 @@ class GptOssReasoning(ReasoningParser):
         return _ChannelStream()
 
     def gate(self, prompt: str) -> ConstraintGate | None:
-        """Return the gate: first the analysis, and then the header of the message with the answer."""
+        """Return a gate that consists of the analysis and the header of the message with the answer."""
         return ConstraintGate(lead=THINK, until=MESSAGE_END, prefix=f"{START}assistant{CHANNEL}final{MESSAGE}")

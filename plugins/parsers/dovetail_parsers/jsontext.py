@@ -101,7 +101,7 @@ class ObjectScanner:
 
 
 def json_object(reader: TextReader, emit: Callable[[str], None]) -> Reading[None]:
-    """Read an object, whose ``{`` is the next character, and emit each character as it comes."""
+    """Read an object, whose ``{`` is the next character, and emit each character once it is read."""
     scanner = ObjectScanner()
     while True:
         char = yield from reader.next()
@@ -138,7 +138,8 @@ def json_string(reader: TextReader) -> Reading[str]:
 def json_call(reader: CallReader) -> Reading[None]:
     """Read a call ``{"name": ..., "arguments": {...}}``, whose ``{`` has been read, and emit it.
 
-    The keys may come in any order, each once. ``parameters`` is accepted for ``arguments``; without either the arguments are empty.
+    The keys may come in any order, each once. ``parameters`` is accepted in place of ``arguments``. If there is
+    neither, the arguments are an empty object.
     """
     name: str | None = None
     arguments: list[str] | None = None  # the arguments that came before the name; None if none have come

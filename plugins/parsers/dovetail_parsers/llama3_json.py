@@ -68,7 +68,7 @@ class Llama3Json(ToolParser):
         return _LlamaReader(tools, self.new_id)
 
     def constraint(self, request: ToolRequest, offers: frozenset[Feature]) -> ToolConstraint | None:
-        """Constrain one call as JSON. If no call is required, other text is allowed that does not begin like a call."""
+        """Constrain one call as JSON. If no call is required, a text that does not begin like a call is allowed too."""
         if not enforced(request):
             return None
         if request.required:

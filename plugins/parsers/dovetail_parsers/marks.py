@@ -1,4 +1,4 @@
-"""Write the marks of a format in grammars; characters stand for marks that are special tokens."""
+"""Write the marks of a format in grammars. Control characters represent marks that are special tokens."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ _FIRST = 0x0E
 
 
 class Marks:
-    """Hold the marks of a format for one model, and write them in grammars. ``pairs`` are the marks that are special tokens, with
-    their stand-ins, as a ``ConstraintGate`` needs them."""
+    """Hold the marks of a format for one model, and write them in grammars. A mark that is a special token has a
+    stand-in, the character that represents it in grammars (``ConstraintGate.marks``)."""
 
     def __init__(self, marks: Sequence[str], special: frozenset[str]) -> None:
         self._marks = marks
@@ -20,7 +20,7 @@ class Marks:
 
     @property
     def pairs(self) -> tuple[tuple[str, str], ...]:
-        """The pairs (mark, stand-in) of marks that are special tokens."""
+        """Return pairs (mark, stand-in) of the marks that are special tokens, for ``ConstraintGate.marks``."""
         return tuple(self._stand_ins.items())
 
     def write(self, text: str) -> str:
@@ -45,5 +45,5 @@ def _escaped(found: re.Match[str]) -> str:
 
 
 def json_block(schema: Mapping[str, Any]) -> str:
-    """Return the expression of a Lark grammar for a JSON text of ``schema``."""
+    """Return an expression for Lark grammars that matches JSON texts of ``schema``."""
     return f"%json {json.dumps(schema, ensure_ascii=False)}"

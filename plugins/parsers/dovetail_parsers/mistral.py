@@ -1,5 +1,5 @@
-"""Read calls after ``[TOOL_CALLS]``: a JSON array of calls or, with Mistral's tokenizers since 2025, the name and arguments of each,
-``[TOOL_CALLS]name[ARGS]{...}``."""
+"""Read calls after ``[TOOL_CALLS]``: a JSON array of calls or, with Mistral's tokenizers since 2025, the name and
+arguments of each, ``[TOOL_CALLS]name[ARGS]{...}``."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ class _MistralReader(CallReader):
         return word
 
     def _marks(self) -> Reading[None]:
-        """Read ``[ARGS]``, perhaps with ``[CALL_ID]`` and an id before it, which is dropped."""
+        """Read ``[ARGS]``. If ``[CALL_ID]`` and an id come before it, drop them."""
         yield from self.expect("[")
         if (yield from self.one_of("AC")) == "A":
             yield from self.expect(ARGUMENTS[2:])
@@ -112,8 +112,8 @@ class Mistral(ToolParser):
         return _MistralReader(tools, self.new_id)
 
     def constraint(self, request: ToolRequest, offers: frozenset[Feature]) -> ToolConstraint | None:
-        """Constrain the array of calls after the mark. In the newer format, constrain calls with structural tags, or the arguments
-        of one function."""
+        """Constrain the array of calls after the mark. In the newer format, constrain calls with structural tags, or
+        the arguments of one function."""
         if not enforced(request):
             return None
         if Feature.GRAMMAR_STRUCTURAL_TAG in offers and (self._named or not request.required):

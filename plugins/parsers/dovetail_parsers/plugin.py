@@ -96,6 +96,6 @@ GPT_OSS_REASONING = _spec(
 
 @hookimpl
 def register_components() -> Sequence[ComponentSpec]:
-    """Return a parser for each format of tool calls, and one for each way to mark reasoning."""
+    """Return the specs of a parser for each format of tool calls, and of a parser for each way to mark reasoning."""
     tools = (HERMES, LLAMA3_JSON, MISTRAL, DEEPSEEK, PYTHONIC, GPT_OSS_TOOLS)
     return (*tools, DEEPSEEK_R1, QWEN3, GPT_OSS_REASONING)

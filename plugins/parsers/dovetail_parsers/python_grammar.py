@@ -1,4 +1,4 @@
-"""Write calls with Python literals as a GBNF grammar, for the part of JSON Schema that can be expressed; refuse the rest."""
+"""Write calls with Python literals as a GBNF grammar. Schemas with keywords that GBNF cannot express are refused."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _NOTES = frozenset(
         "definitions",
     ]
 )
-"""Keywords that do not constrain a value."""
+"""List the keywords that do not constrain a value."""
 _OF_TYPE = {
     "string": frozenset({"minLength", "maxLength"}),
     "integer": frozenset[str](),
@@ -48,11 +48,11 @@ _FORMS: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     "anyOf": (lambda v: _is_list(v), "a list of schemas"),
     "$ref": (lambda v: isinstance(v, str), "'#', or '#/' and a path"),
 }
-"""A check of the value of each keyword, and the words for what is allowed."""
+"""Map each keyword to a check of its value and to a description of the allowed values."""
 _MOST = 1000
 _DEEPEST = 40
 _MOST_RULES = 5000
-"""About the number of rules that fit into the text of a constraint."""
+"""Limit the number of rules to about the number that fits into the text of a constraint."""
 _ANY_LEVELS = 3
 _BASE = r"""
 chars ::= [^"\\\x00-\x1f\x7f] | "\\" ["\\nrt]
@@ -72,8 +72,8 @@ any{n} ::= scalar | "[" (any{m} (", " any{m})*)? "]" | "{{" (string ": " any{m} 
 
 
 def call_grammar(tools: Sequence[Tool], parallel: bool, required: bool) -> str:
-    """Return the grammar of a list of calls of ``tools``: one call unless ``parallel``. Unless ``required``, text that does not begin
-    like a list is allowed too. Raises ``GrammarError`` for a keyword that cannot be translated."""
+    """Return the grammar of a list of calls of ``tools``: one call unless ``parallel``. Unless ``required``, text that
+    does not begin like a list is allowed too. Raises ``GrammarError`` for a keyword that cannot be translated."""
     rules = _Rules()
     calls = [f"{quoted(tool.name + '(')} {rules.arguments(tool)} {quoted(')')}" for tool in tools]
     rules.add("call", " | ".join(calls))
@@ -132,8 +132,8 @@ class _Rules:
         return self.new(" | ".join(self._typed(kind, schema, depth) for kind in types))
 
     def _types(self, schema: Mapping[str, Any]) -> list[str]:
-        """Return the types that ``schema`` allows. Without ``type``, return the first type that one of its keywords constrains; that
-        is valid because a grammar may allow fewer values than the schema."""
+        """Return the types that ``schema`` allows. Without ``type``, return the first type that one of its keywords
+        constrains. This is valid because a grammar may allow fewer values than the schema."""
         if "type" not in schema:
             known = [kind for kind, keywords in _OF_TYPE.items() if keywords & schema.keys()]
             return known[:1] or list(_OF_TYPE)
@@ -172,12 +172,12 @@ class _Rules:
             if not (isinstance(given, int) and 0 <= given <= _MOST):
                 raise self._refuse(keyword, f"it is {given!r:.80}; allowed: 0 to {_MOST}")
         if schema.get(high, _MOST) < schema.get(low, 0):
-            raise self._refuse(low, f"no value is both of {low} and {high}")
+            raise self._refuse(low, f"no value satisfies both {low} and {high}")
         return schema.get(low, 0), schema.get(high)
 
     def _members(self, schema: Mapping[str, Any], depth: int, key: Any, free: str, between: str) -> str:
-        """Return the named members in their order, of which those that are not required may be left out. If none is named, return
-        any number of members with free names."""
+        """Return an expression for the named members in their order, in which members that are not required may be left
+        out. If no member is named, the expression matches any number of members with free names."""
         required = list(schema.get("required", ()))
         others = schema.get("additionalProperties", True)
         named: dict[str, Any] = {
@@ -217,7 +217,7 @@ class _Rules:
         if ref in self._referenced:
             return self._referenced[ref]
         if ref in self._path:
-            raise self._refuse("$ref", f"{ref!r:.80} holds itself")
+            raise self._refuse("$ref", f"{ref!r:.80} refers to itself")
         target: Any = self._tool.parameters
         try:
             if ref != "#" and not ref.startswith("#/"):
@@ -240,7 +240,9 @@ class _Rules:
     def _check(self, schema: Mapping[str, Any], known: Iterable[str]) -> None:
         unknown = sorted(schema.keys() - set(known) - _NOTES)
         if unknown:
-            raise self._refuse(unknown[0], f"beside {', '.join(sorted(schema.keys() & set(known))) or 'nothing'}")
+            raise self._refuse(
+                unknown[0], f"together with {', '.join(sorted(schema.keys() & set(known))) or 'no other keyword'}"
+            )
 
     def _refuse(self, keyword: str, why: str) -> GrammarError:
         return GrammarError(

@@ -119,7 +119,8 @@ def as_json(text: str) -> str:
 
 
 def _json_of(node: ast.expr, depth: int) -> str:
-    """Return the literal of ``node`` as JSON. Repeated keys are kept, because readers of JSON take the last one, as Python does."""
+    """Return the literal of ``node`` as JSON. Repeated keys are kept, because readers of JSON use the last one, as
+    Python does."""
     match node:
         case _ if not depth:
             raise ValueError("it is nested too deep")
@@ -159,7 +160,8 @@ class Pythonic(ToolParser):
         return _PythonicReader(tools, self.new_id, self._marked)
 
     def constraint(self, request: ToolRequest, offers: frozenset[Feature]) -> ToolConstraint | None:
-        """Constrain a list of calls in GBNF. If no call is required, other text is allowed that does not begin like a list."""
+        """Constrain a list of calls in GBNF. If no call is required, a text that does not begin like a list is allowed
+        too."""
         if not enforced(request):
             return None
         needs("pythonic", offers, Feature.GRAMMAR_EBNF, "a call", "give tool_choice: auto and no strict functions")

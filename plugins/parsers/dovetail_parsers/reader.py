@@ -1,7 +1,8 @@
-"""Read text that arrives in pieces with parsers that are written as if they had the whole text.
+"""Read text that arrives in pieces, with parsers that are written as if they had the whole text.
 
-The ``read`` of a reader is a generator, which pauses where the text so far ends. ``yield from self.next()`` is the next character, ""
-at the end. Characters that were read are kept until ``accept``, so that a parse that fails can give them back.
+``TextReader.read`` is a generator that pauses where the text so far ends. ``yield from self.next()`` evaluates to the
+next character, or to "" at the end of the text. Characters that were read are kept until ``accept`` is called, so that
+a parse that fails can give them back.
 """
 
 from __future__ import annotations
@@ -14,28 +15,28 @@ from typing import TypeVar
 
 T = TypeVar("T")
 Reading = Generator[None, str, T]
-"""A part of a parse that returns a ``T``."""
+"""Describe a part of a parse, a generator that returns a ``T``."""
 
 END = ""
-"""The character after the last."""
+"""Stand for the end of the text, where ``next`` returns no character."""
 
 SPACE = frozenset(" \t\r\n")
 
 
 class MalformedError(Exception):
-    """Raised when the text cannot be what was expected; caught within the same parse."""
+    """Raised when the text is not what the parse expects. Caught within the same parse."""
 
 
 class TextReader(ABC):
-    """Run ``read`` over the text. Subclasses emit what they find as they find it."""
+    """Run ``read`` over the text. Subclasses implement ``read`` and emit each part of their result once it is
+    certain."""
 
     def __init__(self) -> None:
         self._back: list[str] = []  # characters to read again, the next one last
         self._kept: list[str] = []  # characters that were read since the last accept
         self._ended = False
-        self._copying: tuple[re.Pattern[str], Callable[[str], None]] | None = (
-            None  # text that copy_until emits without reading it
-        )
+        # a pattern of text that copy_until emits without reading it character by character, and the function to call
+        self._copying: tuple[re.Pattern[str], Callable[[str], None]] | None = None
         self._run = self._start()
         next(self._run)
 
@@ -80,7 +81,8 @@ class TextReader(ABC):
         return char
 
     def unread(self) -> None:
-        """Give the last character back, so that it is read again. At the end of the text there may be none to give back."""
+        """Give the last character back, so that it is read again. Does nothing if no character is kept, as at the end
+        of the text."""
         if self._kept:
             self._back.append(self._kept.pop())
 
@@ -96,7 +98,7 @@ class TextReader(ABC):
         self._kept.clear()
 
     def first_of_kept(self) -> str:
-        """Drop the first kept character and return it; give the other ones back."""
+        """Drop the first kept character and return it. Give the other kept characters back."""
         kept = self.accept()
         self._back.extend(reversed(kept[1:]))
         return kept[:1]
@@ -122,8 +124,8 @@ class TextReader(ABC):
 
     def expect(self, text: str) -> Reading[None]:
         """Read exactly ``text``. Raises ``MalformedError`` at the first character that differs, which is not read."""
-        for wanted in text:
-            yield from self.one_of(wanted)
+        for char in text:
+            yield from self.one_of(char)
 
     def one_of(self, chars: Collection[str]) -> Reading[str]:
         """Read and return one of ``chars``. Raises ``MalformedError`` for any other character, which is not read."""
@@ -135,8 +137,8 @@ class TextReader(ABC):
         return char
 
     def until(self, mark: str, limit: int) -> Reading[str]:
-        """Read the text before ``mark`` and the mark, and return the text. Raises ``MalformedError`` if it is longer than
-        ``limit``."""
+        """Read the text before ``mark`` and the mark, and return the text. Raises ``MalformedError`` if it is longer
+        than ``limit``."""
         text = ""
         while not text.endswith(mark):
             char = yield from self.next()
@@ -146,10 +148,10 @@ class TextReader(ABC):
         return text.removesuffix(mark)
 
     def copy_until(self, emit: Callable[[str], None], *marks: str) -> Reading[str]:
-        """Emit text up to the first of ``marks``, and return that mark, which stays kept; "" at the end of the text. Without
-        marks the text is emitted to its end."""
+        """Emit text up to the first of ``marks``, and return that mark; return "" at the end of the text. The
+        characters of the mark stay kept. Without marks, the text is emitted to its end."""
         self.accept()
-        finder = Finder(marks)
+        finder = MarkFinder(marks)
         self._copying = _none_of(frozenset(mark[0] for mark in marks)), emit
         while True:
             char = yield from self.next()
@@ -171,7 +173,7 @@ def _none_of(chars: frozenset[str]) -> re.Pattern[str]:
     return re.compile(f"[^{re.escape(''.join(sorted(chars)))}]+" if chars else r"(?s:.)+")
 
 
-class Finder:
+class MarkFinder:
     """Find the first of a few marks, one character at a time."""
 
     def __init__(self, marks: Sequence[str]) -> None:
@@ -190,7 +192,7 @@ class Finder:
 
     @property
     def held(self) -> int:
-        """The number of last characters that may be the beginning of a mark."""
+        """Return the number of last characters that may be the beginning of a mark."""
         return len(self._tail)
 
 

@@ -18,13 +18,13 @@ NAME_ONE = "name one function in tool_choice, or start the server with such a ba
 
 
 def dumps(value: object) -> str:
-    """Return ``value`` as JSON in the form that constraints have here: characters beyond ASCII are not escaped."""
+    """Return ``value`` as JSON in which characters beyond ASCII are not escaped, as constraints need it."""
     return json.dumps(value, ensure_ascii=False)
 
 
 def call_schema(tools: Sequence[Tool], arguments: str = "arguments") -> dict[str, Any]:
-    """Return the schema of one call of any of ``tools``: an object with ``name`` and the key ``arguments``. References inside the
-    parameters are adjusted to their new position."""
+    """Return the schema of one call of any of ``tools``: an object with the key ``name`` and the key that ``arguments``
+    names. References inside the parameters are adjusted to their new position."""
     calls = [_call(tool, index, arguments) for index, tool in enumerate(tools)]
     schemas = {str(index): _moved(object_schema(tool), f"#/$defs/{index}") for index, tool in enumerate(tools)}
     return {**(calls[0] if len(calls) == 1 else {"anyOf": calls}), "$defs": schemas}
@@ -50,12 +50,13 @@ def _pointer(ref: object, root: str) -> object:
 
 
 def json_spec(schema: Mapping[str, Any]) -> GrammarSpec:
-    """Return a constraint to one JSON text."""
+    """Return the constraint to one JSON text of ``schema``."""
     return GrammarSpec(GrammarKind.JSON_SCHEMA, dumps(schema))
 
 
 def tag_spec(structures: Sequence[Mapping[str, Any]], trigger: str) -> GrammarSpec:
-    """Return a constraint to free text in which a part that begins with ``trigger`` must be one of ``structures``."""
+    """Return the constraint to free text in which every part that begins with ``trigger`` must be one of
+    ``structures``."""
     return GrammarSpec(GrammarKind.STRUCTURAL_TAG, dumps({"structures": list(structures), "triggers": [trigger]}))
 
 
@@ -70,15 +71,15 @@ def enforced(request: ToolRequest) -> bool:
 
 
 def loosened(request: ToolRequest) -> list[Tool]:
-    """Return the tools with the schemas that must be enforced. If no call is required, functions that are not strict may have any
-    arguments."""
+    """Return the tools with the schemas that must be enforced. If no call is required, functions that are not strict
+    get a schema that allows any arguments."""
     keep = request.required
     return [tool if keep or tool.strict else Tool(tool.name, {"type": "object"}) for tool in request.tools]
 
 
 def needs(parser: str, offers: frozenset[Feature], feature: Feature, what: str, instead: str) -> None:
-    """Raise ``GrammarError`` unless a backend offers ``feature``, without which ``what`` cannot be enforced. ``instead`` says what
-    the client can do."""
+    """Raise ``GrammarError`` unless a backend offers ``feature``, without which ``what`` cannot be enforced.
+    ``instead`` describes what the client can do."""
     if feature not in offers:
         raise GrammarError(
             f"{what} in the tool format {parser!r} cannot be enforced without a grammar backend that offers {feature}, and "
@@ -89,5 +90,5 @@ def needs(parser: str, offers: frozenset[Feature], feature: Feature, what: str, 
 
 
 def lark_spec(lines: Sequence[str]) -> GrammarSpec:
-    """Return a constraint to a Lark grammar."""
+    """Return the constraint to a Lark grammar with these lines."""
     return GrammarSpec(GrammarKind.LARK, "\n".join([*lines, ""]))

@@ -8,11 +8,11 @@ import re
 from pydantic import BaseModel
 
 from dovetail.interfaces.parsers import ConstraintGate, ParserContext, ReasoningDelta, ReasoningParser, ReasoningStream
-from dovetail_parsers.reader import Finder
+from dovetail_parsers.reader import MarkFinder
 
 OPEN, CLOSE = "<think>", "</think>"
 _OPENS = re.compile(r"""<think>(\\n|\s)*['"]\s*-?\}\}""")
-"""The end of a template that ends prompts with ``<think>``."""
+"""Match the end of a template that ends prompts with ``<think>``."""
 
 
 class ThinkState(enum.Enum):
@@ -24,7 +24,8 @@ class ThinkState(enum.Enum):
 
 
 def state_after(prompt: str, otherwise: ThinkState) -> ThinkState:
-    """Return the state in which an output begins: that of the mark at the end of the prompt, or ``otherwise``."""
+    """Return the state in which an output begins: the state after the mark at the end of the prompt, or ``otherwise``
+    if there is no mark."""
     tail = prompt.rstrip()
     if tail.endswith(OPEN):
         return ThinkState.THINKING
@@ -32,14 +33,15 @@ def state_after(prompt: str, otherwise: ThinkState) -> ThinkState:
 
 
 class ThinkStream(ReasoningStream):
-    """Read an output that begins in ``state``. ``<think>`` at its beginning is a mark, even if the prompt ends with one."""
+    """Read an output that begins in ``state``. ``<think>`` at its beginning is a mark, even if the prompt ends with
+    one."""
 
     def __init__(self, state: ThinkState) -> None:
         self._state = state
         self._at_start = state is not ThinkState.ANSWER
         self._held = ""  # text that may belong to a mark, or whitespace that may be next to one
         self._skip_space = state is ThinkState.ANSWER
-        self._finder = Finder((CLOSE,))
+        self._finder = MarkFinder((CLOSE,))
 
     def feed(self, text: str) -> ReasoningDelta:
         """See ``ReasoningStream``."""
@@ -58,7 +60,8 @@ class ThinkStream(ReasoningStream):
         return ReasoningDelta(content=held)
 
     def _start(self, text: str) -> str:
-        """Look for ``<think>`` as the first word. Return the text that is left to read once that is decided, else ""."""
+        """Look for ``<think>`` as the first word. Return the text that is left to read once that is decided, else
+        ""."""
         self._held += text
         word = self._held.lstrip()
         if OPEN.startswith(word):
@@ -94,7 +97,8 @@ class ThinkStream(ReasoningStream):
         return self._sure()
 
     def _sure(self) -> tuple[str, str]:
-        """Return the reasoning that cannot be followed directly by a mark, and no text after it."""
+        """Return the reasoning that is final, and no text after it. Whitespace and the beginning of a mark at the end
+        are held back."""
         sure = len(self._held[: len(self._held) - self._finder.held].rstrip())
         reasoning, self._held = self._held[:sure], self._held[sure:]
         return reasoning, ""
@@ -121,8 +125,8 @@ class Qwen3(ReasoningParser):
         return ThinkStream(state_after(prompt, self.otherwise))
 
     def gate(self, prompt: str) -> ConstraintGate | None:
-        """See ``ReasoningParser``. A model whose template opens the reasoning does not reason if the prompt does not open it; other
-        models may."""
+        """See ``ReasoningParser``. If the model's template opens the reasoning and the prompt does not, the model does
+        not reason. Other models may open the reasoning themselves."""
         state = state_after(prompt, self.otherwise)
         if state is ThinkState.THINKING:
             return ConstraintGate(until=CLOSE)

@@ -61,9 +61,8 @@ def _built() -> Path:
 
 def _compile(compiler: str, target: Path) -> None:
     target.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-    handle, name = tempfile.mkstemp(
-        suffix=".so", dir=target.parent
-    )  # renamed when complete, because other processes may build it at the same time
+    # renamed when complete, because other processes may build it at the same time
+    handle, name = tempfile.mkstemp(suffix=".so", dir=target.parent)
     os.close(handle)
     try:
         _run([compiler, *FLAGS, str(SOURCE), "-o", name])

@@ -9,14 +9,12 @@ ended.
 
 from __future__ import annotations
 
-import functools
-
 import torch
 import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from dovetail.ops.triton.launch import launch
+from dovetail.ops.triton.launch import launch, processors
 from dovetail.ops.triton.pages import layout
 
 LOG2_E = 1.4426950408889634
@@ -49,12 +47,6 @@ def tiling(row_bytes: int, tiles: int, processors: int) -> tuple[int, int, int]:
     if tiles > 4 * processors:
         return 64, 2, 4
     return (128, 2, 4) if 2 * tiles > processors else (64, 2, 4)
-
-
-@functools.cache
-def processors(device: torch.device) -> int:
-    """Return the number of multiprocessors of a CUDA device, or a number of similar size if kernels are interpreted."""
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 132
 
 
 @triton.jit

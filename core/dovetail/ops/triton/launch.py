@@ -42,6 +42,12 @@ def prefetch(address) -> None:
     )
 
 
+@functools.cache
+def processors(device: torch.device) -> int:
+    """Return the number of multiprocessors of a CUDA device, or a number of similar size if kernels are interpreted."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 132
+
+
 def launch(
     kernel: Any,
     grid: tuple[int, ...],

@@ -24,7 +24,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from dovetail.ops.parts import Parts
 from dovetail.ops.triton.activation import silu_mul
-from dovetail.ops.triton.launch import launch, prefetch
+from dovetail.ops.triton.launch import launch, prefetch, processors
 from dovetail.ops.triton.tuning import MAX_PARTS, MAX_ROWS, MAX_TILES, ProductTile, tile_of
 
 
@@ -47,6 +47,7 @@ def rows_of(tile, n, GATED: tl.constexpr, BLOCK_N: tl.constexpr):
 
 @triton.jit
 def gate(opens, up):
+    """Return SwiGLU's gate of two tiles, ``silu(opens) * up``."""
     return opens * tl.sigmoid(opens) * up
 
 
@@ -113,6 +114,7 @@ def _one_row(
 
 @triton.jit
 def store_rows(y, total, tile, m, n, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr) -> None:
+    """Write ``total [BLOCK_N, BLOCK_M]`` to the columns of ``tile`` in ``y [m, n]``."""
     token = tl.arange(0, BLOCK_M)[None, :]
     column = (tile * BLOCK_N + tl.arange(0, BLOCK_N))[:, None]
     tl.store(y + token.to(tl.int64) * n + column, total.to(y.dtype.element_ty), (token < m) & (column < n))
@@ -245,12 +247,6 @@ def matmul(
         num_stages=tile.stages,
     )  # fmt: skip
     return y
-
-
-@functools.cache
-def processors(device: torch.device) -> int:
-    """Return the number of streaming multiprocessors of a device."""
-    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 class FewRows:

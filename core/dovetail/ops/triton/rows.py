@@ -59,9 +59,8 @@ def invert_blocks(row, vocab, uniform, scale, best, token, mass, maxima, BLOCKS:
     target = uniform * total
     cumulative = tl.cumsum(mass, axis=0)
     chosen = tl.min(tl.where((cumulative > target) & (mass > 0), block, BLOCKS), axis=0)
-    chosen = tl.minimum(
-        chosen, tl.max(tl.where(mass > 0, block, 0), axis=0)
-    )  # rounding may make the target equal to the total
+    # rounding may make the target equal to the total
+    chosen = tl.minimum(chosen, tl.max(tl.where(mass > 0, block, 0), axis=0))
     before = tl.max(tl.where(block < chosen, cumulative, 0.0), axis=0)
     peak = tl.max(tl.where(block == chosen, maxima, float("-inf")), axis=0)
     if total > 0:

@@ -8,7 +8,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from dovetail.api.body import validate
-from dovetail.chat.requests import FunctionName, NamedTool, ToolSpec, calls_wanted
+from dovetail.chat.requests import FunctionName, NamedTool, ToolSpec, read_tool_choice
 from dovetail.errors import RequestError
 from dovetail.interfaces.parsers import ToolRequest
 from dovetail_apis.responses.types import AllowedTools, FunctionChoice, FunctionTool, ToolChoice
@@ -44,10 +44,10 @@ def requested_calls(tools: Sequence[ToolSpec], choice: ToolChoice | None, parall
     match choice:
         case FunctionChoice(name=name):
             named = NamedTool(type="function", function=FunctionName(name=name))
-            return calls_wanted(tools, named, parallel)
+            return read_tool_choice(tools, named, parallel)
         case AllowedTools():
-            return calls_wanted(_allowed(tools, choice), choice.mode, parallel)
-    return calls_wanted(tools, choice, parallel)
+            return read_tool_choice(_allowed(tools, choice), choice.mode, parallel)
+    return read_tool_choice(tools, choice, parallel)
 
 
 def _allowed(tools: Sequence[ToolSpec], choice: AllowedTools) -> list[ToolSpec]:
