@@ -19,7 +19,7 @@ from scipy import stats
 
 from dovetail.experiment.resample import draw, resampled, statistic
 from dovetail.experiment.samples import METRICS, BlockSamples, Floats, Ints, Metric, Sample
-from dovetail.experiment.stats import compare, judge, measure
+from dovetail.experiment.stats import compare, decide_metrics, measure
 from dovetail.experiment.verdict import Rules
 
 MEAN = next(metric for metric in METRICS if metric.name == "e2e_mean")
@@ -177,7 +177,7 @@ def peek(world: World, metric: Metric, most: int, rng: np.random.Generator, rule
     weights, blocks, source = draw(world.owner, 200, 0), list[BlockSamples](), world.blocks(rng)
     while len(blocks) < most:
         blocks.append(next(source))
-        (c,) = judge([measure(metric, blocks, weights, world.owner)], (metric.name,), rules)
+        (c,) = decide_metrics([measure(metric, blocks, weights, world.owner)], (metric.name,), rules)
         if c.verdict != "inconclusive":
             return c.verdict, len(blocks)
     return "inconclusive", most

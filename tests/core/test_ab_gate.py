@@ -1,4 +1,4 @@
-"""Test the output gate: divergences, near ties judged against A/A, KL, schemas.
+"""Test the output gate: divergences, near ties as measured by A/A, KL, schemas.
 
 Run: pytest tests/core/test_ab_gate.py
 """
@@ -14,7 +14,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dovetail.bench.divergence import first_difference
-from dovetail.experiment.gate import CEILING, FLOORS, ArmOutputs, GateThresholds, judge, limits_of, valid_outputs
+from dovetail.experiment.gate import (
+    CEILING,
+    FLOORS,
+    ArmOutputs,
+    GateThresholds,
+    evaluate_gate,
+    thresholds_of,
+    valid_outputs,
+)
 from dovetail.experiment.likeness import kl, likeness
 from dovetail.experiment.trace import TOP, ForcedOutput, GreedyOutput
 from dovetail.types import TokenLogprob
@@ -65,7 +73,7 @@ def with_lead(logits, where, lead):
 
 def test_the_same_outputs_pass():
     a = outputs(*(answer(logits_of(i, 12), f"c{i}") for i in range(3)))
-    gate = judge(a, a, LIMITS, {})
+    gate = evaluate_gate(a, a, LIMITS, {})
     assert (gate.outcome, gate.identical, gate.compared, gate.aa_identical) == ("passed", 3, 3, 3)
     assert (gate.kl_mean, gate.top1, gate.near_ties, gate.real) == (0.0, 1.0, 0, 0)
     assert gate.reason == "all 3 outputs are the same"
@@ -79,14 +87,14 @@ def test_a_divergence_is_a_near_tie_only_where_the_two_tokens_are_as_likely(lead
     other[5, second] = base[5, first] + lead
     other[6:] = logits_of(9, 4)  # a different text continues differently
     b = ArmOutputs([answer(other)], [ForcedOutput("c0", [place(row) for row in base])])
-    gate = judge(outputs(answer(base)), b, LIMITS, {}, decode=lambda ids: f"<{ids[0]}>")
+    gate = evaluate_gate(outputs(answer(base)), b, LIMITS, {}, decode=lambda ids: f"<{ids[0]}>")
     (divergence,) = gate.divergences
     assert (divergence.position, divergence.near_tie) == (5, near)
     assert (divergence.a_text, divergence.b_text) == (f"<{first}>", f"<{second}>")
     assert divergence.margin == pytest.approx(lead, abs=1e-9)
     assert gate.outcome == ("passed" if near else "failed")
     assert (gate.near_ties, gate.real) == ((1, 0) if near else (0, 1))
-    allowed = judge(outputs(answer(base)), b, LIMITS, {}, allow=True)
+    allowed = evaluate_gate(outputs(answer(base)), b, LIMITS, {}, allow=True)
     assert allowed.outcome == ("passed" if near else "allowed")
 
 
@@ -97,13 +105,13 @@ def test_a_clear_lead_in_either_arm_is_real():
     other[2, second] = base[2, first] + 2
     for ours, theirs in ((base, other), (other, base)):
         a = outputs(answer(ours))
-        assert judge(a, ArmOutputs([answer(theirs)], a.forced), LIMITS, {}).real == 1
+        assert evaluate_gate(a, ArmOutputs([answer(theirs)], a.forced), LIMITS, {}).real == 1
 
 
 def test_an_output_that_ends_early_is_real():
     whole = answer(logits_of(2, 8))
     short = GreedyOutput("c0", [1, 2], whole.token_ids[:5], "", True, whole.logprobs[:5])
-    gate = judge(outputs(whole), ArmOutputs([short], [ForcedOutput("c0", whole.logprobs)]), LIMITS, {})
+    gate = evaluate_gate(outputs(whole), ArmOutputs([short], [ForcedOutput("c0", whole.logprobs)]), LIMITS, {})
     assert (gate.outcome, gate.real) == ("failed", 1)
     assert gate.divergences[0].position == 5
 
@@ -111,7 +119,7 @@ def test_an_output_that_ends_early_is_real():
 def test_prompts_read_otherwise_are_caught_though_the_outputs_are_the_same():
     a = outputs(answer(logits_of(3, 10)))
     shifted = [place(row + 0.1 * np.arange(VOCAB)) for row in logits_of(3, 10)]
-    gate = judge(a, ArmOutputs(a.answers, [ForcedOutput("c0", shifted)]), LIMITS, {})
+    gate = evaluate_gate(a, ArmOutputs(a.answers, [ForcedOutput("c0", shifted)]), LIMITS, {})
     assert gate.outcome == "failed"
     assert "KL is" in gate.reason
     assert gate.kl_mean is not None
@@ -124,7 +132,7 @@ def test_steps_with_other_probabilities_are_caught_though_the_outputs_are_the_sa
     sharper = [place(row * 1.2) for row in base]
     a = outputs(answer(base))
     b = ArmOutputs([GreedyOutput("c0", [1, 2], a.answers[0].token_ids, "", False, sharper)], a.forced)
-    gate = judge(a, b, LIMITS, {})
+    gate = evaluate_gate(a, b, LIMITS, {})
     assert gate.identical == 1
     assert gate.outcome == "failed"
     assert "while generating the same text" in gate.reason
@@ -132,26 +140,26 @@ def test_steps_with_other_probabilities_are_caught_though_the_outputs_are_the_sa
 
 def test_limits_come_from_a_against_itself_and_have_a_floor_and_a_ceiling():
     quiet = outputs(answer(logits_of(5, 8)))
-    assert limits_of(quiet, ["float32"]) == GateThresholds(*FLOORS["float32"])
-    assert limits_of(quiet, ["float32", "bfloat16"]) == GateThresholds(*FLOORS["bfloat16"])
-    assert limits_of(quiet, ["fp8_e4m3"]).margin > FLOORS["bfloat16"][0]
-    noisy = limits_of(outputs(answer(logits_of(5, 8)), noise=0.05), ["float32"])
+    assert thresholds_of(quiet, ["float32"]) == GateThresholds(*FLOORS["float32"])
+    assert thresholds_of(quiet, ["float32", "bfloat16"]) == GateThresholds(*FLOORS["bfloat16"])
+    assert thresholds_of(quiet, ["fp8_e4m3"]).margin > FLOORS["bfloat16"][0]
+    noisy = thresholds_of(outputs(answer(logits_of(5, 8)), noise=0.05), ["float32"])
     assert noisy.margin == pytest.approx(0.2)
     assert noisy.kl > FLOORS["float32"][1]
-    assert limits_of(outputs(answer(logits_of(5, 8)), noise=5.0), ["float32"]).margin == CEILING
-    assert limits_of(quiet, ["float32"], near_tie=0.3).margin == 0.3
+    assert thresholds_of(outputs(answer(logits_of(5, 8)), noise=5.0), ["float32"]).margin == CEILING
+    assert thresholds_of(quiet, ["float32"], near_tie=0.3).margin == 0.3
 
 
 def test_an_arm_that_does_not_agree_with_itself_is_reported():
     a = outputs(answer(logits_of(6, 8)))
     torn = ArmOutputs(a.answers, a.forced, [answer(logits_of(7, 8))], a.forced_again)
-    gate = judge(torn, a, limits_of(torn, ["float32"]), {})
+    gate = evaluate_gate(torn, a, thresholds_of(torn, ["float32"]), {})
     assert gate.outcome == "failed"
     assert "arm a differs from itself" in gate.reason
 
 
 def test_an_arm_that_cannot_answer_fails():
-    gate = judge(outputs(answer(logits_of(6, 8))), ArmOutputs(refused="too long"), LIMITS, {})
+    gate = evaluate_gate(outputs(answer(logits_of(6, 8))), ArmOutputs(refused="too long"), LIMITS, {})
     assert (gate.outcome, gate.reason) == ("failed", "arm b could not answer: too long")
 
 
@@ -170,7 +178,7 @@ SCHEMA = {"type": "object", "properties": {"n": {"type": "integer"}}, "required"
 def test_constrained_outputs_must_keep_their_schema(text, ended, counts):
     given_answer = answer(logits_of(8, 4), text=text, ended=ended)
     assert valid_outputs([given_answer], {"c0": SCHEMA}) == counts
-    gate = judge(outputs(given_answer), outputs(given_answer), LIMITS, {"c0": SCHEMA})
+    gate = evaluate_gate(outputs(given_answer), outputs(given_answer), LIMITS, {"c0": SCHEMA})
     assert gate.outcome == ("passed" if counts[0] == counts[1] else "failed")
     assert valid_outputs([given_answer], {}) is None
 

@@ -178,7 +178,7 @@ class FakeLLM:
     def stream(self, prompt, params):
         yield from (f"<{prompt}", f"|{params.max_new_tokens}>")
 
-    def stream_chat(self, messages, params):
+    def stream_chat_text(self, messages, params):
         yield from (m["content"] for m in messages if m["role"] == "user")
 
     def close(self):

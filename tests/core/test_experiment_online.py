@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from dovetail.experiment.online.judge import ENOUGH, TICK_SECONDS, blocks_of, judge
+from dovetail.experiment.online.arm_statistics import ENOUGH, TICK_SECONDS, blocks_of, compare_arms
 from dovetail.experiment.online.log import Latency
 
 
@@ -42,7 +42,9 @@ def test_blocks_hold_enough_of_both_sides_and_everything_once():
 
 def test_a_difference_is_found_and_none_is_not():
     rng = np.random.default_rng(1)
-    rows = judge(("base", traffic(rng, 1.0, 300)), [("slow", traffic(rng, 1.2, 300)), ("same", traffic(rng, 1.0, 300))])
+    rows = compare_arms(
+        ("base", traffic(rng, 1.0, 300)), [("slow", traffic(rng, 1.2, 300)), ("same", traffic(rng, 1.0, 300))]
+    )
     found = {(row.arm, row.metric): row for row in rows}
     assert len(rows) == len(found) == 4
     for metric in ("TTFT, mean", "TPOT, mean"):
@@ -60,12 +62,12 @@ def test_a_difference_is_found_and_none_is_not():
 
 def test_without_enough_there_is_no_row():
     rng = np.random.default_rng(2)
-    assert judge(("base", []), [("b", traffic(rng, 1.0, 10))]) == []
-    assert judge(("base", traffic(rng, 1.0, 10, count=10)), [("b", traffic(rng, 1.0, 10, count=10))]) == []
+    assert compare_arms(("base", []), [("b", traffic(rng, 1.0, 10))]) == []
+    assert compare_arms(("base", traffic(rng, 1.0, 10, count=10)), [("b", traffic(rng, 1.0, 10, count=10))]) == []
 
 
 def test_outputs_of_one_token_have_no_tpot():
     rng = np.random.default_rng(3)
     a, b = ([*traffic(rng, 1.0, 30), *(Latency(i * 1.0, "one", 1e6, None) for i in range(100))] for _ in range(2))
-    rows = judge(("base", sorted(a)), [("b", sorted(b))])
+    rows = compare_arms(("base", sorted(a)), [("b", sorted(b))])
     assert {row.metric: row.a is not None and row.a < 50 for row in rows}["TPOT, mean"]

@@ -15,7 +15,7 @@ from dovetail.bench.divergence import first_difference
 from dovetail.config.experiment import ShadowSection
 from dovetail.errors import EngineDeadError
 from dovetail.experiment.online.log import ArmLog, StreamLog
-from dovetail.experiment.online.shadow import WORKERS, FinishedRequest, ShadowTraffic, TokenBudget
+from dovetail.experiment.online.shadow import WORKERS, FinishedRequest, ShadowTraffic
 from dovetail.messages import GenerateMsg, TokenOutput
 from dovetail.sampling_params import SamplingParams
 from dovetail.server.streams import OutputStream
@@ -64,7 +64,7 @@ def finished(name: str, shadow: ShadowTraffic, tokens: int = 4, cut: bool = Fals
     log = StreamLog(shadow._log, "base", "user=x", [msg], "served", keep=True)
     log.observe([TokenOutput(msg.rid, list(range(tokens)), None if cut else LENGTH)])
     if cut:
-        log.end(msg.rid)
+        log.record_cut(msg.rid)
     assert log.complete
     return FinishedRequest(name, (msg,), log)
 
@@ -126,18 +126,18 @@ def test_the_budget_bounds_what_is_sent():
 
 def test_what_exceeds_the_estimate_is_paid_back_first():
     clock = Clock()
-    budget = TokenBudget(60, clock)
-    assert budget.take(60)
-    assert not budget.take(1)
-    budget.settle(30)  # it made 30 tokens more than were reserved
+    shadow = make(clock, tokens_per_minute=60)
+    assert shadow._reserve(60)
+    assert not shadow._reserve(1)
+    shadow._budget.take(30, clock())  # it made 30 tokens more than were reserved
     clock.now += 30  # thirty tokens
-    assert not budget.take(1)
+    assert not shadow._reserve(1)
     clock.now += 10
-    assert budget.take(10)
-    assert not budget.take(1)
+    assert shadow._reserve(10)
+    assert not shadow._reserve(1)
     clock.now += 1e6
-    assert budget.take(60)
-    assert not budget.take(1)  # never more than the tokens of a minute
+    assert shadow._reserve(60)
+    assert not shadow._reserve(1)  # never more than the tokens of a minute
 
 
 def test_a_full_queue_drops_requests_without_waiting():

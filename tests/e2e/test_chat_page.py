@@ -15,8 +15,8 @@ from browser import CHROMIUM, Page, browser
 
 from conftest import config_with
 from dovetail.config.tenants import key_digest
-from dovetail.server.chat_page.routes import FOLDER, HEADERS, PAGES
 from dovetail.server.launch import running_server
+from dovetail.server.pages.routes import FOLDER, HEADERS, PAGES
 from dovetail.server.tenants.keys import new_key
 
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string", "maxLength": 12}}, "required": ["city"]}

@@ -99,7 +99,7 @@ def test_a_chat_without_tools_is_its_text(llm: LLM):
         output = llm.chat(FRANCE, GREEDY, **given)
         assert output.content == output.text
         assert "Paris" in output.content
-    assert "".join(llm.stream_chat(FRANCE, GREEDY)) == output.text
+    assert "".join(llm.stream_chat_text(FRANCE, GREEDY)) == output.text
 
 
 def test_a_stream_adds_up_to_the_answer_and_ends_where_it_is_closed(llm: LLM):

@@ -100,7 +100,7 @@ class LocalChatBackend:
 
     def plain(self, messages: Sequence[Message], params: SamplingParams) -> Iterator[str]:
         """Yield everything that the model writes, including marks of reasoning."""
-        return self._llm.stream_chat(messages, params)
+        return self._llm.stream_chat_text(messages, params)
 
     def answer(self, messages: Sequence[Message], settings: ChatSettings, answer: ChatAnswer) -> Pieces:
         """See ``ChatBackend.answer``."""

@@ -68,7 +68,7 @@ class GateThresholds:
     kl: float
 
 
-def limits_of(a: ArmOutputs, dtypes: Sequence[str], near_tie: float | None = None) -> GateThresholds:
+def thresholds_of(a: ArmOutputs, dtypes: Sequence[str], near_tie: float | None = None) -> GateThresholds:
     """Return the thresholds from a comparison of A with itself. ``near_tie`` is the margin if the user sets it."""
     floor, floor_kl = max((FLOORS.get(dtype, COARSEST) for dtype in dtypes), default=COARSEST)
     noises = [likeness(_common_positions(a.answers, a.again)), likeness(_forced(a.forced, a.forced_again))]
@@ -77,7 +77,7 @@ def limits_of(a: ArmOutputs, dtypes: Sequence[str], near_tie: float | None = Non
     return GateThresholds(margin, max(floor_kl, 10 * kl))
 
 
-def judge(
+def evaluate_gate(
     a: ArmOutputs,
     b: ArmOutputs,
     limits: GateThresholds,

@@ -18,7 +18,7 @@ from dovetail.config import dump
 from dovetail.errors import ConfigError, EngineError
 from dovetail.experiment import result
 from dovetail.experiment.arms import ConfigDifference, ResolvedArm, axes, differences
-from dovetail.experiment.gate import ArmOutputs, judge, limits_of, read_outputs
+from dovetail.experiment.gate import ArmOutputs, evaluate_gate, read_outputs, thresholds_of
 from dovetail.experiment.jobs import ArmJob, run_job
 from dovetail.experiment.record import CompletedBlocks, RunBlock, looks, summary
 from dovetail.experiment.samples import PRIMARY
@@ -120,9 +120,9 @@ class ExperimentRunner:
             if b.facts.get(key) != value
         ]
         section = self._arms["a"].resolved.config
-        limits = limits_of(a, (section.model.dtype, section.memory.kv_dtype), self._settings.near_tie)
+        limits = thresholds_of(a, (section.model.dtype, section.memory.kv_dtype), self._settings.near_tie)
         schemas = {call.id: call.json_schema for call in self._workload.calls if call.json_schema is not None}
-        return judge(a, b, limits, schemas, decode=decoder(self._arms["a"]), allow=self._settings.allow)
+        return evaluate_gate(a, b, limits, schemas, decode=decoder(self._arms["a"]), allow=self._settings.allow)
 
     def _outputs(self, kind: str, arm: str, compared: Sequence[str]) -> ArmOutputs:
         output = self._folder / f"outputs-{arm}.msgpack"

@@ -79,7 +79,7 @@ def compare(
     """
     weights = draw(clusters, resamples, seed)
     measured = [measure(metric, blocks, weights, clusters) for metric, blocks in metrics]
-    return judge(measured, primary, rules)
+    return decide_metrics(measured, primary, rules)
 
 
 def measure(metric: Metric, blocks: Sequence[BlockSamples], weights: Weights, clusters: Ints) -> MeasuredMetric:
@@ -100,7 +100,7 @@ def measure(metric: Metric, blocks: Sequence[BlockSamples], weights: Weights, cl
     )
 
 
-def judge(measured: Sequence[MeasuredMetric], primary: Sequence[str], rules: Rules) -> tuple[Comparison, ...]:
+def decide_metrics(measured: Sequence[MeasuredMetric], primary: Sequence[str], rules: Rules) -> tuple[Comparison, ...]:
     """Correct for the number of metrics and decide each metric."""
     known = [m for m in measured if m.estimate is not None]
     first = [m for m in known if m.metric.name in primary]

@@ -94,12 +94,12 @@ def _record(
 def _deciding(slot: str, primary: Sequence[Comparison]) -> Comparison | str:
     """Return the comparison that determines the winner, or why there is no winner."""
     metric = METRIC_OF.get(slot)
-    judges = [c for c in primary if c.metric == metric] if metric else list(primary)
-    if not judges:
+    deciding = [c for c in primary if c.metric == metric] if metric else list(primary)
+    if not deciding:
         return f"{metric} is not a primary metric of the experiment"
-    settled = [c for c in judges if c.verdict in ("faster", "slower")]
+    settled = [c for c in deciding if c.verdict in ("faster", "slower")]
     if not settled:
-        return f"no winner: {', '.join(f'{c.label} is {c.verdict}' for c in judges)}"
+        return f"no winner: {', '.join(f'{c.label} is {c.verdict}' for c in deciding)}"
     if len({c.verdict for c in settled}) > 1:
         return f"no winner: B is {' and '.join(f'{c.verdict} in {c.label}' for c in settled)}"
     return max(settled, key=lambda c: speed_up(c)[0])

@@ -168,7 +168,7 @@ class LLM:
         run = self._chat_run(*args, **kwargs)
         return ChatStream(run, self._stream([run]))
 
-    def stream_chat(
+    def stream_chat_text(
         self,
         messages: Sequence[Mapping[str, Any]],
         params: SamplingParams | None = None,

@@ -16,9 +16,9 @@ from dovetail.errors import ConfigError
 from dovetail.interfaces.api import Api
 from dovetail.interfaces.api import Route as ApiRoute
 from dovetail.server import admin
-from dovetail.server.chat_page.routes import add_pages
 from dovetail.server.errors import ErrorFormats, add_error_handlers
 from dovetail.server.openapi import RouteDescriber
+from dovetail.server.pages.routes import add_pages
 from dovetail.server.service import Service
 from dovetail.server.tenants.access import AccessControl
 from dovetail.server.tenants.tenancy import Tenancy

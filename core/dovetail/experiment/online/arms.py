@@ -270,7 +270,7 @@ class ArmStream:
     def end(self, rid: str) -> None:
         """Abort one request because its text contains a stop string."""
         self._stream.end(rid)
-        self._log.end(rid)
+        self._log.record_cut(rid)
 
     def close(self) -> None:
         """Abort the requests that are still open."""

@@ -30,5 +30,5 @@ class ComparisonRow:
 Side = tuple[str, Sequence[Latency]]
 """The name of an arm and the latencies of its outputs."""
 
-Judge = Callable[[Side, Sequence[Side]], list[ComparisonRow]]
+CompareArms = Callable[[Side, Sequence[Side]], list[ComparisonRow]]
 """A function that compares the control with each of the other sides. The server calls it on a thread."""

@@ -113,9 +113,9 @@ class StreamLog:
             if output.token_ids:
                 self._tokens(output, now)
             if output.finish is not None:
-                self.ended(output.rid, output.finish.kind)
+                self.record_finish(output.rid, output.finish.kind)
 
-    def ended(self, rid: str, kind: FinishKind) -> None:
+    def record_finish(self, rid: str, kind: FinishKind) -> None:
         """Record that an output has just ended."""
         now = time.monotonic()
         self.finish[rid] = kind
@@ -126,10 +126,10 @@ class StreamLog:
         if rid in self._times and kind in (FinishKind.STOP, FinishKind.LENGTH):
             self._measured(self._times[rid], now)
 
-    def end(self, rid: str) -> None:
+    def record_cut(self, rid: str) -> None:
         """Record that the server has ended an output because its text contains a stop string."""
         self.cut.add(rid)
-        self.ended(rid, FinishKind.STOP)
+        self.record_finish(rid, FinishKind.STOP)
 
     def error(self, error: DovetailError) -> None:
         """Record that the stream has failed."""

@@ -21,7 +21,7 @@ from dovetail.api.body import ApiModel, parse
 from dovetail.api.responses import json_response
 from dovetail.config import Config
 from dovetail.experiment.online.arms import ArmsClient, OnlineArm
-from dovetail.experiment.online.comparison import ComparisonRow, Judge, Side
+from dovetail.experiment.online.comparison import CompareArms, ComparisonRow, Side
 from dovetail.experiment.online.log import Latency
 from dovetail.experiment.online.routing import RememberRequest
 from dovetail.server.app import ServerRoute
@@ -41,14 +41,14 @@ class ArmRequest(ApiModel):
 class OnlineExperiment:
     """Answer the routes of the experiment of one server."""
 
-    def __init__(self, config: Config, engine: ArmsClient, judge: Judge) -> None:
-        """``judge`` computes the comparison of the arms."""
+    def __init__(self, config: Config, engine: ArmsClient, compare: CompareArms) -> None:
+        """``compare`` computes the comparison of the arms."""
         self.engine = engine
         self._section = config.experiment
-        self._judge = judge
+        self._compare = compare
         self._started = time.time()
-        self._judged: tuple[float, list[ComparisonRow]] = (-REFRESH_SECONDS, [])
-        self._judging = asyncio.Lock()
+        self._compared: tuple[float, list[ComparisonRow]] = (-REFRESH_SECONDS, [])
+        self._comparing = asyncio.Lock()
 
     def parts(self) -> ServerParts:
         """Return the parts from which the server is built."""
@@ -131,12 +131,15 @@ class OnlineExperiment:
         ]
 
     async def _rows(self) -> list[ComparisonRow]:
-        async with self._judging:
-            if time.monotonic() - self._judged[0] >= REFRESH_SECONDS:
+        async with self._comparing:
+            if time.monotonic() - self._compared[0] >= REFRESH_SECONDS:
                 control, *others = self._sides()
-                rows = await asyncio.to_thread(self._judge, control, others)
-                self._judged = (time.monotonic(), [_unjudged(row) for row in rows] if self.engine.shadow else rows)
-            return self._judged[1]
+                rows = await asyncio.to_thread(self._compare, control, others)
+                self._compared = (
+                    time.monotonic(),
+                    [_without_verdict(row) for row in rows] if self.engine.shadow else rows,
+                )
+            return self._compared[1]
 
     def _sides(self) -> list[Side]:
         """Return the outputs to compare: in a split all outputs of each arm, with a shadow those that both arms have finished."""
@@ -146,7 +149,7 @@ class OnlineExperiment:
         return [(name, list(latencies)) for name, latencies in self.engine.log.latencies.items()]
 
 
-def _unjudged(row: ComparisonRow) -> ComparisonRow:
+def _without_verdict(row: ComparisonRow) -> ComparisonRow:
     """Return the row without a verdict: a shadow runs under another load than its primary, so neither can be called faster."""
     return replace(row, verdict="not judged", note="the shadow arm runs under another load than the primary arm")
 

@@ -25,11 +25,11 @@ async def prepare_experiment(
     arms = arm_configs(config, registry)
     await asyncio.to_thread(check_arms, arms)
     client = ArmsClient(config, arms, target, lambda ids: tokenizer.decode(list(ids)))
-    return OnlineExperiment(config, client, _judge).parts()
+    return OnlineExperiment(config, client, _compare_arms).parts()
 
 
-def _judge(control: Side, others: Sequence[Side]) -> list[ComparisonRow]:
+def _compare_arms(control: Side, others: Sequence[Side]) -> list[ComparisonRow]:
     """Compare the arms. The libraries that this needs are imported by the first comparison."""
-    from dovetail.experiment.online.judge import judge
+    from dovetail.experiment.online.arm_statistics import compare_arms
 
-    return judge(control, others)
+    return compare_arms(control, others)

@@ -28,6 +28,7 @@ from dovetail.experiment.online.routing import uniform
 from dovetail.messages import GenerateMsg
 from dovetail.sampling_params import SamplingParams
 from dovetail.server.streams import OutputStream
+from dovetail.server.tenants.buckets import TokenBucket
 from dovetail.types import FinishKind
 
 logger = logging.getLogger("dovetail.server")
@@ -84,30 +85,6 @@ class OutputPair:
     shadow: ComparedOutput
 
 
-class TokenBudget:
-    """Limit tokens per minute with a token bucket that starts full and fills at a constant rate. A request that generates more
-    than was expected may make the level negative; no request is accepted until the level is sufficient again."""
-
-    def __init__(self, per_minute: int, clock: Callable[[], float] = time.monotonic) -> None:
-        self._size = self._left = float(per_minute)
-        self._clock = clock
-        self._then = clock()
-
-    def take(self, tokens: int) -> bool:
-        """Take ``tokens`` from the bucket and return True, or return False if it holds fewer."""
-        now = self._clock()
-        self._left = min(self._size, self._left + (now - self._then) * self._size / 60)
-        self._then = now
-        if tokens > self._left:
-            return False
-        self._left -= tokens
-        return True
-
-    def settle(self, tokens: int) -> None:
-        """Take ``tokens`` more, whatever the level; a negative number is given back."""
-        self._left -= tokens
-
-
 class ShadowTraffic:
     """Repeat a share of the requests on the shadow arm and compare the outputs."""
 
@@ -130,7 +107,8 @@ class ShadowTraffic:
             registry=None,
         )
         self._section, self._log, self._decode = section, log, decode
-        self._budget = TokenBudget(section.tokens_per_minute, clock)
+        self._clock = clock
+        self._budget = TokenBucket(section.tokens_per_minute, clock())
         self._queue: asyncio.Queue[tuple[FinishedRequest, Open]] = asyncio.Queue(section.queue)
         self._serial = itertools.count()
 
@@ -145,7 +123,7 @@ class ShadowTraffic:
             self._count("dropped_arm")
         elif self._queue.full():
             self._count("dropped_queue")
-        elif not self._budget.take(finished.tokens):
+        elif not self._reserve(finished.tokens):
             self._count("dropped_budget")
         else:
             self._queue.put_nowait((finished, send))
@@ -155,6 +133,14 @@ class ShadowTraffic:
     def outcomes(self) -> dict[str, int]:
         """Return the number of requests or outputs with each outcome."""
         return {outcome: count for (outcome,), count in self._log.totals(self.results).items()}
+
+    def _reserve(self, tokens: int) -> bool:
+        """Take ``tokens`` from the budget and return True, or return False if the budget does not hold them now."""
+        now = self._clock()
+        if tokens > self._budget.capacity or self._budget.wait(tokens, now):
+            return False
+        self._budget.take(tokens, now)
+        return True
 
     async def _work(self) -> None:
         while True:
@@ -178,7 +164,8 @@ class ShadowTraffic:
                 raise
             finally:
                 log.close()
-                self._budget.settle(FinishedRequest(finished.rid, tuple(msgs), log).tokens - finished.tokens)
+                used = FinishedRequest(finished.rid, tuple(msgs), log).tokens
+                self._budget.take(used - finished.tokens, self._clock())
         self._compare(finished, log)
 
     def _compare(self, finished: FinishedRequest, log: StreamLog) -> None:

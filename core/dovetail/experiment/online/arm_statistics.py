@@ -26,7 +26,7 @@ ENOUGH = 16
 RESAMPLES = 200
 
 
-def judge(control: Side, others: Sequence[Side]) -> list[ComparisonRow]:
+def compare_arms(control: Side, others: Sequence[Side]) -> list[ComparisonRow]:
     """Compare each of ``others`` with ``control``. The false alarm rate is bounded over all comparisons together. A side without a
     complete block has no rows."""
     rules = Rules(alpha=0.05 / max(len(others), 1))
