@@ -9,8 +9,8 @@ import pytest
 
 from dovetail.cli.ab_view import ExperimentView
 from dovetail.errors import ConfigError, PluginError
-from dovetail.experiment.arms import axes, differences, make_arm
-from dovetail.experiment.runner import check_alike, difference_of, warnings
+from dovetail.experiment.arms import differences, intended_sections, make_arm
+from dovetail.experiment.runner import check_vocabularies, difference_of, warnings
 
 
 def arms(a=(), b=(), base=(), common=(), env=None):
@@ -57,7 +57,7 @@ def test_what_moved_along_is_warned_of_and_so_are_two_axes():
         "More settings changed than were set: memory.kv_dtype. The measurement covers all of them.",
         "The arms differ in model, cache: the result cannot be attributed to one of these.",
     ]
-    assert axes(differences(*pair)) == ["model", "cache"]
+    assert intended_sections(differences(*pair)) == ["model", "cache"]
     assert warnings(*arms([], ["cache=none"]), []) == []
 
 
@@ -100,5 +100,5 @@ def test_an_arm_that_is_wrong_is_named():
 def test_models_of_other_vocabularies_are_not_compared():
     pair = arms([], ["model.overrides={vocab_size: 4000}"])
     with pytest.raises(ConfigError, match="vocabularies of 4096 and 4000"):
-        check_alike(*pair)
-    check_alike(*arms())
+        check_vocabularies(*pair)
+    check_vocabularies(*arms())

@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dovetail.bench.divergence import first_difference
+from dovetail.experiment.agreement import agreement, kl
 from dovetail.experiment.gate import (
     CEILING,
     FLOORS,
@@ -23,7 +24,6 @@ from dovetail.experiment.gate import (
     thresholds_of,
     valid_outputs,
 )
-from dovetail.experiment.likeness import kl, likeness
 from dovetail.experiment.trace import TOP, ForcedOutput, GreedyOutput
 from dovetail.types import TokenLogprob
 
@@ -204,10 +204,10 @@ def test_kl_is_never_above_the_true_one_and_near_it(seed, shake):
     assert kl(place(p), place(p)) == pytest.approx(0, abs=1e-12)
 
 
-def test_likeness_counts_what_it_says():
+def test_agreement_measures_kl_and_the_lead_of_other_tokens():
     sure, torn = place([5.0, 1.0] + [0.0] * 22), place([1.0, 3.0] + [0.0] * 22)
-    found = likeness([(sure, sure), (sure, torn)])
+    found = agreement([(sure, sure), (sure, torn)])
     assert (found.positions, found.top1) == (2, 0.5)
-    assert found.upset == pytest.approx(4.0)
+    assert found.max_lead == pytest.approx(4.0)
     assert found.shift == pytest.approx(abs(sure.top[0][1] - dict(torn.top)[0]))
     assert math.isclose(found.kl_mean * 2, found.kl_max)

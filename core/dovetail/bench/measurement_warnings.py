@@ -8,9 +8,9 @@ from typing import NamedTuple
 from dovetail.bench.metrics import SampleSummary, Summary
 from dovetail.bench.records import ClientLag
 
-_BUSY = 0.8
-_PART = 0.1
-_LEAST = 0.001
+_MAX_CPU_SHARE = 0.8
+_MAX_RELATIVE_DELAY = 0.1
+_MIN_DELAY = 0.001
 
 
 class MeasurementWarning(NamedTuple):
@@ -50,7 +50,7 @@ def warning_texts(runs: Sequence[tuple[float | None, Summary, ClientLag | None]]
 
 def _of_client(summary: Summary, lag: ClientLag) -> list[MeasurementWarning]:
     found: list[MeasurementWarning] = []
-    if lag.cpu_share > _BUSY:
+    if lag.cpu_share > _MAX_CPU_SHARE:
         text = (
             f"the client used {lag.cpu_share:.0%} of a CPU: the numbers may be those of the client instead of the "
             "server; send fewer calls, or start several clients"
@@ -75,7 +75,9 @@ def _matters(p50: float, p99: float, measured: SampleSummary | None) -> bool:
     """Return whether a delay is more than a tenth of what was measured, at the median or at the tail."""
     if measured is None:
         return False
-    return p50 > max(_PART * measured.p50, _LEAST) or p99 > max(_PART * measured.p99, _LEAST)
+    return p50 > max(_MAX_RELATIVE_DELAY * measured.p50, _MIN_DELAY) or p99 > max(
+        _MAX_RELATIVE_DELAY * measured.p99, _MIN_DELAY
+    )
 
 
 def _ms(seconds: float) -> str:

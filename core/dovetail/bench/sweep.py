@@ -15,7 +15,7 @@ Measure = Callable[[float], Awaitable[RunRecord]]
 """Runs the load at a rate in calls per second."""
 
 _MAX_PROBES = 24
-_LOWEST = 2.0**-8
+_LOWEST_FACTOR = 2.0**-8
 
 
 def at_rate(arrivals: ArrivalSpec | None, rate: float) -> Poisson | Gamma:
@@ -69,7 +69,7 @@ async def _bracket(
         return low, None
     high = start
     # a run with a single call has no load that could be reduced
-    while high > start * _LOWEST and len(points[-1].record.measurements) > 1:
+    while high > start * _LOWEST_FACTOR and len(points[-1].record.measurements) > 1:
         if await meets(high / 2):
             return high / 2, high
         high /= 2

@@ -29,12 +29,12 @@ def ab(options: AbOptions) -> None:
     Exit status: 0 no regression, 1 a regression, 2 the outputs differ (or a setting is wrong), 3 inconclusive, 4 an arm failed.
     """
     from dovetail.cli.ab_view import ExperimentView
-    from dovetail.experiment.runner import ExperimentRunner, check_alike
+    from dovetail.experiment.runner import ExperimentRunner, check_vocabularies
     from dovetail.registry.measured import tuning_file
 
     settings = options.settings()
     first, second = _arms(options)
-    check_alike(first, second)
+    check_vocabularies(first, second)
     if options.write_tuning:
         check_writable({"--write-tuning": tuning_file(first.config)})
     view = ExperimentView(quiet=options.as_json)

@@ -78,7 +78,7 @@ def differences(a: ResolvedArm, b: ResolvedArm) -> list[ConfigDifference]:
     return sorted(found, key=lambda d: not d.intended)
 
 
-def axes(found: Iterable[ConfigDifference]) -> list[str]:
+def intended_sections(found: Iterable[ConfigDifference]) -> list[str]:
     """Return the sections with intended differences. With more than one, a result cannot be attributed to one of them."""
     return list(dict.fromkeys(d.key.partition(".")[0] for d in found if d.intended))
 

@@ -22,7 +22,7 @@ from typing import Any
 import msgspec
 
 from dovetail.bench.divergence import first_difference
-from dovetail.experiment.likeness import Likeness, likeness, logprob_in
+from dovetail.experiment.agreement import Agreement, agreement, logprob_in
 from dovetail.experiment.result import Divergence, GateRecord
 from dovetail.experiment.trace import ForcedOutput, GreedyOutput
 from dovetail.types import TokenLogprob
@@ -71,7 +71,7 @@ class GateThresholds:
 def thresholds_of(a: ArmOutputs, dtypes: Sequence[str], near_tie: float | None = None) -> GateThresholds:
     """Return the thresholds from a comparison of A with itself. ``near_tie`` is the margin if the user sets it."""
     floor, floor_kl = max((FLOORS.get(dtype, COARSEST) for dtype in dtypes), default=COARSEST)
-    noises = [likeness(_common_positions(a.answers, a.again)), likeness(_forced(a.forced, a.forced_again))]
+    noises = [agreement(_common_positions(a.answers, a.again)), agreement(_forced(a.forced, a.forced_again))]
     shift, kl = max(noise.shift for noise in noises), max(noise.kl_mean for noise in noises)
     margin = min(max(floor, SLACK * shift), CEILING) if near_tie is None else near_tie
     return GateThresholds(margin, max(floor_kl, 10 * kl))
@@ -92,19 +92,19 @@ def evaluate_gate(
         return GateRecord(outcome="failed", reason=f"arm b could not answer: {b.refused}")
     shown = divergences(a.answers, b.answers, limits, decode)
     itself = divergences(a.answers, a.again, limits, decode)
-    forced = likeness(_forced(a.forced, b.forced))
+    forced = agreement(_forced(a.forced, b.forced))
     near = sum(d.near_tie for d in shown)
     valid_a, valid_b = valid_outputs(a.answers, schemas), valid_outputs(b.answers, schemas)
     problems = [
         *_self_problems(itself, a),
         *_divergence_problems(shown, len(a.answers)),
         *_forced_problems(forced, limits),
-        *_decode_problems(likeness(_common_positions(a.answers, b.answers)), limits),
+        *_decode_problems(agreement(_common_positions(a.answers, b.answers)), limits),
         *_grammar_problems(valid_a, valid_b),
     ]
     return GateRecord(
         outcome=("allowed" if allow else "failed") if problems else "passed",
-        reason="; ".join(problems) or _agreement(shown, a, limits),
+        reason="; ".join(problems) or _pass_reason(shown, a, limits),
         compared=len(a.answers),
         identical=len(a.answers) - len(shown),
         near_ties=near,
@@ -207,11 +207,11 @@ def _divergence_problems(shown: Sequence[Divergence], compared: int) -> list[str
     return [f"{real} of {compared} outputs have a real difference"] if real else []
 
 
-def _forced_problems(found: Likeness, limits: GateThresholds) -> list[str]:
+def _forced_problems(found: Agreement, limits: GateThresholds) -> list[str]:
     problems = []
-    if found.upset > limits.margin:
+    if found.max_lead > limits.margin:
         problems.append(
-            f"with A's texts as prompts, B prefers another token where A's leads by up to {found.upset:.3g} nats"
+            f"with A's texts as prompts, B prefers another token where A's leads by up to {found.max_lead:.3g} nats"
         )
     if found.kl_mean > limits.kl:
         problems.append(
@@ -220,7 +220,7 @@ def _forced_problems(found: Likeness, limits: GateThresholds) -> list[str]:
     return problems
 
 
-def _decode_problems(found: Likeness, limits: GateThresholds) -> list[str]:
+def _decode_problems(found: Agreement, limits: GateThresholds) -> list[str]:
     """Check the KL while both arms generate the same text: these log-probabilities come from decode steps."""
     if found.kl_mean <= limits.kl:
         return []
@@ -237,7 +237,7 @@ def _grammar_problems(a: tuple[int, int] | None, b: tuple[int, int] | None) -> l
     return found
 
 
-def _agreement(shown: Sequence[Divergence], a: ArmOutputs, limits: GateThresholds) -> str:
+def _pass_reason(shown: Sequence[Divergence], a: ArmOutputs, limits: GateThresholds) -> str:
     if not shown:
         return f"all {len(a.answers)} outputs are the same"
     return f"{len(shown)} of {len(a.answers)} outputs diverge, all at a near tie (within {limits.margin:.3g} nats)"

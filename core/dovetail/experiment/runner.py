@@ -17,10 +17,10 @@ from dovetail.bench.records import Workload, read_record, write_json
 from dovetail.config import dump
 from dovetail.errors import ConfigError, EngineError
 from dovetail.experiment import result
-from dovetail.experiment.arms import ConfigDifference, ResolvedArm, axes, differences
+from dovetail.experiment.arms import ConfigDifference, ResolvedArm, differences, intended_sections
+from dovetail.experiment.completed_blocks import CompletedBlocks, RunBlock, looks, summary
 from dovetail.experiment.gate import ArmOutputs, evaluate_gate, read_outputs, thresholds_of
 from dovetail.experiment.jobs import ArmJob, run_job
-from dovetail.experiment.record import CompletedBlocks, RunBlock, looks, summary
 from dovetail.experiment.samples import PRIMARY
 from dovetail.experiment.verdict import Rules, stop_reason
 
@@ -246,7 +246,7 @@ def warnings(a: ResolvedArm, b: ResolvedArm, found: Sequence[result.DifferenceRe
     texts = []
     if moved:
         texts.append(f"More settings changed than were set: {', '.join(moved)}. The measurement covers all of them.")
-    touched = axes(differences(a, b))
+    touched = intended_sections(differences(a, b))
     if len(touched) > 1:
         texts.append(f"The arms differ in {', '.join(touched)}: the result cannot be attributed to one of these.")
     return texts
@@ -274,7 +274,7 @@ def check_folder(folder: Path) -> None:
         raise ConfigError(f"the folder {folder} cannot be written: {error}; choose another (--output)") from error
 
 
-def check_alike(a: ResolvedArm, b: ResolvedArm) -> None:
+def check_vocabularies(a: ResolvedArm, b: ResolvedArm) -> None:
     """Raise ``ConfigError`` if the arms' models have different vocabularies."""
     sizes = [arm.resolved.model_info.vocab_size for arm in (a, b)]
     if sizes[0] != sizes[1]:

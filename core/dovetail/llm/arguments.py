@@ -18,26 +18,26 @@ Prompt = str | Sequence[int]
 """A prompt: text, or a list of token ids."""
 
 
-def arguments_of(taker: Callable[P, object]) -> Callable[[Callable[..., R]], Callable[P, R]]:
-    """Return a decorator for methods that pass all their arguments on to ``taker``. Documentation and type checkers then show
-    the arguments of ``taker``, and a call with other arguments raises ``TypeError`` that names the method."""
+def arguments_of(target: Callable[P, object]) -> Callable[[Callable[..., R]], Callable[P, R]]:
+    """Return a decorator for methods that pass all their arguments on to ``target``. Documentation and type checkers then show
+    the arguments of ``target``, and a call with other arguments raises ``TypeError`` that names the method."""
 
-    def shown(method: Callable[..., R]) -> Callable[P, R]:
+    def decorate(method: Callable[..., R]) -> Callable[P, R]:
         returned = inspect.signature(method).return_annotation
-        signature = inspect.signature(taker).replace(return_annotation=returned)
+        signature = inspect.signature(target).replace(return_annotation=returned)
 
         @functools.wraps(method)
-        def called(*args: P.args, **kwargs: P.kwargs) -> R:
+        def wrapper(*args: P.args, **kwargs: P.kwargs) -> R:
             try:
                 signature.bind(*args, **kwargs)
             except TypeError as error:
                 raise TypeError(f"{method.__qualname__}() {error}") from None
             return method(*args, **kwargs)
 
-        called.__signature__ = signature  # pyright: ignore
-        return called
+        wrapper.__signature__ = signature  # pyright: ignore
+        return wrapper
 
-    return shown
+    return decorate
 
 
 class GroupHints(NamedTuple):

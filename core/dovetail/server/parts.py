@@ -19,11 +19,11 @@ from dovetail.server.engines import EngineHandle
 from dovetail.tokenizer import Tokenizer
 
 
-def _same(app: ASGIApp) -> ASGIApp:
+def _unchanged(app: ASGIApp) -> ASGIApp:
     return app
 
 
-def _nothing(registry: CollectorRegistry) -> None:
+def _no_metrics(registry: CollectorRegistry) -> None:
     return None
 
 
@@ -36,8 +36,8 @@ class ServerParts(NamedTuple):
 
     engine: EngineHandle
     routes: Sequence[ServerRoute] = ()
-    wrap: Callable[[ASGIApp], ASGIApp] = _same
-    register_metrics: Callable[[CollectorRegistry], None] = _nothing
+    wrap: Callable[[ASGIApp], ASGIApp] = _unchanged
+    register_metrics: Callable[[CollectorRegistry], None] = _no_metrics
 
 
 Prepare = Callable[[Config, Registry, EngineTarget, Tokenizer], Awaitable[ServerParts]]

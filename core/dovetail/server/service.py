@@ -129,7 +129,7 @@ class Service(ApiHost):
 
     def abort(self, rid: str) -> bool:
         """Abort the request with this public id, of any tenant. Return False if there is no such request."""
-        names = (rid, *(own_rid(tenant, rid) for tenant in self.tenants))
+        names = (rid, *(tenant_rid(tenant, rid) for tenant in self.tenants))
         return sum(map(self.engine.abort, names)) > 0  # two tenants may have chosen one id
 
     def output_limit(self, ids: Sequence[int], default: int) -> int:
@@ -147,9 +147,9 @@ async def _in_thread(large: bool, call: Callable[P, T], *args: P.args, **kwargs:
     return await asyncio.to_thread(call, *args, **kwargs) if large else call(*args, **kwargs)
 
 
-def own_rid(owner: str, rid: str) -> str:
+def tenant_rid(tenant: str, rid: str) -> str:
     """Return the engine's id of the request ``rid`` of a tenant, so that two tenants may choose the same id."""
-    return f"{owner}:{rid}"
+    return f"{tenant}:{rid}"
 
 
 def package_version() -> str:

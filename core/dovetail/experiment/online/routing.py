@@ -12,7 +12,7 @@ import msgspec
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 _HEADER = "header:"
-_LONGEST = 128
+_MAX_KEY_LENGTH = 128
 
 
 @dataclass(slots=True)
@@ -100,7 +100,7 @@ def _time(key: str, name: str, weight: float) -> float:
 
 def _short(key: str) -> str:
     """Replace a long key by its hash: keys are kept in memory, and clients choose their length."""
-    return key if len(key) <= _LONGEST else blake2b(key.encode("utf-8", "surrogatepass")).hexdigest()
+    return key if len(key) <= _MAX_KEY_LENGTH else blake2b(key.encode("utf-8", "surrogatepass")).hexdigest()
 
 
 def _user_of(request: RoutedRequest) -> str | None:

@@ -12,13 +12,13 @@ from dovetail.errors import DovetailError, EngineError, QueueFullError, RequestE
 if TYPE_CHECKING:
     import httpx
 
-_BUSY = (429, 503, 529)
+_BUSY_STATUSES = (429, 503, 529)
 
 
 def refusal(status: int, message: str) -> DovetailError:
     """Return the error to raise for an answer without success: 429, 503 and 529 mean that the server is busy
     (``QueueFullError``)."""
-    if status in _BUSY:
+    if status in _BUSY_STATUSES:
         return QueueFullError(message)
     return RequestError(message) if status < 500 else EngineError(message)
 

@@ -136,11 +136,11 @@ def joined_scores(prompt: Sequence[int], per_choice: Sequence[Sequence[tuple[int
     starting at the same position. The text before a choice may be tokenized differently with the choice. Therefore all
     choices are scored from the first token in which any of them differs from the prompt.
     """
-    same = min(same_tokens(prompt, [token for token, _ in tokens]) for tokens in per_choice)
+    same = min(common_prefix_length(prompt, [token for token, _ in tokens]) for tokens in per_choice)
     return [Scored(tuple(t for t, _ in tokens[same:]), tuple(p for _, p in tokens[same:])) for tokens in per_choice]
 
 
-def same_tokens(first: Sequence[int], second: Sequence[int]) -> int:
+def common_prefix_length(first: Sequence[int], second: Sequence[int]) -> int:
     """Return the length of the common prefix of two token sequences."""
     differ = (i for i, (a, b) in enumerate(zip(first, second, strict=False)) if a != b)
     return next(differ, min(len(first), len(second)))

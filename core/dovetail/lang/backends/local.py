@@ -14,7 +14,15 @@ from typing import TYPE_CHECKING, Any
 from dovetail.api.meta import finish_shown, logprobs_shown
 from dovetail.errors import EngineError, RequestError
 from dovetail.generation.expansion import expand
-from dovetail.lang.backends.base import Backend, Features, Generated, OnText, ReuseHints, joined_scores, same_tokens
+from dovetail.lang.backends.base import (
+    Backend,
+    Features,
+    Generated,
+    OnText,
+    ReuseHints,
+    common_prefix_length,
+    joined_scores,
+)
 from dovetail.lang.backends.params import CONSTRAINTS, sampling_params
 from dovetail.lang.choices import Scored
 from dovetail.lang.conversation import Conversation, Template
@@ -96,7 +104,7 @@ class Runtime(Backend):
         (first,) = self._engine_thread.submit([self._msg(ids, _PREFILL, hints)])
         cached = first.output().cached_tokens
         longer = [self._ids_of(text + choice, conversation.chat) for choice in choices]
-        start = min(same_tokens(ids, each) for each in longer)
+        start = min(common_prefix_length(ids, each) for each in longer)
         scored = self._scored(longer, max(start, 1), ReuseHints())
         if unconditional:
             scored = [replace(each, unconditional=self._unconditional_logprobs(each)) for each in scored]

@@ -12,7 +12,7 @@ from dovetail.interfaces.api import ApiHost, ApiRequest, ChatPlan, Prompt
 from dovetail.interfaces.parsers import ToolRequest
 from dovetail.sampling_params import SamplingParams
 from dovetail.server.outputs import RequestOutputs, RequestTerms
-from dovetail.server.service import Service, own_rid
+from dovetail.server.service import Service, tenant_rid
 from dovetail.server.tenants.keys import Caller
 from dovetail.server.tenants.tenancy import Tenancy
 from dovetail.server.tenants.tenant import Lease
@@ -61,7 +61,7 @@ class TenantHost(ApiHost):
         lease = tenant.admit(request.num_outputs, prompt_tokens, new_tokens)
         seconds = server.max_seconds if tenant.limits.max_seconds is None else tenant.limits.max_seconds
         terms = RequestTerms(
-            own_rid(tenant.name, request.rid), seconds, lambda outputs: self._closed(outputs, lease, request)
+            tenant_rid(tenant.name, request.rid), seconds, lambda outputs: self._closed(outputs, lease, request)
         )
         try:
             return self._service.submit(own, terms)
@@ -110,7 +110,7 @@ class TenantHost(ApiHost):
 
     def abort(self, rid: str) -> bool:
         """Abort a request of this tenant. Return False if there is no such request."""
-        return self._service.engine.abort(own_rid(self._tenant.name, rid))
+        return self._service.engine.abort(tenant_rid(self._tenant.name, rid))
 
     def check_model(self, name: str | None) -> None:
         """See ``Service.check_model``."""

@@ -13,8 +13,8 @@ from dovetail.config.tenants import KeyEntry, KeyFile, key_digest
 from dovetail.errors import AuthenticationError
 
 PREFIX = "dvt-"
-_LONGEST = 1024
-_HOW = "send it as `Authorization: Bearer KEY` or as `x-api-key: KEY`"
+_MAX_KEY_BYTES = 1024
+_HOW_TO_SEND = "send it as `Authorization: Bearer KEY` or as `x-api-key: KEY`"
 
 Headers = Iterable[tuple[bytes, bytes]]
 """Pairs of a lower-case name and a value, as in an ASGI scope."""
@@ -55,7 +55,7 @@ class KeyRing:
         expected, caller = self._found.get(self._place(digest), (b"", None))
         if caller is None or not hmac.compare_digest(expected, digest.encode()):
             raise AuthenticationError(
-                f"the API key is not known to this server; {_HOW}, and ask the operator of this server for a key"
+                f"the API key is not known to this server; {_HOW_TO_SEND}, and ask the operator of this server for a key"
             )
         if caller.expires is not None and caller.expires.timestamp() <= self._now():
             raise AuthenticationError(
@@ -92,14 +92,14 @@ def _given_key(headers: Headers) -> bytes:
                 keys.add(key.strip())
     if not keys:
         given = f"the Authorization header's scheme is {_shown(scheme)}" if scheme else "no API key was given"
-        raise AuthenticationError(f"{given}; this server needs a key: {_HOW}")
+        raise AuthenticationError(f"{given}; this server needs a key: {_HOW_TO_SEND}")
     if len(keys) > 1:  # two proxies might read different keys
         raise AuthenticationError(f"the request has {len(keys)} different API keys; send one")
     (key,) = keys
     if not key:
-        raise AuthenticationError(f"the API key is empty; {_HOW}")
-    if len(key) > _LONGEST:
-        raise AuthenticationError(f"the API key has {len(key)} bytes; allowed: at most {_LONGEST}")
+        raise AuthenticationError(f"the API key is empty; {_HOW_TO_SEND}")
+    if len(key) > _MAX_KEY_BYTES:
+        raise AuthenticationError(f"the API key has {len(key)} bytes; allowed: at most {_MAX_KEY_BYTES}")
     return key
 
 

@@ -13,14 +13,14 @@ from dovetail.server.tenants.buckets import TokenBucket
 
 Clock = Callable[[], float]
 
-_SOON = 1.0
+_DEFAULT_RETRY_SECONDS = 1.0
 """Seconds after which to retry if the time of the next free slot is unknown."""
 
-_BETWEEN = 0.05
+_REFUSAL_INTERVAL = 0.05
 """Seconds between two refusals of one tenant. Without this delay, a client that sends refused requests again at once over many
 connections would take time from other tenants."""
 
-_LONGEST = 2.0
+_MAX_REFUSAL_DELAY = 2.0
 """The longest time in seconds that a refusal is delayed."""
 
 
@@ -88,7 +88,7 @@ class Tenant:
             self._refuse(
                 "concurrency",
                 f"the request has {outputs} outputs and {self.running} are running; allowed: {most} outputs at the same time",
-                _SOON,
+                _DEFAULT_RETRY_SECONDS,
             )
         self._wait_for_requests(outputs - 1)
         reserved = self._wait_for_tokens(prompt_tokens + new_tokens)
@@ -144,7 +144,7 @@ class Tenant:
     def _refuse(self, reason: str, text: str, wait: float) -> None:
         self.refused[reason] += 1
         now = self._clock()
-        self._next_refusal = min(max(self._next_refusal, now) + _BETWEEN, now + _LONGEST)
+        self._next_refusal = min(max(self._next_refusal, now) + _REFUSAL_INTERVAL, now + _MAX_REFUSAL_DELAY)
         raise RateLimitError(f"the limit of {self.name!r} is reached: {text}", wait, self._next_refusal - now)
 
 

@@ -8,13 +8,13 @@ from dataclasses import dataclass
 
 from dovetail.types import TokenLogprob
 
-_LEAST = 1e-12
+_MIN_PROBABILITY = 1e-12
 
 
 @dataclass(frozen=True, slots=True)
-class Likeness:
+class Agreement:
     """Hold the comparison over ``positions`` tokens: the mean and largest KL(A || B) in nats, the share of positions with the same most
-    likely token (``top1``), and the largest difference of the log-probability of A's most likely token (``shift``). ``upset`` is
+    likely token (``top1``), and the largest difference of the log-probability of A's most likely token (``shift``). ``max_lead`` is
     the largest lead, in A, of A's most likely token over B's, among the positions where these differ."""
 
     positions: int = 0
@@ -22,19 +22,19 @@ class Likeness:
     kl_max: float = 0.0
     top1: float = 1.0
     shift: float = 0.0
-    upset: float = 0.0
+    max_lead: float = 0.0
 
 
-def likeness(pairs: Iterable[tuple[TokenLogprob, TokenLogprob]]) -> Likeness:
+def agreement(pairs: Iterable[tuple[TokenLogprob, TokenLogprob]]) -> Agreement:
     """Compare pairs of A and B at the same positions of the same texts."""
     found = [(a, b) for a, b in pairs if a.top and b.top]
     if not found:
-        return Likeness()
+        return Agreement()
     kls = [kl(a, b) for a, b in found]
-    upsets = [lead(a, b.top[0][0]) for a, b in found if a.top[0][0] != b.top[0][0]]
+    leads = [lead(a, b.top[0][0]) for a, b in found if a.top[0][0] != b.top[0][0]]
     shifts = [abs(a.top[0][1] - logprob_in(b, a.top[0][0])) for a, b in found]
     count = len(found)
-    return Likeness(count, sum(kls) / count, max(kls), 1 - len(upsets) / count, max(shifts), max(upsets, default=0.0))
+    return Agreement(count, sum(kls) / count, max(kls), 1 - len(leads) / count, max(shifts), max(leads, default=0.0))
 
 
 def kl(a: TokenLogprob, b: TokenLogprob) -> float:
@@ -42,7 +42,7 @@ def kl(a: TokenLogprob, b: TokenLogprob) -> float:
     above the true value (data processing inequality)."""
     both = dict(b.top)
     shared = [(logprob, both[token]) for token, logprob in a.top if token in both]
-    rest_a, rest_b = (max(1 - math.fsum(math.exp(pair[i]) for pair in shared), _LEAST) for i in (0, 1))
+    rest_a, rest_b = (max(1 - math.fsum(math.exp(pair[i]) for pair in shared), _MIN_PROBABILITY) for i in (0, 1))
     total = math.fsum(math.exp(p) * (p - q) for p, q in shared) + rest_a * math.log(rest_a / rest_b)
     return max(total, 0.0)
 
