@@ -27,6 +27,7 @@ from dovetail.interfaces.features import BUILT_IN_FEATURES, Feature, FeatureDesc
 from dovetail.interfaces.names import BuiltIn
 from dovetail.registry import ComponentKind, KindDescriptor, Machine, RuntimeNeed, Selects, load_plugins, resolve
 from dovetail.registry.builtin import KINDS
+from dovetail.registry.installed import PluginStatus
 from dovetail.registry.kinds import Kinds
 from dovetail.registry.resolution import Reason, reported
 
@@ -101,7 +102,7 @@ def test_the_built_in_kinds_and_features_are_registered_by_the_same_function():
     [
         (one(namespaces=("cache",)), (), "the namespace 'cache' of kind 'sorter' belongs to Dovetail"),
         (one(namespaces=("runtime",)), (), "the namespace 'runtime' of kind 'sorter' belongs to the runtime"),
-        (one(section=None), (), "has neither a section nor named_at"),
+        (one(section=None), (), "kind 'sorter' has no section, so no config could select its components"),
         (one(section=KindSection("sort", "")), (), "a section has the name of its kind"),
         (one(for_prompts=True), (), "is for_prompts, so its section must be of_server"),
         (replace(one(), kind=ComponentKind("Sorter")), (), "kind 'Sorter' is not a name"),
@@ -119,6 +120,34 @@ def test_the_built_in_kinds_and_features_are_registered_by_the_same_function():
         (one(), (FeatureDescriptor("sorter", ""),), "feature 'sorter' is not a name"),
         (one(), (FeatureDescriptor("cache.reuse", ""),), "feature 'cache.reuse' is registered already"),
         ("sorter", (), "register_kinds returned 'sorter'; expected KindDescriptor"),
+        (replace(one(), interface="a..b:C"), (), "has the interface 'a..b:C'; expected \"module:attribute\""),
+        (replace(one(), interface=None), (), "register_kinds: 'sorter' is wrong: interface is None; expected str"),
+        (replace(one(), kind="sorter"), (), "kind is 'sorter'; expected ComponentKind"),
+        (one(check="sorts"), (), "has the check 'sorts'; expected \"module:attribute\""),
+        (one(order="first"), (), "order is 'first'; expected int"),
+        (one(namespaces="sorter"), (), "namespaces is 'sorter'; expected tuple[str, ...]"),
+        (one(namespaces=("Sorter",)), (), "the namespace 'Sorter' of kind 'sorter' is not a name"),
+        (one(namespaces=("sorter", "sorter")), (), "namespace 'sorter' is given 2 times; give it once"),
+        (one(section="sorter"), (), "section is 'sorter'; expected dovetail.config.kinds.KindSection | None"),
+        (one(section=KindSection("sorter", "", default="quick")), (), "section.default is 'quick'; expected"),
+        (one(section=KindSection("sorter", "", default="none")), (), "has the default 'none', so it must be optional"),
+        (one(section=KindSection("sorter", "", phases=("a", "b"))), (), "sets phases, which only built-in kinds can"),
+        (one(one_for_all_phases="batch_invariant"), (), "sets one_for_all_phases, which only built-in kinds can have"),
+        (one(section=None, named_at="model.arch"), (), "kind 'sorter' has no section, so no config could select"),
+        (one(selects=Selects.BY_CHECKPOINT), (), "is selected by the checkpoint, which only the kind 'model' can be"),
+        (one(runtime_needs=(RuntimeNeed(Feature("sorter.odd")),)), (), "'sorter.odd', which is not registered"),
+        (
+            one(runtime_needs=(RuntimeNeed(STABLE, when="scheduler.odd"),)),
+            FEATURES,
+            "'scheduler.odd' is not a setting that is negotiated; allowed: scheduler.overlap",
+        ),
+        (
+            one(),
+            (FeatureDescriptor(STABLE, "", also=(("scheduler.odd", "decode"),)),),
+            "feature 'sorter.stable': 'scheduler.odd' is not a setting that is negotiated",
+        ),
+        (one(), (FEATURES[0], FEATURES[0]), "feature 'sorter.stable' is given 2 times; give it once"),
+        (one(), (FeatureDescriptor(None, ""),), "register_features: None is wrong: name is None; expected str"),
     ],
 )
 def test_what_cannot_be_registered_is_refused_whole(fakes, kind, features, said):
@@ -127,6 +156,37 @@ def test_what_cannot_be_registered_is_refused_whole(fakes, kind, features, said)
     assert said in record.reason
     assert "sorter" not in registry.kinds
     assert not [name for name in registry.kinds.features if name.startswith("sort")]
+
+
+def test_a_plugin_registers_a_kind_once(fakes):
+    fakes.put("Sorts", Sorts)
+    twice = fakes.entry("sorters", register_kinds=lambda: [one(), one(namespaces=())])
+    (record,) = [record for record in fakes.registry(entries=[twice]).plugins if record.name == "sorters"]
+    assert record.reason == "kind 'sorter' is given 2 times; give it once"
+
+
+def test_of_two_plugins_that_register_one_kind_the_second_fails_and_both_are_named(fakes):
+    registry = fakes.registry(entries=[entry(fakes, name="sorters"), entry(fakes, name="tidy")])
+    record = next(record for record in registry.plugins if record.name == "tidy")
+    taken = "is registered already, by sorters-dist; deny one of the two plugins (plugins.deny)"
+    assert f"kind 'sorter' {taken}; feature 'sorter.stable' {taken}" in record.reason
+    assert "sorter" in registry.kinds
+
+
+def test_a_plugin_may_extend_a_kind_of_another_that_is_registered_after_it(fakes):
+    odd = FeatureDescriptor("sorter.odd", "sorts odd numbers")
+    kind = one(runtime_needs=(RuntimeNeed(Feature("list.long")),))
+    lists = replace(one(namespaces=("list",)), kind=ComponentKind("list"), section=KindSection("list", ""))
+    entries = [
+        fakes.entry("a", register_features=lambda: [odd]),
+        entry(fakes, kind, name="b"),
+        fakes.entry(
+            "c", register_kinds=lambda: [lists], register_features=lambda: [FeatureDescriptor("list.long", "is long")]
+        ),
+    ]
+    registry = fakes.registry(entries=entries)
+    assert {record.status for record in registry.plugins} == {PluginStatus.LOADED}
+    assert {"sorter.odd", "list.long"} <= registry.kinds.features.keys()
 
 
 def test_a_feature_may_be_added_to_a_built_in_namespace(fakes):

@@ -207,6 +207,37 @@ def test_one_module_under_two_names_keeps_the_first(fakes):
     assert registry.names("cache") == ["x"]
 
 
+def test_a_plugin_of_the_interface_with_a_hook_for_each_kind_is_refused_with_the_hook_that_replaces_them(fakes):
+    spec = fakes.spec(ComponentKind.POLICY, "mine")
+    old = fakes.entry("old", register_policies=lambda: [spec], register_apis=list)
+    registry = fakes.registry(entries=[old])
+    (record,) = [record for record in registry.plugins if record.name == "old"]
+    assert record.status is PluginStatus.INCOMPATIBLE
+    assert record.reason.startswith("it implements register_apis, register_policies, which this dovetail does not call")
+    assert record.reason.endswith("Components of every kind are returned by register_components")
+    assert "mine" not in registry.names(ComponentKind.POLICY)
+
+
+def test_a_hook_that_is_misspelt_is_refused_with_the_name_it_resembles(fakes):
+    registry = fakes.registry(entries=[fakes.entry("typo", on_promt=lambda prompt: None)])
+    (record,) = [record for record in registry.plugins if record.name == "typo"]
+    assert record.reason.endswith("did you mean 'on_prompt'?")
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        ModuleNotFoundError("No module named 'dovetail.plugins'", name="dovetail.plugins"),
+        ImportError("cannot import name 'Feature' from 'dovetail.types'", name="dovetail.types"),
+    ],
+)
+def test_a_plugin_for_another_version_of_dovetail_is_to_be_updated(fakes, error):
+    (record,) = [
+        record for record in fakes.registry(entries=[fakes.broken("old", error)]).plugins if record.name == "old"
+    ]
+    assert record.fix == "pip install --upgrade old-dist, or update dovetail"
+
+
 def test_unknown_component_lists_names_close_matches_and_absent_plugins(fakes):
     entries = [fakes.entry("a", [fakes.spec(CACHE, "radix")]), fakes.broken("b", RuntimeError("boom"))]
     registry = load_plugins(PluginsSection(), entries)

@@ -23,7 +23,8 @@ class KindSection:
     an engine, so it is the same for all arms of an experiment. ``default`` is what a config without the key means.
     ``phases`` are the keys of a section that may select one component for each phase. ``settings`` holds the fields
     that may stand in the section next to ``backend``. ``selection`` is the class of the value in ``Config``; a section
-    with phases or settings has a class of its own, with a field for each.
+    with phases or settings has a class of its own, with a field for each. Only built-in kinds may set ``phases``,
+    ``settings`` and ``selection``.
     """
 
     key: str

@@ -2,27 +2,23 @@
 
 from __future__ import annotations
 
-import functools
 import re
 from collections.abc import Iterator
-from dataclasses import fields
-from typing import Any, get_args, get_origin, get_type_hints
 
 from packaging.specifiers import InvalidSpecifier, SpecifierSet
 
 from dovetail.config.problems import suggest
-from dovetail.registry.kinds import Kinds
+from dovetail.registry.field_types import type_faults
+from dovetail.registry.kinds import NAME, Kinds
 from dovetail.registry.specs import ComponentSpec, KindDescriptor, Requirement
-
-TARGET = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
-NAME = re.compile(r"[a-z][a-z0-9_]*")
+from dovetail.registry.targets import TARGET
 
 
 def faults(spec: object, kinds: Kinds) -> list[str]:
     """Return everything that is wrong with a spec that a plugin returned; empty if it may register."""
     if not isinstance(spec, ComponentSpec):
         return [f"register_components returned {spec!r:.80}; expected dovetail.registry.specs.ComponentSpec"]
-    wrong_types = list(_types(spec))
+    wrong_types = list(type_faults(spec))
     return wrong_types or list(_values(spec, kinds))
 
 
@@ -40,33 +36,6 @@ def api_fault(spec: ComponentSpec, descriptor: KindDescriptor) -> str | None:
 
 def _dotted(version: tuple[int, int]) -> str:
     return ".".join(map(str, version))
-
-
-def _types(spec: ComponentSpec) -> Iterator[str]:
-    hints = _hints()
-    for field in fields(spec):
-        value, expected = getattr(spec, field.name), hints[field.name]
-        if not _is_a(value, expected):
-            name = getattr(expected, "__name__", None) if get_origin(expected) is None else str(expected)
-            yield f"{field.name} is {value!r:.80}; expected {name or expected}"
-
-
-@functools.cache
-def _hints() -> dict[str, Any]:
-    return get_type_hints(ComponentSpec)
-
-
-def _is_a(value: object, expected: object) -> bool:
-    origin, args = get_origin(expected), get_args(expected)
-    if origin is tuple:
-        members = value if isinstance(value, tuple) else ()
-        kinds = [args[0]] * len(members) if args[-1] is Ellipsis else list(args)
-        return isinstance(value, tuple) and len(kinds) == len(members) and all(map(_is_a, members, kinds))
-    if origin is frozenset:
-        return isinstance(value, frozenset) and all(isinstance(item, args[0]) for item in value)
-    if args:
-        return any(_is_a(value, member) for member in args)
-    return isinstance(value, expected) and not isinstance(value, bool)  # type: ignore[arg-type]
 
 
 def _values(spec: ComponentSpec, kinds: Kinds) -> Iterator[str]:

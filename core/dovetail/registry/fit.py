@@ -17,13 +17,10 @@ from dovetail.interfaces.cache import CacheGroupKind
 from dovetail.interfaces.features import Feature, FeatureDescriptor
 from dovetail.interfaces.model import ModelInfo
 from dovetail.registry.kinds import Kinds
+from dovetail.registry.negotiable import OVERLAP, SETTINGS
 from dovetail.registry.resolution import Candidate, Reason
 from dovetail.registry.specs import KindDescriptor, RuntimeNeed, Selects
 from dovetail.registry.targets import load_attribute
-
-OVERLAP, MIXED, GRAPHS = "scheduler.overlap", "scheduler.mixed", "graphs.decode"
-BATCH_INVARIANT, MIN_PROBABILITY = "batch_invariant", "scheduler.min_draft_probability"
-SETTINGS = (OVERLAP, MIXED, GRAPHS, BATCH_INVARIANT, MIN_PROBABILITY)
 
 NEGOTIATED = (Selects.ONE, Selects.ONE_AND_OTHERS, Selects.LIST)
 """The ways to select components in which a kind takes part in the negotiation."""

@@ -3,21 +3,27 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
-from dovetail.config.kinds import BUILT_IN, Sections
+from dovetail.config.kinds import BUILT_IN, KindSection, Sections
+from dovetail.config.plugin import Selection
 from dovetail.config.problems import suggest
 from dovetail.config.sections import Config
 from dovetail.errors import PluginLoadError, UnknownComponentError
 from dovetail.interfaces.features import FeatureDescriptor
-from dovetail.registry.specs import ComponentKind, KindDescriptor
+from dovetail.registry.field_types import type_faults
+from dovetail.registry.negotiable import SETTINGS
+from dovetail.registry.specs import ComponentKind, KindDescriptor, RuntimeNeed, Selects
+from dovetail.registry.targets import TARGET
 
 SIDES = ("runtime", "kv", "model")
 """The namespaces of features that components do not offer in their specs: those of the runtime, the KV pool and the
 model."""
 
-_NAME = re.compile(r"[a-z][a-z0-9_]*")
-_TARGET = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
+NAME = re.compile(r"[a-z][a-z0-9_]*")
+"""The form of the name of a kind, a namespace or a component."""
 
 
 class Kinds:
@@ -28,6 +34,7 @@ class Kinds:
         self._features: dict[str, FeatureDescriptor] = {}
         self._kind_of: dict[str, KindDescriptor] = {}
         self._owners: dict[str, str] = dict.fromkeys(SIDES, "the runtime")
+        self._registrants: dict[str, str] = {}  # of each kind and feature
 
     def __iter__(self) -> Iterator[KindDescriptor]:
         return iter(self._kinds.values())
@@ -69,21 +76,21 @@ class Kinds:
         """Register what the plugin ``owner`` brings. Raises ``PluginLoadError``, and then registers nothing."""
         kinds, features = tuple(kinds), tuple(features)
         faults = [
-            *_each(kinds, KindDescriptor, "register_kinds"),
-            *_each(features, FeatureDescriptor, "register_features"),
+            *_type_faults(kinds, KindDescriptor, "register_kinds"),
+            *_type_faults(features, FeatureDescriptor, "register_features"),
         ]
-        if not faults:
-            for descriptor in kinds:
-                faults += self._kind_faults(descriptor)
-            own = {namespace for descriptor in kinds for namespace in descriptor.namespaces}
-            for feature in features:
-                faults += self._feature_faults(feature, own)
+        faults = faults or [*self._kinds_faults(kinds), *self._features_faults(kinds, features)]
         if faults:
             raise PluginLoadError("; ".join(faults))
         self._kinds |= {str(descriptor.kind): descriptor for descriptor in kinds}
         self._features |= {feature.name: feature for feature in features}
         self._kind_of |= {namespace: descriptor for descriptor in kinds for namespace in descriptor.namespaces}
         self._owners |= dict.fromkeys((n for descriptor in kinds for n in descriptor.namespaces), owner)
+        self._registrants |= dict.fromkeys((*self._names(kinds), *(feature.name for feature in features)), owner)
+
+    @staticmethod
+    def _names(kinds: Iterable[KindDescriptor]) -> Iterator[str]:
+        return (str(descriptor.kind) for descriptor in kinds)
 
     def unknown_features(self, features: Iterable[str]) -> Iterator[str]:
         """Yield, for each feature that is not registered, a text that lists those of its namespace."""
@@ -95,35 +102,127 @@ class Kinds:
             text = text or f"there is no namespace {namespace!r}; namespaces: {', '.join(namespaces)}"
             yield f"feature {feature!r} is not registered; {text}{suggest(feature, self._features)}"
 
-    def _kind_faults(self, descriptor: KindDescriptor) -> Iterator[str]:
-        kind, section = descriptor.kind, descriptor.section
-        if not _NAME.fullmatch(kind):
-            yield f"kind {kind!r} is not a name; expected lower-case letters, digits and underscores"
-        if kind in self._kinds:
-            yield f"kind {kind!r} is registered already"
-        if not _TARGET.fullmatch(descriptor.interface):
-            yield f'kind {kind!r} has the interface {descriptor.interface!r}; expected "module:attribute"'
-        if section is None and not descriptor.named_at:
-            yield f"kind {kind!r} has neither a section nor named_at, so no config could select its components"
-        if section is not None and section.key != kind:
-            yield f"kind {kind!r} has the section {section.key!r}; a section has the name of its kind"
-        if section is not None and section not in BUILT_IN and section.key in Config.model_fields:
-            yield f"kind {kind!r} would take the config key {section.key!r}, which Dovetail has itself"
-        if descriptor.for_prompts and not (section is not None and section.of_server):
-            yield f"kind {kind!r} is for_prompts, so its section must be of_server"
-        for namespace in descriptor.namespaces:
-            if namespace in self._owners:
-                yield f"the namespace {namespace!r} of kind {kind!r} belongs to {self._owners[namespace]}"
+    def _kinds_faults(self, kinds: Sequence[KindDescriptor]) -> Iterator[str]:
+        yield from _repeated("kind", self._names(kinds))
+        yield from _repeated("namespace", (name for descriptor in kinds for name in descriptor.namespaces))
+        for descriptor in kinds:
+            if descriptor.kind in self._kinds:
+                yield self._taken("kind", descriptor.kind)
+                continue
+            yield from _form_faults(descriptor)
+            yield from _section_faults(descriptor)
+            for namespace in descriptor.namespaces:
+                if namespace in self._owners:
+                    owner = self._owners[namespace]
+                    yield f"the namespace {namespace!r} of kind {descriptor.kind!r} belongs to {owner}"
+
+    def _features_faults(self, kinds: Sequence[KindDescriptor], features: Sequence[FeatureDescriptor]) -> Iterator[str]:
+        own = {namespace for descriptor in kinds for namespace in descriptor.namespaces}
+        yield from _repeated("feature", (feature.name for feature in features))
+        for feature in features:
+            yield from self._feature_faults(feature, own)
+        known = {*self._features, *(feature.name for feature in features)}
+        for descriptor in kinds:
+            for need in descriptor.runtime_needs:
+                if need.feature not in known:
+                    yield f"kind {descriptor.kind!r} has a RuntimeNeed of {need.feature!r}, which is not registered"
 
     def _feature_faults(self, feature: FeatureDescriptor, own: set[str]) -> Iterator[str]:
         if not re.fullmatch(r"[a-z][a-z0-9_]*\.[a-z][a-z0-9_]*", feature.name):
             yield f"feature {feature.name!r} is not a name; expected a namespace and a word, as in attention.extend"
         if feature.name in self._features:
-            yield f"feature {feature.name!r} is registered already"
+            yield self._taken("feature", feature.name)
         if feature.namespace not in own and feature.namespace not in self._owners:
             known = sorted({*own, *self._owners})
             yield f"feature {feature.name!r} is in no kind's namespace; namespaces: {', '.join(known)}"
+        settings = [setting for setting, _ in feature.also] + [feature.setting] * bool(feature.setting)
+        yield from (f"feature {feature.name!r}: {text}" for text in _unknown_settings(settings))
+
+    def _taken(self, what: str, name: str) -> str:
+        owner = self._registrants[name]
+        remedy = "choose another name" if owner == "Dovetail" else "deny one of the two plugins (plugins.deny)"
+        return f"{what} {name!r} is registered already, by {owner}; {remedy}"
 
 
-def _each(values: Sequence[object], cls: type, hook: str) -> Iterator[str]:
-    return (f"{hook} returned {value!r:.80}; expected {cls.__name__}" for value in values if not isinstance(value, cls))
+def _form_faults(descriptor: KindDescriptor) -> Iterator[str]:
+    kind = descriptor.kind
+    if not NAME.fullmatch(kind):
+        yield f"kind {kind!r} is not a name; expected lower-case letters, digits and underscores"
+    for field in ("interface", "rules", "check", "suite", "scaffold"):
+        target = getattr(descriptor, field)
+        if (target or field == "interface") and not TARGET.fullmatch(target):
+            yield f'kind {kind!r} has the {field} {target!r}; expected "module:attribute"'
+    for namespace in descriptor.namespaces:
+        if not NAME.fullmatch(namespace):
+            yield (
+                f"the namespace {namespace!r} of kind {kind!r} is not a name; expected lower-case letters, digits and "
+                "underscores"
+            )
+    switches = [need.when for need in descriptor.runtime_needs if need.when]
+    yield from (f"kind {kind!r}: {text}" for text in _unknown_settings(switches))
+
+
+def _section_faults(descriptor: KindDescriptor) -> Iterator[str]:
+    kind, section = descriptor.kind, descriptor.section
+    if descriptor.for_prompts and not (section is not None and section.of_server):
+        yield f"kind {kind!r} is for_prompts, so its section must be of_server"
+    if kind != ComponentKind.MODEL and descriptor.selects is Selects.BY_CHECKPOINT:
+        yield f"kind {kind!r} is selected by the checkpoint, which only the kind 'model' can be; set selects"
+    if section is None:
+        if kind != ComponentKind.MODEL:
+            yield f"kind {kind!r} has no section, so no config could select its components; set section"
+        return
+    if section.key != kind:
+        yield f"kind {kind!r} has the section {section.key!r}; a section has the name of its kind"
+    if section.default == "none" and not section.optional:
+        yield f"the section of kind {kind!r} has the default 'none', so it must be optional"
+    if section in BUILT_IN:
+        return
+    if section.key in Config.model_fields:
+        yield f"kind {kind!r} would take the config key {section.key!r}, which Dovetail has itself"
+    own_form = [
+        field
+        for field, given in (
+            ("phases", section.phases),
+            ("settings", section.settings),
+            ("selection", section.selection is not Selection),
+            ("one_for_all_phases", descriptor.one_for_all_phases),
+        )
+        if given
+    ]
+    if own_form:
+        yield (
+            f"kind {kind!r} sets {', '.join(own_form)}, which only built-in kinds can have; put settings into the "
+            "components' own config classes"
+        )
+
+
+def _unknown_settings(settings: Iterable[str]) -> Iterator[str]:
+    for setting in settings:
+        if setting not in SETTINGS:
+            yield f"{setting!r} is not a setting that is negotiated; allowed: {', '.join(SETTINGS)}"
+
+
+def _repeated(what: str, names: Iterable[str]) -> Iterator[str]:
+    counts = Counter(names)
+    return (f"{what} {name!r} is given {count} times; give it once" for name, count in counts.items() if count > 1)
+
+
+def _type_faults(values: Sequence[object], cls: type, hook: str) -> Iterator[str]:
+    for value in values:
+        if not isinstance(value, cls):
+            yield f"{hook} returned {value!r:.80}; expected {cls.__name__}"
+            continue
+        name = value.kind if isinstance(value, KindDescriptor) else getattr(value, "name", "")
+        for field, part in _parts(value):
+            yield from (f"{hook}: {name!r:.80} is wrong: {field}{text}" for text in type_faults(part))
+
+
+def _parts(value: Any) -> Iterator[tuple[str, object]]:
+    """Yield a descriptor and the descriptions in it, with what messages put before the names of their fields."""
+    yield "", value
+    if isinstance(value, KindDescriptor):
+        if isinstance(value.section, KindSection):
+            yield "section.", value.section
+        needs = value.runtime_needs if isinstance(value.runtime_needs, tuple) else ()
+        yield from (("runtime_needs.", need) for need in needs if isinstance(need, RuntimeNeed))

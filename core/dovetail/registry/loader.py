@@ -127,6 +127,8 @@ class _Plugin:
     entry: PluginEntry
     module: Any = None
     record: PluginRecord | None = None
+    kinds: Sequence[Any] = ()
+    features: Sequence[Any] = ()
     components: list[RegisteredComponent] = field(default_factory=list)
 
 
@@ -143,10 +145,10 @@ class _Loader:
     def registry(self, entries: Sequence[PluginEntry]) -> Registry:
         """Return the registry of ``entries``."""
         plugins = [self._imported(entry) for entry in entries]
-        for step in (self._register_kinds, self._register_components):
-            for plugin in plugins:
-                if plugin.record is None:
-                    self._tried(plugin, step)
+        self._register_kinds(plugins)
+        for plugin in plugins:
+            if plugin.record is None:
+                self._tried(plugin, self._register_components)
         records = [plugin.record or _outcome(plugin.entry, plugin.components) for plugin in plugins]
         components = [component for plugin in plugins for component in plugin.components]
         return Registry(records, _by_name(components), self._kinds, self._manager.hook)
@@ -164,21 +166,45 @@ class _Loader:
             return _Plugin(entry, record=_record(entry, PluginStatus.FAILED, reason, fix, trace=_trace()))
         try:
             _register_hooks(self._manager, module, f"{_dist(entry)}:{entry.name}")
-        except (pluggy.PluginValidationError, ValueError) as error:
+        except (PluginLoadError, pluggy.PluginValidationError, ValueError) as error:
             return _Plugin(entry, record=_record(entry, PluginStatus.INCOMPATIBLE, str(error), _update(entry)))
         return _Plugin(entry, module)
 
-    def _tried(self, plugin: _Plugin, step: Callable[[_Plugin], None]) -> None:
+    def _tried(self, plugin: _Plugin, step: Callable[[_Plugin], None]) -> bool:
+        """Return True if ``step`` succeeds. If it raises, the plugin has failed."""
         try:
             step(plugin)
         except Exception as error:
             self._manager.unregister(plugin.module)
             fix = f"report it to {_dist(plugin.entry)}"
             plugin.record = _record(plugin.entry, PluginStatus.FAILED, _text(error), fix, trace=_trace())
+        return plugin.record is None
 
-    def _register_kinds(self, plugin: _Plugin) -> None:
-        kinds, features = (self._returned(plugin, hook) for hook in ("register_kinds", "register_features"))
-        self._kinds.add(kinds, features, _dist(plugin.entry))
+    def _register_kinds(self, plugins: Sequence[_Plugin]) -> None:
+        """Register kinds and features. A plugin may build on the kinds and features of any other, so one that is refused is tried
+        again as long as others register."""
+        waiting = [plugin for plugin in plugins if plugin.record is None and self._tried(plugin, self._declare)]
+        while refused := [plugin for plugin in waiting if not self._can_add(plugin)]:
+            if len(refused) == len(waiting):
+                break
+            waiting = refused
+        for plugin in refused:
+            self._tried(plugin, self._add_declared)
+
+    def _declare(self, plugin: _Plugin) -> None:
+        plugin.kinds, plugin.features = (
+            self._returned(plugin, hook) for hook in ("register_kinds", "register_features")
+        )
+
+    def _can_add(self, plugin: _Plugin) -> bool:
+        try:
+            self._add_declared(plugin)
+        except Exception:
+            return False
+        return True
+
+    def _add_declared(self, plugin: _Plugin) -> None:
+        self._kinds.add(plugin.kinds, plugin.features, _dist(plugin.entry))
 
     def _register_components(self, plugin: _Plugin) -> None:
         entry, components = plugin.entry, []
@@ -240,13 +266,17 @@ def _text(error: Exception) -> str:
 
 
 def _import_fix(error: Exception, entry: PluginEntry) -> str:
-    if isinstance(error, ModuleNotFoundError) and error.name and not entry.value.startswith(error.name):
-        return f"pip install {error.name.partition('.')[0].replace('_', '-')}"
+    missing = error.name if isinstance(error, ImportError) and error.name else ""
+    if missing.partition(".")[0] == "dovetail":  # a module or name of another version of Dovetail
+        return _update(entry)
+    if isinstance(error, ModuleNotFoundError) and missing and not entry.value.startswith(missing):
+        return f"pip install {missing.partition('.')[0].replace('_', '-')}"
     return f"pip install --force-reinstall {_dist(entry)}, or plugins.deny: [{entry.name}]"
 
 
 def _register_hooks(manager: pluggy.PluginManager, module: Any, name: str) -> None:
     """Register with pluggy, which checks arguments. A hook that is not declared is refused as well."""
+    _refuse_unknown_hooks(manager, module)
     try:
         manager.register(module, name)
         manager.check_pending()
@@ -254,6 +284,22 @@ def _register_hooks(manager: pluggy.PluginManager, module: Any, name: str) -> No
         if manager.is_registered(module):
             manager.unregister(module)
         raise
+
+
+def _refuse_unknown_hooks(manager: pluggy.PluginManager, module: Any) -> None:
+    """Raise ``PluginLoadError`` if a function of ``module`` is marked as a hook and implements none."""
+    known = [hook for hook in vars(hookspecs) if manager.parse_hookspec_opts(hookspecs, hook) is not None]
+    marked = {name: manager.parse_hookimpl_opts(module, name) for name in dir(module)}
+    hooks = [options["specname"] or name for name, options in marked.items() if options and not options["optionalhook"]]
+    unknown = [hook for hook in hooks if hook not in known]
+    if not unknown:
+        return
+    text = f"it implements {', '.join(unknown)}, which this dovetail does not call; hooks: {', '.join(known)}"
+    if any(hook.startswith("register_") for hook in unknown):
+        text += ". Components of every kind are returned by register_components"
+    else:
+        text += suggest(unknown[0], known)
+    raise PluginLoadError(text)
 
 
 def _sequence(value: Any, hook: str) -> Sequence[Any]:

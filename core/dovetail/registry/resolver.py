@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from dovetail.config import Config, PluginConfig, Section, Selection
 from dovetail.config.kinds import KindSection
 from dovetail.errors import ConfigError, ResolutionError
-from dovetail.registry import fit
+from dovetail.registry import fit, negotiable
 from dovetail.registry.api_choice import choose_served
 from dovetail.registry.candidates import Slot, Tuning, call_hook, open_slot, tuned_names
 from dovetail.registry.installed import Registry
@@ -138,11 +138,11 @@ def _search(slots: Slots, config: Config, machine: Machine, negotiation: fit.Neg
 def _domains(slots: Slots, config: Config, machine: Machine) -> dict[str, Sequence[fit.Option]]:
     return {
         **{name: slot.options() for name, slot in slots.items()},
-        fit.OVERLAP: _lags(config, machine),
-        fit.MIXED: [config.scheduler.mixed],
-        fit.GRAPHS: _graphs(config, machine),
-        fit.BATCH_INVARIANT: [config.batch_invariant],
-        fit.MIN_PROBABILITY: [config.scheduler.min_draft_probability],
+        negotiable.OVERLAP: _lags(config, machine),
+        negotiable.MIXED: [config.scheduler.mixed],
+        negotiable.GRAPHS: _graphs(config, machine),
+        negotiable.BATCH_INVARIANT: [config.batch_invariant],
+        negotiable.MIN_PROBABILITY: [config.scheduler.min_draft_probability],
     }
 
 
@@ -233,11 +233,11 @@ def _rejections(slot: Slot) -> tuple[str, ...]:
 def _misfit(slots: Slots, domains: fit.Domains, negotiation: fit.Negotiation) -> ResolutionError:
     combo = negotiation.closest(domains)
     alternatives: dict[str, Sequence[fit.Option]] = {
-        fit.OVERLAP: [False, True],
-        fit.MIXED: [False, True],
-        fit.GRAPHS: [False, True],
-        fit.BATCH_INVARIANT: [False],
-        fit.MIN_PROBABILITY: [0],
+        negotiable.OVERLAP: [False, True],
+        negotiable.MIXED: [False, True],
+        negotiable.GRAPHS: [False, True],
+        negotiable.BATCH_INVARIANT: [False],
+        negotiable.MIN_PROBABILITY: [0],
     }
     by_preference = sorted(slots.values(), key=lambda slot: slot.descriptor.search_order)
     for slot in by_preference[:1]:  # the component that the search gives up last is the first that could change
@@ -268,7 +268,7 @@ def _judge_the_others(slots: Slots, combo: fit.Combination, lags: Sequence[bool]
             elif candidate.usable:
                 candidate.stage = Stage.FEATURES
                 there = {**combo, **dict.fromkeys(_filled(slot), _in_place(slot, combo, candidate))}
-                reasons = [negotiation.violations({**there, fit.OVERLAP: lag}) for lag in lags]
+                reasons = [negotiation.violations({**there, negotiable.OVERLAP: lag}) for lag in lags]
                 if all(reasons):
                     candidate.reject(Stage.FEATURES, *min(reasons, key=len))
     for name, slot in slots.items():
@@ -311,7 +311,7 @@ def _resolved(
             parts[slot], resolutions[slot] = choose_served(descriptor.kind, config, registry)
             named[slot] = [part.config for part in parts[slot]]
     order = [slot for descriptor in registry.kinds.in_order for slot in descriptor.slots]
-    overlap, graphs = bool(combo[fit.OVERLAP]), bool(combo[fit.GRAPHS])
+    overlap, graphs = bool(combo[negotiable.OVERLAP]), bool(combo[negotiable.GRAPHS])
     return Resolved(
         config=_concrete(config, machine, model, registry.kinds, named, overlap, graphs),
         machine=machine,

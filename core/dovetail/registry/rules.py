@@ -9,7 +9,8 @@ from dovetail.errors import ConfigError
 from dovetail.interfaces.cache import CacheGroupKind
 from dovetail.interfaces.features import Feature
 from dovetail.registry.candidates import Slot
-from dovetail.registry.fit import BATCH_INVARIANT, MIN_PROBABILITY, Combination, Need, Situation, show
+from dovetail.registry.fit import Combination, Need, Situation, show
+from dovetail.registry.negotiable import BATCH_INVARIANT, MIN_PROBABILITY
 from dovetail.registry.resolution import Candidate, Reason
 from dovetail.registry.specs import ComponentKind
 

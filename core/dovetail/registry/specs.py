@@ -70,9 +70,9 @@ class KindDescriptor:
     plugin built for another major version is incompatible, and so is one built for a newer minor version, which may call
     what is missing here.
 
-    ``section`` is the config section that selects components; a kind without one is named at ``named_at``, a key of another
-    section. ``selects`` says how many components are in use, and who chooses them. With the boolean setting
-    ``one_for_all_phases``, the phases of the section have one component.
+    ``section`` is the config section that selects components. Only the built-in kind of models has none: it is named at
+    ``named_at``, a key of another section. ``selects`` says how many components are in use, and who chooses them. With the
+    boolean setting ``one_for_all_phases``, the phases of a built-in kind's section have one component.
 
     ``namespaces`` are those of the features that the kind's components offer. ``runtime_needs`` lists what the runtime needs
     of them. ``rules`` is the "module:function" of the kind's further rules: a function from a ``registry.fit.Situation`` to

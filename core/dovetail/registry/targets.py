@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import importlib
+import re
 from typing import Any
 
 from dovetail.errors import PluginLoadError
+
+TARGET = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
+"""The form of a target."""
 
 
 def load_attribute(target: str, what: str) -> Any:
