@@ -20,7 +20,8 @@ from dovetail.config import PluginConfig
 from dovetail.constraints import process as grammar_process
 from dovetail.constraints.choice import GrammarRecipe
 from dovetail.constraints.compilers import ProcessCompiler
-from dovetail.constraints.service import GrammarService, GrammarTicket
+from dovetail.constraints.jobs import GrammarTicket
+from dovetail.constraints.service import GrammarService
 from dovetail.errors import EngineError, GrammarError
 from dovetail.interfaces.features import Feature
 from dovetail.interfaces.grammar import GrammarContext

@@ -14,8 +14,9 @@ import pytest
 from dovetail.constraints import cache as grammar_cache
 from dovetail.constraints.choice import GrammarEngine
 from dovetail.constraints.compilers import ThreadCompiler
+from dovetail.constraints.jobs import GrammarTicket
 from dovetail.constraints.limits import MAX_NESTING, MAX_TEXT_BYTES, nesting
-from dovetail.constraints.service import GrammarService, GrammarTicket
+from dovetail.constraints.service import GrammarService
 from dovetail.errors import EngineError, GrammarError, QueueFullError
 from dovetail.interfaces.features import Feature
 from dovetail.interfaces.grammar import CompiledGrammar, GrammarBackend, Matcher

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from dovetail.errors import RequestError
 from dovetail.sampling_params import SamplingParams
-from dovetail.scheduler.groups import together
+from dovetail.scheduler.groups import group_adjacent
 from dovetail.types import FinishKind, Req
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -111,7 +111,7 @@ def test_groups_are_placed_where_their_first_member_is(asked):
         reqs[-1].group = "" if name == "x" else name
     keys = [(r.group, r.namespace) if r.group else r.uid for r in reqs]
     firsts = list(dict.fromkeys(keys))
-    ordered = together(reqs)
+    ordered = group_adjacent(reqs)
     assert [r.uid for r in ordered] == [i for first in firsts for i, key in enumerate(keys) if key == first]
 
 

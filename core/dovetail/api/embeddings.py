@@ -19,8 +19,9 @@ def unit(vector: FloatArray) -> FloatArray:
 
 
 def embedding(hidden: FloatArray, dimensions: int | None = None, *, normalize: bool = True) -> FloatArray:
-    """Return the first ``dimensions`` numbers of a hidden state (Matryoshka representations, arXiv 2205.13147; None: all of
-    them), scaled to length 1 if ``normalize`` is set. Raises ``RequestError`` for more dimensions than the state has."""
+    """Return the first ``dimensions`` numbers of a hidden state (Matryoshka representations, arXiv 2205.13147; None:
+    all of them), scaled to length 1 if ``normalize`` is set. Raises ``RequestError`` for more dimensions than the state
+    has."""
     check_dimensions(dimensions, len(hidden))
     vector = hidden[:dimensions]
     return unit(vector) if normalize else vector
@@ -38,8 +39,9 @@ def cosine(a: FloatArray, b: FloatArray) -> float:
 
 
 def pooling_kind(given: str | None, info: Mapping[str, Any] | None) -> PoolingKind:
-    """Return the pooling of a request: ``given``, or the model's own if that is None. ``info`` is the entry ``embedding`` of the
-    engine's info. Raises ``RequestError`` if the model has no embeddings or the pooling is not implemented."""
+    """Return the pooling of a request: ``given``, or the model's own if that is None. ``info`` is the entry
+    ``embedding`` of the engine's info. Raises ``RequestError`` if the model has no embeddings or the pooling is not
+    implemented."""
     if info is None:
         raise RequestError(
             "this model does not offer model.embed and has no embeddings; serve a model that offers it", param="model"

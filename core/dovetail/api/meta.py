@@ -8,7 +8,7 @@ from typing import Any
 from dovetail.types import FinishKind, FinishReason, TokenLogprob
 
 
-def finish_shown(finish: FinishReason | None, count: int) -> dict[str, Any] | None:
+def finish_json(finish: FinishReason | None, count: int) -> dict[str, Any] | None:
     """Return the reason why an output of ``count`` tokens ended, in SGLang's form, or None if it has not ended."""
     if finish is None:
         return None
@@ -19,7 +19,7 @@ def finish_shown(finish: FinishReason | None, count: int) -> dict[str, Any] | No
     return {"type": finish.kind.value, "message": finish.message}
 
 
-def logprobs_shown(
+def logprobs_json(
     entries: Sequence[TokenLogprob], name: str, top: bool, text: Callable[[int], str | None]
 ) -> dict[str, Any]:
     """Return ``[logprob, token id, text]`` of each token and, with ``top``, of the most likely tokens at its position.

@@ -16,7 +16,8 @@ _SAME = (
 
 
 class SamplingFields(ApiModel):
-    """Declare the fields that control sampling; None stands for the default. ``constraints`` are the fields that hold one constraint each."""
+    """Declare the fields that control sampling; None stands for the default. ``constraints`` are the fields that hold
+    one constraint each."""
 
     constraints: ClassVar[tuple[str, ...]] = CONSTRAINTS
 

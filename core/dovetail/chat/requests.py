@@ -81,7 +81,7 @@ def read_tools(tools: Sequence[Mapping[str, Any]] | None, choice: object) -> tup
     return fields.tools, fields.tool_choice
 
 
-def shown_tools(tools: Sequence[ToolSpec]) -> list[dict[str, Any]]:
+def template_tools(tools: Sequence[ToolSpec]) -> list[dict[str, Any]]:
     """Return the tools in the form that chat templates expect."""
     return [tool.model_dump(exclude_unset=True) for tool in tools]
 

@@ -138,7 +138,7 @@ def choose(
                 raise
             refusals[engine.name] = error
     others = [engine for engine in engines if engine.name not in refusals]
-    raise refusal(spec, refusals, [engine.name for engine in _able(others, spec, watch)])
+    raise refusal(spec, refusals, [engine.name for engine in _supporting(others, spec, watch)])
 
 
 def _compile(engine: GrammarEngine, spec: GrammarSpec, watch: CompileWatch, probe: Probe | None) -> CompiledGrammar:
@@ -163,7 +163,7 @@ def _prepare(engine: GrammarEngine, spec: GrammarSpec, watch: CompileWatch) -> N
     watch.compiling()
 
 
-def _able(engines: Sequence[GrammarEngine], spec: GrammarSpec, watch: CompileWatch) -> Iterator[GrammarEngine]:
+def _supporting(engines: Sequence[GrammarEngine], spec: GrammarSpec, watch: CompileWatch) -> Iterator[GrammarEngine]:
     """Yield the engines whose ``check``, which does not compile, does not refuse ``spec``."""
     for engine in engines:
         try:

@@ -41,8 +41,8 @@ class FreeTokens:
 
 
 def gated(matcher: Matcher, gate: GrammarGate | None, free: FreeTokens) -> Matcher:
-    """Return a matcher whose constraint, that of ``matcher``, begins where ``gate`` ends. Return ``matcher`` itself if
-    there is no gate."""
+    """Return a matcher that applies ``gate`` first and the constraint of ``matcher`` after it. Return ``matcher``
+    itself if there is no gate."""
     return matcher if gate is None else GatedMatcher(matcher, gate, free)
 
 

@@ -23,8 +23,6 @@ if TYPE_CHECKING:
     from dovetail.interfaces.grammar import GrammarBackend, Matcher
     from dovetail.sampling_params import GrammarSpec
 
-__all__ = ["GrammarService", "GrammarTicket", "GrammarTotals"]
-
 
 @dataclass(slots=True)
 class GrammarTotals:

@@ -64,8 +64,8 @@ class ApiRequest:
     """Describe one HTTP request independently of the API that received it.
 
     ``rid`` is its public id. ``continues`` is True if the output's text continues the prompt's (a completion), False if
-    it starts anew (a chat). ``reader`` makes a reader for one output; it is set for chats. ``namespace`` keeps the
-    cached prefixes of this request apart from those of other namespaces. ``group`` and ``session`` are hints for the
+    it starts anew (a chat). ``reader`` makes a reader for one output; it is set for chats. ``namespace`` separates the
+    cached prefixes of this request from the prefixes of other namespaces. ``group`` and ``session`` are hints for the
     engine (see ``messages.GenerateMsg``). A group has ``group_size`` outputs; 0 stands for the number of outputs of
     this request. If ``group`` is empty, the outputs of one prompt form a group.
     """
@@ -289,7 +289,7 @@ class Route(NamedTuple):
     """Describe one route of an API.
 
     The handler's docstring is the summary of the route in /docs. ``body`` is the schema of its request body, ``query``
-    the schema of its query string. ``answers`` are the media types of its responses, including that of a stream.
+    the schema of its query string. ``answers`` are the media types of its responses, including streamed responses.
     """
 
     methods: Sequence[str]

@@ -114,8 +114,8 @@ class AttentionBackend(ABC):
         """Plan a decode batch whose device tensors keep their addresses, for a graph of ``len(batch.slots)`` rows.
 
         The engine calls this before it captures ``forward``. The captured ``forward`` must not synchronise, and must
-        not depend on host numbers that change from step to step. The lengths on the host are those of the longest
-        context at this time. There is a separate graph for batches with ``batch.shared``. Needs ``attention.graph``;
+        not depend on host numbers that change from step to step. At this time, the host lengths of every row are those
+        of the longest context. There is a separate graph for batches with ``batch.shared``. Needs ``attention.graph``;
         otherwise raises ``NotImplementedError``.
 
         For backends that offer ``attention.verify_graph``, the batch can also consist of verify rows (``batch.drafts``
@@ -131,8 +131,8 @@ class AttentionBackend(ABC):
         """Update what the backend keeps on the host for the graph of this number of rows.
 
         The engine calls this before each replay, with the batch that was given to ``plan_capture``. Its lengths on the
-        host are now those of this step. Rows that pad it have ``prefix_lens`` 0, read page 0, and have one query, or
-        (verify rows) none. The device tensors of the batch get the values of this step within the graph, before the
-        first layer. Needs ``attention.graph``; otherwise raises ``NotImplementedError``.
+        host are now the lengths of this step. Padding rows have ``prefix_lens`` 0 and read page 0. They have one query,
+        or, in a batch of verify rows, one or none. The device tensors of the batch get the values of this step within
+        the graph, before the first layer. Needs ``attention.graph``; otherwise raises ``NotImplementedError``.
         """
         raise NotImplementedError(f"{type(self).__name__} does not offer attention.graph")

@@ -19,12 +19,12 @@ class FeatureDescriptor:
     """Describe a feature.
 
     ``name`` has a namespace, as in ``attention.extend``, which names the side that offers the feature: a kind of
-    component, the ``runtime``, the ``kv`` pool or the ``model``. ``meaning`` is the end of the sentence "a component
-    that offers the feature ...". ``phases`` matters for kinds that have one component per phase: the components of
-    these phases must offer the feature (empty: the components of all phases). ``also`` adds phases under a condition:
-    each entry is a phase and the boolean setting that must be true. The resolver ignores the feature in components that
-    were written for a version of the kind's interface before ``since``. ``setting`` names the setting that switches the
-    feature on, and ``without`` describes what happens while it is off.
+    component, the ``runtime``, the ``kv`` pool or the ``model``. ``meaning`` describes what it means that a component
+    offers the feature. ``phases`` matters for kinds that have one component per phase: the components of these phases
+    must offer the feature (empty: the components of all phases). ``also`` adds phases under a condition: each entry is
+    a phase and the boolean setting that must be true. The resolver ignores the feature in components that were written
+    for a version of the kind's interface before ``since``. ``setting`` names the setting that switches the feature on,
+    and ``without`` describes what happens while it is off.
     """
 
     name: str
@@ -81,7 +81,8 @@ class Feature(str):
     ATTN_SINKS = _feature("attention.sinks", "adds attention sinks to the softmax")
     ATTN_GRAPH = _feature("attention.graph", "plan and forward can be captured and replayed")
     ATTN_VERIFY_GRAPH = _feature(
-        "attention.verify_graph", "those of verify rows can be captured too, with tree masks if these are offered"
+        "attention.verify_graph",
+        "plan and forward of verify rows can be captured too, with tree masks if these are offered",
     )
     ATTN_SHARED_PREFIX = _feature(
         "attention.shared_prefix", "reads a prefix that decode rows share once for all of them"
@@ -145,5 +146,5 @@ class Feature(str):
     )
     MODEL_LAST_ROWS = _feature("model.last_rows", "the last layer computes only the rows that are sampled")
     MODEL_BATCH_INVARIANT = _feature(
-        "model.batch_invariant", "every product is one of Linear, and everything else goes token by token"
+        "model.batch_invariant", "computes every product with Linear, and everything else token by token"
     )

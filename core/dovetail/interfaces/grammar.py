@@ -97,8 +97,8 @@ class GrammarBackend(ABC):
         """Compile ``spec``.
 
         A constraint is honoured completely or refused: the compiled grammar must not accept a text that violates it.
-        Raises ``GrammarError`` that says what is wrong with the constraint. If this backend does not support the
-        constraint but another backend might, the error names the unsupported part as its ``keyword``.
+        Raises ``GrammarError``, whose message describes what is wrong with the constraint. If this backend does not
+        support the constraint but another backend might, the error names the unsupported part as its ``keyword``.
         """
 
     def check(self, spec: GrammarSpec) -> None:

@@ -161,7 +161,7 @@ class DraftRuntime(ABC):
     ) -> ModelArchitecture:
         """Build ``model(info)`` on the target's device and in its dtype, and load its weights.
 
-        The weights are those of the safetensors files in ``directory``, or random numbers if ``load_format`` is
+        The weights come from the safetensors files in ``directory``, or are random numbers if ``load_format`` is
         ``dummy``. Raises ``WeightsError`` if the files do not fit the model.
         """
 
@@ -169,8 +169,9 @@ class DraftRuntime(ABC):
     def open(self, directory: Path, load_format: str) -> ModelArchitecture:
         """Load a complete model, with the installed architecture that its config.json names.
 
-        ``model.info`` of the result has its vocabulary. Raises ``ConfigError`` if there is no config.json or no
-        installed architecture fits, and ``WeightsError`` like ``load``.
+        ``model.info.vocab_size`` of the returned model is the size of its own vocabulary, which may differ from the
+        target's. Raises ``ConfigError`` if there is no config.json or no installed architecture fits, and
+        ``WeightsError`` like ``load``.
         """
 
 
@@ -194,7 +195,7 @@ class Drafter(ABC):
     """Propose the next tokens of running requests. A wrong draft costs time and never changes an output.
 
     The target samples a token at every drafted position, with the request's own parameters and random numbers. A draft
-    is accepted if it equals that sample. The outputs are therefore those of decoding without drafts.
+    is accepted if it equals that sample. The outputs are therefore the same as without drafts.
 
     The loop calls ``propose``, ``observe`` and ``forget`` on one thread. If one of them raises an exception, the loop
     logs and counts it, and the requests go on; after an exception in ``propose`` the step runs without drafts.

@@ -75,35 +75,35 @@ class DecoderLayer(Layer):
         return self.mlp.parts_forward(x), stream
 
 
-def decoder_targets(layer: DecoderLayer, theirs: str, ours: str) -> Targets:
-    """Yield the targets of the tensors of ``layer``. Names in the checkpoint begin with ``theirs``, parameters of the
-    model with ``ours``."""
-    yield f"{theirs}.input_layernorm.weight", WeightTarget(f"{ours}.attn_norm.weight")
-    yield f"{theirs}.post_attention_layernorm.weight", WeightTarget(f"{ours}.mlp_norm.weight")
-    yield from attention_targets(layer.attn, f"{theirs}.self_attn", f"{ours}.attn")
-    yield from mlp_targets(layer.mlp, f"{theirs}.mlp", f"{ours}.mlp")
+def decoder_targets(layer: DecoderLayer, checkpoint_prefix: str, parameter_prefix: str) -> Targets:
+    """Yield the targets of the tensors of ``layer``. Names in the checkpoint begin with ``checkpoint_prefix``,
+    parameters of the model with ``parameter_prefix``."""
+    yield f"{checkpoint_prefix}.input_layernorm.weight", WeightTarget(f"{parameter_prefix}.attn_norm.weight")
+    yield f"{checkpoint_prefix}.post_attention_layernorm.weight", WeightTarget(f"{parameter_prefix}.mlp_norm.weight")
+    yield from attention_targets(layer.attn, f"{checkpoint_prefix}.self_attn", f"{parameter_prefix}.attn")
+    yield from mlp_targets(layer.mlp, f"{checkpoint_prefix}.mlp", f"{parameter_prefix}.mlp")
 
 
-def attention_targets(attn: SelfAttention, theirs: str, ours: str) -> Targets:
+def attention_targets(attn: SelfAttention, checkpoint_prefix: str, parameter_prefix: str) -> Targets:
     """Yield the targets of ``decoder_targets`` that belong to attention."""
     if attn.qk_norm is not None:
-        yield f"{theirs}.q_norm.weight", WeightTarget(f"{ours}.qk_norm.q_weight")
-        yield f"{theirs}.k_norm.weight", WeightTarget(f"{ours}.qk_norm.k_weight")
+        yield f"{checkpoint_prefix}.q_norm.weight", WeightTarget(f"{parameter_prefix}.qk_norm.q_weight")
+        yield f"{checkpoint_prefix}.k_norm.weight", WeightTarget(f"{parameter_prefix}.qk_norm.k_weight")
     for part in ("q", "k", "v"):
-        yield from linear_targets(attn.qkv, f"{theirs}.{part}_proj", f"{ours}.qkv", part)
-    yield from linear_targets(attn.out, f"{theirs}.o_proj", f"{ours}.out")
+        yield from linear_targets(attn.qkv, f"{checkpoint_prefix}.{part}_proj", f"{parameter_prefix}.qkv", part)
+    yield from linear_targets(attn.out, f"{checkpoint_prefix}.o_proj", f"{parameter_prefix}.out")
 
 
-def mlp_targets(mlp: GatedMLP, theirs: str, ours: str) -> Targets:
+def mlp_targets(mlp: GatedMLP, checkpoint_prefix: str, parameter_prefix: str) -> Targets:
     """Yield the targets of ``decoder_targets`` that belong to the MLP."""
     for part in ("gate", "up"):
-        yield from linear_targets(mlp.gate_up, f"{theirs}.{part}_proj", f"{ours}.gate_up", part)
-    yield from linear_targets(mlp.down, f"{theirs}.down_proj", f"{ours}.down")
+        yield from linear_targets(mlp.gate_up, f"{checkpoint_prefix}.{part}_proj", f"{parameter_prefix}.gate_up", part)
+    yield from linear_targets(mlp.down, f"{checkpoint_prefix}.down_proj", f"{parameter_prefix}.down")
 
 
-def linear_targets(layer: Linear, theirs: str, ours: str, part: str | None = None) -> Targets:
+def linear_targets(layer: Linear, checkpoint_prefix: str, parameter_prefix: str, part: str | None = None) -> Targets:
     """Yield the targets of the weight and bias of a linear layer, or of ``part`` of a fused one."""
     rows = layer.rows(part) if isinstance(layer, FusedLinear) and part is not None else (None, None)
     for field in ("weight", "bias"):
         if getattr(layer, field) is not None:
-            yield f"{theirs}.{field}", WeightTarget(f"{ours}.{field}", *rows)
+            yield f"{checkpoint_prefix}.{field}", WeightTarget(f"{parameter_prefix}.{field}", *rows)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from dovetail.api.embeddings import embedding, pooling_kind
 from dovetail.chat.parsing import OutputParsers, load_parsers
-from dovetail.chat.requests import plain_message, read_tool_choice, read_tools, shown_tools
+from dovetail.chat.requests import plain_message, read_tool_choice, read_tools, template_tools
 from dovetail.config import dump
 from dovetail.errors import EngineError, RequestError
 from dovetail.generation.expansion import expand
@@ -141,7 +141,7 @@ class LLM:
             raise RequestError(f"n is {params.n}; a chat has one output", param="n")
         specs, choice = read_tools(tools, tool_choice)
         requested = read_tool_choice(specs, choice, parallel_tool_calls)
-        shown = shown_tools(specs) if requested is not None else []
+        shown = template_tools(specs) if requested is not None else []
         prompt = self._chat_prompt(messages, shown, {} if chat_template_kwargs is None else chat_template_kwargs)
         plan = self._parsers.plan(params, prompt, requested, separate_reasoning)
         reader = plan.reader()

@@ -22,8 +22,8 @@ class PagedKVPool(KVPool):
 
     Page 0 belongs to no request and is initialised with zeros. On a CPU the other pages are not initialised, so that
     memory is touched only when it is used: they may hold anything until they are written. On CUDA all pages are
-    initialised with zeros. Kernels that fetch whole pages (those of FlashAttention-3, where pages have a multiple of
-    128 tokens) multiply the entries after a row's last token by 0, and NaN would survive that.
+    initialised with zeros. Some kernels fetch whole pages (FlashAttention-3, if pages have a multiple of 128 tokens)
+    and multiply the entries after a row's last token by 0. NaN would survive that.
     """
 
     def __init__(

@@ -20,8 +20,8 @@ def _triton() -> ModuleType:
 
 def store(k: torch.Tensor, v: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, out_loc: torch.Tensor) -> None:
     """Write ``k, v [tokens, kv_heads, head_dim]`` to locations ``out_loc`` (int64 ``[tokens]``) of contiguous ``keys,
-    values [locations, kv_heads, head_dim]``, converted to their dtype as by ``kv_dtypes.narrowed``. ``k`` and ``v`` must be
-    contiguous except in the token dimension.
+    values [locations, kv_heads, head_dim]``, converted to their dtype as by ``kv_dtypes.narrowed``. ``k`` and ``v``
+    must be contiguous except in the token dimension.
     """
     if k.is_cuda:
         _triton().store(k, v, keys, values, out_loc)

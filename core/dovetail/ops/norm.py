@@ -49,8 +49,8 @@ def add_parts_rms_norm(
     parts: Parts, residual: torch.Tensor, weight: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return ``(rms_norm(x + residual), x + residual)`` of contiguous ``residual [tokens, size]``, where x is the sum
-    of ``parts``, rounded to the dtype of ``residual``. The sum has the same bits as that of ``add_rms_norm``; its norm
-    may differ. Mutates nothing.
+    of ``parts``, rounded to the dtype of ``residual``. The returned sum has the same bits as the sum of
+    ``add_rms_norm``; the norm may have other bits. Mutates nothing.
     """
     if residual.is_cuda:
         return _triton().add_parts_rms_norm(parts.addends, residual, weight, eps)

@@ -40,13 +40,13 @@ def rotate_and_store(
     values: torch.Tensor,
     out_loc: torch.Tensor,
 ) -> torch.Tensor:
-    """Do everything between the projection and attention in one kernel. CUDA only.
+    """Do all operations between the projection and attention in one kernel. CUDA only.
 
     Normalises the heads of queries and keys (``norm``: weights ``[d]`` of queries and of keys, and epsilon; None for no
     norm), rotates them, and writes keys and values to locations ``out_loc`` (int64 ``[tokens]``) of contiguous ``keys,
     values [..., kv_heads, d]``, converted to their dtype as by ``ops.kv_dtypes.narrowed``. ``qkv [tokens, heads + 2 *
-    kv_heads, d]`` is contiguous except in the token dimension; ``table`` is that of ``layers.rotary.rotary_table``,
-    float32 ``[context, 2, d]``; ``positions`` is int64 ``[tokens]``. Returns the queries ``[tokens, heads, d]``, a new
-    tensor. All arithmetic is float32, rounded once.
+    kv_heads, d]`` is contiguous except in the token dimension; ``table`` is the result of
+    ``layers.rotary.rotary_table``, float32 ``[context, 2, d]``; ``positions`` is int64 ``[tokens]``. Returns the
+    queries ``[tokens, heads, d]``, a new tensor. All arithmetic is float32, rounded once.
     """
     return _triton().rotate_and_store(qkv, heads, kv_heads, table, positions, norm, keys, values, out_loc)

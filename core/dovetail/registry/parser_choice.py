@@ -58,10 +58,10 @@ def choose_parsers(config: Config, registry: Registry, machine: Machine, model: 
 
 def _template(config: Config, model: ModelChoice) -> str | None:
     """Return the source of the chat template that is given tools."""
-    from dovetail.tokenizer.chat_template import read_source
+    from dovetail.tokenizer.chat_template import read_tool_template
 
     own = config.model.tokenizer
-    return read_source(locate(own, "model.tokenizer") if own else model.directory)
+    return read_tool_template(locate(own, "model.tokenizer") if own else model.directory)
 
 
 def _read_template(slot: Slot, template: str | None) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from dovetail.interfaces.cache import Match
-from dovetail.scheduler.groups import together
+from dovetail.scheduler.groups import group_adjacent
 from dovetail.scheduler.outcome import prompt_scored
 from dovetail.scheduler.waits import PrefixWaits
 
@@ -36,7 +36,7 @@ class Admission:
         self._groups = groups
         self._waits = PrefixWaits(ledger.page_size, only_groups=not limits.wait_for_prefix, ahead=ledger.tokens_ahead)
 
-    def fill(self, waiting: list[Req], prefilling: list[Req], decoding: list[Req]) -> list[tuple[Req, int]]:
+    def select(self, waiting: list[Req], prefilling: list[Req], decoding: list[Req]) -> list[tuple[Req, int]]:
         """Return the requests whose prompt tokens enter this step, each with the number of these tokens, which is at
         most ``limits.chunk_size`` over all requests. Mutates ``waiting`` and ``prefilling``."""
         rows: list[tuple[Req, int]] = []
@@ -106,7 +106,7 @@ class Admission:
             raise ValueError(
                 f"the policy was given {len(fresh)} requests and returned {len(ordered)}; it must return all of them"
             )
-        return retracted + (together(ordered) if any(req.group for req in fresh) else ordered)
+        return retracted + (group_adjacent(ordered) if any(req.group for req in fresh) else ordered)
 
     def _match(self, req: Req) -> Match:
         """Return the cached prefix of ``req``. The prefix ends before the last token, whose logits are needed, and

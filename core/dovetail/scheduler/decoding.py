@@ -6,12 +6,12 @@ from operator import attrgetter
 from typing import TYPE_CHECKING
 
 from dovetail.scheduler.rows import DecodeRows, decode_batch
+from dovetail.scheduler.sharing import group_rows
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from dovetail.memory.ledger import PageLedger
-    from dovetail.scheduler.sharing import Sharing
     from dovetail.types import Batch, IntArray, Req
 
 
@@ -22,12 +22,12 @@ class Decoding:
     this list, or changes which cached pages its requests read.
     """
 
-    def __init__(self, ledger: PageLedger, reqs: list[Req], sharing: Sharing | None) -> None:
-        """Store the list of decoding requests. ``sharing`` finds the rows that share a prefix; it is None if the
-        attention backend does not use shared prefixes."""
+    def __init__(self, ledger: PageLedger, reqs: list[Req], *, shares_prefixes: bool) -> None:
+        """Store the list of decoding requests. With ``shares_prefixes``, decode batches are grouped by the prefixes that
+        their rows share in the prefix cache."""
         self.reqs = reqs
         self.rows: DecodeRows | None = None  # None: the rows must be built again
-        self._ledger, self._sharing = ledger, sharing
+        self._ledger, self._shares_prefixes = ledger, shares_prefixes
 
     def invalidate(self) -> None:
         """Discard the rows, because a request has joined or left, or reads other pages of the cache."""
@@ -36,7 +36,7 @@ class Decoding:
     def invalidate_sharing(self) -> None:
         """Discard the rows if they are grouped by shared prefixes: a request may read other pages of the cache with the
         same content."""
-        if self._sharing is not None:
+        if self._shares_prefixes:
             self.rows = None
 
     def draft(self, counts: IntArray, most: int) -> None:
@@ -53,8 +53,8 @@ class Decoding:
     def batch(self, rows: DecodeRows, width: int) -> Batch:
         """Return the batch in which the next token of each row enters the forward pass. The caller has reserved the
         pages of up to ``width`` drafts. Makes rows that share a prefix adjacent."""
-        if self._sharing is not None and rows.grouping is None:
-            grouping = self._sharing.group(rows.reqs)
+        if self._shares_prefixes and rows.grouping is None:
+            grouping = group_rows(rows.reqs, self._ledger.cache)
             self.rows = rows = DecodeRows(grouping.reqs, self._ledger.page_size, grouping)
         batch = decode_batch(rows, self._ledger.table.take_updates(), width)
         rows.advance()

@@ -1,4 +1,4 @@
-"""Check the drafts of a drafter before they enter a batch, and prune those of low probability."""
+"""Check the drafts of a drafter before they enter a batch, and prune drafts of low probability."""
 
 from __future__ import annotations
 

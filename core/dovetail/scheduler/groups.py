@@ -120,7 +120,7 @@ class Groups:
         self._pins.release(key)
 
 
-def together(reqs: Sequence[Req]) -> list[Req]:
+def group_adjacent(reqs: Sequence[Req]) -> list[Req]:
     """Return ``reqs`` with the members of each group directly after its first member; the order is otherwise
     unchanged."""
     groups: dict[Hashable, list[Req]] = {}

@@ -33,7 +33,7 @@ class PinKey(NamedTuple):
 @dataclass(slots=True)
 class _Pin:
     handle: Any  # the prefix cache's handle, locked
-    pages: IntArray  # [n] the pages of the first cache group, which identify those of the others
+    pages: IntArray  # [n] pages of the first cache group; they identify the pages of the other groups
     deadline: float
 
 

@@ -34,7 +34,6 @@ from dovetail.scheduler.outcome import (
 )
 from dovetail.scheduler.pins import Clock, PinKey, Pins
 from dovetail.scheduler.rows import DecodeRows, mixed_batch, prefilled
-from dovetail.scheduler.sharing import Sharing
 from dovetail.types import Batch, FinishKind, FinishReason, HostOutput, Req
 
 if TYPE_CHECKING:
@@ -67,8 +66,8 @@ class Scheduler:
         self.waiting: list[Req] = []
         self.prefilling: list[Req] = []
         self.decoding: list[Req] = []
-        sharing = Sharing(ledger.cache) if limits.shared_prefixes and not limits.draft_width else None
-        self._rows = Decoding(ledger, self.decoding, sharing)
+        shares_prefixes = limits.shared_prefixes and not limits.draft_width
+        self._rows = Decoding(ledger, self.decoding, shares_prefixes=shares_prefixes)
         self.pins = Pins(limits, ledger, self.totals, clock)
         ledger.release_pinned = self.pins.release_pinned
         self.groups = Groups(self.pins, ledger.page_size, limits.pin_seconds, ledger.tokens_ahead)
@@ -131,7 +130,7 @@ class Scheduler:
         """Return the batch of the next step, with pages reserved and cursors advanced; None if nothing can run now."""
         self.expire()
         rows = self._rows.reserve(self.limits.draft_width, self._retract_one)
-        extend = self._admission.fill(self.waiting, self.prefilling, self.decoding)
+        extend = self._admission.select(self.waiting, self.prefilling, self.decoding)
         if extend:
             return self._mixed_batch(extend, rows if self.limits.mixed else DecodeRows([], self.ledger.page_size))
         return self._rows.batch(rows, self.limits.draft_width) if rows.reqs else None

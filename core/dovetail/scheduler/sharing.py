@@ -32,23 +32,17 @@ class Grouping(NamedTuple):
 _NONE = np.zeros(0, np.int32)
 
 
-class Sharing:
-    """Find the rows that share a prefix, with the help of the prefix cache."""
-
-    def __init__(self, cache: PrefixCache) -> None:
-        self._cache = cache
-
-    def group(self, reqs: list[Req]) -> Grouping:
-        """Return ``reqs`` with the rows of each group directly after its first row; the order is otherwise
-        unchanged."""
-        groups = self._cache.shared_prefixes([r.cache_handle for r in reqs]) if len(reqs) > 1 else []
-        if not groups:
-            return Grouping(reqs, _NONE, _NONE)
-        leader, lens = _leaders(groups, len(reqs))
-        order = np.argsort(leader, kind="stable")
-        starts = np.flatnonzero(leader[order] == order)
-        bounds = np.append(starts, len(reqs)).astype(np.int32)
-        return Grouping([reqs[row] for row in order.tolist()], bounds, lens[order[starts]])
+def group_rows(reqs: list[Req], cache: PrefixCache) -> Grouping:
+    """Return ``reqs`` with the rows that share a prefix in ``cache`` directly after the first of them. The order is
+    otherwise unchanged."""
+    groups = cache.shared_prefixes([r.cache_handle for r in reqs]) if len(reqs) > 1 else []
+    if not groups:
+        return Grouping(reqs, _NONE, _NONE)
+    leader, lens = _leaders(groups, len(reqs))
+    order = np.argsort(leader, kind="stable")
+    starts = np.flatnonzero(leader[order] == order)
+    bounds = np.append(starts, len(reqs)).astype(np.int32)
+    return Grouping([reqs[row] for row in order.tolist()], bounds, lens[order[starts]])
 
 
 def _leaders(groups: Sequence[tuple[list[int], int]], rows: int) -> tuple[IntArray, IntArray]:

@@ -1,4 +1,5 @@
-"""Turn text into tokens and back: tokenizer.json, chat templates, incremental detokenization with stop strings. No torch."""
+"""Turn text into tokens and back: tokenizer.json, chat templates, incremental detokenization with stop strings. No
+torch."""
 
 from dovetail.tokenizer.detokenizer import IncrementalDetokenizer
 from dovetail.tokenizer.tokenizer import Tokenizer, load_tokenizer

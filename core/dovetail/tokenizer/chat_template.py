@@ -108,7 +108,7 @@ def find_source(directory: Path, tokenizer_config: Mapping[str, Any], tools: boo
     return found
 
 
-def read_source(directory: Path) -> str | None:
+def read_tool_template(directory: Path) -> str | None:
     """Return the source of the template that ``directory`` has for conversations with tools; None if there is none."""
     file = directory / "tokenizer_config.json"
     config = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}

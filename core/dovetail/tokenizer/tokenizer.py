@@ -122,8 +122,8 @@ class Tokenizer:
         return self._prepend + ids if add_special_tokens else ids
 
     def surely_exceeds(self, text: str, limit: int) -> bool:
-        """Return True only if ``text`` certainly has more than ``limit`` tokens. May return False for
-        such a text too. Encodes no more of ``text`` than necessary."""
+        """Return True only if ``text`` certainly has more than ``limit`` tokens. May return False for such a
+        text too. Encodes no more of ``text`` than necessary."""
         size = _PROBE_CHARS * limit
         while size < len(text):
             # cutting the text changes the tokens near the cut; comparing with twice the limit allows for that

@@ -11,7 +11,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from dovetail.api.body import ApiModel, CacheSalt, Ids, Int32, Rid, Session, examples, parse, validate
-from dovetail.api.meta import finish_shown, logprobs_shown
+from dovetail.api.meta import finish_json, logprobs_json
 from dovetail.api.requests import check_count, new_id, sampling_params, with_output_limit
 from dovetail.api.responses import SSE, event, streamed, whole
 from dovetail.api.sampling import SamplingFields
@@ -204,7 +204,7 @@ class NativeFormat:
         rid = self._outputs.rid if self._single else f"{self._outputs.rid}_{choice.index}"
         meta: dict[str, Any] = {
             "id": rid,
-            "finish_reason": finish_shown(choice.finish, len(choice.token_ids)),
+            "finish_reason": finish_json(choice.finish, len(choice.token_ids)),
             "prompt_tokens": len(choice.prompt_ids),
             "completion_tokens": len(choice.token_ids),
             "cached_tokens": choice.cached_tokens,
@@ -221,8 +221,8 @@ class NativeFormat:
     def _logprobs(self, choice: Choice) -> dict[str, Any]:
         top = bool(self._body.top_logprobs_num)
         return {
-            **logprobs_shown(choice.prompt_logprobs, "input", top, self._text),
-            **logprobs_shown(choice.logprobs, "output", top, self._text),
+            **logprobs_json(choice.prompt_logprobs, "input", top, self._text),
+            **logprobs_json(choice.logprobs, "output", top, self._text),
         }
 
     def _text(self, token_id: int) -> str | None:

@@ -103,7 +103,7 @@ def split(node: Node, length: int, page_size: int) -> Node:
     return upper
 
 
-def truncate_back(node: Node, count: int, page_size: int) -> IntArray:
+def truncate(node: Node, count: int, page_size: int) -> IntArray:
     """Drop the last ``count`` pages of a run and return them. Copies the rest, so that the old run can be freed."""
     keep = node.num_pages - count
     dropped = node.pages[:, keep:]

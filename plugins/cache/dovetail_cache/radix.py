@@ -11,7 +11,7 @@ from dovetail.interfaces.cache import CacheContext, Match, PrefixCache
 from dovetail.types import IntArray
 from dovetail_cache.config import RadixConfig
 from dovetail_cache.eviction import EvictionQueue, evictable
-from dovetail_cache.node import TOKEN_BYTES, Handle, Node, Root, child_key, common_length, split, truncate_back
+from dovetail_cache.node import TOKEN_BYTES, Handle, Node, Root, child_key, common_length, split, truncate
 from dovetail_cache.sharing import shared_prefixes
 
 
@@ -206,7 +206,7 @@ class RadixCache(PrefixCache):
     def _shrink(self, leaf: Node, count: int) -> IntArray:
         """Drop the last ``count`` pages of an unlocked leaf, and the leaf itself if these are all. Return the pages."""
         if count < leaf.num_pages:
-            dropped = truncate_back(leaf, count, self._page_size)
+            dropped = truncate(leaf, count, self._page_size)
             self._queue.push(leaf)
             return dropped
         parent = leaf.parent

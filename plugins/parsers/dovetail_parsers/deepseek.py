@@ -27,11 +27,11 @@ from dovetail_parsers.schemas import (
     NAME_ONE,
     SEVERAL,
     STRICT_AUTO,
-    enforced,
+    enforced_tools,
     json_spec,
-    loosened,
-    needs,
+    must_enforce,
     object_schema,
+    require_feature,
     tag_spec,
 )
 
@@ -103,15 +103,15 @@ class Deepseek(ToolParser):
     def constraint(self, request: ToolRequest, offers: frozenset[Feature]) -> ToolConstraint | None:
         """Constrain calls with structural tags. Without structural tags, constrain the arguments of the only function,
         if a call is required."""
-        if not enforced(request):
+        if not must_enforce(request):
             return None
         if Feature.GRAMMAR_STRUCTURAL_TAG not in offers and request.required and len(request.tools) == 1:
             tool = request.tools[0]
             return ToolConstraint(json_spec(object_schema(tool)), ConstraintGate(prefix=CALLS + self._begin(tool)))
         what, instead = (SEVERAL, NAME_ONE) if request.required else (STRICT_AUTO, LOOSEN)
-        needs("deepseek", offers, Feature.GRAMMAR_STRUCTURAL_TAG, what, instead)
+        require_feature("deepseek", offers, Feature.GRAMMAR_STRUCTURAL_TAG, what, instead)
         marks = self._marks.pairs
-        grammar = tag_spec([self._structure(tool) for tool in loosened(request)], self._marks.write(CALL))
+        grammar = tag_spec([self._structure(tool) for tool in enforced_tools(request)], self._marks.write(CALL))
         required = ConstraintGate(prefix=CALLS + CALL, prefix_in_grammar=True, marks=marks)
         return ToolConstraint(grammar, required if request.required else ConstraintGate(marks=marks))
 

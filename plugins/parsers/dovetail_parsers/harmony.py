@@ -35,12 +35,12 @@ from dovetail_parsers.schemas import (
     NAME_ONE,
     SEVERAL,
     STRICT_AUTO,
-    enforced,
+    enforced_tools,
     json_spec,
     lark_spec,
-    loosened,
-    needs,
+    must_enforce,
     object_schema,
+    require_feature,
 )
 
 START, CHANNEL, MESSAGE, CONSTRAIN = "<|start|>", "<|channel|>", "<|message|>", "<|constrain|>"
@@ -100,7 +100,7 @@ class GptOssTools(ToolParser):
     def constraint(self, request: ToolRequest, offers: frozenset[Feature]) -> ToolConstraint | None:
         """Constrain the messages before the call, and the call. Without Lark, constrain one call of the only function
         after one message of analysis."""
-        if not enforced(request):
+        if not must_enforce(request):
             return None
         if Feature.GRAMMAR_LARK in offers:
             return ToolConstraint(
@@ -108,7 +108,7 @@ class GptOssTools(ToolParser):
             )
         if not request.required or len(request.tools) != 1:
             what, instead = (SEVERAL, NAME_ONE) if request.required else (STRICT_AUTO, LOOSEN)
-            needs("gpt_oss", offers, Feature.GRAMMAR_LARK, what, instead)
+            require_feature("gpt_oss", offers, Feature.GRAMMAR_LARK, what, instead)
         tool = request.tools[0]
         gate = ConstraintGate(lead=THINK, until=MESSAGE_END, prefix=f"{START}assistant{_call_header(tool)}")
         return ToolConstraint(json_spec(object_schema(tool)), gate, covers_reasoning=True)
@@ -117,7 +117,7 @@ class GptOssTools(ToolParser):
         """Return a grammar for messages that contain no marks, followed by one call or, if no call is required, by an
         answer."""
         literal = self._marks.literal
-        calls = [f"{literal(_call_header(tool))} {json_block(object_schema(tool))}" for tool in loosened(request)]
+        calls = [f"{literal(_call_header(tool))} {json_block(object_schema(tool))}" for tool in enforced_tools(request)]
         answer = [] if request.required else [f"{literal(f'{CHANNEL}final{MESSAGE}')} FREE"]
         heads = " | ".join(literal(f"{CHANNEL}{channel}{MESSAGE}") for channel in ("analysis", "commentary"))
         return lark_spec(

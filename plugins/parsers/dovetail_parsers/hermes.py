@@ -26,11 +26,11 @@ from dovetail_parsers.schemas import (
     STRICT_AUTO,
     call_schema,
     dumps,
-    enforced,
+    enforced_tools,
     json_spec,
-    loosened,
-    needs,
+    must_enforce,
     object_schema,
+    require_feature,
     tag_spec,
 )
 
@@ -66,17 +66,17 @@ class Hermes(ToolParser):
 
     def constraint(self, request: ToolRequest, offers: frozenset[Feature]) -> ToolConstraint | None:
         """Constrain calls with structural tags if a grammar backend offers them, else one call as JSON."""
-        if not enforced(request):
+        if not must_enforce(request):
             return None
         tags = Feature.GRAMMAR_STRUCTURAL_TAG in offers
         if request.required and (not tags or not request.parallel):
             return ToolConstraint(json_spec(call_schema(request.tools)), ConstraintGate(prefix=f"{BEGIN}\n"))
         if self._special and not tags:
             gate = ConstraintGate(until=BEGIN, may_end=True, prefix="\n")
-            return ToolConstraint(json_spec(call_schema(loosened(request))), gate)
-        needs("hermes", offers, Feature.GRAMMAR_STRUCTURAL_TAG, STRICT_AUTO, LOOSEN)
+            return ToolConstraint(json_spec(call_schema(enforced_tools(request))), gate)
+        require_feature("hermes", offers, Feature.GRAMMAR_STRUCTURAL_TAG, STRICT_AUTO, LOOSEN)
         write, marks = self._marks.write, self._marks.pairs
-        grammar = tag_spec([_structure(tool, write) for tool in loosened(request)], write(BEGIN))
+        grammar = tag_spec([_structure(tool, write) for tool in enforced_tools(request)], write(BEGIN))
         required = ConstraintGate(prefix=BEGIN, prefix_in_grammar=True, marks=marks)
         return ToolConstraint(grammar, required if request.required else ConstraintGate(marks=marks))
 

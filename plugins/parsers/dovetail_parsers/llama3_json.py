@@ -16,11 +16,11 @@ from dovetail_parsers.schemas import (
     LOOSEN,
     STRICT_AUTO,
     call_schema,
-    enforced,
+    enforced_tools,
     json_spec,
     lark_spec,
-    loosened,
-    needs,
+    must_enforce,
+    require_feature,
 )
 
 TAG = "<|python_tag|>"
@@ -69,11 +69,11 @@ class Llama3Json(ToolParser):
 
     def constraint(self, request: ToolRequest, offers: frozenset[Feature]) -> ToolConstraint | None:
         """Constrain one call as JSON. If no call is required, a text that does not begin like a call is allowed too."""
-        if not enforced(request):
+        if not must_enforce(request):
             return None
         if request.required:
             return ToolConstraint(json_spec(call_schema(request.tools, "parameters")))
-        needs("llama3_json", offers, Feature.GRAMMAR_LARK, STRICT_AUTO, LOOSEN)
-        call = json_block(call_schema(loosened(request), "parameters"))
+        require_feature("llama3_json", offers, Feature.GRAMMAR_LARK, STRICT_AUTO, LOOSEN)
+        call = json_block(call_schema(enforced_tools(request), "parameters"))
         other = r"ANSWER: FREE & /(?s:[ \t\r\n]*([^ \t\r\n{].*)?)/"
         return ToolConstraint(lark_spec([f"start: {call} | ANSWER", *Marks((TAG,), frozenset()).terminals(), other]))

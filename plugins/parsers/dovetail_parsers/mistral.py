@@ -30,11 +30,11 @@ from dovetail_parsers.schemas import (
     SEVERAL,
     STRICT_AUTO,
     call_schema,
-    enforced,
+    enforced_tools,
     json_spec,
-    loosened,
-    needs,
+    must_enforce,
     object_schema,
+    require_feature,
     tag_spec,
 )
 
@@ -114,7 +114,7 @@ class Mistral(ToolParser):
     def constraint(self, request: ToolRequest, offers: frozenset[Feature]) -> ToolConstraint | None:
         """Constrain the array of calls after the mark. In the newer format, constrain calls with structural tags, or
         the arguments of one function."""
-        if not enforced(request):
+        if not must_enforce(request):
             return None
         if Feature.GRAMMAR_STRUCTURAL_TAG in offers and (self._named or not request.required):
             structures = self._tags(request)
@@ -132,7 +132,7 @@ class Mistral(ToolParser):
             return [{"begin": write(MARK), "schema": _array(request), "end": ""}]
         return [
             {"begin": write(f"{MARK}{tool.name}{ARGUMENTS}"), "schema": object_schema(tool), "end": ""}
-            for tool in loosened(request)
+            for tool in enforced_tools(request)
         ]
 
     def _one_array(self, request: ToolRequest) -> ToolConstraint:
@@ -142,7 +142,7 @@ class Mistral(ToolParser):
     def _one_named(self, request: ToolRequest, offers: frozenset[Feature]) -> ToolConstraint:
         if not request.required or len(request.tools) != 1:
             what, instead = (SEVERAL, NAME_ONE) if request.required else (STRICT_AUTO, LOOSEN)
-            needs("mistral", offers, Feature.GRAMMAR_STRUCTURAL_TAG, what, instead)
+            require_feature("mistral", offers, Feature.GRAMMAR_STRUCTURAL_TAG, what, instead)
         tool = request.tools[0]
         return ToolConstraint(json_spec(object_schema(tool)), ConstraintGate(prefix=f"{MARK}{tool.name}{ARGUMENTS}"))
 
@@ -152,7 +152,7 @@ class Mistral(ToolParser):
 
 
 def _array(request: ToolRequest) -> dict[str, Any]:
-    call = call_schema(loosened(request))
+    call = call_schema(enforced_tools(request))
     defs = call.pop("$defs")
     most = {} if request.parallel else {"maxItems": 1}
     return {"type": "array", "items": call, "minItems": 1, **most, "$defs": defs}

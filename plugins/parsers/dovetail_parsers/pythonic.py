@@ -16,7 +16,7 @@ from dovetail.sampling_params import GrammarKind, GrammarSpec
 from dovetail_parsers.calls import CallReader
 from dovetail_parsers.python_grammar import call_grammar
 from dovetail_parsers.reader import END, MalformedError, Reading
-from dovetail_parsers.schemas import enforced, loosened, needs
+from dovetail_parsers.schemas import enforced_tools, must_enforce, require_feature
 
 BEGIN, CLOSE = "<|python_start|>", "<|python_end|>"
 _IN_NAME = frozenset(string.ascii_letters + string.digits + "_.-")
@@ -162,8 +162,10 @@ class Pythonic(ToolParser):
     def constraint(self, request: ToolRequest, offers: frozenset[Feature]) -> ToolConstraint | None:
         """Constrain a list of calls in GBNF. If no call is required, a text that does not begin like a list is allowed
         too."""
-        if not enforced(request):
+        if not must_enforce(request):
             return None
-        needs("pythonic", offers, Feature.GRAMMAR_EBNF, "a call", "give tool_choice: auto and no strict functions")
-        text = call_grammar(loosened(request), request.parallel, request.required)
+        require_feature(
+            "pythonic", offers, Feature.GRAMMAR_EBNF, "a call", "give tool_choice: auto and no strict functions"
+        )
+        text = call_grammar(enforced_tools(request), request.parallel, request.required)
         return ToolConstraint(GrammarSpec(GrammarKind.EBNF, text))

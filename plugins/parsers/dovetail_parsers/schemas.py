@@ -65,19 +65,19 @@ def object_schema(tool: Tool) -> Mapping[str, Any]:
     return {"type": "object", **tool.parameters}
 
 
-def enforced(request: ToolRequest) -> bool:
+def must_enforce(request: ToolRequest) -> bool:
     """Return True if a call or the schema of a strict function must be enforced."""
     return request.required or any(tool.strict for tool in request.tools)
 
 
-def loosened(request: ToolRequest) -> list[Tool]:
+def enforced_tools(request: ToolRequest) -> list[Tool]:
     """Return the tools with the schemas that must be enforced. If no call is required, functions that are not strict
     get a schema that allows any arguments."""
     keep = request.required
     return [tool if keep or tool.strict else Tool(tool.name, {"type": "object"}) for tool in request.tools]
 
 
-def needs(parser: str, offers: frozenset[Feature], feature: Feature, what: str, instead: str) -> None:
+def require_feature(parser: str, offers: frozenset[Feature], feature: Feature, what: str, instead: str) -> None:
     """Raise ``GrammarError`` unless a backend offers ``feature``, without which ``what`` cannot be enforced.
     ``instead`` describes what the client can do."""
     if feature not in offers:

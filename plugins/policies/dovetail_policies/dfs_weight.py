@@ -1,7 +1,7 @@
 """Order waiting requests depth first over the tree of their prompts, heavier branches first.
 
 Requests in one branch share its tokens: if they run one after another, each finds the prefix that the previous one left
-in the cache, and the branch can be evicted when its last request has ended. The order equals that of a walk over the
+in the cache, and the branch can be evicted when its last request has ended. The order is the same as in a walk over the
 cache's own tree in which the weight of a node is the number of requests below it (https://arxiv.org/abs/2312.07104,
 section 3). It does not need to read the cache: sorting prompts by their tokens makes each branch contiguous, and the
 common lengths of adjacent prompts show where branches diverge.

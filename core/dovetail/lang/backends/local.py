@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from dovetail.api.meta import finish_shown, logprobs_shown
+from dovetail.api.meta import finish_json, logprobs_json
 from dovetail.errors import EngineError, RequestError
 from dovetail.generation.expansion import expand
 from dovetail.lang.backends.base import (
@@ -166,7 +166,7 @@ class Runtime(Backend):
     def _meta(self, output: Output, sampling: SamplingOptions) -> dict[str, Any]:
         count = len(output.token_ids)
         meta: dict[str, Any] = {
-            "finish_reason": finish_shown(output.finish, count),
+            "finish_reason": finish_json(output.finish, count),
             "prompt_tokens": len(output.prompt_ids),
             "completion_tokens": count,
             "cached_tokens": output.cached_tokens,
@@ -174,8 +174,8 @@ class Runtime(Backend):
         if sampling.return_logprob:
             text = self._token_text if sampling.return_text_in_logprobs else _no_text
             top = bool(sampling.top_logprobs_num)
-            meta |= logprobs_shown(output.prompt_logprobs or [], "input", top, text)
-            meta |= logprobs_shown(output.logprobs, "output", top, text)
+            meta |= logprobs_json(output.prompt_logprobs or [], "input", top, text)
+            meta |= logprobs_json(output.logprobs, "output", top, text)
         return meta
 
     def _token_text(self, token: int) -> str:

@@ -1,12 +1,12 @@
 """Find bounds on logits without a sort: the filters keep the tokens above a bound, and some of those equal to it.
 
-A bound is found by bisection over the integers whose order is that of the floating point numbers: it is the largest
+A bound is found by bisection over integers that have the same order as the floating point numbers. It is the largest
 number at which the count (top-k) or the mass (top-p) of the tokens not below it reaches a target. Nearly always only a
-few tokens are kept, so a search may read only candidates: the groups of ``SUB`` tokens whose maxima are the ``SLOTS``
-largest contain every token above the smallest of these maxima.
+few tokens are kept, so a search may read candidates only. The candidates are the groups of ``SUB`` tokens with the
+``SLOTS`` largest maxima; they contain every token above the smallest of these maxima.
 
-``row`` points to the logits of a row. With ``FULL``, the tokens ``[0, limit)`` are read, otherwise those of ``limit //
-SUB`` listed groups; ``TILE`` tokens at a time. A weight is ``exp((logit - best) / T)``.
+``row`` points to the logits of a row. With ``FULL``, the tokens ``[0, limit)`` are read, otherwise the tokens of
+``limit // SUB`` listed groups, ``TILE`` tokens at a time. A weight is ``exp((logit - best) / T)``.
 """
 
 from __future__ import annotations

@@ -34,9 +34,9 @@ def tiling(row_bytes: int, tiles: int, processors: int) -> tuple[int, int, int]:
     """Return the keys of a block, the stages and the warps for keys of ``row_bytes`` per head. ``tiles`` is the number
     of rows times the number of key heads.
 
-    If there are few tiles, each has a multiprocessor of its own and reads far ahead; if there are many, several share
-    one. If there are very few, they leave shared memory to the product that follows, which has begun to fetch its
-    weights. Measured on an H200, the last case within whole steps.
+    If there are few tiles, each runs alone on a multiprocessor and reads far ahead. If there are many, several tiles
+    share one. If there are very few, they leave shared memory to the next kernel, a product that has begun to fetch its
+    weights. Measured on an H200; the last case was measured within whole steps.
     """
     if row_bytes > 2048:
         return 16, 1, 4
@@ -183,8 +183,8 @@ def paged_decode(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attend with ``q [rows, heads, d]``. Row r sees the last ``window`` of its ``kv_lens[r]`` (int32) keys, which are
     in the pages ``table[r]`` (int32 ``[rows, >= pages]``) of ``keys [pages, page_size, kv_heads, d]`` and ``values``.
-    The d of ``values`` may differ, and ``values`` may be a view of the keys (see ``pages.layout``). ``soft_cap`` and
-    ``sinks`` are those of ``AttentionLayer``.
+    The d of ``values`` may differ, and ``values`` may be a view of the keys (see ``pages.layout``). For ``soft_cap``
+    and ``sinks`` see ``AttentionLayer``.
 
     Return the output ``[rows, heads, d of values]`` and the log-sum-exp, float32 ``[heads, rows]``. For a row without a
     key, the output is 0 and the log-sum-exp -inf.

@@ -1,4 +1,4 @@
-"""Compute matrix products of few rows, ``x [m, k] @ w [n, k].T``, whose time is that of reading ``w`` once.
+"""Compute matrix products of few rows, ``x [m, k] @ w [n, k].T``. They take the time to read ``w`` once.
 
 One row: plain multiplication and addition in float32, with the weights loaded directly to registers. Up to 128 rows:
 tensor cores with the weight as the left operand, whose tiles are at least 64 high, and the rows of ``x`` as a narrow
@@ -37,8 +37,8 @@ def _wait() -> None:
 
 @triton.jit
 def rows_of(tile, n, GATED: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Return the rows of the weight that a tile reads. If GATED, the n rows are those of the gates followed by those of
-    the gated values, and a tile reads pairs of them."""
+    """Return the rows of the weight that a tile reads. If GATED, the n rows are the rows of the gates followed by the
+    rows of the gated values, and a tile reads pairs of a gate and its value."""
     local = tl.arange(0, BLOCK_N)
     if GATED:
         return tl.minimum(tile * (BLOCK_N // 2) + local // 2, n // 2 - 1) + local % 2 * (n // 2)

@@ -1,5 +1,5 @@
-"""Do everything between the projection to queries, keys and values and attention in one pass. Each element of ``qkv``
-is read once and written once, rotated (and normalised) in float32 and rounded once."""
+"""Do all operations between the projection to queries, keys and values and attention in one pass. Each element of
+``qkv`` is read once and written once, rotated (and normalised) in float32 and rounded once."""
 
 from __future__ import annotations
 

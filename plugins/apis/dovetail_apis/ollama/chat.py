@@ -11,7 +11,7 @@ from starlette.responses import Response
 from dovetail.api.body import parse
 from dovetail.api.requests import grammar_of, new_id, sampling_params, stop_strings
 from dovetail.api.responses import json_response, streamed, until_disconnect
-from dovetail.chat.requests import plain_message, read_tool_choice, shown_tools
+from dovetail.chat.requests import plain_message, read_tool_choice, template_tools
 from dovetail.errors import RequestError
 from dovetail.interfaces.api import ApiHost, ApiRequest, Prompt
 from dovetail.sampling_params import GrammarSpec, SamplingParams
@@ -40,7 +40,7 @@ async def chat(host: ApiHost, request: Request) -> Response:
         return _loaded(body, OutputParts.as_chat)
     calls = read_tool_choice(body.tools or (), None, True)
     messages = [_plain(message, i) for i, message in enumerate(body.messages)]
-    chat_input = ChatInput(messages, shown_tools(body.tools or ()), calls, _variables(body))
+    chat_input = ChatInput(messages, template_tools(body.tools or ()), calls, _variables(body))
     api_request, _ = await plan_within_context(host, chat_input, _params(host, body), _metadata(body))
     return await _answered(host, request, body, api_request, times, OutputParts.as_chat)
 

@@ -14,7 +14,7 @@ from dovetail.api.body import parse
 from dovetail.api.requests import new_id
 from dovetail.api.responses import SSE, event, streamed, whole
 from dovetail.chat.calls import call_json, whole_calls
-from dovetail.chat.requests import plain_message, read_tool_choice, shown_tools
+from dovetail.chat.requests import plain_message, read_tool_choice, template_tools
 from dovetail.errors import RequestError
 from dovetail.interfaces.api import ApiHost, ApiProblem, ApiRequest, ChatDelta, ChatPlan, Choice, Delta, Generation
 from dovetail_apis.chat_input import ChatInput, RequestMetadata, plan
@@ -42,7 +42,7 @@ async def _parsed(host: ApiHost, body: ChatCompletionRequest) -> tuple[ApiReques
     )
     messages = [plain_message(message.model_dump(), i) for i, message in enumerate(body.messages)]
     calls = read_tool_choice(body.tools or (), body.tool_choice, body.parallel_tool_calls is not False)
-    chat_input = ChatInput(messages, shown_tools(body.tools or ()), calls, body.chat_template_kwargs or {})
+    chat_input = ChatInput(messages, template_tools(body.tools or ()), calls, body.chat_template_kwargs or {})
     metadata = RequestMetadata.of(body.rid or new_id("chatcmpl-"), body)
     return await plan(host, chat_input, params, metadata, separate_reasoning=body.separate_reasoning is not False)
 

@@ -14,7 +14,7 @@ from dovetail.api.body import parse, parse_query
 from dovetail.api.problems import NotFoundError, problem_of
 from dovetail.api.requests import new_id
 from dovetail.api.responses import SSE, json_response, streamed, until_disconnect
-from dovetail.chat.requests import plain_message, shown_tools
+from dovetail.chat.requests import plain_message, template_tools
 from dovetail.errors import DovetailError, RequestError
 from dovetail.interfaces.api import Api, ApiHost, ApiProblem, ApiRequest, Delta, Generation, Route
 from dovetail_apis.chat_input import ChatInput, RequestMetadata, plan_within_context
@@ -204,6 +204,6 @@ async def _api_request(host: ApiHost, body: ResponsesRequest, items: Sequence[It
     messages = [plain_message(message, i) for i, message in enumerate(chat_messages(body.instructions, items))]
     tools = read_tools(body.tools or ())
     calls = requested_calls(tools, body.tool_choice, body.parallel_tool_calls is not False)
-    chat_input = ChatInput(messages, shown_tools(tools), calls, body.template_variables())
+    chat_input = ChatInput(messages, template_tools(tools), calls, body.template_variables())
     metadata = RequestMetadata.of(new_id("resp_"), body)
     return (await plan_within_context(host, chat_input, body.params(), metadata))[0]

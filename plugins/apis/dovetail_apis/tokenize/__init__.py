@@ -13,7 +13,7 @@ from starlette.responses import Response
 
 from dovetail.api.body import ApiModel, Ids, examples, parse
 from dovetail.api.responses import json_response
-from dovetail.chat.requests import ToolSpec, plain_message, shown_tools
+from dovetail.chat.requests import ToolSpec, plain_message, template_tools
 from dovetail.errors import RequestError
 from dovetail.interfaces.api import Api, ApiHost, Route
 from dovetail.token_checks import check_token_ids
@@ -112,7 +112,7 @@ def _tokenized(host: ApiHost, body: TokenizeRequest) -> dict[str, Any]:
 
 def _rendered(host: ApiHost, body: TokenizeRequest) -> str:
     messages = [plain_message(message.model_dump(), i) for i, message in enumerate(body.messages or ())]
-    tools = shown_tools(body.tools or ()) or None
+    tools = template_tools(body.tools or ()) or None
     extra = body.chat_template_kwargs or {}
     return host.tokenizer.apply_chat_template(messages, tools, body.add_generation_prompt, extra)
 
