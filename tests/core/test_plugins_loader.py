@@ -209,7 +209,7 @@ def test_one_module_under_two_names_keeps_the_first(fakes):
 
 def test_a_plugin_of_the_interface_with_a_hook_for_each_kind_is_refused_with_the_hook_that_replaces_them(fakes):
     spec = fakes.spec(ComponentKind.POLICY, "mine")
-    old = fakes.entry("old", register_policies=lambda: [spec], register_apis=list)
+    old = fakes.entry("old", register_policies=lambda: [spec], register_apis=lambda: [spec])
     registry = fakes.registry(entries=[old])
     (record,) = [record for record in registry.plugins if record.name == "old"]
     assert record.status is PluginStatus.INCOMPATIBLE
