@@ -23,6 +23,7 @@ lint: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/lint-imports
+	$(BIN)/python tools/check_style.py
 	$(BIN)/pyright
 
 setup: $(VENV)/.installed
