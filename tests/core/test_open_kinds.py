@@ -20,7 +20,14 @@ from dovetail.config.kinds import BUILT_IN, KindSection
 from dovetail.config.schema import config_schema
 from dovetail.config.sources import Raw, SettingsSource, read
 from dovetail.config.tree import validate
-from dovetail.errors import ConfigError, PluginError, PluginLoadError, RequestError, ResolutionError
+from dovetail.errors import (
+    ConfigError,
+    PluginError,
+    PluginLoadError,
+    RequestError,
+    ResolutionError,
+    UnknownComponentError,
+)
 from dovetail.experiment.online.configs import arm_configs
 from dovetail.generation.prompts import PromptHooks, load_prompt_hooks
 from dovetail.interfaces.features import BUILT_IN_FEATURES, Feature, FeatureDescriptor
@@ -187,6 +194,26 @@ def test_a_plugin_may_extend_a_kind_of_another_that_is_registered_after_it(fakes
     registry = fakes.registry(entries=entries)
     assert {record.status for record in registry.plugins} == {PluginStatus.LOADED}
     assert {"sorter.odd", "list.long"} <= registry.kinds.features.keys()
+
+
+def test_a_key_that_no_kind_has_is_answered_with_the_plugins_that_did_not_load(fakes):
+    policy = PluginsSection(deny=("sorters",))
+    hooks = fakes.entry("hooks", on_engine_stop=lambda: None)
+    registry = load_plugins(policy, [fakes.entry("fakes", fakes.basics()), hooks, entry(fakes)])
+    absent = "sorters of sorters-dist (blocked: plugins.deny names it)"
+    with pytest.raises(ConfigError) as caught:
+        fakes.config(registry, "sorter=quick")
+    assert f"plugins. Kinds of plugins that did not load are not known: {absent} [--set sorter=quick]" in str(
+        caught.value
+    )
+    with pytest.raises(ConfigError) as caught:
+        fakes.config(registry, "schedular=quick")
+    assert absent not in str(caught.value), "the key resembles another"
+    with pytest.raises(UnknownComponentError) as caught:
+        registry.get(ComponentKind.POLICY, "quick")
+    assert str(caught.value).endswith(f"installed: fcfs. Plugins that did not load: {absent}"), (
+        "a plugin may be hooks alone"
+    )
 
 
 def test_a_feature_may_be_added_to_a_built_in_namespace(fakes):

@@ -35,6 +35,11 @@ class Choices(Protocol):
         """Return the sections of every kind that is configured in one."""
         ...
 
+    @property
+    def absent(self) -> Sequence[str]:
+        """Return a text for each plugin that did not load, which says why."""
+        ...
+
     def names(self, kind: str) -> Sequence[str]:
         """Return the installed names, sorted."""
         ...
@@ -71,7 +76,7 @@ def validate(raw: Raw, choices: Choices) -> Config:
     tree = {key: value for key, value in raw.tree.items() if key in known and key not in by_key}
     given = {**tree, **{key: value for key, value in chosen.items() if key in known}, OPEN: others}
     allowed = [*known, *others]
-    unknown = [ConfigProblem((key,), unknown_key(key, allowed, "the config")) for key in raw.tree if key not in allowed]
+    unknown = [ConfigProblem((key,), _unknown_key(key, allowed, choices)) for key in raw.tree if key not in allowed]
     try:
         config = Config.model_validate(given)
     except ValidationError as error:
@@ -80,6 +85,15 @@ def validate(raw: Raw, choices: Choices) -> Config:
     if unknown or problems:
         raise report([*unknown, *problems], raw)
     return config
+
+
+def _unknown_key(key: str, allowed: Sequence[str], choices: Choices) -> str:
+    """Return the text of the problem, with the plugins that did not load if none of the keys resembles ``key``: it may be the
+    section of a kind of theirs."""
+    text = unknown_key(key, allowed, "the config")
+    if suggest(key, allowed) or not choices.absent:
+        return text
+    return f"{text}. Kinds of plugins that did not load are not known: {'; '.join(choices.absent)}"
 
 
 def plugins_section(raw: Raw) -> PluginsSection:

@@ -91,6 +91,12 @@ class Registry:
         return self.kinds.sections
 
     @property
+    def absent(self) -> list[str]:
+        """Return a text for each plugin that did not load and registered no component, which says why."""
+        absent = [p for p in self.plugins if p.status is not PluginStatus.LOADED and not p.components]
+        return [f"{p.name} of {p.distribution} ({p.status}: {p.reason})" for p in absent]
+
+    @property
     def every_component(self) -> list[RegisteredComponent]:
         """Return every component, by kind and name."""
         return [component for kind in self.kinds.names for component in self.components(kind)]
@@ -146,5 +152,4 @@ class Registry:
         names = self.names(kind)
         known = [*names, *(alias for component in self.components(kind) for alias in component.spec.aliases)]
         text = f"no {kind} component is called {name!r}; installed: {', '.join(names) or 'none'}{suggest(name, known)}"
-        absent = [f"{p.name} of {p.distribution} ({p.status}: {p.reason})" for p in self.plugins if not p.components]
-        return f"{text}. Plugins that did not load: {'; '.join(absent)}" if absent else text
+        return f"{text}. Plugins that did not load: {'; '.join(self.absent)}" if self.absent else text
