@@ -18,7 +18,7 @@ import pytest
 
 from dovetail.config import PluginConfig
 from dovetail.constraints import process as grammar_process
-from dovetail.constraints.choice import GrammarRecipe
+from dovetail.constraints.backend_choice import GrammarRecipe
 from dovetail.constraints.compilers import ProcessCompiler
 from dovetail.constraints.jobs import GrammarTicket
 from dovetail.constraints.service import GrammarService

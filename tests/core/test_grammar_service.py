@@ -12,7 +12,7 @@ from collections import Counter
 import pytest
 
 from dovetail.constraints import cache as grammar_cache
-from dovetail.constraints.choice import GrammarEngine
+from dovetail.constraints.backend_choice import GrammarEngine
 from dovetail.constraints.compilers import ThreadCompiler
 from dovetail.constraints.jobs import GrammarTicket
 from dovetail.constraints.limits import MAX_NESTING, MAX_TEXT_BYTES, nesting

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from dovetail.constraints.choice import GrammarEngine
+from dovetail.constraints.backend_choice import GrammarEngine
 from dovetail.constraints.compilers import ThreadCompiler
 from dovetail.constraints.mask_budget import MaskBudget, Meter, MeteredMatcher
 from dovetail.constraints.probe import STEPS, Probe

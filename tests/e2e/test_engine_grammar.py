@@ -11,7 +11,7 @@ import pytest
 from engine_runs import Traffic, TreeDrafter, check_idle, drafting
 
 from dovetail import LLM, SamplingParams
-from dovetail.constraints.choice import GrammarEngine
+from dovetail.constraints.backend_choice import GrammarEngine
 from dovetail.constraints.compilers import ThreadCompiler
 from dovetail.constraints.service import GrammarService
 from dovetail.errors import EngineError, RequestError

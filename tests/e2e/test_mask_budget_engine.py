@@ -11,7 +11,7 @@ import pytest
 from engine_runs import Traffic, check_idle
 
 from dovetail import LLM, SamplingParams
-from dovetail.constraints.choice import GrammarRecipe
+from dovetail.constraints.backend_choice import GrammarRecipe
 from dovetail.constraints.compilers import ProcessCompiler
 from dovetail.constraints.service import GrammarService
 from dovetail.errors import GrammarError

@@ -8,15 +8,15 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Protocol
 
 from dovetail.constraints import worker
+from dovetail.constraints.backend_choice import candidates, choose
 from dovetail.constraints.cache import Compiled
-from dovetail.constraints.choice import candidates, choose
 from dovetail.constraints.jobs import too_slow
 from dovetail.constraints.mask_budget import DEFAULT_MASK_BUDGET
 from dovetail.constraints.process import Abandoned, Ended, TimedOut, WorkerProcess
 from dovetail.errors import EngineError, GrammarError
 
 if TYPE_CHECKING:
-    from dovetail.constraints.choice import GrammarEngine, GrammarRecipe
+    from dovetail.constraints.backend_choice import GrammarEngine, GrammarRecipe
     from dovetail.constraints.jobs import CompileJob
     from dovetail.constraints.mask_budget import MaskBudget
     from dovetail.interfaces.grammar import GrammarContext

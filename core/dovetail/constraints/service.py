@@ -9,8 +9,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from dovetail.constraints.backend_choice import candidates
 from dovetail.constraints.cache import Compiled, GrammarCache, named
-from dovetail.constraints.choice import candidates
 from dovetail.constraints.jobs import CompileJob, GrammarTicket
 from dovetail.constraints.limits import check_size
 from dovetail.constraints.mask_budget import DEFAULT_MASK_BUDGET, Meter

@@ -15,7 +15,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 
-from dovetail.constraints.choice import GrammarEngine, GrammarRecipe, choose
+from dovetail.constraints.backend_choice import GrammarEngine, GrammarRecipe, choose
 from dovetail.constraints.mask_budget import MaskBudget
 from dovetail.constraints.probe import Probe
 from dovetail.errors import EngineError, GrammarError

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Container
 from typing import TYPE_CHECKING
 
-from dovetail.constraints.choice import GrammarRecipe
+from dovetail.constraints.backend_choice import GrammarRecipe
 from dovetail.constraints.compilers import Compiler, ProcessCompiler, ThreadCompiler
 from dovetail.constraints.mask_budget import MaskBudget
 from dovetail.constraints.requests import RequestConstraints
