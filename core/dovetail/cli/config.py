@@ -17,8 +17,8 @@ Output = Annotated[Path | None, typer.Option("--output", "-o", help="Write to th
 
 @app.command()
 def show(files: Files = None, sets: Sets = None, as_json: Json = False) -> None:
-    """Show the whole tree that files, environment and --set make, as YAML. Saved, it is a config file that means the
-    same."""
+    """Show the complete config that files, environment and --set give, as YAML. The output can be used as a config
+    file."""
     import yaml
 
     from dovetail.config import config_hash, dump
@@ -41,7 +41,7 @@ def hash_(files: Files = None, sets: Sets = None) -> None:
 
 @app.command()
 def schema(sets: Sets = None, output: Output = None) -> None:
-    """Print the JSON Schema of the config, the sections of the installed plugins included, for editors."""
+    """Print the JSON Schema of the config for editors, including the sections of the installed plugins."""
     from dovetail.config.schema import config_schema
 
     _write(json.dumps(config_schema(load_registry((), sets)), indent=2) + "\n", output)
@@ -49,7 +49,7 @@ def schema(sets: Sets = None, output: Output = None) -> None:
 
 @app.command()
 def docs(sets: Sets = None, output: Output = None) -> None:
-    """Print every key as Markdown: docs/config.md."""
+    """Print the documentation of every key as Markdown; docs/config.md is this output."""
     from dovetail.config.docs import config_docs
 
     _write(config_docs(load_registry((), sets)), output)

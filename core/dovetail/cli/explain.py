@@ -16,14 +16,15 @@ if TYPE_CHECKING:
     from dovetail.registry.resolution import Candidate
 
 NARROW = 110
-"""The number of columns below which the table leaves some out."""
+"""The width of the terminal below which the table has fewer columns."""
 MOST_UNUSED = 6
 """The number of unused tuning records that are shown."""
 
 Assume = Annotated[
     str | None,
     typer.Option(
-        metavar="DEVICE", help="Explain for a device that need not be here: cpu, sm80, sm90, ... Nothing is probed."
+        metavar="DEVICE",
+        help="Explain for this device instead of the devices of this machine: cpu, sm80, sm90, ... Nothing is probed.",
     ),
 ]
 
@@ -54,8 +55,8 @@ def _print(resolved: Resolved) -> None:
 
 
 def _grid(resolved: Resolved, *, narrow: bool) -> Table:
-    """Return a table with a row for each candidate. A ``narrow`` one gives each slot its own row and leaves stages
-    out, so that reasons have enough columns."""
+    """Return a table with a row for each candidate. A ``narrow`` table gives each slot its own row and omits the stages,
+    so that the reasons have enough space."""
     from dovetail.cli.tables import VERDICT_STYLE, add, styled, table
 
     grid = table("part", "verdict", "why") if narrow else table("part", "candidate", "verdict", "stage", "why")
@@ -76,7 +77,7 @@ def _grid(resolved: Resolved, *, narrow: bool) -> Table:
 
 
 def _unused(resolved: Resolved) -> list[str]:
-    """Return the user's tuning records that do not count, each once."""
+    """Return a line for each of the user's tuning records that is not used, with the reason."""
     lines = list(dict.fromkeys(line for resolution in resolved.resolutions for line in resolution.unused))
     more = [f"and {len(lines) - MOST_UNUSED} more; --json has them all"] if len(lines) > MOST_UNUSED else []
     return [*(f"tuning record not used: {line}" for line in lines[:MOST_UNUSED]), *more]
@@ -87,7 +88,7 @@ def _row(resolution: Resolution, candidate: Candidate) -> tuple[str, str, str, s
     if verdict == "chosen":
         why = _rule(resolution)
     elif verdict == "available":
-        why = "where the one before it refuses" if candidate.asked else "where a request names it"
+        why = "used if the components before it refuse" if candidate.asked else "used if a request names it"
     else:
         why = "\n".join(map(str, candidate.reasons)) or _not_chosen(resolution, candidate.asked)
     return candidate.spec.name, verdict, candidate.stage.value, why
@@ -113,11 +114,11 @@ def _rule(resolution: Resolution) -> str:
 def _not_chosen(resolution: Resolution, asked: bool) -> str:
     if asked:
         return "would fit; another is preferred"
-    return "would fit; config names another" if resolution.chosen else "would fit; not asked for"
+    return "would fit; config names another" if resolution.chosen else "would fit; not configured"
 
 
 def _merged(resolutions: tuple[Resolution, ...]) -> list[tuple[str, Resolution]]:
-    """Return the resolutions with their titles. Phases of one kind whose resolutions are the same become one entry."""
+    """Return the resolutions with their titles. Phases of one kind with the same resolution become one entry."""
     rows: list[tuple[str, Resolution]] = []
     for resolution in resolutions:
         same = {**resolution.to_json(), "slot": ""}

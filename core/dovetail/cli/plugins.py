@@ -1,4 +1,4 @@
-"""Show what is installed, and what each component says about itself: ``dovetail plugins``."""
+"""List the installed components and show what each one declares: ``dovetail plugins``."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from dovetail.cli.sources import FileOptions, Json, Sets, load_registry
 if TYPE_CHECKING:
     from dovetail.registry import ComponentSpec, RegisteredComponent, Registry
 
-app = typer.Typer(help="List, show, check and begin plugins.", no_args_is_help=True)
+app = typer.Typer(help="List, show, check and create plugins.", no_args_is_help=True)
 app.command()(new)
 app.command()(check)
 app.command()(doctor)
@@ -51,7 +51,7 @@ def show(
     files: FileOptions = None,
     sets: Sets = None,
 ) -> None:
-    """Show everything that one component says about itself, and its settings."""
+    """Show everything that one component declares, its settings, and the results of its last check."""
     from dovetail.cli.tables import console, facts
 
     registry = load_registry(files, sets)
@@ -112,8 +112,8 @@ def _settings(registry: Registry, component: RegisteredComponent) -> str:
 
 
 def _proven(registry: Registry, component: RegisteredComponent) -> str:
-    """Return what the last ``plugins check`` of its distribution found about the component, and whether that still
-    holds."""
+    """Return what the last ``plugins check`` of the component's distribution found about the component, and whether that
+    result is stale."""
     from dovetail.registry.reports import stale, stored
 
     report = stored(component.distribution)

@@ -1,4 +1,4 @@
-"""Run the suites of a package, and keep what they prove: ``dovetail plugins check``."""
+"""Run the conformance suites of a package and store a report of the results: ``dovetail plugins check``."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ def check(
     timeout: Annotated[float, typer.Option(min=1.0, help="Seconds after which a suite that hangs is ended.")] = 3600.0,
     as_json: Json = False,
 ) -> None:
-    """Run the conformance suites of a package, and keep a report of what they prove for `plugins show`. The exit
-    status is 1 if a case fails, or a component has none."""
+    """Run the conformance suites of a package, and store a report of the results for `plugins show`. The exit
+    status is 1 if a case fails, or if a component has no case."""
     from dovetail.cli.sources import load_registry
     from dovetail.registry.reports import store
 
@@ -43,14 +43,14 @@ def check(
     findings = _run(directory, tests, timeout, components[0], quiet=as_json)
     report = _report(distribution, components, findings, time.monotonic() - began)
     path = store(report)
-    typer.echo(report.model_dump_json(indent=1) if as_json else f"\n{report.text()}\nKept in {path}")
+    typer.echo(report.model_dump_json(indent=1) if as_json else f"\n{report.text()}\nStored in {path}")
     if not report.passed:
         raise typer.Exit(1)
 
 
 def _located(package: str) -> tuple[Path, list[str], str]:
-    """Return the folder to run pytest in, the test files (none: those that the folder's own settings name), and the
-    distribution. Raises ``ConfigError``."""
+    """Return the folder to run pytest in, the test files, and the distribution. An empty list of test files means the
+    files that the folder's own pytest settings select. Raises ``ConfigError``."""
     folder = Path(package).expanduser()
     if folder.is_dir():
         return folder.resolve(), [], _project_name(folder)
@@ -95,14 +95,15 @@ def _shipped(found: importlib.metadata.Distribution) -> list[str]:
 
 
 def _with_plugins() -> list[str]:
-    """Return every installed distribution that brings plugins."""
+    """Return the names of the installed distributions that contain plugins."""
     from dovetail.registry.loader import installed_plugins
 
     return sorted({entry.dist.name for entry in installed_plugins() if entry.dist})
 
 
 def _components(registry: Registry, distribution: str, directory: Path) -> list[RegisteredComponent]:
-    """Return the components of a distribution. Raises ``PluginLoadError``, also if one of its plugins did not load."""
+    """Return the components of a distribution. Raises ``PluginLoadError`` if it has none, or if one of its plugins did not
+    load."""
     from dovetail.registry.loader import normal
 
     wanted = normal(distribution)
@@ -114,7 +115,7 @@ def _components(registry: Registry, distribution: str, directory: Path) -> list[
     found = [component for component in registry.every_component if normal(component.distribution) == wanted]
     if not found:
         raise PluginLoadError(
-            f"{distribution} has no component here: install it (pip install -e {directory}), and see that its pyproject.toml "
+            f"{distribution} has no component here: install it (pip install -e {directory}), and check that its pyproject.toml "
             'has an entry point in [project.entry-points."dovetail.plugins"]'
         )
     return found
@@ -123,7 +124,7 @@ def _components(registry: Registry, distribution: str, directory: Path) -> list[
 def _run(
     directory: Path, tests: Sequence[str], timeout: float, example: RegisteredComponent, *, quiet: bool
 ) -> Findings:
-    """Run pytest over the suites in ``directory``, or those of ``tests`` there, and show its output, on stderr if
+    """Run pytest over the suites in ``directory``, or over the files ``tests`` in it, and show its output, on stderr if
     ``quiet``. Raises ``ConfigError`` and ``PluginLoadError``."""
     from dovetail.registry.reports import Findings
 
@@ -133,7 +134,7 @@ def _run(
     with tempfile.TemporaryDirectory() as scratch:
         record = Path(scratch) / "record.json"
         command = [sys.executable, "-m", "pytest", "-q", "-p", "dovetail.testing.record", f"--dovetail-record={record}"]
-        if tests:  # of an installed package: nothing is to be written beside them
+        if tests:  # tests of an installed package: pytest must not write files next to them
             command += ["-p", "no:cacheprovider", "--import-mode=importlib", f"--rootdir={scratch}", *tests]
         output = sys.stderr if quiet else None
         try:

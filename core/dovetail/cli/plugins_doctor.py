@@ -1,4 +1,4 @@
-"""Show what is installed, blocked, broken or missing, and the command that mends it: ``dovetail plugins doctor``."""
+"""Show what is installed, blocked, broken or missing, and the command that fixes it: ``dovetail plugins doctor``."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """Describe the state of a plugin, a component or a name that the config uses: why it is so, and the command that
-    mends it. A ``broken`` one ends the command with status 1. A component whose requirements are missing is broken
-    only if the config names it."""
+    """Describe the state of a plugin, a component or a name that the config uses. ``why`` is the reason and ``fix`` the
+    command that fixes it. If a finding is ``broken``, the exit status is 1. A component whose requirements are missing
+    is broken only if the config names it."""
 
     what: str
     status: str
@@ -33,8 +33,8 @@ class Finding:
 
 
 def doctor(files: FileOptions = None, sets: Sets = None, as_json: Json = False) -> None:
-    """Show the state of every plugin and component, and of components that the config names and no plugin brings,
-    with the reason and the command that mends it. The exit status is 1 if something is broken or missing."""
+    """Show the state of every plugin and component, and of components that the config names and no plugin provides,
+    with the reason and the command that fixes it. The exit status is 1 if something is broken or missing."""
     from dovetail.config import plugins_section, read
     from dovetail.registry.loader import load_plugins
 
@@ -65,7 +65,7 @@ def _print(findings: Iterable[Finding], registry: Registry) -> None:
 
 
 def _installed(registry: Registry, policy: PluginsSection, named: set[tuple[str, str]]) -> Iterator[Finding]:
-    """Yield every plugin, and after it its components."""
+    """Yield the state of every plugin, each followed by the states of its components."""
     from dovetail.registry.loader import normal
 
     required = set(map(normal, policy.require))
@@ -82,7 +82,7 @@ def _installed(registry: Registry, policy: PluginsSection, named: set[tuple[str,
 
 
 def _examined(registry: Registry, component: RegisteredComponent, asked: bool) -> Finding:
-    """Return the state of one component; ``asked`` says whether the config names it."""
+    """Return the state of one component; ``asked`` is True if the config names it."""
     from dovetail.errors import PluginLoadError
     from dovetail.registry.stages import unmet
 
@@ -117,7 +117,7 @@ def _unknown_plugins(policy: PluginsSection, registry: Registry) -> Iterator[Fin
 
 
 def _missing(named: Iterable[tuple[str, str]], registry: Registry) -> Iterator[Finding]:
-    """Yield the components that the config names and no loaded plugin brings."""
+    """Yield the components that the config names and no loaded plugin provides."""
     from dovetail.config.problems import suggest
 
     absent = [record.name for record in registry.plugins if record.status.value != "loaded"]
@@ -140,7 +140,7 @@ def _named(tree: dict[str, Any], registry: Registry) -> Iterator[tuple[str, str]
 
 
 def _names_at(tree: dict[str, Any], descriptor: KindDescriptor) -> Iterator[object]:
-    """Yield the values of a config tree that should name components of a kind."""
+    """Yield the values at the places of a config tree where components of a kind are named."""
     section = descriptor.section
     if section is None:
         key, _, last = descriptor.named_at.rpartition(".")

@@ -1,4 +1,4 @@
-"""Define the options that commands share, and make a config of them."""
+"""Define the options that commands share, and load the config that they give."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def shortcuts(values: Mapping[str, object]) -> list[str]:
 
 
 def load(files: Sequence[Path] | None, sets: Sequence[str] | None) -> tuple[Config, Registry]:
-    """Return the config that files, environment and overrides make, and the registry that validated it. Raises
+    """Return the config that files, environment and overrides give, and the registry that validated it. Raises
     ``ConfigError`` and ``PluginError``."""
     from dovetail.registry.setup import setup
 
@@ -42,7 +42,7 @@ def load(files: Sequence[Path] | None, sets: Sequence[str] | None) -> tuple[Conf
 
 
 def load_registry(files: Sequence[Path] | None, sets: Sequence[str] | None) -> Registry:
-    """Return the installed components under the ``plugins`` section alone; the rest of the config may be wrong.
+    """Return the installed components. Only the ``plugins`` section of the config is read; the rest may be wrong.
     Raises ``ConfigError`` and ``PluginError``."""
     from dovetail.config import plugins_section, read
     from dovetail.registry.loader import load_plugins
