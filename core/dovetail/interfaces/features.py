@@ -22,9 +22,9 @@ class FeatureDescriptor:
     component, the ``runtime``, the ``kv`` pool or the ``model``. ``meaning`` describes what it means that a component
     offers the feature. ``phases`` matters for kinds that have one component per phase: the components of these phases
     must offer the feature (empty: the components of all phases). ``also`` adds phases under a condition: each entry is
-    a phase and the boolean setting that must be true. The resolver ignores the feature in components that were written
-    for a version of the kind's interface before ``since``. ``setting`` names the setting that switches the feature on,
-    and ``without`` describes what happens while it is off.
+    a boolean setting and the phase that it adds while it is true. The resolver ignores the feature in components that
+    were written for a version of the kind's interface before ``since``. ``setting`` names the setting that switches the
+    feature on, and ``without`` describes what happens while it is off.
     """
 
     name: str

@@ -53,7 +53,7 @@ class Admission:
         """Forget a request that has left the waiting queue without being admitted."""
         self._waits.forget(req)
         if not req.num_retractions:
-            self._groups.begun(req)
+            self._groups.left_queue(req)
 
     def _admit(
         self, waiting: list[Req], prefilling: list[Req], decoding: list[Req], budget: int
@@ -137,7 +137,7 @@ class Admission:
         reserved = self.ledger.reserve(req, req.device_len)
         assert reserved, "pages counted as available could not be reserved"
         if not req.num_retractions:
-            self._groups.begun(req)
+            self._groups.left_queue(req)
             req.prefix_hit_len = match.length
             self.totals.cached_tokens += match.length
 

@@ -33,7 +33,7 @@ class _Group:
     size: int
     common: IntArray  # the common prefix of all members, in whole pages
     deadline: float
-    begun: int = 0  # members that were admitted, or left before that
+    left: int = 0  # number of members that have left the waiting queue
 
 
 class Groups:
@@ -48,7 +48,7 @@ class Groups:
     def __len__(self) -> int:
         return len(self._groups)
 
-    def joined(self, req: Req) -> None:
+    def joined_queue(self, req: Req) -> None:
         """Record that a request has joined the waiting queue."""
         if not req.group:
             return
@@ -70,14 +70,15 @@ class Groups:
         if group is not None and req.cached_len >= req.prompt_len and key not in self._pins:
             self._pins.keep(key, group.common)
 
-    def begun(self, req: Req) -> None:
-        """Record that a request was admitted for the first time, or has left the queue before that."""
+    def left_queue(self, req: Req) -> None:
+        """Record that a request has left the waiting queue: it was admitted for the first time, or it ended before
+        that."""
         key = _key(req)
         group = self._groups.get(key) if req.group else None
         if group is None:
             return
-        group.begun += 1
-        if group.begun >= group.size:
+        group.left += 1
+        if group.left >= group.size:
             self._forget(key)
         else:
             self._renew(key)
