@@ -102,7 +102,7 @@ def test_all_arms_have_one_tokenizer(tmp_path: Path):
         (tmp_path / name).write_bytes((TINY / name).read_bytes())
     text = (tmp_path / "tokenizer.json").read_text(encoding="utf-8")
     (tmp_path / "tokenizer.json").write_text(f"{text} ", encoding="utf-8")
-    with pytest.raises(ConfigError, match=r"^arm a: its tokenizer differs from that of arm base"):
+    with pytest.raises(ConfigError, match=r"^arm a: its tokenizer differs from the tokenizer of arm base"):
         check_arms(load({"arms": {"a": {"model": str(tmp_path)}}, "split": {"base": 1, "a": 1}}, device="cpu"))
 
 

@@ -19,7 +19,7 @@ class RunClock(Protocol):
 
 @dataclass(slots=True)
 class CallProgress:
-    """Hold what has arrived of an answer so far. The fields are those of ``records.Measurement``."""
+    """Hold what has arrived of an answer so far. ``records.Measurement`` describes the fields."""
 
     sent: float = 0.0
     end: float = 0.0

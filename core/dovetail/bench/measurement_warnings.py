@@ -26,7 +26,7 @@ def warnings_of(summary: Summary, lag: ClientLag | None) -> list[MeasurementWarn
     found = _of_client(summary, lag) if lag is not None else []
     if summary.failed:
         text = (
-            f"{summary.failed} of {summary.calls} calls failed; latencies and rates are those of the successful calls"
+            f"{summary.failed} of {summary.calls} calls failed; latencies and rates describe the successful calls only"
         )
         found.append(MeasurementWarning("calls failed", text))
     if 0 < summary.completed < 100:
@@ -52,7 +52,7 @@ def _of_client(summary: Summary, lag: ClientLag) -> list[MeasurementWarning]:
     found: list[MeasurementWarning] = []
     if lag.cpu_share > _MAX_CPU_SHARE:
         text = (
-            f"the client used {lag.cpu_share:.0%} of a CPU: the numbers may be those of the client instead of the "
+            f"the client used {lag.cpu_share:.0%} of a CPU: the numbers may describe the client instead of the "
             "server; send fewer calls, or start several clients"
         )
         found.append(MeasurementWarning("the client was busy", text))

@@ -149,7 +149,7 @@ def distribution(numbers: Sequence[float]) -> SampleSummary | None:
 
 
 class Summary(Data):
-    """Summarise a run in numbers. Rates are per second of ``seconds``; token counts are those of successful calls.
+    """Summarise a run in numbers. Rates are per second of ``seconds``; token counts include successful calls only.
 
     ``failures`` counts the failed calls by error text.
     """

@@ -26,7 +26,7 @@ class Data(BaseModel):
 
 
 class CallSampling(Data):
-    """Describe how the tokens of a call are chosen. Field names and meanings are those of
+    """Describe how the tokens of a call are chosen. The fields have the names and meanings that they have in
     ``sampling_params.SamplingParams``."""
 
     temperature: float = 0.0

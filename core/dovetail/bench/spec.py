@@ -30,11 +30,11 @@ class SpecRow:
     ``acceptance_length`` is the average number of tokens that a request got from a step with drafts,
     ``tokens_per_step`` from any decode step. ``acceptance_rate`` is the accepted share of the draft tokens.
     ``draft_share`` is the share of the time that was spent in the drafter. ``speedup`` is relative to the first method,
-    and ``same_outputs`` is the number of prompts whose outputs equal those of the first method.
+    and ``same_outputs`` is the number of prompts whose output equals the first method's output.
 
     For greedy outputs that differ, ``divergence`` is the largest difference of log-probability, in nats, between the
-    two tokens at which an output and that of the first method first differ. If it is as small as rounding, both tokens
-    are equally likely. It is None if no outputs differ or the two tokens cannot be compared.
+    two tokens at which an output first differs from the output of the first method. If it is as small as rounding, both
+    tokens are equally likely. It is None if no outputs differ or the two tokens cannot be compared.
     """
 
     method: str

@@ -190,7 +190,7 @@ class ArrivalTrace(Data):
 
 
 class AsGiven(Data):
-    """Keep the arrival times of the calls, which are those of a user's file."""
+    """Keep the arrival times that a user's file gives to its calls. Calls without a time arrive at the start."""
 
     kind: Literal["as_given"] = "as_given"
 

@@ -64,7 +64,7 @@ def _located(package: str) -> tuple[Path, list[str], str]:
     source, shipped = _source(found), _shipped(found)
     if source is None and not shipped:
         raise ConfigError(
-            f"{package} {found.version} was not installed from a folder and brings no tests with it; give the folder of its "
+            f"{package} {found.version} was not installed from a folder and contains no tests; give the folder of its "
             "source: dovetail plugins check FOLDER"
         )
     return (source, [], found.name) if source else (Path(str(found.locate_file(""))), shipped, found.name)

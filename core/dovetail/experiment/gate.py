@@ -86,7 +86,7 @@ def evaluate_gate(
     decode: Callable[[Sequence[int]], str] = str,
     allow: bool = False,
 ) -> GateRecord:
-    """Return the decision of the gate. ``schemas`` are those of constrained calls; ``decode`` turns token ids into text. With
+    """Return the decision of the gate. ``schemas`` holds the JSON schema of each constrained call, by its id; ``decode`` turns token ids into text. With
     ``allow`` differences are reported and do not fail the gate."""
     if b.refused:
         return GateRecord(outcome="failed", reason=f"arm b could not answer: {b.refused}")

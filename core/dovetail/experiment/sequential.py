@@ -1,6 +1,6 @@
 """Compute intervals and p-values that stay valid for any number of looks, so that an experiment may stop as soon as it is decided.
 
-Block-level log ratios are few and their variance is unknown, so the test martingale is that of the t-statistic: the Bayes
+Block-level log ratios are few and their variance is unknown, so the test martingale is based on the t-statistic: the Bayes
 factor with a normal prior of variance ``PRIOR`` on the standardised effect and the right Haar prior on the scale. Under "no
 difference" it is a martingale that starts at 1 for any scale. By Ville's inequality the probability that it ever exceeds 1/alpha is
 at most alpha, so looking after each block costs nothing beyond the wider interval. Lai 1976 (confidence

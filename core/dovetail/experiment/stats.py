@@ -186,7 +186,8 @@ def _comparison(measured: MeasuredMetric, p_adjusted: float, family: int, rules:
 
 
 def _floor(measured: MeasuredMetric, rules: Rules) -> float | None:
-    """Return the smallest relative difference that these blocks can distinguish from noise, if the noise is that of runs of one arm."""
+    """Return the smallest relative difference that these blocks can distinguish from noise, estimated from the noise between runs of
+    one arm."""
     if measured.run_var is None:
         return None
     reach = radius(measured.blocks - 1, rules.alpha, rules.peeking) * math.sqrt(measured.run_var / measured.blocks)

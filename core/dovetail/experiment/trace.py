@@ -1,6 +1,6 @@
 """Freeze the workload of an experiment: arm A answers it once, and then it does not depend on the arm that runs it.
 
-In a frozen trace every prompt is token ids (the earlier answers in a chat are those of A), and outputs have the length of A's
+In a frozen trace every prompt is token ids (the earlier answers in a chat are A's answers), and outputs have the length of A's
 outputs: otherwise an arm that ends its outputs early would seem fast.
 """
 
@@ -27,7 +27,7 @@ TOP = 8
 
 
 class GreedyOutput(msgspec.Struct, frozen=True):
-    """Hold the greedy output of a call. ``logprobs`` are those of its tokens, and empty if they were not requested. ``ended`` is True if
+    """Hold the greedy output of a call. ``logprobs`` belong to its tokens, and are empty if they were not requested. ``ended`` is True if
     the model ended the output, and False if it reached its length limit."""
 
     id: str

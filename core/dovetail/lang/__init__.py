@@ -1,7 +1,7 @@
 """Provide the frontend language: programs that make many calls of a model, written in plain Python. See
 docs/language.md.
 
-The public names are those of ``__all__``. They are imported from ``api`` on first use, and ``dovetail`` exports them
+The public names are listed in ``__all__``. They are imported from ``api`` on first use, and ``dovetail`` exports them
 too.
 
     ir               what programs append: texts, messages and calls, as frozen values

@@ -22,7 +22,7 @@ def marks_of(model_type: str | None) -> tuple[str, str]:
 
 
 def split_reasoning(text: str, begin: str, end: str, opened: bool) -> tuple[str, str]:
-    """Return reasoning and answer. ``opened`` is whether the prompt ended with ``begin``.
+    """Return reasoning and answer. ``opened`` is True if the prompt ended with ``begin``.
 
     If the reasoning does not end, the whole text is reasoning. Without ``begin``, there is reasoning only if ``end``
     occurs.

@@ -15,8 +15,8 @@ from dovetail.errors import ConfigError
 class Line(Data):
     """Describe one line.
 
-    ``prompt`` is text to continue or token ids; ``messages`` is a conversation. The other fields are those of
-    ``records.LoadCall`` and ``records.CallSampling``.
+    ``prompt`` is text to continue or token ids; ``messages`` is a conversation. ``records.LoadCall`` and
+    ``records.CallSampling`` describe the other fields.
     """
 
     prompt: str | tuple[int, ...] | None = None

@@ -10,7 +10,7 @@ from dovetail.experiment.online.log import Latency
 
 @dataclass(frozen=True, slots=True)
 class ComparisonRow:
-    """Hold one line of the comparison: a metric of ``arm`` (``b``) against that of ``control`` (``a``). ``low`` and ``high``
+    """Hold one line of the comparison: a metric of ``arm`` (``b``) against the same metric of ``control`` (``a``). ``low`` and ``high``
     bound the ratio b / a. Numbers are None where there is not enough data."""
 
     control: str

@@ -57,7 +57,7 @@ def check_arms(arms: Mapping[str, Config]) -> None:
     for name in others:
         if arms[name].model != arms[first].model and _tokenizer_json(arms[name]) != _tokenizer_json(arms[first]):
             raise ConfigError(
-                f"arm {name}: its tokenizer differs from that of arm {first}; the arms of one server share one tokenizer, so "
+                f"arm {name}: its tokenizer differs from the tokenizer of arm {first}; the arms of one server share one tokenizer, so "
                 "choose models with the same tokenizer.json"
             )
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:

@@ -23,7 +23,7 @@ _SAMPLING = ("temperature", "top_p", "top_k")  # not every model accepts them, a
 
 
 class Anthropic(Backend):
-    """Call a model of Anthropic's API: ``Anthropic("claude-...")``. Further arguments are those of the official
+    """Call a model of Anthropic's API: ``Anthropic("claude-...")``. Further arguments are passed to the official
     client."""
 
     features = Features(images=True, constraints=frozenset({"json_schema"}))

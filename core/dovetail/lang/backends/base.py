@@ -39,7 +39,7 @@ class Generated:
 
 @dataclass(frozen=True, slots=True)
 class Features:
-    """Describe what a backend can do besides generating.
+    """Describe what a backend can do in addition to generating.
 
     ``scores``: return log-probabilities of given text (``select``). ``prefills``: compute a prefix ahead. ``images``:
     accept pictures. ``continues``: continue an assistant message that has begun. ``constraints``: the kinds of
@@ -90,7 +90,7 @@ class Backend(ABC):
     def prefill(self, text: str, chat: bool) -> None:
         """Compute ``text`` ahead, so that prompts that begin with it find it cached.
 
-        ``chat`` is whether a template rendered it. Does nothing if ``features.prefills`` is False.
+        ``chat`` is True if a template rendered it. Does nothing if ``features.prefills`` is False.
         """
 
     def flush_cache(self) -> None:
@@ -132,7 +132,7 @@ class Backend(ABC):
 def joined_scores(prompt: Sequence[int], per_choice: Sequence[Sequence[tuple[int, float]]]) -> list[Scored]:
     """Return the tokens of each choice with their log-probabilities.
 
-    ``prompt`` holds the tokens of the prompt alone, and ``per_choice`` those of the prompt with each choice, all
+    ``prompt`` holds the tokens of the prompt alone, and ``per_choice`` the tokens of the prompt with each choice, all
     starting at the same position. The text before a choice may be tokenized differently with the choice. Therefore all
     choices are scored from the first token in which any of them differs from the prompt.
     """

@@ -41,7 +41,7 @@ class Runtime(Backend):
     """Run a model in this process: ``Runtime("tiny")``, ``Runtime(model_path="tiny", memory={...})``, or around an
     ``LLM``.
 
-    Keywords are those of ``LLM``. A thread of the runtime owns the engine: do not call the ``LLM`` until the runtime is
+    Keywords are passed to ``LLM``. A thread of the runtime owns the engine: do not call the ``LLM`` until the runtime is
     closed. Threads may call the runtime at the same time; their requests share the engine's steps.
     """
 

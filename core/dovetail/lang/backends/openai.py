@@ -22,7 +22,7 @@ _TEXT = {**{name: name for name in _SAME}, "max_tokens": "max_tokens"}
 class OpenAI(Backend):
     """Call a model of OpenAI's API: ``OpenAI("gpt-4o-mini")``.
 
-    Further arguments are those of the official client (``base_url``, ``api_key``, ``timeout``, ...); ``is_azure`` uses
+    Further arguments are passed to the official client (``base_url``, ``api_key``, ``timeout``, ...); ``is_azure`` uses
     its Azure class.
 
     ``is_chat_model`` selects the endpoint; None selects chat unless the name contains ``instruct``. A chat model
