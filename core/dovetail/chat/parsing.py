@@ -103,8 +103,8 @@ class OutputParsers:
             params = replace(params, stop_token_ids=(*params.stop_token_ids, end))
         if params.grammar is not None:
             raise RequestError(
-                "tools and a constraint on the answer (response_format, or another) cannot both hold; for an answer give "
-                "tool_choice: none",
+                "tools and a constraint on the answer (response_format, or another) cannot both hold; for an answer "
+                "give tool_choice: none",
                 param="tools",
             )
         constraint = parser.constraint(tools, self._offers)
@@ -120,8 +120,8 @@ class OutputParsers:
         until = self._tokenizer.token_to_id(gate.until) if gate.until else None
         if gate.until and until is None:
             raise GrammarError(
-                f"the constraint would begin after {gate.until!r}, which is not a token of this model, so its output cannot be "
-                "constrained",
+                f"the constraint would begin after {gate.until!r}, which is not a token of this model, so its output "
+                "cannot be constrained",
                 keyword="until",
             )
         return GrammarGate(
@@ -141,8 +141,9 @@ class OutputParsers:
         holders = self._control_tokens.get(code, [])
         if token is None or len(holders) != 1 or self._tokenizer.bytes_of(holders[0]) != char.encode():
             raise GrammarError(
-                f"this model's vocabulary has no single token for {mark!r}, or for the character U+{code:04X} that stands "
-                "for it in grammars: calls in its format cannot be enforced; give tool_choice: auto and no strict functions",
+                f"this model's vocabulary has no single token for {mark!r}, or for the character U+{code:04X} that "
+                "represents it in grammars, so calls in its format cannot be enforced; give tool_choice: auto and no "
+                "strict functions",
                 param="tools",
                 keyword="marks",
             )
@@ -178,8 +179,8 @@ def _joined(constraint: ToolConstraint, reasoning: ConstraintGate | None) -> Con
         return gate
     if gate.lead or gate.until:
         raise GrammarError(
-            "strict tools with tool_choice 'auto' cannot be enforced here for a model that reasons first; drop strict, or set "
-            "tool_choice to 'required'",
+            "strict tools with tool_choice 'auto' cannot be enforced here for a model that reasons first; drop "
+            "strict, or set tool_choice to 'required'",
             param="tools",
             keyword="strict",
         )

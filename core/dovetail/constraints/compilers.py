@@ -143,9 +143,9 @@ class ProcessCompiler:
         ``EngineError``."""
         if error.killed:
             return EngineError(
-                f"the processes that compile grammars were killed from outside ({error}), twice for this {spec.kind}: by an "
-                "operator, or by the system because it ran out of memory (lower `grammar.memory_mib` or `grammar.workers`); "
-                "retry later"
+                f"the processes that compile grammars were killed from outside ({error}), twice for this {spec.kind}: "
+                "by an operator, or by the system because it ran out of memory (lower `grammar.memory_mib` or "
+                "`grammar.workers`); retry later"
             )
         if not error.compiling:
             return EngineError(f"the grammar worker ended ({error}) before it could compile")

@@ -70,10 +70,10 @@ class Meter:
 
     def _excess(self, seconds: float) -> GrammarError:
         return GrammarError(
-            f"the masks of this {self._spec.kind} take too long with grammar backend {self._backend}: {1000 * seconds:.0f} ms "
-            f"for one, {self._tokens} tokens into the text; allowed: {1000 * self._budget.per_token:g} ms a token "
-            f"(`grammar.mask_ms`) and {1000 * self._budget.ahead:g} ms beyond that (`grammar.mask_burst_ms`). Make it smaller "
-            "or less ambiguous, or try another grammar_backend",
+            f"the masks of this {self._spec.kind} take too long with grammar backend {self._backend}: "
+            f"{1000 * seconds:.0f} ms for one, {self._tokens} tokens into the text; allowed: "
+            f"{1000 * self._budget.per_token:g} ms a token (`grammar.mask_ms`) and {1000 * self._budget.ahead:g} ms "
+            "beyond that (`grammar.mask_burst_ms`). Make it smaller or less ambiguous, or try another grammar_backend",
             param=self._spec.kind,
             keyword="size",
         )

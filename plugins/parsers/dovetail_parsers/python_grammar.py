@@ -246,9 +246,10 @@ class _Rules:
 
     def _refuse(self, keyword: str, why: str) -> GrammarError:
         return GrammarError(
-            f"the parameters of function {self._tool.name!r} have {keyword!r} ({why}), which cannot be enforced in Python "
-            "literals, the tool format 'pythonic'; it enforces types, enum, const, required, properties, items, anyOf, $ref "
-            "without recursion and bounds of lengths. Drop the keyword, or give tool_choice: auto and no strict functions",
+            f"the parameters of function {self._tool.name!r} have {keyword!r} ({why}), which the tool "
+            "format 'pythonic' (Python literals) cannot enforce; it can enforce types, enum, const, required, "
+            "properties, items, anyOf, $ref without recursion, and limits of lengths. Drop the keyword, or give tool_choice: auto "
+            "and no strict functions",
             param="tools",
             keyword=keyword,
         )

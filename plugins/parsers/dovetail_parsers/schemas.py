@@ -82,8 +82,8 @@ def require_feature(parser: str, offers: frozenset[Feature], feature: Feature, w
     ``instead`` describes what the client can do."""
     if feature not in offers:
         raise GrammarError(
-            f"{what} in the tool format {parser!r} cannot be enforced without a grammar backend that offers {feature}, and "
-            f"this server has none: {instead}",
+            f"{what} in the tool format {parser!r} cannot be enforced without a grammar backend that offers "
+            f"{feature}, and this server has none; {instead}",
             param="tools",
             keyword=feature.removeprefix("grammar."),
         )
