@@ -154,7 +154,7 @@ def test_what_cannot_be_checked_says_why(call, project, forked, tmp_path):
 def test_tests_that_are_installed_with_a_package_are_run(call, project, forked):
     info = project / "site" / "dovetail_checked_turn-0.dist-info"
     (info / "direct_url.json").unlink()
-    assert "brings no tests with it; give the folder of its source" in call("check", "dovetail-checked-turn")[2]
+    assert "contains no tests; give the folder of its source" in call("check", "dovetail-checked-turn")[2]
     (project / "site" / "dovetail_checked_turn_tests").mkdir()
     shipped = project / "site" / "dovetail_checked_turn_tests" / "test_turn.py"
     (project / "tests" / "test_checked_turn.py").rename(shipped)
