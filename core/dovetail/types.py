@@ -272,8 +272,8 @@ class SharedPrefixes:
 class Batch:
     """Describe the work of one step: rows of requests, extend rows first, then decode or verify rows.
 
-    The scheduler sets the first block of fields, except ``variant`` (set by the engine) and ``drafts`` (set by the
-    loop). ``Engine.launch`` sets the second and the third block, except ``hidden`` (set by the model). The docstring of
+    The scheduler sets the first block of fields (``drafts`` in ``Scheduler.attach``), except ``variant``, which the
+    engine sets. ``Engine.launch`` sets the second and the third block, except ``hidden`` (set by the model). The docstring of
     ``engine.runners.Runner.launch`` defines which of these fields are set when it returns. In an eager step,
     ``Inputs.prepare`` sets the second block. In a step that replays a CUDA graph, the tensors of both blocks are views
     of the graph's tensors.
@@ -289,7 +289,7 @@ class Batch:
     draft_limits: IntArray | None = None  # [rows] the most drafts of each row, for which pages are reserved; read-only
     shared: SharedPrefixes | None = None  # of a decode batch; None if there is nothing worth sharing
     variant: int = 0  # of a decode batch, set by the engine: the result of AttentionBackend.variant
-    drafts: DraftTree | None = None  # set by the loop from Drafter.propose
+    drafts: DraftTree | None = None  # set by Scheduler.attach to what Drafter.propose returned
     rows_version: int = 0  # batches with the same number have the same requests in the same rows; 0 means no number
 
     # set by Inputs.prepare or a graph (device tensors, int32 unless noted)

@@ -16,7 +16,7 @@ import torch
 from dovetail import LLM
 from dovetail.engine.captures import NEEDED_BEFORE_CAPTURE, NO_UPDATES, Staging
 from dovetail.engine.graphs import DecodeGraphs
-from dovetail.engine.runners import DecodeGraphRunner, EagerRunner, TokenSampler, VerifyGraphRunner
+from dovetail.engine.runners import DecodeGraphRunner, EagerRunner, EagerSampler, VerifyGraphRunner
 from dovetail.engine.sampler import Sampler
 from dovetail.engine.verify_graphs import VerifyGraphs, VerifySizes
 from dovetail.interfaces.attention import AttentionContext
@@ -88,7 +88,7 @@ def runners(engine, monkeypatch):
         monkeypatch.setattr(f"dovetail.engine.{module}.GraphRecorder", Replayed)
     monkeypatch.setattr("dovetail.engine.graphs.Staging", Unpinned)
     model, inputs, pool = engine.model, engine.inputs, engine.pool
-    sampler = TokenSampler(Sampler(engine.info.vocab_size, frozenset(), engine.device), inputs)
+    sampler = EagerSampler(Sampler(engine.info.vocab_size, frozenset(), engine.device), inputs)
     decode = DecodeGraphs(model, inputs, pool, attention(engine), ROWS, engine.context_len, False, WATCHED)
     sizes = VerifySizes(TOKENS, WIDTH, True, engine.context_len)
     verify = VerifyGraphs(model, inputs, pool, attention(engine), sizes, WATCHED)

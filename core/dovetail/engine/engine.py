@@ -19,7 +19,7 @@ from dovetail.engine.memory import budget_for
 from dovetail.engine.needs import GraphNeeds, captures_trees, measure_needs, verify_sizes
 from dovetail.engine.outputs import fetched, host_output
 from dovetail.engine.pieces import PiecewiseGraphs, launch_bound
-from dovetail.engine.runners import DecodeGraphRunner, EagerRunner, Launched, Runner, TokenSampler, VerifyGraphRunner
+from dovetail.engine.runners import DecodeGraphRunner, EagerRunner, EagerSampler, Launched, Runner, VerifyGraphRunner
 from dovetail.engine.sampler import Sampler
 from dovetail.engine.verify import compact
 from dovetail.engine.verify_graphs import VerifyGraphs
@@ -138,14 +138,14 @@ class Engine:
             self.graphs is not None and Feature.ATTN_VERIFY_GRAPH in resolved.attention_decode.spec.offers
         )
         self.pieces = self._build_pieces(config)
-        self._token_sampler = TokenSampler(self.sampler, self.inputs)
+        self._eager_sampler = EagerSampler(self.sampler, self.inputs)
         self.eager_runner = EagerRunner(
             self.model,
             self.inputs,
             self.pool,
             prefill,
             decode,
-            self._token_sampler,
+            self._eager_sampler,
             pieces=self.pieces,
             watched=self.watched,
             batch_invariant=self._batch_invariant,
@@ -156,9 +156,9 @@ class Engine:
         """Put the runner of verify steps first: the host waits for steps with drafts, which come one by one."""
         runners: list[Runner[Any]] = []
         if self.verify_graphs is not None:
-            runners.append(VerifyGraphRunner(self.verify_graphs, self._token_sampler))
+            runners.append(VerifyGraphRunner(self.verify_graphs, self._eager_sampler))
         if self.graphs is not None:
-            runners.append(DecodeGraphRunner(self.graphs, self._token_sampler))
+            runners.append(DecodeGraphRunner(self.graphs, self._eager_sampler))
         self.runners: tuple[Runner[Any], ...] = (*runners, self.eager_runner)
 
     def _build_graphs(self, config: Config, decode: AttentionBackend) -> DecodeGraphs:
@@ -253,7 +253,7 @@ class Engine:
         self.inputs.locate_updates(updates)
 
     def wait(self, batch: Batch, output: ForwardOutput) -> HostOutput:
-        """Return a step's output on the host. This is the only place where the host waits for the device."""
+        """Return a step's output on the host. This is the only place where the host waits for the output of a step."""
         if output.event is not None:
             output.event.synchronize()
             if self.verify_graphs is not None:

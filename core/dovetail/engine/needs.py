@@ -9,7 +9,7 @@ from dovetail.engine.build import as_module
 from dovetail.engine.captures import ladder
 from dovetail.engine.dry_run import dry_run
 from dovetail.engine.memory import Needs, measure_peak, module_bytes
-from dovetail.engine.pieces import ladder as token_ladder
+from dovetail.engine.pieces import token_ladder
 from dovetail.engine.verify_graphs import OWN_LOGITS, VerifySizes
 from dovetail.interfaces.features import Feature
 

@@ -42,7 +42,7 @@ def launch_bound(model: ModelArchitecture) -> int:
     return min(int(tokens) // 128 * 128, MOST_TOKENS)
 
 
-def ladder(max_tokens: int) -> list[int]:
+def token_ladder(max_tokens: int) -> list[int]:
     """Return the numbers of tokens to capture, up to and including ``max_tokens``."""
     sizes = [8, 16, 32, 48, 64, 96, 128, *range(192, 512, 64), *range(512, 1024, 128), *range(1024, 1 << 14, 256)]
     return [size for size in sizes if size < max_tokens] + [max_tokens] if max_tokens else []
@@ -79,7 +79,7 @@ class PiecewiseGraphs:
         watch: tuple[int, ...] = (),
     ) -> None:
         """``watch`` is ``Batch.watch``."""
-        self.sizes = ladder(max_tokens)
+        self.sizes = token_ladder(max_tokens)
         self.seconds = 0.0  # spent on captures
         self._model, self._pool, self._watch = model, pool, watch
         info, device = model.info, pool.device

@@ -72,8 +72,8 @@ class Runner(ABC, Generic[G]):
         until the next sample."""
 
 
-class TokenSampler:
-    """Sample steps kernel by kernel, and keep their last tokens."""
+class EagerSampler:
+    """Sample steps kernel by kernel with a ``Sampler``, and keep their last tokens on the device for the next step."""
 
     def __init__(self, sampler: Sampler, inputs: Inputs) -> None:
         self.settings_of = sampler.settings_of
@@ -89,7 +89,7 @@ class TokenSampler:
 class DecodeGraphRunner(Runner["DecodeGraph"]):
     """Replay captured decode steps. Their sampler is replayed too, unless rows need more than filters and a random number."""
 
-    def __init__(self, graphs: DecodeGraphs, sampler: TokenSampler) -> None:
+    def __init__(self, graphs: DecodeGraphs, sampler: EagerSampler) -> None:
         self._graphs, self._sampler = graphs, sampler
         self._captures = CaptureOnDemand(graphs)
 
@@ -118,7 +118,7 @@ class VerifyGraphRunner(Runner["VerifyKey"]):
     """Replay captured steps of rows with drafts. Sampling and verification are replayed too, unless rows need more than filters and a
     random number."""
 
-    def __init__(self, graphs: VerifyGraphs, sampler: TokenSampler) -> None:
+    def __init__(self, graphs: VerifyGraphs, sampler: EagerSampler) -> None:
         self._graphs, self._sampler = graphs, sampler
         self._captures = CaptureOnDemand(graphs)
 
@@ -151,7 +151,7 @@ class EagerRunner(Runner[AttentionBackend]):
         pool: PagedKVPool,
         prefill: AttentionBackend,
         decode: AttentionBackend,
-        sampler: TokenSampler,
+        sampler: EagerSampler,
         *,
         pieces: PiecewiseGraphs | None = None,
         watched: tuple[int, ...] = (),

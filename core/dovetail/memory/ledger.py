@@ -142,6 +142,12 @@ class PageLedger:
         self.table.free_slot(req.slot)
         req.slot, req.num_pages, req.shared_pages, req.cache_handle = -1, 0, 0, None
 
+    def flush(self) -> int:
+        """Drop every cached prefix that is not locked, free its pages and return their number."""
+        pages = self.cache.reset()
+        self.allocator.free(pages)
+        return pages.shape[1]
+
     def _hold(self, req: Req, held: Match) -> None:
         self.cache.lock(held.handle)
         self.cache.unlock(req.cache_handle)

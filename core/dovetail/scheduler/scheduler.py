@@ -290,9 +290,7 @@ class Scheduler:
         """Empty the prefix cache and return the number of pages that this frees. No request may be running or
         waiting."""
         self.release_pins()
-        pages = self.ledger.cache.reset()
-        self.ledger.allocator.free(pages)
-        return pages.shape[1]
+        return self.ledger.flush()
 
     def _abort(self, reqs: list[Req], message: str) -> list[Answer]:
         for req in reqs:
