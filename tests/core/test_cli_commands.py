@@ -154,7 +154,7 @@ def test_traceback_on_request(cli):
 def test_refusals_of_explain_are_exit_status_2(cli, fakes):
     status, _, err = cli("explain", "--model", str(fakes.directory), "--assume", "cpu", "--set", "attention=fast")
     assert status == 2
-    assert "To mend it: pip install no-such-dist[fast]" in err
+    assert "To fix it: pip install no-such-dist[fast]" in err
 
 
 def test_serve_hands_over_config_and_registry(cli, monkeypatch):

@@ -39,7 +39,7 @@ def test_tree_drafter_with_attention_without_tree_mask_is_refused_with_the_small
         "speculative 'eagle' needs attention.tree_mask; attention.decode is 'chains', which offers attention.decode, "
         "attention.extend, attention.mixed, attention.verify"
     ) in text
-    fixes = text.partition("to mend it, set one of:")[2].split("\n  - ")[1:]
+    fixes = text.partition("to fix it, set one of:")[2].split("\n  - ")[1:]
     assert set(fixes) == {"attention: trees", "speculative: none", "speculative: ngram"}
     for fix in fixes:  # each of the changes resolves the conflict
         key, _, value = fix.partition(": ")
@@ -86,7 +86,7 @@ def test_unlikely_drafts_are_left_out_where_the_drafter_says_which_they_are(fake
     assert least(given) == 0.3, "no drafts, none of them unlikely"
     text = refusal(fakes, *specs, sets=["speculative=ngram", given])
     assert "scheduler.min_draft_probability needs draft.probs; speculative is 'ngram', which offers draft.chain" in text
-    fixes = text.partition("to mend it, set one of:")[2].split("\n  - ")[1:]
+    fixes = text.partition("to fix it, set one of:")[2].split("\n  - ")[1:]
     assert set(fixes) == {"scheduler.min_draft_probability: 0", "speculative: none", "speculative: eagle"}
     assert run(fakes, *specs, sets=["speculative=auto", given]).drafter.name == "eagle"
 
@@ -319,9 +319,9 @@ def test_batch_invariance_has_one_backend_for_both_phases(fakes):
         assert follows.attention_prefill.name == follows.attention_decode.name == "firm"
         assert follows.attention_prefill.config.split == follows.attention_decode.config.split == 2
     text = invariant_refusal(fakes, registry, "attention.prefill=firm", "attention.decode=solid")
-    assert "batch_invariant needs one attention backend, of the same settings, for both phases" in text
+    assert "batch_invariant needs one attention backend, with the same settings, for both phases" in text
     assert "attention.prefill is 'firm', attention.decode is 'solid'" in text
-    fixes = set(text.partition("to mend it, set one of:")[2].split("\n  - ")[1:])
+    fixes = set(text.partition("to fix it, set one of:")[2].split("\n  - ")[1:])
     assert fixes == {
         "batch_invariant: false",
         "attention: firm",

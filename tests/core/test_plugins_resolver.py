@@ -51,7 +51,7 @@ def test_explicit_choice_never_falls_back(fakes):
         "attention 'gone' (fakes-dist 1.0), at stage requires: needs no-such-dist>=2; no-such-dist is not installed"
         in text
     )
-    assert "To mend it: pip install no-such-dist" in text
+    assert "To fix it: pip install no-such-dist" in text
 
 
 def test_ordered_list_tries_in_order_and_records_why(fakes):
@@ -88,7 +88,7 @@ def test_wrong_api_version_is_refused_with_both_versions(fakes):
 @pytest.mark.parametrize(
     ("constraints", "sets", "machine", "message"),
     [
-        (Constraints(devices=("cuda",)), [], CPU, "allows device cuda; device is cpu. To mend it: device: cuda"),
+        (Constraints(devices=("cuda",)), [], CPU, "allows device cuda; device is cpu. To fix it: device: cuda"),
         (
             Constraints(min_compute_capability=(10, 0)),
             [],
@@ -105,20 +105,20 @@ def test_wrong_api_version_is_refused_with_both_versions(fakes):
             Constraints(page_sizes=(64, 128)),
             ["memory.page_size=16"],
             CPU,
-            "allows page_size 64, 128; page_size is 16. To mend it: memory.page_size: 64",
+            "allows page_size 64, 128; page_size is 16. To fix it: memory.page_size: 64",
         ),
         (Constraints(head_dims=(128, 256)), [], CPU, "allows head_dim 128, 256; head_dim is 64"),
         (
             Constraints(dtypes=("bfloat16",)),
             [],
             CPU,
-            "allows dtype bfloat16; dtype is float32. To mend it: model.dtype: bfloat16",
+            "allows dtype bfloat16; dtype is float32. To fix it: model.dtype: bfloat16",
         ),
         (
             Constraints(kv_dtypes=("float16",)),
             ["memory.kv_dtype=bfloat16"],
             CPU,
-            "allows kv_dtype float16; kv_dtype is bfloat16. To mend it: memory.kv_dtype: float16",
+            "allows kv_dtype float16; kv_dtype is bfloat16. To fix it: memory.kv_dtype: float16",
         ),
     ],
 )
@@ -137,7 +137,7 @@ def test_a_pool_of_8_bits_passes_over_who_does_not_read_it(fakes):
     assert resolved.attention_prefill.name == resolved.attention_decode.name == "reads"
     assert reasons(resolved, "attention.decode", "sixteen") == ["constraints.kv_dtype"]
     text = refusal(fakes, sixteen, reads, sets=[*sets, "attention=sixteen"], machine=H100)
-    assert "allows kv_dtype bfloat16; kv_dtype is fp8_e4m3. To mend it: memory.kv_dtype: bfloat16" in text
+    assert "allows kv_dtype bfloat16; kv_dtype is fp8_e4m3. To fix it: memory.kv_dtype: bfloat16" in text
     with pytest.raises(ConfigError, match=r"needs compute capability 8\.9.*fp8_e5m2"):
         run(fakes, reads, sets=sets, machine=Machine.assume("sm80"))
 

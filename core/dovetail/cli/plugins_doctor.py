@@ -55,7 +55,7 @@ def doctor(files: FileOptions = None, sets: Sets = None, as_json: Json = False) 
 def _print(findings: Iterable[Finding], registry: Registry) -> None:
     from dovetail.cli.tables import STATUS_STYLE, add, console, styled, table
 
-    grid = table("plugin or component", "status", "why", "to mend it")
+    grid = table("plugin or component", "status", "why", "to fix it")
     for finding in findings:
         add(grid, finding.what, styled(finding.status, STATUS_STYLE), finding.why, finding.fix)
     console().print(grid)

@@ -1,4 +1,4 @@
-"""Find plugins and choose components: everything becomes a plain object before the first step."""
+"""Find plugins and choose components, before the first step."""
 
 from dovetail.registry.hookspecs import ENTRY_POINT_GROUP, hookimpl
 from dovetail.registry.installed import PluginRecord, PluginStatus, RegisteredComponent, Registry

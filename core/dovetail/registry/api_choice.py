@@ -1,5 +1,5 @@
-"""Choose the components that run in the server's process, the APIs above all: those that config names, else all that are
-installed. There is no device and no model there."""
+"""Choose the components that run in the server's process, such as the APIs: those that config names, or all that are
+installed. The choice depends neither on a device nor on a model."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def choose_served(kind: ComponentKind, config: Config, registry: Registry) -> tuple[tuple[Chosen, ...], Resolution]:
-    """Return every component of ``kind`` that is served, in the order of config, else of their names. Raises
+    """Return every component of ``kind`` that is served, in the order of config or else by name. Raises
     ``ResolutionError`` if one that config names cannot be used."""
     section = registry.kinds[kind].section
     assert section is not None, "a kind whose components are served has a section"

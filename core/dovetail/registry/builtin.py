@@ -1,4 +1,4 @@
-"""Register the built-in kinds and features, through the hooks that a third party's plugin uses."""
+"""Register the built-in kinds and features, through the same hooks as a third party's plugin."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ from dovetail.registry.specs import KindDescriptor, Selects
 from dovetail.registry.stages import examine
 
 MOST_REORDERED = 4
-"""The length of a list up to which an error tries every other order of its components."""
+"""The length of the longest list for which an error tries every other order of its components."""
 
 Tuning = Mapping[str, str | Sequence[str]]
 Option = Candidate | tuple[Candidate, ...] | None
@@ -39,7 +39,7 @@ class Slot:
 
     @property
     def name(self) -> str:
-        """Return the slot's name: the kind, and for a kind with phases the phase too."""
+        """Return the slot's name: the kind and, if the kind has phases, the phase."""
         return self.request.slot
 
     def rule(self, chosen: Candidate | None) -> ChoiceRule:
@@ -51,7 +51,8 @@ class Slot:
         return ChoiceRule.ADJUSTED if self.adjusted else ChoiceRule.PRIORITY
 
     def options(self) -> list[Option]:
-        """Return what may be chosen, best first: candidates, and None if the slot may stay empty; of a list, tuples."""
+        """Return the options, best first: candidates, and None if the slot may stay empty. The options of a list are
+        tuples."""
         if self.descriptor.selects is Selects.LIST:
             return self._lists()
         if self.disabled:
@@ -67,7 +68,7 @@ class Slot:
         return [*usable, None] if self.optional else usable
 
     def others(self, chosen: object) -> list[Candidate]:
-        """Return the candidates that can be used besides ``chosen``, where the kind keeps them available."""
+        """Return the candidates that can be used in addition to ``chosen``, if the kind keeps them available."""
         if self.descriptor.selects is not Selects.ONE_AND_OTHERS or chosen is None:
             return []
         return [candidate for candidate in self.candidates if candidate.usable and candidate is not chosen]
@@ -80,8 +81,8 @@ class Slot:
         return [*(itertools.permutations(asked) if 1 < len(asked) <= MOST_REORDERED else ()), *longer]
 
     def _lists(self) -> list[Option]:
-        """Return the list of all candidates; where config does not name them, also lists with one candidate fewer,
-        and the empty one."""
+        """Return the list of all candidates. If config does not name them, also return the lists with one candidate
+        fewer, and the empty list."""
         if self.disabled:
             return [()]
         asked = [candidate for candidate in self.candidates if candidate.asked]
@@ -95,8 +96,8 @@ class Slot:
 def open_slot(
     request: ResolveRequest, selection: Selection, registry: Registry, *, optional: bool, tuning: Tuning
 ) -> Slot:
-    """Return the slot with its candidates. Each has passed the stages before features, or was rejected by one; then plugins may
-    adjust them. Raises ``PluginError``."""
+    """Return the slot with its candidates. Each candidate has passed the stages before features or was rejected by one
+    of them. Plugins may then adjust the candidates. Raises ``PluginError``."""
     preferred = tuned_names(tuning, request.slot)
     candidates = [
         Candidate(registry.get(request.kind, section.kind), section, asked=True) for section in selection.candidates

@@ -1,9 +1,9 @@
-"""Negotiate features jointly: components that work alone can be wrong together.
+"""Choose components jointly, because components that work separately may not fit together.
 
-A combination has one option for every variable: a candidate, several or None for each slot, and a value for each
-setting of the runtime that components may object to. ``violations`` applies every rule. ``search`` finds the first
-combination, in order of preference, that breaks no rule. ``repairs`` finds the smallest changes that make a broken one
-fit. The descriptors of the kinds define the slots and their rules.
+A combination has one option for every variable: one candidate, several candidates or None for each slot, and a value
+for each setting of the runtime that components may depend on. ``violations`` applies every rule. ``search`` finds the
+first combination, in order of preference, that breaks no rule. ``repairs`` finds the smallest changes after which a
+combination breaks no rule. The descriptors of the kinds define the slots and their rules.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ NEGOTIATED = (Selects.ONE, Selects.ONE_AND_OTHERS, Selects.LIST)
 """The ways to select components in which a kind takes part in the negotiation."""
 
 MOST_PAIRS = 6
-"""The number of pairs of changes that an error lists, at most."""
+"""The largest number of pairs of changes that an error lists."""
 
 Option = Candidate | tuple[Candidate, ...] | bool | float | None
 Combination = Mapping[str, Option]
@@ -35,8 +35,8 @@ Domains = Mapping[str, Sequence[Option]]
 
 @dataclass(frozen=True, slots=True)
 class Need:
-    """State that ``who`` needs ``feature`` of ``owner``: a slot, ``runtime``, ``kv`` or ``model``. ``why`` explains
-    a need that is implied."""
+    """Describe a need: ``who`` needs ``feature`` from ``owner``, which is a slot, ``runtime``, ``kv`` or ``model``.
+    ``why`` explains a need that no component states itself."""
 
     feature: Feature
     who: str
@@ -49,7 +49,7 @@ Rule = Callable[["Situation"], Iterable[Need | Reason]]
 
 @dataclass(frozen=True, slots=True)
 class Situation:
-    """Show a combination to the rules of a kind."""
+    """Provide a combination to the rules of a kind."""
 
     combo: Combination
     kinds: Kinds
@@ -64,11 +64,12 @@ class Situation:
         return next(iter(self.candidates(slot)), None)
 
     def needs(self, feature: Feature, who: str, why: str = "") -> Iterator[Need]:
-        """State that ``who`` needs a feature of each slot that must offer it."""
+        """Return the needs of ``who`` for a feature: one for each owner that must offer it."""
         return (Need(feature, who, owner, why) for owner in self.owners(feature))
 
     def owners(self, feature: str, phases: tuple[str, ...] = ()) -> tuple[str, ...]:
-        """Return who must offer a feature: slots, or a side such as ``runtime``. ``phases`` replace those of its descriptor."""
+        """Return the owners that must offer a feature: slots, or a namespace such as ``runtime``. ``phases`` replaces
+        the phases of the feature's descriptor."""
         described = self.kinds.features.get(feature) or FeatureDescriptor(feature, "")
         kind = self.kinds.owner(described.namespace)
         if kind is None:
@@ -89,7 +90,8 @@ class Negotiation:
     _offered: dict[int, frozenset[Feature]] = field(default_factory=dict, repr=False)
 
     def violations(self, combo: Combination) -> list[Reason]:
-        """Return every need that its owner does not meet, and every conflict. Empty: the components fit together."""
+        """Return a reason for every need that its owner does not meet and for every conflict. If there is none, the
+        components fit together."""
         situation = Situation(combo, self.kinds, self.model)
         broken: dict[tuple[Feature, str, str], Need] = {}
         conflicts: list[Reason] = []
@@ -101,7 +103,8 @@ class Negotiation:
         return [*(self._reason(need, combo) for need in broken.values()), *conflicts]
 
     def search(self, domains: Domains) -> Combination | None:
-        """Return the first combination that breaks no rule; earlier variables and earlier options are preferred."""
+        """Return the first combination that breaks no rule, or None. Earlier variables and earlier options are
+        preferred."""
         return next((combo for combo in self._combinations(domains) if not self.violations(combo)), None)
 
     def closest(self, domains: Domains) -> Combination:
@@ -109,8 +112,8 @@ class Negotiation:
         return min(self._combinations(domains), key=lambda combo: len(self.violations(combo)))
 
     def repairs(self, combo: Combination, alternatives: Domains) -> list[str]:
-        """Return the smallest changes that make ``combo`` fit, as ``key: value``: every single setting that does; if none does,
-        pairs of them, ``key: value and key: value``."""
+        """Return the smallest changes after which ``combo`` breaks no rule: every single setting (``key: value``), or,
+        if none suffices, pairs of them (``key: value and key: value``)."""
         single = list(self._changes(combo, alternatives))
         for size in (1, 2):
             found = [
@@ -196,13 +199,13 @@ def negotiated(kinds: Kinds) -> list[KindDescriptor]:
 
 
 def searched(kinds: Kinds) -> list[str]:
-    """Return the slots of those kinds, in the order in which the search prefers to keep them."""
+    """Return the slots of these kinds. The search changes the components of later slots first."""
     in_order = sorted(negotiated(kinds), key=lambda descriptor: descriptor.search_order)
     return [slot for descriptor in in_order for slot in descriptor.slots]
 
 
 def candidates_of(option: Option) -> tuple[Candidate, ...]:
-    """Return the candidates of an option. The value of a setting has none, and neither has None."""
+    """Return the candidates of an option. There are none in the value of a setting and in None."""
     if isinstance(option, tuple):
         return option
     return (option,) if isinstance(option, Candidate) else ()
@@ -219,8 +222,8 @@ def show(option: Option) -> str:
 
 
 def runtime_offers(overlap: bool) -> frozenset[Feature]:
-    """Return what the runtime can do. With overlap, a step is committed after the next one was launched, except for
-    steps with drafts, before which the host knows every token."""
+    """Return the features that the runtime offers. With overlap, a step is committed after the next step was launched,
+    except before steps with drafts, for which the host must know every token."""
     always = frozenset({Feature.RUNTIME_DELAYED_MASK})
     return always | {Feature.RUNTIME_OVERLAP} if overlap else always
 

@@ -34,12 +34,12 @@ def register_kinds() -> Sequence[KindDescriptor]:  # type: ignore[empty-body]
 
 @hookspec
 def register_features() -> Sequence[FeatureDescriptor]:  # type: ignore[empty-body]
-    """Return the features that the plugin adds, in the namespaces of its own kinds or of others."""
+    """Return the features that the plugin adds, in the namespaces of its own kinds or of other kinds."""
 
 
 @hookspec
 def register_components() -> Sequence[ComponentSpec]:  # type: ignore[empty-body]
-    """Return the components that the plugin brings, of any kinds."""
+    """Return the components that the plugin adds. They may be of any kind."""
 
 
 @hookspec
@@ -56,22 +56,22 @@ def on_resolved(resolved: Resolved) -> None:
 def on_prompt(prompt: PromptDraft, parts: Mapping[str, Sequence[Any]]) -> None:
     """Change a prompt before it is tokenized, by assigning to ``prompt``; raise ``RequestError`` to refuse the request.
 
-    Called once for each prompt that is given as text, those of embeddings and scores included, and for each chat. The
-    call happens where prompts are tokenized: in the process of an ``LLM``, or in that of the server, which handles long
-    prompts on other threads. ``parts`` holds, by kind, the components of every kind with ``for_prompts`` that config
+    Called once for each prompt that is given as text, including prompts of embeddings and scores, and for each chat.
+    The call happens where prompts are tokenized: in the process of an ``LLM``, or in the server's process, which
+    handles long prompts on other threads. ``parts`` maps each kind with ``for_prompts`` to the components that config
     selects.
     """
 
 
 @hookspec
 def on_engine_start(info: dict[str, Any]) -> None:
-    """Run when the engine of a server or an ``LLM`` can take requests. ``info`` is what /server_info shows as
-    ``engine``."""
+    """Run when the engine of a server or an ``LLM`` is ready for requests. ``info`` is the entry ``engine`` of
+    /server_info."""
 
 
 @hookspec
 def on_engine_stop() -> None:
-    """Run when the engine takes no more requests and is about to be freed. Not called if the engine failed."""
+    """Run when the engine accepts no more requests and is about to be freed. Not called if the engine failed."""
 
 
 @hookspec

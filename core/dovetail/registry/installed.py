@@ -1,4 +1,4 @@
-"""Hold what is installed: every plugin with its status, every component with its origin."""
+"""Hold the installed plugins with their status, and the installed components with their origin."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from dovetail.registry.targets import load_attribute
 
 
 class PluginStatus(enum.StrEnum):
-    """Say how loading a plugin ended."""
+    """Enumerate how loading a plugin can end."""
 
     LOADED = "loaded"
     BLOCKED = "blocked"
@@ -29,8 +29,8 @@ class PluginStatus(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class PluginRecord:
-    """Describe one entry point: where it comes from and how loading it ended. ``reason`` says why it did not load,
-    ``fix`` what to do about it, and ``traceback`` is the plugin's own."""
+    """Describe one entry point: where it comes from and how loading it ended. If it did not load, ``reason`` is the
+    reason, ``fix`` is what to do about it, and ``traceback`` is the traceback of the plugin's exception."""
 
     name: str
     distribution: str
@@ -45,8 +45,8 @@ class PluginRecord:
 
 @dataclass(frozen=True, slots=True)
 class RegisteredComponent:
-    """Hold a component and where it comes from. ``descriptor`` is that of its kind. ``incompatible`` says why its
-    interface version cannot be used."""
+    """Hold a component and where it comes from. ``descriptor`` describes its kind. ``incompatible`` is the reason why
+    its interface version cannot be used, or None."""
 
     spec: ComponentSpec
     distribution: str

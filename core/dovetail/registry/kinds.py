@@ -19,8 +19,7 @@ from dovetail.registry.specs import ComponentKind, KindDescriptor, RuntimeNeed, 
 from dovetail.registry.targets import TARGET
 
 SIDES = ("runtime", "kv", "model")
-"""The namespaces of features that components do not offer in their specs: those of the runtime, the KV pool and the
-model."""
+"""The namespaces of the features that the runtime, the KV pool and the model offer, and not the specs of components."""
 
 NAME = re.compile(r"[a-z][a-z0-9_]*")
 """The form of the name of a kind, a namespace or a component."""
@@ -73,7 +72,8 @@ class Kinds:
         return self._kind_of.get(namespace)
 
     def add(self, kinds: Iterable[KindDescriptor], features: Iterable[FeatureDescriptor], owner: str) -> None:
-        """Register what the plugin ``owner`` brings. Raises ``PluginLoadError``, and then registers nothing."""
+        """Register the kinds and features of the plugin ``owner``. If one of them is wrong, registers nothing and
+        raises ``PluginLoadError``."""
         kinds, features = tuple(kinds), tuple(features)
         faults = [
             *_type_faults(kinds, KindDescriptor, "register_kinds"),
@@ -93,7 +93,8 @@ class Kinds:
         return (str(descriptor.kind) for descriptor in kinds)
 
     def unknown_features(self, features: Iterable[str]) -> Iterator[str]:
-        """Yield, for each feature that is not registered, a text that lists those of its namespace."""
+        """Yield a text for each feature that is not registered, which lists the registered features of its
+        namespace."""
         for feature in sorted(set(features) - self._features.keys()):
             namespace = feature.partition(".")[0]
             known = [name for name in self._features if name.partition(".")[0] == namespace]

@@ -73,8 +73,8 @@ def _dist(entry: PluginEntry) -> str:
 
 @functools.lru_cache(64)
 def _about(dist: InstalledDistribution) -> tuple[str, str]:
-    """Return name and version of what is installed. Both are read often, and each time its metadata would be parsed
-    again."""
+    """Return the name and the version of a distribution. They are cached, because they are read often and the metadata
+    would be parsed each time."""
     return dist.name, dist.version
 
 
@@ -84,7 +84,7 @@ def _is_named(name: str, distribution: str, names: Iterable[str]) -> bool:
 
 
 def normal(name: str) -> str:
-    """Return the form of a distribution's or plugin's name in which names are compared."""
+    """Return the name of a distribution or plugin in the form in which names are compared."""
     return name.lower().replace("_", "-").replace(".", "-")
 
 
@@ -122,7 +122,7 @@ def _blocked(entry: PluginEntry, policy: PluginsSection) -> str | None:
 
 @dataclass(slots=True)
 class _Plugin:
-    """Hold one entry point while it loads: its module, or the record of why there is none."""
+    """Hold one entry point while it loads: its module, or the record that explains why it has none."""
 
     entry: PluginEntry
     module: Any = None
@@ -325,7 +325,7 @@ def _by_name(components: Sequence[RegisteredComponent]) -> dict[str, dict[str, R
 
 
 def _sole_claimant(claimants: Sequence[RegisteredComponent]) -> RegisteredComponent:
-    """Return the claimant that no other replaces. Raises ``DuplicateComponentError``."""
+    """Return the component that no other component replaces. Raises ``DuplicateComponentError``."""
     replaced = {normal(c.spec.replace) for c in claimants if c.spec.replace}
     left = [c for c in claimants if normal(c.distribution) not in replaced]
     if len(left) == 1:
@@ -334,5 +334,5 @@ def _sole_claimant(claimants: Sequence[RegisteredComponent]) -> RegisteredCompon
     sides = " and ".join(f"plugin {c.plugin!r} of {c.distribution} {c.version}" for c in claimants)
     raise DuplicateComponentError(
         f"{spec.kind} {spec.name!r} is claimed by {sides}; deny one of them (plugins.deny: [{claimants[-1].plugin}]), or "
-        f'let the spec that should win say replace="{claimants[0].distribution}"'
+        f'set replace="{claimants[0].distribution}" in the spec that should be used'
     )

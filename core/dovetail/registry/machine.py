@@ -21,8 +21,8 @@ class Machine:
 
     @classmethod
     def detect(cls, setting: str = "auto") -> Machine:
-        """Return the device that config's ``device`` means here. Imports torch. Raises ``ConfigError`` if it does
-        not exist."""
+        """Return the device of this machine that the setting ``device`` selects. Imports torch. Raises ``ConfigError``
+        if it does not exist."""
         import torch
 
         if setting == "cpu" or (setting == "auto" and not torch.cuda.is_available()):

@@ -1,7 +1,7 @@
-"""Keep what ``dovetail ab --write-tuning`` has measured on this machine, in a file of the user's; ``auto`` prefers the
-winners.
+"""Store the results that ``dovetail ab --write-tuning`` has measured on this machine, in a file of the user. ``auto``
+prefers the winners.
 
-A record says which of two components was faster in one slot. It counts only while everything that it depends on is
+A record states which of two components was faster in one slot. It applies only while everything that it depends on is
 unchanged: the device, the model and its dtypes, and the exact versions of both components. Every other record is passed
 over, with the reason.
 """
@@ -29,7 +29,7 @@ FILE_NAME = "tuning.json"
 
 
 class MeasuredPart(BaseModel):
-    """Name a component as it was measured."""
+    """Identify a component that was measured."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -42,9 +42,9 @@ class MeasuredPart(BaseModel):
 
 
 class MeasuredRecord(BaseModel):
-    """Record that ``winner`` was ``ratio`` times as fast as ``loser`` by ``metric``, between ``low`` and ``high``,
-    on ``workload`` (its name, and its ``shape`` in words), at ``measured`` (ISO). ``device`` and ``model`` are those
-    of ``device_key`` and ``model_key``."""
+    """Record that ``winner`` was ``ratio`` times as fast as ``loser`` by ``metric``, between ``low`` and ``high``, on
+    ``workload`` (its name, and its ``shape`` in words), at ``measured`` (ISO). ``device`` and ``model`` are results of
+    ``device_key`` and ``model_key``."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -128,7 +128,7 @@ def _first(error: OSError | ValidationError) -> str:
 
 
 def add_records(file: Path, added: Iterable[MeasuredRecord]) -> None:
-    """Write records. They replace those that were there for the same slot, pair, device, model and workload."""
+    """Write records. They replace older records of the same slot, pair, device, model and workload."""
     new = list(added)
     asked = {_question(record) for record in new}
     kept = [record for record in read_records(file) if _question(record) not in asked]
@@ -146,8 +146,8 @@ def _question(record: MeasuredRecord) -> tuple[object, ...]:
 def sort_records(
     records: Iterable[MeasuredRecord], config: Config, registry: Registry, device: str, model: str
 ) -> tuple[list[MeasuredRecord], list[Unused]]:
-    """Return the records that count, those of ``tuning.workload`` first and then the newest, and the records that do
-    not."""
+    """Return the records that apply, those of ``tuning.workload`` first and then the newest, and the records that do
+    not apply."""
     used: list[MeasuredRecord] = []
     unused: list[Unused] = []
     for record in records:
@@ -185,12 +185,13 @@ def _objection(record: MeasuredRecord, registry: Registry, device: str, model: s
 
 
 def measured_part(component: RegisteredComponent) -> MeasuredPart:
-    """Return a component as records name it."""
+    """Return a component in the form in which records name it."""
     return MeasuredPart(name=component.spec.name, distribution=component.distribution, version=component.version)
 
 
 def device_key(machine: Machine) -> str:
-    """Return what records call a device: CUDA's name for it; of a CPU its model, and how many CPUs may be used."""
+    """Return the name of a device in records: its name in CUDA, or the model of the CPU and the number of CPUs that may
+    be used."""
     if machine.device_type != "cpu":
         return machine.device_name
     return "cpu" if machine.assumed else _processor()

@@ -1,4 +1,4 @@
-"""Choose the component that implements the checkpoint, and read what it says of the model."""
+"""Choose the component that implements the checkpoint, and let it describe the model."""
 
 from __future__ import annotations
 
@@ -29,7 +29,8 @@ from dovetail.registry.targets import load_attribute
 
 @dataclass(frozen=True, slots=True)
 class ModelChoice:
-    """Hold the model component, what it reads from the checkpoint, and the dtypes that follow."""
+    """Hold the model component, the facts that it has read from the checkpoint, and the dtypes that follow from
+    them."""
 
     directory: Path
     info: ModelInfo
@@ -79,7 +80,7 @@ def _components(
 
 
 def _describe(candidate: Candidate, checkpoint: dict[str, Any], config: Config, machine: Machine) -> ModelInfo | None:
-    """Take the candidate through its stages. Return the model's facts if it passed them all, else None."""
+    """Check the candidate at all its stages. Return the model's facts if it passed them, else None."""
     request = ResolveRequest(ComponentKind.MODEL, None, config, machine, None, "auto", "auto")
     if candidate.usable:
         examine(candidate, request)
@@ -102,8 +103,8 @@ def _describe(candidate: Candidate, checkpoint: dict[str, Any], config: Config, 
 
 
 def _dtypes(config: Config, machine: Machine, info: ModelInfo) -> tuple[str, str]:
-    """Return the dtype of weights and activations, and that of the KV pool. ``auto`` is the checkpoint's on CUDA,
-    float32 on CPU."""
+    """Return the dtype of weights and activations, and the dtype of the KV pool. By default the first is the
+    checkpoint's on CUDA and float32 on a CPU, and the second equals the first."""
     default = info.dtype if machine.device_type == "cuda" else "float32"
     dtype = default if config.model.dtype == "auto" else config.model.dtype
     return dtype, dtype if config.memory.kv_dtype == "auto" else config.memory.kv_dtype

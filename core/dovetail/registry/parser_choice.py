@@ -1,5 +1,4 @@
-"""Choose the parsers that read the model's outputs: those that config names, else those for which its chat template
-was written."""
+"""Choose the parsers of the model's outputs: those that config names, or those that match the model's chat template."""
 
 from __future__ import annotations
 
@@ -39,7 +38,8 @@ Parsers = Mapping[ComponentKind, ParserChoice]
 
 
 def choose_parsers(config: Config, registry: Registry, machine: Machine, model: ModelChoice) -> Parsers:
-    """Return the parsers for the model. Raises ``ResolutionError`` if none of those that config names can be used."""
+    """Return the parsers for the model. Raises ``ResolutionError`` if config names parsers and none of them can be
+    used."""
     template = _template(config, model)
     choices: dict[ComponentKind, ParserChoice] = {}
     for descriptor in registry.kinds.in_order:
@@ -57,7 +57,7 @@ def choose_parsers(config: Config, registry: Registry, machine: Machine, model: 
 
 
 def _template(config: Config, model: ModelChoice) -> str | None:
-    """Return the source of the chat template that is given tools."""
+    """Return the source of the chat template that is used with tools."""
     from dovetail.tokenizer.chat_template import read_tool_template
 
     own = config.model.tokenizer
@@ -71,13 +71,13 @@ def _read_template(slot: Slot, template: str | None) -> None:
         pattern = candidate.spec.template
         if not candidate.usable or (pattern and template is not None and re.search(pattern, template)):
             continue
-        expected = f"auto takes it where the chat template matches {pattern!r}" if pattern else "taken by name only"
+        expected = f"auto takes it if the chat template matches {pattern!r}" if pattern else "taken by name only"
         fix = f"{slot.name}: {candidate.spec.name}, if the model writes this format"
         candidate.reject(Stage.CONSTRAINTS, Reason("constraints.template", expected, got, fix))
 
 
 def _first(slot: Slot, config: Config) -> Candidate | None:
-    """Return the first candidate that can be used, its own probe included."""
+    """Return the first candidate that can be used and whose probe succeeds."""
     for candidate in slot.options():
         assert not isinstance(candidate, tuple)
         if candidate is not None and candidate.spec.probe and not slot.request.machine.assumed:
@@ -91,7 +91,7 @@ def _first(slot: Slot, config: Config) -> Candidate | None:
 def _choice(slot: Slot, chosen: Candidate | None, template: str | None) -> ParserChoice:
     note = "the chat template uses its format" if chosen is not None and not slot.explicit else ""
     if chosen is None:
-        given = "the chat template has the marks of none" if template is not None else "the model has no chat template"
+        given = "the chat template matches none" if template is not None else "the model has no chat template"
         note = "switched off by config" if slot.disabled else given
     for candidate in slot.candidates:
         if candidate is chosen:

@@ -1,4 +1,4 @@
-"""Keep what ``dovetail plugins check`` has found, for ``plugins show``: one report per distribution, as JSON and as
+"""Store the results of ``dovetail plugins check`` for ``plugins show``: one report per distribution, as JSON and as
 text, in ``$XDG_DATA_HOME/dovetail/checks`` (``~/.local/share/dovetail/checks``)."""
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ class _Record(BaseModel):
 
 
 class SuiteCase(_Record):
-    """Record one case of a suite. ``features`` are those that it proves if it passes; ``reason`` says why it did not
-    pass."""
+    """Record one case of a suite. ``features`` are the features that it proves if it passes; ``reason`` is the reason
+    why it did not pass."""
 
     name: str
     component: str
@@ -35,7 +35,8 @@ class SuiteCase(_Record):
 
 
 class Findings(_Record):
-    """Record a run of suites. ``machine`` describes where it ran, ``errors`` what could not be collected."""
+    """Record a run of suites. ``machine`` describes the machine on which it ran, ``errors`` the files that could not be
+    collected."""
 
     cases: tuple[SuiteCase, ...]
     errors: tuple[str, ...] = ()
@@ -88,7 +89,7 @@ class CheckReport(_Record):
         return bool(self.components) and judged and not self.errors
 
     def text(self) -> str:
-        """Return the report for a reader."""
+        """Return the report as text."""
         lines = [
             f"{self.distribution} {self.version}, checked {self.checked:%Y-%m-%d %H:%M} UTC in {self.seconds:.0f} s: "
             + ("passed" if self.passed else "not passed"),

@@ -1,4 +1,4 @@
-"""Record each choice: which candidates were considered, how far each came, and why."""
+"""Record each choice: the candidates that were considered, the stage that each reached, and the reasons."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class Stage(enum.StrEnum):
-    """Say how far a candidate came, in this order."""
+    """Enumerate the stages that a candidate passes, in this order."""
 
     INSTALLED = "installed"
     POLICY = "policy"
@@ -35,8 +35,8 @@ class Stage(enum.StrEnum):
 
 
 class CandidateVerdict(enum.StrEnum):
-    """Say what was decided about a candidate. ``passed over`` would fit, but another is preferred or named by
-    config. ``available`` is used in addition to the chosen one, by the requests that name it or need it."""
+    """Enumerate the decisions about a candidate. ``passed over``: it would fit, but another candidate is preferred or
+    named by config. ``available``: in addition to the chosen one, it serves the requests that name it or need it."""
 
     CHOSEN = "chosen"
     AVAILABLE = "available"
@@ -45,7 +45,7 @@ class CandidateVerdict(enum.StrEnum):
 
 
 class ChoiceRule(enum.StrEnum):
-    """Say why the chosen candidate was preferred."""
+    """Enumerate the reasons why the chosen candidate was preferred."""
 
     EXPLICIT = "explicit"
     TUNING = "tuning record"
@@ -55,7 +55,7 @@ class ChoiceRule(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Reason:
-    """State why a candidate was rejected: a stable ``code``, what was expected, what was found, and what would mend
+    """State why a candidate was rejected: a stable ``code``, what was expected, what was found, and what would fix
     it."""
 
     code: str
@@ -64,7 +64,7 @@ class Reason:
     fix: str = ""
 
     def __str__(self) -> str:
-        return f"{self.expected}; {self.got}" + (f". To mend it: {self.fix}" if self.fix else "")
+        return f"{self.expected}; {self.got}" + (f". To fix it: {self.fix}" if self.fix else "")
 
 
 @dataclass(eq=False, slots=True)
@@ -73,14 +73,14 @@ class Candidate:
 
     component: RegisteredComponent
     config: PluginConfig
-    asked: bool  # config names it, or leaves the choice to the resolver
+    asked: bool  # True if config names it, or leaves the choice to the resolver
     stage: Stage = Stage.INSTALLED
     verdict: CandidateVerdict = CandidateVerdict.PASSED_OVER
     reasons: list[Reason] = field(default_factory=list)
 
     @property
     def spec(self) -> ComponentSpec:
-        """Return what the component says about itself."""
+        """Return the spec of the component."""
         return self.component.spec
 
     @property
@@ -95,7 +95,7 @@ class Candidate:
         self.reasons += reasons
 
     def veto(self, reason: str) -> None:
-        """Reject the candidate, for ``adjust_candidates``, with the reason that ``dovetail explain`` shows."""
+        """Reject the candidate. Plugins call this in ``adjust_candidates``; ``dovetail explain`` shows the reason."""
         self.reject(Stage.POLICY, Reason("vetoed", "no plugin objects", reason))
 
     def to_json(self) -> dict[str, Any]:
@@ -113,9 +113,10 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True)
 class Resolution:
-    """Describe how one slot was filled. ``slot`` is the kind, for a kind with phases with the phase. ``chosen`` is
-    None if config switches an optional slot off, or leaves it open and nothing fits; ``note`` says which. ``unused``
-    are the user's tuning records of this slot that do not count, each with the reason."""
+    """Describe how one slot was filled. ``slot`` is the kind and, if the kind has phases, the phase
+    (``attention.decode``). ``chosen`` is None if config switches an optional slot off, or leaves it open and nothing
+    fits; ``note`` says which. ``unused`` are the user's tuning records of this slot that do not count, each with the
+    reason."""
 
     slot: str
     kind: ComponentKind
@@ -146,7 +147,7 @@ class Chosen:
 
     @property
     def spec(self) -> ComponentSpec:
-        """Return what the component says about itself."""
+        """Return the spec of the component."""
         return self.component.spec
 
     @property
@@ -174,7 +175,7 @@ class Chosen:
 
 @dataclass(frozen=True, slots=True)
 class ResolveRequest:
-    """Describe what candidates are judged against; hooks see it. ``phase`` is set for kinds with phases."""
+    """Describe what candidates are checked against. Hooks receive it too. ``phase`` is set for kinds with phases."""
 
     kind: ComponentKind
     phase: str | None
@@ -186,7 +187,7 @@ class ResolveRequest:
 
     @property
     def slot(self) -> str:
-        """Return the config key of the slot: the kind, and for a kind with phases the phase too."""
+        """Return the config key of the slot: the kind and, if the kind has phases, the phase."""
         return f"{self.kind}.{self.phase}" if self.phase else str(self.kind)
 
 
@@ -194,10 +195,10 @@ class ResolveRequest:
 class Resolved:
     """Hold every choice; nothing is built yet. ``config`` is new and concrete: no ``auto`` is left where a value is needed.
 
-    ``parts`` are the chosen components by slot, those of third-party kinds included. ``models`` are all model components that
-    can be used, for drafters that open a model of their own. ``runtime`` are the features of the runtime under this config. The
-    object does not cross process boundaries: another process resolves the same config again, with the same result on the same
-    machine.
+    ``parts`` are the chosen components by slot, including those of third-party kinds. ``models`` are all model
+    components that can be used, for drafters that open a separate model. ``runtime`` are the features of the runtime
+    under this config. The object does not cross process boundaries: another process resolves the same config again,
+    with the same result on the same machine.
     """
 
     config: Config
@@ -238,8 +239,8 @@ class Resolved:
 
     @property
     def grammars(self) -> tuple[Chosen, ...]:
-        """Return all grammar backends that requests may use, the default first. Those that config holds serve the
-        requests that name none."""
+        """Return all grammar backends that requests may use, the default first. The backends that ``config`` lists
+        serve the requests that name none."""
         return self.parts[ComponentKind.GRAMMAR]
 
     @property
@@ -264,7 +265,7 @@ class Resolved:
 
     @property
     def apis(self) -> tuple[Chosen, ...]:
-        """Return the protocols that a server serves."""
+        """Return the APIs that a server serves."""
         return self.parts[ComponentKind.API]
 
     @property
@@ -330,8 +331,8 @@ def _chosen_json(chosen: Chosen | None) -> dict[str, Any] | None:
 
 
 def reported(resolved: Mapping[str, Any], kind: str, config: Config, registry: Registry) -> tuple[Chosen, ...]:
-    """Return the components of a kind that another process has chosen, by its ``Resolved.to_json``, with their settings in
-    ``config``. Raises ``PluginError``."""
+    """Return the components of a kind that another process has chosen, with their settings in ``config``. ``resolved``
+    is the other process's ``Resolved.to_json``. Raises ``PluginError``."""
     one, several = resolved["chosen"].get(kind), resolved["lists"].get(kind, ())
     names = [part["name"] for part in ([one] if one is not None else several)]
     section = registry.kinds[kind].section

@@ -1,8 +1,8 @@
-"""Choose every component: what config names, then a measured tuning record, then priority, then name; and all of them
-jointly.
+"""Choose every component, all of them jointly. A component that config names comes first, then one that a tuning record
+prefers, then the component of the highest priority, then the first by name.
 
 A component that config names is never replaced by another: it is used, or startup stops with the reason and the
-smallest change that mends it.
+smallest change that would fix it.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from dovetail.registry.tuning import Tuned, record_for, tuned_for
 
 Slots = Mapping[str, Slot]
 FP8_E4M3 = (8, 9)
-"""The compute capability from which on CUDA devices convert to that dtype."""
+"""The lowest compute capability of CUDA devices that convert to fp8_e4m3."""
 INVARIANT = ((9, 0),)
 """The compute capabilities of the CUDA devices on which ``batch_invariant`` has been shown to hold."""
 INVARIANT_DTYPES = ("bfloat16", "float16")
@@ -75,7 +75,7 @@ def resolve(config: Config, registry: Registry, machine: Machine, *, tuning: Tun
 
 def _tuned(config: Config, registry: Registry, machine: Machine, model: ModelChoice, given: Tuning | None) -> Tuned:
     if config.batch_invariant:
-        return Tuned({})  # what was measured are kernels that it does not take
+        return Tuned({})  # the records were measured with other kernels
     if given is not None:
         return Tuned({slot: tuned_names(given, slot) for slot in given})
     return tuned_for(config, registry, machine, model.info, model.dtype, model.kv_dtype)
@@ -99,8 +99,8 @@ def _open_slots(
 
 
 def _selections(config: Config, descriptor: KindDescriptor, section: KindSection) -> dict[str | None, Selection]:
-    """Return what config selects, by phase. Where all phases must have one component, what config says of one phase also holds
-    for those that it leaves open."""
+    """Return the selections of config by phase. If all phases must have the same component, a selection for one phase
+    also applies to the phases that config leaves open."""
     given = config.selection(section)
     if isinstance(given, Selection):
         return {None: given}
@@ -118,7 +118,8 @@ def _one_for_all_phases(config: Config, descriptor: KindDescriptor) -> bool:
 
 
 def _search(slots: Slots, config: Config, machine: Machine, negotiation: fit.Negotiation) -> fit.Combination:
-    """Return the best combination that fits and whose own probes agree. Probes run only for what is about to be chosen."""
+    """Return the most preferred combination that fits and whose probes succeed. Only components that are about to be
+    chosen are probed."""
     while True:
         _refuse_empty(slots)
         domains = _domains(slots, config, machine)
@@ -154,7 +155,7 @@ def _lags(config: Config, machine: Machine) -> list[bool]:
 
 
 def _check_kv_dtype(kv_dtype: str, machine: Machine) -> None:
-    """Check that the device converts to the pool's dtype, which the kernels that write the pool need whatever the
+    """Check that the device can convert to the pool's dtype. The kernels that write the pool need this with every
     attention backend. Raises ``ConfigError``."""
     have = machine.compute_capability
     if kv_dtype == "fp8_e4m3" and have is not None and have < FP8_E4M3:
@@ -165,8 +166,8 @@ def _check_kv_dtype(kv_dtype: str, machine: Machine) -> None:
 
 
 def _check_batch_invariant(config: Config, machine: Machine, dtype: str) -> None:
-    """Refuse ``batch_invariant`` on devices on which its kernels were not compared bit by bit: they fix the order of
-    sums. Raises ``ConfigError``."""
+    """Refuse ``batch_invariant`` on devices on which the results of its kernels were not compared bit by bit, and for
+    other dtypes. Raises ``ConfigError``."""
     have = machine.compute_capability
     if config.batch_invariant and have not in INVARIANT:
         allowed = ", ".join(".".join(map(str, capability)) for capability in INVARIANT)
@@ -190,8 +191,8 @@ def _check(config: Config, slots: Slots, combo: fit.Combination, kinds: Kinds) -
 
 
 def _graphs(config: Config, machine: Machine) -> list[bool]:
-    """Return the values that ``graphs.decode`` may take, best first. Raises ``ConfigError`` for graphs on a device
-    that captures none."""
+    """Return the values that ``graphs.decode`` may take, best first. Raises ``ConfigError`` for graphs on a device that
+    cannot capture them."""
     if config.graphs.decode is True and machine.device_type != "cuda":
         raise ConfigError(f"graphs.decode is true and device is {machine.device}; allowed there: auto, false")
     if config.graphs.piecewise_tokens and machine.device_type != "cuda":
@@ -205,8 +206,8 @@ def _graphs(config: Config, machine: Machine) -> list[bool]:
 
 
 def _refuse_empty(slots: Slots) -> None:
-    """Raise ``ResolutionError`` for all slots at once that config names or the engine needs and for which no
-    candidate is left."""
+    """Raise one ``ResolutionError`` for all slots that must be filled, because config names a component or the engine
+    needs one, and for which no candidate is left."""
     empty: dict[tuple[str, ...], list[str]] = {}
     for slot in slots.values():
         if not slot.options():
@@ -250,9 +251,9 @@ def _misfit(slots: Slots, domains: fit.Domains, negotiation: fit.Negotiation) ->
     lines += [f"  - {reason}" for reason in negotiation.violations(combo)]
     changes = negotiation.repairs(combo, alternatives)
     lines.append(
-        "to mend it, set one of:"
+        "to fix it, set one of:"
         if changes
-        else "no change of one or two settings mends this; `dovetail plugins` lists what else there is"
+        else "no change of one or two settings fixes this; `dovetail plugins list` shows the other components"
     )
     lines += [f"  - {change}" for change in changes]
     return ResolutionError("\n".join(lines))
@@ -283,7 +284,7 @@ def _in_place(slot: Slot, combo: fit.Combination, candidate: Candidate) -> fit.O
 
 
 def _filled(slot: Slot) -> tuple[str, ...]:
-    """Return the slots that a candidate for ``slot`` would fill: all phases, where they must have one component."""
+    """Return the slots that a candidate for ``slot`` would fill: all phases, if they must have the same component."""
     return slot.descriptor.slots if _one_for_all_phases(slot.request.config, slot.descriptor) else (slot.name,)
 
 
@@ -354,8 +355,8 @@ def _concrete(
     overlap: bool,
     graphs: bool,
 ) -> Config:
-    """Return a new config in which nothing is left open that the engine would have to guess. ``named`` holds, by slot, the
-    settings of the components that serve without being named by a request."""
+    """Return a new config that leaves no choice to the engine. ``named`` holds, by slot, the settings of the components
+    that serve requests that name none."""
     section = config.model.model_copy(
         update={
             "arch": model.candidate.spec.name,
@@ -405,7 +406,7 @@ def _context_len(config: Config, model: ModelChoice) -> int:
     given, own = config.model.context_len, model.info.context_len
     if given is not None and given > own:
         raise ConfigError(
-            f"model.context_len is {given}; allowed: at most {own}, what config.json says. A model that is known to reach "
-            "further takes model.overrides: {max_position_embeddings: ...}"
+            f"model.context_len is {given}; allowed: at most {own}, the limit in config.json. For a model that is known to reach "
+            "further, set model.overrides: {max_position_embeddings: ...}"
         )
     return given or own

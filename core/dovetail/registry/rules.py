@@ -1,4 +1,4 @@
-"""State the rules of the built-in kinds that their descriptors name: what components imply, and what they exclude."""
+"""Define the rules and checks of the built-in kinds, which their descriptors name."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ POLICY, GRAMMAR, DRAFTER = ComponentKind.POLICY, ComponentKind.GRAMMAR, Componen
 
 
 def attention(situation: Situation) -> Iterator[Reason]:
-    """Require one backend for both phases with ``batch_invariant``: another one gives a token other bits in another
-    step, although each is invariant by itself."""
+    """Require one backend for both phases with ``batch_invariant``, because two backends give a token different bits
+    even if each of them is invariant."""
     prefill, decode = situation.candidate(PREFILL), situation.candidate(DECODE)
     if not situation.combo[BATCH_INVARIANT] or prefill is None or decode is None:
         return
     if _identity(prefill) != _identity(decode):
         yield Reason(
             "batch_invariant.attention",
-            f"{BATCH_INVARIANT} needs one attention backend, of the same settings, for both phases (what decode steps have "
+            f"{BATCH_INVARIANT} needs one attention backend, with the same settings, for both phases (what decode steps have "
             "computed, a prompt may compute again)",
             f"{PREFILL} is {_settings(prefill)}, {DECODE} is {_settings(decode)}",
         )
@@ -43,7 +43,7 @@ def _settings(candidate: Candidate) -> str:
 
 
 def policy(situation: Situation) -> Iterator[Need]:
-    """Require of the cache that it reuses prefixes, if the policy orders requests by them."""
+    """Require a cache that reuses prefixes if the policy orders requests by cached prefixes."""
     chosen = situation.candidate(POLICY)
     if chosen is not None and Feature.POLICY_PREFIX_AWARE in chosen.spec.offers:
         why = "it orders requests by what the prefix cache holds"
@@ -51,7 +51,7 @@ def policy(situation: Situation) -> Iterator[Need]:
 
 
 def drafter(situation: Situation) -> Iterator[Need]:
-    """Require what verifies draft tokens and takes rejected ones back, in attention, KV and grammar."""
+    """Require the features of attention, KV and grammar that verify draft tokens and roll back rejected ones."""
     chosen = situation.candidate(DRAFTER)
     if chosen is None:
         return
@@ -67,13 +67,14 @@ def drafter(situation: Situation) -> Iterator[Need]:
     if CacheGroupKind.STATE in groups:
         yield from situation.needs(Feature.KV_STATE_ROLLBACK, who, "the model keeps recurrent state")
     if situation.candidate(GRAMMAR) is not None:
-        why = "rejected drafts are taken back from the grammar"
+        why = "rejected drafts are rolled back in the grammar"
         yield from situation.needs(Feature.GRAMMAR_ROLLBACK, who, why)
 
 
 def check_drafter(config: Config, slots: Mapping[str, Slot], combo: Combination) -> None:
-    """Refuse trees of drafts with ``batch_invariant`` unless a page holds one token: the keys of a node's ancestors
-    must follow each other as they do in a decode step, whatever lies between them. Raises ``ConfigError``."""
+    """Refuse trees of drafts with ``batch_invariant`` unless a page holds one token. Only then can the keys of a node's
+    ancestors follow each other as in a decode step, without the keys of other nodes between them. Raises
+    ``ConfigError``."""
     chosen = combo[DRAFTER]
     trees = isinstance(chosen, Candidate) and Feature.DRAFT_TREE in chosen.spec.offers
     if config.batch_invariant and trees and config.memory.page_size != 1:
@@ -85,8 +86,8 @@ def check_drafter(config: Config, slots: Mapping[str, Slot], combo: Combination)
 
 
 def check_grammar(config: Config, slots: Mapping[str, Slot], combo: Combination) -> None:
-    """Refuse jump-forward without a backend that returns the forced text, and with a drafter, whose drafts would
-    stand where that text goes. Raises ``ConfigError``."""
+    """Refuse jump-forward if no backend in use returns the forced text, and with a drafter, whose drafts would take the
+    positions of that text. Raises ``ConfigError``."""
     if not config.grammar.jump_forward:
         return
     if combo[DRAFTER] is not None:

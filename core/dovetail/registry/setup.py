@@ -1,4 +1,4 @@
-"""Make a validated config and its registry from the sources, in the order that both need."""
+"""Build the registry and the validated config from the sources of settings."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ def setup(
     entries: Iterable[PluginEntry] | None = None,
     arguments: Mapping[str, Any] | None = None,
 ) -> tuple[Config, Registry]:
-    """Read the sources, load the plugins that they allow, then validate the rest with what those plugins brought.
+    """Read the sources, load the plugins that they allow, then validate the rest with the components of these plugins.
 
-    ``env`` is usually ``os.environ``; without it no variable counts. ``entries`` are the plugins to load instead of the
-    installed ones. ``arguments`` are sections given in Python, as they would stand in a file, and override every other
-    source. Raises ``ConfigError`` and ``PluginError``.
+    ``env`` is usually ``os.environ``; without it no variable is read. ``entries`` are the plugins to load instead of
+    the installed ones. ``arguments`` are sections given in Python, in the form of a config file, and override every
+    other source. Raises ``ConfigError`` and ``PluginError``.
     """
     raw = read(files, sets, env or {}, arguments)
     registry = load_plugins(plugins_section(raw), entries)

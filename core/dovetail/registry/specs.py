@@ -16,7 +16,7 @@ def _kind(name: str) -> ComponentKind:
 
 
 class ComponentKind(str):
-    """Name a kind of component. ``ComponentKind("prompt_rewriter")`` names a plugin's own."""
+    """Name a kind of component. ``ComponentKind("prompt_rewriter")`` names a kind that a plugin adds."""
 
     __slots__ = ()
 
@@ -32,7 +32,7 @@ class ComponentKind(str):
 
 
 class Selects(enum.StrEnum):
-    """Say how many components of a kind are in use, and who chooses them."""
+    """Enumerate how many components of a kind are in use, and how they are chosen."""
 
     ONE = "one"
     """The resolver chooses one that fits together with the other components."""
@@ -41,7 +41,7 @@ class Selects(enum.StrEnum):
     LIST = "list"
     """Every component that config names is used, in this order; with ``auto`` all that can be used, by priority."""
     SERVED = "served"
-    """As LIST, and chosen in the server's process, without a device and a model."""
+    """Like LIST, but chosen in the server's process, without a device and a model."""
     BY_TEMPLATE = "by template"
     """The model's chat template decides, by the specs' ``template``."""
     BY_CHECKPOINT = "by checkpoint"
@@ -52,8 +52,9 @@ class Selects(enum.StrEnum):
 class RuntimeNeed:
     """Describe a feature that the runtime needs of the components of a kind.
 
-    It is needed always, or only while the boolean setting ``when`` is on; and with ``if_model_needs``, only for models that
-    need that feature. ``phases`` are those whose component must offer it; empty: those of the feature's descriptor.
+    It is needed always, or only while the boolean setting ``when`` is on. With ``if_model_needs``, it is needed only
+    for models that need that feature. The components of ``phases`` must offer it; by default these are the phases of
+    the feature's descriptor.
     """
 
     feature: Feature
@@ -64,27 +65,32 @@ class RuntimeNeed:
 
 @dataclass(frozen=True, slots=True)
 class KindDescriptor:
-    """Describe a kind of component. Whatever the resolver, config, the CLI and the scaffold do with a kind, they read here.
+    """Describe a kind of component. The resolver, config, the CLI and the scaffold read here everything that differs
+    between kinds.
 
-    ``interface`` is the "module:attribute" of the class that components implement, ``api`` its version (major, minor): a
-    plugin built for another major version is incompatible, and so is one built for a newer minor version, which may call
-    what is missing here.
+    ``interface`` is the "module:attribute" of the class that components implement, ``api`` its version (major, minor):
+    a plugin built for another major version is incompatible, and so is one built for a newer minor version, which may
+    call functions that do not exist here.
 
-    ``section`` is the config section that selects components. Only the built-in kind of models has none: it is named at
-    ``named_at``, a key of another section. ``selects`` says how many components are in use, and who chooses them. With the
-    boolean setting ``one_for_all_phases``, the phases of a built-in kind's section have one component.
+    ``section`` is the config section that selects components. Only the built-in kind of models has none; its components
+    are named at ``named_at``, a key of another section. ``selects`` determines how many components are in use, and how
+    they are chosen. ``one_for_all_phases`` is the key of a boolean setting; while it is on, all phases of a built-in
+    kind's section have the same component.
 
-    ``namespaces`` are those of the features that the kind's components offer. ``runtime_needs`` lists what the runtime needs
-    of them. ``rules`` is the "module:function" of the kind's further rules: a function from a ``registry.fit.Situation`` to
-    ``Need`` and ``Reason``. ``check`` is the "module:function" that is called with the config, the slots by name and the chosen
-    combination, and raises ``ConfigError`` for settings that the chosen components cannot have.
+    ``namespaces`` are the namespaces of the features that the kind's components offer. ``runtime_needs`` lists the
+    features that the runtime needs from them. ``rules`` is the "module:function" of the kind's further rules: a
+    function that takes a ``registry.fit.Situation`` and yields ``Need`` and ``Reason``. ``check`` is the
+    "module:function" that is called with the config, the slots by name and the chosen combination, and raises
+    ``ConfigError`` for settings that the chosen components cannot have.
 
-    ``suite`` is the "module:attribute" of the conformance suite, and ``scaffold`` that of the ``scaffold.KindTemplate`` from
-    which ``dovetail plugins new`` writes a package; ``aliases`` are other words for the kind there.
+    ``suite`` is the "module:attribute" of the conformance suite, and ``scaffold`` the "module:attribute" of the
+    ``scaffold.KindTemplate`` from which ``dovetail plugins new`` writes a package; ``aliases`` are other names for the
+    kind in that command.
 
-    ``described`` kinds need a ``describe`` in their specs. ``light_target`` says that components run in the server's process,
-    so that importing one must cost as little as importing its config. Components of a kind with ``for_prompts`` are built where
-    prompts are tokenized, with a ``PromptContext``, and passed to the hook ``on_prompt``.
+    The specs of ``described`` kinds must have a ``describe``. Components of a kind with ``light_target`` run in the
+    server's process, so importing one must cost as little as importing its config. Components of a kind with
+    ``for_prompts`` are built where prompts are tokenized, with a ``PromptContext``, and passed to the hook
+    ``on_prompt``.
 
     ``order`` is the kind's place in resolutions and their explanation. In the search for components that fit together, the
     components of kinds with a lower ``search_order`` are given up last.
@@ -129,7 +135,7 @@ class KindDescriptor:
 
 
 class Stability(enum.StrEnum):
-    """Say how far a component has been proven."""
+    """Enumerate how far a component has been proven."""
 
     STABLE = "stable"
     BETA = "beta"
@@ -166,14 +172,15 @@ class Constraints:
 class ComponentSpec:
     """Describe one component. ``target``, ``config`` and ``describe`` are "module:attribute" and are imported only when needed.
 
-    ``target`` is the class that implements the kind's interface; ``config`` is a ``PluginConfig`` whose ``kind`` is a Literal
-    of ``name``. It is imported to validate config, so its module must be light. ``describe`` of a model is a function from
-    config.json (a dict) to ``ModelInfo``; ``aliases`` of a model are the ``architectures`` entries of config.json that it
-    implements. ``offers`` and ``needs`` are registered features. ``replace`` names a distribution whose component of the same
-    name this one overrides. ``probe`` is an optional "module:function" that returns None, or the reason why the component
-    cannot work here; it is called only for candidates that passed every other stage. Of the arguments ``section``, the
-    component's own config, and ``config``, the whole, it takes those that it needs. ``template`` of a parser is a regular
-    expression that is found in the chat templates of the models that write what the parser reads; ``auto`` chooses by it.
+    ``target`` is the class that implements the kind's interface; ``config`` is a ``PluginConfig`` whose ``kind`` is a
+    Literal of ``name``. This class is imported to validate config, so its module must be light. ``describe`` of a model
+    is a function from config.json (a dict) to ``ModelInfo``; ``aliases`` of a model are the ``architectures`` entries
+    of config.json that it implements. ``offers`` and ``needs`` are registered features. ``replace`` names a
+    distribution whose component of the same name this one overrides. ``probe`` is an optional "module:function" that
+    returns None, or the reason why the component cannot work here; it is called only for candidates that passed every
+    other stage. It may take the arguments ``section`` (the component's own config) and ``config`` (the whole config).
+    ``template`` of a parser is a regular expression that matches the chat templates of the models whose outputs the
+    parser reads; ``auto`` chooses by it.
     """
 
     kind: ComponentKind

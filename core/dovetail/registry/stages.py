@@ -1,5 +1,4 @@
-"""Check what a candidate must pass by itself: interface version, requirements, constraints, and at the very end its
-probe."""
+"""Check each candidate separately: its interface version, its requirements and constraints, and last its probe."""
 
 from __future__ import annotations
 
@@ -17,7 +16,7 @@ from dovetail.registry.targets import load_attribute
 
 
 def examine(candidate: Candidate, request: ResolveRequest) -> None:
-    """Take ``candidate`` through every stage except features and probe; stop at the first that rejects it."""
+    """Check ``candidate`` at every stage except features and probe, and stop at the first stage that rejects it."""
     component = candidate.component
     if component.incompatible:
         expected = "interface version " + ".".join(map(str, component.descriptor.api))
@@ -35,7 +34,7 @@ def examine(candidate: Candidate, request: ResolveRequest) -> None:
 
 
 def unmet(requirement: Requirement) -> Iterator[Reason]:
-    """Yield why a requirement is not met by what is installed, if it is not."""
+    """Yield the reason why the installed distributions do not meet a requirement, if they do not."""
     wanted = f"{requirement.distribution}{requirement.versions}"
     fix = requirement.install or f"pip install '{wanted}'"
     try:
@@ -85,7 +84,8 @@ def _capability(constraints: Constraints, request: ResolveRequest) -> Iterator[R
 
 
 def probe(candidate: Candidate, config: Config) -> None:
-    """Call the component's own probe, the last stage. A probe that raises rejects the component too."""
+    """Call the component's probe, which is the last stage. A probe that raises an exception rejects the component
+    too."""
     target = candidate.spec.probe
     assert target is not None
     candidate.stage = Stage.PROBE
@@ -98,4 +98,4 @@ def probe(candidate: Candidate, config: Config) -> None:
     except Exception as error:
         answer = f"{target} raised {type(error).__name__}: {error}"
     if answer is not None:
-        candidate.reject(Stage.PROBE, Reason("probe", "its own probe finds that it works here", str(answer)))
+        candidate.reject(Stage.PROBE, Reason("probe", "its probe must succeed", str(answer)))

@@ -1,8 +1,8 @@
-"""Find out which components were measured to be fastest: in records that ship with dovetail for some devices, and
-before these in the user's own (``registry.measured``). ``auto`` prefers them, and ``explain`` shows it.
+"""Find the components that were measured to be fastest. The user's own records (``registry.measured``) come first, then
+the records that ship with Dovetail for some devices. ``auto`` prefers them, and ``explain`` shows it.
 
-A shipped record is a JSON file in ``assets/tuning``. It holds ``device`` (the name CUDA gives it),
-``compute_capability``, ``measured`` (date and command), and for each slot the names, best first, with what was seen.
+A shipped record is a JSON file in ``assets/tuning``. It holds ``device`` (its name in CUDA), ``compute_capability``,
+``measured`` (date and command), and for each slot the names, best first, with a description of the results.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ FOLDER = Path(__file__).parent.parent / "assets" / "tuning"
 
 @dataclass(frozen=True, slots=True)
 class TuningRecord:
-    """Hold a shipped record. ``slots`` maps a slot (``attention.decode``) to names, best first; ``seen`` maps it to
-    what was measured, in words."""
+    """Hold a shipped record. ``slots`` maps a slot (``attention.decode``) to names, best first; ``seen`` maps it to a
+    description of the results."""
 
     device: str
     compute_capability: tuple[int, int]
@@ -49,8 +49,8 @@ class TuningRecord:
 
 @dataclass(frozen=True, slots=True)
 class Tuned:
-    """Hold all that was measured for one resolution. ``slots`` maps a slot to names, best first; ``own`` are the
-    user's records that count, ``unused`` those that do not."""
+    """Hold all tuning records for one resolution. ``slots`` maps a slot to names, best first; ``own`` are the user's
+    records that apply, ``unused`` the user's records that do not."""
 
     slots: Mapping[str, Sequence[str]] = field(default_factory=dict)
     shipped: TuningRecord | None = None
@@ -85,7 +85,7 @@ def record_for(machine: Machine) -> TuningRecord | None:
 def tuned_for(
     config: Config, registry: Registry, machine: Machine, info: ModelInfo, dtype: str, kv_dtype: str
 ) -> Tuned:
-    """Return what counts for this device and model. Raises ``ConfigError`` for a file of records that cannot be
+    """Return the tuning records for this device and model. Raises ``ConfigError`` for a file of records that cannot be
     read."""
     shipped = record_for(machine)
     slots = dict(shipped.slots) if shipped else {}
