@@ -248,7 +248,7 @@ def test_it_passes_its_suite_and_proves_what_it_claims(
         (("policy", "yes"), "a word of YAML"),
         (("policy", "null"), "a word of YAML"),
         (("cache", "auto"), "a reserved word of the section cache"),
-        (("cache", "prefix"), "the class PrefixCache, as its interface is called"),
+        (("cache", "prefix"), "the class PrefixCache, which is the name of an interface"),
         (("cache", "two words"), "allowed: lower-case letters, digits and single underscores"),
         (("cache", "9lives"), "is not a name of a component"),
         (("cache", "mine_"), "is not a name of a component"),

@@ -1,4 +1,4 @@
-"""Define the config: typed sections, read from files, the environment and overrides. Plugins are known only through
+"""Define the config: typed sections, read from files, the environment and overrides. Plugins are accessed only through
 ``Choices``."""
 
 from dovetail.config.plugin import AttentionSelection, GrammarSelection, PluginConfig, Section, Selection

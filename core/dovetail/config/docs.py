@@ -36,7 +36,7 @@ Later sources win. Mappings merge key by key; anything else is replaced.
 2. Files, left to right; first the one that the environment variable `DOVETAIL_CONFIG` names.
 3. Environment variables: `DOVETAIL_SCHEDULER__MAX_RUNNING=8` sets `scheduler.max_running`. Two underscores step into a
    section; the value is read as YAML. Every variable that begins with `DOVETAIL_` is a setting, and an unknown one is
-   an error; `DOVETAIL_API_KEY`, the key that `dovetail chat` shows to a server, is none.
+   an error; `DOVETAIL_API_KEY`, the key that `dovetail chat` sends to a server, is not a setting.
 4. `--set scheduler.max_running=8`, as often as needed; the value is read as YAML.
 
 `dovetail config show` prints the tree that results, `dovetail config hash` a digest that is equal for equal trees,
@@ -51,17 +51,17 @@ The sections {sections} select plugins. Each takes one of these forms:
 | `auto` | the best installed component that fits the model, the device and the other components |
 | `name` | this component, with its defaults |
 | `{{kind: name, ...}}` | this component, with its own settings |
-| a list of the last two | the first of them that fits, in this order; of {lists} all of them |
+| a list of the last two | the first of them that fits, in this order; for {lists}, all of them |
 | `none` | nothing ({optional} only) |
 
-{phased} may also differ by phase: {phases}. {with_settings} may have settings beside its
-backend: `grammar: {{backend: ..., timeout: 5}}`. A request that names no backend is served by the first of the list that
-can honour its constraint; with `auto` these are all that are installed. A component that the config names is used, or
-startup stops with the reason; no other component takes its place. Where a later source names another `kind`, its
-section replaces the earlier one whole. `dovetail explain` shows what is chosen and why.
+{phased} may also differ by phase: {phases}. {with_settings} may have settings next to its
+backend: `grammar: {{backend: ..., timeout: 5}}`. A request that names no backend is served by the first backend of the
+list that supports its constraint; with `auto`, the list has all installed backends. A component that the config names is
+used, or startup stops with the reason; no other component takes its place. If a later source names another `kind`, its
+section replaces the whole section of the earlier source. `dovetail explain` shows what is chosen and why.
 
-A package may bring a kind of its own, with a section of its own ([plugins.md](plugins.md)). Its section takes the same
-forms, `dovetail config schema` includes it, and this page, written where the package is installed, lists it.
+A package may add a kind with its own section ([plugins.md](plugins.md)). The section takes the same forms,
+`dovetail config schema` includes it, and this page lists it if it is written with the package installed.
 """
 
 
@@ -77,7 +77,7 @@ def config_docs(choices: Choices) -> str:
             parts.append(f"### `{name}`\n\n{_summary(cls)}\n\n{_table(cls)}")
         elif section is not None and section.settings is not None:
             settings = section.settings
-            parts.append(f"### `{name}`, beside `{BACKEND}`\n\n{_summary(settings)}\n\n{_table(settings)}")
+            parts.append(f"### `{name}`, next to `{BACKEND}`\n\n{_summary(settings)}\n\n{_table(settings)}")
     parts.append("## Components\n")
     parts += [_component(section.key, name, choices) for section in sections for name in choices.names(section.key)]
     return "\n".join(parts)

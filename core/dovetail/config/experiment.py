@@ -14,18 +14,26 @@ BASE_ARM = "base"
 
 
 class ShadowSection(Section):
-    """Let a second arm answer a share of the requests as well, for comparison. No client waits for it."""
+    """Let a second arm answer a share of the requests as well, for comparison. Clients do not wait for it."""
 
-    arm: str = Field(description="The arm that answers once more.")
-    primary: str = Field(default=BASE_ARM, description="The arm whose answers are sent.")
+    arm: str = Field(description="The second arm, whose answers are only compared.")
+    primary: str = Field(default=BASE_ARM, description="The arm whose answers are sent to the clients.")
     percent: float = Field(gt=0, le=100, description="Share of the requests, chosen by a hash of their ids.")
     tokens_per_minute: int = Field(
-        ge=1, description="Prompt and output tokens that the second arm may compute; what exceeds them is dropped."
+        ge=1,
+        description="Prompt and output tokens that the second arm may compute per minute. Requests beyond this are not compared.",
     )
-    queue: int = Field(default=64, ge=1, description="Requests that may wait for it; one more is dropped.")
-    keep: int = Field(default=256, ge=1, description="Comparisons that are kept, the latest.")
+    queue: int = Field(
+        default=64,
+        ge=1,
+        description="Number of requests that may wait for the second arm. Further requests are not compared.",
+    )
+    keep: int = Field(
+        default=256, ge=1, description="Number of comparisons that are kept; the oldest are dropped first."
+    )
     keep_texts: bool = Field(
-        default=False, description="Keep the texts of both outputs in memory; else hashes, lengths, first divergence."
+        default=False,
+        description="Keep the texts of both outputs in memory. By default only hashes, lengths and the first divergence are kept.",
     )
 
 
@@ -42,7 +50,7 @@ class ExperimentSection(Section):
     )
     key: str = Field(
         default="user",
-        description="What sticks to an arm: `user` (the request's field), `header:NAME`, or `address`, which is the client's and counts where the others are missing.",
+        description="Requests with the same key are served by the same arm. The key is `user` (the request's field), `header:NAME`, or `address` (the client's address, which is also used if the others are missing).",
     )
     shadow: ShadowSection | None = Field(
         default=None,

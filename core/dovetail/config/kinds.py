@@ -1,4 +1,4 @@
-"""Describe the config sections that select components: one for each kind, those of third parties included."""
+"""Describe the config sections that select components: one for each kind, including kinds of third parties."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from pydantic import Field
 from dovetail.config.plugin import AttentionSelection, GrammarSelection, GrammarSettings, Section, Selection
 
 BACKEND = "backend"
-"""The key of the selection in a section that has settings too, as in ``grammar: {backend: ..., timeout: 5}``."""
+"""The key of the selection in a section that also has settings, as in ``grammar: {backend: ..., timeout: 5}``."""
 
 
 @dataclass(frozen=True, slots=True)
 class KindSection:
     """Describe the config section of one kind of component.
 
-    ``key`` is the top-level key. An ``optional`` section takes ``none``. Of a list, a section selects the first
-    component that fits, or, if it ``takes_all``, every one. A section ``of_server`` configures the server rather than
-    an engine, so it is the same for all arms of an experiment. ``default`` is what a config without the key means.
-    ``phases`` are the keys of a section that may select one component for each phase. ``settings`` holds the fields
-    that may stand in the section next to ``backend``. ``selection`` is the class of the value in ``Config``; a section
-    with phases or settings has a class of its own, with a field for each. Only built-in kinds may set ``phases``,
-    ``settings`` and ``selection``.
+    ``key`` is the top-level key. An ``optional`` section accepts ``none``. If a list is given, a section selects the
+    first component that fits, or all of them if it ``takes_all``. A section ``of_server`` configures the server and not
+    an engine, so it is the same for all arms of an experiment. ``default`` is the selection of a config without the
+    key. ``phases`` are the keys of a section that may select one component for each phase. ``settings`` has the fields
+    that are allowed in the section next to ``backend``. ``selection`` is the class of the value in ``Config``; a
+    section with phases or settings has a separate class, with a field for each. Only built-in
+    kinds may set ``phases``, ``settings`` and ``selection``.
     """
 
     key: str
@@ -39,8 +39,8 @@ class KindSection:
 
     @property
     def reserved(self) -> tuple[str, ...]:
-        """Return the words that the section takes instead of a component's name. No component may have one as its
-        name."""
+        """Return the words that the section accepts instead of a component's name. They cannot be names of
+        components."""
         return ("auto", "none") if self.optional else ("auto",)
 
     @property
@@ -95,7 +95,7 @@ REASONING_PARSER = KindSection(
 )
 API = KindSection(
     "api",
-    "Protocols that the server offers: with `auto` all that are installed, with a list these.",
+    "APIs that the server serves: with `auto` all that are installed, with a list those that it names.",
     optional=True,
     takes_all=True,
     of_server=True,

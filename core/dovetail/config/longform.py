@@ -8,7 +8,7 @@
     grammar: a                                grammar: {backend: {kind: a}}
 
 ``auto`` and ``none`` are kinds too at this stage. Two mappings merge key by key. A section that names another ``kind``
-replaces the one below it, because the fields of one component mean nothing to another.
+replaces the section of the earlier source, because components do not share their fields.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ Tree = dict[str, Any]
 
 
 def long_form(tree: Mapping[str, Any], sections: Sections = BUILT_IN) -> Tree:
-    """Return ``tree`` with every shorthand written out; ``sections`` are those that select components. Wrong values pass
-    through and are refused later."""
+    """Return ``tree`` with every shorthand written out. ``sections`` are the sections that select components. Wrong
+    values are kept, and refused later."""
     by_key = {section.key: section for section in sections}
     return {key: _expand(key, value, by_key.get(key)) for key, value in tree.items()}
 
@@ -45,7 +45,8 @@ def _selection(value: Any) -> Any:
 
 
 def _with_settings(value: Any, settings: Mapping[str, Any]) -> Tree:
-    """Separate ``backend`` from the settings beside it. Keys that are not settings of the section belong to the backend."""
+    """Separate ``backend`` from the settings next to it. Keys that are not settings of the section belong to the
+    backend."""
     if not isinstance(value, dict) or "kind" in value:
         return {BACKEND: _selection(value)}
     if BACKEND in value:

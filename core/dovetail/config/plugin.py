@@ -64,21 +64,23 @@ class GrammarSettings(Section):
     mask_ms: float = Field(
         default=20.0,
         gt=0,
-        description="Milliseconds that the masks of one request may take for each of its tokens, on average. Every request waits for them. A request whose masks take longer ends with an error, and its constraint is refused for a minute. Under `isolation: process` masks are tried out when a constraint is compiled.",
+        description="Milliseconds that the masks of one request may take for each of its tokens, on average. All requests of the batch wait for them. A request whose masks take longer ends with an error, and its constraint is refused for a minute. Under `isolation: process` masks are tried out when a constraint is compiled.",
     )
     mask_burst_ms: float = Field(
-        default=1000.0, gt=0, description="Milliseconds by which the masks of one request may exceed that."
+        default=1000.0,
+        gt=0,
+        description="Milliseconds by which the masks of one request may exceed `mask_ms` times its tokens.",
     )
     cache_mib: int = Field(default=256, ge=0, description="Memory (MiB) for compiled constraints that are kept.")
     jump_forward: bool = Field(
         default=False,
-        description="Text that the constraint forces is written at once, in the tokenizer's own tokens, by backends that offer grammar.jump_forward. It is not done for requests with log-probabilities or biases, and not with a drafter.",
+        description="Append text that the constraint forces at once, in the tokenizer's own tokens. Needs a backend that offers grammar.jump_forward, and cannot be combined with a drafter. Requests with log-probabilities or biases do not use it.",
     )
 
 
 class GrammarSelection(GrammarSettings, Selection):
     """Select grammar backends, and configure how they run. Requests that name no backend are served by the first of
-    ``candidates`` that honours the constraint.
+    ``candidates`` that supports the constraint.
 
     In config: any form of ``Selection``, or ``{backend: any of them, timeout: ..., ...}``.
     """

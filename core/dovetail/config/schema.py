@@ -1,4 +1,5 @@
-"""Describe the config as JSON Schema, the sections of the installed plugins included. Editors complete from it."""
+"""Describe the config as JSON Schema, including the sections of the installed plugins. Editors use it to complete
+keys."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ Schema = dict[str, Any]
 
 
 def config_schema(choices: Choices) -> Schema:
-    """Return the JSON Schema (draft 2020-12) of every config that ``load_config`` takes with these components."""
+    """Return the JSON Schema (draft 2020-12) of the configs that ``load_config`` accepts with these components."""
     sections = choices.sections
     classes = {(s.key, name): choices.config_class(s.key, name) for s in sections for name in choices.names(s.key)}
     settings = {section.settings for section in sections if section.settings is not None}
@@ -61,7 +62,7 @@ def _section(section: KindSection, components: dict[str, Schema]) -> Schema:
 
 
 def _with_settings(forms: list[Schema], settings: Schema) -> Schema:
-    """Return the form in which settings of the section stand beside its ``backend``."""
+    """Return the form of a section that has settings next to its ``backend``."""
     properties = {BACKEND: {"anyOf": list(forms)}, **settings}
     return {"type": "object", "properties": properties, "additionalProperties": False}
 

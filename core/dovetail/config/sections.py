@@ -25,7 +25,7 @@ Auto = Literal["auto"]
 
 
 class ModelSection(Section):
-    """Select the model, and say how it is loaded. A bare string is short for ``{path: ...}``."""
+    """Select the model, and configure how it is loaded. A bare string is short for ``{path: ...}``."""
 
     path: str = Field(
         default="tiny",
@@ -45,7 +45,7 @@ class ModelSection(Section):
     context_len: int | None = Field(
         default=None,
         ge=8,
-        description="Upper bound on prompt plus output, at most the model's own, which is the default.",
+        description="Upper bound on prompt plus output. At most the model's own context length, which is the default.",
     )
     tokenizer: str | None = Field(default=None, description="Directory of tokenizer.json, if not the model's.")
     overrides: dict[str, Any] = Field(default_factory=dict, description="Keys of config.json to replace.")
@@ -53,7 +53,7 @@ class ModelSection(Section):
 
     @property
     def name(self) -> str:
-        """Return what the model is called in the API."""
+        """Return the model's name in the API."""
         return self.served_name or self.path.rstrip("/").rpartition("/")[2]
 
 
@@ -74,10 +74,10 @@ class SchedulerSection(Section):
         ge=1,
         description="Prompt tokens that enter one step; longer prompts are chunked. By default 8192 on CUDA, else 2048.",
     )
-    mixed: bool = Field(default=True, description="Steps that have prompt chunks also have decode rows.")
+    mixed: bool = Field(default=True, description="Let steps with prompt chunks have decode rows too.")
     overlap: Auto | bool = Field(
         default="auto",
-        description="Launch step N+1 before the tokens of step N are read; steps with drafts are launched once these are known. `auto`: on CUDA.",
+        description="Launch step N+1 before the tokens of step N are read; steps with drafts are launched once these tokens are known. `auto`: on CUDA.",
     )
     draft: Literal["adaptive", "always"] = Field(
         default="adaptive",
@@ -91,23 +91,23 @@ class SchedulerSection(Section):
     )
     wait_for_prefix: bool = Field(
         default=True,
-        description="A request whose prefix another is computing now waits for it, rather than computing it again.",
+        description="Let a request whose prefix another request is computing wait for it, instead of computing it again.",
     )
     shared_prefixes: bool = Field(
         default=True,
-        description="Decode rows are grouped by the prefixes they share, which attention then reads once where that is faster; not with `batch_invariant`.",
+        description="Group decode rows by the prefixes that they share, which attention then reads once if that is faster. Has no effect with `batch_invariant`.",
     )
     pin_seconds: float = Field(
         default=60.0,
         ge=0,
         le=86400,
-        description="Seconds for which the prefix of a group or session stays in the cache while no request for it comes. It is released sooner if the memory is needed.",
+        description="Seconds for which the prefix of a group or session stays in the cache without a request for it. It is released sooner if the memory is needed.",
     )
     pin_fraction: float = Field(
         default=0.25,
         ge=0,
         le=1,
-        description="Share of the pool that groups and sessions may keep; beyond it the oldest are released. 0: none. A prefix cache that keeps nothing keeps nothing for them either.",
+        description="Share of the pool that groups and sessions may keep; beyond it the oldest are released. 0: none. Has no effect with a prefix cache that keeps nothing.",
     )
 
     @property
@@ -128,7 +128,7 @@ class GraphsSection(Section):
 
     decode: Auto | bool = Field(
         default="auto",
-        description="Decode steps and steps that verify drafts, from embedding to sampled tokens. `auto`: on CUDA, if the attention backend can be captured.",
+        description="Capture decode steps and verify steps, from embedding to sampled tokens. `auto`: on CUDA, if the attention backend can be captured.",
     )
     max_rows: int = Field(
         default=512,
@@ -138,7 +138,7 @@ class GraphsSection(Section):
     piecewise_tokens: int | None = Field(
         default=None,
         ge=0,
-        description="Steps with prompt tokens, up to this number of tokens in all, are captured in pieces, with attention between them. 0: none. By default the number that the device computes in the time that launching them kernel by kernel takes (at most 2048).",
+        description="Steps with prompt tokens, up to this number of tokens in all, are captured in pieces, with attention between them. 0: none. By default the number of tokens that the device computes in the time that it takes to launch a step kernel by kernel (at most 2048).",
     )
     capture: Literal["idle", "start"] = Field(
         default="idle",
@@ -151,7 +151,7 @@ class MemorySection(Section):
 
     page_size: int = Field(default=16, ge=1, le=1024, description="Tokens per page.")
     num_pages: int | None = Field(
-        default=None, ge=2, description="Pages in the pool; by default as many as the budget below holds."
+        default=None, ge=2, description="Pages in the pool; by default as many as fit into `kv_gib` or `fraction`."
     )
     kv_gib: float | None = Field(
         default=None,
@@ -166,7 +166,7 @@ class MemorySection(Section):
     )
     kv_dtype: Literal["auto", "float32", "bfloat16", "float16", "fp8_e4m3", "fp8_e5m2"] = Field(
         default="auto",
-        description="`auto` is the model's dtype. The fp8 dtypes hold twice the tokens of 16 bits; keys and values are stored unscaled and saturate (at 448 or 57344), the scales some checkpoints bring are not read. On CUDA `fp8_e4m3` needs compute capability 8.9.",
+        description="`auto` is the model's dtype. The fp8 dtypes hold twice as many tokens as 16 bits. Keys and values are stored unscaled and saturate (at 448 or 57344); scales in checkpoints are not read. On CUDA `fp8_e4m3` needs compute capability 8.9.",
     )
 
 
@@ -175,12 +175,16 @@ class ServerSection(Section):
 
     host: str = Field(default="127.0.0.1", description="Address to listen on; 0.0.0.0 for every interface.")
     port: int = Field(default=30000, ge=0, le=65535, description="0 picks a free port.")
-    max_body_mib: float = Field(default=8.0, gt=0, description="Larger request bodies are answered with 413.")
+    max_body_mib: float = Field(default=8.0, gt=0, description="Larger request bodies (MiB) are answered with 413.")
     drain_seconds: float = Field(
-        default=30.0, ge=0, description="On SIGTERM, running requests have this long to finish."
+        default=30.0, ge=0, description="Seconds that running requests have to finish after SIGTERM."
     )
-    health_seconds: float = Field(default=30.0, gt=0, description="/health_generate fails if a token takes longer.")
-    log_level: Literal["debug", "info", "warning", "error"] = Field(default="info", description="What is logged.")
+    health_seconds: float = Field(
+        default=30.0, gt=0, description="/health_generate fails if a token takes more than this number of seconds."
+    )
+    log_level: Literal["debug", "info", "warning", "error"] = Field(
+        default="info", description="The lowest level that is logged."
+    )
     keys: str | None = Field(
         default=None,
         description="The key file, or `env:NAME` for an environment variable that holds its text. With it every request needs a key, and belongs to a tenant: docs/tenants.md.",
@@ -194,7 +198,10 @@ class ServerSection(Section):
         description="Names by which a server without keys may be called, in addition to `localhost`, IP addresses and `host`; `*` for any. With `allow_public_without_keys` an empty list allows any name.",
     )
     max_seconds: float | None = Field(
-        default=None, gt=0, le=10**6, description="A request that runs longer is ended with an error (504)."
+        default=None,
+        gt=0,
+        le=10**6,
+        description="A request that runs for more than this number of seconds is ended with an error (504).",
     )
     cors_origins: tuple[str, ...] = Field(
         default=(),
@@ -203,7 +210,7 @@ class ServerSection(Section):
     usage_log: str | None = Field(
         default=None, description="File to which a line of JSON is added for each request: tenant, tokens, seconds."
     )
-    usage_log_texts: bool = Field(default=False, description="The usage log also holds prompts and outputs.")
+    usage_log_texts: bool = Field(default=False, description="Write prompts and outputs into the usage log too.")
 
     @field_validator("cors_origins")
     @classmethod
@@ -229,7 +236,7 @@ class ServerSection(Section):
 
 
 class TuningSection(Section):
-    """Say where the measurements of this machine are kept, by which `auto` chooses. `dovetail ab --write-tuning`
+    """Configure the file of measurements of this machine. `auto` chooses by them, and `dovetail ab --write-tuning`
     writes them."""
 
     path: str | None = Field(
@@ -239,17 +246,20 @@ class TuningSection(Section):
     use: bool = Field(default=True, description="Let `auto` prefer the winners of these records.")
     workload: str | None = Field(
         default=None,
-        description="Records measured on the workload of this name count before all others, else the newest.",
+        description="The name of a workload, whose records are preferred. By default the newest records are preferred.",
     )
 
 
 class PluginsSection(Section):
-    """Say which plugins may load. Names are entry-point or distribution names; a list may be written as ``a,b``."""
+    """Configure which plugins may load. Names are names of entry points or distributions; a list may be written as
+    ``a,b``."""
 
     autoload: bool = Field(default=True, description="Load every installed plugin that the lists below do not exclude.")
-    allow: tuple[str, ...] | None = Field(default=None, description="Only these. An unknown name is an error.")
-    deny: tuple[str, ...] = Field(default=(), description="Never these.")
-    require: tuple[str, ...] = Field(default=(), description="These must load, or startup stops.")
+    allow: tuple[str, ...] | None = Field(
+        default=None, description="Load only these plugins. An unknown name is an error."
+    )
+    deny: tuple[str, ...] = Field(default=(), description="Never load these plugins.")
+    require: tuple[str, ...] = Field(default=(), description="These plugins must load; otherwise startup stops.")
 
     @field_validator("allow", "deny", "require", mode="before")
     @classmethod
@@ -269,7 +279,7 @@ class Config(Section):
     )
     batch_invariant: bool = Field(
         default=False,
-        description="A token's logits have the same bits whatever else is computed in its step, however its row is divided among steps (chunks, decode steps, draft tokens that are verified), and whether or not its prefix was cached. `auto` then chooses components that can do it; a prefix that decode rows share is read for each of them, and tuning records do not count. Needs CUDA of compute capability 9.0; with drafters of trees also `memory.page_size: 1` (docs/batch_invariance.md).",
+        description="Give a token's logits the same bits regardless of the other rows of its step, of how its row is divided among steps (chunks, decode steps, draft tokens that are verified), and of whether its prefix was cached. `auto` then chooses components that support this. A prefix that decode rows share is read once for each row, and tuning records are not used. Needs CUDA of compute capability 9.0; with drafters of trees also `memory.page_size: 1` (docs/batch_invariance.md).",
     )
     attention: AttentionSelection = ATTENTION.field
     cache: Selection = CACHE.field
@@ -288,11 +298,11 @@ class Config(Section):
     plugins: PluginsSection = PluginsSection()
     kinds: dict[str, Selection] = Field(
         default_factory=dict,
-        description="The sections of third-party kinds, by their keys. In a config file each stands under its own key.",
+        description="The sections of third-party kinds, by their keys. In a config file each section has its own key.",
     )
 
     def selection(self, section: KindSection) -> Section:
-        """Return what this config selects in the section of a kind, a third party's included."""
+        """Return the selection of this config in the section of a kind, which may be a third party's."""
         if section.key in type(self).model_fields:
             return getattr(self, section.key)
         return self.kinds.get(section.key, section.value)

@@ -41,9 +41,9 @@ class SettingsSource:
 class Raw:
     """Hold the settings of all sources, in order of precedence.
 
-    ``sections`` describe the kinds whose shorthands are known. Which plugins may load is a setting itself, so the sections of
-    third-party kinds are known only after a first look: ``with_sections`` brings them in. ``base`` is a tree (long form) that
-    the sources are laid over; errors name no origin for it.
+    ``sections`` describe the kinds whose shorthands are known. Which plugins may load is a setting itself, so the
+    sections of third-party kinds are known only after the plugins were loaded, and ``with_sections`` adds them.
+    ``base`` is a tree (long form) that the sources override; errors name no origin for it.
     """
 
     sources: tuple[SettingsSource, ...]
@@ -78,8 +78,8 @@ class Raw:
 def read(
     files: Sequence[Path], sets: Sequence[str], env: Mapping[str, str], arguments: Mapping[str, Any] | None = None
 ) -> Raw:
-    """Read every source; ``arguments`` (sections given in Python) win over all others. Raises ``ConfigError`` for a source that
-    cannot be read or parsed."""
+    """Read every source; ``arguments`` (sections given in Python) override all others. Raises ``ConfigError`` for a
+    source that cannot be read or parsed."""
     named = [Path(env[FILE_VARIABLE])] if env.get(FILE_VARIABLE) else []
     sources = [*map(read_file, [*named, *files]), *read_env(env), *map(read_set, sets)]
     if arguments:
@@ -88,7 +88,7 @@ def read(
 
 
 def read_file(file: Path, what: str = "config file") -> SettingsSource:
-    """Read a YAML, TOML or JSON file, whose suffix says which; ``what`` names it in errors. Raises ``ConfigError``."""
+    """Read a YAML, TOML or JSON file, depending on its suffix. ``what`` names it in errors. Raises ``ConfigError``."""
     parsers = {".yaml": parse_yaml, ".yml": parse_yaml, ".toml": tomllib.loads, ".json": _json}
     parse = parsers.get(file.suffix.lower())
     if parse is None:

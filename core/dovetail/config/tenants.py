@@ -1,4 +1,5 @@
-"""Define the key file: who may call the server, and how much. ``server.keys`` names it; docs/tenants.md explains it.
+"""Define the key file, which lists the tenants that may call the server, with their keys and limits. ``server.keys``
+names it; docs/tenants.md explains it.
 
 Keys are kept as SHA-256 digests. A generated key is 256 random bits, which cannot be found by trying, with a fast hash
 or a slow one. Slow hashes (bcrypt, scrypt) make short passwords expensive to guess; here they would only make each
@@ -57,19 +58,19 @@ class KeyEntry(Section):
     hash: Annotated[str, StringConstraints(pattern=rf"^{_DIGEST.pattern}$"), AfterValidator(_no_empty_key)] = Field(
         description="`sha256:` and the SHA-256 of the key in hexadecimal."
     )
-    label: str = Field(default="", max_length=64, description="What it is for; shown in the usage log.")
+    label: str = Field(default="", max_length=64, description="What the key is for; shown in the usage log.")
     expires: Annotated[datetime, AfterValidator(_with_zone)] | None = Field(
         default=None, description="From this moment on the key is refused. Without a time zone it is UTC."
     )
 
     @property
     def id(self) -> str:
-        """Return what logs call the key: its label, or the first digits of its digest."""
+        """Return the key's name in logs: its label, or the first digits of its digest."""
         return self.label or self.hash.removeprefix("sha256:")[:8]
 
 
 class TenantLimits(Section):
-    """Limit what a tenant may use. Without a value there is no limit, or the server's own applies."""
+    """Limit what a tenant may use. Without a value there is no limit, or the server's limit applies."""
 
     requests_per_minute: int | None = Field(
         default=None,
@@ -79,16 +80,16 @@ class TenantLimits(Section):
     )
     tokens_per_minute: int | None = Field(default=None, ge=1, le=10**12, description="Tokens of prompts and outputs.")
     max_concurrency: int | None = Field(
-        default=None, ge=1, le=10**9, description="Outputs that may be waited for at the same time."
+        default=None, ge=1, le=10**9, description="Number of outputs that may wait or run at the same time."
     )
     priority: int = Field(
         default=0,
         ge=-(2**31),
         lt=2**31,
-        description="Of its requests, under `policy: priority`. What a request asks for is added where it is below 0.",
+        description="Priority of the tenant's requests, under `policy: priority`. A request's own priority is added if it is negative.",
     )
-    max_body_mib: float | None = Field(default=None, gt=0, le=2**20, description="In place of `server.max_body_mib`.")
-    max_seconds: float | None = Field(default=None, gt=0, le=10**6, description="In place of `server.max_seconds`.")
+    max_body_mib: float | None = Field(default=None, gt=0, le=2**20, description="Replaces `server.max_body_mib`.")
+    max_seconds: float | None = Field(default=None, gt=0, le=10**6, description="Replaces `server.max_seconds`.")
 
 
 class TenantSection(TenantLimits):
@@ -97,7 +98,7 @@ class TenantSection(TenantLimits):
     keys: tuple[KeyEntry, ...] = ()
     salt: Name | None = Field(
         default=None,
-        description="Name of its namespace of cached prefixes, by default its own. Tenants of one salt share their prefixes, and can find out by timing what the others have sent.",
+        description="Name of the tenant's namespace of cached prefixes, by default the name of the tenant. Tenants with the same salt share their prefixes, and can find out by timing what the others have sent.",
     )
 
 

@@ -22,17 +22,17 @@ from dovetail.config.sources import Path_, Raw, read
 from dovetail.errors import UnknownComponentError
 
 OPEN = "kinds"
-"""The field of ``Config`` that holds the sections of third-party kinds. In a config file each stands under its own
+"""The field of ``Config`` that holds the sections of third-party kinds. In a config file each section has its own
 key."""
 
 
 class Choices(Protocol):
-    """Describe what validation needs of the installed components; ``registry.Registry`` satisfies it. ``kind`` is a section's
-    key."""
+    """Define the access to installed components that validation needs. ``registry.Registry`` implements it. ``kind`` is
+    the key of a section."""
 
     @property
     def sections(self) -> Sections:
-        """Return the sections of every kind that is configured in one."""
+        """Return the sections of all kinds that have one."""
         ...
 
     @property
@@ -49,7 +49,7 @@ class Choices(Protocol):
         ...
 
     def label(self, kind: str, name: str) -> str:
-        """Return what messages call a component, its distribution included."""
+        """Return the component's name in messages, including its distribution."""
         ...
 
     def config_class(self, kind: str, name: str) -> type[PluginConfig]:
@@ -97,7 +97,8 @@ def _unknown_key(key: str, allowed: Sequence[str], choices: Choices) -> str:
 
 
 def plugins_section(raw: Raw) -> PluginsSection:
-    """Return the ``plugins`` section alone: which plugins may load must be known before the others can be validated."""
+    """Return the ``plugins`` section. It is validated first, because plugins must be loaded before other sections can
+    be validated."""
     given = raw.tree.get("plugins", {})
     try:
         return PluginsSection.model_validate(given)
@@ -110,7 +111,7 @@ def dump(config: Config) -> dict[str, Any]:
     values = {key: getattr(config, key) for key in type(config).model_fields}
     selections = {key: value for key, value in values.items() if isinstance(value, Selection | PhasedSelection)}
     rest = config.model_dump(mode="json", exclude={*selections, OPEN})
-    if not config.experiment.arms:  # so that a config without one keeps its hash
+    if not config.experiment.arms:  # so that a config without an experiment keeps its hash
         del rest["experiment"]
     tree = {**rest, **{key: _dump_section(value) for key, value in selections.items()}}
     ordered = {key: tree[key] for key in values if key in tree}

@@ -14,13 +14,15 @@ FOLDER = Path(__file__).parent / "templates"
 
 @dataclass(frozen=True, slots=True)
 class KindTemplate:
-    """Describe the generated package of one kind. A third party's kind names its own in ``KindDescriptor.scaffold``.
+    """Describe the generated package of one kind. A third party's kind names its template in
+    ``KindDescriptor.scaffold``.
 
-    ``folder`` holds the templates: ``PACKAGE/config.py.jinja``, ``PACKAGE/<module>.py.jinja`` and ``tests/test_NAME.py.jinja``,
-    in whose paths PACKAGE and NAME stand for the names of the package and the component. ``module`` is the file of the class
-    that is generated, and ``suffix`` ends the class's name. ``summary`` is that of the component, ``about`` the first
-    paragraph of the README. ``setting`` is shown as an example; ``command`` is the one that uses the component; ``rival`` is
-    a built-in component to measure it against.
+    ``folder`` holds the templates: ``PACKAGE/config.py.jinja``, ``PACKAGE/<module>.py.jinja`` and
+    ``tests/test_NAME.py.jinja``, in whose paths PACKAGE and NAME stand for the names of the package and the component.
+    ``module`` is the module of the class that is generated, and ``suffix`` is the end of the class's name. ``summary``
+    describes the component in its spec, and ``about`` is the first paragraph of the README. ``setting`` is shown as an
+    example. ``command`` is the command that uses the component. ``rival`` is a built-in component to measure it
+    against.
     """
 
     folder: Path
@@ -40,7 +42,7 @@ ATTENTION = KindTemplate(
     "attention",
     "Attention",
     "Attention in plain torch, one row at a time.",
-    "An attention backend for Dovetail in plain torch, with every feature, written to be read. Speed up its slowest line first.",
+    "An attention backend for Dovetail in plain torch, with every feature, written to be easy to read.",
     (
         Feature.ATTN_EXTEND,
         Feature.ATTN_DECODE,
@@ -71,7 +73,7 @@ GRAMMAR = KindTemplate(
     "grammar",
     "Backend",
     "Choices: the output is one of a few texts.",
-    "A grammar backend for Dovetail that honours choices, and refuses every other constraint with a message that says what to use instead.",
+    "A grammar backend for Dovetail that supports choices, and refuses every other constraint with a message that names an alternative.",
     (
         Feature.GRAMMAR_CHOICE,
         Feature.GRAMMAR_ROLLBACK,
@@ -95,7 +97,7 @@ POLICY = KindTemplate(
     FOLDER / "policy",
     "policy",
     "Policy",
-    "Shortest prompt first; waiting makes a prompt shorter.",
+    "Shortest prompt first; waiting makes a prompt count as shorter.",
     "A schedule policy for Dovetail: the shortest prompt goes first, and no request starves.",
     setting={"tokens_per_second": 50.0},
     rival="fcfs",
@@ -132,7 +134,7 @@ API = KindTemplate(
     "protocol",
     "Api",
     "One route that continues a text, whole or line by line.",
-    "A protocol for Dovetail's server: one route that continues a text, whole or line by line. Every API that is "
+    "An API for Dovetail's server: one route that continues a text, whole or line by line. Every API that is "
     "installed is served, unless the config names some.",
     setting={"tokens": 16},
     command="serve",

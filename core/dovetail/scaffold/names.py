@@ -54,8 +54,8 @@ class Names:
 
 
 def named(registry: Registry, kind: str, name: str, package: str | None = None, *, replace: bool = False) -> Names:
-    """Return the names of a new component. Raises ``ConfigError`` for a kind that does not exist or has no template, and for
-    names that are malformed or taken; with ``replace`` the component's own must be taken."""
+    """Return the names of a new component. Raises ``ConfigError`` for a kind that does not exist or has no template,
+    and for names that are malformed or taken; with ``replace``, a component of this name must be installed."""
     found = read_kind(registry.kinds, kind)
     template = _template(found)
     _check_name(found, name)
@@ -63,7 +63,7 @@ def named(registry: Registry, kind: str, name: str, package: str | None = None, 
     names = Names(found, template, name, package or f"dovetail_{name}", replaced)
     if names.class_name in {descriptor.interface.partition(":")[2] for descriptor in registry.kinds}:
         raise ConfigError(
-            f"a {found.kind} called {name!r} would be the class {names.class_name}, as its interface is called"
+            f"a {found.kind} called {name!r} would be the class {names.class_name}, which is the name of an interface; choose another name"
         )
     _check_package(names)
     return names
@@ -82,7 +82,7 @@ def read_kind(kinds: Kinds, word: str) -> KindDescriptor:
 
 def _template(descriptor: KindDescriptor) -> KindTemplate:
     if descriptor.scaffold is None:
-        raise ConfigError(f"the kind {descriptor.kind} has no template; the package that brings the kind may add one")
+        raise ConfigError(f"the kind {descriptor.kind} has no template; the package that adds the kind may add one")
     template = load_attribute(descriptor.scaffold, f"the template of kind {descriptor.kind!r}")
     if not isinstance(template, KindTemplate):
         raise ConfigError(f"{descriptor.scaffold} is {template!r:.80}; expected a dovetail.scaffold.KindTemplate")
@@ -92,7 +92,7 @@ def _template(descriptor: KindDescriptor) -> KindTemplate:
 def _check_name(descriptor: KindDescriptor, name: str) -> None:
     if not re.fullmatch(r"[a-z][a-z0-9]*(_[a-z0-9]+)*", name) or len(name) > LONGEST_NAME:
         raise ConfigError(
-            f"{name!r} is not a name of a component; allowed: lower-case letters, digits and single underscores, a letter first, "
+            f"{name!r} is not a name of a component; allowed: lower-case letters, digits and single underscores, beginning with a letter, "
             f"{LONGEST_NAME} characters at most, as in page_tree"
         )
     if not isinstance(yaml.safe_load(name), str):
@@ -126,7 +126,7 @@ def _check_package(names: Names) -> None:
     word = re.fullmatch(r"[a-z][a-z0-9_]*[a-z0-9]|[a-z]", package)
     if not word or keyword.iskeyword(package) or len(package) > LONGEST_PACKAGE:
         raise ConfigError(
-            f"{package!r} is not a name of a package; allowed: lower-case letters, digits and underscores, a letter first, "
+            f"{package!r} is not a name of a package; allowed: lower-case letters, digits and underscores, beginning with a letter, "
             f"{LONGEST_PACKAGE} characters at most, as in dovetail_page_tree"
         )
     if importlib.util.find_spec(package) is not None or _is_installed(names.distribution):

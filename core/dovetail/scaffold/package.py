@@ -38,7 +38,7 @@ def render(names: Names, author: str | None = None) -> dict[str, str]:
 
 
 def write(files: Mapping[str, str], directory: Path) -> None:
-    """Write ``files`` into ``directory``, which is made. Raises ``ConfigError`` if it is not empty or cannot be
+    """Write ``files`` into ``directory``, and create it. Raises ``ConfigError`` if it is not empty or cannot be
     written."""
     if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
         raise ConfigError(f"{directory} exists and is not empty; give another place with --directory")
@@ -56,7 +56,7 @@ def _path(template: str, names: Names) -> str:
 
 
 def _values(names: Names, author: str | None) -> dict[str, Any]:
-    """Return what templates may use."""
+    """Return the values that templates may use."""
     from dovetail import __version__
 
     descriptor, template = names.descriptor, names.template
@@ -91,7 +91,7 @@ def _values(names: Names, author: str | None) -> dict[str, Any]:
 
 
 def _code(cls: type, name: str) -> str:
-    """Return a name of an open set as code: its constant, if it has one."""
+    """Return a kind or feature as code: its constant, if it has one."""
     constant = next((key for key, value in vars(cls).items() if isinstance(value, cls) and value == name), None)
     return f"{cls.__name__}.{constant}" if constant else f'{cls.__name__}("{name}")'
 
