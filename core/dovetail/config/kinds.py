@@ -23,8 +23,8 @@ class KindSection:
     an engine, so it is the same for all arms of an experiment. ``default`` is the selection of a config without the
     key. ``phases`` are the keys of a section that may select one component for each phase. ``settings`` has the fields
     that are allowed in the section next to ``backend``. ``selection`` is the class of the value in ``Config``; a
-    section with phases or settings has a separate class, with a field for each. Only built-in
-    kinds may set ``phases``, ``settings`` and ``selection``.
+    section with phases or settings has a separate class, with a field for each. Only built-in kinds may set ``phases``,
+    ``settings`` and ``selection``.
     """
 
     key: str
