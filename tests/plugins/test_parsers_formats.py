@@ -313,7 +313,7 @@ PROPERTIES: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("keyword", PROPERTIES)
 def test_keywords_that_python_literals_cannot_be_held_to_are_refused_by_name(keyword: str):
     tool = Tool("f", {"type": "object", "properties": {"x": PROPERTIES[keyword]}})
-    with pytest.raises(GrammarError, match="'pythonic' \(Python literals\) cannot enforce") as error:
+    with pytest.raises(GrammarError, match=r"'pythonic' \(Python literals\) cannot enforce") as error:
         PYTHONIC.constraint(ToolRequest((tool,), required=True), EVERY_FEATURE)
     assert error.value.keyword == keyword
 
