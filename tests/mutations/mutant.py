@@ -14,7 +14,7 @@ Suite = Callable[[], ComponentSuite]
 @dataclass(frozen=True)
 class Mutant:
     """Describe a broken component. ``broken`` is a suite of a component that equals ``sound`` except for its
-    ``fault``, a phrase such as "forgets the soft cap". ``case`` is the method that must fail for it, with the
+    ``fault``, a phrase such as "ignores the soft cap". ``case`` is the method that must fail for it, with the
     arguments of at least one of ``runs``, and pass for ``sound`` with all. ``says`` is a part of the message of that
     failure. Other cases may fail as well."""
 

@@ -27,7 +27,7 @@ class Flawed(AttentionBackend):
 
     def plan(self, batch: Batch) -> None:
         self.window: int | None = -1
-        if self.flaw != "plans once" or not hasattr(self, "batch"):
+        if self.flaw != "ignores later plans" or not hasattr(self, "batch"):
             self.batch = batch
 
     def forward(self, q: torch.Tensor, layer: AttentionLayer, batch: Batch) -> torch.Tensor:
@@ -46,7 +46,7 @@ class Flawed(AttentionBackend):
                     out[token] = self.attend(row, slice(token, token + 1), q, layer, length - end + token + 1)[0]
             else:
                 out[start:end] = self.attend(row, slice(start, end), q, layer, length)
-        if self.flaw == "mixes padding in":
+        if self.flaw == "lets padding rows change other rows":
             out += 0 * out.sum(0)
         if self.flaw == "writes to the pool":
             self.pool.keys(layer.layer_id)[1] = 0
@@ -64,9 +64,9 @@ class Flawed(AttentionBackend):
         group = q.shape[1] // k.shape[1]
         k, v = (self.per_query_head(x, group) for x in (k, v))
         scale = q.shape[-1] ** -0.5 if flaw == "knows one scale" else layer.scale
-        if flaw == "rounds by the size of the batch":
+        if flaw == "rounds depending on the size of the batch":
             scale *= 1 + 1e-6 * len(batch.reqs)
-        if flaw == "rounds by the number of queries":
+        if flaw == "rounds depending on the number of queries":
             scale *= 1 + 1e-7 * int(batch.extend_lens[row])
         scores = scale * torch.einsum("qhd,khd->hqk", q.float(), k)
         if layer.soft_cap is not None and flaw != "no soft cap":
@@ -79,7 +79,7 @@ class Flawed(AttentionBackend):
     def places(self, row: int, length: int) -> torch.Tensor:
         table, size = self.pages(row).long(), self.pool.page_size
         places = torch.arange(length)
-        if self.flaw == "takes pages to be consecutive":
+        if self.flaw == "assumes that pages are consecutive":
             return table[0] * size + places
         if self.flaw == "is off by one in its short cut" and len(table) > 1 and table[1] == table[0] + 1:
             return table[0] * size + places + 1
@@ -89,14 +89,14 @@ class Flawed(AttentionBackend):
         shared, table = self.batch.shared, self.batch.page_table
         if self.flaw == "reads a foreign page" and row:
             return torch.where(table[row] == table[0, 0], table[row, 1], table[row])
-        if shared is None or self.flaw == "ignores what is shared":
+        if shared is None or self.flaw == "ignores shared prefixes":
             return self.batch.page_table[row]
         group = 0 if self.flaw == "knows one group" else int((shared.indptr <= row).sum()) - 1
         count = int(shared.group_lens[group]) // self.pool.page_size
         return torch.cat([shared.group_table[group, :count], shared.own_table[row]])
 
     def per_query_head(self, x: torch.Tensor, group: int) -> torch.Tensor:
-        if self.flaw == "groups heads the other way":
+        if self.flaw == "assigns query heads to the wrong key heads":
             return x.repeat(1, group, 1)
         return x.repeat_interleave(group, 1)
 
@@ -173,9 +173,14 @@ MUTANTS = [
     _of("one key too many", PHASES, "extend", 4, fault="sees one key too many"),
     _of("one key too few", PHASES, "decode", 16, fault="sees one key too few", says=WRONG),
     _of(
-        "causal from the top left", PHASES, "extend after a prefix", 1, fault="is causal from the top left", says=WRONG
+        "causal from the top left",
+        PHASES,
+        "extend after a prefix",
+        1,
+        fault="aligns the causal mask with the first key",
+        says=WRONG,
     ),
-    _of("takes pages to be consecutive", PHASES, "decode", 4),
+    _of("assumes that pages are consecutive", PHASES, "decode", 4),
     _of("reads the tail of the page", PHASES, "decode", 16, fault="reads the tail of a page", says=POISON),
     _of("reads layer 0", PHASES, "decode one row", 1, fault="reads another layer", says=POISON),
     _of("no tree mask", PHASES, "trees and extend", 4, fault="ignores the tree mask", says=WRONG),
@@ -206,24 +211,24 @@ MUTANTS = [
         fault="loses a part of long rows of 8 bits",
     ),
     _of(
-        "ignores what is shared",
+        "ignores shared prefixes",
         "test_shared_prefixes_of_fp8_pools",
         "one group",
         E5M2,
         fault="ignores shared prefixes of 8 bits",
     ),
-    _of("groups heads the other way", "test_grouped_heads", "decode", 8, 4, says=WRONG),
+    _of("assigns query heads to the wrong key heads", "test_grouped_heads", "decode", 8, 4, says=WRONG),
     _of("knows one scale", "test_head_dims", "decode", 16, fault="ignores the layer's scale", says=WRONG),
     _of("no window", "test_sliding_window", "decode", 16, fault="ignores the sliding window", says=WRONG),
     _of("window one too wide", "test_sliding_window", "extend", 16, fault="sees one key beyond the window", says=WRONG),
-    _of("windows count places", "test_sliding_window", "trees", 1, fault="takes places in a tree for positions"),
-    _of("no soft cap", "test_soft_cap", "extend", fault="forgets the soft cap", says=WRONG),
-    _of("no sinks", "test_sinks", "decode one row", fault="forgets the sinks", says=WRONG),
+    _of("windows count places", "test_sliding_window", "trees", 1, fault="counts nodes of a tree instead of depths"),
+    _of("no soft cap", "test_soft_cap", "extend", fault="ignores the soft cap", says=WRONG),
+    _of("no sinks", "test_sinks", "decode one row", fault="ignores the sinks", says=WRONG),
     _of(
         "caps what is masked",
         "test_window_soft_cap_and_sinks_together",
         "extend",
-        fault="caps what the mask has hidden",
+        fault="applies the soft cap after the mask",
     ),
     _of("subtracts no maximum", "test_softmax_in_float32", "decode", torch.float32, 50.0),
     _of(
@@ -234,30 +239,30 @@ MUTANTS = [
         6.0,
         fault="computes the softmax in 16 bits",
     ),
-    _of("mixes padding in", "test_padding_rows_change_no_other_row", "decode", says=POISON),
-    _of("ignores what is shared", "test_shared_prefixes", "one group", 4),
+    _of("lets padding rows change other rows", "test_padding_rows_change_no_other_row", "decode", says=POISON),
+    _of("ignores shared prefixes", "test_shared_prefixes", "one group", 4),
     _of(
         "knows one group",
         "test_shared_prefixes",
         "groups and single rows",
         16,
-        fault="knows one group of shared prefixes",
+        fault="uses only the first group of shared prefixes",
     ),
     _of(
-        "groups heads the other way",
+        "assigns query heads to the wrong key heads",
         "test_shared_prefixes_of_grouped_heads",
         "one group",
         torch.float32,
         8,
         2,
-        fault="groups heads of shared prefixes the other way",
+        fault="assigns query heads of shared prefixes to the wrong key heads",
     ),
     _of("counts a sink twice", "test_shared_prefixes_with_soft_cap_and_sinks", "one group", says=WRONG),
     _of(
         "subtracts no maximum",
         "test_shared_prefixes_of_large_logits",
         "one group",
-        fault="overflows beside a shared prefix",
+        fault="overflows when results are merged with a shared prefix",
     ),
     _of("loses a part of long rows", "test_long_shared_prefixes", fault="loses a part of long shared prefixes"),
     _of(
@@ -268,21 +273,21 @@ MUTANTS = [
         fault="loses a part of a chunk's prefix",
     ),
     _of("loses a part of long rows", "test_decode_rows_of_very_different_lengths", False),
-    _of("plans once", "test_plans_leave_nothing_behind"),
+    _of("ignores later plans", "test_plans_leave_nothing_behind"),
     _of("keeps the first layer's window", "test_layers_of_one_step_may_differ"),
     _of(
         "takes q to be contiguous",
         "test_queries_may_be_a_slice_of_a_fused_projection",
-        fault="takes queries to be contiguous",
+        fault="assumes that queries are contiguous",
     ),
     _of(
-        "rounds by the size of the batch",
+        "rounds depending on the size of the batch",
         "test_batch_invariance",
         "decode",
         says="has other bits in a batch with other rows",
     ),
     _of(
-        "rounds by the number of queries",
+        "rounds depending on the number of queries",
         "test_batch_invariance_of_divided_rows",
         150,
         "pages of 4",

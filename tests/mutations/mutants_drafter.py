@@ -223,15 +223,15 @@ MUTANTS = [
     _stating("states probabilities given the parent", StatesConditionalProbabilities, "likelier than its parent"),
     _stating("states logarithms of probabilities", StatesLogarithms, "has probability -0.1"),
     _of(
-        "has a tree of nothing in place of None",
+        "returns an empty tree instead of None",
         NeverNone,
         "test_without_reserved_pages_there_are_no_drafts",
         runs=[()],
     ),
-    _of("drafts where nothing is verified", ForPromptRows, "test_extend_rows_alone_get_no_drafts", runs=[()]),
-    _of("has a width of 0", HasNoWidth, "test_max_draft_tokens_is_positive", runs=[()]),
+    _of("drafts for extend rows alone", ForPromptRows, "test_extend_rows_alone_get_no_drafts", runs=[()]),
+    _of("has max_draft_tokens 0", HasNoWidth, "test_max_draft_tokens_is_positive", runs=[()]),
     _of("writes its drafts into the request", WritesItsDrafts, "test_proposing_changes_no_request"),
-    _of("draws from a generator of its own", Rolls, "test_the_same_texts_get_the_same_drafts"),
+    _of("drafts at random", Rolls, "test_the_same_texts_get_the_same_drafts"),
     _of("mixes rows up", MixesRowsUp, "test_rows_are_independent"),
     _of("is biased by another row", BiasedByAnotherRow, "test_rows_are_independent"),
     _of("forgets nothing", ForgetsNothing, "test_what_is_forgotten_leaves_no_trace"),
@@ -239,7 +239,7 @@ MUTANTS = [
         "raises for a request it never saw", MustKnowWhatItForgets, "test_forgetting_the_unknown_is_nothing", "0", [()]
     ),
     Mutant(
-        "corrects what the model said",
+        "changes the output of the model",
         "test_outputs_are_those_of_decoding_without_drafts",
         WritesInEngines,
         Engines,

@@ -216,9 +216,15 @@ def _of(fault: str, part: type[Matcher] | type[GrammarBackend], case: str, *argu
 
 
 MUTANTS = [
-    _of("allows a token that leads nowhere", AllowsOneMore, EXACT, FINITE[1], says="allowed, but leads nowhere"),
+    _of(
+        "allows a token that continues no valid text",
+        AllowsOneMore,
+        EXACT,
+        FINITE[1],
+        says="allowed, but leads nowhere",
+    ),
     _of("forbids a valid token", ForbidsOneMore, EXACT, FINITE[1], says="forbidden, but valid"),
-    _of("lets the text end anywhere", EndsAnywhere, EXACT, EBNF[0], says="allowed, but leads nowhere"),
+    _of("allows an end at any point", EndsAnywhere, EXACT, EBNF[0], says="allowed, but leads nowhere"),
     _of("allows ids beyond the vocabulary", LeavesThePadding, EXACT, REGULAR[0], says="beyond the vocabulary"),
     _of("leaves words of the mask as they were", LeavesWords, EXACT, REGULAR[0]),
     _of("writes the next row's mask", WritesTheNextRow, EXACT, REGULAR[0], says="wrote into another row"),
@@ -237,20 +243,25 @@ MUTANTS = [
         says="is forbidden inside a valid text",
     ),
     _of(
-        "enforces no tags",
+        "does not enforce tags",
         AllowsEverything,
         "test_tags_in_free_text_are_enforced",
         TAGS[0],
         says="passes and is invalid",
     ),
     _of(
-        "lets half a value end",
+        "allows an end inside a value",
         EndsAnywhere,
         "test_invalid_json_is_stopped",
         SCHEMAS[0],
         says="passes and is invalid",
     ),
-    _of("allows what ends in no JSON", AllowsOneMore, "test_every_allowed_token_leads_to_valid_json", SCHEMAS[1]),
+    _of(
+        "allows a token after which no valid JSON is possible",
+        AllowsOneMore,
+        "test_every_allowed_token_leads_to_valid_json",
+        SCHEMAS[1],
+    ),
     _of(
         "accepts anything",
         AcceptsAnything,
@@ -259,13 +270,13 @@ MUTANTS = [
         says="forbidden and accepted",
     ),
     _of("rolls back one token too few", RollsBackOneLess, "test_rollback_is_replay", REGULAR[0]),
-    _of("does not see that a text has ended", NeverEnds, "test_the_end", FINITE[0]),
+    _of("does not terminate at the end", NeverEnds, "test_the_end", FINITE[0]),
     _of("accepts an early end", AcceptsAnything, "test_the_end_is_refused_before_it", REGULAR[0]),
     _of(
         "shares the state of all requests", SharesOneMatcher, "test_matchers_of_one_grammar_are_independent", REGULAR[0]
     ),
     _of(
-        "forces what need not come",
+        "returns text that is not forced",
         JumpsTooFar,
         "test_jump_forward_returns_the_forced_text",
         FINITE[0],
@@ -281,9 +292,9 @@ MUTANTS = [
         HARD[0],
         says="no keyword",
     ),
-    _of("refuses unseen what it could compile", ChecksTooMuch, "test_check_refuses_nothing_that_compiles"),
+    _of("refuses in check what compile accepts", ChecksTooMuch, "test_check_refuses_nothing_that_compiles"),
     _of(
-        "takes kinds that it does not offer",
+        "accepts kinds that it does not declare",
         RefusesNothing,
         "test_refuses_kinds_that_are_not_declared",
         says="DID NOT RAISE",

@@ -202,7 +202,7 @@ MUTANTS = [
         says="the model ignores",
     ),
     Mutant(
-        "swallows tensors that it does not know",
+        "ignores unknown tensors",
         "test_missing_and_surplus_tensors_are_refused",
         SwallowsAnything,
         Sound,

@@ -198,7 +198,7 @@ MUTANTS = [
     _tools("drops a boundary between pieces", PieceByPiece, "test_pieces_do_not_matter"),
     _tools("drops characters of content", lambda: Changed(without_marks), "test_text_without_calls_is_unchanged"),
     _tools("gives all calls one index", lambda: Changed(one_index), "test_calls_are_found_in_any_pieces"),
-    _tools("raises for what is no call", AtTheEnd, "test_pieces_do_not_matter", "JSONDecodeError"),
+    _tools("raises for text that is not a call", AtTheEnd, "test_pieces_do_not_matter", "JSONDecodeError"),
     _tools("emits arguments in the end only", AtTheEnd, "test_arguments_come_as_they_grow"),
     _tools("loses the content", lambda: Changed(without_content), "test_no_word_is_lost"),
     _tools("takes back what it emitted", PieceByPiece, "test_emitted_deltas_stay"),
@@ -210,6 +210,6 @@ MUTANTS = [
     _reasoning("overlooks a mark between pieces", "test_both_parts_are_found_in_any_pieces", stream=Hasty),
     _reasoning("drops a boundary between pieces", "test_pieces_do_not_matter", stream=Hasty),
     _reasoning("loses the answer's beginning", "test_no_word_is_lost", stream=Forgets),
-    _reasoning("withholds everything to the end", "test_both_parts_come_as_they_grow", stream=Withholds),
-    _reasoning("waits for a mark that never comes", "test_a_gate_ends_with_what_it_writes", parser=WrongGate),
+    _reasoning("emits everything at the end", "test_both_parts_come_as_they_grow", stream=Withholds),
+    _reasoning("returns a mark that never appears", "test_a_gate_ends_with_what_it_writes", parser=WrongGate),
 ]

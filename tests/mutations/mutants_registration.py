@@ -73,10 +73,14 @@ class Bound(Planted):
 
 COST, TRIP = "test_listing_it_imports_nothing_heavy", "test_its_config_survives_serialization"
 MUTANTS = [
-    Mutant("imports torch to say what it has", COST, Heavy, Sound, says="imports torch"),
-    Mutant("imports its part to say what it has", COST, ImportsItself, Sound, says="imports mutated_twice"),
-    Mutant("has a setting that is not written down", TRIP, Forgetful, Sound, says="is not what it was"),
-    Mutant("takes keys that it does not know", TRIP, Lax, Sound, says="DID NOT RAISE"),
-    Mutant("registers twice when asked twice", "test_it_registers_the_same_specs_every_time", Planted, Sound),
-    Mutant("cannot leave its process", "test_it_can_be_sent_to_a_spawned_process", Bound, Sound, says="pickle"),
+    Mutant("imports torch when it registers", COST, Heavy, Sound, says="imports torch"),
+    Mutant("imports its component when it registers", COST, ImportsItself, Sound, says="imports mutated_twice"),
+    Mutant("has a setting that is not serialized", TRIP, Forgetful, Sound, says="is not what it was"),
+    Mutant("accepts unknown keys", TRIP, Lax, Sound, says="DID NOT RAISE"),
+    Mutant(
+        "registers twice if the hook is called twice", "test_it_registers_the_same_specs_every_time", Planted, Sound
+    ),
+    Mutant(
+        "has a config that cannot be pickled", "test_it_can_be_sent_to_a_spawned_process", Bound, Sound, says="pickle"
+    ),
 ]
