@@ -1,7 +1,7 @@
 """Turn a raw tree into a frozen ``Config``, and back.
 
-The sections that select components are unions discriminated by ``kind``: each component brings its own pydantic class, which
-is found through ``Choices`` and imported only for the components that the config names.
+The sections that select components are unions discriminated by ``kind``: each component has its own pydantic class,
+which is found through ``Choices`` and imported only for the components that the config names.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Choices(Protocol):
 
     @property
     def absent(self) -> Sequence[str]:
-        """Return a text for each plugin that did not load, which says why."""
+        """Return a text for each plugin that did not load, with the reason."""
         ...
 
     def names(self, kind: str) -> Sequence[str]:

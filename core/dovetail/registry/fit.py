@@ -35,11 +35,11 @@ Domains = Mapping[str, Sequence[Option]]
 
 @dataclass(frozen=True, slots=True)
 class Need:
-    """Describe a need: ``who`` needs ``feature`` from ``owner``, which is a slot, ``runtime``, ``kv`` or ``model``.
+    """Describe a feature that ``needed_by`` needs from ``owner``, which is a slot, ``runtime``, ``kv`` or ``model``.
     ``why`` explains a need that no component states itself."""
 
     feature: Feature
-    who: str
+    needed_by: str
     owner: str
     why: str = ""
 
@@ -63,9 +63,9 @@ class Situation:
         """Return the one candidate of a slot, or None."""
         return next(iter(self.candidates(slot)), None)
 
-    def needs(self, feature: Feature, who: str, why: str = "") -> Iterator[Need]:
-        """Return the needs of ``who`` for a feature: one for each owner that must offer it."""
-        return (Need(feature, who, owner, why) for owner in self.owners(feature))
+    def needs(self, feature: Feature, needed_by: str, why: str = "") -> Iterator[Need]:
+        """Return the needs of ``needed_by`` for a feature: one for each owner that must offer it."""
+        return (Need(feature, needed_by, owner, why) for owner in self.owners(feature))
 
     def owners(self, feature: str, phases: tuple[str, ...] = ()) -> tuple[str, ...]:
         """Return the owners that must offer a feature: slots, or a namespace such as ``runtime``. ``phases`` replaces
@@ -99,7 +99,7 @@ class Negotiation:
             if isinstance(found, Reason):
                 conflicts.append(found)
             elif found.feature not in self._offers(found.owner, combo):
-                broken[found.feature, found.who, found.owner] = found
+                broken[found.feature, found.needed_by, found.owner] = found
         return [*(self._reason(need, combo) for need in broken.values()), *conflicts]
 
     def search(self, domains: Domains) -> Combination | None:
@@ -145,10 +145,10 @@ class Negotiation:
                 yield from (need for given in kind.runtime_needs for need in _runtime_needs(given, situation))
         for slot in (slot for kind in kinds for slot in kind.slots):
             for part in situation.candidates(slot):
-                who = f"{slot} {part.spec.name!r}"
-                yield from (need for feature in sorted(part.spec.needs) for need in situation.needs(feature, who))
-        who = f"model {self.model.architecture!r}"
-        yield from (need for feature in sorted(self.model.needs) for need in situation.needs(feature, who))
+                needed_by = f"{slot} {part.spec.name!r}"
+                yield from (need for feature in sorted(part.spec.needs) for need in situation.needs(feature, needed_by))
+        needed_by = f"model {self.model.architecture!r}"
+        yield from (need for feature in sorted(self.model.needs) for need in situation.needs(feature, needed_by))
         for rule in self._rules:
             yield from rule(situation)
 
@@ -181,7 +181,7 @@ class Negotiation:
 
     def _reason(self, need: Need, combo: Combination) -> Reason:
         why = f" ({need.why})" if need.why else ""
-        return Reason(f"features.{need.feature}", f"{need.who} needs {need.feature}{why}", self._got(need, combo))
+        return Reason(f"features.{need.feature}", f"{need.needed_by} needs {need.feature}{why}", self._got(need, combo))
 
     def _got(self, need: Need, combo: Combination) -> str:
         described = self.kinds.features.get(need.feature)

@@ -92,7 +92,7 @@ class Registry:
 
     @property
     def absent(self) -> list[str]:
-        """Return a text for each plugin that did not load and registered no component, which says why."""
+        """Return a text for each plugin that did not load and registered no component, with the reason."""
         absent = [p for p in self.plugins if p.status is not PluginStatus.LOADED and not p.components]
         return [f"{p.name} of {p.distribution} ({p.status}: {p.reason})" for p in absent]
 

@@ -115,8 +115,8 @@ class Candidate:
 class Resolution:
     """Describe how one slot was filled. ``slot`` is the kind and, if the kind has phases, the phase
     (``attention.decode``). ``chosen`` is None if config switches an optional slot off, or leaves it open and nothing
-    fits; ``note`` says which. ``unused`` are the user's tuning records of this slot that do not count, each with the
-    reason."""
+    fits; ``note`` has the reason. ``unused`` are the user's tuning records of this slot that do not apply, each with
+    the reason."""
 
     slot: str
     kind: ComponentKind

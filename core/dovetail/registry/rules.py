@@ -55,20 +55,20 @@ def drafter(situation: Situation) -> Iterator[Need]:
     chosen = situation.candidate(DRAFTER)
     if chosen is None:
         return
-    who = f"{DRAFTER} {chosen.spec.name!r}"
-    yield from situation.needs(Feature.ATTN_VERIFY, who)
+    needed_by = f"{DRAFTER} {chosen.spec.name!r}"
+    yield from situation.needs(Feature.ATTN_VERIFY, needed_by)
     if Feature.DRAFT_TREE in chosen.spec.offers:
-        yield from situation.needs(Feature.ATTN_TREE_MASK, who)
+        yield from situation.needs(Feature.ATTN_TREE_MASK, needed_by)
     if situation.combo[MIN_PROBABILITY]:
         yield from situation.needs(Feature.DRAFT_PROBS, MIN_PROBABILITY)
     groups = {group.kind for group in situation.model.cache_groups}
     if groups - {CacheGroupKind.STATE}:
-        yield from situation.needs(Feature.KV_ROLLBACK, who)
+        yield from situation.needs(Feature.KV_ROLLBACK, needed_by)
     if CacheGroupKind.STATE in groups:
-        yield from situation.needs(Feature.KV_STATE_ROLLBACK, who, "the model keeps recurrent state")
+        yield from situation.needs(Feature.KV_STATE_ROLLBACK, needed_by, "the model keeps recurrent state")
     if situation.candidate(GRAMMAR) is not None:
         why = "rejected drafts are rolled back in the grammar"
-        yield from situation.needs(Feature.GRAMMAR_ROLLBACK, who, why)
+        yield from situation.needs(Feature.GRAMMAR_ROLLBACK, needed_by, why)
 
 
 def check_drafter(config: Config, slots: Mapping[str, Slot], combo: Combination) -> None:

@@ -62,8 +62,8 @@ class InvarianceCases(AttentionChecks):
     @pytest.mark.parametrize("length", [LENGTH, LONG])
     @torch.inference_mode()
     def test_batch_invariance_of_divided_rows(self, length: int, variant: str) -> None:
-        """A query's bits are the same in a prompt, a chunk, a decode step and a chain of drafts, wherever the pages
-        are."""
+        """A query's bits are the same in a prompt, a chunk, a decode step and a chain of drafts, regardless of the
+        location of the pages."""
         changes, features = VARIANTS[variant]
         for feature in (EXTEND, DECODE, *features, INVARIANT):
             self.require(feature)

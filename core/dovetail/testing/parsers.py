@@ -163,7 +163,7 @@ class ToolParserSuite(PropertySuite):
         return content if self.mixed else "", made[: self.most_calls]
 
     def test_calls_are_found_in_any_pieces(self) -> None:
-        """Content and calls are those that were written, whatever pieces the text comes in."""
+        """Content and calls are those that were written, regardless of how the text is divided into pieces."""
 
         def test(content: str, made: list[ExpectedCall], at: list[int]) -> None:
             content, made = self._fit(content, made)
@@ -260,7 +260,7 @@ class ReasoningParserSuite(PropertySuite):
         return st.builds(lambda a, b: self.write(a or "x", b or "y", prompt), words, words)
 
     def test_both_parts_are_found_in_any_pieces(self) -> None:
-        """Reasoning and answer are those that were written, whatever pieces the text comes in."""
+        """Reasoning and answer are those that were written, regardless of how the text is divided into pieces."""
         for prompt in self.prompts:
 
             def test(reasoning: str, answer: str, at: list[int], prompt: str) -> None:

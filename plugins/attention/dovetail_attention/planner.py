@@ -82,7 +82,7 @@ class Group:
 
     ``tokens`` are the places of the queries in the batch. The keys are those in the pool from place ``start`` on, or,
     if ``index`` (int64 ``[rows * pieces]``) is set, the pieces of ``unit`` places that it names, of which each row uses
-    the first ``keys``. The gathered places in ``tail`` must be cleared. ``mask`` and ``causal`` are those of
+    the first ``keys``. The gathered places in ``tail`` must be cleared. ``mask`` and ``causal`` are arguments of
     ``kernels.attend``. If all rows start with the same keys, which are read once, ``shared`` describes them: one row of
     all these queries, without a mask.
     """

@@ -68,7 +68,7 @@ class JsonObjectFormat(ApiModel):
 
 
 class JsonSchemaFormat(ApiModel):
-    """Describe text that is JSON under a schema. The schema is always enforced, whatever ``strict`` is."""
+    """Describe text that is JSON under a schema. The schema is always enforced, regardless of ``strict``."""
 
     type: Literal["json_schema"]
     name: str = Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")

@@ -27,8 +27,8 @@ class AttentionCall(NamedTuple):
 
     Row r has the queries ``[cu_q[r], cu_q[r + 1])`` (None: one query per row, and ``max_q`` is 1) and the first
     ``used_k[r]`` keys of its pages ``table[r]``. No row has more than ``max_q`` queries or ``max_k`` keys. ``window``
-    is that of ``AttentionLayer``. ``splits`` is the largest number of parts in which the keys of a row are read at the
-    same time; 0 lets the kernel decide.
+    has the same meaning as in ``AttentionLayer``. ``splits`` is the largest number of parts in which the keys of a row
+    are read at the same time; 0 lets the kernel decide.
     """
 
     q: torch.Tensor
