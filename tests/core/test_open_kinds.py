@@ -141,6 +141,12 @@ def test_the_built_in_kinds_and_features_are_registered_by_the_same_function():
         (one(section=KindSection("sorter", "", phases=("a", "b"))), (), "sets phases, which only built-in kinds can"),
         (one(one_for_all_phases="batch_invariant"), (), "sets one_for_all_phases, which only built-in kinds can have"),
         (one(section=None, named_at="model.arch"), (), "kind 'sorter' has no section, so no config could select"),
+        (
+            replace(several(), selects=Selects.SERVED),
+            (),
+            "is for_prompts and its selects is SERVED; allowed: ONE, LIST",
+        ),
+        (replace(several(), selects=Selects.ONE_AND_OTHERS), (), "is for_prompts and its selects is ONE_AND_OTHERS"),
         (one(selects=Selects.BY_CHECKPOINT), (), "is selected by the checkpoint, which only the kind 'model' can be"),
         (one(runtime_needs=(RuntimeNeed(Feature("sorter.odd")),)), (), "'sorter.odd', which is not registered"),
         (

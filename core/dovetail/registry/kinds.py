@@ -167,6 +167,11 @@ def _section_faults(descriptor: KindDescriptor) -> Iterator[str]:
     kind, section = descriptor.kind, descriptor.section
     if descriptor.for_prompts and not (section is not None and section.of_server):
         yield f"kind {kind!r} is for_prompts, so its section must be of_server"
+    if descriptor.for_prompts and descriptor.selects in (Selects.ONE_AND_OTHERS, Selects.SERVED):
+        yield (
+            f"kind {kind!r} is for_prompts and its selects is {descriptor.selects.name}; allowed: ONE, LIST and BY_TEMPLATE, "
+            "because all selected components act on every prompt"
+        )
     if kind != ComponentKind.MODEL and descriptor.selects is Selects.BY_CHECKPOINT:
         yield f"kind {kind!r} is selected by the checkpoint, which only the kind 'model' can be; set selects"
     if section is None:
