@@ -1,4 +1,4 @@
-"""Check the types of the fields of descriptions that plugins make. Dataclasses do not check them themselves."""
+"""Check the field types of the descriptors and specs that plugins return, because dataclasses do not check them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 
 def type_faults(value: Any) -> Iterator[str]:
-    """Yield, for each field of the dataclass instance ``value`` that has another type than it declares, a text that shows both."""
+    """Yield a text for each field of the dataclass instance ``value`` whose value does not have the declared type. The
+    text shows the value and the type."""
     hints = _hints(type(value))
     for field in fields(value):
         given, expected = getattr(value, field.name), hints[field.name]

@@ -225,7 +225,7 @@ def _type_faults(values: Sequence[object], cls: type, hook: str) -> Iterator[str
 
 
 def _parts(value: Any) -> Iterator[tuple[str, object]]:
-    """Yield a descriptor and the descriptions in it, with what messages put before the names of their fields."""
+    """Yield a descriptor and the dataclass instances in it, each with the prefix of its fields' names in messages."""
     yield "", value
     if isinstance(value, KindDescriptor):
         if isinstance(value.section, KindSection):

@@ -1,4 +1,4 @@
-"""Name the settings that take part in the negotiation, because components may object to a value of them."""
+"""Name the settings that are negotiated together with components, because components may depend on their values."""
 
 from __future__ import annotations
 
