@@ -18,7 +18,7 @@ from dovetail.registry.negotiable import SETTINGS
 from dovetail.registry.specs import ComponentKind, KindDescriptor, RuntimeNeed, Selects
 from dovetail.registry.targets import TARGET
 
-SIDES = ("runtime", "kv", "model")
+RUNTIME_NAMESPACES = ("runtime", "kv", "model")
 """The namespaces of the features that the runtime, the KV pool and the model offer, and not the specs of components."""
 
 NAME = re.compile(r"[a-z][a-z0-9_]*")
@@ -32,7 +32,7 @@ class Kinds:
         self._kinds: dict[str, KindDescriptor] = {}
         self._features: dict[str, FeatureDescriptor] = {}
         self._kind_of: dict[str, KindDescriptor] = {}
-        self._owners: dict[str, str] = dict.fromkeys(SIDES, "the runtime")
+        self._owners: dict[str, str] = dict.fromkeys(RUNTIME_NAMESPACES, "the runtime")
         self._registrants: dict[str, str] = {}  # of each kind and feature
 
     def __iter__(self) -> Iterator[KindDescriptor]:

@@ -130,15 +130,15 @@ def _first(error: OSError | ValidationError) -> str:
 def add_records(file: Path, added: Iterable[MeasuredRecord]) -> None:
     """Write records. They replace older records of the same slot, pair, device, model and workload."""
     new = list(added)
-    asked = {_question(record) for record in new}
-    kept = [record for record in read_records(file) if _question(record) not in asked]
+    replaced = {_comparison(record) for record in new}
+    kept = [record for record in read_records(file) if _comparison(record) not in replaced]
     file.parent.mkdir(parents=True, exist_ok=True)
     part = file.with_name(f"{file.name}.{os.getpid()}")
     part.write_text(TuningFile(records=(*kept, *new)).model_dump_json(indent=2) + "\n", encoding="utf-8")
     part.replace(file)
 
 
-def _question(record: MeasuredRecord) -> tuple[object, ...]:
+def _comparison(record: MeasuredRecord) -> tuple[object, ...]:
     pair = frozenset({record.winner.name, record.loser.name})
     return record.slot, pair, record.device, record.model, record.workload, record.shape
 

@@ -64,7 +64,7 @@ def resolve(config: Config, registry: Registry, machine: Machine, *, tuning: Tun
     slots = _open_slots(config, registry, machine, model, tuned.slots)
     negotiation = fit.Negotiation(registry.kinds, model.info)
     combo = _search(slots, config, machine, negotiation)
-    _judge_the_others(slots, combo, _lags(config, machine), negotiation)
+    _mark_candidates(slots, combo, _overlap_values(config, machine), negotiation)
     _check(config, slots, combo, registry.kinds)
     resolved = _resolved(config, registry, machine, model, slots, combo, tuned, parsers)
     for resolution in resolved.resolutions:
@@ -139,7 +139,7 @@ def _search(slots: Slots, config: Config, machine: Machine, negotiation: fit.Neg
 def _domains(slots: Slots, config: Config, machine: Machine) -> dict[str, Sequence[fit.Option]]:
     return {
         **{name: slot.options() for name, slot in slots.items()},
-        negotiable.OVERLAP: _lags(config, machine),
+        negotiable.OVERLAP: _overlap_values(config, machine),
         negotiable.MIXED: [config.scheduler.mixed],
         negotiable.GRAPHS: _graphs(config, machine),
         negotiable.BATCH_INVARIANT: [config.batch_invariant],
@@ -147,7 +147,7 @@ def _domains(slots: Slots, config: Config, machine: Machine) -> dict[str, Sequen
     }
 
 
-def _lags(config: Config, machine: Machine) -> list[bool]:
+def _overlap_values(config: Config, machine: Machine) -> list[bool]:
     """Return the values that ``scheduler.overlap`` may take, best first."""
     if config.scheduler.overlap != "auto":
         return [config.scheduler.overlap]
@@ -259,7 +259,9 @@ def _misfit(slots: Slots, domains: fit.Domains, negotiation: fit.Negotiation) ->
     return ResolutionError("\n".join(lines))
 
 
-def _judge_the_others(slots: Slots, combo: fit.Combination, lags: Sequence[bool], negotiation: fit.Negotiation) -> None:
+def _mark_candidates(
+    slots: Slots, combo: fit.Combination, overlaps: Sequence[bool], negotiation: fit.Negotiation
+) -> None:
     """Mark the chosen candidates. Give each other candidate the reasons why it would not fit in the place of the chosen one."""
     for name, slot in slots.items():
         for candidate in slot.candidates:
@@ -269,7 +271,7 @@ def _judge_the_others(slots: Slots, combo: fit.Combination, lags: Sequence[bool]
             elif candidate.usable:
                 candidate.stage = Stage.FEATURES
                 there = {**combo, **dict.fromkeys(_filled(slot), _in_place(slot, combo, candidate))}
-                reasons = [negotiation.violations({**there, negotiable.OVERLAP: lag}) for lag in lags]
+                reasons = [negotiation.violations({**there, negotiable.OVERLAP: overlap}) for overlap in overlaps]
                 if all(reasons):
                     candidate.reject(Stage.FEATURES, *min(reasons, key=len))
     for name, slot in slots.items():

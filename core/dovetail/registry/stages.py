@@ -91,11 +91,11 @@ def probe(candidate: Candidate, config: Config) -> None:
     candidate.stage = Stage.PROBE
     offered = {"section": candidate.config, "config": config}
     try:
-        ask = load_attribute(target, candidate.component.label)
-        answer = ask(**{name: offered[name] for name in inspect.signature(ask).parameters if name in offered})
+        function = load_attribute(target, candidate.component.label)
+        reason = function(**{name: offered[name] for name in inspect.signature(function).parameters if name in offered})
     except PluginLoadError as error:
-        answer = str(error)
+        reason = str(error)
     except Exception as error:
-        answer = f"{target} raised {type(error).__name__}: {error}"
-    if answer is not None:
-        candidate.reject(Stage.PROBE, Reason("probe", "its probe must succeed", str(answer)))
+        reason = f"{target} raised {type(error).__name__}: {error}"
+    if reason is not None:
+        candidate.reject(Stage.PROBE, Reason("probe", "its probe must succeed", str(reason)))
