@@ -127,7 +127,7 @@ def refusal(fakes, registry, conflict):
 
 def fixes_in(text):
     """Return every ``key: value`` that a refusal proposes."""
-    found = re.findall(r"(?:^  - |mend it: |[Ss]et | or )((?:[a-z_]+\.)?[a-z_]+: [a-z0-9_]+)", text, re.MULTILINE)
+    found = re.findall(r"(?:^  - |fix it: |[Ss]et | or )((?:[a-z_]+\.)?[a-z_]+: [a-z0-9_]+)", text, re.MULTILINE)
     for kind, names in re.findall(r"that can be used here: (\w+): (.*)", text):
         found += [f"{kind}: {name}" for name in names.split(", ")]
     return set(found)
