@@ -368,5 +368,5 @@ def test_a_policy_or_cache_that_raises_ends_the_engine_with_a_clear_error(checkp
 def test_a_policy_that_loses_requests_is_caught(checkpoint, monkeypatch):
     llm = make_llm(checkpoint)
     monkeypatch.setattr(llm.loop.scheduler._admission.policy, "order", lambda waiting, running: [])
-    with pytest.raises(EngineDeadError, match="must return them all"):
+    with pytest.raises(EngineDeadError, match="it must return all of them"):
         llm.generate([1, 2, 3], GREEDY)
