@@ -8,13 +8,13 @@ from __future__ import annotations
 import importlib
 import pickle
 import re
+import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from sorters import CPU, FEATURES, STABLE, Sorts, entry, one, quick, registry_of, several
 
 from dovetail.config import PluginsSection, config_hash, dump
 from dovetail.config.kinds import BUILT_IN, KindSection
@@ -33,6 +33,9 @@ from dovetail.registry import ComponentKind, RuntimeNeed, Selects, load_plugins,
 from dovetail.registry.builtin import KINDS
 from dovetail.registry.installed import PluginStatus
 from dovetail.registry.kinds import Kinds
+
+sys.path.insert(0, str(Path(__file__).parent))
+from sorters import CPU, FEATURES, STABLE, Sorts, entry, one, quick, registry_of, several
 
 # names and registration
 

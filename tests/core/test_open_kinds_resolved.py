@@ -5,10 +5,11 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
-from sorters import CPU, FAST, STABLE, Other, Sorts, one, quick, registry_of, several
 
 from dovetail.config import Config
 from dovetail.errors import (
@@ -22,6 +23,9 @@ from dovetail.generation.prompts import PromptHooks, load_prompt_hooks
 from dovetail.interfaces.features import Feature
 from dovetail.registry import ComponentKind, RuntimeNeed, resolve
 from dovetail.registry.resolution import Reason, reported
+
+sys.path.insert(0, str(Path(__file__).parent))
+from sorters import CPU, FAST, STABLE, Other, Sorts, one, quick, registry_of, several
 
 # negotiation
 
