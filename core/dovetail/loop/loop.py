@@ -44,10 +44,10 @@ log = logging.getLogger(__name__)
 class Loop:
     """Drive one engine: take messages, make steps, return answers. Single-threaded.
 
-    What fails in the engine ends the requests of its step, what fails in a drafter costs a step its drafts, what fails in
-    a grammar matcher ends its request. What fails in the scheduler (a policy, a prefix cache), or is interrupted there, leaves the
-    scheduler's state unknown, and a device can be lost: then the loop is ``dead``, and ``handle``, ``step`` and ``idle`` raise
-    ``EngineDeadError`` from then on.
+    An error in the engine ends the requests of its step. An error in the drafter costs a step its drafts, and an error in a
+    grammar matcher ends its request. After an error or an interrupt in the scheduler (a policy, a prefix cache) the scheduler's
+    state is unknown, and after some errors the device is lost. The loop is then ``dead``, and ``handle``, ``step`` and ``idle``
+    raise ``EngineDeadError`` from then on.
     """
 
     def __init__(self, resolved: Resolved, tokenizer: Tokenizer | None) -> None:
