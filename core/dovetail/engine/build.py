@@ -27,7 +27,7 @@ def build_model(
 
 
 def as_module(model: ModelArchitecture) -> nn.Module:
-    """Return the same object as the ``torch.nn.Module`` that it must also be."""
+    """Return ``model`` typed as a ``torch.nn.Module``, which every architecture must also be."""
     assert isinstance(model, nn.Module), f"{type(model).__name__} must also be a torch.nn.Module"
     return model
 
@@ -35,7 +35,7 @@ def as_module(model: ModelArchitecture) -> nn.Module:
 class WeightFiller:
     """Copy checkpoint tensors to the places that the model's ``weights_map`` names, and record which are missing.
 
-    Raises ``WeightsError`` for a map that does not fill every row of every parameter once.
+    The constructor raises ``WeightsError`` if ``weights_map`` does not fill every row of every parameter exactly once.
     """
 
     def __init__(self, model: ModelArchitecture) -> None:
@@ -47,15 +47,16 @@ class WeightFiller:
         check_complete(self.parameters, self.targets)
 
     def fill(self, name: str, read: Callable[[], torch.Tensor]) -> None:
-        """Copy the tensor that ``read`` returns, and convert its dtype. A tensor that the model ignores is not read.
-        Raises ``WeightsError``."""
+        """Copy the tensor that ``read`` returns into its place, converted to the parameter's dtype. If the model
+        ignores the tensor, ``read`` is not called. Raises ``WeightsError``."""
         if self.uses(name):
             tensor = read()
             self.place_for(name, tensor.shape, tensor.dtype).copy_(tensor)
             self.used.add(name)
 
     def uses(self, name: str) -> bool:
-        """Return False if the model ignores the checkpoint's tensor ``name``. Raises ``WeightsError`` if the model does not know it."""
+        """Return True if the model has a place for the checkpoint's tensor ``name``, and False if it ignores the
+        tensor. Raises ``WeightsError`` if it does neither."""
         if name in self.targets:
             return True
         if any(pattern.fullmatch(name) for pattern in self._ignored):
@@ -65,8 +66,8 @@ class WeightFiller:
         )
 
     def place_for(self, name: str, shape: Sequence[int], dtype: torch.dtype | str) -> torch.Tensor:
-        """Return ``place(name)`` for a tensor of this shape and dtype. Raises ``WeightsError`` if they do not fit. The caller fills the
-        place and adds ``name`` to ``used``."""
+        """Return ``place(name)`` after checking that a tensor of this shape and dtype fits there. Raises
+        ``WeightsError`` if it does not. The caller must fill the place and add ``name`` to ``used``."""
         place = self.place(name)
         if tuple(shape) != tuple(place.shape):
             raise WeightsError(
@@ -95,8 +96,8 @@ class WeightFiller:
 
 
 def check_complete(parameters: Mapping[str, torch.Tensor], targets: Mapping[str, WeightTarget]) -> None:
-    """Raise ``WeightsError`` unless the targets cover every row of every parameter exactly once. If they do not, the model's
-    ``weights_map`` is wrong."""
+    """Raise ``WeightsError`` unless the targets cover every row of every parameter exactly once. An error means that
+    the model's ``weights_map`` is wrong."""
     ranges: dict[str, list[tuple[int, int]]] = {name: [] for name in parameters}
     for theirs, (parameter, start, size) in targets.items():
         if parameter not in ranges:

@@ -1,4 +1,5 @@
-"""Share what captured steps of every kind need: which sizes are captured and when, and how arrays reach them."""
+"""Provide what all kinds of captured steps share: the choice of sizes, the time of their capture, and the copies that
+bring arrays to them."""
 
 from __future__ import annotations
 
@@ -22,15 +23,17 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 TURNS = 4
-"""The number of pinned buffers that are used in turns. Under overlap two steps are in flight, and a buffer must not change before
-the device has read it."""
+"""The number of pinned buffers, which are used in turns. Under overlap two steps are in flight, and a buffer must not
+change before the device has read it."""
 
 UPDATE_BYTES = 1 << 20
-"""The bytes for new entries of the page table in the buffer of a step. A separate copy sends them if there are more."""
+"""The number of bytes in a step's buffer for new entries of the page table. If the entries need more, a separate copy
+sends them."""
 
 NEEDED_BEFORE_CAPTURE = 8
-"""The number of times that a size is needed before it is captured; until then its steps are launched kernel by kernel. A capture
-costs as much as a hundred steps lose without it, so that sizes which occur only a few times are not worth it."""
+"""The number of times that a size must be needed before it is captured. Until then its steps are launched kernel by
+kernel. A capture takes as long as about a hundred replays save, so capturing a size that occurs only a few times does
+not pay."""
 
 WARM_UPS = 2
 
@@ -40,14 +43,14 @@ K = TypeVar("K")
 
 
 def ladder(most: int) -> list[int]:
-    """Return the numbers of rows or tokens to capture, up to and including ``most``. They double up to 16; above, the distance between
-    two of them shrinks to an eighth of the number."""
+    """Return the numbers of rows or tokens to capture, up to and including ``most``. They double up to 8. Above 8 they
+    are 8 apart up to 64, 16 apart up to 128, 32 apart up to 256, and then 64 apart."""
     sizes = [1, 2, 4, *range(8, 64, 8), *range(64, 128, 16), *range(128, 256, 32), *range(256, 1 << 14, 64)]
     return [size for size in sizes if size < most] + [most]
 
 
 class Captures(Protocol[K]):
-    """Capture graphs by key. Keys whose capture failed are in ``refused``, and are not missing."""
+    """Capture graphs by key. Keys whose capture failed are in ``refused``, and ``missing`` does not return them."""
 
     refused: set[K]
 
@@ -57,8 +60,9 @@ class Captures(Protocol[K]):
 
 
 def try_capture(graphs: Captures[K], key: K) -> bool:
-    """Capture ``key``, and return True if that succeeds. If it fails, for example because memory is short, the failure is logged and
-    steps of that kind are launched kernel by kernel from now on. Raises only if the device is lost."""
+    """Capture ``key``, and return True if that succeeds. If it fails, for example because memory is short, log the
+    error and add the key to ``refused``: its steps are launched kernel by kernel from then on. Raises only if the
+    device is lost."""
     try:
         graphs.capture(key)
     except Exception as error:
@@ -71,15 +75,15 @@ def try_capture(graphs: Captures[K], key: K) -> bool:
 
 
 class CaptureOnDemand(Generic[K]):
-    """Capture keys of ``graphs`` that have been needed often enough for that to pay."""
+    """Capture a key of ``graphs`` once it has been needed ``NEEDED_BEFORE_CAPTURE`` times."""
 
     def __init__(self, graphs: Captures[K]) -> None:
         self._graphs = graphs
         self._needed: Counter[K] = Counter()
 
     def is_ready(self, key: K) -> bool:
-        """Return True if ``key`` is captured. Captures it if this is the ``NEEDED_BEFORE_CAPTURE``-th call for it or a later one,
-        unless that has failed before."""
+        """Return True if ``key`` is captured. From the ``NEEDED_BEFORE_CAPTURE``-th call for a key on, capture it
+        first, unless its capture has failed before."""
         graphs = self._graphs
         if graphs.is_captured(key):
             return True
@@ -88,7 +92,7 @@ class CaptureOnDemand(Generic[K]):
 
 
 def capture_next(graphs: Captures[K]) -> bool:
-    """Capture one missing key. Return False if none is missing."""
+    """Try to capture one missing key. Return False if none is missing."""
     for key in graphs.missing():
         try_capture(graphs, key)
         return True
@@ -96,7 +100,7 @@ def capture_next(graphs: Captures[K]) -> bool:
 
 
 def capture_all(graphs: Captures[K], what: str) -> None:
-    """Capture all missing keys, and show a progress bar."""
+    """Capture all missing keys, and show a progress bar. Raises what a failed capture raises."""
     for key in track(list(graphs.missing()), f"capturing {what}", console=Console(stderr=True)):
         graphs.capture(key)
 
@@ -110,7 +114,8 @@ class GraphRecorder:
         self._stream = torch.cuda.Stream(device)
 
     def record(self, step: Callable[[], torch.Tensor]) -> tuple[torch.cuda.CUDAGraph, torch.Tensor]:
-        """Run ``step`` so that what it needs is compiled and allocated, then capture it. Return the graph and the captured result."""
+        """Run ``step`` a few times, so that everything that it needs is compiled and allocated, and then capture it.
+        Return the graph and the result of the captured run."""
         current = torch.cuda.current_stream(self._device)
         self._stream.wait_stream(current)
         try:
@@ -130,7 +135,8 @@ class GraphRecorder:
 
 
 class Staging:
-    """Hold a device buffer of fixed address, which one copy fills in each step. It takes ``size`` bytes and new pages."""
+    """Hold a device buffer of fixed address, which one copy fills in each step. It holds ``size`` bytes, and
+    ``UPDATE_BYTES`` for new entries of the page table."""
 
     def __init__(self, size: int, device: torch.device) -> None:
         self.size = size + UPDATE_BYTES
@@ -140,8 +146,8 @@ class Staging:
         self._turn = 0
 
     def send(self, packed: np.ndarray) -> None:
-        """Copy ``packed`` to the start of the buffer, in the order of the current stream. Waits until the pinned buffer of this turn has
-        been read."""
+        """Copy ``packed`` to the start of the buffer, on the current stream. The host waits until the device has read
+        the pinned buffer whose turn it is."""
         turn = self._turn = (self._turn + 1) % TURNS
         self._read[turn].synchronize()
         size = len(packed)

@@ -1,4 +1,4 @@
-"""Find out from an error whether the device is lost, and whether its memory was too small."""
+"""Determine whether an error means that the device is lost or that memory was too small."""
 
 from __future__ import annotations
 
@@ -17,11 +17,13 @@ _CPU_OUT_OF_MEMORY = "can't allocate memory"  # torch's CPU allocator raises a R
 
 
 def lost_device(error: BaseException) -> str | None:
-    """Return why the device cannot be used any more after ``error``, or None if it can. A lost device ends the process.
+    """Return why the device cannot be used any more after ``error``, or None if it still can. A process cannot use a
+    lost device again, so the engine must be started again.
 
-    Kernels run asynchronously, so the error of a kernel surfaces at any later call, with the message of that call: torch's
-    AcceleratorError (which is also raised for harmless errors), or a RuntimeError of cuBLAS or Triton. So this function makes a call to
-    the device: once it is lost, every call fails. Waits for the work that still runs there.
+    Kernels run asynchronously, so the error of a kernel surfaces at some later call: as torch's AcceleratorError (which
+    is also raised for harmless errors), or as a RuntimeError of cuBLAS or Triton. The error alone is therefore not
+    enough. This function makes calls to the device, which all fail once the device is lost. They wait for the work that
+    still runs there.
     """
     if not torch.cuda.is_initialized():
         return first_line(error) if isinstance(error, torch.AcceleratorError) else None
@@ -33,7 +35,7 @@ def lost_device(error: BaseException) -> str | None:
 
 
 def _fault() -> str | None:
-    """Return the error of the devices in use after all their work has been waited for, or None if there is none."""
+    """Wait for all work on the devices that this process uses. Return the error that this raises, or None."""
     try:
         for device in range(torch.cuda.device_count()):
             if torch.cuda.memory_reserved(device):
@@ -44,7 +46,7 @@ def _fault() -> str | None:
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line of an error's text: torch adds paragraphs of general advice."""
+    """Return the first line of an error's text. The lines that torch adds after it are general advice."""
     return str(error).strip().partition("\n")[0] or type(error).__name__
 
 
@@ -55,8 +57,9 @@ def out_of_memory(error: BaseException) -> bool:
 
 @contextmanager
 def explained(config: Config) -> Iterator[None]:
-    """Build an engine in this context. Raises ``EngineError``: if memory does not suffice, with what was needed and which settings need less,
-    and if the device is lost, with its error."""
+    """Explain errors of the code in this context, which builds an engine. If memory does not suffice, raise an
+    ``EngineError`` that names the settings that need less. If the device is lost, raise an ``EngineError`` with the
+    device's error."""
     try:
         yield
     except Exception as error:

@@ -1,8 +1,8 @@
-"""Capture and replay the passes of a drafter's model as CUDA graphs. One copy sends what the host knows of all passes of a step, then each
-pass is replayed.
+"""Capture and replay the passes of a drafter's model as CUDA graphs. One copy sends what the host provides for all
+passes of a step; then the passes are replayed one after the other.
 
-A graph is captured for each kind of pass and each number of rows of a ladder. It holds a fixed number of tokens. Each token that the
-rows do not have is a separate row behind them, which reads page 0 and writes to page 0.
+A graph is captured for each kind of pass and each number of rows of a ladder. It has a fixed number of tokens. Each
+token that the rows of a pass do not use becomes a separate row after them, which reads page 0 and writes to page 0.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ State = tuple[torch.Tensor, ...]
 
 
 class DraftKey(NamedTuple):
-    """Identify a captured pass by the index of its steps in the cache, by its kind, its number of rows, and the attention backend's
-    variant."""
+    """Identify a captured pass by the index of its ``DraftSteps`` in the cache, its kind, its number of rows, and the
+    attention backend's variant."""
 
     steps: int
     kind: int
@@ -45,8 +45,9 @@ class DraftKey(NamedTuple):
 
 
 class DraftLimits(NamedTuple):
-    """Describe what graphs must hold: ``rows`` of a step, ``tokens`` of a pass, ``context_len`` tokens of a text. With ``wide`` also passes
-    with several tokens in each row are captured, for which the backend must offer attention.verify_graph."""
+    """Describe what graphs must hold: at most ``rows`` rows in a step, ``tokens`` tokens in a pass, and ``context_len``
+    tokens of a request. With ``wide``, steps whose passes have several tokens in a row are captured too; the backend
+    must then offer attention.verify_graph."""
 
     rows: int
     tokens: int
@@ -55,8 +56,8 @@ class DraftLimits(NamedTuple):
 
 
 class CapturedPass(NamedTuple):
-    """Hold a pass that can be replayed, with up to ``width`` tokens in each row. ``batch`` holds the host's lengths, and tensors of fixed
-    address. The graph also reads the tensors of ``kept``."""
+    """Hold a pass that can be replayed, with up to ``width`` tokens in each row. ``batch`` has the lengths on the host,
+    and tensors of fixed address. ``kept`` are other tensors that the graph reads, which must stay allocated."""
 
     batch: Batch
     width: int
@@ -100,7 +101,7 @@ class DraftGraphs:
         return len(self._captured)
 
     def missing(self) -> Iterator[DraftKey]:
-        """Return the keys that are not captured yet, those of few rows first."""
+        """Return the keys that are not captured yet. For each ``DraftSteps``, keys with few rows come first."""
         keys = (
             DraftKey(at, kind, rows)
             for at, (one, sizes) in enumerate(zip(self._steps, self._sizes, strict=True))
@@ -114,12 +115,12 @@ class DraftGraphs:
         return key in self._captured
 
     def run(self, steps: DraftSteps, slots: IntArray, passes: Sequence[DraftPass], state: State) -> State | None:
-        """See ``DraftCache.run``. Return None, with nothing done, if a graph is missing. It is captured once it has been needed often
-        enough."""
+        """See ``DraftCache.run``. If a graph is missing, do nothing and return None. A graph is captured once it has
+        been needed often enough."""
         keys = self._keys(steps, slots, passes)
         if keys is None:
             return None
-        ready = [self._is_ready(key) for key in dict.fromkeys(keys)]  # each of them counts
+        ready = [self._is_ready(key) for key in dict.fromkeys(keys)]  # no short circuit: each key is counted
         if not all(ready):
             return None
         static = self._state(keys[0].steps)
@@ -161,8 +162,8 @@ class DraftGraphs:
         ]
 
     def _keys(self, steps: DraftSteps, slots: IntArray, passes: Sequence[DraftPass]) -> list[DraftKey] | None:
-        """Return the keys of the graphs for ``passes``, or None if there are more rows than graphs hold. Passes with one token in each row
-        run in graphs of the same size."""
+        """Return the keys of the graphs for ``passes``, or None if no graph holds that number of rows. All passes with
+        one token in each row run in graphs of the same size."""
         if steps not in self._steps:
             return None
         at = self._steps.index(steps)
@@ -179,8 +180,8 @@ class DraftGraphs:
         ]
 
     def _variant(self, slots: IntArray, given: DraftPass, rows: int) -> int:
-        """Return the variant for the first ``rows`` rows of a pass. It serves the following passes as well, because their rows are
-        longer by a few tokens only."""
+        """Return the backend's variant for the first ``rows`` rows of a pass. The following passes use it as well,
+        because their rows are only a few tokens longer."""
         ones = given.counts[:rows]
         return self._backend.variant(Batch([], 0, slots[:rows], given.starts[:rows], ones, ones > 0, NO_UPDATES))
 
@@ -223,8 +224,8 @@ class DraftGraphs:
         log.debug("captured a pass of a drafter, %s: %.2f s", key, time.perf_counter() - start)
 
     def _static_batch(self, key: DraftKey, width: int) -> tuple[Batch, torch.Tensor]:
-        """Return the batch that is planned and captured, and the index of its tokens. Each row has the most tokens and the longest text on
-        the host."""
+        """Return the batch that is planned and captured, and ``Placed.which`` of its tokens. On the host, each row has
+        the largest number of tokens and the longest context."""
         tokens, stride = key.rows * width, max(self._steps[key.steps].widths)
         positions, out_loc, kv_lens, index, indptr = Placed.of(self._buffer, tokens, width, stride)
         lens, slots = np.full(tokens, width, np.int32), np.zeros(tokens, np.int32)

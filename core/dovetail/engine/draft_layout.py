@@ -1,4 +1,5 @@
-"""Lay out the tokens of a drafter's passes for graphs. The host does as little work as possible, because the device waits for it."""
+"""Lay out the tokens of a drafter's passes for graphs. The host does as little work as possible, because the device is
+idle meanwhile."""
 
 from __future__ import annotations
 
@@ -21,9 +22,10 @@ Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 
 
 class Placed(NamedTuple):
-    """Hold the layout of a pass, in which there are as many rows as tokens. Each token has its position and its place in the pool, int64
-    ``[tokens]``. Each row has ``kv_lens [tokens]``. ``which`` int64 ``[tokens]`` is the index of each token among those that the rows can have,
-    and ``indptr [tokens + 1]`` is ``Batch.qo_indptr``."""
+    """Hold the device tensors that lay out a pass. The pass has as many rows as tokens. ``positions`` and ``out_loc``
+    (int64 ``[tokens]``) are the position of each token and its location in the pool, and ``kv_lens [tokens]`` is the KV
+    length of each row. ``which`` (int64 ``[tokens]``) is the index of each token among the ``[rows, stride]`` tokens
+    that the rows could have, and ``indptr [tokens + 1]`` is ``Batch.qo_indptr``."""
 
     positions: torch.Tensor
     out_loc: torch.Tensor
@@ -33,8 +35,9 @@ class Placed(NamedTuple):
 
     @classmethod
     def of(cls, buffer: torch.Tensor, tokens: int, width: int, stride: int) -> Placed:
-        """Return views of ``buffer``, which holds the bytes of ``padding``, ``one_each`` or ``wide``. With one token in each row, ``which`` and
-        ``indptr`` never change and are not in the buffer. A row can have ``stride`` tokens in other passes."""
+        """Return views of ``buffer``, which holds the bytes of ``padding``, ``one_each`` or ``wide``. In a pass with
+        one token in each row, ``which`` and ``indptr`` never change; they are made here and are not in the buffer.
+        ``stride`` is the largest number of tokens that a row has in any pass."""
         sent = unpack(buffer, padding(tokens, width))
         if width > 1:
             return cls._make(sent)
@@ -52,8 +55,8 @@ def padding(tokens: int, width: int) -> tuple[Array, ...]:
 
 
 def one_each(inputs: Inputs, table: IntArray, passes: Sequence[DraftPass], rows: int) -> list[Bytes]:
-    """Return the bytes of ``passes`` with one token in each row, each padded to ``rows`` rows. ``table`` has the pages of the real rows,
-    and may have pages of other rows behind them, of which no pass has a token."""
+    """Return the bytes of ``passes`` with one token in each row, each padded to ``rows`` rows. ``table`` has the pages
+    of the real rows. After them it may have rows that have no token in any of these passes."""
     table = table[:rows]
     real = len(table)
     active = np.stack([one.counts[:real] for one in passes]) > 0
@@ -73,8 +76,8 @@ def one_each(inputs: Inputs, table: IntArray, passes: Sequence[DraftPass], rows:
 
 
 class PassShape(NamedTuple):
-    """Describe how the tokens of a padded pass are divided among its rows. Each real token has its row (``row_of``) and its index in that
-    row (``nth``). ``which`` and ``indptr`` are those of ``Placed``, for all tokens."""
+    """Describe how the tokens of a padded pass are divided among its rows. For each real token, ``row_of`` is its row
+    and ``nth`` is its index in that row. ``which`` and ``indptr`` are those of ``Placed``, with padding."""
 
     row_of: Int64Array
     nth: Int64Array
@@ -84,8 +87,8 @@ class PassShape(NamedTuple):
 
 @functools.lru_cache(256)
 def _shape(counts: tuple[int, ...], tokens: int, stride: int) -> PassShape:
-    """Return the shape of a pass. It is cached, because most passes are like an earlier one. ``stride`` is the number of tokens that a row can
-    have."""
+    """Return the shape of a pass. Shapes are cached, because most passes have the shape of an earlier one. ``stride``
+    is the largest number of tokens that a row has in any pass."""
     lens, total = np.array(counts), sum(counts)
     ends = np.cumsum(lens)
     row_of = np.repeat(np.arange(len(counts)), lens)
@@ -111,7 +114,7 @@ def wide(inputs: Inputs, table: IntArray, given: DraftPass, tokens: int, stride:
 
 
 def set_lens(static: Batch, given: DraftPass) -> None:
-    """Set the host's lengths of a captured batch to those of a pass, padded."""
+    """Set the host lengths of a captured batch to those of a pass, with padding."""
     rows, total = int(np.count_nonzero(given.counts)), int(given.counts.sum())
     fill = len(static.prefix_lens) - total
     static.prefix_lens[:rows], static.prefix_lens[rows:] = given.starts[:rows], 0
@@ -120,12 +123,14 @@ def set_lens(static: Batch, given: DraftPass) -> None:
 
 
 def wide_shape(counts: IntArray) -> DraftTree:
-    """Return drafts that give the rows ``counts`` queries. The relations between them are in the mask."""
+    """Return a ``DraftTree`` whose lengths give row r ``counts[r]`` queries. Its tokens and parents have no meaning,
+    because the tree mask of the pass decides which tokens see each other."""
     width = max(int(counts.max()) - 1, 1)
     nothing = np.zeros((len(counts), width), np.int32)
     return DraftTree(nothing, nothing + np.arange(-1, width - 1, dtype=np.int32), (counts - 1).astype(np.int32))
 
 
 def seen_by(mask: torch.Tensor, index: torch.Tensor, width: int) -> torch.Tensor:
-    """Return what the tokens ``index`` see of the first ``width`` tokens of their rows, ``[tokens, width]``, from ``mask [rows, n, n]``."""
+    """Return bool ``[tokens, width]``: which of the first ``width`` tokens of their own row the tokens ``index`` see.
+    ``mask`` is ``[rows, n, n]``, and ``index`` counts the tokens of its first two dimensions."""
     return mask.flatten(0, 1).index_select(0, index)[:, :width]

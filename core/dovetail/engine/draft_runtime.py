@@ -1,4 +1,4 @@
-"""Provide drafters that run a model with the engine's models and memory: see ``interfaces.speculative``."""
+"""Give drafters that run a model access to the engine's models and memory (see ``interfaces.speculative``)."""
 
 from __future__ import annotations
 
@@ -34,7 +34,8 @@ if TYPE_CHECKING:
 
 
 class EngineDraftCache(DraftCache):
-    """Hold a pool that has the same pages as the target's, and attention backends of the kinds that were chosen for the target."""
+    """Hold a KV pool with the same pages as the target's, and attention backends of the kinds that were chosen for the
+    target."""
 
     def __init__(self, info: ModelInfo) -> None:
         self.info = info
@@ -47,8 +48,9 @@ class EngineDraftCache(DraftCache):
     def allocate(
         self, resolved: Resolved, inputs: Inputs, pool: PagedKVPool, dtype: torch.dtype, max_context: int
     ) -> None:
-        """Allocate the memory, once the number of pages of the target's ``pool`` is known. Unwritten memory reads as zeros, so that
-        tokens whose KV the drafter has missed only lower the acceptance."""
+        """Allocate the memory. The engine calls this once the number of pages of the target's ``pool`` is known. The
+        memory is filled with zeros: if the drafter has not seen some tokens, it reads zeros as their KV, which only
+        lowers the acceptance rate."""
         info, (group,) = self.info, self.info.cache_groups
         self._inputs = inputs
         self._pool = PagedKVPool(group, pool.num_pages, pool.page_size, pool.dtype, pool.device)
@@ -100,7 +102,7 @@ class EngineDraftCache(DraftCache):
         return state
 
     def _run_pass(self, steps: DraftSteps, slots: IntArray, given: DraftPass, state: tuple[torch.Tensor, ...]) -> None:
-        """Launch a pass kernel by kernel. ``slots`` and ``state`` belong to rows with tokens."""
+        """Launch a pass kernel by kernel. ``slots`` and ``state`` have only the rows that have tokens in this pass."""
         rows, stride = len(slots), max(steps.widths)
         starts, counts = given.starts[:rows], given.counts[:rows]
         firsts = np.cumsum(counts) - counts
@@ -113,8 +115,8 @@ class EngineDraftCache(DraftCache):
     def _located(
         self, slots: IntArray, starts: IntArray, counts: IntArray, positions: Array | None, *others: Array
     ) -> tuple[Batch, list[torch.Tensor]]:
-        """Return a batch that is not planned yet, and ``others`` on the device, sent with the same copy. ``positions`` is given if they differ
-        from the places."""
+        """Return a batch that is not planned yet, and ``others`` on the device, which the same copy sends.
+        ``positions`` are the positions of the tokens; None means that they equal the tokens' indices."""
         inputs = self._inputs
         assert inputs is not None, "the memory of a draft cache is allocated once the engine is built"
         rows = len(slots)
@@ -130,7 +132,8 @@ class EngineDraftCache(DraftCache):
         return batch, sent
 
     def _planned(self, batch: Batch, mask: torch.Tensor | None = None) -> Batch:
-        """Plan ``batch`` and return it. With a ``mask`` its rows are trees; otherwise rows with several tokens are extend rows."""
+        """Plan ``batch`` and return it. With ``mask``, its rows are trees. Without, they are extend rows if one of them
+        has several tokens, and decode rows otherwise."""
         pool, backends = self._pool, self._backends
         assert pool is not None
         assert backends is not None
@@ -148,7 +151,8 @@ class EngineDraftCache(DraftCache):
 
 
 class EngineDraftRuntime(DraftRuntime):
-    """Give drafters access to the target, its checkpoint and the device. ``watched`` are the layers that the drafter watches, in order."""
+    """Give drafters access to the target, its checkpoint and the device. ``watched`` are the layers whose hidden states
+    the drafter reads, in the order that it requested."""
 
     def __init__(self, resolved: Resolved, target: ModelArchitecture, device: torch.device, dtype: torch.dtype) -> None:
         self.target = target
@@ -230,11 +234,11 @@ class EngineDraftRuntime(DraftRuntime):
 
     @property
     def weight_bytes(self) -> int:
-        """Return the bytes of the models that were loaded."""
+        """Return the bytes of the models that drafters have loaded."""
         return sum(module_bytes(as_module(model)) for model in self._models)
 
     def page_bytes(self, page_size: int, dtype: torch.dtype) -> int:
-        """Return the bytes of a page in all draft caches together."""
+        """Return the bytes that one page takes in all draft caches together."""
         return sum(PagedKVPool.bytes_per_page(cache.info.cache_groups[0], page_size, dtype) for cache in self._caches)
 
     def allocate(self, inputs: Inputs, pool: PagedKVPool, max_context: int) -> None:
@@ -243,5 +247,5 @@ class EngineDraftRuntime(DraftRuntime):
             cache.allocate(self._resolved, inputs, pool, self.dtype, max_context)
 
     def capture_next(self) -> bool:
-        """Capture one of the drafter's passes. Return False if none is missing."""
+        """Try to capture one of the drafter's passes. Return False if none is missing."""
         return any(cache.graphs is not None and capture_next(cache.graphs) for cache in self._caches)

@@ -1,5 +1,5 @@
-"""Run the largest possible step over a pool of one page, in order to measure the memory that it allocates, which the pool must leave
-free."""
+"""Run the largest possible step over a tiny pool, in order to measure the memory that a step allocates. The KV pool
+must leave this memory free."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 
 @torch.inference_mode()
 def dry_run(model: ModelArchitecture, backend: AttentionBackend, pool: PagedKVPool, lens: list[int], rows: int) -> None:
-    """Run prompts of ``lens`` tokens in one step, and sample ``rows`` rows with every filter. The step reads and writes only
-    page 0 of ``pool``, for which ``backend`` was built."""
+    """Run prompts of ``lens`` tokens in one step, and sample ``rows`` rows with every filter. The step reads and writes
+    only page 0 of ``pool``. ``backend`` must have been built for ``pool``."""
     device, count, tokens = pool.device, len(lens), sum(lens)
     nothing = np.zeros(count, np.int32)
     batch = Batch([], count, nothing, nothing, np.array(lens, np.int32), nothing == 0, NO_UPDATES)
