@@ -44,8 +44,8 @@ log = logging.getLogger(__name__)
 class Engine:
     """Build model, pool and attention backends from a resolved config, and run batches on them. Not thread-safe.
 
-    ``request_table`` holds the host's page table: the scheduler writes it, the engine reads it. ``runners`` are tried in their order
-    for each batch; the last one can run every batch.
+    ``request_table`` holds the host's page table: the scheduler writes it and the engine reads it. Each batch runs in
+    the first of ``runners`` that can run it; the last one can run every batch.
     """
 
     lost_device = staticmethod(lost_device)
@@ -81,7 +81,8 @@ class Engine:
     # -- building ----------------------------------------------------------------------------------------------------
 
     def _build_drafter(self, resolved: Resolved) -> Drafter | None:
-        """Build the drafter before the pool is allocated: its models and their caches take memory too."""
+        """Build the drafter. This must happen before the pool is allocated, because the drafter's models and caches
+        take memory too."""
         if resolved.drafter is None:
             return None
         rows, runtime = resolved.config.scheduler.rows, self._draft_runtime
@@ -90,7 +91,8 @@ class Engine:
         )
 
     def _allocate_pool(self, resolved: Resolved) -> None:
-        """Measure what the pool must leave, allocate it and the arrays by slot, and bound the context by the pool."""
+        """Measure the memory that the pool must leave free. Then allocate the pool, the request table and the inputs,
+        and limit the context length to the tokens that the pool holds."""
         config, runtime, group = resolved.config, self._draft_runtime, self.info.cache_groups[0]
         named = config.memory.kv_dtype
         dtype = self._dtype if named == "auto" else pool_dtype(named)
@@ -153,7 +155,8 @@ class Engine:
         self._order_runners()
 
     def _order_runners(self) -> None:
-        """Put the runner of verify steps first: the host waits for steps with drafts, which come one by one."""
+        """Order the runners. The runner of verify steps comes first, because a step with drafts starts only after the
+        one before it has ended: the device is idle while the host looks for a runner."""
         runners: list[Runner[Any]] = []
         if self.verify_graphs is not None:
             runners.append(VerifyGraphRunner(self.verify_graphs, self._eager_sampler))
@@ -179,8 +182,8 @@ class Engine:
         return pieces
 
     def expect_drafts(self, most: int, *, trees: bool) -> None:
-        """Expect rows with up to ``most`` drafts from now on: chains, or ``trees``. Their steps are captured if decode steps are and
-        the attention backend offers attention.verify_graph."""
+        """Expect rows with up to ``most`` drafts from now on, in chains or, with ``trees``, in trees. Their steps are
+        captured if decode steps are captured and the attention backend offers attention.verify_graph."""
         if not self._captures_verify:
             return
         config, decode = self._config, self.eager_runner.decode
@@ -197,7 +200,7 @@ class Engine:
 
     @property
     def products(self) -> dict[str, str]:
-        """Return what computes the matrix products of the model, by the shape of the weight."""
+        """Return, for each shape of a weight, a text that names what computes matrix products with it."""
         weights = {tuple(p.shape): p for p in as_module(self.model).parameters() if p.ndim == 2}
         return {
             f"{rows} x {columns}": describe(weight, batch_invariant=self._batch_invariant)
@@ -212,8 +215,8 @@ class Engine:
 
     @torch.inference_mode()
     def launch(self, batch: Batch) -> Launched[Any]:
-        """Launch the forward pass of a step, and set the batch's engine fields: see ``Runner.launch``. Under overlap the host reads the
-        tokens of the step before while this one computes."""
+        """Launch the forward pass of a step, and set the batch's engine fields (see ``Runner.launch``). Under overlap
+        the host reads the tokens of the previous step while the device computes this one."""
         if batch.drafts is None or batch.shared is not None:
             self._choose_attention(batch)
         for runner in self.runners:
@@ -223,7 +226,8 @@ class Engine:
         raise AssertionError("the last runner can run every batch")
 
     def _choose_attention(self, batch: Batch) -> None:
-        """Decide for a decode batch whether shared prefixes are read once, and which variant of the backend attends."""
+        """Decide whether attention reads shared prefixes once, and which variant of the backend it uses for a decode
+        batch."""
         backend = self.eager_runner.backend_for(batch)
         if batch.shared is not None and not (self.shares_prefixes and backend.shares(batch)):
             batch.shared = None
@@ -232,8 +236,9 @@ class Engine:
 
     @torch.inference_mode()
     def sample(self, batch: Batch, launched: Launched[Any]) -> ForwardOutput:
-        """Choose the tokens of a step that ``launch`` has launched, keep the last of each row on the device for the next step, and
-        move the KV of accepted tree drafts to where their positions belong. No other step may have been launched meanwhile."""
+        """Choose the tokens of a step, keep the last token of each row on the device for the next step, and move the KV
+        of accepted tree drafts to the locations of their positions. ``launched`` must be the step that was launched
+        last."""
         output = launched.runner.sample(batch, launched)
         if batch.tree_mask is not None:
             compact(batch, output, self.pool)
@@ -249,11 +254,12 @@ class Engine:
         return self.sampler.mask_seconds
 
     def locate_updates(self, updates: PageUpdates) -> None:
-        """Prepare page updates of the next step while the device computes this one. The next step may have others."""
+        """Prepare page updates of the next step while the device computes this one. If the next step has other updates,
+        this has no effect."""
         self.inputs.locate_updates(updates)
 
     def wait(self, batch: Batch, output: ForwardOutput) -> HostOutput:
-        """Return a step's output on the host. This is the only place where the host waits for the output of a step."""
+        """Return a step's output on the host, and wait for it. The host waits for the output of a step only here."""
         if output.event is not None:
             output.event.synchronize()
             if self.verify_graphs is not None:
@@ -261,7 +267,7 @@ class Engine:
         return host_output(batch, output.on_host or output)
 
     def idle(self) -> bool:
-        """Capture one graph while there is nothing else to do. Return False if nothing is left."""
+        """Try to capture one graph while there is no other work. Return False if no graph is missing."""
         return (
             (self.graphs is not None and capture_next(self.graphs))
             or (self.verify_graphs is not None and capture_next(self.verify_graphs))
@@ -271,9 +277,10 @@ class Engine:
 
 
 def _shares_prefixes(resolved: Resolved) -> bool:
-    """Return True if decode rows are worth ordering by the prefixes that they share: the config enables it, the prefix cache can name
-    them, the attention backend makes use of them, every layer reads the whole past, rows have one query each, and bits may depend on
-    what other rows share."""
+    """Return True if the scheduler should order decode rows by the prefixes that they share. All of these must hold:
+    the config enables it, the prefix cache reports shared prefixes, the attention backend reads them once, every layer
+    reads the whole past, there is no drafter (so that rows have one query each), and ``batch_invariant`` is off (so
+    that the bits of a row may depend on what other rows share)."""
     return (
         resolved.config.scheduler.shared_prefixes
         and not resolved.config.batch_invariant

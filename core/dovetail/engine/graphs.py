@@ -1,7 +1,9 @@
-"""Capture and replay decode steps as CUDA graphs: everything from the page table to the sampled token is launched as a whole.
+"""Capture and replay decode steps as CUDA graphs. A graph holds everything from the page table to the logits; a second
+graph, of the sampler, follows it.
 
 A graph is captured for each number of rows of a ladder, for steps with and without shared prefixes. A step runs in the
-smallest graph that holds its rows. Rows that pad it belong to slot 0, read page 0 and write to page 0.
+smallest graph that holds its rows. The graph's other rows are padding: they belong to slot 0, read page 0 and write to
+page 0.
 """
 
 from __future__ import annotations
@@ -32,8 +34,8 @@ log = logging.getLogger(__name__)
 
 
 class GraphKey(NamedTuple):
-    """Identify a captured step by its number of rows, by whether it reads shared prefixes once, and by the attention backend's
-    variant."""
+    """Identify a captured step by its number of rows, by whether it reads shared prefixes once, and by the attention
+    backend's variant."""
 
     rows: int
     shared: bool
@@ -42,7 +44,8 @@ class GraphKey(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class DecodeGraph:
-    """Describe one captured step. ``batch`` holds the host's lengths of the step being replayed, and tensors of fixed address."""
+    """Hold one captured step. ``batch`` has the host lengths of the step that is being replayed, and tensors of fixed
+    address."""
 
     rows: int
     batch: Batch
@@ -52,8 +55,8 @@ class DecodeGraph:
     _views: dict[int, _Views] = field(default_factory=dict)  # by the number of rows that are not padding
 
     def give(self, batch: Batch) -> torch.Tensor:
-        """Set the engine fields of ``batch``, which was replayed, to views of the graph's tensors: see ``Runner.launch``. Return its
-        logits."""
+        """Set the engine fields of ``batch``, whose step was replayed, to views of the graph's tensors (see
+        ``Runner.launch``). Return its logits."""
         rows = len(batch.slots)
         views = self._views.get(rows)
         if views is None:
@@ -88,7 +91,8 @@ class DecodeGraphs:
         shares: bool,
         watch: tuple[int, ...] = (),
     ) -> None:
-        """With ``shares`` batches may have ``shared``; the backend must offer attention.shared_prefix. ``watch`` is ``Batch.watch``."""
+        """With ``shares``, batches may have ``shared``; the backend must then offer attention.shared_prefix. ``watch``
+        is ``Batch.watch``."""
         self.sizes = ladder(max_rows)
         self.seconds = 0.0  # spent on captures
         self._model, self._inputs, self._pool, self._backend = model, inputs, pool, backend
@@ -108,7 +112,8 @@ class DecodeGraphs:
         return len(self._graphs)
 
     def missing(self) -> Iterator[GraphKey]:
-        """Return the keys that are not captured yet, the most likely ones first."""
+        """Return the keys that are not captured yet, in the order in which they are captured: steps without shared
+        prefixes and with few rows come first."""
         keys = (GraphKey(rows, shared) for shared in self._variants for rows in self.sizes)
         return (key for key in keys if key not in self._graphs and key not in self.refused)
 
@@ -127,8 +132,8 @@ class DecodeGraphs:
         return self._graphs[key]
 
     def launch(self, graph: DecodeGraph, batch: Batch, uniform: Array | None) -> torch.Tensor:
-        """Replay the forward pass for ``batch`` and set its engine fields. Return its logits ``[rows of the batch, V]``, valid until
-        the next launch."""
+        """Replay the forward pass for ``batch`` and set its engine fields. Return its logits
+        ``[rows of the batch, V]``, valid until the next launch."""
         self._staging.send_step(self._inputs, decode_arrays(batch, graph.rows, uniform), batch.page_updates)
         static, real = graph.batch, len(batch.slots)
         static.prefix_lens[:real], static.prefix_lens[real:] = batch.prefix_lens, 0
@@ -139,9 +144,9 @@ class DecodeGraphs:
         return graph.give(batch)
 
     def sample(self, graph: DecodeGraph, settings: RowSettings) -> torch.Tensor | None:
-        """Replay the sampler of the step that was launched last. Return its tokens, int64 ``[rows of the graph]``, which from now on are
-        the last tokens of their slots. They are valid until the next sample. Return None, with nothing done, as long as the sampler is
-        not captured."""
+        """Replay the sampler of the step that was launched last. Return its tokens, int64 ``[rows of the graph]``,
+        which are valid until the next sample, and keep them on the device as the last tokens of their slots. If the
+        sampler is not captured yet, do nothing and return None."""
         logits, tensors, last_token = graph.logits, graph.tensors, self._inputs.last_token
 
         def draw(filters: Filters | None) -> torch.Tensor:

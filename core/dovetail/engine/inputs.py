@@ -1,7 +1,8 @@
 """Fill the tensors of a forward pass from a batch of requests.
 
-What a step needs from earlier steps stays on the device, in arrays by slot: the last token of each request and the page table. A
-step sends only what is new, in one packed copy: slots, lengths, new pages, random numbers, prompt tokens.
+What a step needs from earlier steps stays on the device, in arrays that are indexed by slot: the last token of each
+request and the page table. The host sends only what is new, in one packed copy: slots, lengths, new pages, random
+numbers, prompt tokens.
 """
 
 from __future__ import annotations
@@ -30,11 +31,11 @@ _TORCH = {
 
 
 class Inputs:
-    """Keep the arrays by slot and fill the tensors of a batch from them.
+    """Keep the arrays that are indexed by slot, and fill the tensors of a batch from them.
 
-    ``page_table`` is the host's page table, which the scheduler writes and this class only reads. ``pages`` is the device's copy
-    of it, which the updates of each batch bring up to date; on a CPU it is the same memory. ``last_token`` int64 ``[slots]`` has
-    the last token of each request.
+    ``page_table`` is the host's page table, which the scheduler writes and this class only reads. ``pages`` is the
+    device's copy of it, which the updates of each batch bring up to date; on a CPU it is the same memory.
+    ``last_token`` int64 ``[slots]`` has the last token of each request.
     """
 
     def __init__(self, page_table: IntArray, page_size: int, device: torch.device) -> None:
@@ -47,7 +48,7 @@ class Inputs:
         self.last_token = torch.zeros(len(page_table), dtype=torch.int64, device=device)
         self._flat_table = page_table.reshape(-1)
         self._located_version = 0
-        self._entries: tuple[()] | tuple[Int64Array, IntArray] = ()  # of the updates with that version
+        self._entries: tuple[()] | tuple[Int64Array, IntArray] = ()  # of the updates with ``_located_version``
 
     def prepare(self, batch: Batch) -> None:
         """Set the batch's engine fields, and send its page updates to the device. Mutates ``batch``."""
@@ -81,7 +82,7 @@ class Inputs:
         indptr, row_of, places, positions = ragged(batch)
         if batch.drafts is not None and not batch.drafts.is_chain:
             batch.tree_mask = torch.from_numpy(tree_mask(batch, indptr)).to(self.device)
-        fresh = indptr[batch.num_extend : -1].astype(np.int64)  # where a token sampled in an earlier step enters
+        fresh = indptr[batch.num_extend : -1].astype(np.int64)  # the first token of each decode or verify row
         slots = batch.slots.astype(np.int64)
         (
             batch.input_ids,
@@ -109,7 +110,8 @@ class Inputs:
             batch.input_ids[fresh_t] = self.last_token[slots_t[batch.num_extend :]]
 
     def locate(self, row_of: Int64Array, places: Int64Array, table: IntArray) -> Int64Array:
-        """Return ``Batch.out_loc`` of tokens at ``places`` (indexes in their texts) of rows whose pages are in ``table``."""
+        """Return ``Batch.out_loc`` of tokens: token t is the token at index ``places[t]`` of the request in row
+        ``row_of[t]``. ``table`` has the pages of each row."""
         page, offset = np.divmod(places, self.page_size)
         return table[row_of, page].astype(np.int64) * self.page_size + offset
 
@@ -121,10 +123,11 @@ class Inputs:
         if len(updates.slots):
             places = updates.slots.astype(np.int64) * self.page_table.shape[1] + updates.columns
             entries = places, self._flat_table[places]
-        self._entries, self._located_version = entries, updates.version  # last: after an interrupt it is done again
+        self._entries, self._located_version = entries, updates.version  # last, in case of an interrupt
 
     def upload(self, *arrays: Array, updates: PageUpdates) -> list[torch.Tensor]:
-        """Return ``arrays`` on the device, and write ``updates`` into its page table, all with one copy."""
+        """Return ``arrays`` on the device, and write ``updates`` into the device's page table. One copy sends both. On
+        a CPU nothing is copied, because the device's page table is the host's."""
         if self.device.type == "cpu":
             return [torch.from_numpy(a) for a in arrays]
         entries = self.entries_of(updates)
@@ -134,22 +137,25 @@ class Inputs:
         return tensors[: len(arrays)]
 
     def entries_of(self, updates: PageUpdates) -> tuple[()] | tuple[Int64Array, IntArray]:
-        """Return the flat places of ``updates`` in the page table (int64 ``[updates]``) and the pages that the host's table has
-        there: several entries for one place have the same page. Return nothing if there are no updates."""
+        """Return the flat indices of ``updates`` in the page table (int64 ``[updates]``), and the pages that the host's
+        table has there now. If an index occurs several times, its pages are therefore equal. Return an empty tuple if
+        there are no updates."""
         self.locate_updates(updates)
         return self._entries
 
     def keep_last(self, batch: Batch, tokens: torch.Tensor) -> None:
         """Keep the last token of each sampled row for the next step. ``tokens`` is int64 ``[sampled rows, width]``."""
         slots = batch.slots if batch.samples.all() else batch.slots[batch.samples]
-        last = tokens[:, -1]  # the last of those accepted, see ``verify.Accepted``
+        last = tokens[:, -1]  # columns after the last accepted token repeat it, see ``verify.Accepted``
         self.last_token.index_copy_(0, to_device(slots.astype(np.int64), self.device), last)
 
 
 class DecodeTensors:
-    """Hold the device tensors of a decode step of up to ``rows`` rows: those of the batch, and those that they are computed from.
+    """Hold the device tensors of a decode step of up to ``rows`` rows: the tensors of the batch, and the arrays from
+    which they are computed.
 
-    They are made once for a graph, so that their addresses stay the same, or for one step.
+    All replays of a graph use the same tensors, so that their addresses do not change. A step that is launched kernel
+    by kernel has its own.
     """
 
     def __init__(self, rows: int, max_pages: int, device: torch.device, shared: bool) -> None:
@@ -162,11 +168,12 @@ class DecodeTensors:
         self.own_lens = torch.ones_like(self.kv_lens)
 
     def read(self, sent: Sequence[torch.Tensor]) -> None:
-        """Take ``sent``, the arrays of ``decode_arrays`` on the device. For a graph they are views of a fixed buffer."""
+        """Refer to ``sent``, the arrays of ``decode_arrays`` on the device. For a graph they are views of a fixed
+        buffer."""
         self.uniform, self.slots, self.prefix_lens, self.indptr, self.group_lens, self.row_lens = sent
 
     def narrow(self, rows: int) -> DecodeTensors:
-        """Return tensors for a step of ``rows`` rows in the same memory."""
+        """Return tensors for a step of ``rows`` rows. They are views of the first rows of these."""
         part = copy.copy(self)
         part.rows, part.qo_indptr = rows, self.qo_indptr[: rows + 1]
         for name in ("input_ids", "positions", "out_loc", "kv_lens", "table", "group_table", "own_lens"):
@@ -174,7 +181,8 @@ class DecodeTensors:
         return part
 
     def compute(self, inputs: Inputs, *, shared: bool) -> None:
-        """Launch the kernel that fills the batch's tensors. It reads the arrays by slot."""
+        """Launch the kernel that fills the batch's tensors. It also reads the arrays of ``inputs`` that are indexed by
+        slot."""
         from dovetail.ops.triton.inputs import decode_inputs
 
         out = (self.input_ids, self.positions, self.out_loc, self.kv_lens, self.table)
@@ -193,8 +201,9 @@ class DecodeTensors:
 
 
 def decode_arrays(batch: Batch, rows: int, uniform: Array | None = None) -> tuple[Array, ...]:
-    """Return what the host sends for a decode batch, padded to ``rows`` rows with slot 0: random numbers float64, slots int64,
-    lengths int32, and for shared prefixes indptr, group_lens and row_lens, see ``DecodeTensors``."""
+    """Return the arrays that the host sends for a decode batch, padded to ``rows`` rows with slot 0: random numbers
+    (float64), slots (int64), prefix lengths, and for shared prefixes indptr, group_lens and row_lens (all int32, see
+    ``DecodeTensors.read``)."""
     real = len(batch.slots)
     numbers = np.zeros(rows, np.float64)
     if uniform is not None:
@@ -202,17 +211,17 @@ def decode_arrays(batch: Batch, rows: int, uniform: Array | None = None) -> tupl
     slots, prefix_lens = np.zeros(rows, np.int64), np.zeros(rows, np.int32)
     slots[:real], prefix_lens[:real] = batch.slots, batch.prefix_lens
     indptr, group_lens, row_lens = np.full(rows + 1, rows, np.int32), np.zeros(rows, np.int32), np.zeros(rows, np.int32)
-    indptr[0] = 0  # every row is in a group
+    indptr[0] = 0  # group 0 has all rows, unless prefixes are shared
     shared = batch.shared
     if shared is not None:
-        indptr[: len(shared.starts)] = shared.starts  # the next group is the padding
+        indptr[: len(shared.starts)] = shared.starts  # the group after these has the padding rows
         group_lens[: len(shared.lens)] = shared.lens
         row_lens[:real] = np.repeat(shared.lens, np.diff(shared.starts))
     return numbers, slots, prefix_lens, indptr, group_lens, row_lens
 
 
 def pack(arrays: Sequence[Array]) -> np.ndarray[Any, np.dtype[np.uint8]]:
-    """Return the bytes of ``arrays``, each at a multiple of 8."""
+    """Return the bytes of ``arrays`` in one array. Each of them begins at a multiple of 8 bytes."""
     if len(arrays) == 1:
         return arrays[0].reshape(-1).view(np.uint8)
     packed = np.empty(sum(_aligned(a.nbytes) for a in arrays), np.uint8)
@@ -224,7 +233,7 @@ def pack(arrays: Sequence[Array]) -> np.ndarray[Any, np.dtype[np.uint8]]:
 
 
 def unpack(buffer: torch.Tensor, like: Sequence[Array]) -> list[torch.Tensor]:
-    """Return views of ``buffer``, which holds the bytes of ``pack(like)``."""
+    """Return views of ``buffer``, which holds the bytes of ``pack(like)``, with the shapes and dtypes of ``like``."""
     out, start = [], 0
     for a in like:
         out.append(buffer[start : start + a.nbytes].view(_TORCH[a.dtype]).view(a.shape))
@@ -237,16 +246,17 @@ def _aligned(size: int) -> int:
 
 
 class Ragged(NamedTuple):
-    """Hold the positions of a batch's tokens. Its rows have different lengths and follow one another."""
+    """Hold the rows and positions of a batch's tokens. Rows can have different numbers of tokens; the tokens of a row
+    follow those of the row before it."""
 
     indptr: IntArray  # [rows + 1] row r has tokens [indptr[r], indptr[r + 1])
     row_of: Int64Array  # [tokens]
-    places: Int64Array  # [tokens] index in the text of the row, by which its K and V are stored
-    positions: Int64Array  # [tokens] the same, except for drafts in a tree, whose positions follow their depth
+    places: Int64Array  # [tokens] index in the request, which selects the location of K and V
+    positions: Int64Array  # [tokens] equal to places, but by depth for drafts in a tree
 
 
 def ragged(batch: Batch) -> Ragged:
-    """Return the positions of a batch whose host fields are set."""
+    """Return the rows and positions of the tokens of a batch whose host fields are set."""
     lens = batch.extend_lens
     indptr = np.zeros(len(lens) + 1, np.int32)
     np.cumsum(lens, out=indptr[1:])
@@ -259,7 +269,8 @@ def ragged(batch: Batch) -> Ragged:
 
 
 def token_ids(batch: Batch, indptr: IntArray) -> Int64Array:
-    """Return the tokens of extend rows and the drafts, int64 ``[tokens]``. A token that only the device has is 0."""
+    """Return the tokens of a batch, int64 ``[tokens]``: those of extend rows, and the drafts. The first token of a
+    decode or verify row is 0, because only the device has it."""
     ids = np.zeros(int(indptr[-1]), np.int64)
     for row in range(batch.num_extend):
         start = int(batch.prefix_lens[row])
@@ -281,8 +292,8 @@ def _logit_rows(batch: Batch, indptr: IntArray) -> Int64Array:
 
 
 def depths(batch: Batch) -> IntArray:
-    """Return the depth of each token of each row in its tree, int32 ``[rows, longest row]``. For tokens of extend rows this is their
-    index in the row; the root has depth 0."""
+    """Return the depth of each token of each row in its tree, int32 ``[rows, longest row]``. The root has depth 0. In
+    extend rows the depth of a token is its index in the row."""
     drafts: DraftTree | None = batch.drafts
     assert drafts is not None
     out = np.tile(np.arange(int(batch.extend_lens.max()), dtype=np.int32), (len(batch.reqs), 1))
@@ -293,8 +304,8 @@ def depths(batch: Batch) -> IntArray:
 
 
 def tree_mask(batch: Batch, indptr: IntArray) -> np.ndarray[Any, np.dtype[np.bool_]]:
-    """Return the mask that ``AttentionBackend.plan`` describes, bool ``[tokens, longest row]``: a draft sees the root, its ancestors
-    and itself."""
+    """Return the mask that ``AttentionBackend.plan`` describes, bool ``[tokens, longest row]``. A draft sees the root,
+    its ancestors and itself. In extend rows, a token sees itself and the tokens before it."""
     drafts: DraftTree | None = batch.drafts
     assert drafts is not None
     split, longest = batch.num_extend, 1 + int(drafts.lens.max())
@@ -306,7 +317,7 @@ def tree_mask(batch: Batch, indptr: IntArray) -> np.ndarray[Any, np.dtype[np.boo
     rows = np.arange(len(parents))
     own = np.zeros((len(rows), longest, longest), np.bool_)
     own[:, 0, 0] = True
-    for node in range(1, longest):  # of all rows at once; nodes that a row does not have are removed below
+    for node in range(1, longest):  # for all rows at once; nodes that a row does not have are dropped below
         own[:, node] = own[rows, parents[:, node - 1] + 1]
         own[:, node, node] = True
     mask[indptr[split] :, :longest] = own[np.arange(longest) < lens[:, None]]

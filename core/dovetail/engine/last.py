@@ -1,7 +1,7 @@
-"""Reduce the last layer of a step with prompts to the rows that are sampled, as a decode batch.
+"""Reduce the last layer of a step with prompts to the rows that are sampled, which then form a decode batch.
 
-The last layer writes K and V of every token, but apart from them only its results for sampled rows are used. A prompt whose
-chunk ends before the prompt does is not sampled at all.
+The last layer must write K and V of every token. Otherwise, only its results for the last tokens of sampled rows are
+used. A chunk that ends before its prompt does is not sampled at all.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ if TYPE_CHECKING:
     from dovetail.interfaces.attention import AttentionBackend
 
 FEWER = 2
-"""The last layer is narrowed only if fewer than one in this number of tokens remain."""
+"""The last layer is narrowed only if less than one in ``FEWER`` tokens is sampled."""
 
 SPARED = 16
-"""The last layer is narrowed only if it need not compute at least this number of tokens, because a separate batch costs the host as much
-time as the last layer of some tokens."""
+"""The last layer is narrowed only if this spares at least ``SPARED`` tokens, because the host needs as much time to
+plan a separate batch as the device needs for the last layer of a few tokens."""
 
 
 def narrows(batch: Batch) -> bool:
-    """Return True if the last layer may omit the tokens that are not sampled, and that saves time. It may not omit them for
-    log-probabilities of prompts, pooling and verification, which read every token."""
+    """Return True if the last layer may omit the tokens that are not sampled and this saves time. It may not omit them
+    if verification, pooling or log-probabilities of prompts read every token."""
     return (
         batch.num_extend > 0
         and batch.drafts is None
@@ -44,7 +44,8 @@ def _spares(tokens: int, sampled: int) -> bool:
 
 
 def last_rows(batch: Batch, backend: AttentionBackend) -> Batch:
-    """Return the sampled rows of a prepared batch, each with its last token as its query, planned with ``backend``."""
+    """Return the sampled rows of a prepared batch as a decode batch, which is planned with ``backend``. The query of
+    each row is its last token."""
     sampled = np.flatnonzero(batch.samples)
     count = len(sampled)
     last = Batch(

@@ -1,4 +1,4 @@
-"""Fill and apply the grammar bitmasks of a batch, for its drafts too."""
+"""Fill and apply the grammar bitmasks of a batch, including those of its drafts."""
 
 from __future__ import annotations
 
@@ -26,13 +26,15 @@ log = logging.getLogger(__name__)
 
 _SLOW_CALL = 0.005
 _SLOW_ROW = 0.0005
-"""A call that fills several rows is slow if it takes more than ``_SLOW_CALL`` seconds and ``_SLOW_ROW`` for each row. The masks of its
-requests are filled one by one afterwards, so that the time of each is known. Usual masks take a tenth of this."""
+"""A call that fills the masks of n requests is slow if it takes more than ``_SLOW_CALL + n * _SLOW_ROW`` seconds. The
+masks of its requests are then filled one by one in later steps, so that the time of each is known. Usual masks take a
+tenth of this."""
 
 
 class MaskBuffers:
-    """Hold memory for the bitmasks of a step. On CUDA it is pinned, so that matchers write where the device reads, and it is kept,
-    because pinning takes longer than filling. Buffers are used in turns, because under overlap two steps are in flight."""
+    """Hold memory for the bitmasks of a step. On CUDA it is pinned, so that the device reads directly what matchers
+    write, and it is reused, because pinning takes longer than filling. There are several buffers, which are used in
+    turns, because under overlap two steps are in flight."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -40,7 +42,8 @@ class MaskBuffers:
         self._next = 0
 
     def take(self, rows: int, width: int) -> torch.Tensor:
-        """Return uninitialised int32 ``[rows, width]`` on the host. The next ``TURNS - 1`` calls return other memory."""
+        """Return an uninitialised int32 tensor ``[rows, width]`` on the host. The next ``TURNS - 1`` calls return other
+        memory."""
         if self._device.type != "cuda":
             return torch.empty(rows, width, dtype=torch.int32)
         if not self._turns or self._turns[0].numel() < rows * width:
@@ -53,8 +56,9 @@ class MaskBuffers:
 def mask_logits(
     logits: torch.Tensor, batch: Batch, constrained: Sequence[tuple[int, int, Req]], buffers: MaskBuffers
 ) -> None:
-    """Mask the tokens that the grammars forbid, in place. ``constrained`` are (first logit row, batch row, request). If a matcher
-    raises, its request's ``error`` is set; the other rows are masked as usual."""
+    """Mask the tokens that the grammars forbid, in place. ``constrained`` has (first logit row, batch row, request) of
+    each request with a grammar. If a matcher raises, its request's ``error`` is set, and the other rows are masked as
+    usual."""
     nodes = [(start, req, *draft_rows(batch.drafts, row)) for start, row, req in constrained]
     spans = [1 + len(drafts) for _, _, drafts, _ in nodes]
     held = buffers.take(sum(spans), bitmask_width(logits.shape[1]))
@@ -73,7 +77,8 @@ def mask_logits(
 
 
 def _fill_roots(reqs: Sequence[tuple[Req, int]], bitmask: IntArray) -> None:
-    """Fill the masks of the next tokens at the given rows of ``bitmask``, with one call for all requests of a grammar backend."""
+    """Fill the masks of the next tokens, each at the given row of ``bitmask``. All requests of one grammar backend are
+    filled with one call, except requests whose masks were slow."""
     together: dict[int, list[tuple[Req, Matcher, int]]] = {}
     for req, row in reqs:
         matcher = req.matcher.inner
@@ -88,8 +93,8 @@ def _fill_roots(reqs: Sequence[tuple[Req, int]], bitmask: IntArray) -> None:
 
 
 def _fill_group(group: Sequence[tuple[Req, Matcher, int]], bitmask: IntArray) -> None:
-    """Fill the masks of one backend with one call. If it raises, use one call for each request, so that only those requests end whose
-    matchers raise."""
+    """Fill the masks of one backend with one call. If this call raises, fill them one by one, so that only the requests
+    whose matchers raise end."""
     if len(group) > 1:
         start = time.perf_counter()
         try:
@@ -107,7 +112,7 @@ def _fill_group(group: Sequence[tuple[Req, Matcher, int]], bitmask: IntArray) ->
 
 
 def _fill_alone(req: Req, matcher: Matcher, bitmask: IntArray, row: int) -> None:
-    """Fill one mask, and charge the time to the request's meter."""
+    """Fill one mask, and charge the time that it took to the request's meter."""
 
     def fill() -> None:
         start = time.perf_counter()
@@ -134,9 +139,11 @@ def _guarded(req: Req, part: IntArray, fill: Callable[[], None]) -> None:
 
 
 def _fill_drafts(matcher: Matcher, bitmask: IntArray, drafts: list[int], parents: list[int]) -> None:
-    """Fill the masks of every draft with a walk down the tree, whose root is row 0. The matcher's state is the same afterwards.
+    """Fill the masks of all drafts by a walk down the tree. The mask of the root, at row 0, is already filled. The
+    matcher's state is the same afterwards.
 
-    A node that the grammar forbids is never accepted. Its mask and the masks below it still allow everything.
+    A node that the grammar forbids is never accepted, so its mask and the masks below it are left as they are: they
+    allow every token.
     """
     children: dict[int, list[int]] = {}
     for node, parent in enumerate(parents):

@@ -1,4 +1,4 @@
-"""Divide the device's memory: weights, activations as measured, graphs, and the rest for the KV pool."""
+"""Divide the device's memory among weights, activations (as measured), graphs, and the KV pool, which gets the rest."""
 
 from __future__ import annotations
 
@@ -25,8 +25,9 @@ CPU_POOL_BYTES = GIB
 
 @dataclass(frozen=True, slots=True)
 class Needs:
-    """Count bytes that are not available to the pool. ``activations`` is what a step takes beyond weights and pool, measured with
-    ``tokens`` tokens (0 means not measured). ``graphs`` is reserved for graphs that are captured later."""
+    """Count the bytes that are not available to the pool. ``activations`` is what a step takes in addition to weights
+    and pool, measured with a step of ``tokens`` tokens (0 means not measured). ``graphs`` is reserved for graphs that
+    are captured later."""
 
     weights: int = 0
     activations: int = 0
@@ -42,9 +43,9 @@ class Needs:
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """Describe how the memory of a device is divided, in bytes, except for the pool's ``num_pages``, page 0 included, and its
-    ``pool_tokens``. ``free`` remains once everything is in use. On a CPU only the pool is counted: ``total`` and
-    ``free`` are 0."""
+    """Describe how the memory of a device is divided. ``num_pages`` is the pool's number of pages, page 0 included, and
+    ``pool_tokens`` the number of tokens that it holds. The other numbers are bytes; ``free`` is what remains when all
+    the rest is in use. On a CPU ``total`` and ``free`` are 0, because only the pool is counted there."""
 
     total: int
     needs: Needs
@@ -59,7 +60,7 @@ class Budget:
         return f"memory: {self.needs.text()}, KV pool {size_text(self.pool)} = {self.pool_tokens:,} tokens{left}"
 
     def to_json(self) -> dict[str, int]:
-        """Return the same for /server_info."""
+        """Return the numbers for /server_info."""
         needs = asdict(self.needs)
         measured = needs.pop("tokens")
         return {
@@ -73,12 +74,14 @@ class Budget:
 
 
 def measure_peak(run: Callable[[], None], device: torch.device) -> int:
-    """Return the bytes that ``run`` needs on a CUDA device beyond what is allocated now and beyond what it leaves allocated, including the
-    waste of the allocator. Return 0 on a CPU, where ``run`` is not called.
+    """Return the peak of the bytes that ``run`` needs on a CUDA device, including what the allocator wastes. Memory
+    that is allocated already, and memory that stays allocated after the first run, is not counted. On a CPU, return 0
+    without calling ``run``.
 
-    ``run`` is the largest possible step: a prompt chunk of ``scheduler.chunk`` tokens and its logits, and a decode
-    step of ``scheduler.rows`` rows, sampled. It runs twice: what the first run loads or keeps for good (kernels, workspaces)
-    is used memory from then on, which ``budget_for`` finds in use.
+    ``run`` is the largest possible step: a prompt chunk of ``scheduler.chunk_size`` tokens and, if steps are mixed, a
+    token for each of ``scheduler.max_running`` rows; then the logits of these rows, and sampling. It runs twice: what
+    the first run loads or keeps for good (kernels, workspaces) is in use from then on, and ``budget_for`` counts it as
+    used memory.
     """
     if device.type == "cpu":
         return 0
@@ -88,14 +91,14 @@ def measure_peak(run: Callable[[], None], device: torch.device) -> int:
     torch.cuda.reset_peak_memory_stats(device)
     run()
     torch.cuda.synchronize(device)
-    # memory that was reserved and unused before hides a part of the first number; the second lacks the allocator's waste
+    # the first number misses what fitted into memory reserved before; the second misses what the allocator wastes
     peak = max(torch.cuda.max_memory_reserved(device) - reserved, torch.cuda.max_memory_allocated(device) - allocated)
     _release(device)
     return peak
 
 
 def _release(device: torch.device) -> None:
-    """Return to the device the memory that torch has allocated and does not use."""
+    """Give the memory that torch has reserved and does not use back to the device."""
     torch.cuda.synchronize(device)
     gc.collect()
     torch.cuda.empty_cache()
@@ -115,12 +118,13 @@ def budget_for(
     needs: Needs,
     draft_page_bytes: int = 0,
 ) -> Budget:
-    """Divide the device's memory as it is now: the weights are loaded, the pool is not allocated. A page takes ``draft_page_bytes`` more
-    in the caches of a drafter.
+    """Divide the device's memory as it is now: the weights are loaded, and the pool is not allocated.
+    ``draft_page_bytes`` are the bytes that each page also takes in the caches of a drafter.
 
-    The pool gets ``memory.num_pages`` pages, or as many as ``memory.kv_gib`` holds, or else as many as ``memory.fraction`` allows, but not
-    more than all running requests together could fill. Raises ``ConfigError`` if not even one page fits, or if the requested number does
-    not fit."""
+    If ``memory.num_pages`` is set, the pool gets that number of pages. Otherwise, if ``memory.kv_gib`` is set, it gets
+    as many as fit into that. Otherwise it gets as many as ``memory.fraction`` allows (on a CPU, as fit into
+    ``CPU_POOL_BYTES``), but not more than all running requests together could fill. Raises ``ConfigError`` if not even
+    one page besides page 0 fits, or if the requested size does not fit into the memory."""
     memory = config.memory
     page = PagedKVPool.bytes_per_page(group, memory.page_size, dtype) + draft_page_bytes
     free, total = (0, 0) if device.type == "cpu" else torch.cuda.mem_get_info(device)
@@ -165,7 +169,7 @@ def _too_much(config: Config, needs: Needs, pool: int, free: int, total: int) ->
 
 
 def _spent(config: Config, needs: Needs, free: int, total: int) -> str:
-    """Return what uses the memory, and what would free some of it."""
+    """Return the part of an error message that explains what uses the memory and how to get more."""
     others = total - free - needs.weights
     return (
         f" (of {total / GIB:.1f} GiB, {free / GIB:.1f} GiB are free: {needs.text()}, {size_text(others)} in use by CUDA and "

@@ -1,4 +1,5 @@
-"""Measure what an engine keeps outside its KV pool: weights, activations of the largest step, captured graphs."""
+"""Measure the memory that an engine needs outside its KV pool: weights, activations of the largest step, captured
+graphs."""
 
 from __future__ import annotations
 
@@ -25,9 +26,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class GraphNeeds:
-    """Describe what graphs will be captured, as far as their memory depends on it. ``draft_tokens`` is the most drafts of a row,
-    ``watched`` the number of layers whose hidden states a drafter reads, ``piece_tokens`` the largest step in pieces, ``itemsize`` the bytes
-    of a number."""
+    """Describe the numbers on which the memory of graphs depends. ``draft_tokens`` is the largest number of drafts of a
+    row, ``watched`` the number of layers whose hidden states a drafter reads, ``piece_tokens`` the number of tokens of
+    the largest step that is captured in pieces, and ``itemsize`` the bytes of a number."""
 
     draft_tokens: int
     watched: int
@@ -43,8 +44,9 @@ def measure_needs(
     attention: Callable[[], AttentionBackend],
     graphs: GraphNeeds,
 ) -> Needs:
-    """Run the largest step over ``pool``, which has one page, and return what it takes in addition to weights and pool, with what
-    graphs will take. On a CPU only the weights are counted. ``attention`` builds the backend that attends in prompts."""
+    """Run the largest step over ``pool``, which has one page besides page 0. Return the memory that it takes in
+    addition to weights and pool, and an estimate of what graphs will take. On a CPU only the weights are counted.
+    ``attention`` builds the backend that attends in steps with prompts."""
     config, weights = resolved.config, module_bytes(as_module(model))
     if pool.device.type == "cpu":
         return Needs(weights)
@@ -57,9 +59,11 @@ def measure_needs(
 
 
 def _graph_bytes(resolved: Resolved, info: ModelInfo, context_len: int, graphs: GraphNeeds) -> int:
-    """Return the bytes that captured steps keep: logits of decode steps (the usual ones, those of another variant, those with shared
-    prefixes), logits of the largest verify step and of the largest step of a drafter (as they are computed, and a copy), logits of small
-    verify steps (chains and trees), and for pieces the queries of every layer and what is watched; a quarter more for the rest."""
+    """Return an estimate of the bytes that captured steps keep. It counts the logits of decode steps three times (the
+    default variant, another variant, shared prefixes). For a drafter it adds two sets of logits for the largest verify
+    step and two for the drafter's largest step (as computed, and a copy), and the logits of small verify steps (chains
+    and trees). For pieces it adds the queries of every layer and the watched hidden states. A quarter is added for the
+    rest."""
     config = resolved.config
     rows = 3 * sum(ladder(min(config.scheduler.rows, config.graphs.max_rows)))
     if resolved.drafter is not None:
@@ -73,13 +77,14 @@ def _graph_bytes(resolved: Resolved, info: ModelInfo, context_len: int, graphs: 
 
 
 def verify_sizes(config: Config, draft_tokens: int, context_len: int, *, trees: bool) -> VerifySizes:
-    """Return the sizes of verify steps to capture for rows with up to ``draft_tokens`` drafts."""
+    """Return the sizes of the verify steps to capture, if rows have up to ``draft_tokens`` drafts."""
     width = 1 + draft_tokens
     tokens = min(config.graphs.max_rows, config.scheduler.rows * width)
     return VerifySizes(tokens, width, trees, context_len)
 
 
 def captures_trees(resolved: Resolved) -> bool:
-    """Return True if there are trees, and graphs of their steps: with ``batch_invariant`` the host makes the rows of attention."""
+    """Return True if verify steps with trees are captured. With ``batch_invariant`` they are not, because the host then
+    makes a separate row for each node (see ``node_rows``)."""
     drafter = resolved.drafter
     return drafter is not None and Feature.DRAFT_TREE in drafter.spec.offers and not resolved.config.batch_invariant

@@ -1,8 +1,8 @@
-"""Turn each node of a draft tree into a separate row, for attention that gives a token the same bits in every step.
+"""Turn each node of a draft tree into a separate row, for attention that must give a token the same bits in every step.
 
-A tree mask leaves gaps between the keys that a node sees, and sums with gaps are added in another order. So the row of a node has, behind
-the pages of its past, the pages of its ancestors one after the other, as in a decode step after they were accepted. This requires
-pages of one token.
+With a tree mask, there are gaps between the keys that a node sees, so they are summed in another order than in a decode
+step. The row of a node therefore has the pages of its past, followed by the pages of its ancestors without gaps, as in
+a decode step after these were accepted. This requires pages of one token.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ if TYPE_CHECKING:
 
 
 def node_rows(batch: Batch) -> Batch:
-    """Return a batch over the same tokens as ``batch``, which is prepared and has trees: its extend rows, then a decode row for each
-    node. Pages must have one token. Mutates nothing."""
+    """Return a batch of the same tokens as ``batch``, which is prepared and has trees. Its rows are the extend rows,
+    and then a decode row for each node. Pages must have one token. Does not mutate ``batch``."""
     split, rows = batch.num_extend, len(batch.slots)
     indptr = np.zeros(rows + 1, np.int32)
     np.cumsum(batch.extend_lens, out=indptr[1:])
     sees = tree_mask(batch, indptr)[indptr[split] :]
-    node, seen = np.nonzero(sees)  # ancestors in the order of their depth, and itself
+    node, seen = np.nonzero(sees)  # for each node, its ancestors in the order of their depth, then itself
     depths = sees.sum(axis=1)
     depth = np.arange(len(node)) - np.repeat(np.cumsum(depths) - depths, depths)
     row_of = np.concatenate([np.arange(split), np.repeat(np.arange(split, rows), batch.extend_lens[split:])])
@@ -57,12 +57,12 @@ def node_rows(batch: Batch) -> Batch:
 
 
 class NodeRows:
-    """Attend in a batch with trees by a backend that is planned for its ``node_rows``."""
+    """Attend in a batch with trees, with a backend that is planned for the batch's ``node_rows``."""
 
     def __init__(self, backend: AttentionBackend, batch: Batch) -> None:
         self._backend, self._rows = backend, node_rows(batch)
         backend.plan(self._rows)
 
     def forward(self, q: torch.Tensor, layer: AttentionLayer, batch: Batch) -> torch.Tensor:
-        """See ``AttentionBackend.forward``. ``batch`` is the one that was given to the constructor."""
+        """See ``AttentionBackend.forward``. ``batch`` must be the batch that was given to the constructor."""
         return self._backend.forward(q, layer, self._rows)

@@ -15,7 +15,8 @@ if TYPE_CHECKING:
 
 
 def fetched(output: ForwardOutput) -> ForwardOutput:
-    """Start to copy everything that the host reads, and return the copies, which are complete once the step's event has passed."""
+    """Start to copy everything that the host reads, and return the copies. They are complete once the step's event has
+    completed."""
 
     def fetch(tensor: torch.Tensor | None) -> torch.Tensor | None:
         return None if tensor is None else to_host(tensor)

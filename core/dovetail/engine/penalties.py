@@ -1,6 +1,7 @@
-"""Apply repetition, presence and frequency penalties and logit biases. They depend on the tokens of a request so far.
+"""Apply repetition, presence and frequency penalties and logit biases to logits. The penalties depend on the tokens
+that a request has so far.
 
-The device keeps counts for each penalised request. A batch without such a request costs nothing.
+The device keeps counts for each penalised request. A batch without penalised requests costs nothing.
 """
 
 from __future__ import annotations
@@ -19,11 +20,11 @@ if TYPE_CHECKING:
 
 
 class TokenCounts:
-    """Count the tokens of one request: ``prompt`` bool ``[V]`` has those that are in its prompt, ``output`` float32 ``[V]`` how often each
-    is in its output.
+    """Count the tokens of one request. ``prompt`` (bool ``[V]``) is True for the tokens that are in its prompt, and
+    ``output`` (float32 ``[V]``) is the number of times that each token is in its output.
 
-    The first ``counted`` tokens of the request have been counted. ``settings`` are its repetition, presence and frequency penalty,
-    float32 ``[1]`` each.
+    ``counted`` is the number of its tokens that have been counted. ``settings`` are its repetition, presence and
+    frequency penalty, float32 ``[1]`` each.
     """
 
     def __init__(self, params: SamplingParams, vocab_size: int, device: torch.device) -> None:
@@ -66,8 +67,8 @@ class Penalties:
     ) -> None:
         """Penalise the rows ``logits [1 + len(drafts), V]`` of one request, float32, in place.
 
-        ``length`` tokens precede the sampled token. The last of them is ``first [1]``, which may be on the device only. Row
-        j + 1 also follows the drafts on the path to draft j.
+        ``length`` tokens precede the sampled token. The last of them is ``first [1]``, which may be on the device only.
+        Row j + 1 also follows the drafts on the path to draft j.
         """
         counts = self._counts.get(req.uid)
         if counts is None:
@@ -85,7 +86,8 @@ class Penalties:
 
 
 def path_tokens(node: int, drafts: list[int], parents: list[int]) -> list[int]:
-    """Return the draft tokens on the path from the root down to ``node``. The root is -1 and has none."""
+    """Return the draft tokens on the path from the root down to ``node``. ``node`` -1 is the root, whose path has no
+    draft."""
     path: list[int] = []
     while node >= 0:
         path.append(drafts[node])

@@ -1,8 +1,9 @@
-"""Capture what is between the attention calls of a forward pass as CUDA graphs, for steps with prompt tokens.
+"""Capture the parts of a forward pass between its attention calls as CUDA graphs, for steps with prompt tokens.
 
-Attention over ragged prompts cannot be captured, because its work depends on lengths. The rest depends on the number of tokens
-only. The model runs once with a recorder in place of the attention backend: at every attention call the recorder ends
-one graph and begins the next one. Tokens that pad a step are written to page 0.
+Attention over prompts of different lengths is not captured, because its work depends on the lengths. The work of the
+other parts depends on the number of tokens only. To capture them, the model runs once with a recorder in place of the
+attention backend: at every attention call the recorder ends one graph and begins the next. K and V of padding tokens
+are written to page 0.
 """
 
 from __future__ import annotations
@@ -28,14 +29,16 @@ if TYPE_CHECKING:
 
 
 LAUNCH_SECONDS = 3.5e-4
-"""The seconds that the host needs to launch a layer kernel by kernel, with the attention that it calls (H200 and its host)."""
+"""The seconds that the host needs to launch one layer kernel by kernel, including its attention (measured on the host
+of an H200)."""
 OPERATIONS_PER_SECOND = 6e14
 MOST_TOKENS = 2048
 
 
 def launch_bound(model: ModelArchitecture) -> int:
-    """Return the number of tokens up to which the device would wait for the host if a step were launched kernel by kernel. It is a
-    multiple of 128 and at most ``MOST_TOKENS``, because every captured size takes memory."""
+    """Return the number of tokens up to which the device would wait for the host if steps were launched kernel by
+    kernel. It is rounded down to a multiple of 128 and is at most ``MOST_TOKENS``, because every captured size takes
+    memory."""
     info = model.info
     weights = sum(p.numel() for p in as_module(model).parameters() if p.shape[0] != info.vocab_size)
     tokens = info.num_layers * LAUNCH_SECONDS * OPERATIONS_PER_SECOND / (2 * weights)
@@ -58,8 +61,8 @@ class CapturedPiece(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Pieces:
-    """Hold a forward pass of a fixed number of tokens. ``last`` computes ``hidden`` from the result of the last attention call;
-    ``watched`` is ``Batch.hidden``."""
+    """Hold a captured forward pass of a fixed number of tokens. ``last`` computes ``hidden`` from the result of the
+    last attention call. ``watched`` is ``Batch.hidden``."""
 
     pieces: list[CapturedPiece]
     last: torch.cuda.CUDAGraph
@@ -105,8 +108,8 @@ class PiecewiseGraphs:
         return size in self._captured
 
     def forward(self, size: int, batch: Batch, attends: Attends) -> torch.Tensor:
-        """Return the hidden states ``[tokens, hidden_size]`` of a batch that is prepared and planned, and set ``batch.hidden``. Both are
-        valid until the next call."""
+        """Return the hidden states ``[tokens, hidden_size]`` of a batch that is prepared and planned, and set
+        ``batch.hidden``. Both tensors are valid until the next call."""
         tokens = len(batch.input_ids)
         for static, given in (
             (self._ids, batch.input_ids),
@@ -143,7 +146,7 @@ class PiecewiseGraphs:
             try:
                 hidden = self._model.forward(batch)
             except BaseException:
-                with contextlib.suppress(RuntimeError):  # the first exception says more
+                with contextlib.suppress(RuntimeError):  # the first exception explains more
                     recorder.end()
                 raise
             last = recorder.end()
@@ -160,7 +163,7 @@ class PiecewiseGraphs:
 
 
 class _WarmUpAttention:
-    """Replace attention while the model warms up. The result is the uninitialised buffer."""
+    """Replace attention while the model warms up: return the buffer of attention results as it is."""
 
     def __init__(self, attended: torch.Tensor) -> None:
         self._attended = attended
@@ -170,7 +173,7 @@ class _WarmUpAttention:
 
 
 class _PieceRecorder(_WarmUpAttention):
-    """End a graph at every attention call and begin the next one."""
+    """End the current graph at every attention call, and begin the next one."""
 
     def __init__(self, attended: torch.Tensor, memory: Any) -> None:
         super().__init__(attended)

@@ -1,4 +1,4 @@
-"""Pool prompts that are not continued: hidden states for embeddings, log-probabilities of labels."""
+"""Pool prompts of requests that generate no tokens: hidden states for embeddings, log-probabilities of labels."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ LABEL_ROWS = 64
 
 
 def pooled(model: ModelArchitecture, batch: Batch, hidden: torch.Tensor) -> list[tuple[int, torch.Tensor]]:
-    """Return the row and a float32 vector for each extend row that pools. For a mean, the vector is the sum over the tokens of this
-    chunk. For other kinds it is the whole result, which only the chunk that ends the prompt has. ``hidden`` are the hidden states of
-    all tokens of the batch, after the final norm."""
+    """Return the row and a float32 vector of each extend row whose request pools. For a mean, the vector is the sum
+    over the tokens of this chunk. For the other kinds it is the complete result, and only the chunk that ends the
+    prompt has one. ``hidden`` are the hidden states of all tokens of the batch, after the final norm."""
     found: list[tuple[int, torch.Tensor]] = []
     labelled: list[tuple[int, int]] = []
     end = 0
@@ -51,7 +51,8 @@ def pooled(model: ModelArchitecture, batch: Batch, hidden: torch.Tensor) -> list
 def _label_logprobs(
     model: ModelArchitecture, batch: Batch, hidden: torch.Tensor, labelled: list[tuple[int, int]]
 ) -> list[tuple[int, torch.Tensor]]:
-    """Return the log-probabilities of labels as the next token. ``labelled`` are (row, token at which its prompt ends)."""
+    """Return the row and the log-probabilities of its labels as the next token. ``labelled`` has (row, index in
+    ``hidden`` of the last token of its prompt)."""
     ends = to_device(np.array([token for _, token in labelled], np.int64), hidden.device)
     logprobs = torch.log_softmax(model.logits(hidden.index_select(0, ends)).float(), dim=-1)
     return [
@@ -66,9 +67,9 @@ def _labels(req: Req, device: torch.device) -> torch.Tensor:
 
 
 def default_pooling(directory: Path) -> PoolingKind | None:
-    """Return how the checkpoint's file for Sentence Transformers (``1_Pooling/config.json``) pools. Without the file this is the last
-    token, because no other token has seen the whole text. Return None if the file requires what is not implemented. Raises
-    ``ConfigError``."""
+    """Return how the checkpoint pools, according to its file for Sentence Transformers (``1_Pooling/config.json``).
+    Without this file return the last token, because only the last token has seen the whole text. Return None if the
+    file requires a kind that is not implemented. Raises ``ConfigError``."""
     name = "1_Pooling/config.json"
     if not (directory / name).is_file():
         return PoolingKind.LAST

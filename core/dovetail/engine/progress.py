@@ -1,4 +1,5 @@
-"""Show the progress of a long operation: a bar on a terminal, log lines elsewhere, one log line at the end."""
+"""Show the progress of a long operation: with a bar on a terminal, otherwise with log lines. One log line reports the
+end."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ Advance = Callable[[int], None]
 """A function that is called with the number of bytes since the last call, by one thread at a time."""
 
 LOG_SECONDS = 5.0
-"""The seconds between two log lines where there is no terminal."""
+"""The seconds between two log lines of a progress that is not shown on a terminal."""
 
 MIB, GIB = 1 << 20, 1 << 30
 
@@ -23,7 +24,8 @@ log = logging.getLogger(__name__)
 
 @contextmanager
 def bytes_progress(what: str, total: int, console: Console | None = None) -> Iterator[Advance]:
-    """Show how ``what`` moves ``total`` bytes. Yields the function to which the bytes are reported."""
+    """Show the progress of the operation ``what``, which moves ``total`` bytes. Yields the function to which the caller
+    must report the bytes."""
     console = console or Console(stderr=True)
     start = time.perf_counter()
     with _bar(what, total, console) if console.is_terminal else _lines(what, total) as advance:

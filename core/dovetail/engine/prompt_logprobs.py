@@ -1,4 +1,5 @@
-"""Compute log-probabilities of prompt tokens, with a few hundred rows of logits at a time."""
+"""Compute log-probabilities of prompt tokens. At most ``PROMPT_LOGPROB_ROWS`` rows of logits are in memory at a
+time."""
 
 from __future__ import annotations
 
@@ -22,8 +23,9 @@ PROMPT_LOGPROB_ROWS = 512
 def prompt_logprobs(
     model: ModelArchitecture, batch: Batch, hidden: torch.Tensor
 ) -> list[tuple[int, IntArray, Logprobs]]:
-    """Return the row, the tokens that follow those of its chunk in the prompt, and their log-probabilities, for each extend row that
-    requests them. ``hidden`` are the hidden states of all tokens of the batch."""
+    """Return, for each extend row whose request asks for them, the row, the prompt tokens that the tokens of its chunk
+    predict, and the log-probabilities of these prompt tokens. ``hidden`` are the hidden states of all tokens of the
+    batch."""
     found: list[tuple[int, IntArray, Logprobs]] = []
     for row in range(batch.num_extend):
         req, start = batch.reqs[row], int(batch.prefix_lens[row])

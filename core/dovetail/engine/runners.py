@@ -1,4 +1,5 @@
-"""Run the steps of an engine: as a captured decode step, as a captured verify step, or kernel by kernel.
+"""Run the steps of an engine. There are three runners: for captured decode steps, for captured verify steps, and for
+steps that are launched kernel by kernel.
 
 Each runner has the same three methods. The engine gives a batch to the first runner that can run it.
 """
@@ -48,28 +49,30 @@ class Launched(NamedTuple, Generic[G]):
 
 
 class Runner(ABC, Generic[G]):
-    """Run batches of some kinds. Not thread-safe."""
+    """Run batches of certain kinds. Not thread-safe."""
 
     @abstractmethod
     def can_run(self, batch: Batch) -> G | None:
-        """Return what ``launch`` needs in order to run ``batch``, or None if this runner cannot run it now. May capture a graph."""
+        """Return what ``launch`` needs in order to run ``batch``, or None if this runner cannot run it now. May capture
+        a graph."""
 
     @abstractmethod
     def launch(self, batch: Batch, graph: G) -> Launched[G]:
         """Compute the logits of ``batch``. ``graph`` is what ``can_run`` returned for it.
 
-        The batch's page updates reach the device. Afterwards these fields of the batch are set, with the shapes that ``Batch``
-        names, for every kind of step and with every runner: ``input_ids``, ``positions``, ``out_loc``, ``qo_indptr``, ``kv_lens``,
-        ``page_table``, ``tree_mask`` (None unless the drafts are trees), ``attn``, ``kv``, ``watch``, and ``hidden`` (None unless
-        layers are watched). ``page_table`` and ``tree_mask`` can have more columns than the step needs. Where a graph ran, the
-        tensors are views of its memory: they are valid until the next launch. ``logit_rows``, ``last`` and the tensors of ``shared``
-        serve the forward pass alone and mean nothing afterwards.
+        Sends the batch's page updates to the device. Afterwards these fields of the batch are set, with the shapes that
+        ``Batch`` defines, for every kind of step and with every runner: ``input_ids``, ``positions``, ``out_loc``,
+        ``qo_indptr``, ``kv_lens``, ``page_table``, ``tree_mask`` (None unless the drafts are trees), ``attn``, ``kv``,
+        ``watch``, and ``hidden`` (None unless layers are watched). ``page_table`` and ``tree_mask`` can have more
+        columns than the step needs. If a graph ran, the tensors are views of its memory, which are valid until the next
+        launch. ``logit_rows``, ``last`` and the tensors of ``shared`` are for the forward pass only and must not be
+        used afterwards.
         """
 
     @abstractmethod
     def sample(self, batch: Batch, launched: Launched[G]) -> ForwardOutput:
-        """Choose the tokens of the step, and keep the last one of each row on the device for the next step. The output is valid
-        until the next sample."""
+        """Choose the tokens of the step, and keep the last one of each row on the device for the next step. The output
+        is valid until the next sample."""
 
 
 class EagerSampler:
@@ -87,14 +90,15 @@ class EagerSampler:
 
 
 class DecodeGraphRunner(Runner["DecodeGraph"]):
-    """Replay captured decode steps. Their sampler is replayed too, unless rows need more than filters and a random number."""
+    """Replay captured decode steps. The sampler is replayed too, unless rows need more than filters and a random
+    number."""
 
     def __init__(self, graphs: DecodeGraphs, sampler: EagerSampler) -> None:
         self._graphs, self._sampler = graphs, sampler
         self._captures = CaptureOnDemand(graphs)
 
     def can_run(self, batch: Batch) -> DecodeGraph | None:
-        """See ``Runner``: decode batches of sizes that are captured, now at the latest."""
+        """See ``Runner``. This runner can run decode batches whose graph is captured, and may capture the graph now."""
         if batch.num_extend or batch.drafts is not None or not batch.samples.all():
             return None
         key = self._graphs.key_for(batch)
@@ -115,15 +119,16 @@ class DecodeGraphRunner(Runner["DecodeGraph"]):
 
 
 class VerifyGraphRunner(Runner["VerifyKey"]):
-    """Replay captured steps of rows with drafts. Sampling and verification are replayed too, unless rows need more than filters and a
-    random number."""
+    """Replay captured steps of rows with drafts. Sampling and verification are replayed too, unless rows need more than
+    filters and a random number."""
 
     def __init__(self, graphs: VerifyGraphs, sampler: EagerSampler) -> None:
         self._graphs, self._sampler = graphs, sampler
         self._captures = CaptureOnDemand(graphs)
 
     def can_run(self, batch: Batch) -> VerifyKey | None:
-        """See ``Runner``: batches of verify rows alone, of sizes that are captured, now at the latest."""
+        """See ``Runner``. This runner can run batches of verify rows only whose graph is captured, and may capture the
+        graph now."""
         if batch.num_extend or batch.drafts is None:
             return None
         key = self._graphs.key_for(batch)
@@ -162,7 +167,7 @@ class EagerRunner(Runner[AttentionBackend]):
         self._model, self._inputs, self._pool, self._sampler = model, inputs, pool, sampler
         self._pieces, self._captures = pieces, None if pieces is None else CaptureOnDemand(pieces)
         self._watched, self._batch_invariant = watched, batch_invariant
-        # a drafter that watches the last layer needs the hidden states of all tokens
+        # a drafter that watches the output of the last layer needs it for all tokens
         all_rows = max(watched, default=0) >= model.info.num_layers
         self._narrows = Feature.MODEL_LAST_ROWS in model.info.offers and not all_rows
 
@@ -171,7 +176,7 @@ class EagerRunner(Runner[AttentionBackend]):
         return self.prefill if batch.num_extend else self.decode
 
     def can_run(self, batch: Batch) -> AttentionBackend:
-        """See ``Runner``: every batch. Returns the backend that attends."""
+        """See ``Runner``. This runner can run every batch, and returns the backend that attends in it."""
         return self.backend_for(batch)
 
     def launch(self, batch: Batch, graph: AttentionBackend) -> Launched[AttentionBackend]:
@@ -190,8 +195,8 @@ class EagerRunner(Runner[AttentionBackend]):
         return Launched(self, graph, logits, found, vectors)
 
     def _forward(self, batch: Batch, attends: Attends) -> torch.Tensor:
-        """Return the hidden states of a planned batch: of all its tokens, or of the rows of ``batch.last``, which it may set. Uses
-        captured pieces if the size has been needed often enough."""
+        """Return the hidden states of a planned batch: of all its tokens, or, if this method sets ``batch.last``, of
+        the rows of ``batch.last``. Uses captured pieces if the size has been needed often enough."""
         pieces, captures = self._pieces, self._captures
         if pieces is not None and captures is not None:
             size = pieces.size_for(len(batch.input_ids))

@@ -23,14 +23,15 @@ if TYPE_CHECKING:
 
 
 BLOCKED = -1e30
-"""The logit of a token that ``min_new_tokens`` forbids. It is not infinite, so that the token is chosen if a grammar allows no other."""
+"""The logit of a token that ``min_new_tokens`` forbids. It is finite, so that the token is still chosen if a grammar
+allows no other token."""
 
 
 class LogitRows(NamedTuple):
     """Assign rows of logits to the rows of a batch.
 
-    Sampled row i is batch row ``rows[i]`` and has logits ``[starts[i], starts[i] + spans[i])``: one row, or one for each
-    node of its draft tree, the root first.
+    Sampled row i is batch row ``rows[i]`` and has logits ``[starts[i], starts[i] + spans[i])``: one row, or one for
+    each node of its draft tree, the root first.
     """
 
     rows: Int64Array
@@ -54,9 +55,9 @@ class Sampler:
         self.eos_token_ids = sorted(eos_token_ids)
         self.penalties = Penalties(vocab_size, device)
         self._masks = MaskBuffers(device)
-        self.mask_seconds = 0.0  # that the host has spent on filling and applying grammar masks
+        self.mask_seconds = 0.0  # seconds that the host has spent on grammar masks
         self._settings: RowSettings | None = None
-        self._rows_version = 0  # of the batch that the settings belong to
+        self._rows_version = 0  # ``Batch.rows_version`` of the batch that the settings belong to
 
     def sample(self, batch: Batch, logits: torch.Tensor) -> ForwardOutput:
         """Choose tokens from ``logits [logit rows, V]``, which may be overwritten."""
@@ -157,7 +158,8 @@ def verify_numbers(batch: Batch, settings: RowSettings) -> Floats | None:
 
 
 def logprobs_of(logits: torch.Tensor, tokens: torch.Tensor, top: int) -> Logprobs:
-    """Return the log-probabilities of ``tokens [n]`` and of the ``top`` most likely tokens, under the unprocessed ``logits [n, V]``."""
+    """Return the log-probabilities of ``tokens [n]`` and of the ``top`` most likely tokens, computed from the
+    unprocessed ``logits [n, V]``."""
     logp = torch.log_softmax(logits.float(), dim=-1)
     best = logp.topk(min(top, logp.shape[1]), dim=-1)
     return Logprobs(logp.gather(1, tokens[:, None])[:, 0], best.values, best.indices)
@@ -176,7 +178,8 @@ def _add_logprobs(
 
 
 def _places(batch: Batch, layout: LogitRows) -> Int64Array:
-    """Return the index in its text of the token that is sampled at each row of logits. The random number depends on it."""
+    """Return, for each row of logits, the index that the sampled token has in its request. The token's random number
+    depends on this index."""
     lens = (batch.prefix_lens + batch.extend_lens).astype(np.int64)
     if batch.drafts is None:
         return lens[layout.rows]

@@ -1,5 +1,5 @@
-"""Capture and replay samplers as CUDA graphs: they follow the logits of a captured step whose rows need no more than filters and a
-random number."""
+"""Capture and replay samplers as CUDA graphs. Such a graph is replayed after that of a captured step, if the step's
+rows need no more than filters and a random number."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 
 
 class SampleMode(NamedTuple):
-    """Describe what a captured sampler does. A greedy sampler has ``sampled`` False."""
+    """Describe what a captured sampler does. In a sampler that is greedy for all rows, ``sampled`` is False."""
 
     sampled: bool
     any_greedy: bool = False
@@ -40,10 +40,10 @@ class SampleMode(NamedTuple):
 
 
 class SamplerGraphs:
-    """Capture and replay samplers, by step and mode. Not thread-safe."""
+    """Capture and replay samplers. There is one for each step and mode. Not thread-safe."""
 
     def __init__(self, rows: int, recorder: GraphRecorder, device: torch.device) -> None:
-        """``rows`` is the most rows of a step."""
+        """``rows`` is the largest number of rows of a step."""
         self._columns = _Columns(rows, device)
         self._recorder = recorder
         self._graphs: dict[tuple[Hashable, SampleMode], tuple[torch.cuda.CUDAGraph, torch.Tensor]] = {}
@@ -52,9 +52,10 @@ class SamplerGraphs:
     def replay(
         self, step: Hashable, rows: int, settings: RowSettings, draw: Callable[[Filters | None], torch.Tensor]
     ) -> torch.Tensor | None:
-        """Replay ``draw`` for a step of ``rows`` rows and return its result, which is valid until the next replay. ``draw`` is given
-        filters at fixed addresses, or None if all rows are greedy. Return None, with nothing done, until the sampler has been needed
-        often enough to be captured; a capture runs ``draw`` several times."""
+        """Replay ``draw`` for a step of ``rows`` rows and return its result, which is valid until the next replay.
+        ``draw`` gets filters at fixed addresses, or None if all rows are greedy. It is captured once it has been needed
+        ``NEEDED_BEFORE_CAPTURE`` times; capturing runs it several times. Until then, or if its capture has failed, do
+        nothing and return None."""
         key = step, SampleMode.of(settings.filters)
         if key not in self._graphs:
             self._needed[key] += 1
@@ -94,10 +95,10 @@ class _Columns:
         self.top_k = torch.ones(rows, 1, dtype=torch.int64, device=device)
         self.top_p = torch.ones(rows, 1, dtype=torch.float64, device=device)
         self.min_p = torch.zeros(rows, 1, dtype=torch.float64, device=device)
-        self._version = 0  # of the settings whose filters these are
+        self._version = 0  # ``RowSettings.version`` of the settings that were copied last
 
     def set(self, settings: RowSettings) -> None:
-        """Copy the settings' filters, unless these are the settings of the last call."""
+        """Copy the filters of ``settings``, unless the last call copied the same settings."""
         if settings.version == self._version:
             return
         self._version, filters = settings.version, settings.filters
@@ -114,7 +115,7 @@ class _Columns:
                 column[: len(values)].copy_(values)
 
     def filters(self, rows: int, mode: SampleMode) -> Filters | None:
-        """Return views for ``rows`` rows, or None for a greedy sampler."""
+        """Return views of the first ``rows`` rows of the columns that ``mode`` needs, or None for a greedy sampler."""
         if not mode.sampled:
             return None
         return Filters(

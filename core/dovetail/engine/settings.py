@@ -24,10 +24,11 @@ _versions = itertools.count(1)
 class RowSettings:
     """Hold the settings of the sampled rows of a batch, by row.
 
-    The rows are ``plain`` if all need an argmax and nothing else, and ``simple`` if all need at most filters and a random number.
-    ``adjusted`` are the rows whose logits depend on penalties, biases or ``min_new_tokens``, ``constrained`` those with a grammar, and
-    ``logprobs`` those that request log-probabilities, for the ``top_logprobs`` most likely tokens. Settings with the same ``version`` are
-    the same.
+    ``plain`` is True if all rows need an argmax and nothing else, and ``simple`` if all rows need at most filters and a
+    random number. The other fields hold indices of rows: ``adjusted`` those whose logits depend on penalties, biases or
+    ``min_new_tokens``, ``constrained`` those with a grammar, and ``logprobs`` those that request log-probabilities.
+    ``top_logprobs`` is the largest number of most likely tokens that one of them requests. Settings with the same
+    ``version`` are equal.
     """
 
     uids: tuple[int, ...]
@@ -43,7 +44,7 @@ class RowSettings:
 
     @classmethod
     def of(cls, reqs: Sequence[Req], vocab_size: int, device: torch.device) -> RowSettings:
-        """Return the settings of these rows."""
+        """Collect the settings of the requests in these rows."""
         params = [r.params for r in reqs]
         adjusted = tuple(i for i, p in enumerate(params) if p.penalised or p.min_new_tokens)
         constrained = tuple(i for i, r in enumerate(reqs) if r.matcher is not None)
@@ -81,7 +82,7 @@ def _filters(reqs: Sequence[Req], vocab_size: int, device: torch.device) -> Filt
 
 
 def expand(filters: Filters, index: torch.Tensor) -> Filters:
-    """Return the filters of rows ``index``, in that order."""
+    """Return the filters of the rows ``index``, in this order. A row can occur several times."""
 
     def pick(column: torch.Tensor | None) -> torch.Tensor | None:
         return None if column is None else column[index]

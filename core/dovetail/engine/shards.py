@@ -1,4 +1,4 @@
-"""Read the tensors of a checkpoint's files: safetensors, without pickle and without code."""
+"""Read the tensors of a checkpoint's safetensors files, without pickle and without running code from the checkpoint."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from safetensors import SafetensorError, safe_open
 from dovetail.errors import WeightsError
 
 CHUNK_BYTES = 16 << 20
-"""The bytes that are read from a file and sent to the device at a time. A reader holds two buffers of this size."""
+"""The number of bytes that are read from a file and sent to the device at a time. A reader holds two buffers of this
+size."""
 
 DTYPES = {
     "F64": torch.float64,
@@ -33,7 +34,8 @@ DTYPES = {
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """Describe a tensor in a file: ``nbytes`` bytes from ``offset``. A dtype that is not in ``DTYPES`` keeps its name in the file."""
+    """Describe a tensor in a file. It has ``nbytes`` bytes, from the file's byte ``offset`` on. ``dtype`` is the name
+    in the file if it is not in ``DTYPES``."""
 
     file: Path
     name: str
@@ -70,10 +72,11 @@ def stored_tensors(file: Path) -> list[StoredTensor]:
 
 @dataclass(slots=True)
 class ShardReader:
-    """Copy stored tensors to the places where they belong. Each thread has its own reader.
+    """Copy stored tensors to their places in the model's parameters. A reader must be used by one thread only.
 
-    The bytes go through two staging buffers, pinned for CUDA: one is filled from the file while the other is copied. So the
-    device never holds more than ``CHUNK_BYTES`` of a tensor twice, and the host holds no more than the buffers.
+    The bytes go through two staging buffers, which are pinned for CUDA. One is filled from the file while the other is
+    copied to the device. If a dtype must be converted, the device holds at most ``CHUNK_BYTES`` of the tensor twice.
+    The host holds only the two buffers.
     """
 
     device: torch.device
@@ -88,8 +91,9 @@ class ShardReader:
 
     @torch.no_grad()
     def copy(self, tensor: StoredTensor, place: torch.Tensor, advance: Callable[[int], None]) -> None:
-        """Fill ``place``, which has the tensor's shape and is contiguous, and convert the dtype. Calls ``advance`` with
-        the bytes. The copies end in the order of the current stream. Raises ``WeightsError`` if the file ends early."""
+        """Fill ``place``, which must be contiguous and have the tensor's shape, and convert the dtype. Calls
+        ``advance`` with the number of bytes after each chunk. On CUDA the copies run asynchronously on the current
+        stream. Raises ``WeightsError`` if the file ends early."""
         assert isinstance(tensor.dtype, torch.dtype)
         flat = place.view(-1)
         width = tensor.dtype.itemsize
@@ -107,7 +111,8 @@ class ShardReader:
                 advance(count)
 
     def _read(self, file: RawIOBase, tensor: StoredTensor, count: int) -> torch.Tensor:
-        """Return the next bytes of the file, in the buffer whose turn it is."""
+        """Return the next ``count`` bytes of the file, in the buffer whose turn it is. Wait first until the last copy
+        from this buffer has completed."""
         self._turn = 1 - self._turn
         if self._sent:
             self._sent[self._turn].synchronize()

@@ -1,9 +1,10 @@
 """Verify drafts. The result is exact for any drafter.
 
-The target samples a token x_i at every node of the draft tree with the request's own parameters and random numbers,
-that is from p(. | path to the node). A walk starts at the root (the last token). From a node whose sample is x it goes
-to the child that has the draft token x; if there is none, it ends. The tokens are the samples along the walk. Each is a
-sample of p given the tokens before it, so the output has the same distribution as without drafts and, with a fixed seed, is equal.
+The target samples a token at every node of the draft tree, with the request's own parameters and random numbers; at
+node i it samples x_i from p(. | path to node i). A walk through the tree starts at the root, which is the last token of
+the request. From a node whose sample is x, the walk goes on to the child whose draft token is x. If there is no such
+child, the walk ends. The new tokens are the samples at the nodes of the walk. Each is a sample of p given the tokens
+before it, so the output has the same distribution as without drafts. With a fixed seed it is the same output.
 """
 
 from __future__ import annotations
@@ -19,9 +20,9 @@ if TYPE_CHECKING:
 
 
 class Accepted(NamedTuple):
-    """Hold the result of verification. ``tokens`` is int64 ``[rows, k + 1]``: the first ``lens [rows]`` of each row are new tokens, and
-    the last of them is repeated behind them. ``nodes`` int64 ``[rows, k + 1]`` are the tree nodes at which they were sampled (0 is the
-    root, j + 1 is draft j)."""
+    """Hold the result of verification. ``tokens`` is int64 ``[rows, k + 1]``: the first ``lens[r]`` entries of row r
+    are its new tokens, and the entries after them repeat the last one. ``nodes`` (int64 ``[rows, k + 1]``) are the tree
+    nodes at which the tokens were sampled (0 is the root, j + 1 is draft j)."""
 
     tokens: torch.Tensor
     lens: torch.Tensor
@@ -29,7 +30,8 @@ class Accepted(NamedTuple):
 
     @classmethod
     def of(cls, result: torch.Tensor) -> Accepted:
-        """Return views of ``result`` ``[rows, 2k + 3]``, which has tokens, nodes and lens side by side."""
+        """Return views of ``result`` ``[rows, 2k + 3]``, whose columns are the tokens, then the nodes, then the
+        lens."""
         width = result.shape[1] // 2
         return cls(result[:, :width], result[:, -1], result[:, width:-1])
 
@@ -37,9 +39,9 @@ class Accepted(NamedTuple):
 def accept(
     sampled: torch.Tensor, indptr: torch.Tensor, draft_ids: torch.Tensor, parents: torch.Tensor | None
 ) -> Accepted:
-    """Walk the trees and return what is accepted. ``sampled`` int64 has the target's samples at the root and at each draft, row after
-    row; row r has ``[indptr[r], indptr[r + 1])``. ``draft_ids`` and ``parents`` ``[rows, k]`` are the drafts: parent -1 is the root, and
-    ``parents`` None means chains."""
+    """Walk the trees and return what is accepted. ``sampled`` (int64) has the target's samples at the root and at each
+    draft: those of row r are ``[indptr[r], indptr[r + 1])``. ``draft_ids`` and ``parents`` ``[rows, k]`` are the
+    drafts. Parent -1 is the root. If ``parents`` is None, the drafts are chains."""
     rows, width = draft_ids.shape
     if sampled.device.type == "cuda":
         from dovetail.ops.triton.verify import walk
@@ -59,7 +61,7 @@ def accept(
 def _down_chains(
     sampled: torch.Tensor, starts: torch.Tensor, draft_ids: torch.Tensor, lens: torch.Tensor
 ) -> torch.Tensor:
-    """Return the nodes of the walks, ``[rows, k + 1]``."""
+    """Return the nodes of the walks, ``[rows, k + 1]``. After the end of a walk its last node is repeated."""
     places = torch.arange(draft_ids.shape[1] + 1, device=sampled.device)
     before, inside = places[:-1], places[:-1] < lens
     right = (sampled[starts + before.clamp(max=lens)] == draft_ids) & inside
@@ -82,7 +84,7 @@ def _down_trees(
 
 
 def compact(batch: Batch, output: ForwardOutput, pool: PagedKVPool) -> None:
-    """Move the K and V of accepted drafts in trees to the places of their positions. Mutates ``pool``."""
+    """Move the K and V of accepted drafts in trees to the locations of their positions. Mutates ``pool``."""
     assert output.nodes is not None
     device = batch.out_loc.device
     sampled = np.flatnonzero(batch.samples)

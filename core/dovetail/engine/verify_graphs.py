@@ -1,10 +1,11 @@
-"""Capture and replay verify steps (rows with drafts) as CUDA graphs: everything from the page table to the logits of every node. A second
-graph samples and verifies, if no row needs more than filters and random numbers.
+"""Capture and replay verify steps (rows with drafts) as CUDA graphs. A graph holds everything from the page table to
+the logits of every node. A second graph samples and verifies, if no row needs more than filters and random numbers.
 
-A graph is captured for each number of tokens of a ladder, for chains and for trees. A step runs in the smallest graph that
-holds its tokens, however they are divided among rows (see ``verify_inputs``). The host waits for each verify step before it
-drafts the next one, so the work between two steps is kept small: the host writes into memory that the device reads itself, replays the
-graph, and finds the accepted tokens in its own memory.
+A graph is captured for each number of tokens of a ladder, for chains and for trees. A step runs in the smallest graph
+that holds its tokens; it does not matter how they are divided among rows (see ``verify_inputs``). The host waits for
+each verify step before it drafts for the next one, so it does little work between two steps: it writes into pinned
+memory that the device reads directly, replays the graph, and reads the accepted tokens from pinned memory that the
+device has written.
 """
 
 from __future__ import annotations
@@ -44,20 +45,22 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 OWN_LOGITS = 32
-"""The number of tokens up to which each graph has its own logits. Larger graphs copy them to memory that they share, which takes
-microseconds; these matter where a step is short. With a vocabulary of 128,256 tokens the own logits take 25 MB for chains; those of all
-graphs up to 256 tokens would take 0.8 GB."""
+"""The number of tokens up to which each graph has its own logits. Larger graphs copy their logits to memory that they
+share. This copy takes microseconds, which matters only in short steps. With a vocabulary of 128,256 tokens, the logits
+of the small graphs take 25 MB for chains; if all graphs up to 256 tokens had their own logits, these would take 0.8
+GB."""
 
 
 class VerifyKey(NamedTuple):
-    """Identify a captured verify step by its number of tokens, and by whether drafts may be trees."""
+    """Identify a captured verify step by its number of tokens and by whether drafts may be trees."""
 
     tokens: int
     tree: bool
 
 
 class VerifySizes(NamedTuple):
-    """Describe what graphs of verify steps must hold: at most ``tokens`` in a step and ``width`` in a row, ``trees`` or only chains."""
+    """Describe what graphs of verify steps must hold: at most ``tokens`` tokens in a step, ``width`` tokens in a row
+    and ``context_len`` tokens in a request. With ``trees``, drafts may be trees; otherwise they are chains."""
 
     tokens: int
     width: int
@@ -66,12 +69,13 @@ class VerifySizes(NamedTuple):
 
     @property
     def counts(self) -> list[int]:
-        """Return the numbers of tokens to capture: a ladder, and the size of one row with all its drafts, which is the most common."""
+        """Return the numbers of tokens to capture: a ladder, and the number of tokens of one row with all its drafts,
+        because steps of that size are the most common."""
         return sorted({*ladder(self.tokens), min(self.width, self.tokens)})
 
 
 class VerifyStep:
-    """Run a verify step at fixed addresses, in a graph or without one.
+    """Run a verify step whose tensors have fixed addresses, in a graph or without one.
 
     The backend must have planned ``batch`` before ``run``.
     """
@@ -80,12 +84,12 @@ class VerifyStep:
         self._inputs = inputs
         self.tensors = VerifyTensors(shape, memory)
         self.batch = static_batch(shape, context_len)
-        self._lens = -1, -1  # rows and tokens of the batch whose lengths it has
+        self._lens = -1, -1  # rows and tokens of the step whose lengths ``batch`` has
         self.tensors.give(self.batch, shape.tokens, shape.tokens)
 
     def write(self, batch: Batch, tokens: int, numbers: Floats | None = None) -> None:
-        """Write what the host sends for ``batch``, which has ``tokens`` tokens, and set the lengths of the planned batch for
-        ``AttentionBackend.plan_replay``."""
+        """Write what the host sends for ``batch``, which has ``tokens`` tokens, and set the host lengths of the planned
+        batch, which ``AttentionBackend.plan_replay`` reads."""
         self.tensors.write(batch, self._inputs, numbers)
         rows = len(batch.slots)
         if (rows, tokens) == self._lens:
@@ -95,13 +99,14 @@ class VerifyStep:
             self._lens = rows, tokens
 
     def run(self, model: ModelArchitecture) -> torch.Tensor:
-        """Launch everything and return the logits of every token."""
+        """Launch the kernels that fill the inputs and the forward pass. Return the logits of every token."""
         self.tensors.compute(self._inputs)
         return model.logits(model.forward(self.batch))
 
     def draw(self, logits: torch.Tensor, filters: Filters | None) -> torch.Tensor:
-        """Sample at every token, verify the drafts, and keep the last token of each slot for the next step. ``filters`` are by
-        row. Return the tensor on the device that ``Accepted.of`` reads."""
+        """Sample at every token, verify the drafts, and keep the last token of each slot for the next step. ``filters``
+        has one entry for each row. Return the device tensor that ``Accepted.of`` reads; the same result is written to
+        pinned memory."""
         from dovetail.ops.triton.verify import walk
 
         own = self.tensors
@@ -111,15 +116,15 @@ class VerifyStep:
         return own.result
 
     def give(self, batch: Batch, tokens: int) -> None:
-        """Set the engine fields of ``batch``, which has ``tokens`` tokens and was run, to views of the step's tensors: see
-        ``Runner.launch``."""
+        """Set the engine fields of ``batch``, whose step of ``tokens`` tokens was run, to views of the step's tensors
+        (see ``Runner.launch``)."""
         static = self.batch
         batch.hidden = None if static.hidden is None else static.hidden[:tokens]
         batch.attn, batch.kv, batch.watch = static.attn, static.kv, static.watch
         self.tensors.give(batch, len(batch.slots), tokens)
 
     def output(self, rows: int) -> ForwardOutput:
-        """Return what ``draw`` found for the first ``rows`` rows. It is valid until the next call of ``draw``."""
+        """Return the result of ``draw`` for the first ``rows`` rows. It is valid until the next call of ``draw``."""
         on_host, result = (Accepted.of(r[:rows]) for r in (self.tensors.result_on_host, self.tensors.result))
         return ForwardOutput(*result, on_host=ForwardOutput(*on_host))
 
@@ -144,7 +149,8 @@ class VerifyGraphs:
         sizes: VerifySizes,
         watch: tuple[int, ...] = (),
     ) -> None:
-        """``backend`` must offer attention.verify_graph, and attention.tree_mask for trees. ``watch`` is ``Batch.watch``."""
+        """``backend`` must offer attention.verify_graph, and attention.tree_mask for trees. ``watch`` is
+        ``Batch.watch``."""
         self.sizes = sizes.counts
         self.seconds = 0.0  # spent on captures
         self.refused: set[VerifyKey] = set()
@@ -155,8 +161,8 @@ class VerifyGraphs:
         self._memory = VerifyMemory(largest, inputs.pages.shape[1], inputs.device)
         self._recorder = GraphRecorder(inputs.device)
         self._samplers = SamplerGraphs(sizes.tokens, self._recorder, inputs.device)
-        self._unread: Batch | None = None  # the step that the host wrote last, if the device may not have read it
-        self._logits: torch.Tensor | None = None  # of all steps of more than OWN_LOGITS tokens
+        self._unread: Batch | None = None  # the batch that was written last, if the device may not have read it
+        self._logits: torch.Tensor | None = None  # shared by all graphs of more than OWN_LOGITS tokens
 
     @property
     def num_captured(self) -> int:
@@ -164,13 +170,15 @@ class VerifyGraphs:
         return len(self._graphs)
 
     def missing(self) -> Iterator[VerifyKey]:
-        """Return the keys that are not captured yet, the most likely ones first."""
+        """Return the keys that are not captured yet, in the order in which they are captured: trees before chains, then
+        few tokens before many."""
         kinds = (True, False) if self._limits.trees else (False,)
         keys = (VerifyKey(tokens, tree) for tree in kinds for tokens in self.sizes)
         return (key for key in keys if key not in self._graphs and key not in self.refused)
 
     def key_for(self, batch: Batch) -> VerifyKey | None:
-        """Return the key of the graph that a batch of verify rows needs, or None if the batch is too large for any graph."""
+        """Return the key of the graph that a batch of verify rows needs, or None if the batch is too large for any
+        graph."""
         assert batch.drafts is not None
         total, tree = batch.num_tokens, not batch.drafts.is_chain
         if batch.drafts.token_ids.shape[1] >= self._limits.width or (tree and not self._limits.trees):
@@ -183,8 +191,9 @@ class VerifyGraphs:
         return key in self._graphs
 
     def launch(self, key: VerifyKey, batch: Batch, numbers: Floats | None) -> torch.Tensor:
-        """Replay the forward pass for ``batch`` and set its engine fields. Return the logits of its tokens, ``[tokens, V]``.
-        Fields and logits are valid until the next launch. ``numbers`` is the result of ``verify_numbers``."""
+        """Replay the forward pass for ``batch`` and set its engine fields. Return the logits of its tokens,
+        ``[tokens, V]``. Fields and logits are valid until the next launch. ``numbers`` is the result of
+        ``verify_numbers``."""
         step, graph, logits = self._graphs[key]
         tokens = batch.num_tokens
         self._inputs.locate_updates(batch.page_updates)
@@ -197,13 +206,15 @@ class VerifyGraphs:
         return logits[:tokens]
 
     def computed(self, batch: Batch) -> None:
-        """Record that the host has waited for the step of ``batch``, so that the device has read what was sent for it."""
+        """Record that the host has waited for the step of ``batch``. The device has then read what was written for
+        it."""
         if batch is self._unread:
             self._unread = None
 
     def sample(self, key: VerifyKey, batch: Batch, settings: RowSettings) -> ForwardOutput | None:
-        """Replay sampling and verification of the step that was launched last. The result is in the host's memory too, and valid until
-        the next launch. Return None, with nothing done, as long as the sampler is not captured."""
+        """Replay sampling and verification of the step that was launched last. The result is also in host memory once
+        the step has completed, and is valid until the next launch. If the sampler is not captured, do nothing and
+        return None."""
         step, _, logits = self._graphs[key]
         found = self._samplers.replay(key, key.tokens, settings, lambda filters: step.draw(logits, filters))
         return None if found is None else step.output(len(batch.slots))
@@ -230,7 +241,8 @@ class VerifyGraphs:
         log.debug("captured a verify step, %s: %.2f s", key, time.perf_counter() - start)
 
     def _kept(self, logits: torch.Tensor) -> torch.Tensor:
-        """Return the logits in memory where they stay until the next launch: large graphs share it."""
+        """Return the logits in memory that keeps them until the next launch. Large graphs copy them to memory that they
+        share."""
         if len(logits) <= OWN_LOGITS:
             return logits
         if self._logits is None:

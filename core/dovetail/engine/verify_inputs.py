@@ -1,7 +1,7 @@
 """Fill the inputs of a verify step (rows with drafts) at fixed addresses, padded to a number of tokens.
 
-The number of queries of each row is part of the inputs, so that one graph serves rows of every length. Each token that pads
-the step is a separate row of slot 0, which reads page 0 and writes to page 0. The other rows that the batch does not have, have no
+The number of queries of each row is part of the inputs, so that one graph serves rows of any length. Each padding token
+is a separate row of slot 0, which reads page 0 and writes to page 0. Rows of the graph that are left over have no
 query.
 """
 
@@ -24,8 +24,8 @@ Numbers = TypeVar("Numbers", torch.Tensor, "IntArray")
 
 
 class VerifyShape(NamedTuple):
-    """Describe the size of a captured step: the number of tokens, which is also the most rows, the most queries of a row (``width``), and
-    whether drafts may be trees."""
+    """Describe the size of a captured step. ``tokens`` is the number of tokens, and the largest number of rows.
+    ``width`` is the largest number of queries of a row. ``tree`` is True if drafts may be trees."""
 
     tokens: int
     width: int
@@ -33,24 +33,25 @@ class VerifyShape(NamedTuple):
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """Return the number of int32 in each part of what the host sends, see ``parts``."""
+        """Return the number of int32 values in each part of what the host sends (see ``parts``)."""
         tokens, drafts = self.tokens, self.tokens * (self.width - 1)
         return 2 * tokens, 1, tokens, tokens, tokens, drafts, drafts * self.tree
 
     @property
     def size(self) -> int:
-        """Return the number of int32 in all parts."""
+        """Return the number of int32 values in all parts together."""
         return sum(self.sizes)
 
     @property
     def page_capacity(self) -> int:
-        """Return the number of new pages that fit behind the parts. A separate copy sends them if there are more."""
+        """Return the number of new page table entries that fit after the parts. If there are more, a separate copy
+        sends all of them."""
         return 2 * self.tokens + 16
 
     def parts(self, block: Numbers) -> tuple[Numbers, Numbers, Numbers, Numbers, Numbers, Numbers, Numbers]:
-        """Return views of ``block`` int32 ``[size]``: random numbers (float64 ``[tokens]``), the number of rows ``[1]``, and for each row its
-        slot, its tokens in the pool and its tokens that enter (``[tokens]`` each), its drafts ``[tokens, width - 1]`` and, for trees,
-        their parents."""
+        """Return views of ``block``, int32 ``[size]``: random numbers (the bytes of float64 ``[tokens]``), the number
+        of rows ``[1]``, and for each row its slot, its number of tokens in the pool and its number of tokens that enter
+        (``[tokens]`` each), its drafts ``[tokens, width - 1]``, and for trees their parents."""
         found, start = [], 0
         for size in self.sizes:
             found.append(block[start : start + size])
@@ -61,8 +62,9 @@ class VerifyShape(NamedTuple):
 
 
 def write_pages(inputs: Inputs, updates: PageUpdates, shape: VerifyShape, behind: IntArray) -> None:
-    """Write new entries of the page table into ``behind`` int32 ``[1 + 2 * page_capacity]``, the memory behind a block: their number, their
-    flat places, their pages. If there are too many, send them to the device at once instead."""
+    """Write new entries of the page table into ``behind`` (int32 ``[1 + 2 * page_capacity]``), the memory after a
+    block: their number, their flat indices, and their pages. If there are too many, send them to the device immediately
+    instead."""
     entries = inputs.entries_of(updates)
     behind[0] = 0
     if not entries:
@@ -82,8 +84,9 @@ def empty_batch() -> Batch:
 
 
 class VerifyMemory:
-    """Hold the tensors of the largest verify step; smaller steps use their beginning. ``sent`` and ``result_on_host`` are in the host's
-    memory, where the device reads and writes them itself. The others are on the device."""
+    """Hold the tensors of the largest verify step; smaller steps use the beginning of each. ``sent`` and
+    ``result_on_host`` are in pinned host memory, which the device reads and writes directly. The other tensors are on
+    the device."""
 
     def __init__(self, shape: VerifyShape, max_pages: int, device: torch.device) -> None:
         tokens, pinned = shape.tokens, device.type == "cuda"
@@ -96,15 +99,16 @@ class VerifyMemory:
         self.mask = torch.zeros(tokens if shape.tree else 0, shape.width, dtype=torch.bool, device=device)
         self.result = torch.zeros(tokens, 2 * shape.width + 1, dtype=torch.int64, device=device)
         self.result_on_host = torch.zeros(self.result.shape, dtype=torch.int64, pin_memory=pinned)
-        # where the slots in ``sent`` are, and the ``Batch.rows_version`` that they belong to
+        # the shape whose layout the slots in ``sent`` have, and the ``Batch.rows_version`` that they belong to
         self.rows: tuple[VerifyShape, int] | None = None
 
 
 class VerifyTensors:
-    """Hold the tensors of a verify step: what the host sends, and what is computed from it and from the arrays by slot.
+    """Hold the tensors of a verify step: what the host sends, and what is computed from it and from the arrays indexed
+    by slot.
 
-    ``uniform`` float64 ``[tokens]`` are random numbers, ``row_of`` int64 ``[tokens]`` has the row of each token, ``slots [tokens]`` the slot
-    of each row.
+    ``uniform`` (float64 ``[tokens]``) are random numbers, ``row_of`` (int64 ``[tokens]``) is the row of each token, and
+    ``slots [tokens]`` is the slot of each row.
     """
 
     def __init__(self, shape: VerifyShape, memory: VerifyMemory) -> None:
@@ -127,8 +131,8 @@ class VerifyTensors:
         self._by_rows: dict[int, tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = {}
 
     def write(self, batch: Batch, inputs: Inputs, numbers: Floats | None = None) -> None:
-        """Write what the host sends. ``numbers`` is the result of ``verify_numbers``. The device must have read what was written
-        before."""
+        """Write what the host sends for ``batch``. ``numbers`` is the result of ``verify_numbers``. The device must
+        have read what the last call wrote."""
         uniform, num_rows, slots, prefix_lens, counts, drafts, parents = self._own
         rows, version = len(batch.slots), batch.rows_version
         if not version or self._memory.rows != (self.shape, version):
@@ -147,8 +151,8 @@ class VerifyTensors:
         write_pages(inputs, batch.page_updates, self.shape, self._behind)
 
     def compute(self, inputs: Inputs) -> None:
-        """Launch the kernels that fetch what the host has written and fill the step's tensors. They read the arrays by slot, and
-        write new pages into the device's page table."""
+        """Launch the kernels that copy what the host has written, write new pages into the device's page table, and
+        fill the step's tensors. They also read the arrays of ``inputs`` that are indexed by slot."""
         from dovetail.ops.triton.inputs import fetch, verify_inputs
 
         fetch(self._sent, self._block, self.shape.page_capacity, inputs.pages)
@@ -157,7 +161,8 @@ class VerifyTensors:
         verify_inputs(self._given, *table, self._of_tokens, self._of_rows, mask)
 
     def give(self, batch: Batch, rows: int, tokens: int) -> None:
-        """Set the engine fields of a batch of ``rows`` rows and ``tokens`` tokens to views, which are kept for the next such batch."""
+        """Set the engine fields of a batch of ``rows`` rows and ``tokens`` tokens to views. The views are kept for
+        later batches of the same size."""
         of_tokens, of_rows = self._by_tokens.get(tokens), self._by_rows.get(rows)
         if of_tokens is None:
             ids, positions, out_loc, _ = self._of_tokens
@@ -172,7 +177,8 @@ class VerifyTensors:
 
 
 def static_batch(shape: VerifyShape, context_len: int) -> Batch:
-    """Return the batch that is planned and captured. Each row has the most queries and the longest context on the host."""
+    """Return the batch that is planned and captured. On the host, each row has the largest number of queries and the
+    longest context."""
     slots = np.zeros(shape.tokens, np.int32)
     lens = np.full(shape.tokens, shape.width, np.int32)
     batch = Batch([], 0, slots, context_len - lens, lens, slots == 0, NO_UPDATES)
@@ -181,8 +187,8 @@ def static_batch(shape: VerifyShape, context_len: int) -> Batch:
 
 
 def set_lens(static: Batch, batch: Batch, tokens: int) -> None:
-    """Set the host's lengths of a ``static_batch`` to those of ``batch``, which has ``tokens`` tokens, and pad them: each token that
-    pads is a row."""
+    """Set the host lengths of a ``static_batch`` to those of ``batch``, which has ``tokens`` tokens. Each padding token
+    becomes a row of one token."""
     rows, fill = len(batch.slots), len(static.slots) - tokens
     static.prefix_lens[:rows], static.prefix_lens[rows:] = batch.prefix_lens, 0
     static.extend_lens[:rows], static.extend_lens[rows : rows + fill] = batch.extend_lens, 1

@@ -26,20 +26,22 @@ from dovetail.layers.base import prepare_layers
 __all__ = ["build_model", "checkpoint_files", "load_weights"]
 
 Progress = Callable[[int, int], None]
-"""A function that is called with the number of tensors loaded so far, and the number of all tensors."""
+"""A function that is called with the number of tensors loaded so far and the number of all tensors."""
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 
 DUMMY_RANGE = 1e-3
-"""The range around 0 in which dummy weights are uniform. It is the same as SGLang's and vLLM's: the power that a GPU draws, and with it the
-clock of large matrix products, depends on the numbers that are multiplied."""
+"""Dummy weights are uniform between ``-DUMMY_RANGE`` and ``DUMMY_RANGE``. SGLang and vLLM use the same range. The range
+matters because the numbers that are multiplied change the power that a GPU draws, and with it the clock rate of large
+matrix products."""
 
 BODY = "model."
-"""The prefix of the names of a language model's tensors, except for those of its head."""
+"""The prefix of the names of a language model's tensors, except those of its head."""
 
 MAX_READERS = 8
-"""The number of threads that read a checkpoint for a GPU. For a CPU there is one, because several threads already convert dtypes."""
+"""The largest number of threads that read a checkpoint for a GPU. For a CPU there is only one, because the conversion
+of dtypes uses several threads already."""
 
 log = logging.getLogger(__name__)
 
@@ -59,10 +61,12 @@ def load_weights(
     seed: int = 0,
     progress: Progress | None = None,
 ) -> None:
-    """Fill every parameter of ``model`` from the checkpoint in ``directory``, or with random numbers if ``load_format`` is ``dummy``.
+    """Fill every parameter of ``model`` from the checkpoint in ``directory``, or with random numbers if ``load_format``
+    is ``dummy``.
 
-    Every tensor of the checkpoint is used exactly once, unless the model ignores it by name. Names, shapes and dtypes are
-    checked before the first tensor is read. ``progress`` is called by one thread at a time. Raises ``WeightsError``.
+    Every tensor of the checkpoint is used exactly once, unless the model ignores it by name. Names, shapes and dtypes
+    are checked before the first tensor is read. ``progress`` is called by one thread at a time. Raises
+    ``WeightsError``.
     """
     if load_format == "dummy":
         _fill_dummy(as_module(model), seed)
@@ -73,7 +77,8 @@ def load_weights(
 
 
 def checkpoint_files(directory: Path) -> list[Path]:
-    """Return the safetensors files of a checkpoint: one file, or the shards that its index names. Raises ``WeightsError``."""
+    """Return the safetensors files of a checkpoint: one file, or the shards that its index names. Raises
+    ``WeightsError``."""
     if (directory / SINGLE).is_file():
         return [directory / SINGLE]
     if not (directory / INDEX).is_file():
@@ -107,7 +112,8 @@ def _load_checkpoint(model: ModelArchitecture, directory: Path, progress: Progre
 
 
 def _moves(filler: WeightFiller, files: Sequence[Path]) -> list[_Move]:
-    """Return all tensors to read, in the order of the files. Raises ``WeightsError`` for a tensor that does not fit the model."""
+    """Return all tensors to read and their places, in the order of the files. Raises ``WeightsError`` if a tensor does
+    not fit the model or occurs twice."""
     seen: dict[str, Path] = {}
     moves: list[_Move] = []
     for tensor in (_as_known(tensor, filler) for file in files for tensor in stored_tensors(file)):
@@ -120,15 +126,15 @@ def _moves(filler: WeightFiller, files: Sequence[Path]) -> list[_Move]:
 
 
 def _as_known(tensor: StoredTensor, filler: WeightFiller) -> StoredTensor:
-    """Return ``tensor`` under the name that the model knows. The prefix is missing in models that were saved without their head, as is
-    common for embedding models."""
+    """Return ``tensor`` with the name that the model uses for it. The prefix ``BODY`` is missing in checkpoints of
+    models that were saved without their head, as is common for embedding models."""
     name = BODY + tensor.name
     return replace(tensor, name=name) if tensor.name not in filler.targets and name in filler.targets else tensor
 
 
 def _read_all(moves: Sequence[_Move], device: torch.device, advance: Advance, arrived: Callable[[_Move], None]) -> None:
-    """Read the tensors, in several threads for a GPU. All threads call ``advance`` and ``arrived``. The first
-    error stops the others and is raised."""
+    """Read the tensors, for a GPU in several threads, which all call ``advance`` and ``arrived``. The first error
+    cancels the tensors that no thread has begun to read, and is raised."""
     own = threading.local()
 
     def read(move: _Move) -> None:
@@ -180,8 +186,8 @@ def _no_weights(directory: Path) -> str:
 
 
 def _fill_dummy(module: nn.Module, seed: int) -> None:
-    """Fill matrices and biases uniformly in ``DUMMY_RANGE`` and norms with 1, so that activations stay finite. The numbers are the same on
-    every run on a type of device."""
+    """Fill matrices and biases uniformly (see ``DUMMY_RANGE``) and all other vectors, such as norms, with 1, so that
+    activations stay finite. On one type of device, every run with the same seed gives the same numbers."""
     start = time.perf_counter()
     generators: dict[torch.device, torch.Generator] = {}
     for name, parameter in module.named_parameters():
