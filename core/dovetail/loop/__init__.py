@@ -1,4 +1,4 @@
-"""Drive an engine with a scheduler: this package joins the two."""
+"""Drive an engine with a scheduler. Only this package joins the two."""
 
 from dovetail.loop.loop import Loop
 

@@ -1,13 +1,16 @@
-"""Decide whether drafts pay. This is measured separately for each power of two of running requests.
+"""Decide whether drafts pay. The decision is made separately for each range of the number of running requests; the
+ranges end at powers of two.
 
-Steps with drafts bring more tokens and take longer. Without drafts the next step is launched before the tokens of the last one are read.
-Which of the two is faster depends on the load, the machine and the text, so both are timed in turns. The rate of each is that of its last
-steps, in which later steps weigh more. The faster one runs. The slower one is tried again after a pause, which grows each time that it
-loses.
+Steps with drafts produce more tokens and take longer. Without drafts, the next step can be launched before the tokens
+of the last one are read. Which of the two modes is faster depends on the load, the machine and the text, so the rates
+of both are measured in tokens per second, over the last steps of each mode; later steps weigh more. The faster mode
+runs. The slower mode is tried again after a pause, which doubles each time, up to ``LONGEST_PAUSE``, until that mode is
+the faster one.
 
-A drafter that must see every step cannot draft for a request any more once a step of that request has not been shown to it. Such a drafter
-is not interrupted for a comparison that it is sure to win. It is sure to win if its rate is ``MARGIN`` times the rate that steps would have
-which do nothing but verify.
+A drafter that must see every step cannot draft for a request any more after one step of that request ran without it.
+While such a drafter pays, it is never interrupted to try steps without drafts again. Even their first measurement is
+skipped while the drafter is sure to win. It is sure to win if its rate is at least ``MARGIN`` times the rate of steps
+that would only run the target's forward pass and produce one token per row.
 """
 
 from __future__ import annotations
@@ -17,19 +20,22 @@ from dataclasses import dataclass, field
 TRIAL = 16
 """The number of steps after which a rate is known. A trial takes this number of steps."""
 KEPT = 0.95
-"""The factor by which the weight of earlier steps shrinks with each step, so that a rate is that of about twenty steps. Accepted drafts come in
-bursts; therefore the rate is the sum of tokens divided by the sum of seconds."""
+"""The factor by which the weight of earlier steps shrinks with each step, so that a rate is that of about the last
+twenty steps. The rate is the sum of tokens divided by the sum of seconds, because accepted drafts come in bursts."""
 OUTLIER = 4.0
-"""A step that takes longer than this factor times the usual time (a graph is captured, the garbage collector runs) counts as if it took
-exactly this long."""
+"""A step that takes longer than this factor times the usual time counts as if it took exactly that long. Such steps
+occur, for example, when a graph is captured or the garbage collector runs."""
 UNSETTLED = 2
-"""The number of steps after a change of mode that are not measured: the first one is not overlapped with another."""
+"""The number of steps after a change of mode that are not measured. The first of them does not overlap with another
+step."""
 FIRST_PAUSE, LONGEST_PAUSE = 256, 8192
-"""The number of steps until the slower mode is tried again, at first and at most."""
+"""The number of steps until the slower mode is tried again: at first, and at most."""
 MARGIN = 1.3
-"""The advantage over steps that do nothing but verify with which a drafter that must see all is sure to win."""
+"""The advantage with which a drafter that must see every step is sure to win. It is the drafter's rate divided by the
+rate of steps that only verify."""
 ADVANTAGE = 1.03
-"""The least gain with which drafts are used: not all of their costs outside the step are measured, and steps without drafts are steadier."""
+"""The smallest ratio of the rates with and without drafts at which drafts are used. It is above 1, because some costs
+of drafts arise outside the measured step, and because steps without drafts are steadier."""
 
 
 @dataclass(slots=True)
@@ -56,7 +62,8 @@ class _Rate:
 
 @dataclass(slots=True)
 class _Mode:
-    """Hold the rate of one of the two modes, and the number of steps until it is tried again if it is the slower one."""
+    """Hold the rate of one of the two modes, and the number of steps until the mode is tried again if it is the slower
+    one."""
 
     tokens: _Rate = field(default_factory=_Rate)
     pause: int = FIRST_PAUSE
@@ -72,11 +79,11 @@ class _Mode:
 
 @dataclass(slots=True)
 class _Load:
-    """Hold what was measured for one range of numbers of requests, up to a power of two."""
+    """Hold what was measured for one range of the number of requests."""
 
     plain: _Mode = field(default_factory=_Mode)
     drafted: _Mode = field(default_factory=_Mode)
-    verified: _Rate = field(default_factory=_Rate)  # rows per second of verification in steps with drafts
+    verified: _Rate = field(default_factory=_Rate)  # rows per second of the target's forward passes with drafts
     since_trial: int = 0
 
     @property
@@ -85,16 +92,16 @@ class _Load:
 
 
 class AdaptiveDrafting:
-    """Decide before each step whether to draft, and record afterwards what the step took. Not thread-safe."""
+    """Decide before each step whether to draft, and record after it how long it took. Not thread-safe."""
 
     def __init__(self, *, always: bool, must_see_all: bool) -> None:
-        """With ``always`` drafts are used whether they pay or not. ``must_see_all`` is ``Drafter.must_see_all``."""
+        """With ``always``, drafts are used whether they pay or not. ``must_see_all`` is ``Drafter.must_see_all``."""
         self._always, self._must_see_all = always, must_see_all
         self._loads: dict[int, _Load] = {}
         self._mode, self._in_mode = True, 0
 
     def should_draft(self, rows: int) -> bool:
-        """Return True if the drafter is to propose drafts in a step of ``rows`` requests."""
+        """Return True if the drafter should propose drafts in a step of ``rows`` requests."""
         if self._always:
             return True
         load = self._load(rows)
@@ -105,8 +112,8 @@ class AdaptiveDrafting:
         return load.pays
 
     def record(self, rows: int, drafted: bool, seconds: float, tokens: int, verify_seconds: float) -> None:
-        """Record that a step of decode rows took ``seconds`` and brought ``tokens``. ``verify_seconds`` of them were spent on the target's
-        forward pass. Steps with prompts must not be recorded."""
+        """Record that a step of decode rows took ``seconds`` and produced ``tokens`` tokens. ``verify_seconds`` of this
+        time were spent on the target's forward pass. The caller must not record steps with prompts."""
         if drafted is not self._mode:
             self._mode, self._in_mode = drafted, 0
         self._in_mode += 1
@@ -121,7 +128,8 @@ class AdaptiveDrafting:
             self._plan_trial(load)
 
     def _plan_trial(self, load: _Load) -> None:
-        """Forget the rate of the slower mode when its pause is over. A mode whose rate is not known is run."""
+        """Forget the rate of the slower mode when its pause is over. ``should_draft`` then runs that mode until its
+        rate is known again."""
         better, slower = (load.drafted, load.plain) if load.pays else (load.plain, load.drafted)
         better.pause = FIRST_PAUSE
         load.since_trial += 1

@@ -1,4 +1,4 @@
-"""Build the scheduler of a loop, and what compiles constraints, from the resolved parts."""
+"""Build the scheduler of a loop, and the service that compiles constraints, from the resolved components."""
 
 from __future__ import annotations
 
@@ -27,14 +27,15 @@ if TYPE_CHECKING:
 
 
 def build_constraints(resolved: Resolved, tokenizer: Tokenizer | None, eos: frozenset[int]) -> RequestConstraints:
-    """Build what compiles the constraints of requests, with the grammar backends that were resolved."""
+    """Build the object that compiles the constraints of requests, with the grammar backends that were resolved."""
     jump_tokenizer = tokenizer if resolved.config.grammar.jump_forward else None
     service = _build_service(resolved, tokenizer, eos)
     return RequestConstraints(service, resolved.model_info.vocab_size, eos, jump_tokenizer)
 
 
 def _build_service(resolved: Resolved, tokenizer: Tokenizer | None, eos: frozenset[int]) -> GrammarService:
-    """Build the compile service. Without grammar backends or a tokenizer, it refuses every constraint and reports why."""
+    """Build the compile service. Without grammar backends or a tokenizer, it refuses every constraint and reports
+    why."""
     if not resolved.grammars:
         return GrammarService(None, reason="no grammar backend is selected or usable; see `dovetail explain`")
     if tokenizer is None:
@@ -68,7 +69,8 @@ def build_scheduler(
     tokenizer: Tokenizer | None,
     eos: frozenset[int],
 ) -> Scheduler:
-    """Build the scheduler, with a page ledger for the engine's pool. ``draft_width`` is the most drafts that a row can have."""
+    """Build the scheduler, with a page ledger for the engine's pool. ``draft_width`` is the largest number of drafts of
+    a row."""
     section = resolved.config.scheduler
     ahead = engine.drafter.tokens_ahead if engine.drafter is not None else 0
     cache = with_lookahead(resolved.cache.build, engine.page_size, ahead)

@@ -1,7 +1,8 @@
-"""Call a drafter so that its failures cost a step its drafts and nothing else.
+"""Call a drafter in a way that its failures cost a step its drafts and nothing else.
 
-This holds for a drafter that raises, for drafts that break the contract of ``Drafter.propose``, and for an interrupt (Ctrl-C) that
-arrives in a drafter. A drafter with ``must_see_all`` that is interrupted in ``observe`` has no more drafts for the step's requests.
+A failure is an exception that the drafter raises, drafts that break the contract of ``Drafter.propose``, or an
+interrupt (Ctrl-C) that arrives while the drafter runs. If a drafter with ``must_see_all`` is interrupted in
+``observe``, it cannot draft for the step's requests any more.
 """
 
 from __future__ import annotations
@@ -19,16 +20,18 @@ log = logging.getLogger(__name__)
 
 
 class DrafterGuard:
-    """Call ``drafter``, which may be None. What it raises is logged and counted in ``errors``."""
+    """Call ``drafter``, which may be None. Exceptions that it raises are logged and counted in ``errors``. Interrupts
+    are logged and deferred to the end of the step."""
 
     def __init__(self, drafter: Drafter | None, scheduler: Scheduler, failures: FailureHandler) -> None:
-        """``failures`` checks every error for a lost device, and keeps interrupts until the step is over."""
+        """``failures`` checks for every error whether the device is lost, and keeps interrupts until the step is
+        over."""
         self.drafter = drafter
         self.errors = 0
         self._scheduler, self._failures = scheduler, failures
 
     def propose(self, batch: Batch) -> None:
-        """Request drafts for a step and attach them to it."""
+        """Request drafts for the step of ``batch`` and attach them to the batch."""
         if self.drafter is None:
             return
         consequence = "this step runs without drafts"

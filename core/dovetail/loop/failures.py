@@ -27,19 +27,20 @@ _START_AGAIN = "the engine cannot go on and must be started again"
 class FailureHandler:
     """Handle what the parts of a loop raise.
 
-    ``dead`` is the reason why the loop has ended, or None. ``interrupt`` is an interrupt (Ctrl-C) that a step has caught, or None: the
-    loop raises it once the step is over.
+    ``dead`` is the reason why the loop has ended, or None. ``interrupt`` is an interrupt (Ctrl-C) that was caught in a
+    step, or None; the loop raises it once the step is over.
     """
 
     def __init__(self, resolved: Resolved, engine: Engine, scheduler: Scheduler) -> None:
         self.dead: str | None = None
         self.interrupt: BaseException | None = None
         self._resolved, self._engine, self._scheduler = resolved, engine, scheduler
-        self._kept: EngineDeadError | None = None  # its traceback holds tensors of a lost device: freeing them aborts
+        # never freed: its traceback holds tensors of the lost device, and freeing those aborts the process
+        self._kept: EngineDeadError | None = None
 
     def fail_step(self, batch: Batch, error: BaseException) -> list[Answer]:
-        """End the requests of a step in which the engine raised ``error``, and return their answers. An interrupt fails the step as
-        well, because it is not known what the step has written. Raises ``EngineDeadError`` if the device is lost."""
+        """End the requests of a step in which the engine raised ``error``, and return their answers. An interrupt also
+        ends them, because it is unknown what the step has written. Raises ``EngineDeadError`` if the device is lost."""
         self.raise_if_lost(error)
         if not isinstance(error, Exception):
             self.defer(error)
@@ -47,7 +48,7 @@ class FailureHandler:
         return self._scheduler.fail(batch.reqs, f"{type(error).__name__}: {first_line(error)}")
 
     def defer(self, interrupt: BaseException) -> None:
-        """Keep an interrupt until the step is over. Of several the first is kept."""
+        """Keep an interrupt until the step is over. If there are several, keep the first."""
         self.interrupt = self.interrupt or interrupt
 
     def take_interrupt(self) -> BaseException | None:
@@ -56,7 +57,7 @@ class FailureHandler:
         return interrupt
 
     def raise_if_lost(self, error: BaseException) -> None:
-        """End the loop if the device cannot be used any more after ``error``. Raises ``EngineDeadError`` then."""
+        """End the loop and raise ``EngineDeadError`` if the device cannot be used any more after ``error``."""
         reason = self._engine.lost_device(error)
         if reason is not None:
             log.error("the device was lost", exc_info=error)
@@ -65,8 +66,9 @@ class FailureHandler:
             raise self._kept from error
 
     def run(self, part: Callable[[], T]) -> T:
-        """Run a part of the loop that changes the scheduler. Whatever it raises leaves the scheduler's state unknown and ends the
-        loop. Raises ``EngineDeadError`` if it raises an ``Exception`` or the loop has ended before; an interrupt goes through."""
+        """Run a part of the loop that changes the scheduler. Any exception of the part leaves the scheduler in an
+        unknown state, so it ends the loop. Raises ``EngineDeadError`` in place of an ``Exception``, or if the loop has
+        ended before. An interrupt is raised unchanged."""
         if self.dead is not None:
             raise EngineDeadError(self.dead)
         try:

@@ -1,4 +1,5 @@
-"""Drive one engine: take messages, make steps, return answers. Only this package imports both the scheduler and the engine."""
+"""Drive one engine: take messages, make steps, return answers. Only this package imports both the scheduler and the
+engine."""
 
 from __future__ import annotations
 
@@ -44,14 +45,14 @@ log = logging.getLogger(__name__)
 class Loop:
     """Drive one engine: take messages, make steps, return answers. Single-threaded.
 
-    An error in the engine ends the requests of its step. An error in the drafter costs a step its drafts, and an error in a
-    grammar matcher ends its request. After an error or an interrupt in the scheduler (a policy, a prefix cache) the scheduler's
-    state is unknown, and after some errors the device is lost. The loop is then ``dead``, and ``handle``, ``step`` and ``idle``
-    raise ``EngineDeadError`` from then on.
+    An error in the engine ends the requests of its step. An error in the drafter costs a step its drafts, and an error
+    in a grammar matcher ends the matcher's request. After an error or an interrupt in the scheduler (or in its policy
+    or prefix cache) the scheduler's state is unknown, and some errors mean that the device is lost. In both cases the
+    loop is ``dead``, and ``handle``, ``step`` and ``idle`` raise ``EngineDeadError`` from then on.
     """
 
     def __init__(self, resolved: Resolved, tokenizer: Tokenizer | None) -> None:
-        gc.unfreeze()  # a loop that was closed before, and its pool, can be collected
+        gc.unfreeze()  # so that an earlier loop, which was closed, and its pool are collected
         gc.collect()
         self.resolved = resolved
         eos = frozenset(resolved.model_info.eos_token_ids) | frozenset(tokenizer.eos_token_ids if tokenizer else ())
@@ -75,7 +76,7 @@ class Loop:
         self._in_flight: InFlight | None = None
         self._outbox: list[Answer] = []
         gc.collect()
-        gc.freeze()  # what exists as long as the loop is not looked at again: a full collection takes tens of milliseconds
+        gc.freeze()  # later collections skip what exists now: a full collection would take tens of milliseconds
 
     # -- messages ----------------------------------------------------------------------------------------------------
 
@@ -128,7 +129,8 @@ class Loop:
         return self._in_flight is not None
 
     def idle(self) -> bool:
-        """Use a moment without work for what would otherwise delay a later step. Return False if there is nothing left to do."""
+        """Use an idle moment to capture a graph, which would otherwise delay a later step. Return False if there is
+        nothing left to capture."""
         return self._failures.run(self._idle)
 
     def _idle(self) -> bool:
@@ -141,8 +143,9 @@ class Loop:
     def step(self) -> list[Answer]:
         """Make one step and return all answers that are due. Raises ``EngineDeadError``.
 
-        An interrupt (Ctrl-C) while the engine computes ends the requests of the step, one in a drafter costs drafts. It is raised
-        once the step is over; of several the first is raised. The next call returns the answers then.
+        An interrupt (Ctrl-C) while the engine computes ends the requests of the step. An interrupt in a drafter only
+        costs drafts. In both cases this method raises the interrupt once the step is over (the first, if there are
+        several), and the next call returns the answers of this step.
         """
         answers = self._failures.run(self._step)
         interrupt = self._failures.take_interrupt()
@@ -169,8 +172,8 @@ class Loop:
 
     @property
     def drafter(self) -> Drafter | None:
-        """The drafter that proposes drafts; None if there is none. Another one can be set between two steps, for tests and
-        benchmarks."""
+        """Return the drafter that proposes drafts, or None if there is none. Tests and benchmarks can set another one
+        between two steps."""
         return self._guard.drafter
 
     @drafter.setter
@@ -184,22 +187,23 @@ class Loop:
 
     @property
     def dead(self) -> str | None:
-        """Return why the loop has ended; None while it has not."""
+        """Return why the loop has ended, or None if it has not."""
         return self._failures.dead
 
     @property
     def times(self) -> StepTimes:
-        """Return the number of steps since the start and the seconds that their parts have taken. It goes on counting."""
+        """Return the number of steps since the start and the seconds that their parts have taken. The loop goes on
+        counting in the returned object."""
         return self._verbs.times
 
     def stats(self, call_id: str = "") -> EngineStats:
-        """Return gauges as they are now, and totals since the start."""
+        """Return the current values of gauges, and totals since the start."""
         self.scheduler.expire()
         return stats_of(self.scheduler, self._verbs.times, self.engine.mask_seconds, self._guard.errors, call_id)
 
     @property
     def info(self) -> dict[str, Any]:
-        """Return what /server_info shows of the engine, as JSON."""
+        """Return what /server_info reports about the engine, as JSON."""
         return info_of(self.resolved, self.engine, self.overlap)
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""Describe a loop: numbers for /metrics, and the parts that it is made of for /server_info."""
+"""Describe a loop: numbers for /metrics, and its components for /server_info."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 def stats_of(
     scheduler: Scheduler, times: StepTimes, mask_seconds: float, drafter_errors: int, call_id: str
 ) -> EngineStats:
-    """Return gauges as they are now, and totals since the start."""
+    """Return the current values of gauges, and totals since the start."""
     pages, totals, grammars = scheduler.page_counts(), scheduler.totals, scheduler.constraints
     return EngineStats(
         call_id=call_id,
@@ -64,7 +64,7 @@ def stats_of(
 
 
 def info_of(resolved: Resolved, engine: Engine, overlap: bool) -> dict[str, Any]:
-    """Return the engine's device, memory, graphs and parts, as JSON."""
+    """Return the engine's device, memory, graphs and components, as JSON."""
     return {
         "architecture": engine.info.architecture,
         "device": str(engine.device),
@@ -83,7 +83,8 @@ def info_of(resolved: Resolved, engine: Engine, overlap: bool) -> dict[str, Any]
 
 
 def _embedding(resolved: Resolved, engine: Engine) -> dict[str, Any] | None:
-    """Return the size of embeddings and how they are pooled unless a request sets it; None for a model without embeddings."""
+    """Return the size of embeddings and the kind of pooling that applies unless a request sets another, or None if the
+    model has no embeddings."""
     if Feature.MODEL_EMBED not in engine.info.offers:
         return None
     return {"size": engine.info.hidden_size, "pooling": default_pooling(resolved.model_dir)}

@@ -4,8 +4,8 @@
     overlapped   schedule N + 1 | launch N + 1 | commit N | sample N + 1
     drafted      commit N | schedule N + 1 | propose drafts | launch N + 1
 
-Under overlap the host reads the tokens of step N, advances grammars and sends answers while the device computes step N + 1. A step that
-is left to compute is a value, ``InFlight``, which the next step is given.
+Under overlap the host reads the tokens of step N, advances grammars and sends answers while the device computes step N
++ 1. A step that is still being computed is passed to the next step as an ``InFlight``.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ if TYPE_CHECKING:
 
 
 class StepEnd(NamedTuple):
-    """Describe what a step leaves: answers, the step in flight if there is one, and the batch that was scheduled in it."""
+    """Describe the result of a step: its answers, the step that is left in flight (if any), and the batch that was
+    scheduled."""
 
     answers: list[Answer]
     in_flight: InFlight | None = None
@@ -32,7 +33,7 @@ class StepEnd(NamedTuple):
 
 
 class StepStrategy(Protocol):
-    """Make a step. ``previous`` is the step in flight, if there is one."""
+    """Make a step. ``previous`` is the step in flight, or None."""
 
     def run(self, previous: InFlight | None) -> StepEnd: ...
 
@@ -76,14 +77,16 @@ class OverlappedStep:
         step = InFlight(batch, output)
         if verbs.scheduler.has_work:
             return StepEnd(answers, step, batch)
-        return StepEnd(answers + verbs.commit(step), None, batch)  # all requests have ended: none waits for this step
+        return StepEnd(answers + verbs.commit(step), None, batch)  # all requests have ended: no later step commits it
 
 
 class DraftedStep:
-    """Let the drafter propose drafts for a step. It needs every token before, so the step in flight is committed first."""
+    """Let the drafter propose drafts for a step. The drafter needs all earlier tokens, so the step in flight is
+    committed first."""
 
     def __init__(self, verbs: Verbs, guard: DrafterGuard, *, overlap: bool) -> None:
-        """With ``overlap`` the step is left in flight, so that it computes while the answers of the one before are sent."""
+        """With ``overlap``, the step is left in flight, so that the device computes it while the answers of the
+        previous step are sent."""
         self._verbs, self._guard, self._overlap = verbs, guard, overlap
 
     def run(self, previous: InFlight | None) -> StepEnd:
@@ -114,7 +117,7 @@ class DraftedStep:
 
 
 class AdaptiveStep:
-    """Make drafted steps while drafts pay, and steps without drafts otherwise. Measures both."""
+    """Make steps with drafts while drafts pay, and steps without drafts otherwise. Measures both."""
 
     def __init__(self, verbs: Verbs, drafted: DraftedStep, undrafted: StepStrategy, adaptive: AdaptiveDrafting) -> None:
         self._verbs, self._drafted, self._undrafted, self._adaptive = verbs, drafted, undrafted, adaptive

@@ -1,4 +1,4 @@
-"""Schedule, launch and commit: the three verbs of which every step consists, and what they take."""
+"""Schedule, launch and commit the steps of a loop, and measure how long each of these parts takes."""
 
 from __future__ import annotations
 
@@ -16,11 +16,12 @@ if TYPE_CHECKING:
     from dovetail.types import Batch, ForwardOutput
 
 IDLE_SECONDS = 0.0005
-"""The pause of a step in which requests wait for their grammars and nothing else can run."""
+"""The seconds to pause when requests wait for their grammars and nothing else can run."""
 
 
 class InFlight(NamedTuple):
-    """Hold a step that was launched and is not committed. ``drafted`` steps are shown to the drafter when they are committed."""
+    """Hold a step that was launched and is not committed. If ``drafted``, the drafter observes the step when it is
+    committed."""
 
     batch: Batch
     output: ForwardOutput
@@ -28,7 +29,7 @@ class InFlight(NamedTuple):
 
 
 class Failure(NamedTuple):
-    """Hold what the engine raised in a step. The step's requests end once the step before it is committed."""
+    """Hold what the engine raised in a step. The step's requests are ended once the step before it is committed."""
 
     error: BaseException
 
@@ -37,7 +38,8 @@ class Failure(NamedTuple):
 class StepTimes:
     """Count steps, and the seconds that the parts of all steps have taken since the start.
 
-    ``step`` is all of them together. ``verify`` is the part of ``launch`` and ``wait`` that was spent in steps with drafts.
+    ``step`` is the time of whole steps. ``launch`` includes sampling, and ``draft`` includes the drafter's observation
+    of results. ``verify`` is the part of ``launch`` and ``wait`` that was spent in steps with drafts.
     """
 
     steps: int = 0
@@ -59,7 +61,8 @@ class Verbs:
         self._engine, self._failures = engine, failures
 
     def schedule(self, *, pause: bool = True) -> Batch | None:
-        """Return the next step's batch, or None if nothing can run. With ``pause`` the latter takes a moment while requests wait."""
+        """Return the next step's batch, or None if nothing can run. If nothing can run but requests wait, pause for
+        ``IDLE_SECONDS`` first, unless ``pause`` is False."""
         start = time.perf_counter()
         batch = self.scheduler.schedule()
         self.times.schedule += time.perf_counter() - start
@@ -70,7 +73,7 @@ class Verbs:
         return batch
 
     def forward(self, batch: Batch) -> ForwardOutput | Failure:
-        """Launch a step and sample from it."""
+        """Launch the forward pass of a step and sample from it."""
         start = time.perf_counter()
         try:
             return self._engine.forward(batch)
@@ -81,7 +84,7 @@ class Verbs:
             self.times.launch += time.perf_counter() - start
 
     def launch(self, batch: Batch) -> Launched[Any] | Failure:
-        """Launch the forward pass of a step; ``sample`` follows."""
+        """Launch the forward pass of a step. The caller must call ``sample`` next."""
         start = time.perf_counter()
         try:
             return self._engine.launch(batch)
@@ -102,7 +105,8 @@ class Verbs:
             self.times.launch += time.perf_counter() - start
 
     def commit(self, step: InFlight, observer: DrafterGuard | None = None) -> list[Answer]:
-        """Wait for the tokens of a step and give them to its requests. ``observer`` is shown what the step accepted."""
+        """Wait for the tokens of a step and give them to its requests. If ``observer`` is given, it observes what the
+        step accepted."""
         start = time.perf_counter()
         try:
             host = self._engine.wait(step.batch, step.output)
@@ -124,5 +128,6 @@ class Verbs:
         return self._failures.fail_step(batch, failure.error)
 
     def reserve_ahead(self) -> None:
-        """Reserve pages for the next step's drafts while the device computes, so that this does not delay the next step."""
+        """Reserve pages for the drafts of the next step while the device computes this one, so that this work does not
+        delay the next step."""
         self._engine.locate_updates(self.scheduler.reserve_ahead())
