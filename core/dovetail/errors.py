@@ -19,6 +19,7 @@
     ├── ProgramError                      a part of a program failed: names its line, the cause is chained
     └── EngineError                       the engine failed, not the request
         ├── WeightsError                  a checkpoint does not fit its architecture
+        ├── RankLostError                 another rank has ended, or did not answer in time
         └── EngineDeadError               the engine process has ended
 
 Messages state what was given, what is allowed and what to do next.
@@ -131,6 +132,11 @@ class EngineError(DovetailError):
 
 class WeightsError(EngineError):
     """Raised when a checkpoint does not fit its architecture: a tensor is missing, unexpected or of the wrong shape."""
+
+
+class RankLostError(EngineError):
+    """Raised when another rank of a divided model has ended or did not answer in time. The engine must be started
+    again."""
 
 
 class EngineDeadError(EngineError):

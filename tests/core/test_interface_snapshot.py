@@ -12,7 +12,19 @@ import inspect
 from pathlib import Path
 
 SNAPSHOT = Path(__file__).parent / "interfaces.snapshot"
-MODULES = ("attention", "cache", "grammar", "model", "policy", "speculative", "parsers", "api", "prompts", "features")
+MODULES = (
+    "attention",
+    "cache",
+    "grammar",
+    "model",
+    "policy",
+    "speculative",
+    "parsers",
+    "api",
+    "prompts",
+    "features",
+    "mesh",
+)
 
 
 def describe(cls):

@@ -1,0 +1,106 @@
+"""Define the mesh: the ranks among which a model is divided, and how they communicate.
+
+A rank is one process with one device. With tensor parallelism (``tp``), every rank holds a share of each layer and runs
+the same steps in the same order. ``Mesh`` has one ``Collectives`` for each kind of parallelism. It is made once and
+handed down explicitly, to the engine, and by the engine to models (``cls(info, mesh)``).
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+
+
+class Collectives(ABC):
+    """Communicate among the ranks of one kind of parallelism.
+
+    All ranks must call the same methods in the same order, with arguments of the same shapes and dtypes. Results have
+    the same bits on all ranks, because the ranks take decisions (such as sampling) from them without comparing them.
+    The methods that take tensors run on the current stream, do not wait for the device, and can be captured in CUDA
+    graphs. ``agree`` and ``min`` wait for all ranks on the host. Every wait has a deadline: when it has passed, or when
+    a rank is lost, the method raises ``RankLostError`` (in CUDA graphs, the device reports the error later).
+    """
+
+    rank: int
+    """Hold the number of this rank, from 0 to ``size - 1``."""
+    size: int
+    """Hold the number of ranks."""
+
+    @abstractmethod
+    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the sum of contiguous ``x`` over all ranks, with the shape and dtype of ``x``. May overwrite ``x`` and
+        return it. The caller owns the result and may overwrite it."""
+
+    @abstractmethod
+    def all_reduce_norm(
+        self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return ``(norm, sum)``, both like ``residual``: ``sum`` is the sum of ``x`` over all ranks plus ``residual``
+        (which is the same on all ranks), ``norm`` is ``sum / sqrt(mean(sum^2) + eps) * weight``.
+
+        ``x`` and ``residual`` are contiguous ``[tokens, size]`` of one dtype, ``weight`` is ``[size]``. May overwrite
+        ``x``, and must not change ``residual``. The caller owns the results and may overwrite them.
+        """
+
+    @abstractmethod
+    def all_gather(self, x: torch.Tensor, width: int | None = None) -> torch.Tensor:
+        """Return ``x [n, m]`` of all ranks side by side, in the order of the ranks: contiguous ``[n, size * m]``, or
+        ``[n, width]`` if ``width`` is given, which leaves out the last columns. Does not change ``x``."""
+
+    @abstractmethod
+    def agree(self, ok: bool) -> bool:
+        """Return True if all ranks call this with True."""
+
+    @abstractmethod
+    def min(self, value: int) -> int:
+        """Return the smallest ``value`` of all ranks."""
+
+    def close(self) -> None:
+        """Release what is shared with the other ranks. No method may be called afterwards."""
+        return
+
+
+class OneRank(Collectives):
+    """Be the only rank. Every method returns what this rank has."""
+
+    rank = 0
+    size = 1
+
+    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
+        """See ``Collectives.all_reduce``."""
+        return x
+
+    def all_reduce_norm(
+        self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """See ``Collectives.all_reduce_norm``."""
+        total = x + residual
+        scale = (total.float().square().mean(-1, keepdim=True) + eps).rsqrt()
+        return (total * scale).to(total.dtype) * weight, total
+
+    def all_gather(self, x: torch.Tensor, width: int | None = None) -> torch.Tensor:
+        """See ``Collectives.all_gather``."""
+        return x if width is None else x[:, :width].contiguous()
+
+    def agree(self, ok: bool) -> bool:
+        """See ``Collectives.agree``."""
+        return ok
+
+    def min(self, value: int) -> int:
+        """See ``Collectives.min``."""
+        return value
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Mesh:
+    """Hold the place of this process among the ranks. ``tp`` are the ranks of tensor parallelism."""
+
+    tp: Collectives
+
+
+SINGLE = Mesh(OneRank())
+"""The mesh of a process that runs the whole model."""
