@@ -5,12 +5,23 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 
 from dovetail import LLM
 from dovetail.engine.build import build_model
-from dovetail.engine.captures import NEEDED_BEFORE_CAPTURE, CaptureOnDemand, capture_next, ladder, try_capture
+from dovetail.engine.captures import (
+    NEEDED_BEFORE_CAPTURE,
+    STEPS_BETWEEN_CAPTURES,
+    CaptureOnDemand,
+    capture_all,
+    capture_next,
+    ladder,
+    larger_sizes,
+    try_capture,
+)
 from dovetail.engine.dry_run import dry_run
 from dovetail.engine.pieces import launch_bound
 from dovetail_models.dense import DenseModel
@@ -26,6 +37,9 @@ class Fake:
 
     def missing(self):
         return (size for size in self.sizes if size not in self.captured and size not in self.refused)
+
+    def larger(self, size):
+        return larger_sizes(self.sizes, size)
 
     def is_captured(self, size):
         return size in self.captured
@@ -54,13 +68,62 @@ def test_a_lost_device_is_no_matter_of_captures():
     assert not graphs.refused
 
 
-def test_sizes_met_in_passing_are_not_captured():
+def test_start_captures_everything_that_can_be_captured():
+    graphs = Fake([1, 2, 4], impossible=[2])
+    capture_all(graphs, "sizes")
+    assert graphs.captured == [1, 4]
+    assert graphs.refused == {2}
+
+
+@pytest.mark.parametrize("needed", [None, 5])
+def test_sizes_met_in_passing_are_not_captured(needed):
     graphs = Fake([1, 2], impossible=[2])
-    captures = CaptureOnDemand(graphs)
-    ready = [captures.is_ready(1) for _ in range(NEEDED_BEFORE_CAPTURE + 2)]
-    assert ready == [False] * (NEEDED_BEFORE_CAPTURE - 1) + [True] * 3
-    assert not any(captures.is_ready(2) for _ in range(NEEDED_BEFORE_CAPTURE + 2))
+    captures = CaptureOnDemand(graphs, needed)
+    least = needed or NEEDED_BEFORE_CAPTURE
+    ready = [captures.is_ready(1) for _ in range(least + 2)]
+    assert ready == [False] * (least - 1) + [True] * 3
+    assert not any(captures.is_ready(2) for _ in range(least + STEPS_BETWEEN_CAPTURES + 2))
     assert graphs.captured == [1]
+    assert graphs.refused == {2}
+
+
+def test_captures_keep_their_distance():
+    """A batch that grows in every step is captured in some of its steps only, and all sizes get their graphs later."""
+    graphs = Fake(ladder(256))
+    captures = CaptureOnDemand(graphs, 1)
+    steps = list(range(1, 257))
+    when = []
+    for step, rows in enumerate(steps):
+        before = len(graphs.captured)
+        captures.is_ready(next(size for size in graphs.sizes if size >= rows))
+        when += [step] * (len(graphs.captured) - before)
+    assert len(when) > 5
+    assert min(b - a for a, b in itertools.pairwise(when)) >= STEPS_BETWEEN_CAPTURES
+    for size in [s for s in graphs.sizes for _ in range(STEPS_BETWEEN_CAPTURES)]:
+        captures.is_ready(size)
+    assert set(graphs.captured) == set(graphs.sizes)
+
+
+def test_a_step_runs_in_a_larger_graph_until_its_own_is_captured():
+    graphs = Fake([8, 16, 32, 256, 320, 512])
+    graphs.captured = [16, 512]
+    captures = CaptureOnDemand(graphs, 2)
+    assert captures.choose(256) is None, "twice as many rows take longer than launching kernel by kernel"
+    assert captures.choose(8) == 16
+    assert captures.choose(8) == 8
+    graphs.captured.append(320)
+    assert captures.choose(256) == 320, "a capture a step ago"
+    chosen = [captures.choose(256) for _ in range(STEPS_BETWEEN_CAPTURES)]
+    assert chosen[-1] == 256
+    assert captures.choose(32) is None
+    assert graphs.captured == [16, 512, 8, 320, 256]
+
+
+@pytest.mark.parametrize(
+    ("size", "expected"), [(1, [2]), (8, [16]), (40, [48, 56, 64, 80]), (128, [160]), (256, [320])]
+)
+def test_larger_sizes_cost_less_than_launching(size, expected):
+    assert list(larger_sizes(ladder(512), size)) == expected
 
 
 @pytest.mark.parametrize("rows", [1, 2, 7, 8, 100, 256, 512, 1000])

@@ -171,7 +171,6 @@ def drafted(llm, prompts, params):
 def test_replayed_passes_draft_what_others_do(model, name, page_size, monkeypatch):
     """Of requests of many lengths, more at times than graphs have rows, limited to few drafts near their ends."""
     monkeypatch.setattr(draft_graphs, "GraphRecorder", Repeats)
-    monkeypatch.setattr(draft_graphs, "NEEDED_BEFORE_CAPTURE", 2)
     prompts = prompts_of((1, 5, 40, 9, 17, 3, 22, 30), seed=2)
     params = [SamplingParams(max_new_tokens=3 + 4 * i, temperature=0.5 * (i % 2), seed=i) for i in range(len(prompts))]
     texts, expected = drafted(engine(model, DRAFTERS[name], page_size), prompts, params)

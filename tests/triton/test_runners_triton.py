@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from dovetail import LLM
-from dovetail.engine.captures import NEEDED_BEFORE_CAPTURE, NO_UPDATES, Staging
+from dovetail.engine.captures import NEEDED_BEFORE_CAPTURE, NO_UPDATES, STEPS_BETWEEN_CAPTURES, Staging
 from dovetail.engine.graphs import DecodeGraphs
 from dovetail.engine.runners import DecodeGraphRunner, EagerRunner, EagerSampler, VerifyGraphRunner
 from dovetail.engine.sampler import Sampler
@@ -105,7 +105,7 @@ def can_run(runner, graphs, batch):
     found = runner.can_run(batch)
     if graphs is None:
         return found
-    for _ in range(NEEDED_BEFORE_CAPTURE - 1):
+    for _ in range(NEEDED_BEFORE_CAPTURE + STEPS_BETWEEN_CAPTURES):
         if found is None:
             found = runner.can_run(batch)
     captured = [(g.batch, g.forward) for g in graphs._graphs.values() if hasattr(g, "forward")]

@@ -6,7 +6,8 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
+from contextlib import contextmanager, suppress
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -30,12 +31,21 @@ UPDATE_BYTES = 1 << 20
 """The number of bytes in a step's buffer for new entries of the page table. If the entries need more, a separate copy
 sends them."""
 
-NEEDED_BEFORE_CAPTURE = 8
-"""The number of times that a size must be needed before it is captured. Until then its steps are launched kernel by
-kernel. A capture takes as long as about a hundred replays save, so capturing a size that occurs only a few times does
-not pay."""
+NEEDED_BEFORE_CAPTURE = 2
+"""The number of times that a size must be needed before it is captured. Until then its steps run in a larger graph that
+is captured already, or are launched kernel by kernel. The host captures a step in about the time in which it launches
+two steps kernel by kernel."""
+
+STEPS_BETWEEN_CAPTURES = 4
+"""The number of steps from one capture to the next while requests are running, so that a batch whose size changes in
+every step is not delayed in every step. Counted in steps, not in seconds: all ranks of a group decide alike."""
+
+LAUNCH_BOUND_ROWS = 128
+"""Up to about this number of rows, the time of a replayed step hardly depends on the number of rows, and is shorter than
+the time in which the host launches the step kernel by kernel."""
 
 WARM_UPS = 2
+"""The number of times that the first step of a recorder runs before it is captured. Later steps run once."""
 
 NO_UPDATES = PageUpdates(np.zeros(0, np.int32), np.zeros(0, np.int32), np.zeros((1, 0), np.int32))
 
@@ -49,12 +59,21 @@ def ladder(most: int) -> list[int]:
     return [size for size in sizes if size < most] + [most]
 
 
+def larger_sizes(sizes: Sequence[int], size: int) -> Iterator[int]:
+    """Return the sizes of a ladder in which a step of ``size`` rows or tokens still runs faster than kernel by kernel:
+    up to twice as large while the device would wait for the host, and a quarter larger above that."""
+    most = max(size + size // 4, min(2 * size, LAUNCH_BOUND_ROWS))
+    return (larger for larger in sizes if size < larger <= most)
+
+
 class Captures(Protocol[K]):
-    """Capture graphs by key. Keys whose capture failed are in ``refused``, and ``missing`` does not return them."""
+    """Capture graphs by key. Keys whose capture failed are in ``refused``, and ``missing`` does not return them.
+    ``larger`` returns the keys of graphs in which a step of the given key may run as well, the fastest first."""
 
     refused: set[K]
 
     def missing(self) -> Iterator[K]: ...
+    def larger(self, key: K, /) -> Iterator[K]: ...
     def is_captured(self, key: K, /) -> bool: ...
     def capture(self, key: K, /) -> object: ...
 
@@ -75,20 +94,38 @@ def try_capture(graphs: Captures[K], key: K) -> bool:
 
 
 class CaptureOnDemand(Generic[K]):
-    """Capture a key of ``graphs`` once it has been needed ``NEEDED_BEFORE_CAPTURE`` times."""
+    """Capture a key of ``graphs`` once it has been needed ``needed`` times, and at most one key in
+    ``STEPS_BETWEEN_CAPTURES`` steps."""
 
-    def __init__(self, graphs: Captures[K]) -> None:
+    def __init__(self, graphs: Captures[K], needed: int | None = None) -> None:
+        """``needed`` is ``NEEDED_BEFORE_CAPTURE`` by default."""
         self._graphs = graphs
+        self._least = needed
         self._needed: Counter[K] = Counter()
+        self._calls = 0
+        self._next_capture = 0  # the number of calls from which on another key may be captured
 
     def is_ready(self, key: K) -> bool:
-        """Return True if ``key`` is captured. From the ``NEEDED_BEFORE_CAPTURE``-th call for a key on, capture it
-        first, unless its capture has failed before."""
+        """Return True if ``key`` is captured. If it has been needed often enough, capture it first, unless its capture
+        has failed before or another key was captured a few calls ago."""
+        self._calls += 1
+        return self._graphs.is_captured(key) or (self._is_due(key) and try_capture(self._graphs, key))
+
+    def choose(self, key: K) -> K | None:
+        """Return the key of the graph in which a step runs that fits ``key`` best: ``key`` itself if it is ready (see
+        ``is_ready``), otherwise the best larger one that is captured, or None if there is none."""
+        if self.is_ready(key):
+            return key
         graphs = self._graphs
-        if graphs.is_captured(key):
-            return True
+        return next((larger for larger in graphs.larger(key) if graphs.is_captured(larger)), None)
+
+    def _is_due(self, key: K) -> bool:
         self._needed[key] += 1
-        return self._needed[key] >= NEEDED_BEFORE_CAPTURE and key not in graphs.refused and try_capture(graphs, key)
+        least = NEEDED_BEFORE_CAPTURE if self._least is None else self._least
+        if self._needed[key] < least or key in self._graphs.refused or self._calls < self._next_capture:
+            return False
+        self._next_capture = self._calls + STEPS_BETWEEN_CAPTURES
+        return True
 
 
 def capture_next(graphs: Captures[K]) -> bool:
@@ -100,38 +137,83 @@ def capture_next(graphs: Captures[K]) -> bool:
 
 
 def capture_all(graphs: Captures[K], what: str) -> None:
-    """Capture all missing keys, and show a progress bar. Raises what a failed capture raises."""
+    """Try to capture all missing keys, and show a progress bar. Keys whose capture fails are logged and refused. Raises
+    only if the device is lost."""
     for key in track(list(graphs.missing()), f"capturing {what}", console=Console(stderr=True)):
-        graphs.capture(key)
+        try_capture(graphs, key)
 
 
 class GraphRecorder:
     """Capture whole steps as graphs that share one pool of memory."""
 
     def __init__(self, device: torch.device) -> None:
+        self.memory = torch.cuda.graph_pool_handle()
         self._device = device
-        self._memory = torch.cuda.graph_pool_handle()
         self._stream = torch.cuda.Stream(device)
+        self._warm = False  # whether something has run on the recorder's stream, which allocates its workspaces
 
     def record(self, step: Callable[[], torch.Tensor]) -> tuple[torch.cuda.CUDAGraph, torch.Tensor]:
-        """Run ``step`` a few times, so that everything that it needs is compiled and allocated, and then capture it.
-        Return the graph and the result of the captured run."""
+        """Run ``step``, so that everything that it needs is compiled and loaded, and then capture it. Return the graph
+        and the result of the captured run. The host does not wait for the device, and memory that is free stays
+        reserved, so that other steps are hardly delayed. If there is not enough memory for the graph, give free memory
+        back to the device and try once more."""
+        self.warm_up(step)
+        try:
+            return self._capture(step)
+        except torch.OutOfMemoryError:
+            torch.cuda.synchronize(self._device)
+            torch.cuda.empty_cache()
+            return self._capture(step)
+
+    def warm_up(self, step: Callable[[], object]) -> None:
+        """Run ``step`` once. The first time, run it ``WARM_UPS`` times on the recorder's stream, because libraries
+        allocate workspaces for each stream."""
+        if self._warm:
+            step()
+            return
+        with self.beside():
+            for _ in range(WARM_UPS):
+                step()
+        self._warm = True
+
+    def _capture(self, step: Callable[[], torch.Tensor]) -> tuple[torch.cuda.CUDAGraph, torch.Tensor]:
+        graph = torch.cuda.CUDAGraph()
+        with self.beside(), recording(graph, self.memory):
+            result = step()
+        return graph, result
+
+    @contextmanager
+    def beside(self) -> Iterator[None]:
+        """Make the recorder's stream the current one, after all earlier work of the current stream and before all later
+        work."""
         current = torch.cuda.current_stream(self._device)
         self._stream.wait_stream(current)
         try:
             with torch.cuda.stream(self._stream):
-                for _ in range(WARM_UPS):
-                    step()
+                yield
         finally:
             current.wait_stream(self._stream)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._memory, stream=self._stream, capture_error_mode="thread_local"):
-            result = step()
-        return graph, result
 
     def wait(self) -> None:
         """Wait for all work of the current stream."""
         torch.cuda.current_stream(self._device).synchronize()
+
+
+@contextmanager
+def recording(graph: torch.cuda.CUDAGraph, memory: Any) -> Iterator[None]:
+    """Capture in ``graph`` what is launched on the current stream, with memory of the pool ``memory``.
+
+    ``torch.cuda.graph`` would wait for the device and return all unused memory to it before each capture, and the next
+    steps would allocate that memory again.
+    """
+    graph.capture_begin(pool=memory, capture_error_mode="thread_local")
+    try:
+        yield
+    except BaseException:
+        with suppress(RuntimeError):  # the first exception explains more
+            graph.capture_end()
+        raise
+    graph.capture_end()
 
 
 class Staging:

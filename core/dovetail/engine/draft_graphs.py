@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
 
-from dovetail.engine.captures import NEEDED_BEFORE_CAPTURE, NO_UPDATES, GraphRecorder, ladder, try_capture
+from dovetail.engine.captures import NO_UPDATES, CaptureOnDemand, GraphRecorder, ladder
 from dovetail.engine.draft_layout import Placed, one_each, padding, seen_by, set_lens, wide, wide_shape
 from dovetail.engine.inputs import Inputs, pack, unpack
 from dovetail.ops.transfer import to_device
@@ -92,7 +91,7 @@ class DraftGraphs:
         self._mask = torch.zeros(most * widest, dtype=torch.bool, device=device)
         self._states: dict[int, State] = {}
         self._captured: dict[DraftKey, CapturedPass] = {}
-        self._needed: Counter[DraftKey] = Counter()
+        self._captures = CaptureOnDemand(self)
         self._recorder = GraphRecorder(device)
 
     @property
@@ -110,6 +109,10 @@ class DraftGraphs:
         )
         return (key for key in keys if key not in self._captured and key not in self.refused)
 
+    def larger(self, key: DraftKey) -> Iterator[DraftKey]:
+        """See ``Captures``. A pass runs only in its own graph, because all passes of a step have the same rows."""
+        return iter(())
+
     def is_captured(self, key: DraftKey) -> bool:
         """Return True if the graph exists."""
         return key in self._captured
@@ -120,7 +123,7 @@ class DraftGraphs:
         keys = self._keys(steps, slots, passes)
         if keys is None:
             return None
-        ready = [self._is_ready(key) for key in dict.fromkeys(keys)]  # no short circuit: each key is counted
+        ready = [self._captures.is_ready(key) for key in dict.fromkeys(keys)]  # no short circuit: each key is counted
         if not all(ready):
             return None
         static = self._state(keys[0].steps)
@@ -184,12 +187,6 @@ class DraftGraphs:
         because their rows are only a few tokens longer."""
         ones = given.counts[:rows]
         return self._backend.variant(Batch([], 0, slots[:rows], given.starts[:rows], ones, ones > 0, NO_UPDATES))
-
-    def _is_ready(self, key: DraftKey) -> bool:
-        if key in self._captured:
-            return True
-        self._needed[key] += 1
-        return self._needed[key] >= NEEDED_BEFORE_CAPTURE and key not in self.refused and try_capture(self, key)
 
     def _state(self, at: int) -> State:
         if at not in self._states:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 import time
+from bisect import bisect_left
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
@@ -17,7 +18,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 import torch
 
-from dovetail.engine.captures import NO_UPDATES, GraphRecorder, Staging, ladder
+from dovetail.engine.captures import NO_UPDATES, GraphRecorder, Staging, ladder, larger_sizes
 from dovetail.engine.inputs import DecodeTensors, Inputs, decode_arrays, pack, unpack
 from dovetail.engine.sampler_graphs import SamplerGraphs
 from dovetail.ops.sampling import Filters, greedy, sample
@@ -97,7 +98,8 @@ class DecodeGraphs:
         self.seconds = 0.0  # spent on captures
         self._model, self._inputs, self._pool, self._backend = model, inputs, pool, backend
         self._context_len, self._watch = context_len, watch
-        self._variants = (False, True) if shares else (False,)
+        self._shared = (False, True) if shares else (False,)
+        self._variants = [0]  # those that have occurred
         self.refused: set[GraphKey] = set()
         self._graphs: dict[GraphKey, DecodeGraph] = {}
         device = inputs.device
@@ -113,15 +115,27 @@ class DecodeGraphs:
 
     def missing(self) -> Iterator[GraphKey]:
         """Return the keys that are not captured yet, in the order in which they are captured: steps without shared
-        prefixes and with few rows come first."""
-        keys = (GraphKey(rows, shared) for shared in self._variants for rows in self.sizes)
+        prefixes and with few rows come first, and variants of the backend in the order in which they have occurred."""
+        keys = (
+            GraphKey(rows, shared, variant)
+            for variant in self._variants
+            for shared in self._shared
+            for rows in self.sizes
+        )
         return (key for key in keys if key not in self._graphs and key not in self.refused)
+
+    def larger(self, key: GraphKey) -> Iterator[GraphKey]:
+        """See ``Captures``."""
+        return (key._replace(rows=rows) for rows in larger_sizes(self.sizes, key.rows))
 
     def key_for(self, batch: Batch) -> GraphKey | None:
         """Return the key of the graph that a decode batch needs, or None if the batch has more rows than any graph."""
-        real = len(batch.slots)
-        rows = next((size for size in self.sizes if size >= real), None)
-        return None if rows is None else GraphKey(rows, batch.shared is not None, batch.variant)
+        at = bisect_left(self.sizes, len(batch.slots))
+        if at == len(self.sizes):
+            return None
+        if batch.variant not in self._variants:
+            self._variants.append(batch.variant)
+        return GraphKey(self.sizes[at], batch.shared is not None, batch.variant)
 
     def is_captured(self, key: GraphKey) -> bool:
         """Return True if the graph exists."""

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from dovetail.engine.build import as_module
-from dovetail.engine.captures import NO_UPDATES, WARM_UPS
+from dovetail.engine.captures import NO_UPDATES, GraphRecorder, larger_sizes
 from dovetail.types import Batch
 
 if TYPE_CHECKING:
@@ -33,6 +33,9 @@ LAUNCH_SECONDS = 3.5e-4
 of an H200)."""
 OPERATIONS_PER_SECOND = 6e14
 MOST_TOKENS = 2048
+PIECES_NEEDED = 4
+"""The number of times that a number of tokens must be needed before it is captured. A pass in pieces consists of one
+graph per layer, whose captures take longer than that of a decode step, and saves only the time of launches."""
 
 
 def launch_bound(model: ModelArchitecture) -> int:
@@ -92,8 +95,7 @@ class PiecewiseGraphs:
         self._attended = torch.zeros(max_tokens, info.num_heads, info.head_dim, dtype=dtype, device=device)
         self.refused: set[int] = set()
         self._captured: dict[int, Pieces] = {}
-        self._memory = torch.cuda.graph_pool_handle()
-        self._stream = torch.cuda.Stream(device)
+        self._recorder = GraphRecorder(device)
 
     def missing(self) -> Iterator[int]:
         """Return the sizes that are not captured yet."""
@@ -102,6 +104,10 @@ class PiecewiseGraphs:
     def size_for(self, tokens: int) -> int | None:
         """Return the smallest size that holds ``tokens``, or None if no size does."""
         return next((size for size in self.sizes if size >= tokens), None)
+
+    def larger(self, size: int) -> Iterator[int]:
+        """See ``Captures``."""
+        return larger_sizes(self.sizes, size)
 
     def is_captured(self, size: int) -> bool:
         """Return True if a step of this size can be replayed."""
@@ -133,14 +139,10 @@ class PiecewiseGraphs:
         for static in (self._ids, self._positions, self._places):
             static.zero_()
         batch = self._static_batch(size)
-        current = torch.cuda.current_stream(self._pool.device)
-        self._stream.wait_stream(current)
-        with torch.cuda.stream(self._stream):
-            batch.attn = (_WarmUpAttention(self._attended[:size]),)
-            for _ in range(WARM_UPS):
-                self._model.forward(batch)
-            torch.cuda.synchronize(self._pool.device)
-            recorder = _PieceRecorder(self._attended[:size], self._memory)
+        batch.attn = (_WarmUpAttention(self._attended[:size]),)
+        self._recorder.warm_up(lambda: self._model.forward(batch))
+        with self._recorder.beside():
+            recorder = _PieceRecorder(self._attended[:size], self._recorder.memory)
             batch.attn = (recorder,)
             recorder.begin()
             try:
@@ -150,7 +152,6 @@ class PiecewiseGraphs:
                     recorder.end()
                 raise
             last = recorder.end()
-        current.wait_stream(self._stream)
         self._captured[size] = Pieces(recorder.pieces, last, hidden, batch.hidden)
         self.seconds += time.perf_counter() - start
 

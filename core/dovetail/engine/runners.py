@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar
 from dovetail.engine.captures import CaptureOnDemand
 from dovetail.engine.last import last_rows, narrows
 from dovetail.engine.node_rows import NodeRows
+from dovetail.engine.pieces import PIECES_NEEDED
 from dovetail.engine.pooling import pooled
 from dovetail.engine.prompt_logprobs import prompt_logprobs
 from dovetail.engine.sampler import decode_numbers, verify_numbers
@@ -102,7 +103,8 @@ class DecodeGraphRunner(Runner["DecodeGraph"]):
         if batch.num_extend or batch.drafts is not None or not batch.samples.all():
             return None
         key = self._graphs.key_for(batch)
-        return self._graphs.get(key) if key is not None and self._captures.is_ready(key) else None
+        chosen = None if key is None else self._captures.choose(key)
+        return None if chosen is None else self._graphs.get(chosen)
 
     def launch(self, batch: Batch, graph: DecodeGraph) -> Launched[DecodeGraph]:
         """See ``Runner``."""
@@ -132,7 +134,7 @@ class VerifyGraphRunner(Runner["VerifyKey"]):
         if batch.num_extend or batch.drafts is None:
             return None
         key = self._graphs.key_for(batch)
-        return key if key is not None and self._captures.is_ready(key) else None
+        return None if key is None else self._captures.choose(key)
 
     def launch(self, batch: Batch, graph: VerifyKey) -> Launched[VerifyKey]:
         """See ``Runner``."""
@@ -165,7 +167,7 @@ class EagerRunner(Runner[AttentionBackend]):
         """``prefill`` attends in batches with prompt tokens, ``decode`` in others. ``watched`` is ``Batch.watch``."""
         self.prefill, self.decode = prefill, decode
         self._model, self._inputs, self._pool, self._sampler = model, inputs, pool, sampler
-        self._pieces, self._captures = pieces, None if pieces is None else CaptureOnDemand(pieces)
+        self._pieces, self._captures = pieces, None if pieces is None else CaptureOnDemand(pieces, PIECES_NEEDED)
         self._watched, self._batch_invariant = watched, batch_invariant
         # a drafter that watches the output of the last layer needs it for all tokens
         all_rows = max(watched, default=0) >= model.info.num_layers
@@ -200,7 +202,8 @@ class EagerRunner(Runner[AttentionBackend]):
         pieces, captures = self._pieces, self._captures
         if pieces is not None and captures is not None:
             size = pieces.size_for(len(batch.input_ids))
-            if size is not None and captures.is_ready(size):
+            size = None if size is None else captures.choose(size)
+            if size is not None:
                 return pieces.forward(size, batch, attends)
         if self._narrows and narrows(batch):
             batch.last = last_rows(batch, self.decode)

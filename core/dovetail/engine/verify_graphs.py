@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from dovetail.engine.captures import GraphRecorder, ladder
+from dovetail.engine.captures import GraphRecorder, ladder, larger_sizes
 from dovetail.engine.sampler_graphs import SamplerGraphs
 from dovetail.engine.settings import expand
 from dovetail.engine.verify import Accepted
@@ -175,6 +175,10 @@ class VerifyGraphs:
         kinds = (True, False) if self._limits.trees else (False,)
         keys = (VerifyKey(tokens, tree) for tree in kinds for tokens in self.sizes)
         return (key for key in keys if key not in self._graphs and key not in self.refused)
+
+    def larger(self, key: VerifyKey) -> Iterator[VerifyKey]:
+        """See ``Captures``."""
+        return (key._replace(tokens=tokens) for tokens in larger_sizes(self.sizes, key.tokens))
 
     def key_for(self, batch: Batch) -> VerifyKey | None:
         """Return the key of the graph that a batch of verify rows needs, or None if the batch is too large for any
