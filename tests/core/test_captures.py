@@ -24,6 +24,7 @@ from dovetail.engine.captures import (
 )
 from dovetail.engine.dry_run import dry_run
 from dovetail.engine.pieces import launch_bound
+from dovetail.interfaces.mesh import SINGLE
 from dovetail_models.dense import DenseModel
 from dovetail_models.describe import describe_llama
 
@@ -154,4 +155,4 @@ def test_prompts_are_captured_where_launching_takes_longer_than_computing(hidden
         "rope_parameters": {"rope_type": "default", "rope_theta": 5e5}, "tie_word_embeddings": False,
     }  # fmt: skip
     model = build_model(DenseModel, describe_llama(config), torch.device("meta"), torch.bfloat16)
-    assert launch_bound(model) == tokens
+    assert launch_bound(model, SINGLE) == tokens

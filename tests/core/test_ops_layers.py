@@ -12,9 +12,10 @@ import torch
 from torch import nn
 
 from dovetail.errors import ConfigError
+from dovetail.interfaces.mesh import SINGLE
 from dovetail.layers.base import prepare_layers
 from dovetail.layers.embedding import Embedding, LMHead
-from dovetail.layers.linear import FusedLinear, Linear, make_batch_invariant
+from dovetail.layers.linear import ColumnLinear, Linear, make_batch_invariant
 from dovetail.layers.mlp import GatedMLP
 from dovetail.layers.norm import HeadNorm, RMSNorm
 from dovetail.layers.rope import RopeConfig, RopeKind
@@ -113,7 +114,7 @@ def test_a_norm_adds_up_parts() -> None:
 
 @pytest.mark.parametrize("bias", [False, True])
 def test_products_on_a_cpu_never_come_in_parts(bias: bool) -> None:
-    linear, mlp, x = Linear(16, 8, bias=bias), GatedMLP(16, 24, bias=bias), torch.randn(5, 16)
+    linear, mlp, x = Linear(16, 8, bias=bias), GatedMLP(16, 24, SINGLE, bias=bias), torch.randn(5, 16)
     for layer in (linear, mlp):
         filled(layer)
         parts = layer.parts_forward(x)
@@ -180,7 +181,7 @@ def test_no_packed_weight_of_dtypes_without_kernels() -> None:
 
 @pytest.mark.parametrize("rows", [1, 3, 16, 200])
 def test_logits_are_contiguous(rows: int) -> None:
-    head = LMHead(64, 300)
+    head = LMHead(64, 300, SINGLE)
     filled(head)
     hidden = torch.randn(rows, 64)
     logits = head.forward(hidden)
@@ -201,9 +202,9 @@ def test_linear_gives_one_token_what_it_gives_many(bias: bool) -> None:
 
 
 def test_fused_linear_knows_its_parts() -> None:
-    layer = FusedLinear(8, {"q": 6, "k": 2, "v": 4})
+    layer = ColumnLinear(8, {"q": 6, "k": 2, "v": 4}, SINGLE)
     assert layer.weight.shape == (12, 8)
-    assert [layer.rows(part) for part in "qkv"] == [(0, 6), (6, 2), (8, 4)]
+    assert [layer.target("w", part) for part in "qkv"] == [("w", 0, 6, None), ("w", 6, 2, None), ("w", 8, 4, None)]
 
 
 def test_a_moved_layer_computes_with_its_new_parameters() -> None:
@@ -236,7 +237,7 @@ def test_silu_mul(dtype: torch.dtype, tolerance: float) -> None:
 
 
 def test_mlp_is_the_formula() -> None:
-    layer = GatedMLP(8, 12, bias=True)
+    layer = GatedMLP(8, 12, SINGLE, bias=True)
     filled(layer)
     x = torch.randn(3, 8)
     gate, up = (x @ layer.gate_up.weight.t() + layer.gate_up.bias).chunk(2, -1)
@@ -283,14 +284,14 @@ def test_yarn_keeps_fast_pairs_and_stretches_slow_ones() -> None:
 
 
 def test_a_tied_head_shares_the_embedding() -> None:
-    embed = Embedding(300, 64)
-    head = LMHead(64, 300, tied=embed)
+    embed = Embedding(300, 64, SINGLE)
+    head = LMHead(64, 300, SINGLE, tied=embed)
     filled(embed)
     assert head.weight is embed.weight
     hidden = embed.forward(torch.tensor([7]))
     assert hidden.equal(embed.weight[7:8])
     torch.testing.assert_close(head.forward(hidden), hidden @ embed.weight.t())
-    assert LMHead(64, 300).weight.shape == (300, 64)
+    assert LMHead(64, 300, SINGLE).weight.shape == (300, 64)
 
 
 def test_batch_invariant_products_are_refused_where_there_are_none() -> None:

@@ -23,9 +23,10 @@ from dovetail.engine.shards import StoredTensor, stored_tensors
 from dovetail.engine.weights import build_model, load_weights
 from dovetail.errors import WeightsError
 from dovetail.interfaces.cache import CacheGroup
+from dovetail.interfaces.mesh import Mesh
 from dovetail.interfaces.model import ModelArchitecture, ModelInfo, WeightTarget
 from dovetail.layers.embedding import Embedding
-from dovetail.layers.linear import FusedLinear
+from dovetail.layers.linear import ColumnLinear
 from dovetail.layers.norm import RMSNorm
 from dovetail.types import Batch
 
@@ -36,11 +37,11 @@ CPU = torch.device("cpu")
 class Toy(nn.Module, ModelArchitecture):
     """Have an embedding, two projections fused into one, and a norm."""
 
-    def __init__(self, info: ModelInfo) -> None:
+    def __init__(self, info: ModelInfo, mesh: Mesh) -> None:
         super().__init__()
         self.info = info
-        self.embed = Embedding(6, 4)
-        self.pair = FusedLinear(4, {"a": 3, "b": 2}, bias=True)
+        self.embed = Embedding(6, 4, mesh)
+        self.pair = ColumnLinear(4, {"a": 3, "b": 2}, mesh, bias=True)
         self.norm = RMSNorm(4, 1e-5)
 
     def forward(self, batch: Batch) -> torch.Tensor:
@@ -51,11 +52,9 @@ class Toy(nn.Module, ModelArchitecture):
 
     def weights_map(self) -> Mapping[str, WeightTarget]:
         parts = {
-            f"{part}.{field}": WeightTarget(f"pair.{field}", *self.pair.rows(part))
-            for part in "ab"
-            for field in ("weight", "bias")
+            f"{part}.{field}": self.pair.target(f"pair.{field}", part) for part in "ab" for field in ("weight", "bias")
         }
-        return {"tokens": WeightTarget("embed.weight"), "norm": WeightTarget("norm.weight"), **parts}
+        return {"tokens": self.embed.target("embed.weight"), "norm": WeightTarget("norm.weight"), **parts}
 
     def ignored_weights(self) -> Iterable[str]:
         return (r"old\..*",)
@@ -259,7 +258,7 @@ def test_dummy_weights_are_small_and_the_same_for_one_seed(tmp_path: Path) -> No
 
 def test_building_leaves_torchs_defaults_alone() -> None:
     class Failing(Toy):
-        def __init__(self, info: ModelInfo) -> None:
+        def __init__(self, info: ModelInfo, mesh: Mesh) -> None:
             raise RuntimeError
 
     with pytest.raises(RuntimeError):
@@ -272,16 +271,16 @@ def test_building_leaves_torchs_defaults_alone() -> None:
 class Wide(nn.Module, ModelArchitecture):
     """Have many tensors, some of them longer than what is read at a time."""
 
-    def __init__(self, info: ModelInfo) -> None:
+    def __init__(self, info: ModelInfo, mesh: Mesh) -> None:
         super().__init__()
         self.info = info
-        self.layers = nn.ModuleList(FusedLinear(5, {"a": 3 + i, "b": 70}) for i in range(20))
+        self.layers = nn.ModuleList(ColumnLinear(5, {"a": 3 + i, "b": 70}, mesh) for i in range(20))
 
     forward = logits = Toy.forward
 
     def weights_map(self) -> Mapping[str, WeightTarget]:
         return {
-            f"{i}.{part}": WeightTarget(f"layers.{i}.weight", *layer.rows(part))  # type: ignore[operator]
+            f"{i}.{part}": layer.target(f"layers.{i}.weight", part)  # type: ignore[operator]
             for i, layer in enumerate(self.layers)
             for part in "ab"
         }
@@ -299,7 +298,7 @@ def several_readers(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16, torch.float64])
 def test_several_threads_fill_what_one_would(tmp_path: Path, dtype: torch.dtype, stored: torch.dtype) -> None:
     model, seen = new_model(dtype, Wide), list[tuple[int, int]]()
-    tensors = {name: torch.randn(rows or 0, 5).to(stored) for name, (_, _, rows) in model.weights_map().items()}
+    tensors = {name: torch.randn(rows or 0, 5).to(stored) for name, (_, _, rows, _) in model.weights_map().items()}
     write_shards(tmp_path, *split(tensors))
     for parameter in as_module(model).parameters():
         parameter.fill_(float("nan"))

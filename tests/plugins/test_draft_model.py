@@ -21,6 +21,7 @@ import drafter_checkpoints as checkpoints
 from dovetail import LLM, SamplingParams
 from dovetail.engine.draft_runtime import EngineDraftRuntime
 from dovetail.errors import ConfigError
+from dovetail.interfaces.mesh import SINGLE
 from dovetail.interfaces.speculative import Drafter, DrafterContext
 from dovetail.testing.drafter import MAX_CONTEXT, VOCAB_SIZE, DrafterSuite
 
@@ -60,7 +61,7 @@ class TestDraftModel(DrafterSuite):
     def make(self) -> Drafter:
         """Return a drafter with a cache over scattered pages of the engine. Slots are numbered as in the suite."""
         engine = self.llm.loop.engine
-        runtime = EngineDraftRuntime(self.llm.loop.resolved, engine.model, engine.device, torch.float32)
+        runtime = EngineDraftRuntime(self.llm.loop.resolved, engine.model, engine.device, torch.float32, SINGLE)
         context = DrafterContext(engine.device, VOCAB_SIZE, 16, MAX_CONTEXT, runtime)
         drafter = self.build(context)
         runtime.allocate(engine.inputs, engine.pool, MAX_CONTEXT)

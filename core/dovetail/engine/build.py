@@ -10,18 +10,24 @@ import torch
 from torch import nn
 
 from dovetail.errors import WeightsError
-from dovetail.interfaces.model import ModelArchitecture, ModelInfo, WeightTarget
+from dovetail.interfaces.mesh import SINGLE, Mesh
+from dovetail.interfaces.model import ModelArchitecture, ModelInfo, TensorShare, WeightTarget
 from dovetail.layers.base import prepare_layers
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
+ModelClass = Callable[[ModelInfo, Mesh], ModelArchitecture]
+"""A model class, or a function that builds its model."""
+
+
 def build_model(
-    model_class: Callable[[ModelInfo], ModelArchitecture], info: ModelInfo, device: torch.device, dtype: torch.dtype
+    model_class: ModelClass, info: ModelInfo, device: torch.device, dtype: torch.dtype, mesh: Mesh = SINGLE
 ) -> ModelArchitecture:
-    """Build ``model_class`` for ``info`` on ``device`` in ``dtype``, for inference. Its weights are not loaded."""
+    """Build this rank's share of ``model_class`` for ``info`` on ``device`` in ``dtype``, for inference. Its weights
+    are not loaded."""
     with torch.device(device), _default_dtype(dtype):
-        model = model_class(info)
+        model = model_class(info, mesh)
     as_module(model).eval().requires_grad_(False)
     return model
 
@@ -47,11 +53,11 @@ class WeightFiller:
         check_complete(self.parameters, self.targets)
 
     def fill(self, name: str, read: Callable[[], torch.Tensor]) -> None:
-        """Copy the tensor that ``read`` returns into its place, converted to the parameter's dtype. If the model
-        ignores the tensor, ``read`` is not called. Raises ``WeightsError``."""
+        """Copy this rank's share of the whole tensor that ``read`` returns into its place, converted to the parameter's
+        dtype. If the model ignores the tensor, ``read`` is not called. Raises ``WeightsError``."""
         if self.uses(name):
             tensor = read()
-            self.place_for(name, tensor.shape, tensor.dtype).copy_(tensor)
+            self.place_for(name, tensor.shape, tensor.dtype).copy_(self.share_of(name, tensor))
             self.used.add(name)
 
     def uses(self, name: str) -> bool:
@@ -66,12 +72,13 @@ class WeightFiller:
         )
 
     def place_for(self, name: str, shape: Sequence[int], dtype: torch.dtype | str) -> torch.Tensor:
-        """Return ``place(name)`` after checking that a tensor of this shape and dtype fits there. Raises
-        ``WeightsError`` if it does not. The caller must fill the place and add ``name`` to ``used``."""
+        """Return ``place(name)`` after checking that this rank's share of a tensor of this shape and dtype fits there.
+        Raises ``WeightsError`` if it does not. The caller must fill the place and add ``name`` to ``used``."""
         place = self.place(name)
-        if tuple(shape) != tuple(place.shape):
+        expected = self.whole_shape(name)
+        if tuple(shape) != expected:
             raise WeightsError(
-                f"tensor {name} has shape {list(shape)}; the model expects {list(place.shape)} (parameter "
+                f"tensor {name} has shape {list(shape)}; the model expects {list(expected)} (parameter "
                 f"{self.targets[name].parameter}); check that config.json belongs to this checkpoint"
             )
         if dtype not in FLOATS:
@@ -86,8 +93,20 @@ class WeightFiller:
             raise WeightsError(f"the checkpoint lacks {len(missing)} tensors that the model needs: {shown}")
         prepare_layers(as_module(self.model))
 
+    def whole_shape(self, name: str) -> tuple[int, ...]:
+        """Return the shape of the checkpoint's tensor ``name``, of which this rank may need a share only."""
+        shape, share = list(self.place(name).shape), self.targets[name].share
+        if share is not None:
+            shape[share.dim] = share.whole
+        return tuple(shape)
+
+    def share_of(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        """Return this rank's share of the checkpoint's tensor ``name``, as a view."""
+        share = self.targets[name].share
+        return tensor if share is None else tensor.narrow(share.dim, share.start, share.size)
+
     def place(self, name: str) -> torch.Tensor:
-        """Return the rows of a parameter that the checkpoint's tensor ``name`` fills."""
+        """Return the rows of a parameter that the checkpoint's tensor ``name``, or this rank's share of it, fills."""
         target = self.targets[name]
         parameter = self.parameters[target.parameter]
         if target.start is None or target.size is None:
@@ -99,11 +118,14 @@ def check_complete(parameters: Mapping[str, torch.Tensor], targets: Mapping[str,
     """Raise ``WeightsError`` unless the targets cover every row of every parameter exactly once. An error means that
     the model's ``weights_map`` is wrong."""
     ranges: dict[str, list[tuple[int, int]]] = {name: [] for name in parameters}
-    for theirs, (parameter, start, size) in targets.items():
+    for theirs, (parameter, start, size, share) in targets.items():
         if parameter not in ranges:
             raise WeightsError(f"weights_map sends {theirs} to {parameter}, which is not a parameter of the model")
-        rows = parameters[parameter].shape[0]
-        ranges[parameter].append((start or 0, rows if size is None else size))
+        shape = parameters[parameter].shape
+        rows = shape[0] if size is None else size
+        ranges[parameter].append((start or 0, rows))
+        if share is not None:
+            _check_share(theirs, parameter, share, (rows, *shape[1:]))
     for name, parts in ranges.items():
         end = 0
         for start, size in sorted(parts):
@@ -115,6 +137,17 @@ def check_complete(parameters: Mapping[str, torch.Tensor], targets: Mapping[str,
                 f"weights_map fills parameter {name} of {parameters[name].shape[0]} rows with (start, size) "
                 f"{sorted(parts)}: every row must be filled once"
             )
+
+
+def _check_share(theirs: str, parameter: str, share: TensorShare, filled: Sequence[int]) -> None:
+    """Raise ``WeightsError`` unless ``share`` is within its tensor and fits ``filled``, the shape of the rows of
+    ``parameter`` that it fills."""
+    dim, start, size, whole = share
+    if not (dim in range(len(filled)) and size == filled[dim] and 0 <= start <= start + size <= whole):
+        raise WeightsError(
+            f"weights_map sends {share} of {theirs} to rows {list(filled)} of {parameter}: a share must be within the tensor, "
+            "and have the size of the rows that it fills"
+        )
 
 
 @contextmanager

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -11,23 +11,26 @@ import numpy as np
 import torch
 
 from dovetail.config.checkpoint import read_json
-from dovetail.engine.build import as_module, build_model
+from dovetail.engine.build import ModelClass, as_module, build_model
 from dovetail.engine.captures import NO_UPDATES, capture_all, capture_next
 from dovetail.engine.draft_graphs import DraftGraphs, DraftLimits
 from dovetail.engine.draft_layout import seen_by, wide_shape
 from dovetail.engine.inputs import Inputs, ragged
 from dovetail.engine.memory import module_bytes
+from dovetail.engine.mesh import local_info
 from dovetail.engine.weights import load_weights
 from dovetail.errors import ConfigError
 from dovetail.interfaces.attention import AttentionBackend, AttentionContext
 from dovetail.interfaces.features import Feature
 from dovetail.interfaces.speculative import DraftCache, DraftPass, DraftRuntime, DraftSteps
 from dovetail.memory.pool import PagedKVPool
+from dovetail.registry.ranks import check_ranks
 from dovetail.registry.targets import load_attribute
 from dovetail.types import Batch
 
 if TYPE_CHECKING:
     from dovetail.engine.inputs import Array
+    from dovetail.interfaces.mesh import Mesh
     from dovetail.interfaces.model import ModelArchitecture, ModelInfo
     from dovetail.registry.resolver import Resolved
     from dovetail.types import BoolArray, IntArray
@@ -35,7 +38,7 @@ if TYPE_CHECKING:
 
 class EngineDraftCache(DraftCache):
     """Hold a KV pool with the same pages as the target's, and attention backends of the kinds that were chosen for the
-    target."""
+    target. ``info`` describes this rank's share of the drafter's model."""
 
     def __init__(self, info: ModelInfo) -> None:
         self.info = info
@@ -154,7 +157,9 @@ class EngineDraftRuntime(DraftRuntime):
     """Give drafters access to the target, its checkpoint and the device. ``watched`` are the layers whose hidden states
     the drafter reads, in the order that it requested."""
 
-    def __init__(self, resolved: Resolved, target: ModelArchitecture, device: torch.device, dtype: torch.dtype) -> None:
+    def __init__(
+        self, resolved: Resolved, target: ModelArchitecture, device: torch.device, dtype: torch.dtype, mesh: Mesh
+    ) -> None:
         self.target = target
         self.directory = resolved.model_dir
         self.checkpoint = {**read_json(self.directory, "config.json"), **resolved.config.model.overrides}
@@ -162,6 +167,7 @@ class EngineDraftRuntime(DraftRuntime):
         self.watched: tuple[int, ...] = ()
         self._resolved = resolved
         self._device = device
+        self._mesh = mesh
         self._caches: list[EngineDraftCache] = []
         self._models: list[ModelArchitecture] = []
 
@@ -184,7 +190,7 @@ class EngineDraftRuntime(DraftRuntime):
     def create_cache(self, info: ModelInfo) -> EngineDraftCache:
         """See ``DraftRuntime``."""
         self._check_heads(info)
-        cache = EngineDraftCache(info)
+        cache = EngineDraftCache(local_info(info, self._mesh))
         self._caches.append(cache)
         return cache
 
@@ -205,11 +211,10 @@ class EngineDraftRuntime(DraftRuntime):
                     "select another attention backend"
                 )
 
-    def load(
-        self, model: Callable[[ModelInfo], ModelArchitecture], info: ModelInfo, directory: Path, load_format: str
-    ) -> ModelArchitecture:
+    def load(self, model: ModelClass, info: ModelInfo, directory: Path, load_format: str) -> ModelArchitecture:
         """See ``DraftRuntime``."""
-        built = build_model(model, info, self._device, self.dtype)
+        check_ranks(info, self._mesh.tp.size, "the drafter's model")
+        built = build_model(model, info, self._device, self.dtype, self._mesh)
         load_weights(built, directory, load_format, self._resolved.config.model.seed)
         self._models.append(built)
         return built

@@ -15,7 +15,8 @@ from dovetail.engine.device import lost_device
 from dovetail.engine.draft_runtime import EngineDraftRuntime
 from dovetail.engine.graphs import DecodeGraphs
 from dovetail.engine.inputs import Inputs
-from dovetail.engine.memory import budget_for
+from dovetail.engine.memory import agreed_budget, budget_for
+from dovetail.engine.mesh import local_info
 from dovetail.engine.needs import GraphNeeds, captures_trees, measure_needs, verify_sizes
 from dovetail.engine.outputs import fetched, host_output
 from dovetail.engine.pieces import PiecewiseGraphs, launch_bound
@@ -27,6 +28,7 @@ from dovetail.engine.weights import build_model, load_weights
 from dovetail.errors import ConfigError
 from dovetail.interfaces.attention import AttentionBackend, AttentionContext
 from dovetail.interfaces.features import Feature
+from dovetail.interfaces.mesh import SINGLE, Mesh
 from dovetail.interfaces.speculative import Drafter, DrafterContext
 from dovetail.layers.linear import make_batch_invariant
 from dovetail.memory.pool import PagedKVPool, pool_dtype
@@ -50,7 +52,8 @@ class Engine:
 
     lost_device = staticmethod(lost_device)
 
-    def __init__(self, resolved: Resolved, eos_token_ids: frozenset[int]) -> None:
+    def __init__(self, resolved: Resolved, eos_token_ids: frozenset[int], mesh: Mesh = SINGLE) -> None:
+        """Build the engine of one rank of ``mesh``. All ranks must be built, and called, alike."""
         config, info = resolved.config, resolved.model_info
         if config.threads is not None:
             torch.set_num_threads(config.threads)
@@ -59,19 +62,20 @@ class Engine:
                 f"{info.architecture} declares {len(info.cache_groups)} cache groups; this engine runs models with one"
             )
         self.info, self.device = info, torch.device(resolved.machine.device)
+        self.mesh, self._local = mesh, local_info(info, mesh)
         self.context_len = min(info.context_len, config.model.context_len or info.context_len)
         self.page_size = config.memory.page_size
         self._config, self._dtype = config, getattr(torch, config.model.dtype)
         self._batch_invariant = config.batch_invariant
-        self.model = build_model(resolved.model.load(), info, self.device, self._dtype)
+        self.model = build_model(resolved.model.load(), info, self.device, self._dtype, mesh)
         if config.batch_invariant:
             make_batch_invariant(as_module(self.model))
         load_weights(self.model, resolved.model_dir, config.model.load_format, config.model.seed)
-        self._draft_runtime = EngineDraftRuntime(resolved, self.model, self.device, self._dtype)
+        self._draft_runtime = EngineDraftRuntime(resolved, self.model, self.device, self._dtype, mesh)
         self.drafter = self._build_drafter(resolved)
         self.watched = self._draft_runtime.watched
         requested = config.graphs.piecewise_tokens
-        self._piece_tokens = launch_bound(self.model) if requested is None else requested
+        self._piece_tokens = mesh.tp.min(launch_bound(self.model, mesh)) if requested is None else requested
         self._allocate_pool(resolved)
         self.sampler = Sampler(info.vocab_size, eos_token_ids, self.device)
         self._build_runners(resolved)
@@ -93,17 +97,18 @@ class Engine:
     def _allocate_pool(self, resolved: Resolved) -> None:
         """Measure the memory that the pool must leave free. Then allocate the pool, the request table and the inputs,
         and limit the context length to the tokens that the pool holds."""
-        config, runtime, group = resolved.config, self._draft_runtime, self.info.cache_groups[0]
+        config, runtime, group = resolved.config, self._draft_runtime, self._local.cache_groups[0]
         named = config.memory.kv_dtype
         dtype = self._dtype if named == "auto" else pool_dtype(named)
         one_page = PagedKVPool(group, 2, self.page_size, dtype, self.device)
         draft_tokens = self.drafter.max_draft_tokens if self.drafter else 0
         graphs = GraphNeeds(draft_tokens, len(self.watched), self._piece_tokens, self._dtype.itemsize)
         attention = functools.partial(self._attention, resolved.attention_prefill, one_page)
-        needs = measure_needs(resolved, self.model, one_page, self.context_len, attention, graphs)
+        needs = measure_needs(resolved, self.model, self._local, one_page, self.context_len, attention, graphs)
         needs = replace(needs, weights=needs.weights + runtime.weight_bytes)
         draft_bytes = runtime.page_bytes(self.page_size, dtype)
-        self.budget = budget_for(config, group, dtype, self.device, self.context_len, needs, draft_bytes)
+        divide = functools.partial(budget_for, config, group, dtype, self.device, self.context_len, needs, draft_bytes)
+        self.budget = agreed_budget(divide, self.mesh)
         log.info("%s", self.budget)
         self.num_pages = self.budget.num_pages
         self.pool = PagedKVPool(group, self.num_pages, self.page_size, dtype, self.device)
@@ -114,7 +119,7 @@ class Engine:
         runtime.allocate(self.inputs, self.pool, self.context_len)
 
     def _attention(self, chosen: Chosen, pool: PagedKVPool) -> AttentionBackend:
-        info = self.info
+        info = self._local
         return chosen.build(
             AttentionContext(
                 device=self.device,
@@ -176,7 +181,9 @@ class Engine:
     def _build_pieces(self, config: Config) -> PiecewiseGraphs | None:
         if self.device.type != "cuda" or not self._piece_tokens:
             return None
-        pieces = PiecewiseGraphs(self.model, self.pool, self._piece_tokens, self._dtype, self.watched)
+        pieces = PiecewiseGraphs(
+            self.model, self._local.num_heads, self.pool, self._piece_tokens, self._dtype, self.watched
+        )
         if config.graphs.capture == "start":
             capture_all(pieces, "steps with prompts")
         return pieces

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
     from dovetail.config.sections import Config
     from dovetail.interfaces.cache import CacheGroup
+    from dovetail.interfaces.mesh import Mesh
 
 GIB = 1 << 30
 CPU_POOL_BYTES = GIB
@@ -143,6 +144,26 @@ def budget_for(
         raise ConfigError(_too_much(config, needs, pages * page, free, total))
     left = available - pages * page if total else 0
     return Budget(total, needs, pages * page, pages, (pages - 1) * memory.page_size, left)
+
+
+def agreed_budget(divide: Callable[[], Budget], mesh: Mesh) -> Budget:
+    """Return this rank's budget, which ``divide`` computes, with the number of pages of the rank that has the fewest.
+    Raises ``ConfigError`` if ``divide`` does, on this rank or on another."""
+    try:
+        budget = divide()
+    except BaseException:
+        mesh.tp.min(0)
+        raise
+    pages = mesh.tp.min(budget.num_pages)
+    if not pages:
+        raise ConfigError("the memory of another rank does not suffice; the log of that rank says why")
+    if pages == budget.num_pages:
+        return budget
+    page, tokens = budget.pool // budget.num_pages, budget.pool_tokens // (budget.num_pages - 1)
+    freed = (budget.num_pages - pages) * page if budget.total else 0
+    return replace(
+        budget, pool=pages * page, num_pages=pages, pool_tokens=(pages - 1) * tokens, free=budget.free + freed
+    )
 
 
 def _too_little(config: Config, needs: Needs, allowed: int, page: int, free: int, total: int) -> str:

@@ -39,6 +39,7 @@ class GraphNeeds:
 def measure_needs(
     resolved: Resolved,
     model: ModelArchitecture,
+    local: ModelInfo,
     pool: PagedKVPool,
     context_len: int,
     attention: Callable[[], AttentionBackend],
@@ -46,7 +47,8 @@ def measure_needs(
 ) -> Needs:
     """Run the largest step over ``pool``, which has one page besides page 0. Return the memory that it takes in
     addition to weights and pool, and an estimate of what graphs will take. On a CPU only the weights are counted.
-    ``attention`` builds the backend that attends in steps with prompts."""
+    ``local`` describes this rank's share of the model, and ``attention`` builds the backend that attends in steps with
+    prompts."""
     config, weights = resolved.config, module_bytes(as_module(model))
     if pool.device.type == "cpu":
         return Needs(weights)
@@ -55,7 +57,7 @@ def measure_needs(
     lens = [context_len] * whole + [rest] * (rest > 0) + [1] * (rows * config.scheduler.mixed)
     backend = attention()
     peak = measure_peak(lambda: dry_run(model, backend, pool, lens, rows), pool.device)
-    return Needs(weights, peak, sum(lens), _graph_bytes(resolved, model.info, context_len, graphs))
+    return Needs(weights, peak, sum(lens), _graph_bytes(resolved, local, context_len, graphs))
 
 
 def _graph_bytes(resolved: Resolved, info: ModelInfo, context_len: int, graphs: GraphNeeds) -> int:

@@ -23,6 +23,7 @@ from dovetail.types import Batch
 
 if TYPE_CHECKING:
     from dovetail.interfaces.attention import AttentionLayer
+    from dovetail.interfaces.mesh import Mesh
     from dovetail.interfaces.model import ModelArchitecture
     from dovetail.memory.pool import PagedKVPool
     from dovetail.types import Attends
@@ -38,12 +39,12 @@ PIECES_NEEDED = 4
 graph per layer, whose captures take longer than that of a decode step, and saves only the time of launches."""
 
 
-def launch_bound(model: ModelArchitecture) -> int:
+def launch_bound(model: ModelArchitecture, mesh: Mesh) -> int:
     """Return the number of tokens up to which the device would wait for the host if steps were launched kernel by
     kernel. It is rounded down to a multiple of 128 and is at most ``MOST_TOKENS``, because every captured size takes
     memory."""
-    info = model.info
-    weights = sum(p.numel() for p in as_module(model).parameters() if p.shape[0] != info.vocab_size)
+    info, rows = model.info, mesh.tp.ragged_share(model.info.vocab_size)[1]
+    weights = sum(p.numel() for p in as_module(model).parameters() if p.shape[0] != rows)
     tokens = info.num_layers * LAUNCH_SECONDS * OPERATIONS_PER_SECOND / (2 * weights)
     return min(int(tokens) // 128 * 128, MOST_TOKENS)
 
@@ -79,12 +80,13 @@ class PiecewiseGraphs:
     def __init__(
         self,
         model: ModelArchitecture,
+        num_heads: int,
         pool: PagedKVPool,
         max_tokens: int,
         dtype: torch.dtype,
         watch: tuple[int, ...] = (),
     ) -> None:
-        """``watch`` is ``Batch.watch``."""
+        """``num_heads`` is the number of query heads of this rank. ``watch`` is ``Batch.watch``."""
         self.sizes = token_ladder(max_tokens)
         self.seconds = 0.0  # spent on captures
         self._model, self._pool, self._watch = model, pool, watch
@@ -92,7 +94,7 @@ class PiecewiseGraphs:
         self._ids, self._positions, self._places = torch.zeros(3, max_tokens, dtype=torch.int64, device=device).unbind(
             0
         )
-        self._attended = torch.zeros(max_tokens, info.num_heads, info.head_dim, dtype=dtype, device=device)
+        self._attended = torch.zeros(max_tokens, num_heads, info.head_dim, dtype=dtype, device=device)
         self.refused: set[int] = set()
         self._captured: dict[int, Pieces] = {}
         self._recorder = GraphRecorder(device)

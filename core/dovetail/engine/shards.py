@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
-from dataclasses import dataclass, field
+import math
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
 from io import RawIOBase
 from pathlib import Path
 from typing import Any, cast
@@ -13,6 +15,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from dovetail.errors import WeightsError
+from dovetail.interfaces.model import TensorShare
 
 CHUNK_BYTES = 16 << 20
 """The number of bytes that are read from a file and sent to the device at a time. A reader holds two buffers of this
@@ -34,8 +37,11 @@ DTYPES = {
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """Describe a tensor in a file. It has ``nbytes`` bytes, from the file's byte ``offset`` on. ``dtype`` is the name
-    in the file if it is not in ``DTYPES``."""
+    """Describe a tensor in a file, or a share of one. ``dtype`` is the name in the file if it is not in ``DTYPES``.
+
+    It has ``nbytes`` bytes, from the file's byte ``offset`` on. If ``run`` is set, they are not in one piece: there are
+    ``run`` bytes at ``offset`` and at every multiple of ``stride`` bytes after it.
+    """
 
     file: Path
     name: str
@@ -43,6 +49,35 @@ class StoredTensor:
     dtype: torch.dtype | str
     offset: int
     nbytes: int
+    run: int | None = None
+    stride: int = 0
+
+    def spans(self, start: int, count: int) -> Iterator[tuple[int, int]]:
+        """Yield the places in the file, as (offset, number of bytes), of the ``count`` bytes from byte ``start`` on."""
+        if self.run is None:
+            yield self.offset + start, count
+            return
+        end = start + count
+        while start < end:
+            index, within = divmod(start, self.run)
+            size = min(self.run - within, end - start)
+            yield self.offset + index * self.stride + within, size
+            start += size
+
+
+def cut(tensor: StoredTensor, share: TensorShare | None) -> StoredTensor:
+    """Return the share of ``tensor``, or ``tensor`` itself if ``share`` is None."""
+    if share is None:
+        return tensor
+    dim, start, size, whole = share
+    assert tensor.shape[dim] == whole
+    shape = (*tensor.shape[:dim], size, *tensor.shape[dim + 1 :])
+    outer = math.prod(tensor.shape[:dim])
+    entry = tensor.nbytes // (outer * whole)  # bytes of one entry of the dimension
+    offset, run = tensor.offset + start * entry, size * entry
+    if outer == 1:
+        return replace(tensor, shape=shape, offset=offset, nbytes=run)
+    return replace(tensor, shape=shape, offset=offset, nbytes=outer * run, run=run, stride=whole * entry)
 
 
 def stored_tensors(file: Path) -> list[StoredTensor]:
@@ -72,7 +107,7 @@ def stored_tensors(file: Path) -> list[StoredTensor]:
 
 @dataclass(slots=True)
 class ShardReader:
-    """Copy stored tensors to their places in the model's parameters. A reader must be used by one thread only.
+    """Copy stored tensors, or shares of them, to their places in the model's parameters. A reader must be used by one thread only.
 
     The bytes go through two staging buffers, which are pinned for CUDA. One is filled from the file while the other is
     copied to the device. If a dtype must be converted, the device holds at most ``CHUNK_BYTES`` of the tensor twice.
@@ -98,10 +133,9 @@ class ShardReader:
         flat = place.view(-1)
         width = tensor.dtype.itemsize
         with tensor.file.open("rb", buffering=0) as file:
-            file.seek(tensor.offset)
             for start in range(0, tensor.nbytes, CHUNK_BYTES):
                 count = min(CHUNK_BYTES, tensor.nbytes - start)
-                chunk = self._read(file, tensor, count).view(tensor.dtype)
+                chunk = self._read(file, tensor, start, count).view(tensor.dtype)
                 target = flat[start // width : (start + count) // width]
                 if chunk.dtype != target.dtype:  # converted on the device, where it is fast
                     chunk = chunk.to(target.device, non_blocking=True)
@@ -110,17 +144,19 @@ class ShardReader:
                     self._sent[self._turn].record(torch.cuda.current_stream(self.device))
                 advance(count)
 
-    def _read(self, file: RawIOBase, tensor: StoredTensor, count: int) -> torch.Tensor:
-        """Return the next ``count`` bytes of the file, in the buffer whose turn it is. Wait first until the last copy
-        from this buffer has completed."""
+    def _read(self, file: RawIOBase, tensor: StoredTensor, start: int, count: int) -> torch.Tensor:
+        """Return ``count`` bytes of the tensor from byte ``start`` on, in the buffer whose turn it is. Wait first until
+        the last copy from this buffer has completed."""
         self._turn = 1 - self._turn
         if self._sent:
             self._sent[self._turn].synchronize()
         buffer = self._buffers[self._turn][:count]
-        view, done = memoryview(cast("Any", buffer.numpy())), 0
-        while done < count:
-            got = file.readinto(view[done:])
-            if not got:
-                raise WeightsError(f"{tensor.file} ended within tensor {tensor.name}; download it again")
-            done += got
+        view, done, descriptor = memoryview(cast("Any", buffer.numpy())), 0, file.fileno()
+        for offset, size in tensor.spans(start, count):
+            end = done + size
+            while done < end:
+                got = os.preadv(descriptor, [view[done:end]], offset + size - (end - done))
+                if not got:
+                    raise WeightsError(f"{tensor.file} ended within tensor {tensor.name}; download it again")
+                done += got
         return buffer

@@ -14,13 +14,12 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from torch import nn
 
 from dovetail.engine.build import WeightFiller, as_module, build_model
 from dovetail.engine.progress import Advance, bytes_progress, size_text
-from dovetail.engine.shards import ShardReader, StoredTensor, stored_tensors
+from dovetail.engine.shards import ShardReader, StoredTensor, cut, stored_tensors
 from dovetail.errors import WeightsError
-from dovetail.interfaces.model import ModelArchitecture
+from dovetail.interfaces.model import ModelArchitecture, WeightTarget
 from dovetail.layers.base import prepare_layers
 
 __all__ = ["build_model", "checkpoint_files", "load_weights"]
@@ -47,7 +46,7 @@ log = logging.getLogger(__name__)
 
 
 class _Move(NamedTuple):
-    """Hold a tensor of the checkpoint and the rows of a parameter that it fills."""
+    """Hold what is read of a tensor of the checkpoint, and the rows of a parameter that it fills."""
 
     tensor: StoredTensor
     place: torch.Tensor
@@ -65,11 +64,11 @@ def load_weights(
     is ``dummy``.
 
     Every tensor of the checkpoint is used exactly once, unless the model ignores it by name. Names, shapes and dtypes
-    are checked before the first tensor is read. ``progress`` is called by one thread at a time. Raises
-    ``WeightsError``.
+    are checked before the first tensor is read. If the model is divided among ranks, only this rank's share of each
+    tensor is read. ``progress`` is called by one thread at a time. Raises ``WeightsError``.
     """
     if load_format == "dummy":
-        _fill_dummy(as_module(model), seed)
+        _fill_dummy(model, seed)
         prepare_layers(as_module(model))
     else:
         assert load_format == "safetensors", load_format
@@ -112,7 +111,7 @@ def _load_checkpoint(model: ModelArchitecture, directory: Path, progress: Progre
 
 
 def _moves(filler: WeightFiller, files: Sequence[Path]) -> list[_Move]:
-    """Return all tensors to read and their places, in the order of the files. Raises ``WeightsError`` if a tensor does
+    """Return all that is to be read, and the places of it, in the order of the files. Raises ``WeightsError`` if a tensor does
     not fit the model or occurs twice."""
     seen: dict[str, Path] = {}
     moves: list[_Move] = []
@@ -121,7 +120,8 @@ def _moves(filler: WeightFiller, files: Sequence[Path]) -> list[_Move]:
             raise WeightsError(f"tensor {tensor.name} is in {seen[tensor.name].name} and again in {tensor.file.name}")
         seen[tensor.name] = tensor.file
         if filler.uses(tensor.name):
-            moves.append(_Move(tensor, filler.place_for(tensor.name, tensor.shape, tensor.dtype)))
+            place = filler.place_for(tensor.name, tensor.shape, tensor.dtype)
+            moves.append(_Move(cut(tensor, filler.targets[tensor.name].share), place))
     return moves
 
 
@@ -185,17 +185,20 @@ def _no_weights(directory: Path) -> str:
     return f"{start}{found}; give a directory in Hugging Face layout, or load_format: dummy for random weights"
 
 
-def _fill_dummy(module: nn.Module, seed: int) -> None:
+def _fill_dummy(model: ModelArchitecture, seed: int) -> None:
     """Fill matrices and biases uniformly (see ``DUMMY_RANGE``) and all other vectors, such as norms, with 1, so that
-    activations stay finite. On one type of device, every run with the same seed gives the same numbers."""
+    activations stay finite. On one type of device, every run with the same seed gives the same numbers. A rank gets its
+    share of the numbers that a single rank would have."""
     start = time.perf_counter()
+    module = as_module(model)
     generators: dict[torch.device, torch.Generator] = {}
+    shares = _shares(model)
     for name, parameter in module.named_parameters():
         device = parameter.device
         if device not in generators:
             generators[device] = torch.Generator(device).manual_seed(seed)
         if parameter.ndim > 1 or name.endswith("bias"):
-            parameter.uniform_(-DUMMY_RANGE, DUMMY_RANGE, generator=generators[device])
+            _fill_uniform(parameter, shares.get(name), generators[device])
         else:
             parameter.fill_(1.0)
     for device in generators:
@@ -203,3 +206,45 @@ def _fill_dummy(module: nn.Module, seed: int) -> None:
             torch.cuda.synchronize(device)
     total = sum(parameter.nbytes for parameter in module.parameters())
     log.info("dummy weights: %s in %.1f s", size_text(total), time.perf_counter() - start)
+
+
+class _Sharing(NamedTuple):
+    """Describe how the rows of a parameter are cut from the tensors of a checkpoint. ``targets`` are in the order of
+    these rows, and ``rows`` are the numbers of rows of the whole tensors."""
+
+    targets: list[WeightTarget]
+    rows: list[int]
+
+
+def _shares(model: ModelArchitecture) -> dict[str, _Sharing]:
+    """Return the ``_Sharing`` of each parameter of which this rank has a share only."""
+    targets: dict[str, list[WeightTarget]] = {}
+    for target in model.weights_map().values():
+        targets.setdefault(target.parameter, []).append(target)
+    parameters = dict(as_module(model).named_parameters())
+    found: dict[str, _Sharing] = {}
+    for name, parts in targets.items():
+        if any(part.share is not None for part in parts):
+            parts.sort(key=lambda part: part.start or 0)
+            sizes = (parameters[name].shape[0] if part.size is None else part.size for part in parts)
+            rows = [
+                size if part.share is None or part.share.dim else part.share.whole
+                for part, size in zip(parts, sizes, strict=True)
+            ]
+            found[name] = _Sharing(parts, rows)
+    return found
+
+
+def _fill_uniform(parameter: torch.Tensor, sharing: _Sharing | None, generator: torch.Generator) -> None:
+    if sharing is None:
+        parameter.uniform_(-DUMMY_RANGE, DUMMY_RANGE, generator=generator)
+        return
+    shape = [sum(sharing.rows), *parameter.shape[1:]]
+    for share in (target.share for target in sharing.targets):
+        if share is not None and share.dim:
+            shape[share.dim] = share.whole
+    whole = torch.empty(shape, dtype=parameter.dtype, device=parameter.device)
+    whole.uniform_(-DUMMY_RANGE, DUMMY_RANGE, generator=generator)
+    for (_, start, size, share), part in zip(sharing.targets, whole.split(sharing.rows), strict=True):
+        place = parameter if start is None or size is None else parameter[start : start + size]
+        place.copy_(part if share is None else part.narrow(share.dim, share.start, share.size))

@@ -145,6 +145,9 @@ class Feature(str):
         "model.hidden_states", "forward keeps hidden states of named layers; has embed_tokens"
     )
     MODEL_LAST_ROWS = _feature("model.last_rows", "the last layer computes only the rows that are sampled")
+    MODEL_TENSOR_PARALLEL = _feature(
+        "model.tensor_parallel", "builds its layers with the mesh, so that ranks hold a share of each"
+    )
     MODEL_BATCH_INVARIANT = _feature(
         "model.batch_invariant", "computes every product with Linear, and everything else token by token"
     )

@@ -11,6 +11,8 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from dovetail.errors import ConfigError
+
 if TYPE_CHECKING:
     import torch
 
@@ -20,7 +22,7 @@ class Collectives(ABC):
 
     All ranks must call the same methods in the same order, with arguments of the same shapes and dtypes. Results have
     the same bits on all ranks, because the ranks take decisions (such as sampling) from them without comparing them.
-    The methods that take tensors run on the current stream, do not wait for the device, and can be captured in CUDA
+    Tensors may have no rows. The methods that take tensors run on the current stream, do not wait for the device, and can be captured in CUDA
     graphs. ``agree`` and ``min`` wait for all ranks on the host. Every wait has a deadline: when it has passed, or when
     a rank is lost, the method raises ``RankLostError`` (in CUDA graphs, the device reports the error later).
     """
@@ -58,6 +60,27 @@ class Collectives(ABC):
     @abstractmethod
     def min(self, value: int) -> int:
         """Return the smallest ``value`` of all ranks."""
+
+    def share(self, count: int) -> tuple[int, int]:
+        """Return the start and the size of this rank's share of ``count`` equal things, such as heads: the ranks divide
+        them evenly. If there are fewer things than ranks, several ranks have a share of the same one thing. Raises
+        ``ConfigError`` if neither number divides the other."""
+        if count % self.size == 0:
+            size = count // self.size
+            return self.rank * size, size
+        if self.size % count == 0:
+            return self.rank * count // self.size, 1
+        raise ConfigError(f"{count} cannot be divided evenly among {self.size} ranks; allowed: a divisor or a multiple")
+
+    def ragged_share(self, count: int) -> tuple[int, int]:
+        """Return the start and the size of this rank's share of ``count`` things, such as tokens of the vocabulary. All
+        ranks have the same number of them, except that the last one may have fewer. Raises ``ConfigError`` if it would
+        have none."""
+        size = -(-count // self.size)
+        if size * (self.size - 1) >= count:
+            raise ConfigError(f"{count} cannot be divided among {self.size} ranks so that each has a share")
+        start = self.rank * size
+        return start, min(size, count - start)
 
     def close(self) -> None:
         """Release what is shared with the other ranks. No method may be called afterwards."""

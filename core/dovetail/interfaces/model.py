@@ -12,6 +12,7 @@ if TYPE_CHECKING:
 
     from dovetail.interfaces.cache import CacheGroup
     from dovetail.interfaces.features import Feature
+    from dovetail.interfaces.mesh import Mesh
     from dovetail.types import Batch
 
 
@@ -22,7 +23,8 @@ class ModelInfo:
     Returned by the ``describe`` function that a model's ComponentSpec names. ``config`` is the architecture's own typed
     config, which its constructor receives within this object. ``needs`` are the features that the model requires of the
     other components, ``offers`` those that it provides. ``cache_groups`` has one entry for each KV pool that the model
-    uses.
+    uses. ``split_sizes`` are names and values of further numbers of config.json that the ranks of tensor parallelism
+    must divide evenly, in models that offer ``model.tensor_parallel``; heads are always among them.
     """
 
     architecture: str
@@ -38,27 +40,48 @@ class ModelInfo:
     dtype: str = "bfloat16"  # dtype of the checkpoint
     needs: frozenset[Feature] = frozenset()
     offers: frozenset[Feature] = frozenset()
+    split_sizes: tuple[tuple[str, int], ...] = ()
     config: Any = field(default=None, repr=False)
+
+
+class TensorShare(NamedTuple):
+    """Describe the share of a checkpoint tensor that one rank needs: of dimension ``dim``, which has ``whole`` entries,
+    the entries ``[start, start + size)``."""
+
+    dim: int
+    start: int
+    size: int
+    whole: int
 
 
 class WeightTarget(NamedTuple):
     """Name the destination of a checkpoint tensor: rows ``[start, start + size)`` of dimension 0 of a parameter, or the
-    whole parameter if both are None."""
+    whole parameter if both are None. If ``share`` is set, only this share of the tensor is read, and fills these rows.
+    Layers return their targets (``Linear.target``), so that models need not compute shares."""
 
     parameter: str
     start: int | None = None
     size: int | None = None
+    share: TensorShare | None = None
 
 
 class ModelArchitecture(ABC):
     """Compute the forward pass of a model built from ``dovetail.layers``. Concrete classes are also
     ``torch.nn.Module``.
 
-    The engine calls ``cls(info)`` with the target device and dtype as torch's defaults. The weight loader then fills
-    the parameters by ``weights_map``.
+    The engine calls ``cls(info, mesh)`` with the target device and dtype as torch's defaults. The weight loader then
+    fills the parameters by ``weights_map``.
+
+    A model that offers ``model.tensor_parallel`` builds its layers with ``mesh``, so that they hold this rank's share.
+    The hidden states and the logits that it returns are then the same on all ranks; queries, keys and values are those
+    of the rank's heads. For other models ``mesh`` is always ``SINGLE``. ``info`` describes the whole model.
     """
 
     info: ModelInfo
+
+    def __init__(self, info: ModelInfo, mesh: Mesh) -> None:
+        """Build the layers of ``info``, divided among the ranks of ``mesh``. Their parameters are not filled yet."""
+        super().__init__()
 
     @abstractmethod
     def forward(self, batch: Batch) -> torch.Tensor:

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     import torch
     from pydantic import BaseModel
 
+    from dovetail.interfaces.mesh import Mesh
     from dovetail.interfaces.model import ModelArchitecture, ModelInfo
     from dovetail.types import Batch, BoolArray, DraftTree, ForwardOutput, IntArray, Req
 
@@ -157,12 +158,13 @@ class DraftRuntime(ABC):
 
     @abstractmethod
     def load(
-        self, model: Callable[[ModelInfo], ModelArchitecture], info: ModelInfo, directory: Path, load_format: str
+        self, model: Callable[[ModelInfo, Mesh], ModelArchitecture], info: ModelInfo, directory: Path, load_format: str
     ) -> ModelArchitecture:
-        """Build ``model(info)`` on the target's device and in its dtype, and load its weights.
+        """Build ``model(info, mesh)`` on the target's device and in its dtype, and load its weights.
 
         The weights come from the safetensors files in ``directory``, or are random numbers if ``load_format`` is
-        ``dummy``. Raises ``WeightsError`` if the files do not fit the model.
+        ``dummy``. ``mesh`` is the target's. Raises ``WeightsError`` if the files do not fit the model, and
+        ``ConfigError`` if the ranks of ``mesh`` cannot divide it.
         """
 
     @abstractmethod

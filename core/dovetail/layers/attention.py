@@ -9,19 +9,20 @@ import torch
 
 from dovetail.interfaces.attention import AttentionLayer
 from dovetail.layers.base import Layer
-from dovetail.layers.linear import FusedLinear, Linear
+from dovetail.layers.linear import ColumnLinear, RowLinear
 from dovetail.layers.norm import HeadNorm
 from dovetail.layers.rotary import HeadCounts, KVPlace
 
 if TYPE_CHECKING:
+    from dovetail.interfaces.mesh import Mesh
     from dovetail.layers.rotary import Rotation
-    from dovetail.ops.parts import Parts
+    from dovetail.ops.parts import Addend
     from dovetail.types import Batch
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionShape:
-    """Describe the sizes and variants of a self-attention layer. If ``qk_norm_eps`` is set, each query and key head is
+    """Describe the sizes and variants of a whole self-attention layer. If ``qk_norm_eps`` is set, each query and key head is
     normalised. ``input_size`` is the size of the layer's input if it is not ``hidden_size``."""
 
     hidden_size: int
@@ -37,23 +38,27 @@ class AttentionShape:
 class SelfAttention(Layer):
     """Project the input to q, k and v, rotate q and k, store k and v in the pool, attend, and project back.
 
-    Its parameters are ``qkv`` (one for the three projections), ``out`` and, with a norm, ``qk_norm``. ``group`` is the
-    cache group that contains the layer, ``constants.layer_id`` its index in the group's pool.
+    Its parameters are ``qkv`` (one for the three projections), ``out`` and, with a norm, ``qk_norm``. Every rank
+    computes its share of the heads, ``counts``. If there are fewer KV heads than ranks, several ranks compute the same
+    one. ``group`` is the cache group that contains the layer, ``constants.layer_id`` its index in the group's pool.
     """
 
-    def __init__(self, shape: AttentionShape, constants: AttentionLayer, group: int = 0) -> None:
+    def __init__(self, shape: AttentionShape, constants: AttentionLayer, mesh: Mesh, group: int = 0) -> None:
         super().__init__()
-        heads, kv_heads, head_dim = shape.num_heads, shape.num_kv_heads, shape.head_dim
-        widths = {"q": heads * head_dim, "k": kv_heads * head_dim, "v": kv_heads * head_dim}
-        self.qkv = FusedLinear(shape.input_size or shape.hidden_size, widths, bias=shape.qkv_bias)
-        self.out = Linear(heads * head_dim, shape.hidden_size, bias=shape.out_bias)
+        head_dim = shape.head_dim
+        queries, keys = shape.num_heads * head_dim, shape.num_kv_heads * head_dim
+        widths = {"q": queries, "k": keys, "v": keys}
+        inputs = shape.input_size or shape.hidden_size
+        self.qkv = ColumnLinear(inputs, widths, mesh, bias=shape.qkv_bias, unit=head_dim)
+        self.out = RowLinear(queries, shape.hidden_size, mesh, bias=shape.out_bias)
+        heads, kv_heads = mesh.tp.share(shape.num_heads)[1], mesh.tp.share(shape.num_kv_heads)[1]
         norm = None
         if shape.qk_norm_eps is not None:
             norm = HeadNorm(heads, kv_heads, head_dim, shape.qk_norm_eps)
         self.qk_norm = norm
         self.constants = constants
         self.group = group
-        self._counts = HeadCounts(heads, kv_heads)
+        self.counts = HeadCounts(heads, kv_heads)
         self._heads = (heads + 2 * kv_heads, head_dim)
         self._out_width = heads * head_dim
 
@@ -64,11 +69,9 @@ class SelfAttention(Layer):
         """
         return self.out.forward(self._attend(x, rotation, batch, last))
 
-    def parts_forward(
-        self, x: torch.Tensor, rotation: Rotation, batch: Batch, last: Batch | None = None
-    ) -> torch.Tensor | Parts:
-        """Compute ``forward``, but return ``Parts`` if the output projection computes them. Only
-        ``RMSNorm.add_forward`` accepts ``Parts``; it adds them up."""
+    def parts_forward(self, x: torch.Tensor, rotation: Rotation, batch: Batch, last: Batch | None = None) -> Addend:
+        """Compute ``forward``, but leave it to ``RMSNorm.add_forward`` to add up parts (see
+        ``Linear.parts_forward``)."""
         return self.out.parts_forward(self._attend(x, rotation, batch, last))
 
     def _attend(self, x: torch.Tensor, rotation: Rotation, batch: Batch, last: Batch | None) -> torch.Tensor:
@@ -78,7 +81,7 @@ class SelfAttention(Layer):
         qkv = self.qkv.forward(x).view(tokens, heads, head_dim)
         constants, group = self.constants, self.group
         place = KVPlace(batch.kv[group], constants.layer_id, batch.out_loc)
-        q = rotation.rotate_and_store(qkv, self._counts, self.qk_norm, place)
+        q = rotation.rotate_and_store(qkv, self.counts, self.qk_norm, place)
         if last is not None:
             assert batch.logit_rows is not None
             q, batch = q.index_select(0, batch.logit_rows), last

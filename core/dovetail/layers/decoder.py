@@ -13,13 +13,14 @@ from dovetail.interfaces.attention import AttentionLayer
 from dovetail.interfaces.model import WeightTarget
 from dovetail.layers.attention import AttentionShape, SelfAttention
 from dovetail.layers.base import Layer
-from dovetail.layers.linear import FusedLinear, Linear
+from dovetail.layers.linear import Linear
 from dovetail.layers.mlp import GatedMLP
 from dovetail.layers.norm import RMSNorm
 
 if TYPE_CHECKING:
+    from dovetail.interfaces.mesh import Mesh
     from dovetail.layers.rotary import Rotation
-    from dovetail.ops.parts import Parts
+    from dovetail.ops.parts import Addend
     from dovetail.types import Batch
 
 Targets = Iterator[tuple[str, WeightTarget]]
@@ -28,7 +29,7 @@ Targets = Iterator[tuple[str, WeightTarget]]
 
 @dataclass(frozen=True, slots=True)
 class DecoderShape:
-    """Describe the sizes and variants of a decoder layer."""
+    """Describe the sizes and variants of a whole decoder layer."""
 
     attention: AttentionShape
     intermediate_size: int
@@ -40,17 +41,18 @@ class DecoderLayer(Layer):
     """Compute pre-norm self-attention and a gated MLP. ``index`` is the layer's index in the model and in the KV pool;
     for ``window`` see ``AttentionLayer``."""
 
-    def __init__(self, shape: DecoderShape, index: int, window: int | None = None) -> None:
+    def __init__(self, shape: DecoderShape, index: int, mesh: Mesh, window: int | None = None) -> None:
         super().__init__()
         hidden = shape.attention.hidden_size
         self.attn_norm = RMSNorm(hidden, shape.norm_eps)
-        self.attn = SelfAttention(shape.attention, AttentionLayer(index, shape.attention.head_dim**-0.5, window))
+        constants = AttentionLayer(index, shape.attention.head_dim**-0.5, window)
+        self.attn = SelfAttention(shape.attention, constants, mesh)
         self.mlp_norm = RMSNorm(hidden, shape.norm_eps)
-        self.mlp = GatedMLP(hidden, shape.intermediate_size, bias=shape.mlp_bias)
+        self.mlp = GatedMLP(hidden, shape.intermediate_size, mesh, bias=shape.mlp_bias)
 
-    def enter(self, x: torch.Tensor | Parts, residual: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+    def enter(self, x: Addend, residual: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the inputs of ``forward``, both ``[tokens, hidden_size]``: the norm of ``x + residual``, and that sum,
-        which later layers do not change. Overwrites ``x`` with the sum, unless ``x`` is ``Parts``. Without
+        which later layers do not change. Overwrites ``x`` with the sum, unless ``x`` is not a tensor. Without
         ``residual``, ``x`` itself is the sum.
         """
         if residual is not None:
@@ -60,7 +62,7 @@ class DecoderLayer(Layer):
 
     def forward(
         self, x: torch.Tensor, stream: torch.Tensor, rotation: Rotation, batch: Batch, last: Batch | None = None
-    ) -> tuple[torch.Tensor | Parts, torch.Tensor]:
+    ) -> tuple[Addend, torch.Tensor]:
         """Compute the layer from what ``enter`` returns.
 
         Return what this layer adds, for ``enter`` of the next layer or for ``RMSNorm.add_forward``, and the residual
@@ -103,7 +105,6 @@ def mlp_targets(mlp: GatedMLP, checkpoint_prefix: str, parameter_prefix: str) ->
 
 def linear_targets(layer: Linear, checkpoint_prefix: str, parameter_prefix: str, part: str | None = None) -> Targets:
     """Yield the targets of the weight and bias of a linear layer, or of ``part`` of a fused one."""
-    rows = layer.rows(part) if isinstance(layer, FusedLinear) and part is not None else (None, None)
     for field in ("weight", "bias"):
         if getattr(layer, field) is not None:
-            yield f"{checkpoint_prefix}.{field}", WeightTarget(f"{parameter_prefix}.{field}", *rows)
+            yield f"{checkpoint_prefix}.{field}", layer.target(f"{parameter_prefix}.{field}", part)

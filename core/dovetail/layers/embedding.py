@@ -1,30 +1,68 @@
-"""Embed tokens, and map hidden states to logits."""
+"""Embed tokens, and map hidden states to logits. Both are divided among ranks by tokens of the vocabulary."""
 
 from __future__ import annotations
 
-import torch
+from typing import TYPE_CHECKING
 
+import torch
+from torch.nn import functional
+
+from dovetail.interfaces.model import TensorShare, WeightTarget
 from dovetail.layers.base import Layer, parameter
 from dovetail.layers.linear import Linear
 
+if TYPE_CHECKING:
+    from dovetail.interfaces.mesh import Mesh
+
 
 class Embedding(Layer):
-    """Look up rows of ``weight [vocab_size, hidden_size]``."""
+    """Look up rows of ``weight``, which holds this rank's share of the rows ``[vocab_size, hidden_size]``."""
 
-    def __init__(self, vocab_size: int, hidden_size: int) -> None:
+    def __init__(self, vocab_size: int, hidden_size: int, mesh: Mesh) -> None:
         super().__init__()
-        self.weight = parameter(vocab_size, hidden_size)
+        self._start, self._size = mesh.tp.ragged_share(vocab_size)
+        self.weight = parameter(self._size, hidden_size)
+        self._tp = mesh.tp if mesh.tp.size > 1 else None
+        self._vocab_size = vocab_size
 
     def forward(self, token_ids: torch.Tensor) -> torch.Tensor:
         """Map int64 ``token_ids [tokens]`` to embeddings ``[tokens, hidden_size]``, a new tensor."""
-        return self.weight.index_select(0, token_ids)
+        if self._tp is None:
+            return self.weight.index_select(0, token_ids)
+        rows = token_ids - self._start
+        outside = (rows < 0) | (rows >= self._size)
+        found = self.weight.index_select(0, rows.masked_fill_(outside, 0))
+        return self._tp.all_reduce(found.masked_fill_(outside[:, None], 0))
+
+    def target(self, parameter: str) -> WeightTarget:
+        """Return where the checkpoint's embedding goes. ``parameter`` is the full name of ``weight`` in the model."""
+        if self._tp is None:
+            return WeightTarget(parameter)
+        return WeightTarget(parameter, share=TensorShare(0, self._start, self._size, self._vocab_size))
 
 
 class LMHead(Linear):
-    """Compute logits of hidden states. If it is tied to an embedding, it shares that layer's weight and has no
-    parameter in a checkpoint."""
+    """Compute logits of hidden states: this rank's share of them, which the ranks then gather. If the head is tied to
+    an embedding, it shares that layer's weight and has no parameter in a checkpoint."""
 
-    def __init__(self, hidden_size: int, vocab_size: int, *, tied: Embedding | None = None) -> None:
-        super().__init__(hidden_size, 0 if tied else vocab_size)
+    def __init__(self, hidden_size: int, vocab_size: int, mesh: Mesh, *, tied: Embedding | None = None) -> None:
+        start, size = mesh.tp.ragged_share(vocab_size)
+        super().__init__(hidden_size, 0 if tied else size)
         if tied is not None:
             self.weight = tied.weight
+        self._tp = mesh.tp if mesh.tp.size > 1 else None
+        self._share = TensorShare(0, start, size, vocab_size)
+        self._padding = -(-vocab_size // mesh.tp.size) - size
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Map contiguous ``x [n, hidden_size]`` to ``[n, vocab_size]``. Mutates nothing."""
+        logits = super().forward(x)
+        if self._tp is None:
+            return logits
+        if self._padding:
+            logits = functional.pad(logits, (0, self._padding))
+        return self._tp.all_gather(logits, self._share.whole)
+
+    def target(self, parameter: str, part: str | None = None) -> WeightTarget:
+        """See ``Linear.target``."""
+        return WeightTarget(parameter, share=None if self._tp is None else self._share)

@@ -1,4 +1,5 @@
-"""Define linear layers. Several projections of one input are fused into one parameter."""
+"""Define linear layers. ``ColumnLinear`` and ``RowLinear`` are divided among the ranks of a mesh: the first by its
+outputs, the second by its inputs. Every rank of a ``Linear`` holds the whole weight."""
 
 from __future__ import annotations
 
@@ -9,13 +10,16 @@ import torch
 from torch import nn
 
 from dovetail.errors import ConfigError
+from dovetail.interfaces.model import TensorShare, WeightTarget
 from dovetail.layers.base import Layer, parameter
 from dovetail.ops.activation import silu_mul
 from dovetail.ops.cpu.kernels import Kernels, kernels
 from dovetail.ops.linear import compiled_rows, few_rows, invariant_rows, linear, packed, packed_linear
+from dovetail.ops.parts import RankAddend
 
 if TYPE_CHECKING:
-    from dovetail.ops.parts import Parts
+    from dovetail.interfaces.mesh import Mesh
+    from dovetail.ops.parts import Addend
     from dovetail.ops.triton.invariant import InvariantRows
     from dovetail.ops.triton.matmul import FewRows
 
@@ -60,9 +64,9 @@ class Linear(Layer):
             return self._few_rows(x, bias)
         return linear(x, weight, bias) if self._packed is None else packed_linear(x, self._packed, bias)
 
-    def parts_forward(self, x: torch.Tensor) -> torch.Tensor | Parts:
-        """Compute ``forward``, but return ``Parts`` if the kernel computes them. Only ``RMSNorm.add_forward`` accepts
-        ``Parts``; it adds them up."""
+    def parts_forward(self, x: torch.Tensor) -> Addend:
+        """Compute ``forward``, but leave it to ``RMSNorm.add_forward`` to add up the parts that the kernel computes, or
+        the addends of the ranks."""
         if not self.prepared:
             self.prepare()
         if self._few_rows is not None and self.bias is None and x.shape[0] <= self._few_rows.most_rows:
@@ -80,21 +84,70 @@ class Linear(Layer):
             return self._few_rows.gated(x, self._operands[1])
         return silu_mul(self.forward(x))
 
+    def target(self, parameter: str, part: str | None = None) -> WeightTarget:
+        """Return where a tensor of the checkpoint goes that is this layer's weight or bias, or those of projection
+        ``part``. ``parameter`` is the full name of the weight or bias in the model."""
+        return WeightTarget(parameter)
 
-class FusedLinear(Linear):
-    """Compute several projections of one input with one parameter. ``parts`` names them and their widths, in order."""
 
-    def __init__(self, in_features: int, parts: Mapping[str, int], *, bias: bool = False) -> None:
-        super().__init__(in_features, sum(parts.values()), bias=bias)
-        self._rows: dict[str, tuple[int, int]] = {}
-        start = 0
-        for name, size in parts.items():
-            self._rows[name] = (start, size)
-            start += size
+class ColumnLinear(Linear):
+    """Compute several projections of one input with one parameter, which holds this rank's share of the outputs of
+    each.
 
-    def rows(self, part: str) -> tuple[int, int]:
-        """Return the start and the size of a part's rows in ``weight`` and ``bias``, as ``WeightTarget`` takes them."""
-        return self._rows[part]
+    ``parts`` names the projections and their numbers of outputs, in order. Outputs are divided in units of ``unit``,
+    which is ``head_dim`` for the projections of attention. If a projection has fewer units than there are ranks,
+    several ranks hold the same unit (see ``Collectives.share``).
+    """
+
+    def __init__(
+        self, in_features: int, parts: Mapping[str, int], mesh: Mesh, *, bias: bool = False, unit: int = 1
+    ) -> None:
+        shares = {name: tuple(unit * n for n in mesh.tp.share(width // unit)) for name, width in parts.items()}
+        super().__init__(in_features, sum(size for _, size in shares.values()), bias=bias)
+        self._places: dict[str, tuple[int, int, TensorShare | None]] = {}
+        end = 0
+        for name, (start, size) in shares.items():
+            share = TensorShare(0, start, size, parts[name]) if mesh.tp.size > 1 else None
+            self._places[name] = (end, size, share)
+            end += size
+
+    def target(self, parameter: str, part: str | None = None) -> WeightTarget:
+        """See ``Linear.target``. ``part`` is the name of one of the projections."""
+        assert part is not None, "the parameters of this layer hold several projections"
+        return WeightTarget(parameter, *self._places[part])
+
+
+class RowLinear(Linear):
+    """Compute a product whose inputs are divided among the ranks: this rank's inputs and columns of the weight give an
+    addend of every output, and the ranks add these up. One rank adds the bias."""
+
+    def __init__(self, in_features: int, out_features: int, mesh: Mesh, *, bias: bool = False) -> None:
+        start, size = mesh.tp.share(in_features)
+        super().__init__(size, out_features, bias=bias)
+        self._tp = mesh.tp if mesh.tp.size > 1 else None
+        self._share = TensorShare(1, start, size, in_features)
+
+    def prepare(self) -> None:
+        """See ``Layer.prepare``."""
+        super().prepare()
+        if self._tp is not None and self._tp.rank:
+            self._operands = (self.weight, None)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Map contiguous ``x [tokens, in]``, this rank's inputs, to ``[tokens, out]``. Mutates nothing."""
+        y = super().forward(x)
+        return y if self._tp is None else self._tp.all_reduce(y)
+
+    def parts_forward(self, x: torch.Tensor) -> Addend:
+        """See ``Linear.parts_forward``."""
+        if self._tp is None:
+            return super().parts_forward(x)
+        return RankAddend(super().forward(x), self._tp)
+
+    def target(self, parameter: str, part: str | None = None) -> WeightTarget:
+        """See ``Linear.target``."""
+        divided = self._tp is not None and parameter.endswith("weight")
+        return WeightTarget(parameter, share=self._share if divided else None)
 
 
 def make_batch_invariant(model: nn.Module) -> None:

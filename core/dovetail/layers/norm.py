@@ -6,7 +6,7 @@ import torch
 
 from dovetail.layers.base import Layer, parameter
 from dovetail.ops.norm import add_parts_rms_norm, add_rms_norm, rms_norm
-from dovetail.ops.parts import Parts
+from dovetail.ops.parts import Addend, Parts, RankAddend
 
 
 class RMSNorm(Layer):
@@ -29,12 +29,15 @@ class RMSNorm(Layer):
             self.prepare()
         return rms_norm(x, *self._operands)
 
-    def add_forward(self, x: torch.Tensor | Parts, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return ``(norm(x + residual), x + residual)``. Overwrites ``x`` with the sum, unless ``x`` is ``Parts``."""
+    def add_forward(self, x: Addend, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return ``(norm(x + residual), x + residual)``, after adding up ``x`` if it is ``Parts`` or a ``RankAddend``.
+        Overwrites ``x`` with the sum, unless ``x`` is ``Parts``."""
         if not self.prepared:
             self.prepare()
         if isinstance(x, Parts):
             return add_parts_rms_norm(x, residual, *self._operands)
+        if isinstance(x, RankAddend):
+            return x.tp.all_reduce_norm(x.x, residual, *self._operands)
         return add_rms_norm(x, residual, *self._operands), x
 
 

@@ -1,10 +1,12 @@
-"""Hold products whose parts are not added up yet."""
+"""Hold products whose parts, or whose addends of other ranks, are not added up yet."""
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
 import torch
+
+from dovetail.interfaces.mesh import Collectives
 
 
 class Parts(NamedTuple):
@@ -14,3 +16,15 @@ class Parts(NamedTuple):
     """
 
     addends: torch.Tensor
+
+
+class RankAddend(NamedTuple):
+    """Hold what this rank adds to a product that is divided among ranks: ``x [tokens, out]``. ``tp`` adds up the
+    addends of all ranks, together with the residual and the norm that follow."""
+
+    x: torch.Tensor
+    tp: Collectives
+
+
+Addend = torch.Tensor | Parts | RankAddend
+"""What a layer adds to the residual stream. Only ``RMSNorm.add_forward`` accepts the forms that are not tensors."""

@@ -66,7 +66,7 @@ DRAFTER = KindDescriptor(
     ComponentKind.DRAFTER,
     "drafters",
     "dovetail.interfaces.speculative:Drafter",
-    api=(1, 3),  # DraftRuntime, must_see_all; DraftCache.run; draft.probs, tokens_ahead
+    api=(1, 4),  # DraftRuntime, must_see_all; DraftCache.run; draft.probs, tokens_ahead; load builds model(info, mesh)
     section=kinds.SPECULATIVE,
     namespaces=("draft",),
     rules=f"{_RULES}:drafter",
@@ -93,7 +93,7 @@ MODEL = KindDescriptor(
     ComponentKind.MODEL,
     "model architectures",
     "dovetail.interfaces.model:ModelArchitecture",
-    api=(1, 4),  # batch.last; batch.watch, embed_tokens; before the final norm; model.batch_invariant
+    api=(1, 5),  # batch.last; batch.watch, embed_tokens; before the final norm; model.batch_invariant; cls(info, mesh)
     named_at="model.arch",
     selects=Selects.BY_CHECKPOINT,
     suite="dovetail.testing.model:ModelSuite",

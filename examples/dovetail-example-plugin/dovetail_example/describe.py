@@ -7,6 +7,7 @@ from typing import Any
 
 from dovetail.errors import ConfigError
 from dovetail.interfaces.cache import CacheGroup
+from dovetail.interfaces.features import Feature
 from dovetail.interfaces.model import ModelInfo
 from dovetail.layers.rope import RopeConfig, read_rope
 
@@ -40,6 +41,8 @@ def describe(config: dict[str, Any]) -> ModelInfo:
             cache_groups=(CacheGroup(layers, kv_heads, head_dim),),
             eos_token_ids=tuple(eos) if isinstance(eos, list) else () if eos is None else (eos,),
             dtype=config.get("dtype") or config.get("torch_dtype") or "float32",
+            offers=frozenset({Feature.MODEL_TENSOR_PARALLEL}),
+            split_sizes=(("intermediate_size", config["intermediate_size"]),),
             config=ExampleSizes(
                 config["intermediate_size"],
                 config.get("rms_norm_eps", 1e-6),

@@ -8,9 +8,11 @@ import torch
 from torch import nn
 
 from dovetail.interfaces.attention import AttentionLayer
+from dovetail.interfaces.mesh import Mesh
 from dovetail.interfaces.model import ModelArchitecture, ModelInfo, WeightTarget
 from dovetail.layers.attention import AttentionShape, SelfAttention
 from dovetail.layers.base import Layer
+from dovetail.layers.decoder import attention_targets, mlp_targets
 from dovetail.layers.embedding import Embedding, LMHead
 from dovetail.layers.mlp import GatedMLP
 from dovetail.layers.norm import RMSNorm
@@ -21,13 +23,13 @@ from dovetail.types import Batch
 class ExampleLayer(Layer):
     """Apply attention and a gated MLP, each after a norm, and add both to the residual stream."""
 
-    def __init__(self, info: ModelInfo, index: int) -> None:
+    def __init__(self, info: ModelInfo, mesh: Mesh, index: int) -> None:
         super().__init__()
         shape = AttentionShape(info.hidden_size, info.num_heads, info.num_kv_heads, info.head_dim)
         self.attn_norm = RMSNorm(info.hidden_size, info.config.norm_eps)
-        self.attn = SelfAttention(shape, AttentionLayer(index, info.head_dim**-0.5))
+        self.attn = SelfAttention(shape, AttentionLayer(index, info.head_dim**-0.5), mesh)
         self.mlp_norm = RMSNorm(info.hidden_size, info.config.norm_eps)
-        self.mlp = GatedMLP(info.hidden_size, info.config.intermediate_size)
+        self.mlp = GatedMLP(info.hidden_size, info.config.intermediate_size, mesh)
 
     def forward(self, x: torch.Tensor, rotation: Rotation, batch: Batch) -> torch.Tensor:
         """Return hidden states, ``[tokens, hidden_size]``."""
@@ -38,13 +40,13 @@ class ExampleLayer(Layer):
 class ExampleModel(Layer, ModelArchitecture):
     """Compute ``ExampleForCausalLM``. Its checkpoints name their tensors as Llama's do."""
 
-    def __init__(self, info: ModelInfo) -> None:
+    def __init__(self, info: ModelInfo, mesh: Mesh) -> None:
         super().__init__()
         self.info = info
-        self.embed = Embedding(info.vocab_size, info.hidden_size)
-        self.layers = nn.ModuleList(ExampleLayer(info, index) for index in range(info.num_layers))
+        self.embed = Embedding(info.vocab_size, info.hidden_size, mesh)
+        self.layers = nn.ModuleList(ExampleLayer(info, mesh, index) for index in range(info.num_layers))
         self.norm = RMSNorm(info.hidden_size, info.config.norm_eps)
-        self.head = LMHead(info.hidden_size, info.vocab_size, tied=self.embed if info.config.tied else None)
+        self.head = LMHead(info.hidden_size, info.vocab_size, mesh, tied=self.embed if info.config.tied else None)
         self.rotary = Rotary(info.config.rope)
 
     def forward(self, batch: Batch) -> torch.Tensor:
@@ -62,23 +64,18 @@ class ExampleModel(Layer, ModelArchitecture):
     def weights_map(self) -> Mapping[str, WeightTarget]:
         """See ``ModelArchitecture``."""
         targets = {
-            "model.embed_tokens.weight": WeightTarget("embed.weight"),
+            "model.embed_tokens.weight": self.embed.target("embed.weight"),
             "model.norm.weight": WeightTarget("norm.weight"),
         }
         if not self.info.config.tied:
-            targets["lm_head.weight"] = WeightTarget("head.weight")
+            targets["lm_head.weight"] = self.head.target("head.weight")
         for index, layer in enumerate(self.layers):
             ours, theirs = f"layers.{index}", f"model.layers.{index}"
             targets[f"{theirs}.input_layernorm.weight"] = WeightTarget(f"{ours}.attn_norm.weight")
             targets[f"{theirs}.post_attention_layernorm.weight"] = WeightTarget(f"{ours}.mlp_norm.weight")
-            targets[f"{theirs}.self_attn.o_proj.weight"] = WeightTarget(f"{ours}.attn.out.weight")
-            targets[f"{theirs}.mlp.down_proj.weight"] = WeightTarget(f"{ours}.mlp.down.weight")
-            for part in ("q", "k", "v"):
-                rows = layer.attn.qkv.rows(part)
-                targets[f"{theirs}.self_attn.{part}_proj.weight"] = WeightTarget(f"{ours}.attn.qkv.weight", *rows)
-            for part in ("gate", "up"):
-                rows = layer.mlp.gate_up.rows(part)
-                targets[f"{theirs}.mlp.{part}_proj.weight"] = WeightTarget(f"{ours}.mlp.gate_up.weight", *rows)
+            assert isinstance(layer, ExampleLayer)
+            targets |= attention_targets(layer.attn, f"{theirs}.self_attn", f"{ours}.attn")
+            targets |= mlp_targets(layer.mlp, f"{theirs}.mlp", f"{ours}.mlp")
         return targets
 
     def ignored_weights(self) -> Iterable[str]:

@@ -21,7 +21,8 @@ from dovetail.layers.norm import RMSNorm
 from dovetail.layers.rotary import Rotary
 
 if TYPE_CHECKING:
-    from dovetail.ops.parts import Parts
+    from dovetail.interfaces.mesh import Mesh
+    from dovetail.ops.parts import Addend
     from dovetail.types import Batch
     from dovetail_models.describe import DenseConfig
 
@@ -29,21 +30,23 @@ if TYPE_CHECKING:
 class DenseModel(Layer, ModelArchitecture):
     """Compute the model of a ``ModelInfo`` whose ``config`` is a ``DenseConfig``."""
 
-    def __init__(self, info: ModelInfo) -> None:
+    def __init__(self, info: ModelInfo, mesh: Mesh) -> None:
         super().__init__()
         config: DenseConfig = info.config
         self.info = info
-        self.embed = Embedding(info.vocab_size, info.hidden_size)
+        self.embed = Embedding(info.vocab_size, info.hidden_size, mesh)
         shape = _layer_shape(info)
-        self.layers = nn.ModuleList(DecoderLayer(shape, index, window) for index, window in enumerate(config.windows))
+        self.layers = nn.ModuleList(
+            DecoderLayer(shape, index, mesh, window) for index, window in enumerate(config.windows)
+        )
         self.norm = RMSNorm(info.hidden_size, config.norm_eps)
-        self.head = LMHead(info.hidden_size, info.vocab_size, tied=self.embed if config.tied else None)
+        self.head = LMHead(info.hidden_size, info.vocab_size, mesh, tied=self.embed if config.tied else None)
         self.rotary = Rotary(config.rope)
         self._layers: tuple[DecoderLayer, ...] = tuple(self.layers)  # pyright: ignore[reportAttributeAccessIssue]
 
     def forward(self, batch: Batch) -> torch.Tensor:
         """See ``ModelArchitecture.forward``."""
-        x: torch.Tensor | Parts = self.embed.forward(batch.input_ids)
+        x: Addend = self.embed.forward(batch.input_ids)
         residual = None
         rotation = self.rotary.forward(batch.positions)
         watched: dict[int, torch.Tensor] = {}
@@ -71,11 +74,11 @@ class DenseModel(Layer, ModelArchitecture):
     def weights_map(self) -> Mapping[str, WeightTarget]:
         """See ``ModelArchitecture.weights_map``."""
         targets = {
-            "model.embed_tokens.weight": WeightTarget("embed.weight"),
+            "model.embed_tokens.weight": self.embed.target("embed.weight"),
             "model.norm.weight": WeightTarget("norm.weight"),
         }
         if not self.info.config.tied:
-            targets["lm_head.weight"] = WeightTarget("head.weight")
+            targets["lm_head.weight"] = self.head.target("head.weight")
         for index, layer in enumerate(self._layers):
             targets.update(decoder_targets(layer, f"model.layers.{index}", f"layers.{index}"))
         return targets

@@ -167,6 +167,7 @@ def describe(config: Mapping[str, Any], variant: Variant) -> ModelInfo:
         dtype=read_dtype(config),
         needs=frozenset({Feature.ATTN_SLIDING_WINDOW}) if windowed else frozenset(),
         offers=_offers(dense),
+        split_sizes=(("intermediate_size", dense.intermediate_size),),
         config=dense,
     )
 
@@ -195,6 +196,7 @@ def _offers(dense: DenseConfig) -> frozenset[Feature]:
             Feature.MODEL_HIDDEN_STATES,
             Feature.MODEL_EMBED,
             Feature.MODEL_BATCH_INVARIANT,
+            Feature.MODEL_TENSOR_PARALLEL,
         }
     )
     return always | {Feature.MODEL_MTP_HEAD} if dense.predict_layers else always

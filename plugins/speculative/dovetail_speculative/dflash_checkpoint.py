@@ -89,6 +89,8 @@ def describe_dflash(
         head_dim=attention.head_dim,
         context_len=max_context,
         cache_groups=(CacheGroup(len(shape.windows), attention.num_kv_heads, attention.head_dim),),
+        offers=frozenset({Feature.MODEL_TENSOR_PARALLEL}),
+        split_sizes=(("intermediate_size", shape.decoder.intermediate_size),),
         needs=frozenset({Feature.ATTN_SLIDING_WINDOW}) if any(shape.windows) else frozenset(),
         config=shape,
     )

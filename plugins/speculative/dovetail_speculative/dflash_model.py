@@ -16,13 +16,15 @@ from torch import nn
 from dovetail.interfaces.model import ModelArchitecture, ModelInfo, WeightTarget
 from dovetail.layers.base import Layer
 from dovetail.layers.decoder import DecoderLayer, decoder_targets
-from dovetail.layers.embedding import Embedding
+from dovetail.layers.embedding import Embedding, LMHead
 from dovetail.layers.linear import Linear
 from dovetail.layers.norm import HeadNorm, RMSNorm
 from dovetail.layers.rotary import HeadCounts, KVPlace, Rotary
 from dovetail_speculative.speculators import NO_PARAMETERS
 
 if TYPE_CHECKING:
+    from dovetail.interfaces.mesh import Mesh
+    from dovetail.ops.parts import Addend
     from dovetail.types import Batch
     from dovetail_speculative.dflash_checkpoint import DFlashShape
 
@@ -30,7 +32,7 @@ if TYPE_CHECKING:
 class DFlashModel(Layer, ModelArchitecture):
     """Run the model of a ``ModelInfo`` whose ``config`` is a ``DFlashShape``, for a ``target``."""
 
-    def __init__(self, info: ModelInfo, target: ModelArchitecture) -> None:
+    def __init__(self, info: ModelInfo, mesh: Mesh, target: ModelArchitecture) -> None:
         super().__init__()
         shape: DFlashShape = info.config
         self.info = info
@@ -38,29 +40,31 @@ class DFlashModel(Layer, ModelArchitecture):
         self.fc = Linear(len(shape.layer_ids) * hidden, hidden)
         self.hidden_norm = RMSNorm(hidden, eps)
         self.layers = nn.ModuleList(
-            DecoderLayer(shape.decoder, index, window) for index, window in enumerate(shape.windows)
+            DecoderLayer(shape.decoder, index, mesh, window) for index, window in enumerate(shape.windows)
         )
         self.norm = RMSNorm(hidden, eps)
         self.rotary = Rotary(shape.rope)
         self._layers: tuple[DecoderLayer, ...] = tuple(self.layers)  # pyright: ignore[reportAttributeAccessIssue]
-        self.embed = Embedding(info.vocab_size, hidden) if shape.own_embedding else None
-        self.head = None if shape.draft_vocab is None else Linear(hidden, shape.draft_vocab)
+        self.embed = Embedding(info.vocab_size, hidden, mesh) if shape.own_embedding else None
+        self.head = None if shape.draft_vocab is None else LMHead(hidden, shape.draft_vocab, mesh)
         self._embed = target.embed_tokens if self.embed is None else self.embed.forward
         self._logits = target.logits if self.head is None else self.head.forward
         self._context: Linear
         self._key_norms: list[HeadNorm]
+        self._counts: HeadCounts
 
     def prepare(self) -> None:
         """Join the weights that compute keys and values of the context into one product for all layers. See
         ``Layer.prepare``."""
         attention = [layer.attn for layer in self._layers]
-        queries = self.info.num_heads * self.info.head_dim
+        self._counts = attention[0].counts
+        queries = self._counts.queries * self.info.head_dim
         context = Linear(self.info.hidden_size, 0, bias=attention[0].qkv.bias is not None)
         context.weight = _joined([attn.qkv.weight[queries:] for attn in attention])
         if context.bias is not None:
             context.bias = _joined([attn.qkv.bias[queries:] for attn in attention if attn.qkv.bias is not None])
         norms = [attn.qk_norm for attn in attention if attn.qk_norm is not None]
-        of_keys = [HeadNorm(0, self.info.num_kv_heads, self.info.head_dim, norm.eps) for norm in norms]
+        of_keys = [HeadNorm(0, self._counts.keys, self.info.head_dim, norm.eps) for norm in norms]
         for ours, norm in zip(of_keys, norms, strict=True):
             ours.q_weight, ours.k_weight = norm.q_weight, norm.k_weight
         self._key_norms = of_keys
@@ -73,7 +77,7 @@ class DFlashModel(Layer, ModelArchitecture):
         if not self.prepared:
             self.prepare()
         context = self.hidden_norm.forward(self.fc.forward(features))
-        heads, size = self.info.num_kv_heads, self.info.head_dim
+        heads, size = self._counts.keys, self.info.head_dim
         kv = self._context.forward(context).view(len(context), -1, 2 * heads, size)
         rotation = self.rotary.forward(batch.positions)
         for index, norm in enumerate(self._key_norms):
@@ -82,7 +86,8 @@ class DFlashModel(Layer, ModelArchitecture):
 
     def forward(self, batch: Batch) -> torch.Tensor:
         """Run the model over blocks. See ``ModelArchitecture.forward``."""
-        x, residual = self._embed(batch.input_ids), None
+        x: Addend = self._embed(batch.input_ids)
+        residual = None
         rotation = self.rotary.forward(batch.positions)
         for layer in self._layers:
             x, residual = layer.forward(*layer.enter(x, residual), rotation, batch)
@@ -98,9 +103,9 @@ class DFlashModel(Layer, ModelArchitecture):
         names = ("fc.weight", "hidden_norm.weight", "norm.weight")
         targets = {name: WeightTarget(name) for name in names}
         if self.embed is not None:
-            targets["embed_tokens.weight"] = WeightTarget("embed.weight")
+            targets["embed_tokens.weight"] = self.embed.target("embed.weight")
         if self.head is not None:
-            targets["lm_head.weight"] = WeightTarget("head.weight")
+            targets["lm_head.weight"] = self.head.target("head.weight")
         for index, layer in enumerate(self._layers):
             targets.update(decoder_targets(layer, f"layers.{index}", f"layers.{index}"))
         return targets

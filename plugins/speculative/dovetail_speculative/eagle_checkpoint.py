@@ -18,6 +18,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from dovetail.errors import ConfigError
 from dovetail.interfaces.cache import CacheGroup
+from dovetail.interfaces.features import Feature
 from dovetail.interfaces.model import ModelInfo
 from dovetail.layers.rope import RopeConfig, read_rope
 from dovetail_speculative.checkpoints import check_heads
@@ -133,6 +134,8 @@ def describe(
         head_dim=head_dim,
         context_len=context.max_context,
         cache_groups=(CacheGroup(1, kv_heads, head_dim),),
+        offers=frozenset({Feature.MODEL_TENSOR_PARALLEL}),
+        split_sizes=(("intermediate_size", head.intermediate_size),),
         config=HeadShape(
             names, head.intermediate_size, head.rms_norm_eps, rope, context.runtime.target.info.hidden_size, *norms
         ),

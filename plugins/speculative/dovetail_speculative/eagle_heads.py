@@ -14,7 +14,7 @@ from dovetail.interfaces.model import ModelArchitecture, ModelInfo, WeightTarget
 from dovetail.layers.attention import AttentionShape, SelfAttention
 from dovetail.layers.base import Layer
 from dovetail.layers.decoder import Targets, attention_targets, linear_targets, mlp_targets
-from dovetail.layers.embedding import Embedding
+from dovetail.layers.embedding import Embedding, LMHead
 from dovetail.layers.linear import Linear
 from dovetail.layers.mlp import GatedMLP
 from dovetail.layers.norm import RMSNorm
@@ -22,6 +22,7 @@ from dovetail.layers.rotary import Rotary, Rotation
 from dovetail_speculative.speculators import NO_PARAMETERS
 
 if TYPE_CHECKING:
+    from dovetail.interfaces.mesh import Mesh
     from dovetail.types import Batch
     from dovetail_speculative.eagle_checkpoint import HeadShape
 
@@ -32,7 +33,7 @@ class EagleLayer(Layer):
     ``prefix`` is the name of the layer in the checkpoint.
     """
 
-    def __init__(self, info: ModelInfo, prefix: str, input_size: int) -> None:
+    def __init__(self, info: ModelInfo, mesh: Mesh, prefix: str, input_size: int) -> None:
         super().__init__()
         config: HeadShape = info.config
         self.prefix = prefix
@@ -46,9 +47,9 @@ class EagleLayer(Layer):
             qk_norm_eps=config.norm_eps if f"{prefix}.self_attn.q_norm.weight" in config.names else None,
             input_size=input_size,
         )
-        self.attn = SelfAttention(shape, AttentionLayer(0, info.head_dim**-0.5))
+        self.attn = SelfAttention(shape, AttentionLayer(0, info.head_dim**-0.5), mesh)
         self.mlp_norm = RMSNorm(info.hidden_size, config.norm_eps)
-        self.mlp = GatedMLP(info.hidden_size, config.intermediate_size)
+        self.mlp = GatedMLP(info.hidden_size, config.intermediate_size, mesh)
 
     def forward(self, x: torch.Tensor, residual: torch.Tensor, rotation: Rotation, batch: Batch) -> torch.Tensor:
         """Return the residual stream after the layer, from ``x [tokens, input_size]`` and
@@ -71,12 +72,12 @@ class EagleModel(Layer, ModelArchitecture):
     head's output for the token before it. It returns the residual stream after the layer.
     """
 
-    def __init__(self, info: ModelInfo, target: ModelArchitecture) -> None:
+    def __init__(self, info: ModelInfo, mesh: Mesh, target: ModelArchitecture) -> None:
         super().__init__()
         config: HeadShape = info.config
         self.info = info
         own = "embed_tokens.weight" in config.names or info.hidden_size != config.target_size
-        self.embed = Embedding(info.vocab_size, info.hidden_size) if own else None
+        self.embed = Embedding(info.vocab_size, info.hidden_size, mesh) if own else None
         self._embed: Callable[[torch.Tensor], torch.Tensor] = self.embed.forward if self.embed else target.embed_tokens
         self.rotary = Rotary(config.rope)
         self.layer: EagleLayer
@@ -94,7 +95,7 @@ class EagleModel(Layer, ModelArchitecture):
         """See ``ModelArchitecture.weights_map``."""
         targets = dict(self.layer.targets("layer"))
         if self.embed is not None:
-            targets["embed_tokens.weight"] = WeightTarget("embed.weight")
+            targets["embed_tokens.weight"] = self.embed.target("embed.weight")
         return targets
 
     def ignored_weights(self) -> Iterable[str]:
@@ -108,11 +109,11 @@ class EagleHead(EagleModel):
     It predicts the target's next final hidden state, from which the target's head computes logits.
     """
 
-    def __init__(self, info: ModelInfo, target: ModelArchitecture) -> None:
-        super().__init__(info, target)
+    def __init__(self, info: ModelInfo, mesh: Mesh, target: ModelArchitecture) -> None:
+        super().__init__(info, mesh, target)
         bias = "fc.bias" in info.config.names
         self.fc = Linear(2 * info.hidden_size, info.hidden_size, bias=bias)
-        self.layer = EagleLayer(info, "layers.0", info.hidden_size)
+        self.layer = EagleLayer(info, mesh, "layers.0", info.hidden_size)
         self._logits = target.logits
 
     def enter(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -141,17 +142,17 @@ class Eagle3Head(EagleModel):
     from its own outputs, which need not resemble the target's hidden states.
     """
 
-    def __init__(self, info: ModelInfo, target: ModelArchitecture, draft_vocab: int) -> None:
-        super().__init__(info, target)
+    def __init__(self, info: ModelInfo, mesh: Mesh, target: ModelArchitecture, draft_vocab: int) -> None:
+        super().__init__(info, mesh, target)
         config, hidden = info.config, info.hidden_size
         prefix = "layers.0" if any(name.startswith("layers.0.") for name in config.names) else "midlayer"
         self.input_norm = RMSNorm(3 * config.target_size, config.norm_eps) if config.norm_before_fc else None
         self.fc = Linear(3 * config.target_size, hidden, bias="fc.bias" in config.names)
         self.embed_norm = RMSNorm(hidden, config.norm_eps)
         self.hidden_norm = RMSNorm(hidden, config.norm_eps)
-        self.layer = EagleLayer(info, prefix, 2 * hidden)
+        self.layer = EagleLayer(info, mesh, prefix, 2 * hidden)
         self.norm = RMSNorm(hidden, config.norm_eps)
-        self.head = Linear(hidden, draft_vocab)
+        self.head = LMHead(hidden, draft_vocab, mesh)
         self._norm_before_residual: bool = config.norm_before_residual
 
     def enter(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -181,7 +182,7 @@ class Eagle3Head(EagleModel):
             f"{self.layer.prefix}.input_layernorm.weight": WeightTarget("embed_norm.weight"),
             f"{self.layer.prefix}.hidden_norm.weight": WeightTarget("hidden_norm.weight"),
             "norm.weight": WeightTarget("norm.weight"),
-            "lm_head.weight": WeightTarget("head.weight"),
+            "lm_head.weight": self.head.target("head.weight"),
         }
 
     def ignored_weights(self) -> Iterable[str]:

@@ -16,6 +16,7 @@ import torch
 
 from dovetail.errors import ConfigError
 from dovetail.interfaces.cache import CacheGroup
+from dovetail.interfaces.features import Feature
 from dovetail.interfaces.model import ModelInfo
 from dovetail.layers.attention import AttentionShape
 from dovetail.layers.decoder import DecoderShape
@@ -161,6 +162,8 @@ def describe_mtp(config: Mapping[str, Any], directory: Path | None, target: Mode
         head_dim=attention.head_dim,
         context_len=max_context,
         cache_groups=(CacheGroup(count, attention.num_kv_heads, attention.head_dim),),
+        offers=frozenset({Feature.MODEL_TENSOR_PARALLEL}),
+        split_sizes=(("intermediate_size", decoder.intermediate_size),),
         config=shape,
     )
 

@@ -12,12 +12,13 @@ from torch import nn
 from dovetail.interfaces.model import ModelArchitecture, ModelInfo, WeightTarget
 from dovetail.layers.base import Layer
 from dovetail.layers.decoder import DecoderLayer, decoder_targets
-from dovetail.layers.embedding import Embedding
+from dovetail.layers.embedding import Embedding, LMHead
 from dovetail.layers.linear import Linear
 from dovetail.layers.norm import RMSNorm
 from dovetail.layers.rotary import Rotary
 
 if TYPE_CHECKING:
+    from dovetail.interfaces.mesh import Mesh
     from dovetail.types import Batch
     from dovetail_speculative.mtp_checkpoint import MtpShape
 
@@ -44,7 +45,7 @@ class MtpInput(Layer):
 class MtpModel(Layer, ModelArchitecture):
     """Run the layers of a ``ModelInfo`` whose ``config`` is an ``MtpShape``, for a ``target``."""
 
-    def __init__(self, info: ModelInfo, target: ModelArchitecture) -> None:
+    def __init__(self, info: ModelInfo, mesh: Mesh, target: ModelArchitecture) -> None:
         super().__init__()
         shape: MtpShape = info.config
         layout, eps, count = shape.layout, shape.decoder.norm_eps, 1 if shape.layout.shares_entry else info.num_layers
@@ -52,12 +53,12 @@ class MtpModel(Layer, ModelArchitecture):
         self.entries = nn.ModuleList(
             MtpInput(info.hidden_size, eps, hidden_first=layout.hidden_first) for _ in range(count)
         )
-        self.layers = nn.ModuleList(DecoderLayer(shape.decoder, index) for index in range(info.num_layers))
+        self.layers = nn.ModuleList(DecoderLayer(shape.decoder, index, mesh) for index in range(info.num_layers))
         self.rotary = Rotary(shape.rope)
         self._entries: tuple[MtpInput, ...] = tuple(self.entries)  # pyright: ignore[reportAttributeAccessIssue]
         self._layers: tuple[DecoderLayer, ...] = tuple(self.layers)  # pyright: ignore[reportAttributeAccessIssue]
-        self.embed = Embedding(info.vocab_size, info.hidden_size) if shape.own_embedding else None
-        self.head = Linear(info.hidden_size, info.vocab_size) if shape.own_head else None
+        self.embed = Embedding(info.vocab_size, info.hidden_size, mesh) if shape.own_embedding else None
+        self.head = LMHead(info.hidden_size, info.vocab_size, mesh) if shape.own_head else None
         self._embed = target.embed_tokens if self.embed is None else self.embed.forward
         self._logits = target.logits if self.head is None else self.head.forward
 
@@ -105,9 +106,9 @@ class MtpModel(Layer, ModelArchitecture):
         for index, layer in enumerate(self._layers):
             targets.update(decoder_targets(layer, shape.layer(index), f"layers.{index}"))
         if self.embed is not None:
-            targets[f"{shape.entry(0)}.{layout.embedding}.weight"] = WeightTarget("embed.weight")
+            targets[f"{shape.entry(0)}.{layout.embedding}.weight"] = self.embed.target("embed.weight")
         if self.head is not None:
-            targets[f"{shape.entry(0)}.{layout.head}.weight"] = WeightTarget("head.weight")
+            targets[f"{shape.entry(0)}.{layout.head}.weight"] = self.head.target("head.weight")
         return targets
 
     def ignored_weights(self) -> Iterable[str]:
