@@ -29,6 +29,7 @@ from collections.abc import Callable
 import torch
 
 from dovetail.ops.bitmask import apply_bitmask, bitmask_width
+from dovetail.ops.logprobs import chosen_and_top
 from dovetail.ops.penalties import apply_penalties
 from dovetail.ops.sampling import Filters, greedy, sample, sample_reference
 
@@ -108,8 +109,13 @@ def run(n: int, vocab: int, dtype: torch.dtype, spread: float, quick: bool) -> N
     uniform = torch.rand(n, dtype=torch.float64, device="cuda")
     mask = torch.randint(-(2**31), 2**31, (n, bitmask_width(vocab)), device="cuda").int()
     rows = torch.arange(n, device="cuda")
-    in_prompt, counts = torch.rand(n, vocab, device="cuda") < 0.005, torch.zeros(n, vocab, device="cuda")
-    ones = torch.ones(n, device="cuda")
+    counts = (torch.rand(n, vocab, device="cuda") < 0.005).int()
+    penalties, penalised = (
+        torch.tensor([[1.1, 0.5, 0.5]], device="cuda").repeat(n, 1),
+        torch.empty_like(sets[0]).float(),
+    )
+    tokens, top = torch.zeros(n, dtype=torch.int64, device="cuda"), torch.empty(n, 5, device="cuda")
+    chosen, top_ids = torch.empty(n, device="cuda"), torch.empty(n, 5, dtype=torch.int64, device="cuda")
     actions: dict[str, tuple[Action, Action | None, Action | None]] = {
         "greedy": (greedy, lambda logits: logits.argmax(-1), None),
     }
@@ -121,7 +127,12 @@ def run(n: int, vocab: int, dtype: torch.dtype, spread: float, quick: bool) -> N
             flashinfer_action(n, filters),
         )
     actions["bitmask"] = (lambda logits: apply_bitmask(logits, mask, rows), None, None)
-    actions["penalties"] = (lambda logits: apply_penalties(logits, in_prompt, counts, ones, ones, ones), None, None)
+    actions["penalties"] = (lambda x: apply_penalties(x, counts, rows, penalties, penalised), None, None)
+    actions["5 logprobs"] = (
+        lambda x: chosen_and_top(x, tokens, chosen, top, top_ids),
+        lambda x: torch.log_softmax(x.float(), -1).topk(5),
+        None,
+    )
     for name, (ours, torch_, flashinfer) in actions.items():
         columns = [microseconds(ours, sets)]
         for peer in (torch_, flashinfer):

@@ -26,6 +26,7 @@ from dovetail import LLM, Resolved, SamplingParams
 from dovetail.engine.engine import Engine
 from dovetail.engine.inputs import Inputs
 from dovetail.engine.memory import Needs, budget_for
+from dovetail.engine.penalties import TokenCounts
 from dovetail.engine.sampler import Sampler
 from dovetail.loop import Loop
 from dovetail.memory.pool import PagedKVPool
@@ -54,7 +55,8 @@ class StubEngine(Engine):
         self.pool = PagedKVPool(self.info.cache_groups[0], 2, self.page_size, torch.float32, self.device)  # never read
         self.request_table = RequestTable(config.scheduler.rows, pages)
         self.inputs = Inputs(self.request_table.pages[0], self.page_size, self.device)
-        self.sampler = Sampler(self.info.vocab_size, eos_token_ids, self.device)
+        self.counts = TokenCounts(config.scheduler.rows + 1, self.info.vocab_size, self.device)
+        self.sampler = Sampler(self.info.vocab_size, eos_token_ids, self.device, self.counts)
         self.graphs = None
         self.drafter = self.verify_graphs = self.pieces = None
         self.shares_prefixes = False

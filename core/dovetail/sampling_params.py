@@ -239,10 +239,5 @@ class SamplingParams:
 
     @property
     def penalised(self) -> bool:
-        """Return True if the logits depend on earlier tokens (penalties) or on a bias."""
-        return (
-            self.repetition_penalty != 1.0
-            or self.presence_penalty != 0.0
-            or self.frequency_penalty != 0.0
-            or bool(self.logit_bias)
-        )
+        """Return True if the logits depend on earlier tokens: if a penalty is not off."""
+        return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0

@@ -6,16 +6,17 @@
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from transformers.generation import logits_process as hf
 
-from dovetail.engine.penalties import Penalties
+from dovetail.engine.penalties import SlotText, TokenCounts, paths_of
 from dovetail.engine.verify import accept
 from dovetail.generation.expansion import derive_seed
 from dovetail.ops.bitmask import apply_bitmask, bitmask_width
 from dovetail.ops.random import uniform
 from dovetail.ops.sampling import Filters, greedy, sample
-from dovetail.sampling_params import SamplingParams
-from dovetail.types import Req
+from dovetail.types import DraftTree
 
 VOCAB = 37
 
@@ -136,43 +137,68 @@ def test_bitmask_keeps_exactly_the_allowed_tokens(vocab):
     assert torch.equal(logits, expected)
 
 
-def make_req(tokens, prompt_len, **params):
-    req = Req("r", np.array([*tokens, *[0] * 8], np.int32), prompt_len, SamplingParams(**params), uid=1)
-    req.known_len = req.device_len = len(tokens)
-    return req
-
-
 def test_penalties_match_their_definitions():
-    tokens, prompt_len = [3, 5, 5, 9, 7, 7, 2], 4
-    req = make_req(
-        tokens, prompt_len, repetition_penalty=1.4, presence_penalty=0.5, frequency_penalty=0.3, logit_bias={9: 2.0}
-    )
-    logits = torch.randn(1, VOCAB)
-    expected = logits.clone()
-    expected[0, 9] += 2.0
-    expected = hf.RepetitionPenaltyLogitsProcessor(1.4)(torch.tensor([tokens]), expected)
-    for token in set(tokens[prompt_len:]):
-        expected[0, token] -= 0.5 + 0.3 * tokens[prompt_len:].count(token)
-    Penalties(VOCAB, torch.device("cpu")).apply(logits, req, len(tokens), torch.tensor([2]), [], [])
+    prompt, output = [3, 5, 5, 9], [7, 7, 2, 5]
+    logits = torch.randn(2, VOCAB)
+    expected = hf.RepetitionPenaltyLogitsProcessor(1.4)(torch.tensor([[*prompt, *output]] * 2), logits.clone())
+    expected[1] = logits[1]
+    for token in set(output):
+        expected[0, token] -= 0.5 + 0.3 * output.count(token)
+    counts = TokenCounts(4, VOCAB, torch.device("cpu"))
+    counts.recount([SlotText(3, np.array(prompt, np.int32), np.array(output[:3], np.int32))])
+    counts.add(torch.tensor([3, 1]), torch.tensor([5, 5]))
+    counts.apply(logits, torch.tensor([3, 1]), torch.tensor([[1.4, 0.5, 0.3], [1.0, 0, 0]]))
     torch.testing.assert_close(logits, expected)
 
 
-def test_penalties_along_drafts_and_with_a_token_the_host_does_not_know_yet():
-    req = make_req([1, 2, 3], 1, frequency_penalty=1.0)
-    penalties = Penalties(VOCAB, torch.device("cpu"))
-    logits = torch.zeros(3, VOCAB)
-    penalties.apply(logits, req, 4, torch.tensor([3]), [6, 6], [-1, 0])
-    rows = [{2: 1, 3: 2}, {2: 1, 3: 2, 6: 1}, {2: 1, 3: 2, 6: 2}]
-    for row, counts in zip(logits, rows, strict=True):
-        expected = torch.zeros(VOCAB)
-        for token, count in counts.items():
-            expected[token] = -count
-        assert torch.equal(row, expected)
-    again = torch.zeros(1, VOCAB)
-    req.token_ids[3], req.known_len = 3, 4
-    penalties.apply(again, req, 4, torch.tensor([3]), [], [])
-    assert again[0, 3] == -2
-    assert again[0, 6] == 0
+def test_penalties_along_drafts():
+    counts = TokenCounts(2, VOCAB, torch.device("cpu"))
+    counts.recount([SlotText(1, np.array([1], np.int32), np.array([2, 3, 3], np.int32))])
+    drafts = DraftTree(np.array([[6, 6, 2, 99]]), np.array([[-1, 0, 0, 99]]), np.array([3]))
+    expected = torch.zeros(5, VOCAB)
+    for row, seen in enumerate([None, [2, 3, 3], [2, 3, 3, 6], [2, 3, 3, 6, 6], [2, 3, 3, 6, 2]]):
+        for token in seen or []:
+            expected[row, token] -= 1
+    for _ in range(2):  # drafts are not counted for good
+        logits = torch.zeros(5, VOCAB)
+        rows = torch.tensor([[1.0, 0, 0], *[[1.0, 0, 1.0]] * 4])
+        counts.apply(logits, torch.tensor([0, 1, 1, 1, 1]), rows, paths_of([1], [0], drafts))
+        assert torch.equal(logits, expected)
+
+
+@given(st.data())
+def test_counts_are_those_of_the_texts(data: st.DataObject):
+    """Count slots anew, add sampled tokens and accepted drafts, in any order, and compare with the texts themselves."""
+    vocab, slots = 9, 4
+    counts = TokenCounts(slots, vocab, torch.device("cpu"))
+    ids = st.lists(st.integers(0, vocab - 1), max_size=5)
+    texts: dict[int, tuple[list[int], list[int]]] = {}
+    for _ in range(data.draw(st.integers(1, 6))):
+        chosen = data.draw(st.lists(st.integers(0, slots - 1), unique=True))
+        index, kind = torch.tensor(chosen, dtype=torch.int64), data.draw(st.sampled_from(["recount", "add", "accept"]))
+        if kind == "recount":
+            fresh = {slot: (data.draw(ids), data.draw(ids)) for slot in chosen}
+            texts |= fresh
+            counts.recount([SlotText(s, *(np.array(t, np.int32) for t in text)) for s, text in fresh.items()])
+            continue
+        width = 1 if kind == "add" else 3
+        tokens = np.array(
+            [data.draw(st.lists(st.integers(0, vocab - 1), min_size=width, max_size=width)) for _ in chosen]
+        )
+        tokens = tokens.reshape(len(chosen), width).astype(np.int64)
+        lens = [1 if kind == "add" else data.draw(st.integers(1, 3)) for _ in chosen]
+        if kind == "add":
+            counts.add(index, torch.from_numpy(tokens)[:, 0])
+            with counts.paused():
+                counts.add(index, torch.from_numpy(tokens)[:, 0])
+        else:
+            counts.add_accepted(index, torch.from_numpy(tokens), torch.tensor(lens, dtype=torch.int64))
+        for slot, row, count in zip(chosen, tokens.tolist(), lens, strict=True):
+            if slot in texts:
+                texts[slot][1].extend(row[:count])
+    for slot, (prompt, output) in texts.items():
+        expected = [2 * output.count(t) + (t in prompt) for t in range(vocab)]
+        assert counts.table[slot].tolist() == expected
 
 
 def walk(sampled, drafts, parents, count):

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from dovetail.ops.bitmask import apply_bitmask, bitmask_width
-from dovetail.ops.penalties import apply_penalties
+from dovetail.ops.logprobs import chosen_and_top
+from dovetail.ops.penalties import apply_penalties, count_tokens
 from dovetail.ops.sampling import Filters, greedy, sample, sample_reference
 
 pytestmark = [
@@ -165,16 +166,40 @@ def test_penalties_follow_their_formula(vocab: int, dtype: torch.dtype):
     torch.manual_seed(vocab)
     logits = (torch.randn(4, vocab, device="cuda") * 4).to(dtype)
     in_prompt = torch.rand(4, vocab, device="cuda") < 0.01
-    counts = torch.where(torch.rand(4, vocab, device="cuda") < 0.01, 3.0, 0.0)
-    in_prompt[3], counts[3] = False, 0
-    settings = [[1.4, 1.0, 0.7, 9.0], [0.5, 0.0, 0.1, 9.0], [0.0, 0.3, 0.2, 9.0]]
-    repetition, presence, frequency = torch.tensor(settings, device="cuda")
-    x, (r, p, f) = logits.double(), (v[:, None].double() for v in (repetition, presence, frequency))
+    counts = torch.where(torch.rand(4, vocab, device="cuda") < 0.01, 3, 0)
+    table = torch.full((6, vocab), -99, dtype=torch.int32, device="cuda")
+    slots = torch.tensor([5, 2, 0, 1], device="cuda")
+    table[slots] = (2 * counts + in_prompt).int()
+    settings = torch.tensor([[1.4, 0.5, 0.0], [1.0, 0.0, 0.3], [0.7, 0.1, 0.2], [1.0, 0.0, 0.0]], device="cuda")
+    x, (r, p, f) = logits.double(), settings.double()[:, :, None].unbind(1)
     expected = (
         torch.where(in_prompt | (counts > 0), torch.where(x > 0, x / r, x * r), x) - (counts > 0) * p - counts * f
     )
-    untouched = logits[3].clone()
-    apply_penalties(logits, in_prompt, counts, repetition, presence, frequency)
-    assert torch.equal(logits[3], untouched)
-    tolerance = {torch.float32: 1e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}[dtype]
-    torch.testing.assert_close(logits.double(), expected, rtol=tolerance, atol=tolerance)
+    out = torch.full((4, vocab), float("nan"), device="cuda")
+    apply_penalties(logits, table, slots, settings, out)
+    assert torch.equal(out[3], logits[3].float())
+    torch.testing.assert_close(out.double(), expected, rtol=1e-6, atol=1e-6)
+    tokens = torch.randint(0, vocab, (4,), device="cuda")
+    before = table.clone()
+    count_tokens(table, slots, tokens, torch.tensor([2], dtype=torch.int32, device="cuda"))
+    before[slots, tokens] += 2
+    assert torch.equal(table, before)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("vocab", VOCABS)
+@pytest.mark.parametrize("top", [1, 5, 20])
+def test_log_probabilities_are_those_of_a_softmax(vocab: int, dtype: torch.dtype, top: int):
+    torch.manual_seed(vocab)
+    logits = (torch.randn(5, vocab, device="cuda") * 4).to(dtype)
+    logits[1, top:] = float("-inf")
+    logits[2] = 1.0
+    tokens = torch.randint(0, top, (5,), device="cuda")
+    chosen, best = torch.full((5,), float("nan"), device="cuda"), torch.full((5, top), float("nan"), device="cuda")
+    ids = torch.full((5, top), -1, device="cuda")
+    chosen_and_top(logits, tokens, chosen, best, ids)
+    exact = torch.log_softmax(logits.double(), -1)
+    torch.testing.assert_close(chosen.double(), exact.gather(1, tokens[:, None])[:, 0], rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(best.double(), exact.topk(top).values, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(best.double(), exact.gather(1, ids), rtol=1e-5, atol=1e-5)
+    assert all(len(set(row)) == top for row in ids.tolist())

@@ -16,6 +16,7 @@ import torch
 from dovetail import LLM
 from dovetail.engine.captures import NEEDED_BEFORE_CAPTURE, NO_UPDATES, STEPS_BETWEEN_CAPTURES, Staging
 from dovetail.engine.graphs import DecodeGraphs
+from dovetail.engine.penalties import TokenCounts
 from dovetail.engine.runners import DecodeGraphRunner, EagerRunner, EagerSampler, VerifyGraphRunner
 from dovetail.engine.sampler import Sampler
 from dovetail.engine.verify_graphs import VerifyGraphs, VerifySizes
@@ -88,8 +89,10 @@ def runners(engine, monkeypatch):
         monkeypatch.setattr(f"dovetail.engine.{module}.GraphRecorder", Replayed)
     monkeypatch.setattr("dovetail.engine.graphs.Staging", Unpinned)
     model, inputs, pool = engine.model, engine.inputs, engine.pool
-    sampler = EagerSampler(Sampler(engine.info.vocab_size, frozenset(), engine.device), inputs)
-    decode = DecodeGraphs(model, inputs, pool, attention(engine), ROWS, engine.context_len, False, WATCHED)
+    counts = TokenCounts(len(inputs.pages), engine.info.vocab_size, engine.device)
+    sampler = EagerSampler(Sampler(engine.info.vocab_size, frozenset(), engine.device, counts), inputs)
+    shape = ROWS, engine.context_len, False, WATCHED
+    decode = DecodeGraphs(model, inputs, pool, attention(engine), *shape, counts=counts)
     sizes = VerifySizes(TOKENS, WIDTH, True, engine.context_len)
     verify = VerifyGraphs(model, inputs, pool, attention(engine), sizes, WATCHED)
     eager = EagerRunner(model, inputs, pool, attention(engine), attention(engine), sampler, watched=WATCHED)

@@ -1,20 +1,16 @@
-"""Test sampling, mask and penalty kernels, interpreted on the CPU, against the torch references.
+"""Test sampling and mask kernels, interpreted on the CPU, against the torch references.
 
 Run: TRITON_INTERPRET=1 python -m pytest tests/triton/test_sampling_triton.py
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 import torch
 
 from dovetail.ops.bitmask import apply_bitmask, bitmask_width
-from dovetail.ops.penalties import apply_penalties
 from dovetail.ops.sampling import Filters, sample_reference
 from dovetail.ops.triton import bitmask as mask_kernel
-from dovetail.ops.triton import penalties as penalty_kernel
 from dovetail.ops.triton import sampling as kernels
 
 DTYPES = [torch.float32, torch.float16]
@@ -177,24 +173,3 @@ def test_masks_touch_the_forbidden_tokens_of_their_rows_alone(dtype: torch.dtype
     mask_kernel.apply_bitmask(wide[:, :vocab], words[:0], rows[:0])
     assert torch.equal(wide, expected)
     assert (wide[4, :vocab] == float("-inf")).all()
-
-
-@pytest.mark.parametrize("apply", [apply_penalties, penalty_kernel.apply_penalties], ids=["torch", "triton"])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("vocab", [300, 2100])
-def test_penalties_follow_their_formula(vocab: int, dtype: torch.dtype, apply: Callable[..., None]):
-    torch.manual_seed(vocab)
-    logits = (torch.randn(4, vocab) * 4).to(dtype)
-    in_prompt = torch.rand(4, vocab) < 0.01
-    counts = torch.where(torch.rand(4, vocab) < 0.01, 3.0, 0.0)
-    in_prompt[3], counts[3] = False, 0
-    repetition, presence, frequency = torch.tensor([[1.4, 1.0, 0.7, 9.0], [0.5, 0.0, 0.1, 9.0], [0.0, 0.3, 0.2, 9.0]])
-    x, (r, p, f) = logits.double(), (v[:, None].double() for v in (repetition, presence, frequency))
-    expected = (
-        torch.where(in_prompt | (counts > 0), torch.where(x > 0, x / r, x * r), x) - (counts > 0) * p - counts * f
-    )
-    untouched = logits[3].clone()
-    apply(logits, in_prompt, counts, repetition, presence, frequency)
-    assert torch.equal(logits[3], untouched)
-    tolerance = {torch.float32: 1e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}[dtype]
-    torch.testing.assert_close(logits.double(), expected, rtol=tolerance, atol=tolerance)

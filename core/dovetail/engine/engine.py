@@ -19,6 +19,7 @@ from dovetail.engine.memory import agreed_budget, budget_for
 from dovetail.engine.mesh import local_info
 from dovetail.engine.needs import GraphNeeds, captures_trees, measure_needs, verify_sizes
 from dovetail.engine.outputs import fetched, host_output
+from dovetail.engine.penalties import TokenCounts
 from dovetail.engine.pieces import PiecewiseGraphs, launch_bound
 from dovetail.engine.runners import DecodeGraphRunner, EagerRunner, EagerSampler, Launched, Runner, VerifyGraphRunner
 from dovetail.engine.sampler import Sampler
@@ -76,8 +77,10 @@ class Engine:
         self.watched = self._draft_runtime.watched
         requested = config.graphs.piecewise_tokens
         self._piece_tokens = mesh.tp.min(launch_bound(self.model, mesh)) if requested is None else requested
+        # before the pool, which gets what memory is left
+        self.counts = TokenCounts(config.scheduler.rows + 1, info.vocab_size, self.device)
         self._allocate_pool(resolved)
-        self.sampler = Sampler(info.vocab_size, eos_token_ids, self.device)
+        self.sampler = Sampler(info.vocab_size, eos_token_ids, self.device, self.counts)
         self._build_runners(resolved)
         if self.drafter is not None and resolved.drafter is not None:
             self.expect_drafts(self.drafter.max_draft_tokens, trees=captures_trees(resolved))
@@ -172,7 +175,15 @@ class Engine:
     def _build_graphs(self, config: Config, decode: AttentionBackend) -> DecodeGraphs:
         rows = min(config.scheduler.rows, config.graphs.max_rows)
         graphs = DecodeGraphs(
-            self.model, self.inputs, self.pool, decode, rows, self.context_len, self.shares_prefixes, self.watched
+            self.model,
+            self.inputs,
+            self.pool,
+            decode,
+            rows,
+            self.context_len,
+            self.shares_prefixes,
+            self.watched,
+            counts=self.counts,
         )
         if config.graphs.capture == "start":
             capture_all(graphs, "decode steps")

@@ -20,12 +20,12 @@ import torch
 
 from dovetail.engine.captures import NO_UPDATES, GraphRecorder, Staging, ladder, larger_sizes
 from dovetail.engine.inputs import DecodeTensors, Inputs, decode_arrays, pack, unpack
-from dovetail.engine.sampler_graphs import SamplerGraphs
-from dovetail.ops.sampling import Filters, greedy, sample
-from dovetail.types import Batch, SharedPrefixes
+from dovetail.engine.sampler_graphs import SamplerGraphs, Sampling
+from dovetail.types import Batch, ForwardOutput, SharedPrefixes
 
 if TYPE_CHECKING:
     from dovetail.engine.inputs import Array
+    from dovetail.engine.penalties import TokenCounts
     from dovetail.engine.settings import RowSettings
     from dovetail.interfaces.attention import AttentionBackend
     from dovetail.interfaces.model import ModelArchitecture
@@ -91,9 +91,11 @@ class DecodeGraphs:
         context_len: int,
         shares: bool,
         watch: tuple[int, ...] = (),
+        *,
+        counts: TokenCounts,
     ) -> None:
         """With ``shares``, batches may have ``shared``; the backend must then offer attention.shared_prefix. ``watch``
-        is ``Batch.watch``."""
+        is ``Batch.watch``, ``counts`` the token counts that penalties read."""
         self.sizes = ladder(max_rows)
         self.seconds = 0.0  # spent on captures
         self._model, self._inputs, self._pool, self._backend = model, inputs, pool, backend
@@ -106,7 +108,8 @@ class DecodeGraphs:
         self._tensors = DecodeTensors(max_rows, inputs.pages.shape[1], device, shares)
         self._staging = Staging(len(pack(_padding(max_rows))), device)
         self._recorder = GraphRecorder(device)
-        self._samplers = SamplerGraphs(max_rows, self._recorder, device)
+        self._counts = counts
+        self._samplers = SamplerGraphs(max_rows, self._recorder, device, counts)
 
     @property
     def num_captured(self) -> int:
@@ -157,18 +160,25 @@ class DecodeGraphs:
         graph.forward.replay()
         return graph.give(batch)
 
-    def sample(self, graph: DecodeGraph, settings: RowSettings) -> torch.Tensor | None:
-        """Replay the sampler of the step that was launched last. Return its tokens, int64 ``[rows of the graph]``,
-        which are valid until the next sample, and keep them on the device as the last tokens of their slots. If the
-        sampler is not captured yet, do nothing and return None."""
+    def sample(self, graph: DecodeGraph, rows: int, settings: RowSettings) -> ForwardOutput | None:
+        """Replay the sampler of the step that was launched last, which has ``rows`` rows. Return its output, which is
+        valid until the next sample, and keep the tokens on the device as the last tokens of their slots. If the sampler
+        is not captured yet, do nothing and return None."""
         logits, tensors, last_token = graph.logits, graph.tensors, self._inputs.last_token
 
-        def draw(filters: Filters | None) -> torch.Tensor:
-            tokens = greedy(logits) if filters is None else sample(logits, filters, tensors.uniform)
+        def draw(sampling: Sampling) -> torch.Tensor:
+            tokens = sampling.draw(logits, tensors.slots, tensors.uniform, self._counts)
             last_token.index_copy_(0, tensors.slots, tokens)
             return tokens
 
-        return self._samplers.replay(graph, graph.rows, settings, draw)
+        tokens = self._samplers.replay(graph, graph.rows, settings, draw)
+        if tokens is None:
+            return None
+        output = ForwardOutput(tokens[:rows, None])
+        if settings.logprobs:
+            output.logprobs = self._samplers.logprobs(rows, settings)
+            output.logprob_start = {row: row for row in settings.logprobs}
+        return output
 
     @torch.inference_mode()
     def capture(self, key: GraphKey) -> DecodeGraph:

@@ -64,7 +64,8 @@ def _graph_bytes(resolved: Resolved, info: ModelInfo, context_len: int, graphs: 
     """Return an estimate of the bytes that captured steps keep. It counts the logits of decode steps three times (the
     default variant, another variant, shared prefixes). For a drafter it adds two sets of logits for the largest verify
     step and two for the drafter's largest step (as computed, and a copy), and the logits of small verify steps (chains
-    and trees). For pieces it adds the queries of every layer and the watched hidden states. A quarter is added for the
+    and trees). It adds one set of logits in float32 for the largest decode step, to which penalties are applied. For
+    pieces it adds the queries of every layer and the watched hidden states. A quarter is added for the
     rest."""
     config = resolved.config
     rows = 3 * sum(ladder(min(config.scheduler.rows, config.graphs.max_rows)))
@@ -72,6 +73,7 @@ def _graph_bytes(resolved: Resolved, info: ModelInfo, context_len: int, graphs: 
         sizes = verify_sizes(config, graphs.draft_tokens, context_len, trees=captures_trees(resolved))
         rows += 4 * config.graphs.max_rows
         rows += (1 + sizes.trees) * sum(size for size in sizes.counts if size <= OWN_LOGITS)
+    rows += min(config.scheduler.rows, config.graphs.max_rows) * 4 // graphs.itemsize
     logits = rows * info.vocab_size if config.graphs.decode is True else 0
     tokens = sum(token_ladder(graphs.piece_tokens))
     queries = tokens * (info.num_layers * info.num_heads * info.head_dim + graphs.watched * info.hidden_size)

@@ -1,88 +1,113 @@
-"""Apply repetition, presence and frequency penalties and logit biases to logits. The penalties depend on the tokens
-that a request has so far.
+"""Count the tokens of requests on the device, by slot, and apply penalties that depend on these counts.
 
-The device keeps counts for each penalised request. A batch without penalised requests costs nothing.
+When a request enters a slot, and when its text changes other than by sampled tokens, the host sends the tokens that it
+knows, and the slot is counted anew. Afterwards the device adds every token that it samples for the slot. So penalties
+need nothing from the host in a decode step, and the steps can be captured.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
 
-from dovetail.ops.penalties import apply_penalties
+from dovetail.ops.penalties import IN_OUTPUT, IN_PROMPT, apply_penalties, count_tokens, penalised
 from dovetail.ops.transfer import to_device
 
 if TYPE_CHECKING:
-    from dovetail.sampling_params import SamplingParams
-    from dovetail.types import DraftTree, Req
+    from dovetail.types import DraftTree, IntArray
+
+
+class SlotText(NamedTuple):
+    """Hold the tokens of the request in ``slot`` that the host knows."""
+
+    slot: int
+    prompt_ids: IntArray
+    output_ids: IntArray
+
+
+class PathTokens(NamedTuple):
+    """Hold draft tokens that precede rows of logits: before row ``rows[i]``, the token ``token_ids[i]`` occurs
+    ``counts[i]`` times on the path through the drafts. A pair of row and token occurs once."""
+
+    rows: list[int]
+    token_ids: list[int]
+    counts: list[int]
 
 
 class TokenCounts:
-    """Count the tokens of one request. ``prompt`` (bool ``[V]``) is True for the tokens that are in its prompt, and
-    ``output`` (float32 ``[V]``) is the number of times that each token is in its output.
+    """Count the tokens of the requests in all slots. ``table`` is described in ``ops/penalties.py``; its address does
+    not change. The entries of a slot are undefined until its first ``recount``, and in slots whose requests have no
+    penalties. Not thread-safe."""
 
-    ``counted`` is the number of its tokens that have been counted. ``settings`` are its repetition, presence and
-    frequency penalty, float32 ``[1]`` each.
-    """
+    def __init__(self, slots: int, vocab_size: int, device: torch.device) -> None:
+        """Allocate ``4 * slots * vocab_size`` bytes. ``slots`` includes slot 0, the one of padding rows."""
+        self.table = torch.empty(slots, vocab_size, dtype=torch.int32, device=device)
+        self._amount = torch.full((1,), IN_OUTPUT, dtype=torch.int32, device=device)
 
-    def __init__(self, params: SamplingParams, vocab_size: int, device: torch.device) -> None:
-        given = np.array([params.repetition_penalty, params.presence_penalty, params.frequency_penalty], np.float32)
-        self.settings = to_device(given, device).split(1)
-        self.prompt = torch.zeros(vocab_size, dtype=torch.bool, device=device)
-        self.output = torch.zeros(vocab_size, dtype=torch.float32, device=device)
-        self.counted = 0
+    @property
+    def nbytes(self) -> int:
+        """Return the bytes of the table."""
+        return self.table.nbytes
 
-    def count_known(self, req: Req, end: int) -> None:
-        """Count the tokens before index ``end`` that the host knows."""
-        end = min(end, req.known_len)
-        if self.counted < req.prompt_len:
-            self.prompt[to_device(req.token_ids[: req.prompt_len].astype(np.int64), self.prompt.device)] = True
-            self.counted = req.prompt_len
-        if self.counted < end:
-            self.add(to_device(req.token_ids[self.counted : end].astype(np.int64), self.output.device))
-            self.counted = end
+    def recount(self, texts: Sequence[SlotText]) -> None:
+        """Count the tokens of these slots anew. No slot occurs twice."""
+        if not texts:
+            return
+        table, width = self.table, self.table.shape[1]
+        slots = np.array([t.slot for t in texts], np.int64)
+        parts = [slots]
+        for ids in ([t.prompt_ids for t in texts], [t.output_ids for t in texts]):
+            parts.append(np.concatenate(ids).astype(np.int64))
+            parts[-1] += np.repeat(slots * width, [len(i) for i in ids])
+        sent = to_device(np.concatenate(parts), table.device)
+        rows, prompt, output = sent.split([len(part) for part in parts])
+        flat = table.view(-1)
+        table.index_fill_(0, rows, 0)
+        flat.index_fill_(0, prompt, IN_PROMPT)
+        flat.index_add_(0, output, self._added().expand(len(output)))
 
-    def add(self, tokens: torch.Tensor, sign: float = 1.0) -> None:
-        """Add ``sign`` to the counts of the output tokens int64 ``[n]``."""
-        self.output.index_add_(0, tokens, torch.full((len(tokens),), sign, device=self.output.device))
+    def add(self, slots: torch.Tensor, tokens: torch.Tensor) -> None:
+        """Add one token that was sampled for each of ``slots``. Both are int64 ``[n]``."""
+        count_tokens(self.table, slots, tokens, self._amount)
 
-
-class Penalties:
-    """Keep the counts of all penalised requests, and apply their penalties to logits in place."""
-
-    def __init__(self, vocab_size: int, device: torch.device) -> None:
-        self.vocab_size = vocab_size
-        self.device = device
-        self._counts: dict[int, TokenCounts] = {}
-
-    def forget_all_but(self, uids: set[int]) -> None:
-        """Drop the counts of all requests except those with these uids."""
-        for uid in [u for u in self._counts if u not in uids]:
-            del self._counts[uid]
+    def add_accepted(self, slots: torch.Tensor, tokens: torch.Tensor, lens: torch.Tensor) -> None:
+        """Add the first ``lens[r]`` of ``tokens[r]`` to ``slots[r]``. ``tokens`` is int64 ``[rows, width]``."""
+        rows, width = tokens.shape
+        inside = torch.arange(width, device=tokens.device) < lens[:, None]
+        amounts = (inside * self._amount).int()
+        count_tokens(self.table, slots.repeat_interleave(width), tokens.reshape(-1), amounts.view(rows * width))
 
     def apply(
-        self, logits: torch.Tensor, req: Req, length: int, first: torch.Tensor, drafts: list[int], parents: list[int]
+        self, logits: torch.Tensor, slots: torch.Tensor, settings: torch.Tensor, paths: PathTokens | None = None
     ) -> None:
-        """Penalise the rows ``logits [1 + len(drafts), V]`` of one request, float32, in place.
+        """Penalise ``logits [n, V]`` in place, float32. ``slots`` is int64 ``[n]``, ``settings`` as in
+        ``ops/penalties.py``. The tokens of ``paths`` are counted in addition to those of the slots."""
+        if paths is None or not paths.rows:
+            apply_penalties(logits, self.table, slots, settings, logits)
+            return
+        sent = to_device(np.array(paths, np.int64), self.table.device)
+        rows, tokens, counts = sent
+        before = logits[rows, tokens]
+        apply_penalties(logits, self.table, slots, settings, logits)
+        words = self.table[slots[rows], tokens] + (IN_OUTPUT * counts).int()
+        logits[rows, tokens] = penalised(before, words, settings[rows])
 
-        ``length`` tokens precede the sampled token. The last of them is ``first [1]``, which may be on the device only.
-        Row j + 1 also follows the drafts on the path to draft j.
-        """
-        counts = self._counts.get(req.uid)
-        if counts is None:
-            counts = self._counts[req.uid] = TokenCounts(req.params, self.vocab_size, self.device)
-        counts.count_known(req, length)
-        if counts.counted < length:
-            counts.add(first)
-            counts.counted = length
-        _penalise(logits[:1], req.params, counts)
-        for node in range(len(drafts)):
-            path = to_device(np.array(path_tokens(node, drafts, parents), np.int64), self.device)
-            counts.add(path)
-            _penalise(logits[node + 1 : node + 2], req.params, counts)
-            counts.add(path, -1.0)
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Let ``add`` add nothing meanwhile, also within graphs that are captured or replayed. A capture runs a step
+        several times, of which none may be counted."""
+        self._amount.zero_()
+        try:
+            yield
+        finally:
+            self._amount.fill_(IN_OUTPUT)
+
+    def _added(self) -> torch.Tensor:
+        return torch.full((1,), IN_OUTPUT, dtype=torch.int32, device=self.table.device)
 
 
 def path_tokens(node: int, drafts: list[int], parents: list[int]) -> list[int]:
@@ -95,14 +120,19 @@ def path_tokens(node: int, drafts: list[int], parents: list[int]) -> list[int]:
     return path[::-1]
 
 
-def _penalise(logits: torch.Tensor, params: SamplingParams, counts: TokenCounts) -> None:
-    """Penalise ``logits [1, V]`` in place."""
-    if params.logit_bias:
-        tokens = to_device(np.array(list(params.logit_bias), np.int64), logits.device)
-        biases = to_device(np.array(list(params.logit_bias.values()), np.float32), logits.device)
-        logits[0].index_add_(0, tokens, biases)
-    if params.repetition_penalty != 1.0 or params.presence_penalty or params.frequency_penalty:
-        apply_penalties(logits, counts.prompt[None], counts.output[None], *counts.settings)
+def paths_of(starts: Sequence[int], rows: Sequence[int], drafts: DraftTree) -> PathTokens:
+    """Return the draft tokens before each logit row of the nodes of batch rows ``rows``, whose roots have the logit
+    rows ``starts``."""
+    found = PathTokens([], [], [])
+    for start, row in zip(starts, rows, strict=True):
+        tokens, parents = draft_rows(drafts, row)
+        for node in range(len(tokens)):
+            path = path_tokens(node, tokens, parents)
+            for token in dict.fromkeys(path):
+                found.rows.append(start + node + 1)
+                found.token_ids.append(token)
+                found.counts.append(path.count(token))
+    return found
 
 
 def draft_rows(drafts: DraftTree | None, row: int) -> tuple[list[int], list[int]]:

@@ -91,8 +91,8 @@ class EagerSampler:
 
 
 class DecodeGraphRunner(Runner["DecodeGraph"]):
-    """Replay captured decode steps. The sampler is replayed too, unless rows need more than filters and a random
-    number."""
+    """Replay captured decode steps. The sampler is replayed too, unless rows need biases, ``min_new_tokens``, grammars or
+    very many log-probabilities (see ``RowSettings.capturable``)."""
 
     def __init__(self, graphs: DecodeGraphs, sampler: EagerSampler) -> None:
         self._graphs, self._sampler = graphs, sampler
@@ -114,10 +114,8 @@ class DecodeGraphRunner(Runner["DecodeGraph"]):
     def sample(self, batch: Batch, launched: Launched[DecodeGraph]) -> ForwardOutput:
         """See ``Runner``."""
         settings = self._sampler.settings_of(batch)
-        tokens = self._graphs.sample(launched.graph, settings) if settings.simple else None
-        if tokens is None:
-            return self._sampler.sample(batch, launched.logits)
-        return ForwardOutput(tokens[: len(batch.slots), None])
+        output = self._graphs.sample(launched.graph, len(batch.slots), settings) if settings.capturable else None
+        return self._sampler.sample(batch, launched.logits) if output is None else output
 
 
 class VerifyGraphRunner(Runner["VerifyKey"]):

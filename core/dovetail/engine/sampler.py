@@ -10,7 +10,7 @@ import torch
 
 from dovetail.engine.inputs import Int64Array, depths, pack, unpack
 from dovetail.engine.masks import MaskBuffers, mask_logits
-from dovetail.engine.penalties import Penalties, draft_rows, path_tokens
+from dovetail.engine.penalties import SlotText, TokenCounts, draft_rows, path_tokens, paths_of
 from dovetail.engine.settings import RowSettings, expand
 from dovetail.engine.verify import accept
 from dovetail.ops.random import Floats, uniform
@@ -19,6 +19,8 @@ from dovetail.ops.transfer import to_device
 from dovetail.types import ForwardOutput, Logprobs
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from dovetail.types import Batch, Req
 
 
@@ -49,11 +51,14 @@ class LogitRows(NamedTuple):
 class Sampler:
     """Process logits, sample from them, verify drafts, and compute log-probabilities."""
 
-    def __init__(self, vocab_size: int, eos_token_ids: frozenset[int], device: torch.device) -> None:
+    def __init__(
+        self, vocab_size: int, eos_token_ids: frozenset[int], device: torch.device, counts: TokenCounts
+    ) -> None:
+        """``counts`` must have an entry for every slot that a batch can have."""
         self.vocab_size = vocab_size
         self.device = device
         self.eos_token_ids = sorted(eos_token_ids)
-        self.penalties = Penalties(vocab_size, device)
+        self.counts = counts
         self._masks = MaskBuffers(device)
         self.mask_seconds = 0.0  # seconds that the host has spent on grammar masks
         self._settings: RowSettings | None = None
@@ -66,10 +71,13 @@ class Sampler:
             return ForwardOutput(greedy(logits)[:, None])
         layout = LogitRows.of(batch)
         raw = logits
+        slots = self._penalised_slots(batch, reqs, layout, settings)
         if not settings.plain:
-            logits = self._processed(batch, logits, reqs, layout, settings)
+            logits = self._processed(batch, logits, reqs, layout, settings, slots)
         tokens = self._draw(batch, logits, layout, settings)
         output = ForwardOutput(tokens[:, None]) if batch.drafts is None else self._verify(batch, tokens, layout)
+        if slots is not None:
+            self._count(output, slots)
         if settings.logprobs:
             _add_logprobs(output, raw, tokens, layout, settings)
         return output
@@ -83,18 +91,28 @@ class Sampler:
         uids = tuple([r.uid for r in reqs])
         if settings is None or settings.uids != uids:
             settings = self._settings = RowSettings.of(reqs, self.vocab_size, self.device)
-            self.penalties.forget_all_but(set(uids))
         self._rows_version = version
         return settings
 
     def _processed(
-        self, batch: Batch, logits: torch.Tensor, reqs: list[Req], layout: LogitRows, settings: RowSettings
+        self,
+        batch: Batch,
+        logits: torch.Tensor,
+        reqs: list[Req],
+        layout: LogitRows,
+        settings: RowSettings,
+        slots: torch.Tensor | None,
     ) -> torch.Tensor:
-        """Return the logits in float32 with biases, penalties, ``min_new_tokens`` and grammars applied."""
-        touched = settings.adjusted or settings.constrained
+        """Return the logits in float32 with biases, penalties, ``min_new_tokens`` and grammars applied. ``slots`` are
+        the slots of the sampled rows if some of them have penalties."""
+        touched = settings.adjusted or settings.penalised or settings.constrained
         logits = logits.float().clone() if touched and settings.logprobs else logits.float()
         for i in settings.adjusted:
-            self._adjust(batch, logits, reqs[i], int(layout.rows[i]), int(layout.starts[i]))
+            _add_bias(logits[layout.starts[i] : layout.starts[i] + layout.spans[i]], reqs[i].params.logit_bias)
+        if slots is not None:
+            self._penalise(batch, logits, layout, settings, slots)
+        for i in settings.adjusted:
+            self._block_ends(batch, logits, reqs[i], int(layout.rows[i]), int(layout.starts[i]))
         constrained = [
             (int(layout.starts[i]), int(layout.rows[i]), reqs[i])
             for i in settings.constrained
@@ -106,15 +124,50 @@ class Sampler:
             self.mask_seconds += time.perf_counter() - start
         return logits
 
-    def _adjust(self, batch: Batch, logits: torch.Tensor, req: Req, row: int, start: int) -> None:
+    def _penalised_slots(
+        self, batch: Batch, reqs: list[Req], layout: LogitRows, settings: RowSettings
+    ) -> torch.Tensor | None:
+        """Return the slots of the sampled rows, int64 on the device, or None if no row has penalties. Count the slots
+        anew whose text the device does not know: extend rows hold prompts, also those of retracted requests, or tokens
+        of a jump-forward."""
+        if settings.penalties is None:
+            return None
+        texts: list[SlotText] = []
+        for i in settings.penalised:
+            row, req = int(layout.rows[i]), reqs[i]
+            if row < batch.num_extend:
+                end = int(batch.prefix_lens[row] + batch.extend_lens[row])
+                prompt, output = req.token_ids[: req.prompt_len], req.token_ids[req.prompt_len : end]
+                texts.append(SlotText(int(batch.slots[row]), prompt, output))
+        self.counts.recount(texts)
+        return to_device(batch.slots[layout.rows].astype(np.int64), self.device)
+
+    def _penalise(
+        self, batch: Batch, logits: torch.Tensor, layout: LogitRows, settings: RowSettings, slots: torch.Tensor
+    ) -> None:
+        assert settings.penalties is not None
+        if batch.drafts is None:
+            self.counts.apply(logits, slots, settings.penalties)
+            return
+        index = to_device(np.repeat(np.arange(len(layout.rows)), layout.spans), self.device)
+        chosen = list(settings.penalised)
+        paths = paths_of(layout.starts[chosen].tolist(), layout.rows[chosen].tolist(), batch.drafts)
+        self.counts.apply(logits, slots[index], settings.penalties[index], paths)
+
+    def _count(self, output: ForwardOutput, slots: torch.Tensor) -> None:
+        """Count the new tokens of ``slots``, those of the sampled rows."""
+        if output.accept_lens is None:
+            self.counts.add(slots, output.token_ids[:, 0])
+        else:
+            self.counts.add_accepted(slots, output.token_ids, output.accept_lens)
+
+    def _block_ends(self, batch: Batch, logits: torch.Tensor, req: Req, row: int, start: int) -> None:
+        """Block the tokens that end the output, while ``min_new_tokens`` forbids it to end."""
         drafts, parents = draft_rows(batch.drafts, row)
         length = int(batch.prefix_lens[row] + batch.extend_lens[row]) - len(drafts)
-        view = logits[start : start + 1 + len(drafts)]
-        if req.params.penalised:
-            first = int(batch.extend_lens[: row + 1].sum()) - len(drafts) - 1
-            self.penalties.apply(view, req, length, batch.input_ids[first : first + 1], drafts, parents)
         missing = req.params.min_new_tokens - (length - req.prompt_len)
         if missing > 0:
+            view = logits[start : start + 1 + len(drafts)]
             ends = np.array([*self.eos_token_ids, *req.params.stop_token_ids], np.int64)
             blocked = to_device(ends, self.device)
             for node in range(-1, len(drafts)):
@@ -140,6 +193,14 @@ class Sampler:
         ends, ids, *parents = unpack(to_device(pack(arrays), self.device), arrays)
         accepted = accept(tokens, ends, ids, parents[0] if parents else None)
         return ForwardOutput(accepted.tokens, accepted.lens, accepted.nodes)
+
+
+def _add_bias(logits: torch.Tensor, biases: Mapping[int, float] | None) -> None:
+    """Add ``biases`` to each row of ``logits [n, V]``, in place."""
+    if biases:
+        tokens = to_device(np.array(list(biases), np.int64), logits.device)
+        values = to_device(np.array(list(biases.values()), np.float32), logits.device)
+        logits.index_add_(1, tokens, values.expand(len(logits), -1))
 
 
 def decode_numbers(batch: Batch, settings: RowSettings) -> Floats | None:

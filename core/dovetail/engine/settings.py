@@ -20,22 +20,31 @@ if TYPE_CHECKING:
 _versions = itertools.count(1)
 
 
+TOP_LADDER = (1, 5, 20)
+"""The numbers of most likely tokens for which samplers are captured. A step takes the smallest that is large enough."""
+
+
 @dataclass(frozen=True, slots=True)
 class RowSettings:
     """Hold the settings of the sampled rows of a batch, by row.
 
     ``plain`` is True if all rows need an argmax and nothing else, and ``simple`` if all rows need at most filters and a
-    random number. The other fields hold indices of rows: ``adjusted`` those whose logits depend on penalties, biases or
-    ``min_new_tokens``, ``constrained`` those with a grammar, and ``logprobs`` those that request log-probabilities.
-    ``top_logprobs`` is the largest number of most likely tokens that one of them requests. Settings with the same
-    ``version`` are equal.
+    random number. ``capturable`` is True if they need at most these, penalties, and log-probabilities of a number of
+    tokens that ``TOP_LADDER`` reaches. ``penalties`` are the penalties of the rows (float32 ``[n, 3]``, see ``ops/penalties.py``),
+    or None if no row has any. The other fields hold indices of rows: ``penalised`` those with penalties, ``adjusted``
+    those with biases or ``min_new_tokens``, ``constrained`` those with a grammar, and ``logprobs`` those that request
+    log-probabilities. ``top_logprobs`` is the largest number of most likely tokens that one of them requests. Settings
+    with the same ``version`` are equal.
     """
 
     uids: tuple[int, ...]
     plain: bool
     simple: bool
+    capturable: bool
     filters: Filters | None
+    penalties: torch.Tensor | None
     seeds: np.ndarray[Any, np.dtype[np.int64]]
+    penalised: tuple[int, ...]
     adjusted: tuple[int, ...]
     constrained: tuple[int, ...]
     logprobs: tuple[int, ...]
@@ -46,23 +55,40 @@ class RowSettings:
     def of(cls, reqs: Sequence[Req], vocab_size: int, device: torch.device) -> RowSettings:
         """Collect the settings of the requests in these rows."""
         params = [r.params for r in reqs]
-        adjusted = tuple(i for i, p in enumerate(params) if p.penalised or p.min_new_tokens)
+        penalised = tuple(i for i, p in enumerate(params) if p.penalised)
+        adjusted = tuple(i for i, p in enumerate(params) if p.logit_bias or p.min_new_tokens)
         constrained = tuple(i for i, r in enumerate(reqs) if r.matcher is not None)
         logprobs = tuple(i for i, p in enumerate(params) if p.logprobs is not None)
+        top_logprobs = max((p.logprobs or 0 for p in params), default=0)
         greedy = all(p.greedy for p in params)
-        simple = not (adjusted or constrained or logprobs)
+        simple = not (penalised or adjusted or constrained or logprobs)
+        top = captured_top(top_logprobs)
         return cls(
             uids=tuple(r.uid for r in reqs),
             plain=greedy and simple,
             simple=simple,
+            capturable=not (adjusted or constrained or (logprobs and (top is None or top > vocab_size))),
             filters=None if greedy else _filters(reqs, vocab_size, device),
+            penalties=_penalties(reqs, device) if penalised else None,
             seeds=np.array([r.seed for r in reqs], np.int64),
+            penalised=penalised,
             adjusted=adjusted,
             constrained=constrained,
             logprobs=logprobs,
-            top_logprobs=max((p.logprobs or 0 for p in params), default=0),
+            top_logprobs=top_logprobs,
             version=next(_versions),
         )
+
+
+def captured_top(top: int) -> int | None:
+    """Return the smallest number of ``TOP_LADDER`` that is at least ``top``, or None if all are smaller."""
+    return next((size for size in TOP_LADDER if size >= top), None)
+
+
+def _penalties(reqs: Sequence[Req], device: torch.device) -> torch.Tensor:
+    params = [r.params for r in reqs]
+    rows = [(p.repetition_penalty, p.presence_penalty, p.frequency_penalty) for p in params]
+    return to_device(np.array(rows, np.float32), device)
 
 
 def _filters(reqs: Sequence[Req], vocab_size: int, device: torch.device) -> Filters:

@@ -220,7 +220,7 @@ class VerifyGraphs:
         the step has completed, and is valid until the next launch. If the sampler is not captured, do nothing and
         return None."""
         step, _, logits = self._graphs[key]
-        found = self._samplers.replay(key, key.tokens, settings, lambda filters: step.draw(logits, filters))
+        found = self._samplers.replay(key, key.tokens, settings, lambda sampling: step.draw(logits, sampling.filters))
         return None if found is None else step.output(len(batch.slots))
 
     def _wait_until_read(self) -> None:

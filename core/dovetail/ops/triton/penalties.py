@@ -1,4 +1,4 @@
-"""Apply penalties in one pass over the logits. Blocks in which no token has occurred are not written."""
+"""Apply penalties in one pass over the logits, and count the tokens on which they depend."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from dovetail.ops.triton.launch import launch
 
 BLOCK = 2048
+COUNT_BLOCK = 128
 
 
 @triton.jit
@@ -17,13 +18,11 @@ def _penalties_kernel(
     logits,
     row_stride,
     vocab,
-    in_prompt,
-    prompt_stride,
-    counts,
-    counts_stride,
-    repetition,
-    presence,
-    frequency,
+    table,
+    slots,
+    settings,
+    out,
+    out_stride,
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -33,41 +32,63 @@ def _penalties_kernel(
     n = tl.program_id(1).to(tl.int64)
     token = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = token < vocab
-    count = tl.load(counts + n * counts_stride + token, mask=inside, other=0.0)
-    seen = (tl.load(in_prompt + n * prompt_stride + token, mask=inside, other=0) != 0) | (count > 0)
-    if tl.max(seen.to(tl.int32), axis=0) > 0:
-        factor = tl.load(repetition + n)
-        here = logits + n * row_stride + token
-        x = tl.load(here, mask=inside, other=0.0).to(tl.float32)
-        x = tl.where(seen, tl.where(x > 0, x / factor, x * factor), x)
-        x -= tl.where(count > 0, tl.load(presence + n), 0.0) + count * tl.load(frequency + n)
-        tl.store(here, x.to(logits.dtype.element_ty), mask=inside & seen)
+    repetition = tl.load(settings + n * 3)
+    presence = tl.load(settings + n * 3 + 1)
+    frequency = tl.load(settings + n * 3 + 2)
+    x = tl.load(logits + n * row_stride + token, mask=inside, other=0.0).to(tl.float32)
+    if (repetition != 1) | (presence != 0) | (frequency != 0):
+        slot = tl.load(slots + n)
+        word = tl.load(table + slot * vocab + token, mask=inside, other=0)
+        count = (word >> 1).to(tl.float32)
+        x = tl.where(word != 0, tl.where(x > 0, x / repetition, x * repetition), x)
+        x -= tl.where(count > 0, presence, 0.0) + count * frequency
+    tl.store(out + n * out_stride + token, x, mask=inside)
 
 
 def apply_penalties(
-    logits: torch.Tensor,
-    in_prompt: torch.Tensor,
-    counts: torch.Tensor,
-    repetition: torch.Tensor,
-    presence: torch.Tensor,
-    frequency: torch.Tensor,
-) -> None:
+    logits: torch.Tensor, table: torch.Tensor, slots: torch.Tensor, settings: torch.Tensor, out: torch.Tensor
+) -> torch.Tensor:
     """Compute ``dovetail.ops.penalties.apply_penalties``."""
-    assert logits.stride(1) == in_prompt.stride(1) == counts.stride(1) == 1, "rows must be contiguous"
     n, vocab = logits.shape
     if n:
-        launch(
-            _penalties_kernel,
-            (triton.cdiv(vocab, BLOCK), n),
-            logits,
-            logits.stride(0),
-            vocab,
-            in_prompt,
-            in_prompt.stride(0),
-            counts,
-            counts.stride(0),
-            repetition,
-            presence,
-            frequency,
-            BLOCK=BLOCK,
-        )
+        assert logits.stride(1) == out.stride(1) == 1, "rows must be contiguous"
+        assert table.is_contiguous()
+        assert slots.is_contiguous()
+        assert table.shape[1] == vocab, "a table of counts has an entry for each logit"
+        grid, row, to = (triton.cdiv(vocab, BLOCK), n), (logits, logits.stride(0), vocab), (out, out.stride(0))
+        launch(_penalties_kernel, grid, *row, table, slots, settings.contiguous(), *to, BLOCK=BLOCK)
+    return out
+
+
+@triton.jit
+def _count_kernel(
+    table,
+    vocab,
+    slots,
+    tokens,
+    amounts,
+    amount_stride,
+    n,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < n
+    slot = tl.load(slots + at, mask=inside, other=0)
+    token = tl.load(tokens + at, mask=inside, other=0)
+    amount = tl.load(amounts + at * amount_stride, mask=inside, other=0)
+    tl.atomic_add(table + slot * vocab + token, amount, mask=inside)
+
+
+def count_tokens(table: torch.Tensor, slots: torch.Tensor, tokens: torch.Tensor, amounts: torch.Tensor) -> None:
+    """Compute ``dovetail.ops.penalties.count_tokens``."""
+    n, stride = len(tokens), 0 if len(amounts) == 1 else 1
+    if n:
+        assert table.is_contiguous()
+        assert slots.is_contiguous()
+        assert tokens.is_contiguous()
+        grid, width = (triton.cdiv(n, COUNT_BLOCK),), table.shape[1]
+        launch(_count_kernel, grid, table, width, slots, tokens, amounts, stride, n, BLOCK=COUNT_BLOCK)

@@ -116,11 +116,11 @@ def _sample_kernel(
     tl.store(out + n, token.to(tl.int64))
 
 
-def _statistics(
+def statistics(
     logits: torch.Tensor, temperature: torch.Tensor | None, with_peaks: bool
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return ``values``, ``ids`` and ``peaks`` as ``_stats_kernel`` describes them. The sums are computed only if
-    ``temperature`` is given."""
+    """Return ``values``, ``ids`` and ``peaks`` of ``logits [n, V]`` as ``_stats_kernel`` describes them. The sums are
+    computed only if ``temperature`` is given."""
     n, vocab = logits.shape
     blocks = triton.cdiv(vocab, BLOCK)
     values = torch.empty((n, 2, blocks), dtype=torch.float32, device=logits.device)
@@ -159,7 +159,7 @@ def greedy(logits: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tenso
     """
     out = _result(logits, out)
     if len(logits):
-        values, ids, _ = _statistics(logits, None, False)
+        values, ids, _ = statistics(logits, None, False)
         blocks = ids.shape[1]
         launch(
             _greedy_kernel,
@@ -198,7 +198,7 @@ def sample(
         return out
     filters = (top_k, top_p, min_p)
     filtered = any(column is not None for column in filters)
-    values, ids, peaks = _statistics(logits, temperature, filtered)
+    values, ids, peaks = statistics(logits, temperature, filtered)
     blocks = ids.shape[1]
     row = (logits, logits.stride(0), vocab, temperature, temperature.stride(0))
     sizes = {"BLOCKS": triton.next_power_of_2(blocks), "BLOCK": BLOCK, "SUB": SUB}
