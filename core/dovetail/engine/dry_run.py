@@ -1,5 +1,5 @@
-"""Run the largest possible step over a tiny pool, in order to measure the memory that a step allocates. The KV pool
-must leave this memory free."""
+"""Run steps that answer no request: the largest possible step, in order to measure the memory that a step allocates,
+and the first layers of a step, in order to find the kernels that it launches."""
 
 from __future__ import annotations
 
@@ -13,15 +13,24 @@ from dovetail.ops.sampling import Filters, sample
 from dovetail.types import Batch
 
 if TYPE_CHECKING:
-    from dovetail.interfaces.attention import AttentionBackend
+    from dovetail.interfaces.attention import AttentionBackend, AttentionLayer
     from dovetail.interfaces.model import ModelArchitecture
     from dovetail.memory.pool import PagedKVPool
+    from dovetail.types import Attends
 
 
 @torch.inference_mode()
 def dry_run(model: ModelArchitecture, backend: AttentionBackend, pool: PagedKVPool, lens: list[int], rows: int) -> None:
     """Run prompts of ``lens`` tokens in one step, and sample ``rows`` rows with every filter. The step reads and writes
     only page 0 of ``pool``. ``backend`` must have been built for ``pool``."""
+    batch = prompts(backend, pool, lens)
+    hidden = model.forward(batch)
+    logits = model.logits(hidden.new_zeros(rows, hidden.shape[1]))
+    sample(logits, every_filter(rows, pool.device), torch.full((rows,), 0.5, dtype=torch.float64, device=pool.device))
+
+
+def prompts(backend: AttentionBackend, pool: PagedKVPool, lens: list[int]) -> Batch:
+    """Return a batch of prompts of ``lens`` tokens in page 0 of ``pool``, for which ``backend`` has planned."""
     device, count, tokens = pool.device, len(lens), sum(lens)
     nothing = np.zeros(count, np.int32)
     batch = Batch([], count, nothing, nothing, np.array(lens, np.int32), nothing == 0, NO_UPDATES)
@@ -33,8 +42,44 @@ def dry_run(model: ModelArchitecture, backend: AttentionBackend, pool: PagedKVPo
     batch.page_table = torch.zeros(count, -(-max(lens) // pool.page_size), dtype=torch.int32, device=device)
     batch.attn, batch.kv = (backend,), (pool,)
     backend.plan(batch)
-    hidden = model.forward(batch)
-    logits = model.logits(hidden.new_zeros(rows, hidden.shape[1]))
+    return batch
+
+
+def every_filter(rows: int, device: torch.device) -> Filters:
+    """Return filters of ``rows`` rows, each of which has all of them."""
     ones = torch.ones(rows, 1, device=device)
-    filters = Filters(ones, ones.long() * 50, ones.double() * 0.9, ones.double() * 0.1)
-    sample(logits, filters, ones[:, 0].double() * 0.5)
+    return Filters(ones, ones.long() * 50, ones.double() * 0.9, ones.double() * 0.1)
+
+
+def first_layers(model: ModelArchitecture, batch: Batch, layers: int) -> torch.Tensor:
+    """Run the first ``layers`` layers of a planned batch, up to the attention of the next one. Return hidden states
+    ``[tokens, hidden_size]``: those of the whole model if it has no more layers, and zeros otherwise."""
+    (attends,) = batch.attn
+    batch.attn = (_FirstLayers(attends, layers),)
+    try:
+        return model.forward(batch)
+    except _EnoughLayers as end:
+        return end.like.new_zeros(len(batch.input_ids), model.info.hidden_size)
+    finally:
+        batch.attn = (attends,)
+
+
+class _EnoughLayers(Exception):
+    """Raised to end a forward pass. ``like`` is a tensor of its device and dtype."""
+
+    def __init__(self, like: torch.Tensor) -> None:
+        super().__init__()
+        self.like = like
+
+
+class _FirstLayers:
+    """Attend in the first layers, and then end the forward pass."""
+
+    def __init__(self, attends: Attends, layers: int) -> None:
+        self._attends, self._left = attends, layers
+
+    def forward(self, q: torch.Tensor, layer: AttentionLayer, batch: Batch) -> torch.Tensor:
+        if not self._left:
+            raise _EnoughLayers(q)
+        self._left -= 1
+        return self._attends.forward(q, layer, batch)

@@ -25,6 +25,7 @@ from dovetail.engine.runners import DecodeGraphRunner, EagerRunner, EagerSampler
 from dovetail.engine.sampler import Sampler
 from dovetail.engine.verify import compact
 from dovetail.engine.verify_graphs import VerifyGraphs
+from dovetail.engine.warmup import WarmUp
 from dovetail.engine.weights import build_model, load_weights
 from dovetail.errors import ConfigError
 from dovetail.interfaces.attention import AttentionBackend, AttentionContext
@@ -68,6 +69,7 @@ class Engine:
         self.page_size = config.memory.page_size
         self._config, self._dtype = config, getattr(torch, config.model.dtype)
         self._batch_invariant = config.batch_invariant
+        self.warm_up = WarmUp(self.device, info, alone=mesh.tp.size == 1)
         self.model = build_model(resolved.model.load(), info, self.device, self._dtype, mesh)
         if config.batch_invariant:
             make_batch_invariant(as_module(self.model))
@@ -84,6 +86,7 @@ class Engine:
         self._build_runners(resolved)
         if self.drafter is not None and resolved.drafter is not None:
             self.expect_drafts(self.drafter.max_draft_tokens, trees=captures_trees(resolved))
+        self.warm_up.release()
 
     # -- building ----------------------------------------------------------------------------------------------------
 
@@ -107,6 +110,7 @@ class Engine:
         draft_tokens = self.drafter.max_draft_tokens if self.drafter else 0
         graphs = GraphNeeds(draft_tokens, len(self.watched), self._piece_tokens, self._dtype.itemsize)
         attention = functools.partial(self._attention, resolved.attention_prefill, one_page)
+        self.warm_up.note_prompts(self.model, attention, one_page, config.scheduler.rows, self._dtype)
         needs = measure_needs(resolved, self.model, self._local, one_page, self.context_len, attention, graphs)
         needs = replace(needs, weights=needs.weights + runtime.weight_bytes)
         draft_bytes = runtime.page_bytes(self.page_size, dtype)
@@ -185,8 +189,11 @@ class Engine:
             self.watched,
             counts=self.counts,
         )
+        self.warm_up.note_decode(graphs)
         if config.graphs.capture == "start":
             capture_all(graphs, "decode steps")
+        else:
+            self.warm_up.load(graphs)
         return graphs
 
     def _build_pieces(self, config: Config) -> PiecewiseGraphs | None:

@@ -19,6 +19,7 @@ import numpy as np
 import torch
 
 from dovetail.engine.captures import NO_UPDATES, GraphRecorder, Staging, ladder, larger_sizes
+from dovetail.engine.dry_run import first_layers
 from dovetail.engine.inputs import DecodeTensors, Inputs, decode_arrays, pack, unpack
 from dovetail.engine.sampler_graphs import SamplerGraphs, Sampling
 from dovetail.types import Batch, ForwardOutput, SharedPrefixes
@@ -100,7 +101,7 @@ class DecodeGraphs:
         self.seconds = 0.0  # spent on captures
         self._model, self._inputs, self._pool, self._backend = model, inputs, pool, backend
         self._context_len, self._watch = context_len, watch
-        self._shared = (False, True) if shares else (False,)
+        self.shared = (False, True) if shares else (False,)
         self._variants = [0]  # those that have occurred
         self.refused: set[GraphKey] = set()
         self._graphs: dict[GraphKey, DecodeGraph] = {}
@@ -122,7 +123,7 @@ class DecodeGraphs:
         keys = (
             GraphKey(rows, shared, variant)
             for variant in self._variants
-            for shared in self._shared
+            for shared in self.shared
             for rows in self.sizes
         )
         return (key for key in keys if key not in self._graphs and key not in self.refused)
@@ -182,25 +183,39 @@ class DecodeGraphs:
 
     @torch.inference_mode()
     def capture(self, key: GraphKey) -> DecodeGraph:
-        """Capture the step of ``key`` and return its graph. This takes a fraction of a second."""
-        start, (rows, shared, variant) = time.perf_counter(), key
-        tensors = self._tensors.narrow(rows)
-        arrays = _padding(rows)
-        tensors.read(unpack(self._staging.buffer, arrays))
-        batch = self._static_batch(rows, shared, tensors)
-        batch.variant = variant
-        self._backend.plan_capture(batch)
+        """Capture the step of ``key`` and return its graph. The host needs about the time in which it launches the step
+        twice."""
+        start = time.perf_counter()
+        batch, tensors = self._planned(key)
 
         def step() -> torch.Tensor:
-            tensors.compute(self._inputs, shared=shared)
+            tensors.compute(self._inputs, shared=key.shared)
             return self._model.logits(self._model.forward(batch))
 
-        self._staging.send(pack(arrays))
+        self._staging.send(pack(_padding(key.rows)))
         forward, logits = self._recorder.record(step)
-        graph = self._graphs[key] = DecodeGraph(rows, batch, tensors, forward, logits)
+        graph = self._graphs[key] = DecodeGraph(key.rows, batch, tensors, forward, logits)
         self.seconds += time.perf_counter() - start
-        log.debug("captured a decode step, %s: %.2f s", key, time.perf_counter() - start)
+        log.debug("captured a decode step, %s: %.3f s", key, time.perf_counter() - start)
         return graph
+
+    @torch.inference_mode()
+    def rehearse(self, key: GraphKey, layers: int) -> torch.Tensor:
+        """Launch the kernels of the step of ``key``, of the first ``layers`` layers only, in order to note or to load
+        them (see ``ops.triton.ahead``). Return the logits, whose values are undefined. The inputs of the step are those
+        of the last step of this kind."""
+        batch, tensors = self._planned(key)
+        tensors.compute(self._inputs, shared=key.shared)
+        return self._model.logits(first_layers(self._model, batch, layers))
+
+    def _planned(self, key: GraphKey) -> tuple[Batch, DecodeTensors]:
+        """Return the batch of ``key``, for which attention is planned, and its tensors."""
+        tensors = self._tensors.narrow(key.rows)
+        tensors.read(unpack(self._staging.buffer, _padding(key.rows)))
+        batch = self._static_batch(key.rows, key.shared, tensors)
+        batch.variant = key.variant
+        self._backend.plan_capture(batch)
+        return batch, tensors
 
     def _static_batch(self, rows: int, shared: bool, tensors: DecodeTensors) -> Batch:
         longest = np.full(rows, self._context_len - 1, np.int32)

@@ -1,0 +1,315 @@
+"""Compile Triton kernels before they are first launched, in other processes.
+
+Which kernels a step needs is not listed anywhere: the step is run once while this module notes the kernels instead of
+launching them. Kernels that Triton's cache does not have are then compiled by processes (``compile_worker``), on as many
+processors as there are. If a kernel is launched while a process compiles it, the launch waits for the process.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO, Any, NamedTuple
+
+from dovetail.ops.triton.launch import INTERPRETED
+
+log = logging.getLogger(__name__)
+
+WAIT_SECONDS = 60.0
+"""A launch waits at most this number of seconds for a process that compiles its kernel. It then compiles the kernel
+itself."""
+
+END_SECONDS = 5.0
+"""Processes that were killed have ended after at most this number of seconds."""
+
+MOST_PROCESSES = 32
+
+_MODULES = ("dovetail.ops.triton.matmul", "dovetail.ops.triton.norm", "dovetail.ops.triton.sampling")
+"""Modules that all processes import, once for all of them."""
+
+_BOOT = (
+    "import json, sys; sys.path[:] = json.loads(sys.argv[4]); from dovetail.ops.triton.compile_worker import main; "
+    "main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3])"
+)
+
+
+class KernelTask(NamedTuple):
+    """Identify a kernel with its specialization, as Triton's hooks describe it."""
+
+    module: str
+    name: str
+    specialization: str
+
+
+@dataclass(slots=True, eq=False)
+class _Pending:
+    """Hold a kernel that ``compiler`` compiles. ``mark`` is the file that is written when the cache has the kernel."""
+
+    mark: Path
+    compiler: subprocess.Popen[str]
+    ended: threading.Event = field(default_factory=threading.Event)
+
+
+class KernelCounts(NamedTuple):
+    """Count the kernels that were noted and those of them that are compiled or that could not be compiled ahead."""
+
+    noted: int = 0
+    compiled: int = 0
+    failed: int = 0
+
+
+def cache_directory() -> Path:
+    """Return the directory of Triton's cache. If TRITON_CACHE_DIR is not set, set it to a directory in the user's cache
+    directory (XDG_CACHE_HOME, by default ~/.cache). Triton keys the cache by its version, the kernels' source and the
+    device's capability."""
+    if not os.environ.get("TRITON_CACHE_DIR"):
+        home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+        os.environ["TRITON_CACHE_DIR"] = str(home / "dovetail" / "triton")
+    return Path(os.environ["TRITON_CACHE_DIR"])
+
+
+def _make_driver() -> None:
+    """Have Triton make what launches kernels on the device. With an empty cache, this compiles C."""
+    from triton.runtime import driver
+
+    with suppress(Exception):  # the first launch raises what is wrong
+        driver.active.get_current_target()
+
+
+class KernelsAhead:
+    """Compile the kernels that are noted. Noting and loading are for one thread; kernels may be launched by any thread.
+
+    A hook in Triton sees which kernels are about to be compiled. It is in place until everything that was noted before
+    ``release`` is compiled. If something else in this process has such a hook, ``is_active`` is False and nothing can be
+    noted.
+    """
+
+    def __init__(self, capability: int, what: str, processes: int | None = None) -> None:
+        """``capability`` is the device's compute capability (90 stands for 9.0), and ``what`` names the kernels that
+        will be noted. Processes start at once, unless all kernels of that name were compiled before. By default there
+        is a process for each processor but one."""
+        self.waited = 0.0  # seconds for which launches have waited for processes
+        self.directory = cache_directory()
+        self._capability, self._marks = capability, self.directory / "dovetail-ahead"
+        self._processes = processes or max(1, min(MOST_PROCESSES, len(os.sched_getaffinity(0)) - 1))
+        self._known: set[KernelTask] = set()
+        self._pending: dict[KernelTask, _Pending] = {}
+        self._lock = threading.Lock()
+        self._failed = 0
+        self._compiler: subprocess.Popen[str] | None = None
+        self._reader: threading.Thread | None = None
+        self._mode: tuple[int, str] | None = None  # the thread that notes or loads, and which of these it does
+        self._complete = self._mark(what)
+        self._driver: threading.Thread | None = None
+        self._releasing = False
+        self._active = not INTERPRETED and self._hooked(None, self._hook)
+        if self._active and not self._complete.exists():
+            self.start()
+            self._driver = threading.Thread(target=_make_driver, name="triton-driver", daemon=True)
+            self._driver.start()
+
+    # -- noting ------------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def noting(self) -> Iterator[None]:
+        """Note the kernels that the calling thread would launch, and launch none. Processes compile those that are not
+        in the cache. Results of kernels are undefined."""
+        with self._instead("note"):
+            yield
+
+    @contextmanager
+    def loading(self) -> Iterator[None]:
+        """Load the kernels that the calling thread would launch onto the device, and launch none."""
+        with self._instead("load"):
+            yield
+
+    @contextmanager
+    def _instead(self, mode: str) -> Iterator[None]:
+        if not self._active:
+            raise RuntimeError("kernels can be noted and loaded while is_active is True, and it is not")
+        from triton.runtime.jit import JITFunction
+
+        if self._driver is not None:
+            self._driver.join()
+        original, owner = JITFunction.run, threading.get_ident()
+
+        def run(kernel: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
+            if threading.get_ident() != owner:
+                return original(kernel, *args, grid=grid, warmup=warmup, **kwargs)
+            compiled = original(kernel, *args, grid=grid, warmup=True, **kwargs)
+            if mode == "load" and compiled is not None:
+                compiled.run  # noqa: B018 (loads the kernel)
+            return compiled
+
+        self._mode, JITFunction.run = (owner, mode), run
+        try:
+            yield
+        finally:
+            self._mode, JITFunction.run = None, original
+
+    @property
+    def is_active(self) -> bool:
+        """Return True if kernels can be noted."""
+        return self._active
+
+    @property
+    def counts(self) -> KernelCounts:
+        """Return how far it is."""
+        with self._lock:
+            waiting = len(self._pending)
+            return KernelCounts(len(self._known), len(self._known) - waiting - self._failed, self._failed)
+
+    def wait(self, seconds: float) -> bool:
+        """Wait up to ``seconds`` for all kernels that were noted. Return True if none is left."""
+        end = time.monotonic() + seconds
+        return all(one.ended.wait(max(0.0, end - time.monotonic())) for one in list(self._pending.values()))
+
+    # -- Triton's hook -----------------------------------------------------------------------------------------------
+
+    def _hooked(self, old: Any, new: Any) -> bool:
+        """Replace Triton's hook ``old`` by ``new``. If it has another one, return False and change nothing."""
+        from triton import knobs
+
+        if knobs.runtime.jit_cache_hook != old:
+            return False
+        knobs.runtime.jit_cache_hook = new
+        return True
+
+    def _hook(self, *, fn: Any, compile: dict[str, Any], **_: Any) -> bool:
+        """Triton calls this before it compiles a kernel or takes it from its cache. Return True to prevent both."""
+        task = KernelTask(fn.module, fn.name, compile["specialization_data"])
+        if self._mode == (threading.get_ident(), "note"):
+            self._note(task, fn.jit_function.cache_key)
+            return True
+        pending = self._pending.get(task)
+        if pending is not None and not pending.ended.is_set():
+            start = time.perf_counter()
+            pending.ended.wait(WAIT_SECONDS)
+            self.waited += time.perf_counter() - start
+        return False
+
+    def _note(self, task: KernelTask, source: str) -> None:
+        if task in self._known:
+            return
+        mark = self._mark(*task, source)
+        self._known.add(task)
+        if mark.exists():
+            return
+        compiler = self.start()
+        with self._lock:
+            self._pending[task] = _Pending(mark, compiler)
+        assert compiler.stdin is not None
+        try:
+            compiler.stdin.write(json.dumps(task) + "\n")
+            compiler.stdin.flush()
+        except (OSError, ValueError):  # ValueError: the reader has closed it
+            self._end(task, "the process has ended")
+
+    def _mark(self, *parts: str) -> Path:
+        """Return the file that says that a kernel, or a set of kernels, is in the cache."""
+        import triton
+
+        text = json.dumps([*parts, triton.__version__, self._capability, sys.version_info[:2]])
+        return self._marks / hashlib.sha256(text.encode()).hexdigest()
+
+    # -- the processes -----------------------------------------------------------------------------------------------
+
+    def start(self) -> subprocess.Popen[str]:
+        """Start the processes if they are not running. They need seconds to import what they use."""
+        if self._compiler is not None:
+            return self._compiler
+        errors = tempfile.TemporaryFile("w+")  # noqa: SIM115 (closed by the thread that reads)
+        numbers = str(self._capability), str(self._processes)
+        compiler = self._compiler = subprocess.Popen(
+            [sys.executable, "-c", _BOOT, *numbers, ",".join(_MODULES), json.dumps(sys.path)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            text=True,
+            env={**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"},
+            start_new_session=True,  # Ctrl-C goes to the engine alone
+        )
+        self._reader = threading.Thread(target=self._read, args=(compiler, errors), name="kernels-ahead", daemon=True)
+        self._reader.start()
+        return compiler
+
+    def _read(self, compiler: subprocess.Popen[str], errors: IO[str]) -> None:
+        """Take the answers of the processes until they have ended."""
+        assert compiler.stdout is not None
+        with errors, compiler.stdout:
+            for line in compiler.stdout:
+                answer = json.loads(line)
+                self._end(KernelTask(*answer["task"]), answer["error"])
+            code = compiler.wait()
+            left = [task for task, one in list(self._pending.items()) if one.compiler is compiler]
+            if left:
+                errors.seek(0)
+                log.warning(
+                    "the process that compiles kernels ended with status %d; %d kernels are compiled when they are first launched:\n%s",
+                    code,
+                    len(left),
+                    errors.read()[-2000:],
+                )
+        if self._compiler is compiler:
+            self._compiler = None
+        assert compiler.stdin is not None
+        with suppress(OSError):
+            compiler.stdin.close()
+        for task in left:
+            self._end(task, "the process has ended")
+
+    def _end(self, task: KernelTask, error: str | None) -> None:
+        with self._lock:
+            pending = self._pending.pop(task, None)
+            if pending is None:
+                return
+            self._failed += error is not None
+            marks = [] if error is not None else [pending.mark]
+            if not self._pending and not self._failed:
+                marks.append(self._complete)
+        with suppress(OSError):
+            for mark in marks:
+                mark.parent.mkdir(parents=True, exist_ok=True)
+                mark.touch()
+        if error is not None:
+            log.debug("%s.%s could not be compiled ahead: %s", task.module, task.name, error)
+        pending.ended.set()
+        self._unhook_at_end()
+
+    def release(self) -> None:
+        """End the processes once they have compiled everything that was noted. Nothing can be noted afterwards."""
+        with self._lock:
+            self._releasing = True
+            compiler = self._compiler
+        if compiler is not None and compiler.stdin is not None:
+            with suppress(OSError):
+                compiler.stdin.close()
+        self._unhook_at_end()
+
+    def _unhook_at_end(self) -> None:
+        with self._lock:
+            if self._releasing and not self._pending and self._active:
+                self._active = False
+                self._hooked(self._hook, None)
+
+    def close(self) -> None:
+        """End the processes now, and remove the hook."""
+        compiler = self._compiler
+        if compiler is not None:
+            compiler.kill()
+        if self._reader is not None:
+            self._reader.join(END_SECONDS)
+        for task in list(self._pending):
+            self._end(task, "closed")
+        self.release()

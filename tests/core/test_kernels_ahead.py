@@ -1,0 +1,170 @@
+"""Test that kernels which were noted are compiled by other processes, exactly those that a launch needs. Compiled for compute
+capability 9.0, which needs no GPU.
+
+.venv/bin/python -m pytest -q tests/core/test_kernels_ahead.py
+"""
+
+import logging
+import threading
+import time
+
+import pytest
+import torch
+from triton import knobs
+from triton.runtime import driver
+
+from dovetail.ops.triton import launch, matmul, norm
+from dovetail.ops.triton.ahead import KernelsAhead, cache_directory
+from dovetail.ops.triton.compile_worker import AbsentDevice
+from dovetail.ops.triton.launch import INTERPRETED
+from dovetail.ops.triton.tuning import ProductTile
+
+pytestmark = [
+    pytest.mark.skipif(INTERPRETED, reason="kernels are interpreted, not compiled"),
+    pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION"),
+]
+
+SECONDS = 240.0
+TILE = ProductTile(16, 64, 64, 4, 2)
+
+
+@pytest.fixture
+def device(monkeypatch, tmp_path):
+    """Have kernels compiled for a device that this machine need not have, into an empty cache."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    options = {"PDL": True, "launch_pdl": True}
+    monkeypatch.setattr(
+        launch, "_options", lambda warps, stages, _: {**options, "num_warps": warps, "num_stages": stages}
+    )
+    before = driver._active
+    driver.set_active(AbsentDevice(90))
+    forget()
+    yield tmp_path
+    forget()
+    driver._active = before
+    assert knobs.runtime.jit_cache_hook is None, "the hook outlives what it was needed for"
+
+
+@pytest.fixture
+def hits(monkeypatch):
+    """Record for each kernel that this process takes or compiles whether the cache had it."""
+    found = []
+    monkeypatch.setattr(
+        knobs.compilation, "listener", lambda *, src, cache_hit, **_: found.append((src.name, cache_hit))
+    )
+    return found
+
+
+def forget():
+    """Forget the kernels that this process has loaded."""
+    for kernel in (matmul._few_rows, norm._rms_norm):
+        kernel.device_caches.clear()
+
+
+def kernels(size):
+    """Launch a product and two norms, whose kernels depend on ``size``."""
+    x = torch.empty(4, size, dtype=torch.bfloat16, device="meta")
+    weight = torch.empty(256, size, dtype=torch.bfloat16, device="meta")
+    space = matmul.Workspace(torch.device("meta"))
+    matmul.matmul(x, weight, None, TILE._replace(block_k=size // 2), space)
+    norm.rms_norm(x, weight[0], 1e-5)
+    norm.rms_norm(x, weight[0], 1e-5, residual=x)
+    norm.rms_norm(x[:1], weight[0], 1e-5)  # the same kernel as the first norm
+
+
+def start(size):
+    ahead = KernelsAhead(90, f"kernels of {size}", processes=2)
+    with ahead.noting():
+        kernels(size)
+    return ahead
+
+
+def test_processes_compile_what_a_launch_needs(device, hits):
+    ahead = start(128)
+    try:
+        assert ahead.counts.noted == 3
+        assert ahead.wait(SECONDS)
+        assert ahead.counts == (3, 3, 0)
+        assert hits == [], "this process has compiled a kernel"
+        with ahead._instead("compile"):
+            kernels(128)
+        assert hits == [("_few_rows", True), ("_rms_norm", True), ("_rms_norm", True)]
+        ahead.release()
+        assert not ahead.is_active
+        forget()
+        again = start(128)
+        again.close()
+        assert again._compiler is None, "everything is in the cache, and a process was started"
+        assert again.counts == (3, 3, 0)
+    finally:
+        ahead.close()
+
+
+def test_a_launch_waits_for_the_process_that_compiles_its_kernel(device, hits):
+    ahead = start(256)
+    try:
+        with ahead._instead("compile"):
+            kernels(256)
+        assert hits == [("_few_rows", True), ("_rms_norm", True), ("_rms_norm", True)]
+        assert ahead.waited > 0
+        assert ahead.counts == (3, 3, 0)
+    finally:
+        ahead.close()
+
+
+def test_kernels_are_compiled_here_if_the_process_dies(device, hits, caplog):
+    caplog.set_level(logging.WARNING)
+    ahead = start(128)
+    try:
+        assert ahead._compiler is not None
+        ahead._compiler.kill()
+        assert ahead.wait(SECONDS)
+        assert ahead.counts.failed > 0
+        ahead.release()
+        deadline = time.monotonic() + 10
+        while "the process that compiles kernels ended" not in caplog.text and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert "status -9" in caplog.text
+    finally:
+        ahead.close()
+
+
+def test_other_threads_launch_while_one_notes(device):
+    ahead = KernelsAhead(90, "other threads", processes=1)
+    seen = []
+
+    from triton.runtime.jit import JITFunction
+
+    original = JITFunction.run
+    try:
+        JITFunction.run = lambda self, *args, grid, warmup, **kwargs: seen.append(warmup)
+        with ahead.noting():
+            other = threading.Thread(target=lambda: kernels(128))
+            other.start()
+            other.join()
+            assert seen == [False] * 4
+            kernels(128)
+            assert seen == [False] * 4 + [True] * 4
+    finally:
+        JITFunction.run = original
+        ahead.close()
+
+
+def test_a_hook_of_something_else_is_left_alone(device, monkeypatch):
+    monkeypatch.setattr(knobs.runtime, "jit_cache_hook", print)
+    ahead = KernelsAhead(90, "hooked", processes=1)
+    assert not ahead.is_active
+    with pytest.raises(RuntimeError, match="is_active"), ahead.noting():
+        pass
+    ahead.close()
+    assert knobs.runtime.jit_cache_hook is print
+    monkeypatch.undo()
+
+
+def test_the_cache_is_in_the_cache_directory_of_the_user(monkeypatch, tmp_path):
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "chosen"))
+    assert cache_directory() == tmp_path / "chosen"
+    monkeypatch.delenv("TRITON_CACHE_DIR")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert cache_directory() == tmp_path / "dovetail" / "triton"
+    assert knobs.cache.dir == str(tmp_path / "dovetail" / "triton")
