@@ -12,6 +12,7 @@ import torch
 from mutant import Mutant
 
 from dovetail.engine.build import as_module, build_model
+from dovetail.interfaces.mesh import SINGLE, Mesh
 from dovetail.interfaces.model import ModelArchitecture, ModelInfo, WeightTarget
 from dovetail.testing.model import ModelSuite, Reference, Tensors, read_tensors
 from dovetail.types import Batch
@@ -38,8 +39,8 @@ class Sound(ModelSuite):
     configs: ClassVar = {"plain": SMALL}
     model_class: ClassVar[type[DenseModel]] = DenseModel
 
-    def new_model(self, info: ModelInfo, dtype: torch.dtype = torch.float32) -> ModelArchitecture:
-        model = build_model(self.model_class, info, torch.device("cpu"), dtype)
+    def new_model(self, info: ModelInfo, dtype: torch.dtype = torch.float32, mesh: Mesh = SINGLE) -> ModelArchitecture:
+        model = build_model(self.model_class, info, torch.device("cpu"), dtype, mesh)
         for parameter in as_module(model).parameters():
             parameter.fill_(float("nan"))
         return model
@@ -57,11 +58,15 @@ class Transposed(Sound):
     """Load a square weight transposed."""
 
     def load(
-        self, directory: Path, tensors: Tensors | None = None, dtype: torch.dtype = torch.float32
+        self,
+        directory: Path,
+        tensors: Tensors | None = None,
+        dtype: torch.dtype = torch.float32,
+        mesh: Mesh = SINGLE,
     ) -> ModelArchitecture:
         tensors = dict(read_tensors(directory) if tensors is None else tensors)
         name = "model.layers.0.self_attn.o_proj.weight"
-        return super().load(directory, {**tensors, name: tensors[name].t()}, dtype)
+        return super().load(directory, {**tensors, name: tensors[name].t()}, dtype, mesh)
 
 
 class Swapped(DenseModel):
@@ -173,6 +178,18 @@ class Rough(Sound):
     model_class = EightBits
 
 
+class FirstShares(DenseModel):
+    def weights_map(self) -> Mapping[str, WeightTarget]:
+        return {
+            name: target if target.share is None else target._replace(share=target.share._replace(start=0))
+            for name, target in super().weights_map().items()
+        }
+
+
+class ReadsTheShareOfRankZero(Sound):
+    model_class = FirstShares
+
+
 LOGITS = "test_logits_are_those_of_the_reference"
 MUTANTS = [
     Mutant("transposes a weight", LOGITS, Transposed, Sound, [(7,)]),
@@ -208,5 +225,6 @@ MUTANTS = [
         Sound,
         says="DID NOT RAISE",
     ),
+    Mutant("reads the share of another rank", "test_ranks_compute_the_logits_of_one", ReadsTheShareOfRankZero, Sound),
     Mutant("computes in 8 bits", "test_bfloat16_stays_close", Rough, Sound),
 ]

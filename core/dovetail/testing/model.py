@@ -22,23 +22,28 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from dovetail.engine.build import WeightFiller, as_module, build_model
+from dovetail.engine.mesh import local_info
 from dovetail.errors import WeightsError
 from dovetail.interfaces.attention import AttentionBackend
 from dovetail.interfaces.cache import KVPool
 from dovetail.interfaces.features import Feature
+from dovetail.interfaces.mesh import SINGLE, Mesh
 from dovetail.interfaces.model import ModelArchitecture, ModelInfo
 from dovetail.memory.pool import PagedKVPool
+from dovetail.registry.ranks import divisions
 from dovetail.registry.specs import ComponentKind
 from dovetail.registry.targets import load_attribute
 from dovetail.testing.batches import make_batch, make_page_table
 from dovetail.testing.component import ComponentSuite
 from dovetail.testing.eager import EagerAttention
+from dovetail.testing.ranks import run_ranks, thread_meshes
 
 Reference = Callable[[Sequence[int]], torch.Tensor]
 """A function that returns the logits ``[tokens, vocab_size]`` of a token sequence."""
 
 Tensors = Mapping[str, torch.Tensor]
 PROMPT, STEPS = 23, 16
+MOST_RANKS = 4
 
 
 class ModelRows:
@@ -139,27 +144,33 @@ class ModelSuite(ComponentSuite):
         config = json.loads((directory / "config.json").read_text())
         return load_attribute(self.spec.describe, self.component.label)(config)
 
-    def new_model(self, info: ModelInfo, dtype: torch.dtype = torch.float32) -> ModelArchitecture:
-        """Return a model whose weights are all NaN."""
-        model = build_model(load_attribute(self.spec.target, self.component.label), info, torch.device("cpu"), dtype)
+    def new_model(self, info: ModelInfo, dtype: torch.dtype = torch.float32, mesh: Mesh = SINGLE) -> ModelArchitecture:
+        """Return a model, or this rank's share of it, whose weights are all NaN."""
+        target = load_attribute(self.spec.target, self.component.label)
+        model = build_model(target, info, torch.device("cpu"), dtype, mesh)
         for parameter in as_module(model).parameters():
             parameter.fill_(float("nan"))
         return model
 
     def load(
-        self, directory: Path, tensors: Tensors | None = None, dtype: torch.dtype = torch.float32
+        self,
+        directory: Path,
+        tensors: Tensors | None = None,
+        dtype: torch.dtype = torch.float32,
+        mesh: Mesh = SINGLE,
     ) -> ModelArchitecture:
-        """Return the checkpoint's model, or the model of ``tensors`` if they are given."""
-        filler = WeightFiller(self.new_model(self.describe(directory), dtype))
+        """Return the checkpoint's model, or the model of ``tensors`` if they are given; with ``mesh``, this rank's
+        share of it."""
+        filler = WeightFiller(self.new_model(self.describe(directory), dtype, mesh))
         for name, tensor in (read_tensors(directory) if tensors is None else tensors).items():
             filler.fill(name, lambda tensor=tensor: tensor)
         filler.finish()
         return filler.model
 
-    def rows(self, model: ModelArchitecture, lens: Sequence[int], page_size: int = 4) -> ModelRows:
-        """Return ``model`` over a new pool for rows of up to ``lens`` tokens. Entries of the pool that were never
-        written are NaN."""
-        (group,) = model.info.cache_groups
+    def rows(self, model: ModelArchitecture, lens: Sequence[int], page_size: int = 4, mesh: Mesh = SINGLE) -> ModelRows:
+        """Return ``model``, which was built with ``mesh``, over a new pool for rows of up to ``lens`` tokens. Entries
+        of the pool that were never written are NaN."""
+        (group,) = local_info(model.info, mesh).cache_groups
         num_pages = 1 + sum(-(-n // page_size) for n in lens)
         dtype = next(as_module(model).parameters()).dtype
         pool = PagedKVPool(group, num_pages, page_size, dtype, "cpu")
@@ -240,6 +251,28 @@ class ModelSuite(ComponentSuite):
         after = rows.enter({0: texts[0][-1:], 1: texts[1][4:], 2: texts[2][-1:]})
         for row, text in enumerate(expected):
             assert (after[row][-1] - text[-1]).abs().max() < self.tolerance
+
+    def test_ranks_compute_the_logits_of_one(self, case: str, checkpoint: Path) -> None:
+        """The ranks of tensor parallelism together return the logits that one rank computes, all of them the same."""
+        whole = self.load(checkpoint)
+        if Feature.MODEL_TENSOR_PARALLEL not in whole.info.offers:
+            pytest.skip("the model does not offer model.tensor_parallel")
+        counts = [count for count in divisions(whole.info) if 1 < count <= MOST_RANKS]
+        if not counts:
+            pytest.skip(f"2 to {MOST_RANKS} ranks cannot divide this config evenly")
+        self.proves(Feature.MODEL_TENSOR_PARALLEL)
+        tokens = random_tokens(whole.info, PROMPT)
+        expected = self.logits(whole, tokens, PROMPT)
+        for count in counts:
+            meshes = thread_meshes(count)
+            models = [self.load(checkpoint, mesh=mesh) for mesh in meshes]
+            places = [self.rows(m, [PROMPT], mesh=mesh) for m, mesh in zip(models, meshes, strict=True)]
+            results = run_ranks(
+                meshes, lambda rows: torch.cat([rows.enter({0: tokens[:9]})[0], rows.enter({0: tokens[9:]})[0]]), places
+            )
+            for logits in results:
+                assert (logits - expected).abs().max() < self.tolerance
+                assert logits.equal(results[0])
 
     def test_logits_depend_on_every_tensor(self, case: str, checkpoint: Path) -> None:
         """Logits change with every tensor of the checkpoint that the model does not ignore."""
