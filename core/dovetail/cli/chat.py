@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from dovetail.cli.generate import MaxNewTokens, Seed, Temperature
-from dovetail.cli.sources import FileOptions, Model, Sets, load, shortcuts
+from dovetail.cli.sources import FileOptions, Model, Sets, Tp, load, shortcuts
 from dovetail.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -30,6 +30,7 @@ def chat(
     files: FileOptions = None,
     sets: Sets = None,
     model: Model = None,
+    tp: Tp = None,
     url: Url = None,
     key: Key = None,
     system: Annotated[str | None, typer.Option(help="The system message.")] = None,
@@ -43,7 +44,7 @@ def chat(
     from dovetail.sampling_params import SamplingParams
 
     params = SamplingParams(max_new_tokens=max_new_tokens, temperature=temperature, seed=seed)
-    backend = _remote(url, key, files, sets, model) if url else _local(files, sets, model)
+    backend = _remote(url, key, files, sets, model or tp) if url else _local(files, sets, model, tp)
     try:
         if sys.stdin.isatty():
             _run_interactive(backend, params, system)
@@ -53,18 +54,18 @@ def chat(
         backend.close()
 
 
-def _local(files: FileOptions, sets: Sets, model: Model) -> ChatBackend:
-    config, _ = load(files, [*(sets or ()), *shortcuts({"model.path": model})])
+def _local(files: FileOptions, sets: Sets, model: Model, tp: Tp) -> ChatBackend:
+    config, _ = load(files, [*(sets or ()), *shortcuts({"model.path": model, "parallel.tp": tp})])
     from dovetail.cli.chat_backends import LocalChatBackend
     from dovetail.llm import LLM
 
     return LocalChatBackend(LLM(config), config.model.name)
 
 
-def _remote(url: str, key: str | None, files: FileOptions, sets: Sets, model: Model) -> ChatBackend:
-    if files or sets or model:
+def _remote(url: str, key: str | None, files: FileOptions, sets: Sets, others: object) -> ChatBackend:
+    if files or sets or others:
         raise ConfigError(
-            "--url names a running server, which has its own config; leave out --config, --set and --model"
+            "--url names a running server, which has its own config; leave out --config, --set, --model and --tp"
         )
     from dovetail.cli.chat_backends import RemoteChatBackend
 

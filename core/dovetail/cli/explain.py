@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from dovetail.cli.sources import Files, Json, Model, Sets, load, shortcuts
+from dovetail.cli.sources import Files, Json, Model, Sets, Tp, load, shortcuts
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -30,12 +30,17 @@ Assume = Annotated[
 
 
 def explain(
-    files: Files = None, sets: Sets = None, model: Model = None, as_json: Json = False, assume: Assume = None
+    files: Files = None,
+    sets: Sets = None,
+    model: Model = None,
+    tp: Tp = None,
+    as_json: Json = False,
+    assume: Assume = None,
 ) -> None:
     """Show every component that a config chooses, every other candidate, and the reasons. Loads no weights."""
     from dovetail.registry import Machine, resolve
 
-    config, registry = load(files, [*(sets or ()), *shortcuts({"model.path": model})])
+    config, registry = load(files, [*(sets or ()), *shortcuts({"model.path": model, "parallel.tp": tp})])
     machine = Machine.assume(assume) if assume else Machine.detect(config.device)
     resolved = resolve(config, registry, machine)
     if as_json:
@@ -99,8 +104,10 @@ def _headline(resolved: Resolved) -> str:
 
     config, info = resolved.config, resolved.model_info
     overlap = "on" if config.scheduler.overlap else "off"
+    tp = config.parallel.tp
+    ranks = f" x {tp} (tensor parallel)" if tp > 1 else ""
     return (
-        f"[bold]{info.architecture}[/] ({config.model.served_name}) on [bold]{resolved.machine.device_name}[/], "
+        f"[bold]{info.architecture}[/] ({config.model.served_name}) on [bold]{resolved.machine.device_name}[/]{ranks}, "
         f"{config.model.dtype}, KV {config.memory.kv_dtype}, context {config.model.context_len}, overlap {overlap}\n"
         f"[dim]config {config_hash(config)}[/]"
     )

@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from dovetail.cli.sources import FileOptions, Json, Model, Sets, load, shortcuts
+from dovetail.cli.sources import FileOptions, Json, Model, Sets, Tp, load, shortcuts
 
 MaxNewTokens = Annotated[int, typer.Option("--max-new-tokens", "-n", help="The maximum number of output tokens.")]
 Temperature = Annotated[float, typer.Option(help="0 takes the most likely token each time.")]
@@ -21,6 +21,7 @@ def generate(
     files: FileOptions = None,
     sets: Sets = None,
     model: Model = None,
+    tp: Tp = None,
     max_new_tokens: MaxNewTokens = 64,
     temperature: Temperature = 0.0,
     seed: Seed = None,
@@ -30,7 +31,7 @@ def generate(
     as_json: Json = False,
 ) -> None:
     """Continue a text, offline."""
-    config, _ = load(files, [*(sets or ()), *shortcuts({"model.path": model})])
+    config, _ = load(files, [*(sets or ()), *shortcuts({"model.path": model, "parallel.tp": tp})])
     from dovetail.llm import LLM
     from dovetail.sampling_params import GrammarKind, GrammarSpec, SamplingParams
 

@@ -6,13 +6,14 @@ from typing import Annotated
 
 import typer
 
-from dovetail.cli.sources import Files, Model, Sets, load, shortcuts
+from dovetail.cli.sources import Files, Model, Sets, Tp, load, shortcuts
 
 
 def serve(
     files: Files = None,
     sets: Sets = None,
     model: Model = None,
+    tp: Tp = None,
     host: Annotated[str | None, typer.Option(help="Short for --set server.host=...")] = None,
     port: Annotated[int | None, typer.Option(help="Short for --set server.port=...")] = None,
 ) -> None:
@@ -20,7 +21,7 @@ def serve(
     engine cannot start, 70 if the engine has failed while serving."""
     import logging
 
-    given = shortcuts({"model.path": model, "server.host": host, "server.port": port})
+    given = shortcuts({"model.path": model, "parallel.tp": tp, "server.host": host, "server.port": port})
     config, registry = load(files, [*(sets or ()), *given])
     logging.basicConfig(level=config.server.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     from dovetail.errors import EngineDeadError

@@ -25,6 +25,7 @@ Sets = Annotated[
     ),
 ]
 Model = Annotated[str | None, typer.Option("--model", "-m", help="Short for --set model.path=...")]
+Tp = Annotated[int | None, typer.Option("--tp", help="Short for --set parallel.tp=...: the number of ranks.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 

@@ -170,6 +170,17 @@ class MemorySection(Section):
     )
 
 
+class ParallelSection(Section):
+    """Configure how the ranks of one host divide the model. A rank is one process with one device."""
+
+    tp: int = Field(
+        default=1,
+        ge=1,
+        le=64,
+        description="Ranks of tensor parallelism: each computes a share of every layer, and the ranks add up their results. It must divide `num_attention_heads` and `intermediate_size`, and divide `num_key_value_heads` or be a multiple of it. On CUDA the ranks use consecutive devices from `device` on.",
+    )
+
+
 class ServerSection(Section):
     """Configure the HTTP server."""
 
@@ -292,6 +303,7 @@ class Config(Section):
     scheduler: SchedulerSection = SchedulerSection()
     graphs: GraphsSection = GraphsSection()
     memory: MemorySection = MemorySection()
+    parallel: ParallelSection = ParallelSection()
     server: ServerSection = ServerSection()
     tuning: TuningSection = TuningSection()
     experiment: ExperimentSection = ExperimentSection()

@@ -16,7 +16,7 @@ from dovetail.engine.draft_runtime import EngineDraftRuntime
 from dovetail.engine.graphs import DecodeGraphs
 from dovetail.engine.inputs import Inputs
 from dovetail.engine.memory import agreed_budget, budget_for
-from dovetail.engine.mesh import local_info
+from dovetail.engine.mesh import local_info, rank_device
 from dovetail.engine.needs import GraphNeeds, captures_trees, measure_needs, verify_sizes
 from dovetail.engine.outputs import fetched, host_output
 from dovetail.engine.penalties import TokenCounts
@@ -57,13 +57,16 @@ class Engine:
     def __init__(self, resolved: Resolved, eos_token_ids: frozenset[int], mesh: Mesh = SINGLE) -> None:
         """Build the engine of one rank of ``mesh``. All ranks must be built, and called, alike."""
         config, info = resolved.config, resolved.model_info
-        if config.threads is not None:
-            torch.set_num_threads(config.threads)
+        if config.parallel.tp != mesh.tp.size:
+            raise ConfigError(
+                f"parallel.tp is {config.parallel.tp}, and this engine was built for a mesh of {mesh.tp.size} ranks"
+            )
+        _set_threads(config, mesh)
         if len(info.cache_groups) != 1:
             raise ConfigError(
                 f"{info.architecture} declares {len(info.cache_groups)} cache groups; this engine runs models with one"
             )
-        self.info, self.device = info, torch.device(resolved.machine.device)
+        self.info, self.device = info, rank_device(resolved.machine.device, mesh.tp.rank)
         self.mesh, self._local = mesh, local_info(info, mesh)
         self.context_len = min(info.context_len, config.model.context_len or info.context_len)
         self.page_size = config.memory.page_size
@@ -299,6 +302,14 @@ class Engine:
             or self._draft_runtime.capture_next()
             or (self.pieces is not None and capture_next(self.pieces))
         )
+
+
+def _set_threads(config: Config, mesh: Mesh) -> None:
+    """Use the number of threads that config gives. Otherwise the ranks divide torch's own number among them."""
+    if config.threads is not None:
+        torch.set_num_threads(config.threads)
+    elif mesh.tp.size > 1:
+        torch.set_num_threads(max(1, torch.get_num_threads() // mesh.tp.size))
 
 
 def _shares_prefixes(resolved: Resolved) -> bool:

@@ -74,3 +74,9 @@ def local_info(info: ModelInfo, mesh: Mesh) -> ModelInfo:
         num_kv_heads=tp.share(info.num_kv_heads)[1],
         cache_groups=tuple(replace(group, num_kv_heads=tp.share(group.num_kv_heads)[1]) for group in info.cache_groups),
     )
+
+
+def rank_device(device: str, rank: int) -> torch.device:
+    """Return the device of a rank: the ranks of a host use consecutive CUDA devices, and ``device`` is the first."""
+    kind, _, index = device.partition(":")
+    return torch.device(kind, int(index or 0) + rank) if kind == "cuda" else torch.device(device)

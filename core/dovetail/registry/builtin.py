@@ -96,6 +96,7 @@ MODEL = KindDescriptor(
     api=(1, 5),  # batch.last; batch.watch, embed_tokens; before the final norm; model.batch_invariant; cls(info, mesh)
     named_at="model.arch",
     selects=Selects.BY_CHECKPOINT,
+    rules=f"{_RULES}:model",
     suite="dovetail.testing.model:ModelSuite",
     scaffold=f"{_TEMPLATES}:MODEL",
     described=True,

@@ -158,7 +158,7 @@ class Negotiation:
 
     @cached_property
     def _rules(self) -> list[Rule]:
-        named = [(kind.rules, kind.kind) for kind in self._negotiated if kind.rules is not None]
+        named = [(kind.rules, kind.kind) for kind in self.kinds.in_order if kind.rules is not None]
         return [load_attribute(rules, f"the rules of kind {kind!r}") for rules, kind in named]
 
     def _offers(self, owner: str, combo: Combination) -> frozenset[Feature]:

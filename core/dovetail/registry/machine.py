@@ -11,13 +11,15 @@ from dovetail.errors import ConfigError
 @dataclass(frozen=True, slots=True)
 class Machine:
     """Describe a device. ``compute_capability`` is (major, minor) on CUDA, None elsewhere; ``device`` is torch's
-    name for it. An ``assumed`` machine need not exist here, and nothing is probed on it."""
+    name for it. An ``assumed`` machine need not exist here, and nothing is probed on it. ``num_devices`` is the number
+    of CUDA devices that torch sees; None on a CPU and on assumed machines."""
 
     device_type: str
     compute_capability: tuple[int, int] | None
     device_name: str
     device: str
     assumed: bool = False
+    num_devices: int | None = None
 
     @classmethod
     def detect(cls, setting: str = "auto") -> Machine:
@@ -33,7 +35,7 @@ class Machine:
             devices = ", ".join(["cpu", *(f"cuda:{i}" for i in range(count))])
             raise ConfigError(f"device is {setting!r}, but torch {torch.__version__} sees only {devices}")
         capability = torch.cuda.get_device_capability(index)
-        return cls("cuda", capability, torch.cuda.get_device_name(index), f"cuda:{index}")
+        return cls("cuda", capability, torch.cuda.get_device_name(index), f"cuda:{index}", num_devices=count)
 
     @classmethod
     def assume(cls, text: str) -> Machine:

@@ -14,27 +14,31 @@ if TYPE_CHECKING:
 
 def check_ranks(info: ModelInfo, tp: int, what: str) -> None:
     """Raise ``ConfigError`` if ``tp`` ranks cannot divide the model ``info``, which messages call ``what``."""
-    reasons = [] if tp == 1 else list(obstacles(info, tp))
-    if reasons:
-        allowed = ", ".join(map(str, divisions(info)))
-        raise ConfigError(
-            f"parallel.tp is {tp}; {what} ({info.architecture}) {'; '.join(reasons)}; allowed: parallel.tp {allowed}"
-        )
-
-
-def obstacles(info: ModelInfo, tp: int) -> Iterator[str]:
-    """Yield the reasons for which ``tp`` ranks cannot divide the model ``info``."""
+    if tp in divisions(info):
+        return
+    reasons = [f"{needed}, and it has {got}" for needed, got in indivisible(info, tp)]
     if Feature.MODEL_TENSOR_PARALLEL not in info.offers:
-        yield f"does not offer {Feature.MODEL_TENSOR_PARALLEL}"
+        reasons.append(f"{Feature.MODEL_TENSOR_PARALLEL}, which it does not offer")
+    raise ConfigError(
+        f"parallel.tp is {tp}, which needs of {what} ({info.architecture}): {'; '.join(reasons)}. "
+        f"Allowed: parallel.tp {', '.join(map(str, divisions(info)))}"
+    )
+
+
+def indivisible(info: ModelInfo, tp: int) -> Iterator[tuple[str, str]]:
+    """Yield what ``tp`` ranks need of the numbers in the model's config.json, and what these are, for each number that
+    they cannot divide."""
     for name, size in (("num_attention_heads", info.num_heads), *info.split_sizes):
         if size % tp:
-            yield f"has {name} {size}, which is not a multiple of {tp}"
+            yield f"a multiple of {tp} as {name}", str(size)
     if info.num_kv_heads % tp and tp % info.num_kv_heads:
-        yield f"has num_key_value_heads {info.num_kv_heads}, which is neither a multiple nor a divisor of {tp}"
+        yield f"a multiple or a divisor of {tp} as num_key_value_heads", str(info.num_kv_heads)
     if -(-info.vocab_size // tp) * (tp - 1) >= info.vocab_size:
-        yield f"has vocab_size {info.vocab_size}, too few tokens for {tp} ranks"
+        yield f"tokens for each of {tp} ranks in vocab_size", str(info.vocab_size)
 
 
 def divisions(info: ModelInfo) -> list[int]:
-    """Return the numbers of ranks that can divide the model ``info``."""
-    return [tp for tp in range(1, info.num_heads + 1) if tp == 1 or not any(obstacles(info, tp))]
+    """Return the numbers of ranks that can compute the model ``info``; 1 is always among them."""
+    if Feature.MODEL_TENSOR_PARALLEL not in info.offers:
+        return [1]
+    return [tp for tp in range(1, info.num_heads + 1) if tp == 1 or not any(indivisible(info, tp))]

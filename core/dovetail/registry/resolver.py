@@ -22,6 +22,7 @@ from dovetail.registry.kinds import Kinds
 from dovetail.registry.machine import Machine
 from dovetail.registry.model_choice import ModelChoice, choose_model
 from dovetail.registry.parser_choice import Parsers, choose_parsers
+from dovetail.registry.ranks import divisions
 from dovetail.registry.resolution import (
     Candidate,
     CandidateVerdict,
@@ -60,6 +61,7 @@ def resolve(config: Config, registry: Registry, machine: Machine, *, tuning: Tun
     tuned = _tuned(config, registry, machine, model, tuning)
     _check_kv_dtype(model.kv_dtype, machine)
     _check_batch_invariant(config, machine, model.dtype)
+    _check_devices(config, machine)
     parsers = choose_parsers(config, registry, machine, model)
     slots = _open_slots(config, registry, machine, model, tuned.slots)
     negotiation = fit.Negotiation(registry.kinds, model.info)
@@ -144,6 +146,7 @@ def _domains(slots: Slots, config: Config, machine: Machine) -> dict[str, Sequen
         negotiable.GRAPHS: _graphs(config, machine),
         negotiable.BATCH_INVARIANT: [config.batch_invariant],
         negotiable.MIN_PROBABILITY: [config.scheduler.min_draft_probability],
+        negotiable.TENSOR_PARALLEL: [config.parallel.tp],
     }
 
 
@@ -180,6 +183,17 @@ def _check_batch_invariant(config: Config, machine: Machine, dtype: str) -> None
         raise ConfigError(
             f"batch_invariant is true and model.dtype is {dtype}; allowed: {', '.join(INVARIANT_DTYPES)}. Set model.dtype: bfloat16, or "
             "batch_invariant: false"
+        )
+
+
+def _check_devices(config: Config, machine: Machine) -> None:
+    """Check that there is a CUDA device for each rank. Raises ``ConfigError``."""
+    tp, count = config.parallel.tp, machine.num_devices
+    first = int(machine.device.partition(":")[2] or 0)
+    if tp > 1 and count is not None and first + tp > count:
+        raise ConfigError(
+            f"parallel.tp is {tp} and device is {machine.device}; the ranks need {tp} consecutive CUDA devices from there on, and "
+            f"torch sees {count} in all. Set parallel.tp to at most {max(1, count - first)}, or device: cpu"
         )
 
 
@@ -239,6 +253,7 @@ def _misfit(slots: Slots, domains: fit.Domains, negotiation: fit.Negotiation) ->
         negotiable.GRAPHS: [False, True],
         negotiable.BATCH_INVARIANT: [False],
         negotiable.MIN_PROBABILITY: [0],
+        negotiable.TENSOR_PARALLEL: divisions(negotiation.model),
     }
     by_preference = sorted(slots.values(), key=lambda slot: slot.descriptor.search_order)
     for slot in by_preference[:1]:  # the component that the search gives up last is the first that could change

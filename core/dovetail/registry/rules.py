@@ -10,7 +10,8 @@ from dovetail.interfaces.cache import CacheGroupKind
 from dovetail.interfaces.features import Feature
 from dovetail.registry.candidates import Slot
 from dovetail.registry.fit import Combination, Need, Situation, show
-from dovetail.registry.negotiable import BATCH_INVARIANT, MIN_PROBABILITY
+from dovetail.registry.negotiable import BATCH_INVARIANT, MIN_PROBABILITY, TENSOR_PARALLEL
+from dovetail.registry.ranks import indivisible
 from dovetail.registry.resolution import Candidate, Reason
 from dovetail.registry.specs import ComponentKind
 
@@ -40,6 +41,25 @@ def _identity(candidate: Candidate) -> tuple[str, PluginConfig]:
 def _settings(candidate: Candidate) -> str:
     given = candidate.config.model_dump(exclude_defaults=True, exclude={"kind"})
     return repr(show(candidate)) + (f" with {given}" if given else "")
+
+
+def model(situation: Situation) -> Iterator[Need | Reason]:
+    """Require with several ranks a model that they can divide. Refuse ``batch_invariant``, because the kernels that add
+    up the results of ranks depend on the number of rows."""
+    tp = situation.combo[TENSOR_PARALLEL]
+    assert isinstance(tp, int)
+    if tp == 1:
+        return
+    setting = f"{TENSOR_PARALLEL} {tp}"
+    yield from situation.needs(Feature.MODEL_TENSOR_PARALLEL, setting)
+    for needed, got in indivisible(situation.model, tp):
+        yield Reason(TENSOR_PARALLEL, f"{setting} needs {needed}", f"model {situation.model.architecture!r} has {got}")
+    if situation.combo[BATCH_INVARIANT]:
+        yield Reason(
+            f"{TENSOR_PARALLEL}.{BATCH_INVARIANT}",
+            f"{BATCH_INVARIANT} needs {TENSOR_PARALLEL} 1 (ranks add up their results in an order that may depend on the rows)",
+            f"{TENSOR_PARALLEL} is {tp}",
+        )
 
 
 def policy(situation: Situation) -> Iterator[Need]:
