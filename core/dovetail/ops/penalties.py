@@ -33,10 +33,10 @@ def apply_penalties(
     if out is not logits:
         out.copy_(logits)
     active = (settings != torch.tensor([1.0, 0.0, 0.0])).any(1).nonzero()[:, 0]
-    for row in active.tolist():
-        words = table[slots[row]]
-        seen = words.nonzero()[:, 0]
-        out[row, seen] = penalised(out[row, seen], words[seen], settings[row])
+    words = table[slots[active]]
+    at, tokens = words.nonzero(as_tuple=True)
+    rows = active[at]
+    out[rows, tokens] = penalised(out[rows, tokens], words[at, tokens], settings[rows])
     return out
 
 
