@@ -5,10 +5,13 @@
 
 from __future__ import annotations
 
+import io
 import itertools
+import logging
 
 import pytest
 import torch
+from rich.console import Console
 
 from dovetail import LLM
 from dovetail.engine.build import build_model
@@ -17,14 +20,15 @@ from dovetail.engine.captures import (
     STEPS_BETWEEN_CAPTURES,
     CaptureOnDemand,
     capture_all,
-    capture_next,
     ladder,
     larger_sizes,
     try_capture,
 )
 from dovetail.engine.dry_run import dry_run
 from dovetail.engine.pieces import launch_bound
+from dovetail.engine.warmup import IdleCaptures, WarmUp, WarmUpProgress
 from dovetail.interfaces.mesh import SINGLE
+from dovetail.interfaces.model import ModelInfo
 from dovetail_models.dense import DenseModel
 from dovetail_models.describe import describe_llama
 
@@ -39,6 +43,10 @@ class Fake:
     def missing(self):
         return (size for size in self.sizes if size not in self.captured and size not in self.refused)
 
+    @property
+    def num_captured(self):
+        return len(self.captured)
+
     def larger(self, size):
         return larger_sizes(self.sizes, size)
 
@@ -51,12 +59,34 @@ class Fake:
         self.captured.append(size)
 
 
-def test_what_cannot_be_captured_is_tried_once():
-    graphs = Fake([1, 2, 4], impossible=[2])
-    while capture_next(graphs):
+def test_what_cannot_be_captured_is_tried_once(caplog):
+    caplog.set_level(logging.INFO)
+    graphs, others = Fake([1, 2, 4], impossible=[2]), Fake([7])
+    warm_up = WarmUp(torch.device("cpu"), ModelInfo("", 1, 1, 1, 1, 1, 1, 1, ()), SINGLE)
+    before = warm_up.progress([graphs, others])
+    assert before == (0, 0, 0, 4, 0)
+    assert not before.done
+    while warm_up.capture_next([graphs, others]):
         pass
     assert graphs.captured == [1, 4]
     assert graphs.refused == {2}
+    assert others.captured == [7]
+    assert warm_up.progress([graphs, others]) == (0, 0, 3, 0, 1)
+    assert warm_up.progress([graphs, others]).done
+    assert not warm_up.capture_next([graphs, others])
+    lines = [message for message in caplog.messages if message.startswith("warm-up")]
+    assert len(lines) == 2
+    assert "4 graphs" in lines[0]
+    assert "3 in all; 1 could not be captured" in lines[1]
+
+
+def test_a_bar_shows_the_captures_of_idle_moments_on_a_terminal():
+    shown = io.StringIO()
+    report = IdleCaptures(2, Console(file=shown, force_terminal=True, width=100))
+    report.advance(0.1)
+    assert "capturing graphs" in shown.getvalue()
+    assert "50%" in shown.getvalue()
+    report.close(WarmUpProgress())
 
 
 def test_a_lost_device_is_no_matter_of_captures():

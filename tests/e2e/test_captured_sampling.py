@@ -27,7 +27,7 @@ from dovetail.scheduler import admission
 class Replayed:
     """Stand in for a recorder of CUDA graphs on a CPU: a replay runs the step again."""
 
-    def record(self, step):
+    def record(self, step, *, loaded=False):
         for _ in range(3):
             result = step()
         return SimpleNamespace(replay=lambda: result.copy_(step())), result

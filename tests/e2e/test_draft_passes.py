@@ -43,7 +43,7 @@ class Repeats:
     def __init__(self, device):
         pass
 
-    def record(self, step):
+    def record(self, step, *, loaded=False):
         for _ in range(3):
             result = step()
         return Replay(step), result

@@ -40,7 +40,7 @@ class Replayed:
     def wait(self):
         pass
 
-    def record(self, step):
+    def record(self, step, *, loaded=False):
         result = step()
         return SimpleNamespace(replay=lambda: result.copy_(step())), result
 

@@ -172,7 +172,7 @@ class Replayed:
     def wait(self):
         pass
 
-    def record(self, step):
+    def record(self, step, *, loaded=False):
         kept = step()
         return SimpleNamespace(replay=lambda: kept.copy_(step())), kept
 

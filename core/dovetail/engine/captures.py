@@ -72,6 +72,8 @@ class Captures(Protocol[K]):
 
     refused: set[K]
 
+    @property
+    def num_captured(self) -> int: ...
     def missing(self) -> Iterator[K]: ...
     def larger(self, key: K, /) -> Iterator[K]: ...
     def is_captured(self, key: K, /) -> bool: ...
@@ -128,14 +130,6 @@ class CaptureOnDemand(Generic[K]):
         return True
 
 
-def capture_next(graphs: Captures[K]) -> bool:
-    """Try to capture one missing key. Return False if none is missing."""
-    for key in graphs.missing():
-        try_capture(graphs, key)
-        return True
-    return False
-
-
 def capture_all(graphs: Captures[K], what: str) -> None:
     """Try to capture all missing keys, and show a progress bar. Keys whose capture fails are logged and refused. Raises
     only if the device is lost."""
@@ -152,18 +146,26 @@ class GraphRecorder:
         self._stream = torch.cuda.Stream(device)
         self._warm = False  # whether something has run on the recorder's stream, which allocates its workspaces
 
-    def record(self, step: Callable[[], torch.Tensor]) -> tuple[torch.cuda.CUDAGraph, torch.Tensor]:
+    def record(
+        self, step: Callable[[], torch.Tensor], *, loaded: bool = False
+    ) -> tuple[torch.cuda.CUDAGraph, torch.Tensor]:
         """Run ``step``, so that everything that it needs is compiled and loaded, and then capture it. Return the graph
-        and the result of the captured run. The host does not wait for the device, and memory that is free stays
-        reserved, so that other steps are hardly delayed. If there is not enough memory for the graph, give free memory
-        back to the device and try once more."""
-        self.warm_up(step)
+        and the result of the captured run. With ``loaded``, everything is loaded already, and ``step`` does not run
+        before the capture. The host does not wait for the device, and memory that is free stays reserved, so that other
+        steps are hardly delayed. If the capture fails, give free memory back to the device, run ``step``, and capture
+        it once more."""
+        if not (loaded and self._warm):
+            self.warm_up(step)
         try:
             return self._capture(step)
-        except torch.OutOfMemoryError:
-            torch.cuda.synchronize(self._device)
-            torch.cuda.empty_cache()
-            return self._capture(step)
+        except Exception as error:
+            if lost_device(error):
+                raise
+            log.debug("a capture failed, and is repeated: %s", error)
+        torch.cuda.synchronize(self._device)
+        torch.cuda.empty_cache()
+        self.warm_up(step)
+        return self._capture(step)
 
     def warm_up(self, step: Callable[[], object]) -> None:
         """Run ``step`` once. The first time, run it ``WARM_UPS`` times on the recorder's stream, because libraries
@@ -210,10 +212,18 @@ def recording(graph: torch.cuda.CUDAGraph, memory: Any) -> Iterator[None]:
     try:
         yield
     except BaseException:
-        with suppress(RuntimeError):  # the first exception explains more
-            graph.capture_end()
+        end_failed_capture(graph, memory)
         raise
     graph.capture_end()
+
+
+def end_failed_capture(graph: torch.cuda.CUDAGraph, memory: Any) -> None:
+    """End a capture after an exception, which explains more than what is raised here."""
+    try:
+        graph.capture_end()
+    except RuntimeError:  # torch ends the use of the pool only if the capture is valid
+        with suppress(RuntimeError):
+            torch._C._cuda_endAllocateToPool(torch.cuda.current_device(), memory)
 
 
 class Staging:

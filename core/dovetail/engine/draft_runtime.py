@@ -12,7 +12,7 @@ import torch
 
 from dovetail.config.checkpoint import read_json
 from dovetail.engine.build import ModelClass, as_module, build_model
-from dovetail.engine.captures import NO_UPDATES, capture_all, capture_next
+from dovetail.engine.captures import NO_UPDATES, capture_all
 from dovetail.engine.draft_graphs import DraftGraphs, DraftLimits
 from dovetail.engine.draft_layout import seen_by, wide_shape
 from dovetail.engine.inputs import Inputs, ragged
@@ -251,6 +251,7 @@ class EngineDraftRuntime(DraftRuntime):
         for cache in self._caches:
             cache.allocate(self._resolved, inputs, pool, self.dtype, max_context)
 
-    def capture_next(self) -> bool:
-        """Try to capture one of the drafter's passes. Return False if none is missing."""
-        return any(cache.graphs is not None and capture_next(cache.graphs) for cache in self._caches)
+    @property
+    def graphs(self) -> list[DraftGraphs]:
+        """Return what captures the passes of drafters."""
+        return [cache.graphs for cache in self._caches if cache.graphs is not None]

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from dovetail.engine.build import as_module
-from dovetail.engine.captures import capture_all, capture_next
+from dovetail.engine.captures import capture_all
 from dovetail.engine.device import lost_device
 from dovetail.engine.draft_runtime import EngineDraftRuntime
 from dovetail.engine.graphs import DecodeGraphs
@@ -25,7 +25,7 @@ from dovetail.engine.runners import DecodeGraphRunner, EagerRunner, EagerSampler
 from dovetail.engine.sampler import Sampler
 from dovetail.engine.verify import compact
 from dovetail.engine.verify_graphs import VerifyGraphs
-from dovetail.engine.warmup import WarmUp
+from dovetail.engine.warmup import WarmUp, WarmUpProgress
 from dovetail.engine.weights import build_model, load_weights
 from dovetail.errors import ConfigError
 from dovetail.interfaces.attention import AttentionBackend, AttentionContext
@@ -39,6 +39,7 @@ from dovetail.ops.linear import describe
 
 if TYPE_CHECKING:
     from dovetail.config.sections import Config
+    from dovetail.engine.captures import Captures
     from dovetail.registry.resolver import Chosen, Resolved
     from dovetail.types import Batch, ForwardOutput, HostOutput, PageUpdates
 
@@ -72,7 +73,7 @@ class Engine:
         self.page_size = config.memory.page_size
         self._config, self._dtype = config, getattr(torch, config.model.dtype)
         self._batch_invariant = config.batch_invariant
-        self.warm_up = WarmUp(self.device, info, alone=mesh.tp.size == 1)
+        self.warm_up = WarmUp(self.device, info, mesh)
         self.model = build_model(resolved.model.load(), info, self.device, self._dtype, mesh)
         if config.batch_invariant:
             make_batch_invariant(as_module(self.model))
@@ -296,12 +297,18 @@ class Engine:
 
     def idle(self) -> bool:
         """Try to capture one graph while there is no other work. Return False if no graph is missing."""
-        return (
-            (self.graphs is not None and capture_next(self.graphs))
-            or (self.verify_graphs is not None and capture_next(self.verify_graphs))
-            or self._draft_runtime.capture_next()
-            or (self.pieces is not None and capture_next(self.pieces))
-        )
+        return self.warm_up.capture_next(self.captures)
+
+    @property
+    def captures(self) -> list[Captures[Any]]:
+        """Return everything that captures graphs, in the order in which it is captured while there is no other work."""
+        kinds = self.graphs, self.verify_graphs, *self._draft_runtime.graphs, self.pieces
+        return [graphs for graphs in kinds if graphs is not None]
+
+    @property
+    def progress(self) -> WarmUpProgress:
+        """Return how far the preparation of the engine is."""
+        return self.warm_up.progress(self.captures)
 
 
 def _set_threads(config: Config, mesh: Mesh) -> None:

@@ -104,6 +104,7 @@ class DecodeGraphs:
         self.shared = (False, True) if shares else (False,)
         self._variants = [0]  # those that have occurred
         self.refused: set[GraphKey] = set()
+        self.loaded: set[GraphKey] = set()  # keys whose kernels are loaded onto the device
         self._graphs: dict[GraphKey, DecodeGraph] = {}
         device = inputs.device
         self._tensors = DecodeTensors(max_rows, inputs.pages.shape[1], device, shares)
@@ -193,7 +194,7 @@ class DecodeGraphs:
             return self._model.logits(self._model.forward(batch))
 
         self._staging.send(pack(_padding(key.rows)))
-        forward, logits = self._recorder.record(step)
+        forward, logits = self._recorder.record(step, loaded=key in self.loaded)
         graph = self._graphs[key] = DecodeGraph(key.rows, batch, tensors, forward, logits)
         self.seconds += time.perf_counter() - start
         log.debug("captured a decode step, %s: %.3f s", key, time.perf_counter() - start)

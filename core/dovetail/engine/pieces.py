@@ -8,7 +8,6 @@ are written to page 0.
 
 from __future__ import annotations
 
-import contextlib
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -18,7 +17,7 @@ import numpy as np
 import torch
 
 from dovetail.engine.build import as_module
-from dovetail.engine.captures import NO_UPDATES, GraphRecorder, larger_sizes
+from dovetail.engine.captures import NO_UPDATES, GraphRecorder, end_failed_capture, larger_sizes
 from dovetail.types import Batch
 
 if TYPE_CHECKING:
@@ -99,6 +98,11 @@ class PiecewiseGraphs:
         self._captured: dict[int, Pieces] = {}
         self._recorder = GraphRecorder(device)
 
+    @property
+    def num_captured(self) -> int:
+        """Return the number of sizes that are captured now."""
+        return len(self._captured)
+
     def missing(self) -> Iterator[int]:
         """Return the sizes that are not captured yet."""
         return (size for size in self.sizes if size not in self._captured and size not in self.refused)
@@ -150,8 +154,7 @@ class PiecewiseGraphs:
             try:
                 hidden = self._model.forward(batch)
             except BaseException:
-                with contextlib.suppress(RuntimeError):  # the first exception explains more
-                    recorder.end()
+                recorder.abandon()
                 raise
             last = recorder.end()
         self._captured[size] = Pieces(recorder.pieces, last, hidden, batch.hidden)
@@ -191,6 +194,9 @@ class _PieceRecorder(_WarmUpAttention):
     def end(self) -> torch.cuda.CUDAGraph:
         self._graph.capture_end()
         return self._graph
+
+    def abandon(self) -> None:
+        end_failed_capture(self._graph, self._memory)
 
     def forward(self, q: torch.Tensor, layer: AttentionLayer, batch: Batch) -> torch.Tensor:
         self.pieces.append(CapturedPiece(self.end(), q, layer))

@@ -6,10 +6,13 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+from rich.console import Console
+from rich.progress import Progress
 
+from dovetail.engine.captures import try_capture
 from dovetail.engine.device import lost_device
 from dovetail.engine.dry_run import every_filter, first_layers, prompts
 from dovetail.engine.graphs import GraphKey
@@ -17,10 +20,12 @@ from dovetail.interfaces.features import Feature
 from dovetail.ops.sampling import Filters, greedy, sample
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
+    from dovetail.engine.captures import Captures
     from dovetail.engine.graphs import DecodeGraphs
     from dovetail.interfaces.attention import AttentionBackend
+    from dovetail.interfaces.mesh import Mesh
     from dovetail.interfaces.model import ModelArchitecture, ModelInfo
     from dovetail.memory.pool import PagedKVPool
     from dovetail.ops.triton.ahead import KernelsAhead
@@ -37,16 +42,34 @@ PROMPT_TOKENS = 512
 VARIANTS = (0, 1)
 
 
-class WarmUp:
-    """Note the kernels of the steps of one engine, and load them. On a CPU, and if kernels are noted for another engine
-    of this process, do nothing."""
+class WarmUpProgress(NamedTuple):
+    """Count the Triton kernels that were found to be needed and those of them that are compiled, and the graphs that
+    are captured, missing or refused because their capture failed. Graphs of kinds of steps that have not occurred are
+    not missing."""
 
-    def __init__(self, device: torch.device, info: ModelInfo, *, alone: bool) -> None:
-        """The processes that compile start now, unless an earlier engine with such a model has left nothing to compile.
-        ``alone`` is False if the model is divided among ranks."""
-        self._alone = alone
+    kernels: int = 0
+    kernels_compiled: int = 0
+    graphs_captured: int = 0
+    graphs_missing: int = 0
+    graphs_refused: int = 0
+
+    @property
+    def done(self) -> bool:
+        """Return True if nothing is missing."""
+        return self.kernels_compiled == self.kernels and not self.graphs_missing
+
+
+class WarmUp:
+    """Prepare one engine: note the kernels of its steps, load them, and capture graphs while there is no other work. On
+    a CPU, and if kernels are noted for another engine of this process, no kernels are noted."""
+
+    def __init__(self, device: torch.device, info: ModelInfo, mesh: Mesh) -> None:
+        """The processes that compile start now, unless an earlier engine with such a model has left nothing to
+        compile. All ranks of ``mesh`` call the same methods."""
+        self._mesh = mesh
+        self._idle: IdleCaptures | None = None  # while graphs are missing that were begun to be captured
         self._layers = LAYERS_WITH_WINDOWS if Feature.ATTN_SLIDING_WINDOW in info.needs else LAYERS
-        self._kernels = _kernels_ahead(device, repr(info))
+        self._kernels = _kernels_ahead(device, f"{mesh.tp.size} {info!r}")
 
     @torch.inference_mode()
     def note_prompts(
@@ -81,20 +104,56 @@ class WarmUp:
         log.info("%d of %d Triton kernels are in %s (%.2f s)", counts.compiled, counts.noted, where, seconds)
 
     def load(self, graphs: DecodeGraphs) -> bool:
-        """Load the kernels of decode steps onto the device, if all of them are compiled. Return True if it is done. The
-        ranks of a model load nothing, because their steps wait for each other and their caches may differ."""
-        if self._kernels is None or not self._alone or not self._kernels.wait(0.0):
+        """If all kernels of decode steps are compiled, on all ranks, load them onto the device and capture the steps
+        that are most likely. Return True if this is done. It takes about a second."""
+        compiled = self._kernels is not None and self._kernels.wait(0.0)
+        if not self._mesh.tp.agree(compiled) or self._kernels is None:
             return False
         start = time.perf_counter()
         with self._kernels.loading():
             self._try(lambda: self._rehearse(graphs))
-        log.info("loaded the kernels of decode steps (%.2f s)", time.perf_counter() - start)
+        loaded = time.perf_counter()
+        graphs.loaded.update(likely_keys(graphs))
+        for rows in reversed(graphs.sizes):
+            try_capture(graphs, GraphKey(rows, shared=False))
+        seconds = loaded - start, time.perf_counter() - loaded
+        log.info(
+            "loaded the kernels of decode steps (%.2f s), and captured %d steps (%.2f s)",
+            seconds[0],
+            graphs.num_captured,
+            seconds[1],
+        )
         return True
 
     def release(self) -> None:
         """End the processes once everything is compiled."""
         if self._kernels is not None:
             self._kernels.release()
+
+    def capture_next(self, captures: Sequence[Captures[Any]]) -> bool:
+        """Try to capture one missing graph. Return False if none is missing. Log the first and the last of the graphs
+        that are captured while there is no other work, and show a progress bar on a terminal."""
+        for graphs in captures:
+            for key in graphs.missing():
+                if self._idle is None:
+                    self._idle = IdleCaptures(self.progress(captures).graphs_missing)
+                start = time.perf_counter()
+                try_capture(graphs, key)
+                self._idle.advance(time.perf_counter() - start)
+                return True
+        if self._idle is not None:
+            self._idle.close(self.progress(captures))
+            self._idle = None
+        return False
+
+    def progress(self, captures: Sequence[Captures[Any]]) -> WarmUpProgress:
+        """Return how far kernels and graphs are."""
+        counts = (0, 0, 0) if self._kernels is None else self._kernels.counts
+        captured = sum(graphs.num_captured for graphs in captures)
+        missing = sum(1 for graphs in captures for _ in graphs.missing())
+        return WarmUpProgress(
+            counts[0], counts[1] + counts[2], captured, missing, sum(len(graphs.refused) for graphs in captures)
+        )
 
     def _try(self, step: Callable[[], None]) -> None:
         """Run ``step``. If it fails, log the error: its kernels are compiled when they are first launched."""
@@ -114,6 +173,40 @@ class WarmUp:
         """End the processes."""
         if self._kernels is not None:
             self._kernels.close()
+
+
+class IdleCaptures:
+    """Report the captures of idle moments: in the log, and with a progress bar on a terminal."""
+
+    def __init__(self, missing: int, console: Console | None = None) -> None:
+        """``missing`` is the number of graphs to capture."""
+        console = console or Console(stderr=True)
+        self._count, self._seconds = 0, 0.0
+        self._bar = Progress(console=console, transient=True, auto_refresh=False) if console.is_terminal else None
+        if self._bar is not None:
+            self._task = self._bar.add_task("capturing graphs", total=missing)
+            self._bar.start()
+        log.info("warm-up: %d graphs are captured while no request is running", missing)
+
+    def advance(self, seconds: float) -> None:
+        """Record a capture that took ``seconds``."""
+        self._count += 1
+        self._seconds += seconds
+        if self._bar is not None:
+            self._bar.advance(self._task)
+            self._bar.refresh()
+
+    def close(self, progress: WarmUpProgress) -> None:
+        """Report the end."""
+        if self._bar is not None:
+            self._bar.stop()
+        log.info(
+            "warm-up: done; captured %d graphs in %.1f s, %d in all; %d could not be captured",
+            self._count,
+            self._seconds,
+            progress.graphs_captured,
+            progress.graphs_refused,
+        )
 
 
 def draw(logits: torch.Tensor) -> None:
