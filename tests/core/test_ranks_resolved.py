@@ -1,0 +1,90 @@
+"""Test which numbers of ranks a model can have, and what is said about the others.
+
+.venv/bin/python -m pytest -q tests/core/test_ranks_resolved.py
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dovetail.errors import ConfigError, ResolutionError
+from dovetail.interfaces.cache import CacheGroup
+from dovetail.interfaces.features import Feature
+from dovetail.interfaces.model import ModelInfo
+from dovetail.registry import ComponentKind, Machine, Resolved, resolve
+from dovetail.registry.ranks import check_ranks, divisions
+
+OFFERS = frozenset({Feature.MODEL_TENSOR_PARALLEL})
+INFO = ModelInfo(
+    "Fake", 100, 48, 2, 12, 4, 4, 64, (CacheGroup(2, 4, 4),), offers=OFFERS, split_sizes=(("intermediate_size", 36),)
+)
+
+
+@given(
+    heads=st.integers(1, 12),
+    group=st.integers(1, 4),
+    intermediate=st.integers(1, 60),
+    vocab=st.integers(1, 50),
+    tp=st.integers(1, 60),
+)
+def test_a_division_gives_every_rank_its_share_and_no_more(
+    heads: int, group: int, intermediate: int, vocab: int, tp: int
+) -> None:
+    info = dataclasses.replace(
+        INFO,
+        num_heads=heads * group,
+        num_kv_heads=heads,
+        vocab_size=vocab,
+        split_sizes=(("intermediate_size", intermediate),),
+    )
+    whole_heads = (heads * group) % tp == 0 and intermediate % tp == 0
+    of_kv = heads % tp == 0 or tp % heads == 0
+    rows = -(-vocab // tp)
+    every_rank_embeds = all(rank * rows < vocab for rank in range(tp))
+    assert (tp in divisions(info)) == (tp == 1 or (whole_heads and of_kv and every_rank_embeds))
+
+
+def test_only_models_that_say_so_are_divided() -> None:
+    assert divisions(INFO) == [1, 2, 4, 12]
+    assert divisions(dataclasses.replace(INFO, offers=frozenset())) == [1]
+    check_ranks(INFO, 2, "the model")
+    with pytest.raises(
+        ConfigError, match=r"parallel.tp is 3.*multiple or a divisor of 3 as num_key_value_heads, and it"
+    ):
+        check_ranks(INFO, 3, "the drafter's model")
+    with pytest.raises(ConfigError, match=r"parallel.tp is 2.*model.tensor_parallel, which it does not offer. Allowed"):
+        check_ranks(dataclasses.replace(INFO, offers=frozenset()), 2, "the drafter's model")
+
+
+def resolved(fakes: Any, tp: int, machine: Machine | None = None, **given: Any) -> Resolved:
+    others = [spec for spec in fakes.basics() if spec.kind != ComponentKind.MODEL]
+    registry = fakes.registry(fakes.model(**given), *others, basics=False)
+    return resolve(fakes.config(registry, f"parallel.tp={tp}"), registry, machine or Machine.assume("cpu"))
+
+
+def test_resolve_refuses_ranks_that_do_not_divide_the_model(fakes: Any) -> None:
+    given = {"vocab_size": 100, "num_heads": 12, "num_kv_heads": 4, "offers": OFFERS, "split_sizes": INFO.split_sizes}
+    assert resolved(fakes, 4, **given).config.parallel.tp == 4
+    with pytest.raises(ResolutionError) as caught:
+        resolved(fakes, 8, **given)
+    text = str(caught.value)
+    assert "parallel.tp 8 needs a multiple of 8 as num_attention_heads; model 'FakeForCausalLM' has 12" in text
+    assert "parallel.tp 8 needs a multiple of 8 as intermediate_size; model 'FakeForCausalLM' has 36" in text
+    fixes = [line.strip() for line in text.splitlines() if "- parallel.tp:" in line]
+    assert fixes == [f"- parallel.tp: {tp}" for tp in (1, 2, 4, 12)]
+
+
+def test_resolve_refuses_models_that_cannot_be_divided(fakes: Any) -> None:
+    with pytest.raises(ResolutionError, match=r"parallel.tp 2 needs model.tensor_parallel"):
+        resolved(fakes, 2)
+
+
+def test_resolve_refuses_more_ranks_than_devices(fakes: Any) -> None:
+    machine = Machine("cuda", (9, 0), "H100", "cuda:1", num_devices=3)
+    with pytest.raises(ConfigError, match=r"parallel.tp is 4 and device is cuda:1; the ranks need 4.*at most 2"):
+        resolved(fakes, 4, machine, offers=OFFERS)
