@@ -169,7 +169,7 @@ class DecodeGraphs:
         logits, tensors, last_token = graph.logits, graph.tensors, self._inputs.last_token
 
         def draw(sampling: Sampling) -> torch.Tensor:
-            tokens = sampling.draw(logits, tensors.slots, tensors.uniform, self._counts)
+            tokens = sampling.draw(logits, tensors.slots, tensors.prefix_lens, tensors.uniform, self._counts)
             last_token.index_copy_(0, tensors.slots, tokens)
             return tokens
 

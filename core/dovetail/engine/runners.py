@@ -91,8 +91,8 @@ class EagerSampler:
 
 
 class DecodeGraphRunner(Runner["DecodeGraph"]):
-    """Replay captured decode steps. The sampler is replayed too, unless rows need biases, ``min_new_tokens``, grammars or
-    very many log-probabilities (see ``RowSettings.capturable``)."""
+    """Replay captured decode steps. The sampler is replayed too, unless rows need grammars, or very many biases or
+    log-probabilities (see ``RowSettings.capturable``)."""
 
     def __init__(self, graphs: DecodeGraphs, sampler: EagerSampler) -> None:
         self._graphs, self._sampler = graphs, sampler

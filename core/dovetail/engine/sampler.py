@@ -11,7 +11,7 @@ import torch
 from dovetail.engine.inputs import Int64Array, depths, pack, unpack
 from dovetail.engine.masks import MaskBuffers, mask_logits
 from dovetail.engine.penalties import SlotText, TokenCounts, draft_rows, path_tokens, paths_of
-from dovetail.engine.settings import RowSettings, expand
+from dovetail.engine.settings import BLOCKED, RowSettings, expand
 from dovetail.engine.verify import accept
 from dovetail.ops.random import Floats, uniform
 from dovetail.ops.sampling import greedy, sample
@@ -22,11 +22,6 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from dovetail.types import Batch, Req
-
-
-BLOCKED = -1e30
-"""The logit of a token that ``min_new_tokens`` forbids. It is finite, so that the token is still chosen if a grammar
-allows no other token."""
 
 
 class LogitRows(NamedTuple):
@@ -90,7 +85,7 @@ class Sampler:
         reqs = batch.sampled_reqs
         uids = tuple([r.uid for r in reqs])
         if settings is None or settings.uids != uids:
-            settings = self._settings = RowSettings.of(reqs, self.vocab_size, self.device)
+            settings = self._settings = RowSettings.of(reqs, self.vocab_size, self.device, self.eos_token_ids)
         self._rows_version = version
         return settings
 

@@ -1,5 +1,5 @@
 """Capture and replay samplers as CUDA graphs. Such a graph is replayed after that of a captured step, if the step's
-rows need no more than filters, a random number, penalties and log-probabilities."""
+rows need neither a grammar nor very many biases or log-probabilities."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ import torch
 
 from dovetail.engine.captures import NEEDED_BEFORE_CAPTURE, GraphRecorder
 from dovetail.engine.device import lost_device
-from dovetail.engine.settings import TOP_LADDER, captured_top
+from dovetail.engine.settings import BLOCKED, MOST_EDITS, TOP_LADDER, Edits, captured_top
 from dovetail.ops.logprobs import chosen_and_top
-from dovetail.ops.penalties import apply_penalties
+from dovetail.ops.penalties import apply_penalties, penalised
 from dovetail.ops.sampling import Filters, greedy, sample
 from dovetail.types import Logprobs
 
@@ -37,44 +37,73 @@ class SampleMode(NamedTuple):
     top_p: bool = False
     min_p: bool = False
     penalties: bool = False
+    edits: bool = False
     logprobs: int = 0
 
     @classmethod
     def of(cls, settings: RowSettings) -> SampleMode:
         """Return the mode for these settings, which must be capturable."""
-        filters, penalties = settings.filters, settings.penalties is not None
+        filters = settings.filters
+        penalties, edits = settings.penalties is not None, settings.edits is not None
         top = (captured_top(settings.top_logprobs) or 0) if settings.logprobs else 0
         if filters is None:
-            return cls(False, penalties=penalties, logprobs=top)
+            return cls(False, penalties=penalties, edits=edits, logprobs=top)
         columns = (filters.top_k is not None, filters.top_p is not None, filters.min_p is not None)
-        return cls(True, filters.any_greedy, *columns, penalties, top)
+        return cls(True, filters.any_greedy, *columns, penalties, edits, top)
 
 
 class Sampling(NamedTuple):
     """Hold what a captured sampler reads besides logits, and where it leaves log-probabilities, all at fixed addresses.
-    ``filters`` is None if all rows are greedy, ``penalties`` (float32 ``[rows, 3]``) if no row has penalties, and
-    ``logprobs`` if no row requests them."""
+    ``filters`` is None if all rows are greedy, ``penalties`` (float32 ``[rows, 3]``) if no row has penalties, ``edits``
+    if no row has biases or ``min_new_tokens``, and ``logprobs`` if no row requests them."""
 
     filters: Filters | None
     penalties: torch.Tensor | None = None
+    edits: Edits | None = None
     logprobs: Logprobs | None = None
 
     def draw(
-        self, logits: torch.Tensor, slots: torch.Tensor, uniform: torch.Tensor, counts: TokenCounts
+        self,
+        logits: torch.Tensor,
+        slots: torch.Tensor,
+        prefix_lens: torch.Tensor,
+        uniform: torch.Tensor,
+        counts: TokenCounts,
     ) -> torch.Tensor:
         """Choose a token for each row of ``logits [rows, V]`` and return them, int64 ``[rows]``. ``slots`` int64
-        ``[rows]`` are the rows' slots, to which the tokens are added if there are penalties, and ``uniform`` their
-        random numbers."""
+        ``[rows]`` are the rows' slots, to which the tokens are added if there are penalties, ``prefix_lens`` int32
+        ``[rows]`` is ``Batch.prefix_lens``, and ``uniform`` are the rows' random numbers."""
         given = logits
         if self.penalties is not None:
             out = torch.empty(logits.shape, dtype=torch.float32, device=logits.device)
             given = apply_penalties(logits, counts.table, slots, self.penalties, out)
+        if self.edits is not None:
+            given = logits.to(torch.float32, copy=True) if given is logits else given
+            self._edit(given, self.edits, logits, slots, prefix_lens, counts)
         tokens = greedy(given) if self.filters is None else sample(given, self.filters, uniform)
         if self.penalties is not None:
             counts.add(slots, tokens)
         if self.logprobs is not None:
             chosen_and_top(logits, tokens, *self.logprobs)
         return tokens
+
+    def _edit(
+        self,
+        processed: torch.Tensor,
+        edits: Edits,
+        logits: torch.Tensor,
+        slots: torch.Tensor,
+        prefix_lens: torch.Tensor,
+        counts: TokenCounts,
+    ) -> None:
+        """Write the logits of the edited tokens to ``processed``, which has all logits with penalties applied."""
+        tokens, biases, until = edits
+        x = logits.gather(1, tokens).float() + biases
+        if self.penalties is not None:
+            words = counts.table.view(-1)[slots[:, None] * counts.table.shape[1] + tokens]
+            x = penalised(x, words, self.penalties[:, None])
+        x.masked_fill_(prefix_lens[:, None] + 1 < until, BLOCKED)
+        processed.scatter_(1, tokens, x)
 
 
 class SamplerGraphs:
@@ -144,6 +173,11 @@ class _Columns:
         self.top_p = torch.ones(rows, 1, dtype=torch.float64, device=device)
         self.min_p = torch.zeros(rows, 1, dtype=torch.float64, device=device)
         self.penalties = torch.tensor([1.0, 0.0, 0.0], device=device).repeat(rows, 1)
+        self.edits = Edits(
+            torch.zeros(rows, MOST_EDITS, dtype=torch.int64, device=device),
+            torch.zeros(rows, MOST_EDITS, device=device),
+            torch.zeros(rows, MOST_EDITS, dtype=torch.int32, device=device),
+        )
         self._logprobs = {
             top: Logprobs(
                 torch.zeros(rows, device=device),
@@ -160,6 +194,8 @@ class _Columns:
             return
         self._version, filters = settings.version, settings.filters
         pairs = [(self.penalties, settings.penalties)]
+        if settings.edits is not None:
+            pairs += zip(self.edits, settings.edits, strict=True)
         if filters is not None:
             pairs += [
                 (self.temperature, filters.temperature),
@@ -187,4 +223,9 @@ class _Columns:
                 self.min_p[:rows] if mode.min_p else None,
                 mode.any_greedy,
             )
-        return Sampling(filters, self.penalties[:rows] if mode.penalties else None, self.logprobs(rows, mode.logprobs))
+        return Sampling(
+            filters,
+            self.penalties[:rows] if mode.penalties else None,
+            Edits(*(column[:rows] for column in self.edits)) if mode.edits else None,
+            self.logprobs(rows, mode.logprobs),
+        )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -24,14 +24,34 @@ TOP_LADDER = (1, 5, 20)
 """The numbers of most likely tokens for which samplers are captured. A step takes the smallest that is large enough."""
 
 
+MOST_EDITS = 64
+"""The number of tokens with a bias or a block up to which the step of a row is sampled in a graph."""
+
+BLOCKED = -1e30
+"""The logit of a token that ``min_new_tokens`` forbids. It is finite, so that the token is still chosen if a grammar
+allows no other token."""
+
+
+class Edits(NamedTuple):
+    """Hold biases and blocks of single tokens, ``[n, MOST_EDITS]``. To the logit of ``tokens[r, j]`` (int64),
+    ``biases[r, j]`` (float32) is added before penalties are applied; while fewer than ``until[r, j]`` (int32) tokens
+    precede the sampled one, the logit is ``BLOCKED``. A row with fewer edits repeats its first, or leaves token 0 as it
+    is."""
+
+    tokens: torch.Tensor
+    biases: torch.Tensor
+    until: torch.Tensor
+
+
 @dataclass(frozen=True, slots=True)
 class RowSettings:
     """Hold the settings of the sampled rows of a batch, by row.
 
     ``plain`` is True if all rows need an argmax and nothing else, and ``simple`` if all rows need at most filters and a
-    random number. ``capturable`` is True if they need at most these, penalties, and log-probabilities of a number of
-    tokens that ``TOP_LADDER`` reaches. ``penalties`` are the penalties of the rows (float32 ``[n, 3]``, see ``ops/penalties.py``),
-    or None if no row has any. The other fields hold indices of rows: ``penalised`` those with penalties, ``adjusted``
+    random number. ``capturable`` is True if they need at most these, penalties, ``MOST_EDITS`` biases and blocked tokens,
+    and log-probabilities of a number of tokens that ``TOP_LADDER`` reaches. ``penalties`` are the penalties of the rows (float32 ``[n, 3]``, see ``ops/penalties.py``),
+    or None if no row has any. ``edits`` are the biases and blocks of ``adjusted`` rows, or None if there are none or too
+    many. The other fields hold indices of rows: ``penalised`` those with penalties, ``adjusted``
     those with biases or ``min_new_tokens``, ``constrained`` those with a grammar, and ``logprobs`` those that request
     log-probabilities. ``top_logprobs`` is the largest number of most likely tokens that one of them requests. Settings
     with the same ``version`` are equal.
@@ -43,6 +63,7 @@ class RowSettings:
     capturable: bool
     filters: Filters | None
     penalties: torch.Tensor | None
+    edits: Edits | None
     seeds: np.ndarray[Any, np.dtype[np.int64]]
     penalised: tuple[int, ...]
     adjusted: tuple[int, ...]
@@ -52,8 +73,8 @@ class RowSettings:
     version: int
 
     @classmethod
-    def of(cls, reqs: Sequence[Req], vocab_size: int, device: torch.device) -> RowSettings:
-        """Collect the settings of the requests in these rows."""
+    def of(cls, reqs: Sequence[Req], vocab_size: int, device: torch.device, ends: Sequence[int] = ()) -> RowSettings:
+        """Collect the settings of the requests in these rows. ``ends`` are the tokens that end any output."""
         params = [r.params for r in reqs]
         penalised = tuple(i for i, p in enumerate(params) if p.penalised)
         adjusted = tuple(i for i, p in enumerate(params) if p.logit_bias or p.min_new_tokens)
@@ -63,13 +84,17 @@ class RowSettings:
         greedy = all(p.greedy for p in params)
         simple = not (penalised or adjusted or constrained or logprobs)
         top = captured_top(top_logprobs)
+        edits = _edits(reqs, device, ends) if adjusted else None
         return cls(
             uids=tuple(r.uid for r in reqs),
             plain=greedy and simple,
             simple=simple,
-            capturable=not (adjusted or constrained or (logprobs and (top is None or top > vocab_size))),
+            capturable=not (
+                (adjusted and edits is None) or constrained or (logprobs and (top is None or top > vocab_size))
+            ),
             filters=None if greedy else _filters(reqs, vocab_size, device),
             penalties=_penalties(reqs, device) if penalised else None,
+            edits=edits,
             seeds=np.array([r.seed for r in reqs], np.int64),
             penalised=penalised,
             adjusted=adjusted,
@@ -83,6 +108,25 @@ class RowSettings:
 def captured_top(top: int) -> int | None:
     """Return the smallest number of ``TOP_LADDER`` that is at least ``top``, or None if all are smaller."""
     return next((size for size in TOP_LADDER if size >= top), None)
+
+
+def _edits(reqs: Sequence[Req], device: torch.device, ends: Sequence[int]) -> Edits | None:
+    tokens = np.zeros((len(reqs), MOST_EDITS), np.int64)
+    biases, until = np.zeros(tokens.shape, np.float32), np.zeros(tokens.shape, np.int32)
+    for row, req in enumerate(reqs):
+        given = req.params.logit_bias or {}
+        blocked = {*ends, *req.params.stop_token_ids} if req.params.min_new_tokens else set()
+        ids = [*given, *(blocked - given.keys())]
+        if len(ids) > MOST_EDITS:
+            return None
+        if ids:
+            places = np.arange(MOST_EDITS) % len(ids)
+            places[len(ids) :] = 0
+            first = req.prompt_len + req.params.min_new_tokens
+            tokens[row] = np.array(ids, np.int64)[places]
+            biases[row] = np.array([given.get(token, 0.0) for token in ids], np.float32)[places]
+            until[row] = np.array([first if token in blocked else 0 for token in ids], np.int32)[places]
+    return Edits(*(to_device(column, device) for column in (tokens, biases, until)))
 
 
 def _penalties(reqs: Sequence[Req], device: torch.device) -> torch.Tensor:

@@ -41,8 +41,8 @@ def apply_penalties(
 
 
 def penalised(logits: torch.Tensor, words: torch.Tensor, settings: torch.Tensor) -> torch.Tensor:
-    """Return float32 ``logits [m]`` of single tokens with the penalties applied. ``words`` int32 ``[m]`` are the tokens'
-    entries in the table, and ``settings`` are ``[3]`` or ``[m, 3]``."""
+    """Return float32 ``logits`` of single tokens with the penalties applied. ``words`` (int32) are the tokens' entries in
+    the table. ``settings [..., 3]`` must broadcast to the shape of ``logits``, without its last dimension."""
     repetition, presence, frequency = settings.unbind(-1)
     counts = (words >> 1).float()
     x = torch.where(words != 0, torch.where(logits > 0, logits / repetition, logits * repetition), logits)
