@@ -161,6 +161,23 @@ class EngineStats(msgspec.Struct, tag=True, frozen=True):
     draft_seconds: float = 0.0
     mask_seconds: float = 0.0  # part of launch_seconds: filling and applying grammar masks
     verify_seconds: float = 0.0  # part of launch_seconds and wait_seconds: steps for which drafts were requested
+    kernels: int = 0  # Triton kernels that were found to be needed
+    kernels_compiled: int = 0
+    graphs_captured: int = 0
+    graphs_missing: int = 0
+    graphs_refused: int = 0  # graphs whose capture failed
+
+    @property
+    def warm_up(self) -> dict[str, int | bool]:
+        """Return how far the preparation of the engine is, as JSON."""
+        counts = {
+            "kernels": self.kernels,
+            "kernels_compiled": self.kernels_compiled,
+            "graphs_captured": self.graphs_captured,
+            "graphs_missing": self.graphs_missing,
+            "graphs_refused": self.graphs_refused,
+        }
+        return {"done": self.kernels_compiled == self.kernels and not self.graphs_missing, **counts}
 
 
 class EngineReady(msgspec.Struct, tag=True, frozen=True):

@@ -70,7 +70,11 @@ class FakeLoop:
                 self._answers.append(CommandReply(msg.call_id, ok, "" if ok else "requests are running"))
             case StatsRequestMsg():
                 n = len(self._running)
-                self._answers.append(EngineStats(msg.call_id, running=n, pages_total=64, pages_used=n))
+                self._answers.append(
+                    EngineStats(
+                        msg.call_id, running=n, pages_total=64, pages_used=n, graphs_captured=3, graphs_missing=4
+                    )
+                )
 
     def step(self) -> list[Answer]:
         answers, self._answers = self._answers, []

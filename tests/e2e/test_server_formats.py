@@ -258,7 +258,12 @@ def test_models_and_info(fake: httpx.Client):
     server = fake.get("/server_info").json()
     assert server["status"] == "ready"
     assert server["config"]["server"]["drain_seconds"] == 2
-    assert fake.get("/health").status_code == fake.get("/health_generate").status_code == 200
+    assert fake.get("/health").status_code == 200
+    health = fake.get("/health_generate")
+    assert health.status_code == 200
+    graphs = {"graphs_captured": 3, "graphs_missing": 4, "graphs_refused": 0}
+    assert health.json() == {"status": "ok", "warm_up": {"done": False, "kernels": 0, "kernels_compiled": 0, **graphs}}
+    assert "dovetail_graphs_missing 4.0" in fake.get("/metrics").text
 
 
 def test_flush_cache(fake: httpx.Client):

@@ -142,7 +142,7 @@ class GraphsSection(Section):
     )
     capture: Literal["idle", "start"] = Field(
         default="idle",
-        description="`idle`: a size is captured when it is first needed, or while the engine has nothing to do; `start`: all before the engine is ready.",
+        description="`idle`: a size is captured once it is needed repeatedly, or while the engine has nothing to do (the most common ones at the start, if all kernels are in Triton's cache); `start`: all before the engine is ready. A step whose capture fails is launched kernel by kernel.",
     )
 
 

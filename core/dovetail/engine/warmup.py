@@ -67,9 +67,19 @@ class WarmUp:
         """The processes that compile start now, unless an earlier engine with such a model has left nothing to
         compile. All ranks of ``mesh`` call the same methods."""
         self._mesh = mesh
+        self._kernel_cache: str | None = None
+        if device.type == "cuda":
+            from dovetail.ops.triton.ahead import cache_directory
+
+            self._kernel_cache = str(cache_directory())
         self._idle: IdleCaptures | None = None  # while graphs are missing that were begun to be captured
         self._layers = LAYERS_WITH_WINDOWS if Feature.ATTN_SLIDING_WINDOW in info.needs else LAYERS
         self._kernels = _kernels_ahead(device, f"{mesh.tp.size} {info!r}")
+
+    @property
+    def kernel_cache(self) -> str | None:
+        """Return the directory of Triton's cache, or None if this process launches no kernels of Triton."""
+        return self._kernel_cache
 
     @torch.inference_mode()
     def note_prompts(

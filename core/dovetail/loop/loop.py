@@ -199,7 +199,8 @@ class Loop:
     def stats(self, call_id: str = "") -> EngineStats:
         """Return the current values of gauges, and totals since the start."""
         self.scheduler.expire()
-        return stats_of(self.scheduler, self._verbs.times, self.engine.mask_seconds, self._guard.errors, call_id)
+        engine, errors = self.engine, self._guard.errors
+        return stats_of(self.scheduler, self._verbs.times, engine.mask_seconds, errors, call_id, engine.progress)
 
     @property
     def info(self) -> dict[str, Any]:

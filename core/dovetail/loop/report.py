@@ -11,13 +11,19 @@ from dovetail.ops.cpu.library import library
 
 if TYPE_CHECKING:
     from dovetail.engine.engine import Engine
+    from dovetail.engine.warmup import WarmUpProgress
     from dovetail.loop.verbs import StepTimes
     from dovetail.registry.resolver import Resolved
     from dovetail.scheduler.scheduler import Scheduler
 
 
 def stats_of(
-    scheduler: Scheduler, times: StepTimes, mask_seconds: float, drafter_errors: int, call_id: str
+    scheduler: Scheduler,
+    times: StepTimes,
+    mask_seconds: float,
+    drafter_errors: int,
+    call_id: str,
+    warm_up: WarmUpProgress,
 ) -> EngineStats:
     """Return the current values of gauges, and totals since the start."""
     pages, totals, grammars = scheduler.page_counts(), scheduler.totals, scheduler.constraints
@@ -60,6 +66,7 @@ def stats_of(
         draft_seconds=times.draft,
         mask_seconds=mask_seconds,
         verify_seconds=times.verify,
+        **warm_up._asdict(),
     )
 
 
@@ -77,6 +84,8 @@ def info_of(resolved: Resolved, engine: Engine, overlap: bool) -> dict[str, Any]
         "overlap": overlap,
         "graphs": engine.graphs is not None and engine.graphs.sizes,
         "verify_graphs": engine.verify_graphs is not None and engine.verify_graphs.sizes,
+        "kernel_cache": engine.warm_up.kernel_cache,
+        "warm_up": engine.progress._asdict(),
         "embedding": _embedding(resolved, engine),
         "resolved": resolved.to_json(),
     }

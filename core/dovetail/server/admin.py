@@ -18,6 +18,7 @@ from dovetail.errors import RequestError
 from dovetail.interfaces.api import ApiHost, ApiRequest, Prompt
 from dovetail.sampling_params import SamplingParams
 from dovetail.server.service import Service
+from dovetail.server.tenants.host import TenantHost
 
 
 class AbortRequest(ApiModel):
@@ -34,7 +35,9 @@ async def health(service: Service, request: Request) -> Response:
 
 
 async def health_generate(service: ApiHost, request: Request) -> Response:
-    """Answer 200 if the engine generates a token within ``server.health_seconds``, else 503."""
+    """Answer 200 if the engine generates a token within ``server.health_seconds``, else 503. The body says how far the
+    engine is with compiling kernels and capturing graphs; steps that wait for these take longer."""
+    assert isinstance(service, Service | TenantHost)
     token = next(i for i, data in enumerate(service.tokenizer.token_bytes) if data)
     prompt = Prompt([token], SamplingParams(max_new_tokens=1, temperature=0.0))
     seconds = service.config.server.health_seconds
@@ -43,7 +46,8 @@ async def health_generate(service: ApiHost, request: Request) -> Response:
             await asyncio.wait_for(outputs.wait(), seconds)
     except TimeoutError:
         return json_response({"error": {"message": f"no token within {seconds:g} s"}}, 503)
-    return PlainTextResponse("ok")
+    stats = await service.fresh_stats()
+    return json_response({"status": "ok", "warm_up": stats.warm_up})
 
 
 async def model_info(service: ApiHost, request: Request) -> Response:

@@ -49,7 +49,7 @@ ROUTES = (
 )
 
 TENANT_ROUTES = (
-    ApiRoute(["GET"], "/health_generate", admin.health_generate, answers=_TEXT),
+    ApiRoute(["GET"], "/health_generate", admin.health_generate),
     ApiRoute(["GET"], "/model_info", admin.model_info),
 )
 """Routes of the server that any key grants access to."""

@@ -24,6 +24,14 @@ _GAUGES: Mapping[str, tuple[str, str]] = {
     "pages_cached": ("kv_pages_cached", "Pages that the prefix cache holds."),
     "pages_pinned": ("kv_pages_pinned", "Pages of the prefix cache that groups and sessions pin."),
     "grammar_cached_bytes": ("grammar_cached_bytes", "Bytes of the compiled constraints in the cache."),
+    "kernels": ("kernels", "Triton kernels that the engine was found to need."),
+    "kernels_compiled": ("kernels_compiled", "Triton kernels of these that are compiled."),
+    "graphs_captured": ("graphs_captured", "CUDA graphs that are captured."),
+    "graphs_missing": (
+        "graphs_missing",
+        "CUDA graphs that will be captured when they are needed or the engine is idle.",
+    ),
+    "graphs_refused": ("graphs_refused", "CUDA graphs whose capture failed."),
 }
 _COUNTERS: Mapping[str, tuple[str, str]] = {
     "prompt_tokens": ("prompt_tokens", "Prompt tokens admitted."),

@@ -10,6 +10,7 @@ from typing import Any
 from dovetail.errors import QueueFullError, RequestError
 from dovetail.interfaces.api import ApiHost, ApiRequest, ChatPlan, Prompt
 from dovetail.interfaces.parsers import ToolRequest
+from dovetail.messages import EngineStats
 from dovetail.sampling_params import SamplingParams
 from dovetail.server.outputs import RequestOutputs, RequestTerms
 from dovetail.server.service import Service, tenant_rid
@@ -68,6 +69,10 @@ class TenantHost(ApiHost):
         except BaseException:
             lease.settle(0)
             raise
+
+    async def fresh_stats(self) -> EngineStats:
+        """See ``Service.fresh_stats``."""
+        return await self._service.fresh_stats()
 
     def _most_new(self, prompt: Prompt) -> int:
         free = max(self.context_len - len(prompt.ids), 0)
