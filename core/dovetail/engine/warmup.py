@@ -6,7 +6,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from rich.console import Console
@@ -16,6 +16,7 @@ from dovetail.engine.captures import try_capture
 from dovetail.engine.device import lost_device
 from dovetail.engine.dry_run import every_filter, first_layers, prompts
 from dovetail.engine.graphs import GraphKey
+from dovetail.interfaces.executor import WarmUpProgress
 from dovetail.interfaces.features import Feature
 from dovetail.ops.sampling import Filters, greedy, sample
 
@@ -40,23 +41,6 @@ PROMPT_TOKENS = 512
 """The number of tokens of the prompt whose kernels are noted. The kernels of few tokens are those of decode steps."""
 
 VARIANTS = (0, 1)
-
-
-class WarmUpProgress(NamedTuple):
-    """Count the Triton kernels that were found to be needed and those of them that are compiled, and the graphs that
-    are captured, missing or refused because their capture failed. Graphs of kinds of steps that have not occurred are
-    not missing."""
-
-    kernels: int = 0
-    kernels_compiled: int = 0
-    graphs_captured: int = 0
-    graphs_missing: int = 0
-    graphs_refused: int = 0
-
-    @property
-    def done(self) -> bool:
-        """Return True if nothing is missing."""
-        return self.kernels_compiled == self.kernels and not self.graphs_missing
 
 
 class WarmUp:
