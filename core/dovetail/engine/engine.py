@@ -196,7 +196,7 @@ class Engine:
         if config.graphs.capture == "start":
             capture_all(graphs, "decode steps")
         else:
-            self.warm_up.load(graphs)
+            self.warm_up.start(graphs)
         return graphs
 
     def _build_pieces(self, config: Config) -> PiecewiseGraphs | None:
@@ -250,7 +250,9 @@ class Engine:
         for runner in self.runners:
             graph = runner.can_run(batch)
             if graph is not None:
-                return runner.launch(batch, graph)
+                launched = runner.launch(batch, graph)
+                self.warm_up.between_steps(self.graphs, batch)
+                return launched
         raise AssertionError("the last runner can run every batch")
 
     def _choose_attention(self, batch: Batch) -> None:
