@@ -22,7 +22,6 @@ from dovetail import LLM, SamplingParams
 from dovetail.messages import AbortAllMsg, FlushCacheMsg, GenerateMsg, StatsRequestMsg
 from dovetail.sampling_params import GrammarKind, GrammarSpec
 from dovetail.scheduler import admission
-from dovetail.testing.drafter import text_of
 from dovetail.types import FinishKind, ForwardOutput
 
 DRAFTERS = {
@@ -98,7 +97,7 @@ class Watch:
         self.loop, self.patch, self.chance, self.luck, self.error = llm.loop, patch, chance, luck, error
         self.gone, self.late = set(), 0
         self.prompts = False  # a step with prompts was launched or read in this call of ``step``
-        engine, drafter = llm.loop.executor.engine, llm.loop.executor.drafter
+        engine, drafter = llm.loop.engine, llm.loop.drafter
         for owner, name, check in (
             (engine, "wait", self.works),
             (engine, "launch", self.works),
@@ -121,49 +120,41 @@ class Watch:
 
         self.patch.setattr(owner, name, wrapped)
 
-    def works(self, batch, *_):
+    def works(self, batch, output=None):
         self.prompts |= batch.num_extend > 0
 
     def notes(self, *_):
         assert not self.prompts, "a step with prompts was timed"
 
     def proposes(self, batch):
-        running = {req.uid: req for req in self.loop.scheduler.running}
-        for row, admitted in enumerate(batch.reqs):
-            req = running[admitted.uid]
+        for row, req in enumerate(batch.reqs):
             assert req.finish is None
-            assert req.slot == admitted.slot == batch.slots[row]
-            assert text_of(batch, row) == req.token_ids[: req.known_len].tolist()
+            assert req.slot == batch.slots[row]
+            assert row < batch.num_extend or batch.prefix_lens[row] == req.known_len - 1
 
-    def observes(self, batch, output, committed):
+    def observes(self, batch, output):
         """The pages of ended requests belong to no other request yet."""
         ledger, running = self.loop.scheduler.ledger, self.loop.scheduler.running
         own = [ledger.table.pages[0, req.slot, req.shared_pages : req.num_pages] for req in running]
         owned = set(np.concatenate([np.zeros(0, np.int32), *own]).tolist())
-        known_lens = {req.uid: req.known_len for req in running}
         for row, req in enumerate(batch.reqs):
-            assert committed.ended[row] == (req.uid not in known_lens)
-            if not committed.ended[row]:
+            if req.finish is None:
                 assert req.slot == batch.slots[row]
-                assert committed.known_lens[row] == known_lens[req.uid]
                 continue
             end = int(batch.prefix_lens[row] + batch.extend_lens[row])
-            assert owned.isdisjoint(
-                self.loop.executor.engine.inputs.page_table[batch.slots[row], : ledger.pages_for(end)]
-            )
+            assert owned.isdisjoint(self.loop.engine.inputs.page_table[batch.slots[row], : ledger.pages_for(end)])
             self.late += req.uid in self.gone
 
-    def forgets(self, request):
-        """A request that has departed and not ended was retracted."""
-        scheduler = self.loop.scheduler
-        retracted = {req.uid for req in (*scheduler.waiting, *scheduler.running) if req.num_retractions}
-        if request.uid not in retracted:
-            assert request.uid not in self.gone
-            self.gone.add(request.uid)
+    def forgets(self, req):
+        if req.finish is None:
+            assert req.num_retractions
+        else:
+            assert req.uid not in self.gone
+            self.gone.add(req.uid)
 
     def kept(self):
         """Return how much the drafter keeps of requests."""
-        drafter = self.loop.executor.drafter
+        drafter = self.loop.drafter
         shared = getattr(getattr(drafter, "_shared", None), "_running", ())
         return len(shared) + sum(len(getattr(drafter, n, ())) for n in ("_places", "_seen_lens", "_cursors", "_states"))
 
@@ -297,11 +288,11 @@ def trees_for(jobs, said):
 def run_mess(llm, jobs, said, monkeypatch, seed, *, drafter=None, luck=(), error=NO_LUCK):
     monkeypatch.setattr(admission, "DECODE_HEADROOM", 0)
     rng, luck = random.Random(seed), dict(luck)
-    llm.loop.executor.engine.pool.k.fill_(50.0)
+    llm.loop.engine.pool.k.fill_(50.0)
     always = llm.loop.adaptive_drafting._always
-    with drafting(llm, drafter or llm.loop.executor.drafter), monkeypatch.context() as patch:
+    with drafting(llm, drafter or llm.loop.drafter), monkeypatch.context() as patch:
         if not luck:
-            compute_late(llm.loop.executor.engine, patch)
+            compute_late(llm.loop.engine, patch)
         watch = Watch(llm, patch, rng, luck, error)
         if not always:
             patch.setattr(llm.loop.adaptive_drafting, "should_draft", lambda rows: rng.random() < 0.6)
@@ -396,9 +387,9 @@ def test_all_that_is_cached_of_an_aborted_request_has_been_written(target, monke
     drafter.learn([SimpleNamespace(prompt_ids=prompt, token_ids=said)])
     lengths = set()
     with drafting(llm, drafter), monkeypatch.context() as patch:
-        compute_late(llm.loop.executor.engine, patch)
+        compute_late(llm.loop.engine, patch)
         for steps in range(1, 14):
-            llm.loop.executor.engine.pool.v[:, 1:] = float("nan")
+            llm.loop.engine.pool.v[:, 1:] = float("nan")
             traffic = Traffic(llm)
             traffic.add("short", prompt, params)
             for _ in range(steps):

@@ -16,7 +16,6 @@ import mtp_dflash_checkpoints as checkpoints
 
 from dovetail import LLM, SamplingParams
 from dovetail.config.checkpoint import EMBEDDED
-from dovetail.testing.drafter import text_of
 
 pytestmark = [
     pytest.mark.gpu,
@@ -60,16 +59,16 @@ def make(device, drafter, dtype="float32", **sections):
 
 def spied(llm):
     """Return the drafts of the drafter, by text."""
-    drafts, propose = {}, llm.loop.executor.drafter.propose
+    drafts, propose = {}, llm.loop.drafter.propose
 
     def wrapped(batch):
         tree = propose(batch)
-        for row in range(len(batch.slots)):
+        for row, req in enumerate(batch.reqs):
             if tree is not None and tree.lens[row]:
-                drafts[tuple(text_of(batch, row))] = tree.token_ids[row, : tree.lens[row]].tolist()
+                drafts[tuple(req.token_ids[: req.known_len].tolist())] = tree.token_ids[row, : tree.lens[row]].tolist()
         return tree
 
-    llm.loop.executor.drafter.propose = wrapped
+    llm.loop.drafter.propose = wrapped
     return drafts
 
 

@@ -12,8 +12,9 @@ import torch
 from torch.distributed import FileStore, PrefixStore, TCPStore
 
 from dovetail.errors import RankLostError
-from dovetail.interfaces.mesh import SINGLE, Mesh
+from dovetail.interfaces.mesh import SINGLE, Collectives, Mesh
 from dovetail.ops.collectives import TorchCollectives, gloo_group, nccl_group
+from dovetail.ops.peer import peer_collectives
 
 if TYPE_CHECKING:
     from dovetail.interfaces.model import ModelInfo
@@ -47,19 +48,21 @@ def connect(rank: int, size: int, device: torch.device, rendezvous: Path | int, 
         raise RankLostError(
             f"rank {rank} of {size} did not find the other ranks at {rendezvous} within {timeout:g} s: {error}"
         ) from error
-    mesh = Mesh(TorchCollectives(rank, size, group, host))
-    _warm_up(mesh, device)
-    return mesh
+    collectives: Collectives = TorchCollectives(rank, size, group, host)
+    _warm_up(collectives, device)
+    if device.type == "cuda":
+        collectives = peer_collectives(collectives, PrefixStore("peer", store), device, timeout)
+    return Mesh(collectives)
 
 
-def _warm_up(mesh: Mesh, device: torch.device) -> None:
+def _warm_up(collectives: Collectives, device: torch.device) -> None:
     """Call each collective once: connections are opened by the first call, which must not be in a captured graph."""
     x = torch.ones(1, 1, device=device)
-    mesh.tp.all_reduce(x)
-    mesh.tp.all_gather(x)
+    collectives.all_reduce(x)
+    collectives.all_gather(x)
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-    mesh.tp.agree(True)
+    collectives.agree(True)
 
 
 def local_info(info: ModelInfo, mesh: Mesh) -> ModelInfo:

@@ -31,6 +31,8 @@ class Collectives(ABC):
     """Hold the number of this rank, from 0 to ``size - 1``."""
     size: int
     """Hold the number of ranks."""
+    adds_parts: bool = False
+    """Hold True if ``all_reduce_norm`` also takes parts of a product."""
 
     @abstractmethod
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
@@ -44,8 +46,10 @@ class Collectives(ABC):
         """Return ``(norm, sum)``, both like ``residual``: ``sum`` is the sum of ``x`` over all ranks plus ``residual``
         (which is the same on all ranks), ``norm`` is ``sum / sqrt(mean(sum^2) + eps) * weight``.
 
-        ``x`` and ``residual`` are contiguous ``[tokens, size]`` of one dtype, ``weight`` is ``[size]``. May overwrite
-        ``x``, and must not change ``residual``. The caller owns the results and may overwrite them.
+        ``x`` and ``residual`` are contiguous ``[tokens, size]`` of one dtype, ``weight`` is ``[size]``. With
+        ``adds_parts``, ``x`` may also be the parts of a product, float32 ``[parts, tokens, size]``, whose sum over the
+        first dimension is rounded to the dtype of ``residual`` before the ranks add it up. May overwrite ``x``, and
+        must not change ``residual``. The caller owns the results and may overwrite them.
         """
 
     @abstractmethod

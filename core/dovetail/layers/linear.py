@@ -19,7 +19,7 @@ from dovetail.ops.parts import RankAddend
 
 if TYPE_CHECKING:
     from dovetail.interfaces.mesh import Mesh
-    from dovetail.ops.parts import Addend
+    from dovetail.ops.parts import Addend, Parts
     from dovetail.ops.triton.invariant import InvariantRows
     from dovetail.ops.triton.matmul import FewRows
 
@@ -67,13 +67,16 @@ class Linear(Layer):
     def parts_forward(self, x: torch.Tensor) -> Addend:
         """Compute ``forward``, but leave it to ``RMSNorm.add_forward`` to add up the parts that the kernel computes, or
         the addends of the ranks."""
+        parts = self._parts(x)
+        return self.forward(x) if parts is None else parts
+
+    def _parts(self, x: torch.Tensor) -> Parts | None:
+        """Return the parts of the product, or None if it is not computed in parts."""
         if not self.prepared:
             self.prepare()
         if self._few_rows is not None and self.bias is None and x.shape[0] <= self._few_rows.most_rows:
-            parts = self._few_rows.parts(x)
-            if parts is not None:
-                return parts
-        return self.forward(x)
+            return self._few_rows.parts(x)
+        return None
 
     def gated_forward(self, x: torch.Tensor) -> torch.Tensor:
         """Compute ``silu_mul(forward(x))``: map contiguous ``x [tokens, in]`` to ``[tokens, out / 2]``. Mutates
@@ -142,7 +145,8 @@ class RowLinear(Linear):
         """See ``Linear.parts_forward``."""
         if self._tp is None:
             return super().parts_forward(x)
-        return RankAddend(super().forward(x), self._tp)
+        parts = self._parts(x) if self._tp.adds_parts else None
+        return RankAddend(super().forward(x) if parts is None else parts.addends, self._tp)
 
     def target(self, parameter: str, part: str | None = None) -> WeightTarget:
         """See ``Linear.target``."""

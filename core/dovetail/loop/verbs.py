@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
-    from dovetail.interfaces.executor import StepVerbs
+    from dovetail.engine.engine import Engine
+    from dovetail.engine.runners import Launched
     from dovetail.loop.drafter_guard import DrafterGuard
     from dovetail.loop.failures import FailureHandler
     from dovetail.messages import Answer
     from dovetail.scheduler.scheduler import Scheduler
-    from dovetail.types import StepPlan
+    from dovetail.types import Batch, ForwardOutput
 
 IDLE_SECONDS = 0.0005
 """The seconds to pause when requests wait for their grammars and nothing else can run."""
@@ -22,7 +23,8 @@ class InFlight(NamedTuple):
     """Hold a step that was launched and is not committed. If ``drafted``, the drafter observes the step when it is
     committed."""
 
-    plan: StepPlan
+    batch: Batch
+    output: ForwardOutput
     drafted: bool = False
 
 
@@ -51,91 +53,81 @@ class StepTimes:
 
 
 class Verbs:
-    """Schedule, launch and commit steps of one scheduler on one executor."""
+    """Schedule, launch and commit steps of one scheduler on one engine."""
 
-    def __init__(self, scheduler: Scheduler, executor: StepVerbs, failures: FailureHandler) -> None:
+    def __init__(self, scheduler: Scheduler, engine: Engine, failures: FailureHandler) -> None:
         self.times = StepTimes()
         self.scheduler = scheduler
-        self._executor, self._failures = executor, failures
+        self._engine, self._failures = engine, failures
 
-    def schedule(self, *, pause: bool = True) -> StepPlan | None:
-        """Return the next step's plan, or None if nothing can run. If nothing can run but requests wait, pause for
+    def schedule(self, *, pause: bool = True) -> Batch | None:
+        """Return the next step's batch, or None if nothing can run. If nothing can run but requests wait, pause for
         ``IDLE_SECONDS`` first, unless ``pause`` is False."""
         start = time.perf_counter()
-        plan = self.scheduler.schedule()
+        batch = self.scheduler.schedule()
         self.times.schedule += time.perf_counter() - start
-        if plan is not None:
+        if batch is not None:
             self.times.steps += 1
         elif pause and self.scheduler.has_work:
             time.sleep(IDLE_SECONDS)
-        return plan
+        return batch
 
-    def forward(self, plan: StepPlan) -> Failure | None:
-        """Launch the forward pass of a step and sample from it. Return what was raised, or None."""
+    def forward(self, batch: Batch) -> ForwardOutput | Failure:
+        """Launch the forward pass of a step and sample from it."""
         start = time.perf_counter()
         try:
-            self._executor.launch(plan)
-            self._sample(plan)
+            return self._engine.forward(batch)
         except BaseException as error:
-            self.scheduler.take_back(plan)
+            self.scheduler.take_back(batch)
             return Failure(error)
         finally:
             self.times.launch += time.perf_counter() - start
-        return None
 
-    def launch(self, plan: StepPlan) -> Failure | None:
-        """Launch the forward pass of a step. Return what was raised, or None: the caller must then call ``sample``
-        next."""
+    def launch(self, batch: Batch) -> Launched[Any] | Failure:
+        """Launch the forward pass of a step. The caller must call ``sample`` next."""
         start = time.perf_counter()
         try:
-            self._executor.launch(plan)
+            return self._engine.launch(batch)
         except BaseException as error:
-            self.scheduler.take_back(plan)
+            self.scheduler.take_back(batch)
             return Failure(error)
         finally:
             self.times.launch += time.perf_counter() - start
-        return None
 
-    def sample(self, plan: StepPlan) -> Failure | None:
-        """Sample from the step that was launched last. Return what was raised, or None."""
+    def sample(self, batch: Batch, launched: Launched[Any]) -> ForwardOutput | Failure:
+        """Sample from the step that was launched last."""
         start = time.perf_counter()
         try:
-            self._sample(plan)
+            return self._engine.sample(batch, launched)
         except BaseException as error:
             return Failure(error)
         finally:
             self.times.launch += time.perf_counter() - start
-        return None
-
-    def _sample(self, plan: StepPlan) -> None:
-        executor = self._executor
-        masks = self.scheduler.masks(plan, executor.mask_buffer) if plan.constrained else None
-        executor.sample(plan, masks)
 
     def commit(self, step: InFlight, observer: DrafterGuard | None = None) -> list[Answer]:
         """Wait for the tokens of a step and give them to its requests. If ``observer`` is given, it observes what the
         step accepted."""
-        start, plan = time.perf_counter(), step.plan
+        start = time.perf_counter()
         try:
-            result = self._executor.wait(plan)
+            host = self._engine.wait(step.batch, step.output)
         except BaseException as error:
-            return self._failures.fail_step(plan, error)
+            return self._failures.fail_step(step.batch, error)
         finally:
             waited = time.perf_counter()
             self.times.wait += waited - start
-        answers = self.scheduler.commit(plan, result)
+        answers = self.scheduler.commit(step.batch, host)
         committed = time.perf_counter()
         self.times.commit += committed - waited
         if observer is not None:
-            observer.observe(plan)
+            observer.observe(step.batch, step.output)
             self.times.draft += time.perf_counter() - committed
         return answers
 
-    def fail(self, plan: StepPlan, failure: Failure) -> list[Answer]:
+    def fail(self, batch: Batch, failure: Failure) -> list[Answer]:
         """End the requests of a step that failed. The step before it must have been committed."""
-        return self._failures.fail_step(plan, failure.error)
+        return self._failures.fail_step(batch, failure.error)
 
     def reserve_ahead(self) -> None:
         """Reserve pages for the drafts of the next step while the device computes this one, so that this work does not
         delay the next step."""
-        self._executor.locate_updates(self.scheduler.reserve_ahead())
+        self._engine.locate_updates(self.scheduler.reserve_ahead())

@@ -19,8 +19,9 @@ class Parts(NamedTuple):
 
 
 class RankAddend(NamedTuple):
-    """Hold what this rank adds to a product that is divided among ranks: ``x [tokens, out]``. ``tp`` adds up the
-    addends of all ranks, together with the residual and the norm that follow."""
+    """Hold what this rank adds to a product that is divided among ranks: ``x [tokens, out]``, or parts of it if ``tp``
+    adds these up (see ``Collectives.all_reduce_norm``). ``tp`` adds up the addends of all ranks, together with the
+    residual and the norm that follow."""
 
     x: torch.Tensor
     tp: Collectives
