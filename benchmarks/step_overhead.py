@@ -15,8 +15,10 @@ import json
 import random
 import time
 from pathlib import Path
+from typing import Any, cast
 from unittest.mock import patch
 
+import numpy as np
 import torch
 from rich.console import Console
 from rich.table import Table
@@ -27,12 +29,12 @@ from dovetail.engine.engine import Engine
 from dovetail.engine.inputs import Inputs
 from dovetail.engine.memory import Needs, budget_for
 from dovetail.engine.penalties import TokenCounts
+from dovetail.engine.runners import Launched
 from dovetail.engine.sampler import Sampler
 from dovetail.loop import Loop
 from dovetail.memory.pool import PagedKVPool
-from dovetail.memory.table import RequestTable
 from dovetail.messages import AbortAllMsg, GenerateMsg
-from dovetail.types import Batch, ForwardOutput, HostOutput
+from dovetail.types import Batch, ForwardOutput, Masks, StepResult
 from peers.report import line, replace_section
 
 PROMPT_LEN = 64
@@ -46,15 +48,15 @@ class StubEngine(Engine):
 
     def __init__(self, resolved: Resolved, eos_token_ids: frozenset[int]) -> None:
         config = resolved.config
-        self.info = resolved.model_info
+        self.info, self.directory = resolved.model_info, resolved.model_dir
         self.device = torch.device("cpu")
         self.context_len = self.info.context_len
         self.page_size = config.memory.page_size
         pages = -(-self.context_len // self.page_size) + 1
         self.num_pages = config.scheduler.rows * pages
         self.pool = PagedKVPool(self.info.cache_groups[0], 2, self.page_size, torch.float32, self.device)  # never read
-        self.request_table = RequestTable(config.scheduler.rows, pages)
-        self.inputs = Inputs(self.request_table.pages[0], self.page_size, self.device)
+        self.page_table = np.zeros((config.scheduler.rows + 1, pages), np.int32)
+        self.inputs = Inputs(self.page_table, self.page_size, self.device)
         self.counts = TokenCounts(config.scheduler.rows + 1, self.info.vocab_size, self.device)
         self.sampler = Sampler(self.info.vocab_size, eos_token_ids, self.device, self.counts)
         self.graphs = None
@@ -68,18 +70,17 @@ class StubEngine(Engine):
         self._tokens = torch.ones(config.scheduler.rows, 1, dtype=torch.int64)
 
     @torch.inference_mode()
-    def forward(self, batch: Batch) -> ForwardOutput:
+    def launch(self, batch: Batch) -> Launched[Any]:
         start = time.perf_counter()
         self.inputs.prepare(batch)
         self.prepare_seconds += time.perf_counter() - start
-        return ForwardOutput(self._tokens[: int(batch.samples.sum())])
+        return Launched(cast("Any", None), None, self._tokens[: int(batch.samples.sum())])
 
-    def wait(self, batch: Batch, output: ForwardOutput) -> HostOutput:
-        return HostOutput([[1]] * len(output.token_ids), None, {})
+    def sample(self, batch: Batch, launched: Launched[Any], masks: Masks | None = None) -> ForwardOutput:
+        return ForwardOutput(launched.logits)
 
-    @staticmethod
-    def lost_device(error: BaseException) -> str | None:
-        raise error
+    def wait(self, batch: Batch, output: ForwardOutput) -> StepResult:
+        return StepResult(output.token_ids.numpy())
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -127,7 +128,7 @@ def arguments() -> argparse.Namespace:
 def measure(loop: Loop, requests: int, steps: int) -> Overhead:
     """Decode ``requests`` requests together; steps in which a request starts or ends are not counted."""
     params = SamplingParams(temperature=0, max_new_tokens=WARM_STEPS + steps + SPARE_TOKENS, ignore_eos=True)
-    draw = range(16, loop.engine.info.vocab_size)
+    draw = range(16, loop.executor.engine.info.vocab_size)
     for i in range(requests):
         loop.handle(GenerateMsg(str(i), random.choices(draw, k=PROMPT_LEN), params, seed=0))
     while loop.scheduler.waiting or loop.scheduler.prefilling:
@@ -143,7 +144,7 @@ def measure(loop: Loop, requests: int, steps: int) -> Overhead:
 
 def timed(loop: Loop, requests: int, steps: int) -> Overhead:
     """Time ``steps`` decode steps of the running requests."""
-    engine = loop.engine
+    engine = loop.executor.engine
     assert isinstance(engine, StubEngine)
     before, prepared = loop.stats(), engine.prepare_seconds
     for _ in range(steps):

@@ -26,7 +26,7 @@ from dovetail.engine.sampler_graphs import SampleMode
 from dovetail.engine.verify_graphs import CapturedVerify, VerifyGraphs, VerifyKey, VerifySizes, VerifyStep
 from dovetail.engine.verify_inputs import VerifyShape
 from dovetail.messages import GenerateMsg
-from dovetail.types import Batch, ForwardOutput, HostOutput
+from dovetail.types import Batch, ForwardOutput, StepResult
 from specbench.oracle import Oracle, attach
 
 WIDTH, ROWS, OUTPUT = 8, 8, 400
@@ -57,7 +57,7 @@ class Bench:
         self.seen, self.gaps = 0.0, list[float]()
         scheduler = {"max_running": ROWS, "draft": "always", "overlap": True}
         self.llm = LLM("tiny", device="cpu", grammar="none", scheduler=scheduler, memory={"num_pages": 400})
-        engine = self.llm.loop.engine
+        engine = self.llm.loop.executor.engine
         futures = {tuple(PROMPT): np.ones(OUTPUT + WIDTH + 1, np.int32)}
         attach(self.llm, Oracle(futures, WIDTH, 0.0, engine.info.vocab_size))
         sizes = VerifySizes(ROWS * (1 + WIDTH), 1 + WIDTH, trees=False, context_len=engine.context_len)
@@ -114,7 +114,7 @@ def main() -> None:
     torch.set_num_threads(1)
     bench, wait = Bench(), Engine.wait
 
-    def seen(engine: Engine, batch: Batch, output: ForwardOutput) -> HostOutput:
+    def seen(engine: Engine, batch: Batch, output: ForwardOutput) -> StepResult:
         bench.seen = time.perf_counter()
         return wait(engine, batch, output)
 

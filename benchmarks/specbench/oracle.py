@@ -40,22 +40,23 @@ class Oracle(Drafter):
         """See ``Drafter.propose``."""
         assert batch.draft_limits is not None
         drafts: dict[int, IntArray] = {}
-        for row in range(batch.num_extend, len(batch.reqs)):
+        starts, limits = batch.prefix_lens.tolist(), batch.draft_limits.tolist()
+        for row in range(batch.num_extend, len(limits)):
             req = batch.reqs[row]
             said = self._of.get(req.uid)
             if said is None:
                 said = self._of[req.uid] = self._said[tuple(req.token_ids[: req.prompt_len].tolist())]
-            done = req.known_len - req.prompt_len
-            draft = said[done : done + min(self._width, int(batch.draft_limits[row]))]
+            done = starts[row] + 1 - req.prompt_len
+            draft = said[done : done + min(self._width, limits[row])]
             if len(draft):
                 drafts[row] = draft
-        return chains(len(batch.reqs), drafts)
+        return chains(len(limits), drafts)
 
 
 def attach(llm: dovetail.LLM, drafter: Drafter) -> None:
     """Give the engine this drafter, and capture its steps."""
     use(llm, drafter)
-    llm.loop.engine.expect_drafts(drafter.max_draft_tokens, trees=False)
+    llm.loop.executor.engine.expect_drafts(drafter.max_draft_tokens, trees=False)
     while llm.loop.idle():
         pass
 
@@ -64,6 +65,6 @@ def use(llm: dovetail.LLM, drafter: Drafter | None) -> None:
     """Let the engine use this drafter from now on, or none. It must be as wide as the drafter that ``attach``
     received."""
     loop = llm.loop
-    loop.drafter = drafter
+    loop.executor.drafter = drafter
     width = 0 if drafter is None else drafter.max_draft_tokens
     loop.scheduler.limits = replace(loop.scheduler.limits, draft_width=width, adapt_drafts=False)

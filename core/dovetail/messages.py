@@ -159,7 +159,7 @@ class EngineStats(msgspec.Struct, tag=True, frozen=True):
     wait_seconds: float = 0.0
     commit_seconds: float = 0.0
     draft_seconds: float = 0.0
-    mask_seconds: float = 0.0  # part of launch_seconds: filling and applying grammar masks
+    mask_seconds: float = 0.0  # part of launch_seconds: filling grammar masks
     verify_seconds: float = 0.0  # part of launch_seconds and wait_seconds: steps for which drafts were requested
     kernels: int = 0  # Triton kernels that were found to be needed
     kernels_compiled: int = 0

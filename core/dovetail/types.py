@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from dovetail.sampling_params import SamplingParams
 
 IntArray = np.ndarray[Any, np.dtype[np.int32]]
+Int64Array = np.ndarray[Any, np.dtype[np.int64]]
 BoolArray = np.ndarray[Any, np.dtype[np.bool_]]
 FloatArray = np.ndarray[Any, np.dtype[np.float32]]
 
@@ -149,7 +150,7 @@ class Req:
     verify_steps: int = 0  # number of steps in which drafts of this request were verified
     draft_len: int = 0  # set by the scheduler: the most drafts that the request may get in one step
     mean_accepted: float = -1.0  # moving average of the drafts accepted per verify step; negative before the first
-    error: str | None = None  # set by the engine if a step failed for this request only
+    error: str | None = None  # why the request must end with its next token: its matcher failed
     pooled: Any = None  # set by the scheduler if params have pooling: float64 [size], of the tokens computed so far
 
     @property
@@ -222,6 +223,11 @@ class DraftTree:
             self._chain = not ((self.parents != nodes - 1) & (nodes < self.lens[:, None])).any()
         return self._chain
 
+    def row(self, row: int) -> tuple[list[int], list[int]]:
+        """Return the draft tokens of a row and their parents."""
+        count = int(self.lens[row])
+        return self.token_ids[row, :count].tolist(), self.parents[row, :count].tolist()
+
 
 @functools.lru_cache(maxsize=256)
 def _chain_parents(rows: int, width: int) -> IntArray:
@@ -268,29 +274,121 @@ class SharedPrefixes:
         return int(((np.diff(self.starts) - 1) * self.lens).sum())
 
 
-@dataclass(slots=True, eq=False)
-class Batch:
-    """Describe the work of one step: rows of requests, extend rows first, then decode or verify rows.
+@dataclass(frozen=True, slots=True, eq=False)
+class AdmittedRequest:
+    """Hold what the engine knows of a request. It is sent once, when the request gets a slot, and again when a
+    retracted request gets another slot.
 
-    The scheduler sets the first block of fields (``drafts`` in ``Scheduler.attach``), except ``variant``, which the
-    engine sets. ``Engine.launch`` sets the second and the third block, except ``hidden`` (set by the model). The docstring of
-    ``engine.runners.Runner.launch`` defines which of these fields are set when it returns. In an eager step,
-    ``Inputs.prepare`` sets the second block. In a step that replays a CUDA graph, the tensors of both blocks are views
-    of the graph's tensors.
+    ``token_ids [max_device_len]`` is append-only: an entry does not change once it is known. The first ``known_len``
+    tokens were known when the request was admitted.
     """
 
-    reqs: list[Req]
+    slot: int
+    uid: int
+    params: SamplingParams
+    seed: int
+    prompt_len: int
+    token_ids: IntArray
+    known_len: int
+    namespace: str = ""
+    retracted: bool = False  # the request was retracted before
+    constrained: bool = False  # the request has a grammar: its logits get bitmasks
+
+
+class DepartedRequest(NamedTuple):
+    """Name a request that has given its slot back, because it has ended or was retracted. The host knew its first
+    ``known_len`` tokens then."""
+
+    uid: int
+    known_len: int
+
+
+@dataclass(slots=True, eq=False)
+class StepPlan:
+    """Describe the work of one step as data: rows of requests, extend rows first, then decode or verify rows.
+
+    A plan consists of numpy arrays and small structs, so that it can be sent to other processes. Rows name requests by
+    their slots; what a request asks for is in ``admitted`` of an earlier plan or of this one. Plans must reach the engine
+    in the order of their numbers.
+
+    The scheduler sets all fields (``drafts`` in ``Scheduler.attach``). If the step can have drafts, the host knows the
+    first ``prefix_lens + 1`` tokens of each decode row.
+    """
+
+    number: int  # counts plans from 1
     num_extend: int  # rows [0, num_extend) are extend rows
     slots: IntArray  # [rows] each request's row in the request table
     prefix_lens: IntArray  # [rows] tokens whose KV is in the pool before this step
     extend_lens: IntArray  # [rows] tokens that enter this step (1 for a decode row, 1 + drafts for a verify row)
     samples: BoolArray  # [rows] True if the row gets a token; False for a chunk that ends before its prompt does
     page_updates: PageUpdates
+    known_lens: IntArray  # [num_extend] tokens of each extend row that the host knows
+    admitted: tuple[AdmittedRequest, ...] = ()  # requests that got a slot since the last plan
+    rows_version: int = 0  # plans with the same number have the same requests in the same rows; 0 means no number
+    constrained: bool = False  # a sampled row has a grammar: the step is sampled with ``Masks``
     draft_limits: IntArray | None = None  # [rows] the most drafts of each row, for which pages are reserved; read-only
     shared: SharedPrefixes | None = None  # of a decode batch; None if there is nothing worth sharing
+    drafts: DraftTree | None = None
+
+
+class LogitRows(NamedTuple):
+    """Assign rows of logits to the rows of a step.
+
+    Sampled row i is row ``rows[i]`` of the step and has logits ``[starts[i], starts[i] + spans[i])``: one row, or one
+    for each node of its draft tree, the root first.
+    """
+
+    rows: Int64Array
+    spans: Int64Array
+    starts: Int64Array
+
+    @classmethod
+    def of(cls, step: StepPlan | Batch) -> LogitRows:
+        """Return the layout of the logits of a step."""
+        rows = np.flatnonzero(step.samples).astype(np.int64)
+        spans = np.ones(len(rows), np.int64) if step.drafts is None else 1 + step.drafts.lens[rows].astype(np.int64)
+        return cls(rows, spans, np.cumsum(spans) - spans)
+
+
+class Masks(NamedTuple):
+    """Hold the grammar bitmasks of a step: ``bits[i]`` (int32 ``[n, ceil(V / 32)]``) masks row ``logit_rows[i]`` of the
+    logits. Logits that are not named allow every token."""
+
+    bits: IntArray
+    logit_rows: Int64Array
+
+
+class Committed(NamedTuple):
+    """Hold what a drafter learns of the rows of a committed step: the number of tokens that the host knows of each
+    request (int32 ``[rows]``), and whether the request has ended (bool ``[rows]``)."""
+
+    known_lens: IntArray
+    ended: BoolArray
+
+
+@dataclass(slots=True, eq=False)
+class Batch:
+    """Hold the engine's view of a step: the arrays of its ``StepPlan``, its requests, and tensors on the device.
+
+    ``Batch.of`` sets the first block of fields, except ``variant``, which the engine sets. ``Engine.launch`` sets the
+    second and the third block, except ``hidden`` (set by the model). The docstring of ``engine.runners.Runner.launch``
+    defines which of these fields are set when it returns. In an eager step, ``Inputs.prepare`` sets the second block.
+    In a step that replays a CUDA graph, the tensors of both blocks are views of the graph's tensors.
+    """
+
+    reqs: Sequence[AdmittedRequest]  # [rows]; empty in batches that the engine makes for itself
+    num_extend: int
+    slots: IntArray
+    prefix_lens: IntArray
+    extend_lens: IntArray
+    samples: BoolArray
+    page_updates: PageUpdates
+    draft_limits: IntArray | None = None
+    shared: SharedPrefixes | None = None
     variant: int = 0  # of a decode batch, set by the engine: the result of AttentionBackend.variant
-    drafts: DraftTree | None = None  # set by Scheduler.attach to what Drafter.propose returned
-    rows_version: int = 0  # batches with the same number have the same requests in the same rows; 0 means no number
+    drafts: DraftTree | None = None
+    rows_version: int = 0
+    known_lens: IntArray | None = None
 
     # set by Inputs.prepare or a graph (device tensors, int32 unless noted)
     input_ids: torch.Tensor = field(init=False)  # int64 [tokens]
@@ -311,13 +409,19 @@ class Batch:
     attn: tuple[Attends, ...] = field(init=False)  # one attention backend per cache group
     kv: tuple[StoresKV, ...] = field(init=False)  # one pool per cache group
 
+    @classmethod
+    def of(cls, plan: StepPlan, reqs: Sequence[AdmittedRequest]) -> Batch:
+        """Return the batch of ``plan``. ``reqs [rows]`` are its requests. The arrays are not copied."""
+        rows = plan.num_extend, plan.slots, plan.prefix_lens, plan.extend_lens, plan.samples, plan.page_updates
+        return cls(reqs, *rows, plan.draft_limits, plan.shared, 0, plan.drafts, plan.rows_version, plan.known_lens)
+
     @property
     def num_tokens(self) -> int:
         """Return the number of tokens that enter the forward pass."""
         return sum(self.extend_lens.tolist())
 
     @property
-    def sampled_reqs(self) -> list[Req]:
+    def sampled_reqs(self) -> Sequence[AdmittedRequest]:
         """Return the requests of the rows that get tokens in this step. Decode and verify rows always do."""
         return list(itertools.compress(self.reqs, self.samples.tolist())) if self.num_extend else self.reqs
 
@@ -325,7 +429,7 @@ class Batch:
     def phase(self) -> Phase:
         """Return the phase of the batch, which depends on the kinds of its rows."""
         if self.num_extend:
-            return Phase.MIXED if self.num_extend < len(self.reqs) else Phase.EXTEND
+            return Phase.MIXED if self.num_extend < len(self.slots) else Phase.EXTEND
         return Phase.DECODE if self.drafts is None else Phase.VERIFY
 
 
@@ -361,13 +465,29 @@ class ForwardOutput:
     event: Any = None  # the device event for which the host waits, once per step
 
 
-class HostOutput(NamedTuple):
-    """Hold a ``ForwardOutput`` on the host: the accepted tokens of each sampled row, and their log-probabilities if
-    requests of the step require them."""
+class HostLogprobs(NamedTuple):
+    """Hold ``Logprobs`` on the host: float32 ``[n]``, float32 ``[n, m]`` and int64 ``[n, m]``."""
 
-    token_ids: list[list[int]]
-    logprobs: list[list[TokenLogprob]] | None = None
-    prompt_logprobs: Mapping[int, list[TokenLogprob]] = {}  # by row: entries for the tokens of the row's chunk
-    pooled: Mapping[
-        int, FloatArray
-    ] = {}  # by row: the sum over its chunk (kind mean), or the pooled vector (other kinds)
+    chosen: FloatArray
+    top: FloatArray
+    top_ids: Int64Array
+
+
+class StepResult(NamedTuple):
+    """Hold what one step produced, on the host, as packed arrays.
+
+    ``token_ids`` is int64 ``[sampled rows, width]``; the first ``accept_lens[r]`` entries of sampled row r are its new
+    tokens (1 for each row if ``accept_lens`` is None). The log-probabilities of sampled row r begin at index
+    ``logprob_start[r]``, one for each node of its draft tree, and ``nodes`` (int64 ``[sampled rows, width]``) are the
+    nodes at which the tokens were sampled (None: the root of each row).
+    """
+
+    token_ids: Int64Array
+    accept_lens: Int64Array | None = None
+    nodes: Int64Array | None = None
+    logprobs: HostLogprobs | None = None
+    logprob_start: Mapping[int, int] = {}  # by sampled row
+    prompt_logprobs: Sequence[
+        tuple[int, IntArray, HostLogprobs]
+    ] = ()  # (row, the prompt tokens that it scores, theirs)
+    pooled: Sequence[tuple[int, FloatArray]] = ()  # (row, sum over its chunk (kind mean) or the vector (other kinds))

@@ -2,6 +2,7 @@
 device's next token is a hash of the whole text, read back through the page table: a page that is lost, shared wrongly,
 freed too early or written by two requests shows up as a wrong token."""
 
+import itertools
 import time
 import zlib
 
@@ -18,7 +19,7 @@ from dovetail.messages import GenerateMsg, TokenOutput
 from dovetail.sampling_params import SamplingParams
 from dovetail.scheduler.limits import SchedulerLimits
 from dovetail.scheduler.scheduler import Scheduler
-from dovetail.types import DraftTree, HostOutput
+from dovetail.types import AdmittedRequest, Batch, DraftTree, PageUpdates, SharedPrefixes, StepResult
 from dovetail_cache.config import NoneConfig, RadixConfig
 from dovetail_cache.none import NoCache
 from dovetail_cache.radix import RadixCache
@@ -33,25 +34,133 @@ def next_token(text):
     return zlib.crc32(np.asarray(text, np.int32).tobytes()) % VOCAB
 
 
+def reqs_of(scheduler, plan):
+    """Return the requests of the rows of a plan that is neither committed nor failed."""
+    return scheduler._plans.reqs_of(plan)
+
+
+def result_of(rows):
+    """Return the result of a step whose sampled rows got the tokens ``rows``. The space after them holds -1, which is no
+    token."""
+    width = max(map(len, rows), default=1)
+    tokens = np.full((len(rows), width), -1, np.int64)
+    for row, new in enumerate(rows):
+        tokens[row, : len(new)] = new
+    return StepResult(tokens, np.array([len(new) for new in rows], np.int64) if width > 1 else None)
+
+
+ARRAYS = {
+    "slots": (np.int32, "rows"),
+    "prefix_lens": (np.int32, "rows"),
+    "extend_lens": (np.int32, "rows"),
+    "samples": (np.bool_, "rows"),
+    "known_lens": (np.int32, "num_extend"),
+    "draft_limits": (np.int32, "rows"),
+}
+
+
+def check_types(plan):
+    """Check that a plan has nothing but numbers, arrays of numbers, and structs of these."""
+    sizes = {"rows": len(plan.slots), "num_extend": plan.num_extend}
+    for name, (dtype, size) in ARRAYS.items():
+        array = getattr(plan, name)
+        if array is None and name == "draft_limits":
+            continue
+        assert type(array) is np.ndarray, name
+        assert (array.dtype, array.shape) == (dtype, (sizes[size],)), name
+    assert (type(plan.number), type(plan.num_extend), type(plan.rows_version)) == (int, int, int)
+    assert type(plan.constrained) is bool
+    assert type(plan.page_updates) is PageUpdates
+    slots, columns, pages, version = plan.page_updates
+    assert type(version) is int
+    assert {slots.dtype, columns.dtype, pages.dtype} == {np.dtype(np.int32)}
+    assert slots.shape == columns.shape == pages.shape[1:]
+    assert type(plan.admitted) is tuple
+    assert all(type(r) is AdmittedRequest and type(r.token_ids) is np.ndarray for r in plan.admitted)
+    assert type(plan.shared) in (type(None), SharedPrefixes)
+    assert type(plan.drafts) in (type(None), DraftTree)
+
+
 class Device:
-    """Hold a pool of locations with one token each and a separate page table, which the batches' updates fill."""
+    """Hold a pool of locations with one token each and a separate page table, which the updates of plans fill. All that
+    it knows of requests is what plans contain. It checks that plans come in their order and keep their contract."""
 
     def __init__(self, num_slots, max_pages, num_pages, page_size):
         self.table = np.zeros((num_slots + 1, max_pages), np.int64)
         self.places = np.full(num_pages * page_size, -1)
         self.last = np.zeros(num_slots + 1, np.int64)
         self.page_size = page_size
+        self.number = 0  # of the plan that was received last
+        self.slots = {}  # requests that have a slot
+        self.unseen = set()  # uids that were admitted in a plan that has not reached the device
+        self.versions = {}  # the uids of the rows of plans with a number
 
-    def forward(self, batch):
-        slots, columns, pages, _ = batch.page_updates
-        self.table[slots, columns] = pages[0]
+    def receive(self, plan):
+        """Admit the requests of a plan and take its page updates. Return its batch, which is what a drafter gets."""
+        if plan.number != self.number:
+            assert plan.number == self.number + 1, "plans are numbered one after another"
+            self.number = plan.number
+            self._admit(plan.admitted)
+            slots, columns, pages, _ = plan.page_updates
+            self.table[slots, columns] = pages[0]
+            check_types(plan)
+        requests = [self.slots[slot] for slot in plan.slots.tolist()]
+        self._check_rows(plan, requests)
+        return Batch.of(plan, requests)
+
+    def miss(self, plan):
+        """Lose a plan, as if the connection had failed. The caller takes the plan back."""
+        self.number = plan.number
+        self.unseen |= {request.uid for request in plan.admitted}
+
+    def _admit(self, requests):
+        for request in requests:
+            others = [slot for slot, held in self.slots.items() if held.uid == request.uid]
+            assert request.retracted or not others, "a request gets another slot only after a retraction"
+            for slot in others:
+                del self.slots[slot]
+            assert 0 < request.slot < len(self.table)
+            assert request.prompt_len <= request.known_len <= len(request.token_ids)
+            assert request.retracted or request.known_len == request.prompt_len
+            self.slots[request.slot] = request
+
+    def depart(self, request):
+        """Forget a request, as a drafter does."""
+        held = [slot for slot, admitted in self.slots.items() if admitted.uid == request.uid]
+        assert len(held) == 1 or request.uid in self.unseen, "a request departs once"
+        self.unseen.discard(request.uid)
+        for slot in held:
+            assert self.slots[slot].known_len <= request.known_len <= len(self.slots[slot].token_ids)
+            del self.slots[slot]
+
+    def _check_rows(self, plan, requests):
+        ends = plan.prefix_lens + plan.extend_lens
+        assert len(set(plan.slots.tolist())) == len(requests), "a request has one row"
+        assert len(plan.known_lens) == plan.num_extend
+        for row, (request, end) in enumerate(zip(requests, ends.tolist(), strict=True)):
+            if row < plan.num_extend:
+                assert request.prompt_len <= plan.known_lens[row] <= len(request.token_ids)
+                assert end <= plan.known_lens[row], "a token enters before it is known"
+                generates = request.prompt_len < len(request.token_ids)
+                assert plan.samples[row] == (generates and end == plan.known_lens[row])
+            else:
+                assert plan.samples[row]
+        assert plan.constrained or not any(r.constrained for r in itertools.compress(requests, plan.samples))
+        if plan.rows_version:
+            uids = [r.uid for r in requests]
+            assert self.versions.setdefault(plan.rows_version, uids) == uids, "rows with one number are the same"
+
+    def forward(self, plan):
+        batch = self.receive(plan)
         if batch.shared is not None:
             self.check_shared(batch)
         rows = []
         for row, req in enumerate(batch.reqs):
             start, count, slot = int(batch.prefix_lens[row]), int(batch.extend_lens[row]), int(batch.slots[row])
-            drafts = batch.drafts.token_ids[row, : batch.drafts.lens[row]].tolist() if batch.drafts else []
+            drafts = batch.drafts.row(row)[0] if batch.drafts else []
             new = [self.last[slot], *drafts] if row >= batch.num_extend else req.token_ids[start : start + count]
+            if row >= batch.num_extend and batch.draft_limits is not None:
+                assert req.token_ids[start] == new[0], "the host knows the last token of a step that can have drafts"
             where = np.arange(start + count)
             where = self.table[slot, where // self.page_size] * self.page_size + where % self.page_size
             assert (where >= self.page_size).all(), "page 0 belongs to no request"
@@ -65,7 +174,7 @@ class Device:
                     tokens.append(next_token(text[: len(text) - len(drafts) + i + 1]))
                 self.last[slot] = tokens[-1]
                 rows.append([int(t) for t in tokens])
-        return HostOutput(rows)
+        return result_of(rows)
 
     def check_shared(self, batch):
         """Check that groups cover the rows one after another, and that the rows of a group have its tokens in the same
@@ -94,7 +203,7 @@ def build(page_size=4, num_pages=40, cache="radix", clock=time.monotonic, **limi
     ahead = {"pairs": 1, "triples": 2}.get(cache, 0)
     kind, config = (NoCache, NoneConfig) if cache == "none" else (RadixCache, RadixConfig)
     index = with_lookahead(lambda context: kind(config(), context), page_size, ahead)
-    table = RequestTable(settings["max_running"], -(-CONTEXT // page_size) + 1)
+    table = RequestTable(np.zeros((1, settings["max_running"] + 1, -(-CONTEXT // page_size) + 1), np.int32))
     ledger = PageLedger(PageAllocator(num_pages), index, table, page_size, ahead)
     policy = Fcfs(FcfsConfig(), PolicyContext(index))
     constraints = RequestConstraints(GrammarService(None), VOCAB, [EOS])
@@ -127,27 +236,41 @@ class Run:
                 self.ends[answer.rid] = answer.finish.kind
 
     def step(self):
-        batch = self.scheduler.schedule()
-        if batch is not None and batch.draft_limits is not None:
-            self.check_draft_limits(batch)
-        if batch is not None and self.drafts and batch.num_extend < len(batch.reqs):
-            self.scheduler.attach(batch, self.drafts(batch))
-        output = self.device.forward(batch) if batch is not None else None
+        plan = self.scheduler.schedule()
+        for departed in self.scheduler.take_departed():
+            self.device.depart(departed)
+        if plan is not None:
+            batch = self.device.receive(plan)
+            assert [r.uid for r in batch.reqs] == [r.uid for r in reqs_of(self.scheduler, plan)]
+            if plan.draft_limits is not None:
+                self.check_draft_limits(plan)
+            if self.drafts and plan.num_extend < len(plan.slots):
+                self.scheduler.attach(plan, self.drafts(batch))
+        result = self.device.forward(plan) if plan is not None else None
         if self.ahead:
             self.scheduler.reserve_ahead()
         if self.lag:
-            (batch, output), self.launched = self.launched or (None, None), (batch, output)
-        if batch is not None:
-            self.take(self.scheduler.commit(batch, output))
+            (plan, result), self.launched = self.launched or (None, None), (plan, result)
+        if plan is not None:
+            self.commit(plan, result)
         self.scheduler.check_integrity()
         self.check_rows()
 
-    def check_draft_limits(self, batch):
+    def commit(self, plan, result):
+        """Commit a step, and check what a drafter learns of it."""
+        reqs = reqs_of(self.scheduler, plan)
+        self.take(self.scheduler.commit(plan, result))
+        committed = self.scheduler.committed()
+        assert committed.known_lens.tolist() == [r.known_len for r in reqs]
+        assert committed.ended.tolist() == [r.rid in self.ends for r in reqs]
+        assert (committed.known_lens.dtype, committed.ended.dtype) == (np.int32, np.bool_)
+
+    def check_draft_limits(self, plan):
         """Check that each row has as many drafts as it requested, or as its pages can hold."""
         width, page_size = self.scheduler.limits.draft_width, self.scheduler.ledger.page_size
-        limits = batch.draft_limits.tolist()
-        assert not any(limits[: batch.num_extend])
-        for req, found in list(zip(batch.reqs, limits, strict=True))[batch.num_extend :]:
+        limits, reqs = plan.draft_limits.tolist(), reqs_of(self.scheduler, plan)
+        assert not any(limits[: plan.num_extend])
+        for req, found in list(zip(reqs, limits, strict=True))[plan.num_extend :]:
             pages = req.num_pages * page_size - (req.device_len - 1)
             assert found == min(req.remain_len, req.draft_len, width, pages), req.rid
 
@@ -188,7 +311,7 @@ def half_right(batch):
     ids, lens = np.zeros((rows, width), np.int32), np.zeros(rows, np.int32)
     for row in range(batch.num_extend, rows):
         req = batch.reqs[row]
-        text = req.token_ids[: req.known_len].tolist()
+        text = req.token_ids[: batch.prefix_lens[row] + 1].tolist()
         lens[row] = min(width, int(batch.draft_limits[row]))
         for i in range(lens[row]):
             text.append(next_token(text) if (req.uid + len(text)) % 3 else 1)

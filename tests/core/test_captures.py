@@ -26,7 +26,8 @@ from dovetail.engine.captures import (
 )
 from dovetail.engine.dry_run import dry_run
 from dovetail.engine.pieces import launch_bound
-from dovetail.engine.warmup import IdleCaptures, WarmUp, WarmUpProgress
+from dovetail.engine.warmup import IdleCaptures, WarmUp
+from dovetail.interfaces.executor import WarmUpProgress
 from dovetail.interfaces.mesh import SINGLE
 from dovetail.interfaces.model import ModelInfo
 from dovetail_models.dense import DenseModel
@@ -167,7 +168,7 @@ def test_ladders_waste_little(rows):
 
 
 def test_the_largest_step_runs_over_a_single_page():
-    engine = LLM("tiny", device="cpu", grammar="none", memory={"num_pages": 8}).loop.engine
+    engine = LLM("tiny", device="cpu", grammar="none", memory={"num_pages": 8}).loop.executor.engine
     before = engine.pool.k[:, 1:].clone()
     dry_run(engine.model, engine.eager_runner.prefill, engine.pool, [40, 40, 9, 1, 1], 6)
     assert torch.equal(engine.pool.k[:, 1:].nan_to_num(), before.nan_to_num())

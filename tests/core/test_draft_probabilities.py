@@ -23,7 +23,7 @@ Node = tuple[int, int, float]
 
 
 def batch(rows: int, limit: int = 99) -> SimpleNamespace:
-    return SimpleNamespace(reqs=[None] * rows, draft_limits=np.full(rows, limit, np.int32))
+    return SimpleNamespace(slots=np.zeros(rows, np.int32), draft_limits=np.full(rows, limit, np.int32))
 
 
 def drafted(rows: list[list[Node]], *, spare: int = 2) -> DraftTree:

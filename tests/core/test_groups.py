@@ -19,7 +19,7 @@ from dovetail.scheduler.groups import group_adjacent
 from dovetail.types import FinishKind, Req
 
 sys.path.insert(0, str(Path(__file__).parent))
-from pretended import Run, build, half_right
+from pretended import Run, build, half_right, reqs_of
 
 PAGE = 4
 SHARED = list(range(10, 50))  # ten pages
@@ -51,10 +51,10 @@ def prompts_entered(run, steps=40):
     entered, schedule = [], run.scheduler.schedule
 
     def noted():
-        batch = schedule()
-        if batch is not None and batch.num_extend:
-            entered.append([r.rid for r in batch.reqs[: batch.num_extend]])
-        return batch
+        plan = schedule()
+        if plan is not None and plan.num_extend:
+            entered.append([r.rid for r in reqs_of(run.scheduler, plan)[: plan.num_extend]])
+        return plan
 
     run.scheduler.schedule = noted
     run.finish(steps)
@@ -132,19 +132,19 @@ def test_a_group_without_end_delays_no_request():
 
 @each_lag
 def test_siblings_decode_as_one_shared_group(lag):
-    run, _, _ = service(lag, shared_prefixes=True)
+    run, scheduler, _ = service(lag, shared_prefixes=True)
     for i in range(4):
         ask(run, f"g{i}", [*SHARED, i], new=20, group="g", group_size=4)
     for i in range(2):
         ask(run, f"o{i}", [5 + i] * 9, new=20)
     seen, forward = [], run.device.forward
 
-    def noted(batch):
-        if batch.shared is not None:
-            starts, lens = batch.shared.starts.tolist(), batch.shared.lens.tolist()
-            groups = [{r.rid for r in batch.reqs[a:b]} for a, b in itertools.pairwise(starts)]
+    def noted(plan):
+        if plan.shared is not None:
+            starts, lens, reqs = plan.shared.starts.tolist(), plan.shared.lens.tolist(), reqs_of(scheduler, plan)
+            groups = [{r.rid for r in reqs[a:b]} for a, b in itertools.pairwise(starts)]
             seen.append(dict(zip(map(frozenset, groups), lens, strict=True)))
-        return forward(batch)
+        return forward(plan)
 
     run.device.forward = noted
     run.finish()
@@ -331,8 +331,7 @@ def test_a_failed_request_keeps_nothing():
     ask(run, "a", SHARED, new=1)
     run.finish_requests()
     ask(run, "b", [*SHARED, *SHARED], new=5, session="s")
-    batch = scheduler.schedule()
-    scheduler.fail(batch.reqs, "broken")
+    scheduler.fail(scheduler.schedule(), "broken")
     assert scheduler.pins.pages == 0
     assert scheduler.ledger.cache.total_pages == 10
 

@@ -81,10 +81,11 @@ class Traffic(RuleBasedStateMachine):
     @precondition(lambda self: not self.lag)
     @rule()
     def fail(self):
-        batch = self.scheduler.schedule()
-        if batch is not None:
-            self.scheduler.take_back(batch)
-            for answer in self.scheduler.fail(batch.reqs, "broken"):
+        plan = self.scheduler.schedule()
+        if plan is not None:
+            self.run.device.miss(plan)
+            self.scheduler.take_back(plan)
+            for answer in self.scheduler.fail(plan, "broken"):
                 self.run.ends[answer.rid] = answer.status
 
     @rule(seconds=st.sampled_from([1.0, 6.0, 11.0]))

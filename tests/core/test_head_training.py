@@ -15,6 +15,7 @@ import torch
 from safetensors.torch import load_file
 
 from dovetail import LLM, SamplingParams
+from dovetail.testing.drafter import text_of
 
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))
@@ -91,18 +92,16 @@ def test_the_engine_drafts_the_same(target, heads, prompts, name):
     drafter, model = heads[0][name], heads[2]
     llm = engine(model, name)
     proposals = []
-    propose = llm.loop.drafter.propose
+    propose = llm.loop.executor.drafter.propose
 
     def recorded(batch):
         tree = propose(batch)
         if tree is not None:
-            for row, req in enumerate(batch.reqs):
-                if tree.lens[row]:
-                    known = list(req.token_ids[: req.known_len])
-                    proposals.append((known, tree.token_ids[row, : tree.lens[row]].tolist()))
+            rows = np.flatnonzero(tree.lens).tolist()
+            proposals.extend((text_of(batch, row), tree.token_ids[row, : tree.lens[row]].tolist()) for row in rows)
         return tree
 
-    llm.loop.drafter.propose = recorded
+    llm.loop.executor.drafter.propose = recorded
     llm.generate([prompt.tokens.tolist() for prompt in prompts], SamplingParams(max_new_tokens=30, temperature=0))
     assert llm.loop.drafter_errors == 0
     assert len(proposals) >= 20

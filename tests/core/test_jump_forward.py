@@ -4,7 +4,9 @@
 """
 
 import random
+import sys
 import zlib
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -24,11 +26,14 @@ from dovetail.messages import GenerateMsg
 from dovetail.sampling_params import SamplingParams
 from dovetail.scheduler.limits import SchedulerLimits
 from dovetail.scheduler.scheduler import Scheduler
-from dovetail.types import FinishKind, HostOutput, Req
+from dovetail.types import FinishKind, Req
 from dovetail_cache.config import RadixConfig
 from dovetail_cache.radix import RadixCache
 from dovetail_policies.config import FcfsConfig
 from dovetail_policies.simple import Fcfs
+
+sys.path.insert(0, str(Path(__file__).parent))
+from pretended import result_of
 
 EOS = 0
 WORDS = [None, *(c.encode() for c in 'abcdefgh{}": ,1'), b"ab", b"abc", b'":', b'{"', b'",']
@@ -101,25 +106,31 @@ class Device:
         self.table = np.zeros((slots + 1, width), np.int64)
         self.places, self.last = np.full(pages * page_size, -1), np.zeros(slots + 1, np.int64)
         self.page_size, self.steps = page_size, 0
+        self.requests = {}
 
-    def forward(self, batch, canonical):
+    def forward(self, plan, canonical):
         self.steps += 1
-        slots, columns, pages, _ = batch.page_updates
+        assert plan.number == self.steps
+        assert plan.constrained == bool(plan.samples.any()) or plan.num_extend
+        self.requests |= {request.slot: request for request in plan.admitted}
+        assert all(request.constrained for request in plan.admitted)
+        slots, columns, pages, _ = plan.page_updates
         self.table[slots, columns] = pages[0]
         rows = []
-        for row, req in enumerate(batch.reqs):
-            start, count, slot = int(batch.prefix_lens[row]), int(batch.extend_lens[row]), int(batch.slots[row])
-            new = [self.last[slot]] if row >= batch.num_extend else req.token_ids[start : start + count]
+        for row, slot in enumerate(plan.slots.tolist()):
+            req, start, count = self.requests[slot], int(plan.prefix_lens[row]), int(plan.extend_lens[row])
+            assert row >= plan.num_extend or start + count <= plan.known_lens[row]
+            new = [self.last[slot]] if row >= plan.num_extend else req.token_ids[start : start + count]
             where = np.arange(start + count)
             where = self.table[slot, where // self.page_size] * self.page_size + where % self.page_size
             assert (where >= self.page_size).all(), "page 0 belongs to no request"
             self.places[where[start:]] = new
-            if batch.samples[row]:
+            if plan.samples[row]:
                 text = self.places[where].tolist()
                 assert text == req.token_ids[: len(text)].tolist(), "the pool holds another text"
                 self.last[slot] = canonical(req, text[req.prompt_len :])
                 rows.append([int(self.last[slot])])
-        return HostOutput(rows)
+        return result_of(rows)
 
 
 def model(template, salt):
@@ -140,7 +151,7 @@ def build(jump, page_size=4, pages=60, **limits):
         "vocab_size": len(WORDS),
     } | limits
     cache = RadixCache(RadixConfig(), CacheContext(page_size))
-    table = RequestTable(values["max_running"], -(-values["context_len"] // page_size) + 1)
+    table = RequestTable(np.zeros((1, values["max_running"] + 1, -(-values["context_len"] // page_size) + 1), np.int32))
     ledger = PageLedger(PageAllocator(pages), cache, table, page_size)
     scheduler = Scheduler(
         SchedulerLimits(**values),
@@ -163,7 +174,7 @@ def drive(scheduler, device, jobs, lag, aborts=(), rng=None):
         models[req.rid], tokens[req.rid] = model(template, i % 5), []
 
     def canonical(req, said):
-        token = models[req.rid](said)
+        token = models[f"r{req.uid}"](said)
         return EOS if token is None else token
 
     def take(answers):
@@ -178,15 +189,15 @@ def drive(scheduler, device, jobs, lag, aborts=(), rng=None):
     for step in range(4000):
         if not scheduler.has_work and launched is None:
             break
-        batch = scheduler.schedule()
-        if batch is not None and not lag:
-            take(scheduler.commit(batch, device.forward(batch, canonical)))
+        plan = scheduler.schedule()
+        if plan is not None and not lag:
+            take(scheduler.commit(plan, device.forward(plan, canonical)))
         elif lag:
             # the tokens of the decode rows are on the device; those of the last step are reported to the host now
             pending = launched
             if pending is not None:
                 take(scheduler.commit(*pending))
-            launched = (batch, device.forward_late(batch, canonical)) if batch is not None else None
+            launched = (plan, device.forward_late(plan, canonical)) if plan is not None else None
         if step in aborts:
             take(scheduler.abort(rng.choice(list(reqs)), "gone"))
         scheduler.check_integrity()
@@ -202,8 +213,8 @@ def drive(scheduler, device, jobs, lag, aborts=(), rng=None):
 class LateDevice(Device):
     """Compute after the step before was committed, so that the host's tokens may be ahead of a row."""
 
-    def forward_late(self, batch, canonical):
-        return self.forward(batch, canonical)
+    def forward_late(self, plan, canonical):
+        return self.forward(plan, canonical)
 
 
 TEMPLATES = st.lists(st.sampled_from(['{"', "ab", "?", '": ', "c", '",', "abc", "??", "}"]), min_size=1, max_size=14)

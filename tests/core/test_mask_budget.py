@@ -16,6 +16,7 @@ import torch
 from dovetail.constraints.backend_choice import GrammarEngine
 from dovetail.constraints.compilers import ThreadCompiler
 from dovetail.constraints.mask_budget import MaskBudget, Meter, MeteredMatcher
+from dovetail.constraints.masks import fill_masks
 from dovetail.constraints.probe import STEPS, Probe
 from dovetail.constraints.service import GrammarService
 from dovetail.engine.masks import MaskBuffers, mask_logits
@@ -179,14 +180,17 @@ def test_a_constraint_that_took_too_long_is_refused_to_others_for_a_while(name):
 def masked(reqs):
     batch = make_batch(4, np.zeros((len(reqs), 4), np.int32), [3] * len(reqs), [1] * len(reqs))
     logits = torch.zeros(len(reqs), VOCAB)
-    mask_logits(logits, batch, [(row, row, req) for row, req in enumerate(reqs)], MaskBuffers(torch.device("cpu")))
+    mask_logits(logits, fill_masks(batch, reqs, -(-VOCAB // 32), MaskBuffers(torch.device("cpu")).take))
     assert (logits == 0).all()
 
 
 def test_of_a_batch_that_is_slow_the_culprit_is_found_and_ended_and_the_others_stay_together():
     backend, budget = Backend(), MaskBudget(per_token=0.001, ahead=1.0)
     matchers = [Slow(), Slow(fill=0.1), Slow(), Slow()]
-    reqs = [SimpleNamespace(rid="r", matcher=m, masks=backend, error=None, meter=meter(budget)) for m in matchers]
+    reqs = [
+        SimpleNamespace(rid="r", matcher=m, masks=backend, error=None, meter=meter(budget), finish=None)
+        for m in matchers
+    ]
     masked(reqs)
     assert backend.calls == [4], "slow, so that the next masks are filled one by one"
     masked(reqs)

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import numpy as np
 import torch
 
+from dovetail.constraints.masks import fill_masks
 from dovetail.engine.masks import MaskBuffers, mask_logits
 from dovetail.interfaces.grammar import GrammarBackend, Matcher
 from dovetail.testing.batches import make_batch
@@ -57,18 +58,20 @@ class Backend(GrammarBackend):
         super().fill_bitmasks(matchers, bitmask, rows)
 
 
+def filled(batch, reqs):
+    return fill_masks(batch, reqs, -(-VOCAB // 32), MaskBuffers(torch.device("cpu")).take)
+
+
 def masked(reqs):
     batch = make_batch(4, np.zeros((len(reqs) + 1, 4), np.int32), [3] * (len(reqs) + 1), [1] * (len(reqs) + 1))
     logits = torch.zeros(len(reqs) + 1, VOCAB)
-    mask_logits(
-        logits, batch, [(row + 1, row + 1, req) for row, req in enumerate(reqs)], MaskBuffers(torch.device("cpu"))
-    )
+    mask_logits(logits, filled(batch, [req(None, None), *reqs]))
     assert (logits[0] == 0).all()  # a row without a grammar
     return [(row > -1e9).nonzero()[:, 0].tolist() for row in logits[1:]]
 
 
 def req(matcher, backend):
-    return SimpleNamespace(rid="r", matcher=matcher, masks=backend, error=None, meter=None)
+    return SimpleNamespace(rid="r", matcher=matcher, masks=backend, error=None, meter=None, finish=None)
 
 
 def test_each_backend_is_called_once():
@@ -97,6 +100,39 @@ def test_rows_of_drafts_of_a_matcher_that_fails_allow_everything():
     batch = make_batch(4, np.zeros((1, 4), np.int32), [3], [3], drafts=drafts)
     logits = torch.zeros(3, VOCAB)
     failing = req(Only(-1), Backend())
-    mask_logits(logits, batch, [(0, 0, failing)], MaskBuffers(torch.device("cpu")))
+    mask_logits(logits, filled(batch, [failing]))
     assert (logits == 0).all()
     assert "odd" in failing.error
+
+
+def allowed(row):
+    return [token for token in range(VOCAB) if row[token // 32] >> (token % 32) & 1]
+
+
+def test_masks_name_their_rows_of_logits_and_leave_out_rows_that_have_ended_or_are_not_sampled():
+    """Two prompts, of which one is not sampled, stand before rows of two drafts, of none, and of one."""
+    drafts = DraftTree(
+        np.array([[0, 0], [0, 0], [7, 8], [0, 0], [9, 0]], np.int32),
+        np.array([[-1, 0]] * 5, np.int32),
+        np.array([0, 0, 2, 0, 1], np.int32),
+    )
+    batch = make_batch(4, np.zeros((5, 4), np.int32), [0, 0, 3, 3, 3], [2, 2, 3, 1, 2], num_extend=2, drafts=drafts)
+    batch.samples = np.array([False, True, True, True, True])
+    backend = Backend()
+    reqs = [req(Only(token), backend) for token in (1, 2, 3, 4, 5)]
+    reqs[3].finish = "over"
+    masks = filled(batch, reqs)
+    assert masks.logit_rows.tolist() == [0, 1, 2, 3, 5, 6]
+    assert [allowed(row) for row in masks.bits.tolist()] == [[2], [3], [3], [3], [5], [5]]
+    assert backend.calls == [3]
+    reqs[4].matcher = None
+    assert filled(batch, reqs).logit_rows.tolist() == [0, 1, 2, 3]
+
+
+def test_there_are_no_masks_without_a_row_that_needs_one():
+    batch = make_batch(4, np.zeros((2, 4), np.int32), [3, 3], [1, 1])
+    ended = req(Only(3), Backend())
+    ended.finish = "over"
+    asked = []
+    assert fill_masks(batch, [ended, req(None, None)], 3, lambda *shape: asked.append(shape)) is None
+    assert not asked

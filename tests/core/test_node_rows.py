@@ -52,4 +52,5 @@ def test_rows_of_nodes_are_those_of_decode_steps():
     assert (lens[2:] - 1).tolist() == step.batch.positions[39:].tolist()
     own = step.batch.page_table[2]
     assert found.page_table[2 + 6, :43].tolist() == [*own[:41].tolist(), own[41].item(), own[43].item()]
-    assert len(found.reqs) == len(found.slots) == 20
+    assert len(found.slots) == len(found.samples) == 20
+    assert found.slots.tolist() == np.repeat(step.batch.slots, [1, 1, 8, 2, 1, 7]).tolist()

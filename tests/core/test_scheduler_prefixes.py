@@ -4,6 +4,8 @@
 """
 
 import random
+import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -19,11 +21,14 @@ from dovetail.sampling_params import SamplingParams
 from dovetail.scheduler.limits import SchedulerLimits
 from dovetail.scheduler.scheduler import Scheduler
 from dovetail.scheduler.waits import PrefixWaits
-from dovetail.types import HostOutput, Req
+from dovetail.types import Req, StepResult
 from dovetail_cache.config import RadixConfig
 from dovetail_cache.radix import RadixCache
 from dovetail_policies.config import FcfsConfig
 from dovetail_policies.simple import Fcfs
+
+sys.path.insert(0, str(Path(__file__).parent))
+from pretended import reqs_of
 
 PAGE, CHUNK = 16, 8192
 each_lag = pytest.mark.parametrize("lag", [False, True], ids=["at-once", "one-step-late"])
@@ -35,13 +40,15 @@ class Service:
     def __init__(self, lag, num_pages=1 << 17, max_running=512, **limits):
         settings = {"max_running": max_running, "max_waiting": 10**6, "chunk_size": CHUNK, "context_len": 40_000}
         cache = RadixCache(RadixConfig(), CacheContext(PAGE))
-        ledger = PageLedger(PageAllocator(num_pages), cache, RequestTable(max_running, 2500), PAGE)
+        ledger = PageLedger(
+            PageAllocator(num_pages), cache, RequestTable(np.zeros((1, max_running + 1, 2500), np.int32)), PAGE
+        )
         policy = Fcfs(FcfsConfig(), None)
         limits = SchedulerLimits(**(settings | {"vocab_size": 40_000} | limits))
         constraints = RequestConstraints(GrammarService(None), limits.vocab_size, [])
         self.scheduler = Scheduler(limits, ledger, policy, constraints, None, frozenset())
         self.lag, self.launched = lag, None
-        self.texts = {}
+        self.texts, self.rids = {}, []
         self.computed = 0
 
     def add(self, rid, prompt, new):
@@ -49,18 +56,20 @@ class Service:
         self.scheduler.add(GenerateMsg(rid, list(prompt), SamplingParams(max_new_tokens=new, ignore_eos=True), 0))
 
     def step(self):
-        batch = self.scheduler.schedule()
-        if batch is not None:
-            self.computed += int(batch.extend_lens[: batch.num_extend].sum())
-        done = self.launched if self.lag else batch
-        self.launched = batch
+        """Make a step. Return its plan; ``rids`` are the ids of its rows then."""
+        plan = self.scheduler.schedule()
+        if plan is not None:
+            self.computed += int(plan.extend_lens[: plan.num_extend].sum())
+            self.rids = [r.rid for r in reqs_of(self.scheduler, plan)]
+        done = self.launched if self.lag else plan
+        self.launched = plan
         for answer in self.scheduler.commit(done, self.tokens(done)) if done is not None else ():
             self.texts[answer.rid] += answer.token_ids
-        return batch
+        return plan
 
     @staticmethod
-    def tokens(batch):
-        return HostOutput([[1] for _ in range(int(batch.samples.sum()))])
+    def tokens(plan):
+        return StepResult(np.ones((int(plan.samples.sum()), 1), np.int64))
 
     def finish(self, bound=20_000):
         for _ in range(bound):
@@ -179,10 +188,13 @@ def test_others_go_first_while_a_request_waits(lag):
     for rid in ("first", "same-a", "same-b"):
         service.add(rid, [*shared, *ids(rng, 32)], 4)
     service.add("other", ids(rng, 300), 4)
-    assert [r.rid for r in service.step().reqs] == ["first", "other"]
+    assert service.step() is not None
+    assert service.rids == ["first", "other"]
     assert [r.rid for r in service.scheduler.waiting] == ["same-a", "same-b"]
-    batches = [service.step() for _ in range(2)]
-    entered = [r.rid for batch in batches for r in batch.reqs[: batch.num_extend]]
+    entered = []
+    for _ in range(2):
+        plan = service.step()
+        entered += service.rids[: plan.num_extend]
     assert entered == ["same-a", "same-b"]
 
 
@@ -194,12 +206,15 @@ def test_a_waiting_request_goes_on_when_the_other_ends(lag, end):
     shared = ids(rng, 512)
     for rid in "ab":
         service.add(rid, [*shared, *ids(rng, 32)], 4)
-    batch = service.step()
-    assert [r.rid for r in batch.reqs] == ["a"]
     if end == "abort":
+        service.step()
+        assert service.rids == ["a"]
         service.scheduler.abort("a", "")
     else:
-        service.scheduler.fail(batch.reqs, "")
+        plan = service.step() if lag else service.scheduler.schedule()
+        assert [r.rid for r in reqs_of(service.scheduler, plan)] == ["a"]
+        service.scheduler.fail(plan, "")
+        service.launched = None
     service.finish()
     assert len(service.texts["b"]) == 512 + 32 + 4
 

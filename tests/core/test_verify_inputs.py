@@ -29,7 +29,7 @@ PAGE = 4
 
 def make_inputs(slots, max_pages):
     """Return the host's table, and the inputs that read it."""
-    table = RequestTable(slots, max_pages)
+    table = RequestTable(np.zeros((1, slots + 1, max_pages), np.int32))
     return table, Inputs(table.pages[0], PAGE, torch.device("cpu"))
 
 

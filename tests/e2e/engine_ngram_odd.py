@@ -13,7 +13,7 @@ from dovetail.server.engine_process import open_loop, serve_loop
 @contextmanager
 def open_odd_loop(config: Config) -> Iterator[object]:
     with open_loop(config) as loop:
-        propose, calls = loop.drafter.propose, 0
+        propose, calls = loop.executor.drafter.propose, 0
 
         def odd(batch):
             nonlocal calls
@@ -22,7 +22,7 @@ def open_odd_loop(config: Config) -> Iterator[object]:
                 raise LookupError("odd")
             return propose(batch)
 
-        loop.drafter.propose = odd
+        loop.executor.drafter.propose = odd
         yield loop
 
 

@@ -133,18 +133,18 @@ class TreeDrafter(Drafter):
             self.futures.setdefault(tuple(output.prompt_ids), []).append(output.token_ids)
 
     def propose(self, batch):
-        rows = len(batch.reqs)
+        rows = len(batch.slots)
         ids = self.rng.integers(-9, 10**6, (rows, self.width)).astype(np.int32)
         parents = self.rng.integers(-9, 10**6, (rows, self.width)).astype(np.int32)
         lens = np.zeros(rows, np.int32)
         for row in range(batch.num_extend, rows):
             lens[row] = self.rng.integers(0, min(self.width, batch.draft_limits[row]) + 1)
-            self.fill(batch.reqs[row], ids[row], parents[row], int(lens[row]))
+            self.fill(batch.reqs[row], batch.prefix_lens[row] + 1, ids[row], parents[row], int(lens[row]))
         return DraftTree(ids, parents, lens)
 
-    def fill(self, req, ids, parents, count):
+    def fill(self, req, known_len, ids, parents, count):
         futures = self.futures.get(tuple(req.token_ids[: req.prompt_len].tolist()), [[]])
-        said = req.token_ids[req.prompt_len : req.known_len].tolist()
+        said = req.token_ids[req.prompt_len : known_len].tolist()
         future = next((f for f in futures if f[: len(said)] == said), futures[0])[len(said) :]
         depths = [0]
         for node in range(count):
@@ -154,16 +154,16 @@ class TreeDrafter(Drafter):
             known = depths[-1] <= len(future) and self.rng.random() < self.right
             ids[node] = future[depths[-1] - 1] if known else self.rng.integers(0, self.vocab)
 
-    def forget(self, req):
-        self.departed.append(req.uid)
+    def forget(self, request):
+        self.departed.append(request.uid)
 
 
 @contextmanager
 def drafting(llm, drafter):
     """Replace the engine's drafter with this one."""
-    loop, before = llm.loop, llm.loop.drafter
-    loop.drafter = drafter
+    loop, before = llm.loop, llm.loop.executor.drafter
+    loop.executor.drafter = drafter
     loop.scheduler.limits = replace(loop.scheduler.limits, draft_width=drafter.max_draft_tokens if drafter else 0)
     yield
-    loop.drafter = before
+    loop.executor.drafter = before
     loop.scheduler.limits = replace(loop.scheduler.limits, draft_width=before.max_draft_tokens if before else 0)

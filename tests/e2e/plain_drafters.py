@@ -12,6 +12,7 @@ import torch
 from torch.nn.functional import linear, silu
 
 from dovetail import LLM, SamplingParams
+from dovetail.testing.drafter import text_of
 
 EPS = 1e-5
 
@@ -75,10 +76,9 @@ class Spy:
         def spied(batch: Any) -> Any:
             tree = propose(batch)
             self.asked += int((batch.draft_limits[batch.num_extend :] > 0).sum())
-            for row, req in enumerate(batch.reqs):
-                if tree is not None and tree.lens[row]:
-                    text = req.token_ids[: req.known_len].tolist()
-                    self.drafts.append((text, tree.token_ids[row, : tree.lens[row]].tolist()))
+            for row in range(len(batch.slots) if tree is not None else 0):
+                if tree.lens[row]:
+                    self.drafts.append((text_of(batch, row), tree.token_ids[row, : tree.lens[row]].tolist()))
             return tree
 
         drafter.propose = spied
@@ -99,7 +99,7 @@ def make_llm(target: Path, speculative: Any, page_size: int = 4, **scheduler: An
 def drafts_of(llm: LLM, vocab_size: int, longest: int, shared: int) -> Spy:
     """Return the drafts for sampled texts after prompts of 1 to ``longest`` tokens, the last of which begins with
     ``shared`` cached tokens. Every row with a positive limit must have a draft."""
-    spy = Spy(llm.loop.drafter)
+    spy = Spy(llm.loop.executor.drafter)
     rng = np.random.default_rng(0)
     prompts = [rng.integers(0, vocab_size, n).tolist() for n in (1, 7, longest)]
     prompts.append(prompts[2][:shared] + rng.integers(0, vocab_size, 4).tolist())

@@ -75,9 +75,9 @@ class CapturedSampling(DecodeGraphRunner):
             tensors.uniform[:rows] = torch.from_numpy(numbers)
         return Launched(self, graph, graph.logits[:rows])
 
-    def sample(self, batch, launched):
+    def sample(self, batch, launched, masks):
         settings = self._sampler.settings_of(batch)
-        output = super().sample(batch, launched)
+        output = super().sample(batch, launched, masks)
         mode = SampleMode.of(settings) if settings.capturable else None
         if (launched.graph, mode) in self._graphs._samplers._graphs:
             self.modes.append(mode)
@@ -100,7 +100,7 @@ def _soon(monkeypatch):
 
 
 def captured(llm):
-    engine = llm.loop.engine
+    engine = llm.loop.executor.engine
     runner = CapturedSampling(engine)
     engine.runners = (runner, engine.eager_runner)
     return runner
@@ -189,16 +189,17 @@ def test_steps_with_drafts_and_captured_steps_share_their_counts(checkpoint):
     assert len(runner.modes) > 5
 
 
-def counted_before(monkeypatch):
+def counted_before(llm, monkeypatch):
     """Compare the counts that penalties read with the text that they follow. Return, for each slot that was compared,
     whether its row was an extend row."""
     penalise, checked = Sampler._penalise, []
 
     def compared(self, batch, logits, layout, settings, slots):
+        replaced = {req.uid for req in llm.loop.scheduler.running if req.wasted}
         for i in settings.penalised:
             row, req = int(layout.rows[i]), batch.sampled_reqs[i]
             length = int(batch.prefix_lens[row] + batch.extend_lens[row]) - int(layout.spans[i]) + 1
-            if req.wasted and row >= batch.num_extend:
+            if req.uid in replaced and row >= batch.num_extend:
                 continue  # a jump has meanwhile replaced what this row follows
             prompt, output = req.token_ids[: req.prompt_len], req.token_ids[req.prompt_len : length]
             expected = 2 * np.bincount(output, minlength=self.vocab_size)
@@ -221,7 +222,7 @@ def test_tokens_that_a_jump_replaces_are_not_counted(overlap, monkeypatch):
     prompts = [f"Write a character sheet in JSON: Bella is a level {i} wizard." for i in range(6)]
     section = {"backend": "xgrammar", "jump_forward": True, "isolation": "thread"}
     llm = LLM("tiny", device="cpu", grammar=section, memory={"num_pages": 400}, scheduler={"overlap": overlap})
-    runner, checked = captured(llm), counted_before(monkeypatch)
+    runner, checked = captured(llm), counted_before(llm, monkeypatch)
     llm.generate(prompts, params)
     assert llm.loop.stats().jumped_tokens > 20
     assert checked.count(True) > 3
@@ -235,7 +236,7 @@ def test_counts_follow_the_text_through_retraction_and_drafts(checkpoint, monkey
     expected = make_llm(checkpoint, **paged(16)).generate(prompts, params)
     monkeypatch.setattr(admission, "DECODE_HEADROOM", 0)
     llm, drafter = make_llm(checkpoint, **paged(1, 300)), TreeDrafter(right=0.5)
-    checked = counted_before(monkeypatch)
+    checked = counted_before(llm, monkeypatch)
     drafter.learn(expected)
     with drafting(llm, drafter):
         assert_equal(llm.generate(prompts, params), expected)

@@ -22,6 +22,7 @@ from dovetail import LLM, SamplingParams
 from dovetail.messages import AbortAllMsg, FlushCacheMsg, GenerateMsg, StatsRequestMsg
 from dovetail.sampling_params import GrammarKind, GrammarSpec
 from dovetail.scheduler import admission
+from dovetail.testing.drafter import text_of
 from dovetail.types import FinishKind, ForwardOutput
 
 DRAFTERS = {
@@ -97,7 +98,7 @@ class Watch:
         self.loop, self.patch, self.chance, self.luck, self.error = llm.loop, patch, chance, luck, error
         self.gone, self.late = set(), 0
         self.prompts = False  # a step with prompts was launched or read in this call of ``step``
-        engine, drafter = llm.loop.engine, llm.loop.drafter
+        engine, drafter = llm.loop.executor.engine, llm.loop.executor.drafter
         for owner, name, check in (
             (engine, "wait", self.works),
             (engine, "launch", self.works),
@@ -120,41 +121,49 @@ class Watch:
 
         self.patch.setattr(owner, name, wrapped)
 
-    def works(self, batch, output=None):
+    def works(self, batch, *_):
         self.prompts |= batch.num_extend > 0
 
     def notes(self, *_):
         assert not self.prompts, "a step with prompts was timed"
 
     def proposes(self, batch):
-        for row, req in enumerate(batch.reqs):
+        running = {req.uid: req for req in self.loop.scheduler.running}
+        for row, admitted in enumerate(batch.reqs):
+            req = running[admitted.uid]
             assert req.finish is None
-            assert req.slot == batch.slots[row]
-            assert row < batch.num_extend or batch.prefix_lens[row] == req.known_len - 1
+            assert req.slot == admitted.slot == batch.slots[row]
+            assert text_of(batch, row) == req.token_ids[: req.known_len].tolist()
 
-    def observes(self, batch, output):
+    def observes(self, batch, output, committed):
         """The pages of ended requests belong to no other request yet."""
         ledger, running = self.loop.scheduler.ledger, self.loop.scheduler.running
         own = [ledger.table.pages[0, req.slot, req.shared_pages : req.num_pages] for req in running]
         owned = set(np.concatenate([np.zeros(0, np.int32), *own]).tolist())
+        known_lens = {req.uid: req.known_len for req in running}
         for row, req in enumerate(batch.reqs):
-            if req.finish is None:
+            assert committed.ended[row] == (req.uid not in known_lens)
+            if not committed.ended[row]:
                 assert req.slot == batch.slots[row]
+                assert committed.known_lens[row] == known_lens[req.uid]
                 continue
             end = int(batch.prefix_lens[row] + batch.extend_lens[row])
-            assert owned.isdisjoint(self.loop.engine.inputs.page_table[batch.slots[row], : ledger.pages_for(end)])
+            assert owned.isdisjoint(
+                self.loop.executor.engine.inputs.page_table[batch.slots[row], : ledger.pages_for(end)]
+            )
             self.late += req.uid in self.gone
 
-    def forgets(self, req):
-        if req.finish is None:
-            assert req.num_retractions
-        else:
-            assert req.uid not in self.gone
-            self.gone.add(req.uid)
+    def forgets(self, request):
+        """A request that has departed and not ended was retracted."""
+        scheduler = self.loop.scheduler
+        retracted = {req.uid for req in (*scheduler.waiting, *scheduler.running) if req.num_retractions}
+        if request.uid not in retracted:
+            assert request.uid not in self.gone
+            self.gone.add(request.uid)
 
     def kept(self):
         """Return how much the drafter keeps of requests."""
-        drafter = self.loop.drafter
+        drafter = self.loop.executor.drafter
         shared = getattr(getattr(drafter, "_shared", None), "_running", ())
         return len(shared) + sum(len(getattr(drafter, n, ())) for n in ("_places", "_seen_lens", "_cursors", "_states"))
 
@@ -288,11 +297,11 @@ def trees_for(jobs, said):
 def run_mess(llm, jobs, said, monkeypatch, seed, *, drafter=None, luck=(), error=NO_LUCK):
     monkeypatch.setattr(admission, "DECODE_HEADROOM", 0)
     rng, luck = random.Random(seed), dict(luck)
-    llm.loop.engine.pool.k.fill_(50.0)
+    llm.loop.executor.engine.pool.k.fill_(50.0)
     always = llm.loop.adaptive_drafting._always
-    with drafting(llm, drafter or llm.loop.drafter), monkeypatch.context() as patch:
+    with drafting(llm, drafter or llm.loop.executor.drafter), monkeypatch.context() as patch:
         if not luck:
-            compute_late(llm.loop.engine, patch)
+            compute_late(llm.loop.executor.engine, patch)
         watch = Watch(llm, patch, rng, luck, error)
         if not always:
             patch.setattr(llm.loop.adaptive_drafting, "should_draft", lambda rows: rng.random() < 0.6)
@@ -387,9 +396,9 @@ def test_all_that_is_cached_of_an_aborted_request_has_been_written(target, monke
     drafter.learn([SimpleNamespace(prompt_ids=prompt, token_ids=said)])
     lengths = set()
     with drafting(llm, drafter), monkeypatch.context() as patch:
-        compute_late(llm.loop.engine, patch)
+        compute_late(llm.loop.executor.engine, patch)
         for steps in range(1, 14):
-            llm.loop.engine.pool.v[:, 1:] = float("nan")
+            llm.loop.executor.engine.pool.v[:, 1:] = float("nan")
             traffic = Traffic(llm)
             traffic.add("short", prompt, params)
             for _ in range(steps):

@@ -18,6 +18,7 @@ from dovetail import SamplingParams
 from dovetail.engine import draft_graphs
 from dovetail.engine.draft_graphs import DraftGraphs, DraftLimits
 from dovetail.interfaces.attention import AttentionBackend
+from dovetail.testing.drafter import text_of
 
 DRAFTERS = {
     "draft_model": {"kind": "draft_model", "chunk_size": 32},
@@ -139,27 +140,27 @@ def engine(model, speculative, page_size=4, **sections):
 
 def replaying(llm):
     """The drafter's passes are replayed from now on."""
-    drafter = llm.loop.drafter
+    drafter = llm.loop.executor.drafter
     cache = getattr(drafter, "cache", None) or drafter._cache
     inputs, pool = cache._inputs, cache._pool
-    limits = DraftLimits(ROWS, TOKENS, llm.loop.engine.context_len, wide=True)
+    limits = DraftLimits(ROWS, TOKENS, llm.loop.executor.engine.context_len, wide=True)
     cache.graphs = Guarded(cache._steps, inputs, pool, PlainAttention(pool), limits)
     return cache.graphs
 
 
 def drafted(llm, prompts, params):
     """Texts, and what was drafted for each prefix of them."""
-    seen, propose = {}, llm.loop.drafter.propose
+    seen, propose = {}, llm.loop.executor.drafter.propose
 
     def recorded(batch):
         tree = propose(batch)
-        for row in range(batch.num_extend, len(batch.reqs)):
-            count, req = 0 if tree is None else int(tree.lens[row]), batch.reqs[row]
+        for row in range(batch.num_extend, len(batch.slots)):
+            count = 0 if tree is None else int(tree.lens[row])
             nodes = [] if tree is None else [tree.token_ids[row, :count].tolist(), tree.parents[row, :count].tolist()]
-            seen[tuple(req.token_ids[: req.known_len].tolist())] = int(batch.draft_limits[row]), nodes
+            seen[tuple(text_of(batch, row))] = int(batch.draft_limits[row]), nodes
         return tree
 
-    llm.loop.drafter.propose = recorded
+    llm.loop.executor.drafter.propose = recorded
     texts = [output.token_ids for output in llm.generate(prompts, params)]
     assert llm.loop.drafter_errors == 0
     llm.loop.scheduler.check_integrity()

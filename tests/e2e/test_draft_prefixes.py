@@ -11,6 +11,7 @@ import pytest
 from engine_runs import VOCAB, check_idle, make_llm, paged
 
 from dovetail import SamplingParams
+from dovetail.testing.drafter import text_of
 
 STEM = 32
 DRAFTERS = {
@@ -50,18 +51,18 @@ def prompts():
 
 def drafted(llm):
     """Return all drafts, by the text behind which they were made."""
-    found, propose = {}, llm.loop.drafter.propose
+    found, propose = {}, llm.loop.executor.drafter.propose
 
     def noted(batch):
         tree = propose(batch)
         if tree is None:
             return None
-        for req, ids, parents, count in zip(batch.reqs, tree.token_ids, tree.parents, tree.lens, strict=True):
+        for row, (ids, parents, count) in enumerate(zip(tree.token_ids, tree.parents, tree.lens, strict=True)):
             nodes = list(zip(ids[:count].tolist(), parents[:count].tolist(), strict=True))
-            found[tuple(req.token_ids[: req.known_len].tolist())] = nodes
+            found[tuple(text_of(batch, row))] = nodes
         return tree
 
-    llm.loop.drafter.propose = noted
+    llm.loop.executor.drafter.propose = noted
     for prompt in prompts():
         llm.generate([prompt], SamplingParams(max_new_tokens=9, temperature=0, ignore_eos=True))
     assert llm.loop.drafter_errors == 0

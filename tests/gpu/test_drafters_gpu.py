@@ -14,6 +14,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "e2e"))
 import drafter_checkpoints as checkpoints
 
 from dovetail import LLM, SamplingParams
+from dovetail.testing.drafter import text_of
 
 pytestmark = [
     pytest.mark.gpu,
@@ -61,16 +62,15 @@ def make(device, speculative, dtype="float32", **sections):
 def drafts_of(llm):
     """Return texts, and the trees drafted for them."""
     seen = {}
-    drafter = llm.loop.drafter
+    drafter = llm.loop.executor.drafter
     propose = drafter.propose
 
     def recorded(batch):
         tree = propose(batch)
-        for row in range(batch.num_extend, len(batch.reqs)):
+        for row in range(batch.num_extend, len(batch.slots)):
             count = 0 if tree is None else int(tree.lens[row])
             nodes = [] if tree is None else [tree.token_ids[row, :count].tolist(), tree.parents[row, :count].tolist()]
-            req = batch.reqs[row]
-            seen[tuple(req.token_ids[: req.known_len].tolist())] = nodes
+            seen[tuple(text_of(batch, row))] = nodes
         return tree
 
     drafter.propose = recorded

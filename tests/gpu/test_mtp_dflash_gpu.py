@@ -16,6 +16,7 @@ import mtp_dflash_checkpoints as checkpoints
 
 from dovetail import LLM, SamplingParams
 from dovetail.config.checkpoint import EMBEDDED
+from dovetail.testing.drafter import text_of
 
 pytestmark = [
     pytest.mark.gpu,
@@ -59,16 +60,16 @@ def make(device, drafter, dtype="float32", **sections):
 
 def spied(llm):
     """Return the drafts of the drafter, by text."""
-    drafts, propose = {}, llm.loop.drafter.propose
+    drafts, propose = {}, llm.loop.executor.drafter.propose
 
     def wrapped(batch):
         tree = propose(batch)
-        for row, req in enumerate(batch.reqs):
+        for row in range(len(batch.slots)):
             if tree is not None and tree.lens[row]:
-                drafts[tuple(req.token_ids[: req.known_len].tolist())] = tree.token_ids[row, : tree.lens[row]].tolist()
+                drafts[tuple(text_of(batch, row))] = tree.token_ids[row, : tree.lens[row]].tolist()
         return tree
 
-    llm.loop.drafter.propose = wrapped
+    llm.loop.executor.drafter.propose = wrapped
     return drafts
 
 

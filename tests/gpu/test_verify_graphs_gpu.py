@@ -45,18 +45,18 @@ class Guesser(Drafter):
         return WIDTH
 
     def propose(self, batch):
-        rows = len(batch.reqs)
+        rows = len(batch.slots)
         ids = self.rng.integers(0, self.vocab, (rows, WIDTH)).astype(np.int32)
         parents = np.tile(np.arange(-1, WIDTH - 1, dtype=np.int32), (rows, 1))
         lens = np.zeros(rows, np.int32)
         for row in range(batch.num_extend, rows):
             lens[row] = self.rng.integers(0, min(WIDTH, batch.draft_limits[row]) + 1)
-            self.fill(batch.reqs[row], ids[row], parents[row], int(lens[row]))
+            self.fill(batch.reqs[row], batch.prefix_lens[row] + 1, ids[row], parents[row], int(lens[row]))
         return DraftTree(ids, parents, lens)
 
-    def fill(self, req, ids, parents, count):
+    def fill(self, req, known_len, ids, parents, count):
         future = self.futures.get(tuple(req.token_ids[: req.prompt_len].tolist()), [])
-        future, depth = future[req.known_len - req.prompt_len :], [0]
+        future, depth = future[known_len - req.prompt_len :], [0]
         for node in range(count):
             if not self.chain and self.rng.random() < 0.5:
                 parents[node] = self.rng.integers(-1, node)
@@ -92,16 +92,20 @@ def make(graphs, **more):
 
 def draft_with(llm, drafter):
     """Run the engine with this drafter in place of none."""
-    llm.loop.drafter = drafter
+    llm.loop.executor.drafter = drafter
     llm.loop.scheduler.limits = replace(llm.loop.scheduler.limits, draft_width=WIDTH)
-    llm.loop.engine.expect_drafts(WIDTH, trees=not drafter.chain)
+    llm.loop.executor.engine.expect_drafts(WIDTH, trees=not drafter.chain)
 
 
 @pytest.fixture(scope="module")
 def expected():
     llm = LLM("tiny", device="cpu", model={"dtype": "float32"}, grammar="none")
     outputs = run(llm, GREEDY)
-    return outputs, dict(zip(map(tuple, prompts_of(llm, 1)), outputs, strict=True)), llm.loop.engine.info.vocab_size
+    return (
+        outputs,
+        dict(zip(map(tuple, prompts_of(llm, 1)), outputs, strict=True)),
+        llm.loop.executor.engine.info.vocab_size,
+    )
 
 
 @pytest.fixture
@@ -125,7 +129,7 @@ def test_ngram_drafts_change_no_token(expected, graphs, launches):
     assert run(llm, GREEDY) == expected[0]
     for _ in range(3):
         assert run(llm, GREEDY, repeats=6) == expected[0] * 6
-    verify = llm.loop.engine.verify_graphs
+    verify = llm.loop.executor.engine.verify_graphs
     assert (verify is not None) == (graphs != "none") == bool(launches)
     if verify is not None:
         assert verify.num_captured > 0
@@ -147,8 +151,8 @@ def test_tokens_are_the_same_with_every_drafter(expected, graphs, chain, right, 
     if graphs == "none":
         assert not launches
         return
-    assert llm.loop.engine.verify_graphs.num_captured > 0
-    assert not llm.loop.engine.verify_graphs.refused
+    assert llm.loop.executor.engine.verify_graphs.num_captured > 0
+    assert not llm.loop.executor.engine.verify_graphs.refused
     assert any(key.tree for key in launches) == (not chain)
     if graphs == "start":
         assert len({key.tokens for key in launches}) > 3, "rows of many lengths ran in few graphs"
@@ -183,7 +187,7 @@ def test_a_graph_writes_to_no_page_but_its_rows_own(expected):
     outputs, futures, vocab = expected
     llm = make("start", grammar="none", cache="none")
     draft_with(llm, Guesser(0.5, chain=False, futures=futures, vocab=vocab))
-    pool = llm.loop.engine.pool
+    pool = llm.loop.executor.engine.pool
     for memory in (pool.k, pool.v):
         memory[:, 1:] = torch.nan
     assert run(llm, GREEDY) == outputs

@@ -16,7 +16,7 @@ from dovetail.interfaces.features import Feature
 from dovetail.interfaces.speculative import Drafter, DrafterContext
 from dovetail.llm import LLM
 from dovetail.testing.drafter import DrafterSuite
-from dovetail.types import Batch, DraftTree, Req
+from dovetail.types import Batch, DepartedRequest, DraftTree
 from dovetail_speculative.config import NgramConfig
 from dovetail_speculative.ngram import NgramDrafter
 
@@ -36,7 +36,7 @@ class ForPromptRows(NgramDrafter):
 
 class NeverNone(NgramDrafter):
     def propose(self, batch: Batch) -> DraftTree | None:
-        tree, rows = super().propose(batch), len(batch.reqs)
+        tree, rows = super().propose(batch), len(batch.slots)
         none = np.zeros((rows, 1), dtype=np.int32)
         return tree or DraftTree(none, none - 1, np.zeros(rows, dtype=np.int32))
 
@@ -83,7 +83,7 @@ class StatesLogarithms(StatesProbabilities):
 
 
 class ForgetsNothing(NgramDrafter):
-    def forget(self, req: Req) -> None:
+    def forget(self, request: DepartedRequest) -> None:
         return
 
 
@@ -107,18 +107,20 @@ class WritesItsDrafts(NgramDrafter):
     def propose(self, batch: Batch) -> DraftTree | None:
         tree = super().propose(batch)
         if tree is not None:
-            for row, req in enumerate(batch.reqs):
-                req.token_ids[req.known_len : req.known_len + tree.lens[row]] = tree.token_ids[row, : tree.lens[row]]
+            for req, start, draft, count in zip(
+                batch.reqs, batch.prefix_lens + 1, tree.token_ids, tree.lens, strict=True
+            ):
+                req.token_ids[start : start + count] = draft[:count]
         return tree
 
 
-class WritesTheLastToken(NgramDrafter):
-    """Change the last token that the model has generated."""
+class MovesTokens(NgramDrafter):
+    """Let the tokens of decode rows enter the step one position too early."""
 
     def propose(self, batch: Batch) -> DraftTree | None:
-        for req in batch.reqs[batch.num_extend :]:
-            req.token_ids[req.known_len - 1] = 65
-        return super().propose(batch)
+        tree = super().propose(batch)
+        batch.prefix_lens[batch.num_extend :] -= 1
+        return tree
 
 
 class Rolls(NgramDrafter):
@@ -139,16 +141,8 @@ class HasNoWidth(NgramDrafter):
 
 class LearnsFromEveryTenant(NgramDrafter):
     def propose(self, batch: Batch) -> DraftTree | None:
-        before = [req.namespace for req in batch.reqs]
-        for req in batch.reqs:
-            req.namespace = ""
-        tree = super().propose(batch)
-        for req, namespace in zip(batch.reqs, before, strict=True):
-            req.namespace = namespace
-        return tree
-
-    def forget(self, req: Req) -> None:
-        super().forget(dataclasses.replace(req, namespace=""))
+        reqs = [dataclasses.replace(req, namespace="") for req in batch.reqs]
+        return super().propose(dataclasses.replace(batch, reqs=reqs))
 
 
 class MustKnowWhatItForgets(NgramDrafter):
@@ -156,8 +150,8 @@ class MustKnowWhatItForgets(NgramDrafter):
         super().__init__(config, context)
         self._known: set[int] = set()
 
-    def forget(self, req: Req) -> None:
-        self._known.remove(req.uid)
+    def forget(self, request: DepartedRequest) -> None:
+        self._known.remove(request.uid)
 
 
 def suite(drafter_class: type[NgramDrafter], *more: Feature, **settings: int) -> Suite:
@@ -183,13 +177,13 @@ class Engines(DrafterSuite):
     @contextmanager
     def engine(self, page_size: int = 16, chunk_size: int = 2048) -> Iterator[LLM]:
         with super().engine(page_size, chunk_size) as llm:
-            assert isinstance(llm.loop.drafter, NgramDrafter)
-            llm.loop.drafter.__class__ = self.drafter_class
+            assert isinstance(llm.loop.executor.drafter, NgramDrafter)
+            llm.loop.executor.drafter.__class__ = self.drafter_class
             yield llm
 
 
-class WritesInEngines(Engines):
-    drafter_class = WritesTheLastToken
+class MovesInEngines(Engines):
+    drafter_class = MovesTokens
 
 
 STATING = suite(StatesProbabilities, Feature.DRAFT_PROBS, shared=0)
@@ -231,6 +225,7 @@ MUTANTS = [
     _of("drafts for extend rows alone", ForPromptRows, "test_extend_rows_alone_get_no_drafts", runs=[()]),
     _of("has max_draft_tokens 0", HasNoWidth, "test_max_draft_tokens_is_positive", runs=[()]),
     _of("writes its drafts into the request", WritesItsDrafts, "test_proposing_changes_no_request"),
+    _of("moves the tokens of the batch", MovesTokens, "test_proposing_changes_no_request"),
     _of("drafts at random", Rolls, "test_the_same_texts_get_the_same_drafts"),
     _of("mixes rows up", MixesRowsUp, "test_rows_are_independent"),
     _of("is biased by another row", BiasedByAnotherRow, "test_rows_are_independent"),
@@ -241,7 +236,7 @@ MUTANTS = [
     Mutant(
         "changes the output of the model",
         "test_outputs_are_those_of_decoding_without_drafts",
-        WritesInEngines,
+        MovesInEngines,
         Engines,
         [(16, 50)],
     ),

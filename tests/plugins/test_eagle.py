@@ -25,6 +25,7 @@ from plain_drafters import attend, norm, rotate
 
 from dovetail import LLM, SamplingParams
 from dovetail.errors import ConfigError, ResolutionError, WeightsError
+from dovetail.testing.drafter import text_of
 from dovetail_speculative.config import TreeShape
 from dovetail_speculative.eagle import fitted
 from dovetail_speculative.eagle_checkpoint import Eagle3ConfigJson, aux_layers
@@ -175,21 +176,20 @@ class Proposals:
 
     def __init__(self, llm: LLM) -> None:
         self.seen: list[tuple[list[int], int, list[tuple[int, ...]]]] = []
-        drafter = llm.loop.drafter
+        drafter = llm.loop.executor.drafter
         assert drafter is not None
         propose = drafter.propose
 
         def recorded(batch):
             tree = propose(batch)
-            for row in range(batch.num_extend, len(batch.reqs)):
-                req = batch.reqs[row]
+            for row in range(batch.num_extend, len(batch.slots)):
                 limit = int(batch.draft_limits[row])
                 paths: list[tuple[int, ...]] = []
                 for node in range(int(tree.lens[row]) if tree is not None else 0):
                     parent = int(tree.parents[row, node])
                     paths.append((*(paths[parent] if parent >= 0 else ()), int(tree.token_ids[row, node])))
                 assert bool(paths) == (limit > 0), "every row with a positive limit is drafted for"
-                self.seen.append((req.token_ids[: req.known_len].tolist(), limit, paths))
+                self.seen.append((text_of(batch, row), limit, paths))
             return tree
 
         drafter.propose = recorded
@@ -240,7 +240,7 @@ def test_chains_are_those_of_a_plain_head(target, heads, name, cut):
 def test_trees_are_those_of_a_plain_head(target, heads, kind, cut):
     name = kind.removesuffix("_tree")
     llm = make_llm(target, {"kind": kind, "topk": 3, "depth": 4, "num_draft_tokens": 8}, **CUTS[cut])
-    assert llm.loop.drafter.max_draft_tokens == 8
+    assert llm.loop.executor.drafter.max_draft_tokens == 8
     proposals = record(llm, prompts_of(1, 30, 9))
     head = heads[name]
     for text, limit, paths in proposals.seen:

@@ -105,9 +105,9 @@ def test_a_growing_request_gets_the_drafts_of_a_new_one():
     text = np.random.default_rng(0).integers(0, 3, 200).tolist()
     drafter = NgramDrafter(NgramConfig(min_ngram=2, num_draft_tokens=4), CONTEXT)
     req = make_running(0, text[:20])
-    req.token_ids[:200] = text
+    req.admitted.token_ids[:200] = text
     for known in range(20, 201):
-        req.known_len = req.device_len = known
+        req.known_len = known
         assert [token for token, _ in draft_of(drafter.propose(make_decode_batch([req], [9])), 0)] == _draft(
             text[:known]
         )
@@ -117,7 +117,7 @@ def test_forget_drops_the_index():
     drafter = NgramDrafter(NgramConfig(), CONTEXT)
     req = make_running(3, [1, 2, 1, 2])
     drafter.propose(make_decode_batch([req], [9]))
-    drafter.forget(req)
+    drafter.forget(req.departed)
     assert drafter._states == {}
 
 

@@ -7,6 +7,7 @@ Run: python -m pytest -q tests/plugins/test_ngram_shared.py
 from __future__ import annotations
 
 import time
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,8 +15,8 @@ import torch
 
 from dovetail.interfaces.speculative import DrafterContext
 from dovetail.sampling_params import SamplingParams
-from dovetail.testing.drafter import draft_of, make_decode_batch, make_running
-from dovetail.types import ForwardOutput, Req
+from dovetail.testing.drafter import RunningRequest, draft_of, make_committed, make_decode_batch, make_running
+from dovetail.types import ForwardOutput
 from dovetail_speculative.config import NgramConfig
 from dovetail_speculative.ngram import NgramDrafter
 
@@ -29,22 +30,23 @@ def make(**fields: object) -> NgramDrafter:
     return NgramDrafter(NgramConfig.model_validate(defaults | fields), CONTEXT)
 
 
-def request(uid: int, text: list[int], prompt_len: int = 0, namespace: str = "", **fields: object) -> Req:
-    req = make_running(uid, text, prompt_len=prompt_len)
-    req.namespace = namespace
-    for name, value in fields.items():
-        setattr(req, name, value)
-    return req
+def request(uid: int, text: list[int], prompt_len: int = 0, **fields: Any) -> RunningRequest:
+    return make_running(uid, text, prompt_len=prompt_len, **fields)
 
 
-def say(drafter: NgramDrafter, *reqs: Req) -> None:
+def observe(drafter: NgramDrafter, *reqs: RunningRequest) -> None:
+    """Let the drafter see a step that has been committed."""
+    drafter.observe(make_decode_batch(reqs, [9] * len(reqs)), NOTHING, make_committed(reqs))
+
+
+def say(drafter: NgramDrafter, *reqs: RunningRequest) -> None:
     """Run the requests to their ends."""
-    drafter.observe(make_decode_batch(reqs, [9] * len(reqs)), NOTHING)
+    observe(drafter, *reqs)
     for req in reqs:
-        drafter.forget(req)
+        drafter.forget(req.departed)
 
 
-def ask(drafter: NgramDrafter, req: Req, limit: int = 9) -> list[int]:
+def ask(drafter: NgramDrafter, req: RunningRequest, limit: int = 9) -> list[int]:
     return [token for token, _ in draft_of(drafter.propose(make_decode_batch([req], [limit])), 0)]
 
 
@@ -79,10 +81,10 @@ def test_a_running_request_is_learnt_too_with_what_follows():
     drafter = make(num_draft_tokens=6)
     teller = request(0, STORY * 3, namespace="")
     for known in range(1, 91):
-        teller.known_len = teller.device_len = known
-        drafter.observe(make_decode_batch([teller], [9]), NOTHING)
+        teller.known_len = known
+        observe(drafter, teller)
         draft = ask(drafter, request(1, [1, 2, 15, 16]))
-        drafter.forget(request(1, [1, 2, 15, 16]))
+        drafter.forget(request(1, [1, 2, 15, 16]).departed)
         assert draft in ([], list(range(17, 23))), "all that may be drafted, or nothing"
         assert draft or known < 50
     assert ask(drafter, request(2, [1, 2, 15, 16])) == list(range(17, 23))
@@ -102,9 +104,9 @@ def test_namespaces_are_separate(monkeypatch: pytest.MonkeyPatch):
             others = [name for name in ("", "a", "b", "c") if name > namespace]
             for other in others:
                 assert ask(drafter, request(9, [1, 20, 21, 22], namespace=other)) == []
-                drafter.forget(request(9, [1], namespace=other))
+                drafter.forget(request(9, [1]).departed)
             assert ask(drafter, request(9, [1, 20, 21, 22], namespace=namespace)) == [23 + i]
-            drafter.forget(request(9, [1], namespace=namespace))
+            drafter.forget(request(9, [1]).departed)
 
 
 def test_an_ngram_that_looks_like_a_shorter_one_and_a_name_is_none():
@@ -114,16 +116,14 @@ def test_an_ngram_that_looks_like_a_shorter_one_and_a_name_is_none():
     assert ask(drafter, request(1, [1, 6, 7], namespace=name)) == []
 
 
-def follow(drafter: NgramDrafter, req: Req, text: list[int]) -> list[list[int]]:
+def follow(drafter: NgramDrafter, req: RunningRequest, text: list[int]) -> list[list[int]]:
     """Return the drafts while ``req`` continues as ``text``, one token at a time."""
     drafts = []
     for token in text:
         batch = make_decode_batch([req], [9])
         drafts.append([token for token, _ in draft_of(drafter.propose(batch), 0)])
-        req.token_ids[req.known_len] = token
-        req.known_len += 1
-        req.cached_len, req.device_len = req.known_len - 1, req.known_len
-        drafter.observe(batch, NOTHING)
+        req.append([token])
+        drafter.observe(batch, NOTHING, make_committed([req]))
     return drafts
 
 
@@ -171,7 +171,7 @@ def test_memory_is_bounded_and_as_long_as_promised(shared: int):
         for start in range(min(len(text), shared // 2) - 4):
             end = text[len(text) - start - 4 :][:3]
             found = ask(drafter, request(1000, [63, *end]), limit=1)
-            drafter.forget(request(1000, [63]))
+            drafter.forget(request(1000, [63]).departed)
             assert found, "all texts in half of the memory are known"
 
 
@@ -182,11 +182,10 @@ def test_a_retracted_request_is_not_learnt_twice():
     memory = drafter._shared
     assert memory is not None
     before = memory._left
-    again = request(0, [*STORY, 50, 51, 52], num_retractions=1)
-    again.known_len = again.device_len = 30
-    drafter.observe(make_decode_batch([again], [9]), NOTHING)
-    again.known_len = again.device_len = 33
-    drafter.forget(again)
+    again = request(0, STORY, retracted=True)
+    again.append([50, 51, 52])
+    observe(drafter, again)
+    drafter.forget(again.departed)
     assert before - memory._left == 3
     assert ask(drafter, request(1, [1, 38, 39])) == [50, 51, 52]
 
@@ -213,10 +212,37 @@ def test_the_cost_is_small():
     seconds = []
     for known in range(20, 200, 2):
         for req in reqs:
-            req.known_len, req.cached_len, req.device_len = known, known - 1, known
-        batch = make_decode_batch(reqs, [4] * 64)
+            req.known_len = known
+        batch, committed = make_decode_batch(reqs, [4] * 64), make_committed(reqs)
         start = time.perf_counter()
         drafter.propose(batch)
-        drafter.observe(batch, NOTHING)
+        drafter.observe(batch, NOTHING, committed)
         seconds.append(time.perf_counter() - start)
     assert np.median(seconds) / 64 < 100e-6
+
+
+@pytest.mark.parametrize("forgotten_first", [False, True])
+def test_nothing_is_kept_of_a_request_that_has_ended(forgotten_first: bool):
+    """The step in which it ended may be observed before or after it is forgotten."""
+    drafter, req = make(), request(0, STORY)
+    observe(drafter, req)
+    ask(drafter, req)
+    req.append([40, 41])
+    req.ended = True
+    for _ in range(2):
+        if forgotten_first:
+            drafter.forget(req.departed)
+        else:
+            observe(drafter, req)
+        forgotten_first = not forgotten_first
+    memory = drafter._shared
+    assert memory is not None
+    assert not drafter._states
+    assert not memory._running
+    assert ask(drafter, request(1, [1, 2, 38, 39])) == [40, 41], "its last tokens are remembered"
+
+
+def test_a_request_that_was_never_seen_is_forgotten_without_a_trace():
+    drafter = make()
+    drafter.forget(request(0, STORY).departed)
+    assert ask(drafter, request(1, [1, 2, 15, 16])) == []

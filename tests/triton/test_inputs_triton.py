@@ -89,7 +89,7 @@ def updates_of(table, entries):
 
 
 def test_of_two_entries_for_one_place_the_last_counts():
-    table = RequestTable(3, 8)
+    table = RequestTable(np.zeros((1, 4, 8), np.int32))
     inputs = Inputs(table.pages[0], 4, torch.device("cpu"))
     updates = updates_of(table, [(1, 5, 7), (2, 0, 8), (1, 5, 9)])
     places, pages = inputs.entries_of(updates)
@@ -97,7 +97,7 @@ def test_of_two_entries_for_one_place_the_last_counts():
 
 
 def test_updates_are_located_again_where_that_was_interrupted():
-    table = RequestTable(3, 8)
+    table = RequestTable(np.zeros((1, 4, 8), np.int32))
     inputs = Inputs(table.pages[0], 4, torch.device("cpu"))
     updates = updates_of(table, [(1, 5, 7), (2, 0, 8)])
     flat, inputs._flat_table = inputs._flat_table, Interrupted()
@@ -110,7 +110,7 @@ def test_updates_are_located_again_where_that_was_interrupted():
 
 
 def test_updates_that_were_located_ahead_are_those_of_the_table_at_the_step():
-    table = RequestTable(3, 8)
+    table = RequestTable(np.zeros((1, 4, 8), np.int32))
     inputs = Inputs(table.pages[0], 4, torch.device("cpu"))
     table.write(1, 5, np.array([[7]], np.int32))
     inputs.locate_updates(table.next_updates())

@@ -23,7 +23,7 @@ from dovetail.engine.verify_graphs import VerifyGraphs, VerifySizes
 from dovetail.interfaces.attention import AttentionContext
 from dovetail.sampling_params import SamplingParams
 from dovetail.testing.batches import make_page_table
-from dovetail.types import Batch, DraftTree, PageUpdates, Req
+from dovetail.types import AdmittedRequest, Batch, DraftTree, PageUpdates
 from dovetail_attention.triton.backend import TritonAttention
 
 PAGE, ROWS, WIDTH, TOKENS = 4, 8, 4, 16
@@ -71,7 +71,7 @@ def fix_hidden(static, graph):
 @pytest.fixture(scope="module")
 def engine():
     memory = {"num_pages": 96, "page_size": PAGE}
-    return LLM("tiny", device="cpu", model={"dtype": "float32"}, grammar="none", memory=memory).loop.engine
+    return LLM("tiny", device="cpu", model={"dtype": "float32"}, grammar="none", memory=memory).loop.executor.engine
 
 
 def attention(engine):
@@ -135,7 +135,8 @@ def make_batch(engine, prefix, counts, trees=None, num_extend=0, seed=0):
     inputs.last_token[:] = torch.from_numpy(rng.integers(0, vocab, len(inputs.last_token)))
     engine.pool.k.normal_(), engine.pool.v.normal_()
     texts = [rng.integers(0, vocab, p + c + 1).astype(np.int32) for p, c in zip(prefix, counts, strict=True)]
-    reqs = [Req(f"r{i}", text, len(text), SamplingParams(temperature=0), uid=i) for i, text in enumerate(texts)]
+    params = SamplingParams(temperature=0)
+    reqs = [AdmittedRequest(int(slots[i]), i, params, 0, len(text), text, len(text)) for i, text in enumerate(texts)]
     batch = Batch(reqs, num_extend, slots, prefix, counts, np.ones(rows, np.bool_), updates)
     if trees is not None:
         ids, parents = np.zeros((2, rows, max(map(len, trees))), np.int32)
@@ -192,7 +193,7 @@ def check(engine, batch, launched, tree):
     (attends,) = batch.attn
     assert hasattr(attends, "forward")
     assert batch.hidden.shape == (len(ids), len(WATCHED) * engine.info.hidden_size)
-    tokens = launched.runner.sample(batch, launched)
+    tokens = launched.runner.sample(batch, launched, None)
     assert len(tokens.token_ids) == len(batch.slots)
     assert engine.inputs.last_token[torch.from_numpy(batch.slots).long()].tolist() == tokens.token_ids[:, -1].tolist()
     return launched.logits

@@ -20,7 +20,7 @@ from dovetail.interfaces.attention import AttentionContext
 from dovetail.interfaces.speculative import Drafter
 from dovetail.sampling_params import SamplingParams
 from dovetail.testing.batches import make_page_table
-from dovetail.types import Batch, DraftTree, Req
+from dovetail.types import AdmittedRequest, Batch, DraftTree
 from dovetail_attention.triton.backend import TritonAttention
 
 WIDTH, TOKENS = 5, 16
@@ -40,7 +40,7 @@ TREES = [
 def engine():
     memory = {"num_pages": 64, "page_size": 4}
     llm = LLM("tiny", device="cpu", model={"dtype": "float32"}, grammar="none", attention="torch_native", memory=memory)
-    return llm.loop.engine
+    return llm.loop.executor.engine
 
 
 def triton_attention(engine):
@@ -84,7 +84,7 @@ def verify_batch(engine, prefix, trees, seed):
         table = torch.from_numpy(pages[row]).long()
         for memory in (pool.k, pool.v):
             memory[:, table[at // 4], at % 4] = torch.randn(memory.shape[0], len(at), *memory.shape[3:])
-    reqs = [Req(f"r{row}", np.zeros(1, np.int32), 1, SamplingParams()) for row in range(rows)]
+    reqs = [AdmittedRequest(row + 1, row, SamplingParams(), 0, 1, np.zeros(1, np.int32), 1) for row in range(rows)]
     ones = np.ones(rows, np.bool_)
     return Batch(reqs, 0, slots, prefix_lens, extend_lens, ones, NO_UPDATES, drafts=DraftTree(ids, parents, lens))
 
@@ -186,9 +186,9 @@ def test_an_engine_that_replays_steps_says_what_it_says_without_drafts(monkeypat
     params = SamplingParams(temperature=temperature, top_k=20, seed=3, max_new_tokens=8, ignore_eos=True)
     expected = [o.token_ids for o in llm.generate(prompts, params)]
 
-    loop, engine = llm.loop, llm.loop.engine
+    loop, engine = llm.loop, llm.loop.executor.engine
     futures = dict(zip(map(tuple, prompts), expected, strict=True))
-    loop.drafter = Guesser(chain, futures)
+    loop.executor.drafter = Guesser(chain, futures)
     loop.scheduler.limits = replace(loop.scheduler.limits, draft_width=WIDTH - 1)
     engine.eager_runner.decode = triton_attention(engine)
     sizes = VerifySizes(TOKENS, WIDTH, trees=not chain, context_len=engine.context_len)
@@ -214,11 +214,12 @@ class Guesser(Drafter):
         self.chain, self.futures = chain, futures
 
     def propose(self, batch):
-        rows = len(batch.reqs)
+        rows = len(batch.slots)
         ids, lens = np.zeros((rows, 4), np.int32), np.zeros(rows, np.int32)
         for row in range(batch.num_extend, rows):
             req = batch.reqs[row]
-            future = self.futures[tuple(req.token_ids[: req.prompt_len].tolist())][req.known_len - req.prompt_len :]
+            done = batch.prefix_lens[row] + 1 - req.prompt_len
+            future = self.futures[tuple(req.token_ids[: req.prompt_len].tolist())][done:]
             right = future[: min(3, batch.draft_limits[row] - 1)]
             drafts = [*right, 0] if self.chain else [0, *right]
             lens[row] = len(drafts) if right else 0

@@ -8,20 +8,22 @@ by token, and may append the tokens of ``forced_tokens``.
 from __future__ import annotations
 
 import logging
+import time
 from typing import TYPE_CHECKING
 
 from dovetail.constraints.gated import FreeTokens, gated
 from dovetail.constraints.jump_forward import JumpForward
 from dovetail.constraints.mask_budget import MeteredMatcher
+from dovetail.constraints.masks import fill_masks
 from dovetail.errors import EngineError, QueueFullError, RequestError
 from dovetail.messages import RequestFailed
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Iterable, Sequence
 
     from dovetail.constraints.service import GrammarService, GrammarTotals
     from dovetail.tokenizer import Tokenizer
-    from dovetail.types import Req
+    from dovetail.types import IntArray, Masks, Req, StepPlan
 
 log = logging.getLogger(__name__)
 
@@ -47,6 +49,8 @@ class RequestConstraints:
         self._free = FreeTokens(vocab_size, eos_token_ids)
         self._jump_forward = JumpForward(jump_tokenizer) if jump_tokenizer is not None else None
         self._compiling: list[Req] = []
+        self._mask_width = -(-vocab_size // 32)
+        self.mask_seconds = 0.0  # seconds that the host has spent on bitmasks
 
     def begin(self, req: Req) -> None:
         """Start to compile the constraint of ``req``, if it has one. Raises ``GrammarError`` for a constraint that is
@@ -89,6 +93,13 @@ class RequestConstraints:
         req.grammar_backend = ticket.backend
         req.masks = self.service.backend(ticket.backend)
         return None
+
+    def masks(self, plan: StepPlan, reqs: Sequence[Req], buffer: Callable[[int, int], IntArray]) -> Masks | None:
+        """Return the bitmasks of a step. See ``fill_masks``. The time that this takes is added to ``mask_seconds``."""
+        start = time.perf_counter()
+        masks = fill_masks(plan, reqs, self._mask_width, buffer)
+        self.mask_seconds += time.perf_counter() - start
+        return masks
 
     @property
     def jumps(self) -> bool:

@@ -14,9 +14,9 @@ from dovetail.engine.inputs import pack, unpack
 from dovetail.types import Batch, DraftTree
 
 if TYPE_CHECKING:
-    from dovetail.engine.inputs import Array, Inputs, Int64Array
+    from dovetail.engine.inputs import Array, Inputs
     from dovetail.interfaces.speculative import DraftPass
-    from dovetail.types import IntArray
+    from dovetail.types import Int64Array, IntArray
 
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 

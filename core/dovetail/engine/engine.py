@@ -7,41 +7,41 @@ import logging
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 
 from dovetail.engine.build import as_module
 from dovetail.engine.captures import capture_all
-from dovetail.engine.device import lost_device
 from dovetail.engine.draft_runtime import EngineDraftRuntime
 from dovetail.engine.graphs import DecodeGraphs
 from dovetail.engine.inputs import Inputs
 from dovetail.engine.memory import agreed_budget, budget_for
 from dovetail.engine.mesh import local_info, rank_device
 from dovetail.engine.needs import GraphNeeds, captures_trees, measure_needs, verify_sizes
-from dovetail.engine.outputs import fetched, host_output
+from dovetail.engine.outputs import fetched, step_result
 from dovetail.engine.penalties import TokenCounts
 from dovetail.engine.pieces import PiecewiseGraphs, launch_bound
 from dovetail.engine.runners import DecodeGraphRunner, EagerRunner, EagerSampler, Launched, Runner, VerifyGraphRunner
 from dovetail.engine.sampler import Sampler
 from dovetail.engine.verify import compact
 from dovetail.engine.verify_graphs import VerifyGraphs
-from dovetail.engine.warmup import WarmUp, WarmUpProgress
+from dovetail.engine.warmup import WarmUp
 from dovetail.engine.weights import build_model, load_weights
 from dovetail.errors import ConfigError
 from dovetail.interfaces.attention import AttentionBackend, AttentionContext
+from dovetail.interfaces.executor import WarmUpProgress
 from dovetail.interfaces.features import Feature
 from dovetail.interfaces.mesh import SINGLE, Mesh
 from dovetail.interfaces.speculative import Drafter, DrafterContext
 from dovetail.layers.linear import make_batch_invariant
 from dovetail.memory.pool import PagedKVPool, pool_dtype
-from dovetail.memory.table import RequestTable
 from dovetail.ops.linear import describe
 
 if TYPE_CHECKING:
     from dovetail.config.sections import Config
     from dovetail.engine.captures import Captures
     from dovetail.registry.resolver import Chosen, Resolved
-    from dovetail.types import Batch, ForwardOutput, HostOutput, PageUpdates
+    from dovetail.types import Batch, ForwardOutput, IntArray, Masks, PageUpdates, StepResult
 
 log = logging.getLogger(__name__)
 
@@ -49,11 +49,9 @@ log = logging.getLogger(__name__)
 class Engine:
     """Build model, pool and attention backends from a resolved config, and run batches on them. Not thread-safe.
 
-    ``request_table`` holds the host's page table: the scheduler writes it and the engine reads it. Each batch runs in
+    ``page_table`` (int32 ``[slots, max_pages]``) is the host's page table, which the engine only reads. Each batch runs in
     the first of ``runners`` that can run it; the last one can run every batch.
     """
-
-    lost_device = staticmethod(lost_device)
 
     def __init__(self, resolved: Resolved, eos_token_ids: frozenset[int], mesh: Mesh = SINGLE) -> None:
         """Build the engine of one rank of ``mesh``. All ranks must be built, and called, alike."""
@@ -68,6 +66,7 @@ class Engine:
                 f"{info.architecture} declares {len(info.cache_groups)} cache groups; this engine runs models with one"
             )
         self.info, self.device = info, rank_device(resolved.machine.device, mesh.tp.rank)
+        self.directory = resolved.model_dir
         self.mesh, self._local = mesh, local_info(info, mesh)
         self.context_len = min(info.context_len, config.model.context_len or info.context_len)
         self.page_size = config.memory.page_size
@@ -125,8 +124,8 @@ class Engine:
         self.pool = PagedKVPool(group, self.num_pages, self.page_size, dtype, self.device)
         self.context_len = min(self.context_len, (self.num_pages - 1) * self.page_size)
         max_pages = -(-self.context_len // self.page_size) + 1
-        self.request_table = RequestTable(config.scheduler.rows, max_pages)
-        self.inputs = Inputs(self.request_table.pages[0], self.page_size, self.device)
+        self.page_table = np.zeros((config.scheduler.rows + 1, max_pages), np.int32)
+        self.inputs = Inputs(self.page_table, self.page_size, self.device)
         runtime.allocate(self.inputs, self.pool, self.context_len)
 
     def _attention(self, chosen: Chosen, pool: PagedKVPool) -> AttentionBackend:
@@ -197,7 +196,7 @@ class Engine:
         if config.graphs.capture == "start":
             capture_all(graphs, "decode steps")
         else:
-            self.warm_up.load(graphs)
+            self.warm_up.start(graphs)
         return graphs
 
     def _build_pieces(self, config: Config) -> PiecewiseGraphs | None:
@@ -238,9 +237,9 @@ class Engine:
 
     # -- steps -------------------------------------------------------------------------------------------------------
 
-    def forward(self, batch: Batch) -> ForwardOutput:
+    def forward(self, batch: Batch, masks: Masks | None = None) -> ForwardOutput:
         """Launch the forward pass and sample from it."""
-        return self.sample(batch, self.launch(batch))
+        return self.sample(batch, self.launch(batch), masks)
 
     @torch.inference_mode()
     def launch(self, batch: Batch) -> Launched[Any]:
@@ -251,7 +250,9 @@ class Engine:
         for runner in self.runners:
             graph = runner.can_run(batch)
             if graph is not None:
-                return runner.launch(batch, graph)
+                launched = runner.launch(batch, graph)
+                self.warm_up.between_steps(self.graphs, batch)
+                return launched
         raise AssertionError("the last runner can run every batch")
 
     def _choose_attention(self, batch: Batch) -> None:
@@ -264,11 +265,11 @@ class Engine:
             batch.variant = backend.variant(batch)
 
     @torch.inference_mode()
-    def sample(self, batch: Batch, launched: Launched[Any]) -> ForwardOutput:
-        """Choose the tokens of a step, keep the last token of each row on the device for the next step, and move the KV
-        of accepted tree drafts to the locations of their positions. ``launched`` must be the step that was launched
-        last."""
-        output = launched.runner.sample(batch, launched)
+    def sample(self, batch: Batch, launched: Launched[Any], masks: Masks | None = None) -> ForwardOutput:
+        """Choose the tokens of a step among those that ``masks`` allows, keep the last token of each row on the device
+        for the next step, and move the KV of accepted tree drafts to the locations of their positions. ``launched``
+        must be the step that was launched last."""
+        output = launched.runner.sample(batch, launched, masks)
         if batch.tree_mask is not None:
             compact(batch, output, self.pool)
         if self.device.type == "cuda":
@@ -277,23 +278,22 @@ class Engine:
             output.event.record()
         return output
 
-    @property
-    def mask_seconds(self) -> float:
-        """Return the seconds that the host has spent on grammar masks since the start."""
-        return self.sampler.mask_seconds
+    def mask_buffer(self, rows: int, width: int) -> IntArray:
+        """Return uninitialised memory for the bitmasks of one step, int32 ``[rows, width]``."""
+        return self.sampler.mask_buffers.take(rows, width)
 
     def locate_updates(self, updates: PageUpdates) -> None:
         """Prepare page updates of the next step while the device computes this one. If the next step has other updates,
         this has no effect."""
         self.inputs.locate_updates(updates)
 
-    def wait(self, batch: Batch, output: ForwardOutput) -> HostOutput:
+    def wait(self, batch: Batch, output: ForwardOutput) -> StepResult:
         """Return a step's output on the host, and wait for it. The host waits for the output of a step only here."""
         if output.event is not None:
             output.event.synchronize()
             if self.verify_graphs is not None:
                 self.verify_graphs.computed(batch)
-        return host_output(batch, output.on_host or output)
+        return step_result(output.on_host or output)
 
     def idle(self) -> bool:
         """Try to capture one graph while there is no other work. Return False if no graph is missing."""

@@ -17,9 +17,8 @@ import torch
 from dovetail.ops.transfer import to_device
 
 if TYPE_CHECKING:
-    from dovetail.types import Batch, DraftTree, IntArray, PageUpdates, SharedPrefixes
+    from dovetail.types import Batch, DraftTree, Int64Array, IntArray, PageUpdates, SharedPrefixes
 
-Int64Array = np.ndarray[Any, np.dtype[np.int64]]
 Array = np.ndarray[Any, Any]
 
 _TORCH = {
@@ -63,7 +62,7 @@ class Inputs:
             tensors.give(batch)
 
     def _prepare_decode_on_cpu(self, batch: Batch) -> None:
-        rows = len(batch.reqs)
+        rows = len(batch.slots)
         kv_lens = batch.prefix_lens + 1
         table = self.page_table[batch.slots, : -(-int(kv_lens.max()) // self.page_size)]
         places = batch.prefix_lens.astype(np.int64)
@@ -276,7 +275,7 @@ def token_ids(batch: Batch, indptr: IntArray) -> Int64Array:
         start = int(batch.prefix_lens[row])
         ids[indptr[row] : indptr[row + 1]] = batch.reqs[row].token_ids[start : start + int(batch.extend_lens[row])]
     if batch.drafts is not None:
-        for row in range(batch.num_extend, len(batch.reqs)):
+        for row in range(batch.num_extend, len(batch.slots)):
             count = batch.drafts.lens[row]
             ids[indptr[row] + 1 : indptr[row + 1]] = batch.drafts.token_ids[row, :count]
     return ids
@@ -296,8 +295,8 @@ def depths(batch: Batch) -> IntArray:
     extend rows the depth of a token is its index in the row."""
     drafts: DraftTree | None = batch.drafts
     assert drafts is not None
-    out = np.tile(np.arange(int(batch.extend_lens.max()), dtype=np.int32), (len(batch.reqs), 1))
-    rows = np.arange(batch.num_extend, len(batch.reqs))
+    out = np.tile(np.arange(int(batch.extend_lens.max()), dtype=np.int32), (len(batch.slots), 1))
+    rows = np.arange(batch.num_extend, len(batch.slots))
     for node in range(drafts.parents.shape[1]):
         out[rows, node + 1] = out[rows, drafts.parents[rows, node] + 1] + 1
     return out

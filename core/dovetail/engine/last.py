@@ -49,7 +49,7 @@ def last_rows(batch: Batch, backend: AttentionBackend) -> Batch:
     sampled = np.flatnonzero(batch.samples)
     count = len(sampled)
     last = Batch(
-        reqs=[batch.reqs[row] for row in sampled],
+        reqs=(),
         num_extend=0,
         slots=batch.slots[sampled],
         prefix_lens=(batch.prefix_lens + batch.extend_lens - 1)[sampled],

@@ -36,7 +36,7 @@ def node_rows(batch: Batch) -> Batch:
     of_nodes = row_of[split:]
     prefix = batch.prefix_lens[of_nodes]
     found = Batch(
-        reqs=[batch.reqs[row] for row in row_of],
+        reqs=(),
         num_extend=split,
         slots=batch.slots[row_of],
         prefix_lens=np.concatenate([batch.prefix_lens[:split], prefix + depths - 1]).astype(np.int32),

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 import torch
 
 from dovetail.ops.transfer import to_host
-from dovetail.types import ForwardOutput, HostOutput, Logprobs, TokenLogprob
+from dovetail.types import HostLogprobs, Logprobs, StepResult
 
 if TYPE_CHECKING:
-    from dovetail.types import Batch
+    from dovetail.types import ForwardOutput
 
 
 def fetched(output: ForwardOutput) -> ForwardOutput:
@@ -35,32 +35,19 @@ def fetched(output: ForwardOutput) -> ForwardOutput:
     )
 
 
-def host_output(batch: Batch, output: ForwardOutput) -> HostOutput:
-    """Return what the scheduler needs from an output in host memory."""
-    tokens = output.token_ids.tolist()
-    if output.accept_lens is not None:
-        tokens = [row[:n] for row, n in zip(tokens, output.accept_lens.tolist(), strict=True)]
-    if output.logprobs is None and not output.prompt_logprobs and not output.pooled:
-        return HostOutput(tokens)
-    logprobs = None if output.logprobs is None else _logprob_rows(batch, output, tokens)
-    prompt = {row: _entries(next_ids.tolist(), lp) for row, next_ids, lp in output.prompt_logprobs}
-    return HostOutput(tokens, logprobs, prompt, {row: vector.numpy() for row, vector in output.pooled})
+def step_result(output: ForwardOutput) -> StepResult:
+    """Return what the scheduler needs of an output in host memory."""
+    lens, nodes, logprobs = output.accept_lens, output.nodes, output.logprobs
+    return StepResult(
+        output.token_ids.numpy(),
+        None if lens is None else lens.numpy(),
+        None if nodes is None else nodes.numpy(),
+        None if logprobs is None else _on_host(logprobs),
+        output.logprob_start,
+        [(row, ids, _on_host(scored)) for row, ids, scored in output.prompt_logprobs],
+        [(row, vector.numpy()) for row, vector in output.pooled],
+    )
 
 
-def _entries(tokens: list[int], logprobs: Logprobs) -> list[TokenLogprob]:
-    chosen, top, ids = (column.tolist() for column in logprobs)
-    return [TokenLogprob(token, chosen[i], tuple(zip(ids[i], top[i], strict=True))) for i, token in enumerate(tokens)]
-
-
-def _logprob_rows(batch: Batch, output: ForwardOutput, tokens: list[list[int]]) -> list[list[TokenLogprob]]:
-    assert output.logprobs is not None
-    chosen, top, ids = (column.tolist() for column in output.logprobs)
-    nodes = None if output.nodes is None else output.nodes.tolist()
-    reqs = batch.sampled_reqs
-    rows: list[list[TokenLogprob]] = [[] for _ in tokens]
-    for row, start in output.logprob_start.items():
-        count = reqs[row].params.logprobs
-        for j, token in enumerate(tokens[row]):
-            i = start + (nodes[row][j] if nodes is not None else 0)
-            rows[row].append(TokenLogprob(token, chosen[i], tuple(zip(ids[i][:count], top[i][:count], strict=True))))
-    return rows
+def _on_host(logprobs: Logprobs) -> HostLogprobs:
+    return HostLogprobs(*(column.numpy() for column in logprobs))

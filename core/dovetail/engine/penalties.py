@@ -125,7 +125,7 @@ def paths_of(starts: Sequence[int], rows: Sequence[int], drafts: DraftTree) -> P
     rows ``starts``."""
     found = PathTokens([], [], [])
     for start, row in zip(starts, rows, strict=True):
-        tokens, parents = draft_rows(drafts, row)
+        tokens, parents = drafts.row(row)
         for node in range(len(tokens)):
             path = path_tokens(node, tokens, parents)
             for token in dict.fromkeys(path):
@@ -133,11 +133,3 @@ def paths_of(starts: Sequence[int], rows: Sequence[int], drafts: DraftTree) -> P
                 found.token_ids.append(token)
                 found.counts.append(path.count(token))
     return found
-
-
-def draft_rows(drafts: DraftTree | None, row: int) -> tuple[list[int], list[int]]:
-    """Return the draft tokens of a batch row and their parents."""
-    if drafts is None:
-        return [], []
-    count = int(drafts.lens[row])
-    return drafts.token_ids[row, :count].tolist(), drafts.parents[row, :count].tolist()

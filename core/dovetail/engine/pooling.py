@@ -14,7 +14,7 @@ from dovetail.sampling_params import PoolingKind
 
 if TYPE_CHECKING:
     from dovetail.interfaces.model import ModelArchitecture
-    from dovetail.types import Batch, Req
+    from dovetail.types import AdmittedRequest, Batch
 
 _MODE = "pooling_mode_"
 
@@ -61,7 +61,7 @@ def _label_logprobs(
     ]
 
 
-def _labels(req: Req, device: torch.device) -> torch.Tensor:
+def _labels(req: AdmittedRequest, device: torch.device) -> torch.Tensor:
     assert req.params.pooling is not None
     return to_device(np.array(req.params.pooling.token_ids, np.int64), device)
 

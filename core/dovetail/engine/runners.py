@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from dovetail.engine.verify_graphs import VerifyGraphs, VerifyKey
     from dovetail.interfaces.model import ModelArchitecture
     from dovetail.memory.pool import PagedKVPool
-    from dovetail.types import Attends, Batch, IntArray, Logprobs
+    from dovetail.types import Attends, Batch, IntArray, Logprobs, Masks
 
 G = TypeVar("G")
 
@@ -71,8 +71,8 @@ class Runner(ABC, Generic[G]):
         """
 
     @abstractmethod
-    def sample(self, batch: Batch, launched: Launched[G]) -> ForwardOutput:
-        """Choose the tokens of the step, and keep the last one of each row on the device for the next step. The output
+    def sample(self, batch: Batch, launched: Launched[G], masks: Masks | None) -> ForwardOutput:
+        """Choose the tokens of the step among those that ``masks`` allows, and keep the last one of each row on the device for the next step. The output
         is valid until the next sample."""
 
 
@@ -83,9 +83,9 @@ class EagerSampler:
         self.settings_of = sampler.settings_of
         self._sampler, self._inputs = sampler, inputs
 
-    def sample(self, batch: Batch, logits: torch.Tensor) -> ForwardOutput:
+    def sample(self, batch: Batch, logits: torch.Tensor, masks: Masks | None) -> ForwardOutput:
         """Choose tokens from ``logits``, which may be overwritten."""
-        output = self._sampler.sample(batch, logits)
+        output = self._sampler.sample(batch, logits, masks)
         self._inputs.keep_last(batch, output.token_ids)
         return output
 
@@ -111,11 +111,11 @@ class DecodeGraphRunner(Runner["DecodeGraph"]):
         numbers = decode_numbers(batch, self._sampler.settings_of(batch))
         return Launched(self, graph, self._graphs.launch(graph, batch, numbers))
 
-    def sample(self, batch: Batch, launched: Launched[DecodeGraph]) -> ForwardOutput:
+    def sample(self, batch: Batch, launched: Launched[DecodeGraph], masks: Masks | None) -> ForwardOutput:
         """See ``Runner``."""
         settings = self._sampler.settings_of(batch)
         output = self._graphs.sample(launched.graph, len(batch.slots), settings) if settings.capturable else None
-        return self._sampler.sample(batch, launched.logits) if output is None else output
+        return self._sampler.sample(batch, launched.logits, masks) if output is None else output
 
 
 class VerifyGraphRunner(Runner["VerifyKey"]):
@@ -139,11 +139,11 @@ class VerifyGraphRunner(Runner["VerifyKey"]):
         numbers = verify_numbers(batch, self._sampler.settings_of(batch))
         return Launched(self, graph, self._graphs.launch(graph, batch, numbers))
 
-    def sample(self, batch: Batch, launched: Launched[VerifyKey]) -> ForwardOutput:
+    def sample(self, batch: Batch, launched: Launched[VerifyKey], masks: Masks | None) -> ForwardOutput:
         """See ``Runner``."""
         settings = self._sampler.settings_of(batch)
         output = self._graphs.sample(launched.graph, batch, settings) if settings.simple else None
-        return self._sampler.sample(batch, launched.logits) if output is None else output
+        return self._sampler.sample(batch, launched.logits, masks) if output is None else output
 
 
 class EagerRunner(Runner[AttentionBackend]):
@@ -207,8 +207,8 @@ class EagerRunner(Runner[AttentionBackend]):
             batch.last = last_rows(batch, self.decode)
         return self._model.forward(batch)
 
-    def sample(self, batch: Batch, launched: Launched[AttentionBackend]) -> ForwardOutput:
+    def sample(self, batch: Batch, launched: Launched[AttentionBackend], masks: Masks | None) -> ForwardOutput:
         """See ``Runner``."""
-        output = self._sampler.sample(batch, launched.logits)
+        output = self._sampler.sample(batch, launched.logits, masks)
         output.prompt_logprobs, output.pooled = launched.prompt_logprobs, launched.pooled
         return output

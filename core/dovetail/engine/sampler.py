@@ -2,45 +2,25 @@
 
 from __future__ import annotations
 
-import time
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
-from dovetail.engine.inputs import Int64Array, depths, pack, unpack
+from dovetail.engine.inputs import depths, pack, unpack
 from dovetail.engine.masks import MaskBuffers, mask_logits
-from dovetail.engine.penalties import SlotText, TokenCounts, draft_rows, path_tokens, paths_of
+from dovetail.engine.penalties import SlotText, TokenCounts, path_tokens, paths_of
 from dovetail.engine.settings import BLOCKED, RowSettings, expand
 from dovetail.engine.verify import accept
 from dovetail.ops.random import Floats, uniform
 from dovetail.ops.sampling import greedy, sample
 from dovetail.ops.transfer import to_device
-from dovetail.types import ForwardOutput, Logprobs
+from dovetail.types import ForwardOutput, LogitRows, Logprobs
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from dovetail.types import Batch, Req
-
-
-class LogitRows(NamedTuple):
-    """Assign rows of logits to the rows of a batch.
-
-    Sampled row i is batch row ``rows[i]`` and has logits ``[starts[i], starts[i] + spans[i])``: one row, or one for
-    each node of its draft tree, the root first.
-    """
-
-    rows: Int64Array
-    spans: Int64Array
-    starts: Int64Array
-
-    @classmethod
-    def of(cls, batch: Batch) -> LogitRows:
-        """Return the layout of a batch's logits."""
-        rows = np.flatnonzero(batch.samples).astype(np.int64)
-        spans = np.ones(len(rows), np.int64) if batch.drafts is None else 1 + batch.drafts.lens[rows].astype(np.int64)
-        return cls(rows, spans, np.cumsum(spans) - spans)
+    from dovetail.types import AdmittedRequest, Batch, Int64Array, Masks
 
 
 class Sampler:
@@ -54,21 +34,20 @@ class Sampler:
         self.device = device
         self.eos_token_ids = sorted(eos_token_ids)
         self.counts = counts
-        self._masks = MaskBuffers(device)
-        self.mask_seconds = 0.0  # seconds that the host has spent on grammar masks
+        self.mask_buffers = MaskBuffers(device)
         self._settings: RowSettings | None = None
         self._rows_version = 0  # ``Batch.rows_version`` of the batch that the settings belong to
 
-    def sample(self, batch: Batch, logits: torch.Tensor) -> ForwardOutput:
+    def sample(self, batch: Batch, logits: torch.Tensor, masks: Masks | None = None) -> ForwardOutput:
         """Choose tokens from ``logits [logit rows, V]``, which may be overwritten."""
-        settings, reqs = self.settings_of(batch), batch.sampled_reqs
+        settings = self.settings_of(batch)
         if settings.plain and batch.drafts is None:
             return ForwardOutput(greedy(logits)[:, None])
         layout = LogitRows.of(batch)
         raw = logits
-        slots = self._penalised_slots(batch, reqs, layout, settings)
+        slots = self._penalised_slots(batch, layout, settings)
         if not settings.plain:
-            logits = self._processed(batch, logits, reqs, layout, settings, slots)
+            logits = self._processed(batch, logits, masks, layout, settings, slots)
         tokens = self._draw(batch, logits, layout, settings)
         output = ForwardOutput(tokens[:, None]) if batch.drafts is None else self._verify(batch, tokens, layout)
         if slots is not None:
@@ -93,14 +72,15 @@ class Sampler:
         self,
         batch: Batch,
         logits: torch.Tensor,
-        reqs: list[Req],
+        masks: Masks | None,
         layout: LogitRows,
         settings: RowSettings,
         slots: torch.Tensor | None,
     ) -> torch.Tensor:
         """Return the logits in float32 with biases, penalties, ``min_new_tokens`` and grammars applied. ``slots`` are
         the slots of the sampled rows if some of them have penalties."""
-        touched = settings.adjusted or settings.penalised or settings.constrained
+        reqs = batch.sampled_reqs
+        touched = settings.adjusted or settings.penalised or masks is not None
         logits = logits.float().clone() if touched and settings.logprobs else logits.float()
         for i in settings.adjusted:
             _add_bias(logits[layout.starts[i] : layout.starts[i] + layout.spans[i]], reqs[i].params.logit_bias)
@@ -108,26 +88,17 @@ class Sampler:
             self._penalise(batch, logits, layout, settings, slots)
         for i in settings.adjusted:
             self._block_ends(batch, logits, reqs[i], int(layout.rows[i]), int(layout.starts[i]))
-        constrained = [
-            (int(layout.starts[i]), int(layout.rows[i]), reqs[i])
-            for i in settings.constrained
-            if reqs[i].finish is None
-        ]
-        if constrained:
-            start = time.perf_counter()
-            mask_logits(logits, batch, constrained, self._masks)
-            self.mask_seconds += time.perf_counter() - start
+        if masks is not None:
+            mask_logits(logits, masks)
         return logits
 
-    def _penalised_slots(
-        self, batch: Batch, reqs: list[Req], layout: LogitRows, settings: RowSettings
-    ) -> torch.Tensor | None:
+    def _penalised_slots(self, batch: Batch, layout: LogitRows, settings: RowSettings) -> torch.Tensor | None:
         """Return the slots of the sampled rows, int64 on the device, or None if no row has penalties. Count the slots
         anew whose text the device does not know: extend rows hold prompts, also those of retracted requests, or tokens
         of a jump-forward."""
         if settings.penalties is None:
             return None
-        texts: list[SlotText] = []
+        reqs, texts = batch.sampled_reqs, list[SlotText]()
         for i in settings.penalised:
             row, req = int(layout.rows[i]), reqs[i]
             if row < batch.num_extend:
@@ -156,9 +127,9 @@ class Sampler:
         else:
             self.counts.add_accepted(slots, output.token_ids, output.accept_lens)
 
-    def _block_ends(self, batch: Batch, logits: torch.Tensor, req: Req, row: int, start: int) -> None:
+    def _block_ends(self, batch: Batch, logits: torch.Tensor, req: AdmittedRequest, row: int, start: int) -> None:
         """Block the tokens that end the output, while ``min_new_tokens`` forbids it to end."""
-        drafts, parents = draft_rows(batch.drafts, row)
+        drafts, parents = batch.drafts.row(row) if batch.drafts is not None else ([], [])
         length = int(batch.prefix_lens[row] + batch.extend_lens[row]) - len(drafts)
         missing = req.params.min_new_tokens - (length - req.prompt_len)
         if missing > 0:

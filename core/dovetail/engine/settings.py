@@ -14,7 +14,7 @@ from dovetail.ops.sampling import Filters
 from dovetail.ops.transfer import to_device
 
 if TYPE_CHECKING:
-    from dovetail.types import Req
+    from dovetail.types import AdmittedRequest
 
 
 _versions = itertools.count(1)
@@ -73,12 +73,14 @@ class RowSettings:
     version: int
 
     @classmethod
-    def of(cls, reqs: Sequence[Req], vocab_size: int, device: torch.device, ends: Sequence[int] = ()) -> RowSettings:
+    def of(
+        cls, reqs: Sequence[AdmittedRequest], vocab_size: int, device: torch.device, ends: Sequence[int] = ()
+    ) -> RowSettings:
         """Collect the settings of the requests in these rows. ``ends`` are the tokens that end any output."""
         params = [r.params for r in reqs]
         penalised = tuple(i for i, p in enumerate(params) if p.penalised)
         adjusted = tuple(i for i, p in enumerate(params) if p.logit_bias or p.min_new_tokens)
-        constrained = tuple(i for i, r in enumerate(reqs) if r.matcher is not None)
+        constrained = tuple(i for i, r in enumerate(reqs) if r.constrained)
         logprobs = tuple(i for i, p in enumerate(params) if p.logprobs is not None)
         top_logprobs = max((p.logprobs or 0 for p in params), default=0)
         greedy = all(p.greedy for p in params)
@@ -110,7 +112,7 @@ def captured_top(top: int) -> int | None:
     return next((size for size in TOP_LADDER if size >= top), None)
 
 
-def _edits(reqs: Sequence[Req], device: torch.device, ends: Sequence[int]) -> Edits | None:
+def _edits(reqs: Sequence[AdmittedRequest], device: torch.device, ends: Sequence[int]) -> Edits | None:
     tokens = np.zeros((len(reqs), MOST_EDITS), np.int64)
     biases, until = np.zeros(tokens.shape, np.float32), np.zeros(tokens.shape, np.int32)
     for row, req in enumerate(reqs):
@@ -129,13 +131,13 @@ def _edits(reqs: Sequence[Req], device: torch.device, ends: Sequence[int]) -> Ed
     return Edits(*(to_device(column, device) for column in (tokens, biases, until)))
 
 
-def _penalties(reqs: Sequence[Req], device: torch.device) -> torch.Tensor:
+def _penalties(reqs: Sequence[AdmittedRequest], device: torch.device) -> torch.Tensor:
     params = [r.params for r in reqs]
     rows = [(p.repetition_penalty, p.presence_penalty, p.frequency_penalty) for p in params]
     return to_device(np.array(rows, np.float32), device)
 
 
-def _filters(reqs: Sequence[Req], vocab_size: int, device: torch.device) -> Filters:
+def _filters(reqs: Sequence[AdmittedRequest], vocab_size: int, device: torch.device) -> Filters:
     params = [r.params for r in reqs]
 
     def column(values: list[float] | list[int], dtype: type[np.generic]) -> torch.Tensor:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from rich.console import Console
@@ -16,11 +16,12 @@ from dovetail.engine.captures import try_capture
 from dovetail.engine.device import lost_device
 from dovetail.engine.dry_run import every_filter, first_layers, prompts
 from dovetail.engine.graphs import GraphKey
+from dovetail.interfaces.executor import WarmUpProgress
 from dovetail.interfaces.features import Feature
 from dovetail.ops.sampling import Filters, greedy, sample
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     from dovetail.engine.captures import Captures
     from dovetail.engine.graphs import DecodeGraphs
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from dovetail.interfaces.model import ModelArchitecture, ModelInfo
     from dovetail.memory.pool import PagedKVPool
     from dovetail.ops.triton.ahead import KernelsAhead
+    from dovetail.types import Batch
 
 log = logging.getLogger(__name__)
 
@@ -41,22 +43,9 @@ PROMPT_TOKENS = 512
 
 VARIANTS = (0, 1)
 
-
-class WarmUpProgress(NamedTuple):
-    """Count the Triton kernels that were found to be needed and those of them that are compiled, and the graphs that
-    are captured, missing or refused because their capture failed. Graphs of kinds of steps that have not occurred are
-    not missing."""
-
-    kernels: int = 0
-    kernels_compiled: int = 0
-    graphs_captured: int = 0
-    graphs_missing: int = 0
-    graphs_refused: int = 0
-
-    @property
-    def done(self) -> bool:
-        """Return True if nothing is missing."""
-        return self.kernels_compiled == self.kernels and not self.graphs_missing
+BUSY_TOKENS = 1024
+"""Steps with prompts of at least this number of tokens take the device longer than a capture takes the host, or about
+as long."""
 
 
 class WarmUp:
@@ -72,6 +61,7 @@ class WarmUp:
             from dovetail.ops.triton.ahead import cache_directory
 
             self._kernel_cache = str(cache_directory())
+        self._likely: list[GraphKey] = []  # steps to capture as soon as their kernels are compiled
         self._idle: IdleCaptures | None = None  # while graphs are missing that were begun to be captured
         self._layers = LAYERS_WITH_WINDOWS if Feature.ATTN_SLIDING_WINDOW in info.needs else LAYERS
         self._kernels = _kernels_ahead(device, f"{mesh.tp.size} {info!r}")
@@ -108,32 +98,46 @@ class WarmUp:
             return
         start = time.perf_counter()
         with self._kernels.noting():
-            self._try(lambda: self._rehearse(graphs))
+            self._try(lambda: self._rehearse(graphs, likely_keys(graphs)))
         counts = self._kernels.counts
         seconds, where = time.perf_counter() - start, self._kernels.directory
         log.info("%d of %d Triton kernels are in %s (%.2f s)", counts.compiled, counts.noted, where, seconds)
 
-    def load(self, graphs: DecodeGraphs) -> bool:
+    def start(self, graphs: DecodeGraphs) -> bool:
         """If all kernels of decode steps are compiled, on all ranks, load them onto the device and capture the steps
         that are most likely. Return True if this is done. It takes about a second."""
+        self._likely = [GraphKey(rows, shared=False) for rows in reversed(graphs.sizes)]
         compiled = self._kernels is not None and self._kernels.wait(0.0)
-        if not self._mesh.tp.agree(compiled) or self._kernels is None:
+        if not self._mesh.tp.agree(compiled):
             return False
         start = time.perf_counter()
-        with self._kernels.loading():
-            self._try(lambda: self._rehearse(graphs))
-        loaded = time.perf_counter()
-        graphs.loaded.update(likely_keys(graphs))
-        for rows in reversed(graphs.sizes):
-            try_capture(graphs, GraphKey(rows, shared=False))
-        seconds = loaded - start, time.perf_counter() - loaded
-        log.info(
-            "loaded the kernels of decode steps (%.2f s), and captured %d steps (%.2f s)",
-            seconds[0],
-            graphs.num_captured,
-            seconds[1],
-        )
+        while self._prepare_next(graphs):
+            pass
+        log.info("warm-up: captured %d decode steps in %.2f s", graphs.num_captured, time.perf_counter() - start)
         return True
+
+    def between_steps(self, graphs: DecodeGraphs | None, batch: Batch) -> None:
+        """Capture one of the most likely steps, if their kernels are compiled and ``batch``, which was launched last,
+        keeps the device busy for longer than that takes. Ranks of one model do this at the start only, because their
+        captures must not depend on when their kernels are compiled."""
+        if not self._likely or graphs is None or batch.num_extend == 0 or self._mesh.tp.size > 1:
+            return
+        if batch.num_tokens >= BUSY_TOKENS and self._kernels is not None and self._kernels.wait(0.0):
+            self._prepare_next(graphs)
+
+    def _prepare_next(self, graphs: DecodeGraphs) -> bool:
+        """Load the kernels of the next one of the most likely steps, and capture it. Return False if none is left."""
+        assert self._kernels is not None
+        while self._likely:
+            key = self._likely.pop(0)
+            if graphs.is_captured(key) or key in graphs.refused:
+                continue
+            with self._kernels.loading():
+                if self._try(lambda: self._rehearse(graphs, [key])):  # noqa: B023 (called at once)
+                    graphs.loaded.add(key)
+            try_capture(graphs, key)
+            return True
+        return False
 
     def release(self) -> None:
         """End the processes once everything is compiled."""
@@ -165,18 +169,21 @@ class WarmUp:
             counts[0], counts[1] + counts[2], captured, missing, sum(len(graphs.refused) for graphs in captures)
         )
 
-    def _try(self, step: Callable[[], None]) -> None:
-        """Run ``step``. If it fails, log the error: its kernels are compiled when they are first launched."""
+    def _try(self, step: Callable[[], None]) -> bool:
+        """Run ``step`` and return True. If it fails, log the error and return False: its kernels are compiled or loaded
+        when they are first launched."""
         try:
             step()
+            return True
         except Exception as error:
             if lost_device(error):
                 raise
             log.warning("some kernels cannot be compiled ahead: %s: %s", type(error).__name__, error, exc_info=True)
+            return False
 
     @torch.inference_mode()
-    def _rehearse(self, graphs: DecodeGraphs) -> None:
-        for key in likely_keys(graphs):
+    def _rehearse(self, graphs: DecodeGraphs, keys: Iterable[GraphKey]) -> None:
+        for key in keys:
             draw(graphs.rehearse(key, self._layers))
 
     def close(self) -> None:

@@ -84,7 +84,7 @@ def force(llm: LLM, answers: Sequence[GreedyOutput], *, backwards: bool = False)
     """Return the arm's log-probabilities of the texts of ``answers``. Each text is read as a prompt, up to the context length."""
     order = [answers[i] for i in range(len(answers))[:: -1 if backwards else 1]]
     params = SamplingParams(max_new_tokens=1, temperature=0.0, prompt_logprobs=TOP)
-    longest = llm.loop.engine.context_len - 1
+    longest = llm.loop.executor.info.context_len - 1
     texts = [[*given.prompt_ids, *given.token_ids][:longest] for given in order]
     found = llm.generate(texts, params)
     forced = [

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from dovetail.interfaces.mesh import Mesh
     from dovetail.interfaces.model import ModelArchitecture, ModelInfo
-    from dovetail.types import Batch, BoolArray, DraftTree, ForwardOutput, IntArray, Req
+    from dovetail.types import Batch, BoolArray, Committed, DepartedRequest, DraftTree, ForwardOutput, IntArray
 
 
 class DraftPass(NamedTuple):
@@ -239,31 +239,35 @@ class Drafter(ABC):
 
         The loop calls this after the batch was scheduled and before its forward pass. Row r gets at most
         ``batch.draft_limits[r]`` drafts (the array is read-only); the pages of these drafts are reserved.
-        ``req.token_ids[:req.known_len]`` are the tokens of a row so far; all of them are known to the host. The
-        target's KV of all of them but the last is in the pool.
+
+        The text of decode row r is ``batch.reqs[r].token_ids[: batch.prefix_lens[r] + 1]``; the host knows all of these
+        tokens. The target's KV of all of them but the last is in the pool. Later entries of ``token_ids`` may hold
+        anything. The host knows the first ``batch.known_lens[r]`` tokens of extend row r.
 
         The tree has ``probs`` if and only if the drafter offers ``draft.probs``. Must not mutate ``batch`` or its
         requests.
         """
 
-    def observe(self, batch: Batch, output: ForwardOutput) -> None:
+    def observe(self, batch: Batch, output: ForwardOutput, committed: Committed) -> None:
         """Learn which drafts a step accepted. Drafters override this if they learn from outputs or keep state of
         requests.
 
-        The loop calls this after it has committed a step in which drafts could have been requested: ``req.known_len``
-        includes the accepted tokens. Steps that run without the drafter, because drafts do not pay at that load, are
-        not observed, so tokens of a request can be missing between two calls.
+        The loop calls this after it has committed a step in which drafts could have been requested. The text of row r
+        is now ``batch.reqs[r].token_ids[: committed.known_lens[r]]``, which includes the accepted tokens. Steps that run
+        without the drafter, because drafts do not pay at that load, are not observed, so tokens of a request can be
+        missing between two calls.
 
-        A request that has ended (``req.finish`` is set) may be in ``batch``. Its pages have not been given to another
+        A request that has ended (``committed.ended[r]``) may be in ``batch``. Its pages have not been given to another
         request yet. If the step was launched before the end of the request was known, ``forget`` may have been called
         for it before: keep no state of such a request.
         """
         return
 
-    def forget(self, req: Req) -> None:
+    def forget(self, request: DepartedRequest) -> None:
         """Drop the state of a request that has ended or was retracted.
 
+        The text of the request was ``token_ids[: request.known_len]`` of the ``AdmittedRequest`` that the drafter saw.
         A retracted request that is admitted again has the same ``uid``. The loop calls this before the drafter sees
-        such a request again. The drafter may have no state of ``req``.
+        such a request again. The drafter may have no state of the request, and may never have seen it.
         """
         return

@@ -16,11 +16,12 @@ from dovetail.interfaces.policy import PolicyContext
 from dovetail.memory.allocator import PageAllocator
 from dovetail.memory.ledger import PageLedger
 from dovetail.memory.lookahead import with_lookahead
+from dovetail.memory.table import RequestTable
 from dovetail.scheduler.limits import SchedulerLimits
 from dovetail.scheduler.scheduler import Scheduler
 
 if TYPE_CHECKING:
-    from dovetail.engine.engine import Engine
+    from dovetail.interfaces.executor import StepVerbs
     from dovetail.registry.resolution import Chosen
     from dovetail.registry.resolver import Resolved
     from dovetail.tokenizer import Tokenizer
@@ -63,32 +64,31 @@ def _recipe(chosen: Chosen, automatic: Container[str]) -> GrammarRecipe:
 
 def build_scheduler(
     resolved: Resolved,
-    engine: Engine,
-    draft_width: int,
+    executor: StepVerbs,
     constraints: RequestConstraints,
     tokenizer: Tokenizer | None,
     eos: frozenset[int],
 ) -> Scheduler:
-    """Build the scheduler, with a page ledger for the engine's pool. ``draft_width`` is the largest number of drafts of
-    a row."""
-    section = resolved.config.scheduler
-    ahead = engine.drafter.tokens_ahead if engine.drafter is not None else 0
-    cache = with_lookahead(resolved.cache.build, engine.page_size, ahead)
-    ledger = PageLedger(PageAllocator(engine.num_pages), cache, engine.request_table, engine.page_size, ahead)
+    """Build the scheduler, with a page ledger for the executor's pool."""
+    section, model, engine = resolved.config.scheduler, resolved.model_info, executor.info
+    ahead, page_size = engine.tokens_ahead, engine.page_size
+    cache = with_lookahead(resolved.cache.build, page_size, ahead)
+    table = RequestTable(executor.page_table[None])
+    ledger = PageLedger(PageAllocator(engine.num_pages), cache, table, page_size, ahead)
     limits = SchedulerLimits(
         max_running=section.rows,
         max_waiting=section.max_waiting,
         chunk_size=section.chunk,
         context_len=engine.context_len,
-        vocab_size=engine.info.vocab_size,
+        vocab_size=model.vocab_size,
         mixed=section.mixed,
         reuses_prefixes=Feature.CACHE_REUSE in resolved.cache.spec.offers,
         wait_for_prefix=section.wait_for_prefix,
         shared_prefixes=engine.shares_prefixes,
-        draft_width=draft_width,
+        draft_width=engine.draft_width,
         adapt_drafts=section.draft == "adaptive",
         min_draft_probability=section.min_draft_probability,
-        embeds=Feature.MODEL_EMBED in engine.info.offers,
+        embeds=Feature.MODEL_EMBED in model.offers,
         pin_seconds=section.pin_seconds,
         pin_pages=int(section.pin_fraction * (engine.num_pages - 1)),
     )

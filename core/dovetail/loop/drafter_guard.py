@@ -11,61 +11,53 @@ import logging
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from dovetail.interfaces.speculative import Drafter
+    from dovetail.interfaces.executor import StepVerbs
     from dovetail.loop.failures import FailureHandler
     from dovetail.scheduler.scheduler import Scheduler
-    from dovetail.types import Batch, ForwardOutput
+    from dovetail.types import StepPlan
 
 log = logging.getLogger(__name__)
 
 
 class DrafterGuard:
-    """Call ``drafter``, which may be None. Exceptions that it raises are logged and counted in ``errors``. Interrupts
-    are logged and deferred to the end of the step."""
+    """Call the drafter of ``executor``. Exceptions that it raises are logged and counted in ``errors``. Interrupts are
+    logged and deferred to the end of the step."""
 
-    def __init__(self, drafter: Drafter | None, scheduler: Scheduler, failures: FailureHandler) -> None:
+    def __init__(self, executor: StepVerbs, scheduler: Scheduler, failures: FailureHandler) -> None:
         """``failures`` checks for every error whether the device is lost, and keeps interrupts until the step is
         over."""
-        self.drafter = drafter
         self.errors = 0
-        self._scheduler, self._failures = scheduler, failures
+        self._executor, self._scheduler, self._failures = executor, scheduler, failures
 
-    def propose(self, batch: Batch) -> None:
-        """Request drafts for the step of ``batch`` and attach them to the batch."""
-        if self.drafter is None:
-            return
+    def propose(self, plan: StepPlan) -> None:
+        """Request drafts for the step of ``plan`` and attach them to the plan."""
         consequence = "this step runs without drafts"
         try:
-            drafts = self.drafter.propose(batch)
+            drafts = self._executor.propose(plan)
         except BaseException as error:
             self._caught(error, consequence)
             return
         if drafts is None:
             return
         try:
-            self._scheduler.attach(batch, drafts)
+            self._scheduler.attach(plan, drafts)
         except Exception as error:
             self._failed(error, consequence)
 
-    def observe(self, batch: Batch, output: ForwardOutput) -> None:
-        """Show the drafter what a step accepted."""
-        if self.drafter is None:
-            return
+    def observe(self, plan: StepPlan) -> None:
+        """Show the drafter what the step that was committed last accepted."""
         try:
-            self.drafter.observe(batch, output)
+            self._executor.observe(plan, self._scheduler.committed())
         except BaseException as error:
             self._caught(error, "it has not seen what this step accepted")
 
     def forget_departed(self) -> None:
-        """Inform the drafter of the requests that have ended or were retracted since the last call."""
-        departed = self._scheduler.take_departed()
-        if not departed or self.drafter is None:
-            return
-        for req in departed:
+        """Make the drafter forget the requests that have ended or were retracted since the last call."""
+        for request in self._scheduler.take_departed():
             try:
-                self.drafter.forget(req)
+                self._executor.forget((request,))
             except BaseException as error:
-                self._caught(error, f"it may keep the state of request {req.rid}")
+                self._caught(error, f"it may keep the state of request {request.uid}")
 
     def _caught(self, error: BaseException, consequence: str) -> None:
         if isinstance(error, Exception):

@@ -11,11 +11,11 @@ from dovetail.errors import EngineDeadError
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from dovetail.engine.engine import Engine
+    from dovetail.interfaces.executor import StepVerbs
     from dovetail.messages import Answer
     from dovetail.registry.resolver import Resolved
     from dovetail.scheduler.scheduler import Scheduler
-    from dovetail.types import Batch
+    from dovetail.types import StepPlan
 
 T = TypeVar("T")
 
@@ -31,21 +31,21 @@ class FailureHandler:
     step, or None; the loop raises it once the step is over.
     """
 
-    def __init__(self, resolved: Resolved, engine: Engine, scheduler: Scheduler) -> None:
+    def __init__(self, resolved: Resolved, executor: StepVerbs, scheduler: Scheduler) -> None:
         self.dead: str | None = None
         self.interrupt: BaseException | None = None
-        self._resolved, self._engine, self._scheduler = resolved, engine, scheduler
+        self._resolved, self._executor, self._scheduler = resolved, executor, scheduler
         # never freed: its traceback holds tensors of the lost device, and freeing those aborts the process
         self._kept: EngineDeadError | None = None
 
-    def fail_step(self, batch: Batch, error: BaseException) -> list[Answer]:
+    def fail_step(self, plan: StepPlan, error: BaseException) -> list[Answer]:
         """End the requests of a step in which the engine raised ``error``, and return their answers. An interrupt also
         ends them, because it is unknown what the step has written. Raises ``EngineDeadError`` if the device is lost."""
         self.raise_if_lost(error)
         if not isinstance(error, Exception):
             self.defer(error)
-        log.error("a step of %d requests failed", len(batch.reqs), exc_info=error)
-        return self._scheduler.fail(batch.reqs, f"{type(error).__name__}: {first_line(error)}")
+        log.error("a step of %d requests failed", len(plan.slots), exc_info=error)
+        return self._scheduler.fail(plan, f"{type(error).__name__}: {first_line(error)}")
 
     def defer(self, interrupt: BaseException) -> None:
         """Keep an interrupt until the step is over. If there are several, keep the first."""
@@ -58,7 +58,7 @@ class FailureHandler:
 
     def raise_if_lost(self, error: BaseException) -> None:
         """End the loop and raise ``EngineDeadError`` if the device cannot be used any more after ``error``."""
-        reason = self._engine.lost_device(error)
+        reason = self._executor.lost(error)
         if reason is not None:
             log.error("the device was lost", exc_info=error)
             self.dead = f"the device was lost: {reason}; {_START_AGAIN}"

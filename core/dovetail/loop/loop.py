@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from dovetail.engine.device import explained
 from dovetail.engine.engine import Engine
+from dovetail.engine.plans import PlanRunner
 from dovetail.errors import QueueFullError, RequestError
 from dovetail.loop.adaptive_drafting import AdaptiveDrafting
 from dovetail.loop.build import build_constraints, build_scheduler
@@ -33,7 +34,6 @@ from dovetail.messages import (
 )
 
 if TYPE_CHECKING:
-    from dovetail.interfaces.speculative import Drafter
     from dovetail.loop.steps import StepStrategy
     from dovetail.loop.verbs import InFlight, StepTimes
     from dovetail.registry.resolver import Resolved
@@ -57,19 +57,16 @@ class Loop:
         self.resolved = resolved
         eos = frozenset(resolved.model_info.eos_token_ids) | frozenset(tokenizer.eos_token_ids if tokenizer else ())
         with explained(resolved.config):
-            self.engine = Engine(resolved, eos)
-        drafter = self.engine.drafter
+            self.executor = PlanRunner(Engine(resolved, eos))
         self.constraints = build_constraints(resolved, tokenizer, eos)
-        width = drafter.max_draft_tokens if drafter else 0
-        self.scheduler = build_scheduler(resolved, self.engine, width, self.constraints, tokenizer, eos)
+        self.scheduler = build_scheduler(resolved, self.executor, self.constraints, tokenizer, eos)
         self.overlap = resolved.config.scheduler.overlap is True
-        self._failures = FailureHandler(resolved, self.engine, self.scheduler)
-        self._guard = DrafterGuard(drafter, self.scheduler, self._failures)
+        self._failures = FailureHandler(resolved, self.executor, self.scheduler)
+        self._guard = DrafterGuard(self.executor, self.scheduler, self._failures)
+        info = self.executor.info
         always = resolved.config.scheduler.draft == "always"
-        self.adaptive_drafting = AdaptiveDrafting(
-            always=always, must_see_all=drafter is not None and drafter.must_see_all
-        )
-        self._verbs = Verbs(self.scheduler, self.engine, self._failures)
+        self.adaptive_drafting = AdaptiveDrafting(always=always, must_see_all=info.must_see_all)
+        self._verbs = Verbs(self.scheduler, self.executor, self._failures)
         self._undrafted: StepStrategy = OverlappedStep(self._verbs) if self.overlap else PlainStep(self._verbs)
         drafted = DraftedStep(self._verbs, self._guard, overlap=self.overlap)
         self._adaptive = AdaptiveStep(self._verbs, drafted, self._undrafted, self.adaptive_drafting)
@@ -135,7 +132,7 @@ class Loop:
 
     def _idle(self) -> bool:
         try:
-            return self.engine.idle()
+            return self.executor.idle()
         except Exception as error:
             self._failures.raise_if_lost(error)
             raise
@@ -159,26 +156,16 @@ class Loop:
         answers, self._outbox = self._outbox, []
         answers += self.scheduler.poll()
         previous, self._in_flight = self._in_flight, None
-        if self._guard.drafter is None:
-            end = self._undrafted.run(previous)
-        else:
+        if self.scheduler.limits.draft_width:
             end = self._adaptive.run(previous)
             self._guard.forget_departed()
+        else:
+            end = self._undrafted.run(previous)
         self._in_flight = end.in_flight
         self._verbs.times.step += time.perf_counter() - start
         return answers + end.answers
 
-    # -- the drafter, reports and the end ----------------------------------------------------------------------------
-
-    @property
-    def drafter(self) -> Drafter | None:
-        """Return the drafter that proposes drafts, or None if there is none. Tests and benchmarks can set another one
-        between two steps."""
-        return self._guard.drafter
-
-    @drafter.setter
-    def drafter(self, drafter: Drafter | None) -> None:
-        self._guard.drafter = drafter
+    # -- reports and the end ----------------------------------------------------------------------------
 
     @property
     def drafter_errors(self) -> int:
@@ -199,15 +186,15 @@ class Loop:
     def stats(self, call_id: str = "") -> EngineStats:
         """Return the current values of gauges, and totals since the start."""
         self.scheduler.expire()
-        engine, errors = self.engine, self._guard.errors
-        return stats_of(self.scheduler, self._verbs.times, engine.mask_seconds, errors, call_id, engine.progress)
+        return stats_of(self.scheduler, self._verbs.times, self._guard.errors, call_id, self.executor.progress)
 
     @property
     def info(self) -> dict[str, Any]:
         """Return what /server_info reports about the engine, as JSON."""
-        return info_of(self.resolved, self.engine, self.overlap)
+        return info_of(self.resolved, self.executor, self.overlap)
 
     def close(self) -> None:
-        """Stop the grammar workers. The loop must not be used again."""
+        """Stop the grammar workers and the executor. The loop must not be used again."""
         self.constraints.close()
+        self.executor.close()
         gc.unfreeze()

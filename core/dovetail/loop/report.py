@@ -4,26 +4,17 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from dovetail.engine.pooling import default_pooling
-from dovetail.interfaces.features import Feature
 from dovetail.messages import EngineStats
-from dovetail.ops.cpu.library import library
 
 if TYPE_CHECKING:
-    from dovetail.engine.engine import Engine
-    from dovetail.engine.warmup import WarmUpProgress
+    from dovetail.interfaces.executor import StepVerbs, WarmUpProgress
     from dovetail.loop.verbs import StepTimes
     from dovetail.registry.resolver import Resolved
     from dovetail.scheduler.scheduler import Scheduler
 
 
 def stats_of(
-    scheduler: Scheduler,
-    times: StepTimes,
-    mask_seconds: float,
-    drafter_errors: int,
-    call_id: str,
-    warm_up: WarmUpProgress,
+    scheduler: Scheduler, times: StepTimes, drafter_errors: int, call_id: str, warm_up: WarmUpProgress
 ) -> EngineStats:
     """Return the current values of gauges, and totals since the start."""
     pages, totals, grammars = scheduler.page_counts(), scheduler.totals, scheduler.constraints
@@ -64,36 +55,12 @@ def stats_of(
         wait_seconds=times.wait,
         commit_seconds=times.commit,
         draft_seconds=times.draft,
-        mask_seconds=mask_seconds,
+        mask_seconds=grammars.mask_seconds,
         verify_seconds=times.verify,
         **warm_up._asdict(),
     )
 
 
-def info_of(resolved: Resolved, engine: Engine, overlap: bool) -> dict[str, Any]:
+def info_of(resolved: Resolved, executor: StepVerbs, overlap: bool) -> dict[str, Any]:
     """Return the engine's device, memory, graphs and components, as JSON."""
-    return {
-        "architecture": engine.info.architecture,
-        "device": str(engine.device),
-        "cpu_kernels": library().text if engine.device.type == "cpu" else None,
-        "products": engine.products,
-        "context_len": engine.context_len,
-        "page_size": engine.page_size,
-        "num_pages": engine.num_pages - 1,
-        "memory": engine.budget.to_json(),
-        "overlap": overlap,
-        "graphs": engine.graphs is not None and engine.graphs.sizes,
-        "verify_graphs": engine.verify_graphs is not None and engine.verify_graphs.sizes,
-        "kernel_cache": engine.warm_up.kernel_cache,
-        "warm_up": engine.progress._asdict(),
-        "embedding": _embedding(resolved, engine),
-        "resolved": resolved.to_json(),
-    }
-
-
-def _embedding(resolved: Resolved, engine: Engine) -> dict[str, Any] | None:
-    """Return the size of embeddings and the kind of pooling that applies unless a request sets another, or None if the
-    model has no embeddings."""
-    if Feature.MODEL_EMBED not in engine.info.offers:
-        return None
-    return {"size": engine.info.hidden_size, "pooling": default_pooling(resolved.model_dir)}
+    return {**executor.describe(), "overlap": overlap, "resolved": resolved.to_json()}

@@ -13,23 +13,23 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
-from dovetail.loop.verbs import Failure, InFlight
+from dovetail.loop.verbs import InFlight
 
 if TYPE_CHECKING:
     from dovetail.loop.adaptive_drafting import AdaptiveDrafting
     from dovetail.loop.drafter_guard import DrafterGuard
     from dovetail.loop.verbs import Verbs
     from dovetail.messages import Answer
-    from dovetail.types import Batch
+    from dovetail.types import StepPlan
 
 
 class StepEnd(NamedTuple):
-    """Describe the result of a step: its answers, the step that is left in flight (if any), and the batch that was
+    """Describe the result of a step: its answers, the step that is left in flight (if any), and the plan that was
     scheduled."""
 
     answers: list[Answer]
     in_flight: InFlight | None = None
-    batch: Batch | None = None
+    plan: StepPlan | None = None
 
 
 class StepStrategy(Protocol):
@@ -48,13 +48,13 @@ class PlainStep:
         """See ``StepStrategy``."""
         assert previous is None, "plain steps leave nothing in flight"
         verbs = self._verbs
-        batch = verbs.schedule()
-        if batch is None:
+        plan = verbs.schedule()
+        if plan is None:
             return StepEnd([])
-        output = verbs.forward(batch)
-        if isinstance(output, Failure):
-            return StepEnd(verbs.fail(batch, output), None, batch)
-        return StepEnd(verbs.commit(InFlight(batch, output)), None, batch)
+        failure = verbs.forward(plan)
+        if failure is not None:
+            return StepEnd(verbs.fail(plan, failure), None, plan)
+        return StepEnd(verbs.commit(InFlight(plan)), None, plan)
 
 
 class OverlappedStep:
@@ -66,18 +66,18 @@ class OverlappedStep:
     def run(self, previous: InFlight | None) -> StepEnd:
         """See ``StepStrategy``."""
         verbs = self._verbs
-        batch = verbs.schedule(pause=previous is None)
-        launched = None if batch is None else verbs.launch(batch)
+        plan = verbs.schedule(pause=previous is None)
+        failure = None if plan is None else verbs.launch(plan)
         answers = [] if previous is None else verbs.commit(previous)
-        if batch is None or launched is None:
+        if plan is None:
             return StepEnd(answers)
-        output = launched if isinstance(launched, Failure) else verbs.sample(batch, launched)
-        if isinstance(output, Failure):
-            return StepEnd(answers + verbs.fail(batch, output), None, batch)
-        step = InFlight(batch, output)
+        failure = failure or verbs.sample(plan)
+        if failure is not None:
+            return StepEnd(answers + verbs.fail(plan, failure), None, plan)
+        step = InFlight(plan)
         if verbs.scheduler.has_work:
-            return StepEnd(answers, step, batch)
-        return StepEnd(answers + verbs.commit(step), None, batch)  # all requests have ended: no later step commits it
+            return StepEnd(answers, step, plan)
+        return StepEnd(answers + verbs.commit(step), None, plan)  # all requests have ended: no later step commits it
 
 
 class DraftedStep:
@@ -93,23 +93,23 @@ class DraftedStep:
         """See ``StepStrategy``."""
         verbs, guard = self._verbs, self._guard
         answers = self.finish(previous)
-        batch = verbs.schedule()
-        if batch is None:
+        plan = verbs.schedule()
+        if plan is None:
             return StepEnd(answers)
-        guard.forget_departed()  # a request that was retracted and admitted again is in the batch as a new one
-        if batch.num_extend < len(batch.reqs):
+        guard.forget_departed()  # a request that was retracted and admitted again is in the plan as a new one
+        if plan.num_extend < len(plan.slots):
             start = time.perf_counter()
-            guard.propose(batch)
+            guard.propose(plan)
             verbs.times.draft += time.perf_counter() - start
-        output = verbs.forward(batch)
-        if isinstance(output, Failure):
-            return StepEnd(answers + verbs.fail(batch, output), None, batch)
-        if batch.drafts is not None:
+        failure = verbs.forward(plan)
+        if failure is not None:
+            return StepEnd(answers + verbs.fail(plan, failure), None, plan)
+        if plan.drafts is not None:
             verbs.reserve_ahead()
-        step = InFlight(batch, output, drafted=True)
+        step = InFlight(plan, drafted=True)
         if self._overlap:
-            return StepEnd(answers, step, batch)
-        return StepEnd(answers + self.finish(step), None, batch)
+            return StepEnd(answers, step, plan)
+        return StepEnd(answers + self.finish(step), None, plan)
 
     def finish(self, step: InFlight | None) -> list[Answer]:
         """Commit a step, if there is one, and show the drafter what it accepted."""
@@ -133,7 +133,7 @@ class AdaptiveStep:
         verify = times.launch + times.wait - verify
         if drafting:
             times.verify += verify
-        if scheduler.decoding and not (_has_prompts(previous and previous.batch) or _has_prompts(end.batch)):
+        if scheduler.decoding and not (_has_prompts(previous and previous.plan) or _has_prompts(end.plan)):
             seconds, brought = time.perf_counter() - start, scheduler.totals.generated_tokens - tokens
             self._adaptive.record(rows, drafting, seconds, brought, verify)
         return end
@@ -146,5 +146,5 @@ class AdaptiveStep:
         return end._replace(answers=answers + end.answers)
 
 
-def _has_prompts(batch: Batch | None) -> bool:
-    return batch is not None and batch.num_extend > 0
+def _has_prompts(plan: StepPlan | None) -> bool:
+    return plan is not None and plan.num_extend > 0

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
-    from dovetail.engine.engine import Engine
-    from dovetail.engine.runners import Launched
+    from dovetail.interfaces.executor import StepVerbs
     from dovetail.loop.drafter_guard import DrafterGuard
     from dovetail.loop.failures import FailureHandler
     from dovetail.messages import Answer
     from dovetail.scheduler.scheduler import Scheduler
-    from dovetail.types import Batch, ForwardOutput
+    from dovetail.types import StepPlan
 
 IDLE_SECONDS = 0.0005
 """The seconds to pause when requests wait for their grammars and nothing else can run."""
@@ -23,8 +22,7 @@ class InFlight(NamedTuple):
     """Hold a step that was launched and is not committed. If ``drafted``, the drafter observes the step when it is
     committed."""
 
-    batch: Batch
-    output: ForwardOutput
+    plan: StepPlan
     drafted: bool = False
 
 
@@ -53,81 +51,91 @@ class StepTimes:
 
 
 class Verbs:
-    """Schedule, launch and commit steps of one scheduler on one engine."""
+    """Schedule, launch and commit steps of one scheduler on one executor."""
 
-    def __init__(self, scheduler: Scheduler, engine: Engine, failures: FailureHandler) -> None:
+    def __init__(self, scheduler: Scheduler, executor: StepVerbs, failures: FailureHandler) -> None:
         self.times = StepTimes()
         self.scheduler = scheduler
-        self._engine, self._failures = engine, failures
+        self._executor, self._failures = executor, failures
 
-    def schedule(self, *, pause: bool = True) -> Batch | None:
-        """Return the next step's batch, or None if nothing can run. If nothing can run but requests wait, pause for
+    def schedule(self, *, pause: bool = True) -> StepPlan | None:
+        """Return the next step's plan, or None if nothing can run. If nothing can run but requests wait, pause for
         ``IDLE_SECONDS`` first, unless ``pause`` is False."""
         start = time.perf_counter()
-        batch = self.scheduler.schedule()
+        plan = self.scheduler.schedule()
         self.times.schedule += time.perf_counter() - start
-        if batch is not None:
+        if plan is not None:
             self.times.steps += 1
         elif pause and self.scheduler.has_work:
             time.sleep(IDLE_SECONDS)
-        return batch
+        return plan
 
-    def forward(self, batch: Batch) -> ForwardOutput | Failure:
-        """Launch the forward pass of a step and sample from it."""
+    def forward(self, plan: StepPlan) -> Failure | None:
+        """Launch the forward pass of a step and sample from it. Return what was raised, or None."""
         start = time.perf_counter()
         try:
-            return self._engine.forward(batch)
+            self._executor.launch(plan)
+            self._sample(plan)
         except BaseException as error:
-            self.scheduler.take_back(batch)
+            self.scheduler.take_back(plan)
             return Failure(error)
         finally:
             self.times.launch += time.perf_counter() - start
+        return None
 
-    def launch(self, batch: Batch) -> Launched[Any] | Failure:
-        """Launch the forward pass of a step. The caller must call ``sample`` next."""
+    def launch(self, plan: StepPlan) -> Failure | None:
+        """Launch the forward pass of a step. Return what was raised, or None: the caller must then call ``sample``
+        next."""
         start = time.perf_counter()
         try:
-            return self._engine.launch(batch)
+            self._executor.launch(plan)
         except BaseException as error:
-            self.scheduler.take_back(batch)
+            self.scheduler.take_back(plan)
             return Failure(error)
         finally:
             self.times.launch += time.perf_counter() - start
+        return None
 
-    def sample(self, batch: Batch, launched: Launched[Any]) -> ForwardOutput | Failure:
-        """Sample from the step that was launched last."""
+    def sample(self, plan: StepPlan) -> Failure | None:
+        """Sample from the step that was launched last. Return what was raised, or None."""
         start = time.perf_counter()
         try:
-            return self._engine.sample(batch, launched)
+            self._sample(plan)
         except BaseException as error:
             return Failure(error)
         finally:
             self.times.launch += time.perf_counter() - start
+        return None
+
+    def _sample(self, plan: StepPlan) -> None:
+        executor = self._executor
+        masks = self.scheduler.masks(plan, executor.mask_buffer) if plan.constrained else None
+        executor.sample(plan, masks)
 
     def commit(self, step: InFlight, observer: DrafterGuard | None = None) -> list[Answer]:
         """Wait for the tokens of a step and give them to its requests. If ``observer`` is given, it observes what the
         step accepted."""
-        start = time.perf_counter()
+        start, plan = time.perf_counter(), step.plan
         try:
-            host = self._engine.wait(step.batch, step.output)
+            result = self._executor.wait(plan)
         except BaseException as error:
-            return self._failures.fail_step(step.batch, error)
+            return self._failures.fail_step(plan, error)
         finally:
             waited = time.perf_counter()
             self.times.wait += waited - start
-        answers = self.scheduler.commit(step.batch, host)
+        answers = self.scheduler.commit(plan, result)
         committed = time.perf_counter()
         self.times.commit += committed - waited
         if observer is not None:
-            observer.observe(step.batch, step.output)
+            observer.observe(plan)
             self.times.draft += time.perf_counter() - committed
         return answers
 
-    def fail(self, batch: Batch, failure: Failure) -> list[Answer]:
+    def fail(self, plan: StepPlan, failure: Failure) -> list[Answer]:
         """End the requests of a step that failed. The step before it must have been committed."""
-        return self._failures.fail_step(batch, failure.error)
+        return self._failures.fail_step(plan, failure.error)
 
     def reserve_ahead(self) -> None:
         """Reserve pages for the drafts of the next step while the device computes this one, so that this work does not
         delay the next step."""
-        self._engine.locate_updates(self.scheduler.reserve_ahead())
+        self._executor.locate_updates(self.scheduler.reserve_ahead())

@@ -16,13 +16,13 @@ PADDING_SLOT = 0
 class RequestTable:
     """Keep the slots of running requests and their page tables, on the host.
 
-    ``pages`` is int32 ``[groups, slots, max_pages]``. Every change is also recorded, so that ``take_updates`` can
+    ``pages`` is int32 ``[groups, slots, max_pages]``, the memory that the constructor was given. Every change is also recorded, so that ``take_updates`` can
     return the difference since the last step, which the engine sends to the device. Slot 0 belongs to padding rows.
     """
 
-    def __init__(self, num_slots: int, max_pages: int, num_groups: int = 1) -> None:
-        self.pages: IntArray = np.zeros((num_groups, num_slots + 1, max_pages), np.int32)
-        self._free = list(range(num_slots, PADDING_SLOT, -1))
+    def __init__(self, pages: IntArray) -> None:
+        self.pages = pages
+        self._free = list(range(pages.shape[1] - 1, PADDING_SLOT, -1))
         self._updates: list[PageUpdates] = []
         self._runs: list[_Run] = []  # written after ``_updates``
         self._versions = itertools.count(1)

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from dovetail.memory.ledger import PageLedger
     from dovetail.scheduler.groups import Groups
     from dovetail.scheduler.limits import SchedulerLimits, Totals
+    from dovetail.scheduler.plans import Plans
     from dovetail.types import Req
 
 DECODE_HEADROOM = 32
@@ -27,13 +28,19 @@ class Admission:
     last."""
 
     def __init__(
-        self, limits: SchedulerLimits, ledger: PageLedger, policy: SchedulePolicy, totals: Totals, groups: Groups
+        self,
+        limits: SchedulerLimits,
+        ledger: PageLedger,
+        plans: Plans,
+        policy: SchedulePolicy,
+        totals: Totals,
+        groups: Groups,
     ) -> None:
         self.limits = limits
         self.ledger = ledger
         self.policy = policy
         self.totals = totals
-        self._groups = groups
+        self._plans, self._groups = plans, groups
         self._waits = PrefixWaits(ledger.page_size, only_groups=not limits.wait_for_prefix, ahead=ledger.tokens_ahead)
 
     def select(self, waiting: list[Req], prefilling: list[Req], decoding: list[Req]) -> list[tuple[Req, int]]:
@@ -134,6 +141,7 @@ class Admission:
 
     def _enter_table(self, req: Req, match: Match) -> None:
         self.ledger.admit(req, match)
+        self._plans.admit(req)
         reserved = self.ledger.reserve(req, req.device_len)
         assert reserved, "pages counted as available could not be reserved"
         if not req.num_retractions:

@@ -5,14 +5,15 @@ from __future__ import annotations
 from operator import attrgetter
 from typing import TYPE_CHECKING
 
-from dovetail.scheduler.rows import DecodeRows, decode_batch
+from dovetail.scheduler.rows import DecodeRows
 from dovetail.scheduler.sharing import group_rows
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from dovetail.memory.ledger import PageLedger
-    from dovetail.types import Batch, IntArray, Req
+    from dovetail.scheduler.plans import Plans
+    from dovetail.types import IntArray, Req, StepPlan
 
 
 class Decoding:
@@ -22,12 +23,12 @@ class Decoding:
     this list, or changes which cached pages its requests read.
     """
 
-    def __init__(self, ledger: PageLedger, reqs: list[Req], *, shares_prefixes: bool) -> None:
-        """Store the list of decoding requests. With ``shares_prefixes``, decode batches are grouped by the prefixes that
-        their rows share in the prefix cache."""
+    def __init__(self, ledger: PageLedger, plans: Plans, reqs: list[Req], *, shares_prefixes: bool) -> None:
+        """Store the list of decoding requests. With ``shares_prefixes``, decode rows are grouped by the prefixes that
+        they share in the prefix cache."""
         self.reqs = reqs
         self.rows: DecodeRows | None = None  # None: the rows must be built again
-        self._ledger, self._shares_prefixes = ledger, shares_prefixes
+        self._ledger, self._plans, self._shares_prefixes = ledger, plans, shares_prefixes
 
     def invalidate(self) -> None:
         """Discard the rows, because a request has joined or left, or reads other pages of the cache."""
@@ -50,15 +51,15 @@ class Decoding:
         if self.rows is not None:
             self.rows.settle(adapted=adapted)
 
-    def batch(self, rows: DecodeRows, width: int) -> Batch:
-        """Return the batch in which the next token of each row enters the forward pass. The caller has reserved the
+    def plan(self, rows: DecodeRows, width: int) -> StepPlan:
+        """Return the plan in which the next token of each row enters the forward pass. The caller has reserved the
         pages of up to ``width`` drafts. Makes rows that share a prefix adjacent."""
         if self._shares_prefixes and rows.grouping is None:
             grouping = group_rows(rows.reqs, self._ledger.cache)
             self.rows = rows = DecodeRows(grouping.reqs, self._ledger.page_size, grouping)
-        batch = decode_batch(rows, self._ledger.table.take_updates(), width)
+        plan = self._plans.decode(rows, self._ledger.table.take_updates(), width)
         rows.advance()
-        return batch
+        return plan
 
     def reserve(self, width: int, retract: Callable[[], None]) -> DecodeRows:
         """Reserve pages for the next token of each row and, while pages are left, for up to ``width`` drafts of each

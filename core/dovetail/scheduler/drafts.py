@@ -1,4 +1,4 @@
-"""Check the drafts of a drafter before they enter a batch, and prune drafts of low probability."""
+"""Check the drafts of a drafter before they enter a step, and prune drafts of low probability."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ import numpy as np
 from dovetail.types import DraftTree
 
 if TYPE_CHECKING:
-    from dovetail.types import Batch, BoolArray, FloatArray
+    from dovetail.types import BoolArray, FloatArray, StepPlan
 
 
-def checked(batch: Batch, drafts: DraftTree, vocab_size: int, min_probability: float = 0.0) -> DraftTree | None:
+def checked(plan: StepPlan, drafts: DraftTree, vocab_size: int, min_probability: float = 0.0) -> DraftTree | None:
     """Return ``drafts`` cut to the width of the longest row, without ``probs``; None if no row has a draft.
 
     Drafts below ``min_probability`` are left out together with their descendants. Entries beyond the length of a row
     have token 0 and a parent that comes before them. Raises ``ValueError`` for drafts that break the contract of
     ``Drafter.propose``.
     """
-    rows, limits = len(batch.reqs), batch.draft_limits
+    rows, limits = len(plan.slots), plan.draft_limits
     lens, ids, parents = drafts.lens, drafts.token_ids, drafts.parents
     assert limits is not None, "no pages were reserved for drafts"
     if lens.shape != (rows,) or ids.ndim != 2 or ids.shape != parents.shape or len(ids) != rows:

@@ -10,6 +10,7 @@ import numpy as np
 
 from dovetail.messages import TokenOutput
 from dovetail.sampling_params import PoolingKind
+from dovetail.scheduler.results import entries_of
 from dovetail.scheduler.stopping import LENGTH, end_of, finish_reason
 from dovetail.types import FinishKind, FinishReason
 
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
 
     from dovetail.constraints.requests import RequestConstraints
     from dovetail.scheduler.limits import SchedulerLimits, Totals
-    from dovetail.types import Batch, DraftTree, FloatArray, HostOutput, Req, TokenLogprob
+    from dovetail.types import FloatArray, HostLogprobs, IntArray, Req, StepPlan, TokenLogprob
 
 log = logging.getLogger(__name__)
 
@@ -27,16 +28,21 @@ EARLIER_WEIGHT = 0.8
 """Set the weight of the earlier steps in the moving average of accepted drafts."""
 
 
-def settle_drafts(batch: Batch, drafts: DraftTree, output: HostOutput, totals: Totals, limits: SchedulerLimits) -> None:
-    """Move the cursors of the requests back over the drafts that were not accepted, and count the verified drafts. If
-    the number of drafts adapts, set the number of drafts that each request gets next."""
-    drafted = (drafts.lens[batch.samples] if batch.num_extend else drafts.lens).tolist()
+def settle_drafts(
+    plan: StepPlan, sampled: list[Req], tokens: list[list[int]], totals: Totals, limits: SchedulerLimits
+) -> None:
+    """Move the cursors of the ``sampled`` requests back over the drafts that were not accepted, and count the verified
+    drafts. ``tokens`` are the new tokens of each. If the number of drafts adapts, set the number of drafts that each
+    request gets next."""
+    drafts = plan.drafts
+    assert drafts is not None
+    drafted = (drafts.lens[plan.samples] if plan.num_extend else drafts.lens).tolist()
     adapts = limits.adapts(drafts)
     totals.draft_steps += 1
-    for req, count, tokens in zip(batch.sampled_reqs, drafted, output.token_ids, strict=True):
+    for req, count, new in zip(sampled, drafted, tokens, strict=True):
         if count == 0 or req.finish is not None:
             continue
-        accepted = len(tokens) - 1
+        accepted = len(new) - 1
         req.cached_len -= count - accepted
         req.device_len -= count - accepted
         req.drafted += count
@@ -83,6 +89,17 @@ def take_tokens(
     if jump is not None and req.finish is None:
         tokens = tokens + jump(req)
     return _output(req, tokens, before, logprobs)
+
+
+def prefilled(plan: StepPlan, reqs: list[Req]) -> list[Req]:
+    """Return the requests of a step that generate no tokens and whose last prompt token the step has computed. ``reqs``
+    are the requests of its rows."""
+    ends = plan.prefix_lens + plan.extend_lens
+    return [
+        req
+        for row, req in enumerate(reqs[: plan.num_extend])
+        if req.prefill_only and req.finish is None and ends[row] == req.prompt_len
+    ]
 
 
 def end_prefilled(req: Req) -> TokenOutput:
@@ -168,14 +185,14 @@ def forced_tokens(req: Req, constraints: RequestConstraints) -> list[int]:
         return []
 
 
-def add_prompt_logprobs(req: Req, start: int, entries: list[TokenLogprob]) -> None:
-    """Add the log-probabilities of a chunk of the prompt that begins at ``start``.
+def add_prompt_logprobs(req: Req, start: int, tokens: IntArray, logprobs: HostLogprobs) -> None:
+    """Add the log-probabilities of ``tokens``, which a chunk of the prompt that begins at ``start`` has scored.
 
-    The first of ``entries`` belongs to the token at ``start + 1``, or to the first token for which the client requested
+    The first of them belongs to the token at ``start + 1``, or to the first token for which the client requested
     log-probabilities if that comes later. Entries that a retracted request computes again are dropped.
     """
     scored = prompt_scored(req)
-    fresh = entries[scored - max(start + 1, req.params.prompt_logprobs_start) :]
+    fresh = entries_of(tokens, logprobs)[scored - max(start + 1, req.params.prompt_logprobs_start) :]
     req.prompt_logprobs.extend(fresh[: req.prompt_len - scored])
 
 

@@ -7,13 +7,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from dovetail.types import Batch
-
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from dovetail.scheduler.sharing import Grouping
-    from dovetail.types import IntArray, PageUpdates, Req
+    from dovetail.types import IntArray, Req
 
 
 _versions = itertools.count(1)
@@ -22,8 +18,9 @@ _versions = itertools.count(1)
 class DecodeRows:
     """Hold the requests that decode, in the order of their rows, with arrays over them.
 
-    ``reqs``, ``slots``, ``ones``, ``samples`` and ``draft_limits`` are put into batches without a copy and are never
-    written to afterwards: batches with the same ``version`` have the same rows. ``lens`` follows the requests' cursors,
+    ``reqs``, ``slots``, ``ones``, ``samples`` and ``draft_limits`` are put into plans without a copy and are never
+    written to afterwards: plans with the same ``version`` have the same rows. ``constrained`` is True if one of the
+    requests has a grammar. ``lens`` follows the requests' cursors,
     ``ends`` are the lengths at which the requests end, and ``capacity`` is the number of tokens for which each row has
     pages. Every row can take at least ``steps_left`` more tokens and has pages for at least ``spare`` more. These two
     numbers are lower bounds, which can be updated without reading the arrays; ``recount_steps`` and ``recount_spare``
@@ -33,6 +30,7 @@ class DecodeRows:
     __slots__ = (
         "_limits_of_width",
         "capacity",
+        "constrained",
         "draft_lens",
         "draft_limits",
         "ends",
@@ -57,6 +55,7 @@ class DecodeRows:
         self.page_size = page_size
         self.grouping = grouping
         self.slots = np.fromiter([r.slot for r in reqs], np.int32, n)
+        self.constrained = any(r.matcher is not None for r in reqs)
         self.ones, self.samples = np.ones(n, np.int32), np.ones(n, np.bool_)
         self.lens = np.fromiter([r.device_len for r in reqs], np.int32, n)
         self.ends = np.fromiter([len(r.token_ids) for r in reqs], np.int32, n)
@@ -140,52 +139,5 @@ class DecodeRows:
 
 
 def _read_only(array: IntArray) -> IntArray:
-    array.flags.writeable = False  # batches share it, and drafters see them
+    array.flags.writeable = False  # plans share it, and drafters see them
     return array
-
-
-def decode_batch(rows: DecodeRows, updates: PageUpdates, draft_width: int) -> Batch:
-    """Return the batch in which the next token of each row enters the forward pass."""
-    return Batch(
-        reqs=rows.reqs,
-        num_extend=0,
-        slots=rows.slots,
-        prefix_lens=rows.lens - rows.ones,
-        extend_lens=rows.ones,
-        samples=rows.samples,
-        page_updates=updates,
-        draft_limits=rows.draft_limits if draft_width else None,
-        shared=rows.grouping.shared if rows.grouping is not None else None,
-        rows_version=rows.version,
-    )
-
-
-def mixed_batch(extend: Sequence[tuple[Req, int]], rows: DecodeRows, updates: PageUpdates, draft_width: int) -> Batch:
-    """Return the batch of the prompt tokens of ``extend`` (pairs of a request and the number of its tokens that enter),
-    followed by the next token of each decode row."""
-    prompts, counts = [req for req, _ in extend], [count for _, count in extend]
-    n = len(rows.reqs)
-    return Batch(
-        reqs=prompts + rows.reqs,
-        num_extend=len(prompts),
-        slots=_joined([r.slot for r in prompts], rows.slots),
-        prefix_lens=_joined([r.cached_len for r in prompts], rows.lens - 1),
-        extend_lens=_joined(counts, rows.ones),
-        samples=np.ones(len(prompts) + n, np.bool_),
-        page_updates=updates,
-        draft_limits=_joined([0] * len(prompts), rows.draft_limits) if draft_width else None,
-    )
-
-
-def _joined(prompts: Sequence[int], decode: IntArray) -> IntArray:
-    return np.concatenate([np.array(prompts, np.int32), decode])
-
-
-def prefilled(batch: Batch) -> list[Req]:
-    """Return the requests of a batch that generate no tokens and whose last prompt token this step has computed."""
-    ends = batch.prefix_lens + batch.extend_lens
-    return [
-        req
-        for row, req in enumerate(batch.reqs[: batch.num_extend])
-        if req.prefill_only and req.finish is None and ends[row] == req.prompt_len
-    ]

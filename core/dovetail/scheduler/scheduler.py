@@ -5,15 +5,17 @@ A request waits, then prefills (its prompt enters in chunks), then decodes, then
     add -> waiting -> prefilling -> decoding -> finished
               ^___________|____________|   retract: its pages are needed for other requests; its tokens are kept
 
-Cursors advance in ``schedule``, when a batch is made. ``commit`` adds the sampled tokens of the step; under overlap it
+Cursors advance in ``schedule``, when a plan is made. ``commit`` adds the sampled tokens of the step; under overlap it
 is called one step later.
 """
 
 from __future__ import annotations
 
+import itertools
 import time
-from collections.abc import Sequence
 from typing import TYPE_CHECKING
+
+import numpy as np
 
 from dovetail.errors import QueueFullError, RequestError
 from dovetail.messages import Answer, GenerateMsg, RequestFailed, TokenOutput
@@ -28,20 +30,25 @@ from dovetail.scheduler.outcome import (
     add_prompt_logprobs,
     end_prefilled,
     forced_tokens,
+    prefilled,
     settle_drafts,
     take_forced,
     take_tokens,
 )
 from dovetail.scheduler.pins import Clock, PinKey, Pins
-from dovetail.scheduler.rows import DecodeRows, mixed_batch, prefilled
-from dovetail.types import Batch, FinishKind, FinishReason, HostOutput, Req
+from dovetail.scheduler.plans import Plans
+from dovetail.scheduler.results import logprobs_of, tokens_of
+from dovetail.scheduler.rows import DecodeRows
+from dovetail.types import Committed, DepartedRequest, FinishKind, FinishReason, Req, StepPlan, StepResult
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from dovetail.constraints.requests import RequestConstraints
     from dovetail.interfaces.policy import SchedulePolicy
     from dovetail.memory.ledger import PageLedger
     from dovetail.tokenizer import Tokenizer
-    from dovetail.types import DraftTree, PageUpdates
+    from dovetail.types import DraftTree, IntArray, Masks, PageUpdates
 
 
 class Scheduler:
@@ -67,12 +74,14 @@ class Scheduler:
         self.prefilling: list[Req] = []
         self.decoding: list[Req] = []
         shares_prefixes = limits.shared_prefixes and not limits.draft_width
-        self._rows = Decoding(ledger, self.decoding, shares_prefixes=shares_prefixes)
+        self._plans = Plans()
+        self._rows = Decoding(ledger, self._plans, self.decoding, shares_prefixes=shares_prefixes)
         self.pins = Pins(limits, ledger, self.totals, clock)
         ledger.release_pinned = self.pins.release_pinned
         self.groups = Groups(self.pins, ledger.page_size, limits.pin_seconds, ledger.tokens_ahead)
-        self._admission = Admission(limits, ledger, policy, self.totals, self.groups)
-        self._departed: list[Req] = []
+        self._admission = Admission(limits, ledger, self._plans, policy, self.totals, self.groups)
+        self._departed: list[DepartedRequest] = []
+        self._committed: list[Req] = []  # the requests of the step that was committed last
         self._by_rid: dict[str, Req] = {}
         self._next_uid = 0
 
@@ -120,20 +129,20 @@ class Scheduler:
                 answers.append(refusal)
         return answers
 
-    def take_departed(self) -> list[Req]:
+    def take_departed(self) -> list[DepartedRequest]:
         """Return the requests that have ended or were retracted since the last call. The drafter drops their state.
         Without a drafter the list is empty."""
         departed, self._departed = self._departed, []
         return departed
 
-    def schedule(self) -> Batch | None:
-        """Return the batch of the next step, with pages reserved and cursors advanced; None if nothing can run now."""
+    def schedule(self) -> StepPlan | None:
+        """Return the plan of the next step, with pages reserved and cursors advanced; None if nothing can run now."""
         self.expire()
         rows = self._rows.reserve(self.limits.draft_width, self._retract_one)
         extend = self._admission.select(self.waiting, self.prefilling, self.decoding)
         if extend:
-            return self._mixed_batch(extend, rows if self.limits.mixed else DecodeRows([], self.ledger.page_size))
-        return self._rows.batch(rows, self.limits.draft_width) if rows.reqs else None
+            return self._mixed_plan(extend, rows if self.limits.mixed else DecodeRows([], self.ledger.page_size))
+        return self._rows.plan(rows, self.limits.draft_width) if rows.reqs else None
 
     def expire(self) -> None:
         """Release the pins of groups and sessions whose next request has not arrived in time."""
@@ -142,7 +151,7 @@ class Scheduler:
 
     def reserve_ahead(self) -> PageUpdates:
         """Reserve pages for the drafts of the next step while the device computes this one. Return the page updates of
-        the next batch so far; more may be added before that batch is made."""
+        the next plan so far; more may be added before that plan is made."""
         self._rows.reserve_ahead(self.limits.draft_width)
         return self.ledger.table.next_updates()
 
@@ -158,11 +167,11 @@ class Scheduler:
         self.totals.retractions += 1
         self.waiting.insert(0, victim)
 
-    def _mixed_batch(self, extend: list[tuple[Req, int]], decode: DecodeRows) -> Batch:
-        batch = mixed_batch(extend, decode, self.ledger.table.take_updates(), self.limits.draft_width)
+    def _mixed_plan(self, extend: list[tuple[Req, int]], decode: DecodeRows) -> StepPlan:
+        plan = self._plans.mixed(extend, decode, self.ledger.table.take_updates(), self.limits.draft_width)
         decode.advance()
-        batch.samples[: len(extend)] = [self._enter(req, count) for req, count in extend]
-        return batch
+        plan.samples[: len(extend)] = [self._enter(req, count) for req, count in extend]
+        return plan
 
     def _enter(self, req: Req, count: int) -> bool:
         """Advance the cursors of ``req`` by ``count`` prompt tokens that enter a step. Return True if these are its
@@ -177,51 +186,59 @@ class Scheduler:
         self._rows.invalidate()
         return True
 
-    def attach(self, batch: Batch, drafts: DraftTree) -> None:
-        """Turn the decode rows of a batch into verify rows. Cursors advance as if every draft were accepted. Raises
+    def attach(self, plan: StepPlan, drafts: DraftTree) -> None:
+        """Turn the decode rows of a plan into verify rows. Cursors advance as if every draft were accepted. Raises
         ``ValueError``, with nothing changed, for drafts that break the contract of ``Drafter.propose``."""
-        tree = checked(batch, drafts, self.limits.vocab_size, self.limits.min_draft_probability)
+        tree = checked(plan, drafts, self.limits.vocab_size, self.limits.min_draft_probability)
         if tree is None:
             return
-        batch.drafts = tree
-        batch.extend_lens = batch.extend_lens + tree.lens
-        self._rows.draft(tree.lens[batch.num_extend :], tree.token_ids.shape[1])
-        for req, count in zip(batch.reqs, tree.lens.tolist(), strict=True):
+        plan.drafts = tree
+        plan.extend_lens = plan.extend_lens + tree.lens
+        self._rows.draft(tree.lens[plan.num_extend :], tree.token_ids.shape[1])
+        for req, count in zip(self._plans.reqs_of(plan), tree.lens.tolist(), strict=True):
             req.cached_len += count
             req.device_len += count
 
-    def take_back(self, batch: Batch) -> None:
-        """Move the cursors back over a batch that failed, because its tokens may have no KV in the pool. The page
-        updates of the batch, which can include updates of other requests, may not have reached the device, so they are
-        sent again with the next batch. The caller must call ``fail`` once the step before this batch is committed."""
-        self.ledger.table.put_back(batch.page_updates)
-        for req, count in zip(batch.reqs, batch.extend_lens.tolist(), strict=True):
+    def masks(self, plan: StepPlan, buffer: Callable[[int, int], IntArray]) -> Masks | None:
+        """Return the bitmasks of the rows of ``plan`` that have a grammar; None if no row needs one. The step before
+        must have been committed. ``buffer(rows, width)`` provides their memory, int32 and uninitialised."""
+        return self.constraints.masks(plan, self._plans.reqs_of(plan), buffer) if plan.constrained else None
+
+    def take_back(self, plan: StepPlan) -> None:
+        """Move the cursors back over a step that failed, because its tokens may have no KV in the pool. The plan's page
+        updates, which can concern requests of other steps, may not have reached the engine, so they are part of the
+        next plan again. The caller must call ``fail`` once the step before this one is committed."""
+        self.ledger.table.put_back(plan.page_updates)
+        for req, count in zip(self._plans.reqs_of(plan), plan.extend_lens.tolist(), strict=True):
             req.cached_len -= count
         self._rows.invalidate()
 
     # -- commit ------------------------------------------------------------------------------------------------------
 
-    def commit(self, batch: Batch, output: HostOutput) -> list[Answer]:
+    def commit(self, plan: StepPlan, result: StepResult) -> list[Answer]:
         """Append the step's tokens to their requests, in place, and return the answers for their clients. Finished
         requests release their pages."""
-        for req in batch.reqs:
+        reqs = self._committed = self._plans.close(plan)
+        for req in reqs:
             req.in_flight -= 1
-        for row, entries in output.prompt_logprobs.items():
-            add_prompt_logprobs(batch.reqs[row], int(batch.prefix_lens[row]), entries)
-        for row, vector in output.pooled.items():
-            add_pooled(batch.reqs[row], int(batch.prefix_lens[row]), vector)
-        if batch.drafts is not None:
-            settle_drafts(batch, batch.drafts, output, self.totals, self.limits)
-            self._rows.settle(adapted=self.limits.adapts(batch.drafts))
-        logprobs = output.logprobs if output.logprobs is not None else [None] * len(output.token_ids)
+        for row, scored, entries in result.prompt_logprobs:
+            add_prompt_logprobs(reqs[row], int(plan.prefix_lens[row]), scored, entries)
+        for row, vector in result.pooled:
+            add_pooled(reqs[row], int(plan.prefix_lens[row]), vector)
+        sampled = list(itertools.compress(reqs, plan.samples.tolist())) if plan.num_extend else reqs
+        tokens = tokens_of(result)
+        if plan.drafts is not None:
+            settle_drafts(plan, sampled, tokens, self.totals, self.limits)
+            self._rows.settle(adapted=self.limits.adapts(plan.drafts))
+        logprobs = [None] * len(tokens) if result.logprobs is None else logprobs_of(result, sampled, tokens)
         jump = self._jump if self.constraints.jumps else None
         answers = [
-            take_tokens(req, tokens, entries, self.eos_token_ids, self.totals, jump)
-            for req, tokens, entries in zip(batch.sampled_reqs, output.token_ids, logprobs, strict=True)
+            take_tokens(req, new, entries, self.eos_token_ids, self.totals, jump)
+            for req, new, entries in zip(sampled, tokens, logprobs, strict=True)
             if req.finish is None and not self._is_wasted(req)
         ]
-        if batch.num_extend:
-            answers += [end_prefilled(req) for req in prefilled(batch)]
+        if plan.num_extend:
+            answers += [end_prefilled(req) for req in prefilled(plan, reqs)]
         ended: list[Req] = []
         for answer in answers:
             self.totals.generated_tokens += len(answer.token_ids)
@@ -229,10 +246,16 @@ class Scheduler:
                 ended.append(self._by_rid[answer.rid])
         if ended:
             self._leave(ended)
-        for req in batch.reqs[: batch.num_extend]:
+        for req in reqs[: plan.num_extend]:
             if req.finish is None and req.slot >= 0:
                 self._share(req)
         return [*answers]
+
+    def committed(self) -> Committed:
+        """Return what a drafter learns of the rows of the step that was committed last."""
+        reqs = self._committed
+        known = np.fromiter([r.known_len for r in reqs], np.int32, len(reqs))
+        return Committed(known, np.fromiter([r.finish is not None for r in reqs], np.bool_, len(reqs)))
 
     def _is_wasted(self, req: Req) -> bool:
         """Return True if jump-forward has meanwhile filled the position for which this step sampled a token. Counts
@@ -301,10 +324,10 @@ class Scheduler:
             TokenOutput(r.rid, [], r.finish, r.prompt_len, r.known_len - r.prompt_len, r.prefix_hit_len) for r in reqs
         ]
 
-    def fail(self, reqs: Sequence[Req], message: str) -> list[Answer]:
+    def fail(self, plan: StepPlan, message: str) -> list[Answer]:
         """End the requests of a step that failed. Their pages are freed and not cached, because their content is
         unknown."""
-        failed = [req for req in reqs if req.finish is None]
+        failed = [req for req in self._plans.close(plan) if req.finish is None]
         for req in failed:
             req.finish = FinishReason(FinishKind.ERROR, message=message)
         self._leave(failed, keep=False)
@@ -331,7 +354,7 @@ class Scheduler:
     def _release(self, req: Req, *, keep: bool = True) -> None:
         self.ledger.release(req, keep=keep)
         if self.limits.draft_width:
-            self._departed.append(req)
+            self._departed.append(DepartedRequest(req.uid, req.known_len))
 
     def _keep_cached(self, req: Req) -> None:
         """Pin the tokens of a request that has ended, which are in the cache, for its group and for the next request of

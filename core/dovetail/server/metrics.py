@@ -70,7 +70,7 @@ _COUNTERS: Mapping[str, tuple[str, str]] = {
     "wait_seconds": ("wait_seconds", "Time of steps in which the host waited for tokens."),
     "commit_seconds": ("commit_seconds", "Time of steps spent in commit."),
     "draft_seconds": ("draft_seconds", "Time of steps spent in the drafter."),
-    "mask_seconds": ("mask_seconds", "Time of launch spent filling and applying grammar masks."),
+    "mask_seconds": ("mask_seconds", "Time of launch spent filling grammar masks."),
     "verify_seconds": ("verify_seconds", "Time of launch and wait in steps for which drafts were proposed."),
 }
 

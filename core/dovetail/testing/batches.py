@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from dovetail.sampling_params import SamplingParams
-from dovetail.types import Attends, Batch, DraftTree, IntArray, PageUpdates, Req, SharedPrefixes, StoresKV
+from dovetail.types import AdmittedRequest, Attends, Batch, DraftTree, IntArray, PageUpdates, SharedPrefixes, StoresKV
 
 
 def make_page_table(lens: Sequence[int], page_size: int, num_pages: int, *, seed: int | None = 0) -> IntArray:
@@ -62,6 +62,7 @@ def make_batch(
         samples=np.ones(rows, np.bool_),
         page_updates=PageUpdates(none, none, none[None]),
         drafts=drafts,
+        known_lens=(prefix + extend)[:num_extend],
     )
     indptr = np.concatenate([np.zeros(1, np.int32), np.cumsum(extend, dtype=np.int32)])
     row_of = np.repeat(np.arange(rows), extend)
@@ -135,16 +136,14 @@ def _depths(batch: Batch, drafts: DraftTree) -> np.ndarray:
     return np.asarray(depths, np.int64)
 
 
-def _make_req(row: int, prefix_len: int, extend_len: int) -> Req:
+def _make_req(row: int, prefix_len: int, extend_len: int) -> AdmittedRequest:
     known = prefix_len + extend_len
-    return Req(
-        rid=f"row-{row}",
-        token_ids=np.zeros(known + 16, np.int32),
-        prompt_len=known,
-        params=SamplingParams(temperature=0.0),
-        uid=row,
-        cached_len=prefix_len,
-        device_len=known,
-        known_len=known,
+    return AdmittedRequest(
         slot=row,
+        uid=row,
+        params=SamplingParams(temperature=0.0),
+        seed=0,
+        prompt_len=known,
+        token_ids=np.zeros(known + 16, np.int32),
+        known_len=known,
     )

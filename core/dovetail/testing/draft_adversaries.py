@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 import numpy as np
 
 from dovetail.interfaces.speculative import Drafter
-from dovetail.types import Batch, DraftTree, FloatArray, Req
+from dovetail.types import Batch, DraftTree, FloatArray, IntArray
 
 Nodes = Sequence[tuple[int, int]]
 """The drafts of one row as (token, parent), parents before their children; the parent -1 is the row's last token."""
@@ -30,19 +30,20 @@ class Adversary(Drafter):
         return self._width
 
     @abstractmethod
-    def nodes(self, req: Req, limit: int) -> Nodes:
-        """Return at most ``limit >= 1`` drafts for one row."""
+    def nodes(self, text: IntArray, limit: int) -> Nodes:
+        """Return at most ``limit >= 1`` drafts after ``text``, for one row."""
 
     def propose(self, batch: Batch) -> DraftTree | None:
         """Return drafts for the decode rows whose limit is positive."""
         assert batch.draft_limits is not None
-        shape = len(batch.reqs), self._width
+        shape = len(batch.slots), self._width
         ids = self.rng.integers(-9, 10**6, shape).astype(np.int32)
         parents = self.rng.integers(-9, 10**6, shape).astype(np.int32)
         lens = np.zeros(len(ids), np.int32)
         for row in range(batch.num_extend, len(ids)):
             limit = min(int(batch.draft_limits[row]), self._width)
-            for place, (token, parent) in enumerate(self.nodes(batch.reqs[row], limit) if limit > 0 else ()):
+            text = batch.reqs[row].token_ids[: batch.prefix_lens[row] + 1]
+            for place, (token, parent) in enumerate(self.nodes(text, limit) if limit > 0 else ()):
                 ids[row, place], parents[row, place], lens[row] = token, parent, place + 1
         return DraftTree(ids, parents, lens, self.probs(ids.shape)) if lens.any() else None
 
@@ -54,7 +55,7 @@ class Adversary(Drafter):
 class RandomChains(Adversary):
     """Draft chains of random tokens and of random length."""
 
-    def nodes(self, req: Req, limit: int) -> Nodes:
+    def nodes(self, text: IntArray, limit: int) -> Nodes:
         """Return a chain."""
         return [(int(self.rng.integers(self.vocab_size)), i - 1) for i in range(self.rng.integers(0, limit + 1))]
 
@@ -62,7 +63,7 @@ class RandomChains(Adversary):
 class RandomTrees(Adversary):
     """Draft random tokens below random parents. Siblings may have the same token."""
 
-    def nodes(self, req: Req, limit: int) -> Nodes:
+    def nodes(self, text: IntArray, limit: int) -> Nodes:
         """Return a tree."""
         return [(int(self.rng.integers(self.vocab_size)), int(self.rng.integers(-1, i))) for i in range(limit)]
 
@@ -79,7 +80,7 @@ class Miscalibrated(RandomTrees):
 class AlwaysTheSame(Adversary):
     """Draft the same token again and again."""
 
-    def nodes(self, req: Req, limit: int) -> Nodes:
+    def nodes(self, text: IntArray, limit: int) -> Nodes:
         """Return a chain."""
         return [(1, i - 1) for i in range(limit)]
 
@@ -95,26 +96,26 @@ class AlwaysWrong(Adversary):
         """Set ``unlikely``, which returns the least likely token after a text."""
         self._unlikely = unlikely
 
-    def nodes(self, req: Req, limit: int) -> Nodes:
+    def nodes(self, text: IntArray, limit: int) -> Nodes:
         """Return a chain."""
-        text, drafts = req.token_ids[: req.known_len].tolist(), list[tuple[int, int]]()
+        path, drafts = text.tolist(), list[tuple[int, int]]()
         for i in range(limit):
-            drafts.append((self._unlikely(text), i - 1))
-            text.append(drafts[-1][0])
+            drafts.append((self._unlikely(path), i - 1))
+            path.append(drafts[-1][0])
         return drafts
 
 
 class NoDrafts(Adversary):
     """Draft nothing, and return a tree without nodes."""
 
-    def nodes(self, req: Req, limit: int) -> Nodes:
+    def nodes(self, text: IntArray, limit: int) -> Nodes:
         """Return no drafts."""
         return []
 
     def propose(self, batch: Batch) -> DraftTree | None:
         """Return a tree without nodes, where None would be usual."""
-        shape = len(batch.reqs), self._width
-        return DraftTree(np.zeros(shape, np.int32), np.full(shape, -1, np.int32), np.zeros(len(batch.reqs), np.int32))
+        shape = len(batch.slots), self._width
+        return DraftTree(np.zeros(shape, np.int32), np.full(shape, -1, np.int32), np.zeros(len(batch.slots), np.int32))
 
 
 ADVERSARIES: Mapping[str, type[Adversary]] = {

@@ -120,7 +120,7 @@ class DrafterEngineTests:
         """If every other call of one of the drafter's methods raises, the requests continue, and the errors are
         counted."""
         with self.engine() as llm:
-            drafter = llm.loop.drafter
+            drafter = llm.loop.executor.drafter
             assert drafter is not None
             monkeypatch.setattr(drafter, part, _every_other_raises(getattr(drafter, part)))
             assert _results(llm.generate(*_requests())) == _expected()

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import ClassVar
 
 import numpy as np
@@ -15,8 +18,17 @@ from dovetail.registry.specs import ComponentKind
 from dovetail.sampling_params import SamplingParams
 from dovetail.testing.component import ComponentSuite
 from dovetail.testing.draft_engine import DrafterEngineTests
-from dovetail.testing.policy import snapshot
-from dovetail.types import Batch, DraftTree, FloatArray, IntArray, PageUpdates, Req
+from dovetail.types import (
+    AdmittedRequest,
+    Batch,
+    Committed,
+    DepartedRequest,
+    DraftTree,
+    FloatArray,
+    IntArray,
+    PageUpdates,
+    StepPlan,
+)
 
 VOCAB_SIZE = 64
 MAX_CONTEXT = 256
@@ -24,44 +36,87 @@ MAX_CONTEXT = 256
 each_seed = pytest.mark.parametrize("seed", range(8))
 
 
-def make_running(uid: int, text: Sequence[int], *, prompt_len: int | None = None) -> Req:
-    """Return a request that decodes: all of ``text`` is known, and the KV of all but its last token is in the pool."""
+@dataclass(slots=True, eq=False)
+class RunningRequest:
+    """Hold a request that decodes: the host knows its first ``known_len`` tokens, and the KV of all but the last of them
+    is in the pool."""
+
+    admitted: AdmittedRequest
+    known_len: int
+    ended: bool = False
+
+    @property
+    def departed(self) -> DepartedRequest:
+        """Return what the drafter gets when the request has given its slot back."""
+        return DepartedRequest(self.admitted.uid, self.known_len)
+
+    def append(self, tokens: Sequence[int]) -> None:
+        """Append ``tokens`` to the text, as if each had been sampled in a separate step."""
+        self.admitted.token_ids[self.known_len : self.known_len + len(tokens)] = tokens
+        self.known_len += len(tokens)
+
+
+def make_running(
+    uid: int,
+    text: Sequence[int],
+    *,
+    prompt_len: int | None = None,
+    params: SamplingParams | None = None,
+    namespace: str = "",
+    retracted: bool = False,
+) -> RunningRequest:
+    """Return a request whose text is ``text``. The host knew its prompt when it was admitted, and the whole text if it
+    was ``retracted`` before."""
     token_ids = np.full(MAX_CONTEXT, VOCAB_SIZE - 1, dtype=np.int32)  # beyond the text: the drafter may not read it
     token_ids[: len(text)] = text
-    return Req(
-        rid=f"req-{uid}",
-        token_ids=token_ids,
-        prompt_len=len(text) if prompt_len is None else prompt_len,
-        params=SamplingParams(),
-        uid=uid,
+    prompt_len = len(text) if prompt_len is None else prompt_len
+    admitted = AdmittedRequest(
         slot=uid,
-        cached_len=len(text) - 1,
-        device_len=len(text),
-        known_len=len(text),
+        uid=uid,
+        params=params or SamplingParams(),
+        seed=uid,
+        prompt_len=prompt_len,
+        token_ids=token_ids,
+        known_len=len(text) if retracted else prompt_len,
+        namespace=namespace,
+        retracted=retracted,
     )
+    return RunningRequest(admitted, len(text))
 
 
-def append_tokens(req: Req, tokens: Sequence[int]) -> None:
-    """Append ``tokens`` to a running request, as if each had been sampled in a separate step."""
-    req.token_ids[req.known_len : req.known_len + len(tokens)] = tokens
-    req.known_len += len(tokens)
-    req.cached_len += len(tokens)
-    req.device_len += len(tokens)
-
-
-def make_decode_batch(reqs: Sequence[Req], draft_limits: Sequence[int], num_extend: int = 0) -> Batch:
-    """Return a batch as ``Scheduler.schedule`` makes it for the drafter. The first ``num_extend`` rows extend."""
+def make_decode_batch(reqs: Sequence[RunningRequest], draft_limits: Sequence[int], num_extend: int = 0) -> Batch:
+    """Return a batch as the drafter gets it from the engine. The first ``num_extend`` rows extend."""
     none = np.zeros(0, dtype=np.int32)
-    return Batch(
-        reqs=list(reqs),
+    known_lens, limits = np.array([req.known_len for req in reqs], np.int32), np.array(draft_limits, np.int32)
+    limits.flags.writeable = False
+    admitted = [req.admitted for req in reqs]
+    plan = StepPlan(
+        number=1,
         num_extend=num_extend,
-        slots=np.array([req.slot for req in reqs], dtype=np.int32),
-        prefix_lens=np.array([req.cached_len for req in reqs], dtype=np.int32),
-        extend_lens=np.array([req.extend_len for req in reqs], dtype=np.int32),
-        samples=np.ones(len(reqs), dtype=np.bool_),
+        slots=np.array([req.slot for req in admitted], np.int32),
+        prefix_lens=known_lens - np.int32(1),
+        extend_lens=np.ones(len(reqs), np.int32),
+        samples=np.ones(len(reqs), np.bool_),
         page_updates=PageUpdates(none, none, none[None]),
-        draft_limits=np.array(draft_limits, dtype=np.int32),
+        known_lens=known_lens[:num_extend],
+        admitted=tuple(admitted),
+        draft_limits=limits,
     )
+    return Batch.of(plan, admitted)
+
+
+def make_committed(reqs: Sequence[RunningRequest]) -> Committed:
+    """Return what the drafter gets when a step of ``reqs`` has been committed."""
+    ended = np.array([req.ended for req in reqs], np.bool_)
+    return Committed(np.array([req.known_len for req in reqs], np.int32), ended)
+
+
+def text_of(batch: Batch, row: int) -> list[int]:
+    """Return the tokens of a row that the host knew before the step."""
+    known_lens = batch.prefix_lens + 1
+    if batch.num_extend and batch.known_lens is not None:
+        known_lens[: batch.num_extend] = batch.known_lens[: batch.num_extend]
+    return batch.reqs[row].token_ids[: known_lens[row]].tolist()
 
 
 def draft_of(tree: DraftTree | None, row: int) -> list[tuple[int, int]]:
@@ -88,7 +143,7 @@ class DrafterSuite(DrafterEngineTests, ComponentSuite):
             DrafterContext(torch.device("cpu"), vocab_size=VOCAB_SIZE, max_rows=16, max_context=MAX_CONTEXT)
         )
 
-    def make_requests(self, seed: int, count: int = 8) -> list[Req]:
+    def make_requests(self, seed: int, count: int = 8) -> list[RunningRequest]:
         """Return requests with random texts, most of each generated by the model. Every other text repeats itself.
 
         Override it if a drafter needs other requests.
@@ -164,11 +219,12 @@ class DrafterSuite(DrafterEngineTests, ComponentSuite):
 
     @each_seed
     def test_proposing_changes_no_request(self, seed: int) -> None:
-        """Drafts are proposals: only commit writes to a request."""
+        """Drafts are proposals: only commit writes to a request. The arrays of the batch belong to the scheduler."""
         reqs = self.make_requests(seed)
-        before = [snapshot(req) for req in reqs]
-        self.make().propose(make_decode_batch(reqs, [9] * len(reqs)))
-        assert [snapshot(req) for req in reqs] == before
+        batch = make_decode_batch(reqs, [9] * len(reqs))
+        before = _snapshot(batch)
+        self.make().propose(batch)
+        assert _snapshot(batch) == before
 
     @each_seed
     def test_the_same_texts_get_the_same_drafts(self, seed: int) -> None:
@@ -204,17 +260,17 @@ class DrafterSuite(DrafterEngineTests, ComponentSuite):
         for other in (seed, seed + 100):
             old, new = self.make_requests(seed), self.make_requests(other)
             for req in old:
-                append_tokens(req, range(10, 22))
-                req.namespace = "theirs"
+                req.append(range(10, 22))
+                req.admitted = dataclasses.replace(req.admitted, namespace="theirs")
             self.check_no_trace(old, new)
 
-    def check_no_trace(self, old: Sequence[Req], new: Sequence[Req]) -> None:
+    def check_no_trace(self, old: Sequence[RunningRequest], new: Sequence[RunningRequest]) -> None:
         """Check that a drafter that has seen and forgotten ``old`` drafts for ``new`` like a new drafter."""
         drafter = self.make()
         batch = make_decode_batch(old, [9] * len(old))
         drafter.propose(batch)
         for req in old:
-            drafter.forget(req)
+            drafter.forget(req.departed)
         batch = make_decode_batch(new, [9] * len(new))
         remembered, fresh = drafter.propose(batch), self.make().propose(batch)
         for row in range(len(new)):
@@ -222,4 +278,17 @@ class DrafterSuite(DrafterEngineTests, ComponentSuite):
 
     def test_forgetting_the_unknown_is_nothing(self) -> None:
         """A request may end before the drafter has seen it."""
-        self.make().forget(self.make_requests(0)[0])
+        self.make().forget(self.make_requests(0)[0].departed)
+
+
+def _snapshot(batch: Batch) -> object:
+    """Return copies of the fields of a batch that the drafter gets, and of its requests, for a later comparison."""
+    reqs = [{field.name: _copied(getattr(req, field.name)) for field in dataclasses.fields(req)} for req in batch.reqs]
+    fields = [field.name for field in dataclasses.fields(batch) if field.init and field.name != "reqs"]
+    return reqs, {name: _copied(getattr(batch, name)) for name in fields}
+
+
+def _copied(value: object) -> object:
+    if isinstance(value, tuple):
+        return [_copied(part) for part in value]
+    return value.tolist() if isinstance(value, np.ndarray) else copy.deepcopy(value)

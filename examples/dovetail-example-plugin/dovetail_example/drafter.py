@@ -23,12 +23,12 @@ class BigramDrafter(Drafter):
     def propose(self, batch: Batch) -> DraftTree | None:
         """See ``Drafter``. Return a chain for each decode row with a draft."""
         assert batch.draft_limits is not None
-        rows = len(batch.reqs)
+        rows, ends = len(batch.slots), batch.prefix_lens + 1  # the host knows this number of tokens of a decode row
         token_ids = np.zeros((rows, self._most), np.int32)
         lens = np.zeros(rows, np.int32)
         for row in range(batch.num_extend, rows):
-            req = batch.reqs[row]
-            draft = self._follow(req.token_ids[: req.known_len], min(int(batch.draft_limits[row]), self._most))
+            text = batch.reqs[row].token_ids[: ends[row]]
+            draft = self._follow(text, min(int(batch.draft_limits[row]), self._most))
             lens[row] = len(draft)
             token_ids[row, : len(draft)] = draft
         parents = np.tile(np.arange(-1, self._most - 1, dtype=np.int32), (rows, 1))

@@ -22,14 +22,14 @@ from dovetail.ops.transfer import to_device
 from dovetail_speculative.checkpoints import find_checkpoint, target_ids, tensor_names
 from dovetail_speculative.dflash_checkpoint import DFlashShape, describe_dflash
 from dovetail_speculative.dflash_model import DFlashModel
-from dovetail_speculative.steps import TextSteps, chains, committed
+from dovetail_speculative.steps import TextSteps, chains, committed_tokens
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from dovetail.types import Batch, BoolArray, DraftTree, ForwardOutput, Req
+    from dovetail.types import Batch, BoolArray, Committed, DepartedRequest, DraftTree, ForwardOutput
     from dovetail_speculative.config import DFlashConfig
-    from dovetail_speculative.steps import Committed
+    from dovetail_speculative.steps import CommittedTokens
 
 MISSED = -1
 """The value in place of a length if tokens of the request were not observed."""
@@ -124,12 +124,12 @@ class DFlashDrafter(Drafter):
         return True
 
     @torch.inference_mode()
-    def observe(self, batch: Batch, output: ForwardOutput) -> None:
+    def observe(self, batch: Batch, output: ForwardOutput, committed: Committed) -> None:
         """Write the keys and values of the tokens that were committed."""
-        new = committed(batch, output)
+        new = committed_tokens(batch, output, committed)
         if new is None:
             return
-        new = new[self._seen(batch, new)]
+        new = new[self._seen(batch, new, committed.ended)]
         if not len(new.rows):
             return
         self._read(batch, new)
@@ -137,7 +137,7 @@ class DFlashDrafter(Drafter):
             if batch.reqs[row].uid in self._seen_lens:  # otherwise it has ended and was forgotten
                 self._seen_lens[batch.reqs[row].uid] = length
 
-    def _read(self, batch: Batch, new: Committed) -> None:
+    def _read(self, batch: Batch, new: CommittedTokens) -> None:
         assert batch.hidden is not None, "the engine keeps the layers that are watched"
         slots, counts = batch.slots[new.rows], new.counts
         few = int(counts.max()) <= self._texts.widths[-1]
@@ -153,15 +153,15 @@ class DFlashDrafter(Drafter):
         self._model.store_context(batch, features)
         return features[:, :0]  # there is no output
 
-    def _seen(self, batch: Batch, new: Committed) -> BoolArray:
+    def _seen(self, batch: Batch, new: CommittedTokens, ended: BoolArray) -> BoolArray:
         """Return which rows of ``new`` had every token observed, bool ``[n]``. All of them count as missed until their
-        tokens have been read."""
+        tokens have been read. No state is kept of the rows of the batch that have ``ended``."""
         seen = np.zeros(len(new.rows), np.bool_)
         for i, (row, start) in enumerate(zip(new.rows.tolist(), new.starts.tolist(), strict=True)):
             uid = batch.reqs[row].uid
             before = self._seen_lens.get(uid)
             seen[i] = start == before if before is not None else row < batch.num_extend
-            if batch.reqs[row].finish is None:
+            if not ended[row]:
                 self._seen_lens[uid] = MISSED
         return seen
 
@@ -169,33 +169,31 @@ class DFlashDrafter(Drafter):
     def propose(self, batch: Batch) -> DraftTree | None:
         """Return a chain for each decode row whose tokens were all observed. All blocks run in one pass."""
         assert batch.draft_limits is not None, "no pages were reserved for drafts"
-        rows = [row for row in range(batch.num_extend, len(batch.reqs)) if self._can_draft(batch, row)]
+        limits, starts = batch.draft_limits.tolist(), batch.prefix_lens.tolist()
+        rows = [
+            row
+            for row in range(batch.num_extend, len(limits))
+            if limits[row] > 0 and self._seen_lens.get(batch.reqs[row].uid) == starts[row]
+        ]
         if not rows:
             return None
-        ends = np.array([batch.reqs[row].known_len - 1 for row in rows], np.int32)
+        ends = batch.prefix_lens[rows]
         lens = np.minimum(batch.draft_limits[rows], self._num_draft_tokens)
         state = self._block.state(len(rows))
-        lasts = np.array(
-            [batch.reqs[row].token_ids[end] for row, end in zip(rows, ends.tolist(), strict=True)], np.int64
-        )
+        lasts = np.array([batch.reqs[row].token_ids[starts[row]] for row in rows], np.int64)
         state.ids[:, 0] = to_device(lasts, self._device)
         passes = [DraftPass(0, ends, (lens + 1).astype(np.int32))]
         predicted = self._cache.run(self._block, batch.slots[rows], passes, state)[1]
         drafts = predicted.cpu().numpy().astype(np.int32)
-        return chains(len(batch.reqs), {row: drafts[i, 1 : 1 + lens[i]] for i, row in enumerate(rows)})
+        return chains(len(limits), {row: drafts[i, 1 : 1 + lens[i]] for i, row in enumerate(rows)})
 
     def _predict(self, batch: Batch) -> torch.Tensor:
         predicted = self._model.logits(self._model.forward(batch)).argmax(-1)
         return predicted if self._target_ids is None else self._target_ids[predicted]
 
-    def _can_draft(self, batch: Batch, row: int) -> bool:
-        assert batch.draft_limits is not None
-        req = batch.reqs[row]
-        return batch.draft_limits[row] > 0 and self._seen_lens.get(req.uid) == req.known_len - 1
-
-    def forget(self, req: Req) -> None:
+    def forget(self, request: DepartedRequest) -> None:
         """Drop the request's state. Its pages belong to the prefix cache or are free."""
-        self._seen_lens.pop(req.uid, None)
+        self._seen_lens.pop(request.uid, None)
 
 
 def _check_layers(layer_ids: tuple[int, ...], count: int) -> None:

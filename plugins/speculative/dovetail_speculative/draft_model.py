@@ -12,7 +12,7 @@ import torch
 from dovetail.errors import ConfigError
 from dovetail.interfaces.speculative import Drafter, DrafterContext
 from dovetail.ops.transfer import to_device
-from dovetail.types import Batch, DraftTree, IntArray, Req
+from dovetail.types import Batch, DepartedRequest, DraftTree, IntArray
 from dovetail_speculative.checkpoints import find_checkpoint
 from dovetail_speculative.config import DraftModelConfig
 from dovetail_speculative.steps import ChainSteps, TextSteps, chains
@@ -32,9 +32,9 @@ class _Cursor:
     place: int = 0
     drafts: IntArray = field(default_factory=lambda: NO_DRAFTS)
 
-    def advance(self, req: Req) -> None:
-        """Move ``place`` to the first token that differs from the drafts, and drop the drafts."""
-        new = req.token_ids[self.place : req.known_len]
+    def advance(self, text: IntArray) -> None:
+        """Move ``place`` to the first token of ``text`` that differs from the drafts, and drop the drafts."""
+        new = text[self.place :]
         count = min(len(new), len(self.drafts))
         differs = np.flatnonzero(new[:count] != self.drafts[:count])
         self.place += int(differs[0]) if len(differs) else count
@@ -110,24 +110,24 @@ class ModelDrafter(Drafter):
         drafts = self._draft(ids, texts)
         for row, draft in drafts.items():
             self._cursors[batch.reqs[row].uid].drafts = draft[:-1]  # the model has not read the last draft
-        return chains(len(batch.reqs), drafts)
+        return chains(len(batch.slots), drafts)
 
-    def forget(self, req: Req) -> None:
+    def forget(self, request: DepartedRequest) -> None:
         """Drop the request's state, because its pages may now be used by other requests."""
-        self._cursors.pop(req.uid, None)
+        self._cursors.pop(request.uid, None)
 
     def _texts(self, batch: Batch) -> _Texts:
         """Return the rows that may get drafts."""
         assert batch.draft_limits is not None, "no pages were reserved for drafts"
-        rows = np.arange(batch.num_extend, len(batch.reqs), dtype=np.int32)
-        ends = np.array([req.known_len for req in batch.reqs[batch.num_extend :]], np.int32)
+        rows = np.arange(batch.num_extend, len(batch.slots), dtype=np.int32)
+        ends = batch.prefix_lens[batch.num_extend :] + np.int32(1)
         limits = np.minimum(np.minimum(batch.draft_limits[rows], self._count), self._context_len - ends + 1)
         rows, ends, limits = (array[limits > 0] for array in (rows, ends, limits))
         starts = np.zeros_like(ends)
-        for i, row in enumerate(rows.tolist()):
+        for i, (row, end) in enumerate(zip(rows.tolist(), ends.tolist(), strict=True)):
             req = batch.reqs[row]
             cursor = self._cursors.setdefault(req.uid, _Cursor())
-            cursor.advance(req)
+            cursor.advance(req.token_ids[:end])
             starts[i] = cursor.place
         return _Texts(rows, batch.slots[rows], starts, ends, limits.astype(np.int32))
 

@@ -16,13 +16,13 @@ import torch
 
 from dovetail.interfaces.speculative import DraftCache, Drafter, DrafterContext
 from dovetail.ops.transfer import to_device
-from dovetail_speculative.steps import ChainSteps, TextSteps, chains, committed
+from dovetail_speculative.steps import ChainSteps, TextSteps, chains, committed_tokens
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from dovetail.types import Batch, BoolArray, DraftTree, ForwardOutput, IntArray, Req
-    from dovetail_speculative.steps import Committed
+    from dovetail.types import Batch, BoolArray, Committed, DepartedRequest, DraftTree, ForwardOutput, IntArray
+    from dovetail_speculative.steps import CommittedTokens
 
 MISSED = -2
 """The value in place of an index if tokens of the request were not observed. It is not -1, because no index may be the
@@ -123,12 +123,12 @@ class HiddenDrafter(Drafter):
     # -- what the loop calls -----------------------------------------------------------------------------------------
 
     @torch.inference_mode()
-    def observe(self, batch: Batch, output: ForwardOutput) -> None:
+    def observe(self, batch: Batch, output: ForwardOutput, committed: Committed) -> None:
         """Write the head's keys and values of the tokens that were committed."""
-        new = committed(batch, output)
+        new = committed_tokens(batch, output, committed)
         if new is None:
             return
-        new = new[self._seen(batch, new)]
+        new = new[self._seen(batch, new, committed.ended)]
         if not len(new.rows):
             return
         self._read(batch, new)
@@ -136,7 +136,7 @@ class HiddenDrafter(Drafter):
             if batch.reqs[row].uid in self._places:  # otherwise it has ended and was forgotten
                 self._places[batch.reqs[row].uid] = place
 
-    def _read(self, batch: Batch, new: Committed) -> None:
+    def _read(self, batch: Batch, new: CommittedTokens) -> None:
         """Run the head over the ``new`` tokens and keep its outputs at their last indices."""
         assert batch.hidden is not None, "the engine keeps the layers that are watched"
         slots, counts, texts = batch.slots[new.rows], new.counts, self._texts
@@ -154,15 +154,15 @@ class HiddenDrafter(Drafter):
             outputs = texts.take(self.cache, (slots, new.starts, counts), where, next_ids, entered)
         self._outputs.index_copy_(0, slots_there, outputs)
 
-    def _seen(self, batch: Batch, new: Committed) -> BoolArray:
+    def _seen(self, batch: Batch, new: CommittedTokens, ended: BoolArray) -> BoolArray:
         """Return which rows of ``new`` had every token observed, bool ``[n]``. All of them count as missed until the
-        pass over their tokens has succeeded."""
+        pass over their tokens has succeeded. No state is kept of the rows of the batch that have ``ended``."""
         seen = np.zeros(len(new.rows), np.bool_)
         for i, (row, start) in enumerate(zip(new.rows.tolist(), new.starts.tolist(), strict=True)):
             uid = batch.reqs[row].uid
             before = self._places.get(uid)
             seen[i] = start == before + 1 if before is not None else row < batch.num_extend
-            if batch.reqs[row].finish is None:
+            if not ended[row]:
                 self._places[uid] = MISSED
         return seen
 
@@ -170,18 +170,18 @@ class HiddenDrafter(Drafter):
     def propose(self, batch: Batch) -> DraftTree | None:
         """Return drafts for the decode rows whose tokens were all observed."""
         assert batch.draft_limits is not None, "no pages were reserved for drafts"
+        limits, starts = batch.draft_limits.tolist(), batch.prefix_lens.tolist()
         rows = [
             row
-            for row in range(batch.num_extend, len(batch.reqs))
-            if batch.draft_limits[row] > 0 and self._places.get(batch.reqs[row].uid) == batch.reqs[row].known_len - 2
+            for row in range(batch.num_extend, len(limits))
+            if limits[row] > 0 and self._places.get(batch.reqs[row].uid) == starts[row] - 1
         ]
         if not rows:
             return None
-        rows.sort(key=lambda row: -int(batch.draft_limits[row]))  # pyright: ignore[reportOptionalSubscript]
-        at = batch.slots[rows]
-        ends = np.array([batch.reqs[row].known_len - 1 for row in rows], np.int32)
+        rows.sort(key=lambda row: -limits[row])
+        at, ends = batch.slots[rows], batch.prefix_lens[rows]
         outputs = self._outputs.index_select(0, to_device(at.astype(np.int64), self.device))
-        return self.draft(DraftRows(len(batch.reqs), rows, at, ends, batch.draft_limits[rows]), outputs)
+        return self.draft(DraftRows(len(limits), rows, at, ends, batch.draft_limits[rows]), outputs)
 
     def draft(self, rows: DraftRows, outputs: torch.Tensor) -> DraftTree | None:
         """Return drafts of ``rows``, whose last outputs are ``outputs [n, hidden_size]``: chains, unless a subclass
@@ -195,6 +195,6 @@ class HiddenDrafter(Drafter):
         outputs = self.step(batch, ids, hidden)
         return self.tokens(outputs), outputs
 
-    def forget(self, req: Req) -> None:
+    def forget(self, request: DepartedRequest) -> None:
         """Drop the request's state. Its kept output is not used again."""
-        self._places.pop(req.uid, None)
+        self._places.pop(request.uid, None)

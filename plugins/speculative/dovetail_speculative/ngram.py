@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 from dovetail.interfaces.speculative import Drafter, DrafterContext
-from dovetail.types import Batch, DraftTree, ForwardOutput, IntArray, Req
+from dovetail.types import AdmittedRequest, Batch, Committed, DepartedRequest, DraftTree, ForwardOutput, IntArray
 from dovetail_speculative.config import NgramConfig
 from dovetail_speculative.ngram_confidence import NgramConfidence
 from dovetail_speculative.ngram_index import TOKEN, NgramIndex
@@ -71,32 +71,34 @@ class NgramDrafter(Drafter):
     def propose(self, batch: Batch) -> DraftTree | None:
         """Return a chain for each decode row whose latest tokens have occurred before."""
         assert batch.draft_limits is not None, "no pages were reserved for drafts"
+        reqs, starts = batch.reqs, batch.prefix_lens.tolist()
         limits = np.minimum(batch.draft_limits, self._config.num_draft_tokens).tolist()
-        rows = range(batch.num_extend, len(batch.reqs))
-        drafts = {row: self._draft(batch.reqs[row], limits[row]) for row in rows if limits[row] > 0}
-        lens = np.zeros(len(batch.reqs), dtype=np.int32)
+        rows = range(batch.num_extend, len(limits))
+        drafts = {row: self._draft(reqs[row], starts[row] + 1, limits[row]) for row in rows if limits[row] > 0}
+        lens = np.zeros(len(limits), dtype=np.int32)
         for row, draft in drafts.items():
             lens[row] = len(draft)
         return _chains(lens, drafts) if lens.any() else None
 
-    def observe(self, batch: Batch, output: ForwardOutput) -> None:
+    def observe(self, batch: Batch, output: ForwardOutput, committed: Committed) -> None:
         """Record whether drafts were right and, if outputs are shared, add what the requests generated."""
-        for req in batch.reqs:
+        known_lens, ended = committed.known_lens.tolist(), committed.ended.tolist()
+        for req, known_len, has_ended in zip(batch.reqs, known_lens, ended, strict=True):
             state = self._states.get(req.uid)
-            if state is not None and state.guess is not None and req.known_len > state.guess.place:
+            if state is not None and state.guess is not None and known_len > state.guess.place:
                 place, token, key, start = state.guess
                 state.confidence.update(key, start, req.token_ids[place] == token)
                 state.guess = None
-            if self._shared is not None and req.params.speculative and req.finish is None:
-                self._shared.follow(req)  # ``forget`` closes, or has closed, requests that have ended
+            if self._shared is not None and req.params.speculative and not has_ended:
+                self._shared.follow(req, known_len)  # ``forget`` closes, or has closed, requests that have ended
 
-    def forget(self, req: Req) -> None:
+    def forget(self, request: DepartedRequest) -> None:
         """Drop the request's state, and add the rest of its text to the shared memory."""
-        self._states.pop(req.uid, None)
-        if self._shared is not None and req.params.speculative:
-            self._shared.close(req)
+        self._states.pop(request.uid, None)
+        if self._shared is not None:
+            self._shared.close(request)
 
-    def _state(self, req: Req) -> _State:
+    def _state(self, req: AdmittedRequest) -> _State:
         state = self._states.get(req.uid)
         if state is None:
             shared, memory = self._shared, self._config.memory
@@ -106,8 +108,9 @@ class NgramDrafter(Drafter):
             state = self._states[req.uid] = _State(NgramIndex(self._lengths, memory), confidence, text)
         return state
 
-    def _draft(self, req: Req, count: int) -> IntArray:
-        state, text = self._state(req), req.token_ids[: req.known_len]
+    def _draft(self, req: AdmittedRequest, end: int, count: int) -> IntArray:
+        """Return at most ``count`` drafts after the first ``end`` tokens of a request."""
+        state, text = self._state(req), req.token_ids[:end]
         state.index.extend(text)
         draft, ngram, kind = self._longest(state, text)
         if not len(draft):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from dataclasses import dataclass
 
-from dovetail.types import IntArray, Req
+from dovetail.types import AdmittedRequest, DepartedRequest, IntArray
 from dovetail_speculative.ngram_index import ngrams_of
 
 _CHUNK = 32  # the number of tokens that are added at once while a request runs
@@ -59,7 +59,7 @@ class SharedMemory:
         self._running: dict[int, int] = {}  # uid: the number of its text
         self._next = 0
 
-    def open(self, req: Req) -> SharedText:
+    def open(self, req: AdmittedRequest) -> SharedText:
         """Return the text of a running request, and create it if there is none."""
         number = self._running.get(req.uid)
         if number is None:
@@ -81,27 +81,31 @@ class SharedMemory:
             return None
         return text.tokens[(entry & _PLACE) - text.offset : text.known - text.offset]
 
-    def follow(self, req: Req) -> None:
-        """Add the n-grams of a running request's text, except those of its last tokens."""
+    def follow(self, req: AdmittedRequest, known_len: int) -> None:
+        """Add the n-grams of the first ``known_len`` tokens of a running request, except those of its last tokens."""
         text = self.open(req)
-        end = req.known_len - self._lag
+        end = known_len - self._lag
         if end - text.learnt >= _CHUNK:
-            self._learn(text, self._running[req.uid], end, req.known_len)
+            self._learn(text, self._running[req.uid], end, known_len)
 
-    def close(self, req: Req) -> None:
-        """Add the rest of the text of a request that has ended or was retracted, and keep a copy of what was added."""
-        text = self.open(req)
-        number = self._running.pop(req.uid)
-        self._learn(text, number, req.known_len - 1, req.known_len)
-        text.offset = min(text.first, req.known_len)
-        text.tokens = text.tokens[text.offset : req.known_len].copy()
+    def close(self, request: DepartedRequest) -> None:
+        """Add the rest of the text of a request that has ended or was retracted, and keep a copy of what was added.
+
+        Nothing is added if the request was never opened."""
+        number = self._running.pop(request.uid, None)
+        if number is None:
+            return
+        text, known_len = self._texts[number], request.known_len
+        self._learn(text, number, known_len - 1, known_len)
+        text.offset = min(text.first, known_len)
+        text.tokens = text.tokens[text.offset : known_len].copy()
         text.open = False
         if text.learnt < text.first or text.generation < self._generation - 1:
             del self._texts[number]
 
-    def _new(self, req: Req) -> SharedText:
+    def _new(self, req: AdmittedRequest) -> SharedText:
         """Create the text of a request. A retracted request starts again after the tokens that were already added."""
-        first = req.known_len if req.num_retractions else 0 if self._prompts else req.prompt_len
+        first = req.known_len if req.retracted else 0 if self._prompts else req.prompt_len
         salt = hashlib.blake2b(req.namespace.encode(), digest_size=8).digest()
         return SharedText(req.token_ids, req.namespace, salt, first, max(first - 1, 0))
 

@@ -15,13 +15,15 @@ from dovetail.types import DraftTree
 if TYPE_CHECKING:
     from typing import Any
 
-    from dovetail.types import Batch, BoolArray, ForwardOutput, IntArray
+    from dovetail.types import Batch, BoolArray, Committed, ForwardOutput, IntArray
 
     Array = np.ndarray[Any, np.dtype[Any]]
 
+_ONE = np.int32(1)
+
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Committed:
+class CommittedTokens:
     """Describe the tokens of a step that have become part of their texts, row by row.
 
     ``rows`` (int32 ``[n]``) are rows of the batch. Row i has ``counts[i]`` tokens at indices ``starts[i]``,
@@ -35,45 +37,38 @@ class Committed:
     index: Array
     next_ids: Array
 
-    def __getitem__(self, chosen: BoolArray) -> Committed:
+    def __getitem__(self, chosen: BoolArray) -> CommittedTokens:
         """Return the tokens of the rows that ``chosen`` (bool ``[n]``) selects."""
         tokens = np.repeat(chosen, self.counts)
         rows, starts, counts = (array[chosen] for array in (self.rows, self.starts, self.counts))
-        return Committed(rows, starts, counts, self.index[tokens], self.next_ids[tokens])
+        return CommittedTokens(rows, starts, counts, self.index[tokens], self.next_ids[tokens])
 
 
-def committed(batch: Batch, output: ForwardOutput) -> Committed | None:
+def committed_tokens(batch: Batch, output: ForwardOutput, committed: Committed) -> CommittedTokens | None:
     """Return the tokens of a step that has been committed, or None if there are none.
 
     These are the whole chunk of a prompt, the token of a decode row, and the accepted path of a verify row with the
     token before it.
     """
-    nodes = (output.on_host or output).nodes
-    paths = None if nodes is None else nodes.cpu().numpy()
-    sampled = np.cumsum(batch.samples) - 1
-    firsts = np.cumsum(batch.extend_lens) - batch.extend_lens
-    rows, starts, counts = [], [], []
-    index: list[Array] = []
-    following: list[Array] = []
-    for row, req in enumerate(batch.reqs):
-        start = int(batch.prefix_lens[row])
-        count = int(batch.extend_lens[row]) if row < batch.num_extend else req.known_len - 1 - start
-        count = min(count, req.known_len - 1 - start)
-        if count <= 0:
-            continue
-        path = np.arange(count)
-        if paths is not None and row >= batch.num_extend:
-            path = paths[sampled[row], :count]
-        rows.append(row)
-        starts.append(start)
-        counts.append(count)
-        index.append(firsts[row] + path)
-        following.append(req.token_ids[start + 1 : start + 1 + count])
-    if not rows:
+    num_extend, extend_lens = batch.num_extend, batch.extend_lens
+    counts = committed.known_lens - batch.prefix_lens - _ONE
+    if num_extend:
+        np.minimum(counts[:num_extend], extend_lens[:num_extend], out=counts[:num_extend])
+    rows = (counts > 0).nonzero()[0].astype(np.int32)
+    if not len(rows):
         return None
-    of_rows = np.array([rows, starts, counts], np.int32)
-    both = (np.concatenate(array).astype(np.int64) for array in (index, following))
-    return Committed(of_rows[0], of_rows[1], of_rows[2], *both)
+    starts, counts = batch.prefix_lens[rows], counts[rows]
+    firsts, ends = (extend_lens.cumsum() - extend_lens)[rows], counts.cumsum()
+    index = (firsts - ends + counts).repeat(counts) + np.arange(ends[-1])
+    nodes = (output.on_host or output).nodes
+    if nodes is not None:
+        i = int(rows.searchsorted(num_extend)) if num_extend else 0  # verify rows are the last of the sampled rows
+        paths = nodes.cpu().numpy()[rows[i:] - len(extend_lens)]
+        accepted = paths[np.arange(paths.shape[1]) < counts[i:, None]]
+        index[len(index) - len(accepted) :] = firsts[i:].repeat(counts[i:]) + accepted
+    spans = zip(rows.tolist(), starts.tolist(), counts.tolist(), strict=True)
+    following = [batch.reqs[row].token_ids[start + 1 : start + 1 + count] for row, start, count in spans]
+    return CommittedTokens(rows, starts, counts, index, np.concatenate(following, dtype=np.int64))
 
 
 def chains(num_rows: int, drafts: Mapping[int, IntArray]) -> DraftTree | None:

@@ -125,6 +125,8 @@ class KernelsAhead:
     def noting(self) -> Iterator[None]:
         """Note the kernels that the calling thread would launch, and launch none. Processes compile those that are not
         in the cache. Results of kernels are undefined."""
+        if not self._active:
+            raise RuntimeError("kernels can be noted while is_active is True, and it is not")
         with self._instead("note"):
             yield
 
@@ -136,8 +138,6 @@ class KernelsAhead:
 
     @contextmanager
     def _instead(self, mode: str) -> Iterator[None]:
-        if not self._active:
-            raise RuntimeError("kernels can be noted and loaded while is_active is True, and it is not")
         from triton.runtime.jit import JITFunction
 
         if self._driver is not None:

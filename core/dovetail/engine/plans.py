@@ -1,0 +1,200 @@
+"""Run the plans of a scheduler on an engine, with the engine's drafter."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from dovetail.engine.device import lost_device
+from dovetail.engine.pooling import default_pooling
+from dovetail.interfaces.executor import ExecutorInfo, RankEngine
+from dovetail.interfaces.features import Feature
+from dovetail.ops.cpu.library import library
+from dovetail.types import Batch
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from dovetail.engine.engine import Engine
+    from dovetail.engine.runners import Launched
+    from dovetail.interfaces.executor import WarmUpProgress
+    from dovetail.interfaces.speculative import Drafter
+    from dovetail.types import (
+        AdmittedRequest,
+        Committed,
+        DepartedRequest,
+        DraftTree,
+        ForwardOutput,
+        IntArray,
+        Masks,
+        PageUpdates,
+        StepPlan,
+        StepResult,
+    )
+
+
+class _Sampled(NamedTuple):
+    """Hold a step that was sampled."""
+
+    batch: Batch
+    output: ForwardOutput
+
+
+class PlanRunner(RankEngine):
+    """Turn plans into batches, and run them on ``engine``. Not thread-safe.
+
+    Keeps the requests that have a slot, and the steps that are in flight. ``drafter`` can be replaced between two
+    steps.
+    """
+
+    def __init__(self, engine: Engine, *, mirrors_pages: bool = False) -> None:
+        """``mirrors_pages`` means that the scheduler writes to another page table than ``page_table``, because it is in
+        another process: the page updates of each plan are then copied to ``page_table`` first."""
+        self.engine = engine
+        self.drafter: Drafter | None = engine.drafter
+        self._mirrors_pages = mirrors_pages
+        self._slots: list[AdmittedRequest | None] = [None] * len(engine.page_table)
+        self._opened = 0  # the number of the plan whose requests were admitted last
+        self._rows: tuple[int, Sequence[AdmittedRequest]] = 0, ()  # requests of the rows with a ``rows_version``
+        self._launched: tuple[int, Batch, Launched[Any]] | None = None
+        self._sampled: dict[int, _Sampled] = {}
+        self._waited: _Sampled | None = None
+
+    @property
+    def info(self) -> ExecutorInfo:
+        """See ``RankEngine``."""
+        engine, drafter = self.engine, self.drafter
+        return ExecutorInfo(
+            context_len=engine.context_len,
+            page_size=engine.page_size,
+            num_pages=engine.num_pages,
+            shares_prefixes=engine.shares_prefixes,
+            draft_width=drafter.max_draft_tokens if drafter is not None else 0,
+            tokens_ahead=drafter.tokens_ahead if drafter is not None else 0,
+            must_see_all=drafter is not None and drafter.must_see_all,
+        )
+
+    @property
+    def progress(self) -> WarmUpProgress:
+        """See ``RankEngine``."""
+        return self.engine.progress
+
+    @property
+    def page_table(self) -> IntArray:
+        """See ``RankEngine``."""
+        return self.engine.page_table
+
+    # -- steps -------------------------------------------------------------------------------------------------------
+
+    def launch(self, plan: StepPlan) -> None:
+        """See ``RankEngine``."""
+        self._launched = None
+        batch = self._batch(plan)
+        self._launched = plan.number, batch, self.engine.launch(batch)
+
+    def sample(self, plan: StepPlan, masks: Masks | None) -> None:
+        """See ``RankEngine``."""
+        launched, self._launched = self._launched, None
+        assert launched is not None, "launch is called before sample"
+        assert launched[0] == plan.number, f"plan {plan.number} is sampled, but plan {launched[0]} was launched last"
+        if len(self._sampled) > 1:  # a step that failed is never waited for
+            self._sampled = {number: step for number, step in self._sampled.items() if number >= plan.number - 1}
+        self._sampled[plan.number] = _Sampled(launched[1], self.engine.sample(*launched[1:], masks))
+
+    def ready(self, plan: StepPlan) -> bool:
+        """See ``RankEngine``."""
+        event = self._sampled[plan.number].output.event
+        return event is None or event.query()
+
+    def wait(self, plan: StepPlan) -> StepResult:
+        """See ``RankEngine``."""
+        step = self._waited = self._sampled.pop(plan.number)
+        return self.engine.wait(*step)
+
+    def mask_buffer(self, rows: int, width: int) -> IntArray:
+        """See ``RankEngine``."""
+        return self.engine.mask_buffer(rows, width)
+
+    def locate_updates(self, updates: PageUpdates) -> None:
+        """See ``RankEngine``."""
+        self._mirror(updates)
+        self.engine.locate_updates(updates)
+
+    def idle(self) -> bool:
+        """See ``RankEngine``."""
+        return self.engine.idle()
+
+    def _batch(self, plan: StepPlan) -> Batch:
+        """Return the batch of ``plan``, after admitting its new requests."""
+        if plan.number != self._opened:
+            for request in plan.admitted:
+                self._slots[request.slot] = request
+            self._mirror(plan.page_updates)
+            self._opened = plan.number
+        version, reqs = self._rows
+        if not plan.rows_version or version != plan.rows_version:
+            slots = self._slots
+            reqs = [request for slot in plan.slots.tolist() if (request := slots[slot]) is not None]
+            assert len(reqs) == len(plan.slots), "every row belongs to a request that was admitted"
+            self._rows = plan.rows_version, reqs
+        return Batch.of(plan, reqs)
+
+    def _mirror(self, updates: PageUpdates) -> None:
+        if self._mirrors_pages and len(updates.slots):
+            self.engine.page_table[updates.slots, updates.columns] = updates.pages[0]
+
+    # -- drafts ------------------------------------------------------------------------------------------------------
+
+    def propose(self, plan: StepPlan) -> DraftTree | None:
+        """See ``RankEngine``."""
+        return None if self.drafter is None else self.drafter.propose(self._batch(plan))
+
+    def observe(self, plan: StepPlan, committed: Committed) -> None:
+        """See ``RankEngine``."""
+        if self.drafter is not None and self._waited is not None:
+            self.drafter.observe(*self._waited, committed)
+
+    def forget(self, departed: Sequence[DepartedRequest]) -> None:
+        """See ``RankEngine``."""
+        if self.drafter is not None:
+            for request in departed:
+                self.drafter.forget(request)
+
+    # -- the engine --------------------------------------------------------------------------------------------------
+
+    def lost(self, error: BaseException) -> str | None:
+        """See ``RankEngine``."""
+        return lost_device(error)
+
+    def describe(self) -> dict[str, Any]:
+        """See ``RankEngine``."""
+        engine = self.engine
+        on_cpu = engine.device.type == "cpu"
+        return {
+            "architecture": engine.info.architecture,
+            "device": str(engine.device),
+            "cpu_kernels": library().text if on_cpu else None,
+            "products": engine.products,
+            "context_len": engine.context_len,
+            "page_size": engine.page_size,
+            "num_pages": engine.num_pages - 1,
+            "memory": engine.budget.to_json(),
+            "graphs": engine.graphs is not None and engine.graphs.sizes,
+            "verify_graphs": engine.verify_graphs is not None and engine.verify_graphs.sizes,
+            "kernel_cache": engine.warm_up.kernel_cache,
+            "warm_up": engine.progress._asdict(),
+            "embedding": self._embedding(),
+        }
+
+    def _embedding(self) -> dict[str, Any] | None:
+        """Return the size of embeddings and the kind of pooling that applies unless a request sets another, or None if
+        the model has no embeddings."""
+        info = self.engine.info
+        if Feature.MODEL_EMBED not in info.offers:
+            return None
+        return {"size": info.hidden_size, "pooling": default_pooling(self.engine.directory)}
+
+    def close(self) -> None:
+        """See ``RankEngine``."""
+        self._slots = [None] * len(self._slots)
+        self._rows, self._launched, self._waited = (0, ()), None, None
+        self._sampled.clear()

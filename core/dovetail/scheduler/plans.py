@@ -1,0 +1,105 @@
+"""Make the plans of steps, and keep the requests of each plan until the step is committed or has failed."""
+
+from __future__ import annotations
+
+import itertools
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from dovetail.types import AdmittedRequest, StepPlan
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from dovetail.scheduler.rows import DecodeRows
+    from dovetail.types import IntArray, PageUpdates, Req
+
+_NO_LENS = np.zeros(0, np.int32)
+
+
+class Plans:
+    """Number the plans, and describe in each of them the requests that were admitted since the plan before.
+
+    A plan has no ``Req``; ``reqs_of`` returns the requests of its rows.
+    """
+
+    def __init__(self) -> None:
+        self._numbers = itertools.count(1)
+        self._rows: dict[int, list[Req]] = {}  # by the number of a plan that is neither committed nor failed
+        self._admitted: list[Req] = []
+
+    def admit(self, req: Req) -> None:
+        """Put ``req``, which has got its slot, into the next plan."""
+        self._admitted.append(req)
+
+    def decode(self, rows: DecodeRows, updates: PageUpdates, draft_width: int) -> StepPlan:
+        """Return the plan in which the next token of each row enters the forward pass."""
+        plan = StepPlan(
+            number=next(self._numbers),
+            num_extend=0,
+            slots=rows.slots,
+            prefix_lens=rows.lens - rows.ones,
+            extend_lens=rows.ones,
+            samples=rows.samples,
+            page_updates=updates,
+            known_lens=_NO_LENS,
+            rows_version=rows.version,
+            constrained=rows.constrained,
+            draft_limits=rows.draft_limits if draft_width else None,
+            shared=rows.grouping.shared if rows.grouping is not None else None,
+        )
+        return self._opened(plan, rows.reqs)
+
+    def mixed(
+        self, extend: Sequence[tuple[Req, int]], rows: DecodeRows, updates: PageUpdates, draft_width: int
+    ) -> StepPlan:
+        """Return the plan of the prompt tokens of ``extend`` (pairs of a request and the number of its tokens that
+        enter), followed by the next token of each decode row. Every row is sampled; the caller corrects ``samples``."""
+        prompts, counts = [req for req, _ in extend], [count for _, count in extend]
+        plan = StepPlan(
+            number=next(self._numbers),
+            num_extend=len(prompts),
+            slots=_joined([r.slot for r in prompts], rows.slots),
+            prefix_lens=_joined([r.cached_len for r in prompts], rows.lens - 1),
+            extend_lens=_joined(counts, rows.ones),
+            samples=np.ones(len(prompts) + len(rows.reqs), np.bool_),
+            page_updates=updates,
+            known_lens=np.array([r.known_len for r in prompts], np.int32),
+            constrained=rows.constrained or any(r.matcher is not None for r in prompts),
+            draft_limits=_joined([0] * len(prompts), rows.draft_limits) if draft_width else None,
+        )
+        return self._opened(plan, prompts + rows.reqs)
+
+    def _opened(self, plan: StepPlan, reqs: list[Req]) -> StepPlan:
+        self._rows[plan.number] = reqs
+        if self._admitted:
+            plan.admitted, self._admitted = tuple([_entry(r) for r in self._admitted if r.slot >= 0]), []
+        return plan
+
+    def reqs_of(self, plan: StepPlan) -> list[Req]:
+        """Return the requests of the rows of a plan that is neither committed nor failed."""
+        return self._rows[plan.number]
+
+    def close(self, plan: StepPlan) -> list[Req]:
+        """Forget a plan, and return the requests of its rows."""
+        return self._rows.pop(plan.number)
+
+
+def _entry(req: Req) -> AdmittedRequest:
+    return AdmittedRequest(
+        slot=req.slot,
+        uid=req.uid,
+        params=req.params,
+        seed=req.seed,
+        prompt_len=req.prompt_len,
+        token_ids=req.token_ids,
+        known_len=req.known_len,
+        namespace=req.namespace,
+        retracted=req.num_retractions > 0,
+        constrained=req.matcher is not None,
+    )
+
+
+def _joined(prompts: Sequence[int], decode: IntArray) -> IntArray:
+    return np.concatenate([np.array(prompts, np.int32), decode])

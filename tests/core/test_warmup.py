@@ -1,0 +1,152 @@
+"""Test which decode steps are captured before they are needed, and when. Graphs and kernels are stand-ins.
+
+.venv/bin/python -m pytest -q tests/core/test_warmup.py
+"""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from dovetail.engine.captures import NO_UPDATES, larger_sizes
+from dovetail.engine.graphs import GraphKey
+from dovetail.engine.warmup import BUSY_TOKENS, LAYERS, WarmUp, likely_keys
+from dovetail.interfaces.mesh import SINGLE
+from dovetail.interfaces.model import ModelInfo
+from dovetail.types import Batch
+
+SIZES = [1, 2, 4, 8]
+
+
+class FakeKernels:
+    """Stand in for kernels that other processes compile. ``mode`` is what happens instead of launches."""
+
+    def __init__(self, compiled):
+        self.compiled, self.mode = compiled, None
+
+    @contextmanager
+    def loading(self):
+        self.mode = "load"
+        yield
+        self.mode = None
+
+    def wait(self, seconds):
+        assert seconds == 0, "the engine must not wait for kernels"
+        return self.compiled
+
+
+class FakeGraphs:
+    """Capture decode steps, and raise for the ``impossible`` sizes. ``events`` records what happens."""
+
+    shared = (False, True)
+
+    def __init__(self, kernels, impossible=(), broken=()):
+        self.sizes, self.kernels, self.impossible, self.broken = SIZES, kernels, impossible, broken
+        self.refused, self.loaded, self.events = set(), set(), []
+
+    @property
+    def captured(self):
+        return [key.rows for what, key in self.events if what == "capture"]
+
+    num_captured = property(lambda self: len(self.captured))
+
+    def missing(self):
+        return (
+            GraphKey(n, False) for n in self.sizes if n not in self.captured and GraphKey(n, False) not in self.refused
+        )
+
+    def larger(self, key):
+        return (key._replace(rows=rows) for rows in larger_sizes(self.sizes, key.rows))
+
+    def is_captured(self, key):
+        return ("capture", key) in self.events
+
+    def rehearse(self, key, layers):
+        assert self.kernels.mode == "load", "kernels of a rehearsal were launched"
+        assert layers == LAYERS
+        if key.rows in self.broken:
+            raise RuntimeError("no such kernel")
+        self.events.append(("load", key))
+        return torch.zeros(key.rows, 8)
+
+    def capture(self, key):
+        if key.rows in self.impossible:
+            raise RuntimeError("no memory")
+        self.events.append(("capture", key))
+
+
+def make(compiled, mesh=SINGLE, **given):
+    warm_up = WarmUp(torch.device("cpu"), ModelInfo("", 1, 1, 1, 1, 1, 1, 1, ()), mesh)
+    warm_up._kernels = FakeKernels(compiled)
+    return warm_up, FakeGraphs(warm_up._kernels, **given)
+
+
+def step(tokens, num_extend=1):
+    one = np.zeros(1, np.int32)
+    return Batch([], num_extend, one, one, np.array([tokens], np.int32), np.ones(1, np.bool_), NO_UPDATES)
+
+
+def test_with_compiled_kernels_steps_are_captured_at_the_start():
+    warm_up, graphs = make(True)
+    assert warm_up.start(graphs)
+    assert graphs.captured == [8, 4, 2, 1]
+    assert graphs.loaded == {GraphKey(rows, False) for rows in SIZES}
+    assert [what for what, _ in graphs.events] == ["load", "capture"] * 4
+    warm_up.between_steps(graphs, step(10**6))
+    assert len(graphs.captured) == 4
+
+
+def test_without_kernels_nothing_is_captured_until_they_are_compiled():
+    warm_up, graphs = make(False)
+    assert not warm_up.start(graphs)
+    warm_up.between_steps(graphs, step(BUSY_TOKENS))
+    assert graphs.events == []
+    warm_up._kernels.compiled = True
+    warm_up.between_steps(graphs, step(BUSY_TOKENS - 1))
+    warm_up.between_steps(graphs, step(BUSY_TOKENS, num_extend=0))
+    warm_up.between_steps(None, step(BUSY_TOKENS))
+    assert graphs.events == [], "the device is not busy for as long as a capture takes"
+    for count in (1, 2):
+        warm_up.between_steps(graphs, step(BUSY_TOKENS))
+        assert len(graphs.captured) == count
+    graphs.capture(GraphKey(2, False))  # on demand
+    warm_up.between_steps(graphs, step(BUSY_TOKENS))
+    warm_up.between_steps(graphs, step(BUSY_TOKENS))
+    assert graphs.captured == [8, 4, 2, 1]
+
+
+def test_what_fails_is_left_to_the_steps_that_need_it(caplog):
+    warm_up, graphs = make(True, impossible=(4,), broken=(2,))
+    assert warm_up.start(graphs)
+    assert graphs.captured == [8, 2, 1]
+    assert graphs.refused == {GraphKey(4, False)}
+    assert GraphKey(2, False) not in graphs.loaded, "its kernels are not loaded, so that its capture must run it first"
+    assert "no such kernel" in caplog.text
+    assert "no memory" in caplog.text
+
+
+@pytest.mark.parametrize("others", [True, False])
+def test_ranks_capture_the_same_steps(others):
+    """A rank whose kernels are compiled captures at the start only if those of the others are, and never between steps."""
+    asked = []
+    mesh = SimpleNamespace(tp=SimpleNamespace(size=2, agree=lambda ok: asked.append(ok) or (ok and others)))
+    warm_up, graphs = make(True, mesh)
+    assert warm_up.start(graphs) == others
+    assert asked == [True]
+    assert graphs.captured == ([8, 4, 2, 1] if others else [])
+    warm_up.between_steps(graphs, step(BUSY_TOKENS))
+    assert graphs.captured == ([8, 4, 2, 1] if others else [])
+    warm_up, graphs = make(False, mesh)
+    assert not warm_up.start(graphs)
+    assert asked == [True, False], "a rank that is not ready must tell the others"
+
+
+def test_one_row_comes_first_among_the_kernels():
+    _, graphs = make(True)
+    keys = list(likely_keys(graphs))
+    assert keys[:4] == [GraphKey(rows, False) for rows in (1, 8, 4, 2)]
+    assert len(keys) == len(set(keys)) == 16
