@@ -33,11 +33,15 @@ class TestTritonOnCuda(AttentionSuite):
     def test_a_window_may_begin_before_in_or_behind_what_is_shared(self, step: str, window: int):
         self.compare(replace(SHARED_STEPS[step], window=window))
 
-    @pytest.mark.parametrize("variant", [backend.EVEN, backend.SCHEDULED], ids=["even", "scheduled"])
+    @pytest.mark.parametrize("few", [False, True], ids=["many", "few"])
+    @pytest.mark.parametrize("variant", [backend.EVEN, backend.UNEVEN], ids=["even", "uneven"])
     @pytest.mark.parametrize("window", [None, 20], ids=["whole", "window"])
     @pytest.mark.parametrize("step", ["decode", "many rows", *SHARED_STEPS])
     @torch.inference_mode()
-    def test_either_variant_serves_any_decode_step(self, step: str, window: int | None, variant: int):
+    def test_either_variant_serves_any_decode_step(
+        self, monkeypatch: pytest.MonkeyPatch, step: str, window: int | None, variant: int, few: bool
+    ):
+        monkeypatch.setattr(backend.TritonAttention, "_few", lambda *_: few)
         case = replace(SHARED_STEPS.get(step) or STEPS[step][0], window=window, sinks=window is not None)
         made = AttentionStep(case, torch.device(self.device))
         built = self.make(made.context())

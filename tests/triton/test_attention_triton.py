@@ -27,6 +27,7 @@ from dovetail.testing.attention_graphs import (
     verify_step,
 )
 from dovetail.testing.attention_reference import AttentionCase, AttentionStep
+from dovetail_attention.config import TritonConfig
 from dovetail_attention.triton import backend, tiles
 from dovetail_attention.triton.attend import PartialResults, attend
 from dovetail_attention.triton.merge import merge
@@ -97,11 +98,15 @@ class TestTriton(AttentionSuite):
     def test_a_window_may_begin_before_in_or_behind_what_is_shared(self, step: str, window: int):
         self.compare(replace(SHARED_STEPS[step], window=window))
 
-    @pytest.mark.parametrize("variant", [backend.EVEN, backend.SCHEDULED], ids=["even", "scheduled"])
+    @pytest.mark.parametrize("few", [False, True], ids=["many", "few"])
+    @pytest.mark.parametrize("variant", [backend.EVEN, backend.UNEVEN], ids=["even", "uneven"])
     @pytest.mark.parametrize("window", [None, 20], ids=["whole", "window"])
     @pytest.mark.parametrize("step", ["decode", "many rows", *SHARED_STEPS])
     @torch.inference_mode()
-    def test_either_variant_serves_any_decode_step(self, step: str, window: int | None, variant: int):
+    def test_either_variant_serves_any_decode_step(
+        self, monkeypatch: pytest.MonkeyPatch, step: str, window: int | None, variant: int, few: bool
+    ):
+        monkeypatch.setattr(backend.TritonAttention, "_few", lambda *_: few)
         case = replace(SHARED_STEPS.get(step) or STEPS[step][0], window=window, sinks=window is not None)
         made = AttentionStep(case, torch.device(self.device))
         built = self.make(made.context())
@@ -169,10 +174,12 @@ class TestTriton(AttentionSuite):
         case = SHARED_STEPS[step] if step in SHARED_STEPS else STEPS[step][0]
         self.compare(replace(case, **{"heads": 20, "kv_heads": 1, **settings}))
 
+    @pytest.mark.parametrize("variant", [backend.EVEN, backend.UNEVEN], ids=["even", "uneven"])
     @pytest.mark.parametrize("shared", [False, True], ids=["alone", "shared"])
     @torch.inference_mode()
-    def test_one_plan_serves_all_lengths(self, shared: bool):
+    def test_one_plan_serves_all_lengths(self, monkeypatch: pytest.MonkeyPatch, shared: bool, variant: int):
         """A graph relies on this: after ``plan_capture``, lengths are read on the device."""
+        monkeypatch.setattr(backend.TritonAttention, "_few", lambda *_: True)
         base = AttentionCase([300] * GRAPH_ROWS, [1] * GRAPH_ROWS, padding=0, page_size=16)
         whole = AttentionStep(base, CPU)
         built = self.make(whole.context())
@@ -180,6 +187,7 @@ class TestTriton(AttentionSuite):
             replace(base, prefix=[0] * GRAPH_ROWS, padding=GRAPH_ROWS, groups=[] if shared else None), CPU, whole
         )
         static.batch.prefix_lens = np.full(GRAPH_ROWS, 2047, np.int32)
+        static.batch.variant = variant
         built.plan_capture(static.batch)
         for prefix, groups in REPLAYS:
             padding = GRAPH_ROWS - len(prefix)
@@ -242,3 +250,34 @@ def test_a_draft_whose_values_overflow_harms_no_query_before_it(one_by_one: bool
     seen = k[0, : keys - 1, 0] @ q[0, 0] * layer.scale
     torch.testing.assert_close(out[0, 0], seen.softmax(0) @ v[0, : keys - 1, 0], atol=1e-5, rtol=1e-5)
     assert out[1].isinf().all()
+
+
+@pytest.mark.parametrize(
+    ("lens", "kv_dtype", "expected"),
+    [
+        ([580], None, backend.EVEN),
+        ([16_000], None, backend.EVEN),
+        ([32_768], None, backend.UNEVEN),
+        ([32_768] * 4, None, backend.UNEVEN),
+        ([32_768] * 4, torch.float8_e4m3fn, backend.UNEVEN),
+        ([40_000, 30_000, 30_000, 25_000], None, backend.UNEVEN),
+        ([120_000, 200, 200, 200], None, backend.UNEVEN),
+        ([120_000] + [200] * 7, None, backend.UNEVEN),
+        ([16_384] * 8, None, backend.EVEN),
+        ([8_192] * 32, None, backend.EVEN),
+        (list(range(14_000, 2_000, -375)), None, backend.EVEN),
+        ([32_000] + [600] * 63, None, backend.UNEVEN),
+        ([580] * 256, None, backend.EVEN),
+    ],
+    ids=str,
+)
+def test_the_variant_follows_from_lengths(monkeypatch, lens, kv_dtype, expected):
+    """Shapes of an H200, with 8 key heads of 128."""
+    monkeypatch.setattr(backend, "CPU_PROCESSORS", 132)
+    case = AttentionCase([3], [1], heads=32, kv_heads=8, head_dim=128, dtype=torch.float16, kv_dtype=kv_dtype)
+    step = AttentionStep(case, CPU)
+    built = backend.TritonAttention(TritonConfig(), step.context())
+    batch = step.batch
+    batch.prefix_lens = np.array(lens, np.int32) - 1
+    batch.slots = np.arange(len(lens), dtype=np.int32)
+    assert built.variant(batch) == expected

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from dovetail.ops.triton import decode, pages
-from dovetail.ops.triton.decode import paged_decode
+from dovetail.ops.triton.decode import LARGE_TILE_RESIDENT, decode_splits, long_splits, paged_decode, tiling
 
 LENS = [1, 7, 64, 65, 130]
 
@@ -34,12 +34,12 @@ def expected(q, keys, values, table, kv_lens, scale, window, soft_cap, sinks):
     return torch.stack(outs), torch.stack(logs, 1)
 
 
-@pytest.mark.parametrize("splits", [1, 3, 8])
+@pytest.mark.parametrize(("splits", "long"), [(1, False), (3, False), (8, False), (8, True)])
 @pytest.mark.parametrize(("heads", "kv_heads", "size", "page"), [(4, 2, 16, 1), (6, 1, 24, 16), (2, 2, 128, 4)])
 @pytest.mark.parametrize(
     ("window", "soft_cap", "with_sinks"), [(None, None, False), (9, None, True), (None, 2.0, False), (70, 3.0, True)]
 )
-def test_rows_of_many_lengths(splits, heads, kv_heads, size, page, window, soft_cap, with_sinks):
+def test_rows_of_many_lengths(splits, long, heads, kv_heads, size, page, window, soft_cap, with_sinks):
     torch.manual_seed(0)
     rows, pages = len(LENS), -(-max(LENS) // page)
     keys, values = torch.full((2, rows * pages + 2, page, kv_heads, size), float("nan")).unbind(0)
@@ -51,7 +51,7 @@ def test_rows_of_many_lengths(splits, heads, kv_heads, size, page, window, soft_
     q, kv_lens = torch.randn(rows, heads, size), torch.tensor(LENS, dtype=torch.int32)
     sinks = torch.randn(heads) if with_sinks else None
     out, lse = paged_decode(
-        q, keys, values, table, kv_lens, 0.3, splits=splits, window=window, soft_cap=soft_cap, sinks=sinks
+        q, keys, values, table, kv_lens, 0.3, splits=splits, long=long, window=window, soft_cap=soft_cap, sinks=sinks
     )
     keys, values = keys.nan_to_num(), values.nan_to_num()
     wanted, wanted_lse = expected(q, keys, values, table, kv_lens, 0.3, window, soft_cap, sinks)
@@ -83,3 +83,27 @@ def test_a_row_without_keys(splits):
     out, lse = paged_decode(torch.randn(1, 4, 16), *pool.unbind(0), table, none, 1.0, splits=splits)
     assert (lse == float("-inf")).all()
     assert (out == 0).all()
+
+
+@pytest.mark.parametrize("processors", [132, 108])
+@pytest.mark.parametrize("kv_heads", [8, 4])
+def test_parts_end_in_as_few_rounds_as_possible(processors, kv_heads):
+    """Every program of a step reads the same number of keys. A step takes as many rounds of resident programs as are
+    needed for all of them, and a round of shorter parts takes less time."""
+
+    def time(rows, splits):
+        return -(-rows * kv_heads * splits // (LARGE_TILE_RESIDENT * processors)) / splits
+
+    for rows in range(1, 3 * processors // kv_heads + 1):
+        tiles = rows * kv_heads
+        found = decode_splits(rows, kv_heads, processors, 256)
+        if tiling(256, 256, tiles, processors).keys == 128:
+            assert all(time(rows, found) <= time(rows, splits) for splits in (2, 3, max(2, 4 * processors // tiles)))
+    splits = long_splits(kv_heads, processors)
+    assert time(1, splits) == 1 / splits, "one round"
+    assert time(1, splits + 1) > 1 / (splits + 1), "which is full"
+
+
+def test_parts_of_steps_that_were_measured():
+    assert [decode_splits(rows, 8, 132, 256) for rows in (1, 8, 16, 32, 48, 64, 256)] == [32, 8, 3, 3, 2, 1, 1]
+    assert decode_splits(32, 8, 132, 128) == 2, "for keys of other sizes another number of programs is resident"

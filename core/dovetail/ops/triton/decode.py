@@ -9,6 +9,9 @@ ended.
 
 from __future__ import annotations
 
+import functools
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -18,35 +21,80 @@ from dovetail.ops.triton.launch import launch, processors
 from dovetail.ops.triton.pages import layout
 
 LOG2_E = 1.4426950408889634
-MAX_SPLITS = 32
+MAX_SPLITS, MAX_LONG_SPLITS = 32, 128  # one program merges all parts of a head
 LEAST_TILE = 16  # rows of the smallest tile that tensor cores multiply
 LARGE = 256  # values with more elements leave a program no registers for more than LEAST_TILE rows
 
 
-def decode_splits(rows: int, kv_heads: int, processors: int) -> int:
-    """Return the number of parts of each row's keys that keeps ``processors`` multiprocessors busy; measured on an H200
-    at 600 and 8,000 keys."""
-    tiles = rows * kv_heads
-    return 1 if tiles > 3 * processors else min(MAX_SPLITS, max(2, 4 * processors // tiles))
+class DecodeTile(NamedTuple):
+    """Describe how a program reads keys: ``keys`` at a time."""
+
+    keys: int
+    num_stages: int
+    num_warps: int
 
 
-def tiling(row_bytes: int, tiles: int, processors: int) -> tuple[int, int, int]:
-    """Return the keys of a block, the stages and the warps for keys of ``row_bytes`` per head. ``tiles`` is the number
-    of rows times the number of key heads.
+LARGE_TILE = DecodeTile(128, 2, 4)
+"""The tile with the most bytes in flight: one program for each multiprocessor reads at 0.6 of the bandwidth of the
+device."""
+LARGE_TILE_RESIDENT = 3
+"""The number of programs with ``LARGE_TILE`` that a multiprocessor of Hopper runs at the same time, if keys are split."""
+MEASURED_KEY_BYTES = 256
+"""The bytes of a key of one head for which the rules that count resident programs were measured."""
+
+
+@functools.cache
+def decode_splits(rows: int, kv_heads: int, processors: int, key_bytes: int) -> int:
+    """Return the number of parts of each row's keys that keeps ``processors`` multiprocessors busy. ``key_bytes`` are
+    the bytes of a key of one head in the pool.
+
+    Programs run in waves of as many as the device runs at the same time. A last wave with few programs would read at a
+    fraction of the bandwidth, so the number of parts is the one whose last wave is fullest (H200, 32 rows of 8,192
+    keys: 2 parts are read at 82 % of the bandwidth, 3 parts at 97 %).
+    """
+    tiles, places = rows * kv_heads, LARGE_TILE_RESIDENT * processors
+    if tiles > 3 * processors:
+        return 1
+    most = min(MAX_SPLITS, max(2, 4 * processors // tiles))
+    if key_bytes != MEASURED_KEY_BYTES or 2 * tiles <= processors:
+        return most
+    return max(range(2, most + 2), key=lambda splits: (_fullness(tiles * splits, places), -splits))
+
+
+def long_splits(kv_heads: int, processors: int) -> int:
+    """Return the number of parts with which the programs of a single row fill the device, if they use ``LARGE_TILE``.
+    Few rows of any lengths then fill it too, because all parts of a long row run at the same time."""
+    return min(MAX_LONG_SPLITS, max(2, LARGE_TILE_RESIDENT * processors // kv_heads))
+
+
+def _fullness(programs: int, places: int) -> float:
+    """Return the part of the waves' places that programs use."""
+    return programs / (-(-programs // places) * places)
+
+
+@functools.cache
+def tiling(row_bytes: int, key_bytes: int, tiles: int, processors: int, *, long: bool = False) -> DecodeTile:
+    """Return the tile for keys of one head that take ``key_bytes`` in the pool and, as operands of a product or as
+    values, at most ``row_bytes``. ``tiles`` is the number of rows times the number of key heads. ``long``: return
+    ``LARGE_TILE`` if ``row_bytes`` allows it.
 
     If there are few tiles, each runs alone on a multiprocessor and reads far ahead. If there are many, several tiles
     share one. If there are very few, they leave shared memory to the next kernel, a product that has begun to fetch its
-    weights. Measured on an H200; the last case was measured within whole steps.
+    weights. With ``long``, contexts are long enough that reading them faster gains more. Measured on an H200; the case of
+    very few tiles was measured within whole steps.
     """
     if row_bytes > 2048:
-        return 16, 1, 4
-    if row_bytes > 256:
-        return 32, 2, 4
-    if tiles >= 10 * processors:
-        return 32, 2, 2
+        return DecodeTile(16, 1, 4)
+    if row_bytes > MEASURED_KEY_BYTES:
+        return DecodeTile(32, 2, 4)
+    if long:
+        return LARGE_TILE
+    one_wave = key_bytes == MEASURED_KEY_BYTES and 5 * processors < tiles <= 8 * processors
+    if one_wave or tiles >= 10 * processors:  # 8 of these programs run on a multiprocessor, 5 of the next
+        return DecodeTile(32, 2, 2)
     if tiles > 4 * processors:
-        return 64, 2, 4
-    return (128, 2, 4) if 2 * tiles > processors else (64, 2, 4)
+        return DecodeTile(64, 2, 4)
+    return LARGE_TILE if 2 * tiles > processors else DecodeTile(64, 2, 4)
 
 
 @triton.jit
@@ -177,6 +225,7 @@ def paged_decode(
     scale: float,
     *,
     splits: int,
+    long: bool = False,
     window: int | None = None,
     soft_cap: float | None = None,
     sinks: torch.Tensor | None = None,
@@ -184,7 +233,8 @@ def paged_decode(
     """Attend with ``q [rows, heads, d]``. Row r sees the last ``window`` of its ``kv_lens[r]`` (int32) keys, which are
     in the pages ``table[r]`` (int32 ``[rows, >= pages]``) of ``keys [pages, page_size, kv_heads, d]`` and ``values``.
     The d of ``values`` may differ, and ``values`` may be a view of the keys (see ``pages.layout``). For ``soft_cap``
-    and ``sinks`` see ``AttentionLayer``.
+    and ``sinks`` see ``AttentionLayer``. Keys are read in up to ``splits`` parts, with ``long`` by the tile that reads
+    farthest ahead (see ``tiling``).
 
     Return the output ``[rows, heads, d of values]`` and the log-sum-exp, float32 ``[heads, rows]``. For a row without a
     key, the output is 0 and the log-sum-exp -inf.
@@ -203,18 +253,19 @@ def paged_decode(
         part_lse = torch.empty(rows, heads, splits, dtype=torch.float32, device=q.device)
     block_heads = LEAST_TILE if v_size > LARGE else max(LEAST_TILE, triton.next_power_of_2(group))
     head_blocks = triton.cdiv(group, block_heads)
-    block_n, stages, warps = tiling(q.element_size() * max(size, v_size), rows * kv_heads, processors(q.device))
+    row_bytes, key_bytes = q.element_size() * max(size, v_size), keys.element_size() * size
+    tile = tiling(row_bytes, key_bytes, rows * kv_heads, processors(q.device), long=long)
     launch(
         _decode, (kv_heads * head_blocks, rows, splits),
         q, keys, values, table, kv_lens, sinks, out, part_lse, parts, scale, soft_cap or 0.0, window or 0,
         q.stride(0), q.stride(1), table.stride(0), splits, heads, rows,
-        **found, GROUP=group, BLOCK_HEADS=block_heads, HEAD_BLOCKS=head_blocks, BLOCK_N=block_n, WINDOW=window is not None, SOFT_CAP=soft_cap is not None,
-        SINKS=sinks is not None, SPLIT=splits > 1, num_warps=warps, num_stages=stages,
+        **found, GROUP=group, BLOCK_HEADS=block_heads, HEAD_BLOCKS=head_blocks, BLOCK_N=tile.keys, WINDOW=window is not None, SOFT_CAP=soft_cap is not None,
+        SINKS=sinks is not None, SPLIT=splits > 1, num_warps=tile.num_warps, num_stages=tile.num_stages,
     )  # fmt: skip
     if splits > 1:
         launch(
             _combine, (rows, heads), parts, part_lse, out, lse, kv_lens, window or 0, splits, heads, rows,
-            WINDOW=window is not None, BLOCK_N=block_n, VALUE_DIM=v_size, BLOCK_V=found["BLOCK_V"],
+            WINDOW=window is not None, BLOCK_N=tile.keys, VALUE_DIM=v_size, BLOCK_V=found["BLOCK_V"],
             BLOCK_SPLITS=triton.next_power_of_2(splits), num_warps=1 if splits < 16 else 4,
         )  # fmt: skip
     return out, lse

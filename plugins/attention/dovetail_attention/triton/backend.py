@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from dovetail.interfaces.attention import AttentionBackend, AttentionContext, AttentionLayer
-from dovetail.ops.triton.decode import decode_splits, paged_decode
+from dovetail.ops.triton.decode import LARGE_TILE, MEASURED_KEY_BYTES, decode_splits, long_splits, paged_decode, tiling
 from dovetail_attention.triton import tiles
 from dovetail_attention.triton.attend import PartialResults, attend
 from dovetail_attention.triton.merge import merge, merge_into
@@ -26,16 +26,25 @@ SHARING_BYTES = 24 << 20
 """The bytes of KV that must be saved to pay for a second launch and the merge of every row: about 6 us of reading on
 H200."""
 
-EVEN, SCHEDULED = 0, 1
+EVEN, UNEVEN = 0, 1
 """The variants of decode steps. ``EVEN`` reads all rows in the same number of parts, which is a seventh faster if the
-rows have similar lengths. ``SCHEDULED`` uses a schedule."""
+rows have similar lengths. ``UNEVEN`` uses a schedule. For few rows it reads each row in as many parts as fill the
+device instead, with more bytes in flight than ``EVEN``: this is faster for long contexts too (H200: one row of 32,768
+keys takes 43 us per layer instead of 55)."""
 
-SECONDS_PER_KEY = 42e-9
+SECONDS_PER_KEY, LARGE_TILE_SECONDS_PER_KEY = 42e-9, 30e-9
 BYTES_PER_SECOND = 4e12
 EVEN_SLACK = 10e-6
 """Numbers for the choice of the variant (H200, head_dim 128, bfloat16). A single program takes ``SECONDS_PER_KEY`` for
-each key of one head. The whole device reads ``BYTES_PER_SECOND``. If a step waits longer than ``EVEN_SLACK`` for its
-longest row, a schedule is worth the time that it takes."""
+each key of one head, or ``LARGE_TILE_SECONDS_PER_KEY`` with ``LARGE_TILE``. The whole device reads ``BYTES_PER_SECOND``. If a
+step waits longer than ``EVEN_SLACK`` for its longest row, a schedule is worth the time that it takes."""
+
+LONG_BYTES = 64 << 20
+"""The bytes of KV of a layer from which on few rows are read by ``UNEVEN``. With fewer bytes, its programs would hold
+shared memory in which the next kernel fetches its weights."""
+FEW_ROWS = 4
+"""Rows are few if their number times the key heads times this number is at most the number of multiprocessors. More
+rows keep the device busy with any tile."""
 
 SHARED_PAIRS = 64
 """The number of pairs of a row and a head that read a shared prefix together."""
@@ -110,7 +119,8 @@ class TritonAttention(AttentionBackend):
         self._kv_heads, self._head_dim = context.num_kv_heads, context.head_dim
         self._group = context.num_heads // context.num_kv_heads
         self._value_dim = context.pool.values(0).shape[3]
-        self._token_bytes = 2 * self._kv_heads * self._head_dim * context.pool.keys(0).element_size()
+        self._key_bytes = self._head_dim * context.pool.keys(0).element_size()
+        self._token_bytes = 2 * self._kv_heads * self._key_bytes
         self._processors, self._large_memory = CPU_PROCESSORS, False
         if context.device.type == "cuda":
             found = torch.cuda.get_device_properties(context.device)
@@ -126,7 +136,8 @@ class TritonAttention(AttentionBackend):
         if self._invariant:  # allocated now, because there may not be enough memory later
             self._invariant_memory(self._cut_tokens, self._chunks)
         self._steps: list[AttendGroup] = []
-        self._even = 0  # the parts of every row's keys in a step of the variant EVEN; 0: another kind of step
+        self._even = 0  # the parts of every row's keys in a step that reads them in parts; 0: another kind of step
+        self._long = False  # whether such a step is of the variant UNEVEN
         self._shared: Launch | None = None  # the launch for the prefixes that groups share, in such a step
         self._leaders: dict[int | None, int] = {}  # for each window, the layer that makes the schedule
 
@@ -136,18 +147,30 @@ class TritonAttention(AttentionBackend):
         return batch.shared.saved * self._token_bytes > SHARING_BYTES
 
     def variant(self, batch: Batch) -> int:
-        """Return ``SCHEDULED`` if the device would wait too long for the program that reads the longest row, else ``EVEN``.
+        """Return ``UNEVEN`` if the device would wait too long for the program that reads the longest row, and for few
+        rows with long contexts. Otherwise return ``EVEN``.
 
         Only a row's own keys count, because shared prefixes are always read by a schedule.
         """
         if self._invariant:
-            return SCHEDULED
+            return UNEVEN
         lens, rows = batch.prefix_lens + 1, len(batch.slots)
         if batch.shared is not None:
             lens = lens - np.repeat(batch.shared.lens, np.diff(batch.shared.starts))
         bytes_read = int(lens.sum()) * self._token_bytes
-        longest = int(lens.max()) / decode_splits(rows, self._kv_heads, self._processors) * SECONDS_PER_KEY
-        return EVEN if longest < bytes_read / BYTES_PER_SECOND + EVEN_SLACK else SCHEDULED
+        if bytes_read >= LONG_BYTES and self._few(rows):
+            return UNEVEN
+        tiles = rows * self._kv_heads
+        sizes = self._dtype.itemsize * max(self._head_dim, self._value_dim), self._key_bytes
+        tile = tiling(*sizes, tiles, self._processors)
+        measured = tile == LARGE_TILE and self._key_bytes == MEASURED_KEY_BYTES
+        each = int(lens.max()) / decode_splits(rows, self._kv_heads, self._processors, self._key_bytes)
+        longest = each * (LARGE_TILE_SECONDS_PER_KEY if measured else SECONDS_PER_KEY)
+        return EVEN if longest < bytes_read / BYTES_PER_SECOND + EVEN_SLACK else UNEVEN
+
+    def _few(self, rows: int) -> bool:
+        """Return True if ``UNEVEN`` reads these rows in parts instead of using a schedule."""
+        return FEW_ROWS * rows * self._kv_heads <= self._processors and self._key_bytes == MEASURED_KEY_BYTES
 
     def plan(self, batch: Batch) -> None:
         """Divide the rows into those that extend and those that decode or verify. Copies nothing and does not wait."""
@@ -172,10 +195,16 @@ class TritonAttention(AttentionBackend):
         if batch.drafts is not None:
             self._even, self._steps = 0, [self._verify_step(batch)]
             return
-        even = batch.variant == EVEN
-        self._even = decode_splits(len(batch.slots), self._kv_heads, self._processors) if even else 0
-        shared = None if batch.shared is None else self._shared_launch(batch.shared, len(batch.slots))
-        self._steps, self._shared = ([], shared) if even else ([self._decode_step(batch, shared)], None)
+        rows = len(batch.slots)
+        self._long = batch.variant == UNEVEN and self._few(rows)
+        if self._long:
+            self._even = long_splits(self._kv_heads, self._processors)
+        elif batch.variant == EVEN:
+            self._even = decode_splits(rows, self._kv_heads, self._processors, self._key_bytes)
+        else:
+            self._even = 0
+        shared = None if batch.shared is None else self._shared_launch(batch.shared, rows)
+        self._steps, self._shared = ([], shared) if self._even else ([self._decode_step(batch, shared)], None)
 
     def plan_replay(self, batch: Batch) -> None:
         """Do nothing: the kernels read lengths and tables on the device."""
@@ -208,6 +237,7 @@ class TritonAttention(AttentionBackend):
             lens,
             layer.scale,
             splits=self._even,
+            long=self._long,
             window=layer.window,
             soft_cap=layer.soft_cap,
             sinks=layer.sinks,
