@@ -25,7 +25,7 @@ from dovetail.interfaces.cache import CacheGroup
 from dovetail.interfaces.mesh import SINGLE, Mesh
 from dovetail.interfaces.model import ModelArchitecture, ModelInfo, TensorShare, WeightTarget
 from dovetail.layers.embedding import Embedding, LMHead
-from dovetail.layers.linear import ColumnLinear, RowLinear
+from dovetail.layers.linear import ColumnLinear, row_linear
 from dovetail.layers.norm import RMSNorm
 from dovetail.testing.ranks import thread_meshes
 
@@ -43,7 +43,7 @@ class Divided(nn.Module, ModelArchitecture):
         self.embed = Embedding(23, 12, mesh)
         self.head = LMHead(12, 23, mesh)
         self.qk = ColumnLinear(12, WIDTHS, mesh, bias=True, unit=6)
-        self.out = RowLinear(24, 12, mesh, bias=True)
+        self.out = row_linear(24, 12, mesh, bias=True)
         self.norm = RMSNorm(12, 1e-5)
 
     def forward(self, batch: Any) -> torch.Tensor:

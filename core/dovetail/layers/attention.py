@@ -9,7 +9,7 @@ import torch
 
 from dovetail.interfaces.attention import AttentionLayer
 from dovetail.layers.base import Layer
-from dovetail.layers.linear import ColumnLinear, RowLinear
+from dovetail.layers.linear import ColumnLinear, row_linear
 from dovetail.layers.norm import HeadNorm
 from dovetail.layers.rotary import HeadCounts, KVPlace
 
@@ -50,7 +50,7 @@ class SelfAttention(Layer):
         widths = {"q": queries, "k": keys, "v": keys}
         inputs = shape.input_size or shape.hidden_size
         self.qkv = ColumnLinear(inputs, widths, mesh, bias=shape.qkv_bias, unit=head_dim)
-        self.out = RowLinear(queries, shape.hidden_size, mesh, bias=shape.out_bias)
+        self.out = row_linear(queries, shape.hidden_size, mesh, bias=shape.out_bias)
         heads, kv_heads = mesh.tp.share(shape.num_heads)[1], mesh.tp.share(shape.num_kv_heads)[1]
         norm = None
         if shape.qk_norm_eps is not None:

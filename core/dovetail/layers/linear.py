@@ -67,6 +67,8 @@ class Linear(Layer):
     def parts_forward(self, x: torch.Tensor) -> Addend:
         """Compute ``forward``, but leave it to ``RMSNorm.add_forward`` to add up the parts that the kernel computes, or
         the addends of the ranks."""
+        if self._few_rows is None and self.prepared:
+            return self.forward(x)
         parts = self._parts(x)
         return self.forward(x) if parts is None else parts
 
@@ -120,38 +122,41 @@ class ColumnLinear(Linear):
         return WeightTarget(parameter, *self._places[part])
 
 
+def row_linear(in_features: int, out_features: int, mesh: Mesh, *, bias: bool = False) -> Linear:
+    """Return a ``RowLinear``, or, on the only rank, a ``Linear``, which has less to do in each call."""
+    if mesh.tp.size == 1:
+        return Linear(in_features, out_features, bias=bias)
+    return RowLinear(in_features, out_features, mesh, bias=bias)
+
+
 class RowLinear(Linear):
-    """Compute a product whose inputs are divided among the ranks: this rank's inputs and columns of the weight give an
-    addend of every output, and the ranks add these up. One rank adds the bias."""
+    """Compute a product whose inputs are divided among several ranks: this rank's inputs and columns of the weight give
+    an addend of every output, and the ranks add these up. One rank adds the bias. See ``row_linear``."""
 
     def __init__(self, in_features: int, out_features: int, mesh: Mesh, *, bias: bool = False) -> None:
         start, size = mesh.tp.share(in_features)
         super().__init__(size, out_features, bias=bias)
-        self._tp = mesh.tp if mesh.tp.size > 1 else None
+        self._tp = mesh.tp
         self._share = TensorShare(1, start, size, in_features)
 
     def prepare(self) -> None:
         """See ``Layer.prepare``."""
         super().prepare()
-        if self._tp is not None and self._tp.rank:
+        if self._tp.rank:
             self._operands = (self.weight, None)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Map contiguous ``x [tokens, in]``, this rank's inputs, to ``[tokens, out]``. Mutates nothing."""
-        y = super().forward(x)
-        return y if self._tp is None else self._tp.all_reduce(y)
+        return self._tp.all_reduce(super().forward(x))
 
     def parts_forward(self, x: torch.Tensor) -> Addend:
         """See ``Linear.parts_forward``."""
-        if self._tp is None:
-            return super().parts_forward(x)
         parts = self._parts(x) if self._tp.adds_parts else None
         return RankAddend(super().forward(x) if parts is None else parts.addends, self._tp)
 
     def target(self, parameter: str, part: str | None = None) -> WeightTarget:
         """See ``Linear.target``."""
-        divided = self._tp is not None and parameter.endswith("weight")
-        return WeightTarget(parameter, share=self._share if divided else None)
+        return WeightTarget(parameter, share=self._share if parameter.endswith("weight") else None)
 
 
 def make_batch_invariant(model: nn.Module) -> None:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from dovetail.layers.base import Layer
-from dovetail.layers.linear import ColumnLinear, RowLinear
+from dovetail.layers.linear import ColumnLinear, row_linear
 
 if TYPE_CHECKING:
     from dovetail.interfaces.mesh import Mesh
@@ -22,7 +22,7 @@ class GatedMLP(Layer):
         super().__init__()
         parts = {"gate": intermediate_size, "up": intermediate_size}
         self.gate_up = ColumnLinear(hidden_size, parts, mesh, bias=bias)
-        self.down = RowLinear(intermediate_size, hidden_size, mesh, bias=bias)
+        self.down = row_linear(intermediate_size, hidden_size, mesh, bias=bias)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Map ``x [tokens, hidden_size]`` to the same shape. Mutates nothing."""

@@ -34,11 +34,14 @@ class RMSNorm(Layer):
         Overwrites ``x`` with the sum, unless ``x`` is ``Parts``."""
         if not self.prepared:
             self.prepare()
+        if not isinstance(x, torch.Tensor):
+            return self._add_parts(x, residual)
+        return add_rms_norm(x, residual, *self._operands), x
+
+    def _add_parts(self, x: Parts | RankAddend, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         if isinstance(x, Parts):
             return add_parts_rms_norm(x, residual, *self._operands)
-        if isinstance(x, RankAddend):
-            return x.tp.all_reduce_norm(x.x, residual, *self._operands)
-        return add_rms_norm(x, residual, *self._operands), x
+        return x.tp.all_reduce_norm(x.x, residual, *self._operands)
 
 
 class HeadNorm(Layer):
