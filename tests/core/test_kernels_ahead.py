@@ -13,7 +13,7 @@ import torch
 from triton import knobs
 from triton.runtime import driver
 
-from dovetail.ops.triton import launch, matmul, norm
+from dovetail.ops.triton import filters, launch, matmul, norm, rotary, sampling
 from dovetail.ops.triton.ahead import KernelsAhead, cache_directory
 from dovetail.ops.triton.compile_worker import AbsentDevice
 from dovetail.ops.triton.launch import INTERPRETED
@@ -57,7 +57,8 @@ def hits(monkeypatch):
 
 def forget():
     """Forget the kernels that this process has loaded."""
-    for kernel in (matmul._few_rows, norm._rms_norm):
+    sampled = sampling._stats_kernel, sampling._sample_kernel, filters.filtered_kernel
+    for kernel in (matmul._few_rows, norm._rms_norm, rotary._rotate_and_store, *sampled):
         kernel.device_caches.clear()
 
 
@@ -127,6 +128,36 @@ def test_kernels_are_compiled_here_if_the_process_dies(device, hits, caplog):
         assert "status -9" in caplog.text
     finally:
         ahead.close()
+
+
+def test_the_place_of_single_numbers_does_not_matter(device):
+    """Views of a packed copy begin anywhere; a kernel for each combination would be compiled while requests wait."""
+    ahead = KernelsAhead(90, "alignment", processes=1)
+    counts = []
+    try:
+        for offset in (0, 1):
+            numbers = [torch.zeros(9 + offset, 1, dtype=dtype)[offset:] for dtype in (torch.float32, torch.float64)]
+            ids = torch.zeros(9 + offset, dtype=torch.int64)[offset:]
+            heat, share = numbers
+            assert heat.data_ptr() % 16 == 4 * offset
+            with ahead.noting():
+                sampling.sample(torch.zeros(9, 512), heat, None, None, None, share[:, 0], ids)
+                sampling.sample(torch.zeros(9, 512), heat, ids[:, None], share, share, share[:, 0], ids)
+                rotary.rotate_and_store(
+                    torch.zeros(9, 6, 64),
+                    2,
+                    2,
+                    torch.zeros(32, 128),
+                    ids,
+                    None,
+                    torch.zeros(2, 16, 2, 64),
+                    torch.zeros(2, 16, 2, 64),
+                    ids,
+                )
+            counts.append(ahead.counts.noted)
+    finally:
+        ahead.close()
+    assert counts[0] == counts[1] >= 4
 
 
 def test_other_threads_launch_while_one_notes(device):

@@ -132,7 +132,7 @@ def _attempt(
     return token
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["temperature", "top_k", "top_p", "min_p", "uniform", "out"])
 def filtered_kernel(
     logits,
     row_stride,

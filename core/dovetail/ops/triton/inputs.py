@@ -17,7 +17,21 @@ def _copy_pages(source, target, first, count, BLOCK: tl.constexpr):
         tl.store(target + column, tl.load(source + first + column, mask=inside, other=0), mask=inside)
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize_on_alignment=[
+        "slots",
+        "prefix_lens",
+        "last_token",
+        "input_ids",
+        "positions",
+        "out_loc",
+        "kv_lens",
+        "row_lens",
+        "indptr",
+        "group_lens",
+        "own_lens",
+    ]
+)
 def _decode_inputs(
     slots,
     prefix_lens,

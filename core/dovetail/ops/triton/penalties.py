@@ -13,7 +13,7 @@ BLOCK = 2048
 COUNT_BLOCK = 128
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["slots", "settings"])
 def _penalties_kernel(
     logits,
     row_stride,

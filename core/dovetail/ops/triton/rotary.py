@@ -16,7 +16,7 @@ PAIRS = 1024
 """A program rotates this many pairs of elements: heads times half a head."""
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["positions", "out_loc"])
 def _rotate_and_store(
     qkv, q, keys, values, table, positions, out_loc, q_weight, k_weight, eps, qkv_stride,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, SIZE: tl.constexpr,

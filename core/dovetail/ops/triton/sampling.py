@@ -21,7 +21,7 @@ from dovetail.ops.triton.launch import launch
 from dovetail.ops.triton.rows import BLOCK, SUB, best_token, clean, combine, exponent_scale, invert_blocks
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["temperature"])
 def _stats_kernel(
     logits,
     row_stride,
@@ -85,7 +85,7 @@ def _greedy_kernel(
     tl.store(out + n, best_token(logits + n * row_stride, vocab, maxima, groups, SUB).to(tl.int64))
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["temperature", "uniform", "out"])
 def _sample_kernel(
     logits,
     row_stride,
