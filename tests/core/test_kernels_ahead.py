@@ -80,7 +80,8 @@ def start(size):
     return ahead
 
 
-def test_processes_compile_what_a_launch_needs(device, hits):
+def test_processes_compile_what_a_launch_needs(device, hits, caplog):
+    caplog.set_level(logging.INFO)
     ahead = start(128)
     try:
         assert ahead.counts.noted == 3
@@ -92,6 +93,7 @@ def test_processes_compile_what_a_launch_needs(device, hits):
         assert hits == [("_few_rows", True), ("_rms_norm", True), ("_rms_norm", True)]
         ahead.release()
         assert not ahead.is_active
+        assert "compiled 3 Triton kernels" in caplog.text
         forget()
         again = start(128)
         again.close()

@@ -35,6 +35,9 @@ END_SECONDS = 5.0
 
 MOST_PROCESSES = 32
 
+_REPLACING = threading.Lock()
+"""Held while launches are replaced, so that two threads do not replace and restore them in turns."""
+
 _MODULES = ("dovetail.ops.triton.matmul", "dovetail.ops.triton.norm", "dovetail.ops.triton.sampling")
 """Modules that all processes import, once for all of them."""
 
@@ -106,13 +109,14 @@ class KernelsAhead:
         self._known: set[KernelTask] = set()
         self._pending: dict[KernelTask, _Pending] = {}
         self._lock = threading.Lock()
-        self._failed = 0
+        self._ended = self._failed = 0
         self._compiler: subprocess.Popen[str] | None = None
         self._reader: threading.Thread | None = None
         self._mode: tuple[int, str] | None = None  # the thread that notes or loads, and which of these it does
         self._complete = self._mark(what)
         self._driver: threading.Thread | None = None
-        self._releasing = False
+        self._releasing = self._closed = False
+        self._began = time.perf_counter()
         self._active = not INTERPRETED and self._hooked(None, self._hook)
         if self._active and not self._complete.exists():
             self.start()
@@ -142,7 +146,7 @@ class KernelsAhead:
 
         if self._driver is not None:
             self._driver.join()
-        original, owner = JITFunction.run, threading.get_ident()
+        owner = threading.get_ident()
 
         def run(kernel: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
             if threading.get_ident() != owner:
@@ -152,11 +156,13 @@ class KernelsAhead:
                 compiled.run  # noqa: B018 (loads the kernel)
             return compiled
 
-        self._mode, JITFunction.run = (owner, mode), run
-        try:
-            yield
-        finally:
-            self._mode, JITFunction.run = None, original
+        with _REPLACING:
+            original = JITFunction.run
+            self._mode, JITFunction.run = (owner, mode), run
+            try:
+                yield
+            finally:
+                self._mode, JITFunction.run = None, original
 
     @property
     def is_active(self) -> bool:
@@ -253,7 +259,7 @@ class KernelsAhead:
                 self._end(KernelTask(*answer["task"]), answer["error"])
             code = compiler.wait()
             left = [task for task, one in list(self._pending.items()) if one.compiler is compiler]
-            if left:
+            if left and not self._closed:
                 errors.seek(0)
                 log.warning(
                     "the process that compiles kernels ended with status %d; %d kernels are compiled when they are first launched:\n%s",
@@ -274,18 +280,14 @@ class KernelsAhead:
             pending = self._pending.pop(task, None)
             if pending is None:
                 return
+            self._ended += 1
             self._failed += error is not None
-            marks = [] if error is not None else [pending.mark]
-            if not self._pending and not self._failed:
-                marks.append(self._complete)
-        with suppress(OSError):
-            for mark in marks:
-                mark.parent.mkdir(parents=True, exist_ok=True)
-                mark.touch()
-        if error is not None:
+        if error is None:
+            self._touch(pending.mark)
+        else:
             log.debug("%s.%s could not be compiled ahead: %s", task.module, task.name, error)
         pending.ended.set()
-        self._unhook_at_end()
+        self._end_if_complete()
 
     def release(self) -> None:
         """End the processes once they have compiled everything that was noted. Nothing can be noted afterwards."""
@@ -295,16 +297,34 @@ class KernelsAhead:
         if compiler is not None and compiler.stdin is not None:
             with suppress(OSError):
                 compiler.stdin.close()
-        self._unhook_at_end()
+        self._end_if_complete()
 
-    def _unhook_at_end(self) -> None:
+    def _end_if_complete(self) -> None:
+        """If everything that was noted is compiled, and nothing more will be noted, remove the hook and say so."""
         with self._lock:
-            if self._releasing and not self._pending and self._active:
-                self._active = False
-                self._hooked(self._hook, None)
+            if not self._releasing or self._pending or not self._active:
+                return
+            self._active = False
+            self._hooked(self._hook, None)
+        if not self._failed:
+            self._touch(self._complete)
+        if self._ended:
+            seconds = time.perf_counter() - self._began
+            log.info(
+                "warm-up: compiled %d Triton kernels in %.1f s; %d failed",
+                self._ended - self._failed,
+                seconds,
+                self._failed,
+            )
+
+    def _touch(self, mark: Path) -> None:
+        with suppress(OSError):
+            mark.parent.mkdir(parents=True, exist_ok=True)
+            mark.touch()
 
     def close(self) -> None:
         """End the processes now, and remove the hook."""
+        self._closed = True
         compiler = self._compiler
         if compiler is not None:
             compiler.kill()
