@@ -85,6 +85,12 @@ def test_parts_are_rounded_before_they_are_sent() -> None:
     assert torch.equal(pair.slot(1, 0).contiguous().view(HALF), rounded)
 
 
+@pytest.mark.parametrize("chunks", [32, 64, 512, 1024, 4096])
+def test_no_two_threads_have_the_same_chunk(chunks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(peer, "INTERPRETED", False)
+    assert 32 * peer.warps_of(chunks) <= chunks
+
+
 @pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_ranks(ranks: int, tmp_path: Path) -> None:
     commands = [[sys.executable, __file__, str(rank), str(ranks), str(tmp_path)] for rank in range(ranks)]
@@ -107,10 +113,10 @@ def run_rank(rank: int, ranks: int, folder: Path) -> None:
     torch.set_num_threads(1)
     cpu = torch.device("cpu")
     size = 40
-    row = 2 * size
+    row, wide = 2 * size, 16 * size  # gathered rows have two blocks
     peer_rules.is_one_shot = lambda ranks, rows, row_bytes: rows <= 5
     peer_rules.ONE_SHOT_BYTES, peer_rules.CHANNEL_BYTES = (5 if ranks > 2 else 3) * row, (3 if ranks == 2 else 6) * row
-    peer_rules.GATHER_CHUNKS, peer_rules.GATHER_BYTES = 4, 3 * row
+    peer_rules.GATHER_CHUNKS, peer_rules.GATHER_BYTES = 32, 3 * wide
     numbers = itertools.count()
     shared: list[torch.Tensor] = []
 
@@ -133,9 +139,9 @@ def run_rank(rank: int, ranks: int, folder: Path) -> None:
     got = collectives.all_reduce(single[rank].clone())  # through gloo
     torch.testing.assert_close(got, sum(single))
     for rows in (1, 4):
-        check_gather(collectives, rows, size, ranks * size, HALF, cpu)
-        check_gather(collectives, rows, size, ranks * size - 8, HALF, cpu)
-        check_gather(collectives, rows, size, ranks * size - 12, torch.float32, cpu)
+        check_gather(collectives, rows, 8 * size, ranks * 8 * size, HALF, cpu)
+        check_gather(collectives, rows, 8 * size, ranks * 8 * size - 8, HALF, cpu)
+        check_gather(collectives, rows, 4 * size + 4, ranks * (4 * size + 4) - 12, torch.float32, cpu)
     collectives.agree(True)
     assert len(shared) == 4 * ranks, "one shot, two shots, two widths of gathered rows"
     assert all((memory == EMPTY).all() for memory in shared), "a slot was not emptied"

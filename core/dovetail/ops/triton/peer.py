@@ -52,6 +52,8 @@ from dovetail.ops.triton.peer_words import (
 CHUNK = 16
 """The number of bytes that a thread loads or stores at once."""
 SLOTS = 2
+WARP = 32
+"""The number of threads of a warp."""
 
 
 @triton.jit
@@ -356,7 +358,7 @@ def _add_up(
     out = total if residual is None else torch.empty_like(like)
     most = group * channels.count
     assert rows <= most or not parts
-    chunks = triton.next_power_of_2(size * 2 // CHUNK)
+    chunks = max(WARP, triton.next_power_of_2(size * 2 // CHUNK))
     for start in range(0, rows, most):
         block = slice(start, start + most)
         count = min(most, rows - start)
@@ -391,6 +393,8 @@ def gather(channels: Channels, x: torch.Tensor, width: int, limit: int) -> torch
 
 
 def warps_of(chunks: int) -> int:
-    """Return the number of warps of a program that handles ``chunks`` times 16 bytes: one chunk per thread was the
-    fastest for 512 chunks."""
-    return 1 if INTERPRETED else min(MOST_WARPS, max(1, chunks // 32))
+    """Return the number of warps of a program that handles ``chunks`` times 16 bytes, at least a warp's: one chunk per
+    thread was the fastest for 512 chunks. There are not more threads than chunks: Triton would give several threads the
+    same chunk, and after the first of them has emptied the slot, the others would wait for ever."""
+    assert chunks >= WARP
+    return 1 if INTERPRETED else min(MOST_WARPS, chunks // WARP)
