@@ -29,7 +29,7 @@ from triton import knobs
 misses = []
 knobs.compilation.listener = lambda *, src, cache_hit, **_: None if cache_hit else misses.append(src.name)
 from dovetail import LLM, SamplingParams
-llm = LLM("tiny", device="cuda", grammar="none", attention="triton", scheduler={"max_running": 16})
+llm = LLM("tiny", device="cuda", grammar="none", attention="triton", scheduler={"max_running": 16}, **json.loads(sys.argv[2]))
 engine = llm.loop.executor.engine
 started = engine.graphs.num_captured
 outputs = llm.generate(json.loads(sys.argv[1]), SamplingParams(temperature=0, max_new_tokens=40, ignore_eos=True))
@@ -40,11 +40,11 @@ print(json.dumps({"misses": misses, "started": started, "tokens": [o.token_ids f
 """
 
 
-def fresh(cache):
+def fresh(cache, **sections):
     """Run an engine in a new process, with Triton's cache in ``cache``."""
     env = {**os.environ, "TRITON_CACHE_DIR": str(cache)}
     ended = subprocess.run(
-        [sys.executable, "-c", FRESH, json.dumps(TEXTS)],
+        [sys.executable, "-c", FRESH, json.dumps(TEXTS), json.dumps(sections)],
         env=env,
         capture_output=True,
         text=True,
@@ -67,6 +67,12 @@ def test_a_fresh_engine_has_its_kernels_compiled_elsewhere(tmp_path):
     for run in (first, second):
         assert run["progress"]["graphs_missing"] == 0
         assert run["progress"]["graphs_refused"] == 0
+
+
+def test_the_kernels_of_verify_steps_are_compiled_elsewhere(tmp_path):
+    run = fresh(tmp_path, speculative="ngram")
+    assert not {"_verify_inputs", "_fetch", "_walk"} & set(run["misses"])
+    assert run["progress"]["graphs_refused"] == 0
 
 
 def test_steps_in_larger_graphs_give_the_same_tokens():

@@ -217,6 +217,7 @@ class Engine:
         config, decode = self._config, self.eager_runner.decode
         sizes = verify_sizes(config, most, self.context_len, trees=trees)
         graphs = VerifyGraphs(self.model, self.inputs, self.pool, decode, sizes, self.watched)
+        self.warm_up.note_verify(graphs)
         if config.graphs.capture == "start":
             capture_all(graphs, "verify steps")
         self.use_verify_graphs(graphs)

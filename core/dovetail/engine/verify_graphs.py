@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from dovetail.engine.captures import GraphRecorder, ladder, larger_sizes
+from dovetail.engine.dry_run import every_filter, first_layers
 from dovetail.engine.sampler_graphs import SamplerGraphs
 from dovetail.engine.settings import expand
 from dovetail.engine.verify import Accepted
@@ -30,7 +31,7 @@ from dovetail.engine.verify_inputs import (
     set_lens,
     static_batch,
 )
-from dovetail.ops.sampling import greedy, sample
+from dovetail.ops.sampling import Filters, greedy, sample
 from dovetail.types import Batch, ForwardOutput
 
 if TYPE_CHECKING:
@@ -40,7 +41,6 @@ if TYPE_CHECKING:
     from dovetail.interfaces.model import ModelArchitecture
     from dovetail.memory.pool import PagedKVPool
     from dovetail.ops.random import Floats
-    from dovetail.ops.sampling import Filters
 
 log = logging.getLogger(__name__)
 
@@ -229,13 +229,9 @@ class VerifyGraphs:
 
     @torch.inference_mode()
     def capture(self, key: VerifyKey) -> None:
-        """Capture the step of ``key``. This takes a fraction of a second."""
+        """Capture the step of ``key``. The host needs about the time in which it launches the step twice."""
         start = time.perf_counter()
-        limits = self._limits
-        shape = VerifyShape(key.tokens, limits.width, key.tree)
-        step = VerifyStep(shape, self._inputs, self._memory, limits.context_len)
-        step.batch.attn, step.batch.kv, step.batch.watch = (self._backend,), (self._pool,), self._watch
-        self._backend.plan_capture(step.batch)
+        step = self._planned(key)
         self._wait_until_read()
         step.tensors.write(empty_batch(), self._inputs)
         self._unread = step.batch
@@ -243,6 +239,27 @@ class VerifyGraphs:
         self._graphs[key] = CapturedVerify(step, graph, logits)
         self.seconds += time.perf_counter() - start
         log.debug("captured a verify step, %s: %.2f s", key, time.perf_counter() - start)
+
+    @torch.inference_mode()
+    def rehearse(self, key: VerifyKey, layers: int) -> None:
+        """Launch the kernels of the step of ``key``, of the first ``layers`` layers only, and those that sample and
+        verify in the usual ways, in order to note them (see ``ops.triton.ahead``)."""
+        step = self._planned(key)
+        step.tensors.compute(self._inputs)
+        logits = self._model.logits(first_layers(self._model, step.batch, layers))
+        filters = every_filter(key.tokens, logits.device)
+        for chosen in (None, Filters(filters.temperature), filters):
+            step.draw(logits, chosen)
+
+    def _planned(self, key: VerifyKey) -> VerifyStep:
+        """Return a step for ``key``, for which attention is planned."""
+        limits = self._limits
+        step = VerifyStep(
+            VerifyShape(key.tokens, limits.width, key.tree), self._inputs, self._memory, limits.context_len
+        )
+        step.batch.attn, step.batch.kv, step.batch.watch = (self._backend,), (self._pool,), self._watch
+        self._backend.plan_capture(step.batch)
+        return step
 
     def _kept(self, logits: torch.Tensor) -> torch.Tensor:
         """Return the logits in memory that keeps them until the next launch. Large graphs copy them to memory that they

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
     from dovetail.engine.captures import Captures
     from dovetail.engine.graphs import DecodeGraphs
+    from dovetail.engine.verify_graphs import VerifyGraphs
     from dovetail.interfaces.attention import AttentionBackend
     from dovetail.interfaces.mesh import Mesh
     from dovetail.interfaces.model import ModelArchitecture, ModelInfo
@@ -92,8 +93,7 @@ class WarmUp:
                 self._try(step)
 
     def note_decode(self, graphs: DecodeGraphs) -> None:
-        """Note the kernels of decode steps and of their sampling, in the order in which steps are likely. Nothing is
-        noted after them."""
+        """Note the kernels of decode steps and of their sampling, in the order in which steps are likely."""
         if self._kernels is None:
             return
         start = time.perf_counter()
@@ -102,6 +102,13 @@ class WarmUp:
         counts = self._kernels.counts
         seconds, where = time.perf_counter() - start, self._kernels.directory
         log.info("%d of %d Triton kernels are in %s (%.2f s)", counts.compiled, counts.noted, where, seconds)
+
+    def note_verify(self, graphs: VerifyGraphs) -> None:
+        """Note the kernels of verify steps. After ``release``, do nothing."""
+        if self._kernels is None or not self._kernels.is_active:
+            return
+        with self._kernels.noting():
+            self._try(lambda: [graphs.rehearse(key, self._layers) for key in graphs.missing()])
 
     def start(self, graphs: DecodeGraphs) -> bool:
         """If all kernels of decode steps are compiled, on all ranks, load them onto the device and capture the steps
@@ -169,7 +176,7 @@ class WarmUp:
             counts[0], counts[1] + counts[2], captured, missing, sum(len(graphs.refused) for graphs in captures)
         )
 
-    def _try(self, step: Callable[[], None]) -> bool:
+    def _try(self, step: Callable[[], object]) -> bool:
         """Run ``step`` and return True. If it fails, log the error and return False: its kernels are compiled or loaded
         when they are first launched."""
         try:
