@@ -119,6 +119,7 @@ class Fakes:
             ),
             self.spec(ComponentKind.CACHE, "none"),
             self.spec(ComponentKind.POLICY, "fcfs", priority=10),
+            self.spec(ComponentKind.EXECUTOR, "ranks", offers=frozenset({Feature.EXECUTOR_RANKS})),
         ]
 
     def registry(self, *specs: ComponentSpec, entries: Sequence[FakeEntry] = (), basics: bool = True) -> Registry:

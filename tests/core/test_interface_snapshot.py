@@ -24,6 +24,7 @@ MODULES = (
     "prompts",
     "features",
     "mesh",
+    "executor",
 )
 
 

@@ -13,11 +13,13 @@ import mutants_api
 import mutants_attention
 import mutants_cache
 import mutants_drafter
+import mutants_executor
 import mutants_grammar
 import mutants_model
 import mutants_parsers
 import mutants_policy
 import mutants_registration
+import mutants_workers
 from mutant import Mutant
 
 from dovetail.testing.api import ApiSuite
@@ -25,6 +27,7 @@ from dovetail.testing.attention import AttentionSuite
 from dovetail.testing.cache import PrefixCacheSuite
 from dovetail.testing.component import ComponentSuite
 from dovetail.testing.drafter import DrafterSuite
+from dovetail.testing.executor import ExecutorSuite
 from dovetail.testing.grammar import GrammarSuite
 from dovetail.testing.model import ModelSuite
 from dovetail.testing.parsers import ReasoningParserSuite, ToolParserSuite
@@ -40,6 +43,7 @@ SUITES: tuple[type[ComponentSuite], ...] = (
     ToolParserSuite,
     ReasoningParserSuite,
     ApiSuite,
+    ExecutorSuite,
 )
 MUTANTS: list[Mutant] = [
     *mutants_registration.MUTANTS,
@@ -51,6 +55,8 @@ MUTANTS: list[Mutant] = [
     *mutants_policy.MUTANTS,
     *mutants_parsers.MUTANTS,
     *mutants_api.MUTANTS,
+    *mutants_executor.MUTANTS,
+    *mutants_workers.MUTANTS,
 ]
 _GPU = "keeps the lengths of its capture: tried where there is a GPU, in tests/gpu"
 _INVARIANT = "gives other bits in graphs: tried where there is a GPU, by the backends that offer it"

@@ -101,5 +101,10 @@ API = KindSection(
     of_server=True,
 )
 
-BUILT_IN: Sections = (ATTENTION, CACHE, GRAMMAR, SPECULATIVE, POLICY, TOOL_PARSER, REASONING_PARSER, API)
+EXECUTOR = KindSection(
+    "executor",
+    "Where the ranks of the engine run: in the engine's process, or in processes of their own.",
+)
+
+BUILT_IN: Sections = (ATTENTION, CACHE, GRAMMAR, SPECULATIVE, POLICY, TOOL_PARSER, REASONING_PARSER, API, EXECUTOR)
 """The sections of the built-in kinds."""

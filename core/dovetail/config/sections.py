@@ -12,6 +12,7 @@ from dovetail.config.kinds import (
     API,
     ATTENTION,
     CACHE,
+    EXECUTOR,
     GRAMMAR,
     POLICY,
     REASONING_PARSER,
@@ -300,6 +301,7 @@ class Config(Section):
     tool_parser: Selection = TOOL_PARSER.field
     reasoning_parser: Selection = REASONING_PARSER.field
     api: Selection = API.field
+    executor: Selection = EXECUTOR.field
     scheduler: SchedulerSection = SchedulerSection()
     graphs: GraphsSection = GraphsSection()
     memory: MemorySection = MemorySection()

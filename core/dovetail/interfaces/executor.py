@@ -1,16 +1,21 @@
 """Define how the plans of a scheduler reach the engine: an executor runs them on one or several ranks.
 
-A rank is one device with a model, or with its share of a model. All ranks get the same plans in the same order and take
-the same decisions; the result of a step is that of rank 0.
+A rank is one device with a model, or with its share of a model. ``RankEngine`` runs plans on one rank. An ``Executor``
+brings every plan to all ranks, in order, and returns the result of rank 0. All ranks get the same plans in the same order
+and take the same decisions, and sampling is deterministic, so their results are the same.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
+
+    import numpy as np
+    from pydantic import BaseModel
 
     from dovetail.types import (
         Committed,
@@ -61,9 +66,13 @@ class WarmUpProgress(NamedTuple):
 class StepVerbs(ABC):
     """Run plans, in the order of their numbers. Not thread-safe.
 
-    The order of calls for plan N is ``launch``, ``sample``, ``wait``. Under overlap ``launch`` of plan N + 1 comes before
-    ``wait`` of plan N. Each method may raise what the engine raises; the step has failed then, and no further method
-    is called for its plan.
+    The order of calls for plan N is ``propose`` (if the step can have drafts), ``launch``, ``sample``, ``wait``, and
+    ``observe`` (if the step can have drafts). Under overlap ``launch`` of plan N + 1 comes before ``wait`` of plan N. Each
+    method may raise what the engine raises; the step has failed then, and no further method is called for its plan. The
+    next plan runs as usual: if ``launch`` has raised, it brings the page updates of the failed step again.
+
+    No method changes a plan. The arrays of a plan do not change until the step was waited for, and
+    ``AdmittedRequest.token_ids`` only grows.
     """
 
     @property
@@ -80,7 +89,7 @@ class StepVerbs(ABC):
     @abstractmethod
     def page_table(self) -> IntArray:
         """Return the page table that the scheduler writes, int32 ``[slots, max_pages]``, in host memory. Slot 0 belongs
-        to rows that pad a step."""
+        to rows that pad a step. Every entry that the scheduler writes is also in the page updates of a plan."""
 
     @abstractmethod
     def launch(self, plan: StepPlan) -> None:
@@ -89,7 +98,7 @@ class StepVerbs(ABC):
     @abstractmethod
     def sample(self, plan: StepPlan, masks: Masks | None) -> None:
         """Sample the step that was launched last, among the tokens that ``masks`` allows. The step before it was waited
-        for. The memory of ``masks`` comes from ``mask_buffer``."""
+        for. The memory of ``masks`` comes from ``mask_buffer``. Without ``plan.constrained``, ``masks`` is None."""
 
     @abstractmethod
     def wait(self, plan: StepPlan) -> StepResult:
@@ -97,7 +106,8 @@ class StepVerbs(ABC):
 
     @abstractmethod
     def mask_buffer(self, rows: int, width: int) -> IntArray:
-        """Return uninitialised memory for the bitmasks of one step, int32 ``[rows, width]``."""
+        """Return uninitialised memory for the bitmasks of one step, int32 ``[rows, width]``. The next call returns other
+        memory."""
 
     @abstractmethod
     def propose(self, plan: StepPlan) -> DraftTree | None:
@@ -137,8 +147,82 @@ class StepVerbs(ABC):
 
 
 class RankEngine(StepVerbs):
-    """Run plans on one rank, in the process of that rank."""
+    """Run plans on one rank, in the process of that rank.
+
+    The ranks compute together. Every decision about a step (which graph runs it, what is captured) must therefore follow
+    from the plans alone, and not from the time or the memory of one rank.
+    """
 
     @abstractmethod
     def ready(self, plan: StepPlan) -> bool:
         """Return True if ``wait`` for a step that was sampled would not wait."""
+
+    def register_masks(self, memory: np.ndarray[Any, np.dtype[np.uint8]]) -> None:
+        """Prepare the device to read masks from ``memory`` (uint8 ``[bytes]``), which another process writes.
+
+        An executor whose masks are not in memory of ``mask_buffer`` calls this before the first of them is sampled. The
+        masks of a step are overwritten in the third step with masks after it, or later.
+        """
+        return
+
+    def call(self, name: str, args: Any) -> Any:
+        """Run the control call ``name``. ``args`` and the answer consist of what JSON can hold, and bytes. Raises
+        ``ValueError`` if there is no such call."""
+        raise ValueError(f"there is no control call {name!r}")
+
+
+@dataclass(frozen=True, slots=True)
+class ExecutorContext:
+    """Describe the ranks that an executor starts.
+
+    There are ``size`` ranks. ``build_rank(rank, size, rendezvous)`` builds the engine of a rank in this process;
+    ``rendezvous`` is an address at which the ranks find each other (a URL for torch.distributed), and is empty for one
+    rank. The engines of all ranks must be built at the same time.
+
+    Another process builds a rank with ``target``, the "module:attribute" of a function that takes ``(description, rank,
+    size, rendezvous)``. ``description`` is all that it needs to load the same plugins and resolve the same config.
+    ``log_level`` is that of this process.
+    """
+
+    size: int
+    build_rank: Callable[[int, int, str], RankEngine]
+    target: str
+    description: bytes
+    log_level: str = "info"
+
+
+class Executor(StepVerbs):
+    """Run plans on all ranks.
+
+    An executor may return before the ranks have done the work of a call. What they raise then surfaces in a later call:
+    an error of ``launch`` or ``sample`` at the latest in ``wait`` for the same plan, and an error of ``observe`` or
+    ``forget`` in a later call of ``propose``, ``observe`` or ``forget``. If an error of ``launch`` surfaces later, the
+    executor itself repeats the page updates of the failed step before those of the next one.
+
+    - If all ranks raise in a step, the executor raises this error, or one whose text names its class and its first line.
+      The step has failed, and later steps run.
+    - If the ranks are not in the same state any more (one has died, hangs, cannot be reached, or has raised an error
+      that the others have not), the group is lost. The executor ends all ranks, raises ``RankLostError`` from this call
+      and from all later ones, and ``lost`` returns the reason, which names the rank and what can be done.
+    - No call waits for ever: each has a deadline, after which the group is lost.
+    """
+
+    def __init__(self, config: BaseModel, context: ExecutorContext) -> None:
+        """Build the engines of all ranks, and wait for them. ``config`` is the executor's own section.
+
+        Raises what ``build_rank`` raises, and ``EngineError`` if a rank cannot be started.
+        """
+
+    @abstractmethod
+    def describe(self) -> dict[str, Any]:
+        """Return what /server_info reports of the engine of rank 0, as JSON. ``ranks`` in it has an entry for each rank,
+        with its ``rank`` and ``pid``."""
+
+    @abstractmethod
+    def call(self, name: str, args: Any = None) -> list[Any]:
+        """Run the control call ``name`` on every rank, and return their answers in the order of the ranks. See
+        ``RankEngine.call``."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """End all ranks and release what they have. Further calls of ``close`` have no effect."""

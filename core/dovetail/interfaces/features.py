@@ -129,6 +129,9 @@ class Feature(str):
     # schedule policies
     POLICY_PREFIX_AWARE = _feature("policy.prefix_aware", "orders requests by what the prefix cache holds")
 
+    # executors
+    EXECUTOR_RANKS = _feature("executor.ranks", "runs several ranks")
+
     # the runtime
     RUNTIME_OVERLAP = _feature(
         "runtime.overlap",

@@ -136,7 +136,20 @@ API = KindDescriptor(
     order=90,
 )
 
-KINDS = (ATTENTION, CACHE, GRAMMAR, DRAFTER, POLICY, MODEL, TOOL_PARSER, REASONING_PARSER, API)
+EXECUTOR = KindDescriptor(
+    ComponentKind.EXECUTOR,
+    "executors",
+    "dovetail.interfaces.executor:Executor",
+    section=kinds.EXECUTOR,
+    namespaces=("executor",),
+    rules=f"{_RULES}:executor",
+    suite="dovetail.testing.executor:ExecutorSuite",
+    scaffold=f"{_TEMPLATES}:EXECUTOR",
+    order=65,
+    search_order=60,
+)
+
+KINDS = (ATTENTION, CACHE, GRAMMAR, DRAFTER, POLICY, MODEL, TOOL_PARSER, REASONING_PARSER, API, EXECUTOR)
 
 
 @hookimpl

@@ -238,6 +238,11 @@ class Resolved:
         return self._required(ComponentKind.POLICY)
 
     @property
+    def executor(self) -> Chosen:
+        """Return the executor."""
+        return self._required(ComponentKind.EXECUTOR)
+
+    @property
     def grammars(self) -> tuple[Chosen, ...]:
         """Return all grammar backends that requests may use, the default first. The backends that ``config`` lists
         serve the requests that name none."""

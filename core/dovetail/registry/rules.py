@@ -105,6 +105,13 @@ def check_drafter(config: Config, slots: Mapping[str, Slot], combo: Combination)
         )
 
 
+def executor(situation: Situation) -> Iterator[Need]:
+    """Require an executor of several ranks if the model is divided among ranks."""
+    tp = situation.combo[TENSOR_PARALLEL]
+    if tp != 1:
+        yield from situation.needs(Feature.EXECUTOR_RANKS, f"{TENSOR_PARALLEL} {tp}")
+
+
 def check_grammar(config: Config, slots: Mapping[str, Slot], combo: Combination) -> None:
     """Refuse jump-forward if no backend in use returns the forced text, and with a drafter, whose drafts would take the
     positions of that text. Raises ``ConfigError``."""

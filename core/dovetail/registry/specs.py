@@ -29,6 +29,7 @@ class ComponentKind(str):
     TOOL_PARSER = _kind("tool_parser")
     REASONING_PARSER = _kind("reasoning_parser")
     API = _kind("api")
+    EXECUTOR = _kind("executor")
 
 
 class Selects(enum.StrEnum):

@@ -102,6 +102,15 @@ POLICY = KindTemplate(
     setting={"tokens_per_second": 50.0},
     rival="fcfs",
 )
+EXECUTOR = KindTemplate(
+    FOLDER / "executor",
+    "executor",
+    "Executor",
+    "One rank, on a thread of its own, with a deadline.",
+    "An executor for Dovetail: the engine of one rank runs on a thread, and every call has a deadline.",
+    setting={"step_seconds": 60.0},
+    rival="local",
+)
 MODEL = KindTemplate(
     FOLDER / "model",
     "model",

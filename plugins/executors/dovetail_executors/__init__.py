@@ -1,0 +1,1 @@
+"""Run the ranks of an engine in this process or in processes of their own."""

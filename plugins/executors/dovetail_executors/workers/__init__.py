@@ -1,0 +1,1 @@
+"""Run each rank in a process of its own, on this host."""

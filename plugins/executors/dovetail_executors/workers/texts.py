@@ -1,0 +1,152 @@
+"""Send what is new of the texts of requests, and keep the texts on the other side.
+
+``AdmittedRequest.token_ids`` is an append-only array of the scheduler. A rank has an array of its own for each request,
+which is filled as far as the engine may read it. It is dropped when another request gets the slot; with a drafter, also
+when the drafter has forgotten the request, whichever comes later.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
+
+import msgspec
+import numpy as np
+
+from dovetail.types import DepartedRequest, IntArray
+
+if TYPE_CHECKING:
+    from dovetail.types import AdmittedRequest, Committed, StepPlan
+
+_NONE = np.zeros(0, np.int32)
+
+
+class TextUpdates(msgspec.Struct, array_like=True, gc=False):
+    """Hold tokens that are new: ``counts[i]`` of the request ``uids[i]``, from index ``starts[i]`` on. ``tokens`` has
+    them one after the other, int32."""
+
+    uids: list[int]
+    starts: list[int]
+    counts: list[int]
+    tokens: IntArray
+
+
+class _Text:
+    """Hold the array of a request, and the number of its tokens that both sides have."""
+
+    __slots__ = ("forgotten", "sent", "slot", "tokens", "uid")
+
+    def __init__(self, uid: int, slot: int, tokens: IntArray) -> None:
+        self.uid, self.slot, self.tokens, self.sent = uid, slot, tokens, 0
+        self.forgotten = False
+
+
+class _Texts:
+    """Keep the texts of requests. Both sides make the same calls in the same order."""
+
+    def __init__(self, *, drafts: bool) -> None:
+        self._drafts = drafts
+        self.by_uid: dict[int, _Text] = {}
+        self.by_slot: dict[int, _Text] = {}
+
+    def admit(self, uid: int, slot: int, tokens: IntArray) -> _Text:
+        """Keep the text of a request that has got a slot."""
+        before = self.by_slot.get(slot)
+        if before is not None and (before.forgotten or not self._drafts):
+            self._drop(before)
+        text = self.by_uid[uid] = self.by_slot[slot] = _Text(uid, slot, tokens)
+        return text
+
+    def forget(self, departed: Iterable[DepartedRequest]) -> None:
+        """Drop the texts of requests that the drafter has forgotten, unless no other request has got the slot."""
+        for uid, _ in departed:
+            text = self.by_uid.get(uid)
+            if text is None:
+                continue
+            if self.by_slot[text.slot] is text:
+                text.forgotten = True
+            else:
+                self._drop(text)
+
+    def _drop(self, text: _Text) -> None:
+        if self.by_uid.get(text.uid) is text:
+            del self.by_uid[text.uid]
+
+
+class TextSender:
+    """Know which tokens the ranks have. With ``drafts``, the ranks have a drafter."""
+
+    def __init__(self, *, drafts: bool) -> None:
+        self._texts = _Texts(drafts=drafts)
+
+    def of_plan(self, plan: StepPlan) -> TextUpdates | None:
+        """Return the tokens that the engine may read in the step of ``plan`` and that were not sent before, or None."""
+        due = self._admitted(plan.admitted) if plan.admitted else []
+        count = plan.num_extend
+        if count:
+            due += self._rows(plan.slots[:count].tolist(), plan.known_lens.tolist())
+        if plan.draft_limits is not None and count < len(plan.slots):
+            due += self._rows(plan.slots[count:].tolist(), (plan.prefix_lens[count:] + 1).tolist())
+        return _updates(due)
+
+    def of_committed(self, plan: StepPlan, committed: Committed) -> TextUpdates | None:
+        """Return the tokens that the host has learned from the step of ``plan`` and that were not sent before, or
+        None."""
+        return _updates(self._rows(plan.slots.tolist(), committed.known_lens.tolist()))
+
+    def of_departed(self, departed: Sequence[DepartedRequest]) -> TextUpdates | None:
+        """Return the tokens of requests that have departed that were not sent before, or None."""
+        by_uid = self._texts.by_uid
+        updates = _updates([(by_uid[uid], end) for uid, end in departed if uid in by_uid])
+        self._texts.forget(departed)
+        return updates
+
+    def _admitted(self, admitted: Iterable[AdmittedRequest]) -> list[tuple[_Text, int]]:
+        admit = self._texts.admit
+        return [(admit(request.uid, request.slot, request.token_ids), request.known_len) for request in admitted]
+
+    def _rows(self, slots: list[int], ends: list[int]) -> list[tuple[_Text, int]]:
+        by_slot = self._texts.by_slot
+        return [(text, end) for slot, end in zip(slots, ends, strict=True) if (text := by_slot[slot]).sent < end]
+
+
+def _updates(due: list[tuple[_Text, int]]) -> TextUpdates | None:
+    uids, starts, counts, parts = [], [], [], []
+    for text, end in due:
+        start = text.sent
+        if start < end:
+            uids.append(text.uid)
+            starts.append(start)
+            counts.append(end - start)
+            parts.append(text.tokens[start:end])
+            text.sent = end
+    if not parts:
+        return None
+    return TextUpdates(uids, starts, counts, np.concatenate(parts) if len(parts) > 1 else parts[0])
+
+
+class TextReceiver:
+    """Keep the texts of requests in a rank's process. With ``drafts``, the rank has a drafter."""
+
+    def __init__(self, *, drafts: bool) -> None:
+        self._texts = _Texts(drafts=drafts)
+
+    def admit(self, uid: int, slot: int, length: int) -> IntArray:
+        """Return a new array for a text of at most ``length`` tokens."""
+        return self._texts.admit(uid, slot, np.zeros(length, np.int32)).tokens
+
+    def apply(self, updates: TextUpdates | None) -> None:
+        """Append tokens to texts."""
+        if updates is None:
+            return
+        first, by_uid = 0, self._texts.by_uid
+        for uid, start, count in zip(updates.uids, updates.starts, updates.counts, strict=True):
+            text = by_uid[uid]
+            assert text.sent == start, f"tokens {text.sent} to {start} of request {uid} were lost"
+            text.tokens[start : start + count] = updates.tokens[first : first + count]
+            text.sent = start + count
+            first += count
+
+    def forget(self, departed: Iterable[DepartedRequest]) -> None:
+        """See ``_Texts.forget``. The engine may still hold the arrays."""
+        self._texts.forget(departed)
