@@ -18,6 +18,7 @@ from dovetail.engine.build import build_model
 from dovetail.engine.captures import (
     NEEDED_BEFORE_CAPTURE,
     STEPS_BETWEEN_CAPTURES,
+    CaptureAgreement,
     CaptureOnDemand,
     capture_all,
     ladder,
@@ -27,9 +28,11 @@ from dovetail.engine.captures import (
 from dovetail.engine.dry_run import dry_run
 from dovetail.engine.pieces import launch_bound
 from dovetail.engine.warmup import IdleCaptures, WarmUp
+from dovetail.errors import RankLostError
 from dovetail.interfaces.executor import WarmUpProgress
 from dovetail.interfaces.mesh import SINGLE
 from dovetail.interfaces.model import ModelInfo
+from dovetail.testing.ranks import run_ranks, thread_meshes
 from dovetail_models.dense import DenseModel
 from dovetail_models.describe import describe_llama
 
@@ -98,6 +101,24 @@ def test_a_lost_device_is_no_matter_of_captures():
     with pytest.raises(lost):
         try_capture(graphs, 1)
     assert not graphs.refused
+
+
+def test_ranks_stop_if_only_some_of_them_could_capture_a_step():
+    meshes = thread_meshes(2)
+
+    def run(mesh, impossible):
+        graphs, agreement = Fake([1, 2, 4], impossible=[2, *impossible]), CaptureAgreement(mesh)
+        agreement.check([graphs])  # nothing was tried, so that the ranks need not wait for each other
+        for size in (1, 2):
+            try_capture(graphs, size)
+            agreement.check([graphs])
+        try_capture(graphs, 4)
+        agreement.check([graphs])
+        return graphs.captured
+
+    assert run_ranks(meshes, lambda mesh: run(mesh, []), meshes) == [[1, 4], [1, 4]]
+    with pytest.raises(RankLostError, match=r"could not be captured on some of 2 ranks"):
+        run_ranks(meshes, lambda mesh: run(mesh, [4] if mesh.tp.rank else []), meshes)
 
 
 def test_start_captures_everything_that_can_be_captured():

@@ -16,10 +16,12 @@ from rich.progress import track
 
 from dovetail.engine.device import lost_device
 from dovetail.engine.inputs import Inputs, pack, unpack
+from dovetail.errors import RankLostError
 from dovetail.types import PageUpdates
 
 if TYPE_CHECKING:
     from dovetail.engine.inputs import Array
+    from dovetail.interfaces.mesh import Mesh
 
 log = logging.getLogger(__name__)
 
@@ -93,6 +95,30 @@ def try_capture(graphs: Captures[K], key: K) -> bool:
         graphs.refused.add(key)
         return False
     return True
+
+
+class CaptureAgreement:
+    """Check that all ranks of a mesh have captured the same steps. All of them try to capture the same steps, but on one
+    rank a capture may fail, for example because memory is short."""
+
+    def __init__(self, mesh: Mesh) -> None:
+        self._tp = mesh.tp
+        self._tried = 0
+
+    def check(self, captures: Sequence[Captures[Any]]) -> None:
+        """Compare the captures that have failed with those of the other ranks, if any were tried since the last call.
+        Raises ``RankLostError`` if they differ: the ranks would then add up tensors of different numbers of rows."""
+        refused = sum(len(graphs.refused) for graphs in captures)
+        tried = refused + sum(graphs.num_captured for graphs in captures)
+        if tried == self._tried:
+            return
+        self._tried = tried
+        if self._tp.min(refused) != -self._tp.min(-refused):
+            raise RankLostError(
+                f"a step could not be captured on some of {self._tp.size} ranks (on rank {self._tp.rank}: {refused} steps), so that "
+                "the ranks cannot run the same steps any more; the logs say why. If memory was short, set a lower "
+                "memory.fraction or graphs.max_rows"
+            )
 
 
 class CaptureOnDemand(Generic[K]):

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from dovetail.engine.build import as_module
-from dovetail.engine.captures import capture_all
+from dovetail.engine.captures import CaptureAgreement, capture_all
 from dovetail.engine.draft_runtime import EngineDraftRuntime
 from dovetail.engine.graphs import DecodeGraphs
 from dovetail.engine.inputs import Inputs
@@ -68,6 +68,7 @@ class Engine:
         self.info, self.device = info, rank_device(resolved.machine.device, mesh.tp.rank)
         self.directory = resolved.model_dir
         self.mesh, self._local = mesh, local_info(info, mesh)
+        self._agreement = CaptureAgreement(mesh) if mesh.tp.size > 1 else None
         self.context_len = min(info.context_len, config.model.context_len or info.context_len)
         self.page_size = config.memory.page_size
         self._config, self._dtype = config, getattr(torch, config.model.dtype)
@@ -251,6 +252,8 @@ class Engine:
         for runner in self.runners:
             graph = runner.can_run(batch)
             if graph is not None:
+                if self._agreement is not None:
+                    self._agreement.check(self.captures)
                 launched = runner.launch(batch, graph)
                 self.warm_up.between_steps(self.graphs, batch)
                 return launched

@@ -84,5 +84,5 @@ def run_ranks(meshes: Sequence[Mesh], work: Callable[[T], R], given: Sequence[T]
         futures = [pool.submit(run, mesh, one) for mesh, one in zip(meshes, given, strict=True)]
     errors = [error for error in (future.exception() for future in futures) if error is not None]
     if errors:
-        raise next((error for error in errors if not isinstance(error, RankLostError)), errors[0])
+        raise next((e for e in errors if not isinstance(e.__cause__, threading.BrokenBarrierError)), errors[0])
     return [future.result() for future in futures]
