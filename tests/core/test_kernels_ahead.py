@@ -13,6 +13,7 @@ import torch
 from triton import knobs
 from triton.runtime import driver
 
+from dovetail.ops.triton import ahead as module
 from dovetail.ops.triton import filters, launch, matmul, norm, rotary, sampling
 from dovetail.ops.triton.ahead import KernelsAhead, cache_directory
 from dovetail.ops.triton.compile_worker import AbsentDevice
@@ -130,6 +131,20 @@ def test_kernels_are_compiled_here_if_the_process_dies(device, hits, caplog):
         assert "status -9" in caplog.text
     finally:
         ahead.close()
+
+
+def test_a_launch_does_not_wait_for_ever(device, hits, caplog, monkeypatch):
+    monkeypatch.setattr(module, "_BOOT", "import time; time.sleep(600)")
+    monkeypatch.setattr(module, "WAIT_SECONDS", 0.2)
+    ahead = start(128)
+    began = time.monotonic()
+    with ahead._instead("compile"):
+        kernels(128)
+    assert hits == [("_few_rows", False), ("_rms_norm", False), ("_rms_norm", False)]
+    assert "was not compiled within 0.2 s" in caplog.text
+    assert ahead.counts == (3, 0, 3)
+    assert not ahead.is_active
+    assert time.monotonic() - began < 60
 
 
 def test_the_place_of_single_numbers_does_not_matter(device):

@@ -26,9 +26,9 @@ from dovetail.ops.triton.launch import INTERPRETED
 
 log = logging.getLogger(__name__)
 
-WAIT_SECONDS = 60.0
-"""A launch waits at most this number of seconds for a process that compiles its kernel. It then compiles the kernel
-itself."""
+WAIT_SECONDS = 30.0
+"""A launch waits at most this number of seconds for a process that compiles its kernel. After that the processes are
+ended, and kernels are compiled when they are launched."""
 
 END_SECONDS = 5.0
 """Processes that were killed have ended after at most this number of seconds."""
@@ -201,8 +201,13 @@ class KernelsAhead:
         pending = self._pending.get(task)
         if pending is not None and not pending.ended.is_set():
             start = time.perf_counter()
-            pending.ended.wait(WAIT_SECONDS)
+            in_time = pending.ended.wait(WAIT_SECONDS)
             self.waited += time.perf_counter() - start
+            if not in_time:
+                log.warning(
+                    "%s was not compiled within %g s; the processes that compile are ended", fn.name, WAIT_SECONDS
+                )
+                self.close()
         return False
 
     def _note(self, task: KernelTask, source: str) -> None:
