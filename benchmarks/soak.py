@@ -186,7 +186,7 @@ class Soak:
 
 def run(llm: LLM, seconds: float, soak: Soak) -> list[Memory]:
     """Warm up, then run the rounds."""
-    pool = llm.loop.executor.engine.pool
+    pool = llm.loop.executor.rank.engine.pool
     for values in (
         pool.k,
         pool.v,
@@ -249,7 +249,7 @@ def main() -> None:
         "verdict": "FAIL" if problems else "PASS",
         "problems": problems,
         "seconds": args.seconds,
-        "device": str(llm.loop.executor.engine.device),
+        "device": str(llm.loop.executor.rank.engine.device),
         "sent": tally.sent,
         "ended": tally.ended,
         "tokens": tally.tokens,

@@ -89,7 +89,7 @@ def memory(llm: LLM) -> Memory:
         if trim is not None:
             trim(0)
     pages = int(Path("/proc/self/statm").read_text().split()[1])
-    on_device = llm.loop.executor.engine.device.type == "cuda"
+    on_device = llm.loop.executor.rank.engine.device.type == "cuda"
     device = torch.cuda.memory_allocated() / MIB if on_device else 0.0
     return Memory(pages * 4096 / MIB, device, len(gc.get_objects()))
 

@@ -235,7 +235,7 @@ class Bench:
 
         They are replayed repeatedly at the end of the text.
         """
-        engine = llm.loop.executor.engine
+        engine = llm.loop.executor.rank.engine
         if engine.graphs is None or engine.verify_graphs is None:
             return {}
         decode, verify = (

@@ -128,7 +128,7 @@ def arguments() -> argparse.Namespace:
 def measure(loop: Loop, requests: int, steps: int) -> Overhead:
     """Decode ``requests`` requests together; steps in which a request starts or ends are not counted."""
     params = SamplingParams(temperature=0, max_new_tokens=WARM_STEPS + steps + SPARE_TOKENS, ignore_eos=True)
-    draw = range(16, loop.executor.engine.info.vocab_size)
+    draw = range(16, loop.executor.rank.engine.info.vocab_size)
     for i in range(requests):
         loop.handle(GenerateMsg(str(i), random.choices(draw, k=PROMPT_LEN), params, seed=0))
     while loop.scheduler.waiting or loop.scheduler.prefilling:
@@ -144,7 +144,7 @@ def measure(loop: Loop, requests: int, steps: int) -> Overhead:
 
 def timed(loop: Loop, requests: int, steps: int) -> Overhead:
     """Time ``steps`` decode steps of the running requests."""
-    engine = loop.executor.engine
+    engine = loop.executor.rank.engine
     assert isinstance(engine, StubEngine)
     before, prepared = loop.stats(), engine.prepare_seconds
     for _ in range(steps):

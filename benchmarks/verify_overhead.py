@@ -57,7 +57,7 @@ class Bench:
         self.seen, self.gaps = 0.0, list[float]()
         scheduler = {"max_running": ROWS, "draft": "always", "overlap": True}
         self.llm = LLM("tiny", device="cpu", grammar="none", scheduler=scheduler, memory={"num_pages": 400})
-        engine = self.llm.loop.executor.engine
+        engine = self.llm.loop.executor.rank.engine
         futures = {tuple(PROMPT): np.ones(OUTPUT + WIDTH + 1, np.int32)}
         attach(self.llm, Oracle(futures, WIDTH, 0.0, engine.info.vocab_size))
         sizes = VerifySizes(ROWS * (1 + WIDTH), 1 + WIDTH, trees=False, context_len=engine.context_len)

@@ -75,7 +75,7 @@ def breakdown(subject: Subject, job: Job, batch: int) -> dict[str, Any]:
     advance(loop, steps)
     wall, after = (time.perf_counter() - start) / steps, loop.stats()
     found: dict[str, Any] = {"batch": batch, "step_ms": wall * 1e3, "host_ms": host_parts(before, after, steps)}
-    if loop.executor.engine.device.type == "cuda":
+    if loop.executor.rank.engine.device.type == "cuda":
         found |= device_parts(*profiled(loop, steps), steps, wall * 1e6)
     loop.handle(AbortAllMsg())
     while loop.has_work:
@@ -97,7 +97,7 @@ def advance(loop: Loop, steps: int) -> None:
     """Make steps, and wait for the device."""
     for _ in range(steps):
         loop.step()
-    if loop.executor.engine.device.type == "cuda":
+    if loop.executor.rank.engine.device.type == "cuda":
         torch.cuda.synchronize()
 
 

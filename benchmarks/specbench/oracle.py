@@ -56,7 +56,7 @@ class Oracle(Drafter):
 def attach(llm: dovetail.LLM, drafter: Drafter) -> None:
     """Give the engine this drafter, and capture its steps."""
     use(llm, drafter)
-    llm.loop.executor.engine.expect_drafts(drafter.max_draft_tokens, trees=False)
+    llm.loop.executor.rank.engine.expect_drafts(drafter.max_draft_tokens, trees=False)
     while llm.loop.idle():
         pass
 
@@ -65,6 +65,6 @@ def use(llm: dovetail.LLM, drafter: Drafter | None) -> None:
     """Let the engine use this drafter from now on, or none. It must be as wide as the drafter that ``attach``
     received."""
     loop = llm.loop
-    loop.executor.drafter = drafter
+    loop.executor.rank.drafter = drafter
     width = 0 if drafter is None else drafter.max_draft_tokens
     loop.scheduler.limits = replace(loop.scheduler.limits, draft_width=width, adapt_drafts=False)

@@ -189,7 +189,7 @@ def test_ladders_waste_little(rows):
 
 
 def test_the_largest_step_runs_over_a_single_page():
-    engine = LLM("tiny", device="cpu", grammar="none", memory={"num_pages": 8}).loop.executor.engine
+    engine = LLM("tiny", device="cpu", grammar="none", memory={"num_pages": 8}).loop.executor.rank.engine
     before = engine.pool.k[:, 1:].clone()
     dry_run(engine.model, engine.eager_runner.prefill, engine.pool, [40, 40, 9, 1, 1], 6)
     assert torch.equal(engine.pool.k[:, 1:].nan_to_num(), before.nan_to_num())

@@ -140,13 +140,13 @@ def expected(logits):
 
 @contextlib.contextmanager
 def drafting(llm, adversary):
-    loop, before = llm.loop, llm.loop.executor.drafter
-    loop.executor.drafter = adversary
+    loop, before = llm.loop, llm.loop.executor.rank.drafter
+    loop.executor.rank.drafter = adversary
     least = 0.05 if adversary.probs((1, 1)) is not None else 0
     given = {"draft_width": adversary.max_draft_tokens, "adapt_drafts": False, "min_draft_probability": least}
     loop.scheduler.limits = replace(loop.scheduler.limits, **given)
     yield
-    loop.executor.drafter = before
+    loop.executor.rank.drafter = before
 
 
 def make(name, logits) -> Adversary:

@@ -92,7 +92,7 @@ def test_the_engine_drafts_the_same(target, heads, prompts, name):
     drafter, model = heads[0][name], heads[2]
     llm = engine(model, name)
     proposals = []
-    propose = llm.loop.executor.drafter.propose
+    propose = llm.loop.executor.rank.drafter.propose
 
     def recorded(batch):
         tree = propose(batch)
@@ -101,7 +101,7 @@ def test_the_engine_drafts_the_same(target, heads, prompts, name):
             proposals.extend((text_of(batch, row), tree.token_ids[row, : tree.lens[row]].tolist()) for row in rows)
         return tree
 
-    llm.loop.executor.drafter.propose = recorded
+    llm.loop.executor.rank.drafter.propose = recorded
     llm.generate([prompt.tokens.tolist() for prompt in prompts], SamplingParams(max_new_tokens=30, temperature=0))
     assert llm.loop.drafter_errors == 0
     assert len(proposals) >= 20

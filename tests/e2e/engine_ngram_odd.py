@@ -13,7 +13,7 @@ from dovetail.server.engine_process import open_loop, serve_loop
 @contextmanager
 def open_odd_loop(config: Config) -> Iterator[object]:
     with open_loop(config) as loop:
-        propose, calls = loop.executor.drafter.propose, 0
+        propose, calls = loop.executor.rank.drafter.propose, 0
 
         def odd(batch):
             nonlocal calls
@@ -22,7 +22,7 @@ def open_odd_loop(config: Config) -> Iterator[object]:
                 raise LookupError("odd")
             return propose(batch)
 
-        loop.executor.drafter.propose = odd
+        loop.executor.rank.drafter.propose = odd
         yield loop
 
 

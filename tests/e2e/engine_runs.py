@@ -161,9 +161,9 @@ class TreeDrafter(Drafter):
 @contextmanager
 def drafting(llm, drafter):
     """Replace the engine's drafter with this one."""
-    loop, before = llm.loop, llm.loop.executor.drafter
-    loop.executor.drafter = drafter
+    loop, before = llm.loop, llm.loop.executor.rank.drafter
+    loop.executor.rank.drafter = drafter
     loop.scheduler.limits = replace(loop.scheduler.limits, draft_width=drafter.max_draft_tokens if drafter else 0)
     yield
-    loop.executor.drafter = before
+    loop.executor.rank.drafter = before
     loop.scheduler.limits = replace(loop.scheduler.limits, draft_width=before.max_draft_tokens if before else 0)

@@ -99,7 +99,7 @@ def make_llm(target: Path, speculative: Any, page_size: int = 4, **scheduler: An
 def drafts_of(llm: LLM, vocab_size: int, longest: int, shared: int) -> Spy:
     """Return the drafts for sampled texts after prompts of 1 to ``longest`` tokens, the last of which begins with
     ``shared`` cached tokens. Every row with a positive limit must have a draft."""
-    spy = Spy(llm.loop.executor.drafter)
+    spy = Spy(llm.loop.executor.rank.drafter)
     rng = np.random.default_rng(0)
     prompts = [rng.integers(0, vocab_size, n).tolist() for n in (1, 7, longest)]
     prompts.append(prompts[2][:shared] + rng.integers(0, vocab_size, 4).tolist())

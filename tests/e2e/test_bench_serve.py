@@ -71,7 +71,7 @@ def check(workload, record):
 def test_ctrl_c_ends_an_offline_run_between_two_steps(monkeypatch):
     """In the middle of a step, Ctrl-C would leave the engine inconsistent and print a traceback on the terminal."""
     llm, ended = LLM("tiny", threads=1, grammar="none"), []
-    forward, step = llm.loop.executor.engine.model.forward, llm.loop.step
+    forward, step = llm.loop.executor.rank.engine.model.forward, llm.loop.step
 
     def interrupted(batch):
         signal.raise_signal(signal.SIGINT)
@@ -83,7 +83,7 @@ def test_ctrl_c_ends_an_offline_run_between_two_steps(monkeypatch):
         return answers
 
     monkeypatch.setattr(llm.loop, "step", watched)
-    monkeypatch.setattr(llm.loop.executor.engine.model, "forward", interrupted)
+    monkeypatch.setattr(llm.loop.executor.rank.engine.model, "forward", interrupted)
     with pytest.raises(KeyboardInterrupt):
         measure_offline(llm, make_workload(parse_workload(SHARED), 0, PromptVocabulary.of(llm.tokenizer)))
     assert len(ended) == 2, "the one that empties the cache, and the one that was interrupted"

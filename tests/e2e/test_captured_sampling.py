@@ -100,7 +100,7 @@ def _soon(monkeypatch):
 
 
 def captured(llm):
-    engine = llm.loop.executor.engine
+    engine = llm.loop.executor.rank.engine
     runner = CapturedSampling(engine)
     engine.runners = (runner, engine.eager_runner)
     return runner

@@ -98,7 +98,7 @@ class Watch:
         self.loop, self.patch, self.chance, self.luck, self.error = llm.loop, patch, chance, luck, error
         self.gone, self.late = set(), 0
         self.prompts = False  # a step with prompts was launched or read in this call of ``step``
-        engine, drafter = llm.loop.executor.engine, llm.loop.executor.drafter
+        engine, drafter = llm.loop.executor.rank.engine, llm.loop.executor.rank.drafter
         for owner, name, check in (
             (engine, "wait", self.works),
             (engine, "launch", self.works),
@@ -149,7 +149,7 @@ class Watch:
                 continue
             end = int(batch.prefix_lens[row] + batch.extend_lens[row])
             assert owned.isdisjoint(
-                self.loop.executor.engine.inputs.page_table[batch.slots[row], : ledger.pages_for(end)]
+                self.loop.executor.rank.engine.inputs.page_table[batch.slots[row], : ledger.pages_for(end)]
             )
             self.late += req.uid in self.gone
 
@@ -163,7 +163,7 @@ class Watch:
 
     def kept(self):
         """Return how much the drafter keeps of requests."""
-        drafter = self.loop.executor.drafter
+        drafter = self.loop.executor.rank.drafter
         shared = getattr(getattr(drafter, "_shared", None), "_running", ())
         return len(shared) + sum(len(getattr(drafter, n, ())) for n in ("_places", "_seen_lens", "_cursors", "_states"))
 
@@ -297,11 +297,11 @@ def trees_for(jobs, said):
 def run_mess(llm, jobs, said, monkeypatch, seed, *, drafter=None, luck=(), error=NO_LUCK):
     monkeypatch.setattr(admission, "DECODE_HEADROOM", 0)
     rng, luck = random.Random(seed), dict(luck)
-    llm.loop.executor.engine.pool.k.fill_(50.0)
+    llm.loop.executor.rank.engine.pool.k.fill_(50.0)
     always = llm.loop.adaptive_drafting._always
-    with drafting(llm, drafter or llm.loop.executor.drafter), monkeypatch.context() as patch:
+    with drafting(llm, drafter or llm.loop.executor.rank.drafter), monkeypatch.context() as patch:
         if not luck:
-            compute_late(llm.loop.executor.engine, patch)
+            compute_late(llm.loop.executor.rank.engine, patch)
         watch = Watch(llm, patch, rng, luck, error)
         if not always:
             patch.setattr(llm.loop.adaptive_drafting, "should_draft", lambda rows: rng.random() < 0.6)
@@ -396,9 +396,9 @@ def test_all_that_is_cached_of_an_aborted_request_has_been_written(target, monke
     drafter.learn([SimpleNamespace(prompt_ids=prompt, token_ids=said)])
     lengths = set()
     with drafting(llm, drafter), monkeypatch.context() as patch:
-        compute_late(llm.loop.executor.engine, patch)
+        compute_late(llm.loop.executor.rank.engine, patch)
         for steps in range(1, 14):
-            llm.loop.executor.engine.pool.v[:, 1:] = float("nan")
+            llm.loop.executor.rank.engine.pool.v[:, 1:] = float("nan")
             traffic = Traffic(llm)
             traffic.add("short", prompt, params)
             for _ in range(steps):

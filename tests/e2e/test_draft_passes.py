@@ -140,17 +140,17 @@ def engine(model, speculative, page_size=4, **sections):
 
 def replaying(llm):
     """The drafter's passes are replayed from now on."""
-    drafter = llm.loop.executor.drafter
+    drafter = llm.loop.executor.rank.drafter
     cache = getattr(drafter, "cache", None) or drafter._cache
     inputs, pool = cache._inputs, cache._pool
-    limits = DraftLimits(ROWS, TOKENS, llm.loop.executor.engine.context_len, wide=True)
+    limits = DraftLimits(ROWS, TOKENS, llm.loop.executor.rank.engine.context_len, wide=True)
     cache.graphs = Guarded(cache._steps, inputs, pool, PlainAttention(pool), limits)
     return cache.graphs
 
 
 def drafted(llm, prompts, params):
     """Texts, and what was drafted for each prefix of them."""
-    seen, propose = {}, llm.loop.executor.drafter.propose
+    seen, propose = {}, llm.loop.executor.rank.drafter.propose
 
     def recorded(batch):
         tree = propose(batch)
@@ -160,7 +160,7 @@ def drafted(llm, prompts, params):
             seen[tuple(text_of(batch, row))] = int(batch.draft_limits[row]), nodes
         return tree
 
-    llm.loop.executor.drafter.propose = recorded
+    llm.loop.executor.rank.drafter.propose = recorded
     texts = [output.token_ids for output in llm.generate(prompts, params)]
     assert llm.loop.drafter_errors == 0
     llm.loop.scheduler.check_integrity()

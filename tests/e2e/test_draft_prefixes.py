@@ -51,7 +51,7 @@ def prompts():
 
 def drafted(llm):
     """Return all drafts, by the text behind which they were made."""
-    found, propose = {}, llm.loop.executor.drafter.propose
+    found, propose = {}, llm.loop.executor.rank.drafter.propose
 
     def noted(batch):
         tree = propose(batch)
@@ -62,7 +62,7 @@ def drafted(llm):
             found[tuple(text_of(batch, row))] = nodes
         return tree
 
-    llm.loop.executor.drafter.propose = noted
+    llm.loop.executor.rank.drafter.propose = noted
     for prompt in prompts():
         llm.generate([prompt], SamplingParams(max_new_tokens=9, temperature=0, ignore_eos=True))
     assert llm.loop.drafter_errors == 0

@@ -64,7 +64,7 @@ def test_nothing_is_kept_of_requests_that_end_while_drafts_are_off(said, monkeyp
     """The next step that the drafter sees was launched before the host read their end, and after the drafter had
     forgotten them."""
     llm = LLM("tiny", device="cpu", speculative="ngram", scheduler={"overlap": True})
-    drafter, asked, gone, late = llm.loop.executor.drafter, [], set(), []
+    drafter, asked, gone, late = llm.loop.executor.rank.drafter, [], set(), []
     observe, forget = drafter.observe, drafter.forget
 
     def one_in_four(rows):
@@ -96,7 +96,7 @@ def test_a_request_that_is_retracted_and_admitted_at_once_is_drafted_again(said,
     again, not after."""
     scheduling = {"overlap": overlap, "draft": "always"}
     llm = LLM("tiny", device="cpu", speculative="eagle3", scheduler=scheduling)
-    rows, drafter, drafted = llm.loop.scheduler._rows, llm.loop.executor.drafter, []
+    rows, drafter, drafted = llm.loop.scheduler._rows, llm.loop.executor.rank.drafter, []
     reserve, propose = rows.reserve, drafter.propose
 
     def retracting(width, retract):
@@ -130,13 +130,13 @@ def test_a_request_may_decline_drafts(said):
 def test_requests_that_accept_little_get_few_drafts(said):
     llm = LLM("tiny", device="cpu", speculative={"kind": "ngram", "num_draft_tokens": 8})
     widths = []
-    propose = llm.loop.executor.drafter.propose
+    propose = llm.loop.executor.rank.drafter.propose
 
     def watch(batch):
         widths.append(int(batch.draft_limits.max()))
         return propose(batch)
 
-    llm.loop.executor.drafter.propose = watch
+    llm.loop.executor.rank.drafter.propose = watch
     llm.loop.adaptive_drafting._always = True
     assert ask(llm, temperature=5.0, ignore_eos=True) == said(temperature=5.0, ignore_eos=True)
     drafted = llm.loop.stats().drafted_tokens

@@ -56,7 +56,7 @@ def raise_at(monkeypatch, owner, name, call, error=None):
 def test_a_step_that_raises_ends_its_own_requests(checkpoint, reference, monkeypatch, part, call, overlap):
     scheduler = {"max_running": 2, "overlap": overlap, "chunk_size": 20}
     llm = make_llm(checkpoint, **paged(1, scheduler=scheduler))
-    engine = llm.loop.executor.engine
+    engine = llm.loop.executor.rank.engine
     owner = {"forward": engine.model, "sample": engine.sampler, "wait": engine, "prepare": engine.inputs}[part]
     raise_at(monkeypatch, owner, part, call)
     traffic, prompts = Traffic(llm), prompts_of([30, 9, 14, 22, 3])
@@ -88,9 +88,9 @@ def test_no_page_is_cached_whose_step_never_ran(checkpoint, reference, monkeypat
     params = SamplingParams(max_new_tokens=30, temperature=0, stop_token_ids=(text[stop],))
     for call in range(2, stop + 4):
         llm = make_llm(checkpoint, **paged(1, 400, scheduler={"overlap": overlap, "chunk_size": 6}))
-        llm.loop.executor.engine.pool.k.fill_(50.0)
+        llm.loop.executor.rank.engine.pool.k.fill_(50.0)
         with monkeypatch.context() as patch:
-            raise_at(patch, llm.loop.executor.engine.model, "forward", call)
+            raise_at(patch, llm.loop.executor.rank.engine.model, "forward", call)
             traffic = Traffic(llm)
             traffic.add("a", prompt, params)
             traffic.finish()
@@ -110,7 +110,7 @@ def test_pages_of_those_who_sat_a_failed_step_out_are_known_afterwards(checkpoin
         traffic.step()
     traffic.add("b", prompts[1], GREEDY)
     with monkeypatch.context() as patch:
-        raise_at(patch, llm.loop.executor.engine.inputs, "prepare", 1)
+        raise_at(patch, llm.loop.executor.rank.engine.inputs, "prepare", 1)
         traffic.step()
     traffic.finish()
     assert (traffic.kind("a"), traffic.kind("b")) == ("length", 500)
@@ -122,7 +122,7 @@ def test_pages_of_those_who_sat_a_failed_step_out_are_known_afterwards(checkpoin
 @pytest.mark.parametrize("call", [1, 3, 6])
 def test_an_interrupt_reaches_the_caller_and_leaves_order(checkpoint, reference, monkeypatch, overlap, call):
     llm = make_llm(checkpoint, **paged(1, scheduler={"overlap": overlap, "chunk_size": 20}))
-    raise_at(monkeypatch, llm.loop.executor.engine.model, "forward", call, KeyboardInterrupt())
+    raise_at(monkeypatch, llm.loop.executor.rank.engine.model, "forward", call, KeyboardInterrupt())
     prompts = prompts_of([30, 9])
     with pytest.raises(KeyboardInterrupt):
         llm.generate(prompts, GREEDY)
@@ -155,9 +155,9 @@ def owner_of(llm, part):
 def test_ctrl_c_waits_for_the_end_of_the_step(checkpoint, reference, monkeypatch, part, call, overlap):
     llm = make_llm(checkpoint, **paged(1, scheduler={"max_running": 2, "overlap": overlap, "chunk_size": 20}))
     handler, prompts = signal.getsignal(signal.SIGINT), prompts_of([30, 9, 14])
-    owner = {"forward": llm.loop.executor.engine.model, "wait": llm.loop.executor.engine}.get(part) or owner_of(
-        llm, part
-    )
+    owner = {"forward": llm.loop.executor.rank.engine.model, "wait": llm.loop.executor.rank.engine}.get(
+        part
+    ) or owner_of(llm, part)
     with monkeypatch.context() as patch:
         press_ctrl_c(patch, owner, part, call)
         with pytest.raises(KeyboardInterrupt):
@@ -192,7 +192,7 @@ def test_a_second_ctrl_c_does_not_wait(checkpoint, monkeypatch):
         pytest.fail("the second one was held back")
 
     with monkeypatch.context() as patch:
-        patch.setattr(llm.loop.executor.engine.model, "forward", forward)
+        patch.setattr(llm.loop.executor.rank.engine.model, "forward", forward)
         with pytest.raises(KeyboardInterrupt):
             llm.generate([1, 2, 3], GREEDY)
     check_idle(llm)
@@ -232,7 +232,7 @@ def test_a_thread_that_no_signal_reaches_generates_as_well(tiny):
 
 def test_generate_says_what_failed_and_works_again(checkpoint, reference, monkeypatch):
     llm = make_llm(checkpoint)
-    raise_at(monkeypatch, llm.loop.executor.engine.model, "forward", 3)
+    raise_at(monkeypatch, llm.loop.executor.rank.engine.model, "forward", 3)
     prompts = prompts_of([3, 4])
     with pytest.raises(EngineError, match="RuntimeError: out of luck"):
         llm.generate(prompts, GREEDY)
@@ -335,7 +335,7 @@ def test_an_interrupt_in_a_drafter_costs_its_drafts_only(
     llm = make_llm(checkpoint, **paged(1, 230, scheduler={"chunk_size": 20, "overlap": overlap}))
     traffic, prompts = Traffic(llm), prompts_of([30, 9, 14])
     with drafting(llm, TreeDrafter(width=4, right=0.8)), monkeypatch.context() as patch:
-        raise_at(patch, llm.loop.executor.drafter, part, call, error)
+        raise_at(patch, llm.loop.executor.rank.drafter, part, call, error)
         for i, prompt in enumerate(prompts):
             traffic.add(str(i), prompt, GREEDY)
         with pytest.raises(type(error)):

@@ -303,7 +303,7 @@ def test_min_new_tokens_forbids_every_way_to_stop(speculative):
 def test_the_edge_of_the_context(checkpoint, reference, page_size, speculative, overlap):
     scheduler = {"overlap": overlap, "chunk_size": 50}
     llm = make_llm(checkpoint, **paged(page_size, 640, scheduler=scheduler, speculative=speculative))
-    context = llm.loop.executor.engine.context_len
+    context = llm.loop.executor.rank.engine.context_len
     assert context == 160
     prompts = [[*p, *p][:n] for p, n in zip(prompts_of([80, 80, 80]), (159, 158, 130), strict=True)]
     for output, prompt in zip(llm.generate(prompts, SamplingParams(temperature=0)), prompts, strict=True):
@@ -324,7 +324,7 @@ def test_an_engine_that_is_dropped_is_freed(closed):
     """Its pool must be freed when it is closed, or at the latest when the next engine is built."""
     llm = LLM("tiny", grammar="none", memory={"num_pages": 64})
     llm.generate([1, 2, 3], SamplingParams(max_new_tokens=3))
-    engine = weakref.ref(llm.loop.executor.engine)
+    engine = weakref.ref(llm.loop.executor.rank.engine)
     if closed:
         llm.close()
     del llm

@@ -61,9 +61,9 @@ def test_it_is_the_rounding_and_nothing_else(rounding, kv_dtype, drafts):
     answers = []
     for dtype in (kv_dtype, "float32"):
         llm = make_llm(dtype, **({"speculative": "ngram"} if drafts else {}))
-        assert llm.loop.executor.engine.pool.keys(0).dtype is pool_dtype(dtype)
+        assert llm.loop.executor.rank.engine.pool.keys(0).dtype is pool_dtype(dtype)
         first = llm.generate(PROMPTS, PARAMS)
-        drafter = runs.TreeDrafter(right=0.8, vocab=llm.loop.executor.engine.info.vocab_size) if drafts else None
+        drafter = runs.TreeDrafter(right=0.8, vocab=llm.loop.executor.rank.engine.info.vocab_size) if drafts else None
         if drafter is not None:
             drafter.learn(first)
         with runs.drafting(llm, drafter):
@@ -82,7 +82,7 @@ def test_the_same_memory_holds_more_tokens():
     for kv_dtype in ("float32", "bfloat16", "fp8_e4m3"):
         memory = {"kv_dtype": kv_dtype, "kv_gib": 2**-10}
         llm = runs.LLM("tiny", memory=memory, **sections)
-        pages[kv_dtype] = llm.loop.executor.engine.num_pages
+        pages[kv_dtype] = llm.loop.executor.rank.engine.num_pages
         assert llm.generate([[1, 2, 3]], SamplingParams(max_new_tokens=2))[0].token_ids
     assert pages["fp8_e4m3"] == pytest.approx(2 * pages["bfloat16"], abs=1)
     assert pages["fp8_e4m3"] == pytest.approx(4 * pages["float32"], abs=3)

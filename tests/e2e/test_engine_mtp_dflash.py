@@ -111,7 +111,7 @@ def test_several_outputs_and_requests_without_drafts(drafter):
 def test_requests_that_are_aborted_leave_nothing_behind(drafter):
     rng = random.Random(3)
     llm = with_drafter(drafter, **paged(4, 400, scheduler={"chunk_size": 9}))
-    inner = llm.loop.executor.drafter
+    inner = llm.loop.executor.rank.drafter
     for turn in range(3):
         traffic = Traffic(llm)
         prompts = prompts_of([rng.randrange(1, 60) for _ in range(12)], seed=turn, shared=8)

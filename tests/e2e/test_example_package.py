@@ -83,7 +83,7 @@ print(json.dumps({
     "cached": [output.cached_tokens for output in again],
     "drafted": sum(output.drafted for output in first),
     "accepted": sum(output.accepted for output in first),
-    "classes": sorted({type(part).__module__ for part in (llm.loop.scheduler.ledger.cache, llm.loop.executor.engine.model)}),
+    "classes": sorted({type(part).__module__ for part in (llm.loop.scheduler.ledger.cache, llm.loop.executor.rank.engine.model)}),
 }))
 llm.close()
 """

@@ -176,7 +176,7 @@ def test_every_token_is_the_best_as_torch_native_sees_it(checkpoint, graphs, ove
     """Random weights make near ties, which rounding decides. So the tokens need not be equal, but each must be within
     0.1 of the best, whereas random tokens are worse by 1."""
     llm = make_llm(checkpoint, "flashinfer", graphs, overlap)
-    assert (llm.loop.executor.engine.graphs is not None) == graphs
+    assert (llm.loop.executor.rank.engine.graphs is not None) == graphs
     outputs = [o.token_ids for o in llm.generate(PROMPTS, GREEDY)]
     outputs += [o.token_ids for o in llm.generate(PROMPTS, GREEDY)]
     llm.loop.scheduler.check_integrity()

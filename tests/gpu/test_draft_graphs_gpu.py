@@ -82,7 +82,7 @@ def make(model, speculative, attention, dtype, **sections):
 
 
 def cache_of(llm):
-    drafter = llm.loop.executor.drafter
+    drafter = llm.loop.executor.rank.drafter
     return getattr(drafter, "cache", None) or drafter._cache
 
 
@@ -207,6 +207,6 @@ def test_replays_write_to_no_page_but_their_rows_own(model, name):
     assert generate(llm) == expected
     assert pool.k[:, 0].isfinite().all()
     touched = ~pool.k[:, 1:].isnan().flatten(2).all(2).all(0)
-    width = llm.loop.executor.drafter.max_draft_tokens
+    width = llm.loop.executor.rank.drafter.max_draft_tokens
     most = 2 * sum(-(-(len(prompt) + 12 + 6 * i + width) // 16) for i, prompt in enumerate(PROMPTS))
     assert 0 < int(touched.sum()) <= most

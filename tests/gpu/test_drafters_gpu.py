@@ -62,7 +62,7 @@ def make(device, speculative, dtype="float32", **sections):
 def drafts_of(llm):
     """Return texts, and the trees drafted for them."""
     seen = {}
-    drafter = llm.loop.executor.drafter
+    drafter = llm.loop.executor.rank.drafter
     propose = drafter.propose
 
     def recorded(batch):

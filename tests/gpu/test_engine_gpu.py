@@ -79,9 +79,9 @@ def test_graphs_overlap_and_shared_prefixes_change_no_token(expected, graphs, ov
         assert run(llm, params, repeats=8) == expected * 8
     assert bool(saved) == shared, "prefixes were to be read once, or never"
     assert all(tokens > 0 for tokens in saved)
-    assert (llm.loop.executor.engine.graphs is not None) == (graphs != "none")
+    assert (llm.loop.executor.rank.engine.graphs is not None) == (graphs != "none")
     if graphs != "none":
-        assert llm.loop.executor.engine.graphs.num_captured > 0
+        assert llm.loop.executor.rank.engine.graphs.num_captured > 0
 
 
 def test_graphs_serve_requests_of_every_kind_together():

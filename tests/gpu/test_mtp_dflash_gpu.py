@@ -60,7 +60,7 @@ def make(device, drafter, dtype="float32", **sections):
 
 def spied(llm):
     """Return the drafts of the drafter, by text."""
-    drafts, propose = {}, llm.loop.executor.drafter.propose
+    drafts, propose = {}, llm.loop.executor.rank.drafter.propose
 
     def wrapped(batch):
         tree = propose(batch)
@@ -69,7 +69,7 @@ def spied(llm):
                 drafts[tuple(text_of(batch, row))] = tree.token_ids[row, : tree.lens[row]].tolist()
         return tree
 
-    llm.loop.executor.drafter.propose = wrapped
+    llm.loop.executor.rank.drafter.propose = wrapped
     return drafts
 
 

@@ -92,9 +92,9 @@ def make(graphs, **more):
 
 def draft_with(llm, drafter):
     """Run the engine with this drafter in place of none."""
-    llm.loop.executor.drafter = drafter
+    llm.loop.executor.rank.drafter = drafter
     llm.loop.scheduler.limits = replace(llm.loop.scheduler.limits, draft_width=WIDTH)
-    llm.loop.executor.engine.expect_drafts(WIDTH, trees=not drafter.chain)
+    llm.loop.executor.rank.engine.expect_drafts(WIDTH, trees=not drafter.chain)
 
 
 @pytest.fixture(scope="module")
@@ -104,7 +104,7 @@ def expected():
     return (
         outputs,
         dict(zip(map(tuple, prompts_of(llm, 1)), outputs, strict=True)),
-        llm.loop.executor.engine.info.vocab_size,
+        llm.loop.executor.rank.engine.info.vocab_size,
     )
 
 
@@ -129,7 +129,7 @@ def test_ngram_drafts_change_no_token(expected, graphs, launches):
     assert run(llm, GREEDY) == expected[0]
     for _ in range(3):
         assert run(llm, GREEDY, repeats=6) == expected[0] * 6
-    verify = llm.loop.executor.engine.verify_graphs
+    verify = llm.loop.executor.rank.engine.verify_graphs
     assert (verify is not None) == (graphs != "none") == bool(launches)
     if verify is not None:
         assert verify.num_captured > 0
@@ -151,8 +151,8 @@ def test_tokens_are_the_same_with_every_drafter(expected, graphs, chain, right, 
     if graphs == "none":
         assert not launches
         return
-    assert llm.loop.executor.engine.verify_graphs.num_captured > 0
-    assert not llm.loop.executor.engine.verify_graphs.refused
+    assert llm.loop.executor.rank.engine.verify_graphs.num_captured > 0
+    assert not llm.loop.executor.rank.engine.verify_graphs.refused
     assert any(key.tree for key in launches) == (not chain)
     if graphs == "start":
         assert len({key.tokens for key in launches}) > 3, "rows of many lengths ran in few graphs"
@@ -187,7 +187,7 @@ def test_a_graph_writes_to_no_page_but_its_rows_own(expected):
     outputs, futures, vocab = expected
     llm = make("start", grammar="none", cache="none")
     draft_with(llm, Guesser(0.5, chain=False, futures=futures, vocab=vocab))
-    pool = llm.loop.executor.engine.pool
+    pool = llm.loop.executor.rank.engine.pool
     for memory in (pool.k, pool.v):
         memory[:, 1:] = torch.nan
     assert run(llm, GREEDY) == outputs

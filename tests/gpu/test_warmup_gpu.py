@@ -30,7 +30,7 @@ misses = []
 knobs.compilation.listener = lambda *, src, cache_hit, **_: None if cache_hit else misses.append(src.name)
 from dovetail import LLM, SamplingParams
 llm = LLM("tiny", device="cuda", grammar="none", attention="triton", scheduler={"max_running": 16}, **json.loads(sys.argv[2]))
-engine = llm.loop.executor.engine
+engine = llm.loop.executor.rank.engine
 started = engine.graphs.num_captured
 outputs = llm.generate(json.loads(sys.argv[1]), SamplingParams(temperature=0, max_new_tokens=40, ignore_eos=True))
 while llm.loop.idle():
@@ -79,7 +79,7 @@ def test_steps_in_larger_graphs_give_the_same_tokens():
     eager = LLM("tiny", device="cuda", model={"dtype": "float32"}, grammar="none", graphs={"decode": False})
     expected = [o.token_ids for o in eager.generate(TEXTS, GREEDY)]
     llm = LLM("tiny", device="cuda", model={"dtype": "float32"}, grammar="none")
-    graphs = llm.loop.executor.engine.graphs
+    graphs = llm.loop.executor.rank.engine.graphs
     assert graphs is not None
     graphs._graphs.clear()
     graphs.capture(GraphKey(8, shared=False))
@@ -94,7 +94,7 @@ def test_steps_in_larger_graphs_give_the_same_tokens():
 
 def test_a_failed_capture_is_repeated_and_leaves_the_memory_usable():
     llm = LLM("tiny", device="cuda", model={"dtype": "float32"}, grammar="none")
-    graphs = llm.loop.executor.engine.graphs
+    graphs = llm.loop.executor.rank.engine.graphs
     assert graphs is not None
     recorder, calls = graphs._recorder, []
     recorder._warm = True
@@ -117,12 +117,12 @@ def test_a_failed_capture_is_repeated_and_leaves_the_memory_usable():
 def test_rehearsals_launch_what_captures_need():
     """Captures of rehearsed steps need no step before them: nothing is compiled or loaded in them."""
     llm = LLM("tiny", device="cuda", grammar="none", attention="triton")
-    graphs, warm_up = llm.loop.executor.engine.graphs, llm.loop.executor.engine.warm_up
+    graphs, warm_up = llm.loop.executor.rank.engine.graphs, llm.loop.executor.rank.engine.warm_up
     assert graphs is not None
     keys = list(likely_keys(graphs))
     assert len(keys) == len(set(keys)) >= len(graphs.sizes)
     assert warm_up._layers == LAYERS
     for rows in graphs.sizes[:4]:
         logits = graphs.rehearse(GraphKey(rows, shared=False), LAYERS)
-        assert logits.shape == (rows, llm.loop.executor.engine.info.vocab_size)
+        assert logits.shape == (rows, llm.loop.executor.rank.engine.info.vocab_size)
     torch.cuda.synchronize()

@@ -177,8 +177,8 @@ class Engines(DrafterSuite):
     @contextmanager
     def engine(self, page_size: int = 16, chunk_size: int = 2048) -> Iterator[LLM]:
         with super().engine(page_size, chunk_size) as llm:
-            assert isinstance(llm.loop.executor.drafter, NgramDrafter)
-            llm.loop.executor.drafter.__class__ = self.drafter_class
+            assert isinstance(llm.loop.executor.rank.drafter, NgramDrafter)
+            llm.loop.executor.rank.drafter.__class__ = self.drafter_class
             yield llm
 
 

@@ -217,9 +217,11 @@ def test_auto_is_a_folder_of_the_target(tmp_path: Path) -> None:
     with pytest.raises(ResolutionError, match=r"speculative\.path"):
         make_llm(tmp_path)
     save_drafter(tmp_path / "dflash")
-    assert make_llm(tmp_path).loop.executor.drafter.max_draft_tokens == 5
+    assert make_llm(tmp_path).loop.executor.rank.drafter.max_draft_tokens == 5
     assert (
-        make_llm(tmp_path, speculative={"kind": "dflash", "num_draft_tokens": 2}).loop.executor.drafter.max_draft_tokens
+        make_llm(
+            tmp_path, speculative={"kind": "dflash", "num_draft_tokens": 2}
+        ).loop.executor.rank.drafter.max_draft_tokens
         == 2
     )
     with pytest.raises(ConfigError, match=r"num_draft_tokens is 6.*1 to 5"):
@@ -247,7 +249,7 @@ def test_dummy_weights_need_no_tensors(target: Path, tmp_path: Path) -> None:
     save_drafter(tmp_path)
     (tmp_path / "model.safetensors").unlink()
     llm = make_llm(target, speculative={"kind": "dflash", "path": str(tmp_path), "load_format": "dummy"})
-    spy = Spy(llm.loop.executor.drafter)
+    spy = Spy(llm.loop.executor.rank.drafter)
     llm.generate([[1, 2, 3]], SamplingParams(max_new_tokens=8, temperature=0))
     assert spy.drafts
     assert llm.loop.drafter_errors == 0

@@ -56,11 +56,11 @@ class TestDraftModel(DrafterSuite):
     def _engine(self, llm):
         self.llm = llm
         pages = 1 + np.random.default_rng(0).permutation(16 * MAX_CONTEXT // PAGE)
-        llm.loop.executor.engine.inputs.page_table[:16, : MAX_CONTEXT // PAGE] = pages.reshape(16, -1)
+        llm.loop.executor.rank.engine.inputs.page_table[:16, : MAX_CONTEXT // PAGE] = pages.reshape(16, -1)
 
     def make(self) -> Drafter:
         """Return a drafter with a cache over scattered pages of the engine. Slots are numbered as in the suite."""
-        engine = self.llm.loop.executor.engine
+        engine = self.llm.loop.executor.rank.engine
         runtime = EngineDraftRuntime(self.llm.loop.resolved, engine.model, engine.device, torch.float32, SINGLE)
         context = DrafterContext(engine.device, VOCAB_SIZE, 16, MAX_CONTEXT, runtime)
         drafter = self.build(context)
@@ -88,7 +88,7 @@ def reference(small):
 def record(llm: LLM, prompts: list[list[int]], **params: Any) -> list[tuple[list[int], int, list[int]]]:
     """Return (text, limit, draft) of every row of every proposal."""
     seen = []
-    drafter = llm.loop.executor.drafter
+    drafter = llm.loop.executor.rank.drafter
     assert drafter is not None
     propose = drafter.propose
 
@@ -145,7 +145,7 @@ def test_long_prompts_are_read_in_parts_and_delay_no_request(small, reference):
 def test_a_text_is_read_once(small):
     """After its first draft, a request costs reading the new tokens and making its drafts."""
     llm = make_llm(small, {"kind": "draft_model", "num_draft_tokens": 4})
-    drafter = llm.loop.executor.drafter
+    drafter = llm.loop.executor.rank.drafter
     tokens = []
     forward = drafter._model.forward
 
@@ -194,4 +194,4 @@ def test_a_missing_checkpoint_is_named(small):
 def test_a_request_that_has_gone_leaves_nothing(small):
     llm = make_llm(small, "draft_model")
     llm.generate(prompts_of(3, 30), SamplingParams(max_new_tokens=10))
-    assert not llm.loop.executor.drafter._cursors
+    assert not llm.loop.executor.rank.drafter._cursors

@@ -176,7 +176,7 @@ class Proposals:
 
     def __init__(self, llm: LLM) -> None:
         self.seen: list[tuple[list[int], int, list[tuple[int, ...]]]] = []
-        drafter = llm.loop.executor.drafter
+        drafter = llm.loop.executor.rank.drafter
         assert drafter is not None
         propose = drafter.propose
 
@@ -240,7 +240,7 @@ def test_chains_are_those_of_a_plain_head(target, heads, name, cut):
 def test_trees_are_those_of_a_plain_head(target, heads, kind, cut):
     name = kind.removesuffix("_tree")
     llm = make_llm(target, {"kind": kind, "topk": 3, "depth": 4, "num_draft_tokens": 8}, **CUTS[cut])
-    assert llm.loop.executor.drafter.max_draft_tokens == 8
+    assert llm.loop.executor.rank.drafter.max_draft_tokens == 8
     proposals = record(llm, prompts_of(1, 30, 9))
     head = heads[name]
     for text, limit, paths in proposals.seen:

@@ -212,7 +212,7 @@ def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 def test_drafts_are_those_of_the_paper(case: tuple[Path, Plain], page_size: int, chunk: int) -> None:
     directory, plain = case
     llm = make_llm(directory, page_size, chunk_size=chunk)
-    drafter = llm.loop.executor.drafter
+    drafter = llm.loop.executor.rank.drafter
     assert drafter.max_draft_tokens == (3 if plain.layers == 1 else plain.layers)
     spy = drafts_of(llm, VOCAB, longest=29, shared=23)
     assert spy.asked > 12
@@ -295,8 +295,14 @@ def test_a_layer_beyond_those_of_config_json_is_refused(tmp_path: Path) -> None:
 
 def test_how_many_tokens_are_drafted(tmp_path: Path) -> None:
     one, two = save_target(tmp_path / "one"), save_target(tmp_path / "two", layers=2)
-    assert make_llm(one, speculative={"kind": "mtp", "num_draft_tokens": 7}).loop.executor.drafter.max_draft_tokens == 7
-    assert make_llm(two, speculative={"kind": "mtp", "num_draft_tokens": 1}).loop.executor.drafter.max_draft_tokens == 1
+    assert (
+        make_llm(one, speculative={"kind": "mtp", "num_draft_tokens": 7}).loop.executor.rank.drafter.max_draft_tokens
+        == 7
+    )
+    assert (
+        make_llm(two, speculative={"kind": "mtp", "num_draft_tokens": 1}).loop.executor.rank.drafter.max_draft_tokens
+        == 1
+    )
     with pytest.raises(ConfigError, match=r"num_draft_tokens is 3.*2 layers.*1 to 2"):
         make_llm(two, speculative={"kind": "mtp", "num_draft_tokens": 3})
 
@@ -311,7 +317,7 @@ def test_dummy_weights_need_no_tensors(tmp_path: Path, layers: int) -> None:
     ]
     rewrite(tmp_path, dict.fromkeys(names))
     llm = make_llm(tmp_path, speculative={"kind": "mtp", "load_format": "dummy"})
-    spy = Spy(llm.loop.executor.drafter)
+    spy = Spy(llm.loop.executor.rank.drafter)
     llm.generate([[1, 2, 3]], SamplingParams(max_new_tokens=8, temperature=0))
     assert spy.drafts
     assert llm.loop.drafter_errors == 0

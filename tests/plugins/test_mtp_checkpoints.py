@@ -125,7 +125,7 @@ def test_mtp_with_an_embedding_or_a_head_of_its_own(tmp_path: Path, own: str) ->
             tensors[f"{DEEPSEEK[part]}.weight"] = tensors[f"{of_target}.weight"].clone()
     save_file(tensors, file)
     llm = make_llm(directory, "mtp")
-    parameters = dict(llm.loop.executor.drafter._model.named_parameters())
+    parameters = dict(llm.loop.executor.rank.drafter._model.named_parameters())
     assert ("embed.weight" in parameters) == (own in ("embedding", "both"))
     assert ("head.weight" in parameters) == (own in ("head", "both"))
     check(llm, PlainMtp(directory, DEEPSEEK).logits)

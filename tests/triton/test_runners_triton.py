@@ -71,7 +71,9 @@ def fix_hidden(static, graph):
 @pytest.fixture(scope="module")
 def engine():
     memory = {"num_pages": 96, "page_size": PAGE}
-    return LLM("tiny", device="cpu", model={"dtype": "float32"}, grammar="none", memory=memory).loop.executor.engine
+    return LLM(
+        "tiny", device="cpu", model={"dtype": "float32"}, grammar="none", memory=memory
+    ).loop.executor.rank.engine
 
 
 def attention(engine):

@@ -40,7 +40,7 @@ TREES = [
 def engine():
     memory = {"num_pages": 64, "page_size": 4}
     llm = LLM("tiny", device="cpu", model={"dtype": "float32"}, grammar="none", attention="torch_native", memory=memory)
-    return llm.loop.executor.engine
+    return llm.loop.executor.rank.engine
 
 
 def triton_attention(engine):
@@ -186,9 +186,9 @@ def test_an_engine_that_replays_steps_says_what_it_says_without_drafts(monkeypat
     params = SamplingParams(temperature=temperature, top_k=20, seed=3, max_new_tokens=8, ignore_eos=True)
     expected = [o.token_ids for o in llm.generate(prompts, params)]
 
-    loop, engine = llm.loop, llm.loop.executor.engine
+    loop, engine = llm.loop, llm.loop.executor.rank.engine
     futures = dict(zip(map(tuple, prompts), expected, strict=True))
-    loop.executor.drafter = Guesser(chain, futures)
+    loop.executor.rank.drafter = Guesser(chain, futures)
     loop.scheduler.limits = replace(loop.scheduler.limits, draft_width=WIDTH - 1)
     engine.eager_runner.decode = triton_attention(engine)
     sizes = VerifySizes(TOKENS, WIDTH, trees=not chain, context_len=engine.context_len)

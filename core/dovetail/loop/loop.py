@@ -8,14 +8,12 @@ import logging
 import time
 from typing import TYPE_CHECKING, Any
 
-from dovetail.engine.device import explained
-from dovetail.engine.engine import Engine
-from dovetail.engine.plans import PlanRunner
 from dovetail.errors import QueueFullError, RequestError
 from dovetail.loop.adaptive_drafting import AdaptiveDrafting
 from dovetail.loop.build import build_constraints, build_scheduler
 from dovetail.loop.drafter_guard import DrafterGuard
 from dovetail.loop.failures import FailureHandler
+from dovetail.loop.ranks import build_executor
 from dovetail.loop.report import info_of, stats_of
 from dovetail.loop.steps import AdaptiveStep, DraftedStep, OverlappedStep, PlainStep
 from dovetail.loop.verbs import Verbs
@@ -56,8 +54,7 @@ class Loop:
         gc.collect()
         self.resolved = resolved
         eos = frozenset(resolved.model_info.eos_token_ids) | frozenset(tokenizer.eos_token_ids if tokenizer else ())
-        with explained(resolved.config):
-            self.executor = PlanRunner(Engine(resolved, eos))
+        self.executor = build_executor(resolved, eos)
         self.constraints = build_constraints(resolved, tokenizer, eos)
         self.scheduler = build_scheduler(resolved, self.executor, self.constraints, tokenizer, eos)
         self.overlap = resolved.config.scheduler.overlap is True

@@ -120,7 +120,8 @@ class DrafterEngineTests:
         """If every other call of one of the drafter's methods raises, the requests continue, and the errors are
         counted."""
         with self.engine() as llm:
-            drafter = llm.loop.executor.drafter
+            executor: Any = llm.loop.executor
+            drafter = executor.rank.drafter
             assert drafter is not None
             monkeypatch.setattr(drafter, part, _every_other_raises(getattr(drafter, part)))
             assert _results(llm.generate(*_requests())) == _expected()

@@ -42,7 +42,7 @@ class Local(Executor):
             setattr(self, name, getattr(self._engine, name))
 
     @property
-    def engine(self) -> RankEngine:
+    def rank(self) -> RankEngine:
         """Return the engine of the one rank."""
         return self._engine
 
