@@ -352,7 +352,9 @@ def _add_up(
     assert like.is_contiguous()
     assert like.ndim == 2
     assert like.element_size() == 2
+    assert weight is None or weight.dtype == like.dtype
     (rows, size), parts = like.shape, len(x) if x.ndim == 3 else 0
+    assert x.dtype == (torch.float32 if parts else like.dtype)
     assert 2 * size <= channels.row_bytes
     total = torch.empty_like(like)
     out = total if residual is None else torch.empty_like(like)
