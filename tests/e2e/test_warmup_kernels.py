@@ -56,7 +56,9 @@ def graphs(monkeypatch, tmp_path):
     before = driver._active
     driver.set_active(AbsentDevice(90))
     memory = {"num_pages": 32, "page_size": 4}
-    engine = LLM("tiny", device="cpu", model={"dtype": "bfloat16"}, grammar="none", memory=memory).loop.executor.rank.engine
+    engine = LLM(
+        "tiny", device="cpu", model={"dtype": "bfloat16"}, grammar="none", memory=memory
+    ).loop.executor.rank.engine
     info = engine.info
     context = AttentionContext(
         device=engine.device, dtype=torch.bfloat16, num_heads=info.num_heads, num_kv_heads=info.num_kv_heads,
