@@ -13,10 +13,12 @@ from torch import nn
 
 from dovetail.config import Config
 from dovetail.config.sections import MemorySection, SchedulerSection
-from dovetail.engine.memory import Budget, Needs, budget_for, measure_peak, module_bytes
+from dovetail.engine.memory import Budget, Needs, agreed_budget, budget_for, measure_peak, module_bytes
 from dovetail.errors import ConfigError
 from dovetail.interfaces.cache import CacheGroup
+from dovetail.interfaces.mesh import Mesh
 from dovetail.memory.pool import PagedKVPool
+from dovetail.testing.ranks import run_ranks, thread_meshes
 
 GIB = 1 << 30
 GROUP = CacheGroup(32, 8, 128)  # 128 KiB a token in bfloat16
@@ -64,6 +66,36 @@ def test_what_was_asked_for_is_given() -> None:
     assert divide(num_pages=77).num_pages == 77
     assert divide(kv_gib=8).pool == 8 * GIB
     assert divide(kv_gib=8, page_size=64).num_pages == 8 * GIB // (64 * TOKEN)
+
+
+@pytest.mark.parametrize("where", [CPU, GPU])
+def test_ranks_have_as_many_pages_as_the_rank_with_the_least_memory(where: torch.device) -> None:
+    meshes = thread_meshes(3)
+    kib = [300_000, 100_000, 200_000]
+    own = [divide(device=where, kv_gib=n / 2**20) for n in kib]
+    budgets = run_ranks(
+        meshes, lambda pair: agreed_budget(lambda: pair[1], pair[0]), list(zip(meshes, own, strict=True))
+    )
+    assert [budget.num_pages for budget in budgets] == [own[1].num_pages] * 3
+    assert budgets[1] == own[1]
+    for budget, before in zip(budgets, own, strict=True):
+        assert (budget.pool, budget.pool_tokens) == (own[1].pool, own[1].pool_tokens)
+        assert budget.pool + budget.free == (before.pool + before.free if before.total else budget.pool)
+
+
+def test_a_rank_without_enough_memory_stops_all() -> None:
+    meshes = thread_meshes(2)
+
+    def run(mesh: Mesh) -> str:
+        try:
+            agreed_budget(lambda: divide(kv_gib=1e-6 if mesh.tp.rank else 1.0), mesh)
+        except ConfigError as error:
+            return str(error)
+        return "no error"
+
+    found = run_ranks(meshes, run, meshes)
+    assert found[0].startswith("the memory of another rank does not suffice")
+    assert "memory.kv_gib (1e-06)" in found[1]
 
 
 def test_a_cpu_has_a_gibibyte() -> None:
