@@ -4,6 +4,7 @@ and say how far this and the captures are."""
 from __future__ import annotations
 
 import logging
+import os
 import time
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
@@ -44,6 +45,9 @@ PROMPT_TOKENS = 512
 
 VARIANTS = (0, 1)
 
+MOST_PROCESSES = 32
+"""There are at most this many processes that compile kernels, and about as many as processors."""
+
 BUSY_TOKENS = 1024
 """Steps with prompts of at least this number of tokens take the device longer than a capture takes the host, or about
 as long."""
@@ -65,7 +69,7 @@ class WarmUp:
         self._likely: list[GraphKey] = []  # steps to capture as soon as their kernels are compiled
         self._idle: IdleCaptures | None = None  # while graphs are missing that were begun to be captured
         self._layers = LAYERS_WITH_WINDOWS if Feature.ATTN_SLIDING_WINDOW in info.needs else LAYERS
-        self._kernels = _kernels_ahead(device, f"{mesh.tp.size} {info!r}")
+        self._kernels = _kernels_ahead(device, info, mesh.tp.size)
 
     @property
     def kernel_cache(self) -> str | None:
@@ -250,11 +254,12 @@ def likely_keys(graphs: DecodeGraphs) -> Iterator[GraphKey]:
     return (GraphKey(rows, shared, variant) for shared in graphs.shared for variant in VARIANTS for rows in sizes)
 
 
-def _kernels_ahead(device: torch.device, what: str) -> KernelsAhead | None:
+def _kernels_ahead(device: torch.device, info: ModelInfo, ranks: int) -> KernelsAhead | None:
     if device.type != "cuda":
         return None
     from dovetail.ops.triton.ahead import KernelsAhead
 
     major, minor = torch.cuda.get_device_capability(device)
-    kernels = KernelsAhead(10 * major + minor, what)
+    processors = (len(os.sched_getaffinity(0)) - 1) // ranks  # the ranks compile the same kernels at the same time
+    kernels = KernelsAhead(10 * major + minor, f"{ranks} {info!r}", max(1, min(MOST_PROCESSES, processors)))
     return kernels if kernels.is_active else None

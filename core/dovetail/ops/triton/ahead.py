@@ -33,8 +33,6 @@ ended, and kernels are compiled when they are launched."""
 END_SECONDS = 5.0
 """Processes that were killed have ended after at most this number of seconds."""
 
-MOST_PROCESSES = 32
-
 _REPLACING = threading.Lock()
 """Held while launches are replaced, so that two threads do not replace and restore them in turns."""
 
@@ -98,14 +96,14 @@ class KernelsAhead:
     noted.
     """
 
-    def __init__(self, capability: int, what: str, processes: int | None = None) -> None:
+    def __init__(self, capability: int, what: str, processes: int) -> None:
         """``capability`` is the device's compute capability (90 stands for 9.0), and ``what`` names the kernels that
-        will be noted. Processes start at once, unless all kernels of that name were compiled before. By default there
-        is a process for each processor but one."""
+        will be noted. Up to ``processes`` processes start at once, unless all kernels of that name were compiled
+        before."""
         self.waited = 0.0  # seconds for which launches have waited for processes
         self.directory = cache_directory()
         self._capability, self._marks = capability, self.directory / "dovetail-ahead"
-        self._processes = processes or max(1, min(MOST_PROCESSES, len(os.sched_getaffinity(0)) - 1))
+        self._processes = processes
         self._known: set[KernelTask] = set()
         self._pending: dict[KernelTask, _Pending] = {}
         self._lock = threading.Lock()
