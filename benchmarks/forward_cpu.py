@@ -72,8 +72,8 @@ class NoAttention:
         """Plan nothing."""
 
     def forward(self, q: torch.Tensor, layer: Any, batch: Any) -> torch.Tensor:
-        """Return ``q`` unchanged."""
-        return q
+        """Return a contiguous copy of ``q``, as attention returns a new tensor."""
+        return q.contiguous()
 
 
 class NoPool:
