@@ -40,8 +40,10 @@ LAYERS, LAYERS_WITH_WINDOWS = 3, 8
 """The number of layers in which a step launches all kernels that it launches. Layers with and without a window follow
 each other in models that have windows."""
 
-PROMPT_TOKENS = 512
-"""The number of tokens of the prompt whose kernels are noted. The kernels of few tokens are those of decode steps."""
+PROMPT_TOKENS = (512, 1, 128, 64, 32, 16)
+"""The numbers of tokens of the prompts whose kernels are noted. Products of up to 128 rows have kernels for each of these
+sizes, which decode steps launch as well: they are noted before the memory is measured, so that they are compiled in that
+time."""
 
 VARIANTS = (0, 1)
 
@@ -85,12 +87,15 @@ class WarmUp:
         rows: int,
         dtype: torch.dtype,
     ) -> None:
-        """Note the kernels of steps with prompts, and of sampling ``rows`` rows. ``attention`` builds the backend that
-        attends in them over ``pool``."""
+        """Note the kernels of steps with prompts, and of sampling up to ``rows`` rows. ``attention`` builds the backend
+        that attends in them over ``pool``."""
 
         def step() -> None:
-            first_layers(model, prompts(attention(), pool, [PROMPT_TOKENS]), self._layers)
-            draw(model.logits(torch.zeros(rows, model.info.hidden_size, dtype=dtype, device=pool.device)))
+            backend = attention()
+            for tokens in PROMPT_TOKENS:
+                first_layers(model, prompts(backend, pool, [min(tokens, model.info.context_len)]), self._layers)
+                hidden = torch.zeros(min(tokens, rows), model.info.hidden_size, dtype=dtype, device=pool.device)
+                draw(model.logits(hidden))
 
         if self._kernels is not None:
             with self._kernels.noting():
