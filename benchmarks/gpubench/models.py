@@ -60,6 +60,26 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "rope_theta": 1000000.0,
         "tie_word_embeddings": True,
     },
+    "32b": {
+        "architectures": ["Qwen3ForCausalLM"],
+        "model_type": "qwen3",
+        "hidden_act": "silu",
+        "rms_norm_eps": 1e-6,
+        "attention_bias": False,
+        "bos_token_id": None,
+        "eos_token_id": None,
+        "torch_dtype": "bfloat16",
+        "vocab_size": 151936,
+        "hidden_size": 5120,
+        "intermediate_size": 25600,
+        "num_hidden_layers": 64,
+        "num_attention_heads": 64,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "max_position_embeddings": 40960,
+        "rope_theta": 1000000.0,
+        "tie_word_embeddings": False,
+    },
     "tiny": {
         **_LLAMA,
         "vocab_size": 512,
@@ -87,16 +107,31 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": False,
     },
 }
-"""The shapes of Llama-3.1-8B and Qwen3-0.6B, one for trying the benchmark itself, and one for checking attention."""
+"""The shapes of Llama-3.1-8B, Qwen3-0.6B and Qwen3-32B, one for trying the benchmark itself, and one for checking
+attention."""
 
-TITLES = {"8b": "Llama-3.1-8B shape", "0.6b": "Qwen3-0.6B shape", "tiny": "tiny shape"}
+RANKS = {"8b-tp2": ("8b", 2), "32b-tp2": ("32b", 2)}
+"""Map a model that is measured on several GPUs to its shape and the number of ranks."""
+
+TITLES = {
+    "8b": "Llama-3.1-8B shape",
+    "0.6b": "Qwen3-0.6B shape",
+    "8b-tp2": "Llama-3.1-8B shape, 2 GPUs",
+    "32b-tp2": "Qwen3-32B shape, 2 GPUs",
+    "tiny": "tiny shape",
+}
+
+
+def shape(name: str) -> dict[str, Any]:
+    """Return the config.json of a model."""
+    return CONFIGS[RANKS.get(name, (name, 1))[0]]
 
 
 def write(name: str, work: Path) -> Path:
     """Write the directory of a model under ``work``, and return it."""
     path = work / "models" / name
     path.mkdir(parents=True, exist_ok=True)
-    (path / "config.json").write_text(json.dumps(CONFIGS[name], indent=1))
+    (path / "config.json").write_text(json.dumps(shape(name), indent=1))
     return path
 
 
@@ -108,7 +143,7 @@ def write_tokenizer(name: str, work: Path) -> Path:
     path = work / "models" / f"{name}-tokenizer"
     path.mkdir(parents=True, exist_ok=True)
     byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
-    vocab = {f"Ġ{i:x}": i for i in range(CONFIGS[name]["vocab_size"])}
+    vocab = {f"Ġ{i:x}": i for i in range(shape(name)["vocab_size"])}
     model = {"type": "BPE", "vocab": vocab, "merges": [], "byte_fallback": False}
     whole = {"version": "1.0", "added_tokens": [], "pre_tokenizer": byte_level, "decoder": byte_level, "model": model}
     (path / "tokenizer.json").write_text(json.dumps(whole))
@@ -118,7 +153,7 @@ def write_tokenizer(name: str, work: Path) -> Path:
 def multiplications(name: str, tokens: int) -> float:
     """Return the floating-point operations of one prompt of ``tokens`` tokens that needs only the last logits:
     matrices and causal attention."""
-    c = CONFIGS[name]
+    c = shape(name)
     hidden, heads, kv, dim = (c[k] for k in ("hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim"))
     layer = hidden * dim * (2 * heads + 2 * kv) + 3 * hidden * c["intermediate_size"]
     attention = 2 * tokens * tokens * heads * dim  # half of the square, two products

@@ -12,7 +12,13 @@ ROWS = ("decode", "prefill", "mixed", "indep", "gsp", "chat", "startup", "http",
 ENGINE_ROWS = ROWS[:6]
 """The rows that one engine in a worker process measures, one after another."""
 
-USUAL_ROWS = {"8b": ROWS, "0.6b": ("decode", "mixed", "gsp"), "tiny": ROWS}
+USUAL_ROWS = {
+    "8b": ROWS,
+    "0.6b": ("decode", "mixed", "gsp"),
+    "8b-tp2": ("decode", "prefill", "mixed", "gsp"),
+    "32b-tp2": ("decode", "prefill"),
+    "tiny": ROWS,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +52,8 @@ FULL = Sizes()
 SIZES = {
     "8b": FULL,
     "0.6b": Sizes(decode_batches=(1, 64, 256)),
+    "8b-tp2": FULL,
+    "32b-tp2": Sizes(decode_batches=(1, 64)),
     "tiny": Sizes(
         ids=(16, 500),
         decode_batches=(1, 4),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from gpubench.models import multiplications
+from gpubench.models import RANKS, multiplications
 from gpubench.plan import SIZES, short
 
 FLOPS = 790e12
@@ -14,7 +14,7 @@ FLOPS = 790e12
 class Target(NamedTuple):
     """Hold the targets of a number.
 
-    ``must`` is the best of SGLang 0.5.17 and vLLM 0.26.0 on the same workload; ``floor`` is the time of the bytes or
+    ``must`` is the best of SGLang 0.5.17 and vLLM 0.26.0 on the same workload (on two GPUs, vLLM alone); ``floor`` is the time of the bytes or
     products at the measured ceilings.
     """
 
@@ -49,6 +49,18 @@ TARGETS: dict[tuple[str, str, str], Target] = {
     ("0.6b", "mixed", ""): Target(24570, 36000),
     ("0.6b", "gsp", ""): Target(14589, 26000),
     ("0.6b", "gsp", "hit"): Target(0.882, 0.882),
+    ("8b-tp2", "decode", "bs 1"): Target(3.47, 2.4, 1.75),
+    ("8b-tp2", "decode", "bs 16"): Target(3.75, 2.8),
+    ("8b-tp2", "decode", "bs 64"): Target(4.47, 3.6),
+    ("8b-tp2", "decode", "bs 256"): Target(8.80, 7.0),
+    ("8b-tp2", "prefill", "1k"): Target(49.1, 20),
+    ("8b-tp2", "prefill", "8k"): Target(128.9, 120),
+    ("8b-tp2", "prefill", "32k"): Target(659, 620),
+    ("8b-tp2", "mixed", ""): Target(16942, 19000),
+    ("8b-tp2", "gsp", ""): Target(15850, 26000),
+    ("32b-tp2", "decode", "bs 1"): Target(11.15, 8.6),
+    ("32b-tp2", "decode", "bs 64"): Target(13.63, 10.5),
+    ("32b-tp2", "prefill", "8k"): Target(516),
 }
 
 DIGITS = {"ms": 2, "s": 1, "tok/s": 0, "hit": 3, "ratio": 3}
@@ -62,7 +74,8 @@ def target(model: str, row: str, case: str) -> Target:
     found = TARGETS.get((model, row, case), Target())
     if row == "prefill" and model != "tiny":
         tokens = next(n for n in SIZES[model].prefill if short(n) == case)
-        return found._replace(floor=1e3 * multiplications(model, tokens) / FLOPS)
+        ranks = RANKS.get(model, (model, 1))[1]
+        return found._replace(floor=1e3 * multiplications(model, tokens) / FLOPS / ranks)
     return found
 
 
