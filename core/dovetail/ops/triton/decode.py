@@ -103,7 +103,10 @@ def _span(length, splits, BLOCK_N: tl.constexpr):
     return tl.cdiv(tl.cdiv(length, splits), BLOCK_N) * BLOCK_N
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize=["window", "table_row", "splits", "rows"],
+    do_not_specialize_on_alignment=["table", "kv_lens", "sinks"],
+)
 def _decode(
     q, keys, values, table, kv_lens, sinks, out, lse, parts, scale, soft_cap, window,
     q_row, q_head, table_row, splits, heads, rows,
@@ -188,7 +191,7 @@ def _decode(
         tl.store(lse + head * rows + row, log_sum, real)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["window", "splits", "rows"], do_not_specialize_on_alignment=["kv_lens"])
 def _combine(
     parts, part_lse, out, lse, kv_lens, window, splits, heads, rows,
     WINDOW: tl.constexpr, BLOCK_N: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_V: tl.constexpr,

@@ -82,7 +82,7 @@ def _merge(
         tl.store(to, (acc / tl.where(total > 0, total, 1.0)).to(out.dtype.element_ty), at < DIM)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _merge_into(
     out, lse, partial, part_lse, tokens, rows,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr,
