@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import pickle
 from functools import partial
 from pathlib import Path
@@ -30,7 +31,7 @@ def build_executor(resolved: Resolved, eos_token_ids: frozenset[int]) -> Executo
         build_rank=partial(_build_here, resolved, eos_token_ids),
         target=f"{__name__}:{build_rank.__name__}",
         description=pickle.dumps((config, eos_token_ids)),
-        log_level=config.server.log_level,
+        log_level=logging.getLevelName(logging.getLogger("dovetail").getEffectiveLevel()).lower(),
     )
     return resolved.executor.build(context)
 

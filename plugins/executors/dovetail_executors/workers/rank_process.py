@@ -76,6 +76,7 @@ def main(job_fd: int) -> None:
         level=job.log_level.upper(),
         format=f"%(asctime)s %(levelname)s rank {job.rank} %(name)s: %(message)s",
     )
+    logging.getLogger("dovetail.registry").setLevel(logging.WARNING)  # the parent has logged the same choices
     status = EXIT_FAILED
     try:
         if RankServer(job).run():
