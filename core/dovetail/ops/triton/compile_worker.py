@@ -1,5 +1,8 @@
 """Compile Triton kernels into Triton's cache, in processes that need no device.
 
+torch is not imported, because that takes seconds in which nothing is compiled: modules with kernels get a stand-in, which
+is enough to import them. If a module needs more, its kernels are compiled by the engine.
+
 ``main`` reads one task per line from its standard input, and has processes compile them that it forks once everything
 is imported. It writes one line for each finished task to its standard output, and ends with its standard input.
 """
@@ -9,6 +12,8 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import importlib
+import importlib.abc
+import importlib.machinery
 import json
 import os
 import signal
@@ -16,6 +21,7 @@ import sys
 import time
 from concurrent.futures import Future, ProcessPoolExecutor
 from multiprocessing import get_context
+from types import ModuleType
 from typing import Any
 
 from triton.backends.compiler import GPUTarget
@@ -26,6 +32,54 @@ NICENESS = 5
 """Requests come first: the processes leave the processors to the engine if there are not enough of them."""
 
 _PR_SET_PDEATHSIG = 1
+
+
+class _Anything:
+    """Stand in for anything of torch that a module mentions when it is imported."""
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        pass
+
+    def __call__(self, *_: Any, **__: Any) -> _Anything:
+        return _Anything()
+
+    def __getattr__(self, name: str) -> _Anything:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        found = _Anything()
+        setattr(self, name, found)
+        return found
+
+    def __or__(self, other: Any) -> _Anything:
+        return self
+
+    __ror__ = __or__
+
+
+class _StandIn(ModuleType):
+    """Stand in for torch, or for a module of it."""
+
+    def __getattr__(self, name: str) -> _Anything:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        found = _Anything()
+        setattr(self, name, found)
+        return found
+
+
+class _NoTorch(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Import stand-ins for torch and its modules."""
+
+    def find_spec(self, fullname: str, path: Any, target: Any = None) -> importlib.machinery.ModuleSpec | None:
+        if fullname.split(".")[0] != "torch":
+            return None
+        return importlib.machinery.ModuleSpec(fullname, self, is_package=True)
+
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType:
+        return _StandIn(spec.name)
+
+    def exec_module(self, module: ModuleType) -> None:
+        pass
 
 
 class AbsentDevice(CudaDriver):
@@ -75,6 +129,8 @@ def main(capability: int, processes: int, modules: str) -> None:
     """Compile for devices of ``capability`` (90 stands for 9.0) in up to ``processes`` processes. ``modules`` are
     imported before the processes are forked, separated by commas."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    assert "torch" not in sys.modules, "import this module before torch"
+    sys.meta_path.insert(0, _NoTorch())
     for module in modules.split(","):
         importlib.import_module(module)
     fork = get_context("fork")
