@@ -68,6 +68,8 @@ class RequestConstraints:
     def collect(self) -> list[tuple[Req, RequestFailed | None]]:
         """Return the requests whose compilation has ended since the last call, each with None if the request has its
         matcher now, or with the failure to report to its client. Never blocks."""
+        if not self._compiling:
+            return []
         ready = [req for req in self._compiling if req.ticket.ready]
         for req in ready:
             self._compiling.remove(req)

@@ -278,6 +278,8 @@ class Engine:
             compact(batch, output, self.pool)
         if self.device.type == "cuda":
             output.on_host = output.on_host or fetched(output)
+        output.result = step_result(output.on_host or output)  # while the device computes, so that ``wait`` is short
+        if self.device.type == "cuda":
             output.event = torch.cuda.Event()
             output.event.record()
         return output
@@ -297,7 +299,7 @@ class Engine:
             output.event.synchronize()
             if self.verify_graphs is not None:
                 self.verify_graphs.computed(batch)
-        return step_result(output.on_host or output)
+        return output.result or step_result(output.on_host or output)
 
     def idle(self) -> bool:
         """Try to capture one graph while there is no other work. Return False if no graph is missing."""

@@ -45,6 +45,13 @@ class Inputs:
         on_host = torch.from_numpy(page_table)
         self.pages = on_host if device.type == "cpu" else on_host.to(device)
         self.last_token = torch.zeros(len(page_table), dtype=torch.int64, device=device)
+        # what a decode step on a CPU has in common with the step before if it has the same ``rows_version``
+        self._decode_rows: tuple[int, Int64Array, torch.Tensor, torch.Tensor] = (
+            0,
+            np.arange(0),
+            self.last_token[:0],
+            self.last_token[:0],
+        )
         self._flat_table = page_table.reshape(-1)
         self._located_version = 0
         self._entries: tuple[()] | tuple[Int64Array, IntArray] = ()  # of the updates with ``_located_version``
@@ -62,15 +69,14 @@ class Inputs:
             tensors.give(batch)
 
     def _prepare_decode_on_cpu(self, batch: Batch) -> None:
-        rows = len(batch.slots)
-        kv_lens = batch.prefix_lens + 1
+        kv_lens = batch.prefix_lens + batch.extend_lens
         table = self.page_table[batch.slots, : -(-int(kv_lens.max()) // self.page_size)]
         places = batch.prefix_lens.astype(np.int64)
-        out_loc = self.locate(np.arange(rows), places, table)
-        arrays = (places, out_loc, batch.slots.astype(np.int64), np.arange(rows + 1, dtype=np.int32), kv_lens, table)
-        batch.positions, batch.out_loc, slots, batch.qo_indptr, batch.kv_lens, batch.page_table = map(
-            torch.from_numpy, arrays
-        )
+        if not batch.rows_version or self._decode_rows[0] != batch.rows_version:
+            self._decode_rows = batch.rows_version, *_decode_rows(batch)
+        _, row_of, slots, batch.qo_indptr = self._decode_rows
+        arrays = places, self.locate(row_of, places, table), kv_lens, table
+        batch.positions, batch.out_loc, batch.kv_lens, batch.page_table = map(torch.from_numpy, arrays)
         batch.input_ids = self.last_token[slots]
         batch.logit_rows = None
 
@@ -147,6 +153,13 @@ class Inputs:
         slots = batch.slots if batch.samples.all() else batch.slots[batch.samples]
         last = tokens[:, -1]  # columns after the last accepted token repeat it, see ``verify.Accepted``
         self.last_token.index_copy_(0, to_device(slots.astype(np.int64), self.device), last)
+
+
+def _decode_rows(batch: Batch) -> tuple[Int64Array, torch.Tensor, torch.Tensor]:
+    """Return the row of each token of a decode batch, the rows' slots (int64) and ``Batch.qo_indptr``."""
+    rows = len(batch.slots)
+    indptr = torch.arange(rows + 1, dtype=torch.int32)
+    return np.arange(rows), torch.from_numpy(batch.slots.astype(np.int64)), indptr
 
 
 class DecodeTensors:

@@ -38,9 +38,12 @@ def fetched(output: ForwardOutput) -> ForwardOutput:
 def step_result(output: ForwardOutput) -> StepResult:
     """Return what the scheduler needs of an output in host memory."""
     lens, nodes, logprobs = output.accept_lens, output.nodes, output.logprobs
+    tokens, accept_lens = output.token_ids.numpy(), None if lens is None else lens.numpy()
+    if logprobs is None and not output.prompt_logprobs and not output.pooled:
+        return StepResult(tokens, accept_lens)  # most steps: only log-probabilities need the nodes
     return StepResult(
-        output.token_ids.numpy(),
-        None if lens is None else lens.numpy(),
+        tokens,
+        accept_lens,
         None if nodes is None else nodes.numpy(),
         None if logprobs is None else _on_host(logprobs),
         output.logprob_start,

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from dovetail.engine.device import lost_device
 from dovetail.engine.pooling import default_pooling
 from dovetail.interfaces.executor import ExecutorInfo, RankEngine
 from dovetail.interfaces.features import Feature
+from dovetail.interfaces.speculative import Drafter
 from dovetail.ops.cpu.library import library
 from dovetail.types import Batch
 
@@ -17,7 +18,6 @@ if TYPE_CHECKING:
     from dovetail.engine.engine import Engine
     from dovetail.engine.runners import Launched
     from dovetail.interfaces.executor import WarmUpProgress
-    from dovetail.interfaces.speculative import Drafter
     from dovetail.types import (
         AdmittedRequest,
         Committed,
@@ -30,13 +30,6 @@ if TYPE_CHECKING:
         StepPlan,
         StepResult,
     )
-
-
-class _Sampled(NamedTuple):
-    """Hold a step that was sampled."""
-
-    batch: Batch
-    output: ForwardOutput
 
 
 class PlanRunner(RankEngine):
@@ -55,9 +48,10 @@ class PlanRunner(RankEngine):
         self._slots: list[AdmittedRequest | None] = [None] * len(engine.page_table)
         self._opened = 0  # the number of the plan whose requests were admitted last
         self._rows: tuple[int, Sequence[AdmittedRequest]] = 0, ()  # requests of the rows with a ``rows_version``
+        self._proposed: Batch | None = None  # of the plan with the number ``_opened``, if drafts were proposed for it
         self._launched: tuple[int, Batch, Launched[Any]] | None = None
-        self._sampled: dict[int, _Sampled] = {}
-        self._waited: _Sampled | None = None
+        self._sampled: dict[int, tuple[Batch, ForwardOutput]] = {}  # by the number of the plan
+        self._waited: tuple[Batch, ForwardOutput] | None = None  # the step that ``observe`` shows to the drafter
 
     @property
     def info(self) -> ExecutorInfo:
@@ -88,26 +82,33 @@ class PlanRunner(RankEngine):
     def launch(self, plan: StepPlan) -> None:
         """See ``RankEngine``."""
         self._launched = None
-        batch = self._batch(plan)
+        batch, self._proposed = self._proposed, None
+        if batch is None or plan.number != self._opened:
+            batch = self._batch(plan)
+        else:
+            batch.drafts, batch.extend_lens = plan.drafts, plan.extend_lens
         self._launched = plan.number, batch, self.engine.launch(batch)
 
     def sample(self, plan: StepPlan, masks: Masks | None) -> None:
         """See ``RankEngine``."""
         launched, self._launched = self._launched, None
         assert launched is not None, "launch is called before sample"
-        assert launched[0] == plan.number, f"plan {plan.number} is sampled, but plan {launched[0]} was launched last"
+        number, batch, forward = launched
+        assert number == plan.number, f"plan {plan.number} is sampled, but plan {number} was launched last"
         if len(self._sampled) > 1:  # a step that failed is never waited for
-            self._sampled = {number: step for number, step in self._sampled.items() if number >= plan.number - 1}
-        self._sampled[plan.number] = _Sampled(launched[1], self.engine.sample(*launched[1:], masks))
+            self._sampled = {n: step for n, step in self._sampled.items() if n >= number - 1}
+        self._sampled[number] = batch, self.engine.sample(batch, forward, masks)
 
     def ready(self, plan: StepPlan) -> bool:
         """See ``RankEngine``."""
-        event = self._sampled[plan.number].output.event
+        event = self._sampled[plan.number][1].event
         return event is None or event.query()
 
     def wait(self, plan: StepPlan) -> StepResult:
         """See ``RankEngine``."""
-        step = self._waited = self._sampled.pop(plan.number)
+        step = self._sampled.pop(plan.number)
+        if self.drafter is not None:
+            self._waited = step
         return self.engine.wait(*step)
 
     def mask_buffer(self, rows: int, width: int) -> IntArray:
@@ -146,7 +147,15 @@ class PlanRunner(RankEngine):
 
     def propose(self, plan: StepPlan) -> DraftTree | None:
         """See ``RankEngine``."""
-        return None if self.drafter is None else self.drafter.propose(self._batch(plan))
+        if self.drafter is None:
+            return None
+        self._proposed = self._batch(plan)
+        return self.drafter.propose(self._proposed)
+
+    @property
+    def observes(self) -> bool:
+        """See ``RankEngine``."""
+        return self.drafter is not None and getattr(self.drafter.observe, "__func__", None) is not Drafter.observe
 
     def observe(self, plan: StepPlan, committed: Committed) -> None:
         """See ``RankEngine``."""
@@ -196,5 +205,5 @@ class PlanRunner(RankEngine):
     def close(self) -> None:
         """See ``RankEngine``."""
         self._slots = [None] * len(self._slots)
-        self._rows, self._launched, self._waited = (0, ()), None, None
+        self._rows, self._proposed, self._launched, self._waited = (0, ()), None, None, None
         self._sampled.clear()

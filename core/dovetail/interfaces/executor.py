@@ -114,6 +114,11 @@ class StepVerbs(ABC):
         """Return the drafts of the drafter for a plan that was scheduled and is not launched yet; None if there are
         none. All steps before it were waited for."""
 
+    @property
+    def observes(self) -> bool:
+        """Return False if ``observe`` has no effect, so that it need not be called."""
+        return True
+
     @abstractmethod
     def observe(self, plan: StepPlan, committed: Committed) -> None:
         """Show the drafter what a step accepted. The step is the one that was waited for last, and was committed."""

@@ -46,6 +46,8 @@ class DrafterGuard:
 
     def observe(self, plan: StepPlan) -> None:
         """Show the drafter what the step that was committed last accepted."""
+        if not self._executor.observes:
+            return
         try:
             self._executor.observe(plan, self._scheduler.committed())
         except BaseException as error:

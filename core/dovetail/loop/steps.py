@@ -54,7 +54,7 @@ class PlainStep:
         failure = verbs.forward(plan)
         if failure is not None:
             return StepEnd(verbs.fail(plan, failure), None, plan)
-        return StepEnd(verbs.commit(InFlight(plan)), None, plan)
+        return StepEnd(verbs.commit(plan), None, plan)
 
 
 class OverlappedStep:
@@ -68,16 +68,15 @@ class OverlappedStep:
         verbs = self._verbs
         plan = verbs.schedule(pause=previous is None)
         failure = None if plan is None else verbs.launch(plan)
-        answers = [] if previous is None else verbs.commit(previous)
+        answers = [] if previous is None else verbs.commit(previous.plan)
         if plan is None:
             return StepEnd(answers)
         failure = failure or verbs.sample(plan)
         if failure is not None:
             return StepEnd(answers + verbs.fail(plan, failure), None, plan)
-        step = InFlight(plan)
         if verbs.scheduler.has_work:
-            return StepEnd(answers, step, plan)
-        return StepEnd(answers + verbs.commit(step), None, plan)  # all requests have ended: no later step commits it
+            return StepEnd(answers, InFlight(plan), plan)
+        return StepEnd(answers + verbs.commit(plan), None, plan)  # all requests have ended: no later step commits it
 
 
 class DraftedStep:
@@ -113,7 +112,7 @@ class DraftedStep:
 
     def finish(self, step: InFlight | None) -> list[Answer]:
         """Commit a step, if there is one, and show the drafter what it accepted."""
-        return [] if step is None else self._verbs.commit(step, self._guard)
+        return [] if step is None else self._verbs.commit(step.plan, self._guard)
 
 
 class AdaptiveStep:

@@ -109,13 +109,12 @@ class Verbs:
 
     def _sample(self, plan: StepPlan) -> None:
         executor = self._executor
-        masks = self.scheduler.masks(plan, executor.mask_buffer) if plan.constrained else None
-        executor.sample(plan, masks)
+        executor.sample(plan, self.scheduler.masks(plan, executor.mask_buffer) if plan.constrained else None)
 
-    def commit(self, step: InFlight, observer: DrafterGuard | None = None) -> list[Answer]:
+    def commit(self, plan: StepPlan, observer: DrafterGuard | None = None) -> list[Answer]:
         """Wait for the tokens of a step and give them to its requests. If ``observer`` is given, it observes what the
         step accepted."""
-        start, plan = time.perf_counter(), step.plan
+        start = time.perf_counter()
         try:
             result = self._executor.wait(plan)
         except BaseException as error:

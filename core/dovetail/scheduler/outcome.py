@@ -11,7 +11,7 @@ import numpy as np
 from dovetail.messages import TokenOutput
 from dovetail.sampling_params import PoolingKind
 from dovetail.scheduler.results import entries_of
-from dovetail.scheduler.stopping import LENGTH, end_of, finish_reason
+from dovetail.scheduler.stopping import LENGTH, finish_reason
 from dovetail.types import FinishKind, FinishReason
 
 if TYPE_CHECKING:
@@ -76,13 +76,13 @@ def take_tokens(
     ``jump`` may append forced tokens, which it returns. All appended tokens that were sampled, except one, are counted
     as accepted drafts.
     """
-    before = req.known_len
-    if len(tokens) > 1 and _goes_on(req, tokens, eos_token_ids):
+    before, several = req.known_len, len(tokens) > 1
+    if several and _goes_on(req, tokens, eos_token_ids):
         req.known_len += len(tokens)
         req.token_ids[before : req.known_len] = tokens
     else:
         _take_singly(req, tokens, eos_token_ids)
-    if len(tokens) > 1:
+    if several:
         accepted = req.known_len - before - 1
         req.accepted += accepted
         totals.accepted_tokens += accepted
@@ -110,21 +110,22 @@ def end_prefilled(req: Req) -> TokenOutput:
 
 def _output(req: Req, tokens: list[int], before: int, logprobs: list[TokenLogprob] | None) -> TokenOutput:
     """Return the answer with the tokens that were appended since the request had ``before`` tokens."""
-    known, count = req.known_len, req.known_len - before
+    known, prompt_len, params = req.known_len, req.prompt_len, req.params
+    count = known - before
     return TokenOutput(
         req.rid,
-        tokens[:count],
+        tokens if count == len(tokens) else tokens[:count],
         req.finish,
-        req.prompt_len,
-        known - req.prompt_len,
+        prompt_len,
+        known - prompt_len,
         req.prefix_hit_len,
-        logprobs[:count] if logprobs is not None and req.params.logprobs is not None else None,
-        req.prompt_logprobs if before == req.prompt_len and req.params.prompt_logprobs is not None else None,
+        logprobs[:count] if logprobs is not None and params.logprobs is not None else None,
+        req.prompt_logprobs if before == prompt_len and params.prompt_logprobs is not None else None,
         req.drafted,
         req.accepted,
         req.grammar_backend,
         req.verify_steps,
-        pooled_bytes(req),
+        pooled_bytes(req) if params.pooling is not None else None,
     )
 
 
@@ -133,10 +134,11 @@ def _take_singly(req: Req, tokens: list[int], eos_token_ids: frozenset[int]) -> 
         req.token_ids[req.known_len] = token
         req.known_len += 1
         try:
-            req.finish = finish_reason(req, token, eos_token_ids)
+            finish = finish_reason(req, token, eos_token_ids)
         except Exception as error:  # raised by the request's matcher or detokenizer: it ends this request only
-            req.finish = _failure(req, f"token {token}", error)
-        if req.finish is not None:
+            finish = _failure(req, f"token {token}", error)
+        if finish is not None:
+            req.finish = finish
             break
 
 
@@ -163,7 +165,7 @@ def take_forced(req: Req, tokens: list[int], eos_token_ids: frozenset[int]) -> l
                 break
             req.token_ids[req.known_len] = token
             req.known_len += 1
-            req.finish = end_of(req, token, eos_token_ids)
+            req.finish = finish_reason(req, token, eos_token_ids, accepted=True)
         except Exception as error:
             req.finish = _failure(req, f"token {token}", error)
         if req.finish is not None:

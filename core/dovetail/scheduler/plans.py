@@ -35,21 +35,23 @@ class Plans:
 
     def decode(self, rows: DecodeRows, updates: PageUpdates, draft_width: int) -> StepPlan:
         """Return the plan in which the next token of each row enters the forward pass."""
-        plan = StepPlan(
-            number=next(self._numbers),
-            num_extend=0,
-            slots=rows.slots,
-            prefix_lens=rows.lens - rows.ones,
-            extend_lens=rows.ones,
-            samples=rows.samples,
-            page_updates=updates,
-            known_lens=_NO_LENS,
-            rows_version=rows.version,
-            constrained=rows.constrained,
-            draft_limits=rows.draft_limits if draft_width else None,
-            shared=rows.grouping.shared if rows.grouping is not None else None,
+        number = next(self._numbers)
+        self._rows[number] = rows.reqs
+        return StepPlan(  # by position, because keywords take twice as long
+            number,
+            0,
+            rows.slots,
+            rows.prefix_lens,
+            rows.ones,
+            rows.samples,
+            updates,
+            _NO_LENS,
+            self._take_admitted() if self._admitted else (),
+            rows.version,
+            rows.constrained,
+            rows.draft_limits if draft_width else None,
+            rows.grouping.shared if rows.grouping is not None else None,
         )
-        return self._opened(plan, rows.reqs)
 
     def mixed(
         self, extend: Sequence[tuple[Req, int]], rows: DecodeRows, updates: PageUpdates, draft_width: int
@@ -57,25 +59,25 @@ class Plans:
         """Return the plan of the prompt tokens of ``extend`` (pairs of a request and the number of its tokens that
         enter), followed by the next token of each decode row. Every row is sampled; the caller corrects ``samples``."""
         prompts, counts = [req for req, _ in extend], [count for _, count in extend]
-        plan = StepPlan(
-            number=next(self._numbers),
+        number = next(self._numbers)
+        self._rows[number] = prompts + rows.reqs
+        return StepPlan(
+            number=number,
             num_extend=len(prompts),
             slots=_joined([r.slot for r in prompts], rows.slots),
-            prefix_lens=_joined([r.cached_len for r in prompts], rows.lens - 1),
+            prefix_lens=_joined([r.cached_len for r in prompts], rows.prefix_lens),
             extend_lens=_joined(counts, rows.ones),
             samples=np.ones(len(prompts) + len(rows.reqs), np.bool_),
             page_updates=updates,
             known_lens=np.array([r.known_len for r in prompts], np.int32),
+            admitted=self._take_admitted(),
             constrained=rows.constrained or any(r.matcher is not None for r in prompts),
             draft_limits=_joined([0] * len(prompts), rows.draft_limits) if draft_width else None,
         )
-        return self._opened(plan, prompts + rows.reqs)
 
-    def _opened(self, plan: StepPlan, reqs: list[Req]) -> StepPlan:
-        self._rows[plan.number] = reqs
-        if self._admitted:
-            plan.admitted, self._admitted = tuple([_entry(r) for r in self._admitted if r.slot >= 0]), []
-        return plan
+    def _take_admitted(self) -> tuple[AdmittedRequest, ...]:
+        admitted, self._admitted = self._admitted, []
+        return tuple([_entry(r) for r in admitted if r.slot >= 0])
 
     def reqs_of(self, plan: StepPlan) -> list[Req]:
         """Return the requests of the rows of a plan that is neither committed nor failed."""

@@ -18,11 +18,11 @@ _versions = itertools.count(1)
 class DecodeRows:
     """Hold the requests that decode, in the order of their rows, with arrays over them.
 
-    ``reqs``, ``slots``, ``ones``, ``samples`` and ``draft_limits`` are put into plans without a copy and are never
-    written to afterwards: plans with the same ``version`` have the same rows. ``constrained`` is True if one of the
-    requests has a grammar. ``lens`` follows the requests' cursors,
-    ``ends`` are the lengths at which the requests end, and ``capacity`` is the number of tokens for which each row has
-    pages. Every row can take at least ``steps_left`` more tokens and has pages for at least ``spare`` more. These two
+    ``reqs``, ``slots``, ``prefix_lens``, ``ones``, ``samples`` and ``draft_limits`` are put into plans without a copy
+    and are never written to afterwards: plans with the same ``version`` have the same rows. ``constrained`` is True if
+    one of the requests has a grammar. ``prefix_lens`` follows the requests' cursors: it is the number of tokens before
+    the one that enters the next step. ``ends`` are the lengths at which the requests end, and ``capacity`` is the number
+    of tokens for which each row has pages. Every row can take at least ``steps_left`` more tokens and has pages for at least ``spare`` more. These two
     numbers are lower bounds, which can be updated without reading the arrays; ``recount_steps`` and ``recount_spare``
     make them exact.
     """
@@ -35,9 +35,9 @@ class DecodeRows:
         "draft_limits",
         "ends",
         "grouping",
-        "lens",
         "ones",
         "page_size",
+        "prefix_lens",
         "reqs",
         "samples",
         "slots",
@@ -57,7 +57,7 @@ class DecodeRows:
         self.slots = np.fromiter([r.slot for r in reqs], np.int32, n)
         self.constrained = any(r.matcher is not None for r in reqs)
         self.ones, self.samples = np.ones(n, np.int32), np.ones(n, np.bool_)
-        self.lens = np.fromiter([r.device_len for r in reqs], np.int32, n)
+        self.prefix_lens = np.fromiter([r.device_len - 1 for r in reqs], np.int32, n)
         self.ends = np.fromiter([len(r.token_ids) for r in reqs], np.int32, n)
         self.draft_lens = np.fromiter([r.draft_len for r in reqs], np.int32, n)
         self.draft_limits = np.zeros(n, np.int32)
@@ -66,6 +66,11 @@ class DecodeRows:
         self.capacity = np.fromiter([r.num_pages for r in reqs], np.int32, n) * page_size
         self.recount_steps()
         self.recount_spare()
+
+    @property
+    def lens(self) -> IntArray:
+        """Return the length of each row with the token that enters the next step."""
+        return self.prefix_lens + self.ones  # an array, because numpy takes twice as long to add a number
 
     @property
     def remain(self) -> IntArray:
@@ -114,7 +119,7 @@ class DecodeRows:
     def advance(self) -> None:
         """Advance the cursors of every row by the token that enters a step. The next token of each row is then in
         flight."""
-        self.lens += self.ones  # an array, because numpy takes twice as long to add a number
+        self.prefix_lens = self.prefix_lens + self.ones
         self.steps_left -= 1
         self.spare -= 1
         for req in self.reqs:
@@ -125,14 +130,14 @@ class DecodeRows:
     def draft(self, counts: IntArray, most: int) -> None:
         """Advance the lengths by ``counts`` drafts of each row, which enter the same step. ``most`` is the largest
         count. The caller must call ``settle`` once it is known which drafts are accepted."""
-        self.lens += counts
+        self.prefix_lens = self.prefix_lens + counts
         self.steps_left -= most
         self.spare -= most
 
     def settle(self, *, adapted: bool) -> None:
         """Copy the requests' cursors, which have moved back to the last accepted draft. If ``adapted``, also copy the
         numbers of drafts that the requests get from now on."""
-        self.lens[:] = [r.device_len for r in self.reqs]
+        self.prefix_lens = np.fromiter([r.device_len - 1 for r in self.reqs], np.int32, len(self.reqs))
         if adapted:
             self.draft_lens[:] = [r.draft_len for r in self.reqs]
             self._limits_of_width = None

@@ -232,18 +232,20 @@ class Scheduler:
             self._rows.settle(adapted=self.limits.adapts(plan.drafts))
         logprobs = [None] * len(tokens) if result.logprobs is None else logprobs_of(result, sampled, tokens)
         jump = self._jump if self.constraints.jumps else None
+        eos_token_ids, totals, generated = self.eos_token_ids, self.totals, 0
         answers = [
-            take_tokens(req, new, entries, self.eos_token_ids, self.totals, jump)
+            take_tokens(req, new, entries, eos_token_ids, totals, jump)
             for req, new, entries in zip(sampled, tokens, logprobs, strict=True)
-            if req.finish is None and not self._is_wasted(req)
+            if req.finish is None and not (req.wasted and self._is_wasted(req))
         ]
         if plan.num_extend:
             answers += [end_prefilled(req) for req in prefilled(plan, reqs)]
         ended: list[Req] = []
         for answer in answers:
-            self.totals.generated_tokens += len(answer.token_ids)
+            generated += len(answer.token_ids)
             if answer.finish is not None:
                 ended.append(self._by_rid[answer.rid])
+        totals.generated_tokens += generated
         if ended:
             self._leave(ended)
         for req in reqs[: plan.num_extend]:
@@ -254,8 +256,9 @@ class Scheduler:
     def committed(self) -> Committed:
         """Return what a drafter learns of the rows of the step that was committed last."""
         reqs = self._committed
-        known = np.fromiter([r.known_len for r in reqs], np.int32, len(reqs))
-        return Committed(known, np.fromiter([r.finish is not None for r in reqs], np.bool_, len(reqs)))
+        return Committed(
+            np.array([r.known_len for r in reqs], np.int32), np.array([r.finish is not None for r in reqs], np.bool_)
+        )
 
     def _is_wasted(self, req: Req) -> bool:
         """Return True if jump-forward has meanwhile filled the position for which this step sampled a token. Counts
