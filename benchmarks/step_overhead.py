@@ -33,7 +33,7 @@ from dovetail.engine.penalties import TokenCounts
 from dovetail.engine.runners import Launched
 from dovetail.engine.sampler import Sampler
 from dovetail.engine.warmup import WarmUp
-from dovetail.interfaces.mesh import SINGLE
+from dovetail.interfaces.mesh import Mesh
 from dovetail.loop import Loop
 from dovetail.memory.pool import PagedKVPool
 from dovetail.messages import AbortAllMsg, GenerateMsg
@@ -49,7 +49,7 @@ SPARE_TOKENS = 64
 class StubEngine(Engine):
     """Stand in for the engine of a ``Loop``: inputs are prepared, nothing is computed, and every token is 1."""
 
-    def __init__(self, resolved: Resolved, eos_token_ids: frozenset[int]) -> None:
+    def __init__(self, resolved: Resolved, eos_token_ids: frozenset[int], mesh: Mesh) -> None:
         config = resolved.config
         self.info, self.directory = resolved.model_info, resolved.model_dir
         self.device = torch.device("cpu")
@@ -62,7 +62,7 @@ class StubEngine(Engine):
         self.inputs = Inputs(self.page_table, self.page_size, self.device)
         self.counts = TokenCounts(config.scheduler.rows + 1, self.info.vocab_size, self.device)
         self.sampler = Sampler(self.info.vocab_size, eos_token_ids, self.device, self.counts)
-        self.warm_up = WarmUp(self.device, self.info, SINGLE)
+        self.warm_up = WarmUp(self.device, self.info, mesh)
         self.graphs = None
         self.drafter = self.verify_graphs = self.pieces = None
         self.shares_prefixes = False
@@ -107,7 +107,7 @@ class Overhead:
 def main() -> None:
     """Measure each batch size and print a table."""
     args = arguments()
-    with patch("dovetail.loop.loop.Engine", StubEngine):
+    with patch("dovetail.loop.ranks.Engine", StubEngine):
         llm = LLM("tiny", grammar="none", device="cpu", scheduler={"max_running": max(args.requests)})
     found = [fastest([measure(llm.loop, n, args.steps) for _ in range(args.rounds)]) for n in args.requests]
     Console().print(table(found))

@@ -81,6 +81,11 @@ class Local(Executor):
         """See ``Executor.propose``."""
         return self._engine.propose(plan)
 
+    @property
+    def observes(self) -> bool:
+        """See ``Executor.observes``."""
+        return self._engine.observes
+
     def observe(self, plan: StepPlan, committed: Committed) -> None:
         """See ``Executor.observe``."""
         self._engine.observe(plan, committed)
