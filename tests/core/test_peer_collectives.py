@@ -9,12 +9,14 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed import HashStore
 
 from dovetail.interfaces.mesh import Mesh, OneRank
 from dovetail.layers.linear import RowLinear
 from dovetail.layers.norm import RMSNorm
+from dovetail.ops import peer
 from dovetail.ops.parts import Parts, RankAddend
-from dovetail.ops.peer import PeerCollectives
+from dovetail.ops.peer import PeerCollectives, Share
 from dovetail.ops.triton import peer_rules
 
 MOST_PARTS_ROWS = 128
@@ -138,6 +140,40 @@ def test_nothing_is_allocated_in_a_capture(
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     collectives.all_reduce(torch.ones(3, 16, dtype=torch.bfloat16))
     assert others.calls == ["all_reduce"]
+
+
+def test_a_second_way_to_share_memory_is_tried(
+    others: Others, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    memory = torch.zeros(4, dtype=torch.int32)
+
+    def broken(*_: object) -> Share:
+        raise RuntimeError("no group\nmore")
+
+    def works(*_: object) -> Share:
+        return lambda space: (memory, [memory.data_ptr(), 1])
+
+    monkeypatch.setattr(peer, "_unreachable", lambda *_: None)
+    monkeypatch.setattr(peer, "symmetric_memory", broken)
+    for second, expected in ((works, PeerCollectives), (broken, Others)):
+        monkeypatch.setattr(peer, "ipc_memory", second)
+        found = peer.peer_collectives(others, HashStore(), torch.device("cpu"), 1.0)
+        assert type(found) is expected
+        assert "no peer memory by broken: RuntimeError: no group" in caplog.text
+    assert "NCCL adds up and gathers" in caplog.text
+
+
+def test_memory_without_an_address_is_refused(others: Others, monkeypatch: pytest.MonkeyPatch) -> None:
+    memory = torch.zeros(4, dtype=torch.int32)
+    monkeypatch.setattr(peer, "_unreachable", lambda *_: None)
+    for addresses in ([memory.data_ptr(), 0], [memory.data_ptr() + 4, 8], [memory.data_ptr()]):
+
+        def wrong(*_: object, addresses: list[int] = addresses) -> Share:
+            return lambda space: (memory, addresses)
+
+        monkeypatch.setattr(peer, "symmetric_memory", wrong)
+        monkeypatch.setattr(peer, "ipc_memory", wrong)
+        assert peer.peer_collectives(others, HashStore(), torch.device("cpu"), 1.0) is others
 
 
 class SplitProduct:

@@ -14,8 +14,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.distributed import FileStore
 
 from dovetail.engine.mesh import connect
+from dovetail.ops.ipc import ipc_memory
 from dovetail.ops.peer import PeerCollectives
 from dovetail.testing.collectives import EPS, check_gather, check_sums, rank_tensors, same_bits, sum_of
 
@@ -42,7 +44,7 @@ def run_ranks(arguments: list[list[str]], seconds: float = 240) -> list[tuple[in
 
 
 @two_devices
-@pytest.mark.parametrize("what", ["sums", "graphs"])
+@pytest.mark.parametrize("what", ["sums", "graphs", "ipc"])
 def test_two_devices(what: str, tmp_path: Path) -> None:
     for code, text in run_ranks([[what, str(rank), str(tmp_path)] for rank in range(2)]):
         assert code == 0, text
@@ -84,6 +86,17 @@ def sums(rank: int, folder: Path) -> None:
     first = collectives.all_reduce_norm(tensors.addends[rank][:3], tensors.residual[:3], tensors.weight, EPS)
     for one, other in zip(first, whole, strict=True):
         assert torch.equal(one, other[:3]), "the bits of a row depend on the number of rows"
+
+
+def ipc(rank: int, folder: Path) -> None:
+    """Share memory in the way that is tried second, without ``connect``'s choice."""
+    device = torch.device("cuda", rank)
+    others = connected(rank, folder)._others
+    store = FileStore(str(folder / "ipc"), 2)
+    collectives = PeerCollectives(others, ipc_memory(store, rank, 2, device), 30.0)
+    for rows in (1, 7, 300, 1):
+        check_sums(collectives, rank_tensors(2, rows, 4096, torch.bfloat16, device, rows), 4e-3)
+    check_gather(collectives, 7, 64128, 2 * 64128 - 8, torch.bfloat16, device)
 
 
 def graphs(rank: int, folder: Path) -> None:
@@ -192,6 +205,6 @@ if __name__ == "__main__":
             for kind in ("one_shot", "two_shot", "gather"):
                 streams_of(int(ranks), kind)
         case [what, rank, folder]:
-            {"sums": sums, "graphs": graphs, "lost": lost}[what](int(rank), Path(folder))
+            {"sums": sums, "graphs": graphs, "ipc": ipc, "lost": lost}[what](int(rank), Path(folder))
     sys.stdout.flush()
     os._exit(0)  # after a failed kernel, CUDA's libraries cannot end in the usual way

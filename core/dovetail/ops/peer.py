@@ -8,11 +8,13 @@ import logging
 import os
 from collections.abc import Callable
 from types import ModuleType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.distributed import PrefixStore
 
 from dovetail.interfaces.mesh import Collectives
+from dovetail.ops.ipc import ipc_memory
 from dovetail.ops.triton import peer_rules
 
 if TYPE_CHECKING:
@@ -158,16 +160,20 @@ def symmetric_memory(store: Store, rank: int, size: int, device: torch.device) -
     """Return a function that allocates memory of ``device`` through torch's symmetric memory. ``store`` is for this
     function alone, on every rank."""
     os.environ["TORCH_SYMM_MEM_DISABLE_MULTICAST"] = "1"  # NVLink multicast is never used
-    from torch._C._distributed_c10d import _SymmetricMemory
+    from torch._C import _distributed_c10d
     from torch.distributed import _symmetric_memory
 
+    internals: Any = _distributed_c10d
     name = f"dovetail.peer.{next(_numbers)}"
-    _SymmetricMemory.set_group_info(name, rank, size, store)
+    group = internals.ProcessGroup(store, rank, size)  # torch 2.11 takes rank and store from a group with this name
+    group._set_group_name(name)
+    internals._register_process_group(name, group)
+    internals._SymmetricMemory.set_group_info(name, rank, size, store)  # older versions take them from here
 
     def share(space: int) -> tuple[torch.Tensor, list[int]]:
+        assert group.size() == size  # torch's registry does not keep the group
         memory = _symmetric_memory.empty(-(-space // 4), dtype=torch.int32, device=device)
-        handle = _symmetric_memory.rendezvous(memory, name)  # pyright: ignore[reportArgumentType]  # a new type in later versions
-        pointers = list(handle.buffer_ptrs)
+        pointers = list(internals._SymmetricMemory.rendezvous(memory, name).buffer_ptrs)
         offset = memory.data_ptr() - pointers[rank]
         return memory, [pointer + offset for pointer in pointers]
 
@@ -178,18 +184,32 @@ def peer_collectives(others: Collectives, store: Store, device: torch.device, ti
     """Return collectives that use peer memory, or ``others`` if a rank cannot access the memory of all ranks, with a
     warning that says why. ``others`` are the collectives of ranks on this host, rank n on CUDA device n. ``store`` is
     for this function alone."""
-    reason = _unreachable(others.rank, others.size, device)
-    share: Share | None = None
-    if reason is None:
-        try:
-            share = symmetric_memory(store, others.rank, others.size, device)
-            share(1 << 20)
-        except RuntimeError as error:
-            reason = str(error).strip().partition("\n")[0]
-    if not others.agree(reason is None) or share is None:
-        logger.warning("rank %d: sums of ranks go through NCCL: %s", others.rank, reason or "another rank reported why")
+    rank, size = others.rank, others.size
+    reason = _unreachable(rank, size, device)
+    if not others.agree(reason is None):
+        logger.warning("rank %d: NCCL adds up and gathers: %s", rank, reason or "another rank reports why")
         return others
-    return PeerCollectives(others, share, timeout)
+    for make in (symmetric_memory, ipc_memory):
+        share: Share | None = None
+        try:
+            share = make(PrefixStore(make.__name__, store), rank, size, device)
+            _try(share, rank, others)
+            reason = None
+        except (RuntimeError, OSError, AttributeError, TypeError) as error:  # whatever another version of torch lacks
+            reason = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+        if others.agree(reason is None) and share is not None:
+            logger.info("rank %d: adds up and gathers through peer memory (%s)", rank, make.__name__)
+            return PeerCollectives(others, share, timeout)
+        logger.warning("rank %d: no peer memory by %s: %s", rank, make.__name__, reason or "another rank reports why")
+    logger.warning("rank %d: NCCL adds up and gathers", rank)
+    return others
+
+
+def _try(share: Share, rank: int, others: Collectives) -> None:
+    """Share a little memory. Raises ``RuntimeError`` if it has no address on this device."""
+    memory, addresses = share(1 << 20)
+    if len(addresses) != others.size or not all(addresses) or addresses[rank] != memory.data_ptr():
+        raise RuntimeError(f"the addresses of the ranks' memory are {addresses}, of its own {memory.data_ptr()}")
 
 
 def _unreachable(rank: int, size: int, device: torch.device) -> str | None:

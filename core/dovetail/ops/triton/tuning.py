@@ -132,6 +132,39 @@ MEASURED: dict[tuple[int, int], dict[int, ProductTile | None]] = {
         32: ProductTile(32, 64, 128, 4, 4),
         64: ProductTile(64, 128, 128, 8, 4),
     },
+    # one of two ranks of 8B, measured by a step of its products and norms
+    (3072, 4096): {
+        1: ProductTile(1, 2, 2048, 4, ahead=8, per_sm=6),
+        16: ProductTile(16, 64, 256, 4, 3, split=4, early=True),
+        32: ProductTile(32, 64, 256, 4, 3, split=2),
+        64: ProductTile(64, 64, 64, 4, 8, split=2),
+    },
+    (4096, 2048): {
+        1: ProductTile(1, 2, 512, 2),
+        16: ProductTile(16, 64, 256, 4, 3, split=2),
+        32: ProductTile(32, 64, 256, 4, 3, split=2),
+        64: ProductTile(64, 64, 64, 4, 8, split=2),
+    },
+    (14336, 4096): {
+        1: ProductTile(1, 2, 2048, 4, ahead=8, per_sm=6),
+        16: ProductTile(16, 64, 128, 4, 4),
+        32: ProductTile(32, 128, 128, 8, 4),
+        64: ProductTile(64, 128, 128, 8, 3),
+        128: ProductTile(128, 128, 128, 8, 3),
+    },
+    (4096, 7168): {
+        1: ProductTile(1, 2, 1024, 4),
+        16: ProductTile(16, 64, 256, 4, 3, split=4, early=True),
+        32: ProductTile(32, 64, 256, 4, 3, split=2),
+        64: ProductTile(64, 64, 64, 4, 8, split=2),
+    },
+    (64128, 4096): {
+        1: ProductTile(1, 1, 512, 2),
+        16: ProductTile(16, 128, 128, 8, 3, early=True),
+        32: ProductTile(32, 128, 128, 8, 4),
+        64: ProductTile(64, 128, 128, 8, 4),
+        128: ProductTile(128, 256, 64, 8, 4),
+    },
 }
 """Map (n, k) of the weight and a number of rows to the tile for up to that many rows. If the entry is None or missing,
 torch's product (cuBLAS) is faster."""
