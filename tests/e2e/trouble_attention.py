@@ -40,7 +40,7 @@ class TroubledAttention(AttentionBackend):
     def variant(self, batch: Batch) -> int:
         """Fail if a request selects it. The engine calls this in every decode step, also in those whose graph is
         replayed."""
-        if any(req.known_len - req.prompt_len == 30 for req in batch.reqs):
+        if any(n + 1 - req.prompt_len == 30 for req, n in zip(batch.reqs, batch.prefix_lens.tolist(), strict=False)):
             self.cause(batch, "decode")
         return 0
 
