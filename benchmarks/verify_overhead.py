@@ -61,7 +61,7 @@ class Bench:
         futures = {tuple(PROMPT): np.ones(OUTPUT + WIDTH + 1, np.int32)}
         attach(self.llm, Oracle(futures, WIDTH, 0.0, engine.info.vocab_size))
         sizes = VerifySizes(ROWS * (1 + WIDTH), 1 + WIDTH, trees=False, context_len=engine.context_len)
-        with patch("dovetail.engine.verify_graphs.GraphRecorder", lambda device: StandIn(lambda: None)):
+        with patch("dovetail.engine.verify_graphs.GraphRecorder", lambda *_: StandIn(lambda: None)):
             graphs = VerifyGraphs(engine.model, engine.inputs, engine.pool, Planner(), sizes)  # pyright: ignore[reportArgumentType]
         for tokens in sizes.counts:
             self.stand_in(graphs, engine, tokens, sizes)

@@ -20,6 +20,7 @@ from dovetail.engine.captures import (
     STEPS_BETWEEN_CAPTURES,
     CaptureAgreement,
     CaptureOnDemand,
+    GraphRecorder,
     capture_all,
     ladder,
     larger_sizes,
@@ -103,6 +104,13 @@ def test_a_lost_device_is_no_matter_of_captures():
     assert not graphs.refused
 
 
+def test_a_lost_rank_is_no_matter_of_captures():
+    graphs = Fake([1], impossible=[1], error=RankLostError)
+    with pytest.raises(RankLostError):
+        try_capture(graphs, 1)
+    assert not graphs.refused
+
+
 def test_ranks_stop_if_only_some_of_them_could_capture_a_step():
     meshes = thread_meshes(2)
 
@@ -119,6 +127,34 @@ def test_ranks_stop_if_only_some_of_them_could_capture_a_step():
     assert run_ranks(meshes, lambda mesh: run(mesh, []), meshes) == [[1, 4], [1, 4]]
     with pytest.raises(RankLostError, match=r"could not be captured on some of 2 ranks"):
         run_ranks(meshes, lambda mesh: run(mesh, [4] if mesh.tp.rank else []), meshes)
+
+
+class CountingRecorder(GraphRecorder):
+    """Record steps without a device. The first ``failures`` captures fail, after the step was entered."""
+
+    def __init__(self, mesh, failures):
+        self._tp, self._device, self._warm, self._failures = mesh.tp, torch.device("cpu"), True, failures
+
+    def _capture(self, step):
+        if self._failures:
+            self._failures -= 1
+            raise RuntimeError("no memory")
+        return "graph", torch.zeros(1)
+
+
+def test_ranks_repeat_a_capture_together(monkeypatch):
+    """The repetition runs the step, and with it its collectives. On some ranks only, these would meet those of the others'
+    next step."""
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    meshes = thread_meshes(2)
+
+    def run(mesh):
+        runs = []
+        CountingRecorder(mesh, failures=mesh.tp.rank).record(lambda: runs.append(mesh.tp.all_reduce(torch.ones(1))))
+        return len(runs), mesh.tp.all_reduce(torch.full((1,), 5.0)).item()
+
+    assert run_ranks(meshes, run, meshes) == [(2, 10.0), (2, 10.0)]
 
 
 def test_start_captures_everything_that_can_be_captured():

@@ -12,11 +12,15 @@ import numpy as np
 import pytest
 import torch
 
+from dovetail import LLM
+from dovetail.engine import engine
 from dovetail.engine.captures import NO_UPDATES, larger_sizes
 from dovetail.engine.graphs import GraphKey
 from dovetail.engine.warmup import BUSY_TOKENS, LAYERS, WarmUp, likely_keys
+from dovetail.errors import WeightsError
 from dovetail.interfaces.mesh import SINGLE
 from dovetail.interfaces.model import ModelInfo
+from dovetail.ops.triton.ahead import KernelCounts
 from dovetail.types import Batch
 
 SIZES = [1, 2, 4, 8]
@@ -27,6 +31,15 @@ class FakeKernels:
 
     def __init__(self, compiled):
         self.compiled, self.mode = compiled, None
+
+    is_active, counts, directory = True, KernelCounts(), "nowhere"
+
+    @contextmanager
+    def noting(self):
+        assert self.is_active
+        self.mode = "note"
+        yield
+        self.mode = None
 
     @contextmanager
     def loading(self):
@@ -66,11 +79,11 @@ class FakeGraphs:
         return ("capture", key) in self.events
 
     def rehearse(self, key, layers):
-        assert self.kernels.mode == "load", "kernels of a rehearsal were launched"
+        assert self.kernels.mode in ("load", "note"), "kernels of a rehearsal were launched"
         assert layers == LAYERS
         if key.rows in self.broken:
             raise RuntimeError("no such kernel")
-        self.events.append(("load", key))
+        self.events.append((self.kernels.mode, key))
         return torch.zeros(key.rows, 8)
 
     def capture(self, key):
@@ -143,6 +156,29 @@ def test_ranks_capture_the_same_steps(others):
     warm_up, graphs = make(False, mesh)
     assert not warm_up.start(graphs)
     assert asked == [True, False], "a rank that is not ready must tell the others"
+
+
+@pytest.mark.parametrize(("here", "others"), [(True, True), (True, False), (False, True)])
+def test_all_ranks_note_kernels_or_none_of_them(here, others):
+    """Ranks may communicate while they note kernels. After a launch that has waited too long, nothing can be noted."""
+    mesh = SimpleNamespace(tp=SimpleNamespace(size=2, agree=lambda ok: ok and others))
+    warm_up, graphs = make(True, mesh)
+    warm_up._kernels.is_active = here
+    warm_up.note_decode(graphs)
+    assert {what for what, _ in graphs.events} == ({"note"} if here and others else set())
+
+
+def test_an_engine_that_cannot_be_built_ends_the_processes_that_compile(monkeypatch):
+    closed = []
+    monkeypatch.setattr(WarmUp, "close", lambda self: closed.append(True))
+
+    def load_weights(*given):
+        raise WeightsError("no weights")
+
+    monkeypatch.setattr(engine, "load_weights", load_weights)
+    with pytest.raises(WeightsError, match="no weights"):
+        LLM("tiny", device="cpu", grammar="none")
+    assert closed == [True]
 
 
 def test_one_row_comes_first_among_the_kernels():

@@ -33,7 +33,7 @@ ROWS = 4
 class NoRecorder:
     """Stand in for a recorder of CUDA graphs: nothing is captured."""
 
-    def __init__(self, device):
+    def __init__(self, device, mesh):
         pass
 
 

@@ -17,11 +17,11 @@ from rich.progress import track
 from dovetail.engine.device import lost_device
 from dovetail.engine.inputs import Inputs, pack, unpack
 from dovetail.errors import RankLostError
+from dovetail.interfaces.mesh import SINGLE, Mesh
 from dovetail.types import PageUpdates
 
 if TYPE_CHECKING:
     from dovetail.engine.inputs import Array
-    from dovetail.interfaces.mesh import Mesh
 
 log = logging.getLogger(__name__)
 
@@ -85,11 +85,11 @@ class Captures(Protocol[K]):
 def try_capture(graphs: Captures[K], key: K) -> bool:
     """Capture ``key``, and return True if that succeeds. If it fails, for example because memory is short, log the
     error and add the key to ``refused``: its steps are launched kernel by kernel from then on. Raises only if the
-    device is lost."""
+    device or another rank is lost."""
     try:
         graphs.capture(key)
     except Exception as error:
-        if lost_device(error):
+        if isinstance(error, RankLostError) or lost_device(error):
             raise
         log.exception("%s could not be captured, and will be launched kernel by kernel", key)
         graphs.refused.add(key)
@@ -158,15 +158,17 @@ class CaptureOnDemand(Generic[K]):
 
 def capture_all(graphs: Captures[K], what: str) -> None:
     """Try to capture all missing keys, and show a progress bar. Keys whose capture fails are logged and refused. Raises
-    only if the device is lost."""
+    only if the device or another rank is lost."""
     for key in track(list(graphs.missing()), f"capturing {what}", console=Console(stderr=True)):
         try_capture(graphs, key)
 
 
 class GraphRecorder:
-    """Capture whole steps as graphs that share one pool of memory."""
+    """Capture whole steps as graphs that share one pool of memory. All ranks of ``mesh`` record the same steps in the
+    same order."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, mesh: Mesh = SINGLE) -> None:
+        self._tp = mesh.tp
         self.memory = torch.cuda.graph_pool_handle()
         self._device = device
         self._stream = torch.cuda.Stream(device)
@@ -178,16 +180,20 @@ class GraphRecorder:
         """Run ``step``, so that everything that it needs is compiled and loaded, and then capture it. Return the graph
         and the result of the captured run. With ``loaded``, everything is loaded already, and ``step`` does not run
         before the capture. The host does not wait for the device, and memory that is free stays reserved, so that other
-        steps are hardly delayed. If the capture fails, give free memory back to the device, run ``step``, and capture
-        it once more."""
+        steps are hardly delayed. If the capture fails, on this rank or on another, give free memory back to the device,
+        run ``step``, and capture it once more: the collectives of ``step`` must run on all ranks or on none."""
         if not (loaded and self._warm):
             self.warm_up(step)
+        captured = None
         try:
-            return self._capture(step)
+            captured = self._capture(step)
         except Exception as error:
             if lost_device(error):
                 raise
             log.debug("a capture failed, and is repeated: %s", error)
+        if self._tp.agree(captured is not None) and captured is not None:
+            return captured
+        captured = None  # frees what this rank has captured
         torch.cuda.synchronize(self._device)
         torch.cuda.empty_cache()
         self.warm_up(step)

@@ -18,6 +18,7 @@ import torch
 from dovetail.engine.captures import NO_UPDATES, CaptureOnDemand, GraphRecorder, ladder
 from dovetail.engine.draft_layout import Placed, one_each, padding, seen_by, set_lens, wide, wide_shape
 from dovetail.engine.inputs import Inputs, pack, unpack
+from dovetail.interfaces.mesh import SINGLE, Mesh
 from dovetail.ops.transfer import to_device
 from dovetail.types import Batch
 
@@ -74,6 +75,7 @@ class DraftGraphs:
         pool: PagedKVPool,
         backend: AttentionBackend,
         limits: DraftLimits,
+        mesh: Mesh = SINGLE,
     ) -> None:
         self.refused: set[DraftKey] = set()
         self.seconds = 0.0  # spent on captures
@@ -92,7 +94,7 @@ class DraftGraphs:
         self._states: dict[int, State] = {}
         self._captured: dict[DraftKey, CapturedPass] = {}
         self._captures = CaptureOnDemand(self)
-        self._recorder = GraphRecorder(device)
+        self._recorder = GraphRecorder(device, mesh)
 
     @property
     def num_captured(self) -> int:

@@ -38,10 +38,11 @@ if TYPE_CHECKING:
 
 class EngineDraftCache(DraftCache):
     """Hold a KV pool with the same pages as the target's, and attention backends of the kinds that were chosen for the
-    target. ``info`` describes this rank's share of the drafter's model."""
+    target. ``info`` describes the share of the drafter's model that this rank of ``mesh`` has."""
 
-    def __init__(self, info: ModelInfo) -> None:
+    def __init__(self, info: ModelInfo, mesh: Mesh) -> None:
         self.info = info
+        self._mesh = mesh
         self.graphs: DraftGraphs | None = None
         self._steps: list[DraftSteps] = []
         self._inputs: Inputs | None = None
@@ -75,7 +76,7 @@ class EngineDraftCache(DraftCache):
         if section.decode is True and self._steps:
             wide = Feature.ATTN_VERIFY_GRAPH in resolved.attention_decode.spec.offers
             limits = DraftLimits(min(rows, section.max_rows), section.max_rows, max_context, wide)
-            self.graphs = DraftGraphs(self._steps, inputs, self._pool, self._backends[1], limits)
+            self.graphs = DraftGraphs(self._steps, inputs, self._pool, self._backends[1], limits, self._mesh)
             if section.capture == "start":
                 capture_all(self.graphs, "draft steps")
 
@@ -190,7 +191,7 @@ class EngineDraftRuntime(DraftRuntime):
     def create_cache(self, info: ModelInfo) -> EngineDraftCache:
         """See ``DraftRuntime``."""
         self._check_heads(info)
-        cache = EngineDraftCache(local_info(info, self._mesh))
+        cache = EngineDraftCache(local_info(info, self._mesh), self._mesh)
         self._caches.append(cache)
         return cache
 

@@ -74,6 +74,18 @@ class Engine:
         self._config, self._dtype = config, getattr(torch, config.model.dtype)
         self._batch_invariant = config.batch_invariant
         self.warm_up = WarmUp(self.device, info, mesh)
+        try:
+            self._build(resolved, eos_token_ids)
+        except BaseException:
+            self.close()
+            raise
+        self.warm_up.release()
+
+    # -- building ----------------------------------------------------------------------------------------------------
+
+    def _build(self, resolved: Resolved, eos_token_ids: frozenset[int]) -> None:
+        """Load the model, allocate the KV pool, and build the runners of steps."""
+        config, info, mesh = resolved.config, self.info, self.mesh
         self.model = build_model(resolved.model.load(), info, self.device, self._dtype, mesh)
         if config.batch_invariant:
             make_batch_invariant(as_module(self.model))
@@ -90,9 +102,10 @@ class Engine:
         self._build_runners(resolved)
         if self.drafter is not None and resolved.drafter is not None:
             self.expect_drafts(self.drafter.max_draft_tokens, trees=captures_trees(resolved))
-        self.warm_up.release()
 
-    # -- building ----------------------------------------------------------------------------------------------------
+    def close(self) -> None:
+        """End the processes that compile kernels. The device's memory stays allocated while the engine is referenced."""
+        self.warm_up.close()
 
     def _build_drafter(self, resolved: Resolved) -> Drafter | None:
         """Build the drafter. This must happen before the pool is allocated, because the drafter's models and caches
@@ -192,6 +205,7 @@ class Engine:
             self.shares_prefixes,
             self.watched,
             counts=self.counts,
+            mesh=self.mesh,
         )
         self.warm_up.note_decode(graphs)
         if config.graphs.capture == "start":
@@ -217,7 +231,7 @@ class Engine:
             return
         config, decode = self._config, self.eager_runner.decode
         sizes = verify_sizes(config, most, self.context_len, trees=trees)
-        graphs = VerifyGraphs(self.model, self.inputs, self.pool, decode, sizes, self.watched)
+        graphs = VerifyGraphs(self.model, self.inputs, self.pool, decode, sizes, self.watched, self.mesh)
         self.warm_up.note_verify(graphs)
         if config.graphs.capture == "start":
             capture_all(graphs, "verify steps")

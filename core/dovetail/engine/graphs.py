@@ -22,6 +22,7 @@ from dovetail.engine.captures import NO_UPDATES, GraphRecorder, Staging, ladder,
 from dovetail.engine.dry_run import first_layers
 from dovetail.engine.inputs import DecodeTensors, Inputs, decode_arrays, pack, unpack
 from dovetail.engine.sampler_graphs import SamplerGraphs, Sampling
+from dovetail.interfaces.mesh import SINGLE, Mesh
 from dovetail.types import Batch, ForwardOutput, SharedPrefixes
 
 if TYPE_CHECKING:
@@ -94,6 +95,7 @@ class DecodeGraphs:
         watch: tuple[int, ...] = (),
         *,
         counts: TokenCounts,
+        mesh: Mesh = SINGLE,
     ) -> None:
         """With ``shares``, batches may have ``shared``; the backend must then offer attention.shared_prefix. ``watch``
         is ``Batch.watch``, ``counts`` the token counts that penalties read."""
@@ -109,7 +111,7 @@ class DecodeGraphs:
         device = inputs.device
         self._tensors = DecodeTensors(max_rows, inputs.pages.shape[1], device, shares)
         self._staging = Staging(len(pack(_padding(max_rows))), device)
-        self._recorder = GraphRecorder(device)
+        self._recorder = GraphRecorder(device, mesh)
         self._counts = counts
         self._samplers = SamplerGraphs(max_rows, self._recorder, device, counts)
 

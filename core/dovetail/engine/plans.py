@@ -207,3 +207,4 @@ class PlanRunner(RankEngine):
         self._slots = [None] * len(self._slots)
         self._rows, self._proposed, self._launched, self._waited = (0, ()), None, None, None
         self._sampled.clear()
+        self.engine.close()

@@ -15,6 +15,7 @@ import torch
 from dovetail.engine.captures import NEEDED_BEFORE_CAPTURE, GraphRecorder
 from dovetail.engine.device import lost_device
 from dovetail.engine.settings import BLOCKED, MOST_EDITS, TOP_LADDER, Edits, captured_top
+from dovetail.errors import RankLostError
 from dovetail.ops.logprobs import chosen_and_top
 from dovetail.ops.penalties import apply_penalties, penalised
 from dovetail.ops.sampling import Filters, greedy, sample
@@ -156,7 +157,7 @@ class SamplerGraphs:
             with nullcontext() if self._counts is None else self._counts.paused():
                 self._graphs[key] = self._recorder.record(lambda: draw(sampling))
         except Exception as error:
-            if lost_device(error):
+            if isinstance(error, RankLostError) or lost_device(error):
                 raise
             log.exception("a sampler of %d rows could not be captured, and will be launched kernel by kernel", rows)
             self._needed[key] = -sys.maxsize

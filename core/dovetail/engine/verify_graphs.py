@@ -31,6 +31,7 @@ from dovetail.engine.verify_inputs import (
     set_lens,
     static_batch,
 )
+from dovetail.interfaces.mesh import SINGLE, Mesh
 from dovetail.ops.sampling import Filters, greedy, sample
 from dovetail.types import Batch, ForwardOutput
 
@@ -148,6 +149,7 @@ class VerifyGraphs:
         backend: AttentionBackend,
         sizes: VerifySizes,
         watch: tuple[int, ...] = (),
+        mesh: Mesh = SINGLE,
     ) -> None:
         """``backend`` must offer attention.verify_graph, and attention.tree_mask for trees. ``watch`` is
         ``Batch.watch``."""
@@ -159,7 +161,7 @@ class VerifyGraphs:
         self._graphs: dict[VerifyKey, CapturedVerify] = {}
         largest = VerifyShape(sizes.tokens, sizes.width, sizes.trees)
         self._memory = VerifyMemory(largest, inputs.pages.shape[1], inputs.device)
-        self._recorder = GraphRecorder(inputs.device)
+        self._recorder = GraphRecorder(inputs.device, mesh)
         self._samplers = SamplerGraphs(sizes.tokens, self._recorder, inputs.device)
         self._unread: Batch | None = None  # the batch that was written last, if the device may not have read it
         self._logits: torch.Tensor | None = None  # shared by all graphs of more than OWN_LOGITS tokens

@@ -17,6 +17,7 @@ from dovetail.engine.captures import try_capture
 from dovetail.engine.device import lost_device
 from dovetail.engine.dry_run import every_filter, first_layers, prompts
 from dovetail.engine.graphs import GraphKey
+from dovetail.errors import RankLostError
 from dovetail.interfaces.executor import WarmUpProgress
 from dovetail.interfaces.features import Feature
 from dovetail.ops.sampling import Filters, greedy, sample
@@ -97,27 +98,19 @@ class WarmUp:
                 hidden = torch.zeros(min(tokens, rows), model.info.hidden_size, dtype=dtype, device=pool.device)
                 draw(model.logits(hidden))
 
-        if self._kernels is not None:
-            with self._kernels.noting():
-                self._try(step)
+        self._note(step)
 
     def note_decode(self, graphs: DecodeGraphs) -> None:
         """Note the kernels of decode steps and of their sampling, in the order in which steps are likely."""
-        if self._kernels is None:
-            return
         start = time.perf_counter()
-        with self._kernels.noting():
-            self._try(lambda: self._rehearse(graphs, likely_keys(graphs)))
-        counts = self._kernels.counts
-        seconds, where = time.perf_counter() - start, self._kernels.directory
-        log.info("%d of %d Triton kernels are in %s (%.2f s)", counts.compiled, counts.noted, where, seconds)
+        if self._note(lambda: self._rehearse(graphs, likely_keys(graphs))) and self._kernels is not None:
+            counts = self._kernels.counts
+            seconds, where = time.perf_counter() - start, self._kernels.directory
+            log.info("%d of %d Triton kernels are in %s (%.2f s)", counts.compiled, counts.noted, where, seconds)
 
     def note_verify(self, graphs: VerifyGraphs) -> None:
         """Note the kernels of verify steps. After ``release``, do nothing."""
-        if self._kernels is None or not self._kernels.is_active:
-            return
-        with self._kernels.noting():
-            self._try(lambda: [graphs.rehearse(key, self._layers) for key in graphs.missing()])
+        self._note(lambda: [graphs.rehearse(key, self._layers) for key in graphs.missing()])
 
     def start(self, graphs: DecodeGraphs) -> bool:
         """If all kernels of decode steps are compiled, on all ranks, load them onto the device and capture the steps
@@ -185,6 +178,17 @@ class WarmUp:
             counts[0], counts[1] + counts[2], captured, missing, sum(len(graphs.refused) for graphs in captures)
         )
 
+    def _note(self, step: Callable[[], object]) -> bool:
+        """Note the kernels of ``step`` and return True. If kernels cannot be noted, on this rank or on another, do
+        nothing and return False: ranks may communicate in ``step``, and must all run it or none of them."""
+        kernels = self._kernels
+        active = kernels is not None and kernels.is_active
+        if not self._mesh.tp.agree(active) or kernels is None:
+            return False
+        with kernels.noting():
+            self._try(step)
+        return True
+
     def _try(self, step: Callable[[], object]) -> bool:
         """Run ``step`` and return True. If it fails, log the error and return False: its kernels are compiled or loaded
         when they are first launched."""
@@ -192,7 +196,7 @@ class WarmUp:
             step()
             return True
         except Exception as error:
-            if lost_device(error):
+            if isinstance(error, RankLostError) or lost_device(error):
                 raise
             log.warning("some kernels cannot be compiled ahead: %s: %s", type(error).__name__, error, exc_info=True)
             return False

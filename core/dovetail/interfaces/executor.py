@@ -47,8 +47,8 @@ class ExecutorInfo(NamedTuple):
 
 
 class WarmUpProgress(NamedTuple):
-    """Count the Triton kernels that were found to be needed and those of them that are compiled, and the graphs that
-    are captured, missing or refused because their capture failed. Graphs of kinds of steps that have not occurred are
+    """Count the Triton kernels that were found to be needed and those of them that are compiled or could not be
+    compiled ahead, and the graphs that are captured, missing or refused because their capture failed. Graphs of kinds of steps that have not occurred are
     not missing."""
 
     kernels: int = 0

@@ -25,7 +25,10 @@ _GAUGES: Mapping[str, tuple[str, str]] = {
     "pages_pinned": ("kv_pages_pinned", "Pages of the prefix cache that groups and sessions pin."),
     "grammar_cached_bytes": ("grammar_cached_bytes", "Bytes of the compiled constraints in the cache."),
     "kernels": ("kernels", "Triton kernels that the engine was found to need."),
-    "kernels_compiled": ("kernels_compiled", "Triton kernels of these that are compiled."),
+    "kernels_compiled": (
+        "kernels_compiled",
+        "Triton kernels of these that are compiled, or that will be compiled when they are first launched.",
+    ),
     "graphs_captured": ("graphs_captured", "CUDA graphs that are captured."),
     "graphs_missing": (
         "graphs_missing",
