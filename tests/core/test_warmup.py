@@ -155,7 +155,7 @@ def test_ranks_capture_the_same_steps(others):
     assert graphs.captured == ([8, 4, 2, 1] if others else [])
     warm_up, graphs = make(False, mesh)
     assert not warm_up.start(graphs)
-    assert asked == [True, False], "a rank that is not ready must tell the others"
+    assert asked == [True, False], "a rank that is not ready must report it to the others"
 
 
 @pytest.mark.parametrize(("here", "others"), [(True, True), (True, False), (False, True)])

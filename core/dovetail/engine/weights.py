@@ -111,8 +111,8 @@ def _load_checkpoint(model: ModelArchitecture, directory: Path, progress: Progre
 
 
 def _moves(filler: WeightFiller, files: Sequence[Path]) -> list[_Move]:
-    """Return all that is to be read, and the places of it, in the order of the files. Raises ``WeightsError`` if a tensor does
-    not fit the model or occurs twice."""
+    """Return the tensors to read, or this rank's shares of them, and their places, in the order of the files. Raises
+    ``WeightsError`` if a tensor does not fit the model or occurs twice."""
     seen: dict[str, Path] = {}
     moves: list[_Move] = []
     for tensor in (_as_known(tensor, filler) for file in files for tensor in stored_tensors(file)):
