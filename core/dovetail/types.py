@@ -311,8 +311,8 @@ class StepPlan:
     their slots; what a request asks for is in ``admitted`` of an earlier plan or of this one. Plans must reach the engine
     in the order of their numbers.
 
-    The scheduler sets all fields (``drafts`` in ``Scheduler.attach``). If the step can have drafts, the host knows the
-    first ``prefix_lens + 1`` tokens of each decode row.
+    The scheduler sets all fields (``drafts`` in ``Scheduler.attach``). The step can have drafts if ``draft_limits`` is
+    set; the host then knows the first ``prefix_lens + 1`` tokens of each decode row.
     """
 
     number: int  # counts plans from 1
@@ -325,7 +325,7 @@ class StepPlan:
     known_lens: IntArray  # [num_extend] tokens of each extend row that the host knows
     admitted: tuple[AdmittedRequest, ...] = ()  # requests that got a slot since the last plan
     rows_version: int = 0  # plans with the same number have the same requests in the same rows; 0 means no number
-    constrained: bool = False  # a sampled row has a grammar: the step is sampled with ``Masks``
+    constrained: bool = False  # a row has a grammar: the step is sampled with the result of ``Scheduler.masks``
     draft_limits: IntArray | None = None  # [rows] the most drafts of each row, for which pages are reserved; read-only
     shared: SharedPrefixes | None = None  # of a decode batch; None if there is nothing worth sharing
     drafts: DraftTree | None = None

@@ -221,6 +221,35 @@ def test_page_updates_of_a_step_that_failed_are_part_of_the_next_plan():
     assert [request.uid for request in plan.admitted] == [1]
 
 
+def test_a_plan_that_overlaps_another_cannot_have_drafts():
+    """The device asserts that the host knows the last token of each row of a plan with draft limits."""
+    scheduler, device = build(draft_width=3)
+    run = Run(scheduler, device, lag=True)
+    for rid in "ab":
+        run.add(rid, [1, 2, 3], max_new_tokens=12, ignore_eos=True)
+    for _ in range(4):
+        run.step()
+    assert scheduler.schedule().draft_limits is None
+
+
+@pytest.mark.parametrize("end", ["fail", "abort"])
+def test_the_cache_gets_nothing_from_a_step_that_fails_after_the_step_before_it_was_committed(end):
+    scheduler, device = build(chunk_size=12, fails_late=True)
+    run = Run(scheduler, device)
+    run.add("a", range(24), max_new_tokens=4)
+    first = scheduler.schedule()
+    result = device.forward(first)
+    second = scheduler.schedule()
+    run.take(scheduler.commit(first, result))
+    if end == "abort":
+        run.take(scheduler.abort("a", "changed my mind"))
+    device.miss(second)
+    run.ends.update({answer.rid: answer.status for answer in scheduler.fail(second, "broken")})
+    run.add("b", range(24), max_new_tokens=4)
+    run.finish()
+    assert run.cached["b"] == 12
+
+
 # -- results --------------------------------------------------------------------------------------------------------
 
 

@@ -16,6 +16,7 @@ from engine_runs import Traffic, TreeDrafter, check_idle, drafting, make_llm, pa
 from dovetail import LLM, SamplingParams
 from dovetail.errors import EngineDeadError, EngineError
 from dovetail.types import DraftTree
+from dovetail_executors.local import Local
 
 GREEDY = SamplingParams(max_new_tokens=16, temperature=0)
 STORY = SamplingParams(max_new_tokens=40, temperature=0, ignore_eos=True)
@@ -46,6 +47,19 @@ def raise_at(monkeypatch, owner, name, call, error=None):
         return original(*args, **kwargs)
 
     monkeypatch.setattr(owner, name, wrapped)
+
+
+def test_a_loop_that_cannot_be_built_closes_its_executor(monkeypatch):
+    closed = []
+
+    def fail(*_):
+        raise EngineError("no scheduler")
+
+    monkeypatch.setattr("dovetail.loop.loop.build_scheduler", fail)
+    monkeypatch.setattr(Local, "close", lambda self: closed.append(self))
+    with pytest.raises(EngineError, match="no scheduler"):
+        LLM("tiny", device="cpu")
+    assert len(closed) == 1
 
 
 # -- steps that fail -------------------------------------------------------------------------------------------------

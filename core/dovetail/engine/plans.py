@@ -86,7 +86,7 @@ class PlanRunner(RankEngine):
         if batch is None or plan.number != self._opened:
             batch = self._batch(plan)
         else:
-            batch.drafts, batch.extend_lens = plan.drafts, plan.extend_lens
+            batch.drafts, batch.extend_lens, batch.page_updates = plan.drafts, plan.extend_lens, plan.page_updates
         self._launched = plan.number, batch, self.engine.launch(batch)
 
     def sample(self, plan: StepPlan, masks: Masks | None) -> None:

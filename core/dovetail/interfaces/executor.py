@@ -33,8 +33,10 @@ class ExecutorInfo(NamedTuple):
     """Describe what a scheduler must know of an engine.
 
     ``num_pages`` counts page 0, which belongs to no request. ``shares_prefixes`` means that rows should be ordered by the
-    prefixes that they share. The last three fields describe the drafter (see ``interfaces.speculative.Drafter``);
-    ``draft_width`` is 0 without one.
+    prefixes that they share. ``draft_width``, ``tokens_ahead`` and ``must_see_all`` describe the drafter (see
+    ``interfaces.speculative.Drafter``); ``draft_width`` is 0 without one. ``fails_late`` means that an error of
+    ``launch`` can surface in ``wait``, when later plans were made: until a step was waited for, the KV that it computes
+    must not be given to other requests.
     """
 
     context_len: int
@@ -44,6 +46,7 @@ class ExecutorInfo(NamedTuple):
     draft_width: int = 0
     tokens_ahead: int = 0
     must_see_all: bool = False
+    fails_late: bool = False
 
 
 class WarmUpProgress(NamedTuple):
@@ -200,7 +203,7 @@ class Executor(StepVerbs):
     """Run plans on all ranks.
 
     An executor may return before the ranks have done the work of a call. What they raise then surfaces in a later call:
-    an error of ``launch`` or ``sample`` at the latest in ``wait`` for the same plan, and an error of ``observe`` or
+    an error of ``launch`` or ``sample`` at the latest in ``wait`` for the same plan (``info.fails_late``), and an error of ``observe`` or
     ``forget`` in a later call of ``propose``, ``observe`` or ``forget``. If an error of ``launch`` surfaces later, the
     executor itself repeats the page updates of the failed step before those of the next one.
 

@@ -86,6 +86,7 @@ def build_scheduler(
         wait_for_prefix=section.wait_for_prefix,
         shared_prefixes=engine.shares_prefixes,
         draft_width=engine.draft_width,
+        fails_late=engine.fails_late,
         adapt_drafts=section.draft == "adaptive",
         min_draft_probability=section.min_draft_probability,
         embeds=Feature.MODEL_EMBED in model.offers,

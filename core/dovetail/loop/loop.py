@@ -55,8 +55,12 @@ class Loop:
         self.resolved = resolved
         eos = frozenset(resolved.model_info.eos_token_ids) | frozenset(tokenizer.eos_token_ids if tokenizer else ())
         self.executor = build_executor(resolved, eos)
-        self.constraints = build_constraints(resolved, tokenizer, eos)
-        self.scheduler = build_scheduler(resolved, self.executor, self.constraints, tokenizer, eos)
+        try:
+            self.constraints = build_constraints(resolved, tokenizer, eos)
+            self.scheduler = build_scheduler(resolved, self.executor, self.constraints, tokenizer, eos)
+        except BaseException:
+            self.executor.close()
+            raise
         self.overlap = resolved.config.scheduler.overlap is True
         self._failures = FailureHandler(resolved, self.executor, self.scheduler)
         self._guard = DrafterGuard(self.executor, self.scheduler, self._failures)
@@ -192,6 +196,8 @@ class Loop:
 
     def close(self) -> None:
         """Stop the grammar workers and the executor. The loop must not be used again."""
-        self.constraints.close()
-        self.executor.close()
+        try:
+            self.constraints.close()
+        finally:
+            self.executor.close()
         gc.unfreeze()

@@ -136,5 +136,10 @@ class Verbs:
 
     def reserve_ahead(self) -> None:
         """Reserve pages for the drafts of the next step while the device computes this one, so that this work does not
-        delay the next step."""
-        self._executor.locate_updates(self.scheduler.reserve_ahead())
+        delay the next step. Raises ``EngineDeadError`` if the device is lost."""
+        updates = self.scheduler.reserve_ahead()
+        try:
+            self._executor.locate_updates(updates)
+        except Exception as error:
+            self._failures.raise_if_lost(error)
+            raise

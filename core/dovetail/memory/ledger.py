@@ -115,10 +115,11 @@ class PageLedger:
         assert pages is not None, "the cache evicted fewer pages than evictable_pages stated"
         return pages
 
-    def share(self, req: Req) -> None:
-        """Offer the request's full pages to the prefix cache. Where the cache already had a page for these tokens, the
-        request reads that page from now on and frees its own."""
-        count = min(req.cached_len, req.known_len) // self.page_size
+    def share(self, req: Req, length: int) -> None:
+        """Offer the request's full pages of its first ``length`` tokens to the prefix cache. Steps that
+        were launched must compute their KV. Where the cache already had a page for these tokens, the request reads that page
+        from now on and frees its own."""
+        count = min(length, req.known_len) // self.page_size
         if count <= req.shared_pages:
             return
         own = self.table.pages[:, req.slot, :count].copy()
@@ -131,10 +132,10 @@ class PageLedger:
             self.table.write(req.slot, 0, held.pages)
         self._hold(req, held)
 
-    def release(self, req: Req, *, keep: bool = True) -> None:
-        """Remove the request from the table. With ``keep``, offer its pages to the prefix cache first."""
-        if keep:
-            self.share(req)
+    def release(self, req: Req, *, computed_len: int = 0) -> None:
+        """Remove the request from the table. Offer the pages of its first ``computed_len`` tokens to the prefix cache
+        first, as ``share`` does."""
+        self.share(req, computed_len)
         own = self.table.pages[:, req.slot, req.shared_pages : req.num_pages]
         if own.shape[1]:
             self.allocator.free(own.copy())

@@ -62,12 +62,12 @@ class Groups:
         if len(self._groups) > MAX_GROUPS:
             self._forget(next(iter(self._groups)))
 
-    def computed(self, req: Req) -> None:
-        """Record that the pages of a request were inserted into the cache. If they hold its whole prompt, the cache has
-        the common prefix, and it is pinned unless it is pinned already."""
+    def computed(self, req: Req, length: int) -> None:
+        """Record that the pages of the first ``length`` tokens of a request were inserted into the cache. If they hold
+        its whole prompt, the cache has the common prefix, and it is pinned unless it is pinned already."""
         key = _key(req)
         group = self._groups.get(key) if req.group else None
-        if group is not None and req.cached_len >= req.prompt_len and key not in self._pins:
+        if group is not None and length >= req.prompt_len and key not in self._pins:
             self._pins.keep(key, group.common)
 
     def left_queue(self, req: Req) -> None:

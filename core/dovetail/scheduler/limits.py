@@ -13,9 +13,9 @@ if TYPE_CHECKING:
 class SchedulerLimits:
     """Hold the scheduler's limits, which come from the config, the model and the components in use.
 
-    ``reuses_prefixes`` is true if the prefix cache keeps anything. ``draft_width`` is the drafter's
-    ``max_draft_tokens``, 0 without a drafter. With ``adapt_drafts`` a request gets fewer drafts if few of them are
-    accepted. Drafts whose probability is below ``min_draft_probability`` are not verified. With ``shared_prefixes`` the
+    ``reuses_prefixes`` is true if the prefix cache keeps anything. ``fails_late`` is that of ``ExecutorInfo``.
+    ``draft_width`` is the drafter's ``max_draft_tokens``, 0 without a drafter. With ``adapt_drafts`` a request gets
+    fewer drafts if few of them are accepted. Drafts whose probability is below ``min_draft_probability`` are not verified. With ``shared_prefixes`` the
     rows of decode batches are ordered by the prefixes that they share, and ``Batch.shared`` is filled. ``embeds`` is
     true if the model offers model.embed. Groups and sessions keep prefixes locked for ``pin_seconds``, at most
     ``pin_pages`` pages in all.
@@ -28,6 +28,7 @@ class SchedulerLimits:
     vocab_size: int
     mixed: bool = True
     reuses_prefixes: bool = True
+    fails_late: bool = False
     wait_for_prefix: bool = True
     draft_width: int = 0
     adapt_drafts: bool = False

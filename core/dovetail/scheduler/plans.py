@@ -26,7 +26,8 @@ class Plans:
 
     def __init__(self) -> None:
         self._numbers = itertools.count(1)
-        self._rows: dict[int, list[Req]] = {}  # by the number of a plan that is neither committed nor failed
+        # requests and prefix_lens of the rows, by the number of a plan that is neither committed nor failed
+        self._open: dict[int, tuple[list[Req], IntArray]] = {}
         self._admitted: list[Req] = []
 
     def admit(self, req: Req) -> None:
@@ -35,8 +36,8 @@ class Plans:
 
     def decode(self, rows: DecodeRows, updates: PageUpdates, draft_width: int) -> StepPlan:
         """Return the plan in which the next token of each row enters the forward pass."""
-        number = next(self._numbers)
-        self._rows[number] = rows.reqs
+        number, limits = next(self._numbers), self._draft_limits(rows, draft_width)
+        self._open[number] = rows.reqs, rows.prefix_lens
         return StepPlan(  # by position, because keywords take twice as long
             number,
             0,
@@ -49,7 +50,7 @@ class Plans:
             self._take_admitted() if self._admitted else (),
             rows.version,
             rows.constrained,
-            rows.draft_limits if draft_width else None,
+            limits,
             rows.grouping.shared if rows.grouping is not None else None,
         )
 
@@ -59,21 +60,27 @@ class Plans:
         """Return the plan of the prompt tokens of ``extend`` (pairs of a request and the number of its tokens that
         enter), followed by the next token of each decode row. Every row is sampled; the caller corrects ``samples``."""
         prompts, counts = [req for req, _ in extend], [count for _, count in extend]
-        number = next(self._numbers)
-        self._rows[number] = prompts + rows.reqs
+        number, limits = next(self._numbers), self._draft_limits(rows, draft_width)
+        starts = _joined([r.cached_len for r in prompts], rows.prefix_lens)
+        self._open[number] = prompts + rows.reqs, starts
         return StepPlan(
             number=number,
             num_extend=len(prompts),
             slots=_joined([r.slot for r in prompts], rows.slots),
-            prefix_lens=_joined([r.cached_len for r in prompts], rows.prefix_lens),
+            prefix_lens=starts,
             extend_lens=_joined(counts, rows.ones),
             samples=np.ones(len(prompts) + len(rows.reqs), np.bool_),
             page_updates=updates,
             known_lens=np.array([r.known_len for r in prompts], np.int32),
             admitted=self._take_admitted(),
             constrained=rows.constrained or any(r.matcher is not None for r in prompts),
-            draft_limits=_joined([0] * len(prompts), rows.draft_limits) if draft_width else None,
+            draft_limits=None if limits is None else _joined([0] * len(prompts), limits),
         )
+
+    def _draft_limits(self, rows: DecodeRows, draft_width: int) -> IntArray | None:
+        """Return the draft limits of ``rows``, or None if the next step cannot have drafts: while an earlier plan is
+        open, the host does not know the last tokens."""
+        return rows.draft_limits if draft_width and not self._open else None
 
     def _take_admitted(self) -> tuple[AdmittedRequest, ...]:
         admitted, self._admitted = self._admitted, []
@@ -81,11 +88,19 @@ class Plans:
 
     def reqs_of(self, plan: StepPlan) -> list[Req]:
         """Return the requests of the rows of a plan that is neither committed nor failed."""
-        return self._rows[plan.number]
+        return self._open[plan.number][0]
+
+    def computed_len(self, req: Req) -> int:
+        """Return the number of tokens of ``req`` whose KV does not depend on a plan that is neither committed nor
+        failed. The step of such a plan may still fail."""
+        if not req.in_flight:
+            return req.cached_len
+        starts = [int(lens[reqs.index(req)]) for reqs, lens in self._open.values() if req in reqs]
+        return min([req.cached_len, *starts])
 
     def close(self, plan: StepPlan) -> list[Req]:
         """Forget a plan, and return the requests of its rows."""
-        return self._rows.pop(plan.number)
+        return self._open.pop(plan.number)[0]
 
 
 def _entry(req: Req) -> AdmittedRequest:

@@ -290,8 +290,9 @@ class Scheduler:
 
     def _share(self, req: Req) -> None:
         """Insert the computed part of the request's prompt into the cache, where other requests may read it."""
-        self.ledger.share(req)
-        self.groups.computed(req)
+        length = self._computed_len(req)
+        self.ledger.share(req, length)
+        self.groups.computed(req, length)
         self._rows.invalidate_sharing()
 
     # -- leave -------------------------------------------------------------------------------------------------------
@@ -355,14 +356,18 @@ class Scheduler:
             self._forget(req)
 
     def _release(self, req: Req, *, keep: bool = True) -> None:
-        self.ledger.release(req, keep=keep)
+        self.ledger.release(req, computed_len=self._computed_len(req) if keep else 0)
         if self.limits.draft_width:
             self._departed.append(DepartedRequest(req.uid, req.known_len))
+
+    def _computed_len(self, req: Req) -> int:
+        """Return the number of tokens of ``req`` whose pages other requests may read."""
+        return self._plans.computed_len(req) if self.limits.fails_late else req.cached_len
 
     def _keep_cached(self, req: Req) -> None:
         """Pin the tokens of a request that has ended, which are in the cache, for its group and for the next request of
         its session."""
-        self.groups.computed(req)
+        self.groups.computed(req, req.cached_len)
         if req.session:
             self.pins.keep(PinKey("session", req.namespace, req.session), req.token_ids[: req.known_len])
 

@@ -9,7 +9,7 @@ import signal
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import ClassVar
 
@@ -219,6 +219,8 @@ class ExecutorSuite(ComponentSuite):
                 assert plan.number in failing, f"plan {plan.number} failed, which no rank has failed: {error!r}"
                 assert "RuntimeError: out of luck" in f"{type(error).__name__}: {error}"
                 assert run.executor.lost(error) is None
+                if launched and at in ("launch", "launched"):
+                    assert run.executor.info.fails_late, "the scheduler must know that errors of launch surface later"
                 run.traffic.fail(plan, take_back=not launched)
             for there in run.executor.call("table"):
                 np.testing.assert_array_equal(there, table, "a page update was lost")
@@ -280,6 +282,18 @@ class ExecutorSuite(ComponentSuite):
             assert raised, f"the error of {at} was not raised"
             assert raised == 1 or at == "forget"
             assert executor.lost(RuntimeError("out of luck")) is None
+
+    @each_size
+    def test_drafts_that_break_their_contract_cost_no_step(self, size: int) -> None:
+        """An executor that cannot send drafts raises, and the step runs without them."""
+        with self.drive(RankScript(draft_width=2, broken_drafts=3), size) as run:
+            for _ in range(6):
+                plan = run.traffic.plan()
+                with suppress(Exception):
+                    run.executor.propose(plan)
+                launched, error = self._try(run, plan)
+                assert launched, f"plan {plan.number} was not launched: {error!r}"
+                assert error is None, f"plan {plan.number} failed: {error!r}"
 
     def test_a_lost_device_is_reported(self) -> None:
         """If an engine says that its device is lost, so does the executor."""

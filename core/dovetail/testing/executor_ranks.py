@@ -58,10 +58,11 @@ class RankFault(msgspec.Struct):
 
 class RankScript(msgspec.Struct):
     """Describe how a ``PretendedRank`` behaves. A step's result is ready ``step_seconds`` after it was sampled. ``trees``:
-    the drafts are trees, otherwise chains."""
+    the drafts are trees, otherwise chains. Those of the plan with the number ``broken_drafts`` are no numbers."""
 
     draft_width: int = 0
     trees: bool = False
+    broken_drafts: int = 0
     step_seconds: float = 0.0
     captures: int = 0
     faults: list[RankFault] = []
@@ -164,6 +165,8 @@ class PretendedRank(RankEngine):
         rows = len(plan.slots)
         assert plan.draft_limits is not None
         rng = np.random.default_rng(self._state)
+        if plan.number == self._script.broken_drafts:
+            return DraftTree.chains(np.full((rows, width), None), np.ones(rows, np.int32))
         lens = rng.integers(0, width + 1, rows).astype(np.int32)
         lens[: plan.num_extend] = 0
         lens = np.minimum(lens, plan.draft_limits)

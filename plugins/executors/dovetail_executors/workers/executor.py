@@ -42,7 +42,7 @@ class Workers(Executor):
         self._group = RankGroup(
             context, config.start_seconds, config.step_seconds, _spin_seconds(config.spin_ms, context.size)
         )
-        self._info = self._group.info
+        self._info = self._group.info._replace(fails_late=True)
         self._page_table = np.zeros(self._group.page_table, np.int32)
         self._size = context.size
         self._sender, self._receiver = PlanSender(drafts=self._info.draft_width > 0), ReplyReceiver()

@@ -186,15 +186,21 @@ class RankGroup:
 
     def close(self) -> None:
         """End the processes: first by a message, which lets the engines release their devices."""
-        if self._finalizer.alive and self.reason is None:
-            with suppress(RankLostError):
-                self.send(Verb.CLOSE, b"")
-                deadline = time.perf_counter() + _CLOSE_SECONDS
-                while time.perf_counter() < deadline and not all(worker.end_of() for worker in self.workers):
-                    self._pump()
-                    time.sleep(0.005)
-        self.reason = self.reason or "the executor was closed"
-        self.end()
+        try:
+            if self._finalizer.alive and self.reason is None:
+                self._close_ranks()
+        finally:
+            self.reason = self.reason or "the executor was closed"
+            self.end()
+
+    def _close_ranks(self) -> None:
+        """Send CLOSE, and wait until all processes have ended or the time is over."""
+        with suppress(RankLostError):
+            self.send(Verb.CLOSE, b"")
+            deadline = time.perf_counter() + _CLOSE_SECONDS
+            while time.perf_counter() < deadline and not all(worker.end_of() for worker in self.workers):
+                self._pump()
+                time.sleep(0.005)
 
     def end(self) -> None:
         """Kill the processes and release everything. A second call has no effect."""
@@ -202,10 +208,11 @@ class RankGroup:
 
     def lose(self, reason: str) -> NoReturn:
         """End the group. Raises ``RankLostError``."""
-        self.reason = reason
-        logger.error("the ranks are lost: %s", reason)
-        self.end()
-        raise RankLostError(reason)
+        if self.reason is None:
+            self.reason = reason
+            logger.error("the ranks are lost: %s", reason)
+            self.end()
+        raise RankLostError(self.reason)
 
     # -- messages ----------------------------------------------------------------------------------------------------
 
@@ -292,7 +299,10 @@ class RankGroup:
     # -- waiting -----------------------------------------------------------------------------------------------------
 
     def _await(self, done: Callable[[], bool], deadline: float, overdue: Callable[[], str]) -> None:
-        """Wait until ``done`` returns True. Loses the group, for the reason ``overdue``, if the deadline has passed."""
+        """Wait until ``done`` returns True. Loses the group, for the reason ``overdue``, if the deadline has passed.
+        Raises ``RankLostError`` if the group is lost."""
+        if self.reason is not None:
+            raise RankLostError(self.reason)
         self._pump()
         while not done():
             if not spin(self._has_replies, self._spin_seconds):
@@ -446,7 +456,10 @@ def _end(workers: list[Worker], opened: _Open) -> None:
     for process in processes:
         process.kill()
     for process in processes:
-        process.wait()
+        try:
+            process.wait(_CLOSE_SECONDS)
+        except subprocess.TimeoutExpired:
+            logger.error("process %d was killed and has not ended: a driver may hold it", process.pid)
     for fd in opened.fds:
         os.close(fd)
     for memory in opened.memories:
@@ -463,7 +476,7 @@ def _spawn(job: Job) -> subprocess.Popen[bytes]:
         memories = (job.messages[0], job.replies[0], job.masks[0])
         path = json.dumps([os.path.abspath(entry) for entry in sys.path])
         return subprocess.Popen(
-            [sys.executable, "-c", _START, str(memory.fd)],
+            [sys.executable, "-P", "-c", _START, str(memory.fd)],  # -P: _START imports nothing from this directory
             pass_fds=(memory.fd, job.life_fd, job.inbox_fd, job.outbox_fd, *memories),
             env={**os.environ, "DOVETAIL_RANK_PATH": path},
             stdin=subprocess.DEVNULL,

@@ -210,8 +210,9 @@ class RankServer:
             case Verb.PROPOSE:
                 self._finish_sampled(engine)
                 tree = engine.propose(self._receiver.plan(data))
+                answer = self._sender.drafts(number, tree)  # every rank raises for a tree that cannot be sent
                 if self._job.rank == 0:
-                    self._put(RankReply.ANSWER, number, self._sender.drafts(number, tree))
+                    self._put(RankReply.ANSWER, number, answer)
             case Verb.OBSERVE:
                 plan, committed = self._receiver.observe(data)
                 self._finish_sampled(engine)
