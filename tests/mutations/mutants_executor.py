@@ -351,6 +351,22 @@ class SwallowsErrorsOfDrafters(InProcess):
             super().observe(plan, committed)
 
 
+class LosesTheGroupForDrafts(InProcess):
+    _reason: str | None = None
+
+    def propose(self, plan: StepPlan) -> DraftTree | None:
+        tree = super().propose(plan)
+        if tree is not None and tree.token_ids.dtype == object:
+            self._reason = "rank 0 cannot send drafts"
+            raise RankLostError(self._reason)
+        return tree
+
+    def launch(self, plan: StepPlan) -> None:
+        if self._reason is not None:
+            raise RankLostError(self._reason)
+        super().launch(plan)
+
+
 class LosesNoDevice(InProcess):
     def lost(self, error: BaseException) -> str | None:
         return None
@@ -421,6 +437,12 @@ MUTANTS = [
         SwallowsErrorsOfDrafters,
         "test_an_error_of_the_drafter_costs_no_step",
         ((1, "propose"), (3, "observe")),
+    ),
+    _of(
+        "loses its ranks when drafts cannot be sent",
+        LosesTheGroupForDrafts,
+        "test_drafts_that_break_their_contract_cost_no_step",
+        SIZES,
     ),
     _of("does not report a lost device", LosesNoDevice, "test_a_lost_device_is_reported"),
 ]
