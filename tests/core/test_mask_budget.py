@@ -23,7 +23,7 @@ from dovetail.engine.masks import MaskBuffers, mask_logits
 from dovetail.errors import GrammarError
 from dovetail.interfaces.features import Feature
 from dovetail.interfaces.grammar import CompiledGrammar, GrammarBackend, GrammarContext, Matcher
-from dovetail.sampling_params import GrammarKind, GrammarSpec
+from dovetail.sampling_params import GrammarKind, GrammarSpec, SamplingParams
 from dovetail.scheduler.stopping import finish_reason
 from dovetail.testing.batches import make_batch
 from dovetail.types import FinishKind
@@ -270,7 +270,7 @@ def test_masks_that_allow_what_is_refused_are_left_to_another_backend():
 def test_a_request_whose_token_is_refused_ends_with_the_name_of_the_faulty_backend():
     matcher = Unsound()
     matcher.length = 10
-    req = SimpleNamespace(error=None, matcher=matcher, grammar_backend="fake")
+    req = SimpleNamespace(error=None, matcher=matcher, grammar_backend="fake", params=SamplingParams(), known_len=11)
     finish = finish_reason(req, 7, frozenset({EOS}))
     assert finish.kind is FinishKind.ERROR
     assert "grammar backend fake refuses token 7" in finish.message

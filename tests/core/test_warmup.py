@@ -78,7 +78,7 @@ class FakeGraphs:
     def is_captured(self, key):
         return ("capture", key) in self.events
 
-    def rehearse(self, key, layers):
+    def rehearse(self, key, layers, *, attend):
         assert self.kernels.mode in ("load", "note"), "kernels of a rehearsal were launched"
         assert layers == LAYERS
         if key.rows in self.broken:

@@ -98,3 +98,20 @@ def test_the_kernels_of_a_step_are_found_and_compiled(graphs, monkeypatch):
     finally:
         ahead.close()
     assert torch.equal(graphs._inputs.last_token, before)
+
+
+def test_attention_that_reads_what_triton_writes_is_left_out(graphs, monkeypatch):
+    """A backend without attention.rehearsal would read memory that no kernel has written."""
+    warm_up = WarmUp(torch.device("cpu"), graphs._model.info, SINGLE, attend_decode=False)
+    warm_up._kernels = ahead = KernelsAhead(90, "tiny without attention", processes=1)
+    monkeypatch.setattr("dovetail.engine.warmup.draw", lambda logits: None)
+    calls, steps, forward = [], [], graphs._model.forward
+    for name in ("plan_capture", "forward"):
+        monkeypatch.setattr(graphs._backend, name, lambda *_, name=name: calls.append(name))
+    monkeypatch.setattr(graphs._model, "forward", lambda batch: steps.append(batch) or forward(batch))
+    try:
+        warm_up.note_decode(graphs)
+        assert len(steps) > 5
+        assert calls == []
+    finally:
+        ahead.close()

@@ -29,8 +29,8 @@ def dry_run(model: ModelArchitecture, backend: AttentionBackend, pool: PagedKVPo
     sample(logits, every_filter(rows, pool.device), torch.full((rows,), 0.5, dtype=torch.float64, device=pool.device))
 
 
-def prompts(backend: AttentionBackend, pool: PagedKVPool, lens: list[int]) -> Batch:
-    """Return a batch of prompts of ``lens`` tokens in page 0 of ``pool``, for which ``backend`` has planned."""
+def prompts(backend: AttentionBackend, pool: PagedKVPool, lens: list[int], *, plan: bool = True) -> Batch:
+    """Return a batch of prompts of ``lens`` tokens in page 0 of ``pool``. With ``plan``, ``backend`` has planned it."""
     device, count, tokens = pool.device, len(lens), sum(lens)
     nothing = np.zeros(count, np.int32)
     batch = Batch([], count, nothing, nothing, np.array(lens, np.int32), nothing == 0, NO_UPDATES)
@@ -41,7 +41,8 @@ def prompts(backend: AttentionBackend, pool: PagedKVPool, lens: list[int]) -> Ba
     batch.kv_lens = torch.tensor(lens, dtype=torch.int32, device=device)
     batch.page_table = torch.zeros(count, -(-max(lens) // pool.page_size), dtype=torch.int32, device=device)
     batch.attn, batch.kv = (backend,), (pool,)
-    backend.plan(batch)
+    if plan:
+        backend.plan(batch)
     return batch
 
 
@@ -51,11 +52,12 @@ def every_filter(rows: int, device: torch.device) -> Filters:
     return Filters(ones, ones.long() * 50, ones.double() * 0.9, ones.double() * 0.1)
 
 
-def first_layers(model: ModelArchitecture, batch: Batch, layers: int) -> torch.Tensor:
-    """Run the first ``layers`` layers of a planned batch, up to the attention of the next one. Return hidden states
-    ``[tokens, hidden_size]``: those of the whole model if it has no more layers, and zeros otherwise."""
+def first_layers(model: ModelArchitecture, batch: Batch, layers: int, *, attend: bool = True) -> torch.Tensor:
+    """Run the first ``layers`` layers of a batch, up to the attention of the next one. Return hidden states ``[tokens,
+    hidden_size]``: those of the whole model if it has no more layers, and zeros otherwise. The batch must be planned,
+    unless ``attend`` is False: attention is then left out, and its results are undefined."""
     (attends,) = batch.attn
-    batch.attn = (_FirstLayers(attends, layers),)
+    batch.attn = (_FirstLayers(attends if attend else _LeftOut(), layers),)
     try:
         return model.forward(batch)
     except _EnoughLayers as end:
@@ -70,6 +72,13 @@ class _EnoughLayers(Exception):
     def __init__(self, like: torch.Tensor) -> None:
         super().__init__()
         self.like = like
+
+
+class _LeftOut:
+    """Stand in for attention, and launch nothing."""
+
+    def forward(self, q: torch.Tensor, layer: AttentionLayer, batch: Batch) -> torch.Tensor:
+        return torch.empty_like(q)
 
 
 class _FirstLayers:

@@ -73,7 +73,11 @@ class Engine:
         self.page_size = config.memory.page_size
         self._config, self._dtype = config, getattr(torch, config.model.dtype)
         self._batch_invariant = config.batch_invariant
-        self.warm_up = WarmUp(self.device, info, mesh)
+        rehearses = [
+            Feature.ATTN_REHEARSAL in chosen.spec.offers
+            for chosen in (resolved.attention_prefill, resolved.attention_decode)
+        ]
+        self.warm_up = WarmUp(self.device, info, mesh, attend_prefill=rehearses[0], attend_decode=rehearses[1])
         try:
             self._build(resolved, eos_token_ids)
         except BaseException:

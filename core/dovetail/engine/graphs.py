@@ -203,21 +203,22 @@ class DecodeGraphs:
         return graph
 
     @torch.inference_mode()
-    def rehearse(self, key: GraphKey, layers: int) -> torch.Tensor:
+    def rehearse(self, key: GraphKey, layers: int, *, attend: bool = True) -> torch.Tensor:
         """Launch the kernels of the step of ``key``, of the first ``layers`` layers only, in order to note or to load
         them (see ``ops.triton.ahead``). Return the logits, whose values are undefined. The inputs of the step are those
-        of the last step of this kind."""
-        batch, tensors = self._planned(key)
+        of the last step of this kind. With ``attend`` False, leave attention out."""
+        batch, tensors = self._planned(key, plan=attend)
         tensors.compute(self._inputs, shared=key.shared)
-        return self._model.logits(first_layers(self._model, batch, layers))
+        return self._model.logits(first_layers(self._model, batch, layers, attend=attend))
 
-    def _planned(self, key: GraphKey) -> tuple[Batch, DecodeTensors]:
-        """Return the batch of ``key``, for which attention is planned, and its tensors."""
+    def _planned(self, key: GraphKey, *, plan: bool = True) -> tuple[Batch, DecodeTensors]:
+        """Return the batch of ``key`` and its tensors. With ``plan``, attention is planned for it."""
         tensors = self._tensors.narrow(key.rows)
         tensors.read(unpack(self._staging.buffer, _padding(key.rows)))
         batch = self._static_batch(key.rows, key.shared, tensors)
         batch.variant = key.variant
-        self._backend.plan_capture(batch)
+        if plan:
+            self._backend.plan_capture(batch)
         return batch, tensors
 
     def _static_batch(self, rows: int, shared: bool, tensors: DecodeTensors) -> Batch:

@@ -243,24 +243,26 @@ class VerifyGraphs:
         log.debug("captured a verify step, %s: %.2f s", key, time.perf_counter() - start)
 
     @torch.inference_mode()
-    def rehearse(self, key: VerifyKey, layers: int) -> None:
+    def rehearse(self, key: VerifyKey, layers: int, *, attend: bool = True) -> None:
         """Launch the kernels of the step of ``key``, of the first ``layers`` layers only, and those that sample and
-        verify in the usual ways, in order to note them (see ``ops.triton.ahead``)."""
-        step = self._planned(key)
+        verify in the usual ways, in order to note them (see ``ops.triton.ahead``). With ``attend`` False, leave attention
+        out."""
+        step = self._planned(key, plan=attend)
         step.tensors.compute(self._inputs)
-        logits = self._model.logits(first_layers(self._model, step.batch, layers))
+        logits = self._model.logits(first_layers(self._model, step.batch, layers, attend=attend))
         filters = every_filter(key.tokens, logits.device)
         for chosen in (None, Filters(filters.temperature), filters):
             step.draw(logits, chosen)
 
-    def _planned(self, key: VerifyKey) -> VerifyStep:
-        """Return a step for ``key``, for which attention is planned."""
+    def _planned(self, key: VerifyKey, *, plan: bool = True) -> VerifyStep:
+        """Return a step for ``key``. With ``plan``, attention is planned for it."""
         limits = self._limits
         step = VerifyStep(
             VerifyShape(key.tokens, limits.width, key.tree), self._inputs, self._memory, limits.context_len
         )
         step.batch.attn, step.batch.kv, step.batch.watch = (self._backend,), (self._pool,), self._watch
-        self._backend.plan_capture(step.batch)
+        if plan:
+            self._backend.plan_capture(step.batch)
         return step
 
     def _kept(self, logits: torch.Tensor) -> torch.Tensor:

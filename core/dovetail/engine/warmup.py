@@ -60,10 +60,21 @@ class WarmUp:
     """Prepare one engine: note the kernels of its steps, load them, and capture graphs while there is no other work. On
     a CPU, and if kernels are noted for another engine of this process, no kernels are noted."""
 
-    def __init__(self, device: torch.device, info: ModelInfo, mesh: Mesh) -> None:
+    def __init__(
+        self,
+        device: torch.device,
+        info: ModelInfo,
+        mesh: Mesh,
+        *,
+        attend_prefill: bool = True,
+        attend_decode: bool = True,
+    ) -> None:
         """The processes that compile start now, unless an earlier engine with such a model has left nothing to
-        compile. All ranks of ``mesh`` call the same methods."""
+        compile. All ranks of ``mesh`` call the same methods. ``attend_prefill`` and ``attend_decode`` are True if the
+        attention backend offers attention.rehearsal; otherwise attention is left out of the steps that only note or load
+        kernels, because it would read memory that Triton has not written."""
         self._mesh = mesh
+        self._attend_prefill, self._attend_decode = attend_prefill, attend_decode
         self._kernel_cache: str | None = None
         if device.type == "cuda":
             from dovetail.ops.triton.ahead import cache_directory
@@ -92,9 +103,10 @@ class WarmUp:
         that attends in them over ``pool``."""
 
         def step() -> None:
-            backend = attention()
+            backend, attend = attention(), self._attend_prefill
             for tokens in PROMPT_TOKENS:
-                first_layers(model, prompts(backend, pool, [min(tokens, model.info.context_len)]), self._layers)
+                batch = prompts(backend, pool, [min(tokens, model.info.context_len)], plan=attend)
+                first_layers(model, batch, self._layers, attend=attend)
                 hidden = torch.zeros(min(tokens, rows), model.info.hidden_size, dtype=dtype, device=pool.device)
                 draw(model.logits(hidden))
 
@@ -110,7 +122,7 @@ class WarmUp:
 
     def note_verify(self, graphs: VerifyGraphs) -> None:
         """Note the kernels of verify steps. After ``release``, do nothing."""
-        self._note(lambda: [graphs.rehearse(key, self._layers) for key in graphs.missing()])
+        self._note(lambda: [graphs.rehearse(key, self._layers, attend=self._attend_decode) for key in graphs.missing()])
 
     def start(self, graphs: DecodeGraphs) -> bool:
         """If all kernels of decode steps are compiled, on all ranks, load them onto the device and capture the steps
@@ -204,7 +216,7 @@ class WarmUp:
     @torch.inference_mode()
     def _rehearse(self, graphs: DecodeGraphs, keys: Iterable[GraphKey]) -> None:
         for key in keys:
-            draw(graphs.rehearse(key, self._layers))
+            draw(graphs.rehearse(key, self._layers, attend=self._attend_decode))
 
     def close(self) -> None:
         """End the processes."""

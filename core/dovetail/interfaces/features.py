@@ -80,6 +80,10 @@ class Feature(str):
     ATTN_SOFT_CAP = _feature("attention.soft_cap", "caps logits softly")
     ATTN_SINKS = _feature("attention.sinks", "adds attention sinks to the softmax")
     ATTN_GRAPH = _feature("attention.graph", "plan and forward can be captured and replayed")
+    ATTN_REHEARSAL = _feature(
+        "attention.rehearsal",
+        "plan and forward read only what the batch has and what torch computes, so that they can run while Triton launches nothing",
+    )
     ATTN_VERIFY_GRAPH = _feature(
         "attention.verify_graph",
         "plan and forward of verify rows can be captured too, with tree masks if these are offered",

@@ -42,6 +42,7 @@ FLASH_ATTN = ComponentSpec(
     offers=frozenset(
         {
             Feature.ATTN_EXTEND,
+            Feature.ATTN_REHEARSAL,
             Feature.ATTN_DECODE,
             Feature.ATTN_VERIFY,
             Feature.ATTN_MIXED,
@@ -77,6 +78,7 @@ TRITON = ComponentSpec(
     offers=frozenset(
         {
             Feature.ATTN_EXTEND,
+            Feature.ATTN_REHEARSAL,
             Feature.ATTN_DECODE,
             Feature.ATTN_VERIFY,
             Feature.ATTN_MIXED,
