@@ -19,8 +19,9 @@ from dovetail.ops.peer import peer_collectives
 if TYPE_CHECKING:
     from dovetail.interfaces.model import ModelInfo
 
-TIMEOUT = 60.0
-"""The number of seconds after which a rank that does not answer counts as lost."""
+TIMEOUT = 300.0
+"""The number of seconds after which a rank that does not answer counts as lost. A rank may compile kernels in the meantime.
+The executor notices at once that the process of a rank has ended."""
 
 
 def connect(rank: int, size: int, device: torch.device, rendezvous: Path | int, timeout: float = TIMEOUT) -> Mesh:

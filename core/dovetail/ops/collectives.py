@@ -74,6 +74,8 @@ class TorchCollectives(UnfusedCollectives):
         """Launch a collective, and wait for it: for gloo on the host, for NCCL on the current stream."""
         try:
             launch(*arguments).wait()
+        except torch.OutOfMemoryError:
+            raise
         except RuntimeError as error:
             raise RankLostError(
                 f"rank {self.rank} of {self.size} cannot communicate any more: another rank has ended or did not answer in "

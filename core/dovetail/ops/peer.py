@@ -182,8 +182,8 @@ def symmetric_memory(store: Store, rank: int, size: int, device: torch.device) -
 
 def peer_collectives(others: Collectives, store: Store, device: torch.device, timeout: float) -> Collectives:
     """Return collectives that use peer memory, or ``others`` if a rank cannot access the memory of all ranks, with a
-    warning that says why. ``others`` are the collectives of ranks on this host, rank n on CUDA device n. ``store`` is
-    for this function alone."""
+    warning that says why. ``others`` are the collectives of ranks on this host, on consecutive CUDA devices.
+    ``store`` is for this function alone."""
     rank, size = others.rank, others.size
     reason = _unreachable(rank, size, device)
     if not others.agree(reason is None):
@@ -218,7 +218,8 @@ def _unreachable(rank: int, size: int, device: torch.device) -> str | None:
         return f"there are {size} ranks; allowed: up to {peer_rules.MOST_RANKS}"
     if torch.cuda.get_device_capability(device) < (9, 0):
         return "the kernels need compute capability 9.0"
-    for other in range(torch.cuda.device_count()):
-        if other != device.index and other < size and not torch.cuda.can_device_access_peer(device, other):
+    first = device.index - rank
+    for other in range(first, first + size):
+        if other != device.index and not torch.cuda.can_device_access_peer(device, other):
             return f"CUDA device {device.index} cannot access the memory of device {other}"
     return None

@@ -130,6 +130,9 @@ def main(capability: int, processes: int, modules: str) -> None:
     imported before the processes are forked, separated by commas."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     assert "torch" not in sys.modules, "import this module before torch"
+    answers = os.dup(1)
+    os.dup2(2, 1)  # what libraries print must not be taken for an answer
+    sys.stdout = os.fdopen(answers, "w", buffering=1)
     sys.meta_path.insert(0, _NoTorch())
     for module in modules.split(","):
         importlib.import_module(module)
