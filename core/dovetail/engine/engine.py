@@ -194,7 +194,7 @@ class Engine:
         if self.verify_graphs is not None:
             runners.append(VerifyGraphRunner(self.verify_graphs, self._eager_sampler))
         if self.graphs is not None:
-            runners.append(DecodeGraphRunner(self.graphs, self._eager_sampler))
+            runners.append(DecodeGraphRunner(self.graphs, self._eager_sampler, batch_invariant=self._batch_invariant))
         self.runners: tuple[Runner[Any], ...] = (*runners, self.eager_runner)
 
     def _build_graphs(self, config: Config, decode: AttentionBackend) -> DecodeGraphs:

@@ -94,8 +94,10 @@ class DecodeGraphRunner(Runner["DecodeGraph"]):
     """Replay captured decode steps. The sampler is replayed too, unless rows need grammars, or very many biases or
     log-probabilities (see ``RowSettings.capturable``)."""
 
-    def __init__(self, graphs: DecodeGraphs, sampler: EagerSampler) -> None:
-        self._graphs, self._sampler = graphs, sampler
+    def __init__(self, graphs: DecodeGraphs, sampler: EagerSampler, *, batch_invariant: bool = False) -> None:
+        """With ``batch_invariant``, replay the sampler only if rows need filters and random numbers: the captured kernels
+        compute log-probabilities to other bits than steps that are sampled kernel by kernel."""
+        self._graphs, self._sampler, self._batch_invariant = graphs, sampler, batch_invariant
         self._captures = CaptureOnDemand(graphs)
 
     def can_run(self, batch: Batch) -> DecodeGraph | None:
@@ -114,7 +116,8 @@ class DecodeGraphRunner(Runner["DecodeGraph"]):
     def sample(self, batch: Batch, launched: Launched[DecodeGraph], masks: Masks | None) -> ForwardOutput:
         """See ``Runner``."""
         settings = self._sampler.settings_of(batch)
-        output = self._graphs.sample(launched.graph, len(batch.slots), settings) if settings.capturable else None
+        captured = settings.simple if self._batch_invariant else settings.capturable
+        output = self._graphs.sample(launched.graph, len(batch.slots), settings) if captured else None
         return self._sampler.sample(batch, launched.logits, masks) if output is None else output
 
 
