@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from dovetail.errors import EngineDeadError, RankLostError
+from dovetail.loop.drafter_guard import DrafterGuard
 from dovetail.loop.failures import FailureHandler
 from dovetail.loop.verbs import Verbs
 
@@ -19,6 +20,26 @@ def test_a_rank_that_is_lost_while_pages_are_reserved_ahead_is_a_lost_device():
     executor = SimpleNamespace(locate_updates=locate_updates, lost=str)
     scheduler = SimpleNamespace(reserve_ahead=lambda: None)
     failures = FailureHandler(None, executor, scheduler)
-    verbs = Verbs(scheduler, executor, failures)
+    verbs = Verbs(scheduler, executor, failures, DrafterGuard(executor, scheduler, failures))
     with pytest.raises(EngineDeadError, match="the device was lost: rank 1 is gone"):
         failures.run(verbs.reserve_ahead)
+
+
+def test_requests_are_forgotten_before_the_plan_that_admits_them_again_is_launched():
+    """A request can be retracted and admitted again by one call of ``schedule``."""
+    events, gone = [], ["request 3"]
+    plan = SimpleNamespace(number=1)
+    executor = SimpleNamespace(
+        forget=lambda departed: events.append(("forget", *departed)), launch=lambda plan: events.append(("launch",))
+    )
+    scheduler = SimpleNamespace(
+        schedule=lambda: plan,
+        take_departed=lambda: [gone.pop()] if gone else [],
+        has_work=True,
+        limits=SimpleNamespace(draft_width=2),
+    )
+    failures = FailureHandler(None, executor, scheduler)
+    verbs = Verbs(scheduler, executor, failures, DrafterGuard(executor, scheduler, failures))
+    assert verbs.schedule() is plan
+    assert verbs.launch(plan) is None
+    assert events == [("forget", "request 3"), ("launch",)]

@@ -39,6 +39,7 @@ class CapturedSampling(DecodeGraphRunner):
 
     def __init__(self, engine):
         self.eager, self._sampler, vocab = engine.eager_runner, engine._eager_sampler, engine.info.vocab_size
+        self._batch_invariant = False
         self._graphs = graphs = DecodeGraphs.__new__(DecodeGraphs)
         graphs._inputs, graphs._counts = engine.inputs, engine.counts
         graphs._samplers = SamplerGraphs(32, Replayed(), engine.device, engine.counts)

@@ -67,7 +67,7 @@ class Loop:
         info = self.executor.info
         always = resolved.config.scheduler.draft == "always"
         self.adaptive_drafting = AdaptiveDrafting(always=always, must_see_all=info.must_see_all)
-        self._verbs = Verbs(self.scheduler, self.executor, self._failures)
+        self._verbs = Verbs(self.scheduler, self.executor, self._failures, self._guard)
         self._undrafted: StepStrategy = OverlappedStep(self._verbs) if self.overlap else PlainStep(self._verbs)
         drafted = DraftedStep(self._verbs, self._guard, overlap=self.overlap)
         self._adaptive = AdaptiveStep(self._verbs, drafted, self._undrafted, self.adaptive_drafting)

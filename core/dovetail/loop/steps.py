@@ -95,7 +95,6 @@ class DraftedStep:
         plan = verbs.schedule()
         if plan is None:
             return StepEnd(answers)
-        guard.forget_departed()  # a request that was retracted and admitted again is in the plan as a new one
         if plan.num_extend < len(plan.slots):
             start = time.perf_counter()
             guard.propose(plan)

@@ -53,17 +53,25 @@ class StepTimes:
 class Verbs:
     """Schedule, launch and commit steps of one scheduler on one executor."""
 
-    def __init__(self, scheduler: Scheduler, executor: StepVerbs, failures: FailureHandler) -> None:
+    def __init__(
+        self, scheduler: Scheduler, executor: StepVerbs, failures: FailureHandler, guard: DrafterGuard
+    ) -> None:
         self.times = StepTimes()
         self.scheduler = scheduler
-        self._executor, self._failures = executor, failures
+        self._executor, self._failures, self._guard = executor, failures, guard
 
     def schedule(self, *, pause: bool = True) -> StepPlan | None:
         """Return the next step's plan, or None if nothing can run. If nothing can run but requests wait, pause for
-        ``IDLE_SECONDS`` first, unless ``pause`` is False."""
+        ``IDLE_SECONDS`` first, unless ``pause`` is False.
+
+        The drafter forgets the requests that have departed before the plan reaches the executor: a request that was
+        retracted and admitted again is in the plan as a new one.
+        """
         start = time.perf_counter()
         plan = self.scheduler.schedule()
         self.times.schedule += time.perf_counter() - start
+        if self.scheduler.limits.draft_width:
+            self._guard.forget_departed()
         if plan is not None:
             self.times.steps += 1
         elif pause and self.scheduler.has_work:
