@@ -308,8 +308,8 @@ class StepPlan:
     """Describe the work of one step as data: rows of requests, extend rows first, then decode or verify rows.
 
     A plan consists of numpy arrays and small structs, so that it can be sent to other processes. Rows name requests by
-    their slots; what a request asks for is in ``admitted`` of an earlier plan or of this one. Plans must reach the engine
-    in the order of their numbers.
+    their slots; what a request asks for is in ``admitted`` of an earlier plan or of this one. Plans must reach the
+    engine in the order of their numbers.
 
     The scheduler sets all fields (``drafts`` in ``Scheduler.attach``). The step can have drafts if ``draft_limits`` is
     set; the host then knows the first ``prefix_lens + 1`` tokens of each decode row.

@@ -31,8 +31,8 @@ def fill_masks(plan: StepPlan, reqs: Sequence[Req], width: int, buffer: Callable
     """Return the bitmasks of the sampled rows of ``plan`` whose requests have a grammar and have not ended, and of their
     drafts; None if there are no such rows.
 
-    ``reqs`` are the requests of all rows. ``buffer(rows, width)`` returns uninitialised memory for bitmasks, int32. If a
-    matcher raises, its request's ``error`` is set, and the other rows are masked as usual.
+    ``reqs`` are the requests of all rows. ``buffer(rows, width)`` returns uninitialised memory for bitmasks, int32. If
+    a matcher raises, its request's ``error`` is set, and the other rows are masked as usual.
     """
     layout = LogitRows.of(plan)
     found = [

@@ -49,8 +49,8 @@ log = logging.getLogger(__name__)
 class Engine:
     """Build model, pool and attention backends from a resolved config, and run batches on them. Not thread-safe.
 
-    ``page_table`` (int32 ``[slots, max_pages]``) is the host's page table, which the engine only reads. Each batch runs in
-    the first of ``runners`` that can run it; the last one can run every batch.
+    ``page_table`` (int32 ``[slots, max_pages]``) is the host's page table, which the engine only reads. Each batch runs
+    in the first of ``runners`` that can run it; the last one can run every batch.
     """
 
     def __init__(self, resolved: Resolved, eos_token_ids: frozenset[int], mesh: Mesh = SINGLE) -> None:

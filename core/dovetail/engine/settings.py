@@ -48,13 +48,13 @@ class RowSettings:
     """Hold the settings of the sampled rows of a batch, by row.
 
     ``plain`` is True if all rows need an argmax and nothing else, and ``simple`` if all rows need at most filters and a
-    random number. ``capturable`` is True if they need at most these, penalties, ``MOST_EDITS`` biases and blocked tokens,
-    and log-probabilities of a number of tokens that ``TOP_LADDER`` reaches. ``penalties`` are the penalties of the rows (float32 ``[n, 3]``, see ``ops/penalties.py``),
-    or None if no row has any. ``edits`` are the biases and blocks of ``adjusted`` rows, or None if there are none or too
-    many. The other fields hold indices of rows: ``penalised`` those with penalties, ``adjusted``
-    those with biases or ``min_new_tokens``, ``constrained`` those with a grammar, and ``logprobs`` those that request
-    log-probabilities. ``top_logprobs`` is the largest number of most likely tokens that one of them requests. Settings
-    with the same ``version`` are equal.
+    random number. ``capturable`` is True if they need at most these, penalties, ``MOST_EDITS`` biases and blocked
+    tokens, and log-probabilities of a number of tokens that ``TOP_LADDER`` reaches. ``penalties`` are the penalties of
+    the rows (float32 ``[n, 3]``, see ``ops/penalties.py``), or None if no row has any. ``edits`` are the biases and
+    blocks of ``adjusted`` rows, or None if there are none or too many. The other fields hold indices of rows:
+    ``penalised`` those with penalties, ``adjusted`` those with biases or ``min_new_tokens``, ``constrained`` those with
+    a grammar, and ``logprobs`` those that request log-probabilities. ``top_logprobs`` is the largest number of most
+    likely tokens that one of them requests. Settings with the same ``version`` are equal.
     """
 
     uids: tuple[int, ...]

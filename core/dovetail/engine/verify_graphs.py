@@ -245,8 +245,8 @@ class VerifyGraphs:
     @torch.inference_mode()
     def rehearse(self, key: VerifyKey, layers: int, *, attend: bool = True) -> None:
         """Launch the kernels of the step of ``key``, of the first ``layers`` layers only, and those that sample and
-        verify in the usual ways, in order to note them (see ``ops.triton.ahead``). With ``attend`` False, leave attention
-        out."""
+        verify in the usual ways, in order to note them (see ``ops.triton.ahead``). With ``attend`` False, leave
+        attention out."""
         step = self._planned(key, plan=attend)
         step.tensors.compute(self._inputs)
         logits = self._model.logits(first_layers(self._model, step.batch, layers, attend=attend))

@@ -42,9 +42,9 @@ LAYERS, LAYERS_WITH_WINDOWS = 3, 8
 each other in models that have windows."""
 
 PROMPT_TOKENS = (512, 1, 128, 64, 32, 16)
-"""The numbers of tokens of the prompts whose kernels are noted. Products of up to 128 rows have kernels for each of these
-sizes, which decode steps launch as well: they are noted before the memory is measured, so that they are compiled in that
-time."""
+"""The numbers of tokens of the prompts whose kernels are noted. Products of up to 128 rows have kernels for each of
+these sizes, which decode steps launch as well: they are noted before the memory is measured, so that they are compiled
+in that time."""
 
 VARIANTS = (0, 1)
 
@@ -69,10 +69,10 @@ class WarmUp:
         attend_prefill: bool = True,
         attend_decode: bool = True,
     ) -> None:
-        """The processes that compile start now, unless an earlier engine with such a model has left nothing to
-        compile. All ranks of ``mesh`` call the same methods. ``attend_prefill`` and ``attend_decode`` are True if the
-        attention backend offers attention.rehearsal; otherwise attention is left out of the steps that only note or load
-        kernels, because it would read memory that Triton has not written."""
+        """The processes that compile start now, unless an earlier engine with such a model has left nothing to compile.
+        All ranks of ``mesh`` call the same methods. ``attend_prefill`` and ``attend_decode`` are True if the attention
+        backend offers attention.rehearsal; otherwise attention is left out of the steps that only note or load kernels,
+        because it would read memory that Triton has not written."""
         self._mesh = mesh
         self._attend_prefill, self._attend_decode = attend_prefill, attend_decode
         self._kernel_cache: str | None = None

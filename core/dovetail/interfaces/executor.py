@@ -1,8 +1,8 @@
 """Define how the plans of a scheduler reach the engine: an executor runs them on one or several ranks.
 
 A rank is one device with a model, or with its share of a model. ``RankEngine`` runs plans on one rank. An ``Executor``
-brings every plan to all ranks, in order, and returns the result of rank 0. All ranks get the same plans in the same order
-and take the same decisions, and sampling is deterministic, so their results are the same.
+brings every plan to all ranks, in order, and returns the result of rank 0. All ranks get the same plans in the same
+order and take the same decisions, and sampling is deterministic, so their results are the same.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ if TYPE_CHECKING:
 class ExecutorInfo(NamedTuple):
     """Describe what a scheduler must know of an engine.
 
-    ``num_pages`` counts page 0, which belongs to no request. ``shares_prefixes`` means that rows should be ordered by the
-    prefixes that they share. ``draft_width``, ``tokens_ahead`` and ``must_see_all`` describe the drafter (see
+    ``num_pages`` counts page 0, which belongs to no request. ``shares_prefixes`` means that rows should be ordered by
+    the prefixes that they share. ``draft_width``, ``tokens_ahead`` and ``must_see_all`` describe the drafter (see
     ``interfaces.speculative.Drafter``); ``draft_width`` is 0 without one. ``fails_late`` means that an error of
     ``launch`` can surface in ``wait``, when later plans were made: until a step was waited for, the KV that it computes
     must not be given to other requests.
@@ -51,8 +51,8 @@ class ExecutorInfo(NamedTuple):
 
 class WarmUpProgress(NamedTuple):
     """Count the Triton kernels that were found to be needed and those of them that are compiled or could not be
-    compiled ahead, and the graphs that are captured, missing or refused because their capture failed. Graphs of kinds of steps that have not occurred are
-    not missing."""
+    compiled ahead, and the graphs that are captured, missing or refused because their capture failed. Graphs of kinds
+    of steps that have not occurred are not missing."""
 
     kernels: int = 0
     kernels_compiled: int = 0
@@ -70,9 +70,9 @@ class StepVerbs(ABC):
     """Run plans, in the order of their numbers. Not thread-safe.
 
     The order of calls for plan N is ``propose`` (if the step can have drafts), ``launch``, ``sample``, ``wait``, and
-    ``observe`` (if the step can have drafts). Under overlap ``launch`` of plan N + 1 comes before ``wait`` of plan N. Each
-    method may raise what the engine raises; the step has failed then, and no further method is called for its plan. The
-    next plan runs as usual: if ``launch`` has raised, it brings the page updates of the failed step again.
+    ``observe`` (if the step can have drafts). Under overlap ``launch`` of plan N + 1 comes before ``wait`` of plan N.
+    Each method may raise what the engine raises; the step has failed then, and no further method is called for its
+    plan. The next plan runs as usual: if ``launch`` has raised, it brings the page updates of the failed step again.
 
     No method changes a plan. The arrays of a plan do not change until the step was waited for, and
     ``AdmittedRequest.token_ids`` only grows.
@@ -157,8 +157,8 @@ class StepVerbs(ABC):
 class RankEngine(StepVerbs):
     """Run plans on one rank, in the process of that rank.
 
-    The ranks compute together. Every decision about a step (which graph runs it, what is captured) must therefore follow
-    from the plans alone, and not from the time or the memory of one rank.
+    The ranks compute together. Every decision about a step (which graph runs it, what is captured) must therefore
+    follow from the plans alone, and not from the time or the memory of one rank.
     """
 
     @abstractmethod
@@ -203,9 +203,9 @@ class Executor(StepVerbs):
     """Run plans on all ranks.
 
     An executor may return before the ranks have done the work of a call. What they raise then surfaces in a later call:
-    an error of ``launch`` or ``sample`` at the latest in ``wait`` for the same plan (``info.fails_late``), and an error of ``observe`` or
-    ``forget`` in a later call of ``propose``, ``observe`` or ``forget``. If an error of ``launch`` surfaces later, the
-    executor itself repeats the page updates of the failed step before those of the next one.
+    an error of ``launch`` or ``sample`` at the latest in ``wait`` for the same plan (``info.fails_late``), and an error
+    of ``observe`` or ``forget`` in a later call of ``propose``, ``observe`` or ``forget``. If an error of ``launch``
+    surfaces later, the executor itself repeats the page updates of the failed step before those of the next one.
 
     - If all ranks raise in a step, the executor raises this error, or one whose text names its class and its first line.
       The step has failed, and later steps run.

@@ -22,9 +22,10 @@ class Collectives(ABC):
 
     All ranks must call the same methods in the same order, with arguments of the same shapes and dtypes. Results have
     the same bits on all ranks, because the ranks take decisions (such as sampling) from them without comparing them.
-    Tensors may have no rows. The methods that take tensors run on the current stream, do not wait for the device, and can be captured in CUDA
-    graphs. ``agree`` and ``min`` wait for all ranks on the host. Every wait has a deadline: when it has passed, or when
-    a rank is lost, the method raises ``RankLostError`` (in CUDA graphs, the device reports the error later).
+    Tensors may have no rows. The methods that take tensors run on the current stream, do not wait for the device, and
+    can be captured in CUDA graphs. ``agree`` and ``min`` wait for all ranks on the host. Every wait has a deadline:
+    when it has passed, or when a rank is lost, the method raises ``RankLostError`` (in CUDA graphs, the device reports
+    the error later).
     """
 
     rank: int

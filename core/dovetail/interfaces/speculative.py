@@ -253,8 +253,8 @@ class Drafter(ABC):
         requests.
 
         The loop calls this after it has committed a step in which drafts could have been requested. The text of row r
-        is now ``batch.reqs[r].token_ids[: committed.known_lens[r]]``, which includes the accepted tokens. Steps that run
-        without the drafter, because drafts do not pay at that load, are not observed, so tokens of a request can be
+        is now ``batch.reqs[r].token_ids[: committed.known_lens[r]]``, which includes the accepted tokens. Steps that
+        run without the drafter, because drafts do not pay at that load, are not observed, so tokens of a request can be
         missing between two calls.
 
         A request that has ended (``committed.ended[r]``) may be in ``batch``. Its pages have not been given to another

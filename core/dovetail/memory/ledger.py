@@ -116,9 +116,9 @@ class PageLedger:
         return pages
 
     def share(self, req: Req, length: int) -> None:
-        """Offer the request's full pages of its first ``length`` tokens to the prefix cache. Steps that
-        were launched must compute their KV. Where the cache already had a page for these tokens, the request reads that page
-        from now on and frees its own."""
+        """Offer the request's full pages of its first ``length`` tokens to the prefix cache. Steps that were launched
+        must compute their KV. Where the cache already had a page for these tokens, the request reads that page from now
+        on and frees its own."""
         count = min(length, req.known_len) // self.page_size
         if count <= req.shared_pages:
             return

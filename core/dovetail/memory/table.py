@@ -16,8 +16,9 @@ PADDING_SLOT = 0
 class RequestTable:
     """Keep the slots of running requests and their page tables, on the host.
 
-    ``pages`` is int32 ``[groups, slots, max_pages]``, the memory that the constructor was given. Every change is also recorded, so that ``take_updates`` can
-    return the difference since the last step, which the engine sends to the device. Slot 0 belongs to padding rows.
+    ``pages`` is int32 ``[groups, slots, max_pages]``, the memory that the constructor was given. Every change is also
+    recorded, so that ``take_updates`` can return the difference since the last step, which the engine sends to the
+    device. Slot 0 belongs to padding rows.
     """
 
     def __init__(self, pages: IntArray) -> None:

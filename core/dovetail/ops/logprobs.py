@@ -13,8 +13,8 @@ def chosen_and_top(
     ``[n]``) to ``chosen`` (float32 ``[n]``), and of the ``k`` most likely tokens, in descending order, to ``top``
     (float32 ``[n, k]``), with the ids of these tokens in ``top_ids`` (int64 ``[n, k]``).
 
-    ``k`` is at least 1 and at most ``V``. Which of several equal logits are listed is not defined. On CUDA nothing waits
-    for the device, so that a graph may be captured.
+    ``k`` is at least 1 and at most ``V``. Which of several equal logits are listed is not defined. On CUDA nothing
+    waits for the device, so that a graph may be captured.
     """
     if logits.device.type == "cuda":
         from dovetail.ops.triton.logprobs import chosen_and_top as kernel

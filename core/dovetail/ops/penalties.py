@@ -2,8 +2,8 @@
 takes one kernel on CUDA, and torch elsewhere.
 
 A table of counts is int32 ``[slots, V]``. An entry is twice the number of times that the token is in the output of the
-slot's request, plus 1 if the token is in its prompt. Settings are float32 ``[n, 3]``: repetition, presence and frequency
-penalty of each row. The values that switch them off are 1, 0 and 0.
+slot's request, plus 1 if the token is in its prompt. Settings are float32 ``[n, 3]``: repetition, presence and
+frequency penalty of each row. The values that switch them off are 1, 0 and 0.
 """
 
 from __future__ import annotations

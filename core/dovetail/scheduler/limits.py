@@ -15,10 +15,10 @@ class SchedulerLimits:
 
     ``reuses_prefixes`` is true if the prefix cache keeps anything. ``fails_late`` is that of ``ExecutorInfo``.
     ``draft_width`` is the drafter's ``max_draft_tokens``, 0 without a drafter. With ``adapt_drafts`` a request gets
-    fewer drafts if few of them are accepted. Drafts whose probability is below ``min_draft_probability`` are not verified. With ``shared_prefixes`` the
-    rows of decode batches are ordered by the prefixes that they share, and ``Batch.shared`` is filled. ``embeds`` is
-    true if the model offers model.embed. Groups and sessions keep prefixes locked for ``pin_seconds``, at most
-    ``pin_pages`` pages in all.
+    fewer drafts if few of them are accepted. Drafts whose probability is below ``min_draft_probability`` are not
+    verified. With ``shared_prefixes`` the rows of decode batches are ordered by the prefixes that they share, and
+    ``Batch.shared`` is filled. ``embeds`` is true if the model offers model.embed. Groups and sessions keep prefixes
+    locked for ``pin_seconds``, at most ``pin_pages`` pages in all.
     """
 
     max_running: int

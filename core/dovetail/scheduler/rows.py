@@ -21,10 +21,10 @@ class DecodeRows:
     ``reqs``, ``slots``, ``prefix_lens``, ``ones``, ``samples`` and ``draft_limits`` are put into plans without a copy
     and are never written to afterwards: plans with the same ``version`` have the same rows. ``constrained`` is True if
     one of the requests has a grammar. ``prefix_lens`` follows the requests' cursors: it is the number of tokens before
-    the one that enters the next step. ``ends`` are the lengths at which the requests end, and ``capacity`` is the number
-    of tokens for which each row has pages. Every row can take at least ``steps_left`` more tokens and has pages for at least ``spare`` more. These two
-    numbers are lower bounds, which can be updated without reading the arrays; ``recount_steps`` and ``recount_spare``
-    make them exact.
+    the one that enters the next step. ``ends`` are the lengths at which the requests end, and ``capacity`` is the
+    number of tokens for which each row has pages. Every row can take at least ``steps_left`` more tokens and has pages
+    for at least ``spare`` more. These two numbers are lower bounds, which can be updated without reading the arrays;
+    ``recount_steps`` and ``recount_spare`` make them exact.
     """
 
     __slots__ = (

@@ -1,8 +1,8 @@
 """Compile Triton kernels before they are first launched, in other processes.
 
 Which kernels a step needs is not listed anywhere: the step is run once while this module notes the kernels instead of
-launching them. Kernels that Triton's cache does not have are then compiled by processes (``compile_worker``), on as many
-processors as there are. If a kernel is launched while a process compiles it, the launch waits for the process.
+launching them. Kernels that Triton's cache does not have are then compiled by processes (``compile_worker``), on as
+many processors as there are. If a kernel is launched while a process compiles it, the launch waits for the process.
 """
 
 from __future__ import annotations
@@ -92,8 +92,8 @@ class KernelsAhead:
     """Compile the kernels that are noted. Noting and loading are for one thread; kernels may be launched by any thread.
 
     A hook in Triton sees which kernels are about to be compiled. It is in place until everything that was noted before
-    ``release`` is compiled. If something else in this process has such a hook, ``is_active`` is False and nothing can be
-    noted.
+    ``release`` is compiled. If something else in this process has such a hook, ``is_active`` is False and nothing can
+    be noted.
     """
 
     def __init__(self, capability: int, what: str, processes: int) -> None:

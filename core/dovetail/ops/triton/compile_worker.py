@@ -1,7 +1,7 @@
 """Compile Triton kernels into Triton's cache, in processes that need no device.
 
-torch is not imported, because that takes seconds in which nothing is compiled: modules with kernels get a stand-in, which
-is enough to import them. If a module needs more, its kernels are compiled by the engine.
+torch is not imported, because that takes seconds in which nothing is compiled: modules with kernels get a stand-in,
+which is enough to import them. If a module needs more, its kernels are compiled by the engine.
 
 ``main`` reads one task per line from its standard input, and has processes compile them that it forks once everything
 is imported. It writes one line for each finished task to its standard output, and ends with its standard input.

@@ -80,8 +80,8 @@ def tiling(row_bytes: int, key_bytes: int, tiles: int, processors: int, *, long:
 
     If there are few tiles, each runs alone on a multiprocessor and reads far ahead. If there are many, several tiles
     share one. If there are very few, they leave shared memory to the next kernel, a product that has begun to fetch its
-    weights. With ``long``, contexts are long enough that reading them faster gains more. Measured on an H200; the case of
-    very few tiles was measured within whole steps.
+    weights. With ``long``, contexts are long enough that reading them faster gains more. Measured on an H200; the case
+    of very few tiles was measured within whole steps.
     """
     if row_bytes > 2048:
         return DecodeTile(16, 1, 4)

@@ -8,15 +8,15 @@ no barrier is needed. The thread that has received a word writes ``EMPTY`` back.
 built on the same idea, with three buffers for a whole message.)
 
 Why two slots are enough: a peer writes to a slot again two uses later. It does so in a kernel that starts after its
-previous use has ended, and that use needed what this rank sends in the use after the one that emptied the slot. Each use
-of a channel is therefore in a different kernel, and kernels of all ranks run in the same order. The number of uses of
-each channel is counted on the device, because CUDA graphs replay these kernels.
+previous use has ended, and that use needed what this rank sends in the use after the one that emptied the slot. Each
+use of a channel is therefore in a different kernel, and kernels of all ranks run in the same order. The number of uses
+of each channel is counted on the device, because CUDA graphs replay these kernels.
 
 Sums are taken in the order of the ranks, in float32, rounded once, so that all ranks get the same bits. For two ranks
 the order does not matter.
 
-Two ranks send the same number of bytes in one shot and in two. More ranks send less in two. A row has a program with one
-thread for 16 bytes of it. Fewer threads, and programs that send several rows ahead, were slower at every size.
+Two ranks send the same number of bytes in one shot and in two. More ranks send less in two. A row has a program with
+one thread for 16 bytes of it. Fewer threads, and programs that send several rows ahead, were slower at every size.
 
 Programs wait for the programs with the same number on other ranks, and send everything that those wait for first. A
 grid that does not fit on a device is correct as long as programs start in the order of their numbers. A wait that takes
