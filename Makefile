@@ -4,14 +4,21 @@ PYTHON ?= python3
 # Without a GPU its thousands of tests are left out, where they would be collected by each worker and skipped one by one.
 NO_GPU := $(if $(wildcard /dev/nvidia[0-9]*),,--ignore tests/gpu)
 
-.PHONY: serve test fuzz lint check setup clean
+.PHONY: serve test test-full run-tests fuzz lint check setup clean
 
 serve: setup
 	$(BIN)/dovetail serve
 
-test: setup
-	$(BIN)/python -m pytest -n 3 --dist loadscope --no-loadscope-reorder -q --ignore tests/triton $(NO_GPU)
-	TRITON_INTERPRET=1 $(BIN)/python -m pytest -n 2 -p no:schemathesis -q tests/triton
+# What a newcomer runs: less than twenty minutes on two cores.
+test: WHICH := -m "not full"
+test: run-tests
+
+# With the sweeps over every model and feature.
+test-full: run-tests
+
+run-tests: setup
+	$(BIN)/python -m pytest -n 3 --dist loadscope --no-loadscope-reorder -q $(WHICH) --ignore tests/triton $(NO_GPU)
+	TRITON_INTERPRET=1 $(BIN)/python -m pytest -n 2 -p no:schemathesis -q $(WHICH) tests/triton
 
 # The properties once more, with examples of their own every time and more of them.
 fuzz: setup
