@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
+from dovetail.atomic_files import write_atomically
 from dovetail.bench.html import render
 from dovetail.bench.metrics import SampleSummary, values
 from dovetail.bench.records import RunRecord
@@ -32,8 +33,7 @@ class Figure:
 
 def write_page(report: BenchReport, file: Path) -> None:
     """Write the page to ``file``."""
-    file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text(page(report), encoding="utf-8")
+    write_atomically(file, page(report))
 
 
 def page(report: BenchReport) -> str:

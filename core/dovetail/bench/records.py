@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from dovetail.atomic_files import write_atomically
 from dovetail.errors import ConfigError
 
 SCHEMA_VERSION = 1
@@ -228,8 +229,7 @@ class RunRecord(Data):
 
 def write_json(data: BaseModel, file: Path) -> None:
     """Write ``data`` to ``file`` so that ``read_record`` or ``model_validate_json`` can read it again."""
-    file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text(data.model_dump_json(indent=1) + "\n", encoding="utf-8")
+    write_atomically(file, data.model_dump_json(indent=1) + "\n")
 
 
 def read_record(file: Path) -> RunRecord:

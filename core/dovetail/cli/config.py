@@ -59,4 +59,6 @@ def _write(text: str, output: Path | None) -> None:
     if output is None:
         typer.echo(text, nl=False)
     else:
-        output.write_text(text, encoding="utf-8")
+        from dovetail.atomic_files import write_atomically
+
+        write_atomically(output, text)

@@ -8,6 +8,7 @@ from typing import Any
 
 import yaml
 
+from dovetail.atomic_files import write_atomically
 from dovetail.bench.html import render
 from dovetail.experiment import words
 from dovetail.experiment.plots import plots
@@ -26,7 +27,7 @@ _FORMATTERS: tuple[Callable[..., Any], ...] = (
 
 def write_html(experiment: ExperimentRecord, file: Path) -> None:
     """Write the page. If matplotlib is missing, raise ``ConfigError`` with the command that installs it (``plots.ensure``)."""
-    file.write_text(html(experiment), encoding="utf-8")
+    write_atomically(file, html(experiment))
 
 
 def html(experiment: ExperimentRecord) -> str:

@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from dovetail.atomic_files import write_atomically
 from dovetail.errors import ConfigError
 
 SCHEMA_VERSION = 1
@@ -246,7 +247,7 @@ class ExperimentRecord(StoredRecord):
 
     def write(self, file: Path) -> None:
         """Write the experiment as JSON."""
-        file.write_text(self.model_dump_json(indent=2) + "\n", encoding="utf-8")
+        write_atomically(file, self.model_dump_json(indent=2) + "\n")
 
 
 def overall(comparisons: tuple[Comparison, ...]) -> Verdict:

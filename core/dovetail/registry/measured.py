@@ -17,6 +17,7 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
+from dovetail.atomic_files import locked, write_atomically
 from dovetail.config import Config
 from dovetail.errors import ConfigError
 from dovetail.interfaces.model import ModelInfo
@@ -128,14 +129,13 @@ def _first(error: OSError | ValidationError) -> str:
 
 
 def add_records(file: Path, added: Iterable[MeasuredRecord]) -> None:
-    """Write records. They replace older records of the same slot, pair, device, model and workload."""
+    """Write records. They replace older records of the same slot, pair, device, model and workload. Several processes may
+    call this at the same time."""
     new = list(added)
     replaced = {_comparison(record) for record in new}
-    kept = [record for record in read_records(file) if _comparison(record) not in replaced]
-    file.parent.mkdir(parents=True, exist_ok=True)
-    part = file.with_name(f"{file.name}.{os.getpid()}")
-    part.write_text(TuningFile(records=(*kept, *new)).model_dump_json(indent=2) + "\n", encoding="utf-8")
-    part.replace(file)
+    with locked(file):
+        kept = [record for record in read_records(file) if _comparison(record) not in replaced]
+        write_atomically(file, TuningFile(records=(*kept, *new)).model_dump_json(indent=2) + "\n")
 
 
 def _comparison(record: MeasuredRecord) -> tuple[object, ...]:

@@ -14,6 +14,7 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
+from dovetail.atomic_files import write_atomically
 from dovetail.registry.installed import RegisteredComponent
 from dovetail.registry.places import data_folder
 
@@ -116,9 +117,8 @@ def folder() -> Path:
 def store(report: CheckReport) -> Path:
     """Write ``<distribution>.json`` and ``.txt`` over older ones. Returns the path of the first."""
     path = _path(report.distribution)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(report.model_dump_json(indent=1), encoding="utf-8")
-    path.with_suffix(".txt").write_text(report.text(), encoding="utf-8")
+    write_atomically(path, report.model_dump_json(indent=1))
+    write_atomically(path.with_suffix(".txt"), report.text())
     return path
 
 

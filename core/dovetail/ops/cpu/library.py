@@ -1,7 +1,8 @@
 """Build ``kernels.cpp`` on the machine that runs it, once, and load it.
 
 The library is kept in ``$XDG_CACHE_HOME/dovetail`` (``~/.cache/dovetail``) under a name made of its source, the
-compiler and the processor. It needs Linux and g++. Its OpenMP is the one that torch has loaded: a second OpenMP in the
+compiler and the processor, with its digest beside it. A library that does not match its digest is built again, because
+loading an incomplete one would end the process with SIGBUS. It needs Linux and g++. Its OpenMP is the one that torch has loaded: a second OpenMP in the
 process would compete with it for the cores.
 """
 
@@ -16,9 +17,10 @@ import platform
 import shutil
 import subprocess
 import sys
-import tempfile
 from pathlib import Path
 from typing import NamedTuple
+
+from dovetail.atomic_files import has_digest, locked, replacement, write_digest
 
 log = logging.getLogger(__name__)
 
@@ -54,21 +56,17 @@ def _built() -> Path:
     version = _run([compiler, "--version"]).splitlines()[0]
     parts = (SOURCE.read_text(encoding="utf-8"), version, *FLAGS, platform.machine(), _processor())
     target = cache_dir() / f"kernels-{hashlib.sha256('|'.join(parts).encode()).hexdigest()[:16]}.so"
-    if not target.is_file():
-        _compile(compiler, target)
+    if not has_digest(target):
+        with locked(target):
+            if not has_digest(target):  # another process may have built it meanwhile
+                _compile(compiler, target)
     return target
 
 
 def _compile(compiler: str, target: Path) -> None:
-    target.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-    # renamed when complete, because other processes may build it at the same time
-    handle, name = tempfile.mkstemp(suffix=".so", dir=target.parent)
-    os.close(handle)
-    try:
-        _run([compiler, *FLAGS, str(SOURCE), "-o", name])
-        os.replace(name, target)
-    finally:
-        Path(name).unlink(missing_ok=True)
+    with replacement(target) as draft:
+        _run([compiler, *FLAGS, str(SOURCE), "-o", str(draft)])
+    write_digest(target)
 
 
 def _run(command: list[str]) -> str:
