@@ -140,6 +140,7 @@ class EngineStats(msgspec.Struct, tag=True, frozen=True):
     draft_steps: int = 0  # number of steps in which drafts were verified
     verify_steps: int = 0  # sum over these steps of the number of requests that had drafts
     drafter_errors: int = 0
+    policy_errors: int = 0
     jumped_tokens: int = 0
     pins_taken: int = 0
     pins_dropped: int = 0  # dropped, or never taken, because memory was short or the limit was reached

@@ -21,8 +21,10 @@ from dovetail.engine.build import as_module
 from dovetail.engine.progress import bytes_progress
 from dovetail.engine.shards import StoredTensor, stored_tensors
 from dovetail.engine.weights import build_model, load_weights
-from dovetail.errors import WeightsError
+from dovetail.errors import PluginLoadError, WeightsError
+from dovetail.interfaces.attention import AttentionLayer
 from dovetail.interfaces.cache import CacheGroup
+from dovetail.interfaces.features import Feature
 from dovetail.interfaces.mesh import Mesh
 from dovetail.interfaces.model import ModelArchitecture, ModelInfo, WeightTarget
 from dovetail.layers.embedding import Embedding
@@ -96,6 +98,28 @@ def assert_filled(model: ModelArchitecture, tensors: dict[str, torch.Tensor]) ->
     assert state["norm.weight"].equal(given["norm"])
     assert state["pair.weight"].equal(torch.cat((given["a.weight"], given["b.weight"])))
     assert state["pair.bias"].equal(torch.cat((given["a.bias"], given["b.bias"])))
+
+
+@pytest.mark.parametrize(
+    ("constants", "feature"),
+    [
+        ({"window": 8}, Feature.ATTN_SLIDING_WINDOW),
+        ({"soft_cap": 30.0}, Feature.ATTN_SOFT_CAP),
+        ({"sinks": torch.zeros(1)}, Feature.ATTN_SINKS),
+    ],
+)
+def test_a_layer_that_needs_what_its_model_does_not_declare_is_refused(constants: dict, feature: Feature) -> None:
+    class Needy(Toy):
+        def __init__(self, info: ModelInfo, mesh: Mesh) -> None:
+            super().__init__(info, mesh)
+            self.inner = nn.Module()
+            self.inner.layers = [AttentionLayer(0, 1.0), AttentionLayer(1, 1.0, **constants)]
+
+    with pytest.raises(
+        PluginLoadError, match=rf"Needy \(Toy\) .*{feature}, which its layer inner.layers \(layer_id 1\)"
+    ):
+        build_model(Needy, INFO, CPU, torch.float32)
+    assert build_model(Needy, replace(INFO, needs=frozenset({feature})), CPU, torch.float32)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -7,6 +7,7 @@ import itertools
 import signal
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import engine_models as models
 import numpy as np
@@ -338,6 +339,40 @@ def test_a_broken_drafter_costs_its_drafts_only(checkpoint, reference, how):
     check_idle(llm)
 
 
+class Immodest(TreeDrafter):
+    """Draft for every row as many tokens as ``max_draft_tokens``, regardless of its limit."""
+
+    def propose(self, batch):
+        ids = np.full((len(batch.slots), self.width), 3, np.int32)
+        return DraftTree.chains(ids, np.full(len(ids), self.width, np.int32))
+
+
+@pytest.mark.parametrize(
+    ("drafter", "says"),
+    [(TreeDrafter(width=4, right=0.8), "offers draft.chain only"), (Immodest(width=9), "limits are")],
+)
+def test_drafts_are_cut_to_what_the_drafter_declares(checkpoint, reference, monkeypatch, caplog, drafter, says):
+    """Attention gets neither a tree from a drafter of chains nor more drafts than pages were reserved for."""
+    llm = make_llm(checkpoint, **paged(1, 230, scheduler={"chunk_size": 20}))
+    prompts, plans, scheduler = prompts_of([30, 9, 14, 22, 3]), [], llm.loop.scheduler
+    attach = scheduler.attach
+    monkeypatch.setattr(scheduler, "attach", lambda plan, tree: (attach(plan, tree), plans.append(plan))[0])
+    drafter.learn(llm.generate(prompts, GREEDY))
+    with drafting(llm, drafter):
+        scheduler.limits = replace(scheduler.limits, draft_trees=False)
+        for output, prompt in zip(llm.generate(prompts, GREEDY), prompts, strict=True):
+            assert output.token_ids == reference.greedy(tuple(prompt), 16)
+        scheduler.limits = replace(scheduler.limits, draft_trees=True)
+    drafted = [plan for plan in plans if plan.drafts is not None]
+    assert drafted
+    assert all(plan.drafts.is_chain and (plan.drafts.lens <= plan.draft_limits).all() for plan in drafted)
+    assert llm.loop.drafter_errors > 1
+    logged = [record.getMessage() for record in caplog.records if "the drafter returned" in record.getMessage()]
+    assert len(logged) == 1
+    assert says in logged[0]
+    check_idle(llm)
+
+
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), SystemExit(3)], ids=["Ctrl-C", "exit"])
 @pytest.mark.parametrize(
@@ -366,13 +401,11 @@ def test_an_interrupt_in_a_drafter_costs_its_drafts_only(
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize(
     ("part", "call"),
-    [("order", 1), ("order", 2), ("match", 1), ("match", 3), ("insert", 1), ("insert", 3), ("lock", 2), ("unlock", 2)],
+    [("match", 1), ("match", 3), ("insert", 1), ("insert", 3), ("lock", 2), ("unlock", 2)],
 )
-def test_a_policy_or_cache_that_raises_ends_the_engine_with_a_clear_error(checkpoint, monkeypatch, part, call, overlap):
+def test_a_cache_that_raises_ends_the_engine_with_a_clear_error(checkpoint, monkeypatch, part, call, overlap):
     llm = make_llm(checkpoint, **paged(1, scheduler={"max_running": 2, "overlap": overlap}))
-    scheduler = llm.loop.scheduler
-    owner = scheduler._admission.policy if part == "order" else scheduler.ledger.cache
-    raise_at(monkeypatch, owner, part, call)
+    raise_at(monkeypatch, llm.loop.scheduler.ledger.cache, part, call)
     with pytest.raises(EngineDeadError, match="RuntimeError: out of luck") as caught:
         llm.generate(prompts_of([30, 9, 14, 22, 3]), GREEDY)
     assert "policy 'lpm'" in str(caught.value) or "policy 'fcfs'" in str(caught.value)
@@ -381,8 +414,39 @@ def test_a_policy_or_cache_that_raises_ends_the_engine_with_a_clear_error(checkp
         llm.generate([1, 2, 3], GREEDY)
 
 
-def test_a_policy_that_loses_requests_is_caught(checkpoint, monkeypatch):
-    llm = make_llm(checkpoint)
-    monkeypatch.setattr(llm.loop.scheduler._admission.policy, "order", lambda waiting, running: [])
-    with pytest.raises(EngineDeadError, match="it must return all of them"):
-        llm.generate([1, 2, 3], GREEDY)
+def never(waiting, running):
+    raise KeyError("max_new_tokens")
+
+
+BROKEN_ORDERS = {
+    "raises": never,
+    "loses": lambda waiting, running: waiting[1:],
+    "doubles": lambda waiting, running: waiting[:1] * len(waiting) + waiting[:1],
+    "invents": lambda waiting, running: [replace(req) for req in waiting],
+    "empties the queue": lambda waiting, running: waiting.clear(),
+    "returns None": lambda waiting, running: None,
+}
+
+
+@pytest.mark.parametrize("how", BROKEN_ORDERS)
+def test_a_broken_policy_costs_its_order_only(checkpoint, reference, monkeypatch, caplog, how):
+    """Requests are admitted first come first served, the traceback is logged once, and every failure is counted."""
+    llm = make_llm(checkpoint, **paged(1, scheduler={"max_running": 2}))
+    monkeypatch.setattr(llm.loop.scheduler._admission.guard.policy, "order", BROKEN_ORDERS[how])
+    prompts = prompts_of([30, 9, 14, 22, 3])
+    for output, prompt in zip(llm.generate(prompts, GREEDY), prompts, strict=True):
+        assert output.token_ids == reference.greedy(tuple(prompt), 16)
+    assert llm.loop.stats().policy_errors > 1
+    logged = [record for record in caplog.records if "the policy" in record.message]
+    assert len(logged) == 1
+    assert logged[0].exc_info
+    check_idle(llm)
+
+
+@pytest.mark.parametrize("call", [1, 2])
+def test_a_policy_that_raises_once_orders_again_afterwards(checkpoint, monkeypatch, call):
+    llm = make_llm(checkpoint, **paged(1, scheduler={"max_running": 2}))
+    raise_at(monkeypatch, llm.loop.scheduler._admission.guard.policy, "order", call)
+    assert len(llm.generate(prompts_of([30, 9, 14, 22, 3]), GREEDY)) == 5
+    assert llm.loop.stats().policy_errors == 1
+    check_idle(llm)

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
+from dovetail.engine.declared import check_declared
 from dovetail.errors import WeightsError
 from dovetail.interfaces.mesh import SINGLE, Mesh
 from dovetail.interfaces.model import ModelArchitecture, ModelInfo, TensorShare, WeightTarget
@@ -25,10 +26,11 @@ def build_model(
     model_class: ModelClass, info: ModelInfo, device: torch.device, dtype: torch.dtype, mesh: Mesh = SINGLE
 ) -> ModelArchitecture:
     """Build this rank's share of ``model_class`` for ``info`` on ``device`` in ``dtype``, for inference. Its weights
-    are not loaded."""
+    are not loaded. Raises ``PluginLoadError`` if its attention layers need features that ``info`` does not declare."""
     with torch.device(device), _default_dtype(dtype):
         model = model_class(info, mesh)
     as_module(model).eval().requires_grad_(False)
+    check_declared(as_module(model), info)
     return model
 
 

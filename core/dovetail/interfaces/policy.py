@@ -25,6 +25,8 @@ class SchedulePolicy(ABC):
     """Decide which waiting request the scheduler admits next.
 
     A policy must not starve any request: under a finite stream of requests, every request becomes the first eventually.
+    If ``order`` raises, or returns anything but a permutation, the scheduler logs and counts it, and admits the requests
+    of that step first come first served.
     """
 
     def __init__(self, config: BaseModel, context: PolicyContext) -> None:

@@ -238,7 +238,8 @@ class Drafter(ABC):
         """Return drafts for the decode rows ``[num_extend, rows)`` of ``batch``, or None if no row gets a draft.
 
         The loop calls this after the batch was scheduled and before its forward pass. Row r gets at most
-        ``batch.draft_limits[r]`` drafts (the array is read-only); the pages of these drafts are reserved.
+        ``batch.draft_limits[r]`` drafts (the array is read-only); the pages of these drafts are reserved. Further drafts,
+        and siblings from a drafter that does not offer ``draft.tree``, are cut off and counted as an error.
 
         The text of decode row r is ``batch.reqs[r].token_ids[: batch.prefix_lens[r] + 1]``; the host knows all of these
         tokens. The target's KV of all of them but the last is in the pool. Later entries of ``token_ids`` may hold

@@ -86,6 +86,7 @@ def build_scheduler(
         wait_for_prefix=section.wait_for_prefix,
         shared_prefixes=engine.shares_prefixes,
         draft_width=engine.draft_width,
+        draft_trees=resolved.drafter is None or Feature.DRAFT_TREE in resolved.drafter.spec.offers,
         fails_late=engine.fails_late,
         adapt_drafts=section.draft == "adaptive",
         min_draft_probability=section.min_draft_probability,

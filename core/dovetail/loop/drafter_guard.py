@@ -27,6 +27,7 @@ class DrafterGuard:
         """``failures`` checks for every error whether the device is lost, and keeps interrupts until the step is
         over."""
         self.errors = 0
+        self._has_exceeded = False
         self._executor, self._scheduler, self._failures = executor, scheduler, failures
 
     def propose(self, plan: StepPlan) -> None:
@@ -40,9 +41,12 @@ class DrafterGuard:
         if drafts is None:
             return
         try:
-            self._scheduler.attach(plan, drafts)
+            excess = self._scheduler.attach(plan, drafts)
         except Exception as error:
             self._failed(error, consequence)
+            return
+        if excess:
+            self._exceeded(excess)
 
     def observe(self, plan: StepPlan) -> None:
         """Show the drafter what the step that was committed last accepted."""
@@ -60,6 +64,15 @@ class DrafterGuard:
                 self._executor.forget((request,))
             except BaseException as error:
                 self._caught(error, f"it may keep the state of request {request.uid}")
+
+    def _exceeded(self, excess: str) -> None:
+        """Count drafts that were cut to what the drafter has declared, and log the first."""
+        self.errors += 1
+        if not self._has_exceeded:
+            self._has_exceeded = True
+            log.error(
+                "the drafter returned %s; they were cut to what it declared (logged once, counted always)", excess
+            )
 
     def _caught(self, error: BaseException, consequence: str) -> None:
         if isinstance(error, Exception):

@@ -44,8 +44,8 @@ class Loop:
     """Drive one engine: take messages, make steps, return answers. Single-threaded.
 
     An error in the engine ends the requests of its step. An error in the drafter costs a step its drafts, and an error
-    in a grammar matcher ends the matcher's request. After an error or an interrupt in the scheduler (or in its policy
-    or prefix cache) the scheduler's state is unknown, and some errors mean that the device is lost. In both cases the
+    in a grammar matcher ends the matcher's request. An error in the policy costs a step the policy's order. After an
+    error or an interrupt in the scheduler (or in its prefix cache) the scheduler's state is unknown, and some errors mean that the device is lost. In both cases the
     loop is ``dead``, and ``handle``, ``step`` and ``idle`` raise ``EngineDeadError`` from then on.
     """
 

@@ -36,6 +36,7 @@ def stats_of(
         draft_steps=totals.draft_steps,
         verify_steps=totals.verify_steps,
         drafter_errors=drafter_errors,
+        policy_errors=totals.policy_errors,
         jumped_tokens=totals.jumped_tokens,
         pins_taken=totals.pins_taken,
         pins_dropped=totals.pins_dropped,

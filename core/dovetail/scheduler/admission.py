@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from dovetail.interfaces.cache import Match
 from dovetail.scheduler.groups import group_adjacent
 from dovetail.scheduler.outcome import prompt_scored
+from dovetail.scheduler.policy_guard import PolicyGuard
 from dovetail.scheduler.waits import PrefixWaits
 
 if TYPE_CHECKING:
@@ -38,7 +39,7 @@ class Admission:
     ) -> None:
         self.limits = limits
         self.ledger = ledger
-        self.policy = policy
+        self.guard = PolicyGuard(policy, totals)
         self.totals = totals
         self._plans, self._groups = plans, groups
         self._waits = PrefixWaits(ledger.page_size, only_groups=not limits.wait_for_prefix, ahead=ledger.tokens_ahead)
@@ -108,12 +109,8 @@ class Admission:
         fresh = [r for r in ready if not r.num_retractions]
         if not fresh:
             return retracted
-        ordered = self.policy.order(fresh, running)
-        if len(ordered) != len(fresh):
-            raise ValueError(
-                f"the policy was given {len(fresh)} requests and returned {len(ordered)}; it must return all of them"
-            )
-        return retracted + (group_adjacent(ordered) if any(req.group for req in fresh) else ordered)
+        ordered = self.guard.order(fresh, running)
+        return retracted + (group_adjacent(ordered) if any(req.group for req in ordered) else ordered)
 
     def _match(self, req: Req) -> Match:
         """Return the cached prefix of ``req``. The prefix ends before the last token, whose logits are needed, and

@@ -12,12 +12,11 @@ if TYPE_CHECKING:
     from dovetail.types import BoolArray, FloatArray, StepPlan
 
 
-def checked(plan: StepPlan, drafts: DraftTree, vocab_size: int, min_probability: float = 0.0) -> DraftTree | None:
-    """Return ``drafts`` cut to the width of the longest row, without ``probs``; None if no row has a draft.
+def within_declared(plan: StepPlan, drafts: DraftTree, *, trees: bool) -> tuple[DraftTree, str]:
+    """Return ``drafts`` cut to what the drafter has declared, and a text about what was cut ("" for nothing).
 
-    Drafts below ``min_probability`` are left out together with their descendants. Entries beyond the length of a row
-    have token 0 and a parent that comes before them. Raises ``ValueError`` for drafts that break the contract of
-    ``Drafter.propose``.
+    A row keeps its first drafts, up to its limit. Without ``trees`` it keeps them up to the first one that does not
+    follow the draft before it. Raises ``ValueError`` for arrays of wrong shapes.
     """
     rows, limits = len(plan.slots), plan.draft_limits
     lens, ids, parents = drafts.lens, drafts.token_ids, drafts.parents
@@ -28,9 +27,32 @@ def checked(plan: StepPlan, drafts: DraftTree, vocab_size: int, min_probability:
             "allowed: [rows], and [rows, k] twice"
         )
     counts = lens.tolist()
+    if counts and (min(counts) < 0 or max(counts) > ids.shape[1]):
+        raise ValueError(f"draft lens are {counts}; allowed: 0 to k = {ids.shape[1]}")
+    kept, excess = lens, []
+    if True in (lens > limits).tolist():
+        kept = np.minimum(lens, limits)
+        excess.append(f"drafts of {counts} tokens for rows whose limits are {limits.tolist()}")
+    if not trees and not drafts.is_chain:
+        follows = parents == np.arange(-1, parents.shape[1] - 1)
+        kept = np.minimum(kept, np.logical_and.accumulate(follows, axis=1).sum(1, dtype=np.int32))
+        excess.append("draft trees, and it offers draft.chain only")
+    if not excess:
+        return drafts, ""
+    return DraftTree(ids, parents, kept.astype(np.int32), drafts.probs), "; ".join(excess)
+
+
+def checked(plan: StepPlan, drafts: DraftTree, vocab_size: int, min_probability: float = 0.0) -> DraftTree | None:
+    """Return ``drafts``, which are ``within_declared``, cut to the width of the longest row, without ``probs``; None if
+    no row has a draft.
+
+    Drafts below ``min_probability`` are left out together with their descendants. Entries beyond the length of a row
+    have token 0 and a parent that comes before them. Raises ``ValueError`` for drafts that break the contract of
+    ``Drafter.propose``.
+    """
+    lens, ids, parents = drafts.lens, drafts.token_ids, drafts.parents
+    counts = lens.tolist()
     lowest, longest = min(counts), max(counts)
-    if lowest < 0 or longest > ids.shape[1] or True in (lens > limits).tolist():
-        raise ValueError(f"draft lens are {counts}; allowed: up to {limits.tolist()}, and up to k = {ids.shape[1]}")
     if longest == 0:
         return None
     ids = ids[:, :longest]

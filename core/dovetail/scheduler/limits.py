@@ -14,7 +14,8 @@ class SchedulerLimits:
     """Hold the scheduler's limits, which come from the config, the model and the components in use.
 
     ``reuses_prefixes`` is true if the prefix cache keeps anything. ``fails_late`` is that of ``ExecutorInfo``.
-    ``draft_width`` is the drafter's ``max_draft_tokens``, 0 without a drafter. With ``adapt_drafts`` a request gets
+    ``draft_width`` is the drafter's ``max_draft_tokens``, 0 without a drafter; without ``draft_trees`` it drafts chains
+    only. With ``adapt_drafts`` a request gets
     fewer drafts if few of them are accepted. Drafts whose probability is below ``min_draft_probability`` are not
     verified. With ``shared_prefixes`` the rows of decode batches are ordered by the prefixes that they share, and
     ``Batch.shared`` is filled. ``embeds`` is true if the model offers model.embed. Groups and sessions keep prefixes
@@ -31,6 +32,7 @@ class SchedulerLimits:
     fails_late: bool = False
     wait_for_prefix: bool = True
     draft_width: int = 0
+    draft_trees: bool = True
     adapt_drafts: bool = False
     min_draft_probability: float = 0.0
     shared_prefixes: bool = False
@@ -72,4 +74,5 @@ class Totals:
     accepted_tokens: int = 0
     draft_steps: int = 0
     verify_steps: int = 0
+    policy_errors: int = 0
     jumped_tokens: int = 0

@@ -21,7 +21,7 @@ from dovetail.errors import QueueFullError, RequestError
 from dovetail.messages import Answer, GenerateMsg, RequestFailed, TokenOutput
 from dovetail.scheduler.admission import Admission
 from dovetail.scheduler.decoding import Decoding
-from dovetail.scheduler.drafts import checked
+from dovetail.scheduler.drafts import checked, within_declared
 from dovetail.scheduler.groups import Groups
 from dovetail.scheduler.intake import make_req
 from dovetail.scheduler.limits import PageCounts, SchedulerLimits, Totals
@@ -186,18 +186,23 @@ class Scheduler:
         self._rows.invalidate()
         return True
 
-    def attach(self, plan: StepPlan, drafts: DraftTree) -> None:
-        """Turn the decode rows of a plan into verify rows. Cursors advance as if every draft were accepted. Raises
-        ``ValueError``, with nothing changed, for drafts that break the contract of ``Drafter.propose``."""
+    def attach(self, plan: StepPlan, drafts: DraftTree) -> str:
+        """Turn the decode rows of a plan into verify rows. Cursors advance as if every draft were accepted.
+
+        Drafts beyond what the drafter has declared are cut off; returns a text about them, "" if there were none.
+        Raises ``ValueError``, with nothing changed, for drafts that break the contract of ``Drafter.propose`` otherwise.
+        """
+        drafts, excess = within_declared(plan, drafts, trees=self.limits.draft_trees)
         tree = checked(plan, drafts, self.limits.vocab_size, self.limits.min_draft_probability)
         if tree is None:
-            return
+            return excess
         plan.drafts = tree
         plan.extend_lens = plan.extend_lens + tree.lens
         self._rows.draft(tree.lens[plan.num_extend :], tree.token_ids.shape[1])
         for req, count in zip(self._plans.reqs_of(plan), tree.lens.tolist(), strict=True):
             req.cached_len += count
             req.device_len += count
+        return excess
 
     def masks(self, plan: StepPlan, buffer: Callable[[int, int], IntArray]) -> Masks | None:
         """Return the bitmasks of the rows of ``plan`` that have a grammar; None if no row needs one. The step before

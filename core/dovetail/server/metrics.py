@@ -48,7 +48,11 @@ _COUNTERS: Mapping[str, tuple[str, str]] = {
     "verify_steps": ("verify_steps", "Requests with drafts, summed over the steps in which drafts were verified."),
     "drafter_errors": (
         "drafter_errors",
-        "Times that the drafter raised or broke its contract. Its requests continue without drafts.",
+        "Times that the drafter raised or broke its contract. Requests continue without the drafts concerned.",
+    ),
+    "policy_errors": (
+        "policy_errors",
+        "Steps whose requests were admitted first come first served because the schedule policy failed.",
     ),
     "jumped_tokens": (
         "jumped_tokens",
