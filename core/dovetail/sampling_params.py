@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from dovetail.errors import RequestError
+from dovetail.stop_regex import StopRegexError, stop_regexes
 
 MIN_TEMPERATURE = 1e-5
 """Treat lower temperatures as greedy: logits divided by them exceed the range of float32, and only the most likely
@@ -134,6 +135,8 @@ class SamplingParams:
       prompt, from token ``prompt_logprobs_start`` on; tokens before that may come from the prefix cache.
     - ``grammar_gate`` determines where in the output the ``grammar`` begins to hold; by default it holds from the
       start.
+    - ``stop_regex`` are regular expressions: the output ends when its text contains a match, and the match is cut off or
+      kept as a stop string is. docs/request.md documents the dialect.
     - ``keep_special`` are special tokens that stay in the text even with ``skip_special_tokens``.
     - ``speculative=False`` decodes this request without drafts. The outputs are the same either way.
     - ``pooling`` requests a vector made of the prompt, and needs ``max_new_tokens=0``.
@@ -151,6 +154,7 @@ class SamplingParams:
     logit_bias: Mapping[int, float] | None = None
     seed: int | None = None
     stop: tuple[str, ...] = ()
+    stop_regex: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     skip_special_tokens: bool = True
@@ -219,12 +223,19 @@ class SamplingParams:
             _require(_is_number(bias) and -100 <= bias <= 100, "logit_bias", bias, "biases in [-100, 100]")
 
     def _check_stops(self) -> None:
-        for name in ("stop", "stop_token_ids"):
+        for name in ("stop", "stop_regex", "stop_token_ids"):
             value = getattr(self, name)
             _require(isinstance(value, tuple | list), name, value, "a tuple, also for one: (x,)")
-        _require(len(self.stop) <= 32, "stop", f"{len(self.stop)} strings", "at most 32 strings")
-        for text in self.stop:
-            _require(isinstance(text, str) and 0 < len(text) <= 1024, "stop", text, "strings of 1 to 1024 characters")
+        for name in ("stop", "stop_regex"):
+            texts = getattr(self, name)
+            _require(len(texts) <= 32, name, f"{len(texts)} strings", "at most 32 strings")
+            for text in texts:
+                _require(isinstance(text, str) and 0 < len(text) <= 1024, name, text, "strings of 1 to 1024 characters")
+        if self.stop_regex:
+            try:
+                stop_regexes(tuple(self.stop_regex))
+            except StopRegexError as error:
+                raise RequestError(f"stop_regex: {error}", param="stop_regex") from None
         count = len(self.stop_token_ids)
         _require(count <= MAX_TOKEN_SETTINGS, "stop_token_ids", f"{count} ids", "at most 4096 ids")
         for token in self.stop_token_ids:

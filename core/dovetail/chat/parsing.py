@@ -79,7 +79,7 @@ class OutputParsers:
         if tools is not None:
             parser = self._tool_parser()
             marks += parser.special_tokens
-            params = self._with_tools(replace(params, stop=()), parser, tools, gate)
+            params = self._with_tools(replace(params, stop=(), stop_regex=()), parser, tools, gate)
         elif params.grammar is not None and gate is not None:
             params = replace(params, grammar_gate=self._in_tokens(gate))
         params = replace(params, keep_special=self._kept(marks))

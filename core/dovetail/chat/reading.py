@@ -18,21 +18,24 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Stops:
-    """Describe stop strings that apply to reasoning and content and not inside of calls, once the output has
+    """Describe stop strings and stop expressions that apply to reasoning and content and not inside of calls, once the output has
     ``min_tokens`` tokens."""
 
     texts: tuple[str, ...]
     include: bool = False
     min_tokens: int = 0
+    regexes: tuple[str, ...] = ()
 
     @classmethod
     def of(cls, params: SamplingParams) -> Stops | None:
         """Return the stop strings of a request; None if it has none."""
-        return cls(params.stop, params.include_stop, params.min_new_tokens) if params.stop else None
+        if not (params.stop or params.stop_regex):
+            return None
+        return cls(params.stop, params.include_stop, params.min_new_tokens, params.stop_regex)
 
     def cutter(self) -> StopCutter:
         """Return a new cutter for one text."""
-        return StopCutter(self.texts, self.include)
+        return StopCutter(self.texts, self.include, self.regexes)
 
 
 class OutputReader:

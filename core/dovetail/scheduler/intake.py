@@ -34,7 +34,7 @@ def make_req(msg: GenerateMsg, limits: SchedulerLimits, tokenizer: Tokenizer | N
     req.draft_len = limits.draft_width if msg.params.speculative else 0
     if msg.params.prompt_logprobs is not None and msg.params.prompt_logprobs_start == 0:
         req.prompt_logprobs.append(TokenLogprob(msg.input_ids[0], None))
-    if msg.params.stop:
+    if msg.params.stop or msg.params.stop_regex:
         req.detokenizer = _detokenizer(req, tokenizer)
     return req
 

@@ -33,10 +33,10 @@ class IncrementalDetokenizer:
 
     ``push`` returns final text only: it never returns half of a UTF-8 character, nor text that may be the beginning of
     a stop string. Joined, the pieces are ``tokenizer.decode`` of all tokens, cut before the first stop string (after
-    it, if ``include_stop``). The first stop string is the one that ends first, regardless of where tokens end. Stop
-    strings that end before the output has ``min_tokens`` tokens are ordinary text. ``continues=True`` keeps a leading
+    it, if ``include_stop``). The first stop string is the one that ends first, regardless of where tokens end. A match
+    of ``stop_regex`` counts as a stop string. Stop strings that end before the output has ``min_tokens`` tokens are ordinary text. ``continues=True`` keeps a leading
     space that a SentencePiece tokenizer would drop, for text that follows a prompt. ``matched`` is the stop string that
-    has ended the text, or None.
+    has ended the text (or the expression of ``stop_regex`` that has matched), or None.
     """
 
     def __init__(
@@ -48,10 +48,11 @@ class IncrementalDetokenizer:
         continues: bool = False,
         min_tokens: int = 0,
         keep_special: tuple[int, ...] = (),
+        stop_regex: Sequence[str] = (),
     ) -> None:
         self._bytes = tokenizer.text_bytes(skip_special_tokens, keep_special)
         self._decoder = _Utf8Decoder("replace")
-        self._cutter = StopCutter(stop, include_stop) if stop else None
+        self._cutter = StopCutter(stop, include_stop, stop_regex) if stop or stop_regex else None
         self._include_stop = include_stop
         self._strip = tokenizer.strip_leading_space and not continues
         self._unstoppable = max(min_tokens - 1, 0)
@@ -70,6 +71,7 @@ class IncrementalDetokenizer:
             continues,
             params.min_new_tokens,
             params.keep_special,
+            params.stop_regex,
         )
 
     def take(self, output: TokenOutput) -> tuple[str, int]:

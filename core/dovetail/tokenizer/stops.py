@@ -1,4 +1,4 @@
-"""Find stop strings in text that arrives in pieces, in one pass that reads each character once."""
+"""Find stop strings and stop expressions in text that arrives in pieces, in one pass that reads each character once."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ import re
 from collections import deque
 from collections.abc import Sequence
 from typing import NamedTuple
+
+from dovetail.stop_regex import RegexFinder, stop_regexes
 
 
 class StopHit(NamedTuple):
@@ -54,39 +56,75 @@ class StopFinder:
 
 
 class StopCutter:
-    """Cut a text at its first stop string, and hold back what may be the beginning of one.
+    """Cut a text at its first stop string or match of a stop expression, and hold back what may be the beginning of
+    one.
 
-    ``matched`` is the stop string at which the text was cut, or None. With ``include``, the text keeps the stop string.
+    ``matched`` is the stop string, or the expression, at which the text was cut, or None. With ``include``, the text
+    keeps what has matched. What ends first is found; of those that end at the same character, the longest.
     """
 
-    def __init__(self, stops: Sequence[str], include: bool = False) -> None:
-        self._stops = stops
-        self._finder = StopFinder(stops)
+    def __init__(self, stops: Sequence[str], include: bool = False, regexes: Sequence[str] = ()) -> None:
+        self._stops, self._patterns = tuple(stops), tuple(regexes)
+        self._begin()
         self._include = include
-        self._held = ""
+        self._held: list[str] = []
+        self._held_len = 0
         self.matched: str | None = None
+
+    def _begin(self) -> None:
+        self._finder = StopFinder(self._stops) if self._stops else None
+        self._regexes = RegexFinder(stop_regexes(self._patterns)) if self._patterns else None
 
     def feed(self, text: str, may_stop: bool = True) -> str:
         """Add text and return the text that has become final. If ``may_stop`` is False, stop strings that end in
         ``text`` are ordinary text. Must not be called after a stop string has matched."""
-        seen = 0
-        while (hit := self._finder.feed(text[seen:])) is not None:
-            seen += hit.end
-            if may_stop:
-                self.matched = hit.text
-                whole = self._held + text[:seen]
-                self._held = ""
-                return whole if self._include else whole.removesuffix(hit.text)
-        whole = self._held + text
-        final = len(whole) - self._finder.pending
-        self._held = whole[final:]
+        hit = self._find(text) if self._finder is not None else None
+        if not may_stop:
+            rest = text
+            while hit is not None:
+                rest = rest[hit.end :]
+                hit = self._find(rest)
+        end = self._regexes.feed(text, may_stop) if self._regexes is not None else None
+        self._held.append(text)
+        self._held_len += len(text)
+        if hit is not None or end is not None:
+            return self._cut(len(text), hit, end)
+        final = self._held_len - self._pending
+        if final <= 0:
+            return ""
+        whole = "".join(self._held)
+        self._held, self._held_len = [whole[final:]], self._held_len - final
         return whole[:final]
+
+    def _find(self, text: str) -> StopHit | None:
+        return self._finder.feed(text) if self._finder is not None else None
+
+    @property
+    def _pending(self) -> int:
+        strings = self._finder.pending if self._finder is not None else 0
+        return max(strings, self._regexes.pending if self._regexes is not None else 0)
+
+    def _cut(self, fed: int, hit: StopHit | None, end: int | None) -> str:
+        """Return the final text. The last ``fed`` characters were searched: ``hit`` is the first stop string in them,
+        ``end`` where the first match of an expression ends."""
+        whole, before = "".join(self._held), self._held_len - fed
+        self._held, self._held_len = [], 0
+        found: list[tuple[int, int, str]] = []
+        if hit is not None:
+            found.append((-hit.end, len(hit.text), hit.text))
+        if end is not None and self._regexes is not None:
+            pattern, length = self._regexes.match(whole[: before + end])
+            found.append((-end, length, pattern))
+        negative, length, self.matched = max(found, key=lambda entry: entry[:2])
+        last = before - negative
+        return whole[:last] if self._include else whole[: last - length]
 
     def finish(self) -> str:
         """Return the text that was held back, because the text ends here or is interrupted. The next ``feed`` begins a
         new text; a stop string cannot begin in this text and end in the new one."""
-        self._finder = StopFinder(self._stops)
-        held, self._held = self._held, ""
+        self._begin()
+        held = "".join(self._held)
+        self._held, self._held_len = [], 0
         return held
 
 
