@@ -57,6 +57,43 @@ class FlushCacheMsg(msgspec.Struct, tag=True, frozen=True):
     call_id: str
 
 
+class PauseMsg(msgspec.Struct, tag=True, frozen=True):
+    """Launch no further steps until ``ContinueMsg``. The step in flight is committed; requests keep what they have and
+    can be added and aborted. The engine answers with ``CommandReply``."""
+
+    call_id: str
+
+
+class ContinueMsg(msgspec.Struct, tag=True, frozen=True):
+    """Go on after ``PauseMsg``. The engine answers with ``CommandReply``."""
+
+    call_id: str
+
+
+class StartProfileMsg(msgspec.Struct, tag=True, frozen=True):
+    """Profile every rank until ``StopProfileMsg``, for at most ``num_steps`` steps (0: any number) and ``seconds``.
+
+    Each rank writes one trace, whose path begins with ``prefix``. ``activities`` are "cpu" and "cuda". The engine
+    answers with ``CommandReply``, whose ``ok`` is False if a profile is running or the profiler does not start.
+    """
+
+    call_id: str
+    prefix: str
+    seconds: float
+    num_steps: int = 0
+    activities: tuple[str, ...] = ()
+    with_stack: bool = False
+    record_shapes: bool = False
+
+
+class StopProfileMsg(msgspec.Struct, tag=True, frozen=True):
+    """End the profile and write it; with ``prefix``, only the profile that was started with it. The engine answers with
+    ``CommandReply``, whose ``files`` are those of the profile that ended last; its ``ok`` is False if there is none."""
+
+    call_id: str
+    prefix: str = ""
+
+
 class StatsRequestMsg(msgspec.Struct, tag=True, frozen=True):
     """Request ``EngineStats`` now."""
 
@@ -113,17 +150,19 @@ class RequestFailed(msgspec.Struct, tag=True, frozen=True):
 
 
 class CommandReply(msgspec.Struct, tag=True, frozen=True):
-    """Answer a command message."""
+    """Answer a command message. ``files`` are the files that the command has written."""
 
     call_id: str
     ok: bool
     message: str = ""
+    files: tuple[str, ...] = ()
 
 
 class EngineStats(msgspec.Struct, tag=True, frozen=True):
     """Report gauges and totals of the engine. Totals count from its start. Times are in seconds."""
 
     call_id: str = ""
+    paused: bool = False
     running: int = 0
     waiting: int = 0
     pages_total: int = 0
@@ -193,7 +232,10 @@ class EngineFailed(msgspec.Struct, tag=True, frozen=True):
     message: str
 
 
-ToEngine = GenerateMsg | AbortMsg | AbortAllMsg | FlushCacheMsg | StatsRequestMsg | ShutdownMsg
+Control = PauseMsg | ContinueMsg | StartProfileMsg | StopProfileMsg
+Command = FlushCacheMsg | Control
+"""A message that is answered with ``CommandReply``."""
+ToEngine = GenerateMsg | AbortMsg | AbortAllMsg | Command | StatsRequestMsg | ShutdownMsg
 Answer = TokenOutput | RequestFailed | CommandReply | EngineStats | EngineReady | EngineFailed
 FromEngine = list[Answer]
 

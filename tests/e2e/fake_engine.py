@@ -15,11 +15,15 @@ from dovetail.messages import (
     AbortMsg,
     Answer,
     CommandReply,
+    ContinueMsg,
     EngineStats,
     FlushCacheMsg,
     GenerateMsg,
+    PauseMsg,
     RequestFailed,
+    StartProfileMsg,
     StatsRequestMsg,
+    StopProfileMsg,
     ToEngine,
     TokenOutput,
 )
@@ -42,6 +46,7 @@ class FakeLoop:
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         self._running: dict[str, Running] = {}
+        self._paused = False
         self._answers: list[Answer] = []
         chosen = {"cache": {"name": "fake"}, "attention.decode": {"name": "fake"}, "speculative": None}
         model = {"vocab_size": tokenizer.vocab_size}
@@ -54,7 +59,7 @@ class FakeLoop:
 
     @property
     def has_work(self) -> bool:
-        return bool(self._running)
+        return bool(self._running) and not self._paused
 
     def handle(self, msg: ToEngine) -> None:
         match msg:
@@ -68,11 +73,22 @@ class FakeLoop:
             case FlushCacheMsg():
                 ok = not self._running
                 self._answers.append(CommandReply(msg.call_id, ok, "" if ok else "requests are running"))
+            case PauseMsg() | ContinueMsg():
+                self._paused = isinstance(msg, PauseMsg)
+                self._answers.append(CommandReply(msg.call_id, True))
+            case StartProfileMsg() | StopProfileMsg():
+                self._answers.append(CommandReply(msg.call_id, True, files=("fake.json.gz",)))
             case StatsRequestMsg():
                 n = len(self._running)
                 self._answers.append(
                     EngineStats(
-                        msg.call_id, running=n, pages_total=64, pages_used=n, graphs_captured=3, graphs_missing=4
+                        msg.call_id,
+                        self._paused,
+                        running=n,
+                        pages_total=64,
+                        pages_used=n,
+                        graphs_captured=3,
+                        graphs_missing=4,
                     )
                 )
 
@@ -80,7 +96,7 @@ class FakeLoop:
         answers, self._answers = self._answers, []
         if any(script_of(running.msg) == "slow" for running in self._running.values()):
             time.sleep(0.02)
-        for running in list(self._running.values()):
+        for running in [] if self._paused else list(self._running.values()):
             answers.append(self._advance(running))
         return answers
 

@@ -31,7 +31,7 @@ def schema(fake_url: str) -> schemathesis.BaseSchema:
     return schemathesis.openapi.from_url(f"{fake_url}/openapi.json")
 
 
-def test_requests_made_from_it_are_answered_as_it_says(schema: schemathesis.BaseSchema) -> None:
+def test_requests_made_from_it_are_answered_as_it_says(schema: schemathesis.BaseSchema, fake_url: str) -> None:
     operations = [found.ok() for found in schema.get_all_operations()]
     assert len(operations) > 30
     for operation in operations:
@@ -43,6 +43,8 @@ def test_requests_made_from_it_are_answered_as_it_says(schema: schemathesis.Base
             case.call_and_validate(checks=CHECKS, timeout=20)
 
         check()
+        if operation.path == "/pause_generation":
+            assert httpx.post(f"{fake_url}/continue_generation").status_code == 200
 
 
 def test_what_it_refers_to_is_there(fake: httpx.Client) -> None:
@@ -64,6 +66,10 @@ def test_it_says_how_each_api_words_its_errors(fake: httpx.Client) -> None:
 
 
 def test_other_methods_are_refused_with_the_allowed_ones(fake: httpx.Client) -> None:
-    for path, methods in (("/v1/responses/x", "DELETE, GET"), ("/flush_cache", "GET, POST"), ("/generate", "POST")):
+    for path, methods in (
+        ("/v1/responses/x", "DELETE, GET, HEAD"),
+        ("/flush_cache", "GET, HEAD, POST"),
+        ("/generate", "POST"),
+    ):
         answer = fake.request("PATCH", path)
         assert (answer.status_code, answer.headers["allow"]) == (405, methods)

@@ -119,6 +119,12 @@ async def parse(request: Request, model: type[Model], limit: int) -> Model:
     return await asyncio.to_thread(lambda: validate(decode(body), model))  # other requests are served meanwhile
 
 
+async def parse_optional(request: Request, model: type[Model], limit: int) -> Model:
+    """Read and validate a body that may be missing or empty, which stands for ``{}``. Raises as ``parse``."""
+    body = await read_body(request, limit)
+    return validate(decode(body) if body.strip() else {}, model)
+
+
 def parse_query(request: Request, model: type[Query]) -> Query:
     """Read and validate the query of the URL, where every value is a text. Raises ``RequestError``."""
     given = {name: value for name, value in request.query_params.items() if name not in model.ignored}

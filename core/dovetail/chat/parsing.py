@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
 from dovetail.chat.reading import OutputReader, Stops
 from dovetail.config import Config
-from dovetail.errors import GrammarError, RequestError
+from dovetail.errors import GrammarError, RequestError, UnknownComponentError
 from dovetail.interfaces.features import Feature
 from dovetail.interfaces.parsers import (
     ConstraintGate,
@@ -20,7 +20,7 @@ from dovetail.interfaces.parsers import (
     ToolRequest,
 )
 from dovetail.registry.installed import Registry
-from dovetail.registry.resolution import reported
+from dovetail.registry.resolution import Chosen, reported
 from dovetail.registry.specs import ComponentKind
 from dovetail.sampling_params import GrammarGate, SamplingParams
 from dovetail.tokenizer import Tokenizer
@@ -48,6 +48,10 @@ class OutputPlan:
         )
 
 
+def _none_named(kind: ComponentKind, name: str) -> Any:
+    raise UnknownComponentError(f"no {kind} is called {name!r:.80}")
+
+
 class OutputParsers:
     """Hold the tool parser and the reasoning parser of a model. ``offers`` are the features of the grammar backends in
     use."""
@@ -58,7 +62,10 @@ class OutputParsers:
         tool: ToolParser | None = None,
         reasoning: ReasoningParser | None = None,
         offers: frozenset[Feature] = frozenset(),
+        named: Callable[[ComponentKind, str], Any] = _none_named,
     ) -> None:
+        """``named`` builds another installed parser, of a kind and a name."""
+        self.named = named
         self.tool = tool
         self.reasoning = reasoning
         self._tokenizer = tokenizer
@@ -200,6 +207,15 @@ def load_parsers(info: Mapping[str, Any], config: Config, tokenizer: Tokenizer, 
     def built(kind: ComponentKind) -> Any:
         return next((chosen.build(context) for chosen in reported(resolved, kind, config, registry)), None)
 
+    def named(kind: ComponentKind, name: str) -> Any:
+        component = registry.get(kind, name)
+        settings = registry.config_class(kind, component.spec.name)(kind=component.spec.name)
+        return Chosen(component, settings).build(context)
+
     return OutputParsers(
-        tokenizer, built(ComponentKind.TOOL_PARSER), built(ComponentKind.REASONING_PARSER), frozenset().union(*offers)
+        tokenizer,
+        built(ComponentKind.TOOL_PARSER),
+        built(ComponentKind.REASONING_PARSER),
+        frozenset().union(*offers),
+        named,
     )

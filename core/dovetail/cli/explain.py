@@ -107,7 +107,7 @@ def _headline(resolved: Resolved) -> str:
     tp = config.parallel.tp
     ranks = f" x {tp} (tensor parallel)" if tp > 1 else ""
     return (
-        f"[bold]{info.architecture}[/] ({config.model.served_name}) on [bold]{resolved.machine.device_name}[/]{ranks}, "
+        f"[bold]{info.architecture}[/] ({config.model.name}) on [bold]{resolved.machine.device_name}[/]{ranks}, "
         f"{config.model.dtype}, KV {config.memory.kv_dtype}, context {config.model.context_len}, overlap {overlap}\n"
         f"[dim]config {config_hash(config)}[/]"
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from fnmatch import fnmatchcase
 from typing import Any, Literal
 
 from pydantic import Field, field_validator, model_validator
@@ -24,6 +25,9 @@ from dovetail.config.plugin import AttentionSelection, GrammarSelection, Section
 
 Auto = Literal["auto"]
 
+DEFAULT_MODEL = "default"
+"""The name by which requests may always name the served model, as in SGLang."""
+
 
 class ModelSection(Section):
     """Select the model, and configure how it is loaded. A bare string is short for ``{path: ...}``."""
@@ -36,7 +40,14 @@ class ModelSection(Section):
         default="auto",
         description="Model component; `auto` takes the one that implements config.json's `architectures`.",
     )
-    served_name: str | None = Field(default=None, description="Name in the API; by default the last part of `path`.")
+    served_name: str | tuple[str, ...] | None = Field(
+        default=None,
+        description="Name in the API, or several; by default the last part of `path`. Answers contain the first one. `default` always names the model too.",
+    )
+    aliases: dict[str, str] = Field(
+        default_factory=dict,
+        description="Names that requests may give instead, for tools that insist on a name: patterns (`claude-*`), each with the served name that it stands for.",
+    )
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         default="auto", description="`auto` is the checkpoint's dtype on CUDA, float32 on CPU."
     )
@@ -54,8 +65,26 @@ class ModelSection(Section):
 
     @property
     def name(self) -> str:
-        """Return the model's name in the API."""
-        return self.served_name or self.path.rstrip("/").rpartition("/")[2]
+        """Return the model's name in the API; of several, the first."""
+        return self.names[0]
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Return all names of the model in the API."""
+        given = self.served_name or self.path.rstrip("/").rpartition("/")[2]
+        return (given,) if isinstance(given, str) else given
+
+    def is_served(self, name: str) -> bool:
+        """Return True if requests may name the model ``name``: by one of its names, as ``default``, or by an alias."""
+        return name in (DEFAULT_MODEL, *self.names) or any(fnmatchcase(name, pattern) for pattern in self.aliases)
+
+    @model_validator(mode="after")
+    def _aliases_have_targets(self) -> ModelSection:
+        allowed = (*self.names, DEFAULT_MODEL)
+        for pattern, name in self.aliases.items():
+            if name not in allowed:
+                raise ValueError(f"aliases.{pattern} is {name!r}; allowed: {', '.join(allowed)}")
+        return self
 
 
 class SchedulerSection(Section):
@@ -218,6 +247,17 @@ class ServerSection(Section):
     cors_origins: tuple[str, ...] = Field(
         default=(),
         description="Web pages of other origins that may call the server, as in `https://chat.example.org`; `*` for all.",
+    )
+    log_requests: bool = Field(
+        default=True,
+        description="Log a line for each finished request, at level info: id, tenant, route, tokens, times and finish reason. Never prompts or outputs.",
+    )
+    profile_dir: str | None = Field(
+        default=None,
+        description="Directory to which POST /start_profile writes traces of the engine, in files whose names the server chooses. Without it profiles are refused.",
+    )
+    profile_seconds: float = Field(
+        default=10.0, gt=0, le=600, description="A profile ends at the latest after this number of seconds."
     )
     usage_log: str | None = Field(
         default=None, description="File to which a line of JSON is added for each request: tenant, tokens, seconds."

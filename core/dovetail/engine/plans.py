@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from dovetail.engine.device import lost_device
 from dovetail.engine.pooling import default_pooling
+from dovetail.engine.profiling import RankProfiler
 from dovetail.interfaces.executor import ExecutorInfo, RankEngine
 from dovetail.interfaces.features import Feature
 from dovetail.interfaces.speculative import Drafter
@@ -51,6 +52,7 @@ class PlanRunner(RankEngine):
         self._proposed: Batch | None = None  # of the plan with the number ``_opened``, if drafts were proposed for it
         self._launched: tuple[int, Batch, Launched[Any]] | None = None
         self._sampled: dict[int, tuple[Batch, ForwardOutput]] = {}  # by the number of the plan
+        self._profiler: RankProfiler | None = None
         self._waited: tuple[Batch, ForwardOutput] | None = None  # the step that ``observe`` shows to the drafter
 
     @property
@@ -193,6 +195,18 @@ class PlanRunner(RankEngine):
             "warm_up": engine.progress._asdict(),
             "embedding": self._embedding(),
         }
+
+    def call(self, name: str, args: Any) -> Any:
+        """See ``RankEngine``. ``start_profile`` and ``stop_profile`` are those of ``RankProfiler``."""
+        if self._profiler is None:
+            self._profiler = RankProfiler(self.engine.mesh.tp.rank)
+        match name:
+            case "start_profile":
+                return self._profiler.start(*args)
+            case "stop_profile":
+                return self._profiler.stop()
+            case _:
+                return super().call(name, args)
 
     def _embedding(self) -> dict[str, Any] | None:
         """Return the size of embeddings and the kind of pooling that applies unless a request sets another, or None if

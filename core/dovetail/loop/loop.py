@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from dovetail.errors import QueueFullError, RequestError
 from dovetail.loop.adaptive_drafting import AdaptiveDrafting
 from dovetail.loop.build import build_constraints, build_scheduler
+from dovetail.loop.control import LoopControl
 from dovetail.loop.drafter_guard import DrafterGuard
 from dovetail.loop.failures import FailureHandler
 from dovetail.loop.ranks import build_executor
@@ -22,12 +23,16 @@ from dovetail.messages import (
     AbortMsg,
     Answer,
     CommandReply,
+    ContinueMsg,
     EngineStats,
     FlushCacheMsg,
     GenerateMsg,
+    PauseMsg,
     RequestFailed,
     ShutdownMsg,
+    StartProfileMsg,
     StatsRequestMsg,
+    StopProfileMsg,
     ToEngine,
 )
 
@@ -68,6 +73,7 @@ class Loop:
         always = resolved.config.scheduler.draft == "always"
         self.adaptive_drafting = AdaptiveDrafting(always=always, must_see_all=info.must_see_all)
         self._verbs = Verbs(self.scheduler, self.executor, self._failures, self._guard)
+        self._control = LoopControl(self._verbs, self.executor)
         self._undrafted: StepStrategy = OverlappedStep(self._verbs) if self.overlap else PlainStep(self._verbs)
         drafted = DraftedStep(self._verbs, self._guard, overlap=self.overlap)
         self._adaptive = AdaptiveStep(self._verbs, drafted, self._undrafted, self.adaptive_drafting)
@@ -92,6 +98,8 @@ class Loop:
                 self._outbox += self.scheduler.abort_all(text)
             case FlushCacheMsg(call_id=call_id):
                 self._outbox.append(self._flush(call_id))
+            case PauseMsg() | ContinueMsg() | StartProfileMsg() | StopProfileMsg():
+                self._outbox.append(self._control.handle(msg))
             case StatsRequestMsg(call_id=call_id):
                 self._outbox.append(self.stats(call_id))
             case ShutdownMsg(drain=drain):
@@ -119,7 +127,8 @@ class Loop:
     @property
     def has_work(self) -> bool:
         """Return True while ``step`` has something to do or to return."""
-        return bool(self._outbox) or self._in_flight is not None or self.scheduler.has_work
+        waiting = self.scheduler.has_work and not self._verbs.paused
+        return waiting or bool(self._outbox) or self._in_flight is not None
 
     @property
     def has_step_in_flight(self) -> bool:
@@ -128,8 +137,8 @@ class Loop:
 
     def idle(self) -> bool:
         """Use an idle moment to capture a graph, which would otherwise delay a later step. Return False if there is
-        nothing left to capture."""
-        return self._failures.run(self._idle)
+        nothing left to capture, or if steps are paused."""
+        return not self._verbs.paused and self._failures.run(self._idle)
 
     def _idle(self) -> bool:
         try:
@@ -164,6 +173,8 @@ class Loop:
             end = self._undrafted.run(previous)
         self._in_flight = end.in_flight
         self._verbs.times.step += time.perf_counter() - start
+        if self._control.is_profiling:
+            self._control.after_step()
         return answers + end.answers
 
     # -- reports and the end ----------------------------------------------------------------------------
@@ -187,7 +198,7 @@ class Loop:
     def stats(self, call_id: str = "") -> EngineStats:
         """Return the current values of gauges, and totals since the start."""
         self.scheduler.expire()
-        return stats_of(self.scheduler, self._verbs.times, self._guard.errors, call_id, self.executor.progress)
+        return stats_of(self.scheduler, self._verbs, self._guard.errors, call_id, self.executor.progress)
 
     @property
     def info(self) -> dict[str, Any]:

@@ -8,18 +8,20 @@ from dovetail.messages import EngineStats
 
 if TYPE_CHECKING:
     from dovetail.interfaces.executor import StepVerbs, WarmUpProgress
-    from dovetail.loop.verbs import StepTimes
+    from dovetail.loop.verbs import Verbs
     from dovetail.registry.resolver import Resolved
     from dovetail.scheduler.scheduler import Scheduler
 
 
 def stats_of(
-    scheduler: Scheduler, times: StepTimes, drafter_errors: int, call_id: str, warm_up: WarmUpProgress
+    scheduler: Scheduler, verbs: Verbs, drafter_errors: int, call_id: str, warm_up: WarmUpProgress
 ) -> EngineStats:
     """Return the current values of gauges, and totals since the start."""
+    times = verbs.times
     pages, totals, grammars = scheduler.page_counts(), scheduler.totals, scheduler.constraints
     return EngineStats(
         call_id=call_id,
+        paused=verbs.paused,
         running=len(scheduler.prefilling) + len(scheduler.decoding),
         waiting=len(scheduler.waiting),
         pages_total=pages.total,

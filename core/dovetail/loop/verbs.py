@@ -51,22 +51,26 @@ class StepTimes:
 
 
 class Verbs:
-    """Schedule, launch and commit steps of one scheduler on one executor."""
+    """Schedule, launch and commit steps of one scheduler on one executor. While ``paused`` is set, nothing is
+    scheduled."""
 
     def __init__(
         self, scheduler: Scheduler, executor: StepVerbs, failures: FailureHandler, guard: DrafterGuard
     ) -> None:
         self.times = StepTimes()
+        self.paused = False
         self.scheduler = scheduler
         self._executor, self._failures, self._guard = executor, failures, guard
 
     def schedule(self, *, pause: bool = True) -> StepPlan | None:
         """Return the next step's plan, or None if nothing can run. If nothing can run but requests wait, pause for
-        ``IDLE_SECONDS`` first, unless ``pause`` is False.
+        ``IDLE_SECONDS`` first, unless ``pause`` is False. While the steps are paused, nothing can run.
 
         The drafter forgets the requests that have departed before the plan reaches the executor: a request that was
         retracted and admitted again is in the plan as a new one.
         """
+        if self.paused:
+            return None
         start = time.perf_counter()
         plan = self.scheduler.schedule()
         self.times.schedule += time.perf_counter() - start

@@ -379,7 +379,7 @@ def _concrete(
             "arch": model.candidate.spec.name,
             "dtype": model.dtype,
             "context_len": _context_len(config, model),
-            "served_name": config.model.name,
+            "served_name": config.model.served_name or config.model.name,
         }
     )
     on_cuda = machine.device_type == "cuda"

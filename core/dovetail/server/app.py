@@ -15,7 +15,7 @@ from starlette.responses import Response
 from dovetail.errors import ConfigError
 from dovetail.interfaces.api import Api
 from dovetail.interfaces.api import Route as ApiRoute
-from dovetail.server import admin
+from dovetail.server import admin, control, info, parsing
 from dovetail.server.errors import ErrorFormats, add_error_handlers
 from dovetail.server.openapi import RouteDescriber
 from dovetail.server.pages.routes import add_pages
@@ -42,15 +42,29 @@ _TEXT = ("text/plain",)
 
 ROUTES = (
     ServerRoute(["GET"], "/health", admin.health, open=True, answers=_TEXT),
-    ServerRoute(["GET"], "/server_info", admin.server_info),
-    ServerRoute(["GET", "POST"], "/flush_cache", admin.flush_cache, answers=_TEXT),
+    ServerRoute(["GET", "POST"], "/ping", admin.health, open=True, answers=_TEXT),
+    ServerRoute(["GET"], "/server_info", info.server_info),
+    ServerRoute(["GET"], "/get_server_info", info.server_info),
+    ServerRoute(["GET"], "/load", info.load),
+    ServerRoute(["GET"], "/get_load", info.get_load),
+    ServerRoute(["GET", "POST"], "/flush_cache", control.flush_cache, answers=_TEXT, query=control.FlushQuery),
+    ServerRoute(["POST"], "/pause_generation", control.pause_generation, control.PauseRequest),
+    ServerRoute(["POST"], "/continue_generation", control.continue_generation),
+    ServerRoute(["GET"], "/is_paused", control.is_paused),
+    ServerRoute(["POST"], "/start_profile", control.start_profile, control.ProfileRequest),
+    ServerRoute(["POST"], "/stop_profile", control.stop_profile),
     ServerRoute(["POST"], "/abort_request", admin.abort_request, admin.AbortRequest),
     ServerRoute(["GET"], "/metrics", admin.metrics, answers=_TEXT),
 )
 
 TENANT_ROUTES = (
     ApiRoute(["GET"], "/health_generate", admin.health_generate),
-    ApiRoute(["GET"], "/model_info", admin.model_info),
+    ApiRoute(["GET"], "/model_info", info.model_info),
+    ApiRoute(["GET"], "/get_model_info", info.model_info),
+    ApiRoute(["GET"], "/version", info.version),
+    ApiRoute(["GET"], "/tokenizer_info", info.tokenizer_info),
+    ApiRoute(["POST"], "/separate_reasoning", parsing.separate_reasoning, parsing.ReasoningRequest),
+    ApiRoute(["POST"], "/parse_function_call", parsing.parse_function_call, parsing.FunctionCallRequest),
 )
 """Routes of the server that any key grants access to."""
 
@@ -83,6 +97,9 @@ def build_app(
                 responses=describer.responses(route),
                 operation_id=f"{name}_{method.lower()}",
             )
+        if "GET" in route.methods:  # the server sends the head of the answer only
+            endpoint = _endpoint(service, access, route)
+            app.add_api_route(route.path, endpoint, methods=["HEAD"], response_model=None, include_in_schema=False)
     add_pages(app)
     describer.publish(app)
     add_error_handlers(app, formats)
@@ -129,7 +146,7 @@ def _allow_origins(app: FastAPI, origins: Sequence[str]) -> None:
         app.add_middleware(
             CORSMiddleware,
             allow_origins=origins,
-            allow_methods=["GET", "POST", "DELETE"],
+            allow_methods=["GET", "HEAD", "POST", "DELETE"],
             allow_headers=["*"],
             expose_headers=["retry-after"],
         )

@@ -21,6 +21,7 @@ from dovetail.messages import (
     AbortAllMsg,
     AbortMsg,
     Answer,
+    Command,
     CommandReply,
     EngineFailed,
     EngineReady,
@@ -163,10 +164,14 @@ class EngineClient:
         call_id = self._call_id()
         return await self._call(call_id, StatsRequestMsg(call_id))
 
+    async def command(self, msg: Command) -> CommandReply:
+        """Send a command and return its reply. The ``call_id`` of ``msg`` is replaced."""
+        call_id = self._call_id()
+        return await self._call(call_id, msgspec.structs.replace(msg, call_id=call_id))
+
     async def flush_cache(self) -> CommandReply:
         """Drop every cached prefix. The reply reports whether this was possible."""
-        call_id = self._call_id()
-        return await self._call(call_id, FlushCacheMsg(call_id))
+        return await self.command(FlushCacheMsg(""))
 
     async def _call(self, call_id: str, msg: ToEngine) -> Any:
         reply = self._expect(call_id)

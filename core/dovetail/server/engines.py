@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-from dovetail.messages import CommandReply, EngineStats, GenerateMsg, TokenOutput
+from dovetail.messages import Command, CommandReply, EngineStats, GenerateMsg, TokenOutput
 
 
 class Stream(Protocol):
@@ -84,6 +84,10 @@ class EngineHandle(Protocol):
 
     async def stats(self) -> EngineStats:
         """Return gauges and totals."""
+        ...
+
+    async def command(self, msg: Command) -> CommandReply:
+        """Send a command and return its reply."""
         ...
 
     async def flush_cache(self) -> CommandReply:

@@ -140,6 +140,9 @@ class DrainingServer(uvicorn.Server):
 
     async def _drained(self) -> None:
         engine, seconds = self._service.engine, self._service.config.server.drain_seconds
+        if self._service.paused:
+            with contextlib.suppress(EngineDeadError):
+                await self._service.pause(False)
         await self._until_idle(seconds)
         if engine.num_open and engine.alive:
             logger.warning("%d requests were still running after %g s", engine.num_open, seconds)

@@ -16,7 +16,7 @@ from dovetail.errors import ContextLengthError, EngineDeadError, RequestError
 from dovetail.generation.prompts import PromptHooks
 from dovetail.interfaces.api import ApiHost, ApiRequest, ChatPlan
 from dovetail.interfaces.parsers import ToolRequest
-from dovetail.messages import EngineStats
+from dovetail.messages import ContinueMsg, EngineStats, PauseMsg
 from dovetail.sampling_params import SamplingParams
 from dovetail.server.engines import EngineHandle
 from dovetail.server.expansion import messages
@@ -49,6 +49,8 @@ class Service(ApiHost):
         self.prompts = PromptHooks()
         self.created = int(time.time())
         self.draining = False
+        self.tasks: set[asyncio.Task[None]] = set()  # background work of routes
+        self._paused_pid: int | None = None
         self.version = package_version()
         self.model_name = config.model.name
         self.context_len: int = engine.info["context_len"]
@@ -76,6 +78,23 @@ class Service(ApiHost):
         stream = self.engine.open(terms.name or request.rid, msgs)
         return RequestOutputs(request, msgs, stream, self.tokenizer, RequestMetrics(self.metrics), terms)
 
+    @property
+    def paused(self) -> bool:
+        """Return True while generation is paused. An engine process that was started anew is not paused."""
+        return self._paused_pid is not None and self._paused_pid == self.engine.pid
+
+    async def pause(self, paused: bool) -> None:
+        """Pause generation, or continue it. Raises ``EngineDeadError``."""
+        await self.engine.command(PauseMsg("") if paused else ContinueMsg(""))
+        self._paused_pid = self.engine.pid if paused else None
+
+    @property
+    def status(self) -> str:
+        """Return the state of the server in one word."""
+        if self.draining or not self.engine.alive:
+            return "draining" if self.draining else "dead"
+        return "paused" if self.paused else "ready"
+
     def check_ready(self) -> None:
         """Raise ``DrainingError`` or ``EngineDeadError`` if no request can be accepted."""
         if self.draining:
@@ -87,7 +106,7 @@ class Service(ApiHost):
 
     def check_model(self, name: str | None) -> None:
         """Raise ``UnknownModelError`` for a model that is not served; None stands for the served model."""
-        if name is not None and name != self.model_name:
+        if name is not None and name != self.model_name and not self.config.model.is_served(name):
             raise UnknownModelError(name, self.model_name)
 
     async def encode(self, text: str, add_special_tokens: bool) -> list[int]:

@@ -9,7 +9,14 @@ from dovetail.registry.specs import ComponentKind, ComponentSpec
 
 
 def _spec(
-    kind: ComponentKind, name: str, target: str, config: str, template: str, summary: str, priority: int = 0
+    kind: ComponentKind,
+    name: str,
+    target: str,
+    config: str,
+    template: str,
+    summary: str,
+    priority: int = 0,
+    aliases: tuple[str, ...] = (),  # what the flags of SGLang and vLLM call the parser
 ) -> ComponentSpec:
     return ComponentSpec(
         kind=kind,
@@ -19,6 +26,7 @@ def _spec(
         summary=summary,
         template=template,
         priority=priority,
+        aliases=aliases,
     )
 
 
@@ -31,6 +39,7 @@ HERMES = _spec(
     "HermesConfig",
     r"<tool_call>(\\n|\s)*\{",
     "<tool_call>{JSON}</tool_call>: Hermes, Qwen 2.5 and 3.",
+    aliases=("qwen", "qwen25"),
 )
 MISTRAL = _spec(
     _TOOL, "mistral", "mistral:Mistral", "MistralToolsConfig", r"\[TOOL_CALLS\]", "[TOOL_CALLS] and the calls: Mistral."
@@ -42,6 +51,7 @@ DEEPSEEK = _spec(
     "DeepseekConfig",
     "<｜tool▁call▁begin｜>",
     "Marks around name and arguments: DeepSeek V3, R1, V3.1.",
+    aliases=("deepseekv3", "deepseek_v3", "deepseekv31", "deepseek_v31"),
 )
 GPT_OSS_TOOLS = _spec(
     _TOOL,
@@ -50,6 +60,7 @@ GPT_OSS_TOOLS = _spec(
     "GptOssToolsConfig",
     r"<\|channel\|>",
     "Messages to functions in harmony channels: gpt-oss.",
+    aliases=("gpt-oss",),
 )
 LLAMA3_JSON = _spec(
     _TOOL,
@@ -58,6 +69,7 @@ LLAMA3_JSON = _spec(
     "Llama3JsonConfig",
     r"\{\\?[\"']name\\?[\"']: function name, \\?[\"']parameters\\?[\"']",
     "A call as the whole answer, in JSON: Llama 3.1 to 3.3.",
+    aliases=("llama3",),
 )
 PYTHONIC = _spec(
     _TOOL,
@@ -83,6 +95,7 @@ DEEPSEEK_R1 = _spec(
     r"(?s)\A(?=.*<｜Assistant｜>).*</think>",
     "All up to </think>, whether or not <think> is written.",
     priority=10,
+    aliases=("deepseek-r1",),
 )
 GPT_OSS_REASONING = _spec(
     _REASONING,
@@ -91,6 +104,7 @@ GPT_OSS_REASONING = _spec(
     "GptOssReasoningConfig",
     r"<\|channel\|>",
     "The analysis channel of harmony: gpt-oss.",
+    aliases=("gpt-oss", "openai_gptoss"),
 )
 
 

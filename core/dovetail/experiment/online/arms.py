@@ -15,7 +15,7 @@ from dovetail.errors import DovetailError, EngineDeadError, EngineError, Request
 from dovetail.experiment.online.log import ArmGauges, ArmLog, StreamLog
 from dovetail.experiment.online.routing import pick, request_key
 from dovetail.experiment.online.shadow import FinishedRequest, ShadowTraffic
-from dovetail.messages import CommandReply, EngineStats, GenerateMsg, TokenOutput
+from dovetail.messages import Command, CommandReply, EngineStats, FlushCacheMsg, GenerateMsg, TokenOutput
 from dovetail.server.client import EngineClient
 from dovetail.server.engine_process import EngineTarget
 from dovetail.server.streams import OutputStream
@@ -179,14 +179,18 @@ class ArmsClient:
         await asyncio.gather(*(_refresh(arm) for arm in running))
         return _summed(self.arms.values())
 
-    async def flush_cache(self) -> CommandReply:
-        """Flush the cache of every running arm. The reply is a refusal if at least one arm refuses."""
+    async def command(self, msg: Command) -> CommandReply:
+        """Send a command to every running arm. The reply is a refusal if at least one arm refuses."""
         names = [name for name, arm in self.arms.items() if arm.client.alive]
-        replies = await asyncio.gather(*(self.arms[name].client.flush_cache() for name in names))
+        replies = await asyncio.gather(*(self.arms[name].client.command(msg) for name in names))
         refused = [f"arm {name}: {r.message}" for name, r in zip(names, replies, strict=True) if not r.ok]
         if not names:
             raise EngineDeadError(f"no arm is running: {self.failure or 'all were stopped'}")
-        return CommandReply("", not refused, "; ".join(refused))
+        return CommandReply("", not refused, "; ".join(refused), tuple(file for r in replies for file in r.files))
+
+    async def flush_cache(self) -> CommandReply:
+        """Flush the cache of every running arm. The reply is a refusal if at least one arm refuses."""
+        return await self.command(FlushCacheMsg(""))
 
     # the experiment
 
@@ -294,6 +298,8 @@ def _summed(arms: Iterable[OnlineArm]) -> EngineStats:
                 sums[name] = {
                     key: sums.get(name, {}).get(key, 0) + value.get(key, 0) for key in {**sums.get(name, {}), **value}
                 }
+            elif isinstance(value, bool):
+                sums[name] = sums.get(name, False) or value
             elif not isinstance(value, str) and (arm.client.alive or name not in _GAUGES):
                 sums[name] = sums.get(name, 0) + value
     return EngineStats(**sums)

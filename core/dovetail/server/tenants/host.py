@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from dovetail.chat.parsing import OutputParsers
 from dovetail.errors import QueueFullError, RequestError
 from dovetail.interfaces.api import ApiHost, ApiRequest, ChatPlan, Prompt
 from dovetail.interfaces.parsers import ToolRequest
@@ -69,6 +70,16 @@ class TenantHost(ApiHost):
         except BaseException:
             lease.settle(0)
             raise
+
+    @property
+    def paused(self) -> bool:
+        """See ``Service.paused``."""
+        return self._service.paused
+
+    @property
+    def parsers(self) -> OutputParsers:
+        """See ``Service.parsers``."""
+        return self._service.parsers
 
     async def fresh_stats(self) -> EngineStats:
         """See ``Service.fresh_stats``."""

@@ -17,6 +17,7 @@ from dovetail.api.responses import whole
 from dovetail.errors import RequestError
 from dovetail.interfaces.api import Api, ApiHost, ApiProblem, ApiRequest, Generation, Route
 from dovetail.types import FloatArray
+from dovetail_apis.embeddings.encode import ClassifyRequest, EncodeRequest, classify, encode
 from dovetail_apis.embeddings.pooling import as_prompts, input_usage, pooled, pooling_params
 from dovetail_apis.openai.format import error_json
 
@@ -54,8 +55,12 @@ class Embeddings(Api):
     claims = ("/v1/embeddings",)
 
     def routes(self) -> Sequence[Route]:
-        """Return the route of embeddings."""
-        return (Route(["POST"], "/v1/embeddings", embeddings, EmbeddingsRequest),)
+        """Return the routes of OpenAI and of SGLang."""
+        return (
+            Route(["POST"], "/v1/embeddings", embeddings, EmbeddingsRequest),
+            Route(["POST"], "/encode", encode, EncodeRequest),
+            Route(["POST"], "/classify", classify, ClassifyRequest),
+        )
 
     def error(self, problem: ApiProblem) -> object:
         """Return the error in OpenAI's format."""

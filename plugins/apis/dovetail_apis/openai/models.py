@@ -12,19 +12,20 @@ from dovetail.interfaces.api import ApiHost
 
 
 async def models(host: ApiHost, request: Request) -> Response:
-    """Return the served model as a list."""
-    return json_response({"object": "list", "data": [_card(host)]})
+    """Return the served model as a list, once under each of its names."""
+    return json_response({"object": "list", "data": [_card(host, name) for name in host.config.model.names]})
 
 
 async def model(host: ApiHost, request: Request) -> Response:
-    """Return the served model by its name."""
-    host.check_model(request.path_params["name"])
-    return json_response(_card(host))
+    """Return the served model by one of its names."""
+    name = request.path_params["name"]
+    host.check_model(name)
+    return json_response(_card(host, name))
 
 
-def _card(host: ApiHost) -> dict[str, Any]:
+def _card(host: ApiHost, name: str) -> dict[str, Any]:
     return {
-        "id": host.model_name,
+        "id": name,
         "object": "model",
         "created": host.created,
         "owned_by": "dovetail",
