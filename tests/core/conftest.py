@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import sys
 from collections.abc import Callable, Sequence
@@ -19,7 +20,8 @@ from dovetail.config.tree import validate
 from dovetail.interfaces.cache import CacheGroup, CacheGroupKind
 from dovetail.interfaces.features import Feature
 from dovetail.interfaces.model import ModelInfo
-from dovetail.registry import ComponentKind, ComponentSpec, Registry, hookimpl, load_plugins
+from dovetail.registry import ComponentKind, ComponentSpec, Registry, builtin, hookimpl, load_plugins
+from dovetail.registry.targets import load_attribute
 
 MODULE = "dovetail_fakes"
 ATTENTION = frozenset({Feature.ATTN_EXTEND, Feature.ATTN_DECODE, Feature.ATTN_MIXED, Feature.ATTN_VERIFY})
@@ -82,7 +84,7 @@ class Fakes:
         """Return a spec with a config class that has ``fields`` in addition to ``kind``."""
         cls = create_model(f"{kind}_{name}", __base__=PluginConfig, kind=(Literal[name], name), **(fields or {}))
         values = {
-            "target": f"{MODULE}:absent",
+            "target": self.put(f"{kind}_{name}_class", _stub(kind)),
             "config": self.put(f"{kind}_{name}_config", cls),
             "summary": f"a fake {kind}",
             **given,
@@ -130,6 +132,20 @@ class Fakes:
     def config(self, registry: Registry, *sets: str) -> Config:
         """Return a config over the fake checkpoint."""
         return validate(read([], [f"model={self.directory}", *sets], {}), registry)
+
+
+def _stub(kind: ComponentKind) -> object:
+    """Return a class that implements the interface of a built-in kind and does nothing."""
+    descriptor = next((descriptor for descriptor in builtin.KINDS if descriptor.kind == kind), None)
+    if descriptor is None:
+        return object
+    interface = load_attribute(descriptor.interface, kind)
+
+    def member(name: str) -> object:
+        theirs = inspect.getattr_static(interface, name)
+        return property(lambda self: 1) if isinstance(theirs, property) else lambda self, *args, **kwargs: None
+
+    return type("Stub", (interface,), {name: member(name) for name in interface.__abstractmethods__})
 
 
 def _returning(specs: list[ComponentSpec]) -> Callable[[], list[ComponentSpec]]:

@@ -146,6 +146,14 @@ def test_what_cannot_be_checked_says_why(call, project, forked, tmp_path):
     status, _, err = call("check", str(project))
     assert status == 2
     assert "has no conformance test; needed for each component" in err
+    policy = project / "dovetail_checked_turn" / "policy.py"
+    text = policy.read_text()
+    policy.write_text(text.replace("def order(", "def oder("))
+    sys.modules.pop("dovetail_checked_turn.policy", None)
+    status, _, err = call("check", str(project))
+    assert status == 2
+    assert "does not define order, which SchedulePolicy requires. Did you mean 'oder'?" in " ".join(err.split())
+    policy.write_text(text)
     (project / "dovetail_checked_turn" / "plugin.py").write_text("1 / 0\n")
     sys.modules.pop("dovetail_checked_turn.plugin", None)
     assert "is failed: ZeroDivisionError" in call("check", str(project))[2]
@@ -290,6 +298,32 @@ def test_doctor_finds_what_the_config_asks_for_in_vain(doctor, config, what, sta
     assert said in found[what]["why"]
     assert found[what]["fix"]
     assert [name for name, finding in found.items() if finding["broken"]] == [what]
+
+
+@pytest.mark.parametrize("target", ["dovetail_policies.simple:Fcsf", "no_such_package:Fcfs", "json:JSONDecoder"])
+def test_doctor_finds_a_component_that_cannot_be_used(doctor, fakes, target):
+    doctor.entries.append(fakes.entry("odd", [fakes.spec(K.POLICY, "odd", target=target)]))
+    code, found = doctor()
+    assert code == 1
+    assert found["policy/odd"]["status"] == "failed"
+    assert found["policy/odd"]["why"].startswith("policy 'odd' (odd-dist 1.0): ")
+    assert "dovetail plugins check odd-dist" in found["policy/odd"]["fix"]
+    assert [name for name, finding in found.items() if finding["broken"]] == ["policy/odd"]
+
+
+def test_doctor_and_list_show_a_duplicate_name_and_other_commands_go_on(call, doctor, fakes):
+    doctor.entries.append(fakes.entry("twice", [fakes.spec(K.CACHE, "tree")]))
+    code, found = doctor()
+    assert code == 1
+    assert found["cache/tree"]["status"] == "duplicate"
+    assert "'fakes' of fakes-dist 1.0 and plugin 'twice' of twice-dist 1.0" in found["cache/tree"]["why"]
+    assert found["cache/tree"]["fix"].startswith("deny one of them (plugins.deny: [twice])")
+    status, out, _ = call("list")
+    assert status == 0
+    assert "cache 'tree' is claimed by" in out
+    assert call("show", "fcfs")[0] == 0
+    assert call("list", "--set", "cache=none")[0] == 0
+    assert doctor(config={"cache": "tree"})[0] == 1
 
 
 def test_doctor_names_what_a_broken_plugin_lacks(doctor, fakes):

@@ -185,7 +185,7 @@ def test_errors_of_the_hook_are_the_plugins_or_the_requests(fakes):
 
     for hook, error, said in (
         (refuses, RequestError, "no such prompt"),
-        (fails, PluginError, "on_prompt raised ValueError: broken"),
+        (fails, PluginError, "on_prompt of plugin 'sorters' of sorters-dist 1.0 raised ValueError: broken"),
         (forgets, PluginError, "set the text of a prompt to None"),
     ):
         with pytest.raises(error, match=said):

@@ -5,15 +5,23 @@ Run: pytest tests/core/test_plugins_loader.py
 
 from __future__ import annotations
 
+from types import FunctionType
 from typing import Literal
 
 import pytest
 from pydantic import create_model
 
 from dovetail.config import PluginConfig, PluginsSection
-from dovetail.errors import ConfigError, DuplicateComponentError, PluginLoadError, UnknownComponentError
+from dovetail.errors import (
+    ConfigError,
+    DuplicateComponentError,
+    PluginError,
+    PluginLoadError,
+    RequestError,
+    UnknownComponentError,
+)
 from dovetail.interfaces.features import Feature
-from dovetail.registry import ComponentKind, ComponentSpec, PluginStatus, Requirement, load_plugins
+from dovetail.registry import ComponentKind, ComponentSpec, PluginStatus, Requirement, hookimpl, load_plugins
 
 CACHE = ComponentKind.CACHE
 
@@ -94,10 +102,17 @@ def test_one_incompatible_component_leaves_its_plugin_loaded(fakes):
     assert registry.get("cache", "y").status is PluginStatus.LOADED
 
 
-def test_duplicate_name_names_both_distributions(fakes):
-    entries = [fakes.entry("a", [fakes.spec(CACHE, "x")]), fakes.entry("b", [fakes.spec(CACHE, "x")])]
-    with pytest.raises(DuplicateComponentError) as caught:
-        load_plugins(PluginsSection(), entries)
+def test_a_duplicate_name_breaks_nothing_until_it_is_selected(fakes, caplog):
+    entries = [
+        fakes.entry("a", [fakes.spec(CACHE, "x"), fakes.spec(CACHE, "y")]),
+        fakes.entry("b", [fakes.spec(CACHE, "x"), fakes.spec(CACHE, "z")]),
+    ]
+    registry = load_plugins(PluginsSection(), entries)
+    assert registry.names("cache") == ["y", "z"]
+    assert "neither of them is used" in caplog.text
+    for use in (registry.get, registry.config_class, registry.canonical):
+        with pytest.raises(DuplicateComponentError) as caught:
+            use("cache", "x")
     text = str(caught.value)
     assert "cache 'x' is claimed by plugin 'a' of a-dist 1.0 and plugin 'b' of b-dist 1.0" in text
     assert "plugins.deny: [b]" in text
@@ -116,7 +131,7 @@ def test_replacing_each_other_is_still_a_duplicate(fakes):
         fakes.entry("b", [fakes.spec(CACHE, "x", replace="a-dist")]),
     ]
     with pytest.raises(DuplicateComponentError):
-        load_plugins(PluginsSection(), entries)
+        load_plugins(PluginsSection(), entries).get("cache", "x")
 
 
 @pytest.mark.parametrize(
@@ -222,6 +237,49 @@ def test_a_hook_that_is_misspelt_is_refused_with_the_name_it_resembles(fakes):
     registry = fakes.registry(entries=[fakes.entry("typo", on_promt=lambda prompt: None)])
     (record,) = [record for record in registry.plugins if record.name == "typo"]
     assert record.reason.endswith("did you mean 'on_prompt'?")
+
+
+@pytest.mark.parametrize(
+    ("names", "said"),
+    [
+        (
+            ("register_components", "on_resolved"),
+            "it defines register_components without @hookimpl, so nothing calls it",
+        ),
+        (
+            ("register_component",),
+            "no hook, and defines register_component without @hookimpl; did you mean 'register_c",
+        ),
+        (("helper",), ""),
+    ],
+)
+def test_a_forgotten_mark_of_a_hook_is_said_to_be_that(fakes, names, said):
+    entry = fakes.entry("a")
+    for name in names:
+        function = FunctionType(_wings.__code__, vars(entry.module), name)
+        setattr(entry.module, name, hookimpl(function) if name == "on_resolved" else function)
+    (record,) = load_plugins(PluginsSection(), [entry]).plugins
+    assert said in record.reason
+    assert (record.status is PluginStatus.INCOMPATIBLE) == bool(said)
+
+
+@pytest.mark.parametrize("hook", ["register_componets", "register_metric"])
+def test_a_misspelt_hook_gets_a_suggestion(fakes, hook):
+    (record,) = load_plugins(PluginsSection(), [fakes.entry("a", **{hook: _wings})]).plugins
+    assert f"it implements {hook}, which this dovetail does not call" in record.reason
+    assert "did you mean 'register_" in record.reason
+
+
+@pytest.mark.parametrize(("error", "raised"), [(KeyError("k"), PluginError), (RequestError("no"), RequestError)])
+def test_a_hook_that_fails_names_its_plugin(fakes, error, raised):
+    def fails():
+        raise error
+
+    registry = load_plugins(PluginsSection(), [fakes.entry("good"), fakes.entry("bad", on_engine_stop=fails)])
+    with pytest.raises(raised) as caught:
+        registry.hooks.on_engine_stop()
+    text = " ".join([str(caught.value), *getattr(caught.value, "__notes__", ())])
+    assert "the hook on_engine_stop of plugin 'bad' of bad-dist 1.0" in text
 
 
 @pytest.mark.parametrize(

@@ -346,9 +346,11 @@ def test_adjust_candidates_may_not_remove_and_its_errors_are_plugin_errors(fakes
     def raises(kind, request, candidates):
         raise KeyError("oops")
 
-    with pytest.raises(PluginError, match=r"added or removed candidates for attention\.prefill"):
+    with pytest.raises(PluginError, match=r"added or removed candidates for attention\.prefill.*bad-dist:bad"):
         run(fakes, entries=[fakes.entry("bad", adjust_candidates=removes)])
-    with pytest.raises(PluginError, match="adjust_candidates raised KeyError: 'oops'"):
+    with pytest.raises(
+        PluginError, match=r"adjust_candidates of plugin 'bad' of bad-dist 1\.0 raised KeyError: 'oops'"
+    ):
         run(fakes, entries=[fakes.entry("bad", adjust_candidates=raises)])
 
 

@@ -71,12 +71,25 @@ class Bound(Planted):
     planted = replace(mutated_twice.SPEC, config=f"mutated_config:{BoundConfig.__name__}")
 
 
+class Unrelated(Planted):
+    """Name a class that is no policy."""
+
+    planted = replace(mutated_twice.SPEC, target="mutated_config:TwiceConfig")
+
+
+class Misspelt(Planted):
+    planted = replace(mutated_twice.SPEC, target="dovetail_policies.simple:Fcsf")
+
+
+INTERFACE = "test_it_implements_its_interface"
 COST, TRIP = "test_listing_it_imports_nothing_heavy", "test_its_config_survives_serialization"
 MUTANTS = [
     Mutant("imports torch when it registers", COST, Heavy, Sound, says="imports torch"),
     Mutant("imports its component when it registers", COST, ImportsItself, Sound, says="imports mutated_twice"),
     Mutant("has a setting that is not serialized", TRIP, Forgetful, Sound, says="is not what it was"),
     Mutant("accepts unknown keys", TRIP, Lax, Sound, says="DID NOT RAISE"),
+    Mutant("names a class that is no subclass of the interface", INTERFACE, Unrelated, Sound, says="no subclass"),
+    Mutant("misspells its class", INTERFACE, Misspelt, Sound, says="did you mean"),
     Mutant(
         "registers twice if the hook is called twice", "test_it_registers_the_same_specs_every_time", Planted, Sound
     ),

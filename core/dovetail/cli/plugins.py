@@ -37,6 +37,8 @@ def list_(files: FileOptions = None, sets: Sets = None, as_json: Json = False) -
         add(grid, spec.kind, _named(component), spec.summary, f"{component.distribution} {component.version}")
     console().print(grid)
     absent = [record for record in registry.plugins if record.status.value != "loaded"]
+    for duplicate in registry.duplicates.values():
+        console().print("", duplicate.text)
     if absent:
         grid = table("plugin", "from", "status", "reason")
         for record in absent:

@@ -18,7 +18,7 @@ from urllib.parse import unquote, urlparse
 import typer
 
 from dovetail.cli.sources import Json
-from dovetail.errors import ConfigError, PluginLoadError
+from dovetail.errors import ConfigError, DuplicateComponentError, PluginLoadError
 
 if TYPE_CHECKING:
     from dovetail.registry import RegisteredComponent, Registry
@@ -32,13 +32,15 @@ def check(
     timeout: Annotated[float, typer.Option(min=1.0, help="Seconds after which a suite that hangs is ended.")] = 3600.0,
     as_json: Json = False,
 ) -> None:
-    """Run the conformance suites of a package, and store a report of the results for `plugins show`. The exit
+    """Import each component of a package, compare it with its interface and build it; then run the package's
+    conformance suites, and store a report of the results for `plugins show`. The exit
     status is 1 if a case fails, or if a component has no case."""
     from dovetail.cli.sources import load_registry
     from dovetail.registry.reports import store
 
     directory, tests, distribution = _located(package)
     components = _components(load_registry(None, None), distribution, directory)
+    _refuse_unready(components)
     began = time.monotonic()
     findings = _run(directory, tests, timeout, components[0], quiet=as_json)
     report = _report(distribution, components, findings, time.monotonic() - began)
@@ -112,6 +114,9 @@ def _components(registry: Registry, distribution: str, directory: Path) -> list[
             raise PluginLoadError(
                 f"plugin {record.name!r} of {distribution} {record.version} is {record.status}: {record.reason}; {record.fix}"
             )
+    for duplicate in registry.duplicates.values():
+        if wanted in map(normal, duplicate.distributions):
+            raise DuplicateComponentError(duplicate.text)
     found = [component for component in registry.every_component if normal(component.distribution) == wanted]
     if not found:
         raise PluginLoadError(
@@ -119,6 +124,18 @@ def _components(registry: Registry, distribution: str, directory: Path) -> list[
             'has an entry point in [project.entry-points."dovetail.plugins"]'
         )
     return found
+
+
+def _refuse_unready(components: Sequence[RegisteredComponent]) -> None:
+    """Raise ``PluginLoadError`` if components cannot be imported, do not implement their interface or cannot be
+    built. Components whose requirements are not met are left to their suites."""
+    from dovetail.registry.readiness import readiness_fault
+    from dovetail.registry.stages import unmet
+
+    ready = [c for c in components if not any(True for requirement in c.spec.requires for _ in unmet(requirement))]
+    faults = list(filter(None, map(readiness_fault, ready)))
+    if faults:
+        raise PluginLoadError("\n".join(faults))
 
 
 def _run(

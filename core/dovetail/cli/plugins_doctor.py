@@ -34,7 +34,8 @@ class Finding:
 
 def doctor(files: FileOptions = None, sets: Sets = None, as_json: Json = False) -> None:
     """Show the state of every plugin and component, and of components that the config names and no plugin provides,
-    with the reason and the command that fixes it. The exit status is 1 if something is broken or missing."""
+    with the reason and the command that fixes it. Every component is imported, compared with its interface and, where
+    that needs neither a device nor a model, built. The exit status is 1 if something is broken or missing."""
     from dovetail.config import plugins_section, read
     from dovetail.registry.loader import load_plugins
 
@@ -42,7 +43,8 @@ def doctor(files: FileOptions = None, sets: Sets = None, as_json: Json = False) 
     policy = plugins_section(raw)
     registry = load_plugins(policy, strict=False)
     named = set(_named(raw.with_sections(registry.sections).tree, registry))
-    findings = [*_installed(registry, policy, named), *_unknown_plugins(policy, registry), *_missing(named, registry)]
+    findings = [*_installed(registry, policy, named), *_duplicates(registry)]
+    findings += [*_unknown_plugins(policy, registry), *_missing(named, registry)]
     if as_json:
         rows = [dataclasses.asdict(finding) for finding in findings]
         typer.echo(json.dumps({"findings": rows, "broken": any(f.broken for f in findings)}, indent=2))
@@ -78,28 +80,39 @@ def _installed(registry: Registry, policy: PluginsSection, named: set[tuple[str,
         for component in registry.every_component:
             if (component.plugin, component.distribution) == (record.name, record.distribution):
                 names = (component.spec.name, *component.spec.aliases)
-                yield _examined(registry, component, any((component.spec.kind, name) in named for name in names))
+                yield _examined(component, any((component.spec.kind, name) in named for name in names))
 
 
-def _examined(registry: Registry, component: RegisteredComponent, asked: bool) -> Finding:
+def _examined(component: RegisteredComponent, asked: bool) -> Finding:
     """Return the state of one component; ``asked`` is True if the config names it."""
-    from dovetail.errors import PluginLoadError
+    from dovetail.registry.machine import Machine
+    from dovetail.registry.readiness import readiness_fault
     from dovetail.registry.stages import unmet
 
     what = f"  {component.spec.kind}/{component.spec.name}"
     if component.incompatible:
         fix = f"pip install --upgrade {component.distribution}"
         return Finding(what, "incompatible", component.incompatible, fix, asked)
-    try:
-        registry.config_class(component.spec.kind, component.spec.name)
-    except PluginLoadError as error:
-        return Finding(what, "failed", str(error), f"report it to {component.distribution}", broken=True)
     reasons = [reason for requirement in component.spec.requires for reason in unmet(requirement)]
     if reasons:
         why = "; ".join(f"{reason.expected}; {reason.got}" for reason in reasons)
         why = f"the config names it, and it {why}" if asked else why
         return Finding(what, "unusable", why, "; ".join(reason.fix for reason in reasons), asked)
-    return Finding(what, "ready", component.spec.deprecated or "")
+    fault = readiness_fault(component)
+    if fault is None:
+        return Finding(what, "ready", component.spec.deprecated or "")
+    devices = component.spec.constraints.devices
+    if devices and not asked and Machine.detect().device_type not in devices:
+        return Finding(what, "unusable", f"needs {' or '.join(devices)}, and here {fault}")
+    fix = f"dovetail plugins check {component.distribution}, or report it to its author"
+    return Finding(what, "failed", fault, fix, broken=True)
+
+
+def _duplicates(registry: Registry) -> Iterator[Finding]:
+    """Yield the names that several plugins claim."""
+    for (kind, name), duplicate in registry.duplicates.items():
+        why, _, fix = duplicate.text.partition("; ")
+        yield Finding(f"{kind}/{name}", "duplicate", why, fix, broken=True)
 
 
 def _unknown_plugins(policy: PluginsSection, registry: Registry) -> Iterator[Finding]:
@@ -123,7 +136,7 @@ def _missing(named: Iterable[tuple[str, str]], registry: Registry) -> Iterator[F
     absent = [record.name for record in registry.plugins if record.status.value != "loaded"]
     for kind, name in sorted(named):
         names = registry.names(kind)
-        if name not in names and not registry.aliased(kind, name):
+        if (kind, name) not in registry.duplicates and name not in names and not registry.aliased(kind, name):
             why = f"the config names it, and no loaded plugin brings it{suggest(name, names)}"
             why += f". Not loaded: {', '.join(absent)}" if absent else ""
             fix = f"install the package that brings it, or choose one of: {', '.join(names) or 'none'}"

@@ -17,6 +17,7 @@ STATUS_STYLE = {
     "missing": "red",
     "unusable": "yellow",
     "incompatible": "red",
+    "duplicate": "red",
     "failed": "red",
 }
 VERDICT_STYLE = {

@@ -11,6 +11,7 @@ from dovetail.registry.specs import ComponentKind, KindDescriptor, RuntimeNeed, 
 
 _RULES = "dovetail.registry.rules"
 _TEMPLATES = "dovetail.scaffold.kinds"
+_SAMPLES = "dovetail.registry.samples"
 
 ATTENTION = KindDescriptor(
     ComponentKind.ATTENTION,
@@ -45,6 +46,7 @@ CACHE = KindDescriptor(
     namespaces=("cache",),
     suite="dovetail.testing.cache:PrefixCacheSuite",
     scaffold=f"{_TEMPLATES}:CACHE",
+    sample_context=f"{_SAMPLES}:for_cache",
     order=30,
     search_order=30,
 )
@@ -59,6 +61,7 @@ GRAMMAR = KindDescriptor(
     check=f"{_RULES}:check_grammar",
     suite="dovetail.testing.grammar:GrammarSuite",
     scaffold=f"{_TEMPLATES}:GRAMMAR",
+    sample_context=f"{_SAMPLES}:for_grammar",
     order=50,
     search_order=50,
 )
@@ -86,6 +89,7 @@ POLICY = KindDescriptor(
     rules=f"{_RULES}:policy",
     suite="dovetail.testing.policy:PolicySuite",
     scaffold=f"{_TEMPLATES}:POLICY",
+    sample_context=f"{_SAMPLES}:for_policy",
     order=40,
     search_order=40,
 )
@@ -111,6 +115,7 @@ TOOL_PARSER = KindDescriptor(
     selects=Selects.BY_TEMPLATE,
     suite="dovetail.testing.parsers:ToolParserSuite",
     scaffold=f"{_TEMPLATES}:TOOL_PARSER",
+    sample_context=f"{_SAMPLES}:for_parser",
     light_target=True,
     order=70,
 )
@@ -122,6 +127,7 @@ REASONING_PARSER = KindDescriptor(
     selects=Selects.BY_TEMPLATE,
     suite="dovetail.testing.parsers:ReasoningParserSuite",
     scaffold=f"{_TEMPLATES}:REASONING_PARSER",
+    sample_context=f"{_SAMPLES}:for_parser",
     light_target=True,
     order=80,
 )
@@ -133,6 +139,7 @@ API = KindDescriptor(
     selects=Selects.SERVED,
     suite="dovetail.testing.api:ApiSuite",
     scaffold=f"{_TEMPLATES}:API",
+    sample_context=f"{_SAMPLES}:for_api",
     order=90,
 )
 

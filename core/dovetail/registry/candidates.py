@@ -153,8 +153,10 @@ def _let_plugins_adjust(slot: Slot, hooks: pluggy.HookRelay) -> None:
     after = list(before)
     call_hook(hooks, "adjust_candidates", kind=slot.request.kind, request=slot.request, candidates=after)
     if sorted(map(id, before)) != sorted(map(id, after)):
+        names = ", ".join(one.plugin_name for one in hooks.adjust_candidates.get_hookimpls())
         raise PluginError(
-            f"a plugin's adjust_candidates added or removed candidates for {slot.name}; it may reorder or veto"
+            f"the hook adjust_candidates added or removed candidates for {slot.name}; it may reorder or veto. Plugins "
+            f"that implement it: {names}"
         )
     if after != before and not slot.explicit:
         slot.adjusted = True

@@ -12,7 +12,7 @@ import pluggy
 from dovetail.config import PluginConfig
 from dovetail.config.kinds import Sections
 from dovetail.config.problems import suggest
-from dovetail.errors import PluginLoadError, UnknownComponentError
+from dovetail.errors import DuplicateComponentError, PluginLoadError, UnknownComponentError
 from dovetail.registry.kinds import Kinds
 from dovetail.registry.specs import ComponentSpec, KindDescriptor
 from dovetail.registry.targets import load_attribute
@@ -66,10 +66,19 @@ class RegisteredComponent:
         return f"{self.spec.kind} {self.spec.name!r} ({self.distribution} {self.version})"
 
 
+@dataclass(frozen=True, slots=True)
+class DuplicateName:
+    """Name the distributions that claim the same kind and name. ``text`` says what to do about it."""
+
+    distributions: tuple[str, ...]
+    text: str
+
+
 class Registry:
     """Hold the installed components by kind and name. ``load_plugins`` makes it, and nothing changes it afterwards.
 
-    It satisfies ``config.Choices``. ``kinds`` are the registered kinds and features; ``hooks`` calls the hooks of the
+    It satisfies ``config.Choices``. ``duplicates`` has the (kind, name) pairs that several plugins claim; no
+    component has such a name, and selecting it is an error. ``kinds`` are the registered kinds and features; ``hooks`` calls the hooks of the
     loaded plugins. A registry does not cross process boundaries: another process makes its own from the same config.
     """
 
@@ -79,10 +88,12 @@ class Registry:
         components: Mapping[str, Mapping[str, RegisteredComponent]],
         kinds: Kinds,
         hooks: pluggy.HookRelay,
+        duplicates: Mapping[tuple[str, str], DuplicateName] | None = None,
     ) -> None:
         self.plugins = tuple(plugins)
         self.hooks = hooks
         self.kinds = kinds
+        self.duplicates = dict(duplicates or {})
         self._components = {kind: dict(sorted(components.get(kind, {}).items())) for kind in kinds.names}
 
     @property
@@ -111,7 +122,10 @@ class Registry:
         return list(self._components[self.kinds[kind].kind])
 
     def get(self, kind: str, name: str) -> RegisteredComponent:
-        """Return the component of this name or alias. Raises ``UnknownComponentError``."""
+        """Return the component of this name or alias. Raises ``UnknownComponentError``, and
+        ``DuplicateComponentError`` for a name that several plugins claim."""
+        if (str(kind), name) in self.duplicates:
+            raise DuplicateComponentError(self.duplicates[str(kind), name].text)
         found = self._components[self.kinds[kind].kind].get(name)
         aliased = [found] if found else self.aliased(kind, name)
         if len(aliased) == 1:
@@ -136,20 +150,25 @@ class Registry:
     def config_class(self, kind: str, name: str) -> type[PluginConfig]:
         """Import and return the component's own section. Raises ``PluginLoadError``, also if its ``kind`` is not a
         Literal of the component's name."""
-        component = self.get(kind, name)
-        cls = load_attribute(component.spec.config, component.label)
-        if not (isinstance(cls, type) and issubclass(cls, PluginConfig)):
-            raise PluginLoadError(f"{component.label}: config is {cls!r}; expected a subclass of PluginConfig")
-        field = cls.model_fields["kind"]
-        if get_args(field.annotation) != (component.spec.name,) or field.default != component.spec.name:
-            raise PluginLoadError(
-                f"{component.label}: {component.spec.config} has `kind: {field.annotation} = {field.default!r}`; "
-                f"expected `kind: Literal[{component.spec.name!r}] = {component.spec.name!r}`"
-            )
-        return cls
+        return load_config_class(self.get(kind, name))
 
     def _unknown(self, kind: str, name: str) -> str:
         names = self.names(kind)
         known = [*names, *(alias for component in self.components(kind) for alias in component.spec.aliases)]
         text = f"no {kind} component is called {name!r}; installed: {', '.join(names) or 'none'}{suggest(name, known)}"
         return f"{text}. Plugins that did not load: {'; '.join(self.absent)}" if self.absent else text
+
+
+def load_config_class(component: RegisteredComponent) -> type[PluginConfig]:
+    """Import and return a component's own section. Raises ``PluginLoadError``."""
+    name = component.spec.name
+    cls = load_attribute(component.spec.config, component.label)
+    if not (isinstance(cls, type) and issubclass(cls, PluginConfig)):
+        raise PluginLoadError(f"{component.label}: config is {cls!r}; expected a subclass of PluginConfig")
+    field = cls.model_fields["kind"]
+    if get_args(field.annotation) != (name,) or field.default != name:
+        raise PluginLoadError(
+            f"{component.label}: {component.spec.config} has `kind: {field.annotation} = {field.default!r}`; "
+            f"expected `kind: Literal[{name!r}] = {name!r}`"
+        )
+    return cls

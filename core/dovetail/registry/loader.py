@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import functools
 import importlib.metadata
+import inspect
+import logging
 import traceback
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -17,11 +19,15 @@ import pluggy
 
 from dovetail.config import PluginsSection
 from dovetail.config.problems import suggest
-from dovetail.errors import ConfigError, DuplicateComponentError, PluginLoadError
+from dovetail.errors import ConfigError, PluginError, PluginLoadError, RequestError
 from dovetail.registry import builtin, hookspecs
 from dovetail.registry.checks import api_fault, faults
-from dovetail.registry.installed import PluginRecord, PluginStatus, RegisteredComponent, Registry
+from dovetail.registry.installed import DuplicateName, PluginRecord, PluginStatus, RegisteredComponent, Registry
 from dovetail.registry.kinds import Kinds
+
+log = logging.getLogger(__name__)
+
+_REGISTERS = ("register_kinds", "register_features", "register_components")
 
 
 class InstalledDistribution(Protocol):
@@ -54,9 +60,8 @@ def load_plugins(
     policy: PluginsSection, entries: Iterable[PluginEntry] | None = None, *, strict: bool = True
 ) -> Registry:
     """Load what ``policy`` allows. Raises ``ConfigError`` for a name in ``allow`` or ``require`` that is not
-    installed, ``PluginLoadError`` if a required plugin does not load, and ``DuplicateComponentError`` if two
-    components claim one name. The first two are not raised if ``strict`` is False, for commands that report what is
-    wrong."""
+    installed, and ``PluginLoadError`` if a required plugin does not load, but not if ``strict`` is False, for commands
+    that report what is wrong. A name that two components claim selects neither of them (``Registry.duplicates``)."""
     found = sorted(installed_plugins() if entries is None else entries, key=lambda entry: (_dist(entry), entry.name))
     if strict:
         _check_names(policy, found)
@@ -151,7 +156,10 @@ class _Loader:
                 self._tried(plugin, self._register_components)
         records = [plugin.record or _outcome(plugin.entry, plugin.components) for plugin in plugins]
         components = [component for plugin in plugins for component in plugin.components]
-        return Registry(records, _by_name(components), self._kinds, self._manager.hook)
+        table, duplicates = _by_name(components)
+        for duplicate in duplicates.values():
+            log.warning("%s. Until then neither of them is used", duplicate.text)
+        return Registry(records, table, self._kinds, self._manager.hook, duplicates)
 
     def _imported(self, entry: PluginEntry) -> _Plugin:
         """Import a plugin's module, if it may load, and register its hooks with pluggy, which checks their arguments."""
@@ -165,7 +173,7 @@ class _Loader:
             reason, fix = _text(error), _import_fix(error, entry)
             return _Plugin(entry, record=_record(entry, PluginStatus.FAILED, reason, fix, trace=_trace()))
         try:
-            _register_hooks(self._manager, module, f"{_dist(entry)}:{entry.name}")
+            _register_hooks(self._manager, module, entry)
         except (PluginLoadError, pluggy.PluginValidationError, ValueError) as error:
             return _Plugin(entry, record=_record(entry, PluginStatus.INCOMPATIBLE, str(error), _update(entry)))
         return _Plugin(entry, module)
@@ -274,16 +282,42 @@ def _import_fix(error: Exception, entry: PluginEntry) -> str:
     return f"pip install --force-reinstall {_dist(entry)}, or plugins.deny: [{entry.name}]"
 
 
-def _register_hooks(manager: pluggy.PluginManager, module: Any, name: str) -> None:
+def _register_hooks(manager: pluggy.PluginManager, module: Any, entry: PluginEntry) -> None:
     """Register with pluggy, which checks arguments. A hook that is not declared is refused as well."""
     _refuse_unknown_hooks(manager, module)
     try:
-        manager.register(module, name)
+        manager.register(module, f"{_dist(entry)}:{entry.name}")
         manager.check_pending()
     except pluggy.PluginValidationError:
         if manager.is_registered(module):
             manager.unregister(module)
         raise
+    for caller in manager.get_hookcallers(module) or ():
+        for implementation in caller.get_hookimpls():
+            if implementation.plugin is module and not (implementation.wrapper or implementation.hookwrapper):
+                named = _naming(implementation.function, caller.name, f"plugin {entry.name!r} of {_named(entry)}")
+                implementation.function = named  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def _naming(function: Callable[..., Any], hook: str, plugin: str) -> Callable[..., Any]:
+    """Return ``function`` so that its exceptions name the plugin. Errors that a hook may raise are unchanged, and the
+    loader handles those of ``register_kinds``, ``register_features`` and ``register_components``."""
+
+    @functools.wraps(function)
+    def call(*arguments: Any) -> Any:
+        try:
+            return function(*arguments)
+        except (RequestError, PluginError) as error:
+            error.add_note(f"raised by the hook {hook} of {plugin}")
+            raise
+        except Exception as error:
+            raise PluginError(f"the hook {hook} of {plugin} raised {type(error).__name__}: {error}") from error
+
+    return function if hook in _REGISTERS else call
+
+
+def _named(entry: PluginEntry) -> str:
+    return f"{_dist(entry)} {_version(entry)}"
 
 
 def _refuse_unknown_hooks(manager: pluggy.PluginManager, module: Any) -> None:
@@ -292,14 +326,32 @@ def _refuse_unknown_hooks(manager: pluggy.PluginManager, module: Any) -> None:
     marked = {name: manager.parse_hookimpl_opts(module, name) for name in dir(module)}
     hooks = [options["specname"] or name for name, options in marked.items() if options and not options["optionalhook"]]
     unknown = [hook for hook in hooks if hook not in known]
-    if not unknown:
-        return
-    text = f"it implements {', '.join(unknown)}, which this dovetail does not call; hooks: {', '.join(known)}"
-    if any(hook.startswith("register_") for hook in unknown):
-        text += ". Components of every kind are returned by register_components"
-    else:
-        text += suggest(unknown[0], known)
-    raise PluginLoadError(text)
+    if unknown:
+        text = f"it implements {', '.join(unknown)}, which this dovetail does not call; hooks: {', '.join(known)}"
+        text += "".join(dict.fromkeys(suggest(hook, known) for hook in unknown))
+        if any(hook.startswith("register_") for hook in unknown):
+            text += ". Components of every kind are returned by register_components"
+        raise PluginLoadError(text)
+    unmarked = [name for name, options in marked.items() if options is None and _is_own_function(module, name)]
+    forgotten = [name for name in unmarked if name in known]
+    if forgotten:
+        raise PluginLoadError(
+            f"it defines {', '.join(forgotten)} without @hookimpl, so nothing calls it; put @hookimpl (from "
+            "dovetail.registry.hookspecs) above it, or give it another name if it is no hook"
+        )
+    meant = {} if hooks else {name: suggest(name, known) for name in unmarked}
+    for name, hint in meant.items():
+        if hint:
+            raise PluginLoadError(
+                f"it implements no hook, and defines {name} without @hookimpl{hint} (with @hookimpl from "
+                "dovetail.registry.hookspecs)"
+            )
+
+
+def _is_own_function(module: Any, name: str) -> bool:
+    """Return True if ``module`` itself defines the function ``name``."""
+    value = getattr(module, name, None)
+    return inspect.isfunction(value) and value.__module__ == getattr(module, "__name__", None)
 
 
 def _sequence(value: Any, hook: str) -> Sequence[Any]:
@@ -314,25 +366,30 @@ def _refuse(reasons: Sequence[str], spec: Any) -> None:
         raise PluginLoadError(f"register_components: spec {name!r} is wrong: {'; '.join(reasons)}")
 
 
-def _by_name(components: Sequence[RegisteredComponent]) -> dict[str, dict[str, RegisteredComponent]]:
+def _by_name(
+    components: Sequence[RegisteredComponent],
+) -> tuple[dict[str, dict[str, RegisteredComponent]], dict[tuple[str, str], DuplicateName]]:
+    """Return the components by kind and name, and a record of each name that several of them claim."""
     claims: dict[tuple[str, str], list[RegisteredComponent]] = {}
     for component in components:
         claims.setdefault((component.spec.kind, component.spec.name), []).append(component)
     table: dict[str, dict[str, RegisteredComponent]] = {}
+    duplicates: dict[tuple[str, str], DuplicateName] = {}
     for (kind, name), claimants in claims.items():
-        table.setdefault(kind, {})[name] = _sole_claimant(claimants)
-    return table
+        replaced = {normal(c.spec.replace) for c in claimants if c.spec.replace}
+        left = [c for c in claimants if normal(c.distribution) not in replaced]
+        if len(left) == 1:
+            table.setdefault(kind, {})[name] = left[0]
+        else:
+            duplicates[kind, name] = _duplicate(claimants)
+    return table, duplicates
 
 
-def _sole_claimant(claimants: Sequence[RegisteredComponent]) -> RegisteredComponent:
-    """Return the component that no other component replaces. Raises ``DuplicateComponentError``."""
-    replaced = {normal(c.spec.replace) for c in claimants if c.spec.replace}
-    left = [c for c in claimants if normal(c.distribution) not in replaced]
-    if len(left) == 1:
-        return left[0]
+def _duplicate(claimants: Sequence[RegisteredComponent]) -> DuplicateName:
     spec = claimants[0].spec
     sides = " and ".join(f"plugin {c.plugin!r} of {c.distribution} {c.version}" for c in claimants)
-    raise DuplicateComponentError(
+    return DuplicateName(
+        tuple(c.distribution for c in claimants),
         f"{spec.kind} {spec.name!r} is claimed by {sides}; deny one of them (plugins.deny: [{claimants[-1].plugin}]), or "
-        f'set replace="{claimants[0].distribution}" in the spec that should be used'
+        f'set replace="{claimants[0].distribution}" in the spec that should be used',
     )

@@ -74,6 +74,9 @@ def _components(
             f"{directory / 'config.json'} has architectures {architectures}, which no installed model component "
             f"implements; implemented: {', '.join(known) or 'none'}. Install a plugin for it, or name a component that "
             "can read it: model.arch"
+            + "".join(
+                f". {twice.text}" for (kind, _), twice in registry.duplicates.items() if kind == ComponentKind.MODEL
+            )
         )
     preferred = tuned_names(tuning, "model")
     return sorted(found.values(), key=lambda component: preference(component, preferred))

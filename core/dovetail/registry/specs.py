@@ -93,6 +93,10 @@ class KindDescriptor:
     ``for_prompts`` are built where prompts are tokenized, with a ``PromptContext``, and passed to the hook
     ``on_prompt``.
 
+    ``sample_context`` is the "module:function" that returns, without arguments, a context in which a component can be
+    built with its default settings, without a device and a model; ``dovetail plugins check`` and ``doctor`` build each
+    component with it. Kinds whose components need more have none.
+
     ``order`` is the kind's place in resolutions and their explanation. In the search for components that fit together, the
     components of kinds with a lower ``search_order`` are given up last.
     """
@@ -115,6 +119,7 @@ class KindDescriptor:
     described: bool = False
     light_target: bool = False
     for_prompts: bool = False
+    sample_context: str | None = None
     order: int = 1000
     search_order: int = 1000
 

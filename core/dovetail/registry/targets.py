@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import importlib
 import re
-from typing import Any
+from types import ModuleType
+from typing import Any, TypeGuard
 
+from dovetail.config.problems import suggest
 from dovetail.errors import PluginLoadError
 
 TARGET = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
@@ -19,4 +21,12 @@ def load_attribute(target: str, what: str) -> Any:
     try:
         return getattr(importlib.import_module(module), attribute)
     except Exception as error:
-        raise PluginLoadError(f"{what}: {target!r} cannot be imported: {type(error).__name__}: {error}") from error
+        hint = suggest(attribute, vars(error.obj)) if _lacks(error, attribute) else ""
+        raise PluginLoadError(
+            f"{what}: {target!r} cannot be imported: {type(error).__name__}: {error}{hint}"
+        ) from error
+
+
+def _lacks(error: Exception, attribute: str) -> TypeGuard[AttributeError]:
+    """Return True if ``error`` states that a module does not have ``attribute``."""
+    return isinstance(error, AttributeError) and error.name == attribute and isinstance(error.obj, ModuleType)

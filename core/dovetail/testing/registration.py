@@ -18,6 +18,7 @@ import pytest
 from pydantic import ValidationError
 
 from dovetail.errors import UnknownComponentError
+from dovetail.registry.readiness import readiness_fault
 from dovetail.registry.specs import ComponentKind, ComponentSpec
 from dovetail.registry.targets import load_attribute
 from dovetail.testing.installed import installed
@@ -101,6 +102,16 @@ class RegistrationTests:
             assert cls.model_validate_json(written) == config, f"{cls.__name__} is not what it was after {written}"
         with pytest.raises(ValidationError):
             cls.model_validate({**config.model_dump(), "no_field_of_this_name": 1})
+
+    def test_it_implements_its_interface(self) -> None:
+        """The class is a subclass of its kind's interface, defines every abstract method with parameters that the core
+        can call, and can be built with its default settings where that needs no device and no model."""
+        self.registered()
+        for requirement in self.spec.requires:
+            if not list(importlib.metadata.distributions(name=requirement.distribution)):
+                pytest.skip(f"{self.name} needs {requirement.distribution}, which is not installed")
+        fault = readiness_fault(self.component)
+        assert fault is None, fault
 
     def test_it_registers_the_same_specs_every_time(self) -> None:
         """If the hook is called again, it returns the same specs, and no name twice."""
