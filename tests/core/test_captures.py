@@ -8,6 +8,7 @@ from __future__ import annotations
 import io
 import itertools
 import logging
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -155,6 +156,114 @@ def test_ranks_repeat_a_capture_together(monkeypatch):
         return len(runs), mesh.tp.all_reduce(torch.full((1,), 5.0)).item()
 
     assert run_ranks(meshes, run, meshes) == [(2, 10.0), (2, 10.0)]
+
+
+class Pools:
+    """Follow the rules of torch's allocators for the memory of graphs: a pool whose graphs are all gone cannot be
+    captured into again, and neither can one in which a capture has become invalid."""
+
+    def __init__(self):
+        self.users, self.recording, self.handles = {}, None, itertools.count(1)
+        self.capturing = self.invalid = False
+
+    def graph(self):
+        return PoolGraph(self)
+
+    def handle(self):
+        return 0, next(self.handles)
+
+    def end_on_device(self, device, pool):
+        pass  # the allocator of pinned memory has no such function
+
+
+class PoolGraph:
+    def __init__(self, pools):
+        self.pools, self.pool, self.ended = pools, None, False
+
+    def capture_begin(self, pool, capture_error_mode):
+        users = self.pools.users
+        if users.get(pool) == 0:
+            raise RuntimeError("it->second->use_count > 0 INTERNAL ASSERT FAILED")
+        users[pool] = users.get(pool, 0) + 1
+        if self.pools.recording == pool:
+            raise RuntimeError("beginAllocateToPool: already recording to mempool_id")
+        self.pool = self.pools.recording = pool
+        self.pools.capturing = True
+
+    def capture_end(self):
+        self.pools.capturing = False
+        if self.pools.invalid:
+            self.pools.invalid = False
+            raise RuntimeError("operation failed due to a previous error during capture")
+        if self.pool is None:
+            raise RuntimeError("Capture must end on the same stream it began on.")
+        assert self.pools.recording == self.pool
+        self.pools.recording, self.ended = None, True
+
+    def __del__(self):
+        if self.ended:
+            self.pools.users[self.pool] -= 1
+
+
+class PoolRecorder(GraphRecorder):
+    """Record steps without a device."""
+
+    def __init__(self, mesh=SINGLE):
+        super().__init__(torch.device("cpu"), mesh)
+        self._warm = True
+
+    beside = nullcontext
+
+
+@pytest.fixture
+def pools(monkeypatch):
+    found = Pools()
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", found.graph)
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", found.handle)
+    monkeypatch.setattr(torch._C, "_cuda_endAllocateToPool", found.end_on_device, raising=False)
+    for name in ("Stream", "synchronize", "empty_cache", "current_device"):
+        monkeypatch.setattr(torch.cuda, name, lambda *_: None)
+    return found
+
+
+@pytest.mark.parametrize("invalid", [False, True], ids=["valid", "invalid"])
+@pytest.mark.parametrize("before", [0, 2])
+def test_a_failed_capture_is_repeated_and_leaves_the_others_usable(pools, invalid, before):
+    """The first capture of a pool may fail, and a capture after others."""
+    recorder = PoolRecorder()
+    earlier = [recorder.record(lambda: "earlier", loaded=True)[0] for _ in range(before)]
+    calls = []
+
+    def step():
+        calls.append(pools.capturing)
+        if calls == [True]:
+            pools.invalid = invalid
+            raise RuntimeError("not allowed in a capture")
+        return "result"
+
+    graph, result = recorder.record(step, loaded=True)
+    assert (calls, result) == ([True, False, True], "result")
+    assert all(one.ended and pools.users[one.pool] for one in [*earlier, graph])
+    if not invalid:
+        assert {one.pool for one in [*earlier, graph]} == {graph.pool}, "its memory is not used again"
+    earlier.clear()
+    del graph
+    assert recorder.record(lambda: "later", loaded=True)[1] == "later", "all earlier graphs are gone"
+
+
+def test_a_capture_that_cannot_begin_or_end_leaves_the_recorder_usable(pools):
+    recorder = PoolRecorder()
+    recorder.record(lambda: pools.users, loaded=True)
+    pools.recording = recorder._memory  # as if another capture into the pool had not ended
+    with pytest.raises(RuntimeError, match="already recording"):
+        recorder.begin()
+    graph = recorder.begin()
+    pools.invalid = True
+    with pytest.raises(RuntimeError, match="previous error"):
+        recorder.end(graph)
+    graph = recorder.begin()
+    recorder.end(graph)
+    assert graph.ended
 
 
 def test_start_captures_everything_that_can_be_captured():

@@ -169,7 +169,11 @@ class GraphRecorder:
 
     def __init__(self, device: torch.device, mesh: Mesh = SINGLE) -> None:
         self._tp = mesh.tp
-        self.memory = torch.cuda.graph_pool_handle()
+        self._memory = torch.cuda.graph_pool_handle()
+        # the first graph of each pool, without which torch would refuse to capture into the pool again once its other
+        # graphs are gone, and those whose capture failed, which torch's allocators may still refer to
+        self._kept: list[torch.cuda.CUDAGraph] = []
+        self._is_new = True  # whether nothing was captured into the pool yet
         self._device = device
         self._stream = torch.cuda.Stream(device)
         self._warm = False  # whether something has run on the recorder's stream, which allocates its workspaces
@@ -211,10 +215,53 @@ class GraphRecorder:
         self._warm = True
 
     def _capture(self, step: Callable[[], torch.Tensor]) -> tuple[torch.cuda.CUDAGraph, torch.Tensor]:
-        graph = torch.cuda.CUDAGraph()
-        with self.beside(), recording(graph, self.memory):
-            result = step()
+        with self.beside():
+            graph = self.begin()
+            try:
+                result = step()
+            except BaseException:
+                self.abandon(graph)
+                raise
+            self.end(graph)
         return graph, result
+
+    def begin(self) -> torch.cuda.CUDAGraph:
+        """Begin to capture what is launched on the current stream, and return the graph. ``end`` or ``abandon`` must
+        follow.
+
+        ``torch.cuda.graph`` would wait for the device and return all unused memory to it before each capture, and the
+        next steps would allocate that memory again.
+        """
+        graph = torch.cuda.CUDAGraph()
+        try:
+            graph.capture_begin(pool=self._memory, capture_error_mode="thread_local")
+        except BaseException:
+            self.abandon(graph)
+            raise
+        return graph
+
+    def end(self, graph: torch.cuda.CUDAGraph) -> None:
+        """End the capture of ``graph``, which can be replayed from now on."""
+        try:
+            graph.capture_end()
+        except BaseException:
+            self.abandon(graph)
+            raise
+        if self._is_new:
+            self._kept.append(graph)
+            self._is_new = False
+
+    def abandon(self, graph: torch.cuda.CUDAGraph) -> None:
+        """End a capture after an exception, which explains more than what is raised here. If the capture was not valid
+        any more, torch does not end the use of its memory completely: later captures then use another pool, and earlier
+        graphs keep theirs."""
+        self._kept.append(graph)
+        try:
+            graph.capture_end()
+        except RuntimeError:
+            with suppress(RuntimeError):
+                torch._C._cuda_endAllocateToPool(torch.cuda.current_device(), self._memory)
+            self._memory, self._is_new = torch.cuda.graph_pool_handle(), True
 
     @contextmanager
     def beside(self) -> Iterator[None]:
@@ -231,31 +278,6 @@ class GraphRecorder:
     def wait(self) -> None:
         """Wait for all work of the current stream."""
         torch.cuda.current_stream(self._device).synchronize()
-
-
-@contextmanager
-def recording(graph: torch.cuda.CUDAGraph, memory: Any) -> Iterator[None]:
-    """Capture in ``graph`` what is launched on the current stream, with memory of the pool ``memory``.
-
-    ``torch.cuda.graph`` would wait for the device and return all unused memory to it before each capture, and the next
-    steps would allocate that memory again.
-    """
-    graph.capture_begin(pool=memory, capture_error_mode="thread_local")
-    try:
-        yield
-    except BaseException:
-        end_failed_capture(graph, memory)
-        raise
-    graph.capture_end()
-
-
-def end_failed_capture(graph: torch.cuda.CUDAGraph, memory: Any) -> None:
-    """End a capture after an exception, which explains more than what is raised here."""
-    try:
-        graph.capture_end()
-    except RuntimeError:  # torch ends the use of the pool only if the capture is valid
-        with suppress(RuntimeError):
-            torch._C._cuda_endAllocateToPool(torch.cuda.current_device(), memory)
 
 
 class Staging:

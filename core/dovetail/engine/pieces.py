@@ -11,13 +11,13 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
 
 from dovetail.engine.build import as_module
-from dovetail.engine.captures import NO_UPDATES, GraphRecorder, end_failed_capture, larger_sizes
+from dovetail.engine.captures import NO_UPDATES, GraphRecorder, larger_sizes
 from dovetail.types import Batch
 
 if TYPE_CHECKING:
@@ -148,7 +148,7 @@ class PiecewiseGraphs:
         batch.attn = (_WarmUpAttention(self._attended[:size]),)
         self._recorder.warm_up(lambda: self._model.forward(batch))
         with self._recorder.beside():
-            recorder = _PieceRecorder(self._attended[:size], self._recorder.memory)
+            recorder = _PieceRecorder(self._attended[:size], self._recorder)
             batch.attn = (recorder,)
             recorder.begin()
             try:
@@ -181,22 +181,24 @@ class _WarmUpAttention:
 class _PieceRecorder(_WarmUpAttention):
     """End the current graph at every attention call, and begin the next one."""
 
-    def __init__(self, attended: torch.Tensor, memory: Any) -> None:
+    def __init__(self, attended: torch.Tensor, recorder: GraphRecorder) -> None:
         super().__init__(attended)
         self.pieces: list[CapturedPiece] = []
-        self._memory = memory
-        self._graph: torch.cuda.CUDAGraph
+        self._recorder = recorder
+        self._graph: torch.cuda.CUDAGraph | None = None
 
     def begin(self) -> None:
-        self._graph = torch.cuda.CUDAGraph()
-        self._graph.capture_begin(pool=self._memory, capture_error_mode="thread_local")
+        self._graph = self._recorder.begin()
 
     def end(self) -> torch.cuda.CUDAGraph:
-        self._graph.capture_end()
-        return self._graph
+        graph, self._graph = self._graph, None
+        assert graph is not None, "a graph is begun before it ends"
+        self._recorder.end(graph)
+        return graph
 
     def abandon(self) -> None:
-        end_failed_capture(self._graph, self._memory)
+        if self._graph is not None:  # begin and end abandon their graph themselves
+            self._recorder.abandon(self._graph)
 
     def forward(self, q: torch.Tensor, layer: AttentionLayer, batch: Batch) -> torch.Tensor:
         self.pieces.append(CapturedPiece(self.end(), q, layer))
