@@ -29,6 +29,7 @@ from dovetail.engine.captures import (
 )
 from dovetail.engine.dry_run import dry_run
 from dovetail.engine.pieces import launch_bound
+from dovetail.engine.progress import bytes_progress
 from dovetail.engine.warmup import IdleCaptures, WarmUp
 from dovetail.errors import RankLostError
 from dovetail.interfaces.executor import WarmUpProgress
@@ -93,6 +94,20 @@ def test_a_bar_shows_the_captures_of_idle_moments_on_a_terminal():
     assert "capturing graphs" in shown.getvalue()
     assert "50%" in shown.getvalue()
     report.close(WarmUpProgress())
+
+
+def test_only_the_first_rank_shows_bars():
+    """The ranks share a terminal."""
+    for rank, mesh in enumerate(thread_meshes(2)):
+        shown = io.StringIO()
+        console = Console(file=shown, force_terminal=True, width=100)
+        capture_all(Fake([1, 2]), "sizes", mesh, console)
+        IdleCaptures(2, console, shown=mesh.tp.rank == 0).advance(0.1)
+        with bytes_progress("weights", 100, console, shown=mesh.tp.rank == 0) as advance:
+            advance(50)
+        assert [text in shown.getvalue() for text in ("capturing sizes", "capturing graphs", "weights")] == [
+            not rank
+        ] * 3
 
 
 def test_a_lost_device_is_no_matter_of_captures():

@@ -14,11 +14,13 @@ from triton import knobs
 from triton.runtime import driver
 
 from dovetail.ops.triton import ahead as module
-from dovetail.ops.triton import filters, launch, matmul, norm, rotary, sampling
+from dovetail.ops.triton import decode, filters, launch, matmul, norm, rotary, sampling, verify
 from dovetail.ops.triton.ahead import KernelsAhead, cache_directory
 from dovetail.ops.triton.compile_worker import AbsentDevice
 from dovetail.ops.triton.launch import INTERPRETED
 from dovetail.ops.triton.tuning import ProductTile
+from dovetail_attention.triton.schedule import Schedule, ScheduleEntries, fill
+from dovetail_attention.triton.tiles import AttentionTile
 
 pytestmark = [
     pytest.mark.skipif(INTERPRETED, reason="kernels are interpreted, not compiled"),
@@ -175,6 +177,56 @@ def test_the_place_of_single_numbers_does_not_matter(device):
     finally:
         ahead.close()
     assert counts[0] == counts[1] >= 4
+
+
+@pytest.mark.parametrize("tree", [False, True])
+def test_the_number_of_drafts_does_not_matter(device, tree):
+    """Steps that are launched kernel by kernel have the columns that their drafts need."""
+    ahead = KernelsAhead(90, "drafts", processes=1)
+    try:
+        for width in (1, 2, 3, 4, 8, 15, 16):
+            for offset in (0, 1):
+                numbers = torch.zeros(8 * width + 9, dtype=torch.int32)[offset:]
+                indptr, ids = numbers[:5], numbers[5 : 5 + 4 * width].view(4, width)
+                out = torch.zeros(4, 2 * width + 3, dtype=torch.int64)
+                with ahead.noting():
+                    verify.walk(torch.zeros(64, dtype=torch.int64), indptr, ids, ids if tree else None, out)
+        assert ahead.counts.noted == 1
+    finally:
+        ahead.close()
+
+
+def test_the_number_of_rows_does_not_matter(device):
+    ahead = KernelsAhead(90, "rows", processes=1)
+    tile = AttentionTile(16, 64, 4, 3, 2)
+    try:
+        for rows in (1, 2, 3, 8, 31, 32):
+            zeros, memory = torch.zeros(rows + 1, dtype=torch.int32), Schedule.empty(64, 64, torch.device("cpu"))
+            entries = ScheduleEntries(zeros, zeros[:rows], zeros[None], tile, 7, 64)
+            with ahead.noting():
+                fill(memory, entries, 4, None, partial=False)
+        assert ahead.counts.noted == 1
+        for splits in (9, 13, 16):
+            q, kv = torch.zeros(5, 8, 128).bfloat16(), torch.zeros(2, 4, 2, 128).bfloat16()
+            with ahead.noting():
+                decode.paged_decode(q, kv, kv.clone(), zeros[None].expand(5, -1), zeros[:5], 1.0, splits=splits)
+        assert ahead.counts.noted == 3, "one kernel attends, another adds up the parts"
+    finally:
+        ahead.close()
+
+
+def test_a_kernel_is_described_once(device, monkeypatch):
+    """Its description takes longer than the rest of a launch, and each layer of each step launches it."""
+    asked = []
+    monkeypatch.setattr(KernelsAhead, "_note", lambda self, task, source: asked.append(task))
+    ahead = KernelsAhead(90, "once", processes=1)
+    try:
+        for _ in range(3):
+            with ahead.noting():
+                kernels(128)
+        assert len(asked) == len(set(asked)) == 3
+    finally:
+        ahead.close()
 
 
 def test_other_threads_launch_while_one_notes(device):

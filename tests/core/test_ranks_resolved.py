@@ -52,6 +52,8 @@ def test_a_division_gives_every_rank_its_share_and_no_more(
 def test_only_models_that_say_so_are_divided() -> None:
     assert divisions(INFO) == [1, 2, 4, 12]
     assert divisions(dataclasses.replace(INFO, offers=frozenset())) == [1]
+    large = dataclasses.replace(INFO, num_heads=128, num_kv_heads=128, vocab_size=1024, split_sizes=())
+    assert divisions(large) == [1, 2, 4, 8, 16, 32, 64], "parallel.tp allows up to 64 ranks"
     check_ranks(INFO, 2, "the model")
     with pytest.raises(
         ConfigError, match=r"parallel.tp is 3.*multiple or a divisor of 3 as num_key_value_heads, and it"

@@ -17,10 +17,11 @@ from dovetail.engine import engine
 from dovetail.engine.captures import NO_UPDATES, larger_sizes
 from dovetail.engine.graphs import GraphKey
 from dovetail.engine.warmup import BUSY_TOKENS, LAYERS, WarmUp, likely_keys
-from dovetail.errors import WeightsError
+from dovetail.errors import RankLostError, WeightsError
 from dovetail.interfaces.mesh import SINGLE
 from dovetail.interfaces.model import ModelInfo
 from dovetail.ops.triton.ahead import KernelCounts
+from dovetail.testing.ranks import run_ranks, thread_meshes
 from dovetail.types import Batch
 
 SIZES = [1, 2, 4, 8]
@@ -106,11 +107,13 @@ def step(tokens, num_extend=1):
 def test_with_compiled_kernels_steps_are_captured_at_the_start():
     warm_up, graphs = make(True)
     assert warm_up.start(graphs)
-    assert graphs.captured == [8, 4, 2, 1]
-    assert graphs.loaded == {GraphKey(rows, False) for rows in SIZES}
-    assert [what for what, _ in graphs.events] == ["load", "capture"] * 4
+    assert [key for what, key in graphs.events if what == "capture"] == [
+        GraphKey(rows, shared) for rows in (8, 4, 2, 1) for shared in (False, True)
+    ]
+    assert graphs.loaded == {GraphKey(rows, shared) for rows in SIZES for shared in (False, True)}
+    assert [what for what, _ in graphs.events] == ["load", "capture"] * 8
     warm_up.between_steps(graphs, step(10**6))
-    assert len(graphs.captured) == 4
+    assert len(graphs.captured) == 8
 
 
 def test_without_kernels_nothing_is_captured_until_they_are_compiled():
@@ -126,17 +129,17 @@ def test_without_kernels_nothing_is_captured_until_they_are_compiled():
     for count in (1, 2):
         warm_up.between_steps(graphs, step(BUSY_TOKENS))
         assert len(graphs.captured) == count
-    graphs.capture(GraphKey(2, False))  # on demand
-    warm_up.between_steps(graphs, step(BUSY_TOKENS))
-    warm_up.between_steps(graphs, step(BUSY_TOKENS))
-    assert graphs.captured == [8, 4, 2, 1]
+    graphs.capture(GraphKey(4, False))  # on demand
+    for _ in range(SIZES[-1]):
+        warm_up.between_steps(graphs, step(BUSY_TOKENS))
+    assert graphs.captured == [8, 8, 4, 4, 2, 2, 1, 1]
 
 
 def test_what_fails_is_left_to_the_steps_that_need_it(caplog):
     warm_up, graphs = make(True, impossible=(4,), broken=(2,))
     assert warm_up.start(graphs)
-    assert graphs.captured == [8, 2, 1]
-    assert graphs.refused == {GraphKey(4, False)}
+    assert graphs.captured == [8, 8, 2, 2, 1, 1]
+    assert graphs.refused == {GraphKey(4, False), GraphKey(4, True)}
     assert GraphKey(2, False) not in graphs.loaded, "its kernels are not loaded, so that its capture must run it first"
     assert "no such kernel" in caplog.text
     assert "no memory" in caplog.text
@@ -146,22 +149,72 @@ def test_what_fails_is_left_to_the_steps_that_need_it(caplog):
 def test_ranks_capture_the_same_steps(others):
     """A rank whose kernels are compiled captures at the start only if those of the others are, and never between steps."""
     asked = []
-    mesh = SimpleNamespace(tp=SimpleNamespace(size=2, agree=lambda ok: asked.append(ok) or (ok and others)))
+    mesh = SimpleNamespace(tp=SimpleNamespace(size=2, rank=0, agree=lambda ok: asked.append(ok) or (ok and others)))
     warm_up, graphs = make(True, mesh)
     assert warm_up.start(graphs) == others
-    assert asked == [True]
-    assert graphs.captured == ([8, 4, 2, 1] if others else [])
+    assert asked == [True, *([True] * 8 if others else [])], "each step that is loaded must be loaded on all ranks"
+    expected = [8, 8, 4, 4, 2, 2, 1, 1] if others else []
+    assert graphs.captured == expected
     warm_up.between_steps(graphs, step(BUSY_TOKENS))
-    assert graphs.captured == ([8, 4, 2, 1] if others else [])
+    assert graphs.captured == expected
+    asked.clear()
     warm_up, graphs = make(False, mesh)
     assert not warm_up.start(graphs)
-    assert asked == [True, False], "a rank that is not ready must report it to the others"
+    assert asked == [False], "a rank that is not ready must report it to the others"
+
+
+@pytest.mark.parametrize("broken", [[True, True], [True, False]], ids=["all", "one"])
+def test_ranks_stop_if_a_step_fails_on_some_of_them_only(broken):
+    """Their collectives would meet others from then on. If it fails on all ranks, all of them go on without it."""
+    meshes = thread_meshes(2)
+
+    def run(mesh):
+        warm_up, graphs = make(True, mesh, broken=(4,) if broken[mesh.tp.rank] else ())
+        warm_up.start(graphs)
+        return graphs.loaded
+
+    if all(broken):
+        rows = [{key.rows for key in loaded} for loaded in run_ranks(meshes, run, meshes)]
+        assert rows == [{1, 2, 8}] * 2
+    else:
+        with pytest.raises(RankLostError, match="could not be prepared on some of 2 ranks"):
+            run_ranks(meshes, run, meshes)
+
+
+@pytest.mark.parametrize(
+    ("compiled", "attends", "others", "expected"),
+    [
+        (False, True, True, "note"),
+        (True, True, True, None),  # nothing is waited for
+        (False, False, True, None),  # the backend reads what kernels write
+        (False, True, False, None),  # all ranks launch their collectives or none does
+    ],
+)
+def test_memory_is_measured_without_waiting_for_kernels(compiled, attends, others, expected):
+    mesh = SimpleNamespace(tp=SimpleNamespace(size=2, rank=0, agree=lambda ok: ok and others))
+    warm_up, _ = make(compiled, mesh)
+    warm_up._attend_prefill = attends
+    with warm_up.measuring():
+        assert warm_up._kernels.mode == expected
+    assert warm_up._kernels.mode is None
+    warm_up._kernels = None
+    with warm_up.measuring():
+        pass
+
+
+def test_prompts_are_noted_before_the_weights_are_loaded(monkeypatch):
+    events = []
+    monkeypatch.setattr(WarmUp, "note_prompts", lambda *_: events.append("note"))
+    load = engine.load_weights
+    monkeypatch.setattr(engine, "load_weights", lambda *given, **more: events.append("load") or load(*given, **more))
+    LLM("tiny", device="cpu", grammar="none")
+    assert events == ["note", "load"]
 
 
 @pytest.mark.parametrize(("here", "others"), [(True, True), (True, False), (False, True)])
 def test_all_ranks_note_kernels_or_none_of_them(here, others):
     """Ranks may communicate while they note kernels. After a launch that has waited too long, nothing can be noted."""
-    mesh = SimpleNamespace(tp=SimpleNamespace(size=2, agree=lambda ok: ok and others))
+    mesh = SimpleNamespace(tp=SimpleNamespace(size=2, rank=0, agree=lambda ok: ok and others))
     warm_up, graphs = make(True, mesh)
     warm_up._kernels.is_active = here
     warm_up.note_decode(graphs)
@@ -172,7 +225,7 @@ def test_an_engine_that_cannot_be_built_ends_the_processes_that_compile(monkeypa
     closed = []
     monkeypatch.setattr(WarmUp, "close", lambda self: closed.append(True))
 
-    def load_weights(*given):
+    def load_weights(*given, **more):
         raise WeightsError("no weights")
 
     monkeypatch.setattr(engine, "load_weights", load_weights)

@@ -4,8 +4,8 @@
     wild prompt, wild decode        a kernel of a step writes far out of bounds
 
 ``decode`` is the 30th step after the prompt. The environment's TROUBLE selects more failures: ``small`` leaves the process
-almost no memory once the backend is built, ``capture`` lets the kernel run while graphs of four rows are captured. If it is not
-set, a graph of two rows cannot be captured, because memory runs out in the middle.
+almost no memory once the backend is built, ``capture`` lets the kernel run while graphs of four rows are captured,
+``later`` causes nothing until the program sets ``TROUBLE`` of this module. If it is not set, a graph of two rows cannot be captured, because memory runs out in the middle.
 """
 
 from __future__ import annotations

@@ -18,6 +18,7 @@ from dovetail.engine.verify_graphs import VerifyGraphs, VerifyKey, VerifySizes, 
 from dovetail.engine.verify_inputs import VerifyMemory, VerifyShape, empty_batch
 from dovetail.interfaces.attention import AttentionContext
 from dovetail.interfaces.speculative import Drafter
+from dovetail.ops.triton.verify import walk
 from dovetail.sampling_params import SamplingParams
 from dovetail.testing.batches import make_page_table
 from dovetail.types import AdmittedRequest, Batch, DraftTree
@@ -253,3 +254,21 @@ def test_steps_go_to_the_smallest_graph_that_holds_them(engine):
     assert graphs.key_for(verify_batch(engine, [3], [[-1, 0, 1, 2, 3]], 0)) is None, "more drafts than were announced"
     assert graphs.key_for(verify_batch(engine, [3] * 6, [[-1, 0]] * 6, 0)) is None, "more tokens than any graph holds"
     assert list(graphs.missing()) == [(1, False), (2, False), (4, False), (8, False), (16, False)]
+
+
+@pytest.mark.parametrize("trees", [False, True], ids=["chains", "trees"])
+def test_rows_without_a_graph_are_rehearsed(engine, monkeypatch, trees):
+    """A rehearsal walks and attends as a step does whose graph is not captured yet."""
+    graphs, backend, launched = VerifyGraphs.__new__(VerifyGraphs), triton_attention(engine), []
+    graphs._limits = VerifySizes(16, WIDTH, trees=trees, context_len=100)
+    graphs._model, graphs._pool, graphs._backend, graphs._inputs = engine.model, engine.pool, backend, engine.inputs
+    ragged = backend._ragged_step
+    monkeypatch.setattr(backend, "_ragged_step", lambda batch, part: launched.append(batch) or ragged(batch, part))
+    walked = []
+    monkeypatch.setattr("dovetail.ops.triton.verify.walk", lambda *given: walked.append(given) or walk(*given))
+    graphs.rehearse_uncaptured(1)
+    assert [batch.tree_mask is not None for batch in launched] == ([True, False] if trees else [False])
+    assert all((batch.num_extend, batch.extend_lens.tolist()) == (0, [WIDTH]) for batch in launched)
+    assert [given[3] is not None for given in walked] == ([True, False] if trees else [False])
+    graphs.rehearse_uncaptured(1, attend=False)
+    assert len(launched) == len(walked) // 2

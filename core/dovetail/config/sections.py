@@ -200,13 +200,17 @@ class MemorySection(Section):
     )
 
 
+MOST_TP = 64
+"""The largest number of ranks of one host."""
+
+
 class ParallelSection(Section):
     """Configure how the ranks of one host divide the model. A rank is one process with one device."""
 
     tp: int = Field(
         default=1,
         ge=1,
-        le=64,
+        le=MOST_TP,
         description="Ranks of tensor parallelism: each computes a share of every layer, and the ranks add up their results. It must divide `num_attention_heads` and `intermediate_size`, and divide `num_key_value_heads` or be a multiple of it. On CUDA the ranks use consecutive devices from `device` on.",
     )
 

@@ -156,10 +156,11 @@ class CaptureOnDemand(Generic[K]):
         return True
 
 
-def capture_all(graphs: Captures[K], what: str) -> None:
-    """Try to capture all missing keys, and show a progress bar. Keys whose capture fails are logged and refused. Raises
-    only if the device or another rank is lost."""
-    for key in track(list(graphs.missing()), f"capturing {what}", console=Console(stderr=True)):
+def capture_all(graphs: Captures[K], what: str, mesh: Mesh = SINGLE, console: Console | None = None) -> None:
+    """Try to capture all missing keys. Rank 0 of ``mesh`` shows a progress bar. Keys whose capture fails are logged and
+    refused. Raises only if the device or another rank is lost."""
+    console, keys = console or Console(stderr=True), list(graphs.missing())
+    for key in track(keys, f"capturing {what}", console=console, disable=mesh.tp.rank > 0):
         try_capture(graphs, key)
 
 

@@ -78,7 +78,7 @@ class EngineDraftCache(DraftCache):
             limits = DraftLimits(min(rows, section.max_rows), section.max_rows, max_context, wide)
             self.graphs = DraftGraphs(self._steps, inputs, self._pool, self._backends[1], limits, self._mesh)
             if section.capture == "start":
-                capture_all(self.graphs, "draft steps")
+                capture_all(self.graphs, "draft steps", self._mesh)
 
     def batch(
         self, slots: IntArray, starts: IntArray, counts: IntArray, *, tree: tuple[IntArray, BoolArray] | None = None
@@ -216,7 +216,8 @@ class EngineDraftRuntime(DraftRuntime):
         """See ``DraftRuntime``."""
         check_ranks(info, self._mesh.tp.size, "the drafter's model")
         built = build_model(model, info, self._device, self.dtype, self._mesh)
-        load_weights(built, directory, load_format, self._resolved.config.model.seed)
+        seed, shown = self._resolved.config.model.seed, self._mesh.tp.rank == 0
+        load_weights(built, directory, load_format, seed, shown=shown)
         self._models.append(built)
         return built
 

@@ -93,7 +93,10 @@ class Engine:
         self.model = build_model(resolved.model.load(), info, self.device, self._dtype, mesh)
         if config.batch_invariant:
             make_batch_invariant(as_module(self.model))
-        load_weights(self.model, resolved.model_dir, config.model.load_format, config.model.seed)
+        self._note_prompts(resolved)
+        load_weights(
+            self.model, resolved.model_dir, config.model.load_format, config.model.seed, shown=mesh.tp.rank == 0
+        )
         self._draft_runtime = EngineDraftRuntime(resolved, self.model, self.device, self._dtype, mesh)
         self.drafter = self._build_drafter(resolved)
         self.watched = self._draft_runtime.watched
@@ -125,14 +128,12 @@ class Engine:
         """Measure the memory that the pool must leave free. Then allocate the pool, the request table and the inputs,
         and limit the context length to the tokens that the pool holds."""
         config, runtime, group = resolved.config, self._draft_runtime, self._local.cache_groups[0]
-        named = config.memory.kv_dtype
-        dtype = self._dtype if named == "auto" else pool_dtype(named)
-        one_page = PagedKVPool(group, 2, self.page_size, dtype, self.device)
+        dtype, one_page = self._kv_dtype, self._one_page()
         draft_tokens = self.drafter.max_draft_tokens if self.drafter else 0
         graphs = GraphNeeds(draft_tokens, len(self.watched), self._piece_tokens, self._dtype.itemsize)
         attention = functools.partial(self._attention, resolved.attention_prefill, one_page)
-        self.warm_up.note_prompts(self.model, attention, one_page, config.scheduler.rows, self._dtype)
-        needs = measure_needs(resolved, self.model, self._local, one_page, self.context_len, attention, graphs)
+        with self.warm_up.measuring():
+            needs = measure_needs(resolved, self.model, self._local, one_page, self.context_len, attention, graphs)
         needs = replace(needs, weights=needs.weights + runtime.weight_bytes)
         draft_bytes = runtime.page_bytes(self.page_size, dtype)
         divide = functools.partial(budget_for, config, group, dtype, self.device, self.context_len, needs, draft_bytes)
@@ -145,6 +146,21 @@ class Engine:
         self.page_table = np.zeros((config.scheduler.rows + 1, max_pages), np.int32)
         self.inputs = Inputs(self.page_table, self.page_size, self.device)
         runtime.allocate(self.inputs, self.pool, self.context_len)
+
+    @property
+    def _kv_dtype(self) -> torch.dtype:
+        named = self._config.memory.kv_dtype
+        return self._dtype if named == "auto" else pool_dtype(named)
+
+    def _one_page(self) -> PagedKVPool:
+        """Return a pool of one page and page 0, for steps that answer no request."""
+        return PagedKVPool(self._local.cache_groups[0], 2, self.page_size, self._kv_dtype, self.device)
+
+    def _note_prompts(self, resolved: Resolved) -> None:
+        """Note the kernels of steps with prompts. This needs no weights: processes compile while they are loaded."""
+        pool, rows = self._one_page(), resolved.config.scheduler.rows
+        attention = functools.partial(self._attention, resolved.attention_prefill, pool)
+        self.warm_up.note_prompts(self.model, attention, pool, rows, self._dtype)
 
     def _attention(self, chosen: Chosen, pool: PagedKVPool) -> AttentionBackend:
         info = self._local
@@ -213,7 +229,7 @@ class Engine:
         )
         self.warm_up.note_decode(graphs)
         if config.graphs.capture == "start":
-            capture_all(graphs, "decode steps")
+            capture_all(graphs, "decode steps", self.mesh)
         else:
             self.warm_up.start(graphs)
         return graphs
@@ -225,7 +241,7 @@ class Engine:
             self.model, self._local.num_heads, self.pool, self._piece_tokens, self._dtype, self.watched
         )
         if config.graphs.capture == "start":
-            capture_all(pieces, "steps with prompts")
+            capture_all(pieces, "steps with prompts", self.mesh)
         return pieces
 
     def expect_drafts(self, most: int, *, trees: bool) -> None:
@@ -238,7 +254,7 @@ class Engine:
         graphs = VerifyGraphs(self.model, self.inputs, self.pool, decode, sizes, self.watched, self.mesh)
         self.warm_up.note_verify(graphs)
         if config.graphs.capture == "start":
-            capture_all(graphs, "verify steps")
+            capture_all(graphs, "verify steps", self.mesh)
         self.use_verify_graphs(graphs)
 
     def use_verify_graphs(self, graphs: VerifyGraphs) -> None:

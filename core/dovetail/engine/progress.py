@@ -23,12 +23,12 @@ log = logging.getLogger(__name__)
 
 
 @contextmanager
-def bytes_progress(what: str, total: int, console: Console | None = None) -> Iterator[Advance]:
-    """Show the progress of the operation ``what``, which moves ``total`` bytes. Yields the function to which the caller
-    must report the bytes."""
+def bytes_progress(what: str, total: int, console: Console | None = None, *, shown: bool = True) -> Iterator[Advance]:
+    """Show the progress of the operation ``what``, which moves ``total`` bytes; without ``shown``, only in the log.
+    Yields the function to which the caller must report the bytes."""
     console = console or Console(stderr=True)
     start = time.perf_counter()
-    with _bar(what, total, console) if console.is_terminal else _lines(what, total) as advance:
+    with _bar(what, total, console) if shown and console.is_terminal else _lines(what, total) as advance:
         yield advance
     seconds = time.perf_counter() - start
     log.info("%s: %s in %.1f s (%.1f GiB/s)", what, size_text(total), seconds, total / GIB / max(seconds, 1e-9))

@@ -77,10 +77,13 @@ class Sampler:
         settings: RowSettings,
         slots: torch.Tensor | None,
     ) -> torch.Tensor:
-        """Return the logits in float32 with biases, penalties, ``min_new_tokens`` and grammars applied. ``slots`` are
-        the slots of the sampled rows if some of them have penalties."""
+        """Return the logits with biases, penalties, ``min_new_tokens`` and grammars applied, in float32 unless there is
+        nothing to apply and kernels sample, which compute in float32. ``slots`` are the slots of the sampled rows if
+        some of them have penalties."""
         reqs = batch.sampled_reqs
         touched = settings.adjusted or settings.penalised or masks is not None
+        if not touched and logits.device.type == "cuda":
+            return logits
         logits = logits.float().clone() if touched and settings.logprobs else logits.float()
         for i in settings.adjusted:
             _add_bias(logits[layout.starts[i] : layout.starts[i] + layout.spans[i]], reqs[i].params.logit_bias)

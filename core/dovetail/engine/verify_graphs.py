@@ -19,7 +19,8 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from dovetail.engine.captures import GraphRecorder, ladder, larger_sizes
-from dovetail.engine.dry_run import every_filter, first_layers
+from dovetail.engine.draft_layout import wide_shape
+from dovetail.engine.dry_run import every_filter, first_layers, prompts
 from dovetail.engine.sampler_graphs import SamplerGraphs
 from dovetail.engine.settings import expand
 from dovetail.engine.verify import Accepted
@@ -253,6 +254,25 @@ class VerifyGraphs:
         filters = every_filter(key.tokens, logits.device)
         for chosen in (None, Filters(filters.temperature), filters):
             step.draw(logits, chosen)
+
+    @torch.inference_mode()
+    def rehearse_uncaptured(self, layers: int, *, attend: bool = True) -> None:
+        """Launch the kernels of a row with drafts that only those steps launch that run without a graph, because theirs
+        is not captured yet or because they have prompts too, in order to note them: attention, and the walk through the
+        drafts."""
+        from dovetail.ops.triton.verify import walk
+
+        width, trees = self._limits.width, self._limits.trees
+        ids = torch.zeros(1, width - 1, dtype=torch.int32, device=self._inputs.device)
+        for parents in (ids, None) if trees else (None,):
+            batch = prompts(self._backend, self._pool, [width], plan=False)
+            batch.num_extend, batch.drafts = 0, wide_shape(batch.extend_lens)
+            if parents is not None:
+                batch.tree_mask = torch.zeros(width, width, dtype=torch.bool, device=ids.device)
+            if attend:
+                self._backend.plan(batch)
+                first_layers(self._model, batch, layers)
+            walk(batch.input_ids, batch.qo_indptr, ids, parents, batch.input_ids.new_empty(1, 2 * width + 1))
 
     def _planned(self, key: VerifyKey, *, plan: bool = True) -> VerifyStep:
         """Return a step for ``key``. With ``plan``, attention is planned for it."""

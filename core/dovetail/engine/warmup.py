@@ -7,6 +7,7 @@ import logging
 import os
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,7 +15,7 @@ from rich.console import Console
 from rich.progress import Progress
 
 from dovetail.engine.captures import try_capture
-from dovetail.engine.device import lost_device
+from dovetail.engine.device import first_line, lost_device
 from dovetail.engine.dry_run import every_filter, first_layers, prompts
 from dovetail.engine.graphs import GraphKey
 from dovetail.errors import RankLostError
@@ -109,8 +110,23 @@ class WarmUp:
                 first_layers(model, batch, self._layers, attend=attend)
                 hidden = torch.zeros(min(tokens, rows), model.info.hidden_size, dtype=dtype, device=pool.device)
                 draw(model.logits(hidden))
+            one = torch.zeros(1, model.info.hidden_size, dtype=dtype, device=pool.device)
+            draw(model.logits(one).float())  # logits that are processed before sampling are float32
 
         self._note(step)
+
+    @contextmanager
+    def measuring(self) -> Iterator[None]:
+        """While a step runs whose memory is measured, launch no kernel that Triton compiles, unless all that were noted
+        are compiled: the step allocates the same memory without them, and other work goes on while they are compiled.
+        All ranks launch them or none does. Backends without attention.rehearsal need what kernels write."""
+        kernels = self._kernels
+        waits = kernels is not None and kernels.is_active and self._attend_prefill and not kernels.wait(0.0)
+        if not self._mesh.tp.agree(waits) or kernels is None:
+            yield
+            return
+        with kernels.noting():
+            yield
 
     def note_decode(self, graphs: DecodeGraphs) -> None:
         """Note the kernels of decode steps and of their sampling, in the order in which steps are likely."""
@@ -122,12 +138,19 @@ class WarmUp:
 
     def note_verify(self, graphs: VerifyGraphs) -> None:
         """Note the kernels of verify steps. After ``release``, do nothing."""
-        self._note(lambda: [graphs.rehearse(key, self._layers, attend=self._attend_decode) for key in graphs.missing()])
+        attend = self._attend_decode
+
+        def step() -> None:
+            graphs.rehearse_uncaptured(self._layers, attend=attend)
+            for key in graphs.missing():
+                graphs.rehearse(key, self._layers, attend=attend)
+
+        self._note(step)
 
     def start(self, graphs: DecodeGraphs) -> bool:
         """If all kernels of decode steps are compiled, on all ranks, load them onto the device and capture the steps
         that are most likely. Return True if this is done. It takes about a second."""
-        self._likely = [GraphKey(rows, shared=False) for rows in reversed(graphs.sizes)]
+        self._likely = [GraphKey(rows, shared) for rows in reversed(graphs.sizes) for shared in graphs.shared]
         compiled = self._kernels is not None and self._kernels.wait(0.0)
         if not self._mesh.tp.agree(compiled):
             return False
@@ -171,7 +194,7 @@ class WarmUp:
         for graphs in captures:
             for key in graphs.missing():
                 if self._idle is None:
-                    self._idle = IdleCaptures(self.progress(captures).graphs_missing)
+                    self._idle = IdleCaptures(self.progress(captures).graphs_missing, shown=self._mesh.tp.rank == 0)
                 start = time.perf_counter()
                 try_capture(graphs, key)
                 self._idle.advance(time.perf_counter() - start)
@@ -203,15 +226,23 @@ class WarmUp:
 
     def _try(self, step: Callable[[], object]) -> bool:
         """Run ``step`` and return True. If it fails, log the error and return False: its kernels are compiled or loaded
-        when they are first launched."""
+        when they are first launched. Raises ``RankLostError`` if it fails on some ranks only: their collectives would
+        meet others from then on."""
+        done, tp = True, self._mesh.tp
         try:
             step()
-            return True
         except Exception as error:
             if isinstance(error, RankLostError) or lost_device(error):
                 raise
-            log.warning("some kernels cannot be compiled ahead: %s: %s", type(error).__name__, error, exc_info=True)
-            return False
+            log.warning("some kernels cannot be compiled ahead: %s: %s", type(error).__name__, first_line(error))
+            log.debug("the step whose kernels are not compiled ahead", exc_info=True)
+            done = False
+        if not tp.agree(done) and not tp.agree(not done):
+            raise RankLostError(
+                f"the kernels of a step could not be prepared on some of {tp.size} ranks (rank {tp.rank} "
+                f"{'could' if done else 'could not'}), so that the ranks cannot run the same steps any more; the logs say why"
+            )
+        return done
 
     @torch.inference_mode()
     def _rehearse(self, graphs: DecodeGraphs, keys: Iterable[GraphKey]) -> None:
@@ -227,11 +258,12 @@ class WarmUp:
 class IdleCaptures:
     """Report the captures of idle moments: in the log, and with a progress bar on a terminal."""
 
-    def __init__(self, missing: int, console: Console | None = None) -> None:
-        """``missing`` is the number of graphs to capture."""
+    def __init__(self, missing: int, console: Console | None = None, *, shown: bool = True) -> None:
+        """``missing`` is the number of graphs to capture. Without ``shown``, there is no bar."""
         console = console or Console(stderr=True)
         self._count, self._seconds = 0, 0.0
-        self._bar = Progress(console=console, transient=True, auto_refresh=False) if console.is_terminal else None
+        shown = shown and console.is_terminal
+        self._bar = Progress(console=console, transient=True, auto_refresh=False) if shown else None
         if self._bar is not None:
             self._task = self._bar.add_task("capturing graphs", total=missing)
             self._bar.start()

@@ -59,20 +59,23 @@ def load_weights(
     load_format: str = "safetensors",
     seed: int = 0,
     progress: Progress | None = None,
+    *,
+    shown: bool = True,
 ) -> None:
     """Fill every parameter of ``model`` from the checkpoint in ``directory``, or with random numbers if ``load_format``
     is ``dummy``.
 
     Every tensor of the checkpoint is used exactly once, unless the model ignores it by name. Names, shapes and dtypes
     are checked before the first tensor is read. If the model is divided among ranks, only this rank's share of each
-    tensor is read. ``progress`` is called by one thread at a time. Raises ``WeightsError``.
+    tensor is read. ``progress`` is called by one thread at a time. With ``shown``, a terminal shows a progress bar.
+    Raises ``WeightsError``.
     """
     if load_format == "dummy":
         _fill_dummy(model, seed)
         prepare_layers(as_module(model))
     else:
         assert load_format == "safetensors", load_format
-        _load_checkpoint(model, directory, progress)
+        _load_checkpoint(model, directory, progress, shown=shown)
 
 
 def checkpoint_files(directory: Path) -> list[Path]:
@@ -89,12 +92,12 @@ def checkpoint_files(directory: Path) -> list[Path]:
     return files
 
 
-def _load_checkpoint(model: ModelArchitecture, directory: Path, progress: Progress | None) -> None:
+def _load_checkpoint(model: ModelArchitecture, directory: Path, progress: Progress | None, *, shown: bool) -> None:
     filler = WeightFiller(model)
     device = next(as_module(model).parameters()).device
     moves = _moves(filler, checkpoint_files(directory))
     lock = threading.Lock()
-    with bytes_progress("weights", sum(move.tensor.nbytes for move in moves)) as advance:
+    with bytes_progress("weights", sum(move.tensor.nbytes for move in moves), shown=shown) as advance:
 
         def arrived(move: _Move) -> None:
             with lock:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from dovetail.config.sections import MOST_TP
 from dovetail.errors import ConfigError
 from dovetail.interfaces.features import Feature
 
@@ -38,7 +39,8 @@ def indivisible(info: ModelInfo, tp: int) -> Iterator[tuple[str, str]]:
 
 
 def divisions(info: ModelInfo) -> list[int]:
-    """Return the numbers of ranks that can compute the model ``info``; 1 is always among them."""
+    """Return the numbers of ranks that can compute the model ``info`` and that ``parallel.tp`` allows; 1 is always among
+    them."""
     if Feature.MODEL_TENSOR_PARALLEL not in info.offers:
         return [1]
-    return [tp for tp in range(1, info.num_heads + 1) if tp == 1 or not any(indivisible(info, tp))]
+    return [tp for tp in range(1, min(info.num_heads, MOST_TP) + 1) if tp == 1 or not any(indivisible(info, tp))]

@@ -105,6 +105,7 @@ class KernelsAhead:
         self._capability, self._marks = capability, self.directory / "dovetail-ahead"
         self._processes = processes
         self._known: set[KernelTask] = set()
+        self._seen: set[tuple[int, str]] = set()  # kernels and their keys in Triton, so that each is noted once
         self._pending: dict[KernelTask, _Pending] = {}
         self._lock = threading.Lock()
         self._ended = self._failed = 0
@@ -154,13 +155,20 @@ class KernelsAhead:
                 compiled.run  # noqa: B018 (loads the kernel)
             return compiled
 
+        def compile_once(kernel: Any, key: str, *args: Any, **kwargs: Any) -> Any:
+            if mode == "note" and threading.get_ident() == owner:
+                if (id(kernel), key) in self._seen:
+                    return None
+                self._seen.add((id(kernel), key))
+            return compile_kernel(kernel, key, *args, **kwargs)
+
         with _REPLACING:
-            original = JITFunction.run
-            self._mode, JITFunction.run = (owner, mode), run
+            original, compile_kernel = JITFunction.run, JITFunction._do_compile
+            self._mode, JITFunction.run, JITFunction._do_compile = (owner, mode), run, compile_once
             try:
                 yield
             finally:
-                self._mode, JITFunction.run = None, original
+                self._mode, JITFunction.run, JITFunction._do_compile = None, original, compile_kernel
 
     @property
     def is_active(self) -> bool:

@@ -266,9 +266,10 @@ def paged_decode(
         SINKS=sinks is not None, SPLIT=splits > 1, num_warps=tile.num_warps, num_stages=tile.num_stages,
     )  # fmt: skip
     if splits > 1:
+        block_splits = triton.next_power_of_2(splits)
         launch(
             _combine, (rows, heads), parts, part_lse, out, lse, kv_lens, window or 0, splits, heads, rows,
             WINDOW=window is not None, BLOCK_N=tile.keys, VALUE_DIM=v_size, BLOCK_V=found["BLOCK_V"],
-            BLOCK_SPLITS=triton.next_power_of_2(splits), num_warps=1 if splits < 16 else 4,
+            BLOCK_SPLITS=block_splits, num_warps=1 if block_splits < 16 else 4,
         )  # fmt: skip
     return out, lse

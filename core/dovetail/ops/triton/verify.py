@@ -6,8 +6,15 @@ import torch
 import triton
 import triton.language as tl
 
+LEAST_BLOCK = 32
+"""The least number of drafts that a program walks through at a time: one for each lane of its warp. Steps with fewer
+drafts then share a kernel; a step that is launched kernel by kernel has the columns that its drafts need."""
 
-@triton.jit
+
+@triton.jit(
+    do_not_specialize=["stride", "k"],
+    do_not_specialize_on_alignment=["indptr", "draft_ids", "parents", "slots"],
+)
 def _walk(
     sampled, indptr, draft_ids, parents, stride, out, on_host, slots, last_token,
     k, TREE: tl.constexpr, ON_HOST: tl.constexpr, KEEP: tl.constexpr, BLOCK: tl.constexpr, STEPS: tl.constexpr,
@@ -79,5 +86,6 @@ def walk(
         sampled, indptr, draft_ids, draft_ids if parents is None else parents, draft_ids.stride(0),
         out, out if on_host is None else on_host, slots, last_token,
         k, TREE=parents is not None, ON_HOST=on_host is not None, KEEP=keep is not None,
-        BLOCK=triton.next_power_of_2(max(k, 2)), STEPS=triton.next_power_of_2(k + 1), num_warps=1,
+        BLOCK=max(LEAST_BLOCK, triton.next_power_of_2(k)), STEPS=max(LEAST_BLOCK, triton.next_power_of_2(k + 1)),
+        num_warps=1,
     )  # fmt: skip

@@ -22,6 +22,9 @@ from dovetail_attention.triton.tiles import AttentionTile
 RECORD = 8  # entry, first m, first key, end of keys, first query, queries, keys of the entry, base or -1
 TOKEN = 4  # base, stride, chunks, unused
 BLOCK = 64
+LEAST_ENTRIES = 32
+"""The least number of entries that a program reads: one for each lane of a warp. Steps of up to this number of rows
+share a kernel, so that none is compiled when another number of prompts arrives."""
 
 
 class Schedule(NamedTuple):
@@ -163,6 +166,6 @@ def fill(schedule: Schedule, entries: ScheduleEntries, group: int, window: int |
         _schedule, (count,),
         entries.indptr, entries.kv_lens, *schedule, count, entries.slots, window or 0,
         GROUP=group, CAUSAL=entries.causal, TREE=entries.tree is not None, WINDOW=window is not None, PARTIAL=partial,
-        ROWS=entries.tile.rows, KEYS=entries.tile.keys, CHUNK=entries.chunk, ENTRIES=triton.next_power_of_2(count), RECORD=RECORD, TOKEN=TOKEN,
+        ROWS=entries.tile.rows, KEYS=entries.tile.keys, CHUNK=entries.chunk, ENTRIES=max(LEAST_ENTRIES, triton.next_power_of_2(count)), RECORD=RECORD, TOKEN=TOKEN,
         BLOCK=BLOCK,
     )  # fmt: skip

@@ -79,7 +79,8 @@ def main(job_fd: int) -> None:
     logging.getLogger("dovetail.registry").setLevel(logging.WARNING)  # the parent has logged the same choices
     status = EXIT_FAILED
     try:
-        if RankServer(job).run():
+        server = RankServer(job)  # kept until the process ends: to free peer memory of a lost device would abort it
+        if server.run():
             status = 0
     except BaseException:
         logger.critical("rank %d failed", job.rank, exc_info=True)
@@ -109,6 +110,7 @@ class RankServer:
 
     def __init__(self, job: Job) -> None:
         self._job = job
+        self._engine: RankEngine | None = None
         self._inbox = RingReader(AnonymousMemory(*job.messages), job.rank)
         self._outbox = RingWriter(AnonymousMemory(*job.replies), [job.outbox_fd])
         self._masks = AnonymousMemory(*job.masks)
@@ -127,7 +129,7 @@ class RankServer:
 
     def run(self) -> bool:
         """Serve until CLOSE arrives. Return False if the engine could not be built."""
-        engine = self._build()
+        engine = self._engine = self._build()
         if engine is None:
             return False
         self._receiver = PlanReceiver(self._masks, drafts=engine.info.draft_width > 0)
