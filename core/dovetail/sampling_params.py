@@ -60,6 +60,15 @@ class GrammarGate:
     marks: tuple[tuple[int, int], ...] = ()
 
 
+@dataclass(frozen=True, slots=True)
+class ThinkingSpan:
+    """Describe the reasoning of an output, in token ids. It begins after the tokens ``lead``, or with the output if
+    ``lead`` is empty, and ends with the token ``until``."""
+
+    lead: tuple[int, ...]
+    until: int
+
+
 class PoolingKind(enum.StrEnum):
     """Name what a prompt is pooled into. A prompt that is pooled is not continued."""
 
@@ -105,6 +114,16 @@ MAX_TOKEN_SETTINGS = 4096
 the batch that contains the request."""
 
 
+MAX_ALLOWED = 2**18
+"""Limit the number of entries of ``allowed_token_ids``."""
+
+MAX_SCORED = 256
+"""Limit the number of entries of ``token_ids_logprob``. Each is answered at each position."""
+
+MAX_BAD_WORDS = 256
+"""Limit the number of entries of ``bad_words``, and the characters of each."""
+
+
 def _require(ok: bool, param: str, given: object, allowed: str) -> None:
     if not ok:
         raise RequestError(f"{param} is {given!r}; allowed: {allowed}", param=param)
@@ -137,6 +156,13 @@ class SamplingParams:
       start.
     - ``stop_regex`` are regular expressions: the output ends when its text contains a match, and the match is cut off or
       kept as a stop string is. docs/request.md documents the dialect.
+    - ``bad_words`` are texts that the output must not contain: the tokens of each, at the beginning of a text and after
+      a space, are not completed. ``allowed_token_ids`` are the only tokens that the output may have. Both hold in
+      addition to a constraint.
+    - ``thinking_budget`` is the largest number of tokens of the reasoning. Then the token that ends the reasoning is
+      forced. The server sets ``thinking_span``, from the model's reasoning parser.
+    - ``token_ids_logprob`` are tokens whose log-probabilities are returned at each position, of the output and, if
+      ``prompt_logprobs`` is set, of the prompt; ``TokenLogprob.given`` holds them.
     - ``keep_special`` are special tokens that stay in the text even with ``skip_special_tokens``.
     - ``speculative=False`` decodes this request without drafts. The outputs are the same either way.
     - ``pooling`` requests a vector made of the prompt, and needs ``max_new_tokens=0``.
@@ -165,6 +191,11 @@ class SamplingParams:
     prompt_logprobs_start: int = 0
     grammar: GrammarSpec | None = None
     grammar_gate: GrammarGate | None = None
+    token_ids_logprob: tuple[int, ...] | None = None
+    bad_words: tuple[str, ...] = ()
+    allowed_token_ids: tuple[int, ...] | None = None
+    thinking_budget: int | None = None
+    thinking_span: ThinkingSpan | None = None
     keep_special: tuple[int, ...] = ()
     speculative: bool = True
     pooling: Pooling | None = None
@@ -174,6 +205,7 @@ class SamplingParams:
         self._check_filters()
         self._check_penalties()
         self._check_stops()
+        self._check_tokens()
 
     def _check_lengths(self) -> None:
         given = self.max_new_tokens
@@ -242,6 +274,31 @@ class SamplingParams:
             _require(_is_int(token) and token >= 0, "stop_token_ids", token, "token ids of at least 0")
         grammar = self.grammar
         _require(grammar is None or isinstance(grammar, GrammarSpec), "grammar", grammar, "a GrammarSpec(kind, text)")
+
+    def _check_tokens(self) -> None:
+        words = self.bad_words
+        _require(isinstance(words, tuple | list), "bad_words", words, "a tuple, also for one: (x,)")
+        _require(len(words) <= MAX_BAD_WORDS, "bad_words", f"{len(words)} texts", f"at most {MAX_BAD_WORDS} texts")
+        for word in words:
+            ok = isinstance(word, str) and bool(word.strip()) and len(word) <= MAX_BAD_WORDS
+            _require(ok, "bad_words", word, f"texts of 1 to {MAX_BAD_WORDS} characters that are not all spaces")
+        for name, most in (("allowed_token_ids", MAX_ALLOWED), ("token_ids_logprob", MAX_SCORED)):
+            ids = getattr(self, name)
+            if ids is None:
+                continue
+            _require(isinstance(ids, tuple | list), name, ids, "a tuple, also for one: (x,)")
+            _require(1 <= len(ids) <= most, name, f"{len(ids)} ids", f"1 to {most} token ids")
+            for token in ids:
+                _require(_is_int(token) and token >= 0, name, token, "token ids of at least 0")
+        budget = self.thinking_budget
+        _require(
+            budget is None or (_is_int(budget) and budget >= 0), "thinking_budget", budget, "an integer of at least 0"
+        )
+
+    @property
+    def scores_output(self) -> bool:
+        """Return True if log-probabilities of output tokens are requested."""
+        return self.logprobs is not None or self.token_ids_logprob is not None
 
     @property
     def greedy(self) -> bool:

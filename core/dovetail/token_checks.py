@@ -25,6 +25,8 @@ def check_prompt(input_ids: Collection[int], params: SamplingParams, context_len
     check_token_ids("prompt", input_ids, vocab_size)
     check_token_ids("stop_token_ids", params.stop_token_ids, vocab_size)
     check_token_ids("logit_bias", params.logit_bias or (), vocab_size)
+    check_token_ids("allowed_token_ids", params.allowed_token_ids or (), vocab_size)
+    check_token_ids("token_ids_logprob", params.token_ids_logprob or (), vocab_size)
     check_token_ids("label_token_ids", params.pooling.token_ids if params.pooling else (), vocab_size)
 
 

@@ -87,12 +87,13 @@ class FinishReason:
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprob:
-    """Hold the log-probability (natural log) of one token and of the most likely tokens at its position. ``logprob`` is
-    None for the first token of a prompt."""
+    """Hold the log-probability (natural log) of one token, of the most likely tokens at its position, and of the tokens
+    of ``token_ids_logprob``. ``logprob`` is None for the first token of a prompt."""
 
     token_id: int
     logprob: float | None
     top: tuple[tuple[int, float], ...] = ()
+    given: tuple[tuple[int, float], ...] = ()
 
 
 @dataclass(slots=True, eq=False)
@@ -436,7 +437,8 @@ class Batch:
 
 class Logprobs(NamedTuple):
     """Hold log-probabilities at ``n`` positions: of the chosen token ``[n]``, and of the ``m`` most likely ``[n, m]``
-    with their token ids ``[n, m]``."""
+    with their token ids ``[n, m]``. If a request has ``token_ids_logprob``, there are more columns, and the last ones of
+    its positions are those of these tokens."""
 
     chosen: torch.Tensor
     top: torch.Tensor

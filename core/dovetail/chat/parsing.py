@@ -22,7 +22,7 @@ from dovetail.interfaces.parsers import (
 from dovetail.registry.installed import Registry
 from dovetail.registry.resolution import Chosen, reported
 from dovetail.registry.specs import ComponentKind
-from dovetail.sampling_params import GrammarGate, SamplingParams
+from dovetail.sampling_params import GrammarGate, SamplingParams, ThinkingSpan
 from dovetail.tokenizer import Tokenizer
 
 
@@ -81,6 +81,7 @@ class OutputParsers:
         from content.
         """
         gate = self.reasoning.gate(prompt) if self.reasoning else None
+        params = self._budgeted(params, gate)
         stops = Stops.of(params) if tools else None
         marks: list[str] = list(self.reasoning.special_tokens) if self.reasoning and separate_reasoning else []
         if tools is not None:
@@ -91,6 +92,35 @@ class OutputParsers:
             params = replace(params, grammar_gate=self._in_tokens(gate))
         params = replace(params, keep_special=self._kept(marks))
         return OutputPlan(params, self, prompt, tools, separate_reasoning, stops)
+
+    def with_thinking_budget(self, params: SamplingParams, prompt: str) -> SamplingParams:
+        """Return ``params`` with the span of the reasoning that ``thinking_budget`` limits, for an output that follows
+        ``prompt``. ``plan`` does the same for chats. Raises ``RequestError`` if the model has no reasoning parser."""
+        if params.thinking_budget is None or params.thinking_span is not None:
+            return params
+        return self._budgeted(params, self.reasoning.gate(prompt) if self.reasoning else None)
+
+    def _budgeted(self, params: SamplingParams, gate: ConstraintGate | None) -> SamplingParams:
+        if params.thinking_budget is None:
+            return params
+        if self.reasoning is None:
+            raise RequestError(
+                "thinking_budget needs a reasoning parser, and this server has none for its model; start it with "
+                "reasoning_parser: name (`dovetail explain` shows which there are), or leave thinking_budget out",
+                param="thinking_budget",
+                code="unsupported_parameter",
+            )
+        if gate is None or not gate.until:  # the model does not reason in this output
+            return replace(params, thinking_budget=None)
+        until = self._tokenizer.token_to_id(gate.until)
+        if until is None:
+            raise RequestError(
+                f"the reasoning of this model ends with {gate.until!r}, which is not one token of it, so its length "
+                "cannot be limited; leave thinking_budget out",
+                param="thinking_budget",
+                code="unsupported_parameter",
+            )
+        return replace(params, thinking_span=ThinkingSpan(self._encoded(gate.lead), until))
 
     def _tool_parser(self) -> ToolParser:
         if self.tool is None:

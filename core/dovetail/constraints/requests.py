@@ -15,6 +15,7 @@ from dovetail.constraints.gated import FreeTokens, gated
 from dovetail.constraints.jump_forward import JumpForward
 from dovetail.constraints.mask_budget import MeteredMatcher
 from dovetail.constraints.masks import fill_masks
+from dovetail.constraints.restricted import RestrictedMatcher, restrictions_of
 from dovetail.errors import EngineError, QueueFullError, RequestError
 from dovetail.messages import RequestFailed
 
@@ -41,11 +42,13 @@ class RequestConstraints:
         vocab_size: int,
         eos_token_ids: Iterable[int],
         jump_tokenizer: Tokenizer | None = None,
+        tokenizer: Tokenizer | None = None,
     ) -> None:
         """Store ``service``, which compiles. ``vocab_size`` and ``eos_token_ids`` describe the tokens that an output
         may have before its constraint begins. ``jump_tokenizer`` is the model's tokenizer if jump-forward decoding is
-        on, else None."""
+        on, else None. ``tokenizer`` is the model's tokenizer, if it has one."""
         self.service = service
+        self._tokenizer, self._vocab_size = tokenizer, vocab_size
         self._free = FreeTokens(vocab_size, eos_token_ids)
         self._jump_forward = JumpForward(jump_tokenizer) if jump_tokenizer is not None else None
         self._compiling: list[Req] = []
@@ -53,8 +56,12 @@ class RequestConstraints:
         self.mask_seconds = 0.0  # seconds that the host has spent on bitmasks
 
     def begin(self, req: Req) -> None:
-        """Start to compile the constraint of ``req``, if it has one. Raises ``GrammarError`` for a constraint that is
-        refused at once; the request is then unchanged."""
+        """Start to compile the constraint of ``req``, if it has one. A request that restricts its tokens and has no
+        constraint gets its matcher now. Raises ``RequestError`` for what is refused at once; the request is then
+        unchanged."""
+        restrictions = restrictions_of(req.params, self._vocab_size, self._tokenizer)
+        if restrictions is not None and req.params.grammar is None:
+            req.matcher = RestrictedMatcher(restrictions)
         if req.params.grammar is not None:
             req.ticket = self.service.submit(req.params.grammar)
             self._compiling.append(req)
@@ -91,7 +98,9 @@ class RequestConstraints:
             text = f"the grammar backend gave no matcher: {type(error).__name__}: {error}"
             return RequestFailed(req.rid, 500, text, "engine_error")
         req.meter = self.service.meter(ticket)
-        req.matcher = MeteredMatcher(matcher, req.meter)
+        metered = MeteredMatcher(matcher, req.meter)
+        restrictions = restrictions_of(req.params, self._vocab_size, self._tokenizer)
+        req.matcher = metered if restrictions is None else RestrictedMatcher(restrictions, metered)
         req.grammar_backend = ticket.backend
         req.masks = self.service.backend(ticket.backend)
         return None

@@ -14,6 +14,7 @@ from dovetail.types import Logprobs
 
 if TYPE_CHECKING:
     from dovetail.interfaces.model import ModelArchitecture
+    from dovetail.sampling_params import SamplingParams
     from dovetail.types import Batch, IntArray
 
 PROMPT_LOGPROB_ROWS = 512
@@ -37,14 +38,19 @@ def prompt_logprobs(
             continue
         first = int(batch.extend_lens[:row].sum()) + begin - start - 1
         own = hidden[first : first + len(next_ids)]
-        found.append((row, next_ids, _score(model, own, next_ids, req.params.prompt_logprobs)))
+        found.append((row, next_ids, _score(model, own, next_ids, req.params)))
     return found
 
 
-def _score(model: ModelArchitecture, hidden: torch.Tensor, next_ids: IntArray, top: int) -> Logprobs:
+def _score(model: ModelArchitecture, hidden: torch.Tensor, next_ids: IntArray, params: SamplingParams) -> Logprobs:
     targets = to_device(next_ids.astype(np.int64), hidden.device)
-    parts = [
-        logprobs_of(model.logits(hidden[i : i + PROMPT_LOGPROB_ROWS]), targets[i : i + PROMPT_LOGPROB_ROWS], top)
-        for i in range(0, len(targets), PROMPT_LOGPROB_ROWS)
-    ]
+    top, ids = params.prompt_logprobs or 0, params.token_ids_logprob
+    given = None if ids is None else to_device(np.array([ids], np.int64), hidden.device)
+
+    def score(begin: int) -> Logprobs:
+        part = slice(begin, begin + PROMPT_LOGPROB_ROWS)
+        own = targets[part]
+        return logprobs_of(model.logits(hidden[part]), own, top, None if given is None else given.expand(len(own), -1))
+
+    parts = [score(begin) for begin in range(0, len(targets), PROMPT_LOGPROB_ROWS)]
     return Logprobs(*(torch.cat(column) for column in zip(*parts, strict=True)))

@@ -187,12 +187,15 @@ def verify_numbers(batch: Batch, settings: RowSettings) -> Floats | None:
     return uniform(np.repeat(settings.seeds, layout.spans), _places(batch, layout))
 
 
-def logprobs_of(logits: torch.Tensor, tokens: torch.Tensor, top: int) -> Logprobs:
-    """Return the log-probabilities of ``tokens [n]`` and of the ``top`` most likely tokens, computed from the
-    unprocessed ``logits [n, V]``."""
+def logprobs_of(logits: torch.Tensor, tokens: torch.Tensor, top: int, given: torch.Tensor | None = None) -> Logprobs:
+    """Return the log-probabilities of ``tokens [n]``, of the ``top`` most likely tokens and, in the last columns, of the
+    tokens ``given [n, m]``, computed from the unprocessed ``logits [n, V]``."""
     logp = torch.log_softmax(logits.float(), dim=-1)
     best = logp.topk(min(top, logp.shape[1]), dim=-1)
-    return Logprobs(logp.gather(1, tokens[:, None])[:, 0], best.values, best.indices)
+    values, ids = best.values, best.indices
+    if given is not None:
+        values, ids = torch.cat([values, logp.gather(1, given)], 1), torch.cat([ids, given], 1)
+    return Logprobs(logp.gather(1, tokens[:, None])[:, 0], values, ids)
 
 
 def _add_logprobs(
@@ -203,7 +206,10 @@ def _add_logprobs(
     firsts = layout.starts[list(settings.logprobs)]
     index = np.concatenate([np.arange(first, first + span) for first, span in zip(firsts, spans, strict=True)])
     picked = to_device(index, raw.device)
-    output.logprobs = logprobs_of(raw[picked], tokens[picked], settings.top_logprobs)
+    given = None
+    if settings.scored is not None:
+        given = to_device(np.repeat(settings.scored, spans, axis=0), raw.device)
+    output.logprobs = logprobs_of(raw[picked], tokens[picked], settings.top_logprobs, given)
     output.logprob_start = dict(zip(settings.logprobs, (ends - spans).tolist(), strict=True))
 
 

@@ -14,6 +14,7 @@ from dovetail.ops.sampling import Filters
 from dovetail.ops.transfer import to_device
 
 if TYPE_CHECKING:
+    from dovetail.sampling_params import SamplingParams
     from dovetail.types import AdmittedRequest
 
 
@@ -54,7 +55,8 @@ class RowSettings:
     blocks of ``adjusted`` rows, or None if there are none or too many. The other fields hold indices of rows:
     ``penalised`` those with penalties, ``adjusted`` those with biases or ``min_new_tokens``, ``constrained`` those with
     a grammar, and ``logprobs`` those that request log-probabilities. ``top_logprobs`` is the largest number of most
-    likely tokens that one of them requests. Settings with the same ``version`` are equal.
+    likely tokens that one of them requests, and ``scored`` (int64 ``[logprobs rows, m]``) the tokens of
+    ``token_ids_logprob``, at the right end of each row; None if there are none. Settings with the same ``version`` are equal.
     """
 
     uids: tuple[int, ...]
@@ -70,6 +72,7 @@ class RowSettings:
     constrained: tuple[int, ...]
     logprobs: tuple[int, ...]
     top_logprobs: int
+    scored: np.ndarray[Any, np.dtype[np.int64]] | None
     version: int
 
     @classmethod
@@ -81,18 +84,22 @@ class RowSettings:
         penalised = tuple(i for i, p in enumerate(params) if p.penalised)
         adjusted = tuple(i for i, p in enumerate(params) if p.logit_bias or p.min_new_tokens)
         constrained = tuple(i for i, r in enumerate(reqs) if r.constrained)
-        logprobs = tuple(i for i, p in enumerate(params) if p.logprobs is not None)
+        logprobs = tuple(i for i, p in enumerate(params) if p.scores_output)
         top_logprobs = max((p.logprobs or 0 for p in params), default=0)
         greedy = all(p.greedy for p in params)
         simple = not (penalised or adjusted or constrained or logprobs)
         top = captured_top(top_logprobs)
+        scored = _scored([params[i] for i in logprobs])
         edits = _edits(reqs, device, ends) if adjusted else None
         return cls(
             uids=tuple(r.uid for r in reqs),
             plain=greedy and simple,
             simple=simple,
             capturable=not (
-                (adjusted and edits is None) or constrained or (logprobs and (top is None or top > vocab_size))
+                (adjusted and edits is None)
+                or constrained
+                or scored is not None
+                or (logprobs and (top is None or top > vocab_size))
             ),
             filters=None if greedy else _filters(reqs, vocab_size, device),
             penalties=_penalties(reqs, device) if penalised else None,
@@ -103,6 +110,7 @@ class RowSettings:
             constrained=constrained,
             logprobs=logprobs,
             top_logprobs=top_logprobs,
+            scored=scored,
             version=next(_versions),
         )
 
@@ -129,6 +137,13 @@ def _edits(reqs: Sequence[AdmittedRequest], device: torch.device, ends: Sequence
             biases[row] = np.array([given.get(token, 0.0) for token in ids], np.float32)[places]
             until[row] = np.array([first if token in blocked else 0 for token in ids], np.int32)[places]
     return Edits(*(to_device(column, device) for column in (tokens, biases, until)))
+
+
+def _scored(params: Sequence[SamplingParams]) -> np.ndarray[Any, np.dtype[np.int64]] | None:
+    """Return the tokens of ``token_ids_logprob`` of these params, at the right end of each row."""
+    given = [p.token_ids_logprob or () for p in params]
+    width = max(map(len, given), default=0)
+    return np.array([(*[0] * (width - len(ids)), *ids) for ids in given], np.int64) if width else None
 
 
 def _penalties(reqs: Sequence[AdmittedRequest], device: torch.device) -> torch.Tensor:

@@ -234,6 +234,9 @@ class LLM:
     def _make(self, prompt: Prompt, params: SamplingParams, hints: GroupHints) -> list[Run]:
         """Return one run for each of the prompt's outputs. Nothing is sent to the engine yet."""
         ids = self._text_ids(prompt) if isinstance(prompt, str) else token_ids_of(prompt)
+        if params.thinking_budget is not None and params.thinking_span is None:
+            text = prompt if isinstance(prompt, str) else self._need_tokenizer().decode(ids, skip_special_tokens=False)
+            params = self._parsers.with_thinking_budget(params, text)
         rids = [str(next(self._ids)) for _ in range(params.n)]
         msgs = expand(ids, params, rids, group=hints.group, group_size=hints.group_size, session=hints.session)
         return [Run(msg, self.tokenizer) for msg in msgs]

@@ -31,7 +31,7 @@ def build_constraints(resolved: Resolved, tokenizer: Tokenizer | None, eos: froz
     """Build the object that compiles the constraints of requests, with the grammar backends that were resolved."""
     jump_tokenizer = tokenizer if resolved.config.grammar.jump_forward else None
     service = _build_service(resolved, tokenizer, eos)
-    return RequestConstraints(service, resolved.model_info.vocab_size, eos, jump_tokenizer)
+    return RequestConstraints(service, resolved.model_info.vocab_size, eos, jump_tokenizer, tokenizer)
 
 
 def _build_service(resolved: Resolved, tokenizer: Tokenizer | None, eos: frozenset[int]) -> GrammarService:

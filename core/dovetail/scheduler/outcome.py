@@ -119,7 +119,7 @@ def _output(req: Req, tokens: list[int], before: int, logprobs: list[TokenLogpro
         prompt_len,
         known - prompt_len,
         req.prefix_hit_len,
-        logprobs[:count] if logprobs is not None and params.logprobs is not None else None,
+        logprobs[:count] if logprobs is not None and params.scores_output else None,
         req.prompt_logprobs if before == prompt_len and params.prompt_logprobs is not None else None,
         req.drafted,
         req.accepted,
@@ -194,7 +194,10 @@ def add_prompt_logprobs(req: Req, start: int, tokens: IntArray, logprobs: HostLo
     log-probabilities if that comes later. Entries that a retracted request computes again are dropped.
     """
     scored = prompt_scored(req)
-    fresh = entries_of(tokens, logprobs)[scored - max(start + 1, req.params.prompt_logprobs_start) :]
+    params = req.params
+    fresh = entries_of(tokens, logprobs, len(params.token_ids_logprob or ()))[
+        scored - max(start + 1, params.prompt_logprobs_start) :
+    ]
     req.prompt_logprobs.extend(fresh[: req.prompt_len - scored])
 
 

@@ -20,13 +20,19 @@ def tokens_of(result: StepResult) -> list[list[int]]:
     return [row[:count] for row, count in zip(tokens, result.accept_lens.tolist(), strict=True)]
 
 
-def entries_of(tokens: IntArray, logprobs: HostLogprobs) -> list[TokenLogprob]:
-    """Return the log-probabilities of ``tokens [n]`` one by one."""
+def entries_of(tokens: IntArray, logprobs: HostLogprobs, given: int = 0) -> list[TokenLogprob]:
+    """Return the log-probabilities of ``tokens [n]`` one by one. The last ``given`` columns are those of
+    ``token_ids_logprob``."""
     chosen, top, ids = (column.tolist() for column in logprobs)
     return [
-        TokenLogprob(token, chosen[i], tuple(zip(ids[i], top[i], strict=True)))
-        for i, token in enumerate(tokens.tolist())
+        _entry(token, chosen[i], ids[i], top[i], len(top[i]) - given, given) for i, token in enumerate(tokens.tolist())
     ]
+
+
+def _entry(token: int, chosen: float, ids: list[int], values: list[float], top: int, given: int) -> TokenLogprob:
+    """Return the log-probabilities at one position: ``top`` of the first columns, and the last ``given``."""
+    pairs = tuple(zip(ids, values, strict=True))
+    return TokenLogprob(token, chosen, pairs[:top], pairs[len(pairs) - given :])
 
 
 def logprobs_of(result: StepResult, reqs: Sequence[Req], tokens: list[list[int]]) -> list[list[TokenLogprob]]:
@@ -37,8 +43,9 @@ def logprobs_of(result: StepResult, reqs: Sequence[Req], tokens: list[list[int]]
     nodes = None if result.nodes is None else result.nodes.tolist()
     rows: list[list[TokenLogprob]] = [[] for _ in tokens]
     for row, start in result.logprob_start.items():
-        count = reqs[row].params.logprobs
+        params = reqs[row].params
+        count, given = params.logprobs or 0, len(params.token_ids_logprob or ())
         for j, token in enumerate(tokens[row]):
             i = start + (nodes[row][j] if nodes is not None else 0)
-            rows[row].append(TokenLogprob(token, chosen[i], tuple(zip(ids[i][:count], top[i][:count], strict=True))))
+            rows[row].append(_entry(token, chosen[i], ids[i], top[i], count, given))
     return rows

@@ -7,6 +7,7 @@ import importlib.metadata
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any, ParamSpec, TypeVar
 
 from dovetail.api.problems import DrainingError, UnknownModelError
@@ -14,7 +15,7 @@ from dovetail.chat.parsing import OutputParsers
 from dovetail.config import Config
 from dovetail.errors import ContextLengthError, EngineDeadError, RequestError
 from dovetail.generation.prompts import PromptHooks
-from dovetail.interfaces.api import ApiHost, ApiRequest, ChatPlan
+from dovetail.interfaces.api import ApiHost, ApiRequest, ChatPlan, Prompt
 from dovetail.interfaces.parsers import ToolRequest
 from dovetail.messages import ContinueMsg, EngineStats, PauseMsg
 from dovetail.sampling_params import SamplingParams
@@ -73,6 +74,8 @@ class Service(ApiHost):
             )
         for prompt in request.prompts:
             check_prompt(prompt.ids, prompt.params, self.context_len, self.vocab_size)
+        if any(prompt.params.thinking_budget is not None for prompt in request.prompts):
+            request = self._with_thinking_budgets(request)
         msgs = messages(request)
         terms = terms or RequestTerms(max_seconds=self.config.server.max_seconds)
         stream = self.engine.open(terms.name or request.rid, msgs)
@@ -94,6 +97,15 @@ class Service(ApiHost):
         if self.draining or not self.engine.alive:
             return "draining" if self.draining else "dead"
         return "paused" if self.paused else "ready"
+
+    def _with_thinking_budgets(self, request: ApiRequest) -> ApiRequest:
+        """Return ``request`` with the span of the reasoning that each prompt's ``thinking_budget`` limits."""
+
+        def spanned(prompt: Prompt) -> Prompt:
+            text = self.tokenizer.decode(prompt.ids, skip_special_tokens=False)
+            return replace(prompt, params=self.parsers.with_thinking_budget(prompt.params, text))
+
+        return replace(request, prompts=tuple(map(spanned, request.prompts)))
 
     def check_ready(self) -> None:
         """Raise ``DrainingError`` or ``EngineDeadError`` if no request can be accepted."""
