@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from dovetail.errors import RequestError
+from dovetail.sampling_names import accepts_other_names
 from dovetail.stop_regex import StopRegexError, stop_regexes
 
 MIN_TEMPERATURE = 1e-5
@@ -137,10 +138,12 @@ def _is_int(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
+@accepts_other_names
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
     """Describe how the tokens of one request are chosen and when it stops. The constructor validates the values and
-    raises ``RequestError``.
+    raises ``RequestError``. It also takes the names of vLLM and SGLang (``max_tokens``, ``min_tokens``,
+    ``no_stop_trim``, ...), lists in place of tuples, and a single string for ``stop``, ``stop_regex`` and ``bad_words``.
 
     The order of operations is: logit bias, repetition / presence / frequency penalties, grammar bitmask, temperature,
     top-k, top-p, min-p.

@@ -49,7 +49,7 @@ def tiny():
         (["fine", ""], None, "the prompt is empty"),
         ([[1], [2**40]], None, r"token ids must be in \[0, "),
         ([[1], [-1]], None, r"token ids must be in \[0, "),
-        ("x", {"temperature": 0}, "params is {'temperature': 0}"),
+        ("x", {"temperatur": 0}, "no sampling parameter 'temperatur'. Is temperature meant"),
         ("x", [SamplingParams()] * 2, "2 sampling params for 1 prompts"),
         (["x", "y"], [SamplingParams(), None], "params is"),
     ],
@@ -64,8 +64,6 @@ def test_wrong_uses_are_refused_and_leave_nothing(tiny, prompts, params, text):
 @pytest.mark.parametrize(
     "bad",
     [
-        {"stop": "END"},
-        {"stop": None},
         {"stop": ("",)},
         {"stop_token_ids": 5},
         {"stop_token_ids": ("a",)},

@@ -187,3 +187,17 @@ def test_a_budget_needs_a_reasoning_parser(llm: LLM):
         with pytest.raises(RequestError, match="reasoning parser") as raised:
             call("Hi", SamplingParams(thinking_budget=3))
         assert raised.value.param == "thinking_budget"
+
+
+def test_calls_take_mappings_under_either_name(llm: LLM):
+    own = SamplingParams(max_new_tokens=6, seed=1, stop=("zzz",))
+    given = {"max_tokens": 6, "seed": 1, "stop": "zzz"}
+    expected = llm.generate(PROMPTS[0], own)[0]
+    assert llm.generate(PROMPTS[0], sampling_params=given)[0].token_ids == expected.token_ids
+    assert llm.generate([PROMPTS[0]], [given])[0].token_ids == expected.token_ids
+    assert "".join(llm.stream(PROMPTS[0], sampling_params=given)) == expected.text
+    chat = [{"role": "user", "content": "Hi"}]
+    assert llm.chat(chat, sampling_params=given).text == llm.chat(chat, own).text
+    assert "".join(llm.stream_chat_text(chat, sampling_params=given)) == llm.chat(chat, own).text
+    with pytest.raises(RequestError, match="both given"):
+        llm.generate(PROMPTS[0], own, sampling_params=given)

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from numbers import Integral
 from typing import Any, NamedTuple, ParamSpec, TypeVar
 
+from dovetail.api.requests import CONSTRAINTS, grammar_of, token_biases
 from dovetail.errors import ConfigError, RequestError
 from dovetail.sampling_params import SamplingParams
 
@@ -96,12 +97,65 @@ def token_ids_of(prompt: object) -> list[int]:
     return [int(token) for token in prompt]
 
 
+Params = SamplingParams | Mapping[str, Any]
+"""Sampling params, or a mapping with the names of ``SamplingParams``, vLLM or SGLang (``sampling_params_of``)."""
+
+
+def sampling_params_of(params: Params) -> SamplingParams:
+    """Return the sampling params that a mapping describes. Values that are None stand for the defaults. Constraints have
+    the names of SGLang's sampling params (``json_schema``, ``regex``, ...) or are in vLLM's ``structured_outputs``. Raises
+    ``RequestError``."""
+    if isinstance(params, SamplingParams):
+        return params
+    given = {name: value for name, value in params.items() if value is not None}
+    structured = given.pop("structured_outputs", None) or given.pop("guided_decoding", None) or {}
+    if not isinstance(structured, Mapping):
+        raise RequestError(f"structured_outputs is {structured!r:.80}; allowed: a mapping", param="structured_outputs")
+    constraints: dict[str, Any] = {
+        _STRUCTURED.get(str(name), str(name)): value for name, value in structured.items() if value is not None
+    }
+    constraints |= {name: given.pop(name) for name in CONSTRAINTS if name in given}
+    if unknown := constraints.keys() - {*CONSTRAINTS, "response_format"}:
+        raise RequestError(
+            f"structured_outputs has {', '.join(sorted(unknown))}; allowed: {', '.join(_STRUCTURED)}",
+            param="structured_outputs",
+        )
+    if constraints.pop("response_format", None):
+        constraints["response_format"] = {"type": "json_object"}
+    backend = given.pop("grammar_backend", None)
+    if constraints or backend:
+        given["grammar"] = grammar_of(constraints, backend)
+    biases = given.get("logit_bias")
+    if isinstance(biases, Mapping) and any(isinstance(key, str) for key in biases):
+        given["logit_bias"] = token_biases({str(key): bias for key, bias in biases.items()})
+    return SamplingParams(**given)
+
+
+_STRUCTURED = {"json": "json_schema", "regex": "regex", "choice": "choice", "grammar": "ebnf",
+               "structural_tag": "structural_tag", "json_object": "response_format"}  # fmt: skip
+"""Map the fields of vLLM's ``structured_outputs`` to the names of the API."""
+
+
+def one_of(params: object, sampling_params: object) -> object:
+    """Return the sampling params, which a call takes under two names. Raises ``RequestError`` if both are given."""
+    if params is not None and sampling_params is not None:
+        raise RequestError("params and sampling_params are both given; they are the same, keep one", param="params")
+    return params if sampling_params is None else sampling_params
+
+
 def params_of_each(params: object, count: int) -> list[SamplingParams]:
     """Return the sampling params of each of ``count`` prompts. Raises ``RequestError``."""
+    if isinstance(params, Mapping):
+        params = sampling_params_of(params)
+    elif isinstance(params, Sequence) and all(isinstance(p, SamplingParams | Mapping) for p in params):
+        params = [sampling_params_of(p) for p in params]
     if params is None or isinstance(params, SamplingParams):
         return [params or SamplingParams()] * count
     if not isinstance(params, Sequence) or not all(isinstance(p, SamplingParams) for p in params):
-        raise RequestError(f"params is {params!r:.80}; allowed: one SamplingParams, or a list of them", param="params")
+        raise RequestError(
+            f"params is {params!r:.80}; allowed: one SamplingParams or a mapping of its fields, or a list of them",
+            param="params",
+        )
     if len(params) != count:
         raise RequestError(
             f"{len(params)} sampling params for {count} prompts; give one for all prompts, or one for each",

@@ -19,11 +19,13 @@ from dovetail.generation.expansion import expand
 from dovetail.generation.prompts import PromptHooks, load_prompt_hooks
 from dovetail.llm.arguments import (
     GroupHints,
+    Params,
     Prompt,
     arguments_of,
     checked_messages,
     checked_variables,
     hints_of,
+    one_of,
     params_of_each,
     prompt_list,
     token_ids_of,
@@ -79,22 +81,24 @@ class LLM:
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],
-        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        params: Params | Sequence[Params] | None = None,
         *,
+        sampling_params: Params | Sequence[Params] | None = None,
         group: str = "",
         group_size: int | None = None,
         session: str = "",
     ) -> list[Output]:
         """Generate for each prompt (text or token ids) and return the outputs; with ``n > 1`` the outputs of a prompt are adjacent.
 
-        ``params`` is one for all prompts or one for each. ``group`` declares that the prompts have a common prefix, which is
+        ``params`` is one for all prompts or one for each, and ``sampling_params`` another name for it. A mapping with the names of
+        ``SamplingParams``, vLLM or SGLang is accepted too; what is not set has the default of ``SamplingParams``. ``group`` declares that the prompts have a common prefix, which is
         computed once and kept until ``group_size`` outputs have started (by default the number of outputs of this call). The
         outputs of one prompt form a group in any case. ``session`` keeps the text of the only output in the cache for the next
         call. Raises ``RequestError`` if a request is refused, before or while the others run (they are aborted), and
         ``EngineError`` if a step failed.
         """
         many = prompt_list(prompts)
-        each = params_of_each(params, len(many))
+        each = params_of_each(one_of(params, sampling_params), len(many))
         hints = hints_of(group, group_size, session, sum(p.n for p in each))
         runs = [run for prompt, p in zip(many, each, strict=True) for run in self._make(prompt, p, hints)]
         with DeferredInterrupt() as interrupt:
@@ -105,8 +109,9 @@ class LLM:
     def stream(
         self,
         prompt: Prompt,
-        params: SamplingParams | None = None,
+        params: Params | None = None,
         *,
+        sampling_params: Params | None = None,
         group: str = "",
         group_size: int = 1,
         session: str = "",
@@ -114,7 +119,7 @@ class LLM:
         """Generate one output and yield its text as it becomes final. Closing the iterator aborts the request. Several streams can
         be read in turns, and ``generate`` can be called in between: all of them share the engine's steps. See ``generate`` for
         ``group`` and ``session``; ``group_size`` is the number of outputs of the whole group."""
-        params = params_of_each(params, 1)[0]
+        params = params_of_each(one_of(params, sampling_params), 1)[0]
         if params.n != 1:
             raise RequestError(f"n is {params.n}; a stream has one output", param="n")
         self._need_tokenizer()
@@ -123,8 +128,9 @@ class LLM:
     def _chat_run(
         self,
         messages: Sequence[Mapping[str, Any]],
-        params: SamplingParams | None = None,
+        params: Params | None = None,
         *,
+        sampling_params: Params | None = None,
         tools: Sequence[Mapping[str, Any]] | None = None,
         tool_choice: str | Mapping[str, Any] | None = None,
         parallel_tool_calls: bool = True,
@@ -136,7 +142,7 @@ class LLM:
     ) -> Run:
         """Return the run of the only output of a chat. ``chat`` and ``chat_stream`` take the same arguments."""
         hints = hints_of(group, group_size, session, 1)
-        params = params_of_each(params, 1)[0]
+        params = params_of_each(one_of(params, sampling_params), 1)[0]
         if params.n != 1:
             raise RequestError(f"n is {params.n}; a chat has one output", param="n")
         specs, choice = read_tools(tools, tool_choice)
@@ -171,8 +177,9 @@ class LLM:
     def stream_chat_text(
         self,
         messages: Sequence[Mapping[str, Any]],
-        params: SamplingParams | None = None,
+        params: Params | None = None,
         *,
+        sampling_params: Params | None = None,
         group: str = "",
         group_size: int = 1,
         session: str = "",
@@ -180,6 +187,7 @@ class LLM:
         """Answer a chat and yield everything that the model writes, as it becomes final. Reasoning and its marks are included;
         ``chat_stream`` separates them."""
         prompt = self._encoded(self._chat_prompt(messages, [], {}))
+        params = params_of_each(one_of(params, sampling_params), 1)[0]
         return self.stream(prompt, params, group=group, group_size=group_size, session=session)
 
     def embed(
