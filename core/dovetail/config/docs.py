@@ -9,6 +9,7 @@ from typing import Any
 from pydantic import BaseModel
 
 from dovetail.config.kinds import BACKEND, KindSection, Sections
+from dovetail.config.plugin import Section
 from dovetail.config.sections import Config
 from dovetail.config.tree import OPEN, Choices
 
@@ -74,7 +75,7 @@ def config_docs(choices: Choices) -> str:
         cls = field.annotation
         section = by_key.get(name)
         if section is None and isinstance(cls, type) and issubclass(cls, BaseModel):
-            parts.append(f"### `{name}`\n\n{_summary(cls)}\n\n{_table(cls)}")
+            parts += _section_of(name, cls)
         elif section is not None and section.settings is not None:
             settings = section.settings
             parts.append(f"### `{name}`, next to `{BACKEND}`\n\n{_summary(settings)}\n\n{_table(settings)}")
@@ -125,13 +126,31 @@ def _component(section: str, name: str, choices: Choices) -> str:
     return f"{head}\n{_table(cls)}"
 
 
+def _section_of(path: str, cls: type[BaseModel]) -> list[str]:
+    """Return the section at ``path``, and then the sections in it."""
+    parts = [f"### `{path}`\n\n{_summary(cls)}\n\n{_table(cls)}"]
+    for name, inner in _sections_in(cls).items():
+        parts += _section_of(f"{path}.{name}", inner)
+    return parts
+
+
+def _sections_in(cls: type[BaseModel]) -> dict[str, type[BaseModel]]:
+    """Return the sections of a core section of the config, by key. Other models, such as experiment arms, are values."""
+    found = {name: field.annotation for name, field in cls.model_fields.items()}
+    return {name: inner for name, inner in found.items() if isinstance(inner, type) and issubclass(inner, Section)}
+
+
 def _summary(cls: type[BaseModel]) -> str:
     return (inspect.getdoc(cls) or "").replace("``", "`")
 
 
 def _table(cls: type[BaseModel]) -> str:
     properties = cls.model_json_schema()["properties"]
-    rows = [_row(name, prop) for name, prop in properties.items() if name != "kind"]
+    inner = _sections_in(cls)
+    rows = [_row(name, prop) for name, prop in properties.items() if name != "kind" and name not in inner]
+    rows += [
+        [f"`{name}`", "section", "below", _summary(section).partition(".")[0] + "."] for name, section in inner.items()
+    ]
     return _markdown_table(("key", "type", "default", "meaning"), rows)
 
 

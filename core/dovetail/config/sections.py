@@ -215,6 +215,51 @@ class ParallelSection(Section):
     )
 
 
+class LimitsSection(Section):
+    """Configure what clients may hold of the server. docs/reliability.md explains each limit."""
+
+    connections: int | None = Field(
+        default=None,
+        ge=1,
+        description="Open connections. Beyond it the connection that has waited longest for the rest of its request is closed, or an idle one; if there is none, requests get 503. By default what the limit of file descriptors allows (16384 at most).",
+    )
+    connections_per_address: int | None = Field(
+        default=None,
+        ge=1,
+        description="Open connections of one address (IPv6: one /64 network). By default three quarters of `connections`. Behind a proxy all clients have its address.",
+    )
+    header_kib: int = Field(
+        default=64,
+        ge=1,
+        le=1024,
+        description="Larger headers (KiB) are answered with 431, and the connection is closed.",
+    )
+    header_seconds: float = Field(
+        default=10.0, gt=0, description="Seconds in which the headers of a request must arrive; 408 otherwise."
+    )
+    body_seconds: float = Field(
+        default=60.0, gt=0, description="Seconds in which the body of a request must arrive; 408 otherwise."
+    )
+    idle_seconds: float = Field(
+        default=65.0, gt=0, description="Seconds for which a connection may be idle between two requests."
+    )
+    write_seconds: float = Field(
+        default=120.0,
+        gt=0,
+        description="A client that takes none of its answer for this number of seconds is disconnected.",
+    )
+    bodies_mib: float = Field(
+        default=512.0,
+        gt=0,
+        description="Bodies (MiB) that are held at the same time, while they arrive and until they are read; 503 otherwise. A tenant may use half of it. A single body of `max_body_mib` is always accepted.",
+    )
+    answer_mib: float = Field(
+        default=32.0,
+        gt=0,
+        description="The largest answer (MiB), as estimated from the request before it starts; more is refused with 400. A tenant may have answers of more than 1 MiB open up to twice this amount; 429 otherwise.",
+    )
+
+
 class ServerSection(Section):
     """Configure the HTTP server."""
 
@@ -267,6 +312,7 @@ class ServerSection(Section):
         default=None, description="File to which a line of JSON is added for each request: tenant, tokens, seconds."
     )
     usage_log_texts: bool = Field(default=False, description="Write prompts and outputs into the usage log too.")
+    limits: LimitsSection = LimitsSection()
 
     @field_validator("cors_origins")
     @classmethod

@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from math import ceil
 from types import FrameType
 
 import uvicorn
@@ -27,11 +28,12 @@ from dovetail.registry.candidates import call_hook
 from dovetail.registry.installed import Registry
 from dovetail.registry.loader import load_plugins
 from dovetail.server.app import build_app
+from dovetail.server.connections import ConnectionGuard, raise_descriptors
 from dovetail.server.engine_process import EngineTarget, run_engine
 from dovetail.server.engines import EngineHandle
 from dovetail.server.metrics import Metrics
 from dovetail.server.parts import Prepare, single_engine
-from dovetail.server.protocol import BoundedProtocol
+from dovetail.server.protocol import bounded_protocol
 from dovetail.server.service import Service, info_labels, package_version
 from dovetail.server.tenants.tenancy import Tenancy
 from dovetail.tokenizer import load_tokenizer
@@ -53,6 +55,7 @@ def serve(
     application; a config with an experiment needs ``experiment.online.serving.prepare_experiment``. Raises ``ConfigError`` or
     ``EngineError`` if the server cannot start, and at the end ``EngineDeadError`` if the engine process has failed."""
     started = time.perf_counter()
+    raise_descriptors()
     with _bind(config) as listener, asyncio.Runner(loop_factory=_loop_factory()) as runner:
         failure = runner.run(_serve(config, registry, target, prepare, listener, started))
     if failure is not None:
@@ -187,7 +190,10 @@ async def _serve(
         apis = load_apis(config, plugins)
         parts.register_metrics(service.metrics.registry)
         app = parts.wrap(build_app(service, apis, parts.routes, tenancy))
-        await DrainingServer(_uvicorn_config(config, app), service, on_started).serve(sockets=[listener])
+        guard = ConnectionGuard(config.server.limits, service.metrics.registry)
+        guard.start()
+        await DrainingServer(_uvicorn_config(config, app, guard), service, on_started).serve(sockets=[listener])
+        guard.stop()
         return engine.failure
     finally:
         await engine.stop()
@@ -208,17 +214,17 @@ def _metrics(config: Config, engine: EngineHandle, registry: Registry | None) ->
     return metrics
 
 
-def _uvicorn_config(config: Config, app: ASGIApp) -> uvicorn.Config:
+def _uvicorn_config(config: Config, app: ASGIApp, guard: ConnectionGuard) -> uvicorn.Config:
     return uvicorn.Config(
         app,
-        http=BoundedProtocol,
+        http=bounded_protocol(guard),
         ws="none",
         lifespan="off",
         log_config=None,
         log_level="warning",
         access_log=config.server.log_level == "debug",
         server_header=False,
-        timeout_keep_alive=65,
+        timeout_keep_alive=ceil(config.server.limits.idle_seconds),
         timeout_graceful_shutdown=1,
     )
 
