@@ -22,8 +22,8 @@ MAX_DEPTH = 128
 later: copies, chat templates, encoders."""
 
 BODY_SECONDS = 60.0
-"""Limit the time, in seconds, in which a body must arrive. Without a limit, a client that sends a byte now and then
-would hold its connection forever."""
+"""Limit the time, in seconds, in which a body must arrive, in an application without ``state.body_seconds``. Without a
+limit, a client that sends a byte now and then would hold its connection forever."""
 
 LARGE = 1 << 18
 """Decode bodies of more than this number of bytes in a thread."""
@@ -89,12 +89,14 @@ Query = TypeVar("Query", bound=QueryModel)
 
 async def read_body(request: Request, limit: int) -> bytes:
     """Return the complete body. Raises ``HTTPException`` 413 for a body of more than ``limit`` bytes, and 408 for a
-    body that takes longer than ``BODY_SECONDS``. Reading stops at once in both cases."""
+    body that takes longer than ``server.limits.body_seconds``. Reading stops at once in both cases."""
+    state = getattr(request.scope.get("app"), "state", None)
+    seconds = getattr(state, "body_seconds", BODY_SECONDS)
     try:
-        async with asyncio.timeout(BODY_SECONDS):
+        async with asyncio.timeout(seconds):
             return await _read(request, limit)
     except TimeoutError:
-        raise HTTPException(408, f"the body did not arrive within {BODY_SECONDS:g} seconds; send it again") from None
+        raise HTTPException(408, f"the body did not arrive within {seconds:g} seconds; send it again") from None
 
 
 async def _read(request: Request, limit: int) -> bytes:

@@ -248,16 +248,6 @@ class LimitsSection(Section):
         gt=0,
         description="A client that takes none of its answer for this number of seconds is disconnected.",
     )
-    bodies_mib: float = Field(
-        default=512.0,
-        gt=0,
-        description="Bodies (MiB) that are held at the same time, while they arrive and until they are read; 503 otherwise. A tenant may use half of it. A single body of `max_body_mib` is always accepted.",
-    )
-    answer_mib: float = Field(
-        default=32.0,
-        gt=0,
-        description="The largest answer (MiB), as estimated from the request before it starts; more is refused with 400. A tenant may have answers of more than 1 MiB open up to twice this amount; 429 otherwise.",
-    )
 
 
 class ServerSection(Section):

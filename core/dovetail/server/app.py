@@ -76,6 +76,7 @@ def build_app(
     ``tenancy`` every request needs a key. Raises ``ConfigError`` if two APIs answer the same method and path."""
     access = AccessControl(service, tenancy)
     app = FastAPI(title="Dovetail", version=service.version, redirect_slashes=False, docs_url=None, redoc_url=None)
+    app.state.body_seconds = service.config.server.limits.body_seconds
     formats = ErrorFormats(apis)
     describer = RouteDescriber(formats, service.model_name)
     names: dict[str, str] = {}

@@ -37,7 +37,7 @@ _LOG_SECONDS = 10.0
 _MOST_CONNECTIONS = 16_384
 
 
-class State(enum.Enum):
+class ConnectionState(enum.Enum):
     """Name what a connection does now."""
 
     HEAD = "headers are incomplete"
@@ -54,7 +54,7 @@ class Connection:
     """The client's address."""
 
     def __init__(self) -> None:
-        self.state = State.HEAD
+        self.state = ConnectionState.HEAD
         self.since = 0.0  # time at which the state began
         self.extra = False  # beyond the limit
         self.stalled: tuple[int, float] = (0, 0.0)  # unsent bytes, and the time at which their number changed
@@ -143,7 +143,7 @@ class ConnectionGuard:
             victim = next(self._victims(None), None)
         else:
             victim = None
-        self._enter(connection, State.HEAD)
+        self._enter(connection, ConnectionState.HEAD)
         if victim is not None:
             self._close(victim, 503, reason)
         elif reason:
@@ -165,13 +165,13 @@ class ConnectionGuard:
 
     def began(self, connection: Connection) -> None:
         """Note that bytes have arrived: an idle connection begins a request."""
-        if connection.state is State.IDLE:
-            self._enter(connection, State.HEAD)
+        if connection.state is ConnectionState.IDLE:
+            self._enter(connection, ConnectionState.HEAD)
 
     def app_for(self, connection: Connection, url: bytes) -> ASGIApp | None:
         """Note that headers are complete. Return the application that answers instead of the server's; None for the server's."""
-        if connection.state is not State.ANSWERING:
-            self._enter(connection, State.BODY)
+        if connection.state is not ConnectionState.ANSWERING:
+            self._enter(connection, ConnectionState.BODY)
         if not connection.extra or url.partition(b"?")[0] == b"/health":
             return None
         self.shed("too many connections", connection)
@@ -179,15 +179,15 @@ class ConnectionGuard:
 
     def received(self, connection: Connection) -> None:
         """Note that a request is complete."""
-        self._enter(connection, State.ANSWERING)
+        self._enter(connection, ConnectionState.ANSWERING)
 
     def answered(self, connection: Connection) -> None:
         """Note that all requests are answered."""
-        self._enter(connection, State.IDLE)
+        self._enter(connection, ConnectionState.IDLE)
 
     def lingers(self, connection: Connection) -> None:
         """Note that a request was answered before it was complete."""
-        self._enter(connection, State.LINGERING)
+        self._enter(connection, ConnectionState.LINGERING)
 
     def shed(self, reason: str, connection: Connection) -> None:
         """Count and log a connection or request that is refused."""
@@ -204,11 +204,11 @@ class ConnectionGuard:
         now, limits = self._clock(), self.limits
         for connection in [*self._waiting]:
             age = now - connection.since
-            if connection.state is State.HEAD and age > limits.header_seconds:
+            if connection.state is ConnectionState.HEAD and age > limits.header_seconds:
                 self._close(connection, 408, "late headers")
-            elif connection.state is State.BODY and age > limits.body_seconds + LINGER_SECONDS:
+            elif connection.state is ConnectionState.BODY and age > limits.body_seconds + LINGER_SECONDS:
                 self._close(connection, 408, "late body")
-            elif connection.state is State.LINGERING and age > LINGER_SECONDS:
+            elif connection.state is ConnectionState.LINGERING and age > LINGER_SECONDS:
                 self._close(connection, 408, "late body of a request that was answered")
         for connection in [*self._idle]:
             if now - connection.since <= limits.idle_seconds:
@@ -237,14 +237,14 @@ class ConnectionGuard:
 
     # state
 
-    def _enter(self, connection: Connection, state: State) -> None:
+    def _enter(self, connection: Connection, state: ConnectionState) -> None:
         if connection not in self._all:
             return  # closed already, while the protocol still reads
         self._leave(connection)
         connection.state, connection.since = state, self._clock()
-        if state is State.IDLE:
+        if state is ConnectionState.IDLE:
             self._idle[connection] = None
-        elif state is not State.ANSWERING:
+        elif state is not ConnectionState.ANSWERING:
             self._waiting[connection] = None
 
     def _leave(self, connection: Connection) -> None:
@@ -263,7 +263,7 @@ class ConnectionGuard:
             self.shed(reason, connection)
         was = connection.state
         self.closed(connection)
-        if was in (State.IDLE, State.LINGERING):
+        if was in (ConnectionState.IDLE, ConnectionState.LINGERING):
             connection.refuse(0, "")
         else:
             connection.refuse(status, f"The server closes this connection: {reason}.")
