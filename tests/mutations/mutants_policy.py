@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
+from typing import ClassVar
 
 from mutant import Mutant, Suite
 
@@ -50,6 +52,47 @@ class Starves(Fcfs):
         return sorted(waiting, key=lambda req: -req.priority)
 
 
+class Drops(Fcfs):
+    """Drop the requests for which ``drops`` is true."""
+
+    drops: ClassVar[Callable[[Req], bool]]
+
+    def order(self, waiting: Sequence[Req], running: Sequence[Req]) -> list[Req]:
+        return [req for req in super().order(waiting, running) if not type(self).drops(req)]
+
+
+class Defers(Drops):
+    """Serve the requests for which ``drops`` is true when no other waits."""
+
+    def order(self, waiting: Sequence[Req], running: Sequence[Req]) -> list[Req]:
+        ordered = Fcfs.order(self, waiting, running)
+        return sorted(ordered, key=type(self).drops)
+
+
+class DropsBeyondAHundred(Fcfs):
+    def order(self, waiting: Sequence[Req], running: Sequence[Req]) -> list[Req]:
+        return super().order(waiting, running)[:100]
+
+
+class DropsWhenBusy(Fcfs):
+    def order(self, waiting: Sequence[Req], running: Sequence[Req]) -> list[Req]:
+        return super().order(waiting, running)[: None if len(running) <= 8 else 1]
+
+
+class ReadsALimit(Fcfs):
+    """Compute with ``max_new_tokens``, which may be None."""
+
+    def order(self, waiting: Sequence[Req], running: Sequence[Req]) -> list[Req]:
+        sum(req.params.max_new_tokens + 0 for req in waiting)  # type: ignore[operator]
+        return super().order(waiting, running)
+
+
+class Sleeps(Fcfs):
+    def order(self, waiting: Sequence[Req], running: Sequence[Req]) -> list[Req]:
+        time.sleep(0.003 if len(waiting) > 100 else 0)
+        return super().order(waiting, running)
+
+
 class LastComeFirstServed(Fcfs):
     def order(self, waiting: Sequence[Req], running: Sequence[Req]) -> list[Req]:
         return super().order(waiting, running)[::-1]
@@ -94,13 +137,38 @@ def _of_fcfs(
     return Mutant(fault, case, suite(policy_class, FcfsConfig()), FCFS, runs, says)
 
 
+def _starving(fault: str, starved: str, drops: Callable[[Req], bool]) -> Mutant:
+    """Return a policy that serves the requests for which ``drops`` is true when no other waits."""
+    policy_class = type("Deferring", (Defers,), {"drops": staticmethod(drops)})
+    return _of_fcfs(fault, policy_class, "test_patience_is_bounded", [(starved,)], "starves")
+
+
+def _dropping(fault: str, drops: Callable[[Req], bool]) -> Mutant:
+    policy_class = type("Dropping", (Drops,), {"drops": staticmethod(drops)})
+    return _of_fcfs(fault, policy_class, "test_order_is_a_permutation", says="not a permutation")
+
+
+LONG = 512
 MUTANTS = [
+    _starving("starves long prompts", "a long prompt", lambda req: req.prompt_len > LONG),
+    _starving("starves long outputs", "no limit of its output", lambda req: req.max_device_len - req.prompt_len > LONG),
+    _starving("starves a namespace", "another namespace", lambda req: req.namespace == "tenant"),
+    _starving("starves sessions", "a session", lambda req: bool(req.session)),
+    _starving("starves grammars", "a grammar", lambda req: req.params.grammar is not None),
+    _starving("starves prompts by their tokens", "one token", lambda req: int(req.token_ids[0]) > 50_000),
+    _dropping("drops prompts of more than 1,000 tokens", lambda req: req.prompt_len > 1000),
+    _dropping("drops requests of a session", lambda req: bool(req.session)),
+    _dropping("drops requests with a grammar", lambda req: req.params.grammar is not None),
+    _of_fcfs("drops requests beyond 100", DropsBeyondAHundred, "test_order_is_a_permutation", says="not a permutation"),
+    _of_fcfs("drops requests if more than 8 run", DropsWhenBusy, "test_order_is_a_permutation", says="not a perm"),
+    _of_fcfs("takes max_new_tokens to be a number", ReadsALimit, "test_order_is_a_permutation", says="NoneType"),
+    _of_fcfs("sleeps", Sleeps, "test_order_does_not_block", [()], "without computing"),
     _of_fcfs("loses a request", Loses, "test_order_is_a_permutation"),
     _of_fcfs("puts one request into the queue twice", Doubles, "test_order_is_a_permutation"),
     _of_fcfs("sorts the scheduler's own queue", SortsTheQueue, "test_order_is_a_permutation"),
     _of_fcfs("raises priorities", Mutates, "test_order_changes_nothing"),
     _of_fcfs("never serves the lowest priority", LosesTheUnimportant, "test_a_finite_stream_is_served"),
-    _of_fcfs("lets a request starve behind preferred ones", Starves, "test_patience_is_bounded", [()]),
+    _of_fcfs("lets a request starve behind preferred ones", Starves, "test_patience_is_bounded", [("no advantage",)]),
     _of_fcfs("serves the last first", LastComeFirstServed, "test_equals_are_served_in_order_of_arrival", [()]),
     Mutant("ignores cached prefixes", "test_a_cached_prefix_goes_first", FCFS, LPM),
     Mutant(
