@@ -100,10 +100,18 @@ class StatsRequestMsg(msgspec.Struct, tag=True, frozen=True):
     call_id: str
 
 
+class PingMsg(msgspec.Struct, tag=True, frozen=True):
+    """Ask for a sign of life. The engine process answers between two steps with ``CommandReply``."""
+
+    call_id: str
+
+
 class ShutdownMsg(msgspec.Struct, tag=True, frozen=True):
-    """Stop the loop: after the running requests have finished if ``drain``, at once otherwise."""
+    """Stop the loop: after the running requests have finished if ``drain``, at once otherwise. The engine process confirms
+    that it has read this with ``CommandReply``."""
 
     drain: bool = True
+    call_id: str = "shutdown"
 
 
 class TokenOutput(msgspec.Struct, tag=True, frozen=True, gc=False):
@@ -206,6 +214,7 @@ class EngineStats(msgspec.Struct, tag=True, frozen=True):
     graphs_captured: int = 0
     graphs_missing: int = 0
     graphs_refused: int = 0  # graphs whose capture failed
+    restarts: int = 0  # times that the server has started the engine again
 
     @property
     def warm_up(self) -> dict[str, int | bool]:
@@ -235,7 +244,7 @@ class EngineFailed(msgspec.Struct, tag=True, frozen=True):
 Control = PauseMsg | ContinueMsg | StartProfileMsg | StopProfileMsg
 Command = FlushCacheMsg | Control
 """A message that is answered with ``CommandReply``."""
-ToEngine = GenerateMsg | AbortMsg | AbortAllMsg | Command | StatsRequestMsg | ShutdownMsg
+ToEngine = GenerateMsg | AbortMsg | AbortAllMsg | Command | StatsRequestMsg | PingMsg | ShutdownMsg
 Answer = TokenOutput | RequestFailed | CommandReply | EngineStats | EngineReady | EngineFailed
 FromEngine = list[Answer]
 

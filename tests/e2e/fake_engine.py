@@ -5,6 +5,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 
@@ -41,7 +42,7 @@ class Running:
 
 class FakeLoop:
     """Follow the script in ``namespace`` (without a tenant's part before it): "slow" sleeps 20 ms a step, "status:N"
-    refuses, "exit" ends the process, "raise" raises."""
+    refuses, "exit" ends the process, "raise" raises, "hang:N" stands still for N seconds."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
@@ -104,6 +105,9 @@ class FakeLoop:
         script = script_of(msg)
         if script.startswith("status:"):
             self._answers.append(RequestFailed(msg.rid, int(script[7:]), "scripted refusal", param="prompt"))
+        elif script.startswith("hang:"):
+            time.sleep(float(script[5:]))
+            self._answers.append(TokenOutput(msg.rid, msg.input_ids[:1], FinishReason(FinishKind.LENGTH)))
         elif script == "exit":
             os._exit(9)
         elif script == "raise":
@@ -175,6 +179,24 @@ def open_fake_loop() -> Iterator[FakeLoop]:
 def run_fake_engine(config: Config, endpoints: Endpoints) -> None:
     """Run the process."""
     serve_loop(open_fake_loop, endpoints, config.server.log_level)
+
+
+def run_fragile_engine(config: Config, endpoints: Endpoints) -> None:
+    """Run a process whose second start fails. It counts its starts in the file ``tuning.path``."""
+    starts = Path(config.tuning.path or "")
+    starts.write_text(starts.read_text() + "x" if starts.exists() else "x")
+    serve_loop(open_broken_loop if starts.read_text() == "xx" else open_fake_loop, endpoints, config.server.log_level)
+
+
+@contextmanager
+def open_endless_loop() -> Iterator[FakeLoop]:
+    time.sleep(600)
+    yield FakeLoop(Tokenizer.from_dir(locate("tiny")))
+
+
+def run_endless_start(config: Config, endpoints: Endpoints) -> None:
+    """Run a process that is never ready."""
+    serve_loop(open_endless_loop, endpoints, config.server.log_level)
 
 
 @contextmanager

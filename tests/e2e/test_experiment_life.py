@@ -38,13 +38,21 @@ def run_first_alone(config: Config, endpoints: Endpoints) -> None:
 
 @contextmanager
 def server(
-    monkeypatch: pytest.MonkeyPatch, target: EngineTarget = run_fake_engine, **experiment: Any
+    monkeypatch: pytest.MonkeyPatch,
+    target: EngineTarget = run_fake_engine,
+    supervision: dict[str, Any] | None = None,
+    **experiment: Any,
 ) -> Iterator[httpx.Client]:
     monkeypatch.setattr(
         "dovetail.experiment.online.serving.check_arms", lambda arms: None
     )  # the resolved components are not those that run
     arguments = {
-        "server": {"port": 0, "log_level": "error", "drain_seconds": 1},
+        "server": {
+            "port": 0,
+            "log_level": "error",
+            "drain_seconds": 1,
+        },
+        "supervision": supervision or {"backoff_seconds": 3600},
         "experiment": {"arms": {"b": {"threads": 7}}, **experiment},
     }
     config, registry = setup(arguments=arguments)
@@ -77,7 +85,7 @@ def test_an_arm_that_dies_leaves_its_share_to_the_others_until_none_is_left(monk
         assert {arm: answer.status_code for arm, answer in answers.items()} == {"base": 200, "b": 503}
         assert "the engine process has ended" in answers["b"].text
         now = arms(client)
-        assert (now["b"]["state"], now["b"]["share"], now["base"]["share"]) == ("dead", 0, 1)
+        assert (now["b"]["state"], now["b"]["share"], now["base"]["share"]) == ("restarting", 0, 1)
         assert now["b"]["errors"] == {"503": 1}
         health = client.get("/health")
         assert health.status_code == 200
@@ -94,8 +102,20 @@ def test_an_arm_that_dies_leaves_its_share_to_the_others_until_none_is_left(monk
         eventually(lambda: client.get("/health").status_code == 503)
         answer = post(client, user=USER["base"])
         assert (answer.status_code, "arm base: it ended" in answer.text) == (503, True)
-        assert client.get("/server_info").json()["status"] == "dead"
+        assert client.get("/server_info").json()["status"] == "restarting"
         assert client.get("/experiment").status_code == client.get("/metrics").status_code == 200
+
+
+def test_an_arm_that_dies_is_started_again_and_gets_its_share_back(monkeypatch: pytest.MonkeyPatch):
+    with server(monkeypatch, supervision={"backoff_seconds": 0.2}, split=HALF) as client:
+        first = arms(client)["b"]["pid"]
+        os.kill(first, signal.SIGKILL)
+        eventually(lambda: arms(client)["b"]["state"] == "restarting")
+        assert post(client, user=USER["b"]).status_code == 200
+        eventually(lambda: arms(client)["b"]["state"] == "running")
+        assert (arms(client)["b"]["share"], client.get("/health").text) == (0.5, "ok")
+        assert arms(client)["b"]["pid"] != first
+        assert "dovetail_engine_restarts_total 1.0" in client.get("/metrics").text
 
 
 def test_a_promoted_arm_that_dies_is_not_the_end(monkeypatch: pytest.MonkeyPatch):
@@ -146,7 +166,7 @@ def test_a_shadow_answers_too_and_no_client_waits_for_it(monkeypatch: pytest.Mon
 def test_a_shadow_that_dies_disturbs_no_request(monkeypatch: pytest.MonkeyPatch):
     with server(monkeypatch, shadow={"arm": "b", "percent": 100, "tokens_per_minute": 10_000}) as client:
         os.kill(arms(client)["b"]["pid"], signal.SIGKILL)
-        eventually(lambda: arms(client)["b"]["state"] == "dead")
+        eventually(lambda: arms(client)["b"]["state"] == "restarting")
         assert post(client).status_code == 200
         assert shadow_of(client)["outcomes"] == {"dropped_arm": 1}
         assert "arm b" in client.get("/health").text

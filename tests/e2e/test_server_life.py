@@ -26,11 +26,13 @@ from dovetail.server.launch import running_server
 from dovetail.types import FinishKind
 
 SLOW = {"prompt": "one two", "max_tokens": 2000, "cache_salt": "slow"}  # 20 ms a token: 40 s
+UNHURRIED = {"backoff_seconds": 3600}
 PATIENCE = 30.0  # of which a machine with other work to do may take most
 
 
-def config_with(**server: object) -> Config:
-    return Config.model_validate({"server": {"port": 0, "log_level": "error", **server}})
+def config_with(supervision: dict[str, object] | None = None, **server: object) -> Config:
+    tree = {"server": {"port": 0, "log_level": "error", **server}, "supervision": supervision or {}}
+    return Config.model_validate(tree)
 
 
 def eventually(check: Callable[[], bool]) -> None:
@@ -89,9 +91,9 @@ def test_aborted_requests_are_answered(fake: httpx.Client, everything: bool):
 
 @pytest.fixture
 def own() -> Iterator[httpx.Client]:
-    """Start a server that the test may break."""
+    """Start a server that the test may break, and whose engine is not started again while the test runs."""
     with (
-        running_server(config_with(), target=run_fake_engine) as url,
+        running_server(config_with(UNHURRIED), target=run_fake_engine) as url,
         httpx.Client(base_url=url, timeout=PATIENCE) as client,
     ):
         yield client
@@ -126,13 +128,13 @@ def test_when_the_engine_dies_every_request_is_answered(own: httpx.Client, how: 
         answer = own.request(method, path, json={"prompt": "x"} if method == "POST" else None)
         assert answer.status_code == 503, path
         assert answer.json()["error"]["message"]
-    assert own.get("/server_info").json()["status"] == "dead"
+    assert own.get("/server_info").json()["status"] == "restarting"
     assert own.get("/metrics").status_code == own.get("/v1/models").status_code == 200
 
 
 def test_an_engine_that_fails_ends_though_its_loop_cannot_be_closed():
     with (
-        running_server(config_with(), target=run_stuck_engine) as url,
+        running_server(config_with(UNHURRIED), target=run_stuck_engine) as url,
         httpx.Client(base_url=url, timeout=PATIENCE) as client,
     ):
         pid = client.get("/server_info").json()["engine_pid"]

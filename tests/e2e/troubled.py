@@ -20,7 +20,14 @@ import httpx
 HERE = Path(__file__).parent
 START_SECONDS = 80
 PATIENCE = 20.0
-COMMON = ["attention=trouble", "server.port=0", "server.drain_seconds=1", "threads=1", "grammar=none"]
+COMMON = [
+    "attention=trouble",
+    "server.port=0",
+    "server.drain_seconds=1",
+    "supervision.backoff_seconds=3600",
+    "threads=1",
+    "grammar=none",
+]
 STORY = {"text": "The quick brown", "sampling_params": {"max_new_tokens": 48, "temperature": 0, "ignore_eos": True}}
 
 
@@ -157,7 +164,7 @@ def check_lost_device(client: httpx.Client, server: Program, trouble: str) -> No
         answer = client.get(path)
         assert (answer.status_code, "the device was lost" in answer.text) == (503, True), answer.text
     assert tell(client).status_code == client.post("/flush_cache").status_code == 503
-    assert client.get("/server_info").json()["status"] == "dead"
+    assert client.get("/server_info").json()["status"] == "restarting"
     eventually(lambda: is_gone(pid))
     eventually(lambda: "the engine process ended with status 70" in server.log)
     server.process.send_signal(signal.SIGTERM)

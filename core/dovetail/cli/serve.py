@@ -18,7 +18,7 @@ def serve(
     port: Annotated[int | None, typer.Option(help="Short for --set server.port=...")] = None,
 ) -> None:
     """Serve a model over HTTP: the APIs, and a chat page at /. Exit status: 0 after a signal, 2 for a wrong setting, 1 if the
-    engine cannot start, 70 if the engine has failed while serving."""
+    engine cannot start, 70 if the engine has failed while serving and was not started again."""
     import logging
 
     given = shortcuts({"model.path": model, "parallel.tp": tp, "server.host": host, "server.port": port})

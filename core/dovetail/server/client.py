@@ -6,8 +6,9 @@ import asyncio
 import itertools
 import logging
 import multiprocessing
+import os
 import shutil
-import tempfile
+import signal
 from collections.abc import Sequence
 from contextlib import suppress
 from multiprocessing.process import BaseProcess
@@ -28,6 +29,7 @@ from dovetail.messages import (
     EngineStats,
     FlushCacheMsg,
     GenerateMsg,
+    PingMsg,
     RequestFailed,
     ShutdownMsg,
     StatsRequestMsg,
@@ -37,6 +39,9 @@ from dovetail.messages import (
     encode,
 )
 from dovetail.server.engine_process import EXIT_ENGINE_FAILED, Endpoints, EngineTarget, run_engine
+from dovetail.server.heartbeat import Heartbeat
+from dovetail.server.process_tree import RunningProcess, descendants, end_leftovers
+from dovetail.server.socket_folder import make_socket_folder
 from dovetail.server.streams import OutputStream
 
 if TYPE_CHECKING:
@@ -47,6 +52,9 @@ logger = logging.getLogger("dovetail.server")
 _LAST_MESSAGE_SECONDS = 1.0
 _NO_MESSAGE_SECONDS = 0.05
 _EXIT_SECONDS = 5.0
+_KILL_SECONDS = 10.0
+_LEFTOVER_SECONDS = 2.0
+_SHUTDOWN = "shutdown"
 _FRAMES_AT_ONCE = 16
 
 
@@ -54,8 +62,10 @@ class EngineClient:
     """Control one engine process. An object belongs to the event loop that called ``start``.
 
     When the process ends, or reports that it is about to end, every call that waits for it raises ``EngineDeadError``, and so
-    does every later call: nothing hangs. The process is not restarted; the server answers 503 until the server is restarted.
-    ``failure`` is the reason if the process has ended by itself, and None otherwise.
+    does every later call: nothing hangs. The same holds if it is killed because it has given no sign of life for
+    ``supervision.kill_seconds``. It is not restarted (see ``SupervisedEngine``). ``failure`` is the reason if the process
+    has ended by itself or was killed because it did not respond, and None otherwise. ``died`` is set once the process accepts
+    no more requests.
     """
 
     def __init__(self, config: Config, target: EngineTarget = run_engine) -> None:
@@ -69,6 +79,10 @@ class EngineClient:
         self._call_ids = itertools.count()
         self._dead: str | None = "it has not been started"
         self._last_message: str | None = None
+        self._heartbeat = Heartbeat(config.supervision.stall_seconds)
+        self._watch: asyncio.Task[None] | None = None
+        self._children: list[RunningProcess] = []
+        self.died = asyncio.Event()
         self.failure: str | None = None
         self.info: dict[str, Any] = {}
 
@@ -77,8 +91,8 @@ class EngineClient:
     async def start(self) -> dict[str, Any]:
         """Start the process, wait until it is ready and return its info. Raises ``EngineError`` if the engine cannot start."""
         self._loop = asyncio.get_running_loop()
-        self._directory = tempfile.mkdtemp(prefix="dovetail-")
-        endpoints = Endpoints(f"ipc://{self._directory}/in", f"ipc://{self._directory}/out")
+        self._folder = make_socket_folder()
+        endpoints = Endpoints(f"ipc://{self._folder}/in", f"ipc://{self._folder}/out")
         self._bind(endpoints)
         process = multiprocessing.get_context("spawn").Process(
             target=self._target, args=(self._config, endpoints), name="dovetail-engine"
@@ -90,12 +104,16 @@ class EngineClient:
         self._has_exited = self._loop.create_future()
         self._loop.add_reader(process.sentinel, self._on_exit)
         try:
-            self.info = msgspec.json.decode((await ready).info)
+            info = msgspec.json.decode((await ready).info)
+            await self._ping()
+            shutil.rmtree(self._folder, ignore_errors=True)  # both sockets are connected and need no names
+            self.info = info
         except BaseException as error:
             await self.stop()
             if isinstance(error, EngineDeadError):
                 raise EngineError(f"the engine did not start: {self._last_message or error}") from None
             raise
+        self._watch = asyncio.ensure_future(self._watch_heartbeat())
         return self.info
 
     async def stop(self, drain: bool = False) -> None:
@@ -104,19 +122,43 @@ class EngineClient:
         if process is None:
             return
         if not self.info:  # the process is still loading and reads no messages
-            process.kill()
+            self._kill(process)
+        if self._watch is not None:
+            self._watch.cancel()
         with suppress(EngineDeadError):
             self._send(ShutdownMsg(drain=drain))
         if not drain:
             self._mark_dead("it was stopped")
-        await self._exited(process, None if drain else _EXIT_SECONDS)
+        confirmed = self._expect(_SHUTDOWN)
+        if not await self._exited(process, None if drain else _EXIT_SECONDS):
+            if not (confirmed.done() or self.failure):
+                self.failure = f"it did not respond within {_EXIT_SECONDS:g} s when it was to stop, and was killed"
+                logger.error("the engine has ended: %s", self.failure)
+            self._kill(process)
+            if not await self._exited(process, _KILL_SECONDS):
+                logger.error("the engine process %s was killed and does not end", process.pid)
         self._mark_dead("it was stopped")
+        if self._children:
+            await asyncio.to_thread(end_leftovers, self._children, _LEFTOVER_SECONDS)
         self._release(process)
 
     @property
     def alive(self) -> bool:
         """Return True from ``start`` until the process has ended."""
         return self._dead is None
+
+    @property
+    def stalled(self) -> bool:
+        """Return True while the engine has given no sign of life for ``supervision.stall_seconds``."""
+        return self.alive and self._heartbeat.silent >= self._config.supervision.stall_seconds
+
+    async def end_if_hung(self, seconds: float) -> None:
+        """Kill the engine if it does not respond within ``seconds``."""
+        with suppress(EngineDeadError):
+            try:
+                await asyncio.wait_for(self._ping(), seconds)
+            except TimeoutError:
+                self._end_hung(f"it did not respond within {seconds:g} s")
 
     @property
     def pid(self) -> int | None:
@@ -173,6 +215,11 @@ class EngineClient:
         """Drop every cached prefix. The reply reports whether this was possible."""
         return await self.command(FlushCacheMsg(""))
 
+    async def _ping(self) -> None:
+        """Return when the engine has read everything that was sent before."""
+        call_id = self._call_id()
+        await self._call(call_id, PingMsg(call_id))
+
     async def _call(self, call_id: str, msg: ToEngine) -> Any:
         reply = self._expect(call_id)
         try:
@@ -223,6 +270,7 @@ class EngineClient:
         self._loop.call_soon(self._on_readable)
 
     def _dispatch(self, answers: list[Answer]) -> None:
+        self._heartbeat.heard()
         touched: dict[int, OutputStream] = {}
         for answer in answers:
             if isinstance(answer, TokenOutput | RequestFailed):
@@ -262,6 +310,44 @@ class EngineClient:
 
     # the end
 
+    async def _watch_heartbeat(self) -> None:
+        """Ping the engine, report that it stands still, and kill it if that lasts."""
+        bounds, heartbeat = self._config.supervision, self._heartbeat
+        reported, last = False, self._loop.time()
+        while True:
+            await asyncio.sleep(heartbeat.interval)
+            now = self._loop.time()
+            if heartbeat.tick(now - last):
+                with suppress(EngineDeadError):
+                    self._send(PingMsg(""))
+            last = now
+            if self.stalled and not reported:
+                self._report_stall(heartbeat.silent)
+            reported = self.stalled
+            if bounds.kill_seconds is not None and heartbeat.silent >= bounds.kill_seconds:
+                self._end_hung(f"it gave no sign of life for {heartbeat.silent:.1f} s (supervision.kill_seconds)")
+
+    def _report_stall(self, silent: float) -> None:
+        """Log the stall, and make the engine write the stacks of its threads to stderr."""
+        logger.error(
+            "the engine has given no sign of life for %.1f s; no requests are accepted until it responds", silent
+        )
+        if self._process is not None and self._process.pid is not None and hasattr(signal, "SIGUSR1"):
+            with suppress(ProcessLookupError):
+                os.kill(self._process.pid, signal.SIGUSR1)
+
+    def _end_hung(self, reason: str) -> None:
+        if self._process is not None and self.alive:
+            self._last_message = reason
+            self._kill(self._process)
+            self._mark_dead(None)
+
+    def _kill(self, process: BaseProcess) -> None:
+        """Kill the process. The processes that it has started end by themselves, or are killed after a while (``stop``)."""
+        if process.pid is not None:
+            self._children = descendants(process.pid)
+        process.kill()
+
     def _on_exit(self) -> None:
         """Handle the end of the process, which its sentinel reports."""
         assert self._process is not None
@@ -284,10 +370,9 @@ class EngineClient:
         if reason is None:
             self.failure = self._last_message or f"it ended with status {self._process.exitcode}"
             if self.info:
-                logger.error(
-                    "no engine: %s; requests are answered with 503 until the server is restarted", self.failure
-                )
+                logger.error("the engine has ended: %s", self.failure)
         self._dead = reason or self.failure
+        self.died.set()
         error = EngineDeadError(f"the engine process has ended: {self._dead}")
         for future in self._calls.values():
             if not future.done():
@@ -297,17 +382,17 @@ class EngineClient:
             stream.fail(error)
             stream.wake()
 
-    async def _exited(self, process: BaseProcess, seconds: float | None) -> None:
-        try:
+    async def _exited(self, process: BaseProcess, seconds: float | None) -> bool:
+        """Wait up to ``seconds`` for the end of the process. Return False if it still runs."""
+        with suppress(TimeoutError):
             await asyncio.wait_for(asyncio.shield(self._has_exited), seconds)
-        except TimeoutError:
-            process.kill()
-            await self._has_exited
+        return self._has_exited.done()
 
     def _release(self, process: BaseProcess) -> None:
         self._loop.remove_reader(process.sentinel)
         self._loop.remove_reader(self._fd)
         self._context.destroy(linger=0)
-        process.close()
+        if self._has_exited.done():
+            process.close()
         self._process = None
-        shutil.rmtree(self._directory, ignore_errors=True)
+        shutil.rmtree(self._folder, ignore_errors=True)

@@ -1,12 +1,13 @@
 """Run the engine process: one ``Loop`` between two ZMQ sockets.
 
-Each incoming frame holds one message; each outgoing frame holds the outputs of one step. The process ends when it receives
-``ShutdownMsg``, when its parent has died, or when the loop raises. In the last case it reports ``EngineFailed`` and exits with
+Each incoming frame holds one message; each outgoing frame holds the outputs of one step. A ``PingMsg`` is answered between two
+steps. The process ends when it receives ``ShutdownMsg``, when its parent has died, or when the loop raises. In the last case it reports ``EngineFailed`` and exits with
 ``EXIT_ENGINE_FAILED`` at once, without cleaning up, because cleaning up may fail, crash or hang after the device was lost.
 """
 
 from __future__ import annotations
 
+import faulthandler
 import logging
 import multiprocessing
 import os
@@ -23,7 +24,17 @@ import msgspec
 import zmq
 
 from dovetail.errors import DovetailError
-from dovetail.messages import Answer, EngineFailed, EngineReady, ShutdownMsg, ToEngine, decode_to_engine, encode
+from dovetail.messages import (
+    Answer,
+    CommandReply,
+    EngineFailed,
+    EngineReady,
+    PingMsg,
+    ShutdownMsg,
+    ToEngine,
+    decode_to_engine,
+    encode,
+)
 from dovetail.tokenizer import load_tokenizer
 
 if TYPE_CHECKING:
@@ -119,14 +130,17 @@ def _drive(loop: EngineLoop, inbox: zmq.Socket[bytes], outbox: zmq.Socket[bytes]
             while not inbox.poll(0) and loop.idle():
                 pass
             inbox.poll()
+        due = loop.has_work
         for msg in _drain(inbox):
-            if isinstance(msg, ShutdownMsg):
-                stopping = True
-                if not msg.drain:
+            if isinstance(msg, PingMsg | ShutdownMsg):
+                outbox.send(encode([CommandReply(msg.call_id, True)]))
+                stopping = stopping or isinstance(msg, ShutdownMsg)
+                if isinstance(msg, ShutdownMsg) and not msg.drain:
                     return
             else:
                 loop.handle(msg)
-        answers = loop.step()
+                due = True
+        answers = loop.step() if due else []
         if answers:
             outbox.send(encode(answers))
 
@@ -161,9 +175,12 @@ def _report(error: BaseException, outbox: zmq.Socket[bytes]) -> None:
 
 
 def _ignore_signals() -> None:
-    """Ignore Ctrl-C and SIGTERM, which reach the whole process group: the frontend decides when the engine ends."""
+    """Ignore Ctrl-C and SIGTERM, which reach the whole process group: the frontend decides when the engine ends. SIGUSR1 makes the
+    process write the stacks of its threads to stderr."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    if hasattr(signal, "SIGUSR1"):
+        faulthandler.register(signal.SIGUSR1)
 
 
 def _end_with_parent() -> None:

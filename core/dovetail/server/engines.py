@@ -44,7 +44,17 @@ class EngineHandle(Protocol):
 
     @property
     def failure(self) -> str | None:
-        """Return why the engine has ended by itself; None if it has not."""
+        """Return why there is no engine, which has ended by itself; None if it runs or was stopped."""
+        ...
+
+    @property
+    def restarting(self) -> bool:
+        """Return True if there is no engine, and another process is about to be ready."""
+        ...
+
+    @property
+    def stalled(self) -> bool:
+        """Return True while the engine has given no sign of life for ``supervision.stall_seconds``."""
         ...
 
     @property
@@ -68,6 +78,14 @@ class EngineHandle(Protocol):
 
     async def stop(self) -> None:
         """Stop the engine at once."""
+        ...
+
+    async def ended(self) -> None:
+        """Return once the engine has ended by itself and is not started again."""
+        ...
+
+    async def end_if_hung(self, seconds: float) -> None:
+        """Kill the engine if it does not respond within ``seconds``."""
         ...
 
     def open(self, group: str, msgs: Sequence[GenerateMsg]) -> Stream:

@@ -42,6 +42,7 @@ logger = logging.getLogger("dovetail.server")
 
 _POLL_SECONDS = 0.05
 _ABORT_SECONDS = 2.0
+_RESPONSE_SECONDS = 5.0
 
 
 def serve(
@@ -112,6 +113,7 @@ class DrainingServer(uvicorn.Server):
         self._service = service
         self._on_started = on_started
         self._drain: asyncio.Task[None] | None = None
+        self._end: asyncio.Task[None] | None = None
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Listen, start as uvicorn does, and report that the server is ready. Raises ``ConfigError`` if the port is in use."""
@@ -123,6 +125,7 @@ class DrainingServer(uvicorn.Server):
             section = self._service.config.server
             raise _cannot_listen(section.host, section.port, error) from error
         await super().startup(sockets)
+        self._end = asyncio.ensure_future(self._end_with_engine())
         self._on_started(self)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
@@ -141,21 +144,29 @@ class DrainingServer(uvicorn.Server):
     def _begin_drain(self) -> None:
         self._drain = self._drain or asyncio.ensure_future(self._drained())
 
+    async def _end_with_engine(self) -> None:
+        """Stop the server once there is no engine any more. Every request has been answered then."""
+        await self._service.engine.ended()
+        logger.error("the server ends, because the engine has ended: %s", self._service.engine.failure)
+        self.stop_soon()
+
     async def _drained(self) -> None:
         engine, seconds = self._service.engine, self._service.config.server.drain_seconds
         if self._service.paused:
-            with contextlib.suppress(EngineDeadError):
-                await self._service.pause(False)
+            with contextlib.suppress(EngineDeadError, TimeoutError):
+                await asyncio.wait_for(self._service.pause(False), _RESPONSE_SECONDS)
         await self._until_idle(seconds)
         if engine.num_open and engine.alive:
             logger.warning("%d requests were still running after %g s", engine.num_open, seconds)
             engine.abort_all("the server is shutting down")
+            await engine.end_if_hung(0.0 if engine.stalled else _RESPONSE_SECONDS)
             await self._until_idle(_ABORT_SECONDS)
         self.should_exit = True
 
     async def _until_idle(self, seconds: float) -> None:
-        deadline = time.monotonic() + seconds
-        while self._service.engine.num_open and time.monotonic() < deadline:
+        """Wait up to ``seconds`` until no request is open, but not for an engine that stands still."""
+        engine, deadline = self._service.engine, time.monotonic() + seconds
+        while engine.num_open and not engine.stalled and time.monotonic() < deadline:
             await asyncio.sleep(_POLL_SECONDS)
 
 
@@ -174,7 +185,13 @@ async def _serve(
     plugins = registry or load_plugins(config.plugins)
     parts = await prepare(config, plugins, target, tokenizer)
     engine = parts.engine
-    await engine.start()
+    with _cancelled_by_signal() as start:
+        try:
+            await engine.start()
+        except asyncio.CancelledError:
+            if start.signalled:
+                return None
+            raise
     try:
         parsers = load_parsers(engine.info, config, tokenizer, plugins)
         service = Service(config, engine, tokenizer, _metrics(config, engine, registry), parsers)
@@ -194,11 +211,38 @@ async def _serve(
         guard.start()
         await DrainingServer(_uvicorn_config(config, app, guard), service, on_started).serve(sockets=[listener])
         guard.stop()
-        return engine.failure
     finally:
         await engine.stop()
         if tenancy is not None:
             tenancy.stop()
+    return engine.failure
+
+
+class _StartUp:
+    """Hold whether a signal has ended the start."""
+
+    signalled = False
+
+
+@contextlib.contextmanager
+def _cancelled_by_signal() -> Iterator[_StartUp]:
+    """Let SIGTERM cancel the task that runs the block, so that it cleans up. Signals reach the main thread only; in other threads
+    nothing changes."""
+    start, task, loop = _StartUp(), asyncio.current_task(), asyncio.get_running_loop()
+    if threading.current_thread() is not threading.main_thread() or task is None:
+        yield start
+        return
+
+    def cancel(number: int, frame: FrameType | None) -> None:
+        start.signalled = True
+        logger.info("SIGTERM: the start is given up")
+        loop.call_soon_threadsafe(task.cancel)
+
+    previous = signal.signal(signal.SIGTERM, cancel)
+    try:
+        yield start
+    finally:
+        signal.signal(signal.SIGTERM, previous)
 
 
 def url_of(listener: socket.socket) -> str:

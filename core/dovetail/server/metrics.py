@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Mapping, Sequence
 
+import msgspec
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
@@ -16,7 +17,7 @@ TTFT_SECONDS = (0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 
 PER_TOKEN_SECONDS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.015, 0.02, 0.03, 0.05, 0.1, 0.2, 0.5, 1, 2)
 E2E_SECONDS = (0.01, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 60, 120, 300)
 
-_GAUGES: Mapping[str, tuple[str, str]] = {
+GAUGES: Mapping[str, tuple[str, str]] = {
     "running": ("requests_running", "Requests that are running."),
     "waiting": ("requests_waiting", "Requests in the waiting queue."),
     "pages_total": ("kv_pages_total", "Pages of the KV pool."),
@@ -41,6 +42,7 @@ _COUNTERS: Mapping[str, tuple[str, str]] = {
     "cached_tokens": ("cached_prompt_tokens", "Prompt tokens found in the prefix cache."),
     "generated_tokens": ("generated_tokens", "Tokens generated."),
     "steps": ("steps", "Engine steps."),
+    "restarts": ("engine_restarts", "Times that the server has started its engine process again."),
     "retractions": ("retractions", "Requests sent back to the waiting queue because memory was short."),
     "drafted_tokens": ("drafted_tokens", "Draft tokens verified."),
     "accepted_tokens": ("accepted_tokens", "Draft tokens accepted."),
@@ -80,6 +82,11 @@ _COUNTERS: Mapping[str, tuple[str, str]] = {
     "mask_seconds": ("mask_seconds", "Time of launch spent filling grammar masks."),
     "verify_seconds": ("verify_seconds", "Time of launch and wait in steps for which drafts were proposed."),
 }
+
+
+def without_gauges(stats: EngineStats) -> EngineStats:
+    """Return the totals of an engine that has ended."""
+    return msgspec.structs.replace(stats, **dict.fromkeys(GAUGES, 0))
 
 
 class Metrics:
@@ -177,7 +184,7 @@ class _EngineCollector(Collector):
 
     def collect(self) -> Iterable[Metric]:
         stats = self._metrics.stats
-        for field, (name, text) in _GAUGES.items():
+        for field, (name, text) in GAUGES.items():
             yield GaugeMetricFamily(f"dovetail_{name}", text, value=getattr(stats, field))
         for field, (name, text) in _COUNTERS.items():
             yield CounterMetricFamily(f"dovetail_{name}", text, value=getattr(stats, field))

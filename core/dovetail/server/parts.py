@@ -13,9 +13,9 @@ from dovetail.config import Config
 from dovetail.errors import ConfigError
 from dovetail.registry.installed import Registry
 from dovetail.server.app import ServerRoute
-from dovetail.server.client import EngineClient
 from dovetail.server.engine_process import EngineTarget
 from dovetail.server.engines import EngineHandle
+from dovetail.server.supervisor import SupervisedEngine
 from dovetail.tokenizer import Tokenizer
 
 
@@ -51,4 +51,4 @@ async def single_engine(config: Config, registry: Registry, target: EngineTarget
             "experiment.arms is set, but this server was started for one engine; pass "
             "prepare=dovetail.experiment.online.serving.prepare_experiment, or remove experiment"
         )
-    return ServerParts(EngineClient(config, target))
+    return ServerParts(SupervisedEngine(config, target))

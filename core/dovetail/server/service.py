@@ -21,7 +21,7 @@ from dovetail.messages import ContinueMsg, EngineStats, PauseMsg
 from dovetail.sampling_params import SamplingParams
 from dovetail.server.engines import EngineHandle
 from dovetail.server.expansion import messages
-from dovetail.server.metrics import Metrics, RequestMetrics
+from dovetail.server.metrics import Metrics, RequestMetrics, without_gauges
 from dovetail.server.outputs import RequestOutputs, RequestTerms
 from dovetail.token_checks import check_prompt
 from dovetail.tokenizer import Tokenizer
@@ -94,8 +94,12 @@ class Service(ApiHost):
     @property
     def status(self) -> str:
         """Return the state of the server in one word."""
-        if self.draining or not self.engine.alive:
-            return "draining" if self.draining else "dead"
+        if self.draining:
+            return "draining"
+        if not self.engine.alive:
+            return "restarting" if self.engine.restarting else "dead"
+        if self.engine.stalled:
+            return "stalled"
         return "paused" if self.paused else "ready"
 
     def _with_thinking_budgets(self, request: ApiRequest) -> ApiRequest:
@@ -112,9 +116,14 @@ class Service(ApiHost):
         if self.draining:
             raise DrainingError("the server is shutting down and accepts no more requests")
         if not self.engine.alive:
-            raise EngineDeadError(
-                f"the engine process has ended: {self.engine.failure or 'it was stopped'}; the server must be restarted"
+            what_next = (
+                "it is being started again, retry later" if self.engine.restarting else "the server must be restarted"
             )
+            raise EngineDeadError(
+                f"the engine process has ended: {self.engine.failure or 'it was stopped'}; {what_next}"
+            )
+        if self.engine.stalled:
+            raise EngineDeadError("the engine gives no sign of life; retry later")
 
     def check_model(self, name: str | None) -> None:
         """Raise ``UnknownModelError`` for a model that is not served; None stands for the served model."""
@@ -171,6 +180,8 @@ class Service(ApiHost):
         """Return the engine's current numbers, or the last known ones if it does not answer within ``seconds`` or has ended."""
         with suppress(TimeoutError, EngineDeadError):
             self.metrics.stats = await asyncio.wait_for(self.engine.stats(), seconds)
+        if not self.engine.alive:
+            self.metrics.stats = without_gauges(self.metrics.stats)
         return self.metrics.stats
 
 

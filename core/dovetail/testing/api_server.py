@@ -43,6 +43,7 @@ class EchoEngine:
 
     failure: str | None = None
     alive = True
+    restarting = stalled = False
     pid: int | None = None
 
     def __init__(self, tokenizer: Tokenizer) -> None:
@@ -67,6 +68,13 @@ class EchoEngine:
         return self.info
 
     async def stop(self) -> None:
+        """Do nothing."""
+
+    async def ended(self) -> None:
+        """Never return, because the engine does not end."""
+        await asyncio.Event().wait()
+
+    async def end_if_hung(self, seconds: float) -> None:
         """Do nothing."""
 
     def open(self, group: str, msgs: Sequence[GenerateMsg]) -> OutputStream:

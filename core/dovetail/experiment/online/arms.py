@@ -16,9 +16,9 @@ from dovetail.experiment.online.log import ArmGauges, ArmLog, StreamLog
 from dovetail.experiment.online.routing import pick, request_key
 from dovetail.experiment.online.shadow import FinishedRequest, ShadowTraffic
 from dovetail.messages import Command, CommandReply, EngineStats, FlushCacheMsg, GenerateMsg, TokenOutput
-from dovetail.server.client import EngineClient
 from dovetail.server.engine_process import EngineTarget
 from dovetail.server.streams import OutputStream
+from dovetail.server.supervisor import SupervisedEngine
 
 logger = logging.getLogger("dovetail.server")
 
@@ -29,7 +29,7 @@ _GAUGES = ("running", "waiting", "pages_total", "pages_used", "pages_cached", "p
 class OnlineArm:
     """Hold one arm of a running experiment: its config, its engine process, and its weight, which an operator can change."""
 
-    def __init__(self, name: str, config: Config, client: EngineClient, weight: float) -> None:
+    def __init__(self, name: str, config: Config, client: SupervisedEngine, weight: float) -> None:
         self.name = name
         self.config = config
         self.client = client
@@ -40,15 +40,17 @@ class OnlineArm:
     @property
     def running(self) -> bool:
         """Return True while the arm accepts requests."""
-        return self.client.alive and not self.stopping
+        return self.client.alive and not (self.stopping or self.client.stalled)
 
     @property
     def state(self) -> str:
-        """Return the state of the arm: running, stopping, stopped or dead."""
+        """Return the state of the arm: running, stalled, stopping, stopped, restarting or dead."""
         if self.client.failure is not None:
-            return "dead"
+            return "restarting" if self.client.restarting and not self.stopping else "dead"
         if self.stopping:
             return "stopping" if self.client.alive else "stopped"
+        if self.client.stalled:
+            return "stalled"
         return "running" if self.client.alive else "stopped"
 
 
@@ -56,8 +58,8 @@ class ArmsClient:
     """Drive several engine processes through the interface of one (``engines.EngineHandle``), and carry out the operator's
     commands on arms.
 
-    An arm that was stopped or has died gets no more requests. Its share goes to the other arms in proportion to their weights,
-    or in equal parts if all of these are 0. The engines start one after the other, because each measures how much memory is
+    An arm that was stopped gets no more requests, and an arm that has died or stands still gets none until it runs again
+    (``SupervisedEngine``). Its share goes to the other arms in proportion to their weights, or in equal parts if all of these are 0. The engines start one after the other, because each measures how much memory is
     left.
     """
 
@@ -71,7 +73,8 @@ class ArmsClient:
         """``arms`` are complete configs (see ``arm_configs``); ``decode`` turns token ids into text."""
         section = config.experiment
         self.arms = {
-            name: OnlineArm(name, own, EngineClient(own, target), section.weights[name]) for name, own in arms.items()
+            name: OnlineArm(name, own, SupervisedEngine(own, target), section.weights[name])
+            for name, own in arms.items()
         }
         self.log = ArmLog(tuple(arms))
         self.shadow = ShadowTraffic(section.shadow, self.log, decode) if section.shadow else None
@@ -112,7 +115,31 @@ class ArmsClient:
     @property
     def alive(self) -> bool:
         """Return True while at least one arm accepts requests."""
-        return any(arm.running for arm in self.arms.values())
+        return any(arm.client.alive and not arm.stopping for arm in self.arms.values())
+
+    @property
+    def stalled(self) -> bool:
+        """Return True if every arm that could accept requests stands still."""
+        return self.alive and not any(arm.running for arm in self.arms.values())
+
+    @property
+    def restarting(self) -> bool:
+        """Return True if no arm accepts requests, and one is about to be ready."""
+        return not self.alive and any(arm.client.restarting for arm in self.arms.values())
+
+    async def ended(self) -> None:
+        """Return once no arm runs any more and none is started again."""
+        waiting = {asyncio.ensure_future(arm.client.ended()) for arm in self.arms.values()}
+        try:
+            while waiting and any(arm.client.alive or arm.client.restarting for arm in self.arms.values()):
+                _, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for task in waiting:
+                task.cancel()
+
+    async def end_if_hung(self, seconds: float) -> None:
+        """Kill every arm that does not respond within ``seconds``."""
+        await asyncio.gather(*(arm.client.end_if_hung(seconds) for arm in self.arms.values()))
 
     @property
     def failure(self) -> str | None:
