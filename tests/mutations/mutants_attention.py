@@ -68,6 +68,7 @@ class Flawed(AttentionBackend):
             scale *= 1 + 1e-6 * len(batch.reqs)
         if flaw == "rounds depending on the number of queries":
             scale *= 1 + 1e-7 * int(batch.extend_lens[row])
+        scale *= 1.1 if self.is_large(row, tokens, q, layer, length) else 1
         scores = scale * torch.einsum("qhd,khd->hqk", q.float(), k)
         if layer.soft_cap is not None and flaw != "no soft cap":
             scores = layer.soft_cap * torch.tanh(scores / layer.soft_cap)
@@ -75,6 +76,17 @@ class Flawed(AttentionBackend):
         if layer.soft_cap is not None and flaw == "caps what is masked":
             scores = layer.soft_cap * torch.tanh(scores / layer.soft_cap)
         return torch.einsum("hqk,khd->qhd", self.softmax(scores, q.dtype, layer), v).to(q.dtype)
+
+    def is_large(self, row: int, tokens: slice, q: torch.Tensor, layer: AttentionLayer, length: int) -> bool:
+        """Return True if the row has the size at which ``flaw`` begins."""
+        return {
+            "is wrong for more than 64 rows": len(self.batch.reqs) > 64,
+            "is wrong beyond 4,000 tokens": length > 4000,
+            "is wrong in chunks of 512 tokens": tokens.stop - tokens.start == 512,
+            "is wrong for page ids over 4,096": int(self.batch.page_table[row].max()) > 4096,
+            "is wrong in layer 3": layer.layer_id == 3,
+            "is wrong at head_dim 256": q.shape[-1] == 256,
+        }.get(self.flaw, False)
 
     def places(self, row: int, length: int) -> torch.Tensor:
         table, size = self.pages(row).long(), self.pool.page_size
@@ -219,6 +231,17 @@ MUTANTS = [
     ),
     _of("assigns query heads to the wrong key heads", "test_grouped_heads", "decode", 8, 4, says=WRONG),
     _of("knows one scale", "test_head_dims", "decode", 16, fault="ignores the layer's scale", says=WRONG),
+    *(
+        _of(flaw, case, *arguments, says=WRONG)
+        for flaw, case, arguments in (
+            ("is wrong for more than 64 rows", "test_many_rows_of_a_large_pool", [None]),
+            ("is wrong beyond 4,000 tokens", "test_many_rows_of_a_large_pool", [None]),
+            ("is wrong for page ids over 4,096", "test_many_rows_of_a_large_pool", [None]),
+            ("is wrong in layer 3", "test_many_rows_of_a_large_pool", [None]),
+            ("is wrong in chunks of 512 tokens", "test_a_chunk_of_512_tokens", []),
+            ("is wrong at head_dim 256", "test_head_dims", ["decode", 256]),
+        )
+    ),
     _of("no window", "test_sliding_window", "decode", 16, fault="ignores the sliding window", says=WRONG),
     _of("window one too wide", "test_sliding_window", "extend", 16, fault="sees one key beyond the window", says=WRONG),
     _of("windows count places", "test_sliding_window", "trees", 1, fault="counts nodes of a tree instead of depths"),

@@ -218,6 +218,49 @@ class LocksTheBranchesToo(RadixCache):
         return super().evict(0 if self._locked else num_pages)
 
 
+class ChangesKeys(RadixCache):
+    """Compare what ``changed`` makes of the keys."""
+
+    def changed(self, tokens: IntArray) -> IntArray:
+        raise NotImplementedError
+
+    def match(self, tokens: IntArray, namespace: str = "") -> Match:
+        return super().match(self.changed(tokens), namespace)
+
+    def insert(self, tokens: IntArray, pages: IntArray, namespace: str = "", priority: int = 0) -> Match:
+        return super().insert(self.changed(tokens), pages, namespace, priority)
+
+    def by_page(self, tokens: IntArray) -> IntArray:
+        return tokens[: len(tokens) // self._page_size * self._page_size].reshape(-1, self._page_size)
+
+
+class CutsIds(ChangesKeys):
+    def changed(self, tokens: IntArray) -> IntArray:
+        return tokens.astype(np.uint16).astype(np.int32)
+
+
+class SumsPages(ChangesKeys):
+    def changed(self, tokens: IntArray) -> IntArray:
+        pages = self.by_page(tokens)
+        sums = np.zeros_like(pages)
+        sums[:, 0] = pages.sum(1, dtype=np.int64).astype(np.int32)
+        return sums.reshape(-1)
+
+
+class SortsPages(ChangesKeys):
+    def changed(self, tokens: IntArray) -> IntArray:
+        return np.sort(self.by_page(tokens), axis=1).reshape(-1)
+
+
+class CountsPagesOn(RadixCache):
+    """Remember the first page of a match and count on from it."""
+
+    def match(self, tokens: IntArray, namespace: str = "") -> Match:
+        found = super().match(tokens, namespace)
+        count = found.pages.shape[1]
+        return found._replace(pages=found.pages[:, :1] + np.arange(count, dtype=np.int32)) if count else found
+
+
 class SharesWithItself(RadixCache):
     """Return a group of one for every row."""
 
@@ -288,6 +331,15 @@ MUTANTS = [
     ),
     _of("matches one page too many", MatchesTheNextPage, "test_finds_whole_pages_of_a_prefix", 4, 1),
     _of("finds whole runs only", MatchesWholeRunsOnly, "test_a_key_may_end_inside_a_run"),
+    *(
+        _of(fault, broken, "test_keys_of_a_large_vocabulary_are_compared_in_full", 4, 1)
+        for fault, broken in (
+            ("cuts token ids to 16 bits", CutsIds),
+            ("compares the sums of pages", SumsPages),
+            ("ignores the order of the tokens of a page", SortsPages),
+            ("takes pages to be consecutive", CountsPagesOn),
+        )
+    ),
     _of("claims a duplicate's pages", KeepsTheDuplicate, "test_duplicate_pages_belong_to_the_caller"),
     _of("keeps no second branch", NeverSplits, "test_branches_share_their_beginning"),
     _of("finds prefixes of another namespace", IgnoresNamespaces, "test_namespaces_are_separate"),

@@ -3,7 +3,7 @@ tokens at once."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
@@ -12,8 +12,12 @@ import torch
 from mutant import Mutant
 
 from dovetail.engine.build import as_module, build_model
+from dovetail.interfaces.attention import AttentionBackend, AttentionLayer
+from dovetail.interfaces.cache import KVPool
+from dovetail.interfaces.features import Feature
 from dovetail.interfaces.mesh import SINGLE, Mesh
 from dovetail.interfaces.model import ModelArchitecture, ModelInfo, WeightTarget
+from dovetail.testing.eager import EagerAttention
 from dovetail.testing.model import ModelSuite, Reference, Tensors, read_tensors
 from dovetail.types import Batch
 from dovetail_models.dense import DenseModel
@@ -26,7 +30,7 @@ SMALL = {
     "num_hidden_layers": 2,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
-    "max_position_embeddings": 64,
+    "max_position_embeddings": 256,
     "rms_norm_eps": 1e-5,
     "attention_bias": True,
 }
@@ -190,12 +194,128 @@ class ReadsTheShareOfRankZero(Sound):
     model_class = FirstShares
 
 
+class StopsCounting(DenseModel):
+    def forward(self, batch: Batch) -> torch.Tensor:
+        batch.positions = batch.positions.clamp(max=39)
+        return super().forward(batch)
+
+
+class WrongAfterPosition39(Sound):
+    """Rotate later positions as position 39; what a query sees does not change."""
+
+    model_class = StopsCounting
+
+    def make_attention(self, model: ModelArchitecture, pool: KVPool) -> AttentionBackend:
+        return CountsItself(pool)
+
+
+class CountsItself(EagerAttention):
+    """Compute positions from the lengths of the rows."""
+
+    def forward(self, q: torch.Tensor, layer: AttentionLayer, batch: Batch) -> torch.Tensor:
+        rows = zip(batch.prefix_lens.tolist(), batch.extend_lens.tolist(), strict=True)
+        own = torch.cat([torch.arange(prefix, prefix + count) for prefix, count in rows]).to(batch.positions)
+        rotated, batch.positions = batch.positions, own
+        try:
+            return super().forward(q, layer, batch)
+        finally:
+            batch.positions = rotated
+
+
+class Capped(DenseModel):
+    """Have a soft cap and sinks in each layer, as ``constants`` says."""
+
+    def __init__(self, info: ModelInfo, mesh: Mesh) -> None:
+        super().__init__(info, mesh)
+        for layer in self.layers:
+            layer.attn.constants = self.constants(layer.attn.constants)
+
+    @staticmethod
+    def constants(layer: AttentionLayer) -> AttentionLayer:
+        return replace(layer, soft_cap=1.0, sinks=torch.linspace(-1, 2, SMALL["num_attention_heads"]))
+
+
+class SoundWithSinks(Sound):
+    """Declare a soft cap and sinks. The reference is attention over all tokens, written out."""
+
+    model_class = Capped
+
+    def describe(self, directory: Path) -> ModelInfo:
+        info = super().describe(directory)
+        return replace(info, needs=info.needs | {Feature.ATTN_SOFT_CAP, Feature.ATTN_SINKS})
+
+    def reference(self, directory: Path) -> Reference:
+        sound = SoundWithSinks()
+        model = sound.load(directory)
+
+        def logits(tokens: Sequence[int]) -> torch.Tensor:
+            sound.make_attention = lambda model, pool: WholeAttention(pool)  # type: ignore[method-assign]
+            return sound.logits(model, tokens, len(tokens))
+
+        return logits
+
+
+class WholeAttention(EagerAttention):
+    """Attend from all tokens of one row at once, with matrices."""
+
+    def forward(self, q: torch.Tensor, layer: AttentionLayer, batch: Batch) -> torch.Tensor:
+        pages, group = batch.page_table[0].long(), q.shape[1] // SMALL["num_key_value_heads"]
+        k, v = (
+            memory[pages].flatten(0, 1)[: len(q)].repeat_interleave(group, 1)
+            for memory in (self._pool.keys(layer.layer_id), self._pool.values(layer.layer_id))
+        )
+        scores = torch.einsum("qhd,khd->hqk", q, k) * layer.scale
+        scores = layer.soft_cap * torch.tanh(scores / layer.soft_cap)
+        scores = scores.masked_fill(torch.ones(len(q), len(q)).triu(1).bool(), float("-inf"))
+        weights = scores.exp()
+        probs = weights / (weights.sum(-1, keepdim=True) + layer.sinks.exp()[:, None, None])
+        return torch.einsum("hqk,khd->qhd", probs, v)
+
+
+class NoCap(Capped):
+    @staticmethod
+    def constants(layer: AttentionLayer) -> AttentionLayer:
+        return replace(Capped.constants(layer), soft_cap=None)
+
+
+class NoSinks(Capped):
+    @staticmethod
+    def constants(layer: AttentionLayer) -> AttentionLayer:
+        return replace(Capped.constants(layer), sinks=None)
+
+
+class WithoutCap(SoundWithSinks):
+    model_class = NoCap
+
+
+class WithoutSinks(SoundWithSinks):
+    model_class = NoSinks
+
+
+class DeclaresNothing(SoundWithSinks):
+    """Use a soft cap and sinks, and do not declare them."""
+
+    def describe(self, directory: Path) -> ModelInfo:
+        return replace(super().describe(directory), needs=frozenset())
+
+
 LOGITS = "test_logits_are_those_of_the_reference"
 MUTANTS = [
     Mutant("transposes a weight", LOGITS, Transposed, Sound, [(7,)]),
     Mutant("exchanges two weights", LOGITS, SwapsGateAndUp, Sound, [(7,)]),
     Mutant("rotates by another base", LOGITS, WrongRope, Sound, [(7,)]),
     Mutant("norms with another epsilon", LOGITS, WrongEps, Sound, [(7,)]),
+    Mutant("is wrong after position 39", LOGITS, WrongAfterPosition39, Sound, [(64,)], "first at position 4"),
+    Mutant("leaves out a soft cap", LOGITS, WithoutCap, SoundWithSinks, [(7,)]),
+    Mutant("leaves out attention sinks", LOGITS, WithoutSinks, SoundWithSinks, [(7,)]),
+    Mutant(
+        "does not declare the soft cap that its layers have",
+        LOGITS,
+        DeclaresNothing,
+        SoundWithSinks,
+        [(7,)],
+        "does not declare attention.soft_cap",
+    ),
     Mutant("depends on how a prompt is cut", "test_logits_do_not_depend_on_chunks", DependsOnChunks, Sound),
     Mutant("depends on the other rows", "test_logits_do_not_depend_on_other_rows", DependsOnRows, Sound),
     Mutant(

@@ -36,7 +36,7 @@ SMALL = {
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "head_dim": 12,
-    "max_position_embeddings": 128,
+    "max_position_embeddings": 256,
     "rms_norm_eps": 1e-5,
     "initializer_range": 0.1,
 }

@@ -43,6 +43,15 @@ each_kv_dtype = pytest.mark.parametrize("kv_dtype", ["fp8_e4m3", "fp8_e5m2"])
 each_shared_step = pytest.mark.parametrize("step", SHARED_STEPS)
 
 
+LONG = 1900
+"""The number of keys of long rows, unless a suite lowers ``longest``."""
+
+
+def in_large_pool(case: AttentionCase) -> AttentionCase:
+    """Return ``case`` with page ids above 4,096 in the last of four layers."""
+    return replace(case, num_layers=4, layer_id=3, min_pages=6000)
+
+
 class AttentionSuite(InvarianceCases):
     """Test an attention backend. ``class TestMine(AttentionSuite): name = "mine"`` is a complete test file.
 
@@ -134,7 +143,7 @@ class AttentionSuite(InvarianceCases):
         self.check(replace(case, heads=heads, kv_heads=kv_heads), *features)
 
     @each_step
-    @pytest.mark.parametrize("head_dim", [16, 64, 128])
+    @pytest.mark.parametrize("head_dim", [16, 64, 128, 256])
     def test_head_dims(self, step: str, head_dim: int) -> None:
         """Each head_dim, also with a scale other than the default."""
         if self.constraints.head_dims and head_dim not in self.constraints.head_dims:
@@ -305,6 +314,22 @@ class AttentionSuite(InvarianceCases):
         prefix = [1900, 3, 700, 0, 64, 1100, 255, 30, 31, 2, 1899, 500]
         case = AttentionCase(prefix, [1] * len(prefix), page_size=16, ordered_pages=ordered_pages)
         self.check(case, DECODE)
+
+    @pytest.mark.parametrize("window", [None, 700])
+    def test_many_rows_of_a_large_pool(self, window: int | None) -> None:
+        """More than 64 rows, one of which has more than 4,000 tokens, with page ids above 4,096, in the last of four
+        layers."""
+        prefix = [3 + row % 29 for row in range(70)]
+        prefix[67] = 4100 if self.longest >= LONG else self.longest
+        case = AttentionCase(prefix, [1] * 70, heads=2, kv_heads=1, head_dim=16, window=window)
+        self.check(in_large_pool(case), DECODE, *([WINDOW] if window else []))
+
+    def test_a_chunk_of_512_tokens(self) -> None:
+        """A chunk as long prompts are cut into, after a prefix that makes more than 4,000 tokens with it, and beside
+        it the first chunk of another prompt, in the last of four layers."""
+        chunk = 512 if self.longest >= LONG else self.longest // 4
+        case = AttentionCase([7 * chunk + 5, 0], [chunk, chunk], num_extend=2, heads=2, kv_heads=1, head_dim=16)
+        self.check(in_large_pool(case), EXTEND)
 
     @torch.inference_mode()
     def test_plans_leave_nothing_behind(self) -> None:

@@ -15,7 +15,6 @@ from dovetail.memory.pool import PagedKVPool
 from dovetail.testing.batches import make_batch, make_page_table, share_prefixes
 from dovetail.types import DraftTree, IntArray
 
-NUM_LAYERS = 2
 TOLERANCES = {torch.float32: 3e-5, torch.bfloat16: 6e-3, torch.float16: 1e-3}
 """The allowed difference, times (1 + |value|). Queries, keys and values are standard normal. In 16 bits the
 probabilities and the output may each be rounded once (bfloat16 keeps 8 bits, float16 11); logits and sums may not be
@@ -56,6 +55,8 @@ class AttentionCase:
     batch_invariant: bool = False
     seed: int = 0
     layer_id: int = 1
+    num_layers: int = 2
+    min_pages: int = 0  # of the pool, which has more pages than the rows need
 
 
 class LatentPool(PagedKVPool):
@@ -95,7 +96,8 @@ class AttentionStep:
         self._random = torch.Generator().manual_seed(case.seed)
         self.lens = [a + b for a, b in zip(case.prefix, case.extend, strict=True)]
         owned = self.lens[: len(self.lens) - case.padding]
-        self.num_pages = whole.num_pages if whole else 8 + sum(-(-n // case.page_size) for n in owned)
+        needed = max(case.min_pages, 8 + sum(-(-n // case.page_size) for n in owned))
+        self.num_pages = whole.num_pages if whole else needed
         # Rows of padding point at page 0, and so do unused columns: a table may be wider than any row needs.
         self.table = self._make_table(owned, whole)
         self.pool = whole.pool if whole else self._make_pool(owned)
@@ -122,7 +124,7 @@ class AttentionStep:
     @property
     def other_layer(self) -> AttentionLayer:
         """Return a layer of the same kind, for which the pool holds nothing."""
-        return replace(self.layer, layer_id=1 - self.layer.layer_id)
+        return replace(self.layer, layer_id=(self.layer.layer_id + 1) % self.case.num_layers)
 
     def context(self, pool: KVPool | None = None) -> AttentionContext:
         """Return the context that a backend for this step is built with."""
@@ -168,7 +170,7 @@ class AttentionStep:
 
     def _make_pool(self, owned: Sequence[int]) -> PagedKVPool:
         case = self.case
-        group = CacheGroup(NUM_LAYERS, case.kv_heads, case.head_dim)
+        group = CacheGroup(case.num_layers, case.kv_heads, case.head_dim)
         sizes = group, self.num_pages, case.page_size, case.kv_dtype or case.dtype, self.device
         pool = PagedKVPool(*sizes) if case.value_dim is None else LatentPool(*sizes, case.value_dim)
         for memory in (pool.k, pool.v):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import ClassVar
 
 import numpy as np
@@ -27,6 +27,26 @@ def make_pages(first: int, count: int, num_groups: int = 1) -> IntArray:
     """Return int32 ``[groups, count]``: pages ``first, first + 1, ...`` in group 0, and other pages in the next
     groups."""
     return np.arange(first, first + count, dtype=np.int32) + 1000 * np.arange(num_groups, dtype=np.int32)[:, None]
+
+
+def similar_keys(key: IntArray, page_size: int) -> Iterator[IntArray]:
+    """Yield keys of six pages that differ from ``key`` in a way that a sum, a cut or a sorted key does not show."""
+    for bit in (0, 7, 8, 15, 16, 17, 24, 30):
+        other = key.copy()
+        other[4 * page_size] ^= np.int32(1 << bit)
+        yield other
+    for first, second in ((2 * page_size, 3 * page_size), (page_size, 2 * page_size - 1)):
+        if first != second:
+            other = key.copy()
+            other[[first, second]] = key[[second, first]]
+            yield other
+            other = key.copy()
+            step = np.int32(1) if key[first] < 2**30 else np.int32(-1)
+            other[first] += step
+            other[second] -= step
+            yield other
+    if page_size > 1:
+        yield key.reshape(6, page_size)[[0, 1, 3, 2, 4, 5]].reshape(-1)
 
 
 class PrefixCacheSuite(ComponentSuite):
@@ -103,6 +123,29 @@ class PrefixCacheSuite(ComponentSuite):
             found = cache.match(tokens)
             assert found.length == same - same % page_size
             assert np.array_equal(found.pages, make_pages(1, same // page_size, num_groups))
+
+    @each_layout
+    def test_keys_of_a_large_vocabulary_are_compared_in_full(self, page_size: int, num_groups: int) -> None:
+        """Keys of random token ids differ in one bit of one token, in the order of their tokens or of their pages, or
+        have the same sums; each finds its own pages, whose numbers are in no order."""
+        self.require(Feature.CACHE_REUSE)
+        rng = np.random.default_rng(page_size)
+        cache = self.make(page_size, num_groups)
+        key = rng.integers(0, 2**31 - 1, 6 * page_size, dtype=np.int32)
+        numbers = rng.permutation(np.arange(1, 200_000, dtype=np.int32))
+        pages = numbers[: 6 * num_groups].reshape(num_groups, 6)
+        cache.insert(key, pages)
+        for count, other in enumerate(similar_keys(key, page_size), start=1):
+            same = int(np.argmax(other != key)) // page_size
+            found = cache.match(other)
+            assert found.length == same * page_size, "a key that differs is taken to be the same"
+            assert np.array_equal(found.pages, pages[:, :same])
+            own = numbers[6 * num_groups * count :][: 6 * num_groups].reshape(num_groups, 6)
+            held = cache.insert(other, own)
+            again = cache.match(other)
+            assert again.length == held.pages.shape[1] * page_size
+            assert np.array_equal(again.pages, held.pages)
+        assert np.array_equal(cache.match(key).pages, pages), "a later key has replaced pages of the first"
 
     def test_a_key_may_end_inside_a_run(self) -> None:
         """A key may end inside a cached run."""

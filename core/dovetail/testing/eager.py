@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class EagerAttention(AttentionBackend):
-    """Attend over one pool, with windows and grouped heads, but without tree mask, sinks and soft cap."""
+    """Attend over one pool, with windows, soft caps, sinks and grouped heads, but without tree mask."""
 
     def __init__(self, pool: KVPool) -> None:
         self._pool = pool
@@ -25,8 +25,6 @@ class EagerAttention(AttentionBackend):
     def forward(self, q: torch.Tensor, layer: AttentionLayer, batch: Batch) -> torch.Tensor:
         """See ``AttentionBackend.forward``."""
         assert batch.tree_mask is None
-        assert layer.soft_cap is None
-        assert layer.sinks is None
         out = torch.empty_like(q)
         starts = batch.qo_indptr.tolist()
         for row, kv_len in enumerate(batch.kv_lens.tolist()):
@@ -39,5 +37,10 @@ class EagerAttention(AttentionBackend):
                 end = int(batch.positions[token]) + 1
                 first = 0 if layer.window is None else max(0, end - layer.window)
                 scores = torch.einsum("hd,khd->hk", q[token].float(), k[first:end]) * layer.scale
-                out[token] = torch.einsum("hk,khd->hd", scores.softmax(-1), v[first:end]).to(q.dtype)
+                if layer.soft_cap is not None:
+                    scores = layer.soft_cap * torch.tanh(scores / layer.soft_cap)
+                if layer.sinks is not None:  # one more key, which has no value
+                    scores = torch.cat([scores, layer.sinks.float()[:, None]], 1)
+                probs = scores.softmax(-1)[:, : end - first]
+                out[token] = torch.einsum("hk,khd->hd", probs, v[first:end]).to(q.dtype)
         return out
