@@ -7,8 +7,18 @@ import traceback
 
 from dovetail.errors import ConfigError, DovetailError, PluginError
 
+FAILED = 1
 USER_ERROR = 2
 INTERRUPTED = 130
+
+EXIT_STATUS = {
+    0: "The command has done its work. For `dovetail serve`: it was stopped by a signal, and has answered what was running.",
+    FAILED: "It failed for a reason that is no wrong setting: the engine cannot start, a check or a measurement failed.",
+    USER_ERROR: "A wrong flag, config, plugin or file. One message on standard error says what to change.",
+    70: "`dovetail serve`: the engine was lost while serving.",
+    INTERRUPTED: "Ctrl-C, except for `dovetail serve`.",
+}
+"""Document the exit status of commands, for docs/cli.md. `dovetail ab` has its own (docs/ab.md)."""
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -28,7 +38,7 @@ def main(arguments: list[str] | None = None) -> None:
         if show_traceback:
             traceback.print_exc()
         _print_error(error)
-        sys.exit(USER_ERROR if isinstance(error, ConfigError | PluginError) else 1)
+        sys.exit(USER_ERROR if isinstance(error, ConfigError | PluginError) else FAILED)
 
 
 def _print_error(error: DovetailError) -> None:

@@ -17,11 +17,10 @@ def build_app(arguments: Sequence[str]) -> typer.Typer:
         name="dovetail",
         help="An LLM serving engine made of plugins.",
         no_args_is_help=True,
-        add_completion=False,
         pretty_exceptions_enable=False,
     )
     app.callback()(_root)
-    app.command("serve")(serve.serve)
+    app.command("serve", cls=serve.ServeCommand)(serve.serve)
     app.command("generate")(generate.generate)
     app.command("chat")(chat.chat)
     app.command("explain")(explain.explain)

@@ -2,27 +2,101 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from typer.core import TyperCommand
 
-from dovetail.cli.sources import Files, Model, Sets, Tp, load, shortcuts
+from dovetail.cli.serve_flags import ALWAYS, FLAGS, REFUSED, ServeFlag
+from dovetail.cli.serve_values import KEYS_VARIABLE, key_file, settings_of
+from dovetail.cli.sources import Sets, load, shortcuts
+from dovetail.errors import ConfigError
+
+if TYPE_CHECKING:
+    from dovetail.config import Config
+    from dovetail.registry import Registry
+
+_SUFFIXES = (".yaml", ".yml", ".toml", ".json")
+_FIRST = {name: flag.names[0] for flag in FLAGS for name in flag.names if name.startswith("--")}
+
+Words = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="MODEL|CONFIG",
+        show_default=False,
+        help="The model: a name or a directory. Config files: YAML, TOML or JSON, merged left to right.",
+    ),
+]
 
 
-def serve(
-    files: Files = None,
-    sets: Sets = None,
-    model: Model = None,
-    tp: Tp = None,
-    host: Annotated[str | None, typer.Option(help="Short for --set server.host=...")] = None,
-    port: Annotated[int | None, typer.Option(help="Short for --set server.port=...")] = None,
-) -> None:
-    """Serve a model over HTTP: the APIs, and a chat page at /. Exit status: 0 after a signal, 2 for a wrong setting, 1 if the
-    engine cannot start, 70 if the engine has failed while serving and was not started again."""
+class ServeCommand(TyperCommand):
+    """Parse the flags of ``dovetail serve``: refuse those of ``REFUSED`` with what to use instead, and read
+    ``--context-length`` and ``--max_model_len`` as ``--max-model-len``."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """See click. Raises ``ConfigError``."""
+        end = args.index("--") if "--" in args else len(args)
+        given = [_as_declared(word) for word in args[:end]] + args[end:]
+        if not ctx.resilient_parsing:  # as when a shell completes
+            for word in given[:end]:
+                name = word.partition("=")[0]
+                if name in REFUSED:
+                    raise ConfigError(f"{name}: {REFUSED[name]}")
+        return super().parse_args(ctx, given)
+
+
+def _as_declared(word: str) -> str:
+    """Return a flag by its first name, which is the one that typer knows. It may have been written with underscores."""
+    name, equals, value = word.partition("=")
+    dashed = name.replace("_", "-")
+    return _FIRST.get(dashed, dashed) + equals + value if dashed in _FIRST or dashed in REFUSED else word
+
+
+def split_words(words: Sequence[str]) -> tuple[str | None, list[Path]]:
+    """Return the model and the config files among the arguments. Raises ``ConfigError`` if two models are given."""
+    files = [w for w in words if not Path(w).is_dir() and (Path(w).suffix.lower() in _SUFFIXES or Path(w).is_file())]
+    models = [word for word in words if word not in files]
+    if len(models) > 1:
+        raise ConfigError(
+            f"{' and '.join(map(repr, models))} are two models; give one (a flag for several values is repeated: "
+            "--served-model-name a --served-model-name b), and config files that end in " + ", ".join(_SUFFIXES)
+        )
+    return (models[0] if models else None), [Path(file) for file in files]
+
+
+def read_arguments(
+    words: Sequence[str], sets: Sequence[str], given: Mapping[str, Any], env: dict[str, str]
+) -> tuple[Config, Registry]:
+    """Return what the command line gives. ``given`` are the values of flags by their ``parameter``; None stands for a
+    flag that was not given. The keys of ``--api-key`` are added to ``env`` as a key file. Raises ``ConfigError`` and
+    ``PluginError``."""
+    model, files = split_words(words)
+    settings = settings_of(given)
+    if model is not None:
+        if "model.path" in settings:
+            raise ConfigError(f"the model is given twice, as {model!r} and as {settings['model.path']!r}; keep one")
+        settings["model.path"] = model
+    if given.get("api_key"):
+        env[KEYS_VARIABLE] = key_file(given["api_key"])
+    texts = shortcuts(settings)
+    config, registry = load(files, [*sets, *texts])
+    return config, registry
+
+
+def _serve(words: Words = None, sets: Sets = None, **given: Any) -> None:
+    """Serve a model over HTTP: the APIs, and a chat page at /.
+
+    Each flag sets a config key, which its help names in parentheses. Flags override config files and --set. The exit status
+    is 0 after a signal, 2 for a wrong setting, 1 if the engine cannot start, and 70 if the engine has failed
+    while serving and was not started again.
+    """
     import logging
+    import os
 
-    given = shortcuts({"model.path": model, "parallel.tp": tp, "server.host": host, "server.port": port})
-    config, registry = load(files, [*(sets or ()), *given])
+    config, registry = read_arguments(words or (), sets or (), given, os.environ)  # pyright: ignore[reportArgumentType]
     logging.basicConfig(level=config.server.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     from dovetail.errors import EngineDeadError
     from dovetail.server.engine_process import EXIT_ENGINE_FAILED
@@ -37,3 +111,40 @@ def serve(
     except EngineDeadError as error:
         logging.getLogger("dovetail.server").error("%s", error)
         raise typer.Exit(EXIT_ENGINE_FAILED) from error
+
+
+def _option(flag: ServeFlag) -> inspect.Parameter:
+    others = [name for name in flag.names[1:] if name in _FIRST]
+    also = f"; also {', '.join(others)}" if others else ""
+    where = f" ({flag.key})" if flag.key else ""
+    kind: Any = list[flag.type] if flag.repeatable else flag.type
+    hint = Annotated[
+        kind | None,
+        typer.Option(
+            *(name for name in flag.names if name not in others),
+            help=flag.help.rstrip(".") + also + where,
+            metavar=flag.metavar,
+            rich_help_panel=flag.group,
+            show_default=False,
+        ),
+    ]
+    default = False if flag.type is bool else None
+    return inspect.Parameter(flag.parameter, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=hint)
+
+
+def _with_flags(command: Callable[..., None]) -> Callable[..., None]:
+    """Return ``command`` with an option for each flag, in the form that typer needs."""
+    own = [p for p in inspect.signature(command, eval_str=True).parameters.values() if p.kind is not p.VAR_KEYWORD]
+    options = [_option(flag) for flag in sorted(FLAGS, key=lambda flag: flag.group == ALWAYS)]
+
+    def serve(**given: Any) -> None:
+        command(**given)
+
+    serve.__doc__ = command.__doc__
+    parameters = [*(p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in own), *options]
+    serve.__annotations__ = {p.name: p.annotation for p in parameters}
+    vars(serve)["__signature__"] = inspect.Signature(parameters)
+    return serve
+
+
+serve = _with_flags(_serve)

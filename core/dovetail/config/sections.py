@@ -60,6 +60,9 @@ class ModelSection(Section):
         description="Upper bound on prompt plus output. At most the model's own context length, which is the default.",
     )
     tokenizer: str | None = Field(default=None, description="Directory of tokenizer.json, if not the model's.")
+    chat_template: str | None = Field(
+        default=None, description="A file with the chat template (Jinja), if not the tokenizer's."
+    )
     overrides: dict[str, Any] = Field(default_factory=dict, description="Keys of config.json to replace.")
     seed: int = Field(default=0, description="Seed of dummy weights.")
 
@@ -286,6 +289,12 @@ class ServerSection(Section):
     cors_origins: tuple[str, ...] = Field(
         default=(),
         description="Web pages of other origins that may call the server, as in `https://chat.example.org`; `*` for all.",
+    )
+    seed: int | None = Field(
+        default=None,
+        ge=0,
+        lt=2**63,
+        description="Requests that set no seed get seeds that follow from this one, in the order of their arrival. By default they get random seeds.",
     )
     log_requests: bool = Field(
         default=True,

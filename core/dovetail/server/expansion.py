@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import random
+from dataclasses import replace
 
 from dovetail.errors import RequestError
 from dovetail.generation.expansion import expand
@@ -20,6 +22,17 @@ def messages(request: ApiRequest) -> list[GenerateMsg]:
             param="session",
         )
     return [msg for prompt in request.prompts for msg in _outputs(request, prompt)]
+
+
+def seeded(request: ApiRequest, seeds: random.Random) -> ApiRequest:
+    """Return ``request`` with the next of ``seeds`` for each prompt that has none."""
+    given = [
+        prompt
+        if prompt.params.seed is not None
+        else replace(prompt, params=replace(prompt.params, seed=seeds.getrandbits(63)))
+        for prompt in request.prompts
+    ]
+    return replace(request, prompts=tuple(given))
 
 
 def _outputs(request: ApiRequest, prompt: Prompt) -> list[GenerateMsg]:

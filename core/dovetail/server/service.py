@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import importlib.metadata
+import random
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
@@ -20,7 +21,7 @@ from dovetail.interfaces.parsers import ToolRequest
 from dovetail.messages import ContinueMsg, EngineStats, PauseMsg
 from dovetail.sampling_params import SamplingParams
 from dovetail.server.engines import EngineHandle
-from dovetail.server.expansion import messages
+from dovetail.server.expansion import messages, seeded
 from dovetail.server.metrics import Metrics, RequestMetrics, without_gauges
 from dovetail.server.outputs import RequestOutputs, RequestTerms
 from dovetail.token_checks import check_prompt
@@ -50,6 +51,8 @@ class Service(ApiHost):
         self.prompts = PromptHooks()
         self.created = int(time.time())
         self.draining = False
+        seed = config.server.seed
+        self._seeds = None if seed is None else random.Random(seed)
         self.tasks: set[asyncio.Task[None]] = set()  # background work of routes
         self._paused_pid: int | None = None
         self.version = package_version()
@@ -76,7 +79,7 @@ class Service(ApiHost):
             check_prompt(prompt.ids, prompt.params, self.context_len, self.vocab_size)
         if any(prompt.params.thinking_budget is not None for prompt in request.prompts):
             request = self._with_thinking_budgets(request)
-        msgs = messages(request)
+        msgs = messages(request if self._seeds is None else seeded(request, self._seeds))
         terms = terms or RequestTerms(max_seconds=self.config.server.max_seconds)
         stream = self.engine.open(terms.name or request.rid, msgs)
         return RequestOutputs(request, msgs, stream, self.tokenizer, RequestMetrics(self.metrics), terms)

@@ -108,6 +108,17 @@ def find_source(directory: Path, tokenizer_config: Mapping[str, Any], tools: boo
     return found
 
 
+def read_template(path: str) -> str:
+    """Return the source of the template in a file (``model.chat_template``). Raises ``ConfigError``."""
+    try:
+        source = Path(path).expanduser().read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"model.chat_template is {path!r}, which cannot be read: {error}") from error
+    if not source.strip():
+        raise ConfigError(f"model.chat_template is {path!r}, which is empty; give a file with a Jinja template")
+    return source
+
+
 def read_tool_template(directory: Path) -> str | None:
     """Return the source of the template that ``directory`` has for conversations with tools; None if there is none."""
     file = directory / "tokenizer_config.json"

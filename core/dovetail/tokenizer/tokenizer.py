@@ -12,7 +12,7 @@ from tokenizers import Tokenizer as Backend
 from dovetail.config import Config
 from dovetail.config.checkpoint import locate, read_json
 from dovetail.errors import ConfigError, RequestError
-from dovetail.tokenizer.chat_template import ChatTemplate, find_source
+from dovetail.tokenizer.chat_template import ChatTemplate, find_source, read_template
 from dovetail.tokenizer.detokenizer import IncrementalDetokenizer
 from dovetail.tokenizer.vocabulary import Vocabulary, read_vocabulary
 
@@ -56,9 +56,10 @@ class Tokenizer:
         self._prepend = self._missing_bos(config or {})
 
     @classmethod
-    def from_dir(cls, path: Path | str, model: Path | str | None = None) -> Tokenizer:
-        """Read tokenizer.json, tokenizer_config.json and the chat template of ``path``. End-of-sequence ids are also
-        read from config.json and generation_config.json of ``model``, by default ``path``. Raises ``ConfigError``."""
+    def from_dir(cls, path: Path | str, model: Path | str | None = None, template: str | None = None) -> Tokenizer:
+        """Read tokenizer.json, tokenizer_config.json and the chat template of ``path``; ``template`` replaces the
+        source of that template. End-of-sequence ids are also read from config.json and generation_config.json of
+        ``model``, by default ``path``. Raises ``ConfigError``."""
         directory = Path(path)
         file = directory / "tokenizer.json"
         if not file.is_file():
@@ -71,8 +72,8 @@ class Tokenizer:
             file.read_text(encoding="utf-8"),
             config,
             eos_token_ids=_model_eos(Path(model or path)),
-            chat_template=find_source(directory, config),
-            tool_template=find_source(directory, config, tools=True),
+            chat_template=template or find_source(directory, config),
+            tool_template=template or find_source(directory, config, tools=True),
         )
 
     @property
@@ -194,7 +195,8 @@ def load_tokenizer(config: Config) -> Tokenizer:
     """Load the tokenizer of the configured model, from ``model.tokenizer`` if that is set, else from the model's
     directory. Raises ``ConfigError``."""
     model, own = locate(config.model.path), config.model.tokenizer
-    return Tokenizer.from_dir(locate(own, "model.tokenizer") if own else model, model)
+    template = read_template(config.model.chat_template) if config.model.chat_template else None
+    return Tokenizer.from_dir(locate(own, "model.tokenizer") if own else model, model, template)
 
 
 def _load_backend(json_text: str) -> Backend:

@@ -1,0 +1,371 @@
+"""List the flags of ``dovetail serve``: those of SGLang and vLLM that people know by heart, with the config key of each.
+
+This is data. ``cli/serve.py`` makes options of it, and ``cli/serve_docs.py`` the page docs/cli.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+SERVER, MODEL, MEMORY, STEPS = "Server", "Model", "Memory", "Scheduling"
+PARTS, PARALLEL, SPECULATION, ALWAYS = "Components", "Parallelism", "Speculative decoding", "Always on"
+
+
+@dataclass(frozen=True, slots=True)
+class ServeFlag:
+    """Describe a flag. ``key`` is the config key that it sets.
+
+    ``type`` is the type of its value; bool stands for a switch, which sets each key of ``sets`` to a constant. ``values``
+    are other spellings of values. A ``repeatable`` flag sets a list, a ``json`` flag reads its value as JSON.
+    ``example`` is a value that a test tries.
+    """
+
+    names: tuple[str, ...]
+    key: str
+    group: str
+    help: str
+    type: type[str] | type[int] | type[float] | type[bool] = str
+    example: Any = None
+    values: Mapping[str, str] = field(default_factory=dict)
+    sets: Mapping[str, Any] = field(default_factory=dict)
+    repeatable: bool = False
+    json: bool = False
+    metavar: str | None = None
+
+    @property
+    def parameter(self) -> str:
+        """Return the name of the flag's parameter in Python."""
+        return self.names[0].lstrip("-").replace("-", "_")
+
+
+def _switch(names: tuple[str, ...], group: str, help: str, sets: Mapping[str, Any]) -> ServeFlag:
+    return ServeFlag(names, ", ".join(sets), group, help, bool, sets=sets)
+
+
+_DTYPES = {"half": "float16", "float": "float32", "bf16": "bfloat16", "fp16": "float16"}
+_KV_DTYPES = {**_DTYPES, "fp8": "fp8_e4m3"}
+_ATTENTION = {
+    "fa3": "flash_attn",
+    "FLASH_ATTN": "flash_attn",
+    "FLASHINFER": "flashinfer",
+    "TRITON_ATTN": "triton",
+    "TORCH_SDPA": "torch_native",
+}
+_GRAMMARS = {"guidance": "llguidance", "lm-format-enforcer": "lm_format_enforcer"}
+_POLICIES = {"dfs-weight": "dfs_weight"}
+
+FLAGS: tuple[ServeFlag, ...] = (
+    ServeFlag(("--host",), "server.host", SERVER, "Address to listen on.", example="::1"),
+    ServeFlag(("--port",), "server.port", SERVER, "Port to listen on; 0 picks a free one.", int, 8123),
+    ServeFlag(
+        ("--api-key",),
+        "server.keys",
+        SERVER,
+        "A key that every request must have, with the rights of an admin. Other users of the machine can read it in the "
+        "list of processes; a key file has tenants, limits and digests instead of keys.",
+        example="secret-key-of-this-test",
+        repeatable=True,
+    ),
+    ServeFlag(
+        ("--served-model-name",),
+        "model.served_name",
+        SERVER,
+        "Name of the model in the API. Repeat the flag for several names.",
+        example="mine",
+        repeatable=True,
+    ),
+    ServeFlag(("--log-level",), "server.log_level", SERVER, "The lowest level that is logged.", example="debug"),
+    ServeFlag(
+        ("--allowed-origins",),
+        "server.cors_origins",
+        SERVER,
+        "JSON list of origins whose pages may call the server.",
+        example='["https://a.example"]',
+        json=True,
+        metavar="JSON",
+    ),
+    _switch(
+        ("--disable-log-requests", "--no-enable-log-requests"),
+        SERVER,
+        "Log no line for each request.",
+        {"server.log_requests": False},
+    ),
+    _switch(
+        ("--log-requests", "--enable-log-requests"),
+        SERVER,
+        "Log a line for each request: the default.",
+        {"server.log_requests": True},
+    ),
+    ServeFlag(
+        ("--model", "--model-path", "-m"), "model.path", MODEL, "The model, if it is not an argument.", example="tiny"
+    ),
+    ServeFlag(
+        ("--tokenizer", "--tokenizer-path"), "model.tokenizer", MODEL, "Directory of tokenizer.json.", example="tiny"
+    ),
+    ServeFlag(
+        ("--chat-template",),
+        "model.chat_template",
+        MODEL,
+        "A file with the chat template, in Jinja.",
+        example="template.jinja",
+    ),
+    ServeFlag(
+        ("--dtype",), "model.dtype", MODEL, "Data type of weights and activations.", example="float32", values=_DTYPES
+    ),
+    ServeFlag(
+        ("--load-format",),
+        "model.load_format",
+        MODEL,
+        "How weights are read; `dummy`: random ones.",
+        example="dummy",
+        values={"auto": "safetensors"},
+    ),
+    ServeFlag(
+        ("--max-model-len", "--context-length"),
+        "model.context_len",
+        MODEL,
+        "The longest prompt with its output.",
+        int,
+        512,
+    ),
+    ServeFlag(
+        ("--hf-overrides", "--json-model-override-args"),
+        "model.overrides",
+        MODEL,
+        "JSON object that replaces keys of config.json.",
+        example='{"rope_theta": 5.0}',
+        json=True,
+        metavar="JSON",
+    ),
+    ServeFlag(
+        ("--seed", "--random-seed"),
+        "server.seed",
+        MODEL,
+        "Seed for requests that set none, drawn in the order of their arrival.",
+        int,
+        7,
+    ),
+    ServeFlag(("--device",), "device", MODEL, "cpu, cuda, or cuda:N.", example="cpu"),
+    ServeFlag(
+        ("--mem-fraction-static", "--gpu-memory-utilization"),
+        "memory.fraction",
+        MEMORY,
+        "Share of the device's memory for weights, KV pool and workspaces together.",
+        float,
+        0.5,
+    ),
+    ServeFlag(
+        ("--kv-cache-dtype",),
+        "memory.kv_dtype",
+        MEMORY,
+        "Data type of the KV pool.",
+        example="fp8_e5m2",
+        values=_KV_DTYPES,
+    ),
+    ServeFlag(("--page-size", "--block-size"), "memory.page_size", MEMORY, "Tokens in a page.", int, 32),
+    ServeFlag(("--num-gpu-blocks-override",), "memory.num_pages", MEMORY, "Pages in the KV pool.", int, 99),
+    _switch(("--disable-radix-cache", "--no-enable-prefix-caching"), MEMORY, "Keep no prefixes.", {"cache": "none"}),
+    _switch(("--enable-prefix-caching",), MEMORY, "Keep prefixes: the default.", {"cache": "radix"}),
+    ServeFlag(
+        ("--chunked-prefill-size", "--max-num-batched-tokens", "--max-prefill-tokens"),
+        "scheduler.chunk_size",
+        STEPS,
+        "Prompt tokens in a step; longer prompts are cut into chunks.",
+        int,
+        256,
+    ),
+    ServeFlag(
+        ("--max-num-seqs", "--max-running-requests"),
+        "scheduler.max_running",
+        STEPS,
+        "Requests that decode together.",
+        int,
+        9,
+    ),
+    ServeFlag(("--max-queued-requests",), "scheduler.max_waiting", STEPS, "Requests that may wait.", int, 77),
+    ServeFlag(
+        ("--schedule-policy", "--scheduling-policy"),
+        "policy",
+        STEPS,
+        "The order in which requests are admitted.",
+        example="lpm",
+        values=_POLICIES,
+    ),
+    _switch(
+        ("--disable-overlap-schedule", "--no-async-scheduling"),
+        STEPS,
+        "Do not launch a step before the tokens of the last one are read.",
+        {"scheduler.overlap": False},
+    ),
+    _switch(("--async-scheduling",), STEPS, "Launch steps ahead.", {"scheduler.overlap": True}),
+    _switch(
+        ("--enable-mixed-chunk",),
+        STEPS,
+        "Let steps with prompt chunks have decode rows too: the default.",
+        {"scheduler.mixed": True},
+    ),
+    _switch(
+        ("--enforce-eager", "--disable-cuda-graph"),
+        STEPS,
+        "Launch every step kernel by kernel.",
+        {"graphs.decode": False, "graphs.piecewise_tokens": 0},
+    ),
+    ServeFlag(
+        ("--cuda-graph-max-bs", "--max-cudagraph-capture-size"),
+        "graphs.max_rows",
+        STEPS,
+        "The largest batch that is a CUDA graph.",
+        int,
+        16,
+    ),
+    ServeFlag(
+        ("--attention-backend",), "attention", PARTS, "Attention kernels.", example="torch_native", values=_ATTENTION
+    ),
+    ServeFlag(
+        ("--prefill-attention-backend",),
+        "attention.prefill",
+        PARTS,
+        "Attention kernels of prompts.",
+        example="torch_native",
+        values=_ATTENTION,
+    ),
+    ServeFlag(
+        ("--decode-attention-backend",),
+        "attention.decode",
+        PARTS,
+        "Attention kernels of decode steps.",
+        example="torch_native",
+        values=_ATTENTION,
+    ),
+    ServeFlag(
+        ("--grammar-backend", "--guided-decoding-backend"),
+        "grammar.backend",
+        PARTS,
+        "Engine for constraints.",
+        example="llguidance",
+        values=_GRAMMARS,
+    ),
+    ServeFlag(("--tool-call-parser",), "tool_parser", PARTS, "Format of the model's tool calls.", example="hermes"),
+    ServeFlag(("--reasoning-parser",), "reasoning_parser", PARTS, "Marks of the model's reasoning.", example="qwen3"),
+    ServeFlag(
+        ("--tp", "--tp-size", "--tensor-parallel-size"),
+        "parallel.tp",
+        PARALLEL,
+        "Ranks that share every layer.",
+        int,
+        2,
+    ),
+    ServeFlag(
+        ("--speculative-algorithm",),
+        "speculative",
+        SPECULATION,
+        "The drafter: its name here, or SGLang's (NGRAM, EAGLE, EAGLE3, NEXTN, STANDALONE).",
+        example="NGRAM",
+    ),
+    ServeFlag(
+        ("--speculative-draft-model-path", "--speculative-draft-model"),
+        "speculative.path",
+        SPECULATION,
+        "Checkpoint of the drafter.",
+        example="tiny",
+    ),
+    ServeFlag(
+        ("--speculative-num-steps",),
+        "speculative.depth",
+        SPECULATION,
+        "Levels of a draft tree, or tokens of a chain.",
+        int,
+        3,
+    ),
+    ServeFlag(
+        ("--speculative-eagle-topk",), "speculative.topk", SPECULATION, "Children of each node of a tree.", int, 2
+    ),
+    ServeFlag(
+        ("--speculative-num-draft-tokens",),
+        "speculative.num_draft_tokens",
+        SPECULATION,
+        "Tokens that are verified; for EAGLE, as in SGLang, with the token before the drafts.",
+        int,
+        8,
+    ),
+    ServeFlag(
+        ("--speculative-config",),
+        "speculative",
+        SPECULATION,
+        "vLLM's JSON object: method, model, num_speculative_tokens, prompt_lookup_min, prompt_lookup_max.",
+        json=True,
+        metavar="JSON",
+        example='{"method": "ngram", "num_speculative_tokens": 5}',
+    ),
+    *(
+        ServeFlag((name,), "", ALWAYS, help, bool)
+        for name, help in (
+            ("--enable-metrics", "/metrics is always there."),
+            ("--enable-cache-report", "Answers always report cached tokens."),
+            ("--enable-auto-tool-choice", "tool_choice: auto always works."),
+            ("--enable-chunked-prefill", "Long prompts are always chunked."),
+            ("--enable-prompt-tokens-details", "usage always has prompt_tokens_details."),
+            ("--enable-tokenizer-info-endpoint", "/tokenizer_info is always there."),
+            ("--enable-server-load-tracking", "/load is always there."),
+        )
+    ),
+)
+
+_LORA = "adapters (LoRA) are not supported yet; merge the adapter into the checkpoint and serve that"
+_REPLICAS = "one server is one replica; start several, and a proxy before them"
+_TLS = "the server speaks plain HTTP; terminate TLS in a proxy before it"
+_ROUTE = "it is one process here; send several servers' traffic through a proxy"
+
+REFUSED: Mapping[str, str] = {
+    "--quantization": "quantized weights are not supported yet; --kv-cache-dtype fp8_e4m3 quantizes the KV cache",
+    "--enable-lora": _LORA,
+    "--lora-paths": _LORA,
+    "--lora-modules": _LORA,
+    "--max-loras": _LORA,
+    "--max-lora-rank": _LORA,
+    "--max-loras-per-batch": _LORA,
+    "--trust-remote-code": "code of checkpoints is never run; leave it out. `dovetail explain` shows which plugin implements the model",
+    "--dp": _REPLICAS,
+    "--dp-size": _REPLICAS,
+    "--data-parallel-size": _REPLICAS,
+    "--pp": "pipelines of ranks are not supported yet; use --tp",
+    "--pp-size": "pipelines of ranks are not supported yet; use --tp",
+    "--pipeline-parallel-size": "pipelines of ranks are not supported yet; use --tp",
+    "--ep": "mixtures of experts are not supported yet; use --tp for dense models",
+    "--ep-size": "mixtures of experts are not supported yet; use --tp for dense models",
+    "--enable-expert-parallel": "mixtures of experts are not supported yet; use --tp for dense models",
+    "--nnodes": "all ranks are on one host; use --tp with the devices of this host",
+    "--node-rank": "all ranks are on one host; use --tp with the devices of this host",
+    "--dist-init-addr": "all ranks are on one host; use --tp with the devices of this host",
+    "--distributed-executor-backend": "the executor is chosen by the number of ranks; set --set executor=workers or local",
+    "--max-total-tokens": "the KV pool is counted in pages; use --num-gpu-blocks-override, which is memory.num_pages, or --set memory.kv_gib=...",
+    "--swap-space": "KV is not swapped to the host: retracted requests are computed again; leave it out",
+    "--cpu-offload-gb": "weights are not offloaded; use --tp, or a smaller model",
+    "--revision": "hub names are read at their newest revision; download the revision and give its directory",
+    "--download-dir": "hub files are in the cache of huggingface-hub; set HF_HOME",
+    "--tokenizer-mode": "tokenizer.json is read; give a directory that has one with --tokenizer",
+    "--skip-tokenizer-init": "the server needs the tokenizer; use LLM for token ids only",
+    "--no-enable-chunked-prefill": "prompts are always chunked; give --chunked-prefill-size the context length",
+    "--disable-log-stats": "statistics are not logged; GET /metrics has them. Leave it out",
+    "--uvicorn-log-level": "use --log-level",
+    "--log-level-http": "use --log-level",
+    "--ssl-keyfile": _TLS,
+    "--ssl-certfile": _TLS,
+    "--root-path": "give the path to the proxy before the server",
+    "--api-server-count": _ROUTE,
+    "--tokenizer-worker-num": _ROUTE,
+    "--is-embedding": "embeddings are served next to generation; leave it out",
+    "--task": "generation, embeddings and scores are served together; leave it out",
+    "--runner": "generation, embeddings and scores are served together; leave it out",
+    "--torch-compile-max-bs": "CUDA graphs take its place; use --cuda-graph-max-bs",
+    "--enable-torch-compile": "CUDA graphs take its place; use --cuda-graph-max-bs",
+    "--compilation-config": "CUDA graphs take its place; set graphs.* (docs/config.md)",
+    "--sampling-backend": "one sampler serves all requests; leave it out",
+    "--stream-interval": "tokens are sent as they are read; leave it out",
+    "--kv-transfer-config": "prefill and decode on separate workers are not supported yet",
+    "--disaggregation-mode": "prefill and decode on separate workers are not supported yet",
+    "--enable-hierarchical-cache": "a cache in host memory is not supported yet; use a larger memory.fraction",
+}
+"""Say what to use instead of a flag that means nothing here or is not supported."""

@@ -1,0 +1,124 @@
+"""Turn the flags of ``dovetail serve`` into config settings."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from dovetail.cli.serve_flags import FLAGS, ServeFlag
+from dovetail.errors import ConfigError
+
+KEYS_VARIABLE = "_DOVETAIL_KEYS_OF_FLAGS"
+"""The environment variable that holds the key file of ``--api-key``: digests, so that no output of the config and no
+child process has the keys."""
+
+_TREES = ("eagle", "eagle3_tree")
+_ALGORITHMS = {"nextn": "mtp", "standalone": "draft_model", "prompt_lookup": "ngram", "deepseek_mtp": "mtp"}
+_SPECULATIVE = {
+    "speculative_draft_model_path": "path",
+    "speculative_num_steps": "steps",
+    "speculative_eagle_topk": "topk",
+    "speculative_num_draft_tokens": "tokens",
+}
+_CONFIG_KEYS = {
+    "num_speculative_tokens": "num_draft_tokens",
+    "prompt_lookup_max": "max_ngram",
+    "prompt_lookup_min": "min_ngram",
+    "model": "path",
+}
+
+
+def settings_of(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values of config keys. ``given`` has the values of flags by their ``parameter``. Raises ``ConfigError``
+    for two flags that set one key to different values."""
+    settings: dict[str, Any] = {}
+    origins: dict[str, str] = {}
+    for flag in FLAGS:
+        value = given.get(flag.parameter)
+        if value is None or value is False or value == [] or flag.parameter.startswith("speculative_"):
+            continue
+        for key, setting in _settings(flag, value).items():
+            if settings.setdefault(key, setting) != setting:
+                raise ConfigError(f"{flag.names[0]} and {origins[key]} contradict each other: both set {key}; keep one")
+            origins[key] = flag.names[0]
+    return settings | _speculative(given)
+
+
+def key_file(keys: Sequence[str]) -> str:
+    """Return the text of a key file in which ``keys`` are an admin's. Raises ``ConfigError`` for an empty key."""
+    from dovetail.config.tenants import key_digest
+
+    if not all(keys):
+        raise ConfigError("--api-key is empty; give a key, as `dovetail keys new` makes it")
+    digests = list(dict.fromkeys(key_digest(key.encode()) for key in keys))
+    return json.dumps({"admins": {"api-key": {"keys": digests}}})
+
+
+def _settings(flag: ServeFlag, value: Any) -> Mapping[str, Any]:
+    if flag.type is bool:
+        return flag.sets
+    if flag.parameter == "api_key":
+        return {flag.key: f"env:{KEYS_VARIABLE}"}
+    if flag.repeatable and len(value) == 1:
+        return {flag.key: value[0]}
+    if flag.json:
+        return {flag.key: _json(flag.names[0], value)}
+    return {flag.key: flag.values.get(value, value) if isinstance(value, str) else value}
+
+
+def _json(name: str, text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError as error:
+        raise ConfigError(f"{name} is {text!r:.200}, which is not JSON: {error}") from None
+
+
+def _speculative(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the section ``speculative`` that the flags of SGLang, or the JSON of vLLM, describe."""
+    parts = {name: given[flag] for flag, name in _SPECULATIVE.items() if given.get(flag) is not None}
+    algorithm, text = given.get("speculative_algorithm"), given.get("speculative_config")
+    if text is not None:
+        if parts or algorithm is not None:
+            raise ConfigError("--speculative-config has all settings in it; leave out the other --speculative- flags")
+        return {"speculative": _of_config(_json("--speculative-config", text))}
+    if algorithm is None:
+        if parts:
+            raise ConfigError("the --speculative- flags need --speculative-algorithm, such as NGRAM or EAGLE3")
+        return {}
+    return {"speculative": _of_flags(_kind(algorithm), parts)}
+
+
+def _kind(name: str) -> str:
+    return _ALGORITHMS.get(name.lower(), name.lower())
+
+
+def _of_flags(kind: str, parts: dict[str, Any]) -> Any:
+    """Return the drafter that SGLang's flags describe. Its numbers of draft tokens count the token before the drafts."""
+    steps, topk, tokens = (parts.pop(name, None) for name in ("steps", "topk", "tokens"))
+    if kind == "eagle3" and (topk or 1) > 1:
+        kind = "eagle3_tree"
+    if kind in _TREES:
+        found = {"depth": steps, "topk": topk, "num_draft_tokens": tokens and tokens - 1}
+    elif kind == "ngram":
+        found = {"depth": steps, "topk": topk, "num_draft_tokens": tokens}
+    else:
+        found = {"topk": topk if topk != 1 else None, "num_draft_tokens": steps or (tokens and tokens - 1)}
+    settings = {key: value for key, value in {**parts, **found}.items() if value is not None}
+    return {"kind": kind, **settings} if settings else kind
+
+
+def _of_config(config: object) -> dict[str, Any]:
+    """Return the drafter that vLLM's object describes. Raises ``ConfigError`` for keys without a meaning here."""
+    if not isinstance(config, dict):
+        raise ConfigError('--speculative-config is no object; allowed: {"method": ..., "num_speculative_tokens": ...}')
+    left = dict(config)
+    kind = _kind(str(left.pop("method", "draft_model" if "model" in left else "ngram")))
+    found = {name: left.pop(key) for key, name in _CONFIG_KEYS.items() if key in left}
+    if left:
+        raise ConfigError(
+            f"--speculative-config has the key {sorted(left)[0]!r}; allowed: method, {', '.join(_CONFIG_KEYS)}"
+        )
+    if kind == "eagle" and (count := found.get("num_draft_tokens")):  # vLLM drafts chains
+        found |= {"depth": count, "topk": 1}
+    return {"kind": kind, **found}
