@@ -7,26 +7,33 @@ from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, TypeVar
 
 import msgspec
+import numpy as np
 from pydantic import ConfigDict, Field, GetCoreSchemaHandler, ValidationError
 from pydantic_core import CoreSchema
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 
+from dovetail.api.offload import HeldBytes, offloaded, request_scope
 from dovetail.bounded import Bounded
 from dovetail.errors import RequestError
 
 _SHOWN = 80
+_COUNTED_AT_ONCE = 1 << 20
 
 MAX_DEPTH = 128
 """Limit the nesting of arrays and objects in a body. Deeper values would exhaust the stack of the code that walks them
 later: copies, chat templates, encoders."""
 
 BODY_SECONDS = 60.0
-"""Limit the time, in seconds, in which a body must arrive, in an application without ``state.body_seconds``. Without a
-limit, a client that sends a byte now and then would hold its connection forever."""
+"""Limit the time, in seconds, in which a body must arrive, outside of a server (``server.limits.body_seconds``). Without
+a limit, a client that sends a byte now and then would hold its connection forever."""
 
-LARGE = 1 << 18
-"""Decode bodies of more than this number of bytes in a thread."""
+LARGE = 1 << 16
+"""Decode bodies of more than this number of bytes on a thread, where tenants take turns."""
+
+MAX_CONTAINERS = 1 << 16
+"""Limit the number of arrays and objects in a body. Each becomes an object of Python; several hundred thousand of them,
+which fit into a few megabytes, would take seconds from all other requests."""
 
 Int32 = Annotated[int, Field(ge=-(2**31), lt=2**31)]
 """Declare a count or a rank. Larger numbers cannot be sent to the engine."""
@@ -90,16 +97,20 @@ Query = TypeVar("Query", bound=QueryModel)
 async def read_body(request: Request, limit: int) -> bytes:
     """Return the complete body. Raises ``HTTPException`` 413 for a body of more than ``limit`` bytes, and 408 for a
     body that takes longer than ``server.limits.body_seconds``. Reading stops at once in both cases."""
-    state = getattr(request.scope.get("app"), "state", None)
-    seconds = getattr(state, "body_seconds", BODY_SECONDS)
+    with request_scope().body() as held:
+        return await _read_in_time(request, limit, held)
+
+
+async def _read_in_time(request: Request, limit: int, held: HeldBytes) -> bytes:
+    seconds = request_scope().intake.body_seconds or BODY_SECONDS
     try:
         async with asyncio.timeout(seconds):
-            return await _read(request, limit)
+            return await _read(request, limit, held)
     except TimeoutError:
         raise HTTPException(408, f"the body did not arrive within {seconds:g} seconds; send it again") from None
 
 
-async def _read(request: Request, limit: int) -> bytes:
+async def _read(request: Request, limit: int, held: HeldBytes) -> bytes:
     announced = request.headers.get("content-length", "")
     if announced.isdigit() and int(announced) > limit:
         raise _too_large(limit)
@@ -109,16 +120,18 @@ async def _read(request: Request, limit: int) -> bytes:
         size += len(chunk)
         if size > limit:
             raise _too_large(limit)
+        held.add(len(chunk))
         chunks.append(chunk)
     return b"".join(chunks)
 
 
 async def parse(request: Request, model: type[Model], limit: int) -> Model:
     """Read and validate the body. Raises ``RequestError``, ``HTTPException`` or ``ClientDisconnect``."""
-    body = await read_body(request, limit)
-    if len(body) <= LARGE:
-        return validate(decode(body), model)
-    return await asyncio.to_thread(lambda: validate(decode(body), model))  # other requests are served meanwhile
+    scope = request_scope()
+    with scope.body() as held:
+        body = await _read_in_time(request, limit, held)
+        scope.large = len(body) > LARGE
+        return await offloaded(scope.large, lambda: validate(decode(body), model))
 
 
 async def parse_optional(request: Request, model: type[Model], limit: int) -> Model:
@@ -138,7 +151,12 @@ def parse_query(request: Request, model: type[Query]) -> Query:
 
 def decode(body: bytes) -> dict[str, Any]:
     """Return the JSON object in ``body``. It must be strict JSON: no NaN, no Infinity, valid UTF-8, at most
-    ``MAX_DEPTH`` deep. Raises ``RequestError``."""
+    ``MAX_DEPTH`` deep, with at most ``MAX_CONTAINERS`` arrays and objects. Raises ``RequestError``."""
+    if len(body) > MAX_CONTAINERS and num_containers(body) > MAX_CONTAINERS:
+        raise RequestError(
+            f"the body has {num_containers(body)} arrays and objects; allowed: {MAX_CONTAINERS}",
+            code="body_too_complex",
+        )
     try:
         value = msgspec.json.decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
@@ -148,6 +166,22 @@ def decode(body: bytes) -> dict[str, Any]:
     if body.count(b"[") + body.count(b"{") > MAX_DEPTH and _is_deeper(value, MAX_DEPTH):
         raise RequestError(f"the body is nested deeper than {MAX_DEPTH}", code="invalid_json")
     return value
+
+
+def num_containers(body: bytes) -> int:
+    """Return the number of arrays and objects in a JSON text; brackets within strings do not count. Takes little time,
+    most of it without the GIL."""
+    if body.count(b"[") + body.count(b"{") <= MAX_CONTAINERS:
+        return 0
+    plain = body.replace(rb"\\", b"").replace(rb"\"", b"")  # a backslash escapes the character after it
+    count, inside = 0, False
+    for start in range(0, len(plain), _COUNTED_AT_ONCE):
+        part = np.frombuffer(plain, np.uint8, min(_COUNTED_AT_ONCE, len(plain) - start), start)
+        within = np.logical_xor.accumulate(part == ord('"')) ^ inside
+        opens = (part == ord("[")) | (part == ord("{"))
+        count += int(np.count_nonzero(opens & ~within))
+        inside = bool(within[-1])
+    return count
 
 
 def _is_deeper(value: object, depth: int) -> bool:

@@ -12,6 +12,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from dovetail.api.offload import offloaded, request_scope
 from dovetail.api.problems import problem_of
 from dovetail.errors import DovetailError
 from dovetail.interfaces.api import ApiProblem, Delta, Generation
@@ -19,6 +20,8 @@ from dovetail.interfaces.api import ApiProblem, Delta, Generation
 logger = logging.getLogger("dovetail.server")
 
 T = TypeVar("T")
+
+_PIECE = 1 << 18
 
 
 class Formatter(Protocol):
@@ -69,7 +72,23 @@ async def whole(request: Request, outputs: Generation, render: Callable[[Generat
     """Wait for the end of all outputs and return one response. If the client disconnects, the outputs are aborted."""
     with outputs:
         await until_disconnect(request.receive, outputs.wait())
+        if request_scope().answer_bytes:
+            return await offloaded(True, lambda: LargeResponse(msgspec.json.encode(render(outputs))))
         return json_response(render(outputs))
+
+
+class LargeResponse(Response):
+    """Send JSON in pieces, as fast as the client takes it. The request counts as open until the client has taken it."""
+
+    media_type = "application/json"
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send the response through ASGI."""
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        for start in range(0, len(self.body), _PIECE):
+            more = start + _PIECE < len(self.body)
+            piece = bytes(self.body[start : start + _PIECE])
+            await send({"type": "http.response.body", "body": piece, "more_body": more})
 
 
 async def streamed(request: Request, outputs: Generation, formatter: Formatter) -> Response:
@@ -108,9 +127,11 @@ class EventStream(Response):
 
     async def _send_all(self, send: Send) -> None:
         try:
-            await _write(send, self._formatter.head() + self._formatter.deltas(self._first))
+            large = request_scope().answer_bytes > 0
+            first = await offloaded(large, self._formatter.deltas, self._first)
+            await _write(send, self._formatter.head() + first)
             async for deltas in self._outputs:
-                await _write(send, self._formatter.deltas(deltas))
+                await _write(send, await offloaded(large, self._formatter.deltas, deltas))
             last = self._formatter.tail()
         except Exception as error:
             if not isinstance(error, DovetailError):

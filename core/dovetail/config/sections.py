@@ -251,6 +251,16 @@ class LimitsSection(Section):
         gt=0,
         description="A client that takes none of its answer for this number of seconds is disconnected.",
     )
+    bodies_mib: float = Field(
+        default=512.0,
+        gt=0,
+        description="Request bodies (MiB) that are held at the same time, while they arrive and until they are parsed; more get 503. A tenant may hold half of it. One body of each tenant is always accepted.",
+    )
+    answer_mib: float = Field(
+        default=64.0,
+        gt=0,
+        description="The largest answer (MiB), as estimated from the request before it starts; more is refused with 400. The large answers (over 1 MiB) of a tenant that are open at the same time may have twice this size; more get 429.",
+    )
 
 
 class ServerSection(Section):

@@ -88,6 +88,12 @@ class TenantLimits(Section):
         lt=2**31,
         description="Priority of the tenant's requests, under `policy: priority`. A request's own priority is added if it is negative.",
     )
+    weight: float = Field(
+        default=1.0,
+        gt=0,
+        le=1000,
+        description="Share of the server while several tenants wait: one of weight 2 is served twice as often as one of weight 1.",
+    )
     max_body_mib: float | None = Field(default=None, gt=0, le=2**20, description="Replaces `server.max_body_mib`.")
     max_seconds: float | None = Field(default=None, gt=0, le=10**6, description="Replaces `server.max_seconds`.")
 

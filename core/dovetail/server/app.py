@@ -19,6 +19,7 @@ from dovetail.server import admin, control, info, parsing
 from dovetail.server.errors import ErrorFormats, add_error_handlers
 from dovetail.server.openapi import RouteDescriber
 from dovetail.server.pages.routes import add_pages
+from dovetail.server.scopes import RequestScopes
 from dovetail.server.service import Service
 from dovetail.server.tenants.access import AccessControl
 from dovetail.server.tenants.tenancy import Tenancy
@@ -76,7 +77,6 @@ def build_app(
     ``tenancy`` every request needs a key. Raises ``ConfigError`` if two APIs answer the same method and path."""
     access = AccessControl(service, tenancy)
     app = FastAPI(title="Dovetail", version=service.version, redirect_slashes=False, docs_url=None, redoc_url=None)
-    app.state.body_seconds = service.config.server.limits.body_seconds
     formats = ErrorFormats(apis)
     describer = RouteDescriber(formats, service.model_name)
     names: dict[str, str] = {}
@@ -104,6 +104,7 @@ def build_app(
     add_pages(app)
     describer.publish(app)
     add_error_handlers(app, formats)
+    app.add_middleware(RequestScopes, intake=service.intake)
     _allow_origins(app, service.config.server.cors_origins)
     return app
 

@@ -172,7 +172,7 @@ class ConnectionGuard:
         """Note that headers are complete. Return the application that answers instead of the server's; None for the server's."""
         if connection.state is not ConnectionState.ANSWERING:
             self._enter(connection, ConnectionState.BODY)
-        if not connection.extra or url.partition(b"?")[0] == b"/health":
+        if not connection.extra or url.partition(b"?")[0] in (b"/health", b"/ping"):
             return None
         self.shed("too many connections", connection)
         return too_many_connections

@@ -7,9 +7,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from dovetail.errors import DovetailError, EngineError, TimeLimitError
+from dovetail.errors import DovetailError, EngineError, RequestError, TimeLimitError
 from dovetail.generation.collecting import collect
 from dovetail.interfaces.api import ApiRequest, Choice, Delta, Usage
+from dovetail.server.answers import bytes_per_token
 from dovetail.tokenizer import IncrementalDetokenizer
 from dovetail.types import Acceptance, FinishKind
 
@@ -77,6 +78,11 @@ class RequestOutputs:
         self._terms = terms
         self._closed = False
         self._late = False
+        self.most_bytes: float | None = None
+        """The largest size of the answer, in bytes; ``AnswerLimit`` has estimated it, but not outputs of any length."""
+        self._bytes = 0
+        self._per_token = max((bytes_per_token(msg.params.logprobs, msg.params) for msg in msgs), default=0)
+        self._counts = any(msg.params.logprobs is not None for msg in msgs)
         self._timer: asyncio.TimerHandle | None = None
         if terms.max_seconds is not None:
             self._timer = asyncio.get_running_loop().call_later(terms.max_seconds, self._end_late)
@@ -95,6 +101,8 @@ class RequestOutputs:
         try:
             batch = [output for output in await self._next() if self._by_rid[output.rid].finish is None]
             self._metrics.observe(batch)
+            if self._counts:
+                self._check_size(batch)
             deltas = [self._by_rid[output.rid].add(output) for output in batch]
         except DovetailError as error:
             self.error = error
@@ -104,6 +112,16 @@ class RequestOutputs:
                 self._stream.end(output.rid)
                 self._metrics.finish(output.rid, delta.finish.kind)
         return deltas
+
+    def _check_size(self, batch: Sequence[TokenOutput]) -> None:
+        """Raise ``RequestError`` if the log-probabilities of generated tokens have become more than an answer may hold."""
+        self._bytes += self._per_token * sum(len(output.token_ids) for output in batch)
+        if self.most_bytes is not None and self._bytes > self.most_bytes:
+            raise RequestError(
+                f"the answer has more than {self.most_bytes / 2**20:g} MiB (server.limits.answer_mib); lower max_tokens, n or "
+                "the number of top log-probabilities",
+                code="answer_too_large",
+            )
 
     async def wait(self) -> None:
         """Wait until every choice has finished."""

@@ -6,11 +6,12 @@ import asyncio
 import importlib.metadata
 import random
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from typing import Any, ParamSpec, TypeVar
+from typing import Any
 
+from dovetail.api.offload import ByteBudget, Intake, Offload, offloaded, request_scope
 from dovetail.api.problems import DrainingError, UnknownModelError
 from dovetail.chat.parsing import OutputParsers
 from dovetail.config import Config
@@ -20,15 +21,13 @@ from dovetail.interfaces.api import ApiHost, ApiRequest, ChatPlan, Prompt
 from dovetail.interfaces.parsers import ToolRequest
 from dovetail.messages import ContinueMsg, EngineStats, PauseMsg
 from dovetail.sampling_params import SamplingParams
+from dovetail.server.answers import AnswerLimit
 from dovetail.server.engines import EngineHandle
 from dovetail.server.expansion import messages, seeded
 from dovetail.server.metrics import Metrics, RequestMetrics, without_gauges
 from dovetail.server.outputs import RequestOutputs, RequestTerms
 from dovetail.token_checks import check_prompt
 from dovetail.tokenizer import Tokenizer
-
-P = ParamSpec("P")
-T = TypeVar("T")
 
 _LARGE = 16_384
 """The number of characters from which text is tokenized in a thread, so that other streams are served meanwhile."""
@@ -60,6 +59,12 @@ class Service(ApiHost):
         self.context_len: int = engine.info["context_len"]
         self.embedding: Mapping[str, Any] | None = engine.info.get("embedding")
         self.vocab_size: int = engine.info["resolved"]["model"]["vocab_size"]
+        limits = config.server.limits
+        bodies, answer = limits.bodies_mib * 2**20, limits.answer_mib * 2**20
+        self._answers = AnswerLimit(answer, self.context_len, (self.embedding or {}).get("size", 0))
+        self.intake = Intake(
+            limits.body_seconds, ByteBudget(bodies, bodies / 2), ByteBudget(8 * answer, 2 * answer), Offload()
+        )
 
     @property
     def max_body(self) -> int:
@@ -77,12 +82,15 @@ class Service(ApiHost):
             )
         for prompt in request.prompts:
             check_prompt(prompt.ids, prompt.params, self.context_len, self.vocab_size)
+        request_scope().expect_answer(self._answers.check(request))
         if any(prompt.params.thinking_budget is not None for prompt in request.prompts):
             request = self._with_thinking_budgets(request)
         msgs = messages(request if self._seeds is None else seeded(request, self._seeds))
         terms = terms or RequestTerms(max_seconds=self.config.server.max_seconds)
         stream = self.engine.open(terms.name or request.rid, msgs)
-        return RequestOutputs(request, msgs, stream, self.tokenizer, RequestMetrics(self.metrics), terms)
+        outputs = RequestOutputs(request, msgs, stream, self.tokenizer, RequestMetrics(self.metrics), terms)
+        outputs.most_bytes = self._answers.most
+        return outputs
 
     @property
     def paused(self) -> bool:
@@ -136,7 +144,7 @@ class Service(ApiHost):
     async def encode(self, text: str, add_special_tokens: bool) -> list[int]:
         """Return the token ids of ``text``. Long texts are encoded in a thread, so that they do not block the event loop. Raises
         ``ContextLengthError``."""
-        return await _in_thread(len(text) >= _LARGE, self._encode, text, add_special_tokens)
+        return await offloaded(len(text) >= _LARGE, self._encode, text, add_special_tokens)
 
     def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
         if add_special_tokens:  # a rendered chat is encoded without them; its messages have passed the hooks
@@ -154,7 +162,7 @@ class Service(ApiHost):
         """Return the prompt text of a chat, with the assistant's turn opened. Encode it without special tokens. Raises
         ``RequestError``."""
         large = sum(len(message["content"]) + 64 for message in messages) >= _LARGE
-        return await _in_thread(large, self._render, messages, tools or None, extra)
+        return await offloaded(large, self._render, messages, tools or None, extra)
 
     def _render(
         self,
@@ -186,10 +194,6 @@ class Service(ApiHost):
         if not self.engine.alive:
             self.metrics.stats = without_gauges(self.metrics.stats)
         return self.metrics.stats
-
-
-async def _in_thread(large: bool, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-    return await asyncio.to_thread(call, *args, **kwargs) if large else call(*args, **kwargs)
 
 
 def tenant_rid(tenant: str, rid: str) -> str:

@@ -6,6 +6,7 @@ import ipaddress
 
 from starlette.requests import Request
 
+from dovetail.api.offload import request_scope
 from dovetail.errors import PermissionDeniedError
 from dovetail.interfaces.api import ApiHost
 from dovetail.server.service import Service
@@ -32,6 +33,8 @@ class AccessControl:
             self._check_page(request)
             return self._service
         caller = self._tenancy.caller(request.scope["headers"])
+        scope = request_scope()
+        scope.tenant, scope.weight = caller.name, self._tenancy.tenants[caller.name].limits.weight
         sent = request.method == "POST"
         if sent:
             self._tenancy.tenants[caller.name].arrive()

@@ -1,0 +1,208 @@
+"""Do the heavy work of a request on threads, in turns for tenants, so that it does not delay the requests of others.
+
+Work that takes less time than the change of threads stays on the event loop: bodies, texts and answers below the sizes
+that ``body.parse``, ``ApiHost.encode`` and ``responses.whole`` know.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import ParamSpec, TypeVar
+
+from dovetail.errors import QueueFullError, RateLimitError
+from dovetail.fair_queue import FairQueue
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+LARGE_ANSWER = 1 << 20
+"""Answers of more than this number of bytes (as estimated) are counted, and written on a thread."""
+
+
+class Offload:
+    """Run calls on threads: ``threads`` at the same time, and one more for a tenant that has none running.
+
+    The waiting calls of different tenants take turns, by the time that their calls have taken. So a tenant that sends
+    much heavy work delays its own, and the thread that is kept for others does not wait for it.
+    """
+
+    def __init__(self, threads: int = 1) -> None:
+        self._threads = threads
+        self._waiting: FairQueue[asyncio.Future[None]] = FairQueue()
+        self._running: Counter[str] = Counter()
+
+    async def run(self, tenant: str, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """Return the result of ``call``, when it is the turn of ``tenant``."""
+        await self._turn(tenant)
+        start = time.monotonic()
+        work = asyncio.ensure_future(asyncio.to_thread(call, *args, **kwargs))
+        work.add_done_callback(lambda _: self._ended(tenant, time.monotonic() - start))
+        return await asyncio.shield(work)  # a thread cannot be stopped: a request that is cancelled keeps its turn
+
+    async def _turn(self, tenant: str) -> None:
+        """Wait until ``tenant`` may run a call, and count it as running."""
+        if not self._waiting.num_tenants and self._may_run(tenant):
+            self._running[tenant] += 1
+            return
+        turn = asyncio.get_running_loop().create_future()
+        self._waiting.put(tenant, turn)
+        self._start_next()
+        try:
+            await turn
+        except asyncio.CancelledError:
+            if turn.cancelled():
+                self._waiting.remove(tenant, turn)
+            else:  # it was this request's turn
+                self._ended(tenant, 0.0)
+            raise
+
+    def _may_run(self, tenant: str) -> bool:
+        running = self._running.total()
+        return running < self._threads or (running == self._threads and not self._running[tenant])
+
+    def _start_next(self) -> None:
+        while self._running.total() <= self._threads:
+            full = [] if self._running.total() < self._threads else [*+self._running]
+            tenant = self._waiting.next_tenant(skip=full)
+            if tenant is None:
+                return
+            turn = self._waiting.take(tenant, 0.0)
+            if not turn.done():
+                self._running[tenant] += 1
+                turn.set_result(None)
+
+    def _ended(self, tenant: str, seconds: float) -> None:
+        self._running[tenant] -= 1
+        self._running = +self._running
+        self._waiting.charge(tenant, seconds)
+        self._start_next()
+
+
+class ByteBudget:
+    """Count bytes that tenants hold, in all and each."""
+
+    def __init__(self, most: float, most_of_tenant: float) -> None:
+        self.most, self.most_of_tenant = most, most_of_tenant
+        self.held: Counter[str] = Counter()
+        self._total = 0
+
+    def take(self, tenant: str, count: int, own: int = 0) -> bool:
+        """Count ``count`` more bytes. Return False if a limit forbids it. A tenant that holds nothing except the ``own``
+        bytes of the same body or answer may always take more of it."""
+        held = self.held[tenant]
+        if held > own and (held + count > self.most_of_tenant or self._total + count > self.most):
+            return False
+        self.held[tenant] += count
+        self._total += count
+        return True
+
+    def give_back(self, tenant: str, count: int) -> None:
+        """Give bytes back."""
+        self.held[tenant] -= count
+        self._total -= count
+        if not self.held[tenant]:
+            del self.held[tenant]
+
+
+class HeldBytes:
+    """Count the bytes of one body while it arrives."""
+
+    def __init__(self, budget: ByteBudget, tenant: str) -> None:
+        self._budget, self._tenant = budget, tenant
+        self.count = 0
+
+    def add(self, count: int) -> None:
+        """Count more bytes. Raises ``QueueFullError``."""
+        if not self._budget.take(self._tenant, count, own=self.count):
+            raise QueueFullError(
+                "the server holds as many request bodies as it may (server.limits.bodies_mib); retry later"
+            )
+        self.count += count
+
+
+@dataclass(slots=True)
+class Intake:
+    """Hold what the requests of one server share while they are read and answered."""
+
+    body_seconds: float | None = None
+    bodies: ByteBudget = field(default_factory=lambda: ByteBudget(float("inf"), float("inf")))
+    answers: ByteBudget = field(default_factory=lambda: ByteBudget(float("inf"), float("inf")))
+    offload: Offload = field(default_factory=Offload)
+
+
+@dataclass(slots=True)
+class RequestScope:
+    """Describe the HTTP request that the current task answers: who shares its limits, and what it holds.
+
+    ``tenant`` is the tenant, or the address of a client without a key. ``large`` is True if the body was large, so that
+    work on all of it is left to a thread. ``answer_bytes`` is the estimated size of its answer.
+    """
+
+    intake: Intake = field(default_factory=Intake)
+    tenant: str = ""
+    weight: float = 1.0
+    large: bool = False
+    answer_bytes: int = 0
+
+    @contextmanager
+    def body(self) -> Iterator[HeldBytes]:
+        """Count a body until it is read."""
+        held = HeldBytes(self.intake.bodies, self.tenant)
+        try:
+            yield held
+        finally:
+            if held.count:
+                self.intake.bodies.give_back(self.tenant, held.count)
+
+    def expect_answer(self, count: int) -> None:
+        """Count an answer of ``count`` bytes until the request has ended. Raises ``RateLimitError`` if the tenant has
+        too many large answers open."""
+        if count <= LARGE_ANSWER:
+            return
+        if not self.intake.answers.take(self.tenant, count):
+            most = self.intake.answers.most_of_tenant / 2**20
+            raise RateLimitError(
+                f"answers of {self.intake.answers.held[self.tenant] / 2**20:.0f} MiB are open, and this one may have "
+                f"{count / 2**20:.0f} MiB; allowed: {most:g} MiB at the same time (server.limits.answer_mib)",
+                retry_after=1.0,
+            )
+        self.answer_bytes += count
+
+    def close(self) -> None:
+        """Give back what the request holds."""
+        if self.answer_bytes:
+            self.intake.answers.give_back(self.tenant, self.answer_bytes)
+            self.answer_bytes = 0
+
+
+_scope: ContextVar[RequestScope | None] = ContextVar("request_scope", default=None)
+
+
+def request_scope() -> RequestScope:
+    """Return the scope of the current task. Outside of a server it has no limits."""
+    return _scope.get() or RequestScope()
+
+
+@contextmanager
+def entered(scope: RequestScope) -> Iterator[None]:
+    """Make ``scope`` the scope of the current task, and of the tasks that it starts."""
+    token = _scope.set(scope)
+    try:
+        yield
+    finally:
+        _scope.reset(token)
+        scope.close()
+
+
+async def offloaded(heavy: bool, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    """Return the result of ``call``, which runs on a thread if it is ``heavy``."""
+    if not heavy:
+        return call(*args, **kwargs)
+    scope = request_scope()
+    return await scope.intake.offload.run(scope.tenant, call, *args, **kwargs)

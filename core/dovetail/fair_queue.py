@@ -1,0 +1,81 @@
+"""Let tenants take turns: a queue that serves them by what each has been served already, weighted."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Collection
+from typing import Generic, TypeVar
+
+T = TypeVar("T")
+
+
+class FairQueue(Generic[T]):
+    """Queue items of tenants by start-time fair queueing (Goyal, Vin and Cheng, SIGCOMM 1996). Not thread-safe.
+
+    Every tenant has a virtual time, which advances by the cost of its items divided by its weight. The tenant with the
+    smallest virtual time is served next, the items of one tenant in their order. A tenant that returns starts at the
+    present virtual time: it gains nothing by having been away.
+    """
+
+    def __init__(self) -> None:
+        self._queues: dict[str, deque[T]] = {}
+        self._times: dict[str, float] = {}
+        self._now = 0.0
+
+    def __len__(self) -> int:
+        return sum(map(len, self._queues.values()))
+
+    def __contains__(self, tenant: str) -> bool:
+        return tenant in self._queues
+
+    @property
+    def num_tenants(self) -> int:
+        """Return the number of tenants that have items."""
+        return len(self._queues)
+
+    def length(self, tenant: str) -> int:
+        """Return the number of items of a tenant."""
+        return len(self._queues.get(tenant, ()))
+
+    def put(self, tenant: str, item: T) -> None:
+        """Add an item."""
+        queue = self._queues.get(tenant)
+        if queue is None:
+            queue = self._queues[tenant] = deque()
+            self._times = {name: time for name, time in self._times.items() if name in self._queues or time > self._now}
+            self._times[tenant] = max(self._times.get(tenant, 0.0), self._now)
+        queue.append(item)
+
+    def next_tenant(self, skip: Collection[str] = ()) -> str | None:
+        """Return the tenant whose turn it is; None if there are no items but those of tenants in ``skip``."""
+        best, least = None, math.inf
+        for tenant in self._queues:
+            if self._times[tenant] < least and tenant not in skip:
+                best, least = tenant, self._times[tenant]
+        return best
+
+    def take(self, tenant: str, cost: float = 1.0) -> T:
+        """Remove and return the oldest item of ``tenant``, and charge it ``cost``, already divided by its weight."""
+        queue = self._queues[tenant]
+        item = queue.popleft()
+        if not queue:
+            del self._queues[tenant]
+        self._now = max(self._now, self._times[tenant])
+        self.charge(tenant, cost)
+        return item
+
+    def charge(self, tenant: str, cost: float) -> None:
+        """Advance the virtual time of a tenant, for example when the cost of an item is known."""
+        self._times[tenant] = max(self._times.get(tenant, 0.0), self._now) + cost
+
+    def remove(self, tenant: str, item: T) -> bool:
+        """Remove an item that is no longer wanted. Return False if it was taken already."""
+        queue = self._queues.get(tenant, deque())
+        try:
+            queue.remove(item)
+        except ValueError:
+            return False
+        if not queue:
+            del self._queues[tenant]
+        return True
