@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import difflib
 import functools
+import json
 from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from dovetail.errors import RequestError
@@ -30,6 +32,20 @@ UNUSED: Mapping[str, Any] = {
     "stream_interval": 1,
 }
 """Parameters of vLLM and SGLang that are accepted with this value, which asks for nothing. Others are refused."""
+
+MAX_PROCESSORS = 8
+"""Limit the number of logits processors of a request."""
+
+_LONGEST_PARAMS = 65536
+
+
+@dataclass(frozen=True, slots=True)
+class LogitsProcessorCall:
+    """Name a logits processor, with the parameters that the request gives to it, as the JSON text of an object."""
+
+    name: str
+    params: str = "{}"
+
 
 _LISTS = ("stop", "stop_regex", "stop_token_ids", "bad_words", "allowed_token_ids", "token_ids_logprob")
 
@@ -64,11 +80,34 @@ def _unknown(name: str, known: Collection[str]) -> str:
 
 def _tuple(name: str, value: Any) -> Any:
     """Return the value of a parameter that holds several values as a tuple. None stands for its default."""
+    if name == "logits_processors":
+        return tuple(map(_call, value)) if isinstance(value, list | tuple) else () if value is None else value
     if name not in _LISTS:
         return value
     if value is None:
         return None if name in ("allowed_token_ids", "token_ids_logprob") else ()
     return (value,) if isinstance(value, str) else tuple(value) if isinstance(value, list) else value
+
+
+def _call(given: object) -> object:
+    """Return the call of a logits processor that a mapping describes: its name and its parameters."""
+    if not isinstance(given, Mapping) or not isinstance(given.get("name"), str):
+        return given
+    params = {name: value for name, value in given.items() if name != "name"}
+    try:
+        text = json.dumps(params, sort_keys=True, allow_nan=False)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise RequestError(
+            f"logits_processors: the parameters of {given['name']!r:.80} are no JSON: {error}",
+            param="logits_processors",
+        ) from None
+    if len(text) > _LONGEST_PARAMS:
+        raise RequestError(
+            f"logits_processors: the parameters of {given['name']!r:.80} have {len(text)} characters; allowed: "
+            f"{_LONGEST_PARAMS}",
+            param="logits_processors",
+        )
+    return LogitsProcessorCall(given["name"], text)
 
 
 def accepts_other_names(cls: type[T]) -> type[T]:

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from dovetail.errors import RequestError
-from dovetail.sampling_names import accepts_other_names
+from dovetail.sampling_names import MAX_PROCESSORS, LogitsProcessorCall, accepts_other_names
 from dovetail.stop_regex import StopRegexError, stop_regexes
 
 MIN_TEMPERATURE = 1e-5
@@ -145,7 +145,7 @@ class SamplingParams:
     raises ``RequestError``. It also takes the names of vLLM and SGLang (``max_tokens``, ``min_tokens``,
     ``no_stop_trim``, ...), lists in place of tuples, and a single string for ``stop``, ``stop_regex`` and ``bad_words``.
 
-    The order of operations is: logit bias, repetition / presence / frequency penalties, grammar bitmask, temperature,
+    The order of operations is: logit bias, repetition / presence / frequency penalties, logits processors, grammar bitmask, temperature,
     top-k, top-p, min-p.
 
     - ``max_new_tokens=None`` generates up to the end of the context. 0 computes the prompt, caches it, and ends there.
@@ -166,6 +166,8 @@ class SamplingParams:
       forced. The server sets ``thinking_span``, from the model's reasoning parser.
     - ``token_ids_logprob`` are tokens whose log-probabilities are returned at each position, of the output and, if
       ``prompt_logprobs`` is set, of the prompt; ``TokenLogprob.given`` holds them.
+    - ``logits_processors`` are components that change the logits, in this order: mappings with a ``name`` and the
+      parameters of that processor, or ``LogitsProcessorCall``.
     - ``keep_special`` are special tokens that stay in the text even with ``skip_special_tokens``.
     - ``speculative=False`` decodes this request without drafts. The outputs are the same either way.
     - ``pooling`` requests a vector made of the prompt, and needs ``max_new_tokens=0``.
@@ -195,6 +197,7 @@ class SamplingParams:
     grammar: GrammarSpec | None = None
     grammar_gate: GrammarGate | None = None
     token_ids_logprob: tuple[int, ...] | None = None
+    logits_processors: tuple[LogitsProcessorCall, ...] = ()
     bad_words: tuple[str, ...] = ()
     allowed_token_ids: tuple[int, ...] | None = None
     thinking_budget: int | None = None
@@ -293,6 +296,10 @@ class SamplingParams:
             _require(1 <= len(ids) <= most, name, f"{len(ids)} ids", f"1 to {most} token ids")
             for token in ids:
                 _require(_is_int(token) and token >= 0, name, token, "token ids of at least 0")
+        calls = self.logits_processors
+        ok = isinstance(calls, tuple) and all(isinstance(call, LogitsProcessorCall) for call in calls)
+        _require(ok, "logits_processors", calls, "a list of {'name': ..., and its parameters}")
+        _require(len(calls) <= MAX_PROCESSORS, "logits_processors", len(calls), f"at most {MAX_PROCESSORS}")
         budget = self.thinking_budget
         _require(
             budget is None or (_is_int(budget) and budget >= 0), "thinking_budget", budget, "an integer of at least 0"

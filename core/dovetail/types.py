@@ -275,7 +275,7 @@ class SharedPrefixes:
         return int(((np.diff(self.starts) - 1) * self.lens).sum())
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class AdmittedRequest:
     """Hold what the engine knows of a request. It is sent once, when the request gets a slot, and again when a
     retracted request gets another slot.
@@ -326,7 +326,7 @@ class StepPlan:
     known_lens: IntArray  # [num_extend] tokens of each extend row that the host knows
     admitted: tuple[AdmittedRequest, ...] = ()  # requests that got a slot since the last plan
     rows_version: int = 0  # plans with the same number have the same requests in the same rows; 0 means no number
-    constrained: bool = False  # a row has a grammar: the step is sampled with the result of ``Scheduler.masks``
+    constrained: bool = False  # a row ``needs_host``: the step is sampled with the result of ``Scheduler.masks``
     draft_limits: IntArray | None = None  # [rows] the most drafts of each row, for which pages are reserved; read-only
     shared: SharedPrefixes | None = None  # of a decode batch; None if there is nothing worth sharing
     drafts: DraftTree | None = None
@@ -464,6 +464,7 @@ class ForwardOutput:
         tuple[int, IntArray, Logprobs]
     ] = ()  # (row, the prompt tokens that it scores, their logprobs)
     pooled: Sequence[tuple[int, torch.Tensor]] = ()  # (row, float32 [size]) of rows whose params have pooling
+    errors: Mapping[int, str] = field(default_factory=dict)  # by sampled row: why its request must end
     on_host: ForwardOutput | None = None  # copies in host memory, complete once ``event`` has completed
     result: StepResult | None = None  # what the host reads of ``on_host``: views, complete once ``event`` has completed
     event: Any = None  # the device event for which the host waits, once per step
@@ -495,3 +496,4 @@ class StepResult(NamedTuple):
         tuple[int, IntArray, HostLogprobs]
     ] = ()  # (row, the prompt tokens that it scores, theirs)
     pooled: Sequence[tuple[int, FloatArray]] = ()  # (row, sum over its chunk (kind mean) or the vector (other kinds))
+    errors: Mapping[int, str] = {}  # by sampled row: why its request must end

@@ -167,6 +167,7 @@ def test_optional_sections_can_be_switched_off_and_a_component_may_be_called_non
         "tool_parser",
         "reasoning_parser",
         "api",
+        "logits_processor",
     }
 
 

@@ -25,6 +25,7 @@ MODULES = (
     "features",
     "mesh",
     "executor",
+    "logits",
 )
 
 

@@ -121,7 +121,7 @@ def test_a_list_is_used_whole_and_in_order(fakes):
     resolved = chosen(fakes, registry)
     assert (resolved.lists["sorter"], resolved.resolutions[-1].note) == ((), "switched off by config")
     assert "sorter" not in resolved.chosen
-    assert resolved.to_json()["lists"] == {"sorter": []}
+    assert resolved.to_json()["lists"] == {"logits_processor": [], "sorter": []}
 
 
 def test_of_a_list_that_config_leaves_open_what_does_not_fit_is_left_out(fakes):

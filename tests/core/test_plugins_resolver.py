@@ -289,7 +289,7 @@ def test_to_json_is_json_and_holds_every_candidate(fakes):
         "reasoning_parser",
         "executor",
     }
-    assert set(slots) == {*tree["chosen"], "api"}
+    assert set(slots) == {*tree["chosen"], "api", "logits_processor"}
     assert tree["apis"] == []
     assert {c["name"] for c in slots["attention.decode"]["candidates"]} == {"plain", "gone"}
     assert slots["attention.decode"]["chosen"] == "plain"
@@ -300,7 +300,7 @@ def test_one_info_line_per_part(fakes, caplog):
     caplog.set_level("INFO", logger="dovetail.registry")
     run(fakes, sets=["cache=none"])
     lines = [record.getMessage() for record in caplog.records]
-    assert len(lines) == 11  # every slot
+    assert len(lines) == 12  # every slot
     assert "cache: none, explicit" in lines
     assert "grammar: none, priority; nothing installed can be used" in lines
 

@@ -15,6 +15,7 @@ import mutants_cache
 import mutants_drafter
 import mutants_executor
 import mutants_grammar
+import mutants_logits
 import mutants_model
 import mutants_parsers
 import mutants_policy
@@ -29,6 +30,7 @@ from dovetail.testing.component import ComponentSuite
 from dovetail.testing.drafter import DrafterSuite
 from dovetail.testing.executor import ExecutorSuite
 from dovetail.testing.grammar import GrammarSuite
+from dovetail.testing.logits import LogitsProcessorSuite
 from dovetail.testing.model import ModelSuite
 from dovetail.testing.parsers import ReasoningParserSuite, ToolParserSuite
 from dovetail.testing.policy import PolicySuite
@@ -44,6 +46,7 @@ SUITES: tuple[type[ComponentSuite], ...] = (
     ReasoningParserSuite,
     ApiSuite,
     ExecutorSuite,
+    LogitsProcessorSuite,
 )
 MUTANTS: list[Mutant] = [
     *mutants_registration.MUTANTS,
@@ -57,6 +60,7 @@ MUTANTS: list[Mutant] = [
     *mutants_api.MUTANTS,
     *mutants_executor.MUTANTS,
     *mutants_workers.MUTANTS,
+    *mutants_logits.MUTANTS,
 ]
 _GPU = "keeps the lengths of its capture: tried where there is a GPU, in tests/gpu"
 _INVARIANT = "gives other bits in graphs: tried where there is a GPU, by the backends that offer it"

@@ -106,5 +106,23 @@ EXECUTOR = KindSection(
     "Where the ranks of the engine run: in the engine's process, or in processes of their own.",
 )
 
-BUILT_IN: Sections = (ATTENTION, CACHE, GRAMMAR, SPECULATIVE, POLICY, TOOL_PARSER, REASONING_PARSER, API, EXECUTOR)
+LOGITS_PROCESSOR = KindSection(
+    "logits_processor",
+    "Logits processors that requests may name: with `auto` all that are installed, with a list those that it names.",
+    optional=True,
+    takes_all=True,
+)
+
+BUILT_IN: Sections = (
+    ATTENTION,
+    CACHE,
+    GRAMMAR,
+    SPECULATIVE,
+    POLICY,
+    TOOL_PARSER,
+    REASONING_PARSER,
+    API,
+    EXECUTOR,
+    LOGITS_PROCESSOR,
+)
 """The sections of the built-in kinds."""

@@ -15,6 +15,7 @@ from dovetail.config.kinds import (
     CACHE,
     EXECUTOR,
     GRAMMAR,
+    LOGITS_PROCESSOR,
     POLICY,
     REASONING_PARSER,
     SPECULATIVE,
@@ -437,6 +438,7 @@ class Config(Section):
     reasoning_parser: Selection = REASONING_PARSER.field
     api: Selection = API.field
     executor: Selection = EXECUTOR.field
+    logits_processor: Selection = LOGITS_PROCESSOR.field
     scheduler: SchedulerSection = SchedulerSection()
     graphs: GraphsSection = GraphsSection()
     memory: MemorySection = MemorySection()

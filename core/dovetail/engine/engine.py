@@ -21,6 +21,7 @@ from dovetail.engine.needs import GraphNeeds, captures_trees, measure_needs, ver
 from dovetail.engine.outputs import fetched, step_result
 from dovetail.engine.penalties import TokenCounts
 from dovetail.engine.pieces import PiecewiseGraphs, launch_bound
+from dovetail.engine.processors import RowProcessors
 from dovetail.engine.runners import DecodeGraphRunner, EagerRunner, EagerSampler, Launched, Runner, VerifyGraphRunner
 from dovetail.engine.sampler import Sampler
 from dovetail.engine.verify import compact
@@ -31,6 +32,7 @@ from dovetail.errors import ConfigError
 from dovetail.interfaces.attention import AttentionBackend, AttentionContext
 from dovetail.interfaces.executor import WarmUpProgress
 from dovetail.interfaces.features import Feature
+from dovetail.interfaces.logits import ProcessorContext
 from dovetail.interfaces.mesh import SINGLE, Mesh
 from dovetail.interfaces.speculative import Drafter, DrafterContext
 from dovetail.layers.linear import make_batch_invariant
@@ -105,7 +107,9 @@ class Engine:
         # before the pool, which gets what memory is left
         self.counts = TokenCounts(config.scheduler.rows + 1, info.vocab_size, self.device)
         self._allocate_pool(resolved)
-        self.sampler = Sampler(info.vocab_size, eos_token_ids, self.device, self.counts)
+        context = ProcessorContext(self.device, info.vocab_size, eos_token_ids)
+        processors = RowProcessors.build(resolved.logits_processors, context)
+        self.sampler = Sampler(info.vocab_size, eos_token_ids, self.device, self.counts, processors)
         self._build_runners(resolved)
         if self.drafter is not None and resolved.drafter is not None:
             self.expect_drafts(self.drafter.max_draft_tokens, trees=captures_trees(resolved))

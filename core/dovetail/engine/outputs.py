@@ -39,7 +39,7 @@ def step_result(output: ForwardOutput) -> StepResult:
     """Return what the scheduler needs of an output in host memory."""
     lens, nodes, logprobs = output.accept_lens, output.nodes, output.logprobs
     tokens, accept_lens = output.token_ids.numpy(), None if lens is None else lens.numpy()
-    if logprobs is None and not output.prompt_logprobs and not output.pooled:
+    if logprobs is None and not output.prompt_logprobs and not output.pooled and not output.errors:
         return StepResult(tokens, accept_lens)  # most steps: only log-probabilities need the nodes
     return StepResult(
         tokens,
@@ -49,6 +49,7 @@ def step_result(output: ForwardOutput) -> StepResult:
         output.logprob_start,
         [(row, ids, _on_host(scored)) for row, ids, scored in output.prompt_logprobs],
         [(row, vector.numpy()) for row, vector in output.pooled],
+        output.errors,
     )
 
 

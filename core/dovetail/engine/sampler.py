@@ -10,6 +10,7 @@ import torch
 from dovetail.engine.inputs import depths, pack, unpack
 from dovetail.engine.masks import MaskBuffers, mask_logits
 from dovetail.engine.penalties import SlotText, TokenCounts, path_tokens, paths_of
+from dovetail.engine.processors import RowProcessors
 from dovetail.engine.settings import BLOCKED, RowSettings, expand
 from dovetail.engine.verify import accept
 from dovetail.ops.random import Floats, uniform
@@ -27,13 +28,20 @@ class Sampler:
     """Process logits, sample from them, verify drafts, and compute log-probabilities."""
 
     def __init__(
-        self, vocab_size: int, eos_token_ids: frozenset[int], device: torch.device, counts: TokenCounts
+        self,
+        vocab_size: int,
+        eos_token_ids: frozenset[int],
+        device: torch.device,
+        counts: TokenCounts,
+        processors: RowProcessors | None = None,
     ) -> None:
-        """``counts`` must have an entry for every slot that a batch can have."""
+        """``counts`` must have an entry for every slot that a batch can have. ``processors`` are the logits processors that
+        requests may name."""
         self.vocab_size = vocab_size
         self.device = device
         self.eos_token_ids = sorted(eos_token_ids)
         self.counts = counts
+        self.processors = processors or RowProcessors({})
         self.mask_buffers = MaskBuffers(device)
         self._settings: RowSettings | None = None
         self._rows_version = 0  # ``Batch.rows_version`` of the batch that the settings belong to
@@ -46,10 +54,12 @@ class Sampler:
         layout = LogitRows.of(batch)
         raw = logits
         slots = self._penalised_slots(batch, layout, settings)
+        errors: dict[int, str] = {}
         if not settings.plain:
-            logits = self._processed(batch, logits, masks, layout, settings, slots)
+            logits = self._processed(batch, logits, masks, layout, settings, slots, errors)
         tokens = self._draw(batch, logits, layout, settings)
         output = ForwardOutput(tokens[:, None]) if batch.drafts is None else self._verify(batch, tokens, layout)
+        output.errors = errors
         if slots is not None:
             self._count(output, slots)
         if settings.logprobs:
@@ -76,12 +86,13 @@ class Sampler:
         layout: LogitRows,
         settings: RowSettings,
         slots: torch.Tensor | None,
+        errors: dict[int, str],
     ) -> torch.Tensor:
-        """Return the logits with biases, penalties, ``min_new_tokens`` and grammars applied, in float32 unless there is
-        nothing to apply and kernels sample, which compute in float32. ``slots`` are the slots of the sampled rows if
-        some of them have penalties."""
+        """Return the logits with biases, penalties, logits processors, ``min_new_tokens`` and grammars applied, in
+        float32 unless there is nothing to apply and kernels sample, which compute in float32. ``slots`` are the slots of
+        the sampled rows if some of them have penalties. The errors of logits processors are added to ``errors``."""
         reqs = batch.sampled_reqs
-        touched = settings.adjusted or settings.penalised or masks is not None
+        touched = settings.adjusted or settings.penalised or settings.processed or masks is not None
         if not touched and logits.device.type == "cuda":
             return logits
         logits = logits.float().clone() if touched and settings.logprobs else logits.float()
@@ -89,6 +100,8 @@ class Sampler:
             _add_bias(logits[layout.starts[i] : layout.starts[i] + layout.spans[i]], reqs[i].params.logit_bias)
         if slots is not None:
             self._penalise(batch, logits, layout, settings, slots)
+        if settings.processed:
+            errors |= self.processors.apply(batch, logits, layout, settings.processed)
         for i in settings.adjusted:
             self._block_ends(batch, logits, reqs[i], int(layout.rows[i]), int(layout.starts[i]))
         if masks is not None:

@@ -53,7 +53,7 @@ class RowSettings:
     tokens, and log-probabilities of a number of tokens that ``TOP_LADDER`` reaches. ``penalties`` are the penalties of
     the rows (float32 ``[n, 3]``, see ``ops/penalties.py``), or None if no row has any. ``edits`` are the biases and
     blocks of ``adjusted`` rows, or None if there are none or too many. The other fields hold indices of rows:
-    ``penalised`` those with penalties, ``adjusted`` those with biases or ``min_new_tokens``, ``constrained`` those with
+    ``penalised`` those with penalties, ``processed`` those with logits processors, ``adjusted`` those with biases or ``min_new_tokens``, ``constrained`` those with
     a grammar, and ``logprobs`` those that request log-probabilities. ``top_logprobs`` is the largest number of most
     likely tokens that one of them requests, and ``scored`` (int64 ``[logprobs rows, m]``) the tokens of
     ``token_ids_logprob``, at the right end of each row; None if there are none. Settings with the same ``version`` are equal.
@@ -73,6 +73,7 @@ class RowSettings:
     logprobs: tuple[int, ...]
     top_logprobs: int
     scored: np.ndarray[Any, np.dtype[np.int64]] | None
+    processed: tuple[int, ...]
     version: int
 
     @classmethod
@@ -87,7 +88,8 @@ class RowSettings:
         logprobs = tuple(i for i, p in enumerate(params) if p.scores_output)
         top_logprobs = max((p.logprobs or 0 for p in params), default=0)
         greedy = all(p.greedy for p in params)
-        simple = not (penalised or adjusted or constrained or logprobs)
+        processed = tuple(i for i, p in enumerate(params) if p.logits_processors)
+        simple = not (penalised or adjusted or constrained or logprobs or processed)
         top = captured_top(top_logprobs)
         scored = _scored([params[i] for i in logprobs])
         edits = _edits(reqs, device, ends) if adjusted else None
@@ -99,6 +101,7 @@ class RowSettings:
                 (adjusted and edits is None)
                 or constrained
                 or scored is not None
+                or processed
                 or (logprobs and (top is None or top > vocab_size))
             ),
             filters=None if greedy else _filters(reqs, vocab_size, device),
@@ -111,6 +114,7 @@ class RowSettings:
             logprobs=logprobs,
             top_logprobs=top_logprobs,
             scored=scored,
+            processed=processed,
             version=next(_versions),
         )
 

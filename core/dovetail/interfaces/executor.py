@@ -101,7 +101,10 @@ class StepVerbs(ABC):
     @abstractmethod
     def sample(self, plan: StepPlan, masks: Masks | None) -> None:
         """Sample the step that was launched last, among the tokens that ``masks`` allows. The step before it was waited
-        for. The memory of ``masks`` comes from ``mask_buffer``. Without ``plan.constrained``, ``masks`` is None."""
+        for. The memory of ``masks`` comes from ``mask_buffer``. Without ``plan.constrained``, ``masks`` is None.
+
+        The engine may read all tokens before the sampled ones of requests with logits processors: the first
+        ``prefix_lens + extend_lens``, without drafts."""
 
     @abstractmethod
     def wait(self, plan: StepPlan) -> StepResult:

@@ -133,6 +133,14 @@ class Feature(str):
     # schedule policies
     POLICY_PREFIX_AWARE = _feature("policy.prefix_aware", "orders requests by what the prefix cache holds")
 
+    # logits processors
+    LOGITS_DRAFTS = _feature(
+        "logits.drafts", "processes rows of drafts; without it the requests that name the processor are not drafted"
+    )
+    LOGITS_BATCH_INVARIANT = _feature(
+        "logits.batch_invariant", "the bits of a row do not depend on the other rows of a call"
+    )
+
     # executors
     EXECUTOR_RANKS = _feature("executor.ranks", "runs several ranks")
 

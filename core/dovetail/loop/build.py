@@ -10,6 +10,7 @@ from dovetail.constraints.compilers import Compiler, ProcessCompiler, ThreadComp
 from dovetail.constraints.mask_budget import MaskBudget
 from dovetail.constraints.requests import RequestConstraints
 from dovetail.constraints.service import GrammarService
+from dovetail.engine.processors import params_class
 from dovetail.interfaces.features import Feature
 from dovetail.interfaces.grammar import GrammarContext
 from dovetail.interfaces.policy import PolicyContext
@@ -17,7 +18,7 @@ from dovetail.memory.allocator import PageAllocator
 from dovetail.memory.ledger import PageLedger
 from dovetail.memory.lookahead import with_lookahead
 from dovetail.memory.table import RequestTable
-from dovetail.scheduler.limits import SchedulerLimits
+from dovetail.scheduler.limits import ProcessorEntry, SchedulerLimits
 from dovetail.scheduler.scheduler import Scheduler
 
 if TYPE_CHECKING:
@@ -92,6 +93,10 @@ def build_scheduler(
         min_draft_probability=section.min_draft_probability,
         embeds=Feature.MODEL_EMBED in model.offers,
         pin_seconds=section.pin_seconds,
+        processors={
+            chosen.name: ProcessorEntry(params_class(chosen), Feature.LOGITS_DRAFTS in chosen.spec.offers)
+            for chosen in resolved.logits_processors
+        },
         pin_pages=int(section.pin_fraction * (engine.num_pages - 1)),
     )
     policy = resolved.policy.build(PolicyContext(cache))

@@ -156,7 +156,34 @@ EXECUTOR = KindDescriptor(
     search_order=60,
 )
 
-KINDS = (ATTENTION, CACHE, GRAMMAR, DRAFTER, POLICY, MODEL, TOOL_PARSER, REASONING_PARSER, API, EXECUTOR)
+LOGITS_PROCESSOR = KindDescriptor(
+    ComponentKind.LOGITS_PROCESSOR,
+    "logits processors",
+    "dovetail.interfaces.logits:LogitsProcessor",
+    section=kinds.LOGITS_PROCESSOR,
+    selects=Selects.LIST,
+    namespaces=("logits",),
+    runtime_needs=(RuntimeNeed(Feature.LOGITS_BATCH_INVARIANT, when="batch_invariant"),),
+    suite="dovetail.testing.logits:LogitsProcessorSuite",
+    sample_context=f"{_SAMPLES}:for_logits",
+    scaffold=f"{_TEMPLATES}:LOGITS_PROCESSOR",
+    order=55,
+    search_order=55,
+)
+
+KINDS = (
+    ATTENTION,
+    CACHE,
+    GRAMMAR,
+    DRAFTER,
+    POLICY,
+    MODEL,
+    TOOL_PARSER,
+    REASONING_PARSER,
+    API,
+    EXECUTOR,
+    LOGITS_PROCESSOR,
+)
 
 
 @hookimpl

@@ -243,6 +243,11 @@ class Resolved:
         return self._required(ComponentKind.EXECUTOR)
 
     @property
+    def logits_processors(self) -> tuple[Chosen, ...]:
+        """Return the logits processors that requests may name."""
+        return self.parts[ComponentKind.LOGITS_PROCESSOR]
+
+    @property
     def grammars(self) -> tuple[Chosen, ...]:
         """Return all grammar backends that requests may use, the default first. The backends that ``config`` lists
         serve the requests that name none."""

@@ -11,6 +11,7 @@ import numpy as np
 
 from dovetail.interfaces.cache import CacheContext, Match, PrefixCache
 from dovetail.interfaces.grammar import GrammarContext
+from dovetail.interfaces.logits import ProcessorContext
 from dovetail.interfaces.parsers import ParserContext
 from dovetail.interfaces.policy import PolicyContext
 from dovetail.types import IntArray
@@ -83,6 +84,13 @@ def for_grammar() -> GrammarContext:
     tokenizer = Tokenizer.from_dir(tiny, tiny)
     eos = tuple(sorted(tokenizer.eos_token_ids))
     return GrammarContext(len(tokenizer.token_bytes), tokenizer.token_bytes, eos, tokenizer.json)
+
+
+def for_logits() -> ProcessorContext:
+    """Return the context of an engine on the CPU."""
+    import torch
+
+    return ProcessorContext(torch.device("cpu"), 4096, frozenset({2}))
 
 
 def for_api() -> None:

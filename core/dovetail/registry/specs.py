@@ -30,6 +30,7 @@ class ComponentKind(str):
     REASONING_PARSER = _kind("reasoning_parser")
     API = _kind("api")
     EXECUTOR = _kind("executor")
+    LOGITS_PROCESSOR = _kind("logits_processor")
 
 
 class Selects(enum.StrEnum):

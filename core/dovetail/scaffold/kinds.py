@@ -111,6 +111,16 @@ EXECUTOR = KindTemplate(
     setting={"step_seconds": 60.0},
     rival="local",
 )
+LOGITS_PROCESSOR = KindTemplate(
+    FOLDER / "logits_processor",
+    "processor",
+    "Processor",
+    "No token occurs more often than a request allows.",
+    "A logits processor for Dovetail: no token occurs more often than a request allows. Requests name it in "
+    "`logits_processors`, with their parameters.",
+    (Feature.LOGITS_DRAFTS, Feature.LOGITS_BATCH_INVARIANT),
+    setting={"spare_eos": False},
+)
 MODEL = KindTemplate(
     FOLDER / "model",
     "model",

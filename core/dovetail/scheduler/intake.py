@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import numpy as np
+from pydantic import ValidationError
 
 from dovetail.errors import ContextLengthError, RequestError
 from dovetail.sampling_params import PoolingKind
@@ -14,6 +15,7 @@ from dovetail.types import Req, TokenLogprob
 
 if TYPE_CHECKING:
     from dovetail.messages import GenerateMsg
+    from dovetail.sampling_params import SamplingParams
     from dovetail.scheduler.limits import SchedulerLimits
     from dovetail.tokenizer import Tokenizer
 
@@ -23,6 +25,7 @@ def make_req(msg: GenerateMsg, limits: SchedulerLimits, tokenizer: Tokenizer | N
     does not allow it."""
     check_prompt(msg.input_ids, msg.params, limits.context_len, limits.vocab_size)
     _check_pooling(msg, limits)
+    may_draft = msg.params.speculative and _check_processors(msg.params, limits)
     if msg.group_size < 1:
         raise RequestError(f"group_size is {msg.group_size}; allowed: at least 1", param="group_size")
     prompt = np.array(msg.input_ids, np.int32)
@@ -31,7 +34,7 @@ def make_req(msg: GenerateMsg, limits: SchedulerLimits, tokenizer: Tokenizer | N
     req = Req(msg.rid, token_ids, len(prompt), msg.params, msg.seed, msg.namespace, msg.priority)
     req.group, req.group_size, req.session = msg.group, msg.group_size, msg.session
     req.device_len = req.known_len = req.prompt_len
-    req.draft_len = limits.draft_width if msg.params.speculative else 0
+    req.draft_len = limits.draft_width if may_draft else 0
     if msg.params.prompt_logprobs is not None and msg.params.prompt_logprobs_start == 0:
         req.prompt_logprobs.append(TokenLogprob(msg.input_ids[0], None))
     if msg.params.stop or msg.params.stop_regex:
@@ -48,6 +51,24 @@ def _check_pooling(msg: GenerateMsg, limits: SchedulerLimits) -> None:
             "this model does not offer model.embed, so it has no embeddings; serve a model that offers it",
             param="model",
         )
+
+
+def _check_processors(params: SamplingParams, limits: SchedulerLimits) -> bool:
+    """Check that the logits processors that a request names are installed and take its parameters. Return False if one of
+    them cannot process drafts."""
+    param, drafts = "logits_processors", True
+    for call in params.logits_processors:
+        entry = limits.processors.get(call.name)
+        if entry is None:
+            names = ", ".join(limits.processors) or "none is installed or selected (logits_processor in the config)"
+            raise RequestError(f"there is no logits processor {call.name!r:.80}; allowed: {names}", param=param)
+        try:
+            entry.params.model_validate_json(call.params)
+        except ValidationError as error:
+            found = [f"{'.'.join(map(str, e['loc']))}: {e['msg']}".removeprefix(": ") for e in error.errors()[:5]]
+            raise RequestError(f"logits processor {call.name}: {'; '.join(found)}", param=param) from None
+        drafts = drafts and entry.drafts
+    return drafts
 
 
 def _max_len(msg: GenerateMsg, context_len: int) -> int:

@@ -2,11 +2,22 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
+    from pydantic import BaseModel
+
     from dovetail.types import DraftTree
+
+
+class ProcessorEntry(NamedTuple):
+    """Describe a logits processor that requests may name: the class of their parameters, and whether it processes
+    drafts."""
+
+    params: type[BaseModel]
+    drafts: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,7 +30,7 @@ class SchedulerLimits:
     fewer drafts if few of them are accepted. Drafts whose probability is below ``min_draft_probability`` are not
     verified. With ``shared_prefixes`` the rows of decode batches are ordered by the prefixes that they share, and
     ``Batch.shared`` is filled. ``embeds`` is true if the model offers model.embed. Groups and sessions keep prefixes
-    locked for ``pin_seconds``, at most ``pin_pages`` pages in all.
+    locked for ``pin_seconds``, at most ``pin_pages`` pages in all. ``processors`` are the logits processors by name.
     """
 
     max_running: int
@@ -39,6 +50,7 @@ class SchedulerLimits:
     embeds: bool = False
     pin_seconds: float = 60.0
     pin_pages: int = 0
+    processors: Mapping[str, ProcessorEntry] = field(default_factory=dict)
 
     def adapts(self, drafts: DraftTree) -> bool:
         """Return True if the number of accepted drafts decides how many drafts a request gets next.

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from dovetail.scheduler.rows import needs_host
 from dovetail.types import AdmittedRequest, StepPlan
 
 if TYPE_CHECKING:
@@ -73,7 +74,7 @@ class Plans:
             page_updates=updates,
             known_lens=np.array([r.known_len for r in prompts], np.int32),
             admitted=self._take_admitted(),
-            constrained=rows.constrained or any(r.matcher is not None for r in prompts),
+            constrained=rows.constrained or any(map(needs_host, prompts)),
             draft_limits=None if limits is None else _joined([0] * len(prompts), limits),
         )
 

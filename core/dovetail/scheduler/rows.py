@@ -55,7 +55,7 @@ class DecodeRows:
         self.page_size = page_size
         self.grouping = grouping
         self.slots = np.fromiter([r.slot for r in reqs], np.int32, n)
-        self.constrained = any(r.matcher is not None for r in reqs)
+        self.constrained = any(map(needs_host, reqs))
         self.ones, self.samples = np.ones(n, np.int32), np.ones(n, np.bool_)
         self.prefix_lens = np.fromiter([r.device_len - 1 for r in reqs], np.int32, n)
         self.ends = np.fromiter([len(r.token_ids) for r in reqs], np.int32, n)
@@ -141,6 +141,12 @@ class DecodeRows:
         if adapted:
             self.draft_lens[:] = [r.draft_len for r in self.reqs]
             self._limits_of_width = None
+
+
+def needs_host(req: Req) -> bool:
+    """Return True if the request is sampled with what the host knows of the step before: with bitmasks, or by logits
+    processors."""
+    return req.matcher is not None or bool(req.params.logits_processors)
 
 
 def _read_only(array: IntArray) -> IntArray:

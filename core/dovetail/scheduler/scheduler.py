@@ -231,6 +231,8 @@ class Scheduler:
         for row, vector in result.pooled:
             add_pooled(reqs[row], int(plan.prefix_lens[row]), vector)
         sampled = list(itertools.compress(reqs, plan.samples.tolist())) if plan.num_extend else reqs
+        for row, message in result.errors.items():
+            sampled[row].error = message
         tokens = tokens_of(result)
         if plan.drafts is not None:
             settle_drafts(plan, sampled, tokens, self.totals, self.limits)

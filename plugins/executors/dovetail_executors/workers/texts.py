@@ -34,10 +34,11 @@ class TextUpdates(msgspec.Struct, array_like=True, gc=False):
 class _Text:
     """Hold the array of a request, and the number of its tokens that both sides have."""
 
-    __slots__ = ("forgotten", "sent", "slot", "tokens", "uid")
+    __slots__ = ("forgotten", "processed", "sent", "slot", "tokens", "uid")
 
     def __init__(self, uid: int, slot: int, tokens: IntArray) -> None:
         self.uid, self.slot, self.tokens, self.sent = uid, slot, tokens, 0
+        self.processed = False  # its logits processors read it when a step is sampled
         self.forgotten = False
 
 
@@ -89,6 +90,16 @@ class TextSender:
             due += self._rows(plan.slots[count:].tolist(), (plan.prefix_lens[count:] + 1).tolist())
         return _updates(due)
 
+    def of_sample(self, plan: StepPlan) -> TextUpdates | None:
+        """Return the tokens that logits processors may read in the step of ``plan`` and that were not sent before, or
+        None. The step before is committed."""
+        lens = plan.prefix_lens + plan.extend_lens
+        if plan.drafts is not None:
+            lens = lens - plan.drafts.lens
+        by_slot = self._texts.by_slot
+        rows = [(by_slot[slot], end) for slot, end in zip(plan.slots.tolist(), lens.tolist(), strict=True)]
+        return _updates([(text, end) for text, end in rows if text.processed and text.sent < end])
+
     def of_committed(self, plan: StepPlan, committed: Committed) -> TextUpdates | None:
         """Return the tokens that the host has learned from the step of ``plan`` and that were not sent before, or
         None."""
@@ -102,8 +113,12 @@ class TextSender:
         return updates
 
     def _admitted(self, admitted: Iterable[AdmittedRequest]) -> list[tuple[_Text, int]]:
-        admit = self._texts.admit
-        return [(admit(request.uid, request.slot, request.token_ids), request.known_len) for request in admitted]
+        due: list[tuple[_Text, int]] = []
+        for request in admitted:
+            text = self._texts.admit(request.uid, request.slot, request.token_ids)
+            text.processed = bool(request.params.logits_processors)
+            due.append((text, request.known_len))
+        return due
 
     def _rows(self, slots: list[int], ends: list[int]) -> list[tuple[_Text, int]]:
         by_slot = self._texts.by_slot

@@ -108,6 +108,7 @@ class _Sample(msgspec.Struct, array_like=True, gc=False):
     offset: int
     shape: tuple[int, int]
     logit_rows: Int64Array | None
+    texts: TextUpdates | None
 
 
 class _Observe(msgspec.Struct, array_like=True, gc=False):
@@ -220,10 +221,11 @@ class PlanSender:
     def sample(self, plan: StepPlan, masks: Masks | None, memory: int, offset: int) -> bytes:
         """Return the message that samples a step. The bits of ``masks`` are at ``offset`` of a memory of ``memory``
         bytes."""
+        texts = self._texts.of_sample(plan)
         if masks is None:
-            return self._packer.pack(_Sample(plan.number, 0, 0, (0, 0), None))
+            return self._packer.pack(_Sample(plan.number, 0, 0, (0, 0), None, texts))
         rows, width = masks.bits.shape
-        return self._packer.pack(_Sample(plan.number, memory, offset, (rows, width), masks.logit_rows))
+        return self._packer.pack(_Sample(plan.number, memory, offset, (rows, width), masks.logit_rows, texts))
 
     def observe(self, plan: StepPlan, committed: Committed) -> bytes:
         """Return the message that shows what a step accepted."""
@@ -318,6 +320,7 @@ class PlanReceiver:
     def sample(self, data: bytearray) -> tuple[int, Masks | None]:
         """Return the number of the plan that is sampled, and its masks."""
         wire = self._sample.unpack(data)
+        self._texts.apply(wire.texts)
         if wire.logit_rows is None:
             return wire.number, None
         self._masks.map(wire.memory)
