@@ -13,10 +13,12 @@ from mutant import Mutant, Suite
 from dovetail.errors import EngineError
 from dovetail.interfaces.executor import Executor, ExecutorContext
 from dovetail.testing.executor import ExecutorSuite
+from dovetail.types import Masks, StepPlan
 from dovetail_executors.config import WorkersConfig
 from dovetail_executors.workers import group
 from dovetail_executors.workers.executor import Workers
 from dovetail_executors.workers.group import RankGroup, Worker
+from dovetail_executors.workers.texts import TextSender
 
 
 def workers(
@@ -83,6 +85,14 @@ def _start_error(self: RankGroup) -> Exception:
     return EngineError("a rank could not be built")
 
 
+class KeepsTexts(Workers):
+    """Send no tokens when a step is sampled."""
+
+    def sample(self, plan: StepPlan, masks: Masks | None) -> None:
+        with patch.object(TextSender, "of_sample", lambda self, plan: None):
+            super().sample(plan, masks)
+
+
 WORKERS = workers()
 _BLIND = {"_look": _look_at_nothing}
 _DETACHED = "import dovetail_executors.workers.rank_process as r; r._end_with_parent = lambda job: None"
@@ -93,6 +103,12 @@ def _of(fault: str, broken: Suite, case: str, runs: Sequence[tuple[Any, ...]] = 
 
 
 MUTANTS = [
+    _of(
+        "does not send the texts that logits processors read",
+        workers(executor_class=KeepsTexts),
+        "test_texts_of_logits_processors",
+        ((1,), (2,)),
+    ),
     _of(
         "goes on when one rank has raised",
         workers(changes={"_judge": _judge_leniently}),

@@ -153,6 +153,16 @@ class ExecutorSuite(ComponentSuite):
             assert (first == 1).all(), "two buffers in a row share memory"
 
     @each_size
+    def test_texts_of_logits_processors(self, size: int) -> None:
+        """When a step is sampled, the ranks have the whole texts of the requests with logits processors, also under
+        overlap."""
+        with self.drive(RankScript(), size, seed=3) as run:
+            run.run_overlapped(60)
+            run.compare_journals()
+            texts = [entry.parts["texts"] for entry in run.reference.samples]
+            assert sum(shown != show([]) for shown in texts) > 5
+
+    @each_size
     @pytest.mark.parametrize("trees", [False, True])
     def test_drafts(self, size: int, trees: bool) -> None:
         """Drafts are proposed for the plan and verified in it; the drafter sees what was accepted, and the whole text of

@@ -135,7 +135,7 @@ class PretendedRank(RankEngine):
     def sample(self, plan: StepPlan, masks: Masks | None) -> None:
         """See ``RankEngine.sample``."""
         self._fail("sample", plan.number)
-        seen = {"masks": show(masks)}
+        seen = {"masks": show(masks), "texts": show(self._processed_texts(plan))}
         self.samples.append(Entry("sample", plan.number, seen))
         result = self._result(plan, masks)
         self._results[plan.number] = result, time.monotonic() + self._script.step_seconds
@@ -143,6 +143,12 @@ class PretendedRank(RankEngine):
         for fault in self._script.faults:
             if (fault.at, fault.number) == ("idle_between", plan.number) and fault.rank in (-1, self._rank):
                 threading.Timer(0.2, _act, (fault.what, fault.text)).start()
+
+    def _processed_texts(self, plan: StepPlan) -> list[IntArray]:
+        """Return the texts before the sampled tokens of requests with logits processors, which an engine reads now."""
+        lens = plan.prefix_lens + plan.extend_lens - (0 if plan.drafts is None else plan.drafts.lens)
+        rows = [(self._requests[plan.slots[row]], int(lens[row])) for row in np.flatnonzero(plan.samples)]
+        return [request.token_ids[:end].copy() for request, end in rows if request.params.logits_processors]
 
     def ready(self, plan: StepPlan) -> bool:
         """See ``RankEngine.ready``."""

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from dovetail.sampling_names import LogitsProcessorCall
 from dovetail.sampling_params import GrammarKind, GrammarSpec, Pooling, PoolingKind, SamplingParams
 from dovetail.testing.executor_ranks import MAX_PAGES, NUM_SLOTS, VOCAB
 from dovetail.types import (
@@ -36,6 +37,7 @@ PARAMS = (
     SamplingParams(top_p=0.9, top_k=40, min_p=0.05, seed=-(2**63), logprobs=3, prompt_logprobs=1),
     SamplingParams(repetition_penalty=1.1, presence_penalty=-0.5, logit_bias={3: -100.0, 49_999: 0.1}),
     SamplingParams(grammar=GrammarSpec(GrammarKind.REGEX, "[a-z]+", "xgrammar"), ignore_eos=True),
+    SamplingParams(logits_processors=(LogitsProcessorCall("no_repeat_ngram", '{"no_repeat_ngram_size": 3}'),)),
     SamplingParams(max_new_tokens=0, pooling=Pooling(PoolingKind.LABELS, (1, 2, 40_000))),
 )
 
@@ -60,6 +62,10 @@ class _Running:
     @property
     def constrained(self) -> bool:
         return self.params.grammar is not None
+
+    @property
+    def needs_host(self) -> bool:
+        return self.constrained or bool(self.params.logits_processors)
 
     @property
     def ended(self) -> bool:
@@ -114,7 +120,7 @@ class PlanTraffic:
             known_lens=np.array([r.known for r in prompts], np.int32),
             admitted=admitted,
             rows_version=self._version(rows) if not prompts else 0,
-            constrained=any(r.constrained and sampled for r, sampled in zip(rows, samples.tolist(), strict=True)),
+            constrained=any(r.needs_host and sampled for r, sampled in zip(rows, samples.tolist(), strict=True)),
             draft_limits=self._limits(len(prompts), decode) if self.draft_width else None,
             shared=self._shared(len(rows)) if not prompts and not self.draft_width else None,
         )
