@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import sys
@@ -17,12 +18,15 @@ from pathlib import Path
 import pytest
 
 from dovetail.config import PluginConfig
+from dovetail.constraints import backend_choice as grammar_choice
+from dovetail.constraints import compilers
 from dovetail.constraints import process as grammar_process
 from dovetail.constraints.backend_choice import GrammarRecipe
 from dovetail.constraints.compilers import ProcessCompiler
 from dovetail.constraints.jobs import GrammarTicket
 from dovetail.constraints.service import GrammarService
-from dovetail.errors import EngineError, GrammarError
+from dovetail.constraints.shortage import is_shortage
+from dovetail.errors import EngineError, GrammarError, QueueFullError
 from dovetail.interfaces.features import Feature
 from dovetail.interfaces.grammar import GrammarContext
 from dovetail.sampling_params import GrammarKind, GrammarSpec
@@ -108,14 +112,14 @@ def make(module: str) -> Iterator[Make]:
     services: list[GrammarService] = []
 
     def build(
-        *names: str, portable: bool = True, seconds: float = 5.0, memory: int = 64, workers: int = 1
+        *names: str, portable: bool = True, seconds: float = 5.0, memory: int = 64, workers: int = 1, stall: float = 3.0
     ) -> GrammarService:
         offers = OFFERS | {Feature.GRAMMAR_PORTABLE} if portable else OFFERS
         recipes = [
             GrammarRecipe(name, f"grammar {name!r}", f"{module}:Backend", PluginConfig(kind=name), offers)
             for name in names or ("fake",)
         ]
-        compiler = ProcessCompiler(recipes, CONTEXT, seconds=seconds, memory=memory * MIB)
+        compiler = ProcessCompiler(recipes, CONTEXT, seconds=seconds, memory=memory * MIB, stall_seconds=stall)
         services.append(GrammarService(compiler, workers=workers))
         return services[-1]
 
@@ -360,3 +364,59 @@ def test_a_service_without_references_ends_its_processes(module: str) -> None:
     (pid,) = [process.pid for process in compiler._idle]
     del compiler, service
     assert gone(pid)
+
+
+def test_a_worker_that_was_stopped_is_replaced_within_seconds(make: Make, tmp_path: Path) -> None:
+    service, pid_file = make(stall=0.3, seconds=20), tmp_path / "pids"
+    idle = pid_of(service, "first")
+    os.kill(idle, signal.SIGSTOP)
+    began = time.monotonic()
+    ticket = service.submit(regex(f"record {pid_file}"))
+    first = next_pid(pid_file, [])
+    assert first != idle
+    os.kill(first, signal.SIGSTOP)
+    assert wait(ticket).matcher().pid == next_pid(pid_file, [first])  # pyright: ignore[reportAttributeAccessIssue]
+    assert time.monotonic() - began < 20, "a stopped process would have been given 120 s to answer"
+    assert service.totals.refusals == 0
+
+
+def test_a_shortage_refuses_a_constraint_and_is_forgotten(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The memory that a backend is about to need is requested before, because libraries end the process if they get none."""
+    service = make()
+    monkeypatch.setattr(grammar_choice, "RETRY_SECONDS", 0.0)
+    with monkeypatch.context() as short:
+        short.setattr(grammar_choice, "BUILD_BYTES", 1 << 60)
+        with pytest.raises(QueueFullError, match=r"memory or threads are short.*MiB are not available.*retry later"):
+            wait(service.submit(regex("x"))).matcher()
+    assert pid_of(service, "x") != os.getpid()
+    with monkeypatch.context() as short:
+        short.setattr(threading.Thread, "start", no_thread)
+        with pytest.raises(QueueFullError, match="start new thread"):
+            wait(make(workers=3).submit(regex("y"))).matcher()
+    with monkeypatch.context() as short:
+        short.setattr(compilers, "COMPILE_BYTES", 1 << 60)
+        with pytest.raises(QueueFullError, match="retry later"):
+            wait(service.submit(regex("z"))).matcher()
+    assert pid_of(service, "z") != os.getpid()
+    assert service.totals.refusals == 0
+
+
+def no_thread(thread: threading.Thread) -> None:
+    raise RuntimeError("can't start new thread")
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        (MemoryError(), True),
+        (OSError(errno.EAGAIN, "Resource temporarily unavailable"), True),
+        (RuntimeError("std::bad_alloc"), True),
+        (ImportError("libx.so: failed to map segment from shared object"), True),
+        (ImportError("no such library"), False),
+        (OSError(errno.ENOENT, "No such file"), False),
+        (EngineError("killed because it ran out of memory"), False),
+        (None, False),
+    ],
+)
+def test_what_is_a_shortage(error: BaseException | None, expected: bool) -> None:
+    assert is_shortage(error) is expected

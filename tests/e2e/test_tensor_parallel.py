@@ -179,7 +179,14 @@ def test_a_killed_rank_ends_the_loop(checkpoint, rank, number):
 def test_a_server_of_two_ranks(tmp_path):
     """The server answers as with one rank. A killed rank ends every waiting request with 503, and the process with exit
     code 70."""
-    options = ["server.port=0", "threads=1", "grammar=none", "device=cpu", "parallel.tp=2"]
+    options = [
+        "server.port=0",
+        "threads=1",
+        "grammar=none",
+        "device=cpu",
+        "parallel.tp=2",
+        "supervision.backoff_seconds=3600",
+    ]
     sets = [word for text in options for word in ("--set", text)]
     server = run(tmp_path, ["-c", "from dovetail.cli import main; main()", "serve", *sets])
     body = {"text": "The quick brown", "sampling_params": {"max_new_tokens": 24, "temperature": 0}}

@@ -61,6 +61,11 @@ class GrammarSettings(Section):
     memory_mib: int = Field(
         default=1024, ge=16, description="Memory (MiB) that compiling a constraint may take in its process."
     )
+    stall_seconds: float = Field(
+        default=3.0,
+        gt=0,
+        description="Seconds after which a process that compiles and was stopped (SIGSTOP) is replaced; its constraint is compiled by another.",
+    )
     mask_ms: float = Field(
         default=20.0,
         gt=0,
@@ -71,7 +76,11 @@ class GrammarSettings(Section):
         gt=0,
         description="Milliseconds by which the masks of one request may exceed `mask_ms` times its tokens.",
     )
-    cache_mib: int = Field(default=256, ge=0, description="Memory (MiB) for compiled constraints that are kept.")
+    cache_mib: int = Field(
+        default=256,
+        ge=0,
+        description="Memory (MiB) for compiled constraints that are kept. Counted is what they take in the engine, as far as each backend can say.",
+    )
     jump_forward: bool = Field(
         default=False,
         description="Append text that the constraint forces at once, in the tokenizer's own tokens. Needs a backend that offers grammar.jump_forward, and cannot be combined with a drafter. Requests with log-probabilities or biases do not use it.",

@@ -5,12 +5,20 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 from dovetail.constraints.limits import check_nesting
-from dovetail.errors import EngineError, GrammarError
+from dovetail.constraints.shortage import (
+    BUILD_BYTES,
+    BUILD_BYTES_PER_TOKEN,
+    is_shortage,
+    require_memory,
+    shortage_error,
+)
+from dovetail.errors import EngineError, GrammarError, QueueFullError
 from dovetail.interfaces.features import Feature
 from dovetail.registry.targets import load_attribute
 from dovetail.sampling_params import GrammarSpec
@@ -21,6 +29,9 @@ if TYPE_CHECKING:
     from dovetail.interfaces.grammar import CompiledGrammar, GrammarBackend, GrammarContext
 
 log = logging.getLogger(__name__)
+
+RETRY_SECONDS = 5.0
+"""Try to build a backend again this number of seconds after a shortage of memory or threads."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +50,7 @@ class GrammarRecipe:
         """Return an engine that builds the backend when it is first needed."""
 
         def build() -> GrammarBackend:
+            require_memory(BUILD_BYTES + BUILD_BYTES_PER_TOKEN * context.vocab_size)
             return load_attribute(self.target, self.label)(self.config, context)
 
         return GrammarEngine(self.name, self.offers, build, automatic=self.automatic)
@@ -55,7 +67,8 @@ class GrammarEngine:
         self.automatic = automatic
         self._build = build
         self._backend: GrammarBackend | None = None
-        self._failure = ""
+        self._failure: EngineError | QueueFullError | None = None
+        self._retry_at = 0.0
         self._lock = threading.Lock()
 
     @property
@@ -66,20 +79,27 @@ class GrammarEngine:
     @property
     def backend(self) -> GrammarBackend:
         """Return the backend, which is built first if necessary. Raises ``EngineError`` if it cannot be built; building
-        is tried once only."""
+        is then not tried again. Raises ``QueueFullError`` if it cannot be built because memory or threads are short;
+        building is then tried again after ``RETRY_SECONDS``."""
         with self._lock:
-            if self._backend is None and not self._failure:
+            if self._backend is None and (self._failure is None or time.monotonic() >= self._retry_at):
                 self._try_to_build()
             if self._backend is None:
-                raise EngineError(f"grammar backend {self.name!r} could not be built: {self._failure}")
+                assert self._failure is not None
+                raise self._failure.with_traceback(None)
             return self._backend
 
     def _try_to_build(self) -> None:
         try:
             self._backend = self._build()
         except Exception as error:
+            if is_shortage(error):
+                log.warning("grammar backend %r could not be built, and is tried again later: %s", self.name, error)
+                self._failure, self._retry_at = shortage_error(error), time.monotonic() + RETRY_SECONDS
+                return
             log.exception("grammar backend %r could not be built", self.name)
-            self._failure = f"{type(error).__name__}: {error}"
+            text = f"grammar backend {self.name!r} could not be built: {type(error).__name__}: {error}"
+            self._failure, self._retry_at = EngineError(text), float("inf")
 
     def offers_kind(self, spec: GrammarSpec) -> bool:
         """Return True if the backend supports constraints of the kind of ``spec`` at all."""
@@ -149,7 +169,7 @@ def _compile(engine: GrammarEngine, spec: GrammarSpec, watch: CompileWatch, prob
         if probe is not None:
             probe.try_out(grammar, spec, engine.name)
         return grammar
-    except (GrammarError, EngineError, MemoryError):
+    except (GrammarError, EngineError, QueueFullError, MemoryError):
         raise
     except Exception as error:
         text = f"the {spec.kind} could not be compiled by {engine.name}: {error!r}"
@@ -169,7 +189,7 @@ def _supporting(engines: Sequence[GrammarEngine], spec: GrammarSpec, watch: Comp
         try:
             _prepare(engine, spec, watch)
             engine.check(spec)
-        except (GrammarError, EngineError):
+        except (GrammarError, EngineError, QueueFullError):
             continue
         yield engine
 

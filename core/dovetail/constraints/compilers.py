@@ -12,8 +12,9 @@ from dovetail.constraints.backend_choice import candidates, choose
 from dovetail.constraints.cache import Compiled
 from dovetail.constraints.jobs import too_slow
 from dovetail.constraints.mask_budget import DEFAULT_MASK_BUDGET
-from dovetail.constraints.process import Abandoned, Ended, TimedOut, WorkerProcess
-from dovetail.errors import EngineError, GrammarError
+from dovetail.constraints.process import STALL_SECONDS, Abandoned, Ended, TimedOut, WorkerProcess
+from dovetail.constraints.shortage import COMPILE_BYTES, LOAD_BYTES_PER_BYTE, is_shortage, require_memory
+from dovetail.errors import EngineError, GrammarError, QueueFullError
 
 if TYPE_CHECKING:
     from dovetail.constraints.backend_choice import GrammarEngine, GrammarRecipe
@@ -33,7 +34,8 @@ class Compiler(Protocol):
 
     def compile(self, job: CompileJob) -> Compiled:
         """Compile ``job.spec``. Raises ``GrammarError`` if the constraint is refused or costs too much, ``Abandoned``
-        if no request waits for it any more, and ``EngineError`` for failures that the constraint does not cause."""
+        if no request waits for it any more, ``QueueFullError`` if memory or threads are short, and ``EngineError`` for other
+        failures that the constraint does not cause."""
         ...
 
     def close(self) -> None:
@@ -74,11 +76,14 @@ class ProcessCompiler:
         seconds: float,
         memory: int,
         budget: MaskBudget = DEFAULT_MASK_BUDGET,
+        stall_seconds: float = STALL_SECONDS,
     ) -> None:
         """Store the settings of worker processes. ``seconds`` and ``memory`` (bytes) are the limits of one constraint.
-        Constraints whose masks exceed ``budget`` are refused."""
+        Constraints whose masks exceed ``budget`` are refused. A process that was stopped (SIGSTOP) is replaced after
+        ``stall_seconds``."""
         self.engines: Sequence[GrammarEngine] = [recipe.engine(context) for recipe in recipes]
         self.seconds = seconds
+        self._stall_seconds = stall_seconds
         self._setup = worker.Setup(tuple(recipes), context, memory, seconds, budget)
         self._idle: list[WorkerProcess] = []
         self._lock = threading.Lock()
@@ -93,8 +98,11 @@ class ProcessCompiler:
                 raise answer.error()
             case worker.CompileFailed(memory=True):
                 raise self._too_large(job.spec, answer.message)
+            case worker.CompileFailed(shortage=True):
+                raise QueueFullError(answer.message)
             case worker.Done(name=name, data=data):
                 backend = next(engine for engine in self.engines if engine.name == name).backend
+                require_memory(COMPILE_BYTES + LOAD_BYTES_PER_BYTE * len(data or b""))
                 return Compiled(name, backend.compile(job.spec) if data is None else backend.load(data))
         assert isinstance(answer, worker.CompileFailed), answer
         raise EngineError(answer.message)
@@ -105,7 +113,7 @@ class ProcessCompiler:
         def build() -> None:
             try:
                 _ = engine.backend
-            except EngineError:
+            except (EngineError, QueueFullError):
                 return  # raised again for each request that needs this backend
 
         if not engine.built:
@@ -156,14 +164,18 @@ class ProcessCompiler:
         be needed."""
 
         def start() -> None:
-            process = WorkerProcess(self._setup)
             try:
+                process = WorkerProcess(self._setup, self._stall_seconds)
                 process.prepare([engine.name for engine in self.engines if engine.built])
             except OSError:
                 return  # the next constraint starts another process, and reports if that fails too
             self._put_back(process)
 
-        threading.Thread(target=start, name="dovetail-grammar-start").start()
+        try:
+            threading.Thread(target=start, name="dovetail-grammar-start").start()
+        except RuntimeError as error:
+            if not is_shortage(error):
+                raise
 
     def _too_large(self, spec: GrammarSpec, how: str) -> GrammarError:
         most = self._setup.memory / 2**20
@@ -177,7 +189,7 @@ class ProcessCompiler:
         with self._lock:
             if self._idle:
                 return self._idle.pop(), False
-        return WorkerProcess(self._setup), True
+        return WorkerProcess(self._setup, self._stall_seconds), True
 
     def _put_back(self, process: WorkerProcess) -> None:
         with self._lock:

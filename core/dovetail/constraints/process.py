@@ -25,8 +25,12 @@ BUILD_SECONDS = 120.0
 GRACE_SECONDS = 1.0
 """Continue a compilation for this number of seconds after the last request has stopped waiting for it. Most
 compilations end within that time, and no other process has to be started."""
+STALL_SECONDS = 3.0
+"""Kill a process that has been stopped (SIGSTOP) for this number of seconds while a request waits for it."""
 _TICK_SECONDS = 0.02
-_SENT_BY_OTHERS = frozenset({signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT})
+_SENT_BY_OTHERS = frozenset(
+    {signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGSTOP}
+)
 """List the signals that come from outside of the process. They never mean that a limit was exceeded: a process that
 exceeds its processor time gets SIGXCPU, and a process that exceeds its memory ends with an error or SIGABRT."""
 _BOOT = (
@@ -42,8 +46,8 @@ class Abandoned(Exception):
 class Ended(Exception):
     """Raised when the process has ended before it answered.
 
-    ``compiling`` is true if it ended while it read the constraint, ``killed`` if it was killed from outside (by an
-    operator, or by the system when it ran out of memory), ``overtime`` if it exceeded its limit of processor time.
+    ``compiling`` is true if it ended while it read the constraint, ``killed`` if it was killed or stopped from outside (by
+    an operator, or by the system when it ran out of memory), ``overtime`` if it exceeded its limit of processor time.
     """
 
     def __init__(self, code: int, compiling: bool) -> None:
@@ -66,8 +70,10 @@ class WorkerProcess:
     """Run one process that compiles. One thread uses it at a time. The process ends when this object is
     garbage-collected, and when the engine process ends."""
 
-    def __init__(self, setup: worker.Setup) -> None:
+    def __init__(self, setup: worker.Setup, stall_seconds: float = STALL_SECONDS) -> None:
         self._setup: worker.Setup | None = setup
+        self._stall_seconds = stall_seconds
+        self._stopped: float | None = None
         self._conn, theirs = multiprocessing.Pipe()
         env = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
         self._process = subprocess.Popen(
@@ -110,10 +116,18 @@ class WorkerProcess:
                 if isinstance(event, worker.Done | worker.GrammarRefused | worker.CompileFailed):
                     return event
                 clock.take(event)
+            elif self._stopped_for() > self._stall_seconds:
+                raise Ended(-signal.SIGSTOP, not clock.building)
             elif clock.over:
                 raise TimedOut(clock.building)
             elif not is_awaited() and time.monotonic() - start > GRACE_SECONDS:
                 raise Abandoned
+
+    def _stopped_for(self) -> float:
+        """Return the number of seconds since this process was first seen to be stopped; 0 if it is not."""
+        now = time.monotonic()
+        self._stopped = (self._stopped or now) if _is_stopped(self._process.pid) else None
+        return 0.0 if self._stopped is None else now - self._stopped
 
     def _reap(self) -> int:
         """Return the exit code of a process whose pipe is closed."""
@@ -155,6 +169,15 @@ class _Clock:
     @property
     def over(self) -> bool:
         return time.monotonic() > self._deadline
+
+
+def _is_stopped(pid: int) -> bool:
+    """Return True if the process was stopped, as far as the system can say."""
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            return file.read().rpartition(b")")[2].split()[0] == b"T"
+    except (OSError, IndexError):
+        return False
 
 
 def _end(process: subprocess.Popen[bytes], conn: Connection) -> None:

@@ -15,7 +15,8 @@ from dovetail.constraints.jobs import CompileJob, GrammarTicket
 from dovetail.constraints.limits import check_size
 from dovetail.constraints.mask_budget import DEFAULT_MASK_BUDGET, Meter
 from dovetail.constraints.process import Abandoned
-from dovetail.errors import GrammarError
+from dovetail.constraints.shortage import is_shortage, shortage_error
+from dovetail.errors import GrammarError, QueueFullError, RequestError
 
 if TYPE_CHECKING:
     from dovetail.constraints.compilers import Compiler
@@ -81,7 +82,7 @@ class GrammarService:
 
     def submit(self, spec: GrammarSpec) -> GrammarTicket:
         """Start to compile ``spec``, unless it is cached or being compiled. Raises ``GrammarError`` if it is refused at
-        once."""
+        once, and ``QueueFullError`` if threads are short."""
         if self._compiler is None or self._pool is None:
             raise GrammarError(
                 f"this server cannot constrain its output ({self._reason or 'it has no grammar backend'}); "
@@ -96,16 +97,31 @@ class GrammarService:
                 job = self._jobs[spec] = CompileJob(spec, self._compiler.seconds)
                 job.join()
                 self.totals.misses += 1
-                self._pool.submit(self._run, job, self._compiler)
+                self._start(job, self._compiler, self._pool)
             else:
                 job.join()
                 self.totals.hits += 1
         return GrammarTicket(job)
 
+    def _start(self, job: CompileJob, compiler: Compiler, pool: ThreadPoolExecutor) -> None:
+        try:
+            pool.submit(self._run, job, compiler)
+        except RuntimeError as error:  # the pool could not start a thread
+            self._forget(job)
+            job.close()
+            if is_shortage(error):
+                raise shortage_error(error) from error
+            raise
+
     def matcher(self, ticket: GrammarTicket) -> Matcher:
         """Return the matcher of a ticket that is ready, and count the request. Raises the exceptions of
-        ``GrammarTicket.matcher``."""
-        matcher = ticket.matcher()
+        ``GrammarTicket.matcher``, and ``QueueFullError`` if memory is short."""
+        try:
+            matcher = ticket.matcher()
+        except Exception as error:
+            if is_shortage(error) and not isinstance(error, RequestError | QueueFullError):
+                raise shortage_error(error) from error
+            raise
         self.totals.backends[ticket.backend] += 1
         return matcher
 
@@ -146,7 +162,8 @@ class GrammarService:
             except Abandoned:
                 continue  # another request may have begun to wait meanwhile
             except Exception as error:
-                self._end(job, error)
+                short = is_shortage(error) and not isinstance(error, GrammarError | QueueFullError)
+                self._end(job, shortage_error(error) if short else error)
             finally:
                 with self._lock:
                     self.totals.seconds += time.monotonic() - start

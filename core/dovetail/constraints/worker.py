@@ -18,7 +18,7 @@ from multiprocessing.connection import Connection
 from dovetail.constraints.backend_choice import GrammarEngine, GrammarRecipe, choose
 from dovetail.constraints.mask_budget import MaskBudget
 from dovetail.constraints.probe import Probe
-from dovetail.errors import EngineError, GrammarError
+from dovetail.errors import EngineError, GrammarError, QueueFullError
 from dovetail.interfaces.features import Feature
 from dovetail.interfaces.grammar import CompiledGrammar, GrammarContext
 from dovetail.sampling_params import GrammarSpec
@@ -78,11 +78,12 @@ class GrammarRefused:
 
 @dataclass(frozen=True, slots=True)
 class CompileFailed:
-    """Report that the compilation failed for a reason that may not lie in the constraint. ``memory`` is true if memory
-    ran out."""
+    """Report that the compilation failed for a reason that may not lie in the constraint. ``memory`` is true if it took
+    more memory than it may, ``shortage`` if the system has no memory or threads for the backend."""
 
     message: str
     memory: bool = False
+    shortage: bool = False
 
 
 Event = BuildStarted | CompileStarted | Done | GrammarRefused | CompileFailed
@@ -170,14 +171,14 @@ def serve(conn: Connection) -> None:
         spec: GrammarSpec = conn.recv()
         answer = _answer(engines, spec, reporter, probe)
         bounds.lift()
-        must_end = bounds.bloated or (isinstance(answer, CompileFailed) and answer.memory)
+        must_end = bounds.bloated or (isinstance(answer, CompileFailed) and (answer.memory or answer.shortage))
         conn.send(answer)
 
 
 def _build(engines: Sequence[GrammarEngine], names: Sequence[str]) -> None:
     for engine in engines:
         if engine.name in names:
-            with suppress(EngineError):  # raised again for each constraint that needs this backend
+            with suppress(EngineError, QueueFullError):  # raised again for each constraint that needs this backend
                 _ = engine.backend
 
 
@@ -187,6 +188,8 @@ def _answer(engines: Sequence[GrammarEngine], spec: GrammarSpec, reporter: _Repo
         return Done(engine.name, _dumped(engine, grammar))
     except GrammarError as error:
         return GrammarRefused.of(error)
+    except QueueFullError as error:
+        return CompileFailed(str(error), shortage=True)
     except MemoryError:
         return CompileFailed("out of memory", memory=True)
     except Exception as error:

@@ -49,7 +49,12 @@ def _build_service(resolved: Resolved, tokenizer: Tokenizer | None, eos: frozens
     budget = MaskBudget(section.mask_ms / 1000, section.mask_burst_ms / 1000)
     if section.isolation == "process":
         compiler: Compiler = ProcessCompiler(
-            recipes, context, seconds=section.timeout, memory=section.memory_mib * 2**20, budget=budget
+            recipes,
+            context,
+            seconds=section.timeout,
+            memory=section.memory_mib * 2**20,
+            budget=budget,
+            stall_seconds=section.stall_seconds,
         )
     else:
         compiler = ThreadCompiler([recipe.engine(context) for recipe in recipes], section.timeout)

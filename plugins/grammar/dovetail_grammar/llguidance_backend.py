@@ -200,7 +200,7 @@ class LLGuidanceBackend(GrammarBackend):
             raise refusal(spec.kind, template.get_error())
         if warnings := template.get_grammar_warnings():
             raise refusal(spec.kind, warnings[0])
-        compiled = LLGuidanceCompiled(template, self._vocabulary, 65536 + 64 * len(text))
+        compiled = LLGuidanceCompiled(template, self._vocabulary, 3 * 65536 + 64 * len(text))
         self._refuse_unusable(compiled, spec)
         return compiled
 
