@@ -86,6 +86,7 @@ def words(name: str, text: str, pattern: re.Pattern[str]) -> Iterator[str]:
     """Yield the forbidden words in a file. Identifiers are split into words at underscores and capitals."""
     if name == GLOSSARY:
         text = text.partition(LIST)[0]
+    text = text.replace("bootstrap_room", "bootstrap")  # a field of a peer's API, which must be named
     spaced = re.sub(r"_|(?<=[a-z0-9])(?=[A-Z])", " ", text)
     for found in pattern.finditer(spaced):
         number = spaced.count("\n", 0, found.start()) + 1

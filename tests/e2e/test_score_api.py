@@ -107,7 +107,7 @@ def test_rerank_orders_documents(tiny, cosine, path):
     answer = posted(tiny, path, query=QUERY, documents=[{"text": DOCUMENTS[0]}, *DOCUMENTS[1:]], model="tiny")
     assert [result["index"] for result in answer["results"]] == order
     for result in answer["results"]:
-        assert abs(result["relevance_score"] - wanted[result["index"]]) < 1e-4
+        assert abs(result["relevance_score"] - (1 + wanted[result["index"]]) / 2) < 1e-4
         assert result["document"] == {"text": DOCUMENTS[result["index"]]}
     best = posted(tiny, path, query=QUERY, documents=DOCUMENTS, top_n=2, return_documents=False)
     assert [result["index"] for result in best["results"]] == order[:2]
@@ -176,7 +176,7 @@ LABELLED = {"query": "a", "items": ["b"], "label_token_ids": [1]}
         ("/v1/score", {**LABELLED, "label_token_ids": [-1]}, "label_token_ids", "at least 0"),
         ("/v1/score", {**LABELLED, "label_token_ids": [10**7]}, "label_token_ids", "outside of"),
         ("/v1/rerank", {"query": "a", "documents": []}, "documents", "documents is empty"),
-        ("/v1/rerank", {"query": "a", "documents": ["b"], "top_n": 0}, "top_n", "at least 1"),
+        ("/v1/rerank", {"query": "a", "documents": ["b"], "top_n": -1}, "top_n", "at least 1"),
         ("/v1/rerank", {"documents": ["b"]}, "query", "query is missing"),
         ("/rerank", {"query": "a", "documents": ["b", ""]}, "documents", "empty text"),
     ],

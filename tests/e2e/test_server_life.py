@@ -89,6 +89,21 @@ def test_aborted_requests_are_answered(fake: httpx.Client, everything: bool):
     assert fake.post("/abort_request", json={}).status_code == 400
 
 
+def test_one_of_several_prompts_is_aborted_by_its_own_id(fake: httpx.Client):
+    answers: list[httpx.Response] = []
+    body = {"text": ["one", "one"], "rid": ["first", "second"], "cache_salt": "slow"}
+    body |= {"sampling_params": {"max_new_tokens": 60}}
+    thread = threading.Thread(target=lambda: answers.append(fake.post("/generate", json=body)))
+    thread.start()
+    eventually(lambda: running(fake) == 2)
+    assert fake.post("/abort_request", json={"rid": "second"}).json() == {"aborted": True}
+    eventually(lambda: running(fake) == 1)
+    assert fake.post("/abort_request", json={"rid": "second"}).status_code == 200
+    thread.join(PATIENCE)
+    metas = [one["meta_info"] for one in answers[0].json()]
+    assert [(meta["id"], meta["finish_reason"]["type"]) for meta in metas] == [("first", "length"), ("second", "abort")]
+
+
 @pytest.fixture
 def own() -> Iterator[httpx.Client]:
     """Start a server that the test may break, and whose engine is not started again while the test runs."""

@@ -3,7 +3,11 @@
 .venv/bin/python -m pytest -q tests/plugins/test_apis.py
 """
 
+from collections.abc import Sequence
+
+from dovetail.interfaces.api import Api, Route
 from dovetail.testing.api import ApiSuite
+from dovetail_apis.embeddings import Embeddings
 
 
 class TestOpenAI(ApiSuite):
@@ -26,8 +30,18 @@ class TestOllama(ApiSuite):
     name = "ollama"
 
 
+class EmbeddingsWithoutClassify(Embeddings):
+    """Leave out /classify, which refuses every request."""
+
+    def routes(self) -> Sequence[Route]:
+        return [route for route in super().routes() if route.path != "/classify"]
+
+
 class TestEmbeddings(ApiSuite):
     name = "embeddings"
+
+    def make(self) -> Api:
+        return EmbeddingsWithoutClassify(self.config())
 
 
 class TestScore(ApiSuite):

@@ -1,11 +1,12 @@
-"""Check docs/apis.md: its table of routes is up to date, and its examples work.
+"""Check docs/apis.md: its tables of routes and of fields are up to date, and its examples work.
 
     .venv/bin/python -m pytest -q tests/plugins/test_apis_page.py
 
-Write the table again: ``.venv/bin/python tests/plugins/test_apis_page.py``.
+Write the tables again: ``.venv/bin/python tests/plugins/test_apis_page.py``.
 """
 
 import itertools
+import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,9 +20,12 @@ from dovetail.registry.specs import ComponentKind
 from dovetail.registry.targets import load_attribute
 from dovetail.testing.api import ApiSuite
 from dovetail.testing.installed import installed
+from dovetail_apis.fields import TABLES, Verdict
 
 PAGE = Path(__file__).parents[2] / "docs" / "apis.md"
 BEGIN, END = "<!-- routes: begin -->\n", "<!-- routes: end -->\n"
+FIELDS, FIELDS_END = "<!-- fields: begin -->\n", "<!-- fields: end -->\n"
+PEERS = {"O": "OpenAI", "V": "vLLM", "S": "SGLang", "C": "Cohere", "D": "Dovetail"}
 NEWLINE = "\n"
 ORDER = ("openai", "responses", "embeddings", "score", "tokenize", "anthropic", "ollama", "native")
 
@@ -42,15 +46,40 @@ def rows() -> Iterator[str]:
             yield f"| `{name}` | `{', '.join(routes[0].methods)} {paths}` | {what.partition(NEWLINE)[0]} | {answers} |"
 
 
-def with_table(page: str) -> str:
-    before, _, rest = page.partition(BEGIN)
-    table = "\n".join(rows())
-    return f"{before}{BEGIN}{table}\n{END}{rest.partition(END)[2]}"
+def shown_default(default: object) -> str:
+    values = default if isinstance(default, tuple) else (default,)
+    shown = [json.dumps(value) for value in values if value is not None]
+    return f" ({', '.join(shown)})" if shown else ""
 
 
-def test_the_page_has_the_table() -> None:
+def field_rows() -> Iterator[str]:
+    done = {Verdict.HONOURED: "", Verdict.NO_EFFECT: "No effect. ", Verdict.REFUSED: "Refused: "}
+    for table in TABLES:
+        yield f"### {table.title}: `POST {table.path}`\n"
+        yield "| field (default) | of | what the server does |"
+        yield "|---|---|---|"
+        for (verdict, note), found in itertools.groupby(
+            sorted(table.groups, key=lambda group: list(Verdict).index(group.verdict)),
+            lambda group: (group.verdict, group.note),
+        ):
+            groups = list(found)
+            names = ", ".join(f"`{name}`{shown_default(d)}" for group in groups for name, d in group.defaults.items())
+            of = ", ".join(PEERS[letter] for letter in PEERS if any(letter in group.peers for group in groups))
+            yield f"| {names} | {of} | {done[verdict]}{note or 'The same as in the peers.'} |"
+        yield ""
+
+
+def with_tables(page: str) -> str:
+    for begin, end, lines in ((BEGIN, END, rows()), (FIELDS, FIELDS_END, field_rows())):
+        before, _, rest = page.partition(begin)
+        table = "\n".join(lines).rstrip("\n")
+        page = f"{before}{begin}{table}\n{end}{rest.partition(end)[2]}"
+    return page
+
+
+def test_the_page_has_the_tables() -> None:
     page = PAGE.read_text("utf-8")
-    assert with_table(page) == page, "write it: python tests/plugins/test_apis_page.py"
+    assert with_tables(page) == page, "write it: python tests/plugins/test_apis_page.py"
 
 
 def test_the_page_s_config_is_valid() -> None:
@@ -76,4 +105,4 @@ class TestShown(ApiSuite):
 
 
 if __name__ == "__main__":
-    PAGE.write_text(with_table(PAGE.read_text("utf-8")), "utf-8")
+    PAGE.write_text(with_tables(PAGE.read_text("utf-8")), "utf-8")

@@ -21,7 +21,7 @@ from dovetail_apis.responses.items import chat_messages, read_items
 from dovetail_apis.responses.store import ResponseStore, StoredResponse
 from dovetail_apis.responses.types import ResponsesRequest
 
-USAGE = SimpleNamespace(prompt=3, completion=2, cached=1)
+USAGE = SimpleNamespace(prompt=3, completion=2, cached=1, reasoning=0)
 
 
 def record(rid: str, *, running: bool = False, size: int = 10) -> StoredResponse:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+import functools
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar, TypeVar
 
 import msgspec
 import numpy as np
 from pydantic import ConfigDict, Field, GetCoreSchemaHandler, ValidationError
-from pydantic_core import CoreSchema
+from pydantic_core import CoreSchema, core_schema
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 
@@ -41,6 +42,9 @@ Int32 = Annotated[int, Field(ge=-(2**31), lt=2**31)]
 Rid = Annotated[str, Field(min_length=1, max_length=256)]
 """Declare the public id of a request. Every event of its stream repeats it."""
 
+Rids = Annotated[list[Rid], Field(min_length=1, max_length=4096)]
+"""Declare the public ids of the prompts of a request."""
+
 CacheSalt = Annotated[
     Annotated[str, Field(max_length=1024)] | None,
     Field(description="Requests share cached prefixes only with requests that have the same salt."),
@@ -64,14 +68,37 @@ Ids = Annotated[list[int], Field(fail_fast=True)]
 class ApiModel(Bounded):
     """Declare the supported fields of a request body, with strict types: values are not converted.
 
-    ``ignored`` fields are accepted and have no effect. ``refused`` fields would change the output and are not
-    supported: they are an error unless they hold one of their neutral values. Any other field is unknown and an error.
+    ``ignored`` fields are accepted and have no effect. ``refused`` fields would change the answer and are not
+    supported: they are an error unless their value requests nothing, which is null, an empty list, one of their
+    neutral values, or false unless true is neutral. ``reasons`` complete the error of a refused field: why, and what to use instead. Any other
+    field is unknown, and an error unless it is null or false. Null stands for the default of every field that has one.
     """
 
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
 
     ignored: ClassVar[frozenset[str]] = frozenset()
     refused: ClassVar[Mapping[str, tuple[object, ...]]] = {}
+    reasons: ClassVar[Mapping[str, str]] = {}
+
+    @classmethod
+    def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        """Return the bounded schema of a body without the fields that request nothing."""
+        schema: Any = super().__get_pydantic_core_schema__(source, handler)
+        ref = schema.pop("ref", None)
+        return core_schema.no_info_before_validator_function(cls._leave_out_what_requests_nothing, schema, ref=ref)
+
+    @classmethod
+    def _leave_out_what_requests_nothing(cls, value: Any) -> Any:
+        if not (isinstance(value, dict) and any(given is None or given is False for given in value.values())):
+            return value
+        optional, known = _names(cls)
+        strict = cls.model_config.get("extra") == "forbid"
+        return {
+            name: given
+            for name, given in value.items()
+            if not (given is None and name in optional)
+            and not ((given is None or given is False) and strict and name not in known)
+        }
 
 
 class QueryModel(ApiModel):
@@ -154,7 +181,7 @@ def decode(body: bytes) -> dict[str, Any]:
     ``MAX_DEPTH`` deep, with at most ``MAX_CONTAINERS`` arrays and objects. Raises ``RequestError``."""
     if len(body) > MAX_CONTAINERS and num_containers(body) > MAX_CONTAINERS:
         raise RequestError(
-            f"the body has {num_containers(body)} arrays and objects; allowed: {MAX_CONTAINERS}",
+            f"the JSON body has {num_containers(body)} arrays and objects; allowed: {MAX_CONTAINERS}",
             code="body_too_complex",
         )
     try:
@@ -208,12 +235,35 @@ def validate(raw: dict[str, Any], model: type[Model]) -> Model:
             continue
         if name not in model.refused:
             known[name] = value
-        elif not any(value == neutral and type(value) is type(neutral) for neutral in (None, [], *model.refused[name])):
-            raise RequestError(f"{name} is not supported by this server", param=name, code="unsupported_parameter")
+        elif not _requests_nothing(value, model.refused[name]):
+            reason = model.reasons.get(name)
+            raise RequestError(
+                f"{name} is not supported by this server{f': {reason}' if reason else ''}",
+                param=name,
+                code="unsupported_parameter",
+            )
     try:
         return model.model_validate(known)
     except ValidationError as error:
         raise _explain(error, model) from None
+
+
+def _requests_nothing(value: object, neutral: Sequence[object]) -> bool:
+    """Return True if ``value`` is null, an empty list, one of the ``neutral`` values, or false where true is none of
+    these. In JSON, 1 and 1.0 are the same number, and true is not a number."""
+    if value is None or value == []:
+        return True
+    if value is False and not any(one is True for one in neutral):
+        return True
+    return any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in neutral)
+
+
+@functools.cache
+def _names(model: type[ApiModel]) -> tuple[frozenset[str], frozenset[str]]:
+    """Return the names of the optional fields of ``model``, and those of all its fields."""
+    fields = {field.alias or name: field for name, field in model.model_fields.items()}
+    optional = frozenset(name for name, field in fields.items() if not field.is_required())
+    return optional, frozenset(fields)
 
 
 def _explain(error: ValidationError, model: type[Model]) -> RequestError:

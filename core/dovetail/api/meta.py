@@ -20,13 +20,17 @@ def finish_json(finish: FinishReason | None, count: int) -> dict[str, Any] | Non
 
 
 def logprobs_json(
-    entries: Sequence[TokenLogprob], name: str, top: bool, text: Callable[[int], str | None]
+    entries: Sequence[TokenLogprob], name: str, top: bool, text: Callable[[int], str | None], given: bool = False
 ) -> dict[str, Any]:
-    """Return ``[logprob, token id, text]`` of each token and, with ``top``, of the most likely tokens at its position.
-    ``name`` is ``input`` or ``output``."""
+    """Return ``[logprob, token id, text]`` of each token and, with ``top``, of the most likely tokens at its position;
+    with ``given``, those of the tokens that the request names (``token_ids_logprob``). ``name`` is ``input`` or ``output``."""
     shown: dict[str, Any] = {f"{name}_token_logprobs": [[e.logprob, e.token_id, text(e.token_id)] for e in entries]}
     if top:
         shown[f"{name}_top_logprobs"] = [
             None if e.logprob is None else [[value, token, text(token)] for token, value in e.top] for e in entries
+        ]
+    if given:
+        shown[f"{name}_token_ids_logprobs"] = [
+            None if e.logprob is None else [[value, token, text(token)] for token, value in e.given] for e in entries
         ]
     return shown

@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 import re
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import msgspec
@@ -17,6 +18,20 @@ from dovetail.sampling_params import GrammarKind, GrammarSpec, SamplingParams
 CONSTRAINTS = ("json_schema", "regex", "ebnf", "lark", "choice", "structural_tag")
 """List the request fields that each hold one constraint. Every API has them."""
 
+_MEANING = {
+    "guided_json": "json_schema",
+    "guided_regex": "regex",
+    "guided_choice": "choice",
+    "guided_grammar": "grammar",
+    "structured_outputs.json": "json_schema",
+    "structured_outputs.regex": "regex",
+    "structured_outputs.choice": "choice",
+    "structured_outputs.grammar": "grammar",
+    "structured_outputs.json_object": "json_object",
+    "structured_outputs.structural_tag": "structural_tag",
+}
+"""Map vLLM's names of constraints to those in ``CONSTRAINTS``. A ``grammar`` is ``ebnf`` or ``lark``."""
+
 _LONGEST_ID = 100
 """Limit the number of digits of a token id. Python refuses to convert several thousand digits."""
 
@@ -24,6 +39,33 @@ _LONGEST_ID = 100
 def new_id(prefix: str) -> str:
     """Return a public id for a request that gives none."""
     return prefix + secrets.token_hex(12)
+
+
+def request_names(given: str | Sequence[str] | None, count: int, prefix: str) -> tuple[str, list[str]]:
+    """Return the public id of a request, and those of its ``count`` prompts: as ``given``, or new ones that begin with
+    ``prefix``. The ids of prompts are empty if they have none of their own. Raises ``RequestError``."""
+    if given is None or isinstance(given, str):
+        return given or new_id(prefix), [""] * count
+    if len(given) != count:
+        raise RequestError(f"rid has {len(given)} ids for {count} prompts; give one for each", param="rid")
+    if len(set(given)) != count:
+        raise RequestError("rid has an id twice; give each prompt its own", param="rid")
+    return (given[0], [""]) if count == 1 else (new_id(prefix), list(given))
+
+
+def check_logprobs(host: ApiHost, params: SamplingParams, names: Mapping[str, str] = {}) -> None:
+    """Raise ``RequestError`` if ``params`` request more log-probabilities at each position than the server permits.
+    ``names`` are the names of the fields in the API."""
+    most = host.config.server.max_logprobs
+    for field in ("logprobs", "prompt_logprobs"):
+        value: int | None = getattr(params, field)
+        if value is not None and value > most:
+            name = names.get(field, field)
+            raise RequestError(f"{name} is {value}; allowed: at most {most} (server.max_logprobs)", param=name)
+
+
+ID_BYTES = 7
+"""The JSON of a token id in a list, in bytes."""
 
 
 def check_count(host: ApiHost, count: int, param: str) -> None:
@@ -35,8 +77,8 @@ def check_count(host: ApiHost, count: int, param: str) -> None:
 
 
 def grammar_of(given: Mapping[str, Any], backend: str | None = None) -> GrammarSpec | None:
-    """Return the constraint in ``given``, which maps the fields ``CONSTRAINTS`` and ``response_format`` to their
-    values, with ``backend`` as its backend. Return None if all values are None. Raises ``RequestError`` for several
+    """Return the constraint in ``given``, which maps the fields ``CONSTRAINTS``, ``response_format`` and vLLM's fields
+    for constraints to their values, with ``backend`` as its backend. Return None if all values are None. Raises ``RequestError`` for several
     constraints, and for a backend without a constraint."""
     constraints = {name: value for name, value in given.items() if value is not None}
     if len(constraints) > 1:
@@ -55,7 +97,10 @@ def grammar_of(given: Mapping[str, Any], backend: str | None = None) -> GrammarS
 
 
 def _constraint(name: str, value: Any) -> GrammarSpec:
-    match name:
+    kind = _MEANING.get(name, name)
+    match kind:
+        case "json_object":
+            return GrammarSpec(GrammarKind.JSON_OBJECT)
         case "json_schema":
             return GrammarSpec(GrammarKind.JSON_SCHEMA, _schema_text(value, name))
         case "structural_tag":
@@ -64,7 +109,9 @@ def _constraint(name: str, value: Any) -> GrammarSpec:
             return choice_of(value, name)
     if not value:
         raise GrammarError(f"{name} is empty", param=name)
-    return GrammarSpec(GrammarKind(name), value)
+    if kind == "grammar":
+        kind = GrammarKind.EBNF if "::=" in value else GrammarKind.LARK
+    return GrammarSpec(GrammarKind(kind), value)
 
 
 def choice_of(texts: Sequence[str], param: str) -> GrammarSpec:
@@ -151,9 +198,19 @@ def _decoded(value: object, param: str) -> object:
 def sampling_params(given: Mapping[str, Any], names: Mapping[str, str]) -> SamplingParams:
     """Return ``SamplingParams`` with the values that are not None. ``names`` maps their fields to the names of the API,
     for error messages. Raises ``RequestError``."""
-    try:
+    with api_names(names):
         return SamplingParams(**{name: value for name, value in given.items() if value is not None})
+
+
+@contextmanager
+def api_names(names: Mapping[str, str]) -> Iterator[None]:
+    """Let errors of the block name fields as the API does. ``names`` maps the fields of ``SamplingParams`` to the names
+    of the API."""
+    try:
+        yield
     except RequestError as error:
+        if type(error) is not RequestError:  # an error of its own kind, whose status may differ
+            raise
         message = re.sub(r"\w+", lambda word: names.get(word[0], word[0]), str(error))
         raise RequestError(message, param=names.get(error.param or "", error.param), code=error.code) from None
 

@@ -128,8 +128,8 @@ class EventStream(Response):
     async def _send_all(self, send: Send) -> None:
         try:
             large = request_scope().answer_bytes > 0
-            first = await offloaded(large, self._formatter.deltas, self._first)
-            await _write(send, self._formatter.head() + first)
+            head = self._formatter.head()  # before the first deltas: a formatter may number its events
+            await _write(send, head + await offloaded(large, self._formatter.deltas, self._first))
             async for deltas in self._outputs:
                 await _write(send, await offloaded(large, self._formatter.deltas, deltas))
             last = self._formatter.tail()

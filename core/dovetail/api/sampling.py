@@ -32,7 +32,13 @@ class SamplingFields(ApiModel):
     logit_bias: dict[str, float] | None = None
     seed: int | None = None
     stop: str | list[str] | None = None
+    stop_regex: str | list[str] | None = Field(None, description="The output ends where its text has a match.")
     stop_token_ids: list[int] | None = None
+    bad_words: str | list[str] | None = Field(None, description="Texts that the output must not contain.")
+    allowed_token_ids: list[int] | None = Field(None, description="The only tokens that the output may have.")
+    logits_processors: list[dict[str, Any]] | None = Field(
+        None, description="Logits processors of this server: objects with a `name` and the processor's parameters."
+    )
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
     regex: str | None = None
@@ -44,13 +50,24 @@ class SamplingFields(ApiModel):
     grammar_backend: str | None = Field(None, description="The grammar backend that must enforce the constraint.")
     speculative: bool | None = Field(None, description="False: this request is decoded without draft tokens.")
 
+    def given_constraints(self) -> dict[str, Any]:
+        """Return the values of the fields that hold a constraint each, by name, for ``grammar_of``."""
+        return {name: getattr(self, name) for name in self.constraints}
+
+    def chosen_backend(self) -> str | None:
+        """Return the grammar backend that must enforce the constraint, or None. Raises ``RequestError``."""
+        return self.grammar_backend
+
     def sampling(self) -> dict[str, Any]:
         """Return these fields by the names of ``SamplingParams``, for ``sampling_params``. Raises ``RequestError``."""
-        constraints = {name: getattr(self, name) for name in self.constraints}
         return {
             **{name: getattr(self, name) for name in _SAME},
             "logit_bias": token_biases(self.logit_bias),
             "stop": stop_strings(self.stop),
+            "stop_regex": stop_strings(self.stop_regex),
+            "logits_processors": self.logits_processors or None,
+            "bad_words": stop_strings(self.bad_words),
+            "allowed_token_ids": None if self.allowed_token_ids is None else tuple(self.allowed_token_ids),
             "stop_token_ids": tuple(self.stop_token_ids or ()),
-            "grammar": grammar_of(constraints, self.grammar_backend),
+            "grammar": grammar_of(self.given_constraints(), self.chosen_backend()),
         }

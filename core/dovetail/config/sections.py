@@ -297,6 +297,12 @@ class ServerSection(Section):
         le=10**6,
         description="A request that runs for more than this number of seconds is ended with an error (504).",
     )
+    max_logprobs: int = Field(
+        default=20,
+        ge=0,
+        le=100,
+        description="Log-probabilities that a request may ask for at each position, of the output and of the prompt.",
+    )
     cors_origins: tuple[str, ...] = Field(
         default=(),
         description="Web pages of other origins that may call the server, as in `https://chat.example.org`; `*` for all.",

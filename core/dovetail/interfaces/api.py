@@ -53,10 +53,12 @@ class ChatReader(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """Hold the token ids of a prompt and the parameters for its continuation. ``params.n`` outputs are generated."""
+    """Hold the token ids of a prompt and the parameters for its continuation. ``params.n`` outputs are generated.
+    ``rid`` is their public id if it is not that of the request; they can be aborted by both."""
 
     ids: list[int]
     params: SamplingParams
+    rid: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +68,8 @@ class ApiRequest:
     ``rid`` is its public id. ``continues`` is True if the output's text continues the prompt's (a completion), False if
     it starts anew (a chat). ``reader`` makes a reader for one output; it is set for chats. ``namespace`` separates the
     cached prefixes of this request from the prefixes of other namespaces. ``group`` and ``session`` are hints for the
-    engine (see ``messages.GenerateMsg``). A group has ``group_size`` outputs; 0 stands for the number of outputs of
+    engine (see ``messages.GenerateMsg``). ``more_bytes`` is the size, in bytes, of what the answer contains besides its
+    outputs; the server counts it before it accepts the request. A group has ``group_size`` outputs; 0 stands for the number of outputs of
     this request. If ``group`` is empty, the outputs of one prompt form a group.
     """
 
@@ -79,6 +82,7 @@ class ApiRequest:
     group: str = ""
     group_size: int = 0
     session: str = ""
+    more_bytes: int = 0
 
     @property
     def num_outputs(self) -> int:
@@ -99,8 +103,8 @@ class Choice:
     ``text`` and ``token_ids`` are everything generated so far. A stop token that ended the output is in ``token_ids``
     and not in ``text``. A stop string is cut off ``text``, together with everything after it, unless the request sets
     ``include_stop`` (``keeps_stop``). ``logprobs`` has an entry per token if the request requires log-probabilities.
-    ``parts`` are the parts that the reader found in the text of a chat, and ``calls`` is the number of tool calls among
-    them. ``pooled`` is the vector made of the prompt if the request's params have ``pooling``; it is set when the
+    ``parts`` are the parts that the reader found in the text of a chat, ``calls`` is the number of tool calls among
+    them, and ``reasoning_tokens`` the number of tokens before the answer if the chat has reasoning. ``pooled`` is the vector made of the prompt if the request's params have ``pooling``; it is set when the
     choice has finished.
     """
 
@@ -117,6 +121,7 @@ class Choice:
     parts: list[ChatDelta] = field(default_factory=list)
     calls: int = 0
     keeps_stop: bool = False
+    reasoning_tokens: int = 0
     pooled: FloatArray | None = None
 
     @property
@@ -142,12 +147,14 @@ class Delta(NamedTuple):
 @dataclass(frozen=True, slots=True)
 class Usage:
     """Count the tokens of a request. Each prompt counts once, regardless of the number of its outputs. ``cached`` are
-    the prompt tokens found in the prefix cache. ``acceptance`` covers all outputs."""
+    the prompt tokens found in the prefix cache. ``acceptance`` covers all outputs. ``reasoning`` are the tokens of
+    ``completion`` before the answer of a chat, if the chat separates its reasoning."""
 
     prompt: int
     completion: int
     cached: int
     acceptance: Acceptance
+    reasoning: int = 0
 
 
 class Generation(Protocol):
@@ -256,11 +263,16 @@ class ApiHost(ABC):
 
     @abstractmethod
     async def render_chat(
-        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]], extra: Mapping[str, Any]
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]],
+        extra: Mapping[str, Any],
+        add_generation_prompt: bool = True,
     ) -> str:
-        """Return the prompt of a conversation, up to the beginning of the assistant's turn. The caller encodes it
-        without special tokens. ``messages`` have the form that ``dovetail.chat.requests.plain_message`` returns;
-        ``extra`` are arguments of the chat template. Raises ``RequestError``.
+        """Return the prompt of a conversation, up to the beginning of the assistant's turn, or, without
+        ``add_generation_prompt``, up to the end of the last message. The caller encodes it without special tokens.
+        ``messages`` have the form that ``dovetail.chat.requests.plain_message`` returns; ``extra`` are arguments of the
+        chat template. Raises ``RequestError``.
         """
 
     @abstractmethod

@@ -35,7 +35,7 @@ class AnswerLimit:
 
     def check(self, request: ApiRequest) -> int:
         """Return the estimated size of the answer in bytes. Raises ``RequestError`` if it is too large."""
-        size = sum(prompt.params.n * self._output(prompt) for prompt in request.prompts)
+        size = request.more_bytes + sum(prompt.params.n * self._output(prompt) for prompt in request.prompts)
         if size > self.most:
             raise self._error(request, size)
         return size

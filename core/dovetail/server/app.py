@@ -19,6 +19,7 @@ from dovetail.server import admin, control, info, parsing
 from dovetail.server.errors import ErrorFormats, add_error_handlers
 from dovetail.server.openapi import RouteDescriber
 from dovetail.server.pages.routes import add_pages
+from dovetail.server.request_ids import RequestIds
 from dovetail.server.scopes import RequestScopes
 from dovetail.server.service import Service
 from dovetail.server.tenants.access import AccessControl
@@ -106,6 +107,7 @@ def build_app(
     add_error_handlers(app, formats)
     app.add_middleware(RequestScopes, intake=service.intake)
     _allow_origins(app, service.config.server.cors_origins)
+    app.add_middleware(RequestIds)
     return app
 
 
@@ -150,5 +152,5 @@ def _allow_origins(app: FastAPI, origins: Sequence[str]) -> None:
             allow_origins=origins,
             allow_methods=["GET", "HEAD", "POST", "DELETE"],
             allow_headers=["*"],
-            expose_headers=["retry-after"],
+            expose_headers=["retry-after", "x-request-id"],
         )

@@ -184,11 +184,14 @@ class EngineClient:
         return stream
 
     def abort(self, group: str, message: str = "aborted by request") -> bool:
-        """Abort the requests of ``group``, which end with finish reason ``abort``. Return False if there is no such group."""
+        """Abort the requests of ``group``, or those whose id begins with ``group`` and a slash. They end with finish reason
+        ``abort``. Return False if there are none."""
         stream = self._groups.get(group)
-        for rid in list(stream.open) if stream else ():
-            self._send(AbortMsg(rid, message))
-        return stream is not None
+        members = [rid for rid in self._streams if rid.rpartition("/")[0] == group] if stream is None else stream.rids
+        for rid in members:
+            if rid in self._streams[rid].open:
+                self._send(AbortMsg(rid, message))
+        return bool(members)
 
     def abort_all(self, message: str = "aborted by the operator") -> None:
         """Abort every request of this engine."""

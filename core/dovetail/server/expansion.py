@@ -14,14 +14,15 @@ from dovetail.messages import GenerateMsg
 _serial = itertools.count()
 
 
-def messages(request: ApiRequest) -> list[GenerateMsg]:
-    """Return ``n`` messages for each prompt, prompt by prompt, with ids that are never used again. Raises ``RequestError``."""
+def messages(request: ApiRequest, scope: str = "") -> list[GenerateMsg]:
+    """Return ``n`` messages for each prompt, prompt by prompt, with ids that are never used again. They begin with
+    ``scope`` and the public id of the prompt, or that of the request. Raises ``RequestError``."""
     if request.session and request.num_outputs != 1:
         raise RequestError(
             f"the request is for {request.num_outputs} outputs of session {request.session!r:.80}; a session has one at a time",
             param="session",
         )
-    return [msg for prompt in request.prompts for msg in _outputs(request, prompt)]
+    return [msg for prompt in request.prompts for msg in _outputs(request, prompt, scope)]
 
 
 def seeded(request: ApiRequest, seeds: random.Random) -> ApiRequest:
@@ -35,11 +36,11 @@ def seeded(request: ApiRequest, seeds: random.Random) -> ApiRequest:
     return replace(request, prompts=tuple(given))
 
 
-def _outputs(request: ApiRequest, prompt: Prompt) -> list[GenerateMsg]:
+def _outputs(request: ApiRequest, prompt: Prompt, scope: str) -> list[GenerateMsg]:
     return expand(
         prompt.ids,
         prompt.params,
-        [f"{request.rid}/{next(_serial)}" for _ in range(prompt.params.n)],
+        [f"{scope}{prompt.rid or request.rid}/{next(_serial)}" for _ in range(prompt.params.n)],
         namespace=request.namespace,
         priority=request.priority,
         group=request.group,

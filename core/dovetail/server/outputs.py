@@ -15,7 +15,7 @@ from dovetail.tokenizer import IncrementalDetokenizer
 from dovetail.types import Acceptance, FinishKind
 
 if TYPE_CHECKING:
-    from dovetail.interfaces.api import ChatReader
+    from dovetail.interfaces.api import ChatDelta, ChatReader
     from dovetail.messages import GenerateMsg, TokenOutput
     from dovetail.server.engines import Stream
     from dovetail.server.metrics import RequestMetrics
@@ -31,6 +31,8 @@ class GrowingChoice(Choice):
         super().__init__(index, msg.input_ids, keeps_stop=msg.params.include_stop)
         self._reader = reader
         self._detokenizer = IncrementalDetokenizer.for_params(tokenizer, msg.params, continues)
+        self._answering = self._reasons = False
+        self._before_answer = 0
 
     def add(self, output: TokenOutput) -> Delta:
         """Add an output and return what it added. Raises ``EngineError`` if the request failed."""
@@ -40,7 +42,19 @@ class GrowingChoice(Choice):
         if self._reader is not None:
             self.parts += parts
             self.calls = self._reader.calls
+            self._count_reasoning(output, parts)
         return Delta(self, text, output.token_ids, (output.logprobs or [])[:shown], self.finish, parts)
+
+    def _count_reasoning(self, output: TokenOutput, parts: Sequence[ChatDelta]) -> None:
+        """Count the tokens of ``output`` as reasoning if the answer has not begun before them. An output without
+        reasoning has none."""
+        if self._answering:
+            return
+        self._reasons = self._reasons or any(part.reasoning for part in parts)
+        self._answering = any(part.content or part.calls for part in parts)
+        if not self._answering or any(part.reasoning for part in parts):
+            self._before_answer += len(output.token_ids)
+        self.reasoning_tokens = self._before_answer if self._reasons else 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,6 +194,7 @@ class RequestOutputs:
             sum(len(choice.token_ids) for choice in self.choices),
             sum(choice.cached_tokens for choice in firsts),
             Acceptance(*map(sum, zip(*(choice.acceptance for choice in self.choices), strict=True))),
+            sum(choice.reasoning_tokens for choice in self.choices),
         )
 
 

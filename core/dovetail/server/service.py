@@ -13,6 +13,7 @@ from typing import Any
 
 from dovetail.api.offload import ByteBudget, Intake, Offload, offloaded, request_scope
 from dovetail.api.problems import DrainingError, UnknownModelError
+from dovetail.api.requests import check_logprobs
 from dovetail.chat.parsing import OutputParsers
 from dovetail.config import Config
 from dovetail.errors import ContextLengthError, EngineDeadError, RequestError
@@ -82,12 +83,15 @@ class Service(ApiHost):
             )
         for prompt in request.prompts:
             check_prompt(prompt.ids, prompt.params, self.context_len, self.vocab_size)
+            check_logprobs(self, prompt.params)
         request_scope().expect_answer(self._answers.check(request))
         if any(prompt.params.thinking_budget is not None for prompt in request.prompts):
             request = self._with_thinking_budgets(request)
-        msgs = messages(request if self._seeds is None else seeded(request, self._seeds))
         terms = terms or RequestTerms(max_seconds=self.config.server.max_seconds)
-        stream = self.engine.open(terms.name or request.rid, msgs)
+        name = terms.name or request.rid
+        scope = name.removesuffix(request.rid)
+        msgs = messages(request if self._seeds is None else seeded(request, self._seeds), scope)
+        stream = self.engine.open(name, msgs)
         outputs = RequestOutputs(request, msgs, stream, self.tokenizer, RequestMetrics(self.metrics), terms)
         outputs.most_bytes = self._answers.most
         return outputs
@@ -157,20 +161,25 @@ class Service(ApiHost):
         return self.tokenizer.encode(text, add_special_tokens)
 
     async def render_chat(
-        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]], extra: Mapping[str, Any]
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]],
+        extra: Mapping[str, Any],
+        add_generation_prompt: bool = True,
     ) -> str:
-        """Return the prompt text of a chat, with the assistant's turn opened. Encode it without special tokens. Raises
-        ``RequestError``."""
+        """Return the prompt text of a chat, with the assistant's turn opened if ``add_generation_prompt`` is set.
+        Encode it without special tokens. Raises ``RequestError``."""
         large = sum(len(message["content"]) + 64 for message in messages) >= _LARGE
-        return await offloaded(large, self._render, messages, tools or None, extra)
+        return await offloaded(large, self._render, messages, tools or None, extra, add_generation_prompt)
 
     def _render(
         self,
         messages: Sequence[Mapping[str, Any]],
         tools: Sequence[Mapping[str, Any]] | None,
         extra: Mapping[str, Any],
+        opened: bool,
     ) -> str:
-        return self.tokenizer.apply_chat_template(self.prompts.messages(messages), tools, True, extra)
+        return self.tokenizer.apply_chat_template(self.prompts.messages(messages), tools, opened, extra)
 
     def plan_chat(
         self, params: SamplingParams, prompt: str, tools: ToolRequest | None, separate_reasoning: bool = True

@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any
 
+from dovetail.api.placement import SessionFields
 from dovetail.chat.requests import Arguments
 from dovetail.interfaces.api import ApiHost, ApiRequest, ChatPlan, Prompt
 from dovetail.interfaces.parsers import ToolRequest
@@ -19,7 +20,7 @@ class ChatInput:
 
     ``messages`` and ``tools`` have the form that chat templates expect. ``variables`` are further variables of the
     template. ``calls`` describes the tool calls that are allowed or required; None if there must be none. The answer
-    continues ``opening``, which is the beginning of the assistant's turn.
+    continues ``opening``, which is the beginning of the assistant's turn. The turn is begun unless ``opened`` is False.
     """
 
     messages: Sequence[Mapping[str, Any]]
@@ -27,34 +28,16 @@ class ChatInput:
     calls: ToolRequest | None = None
     variables: Mapping[str, Any] = field(default_factory=dict)
     opening: str = ""
+    opened: bool = True
 
     async def prompt(self, host: ApiHost) -> str:
         """Return the text of the prompt. Raises ``RequestError`` if the chat template refuses the conversation."""
         shown = self.tools if self.calls is not None else ()
-        return await host.render_chat(self.messages, shown, self.variables) + self.opening
+        return await host.render_chat(self.messages, shown, self.variables, self.opened) + self.opening
 
     async def tokens(self, host: ApiHost) -> list[int]:
         """Return the token ids of the prompt. Raises ``RequestError``."""
         return await host.encode(await self.prompt(host), add_special_tokens=False)
-
-
-class PlacementFields(Protocol):
-    """Declare the fields of a body that determine how its request is scheduled and cached."""
-
-    @property
-    def cache_salt(self) -> str | None:
-        """Return the namespace of the request's cached prefixes."""
-        ...
-
-    @property
-    def priority(self) -> int | None:
-        """Return the scheduling priority of the request."""
-        ...
-
-    @property
-    def session(self) -> str | None:
-        """Return the id of the conversation to which the request belongs."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,22 +50,17 @@ class RequestMetadata:
     session: str = ""
 
     @classmethod
-    def of(cls, rid: str, body: PlacementFields) -> RequestMetadata:
+    def of(cls, rid: str, body: SessionFields) -> RequestMetadata:
         """Build the metadata of a request with the public id ``rid`` from its body."""
-        return cls(rid, body.cache_salt or "", body.priority or 0, body.session or "")
+        return cls(rid, body.namespace, body.priority or 0, body.session_name)
 
 
 async def plan(
-    host: ApiHost,
-    chat_input: ChatInput,
-    params: SamplingParams,
-    metadata: RequestMetadata,
-    *,
-    separate_reasoning: bool = True,
+    host: ApiHost, chat_input: ChatInput, params: SamplingParams, metadata: RequestMetadata
 ) -> tuple[ApiRequest, ChatPlan]:
     """Return the request for the next turn, and the plan of how its output is read. Raises ``RequestError``."""
     text = await chat_input.prompt(host)
-    how = host.plan_chat(params, text, chat_input.calls, separate_reasoning)
+    how = host.plan_chat(params, text, chat_input.calls)
     prompt = Prompt(await host.encode(text, add_special_tokens=False), how.params)
     continues = bool(chat_input.opening)
     request = ApiRequest(

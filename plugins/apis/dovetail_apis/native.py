@@ -2,26 +2,45 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar
+from collections.abc import Sequence
+from typing import Annotated, Any
 
 import msgspec
 from pydantic import Field
 from starlette.requests import Request
 from starlette.responses import Response
 
-from dovetail.api.body import ApiModel, CacheSalt, Ids, Int32, Rid, Session, examples, parse, validate
+from dovetail.api.body import ApiModel, Ids, Int32, Rid, Rids, examples, parse, validate
 from dovetail.api.meta import finish_json, logprobs_json
-from dovetail.api.requests import check_count, new_id, sampling_params, with_output_limit
+from dovetail.api.placement import SessionFields
+from dovetail.api.requests import (
+    api_names,
+    check_count,
+    check_logprobs,
+    request_names,
+    sampling_params,
+    with_output_limit,
+)
 from dovetail.api.responses import SSE, event, streamed, whole
 from dovetail.api.sampling import SamplingFields
 from dovetail.errors import RequestError
 from dovetail.interfaces.api import Api, ApiHost, ApiProblem, ApiRequest, Choice, Delta, Generation, Prompt, Route
 from dovetail.sampling_params import SamplingParams
 from dovetail.types import Acceptance
+from dovetail_apis.fields import GENERATE, SAMPLING_PARAMS
 
 _DEFAULT_MAX_NEW_TOKENS = 128  # SGLang's
-_NAMES = {"seed": "sampling_seed", "include_stop": "no_stop_trim", "logprobs": "top_logprobs_num"}
+_NAMES = {
+    "seed": "sampling_seed",
+    "include_stop": "no_stop_trim",
+    "logprobs": "top_logprobs_num",
+    "thinking_budget": "max_thinking_tokens",
+}
+_LISTS = ("return_logprob", "logprob_start_len", "top_logprobs_num", "token_ids_logprob")
+"""List the fields that may have one entry for each prompt."""
+
+Start = Annotated[int, Field(ge=-1)]
+"""Type of the first position of a prompt whose log-probabilities are returned; -1 stands for none."""
 
 
 class Native(Api):
@@ -32,22 +51,30 @@ class Native(Api):
         return (Route(["POST"], "/generate", generate, NativeRequest, answers=("application/json", SSE)),)
 
 
+class NativeStreamOptions(ApiModel):
+    """Configure a stream. Every event has the token counts in any case, in ``meta_info``."""
+
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+
+
 class NativeSampling(SamplingFields):
     """Describe ``sampling_params`` of /generate. None stands for the default."""
 
     max_new_tokens: Int32 | None = None
     min_new_tokens: Int32 | None = None
+    max_tokens: Int32 | None = Field(None, description="vLLM's name of `max_new_tokens`.")
+    min_tokens: Int32 | None = Field(None, description="vLLM's name of `min_new_tokens`.")
     sampling_seed: int | None = None
     no_stop_trim: bool | None = None
+    include_stop_str_in_output: bool | None = Field(None, description="vLLM's name of `no_stop_trim`.")
 
-    refused: ClassVar[Mapping[str, tuple[object, ...]]] = {
-        "stop_regex": (),
-        "custom_params": ({},),
-        "spaces_between_special_tokens": (True,),
-    }
+    ignored = SAMPLING_PARAMS.ignored
+    refused = SAMPLING_PARAMS.refused
+    reasons = SAMPLING_PARAMS.reasons
 
 
-class NativeRequest(ApiModel):
+class NativeRequest(SessionFields):
     """Describe the body of POST /generate: one prompt or several, as text or token ids."""
 
     model_config = examples(
@@ -62,17 +89,20 @@ class NativeRequest(ApiModel):
         None, description="See `NativeSampling`; a list has one entry for each prompt."
     )
     stream: bool = False
-    rid: Rid | None = None
-    return_logprob: bool = False
-    logprob_start_len: int | None = Field(
+    stream_options: NativeStreamOptions | None = None
+    rid: Rid | Rids | None = Field(None, description="Id of the request, or the ids of its prompts.")
+    return_logprob: bool | list[bool] = False
+    logprob_start_len: Start | list[Start] | None = Field(
         None,
-        ge=-1,
         description="0 includes the prompt, a larger number leaves out its beginning. By default only the output is included.",
     )
-    top_logprobs_num: int = 0
+    top_logprobs_num: int | list[int] = 0
+    token_ids_logprob: list[int] | list[list[int]] | None = Field(
+        None, description="Tokens whose log-probabilities are returned at each position, too."
+    )
     return_text_in_logprobs: bool = False
-    priority: Int32 | None = None
-    cache_salt: CacheSalt = None
+    return_prompt_token_ids: bool = False
+    max_thinking_tokens: Int32 | None = Field(None, description="The largest number of tokens of the reasoning.")
     group: Rid | None = Field(
         None,
         description="Requests of one group share a prefix, which is computed once and kept cached for all of them.",
@@ -82,29 +112,31 @@ class NativeRequest(ApiModel):
         ge=1,
         description="Number of outputs that the group will have; by default the number of outputs of this request.",
     )
-    session: Session = None
 
-    ignored = frozenset({"log_metrics", "background"})
-    refused: ClassVar[Mapping[str, tuple[object, ...]]] = {
-        "image_data": (),
-        "audio_data": (),
-        "video_data": (),
-        "input_embeds": (),
-        "lora_path": (),
-        "session_params": (),
-        "custom_logit_processor": (),
-        "token_ids_logprob": (),
-        "return_hidden_states": (False,),
-    }
+    ignored = GENERATE.ignored
+    refused = GENERATE.refused
+    reasons = GENERATE.reasons
+
+    def of_prompt(self, name: str, index: int, count: int) -> Any:
+        """Return the value of a field for one of ``count`` prompts. Raises ``RequestError`` if the field is a list of
+        another length."""
+        given = getattr(self, name)
+        nested = isinstance(given, list) and (name != "token_ids_logprob" or bool(given and isinstance(given[0], list)))
+        if not nested:
+            return given
+        if len(given) != count:
+            raise RequestError(f"{name} has {len(given)} entries for {count} prompts", param=name)
+        return given[index]
 
 
 async def generate(host: ApiHost, request: Request) -> Response:
     """Return the continuation of a prompt, or a list if there are several prompts or outputs."""
     body = await parse(request, NativeRequest, host.max_body)
     parsed = await _parsed(host, body)
-    outputs = host.submit(parsed)
+    with api_names(_NAMES):
+        outputs = host.submit(parsed)
     single = not _is_batch(body) and parsed.prompts[0].params.n == 1
-    formatter = NativeFormat(host, body, outputs, single)
+    formatter = NativeFormat(host, body, outputs, len(parsed.prompts), single)
     if body.stream:
         return await streamed(request, outputs, formatter)
     return await whole(request, outputs, formatter.whole)
@@ -120,46 +152,61 @@ async def _parsed(host: ApiHost, body: NativeRequest) -> ApiRequest:
     if not all(prompts):
         raise RequestError(f"{param} has an empty prompt; give at least one token", param=param, code="empty_prompt")
     chosen = _sampling(body, len(prompts))
+    for params in chosen:
+        check_logprobs(host, params, {**_NAMES, "prompt_logprobs": "top_logprobs_num"})
+    rid, names = request_names(body.rid, len(prompts), "")
     ids = [await host.encode(p, add_special_tokens=True) if isinstance(p, str) else p for p in prompts]
     items = tuple(
-        Prompt(tokens, with_output_limit(params, host.output_limit(tokens, _DEFAULT_MAX_NEW_TOKENS)))
-        for tokens, params in zip(ids, chosen, strict=True)
+        Prompt(tokens, with_output_limit(params, host.output_limit(tokens, _DEFAULT_MAX_NEW_TOKENS)), name)
+        for tokens, params, name in zip(ids, chosen, names, strict=True)
     )
     return ApiRequest(
-        body.rid or new_id(""),
+        rid,
         items,
-        namespace=body.cache_salt or "",
+        namespace=body.namespace,
         priority=body.priority or 0,
         group=body.group or "",
         group_size=body.group_size or 0,
-        session=body.session or "",
+        session=body.session or (body.session_id or "" if len(items) * items[0].params.n == 1 else ""),
     )
 
 
 def _sampling(body: NativeRequest, count: int) -> list[SamplingParams]:
     given = body.sampling_params or {}
-    if not isinstance(given, list):
-        return [_params(body, validate(given, NativeSampling))] * count
-    if len(given) != count:
+    if isinstance(given, list) and len(given) != count:
         raise RequestError(f"sampling_params has {len(given)} entries for {count} prompts", param="sampling_params")
-    return [_params(body, validate(one, NativeSampling)) for one in given]
+    if isinstance(given, list):
+        return [_params(body, validate(one, NativeSampling), i, count) for i, one in enumerate(given)]
+    params = validate(given, NativeSampling)
+    if any(isinstance(getattr(body, name), list) for name in _LISTS):
+        return [_params(body, params, i, count) for i in range(count)]
+    return [_params(body, params, 0, count)] * count
 
 
-def _params(body: NativeRequest, given: NativeSampling) -> SamplingParams:
-    if given.seed is not None and given.sampling_seed is not None:
-        raise RequestError("give one of seed and sampling_seed", param="sampling_seed")
-    with_prompt = body.return_logprob and body.logprob_start_len is not None and body.logprob_start_len >= 0
+def _params(body: NativeRequest, given: NativeSampling, index: int, count: int) -> SamplingParams:
+    """Return the parameters of prompt ``index``. Raises ``RequestError``."""
+    returned, start, top, token_ids = (body.of_prompt(name, index, count) for name in _LISTS)
     values = {
         **given.sampling(),
-        "max_new_tokens": given.max_new_tokens,
-        "min_new_tokens": given.min_new_tokens,
-        "seed": given.seed if given.seed is not None else given.sampling_seed,
-        "include_stop": given.no_stop_trim,
-        "logprobs": body.top_logprobs_num if body.return_logprob else None,
-        "prompt_logprobs": body.top_logprobs_num if with_prompt else None,
-        "prompt_logprobs_start": max(body.logprob_start_len or 0, 0),
+        "max_new_tokens": _one(given, "max_new_tokens", "max_tokens"),
+        "min_new_tokens": _one(given, "min_new_tokens", "min_tokens"),
+        "seed": _one(given, "seed", "sampling_seed"),
+        "include_stop": _one(given, "no_stop_trim", "include_stop_str_in_output"),
+        "logprobs": (top or 0) if returned else None,
+        "prompt_logprobs": (top or 0) if returned and start is not None and start >= 0 else None,
+        "prompt_logprobs_start": max(start or 0, 0),
+        "token_ids_logprob": tuple(token_ids) if returned and token_ids else None,
+        "thinking_budget": body.max_thinking_tokens,
     }
     return sampling_params(values, _NAMES)
+
+
+def _one(given: NativeSampling, name: str, other: str) -> Any:
+    """Return the value of a field that has two names. Raises ``RequestError`` if both are given and differ."""
+    first, second = getattr(given, name), getattr(given, other)
+    if first is not None and second is not None and first != second:
+        raise RequestError(f"{name} is {first} and {other} is {second}; give one of them", param=other)
+    return second if first is None else first
 
 
 class NativeFormat:
@@ -167,11 +214,13 @@ class NativeFormat:
 
     media_type = SSE
 
-    def __init__(self, host: ApiHost, body: NativeRequest, outputs: Generation, single: bool) -> None:
-        """Prepare the answer to ``body``: an object if the request is ``single``, otherwise a list."""
+    def __init__(self, host: ApiHost, body: NativeRequest, outputs: Generation, count: int, single: bool) -> None:
+        """Prepare the answer to ``body``, which has ``count`` prompts: an object if the request is ``single``, otherwise
+        a list."""
         self._outputs = outputs
         self._tokenizer = host.tokenizer
         self._body = body
+        self._count = count
         self._single = single
 
     def whole(self, outputs: Generation) -> object:
@@ -201,7 +250,7 @@ class NativeFormat:
         return answer if self._single else {**answer, "index": choice.index}
 
     def _answer(self, choice: Choice) -> dict[str, Any]:
-        rid = self._outputs.rid if self._single else f"{self._outputs.rid}_{choice.index}"
+        rid, of_prompt = self._id(choice)
         meta: dict[str, Any] = {
             "id": rid,
             "finish_reason": finish_json(choice.finish, len(choice.token_ids)),
@@ -214,15 +263,29 @@ class NativeFormat:
             meta["grammar_backend"] = choice.grammar_backend
         if choice.acceptance.drafted:
             meta |= _speculation(choice.acceptance)
-        if self._body.return_logprob:
-            meta |= self._logprobs(choice)
-        return {"text": choice.text, "output_ids": choice.token_ids, "meta_info": meta}
+        if self._body.of_prompt("return_logprob", of_prompt, self._count):
+            meta |= self._logprobs(choice, of_prompt)
+        answer = {"text": choice.text, "output_ids": choice.token_ids, "meta_info": meta}
+        return {**answer, "prompt_token_ids": choice.prompt_ids} if self._body.return_prompt_token_ids else answer
 
-    def _logprobs(self, choice: Choice) -> dict[str, Any]:
-        top = bool(self._body.top_logprobs_num)
+    def _id(self, choice: Choice) -> tuple[str, int]:
+        """Return the public id of a choice, and the index of its prompt."""
+        outputs_each = len(self._outputs.choices) // self._count
+        of_prompt, number = divmod(choice.index, outputs_each)
+        given = self._body.rid
+        if self._single:
+            return self._outputs.rid, 0
+        if isinstance(given, list):
+            return given[of_prompt] if outputs_each == 1 else f"{given[of_prompt]}_{number}", of_prompt
+        return f"{self._outputs.rid}_{choice.index}", of_prompt
+
+    def _logprobs(self, choice: Choice, of_prompt: int) -> dict[str, Any]:
+        top = bool(self._body.of_prompt("top_logprobs_num", of_prompt, self._count))
+        given = bool(self._body.of_prompt("token_ids_logprob", of_prompt, self._count))
         return {
-            **logprobs_json(choice.prompt_logprobs, "input", top, self._text),
-            **logprobs_json(choice.logprobs, "output", top, self._text),
+            **logprobs_json(choice.prompt_logprobs, "input", top, self._text, given),
+            **logprobs_json(choice.logprobs, "output", top, self._text, given),
+            "output_token_logprobs_length": len(choice.logprobs),
         }
 
     def _text(self, token_id: int) -> str | None:

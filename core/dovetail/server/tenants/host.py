@@ -137,10 +137,14 @@ class TenantHost(ApiHost):
         return await self._service.encode(text, add_special_tokens)
 
     async def render_chat(
-        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]], extra: Mapping[str, Any]
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]],
+        extra: Mapping[str, Any],
+        add_generation_prompt: bool = True,
     ) -> str:
         """See ``Service.render_chat``."""
-        return await self._service.render_chat(messages, tools, extra)
+        return await self._service.render_chat(messages, tools, extra, add_generation_prompt)
 
     def plan_chat(
         self, params: SamplingParams, prompt: str, tools: ToolRequest | None, separate_reasoning: bool = True

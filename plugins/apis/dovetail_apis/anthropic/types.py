@@ -7,7 +7,8 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import Field
 
-from dovetail.api.body import ApiModel, CacheSalt, Int32, Session, examples
+from dovetail.api.body import ApiModel, Int32, examples
+from dovetail.api.placement import SessionFields
 
 _IGNORED = frozenset(
     [
@@ -99,7 +100,7 @@ class CountRequest(ApiModel):
     refused = _REFUSED
 
 
-class MessagesRequest(CountRequest):
+class MessagesRequest(CountRequest, SessionFields):
     """Describe the body of POST /v1/messages."""
 
     model_config = examples(
@@ -121,9 +122,6 @@ class MessagesRequest(CountRequest):
     # beyond Anthropic's API
     min_p: float | None = None
     seed: int | None = None
-    priority: Int32 | None = None
-    cache_salt: CacheSalt = None
-    session: Session = None
 
 
 class TextBlock(ApiModel):

@@ -4,25 +4,28 @@ from __future__ import annotations
 
 import base64
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 from pydantic import Field
 from starlette.requests import Request
 from starlette.responses import Response
 
-from dovetail.api.body import ApiModel, CacheSalt, Ids, Int32, Rid, Texts, examples, parse
+from dovetail.api.body import Ids, Int32, Rid, Rids, Texts, examples, parse
 from dovetail.api.embeddings import check_dimensions, embedding, pooling_kind
-from dovetail.api.requests import new_id
+from dovetail.api.placement import PlacementFields
+from dovetail.api.requests import request_names
 from dovetail.api.responses import whole
+from dovetail.api.truncation import TruncationFields
 from dovetail.errors import RequestError
 from dovetail.interfaces.api import Api, ApiHost, ApiProblem, ApiRequest, Generation, Route
 from dovetail.types import FloatArray
 from dovetail_apis.embeddings.encode import ClassifyRequest, EncodeRequest, classify, encode
 from dovetail_apis.embeddings.pooling import as_prompts, input_usage, pooled, pooling_params
+from dovetail_apis.fields import EMBEDDINGS
 from dovetail_apis.openai.format import error_json
 
 
-class EmbeddingsRequest(ApiModel):
+class EmbeddingsRequest(TruncationFields, PlacementFields):
     """Describe the body of POST /v1/embeddings."""
 
     model_config = examples({"model": "tiny", "input": ["A text", "Another one"]}, {"input": "A text", "dimensions": 4})
@@ -42,17 +45,19 @@ class EmbeddingsRequest(ApiModel):
     )
     normalize: bool = Field(True, description="Scale vectors to length 1.")
     add_special_tokens: bool = Field(True, description="Let the tokenizer add its special tokens to texts.")
-    priority: Int32 | None = None
-    cache_salt: CacheSalt = None
-    rid: Rid | None = None
+    use_activation: bool | None = Field(None, description="vLLM's name of `normalize`.")
+    rid: Rid | Rids | None = None
+    request_id: Rid | None = None
 
-    ignored: ClassVar[frozenset[str]] = frozenset({"user"})
+    ignored = EMBEDDINGS.ignored
+    refused = EMBEDDINGS.refused
+    reasons = EMBEDDINGS.reasons
 
 
 class Embeddings(Api):
     """Serve OpenAI's embeddings: https://platform.openai.com/docs/api-reference/embeddings"""
 
-    claims = ("/v1/embeddings",)
+    claims = ("/v1/embeddings", "/encode", "/classify")
 
     def routes(self) -> Sequence[Route]:
         """Return the routes of OpenAI and of SGLang."""
@@ -74,9 +79,12 @@ async def embeddings(host: ApiHost, request: Request) -> Response:
     params = pooling_params(pooling_kind(body.pooling, host.embedding))
     assert host.embedding is not None, "pooling_kind refuses a model without embeddings"
     check_dimensions(body.dimensions, host.embedding["size"])
-    prompts = await as_prompts(host, _inputs(body), params, "input", add_special_tokens=body.add_special_tokens)
-    salt, priority = body.cache_salt or "", body.priority or 0
-    api_request = ApiRequest(body.rid or new_id("embd-"), tuple(prompts), True, salt, priority)
+    inputs = _inputs(body)
+    rid, names = request_names(body.rid or body.request_id, len(inputs), "embd-")
+    prompts = await as_prompts(
+        host, inputs, params, "input", body, add_special_tokens=body.add_special_tokens, names=names
+    )
+    api_request = ApiRequest(rid, tuple(prompts), True, body.namespace, body.priority or 0)
     return await whole(request, host.submit(api_request), lambda outputs: _answer(host, body, outputs))
 
 
@@ -88,7 +96,8 @@ def _inputs(body: EmbeddingsRequest) -> Sequence[str | list[int]]:
 
 
 def _answer(host: ApiHost, body: EmbeddingsRequest, outputs: Generation) -> Mapping[str, Any]:
-    vectors = [embedding(pooled(choice), body.dimensions, normalize=body.normalize) for choice in outputs.choices]
+    normalize = body.normalize and body.use_activation is not False
+    vectors = [embedding(pooled(choice), body.dimensions, normalize=normalize) for choice in outputs.choices]
     shown = _base64 if body.encoding_format == "base64" else _numbers
     data = [{"object": "embedding", "index": i, "embedding": shown(vector)} for i, vector in enumerate(vectors)]
     return {"object": "list", "data": data, "model": host.model_name, "usage": input_usage(outputs.usage)}

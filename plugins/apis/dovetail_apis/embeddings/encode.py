@@ -63,7 +63,8 @@ async def encode(host: ApiHost, request: Request) -> Response:
     host.check_model(body.model)
     params = pooling_params(pooling_kind(None, host.embedding))
     given, single = _inputs(body)
-    prompts = await as_prompts(host, given, params, "text" if body.text is not None else "input_ids")
+    param = "text" if body.text is not None else "input_ids"
+    prompts = await as_prompts(host, given, params, param)
     api_request = ApiRequest(
         body.rid or new_id("embd-"), tuple(prompts), True, body.cache_salt or "", body.priority or 0
     )

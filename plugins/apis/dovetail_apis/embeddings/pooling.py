@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from dovetail.api.requests import check_count
+from dovetail.api.truncation import TruncationFields
 from dovetail.errors import RequestError
 from dovetail.interfaces.api import ApiHost, Choice, Prompt, Usage
 from dovetail.sampling_params import Pooling, PoolingKind, SamplingParams
@@ -24,19 +25,24 @@ async def as_prompts(
     texts: Sequence[str | list[int]],
     params: SamplingParams,
     param: str,
+    truncation: TruncationFields | None = None,
     *,
     add_special_tokens: bool = True,
+    names: Sequence[str] | None = None,
 ) -> list[Prompt]:
-    """Return prompts of texts or token ids. Raises a ``RequestError`` that names ``param`` for a text without tokens
-    and for invalid token ids."""
+    """Return prompts of texts or token ids, cut as ``truncation`` requires, with the public ids ``names``. Raises a
+    ``RequestError`` that names ``param`` for a text without tokens and for invalid token ids."""
     check_count(host, len(texts), param)
     prompts: list[Prompt] = []
-    for text in texts:
-        ids = await host.encode(text, add_special_tokens) if isinstance(text, str) else text
+    for i, text in enumerate(texts):
+        if truncation is not None:
+            ids = await truncation.encoded(host, text, add_special_tokens, 0)
+        else:
+            ids = await host.encode(text, add_special_tokens) if isinstance(text, str) else text
         if not ids:
             raise RequestError(f"{param} has an empty text; give at least one token", param=param, code="empty_prompt")
         check_token_ids(param, ids, host.vocab_size)
-        prompts.append(Prompt(ids, params))
+        prompts.append(Prompt(ids, params, names[i] if names else ""))
         await asyncio.sleep(0)  # there may be thousands of texts; let other streams continue meanwhile
     return prompts
 

@@ -60,7 +60,7 @@ async def _vectors(
     check_dimensions(dimensions, host.embedding["size"])
     given = [await _shortened(host, text) for text in texts] if truncate else texts
     prompts = await as_prompts(host, given, params, "input")
-    api_request = ApiRequest(new_id("ollama-"), tuple(prompts), True, body.cache_salt or "", body.priority or 0)
+    api_request = ApiRequest(new_id("ollama-"), tuple(prompts), True, body.namespace, body.priority or 0)
     with host.submit(api_request) as outputs:
         await until_disconnect(request.receive, outputs.wait())
         found = [embedding(pooled(choice), dimensions, normalize=normalize) for choice in outputs.choices]

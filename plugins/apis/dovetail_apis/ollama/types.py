@@ -7,7 +7,8 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import Field
 
-from dovetail.api.body import ApiModel, CacheSalt, Int32, Session, examples
+from dovetail.api.body import ApiModel, Int32, examples
+from dovetail.api.placement import PlacementFields, SessionFields
 from dovetail.chat.requests import ToolSpec
 
 
@@ -54,7 +55,7 @@ class Options(ApiModel):
     }
 
 
-class TextRequestFields(ApiModel):
+class TextRequestFields(SessionFields):
     """Describe the common fields of /api/chat and /api/generate. None stands for the default."""
 
     model: str = Field(min_length=1)
@@ -67,10 +68,6 @@ class TextRequestFields(ApiModel):
     keep_alive: float | str | None = Field(None, description="Accepted, but has no effect: the model stays loaded.")
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=20)
-    # beyond Ollama's API
-    priority: Int32 | None = None
-    cache_salt: CacheSalt = None
-    session: Session = None
 
     refused: ClassVar[Mapping[str, tuple[object, ...]]] = {"truncate": (False,), "shift": (False,)}
 
@@ -138,15 +135,12 @@ class GenerateRequest(TextRequestFields):
     }
 
 
-class EmbedFields(ApiModel):
+class EmbedFields(PlacementFields):
     """Describe the common fields of /api/embed and /api/embeddings."""
 
     model: str = Field(min_length=1)
     options: dict[str, Any] | None = Field(None, description="See `Options`; nothing is sampled.")
     keep_alive: float | str | None = Field(None, description="Accepted, but has no effect: the model stays loaded.")
-    # beyond Ollama's API
-    priority: Int32 | None = None
-    cache_salt: CacheSalt = None
 
 
 class EmbedRequest(EmbedFields):

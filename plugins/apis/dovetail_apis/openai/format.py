@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from dovetail.interfaces.api import ApiProblem, Usage
+from dovetail.interfaces.api import ApiProblem, Choice, Usage
 from dovetail.tokenizer import Tokenizer
 from dovetail.types import FinishKind, FinishReason, TokenLogprob
 
 
-def usage_json(usage: Usage) -> dict[str, Any]:
-    """Return the token counts, including the tokens found in the prefix cache, and the numbers of drafted and accepted
+def usage_json(usage: Usage, reasoning: bool = False) -> dict[str, Any]:
+    """Return the token counts, including the tokens found in the prefix cache, those of a chat's ``reasoning``, and the numbers of drafted and accepted
     tokens if there were drafts. Rejected draft tokens are not included in any other count."""
     counts: dict[str, Any] = {
         "prompt_tokens": usage.prompt,
@@ -20,8 +20,10 @@ def usage_json(usage: Usage) -> dict[str, Any]:
         "prompt_tokens_details": {"cached_tokens": usage.cached},
     }
     drafted, accepted, steps = usage.acceptance
+    if reasoning or drafted:
+        counts["completion_tokens_details"] = {"reasoning_tokens": usage.reasoning}
     if drafted:
-        counts["completion_tokens_details"] = {
+        counts["completion_tokens_details"] |= {
             "accepted_prediction_tokens": accepted,
             "rejected_prediction_tokens": drafted - accepted,
         }
@@ -33,6 +35,51 @@ def usage_json(usage: Usage) -> dict[str, Any]:
             "acceptance_rate": usage.acceptance.rate,
         }
     return counts
+
+
+def choice_usage(choice: Choice) -> dict[str, Any]:
+    """Return the token counts of one choice so far, for ``continuous_usage_stats``."""
+    prompt, completion = len(choice.prompt_ids), len(choice.token_ids)
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": completion,
+        "total_tokens": prompt + completion,
+        "prompt_tokens_details": {"cached_tokens": choice.cached_tokens},
+    }
+
+
+def cached_details(usage: Usage) -> dict[str, Any]:
+    """Return SGLang's fields for the place where the cached tokens of the prompts were found: on the device, because no
+    prefix cache of this server keeps KV elsewhere."""
+    return {"sglext": {"cached_tokens_details": {"device": usage.cached, "host": 0}}}
+
+
+def stop_fields(finish: FinishReason | None, stop_token_ids: Sequence[int] | None) -> dict[str, Any]:
+    """Return what ended an output: as ``matched_stop`` (SGLang) a stop string, a stop token or an end-of-sequence token,
+    as ``stop_reason`` (vLLM) the first two of them only."""
+    matched = finish.matched if finish is not None else None
+    requested = isinstance(matched, str) or matched in (stop_token_ids or ())
+    return {"matched_stop": matched, "stop_reason": matched if requested else None}
+
+
+def prompt_logprobs_json(tokenizer: Tokenizer, choice: Choice, top: int) -> list[dict[str, Any] | None]:
+    """Return the log-probabilities of a prompt in vLLM's form: for each position the prompt's token and the ``top``
+    likeliest tokens by id, and None for the first position. ``rank`` is null for a token that is not among the likeliest
+    ones."""
+
+    def position(item: TokenLogprob) -> dict[str, Any] | None:
+        if item.logprob is None:
+            return None
+        likeliest = {token: (value, rank) for rank, (token, value) in enumerate(item.top[:top], 1)}
+        found = {item.token_id: (item.logprob, likeliest.get(item.token_id, (0, None))[1]), **likeliest}
+        return {str(token): _ranked(tokenizer, token, value, rank) for token, (value, rank) in found.items()}
+
+    return [position(item) for item in choice.prompt_logprobs]
+
+
+def _ranked(tokenizer: Tokenizer, token: int, logprob: float, rank: int | None) -> dict[str, Any]:
+    text = tokenizer.bytes_of(token).decode("utf-8", "replace")
+    return {"logprob": logprob, "rank": rank, "decoded_token": text}
 
 
 _KINDS = {403: "permission_error", 429: "rate_limit_error", 503: "service_unavailable"}
@@ -53,15 +100,20 @@ def finish_name(finish: FinishReason | None, calls: int = 0) -> str | None:
     return "tool_calls" if calls and finish.kind is FinishKind.STOP else finish.kind.value
 
 
-def chat_logprobs(tokenizer: Tokenizer, entries: Sequence[TokenLogprob]) -> dict[str, Any]:
-    """Return log-probabilities in the chat format: every token with its bytes and the likeliest alternatives."""
+def chat_logprobs(tokenizer: Tokenizer, entries: Sequence[TokenLogprob], as_ids: bool = False) -> dict[str, Any]:
+    """Return log-probabilities in the chat format: every token with its bytes and the likeliest alternatives. With
+    ``as_ids``, tokens are named by their ids."""
 
     def entry(token_id: int, logprob: float | None) -> dict[str, Any]:
         data = tokenizer.bytes_of(token_id)
-        return {"token": data.decode("utf-8", "replace"), "logprob": logprob, "bytes": list(data)}
+        name = f"token_id:{token_id}" if as_ids else data.decode("utf-8", "replace")
+        return {"token": name, "logprob": logprob, "bytes": list(data)}
 
     content = [
-        {**entry(item.token_id, item.logprob), "top_logprobs": [entry(token, value) for token, value in item.top]}
+        {
+            **entry(item.token_id, item.logprob),
+            "top_logprobs": [entry(token, value) for token, value in {**dict(item.top), **dict(item.given)}.items()],
+        }
         for item in entries
     ]
     return {"content": content, "refusal": None}
@@ -71,8 +123,9 @@ class CompletionLogprobs:
     """Write log-probabilities in the completions format: parallel lists, where ``text_offset`` counts the characters of
     the choice's text."""
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    def __init__(self, tokenizer: Tokenizer, as_ids: bool = False) -> None:
         self._tokenizer = tokenizer
+        self._as_ids = as_ids
         self._offset = 0
 
     def add(self, entries: Sequence[TokenLogprob]) -> dict[str, Any]:
@@ -93,11 +146,13 @@ class CompletionLogprobs:
         """Return the likeliest tokens, or None for the first token of a prompt, which is not predicted."""
         if item.logprob is None:
             return None
-        return {self._name(token): value for token, value in item.top}
+        return {self._name(token): value for token, value in (*item.top, *item.given)}
 
     def _name(self, token_id: int) -> str:
         """Return the token's text. Bytes that are not valid text alone are written like ``bytes:\\xe2``, so that names
-        do not collide."""
+        do not collide. With ``as_ids`` tokens are named by their ids."""
+        if self._as_ids:
+            return f"token_id:{token_id}"
         data = self._tokenizer.bytes_of(token_id)
         try:
             return data.decode()

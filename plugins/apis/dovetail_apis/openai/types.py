@@ -3,81 +3,103 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 from pydantic import ConfigDict, Field
 
-from dovetail.api.body import ApiModel, CacheSalt, Ids, Int32, Rid, Session, Texts, examples
-from dovetail.api.requests import CONSTRAINTS, sampling_params
-from dovetail.api.sampling import SamplingFields
+from dovetail.api.body import ApiModel, Ids, Int32, Rid, Rids, Texts, examples
+from dovetail.api.placement import SessionFields
+from dovetail.api.requests import request_names, sampling_params
+from dovetail.api.truncation import TruncationFields
 from dovetail.chat.requests import NamedTool, ToolSpec
+from dovetail.errors import RequestError
 from dovetail.sampling_params import SamplingParams
+from dovetail_apis.fields import CHAT, COMPLETIONS
+from dovetail_apis.openai.reasoning import ReasoningFields
+from dovetail_apis.structured import StructuredFields
 
 _NAMES = {
     "max_new_tokens": "max_tokens",
     "min_new_tokens": "min_tokens",
     "include_stop": "include_stop_str_in_output",
+    "token_ids_logprob": "logprob_token_ids",
+    "thinking_budget": "thinking_token_budget",
 }
-_IGNORED = frozenset(
-    [
-        "user",
-        "metadata",
-        "store",
-        "service_tier",
-        "prompt_cache_key",
-        "prompt_cache_options",
-        "prompt_cache_retention",
-        "safety_identifier",
-        "prediction",
-        "parallel_tool_calls",
-    ]
-)
 
 
 class StreamOptions(ApiModel):
     """Configure what a stream contains in addition to its text."""
 
     include_usage: bool | None = None
+    continuous_usage_stats: bool | None = Field(None, description="Every chunk has the token counts of its choice.")
     include_obfuscation: bool | None = Field(None, description="Accepted, but has no effect: nothing is obfuscated.")
 
 
-class OpenAIFields(SamplingFields):
+class OpenAIFields(StructuredFields, TruncationFields, SessionFields):
     """Describe the common fields of /v1/completions and /v1/chat/completions. None stands for the default."""
-
-    constraints = ("response_format", *CONSTRAINTS)
 
     model: str | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     max_tokens: Int32 | None = None
-    response_format: dict[str, Any] | None = None
     # beyond OpenAI's API
     min_tokens: Int32 | None = None
     include_stop_str_in_output: bool | None = None
-    priority: Int32 | None = None
-    cache_salt: CacheSalt = None
-    session: Session = None
-    rid: Rid | None = Field(None, description="Id of the request for /abort_request; also the id of the answer.")
-
-    ignored = _IGNORED
+    no_stop_trim: bool | None = None
+    rid: Rid | Rids | None = Field(None, description="Id of the request for /abort_request; also the id of the answer.")
+    request_id: Rid | None = None
+    prompt_logprobs: int | None = Field(None, description="Return this number of log-probabilities for the prompt.")
+    logprob_token_ids: list[int] | None = Field(None, description="Return the log-probabilities of these tokens.")
+    thinking_token_budget: Int32 | None = Field(
+        None, ge=-1, description="The largest number of tokens of the reasoning; -1: any."
+    )
+    return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
+    return_cached_tokens_details: bool | None = None
 
     @property
     def include_usage(self) -> bool:
         """Return true if a stream ends with token counts."""
         return bool(self.stream_options and self.stream_options.include_usage)
 
+    @property
+    def continuous_usage(self) -> bool:
+        """Return true if every chunk of a stream has token counts."""
+        return bool(self.stream_options and self.stream_options.continuous_usage_stats)
+
+    def names(self, count: int, prefix: str) -> tuple[str, list[str]]:
+        """Return the id of the request, and those of its ``count`` prompts, which are empty if they have no ids of
+        their own. ``prefix`` begins the id of a request that gives none. Raises ``RequestError``."""
+        return request_names(self.rid if self.rid is not None else self.request_id, count, prefix)
+
+    def session_of(self, count: int) -> str:
+        """Return the session of a request with ``count`` outputs. ``session_id`` is a hint, which requests with several
+        outputs may have too."""
+        return self.session or (self.session_id or "" if count == 1 else "")
+
+    def budget(self) -> int | None:
+        """Return the largest number of tokens of the reasoning, or None."""
+        return None if self.thinking_token_budget == -1 else self.thinking_token_budget
+
     def params(
         self, max_tokens: int | None, logprobs: int | None, prompt_logprobs: int | None, names: Mapping[str, str]
     ) -> SamplingParams:
         """Return the sampling parameters. Raises a ``RequestError`` that uses this API's field names; ``names`` adds to
         them."""
+        if self.prompt_logprobs is not None and self.stream:
+            raise RequestError("prompt_logprobs cannot be streamed; give stream: false", param="prompt_logprobs")
+        if self.logprob_token_ids is not None and logprobs is None:
+            raise RequestError("logprob_token_ids needs logprobs", param="logprob_token_ids")
+        wanted = [number for number in (prompt_logprobs, self.prompt_logprobs) if number is not None]
         given = {
             **self.sampling(),
             "max_new_tokens": max_tokens,
             "min_new_tokens": self.min_tokens,
-            "include_stop": self.include_stop_str_in_output,
+            "include_stop": self.include_stop_str_in_output or self.no_stop_trim,
             "logprobs": logprobs,
-            "prompt_logprobs": prompt_logprobs,
+            "prompt_logprobs": max(wanted, default=None),
+            "token_ids_logprob": tuple(self.logprob_token_ids) if self.logprob_token_ids else None,
+            "thinking_budget": self.budget(),
         }
         return sampling_params(given, {**_NAMES, **names})
 
@@ -100,8 +122,12 @@ class CompletionRequest(OpenAIFields):
         description="Number of outputs that are generated. The answer contains the `n` outputs whose tokens have the highest "
         "average log-probability.",
     )
+    suffix: str | None = Field(None, description="The text after the gap that the output fills.")
+    add_special_tokens: bool | None = None
 
-    refused: ClassVar[Mapping[str, tuple[object, ...]]] = {"suffix": ("",)}
+    ignored = COMPLETIONS.ignored
+    refused = COMPLETIONS.refused
+    reasons = COMPLETIONS.reasons
 
 
 class ChatMessage(ApiModel):
@@ -113,7 +139,7 @@ class ChatMessage(ApiModel):
     content: str | list[dict[str, Any]] | None = None
 
 
-class ChatCompletionRequest(OpenAIFields):
+class ChatCompletionRequest(OpenAIFields, ReasoningFields):
     """Describe the body of POST /v1/chat/completions."""
 
     model_config = examples(
@@ -132,6 +158,7 @@ class ChatCompletionRequest(OpenAIFields):
     logprobs: bool | None = None
     top_logprobs: int | None = None
     chat_template_kwargs: dict[str, Any] | None = Field(None, description="Additional variables for the chat template.")
+    documents: list[dict[str, Any]] | None = Field(None, description="The variable `documents` of the chat template.")
 
     tools: list[ToolSpec] | None = Field(None, max_length=256)
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
@@ -139,15 +166,31 @@ class ChatCompletionRequest(OpenAIFields):
     separate_reasoning: bool | None = Field(
         None, description="If false, the model's reasoning stays in `content`, with its markers."
     )
+    stream_reasoning: bool | None = Field(None, description="If false, the reasoning is sent in one chunk.")
+    include_reasoning: bool | None = Field(None, description="If false, the reasoning is not returned.")
+    continue_final_message: bool | None = Field(None, description="The answer continues the last message.")
+    add_generation_prompt: bool | None = Field(None, description="Begin the assistant's turn; true by default.")
+    echo: bool | None = Field(None, description="The last message precedes the answer, if it is the assistant's.")
+    return_prompt_text: bool | None = None
+    return_prompt_token_ids: bool | None = None
+    input_ids: Ids | None = Field(None, description="Token ids of the prompt, instead of the rendered conversation.")
 
-    ignored = _IGNORED - {"parallel_tool_calls"}
-    refused: ClassVar[Mapping[str, tuple[object, ...]]] = {
-        "functions": (),
-        "function_call": ("none",),
-        "audio": (),
-        "modalities": (["text"],),
-        "moderation": (),
-        "reasoning_effort": (),
-        "verbosity": (),
-        "web_search_options": (),
-    }
+    @property
+    def budget_name(self) -> str:
+        """Return the name of the field that limits the reasoning."""
+        return "thinking_token_budget" if super().budget() is not None else self.reasoning_budget()[0]
+
+    def budget(self) -> int | None:
+        """Return the largest number of tokens of the reasoning, or None. Raises ``RequestError``."""
+        own = super().budget()
+        name, other = self.reasoning_budget()
+        if own is not None and other is not None and own != other:
+            raise RequestError(
+                f"thinking_token_budget is {own}, and {name} limits the reasoning to {other} tokens; give one",
+                param="thinking_token_budget",
+            )
+        return other if own is None else own
+
+    ignored = CHAT.ignored
+    refused = CHAT.refused
+    reasons = CHAT.reasons

@@ -12,7 +12,7 @@ from starlette.responses import Response, StreamingResponse
 
 from dovetail.api.body import parse, parse_query
 from dovetail.api.problems import NotFoundError, problem_of
-from dovetail.api.requests import new_id
+from dovetail.api.requests import check_logprobs, new_id
 from dovetail.api.responses import SSE, json_response, streamed, until_disconnect
 from dovetail.chat.requests import plain_message, template_tools
 from dovetail.errors import DovetailError, RequestError
@@ -25,7 +25,7 @@ from dovetail_apis.responses.items import ItemDict, chat_messages, read_items
 from dovetail_apis.responses.paging import GetQuery, ItemsQuery, page_of
 from dovetail_apis.responses.store import ResponseStore, StoredResponse
 from dovetail_apis.responses.tools import read_tools, requested_calls
-from dovetail_apis.responses.types import ResponsesRequest
+from dovetail_apis.responses.types import NAMES, ResponsesRequest
 
 logger = logging.getLogger("dovetail.server")
 
@@ -205,5 +205,7 @@ async def _api_request(host: ApiHost, body: ResponsesRequest, items: Sequence[It
     tools = read_tools(body.tools or ())
     calls = requested_calls(tools, body.tool_choice, body.parallel_tool_calls is not False)
     chat_input = ChatInput(messages, template_tools(tools), calls, body.template_variables())
-    metadata = RequestMetadata.of(new_id("resp_"), body)
-    return (await plan_within_context(host, chat_input, body.params(), metadata))[0]
+    metadata = RequestMetadata.of(body.request_id or new_id("resp_"), body)
+    params = body.params()
+    check_logprobs(host, params, NAMES)
+    return (await plan_within_context(host, chat_input, params, metadata))[0]

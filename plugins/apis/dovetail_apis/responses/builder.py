@@ -35,8 +35,6 @@ class ResponseBuilder:
         self._completed_at: int | None = None
         self._items: list[ItemDict] = []
         self._sequence = 0
-        self._reasoning_tokens = 0
-        self._answering = False
 
     @property
     def items(self) -> Sequence[ItemDict]:
@@ -68,7 +66,6 @@ class ResponseBuilder:
         for delta in deltas:
             if self._with_logprobs:
                 self._logprobs += chat_logprobs(self._tokenizer, delta.logprobs)["content"]
-            self._count(delta)
             for part in delta.parts:
                 events += self._part(part)
         return events
@@ -168,21 +165,13 @@ class ResponseBuilder:
             done = self._content_event("reasoning_text.done", text=part["text"])
         return [done, self._content_event("content_part.done", part=_copy(part))]
 
-    def _count(self, delta: Delta) -> None:
-        """Count the tokens of ``delta`` as reasoning if the answer has not begun before them."""
-        if not self._answering:
-            self._answering = any(part.content or part.calls for part in delta.parts)
-            if not self._answering or any(part.reasoning for part in delta.parts):
-                self._reasoning_tokens += len(delta.token_ids)
-
     def _usage(self) -> dict[str, Any]:
         usage = self._outputs.usage
-        reasoned = any(item["type"] == "reasoning" for item in self._items)
         return {
             "input_tokens": usage.prompt,
             "input_tokens_details": {"cached_tokens": usage.cached, "cache_write_tokens": 0},
             "output_tokens": usage.completion,
-            "output_tokens_details": {"reasoning_tokens": self._reasoning_tokens if reasoned else 0},
+            "output_tokens_details": {"reasoning_tokens": usage.reasoning},
             "total_tokens": usage.prompt + usage.completion,
         }
 

@@ -7,11 +7,14 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, WithJsonSchema
 
-from dovetail.api.body import ApiModel, CacheSalt, Int32, Session, examples
-from dovetail.api.requests import grammar_of, sampling_params
+from dovetail.api.body import ApiModel, Int32, Rid, examples
+from dovetail.api.placement import SessionFields
+from dovetail.api.requests import grammar_of, sampling_params, stop_strings, token_biases
 from dovetail.errors import RequestError
 from dovetail.sampling_params import GrammarSpec, SamplingParams
 from dovetail_apis.chat_input import thinking
+from dovetail_apis.fields import RESPONSES
+from dovetail_apis.structured import StructuredOutputs, structured
 
 Include = Literal["message.output_text.logprobs", "reasoning.encrypted_content"]
 """Additional contents of an answer. Reasoning is not encrypted here, so ``reasoning.encrypted_content`` adds nothing.
@@ -122,7 +125,19 @@ ToolObject = Annotated[dict[str, Any], WithJsonSchema(FunctionTool.model_json_sc
 """Type of one of ``tools``. ``tools.read_tools`` validates them, so that tools of other types are refused by name."""
 
 
-class ResponsesRequest(ApiModel):
+_SAMPLING = (
+    "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "frequency_penalty", "presence_penalty", "seed",
+    "ignore_eos", "skip_special_tokens",
+)  # fmt: skip
+NAMES = {
+    "max_new_tokens": "max_output_tokens",
+    "logprobs": "top_logprobs",
+    "include_stop": "include_stop_str_in_output",
+}
+"""Map the fields of ``SamplingParams`` to those of this API."""
+
+
+class ResponsesRequest(SessionFields):
     """Describe the body of POST /v1/responses."""
 
     model_config = examples(
@@ -160,21 +175,23 @@ class ResponsesRequest(ApiModel):
     # beyond OpenAI's API
     seed: int | None = None
     chat_template_kwargs: dict[str, Any] | None = Field(None, description="Additional variables for the chat template.")
-    priority: Int32 | None = None
-    cache_salt: CacheSalt = None
-    session: Session = None
 
-    ignored = frozenset(
-        ["prompt_cache_key", "prompt_cache_options", "prompt_cache_retention", "safety_identifier", "service_tier"]
-    )
-    refused: ClassVar[Mapping[str, tuple[object, ...]]] = {
-        "conversation": (),
-        "prompt": (),
-        "context_management": (),
-        "moderation": (),
-        "access_programs": (),
-        "image": (),
-    }
+    top_k: Int32 | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    frequency_penalty: float | None = None
+    presence_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+    stop: str | list[str] | None = None
+    ignore_eos: bool | None = None
+    skip_special_tokens: bool | None = None
+    include_stop_str_in_output: bool | None = None
+    structured_outputs: StructuredOutputs | None = None
+    request_id: Rid | None = Field(None, description="The id of the response.")
+
+    ignored = RESPONSES.ignored
+    refused = RESPONSES.refused
+    reasons = RESPONSES.reasons
 
     @property
     def stored(self) -> bool:
@@ -191,14 +208,24 @@ class ResponsesRequest(ApiModel):
     def params(self) -> SamplingParams:
         """Return the sampling parameters. Raises a ``RequestError`` that uses this API's field names."""
         given = {
+            **{name: getattr(self, name) for name in _SAMPLING},
             "max_new_tokens": self.max_output_tokens,
-            "temperature": self.temperature,
-            "top_p": self.top_p,
-            "seed": self.seed,
             "logprobs": self.logprobs,
-            "grammar": self.text and self.text.grammar(),
+            "logit_bias": token_biases(self.logit_bias),
+            "stop": stop_strings(self.stop),
+            "include_stop": self.include_stop_str_in_output,
+            "grammar": self._grammar(),
         }
-        return sampling_params(given, {"max_new_tokens": "max_output_tokens", "logprobs": "top_logprobs"})
+        return sampling_params(given, NAMES)
+
+    def _grammar(self) -> GrammarSpec | None:
+        format_ = self.text and self.text.grammar()
+        given = grammar_of(structured(self.structured_outputs))
+        if format_ and given:
+            raise RequestError(
+                "text.format and structured_outputs cannot be combined; give one", param="structured_outputs"
+            )
+        return format_ or given
 
     def template_variables(self) -> dict[str, Any]:
         """Return the variables of the chat template."""

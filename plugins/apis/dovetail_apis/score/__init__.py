@@ -21,6 +21,7 @@ from dovetail_apis.score.pairs import Pair, Scoring, api_request, label_probabil
 from dovetail_apis.score.types import RerankRequest, ScoreRequest
 
 _PAIRS = ("text_1", "text_2")
+_SIDES = (("text_1", "queries", "data_1"), ("text_2", "documents", "data_2"))
 _LABELS = ("query", "items", "label_token_ids")
 
 
@@ -57,8 +58,8 @@ class Score(Api):
         host.check_model(body.model)
         if not body.documents:
             raise RequestError("documents is empty; give at least one", param="documents")
-        if body.top_n is not None and body.top_n < 1:
-            raise RequestError(f"top_n is {body.top_n}; allowed: at least 1", param="top_n")
+        if body.top_n is not None and body.top_n < 0:
+            raise RequestError(f"top_n is {body.top_n}; allowed: at least 1, or 0 for all", param="top_n")
         texts = [document if isinstance(document, str) else document.text for document in body.documents]
         scoring = await score_pairs(host, self._config, [(body.query, text) for text in texts], body, "documents")
         return await whole(
@@ -69,7 +70,8 @@ class Score(Api):
 def _has_labels(body: ScoreRequest) -> bool:
     """Return true if the request scores labels, and false if it scores pairs. Raises ``RequestError`` if it has fields
     of both, or not all fields of one."""
-    pairs, labels = ([name for name in names if getattr(body, name) is not None] for names in (_PAIRS, _LABELS))
+    labels = [name for name in _LABELS if getattr(body, name) is not None]
+    pairs = [standard for standard, names in zip(_PAIRS, _SIDES, strict=True) if body.side(*names)[1] is not None]
     allowed = "either text_1 and text_2, or query, items and label_token_ids"
     if pairs and labels:
         raise RequestError(f"{pairs[0]} and {labels[0]} cannot be combined; give {allowed}", param=labels[0])
@@ -85,21 +87,25 @@ def _has_labels(body: ScoreRequest) -> bool:
 
 
 def _pairs(body: ScoreRequest) -> list[Pair]:
-    first, second = ([text] if isinstance(text, str) else text or [] for text in (body.text_1, body.text_2))
-    for param, texts in zip(_PAIRS, (first, second), strict=True):
+    (one, first), (other, second) = (_texts(*body.side(*names)) for names in _SIDES)
+    for param, texts in ((one, first), (other, second)):
         if not texts or "" in texts:
             raise RequestError(f"{param} is empty, or one of its texts; give at least one, not empty", param=param)
     if len(first) not in (1, len(second)):
         raise RequestError(
-            f"text_1 has {len(first)} texts and text_2 {len(second)}; allowed: one, or as many as text_2",
-            param="text_1",
+            f"{one} has {len(first)} texts and {other} {len(second)}; allowed: one, or as many as {other}",
+            param=one,
         )
     return list(zip(first * (len(second) if len(first) == 1 else 1), second, strict=True))
 
 
+def _texts(name: str, given: str | list[str] | None) -> tuple[str, list[str]]:
+    return name, [given] if isinstance(given, str) else given or []
+
+
 async def _score_labels(host: ApiHost, request: Request, body: ScoreRequest) -> Response:
     params = pooling_params(PoolingKind.LABELS, tuple(body.label_token_ids or ()))
-    prompts = await as_prompts(host, _joined(body), params, "items")
+    prompts = await as_prompts(host, _joined(body), params, "items", body)
     outputs = host.submit(api_request(body, prompts, together=not body.item_first))
     return await whole(request, outputs, lambda outputs: _label_answer(host, body, outputs))
 
@@ -143,8 +149,8 @@ def _score_answer(host: ApiHost, scoring: Scoring, outputs: Generation) -> dict[
 def _rerank_answer(
     host: ApiHost, body: RerankRequest, texts: Sequence[str], scoring: Scoring, outputs: Generation
 ) -> dict[str, Any]:
-    scores = scoring.read(outputs)
-    order = sorted(range(len(texts)), key=lambda i: -scores[i])[: body.top_n]
+    scores = [scoring.relevance(score) for score in scoring.read(outputs)]
+    order = sorted(range(len(texts)), key=lambda i: -scores[i])[: body.top_n or None]
     results: list[dict[str, Any]] = [{"index": i, "relevance_score": scores[i]} for i in order]
     if body.return_documents:
         results = [{**result, "document": {"text": texts[result["index"]]}} for result in results]

@@ -22,10 +22,16 @@ Pair = tuple[str, str]
 
 
 class Scoring(NamedTuple):
-    """Hold a request to the engine, and the function that reads the scores of its outputs in the order of the pairs."""
+    """Hold a request to the engine, and the function that reads the scores of its outputs in the order of the pairs.
+    ``least`` is the lowest score that is possible; the highest is 1."""
 
     request: ApiRequest
     read: Callable[[Generation], list[float]]
+    least: float
+
+    def relevance(self, score: float) -> float:
+        """Return a score on the scale from 0 to 1. The order of scores is kept."""
+        return min(max((score - self.least) / (1 - self.least), 0.0), 1.0)
 
 
 async def score_pairs(
@@ -45,14 +51,14 @@ async def by_embeddings(
     pairs."""
     params = pooling_params(pooling_kind(body.pooling, host.embedding))
     texts = list(dict.fromkeys(text for pair in pairs for text in pair))
-    prompts = await as_prompts(host, texts, params, param)
+    prompts = await as_prompts(host, texts, params, param, body)
     index = {text: i for i, text in enumerate(texts)}
 
     def read(outputs: Generation) -> list[float]:
         vectors = [pooled(choice) for choice in outputs.choices]
         return [cosine(vectors[index[a]], vectors[index[b]]) for a, b in pairs]
 
-    return Scoring(api_request(body, prompts), read)
+    return Scoring(api_request(body, prompts), read, -1.0)
 
 
 async def by_template(
@@ -63,12 +69,12 @@ async def by_template(
     assert config.template is not None
     params = pooling_params(PoolingKind.LABELS, (_token(host, config.yes), _token(host, config.no)))
     texts = [fill_template(config.template, *pair) for pair in pairs]
-    prompts = await as_prompts(host, texts, params, param, add_special_tokens=False)
+    prompts = await as_prompts(host, texts, params, param, body, add_special_tokens=False)
 
     def read(outputs: Generation) -> list[float]:
         return [label_probabilities(pooled(choice), among_labels=True)[0] for choice in outputs.choices]
 
-    return Scoring(api_request(body, prompts, together=True), read)
+    return Scoring(api_request(body, prompts, together=True), read, 0.0)
 
 
 def fill_template(template: str, query: str, document: str) -> str:
@@ -88,9 +94,9 @@ def label_probabilities(logprobs: np.ndarray, *, among_labels: bool) -> list[flo
 
 def api_request(body: ScoreFields, prompts: Sequence[Prompt], *, together: bool = False) -> ApiRequest:
     """Return the request for prompts. With ``together``, they form a group, because they share a prefix."""
-    rid = body.rid or new_id("score-")
+    rid = body.rid or body.request_id or new_id("score-")
     group = rid if together else ""
-    return ApiRequest(rid, tuple(prompts), True, body.cache_salt or "", body.priority or 0, group=group)
+    return ApiRequest(rid, tuple(prompts), True, body.namespace, body.priority or 0, group=group)
 
 
 def _token(host: ApiHost, text: str) -> int:

@@ -2,25 +2,26 @@
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal
+from typing import Literal
 
 from pydantic import Field
 
-from dovetail.api.body import ApiModel, CacheSalt, Ids, Int32, Rid, Texts, examples
+from dovetail.api.body import ApiModel, Ids, Int32, Rid, Texts, examples
+from dovetail.api.placement import PlacementFields
+from dovetail.api.truncation import TruncationFields
+from dovetail.errors import RequestError
+from dovetail_apis.fields import RERANK, SCORE
 
 
-class ScoreFields(ApiModel):
+class ScoreFields(TruncationFields, PlacementFields):
     """Describe the common fields of both bodies."""
 
     model: str | None = None
     pooling: Literal["last", "mean"] | None = Field(
         None, description="How texts are embedded if pairs are scored by embeddings. The default is set by the model."
     )
-    priority: Int32 | None = None
-    cache_salt: CacheSalt = None
     rid: Rid | None = None
-
-    ignored: ClassVar[frozenset[str]] = frozenset({"user"})
+    request_id: Rid | None = None
 
 
 class ScoreRequest(ScoreFields):
@@ -33,6 +34,10 @@ class ScoreRequest(ScoreFields):
 
     text_1: str | list[str] | None = Field(None, description="One text, or as many texts as `text_2` has.")
     text_2: str | list[str] | None = None
+    queries: str | list[str] | None = Field(None, description="Another name of `text_1`, as `data_1`.")
+    documents: str | list[str] | None = Field(None, description="Another name of `text_2`, as `data_2`.")
+    data_1: str | list[str] | None = None
+    data_2: str | list[str] | None = None
     query: str | list[int] | None = Field(None, description="Text or token ids before each item.")
     items: str | Texts | list[Ids] | None = None
     label_token_ids: list[int] | None = Field(
@@ -43,6 +48,19 @@ class ScoreRequest(ScoreFields):
         False, description="Return probabilities relative to the labels only, which add up to 1."
     )
     item_first: bool = Field(False, description="Put items before the query.")
+
+    ignored = SCORE.ignored
+    refused = SCORE.refused
+    reasons = SCORE.reasons
+
+    def side(self, *names: str) -> tuple[str, str | list[str] | None]:
+        """Return the name and the value of the one of the fields ``names`` that is given. Raises ``RequestError`` if
+        several are."""
+        given = [name for name in names if getattr(self, name) is not None]
+        if len(given) > 1:
+            raise RequestError(f"{given[0]} and {given[1]} are names of the same field; give one", param=given[1])
+        name = given[0] if given else names[0]
+        return name, getattr(self, name)
 
 
 class ScoreDocument(ApiModel):
@@ -59,6 +77,10 @@ class RerankRequest(ScoreFields):
     query: str
     documents: list[str | ScoreDocument]
     top_n: Int32 | None = Field(
-        None, description="Number of the most relevant documents that are returned; by default all."
+        None, description="Number of the most relevant documents that are returned; by default, and with 0, all."
     )
     return_documents: bool = True
+
+    ignored = RERANK.ignored
+    refused = RERANK.refused
+    reasons = RERANK.reasons
