@@ -11,6 +11,7 @@ from typing import Any
 from hypothesis import Phase
 from mutant import Mutant
 
+from dovetail.interfaces.features import Feature
 from dovetail.interfaces.parsers import (
     CallDelta,
     ConstraintGate,
@@ -19,10 +20,13 @@ from dovetail.interfaces.parsers import (
     ReasoningParser,
     ReasoningStream,
     Tool,
+    ToolConstraint,
     ToolDelta,
     ToolParser,
+    ToolRequest,
     ToolStream,
 )
+from dovetail.testing.enforced import STRICT
 from dovetail.testing.parsers import (
     OPEN,
     TOOLS,
@@ -34,8 +38,10 @@ from dovetail.testing.parsers import (
 )
 from dovetail_parsers.config import HermesConfig, Qwen3ReasoningConfig
 from dovetail_parsers.hermes import Hermes
+from dovetail_parsers.schemas import call_schema, json_spec
 from dovetail_parsers.think import Qwen3
 
+Constrains = Callable[[ToolRequest, frozenset[Feature]], ToolConstraint | None]
 OPENED = "<|im_start|>assistant\n<think>\n"
 
 
@@ -118,6 +124,55 @@ class ToolSuite(ToolParserSuite):
         return parser
 
 
+class ConstraintSuite(ToolSuite):
+    """Test hermes, with ``changed`` applied to its constraints."""
+
+    def __init__(self, changed: Callable[[Constrains, ToolRequest, frozenset[Feature]], Any] | None = None) -> None:
+        super().__init__()
+        self._changed = changed or (lambda constraint, request, offers: constraint(request, offers))
+
+    def make(self) -> ToolParser:
+        parser = hermes()
+        constraint, parser.call_end = parser.constraint, None  # no end stops an output with one call
+        parser.constraint = lambda request, offers: self._changed(constraint, request, offers)  # type: ignore[method-assign]
+        return parser
+
+
+def raises_for_several(constraint: Constrains, request: ToolRequest, offers: frozenset[Feature]) -> Any:
+    (_only,) = request.tools
+    return constraint(request, offers)
+
+
+def ignores_schemas(constraint: Constrains, request: ToolRequest, offers: frozenset[Feature]) -> Any:
+    return constraint(replace(request, tools=tuple(replace(tool, parameters=OPEN) for tool in request.tools)), offers)
+
+
+def allows_several(constraint: Constrains, request: ToolRequest, offers: frozenset[Feature]) -> Any:
+    return constraint(replace(request, parallel=True), offers)
+
+
+def knows_one_function(constraint: Constrains, request: ToolRequest, offers: frozenset[Feature]) -> Any:
+    return constraint(replace(request, tools=request.tools[:1]), offers)
+
+
+def knows_every_function(constraint: Constrains, request: ToolRequest, offers: frozenset[Feature]) -> Any:
+    return constraint(replace(request, tools=STRICT), offers)
+
+
+def writes_another_mark(constraint: Constrains, request: ToolRequest, offers: frozenset[Feature]) -> Any:
+    found = constraint(request, offers)
+    gate = found and ConstraintGate(prefix="<function_call>\n")
+    return found and ToolConstraint(json_spec(call_schema(request.tools)), gate)
+
+
+def takes_every_backend_for_able(constraint: Constrains, request: ToolRequest, offers: frozenset[Feature]) -> Any:
+    return constraint(request, offers | {Feature.GRAMMAR_STRUCTURAL_TAG})
+
+
+def always_requires(constraint: Constrains, request: ToolRequest, offers: frozenset[Feature]) -> Any:
+    return constraint(replace(request, required=True), offers)
+
+
 class Hasty(ReasoningStream):
     """Search for the mark in each piece alone."""
 
@@ -190,6 +245,14 @@ def _tools(fault: str, stream: Callable[[], ToolStream], case: str, says: str = 
     return Mutant(fault, case, functools.partial(ToolSuite, stream), ToolSuite, says=says)
 
 
+def _constraint(fault: str, changed: Any, case: str, mode: str | None, says: str) -> Mutant:
+    broken = functools.partial(ConstraintSuite, changed)
+    return Mutant(fault, f"test_{case}", broken, ConstraintSuite, [() if mode is None else (mode,)], says)
+
+
+ENFORCED = "what_is_enforced_is_what_was_requested"
+
+
 def _reasoning(fault: str, case: str, **broken: Any) -> Mutant:
     return Mutant(fault, case, functools.partial(ReasoningSuite, **broken), ReasoningSuite)
 
@@ -206,6 +269,28 @@ MUTANTS = [
         "calls functions that were not offered",
         lambda: hermes().stream((*TOOLS, Tool("launch_rocket", OPEN))),
         "test_unknown_functions_are_content",
+    ),
+    _constraint("has a constraint that raises", raises_for_several, ENFORCED, "required", "too many values"),
+    _constraint("enforces no schema", ignores_schemas, ENFORCED, "one", "the schema forbids"),
+    _constraint("allows several calls where one is allowed", allows_several, ENFORCED, "one", "one call is allowed"),
+    _constraint("enforces calls of one function", knows_one_function, ENFORCED, "one", "no text under the constraint"),
+    _constraint(
+        "allows functions that were not requested", knows_every_function, ENFORCED, "named", "call is required"
+    ),
+    _constraint("forces a mark that it does not read", writes_another_mark, ENFORCED, "one", "call is required"),
+    _constraint(
+        "needs what the grammar backend does not offer",
+        takes_every_backend_for_able,
+        "what_cannot_be_enforced_is_refused",
+        "strict",
+        "it needs a grammar of kind",
+    ),
+    _constraint(
+        "requires calls that were not requested",
+        always_requires,
+        "nothing_is_enforced_that_was_not_requested",
+        None,
+        "outputs without calls",
     ),
     _reasoning("overlooks a mark between pieces", "test_both_parts_are_found_in_any_pieces", stream=Hasty),
     _reasoning("drops a boundary between pieces", "test_pieces_do_not_matter", stream=Hasty),

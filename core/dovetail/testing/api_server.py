@@ -19,7 +19,7 @@ from dovetail.config import Config
 from dovetail.config.checkpoint import locate
 from dovetail.errors import DovetailError
 from dovetail.interfaces.api import Api, ApiRequest
-from dovetail.messages import CommandReply, EngineStats, GenerateMsg, TokenOutput
+from dovetail.messages import Command, CommandReply, EngineStats, GenerateMsg, TokenOutput
 from dovetail.server.app import build_app
 from dovetail.server.metrics import Metrics
 from dovetail.server.outputs import RequestOutputs, RequestTerms
@@ -93,6 +93,10 @@ class EchoEngine:
     async def stats(self) -> EngineStats:
         """Return statistics that are all zero."""
         return EngineStats("")
+
+    async def command(self, msg: Command) -> CommandReply:
+        """Report success."""
+        return CommandReply("", True)
 
     async def flush_cache(self) -> CommandReply:
         """Report success."""

@@ -12,9 +12,23 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
-from dovetail.interfaces.parsers import ParserContext, ReasoningParser, ReasoningStream, Tool, ToolParser, ToolStream
+from dovetail.errors import GrammarError
+from dovetail.interfaces.features import Feature
+from dovetail.interfaces.parsers import (
+    ParserContext,
+    ReasoningParser,
+    ReasoningStream,
+    Tool,
+    ToolConstraint,
+    ToolParser,
+    ToolRequest,
+    ToolStream,
+)
 from dovetail.registry.specs import ComponentKind
+from dovetail.sampling_params import GrammarKind
+from dovetail.testing import enforced
 from dovetail.testing.component import ComponentSuite
+from dovetail.testing.grammar_cases import FEATURES
 
 SENTINEL = "zqxzqx"
 """A word that no generated text contains."""
@@ -231,6 +245,73 @@ class ToolParserSuite(PropertySuite):
         """A function that was not offered is not called."""
         text = self.write("", [ExpectedCall("launch_rocket", {"to": "moon"})])
         assert self.parse(text) == ParsedOutput(text, ())
+
+    @pytest.mark.parametrize("mode", enforced.REQUESTS)
+    def test_what_is_enforced_is_what_was_requested(self, mode: str) -> None:
+        """``constraint`` returns a constraint that a grammar backend compiles, or a ``GrammarError``. If a call is
+        required, every random text under the constraint has calls of the requested functions only, with arguments that
+        their schemas allow, one call unless several are allowed, and every function can be called."""
+        request = enforced.REQUESTS[mode]
+        for offers, backend in enforced.grammar_backends():
+            try:
+                constraint = self.make().constraint(request, offers)
+            except GrammarError:
+                continue  # it says what it cannot enforce
+            assert isinstance(constraint, ToolConstraint), f"{constraint!r:.80} enforces nothing; a request needs it"
+            feature = FEATURES[constraint.grammar.kind]
+            assert feature in offers, f"its constraint needs {feature}, which the grammar backend does not offer"
+            if not request.required:
+                backend.compile(constraint.grammar)
+                continue
+            call = ExpectedCall(request.tools[0].name, {key: a[0] for key, a in enforced.VALUES["get_weather"].items()})
+            marks = [*self.make().special_tokens, self.write("", [call]).strip()]
+            texts = enforced.written_outputs(constraint, backend, marks, 16, seed=len(mode))
+            assert texts, "no text under the constraint ends"
+            found = [self._enforced_calls(text, request) for text in texts]
+            missing = {tool.name for tool in request.tools} - {name for names in found for name in names}
+            assert not missing, f"no text under the constraint calls {', '.join(sorted(missing))}"
+
+    def _enforced_calls(self, text: str, request: ToolRequest) -> list[str]:
+        """Check the calls of a text that was written under the constraint of ``request``, and return their names. An
+        output that may have only one call stops at a special token that ends it."""
+        end = self.make().call_end
+        if not request.parallel and end and end in self.make().special_tokens and end in text:
+            text = text[: text.index(end) + len(end)]
+        parsed = run_stream(self.make().stream(request.tools), [text])
+        assert parsed.calls, f"a call is required, and the constraint allows {text!r}"
+        assert request.parallel or len(parsed.calls) == 1, f"one call is allowed, and the constraint allows {text!r}"
+        for name, arguments in parsed.calls:
+            assert name in {tool.name for tool in request.tools}, f"the constraint allows a call of {name}: {text!r}"
+            assert enforced.is_valid(name, _json(arguments)), f"the schema forbids what the constraint allows: {text!r}"
+        return [name for name, _ in parsed.calls]
+
+    def test_nothing_is_enforced_that_was_not_requested(self) -> None:
+        """``constraint`` returns None if no call is required and no function is strict, whatever the grammar backends
+        offer."""
+        for offers in (frozenset[Feature](), *(offers for offers, _ in enforced.grammar_backends())):
+            for parallel in (True, False):
+                request = ToolRequest(enforced.LOOSE, parallel=parallel)
+                assert self.make().constraint(request, offers) is None, "outputs without calls are constrained"
+
+    @pytest.mark.parametrize("mode", enforced.REQUESTS)
+    def test_what_cannot_be_enforced_is_refused(self, mode: str) -> None:
+        """With a grammar backend that offers JSON schemas only, ``constraint`` needs no more than that, or raises a
+        ``GrammarError``."""
+        try:
+            constraint = self.make().constraint(enforced.REQUESTS[mode], frozenset({Feature.GRAMMAR_JSON_SCHEMA}))
+        except GrammarError:
+            return
+        assert isinstance(constraint, ToolConstraint), f"{constraint!r:.80} enforces nothing; a request needs it"
+        assert constraint.grammar.kind == GrammarKind.JSON_SCHEMA, (
+            f"it needs a grammar of kind {constraint.grammar.kind}"
+        )
+
+
+def _json(text: str) -> object:
+    try:
+        return json.loads(text)
+    except ValueError:
+        return None
 
 
 class ReasoningParserSuite(PropertySuite):
