@@ -3,4 +3,4 @@ from dovetail.testing.policy import PolicySuite
 
 class TestPolicy(PolicySuite):
     name = "example_shortest"
-    patience_seconds = 1.0
+    patience_seconds = 4.0  # 700 tokens at 200 a second, and a reserve
