@@ -29,7 +29,7 @@ CALL = {"type": "function", "id": "c", "function": {"name": "f", "arguments": "{
 
 @pytest.fixture(scope="module")
 def bounded() -> Iterator[httpx.Client]:
-    config = config_with(limits=LIMITS, drain_seconds=1)
+    config = config_with(limits=LIMITS, drain_seconds=1, max_logprobs=100)
     with running_server(config, target=run_fake_engine) as url, httpx.Client(base_url=url, timeout=30) as client:
         yield client
 
