@@ -143,7 +143,12 @@ def drafting(llm, adversary):
     loop, before = llm.loop, llm.loop.executor.rank.drafter
     loop.executor.rank.drafter = adversary
     least = 0.05 if adversary.probs((1, 1)) is not None else 0
-    given = {"draft_width": adversary.max_draft_tokens, "adapt_drafts": False, "min_draft_probability": least}
+    given = {
+        "draft_width": adversary.max_draft_tokens,
+        "draft_trees": True,
+        "adapt_drafts": False,
+        "min_draft_probability": least,
+    }
     loop.scheduler.limits = replace(loop.scheduler.limits, **given)
     yield
     loop.executor.rank.drafter = before

@@ -161,9 +161,9 @@ class TreeDrafter(Drafter):
 @contextmanager
 def drafting(llm, drafter):
     """Replace the engine's drafter with this one."""
-    loop, before = llm.loop, llm.loop.executor.rank.drafter
+    loop, before, limits = llm.loop, llm.loop.executor.rank.drafter, llm.loop.scheduler.limits
     loop.executor.rank.drafter = drafter
-    loop.scheduler.limits = replace(loop.scheduler.limits, draft_width=drafter.max_draft_tokens if drafter else 0)
+    width = drafter.max_draft_tokens if drafter else 0
+    loop.scheduler.limits = replace(limits, draft_width=width, draft_trees=True)
     yield
-    loop.executor.rank.drafter = before
-    loop.scheduler.limits = replace(loop.scheduler.limits, draft_width=before.max_draft_tokens if before else 0)
+    loop.executor.rank.drafter, loop.scheduler.limits = before, limits
