@@ -47,12 +47,14 @@ from dovetail.sampling_params import GrammarKind, GrammarSpec, SamplingParams
 
 parts, prompts, memory = json.loads(sys.argv[1])
 greedy = SamplingParams(max_new_tokens=24, temperature=0)
+once = SamplingParams(max_new_tokens=24, temperature=0, logits_processors=[{"name": parts["logits_processor"], "most": 1}])
 choice = GrammarSpec(GrammarKind.CHOICE, '["perhaps", "never", "always"]')
 llm = LLM(device="cpu", threads=1, memory=memory, scheduler={"draft": "always"}, **parts)
 first, again = llm.generate(prompts, greedy), llm.generate(prompts, greedy)
 chosen = llm.generate(prompts, SamplingParams(max_new_tokens=24, temperature=0, grammar=choice))
+processed = llm.generate(prompts, once)
 answer = llm.chat([{"role": "user", "content": "What is the capital of France?"}], SamplingParams(temperature=0))
-resolved = llm.resolved.to_json()["chosen"]
+resolved = llm.resolved.to_json()
 print(json.dumps({
     "tokens": [output.token_ids for output in first],
     "again": [output.token_ids for output in again],
@@ -60,8 +62,9 @@ print(json.dumps({
     "cached": [output.cached_tokens for output in again],
     "drafted": sum(output.drafted for output in first),
     "accepted": sum(output.accepted for output in first),
+    "processed": [output.token_ids for output in processed],
     "answer": answer.text,
-    "parts": {slot: part["name"] for slot, part in resolved.items() if part},
+    "parts": [part["name"] for part in [*resolved["chosen"].values(), *sum(resolved["lists"].values(), [])] if part],
 }))
 llm.close()
 """
@@ -70,7 +73,7 @@ llm.close()
 @pytest.mark.slow
 def test_each_part_is_chosen_and_says_what_the_built_in_ones_say(begun: Environment) -> None:
     said = json.loads(begun.run("-c", SCRIPT, json.dumps([PARTS, PROMPTS, MEMORY])))
-    assert {name for kind, name in NAMES.items() if kind != ComponentKind.API} <= set(said["parts"].values())
+    assert {name for kind, name in NAMES.items() if kind != ComponentKind.API} <= set(said["parts"])
     llm = LLM("tiny", device="cpu", threads=1, memory=MEMORY, plugins={"allow": ["dovetail"]})
     greedy = SamplingParams(max_new_tokens=24, temperature=0)
     choice = GrammarSpec(GrammarKind.CHOICE, '["perhaps", "never", "always"]')
@@ -79,6 +82,7 @@ def test_each_part_is_chosen_and_says_what_the_built_in_ones_say(begun: Environm
     llm.close()
     assert said["tokens"] == said["again"] == [output.token_ids for output in expected]
     assert said["chosen"] == [output.text for output in chosen]
+    assert all(len(tokens) == len(set(tokens)) for tokens in said["processed"]), "each token occurs at most once"
     assert max(said["cached"]) > 0
     assert 0 < said["accepted"] <= said["drafted"]
     assert "Paris" in said["answer"]

@@ -22,6 +22,7 @@ from dovetail.engine.build import WeightFiller, as_module, build_model
 from dovetail.engine.mesh import local_info
 from dovetail.engine.weights import load_weights
 from dovetail.interfaces.cache import CacheGroup
+from dovetail.interfaces.features import Feature
 from dovetail.interfaces.mesh import SINGLE, Mesh
 from dovetail.interfaces.model import ModelArchitecture, ModelInfo
 from dovetail.layers.attention import AttentionShape
@@ -206,7 +207,8 @@ HIDDEN, HEADS, HEAD_DIM, VOCAB = 48, 6, 8, 97
 
 def draft_info(config: Any, layers: int = 1, kv_heads: int = 6) -> ModelInfo:
     return ModelInfo(
-        "Draft", VOCAB, HIDDEN, layers, HEADS, kv_heads, HEAD_DIM, 128, (CacheGroup(layers, kv_heads, HEAD_DIM),), config=config
+        "Draft", VOCAB, HIDDEN, layers, HEADS, kv_heads, HEAD_DIM, 128, (CacheGroup(layers, kv_heads, HEAD_DIM),),
+        config=config, needs=frozenset({Feature.ATTN_SLIDING_WINDOW}) if isinstance(config, DFlashShape) else frozenset(),
     )  # fmt: skip
 
 
