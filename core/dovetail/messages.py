@@ -114,14 +114,15 @@ class ShutdownMsg(msgspec.Struct, tag=True, frozen=True):
     call_id: str = "shutdown"
 
 
-class TokenOutput(msgspec.Struct, tag=True, frozen=True, gc=False):
+class TokenOutput(msgspec.Struct, tag=True, frozen=True, gc=False, omit_defaults=True):
     """Report new tokens of one request. ``finish`` is set in the last message of the request.
 
     ``logprobs`` has one entry per new token if the request requires log-probabilities. ``prompt_logprobs`` is sent
     once, with the first output. ``cached_tokens`` is the number of prompt tokens that were found in the prefix cache at
     admission. ``accepted`` of ``drafted`` draft tokens were accepted so far, in ``verify_steps`` steps (see
     ``types.Acceptance``). ``grammar_backend`` names the backend that constrains the output. ``pooled`` is the vector
-    made of the prompt (``Pooling``): float32, little-endian.
+    made of the prompt (``Pooling``): float32, little-endian. ``queue_seconds`` is the time from the arrival to the
+    first admission; it is sent once, with the first output.
     """
 
     rid: str
@@ -137,6 +138,7 @@ class TokenOutput(msgspec.Struct, tag=True, frozen=True, gc=False):
     grammar_backend: str | None = None
     verify_steps: int = 0
     pooled: bytes | None = None
+    queue_seconds: float = 0.0
 
 
 class RequestFailed(msgspec.Struct, tag=True, frozen=True):
@@ -170,7 +172,7 @@ class EngineStats(msgspec.Struct, tag=True, frozen=True):
     """Report gauges and totals of the engine. Totals count from its start. Times are in seconds."""
 
     call_id: str = ""
-    paused: bool = False
+    paused: int = 0  # 1 while generation is paused
     running: int = 0
     waiting: int = 0
     pages_total: int = 0
@@ -236,9 +238,11 @@ class EngineReady(msgspec.Struct, tag=True, frozen=True):
 
 
 class EngineFailed(msgspec.Struct, tag=True, frozen=True):
-    """Report that the engine process is about to end; ``message`` gives the reason."""
+    """Report that the engine process is about to end; ``message`` gives the reason. ``wrong_setting`` is set if the user must
+    change the config or the plugins."""
 
     message: str
+    wrong_setting: bool = False
 
 
 Control = PauseMsg | ContinueMsg | StartProfileMsg | StopProfileMsg

@@ -84,7 +84,7 @@ class FakeLoop:
                 self._answers.append(
                     EngineStats(
                         msg.call_id,
-                        self._paused,
+                        int(self._paused),
                         running=n,
                         pages_total=64,
                         pages_used=n,

@@ -112,9 +112,24 @@ def test_a_paused_request_can_be_aborted() -> None:
     loop.handle(GenerateMsg("r", [5, 6], SamplingParams(max_new_tokens=4), seed=0))
     loop.handle(StatsRequestMsg("s"))
     (stats,) = (answer for answer in loop.step() if isinstance(answer, EngineStats))
-    assert (stats.paused, stats.waiting) == (True, 1)
+    assert (stats.paused, stats.waiting) == (1, 1)
     loop.handle(AbortMsg("r"))
     (output,) = loop.step()
     assert isinstance(output, TokenOutput)
     assert output.finish is not None
+    llm.close()
+
+
+def test_the_first_output_says_how_long_the_request_waited() -> None:
+    llm = LLM("tiny", threads=1, scheduler={"max_running": 1, "overlap": False})
+    loop = llm.loop
+    for rid in ("first", "second"):
+        loop.handle(GenerateMsg(rid, [5, 6], SamplingParams(max_new_tokens=4, ignore_eos=True), seed=0))
+    waits: dict[str, list[float]] = {"first": [], "second": []}
+    while loop.has_work:
+        for answer in loop.step():
+            assert isinstance(answer, TokenOutput)
+            waits[answer.rid].append(answer.queue_seconds)
+    assert [[bool(seconds) for seconds in waits[rid]] for rid in waits] == [[True, False, False, False]] * 2
+    assert waits["second"][0] > waits["first"][0]
     llm.close()

@@ -21,7 +21,7 @@ def stats_of(
     pages, totals, grammars = scheduler.page_counts(), scheduler.totals, scheduler.constraints
     return EngineStats(
         call_id=call_id,
-        paused=verbs.paused,
+        paused=int(verbs.paused),
         running=len(scheduler.prefilling) + len(scheduler.decoding),
         waiting=len(scheduler.waiting),
         pages_total=pages.total,

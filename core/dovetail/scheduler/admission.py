@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import TYPE_CHECKING
 
 from dovetail.interfaces.cache import Match
@@ -144,6 +145,7 @@ class Admission:
         if not req.num_retractions:
             self._groups.left_queue(req)
             req.prefix_hit_len = match.length
+            req.queue_seconds = time.monotonic() - req.arrival
             self.totals.cached_tokens += match.length
 
 

@@ -20,6 +20,7 @@ from dovetail.server.errors import ErrorFormats, add_error_handlers
 from dovetail.server.openapi import RouteDescriber
 from dovetail.server.pages.routes import add_pages
 from dovetail.server.request_ids import RequestIds
+from dovetail.server.request_log import ROUTE
 from dovetail.server.scopes import RequestScopes
 from dovetail.server.service import Service
 from dovetail.server.tenants.access import AccessControl
@@ -133,6 +134,7 @@ def _endpoint(
 ) -> Callable[[Request], Awaitable[Response]]:
     async def for_tenants(request: Request) -> Response:
         assert isinstance(route, ApiRoute)
+        ROUTE.set(route.path)
         return await route.handler(access.host(request), request)
 
     async def for_admins(request: Request) -> Response:

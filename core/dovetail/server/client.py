@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, cast
 import msgspec
 import zmq
 
-from dovetail.errors import EngineDeadError, EngineError, RequestError
+from dovetail.errors import ConfigError, EngineDeadError, EngineError, RequestError
 from dovetail.messages import (
     AbortAllMsg,
     AbortMsg,
@@ -79,6 +79,7 @@ class EngineClient:
         self._call_ids = itertools.count()
         self._dead: str | None = "it has not been started"
         self._last_message: str | None = None
+        self._wrong_setting = False
         self._heartbeat = Heartbeat(config.supervision.stall_seconds)
         self._watch: asyncio.Task[None] | None = None
         self._children: list[RunningProcess] = []
@@ -111,7 +112,8 @@ class EngineClient:
         except BaseException as error:
             await self.stop()
             if isinstance(error, EngineDeadError):
-                raise EngineError(f"the engine did not start: {self._last_message or error}") from None
+                kind = ConfigError if self._wrong_setting else EngineError
+                raise kind(f"the engine did not start: {self._last_message or error}") from None
             raise
         self._watch = asyncio.ensure_future(self._watch_heartbeat())
         return self.info
@@ -287,7 +289,7 @@ class EngineClient:
                     stream.open.discard(answer.rid)
                     stream.fail(answer.error())
             elif isinstance(answer, EngineFailed):
-                self._last_message = answer.message
+                self._last_message, self._wrong_setting = answer.message, answer.wrong_setting
                 self._mark_dead(None)
             else:
                 self._resolve("ready" if isinstance(answer, EngineReady) else answer.call_id, answer)

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 import msgspec
 import zmq
 
-from dovetail.errors import DovetailError
+from dovetail.errors import ConfigError, DovetailError, PluginError
 from dovetail.messages import (
     Answer,
     CommandReply,
@@ -167,11 +167,11 @@ def _fail(error: BaseException, context: zmq.Context[Any], outbox: zmq.Socket[by
 def _report(error: BaseException, outbox: zmq.Socket[bytes]) -> None:
     if isinstance(error, DovetailError):
         message = str(error)
-        logger.error("%s", message)
+        logger.debug("%s", message)  # the server prints it
     else:
         message = f"{type(error).__name__}: {error}"
         logger.critical("the engine failed", exc_info=error)
-    outbox.send(encode([EngineFailed(message)]))
+    outbox.send(encode([EngineFailed(message, isinstance(error, ConfigError | PluginError))]))
 
 
 def _ignore_signals() -> None:

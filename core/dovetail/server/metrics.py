@@ -18,6 +18,7 @@ PER_TOKEN_SECONDS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.015, 0.02, 0.03, 0.05,
 E2E_SECONDS = (0.01, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 60, 120, 300)
 
 GAUGES: Mapping[str, tuple[str, str]] = {
+    "paused": ("paused", "1 while generation is paused, else 0."),
     "running": ("requests_running", "Requests that are running."),
     "waiting": ("requests_waiting", "Requests in the waiting queue."),
     "pages_total": ("kv_pages_total", "Pages of the KV pool."),
@@ -136,16 +137,24 @@ class RequestMetrics:
         self._last: dict[str, float] = {}
         self._counts: dict[str, int] = {}
         self._closed = False
+        self.queue_seconds = 0.0  # of the output that was admitted last
 
     @property
     def elapsed(self) -> float:
         """Return the seconds since the request arrived."""
         return time.perf_counter() - self._arrival
 
+    @property
+    def ttft(self) -> float | None:
+        """Return the seconds from the arrival to the first token; None before it."""
+        return min(self._first.values()) - self._arrival if self._first else None
+
     def observe(self, batch: Iterable[TokenOutput]) -> None:
         """Record outputs that have just arrived."""
         now = time.perf_counter()
         for output in batch:
+            if output.queue_seconds > self.queue_seconds:
+                self.queue_seconds = output.queue_seconds
             if output.token_ids:
                 self._tokens(output.rid, len(output.token_ids), now)
             if output.finish is not None:

@@ -11,6 +11,7 @@ from dovetail.errors import DovetailError, EngineError, RequestError, TimeLimitE
 from dovetail.generation.collecting import collect
 from dovetail.interfaces.api import ApiRequest, Choice, Delta, Usage
 from dovetail.server.answers import bytes_per_token
+from dovetail.server.request_log import log_request
 from dovetail.tokenizer import IncrementalDetokenizer
 from dovetail.types import Acceptance, FinishKind
 
@@ -60,10 +61,12 @@ class GrowingChoice(Choice):
 @dataclass(frozen=True, slots=True)
 class RequestTerms:
     """Hold the terms under which a request runs. ``name`` is its id in the engine if that differs from its public id;
-    ``max_seconds`` limits its duration. ``on_close`` is called once, when the request has ended."""
+    ``max_seconds`` limits its duration. ``tenant`` names its tenant. ``on_close`` is called once, when the request has
+    ended."""
 
     name: str | None = None
     max_seconds: float | None = None
+    tenant: str = ""
     on_close: Callable[[RequestOutputs], None] | None = None
 
 
@@ -78,7 +81,10 @@ class RequestOutputs:
         tokenizer: Tokenizer,
         metrics: RequestMetrics,
         terms: RequestTerms,
+        logs: bool = False,
     ) -> None:
+        """``logs`` writes a line to the log when the request has ended."""
+        self._logs = logs
         self.rid = parsed.rid
         self.error: DovetailError | None = None
         self.choices = [
@@ -153,6 +159,8 @@ class RequestOutputs:
         self._metrics.close(finished=not self._stream.open)
         if self._terms.on_close is not None:
             self._terms.on_close(self)
+        if self._logs:
+            log_request(self._terms.tenant, self, self._metrics)
 
     async def _next(self) -> list[TokenOutput]:
         try:

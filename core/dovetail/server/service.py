@@ -52,6 +52,7 @@ class Service(ApiHost):
         self.created = int(time.time())
         self.draining = False
         seed = config.server.seed
+        self._logs = config.server.log_requests
         self._seeds = None if seed is None else random.Random(seed)
         self.tasks: set[asyncio.Task[None]] = set()  # background work of routes
         self._paused_pid: int | None = None
@@ -92,7 +93,7 @@ class Service(ApiHost):
         scope = name.removesuffix(request.rid)
         msgs = messages(request if self._seeds is None else seeded(request, self._seeds), scope)
         stream = self.engine.open(name, msgs)
-        outputs = RequestOutputs(request, msgs, stream, self.tokenizer, RequestMetrics(self.metrics), terms)
+        outputs = RequestOutputs(request, msgs, stream, self.tokenizer, RequestMetrics(self.metrics), terms, self._logs)
         outputs.most_bytes = self._answers.most
         return outputs
 

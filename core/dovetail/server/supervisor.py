@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from dovetail.errors import EngineDeadError, EngineError
+from dovetail.errors import ConfigError, EngineDeadError, EngineError
 from dovetail.messages import Command, CommandReply, EngineStats, GenerateMsg
 from dovetail.server.client import EngineClient
 from dovetail.server.engine_process import EngineTarget, run_engine
@@ -86,7 +86,7 @@ class SupervisedEngine:
             client = EngineClient(self._config, self._target)
             try:
                 await client.start()
-            except EngineError as error:
+            except (ConfigError, EngineError) as error:
                 self._failure = str(error)
                 logger.error("%s", error)
                 continue

@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from dovetail.config import Config
-from dovetail.errors import DovetailError, EngineDeadError, EngineError, RequestError
+from dovetail.errors import ConfigError, DovetailError, EngineDeadError, EngineError, RequestError
 from dovetail.experiment.online.log import ArmGauges, ArmLog, StreamLog
 from dovetail.experiment.online.routing import pick, request_key
 from dovetail.experiment.online.shadow import FinishedRequest, ShadowTraffic
@@ -23,7 +23,16 @@ from dovetail.server.supervisor import SupervisedEngine
 logger = logging.getLogger("dovetail.server")
 
 _POLL_SECONDS = 0.05
-_GAUGES = ("running", "waiting", "pages_total", "pages_used", "pages_cached", "pages_pinned", "grammar_cached_bytes")
+_GAUGES = (
+    "paused",
+    "running",
+    "waiting",
+    "pages_total",
+    "pages_used",
+    "pages_cached",
+    "pages_pinned",
+    "grammar_cached_bytes",
+)
 
 
 class OnlineArm:
@@ -100,8 +109,8 @@ class ArmsClient:
     async def _start(self, arm: OnlineArm) -> None:
         try:
             await arm.client.start()
-        except EngineError as error:
-            raise EngineError(f"arm {arm.name}: {error}") from None
+        except (ConfigError, EngineError) as error:
+            raise type(error)(f"arm {arm.name}: {error}") from None
         logger.info("arm %s is ready, engine process %s", arm.name, arm.client.pid)
 
     async def stop(self) -> None:
@@ -325,8 +334,6 @@ def _summed(arms: Iterable[OnlineArm]) -> EngineStats:
                 sums[name] = {
                     key: sums.get(name, {}).get(key, 0) + value.get(key, 0) for key in {**sums.get(name, {}), **value}
                 }
-            elif isinstance(value, bool):
-                sums[name] = sums.get(name, False) or value
             elif not isinstance(value, str) and (arm.client.alive or name not in _GAUGES):
                 sums[name] = sums.get(name, 0) + value
     return EngineStats(**sums)

@@ -63,7 +63,10 @@ class TenantHost(ApiHost):
         lease = tenant.admit(request.num_outputs, prompt_tokens, new_tokens)
         seconds = server.max_seconds if tenant.limits.max_seconds is None else tenant.limits.max_seconds
         terms = RequestTerms(
-            tenant_rid(tenant.name, request.rid), seconds, lambda outputs: self._closed(outputs, lease, request)
+            tenant_rid(tenant.name, request.rid),
+            seconds,
+            tenant.name,
+            lambda outputs: self._closed(outputs, lease, request),
         )
         try:
             return self._service.submit(own, terms)
