@@ -190,6 +190,13 @@ def test_a_schema_holds_on_a_server(tiny_url: str) -> None:
                     answered(remote, FRANCE, settings)
 
 
+@pytest.mark.parametrize("end", ["/", "/v1", "/v1/"])
+def test_the_url_may_be_that_of_openais_clients(tiny_url: str, end: str) -> None:
+    with closing(RemoteChatBackend(tiny_url + end, None)) as remote:
+        assert remote.name == "tiny"
+        assert answered(remote, FRANCE, ChatSettings(SamplingParams(temperature=0, max_new_tokens=3))).content
+
+
 def test_a_server_that_is_not_there() -> None:
     with pytest.raises(EngineError, match="does not answer"):
         RemoteChatBackend("http://127.0.0.1:9", None)

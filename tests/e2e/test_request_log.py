@@ -31,16 +31,17 @@ def url() -> Iterator[str]:
 
 
 @pytest.fixture
-def lines(caplog: pytest.LogCaptureFixture) -> list[str]:
+def log(caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
     caplog.set_level(logging.INFO, logger="dovetail.requests")
-    return caplog.messages
+    return caplog
 
 
-def one(lines: list[str]) -> dict[str, str]:
+def one(log: pytest.LogCaptureFixture) -> dict[str, str]:
     """Wait for the only line and return its fields."""
     deadline = time.monotonic() + 10
-    while not lines and time.monotonic() < deadline:
+    while not log.messages and time.monotonic() < deadline:
         time.sleep(0.01)
+    lines = log.messages
     assert len(lines) == 1, lines
     assert SECRET not in lines[0]
     found = LINE.fullmatch(lines[0])
@@ -49,12 +50,12 @@ def one(lines: list[str]) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_request_is_one_line(url: str, lines: list[str], caplog: pytest.LogCaptureFixture, stream: bool) -> None:
+def test_a_request_is_one_line(url: str, log: pytest.LogCaptureFixture, stream: bool) -> None:
     body = {"prompt": SECRET, "max_tokens": 5, "rid": f"mine-{stream}", "stream": stream, "n": 2}
     started = time.monotonic()
     httpx.post(f"{url}/v1/completions", json=body)
     seconds = time.monotonic() - started
-    fields = one(caplog.messages)
+    fields = one(log)
     assert fields["rid"] == f"mine-{stream}"
     assert (fields["tenant"], fields["route"], fields["status"], fields["finish"]) == (
         "-",
@@ -75,30 +76,26 @@ def test_a_request_is_one_line(url: str, lines: list[str], caplog: pytest.LogCap
     ],
 )
 def test_a_failure_has_its_status(
-    url: str, lines: list[str], caplog: pytest.LogCaptureFixture, extra: dict, status: str, finish: str
+    url: str, log: pytest.LogCaptureFixture, extra: dict, status: str, finish: str
 ) -> None:
     answer = httpx.post(f"{url}/v1/completions", json={"prompt": SECRET, "max_tokens": 5, **extra}, timeout=20)
-    fields = one(caplog.messages)
+    fields = one(log)
     assert (str(answer.status_code), fields["status"], fields["finish"]) == (status, status, finish)
 
 
-def test_a_client_that_leaves_is_logged_and_ids_cannot_forge_lines(
-    url: str, lines: list[str], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_client_that_leaves_is_logged_and_ids_cannot_forge_lines(url: str, log: pytest.LogCaptureFixture) -> None:
     body = {"prompt": SECRET, "max_tokens": 2000, "cache_salt": "slow", "stream": True, "rid": "x\n2026 forged line"}
     with httpx.stream("POST", f"{url}/v1/completions", json=body) as response:
         next(response.iter_bytes())
-    fields = one(caplog.messages)
+    fields = one(log)
     assert (fields["status"], fields["finish"]) == ("499", "disconnect")
     assert fields["rid"] == "'x\\n2026 forged line'"
 
 
-def test_probes_and_servers_without_a_log_write_nothing(
-    url: str, lines: list[str], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_probes_and_servers_without_a_log_write_nothing(url: str, log: pytest.LogCaptureFixture) -> None:
     from fake_engine import run_fake_engine
 
     assert httpx.get(f"{url}/health_generate").status_code == 200
     with running_server(config_with(log_requests=False), target=run_fake_engine) as silent:
         httpx.post(f"{silent}/v1/completions", json={"prompt": SECRET, "max_tokens": 5})
-    assert caplog.messages == []
+    assert log.messages == []

@@ -38,6 +38,15 @@ def cosine(a: FloatArray, b: FloatArray) -> float:
     return float(unit(a).astype(np.float64) @ unit(b).astype(np.float64))
 
 
+def label_probabilities(logprobs: FloatArray, *, among_labels: bool) -> list[float]:
+    """Convert log-probabilities to probabilities: relative to the whole vocabulary, or, with ``among_labels``, relative
+    to the labels only."""
+    values = logprobs.astype(np.float64)
+    if among_labels:
+        values = values - np.logaddexp.reduce(values)
+    return np.exp(values).tolist()
+
+
 def pooling_kind(given: str | None, info: Mapping[str, Any] | None) -> PoolingKind:
     """Return the pooling of a request: ``given``, or the model's own if that is None. ``info`` is the entry
     ``embedding`` of the engine's info. Raises ``RequestError`` if the model has no embeddings or the pooling is not

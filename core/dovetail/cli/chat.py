@@ -17,7 +17,10 @@ if TYPE_CHECKING:
     from dovetail.cli.chat_backends import ChatBackend, Message
     from dovetail.sampling_params import SamplingParams
 
-Url = Annotated[str | None, typer.Option(help="Use the model of this server instead, as in http://127.0.0.1:30000.")]
+Url = Annotated[
+    str | None,
+    typer.Option(help="Use the model of this server instead, as in http://127.0.0.1:30000, with or without /v1."),
+]
 Key = Annotated[
     str | None, typer.Option(envvar="DOVETAIL_API_KEY", show_envvar=True, help="The API key that the server requires.")
 ]

@@ -129,10 +129,11 @@ class RemoteChatBackend:
     def __init__(self, url: str, key: str | None) -> None:
         import httpx
 
+        base = url.rstrip("/").removesuffix("/v1")  # as other clients are given it
         headers = {"authorization": f"Bearer {key}"} if key else {}
         timeout = httpx.Timeout(None, connect=10)
         try:
-            self._client = httpx.Client(base_url=url, headers=headers, timeout=timeout, trust_env=False)
+            self._client = httpx.Client(base_url=base, headers=headers, timeout=timeout, trust_env=False)
         except httpx.InvalidURL as error:
             raise RequestError(f"--url is {url!r}: {error}; give one such as http://127.0.0.1:30000") from error
         self.name = self._get("/v1/models")["data"][0]["id"]

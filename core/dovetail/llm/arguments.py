@@ -84,6 +84,21 @@ def prompt_list(prompts: object) -> list[Prompt]:
     return [list(prompts)] if single else list(prompts)
 
 
+def joined_prompts(queries: Sequence[Prompt], items: Sequence[Prompt], item_first: bool) -> list[Prompt]:
+    """Return query and item joined, for each item; texts are joined before they are tokenized. Raises ``RequestError`` if
+    one of them is a text and the other is not."""
+    joined: list[Prompt] = []
+    for query, item in zip(queries, items, strict=True):
+        first, second = (item, query) if item_first else (query, item)
+        if isinstance(first, str) and isinstance(second, str):
+            joined.append(first + second)
+        elif isinstance(first, str) or isinstance(second, str):
+            raise RequestError("query and items are of different kinds; allowed: texts, or lists of token ids")
+        else:
+            joined.append([*first, *second])
+    return joined
+
+
 def token_ids_of(prompt: object) -> list[int]:
     """Return a prompt of token ids as a new list. Raises ``RequestError``."""
     if isinstance(prompt, list) and set(map(type, prompt)) <= {

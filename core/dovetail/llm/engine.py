@@ -8,9 +8,9 @@ from collections import deque
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
-from dovetail.api.embeddings import embedding, pooling_kind
+from dovetail.api.embeddings import cosine, embedding, label_probabilities, pooling_kind
 from dovetail.chat.parsing import OutputParsers, load_parsers
 from dovetail.chat.requests import plain_message, read_tool_choice, read_tools, template_tools
 from dovetail.config import dump
@@ -25,6 +25,7 @@ from dovetail.llm.arguments import (
     checked_messages,
     checked_variables,
     hints_of,
+    joined_prompts,
     one_of,
     params_of_each,
     prompt_list,
@@ -33,7 +34,7 @@ from dovetail.llm.arguments import (
 )
 from dovetail.llm.interrupts import DeferredInterrupt
 from dovetail.llm.runs import ChatOutput, ChatStream, Output, Run, chat_output
-from dovetail.messages import AbortMsg, RequestFailed, TokenOutput
+from dovetail.messages import AbortMsg, CommandReply, FlushCacheMsg, RequestFailed, TokenOutput
 from dovetail.registry.candidates import call_hook
 from dovetail.registry.machine import Machine
 from dovetail.registry.resolver import resolve
@@ -77,6 +78,7 @@ class LLM:
         call_hook(self.resolved.hooks, "on_engine_start", info=self.loop.info)
         self._ids = itertools.count()
         self._runs: dict[str, Run] = {}
+        self._closed = False
 
     def generate(
         self,
@@ -207,11 +209,80 @@ class LLM:
         assert len(vectors) == len(outputs), "each request with pooling is answered with a vector"
         return [embedding(vector, dimensions, normalize=normalize) for vector in vectors]
 
+    @arguments_of(embed)
+    def encode(self, *args: Any, **kwargs: Any) -> list[FloatArray]:
+        """Return the embeddings of prompts: another name of ``embed``, with the same arguments."""
+        return self.embed(*args, **kwargs)
+
+    def score(
+        self,
+        query: Prompt | Sequence[Prompt],
+        items: Prompt | Sequence[Prompt],
+        label_token_ids: Sequence[int] | None = None,
+        *,
+        apply_softmax: bool = False,
+        item_first: bool = False,
+        pooling: PoolingKind | str | None = None,
+    ) -> list[float] | list[list[float]]:
+        """Score each item against the query.
+
+        Without ``label_token_ids``, as in vLLM, return the cosine of the embeddings of query and item; ``query`` may be a
+        list with one entry for each item. With them, as in SGLang, return for each item the probability of each label as
+        the token after query and item (or item and query, with ``item_first``); with ``apply_softmax`` relative to the
+        labels only. Raises ``RequestError``.
+        """
+        queries, listed = prompt_list(query), prompt_list(items)
+        if len(queries) not in (1, len(listed)):
+            raise RequestError(f"query has {len(queries)} entries and items {len(listed)}; give one query, or as many")
+        queries = queries * len(listed) if len(queries) == 1 else queries
+        if label_token_ids is not None:
+            if pooling is not None:
+                raise RequestError("pooling applies to embeddings; leave it out, or leave out label_token_ids")
+            prompts = joined_prompts(queries, listed, item_first)
+            return self._label_scores(prompts, tuple(label_token_ids), apply_softmax)
+        if apply_softmax or item_first:
+            raise RequestError("apply_softmax and item_first need label_token_ids", param="label_token_ids")
+        vectors = self.embed([*queries, *listed], pooling=pooling)
+        return [cosine(a, b) for a, b in zip(vectors[: len(listed)], vectors[len(listed) :], strict=True)]
+
+    def _label_scores(self, prompts: list[Prompt], labels: tuple[int, ...], among_labels: bool) -> list[list[float]]:
+        params = SamplingParams(max_new_tokens=0, pooling=Pooling(PoolingKind.LABELS, labels))
+        outputs = self.generate(prompts, params, group=f"score-{next(self._ids)}")
+        pooled = [output.pooled for output in outputs if output.pooled is not None]
+        assert len(pooled) == len(prompts), "each request with pooling is answered with a vector"
+        return [label_probabilities(vector, among_labels=among_labels) for vector in pooled]
+
+    def flush_cache(self) -> None:
+        """Drop every cached prefix, as SGLang's method of this name and ``reset_prefix_cache`` of vLLM do. Raises
+        ``RequestError`` while a stream is open."""
+        while self.loop.has_work and not self._runs:  # what is left of aborted requests
+            self.loop.step()
+        if self._runs:
+            raise RequestError(f"{len(self._runs)} requests are running; read or close their streams first")
+        self.loop.handle(FlushCacheMsg("flush"))
+        (reply,) = self.loop.step()
+        assert isinstance(reply, CommandReply), "nothing else has an answer"
+        if not reply.ok:
+            raise RequestError(f"the cache was not flushed: {reply.message}")
+
     def close(self) -> None:
-        """Free the engine's workers. The object must not be used again."""
+        """Free the engine's workers. The object must not be used again. Further calls have no effect."""
+        if self._closed:
+            return
+        self._closed = True
         if self.loop.dead is None:
             call_hook(self.resolved.hooks, "on_engine_stop")
         self.loop.close()
+
+    def shutdown(self) -> None:
+        """Close the engine: another name of ``close``."""
+        self.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
     @cached_property
     def _parsers(self) -> OutputParsers:

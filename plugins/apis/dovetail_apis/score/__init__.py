@@ -10,6 +10,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from dovetail.api.body import parse
+from dovetail.api.embeddings import label_probabilities
 from dovetail.api.responses import whole
 from dovetail.errors import RequestError
 from dovetail.interfaces.api import Api, ApiHost, ApiProblem, Generation, Route
@@ -17,7 +18,7 @@ from dovetail.sampling_params import PoolingKind
 from dovetail_apis.config import ScoreConfig
 from dovetail_apis.embeddings.pooling import as_prompts, input_usage, pooled, pooling_params
 from dovetail_apis.openai.format import error_json
-from dovetail_apis.score.pairs import Pair, Scoring, api_request, label_probabilities, score_pairs
+from dovetail_apis.score.pairs import Pair, Scoring, api_request, score_pairs
 from dovetail_apis.score.types import RerankRequest, ScoreRequest
 
 _PAIRS = ("text_1", "text_2")

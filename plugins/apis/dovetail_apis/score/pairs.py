@@ -6,9 +6,7 @@ import re
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-import numpy as np
-
-from dovetail.api.embeddings import cosine, pooling_kind
+from dovetail.api.embeddings import cosine, label_probabilities, pooling_kind
 from dovetail.api.requests import check_count, new_id
 from dovetail.errors import ConfigError
 from dovetail.interfaces.api import ApiHost, ApiRequest, Generation, Prompt
@@ -81,15 +79,6 @@ def fill_template(template: str, query: str, document: str) -> str:
     """Return ``template`` with the texts inserted. Braces in the texts have no special meaning."""
     texts = {"query": query, "document": document}
     return re.sub(r"\{(query|document)\}", lambda found: texts[found[1]], template)
-
-
-def label_probabilities(logprobs: np.ndarray, *, among_labels: bool) -> list[float]:
-    """Convert log-probabilities to probabilities: relative to the whole vocabulary, or, with ``among_labels``, relative
-    to the labels only."""
-    values = logprobs.astype(np.float64)
-    if among_labels:
-        values = values - np.logaddexp.reduce(values)
-    return np.exp(values).tolist()
 
 
 def api_request(body: ScoreFields, prompts: Sequence[Prompt], *, together: bool = False) -> ApiRequest:
