@@ -5,6 +5,7 @@ Run: pytest tests/core/test_serve_flags.py
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import shlex
@@ -18,7 +19,7 @@ from dovetail.cli import EXIT_STATUS, main
 from dovetail.cli.serve_docs import cli_docs
 from dovetail.cli.serve_flags import ALWAYS, FLAGS, REFUSED, ServeFlag
 from dovetail.cli.serve_values import KEYS_VARIABLE
-from dovetail.config import dump
+from dovetail.config import config_hash, dump
 from dovetail.config.tenants import KeyFile, key_digest, load_keys
 from dovetail.errors import ConfigError, EngineDeadError, EngineError
 from dovetail.interfaces.api import ApiRequest, Prompt
@@ -70,8 +71,6 @@ def expected(flag: ServeFlag, key: str) -> Any:
         return flag.sets[key]
     known = {"server.keys": f"env:{KEYS_VARIABLE}", "speculative": "ngram"}
     if flag.json and key not in known:
-        import json
-
         return json.loads(flag.example)
     return known.get(key, flag.values.get(flag.example, flag.example))
 
@@ -87,6 +86,37 @@ def test_each_flag_sets_its_key_under_each_of_its_names(flag: ServeFlag, monkeyp
             for key in flag.key.split(", ") if flag.key else ():
                 assert kind_of(value_of(config, key)) == expected(flag, key), (words, key)
             assert bool(flag.key) == (flag.group != ALWAYS)
+
+
+def test_other_commands_take_the_arguments_of_serve(monkeypatch, capsys, tmp_path) -> None:
+    (tmp_path / "server.yaml").write_text("scheduler: {max_running: 3}\n")
+    words = ["tiny", "server.yaml", "--max_model_len", "512", "--set", "policy=fcfs", "--port", "1"]
+    config = run(monkeypatch, capsys, *words)[1]
+    shown = []
+    for command in (["config", "show", "--json"], ["explain", "--json", "--assume", "cpu"], ["config", "hash"]):
+        with pytest.raises(SystemExit) as stop:
+            main([*command, *words])
+        assert stop.value.code == 0
+        shown.append(capsys.readouterr().out)
+        with pytest.raises(SystemExit) as stop:
+            main([*command, "tiny", "--quantization", "fp8"])
+        assert (stop.value.code, capsys.readouterr().err) == (
+            2,
+            f"error: --quantization: {REFUSED['--quantization']}\n",
+        )
+    assert json.loads(shown[0]) == dump(config)
+    explained = json.loads(shown[1])["config"]
+    assert [explained["model"]["context_len"], explained["scheduler"]["max_running"]] == [512, 3]
+    assert shown[2].strip() == config_hash(config)
+
+
+def test_keys_of_flags_are_not_left_in_the_environment(capsys) -> None:
+    with pytest.raises(SystemExit):
+        main(["config", "show", "tiny", "--api-key", "key-1"])
+    shown = capsys.readouterr().out
+    assert f"keys: env:{KEYS_VARIABLE}" in shown
+    assert "key-1" not in shown
+    assert not os.environ[KEYS_VARIABLE]
 
 
 def test_names_are_not_given_twice() -> None:

@@ -220,11 +220,15 @@ def test_the_readmes_clients_are_answered(tiny_url: str, tmp_path: Path) -> None
 
 def test_the_readmes_config_file_and_commands(tmp_path: Path) -> None:
     (tmp_path / "server.yaml").write_text(*blocks("yaml"), "utf-8")
-    serve, *others = (line.split("#")[0] for line in blocks("bash")[1].splitlines())
-    shown = run_line(serve.replace("dovetail serve", "dovetail config show"), tmp_path, tmp_path)
-    assert "max_running: 8\n" in shown
-    assert "kind: lpm\n" in shown
-    assert all(run_line(line, tmp_path, tmp_path).strip() for line in others)
+    of_models, of_files = ([line.split("#")[0] for line in block.splitlines()] for block in blocks("bash")[1:3])
+    named, flagged, set_ = (
+        run_line(line.replace("dovetail serve", "dovetail config show"), tmp_path, tmp_path)
+        for line in (*of_models, of_files[0])
+    )
+    assert all("path: tiny\n" in shown for shown in (named, flagged, set_))
+    assert all(line in flagged for line in ("context_len: 512\n", "served_name: mine\n", "kind: hermes\n"))
+    assert all(line in set_ for line in ("max_running: 8\n", "kind: lpm\n"))
+    assert all(run_line(line, tmp_path, tmp_path).strip() for line in of_files[1:])
 
 
 def test_the_readmes_plugin_passes_its_suite(tmp_path: Path) -> None:

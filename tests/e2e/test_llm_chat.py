@@ -133,12 +133,20 @@ def test_streams_that_are_read_in_turns_lose_nothing(llm: LLM):
 
 def test_the_arguments_of_a_chat_are_shown_and_checked(llm: LLM):
     whole, stream = inspect.signature(llm.chat), inspect.signature(llm.chat_stream)
-    assert list(whole.parameters)[:4] == ["messages", "params", "tools", "tool_choice"]
+    kinds = {name: parameter.kind for name, parameter in whole.parameters.items()}
+    positional = [name for name, kind in kinds.items() if kind is inspect.Parameter.POSITIONAL_OR_KEYWORD]
+    assert positional == ["messages", "params"]
+    assert {"sampling_params", "tools", "tool_choice", "session"} <= kinds.keys()
     assert whole.parameters == stream.parameters
     assert (whole.return_annotation, stream.return_annotation) == ("ChatOutput", "ChatStream")
     for chat in (llm.chat, llm.chat_stream):
         with pytest.raises(TypeError, match="unexpected keyword argument 'toolz'"):
             chat(FRANCE, toolz=[])
+        with pytest.raises(RequestError, match="params and sampling_params are both given"):
+            chat(FRANCE, GREEDY, sampling_params=GREEDY)
+    assert llm.chat(FRANCE, sampling_params={"max_tokens": 2, "temperature": 0}).token_ids == (
+        llm.chat(FRANCE, SamplingParams(max_tokens=2, temperature=0)).token_ids
+    )
 
 
 def test_stop_strings_end_the_content_and_no_call(llm: LLM):

@@ -23,7 +23,7 @@ def build_app(arguments: Sequence[str]) -> typer.Typer:
     app.command("serve", cls=serve.ServeCommand)(serve.serve)
     app.command("generate")(generate.generate)
     app.command("chat")(chat.chat)
-    app.command("explain")(explain.explain)
+    app.command("explain", cls=serve.ServeCommand)(explain.explain)
     app.command("ab")(ab.ab)
     app.add_typer(bench.app, name="bench")
     app.add_typer(config.app, name="config")

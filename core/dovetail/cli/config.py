@@ -3,27 +3,33 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from dovetail.cli.sources import Files, Json, Sets, load, load_registry
+from dovetail.cli.serve import ServeCommand, Words, read_arguments, with_flags
+from dovetail.cli.sources import Json, Sets, load_registry
+
+if TYPE_CHECKING:
+    from dovetail.config import Config
 
 app = typer.Typer(help="Show the config, its JSON Schema, its documentation, its hash.", no_args_is_help=True)
 
 Output = Annotated[Path | None, typer.Option("--output", "-o", help="Write to this file instead of the terminal.")]
 
 
-@app.command()
-def show(files: Files = None, sets: Sets = None, as_json: Json = False) -> None:
-    """Show the complete config that files, environment and --set give, as YAML. The output can be used as a config
-    file."""
+def _show(words: Words = None, sets: Sets = None, as_json: Json = False, **given: Any) -> None:
+    """Show the complete config with which `dovetail serve` would start for the same arguments, as YAML.
+
+    The output can be used as a config file.
+    """
     import yaml
 
     from dovetail.config import config_hash, dump
 
-    config, _ = load(files, sets)
+    config = _config(words, sets, given)
     if as_json:
         typer.echo(json.dumps(dump(config), indent=2))
         return
@@ -31,12 +37,19 @@ def show(files: Files = None, sets: Sets = None, as_json: Json = False) -> None:
     typer.echo(yaml.safe_dump(dump(config), sort_keys=False, width=100), nl=False)
 
 
-@app.command("hash")
-def hash_(files: Files = None, sets: Sets = None) -> None:
-    """Print a SHA-256 that is equal for equal configs."""
+def _hash(words: Words = None, sets: Sets = None, **given: Any) -> None:
+    """Print a SHA-256 that is equal for equal configs. The arguments are those of `dovetail serve`."""
     from dovetail.config import config_hash
 
-    typer.echo(config_hash(load(files, sets)[0]))
+    typer.echo(config_hash(_config(words, sets, given)))
+
+
+def _config(words: list[str] | None, sets: list[str] | None, given: dict[str, Any]) -> Config:
+    return read_arguments(words or (), sets or (), given, dict(os.environ))[0]
+
+
+app.command("show", cls=ServeCommand)(with_flags(_show))
+app.command("hash", cls=ServeCommand)(with_flags(_hash))
 
 
 @app.command()

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Annotated
+import os
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from dovetail.cli.sources import Files, Json, Model, Sets, Tp, load, shortcuts
+from dovetail.cli.serve import Words, read_arguments, with_flags
+from dovetail.cli.sources import Json, Sets
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -29,24 +31,24 @@ Assume = Annotated[
 ]
 
 
-def explain(
-    files: Files = None,
-    sets: Sets = None,
-    model: Model = None,
-    tp: Tp = None,
-    as_json: Json = False,
-    assume: Assume = None,
+def _explain(
+    words: Words = None, sets: Sets = None, as_json: Json = False, assume: Assume = None, **given: Any
 ) -> None:
-    """Show every component that a config chooses, every other candidate, and the reasons. Loads no weights."""
+    """Show every component that a config chooses, every other candidate, and the reasons. Loads no weights. The arguments
+    are those of `dovetail serve`."""
     from dovetail.registry import Machine, resolve
 
-    config, registry = load(files, [*(sets or ()), *shortcuts({"model.path": model, "parallel.tp": tp})])
+    config, registry = read_arguments(words or (), sets or (), given, dict(os.environ))
     machine = Machine.assume(assume) if assume else Machine.detect(config.device)
     resolved = resolve(config, registry, machine)
     if as_json:
         typer.echo(json.dumps(resolved.to_json(), indent=2))
     else:
         _print(resolved)
+
+
+explain = with_flags(_explain)
+"""Show what would be chosen, and why. See ``_explain``."""
 
 
 def _print(resolved: Resolved) -> None:

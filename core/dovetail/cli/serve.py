@@ -1,4 +1,4 @@
-"""Run the HTTP server: ``dovetail serve``."""
+"""Run the HTTP server: ``dovetail serve``. Other commands take its arguments through ``with_flags``."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ Words = Annotated[
 
 
 class ServeCommand(TyperCommand):
-    """Parse the flags of ``dovetail serve``: refuse those of ``REFUSED`` with what to use instead, and read
+    """Parse the flags of a command made by ``with_flags``: refuse those of ``REFUSED`` with what to use instead, and read
     ``--context-length`` and ``--max_model_len`` as ``--max-model-len``."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
@@ -70,7 +70,7 @@ def split_words(words: Sequence[str]) -> tuple[str | None, list[Path]]:
 def read_arguments(
     words: Sequence[str], sets: Sequence[str], given: Mapping[str, Any], env: dict[str, str]
 ) -> tuple[Config, Registry]:
-    """Return what the command line gives. ``given`` are the values of flags by their ``parameter``; None stands for a
+    """Return what the command line gives. ``given`` has the values of flags by their ``parameter``; None stands for a
     flag that was not given. The keys of ``--api-key`` are added to ``env`` as a key file. Raises ``ConfigError`` and
     ``PluginError``."""
     model, files = split_words(words)
@@ -81,9 +81,7 @@ def read_arguments(
         settings["model.path"] = model
     if given.get("api_key"):
         env[KEYS_VARIABLE] = key_file(given["api_key"])
-    texts = shortcuts(settings)
-    config, registry = load(files, [*sets, *texts])
-    return config, registry
+    return load(files, [*sets, *shortcuts(settings)])
 
 
 def _serve(words: Words = None, sets: Sets = None, **given: Any) -> None:
@@ -132,19 +130,21 @@ def _option(flag: ServeFlag) -> inspect.Parameter:
     return inspect.Parameter(flag.parameter, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=hint)
 
 
-def _with_flags(command: Callable[..., None]) -> Callable[..., None]:
-    """Return ``command`` with an option for each flag, in the form that typer needs."""
+def with_flags(command: Callable[..., None]) -> Callable[..., None]:
+    """Return ``command`` with an option for each flag of ``FLAGS``, in the form that typer needs. ``command`` takes ``words``
+    (``Words``), ``sets``, options of its own, and ``**given`` for the flags: what ``read_arguments`` needs. It is added to an
+    app with ``cls=ServeCommand``."""
     own = [p for p in inspect.signature(command, eval_str=True).parameters.values() if p.kind is not p.VAR_KEYWORD]
     options = [_option(flag) for flag in sorted(FLAGS, key=lambda flag: flag.group == ALWAYS)]
 
-    def serve(**given: Any) -> None:
+    def run(**given: Any) -> None:
         command(**given)
 
-    serve.__doc__ = command.__doc__
+    run.__doc__ = command.__doc__
     parameters = [*(p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in own), *options]
-    serve.__annotations__ = {p.name: p.annotation for p in parameters}
-    vars(serve)["__signature__"] = inspect.Signature(parameters)
-    return serve
+    run.__annotations__ = {p.name: p.annotation for p in parameters}
+    vars(run)["__signature__"] = inspect.Signature(parameters)
+    return run
 
 
-serve = _with_flags(_serve)
+serve = with_flags(_serve)

@@ -16,9 +16,10 @@ _INTRODUCTION = """\
     dovetail serve ./my-model --port 8000 --tp 2           # the flags below
     dovetail serve server.yaml --max-num-seqs 64           # a config file, and a flag that overrides it
     dovetail serve tiny --set grammar.timeout=5            # any other key of the config
-    dovetail config show server.yaml                       # the config that results
+    dovetail config show server.yaml --max-num-seqs 64     # the config that results
+    dovetail explain server.yaml --max-num-seqs 64         # what it chooses, and why
 
-Arguments that end in `.yaml`, `.yml`, `.toml` or `.json` are config files; another argument is the model. Flags override `--set`, which
+`config show`, `config hash` and `explain` take the same arguments as `serve`. Arguments that end in `.yaml`, `.yml`, `.toml` or `.json` are config files; another argument is the model. Flags override `--set`, which
 overrides the environment and files ([config.md](config.md)). Names of flags may be written with underscores. Two flags that set one key to
 different values are an error, and so is a flag that is not known.
 

@@ -16,7 +16,6 @@ if TYPE_CHECKING:
 
 _FILES_HELP = "YAML, TOML or JSON files, merged left to right."
 
-Files = Annotated[list[Path] | None, typer.Argument(metavar="CONFIG", show_default=False, help=_FILES_HELP)]
 FileOptions = Annotated[list[Path] | None, typer.Option("--config", "-c", metavar="FILE", help=_FILES_HELP)]
 Sets = Annotated[
     list[str] | None,
