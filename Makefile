@@ -1,8 +1,13 @@
 VENV := .venv
 BIN := $(VENV)/bin
 PYTHON ?= python3
+COMMA := ,
+GPU := $(wildcard /dev/nvidia[0-9]*)
+# With a GPU its kernels are installed too, and `dovetail doctor` says if it can be used.
+EXTRAS := $(if $(GPU),[dev$(COMMA)cuda],[dev])
+INSTALLED := $(VENV)/.installed$(if $(GPU),-cuda)
 # Without a GPU its thousands of tests are left out, where they would be collected by each worker and skipped one by one.
-NO_GPU := $(if $(wildcard /dev/nvidia[0-9]*),,--ignore tests/gpu)
+NO_GPU := $(if $(GPU),,--ignore tests/gpu)
 
 .PHONY: serve test test-full run-tests fuzz lint check setup clean
 
@@ -33,12 +38,13 @@ lint: setup
 	$(BIN)/python tools/check_style.py
 	$(BIN)/pyright
 
-setup: $(VENV)/.installed
+setup: $(INSTALLED)
 
-$(VENV)/.installed: pyproject.toml constraints.txt
+$(INSTALLED): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install -q -c constraints.txt torch
-	$(BIN)/python -m pip install -q -c constraints.txt -e '.[dev]'
+	$(BIN)/python -m pip install -q -c constraints.txt -e '.$(EXTRAS)'
+	$(if $(GPU),-$(BIN)/dovetail doctor)
 	touch $@
 
 clean:

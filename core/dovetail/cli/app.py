@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from dovetail.cli import ab, bench, chat, config, explain, generate, keys, plugins, serve
+from dovetail.cli import ab, bench, chat, config, doctor, explain, generate, keys, plugins, serve
 
 
 def build_app(arguments: Sequence[str]) -> typer.Typer:
@@ -24,6 +24,7 @@ def build_app(arguments: Sequence[str]) -> typer.Typer:
     app.command("generate")(generate.generate)
     app.command("chat")(chat.chat)
     app.command("explain", cls=serve.ServeCommand)(explain.explain)
+    app.command("doctor")(doctor.doctor)
     app.command("ab")(ab.ab)
     app.add_typer(bench.app, name="bench")
     app.add_typer(config.app, name="config")

@@ -36,6 +36,19 @@ def doctor(files: FileOptions = None, sets: Sets = None, as_json: Json = False) 
     """Show the state of every plugin and component, and of components that the config names and no plugin provides,
     with the reason and the command that fixes it. Every component is imported, compared with its interface and, where
     that needs neither a device nor a model, built. The exit status is 1 if something is broken or missing."""
+    findings, registry = examined_plugins(files, sets)
+    if as_json:
+        rows = [dataclasses.asdict(finding) for finding in findings]
+        typer.echo(json.dumps({"findings": rows, "broken": any(f.broken for f in findings)}, indent=2))
+    else:
+        _print(findings, registry)
+    if any(finding.broken for finding in findings):
+        raise typer.Exit(1)
+
+
+def examined_plugins(files: FileOptions, sets: Sets) -> tuple[list[Finding], Registry]:
+    """Return the findings about all plugins, components and names of the config, and the registry with the plugins.
+    Raises ``ConfigError``."""
     from dovetail.config import plugins_section, read
     from dovetail.registry.loader import load_plugins
 
@@ -45,13 +58,7 @@ def doctor(files: FileOptions = None, sets: Sets = None, as_json: Json = False) 
     named = set(_named(raw.with_sections(registry.sections).tree, registry))
     findings = [*_installed(registry, policy, named), *_duplicates(registry)]
     findings += [*_unknown_plugins(policy, registry), *_missing(named, registry)]
-    if as_json:
-        rows = [dataclasses.asdict(finding) for finding in findings]
-        typer.echo(json.dumps({"findings": rows, "broken": any(f.broken for f in findings)}, indent=2))
-    else:
-        _print(findings, registry)
-    if any(finding.broken for finding in findings):
-        raise typer.Exit(1)
+    return findings, registry
 
 
 def _print(findings: Iterable[Finding], registry: Registry) -> None:

@@ -23,7 +23,7 @@ _INTRODUCTION = """\
 overrides the environment and files ([config.md](config.md)). Names of flags may be written with underscores. Two flags that set one key to
 different values are an error, and so is a flag that is not known.
 
-`dovetail COMMAND --help` describes each command: `serve`, `generate`, `chat`, `explain`, `ab`, `bench`, `config`, `keys`, `plugins`.
+`dovetail COMMAND --help` describes each command: `serve`, `generate`, `chat`, `explain`, `doctor`, `ab`, `bench`, `config`, `keys`, `plugins`.
 `dovetail --install-completion` installs completion of commands and flags for the shell that runs it (bash, zsh, fish, PowerShell);
 `dovetail --show-completion` prints the script.
 """

@@ -19,6 +19,8 @@ STATUS_STYLE = {
     "incompatible": "red",
     "duplicate": "red",
     "failed": "red",
+    "low": "yellow",
+    "unneeded": "dim",
 }
 VERDICT_STYLE = {
     "chosen": "bold green",
