@@ -122,7 +122,8 @@ class TokenOutput(msgspec.Struct, tag=True, frozen=True, gc=False, omit_defaults
     admission. ``accepted`` of ``drafted`` draft tokens were accepted so far, in ``verify_steps`` steps (see
     ``types.Acceptance``). ``grammar_backend`` names the backend that constrains the output. ``pooled`` is the vector
     made of the prompt (``Pooling``): float32, little-endian. ``queue_seconds`` is the time from the arrival to the
-    first admission; it is sent once, with the first output.
+    first admission, and ``compile_seconds`` the time to the end of the compilation of the constraint; they are sent once, with the
+    first output.
     """
 
     rid: str
@@ -139,6 +140,7 @@ class TokenOutput(msgspec.Struct, tag=True, frozen=True, gc=False, omit_defaults
     verify_steps: int = 0
     pooled: bytes | None = None
     queue_seconds: float = 0.0
+    compile_seconds: float = 0.0
 
 
 class RequestFailed(msgspec.Struct, tag=True, frozen=True):

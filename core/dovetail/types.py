@@ -107,9 +107,8 @@ class Req:
     - ``[cached_len, device_len)`` must enter the next forward pass.
     - The host knows the first ``known_len`` tokens.
 
-    ``device_len`` exceeds ``known_len`` under overlap and while drafts are verified: it is then an upper bound, and
-    ``commit`` moves it back over drafts that were not accepted. Invariants: ``cached_len <= device_len <=
-    max_device_len`` and ``known_len <= device_len``.
+    ``device_len`` exceeds ``known_len`` under overlap and while drafts are verified: it is then an upper bound, and ``commit``
+    moves it back over drafts that were not accepted. Invariants: ``known_len, cached_len <= device_len <= max_device_len``.
     """
 
     rid: str
@@ -138,6 +137,7 @@ class Req:
     matcher: Any = None  # set by the scheduler once the grammar is compiled: an interfaces.grammar.Matcher
     meter: Any = None  # set with the matcher: the constraints.mask_budget.Meter of the time that the matcher takes
     masks: Any = None  # set with the matcher: the GrammarBackend that fills bitmasks, of several requests at once
+    compile_seconds: float = 0.0  # set with the matcher: time from the arrival to the end of the compilation
     grammar_backend: str | None = None  # set with the matcher: the name of the matcher's backend
     finish: FinishReason | None = None  # set by the scheduler
     in_flight: int = 0  # number of steps launched and not yet committed

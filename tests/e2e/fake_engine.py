@@ -138,7 +138,17 @@ class FakeLoop:
             del self._running[msg.rid]
         prompt = prompt_logprobs(msg) if index == 0 else None
         logprobs = None if params.logprobs is None else [logprob(token, 1, params.logprobs)]
-        return TokenOutput(msg.rid, [token], finish, len(msg.input_ids), running.done, 0, logprobs, prompt)
+        return TokenOutput(
+            msg.rid,
+            [token],
+            finish,
+            len(msg.input_ids),
+            running.done,
+            0,
+            logprobs,
+            prompt,
+            queue_seconds=0.0 if index else 0.001,
+        )
 
     def _prefilled(self, msg: GenerateMsg) -> TokenOutput:
         del self._running[msg.rid]

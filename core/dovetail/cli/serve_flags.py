@@ -76,6 +76,13 @@ FLAGS: tuple[ServeFlag, ...] = (
         example="mine",
         repeatable=True,
     ),
+    ServeFlag(
+        ("--otlp-traces-endpoint",),
+        "tracing.endpoint",
+        SERVER,
+        "Receiver of OpenTelemetry traces, by OTLP over HTTP; needs the extra otel.",
+        example="http://127.0.0.1:4318",
+    ),
     ServeFlag(("--log-level",), "server.log_level", SERVER, "The lowest level that is logged.", example="debug"),
     ServeFlag(
         ("--allowed-origins",),

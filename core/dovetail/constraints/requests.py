@@ -33,7 +33,7 @@ class RequestConstraints:
     """Compile the constraints of requests and give each request its matcher.
 
     Mutates these fields of requests: ``ticket`` (set while the constraint is being compiled), ``matcher``, ``meter``,
-    ``grammar_backend`` and ``masks``. Not thread-safe; the compilation runs on the threads of ``service``.
+    ``grammar_backend``, ``compile_seconds`` and ``masks``. Not thread-safe; the compilation runs on the threads of ``service``.
     """
 
     def __init__(
@@ -102,6 +102,7 @@ class RequestConstraints:
         restrictions = restrictions_of(req.params, self._vocab_size, self._tokenizer)
         req.matcher = metered if restrictions is None else RestrictedMatcher(restrictions, metered)
         req.grammar_backend = ticket.backend
+        req.compile_seconds = time.monotonic() - req.arrival
         req.masks = self.service.backend(ticket.backend)
         return None
 

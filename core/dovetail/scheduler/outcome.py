@@ -108,6 +108,20 @@ def end_prefilled(req: Req) -> TokenOutput:
     return _output(req, [], req.prompt_len, [])
 
 
+def aborted(req: Req) -> TokenOutput:
+    """Return the answer for the client of a request that was aborted."""
+    return TokenOutput(
+        req.rid,
+        [],
+        req.finish,
+        req.prompt_len,
+        req.known_len - req.prompt_len,
+        req.prefix_hit_len,
+        queue_seconds=req.queue_seconds,
+        compile_seconds=req.compile_seconds,
+    )
+
+
 def _output(req: Req, tokens: list[int], before: int, logprobs: list[TokenLogprob] | None) -> TokenOutput:
     """Return the answer with the tokens that were appended since the request had ``before`` tokens."""
     known, prompt_len, params = req.known_len, req.prompt_len, req.params
@@ -127,6 +141,7 @@ def _output(req: Req, tokens: list[int], before: int, logprobs: list[TokenLogpro
         req.verify_steps,
         pooled_bytes(req) if params.pooling is not None else None,
         req.queue_seconds if before == prompt_len else 0.0,
+        req.compile_seconds if before == prompt_len else 0.0,
     )
 
 

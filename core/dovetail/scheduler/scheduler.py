@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from dovetail.errors import QueueFullError, RequestError
-from dovetail.messages import Answer, GenerateMsg, RequestFailed, TokenOutput
+from dovetail.messages import Answer, GenerateMsg, RequestFailed
 from dovetail.scheduler.admission import Admission
 from dovetail.scheduler.decoding import Decoding
 from dovetail.scheduler.drafts import checked, within_declared
@@ -26,6 +26,7 @@ from dovetail.scheduler.groups import Groups
 from dovetail.scheduler.intake import make_req
 from dovetail.scheduler.limits import PageCounts, SchedulerLimits, Totals
 from dovetail.scheduler.outcome import (
+    aborted,
     add_pooled,
     add_prompt_logprobs,
     end_prefilled,
@@ -331,9 +332,7 @@ class Scheduler:
             req.finish = FinishReason(FinishKind.ABORT, message=message)
             self.constraints.cancel(req)
         self._leave(reqs)
-        return [
-            TokenOutput(r.rid, [], r.finish, r.prompt_len, r.known_len - r.prompt_len, r.prefix_hit_len) for r in reqs
-        ]
+        return [aborted(req) for req in reqs]
 
     def fail(self, plan: StepPlan, message: str) -> list[Answer]:
         """End the requests of a step that failed. Their pages are freed and not cached, because their content is

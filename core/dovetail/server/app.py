@@ -25,6 +25,7 @@ from dovetail.server.scopes import RequestScopes
 from dovetail.server.service import Service
 from dovetail.server.tenants.access import AccessControl
 from dovetail.server.tenants.tenancy import Tenancy
+from dovetail.server.tracing import RequestTraces, Tracing
 
 
 class ServerRoute(NamedTuple):
@@ -73,10 +74,14 @@ TENANT_ROUTES = (
 
 
 def build_app(
-    service: Service, apis: Sequence[Api], more: Sequence[ServerRoute] = (), tenancy: Tenancy | None = None
+    service: Service,
+    apis: Sequence[Api],
+    more: Sequence[ServerRoute] = (),
+    tenancy: Tenancy | None = None,
+    tracing: Tracing | None = None,
 ) -> FastAPI:
     """Return the application for a running engine. The routes ``more`` replace routes of the server with the same path. With a
-    ``tenancy`` every request needs a key. Raises ``ConfigError`` if two APIs answer the same method and path."""
+    ``tenancy`` every request needs a key, and with ``tracing`` requests are traced. Raises ``ConfigError`` if two APIs answer the same method and path."""
     access = AccessControl(service, tenancy)
     app = FastAPI(title="Dovetail", version=service.version, redirect_slashes=False, docs_url=None, redoc_url=None)
     formats = ErrorFormats(apis)
@@ -109,6 +114,8 @@ def build_app(
     app.add_middleware(RequestScopes, intake=service.intake)
     _allow_origins(app, service.config.server.cors_origins)
     app.add_middleware(RequestIds)
+    if tracing is not None:
+        app.add_middleware(RequestTraces, tracing=tracing)
     return app
 
 

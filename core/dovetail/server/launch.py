@@ -36,6 +36,7 @@ from dovetail.server.parts import Prepare, single_engine
 from dovetail.server.protocol import bounded_protocol
 from dovetail.server.service import Service, info_labels, package_version
 from dovetail.server.tenants.tenancy import Tenancy
+from dovetail.server.tracing import Tracing
 from dovetail.tokenizer import load_tokenizer
 
 logger = logging.getLogger("dovetail.server")
@@ -181,6 +182,7 @@ async def _serve(
 ) -> str | None:
     """Serve until the server is stopped. Return why the engine process has ended by itself, or None if it has not."""
     tenancy = Tenancy(config.server, os.environ) if config.server.keys else None
+    tracing = Tracing(config.tracing, package_version()) if config.tracing.endpoint else None
     tokenizer = load_tokenizer(config)
     plugins = registry or load_plugins(config.plugins)
     parts = await prepare(config, plugins, target, tokenizer)
@@ -206,7 +208,7 @@ async def _serve(
 
         apis = load_apis(config, plugins)
         parts.register_metrics(service.metrics.registry)
-        app = parts.wrap(build_app(service, apis, parts.routes, tenancy))
+        app = parts.wrap(build_app(service, apis, parts.routes, tenancy, tracing))
         guard = ConnectionGuard(config.server.limits, service.metrics.registry)
         guard.start()
         await DrainingServer(_uvicorn_config(config, app, guard), service, on_started).serve(sockets=[listener])
@@ -215,6 +217,8 @@ async def _serve(
         await engine.stop()
         if tenancy is not None:
             tenancy.stop()
+        if tracing is not None:
+            await asyncio.to_thread(tracing.close)
     return engine.failure
 
 

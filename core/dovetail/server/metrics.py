@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
 import msgspec
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
@@ -112,6 +113,17 @@ class Metrics:
         self.e2e = self._histogram(
             "e2e_request_latency_seconds", "Time from the arrival of a request to its last token.", E2E_SECONDS
         )
+        self.queue = self._histogram(
+            "request_queue_seconds",
+            "Time from the arrival of a request to its admission by the scheduler.",
+            E2E_SECONDS,
+        )
+        self.prefill = self._histogram(
+            "request_prefill_seconds", "Time from the admission of a request to its first token.", E2E_SECONDS
+        )
+        self.decode = self._histogram(
+            "request_decode_seconds", "Time from the first token of an output to its last one.", E2E_SECONDS
+        )
         self.finished = Counter(
             "dovetail_outputs_finished", "Outputs by finish reason.", ["reason"], registry=self.registry
         )
@@ -127,36 +139,59 @@ class Metrics:
         return generate_latest(self.registry)
 
 
+@dataclass(slots=True)
+class OutputTimes:
+    """Hold when one output has reached its phases, in seconds of ``time.perf_counter``; 0 for what has not happened.
+
+    ``compiled`` is when its constraint was compiled, ``admitted`` when the scheduler admitted it first, ``first`` and ``last``
+    when its first and its latest token arrived, and ``end`` when it finished.
+    """
+
+    arrival: float
+    compiled: float = 0.0
+    admitted: float = 0.0
+    first: float = 0.0
+    last: float = 0.0
+    end: float = 0.0
+    tokens: int = 0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+
+
 class RequestMetrics:
-    """Measure the outputs of one request."""
+    """Measure the outputs of one request. ``times`` are those of each output that has arrived, by the engine's id."""
 
     def __init__(self, metrics: Metrics) -> None:
         self._metrics = metrics
-        self._arrival = time.perf_counter()
-        self._first: dict[str, float] = {}
-        self._last: dict[str, float] = {}
-        self._counts: dict[str, int] = {}
+        self.arrival = time.perf_counter()
+        self.times: dict[str, OutputTimes] = {}
         self._closed = False
-        self.queue_seconds = 0.0  # of the output that was admitted last
 
     @property
     def elapsed(self) -> float:
         """Return the seconds since the request arrived."""
-        return time.perf_counter() - self._arrival
+        return time.perf_counter() - self.arrival
 
     @property
     def ttft(self) -> float | None:
         """Return the seconds from the arrival to the first token; None before it."""
-        return min(self._first.values()) - self._arrival if self._first else None
+        firsts = [times.first for times in self.times.values() if times.first]
+        return min(firsts) - self.arrival if firsts else None
+
+    @property
+    def queue_seconds(self) -> float:
+        """Return the seconds in the waiting queue of the output that was admitted last; 0 before any was admitted."""
+        return max((times.admitted - self.arrival for times in self.times.values() if times.admitted), default=0.0)
 
     def observe(self, batch: Iterable[TokenOutput]) -> None:
         """Record outputs that have just arrived."""
         now = time.perf_counter()
         for output in batch:
-            if output.queue_seconds > self.queue_seconds:
-                self.queue_seconds = output.queue_seconds
+            times = self.times.get(output.rid)
+            if times is None:
+                times = self._begin(output)
             if output.token_ids:
-                self._tokens(output.rid, len(output.token_ids), now)
+                self._tokens(times, len(output.token_ids), now)
             if output.finish is not None:
                 self.finish(output.rid, output.finish.kind)
 
@@ -166,23 +201,41 @@ class RequestMetrics:
             self._metrics.disconnected.inc()
         self._closed = True
 
-    def _tokens(self, rid: str, count: int, now: float) -> None:
-        self._counts[rid] = self._counts.get(rid, 0) + count
-        last = self._last.get(rid)
-        self._last[rid] = now
-        if last is None:
-            self._first[rid] = now
-            self._metrics.ttft.observe(now - self._arrival)
+    def _begin(self, output: TokenOutput) -> OutputTimes:
+        """Record the first message of an output."""
+        start = self.arrival
+        times = self.times[output.rid] = OutputTimes(
+            start, prompt_tokens=output.prompt_tokens, cached_tokens=output.cached_tokens
+        )
+        if output.compile_seconds:
+            times.compiled = start + output.compile_seconds
+        if output.queue_seconds:
+            times.admitted = start + output.queue_seconds
+            self._metrics.queue.observe(output.queue_seconds)
+        return times
+
+    def _tokens(self, times: OutputTimes, count: int, now: float) -> None:
+        last, times.last = times.last, now
+        times.tokens += count
+        if not last:
+            times.first = now
+            self._metrics.ttft.observe(now - times.arrival)
+            if times.admitted:
+                self._metrics.prefill.observe(now - times.admitted)
             return
         for _ in range(count):
             self._metrics.itl.observe((now - last) / count)
 
     def finish(self, rid: str, reason: str) -> None:
         """Record that an output has just ended."""
+        times = self.times[rid]
+        times.end = time.perf_counter()
         self._metrics.finished.labels(reason=reason).inc()
-        self._metrics.e2e.observe(self.elapsed)
-        if self._counts.get(rid, 0) > 1:
-            self._metrics.tpot.observe((self._last[rid] - self._first[rid]) / (self._counts[rid] - 1))
+        self._metrics.e2e.observe(times.end - times.arrival)
+        if times.first:
+            self._metrics.decode.observe(times.last - times.first)
+        if times.tokens > 1:
+            self._metrics.tpot.observe((times.last - times.first) / (times.tokens - 1))
 
 
 class _EngineCollector(Collector):

@@ -30,7 +30,7 @@ class GrowingChoice(Choice):
         self, tokenizer: Tokenizer, index: int, msg: GenerateMsg, continues: bool, reader: ChatReader | None = None
     ) -> None:
         super().__init__(index, msg.input_ids, keeps_stop=msg.params.include_stop)
-        self._reader = reader
+        self.reader = reader
         self._detokenizer = IncrementalDetokenizer.for_params(tokenizer, msg.params, continues)
         self._answering = self._reasons = False
         self._before_answer = 0
@@ -39,10 +39,10 @@ class GrowingChoice(Choice):
         """Add an output and return what it added. Raises ``EngineError`` if the request failed."""
         if output.finish is not None and output.finish.kind is FinishKind.ERROR:
             raise EngineError(f"the request failed: {output.finish.message}")
-        text, shown, parts = collect(self, output, self._detokenizer, self._reader)
-        if self._reader is not None:
+        text, shown, parts = collect(self, output, self._detokenizer, self.reader)
+        if self.reader is not None:
             self.parts += parts
-            self.calls = self._reader.calls
+            self.calls = self.reader.calls
             self._count_reasoning(output, parts)
         return Delta(self, text, output.token_ids, (output.logprobs or [])[:shown], self.finish, parts)
 
@@ -71,7 +71,8 @@ class RequestTerms:
 
 
 class RequestOutputs:
-    """Collect the outputs of one request. Implements ``interfaces.api.Generation``. ``error`` is the error it ended with, if any."""
+    """Collect the outputs of one request. Implements ``interfaces.api.Generation``. ``error`` is the error it ended with, if any;
+    ``on_closed`` is called when they are closed."""
 
     def __init__(
         self,
@@ -92,9 +93,10 @@ class RequestOutputs:
             for i, msg in enumerate(msgs)
         ]
         self._first = _first_of_each_prompt(parsed)
+        self.on_closed: Callable[[], None] | None = None
         self._by_rid = {msg.rid: choice for msg, choice in zip(msgs, self.choices, strict=True)}
         self._stream = stream
-        self._metrics = metrics
+        self.metrics = metrics
         self._terms = terms
         self._closed = False
         self._late = False
@@ -120,7 +122,7 @@ class RequestOutputs:
         """Return the deltas of the engine's steps since the last call. Raises the error that ended a request."""
         try:
             batch = [output for output in await self._next() if self._by_rid[output.rid].finish is None]
-            self._metrics.observe(batch)
+            self.metrics.observe(batch)
             if self._counts:
                 self._check_size(batch)
             deltas = [self._by_rid[output.rid].add(output) for output in batch]
@@ -130,7 +132,7 @@ class RequestOutputs:
         for output, delta in zip(batch, deltas, strict=True):
             if delta.finish is not None and output.finish is None:  # the reader has found a stop string
                 self._stream.end(output.rid)
-                self._metrics.finish(output.rid, delta.finish.kind)
+                self.metrics.finish(output.rid, delta.finish.kind)
         return deltas
 
     def _check_size(self, batch: Sequence[TokenOutput]) -> None:
@@ -156,11 +158,13 @@ class RequestOutputs:
         if self._timer is not None:
             self._timer.cancel()
         self._stream.close()
-        self._metrics.close(finished=not self._stream.open)
+        self.metrics.close(finished=not self._stream.open)
         if self._terms.on_close is not None:
             self._terms.on_close(self)
+        if self.on_closed is not None:
+            self.on_closed()
         if self._logs:
-            log_request(self._terms.tenant, self, self._metrics)
+            log_request(self._terms.tenant, self, self.metrics)
 
     async def _next(self) -> list[TokenOutput]:
         try:
@@ -179,6 +183,11 @@ class RequestOutputs:
             self._stream.close()
 
     @property
+    def by_rid(self) -> Sequence[tuple[str, GrowingChoice]]:
+        """Return the engine's id of each choice, and the choice."""
+        return tuple(self._by_rid.items())
+
+    @property
     def finished(self) -> bool:
         """Return True if no output is running."""
         return not self._stream.open
@@ -191,7 +200,7 @@ class RequestOutputs:
     @property
     def elapsed(self) -> float:
         """Return the seconds since the request arrived."""
-        return self._metrics.elapsed
+        return self.metrics.elapsed
 
     @property
     def usage(self) -> Usage:

@@ -27,6 +27,7 @@ from dovetail.server.engines import EngineHandle
 from dovetail.server.expansion import messages, seeded
 from dovetail.server.metrics import Metrics, RequestMetrics, without_gauges
 from dovetail.server.outputs import RequestOutputs, RequestTerms
+from dovetail.server.tracing import current_trace
 from dovetail.token_checks import check_prompt
 from dovetail.tokenizer import Tokenizer
 
@@ -88,6 +89,9 @@ class Service(ApiHost):
         request_scope().expect_answer(self._answers.check(request))
         if any(prompt.params.thinking_budget is not None for prompt in request.prompts):
             request = self._with_thinking_budgets(request)
+        trace = current_trace()
+        if trace is not None:
+            request = trace.timed(request)
         terms = terms or RequestTerms(max_seconds=self.config.server.max_seconds)
         name = terms.name or request.rid
         scope = name.removesuffix(request.rid)
@@ -95,6 +99,8 @@ class Service(ApiHost):
         stream = self.engine.open(name, msgs)
         outputs = RequestOutputs(request, msgs, stream, self.tokenizer, RequestMetrics(self.metrics), terms, self._logs)
         outputs.most_bytes = self._answers.most
+        if trace is not None:
+            trace.follow(request, outputs, self.model_name, terms.tenant)
         return outputs
 
     @property

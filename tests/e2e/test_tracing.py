@@ -1,0 +1,276 @@
+"""Test the OpenTelemetry traces of requests: a receiver decodes what servers send it.
+
+.venv/bin/python -m pytest -q tests/e2e/test_tracing.py
+"""
+
+import secrets
+import sys
+from collections.abc import Iterator
+
+import httpx
+import pytest
+
+from dovetail.config import Config
+from dovetail.config.telemetry import TracingSection
+from dovetail.errors import ConfigError
+from dovetail.server.launch import running_server
+from dovetail.server.tracing import RequestTraces, Tracing, current_trace
+
+pytest.importorskip("opentelemetry.sdk", reason="OpenTelemetry is not installed; pip install 'dovetail[otel]'")
+pytest.importorskip("opentelemetry.exporter.otlp.proto.http", reason="pip install 'dovetail[otel]'")
+
+from opentelemetry.proto.trace.v1.trace_pb2 import Span, Status
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+from trace_receiver import TraceReceiver, trace_receiver, values
+
+SECRET = "zanzibar quokka"
+PARIS = [{"role": "user", "content": f"What is the weather in Paris? {SECRET}"}]
+TOOLS = [
+    {
+        "type": "function",
+        "function": {
+            "name": "get_weather",
+            "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
+        },
+    }
+]
+ERROR = Status.STATUS_CODE_ERROR
+
+
+@pytest.fixture(scope="module")
+def receiver() -> Iterator[tuple[TraceReceiver, str]]:
+    with trace_receiver() as both, pytest.MonkeyPatch.context() as patch:
+        patch.setenv("OTEL_BSP_SCHEDULE_DELAY", "50")
+        yield both
+
+
+def config_for(url: str, **server: object) -> Config:
+    tracing = {"endpoint": url, "service_name": "here"}
+    tree = {"threads": 1, "server": {"port": 0, "log_level": "warning", **server}, "tracing": tracing}
+    return Config.model_validate(tree)
+
+
+@pytest.fixture(scope="module")
+def traced(receiver: tuple[TraceReceiver, str]) -> Iterator[httpx.Client]:
+    """Return a client of a server of the embedded model."""
+    with running_server(config_for(receiver[1])) as url, httpx.Client(base_url=url, timeout=60) as client:
+        yield client
+
+
+@pytest.fixture(scope="module")
+def scripted(receiver: tuple[TraceReceiver, str]) -> Iterator[httpx.Client]:
+    """Return a client of a server whose engine is scripted, and that ends requests after a second."""
+    from fake_engine import run_fake_engine
+
+    config = config_for(receiver[1], max_seconds=1.0)
+    with running_server(config, target=run_fake_engine) as url, httpx.Client(base_url=url, timeout=60) as client:
+        yield client
+
+
+class Caller:
+    """Send requests as a part of a caller's trace."""
+
+    def __init__(self, sampled: bool = True) -> None:
+        self.trace_id, self.span_id = secrets.token_hex(16), secrets.token_hex(8)
+        self.headers = {"traceparent": f"00-{self.trace_id}-{self.span_id}-0{int(sampled)}"}
+
+
+def test_a_request_has_a_span_with_its_phases(traced: httpx.Client, receiver: tuple[TraceReceiver, str]) -> None:
+    caller = Caller()
+    body = {"prompt": f"The {SECRET}", "max_tokens": 5, "temperature": 0.5, "top_k": 7, "seed": 3, "ignore_eos": True}
+    answer = traced.post("/v1/completions", json=body, headers=caller.headers).json()
+    spans = receiver[0].trace(caller.trace_id)
+    assert {name: len(found) for name, found in spans.items()} == {"root": 1, "queue": 1, "prefill": 1, "decode": 1}
+    (root,), (queue,), (prefill,), (decode,) = (spans[name] for name in ("root", "queue", "prefill", "decode"))
+    assert root.parent_span_id.hex() == caller.span_id
+    assert {span.parent_span_id for span in (queue, prefill, decode)} == {root.span_id}
+    assert root.start_time_unix_nano <= queue.start_time_unix_nano
+    assert queue.end_time_unix_nano == prefill.start_time_unix_nano
+    assert prefill.end_time_unix_nano == decode.start_time_unix_nano
+    assert prefill.start_time_unix_nano < prefill.end_time_unix_nano < decode.end_time_unix_nano
+    assert decode.end_time_unix_nano <= root.end_time_unix_nano
+    given = values(root)
+    ttft = given.pop("gen_ai.response.time_to_first_chunk")
+    assert abs(ttft * 1e9 - (decode.start_time_unix_nano - queue.start_time_unix_nano)) < 1e5
+    usage = answer["usage"]
+    assert given == {
+        "http.request.method": "POST",
+        "http.route": "/v1/completions",
+        "http.response.status_code": 200,
+        "gen_ai.operation.name": "text_completion",
+        "gen_ai.provider.name": "dovetail",
+        "gen_ai.request.model": "tiny",
+        "gen_ai.response.model": "tiny",
+        "gen_ai.response.id": answer["id"],
+        "gen_ai.request.max_tokens": 5,
+        "gen_ai.request.temperature": 0.5,
+        "gen_ai.request.top_p": 1.0,
+        "gen_ai.request.top_k": 7,
+        "gen_ai.request.seed": 3,
+        "gen_ai.usage.input_tokens": usage["prompt_tokens"],
+        "gen_ai.usage.output_tokens": 5,
+        "gen_ai.usage.cache_read.input_tokens": 0,
+        "gen_ai.response.finish_reasons": ["length"],
+    }
+    assert root.name == "text_completion tiny"
+    assert root.status.code == Status.STATUS_CODE_UNSET
+    assert values(prefill)["gen_ai.usage.input_tokens"] == usage["prompt_tokens"]
+    assert values(decode)["gen_ai.usage.output_tokens"] == 5
+    assert receiver[0].paths == {"/v1/traces"}
+    assert receiver[0].resources[0]["service.name"] == "here"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_constraints_and_tools_have_spans(
+    traced: httpx.Client, receiver: tuple[TraceReceiver, str], stream: bool
+) -> None:
+    caller = Caller()
+    body = {"messages": PARIS, "tools": TOOLS, "tool_choice": "required", "stream": stream, "temperature": 0}
+    answer = traced.post("/v1/chat/completions", json=body, headers=caller.headers)
+    assert "get_weather" in answer.text
+    spans = receiver[0].trace(caller.trace_id)
+    assert set(spans) == {"root", "queue", "grammar", "prefill", "decode", "tools"}
+    (root,), (grammar,), (queue,), (tools,), (decode,) = (
+        spans[name] for name in ("root", "grammar", "queue", "tools", "decode")
+    )
+    assert root.name == "chat tiny"
+    assert grammar.start_time_unix_nano == queue.start_time_unix_nano
+    assert grammar.end_time_unix_nano <= queue.end_time_unix_nano
+    assert values(grammar)["dovetail.grammar.backend"]
+    assert values(tools)["dovetail.tool_calls"] == 1
+    assert decode.start_time_unix_nano <= tools.start_time_unix_nano <= tools.end_time_unix_nano
+    assert 0 < values(tools)["dovetail.parse_seconds"] < 10
+
+
+def test_outputs_and_embeddings(traced: httpx.Client, receiver: tuple[TraceReceiver, str]) -> None:
+    caller = Caller()
+    body = {"prompt": ["a b", "c d"], "n": 10, "max_tokens": 2, "ignore_eos": True}
+    traced.post("/v1/completions", json=body, headers=caller.headers)
+    spans = receiver[0].trace(caller.trace_id)
+    assert sorted(values(span)["dovetail.output.index"] for span in spans["decode"]) == [*range(16)]
+    assert (values(spans["root"][0])["dovetail.prompts"], values(spans["root"][0])["gen_ai.request.choice.count"]) == (
+        2,
+        10,
+    )
+    assert values(spans["root"][0])["gen_ai.usage.output_tokens"] == 40
+    caller = Caller()
+    traced.post("/v1/embeddings", json={"input": "some text"}, headers=caller.headers)
+    spans = receiver[0].trace(caller.trace_id)
+    assert set(spans) == {"root", "queue", "prefill"}
+    assert spans["root"][0].name == "embeddings tiny"
+    assert "gen_ai.request.temperature" not in values(spans["root"][0])
+
+
+def test_contents_are_never_sent(traced: httpx.Client, receiver: tuple[TraceReceiver, str]) -> None:
+    caller = Caller()
+    body = {"messages": [{"role": "user", "content": SECRET}], "stop": [SECRET], "max_tokens": 5}
+    traced.post("/v1/chat/completions", json=body, headers=caller.headers)
+    receiver[0].trace(caller.trace_id)
+    wrong = Caller()
+    body = {"prompt": "x", "max_tokens": 5, "regex": f"({SECRET}"}
+    assert traced.post("/v1/completions", json=body, headers=wrong.headers).status_code == 400
+    receiver[0].trace(wrong.trace_id)
+    for word in (*SECRET.split(), "Paris", "get_weather"):
+        assert word.encode() not in receiver[0].raw
+
+
+def test_a_client_that_leaves_and_an_abort_are_errors(
+    traced: httpx.Client, receiver: tuple[TraceReceiver, str]
+) -> None:
+    caller = Caller()
+    body = {"prompt": "x", "max_tokens": 400, "ignore_eos": True, "stream": True}
+    with traced.stream("POST", "/v1/completions", json=body, headers=caller.headers) as answer:
+        next(answer.iter_lines())
+    spans = receiver[0].trace(caller.trace_id)
+    root = spans["root"][0]
+    assert (root.status.code, values(root)["error.type"]) == (ERROR, "client_disconnect")
+    assert set(spans) == {"root", "queue", "prefill", "decode"}
+    caller = Caller()
+    with traced.stream("POST", "/v1/completions", json={**body, "rid": "mine"}, headers=caller.headers) as answer:
+        lines = answer.iter_lines()
+        next(lines)
+        traced.post("/abort_request", json={"rid": "mine"})
+        list(lines)
+    root = receiver[0].trace(caller.trace_id)["root"][0]
+    assert (root.status.code, values(root)["error.type"]) == (ERROR, "abort")
+    assert values(root)["gen_ai.response.finish_reasons"] == ["abort"]
+
+
+@pytest.mark.parametrize(
+    ("extra", "status", "kind", "code"),
+    [
+        ({"cache_salt": "status:400"}, 400, "RequestError", Status.STATUS_CODE_UNSET),
+        ({"cache_salt": "status:503"}, 503, "QueueFullError", ERROR),
+        ({"cache_salt": "slow", "max_tokens": 2000}, 504, "TimeLimitError", ERROR),
+        ({"model": "unknown"}, 404, "404", Status.STATUS_CODE_UNSET),
+        ({"max_tokens": -1}, 400, "400", Status.STATUS_CODE_UNSET),
+    ],
+)
+def test_failures_have_status(
+    scripted: httpx.Client, receiver: tuple[TraceReceiver, str], extra: dict, status: int, kind: str, code: int
+) -> None:
+    caller = Caller()
+    body = {"prompt": "x y", "max_tokens": 5, **extra}
+    assert scripted.post("/v1/completions", json=body, headers=caller.headers).status_code == status
+    root: Span = receiver[0].trace(caller.trace_id)["root"][0]
+    given = values(root)
+    assert (given["http.response.status_code"], given["error.type"], root.status.code) == (status, kind, code)
+    assert given["http.route"] == "/v1/completions"
+
+
+async def run(app: RequestTraces, method: str = "POST", **headers: str) -> None:
+    async def receive() -> dict:
+        return {"type": "http.request"}
+
+    async def send(message: object) -> None:
+        pass
+
+    raw = [(name.encode(), value.encode()) for name, value in headers.items()]
+    await app({"type": "http", "method": method, "headers": raw}, receive, send)  # type: ignore[arg-type]
+
+
+async def plain_app(scope: object, receive: object, send: object) -> None:
+    await send({"type": "http.response.start", "status": 200})  # type: ignore[operator]
+
+
+@pytest.mark.parametrize(("ratio", "expected"), [(0.0, ["with"]), (1.0, ["with", "none"])])
+def test_the_sampled_share_is_that_of_the_config_or_of_the_caller(ratio: float, expected: list[str]) -> None:
+    import asyncio
+
+    exporter = InMemorySpanExporter()
+    tracing = Tracing(TracingSection(endpoint="http://127.0.0.1:9", sample_ratio=ratio), "1", exporter)
+    app = RequestTraces(plain_app, tracing)
+    callers = {"with": Caller(), "without": Caller(sampled=False)}
+    for caller in callers.values():
+        asyncio.run(run(app, **caller.headers))
+    asyncio.run(run(app))
+    asyncio.run(run(app, "GET", **callers["with"].headers))
+    asyncio.run(run(app, traceparent="nonsense") if ratio == 0 else run(app, "GET"))
+    tracing.close()
+    by_id = {int(caller.trace_id, 16): name for name, caller in callers.items()}
+    assert [by_id.get(span.context.trace_id, "none") for span in exporter.get_finished_spans()] == expected
+    assert current_trace() is None
+
+
+def test_without_opentelemetry_the_server_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "opentelemetry.sdk.trace", None)
+    with pytest.raises(ConfigError, match=r"tracing\.endpoint.*pip install 'dovetail\[otel\]'"):
+        Tracing(TracingSection(endpoint="http://127.0.0.1:4318"), "1")
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "url"),
+    [
+        ("http://a:4318", "http://a:4318/v1/traces"),
+        ("http://a:4318/", "http://a:4318/v1/traces"),
+        ("https://a/otlp/v1/traces", "https://a/otlp/v1/traces"),
+        ("a:4318", None),
+        ("grpc://a:4317", None),
+    ],
+)
+def test_endpoints(endpoint: str, url: str | None) -> None:
+    if url is None:
+        with pytest.raises(ValueError, match="is not a URL"):
+            TracingSection(endpoint=endpoint)
+    else:
+        assert TracingSection(endpoint=endpoint).url == url
