@@ -167,9 +167,9 @@ def timed(call: Callable[[], object]) -> float:
 
 def measure_packing(rows: int, repeats: int, *, drafts: bool) -> dict[str, float]:
     """Return the microseconds of packing and unpacking a plan and a result."""
-    plans, sender = Plans(rows, drafts=drafts), PlanSender(drafts=drafts)
-    receiver = PlanReceiver(AnonymousMemory.create(4096), drafts=drafts)
     packed: list[bytearray] = []
+    plans, sender = Plans(rows, drafts=drafts), PlanSender(lambda: len(packed), drafts=drafts)
+    receiver = PlanReceiver(AnonymousMemory.create(4096), drafts=drafts)
     pack, unpack = [], []
     for _ in range(repeats):
         plan = plans.next()

@@ -282,7 +282,7 @@ class AdmittedRequest:
     retracted request gets another slot.
 
     ``token_ids [max_device_len]`` is append-only: an entry does not change once it is known. The first ``known_len``
-    tokens were known when the request was admitted.
+    tokens were known when the request was admitted. ``params`` never has a grammar: the engine gets bitmasks.
     """
 
     slot: int

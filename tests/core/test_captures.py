@@ -9,6 +9,7 @@ import io
 import itertools
 import logging
 from contextlib import nullcontext
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -28,6 +29,7 @@ from dovetail.engine.captures import (
     try_capture,
 )
 from dovetail.engine.dry_run import dry_run
+from dovetail.engine.engine import Engine
 from dovetail.engine.pieces import launch_bound
 from dovetail.engine.progress import bytes_progress
 from dovetail.engine.warmup import IdleCaptures, WarmUp
@@ -125,6 +127,37 @@ def test_a_lost_rank_is_no_matter_of_captures():
     with pytest.raises(RankLostError):
         try_capture(graphs, 1)
     assert not graphs.refused
+
+
+@pytest.mark.parametrize("when", ["before", "in"])
+def test_a_capture_that_fails_on_one_rank_fails_the_step_itself(when):
+    """Also if it fails while the step is launched, as pieces do: its tokens are never sampled."""
+    meshes, launched = thread_meshes(2), []
+
+    def run(mesh):
+        graphs = Fake([2], impossible=[2] if mesh.tp.rank else [])
+
+        def launch(batch, graph):
+            launched.append(mesh.tp.rank)
+            if when == "in":
+                try_capture(graphs, 2)
+
+        runner = SimpleNamespace(can_run=lambda batch: True, launch=launch)
+        if when == "before":
+            try_capture(graphs, 2)
+        engine = SimpleNamespace(
+            runners=(runner,),
+            eager_runner=runner,
+            captures=[graphs],
+            _agreement=CaptureAgreement(mesh),
+            warm_up=SimpleNamespace(between_steps=lambda graphs, batch: None),
+            graphs=None,
+        )
+        Engine.launch(engine, SimpleNamespace(drafts=object(), shared=None))
+
+    with pytest.raises(RankLostError, match=r"could not be captured on some of 2 ranks"):
+        run_ranks(meshes, run, meshes)
+    assert sorted(launched) == ([0, 1] if when == "in" else [])
 
 
 def test_ranks_stop_if_only_some_of_them_could_capture_a_step():

@@ -8,12 +8,15 @@ import io
 import pickle
 import random
 import sys
+import weakref
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
+from dovetail import LLM
 from dovetail.sampling_params import SamplingParams
 from dovetail.scheduler.results import entries_of, logprobs_of, tokens_of
 from dovetail.types import AdmittedRequest, HostLogprobs, Req, StepPlan, StepResult, TokenLogprob
@@ -300,3 +303,24 @@ def test_without_nodes_logprobs_are_those_of_the_roots():
     reqs = [Req(str(i), np.zeros(9, np.int32), 1, SamplingParams(logprobs=0)) for i in range(2)]
     result = StepResult(np.array([[1], [2]]), None, None, host_logprobs(2, 0), {0: 0, 1: 1})
     assert logprobs_of(result, reqs, tokens_of(result)) == [[TokenLogprob(1, 0.0)], [TokenLogprob(2, -1.0)]]
+
+
+def test_the_engine_of_a_closed_loop_is_freed():
+    """Its model and its tables are freed while the loop is still referenced."""
+    llm = LLM("tiny", device="cpu", threads=1, grammar="none")
+    llm.generate("Hello", SamplingParams(max_new_tokens=3))
+    engine = llm.loop.executor.rank.engine
+    held = [weakref.ref(part) for part in (engine, engine.model, engine.inputs, engine.sampler)]
+    del engine
+    llm.close()
+    assert [ref() for ref in held] == [None] * 4
+    llm.loop.close()
+
+
+def test_the_engine_of_a_lost_device_is_kept():
+    """To free its memory would abort the process."""
+    llm = LLM("tiny", device="cpu", threads=1, grammar="none")
+    rank = llm.loop.executor.rank
+    assert rank.lost(torch.AcceleratorError("the device is gone")) is not None
+    llm.close()
+    assert rank.engine.model is not None

@@ -12,12 +12,14 @@ from dovetail.loop.drafter_guard import DrafterGuard
 from dovetail.loop.failures import FailureHandler
 from dovetail.loop.verbs import Verbs
 
+INFO = SimpleNamespace(observes=True)
+
 
 def test_a_rank_that_is_lost_while_pages_are_reserved_ahead_is_a_lost_device():
     def locate_updates(updates):
         raise RankLostError("rank 1 is gone")
 
-    executor = SimpleNamespace(locate_updates=locate_updates, lost=str)
+    executor = SimpleNamespace(locate_updates=locate_updates, lost=str, info=INFO)
     scheduler = SimpleNamespace(reserve_ahead=lambda: None)
     failures = FailureHandler(None, executor, scheduler)
     verbs = Verbs(scheduler, executor, failures, DrafterGuard(executor, scheduler, failures))
@@ -30,7 +32,9 @@ def test_requests_are_forgotten_before_the_plan_that_admits_them_again_is_launch
     events, gone = [], ["request 3"]
     plan = SimpleNamespace(number=1)
     executor = SimpleNamespace(
-        forget=lambda departed: events.append(("forget", *departed)), launch=lambda plan: events.append(("launch",))
+        forget=lambda departed: events.append(("forget", *departed)),
+        launch=lambda plan: events.append(("launch",)),
+        info=INFO,
     )
     scheduler = SimpleNamespace(
         schedule=lambda: plan,
@@ -43,3 +47,36 @@ def test_requests_are_forgotten_before_the_plan_that_admits_them_again_is_launch
     assert verbs.schedule() is plan
     assert verbs.launch(plan) is None
     assert events == [("forget", "request 3"), ("launch",)]
+
+
+def test_an_error_of_the_engine_outside_of_a_step_is_not_one_of_the_scheduler():
+    def locate_updates(updates):
+        raise RuntimeError("out of luck\nand more lines")
+
+    executor = SimpleNamespace(locate_updates=locate_updates, lost=lambda error: None, info=INFO)
+    scheduler = SimpleNamespace(reserve_ahead=lambda: None)
+    failures = FailureHandler(None, executor, scheduler)
+    verbs = Verbs(scheduler, executor, failures, DrafterGuard(executor, scheduler, failures))
+    said = "the engine failed while it prepared page updates: RuntimeError: out of luck; the engine cannot go on"
+    for call in (verbs.reserve_ahead, lambda: failures.run(int), lambda: failures.run_engine(int, "later")):
+        with pytest.raises(EngineDeadError, match=said):
+            failures.run(call)
+
+
+def test_a_forward_pass_that_fails_is_taken_back_and_one_that_ran_is_not():
+    taken = []
+    for launch, sample in ((RuntimeError, None), (None, RuntimeError)):
+        executor = SimpleNamespace(launch=_raising(launch), sample=_raising(sample), mask_buffer=None, info=INFO)
+        scheduler = SimpleNamespace(take_back=taken.append)
+        verbs = Verbs(scheduler, executor, None, None)
+        plan = SimpleNamespace(number=len(taken), constrained=False)
+        assert isinstance(verbs.forward(plan).error, RuntimeError)
+    assert [plan.number for plan in taken] == [0]
+
+
+def _raising(error):
+    def call(*_):
+        if error is not None:
+            raise error
+
+    return call

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from dovetail.engine.inputs import Inputs, tree_mask
-from dovetail.engine.verify_graphs import VerifySizes
+from dovetail.engine.verify_graphs import VerifySizes, VerifyStep
 from dovetail.engine.verify_inputs import (
     VerifyMemory,
     VerifyShape,
@@ -152,3 +152,28 @@ def test_no_step_is_captured_that_its_memory_cannot_hold(tokens, width):
     assert counts == sorted(set(counts))
     assert counts[-1] == tokens
     assert width in counts or width > tokens
+
+
+def test_the_result_of_a_step_is_what_its_graph_has_written_last():
+    """The views of the result are kept from step to step, for each number of rows."""
+    _, inputs = make_inputs(4, 8)
+    shape = VerifyShape(4, 3, tree=False)
+    step = VerifyStep(shape, inputs, VerifyMemory(shape, 8, torch.device("cpu")), 32)
+    own = step.tensors
+    for rows in (2, 3, 2, 4, 3):
+        written = torch.randint(0, 90, own.result.shape)
+        for result in (own.result, own.result_on_host):
+            result.copy_(written)
+        output, width = step.output(rows), written.shape[1] // 2
+        assert output.on_host is not None
+        assert output.result is not None
+        for tokens, lens in (
+            (output.token_ids, output.accept_lens),
+            (output.on_host.token_ids, output.on_host.accept_lens),
+            (output.result.token_ids, output.result.accept_lens),
+        ):
+            np.testing.assert_array_equal(tokens, written[:rows, :width])
+            np.testing.assert_array_equal(lens, written[:rows, -1])
+        np.testing.assert_array_equal(output.nodes, written[:rows, width:-1])
+        output.event = object()  # an output is that of one step
+        assert step.output(rows).event is None

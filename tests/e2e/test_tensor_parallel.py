@@ -176,19 +176,41 @@ def test_a_killed_rank_ends_the_loop(checkpoint, rank, number):
             llm.generate([[5, 6, 7]], STORY)
 
 
+def serve_two_ranks(tmp_path):
+    """Start a server of the embedded model on two ranks. After the loss of a rank it starts no other engine for a
+    while."""
+    options = ["server.port=0", "threads=1", "grammar=none", "device=cpu", "parallel.tp=2"]
+    options.append("supervision.backoff_seconds=300")
+    sets = [word for text in options for word in ("--set", text)]
+    return run(tmp_path, ["-c", "from dovetail.cli import main; main()", "serve", *sets])
+
+
+def check_ended(server, pids):
+    """Check that the ranks have ended, and that the server does so with the status of a lost device."""
+    eventually(lambda: all(map(is_gone, pids)))
+    eventually(lambda: "the engine process ended with status 70" in server.log)
+    server.process.send_signal(signal.SIGTERM)
+    assert server.wait(PATIENCE) == 70
+
+
+def test_a_rank_that_is_killed_while_there_is_no_request(tmp_path):
+    """It is noticed before the next request: the server is not healthy any more, and says why."""
+    server = serve_two_ranks(tmp_path)
+    with client_of(server) as client:
+        pids = [entry["pid"] for entry in client.get("/server_info").json()["engine"]["ranks"]]
+        assert client.get("/health").status_code == 200
+        os.kill(pids[1], signal.SIGKILL)
+        eventually(lambda: client.get("/health").status_code == 503)
+        answer = client.post("/generate", json={"text": "Hi", "sampling_params": {"max_new_tokens": 1}})
+        assert answer.status_code == 503
+        assert f"rank 1 (pid {pids[1]}) was ended by signal 9" in answer.text
+        check_ended(server, pids)
+
+
 def test_a_server_of_two_ranks(tmp_path):
     """The server answers as with one rank. A killed rank ends every waiting request with 503, and the process with exit
     code 70."""
-    options = [
-        "server.port=0",
-        "threads=1",
-        "grammar=none",
-        "device=cpu",
-        "parallel.tp=2",
-        "supervision.backoff_seconds=3600",
-    ]
-    sets = [word for text in options for word in ("--set", text)]
-    server = run(tmp_path, ["-c", "from dovetail.cli import main; main()", "serve", *sets])
+    server = serve_two_ranks(tmp_path)
     body = {"text": "The quick brown", "sampling_params": {"max_new_tokens": 24, "temperature": 0}}
     llm = LLM("tiny", device="cpu", threads=1, grammar="none")
     expected = llm.generate("The quick brown", SamplingParams(max_new_tokens=24, temperature=0))[0].token_ids
@@ -211,7 +233,4 @@ def test_a_server_of_two_ranks(tmp_path):
         assert [answer.status_code for answer in answers] == [503] * 3
         assert all(f"rank 1 (pid {pids[1]}) was ended by signal 9" in answer.text for answer in answers)
         assert client.get("/health").status_code == 503
-        eventually(lambda: all(map(is_gone, pids)))
-        eventually(lambda: "the engine process ended with status 70" in server.log)
-        server.process.send_signal(signal.SIGTERM)
-        assert server.wait(PATIENCE) == 70
+        check_ended(server, pids)

@@ -72,7 +72,10 @@ class InProcess(Executor):
         return self.each(lambda i, rank: rank.wait(plan))[0]
 
     def mask_buffer(self, rows: int, width: int) -> IntArray:
-        return self.ranks[0].mask_buffer(rows, width)
+        buffer = self.ranks[0].mask_buffer(rows, width)
+        for rank in self.ranks[1:]:
+            rank.register_masks(buffer.view(np.uint8))
+        return buffer
 
     def propose(self, plan: StepPlan) -> DraftTree | None:
         return self.each(lambda i, rank: rank.propose(self.of_rank(i, plan)))[0]
@@ -285,6 +288,17 @@ class KeepsOldProgress(InProcess):
         return self._progress
 
 
+class DescribesItselfByACall(InProcess):
+    def call(self, name: str, args: Any = None) -> list[Any]:
+        return [rank.describe() for rank in self.ranks] if name == "describe" else super().call(name, args)
+
+
+class HidesThatTheDrafterObserves(InProcess):
+    @property
+    def info(self) -> ExecutorInfo:
+        return super().info._replace(observes=False)
+
+
 class CallsOneRank(InProcess):
     def call(self, name: str, args: Any = None) -> list[Any]:
         return [self.ranks[0].call(name, args)] * len(self.ranks)
@@ -415,7 +429,14 @@ MUTANTS = [
     _of("drops drafts", DropsDrafts, "test_drafts", DRAFTS),
     _of("does not describe its ranks", SaysNothingOfRanks, "test_it_describes_the_engine"),
     _of("reports no drafter", HidesTheDrafter, "test_it_describes_the_engine"),
+    _of("does not report that the drafter observes", HidesThatTheDrafterObserves, "test_it_describes_the_engine"),
     _of("reports the progress of its start", KeepsOldProgress, "test_it_reports_progress"),
+    _of(
+        "answers control calls that do not exist",
+        DescribesItselfByACall,
+        "test_control_calls_reach_every_rank",
+        SIZES,
+    ),
     _of("sends control calls to one rank", CallsOneRank, "test_control_calls_reach_every_rank", SIZES),
     _of(
         "fails all steps after one",

@@ -15,22 +15,25 @@ from dovetail.interfaces.executor import Executor, ExecutorContext
 from dovetail.testing.executor import ExecutorSuite
 from dovetail.types import Masks, StepPlan
 from dovetail_executors.config import WorkersConfig
-from dovetail_executors.workers import group
+from dovetail_executors.workers import group, handle
 from dovetail_executors.workers.executor import Workers
-from dovetail_executors.workers.group import RankGroup, Worker
+from dovetail_executors.workers.group import RankGroup
+from dovetail_executors.workers.handle import RankHandle
 from dovetail_executors.workers.texts import TextSender
+from dovetail_executors.workers.wire import PlanSender
 
 
 def workers(
     *,
     changes: Mapping[str, Any] | None = None,
-    of_worker: Mapping[str, Any] | None = None,
+    of_handle: Mapping[str, Any] | None = None,
     start: str = "",
+    sender: type[PlanSender] = PlanSender,
     executor_class: type[Workers] = Workers,
     step_seconds: float = 2.0,
 ) -> Suite:
-    """Return the suite of ``workers`` with attributes of ``RankGroup`` and ``Worker`` replaced by ``changes`` and
-    ``of_worker``. ``start`` is run in the process of a rank before its engine is built."""
+    """Return the suite of ``workers`` with attributes of ``RankGroup`` and ``RankHandle`` replaced by ``changes`` and
+    ``of_handle``. ``sender`` makes the messages. ``start`` is run in the process of a rank before its engine is built."""
 
     class Suite(ExecutorSuite):
         name = "workers"
@@ -38,12 +41,13 @@ def workers(
 
         def make(self, context: ExecutorContext) -> Executor:
             mutated = type("Group", (RankGroup,), dict(changes or {}))
-            worker = type("Worker", (Worker,), dict(of_worker or {}))
-            code = group._START.replace("; from", f"; {start}; from") if start else group._START
+            of_ranks = type("RankHandle", (RankHandle,), dict(of_handle or {}))
+            code = handle._START.replace("; from", f"; {start}; from") if start else handle._START
             with (
                 patch("dovetail_executors.workers.executor.RankGroup", mutated),
-                patch.object(group, "Worker", worker),
-                patch.object(group, "_START", code),
+                patch("dovetail_executors.workers.executor.PlanSender", sender),
+                patch.object(group, "RankHandle", of_ranks),
+                patch.object(handle, "_START", code),
             ):
                 return executor_class(WorkersConfig(step_seconds=step_seconds), context)
 
@@ -58,6 +62,14 @@ def _judge_leniently(self: RankGroup, failures: dict[int, dict[int, Any]], key: 
 
 def _look_at_nothing(self: RankGroup) -> None:
     return
+
+
+class CountsMessagesTooEarly(PlanSender):
+    """Take a message as sent as soon as it is made."""
+
+    def _begin(self) -> None:
+        self._before = -1
+        super()._begin()
 
 
 class NeverCloses(Workers):
@@ -75,7 +87,7 @@ class LeavesADescriptor(Workers):
 class LeavesZombies(Workers):
     def close(self) -> None:
         if self._group.reason is None:
-            for process in [worker.process for worker in self._group.workers if worker.process is not None]:
+            for process in [handle.process for handle in self._group.handles if handle.process is not None]:
                 process.kill()
                 process.returncode = 0  # as if it had been waited for
         super().close()
@@ -94,8 +106,11 @@ class KeepsTexts(Workers):
 
 
 WORKERS = workers()
+_RANK = "import dovetail_executors.workers.rank_process as r"
 _BLIND = {"_look": _look_at_nothing}
-_DETACHED = "import dovetail_executors.workers.rank_process as r; r._end_with_parent = lambda job: None"
+_DETACHED = f"{_RANK}; r._end_with_parent = lambda spec: None"
+_BUSY = f"{_RANK}; r._LEAST_PAUSE = 0; r._PAUSES = 1e12"
+_UNREGISTERED = f"{_RANK}; r.RankServer._register_masks = lambda *_: None"
 
 
 def _of(fault: str, broken: Suite, case: str, runs: Sequence[tuple[Any, ...]] = ((),), says: str = "") -> Mutant:
@@ -141,9 +156,21 @@ MUTANTS = [
     ),
     _of(
         "does not name the rank that has died",
-        workers(of_worker={"__str__": lambda self: "a rank"}),
+        workers(of_handle={"__str__": lambda self: "a rank"}),
         "test_a_rank_that_dies_while_it_is_built",
     ),
+    _of(
+        "takes a message as sent when it is made",
+        workers(sender=CountsMessagesTooEarly),
+        "test_an_interrupt_costs_one_call",
+        ((1, "observe"),),
+    ),
+    _of(
+        "keeps a processor busy while the device computes",
+        workers(start=_BUSY),
+        "test_ranks_do_not_look_at_a_slow_device_all_the_time",
+    ),
+    _of("does not register the memory of masks", workers(start=_UNREGISTERED), "test_masks", ((1,),)),
     _of("leaves its ranks running", workers(executor_class=NeverCloses), "test_close", ((1,),)),
     _of("leaves a descriptor open", workers(executor_class=LeavesADescriptor), "test_close", ((1,),)),
     _of("leaves zombies", workers(executor_class=LeavesZombies), "test_close", ((1,),)),

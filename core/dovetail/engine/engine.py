@@ -293,6 +293,8 @@ class Engine:
                 if self._agreement is not None:
                     self._agreement.check(self.captures)
                 launched = runner.launch(batch, graph)
+                if self._agreement is not None and runner is self.eager_runner:  # it may have captured pieces
+                    self._agreement.check(self.captures)
                 self.warm_up.between_steps(self.graphs, batch)
                 return launched
         raise AssertionError("the last runner can run every batch")
@@ -314,10 +316,12 @@ class Engine:
         output = launched.runner.sample(batch, launched, masks)
         if batch.tree_mask is not None:
             compact(batch, output, self.pool)
-        if self.device.type == "cuda":
-            output.on_host = output.on_host or fetched(output)
-        output.result = step_result(output.on_host or output)  # while the device computes, so that ``wait`` is short
-        if self.device.type == "cuda":
+        on_cuda = self.device.type == "cuda"
+        if on_cuda and output.on_host is None:
+            output.on_host = fetched(output)
+        if output.result is None:
+            output.result = step_result(output.on_host or output)  # while the device computes: ``wait`` is short
+        if on_cuda:
             output.event = torch.cuda.Event()
             output.event.record()
         return output

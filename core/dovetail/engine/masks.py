@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from dovetail.engine.captures import TURNS
+from dovetail.errors import EngineError
 from dovetail.ops.bitmask import apply_bitmask
 from dovetail.ops.transfer import to_device
 
 if TYPE_CHECKING:
+    import numpy as np
+
     from dovetail.types import IntArray, Masks
 
 
@@ -33,6 +37,48 @@ class MaskBuffers:
             self._turns = [torch.empty(size, dtype=torch.int32, pin_memory=True) for _ in range(TURNS)]
         self._next = (self._next + 1) % TURNS
         return self._turns[self._next][: rows * width].view(rows, width).numpy()
+
+
+class PinnedMappings:
+    """Pin memory that another process writes too, so that the device copies from it directly. Does nothing unless
+    ``device`` is a CUDA device.
+
+    Copies from memory that is not pinned go through a buffer of the driver, and the host waits for them.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._mappings: list[torch.Tensor] = []  # a mapping must exist as long as it is pinned
+
+    def add(self, memory: np.ndarray[Any, np.dtype[np.uint8]]) -> None:
+        """Pin ``memory`` (uint8 ``[bytes]``, whole pages) until ``close``. Raises ``EngineError``."""
+        if self._device.type != "cuda":
+            return
+        mapping = torch.from_numpy(memory)
+        with torch.cuda.device(self._device):
+            _check(_runtime().cudaHostRegister(mapping.data_ptr(), mapping.nbytes, 0), "pin", mapping)
+        self._mappings.append(mapping)
+
+    def close(self) -> None:
+        """Wait for the device, which may still read, and end the pinning. Raises ``EngineError``."""
+        if not self._mappings:
+            return
+        torch.cuda.synchronize(self._device)
+        while self._mappings:
+            mapping = self._mappings.pop()
+            _check(_runtime().cudaHostUnregister(mapping.data_ptr()), "unpin", mapping)
+
+
+def _runtime() -> Any:
+    return torch.cuda.cudart()
+
+
+def _check(status: Any, verb: str, mapping: torch.Tensor) -> None:
+    if int(status):
+        reason = torch.cuda.CudaError(int(status))
+        with suppress(RuntimeError):  # CUDA reports the error again at the next launch, which shall be this one
+            torch.zeros(1, device="cuda")
+        raise EngineError(f"cannot {verb} {mapping.nbytes} bytes of shared memory for grammar bitmasks: {reason}")
 
 
 def mask_logits(logits: torch.Tensor, masks: Masks) -> None:

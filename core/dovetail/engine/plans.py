@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from dovetail.engine.device import lost_device
+from dovetail.engine.masks import PinnedMappings
 from dovetail.engine.pooling import default_pooling
 from dovetail.engine.profiling import RankProfiler
 from dovetail.interfaces.executor import ExecutorInfo, RankEngine
@@ -15,6 +16,8 @@ from dovetail.types import Batch
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+    import numpy as np
 
     from dovetail.engine.engine import Engine
     from dovetail.engine.runners import Launched
@@ -46,6 +49,7 @@ class PlanRunner(RankEngine):
         self.engine = engine
         self.drafter: Drafter | None = engine.drafter
         self._mirrors_pages = mirrors_pages
+        self._pinned = PinnedMappings(engine.device)
         self._slots: list[AdmittedRequest | None] = [None] * len(engine.page_table)
         self._opened = 0  # the number of the plan whose requests were admitted last
         self._rows: tuple[int, Sequence[AdmittedRequest]] = 0, ()  # requests of the rows with a ``rows_version``
@@ -54,6 +58,7 @@ class PlanRunner(RankEngine):
         self._sampled: dict[int, tuple[Batch, ForwardOutput]] = {}  # by the number of the plan
         self._profiler: RankProfiler | None = None
         self._waited: tuple[Batch, ForwardOutput] | None = None  # the step that ``observe`` shows to the drafter
+        self._closed = self._is_lost = False
 
     @property
     def info(self) -> ExecutorInfo:
@@ -67,6 +72,7 @@ class PlanRunner(RankEngine):
             draft_width=drafter.max_draft_tokens if drafter is not None else 0,
             tokens_ahead=drafter.tokens_ahead if drafter is not None else 0,
             must_see_all=drafter is not None and drafter.must_see_all,
+            observes=drafter is not None and getattr(drafter.observe, "__func__", None) is not Drafter.observe,
         )
 
     @property
@@ -117,9 +123,14 @@ class PlanRunner(RankEngine):
         """See ``RankEngine``."""
         return self.engine.mask_buffer(rows, width)
 
+    def register_masks(self, memory: np.ndarray[Any, np.dtype[np.uint8]]) -> None:
+        """See ``RankEngine``. On CUDA the memory is pinned, so that the device copies masks from it directly."""
+        self._pinned.add(memory)
+
     def locate_updates(self, updates: PageUpdates) -> None:
         """See ``RankEngine``."""
-        self._mirror(updates)
+        if self._mirrors_pages:
+            self._mirror(updates)
         self.engine.locate_updates(updates)
 
     def idle(self) -> bool:
@@ -131,7 +142,8 @@ class PlanRunner(RankEngine):
         if plan.number != self._opened:
             for request in plan.admitted:
                 self._slots[request.slot] = request
-            self._mirror(plan.page_updates)
+            if self._mirrors_pages:
+                self._mirror(plan.page_updates)
             self._opened = plan.number
         version, reqs = self._rows
         if not plan.rows_version or version != plan.rows_version:
@@ -142,7 +154,7 @@ class PlanRunner(RankEngine):
         return Batch.of(plan, reqs)
 
     def _mirror(self, updates: PageUpdates) -> None:
-        if self._mirrors_pages and len(updates.slots):
+        if len(updates.slots):
             self.engine.page_table[updates.slots, updates.columns] = updates.pages[0]
 
     # -- drafts ------------------------------------------------------------------------------------------------------
@@ -153,11 +165,6 @@ class PlanRunner(RankEngine):
             return None
         self._proposed = self._batch(plan)
         return self.drafter.propose(self._proposed)
-
-    @property
-    def observes(self) -> bool:
-        """See ``RankEngine``."""
-        return self.drafter is not None and getattr(self.drafter.observe, "__func__", None) is not Drafter.observe
 
     def observe(self, plan: StepPlan, committed: Committed) -> None:
         """See ``RankEngine``."""
@@ -174,7 +181,9 @@ class PlanRunner(RankEngine):
 
     def lost(self, error: BaseException) -> str | None:
         """See ``RankEngine``."""
-        return lost_device(error)
+        reason = lost_device(error)
+        self._is_lost = self._is_lost or reason is not None
+        return reason
 
     def describe(self) -> dict[str, Any]:
         """See ``RankEngine``."""
@@ -217,8 +226,20 @@ class PlanRunner(RankEngine):
         return {"size": info.hidden_size, "pooling": default_pooling(self.engine.directory)}
 
     def close(self) -> None:
-        """See ``RankEngine``."""
-        self._slots = [None] * len(self._slots)
-        self._rows, self._proposed, self._launched, self._waited = (0, ()), None, None, None
-        self._sampled.clear()
-        self.engine.close()
+        """See ``RankEngine``. Drops the engine, so that its memory is freed unless others hold it. The engine of a lost
+        device is kept, because freeing its memory would abort the process. So is that of a rank in a process of its own:
+        other ranks may still access its memory, and the process ends now."""
+        if self._closed:
+            return
+        self._closed = True
+        try:
+            if not self._is_lost:
+                self._pinned.close()
+        finally:
+            self.engine.close()
+        if not self._is_lost and not self._mirrors_pages:
+            self._slots.clear()
+            self._rows, self._proposed, self._launched, self._waited = (0, ()), None, None, None
+            self._sampled.clear()
+            self.drafter = None
+            del self.engine

@@ -21,6 +21,7 @@ import torch
 from dovetail.engine.captures import GraphRecorder, ladder, larger_sizes
 from dovetail.engine.draft_layout import wide_shape
 from dovetail.engine.dry_run import every_filter, first_layers, prompts
+from dovetail.engine.outputs import step_result
 from dovetail.engine.sampler_graphs import SamplerGraphs
 from dovetail.engine.settings import expand
 from dovetail.engine.verify import Accepted
@@ -34,7 +35,7 @@ from dovetail.engine.verify_inputs import (
 )
 from dovetail.interfaces.mesh import SINGLE, Mesh
 from dovetail.ops.sampling import Filters, greedy, sample
-from dovetail.types import Batch, ForwardOutput
+from dovetail.types import Batch, ForwardOutput, StepResult
 
 if TYPE_CHECKING:
     from dovetail.engine.inputs import Inputs
@@ -87,6 +88,7 @@ class VerifyStep:
         self.tensors = VerifyTensors(shape, memory)
         self.batch = static_batch(shape, context_len)
         self._lens = -1, -1  # rows and tokens of the step whose lengths ``batch`` has
+        self._views: dict[int, tuple[Accepted, ForwardOutput, StepResult]] = {}  # of the result, by rows
         self.tensors.give(self.batch, shape.tokens, shape.tokens)
 
     def write(self, batch: Batch, tokens: int, numbers: Floats | None = None) -> None:
@@ -126,9 +128,15 @@ class VerifyStep:
         self.tensors.give(batch, len(batch.slots), tokens)
 
     def output(self, rows: int) -> ForwardOutput:
-        """Return the result of ``draw`` for the first ``rows`` rows. It is valid until the next call of ``draw``."""
-        on_host, result = (Accepted.of(r[:rows]) for r in (self.tensors.result_on_host, self.tensors.result))
-        return ForwardOutput(*result, on_host=ForwardOutput(*on_host))
+        """Return the result of ``draw`` for the first ``rows`` rows. It is valid until the next call of ``draw``. The
+        views are kept for later steps of the same number of rows."""
+        views = self._views.get(rows)
+        if views is None:
+            own = self.tensors
+            on_host = ForwardOutput(*Accepted.of(own.result_on_host[:rows]))
+            views = self._views[rows] = Accepted.of(own.result[:rows]), on_host, step_result(on_host)
+        accepted, on_host, result = views
+        return ForwardOutput(*accepted, on_host=on_host, result=result)
 
 
 class CapturedVerify(NamedTuple):

@@ -34,7 +34,8 @@ class ExecutorInfo(NamedTuple):
 
     ``num_pages`` counts page 0, which belongs to no request. ``shares_prefixes`` means that rows should be ordered by
     the prefixes that they share. ``draft_width``, ``tokens_ahead`` and ``must_see_all`` describe the drafter (see
-    ``interfaces.speculative.Drafter``); ``draft_width`` is 0 without one. ``fails_late`` means that an error of
+    ``interfaces.speculative.Drafter``); ``draft_width`` is 0 without one. ``observes`` means that the drafter has a
+    method ``observe``; otherwise the verb ``observe`` need not be called. ``fails_late`` means that an error of
     ``launch`` can surface in ``wait``, when later plans were made: until a step was waited for, the KV that it computes
     must not be given to other requests.
     """
@@ -46,6 +47,7 @@ class ExecutorInfo(NamedTuple):
     draft_width: int = 0
     tokens_ahead: int = 0
     must_see_all: bool = False
+    observes: bool = False
     fails_late: bool = False
 
 
@@ -120,14 +122,10 @@ class StepVerbs(ABC):
         """Return the drafts of the drafter for a plan that was scheduled and is not launched yet; None if there are
         none. All steps before it were waited for."""
 
-    @property
-    def observes(self) -> bool:
-        """Return False if ``observe`` has no effect, so that it need not be called."""
-        return True
-
     @abstractmethod
     def observe(self, plan: StepPlan, committed: Committed) -> None:
-        """Show the drafter what a step accepted. The step is the one that was waited for last, and was committed."""
+        """Show the drafter what a step accepted. The step is the one that was waited for last, and was committed. Need
+        not be called unless ``info.observes``."""
 
     @abstractmethod
     def forget(self, departed: Sequence[DepartedRequest]) -> None:
@@ -141,7 +139,8 @@ class StepVerbs(ABC):
     @abstractmethod
     def idle(self) -> bool:
         """Do one piece of work that would delay a later step, such as capturing a graph. Return False if there is
-        none."""
+        none. Raises if the ranks are lost, so that a caller that has no requests should call this every second or so:
+        otherwise only the next step would notice that a rank has ended."""
 
     @abstractmethod
     def lost(self, error: BaseException) -> str | None:
@@ -169,10 +168,12 @@ class RankEngine(StepVerbs):
         """Return True if ``wait`` for a step that was sampled would not wait."""
 
     def register_masks(self, memory: np.ndarray[Any, np.dtype[np.uint8]]) -> None:
-        """Prepare the device to read masks from ``memory`` (uint8 ``[bytes]``), which another process writes.
+        """Prepare the device to read masks from ``memory`` (uint8 ``[bytes]``, whole pages), which another process writes.
 
-        An executor whose masks are not in memory of ``mask_buffer`` calls this before the first of them is sampled. The
-        masks of a step are overwritten in the third step with masks after it, or later.
+        An executor whose masks are not in memory of ``mask_buffer`` calls this before the first of them is sampled, and
+        again with each further mapping of the memory. Mappings that were registered before stay in use until ``close``.
+        The masks of a step are overwritten in the third step with masks after it, or later. Raises ``EngineError`` if
+        the device cannot read the memory.
         """
         return
 

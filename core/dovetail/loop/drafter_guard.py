@@ -28,6 +28,7 @@ class DrafterGuard:
         over."""
         self.errors = 0
         self._has_exceeded = False
+        self._observes = executor.info.observes
         self._executor, self._scheduler, self._failures = executor, scheduler, failures
 
     def propose(self, plan: StepPlan) -> None:
@@ -50,7 +51,7 @@ class DrafterGuard:
 
     def observe(self, plan: StepPlan) -> None:
         """Show the drafter what the step that was committed last accepted."""
-        if not self._executor.observes:
+        if not self._observes:
             return
         try:
             self._executor.observe(plan, self._scheduler.committed())

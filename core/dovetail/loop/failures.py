@@ -65,6 +65,22 @@ class FailureHandler:
             self._kept = EngineDeadError(self.dead)
             raise self._kept from error
 
+    def run_engine(self, call: Callable[[], T], when: str) -> T:
+        """Return ``call()``, a call of the engine that belongs to no step. Whatever it raises ends the loop: the state of
+        the engine is unknown then. Raises ``EngineDeadError`` in place of an ``Exception``, or if the loop has ended
+        before."""
+        if self.dead is not None:
+            raise EngineDeadError(self.dead)
+        try:
+            return call()
+        except Exception as error:
+            self.raise_if_lost(error)
+            self.dead = f"the engine failed {when}: {type(error).__name__}: {first_line(error)}; {_START_AGAIN}"
+            raise EngineDeadError(self.dead) from error
+        except BaseException as error:
+            self.dead = f"the engine was interrupted by {type(error).__name__} {when}; {_START_AGAIN}"
+            raise
+
     def run(self, part: Callable[[], T]) -> T:
         """Run a part of the loop that changes the scheduler. Any exception of the part leaves the scheduler in an
         unknown state, so it ends the loop. Raises ``EngineDeadError`` in place of an ``Exception``, or if the loop has

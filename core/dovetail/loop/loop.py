@@ -137,15 +137,9 @@ class Loop:
 
     def idle(self) -> bool:
         """Use an idle moment to capture a graph, which would otherwise delay a later step. Return False if there is
-        nothing left to capture, or if steps are paused."""
-        return not self._verbs.paused and self._failures.run(self._idle)
-
-    def _idle(self) -> bool:
-        try:
-            return self.executor.idle()
-        except Exception as error:
-            self._failures.raise_if_lost(error)
-            raise
+        nothing left to capture, or if steps are paused. Raises ``EngineDeadError``, also if a rank has ended: a caller
+        that waits for messages calls this every second or so."""
+        return not self._verbs.paused and self._failures.run_engine(self.executor.idle, "while it was idle")
 
     def step(self) -> list[Answer]:
         """Make one step and return all answers that are due. Raises ``EngineDeadError``.
@@ -212,3 +206,5 @@ class Loop:
         finally:
             self.executor.close()
         gc.unfreeze()
+        if self.resolved.machine.device != "cpu":
+            gc.collect()  # frees the device's memory: attention backends and batches refer to each other

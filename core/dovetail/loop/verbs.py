@@ -84,16 +84,7 @@ class Verbs:
 
     def forward(self, plan: StepPlan) -> Failure | None:
         """Launch the forward pass of a step and sample from it. Return what was raised, or None."""
-        start = time.perf_counter()
-        try:
-            self._executor.launch(plan)
-            self._sample(plan)
-        except BaseException as error:
-            self.scheduler.take_back(plan)
-            return Failure(error)
-        finally:
-            self.times.launch += time.perf_counter() - start
-        return None
+        return self.launch(plan) or self.sample(plan)
 
     def launch(self, plan: StepPlan) -> Failure | None:
         """Launch the forward pass of a step. Return what was raised, or None: the caller must then call ``sample``
@@ -106,22 +97,16 @@ class Verbs:
             return Failure(error)
         finally:
             self.times.launch += time.perf_counter() - start
-        return None
 
     def sample(self, plan: StepPlan) -> Failure | None:
         """Sample from the step that was launched last. Return what was raised, or None."""
-        start = time.perf_counter()
+        start, executor = time.perf_counter(), self._executor
         try:
-            self._sample(plan)
+            executor.sample(plan, self.scheduler.masks(plan, executor.mask_buffer) if plan.constrained else None)
         except BaseException as error:
             return Failure(error)
         finally:
             self.times.launch += time.perf_counter() - start
-        return None
-
-    def _sample(self, plan: StepPlan) -> None:
-        executor = self._executor
-        executor.sample(plan, self.scheduler.masks(plan, executor.mask_buffer) if plan.constrained else None)
 
     def commit(self, plan: StepPlan, observer: DrafterGuard | None = None) -> list[Answer]:
         """Wait for the tokens of a step and give them to its requests. If ``observer`` is given, it observes what the
@@ -148,10 +133,6 @@ class Verbs:
 
     def reserve_ahead(self) -> None:
         """Reserve pages for the drafts of the next step while the device computes this one, so that this work does not
-        delay the next step. Raises ``EngineDeadError`` if the device is lost."""
+        delay the next step. Raises ``EngineDeadError`` if the engine fails."""
         updates = self.scheduler.reserve_ahead()
-        try:
-            self._executor.locate_updates(updates)
-        except Exception as error:
-            self._failures.raise_if_lost(error)
-            raise
+        self._failures.run_engine(lambda: self._executor.locate_updates(updates), "while it prepared page updates")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -105,10 +106,11 @@ class Plans:
 
 
 def _entry(req: Req) -> AdmittedRequest:
+    params = req.params
     return AdmittedRequest(
         slot=req.slot,
         uid=req.uid,
-        params=req.params,
+        params=params if params.grammar is None else replace(params, grammar=None),
         seed=req.seed,
         prompt_len=req.prompt_len,
         token_ids=req.token_ids,

@@ -44,6 +44,7 @@ EXIT_ENGINE_FAILED = 70
 """Exit status of an engine process that ended with an exception (EX_SOFTWARE), and of a server whose engine has failed."""
 
 _LINGER_MS = 2000
+_IDLE_CHECK_MS = 1000
 
 logger = logging.getLogger("dovetail.engine")
 
@@ -127,9 +128,7 @@ def _drive(loop: EngineLoop, inbox: zmq.Socket[bytes], outbox: zmq.Socket[bytes]
     stopping = False
     while loop.has_work or not stopping:
         if not loop.has_work:
-            while not inbox.poll(0) and loop.idle():
-                pass
-            inbox.poll()
+            _await_message(loop, inbox)
         due = loop.has_work
         for msg in _drain(inbox):
             if isinstance(msg, PingMsg | ShutdownMsg):
@@ -143,6 +142,13 @@ def _drive(loop: EngineLoop, inbox: zmq.Socket[bytes], outbox: zmq.Socket[bytes]
         answers = loop.step() if due else []
         if answers:
             outbox.send(encode(answers))
+
+
+def _await_message(loop: EngineLoop, inbox: zmq.Socket[bytes]) -> None:
+    """Use the time until a message arrives. Once nothing is left to do, check now and then that the engine still runs."""
+    wait = 0
+    while not inbox.poll(wait):
+        wait = 0 if loop.idle() else _IDLE_CHECK_MS
 
 
 def _drain(inbox: zmq.Socket[bytes]) -> Iterator[ToEngine]:

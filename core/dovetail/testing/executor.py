@@ -4,85 +4,43 @@ from __future__ import annotations
 
 import itertools
 import os
-import select
 import signal
 import time
-import warnings
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
-from typing import ClassVar
 
 import msgspec
 import numpy as np
 import pytest
 
 from dovetail.errors import ConfigError, RankLostError
-from dovetail.interfaces.executor import Executor, ExecutorContext, WarmUpProgress
+from dovetail.interfaces.executor import Executor, WarmUpProgress
 from dovetail.interfaces.features import Feature
-from dovetail.registry.specs import ComponentKind
-from dovetail.testing.component import ComponentSuite
-from dovetail.testing.executor_ranks import TARGET, PretendedRank, RankFault, RankScript, build, show
+from dovetail.testing.executor_case import ExecutorCase
+from dovetail.testing.executor_ranks import PretendedRank, RankFault, RankScript, show
 from dovetail.testing.executor_runs import (
     ExecutorRun,
     await_true,
     has_ended,
+    interrupted,
     open_descriptors,
     private_temp,
     unused_shared_memory,
     within,
 )
-from dovetail.testing.executor_traffic import MASK_WIDTH, PlanTraffic
+from dovetail.testing.executor_traffic import MASK_WIDTH
 from dovetail.types import StepPlan
 
 each_size = pytest.mark.parametrize("size", [1, 3])
 
 
-class ExecutorSuite(ComponentSuite):
+class ExecutorSuite(ExecutorCase):
     """Test an executor. ``class TestMine(ExecutorSuite): name = "mine"`` is a complete test file.
 
     The ranks are ``PretendedRank``: no model is loaded. ``settings`` should make the deadlines of an executor that has
     some as short as ``deadline_seconds``: every call must return or raise within that time and a few seconds.
     """
-
-    kind: ClassVar[ComponentKind] = ComponentKind.EXECUTOR
-    deadline_seconds: ClassVar[float] = 5.0
-
-    def make(self, context: ExecutorContext) -> Executor:
-        """Return a new executor. Override this method to test a class that no plugin registers."""
-        return self.build(context)
-
-    def start(self, script: RankScript, size: int) -> Executor:
-        """Return an executor of ``size`` ranks that behave as ``script`` describes."""
-        if size > 1:
-            self.require(Feature.EXECUTOR_RANKS)
-        description = msgspec.json.encode(script)
-
-        def build_rank(rank: int, size: int, rendezvous: str) -> PretendedRank:
-            return build(description, rank, size, rendezvous)
-
-        return self.make(ExecutorContext(size, build_rank, TARGET, description))
-
-    @contextmanager
-    def open(self, script: RankScript, size: int = 1) -> Iterator[Executor]:
-        """Start an executor, and close it at the end."""
-        executor = self.start(script, size)
-        try:
-            yield executor
-        finally:
-            within(self.patience, executor.close)
-
-    @contextmanager
-    def drive(self, script: RankScript, size: int = 1, *, seed: int = 0, max_prompt: int = 60) -> Iterator[ExecutorRun]:
-        """Start an executor, and return what drives it. Close it at the end."""
-        with self.open(script, size) as executor:
-            traffic = PlanTraffic(seed, executor.page_table, script.draft_width, max_prompt)
-            yield ExecutorRun(executor, script, traffic)
-
-    @property
-    def patience(self) -> float:
-        """Return the seconds within which every call returns or raises."""
-        return 2 * self.deadline_seconds + 5
 
     # -- plans and results -------------------------------------------------------------------------------------------
 
@@ -191,10 +149,18 @@ class ExecutorSuite(ComponentSuite):
         with self.open(RankScript(captures=2), size) as executor:
             args = {"text": "x" * 200_000, "number": 5, "bytes": b"\0\1", "list": [None, True, 1.5]}
             assert executor.call("echo", args) == [[rank, args] for rank in range(size)]
-            with pytest.raises(ValueError, match="no control call 'no_such_call'"):
-                executor.call("no_such_call")
+            for name in ("no_such_call", "describe"):
+                with pytest.raises(ValueError, match=f"no control call '{name}'"):
+                    executor.call(name)
             assert [executor.idle() for _ in range(3)] == [True, True, False], "two graphs are missing"
             assert executor.call("echo", 1) == [[rank, 1] for rank in range(size)]
+
+    def test_ranks_do_not_look_at_a_slow_device_all_the_time(self) -> None:
+        """While the device computes a long step, ``ready`` is called now and then, and no processor is kept busy."""
+        with self.drive(RankScript(step_seconds=0.6)) as run:
+            run.step()
+            (looks,) = run.executor.call("late_looks")
+            assert looks < 200, f"ready was called {looks} times in the second half of the step"
 
     def test_it_reports_progress(self) -> None:
         """``progress`` is that of the engine of rank 0, at most two seconds ago, and does not wait for a step."""
@@ -312,6 +278,42 @@ class ExecutorSuite(ComponentSuite):
             run.step()
             error = self._step_fails(run)
             assert "the pretended device is gone" in (run.executor.lost(error) or "")
+
+    @each_size
+    @pytest.mark.parametrize("at", ["launch", "propose", "observe"])
+    def test_an_interrupt_costs_one_call(self, size: int, at: str) -> None:
+        """An interrupt (Ctrl-C) at any point of ``launch`` fails this step, one in a drafter's call costs drafts. Later
+        steps run, and every rank then gets all that the interrupted call would have sent."""
+        script = RankScript(draft_width=0 if at == "launch" else 2)
+        with self.drive(script, size) as run:
+            executor, traffic, reference = run.executor, run.traffic, run.reference
+            for step in range(240):
+                stop = step // 2 + 1 if step % 2 else 0  # every second step runs as usual
+                plan = traffic.plan()
+                if at != "launch":
+                    self._reached(lambda plan=plan: executor.propose(plan), stop if at == "propose" else 0)
+                if self._reached(lambda plan=plan: executor.launch(plan), stop if at == "launch" else 0):
+                    traffic.fail(plan, take_back=True)
+                    continue
+                reference.launch(plan)
+                executor.sample(plan, traffic.masks(plan, executor.mask_buffer) if plan.constrained else None)
+                committed = traffic.commit(plan, within(self.patience, lambda plan=plan: executor.wait(plan)))
+                if at != "launch":
+                    self._reached(lambda p=plan, c=committed: executor.observe(p, c), stop if at == "observe" else 0)
+            assert executor.lost(RuntimeError("out of luck")) is None
+            expected = {entry.number: entry.parts for entry in reference.journal if entry.verb == "launch"}
+            for rank, journal in enumerate(executor.call("journal")):
+                got = {number: parts for verb, number, parts in journal if verb == "launch"}
+                for number, parts in expected.items():
+                    assert got.get(number) == parts, f"rank {rank}: plan {number} is another one"
+
+    def _reached(self, call: Callable[[], object], calls: int) -> bool:
+        """Run ``call``. With ``calls``, interrupt it at its ``calls``-th call of a function. Return True if it was
+        interrupted."""
+        if calls:
+            return interrupted(call, calls)
+        call()
+        return False
 
     # -- ranks that are lost -----------------------------------------------------------------------------------------
 
@@ -445,7 +447,7 @@ class ExecutorSuite(ComponentSuite):
         self.require(Feature.EXECUTOR_RANKS)
         with private_temp() as folder:
             shared = unused_shared_memory()
-            parent, pids = self._start_in_another_process(busy)
+            parent, pids = self.start_in_another_process(busy)
             try:
                 os.killpg(parent, number)
                 assert await_true(lambda: has_ended(parent), 5.0), "the process does not end"
@@ -456,35 +458,6 @@ class ExecutorSuite(ComponentSuite):
                 os.waitpid(parent, 0)
                 for pid in itertools.filterfalse(has_ended, pids):
                     os.kill(pid, signal.SIGKILL)
-
-    def _start_in_another_process(self, busy: bool) -> tuple[int, list[int]]:
-        """Fork, and start an executor in the child, which then waits, or with ``busy`` makes a step that hangs. Return the
-        child's and the ranks' process ids."""
-        read, write = os.pipe()
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # the other threads of this process have no part in what the child does
-            parent = os.fork()
-        if not parent:
-            try:
-                os.setpgid(0, 0)
-                signal.signal(signal.SIGINT, signal.default_int_handler)
-                script = RankScript(faults=[RankFault("launch", "hang", number=1)])
-                executor = self.start(script, 2)
-                os.write(write, " ".join(str(entry["pid"]) for entry in executor.describe()["ranks"]).encode())
-                if busy:
-                    plan = PlanTraffic(0, executor.page_table).plan()
-                    executor.launch(plan)
-                    executor.wait(plan)
-                time.sleep(60)
-            finally:
-                os._exit(1)
-        os.close(write)
-        with os.fdopen(read) as pipe:
-            assert select.select([pipe], [], [], 60)[0], "the executor does not start in another process"
-            pids = [int(word) for word in os.read(pipe.fileno(), 1000).split()]
-        assert len(pids) == 2
-        time.sleep(0.3 if busy else 0)
-        return parent, pids
 
 
 def _raises(call: Callable[[], object]) -> bool:

@@ -13,6 +13,7 @@ import signal
 import threading
 import time
 import zlib
+from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -88,6 +89,7 @@ class PretendedRank(RankEngine):
         self.journal: list[Entry] = []
         self.samples: list[Entry] = []
         self.waits: list[int] = []
+        self.late_looks = 0  # calls of ``ready`` in the second half of a step
         self.table = np.zeros((NUM_SLOTS + 1, MAX_PAGES), np.int32)
         self._script, self._rank = script, rank
         self._captures = script.captures
@@ -97,12 +99,15 @@ class PretendedRank(RankEngine):
         self._rows: dict[int, list[AdmittedRequest]] = {}
         self._results: dict[int, tuple[StepResult, float]] = {}
         self._states: dict[int, int] = {}
+        self._registered: list[np.ndarray[Any, np.dtype[np.uint8]]] = []
+        self._buffers: deque[IntArray] = deque(maxlen=4)
         self._fail("build", 0)
 
     @property
     def info(self) -> ExecutorInfo:
         """See ``RankEngine``."""
-        return ExecutorInfo(120_000, 4, 1000, False, self._script.draft_width)
+        width = self._script.draft_width
+        return ExecutorInfo(120_000, 4, 1000, False, width, observes=width > 0)
 
     @property
     def progress(self) -> WarmUpProgress:
@@ -135,6 +140,9 @@ class PretendedRank(RankEngine):
     def sample(self, plan: StepPlan, masks: Masks | None) -> None:
         """See ``RankEngine.sample``."""
         self._fail("sample", plan.number)
+        memories = (*self._registered, *self._buffers)
+        if masks is not None and not any(np.may_share_memory(masks.bits, memory) for memory in memories):
+            raise AssertionError("the device does not know the memory of the masks; call register_masks first")
         seen = {"masks": show(masks), "texts": show(self._processed_texts(plan))}
         self.samples.append(Entry("sample", plan.number, seen))
         result = self._result(plan, masks)
@@ -152,7 +160,9 @@ class PretendedRank(RankEngine):
 
     def ready(self, plan: StepPlan) -> bool:
         """See ``RankEngine.ready``."""
-        return time.monotonic() >= self._results[plan.number][1]
+        left = self._results[plan.number][1] - time.monotonic()
+        self.late_looks += 2 * left < self._script.step_seconds
+        return left <= 0
 
     def wait(self, plan: StepPlan) -> StepResult:
         """See ``RankEngine.wait``."""
@@ -205,7 +215,12 @@ class PretendedRank(RankEngine):
 
     def mask_buffer(self, rows: int, width: int) -> IntArray:
         """See ``RankEngine.mask_buffer``."""
-        return np.empty((rows, width), np.int32)
+        self._buffers.append(np.empty((rows, width), np.int32))
+        return self._buffers[-1]
+
+    def register_masks(self, memory: np.ndarray[Any, np.dtype[np.uint8]]) -> None:
+        """See ``RankEngine.register_masks``."""
+        self._registered.append(memory)
 
     # -- other calls -------------------------------------------------------------------------------------------------
 
@@ -224,13 +239,14 @@ class PretendedRank(RankEngine):
         return {"pretended": True, "rank": self._rank, "captures": self._captures}
 
     def call(self, name: str, args: Any) -> Any:
-        """Return the journal, the samples, the number of calls before each result, the page table, or the arguments."""
+        """Return the journal, the samples, the number of calls before each result, that of late looks, the page
+        table, or the arguments."""
         self._fail(name, 0)
         match name:
             case "journal" | "samples":
                 return [list(entry) for entry in getattr(self, name)]
-            case "waits":
-                return self.waits
+            case "waits" | "late_looks":
+                return getattr(self, name)
             case "table":
                 return self.table.tolist()
             case "echo":

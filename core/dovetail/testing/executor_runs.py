@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import sys
 import tempfile
 import threading
 import time
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
+import numpy as np
 import pytest
 
 from dovetail.interfaces.executor import Executor
@@ -61,6 +63,8 @@ class ExecutorRun:
         """Sample a step, with masks if it is constrained."""
         masks = self.traffic.masks(plan, self.executor.mask_buffer) if plan.constrained else None
         self.executor.sample(plan, masks)
+        if masks is not None:
+            self.reference.register_masks(masks.bits.view(np.uint8))
         self.reference.sample(plan, masks)
 
     def commit(self, plan: StepPlan) -> None:
@@ -142,6 +146,28 @@ def has_ended(pid: int) -> bool:
     except (FileNotFoundError, ProcessLookupError):
         return True
     return text.rpartition(")")[2].split()[0] in "ZX"
+
+
+def interrupted(call: Callable[[], object], calls: int) -> bool:
+    """Run ``call``, and raise ``KeyboardInterrupt`` in this thread at its ``calls``-th call of a function: where a Python
+    function begins or a C function has returned, as Ctrl-C does. Return False if it makes fewer calls."""
+    left = calls
+
+    def count(frame: object, event: str, arg: object) -> None:
+        nonlocal left
+        if event in ("call", "c_return"):
+            left -= 1
+            if left == 0:
+                raise KeyboardInterrupt
+
+    sys.setprofile(count)
+    try:
+        call()
+    except KeyboardInterrupt:
+        return True
+    finally:
+        sys.setprofile(None)
+    return False
 
 
 def await_true(what: Callable[[], bool], seconds: float) -> bool:

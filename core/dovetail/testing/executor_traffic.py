@@ -245,8 +245,11 @@ class PlanTraffic:
         return Committed(np.array([r.known for r in rows], np.int32), ended)
 
     def fail(self, plan: StepPlan, *, take_back: bool) -> None:
-        """End the requests of a step that failed. With ``take_back``, the next plan brings its page updates again."""
-        for r in self._rows.pop(plan.number):
+        """End the requests of a step that failed. With ``take_back``, the executor may not have got the plan: also end
+        those that it admits, and let the next plan bring its page updates again."""
+        rows = self._rows.pop(plan.number)
+        slots = {request.slot for request in plan.admitted} if take_back else set[int]()
+        for r in [*rows, *(r for r in self.running if r.slot in slots and r not in rows)]:
             if r in self.running:
                 self.running.remove(r)
                 self._free.append(r.slot)

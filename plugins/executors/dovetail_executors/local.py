@@ -23,12 +23,9 @@ if TYPE_CHECKING:
     )
     from dovetail_executors.config import LocalConfig
 
-_BOUND = ("launch", "mask_buffer", "sample", "wait", "propose", "observe", "forget", "locate_updates", "idle", "lost")
-
 
 class Local(Executor):
-    """Call the engine of rank 0 directly. The methods of an instance are those of its engine, so that a call costs
-    nothing more."""
+    """Call the engine of rank 0 directly."""
 
     def __init__(self, config: LocalConfig, context: ExecutorContext) -> None:
         """See ``Executor``. Raises ``ConfigError`` if there are several ranks."""
@@ -38,8 +35,6 @@ class Local(Executor):
             )
         self._engine: RankEngine = context.build_rank(0, 1, "")
         self._closed = False
-        for name in _BOUND:
-            setattr(self, name, getattr(self._engine, name))
 
     @property
     def rank(self) -> RankEngine:
@@ -80,11 +75,6 @@ class Local(Executor):
     def propose(self, plan: StepPlan) -> DraftTree | None:
         """See ``Executor.propose``."""
         return self._engine.propose(plan)
-
-    @property
-    def observes(self) -> bool:
-        """See ``Executor.observes``."""
-        return self._engine.observes
 
     def observe(self, plan: StepPlan, committed: Committed) -> None:
         """See ``Executor.observe``."""

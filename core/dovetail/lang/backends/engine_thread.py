@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 CLOSED = "the backend was closed"
+_IDLE_CHECK_SECONDS = 1.0
 
 
 class SubmittedCall:
@@ -139,7 +140,7 @@ class EngineThread:
             if idle and self._inbox.empty() and self._loop.idle():
                 continue
             try:
-                item = self._inbox.get(block=idle)
+                item = self._inbox.get(block=idle, timeout=_IDLE_CHECK_SECONDS)
             except queue.Empty:
                 return True
             if item is None:

@@ -45,7 +45,8 @@ class Workers(Executor):
         self._info = self._group.info._replace(fails_late=True)
         self._page_table = np.zeros(self._group.page_table, np.int32)
         self._size = context.size
-        self._sender, self._receiver = PlanSender(drafts=self._info.draft_width > 0), ReplyReceiver()
+        self._sender = PlanSender(lambda: self._group.num_sent, drafts=self._info.draft_width > 0)
+        self._receiver = ReplyReceiver()
         self._buffers = _MaskBuffers(self._group)
 
     @property
@@ -81,7 +82,8 @@ class Workers(Executor):
         bits, offset = self._buffers.placed(masks.bits)
         masks = masks._replace(bits=bits)
         message = self._sender.sample(plan, masks, self._group.masks.size, offset)
-        self._buffers.sent(self._group.send(Verb.SAMPLE, message))
+        self._buffers.hand_out()
+        self._group.send(Verb.SAMPLE, message)
 
     def wait(self, plan: StepPlan) -> StepResult:
         """See ``Executor.wait``."""
@@ -111,13 +113,14 @@ class Workers(Executor):
             raise late
 
     def locate_updates(self, updates: PageUpdates) -> None:
-        """See ``Executor.locate_updates``."""
-        self._group.send(Verb.LOCATE, self._sender.value(updates))
+        """See ``Executor.locate_updates``. If there are no updates, nothing is sent."""
+        if len(updates.slots):
+            self._group.send(Verb.LOCATE, self._sender.value(updates))
 
     def idle(self) -> bool:
         """See ``Executor.idle``."""
-        answers = self._group.ask(Verb.IDLE, b"", self._size)
-        return any(self._receiver.answer(data).value for data in answers.values())
+        answers = self._group.ask(Verb.IDLE, self._sender.empty(), self._size)
+        return any(self._receiver.call_result(data) for data in answers.values())
 
     def lost(self, error: BaseException) -> str | None:
         """See ``Executor.lost``."""
@@ -125,13 +128,14 @@ class Workers(Executor):
 
     def describe(self) -> dict[str, Any]:
         """See ``Executor.describe``."""
-        ranks = [{"rank": worker.rank, "pid": worker.pid} for worker in self._group.workers]
-        return {**self.call("describe")[0], "ranks": ranks}
+        answers = self._group.ask(Verb.DESCRIBE, self._sender.empty(), 1)
+        ranks = [{"rank": handle.rank, "pid": handle.pid} for handle in self._group.handles]
+        return {**self._receiver.call_result(answers[0]), "ranks": ranks}
 
     def call(self, name: str, args: Any = None) -> list[Any]:
         """See ``Executor.call``."""
         answers = self._group.ask(Verb.CALL, self._sender.value(ControlCall(name, args)), self._size)
-        return [self._receiver.answer(answers[rank]).value for rank in range(self._size)]
+        return [self._receiver.call_result(answers[rank]) for rank in range(self._size)]
 
     def close(self) -> None:
         """See ``Executor.close``."""
@@ -145,7 +149,7 @@ class _MaskBuffers:
         self._group = group
         self._first = self._each = 0  # the memory has ``_TURNS`` buffers of ``_each`` bytes, from ``_first`` on
         self._turn = 0
-        self._used = [0] * _TURNS  # the number of the message with each buffer
+        self._used = [0] * _TURNS  # the number of the message with each buffer; it may not have been sent
         self._last: tuple[IntArray, int] | None = None
 
     def take(self, rows: int, width: int) -> IntArray:
@@ -157,7 +161,7 @@ class _MaskBuffers:
             self._group.masks.grow(self._first + _TURNS * self._each)
             self._used = [0] * _TURNS
         self._turn = (self._turn + 1) % _TURNS
-        self._group.await_finished(self._used[self._turn])
+        self._group.await_finished(min(self._used[self._turn], self._group.num_sent))
         offset = self._first + self._turn * self._each
         bits = np.frombuffer(self._group.masks.view, np.int32, rows * width, offset).reshape(rows, width)
         self._last = bits, offset
@@ -171,9 +175,9 @@ class _MaskBuffers:
         assert self._last is not None
         return self._last
 
-    def sent(self, number: int) -> None:
-        """Note that message ``number`` names the buffer that was taken last."""
-        self._used[self._turn] = number
+    def hand_out(self) -> None:
+        """Note that the next message names the buffer that was taken last."""
+        self._used[self._turn] = self._group.num_sent + 1
         self._last = None
 
 

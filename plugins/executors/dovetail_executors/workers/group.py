@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import builtins
-import json
 import logging
 import os
 import select
 import shutil
-import signal
 import subprocess
-import sys
 import tempfile
 import time
 import weakref
@@ -18,14 +15,13 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import TYPE_CHECKING, NoReturn
 
-import msgspec
-
 from dovetail import errors
 from dovetail.errors import EngineError, RankLostError
 from dovetail.interfaces.executor import WarmUpProgress
+from dovetail_executors.workers.handle import RankHandle, spawn
 from dovetail_executors.workers.memory import AnonymousMemory
-from dovetail_executors.workers.rank_process import Job
-from dovetail_executors.workers.ring import RingReader, RingWriter, create_ring, drain, spin
+from dovetail_executors.workers.rank_process import RankSpec
+from dovetail_executors.workers.ring import RingWriter, create_ring, drain, spin
 from dovetail_executors.workers.wire import RankFailure, RankReply, Ready, ReplyReceiver, Verb
 
 if TYPE_CHECKING:
@@ -33,15 +29,11 @@ if TYPE_CHECKING:
 
 _BLOCK_SECONDS = 0.25  # the longest time for which a call blocks before it looks at the processes
 _LOOK_SECONDS = 0.05  # the shortest time between two looks
-_CLOSE_SECONDS = 10.0
+_CLOSE_SECONDS = 5.0  # after that, a rank that has not ended is killed
+_KILLED_SECONDS = 10.0  # the longest time for which the end of a killed process is awaited
 _DEATH_SECONDS = 2.0  # a rank that reports that another is lost may be faster than the end of that process
 _ALIKE_SECONDS = 30.0  # an error that all ranks raise is raised by all of them within this time
 _MASK_BYTES = 1 << 20
-_START = (
-    "import json, os, sys; sys.path[:] = json.loads(os.environ.pop('DOVETAIL_RANK_PATH')); "
-    "from dovetail_executors.workers.rank_process import main; main(int(sys.argv[1]))"
-)
-
 logger = logging.getLogger("dovetail.executor")
 
 RankFailures = Mapping[int, RankFailure]  # by rank
@@ -49,35 +41,6 @@ RankFailures = Mapping[int, RankFailure]  # by rank
 
 class RankError(EngineError):
     """Raised for an exception of all ranks whose class this process does not know. The text names the class."""
-
-
-class Worker:
-    """Hold the process of one rank, the pipes to it, and its replies."""
-
-    def __init__(self, rank: int, wake_fd: int, reply_fd: int, memory: AnonymousMemory) -> None:
-        self.rank, self.wake_fd, self.reply_fd, self.memory = rank, wake_fd, reply_fd, memory
-        self.replies = RingReader(memory)
-        self.process: subprocess.Popen[bytes] | None = None
-
-    @property
-    def pid(self) -> int:
-        """Return the process id."""
-        assert self.process is not None
-        return self.process.pid
-
-    def __str__(self) -> str:
-        return f"rank {self.rank} (pid {self.pid})"
-
-    def end_of(self) -> str | None:
-        """Return how the process has ended, or None if it runs."""
-        code = None if self.process is None else self.process.poll()
-        if code is None:
-            return None
-        if code >= 0:
-            return f"{self} has exited with code {code}; its log says why"
-        name = signal.Signals(-code).name
-        why = "; Linux does this to a process when memory is short (see dmesg)" if -code == signal.SIGKILL else ""
-        return f"{self} was ended by signal {-code} ({name}){why}"
 
 
 class RankGroup:
@@ -88,7 +51,7 @@ class RankGroup:
     ) -> None:
         """Start the processes, and wait until the engines of all ranks are built. Raises what they raise."""
         self.reason: str | None = None
-        self.workers: list[Worker] = []
+        self.handles: list[RankHandle] = []
         self.masks = AnonymousMemory.create(_MASK_BYTES)
         self._messages = create_ring()
         self._step_seconds, self._spin_seconds = step_seconds, spin_seconds
@@ -102,11 +65,11 @@ class RankGroup:
         self._late: Exception | None = None
         self._progress = WarmUpProgress()
         self._poller = select.poll()
-        self._open = _Open(tempfile.mkdtemp(prefix="dovetail-ranks-"), [self.masks, self._messages])
-        self._finalizer = weakref.finalize(self, _end, self.workers, self._open)
+        self._resources = _Resources(tempfile.mkdtemp(prefix="dovetail-ranks-"), [self.masks, self._messages])
+        self._finalizer = weakref.finalize(self, _end, self.handles, self._resources)
         try:
             self._start(context)
-            self._ring = RingWriter(self._messages, [worker.wake_fd for worker in self.workers])
+            self._ring = RingWriter(self._messages, [handle.wake_fd for handle in self.handles])
             self.info, self.page_table = self._await_ready(start_seconds)
         except BaseException:
             self.end()
@@ -116,25 +79,25 @@ class RankGroup:
 
     def _start(self, context: ExecutorContext) -> None:
         life_fd, end_of_life = os.pipe()
-        self._open.fds.append(end_of_life)
+        self._resources.fds.append(end_of_life)
         for rank in range(context.size):
             inbox_fd, wake_fd = os.pipe()
             reply_fd, outbox_fd = os.pipe()
             memory = create_ring()
-            self._open.fds += [wake_fd, reply_fd]
-            self._open.memories.append(memory)
+            self._resources.fds += [wake_fd, reply_fd]
+            self._resources.memories.append(memory)
             for fd in (wake_fd, reply_fd):
                 os.set_blocking(fd, False)
-            worker = Worker(rank, wake_fd, reply_fd, memory)
-            self.workers.append(worker)
+            handle = RankHandle(rank, wake_fd, reply_fd, memory)
+            self.handles.append(handle)
             self._poller.register(reply_fd, select.POLLIN)
-            job = Job(
+            spec = RankSpec(
                 rank=rank,
                 size=context.size,
                 target=context.target,
                 description=context.description,
-                rendezvous=f"file://{self._open.folder}/store",
-                folder=self._open.folder,
+                rendezvous=f"file://{self._resources.folder}/store",
+                folder=self._resources.folder,
                 parent=os.getpid(),
                 life_fd=life_fd,
                 inbox_fd=inbox_fd,
@@ -145,7 +108,7 @@ class RankGroup:
                 spin_seconds=self._spin_seconds,
                 log_level=context.log_level,
             )
-            worker.process = _spawn(job)
+            handle.process = spawn(spec)
             for fd in (inbox_fd, outbox_fd):
                 os.close(fd)
         os.close(life_fd)
@@ -153,10 +116,10 @@ class RankGroup:
     def _await_ready(self, seconds: float) -> tuple[ExecutorInfo, tuple[int, int]]:
         try:
             self._await(
-                lambda: len(self._ready) == len(self.workers) or 0 in self._call_failures,
+                lambda: len(self._ready) == len(self.handles) or 0 in self._call_failures,
                 time.perf_counter() + seconds,
                 lambda: (
-                    f"{self._named(set(range(len(self.workers))) - self._ready.keys())} did not start within "
+                    f"{self._named(set(range(len(self.handles))) - self._ready.keys())} did not start within "
                     f"{seconds:g} s; set executor.start_seconds to a higher value if the model takes longer to load"
                 ),
             )
@@ -194,13 +157,25 @@ class RankGroup:
             self.end()
 
     def _close_ranks(self) -> None:
-        """Send CLOSE, and wait until all processes have ended or the time is over."""
-        with suppress(RankLostError):
-            self.send(Verb.CLOSE, b"")
-            deadline = time.perf_counter() + _CLOSE_SECONDS
-            while time.perf_counter() < deadline and not all(worker.end_of() for worker in self.workers):
-                self._pump()
-                time.sleep(0.005)
+        """Send CLOSE, and wait until all processes have ended. After ``_CLOSE_SECONDS``, return as well: the caller
+        kills them then."""
+        deadline = time.perf_counter() + _CLOSE_SECONDS
+
+        def wait() -> None:
+            self._pump()
+            if time.perf_counter() > deadline:
+                raise TimeoutError
+            time.sleep(0.001)
+
+        try:
+            self._ring.put(Verb.CLOSE, 0, b"", wait)
+            while not all(handle.end_of() for handle in self.handles):
+                wait()
+        except TimeoutError:
+            late = {handle.rank for handle in self.handles if handle.end_of() is None}
+            logger.warning(
+                "%s did not end within %g s after it was closed; killing it", self._named(late), _CLOSE_SECONDS
+            )
 
     def end(self) -> None:
         """Kill the processes and release everything. A second call has no effect."""
@@ -215,6 +190,11 @@ class RankGroup:
         raise RankLostError(self.reason)
 
     # -- messages ----------------------------------------------------------------------------------------------------
+
+    @property
+    def num_sent(self) -> int:
+        """Return the number of messages that were sent to the ranks."""
+        return self._ring.published
 
     def send(self, verb: Verb, data: bytes) -> int:
         """Send a message to all ranks, and return its number. Raises ``RankLostError``."""
@@ -243,7 +223,7 @@ class RankGroup:
         self._await(
             lambda: number in results or number in failures,
             deadline,
-            lambda: self._overdue({w.rank for w in self.workers if self._ring.plans(w.rank) < number} or {0}),
+            lambda: self._overdue({h.rank for h in self.handles if self._ring.plans(h.rank) < number} or {0}),
         )
         if failures or self._call_failures:
             self._judge_others(number)
@@ -261,12 +241,14 @@ class RankGroup:
         raised, and ``RankLostError``."""
         number = self.send(verb, data)
         answers = self._answers[number] = {}
-        self._await(
-            lambda: len(answers) == ranks or number in self._call_failures,
-            time.perf_counter() + self._step_seconds,
-            lambda: self._overdue(self._unfinished(number)),
-        )
-        del self._answers[number]
+        try:
+            self._await(
+                lambda: len(answers) == ranks or number in self._call_failures,
+                time.perf_counter() + self._step_seconds,
+                lambda: self._overdue(self._unfinished(number)),
+            )
+        finally:
+            del self._answers[number]
         if number in self._call_failures:
             raise self._judge(self._call_failures, number, lambda rank: self._ring.finished(rank) >= number)
         return answers
@@ -280,7 +262,7 @@ class RankGroup:
 
     def finished(self, number: int) -> bool:
         """Return True if all ranks have finished message ``number``."""
-        return all(self._ring.finished(worker.rank) >= number for worker in self.workers)
+        return all(self._ring.finished(handle.rank) >= number for handle in self.handles)
 
     def await_finished(self, number: int) -> None:
         """Wait until all ranks have finished message ``number``. Raises ``RankLostError``."""
@@ -315,29 +297,29 @@ class RankGroup:
                 self.lose(overdue())
 
     def _has_replies(self) -> bool:
-        return any(worker.replies.waiting for worker in self.workers)
+        return any(handle.replies.waiting for handle in self.handles)
 
     def _block(self, seconds: float) -> None:
         """Block until a rank sends something or ends."""
-        for worker in self.workers:
-            worker.replies.announce(True)
+        for handle in self.handles:
+            handle.replies.announce(True)
         try:
             if not self._has_replies():
                 self._poller.poll(1000 * max(0.0, min(seconds, _BLOCK_SECONDS)))
-                for worker in self.workers:
-                    if not drain(worker.reply_fd):
-                        self._ended(worker)
+                for handle in self.handles:
+                    if not drain(handle.reply_fd):
+                        self._ended(handle)
         finally:
-            for worker in self.workers:
-                worker.replies.announce(False)
+            for handle in self.handles:
+                handle.replies.announce(False)
 
-    def _ended(self, worker: Worker) -> None:
+    def _ended(self, handle: RankHandle) -> None:
         """Note that a rank has closed its pipe, which it does by ending."""
-        assert worker.process is not None
+        assert handle.process is not None
         with suppress(KeyError):
-            self._poller.unregister(worker.reply_fd)
+            self._poller.unregister(handle.reply_fd)
         with suppress(subprocess.TimeoutExpired):
-            worker.process.wait(1.0)
+            handle.process.wait(1.0)
         self._looked = 0.0
 
     def _look(self) -> None:
@@ -346,7 +328,7 @@ class RankGroup:
         if now - self._looked < _LOOK_SECONDS:
             return
         self._looked = now
-        ended = [end for worker in self.workers if (end := worker.end_of()) is not None]
+        ended = [end for handle in self.handles if (end := handle.end_of()) is not None]
         if ended and 0 not in self._call_failures:
             self._pump()
             if 0 not in self._call_failures:
@@ -354,20 +336,20 @@ class RankGroup:
 
     def _pump(self) -> None:
         """Take the replies of all ranks."""
-        for worker in self.workers:
-            while (message := worker.replies.take()) is not None:
+        for handle in self.handles:
+            while (message := handle.replies.take()) is not None:
                 match message.kind:
                     case RankReply.RESULT:
                         self._results[message.tag] = message.data
                     case RankReply.ANSWER:
                         if message.tag in self._answers:
-                            self._answers[message.tag][worker.rank] = message.data
+                            self._answers[message.tag][handle.rank] = message.data
                     case RankReply.PROGRESS:
                         self._progress = self._receiver.progress(message.data)
                     case RankReply.READY:
-                        self._ready[worker.rank] = self._receiver.ready(message.data)
+                        self._ready[handle.rank] = self._receiver.ready(message.data)
                     case RankReply.FAILURE:
-                        self._take_failure(worker.rank, self._receiver.failure(message.data))
+                        self._take_failure(handle.rank, self._receiver.failure(message.data))
                     case _:
                         raise AssertionError(f"there is no reply of kind {message.kind}")
 
@@ -394,7 +376,7 @@ class RankGroup:
         """Return the exception if all ranks have raised it. Otherwise they are not in the same state: loses the
         group."""
         found = failures[key]
-        ranks = [worker.rank for worker in self.workers]
+        ranks = [handle.rank for handle in self.handles]
         deadline = time.perf_counter() + min(self._step_seconds, _ALIKE_SECONDS)
         if not self._is_lost(found):
             self._await(
@@ -423,15 +405,15 @@ class RankGroup:
             self._look()
             time.sleep(0.01)
         rank = min(rank for rank, f in failures.items() if f.lost is not None or f.kind == RankLostError.__name__)
-        self.lose(f"{self.workers[rank]}: {failures[rank].lost or failures[rank].text}")
+        self.lose(f"{self.handles[rank]}: {failures[rank].lost or failures[rank].text}")
 
     def _unlike(self, failures: RankFailures, others: str) -> str:
-        raised = "; ".join(f"{self.workers[rank]} raised {f.kind}: {f.text}" for rank, f in sorted(failures.items()))
-        rest = {worker.rank for worker in self.workers} - failures.keys()
+        raised = "; ".join(f"{self.handles[rank]} raised {f.kind}: {f.text}" for rank, f in sorted(failures.items()))
+        rest = {handle.rank for handle in self.handles} - failures.keys()
         return f"{raised}; {self._named(rest)} {others}" if rest else raised
 
     def _unfinished(self, number: int) -> set[int]:
-        return {w.rank for w in self.workers if self._ring.finished(w.rank) < number} or {0}
+        return {h.rank for h in self.handles if self._ring.finished(h.rank) < number} or {0}
 
     def _overdue(self, ranks: set[int]) -> str:
         return (
@@ -440,50 +422,31 @@ class RankGroup:
         )
 
     def _named(self, ranks: set[int]) -> str:
-        return ", ".join(str(self.workers[rank]) for rank in sorted(ranks))
+        return ", ".join(str(self.handles[rank]) for rank in sorted(ranks))
 
 
-class _Open:
-    """Hold what must be closed when the group ends."""
+class _Resources:
+    """Hold what must be released when the group ends."""
 
     def __init__(self, folder: str, memories: list[AnonymousMemory]) -> None:
         self.folder, self.memories = folder, memories
         self.fds: list[int] = []
 
 
-def _end(workers: list[Worker], opened: _Open) -> None:
-    processes = [worker.process for worker in workers if worker.process is not None]
+def _end(handles: list[RankHandle], resources: _Resources) -> None:
+    processes = [handle.process for handle in handles if handle.process is not None]
     for process in processes:
         process.kill()
     for process in processes:
         try:
-            process.wait(_CLOSE_SECONDS)
+            process.wait(_KILLED_SECONDS)
         except subprocess.TimeoutExpired:
             logger.error("process %d was killed and has not ended: a driver may hold it", process.pid)
-    for fd in opened.fds:
+    for fd in resources.fds:
         os.close(fd)
-    for memory in opened.memories:
+    for memory in resources.memories:
         memory.close()
-    shutil.rmtree(opened.folder, ignore_errors=True)
-
-
-def _spawn(job: Job) -> subprocess.Popen[bytes]:
-    """Start the process of a rank. It inherits only the descriptors of its job."""
-    data = msgspec.msgpack.encode(job)
-    memory = AnonymousMemory.create(len(data))
-    try:
-        memory.view[:] = data
-        memories = (job.messages[0], job.replies[0], job.masks[0])
-        path = json.dumps([os.path.abspath(entry) for entry in sys.path])
-        return subprocess.Popen(
-            [sys.executable, "-P", "-c", _START, str(memory.fd)],  # -P: _START imports nothing from this directory
-            pass_fds=(memory.fd, job.life_fd, job.inbox_fd, job.outbox_fd, *memories),
-            env={**os.environ, "DOVETAIL_RANK_PATH": path},
-            stdin=subprocess.DEVNULL,
-            process_group=0,  # Ctrl-C in a terminal reaches this process, which decides
-        )
-    finally:
-        memory.close()
+    shutil.rmtree(resources.folder, ignore_errors=True)
 
 
 def _exception(kind: str, text: str) -> Exception:

@@ -46,9 +46,9 @@ class AnonymousMemory:
     def map(self, size: int) -> None:
         """Map ``size`` bytes, to which another process has enlarged the memory."""
         if size > self.size:
-            self._map, self.size = mmap.mmap(self.fd, size), size
-            self.bytes = np.frombuffer(self._map, np.uint8)
-            self.view = memoryview(self._map)
+            mapping = mmap.mmap(self.fd, size)
+            self.bytes, self.view = np.frombuffer(mapping, np.uint8), memoryview(mapping)
+            self._map, self.size = mapping, size  # last: an interrupt before this has no effect
 
     def close(self) -> None:
         """Close the descriptor. The memory stays mapped while there are views of it."""

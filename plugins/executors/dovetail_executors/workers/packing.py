@@ -1,7 +1,7 @@
 """Turn structs with numpy arrays into bytes and back.
 
 The bytes are the length of the head (uint32), the head in MessagePack, and the arrays, each of which begins at a multiple
-of 8. In the head an array is an extension value that holds its dtype and shape.
+of 8. In the head an array is an extension value that holds its shape and its dtype, byte order included.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ T = TypeVar("T")
 _ARRAY = 1  # the code of the extension type
 _LENGTH = struct.Struct("<I")
 _PAD = [bytes(-n % 8) for n in range(8)]
-_DTYPES = frozenset("?bBhHiIlLqQefd")
+_KINDS, _MOST_BYTES = "biuf", 8  # of the elements of arrays
 _MOST_KNOWN = 4096  # shapes that are remembered; more of them means that they do not repeat
 
 
@@ -27,7 +27,7 @@ class Packer:
     def __init__(self) -> None:
         self._encoder = msgspec.msgpack.Encoder(enc_hook=self._hook)
         self._parts: list[bytes] = []
-        self._known: dict[tuple[str, tuple[int, ...]], msgspec.msgpack.Ext] = {}
+        self._known: dict[tuple[np.dtype[Any], tuple[int, ...]], msgspec.msgpack.Ext] = {}
 
     def pack(self, value: Any) -> bytes:
         """Return ``value`` as bytes."""
@@ -42,19 +42,19 @@ class Packer:
             self._parts.append(data)
             if len(data) % 8:
                 self._parts.append(_PAD[len(data) % 8])
-            key = value.dtype.char, value.shape
+            key = value.dtype, value.shape
             return self._known.get(key) or self._described(key)
         if isinstance(value, np.generic):
             return value.item()
         raise TypeError(f"{type(value).__name__} cannot be sent to another process")
 
-    def _described(self, key: tuple[str, tuple[int, ...]]) -> msgspec.msgpack.Ext:
-        char, shape = key
-        if char not in _DTYPES:
-            raise TypeError(f"arrays of dtype {np.dtype(char)} cannot be sent to another process")
+    def _described(self, key: tuple[np.dtype[Any], tuple[int, ...]]) -> msgspec.msgpack.Ext:
+        dtype, shape = key
+        if dtype.kind not in _KINDS or dtype.itemsize > _MOST_BYTES:
+            raise TypeError(f"arrays of dtype {dtype} cannot be sent to another process")
         if len(self._known) >= _MOST_KNOWN:
             self._known.clear()
-        described = msgspec.msgpack.Ext(_ARRAY, char.encode() + struct.pack(f"<{len(shape)}Q", *shape))
+        described = msgspec.msgpack.Ext(_ARRAY, struct.pack(f"<{len(shape)}Q", *shape) + dtype.str.encode())
         self._known[key] = described
         return described
 
@@ -84,8 +84,8 @@ class Unpacker(Generic[T]):
         return array if len(shape) == 1 else array.reshape(shape)
 
     def _read(self, key: bytes) -> tuple[np.dtype[Any], int, tuple[int, ...], int]:
-        dtype = np.dtype(chr(key[0]))
-        shape = struct.unpack_from(f"<{len(key) // 8}Q", key, 1)
+        split = len(key) // 8 * 8  # the name of a dtype has 3 bytes
+        shape, dtype = struct.unpack(f"<{split // 8}Q", key[:split]), np.dtype(key[split:].decode())
         count = int(np.prod(shape, dtype=np.int64))
         if len(self._known) >= _MOST_KNOWN:
             self._known.clear()

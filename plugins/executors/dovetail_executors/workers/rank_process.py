@@ -25,7 +25,7 @@ from dovetail.interfaces.executor import RankEngine, WarmUpProgress
 from dovetail.types import PageUpdates
 from dovetail_executors.workers.memory import AnonymousMemory
 from dovetail_executors.workers.ring import RingMessage, RingReader, RingWriter, drain, spin
-from dovetail_executors.workers.wire import Answer, PlanReceiver, RankFailure, RankReply, Ready, ReplySender, Verb
+from dovetail_executors.workers.wire import CallResult, PlanReceiver, RankFailure, RankReply, Ready, ReplySender, Verb
 
 if TYPE_CHECKING:
     from dovetail.types import StepPlan
@@ -36,11 +36,13 @@ EXIT_FAILED = 70
 _KEPT_PLANS = 16
 _PARENT_SECONDS = 1.0
 _REPORT_SECONDS = 0.5
+_LEAST_PAUSE = 50e-6  # seconds between two looks at a result that the device computes
+_PAUSES = 64  # longer pauses are this part of the time for which the result was awaited
 
 logger = logging.getLogger("dovetail.rank")
 
 
-class Job(msgspec.Struct):
+class RankSpec(msgspec.Struct):
     """Describe a rank to its process. The numbers that end in ``fd`` are descriptors that it has inherited.
 
     ``life_fd`` is a pipe that closes when the parent ends. ``messages``, ``replies`` and ``masks`` are shared memory: a
@@ -64,42 +66,42 @@ class Job(msgspec.Struct):
     log_level: str
 
 
-def main(job_fd: int) -> None:
-    """Run the rank whose job is in the memory ``job_fd``. Does not return."""
+def main(spec_fd: int) -> None:
+    """Run the rank that the memory ``spec_fd`` describes. Does not return."""
     for number in (signal.SIGINT, signal.SIGTERM):  # they reach all processes of a group: the parent decides
         signal.signal(number, signal.SIG_IGN)
-    with os.fdopen(job_fd, "rb") as file:
+    with os.fdopen(spec_fd, "rb") as file:
         file.seek(0)
-        job = msgspec.msgpack.decode(file.read(), type=Job)
-    _end_with_parent(job)
+        spec = msgspec.msgpack.decode(file.read(), type=RankSpec)
+    _end_with_parent(spec)
     logging.basicConfig(
-        level=job.log_level.upper(),
-        format=f"%(asctime)s %(levelname)s rank {job.rank} %(name)s: %(message)s",
+        level=spec.log_level.upper(),
+        format=f"%(asctime)s %(levelname)s rank {spec.rank} %(name)s: %(message)s",
     )
     logging.getLogger("dovetail.registry").setLevel(logging.WARNING)  # the parent has logged the same choices
     status = EXIT_FAILED
     try:
-        server = RankServer(job)  # kept until the process ends: to free peer memory of a lost device would abort it
+        server = RankServer(spec)  # kept until the process ends: to free peer memory of a lost device would abort it
         if server.run():
             status = 0
     except BaseException:
-        logger.critical("rank %d failed", job.rank, exc_info=True)
+        logger.critical("rank %d failed", spec.rank, exc_info=True)
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
     os._exit(status)
 
 
-def _end_with_parent(job: Job) -> None:
+def _end_with_parent(spec: RankSpec) -> None:
     """End this process when its parent has ended, in whatever way."""
-    for fd in (job.life_fd, job.inbox_fd, job.outbox_fd, job.messages[0], job.replies[0], job.masks[0]):
+    for fd in (spec.life_fd, spec.inbox_fd, spec.outbox_fd, spec.messages[0], spec.replies[0], spec.masks[0]):
         os.set_inheritable(fd, False)
 
     def watch() -> None:
         poller = select.poll()
-        poller.register(job.life_fd, select.POLLIN)
-        while os.getppid() == job.parent and not poller.poll(_PARENT_SECONDS * 1000):
+        poller.register(spec.life_fd, select.POLLIN)
+        while os.getppid() == spec.parent and not poller.poll(_PARENT_SECONDS * 1000):
             pass
-        shutil.rmtree(job.folder, ignore_errors=True)
+        shutil.rmtree(spec.folder, ignore_errors=True)
         os._exit(EXIT_FAILED)
 
     threading.Thread(target=watch, name="parent-watch", daemon=True).start()
@@ -108,12 +110,12 @@ def _end_with_parent(job: Job) -> None:
 class RankServer:
     """Build the engine of a rank, and run messages on it."""
 
-    def __init__(self, job: Job) -> None:
-        self._job = job
+    def __init__(self, spec: RankSpec) -> None:
+        self._spec = spec
         self._engine: RankEngine | None = None
-        self._inbox = RingReader(AnonymousMemory(*job.messages), job.rank)
-        self._outbox = RingWriter(AnonymousMemory(*job.replies), [job.outbox_fd])
-        self._masks = AnonymousMemory(*job.masks)
+        self._inbox = RingReader(AnonymousMemory(*spec.messages), spec.rank)
+        self._outbox = RingWriter(AnonymousMemory(*spec.replies), [spec.outbox_fd])
+        self._masks = AnonymousMemory(*spec.masks)
         self._registered = 0  # bytes of the memory of masks that the engine knows
         self._receiver, self._sender = PlanReceiver(self._masks, drafts=False), ReplySender()
         self._progress = WarmUpProgress()
@@ -122,10 +124,10 @@ class RankServer:
         self._failed: set[int] = set()
         self._sampled: deque[StepPlan] = deque()  # plans whose result is not sent
         self._owed: StepPlan | None = None  # a plan that failed: the next one brings its updates again
-        self._poller = select.poll()
-        self._poller.register(job.inbox_fd, select.POLLIN)
-        os.set_blocking(job.inbox_fd, False)
-        os.set_blocking(job.outbox_fd, False)
+        self._pending_since = 0.0  # when the oldest of them was sampled, or the one before it was sent
+        self._wake_fd = os.dup(spec.inbox_fd)  # the lowest free number: select takes only numbers below 1024
+        os.set_blocking(self._wake_fd, False)
+        os.set_blocking(spec.outbox_fd, False)
 
     def run(self) -> bool:
         """Serve until CLOSE arrives. Return False if the engine could not be built."""
@@ -153,7 +155,7 @@ class RankServer:
     def _report_progress(self, engine: RankEngine) -> None:
         """Report on rank 0 how far the preparation of the engine is, if this has changed."""
         now = time.monotonic()
-        if self._job.rank or now < self._reported + _REPORT_SECONDS:
+        if self._spec.rank or now < self._reported + _REPORT_SECONDS:
             return
         self._reported = now
         progress = engine.progress
@@ -162,30 +164,40 @@ class RankServer:
             self._put(RankReply.PROGRESS, 0, self._sender.value(progress))
 
     def _build(self) -> RankEngine | None:
-        job = self._job
+        spec = self._spec
         try:
-            module, _, attribute = job.target.partition(":")
+            module, _, attribute = spec.target.partition(":")
             build = getattr(importlib.import_module(module), attribute)
-            return build(job.description, job.rank, job.size, job.rendezvous)
+            engine = build(spec.description, spec.rank, spec.size, spec.rendezvous)
+            self._register_masks(engine)
+            return engine
         except BaseException as error:
-            logger.debug("rank %d could not be built", job.rank, exc_info=True)
+            logger.debug("rank %d could not be built", spec.rank, exc_info=True)
             failure = RankFailure(0, 0, type(error).__name__, str(error) or type(error).__name__, None)
             self._put(RankReply.FAILURE, 0, self._sender.value(failure))
             return None
 
     def _rest(self) -> None:
-        """Wait for the next message, unless the device computes a result that must be sent."""
-        if self._sampled:
-            time.sleep(0)
-            return
+        """Wait for the next message. While the device computes a result that must be sent, return early: at once while
+        this process spins, and later after a short part of the time for which it has waited already, so that the result
+        is sent at most that much later than it could be."""
         inbox = self._inbox
-        if spin(lambda: inbox.waiting, self._job.spin_seconds):
-            return
-        inbox.announce(True)
-        if not inbox.waiting:
-            self._poller.poll(1000 * _REPORT_SECONDS)
-            drain(self._job.inbox_fd)
-        inbox.announce(False)
+        if self._sampled:
+            waited = time.perf_counter() - self._pending_since
+            if waited < self._spec.spin_seconds:
+                time.sleep(0)
+            else:
+                self._block(max(_LEAST_PAUSE, waited / _PAUSES))
+        elif not spin(lambda: inbox.waiting, self._spec.spin_seconds):
+            self._block(_REPORT_SECONDS)
+
+    def _block(self, seconds: float) -> None:
+        """Block until a message arrives, for at most ``seconds``."""
+        self._inbox.announce(True)
+        if not self._inbox.waiting:
+            select.select([self._wake_fd], [], [], min(seconds, _REPORT_SECONDS))  # poll cannot wait for microseconds
+            drain(self._wake_fd)
+        self._inbox.announce(False)
 
     def _put(self, kind: RankReply, tag: int, data: bytes) -> None:
         self._outbox.put(kind, tag, data, lambda: time.sleep(0.0001))
@@ -213,7 +225,7 @@ class RankServer:
                 self._finish_sampled(engine)
                 tree = engine.propose(self._receiver.plan(data))
                 answer = self._sender.drafts(number, tree)  # every rank raises for a tree that cannot be sent
-                if self._job.rank == 0:
+                if self._spec.rank == 0:
                     self._put(RankReply.ANSWER, number, answer)
             case Verb.OBSERVE:
                 plan, committed = self._receiver.observe(data)
@@ -224,11 +236,15 @@ class RankServer:
             case Verb.LOCATE:
                 engine.locate_updates(self._receiver.updates(data))
             case Verb.IDLE:
-                self._put(RankReply.ANSWER, number, self._sender.value(Answer(number, engine.idle())))
+                self._put(RankReply.ANSWER, number, self._sender.value(CallResult(number, engine.idle())))
             case Verb.CALL:
                 call = self._receiver.call(data)
-                value = engine.describe() if call.name == "describe" else engine.call(call.name, call.args)
-                self._put(RankReply.ANSWER, number, self._sender.value(Answer(number, value)))
+                value = engine.call(call.name, call.args)
+                self._put(RankReply.ANSWER, number, self._sender.value(CallResult(number, value)))
+            case Verb.DESCRIBE:
+                value = engine.describe()  # every rank raises what this raises
+                if self._spec.rank == 0:
+                    self._put(RankReply.ANSWER, number, self._sender.value(CallResult(number, value)))
             case _:
                 raise AssertionError(f"there is no message of kind {message.kind}")
 
@@ -252,14 +268,20 @@ class RankServer:
 
     def _sample(self, engine: RankEngine, plan: StepPlan, masks: object) -> None:
         try:
-            if masks is not None and self._masks.size > self._registered:
-                engine.register_masks(self._masks.bytes)
-                self._registered = self._masks.size
+            self._register_masks(engine)
             engine.sample(plan, masks)  # pyright: ignore[reportArgumentType]
         except BaseException as error:
             self._fail(engine, error, plan)
         else:
+            if not self._sampled:
+                self._pending_since = time.perf_counter()
             self._sampled.append(plan)
+
+    def _register_masks(self, engine: RankEngine) -> None:
+        """Register the memory of masks again if it has grown."""
+        if self._masks.size > self._registered:
+            engine.register_masks(self._masks.bytes)
+            self._registered = self._masks.size
 
     def _send_result(self, engine: RankEngine, *, block: bool = False) -> None:
         """Send the result of the oldest sampled step if the device has computed it, or ``block`` until it has."""
@@ -268,7 +290,7 @@ class RankServer:
             if not block and not engine.ready(plan):
                 return
             result = engine.wait(plan)
-            if self._job.rank == 0:
+            if self._spec.rank == 0:
                 self._put(RankReply.RESULT, plan.number, self._sender.result(plan.number, result))
         except BaseException as error:
             self._sampled.popleft()
@@ -276,6 +298,7 @@ class RankServer:
         else:
             self._sampled.popleft()
             self._inbox.finish_plan(plan.number)
+        self._pending_since = time.perf_counter()
 
     def _finish_sampled(self, engine: RankEngine) -> None:
         """Wait for all steps that were sampled: other ranks than rank 0 may be behind it."""
@@ -288,7 +311,7 @@ class RankServer:
         self._inbox.finish_plan(plan.number)
 
     def _report(self, engine: RankEngine, error: BaseException, plan: int, message: int) -> None:
-        logger.error("rank %d: %s failed", self._job.rank, f"step {plan}" if plan else "a call", exc_info=error)
+        logger.error("rank %d: %s failed", self._spec.rank, f"step {plan}" if plan else "a call", exc_info=error)
         text = str(error).strip().partition("\n")[0]
         failure = RankFailure(plan, message, type(error).__name__, text, engine.lost(error))
         self._put(RankReply.FAILURE, 0, self._sender.value(failure))

@@ -69,12 +69,17 @@ class RingWriter:
         self._words = memory.view[:_WORDS].cast("q")
         self._slots = memory.view
         self._readers = range(len(wakes))
-        self._long = 0  # number of the last message behind the slots
-        self.published = self._words[0]
+        self._long = 0  # number of the last message behind the slots; one higher if that was interrupted
+
+    @property
+    def published(self) -> int:
+        """Return the number of messages that were published."""
+        return self._words[0]
 
     def put(self, kind: int, tag: int, data: bytes, wait: Callable[[], None]) -> int:
         """Publish a message and return its number. ``wait`` is called again and again while a reader has no place for
-        it; it raises if this takes too long."""
+        it; it raises if this takes too long. After an exception or an interrupt ``published`` says whether the message
+        was published."""
         number = self.published + 1
         length = len(data)
         if length <= SLOT_BYTES - _HEAD.size:
@@ -83,13 +88,13 @@ class RingWriter:
             _HEAD.pack_into(self._slots, start, kind, tag, length)
             self._slots[start + _HEAD.size : start + _HEAD.size + length] = data
         else:
-            self._wait_for(max(number - SLOTS, self._long), wait)
+            self._wait_for(max(number - SLOTS, min(self._long, self.published)), wait)
             self._memory.grow(_LONG + length)
             start = _WORDS + number % SLOTS * SLOT_BYTES
             _HEAD.pack_into(self._slots, start, kind, tag, length)
             self._memory.view[_LONG : _LONG + length] = data
             self._long = number
-        self._words[0] = self.published = number
+        self._words[0] = number
         memory_barrier()
         for reader in self._readers:
             if self._words[_taken(reader) + 1]:

@@ -18,8 +18,6 @@ from dovetail.types import DepartedRequest, IntArray
 if TYPE_CHECKING:
     from dovetail.types import AdmittedRequest, Committed, StepPlan
 
-_NONE = np.zeros(0, np.int32)
-
 
 class TextUpdates(msgspec.Struct, array_like=True, gc=False):
     """Hold tokens that are new: ``counts[i]`` of the request ``uids[i]``, from index ``starts[i]`` on. ``tokens`` has
@@ -50,13 +48,12 @@ class _Texts:
         self.by_uid: dict[int, _Text] = {}
         self.by_slot: dict[int, _Text] = {}
 
-    def admit(self, uid: int, slot: int, tokens: IntArray) -> _Text:
+    def keep(self, text: _Text) -> None:
         """Keep the text of a request that has got a slot."""
-        before = self.by_slot.get(slot)
-        if before is not None and (before.forgotten or not self._drafts):
+        before = self.by_slot.get(text.slot)
+        if before is not None and before is not text and (before.forgotten or not self._drafts):
             self._drop(before)
-        text = self.by_uid[uid] = self.by_slot[slot] = _Text(uid, slot, tokens)
-        return text
+        self.by_uid[text.uid] = self.by_slot[text.slot] = text
 
     def forget(self, departed: Iterable[DepartedRequest]) -> None:
         """Drop the texts of requests that the drafter has forgotten, unless no other request has got the slot."""
@@ -75,20 +72,45 @@ class _Texts:
 
 
 class TextSender:
-    """Know which tokens the ranks have. With ``drafts``, the ranks have a drafter."""
+    """Know which tokens the ranks have. With ``drafts``, the ranks have a drafter.
+
+    Each of the methods ``of_...`` returns what a message must contain. The caller calls ``sent`` once the message is
+    sent, and before the next one. Without that call the ranks count as not having got the message.
+    """
 
     def __init__(self, *, drafts: bool) -> None:
         self._texts = _Texts(drafts=drafts)
+        # what the last message contains: texts that are new, the ends of those that grow, and requests to forget
+        self._new: dict[int, _Text] = {}  # by slot
+        self._due: list[tuple[_Text, int]] = []
+        self._departed: Sequence[DepartedRequest] = ()
+
+    def sent(self) -> None:
+        """Note that the last message is sent. If this is interrupted, it can be called again."""
+        for text in self._new.values():
+            self._texts.keep(text)
+        for text, end in self._due:
+            text.sent = end
+        if self._departed:
+            self._texts.forget(self._departed)
+        self.discard()
+
+    def discard(self) -> None:
+        """Note that the last message was not sent."""
+        self._new, self._due, self._departed = {}, [], ()
 
     def of_plan(self, plan: StepPlan) -> TextUpdates | None:
         """Return the tokens that the engine may read in the step of ``plan`` and that were not sent before, or None."""
-        due = self._admitted(plan.admitted) if plan.admitted else []
+        due: list[tuple[_Text, int]] = []
+        if plan.admitted:
+            self._new = {request.slot: _text_of(request) for request in plan.admitted}
+            due = [(self._new[request.slot], request.known_len) for request in plan.admitted]
         count = plan.num_extend
         if count:
             due += self._rows(plan.slots[:count].tolist(), plan.known_lens.tolist())
         if plan.draft_limits is not None and count < len(plan.slots):
             due += self._rows(plan.slots[count:].tolist(), (plan.prefix_lens[count:] + 1).tolist())
-        return _updates(due)
+        return self._updates(due)
 
     def of_sample(self, plan: StepPlan) -> TextUpdates | None:
         """Return the tokens that logits processors may read in the step of ``plan`` and that were not sent before, or
@@ -98,46 +120,44 @@ class TextSender:
             lens = lens - plan.drafts.lens
         by_slot = self._texts.by_slot
         rows = [(by_slot[slot], end) for slot, end in zip(plan.slots.tolist(), lens.tolist(), strict=True)]
-        return _updates([(text, end) for text, end in rows if text.processed and text.sent < end])
+        return self._updates([(text, end) for text, end in rows if text.processed and text.sent < end])
 
     def of_committed(self, plan: StepPlan, committed: Committed) -> TextUpdates | None:
         """Return the tokens that the host has learned from the step of ``plan`` and that were not sent before, or
         None."""
-        return _updates(self._rows(plan.slots.tolist(), committed.known_lens.tolist()))
+        return self._updates(self._rows(plan.slots.tolist(), committed.known_lens.tolist()))
 
     def of_departed(self, departed: Sequence[DepartedRequest]) -> TextUpdates | None:
         """Return the tokens of requests that have departed that were not sent before, or None."""
         by_uid = self._texts.by_uid
-        updates = _updates([(by_uid[uid], end) for uid, end in departed if uid in by_uid])
-        self._texts.forget(departed)
-        return updates
-
-    def _admitted(self, admitted: Iterable[AdmittedRequest]) -> list[tuple[_Text, int]]:
-        due: list[tuple[_Text, int]] = []
-        for request in admitted:
-            text = self._texts.admit(request.uid, request.slot, request.token_ids)
-            text.processed = bool(request.params.logits_processors)
-            due.append((text, request.known_len))
-        return due
+        self._departed = departed
+        return self._updates([(by_uid[uid], end) for uid, end in departed if uid in by_uid])
 
     def _rows(self, slots: list[int], ends: list[int]) -> list[tuple[_Text, int]]:
-        by_slot = self._texts.by_slot
-        return [(text, end) for slot, end in zip(slots, ends, strict=True) if (text := by_slot[slot]).sent < end]
+        new, by_slot = self._new, self._texts.by_slot
+        texts = [new.get(slot) or by_slot[slot] for slot in slots]
+        return [(text, end) for text, end in zip(texts, ends, strict=True) if text.sent < end]
+
+    def _updates(self, due: list[tuple[_Text, int]]) -> TextUpdates | None:
+        """Return the tokens up to the end of each text in ``due``, in which a text may be twice."""
+        if not due:
+            return None
+        ends: dict[int, tuple[_Text, int]] = {}
+        for text, end in due:
+            if end > ends.get(text.uid, (text, text.sent))[1]:
+                ends[text.uid] = text, end
+        self._due = list(ends.values())
+        if not self._due:
+            return None
+        parts = [text.tokens[text.sent : end] for text, end in self._due]
+        starts, counts = [text.sent for text, _ in self._due], [len(part) for part in parts]
+        return TextUpdates(list(ends), starts, counts, np.concatenate(parts) if len(parts) > 1 else parts[0])
 
 
-def _updates(due: list[tuple[_Text, int]]) -> TextUpdates | None:
-    uids, starts, counts, parts = [], [], [], []
-    for text, end in due:
-        start = text.sent
-        if start < end:
-            uids.append(text.uid)
-            starts.append(start)
-            counts.append(end - start)
-            parts.append(text.tokens[start:end])
-            text.sent = end
-    if not parts:
-        return None
-    return TextUpdates(uids, starts, counts, np.concatenate(parts) if len(parts) > 1 else parts[0])
+def _text_of(request: AdmittedRequest) -> _Text:
+    text = _Text(request.uid, request.slot, request.token_ids)
+    text.processed = bool(request.params.logits_processors)
+    return text
 
 
 class TextReceiver:
@@ -148,7 +168,9 @@ class TextReceiver:
 
     def admit(self, uid: int, slot: int, length: int) -> IntArray:
         """Return a new array for a text of at most ``length`` tokens."""
-        return self._texts.admit(uid, slot, np.zeros(length, np.int32)).tokens
+        text = _Text(uid, slot, np.zeros(length, np.int32))
+        self._texts.keep(text)
+        return text.tokens
 
     def apply(self, updates: TextUpdates | None) -> None:
         """Append tokens to texts."""

@@ -29,13 +29,13 @@ from dovetail_executors.workers.packing import Packer, Unpacker
 from dovetail_executors.workers.texts import TextReceiver, TextSender, TextUpdates
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from dovetail_executors.workers.memory import AnonymousMemory
 
 
 class Verb(enum.IntEnum):
-    """Name the messages to ranks. Of these, PROPOSE, IDLE and CALL are answered."""
+    """Name the messages to ranks. Of these, PROPOSE, IDLE, CALL and DESCRIBE are answered."""
 
     LAUNCH = 1
     SAMPLE = 2
@@ -46,6 +46,7 @@ class Verb(enum.IntEnum):
     CALL = 7
     CLOSE = 8
     FORGET = 9
+    DESCRIBE = 10
 
 
 class RankReply(enum.IntEnum):
@@ -135,8 +136,8 @@ class ControlCall(msgspec.Struct, array_like=True, gc=False):
     args: Any
 
 
-class Answer(msgspec.Struct, array_like=True, gc=False):
-    """Hold what a rank answers to message ``number``."""
+class CallResult(msgspec.Struct, array_like=True, gc=False):
+    """Hold what a rank returns for a call: ``number`` is that of the message."""
 
     number: int
     value: Any
@@ -185,18 +186,40 @@ def _drafts_in(drafts: _Drafts | None) -> DraftTree | None:
 
 
 class PlanSender:
-    """Turn what an executor is called with into messages to all ranks."""
+    """Turn what an executor is called with into messages to all ranks. Every message to the ranks is made here, and
+    sent before the next one is made.
 
-    def __init__(self, *, drafts: bool) -> None:
+    A message contains what the ranks have not got yet. An exception or an interrupt (Ctrl-C) can come before the message
+    is sent, or after that. When the next message is made, the number of messages that were sent tells which: only then
+    the content of the last one counts as sent.
+    """
+
+    def __init__(self, num_sent: Callable[[], int], *, drafts: bool) -> None:
+        """``num_sent`` returns the number of messages that were sent to the ranks."""
+        self._num_sent = num_sent
+        self._before = num_sent()  # the number of messages that were sent when the last one was made
         self._texts = TextSender(drafts=drafts)
         self._packer = Packer()
         self._proposed = 0  # the number of the last plan that was sent for its drafts
+        self._proposing = 0  # the same, if the last message is sent
+
+    def _begin(self) -> None:
+        """Note whether the last message was sent. If this is interrupted, the next call does it again."""
+        sent = self._num_sent()
+        if sent > self._before:
+            self._texts.sent()
+            self._proposed = self._proposing
+        else:
+            self._texts.discard()
+            self._proposing = self._proposed
+        self._before = sent
 
     def plan(self, plan: StepPlan, *, propose: bool = False) -> bytes:
         """Return the message with a plan, which is launched or, with ``propose``, gets drafts."""
+        self._begin()
         again = plan.number == self._proposed
         if propose:
-            self._proposed = plan.number
+            self._proposing = plan.number
         shared = plan.shared
         wire = _Plan(
             plan.number,
@@ -221,6 +244,7 @@ class PlanSender:
     def sample(self, plan: StepPlan, masks: Masks | None, memory: int, offset: int) -> bytes:
         """Return the message that samples a step. The bits of ``masks`` are at ``offset`` of a memory of ``memory``
         bytes."""
+        self._begin()
         texts = self._texts.of_sample(plan)
         if masks is None:
             return self._packer.pack(_Sample(plan.number, 0, 0, (0, 0), None, texts))
@@ -229,17 +253,25 @@ class PlanSender:
 
     def observe(self, plan: StepPlan, committed: Committed) -> bytes:
         """Return the message that shows what a step accepted."""
+        self._begin()
         texts = self._texts.of_committed(plan, committed)
         return self._packer.pack(_Observe(plan.number, committed.known_lens, committed.ended, texts))
 
     def forget(self, departed: Sequence[DepartedRequest]) -> bytes:
         """Return the message that makes the drafter forget requests."""
+        self._begin()
         texts = self._texts.of_departed(departed)
         return self._packer.pack(_Forget(list(departed), texts))
 
     def value(self, value: Any) -> bytes:
         """Return another message."""
+        self._begin()
         return self._packer.pack(value)
+
+    def empty(self) -> bytes:
+        """Return a message that consists of its verb."""
+        self._begin()
+        return b""
 
 
 def _admitted_out(request: AdmittedRequest) -> _Admitted:
@@ -375,7 +407,7 @@ class ReplyReceiver:
     def __init__(self) -> None:
         self._result = Unpacker[_Result](_Result)
         self._drafts = Unpacker[_DraftAnswer](_DraftAnswer)
-        self._answer = Unpacker[Answer](Answer)
+        self._call_result = Unpacker[CallResult](CallResult)
         self._failure = Unpacker[RankFailure](RankFailure)
         self._ready = Unpacker[Ready](Ready)
         self._progress = Unpacker[WarmUpProgress](WarmUpProgress)
@@ -389,9 +421,9 @@ class ReplyReceiver:
         """Return drafts."""
         return _drafts_in(self._drafts.unpack(data).drafts)
 
-    def answer(self, data: bytearray) -> Answer:
-        """Return an answer."""
-        return self._answer.unpack(data)
+    def call_result(self, data: bytearray) -> Any:
+        """Return what a call has returned."""
+        return self._call_result.unpack(data).value
 
     def failure(self, data: bytearray) -> RankFailure:
         """Return what a rank has raised."""
