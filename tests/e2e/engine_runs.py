@@ -160,10 +160,11 @@ class TreeDrafter(Drafter):
 
 @contextmanager
 def drafting(llm, drafter):
-    """Replace the engine's drafter with this one."""
+    """Replace the engine's drafter with this one. It observes all steps."""
     loop, before, limits = llm.loop, llm.loop.executor.rank.drafter, llm.loop.scheduler.limits
+    observes, loop._guard._observes = loop._guard._observes, True
     loop.executor.rank.drafter = drafter
     width = drafter.max_draft_tokens if drafter else 0
     loop.scheduler.limits = replace(limits, draft_width=width, draft_trees=True)
     yield
-    loop.executor.rank.drafter, loop.scheduler.limits = before, limits
+    loop.executor.rank.drafter, loop.scheduler.limits, loop._guard._observes = before, limits, observes
