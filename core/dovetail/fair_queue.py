@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Collection
 from typing import Generic, TypeVar
 
@@ -79,3 +79,43 @@ class FairQueue(Generic[T]):
         if not queue:
             del self._queues[tenant]
         return True
+
+
+class FairSlots(Generic[T]):
+    """Decide which waiting items may run: ``slots`` at the same time, and one more of a tenant that has none running.
+
+    The tenants of waiting items take turns. The additional slot is what keeps a tenant with much slow work from delaying
+    others; while there is a single tenant it is never used. Not thread-safe.
+    """
+
+    def __init__(self, slots: int) -> None:
+        self._slots = slots
+        self._waiting: FairQueue[T] = FairQueue()
+        self._running: Counter[str] = Counter()
+
+    def put(self, tenant: str, item: T) -> None:
+        """Add a waiting item."""
+        self._waiting.put(tenant, item)
+
+    def remove(self, tenant: str, item: T) -> None:
+        """Remove an item that waits no longer."""
+        self._waiting.remove(tenant, item)
+
+    def start_next(self) -> tuple[str, T] | None:
+        """Return a waiting item that may run now, with its tenant, and count it as running; None if there is none. The caller
+        must report its end to ``ended``."""
+        running = self._running.total()
+        if running > self._slots:
+            return None
+        tenant = self._waiting.next_tenant(skip=() if running < self._slots else self._running)
+        if tenant is None:
+            return None
+        self._running[tenant] += 1
+        return tenant, self._waiting.take(tenant, 0.0)
+
+    def ended(self, tenant: str, cost: float) -> None:
+        """Report that an item of ``tenant`` has ended, and charge what it has cost, divided by the tenant's weight."""
+        self._running[tenant] -= 1
+        if not self._running[tenant]:
+            del self._running[tenant]
+        self._waiting.charge(tenant, cost)

@@ -24,6 +24,8 @@ class GenerateMsg(msgspec.Struct, tag=True, frozen=True):
     beginning. The first one computes it; the others are admitted together when it is cached, and it stays cached until
     ``group_size`` of them have been admitted. What the last request of a ``session`` has cached stays cached for the
     next request of the session. docs/request.md documents the limits.
+
+    Requests of different ``tenant``s take turns, in proportion to their ``weight``.
     """
 
     rid: str
@@ -35,6 +37,8 @@ class GenerateMsg(msgspec.Struct, tag=True, frozen=True):
     group: str = ""
     group_size: int = 1
     session: str = ""
+    tenant: str = ""
+    weight: float = 1.0
 
 
 class AbortMsg(msgspec.Struct, tag=True, frozen=True):

@@ -121,6 +121,8 @@ class Req:
     group: str = ""
     group_size: int = 1
     session: str = ""
+    tenant: str = ""  # requests of different tenants take turns, in proportion to their weight
+    weight: float = 1.0
     arrival: float = field(default_factory=time.monotonic)
     uid: int = -1  # set by Scheduler.add; the scheduler never uses it twice
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import ParamSpec, TypeVar
 
 from dovetail.errors import QueueFullError, RateLimitError
-from dovetail.fair_queue import FairQueue
+from dovetail.fair_queue import FairSlots
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -33,55 +33,42 @@ class Offload:
     """
 
     def __init__(self, threads: int = 1) -> None:
-        self._threads = threads
-        self._waiting: FairQueue[asyncio.Future[None]] = FairQueue()
-        self._running: Counter[str] = Counter()
+        self._slots: FairSlots[asyncio.Future[None]] = FairSlots(threads)
 
     async def run(self, tenant: str, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Return the result of ``call``, when it is the turn of ``tenant``."""
         await self._turn(tenant)
         start = time.monotonic()
+        weight = request_scope().weight
         work = asyncio.ensure_future(asyncio.to_thread(call, *args, **kwargs))
-        work.add_done_callback(lambda _: self._ended(tenant, time.monotonic() - start))
+        work.add_done_callback(lambda _: self._ended(tenant, (time.monotonic() - start) / weight))
         return await asyncio.shield(work)  # a thread cannot be stopped: a request that is cancelled keeps its turn
 
     async def _turn(self, tenant: str) -> None:
-        """Wait until ``tenant`` may run a call, and count it as running."""
-        if not self._waiting.num_tenants and self._may_run(tenant):
-            self._running[tenant] += 1
-            return
+        """Wait until ``tenant`` may run a call, which is then counted as running."""
         turn = asyncio.get_running_loop().create_future()
-        self._waiting.put(tenant, turn)
-        self._start_next()
+        self._slots.put(tenant, turn)
+        self._start()
         try:
             await turn
         except asyncio.CancelledError:
             if turn.cancelled():
-                self._waiting.remove(tenant, turn)
-            else:  # it was this request's turn
+                self._slots.remove(tenant, turn)
+            else:  # its turn had come
                 self._ended(tenant, 0.0)
             raise
 
-    def _may_run(self, tenant: str) -> bool:
-        running = self._running.total()
-        return running < self._threads or (running == self._threads and not self._running[tenant])
-
-    def _start_next(self) -> None:
-        while self._running.total() <= self._threads:
-            full = [] if self._running.total() < self._threads else [*+self._running]
-            tenant = self._waiting.next_tenant(skip=full)
-            if tenant is None:
-                return
-            turn = self._waiting.take(tenant, 0.0)
-            if not turn.done():
-                self._running[tenant] += 1
+    def _start(self) -> None:
+        while (found := self._slots.start_next()) is not None:
+            tenant, turn = found
+            if turn.done():
+                self._slots.ended(tenant, 0.0)
+            else:
                 turn.set_result(None)
 
-    def _ended(self, tenant: str, seconds: float) -> None:
-        self._running[tenant] -= 1
-        self._running = +self._running
-        self._waiting.charge(tenant, seconds)
-        self._start_next()
+    def _ended(self, tenant: str, cost: float) -> None:
+        self._slots.ended(tenant, cost)
+        self._start()
 
 
 class ByteBudget:

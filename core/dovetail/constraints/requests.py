@@ -63,7 +63,7 @@ class RequestConstraints:
         if restrictions is not None and req.params.grammar is None:
             req.matcher = RestrictedMatcher(restrictions)
         if req.params.grammar is not None:
-            req.ticket = self.service.submit(req.params.grammar)
+            req.ticket = self.service.submit(req.params.grammar, req.tenant, req.weight)
             self._compiling.append(req)
 
     def cancel(self, req: Req) -> None:

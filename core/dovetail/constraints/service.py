@@ -5,12 +5,12 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from dovetail.constraints.backend_choice import candidates
 from dovetail.constraints.cache import Compiled, GrammarCache, named
+from dovetail.constraints.fair_pool import FairPool
 from dovetail.constraints.jobs import CompileJob, GrammarTicket
 from dovetail.constraints.limits import check_size
 from dovetail.constraints.mask_budget import DEFAULT_MASK_BUDGET, Meter
@@ -49,7 +49,7 @@ class GrammarService:
 
     If ``compiler`` is None, every constraint is refused, with ``reason``. Equal constraints are compiled once, even if
     the second is submitted while the first is being compiled. At most ``workers`` constraints are compiled at the same
-    time, and the others wait in a queue.
+    time, and the others wait in turns for their tenants (``FairPool``).
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class GrammarService:
         self._compiler = compiler
         self._reason = reason
         self._budget = budget
-        self._pool = ThreadPoolExecutor(workers, "dovetail-grammar") if compiler else None
+        self._pool = FairPool(workers, "dovetail-grammar") if compiler else None
         self._lock = threading.Lock()
         self._jobs: dict[GrammarSpec, CompileJob] = {}
         self._cache = GrammarCache(cache_bytes)
@@ -80,9 +80,10 @@ class GrammarService:
         """Return the number of compiled constraints that were evicted from the cache since the start."""
         return self._cache.evictions
 
-    def submit(self, spec: GrammarSpec) -> GrammarTicket:
-        """Start to compile ``spec``, unless it is cached or being compiled. Raises ``GrammarError`` if it is refused at
-        once, and ``QueueFullError`` if threads are short."""
+    def submit(self, spec: GrammarSpec, tenant: str = "", weight: float = 1.0) -> GrammarTicket:
+        """Start to compile ``spec``, unless it is cached or being compiled. The constraints of different tenants are compiled
+        in turns, in proportion to ``weight``. Raises ``GrammarError`` if it is refused at once, and ``QueueFullError`` if
+        threads are short."""
         if self._compiler is None or self._pool is None:
             raise GrammarError(
                 f"this server cannot constrain its output ({self._reason or 'it has no grammar backend'}); "
@@ -97,15 +98,17 @@ class GrammarService:
                 job = self._jobs[spec] = CompileJob(spec, self._compiler.seconds)
                 job.join()
                 self.totals.misses += 1
-                self._start(job, self._compiler, self._pool)
+                self._start(job, tenant, weight)
             else:
                 job.join()
                 self.totals.hits += 1
         return GrammarTicket(job)
 
-    def _start(self, job: CompileJob, compiler: Compiler, pool: ThreadPoolExecutor) -> None:
+    def _start(self, job: CompileJob, tenant: str, weight: float) -> None:
+        assert self._compiler is not None
+        assert self._pool is not None
         try:
-            pool.submit(self._run, job, compiler)
+            self._pool.submit(tenant, weight, self._run, job, self._compiler)
         except RuntimeError as error:  # the pool could not start a thread
             self._forget(job)
             job.close()
@@ -200,7 +203,7 @@ class GrammarService:
         themselves."""
         if self._pool is None or self._compiler is None:
             return
-        self._pool.shutdown(wait=False, cancel_futures=True)
+        self._pool.close()
         with self._lock:
             for job in self._jobs.values():
                 job.close()

@@ -23,6 +23,8 @@ def expand(
     group: str = "",
     group_size: int = 1,
     session: str = "",
+    tenant: str = "",
+    weight: float = 1.0,
 ) -> list[GenerateMsg]:
     """Return one message for each of ``rids``, the ids of the ``params.n`` outputs of the prompt ``ids``.
 
@@ -35,7 +37,9 @@ def expand(
     if len(rids) > 1 and not group:
         group, group_size = f"{rids[0]}/n", len(rids)
     return [
-        GenerateMsg(rid, ids, params, derive_seed(seed, i), namespace, priority, group, group_size, session)
+        GenerateMsg(
+            rid, ids, params, derive_seed(seed, i), namespace, priority, group, group_size, session, tenant, weight
+        )
         for i, rid in enumerate(rids)
     ]
 

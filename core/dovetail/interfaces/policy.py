@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 if TYPE_CHECKING:
     from pydantic import BaseModel
@@ -27,7 +27,13 @@ class SchedulePolicy(ABC):
     A policy must not starve any request: under a finite stream of requests, every request becomes the first eventually.
     If ``order`` raises, or returns anything but a permutation, the scheduler logs and counts it, and admits the requests
     of that step first come first served.
+
+    If requests of several tenants wait, the tenants take turns: the scheduler then changes the order that the policy
+    returns, but not the order of one tenant's requests. A policy whose order depends on ``Req.priority`` sets
+    ``by_priority``. Turns are then taken among requests of equal priority only.
     """
+
+    by_priority: ClassVar[bool] = False
 
     def __init__(self, config: BaseModel, context: PolicyContext) -> None:
         """Store what the policy needs of ``config``, which is this policy's own config section, and of ``context``."""

@@ -9,6 +9,7 @@ from dovetail.interfaces.cache import Match
 from dovetail.scheduler.groups import group_adjacent
 from dovetail.scheduler.outcome import prompt_scored
 from dovetail.scheduler.policy_guard import PolicyGuard
+from dovetail.scheduler.turns import TenantTurns
 from dovetail.scheduler.waits import PrefixWaits
 
 if TYPE_CHECKING:
@@ -41,6 +42,7 @@ class Admission:
         self.limits = limits
         self.ledger = ledger
         self.guard = PolicyGuard(policy, totals)
+        self._turns = TenantTurns(limits.max_running, policy.by_priority)
         self.totals = totals
         self._plans, self._groups = plans, groups
         self._waits = PrefixWaits(ledger.page_size, only_groups=not limits.wait_for_prefix, ahead=ledger.tokens_ahead)
@@ -48,12 +50,8 @@ class Admission:
     def select(self, waiting: list[Req], prefilling: list[Req], decoding: list[Req]) -> list[tuple[Req, int]]:
         """Return the requests whose prompt tokens enter this step, each with the number of these tokens, which is at
         most ``limits.chunk_size`` over all requests. Mutates ``waiting`` and ``prefilling``."""
-        rows: list[tuple[Req, int]] = []
-        budget = self.limits.chunk_size
-        for req in prefilling:
-            if budget > 0 and req.cached_len < req.device_len:
-                rows.append((req, min(req.extend_len, budget)))
-                budget -= rows[-1][1]
+        rows = self._turns.divide(self.limits.chunk_size, waiting, prefilling)
+        budget = self.limits.chunk_size - sum(count for _, count in rows)
         if budget <= 0 or not waiting or len(prefilling) + len(decoding) >= self.limits.max_running:
             return rows
         return rows + self._admit(waiting, prefilling, decoding, budget)
@@ -81,6 +79,8 @@ class Admission:
                 break
             if waits is not None and waits.is_waiting(req):
                 continue
+            if not self._turns.may_run(req, prefilling + decoding):
+                continue
             match = self._match(req)
             if waits is not None and not _reads_prompt(req) and waits.start_waiting(req, match.length):
                 continue
@@ -102,7 +102,7 @@ class Admission:
         """Return the requests that may be admitted, in the order in which to admit them.
 
         Retracted requests come first, the oldest of them first. Then come the others in the policy's order, except that
-        the members of a group follow its first one. Requests that wait for their constraint are left out, and so are
+        the members of a group follow its first one, and that tenants take turns. Requests that wait for their constraint are left out, and so are
         retracted requests whose last token has not been committed.
         """
         ready = [r for r in waiting if r.ticket is None and r.known_len == r.device_len and not r.in_flight]
@@ -111,7 +111,8 @@ class Admission:
         if not fresh:
             return retracted
         ordered = self.guard.order(fresh, running)
-        return retracted + (group_adjacent(ordered) if any(req.group for req in ordered) else ordered)
+        ordered = group_adjacent(ordered) if any(req.group for req in ordered) else ordered
+        return retracted + self._turns.order(ordered, running)
 
     def _match(self, req: Req) -> Match:
         """Return the cached prefix of ``req``. The prefix ends before the last token, whose logits are needed, and

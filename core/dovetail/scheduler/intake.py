@@ -33,6 +33,7 @@ def make_req(msg: GenerateMsg, limits: SchedulerLimits, tokenizer: Tokenizer | N
     token_ids[: len(prompt)] = prompt
     req = Req(msg.rid, token_ids, len(prompt), msg.params, msg.seed, msg.namespace, msg.priority)
     req.group, req.group_size, req.session = msg.group, msg.group_size, msg.session
+    req.tenant, req.weight = msg.tenant, msg.weight
     req.device_len = req.known_len = req.prompt_len
     req.draft_len = limits.draft_width if may_draft else 0
     if msg.params.prompt_logprobs is not None and msg.params.prompt_logprobs_start == 0:

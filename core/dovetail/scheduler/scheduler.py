@@ -40,6 +40,7 @@ from dovetail.scheduler.pins import Clock, PinKey, Pins
 from dovetail.scheduler.plans import Plans
 from dovetail.scheduler.results import logprobs_of, tokens_of
 from dovetail.scheduler.rows import DecodeRows
+from dovetail.scheduler.turns import has_equal_share, largest_tenant
 from dovetail.types import Committed, DepartedRequest, FinishKind, FinishReason, Req, StepPlan, StepResult
 
 if TYPE_CHECKING:
@@ -93,7 +94,8 @@ class Scheduler:
         unchanged."""
         if msg.rid in self._by_rid:
             raise RequestError(f"rid {msg.rid!r} is already in use; request ids must be unique", param="rid")
-        if len(self.waiting) >= self.limits.max_waiting:
+        most = self.limits.max_waiting
+        if len(self.waiting) >= most and has_equal_share(self.waiting, msg.tenant, most):
             raise QueueFullError(
                 f"{len(self.waiting)} requests are waiting, which is the limit (scheduler.max_waiting); retry later"
             )
@@ -157,10 +159,11 @@ class Scheduler:
         return self.ledger.table.next_updates()
 
     def _retract_one(self) -> None:
-        """Move the running request that was added last back to the waiting queue. Its tokens are kept; its pages are
-        freed or given to the prefix cache."""
+        """Move the running request that was added last, of the tenant that holds the most pages, back to the waiting
+        queue. Its tokens are kept; its pages are freed or given to the prefix cache."""
         self._rows.invalidate()
-        victim = max(self.running, key=lambda r: r.uid)
+        tenant = largest_tenant(self.running)
+        victim = max((r for r in self.running if tenant in (None, r.tenant)), key=lambda r: r.uid)
         (self.prefilling if victim in self.prefilling else self.decoding).remove(victim)
         self._release(victim)
         victim.cached_len = 0

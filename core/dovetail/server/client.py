@@ -39,10 +39,12 @@ from dovetail.messages import (
     encode,
 )
 from dovetail.server.engine_process import EXIT_ENGINE_FAILED, Endpoints, EngineTarget, run_engine
+from dovetail.server.fair_sender import FairSender
 from dovetail.server.heartbeat import Heartbeat
 from dovetail.server.process_tree import RunningProcess, descendants, end_leftovers
 from dovetail.server.socket_folder import make_socket_folder
 from dovetail.server.streams import OutputStream
+from dovetail.types import FinishKind, FinishReason
 
 if TYPE_CHECKING:
     from dovetail.config import Config
@@ -56,6 +58,8 @@ _KILL_SECONDS = 10.0
 _LEFTOVER_SECONDS = 2.0
 _SHUTDOWN = "shutdown"
 _FRAMES_AT_ONCE = 16
+_MOST_RUNNING = 512
+"""The largest default of ``scheduler.max_running``."""
 
 
 class EngineClient:
@@ -83,6 +87,9 @@ class EngineClient:
         self._heartbeat = Heartbeat(config.supervision.stall_seconds)
         self._watch: asyncio.Task[None] | None = None
         self._children: list[RunningProcess] = []
+        scheduler = config.scheduler
+        window = 2 * (scheduler.max_running or _MOST_RUNNING)
+        self._sender = FairSender(self._send, lambda call: self._loop.call_soon(call), window, scheduler.max_waiting)
         self.died = asyncio.Event()
         self.failure: str | None = None
         self.info: dict[str, Any] = {}
@@ -127,6 +134,8 @@ class EngineClient:
             self._kill(process)
         if self._watch is not None:
             self._watch.cancel()
+        while drain and self.alive and len(self._sender):
+            await asyncio.sleep(_NO_MESSAGE_SECONDS)
         with suppress(EngineDeadError):
             self._send(ShutdownMsg(drain=drain))
         if not drain:
@@ -174,12 +183,12 @@ class EngineClient:
         again. Raises ``EngineDeadError``, or ``RequestError`` if ``group`` is in use."""
         if group in self._groups:
             raise RequestError(f"rid {group!r} is in use by a running request; choose another", param="rid")
+        self._sender.check(msgs)
         stream = OutputStream(group, (msg.rid for msg in msgs), self._close, self._end)
         self._groups[group] = stream
         self._streams.update((msg.rid, stream) for msg in msgs)
         try:
-            for msg in msgs:
-                self._send(msg)
+            self._sender.put(msgs)
         except BaseException:  # the caller gets no stream that it could close
             stream.close()
             raise
@@ -191,12 +200,23 @@ class EngineClient:
         stream = self._groups.get(group)
         members = [rid for rid in self._streams if rid.rpartition("/")[0] == group] if stream is None else stream.rids
         for rid in members:
-            if rid in self._streams[rid].open:
+            if rid in self._streams[rid].open and not self._drop(rid, message):
                 self._send(AbortMsg(rid, message))
         return bool(members)
 
+    def _drop(self, rid: str, message: str) -> bool:
+        """End a request that was not sent to the engine yet. Return False if it was."""
+        if not self._sender.drop(rid):
+            return False
+        stream = self._streams[rid]
+        stream.put(TokenOutput(rid, [], FinishReason(FinishKind.ABORT, message=message)))
+        stream.wake()
+        return True
+
     def abort_all(self, message: str = "aborted by the operator") -> None:
         """Abort every request of this engine."""
+        for rid in self._sender.unsent:
+            self._drop(rid, message)
         self._send(AbortAllMsg(message))
 
     @property
@@ -279,6 +299,8 @@ class EngineClient:
         touched: dict[int, OutputStream] = {}
         for answer in answers:
             if isinstance(answer, TokenOutput | RequestFailed):
+                if isinstance(answer, RequestFailed) or answer.finish is not None:
+                    self._sender.finished(answer.rid)
                 stream = self._streams.get(answer.rid)
                 if stream is None:  # closed before its abort reached the engine
                     continue
@@ -303,7 +325,8 @@ class EngineClient:
 
     def _end(self, rid: str) -> None:
         with suppress(EngineDeadError):
-            self._send(AbortMsg(rid))
+            if not self._sender.drop(rid):
+                self._send(AbortMsg(rid))
 
     def _close(self, stream: OutputStream) -> None:
         del self._groups[stream.group]
@@ -311,7 +334,7 @@ class EngineClient:
             del self._streams[rid]
         with suppress(EngineDeadError):
             for rid in stream.open:
-                self._send(AbortMsg(rid))
+                self._end(rid)
 
     # the end
 
@@ -377,6 +400,7 @@ class EngineClient:
             if self.info:
                 logger.error("the engine has ended: %s", self.failure)
         self._dead = reason or self.failure
+        self._sender.clear()
         self.died.set()
         error = EngineDeadError(f"the engine process has ended: {self._dead}")
         for future in self._calls.values():

@@ -6,6 +6,7 @@ import itertools
 import random
 from dataclasses import replace
 
+from dovetail.api.offload import request_scope
 from dovetail.errors import RequestError
 from dovetail.generation.expansion import expand
 from dovetail.interfaces.api import ApiRequest, Prompt
@@ -22,7 +23,8 @@ def messages(request: ApiRequest, scope: str = "") -> list[GenerateMsg]:
             f"the request is for {request.num_outputs} outputs of session {request.session!r:.80}; a session has one at a time",
             param="session",
         )
-    return [msg for prompt in request.prompts for msg in _outputs(request, prompt, scope)]
+    group_size = (request.group_size or request.num_outputs) if request.group else 1
+    return [msg for prompt in request.prompts for msg in _outputs(request, prompt, scope, group_size)]
 
 
 def seeded(request: ApiRequest, seeds: random.Random) -> ApiRequest:
@@ -36,7 +38,8 @@ def seeded(request: ApiRequest, seeds: random.Random) -> ApiRequest:
     return replace(request, prompts=tuple(given))
 
 
-def _outputs(request: ApiRequest, prompt: Prompt, scope: str) -> list[GenerateMsg]:
+def _outputs(request: ApiRequest, prompt: Prompt, scope: str, group_size: int) -> list[GenerateMsg]:
+    sender = request_scope()
     return expand(
         prompt.ids,
         prompt.params,
@@ -44,6 +47,8 @@ def _outputs(request: ApiRequest, prompt: Prompt, scope: str) -> list[GenerateMs
         namespace=request.namespace,
         priority=request.priority,
         group=request.group,
-        group_size=(request.group_size or request.num_outputs) if request.group else 1,
+        group_size=group_size,
         session=request.session,
+        tenant=sender.tenant,
+        weight=sender.weight,
     )

@@ -29,6 +29,8 @@ class Priority(SchedulePolicy):
     arrival / ageing_seconds).
     """
 
+    by_priority = True
+
     def __init__(self, config: PriorityConfig, context: PolicyContext) -> None:
         """Create the policy. ``config.ageing_seconds=None`` makes priority strict."""
         self._levels_per_second = 0.0 if config.ageing_seconds is None else 1 / config.ageing_seconds

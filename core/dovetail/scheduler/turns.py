@@ -1,0 +1,100 @@
+"""Let the tenants of a server take turns when requests are admitted."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from dovetail.types import Req
+
+RECENT_SECONDS = 60.0
+"""While a second tenant has sent a request within this time, no tenant may use all slots."""
+
+_RESERVED = 8
+"""The part of the slots, one of so many, that a tenant leaves to others."""
+
+
+class TenantTurns:
+    """Order requests so that tenants take turns, and keep slots free for tenants that have none. With one tenant it changes
+    nothing."""
+
+    def __init__(self, max_running: int, by_priority: bool, clock: Callable[[], float] = time.monotonic) -> None:
+        """If ``by_priority``, the policy orders by priority, and turns are taken among requests of equal priority only."""
+        self._most = max_running - max(max_running // _RESERVED, 1) if max_running > 1 else 1
+        self._by_priority = by_priority
+        self._clock = clock
+        self._seen: dict[str, float] = {}
+
+    def order(self, ordered: list[Req], running: Sequence[Req]) -> list[Req]:
+        """Return ``ordered`` such that a tenant with fewer requests running or before goes first. The requests of one tenant
+        keep their order, and so do the priorities at each place if the policy orders by priority."""
+        self._note({req.tenant for req in ordered})
+        if len(self._seen) < 2:
+            return ordered
+        counts = Counter(req.tenant for req in running)
+        ranked: dict[int, list[tuple[float, Req]]] = defaultdict(list)
+        for req in ordered:
+            counts[req.tenant] += 1
+            ranked[self._class(req)].append((counts[req.tenant] / req.weight, req))
+        turns = {one: iter(sorted(reqs, key=lambda pair: pair[0])) for one, reqs in ranked.items()}
+        return [next(turns[self._class(req)])[1] for req in ordered]
+
+    def may_run(self, req: Req, running: Sequence[Req]) -> bool:
+        """Return False if the tenant of ``req`` runs so many requests that the rest of the slots is left to others."""
+        if len(self._seen) < 2 or len(running) < self._most:
+            return True
+        return sum(other.tenant == req.tenant for other in running) < self._most
+
+    def divide(self, budget: int, waiting: Sequence[Req], prefilling: Sequence[Req]) -> list[tuple[Req, int]]:
+        """Return how many prompt tokens of each prompt that has begun enter the next step, at most ``budget`` in all.
+
+        Prompts continue in their order. If there are several tenants, each gets an equal part of the budget first, and a part is
+        left over if another one waits, so that long prompts of one tenant do not delay the others.
+        """
+        begun = [req for req in prefilling if req.cached_len < req.device_len]
+        tenants = {req.tenant for req in begun}
+        waits = bool(tenants) and any(req.tenant not in tenants and req.ticket is None for req in waiting)
+        given = dict.fromkeys((req.uid for req in begun), 0)
+        if len(tenants) + waits > 1:
+            part = budget // (len(tenants) + waits)
+            for tenant in tenants:
+                _give(given, (req for req in begun if req.tenant == tenant), part)
+            budget -= part * waits
+        _give(given, begun, budget - sum(given.values()))
+        return [(req, given[req.uid]) for req in begun if given[req.uid]]
+
+    def _class(self, req: Req) -> int:
+        return req.priority if self._by_priority else 0
+
+    def _note(self, tenants: set[str]) -> None:
+        if len(tenants) < 2 and tenants == self._seen.keys():
+            return
+        now = self._clock()
+        self._seen = {tenant: at for tenant, at in self._seen.items() if now - at < RECENT_SECONDS}
+        self._seen.update(dict.fromkeys(tenants, now))
+
+
+def _give(given: dict[int, int], reqs: Iterable[Req], budget: int) -> None:
+    """Give the tokens of ``budget`` to ``reqs`` in their order, as many as each can use. Mutates ``given``."""
+    for req in reqs:
+        count = min(req.extend_len - given[req.uid], budget)
+        given[req.uid] += count
+        budget -= count
+
+
+def largest_tenant(running: Sequence[Req]) -> str | None:
+    """Return the tenant whose requests hold the most pages; None if there is one tenant only."""
+    pages: Counter[str] = Counter()
+    for req in running:
+        pages[req.tenant] += req.num_pages
+    return max(pages, key=pages.__getitem__) if len(pages) > 1 else None
+
+
+def has_equal_share(waiting: Sequence[Req], tenant: str, most: int) -> bool:
+    """Return True if ``tenant`` has at least its equal part of ``most`` waiting requests. A full queue still takes the requests
+    of a tenant that has less."""
+    counts = Counter(req.tenant for req in waiting)
+    return counts[tenant] >= most / len(counts.keys() | {tenant})

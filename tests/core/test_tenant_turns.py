@@ -1,0 +1,285 @@
+"""Test that tenants take turns in the scheduler, at the grammar compilers and on the way to the engine.
+
+Run: .venv/bin/python -m pytest -q -p no:xdist tests/core/test_tenant_turns.py
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dovetail.constraints.fair_pool import FairPool
+from dovetail.errors import QueueFullError
+from dovetail.messages import GenerateMsg
+from dovetail.sampling_params import SamplingParams
+from dovetail.scheduler.turns import TenantTurns
+from dovetail.server.fair_sender import AT_ONCE, FairSender
+from dovetail.types import Req
+
+sys.path.insert(0, str(Path(__file__).parent))
+from pretended import Run, build
+
+
+def message(rid: str, tenant: str, priority: int = 0, weight: float = 1.0) -> GenerateMsg:
+    return GenerateMsg(rid, [1, 2], SamplingParams(), 0, priority=priority, tenant=tenant, weight=weight)
+
+
+def many(tenant: str, count: int, **more: object) -> list[GenerateMsg]:
+    return [message(f"{tenant}{i}", tenant, **more) for i in range(count)]
+
+
+# the scheduler
+
+
+def admitted(run: Run) -> list[str]:
+    """Run everything, and return the tenants in the order in which their requests entered."""
+    order: list[str] = []
+    while run.scheduler.has_work:
+        before = {req.uid for req in run.scheduler.running}
+        run.step()
+        order += [req.tenant for req in run.scheduler.running if req.uid not in before]
+    run.finish()
+    return order
+
+
+def test_a_tenant_with_one_request_does_not_wait_for_another_tenants_thirty():
+    scheduler, device = build(num_pages=80, max_running=3, chunk_size=12)
+    run = Run(scheduler, device)
+    for i in range(30):
+        run.add(f"a{i}", [i] * 8, {"tenant": "a"}, max_new_tokens=4)
+    run.add("b", [40] * 8, {"tenant": "b"}, max_new_tokens=4)
+    assert "b" in admitted(run)[:3]
+    assert len(run.ends) == 31
+
+
+def test_a_tenant_leaves_a_slot_to_others_while_there_are_others():
+    scheduler, device = build(num_pages=200, max_running=8, chunk_size=100)
+    run = Run(scheduler, device)
+    run.add("b0", [1] * 8, {"tenant": "b"}, max_new_tokens=1)
+    for i in range(20):
+        run.add(f"a{i}", [i] * 8, {"tenant": "a"}, max_new_tokens=50, ignore_eos=True)
+    for _ in range(4):
+        run.step()
+    assert [req.tenant for req in scheduler.running].count("a") == 7
+    run.add("b1", [3] * 8, {"tenant": "b"}, max_new_tokens=50, ignore_eos=True)
+    run.step()
+    assert [req.tenant for req in scheduler.running].count("b") == 1
+    run.finish()
+
+
+def test_one_tenant_may_use_every_slot():
+    scheduler, device = build(num_pages=200, max_running=8, chunk_size=100)
+    run = Run(scheduler, device)
+    for i in range(20):
+        run.add(f"a{i}", [i] * 8, {"tenant": "a"}, max_new_tokens=20, ignore_eos=True)
+    run.step()
+    assert len(scheduler.running) == 8
+    run.finish()
+
+
+def test_when_pages_are_short_the_tenant_with_the_most_gives_back():
+    scheduler, device = build(num_pages=36)
+    run = Run(scheduler, device)
+    for i in range(4):
+        run.add(f"a{i}", [i] * 20, {"tenant": "a"}, max_new_tokens=80, ignore_eos=True)
+    for _ in range(12):
+        run.step()
+    run.add("b", [40] * 8, {"tenant": "b"}, max_new_tokens=12, ignore_eos=True)
+    other = scheduler._by_rid["b"]
+    run.finish()
+    assert scheduler.totals.retractions > 0
+    assert other.num_retractions == 0
+    assert len(run.ends) == 5
+
+
+def test_a_long_prompt_leaves_part_of_each_step_to_another_tenant():
+    scheduler, device = build(num_pages=120, max_running=4, chunk_size=8)
+    run = Run(scheduler, device)
+    run.add("long", [5] * 100, {"tenant": "a"}, max_new_tokens=1)
+    run.step()
+    run.add("short", [6] * 4, {"tenant": "b"}, max_new_tokens=1)
+    for _ in range(3):
+        run.step()
+    assert "short" in run.ends
+    assert "long" not in run.ends
+    run.finish()
+
+
+def test_a_full_queue_takes_the_request_of_a_tenant_that_has_none():
+    scheduler, _ = build(max_waiting=4)
+    for msg in many("a", 4):
+        scheduler.add(msg)
+    with pytest.raises(QueueFullError):
+        scheduler.add(message("a5", "a"))
+    for msg in many("b", 2):
+        scheduler.add(msg)
+    with pytest.raises(QueueFullError):
+        scheduler.add(message("b3", "b"))
+    scheduler.add(message("c", "c"))
+
+
+def request(uid: int, tenant: str, priority: int, weight: float = 1.0) -> Req:
+    import numpy as np
+
+    req = Req(f"r{uid}", np.zeros(8, np.int32), 4, SamplingParams(), priority=priority, tenant=tenant, weight=weight)
+    req.uid = uid
+    return req
+
+
+@given(st.lists(st.tuples(st.sampled_from("abc"), st.integers(0, 2)), max_size=30), st.booleans())
+def test_turns_permute_and_keep_each_tenants_order(found: list[tuple[str, int]], by_priority: bool):
+    reqs = [request(i, tenant, priority) for i, (tenant, priority) in enumerate(found)]
+    if by_priority:
+        reqs.sort(key=lambda req: -req.priority)
+    ordered = TenantTurns(8, by_priority).order(reqs, [])
+    assert sorted(req.uid for req in ordered) == list(range(len(reqs)))
+    for tenant in "abc":
+        assert [r.uid for r in ordered if r.tenant == tenant] == [r.uid for r in reqs if r.tenant == tenant]
+    if by_priority:
+        assert [req.priority for req in ordered] == [req.priority for req in reqs]
+    else:
+        places = Counter[str]()
+        totals = Counter(req.tenant for req in reqs)
+        for req in ordered:
+            places[req.tenant] += 1
+            waiting = [places[tenant] for tenant in totals if places[tenant] < totals[tenant]]
+            assert all(places[req.tenant] - count <= 1 for count in waiting)
+
+
+@given(
+    st.lists(st.tuples(st.sampled_from("abc"), st.integers(1, 40)), max_size=8),
+    st.lists(st.sampled_from("abcd"), max_size=3),
+    st.integers(1, 64),
+)
+def test_prompts_that_continue_use_the_budget_and_leave_each_tenant_its_part(
+    prompts: list[tuple[str, int]], waiting: list[str], budget: int
+):
+    reqs = []
+    for i, (tenant, left) in enumerate(prompts):
+        req = request(i, tenant, 0)
+        req.device_len = left
+        reqs.append(req)
+    others = [request(100 + i, tenant, 0) for i, tenant in enumerate(waiting)]
+    rows = TenantTurns(8, False).divide(budget, others, reqs)
+    left = {req.uid: req.extend_len for req in reqs}
+    assert all(0 < count <= left[req.uid] for req, count in rows)
+    tenants = {tenant for tenant, _ in prompts}
+    waits = bool(tenants) and bool(set(waiting) - tenants)
+    parts = len(tenants) + waits
+    total = sum(count for _, count in rows)
+    assert total == min(sum(left.values()), budget - (budget // parts if waits else 0))
+    for tenant in tenants:
+        got = sum(count for req, count in rows if req.tenant == tenant)
+        assert got >= min(sum(left[r.uid] for r in reqs if r.tenant == tenant), budget // parts)
+    if parts == 1:
+        assert [req.uid for req, _ in rows] == sorted(req.uid for req, _ in rows)
+
+
+# the way to the engine
+
+
+class Outbox:
+    """Collect what a sender sends, and call what it puts off when ``run`` is called."""
+
+    def __init__(self, window: int = 4, most: int = 100) -> None:
+        self.sent: list[str] = []
+        self.later: list = []
+        self.sender = FairSender(lambda msg: self.sent.append(msg.rid), self.later.append, window, most)
+
+    def run(self) -> None:
+        while self.later:
+            self.later.pop(0)()
+
+
+def test_requests_beyond_the_window_wait_and_others_pass_them():
+    box = Outbox(window=4)
+    box.sender.put(many("a", 50))
+    assert box.sent == ["a0", "a1", "a2", "a3"]
+    box.sender.put(many("b", 2))
+    assert box.sent[4:] == ["b0", "b1"]
+    box.sender.finished("a2")
+    assert box.sent[6:] == ["a4"]
+    assert len(box.sender) == 45
+
+
+def test_many_messages_are_sent_in_parts():
+    box = Outbox(window=1000, most=1000)
+    box.sender.put(many("a", 500))
+    assert len(box.sent) == AT_ONCE
+    box.sender.put(many("b", 1))
+    box.later.pop(0)()
+    assert "b0" in box.sent[: 2 * AT_ONCE]
+    box.run()
+    assert len(box.sent) == 501
+
+
+def test_priority_goes_first_within_a_tenant():
+    box = Outbox(window=1)
+    box.sender.put([message("a", "a")])
+    box.sender.put([message("low", "a", -1), message("high", "a", 5), message("normal", "a")])
+    for rid in ("a", "high", "normal"):
+        box.sender.finished(rid)
+    assert box.sent == ["a", "high", "normal", "low"]
+
+
+def test_what_is_dropped_is_not_sent_and_what_was_sent_is_not_dropped():
+    box = Outbox(window=2)
+    box.sender.put(many("a", 4))
+    assert box.sender.drop("a2")
+    assert not box.sender.drop("a0")
+    box.sender.finished("a0")
+    assert box.sent == ["a0", "a1", "a3"]
+    box.sender.finished("unknown")
+    assert len(box.sender) == 0
+
+
+def test_a_tenant_that_fills_the_queue_is_refused_and_others_are_not():
+    box = Outbox(window=1, most=10)
+    box.sender.check(many("a", 9))
+    box.sender.put(many("a", 9))
+    with pytest.raises(QueueFullError, match=r"scheduler\.max_waiting"):
+        box.sender.check([message(f"more{i}", "a") for i in range(9)])
+    box.sender.check(many("b", 9))
+    box.sender.put(many("b", 9))
+    box.sender.check(many("c", 3))
+
+
+def test_after_the_engine_has_ended_nothing_is_sent():
+    box = Outbox(window=100)
+    box.sender.put(many("a", 99))
+    box.sender.clear()
+    box.run()
+    assert len(box.sent) == AT_ONCE
+    box.sender.put([message("new", "a")])
+    assert box.sent[-1] == "new"
+
+
+# the compilers
+
+
+def test_slow_constraints_of_one_tenant_do_not_hold_every_thread():
+    pool, gate, begun = FairPool(2, "test"), threading.Event(), []
+    done = threading.Event()
+
+    def slow(name: str) -> None:
+        begun.append(name)
+        assert gate.wait(20)
+
+    for i in range(10):
+        pool.submit("a", 1.0, slow, f"a{i}")
+    pool.submit("b", 1.0, done.set)
+    assert done.wait(20)
+    assert begun == ["a0", "a1"]
+    ended = threading.Event()
+    for name in ("b1", "b2"):
+        pool.submit("b", 1.0, slow, name)
+    gate.set()
+    pool.submit("c", 1.0, ended.set)
+    assert ended.wait(20)
+    pool.close()
