@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import secrets
+import os
+import random
 from collections.abc import Sequence
 
 import numpy as np
@@ -11,6 +12,10 @@ import numpy as np
 from dovetail.messages import GenerateMsg
 from dovetail.ops.random import GAMMA, mix
 from dovetail.sampling_params import SamplingParams
+
+
+_seeds = random.Random()  # seeded by the system once; a request of thousands of prompts needs as many numbers
+os.register_at_fork(after_in_child=_seeds.seed)
 
 
 def expand(
@@ -31,7 +36,7 @@ def expand(
     Each message has its own seed, derived from ``params.seed`` or, if that is None, from a random number. If there are
     several outputs and no ``group``, the outputs become a group, so that the engine computes their prompt once.
     """
-    seed = secrets.randbits(63) if params.seed is None else params.seed
+    seed = _seeds.getrandbits(63) if params.seed is None else params.seed
     if params.n != 1:
         params = dataclasses.replace(params, n=1)
     if len(rids) > 1 and not group:
