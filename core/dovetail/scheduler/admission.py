@@ -50,8 +50,9 @@ class Admission:
     def select(self, waiting: list[Req], prefilling: list[Req], decoding: list[Req]) -> list[tuple[Req, int]]:
         """Return the requests whose prompt tokens enter this step, each with the number of these tokens, which is at
         most ``limits.chunk_size`` over all requests. Mutates ``waiting`` and ``prefilling``."""
-        rows = self._turns.divide(self.limits.chunk_size, waiting, prefilling)
-        budget = self.limits.chunk_size - sum(count for _, count in rows)
+        budget = self._turns.budget(self.limits.chunk_size)
+        rows = self._turns.divide(budget, waiting, prefilling)
+        budget -= sum(count for _, count in rows)
         if budget <= 0 or not waiting or len(prefilling) + len(decoding) >= self.limits.max_running:
             return rows
         return rows + self._admit(waiting, prefilling, decoding, budget)
@@ -79,7 +80,7 @@ class Admission:
                 break
             if waits is not None and waits.is_waiting(req):
                 continue
-            if not self._turns.may_run(req, prefilling + decoding):
+            if self._turns.contended and not self._turns.may_run(req, prefilling + decoding):
                 continue
             match = self._match(req)
             if waits is not None and not _reads_prompt(req) and waits.start_waiting(req, match.length):

@@ -13,8 +13,13 @@ if TYPE_CHECKING:
 RECENT_SECONDS = 60.0
 """While a second tenant has sent a request within this time, no tenant may use all slots."""
 
+CONTENDED_SECONDS = 10.0
+"""While a second tenant has sent a request within this time, steps have fewer prompt tokens."""
+
+_PARTS = 4
+_LEAST_BUDGET = 512
 _RESERVED = 8
-"""The part of the slots, one of so many, that a tenant leaves to others."""
+"""The part of the slots, one of this number, that a tenant leaves to others."""
 
 
 class TenantTurns:
@@ -42,11 +47,25 @@ class TenantTurns:
         turns = {one: iter(sorted(reqs, key=lambda pair: pair[0])) for one, reqs in ranked.items()}
         return [next(turns[self._class(req)])[1] for req in ordered]
 
+    def budget(self, chunk_size: int) -> int:
+        """Return how many prompt tokens may enter a step: ``chunk_size``, or a quarter of it (at least 512) while several tenants
+        send requests. A new request waits for the step that is computed, whichever tokens it has."""
+        if len(self._seen) < 2:
+            return chunk_size
+        recent = self._clock() - CONTENDED_SECONDS
+        if sum(at > recent for at in self._seen.values()) < 2:
+            return chunk_size
+        return min(chunk_size, max(chunk_size // _PARTS, _LEAST_BUDGET))
+
+    @property
+    def contended(self) -> bool:
+        """Return True if there are several tenants."""
+        return len(self._seen) > 1
+
     def may_run(self, req: Req, running: Sequence[Req]) -> bool:
         """Return False if the tenant of ``req`` runs so many requests that the rest of the slots is left to others."""
-        if len(self._seen) < 2 or len(running) < self._most:
-            return True
-        return sum(other.tenant == req.tenant for other in running) < self._most
+        same = (other for other in running if other.tenant == req.tenant)
+        return len(running) < self._most or sum(1 for _ in same) < self._most
 
     def divide(self, budget: int, waiting: Sequence[Req], prefilling: Sequence[Req]) -> list[tuple[Req, int]]:
         """Return how many prompt tokens of each prompt that has begun enter the next step, at most ``budget`` in all.
