@@ -6,6 +6,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from dovetail.api.body import parse
+from dovetail.api.offload import offloaded, request_scope
 from dovetail.api.requests import grammar_of, new_id, sampling_params
 from dovetail.api.responses import json_response, streamed, whole
 from dovetail.interfaces.api import ApiHost
@@ -23,7 +24,8 @@ async def messages(host: ApiHost, request: Request) -> Response:
     body = await parse(request, MessagesRequest, host.max_body)
     host.check_model(body.model)
     metadata = RequestMetadata.of(new_id("msg_"), body)
-    api_request, _ = await plan_within_context(host, chat_input_of(body), _params(body), metadata)
+    chat_input = await offloaded(request_scope().large, chat_input_of, body)
+    api_request, _ = await plan_within_context(host, chat_input, _params(body), metadata)
     outputs = host.submit(api_request)
     formatter = MessageFormat(host.model_name, body, outputs)
     if body.stream:
@@ -38,7 +40,8 @@ async def count_tokens(host: ApiHost, request: Request) -> Response:
     """Return the number of tokens that the prompt of a message has."""
     body = await parse(request, CountRequest, host.max_body)
     host.check_model(body.model)
-    return json_response({"input_tokens": len(await chat_input_of(body).tokens(host))})
+    chat_input = await offloaded(request_scope().large, chat_input_of, body)
+    return json_response({"input_tokens": len(await chat_input.tokens(host))})
 
 
 def _params(body: MessagesRequest) -> SamplingParams:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import Response
 
 from dovetail.api.body import parse
+from dovetail.api.offload import offloaded, request_scope
 from dovetail.api.requests import grammar_of, new_id, sampling_params, stop_strings
 from dovetail.api.responses import json_response, streamed, until_disconnect
 from dovetail.chat.requests import plain_message, read_tool_choice, template_tools
@@ -39,10 +41,14 @@ async def chat(host: ApiHost, request: Request) -> Response:
     if not body.messages:
         return _loaded(body, OutputParts.as_chat)
     calls = read_tool_choice(body.tools or (), None, True)
-    messages = [_plain(message, i) for i, message in enumerate(body.messages)]
+    messages = await offloaded(request_scope().large, _messages, body.messages)
     chat_input = ChatInput(messages, template_tools(body.tools or ()), calls, _variables(body))
     api_request, _ = await plan_within_context(host, chat_input, _params(host, body), _metadata(body))
     return await _answered(host, request, body, api_request, times, OutputParts.as_chat)
+
+
+def _messages(messages: Sequence[OllamaMessage]) -> list[dict[str, Any]]:
+    return [_plain(message, i) for i, message in enumerate(messages)]
 
 
 async def generate(host: ApiHost, request: Request) -> Response:

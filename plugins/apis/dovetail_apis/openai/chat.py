@@ -9,6 +9,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from dovetail.api.body import parse
+from dovetail.api.offload import offloaded, request_scope
 from dovetail.api.requests import ID_BYTES, api_names, check_logprobs
 from dovetail.api.responses import streamed, whole
 from dovetail.chat.requests import plain_message, read_tool_choice, template_tools
@@ -47,7 +48,7 @@ async def _parsed(host: ApiHost, body: ChatCompletionRequest) -> ParsedChat:
         raise RequestError("top_logprobs needs logprobs: true", param="top_logprobs")
     params = body.params(_max_tokens(body), (body.top_logprobs or 0) if body.logprobs else None, None, _NAMES)
     check_logprobs(host, params, _NAMES)
-    chat_input = _chat_input(body)
+    chat_input = await offloaded(request_scope().large, _chat_input, body)
     if body.input_ids is None:
         text = await chat_input.prompt(host)
     else:

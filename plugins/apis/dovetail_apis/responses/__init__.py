@@ -11,6 +11,7 @@ from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
 from dovetail.api.body import parse, parse_query
+from dovetail.api.offload import offloaded, request_scope
 from dovetail.api.problems import NotFoundError, problem_of
 from dovetail.api.requests import check_logprobs, new_id
 from dovetail.api.responses import SSE, json_response, streamed, until_disconnect
@@ -199,9 +200,13 @@ def _event_stream(record: StoredResponse, start: int) -> Response:
     return StreamingResponse(record.follow(start), headers=headers, media_type=SSE)
 
 
+def _messages(body: ResponsesRequest, items: Sequence[ItemDict]) -> list[dict[str, Any]]:
+    return [plain_message(message, i) for i, message in enumerate(chat_messages(body.instructions, items))]
+
+
 async def _api_request(host: ApiHost, body: ResponsesRequest, items: Sequence[ItemDict]) -> ApiRequest:
     """Return the internal request, which is a chat."""
-    messages = [plain_message(message, i) for i, message in enumerate(chat_messages(body.instructions, items))]
+    messages = await offloaded(request_scope().large, _messages, body, items)
     tools = read_tools(body.tools or ())
     calls = requested_calls(tools, body.tool_choice, body.parallel_tool_calls is not False)
     chat_input = ChatInput(messages, template_tools(tools), calls, body.template_variables())
