@@ -227,7 +227,7 @@ class ConnectionGuard:
             connection.abort()
             return
         descriptor = connection.unread_descriptor
-        if descriptor is not None and _hung_up(descriptor):
+        if descriptor is not None and descriptor >= 0 and _hung_up(descriptor):
             connection.abort()
 
     def _tick(self) -> None:
