@@ -13,7 +13,6 @@ from dovetail.messages import GenerateMsg
 from dovetail.ops.random import GAMMA, mix
 from dovetail.sampling_params import SamplingParams
 
-
 _seeds = random.Random()  # seeded by the system once; a request of thousands of prompts needs as many numbers
 os.register_at_fork(after_in_child=_seeds.seed)
 
