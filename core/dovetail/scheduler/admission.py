@@ -50,6 +50,8 @@ class Admission:
     def select(self, waiting: list[Req], prefilling: list[Req], decoding: list[Req]) -> list[tuple[Req, int]]:
         """Return the requests whose prompt tokens enter this step, each with the number of these tokens, which is at
         most ``limits.chunk_size`` over all requests. Mutates ``waiting`` and ``prefilling``."""
+        if not waiting and not prefilling:
+            return []
         budget = self._turns.budget(self.limits.chunk_size)
         rows = self._turns.divide(budget, waiting, prefilling)
         budget -= sum(count for _, count in rows)
@@ -71,6 +73,7 @@ class Admission:
         if waits is not None:
             waits.begin(prefilling + [r for r in decoding if r.known_len == r.prompt_len])
         claims: int | None = None
+        full: set[str] = set()
         for req in self._candidates(waiting, prefilling + decoding):
             if (
                 budget <= 0
@@ -80,7 +83,8 @@ class Admission:
                 break
             if waits is not None and waits.is_waiting(req):
                 continue
-            if self._turns.contended and not self._turns.may_run(req, prefilling + decoding):
+            if req.tenant in full or not self._turns.may_run(req, prefilling, decoding):
+                full.add(req.tenant)
                 continue
             match = self._match(req)
             if waits is not None and not _reads_prompt(req) and waits.start_waiting(req, match.length):
@@ -103,8 +107,8 @@ class Admission:
         """Return the requests that may be admitted, in the order in which to admit them.
 
         Retracted requests come first, the oldest of them first. Then come the others in the policy's order, except that
-        the members of a group follow its first one, and that tenants take turns. Requests that wait for their constraint are left out, and so are
-        retracted requests whose last token has not been committed.
+        the members of a group follow its first one, and that tenants take turns. Requests that wait for their constraint
+        are left out, and so are retracted requests whose last token has not been committed.
         """
         ready = [r for r in waiting if r.ticket is None and r.known_len == r.device_len and not r.in_flight]
         retracted = sorted((r for r in ready if r.num_retractions), key=lambda r: r.uid)

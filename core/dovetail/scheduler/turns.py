@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence
+from itertools import chain
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -57,15 +58,11 @@ class TenantTurns:
             return chunk_size
         return min(chunk_size, max(chunk_size // _PARTS, _LEAST_BUDGET))
 
-    @property
-    def contended(self) -> bool:
-        """Return True if there are several tenants."""
-        return len(self._seen) > 1
-
-    def may_run(self, req: Req, running: Sequence[Req]) -> bool:
+    def may_run(self, req: Req, prefilling: Sequence[Req], decoding: Sequence[Req]) -> bool:
         """Return False if the tenant of ``req`` runs so many requests that the rest of the slots is left to others."""
-        same = (other for other in running if other.tenant == req.tenant)
-        return len(running) < self._most or sum(1 for _ in same) < self._most
+        if len(self._seen) < 2 or len(prefilling) + len(decoding) < self._most:
+            return True
+        return sum(other.tenant == req.tenant for other in chain(prefilling, decoding)) < self._most
 
     def divide(self, budget: int, waiting: Sequence[Req], prefilling: Sequence[Req]) -> list[tuple[Req, int]]:
         """Return how many prompt tokens of each prompt that has begun enter the next step, at most ``budget`` in all.
