@@ -36,7 +36,7 @@ def client(url: str, address: str = "127.0.0.1") -> httpx.Client:
 
 
 def wait_for(url: str, field: str, wanted: int) -> None:
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 30
     while time.monotonic() < deadline:
         info = httpx.get(f"{url}/server_info").json()
         found = info["open_requests"] if field == "open" else info["stats"][field]
@@ -68,7 +68,8 @@ def test_outputs_that_were_not_sent_yet_are_aborted_too(url: str):
 
 def test_a_client_that_leaves_takes_its_waiting_outputs_along(url: str):
     with client(url) as one, one.stream("POST", "/v1/completions", json=SLOW | {"stream": True}) as answer:
-        next(answer.iter_bytes())
+        arriving = answer.iter_bytes()  # if it is collected, the connection is closed
+        next(arriving)
         wait_for(url, "running", 4)
     wait_for(url, "open", 0)
     wait_for(url, "running", 0)
@@ -77,7 +78,8 @@ def test_a_client_that_leaves_takes_its_waiting_outputs_along(url: str):
 def test_a_client_that_fills_the_queue_is_refused_and_another_is_not(url: str):
     with client(url, "127.0.0.2") as greedy, client(url) as other:
         with greedy.stream("POST", "/v1/completions", json=SLOW | {"stream": True}) as answer:
-            next(answer.iter_bytes())
+            arriving = answer.iter_bytes()
+            next(arriving)
             refused = greedy.post("/v1/completions", json=MANY)
             assert refused.status_code == 503
             assert "scheduler.max_waiting" in refused.text
