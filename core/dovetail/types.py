@@ -147,8 +147,7 @@ class Req:
     wasted: int = 0  # number of steps in flight whose token is discarded, because a jump-forward replaced it
     ticket: Any = None  # set by Scheduler.add: the grammar being compiled; None once the matcher is set
     detokenizer: Any = None  # set by Scheduler.add if the request has stop strings
-    # set by the scheduler, from params.prompt_logprobs_start on
-    prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprob] = field(default_factory=list)  # from params.prompt_logprobs_start on
     drafted: int = 0  # number of draft tokens verified so far
     accepted: int = 0  # number of them that were accepted
     verify_steps: int = 0  # number of steps in which drafts of this request were verified

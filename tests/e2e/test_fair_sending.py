@@ -76,12 +76,15 @@ def test_a_client_that_leaves_takes_its_waiting_outputs_along(url: str):
 
 
 def test_a_client_that_fills_the_queue_is_refused_and_another_is_not(url: str):
-    with client(url, "127.0.0.2") as greedy, client(url) as other:
-        with greedy.stream("POST", "/v1/completions", json=SLOW | {"stream": True}) as answer:
-            arriving = answer.iter_bytes()
-            next(arriving)
-            refused = greedy.post("/v1/completions", json=MANY)
-            assert refused.status_code == 503
-            assert "scheduler.max_waiting" in refused.text
-            assert len(other.post("/v1/completions", json=MANY).json()["choices"]) == 12
+    with (
+        client(url, "127.0.0.2") as greedy,
+        client(url) as other,
+        greedy.stream("POST", "/v1/completions", json=SLOW | {"stream": True}) as answer,
+    ):
+        arriving = answer.iter_bytes()
+        next(arriving)
+        refused = greedy.post("/v1/completions", json=MANY)
+        assert refused.status_code == 503
+        assert "scheduler.max_waiting" in refused.text
+        assert len(other.post("/v1/completions", json=MANY).json()["choices"]) == 12
     wait_for(url, "open", 0)

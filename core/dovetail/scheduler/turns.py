@@ -59,7 +59,7 @@ class TenantTurns:
         return min(chunk_size, max(chunk_size // _PARTS, _LEAST_BUDGET))
 
     def may_run(self, req: Req, prefilling: Sequence[Req], decoding: Sequence[Req]) -> bool:
-        """Return False if the tenant of ``req`` runs so many requests that the rest of the slots is left to others."""
+        """Return False if the tenant of ``req`` runs as many requests as it may while other tenants send some."""
         if len(self._seen) < 2 or len(prefilling) + len(decoding) < self._most:
             return True
         return sum(other.tenant == req.tenant for other in chain(prefilling, decoding)) < self._most
