@@ -295,7 +295,8 @@ def test_a_signal_while_the_engine_loads(number: signal.Signals):
         process.stderr.readline()  # the engine process is up
         process.send_signal(number)
         rest = process.stderr.read()  # ends when both processes have
-        assert (process.wait(30) == 0) == (number == signal.SIGTERM)  # an orchestrator that stops the server gets no failure
+        # an orchestrator that stops the server sees no failure
+        assert (process.wait(30) == 0) == (number == signal.SIGTERM)
         assert "Traceback" not in rest
 
 
