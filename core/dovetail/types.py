@@ -48,8 +48,7 @@ class StoresKV(Protocol):
 class Acceptance(NamedTuple):
     """Count the drafts of one request or of several requests: ``accepted`` of ``drafted`` draft tokens were accepted.
     ``steps`` is the number of verify steps, counted once for each request with drafts. ``accepted`` does not count the
-    one token that every step produces anyway.
-    """
+    one token that every step produces anyway."""
 
     drafted: int = 0
     accepted: int = 0
