@@ -13,7 +13,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+needs_browser = pytest.mark.skipif(CHROMIUM is None, reason="needs chromium on the PATH")
 SECONDS = 60.0
 """What anything may take, on busy cores."""
 
@@ -89,7 +92,7 @@ class Page:
 
     def press(self, key: str, shift: bool = False) -> None:
         """Press and release a key."""
-        code = {"Enter": 13, "Escape": 27}[key]
+        code = {"Enter": 13, "Escape": 27, "Tab": 9, " ": 32}[key]
         text = {"text": "\r"} if key == "Enter" else {}
         common = {"key": key, "code": key, "windowsVirtualKeyCode": code, "modifiers": 8 if shift else 0}
         self.call("Input.dispatchKeyEvent", type="keyDown", **common, **text)

@@ -67,3 +67,21 @@ def tiny(tiny_url: str) -> Iterator[httpx.Client]:
     """Return a client of it."""
     with httpx.Client(base_url=tiny_url, timeout=120) as client:
         yield client
+
+
+@pytest.fixture(scope="session")
+def chromium(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    """Start a browser."""
+    from browser import browser
+
+    with browser(tmp_path_factory.mktemp("profile")) as page:
+        yield page
+
+
+@pytest.fixture
+def page(chromium: Any) -> Iterator[Any]:
+    """Open a page of a browser, and check at the end that it has logged no error."""
+    chromium.look(1100, 800)
+    chromium.trouble.clear()
+    yield chromium
+    assert chromium.trouble == []

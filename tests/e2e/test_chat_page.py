@@ -11,7 +11,8 @@ from pathlib import Path
 
 import httpx
 import pytest
-from browser import CHROMIUM, Page, browser
+from browser import Page, needs_browser
+from chatting import click, figures, fill, last, say, settled, visit
 
 from conftest import config_with
 from dovetail.config.tenants import key_digest
@@ -31,18 +32,19 @@ WEATHER = {
 KEYS = {name: new_key() for name in ("member", "boss")}
 HOSTILE = "<img src=x onerror=\"document.title='taken'\"><script>document.title='taken'</script> <b>bold</b>"
 
-needs_browser = pytest.mark.skipif(CHROMIUM is None, reason="needs chromium on the PATH")
-
 
 def test_every_file_of_the_folder_is_served_and_names_nothing_outside(fake: httpx.Client) -> None:
-    assert set(PAGES.values()) == {path.name for path in FOLDER.iterdir() if path.suffix not in (".py", "")}
+    files = (path for path in FOLDER.rglob("*") if path.suffix not in (".py", ".pyc", "") and path.name != "README.md")
+    assert set(PAGES.values()) == {path.relative_to(FOLDER).as_posix() for path in files}
     for path in PAGES:
         answer = fake.get(path)
         assert answer.status_code == 200
         assert answer.headers["content-type"].startswith(("text/", "image/svg+xml"))
         assert {name: answer.headers[name] for name in HEADERS} == HEADERS
+        if "/vendor/" in path:
+            continue
         text = answer.text.replace('xmlns="http://www.w3.org/2000/svg"', "")
-        assert not re.search(r"https?:|[\"'(]//|@import|url\(|data:[a-z]+/", text), path
+        assert not re.search(r"https?://|[\"'(]//|@import|url\(|data:[a-z]+/", text), path
         assert not re.search(
             r"innerHTML|outerHTML|insertAdjacent|document\.write|\beval\b|new Function|\son\w+=", text
         ), path
@@ -66,21 +68,6 @@ def test_the_pages_are_no_part_of_the_described_api(fake: httpx.Client) -> None:
 
 
 @pytest.fixture(scope="module")
-def chromium(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Page]:
-    with browser(tmp_path_factory.mktemp("profile")) as page:
-        yield page
-
-
-@pytest.fixture
-def page(chromium: Page) -> Iterator[Page]:
-    """Open a page of a browser, and check at the end that it has logged no error."""
-    chromium.look(1100, 800)
-    chromium.trouble.clear()
-    yield chromium
-    assert chromium.trouble == []
-
-
-@pytest.fixture(scope="module")
 def keyed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """Start a server that requires keys, whose engine repeats the prompt."""
     from fake_engine import run_fake_engine
@@ -90,49 +77,6 @@ def keyed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     file.write_text(json.dumps({"tenants": {"member": {"keys": member}}, "admins": {"boss": {"keys": boss}}}))
     with running_server(config_with(keys=str(file), drain_seconds=1), target=run_fake_engine) as url:
         yield url
-
-
-def visit(page: Page, url: str) -> None:
-    """Open the chat with nothing stored, and wait until it knows the model."""
-    page.open(f"{url}/docs")
-    page.run("sessionStorage.clear()")
-    page.open(f"{url}/")
-    page.until("document.title !== 'Dovetail'")
-
-
-def fill(page: Page, **fields: object) -> None:
-    for name, value in fields.items():
-        text = value if isinstance(value, str) else json.dumps(value)
-        page.run(f"field = document.getElementById('{name}'); field.value = {json.dumps(text)}")
-        page.run("field.dispatchEvent(new Event('input')); field.dispatchEvent(new Event('change'))")
-
-
-def say(page: Page, text: str, wait: bool = True) -> None:
-    page.run("document.getElementById('message').focus()")
-    page.type(text)
-    page.press("Enter")
-    if wait:
-        settled(page)
-
-
-def settled(page: Page) -> None:
-    page.until("document.getElementById('stop').hidden && document.querySelector('#log article') !== null")
-
-
-def last(page: Page, what: str = ".text") -> str:
-    """Return the text of a part of the last answer."""
-    return page.run(f"[...document.querySelectorAll('article')].at(-1).querySelector('{what}')?.textContent")
-
-
-def figures(page: Page) -> dict[str, str]:
-    """Return the line below the last answer."""
-    rows = "[...[...document.querySelectorAll('dl')].at(-1).children].map((row) => [...row.children].map((one) => one.textContent))"
-    return dict(page.run(rows))
-
-
-def click(page: Page, text: str) -> None:
-    """Press the last button of that name."""
-    page.run(f"[...document.querySelectorAll('button')].findLast((one) => one.textContent === '{text}').click()")
 
 
 @needs_browser
@@ -165,7 +109,9 @@ def test_a_schema_gives_json_and_a_wrong_one_is_not_sent(page: Page, tiny_url: s
     fill(page, temperature="0", max_tokens="60", schema=json.dumps(SCHEMA)[:-1])
     say(page, "The capital of France as JSON", wait=False)
     page.until("!document.getElementById('problem').hidden")
-    assert "Not sent. This is not JSON" in page.run("document.getElementById('problem').textContent")
+    assert "Not sent. JSON schema of the answer: This is not JSON" in page.run(
+        "document.getElementById('problem').textContent"
+    )
     assert page.run("document.activeElement.id + ' ' + document.activeElement.ariaInvalid") == "schema true"
     assert page.run("document.querySelectorAll('article').length") == 0
     assert page.run("document.getElementById('message').value") == "The capital of France as JSON"  # nothing is lost
@@ -219,7 +165,7 @@ def test_the_panel_shows_each_part_and_why(page: Page, tiny_url: str) -> None:
 @needs_browser
 def test_a_server_with_keys(page: Page, keyed: str) -> None:
     page.open(f"{keyed}/docs")
-    page.run("sessionStorage.clear()")
+    page.run("sessionStorage.clear(); localStorage.clear()")
     page.open(f"{keyed}/")
     page.until("!document.getElementById('problem').hidden")
     assert "(status 401) Give an API key" in page.run("document.getElementById('problem').textContent")
@@ -236,7 +182,7 @@ def test_a_server_with_keys(page: Page, keyed: str) -> None:
     assert "needs an admin key" in page.run("document.getElementById('plugins').textContent")
     fill(page, key=KEYS["boss"])
     page.until("document.querySelector('.part') !== null")
-    assert page.run("Object.values(localStorage).length + document.cookie.length") == 0
+    assert KEYS["member"] not in page.run("JSON.stringify(localStorage) + document.cookie")
     assert KEYS["boss"] not in page.run("document.documentElement.outerHTML + location.href")
 
 

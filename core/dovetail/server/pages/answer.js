@@ -1,9 +1,12 @@
 // One turn of the chat: its data, to which chunks are added, and its element.
 
 import { el } from "./dom.js";
+import { markdownView } from "./markdown.js";
+
+const QUIET = 5; // seconds without text after which the user sees how long it has been
 
 /** Return an empty answer. `begun` is the time of the request, in milliseconds. */
-export const newAnswer = (schema) => ({ role: "assistant", content: "", reasoning: "", calls: [], begun: performance.now(), schema });
+export const newAnswer = (model, schema) => ({ role: "assistant", model, content: "", reasoning: "", calls: [], begun: performance.now(), schema });
 
 /** Add a chunk of the stream to a turn. Returns what it adds to content and reasoning. */
 export function grow(turn, { choices, usage }) {
@@ -28,7 +31,7 @@ function growCall(calls, { index, id, function: { name, arguments: text } }) {
 }
 
 /** Return [name, value, class] of each figure below an answer. */
-function figures({ usage, begun, first, last, finish, stopped, schema, content }) {
+function figures({ usage, begun, first, last, finish, stopped, schema, content, model, named }) {
   const rows = [];
   if (usage) {
     rows.push(["prompt", usage.prompt_tokens]);
@@ -41,6 +44,7 @@ function figures({ usage, begun, first, last, finish, stopped, schema, content }
   const drafts = usage?.speculation;
   if (drafts) rows.push(["drafts accepted", `${drafts.accepted_tokens} of ${drafts.drafted_tokens}`]);
   if (schema && finish) rows.push(isJson(content) ? ["JSON", "valid", "good"] : ["JSON", "incomplete", "bad"]);
+  if (named) rows.push(["model", model]);
   rows.push(["finish", stopped ? "stopped by you" : (finish ?? "none"), finish === "length" ? "bad" : ""]);
   return rows;
 }
@@ -56,21 +60,20 @@ function isJson(text) {
   }
 }
 
-/** Return the element of a turn. `add` shows what a chunk added, `finish` shows the complete turn. `model` is the name of the model. */
-export function view(turn, model) {
-  const names = { user: "You", assistant: model, tool: "Result of a tool" };
-  const thought = document.createTextNode("");
-  const reasoning = el("details", { className: "reasoning", open: true, hidden: true }, el("summary", { textContent: "Reasoning" }), el("div", {}, thought));
-  const content = document.createTextNode("");
-  const calls = el("div");
+/** Return the element of a turn and what changes it: `add` shows what a chunk has added, `finish` the complete turn. */
+export function view(turn) {
+  const names = { user: "You", assistant: turn.model || "Answer", tool: "Result of a tool" };
+  const thought = document.createTextNode(turn.reasoning ?? "");
+  const reasoning = el("details", { className: "reasoning", hidden: !turn.reasoning }, el("summary", { textContent: "Reasoning" }), el("div", { dir: "auto" }, thought));
+  const text = textView(turn);
+  const calls = el("div", {}, ...(turn.calls ?? []).map(callView));
   const below = el("div");
-  const text = el("div", { className: "text" }, content);
-  const node = el("article", { className: turn.role, ariaLabel: names[turn.role] }, reasoning, text, calls, below);
+  const node = el("article", { className: turn.role, ariaLabel: names[turn.role] }, reasoning, text.node, calls, below);
   const add = (delta) => {
     if (delta.reasoning) reasoning.hidden = false;
-    if (delta.content && !content.length) reasoning.open = false;
+    if (delta.content && turn.content === delta.content) reasoning.open = false; // the first text folds the reasoning
     thought.appendData(delta.reasoning ?? "");
-    content.appendData(delta.content ?? "");
+    if (delta.content) text.later();
     if (delta.calls?.length) calls.replaceChildren(...turn.calls.map(callView));
   };
   const busy = (is) => {
@@ -78,17 +81,45 @@ export function view(turn, model) {
     node.setAttribute("aria-busy", String(is));
     reasoning.open = is || !turn.content;
   };
+  const wait = (seconds) => below.replaceChildren(...(seconds < QUIET ? [] : [el("p", { className: "hint", textContent: `Waiting: no text for ${seconds} s.` })]));
   const finish = (...buttons) => {
     busy(false);
-    text.hidden = !turn.content;
-    node.classList.toggle("json", Boolean(turn.schema));
+    text.now();
+    text.node.hidden = !turn.content;
+    if (!turn.calls?.length) calls.replaceChildren();
     const nothing = !turn.content && !turn.calls?.length && !turn.error;
     const row = el("div", { className: "row" }, turn.role === "assistant" && !turn.error ? readout(turn) : null, ...buttons);
     const note = turn.error ? ["error", turn.error] : nothing ? ["nothing", "The answer has no text."] : null;
     below.replaceChildren(...(note ? [el("div", { className: note[0], textContent: note[1] })] : []), row);
   };
-  add(turn);
-  return { node, add, busy, finish, below };
+  return { node, add, busy, wait, finish, below };
+}
+
+/** Return the element of a turn's text. `later` draws it with the next frame at the earliest, and rarely if drawing is slow. */
+function textView(turn) {
+  const marked = turn.role === "assistant" && !turn.schema ? markdownView() : null;
+  const node = el("div", { className: turn.schema ? "text json" : "text", dir: "auto" }, ...(marked ? [marked.node] : []));
+  let planned = false;
+  let earliest = 0;
+  let drawn = null;
+  const now = () => {
+    if (drawn === turn.content) return;
+    const begun = performance.now();
+    if (marked) marked.show(turn.content);
+    else node.textContent = turn.content;
+    drawn = turn.content;
+    earliest = performance.now() + 4 * (performance.now() - begun);
+  };
+  const frame = () => {
+    if (performance.now() < earliest) return requestAnimationFrame(frame);
+    planned = false;
+    now();
+  };
+  const later = () => {
+    if (!planned) requestAnimationFrame(frame);
+    planned = true;
+  };
+  return { node, now, later };
 }
 
 function callView({ function: { name, arguments: text } }) {

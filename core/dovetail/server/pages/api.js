@@ -2,11 +2,13 @@
 
 import { $ } from "./dom.js";
 
-/** A failure with a message for the user. `status` is the HTTP status if the server has refused a request. */
+/** A failure with a message for the user. If the server has refused a request, `status` is the HTTP status, and `param` the field
+ * of the request that the server names, or null. */
 export class Failure extends Error {
-  constructor(message, status = null) {
+  constructor(message, status = null, param = null) {
     super(message);
     this.status = status;
+    this.param = param;
   }
 }
 
@@ -20,20 +22,21 @@ async function call(path, options = {}) {
     if (error.name === "AbortError") throw error;
     throw new Failure("The server cannot be reached. Is it still running?");
   }
-  if (!response.ok) throw new Failure(await refusal(response), response.status);
+  if (!response.ok) throw await refusal(response);
   return response;
 }
 
-/** Return the message of a refusal and what the user can do about it. */
+/** Return the failure of a refused request, with what the user can do about it. */
 async function refusal(response) {
-  const text = await response.text();
+  const text = await response.text().catch(() => "");
   let message = text.slice(0, 2000);
+  let param = null;
   try {
-    message = JSON.parse(text).error.message;
+    ({ message, param } = JSON.parse(text).error);
   } catch { /* a response of a proxy between the page and the server */ }
   const wait = response.headers.get("retry-after");
   const todo = response.status === 401 ? " Give an API key in the settings." : wait ? ` Try again in ${wait} s.` : "";
-  return `${message || response.statusText} (status ${response.status})${todo}`;
+  return new Failure(`${message || response.statusText} (status ${response.status})${todo}`, response.status, param);
 }
 
 /** Return the JSON of a GET route. */
@@ -46,14 +49,14 @@ export async function* chunks(body, signal) {
     for await (const data of events(response.body)) {
       if (data === "[DONE]") return;
       const chunk = JSON.parse(data);
-      if (chunk.error) throw new Failure(chunk.error.message);
+      if (chunk.error) throw new Failure(chunk.error.message, null, chunk.error.param);
       yield chunk;
     }
   } catch (error) {
     if (error instanceof Failure || error.name === "AbortError") throw error;
-    throw new Failure(`The connection broke: ${error.message}.`);
+    throw new Failure(`The connection broke before the answer was complete: ${error.message}. Is the server still running?`);
   }
-  throw new Failure("The connection ended before the answer did.");
+  throw new Failure("The connection ended before the answer was complete. Is the server still running?");
 }
 
 /** Yield the data of server-sent events. */

@@ -1,29 +1,22 @@
-// The chat: its turns, the answer that is running, and the keys and buttons that control it.
+// The chat: its conversations, the answers that are running, and the keys and buttons that control them.
 
 import { grow, newAnswer, view } from "./answer.js";
-import { Failure, chunks, get } from "./api.js";
-import { $, el, keep, kept } from "./dom.js";
+import { Failure, chunks } from "./api.js";
+import { downloadAll, showList } from "./chats.js";
+import { $, button, copyButton, el, keep, kept } from "./dom.js";
+import { choose, choseModel, readModels, several, showChoice } from "./models.js";
+import { closePanels, covering, isOpen, overlaid, togglePanel } from "./panels.js";
 import { showParts } from "./parts.js";
-import { WrongSetting, openSettings, requestFields } from "./settings.js";
+import { WrongSetting, keepSettings, mark, nameOf, openSettings, requestFields, settingOf, unmark } from "./settings.js";
+import { conversations, listed, load, messagesOf, newConversation, refresh, remove, save } from "./store.js";
 
-const WIDE = matchMedia("(min-width: 821px)");
-let turns = kept("turns", []);
-let views = [];
-let model = null;
-let running = null; // the AbortController of the running answer
+const CLOSED = "The page was closed before the answer was complete.";
+const running = new Map(); // the AbortController of each conversation that is being answered
+const views = new WeakMap(); // the view of each turn
+let chat = newConversation();
 let editing = null; // the index of the message that is being edited
-
-/** Return the messages to send. An answer that failed before its first token is left out. */
-function messages() {
-  const system = $("system").value.trim();
-  const sent = turns.filter((turn) => turn.role !== "assistant" || turn.content || turn.calls.length);
-  return [...(system ? [{ role: "system", content: system }] : []), ...sent.map(message)];
-}
-
-function message({ role, content, calls, id }) {
-  if (role === "tool") return { role, content, tool_call_id: id };
-  return calls?.length ? { role, content: content || null, tool_calls: calls } : { role, content };
-}
+let leaving = false; // whether the browser is closing the page, which ends its connections
+let following = true; // whether the end of the chat stays visible
 
 /** Keep the first `upto` turns, append `added`, and request an answer. */
 async function ask(upto, ...added) {
@@ -34,68 +27,122 @@ async function ask(upto, ...added) {
     if (!(error instanceof WrongSetting)) throw error;
     return complain(error);
   }
-  $("problem").hidden = true;
-  turns = [...turns.slice(0, upto), ...added];
-  const body = { model, ...fields, messages: messages(), stream: true, stream_options: { include_usage: true } };
-  turns.push(newAnswer("response_format" in body));
+  const asked = chat;
+  asked.system = $("system").value;
+  asked.turns = [...asked.turns.slice(0, upto), ...added];
+  const body = { ...fields, messages: messagesOf(asked), stream: true, stream_options: { include_usage: true } };
+  const turn = newAnswer(body.model, "response_format" in body);
+  turn.named = several();
+  asked.turns.push(turn);
+  asked.model = body.model ?? "";
   editing = null;
-  keep("turns", turns);
-  running = new AbortController();
+  following = true;
+  problem("");
+  unmark();
+  const control = new AbortController();
+  running.set(asked.id, control);
+  store(asked);
   show();
-  await answer(turns.at(-1), views.at(-1), body);
-  running = null;
-  keep("turns", turns);
-  show();
+  await answer(turn, body, control.signal);
+  running.delete(asked.id);
+  if (conversations.has(asked.id)) store(asked); // it may have been deleted meanwhile
+  if (asked === chat) show();
+  else list();
+  if (!$("model-choice").value && !turn.error) connect();
 }
 
-async function answer(turn, shown, body) {
+async function answer(turn, body, signal) {
+  const shown = viewOf(turn);
+  let heard = performance.now();
+  const clock = setInterval(() => shown.wait(Math.floor((performance.now() - heard) / 1000)), 1000);
   shown.busy(true);
   try {
-    for await (const chunk of chunks(body, running.signal)) {
-      const follow = atEnd();
+    for await (const chunk of chunks(body, signal)) {
       shown.add(grow(turn, chunk));
-      if (follow) toEnd();
+      if (performance.now() - heard > 1000) shown.wait(0);
+      heard = performance.now();
     }
   } catch (error) {
     turn.calls = []; // they may be incomplete
-    if (error.name === "AbortError") turn.stopped = true;
-    else turn.error = error instanceof Failure ? error.message : `The page has failed: ${error.message}`;
+    if (leaving) turn.error = CLOSED;
+    else if (error.name === "AbortError") turn.stopped = true;
+    else refused(turn, error);
+  } finally {
+    clearInterval(clock);
   }
 }
 
-function complain({ field, message: words }) {
-  $("problem").textContent = `Not sent. ${words}`;
-  $("problem").hidden = false;
-  openAside(true);
-  if ($("more").contains(field)) $("more").open = true;
-  field.focus();
-  field.reportValidity();
+/** Note an error in a turn, and beside the setting that it concerns. */
+function refused(turn, error) {
+  turn.error = error instanceof Failure ? error.message : `The page has failed: ${error.message}`;
+  const id = settingOf(error);
+  if (!id) return;
+  turn.wrong = id;
+  mark(id, error.message);
+  if ($("more").contains($(id))) $("more").open = true;
+  if (!covering() && !isOpen("settings")) togglePanel("settings");
 }
 
-/** Draw the chat. While an answer is running, only its turn changes. */
+/** Report a wrong setting before anything is sent. */
+function complain({ id, message }) {
+  problem(`Not sent. ${nameOf(id)}: ${message}`);
+  mark(id, message);
+  visit(id);
+}
+
+/** Show a setting and move the focus there. */
+function visit(id) {
+  if (!isOpen("settings")) togglePanel("settings");
+  if ($("more").contains($(id))) $("more").open = true;
+  $(id).focus();
+}
+
+function problem(text) {
+  $("problem").textContent = text;
+  $("problem").hidden = !text;
+}
+
+function store(conversation) {
+  conversation.changed = Date.now();
+  if (!save(conversation)) problem("The browser has no space for this conversation: it is lost when the page is closed. Export it, or delete others.");
+  keep("open", chat.id);
+}
+
+const viewOf = (turn) => views.get(turn) ?? views.set(turn, view(turn)).get(turn);
+
+/** Draw the open conversation and the list. While an answer is running, only its turn changes. */
 function show() {
-  views = turns.map((turn) => view(turn, model ?? "Answer"));
-  $("log").replaceChildren(...views.map((one) => one.node));
+  const { turns } = chat;
+  const busy = running.has(chat.id);
   const last = turns.length - 1;
   const lastMessage = turns.findLastIndex((turn) => turn.role === "user");
   turns.forEach((turn, i) => {
-    if (running && i === last) return;
-    const buttons = turn.role === "assistant" && turn.content ? [copyButton(turn)] : [];
-    if (!running && i === last && turn.role === "assistant") buttons.push(button("Retry", () => ask(last)));
-    if (!running && i === lastMessage) buttons.push(button("Edit", () => edit(lastMessage)));
-    views[i].finish(...buttons);
-    if (!running && i === last && turn.calls?.length && !turn.error) views[i].below.append(resultForm(turn));
+    if (busy && i === last) return;
+    const shown = viewOf(turn);
+    const buttons = turn.role === "assistant" && turn.content ? [copyButton("Copy answer", turn.content)] : [];
+    if (!busy && i === last && turn.role === "assistant") buttons.push(button("Retry", () => ask(last)));
+    if (!busy && i === lastMessage) buttons.push(button("Edit", () => edit(lastMessage)));
+    if (turn.wrong && i === last) buttons.push(button(`Show ${nameOf(turn.wrong)}`, () => visit(turn.wrong)));
+    shown.finish(...buttons);
+    if (!busy && i === last && turn.calls?.length && !turn.error) shown.below.append(resultForm(turn));
   });
-  $("send").hidden = running !== null;
-  $("stop").hidden = running === null;
+  arrange(turns.map((turn) => viewOf(turn).node));
+  $("send").hidden = busy;
+  $("stop").hidden = !busy;
   $("editing").hidden = editing === null;
-  toEnd();
+  list();
+  if (following) toEnd();
 }
 
-const button = (textContent, onclick) => el("button", { type: "button", className: "small", textContent, onclick });
+/** Replace the elements of the log from the first one that differs. */
+function arrange(nodes) {
+  const log = $("log");
+  const same = nodes.findIndex((node, i) => log.children[i] !== node);
+  while (log.children.length > (same < 0 ? nodes.length : same)) log.lastChild.remove();
+  if (same >= 0) log.append(...nodes.slice(same));
+}
 
-const copyButton = (turn) =>
-  navigator.clipboard ? button("Copy", (event) => navigator.clipboard.writeText(turn.content).then(() => (event.target.textContent = "Copied"))) : null;
+const list = () => showList(chat, (id) => running.has(id), open, discard);
 
 /** Return a form in which the user enters the results of the functions that the model has called. */
 function resultForm({ calls }) {
@@ -103,17 +150,48 @@ function resultForm({ calls }) {
   const form = el("form", { className: "call" }, ...inputs, el("button", { textContent: "Send results" }));
   form.onsubmit = (event) => {
     event.preventDefault();
-    ask(turns.length, ...calls.map(({ id }, i) => ({ role: "tool", id, content: inputs[i].value })));
+    ask(chat.turns.length, ...calls.map(({ id }, i) => ({ role: "tool", id, content: inputs[i].value })));
   };
   return form;
 }
 
+/** Open a conversation. Answers of others go on. */
+function open(conversation) {
+  chat = conversation;
+  editing = null;
+  following = true;
+  if (chat.turns.length) $("system").value = chat.system;
+  keepSettings();
+  choose(chat.model);
+  keep("open", chat.id);
+  setMessage("");
+  problem("");
+  if (overlaid()) closePanels();
+  show();
+  $("message").focus();
+}
+
+/** Delete a conversation, until the user undoes it. */
+function discard(conversation) {
+  running.get(conversation.id)?.abort();
+  remove(conversation);
+  if (conversation === chat) chat = newConversation();
+  const undo = button("Undo", () => {
+    save(conversation);
+    $("notice").replaceChildren();
+    open(conversation);
+  });
+  $("notice").replaceChildren("The conversation is deleted. ", undo);
+  show();
+  undo.focus();
+}
+
 function send() {
   const content = $("message").value;
-  if (running || !content.trim()) return;
-  const upto = editing ?? turns.length;
-  ask(upto, { role: "user", content });
-  if (!running) return;
+  if (running.has(chat.id) || !content.trim()) return;
+  ask(editing ?? chat.turns.length, { role: "user", content });
+  if (!running.has(chat.id)) return;
+  $("notice").replaceChildren();
   setMessage("");
   $("message").focus();
 }
@@ -121,17 +199,18 @@ function send() {
 function edit(place) {
   editing = place;
   $("editing").hidden = false;
-  setMessage(turns[place].content);
+  setMessage(chat.turns[place].content);
   $("message").focus();
 }
 
 function escape() {
-  if (running) running.abort();
+  if (overlaid()) closePanels();
+  else if (running.has(chat.id)) running.get(chat.id).abort();
   else if (editing !== null) {
     editing = null;
     $("editing").hidden = true;
     setMessage("");
-  } else if (!WIDE.matches) openAside(false);
+  }
 }
 
 function setMessage(text) {
@@ -144,26 +223,33 @@ function fit() {
   $("message").style.height = `${$("message").scrollHeight}px`;
 }
 
-const atEnd = () => $("scroll").scrollHeight - $("scroll").scrollTop - $("scroll").clientHeight < 40;
 const toEnd = () => ($("scroll").scrollTop = $("scroll").scrollHeight);
-
-function openAside(open) {
-  document.body.classList.toggle("settings", open);
-  $("toggle").setAttribute("aria-expanded", String(open));
-}
 
 async function connect() {
   try {
-    model = (await get("v1/models")).data[0].id;
-    $("model").textContent = $("who").textContent = model;
-    document.title = `${model} · Dovetail`;
-    $("problem").hidden = true;
+    await readModels();
+    choose(chat.model);
+    problem("");
+    mark("key");
+    show();
   } catch (error) {
-    $("problem").textContent = error.message;
-    $("problem").hidden = false;
-    $("more").open ||= error.status === 401;
+    problem(error.message);
+    if (error.status !== 401) return;
+    mark("key", "The server requires an API key.");
+    $("more").open = true;
   }
   if ($("parts").open) showParts();
+}
+
+/** Read the stored conversations. An answer that was running when the page was closed is marked. */
+function restore() {
+  load();
+  for (const { turns } of conversations.values()) {
+    const last = turns.at(-1);
+    if (last?.role === "assistant" && !last.finish && !last.error && !last.stopped) last.error = CLOSED;
+  }
+  chat = conversations.get(kept("open", null)) ?? chat;
+  if (chat.turns.length) $("system").value = chat.system;
 }
 
 $("composer").onsubmit = (event) => {
@@ -177,23 +263,31 @@ $("message").onkeydown = (event) => {
   send();
 };
 document.addEventListener("keydown", (event) => event.key === "Escape" && escape());
-$("stop").onclick = () => running?.abort();
-$("new").onclick = () => {
-  running?.abort();
-  turns = [];
-  editing = null;
-  keep("turns", turns);
-  show();
-  $("message").focus();
-};
-$("toggle").onclick = () => openAside(!document.body.classList.contains("settings"));
-$("close").onclick = () => openAside(false);
+$("stop").onclick = () => running.get(chat.id)?.abort();
+$("new").onclick = () => open(newConversation());
+$("export").onclick = downloadAll;
 $("parts").addEventListener("toggle", () => $("parts").open && showParts());
+$("scroll").addEventListener("scroll", () => (following = $("scroll").scrollHeight - $("scroll").scrollTop - $("scroll").clientHeight < 40));
+new ResizeObserver(() => following && toEnd()).observe($("log"));
+addEventListener("beforeunload", () => {
+  leaving = true;
+  setTimeout(() => (leaving = false), 5000); // if the user stays
+});
+addEventListener("pagehide", () => [...running.keys()].forEach((id) => save(conversations.get(id))));
+addEventListener("storage", ({ key }) => {
+  const id = refresh(key);
+  if (!id || running.has(id)) return;
+  if (id === chat.id) chat = conversations.get(id) ?? newConversation();
+  show();
+});
 
 openSettings((id) => {
-  $("problem").hidden = true;
+  problem("");
   if (id === "key") connect();
+  if (id === "model-choice") choseModel("");
+  if (id === "adapter") showChoice();
+  keepSettings();
 });
-openAside(WIDE.matches);
+restore();
 show();
 connect();

@@ -1,4 +1,5 @@
-// Helpers for elements and storage. Texts of the model, the server and the user become text nodes, never markup.
+// Helpers for elements, the storage of the tab and the clipboard. Texts of the model, the server and the user become text
+// nodes, never markup.
 
 export const $ = (id) => document.getElementById(id);
 
@@ -7,6 +8,37 @@ export function el(name, properties = {}, ...children) {
   const node = Object.assign(document.createElement(name), properties);
   node.append(...children.filter((child) => child !== null));
   return node;
+}
+
+/** Return a button without emphasis. */
+export const button = (textContent, onclick) => el("button", { type: "button", className: "small", textContent, onclick });
+
+/** Return a button that copies a text and shows for a moment whether it could. */
+export function copyButton(label, text) {
+  const node = button("Copy", async () => {
+    node.textContent = (await copied(text)) ? "Copied" : "Not copied";
+    setTimeout(() => (node.textContent = "Copy"), 2000);
+  });
+  node.ariaLabel = label;
+  node.setAttribute("aria-live", "polite");
+  return node;
+}
+
+/** Copy a text; returns whether it was copied. The clipboard's own interface exists on https and localhost only. */
+async function copied(text) {
+  try {
+    await navigator.clipboard.writeText(text);
+    return true;
+  } catch {
+    const focused = document.activeElement;
+    const field = el("textarea", { value: text, className: "offscreen" });
+    document.body.append(field);
+    field.select();
+    const done = document.execCommand("copy");
+    field.remove();
+    focused?.focus();
+    return done;
+  }
 }
 
 /** Return the value that this tab has stored under a name. */

@@ -12,7 +12,10 @@ from starlette.responses import Response
 
 FOLDER = Path(__file__).parent
 
-_SHARED = ("page.css", "icon.svg", "dom.js", "api.js", "settings.js", "parts.js", "answer.js", "chat.js", "docs.js")
+_SHARED = (
+    "page.css", "icon.svg", "dom.js", "api.js", "store.js", "settings.js", "models.js", "panels.js", "parts.js", "chats.js",
+    "markdown.js", "answer.js", "chat.js", "docs.js", "vendor/markdown-it.esm.min.mjs", "vendor/LICENSE.txt",
+)  # fmt: skip
 
 PAGES = {"/": "index.html", "/docs": "docs.html", **{f"/ui/{name}": name for name in _SHARED}}
 """The file at each path. None of them needs a key, because they are files of the package and hold no data of the server."""
@@ -21,6 +24,8 @@ _TYPES = {
     ".html": "text/html; charset=utf-8",
     ".css": "text/css; charset=utf-8",
     ".js": "text/javascript; charset=utf-8",
+    ".mjs": "text/javascript; charset=utf-8",
+    ".txt": "text/plain; charset=utf-8",
     ".svg": "image/svg+xml",
 }
 
