@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import itertools
 import json
 import os
 import re
@@ -258,6 +259,37 @@ def test_a_changed_file_is_read_again_and_a_broken_one_is_not(tmp_path, caplog):
     assert acme.running == 0
 
 
+@pytest.mark.parametrize("mode", [0o620, 0o602, 0o666])
+def test_a_file_that_others_may_write_is_refused(tmp_path, mode):
+    path = Path(write(tmp_path / "keys.json", tree()))
+    path.chmod(0o644)
+    assert load_keys(str(path), {}).tenants
+    path.chmod(mode)
+    with pytest.raises(ConfigError, match=rf"mode {mode:o}.*chmod go-w {path}"):
+        load_keys(str(path), {})
+
+
+def test_a_file_that_is_rewritten_all_the_time_is_read_again(tmp_path):
+    path = write(tmp_path / "keys.json", tree())
+    tenants = tenancy(path)
+    value = tree()
+    value["tenants"]["acme"]["max_concurrency"] = 7
+
+    async def story():
+        watch = asyncio.ensure_future(tenants.watch(0.02))
+        async with asyncio.timeout(20):
+            for count in itertools.count():
+                if tenants.tenants["acme"].limits.max_concurrency == 7:
+                    break
+                draft = Path(write(tmp_path / "draft.json", value))
+                os.utime(draft, ns=(count, count))
+                draft.replace(path)
+                await asyncio.sleep(0.002)
+        watch.cancel()
+
+    asyncio.run(story())
+
+
 # the usage log
 
 
@@ -286,17 +318,33 @@ def test_a_log_that_cannot_be_written_is_refused(tmp_path):
         UsageLog(tmp_path / "none" / "usage.jsonl")
 
 
-def test_a_log_that_cannot_be_written_fails_no_request(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_a_log_that_cannot_be_written_fails_no_request(tmp_path: Path, caplog: pytest.LogCaptureFixture):
     folder = tmp_path / "logs"
     folder.mkdir()
     log = UsageLog(folder / "usage.jsonl")
     shutil.rmtree(folder)
-    log.write(entry())
-    assert "No such file" in capsys.readouterr().err
+    for _ in range(3):
+        log.write(entry())
+    assert caplog.text.count("No such file") == 1
+    assert (log.lost, "No such file" in str(log.problem)) == (3, True)
     folder.mkdir()
     log.write(entry())
+    assert (log.lost, log.problem) == (3, None)
     log.close()
     assert json.loads((folder / "usage.jsonl").read_text())["tenant"] == "acme"
+
+
+def test_a_line_of_which_the_disk_took_a_part_does_not_spoil_the_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    log = UsageLog(tmp_path / "usage.jsonl")
+    write_all = os.write
+    with monkeypatch.context() as full:
+        full.setattr(os, "write", lambda file, data: write_all(file, data[:10]))
+        log.write(entry())
+    assert log.problem
+    log.write(entry())
+    log.close()
+    torn, whole = (tmp_path / "usage.jsonl").read_text().splitlines()
+    assert (len(torn), json.loads(whole)["tenant"]) == (10, "acme")
 
 
 def test_a_log_without_keys_is_refused_and_so_are_wrong_origins():

@@ -4,8 +4,12 @@
 """
 
 import asyncio
+import json
 import os
+import random
 import signal
+import socket
+import struct
 import subprocess
 import sys
 import threading
@@ -253,6 +257,39 @@ def test_what_outlasts_the_drain_is_aborted(tmp_path: Path):
         thread.join(PATIENCE)
         assert answers[0].json()["choices"][0]["finish_reason"] == "abort"
         assert process.wait(PATIENCE) == 0
+
+
+def framed(body: bytes) -> bytes:
+    head = f"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: {len(body)}\r\n\r\n"
+    return head.encode() + body
+
+
+def test_connections_that_are_reset_leave_no_traceback(own: httpx.Client, caplog: pytest.LogCaptureFixture):
+    """They are reset at any moment: while a body arrives, while an answer is written, between two pipelined requests."""
+    prompts = (
+        {"prompt": "one two " * 20_000, "max_tokens": 2},
+        {"prompt": "one", "max_tokens": 500},
+        SLOW | {"stream": True},
+    )
+    requests = [2 * framed(json.dumps(prompt).encode()) for prompt in prompts]
+
+    def reset_some(seed: int) -> None:
+        draw = random.Random(seed)
+        for _ in range(12):
+            request = draw.choice(requests)
+            with socket.create_connection((own.base_url.host, own.base_url.port)) as connection:
+                connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+                connection.sendall(request[: draw.choice([len(request), draw.randrange(len(request))])])
+                time.sleep(draw.choice([0, 0.001, 0.02, 0.1]))
+
+    threads = [threading.Thread(target=reset_some, args=(seed,)) for seed in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(PATIENCE)
+    eventually(lambda: own.get("/server_info").json()["open_requests"] == 0)
+    assert "handler is closed" not in caplog.text
+    assert "Traceback" not in caplog.text
 
 
 def test_the_engine_ends_with_its_parent(tmp_path: Path):

@@ -401,6 +401,31 @@ def test_usage_is_counted_and_logged_without_texts(clients: dict[str, httpx.Clie
     assert '"error":"ClientDisconnect"' in text
 
 
+def test_prompts_of_refused_requests_are_not_counted(clients: dict[str, httpx.Client], folder: Path):
+    body = {"prompt": "alpha bravo", "cache_salt": "status:400", "rid": "refused-one"}
+    before = metric(clients, "prompt_tokens_total", "other")[""]
+    assert clients["other"].post("/v1/completions", json=body).status_code == 400
+    lines = (folder / "usage.jsonl").read_text().splitlines()
+    line = next(json.loads(line) for line in lines if '"refused-one"' in line)
+    assert (line["prompt_tokens"], line["completion_tokens"], line["error"]) == (0, 0, "RequestError")
+    assert metric(clients, "prompt_tokens_total", "other")[""] == before
+
+
+def test_a_full_disk_is_reported_and_fails_no_request(folder: Path):
+    server = {"keys": str(folder / "keys.json"), "usage_log": "/dev/full"}
+    headers = {"authorization": f"Bearer {KEYS['ops']}"}
+    with (
+        running_server(config_with(**server), target=run_fake_engine) as url,
+        httpx.Client(base_url=url, headers=headers, timeout=PATIENCE) as client,
+    ):
+        assert client.get("/health").text == "ok"
+        for _ in range(2):
+            assert client.post("/v1/completions", json={"prompt": "a"}).status_code == 200
+        health = client.get("/health")
+        assert (health.status_code, "/dev/full cannot be written: No space left" in health.text) == (200, True)
+        assert "dovetail_usage_log_lost_lines_total 2.0" in client.get("/metrics").text
+
+
 def test_metrics_have_one_label_for_each_name_in_the_file(clients: dict[str, httpx.Client]):
     before = re.search(r"^dovetail_unauthenticated_requests_total (\S+)", clients["ops"].get("/metrics").text, re.M)
     for i in range(5):

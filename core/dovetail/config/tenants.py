@@ -9,6 +9,7 @@ request expensive to check.
 from __future__ import annotations
 
 import hashlib
+import os
 import re
 from collections.abc import Mapping
 from datetime import UTC, datetime
@@ -150,8 +151,22 @@ def load_keys(source: str, env: Mapping[str, str]) -> KeyFile:
     if source.startswith(ENVIRONMENT):
         layer, plain = _from_env(source.removeprefix(ENVIRONMENT), env), True
     else:
+        _refuse_shared(Path(source).expanduser())
         layer, plain = read_file(Path(source), "key file"), False
     return check_keys(layer.tree, layer.origin, plain)
+
+
+def _refuse_shared(file: Path) -> None:
+    """Raise ``ConfigError`` if users other than the owner may write the file, because they could give themselves keys."""
+    try:
+        mode = file.stat().st_mode
+    except OSError:
+        return  # reading it reports this
+    if os.name == "posix" and mode & 0o022:
+        raise ConfigError(
+            f"key file {file} may be written by users other than its owner (mode {mode & 0o777:o}); allowed: 644 and less, "
+            f"as in: chmod go-w {file}"
+        )
 
 
 def check_keys(given: Mapping[str, Any], origin: str, plain: bool = False) -> KeyFile:

@@ -27,9 +27,11 @@ class AbortRequest(ApiModel):
 
 
 async def health(service: Service, request: Request) -> Response:
-    """Answer 200 while requests are accepted, else 503. The text says if generation is paused."""
+    """Answer 200 while requests are accepted, else 503. The text says if generation is paused, and if lines of the usage log are
+    lost."""
     service.check_ready()
-    return PlainTextResponse("paused" if service.paused else "ok")
+    problem = service.problem()
+    return PlainTextResponse(("paused" if service.paused else "ok") + (f", but {problem}" if problem else ""))
 
 
 async def health_generate(service: ApiHost, request: Request) -> Response:

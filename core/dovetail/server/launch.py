@@ -207,6 +207,7 @@ async def _serve(
         service.prompts = load_prompt_hooks(engine.info, config, plugins)
         if tenancy is not None:
             service.tenants = tenancy.start(service.metrics.registry)
+            service.problem = lambda: tenancy.problem
 
         def on_started(server: DrainingServer) -> None:
             seconds = time.perf_counter() - started

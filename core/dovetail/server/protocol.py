@@ -10,6 +10,7 @@ from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
 from dovetail.server.connections import Connection, ConnectionGuard
+from dovetail.server.quiet_transport import QuietTransport
 
 MAX_PIPELINED = 16
 """The largest number of requests that may wait on a connection while an earlier one is answered. The parser cannot stop
@@ -45,8 +46,9 @@ class BoundedProtocol(HttpToolsProtocol, Connection):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """See uvicorn's protocol. Reports the connection to the guard, which may close it."""
-        super().connection_made(transport)
-        self.flow = GatedFlow(transport)
+        quiet = cast(asyncio.Transport, QuietTransport(transport))
+        super().connection_made(quiet)
+        self.flow = GatedFlow(quiet)
         self.address = self.client[0] if self.client else ""
         self.guard.opened(self)
 

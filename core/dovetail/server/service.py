@@ -6,7 +6,7 @@ import asyncio
 import importlib.metadata
 import random
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
@@ -37,7 +37,7 @@ _LARGE = 16_384
 
 class Service(ApiHost):
     """Hold the shared state of one server. While ``draining`` is set, new requests are refused and the running ones finish.
-    ``tenants`` are the names of the server's tenants."""
+    ``tenants`` are the names of the server's tenants. ``problem`` returns what is wrong though requests are served, or None."""
 
     def __init__(
         self, config: Config, engine: EngineHandle, tokenizer: Tokenizer, metrics: Metrics, parsers: OutputParsers
@@ -52,6 +52,7 @@ class Service(ApiHost):
         self.prompts = PromptHooks()
         self.created = int(time.time())
         self.draining = False
+        self.problem: Callable[[], str | None] = lambda: None
         seed = config.server.seed
         self._logs = config.server.log_requests
         self._seeds = None if seed is None else random.Random(seed)

@@ -72,10 +72,9 @@ class OnlineExperiment:
     async def health(self, service: Service, request: Request) -> Response:
         """Answer 200 while requests are accepted, else 503. The answer names arms whose process has ended by itself."""
         service.check_ready()
-        failure = self.engine.failure
-        return PlainTextResponse(
-            f"ok, but an arm has ended ({failure}); the other arms serve its requests" if failure else "ok"
-        )
+        failure, problem = self.engine.failure, service.problem()
+        text = f"ok, but an arm has ended ({failure}); the other arms serve its requests" if failure else "ok"
+        return PlainTextResponse(text + (f"{';' if failure else ', but'} {problem}" if problem else ""))
 
     async def stop(self, service: Service, request: Request) -> Response:
         """Stop an arm: the other arms get its share, its running requests finish, then its process ends."""

@@ -105,9 +105,9 @@ class TenantHost(ApiHost):
             used.cached_tokens += usage.cached
             used.completion_tokens += made
         if self._tenancy.log is not None:
-            self._tenancy.log.write(self._entry(outputs, made, request))
+            self._tenancy.log.write(self._entry(outputs, made, request, refused))
 
-    def _entry(self, outputs: RequestOutputs, made: int, request: ApiRequest) -> UsageEntry:
+    def _entry(self, outputs: RequestOutputs, made: int, request: ApiRequest, refused: bool) -> UsageEntry:
         usage, texts = outputs.usage, self._tenancy.log_texts
         left = None if outputs.finished else "ClientDisconnect"
         return UsageEntry(
@@ -117,8 +117,8 @@ class TenantHost(ApiHost):
             rid=outputs.rid,
             path=self._path,
             outputs=len(outputs.choices),
-            prompt_tokens=usage.prompt,
-            cached_tokens=usage.cached,
+            prompt_tokens=0 if refused else usage.prompt,
+            cached_tokens=0 if refused else usage.cached,
             completion_tokens=made,
             seconds=round(outputs.elapsed, 6),
             finish=[choice.finish.kind.value for choice in outputs.choices if choice.finish is not None],

@@ -20,6 +20,9 @@ logger = logging.getLogger("dovetail.server")
 
 Stamp = tuple[int, int, int]
 
+_MOST_CHANGES = 5
+"""Read a key file that changes in every interval after this number of intervals."""
+
 
 class Tenancy:
     """Hold the keys and tenants of a server. A tenant keeps its counts when its keys change and when its last key is removed."""
@@ -55,7 +58,7 @@ class Tenancy:
     def start(self, registry: CollectorRegistry) -> Mapping[str, Tenant]:
         """Register the metrics and watch the key file until ``stop``. Return the tenants by name, a mapping in which tenants that
         are added later appear too."""
-        registry.register(TenantCollector(self.tenants, lambda: self.unknown))
+        registry.register(TenantCollector(self.tenants, lambda: self.unknown, self.log))
         logger.info("every request needs a key: %s", self.summary)
         self._watch = asyncio.ensure_future(self.watch())
         return self.tenants
@@ -68,13 +71,15 @@ class Tenancy:
             self.log.close()
 
     async def watch(self, seconds: float = 1.0) -> None:
-        """Read the key file again whenever it has changed. An invalid file leaves the keys as they are. Never returns."""
-        seen = self._stamp
+        """Read the key file again whenever it has changed: once it has not changed for one interval, and is therefore complete, or if
+        it changes in every interval. An invalid file leaves the keys as they are. Never returns."""
+        seen, changes = self._stamp, 0
         while True:
             await asyncio.sleep(seconds)
             stamp = await asyncio.to_thread(self._read_stamp)
-            if stamp == seen and stamp != self._stamp:  # the file is complete: it has not changed for one interval
-                self._stamp = stamp
+            changes = changes + 1 if stamp != seen else 0
+            if stamp != self._stamp and (stamp == seen or changes >= _MOST_CHANGES):
+                self._stamp, changes = stamp, 0
                 self.reload()
             seen = stamp
 
@@ -87,6 +92,11 @@ class Tenancy:
             return False
         logger.info("the keys were read again: %s", self.summary)
         return True
+
+    @property
+    def problem(self) -> str | None:
+        """Return why lines of the usage log are lost; None if they are not."""
+        return self.log.problem if self.log is not None else None
 
     @property
     def summary(self) -> str:

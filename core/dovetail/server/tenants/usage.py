@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import logging
+import math
 import os
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import UTC, datetime
-from io import TextIOWrapper
-from logging.handlers import WatchedFileHandler
 from pathlib import Path
 
 import msgspec
@@ -16,6 +17,8 @@ from prometheus_client.registry import Collector
 
 from dovetail.errors import ConfigError
 from dovetail.server.tenants.tenant import Tenant
+
+logger = logging.getLogger("dovetail.server")
 
 _COUNTERS: Mapping[str, tuple[str, Callable[[Tenant], int]]] = {
     "requests": ("Requests that were admitted.", lambda tenant: tenant.used.requests),
@@ -26,17 +29,19 @@ _COUNTERS: Mapping[str, tuple[str, Callable[[Tenant], int]]] = {
     ),
     "generated_tokens": ("Tokens generated for admitted requests.", lambda tenant: tenant.used.completion_tokens),
 }
-_APPEND = os.O_CREAT | os.O_APPEND | os.O_WRONLY
+_APPEND = os.O_CREAT | os.O_APPEND | os.O_WRONLY | os.O_CLOEXEC
+_REPORT_SECONDS = 60.0
 _REASONS = ("requests", "tokens", "concurrency")
 
 
 class TenantCollector(Collector):
     """Collect metrics by tenant. Label values are the names in the key file, never text that clients send."""
 
-    def __init__(self, tenants: Mapping[str, Tenant], unknown: Callable[[], int]) -> None:
+    def __init__(self, tenants: Mapping[str, Tenant], unknown: Callable[[], int], log: UsageLog | None) -> None:
         """``unknown`` returns the number of requests without a known key."""
         self._tenants = tenants
         self._unknown = unknown
+        self._log = log
 
     def collect(self) -> Iterable[Metric]:
         """Yield the metric families with their current values."""
@@ -55,6 +60,11 @@ class TenantCollector(Collector):
                 refused.add_metric([tenant.name, reason], tenant.refused[reason])
         yield refused
         yield running
+        yield CounterMetricFamily(
+            "dovetail_usage_log_lost_lines",
+            "Lines of the usage log that could not be written.",
+            value=0 if self._log is None else self._log.lost,
+        )
         yield CounterMetricFamily(
             "dovetail_unauthenticated_requests", "Requests without a known key.", value=self._unknown()
         )
@@ -83,34 +93,65 @@ class UsageEntry(msgspec.Struct, omit_defaults=True):
 
 class UsageLog:
     """Append JSON lines to a file that only its owner can read. The file may be moved away at any time: the next line starts a
-    new file."""
+    new file.
+
+    A line that cannot be written, for example because the disk is full, is lost and counted in ``lost``; requests are not affected.
+    ``problem`` is why the latest line could not be written; None if it was.
+    """
 
     def __init__(self, path: Path) -> None:
         """Open the file. Raises ``ConfigError`` if it cannot be written."""
+        self._path = path
+        self._torn = False
+        self._reported = -math.inf
+        self.lost = 0
+        self.problem: str | None = None
         try:
-            self._handler = _PrivateHandler(path)
+            self._file = self._open()
         except OSError as error:
             raise ConfigError(f"server.usage_log {str(path)!r} cannot be written: {error.strerror}") from error
 
     def write(self, entry: UsageEntry) -> None:
-        """Write one line. A line that cannot be written is reported on stderr and lost; requests are not affected."""
-        line = msgspec.json.encode(entry).decode()
-        self._handler.handle(logging.LogRecord("dovetail.usage", logging.INFO, "", 0, line, None, None))
+        """Write one line. A line that cannot be written is lost, and reported in the server's log, at most once a minute."""
+        line = msgspec.json.encode(entry) + b"\n"
+        try:
+            self._reopen_if_moved()
+            self._append(b"\n" + line if self._torn else line)
+        except OSError as error:
+            self._lose(error)
+        else:
+            self.problem = None
+
+    def _append(self, line: bytes) -> None:
+        written = os.write(self._file, line)
+        self._torn = written != len(line)
+        if self._torn:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    def _lose(self, error: OSError) -> None:
+        self.lost += 1
+        self.problem = f"the usage log {self._path} cannot be written: {error.strerror}"
+        if time.monotonic() - self._reported > _REPORT_SECONDS:
+            self._reported = time.monotonic()
+            logger.error("%s; %d lines are lost so far", self.problem, self.lost)
+
+    def _reopen_if_moved(self) -> None:
+        now = os.fstat(self._file)
+        try:
+            there = os.stat(self._path)
+        except FileNotFoundError:
+            there = None
+        if there is None or (there.st_dev, there.st_ino) != (now.st_dev, now.st_ino):
+            file = self._open()
+            os.close(self._file)
+            self._file, self._torn = file, False
+
+    def _open(self) -> int:
+        return os.open(self._path, _APPEND, 0o600)
 
     def close(self) -> None:
         """Close the file."""
-        self._handler.close()
-
-
-class _PrivateHandler(WatchedFileHandler):
-    def emit(self, record: logging.LogRecord) -> None:
-        try:
-            super().emit(record)
-        except OSError:  # the file was moved away, and a new one cannot be created
-            self.handleError(record)
-
-    def _open(self) -> TextIOWrapper:
-        return os.fdopen(os.open(self.baseFilename, _APPEND, 0o600), "a", encoding="utf-8")
+        os.close(self._file)
 
 
 def timestamp(seconds: float) -> str:
