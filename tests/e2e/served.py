@@ -7,9 +7,29 @@ import signal
 import subprocess
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import httpx
+
+
+@contextmanager
+def killed_at_end(process: subprocess.Popen[str]) -> Iterator[subprocess.Popen[str]]:
+    """Kill the process at the end if it still runs, so that a test that fails does not wait for it."""
+    with process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+def is_gone(pid: int) -> bool:
+    """Return True if a process has ended, though its parent may not have noticed."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return True
+    return stat.rpartition(")")[2].split()[0] == "Z"
 
 
 @contextmanager

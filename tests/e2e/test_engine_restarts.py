@@ -8,16 +8,19 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 from fake_engine import run_fake_engine, run_fragile_engine
+from served import is_gone, killed_at_end
 
 from dovetail.config import Config
 from dovetail.errors import EngineError
@@ -163,30 +166,43 @@ def test_a_heartbeat_does_not_count_time_in_which_the_server_was_stopped():
 
 SERVE = """
 import sys; sys.path.insert(0, {here!r})
+from functools import partial
 import fake_engine
 from dovetail.cli import main
-from dovetail.config import Config
-from dovetail.errors import EngineDeadError
-from dovetail.server.launch import serve
-import logging; logging.basicConfig(level="INFO", stream=sys.stdout, format="%(message)s")
+from dovetail.server import launch
 if __name__ == "__main__":
-    print("begins", flush=True)
-    try:
-        serve(Config.model_validate({{"server": {{"port": 0, "drain_seconds": 0.3}}, "supervision": {supervision!r}}}), target=fake_engine.{target})
-    except EngineDeadError as error:
-        sys.exit(70)
+    launch.serve = partial(launch.serve, target=fake_engine.{target})
+    main(["serve", "--set", "server.port=0", "--set", "server.drain_seconds=0.3", *{settings!r}])
 """
 
 
-def start(tmp_path: Path, target: str = "run_fake_engine", **supervision: Any) -> subprocess.Popen[str]:
-    """Start a server in a separate process, with a folder for temporary files of its own."""
-    file, temporary = tmp_path / "serve.py", tmp_path / "temporary"
-    temporary.mkdir()
-    file.write_text(SERVE.format(here=str(Path(__file__).parent), supervision=supervision, target=target))
-    environment = {**os.environ, "TMPDIR": str(temporary)}
-    return subprocess.Popen(
-        [sys.executable, str(file)], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment
+@pytest.fixture
+def temporary() -> Iterator[Path]:
+    """Yield a folder whose path is short enough for the sockets of an engine, which that of ``tmp_path`` may not be."""
+    with tempfile.TemporaryDirectory(prefix="t-", dir="/tmp") as folder:
+        yield Path(folder)
+
+
+@contextmanager
+def started(
+    tmp_path: Path, temporary: Path, target: str = "run_fake_engine", **supervision: Any
+) -> Iterator[subprocess.Popen[str]]:
+    """Start a server in a separate process, whose temporary files are in ``temporary``."""
+    file = tmp_path / "serve.py"
+    settings = [word for key, value in supervision.items() for word in ("--set", f"supervision.{key}={value}")]
+    file.write_text(SERVE.format(here=str(Path(__file__).parent), settings=settings, target=target))
+    process = subprocess.Popen(
+        [sys.executable, str(file)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env={**os.environ, "TMPDIR": str(temporary)},
+        preexec_fn=partial(
+            signal.signal, signal.SIGINT, signal.SIG_DFL
+        ),  # a shell's background job inherits it ignored
     )
+    with killed_at_end(process):
+        yield process
 
 
 def url_of(process: subprocess.Popen[str]) -> str:
@@ -196,57 +212,65 @@ def url_of(process: subprocess.Popen[str]) -> str:
 
 
 @pytest.mark.parametrize("most", [0, 1])
-def test_after_the_last_restart_the_server_ends(tmp_path: Path, most: int):
-    process = start(tmp_path, max_restarts=most, backoff_seconds=0.01)
-    with process, httpx.Client(base_url=url_of(process), timeout=PATIENCE) as client:
-        assert [*(tmp_path / "temporary").iterdir()] == []  # nothing is left, even if the server is killed now
+def test_after_the_last_restart_the_server_ends(tmp_path: Path, temporary: Path, most: int):
+    with (
+        started(tmp_path, temporary, max_restarts=most, backoff_seconds=0.01) as process,
+        httpx.Client(base_url=url_of(process), timeout=PATIENCE) as client,
+    ):
+        assert [*temporary.iterdir()] == []  # nothing is left, even if the server is killed now
         for death in range(most + 1):
             eventually(lambda n=death: healthy(client) and metric(client, "dovetail_engine_restarts_total") == n)
             assert complete(client, cache_salt="exit").status_code == 503
         assert process.wait(PATIENCE) == 70
 
 
-def test_sigterm_with_an_engine_that_hangs(tmp_path: Path):
-    process = start(tmp_path, stall_seconds=0.5, kill_seconds=600)
-    with process, httpx.Client(base_url=url_of(process), timeout=PATIENCE) as client:
-        answers: dict[str, list[httpx.Response]] = {path: [] for path in FORMATS}
-        threads = [
-            post_in_thread(client, body | {"cache_salt": "slow"} if path.startswith("/v1/comp") else body, found, path)
-            for (path, (body, _)), found in zip(FORMATS.items(), answers.values(), strict=True)
-        ]
+def test_sigterm_with_an_engine_that_hangs(tmp_path: Path, temporary: Path):
+    """No request has begun its answer: the engine hangs before it reads them."""
+    with (
+        started(tmp_path, temporary, stall_seconds=1.5, kill_seconds=600) as process,
+        httpx.Client(base_url=url_of(process), timeout=PATIENCE) as client,
+    ):
         stuck = post_in_thread(client, {"prompt": "x", "cache_salt": "hang:600"}, [])
-        eventually(lambda: info(client)["open_requests"] > len(FORMATS) // 2)
+        eventually(lambda: info(client)["open_requests"] == 1)
+        answers: dict[str, list[httpx.Response]] = {path: [] for path in FORMATS}
+        threads = [post_in_thread(client, FORMATS[path][0], found, path) for path, found in answers.items()]
+        eventually(lambda: info(client)["open_requests"] == len(FORMATS) + 1 or info(client)["status"] == "stalled")
         pid = info(client)["engine_pid"]
         process.send_signal(signal.SIGTERM)
         for thread in (*threads, stuck):
             thread.join(PATIENCE)
         assert process.wait(PATIENCE) == 70
-        assert not Path(f"/proc/{pid}").exists()
+        assert is_gone(pid)
     for path, (_, field) in FORMATS.items():
         (answer,) = answers[path]
         assert answer.status_code == 503, path
         assert answer.json()[field], path
 
 
-def test_sigterm_with_an_idle_engine_that_hangs(tmp_path: Path):
-    process = start(tmp_path)
-    with process, httpx.Client(base_url=url_of(process), timeout=PATIENCE) as client:
+def test_sigterm_with_an_idle_engine_that_hangs(tmp_path: Path, temporary: Path):
+    with (
+        started(tmp_path, temporary) as process,
+        httpx.Client(base_url=url_of(process), timeout=PATIENCE) as client,
+    ):
         pid = info(client)["engine_pid"]
         os.kill(pid, signal.SIGSTOP)
         process.send_signal(signal.SIGTERM)
         assert process.wait(PATIENCE) == 70
-        assert not Path(f"/proc/{pid}").exists()
+        assert is_gone(pid)
 
 
-def test_sigterm_while_the_engine_starts(tmp_path: Path):
-    process = start(tmp_path, "run_endless_start")
-    with process:
-        eventually(lambda: any((tmp_path / "temporary").glob("dovetail-*")) and len(descendants(process.pid)) > 1)
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 0), (signal.SIGINT, 130)])
+def test_a_signal_while_the_engine_starts(tmp_path: Path, temporary: Path, number: signal.Signals, status: int):
+    """An orchestrator that stops the server sees no failure."""
+    with started(tmp_path, temporary, "run_endless_start") as process:
+        eventually(lambda: any(temporary.glob("dovetail-*")) and len(descendants(process.pid)) > 1)
         children = descendants(process.pid)
-        process.send_signal(signal.SIGTERM)
-        assert process.wait(PATIENCE) == 0
-    assert [*(tmp_path / "temporary").iterdir()] == []
-    eventually(lambda: not any(Path(f"/proc/{child.pid}").exists() for child in children))
+        process.send_signal(number)
+        assert process.wait(PATIENCE) == status
+        assert process.stdout
+        assert "Traceback" not in process.stdout.read()
+    assert [*temporary.iterdir()] == []
+    eventually(lambda: all(is_gone(child.pid) for child in children))
 
 
 def test_processes_that_outlive_the_engine_are_ended():

@@ -7,13 +7,11 @@ left behind.
 import asyncio
 import json
 import random
-import signal
 import socket
 import subprocess
 import sys
 import threading
 import time
-from functools import partial
 from pathlib import Path
 
 import httpx
@@ -283,21 +281,6 @@ def test_a_port_taken_while_the_engine_loads():
         config = Config.model_validate({"server": {"port": rival.getsockname()[1], "log_level": "error"}})
         with pytest.raises(ConfigError, match=r"server\.port.*in use"), running_server(config, target=run_fake_engine):
             pass
-
-
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_while_the_engine_loads(number: signal.Signals):
-    command = [DOVETAIL, "serve", "--set", "server.port=0", "--set", "threads=1"]
-    default = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)  # a shell's background job inherits SIGINT ignored
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, preexec_fn=default)
-    with process:
-        assert process.stderr
-        process.stderr.readline()  # the engine process is up
-        process.send_signal(number)
-        rest = process.stderr.read()  # ends when both processes have
-        # an orchestrator that stops the server sees no failure
-        assert (process.wait(30) == 0) == (number == signal.SIGTERM)
-        assert "Traceback" not in rest
 
 
 @pytest.mark.parametrize(

@@ -20,6 +20,7 @@ from pathlib import Path
 import httpx
 import pytest
 from fake_engine import run_broken_engine, run_fake_engine, run_stuck_engine
+from served import is_gone, killed_at_end
 
 from dovetail.config import Config
 from dovetail.errors import ConfigError, EngineDeadError, EngineError
@@ -159,7 +160,7 @@ def test_an_engine_that_fails_ends_though_its_loop_cannot_be_closed():
         pid = client.get("/server_info").json()["engine_pid"]
         answer = client.post("/v1/completions", json={"prompt": "x", "cache_salt": "raise"})
         assert (answer.status_code, "scripted failure" in answer.text) == (503, True)
-        eventually(lambda: engine_is_gone(pid))
+        eventually(lambda: is_gone(pid))
         for path in ("/health", "/health_generate"):
             answer = client.get(path)
             assert (answer.status_code, "scripted failure" in answer.text) == (503, True)
@@ -221,18 +222,10 @@ def post_in_thread(url: str, body: dict, answers: list[httpx.Response]) -> threa
     return thread
 
 
-def engine_is_gone(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return True
-    return False
-
-
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_drains(tmp_path: Path, number: signal.Signals):
     process, url = start(tmp_path, drain=20)
-    with process, httpx.Client(base_url=url, timeout=PATIENCE) as client:
+    with killed_at_end(process), httpx.Client(base_url=url, timeout=PATIENCE) as client:
         answers: list[httpx.Response] = []
         thread = post_in_thread(url, SLOW | {"max_tokens": 120}, answers)  # 2.4 s, in which it must be seen to drain
         eventually(lambda: running(client) == 1)
@@ -244,12 +237,12 @@ def test_a_signal_drains(tmp_path: Path, number: signal.Signals):
         thread.join(PATIENCE)
         assert answers[0].json()["usage"]["completion_tokens"] == 120
         assert process.wait(PATIENCE) == 0
-        assert engine_is_gone(pid)
+        assert is_gone(pid)
 
 
 def test_what_outlasts_the_drain_is_aborted(tmp_path: Path):
     process, url = start(tmp_path, drain=0.3)
-    with process, httpx.Client(base_url=url, timeout=PATIENCE) as client:
+    with killed_at_end(process), httpx.Client(base_url=url, timeout=PATIENCE) as client:
         answers: list[httpx.Response] = []
         thread = post_in_thread(url, SLOW, answers)
         eventually(lambda: running(client) == 1)
@@ -275,7 +268,7 @@ def test_connections_that_are_reset_leave_no_traceback(own: httpx.Client, caplog
 
     def reset_some(seed: int) -> None:
         draw = random.Random(seed)
-        for _ in range(12):
+        for _ in range(6):
             request = draw.choice(requests)
             with socket.create_connection((own.base_url.host, own.base_url.port)) as connection:
                 connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
@@ -294,11 +287,11 @@ def test_connections_that_are_reset_leave_no_traceback(own: httpx.Client, caplog
 
 def test_the_engine_ends_with_its_parent(tmp_path: Path):
     process, url = start(tmp_path, drain=20)
-    with process:
+    with killed_at_end(process):
         pid = httpx.get(f"{url}/server_info", timeout=PATIENCE).json()["engine_pid"]
         process.kill()
         process.wait(PATIENCE)
-        eventually(lambda: engine_is_gone(pid))
+        eventually(lambda: is_gone(pid))
 
 
 def test_the_client_by_itself():

@@ -16,7 +16,7 @@ EXIT_STATUS = {
     FAILED: "It failed for a reason that is no wrong setting: the engine cannot start, a check or a measurement failed.",
     USER_ERROR: "A wrong flag, config, plugin or file. One message on standard error says what to change.",
     70: "`dovetail serve`: the engine was lost while serving.",
-    INTERRUPTED: "Ctrl-C, except for `dovetail serve`.",
+    INTERRUPTED: "Ctrl-C; for `dovetail serve` only before it was ready.",
 }
 """Document the exit status of commands, for docs/cli.md. `dovetail ab` has its own (docs/ab.md)."""
 

@@ -53,14 +53,17 @@ def serve(
     target: EngineTarget = run_engine,
     prepare: Prepare = single_engine,
 ) -> None:
-    """Serve until SIGINT or SIGTERM, then drain and return. A second signal stops the server at once. The hooks of ``registry``
-    may add metrics. ``target`` is what an engine process runs. ``prepare`` returns the engine and what is added to the
-    application; a config with an experiment needs ``experiment.online.serving.prepare_experiment``. Raises ``ConfigError`` or
+    """Serve until SIGINT or SIGTERM, then drain and return. A second signal stops the server at once. Before the engine is ready,
+    SIGTERM makes this function return, and SIGINT raises ``KeyboardInterrupt``. The hooks of ``registry`` may add metrics.
+    ``target`` is what an engine process runs. ``prepare`` returns the engine and what is added to the application; a config with an experiment needs ``experiment.online.serving.prepare_experiment``. Raises ``ConfigError`` or
     ``EngineError`` if the server cannot start, and at the end ``EngineDeadError`` if the engine process has failed."""
     started = time.perf_counter()
     raise_descriptors()
     with _bind(config) as listener, asyncio.Runner(loop_factory=_loop_factory()) as runner:
-        failure = runner.run(_serve(config, registry, target, prepare, listener, started, lambda _: _freeze()))
+        try:
+            failure = runner.run(_serve(config, registry, target, prepare, listener, started, lambda _: _freeze()))
+        except asyncio.CancelledError:  # by _cancelled_by_signal
+            return
     if failure is not None:
         raise EngineDeadError(f"the engine process had ended: {failure}")
 
@@ -194,13 +197,8 @@ async def _serve(
     plugins = registry or load_plugins(config.plugins)
     parts = await prepare(config, plugins, target, tokenizer)
     engine = parts.engine
-    with _cancelled_by_signal() as start:
-        try:
-            await engine.start()
-        except asyncio.CancelledError:
-            if start.signalled:
-                return None
-            raise
+    with _cancelled_by_signal():
+        await engine.start()
     try:
         parsers = load_parsers(engine.info, config, tokenizer, plugins)
         service = Service(config, engine, tokenizer, _metrics(config, engine, registry), parsers)
@@ -230,29 +228,22 @@ async def _serve(
     return engine.failure
 
 
-class _StartUp:
-    """Hold whether a signal has ended the start."""
-
-    signalled = False
-
-
 @contextlib.contextmanager
-def _cancelled_by_signal() -> Iterator[_StartUp]:
+def _cancelled_by_signal() -> Iterator[None]:
     """Let SIGTERM cancel the task that runs the block, so that it cleans up. Signals reach the main thread only; in other threads
     nothing changes."""
-    start, task, loop = _StartUp(), asyncio.current_task(), asyncio.get_running_loop()
+    task, loop = asyncio.current_task(), asyncio.get_running_loop()
     if threading.current_thread() is not threading.main_thread() or task is None:
-        yield start
+        yield
         return
 
     def cancel(number: int, frame: FrameType | None) -> None:
-        start.signalled = True
         logger.info("SIGTERM: the start is given up")
         loop.call_soon_threadsafe(task.cancel)
 
     previous = signal.signal(signal.SIGTERM, cancel)
     try:
-        yield start
+        yield
     finally:
         signal.signal(signal.SIGTERM, previous)
 

@@ -10,7 +10,6 @@ from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
 from dovetail.server.connections import Connection, ConnectionGuard
-from dovetail.server.quiet_transport import QuietTransport
 
 MAX_PIPELINED = 16
 """The largest number of requests that may wait on a connection while an earlier one is answered. The parser cannot stop
@@ -43,19 +42,24 @@ class BoundedProtocol(HttpToolsProtocol, Connection):
         Connection.__init__(self)
         self._head_bytes = 0
         self._refused = False
+        self._running: RequestResponseCycle | None = None  # may be before ``cycle``, the one that was parsed last
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """See uvicorn's protocol. Reports the connection to the guard, which may close it."""
-        quiet = cast(asyncio.Transport, QuietTransport(transport))
-        super().connection_made(quiet)
-        self.flow = GatedFlow(quiet)
+        super().connection_made(transport)
+        self.flow = GatedFlow(transport)
         self.address = self.client[0] if self.client else ""
         self.guard.opened(self)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """See uvicorn's protocol. Requests that wait in the pipeline are dropped."""
+        """See uvicorn's protocol. Requests that wait in the pipeline are dropped, and the one that runs learns that its client has
+        gone, even if another request was parsed after it."""
         self.guard.closed(self)
         self.pipeline.clear()
+        running = self._running
+        if running is not None and not running.response_complete:
+            running.disconnected = True
+            running.message_event.set()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
@@ -147,9 +151,11 @@ class BoundedProtocol(HttpToolsProtocol, Connection):
         """See uvicorn's protocol. If the body of the request is incomplete, the guard waits for its end for a short time."""
         reading = self.cycle is not None and self.cycle.response_complete and self.cycle.more_body
         super().on_response_complete()
+        if self.transport.is_closing():
+            return
         if not self.pipeline:
             self._gate(False)
-        if self.is_answering or self.transport.is_closing():
+        if self.is_answering:
             return
         if reading:
             self._unset_keepalive_if_required()
@@ -157,6 +163,10 @@ class BoundedProtocol(HttpToolsProtocol, Connection):
             self.guard.lingers(self)
         else:
             self.guard.answered(self)
+
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
+        self._running = cycle
+        super()._start_asgi_task(cycle, app)
 
     @property
     def is_answering(self) -> bool:
