@@ -36,6 +36,7 @@ lint: setup
 	$(BIN)/ruff format --check .
 	$(BIN)/lint-imports
 	$(BIN)/python tools/check_style.py
+	$(BIN)/python tools/check_deploy.py
 	$(BIN)/pyright
 
 setup: $(INSTALLED)
