@@ -17,8 +17,11 @@ import typer
 import yaml
 
 from dovetail.cli import main
+from dovetail.cli.serve import read_arguments
+from dovetail.engine.kernel_set import kernel_set
 from dovetail.interfaces.features import Feature
-from dovetail.registry import ComponentKind, Requirement
+from dovetail.ops.triton.kernel_cache import mark_file
+from dovetail.registry import ComponentKind, Machine, Requirement, resolve
 from dovetail.registry import loader as loader_module
 
 K = ComponentKind
@@ -99,6 +102,30 @@ def test_explain_shows_every_candidate_and_its_verdict(cli, fakes):
     assert tree["chosen"]["attention.decode"]["name"] == "plain"
     assert tree["config"]["model"]["dtype"] == "bfloat16"
     assert tree["machine"]["compute_capability"] == [9, 0]
+
+
+def test_explain_shows_the_kernel_cache_and_whether_a_start_finds_it_filled(cli, fakes, tmp_path, monkeypatch):
+    """An engine leaves the file of ``mark_file`` once its kernels are compiled; see ``KernelsAhead``."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache"))
+    arguments = ["explain", "--model", str(fakes.directory), "--assume", "sm90"]
+
+    def shown():
+        return " ".join(cli(*arguments)[1].split())
+
+    assert "0 kernels, 0.0 MiB; not filled for this config on compute capability 9.0 with Triton" in shown()
+    kernel = tmp_path / "cache" / "HASH" / "kernel.cubin"
+    kernel.parent.mkdir(parents=True)
+    kernel.write_bytes(b"x" * 2**20)
+    config, registry = read_arguments((str(fakes.directory),), (), {}, dict(os.environ))
+    file = mark_file(90, kernel_set(resolve(config, registry, Machine.assume("sm90"))))
+    file.parent.mkdir()
+    file.touch()
+    assert "1 kernels, 1.0 MiB; filled for this config" in shown()
+    found = json.loads(cli(*arguments, "--json")[1])["kernel_cache"]
+    assert (found["path"], found["kernels"], found["filled"]) == (str(tmp_path / "cache"), 1, True)
+    assert not json.loads(cli(*arguments, "--json", "--dtype", "float16")[1])["kernel_cache"]["filled"]
+    assert json.loads(cli(*arguments[:-1], "sm80", "--json")[1])["kernel_cache"]["filled"] is False
+    assert json.loads(cli(*arguments[:-1], "cpu", "--json")[1])["kernel_cache"] is None
 
 
 def test_config_show_saved_is_a_config_that_means_the_same(cli, tmp_path):

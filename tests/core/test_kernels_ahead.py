@@ -5,6 +5,9 @@ capability 9.0, which needs no GPU.
 """
 
 import logging
+import os
+import subprocess
+import sys
 import threading
 import time
 
@@ -15,8 +18,9 @@ from triton.runtime import driver
 
 from dovetail.ops.triton import ahead as module
 from dovetail.ops.triton import decode, filters, launch, matmul, norm, rotary, sampling, verify
-from dovetail.ops.triton.ahead import KernelsAhead, cache_directory
+from dovetail.ops.triton.ahead import KernelsAhead
 from dovetail.ops.triton.compile_worker import AbsentDevice
+from dovetail.ops.triton.kernel_cache import cache_directory
 from dovetail.ops.triton.launch import INTERPRETED
 from dovetail.ops.triton.tuning import ProductTile
 from dovetail_attention.triton.schedule import Schedule, ScheduleEntries, fill
@@ -259,6 +263,24 @@ def test_a_hook_of_something_else_is_left_alone(device, monkeypatch):
     ahead.close()
     assert knobs.runtime.jit_cache_hook is print
     monkeypatch.undo()
+
+
+def test_every_process_names_the_kernels_of_a_config_alike():
+    """Otherwise each start would start processes that find nothing to compile. The order of a set depends on the
+    process."""
+    code = (
+        "import os, sys; from dovetail.cli.serve import read_arguments; from dovetail.registry import Machine, resolve; "
+        "from dovetail.engine.kernel_set import kernel_set; assert 'torch' not in sys.modules; "
+        "config, registry = read_arguments(('tiny',), sys.argv[1:], {}, dict(os.environ)); "
+        "print(kernel_set(resolve(config, registry, Machine.assume('sm90'))))"
+    )
+
+    def named(seed, *sets):
+        env = {**os.environ, "PYTHONHASHSEED": seed}
+        return subprocess.run([sys.executable, "-c", code, *sets], env=env, check=True, capture_output=True).stdout
+
+    assert named("1") == named("2", "scheduler.chunk_size=512")
+    assert named("1") != named("1", "model.dtype=float16")
 
 
 def test_the_cache_is_in_the_cache_directory_of_the_user(monkeypatch, tmp_path):

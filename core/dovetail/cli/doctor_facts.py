@@ -175,18 +175,18 @@ def _tool(name: str) -> str:
 def _caches() -> list[CacheFacts]:
     from dovetail.ops.cpu.library import cache_dir
 
-    found = [_cache("CPU", cache_dir(), "kernels-*.so")]
+    found = [read_cache("CPU", cache_dir(), "kernels-*.so")]
     if importlib.util.find_spec("triton"):
-        from dovetail.ops.triton.ahead import cache_directory
+        from dovetail.ops.triton.kernel_cache import cache_directory
 
-        found.append(_cache("Triton", cache_directory(), "*/*.cubin"))
+        found.append(read_cache("Triton", cache_directory(), "*/*.cubin"))
     if importlib.util.find_spec("flashinfer"):
         base = Path(os.environ.get("FLASHINFER_WORKSPACE_BASE") or Path.home())
-        found.append(_cache("FlashInfer", base / ".cache" / "flashinfer", "*/*/cached_ops/*/*.so"))
+        found.append(read_cache("FlashInfer", base / ".cache" / "flashinfer", "*/*/cached_ops/*/*.so"))
     return found
 
 
-def _cache(what: str, path: Path, kernels: str) -> CacheFacts:
+def read_cache(what: str, path: Path, kernels: str) -> CacheFacts:
     """Read the directory ``path``, which need not exist. Only files that ``kernels`` matches are counted as kernels."""
     base = next(folder for folder in (path, *path.parents) if folder.exists())
     size = 0

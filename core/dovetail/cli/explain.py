@@ -42,7 +42,7 @@ def _explain(
     machine = Machine.assume(assume) if assume else Machine.detect(config.device)
     resolved = resolve(config, registry, machine)
     if as_json:
-        typer.echo(json.dumps(resolved.to_json(), indent=2))
+        typer.echo(json.dumps({**resolved.to_json(), "kernel_cache": _kernel_cache(resolved)}, indent=2))
     else:
         _print(resolved)
 
@@ -59,6 +59,37 @@ def _print(resolved: Resolved) -> None:
     out.print("", _grid(resolved, narrow=out.width < NARROW))
     for line in _unused(resolved):
         out.print(line, style="yellow", soft_wrap=True, markup=False)
+    cache = _kernel_cache(resolved)
+    if cache is not None:
+        out.print(_kernel_cache_line(cache), markup=False, highlight=False)
+
+
+def _kernel_cache(resolved: Resolved) -> dict[str, Any] | None:
+    """Return what Triton's cache holds, and whether it has all kernels that a start with this config compiles ahead. None
+    on a CPU and without Triton."""
+    from dovetail.cli.doctor_facts import read_cache
+    from dovetail.engine.kernel_set import kernel_set
+    from dovetail.ops.triton.kernel_cache import cache_directory, mark_file, triton_version
+
+    capability, triton = resolved.machine.compute_capability, triton_version()
+    if capability is None or not triton:
+        return None
+    facts = read_cache("Triton", cache_directory(), "*/*.cubin")
+    major, minor = capability
+    return {
+        "path": str(facts.path),
+        "kernels": facts.kernels,
+        "bytes": facts.size,
+        "filled_for": {"compute_capability": [major, minor], "triton": triton},
+        "filled": mark_file(10 * major + minor, kernel_set(resolved)).exists(),
+    }
+
+
+def _kernel_cache_line(cache: dict[str, Any]) -> str:
+    major, minor = cache["filled_for"]["compute_capability"]
+    this = f"this config on compute capability {major}.{minor} with Triton {cache['filled_for']['triton']}"
+    state = f"filled for {this}" if cache["filled"] else f"not filled for {this}: the next start compiles what it lacks"
+    return f"kernel cache {cache['path']}: {cache['kernels']} kernels, {cache['bytes'] / 2**20:.1f} MiB; {state}"
 
 
 def _grid(resolved: Resolved, *, narrow: bool) -> Table:

@@ -15,6 +15,7 @@ from dovetail.engine.captures import CaptureAgreement, capture_all
 from dovetail.engine.draft_runtime import EngineDraftRuntime
 from dovetail.engine.graphs import DecodeGraphs
 from dovetail.engine.inputs import Inputs
+from dovetail.engine.kernel_set import kernel_set
 from dovetail.engine.memory import agreed_budget, budget_for
 from dovetail.engine.mesh import local_info, rank_device
 from dovetail.engine.needs import GraphNeeds, captures_trees, measure_needs, verify_sizes
@@ -79,7 +80,14 @@ class Engine:
             Feature.ATTN_REHEARSAL in chosen.spec.offers
             for chosen in (resolved.attention_prefill, resolved.attention_decode)
         ]
-        self.warm_up = WarmUp(self.device, info, mesh, attend_prefill=rehearses[0], attend_decode=rehearses[1])
+        self.warm_up = WarmUp(
+            self.device,
+            info,
+            mesh,
+            attend_prefill=rehearses[0],
+            attend_decode=rehearses[1],
+            kernel_set=kernel_set(resolved),
+        )
         try:
             self._build(resolved, eos_token_ids)
         except BaseException:

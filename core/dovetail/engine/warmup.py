@@ -69,8 +69,10 @@ class WarmUp:
         *,
         attend_prefill: bool = True,
         attend_decode: bool = True,
+        kernel_set: str = "",
     ) -> None:
-        """The processes that compile start now, unless an earlier engine with such a model has left nothing to compile.
+        """The processes that compile start now, unless an earlier engine with the same ``kernel_set`` (see
+        ``engine.kernel_set``) has left nothing to compile.
         All ranks of ``mesh`` call the same methods. ``attend_prefill`` and ``attend_decode`` are True if the attention
         backend offers attention.rehearsal; otherwise attention is left out of the steps that only note or load kernels,
         because it would read memory that Triton has not written."""
@@ -78,13 +80,13 @@ class WarmUp:
         self._attend_prefill, self._attend_decode = attend_prefill, attend_decode
         self._kernel_cache: str | None = None
         if device.type == "cuda":
-            from dovetail.ops.triton.ahead import cache_directory
+            from dovetail.ops.triton.kernel_cache import cache_directory
 
             self._kernel_cache = str(cache_directory())
         self._likely: list[GraphKey] = []  # steps to capture as soon as their kernels are compiled
         self._idle: IdleCaptures | None = None  # while graphs are missing that were begun to be captured
         self._layers = LAYERS_WITH_WINDOWS if Feature.ATTN_SLIDING_WINDOW in info.needs else LAYERS
-        self._kernels = _kernels_ahead(device, info, mesh.tp.size)
+        self._kernels = _kernels_ahead(device, kernel_set, mesh.tp.size)
 
     @property
     def kernel_cache(self) -> str | None:
@@ -307,12 +309,12 @@ def likely_keys(graphs: DecodeGraphs) -> Iterator[GraphKey]:
     return (GraphKey(rows, shared, variant) for shared in graphs.shared for variant in VARIANTS for rows in sizes)
 
 
-def _kernels_ahead(device: torch.device, info: ModelInfo, ranks: int) -> KernelsAhead | None:
+def _kernels_ahead(device: torch.device, kernel_set: str, ranks: int) -> KernelsAhead | None:
     if device.type != "cuda":
         return None
     from dovetail.ops.triton.ahead import KernelsAhead
 
     major, minor = torch.cuda.get_device_capability(device)
     processors = (len(os.sched_getaffinity(0)) - 1) // ranks  # the ranks compile the same kernels at the same time
-    kernels = KernelsAhead(10 * major + minor, f"{ranks} {info!r}", max(1, min(MOST_PROCESSES, processors)))
+    kernels = KernelsAhead(10 * major + minor, kernel_set, max(1, min(MOST_PROCESSES, processors)))
     return kernels if kernels.is_active else None

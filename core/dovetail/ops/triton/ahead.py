@@ -7,7 +7,6 @@ many processors as there are. If a kernel is launched while a process compiles i
 
 from __future__ import annotations
 
-import hashlib
 import json
 import logging
 import os
@@ -22,6 +21,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
+from dovetail.ops.triton.kernel_cache import cache_directory, mark_file
 from dovetail.ops.triton.launch import INTERPRETED
 
 log = logging.getLogger(__name__)
@@ -70,16 +70,6 @@ class KernelCounts(NamedTuple):
     failed: int = 0
 
 
-def cache_directory() -> Path:
-    """Return the directory of Triton's cache. If TRITON_CACHE_DIR is not set, set it to a directory in the user's cache
-    directory (XDG_CACHE_HOME, by default ~/.cache). Triton keys the cache by its version, the kernels' source and the
-    device's capability."""
-    if not os.environ.get("TRITON_CACHE_DIR"):
-        home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-        os.environ["TRITON_CACHE_DIR"] = str(home / "dovetail" / "triton")
-    return Path(os.environ["TRITON_CACHE_DIR"])
-
-
 def _make_driver() -> None:
     """Have Triton make what launches kernels on the device. With an empty cache, this compiles C."""
     from triton.runtime import driver
@@ -102,7 +92,7 @@ class KernelsAhead:
         before."""
         self.waited = 0.0  # seconds for which launches have waited for processes
         self.directory = cache_directory()
-        self._capability, self._marks = capability, self.directory / "dovetail-ahead"
+        self._capability = capability
         self._processes = processes
         self._known: set[KernelTask] = set()
         self._seen: set[tuple[int, str]] = set()  # kernels and their keys in Triton, so that each is noted once
@@ -112,7 +102,7 @@ class KernelsAhead:
         self._compiler: subprocess.Popen[str] | None = None
         self._reader: threading.Thread | None = None
         self._mode: tuple[int, str] | None = None  # the thread that notes or loads, and which of these it does
-        self._complete = self._mark(what)
+        self._complete = mark_file(capability, what)
         self._driver: threading.Thread | None = None
         self._releasing = self._closed = False
         self._began = time.perf_counter()
@@ -219,26 +209,19 @@ class KernelsAhead:
     def _note(self, task: KernelTask, source: str) -> None:
         if task in self._known:
             return
-        mark = self._mark(*task, source)
+        file = mark_file(self._capability, *task, source)
         self._known.add(task)
-        if mark.exists():
+        if file.exists():
             return
         compiler = self.start()
         with self._lock:
-            self._pending[task] = _Pending(mark, compiler)
+            self._pending[task] = _Pending(file, compiler)
         assert compiler.stdin is not None
         try:
             compiler.stdin.write(json.dumps(task) + "\n")
             compiler.stdin.flush()
         except (OSError, ValueError):  # ValueError: the reader has closed it
             self._end(task, "the process has ended")
-
-    def _mark(self, *parts: str) -> Path:
-        """Return the file that says that a kernel, or a set of kernels, is in the cache."""
-        import triton
-
-        text = json.dumps([*parts, triton.__version__, self._capability, sys.version_info[:2]])
-        return self._marks / hashlib.sha256(text.encode()).hexdigest()
 
     # -- the processes -----------------------------------------------------------------------------------------------
 
