@@ -468,3 +468,76 @@ def luminance(colour: str) -> float:
     parts = [int(digits[i : i + 2], 16) / 255 for i in (0, 2, 4)]
     linear = [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts]
     return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+
+@needs_browser
+def test_the_reasoning_is_folded_and_a_screen_reader_gets_the_whole_answer(page: Page, server: ScriptedServer) -> None:
+    visit(page, server.url)
+    think, write = Event(), Event()
+    server.answer({"reasoning_content": "First I think."}, think, "The answer", write, " is 4.")
+    say(page, "2 + 2?", wait=False)
+    is_open = "document.querySelector('.assistant .reasoning').open"
+    page.until("document.querySelector('.assistant .reasoning div')?.textContent === 'First I think.'")
+    assert page.run(is_open)
+    assert page.run("document.getElementById('status').textContent") == "Answering …"
+    think.set()
+    page.until(f"!{is_open}")
+    page.run("document.querySelector('.assistant .reasoning summary').click()")
+    write.set()
+    settled(page)
+    assert page.run(is_open)  # the user has opened it
+    assert page.run("document.getElementById('status').textContent") == "The answer is 4."
+    assert page.run("document.getElementById('log').ariaLive") == "off"  # not every piece of it
+    page.open(f"{server.url}/")
+    page.until("document.querySelector('.markdown')?.textContent.trim() === 'The answer is 4.'")
+    assert not page.run(is_open)
+
+
+@needs_browser
+def test_everything_is_reached_with_the_keyboard(page: Page, server: ScriptedServer) -> None:
+    page.look(1300, 800)
+    visit(page, server.url)
+    server.answer("```\ncode\n```\n\n| a |\n|---|\n| b |\n\n[link](https://example.org)")
+    say(page, "hello")
+    name = "(({ ariaLabel, labels, textContent, tagName }) => ariaLabel || labels?.[0]?.firstChild.textContent.trim() || textContent.trim() || tagName)"
+    reached = []
+    while len(reached) < 60 and not reached.count("Chats") > 1:
+        page.press("Tab")
+        reached.append(page.run(f"{name}(document.activeElement)"))
+    for control in ("New conversation", "Settings", "hello", "Rename", "Export", "Delete", "Export all", "Edit", "Copy code", "Code", "ab", "link",
+                    "Copy answer", "Retry", "Your message", "Send", "System prompt", "Temperature", "Tools, further fields, API key"):  # fmt: skip
+        assert control in reached, control
+    page.run("[...document.querySelectorAll('nav button')].find((one) => one.textContent === 'Rename').focus()")
+    page.press("Enter")
+    page.type("x")
+    page.press("Tab")  # leaving the field stores it
+    assert page.until("document.querySelector('nav .title')?.textContent") == "x"
+
+
+@needs_browser
+def test_what_another_tab_changes_is_shown_and_damaged_values_are_left_alone(
+    page: Page, server: ScriptedServer
+) -> None:
+    visit(page, server.url)
+    say(page, "mine")
+    stored = {"title": "theirs", "turns": [{"role": "user", "content": "hi"}]}
+    damaged = [
+        "no JSON",
+        "null",
+        json.dumps({"turns": [{"role": "user"}]}),
+        json.dumps({"turns": [{"role": "assistant", "content": "", "calls": [{}]}]}),
+    ]
+    for i, text in enumerate([json.dumps(stored), *damaged]):
+        page.run(f"localStorage.setItem('dovetail.conversation.{i}', {json.dumps(text)})")
+        page.run(f"dispatchEvent(new StorageEvent('storage', {{ key: 'dovetail.conversation.{i}' }}))")
+    assert set(texts(page, "nav .title")) == {"mine", "theirs"}
+    page.open(f"{server.url}/")
+    page.until("document.title !== 'Dovetail'")
+    assert set(texts(page, "nav .title")) == {"mine", "theirs"}
+    click(page, "theirs")
+    assert texts(page, ".text") == ["hi"]
+    page.run("localStorage.removeItem('dovetail.conversation.0')")
+    page.run("dispatchEvent(new StorageEvent('storage', { key: 'dovetail.conversation.0' }))")
+    assert texts(page, "nav .title") == ["mine"]
+    assert texts(page, "article") == []
+    assert len(page.run("Object.keys(localStorage)")) == 5

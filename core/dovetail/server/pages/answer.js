@@ -60,18 +60,23 @@ function isJson(text) {
   }
 }
 
+/** Return whether the reasoning of a turn is folded: it is, as soon as text or a call follows. */
+const folds = (turn) => Boolean(turn.content || turn.calls?.length);
+
 /** Return the element of a turn and what changes it: `add` shows what a chunk has added, `finish` the complete turn. */
 export function view(turn) {
   const names = { user: "You", assistant: turn.model || "Answer", tool: "Result of a tool" };
   const thought = document.createTextNode(turn.reasoning ?? "");
-  const reasoning = el("details", { className: "reasoning", hidden: !turn.reasoning }, el("summary", { textContent: "Reasoning" }), el("div", { dir: "auto" }, thought));
+  const reasoning = el("details", { className: "reasoning", hidden: !turn.reasoning, open: !folds(turn) }, el("summary", { textContent: "Reasoning" }), el("div", { dir: "auto" }, thought));
   const text = textView(turn);
   const calls = el("div", {}, ...(turn.calls ?? []).map(callView));
   const below = el("div");
   const node = el("article", { className: turn.role, ariaLabel: names[turn.role] }, reasoning, text.node, calls, below);
+  let folded = folds(turn);
   const add = (delta) => {
     if (delta.reasoning) reasoning.hidden = false;
-    if (delta.content && turn.content === delta.content) reasoning.open = false; // the first text folds the reasoning
+    if (!folded && folds(turn)) reasoning.open = false;
+    folded = folds(turn);
     thought.appendData(delta.reasoning ?? "");
     if (delta.content) text.later();
     if (delta.calls?.length) calls.replaceChildren(...turn.calls.map(callView));
@@ -79,7 +84,6 @@ export function view(turn) {
   const busy = (is) => {
     node.classList.toggle("busy", is);
     node.setAttribute("aria-busy", String(is));
-    reasoning.open = is || !turn.content;
   };
   const wait = (seconds) => below.replaceChildren(...(seconds < QUIET ? [] : [el("p", { className: "hint", textContent: `Waiting: no text for ${seconds} s.` })]));
   const finish = (...buttons) => {

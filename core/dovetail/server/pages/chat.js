@@ -11,6 +11,7 @@ import { WrongSetting, keepSettings, mark, nameOf, openSettings, requestFields, 
 import { conversations, listed, load, messagesOf, newConversation, refresh, remove, save } from "./store.js";
 
 const CLOSED = "The page was closed before the answer was complete.";
+const MOST_SPOKEN = 1500; // characters
 const running = new Map(); // the AbortController of each conversation that is being answered
 const views = new WeakMap(); // the view of each turn
 let chat = newConversation();
@@ -43,8 +44,10 @@ async function ask(upto, ...added) {
   running.set(asked.id, control);
   store(asked);
   show();
+  $("status").textContent = "Answering …";
   await answer(turn, body, control.signal);
   running.delete(asked.id);
+  if (asked === chat) $("status").textContent = spoken(turn);
   if (conversations.has(asked.id)) store(asked); // it may have been deleted meanwhile
   if (asked === chat) show();
   else list();
@@ -70,6 +73,13 @@ async function answer(turn, body, signal) {
   } finally {
     clearInterval(clock);
   }
+}
+
+/** Return what a screen reader says when an answer is complete. While it grows, it is silent. */
+function spoken({ stopped, error, content, calls }) {
+  const text = content.length > MOST_SPOKEN ? `${content.slice(0, MOST_SPOKEN)} … The answer goes on.` : content;
+  const called = calls.map((call) => `Calls ${call.function.name}.`);
+  return [text, ...called, stopped && "Stopped.", error].filter(Boolean).join("\n") || "The answer has no text.";
 }
 
 /** Note an error in a turn, and beside the setting that it concerns. */
@@ -231,7 +241,6 @@ async function connect() {
     choose(chat.model);
     problem("");
     mark("key");
-    show();
   } catch (error) {
     problem(error.message);
     if (error.status !== 401) return;
@@ -277,6 +286,7 @@ addEventListener("pagehide", () => [...running.keys()].forEach((id) => save(conv
 addEventListener("storage", ({ key }) => {
   const id = refresh(key);
   if (!id || running.has(id)) return;
+  if (id === chat.id) editing = null;
   if (id === chat.id) chat = conversations.get(id) ?? newConversation();
   show();
 });

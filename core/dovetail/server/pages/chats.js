@@ -3,9 +3,14 @@
 import { $, button, el } from "./dom.js";
 import { conversations, exported, listed, save, titleOf } from "./store.js";
 
-/** Show the list. `current` is the open conversation, `answering(id)` says whether one is being answered. `open` and `remove`
+let shown = null;
+
+/** Show the list, unless a title is being changed. `current` is the open conversation, `answering(id)` says whether one is being answered. `open` and `remove`
  * do what the user chooses. */
-export function showList(current, answering, open, remove) {
+export function showList(...state) {
+  shown = state;
+  if ($("list").querySelector("input")) return;
+  const [current, answering, open, remove] = state;
   const item = (conversation) => {
     const here = conversation.id === current.id;
     const title = el("button", { type: "button", className: "title", dir: "auto", textContent: titleOf(conversation), onclick: () => open(conversation) });
@@ -21,22 +26,22 @@ export function showList(current, answering, open, remove) {
   $("export").hidden = conversations.size === 0;
 }
 
-/** Replace the title by a field. Enter and leaving the field store the title, Escape does not. */
+/** Replace the title by a field. Enter stores the title, and so does leaving the field; Escape does not. */
 function rename(conversation, title) {
   const field = el("input", { value: titleOf(conversation), ariaLabel: "Title of the conversation", maxLength: 200, dir: "auto" });
   let done = false;
-  const close = (keep) => {
+  const close = (keep, focus = true) => {
     if (done) return;
     done = true;
     if (keep && field.value.trim()) {
       conversation.title = field.value.trim();
       save(conversation);
     }
-    title.textContent = titleOf(conversation);
-    field.replaceWith(title);
-    title.focus();
+    field.remove();
+    showList(...shown);
+    if (focus) $("list").querySelector("[aria-current]")?.focus();
   };
-  field.onblur = () => close(true);
+  field.onblur = () => close(true, false);
   field.onkeydown = (event) => {
     if (event.key !== "Enter" && event.key !== "Escape") return;
     event.stopPropagation();

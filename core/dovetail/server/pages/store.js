@@ -50,7 +50,9 @@ function parsed(text) {
   }
 }
 
-const isTurn = (turn) => typeof turn?.role === "string" && typeof turn.content === "string";
+const isTurn = (turn) => isText(turn?.role) && isText(turn.content) && (turn.calls === undefined || (Array.isArray(turn.calls) && turn.calls.every(isCall)));
+const isCall = (call) => isText(call?.function?.name) && isText(call.function.arguments);
+const isText = (value) => typeof value === "string";
 
 /** Store a conversation. Returns whether the browser had space for it. */
 export function save(conversation) {
