@@ -4,6 +4,30 @@ import json
 
 from browser import Page
 
+MARKDOWN = """\
+# Title
+
+Some **bold**, *slanted*, ~~gone~~ and `inline` text
+with a line break, 5 < 6 &amp; [a link](https://example.org/a?b=1 "its title"), https://example.org/bare and server.py.
+
+```python
+def f(x):
+    return x < 1 and "<b>"
+```
+
+1. one
+   - nested
+3. three
+
+| left | right |
+|:-----|------:|
+| a    | **1** |
+
+> quoted
+
+![a chart](https://example.org/x.png)
+"""
+
 
 def visit(page: Page, url: str) -> None:
     """Open the chat with nothing stored, and wait until it knows the model."""
@@ -46,3 +70,15 @@ def figures(page: Page) -> dict[str, str]:
 def click(page: Page, text: str) -> None:
     """Press the last button of that name."""
     page.run(f"[...document.querySelectorAll('button')].findLast((one) => one.textContent === '{text}').click()")
+
+
+def texts(page: Page, what: str) -> list[str]:
+    """Return the texts of all elements of a selector."""
+    return page.run(f"[...document.querySelectorAll('{what}')].map((one) => one.textContent)")
+
+
+def rename(page: Page, title: str) -> None:
+    """Give the open conversation a title."""
+    click(page, "Rename")
+    page.run(f"document.querySelector('nav input').value = {json.dumps(title)}")
+    page.press("Enter")

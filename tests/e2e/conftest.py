@@ -85,3 +85,18 @@ def page(chromium: Any) -> Iterator[Any]:
     chromium.trouble.clear()
     yield chromium
     assert chromium.trouble == []
+
+
+@pytest.fixture(scope="session")
+def _scripted() -> Iterator[Any]:
+    from scripted_server import scripted_server
+
+    with scripted_server() as server:
+        yield server
+
+
+@pytest.fixture
+def scripted(_scripted: Any) -> Any:
+    """Return a server of the pages whose answers the test writes (``scripted_server``)."""
+    _scripted.reset()
+    return _scripted

@@ -3,7 +3,7 @@
 import json
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
@@ -23,10 +23,13 @@ class ScriptedServer(ThreadingHTTPServer):
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), _Handler)
         self.url = f"http://127.0.0.1:{self.server_port}"
+        self.reset()
+
+    def reset(self) -> None:
+        """Serve one model, and forget answers and requests."""
         self.models: list[dict[str, Any]] = [{"id": "scripted"}]
         self.answers: list[Any] = []
         self.bodies: list[dict[str, Any]] = []
-        self.paths: list[str] = []
 
     def answer(self, *parts: Any) -> None:
         """Set the next answer. A text is a delta of content."""
@@ -37,7 +40,6 @@ class _Handler(BaseHTTPRequestHandler):
     server: Any
 
     def do_GET(self) -> None:
-        self.server.paths.append(self.path)
         if self.path == "/v1/models":
             return self._send(200, json.dumps({"data": self.server.models}).encode(), "application/json")
         name = PAGES.get(self.path)
@@ -52,10 +54,8 @@ class _Handler(BaseHTTPRequestHandler):
         if isinstance(answer, tuple):
             return self._send(answer[0], json.dumps(answer[1]).encode(), "application/json")
         self._head(200, "text/event-stream", {})
-        try:
+        with suppress(ConnectionError):  # the page has stopped reading
             self._stream(answer)
-        except ConnectionError:
-            self.server.paths.append("disconnected")
 
     def _stream(self, answer: list[Any]) -> None:
         for part in answer:
