@@ -93,8 +93,8 @@ class FakeGraphs:
         self.events.append(("capture", key))
 
 
-def make(compiled, mesh=SINGLE, **given):
-    warm_up = WarmUp(torch.device("cpu"), ModelInfo("", 1, 1, 1, 1, 1, 1, 1, ()), mesh)
+def make(compiled, mesh=SINGLE, attends=True, **given):
+    warm_up = WarmUp(torch.device("cpu"), ModelInfo("", 1, 1, 1, 1, 1, 1, 1, ()), mesh, attend_decode=attends)
     warm_up._kernels = FakeKernels(compiled)
     return warm_up, FakeGraphs(warm_up._kernels, **given)
 
@@ -114,6 +114,14 @@ def test_with_compiled_kernels_steps_are_captured_at_the_start():
     assert [what for what, _ in graphs.events] == ["load", "capture"] * 8
     warm_up.between_steps(graphs, step(10**6))
     assert len(graphs.captured) == 8
+
+
+def test_steps_without_their_attention_are_run_before_they_are_captured():
+    """A backend without attention.rehearsal makes its plan in a run, which must not be the one that is captured."""
+    warm_up, graphs = make(True, attends=False)
+    assert warm_up.start(graphs)
+    assert len(graphs.captured) == 8
+    assert not graphs.loaded
 
 
 def test_without_kernels_nothing_is_captured_until_they_are_compiled():

@@ -179,8 +179,9 @@ class WarmUp:
             if graphs.is_captured(key) or key in graphs.refused:
                 continue
             with self._kernels.loading():
-                if self._try(lambda: self._rehearse(graphs, [key])):  # noqa: B023 (called at once)
-                    graphs.loaded.add(key)
+                loaded = self._try(lambda: self._rehearse(graphs, [key]))  # noqa: B023 (called at once)
+            if loaded and self._attend_decode:  # otherwise the backend plans in the run before the capture
+                graphs.loaded.add(key)
             try_capture(graphs, key)
             return True
         return False
