@@ -28,7 +28,7 @@ def found(*pair):
         ([], ["cache=none"], {"cache": ("radix", "none", True)}),
         (["cache=radix"], ["cache={kind: radix, eviction: lfu}"], {"cache.eviction": ("lru", "lfu", True)}),
         ([], ["attention=torch_native"], {}),  # what auto takes anyway
-        ([], ["grammar=llguidance"], {"grammar.backend": ("xgrammar, llguidance", "llguidance", True)}),
+        ([], ["grammar=xgrammar"], {"grammar.backend": ("llguidance, xgrammar", "xgrammar", True)}),
         ([], ["scheduler.chunk_size=64"], {"scheduler.chunk_size": ("2048", "64", True)}),
         (["memory.page_size=8"], ["memory.page_size=32"], {"memory.page_size": ("8", "32", True)}),
         (

@@ -60,12 +60,13 @@ def record(slot="cache", winner="a", loser="b", **given):
 
 
 class TuningSetup:
-    """Register two caches and three attention backends of equal priority, and name the file that holds the records."""
+    """Register two caches, three attention and three grammar backends of equal priority, and name the file that holds the records."""
 
     def __init__(self, fakes, folder):
         self.file = folder / "tuning.json"
         self.fakes = fakes
         names = [(K.CACHE, "a"), (K.CACHE, "b"), *((K.ATTENTION, n) for n in ("x", "y", "z"))]
+        names += [(K.GRAMMAR, n) for n in ("g", "h", "i")]
         self.registry = fakes.registry(*(fakes.spec(kind, name, priority=20) for kind, name in names))
         plain = self.resolve()
         self.model = model_key(plain.model_info, "float32", "float32")
@@ -150,6 +151,20 @@ def test_winners_are_ordered_by_who_beat_whom(tuned):
         records = [record("attention.decode", *pair, measured=f"2026-0{i + 1}-01") for i, pair in enumerate(pairs)]
         assert best_first(reversed(records), "attention.decode") == ["x", "y"]
     assert best_first([], "cache") == []
+
+
+def test_grammar_backends_are_asked_in_the_order_of_the_records(tuned):
+    """All grammar backends serve requests, so a record changes the order of the list and its default."""
+
+    def order(*sets):
+        return [chosen.name for chosen in tuned.resolve(*sets).grammars][:3]
+
+    assert order() == ["g", "h", "i"]
+    tuned.keep(record("grammar", winner="i", loser="h"))
+    assert order() == ["i", "g", "h"]
+    assert tuned.resolve().resolution("grammar").rule == ChoiceRule.TUNING
+    assert order("grammar=[h, g]")[:2] == ["h", "g"]
+    assert order("tuning.use=false") == ["g", "h", "i"]
 
 
 def test_a_winner_that_cannot_be_used_here_is_passed_over(tuned):

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
+from collections.abc import Mapping
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from dovetail.errors import GrammarError
 from dovetail.interfaces.grammar import GrammarContext
+from dovetail.registry.samples import for_grammar
 from dovetail.sampling_params import GrammarKind, GrammarSpec
 from dovetail.testing.grammar import GrammarSuite
 from dovetail.testing.grammar_cases import context
 from dovetail_grammar.config import XGrammarConfig
 from dovetail_grammar.xgrammar_backend import XGrammarBackend
+from dovetail_grammar.xgrammar_vocabulary import separated
 
 
 class TestXGrammar(GrammarSuite):
@@ -62,6 +68,53 @@ def test_a_token_never_spells_half_of_a_surrogate() -> None:
         matcher.rollback(3)
 
 
+WORDS = st.text("ab", min_size=2, max_size=4).map(str.encode)
+
+
+def masks_and_accept_agree(backend: XGrammarBackend, spec: GrammarSpec, ids: Mapping[bytes, int], text: bytes) -> bool:
+    """Follow ``text`` byte by byte. Return whether, before each byte, the mask allows the tokens with which the rest
+    begins and only if they are accepted."""
+    matcher = backend.compile(spec).matcher()
+    row = np.zeros((1, -(-(max(ids.values()) + 1) // 32)), np.int32)
+    for at in range(len(text)):
+        matcher.fill_bitmask(row, 0)
+        for end in range(at + 1, len(text) + 1):
+            token = ids.get(text[at:end])
+            if token is None:
+                continue
+            accepted = matcher.accept(token)
+            if not accepted or not row[0, token // 32] >> (token % 32) & 1:
+                return False
+            matcher.rollback(1)
+        assert matcher.accept(ids[text[at : at + 1]])
+    return True
+
+
+@settings(max_examples=100)
+@given(st.lists(WORDS, min_size=2, max_size=8), WORDS, st.integers(0, 2))
+def test_masks_allow_every_token_that_is_accepted(words: list[bytes], more: bytes, spare: int) -> None:
+    """Tokens that contain another one are not skipped with it, whether or not there are ids for separators."""
+    tokens = [b"", *dict.fromkeys([b"a", b"b", *words]), *[b""] * spare]
+    backend = XGrammarBackend(XGrammarConfig(threads=1), GrammarContext(len(tokens), tuple(tokens), (0,), ""))
+    usable = separated([b"", *tokens[1:]], {0}).texts
+    assert spare < 2 or usable == tokens, "no token is given up"
+    ids = {text: token for token, text in enumerate(usable) if text}
+    for text in {b"".join(words) + more, more + b"".join(reversed(words))}:
+        assert masks_and_accept_agree(backend, GrammarSpec(GrammarKind.CHOICE, json.dumps([text.decode()])), ids, text)
+
+
+def test_a_token_that_contains_the_one_before_it_is_allowed() -> None:
+    """In the embedded model's vocabulary, "eed" is sorted after "ed", and the mask after "guarant" lacked it."""
+    found = for_grammar()
+    ids = {text: token for token, text in reversed(list(enumerate(found.token_bytes))) if text}
+    assert {b"ed", b"eed"} <= ids.keys()
+    schema = GrammarSpec(
+        GrammarKind.JSON_SCHEMA, '{"properties": {"guaranteedWork": {}}, "additionalProperties": false}'
+    )
+    backend = XGrammarBackend(XGrammarConfig(threads=1), found)
+    assert masks_and_accept_agree(backend, schema, ids, b'{"guaranteedWork": "guaranteed"}')
+
+
 @pytest.mark.parametrize(
     ("kind", "text"),
     [
@@ -75,7 +128,7 @@ def test_masks_of_long_repetitions_allow_what_is_accepted(kind: GrammarKind, tex
     words = [head + tail for head in "abcdefgh" for tail in "abcdefgh"]
     tails = (b"\n", b"\n\n", b"1", b'"', b"\xc1", b"\xff")
     tokens = [b"", *(bytes([i]) for i in range(1, 256)), *(w.encode() + tail for w in words for tail in tails)]
-    backend = XGrammarBackend(XGrammarConfig(threads=1), GrammarContext(len(tokens), tuple(tokens), (0,), None))
+    backend = XGrammarBackend(XGrammarConfig(threads=1), GrammarContext(len(tokens), tuple(tokens), (0,), ""))
     matcher = backend.compile(GrammarSpec(kind, text)).matcher()
     row = np.zeros((1, -(-len(tokens) // 32)), np.int32)
     for before in b'"ab' if kind is GrammarKind.JSON_SCHEMA else b"ab":

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from dovetail.bench.records import MachineFacts
 
-_PACKAGES = ("dovetail", "torch", "triton", "flashinfer-python", "flash-attn", "flash-attn-3", "xgrammar")
+_PACKAGES = ("dovetail", "torch", "triton", "flashinfer-python", "flash-attn", "flash-attn-3", "llguidance", "xgrammar")
 
 
 def machine_facts(device: str) -> MachineFacts:

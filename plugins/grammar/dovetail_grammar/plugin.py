@@ -26,7 +26,7 @@ XGRAMMAR = ComponentSpec(
             Feature.GRAMMAR_PORTABLE,
         }
     ),
-    priority=10,
+    priority=8,
 )
 
 LLGUIDANCE = ComponentSpec(
@@ -49,7 +49,7 @@ LLGUIDANCE = ComponentSpec(
             Feature.GRAMMAR_JUMP_FORWARD,
         }
     ),
-    priority=8,
+    priority=10,
 )
 
 OUTLINES = ComponentSpec(

@@ -23,6 +23,7 @@ from dovetail_grammar.patterns import emit
 from dovetail_grammar.repeats import grouped
 from dovetail_grammar.schema_values import MAX_PATTERN
 from dovetail_grammar.schemas import rewrite
+from dovetail_grammar.xgrammar_vocabulary import separated
 
 _LOG_PREFIX = re.compile(r"^\[[\d:]+\] \S+?:\d+: (Check failed: .*? is false: )?")
 _NEVER_IN_JSON = frozenset(range(0x20)) - {0x0A}
@@ -178,10 +179,14 @@ class XGrammarBackend(GrammarBackend):
         eos = sorted(token for token in set(context.eos_token_ids) if 0 <= token < width)
         texts = [data or b"" for data in context.token_bytes[:width]]
         for token in eos:
-            texts[token:] = [b"", *texts[token + 1 :]]
+            texts[token] = b""
+        named = separated(texts, frozenset(eos))
+        texts = named.texts
         self._plain_tokens = TokenSets.of(texts, eos, width, frozenset())
         self._json_tokens = TokenSets.of(texts, eos, width, _NEVER_IN_JSON)
-        self._info = xgrammar.TokenizerInfo(texts, xgrammar.VocabType.RAW, vocab_size=width, stop_token_ids=eos)
+        self._info = xgrammar.TokenizerInfo(
+            named.with_separators, xgrammar.VocabType.RAW, vocab_size=width, stop_token_ids=eos
+        )
         self._compiler = xgrammar.GrammarCompiler(self._info, max_threads=config.threads, cache_enabled=False)
         self._batch = xgrammar.BatchGrammarMatcher(min(config.threads, os.cpu_count() or 1))
 
