@@ -97,6 +97,20 @@ def test_an_arm_that_is_wrong_is_named():
         arms([], ["attention=flash_attn", "device=cpu"])
 
 
+def test_a_policy_that_needs_the_cache_is_chosen_anew_or_refused_with_the_fix():
+    b = arms([], ["cache=none"], common=["policy=auto"])[1]
+    assert [r.chosen for r in b.resolved.resolutions if r.slot == "policy"] == ["fcfs"]
+    with pytest.raises(PluginError) as error:
+        arms([], ["cache=none"], common=["policy=lpm"])
+    lines = str(error.value).splitlines()
+    assert lines[0] == "arm b: the chosen parts do not fit together:"
+    assert "policy 'lpm' needs cache.reuse" in lines[1]
+    assert "  - policy: fcfs" in lines
+    assert "--b KEY=VALUE" in lines[-1]
+    assert "--set KEY=VALUE" in lines[-1]
+    assert found(*arms([], ["cache=none"], common=["policy=lpm", "policy=fcfs"])) == {"cache": ("radix", "none", True)}
+
+
 def test_models_of_other_vocabularies_are_not_compared():
     pair = arms([], ["model.overrides={vocab_size: 4000}"])
     with pytest.raises(ConfigError, match="vocabularies of 4096 and 4000"):

@@ -158,9 +158,9 @@ def test_an_arm_that_does_not_agree_with_itself_is_reported():
     assert "arm a differs from itself" in gate.reason
 
 
-def test_an_arm_that_cannot_answer_fails():
+def test_an_arm_that_refuses_a_call_fails():
     gate = evaluate_gate(outputs(answer(logits_of(6, 8))), ArmOutputs(refused="too long"), LIMITS, {})
-    assert (gate.outcome, gate.reason) == ("failed", "arm b could not answer: too long")
+    assert (gate.outcome, gate.reason) == ("failed", "arm b refuses a call that arm a answers: too long")
 
 
 SCHEMA = {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"], "additionalProperties": False}

@@ -46,6 +46,22 @@ def test_every_page_has_one_owner(groups: int, num_pages: int, steps: list[tuple
     assert allocator.num_free == allocator.num_total == num_pages - 1
 
 
+@settings(max_examples=40)
+@given(st.integers(1, 3), st.integers(2, 70), st.integers(0, 70), st.integers(0, 70))
+def test_postponed_pages_are_handed_out_last(groups: int, num_pages: int, taken: int, postponed: int):
+    allocator = PageAllocator(num_pages, groups)
+    held = allocator.alloc(min(taken, allocator.num_total))
+    assert held is not None
+    free = list(range(held.shape[1] + 1, num_pages))
+    count = min(postponed, len(free))
+    allocator.postpone(count)
+    allocator.check_integrity(held)
+    rest = allocator.alloc(len(free))
+    assert rest is not None
+    assert rest.tolist() == [[*free[count:], *free[:count]]] * groups
+    allocator.check_integrity(np.concatenate([held, rest], axis=1))
+
+
 def test_fresh_pages_are_consecutive():
     allocator = PageAllocator(100)
     first, second, third = allocator.alloc(1), allocator.alloc(10), allocator.alloc(20)

@@ -16,10 +16,14 @@ class PlantedAttention(AttentionBackend):
 
     def __init__(self, config: PlantedConfig, context: AttentionContext) -> None:
         self.fault, self.sleep = config.fault, config.sleep_ms / 1e3
+        if self.fault == "no_engine":
+            raise OSError("this backend was not built")
         self.pool, self.heads = context.pool, context.num_heads // context.num_kv_heads
 
     def plan(self, batch: Batch) -> None:
         time.sleep(self.sleep)
+        if self.fault == "many_rows" and len(batch.extend_lens) > 4:
+            raise IndexError("more rows than planned for")
         size, ends = self.pool.page_size, (batch.prefix_lens + batch.extend_lens).tolist()
         self.places = [
             (batch.page_table[row, torch.arange(end) // size].long() * size + torch.arange(end) % size)

@@ -8,9 +8,10 @@ from dovetail.config.plugin import PluginConfig
 
 
 class PlantedConfig(PluginConfig):
-    """Select a ``fault``: decode rows that do not see their oldest key, or prompts in which tokens see one key too
-    far. ``sleep_ms`` is added to each step."""
+    """Select a ``fault``: decode rows that do not see their oldest key, prompts in which tokens see one key too
+    far, a backend that cannot be built, or one that raises in steps with more than 4 rows. ``sleep_ms`` is added to
+    each step."""
 
     kind: Literal["planted"] = "planted"
-    fault: Literal["none", "oldest", "ahead"] = "none"
+    fault: Literal["none", "oldest", "ahead", "no_engine", "many_rows"] = "none"
     sleep_ms: float = 0.0

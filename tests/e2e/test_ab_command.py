@@ -61,6 +61,32 @@ def test_a_wrong_mask_is_stopped_before_any_speed_is_measured(planted):
     assert "No speed was measured" in (out / "report.html").read_text(encoding="utf-8")
 
 
+@pytest.mark.parametrize(
+    ("a", "b", "reason"),
+    [
+        ("no_engine", "none", "arm a, record"),
+        ("none", "many_rows", "arm b, answer"),
+    ],
+)
+def test_an_arm_that_raises_is_exit_status_4(planted, monkeypatch, capfd, a, b, reason):
+    monkeypatch.setattr(jobs, "subprocess", SimpleNamespace(PIPE=None, Popen=ForkedWorker))
+    for folder in (HERE, planted):
+        monkeypatch.syspath_prepend(str(folder))
+    arms = [
+        word
+        for arm, fault in (("--a", a), ("--b", b))
+        for word in (arm, f"attention={{kind: planted, fault: {fault}}}")
+    ]
+    with pytest.raises(SystemExit) as ended:
+        main(["ab", *arms, "-w", SMALL, *COMMON, "--output", str(planted / "out")])
+    shown = capfd.readouterr()
+    assert ended.value.code == 4
+    printed = shown.out + shown.err
+    assert f"error: {reason}" in printed
+    assert ("this backend was not built" if a == "no_engine" else "more rows than planned for") in printed
+    assert not list((planted / "out" / "runs").glob("*")), "nothing was measured"
+
+
 def test_a_slow_down_is_found_and_the_winner_kept_for_auto(planted, monkeypatch, capfd):
     """One arm runs Dovetail's own attention, the other runs attention in plain torch that sleeps. The two round
     differently, and the gate accepts that. The ten processes of the arms are forked from a process that has imported

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 
 _ARM = "KEY=VALUE, or a config file, which overrides the base. Repeatable."
 _LEAST_BLOCKS = 2
+WORKLOAD = "{kind: chat, conversations: 96, turns: [1, 3]}"
+"""The default workload. Its steps have more than 64 rows: some kernels take another path there."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +34,7 @@ class AbOptions:
     model: Model = None
     workload: Annotated[
         str, typer.Option("--workload", "-w", help="As in `dovetail bench`: a kind, YAML, or a .jsonl file.")
-    ] = "chat"
+    ] = WORKLOAD
     arrivals: Annotated[
         str | None, typer.Option(help="As in `dovetail bench`: all_at_once, {kind: poisson, rate: 4}, ...")
     ] = None
@@ -56,7 +58,7 @@ class AbOptions:
         str | None, typer.Option(help="Metrics that determine the verdict, separated by commas.", show_default=False)
     ] = None
     slo: Annotated[str | None, typer.Option(help="For goodput: ttft:200 tpot:20 e2e:4000, milliseconds.")] = None
-    compare: Annotated[int, typer.Option(min=1, help="Largest number of calls whose outputs are compared.")] = 64
+    compare: Annotated[int, typer.Option(min=1, help="Largest number of calls whose outputs are compared.")] = 128
     near_tie: Annotated[
         float | None,
         typer.Option(

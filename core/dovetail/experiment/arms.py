@@ -10,7 +10,7 @@ from typing import Any
 from dovetail.config import Config, config_hash, dump, read
 from dovetail.config.sources import Raw, read_set
 from dovetail.config.tree import by_phase, selection_keys
-from dovetail.errors import ConfigError, PluginError
+from dovetail.errors import ConfigError, PluginError, ResolutionError
 from dovetail.registry.machine import Machine
 from dovetail.registry.resolution import Resolved
 from dovetail.registry.resolver import resolve
@@ -59,7 +59,8 @@ def make_arm(
         config, registry = setup([*base, *files], [*common, *sets], env)
         resolved = resolve(config, registry, Machine.detect(config.device))
     except (ConfigError, PluginError) as error:
-        raise type(error)(f"arm {name}: {error}") from error
+        hint = f"\nsettings of this arm are given as --{name} KEY=VALUE, those of both arms as --set KEY=VALUE"
+        raise type(error)(f"arm {name}: {error}{hint if isinstance(error, ResolutionError) else ''}") from error
     sources = [read(files, (), {}), *(Raw((read_set(text),)) for text in sets)]
     named = {key for raw in sources for key in _leaves(raw.with_sections(registry.sections).tree)}
     return ResolvedArm(name, tuple(given), frozenset(named), config, resolved)

@@ -45,7 +45,7 @@ MOST_SHOWN, SHOWN_TOKENS = 20, 8
 
 class ArmOutputs(msgspec.Struct, frozen=True):
     """Hold the outputs of an arm: ``answers`` to every compared call, and ``forced`` for A's texts as prompts. ``again`` and
-    ``forced_again`` are A's second answers. ``refused`` is the reason why the arm could not answer; ``facts`` are entries of its engine's info."""
+    ``forced_again`` are A's second answers. ``refused`` is the reason why the arm refused a call; ``facts`` are entries of its engine's info."""
 
     answers: list[GreedyOutput] = []
     forced: list[ForcedOutput] = []
@@ -89,7 +89,7 @@ def evaluate_gate(
     """Return the decision of the gate. ``schemas`` holds the JSON schema of each constrained call, by its id; ``decode`` turns token ids into text. With
     ``allow`` differences are reported and do not fail the gate."""
     if b.refused:
-        return GateRecord(outcome="failed", reason=f"arm b could not answer: {b.refused}")
+        return GateRecord(outcome="failed", reason=f"arm b refuses a call that arm a answers: {b.refused}")
     shown = divergences(a.answers, b.answers, limits, decode)
     itself = divergences(a.answers, a.again, limits, decode)
     forced = agreement(_forced(a.forced, b.forced))

@@ -39,7 +39,7 @@ class ExperimentSettings:
     max_blocks: int = 12
     primary: tuple[str, ...] = PRIMARY
     slo: SLO | None = None
-    compared: int = 64
+    compared: int = 128
     near_tie: float | None = None
     allow: bool = False
     warm_up: int = 8

@@ -77,6 +77,13 @@ class PageAllocator:
         self._place[flat] = places
         assert (self._place[flat] == places).all(), "a page was freed twice in one call"
 
+    def postpone(self, n: int) -> None:
+        """Move the ``n`` pages of each group that would be handed out next to the end of the free list. A caller that wants
+        pages with large numbers calls this while the pool is not in use."""
+        assert 0 <= n <= self._num_free, f"{n} pages of {self._num_free} free ones"
+        self._stack[:, : self._num_free] = np.roll(self._stack[:, : self._num_free], n, axis=1)
+        self._record(0)
+
     def are_held(self, pages: IntArray) -> bool:
         """Return True if none of ``pages [groups, n]`` is free."""
         return bool((self._place[pages + self._offsets] == _HELD).all())
