@@ -43,10 +43,10 @@ def served(command: Sequence[Any], name: str = "tiny", **given: Any) -> Iterator
             seen.append(line)
             if "ready in" in line:
                 break
-        found = re.search(rf"serving {name} on (http://127\.0\.0\.1:\d+), ready in [\d.]+ s", seen[-1])
+        found = re.search(rf"serving {name} on http://(127\.0\.0\.1|0\.0\.0\.0):(\d+), ready in [\d.]+ s", seen[-1])
         assert found, "".join(seen)
         try:
-            yield found[1]
+            yield f"http://127.0.0.1:{found[2]}"
         finally:
             process.send_signal(signal.SIGTERM)
             rest = process.stderr.read()

@@ -1,5 +1,5 @@
-"""Packages outside the core: the example package, and those that docs/plugins.md and README.md build; the README's other
-snippets too. Nothing is downloaded.
+"""Packages outside the core: the example package, and those that docs/plugins.md and README.md build; the README's
+snippets of Python too. tests/e2e/test_readme.py runs its commands. Nothing is downloaded.
 
 Run: python -m pytest -q tests/e2e/test_example_package.py
 """
@@ -216,19 +216,6 @@ def test_the_readmes_clients_are_answered(tiny_url: str, tmp_path: Path) -> None
     _, url, _, header, _, body = shlex.split(blocks("bash")[0].replace("\\\n", " "))
     url, headers = url.replace("http://127.0.0.1:30000", tiny_url), dict([header.split(": ")])
     assert "Paris" in httpx.post(url, content=body, headers=headers, timeout=60).text
-
-
-def test_the_readmes_config_file_and_commands(tmp_path: Path) -> None:
-    (tmp_path / "server.yaml").write_text(*blocks("yaml"), "utf-8")
-    of_models, of_files = ([line.split("#")[0] for line in block.splitlines()] for block in blocks("bash")[1:3])
-    named, flagged, set_ = (
-        run_line(line.replace("dovetail serve", "dovetail config show"), tmp_path, tmp_path)
-        for line in (*of_models, of_files[0])
-    )
-    assert all("path: tiny\n" in shown for shown in (named, flagged, set_))
-    assert all(line in flagged for line in ("context_len: 512\n", "served_name: mine\n", "kind: hermes\n"))
-    assert all(line in set_ for line in ("max_running: 8\n", "kind: lpm\n"))
-    assert all(run_line(line, tmp_path, tmp_path).strip() for line in of_files[1:])
 
 
 def test_the_readmes_plugin_passes_its_suite(tmp_path: Path) -> None:

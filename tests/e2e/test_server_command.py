@@ -1,4 +1,5 @@
-"""Test ``dovetail serve`` as a user runs it: a process, one ready line, answers, a signal, a clean end.
+"""Test ``dovetail serve`` as a user runs it: what it refuses, its exit status, and keys. tests/e2e/test_readme.py has the servers of
+the README.
 
 .venv/bin/python -m pytest -q tests/e2e/test_server_command.py
 """
@@ -8,16 +9,9 @@ import sys
 from pathlib import Path
 
 import httpx
-from served import ask, served
+from served import served
 
 DOVETAIL = Path(sys.executable).with_name("dovetail")
-
-
-def test_serve(tmp_path: Path):
-    config = tmp_path / "config.yaml"
-    config.write_text("threads: 1\nserver:\n  port: 0\nmodel:\n  served_name: mine\n")
-    with served([DOVETAIL, "serve", config], "mine") as url:
-        assert "Paris" in ask(url, "mine")
 
 
 def test_a_server_that_cannot_start_says_why(tmp_path: Path):
