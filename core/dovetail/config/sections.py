@@ -23,7 +23,7 @@ from dovetail.config.kinds import (
     KindSection,
 )
 from dovetail.config.plugin import AttentionSelection, GrammarSelection, Section, Selection
-from dovetail.config.telemetry import TracingSection
+from dovetail.config.telemetry import MetricsSection, TracingSection
 
 Auto = Literal["auto"]
 
@@ -452,6 +452,7 @@ class Config(Section):
     parallel: ParallelSection = ParallelSection()
     server: ServerSection = ServerSection()
     supervision: SupervisionSection = SupervisionSection()
+    metrics: MetricsSection = MetricsSection()
     tracing: TracingSection = TracingSection()
     tuning: TuningSection = TuningSection()
     experiment: ExperimentSection = ExperimentSection()

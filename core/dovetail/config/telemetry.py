@@ -1,7 +1,8 @@
-"""Define the config of what a server reports about its requests: traces."""
+"""Define the config of what a server reports about its requests: traces, and the names of its metrics."""
 
 from __future__ import annotations
 
+from typing import Literal
 from urllib.parse import urlsplit
 
 from pydantic import Field, field_validator
@@ -37,3 +38,12 @@ class TracingSection(Section):
         """Return the URL to which traces are sent."""
         endpoint = self.endpoint or ""
         return endpoint if urlsplit(endpoint).path.strip("/") else endpoint.rstrip("/") + "/v1/traces"
+
+
+class MetricsSection(Section):
+    """Configure the names in /metrics."""
+
+    compat: Literal["vllm", "sglang"] | None = Field(
+        default=None,
+        description="Add the same measurements under the names, labels and histogram buckets of vLLM or SGLang: docs/operations.md lists them.",
+    )

@@ -110,7 +110,7 @@ def build_app(
             app.add_api_route(route.path, endpoint, methods=["HEAD"], response_model=None, include_in_schema=False)
     add_pages(app)
     describer.publish(app)
-    add_error_handlers(app, formats)
+    add_error_handlers(app, formats, service.metrics.errors)
     app.add_middleware(RequestScopes, intake=service.intake)
     _allow_origins(app, service.config.server.cors_origins)
     app.add_middleware(RequestIds)

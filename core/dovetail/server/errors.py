@@ -8,6 +8,7 @@ from math import ceil
 
 import msgspec
 from fastapi import FastAPI
+from prometheus_client import Counter
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
@@ -48,19 +49,23 @@ class ErrorFormats:
         return Response(content, problem.status, headers, media_type="application/json")
 
 
-def add_error_handlers(app: FastAPI, formats: ErrorFormats) -> None:
-    """Install handlers for every error of every route."""
+def add_error_handlers(app: FastAPI, formats: ErrorFormats, count: Counter) -> None:
+    """Install handlers for every error of every route. ``count`` counts them by status."""
 
     async def answer(request: Request, error: Exception) -> Response:
         if isinstance(error, ClientDisconnect):
-            return Response(status_code=499)  # the client has left and reads nothing
+            return counted(Response(status_code=499))  # the client has left and reads nothing
         if isinstance(error, HTTPException) and error.status_code in (404, 405):
             error.detail = f"there is no {request.method} {request.url.path}; /docs lists all routes"
         if isinstance(error, HTTPException) and error.status_code == 405:
             error.headers = {"allow": ", ".join(_methods(app, request))}
         if isinstance(error, RateLimitError):
             await asyncio.sleep(error.pause)
-        return formats.answer(request.url.path, error)
+        return counted(formats.answer(request.url.path, error))
+
+    def counted(response: Response) -> Response:
+        count.labels(status=str(response.status_code)).inc()
+        return response
 
     for kind in (DovetailError, HTTPException, ClientDisconnect, Exception):
         app.add_exception_handler(kind, answer)

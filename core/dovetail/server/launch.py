@@ -18,6 +18,7 @@ from math import ceil
 from types import FrameType
 
 import uvicorn
+from prometheus_client import Gauge
 from starlette.types import ASGIApp
 
 from dovetail.chat.parsing import load_parsers
@@ -255,7 +256,10 @@ def url_of(listener: socket.socket) -> str:
 
 
 def _metrics(config: Config, engine: EngineHandle, registry: Registry | None) -> Metrics:
-    metrics = Metrics(info_labels(package_version(), config.model.name, engine.info))
+    name = config.model.name
+    metrics = Metrics(info_labels(package_version(), name, engine.info), config.metrics.compat, name, engine.info)
+    up = Gauge("dovetail_engine_up", "1 while the engine runs and responds, else 0.", registry=metrics.registry)
+    up.set_function(lambda: engine.alive and not engine.stalled)
     if registry is not None:
         call_hook(registry.hooks, "register_metrics", registry=metrics.registry)
     return metrics

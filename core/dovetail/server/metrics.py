@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
 
 import msgspec
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
@@ -12,7 +13,9 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from dovetail.messages import EngineStats, TokenOutput
-from dovetail.types import Acceptance
+from dovetail.server.compat_metrics import BothHistograms, CompatMetrics
+from dovetail.server.output_times import OutputTimes
+from dovetail.types import Acceptance, FinishKind
 
 TTFT_SECONDS = (0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 60)
 PER_TOKEN_SECONDS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.015, 0.02, 0.03, 0.05, 0.1, 0.2, 0.5, 1, 2)
@@ -94,34 +97,43 @@ def without_gauges(stats: EngineStats) -> EngineStats:
 class Metrics:
     """Hold the collectors of one server in their own registry."""
 
-    def __init__(self, labels: Mapping[str, str]) -> None:
-        """``labels`` describe the server: its version, its model and the name of each component."""
+    def __init__(
+        self,
+        labels: Mapping[str, str],
+        compat: str | None = None,
+        model: str = "",
+        info: Mapping[str, Any] = MappingProxyType({}),
+    ) -> None:
+        """``labels`` describe the server: its version, its model and the name of each component. ``compat`` is the other server whose
+        names are added (``metrics.compat``); these need the name of the model and the engine's ``info``."""
         self.registry = CollectorRegistry()
         self.stats = EngineStats()
-        self.registry.register(_EngineCollector(self))
-        info = Gauge("dovetail_info", "The components of this server.", list(labels), registry=self.registry)
-        info.labels(**labels).set(1)
-        self.ttft = self._histogram(
+        self._engine = _EngineCollector(self)
+        self.registry.register(self._engine)
+        self.compat = CompatMetrics(compat, model, info, self._numbers, self.registry) if compat else None
+        parts = Gauge("dovetail_info", "The components of this server.", list(labels), registry=self.registry)
+        parts.labels(**labels).set(1)
+        self.ttft = self._measure(
             "time_to_first_token_seconds", "Time from the arrival of a request to its first token.", TTFT_SECONDS
         )
-        self.tpot = self._histogram(
+        self.tpot = self._measure(
             "time_per_output_token_seconds", "Mean time between the tokens of an output.", PER_TOKEN_SECONDS
         )
-        self.itl = self._histogram(
+        self.itl = self._measure(
             "inter_token_latency_seconds", "Time between two consecutive tokens of an output.", PER_TOKEN_SECONDS
         )
-        self.e2e = self._histogram(
+        self.e2e = self._measure(
             "e2e_request_latency_seconds", "Time from the arrival of a request to its last token.", E2E_SECONDS
         )
-        self.queue = self._histogram(
+        self.queue = self._measure(
             "request_queue_seconds",
             "Time from the arrival of a request to its admission by the scheduler.",
             E2E_SECONDS,
         )
-        self.prefill = self._histogram(
+        self.prefill = self._measure(
             "request_prefill_seconds", "Time from the admission of a request to its first token.", E2E_SECONDS
         )
-        self.decode = self._histogram(
+        self.decode = self._measure(
             "request_decode_seconds", "Time from the first token of an output to its last one.", E2E_SECONDS
         )
         self.finished = Counter(
@@ -131,31 +143,22 @@ class Metrics:
             "dovetail_requests_abandoned", "Requests whose client disconnected or that failed.", registry=self.registry
         )
 
-    def _histogram(self, name: str, text: str, buckets: Sequence[float]) -> Histogram:
-        return Histogram(f"dovetail_{name}", text, buckets=buckets, registry=self.registry)
+        for kind in FinishKind:
+            self.finished.labels(reason=kind.value)
+        self.errors = Counter(
+            "dovetail_error_responses", "Requests that were answered with an error.", ["status"], registry=self.registry
+        )
+
+    def _measure(self, name: str, text: str, buckets: Sequence[float]) -> Histogram | BothHistograms:
+        own = Histogram(f"dovetail_{name}", text, buckets=buckets, registry=self.registry)
+        return own if self.compat is None else self.compat.beside(own, name)
+
+    def _numbers(self) -> Iterable[Metric]:
+        return [*self._engine.collect(), *self.finished.collect()]
 
     def render(self) -> bytes:
         """Return all metrics in Prometheus' text format."""
         return generate_latest(self.registry)
-
-
-@dataclass(slots=True)
-class OutputTimes:
-    """Hold when one output has reached its phases, in seconds of ``time.perf_counter``; 0 for what has not happened.
-
-    ``compiled`` is when its constraint was compiled, ``admitted`` when the scheduler admitted it first, ``first`` and ``last``
-    when its first and its latest token arrived, and ``end`` when it finished.
-    """
-
-    arrival: float
-    compiled: float = 0.0
-    admitted: float = 0.0
-    first: float = 0.0
-    last: float = 0.0
-    end: float = 0.0
-    tokens: int = 0
-    prompt_tokens: int = 0
-    cached_tokens: int = 0
 
 
 class RequestMetrics:
@@ -199,6 +202,8 @@ class RequestMetrics:
         """Record the end of the request. If it has not ``finished``, it counts as abandoned."""
         if not self._closed and not finished:
             self._metrics.disconnected.inc()
+        if not self._closed and finished and self._metrics.compat is not None:
+            self._metrics.compat.closed(self.times.values())
         self._closed = True
 
     def _begin(self, output: TokenOutput) -> OutputTimes:
@@ -236,6 +241,8 @@ class RequestMetrics:
             self._metrics.decode.observe(times.last - times.first)
         if times.tokens > 1:
             self._metrics.tpot.observe((times.last - times.first) / (times.tokens - 1))
+        if self._metrics.compat is not None:
+            self._metrics.compat.finished(times)
 
 
 class _EngineCollector(Collector):

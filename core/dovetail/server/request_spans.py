@@ -17,7 +17,7 @@ from dovetail.sampling_params import PoolingKind, SamplingParams
 from dovetail.types import FinishKind, FinishReason
 
 if TYPE_CHECKING:
-    from dovetail.server.metrics import OutputTimes
+    from dovetail.server.output_times import OutputTimes
     from dovetail.server.outputs import GrowingChoice, RequestOutputs
 
 Value = str | int | float | bool | Sequence[str]

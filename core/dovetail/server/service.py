@@ -100,6 +100,8 @@ class Service(ApiHost):
         stream = self.engine.open(name, msgs)
         outputs = RequestOutputs(request, msgs, stream, self.tokenizer, RequestMetrics(self.metrics), terms, self._logs)
         outputs.most_bytes = self._answers.most
+        if self.metrics.compat is not None:
+            self.metrics.compat.submitted(request)
         if trace is not None:
             trace.follow(request, outputs, self.model_name, terms.tenant)
         return outputs
