@@ -11,7 +11,7 @@ import pytest
 from prometheus_client import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
-from dovetail.interfaces.api import ApiRequest, Prompt
+from dovetail.interfaces.api import Prompt
 from dovetail.messages import EngineStats, TokenOutput
 from dovetail.sampling_params import SamplingParams
 from dovetail.server import metrics as server_metrics
@@ -62,9 +62,7 @@ def measured(compat: str | None, clock: Clock) -> Metrics:
     metrics = Metrics({"version": "1"}, compat, "m", INFO)
     metrics.stats = STATS
     prompt = Prompt([1] * 30, SamplingParams(n=2, max_new_tokens=9))
-    if metrics.compat is not None:
-        metrics.compat.submitted(ApiRequest("r", (prompt,)))
-    request = RequestMetrics(metrics)
+    request = RequestMetrics(metrics, (prompt,))
     clock.now = 100.7
     request.observe([TokenOutput(rid, [1], None, 30, 1, 16, queue_seconds=0.2) for rid in "ab"])
     clock.now = 101.3

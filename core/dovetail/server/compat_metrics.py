@@ -17,7 +17,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 if TYPE_CHECKING:
-    from dovetail.interfaces.api import ApiRequest
+    from dovetail.interfaces.api import Prompt
     from dovetail.server.output_times import OutputTimes
 
 
@@ -191,13 +191,6 @@ class CompatMetrics(Collector):
         if measure in self._histograms:
             self._histograms[measure].observe(value)
 
-    def submitted(self, request: ApiRequest) -> None:
-        """Record what a request asks for."""
-        for prompt in request.prompts:
-            self.observe("n", prompt.params.n)
-            if prompt.params.max_new_tokens:
-                self.observe("max_tokens", prompt.params.max_new_tokens)
-
     def finished(self, times: OutputTimes) -> None:
         """Record an output that has finished."""
         self.observe("prompt_tokens", times.prompt_tokens)
@@ -206,9 +199,13 @@ class CompatMetrics(Collector):
         if times.admitted:
             self.observe("inference_seconds", (times.last or times.end) - times.admitted)
 
-    def closed(self, times: Iterable[OutputTimes]) -> None:
+    def closed(self, prompts: Iterable[Prompt], times: Iterable[OutputTimes]) -> None:
         """Record a request whose outputs have finished."""
         self.observe("most_generated_tokens", max((output.tokens for output in times), default=0))
+        for prompt in prompts:
+            self.observe("n", prompt.params.n)
+            if prompt.params.max_new_tokens:
+                self.observe("max_tokens", prompt.params.max_new_tokens)
 
     def describe(self) -> Iterable[Metric]:
         """Yield nothing: without this method the registry would call ``collect`` when it registers the metrics."""

@@ -12,6 +12,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from dovetail.interfaces.api import Prompt
 from dovetail.messages import EngineStats, TokenOutput
 from dovetail.server.compat_metrics import BothHistograms, CompatMetrics
 from dovetail.server.output_times import OutputTimes
@@ -148,6 +149,8 @@ class Metrics:
         self.errors = Counter(
             "dovetail_error_responses", "Requests that were answered with an error.", ["status"], registry=self.registry
         )
+        for status in ("429", "500", "503", "504"):  # alerts see the first one only if there was a 0 before
+            self.errors.labels(status=status)
 
     def _measure(self, name: str, text: str, buckets: Sequence[float]) -> Histogram | BothHistograms:
         own = Histogram(f"dovetail_{name}", text, buckets=buckets, registry=self.registry)
@@ -164,8 +167,9 @@ class Metrics:
 class RequestMetrics:
     """Measure the outputs of one request. ``times`` are those of each output that has arrived, by the engine's id."""
 
-    def __init__(self, metrics: Metrics) -> None:
-        self._metrics = metrics
+    def __init__(self, metrics: Metrics, prompts: Sequence[Prompt] = ()) -> None:
+        """``prompts`` are those of the request."""
+        self._metrics, self._prompts = metrics, prompts
         self.arrival = time.perf_counter()
         self.times: dict[str, OutputTimes] = {}
         self._closed = False
@@ -202,8 +206,8 @@ class RequestMetrics:
         """Record the end of the request. If it has not ``finished``, it counts as abandoned."""
         if not self._closed and not finished:
             self._metrics.disconnected.inc()
-        if not self._closed and finished and self._metrics.compat is not None:
-            self._metrics.compat.closed(self.times.values())
+        if not self._closed and finished and self.times and self._metrics.compat is not None:
+            self._metrics.compat.closed(self._prompts, self.times.values())
         self._closed = True
 
     def _begin(self, output: TokenOutput) -> OutputTimes:

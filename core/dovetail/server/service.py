@@ -98,10 +98,10 @@ class Service(ApiHost):
         scope = name.removesuffix(request.rid)
         msgs = messages(request if self._seeds is None else seeded(request, self._seeds), scope)
         stream = self.engine.open(name, msgs)
-        outputs = RequestOutputs(request, msgs, stream, self.tokenizer, RequestMetrics(self.metrics), terms, self._logs)
+        outputs = RequestOutputs(
+            request, msgs, stream, self.tokenizer, RequestMetrics(self.metrics, request.prompts), terms, self._logs
+        )
         outputs.most_bytes = self._answers.most
-        if self.metrics.compat is not None:
-            self.metrics.compat.submitted(request)
         if trace is not None:
             trace.follow(request, outputs, self.model_name, terms.tenant)
         return outputs
