@@ -352,3 +352,24 @@ def test_what_another_tab_changes_is_shown_and_damaged_values_are_left_alone(
     assert texts(page, "nav .title") == ["mine"]
     assert texts(page, "article") == []
     assert len(page.run("Object.keys(localStorage)")) == 5
+
+
+@needs_browser
+def test_the_end_stays_visible_until_the_user_scrolls_up(page: Page, scripted: ScriptedServer) -> None:
+    visit(page, scripted.url)
+    more, end = Event(), Event()
+    scripted.answer(*["line\n\n"] * 200, more, *["line\n\n"] * 200, end, *["line\n\n"] * 200)
+    say(page, "lines", wait=False)
+    distance = "(({ scrollHeight, scrollTop, clientHeight }) => scrollHeight - scrollTop - clientHeight)(document.getElementById('scroll'))"
+    lines = "document.querySelectorAll('.assistant p:not(.hint)').length"
+    page.until(f"{lines} === 200 && {distance} < 2")
+    more.set()
+    page.until(f"{lines} === 400 && {distance} < 2")
+    page.run("document.getElementById('scroll').scrollTop = 1000")
+    page.until("new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(() => done(true))))")
+    end.set()
+    settled(page)
+    assert page.run(lines) == 600
+    assert (
+        page.run("document.getElementById('scroll').scrollTop") < 1100
+    )  # the browser keeps what is visible in its place

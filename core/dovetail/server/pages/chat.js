@@ -18,6 +18,7 @@ let chat = newConversation();
 let editing = null; // the index of the message that is being edited
 let leaving = false; // whether the browser is closing the page, which ends its connections
 let following = true; // whether the end of the chat stays visible
+let top = 0; // where the chat was scrolled to last
 
 /** Keep the first `upto` turns, append `added`, and request an answer. */
 async function ask(upto, ...added) {
@@ -233,6 +234,14 @@ function fit() {
   $("message").style.height = `${$("message").scrollHeight}px`;
 }
 
+/** Note whether the user has scrolled up, or back to the end. An answer may have grown since the page itself has scrolled. */
+function follow() {
+  const { scrollHeight, scrollTop, clientHeight } = $("scroll");
+  if (scrollHeight - scrollTop - clientHeight < 40) following = true;
+  else if (scrollTop < top) following = false;
+  top = scrollTop;
+}
+
 const toEnd = () => ($("scroll").scrollTop = $("scroll").scrollHeight);
 
 async function connect() {
@@ -276,7 +285,7 @@ $("stop").onclick = () => running.get(chat.id)?.abort();
 $("new").onclick = () => open(newConversation());
 $("export").onclick = downloadAll;
 $("parts").addEventListener("toggle", () => $("parts").open && showParts());
-$("scroll").addEventListener("scroll", () => (following = $("scroll").scrollHeight - $("scroll").scrollTop - $("scroll").clientHeight < 40));
+$("scroll").addEventListener("scroll", follow);
 new ResizeObserver(() => following && toEnd()).observe($("log"));
 addEventListener("beforeunload", () => {
   leaving = true;

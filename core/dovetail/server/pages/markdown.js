@@ -67,7 +67,7 @@ function element(token) {
   if (token.type === "link_open") return link(token.attrGet("href"));
   if (!TAGS.has(token.tag)) return el("span");
   const node = el(token.tag);
-  if (["p", "li", "th", "td"].includes(token.tag)) node.dir = "auto";
+  if (["p", "ul", "ol", "blockquote", "th", "td"].includes(token.tag)) node.dir = "auto";
   if (token.tag === "ol" && token.attrGet("start") !== null) node.start = Number(token.attrGet("start"));
   const align = /^text-align:(left|center|right)$/.exec(token.attrGet("style") ?? "");
   if (align) node.className = align[1];
