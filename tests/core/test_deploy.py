@@ -175,6 +175,22 @@ def test_the_names_within_a_manifest(manifest, tmp_path):
     assert container["args"][1] in {mount["mountPath"] for mount in container["volumeMounts"]}
 
 
+# -- make ------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(shutil.which("make") is None, reason="make is not installed")
+def test_make_installs_the_kernels_where_there_is_a_gpu(tmp_path):
+    def commands(*words: str) -> str:
+        line = ["make", "--no-print-directory", "-n", "setup", f"VENV={tmp_path}/venv", *words]
+        return subprocess.run(line, cwd=ROOT, capture_output=True, text=True, check=True, timeout=60).stdout
+
+    with_gpu, without = commands("GPU=/dev/nvidia0"), commands("GPU=")
+    assert "-e '.[dev,cuda]'" in with_gpu
+    assert "dovetail doctor" in with_gpu
+    assert "-e '.[dev]'" in without
+    assert "doctor" not in without
+
+
 # -- linters ---------------------------------------------------------------------------------------------------------------
 
 

@@ -10,6 +10,7 @@ import json
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -177,6 +178,36 @@ def test_torch_that_cannot_be_imported_is_reported(monkeypatch):
     assert "torch" in facts.error
 
 
+@pytest.mark.parametrize(
+    "module", ["Open Kernel Module for x86_64  580.95.05  Release", "x86_64 Kernel Module  535.54  Wed"]
+)
+def test_the_driver_is_read(monkeypatch, tmp_path, module):
+    (tmp_path / "version").write_text(f"NVRM version: NVIDIA UNIX {module}\nGCC version:  gcc version 12.3.0\n")
+    assert doctor_facts.driver_version(tmp_path / "version") in ("580.95.05", "535.54")
+    assert doctor_facts.driver_version(tmp_path / "none") == ""
+
+    class Library:
+        def __init__(self, name: str) -> None:
+            assert name == "libcuda.so.1"
+
+        def cuDriverGetVersion(self, pointer: Any) -> int:
+            pointer._obj.value = 12080
+            return 0
+
+    monkeypatch.setattr(doctor_facts.ctypes, "CDLL", Library)
+    assert doctor_facts._driver_cuda() == (12, 8)
+
+
+def test_a_torch_that_finds_no_device_is_read(monkeypatch):
+    def fail() -> None:
+        raise RuntimeError("No CUDA GPUs are available\nmore")
+
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "init", fail)
+    facts = doctor_facts._torch()
+    assert (facts.cuda, facts.gpus, facts.error) == ((13, 0), (), "No CUDA GPUs are available")
+
+
 def test_tools_are_found_where_their_callers_look(monkeypatch, tmp_path):
     (tmp_path / "bin").mkdir()
     nvcc = tmp_path / "bin" / "nvcc"
@@ -238,8 +269,25 @@ def test_the_command_says_what_is_broken(call):
     assert status == 1
     assert "update the NVIDIA driver to 580 or newer" in out
     assert "1 broken" in out
-    status, out = call(PLAIN, "--set", "attention=flashinfer", "--json")
+    status, out = call(PLAIN, "--attention-backend", "flashinfer", "--json")
     assert status == 1
     (config,) = json.loads(out)["components"]
     assert config["what"] == "config"
     assert "flashinfer" in config["why"]
+
+
+def test_without_torch_only_the_machine_is_looked_at(call, monkeypatch):
+    monkeypatch.setitem(sys.modules, "torch", None)
+    status, out = call(dataclasses.replace(PLAIN, torch=doctor_facts._torch()), "--json")
+    data = json.loads(out)
+    assert (status, data["components"], data["plugins"]) == (1, [], [])
+    assert [row["what"] for row in data["machine"] if row["broken"]] == ["torch"]
+
+
+@pytest.mark.usefixtures("no_gpu")
+def test_a_config_file_and_flags_are_taken_as_by_serve(call, tmp_path):
+    (tmp_path / "server.yaml").write_text("grammar: outlines\n")
+    status, out = call(PLAIN, str(tmp_path / "server.yaml"), "--tp", "2")
+    assert status == 0
+    assert "grammar outlines" in out
+    assert "executor workers" in out

@@ -24,7 +24,7 @@ def build_app(arguments: Sequence[str]) -> typer.Typer:
     app.command("generate")(generate.generate)
     app.command("chat")(chat.chat)
     app.command("explain", cls=serve.ServeCommand)(explain.explain)
-    app.command("doctor")(doctor.doctor)
+    app.command("doctor", cls=serve.ServeCommand)(doctor.doctor)
     app.command("ab")(ab.ab)
     app.add_typer(bench.app, name="bench")
     app.add_typer(config.app, name="config")

@@ -5,13 +5,15 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import typer
 
 from dovetail.cli.plugins_doctor import Finding, examined_plugins
-from dovetail.cli.sources import FileOptions, Json, Sets
+from dovetail.cli.serve import Words, read_arguments, split_words, with_flags
+from dovetail.cli.serve_values import settings_of
+from dovetail.cli.sources import Json, Sets, shortcuts
 
 if TYPE_CHECKING:
     from dovetail.registry import Resolution, Resolved
@@ -26,39 +28,52 @@ USES = {
 }
 
 
-def doctor(files: FileOptions = None, sets: Sets = None, as_json: Json = False) -> None:
+def _doctor(words: Words = None, sets: Sets = None, as_json: Json = False, **given: Any) -> None:
     """Show what this machine has and what it lacks: Python, torch and the driver, GPUs, kernels, compilers, caches and
     limits; the attention backends, grammar backends and executors that a config can use here; plugins with problems. Each
-    with the command that helps. The exit status is 1 if something is broken."""
+    with the command that helps. The arguments are those of `dovetail serve`. The exit status is 1 if something is
+    broken."""
     from dovetail.cli.doctor_checks import machine_findings
     from dovetail.cli.doctor_facts import read_machine
 
-    machine = list(machine_findings(read_machine()))
-    headline, components = _components(files, sets)
-    plugins = [finding for finding in examined_plugins(files, sets)[0] if finding.broken]
-    groups = {"machine": machine, "components": components, "plugins": plugins}
+    facts = read_machine()
+    groups = {"machine": list(machine_findings(facts)), "components": [], "plugins": []}
+    summary = "Nothing can be served without torch."
+    if facts.torch.version:  # all components import it
+        summary, groups["components"] = _components(words or (), sets or (), given)
+        groups["plugins"] = _plugins(words or (), sets or (), given)
     broken = any(finding.broken for group in groups.values() for finding in group)
     if as_json:
         rows: dict[str, Any] = {name: [dataclasses.asdict(f) for f in group] for name, group in groups.items()}
-        typer.echo(json.dumps({"summary": headline, **rows, "broken": broken}, indent=2))
+        typer.echo(json.dumps({"summary": summary, **rows, "broken": broken}, indent=2))
     else:
-        _print(groups, headline)
+        _print(groups, summary)
     if broken:
         raise typer.Exit(1)
 
 
-def _components(files: FileOptions, sets: Sets) -> tuple[str, list[Finding]]:
+doctor = with_flags(_doctor)
+"""Show what this machine has and what it lacks. See ``_doctor``."""
+
+
+def _components(words: Sequence[str], sets: Sequence[str], given: Mapping[str, Any]) -> tuple[str, list[Finding]]:
     """Return what would serve under this config, in one line, and a finding for each candidate of ``KINDS``."""
     from dovetail.errors import ConfigError, PluginError
     from dovetail.registry import Machine, resolve
-    from dovetail.registry.setup import setup
 
     try:
-        config, registry = setup(files or (), sets or (), os.environ)
+        config, registry = read_arguments(words, sets, given, dict(os.environ))
         resolved = resolve(config, registry, Machine.detect(config.device))
     except (ConfigError, PluginError) as error:
         return "The config does not fit this machine.", [Finding("config", "failed", str(error), broken=True)]
     return _headline(resolved), list(_candidates(resolved))
+
+
+def _plugins(words: Sequence[str], sets: Sequence[str], given: Mapping[str, Any]) -> list[Finding]:
+    """Return the plugins and components that cannot be used."""
+    _, files = split_words(words)
+    findings, _ = examined_plugins(files, [*sets, *shortcuts(settings_of(given))])
+    return [finding for finding in findings if finding.broken]
 
 
 def _headline(resolved: Resolved) -> str:

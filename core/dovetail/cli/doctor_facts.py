@@ -93,7 +93,7 @@ def read_machine() -> HostFacts:
         executable=sys.executable,
         torch=_torch(),
         devices=len(list(Path("/dev").glob("nvidia[0-9]*"))),
-        driver=_driver(),
+        driver=driver_version(Path("/proc/driver/nvidia/version")),
         driver_cuda=_driver_cuda(),
         packages={name: version for name in PACKAGES if (version := _version(name))},
         tools={name: path for name in TOOLS if (path := _tool(name))},
@@ -133,10 +133,10 @@ def _pair(text: str) -> Version | None:
     return (int(found[1]), int(found[2])) if found else None
 
 
-def _driver() -> str:
-    """Return the version of NVIDIA's kernel module."""
+def driver_version(file: Path) -> str:
+    """Return the version of NVIDIA's kernel module, which it writes into ``file``; empty if there is none."""
     try:
-        text = Path("/proc/driver/nvidia/version").read_text(encoding="utf-8")
+        text = file.read_text(encoding="utf-8")
     except OSError:
         return ""
     found = re.search(r"\b(\d+\.\d+(?:\.\d+)?)\b", text)

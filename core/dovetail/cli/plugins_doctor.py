@@ -5,8 +5,9 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import typer
@@ -46,7 +47,7 @@ def doctor(files: FileOptions = None, sets: Sets = None, as_json: Json = False) 
         raise typer.Exit(1)
 
 
-def examined_plugins(files: FileOptions, sets: Sets) -> tuple[list[Finding], Registry]:
+def examined_plugins(files: Sequence[Path] | None, sets: Sequence[str] | None) -> tuple[list[Finding], Registry]:
     """Return the findings about all plugins, components and names of the config, and the registry with the plugins.
     Raises ``ConfigError``."""
     from dovetail.config import plugins_section, read
