@@ -29,7 +29,7 @@ def tiny(messages, opened):
 
 
 def strict(messages, opened):
-    return STRICT.render(messages, None, opened, {})
+    return STRICT.render({"messages": messages, "add_generation_prompt": opened})
 
 
 def grown(turns) -> Conversation:

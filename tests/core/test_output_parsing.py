@@ -132,7 +132,7 @@ def test_arguments_are_text_and_mapping_to_templates():
     """DeepSeek's templates join the arguments to text, Qwen's write them by tojson, others read their fields."""
     arguments = Arguments({"a": [1]}, '{"a":  [1]}')
     source = "{{ '<' + x + '>' }}{{ x }}{{ x | tojson }}{{ x.a[0] }}{{ x is mapping }}{% for k, v in x.items() %}{{ k }}{% endfor %}"
-    rendered = ChatTemplate(source, {"x": arguments}).render([], None, False, {})
+    rendered = ChatTemplate(source, {"x": arguments}).render({})
     assert rendered == '<{"a":  [1]}>{"a":  [1]}{"a": [1]}1Truea'
 
 

@@ -24,6 +24,7 @@ from dovetail.registry.resolution import Chosen, reported
 from dovetail.registry.specs import ComponentKind
 from dovetail.sampling_params import GrammarGate, SamplingParams, ThinkingSpan
 from dovetail.tokenizer import Tokenizer
+from dovetail.tokenizer.content import CONTROL_SHAPE
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +72,13 @@ class OutputParsers:
         self._tokenizer = tokenizer
         self._offers = offers
 
+    @cached_property
+    def assistant_marks(self) -> frozenset[str]:
+        """Return the special tokens that earlier messages of the assistant may spell: those with which it reasons and
+        calls tools, except those that look like the tokens between turns."""
+        marks = {mark for parser in (self.tool, self.reasoning) if parser for mark in parser.special_tokens}
+        return frozenset(mark for mark in marks if not CONTROL_SHAPE.fullmatch(mark))
+
     def plan(
         self, params: SamplingParams, prompt: str, tools: ToolRequest | None, separate_reasoning: bool = True
     ) -> OutputPlan:
@@ -80,6 +88,7 @@ class OutputParsers:
         With tools, the reader instead of the engine finds stop strings, because the engine cannot distinguish calls
         from content.
         """
+        prompt = str(prompt)  # marks are of no use here
         gate = self.reasoning.gate(prompt) if self.reasoning else None
         params = self._budgeted(params, gate)
         stops = Stops.of(params) if tools else None

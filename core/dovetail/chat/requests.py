@@ -175,6 +175,10 @@ class Arguments(dict[str, Any]):
         super().__init__(parsed)
         self._text = text
 
+    def with_text(self, parsed: dict[str, Any], text: str) -> Arguments:
+        """Return arguments with other values and another text."""
+        return Arguments(parsed, text)
+
     def __str__(self) -> str:
         return self._text
 

@@ -65,6 +65,10 @@ class ModelSection(Section):
     chat_template: str | None = Field(
         default=None, description="A file with the chat template (Jinja), if not the tokenizer's."
     )
+    special_tokens_in_messages: bool = Field(
+        default=False,
+        description="Let texts of chats that spell special tokens, such as <|im_end|>, become these tokens. A client can then forge turns of others.",
+    )
     overrides: dict[str, Any] = Field(default_factory=dict, description="Keys of config.json to replace.")
     seed: int = Field(default=0, description="Seed of dummy weights.")
 

@@ -268,9 +268,12 @@ class ApiHost(ABC):
         tools: Sequence[Mapping[str, Any]],
         extra: Mapping[str, Any],
         add_generation_prompt: bool = True,
+        opening: str = "",
     ) -> str:
         """Return the prompt of a conversation, up to the beginning of the assistant's turn, or, without
-        ``add_generation_prompt``, up to the end of the last message. The caller encodes it without special tokens.
+        ``add_generation_prompt``, up to the end of the last message; then ``opening``, with which that turn begins. The
+        caller encodes it without special tokens. Texts of the conversation that spell special tokens stay text: the
+        prompt is then a ``dovetail.tokenizer.MarkedPrompt``, which must be encoded as it is.
         ``messages`` have the form that ``dovetail.chat.requests.plain_message`` returns; ``extra`` are arguments of the
         chat template. Raises ``RequestError``.
         """

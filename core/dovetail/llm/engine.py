@@ -293,7 +293,9 @@ class LLM:
     ) -> str:
         plain = [plain_message(message, i) for i, message in enumerate(checked_messages(messages))]
         messages = self._prompts.messages(plain)
-        return self._need_tokenizer().apply_chat_template(messages, tools or None, True, checked_variables(extra))
+        own = self._parsers.assistant_marks
+        extra = checked_variables(extra)
+        return self._need_tokenizer().apply_chat_template(messages, tools or None, True, extra, "", own)
 
     @cached_property
     def _prompts(self) -> PromptHooks:

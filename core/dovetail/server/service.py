@@ -29,7 +29,7 @@ from dovetail.server.metrics import Metrics, RequestMetrics, without_gauges
 from dovetail.server.outputs import RequestOutputs, RequestTerms
 from dovetail.server.tracing import current_trace
 from dovetail.token_checks import check_prompt
-from dovetail.tokenizer import Tokenizer
+from dovetail.tokenizer import MarkedPrompt, Tokenizer
 
 _LARGE = 16_384
 """The number of characters from which text is tokenized in a thread, so that other streams are served meanwhile."""
@@ -158,7 +158,8 @@ class Service(ApiHost):
     async def encode(self, text: str, add_special_tokens: bool) -> list[int]:
         """Return the token ids of ``text``. Long texts are encoded in a thread, so that they do not block the event loop. Raises
         ``ContextLengthError``."""
-        return await offloaded(len(text) >= _LARGE, self._encode, text, add_special_tokens)
+        heavy = len(text) >= _LARGE or isinstance(text, MarkedPrompt)  # the first of these builds another tokenizer
+        return await offloaded(heavy, self._encode, text, add_special_tokens)
 
     def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
         if add_special_tokens:  # a rendered chat is encoded without them; its messages have passed the hooks
@@ -176,11 +177,11 @@ class Service(ApiHost):
         tools: Sequence[Mapping[str, Any]],
         extra: Mapping[str, Any],
         add_generation_prompt: bool = True,
+        opening: str = "",
     ) -> str:
-        """Return the prompt text of a chat, with the assistant's turn opened if ``add_generation_prompt`` is set.
-        Encode it without special tokens. Raises ``RequestError``."""
+        """See ``ApiHost.render_chat``."""
         large = sum(len(message["content"]) + 64 for message in messages) >= _LARGE
-        return await offloaded(large, self._render, messages, tools or None, extra, add_generation_prompt)
+        return await offloaded(large, self._render, messages, tools or None, extra, add_generation_prompt, opening)
 
     def _render(
         self,
@@ -188,8 +189,11 @@ class Service(ApiHost):
         tools: Sequence[Mapping[str, Any]] | None,
         extra: Mapping[str, Any],
         opened: bool,
+        opening: str,
     ) -> str:
-        return self.tokenizer.apply_chat_template(self.prompts.messages(messages), tools, opened, extra)
+        messages = self.prompts.messages(messages)
+        own = self.parsers.assistant_marks
+        return self.tokenizer.apply_chat_template(messages, tools, opened, extra, opening, own)
 
     def plan_chat(
         self, params: SamplingParams, prompt: str, tools: ToolRequest | None, separate_reasoning: bool = True

@@ -71,23 +71,28 @@ class ChatTemplate:
         except jinja2.TemplateSyntaxError as error:
             raise ConfigError(f"the model's chat template is not valid, line {error.lineno}: {error}") from error
 
-    def render(
+    def variables(
         self,
         messages: Sequence[Mapping[str, Any]],
         tools: Sequence[Mapping[str, Any]] | None,
         add_generation_prompt: bool,
         extra: Mapping[str, Any],
-    ) -> str:
-        """Return the prompt. Raises ``RequestError`` if the template refuses the conversation."""
+    ) -> dict[str, Any]:
+        """Return the variables of one rendering. Raises ``RequestError`` if ``extra`` replaces one of them."""
         own = {"messages": messages, "tools": tools or None, "add_generation_prompt": add_generation_prompt}
         clash = sorted(set(extra) & set(own))
         if clash:
             raise RequestError(f"chat template variables may not set {clash}", param="chat_template_kwargs")
+        return {**extra, **own}
+
+    def render(self, variables: Mapping[str, Any]) -> str:
+        """Return the prompt. Raises ``RequestError`` if the template refuses the conversation."""
         try:
-            return self._template.render({"documents": None, **self._variables, **extra, **own})
-        except (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError, RecursionError) as error:
+            return self._template.render({"documents": None, **self._variables, **variables})
+        except Exception as error:  # a template may raise anything
+            what = "" if isinstance(error, jinja2.TemplateError) else f"{type(error).__name__}: "
             raise RequestError(
-                f"the model's chat template refuses this conversation: {error}", param="messages"
+                f"the model's chat template refuses this conversation: {what}{error}", param="messages"
             ) from error
 
 

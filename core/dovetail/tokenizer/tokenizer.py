@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from tokenizers import Tokenizer as Backend
 
@@ -13,6 +13,7 @@ from dovetail.config import Config
 from dovetail.config.checkpoint import locate, read_json
 from dovetail.errors import ConfigError, RequestError
 from dovetail.tokenizer.chat_template import ChatTemplate, find_source, read_template
+from dovetail.tokenizer.content import ContentTokens, MarkedPrompt
 from dovetail.tokenizer.detokenizer import IncrementalDetokenizer
 from dovetail.tokenizer.vocabulary import Vocabulary, read_vocabulary
 
@@ -20,6 +21,21 @@ _PROBE_CHARS = 12
 """Assume this number of characters per token, which is higher than the average of prose."""
 
 _NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
+
+
+class ChatRendering(NamedTuple):
+    """Hold the template of a conversation, its variables, what follows the rendered text, and the character that marks
+    texts in both."""
+
+    template: ChatTemplate
+    variables: Mapping[str, Any]
+    opening: str
+    mark: str | None = None
+
+    def prompt(self, rendered: str) -> str:
+        """Return the prompt, of the text that the template has rendered."""
+        text = rendered + self.opening
+        return text if self.mark is None else MarkedPrompt(text, self.mark)
 
 
 class Tokenizer:
@@ -54,6 +70,9 @@ class Tokenizer:
         self._template = ChatTemplate(chat_template, self._names) if chat_template else None
         self._tool_template = ChatTemplate(tool_template, self._names) if tool_template else self._template
         self._prepend = self._missing_bos(config or {})
+        self._content = ContentTokens(json_text)
+        self.marks_content = True
+        """If False, text of messages that spells a special token becomes that token (``model.special_tokens_in_messages``)."""
 
     @classmethod
     def from_dir(cls, path: Path | str, model: Path | str | None = None, template: str | None = None) -> Tokenizer:
@@ -114,10 +133,14 @@ class Tokenizer:
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Return the token ids of ``text``. With ``add_special_tokens`` the tokenizer adds its special tokens, a BOS
-        for example. Text that spells a special token becomes that token. Releases the GIL for most of its time. Raises
+        for example. Text that spells a special token becomes that token, except for the marked texts of a
+        ``MarkedPrompt``. Releases the GIL for most of its time. Raises
         ``RequestError`` for text that cannot be written in UTF-8."""
         try:  # only the backend's calls for batches release the GIL
-            ids = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
+            if isinstance(text, MarkedPrompt):
+                ids = self._content.encode(text, add_special_tokens)
+            else:
+                ids = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
         except TypeError:
             raise _unwritable(text) from None
         return self._prepend + ids if add_special_tokens else ids
@@ -165,14 +188,47 @@ class Tokenizer:
         tools: Sequence[Mapping[str, Any]] | None = None,
         add_generation_prompt: bool = True,
         extra: Mapping[str, Any] | None = None,
+        opening: str = "",
+        assistant_marks: frozenset[str] = frozenset(),
     ) -> str:
         """Return the prompt of a conversation, which the caller must encode with ``add_special_tokens=False``.
-        ``extra`` are further variables of the template. Raises ``RequestError`` if there is no template or it refuses
-        the conversation."""
+        ``extra`` are further variables of the template; ``opening`` is appended. See ``chat_rendering`` for the other
+        parameters, and for what it raises. Raises ``RequestError`` if the template refuses the conversation."""
+        rendering = self.chat_rendering(messages, tools, add_generation_prompt, extra, opening, assistant_marks)
+        return rendering.prompt(rendering.template.render(rendering.variables))
+
+    def chat_rendering(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        extra: Mapping[str, Any] | None = None,
+        opening: str = "",
+        assistant_marks: frozenset[str] = frozenset(),
+    ) -> ChatRendering:
+        """Return the template of a conversation and what to render with it. If ``marks_content`` is set, texts of the
+        conversation that spell special tokens stay text; only messages of the assistant, and ``opening``, may spell
+        ``assistant_marks``. Raises ``RequestError`` if there is no template."""
         template = self._tool_template if tools else self._template
         if template is None:
             raise RequestError("this model has no chat template; use /v1/completions or /generate", param="messages")
-        return template.render(messages, tools, add_generation_prompt, extra or {})
+        variables = template.variables(messages, tools, add_generation_prompt, extra or {})
+        if not self.marks_content:
+            return ChatRendering(template, variables, opening)
+        own = [message for message in messages if assistant_marks and message.get("role") == "assistant"]
+        others = messages if not own else [message for message in messages if message.get("role") != "assistant"]
+        rest = {name: value for name, value in variables.items() if name != "messages"}
+        content, nothing = self._content, frozenset[str]()
+        free = (own, opening) if assistant_marks and (own or opening) else None
+        mark = content.mark_for(((others, rest, "" if free else opening), nothing), (free, assistant_marks))
+        if mark is None:
+            return ChatRendering(template, variables, opening)
+        variables = content.marked(rest, nothing, mark)
+        variables["messages"] = [
+            content.marked(message, assistant_marks if message.get("role") == "assistant" else nothing, mark)
+            for message in messages
+        ]
+        return ChatRendering(template, variables, content.marked(opening, assistant_marks, mark), mark)
 
     def _named_id(self, name: str) -> int | None:
         token = self._names.get(name)
@@ -196,7 +252,9 @@ def load_tokenizer(config: Config) -> Tokenizer:
     directory. Raises ``ConfigError``."""
     model, own = locate(config.model.path), config.model.tokenizer
     template = read_template(config.model.chat_template) if config.model.chat_template else None
-    return Tokenizer.from_dir(locate(own, "model.tokenizer") if own else model, model, template)
+    tokenizer = Tokenizer.from_dir(locate(own, "model.tokenizer") if own else model, model, template)
+    tokenizer.marks_content = not config.model.special_tokens_in_messages
+    return tokenizer
 
 
 def _load_backend(json_text: str) -> Backend:

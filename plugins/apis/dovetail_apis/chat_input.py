@@ -33,7 +33,7 @@ class ChatInput:
     async def prompt(self, host: ApiHost) -> str:
         """Return the text of the prompt. Raises ``RequestError`` if the chat template refuses the conversation."""
         shown = self.tools if self.calls is not None else ()
-        return await host.render_chat(self.messages, shown, self.variables, self.opened) + self.opening
+        return await host.render_chat(self.messages, shown, self.variables, self.opened, self.opening)
 
     async def tokens(self, host: ApiHost) -> list[int]:
         """Return the token ids of the prompt. Raises ``RequestError``."""

@@ -145,9 +145,10 @@ class TenantHost(ApiHost):
         tools: Sequence[Mapping[str, Any]],
         extra: Mapping[str, Any],
         add_generation_prompt: bool = True,
+        opening: str = "",
     ) -> str:
         """See ``Service.render_chat``."""
-        return await self._service.render_chat(messages, tools, extra, add_generation_prompt)
+        return await self._service.render_chat(messages, tools, extra, add_generation_prompt, opening)
 
     def plan_chat(
         self, params: SamplingParams, prompt: str, tools: ToolRequest | None, separate_reasoning: bool = True

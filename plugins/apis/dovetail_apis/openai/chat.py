@@ -69,7 +69,7 @@ async def _parsed(host: ApiHost, body: ChatCompletionRequest) -> ParsedChat:
         session=body.session_of(params.n),
         more_bytes=more,
     )
-    return ParsedChat(request, plan, text)
+    return ParsedChat(request, plan, str(text))
 
 
 def _chat_input(body: ChatCompletionRequest) -> ChatInput:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, ClassVar, TypeVar
 
 from pydantic import BaseModel, Field
@@ -77,7 +78,8 @@ class Tokenize(Api):
         host.check_model(body.model)
         if (body.prompt is None) == (body.messages is None):
             raise RequestError("give one of prompt and messages", param="prompt")
-        return await self._in_turn(host, request, _tokenized, body)
+        rendered = "" if body.messages is None else await _rendered(host, body)
+        return await self._in_turn(host, request, partial(_tokenized, rendered), body)
 
     async def detokenize(self, host: ApiHost, request: Request) -> Response:
         """Return the text of token ids."""
@@ -96,8 +98,8 @@ class Tokenize(Api):
             return json_response(await asyncio.to_thread(work, host, body))
 
 
-def _tokenized(host: ApiHost, body: TokenizeRequest) -> dict[str, Any]:
-    given = body.prompt if body.prompt is not None else _rendered(host, body)
+def _tokenized(rendered: str, host: ApiHost, body: TokenizeRequest) -> dict[str, Any]:
+    given = body.prompt if body.prompt is not None else rendered
     special = body.prompt is not None if body.add_special_tokens is None else body.add_special_tokens
     found = [host.tokenizer.encode(text, special) for text in ([given] if isinstance(given, str) else given)]
     names = [[_name(host, token) for token in ids] for ids in found] if body.return_token_strs else None
@@ -110,11 +112,10 @@ def _tokenized(host: ApiHost, body: TokenizeRequest) -> dict[str, Any]:
     }
 
 
-def _rendered(host: ApiHost, body: TokenizeRequest) -> str:
+async def _rendered(host: ApiHost, body: TokenizeRequest) -> str:
     messages = [plain_message(message.model_dump(), i) for i, message in enumerate(body.messages or ())]
-    tools = template_tools(body.tools or ()) or None
-    extra = body.chat_template_kwargs or {}
-    return host.tokenizer.apply_chat_template(messages, tools, body.add_generation_prompt, extra)
+    tools, extra = template_tools(body.tools or ()), body.chat_template_kwargs or {}
+    return await host.render_chat(messages, tools, extra, body.add_generation_prompt)
 
 
 def _name(host: ApiHost, token: int) -> str:
