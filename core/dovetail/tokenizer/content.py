@@ -131,7 +131,7 @@ class ContentTokens:
 
     @functools.cache  # noqa: B019 (one per tokenizer, which lives as long as the process)
     def _load(self) -> tuple[Backend, dict[str, str]]:
-        """Return a tokenizer in which special tokens have names that nobody can guess, and these names. A prompt whose
+        """Return a tokenizer in which special tokens have names that cannot be guessed, and these names. A prompt whose
         own special tokens were renamed has the same tokens there, and texts that spell the old names are text."""
         tree, secret = json.loads(self._json), secrets.token_hex(8)
         names = {name: f"\U0001fffe{secret}.{i}\U0001ffff" for i, name in enumerate(self._ids)}
