@@ -5,6 +5,7 @@
 
 import json
 import re
+import time
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -53,7 +54,8 @@ def tenants(tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx.Client]:
     (folder / "keys.json").write_text(json.dumps(keys))
     (folder / "keys.json").chmod(0o600)
     server = {"port": 0, "log_level": "warning", "keys": str(folder / "keys.json"), "usage_log": str(folder / "usage")}
-    config = Config.model_validate({"server": server, "metrics": {"compat": "vllm"}})
+    tree = {"server": server, "metrics": {"compat": "vllm"}, "supervision": {"backoff_seconds": 2}}
+    config = Config.model_validate(tree)
     headers = {"authorization": f"Bearer {KEY}-admin"}
     with (
         running_server(config, target=run_fake_engine) as url,
@@ -205,3 +207,18 @@ def test_names_of_another_server_are_served(tenants: httpx.Client) -> None:
     assert f"vllm:time_to_first_token_seconds_count{labels}" in text
     assert f"vllm:request_params_max_tokens_sum{labels} 3.0" in text
     assert 'vllm:request_success_total{engine="0",finished_reason="length",model_name="tiny"} 1.0' in text
+
+
+def test_an_engine_that_has_died_is_down_until_it_is_started_again(tenants: httpx.Client) -> None:
+    def values(*names: str) -> list[float]:
+        text = tenants.get("/metrics").text
+        return [float(re.findall(rf"^dovetail_{name} (\S+)$", text, re.M)[0]) for name in names]
+
+    body = {"prompt": "x", "max_tokens": 2, "cache_salt": "exit"}
+    answer = tenants.post("/v1/completions", json=body, headers={"authorization": f"Bearer {KEY}"})
+    assert answer.status_code == 503
+    assert values("engine_up", "requests_running") == [0, 0]
+    deadline = time.monotonic() + 30
+    while values("engine_up") == [0] and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert values("engine_up", "engine_restarts_total") == [1, 1]

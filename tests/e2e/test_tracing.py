@@ -3,7 +3,9 @@
 .venv/bin/python -m pytest -q tests/e2e/test_tracing.py
 """
 
+import json
 import secrets
+import subprocess
 import sys
 from collections.abc import Iterator
 
@@ -14,6 +16,7 @@ from dovetail.config import Config
 from dovetail.config.telemetry import TracingSection
 from dovetail.errors import ConfigError
 from dovetail.server.launch import running_server
+from dovetail.server.tenants.keys import key_digest
 from dovetail.server.tracing import RequestTraces, Tracing, current_trace
 
 pytest.importorskip("opentelemetry.sdk", reason="OpenTelemetry is not installed; pip install 'dovetail[otel]'")
@@ -23,6 +26,7 @@ from opentelemetry.proto.trace.v1.trace_pb2 import Span, Status
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from trace_receiver import TraceReceiver, trace_receiver, values
 
+KEY = "sk-a-key-for-the-tests-of-traces"
 SECRET = "zanzibar quokka"
 PARIS = [{"role": "user", "content": f"What is the weather in Paris? {SECRET}"}]
 TOOLS = [
@@ -46,7 +50,8 @@ def receiver() -> Iterator[tuple[TraceReceiver, str]]:
 
 def config_for(url: str, **server: object) -> Config:
     tracing = {"endpoint": url, "service_name": "here"}
-    tree = {"threads": 1, "server": {"port": 0, "log_level": "warning", **server}, "tracing": tracing}
+    model = {"aliases": {"claude-*": "tiny"}}
+    tree = {"model": model, "threads": 1, "server": {"port": 0, "log_level": "warning", **server}, "tracing": tracing}
     return Config.model_validate(tree)
 
 
@@ -59,12 +64,19 @@ def traced(receiver: tuple[TraceReceiver, str]) -> Iterator[httpx.Client]:
 
 @pytest.fixture(scope="module")
 def scripted(receiver: tuple[TraceReceiver, str]) -> Iterator[httpx.Client]:
-    """Return a client of a server whose engine is scripted, and that ends requests after a second."""
+    """Return a client, with the key of tenant ``acme``, of a server whose engine is scripted, and that ends requests after a
+    second."""
     from fake_engine import run_fake_engine
 
-    config = config_for(receiver[1], max_seconds=1.0)
-    with running_server(config, target=run_fake_engine) as url, httpx.Client(base_url=url, timeout=60) as client:
-        yield client
+    config = config_for(receiver[1], max_seconds=1.0, keys="env:KEYS_OF_TRACING")
+    headers = {"authorization": f"Bearer {KEY}"}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("KEYS_OF_TRACING", json.dumps({"tenants": {"acme": {"keys": [key_digest(KEY.encode())]}}}))
+        with (
+            running_server(config, target=run_fake_engine) as url,
+            httpx.Client(base_url=url, timeout=60, headers=headers) as client,
+        ):
+            yield client
 
 
 class Caller:
@@ -216,6 +228,59 @@ def test_failures_have_status(
     given = values(root)
     assert (given["http.response.status_code"], given["error.type"], root.status.code) == (status, kind, code)
     assert given["http.route"] == "/v1/completions"
+
+
+def test_the_tenant_and_the_name_that_a_request_has_given_the_model(
+    scripted: httpx.Client, receiver: tuple[TraceReceiver, str]
+) -> None:
+    caller = Caller()
+    body = {"model": "claude-x", "prompt": "x y", "max_tokens": 2}
+    assert scripted.post("/v1/completions", json=body, headers=caller.headers).status_code == 200
+    given = values(receiver[0].trace(caller.trace_id)["root"][0])
+    assert (given["dovetail.tenant"], given["gen_ai.request.model"], given["gen_ai.response.model"]) == (
+        "acme",
+        "claude-x",
+        "tiny",
+    )
+    unknown = Caller()
+    headers = {**unknown.headers, "authorization": "Bearer unknown"}
+    assert scripted.post("/v1/completions", json=body, headers=headers).status_code == 401
+    given = values(receiver[0].trace(unknown.trace_id)["root"][0])
+    assert given["error.type"] == "401"
+    assert "dovetail.tenant" not in given
+
+
+def test_outputs_in_the_background_belong_to_the_trace(
+    traced: httpx.Client, receiver: tuple[TraceReceiver, str]
+) -> None:
+    caller = Caller()
+    body = {"input": "x", "max_output_tokens": 20, "background": True}
+    assert traced.post("/v1/responses", json=body, headers=caller.headers).json()["status"] != "failed"
+    spans = receiver[0].trace(caller.trace_id)
+    (root,), (decode,) = spans["root"], spans["decode"]
+    assert root.end_time_unix_nano >= decode.end_time_unix_nano
+    assert values(root)["gen_ai.usage.output_tokens"] == values(decode)["gen_ai.usage.output_tokens"]
+
+
+def test_a_client_that_leaves_before_the_first_token(traced: httpx.Client, receiver: tuple[TraceReceiver, str]) -> None:
+    caller = Caller()
+    traced.post("/pause_generation", json={})
+    try:
+        with pytest.raises(httpx.ReadTimeout):
+            traced.post("/v1/completions", json={"prompt": "x"}, headers=caller.headers, timeout=0.3)
+        spans = receiver[0].trace(caller.trace_id)
+    finally:
+        traced.post("/continue_generation")
+    assert set(spans) == {"root", "unanswered"}
+    (root,), (phase,) = spans["root"], spans["unanswered"]
+    assert values(root)["error.type"] == "client_disconnect"
+    assert phase.end_time_unix_nano - phase.start_time_unix_nano > 0.1e9
+
+
+def test_a_server_that_does_not_trace_does_not_import_the_sdk() -> None:
+    program = "import sys, dovetail.server.launch; print('opentelemetry.sdk' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "False"
 
 
 async def run(app: RequestTraces, method: str = "POST", **headers: str) -> None:

@@ -355,6 +355,8 @@ REFUSED: Mapping[str, str] = {
     "--tokenizer-mode": "tokenizer.json is read; give a directory that has one with --tokenizer",
     "--skip-tokenizer-init": "the server needs the tokenizer; use LLM for token ids only",
     "--no-enable-chunked-prefill": "prompts are always chunked; give --chunked-prefill-size the context length",
+    "--enable-trace": "use --otlp-traces-endpoint, which traces requests",
+    "--collect-detailed-traces": "traces always have the phases of requests; leave it out",
     "--disable-log-stats": "statistics are not logged; GET /metrics has them. Leave it out",
     "--uvicorn-log-level": "use --log-level",
     "--log-level-http": "use --log-level",

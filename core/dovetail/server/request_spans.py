@@ -128,13 +128,15 @@ def failure_of(outputs: RequestOutputs) -> tuple[str, int] | None:
 
 
 def phases_of(outputs: RequestOutputs) -> Iterator[TracedPhase]:
-    """Yield the phases of the first outputs of a request that is closed. An output whose client left before its first token has
-    none, because the engine did not report on it."""
+    """Yield the phases of the first outputs of a request that is closed. If its client left before the engine has reported on an
+    output, it is not known how long this output has waited: it has one phase, ``unanswered``."""
     now = time.perf_counter()
     times = outputs.metrics.times
     for rid, choice in outputs.by_rid[:MOST_OUTPUTS]:
         if rid in times:
             yield from _phases(times[rid], choice, now)
+        elif outputs.error is None:
+            yield TracedPhase("unanswered", outputs.metrics.arrival, now, {"dovetail.output.index": choice.index})
 
 
 def _phases(times: OutputTimes, choice: GrowingChoice, now: float) -> Iterator[TracedPhase]:

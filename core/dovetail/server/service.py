@@ -154,6 +154,9 @@ class Service(ApiHost):
         """Raise ``UnknownModelError`` for a model that is not served; None stands for the served model."""
         if name is not None and name != self.model_name and not self.config.model.is_served(name):
             raise UnknownModelError(name, self.model_name)
+        trace = current_trace()
+        if trace is not None:
+            trace.model = name
 
     async def encode(self, text: str, add_special_tokens: bool) -> list[int]:
         """Return the token ids of ``text``. Long texts are encoded in a thread, so that they do not block the event loop. Raises

@@ -123,12 +123,13 @@ class RequestTraces:
 
 class RequestTrace:
     """Trace one HTTP request. Its span ends once it is answered and its outputs are closed. ``status`` is that of the answer, 0
-    before there is one."""
+    before there is one. ``model`` is the name by which the request has named the served model, if it has."""
 
     def __init__(self, span: Span, tracer: Tracer, method: str) -> None:
         from opentelemetry.trace import set_span_in_context
 
         self.status = 0
+        self.model: str | None = None
         self._span, self._tracer, self._method = span, tracer, method
         self._context = set_span_in_context(span)
         self._offset = time.time_ns() - time.perf_counter_ns()
@@ -140,11 +141,13 @@ class RequestTrace:
         return with_timed_reader(request)
 
     def follow(self, request: ApiRequest, outputs: RequestOutputs, model: str, tenant: str) -> None:
-        """Wait for the end of ``outputs``, which calls ``closed``."""
+        """Wait for the end of ``outputs``, which calls ``closed``. ``model`` is the name of the served model."""
         outputs.on_closed = lambda: self.closed(outputs)
         self._open += 1
         self._is_named = True
         attributes = request_attributes(request, model, tenant)
+        if self.model is not None:
+            attributes["gen_ai.request.model"] = self.model
         self._span.update_name(f"{attributes['gen_ai.operation.name']} {model}")
         self._span.set_attributes(attributes)
 
