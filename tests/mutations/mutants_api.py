@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
@@ -224,6 +225,42 @@ class OneAtATime(Tiny):
             return await super().say(host, request)
 
 
+class Sleeps(Tiny):
+    async def say(self, host: ApiHost, request: Request) -> Response:
+        """Echo the text after some time in which no other request is served."""
+        time.sleep(0.08)
+        return await super().say(host, request)
+
+
+class ComputesInTheLoop(Tiny):
+    async def say(self, host: ApiHost, request: Request) -> Response:
+        """Echo the text after a long computation."""
+        end = time.thread_time() + 0.08
+        while time.thread_time() < end:
+            sum(range(1000))
+        return await super().say(host, request)
+
+
+class SleepyLines(Lines):
+    def deltas(self, deltas: Sequence[Delta]) -> bytes:
+        time.sleep(0.06)
+        return super().deltas(deltas)
+
+
+class SleepsInStreams(Tiny):
+    lines = SleepyLines
+
+
+class SleepsWhereItHasNoBody(Tiny):
+    def routes(self) -> Sequence[Route]:
+        return [*super().routes(), Route(["GET"], "/tiny/health", self.health)]
+
+    async def health(self, host: ApiHost, request: Request) -> Response:
+        """Answer slowly."""
+        time.sleep(0.08)
+        return json_response({})
+
+
 def suite(api: type[Tiny]) -> Suite:
     class Suite(ApiSuite):
         name = "tiny"
@@ -271,4 +308,13 @@ MUTANTS = [
     _wrong("sends a stream in one part", SaysAllAtOnce, "streams_end", "parts"),
     _wrong("does not report that the engine died", HidesFailures, "a_stream_reports_its_failure", "has died"),
     _wrong("answers one request at a time", OneAtATime, "requests_run_at_the_same_time", "one request at a time"),
+    *(
+        _wrong(fault, api, "handlers_do_not_block_the_event_loop", "blocks the event loop")
+        for fault, api in (
+            ("sleeps in a handler", Sleeps),
+            ("computes for long in the event loop", ComputesInTheLoop),
+            ("sleeps while it streams", SleepsInStreams),
+            ("sleeps in a handler without a body", SleepsWhereItHasNoBody),
+        )
+    ),
 ]

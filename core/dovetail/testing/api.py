@@ -6,6 +6,7 @@ import asyncio
 import inspect
 import json
 import re
+import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple
 
@@ -57,6 +58,34 @@ _REFUSALS: Mapping[int, Sequence[Exception]] = {
     503: [QueueFullError("the queue is full"), DrainingError("it shuts down"), EngineDeadError("the engine is dead")],
     504: [TimeLimitError("it took too long")],
 }
+_ATTEMPTS = 10
+
+
+class LoopWatch:
+    """Measure for how long the event loop stands still inside an ``async with`` block. ``longest`` is the longest time
+    in seconds between two turns of the loop."""
+
+    longest = 0.0
+
+    async def __aenter__(self) -> LoopWatch:
+        self._last = time.perf_counter()
+        self._beats = asyncio.create_task(self._beat())
+        await asyncio.sleep(0)
+        return self
+
+    async def __aexit__(self, *raised: object) -> None:
+        self._beats.cancel()
+        self._note()
+
+    async def _beat(self) -> None:
+        while True:
+            self._note()
+            await asyncio.sleep(0)
+
+    def _note(self) -> None:
+        now = time.perf_counter()
+        self.longest = max(self.longest, now - self._last)
+        self._last = now
 
 
 class ApiSuite(ComponentSuite):
@@ -69,6 +98,8 @@ class ApiSuite(ComponentSuite):
     kind: ClassVar[ComponentKind] = ComponentKind.API
     path_values: ClassVar[Mapping[str, str]] = {}
     """Values of the parameters of paths; the default is ``x``."""
+    most_blocking_seconds: ClassVar[float] = 0.05
+    """How long a handler may keep the event loop busy without a break."""
 
     def make(self) -> Api:
         """Return a new instance. Override it to test a class that no plugin registers."""
@@ -275,6 +306,34 @@ class ApiSuite(ComponentSuite):
                 await asyncio.wait((waiting,))
 
         self._each(check)
+
+    def test_handlers_do_not_block_the_event_loop(self) -> None:
+        """Check that no handler blocks the event loop, on which all requests of the server run, for longer than
+        ``most_blocking_seconds``: by ``time.sleep``, a synchronous HTTP call or a long computation. A handler fails if
+        it blocks in each of several attempts, because a busy machine delays some of them too."""
+
+        async def check(server: EchoServer, method: str, path: str, body: object) -> None:
+            blocked = float("inf")
+            for _ in range(_ATTEMPTS):
+                async with LoopWatch() as watch:
+                    await server.request(method, path, body, seconds=60)
+                blocked = min(blocked, watch.longest)
+                if blocked <= self.most_blocking_seconds:
+                    return
+            pytest.fail(
+                f"the handler of {method} {path} blocks the event loop for {1000 * blocked:.0f} ms; no "
+                f"other request is served meanwhile. At most {1000 * self.most_blocking_seconds:.0f} ms are allowed: await what waits, and "
+                "give a long computation to asyncio.to_thread"
+            )
+
+        async def run() -> None:
+            server = self.server()
+            for route in self.make().routes():
+                for body in self.examples(route) if route.body else (None,):
+                    for method in route.methods:
+                        await check(server, method, self._filled(route.path), body)
+
+        asyncio.run(run())
 
     def _each(self, check: Callable[[EchoServer, Example], Coroutine[Any, Any, None]]) -> None:
         """Run ``check`` on every example."""
