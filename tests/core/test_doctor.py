@@ -108,7 +108,7 @@ def test_what_a_machine_with_a_gpu_lacks(changes, what, status, why, fix):
 def test_a_gpu_that_torch_cannot_use_is_listed():
     found = judged(WITH_GPU, torch=TorchFacts("2.13.0+cpu"))["GPU"]
     assert found.status == "unusable"
-    assert "1 device files, driver 580.65.06" in found.why
+    assert "1 device file, driver 580.65.06" in found.why
 
 
 def test_a_newer_minor_version_of_cuda_runs_on_the_driver():

@@ -57,6 +57,10 @@ def _size(count: float) -> str:
     return f"{count / GIB:.1f} GiB" if count >= GIB else f"{count / MIB:.0f} MiB"
 
 
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}" + ("" if number == 1 else "s")
+
+
 def _python(facts: HostFacts) -> Finding:
     text = f"{_dotted(facts.python)}, {facts.executable}"
     if facts.python >= PYTHON:
@@ -100,7 +104,7 @@ def _gpus(facts: HostFacts) -> Iterator[Finding]:
     driver = f"driver {facts.driver or 'of unknown version'}"
     if not facts.torch.gpus:
         if has_gpu(facts):
-            many = f"{facts.devices} device files" if facts.devices else "a driver library but no device"
+            many = _count(facts.devices, "device file") if facts.devices else "a driver library but no device"
             yield Finding("GPU", "unusable", f"{many}, {driver}; torch cannot use them (see torch)")
         else:
             yield Finding("GPU", "unneeded", "no NVIDIA GPU; the engine runs on the CPU")
@@ -180,7 +184,7 @@ def _compilers(facts: HostFacts) -> Iterator[Finding]:
         if name in tools:
             yield Finding(name, "ready", _tool(tools[name]))
         elif "flashinfer-python" in facts.packages:
-            why = "FlashInfer compiles the kernels with it that its wheels do not have"
+            why = "FlashInfer needs it to compile kernels that its wheels do not have"
             yield Finding(name, "missing", why, fix)
 
 
@@ -204,8 +208,8 @@ def _cache(cache: CacheFacts) -> Finding:
 
 def _memory(facts: HostFacts) -> Finding:
     if facts.memory is None or facts.available is None:
-        return Finding("memory", "ready", f"unknown; {facts.cores} cores")
-    text = f"{_size(facts.memory)}, {_size(facts.available)} available, {facts.cores} cores"
+        return Finding("memory", "ready", f"unknown; {_count(facts.cores, 'core')}")
+    text = f"{_size(facts.memory)}, {_size(facts.available)} available, {_count(facts.cores, 'core')}"
     usable = facts.available
     if facts.memory_limit is not None:
         text += f", limit of the container {_size(facts.memory_limit)}"
