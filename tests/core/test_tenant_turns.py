@@ -18,7 +18,7 @@ from dovetail.constraints.fair_pool import FairPool
 from dovetail.errors import QueueFullError
 from dovetail.messages import GenerateMsg
 from dovetail.sampling_params import SamplingParams
-from dovetail.scheduler.turns import TenantTurns
+from dovetail.scheduler.turns import LEAST_TOKENS, STEP_SECONDS, StepBudget, TenantTurns
 from dovetail.server.fair_sender import AT_ONCE, FairSender
 from dovetail.types import Req
 
@@ -137,7 +137,7 @@ def test_turns_permute_and_keep_each_tenants_order(found: list[tuple[str, int]],
     reqs = [request(i, tenant, priority) for i, (tenant, priority) in enumerate(found)]
     if by_priority:
         reqs.sort(key=lambda req: -req.priority)
-    ordered = TenantTurns(8, by_priority).order(reqs, [])
+    ordered = TenantTurns(8, 64, by_priority).order(reqs, [])
     assert sorted(req.uid for req in ordered) == list(range(len(reqs)))
     for tenant in "abc":
         assert [r.uid for r in ordered if r.tenant == tenant] == [r.uid for r in reqs if r.tenant == tenant]
@@ -166,7 +166,7 @@ def test_prompts_that_continue_use_the_budget_and_leave_each_tenant_its_part(
         req.device_len = left
         reqs.append(req)
     others = [request(100 + i, tenant, 0) for i, tenant in enumerate(waiting)]
-    rows = TenantTurns(8, False).divide(budget, others, reqs)
+    rows = TenantTurns(8, 64, False).divide(budget, others, reqs)
     left = {req.uid: req.extend_len for req in reqs}
     assert all(0 < count <= left[req.uid] for req, count in rows)
     tenants = {tenant for tenant, _ in prompts}
@@ -179,6 +179,38 @@ def test_prompts_that_continue_use_the_budget_and_leave_each_tenant_its_part(
         assert got >= min(sum(left[r.uid] for r in reqs if r.tenant == tenant), budget // parts)
     if parts == 1:
         assert [req.uid for req, _ in rows] == sorted(req.uid for req, _ in rows)
+
+
+@given(st.integers(1, 10_000), st.floats(1e-6, 1e-2), st.floats(0, 0.02))
+def test_steps_approach_their_duration_within_their_bounds(chunk_size: int, per_token: float, fixed: float):
+    budget, now = StepBudget(chunk_size), 0.0
+    for _ in range(60):
+        tokens = budget.tokens(now)
+        budget.chosen(tokens, now)
+        now += fixed + per_token * tokens
+    least = min(chunk_size, max(chunk_size // 16, LEAST_TOKENS))
+    most = max(chunk_size // 4, least)
+    assert least <= tokens <= most <= chunk_size
+    if least < tokens < most:
+        assert fixed + per_token * tokens == pytest.approx(STEP_SECONDS, rel=0.3)
+
+
+def test_a_step_that_was_not_filled_says_nothing_about_time():
+    budget = StepBudget(8192)
+    before = budget.tokens(0.0)
+    budget.chosen(before - 1, 0.0)
+    assert budget.tokens(100.0) == before
+
+
+def test_steps_are_shorter_while_several_tenants_send_and_only_then():
+    now = 0.0
+    turns = TenantTurns(8, 8192, False, lambda: now)
+    turns.order([request(0, "a", 0)], [])
+    assert turns.budget() == 8192
+    turns.order([request(1, "b", 0)], [])
+    assert turns.budget() == 2048
+    now = 30.0
+    assert turns.budget() == 8192
 
 
 # the way to the engine

@@ -42,7 +42,7 @@ class Admission:
         self.limits = limits
         self.ledger = ledger
         self.guard = PolicyGuard(policy, totals)
-        self._turns = TenantTurns(limits.max_running, policy.by_priority)
+        self._turns = TenantTurns(limits.max_running, limits.chunk_size, policy.by_priority)
         self.totals = totals
         self._plans, self._groups = plans, groups
         self._waits = PrefixWaits(ledger.page_size, only_groups=not limits.wait_for_prefix, ahead=ledger.tokens_ahead)
@@ -52,12 +52,13 @@ class Admission:
         most ``limits.chunk_size`` over all requests. Mutates ``waiting`` and ``prefilling``."""
         if not waiting and not prefilling:
             return []
-        budget = self._turns.budget(self.limits.chunk_size)
+        budget = self._turns.budget()
         rows = self._turns.divide(budget, waiting, prefilling)
         budget -= sum(count for _, count in rows)
-        if budget <= 0 or not waiting or len(prefilling) + len(decoding) >= self.limits.max_running:
-            return rows
-        return rows + self._admit(waiting, prefilling, decoding, budget)
+        if budget > 0 and waiting and len(prefilling) + len(decoding) < self.limits.max_running:
+            rows += self._admit(waiting, prefilling, decoding, budget)
+        self._turns.chosen(rows, waiting)
+        return rows
 
     def forget(self, req: Req) -> None:
         """Forget a request that has left the waiting queue without being admitted."""

@@ -17,19 +17,56 @@ RECENT_SECONDS = 60.0
 CONTENDED_SECONDS = 10.0
 """While a second tenant has sent a request within this time, steps have fewer prompt tokens."""
 
-_PARTS = 4
-_LEAST_BUDGET = 512
+STEP_SECONDS = 0.03
+"""The duration that steps with prompts approach while several tenants send requests."""
+
+LEAST_TOKENS = 128
+"""The prompt tokens that a step may always have, because fewer take hardly less time."""
+
 _RESERVED = 8
 """The part of the slots, one of this number, that a tenant leaves to others."""
+
+
+class StepBudget:
+    """Choose how many prompt tokens a step has while several tenants send requests: a new request waits for the step that is
+    computed, whichever tokens it has.
+
+    The number follows the time that steps take, between a sixteenth (at least ``LEAST_TOKENS``) and a quarter of
+    ``chunk_size``. Only steps that have all the tokens that they may have, and are followed by another, are measured.
+    """
+
+    def __init__(self, chunk_size: int) -> None:
+        self._least = min(chunk_size, max(chunk_size // 16, LEAST_TOKENS))
+        self._most = max(chunk_size // 4, self._least)
+        self._tokens = float(self._most)
+        self._filled_at: float | None = None
+
+    def tokens(self, now: float) -> int:
+        """Return the number of tokens for a step that is chosen at the time ``now``."""
+        if self._filled_at is not None:
+            seconds = max(now - self._filled_at, 1e-6)
+            wanted = self._tokens * min(max(STEP_SECONDS / seconds, 0.5), 1.25)
+            self._tokens = min(max(wanted, self._least), self._most)
+            self._filled_at = None
+        return int(self._tokens)
+
+    def chosen(self, tokens: int, now: float) -> None:
+        """Note that the step has ``tokens``."""
+        if tokens >= int(self._tokens):
+            self._filled_at = now
 
 
 class TenantTurns:
     """Order requests so that tenants take turns, and keep slots free for tenants that have none. With one tenant it changes
     nothing."""
 
-    def __init__(self, max_running: int, by_priority: bool, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, max_running: int, chunk_size: int, by_priority: bool, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         """If ``by_priority``, the policy orders by priority, and turns are taken among requests of equal priority only."""
         self._most = max_running - max(max_running // _RESERVED, 1) if max_running > 1 else 1
+        self._chunk_size = chunk_size
+        self._step = StepBudget(chunk_size)
         self._by_priority = by_priority
         self._clock = clock
         self._seen: dict[str, float] = {}
@@ -48,15 +85,22 @@ class TenantTurns:
         turns = {one: iter(sorted(reqs, key=lambda pair: pair[0])) for one, reqs in ranked.items()}
         return [next(turns[self._class(req)])[1] for req in ordered]
 
-    def budget(self, chunk_size: int) -> int:
-        """Return how many prompt tokens may enter a step: ``chunk_size``, or a quarter of it (at least 512) while several tenants
-        send requests. A new request waits for the step that is computed, whichever tokens it has."""
+    @property
+    def contended(self) -> bool:
+        """Return True if several tenants have sent requests within ``CONTENDED_SECONDS``."""
         if len(self._seen) < 2:
-            return chunk_size
+            return False
         recent = self._clock() - CONTENDED_SECONDS
-        if sum(at > recent for at in self._seen.values()) < 2:
-            return chunk_size
-        return min(chunk_size, max(chunk_size // _PARTS, _LEAST_BUDGET))
+        return sum(at > recent for at in self._seen.values()) > 1
+
+    def budget(self) -> int:
+        """Return how many prompt tokens may enter a step."""
+        return self._step.tokens(self._clock()) if self.contended else self._chunk_size
+
+    def chosen(self, rows: Sequence[tuple[Req, int]], waiting: Sequence[Req]) -> None:
+        """Note the prompt tokens of a step, if more are left for the next one."""
+        if self.contended and (waiting or any(req.extend_len > count for req, count in rows)):
+            self._step.chosen(sum(count for _, count in rows), self._clock())
 
     def may_run(self, req: Req, prefilling: Sequence[Req], decoding: Sequence[Req]) -> bool:
         """Return False if the tenant of ``req`` runs as many requests as it may while other tenants send some."""
