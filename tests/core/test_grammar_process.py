@@ -112,14 +112,22 @@ def make(module: str) -> Iterator[Make]:
     services: list[GrammarService] = []
 
     def build(
-        *names: str, portable: bool = True, seconds: float = 5.0, memory: int = 64, workers: int = 1, stall: float = 3.0
+        *names: str,
+        portable: bool = True,
+        seconds: float = 5.0,
+        memory: int = 64,
+        workers: int = 1,
+        stall: float = 3.0,
+        processes: int = 1,
     ) -> GrammarService:
         offers = OFFERS | {Feature.GRAMMAR_PORTABLE} if portable else OFFERS
         recipes = [
             GrammarRecipe(name, f"grammar {name!r}", f"{module}:Backend", PluginConfig(kind=name), offers)
             for name in names or ("fake",)
         ]
-        compiler = ProcessCompiler(recipes, CONTEXT, seconds=seconds, memory=memory * MIB, stall_seconds=stall)
+        compiler = ProcessCompiler(
+            recipes, CONTEXT, seconds=seconds, memory=memory * MIB, stall_seconds=stall, processes=processes
+        )
         services.append(GrammarService(compiler, workers=workers))
         return services[-1]
 
@@ -180,6 +188,23 @@ def test_one_process_compiles_at_low_priority_and_ends_with_the_service(make: Ma
     assert os.getpriority(os.PRIO_PROCESS, pid) >= os.getpriority(os.PRIO_PROCESS, 0) + 5
     service.close()
     assert gone(pid)
+
+
+def test_another_process_waits_for_the_next_constraint(make: Make) -> None:
+    service = make(processes=2, seconds=30)
+    first = pid_of(service, "a")
+    compiler = service._compiler
+    assert isinstance(compiler, ProcessCompiler)
+    assert pid_of(service, "b") == first
+    end = time.monotonic() + 30
+    while len(compiler._idle) < 2 and time.monotonic() < end:
+        time.sleep(0.01)
+    idle = {process.pid for process in compiler._idle}
+    assert len(idle) == 2
+    assert pid_of(service, "c") == first, "the process that was used last is used again"
+    assert {process.pid for process in compiler._idle} == idle, "there are never more processes than allowed"
+    service.close()
+    assert all(map(gone, idle))
 
 
 def test_what_cannot_travel_is_compiled_again_once_it_is_known_to_be_harmless(make: Make) -> None:

@@ -77,15 +77,19 @@ class ProcessCompiler:
         memory: int,
         budget: MaskBudget = DEFAULT_MASK_BUDGET,
         stall_seconds: float = STALL_SECONDS,
+        processes: int = 1,
     ) -> None:
         """Store the settings of worker processes. ``seconds`` and ``memory`` (bytes) are the limits of one constraint.
         Constraints whose masks exceed ``budget`` are refused. A process that was stopped (SIGSTOP) is replaced after
-        ``stall_seconds``."""
+        ``stall_seconds``. When the last idle process gets a constraint, another one is started, up to ``processes``, so
+        that the next constraint does not wait for its start."""
         self.engines: Sequence[GrammarEngine] = [recipe.engine(context) for recipe in recipes]
         self.seconds = seconds
         self._stall_seconds = stall_seconds
         self._setup = worker.Setup(tuple(recipes), context, memory, seconds, budget)
+        self._processes = processes
         self._idle: list[WorkerProcess] = []
+        self._busy = self._starting = 0
         self._lock = threading.Lock()
         self._closed = False
 
@@ -128,10 +132,10 @@ class ProcessCompiler:
             try:
                 answer = process.compile(job.spec, self.seconds, lambda: job.is_awaited)
             except Abandoned:
-                self._replace()
+                self._start_another()
                 raise
             except TimedOut as error:
-                self._replace()
+                self._start_another()
                 if error.building:
                     raise EngineError("the grammar worker took too long to import its backends") from None
                 raise too_slow(job.spec, self.seconds) from None
@@ -140,9 +144,12 @@ class ProcessCompiler:
                     killed = True
                     log.warning("a grammar worker was killed from outside (%s); its constraint is tried again", error)
                 elif error.compiling or fresh:
-                    self._replace()
+                    self._start_another()
                     raise self._error_of(job.spec, error) from None
                 continue  # an idle process that had grown too large ended after its last answer; try another
+            finally:
+                with self._lock:
+                    self._busy -= 1
             self._put_back(process)
             return answer
 
@@ -159,9 +166,8 @@ class ProcessCompiler:
             return EngineError(f"the grammar worker ended ({error}) before it could compile")
         return too_slow(spec, self.seconds) if error.overtime else self._too_large(spec, str(error))
 
-    def _replace(self) -> None:
-        """Start another process in place of a process that has ended, and build the backends in it that are likely to
-        be needed."""
+    def _start_another(self) -> None:
+        """Start an idle process, and build the backends in it that are likely to be needed."""
 
         def start() -> None:
             try:
@@ -169,11 +175,18 @@ class ProcessCompiler:
                 process.prepare([engine.name for engine in self.engines if engine.built])
             except OSError:
                 return  # the next constraint starts another process, and reports if that fails too
-            self._put_back(process)
+            finally:
+                with self._lock:
+                    self._starting -= 1
+            self._put_back(process, 0)
 
+        with self._lock:
+            self._starting += 1
         try:
             threading.Thread(target=start, name="dovetail-grammar-start").start()
         except RuntimeError as error:
+            with self._lock:
+                self._starting -= 1
             if not is_shortage(error):
                 raise
 
@@ -185,16 +198,27 @@ class ProcessCompiler:
         return GrammarError(text, param=spec.kind)
 
     def _take(self) -> tuple[WorkerProcess, bool]:
-        """Return an idle process and False, or a new process and True if none is idle."""
+        """Return the idle process that was used last and False, or a new process and True if none is idle."""
         with self._lock:
-            if self._idle:
-                return self._idle.pop(), False
-        return WorkerProcess(self._setup, self._stall_seconds), True
+            process = self._idle.pop() if self._idle else None
+            self._busy += 1
+            is_last = process is not None and not self._idle
+            short = is_last and self._busy + self._starting < self._processes
+        if short:
+            self._start_another()
+        if process is not None:
+            return process, False
+        try:
+            return WorkerProcess(self._setup, self._stall_seconds), True
+        except BaseException:
+            with self._lock:
+                self._busy -= 1
+            raise
 
-    def _put_back(self, process: WorkerProcess) -> None:
+    def _put_back(self, process: WorkerProcess, place: int | None = None) -> None:
         with self._lock:
             if not self._closed:
-                self._idle.append(process)
+                self._idle.insert(len(self._idle) if place is None else place, process)
                 return
         process.kill()
 

@@ -55,6 +55,7 @@ def _build_service(resolved: Resolved, tokenizer: Tokenizer | None, eos: frozens
             memory=section.memory_mib * 2**20,
             budget=budget,
             stall_seconds=section.stall_seconds,
+            processes=section.workers + 1,
         )
     else:
         compiler = ThreadCompiler([recipe.engine(context) for recipe in recipes], section.timeout)
