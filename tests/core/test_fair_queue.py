@@ -13,7 +13,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dovetail.api.offload import ByteBudget, Intake, Offload, RequestScope, entered, offloaded, request_scope
+from dovetail.api.offload import (
+    INPUTS_OF_TURN,
+    ByteBudget,
+    Intake,
+    Offload,
+    RequestScope,
+    entered,
+    for_each,
+    offloaded,
+    request_scope,
+)
 from dovetail.errors import RateLimitError
 from dovetail.fair_queue import FairQueue
 
@@ -124,6 +134,63 @@ def test_a_request_that_leaves_while_it_waits_leaves_nothing_behind():
         assert isinstance(done[1], asyncio.CancelledError)
         assert done[2:] == ["w2", "w3"]
         assert await offload.run("a", work, "last") == "last"
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("count", [0, 1, 16, 17, 300])
+def test_every_input_is_read_once_and_in_order(count: int):
+    async def double(one: int) -> int:
+        return 2 * one
+
+    assert asyncio.run(for_each(range(count), double)) == [2 * i for i in range(count)]
+
+
+def test_requests_with_many_inputs_take_turns_and_end_in_different_cycles_of_the_loop():
+    ends: list[tuple[str, int]] = []
+    read: list[str] = []
+    cycle = 0
+
+    async def count_cycles() -> None:
+        nonlocal cycle
+        while True:
+            cycle += 1
+            await asyncio.sleep(0)
+
+    async def request(intake: Intake, tenant: str, name: str, inputs: int) -> None:
+        async def one(_: int) -> None:
+            read.append(tenant)
+
+        with entered(RequestScope(intake, tenant)):
+            await for_each(range(inputs), one)
+            ends.append((name, cycle))
+
+    async def scenario() -> None:
+        intake = Intake()
+        counting = asyncio.ensure_future(count_cycles())
+        many = [request(intake, "greedy", f"g{i}", 8 * INPUTS_OF_TURN) for i in range(4)]
+        await asyncio.gather(*many, request(intake, "other", "o", 20))
+        counting.cancel()
+
+    asyncio.run(scenario())
+    assert len({cycle for name, cycle in ends if name[0] == "g"}) == 4
+    assert cycle > 8 * INPUTS_OF_TURN
+    last = max(i for i, tenant in enumerate(read) if tenant == "other")
+    assert last < 4 * INPUTS_OF_TURN, "a tenant with few inputs waits for a turn of others at most"
+
+
+def test_an_input_that_is_refused_ends_the_turn():
+    async def refuse(one: int) -> int:
+        if one == 20:
+            raise ValueError(one)
+        return one
+
+    async def scenario() -> None:
+        with entered(RequestScope(Intake(), "a")):
+            for _ in range(3):
+                with pytest.raises(ValueError, match="20"):
+                    await for_each(range(100), refuse)
+            assert await for_each(range(19), refuse) == list(range(19))
 
     asyncio.run(scenario())
 

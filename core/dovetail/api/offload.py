@@ -9,8 +9,8 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import ParamSpec, TypeVar
@@ -19,7 +19,14 @@ from dovetail.errors import QueueFullError, RateLimitError
 from dovetail.fair_queue import FairSlots
 
 P = ParamSpec("P")
+R = TypeVar("R")
 T = TypeVar("T")
+
+MANY_INPUTS = 16
+"""The inputs of requests with more than this number are read in turns for tenants."""
+
+INPUTS_OF_TURN = 64
+"""Inputs that are read in one turn."""
 
 LARGE_ANSWER = 1 << 20
 """Answers of more than this number of bytes (as estimated) are counted, and written on a thread."""
@@ -43,6 +50,16 @@ class Offload:
         work = asyncio.ensure_future(asyncio.to_thread(call, *args, **kwargs))
         work.add_done_callback(lambda _: self._ended(tenant, (time.monotonic() - start) / weight))
         return await asyncio.shield(work)  # a thread cannot be stopped: a request that is cancelled keeps its turn
+
+    @asynccontextmanager
+    async def turn(self, tenant: str) -> AsyncIterator[None]:
+        """Run a block on the event loop, in place of a call, when it is the turn of ``tenant``."""
+        await self._turn(tenant)
+        start = time.monotonic()
+        try:
+            yield
+        finally:
+            self._ended(tenant, (time.monotonic() - start) / request_scope().weight)
 
     async def _turn(self, tenant: str) -> None:
         """Wait until ``tenant`` may run a call, which is then counted as running."""
@@ -121,6 +138,7 @@ class Intake:
     bodies: ByteBudget = field(default_factory=lambda: ByteBudget(float("inf"), float("inf")))
     answers: ByteBudget = field(default_factory=lambda: ByteBudget(float("inf"), float("inf")))
     offload: Offload = field(default_factory=Offload)
+    inputs: Offload = field(default_factory=Offload)  # a second one: a request that reads its inputs may use a thread
 
 
 @dataclass(slots=True)
@@ -193,3 +211,21 @@ async def offloaded(heavy: bool, call: Callable[P, T], *args: P.args, **kwargs: 
         return call(*args, **kwargs)
     scope = request_scope()
     return await scope.intake.offload.run(scope.tenant, call, *args, **kwargs)
+
+
+async def for_each(inputs: Sequence[T], call: Callable[[T], Awaitable[R]]) -> list[R]:
+    """Return what ``call`` returns for each of a request's ``inputs``.
+
+    If there are many, other work of the event loop goes on between them, and tenants take turns. The requests of one
+    tenant do not reach their next stage in the same cycle of the event loop, which would stop it for all of them.
+    """
+    if len(inputs) <= MANY_INPUTS:
+        return [await call(one) for one in inputs]
+    scope = request_scope()
+    results: list[R] = []
+    for start in range(0, len(inputs), INPUTS_OF_TURN):
+        async with scope.intake.inputs.turn(scope.tenant):
+            for one in inputs[start : start + INPUTS_OF_TURN]:
+                results.append(await call(one))
+                await asyncio.sleep(0)
+    return results

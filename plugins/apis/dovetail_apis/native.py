@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Annotated, Any
 
 import msgspec
@@ -12,6 +13,7 @@ from starlette.responses import Response
 
 from dovetail.api.body import ApiModel, Ids, Int32, Rid, Rids, examples, parse, validate
 from dovetail.api.meta import finish_json, logprobs_json
+from dovetail.api.offload import for_each
 from dovetail.api.placement import SessionFields
 from dovetail.api.requests import (
     api_names,
@@ -155,7 +157,7 @@ async def _parsed(host: ApiHost, body: NativeRequest) -> ApiRequest:
     for params in chosen:
         check_logprobs(host, params, {**_NAMES, "prompt_logprobs": "top_logprobs_num"})
     rid, names = request_names(body.rid, len(prompts), "")
-    ids = [await host.encode(p, add_special_tokens=True) if isinstance(p, str) else p for p in prompts]
+    ids = await for_each(prompts, partial(_encoded, host))
     items = tuple(
         Prompt(tokens, with_output_limit(params, host.output_limit(tokens, _DEFAULT_MAX_NEW_TOKENS)), name)
         for tokens, params, name in zip(ids, chosen, names, strict=True)
@@ -169,6 +171,10 @@ async def _parsed(host: ApiHost, body: NativeRequest) -> ApiRequest:
         group_size=body.group_size or 0,
         session=body.session or (body.session_id or "" if len(items) * items[0].params.n == 1 else ""),
     )
+
+
+async def _encoded(host: ApiHost, prompt: str | list[int]) -> list[int]:
+    return await host.encode(prompt, add_special_tokens=True) if isinstance(prompt, str) else prompt
 
 
 def _sampling(body: NativeRequest, count: int) -> list[SamplingParams]:

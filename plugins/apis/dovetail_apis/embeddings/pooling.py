@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Sequence
 from typing import Any
 
+from dovetail.api.offload import for_each
 from dovetail.api.requests import check_count
 from dovetail.api.truncation import TruncationFields
 from dovetail.errors import RequestError
@@ -33,8 +33,8 @@ async def as_prompts(
     """Return prompts of texts or token ids, cut as ``truncation`` requires, with the public ids ``names``. Raises a
     ``RequestError`` that names ``param`` for a text without tokens and for invalid token ids."""
     check_count(host, len(texts), param)
-    prompts: list[Prompt] = []
-    for i, text in enumerate(texts):
+
+    async def tokens(text: str | list[int]) -> list[int]:
         if truncation is not None:
             ids = await truncation.encoded(host, text, add_special_tokens, 0)
         else:
@@ -42,9 +42,10 @@ async def as_prompts(
         if not ids:
             raise RequestError(f"{param} has an empty text; give at least one token", param=param, code="empty_prompt")
         check_token_ids(param, ids, host.vocab_size)
-        prompts.append(Prompt(ids, params, names[i] if names else ""))
-        await asyncio.sleep(0)  # there may be thousands of texts; let other streams continue meanwhile
-    return prompts
+        return ids
+
+    found = await for_each(texts, tokens)
+    return [Prompt(ids, params, name) for ids, name in zip(found, names or [""] * len(found), strict=True)]
 
 
 def pooled(choice: Choice) -> FloatArray:

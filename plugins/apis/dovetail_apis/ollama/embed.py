@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from starlette.requests import Request
 from starlette.responses import Response
 
 from dovetail.api.body import parse
 from dovetail.api.embeddings import check_dimensions, embedding, pooling_kind
+from dovetail.api.offload import for_each
 from dovetail.api.requests import check_count, new_id
 from dovetail.api.responses import json_response, until_disconnect
 from dovetail.errors import ContextLengthError
@@ -58,7 +61,7 @@ async def _vectors(
     params = pooling_params(pooling_kind(None, host.embedding))
     assert host.embedding is not None, "pooling_kind refuses a model without embeddings"
     check_dimensions(dimensions, host.embedding["size"])
-    given = [await _shortened(host, text) for text in texts] if truncate else texts
+    given = await for_each(texts, partial(_shortened, host)) if truncate else texts
     prompts = await as_prompts(host, given, params, "input")
     api_request = ApiRequest(new_id("ollama-"), tuple(prompts), True, body.namespace, body.priority or 0)
     with host.submit(api_request) as outputs:

@@ -10,6 +10,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from dovetail.api.body import parse
+from dovetail.api.offload import for_each
 from dovetail.api.requests import ID_BYTES, api_names, check_count, check_logprobs, with_output_limit
 from dovetail.api.responses import streamed, whole
 from dovetail.errors import RequestError
@@ -46,13 +47,15 @@ async def _parsed(host: ApiHost, body: CompletionRequest, texts: Sequence[Any]) 
     params = _with_best_of(body, body.params(body.max_tokens, body.logprobs, body.logprobs if body.echo else None, {}))
     check_logprobs(host, params)
     rid, names = body.names(len(texts), "cmpl-")
-    prompts: list[Prompt] = []
-    for text, name in zip(texts, names, strict=True):
+
+    async def prompt_of(text: str | list[int]) -> Prompt:
         if not text:
             raise RequestError("the prompt is empty; give at least one token", param="prompt", code="empty_prompt")
         ids = await _encoded(host, body, text, params)
-        limited = with_output_limit(params, host.output_limit(ids, _DEFAULT_MAX_TOKENS))
-        prompts.append(Prompt(ids, limited, name))
+        return Prompt(ids, with_output_limit(params, host.output_limit(ids, _DEFAULT_MAX_TOKENS)))
+
+    found = await for_each(texts, prompt_of)
+    prompts = [replace(prompt, rid=name) for prompt, name in zip(found, names, strict=True)]
     session = body.session_of(len(prompts) * params.n)
     more = ID_BYTES * params.n * sum(len(prompt.ids) for prompt in prompts) if body.return_token_ids else 0
     return ApiRequest(rid, tuple(prompts), True, body.namespace, body.priority or 0, session=session, more_bytes=more)
