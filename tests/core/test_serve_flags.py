@@ -264,6 +264,15 @@ def test_exit_status_is_as_documented(error: BaseException | None, status: int, 
         assert capsys.readouterr().err == "error: x\n"
 
 
+COMPLETED = (
+    ("dovetail ser", "serve"),
+    ("dovetail serve --quantization x --max-mo", "--max-model-len"),
+    ("dovetail serve tiny --context-l", "--context-length"),
+    ("dovetail config show --gpu-mem", "--gpu-memory-utilization"),
+    ("dovetail explain --tensor", "--tensor-parallel-size"),
+)
+
+
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
 def test_shells_complete_commands_and_flags(shell: str, monkeypatch, capsys) -> None:
     monkeypatch.setenv("_DOVETAIL_COMPLETE", f"source_{shell}")
@@ -271,7 +280,7 @@ def test_shells_complete_commands_and_flags(shell: str, monkeypatch, capsys) -> 
         main([])
     assert "_DOVETAIL_COMPLETE=complete_" in capsys.readouterr().out
     monkeypatch.setenv("_DOVETAIL_COMPLETE", f"complete_{shell}")
-    for line, answer in (("dovetail ser", "serve"), ("dovetail serve --quantization x --max-mo", "--max-model-len")):
+    for line, answer in COMPLETED:
         monkeypatch.setenv("_TYPER_COMPLETE_ARGS", line)
         monkeypatch.setenv("_TYPER_COMPLETE_FISH_ACTION", "get-args")
         monkeypatch.setenv("COMP_WORDS", line)

@@ -52,10 +52,13 @@ def completion(model: str, **more: Any) -> dict[str, Any]:
 
 
 def test_every_name_and_alias_reaches_the_model(server: httpx.Client) -> None:
-    for name in ("mine", "second", "default", "claude-opus-9", "gpt-5"):
+    for name in ("mine", "second", "default", "claude-opus-9", "gpt-5", ""):
         assert server.post("/v1/completions", json=completion(name)).status_code == 200, name
-    for name in ("tiny", "my-claude-opus", "gpt-55", ""):
-        assert server.post("/v1/completions", json=completion(name)).status_code == 404, name
+    for name in ("tiny", "my-claude-opus", "gpt-55"):
+        answer = server.post("/v1/completions", json=completion(name))
+        assert answer.status_code == 404, name
+        message = f"the model '{name}' does not exist; this server serves 'mine', 'second', 'claude-*' (alias), 'gpt-?' (alias)"
+        assert answer.json()["error"]["message"] == message
     cards = server.get("/v1/models").json()["data"]
     assert [card["id"] for card in cards] == ["mine", "second"]
     assert server.get("/v1/models/second").json()["id"] == "second"

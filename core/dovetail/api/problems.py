@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
+
 from starlette.exceptions import HTTPException
 
 from dovetail.errors import (
@@ -24,9 +26,11 @@ class NotFoundError(RequestError):
 class UnknownModelError(NotFoundError):
     """Raised when the request names a model that is not served."""
 
-    def __init__(self, model: str, served: str) -> None:
+    def __init__(self, model: str, served: Sequence[str], aliases: Iterable[str] = ()) -> None:
+        """``served`` are the names of the served model, ``aliases`` patterns of further names that requests may give."""
+        names = [*map(repr, served), *(f"{pattern!r} (alias)" for pattern in aliases)]
         super().__init__(
-            f"the model {model!r:.200} does not exist; this server serves {served!r}",
+            f"the model {model!r:.200} does not exist; this server serves {', '.join(names)}",
             param="model",
             code="model_not_found",
         )

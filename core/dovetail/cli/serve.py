@@ -47,6 +47,16 @@ class ServeCommand(TyperCommand):
                     raise ConfigError(f"{name}: {REFUSED[name]}")
         return super().parse_args(ctx, given)
 
+    def shell_complete(self, ctx: Any, incomplete: str) -> list[Any]:
+        """See click. Add the other names of the flags, of which typer knows only the first."""
+        found = super().shell_complete(ctx, incomplete)
+        if not incomplete.startswith("-"):
+            return found
+        flags = {item.value: item for item in super().shell_complete(ctx, "--")}
+        others = [name for name, first in _FIRST.items() if name != first and name.startswith(incomplete)]
+        items = ((name, flags[_FIRST[name]]) for name in others if _FIRST[name] in flags)
+        return [*found, *(type(item)(name, help=item.help) for name, item in items)]
+
 
 def _as_declared(word: str) -> str:
     """Return a flag by its first name, which is the one that typer knows. It may have been written with underscores."""

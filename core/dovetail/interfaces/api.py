@@ -253,8 +253,8 @@ class ApiHost(ABC):
 
     @abstractmethod
     def check_model(self, name: str | None) -> None:
-        """Raise ``UnknownModelError`` if ``name`` is not the model that this server serves. None stands for the served
-        model."""
+        """Raise ``UnknownModelError`` if ``name`` is not the model that this server serves. None and "" stand for the
+        served model."""
 
     @abstractmethod
     async def encode(self, text: str, add_special_tokens: bool) -> list[int]:

@@ -151,9 +151,10 @@ class Service(ApiHost):
             raise EngineDeadError("the engine gives no sign of life; retry later")
 
     def check_model(self, name: str | None) -> None:
-        """Raise ``UnknownModelError`` for a model that is not served; None stands for the served model."""
-        if name is not None and name != self.model_name and not self.config.model.is_served(name):
-            raise UnknownModelError(name, self.model_name)
+        """Raise ``UnknownModelError`` for a model that is not served; None and "" stand for the served model."""
+        model = self.config.model
+        if name and name != self.model_name and not model.is_served(name):
+            raise UnknownModelError(name, model.names, model.aliases)
         trace = current_trace()
         if trace is not None:
             trace.model = name
