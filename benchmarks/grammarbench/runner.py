@@ -20,7 +20,7 @@ from dovetail.testing.grammar_corpora import CorpusChecker, CorpusResult, Schema
 from dovetail.tokenizer import Tokenizer
 
 TINY = Path(__file__).parents[2] / "core" / "dovetail" / "assets" / "tiny"
-STARTUP = 120.0
+STARTUP = 300.0
 Load = Callable[[Path], Sequence[SchemaCase]]
 
 
