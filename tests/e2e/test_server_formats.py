@@ -247,6 +247,8 @@ def test_native_logprobs(fake: httpx.Client):
     later = native(fake, text="one two", logprob_start_len=1, **body).json()["meta_info"]
     assert len(later["input_token_logprobs"]) == 1
     assert native(fake, text="one two", **body).json()["meta_info"]["input_token_logprobs"] == []
+    scored = native(fake, text="one two", sampling_params={"max_new_tokens": 0}, return_logprob=True).json()
+    assert scored["meta_info"]["input_token_logprobs"] == [[None, one, None], [-0.5, two, None]]
 
 
 def test_models_and_info(fake: httpx.Client):

@@ -374,6 +374,17 @@ def test_details_of_cached_tokens():
         assert "sglext" not in answer(path, body)
 
 
+def test_details_of_completions_have_no_chunk_of_their_own():
+    """SGLang's bench_serving reads the text of a choice in every chunk that it receives without include_usage."""
+    body = {"prompt": [TEXT, TEXT], "n": 2, "return_cached_tokens_details": True}
+    for more in ({}, {"stream_options": {"include_usage": True, "continuous_usage_stats": True}}):
+        seen = events(COMPLETIONS, body | more)
+        chunks = [chunk for chunk in seen if chunk["choices"]]
+        assert [number for number, chunk in enumerate(chunks) if "sglext" in chunk] == [len(chunks) - 1]
+        assert len(seen) - len(chunks) == len(more)
+        assert all(("usage" in chunk) == bool(more) for chunk in chunks)
+
+
 def test_namespaces():
     def namespace(path: str = COMPLETIONS, **fields: Any) -> str:
         body = {"text": TEXT} if path == GENERATE else {"prompt": TEXT}

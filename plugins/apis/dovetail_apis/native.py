@@ -96,7 +96,8 @@ class NativeRequest(SessionFields):
     return_logprob: bool | list[bool] = False
     logprob_start_len: Start | list[Start] | None = Field(
         None,
-        description="0 includes the prompt, a larger number leaves out its beginning. By default only the output is included.",
+        description="0 includes the prompt, a larger number leaves out its beginning. By default only the output is included, "
+        "or the prompt if max_new_tokens is 0.",
     )
     top_logprobs_num: int | list[int] = 0
     token_ids_logprob: list[int] | list[list[int]] | None = Field(
@@ -192,9 +193,12 @@ def _sampling(body: NativeRequest, count: int) -> list[SamplingParams]:
 def _params(body: NativeRequest, given: NativeSampling, index: int, count: int) -> SamplingParams:
     """Return the parameters of prompt ``index``. Raises ``RequestError``."""
     returned, start, top, token_ids = (body.of_prompt(name, index, count) for name in _LISTS)
+    length = _one(given, "max_new_tokens", "max_tokens")
+    if start is None and length == 0:
+        start = 0  # SGLang's frontend asks like this for the log-probabilities of a prompt
     values = {
         **given.sampling(),
-        "max_new_tokens": _one(given, "max_new_tokens", "max_tokens"),
+        "max_new_tokens": length,
         "min_new_tokens": _one(given, "min_new_tokens", "min_tokens"),
         "seed": _one(given, "seed", "sampling_seed"),
         "include_stop": _one(given, "no_stop_trim", "include_stop_str_in_output"),
@@ -265,6 +269,8 @@ class NativeFormat:
             "cached_tokens": choice.cached_tokens,
             "e2e_latency": self._outputs.elapsed,
         }
+        if choice.cached_tokens:
+            meta["cached_tokens_details"] = {"device": choice.cached_tokens, "host": 0}
         if choice.grammar_backend is not None:
             meta["grammar_backend"] = choice.grammar_backend
         if choice.acceptance.drafted:

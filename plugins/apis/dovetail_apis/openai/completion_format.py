@@ -61,6 +61,7 @@ class CompletionFormat:
         }
         self._before = b"data: " + msgspec.json.encode(self._common)[:-1] + b',"choices":[{"index":'
         self._after = b"}]" + (b',"usage":null' if body.include_usage else b"") + b"}\n\n"
+        self._unfinished = len(outputs.choices)
 
     def whole(self, outputs: Generation) -> object:
         """Return the complete answer."""
@@ -94,11 +95,11 @@ class CompletionFormat:
         return b"".join(self._delta(delta) for delta in deltas)
 
     def tail(self) -> bytes:
-        """Return the token counts and details, if the client requests them, and the end marker."""
-        last = {"usage": usage_json(self._outputs.usage)} if self._include_usage else {}
-        last |= self._details()
-        chunk = event(msgspec.json.encode({**self._common, "choices": [], **last})) if last else b""
-        return chunk + event(b"[DONE]")
+        """Return the token counts, if the client requests them, and the end marker."""
+        if not self._include_usage:
+            return event(b"[DONE]")
+        last = {**self._common, "choices": [], "usage": usage_json(self._outputs.usage)}
+        return event(msgspec.json.encode(last)) + event(b"[DONE]")
 
     def failed(self, problem: ApiProblem) -> bytes:
         """Return the error as an event."""
@@ -113,8 +114,10 @@ class CompletionFormat:
         more = self._ids_of(choice, delta.token_ids, first)
         if not (text or delta.finish or (self._with_logprobs and entries) or more.get("token_ids")):
             return b""
+        after = self._usage_of(choice) if self._body.continuous_usage else self._after
         if delta.finish:
             more |= stop_fields(delta.finish, self._body.stop_token_ids)
+            after = self._with_details(after)
         return b'%b%d,"text":%b,"logprobs":%b,"finish_reason":%b%b%b' % (
             self._before,
             choice.index,
@@ -122,8 +125,15 @@ class CompletionFormat:
             msgspec.json.encode(self._lists(choice, entries)),
             msgspec.json.encode(finish_name(delta.finish)),
             b"," + msgspec.json.encode(more)[1:-1] if more else b"",
-            self._usage_of(choice) if self._body.continuous_usage else self._after,
+            after,
         )
+
+    def _with_details(self, after: bytes) -> bytes:
+        """Return the end of a choice's last chunk. The last of all has the details, not a chunk of their own without
+        choices: SGLang's bench_serving reads the text of a choice in every chunk of completions."""
+        self._unfinished -= 1
+        details = {} if self._unfinished else self._details()
+        return after[:-3] + b"," + msgspec.json.encode(details)[1:] + b"\n\n" if details else after
 
     def _usage_of(self, choice: Choice) -> bytes:
         return b'}],"usage":%b}\n\n' % msgspec.json.encode(choice_usage(choice))
