@@ -80,8 +80,10 @@ def main() -> None:
         num_threads=2,
     )
     branches = forked.run(backend=backend)
+    backend.flush_cache()
     sys.stdout.write(
-        json.dumps(
+        "\n"
+        + json.dumps(
             {
                 "chat": [[each["answer"], each["sum"]] for each in batch],
                 "streamed": ["".join(parts), len(parts)],
@@ -97,7 +99,6 @@ def main() -> None:
             }
         )
     )
-    backend.flush_cache()
 
 
 main()

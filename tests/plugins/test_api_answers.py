@@ -305,9 +305,9 @@ def test_variables_of_the_template(monkeypatch: pytest.MonkeyPatch, fields: dict
     seen: list[Any] = []
     usual = Tokenizer.apply_chat_template
 
-    def render(self: Tokenizer, messages: Any, tools: Any = None, opened: bool = True, extra: Any = None) -> str:
+    def render(self: Tokenizer, messages: Any, tools: Any, opened: bool, extra: Any, *more: Any) -> str:
         seen.append(dict(extra))
-        return usual(self, messages, tools, opened, {})
+        return usual(self, messages, tools, opened, {}, *more)
 
     monkeypatch.setattr(Tokenizer, "apply_chat_template", render)
     answer(CHAT, {"messages": TALK, **fields})
