@@ -51,7 +51,8 @@ def capital(s: Any, country: str, method: Any) -> None:
 def shaped(s: Any) -> None:
     s += "The year is " + sgl.gen("year", regex=r"(19|20)[0-9]{2}", temperature=0)
     s += ". The number is " + sgl.gen("number", dtype=int, max_tokens=8, temperature=0)
-    s += ". Here is a city: " + sgl.gen("object", json_schema=CITY, max_tokens=40, temperature=0)
+    s += sgl.user("What is the weather in Paris?")
+    s += sgl.assistant(sgl.gen("object", json_schema=CITY, max_tokens=40, temperature=0))
     s += sgl.gen(
         "scored", max_tokens=4, temperature=0, return_logprob=True, top_logprobs_num=2, return_text_in_logprobs=True
     )
