@@ -15,7 +15,7 @@ from dovetail.engine.build import ModelClass, as_module, build_model
 from dovetail.engine.captures import NO_UPDATES, capture_all
 from dovetail.engine.draft_graphs import DraftGraphs, DraftLimits
 from dovetail.engine.draft_layout import seen_by, wide_shape
-from dovetail.engine.inputs import Inputs, ragged
+from dovetail.engine.inputs import Inputs, largest, ragged
 from dovetail.engine.memory import module_bytes
 from dovetail.engine.mesh import local_info
 from dovetail.engine.weights import load_weights
@@ -126,7 +126,7 @@ class EngineDraftCache(DraftCache):
         rows = len(slots)
         batch = Batch([], rows, slots, starts, counts, np.ones(rows, np.bool_), NO_UPDATES)
         kv_lens = (starts + counts).astype(np.int32)
-        table = inputs.page_table[slots, : -(-int(kv_lens.max()) // inputs.page_size)]
+        table = inputs.page_table[slots, : -(-largest(kv_lens) // inputs.page_size)]
         indptr, row_of, places, own_positions = ragged(batch)
         given = (own_positions if positions is None else positions).astype(np.int64)
         arrays = [given, inputs.locate(row_of, places, table), indptr, kv_lens, table, *others]
@@ -141,7 +141,7 @@ class EngineDraftCache(DraftCache):
         pool, backends = self._pool, self._backends
         assert pool is not None
         assert backends is not None
-        extends = mask is None and int(batch.extend_lens.max()) > 1
+        extends = mask is None and largest(batch.extend_lens) > 1
         backend = backends[0 if extends else 1]
         batch.attn, batch.kv, batch.tree_mask = (backend,), (pool,), mask
         if not extends:

@@ -70,7 +70,7 @@ class Inputs:
 
     def _prepare_decode_on_cpu(self, batch: Batch) -> None:
         kv_lens = batch.prefix_lens + batch.extend_lens
-        table = self.page_table[batch.slots, : -(-int(kv_lens.max()) // self.page_size)]
+        table = self.page_table[batch.slots, : -(-largest(kv_lens) // self.page_size)]
         places = batch.prefix_lens.astype(np.int64)
         if not batch.rows_version or self._decode_rows[0] != batch.rows_version:
             self._decode_rows = batch.rows_version, *_decode_rows(batch)
@@ -82,7 +82,7 @@ class Inputs:
 
     def _prepare_ragged(self, batch: Batch) -> None:
         kv_lens = batch.prefix_lens + batch.extend_lens
-        width = -(-int(kv_lens.max()) // self.page_size)
+        width = -(-largest(kv_lens) // self.page_size)
         table = self.page_table[batch.slots, :width]
         indptr, row_of, places, positions = ragged(batch)
         if batch.drafts is not None and not batch.drafts.is_chain:
@@ -210,6 +210,11 @@ class DecodeTensors:
         if groups is not None:
             groups.indptr, groups.group_lens, groups.group_table = self.indptr, self.group_lens, self.group_table
             groups.own_lens, groups.own_table = self.own_lens, self.table
+
+
+def largest(lens: IntArray) -> int:
+    """Return the largest of ``lens``. For up to a few hundred rows this takes a third of the time of ``lens.max()``."""
+    return int(lens[lens.argmax()])
 
 
 def decode_arrays(batch: Batch, rows: int, uniform: Array | None = None) -> tuple[Array, ...]:

@@ -164,7 +164,7 @@ class TritonAttention(AttentionBackend):
         sizes = self._dtype.itemsize * max(self._head_dim, self._value_dim), self._key_bytes
         tile = tiling(*sizes, tiles, self._processors)
         measured = tile == LARGE_TILE and self._key_bytes == MEASURED_KEY_BYTES
-        each = int(lens.max()) / decode_splits(rows, self._kv_heads, self._processors, self._key_bytes)
+        each = int(lens[lens.argmax()]) / decode_splits(rows, self._kv_heads, self._processors, self._key_bytes)
         longest = each * (LARGE_TILE_SECONDS_PER_KEY if measured else SECONDS_PER_KEY)
         return EVEN if longest < bytes_read / BYTES_PER_SECOND + EVEN_SLACK else UNEVEN
 
