@@ -192,8 +192,7 @@ def run(llm: LLM, seconds: float, soak: Soak) -> list[Memory]:
         pool.v,
     ):  # a host allocates memory when it is written, and unwritten memory must not be read
         values[:, 1:].fill_(math.nan)
-    while llm.loop.idle():  # graphs
-        pass
+    llm.loop.finish_idle_work()
     end = time.monotonic() + seconds
     soak.round(0.2 * seconds)
     rounds: list[Memory] = []

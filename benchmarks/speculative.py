@@ -162,8 +162,7 @@ class Bench:
         more: dict[str, Any] = {} if self.args.device == "cpu" else {"memory": {"kv_gib": 8}}
         more["batch_invariant"] = self.args.batch_invariant
         llm = dovetail.LLM(device=self.args.device, model=self.model, speculative=speculative, scheduler=scheduler, grammar="none", **more)  # fmt: skip
-        while llm.loop.idle():
-            pass
+        llm.loop.finish_idle_work()
         return llm
 
     def prompts(self, count: int) -> list[list[int]]:

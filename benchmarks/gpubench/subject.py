@@ -61,8 +61,7 @@ class Subject:
     def rest(self) -> float:
         """Let the engine do its idle work, which is capturing graphs, and return the seconds that it took."""
         start = time.perf_counter()
-        while self.llm.loop.idle():
-            pass
+        self.llm.loop.finish_idle_work()
         return time.perf_counter() - start
 
     def flush(self) -> None:

@@ -57,8 +57,7 @@ def attach(llm: dovetail.LLM, drafter: Drafter) -> None:
     """Give the engine this drafter, and capture its steps."""
     use(llm, drafter)
     llm.loop.executor.rank.engine.expect_drafts(drafter.max_draft_tokens, trees=False)
-    while llm.loop.idle():
-        pass
+    llm.loop.finish_idle_work()
 
 
 def use(llm: dovetail.LLM, drafter: Drafter | None) -> None:

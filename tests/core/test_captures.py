@@ -9,6 +9,7 @@ import io
 import itertools
 import logging
 from contextlib import nullcontext
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -31,6 +32,7 @@ from dovetail.engine.captures import (
 from dovetail.engine.dry_run import dry_run
 from dovetail.engine.engine import Engine
 from dovetail.engine.pieces import launch_bound
+from dovetail.engine.plans import PlanRunner
 from dovetail.engine.progress import bytes_progress
 from dovetail.engine.warmup import IdleCaptures, WarmUp
 from dovetail.errors import RankLostError
@@ -153,11 +155,34 @@ def test_a_capture_that_fails_on_one_rank_fails_the_step_itself(when):
             warm_up=SimpleNamespace(between_steps=lambda graphs, batch: None),
             graphs=None,
         )
+        engine.check_captures = partial(Engine.check_captures, engine)
         Engine.launch(engine, SimpleNamespace(drafts=object(), shared=None))
 
     with pytest.raises(RankLostError, match=r"could not be captured on some of 2 ranks"):
         run_ranks(meshes, run, meshes)
     assert sorted(launched) == ([0, 1] if when == "in" else [])
+
+
+def test_a_capture_of_a_drafter_that_fails_on_one_rank_is_noticed_before_its_drafts_are_used():
+    meshes = thread_meshes(2)
+
+    def run(mesh):
+        graphs = Fake([2], impossible=[2] if mesh.tp.rank else [])
+        drafter = SimpleNamespace(propose=lambda batch: try_capture(graphs, 2))
+        engine = SimpleNamespace(
+            drafter=drafter,
+            page_table=[None],
+            device=torch.device("cpu"),
+            captures=[graphs],
+            _agreement=CaptureAgreement(mesh),
+        )
+        engine.check_captures = partial(Engine.check_captures, engine)
+        runner = PlanRunner(engine)
+        runner._batch = lambda plan: None
+        return runner.propose(None)
+
+    with pytest.raises(RankLostError, match=r"could not be captured on some of 2 ranks"):
+        run_ranks(meshes, run, meshes)
 
 
 def test_ranks_stop_if_only_some_of_them_could_capture_a_step():

@@ -12,8 +12,10 @@ import pytest
 import zmq
 
 from dovetail.errors import EngineDeadError
+from dovetail.interfaces.executor import WarmUpProgress
 from dovetail.lang.backends import engine_thread
 from dovetail.lang.backends.engine_thread import EngineThread
+from dovetail.loop import Loop
 from dovetail.server import engine_process
 
 
@@ -63,3 +65,26 @@ def test_the_thread_of_an_engine_notices_a_lost_rank_without_a_request(monkeypat
     thread._thread.join(10)
     assert not thread._thread.is_alive()
     assert "rank 1" in str(thread._refusal)
+
+
+@pytest.mark.parametrize("paused", [False, True])
+def test_idle_work_is_finished_when_the_kernels_are_compiled_and_every_graph_is_captured(paused):
+    """A measurement must not begin while ``idle`` waits for kernels."""
+    states = [
+        WarmUpProgress(2, 0, 0, 1),
+        WarmUpProgress(2, 1, 0, 1),
+        WarmUpProgress(2, 2, 0, 1),
+        WarmUpProgress(2, 2, 1),
+    ]
+    executor, works = SimpleNamespace(progress=states[0]), iter([False, False, True, False])
+
+    def idle():
+        if paused:
+            return False
+        executor.progress = states.pop(0)
+        return next(works)
+
+    loop = SimpleNamespace(idle=idle, executor=executor, _verbs=SimpleNamespace(paused=paused))
+    Loop.finish_idle_work(loop)
+    assert executor.progress.done != paused
+    assert next(works, None) is (False if paused else None)

@@ -91,8 +91,11 @@ def test_processes_compile_what_a_launch_needs(device, hits, caplog):
     caplog.set_level(logging.INFO)
     ahead = start(128)
     try:
-        assert ahead.counts.noted == 3
+        assert ahead.counts.noted == ahead.position == 3
+        assert ahead.has_compiled(0)
+        assert not ahead.has_compiled(3), "processes need seconds to start"
         assert ahead.wait(SECONDS)
+        assert ahead.has_compiled(3)
         assert ahead.counts == (3, 3, 0)
         assert hits == [], "this process has compiled a kernel"
         with ahead._instead("compile"):
@@ -106,6 +109,7 @@ def test_processes_compile_what_a_launch_needs(device, hits, caplog):
         again.close()
         assert again._compiler is None, "everything is in the cache, and a process was started"
         assert again.counts == (3, 3, 0)
+        assert again.position == 0, "there is nothing to wait for"
     finally:
         ahead.close()
 

@@ -33,7 +33,10 @@ class FakeKernels:
     def __init__(self, compiled):
         self.compiled, self.mode = compiled, None
 
-    is_active, counts, directory = True, KernelCounts(), "nowhere"
+    is_active, counts, directory, position = True, KernelCounts(), "nowhere", 0
+
+    def has_compiled(self, position):
+        return self.compiled
 
     @contextmanager
     def noting(self):
@@ -247,3 +250,63 @@ def test_one_row_comes_first_among_the_kernels():
     keys = list(likely_keys(graphs))
     assert keys[:4] == [GraphKey(rows, False) for rows in (1, 8, 4, 2)]
     assert len(keys) == len(set(keys)) == 16
+
+
+class Compiling(FakeKernels):
+    """Stand in for kernels that are compiled in the order in which they were noted, ``done`` of them so far."""
+
+    position, done = 0, 0
+
+    def wait(self, seconds):
+        return super().wait(seconds) and self.has_compiled(self.position)
+
+    def has_compiled(self, position):
+        return self.done >= position
+
+
+def test_idle_moments_capture_what_is_compiled_and_wait_for_nothing(monkeypatch):
+    """A graph whose kernels are not compiled would keep the engine from a request that arrives."""
+    warm_up, graphs = make(True)
+    kernels = warm_up._kernels = graphs.kernels = Compiling(True)
+    rehearse = graphs.rehearse
+
+    def noted(key, layers, *, attend):
+        kernels.position += kernels.mode == "note"
+        return rehearse(key, layers, attend=attend)
+
+    monkeypatch.setattr(graphs, "rehearse", noted)
+    warm_up.note_decode(graphs)
+    order = [key for what, key in graphs.events if what == "note"]
+    assert not warm_up.capture_next([graphs])
+    for done, key in enumerate(order[: len(SIZES)], 1):
+        kernels.done = done
+        assert warm_up.capture_next([graphs])
+        assert not warm_up.capture_next([graphs]), "a capture would wait for a kernel"
+        assert graphs.captured[-1] == key.rows
+    assert graphs.captured == [1, 8, 4, 2], "in the order in which kernels are compiled"
+
+
+def test_graphs_whose_kernels_are_not_noted_wait_for_all():
+    warm_up, graphs = make(True)
+    kernels = warm_up._kernels = Compiling(True)
+    kernels.position = 3
+    for kernels.done in (0, 2):
+        assert not warm_up.capture_next([graphs])
+    kernels.done = 3
+    assert warm_up.capture_next([graphs])
+    assert graphs.captured == [1]
+
+
+def test_ranks_capture_nothing_until_the_kernels_of_all_are_compiled():
+    meshes = thread_meshes(2)
+
+    def run(mesh):
+        warm_up, graphs = make(True, mesh)
+        kernels = warm_up._kernels = Compiling(True)
+        kernels.position, found = 1, []
+        for done in ([0, 1], [1, 0], [1, 1]):
+            kernels.done = done[mesh.tp.rank]
+            found.append(warm_up.capture_next([graphs]))
+        return found
+
+    assert run_ranks(meshes, run, meshes) == [[False, False, True]] * 2

@@ -46,8 +46,7 @@ try:
 
         trouble_attention.TROUBLE = "capture"
         llm.loop.executor.rank.engine.graphs._graphs.clear()  # those that were captured before, with a filled cache of kernels
-        while llm.loop.idle():
-            pass
+        llm.loop.finish_idle_work()
     else:
         params = SamplingParams(max_new_tokens=64, temperature=0, ignore_eos=True)
         llm.loop.handle(GenerateMsg("it", [5, 6, 7], params, 0, f"wild {where}"))

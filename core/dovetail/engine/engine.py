@@ -298,11 +298,10 @@ class Engine:
         for runner in self.runners:
             graph = runner.can_run(batch)
             if graph is not None:
-                if self._agreement is not None:
-                    self._agreement.check(self.captures)
+                self.check_captures()
                 launched = runner.launch(batch, graph)
-                if self._agreement is not None and runner is self.eager_runner:  # it may have captured pieces
-                    self._agreement.check(self.captures)
+                if runner is self.eager_runner:  # it may have captured pieces
+                    self.check_captures()
                 self.warm_up.between_steps(self.graphs, batch)
                 return launched
         raise AssertionError("the last runner can run every batch")
@@ -350,6 +349,12 @@ class Engine:
             if self.verify_graphs is not None:
                 self.verify_graphs.computed(batch)
         return output.result or step_result(output.on_host or output)
+
+    def check_captures(self) -> None:
+        """Check that all ranks have captured the same graphs, if one was captured since the last call. Raises
+        ``RankLostError``."""
+        if self._agreement is not None:
+            self._agreement.check(self.captures)
 
     def idle(self) -> bool:
         """Try to capture one graph while there is no other work. Return False if no graph is missing."""

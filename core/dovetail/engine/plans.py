@@ -164,7 +164,9 @@ class PlanRunner(RankEngine):
         if self.drafter is None:
             return None
         self._proposed = self._batch(plan)
-        return self.drafter.propose(self._proposed)
+        tree = self.drafter.propose(self._proposed)
+        self.engine.check_captures()  # the drafter may have captured its passes
+        return tree
 
     def observe(self, plan: StepPlan, committed: Committed) -> None:
         """See ``RankEngine``."""

@@ -24,7 +24,7 @@ from dovetail.interfaces.features import Feature
 from dovetail.ops.sampling import Filters, greedy, sample
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Sequence
 
     from dovetail.engine.captures import Captures
     from dovetail.engine.graphs import DecodeGraphs
@@ -84,6 +84,7 @@ class WarmUp:
 
             self._kernel_cache = str(cache_directory())
         self._likely: list[GraphKey] = []  # steps to capture as soon as their kernels are compiled
+        self._positions: dict[Any, int] = {}  # of the kernels of each key, see ``KernelsAhead.position``
         self._idle: IdleCaptures | None = None  # while graphs are missing that were begun to be captured
         self._layers = LAYERS_WITH_WINDOWS if Feature.ATTN_SLIDING_WINDOW in info.needs else LAYERS
         self._kernels = _kernels_ahead(device, kernel_set, mesh.tp.size)
@@ -133,7 +134,13 @@ class WarmUp:
     def note_decode(self, graphs: DecodeGraphs) -> None:
         """Note the kernels of decode steps and of their sampling, in the order in which steps are likely."""
         start = time.perf_counter()
-        if self._note(lambda: self._rehearse(graphs, likely_keys(graphs))) and self._kernels is not None:
+
+        def step() -> None:
+            for key in likely_keys(graphs):
+                self._rehearse(graphs, key)
+                self._record(key)
+
+        if self._note(step) and self._kernels is not None:
             counts = self._kernels.counts
             seconds, where = time.perf_counter() - start, self._kernels.directory
             log.info("%d of %d Triton kernels are in %s (%.2f s)", counts.compiled, counts.noted, where, seconds)
@@ -146,6 +153,7 @@ class WarmUp:
             graphs.rehearse_uncaptured(self._layers, attend=attend)
             for key in graphs.missing():
                 graphs.rehearse(key, self._layers, attend=attend)
+                self._record(key)
 
         self._note(step)
 
@@ -179,7 +187,7 @@ class WarmUp:
             if graphs.is_captured(key) or key in graphs.refused:
                 continue
             with self._kernels.loading():
-                loaded = self._try(lambda: self._rehearse(graphs, [key]))  # noqa: B023 (called at once)
+                loaded = self._try(lambda: self._rehearse(graphs, key))  # noqa: B023 (called at once)
             if loaded and self._attend_decode:  # otherwise the backend plans in the run before the capture
                 graphs.loaded.add(key)
             try_capture(graphs, key)
@@ -192,20 +200,41 @@ class WarmUp:
             self._kernels.release()
 
     def capture_next(self, captures: Sequence[Captures[Any]]) -> bool:
-        """Try to capture one missing graph. Return False if none is missing. Log the first and the last of the graphs
-        that are captured while there is no other work, and show a progress bar on a terminal."""
-        for graphs in captures:
-            for key in graphs.missing():
-                if self._idle is None:
-                    self._idle = IdleCaptures(self.progress(captures).graphs_missing, shown=self._mesh.tp.rank == 0)
-                start = time.perf_counter()
-                try_capture(graphs, key)
-                self._idle.advance(time.perf_counter() - start)
-                return True
-        if self._idle is not None:
-            self._idle.close(self.progress(captures))
-            self._idle = None
-        return False
+        """Try to capture one missing graph whose kernels are compiled: a request that arrives must not wait until they
+        are. Return False if there is none. Log the first and the last of the graphs that are captured while there is no
+        other work, and show a progress bar on a terminal."""
+        missing = [(graphs, key) for graphs in captures for key in graphs.missing()]
+        if not missing:
+            if self._idle is not None:
+                self._idle.close(self.progress(captures))
+                self._idle = None
+            return False
+        found = self._first_compiled(missing)
+        if found is None:
+            return False
+        if self._idle is None:
+            self._idle = IdleCaptures(self.progress(captures).graphs_missing, shown=self._mesh.tp.rank == 0)
+        start = time.perf_counter()
+        try_capture(*found)
+        self._idle.advance(time.perf_counter() - start)
+        return True
+
+    def _record(self, key: object) -> None:
+        """Record that the kernels of the step of ``key`` are noted."""
+        assert self._kernels is not None
+        self._positions[key] = self._kernels.position
+
+    def _first_compiled(self, missing: Sequence[tuple[Captures[Any], Any]]) -> tuple[Captures[Any], Any] | None:
+        """Return the first of ``missing`` whose kernels are compiled, or None. Other graphs than those of decode and
+        verify steps wait for all kernels. Ranks must capture the same: they wait until all kernels are compiled on all of
+        them."""
+        kernels, ranks = self._kernels, self._mesh.tp
+        if ranks.size > 1:
+            return missing[0] if ranks.agree(kernels is None or kernels.wait(0.0)) else None
+        if kernels is None:
+            return missing[0]
+        last = kernels.position
+        return next((one for one in missing if kernels.has_compiled(self._positions.get(one[1], last))), None)
 
     def progress(self, captures: Sequence[Captures[Any]]) -> WarmUpProgress:
         """Return how far kernels and graphs are."""
@@ -248,9 +277,8 @@ class WarmUp:
         return done
 
     @torch.inference_mode()
-    def _rehearse(self, graphs: DecodeGraphs, keys: Iterable[GraphKey]) -> None:
-        for key in keys:
-            draw(graphs.rehearse(key, self._layers, attend=self._attend_decode))
+    def _rehearse(self, graphs: DecodeGraphs, key: GraphKey) -> None:
+        draw(graphs.rehearse(key, self._layers, attend=self._attend_decode))
 
     def close(self) -> None:
         """End the processes."""

@@ -76,8 +76,7 @@ def _check(llm: LLM, job: ArmJob) -> None:
 
 def _measure(llm: LLM, job: ArmJob, startup: float) -> None:
     trace = _workload(job)
-    while llm.loop.idle():  # capture the graphs that a server captures while it is idle
-        pass
+    llm.loop.finish_idle_work()  # a server does this while it is idle
     first = warm_up(trace, job.warm_up) if job.warm_up else None
     write_json(measure_offline(llm, trace, first, startup_seconds=startup, arm=job.arm, block=job.block), job.output)
 

@@ -139,7 +139,7 @@ class StepVerbs(ABC):
     @abstractmethod
     def idle(self) -> bool:
         """Do one piece of work that would delay a later step, such as capturing a graph. Return False if there is
-        none. Raises if the ranks are lost, so that a caller that has no requests should call this every second or so:
+        none now; there may be later, once kernels are compiled. Raises if the ranks are lost, so that a caller that has no requests should call this every second or so:
         otherwise only the next step would notice that a rank has ended."""
 
     @abstractmethod

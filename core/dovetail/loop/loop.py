@@ -42,6 +42,8 @@ if TYPE_CHECKING:
     from dovetail.registry.resolver import Resolved
     from dovetail.tokenizer import Tokenizer
 
+_IDLE_PAUSE = 0.001
+
 log = logging.getLogger(__name__)
 
 
@@ -137,9 +139,15 @@ class Loop:
 
     def idle(self) -> bool:
         """Use an idle moment to capture a graph, which would otherwise delay a later step. Return False if there is
-        nothing left to capture, or if steps are paused. Raises ``EngineDeadError``, also if a rank has ended: a caller
-        that waits for messages calls this every second or so."""
+        nothing to capture now, or if steps are paused. Raises ``EngineDeadError``, also if a rank has ended: a caller
+        that waits for messages calls this every second or so. It also captures then what had to wait for kernels."""
         return not self._verbs.paused and self._failures.run_engine(self.executor.idle, "while it was idle")
+
+    def finish_idle_work(self) -> None:
+        """Capture everything that an idle engine captures, and wait for the kernels that are compiled for that. For
+        measurements, which would otherwise include this work. Raises ``EngineDeadError``."""
+        while self.idle() or not (self._verbs.paused or self.executor.progress.done):
+            time.sleep(_IDLE_PAUSE)
 
     def step(self) -> list[Answer]:
         """Make one step and return all answers that are due. Raises ``EngineDeadError``.

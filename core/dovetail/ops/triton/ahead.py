@@ -97,6 +97,8 @@ class KernelsAhead:
         self._known: set[KernelTask] = set()
         self._seen: set[tuple[int, str]] = set()  # kernels and their keys in Triton, so that each is noted once
         self._pending: dict[KernelTask, _Pending] = {}
+        self._queue: list[_Pending] = []  # all that had to be compiled, in the order in which they were noted
+        self._first = 0  # those before it are compiled
         self._lock = threading.Lock()
         self._ended = self._failed = 0
         self._compiler: subprocess.Popen[str] | None = None
@@ -177,6 +179,19 @@ class KernelsAhead:
         end = time.monotonic() + seconds
         return all(one.ended.wait(max(0.0, end - time.monotonic())) for one in list(self._pending.values()))
 
+    @property
+    def position(self) -> int:
+        """Return a number for ``has_compiled``: everything that was noted before this call is before it."""
+        return len(self._queue)
+
+    def has_compiled(self, position: int) -> bool:
+        """Return True if everything is compiled that was noted before ``position``, or could not be compiled ahead. Does
+        not wait."""
+        queue = self._queue
+        while self._first < len(queue) and queue[self._first].ended.is_set():
+            self._first += 1
+        return self._first >= position
+
     # -- Triton's hook -----------------------------------------------------------------------------------------------
 
     def _hooked(self, old: Any, new: Any) -> bool:
@@ -216,6 +231,7 @@ class KernelsAhead:
         compiler = self.start()
         with self._lock:
             self._pending[task] = _Pending(file, compiler)
+            self._queue.append(self._pending[task])
         assert compiler.stdin is not None
         try:
             compiler.stdin.write(json.dumps(task) + "\n")
