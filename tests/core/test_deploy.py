@@ -175,6 +175,17 @@ def test_the_names_within_a_manifest(manifest, tmp_path):
     assert container["args"][1] in {mount["mountPath"] for mount in container["volumeMounts"]}
 
 
+def test_the_page_lists_every_extra():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    page = (ROOT / "docs" / "install.md").read_text()
+    table = page.partition("| extra | what it adds |")[2].partition("\n\n")[0]
+    rows = [re.findall(r"`([a-z]+)`", line.split("|")[1]) for line in table.splitlines() if line.startswith("| `")]
+    listed = {name for row in rows for name in row}
+    assert listed == set(project["optional-dependencies"]) - {"test"}, "test is a part of dev"
+    used = re.findall(r"pip install [^\n]*\[([a-z,]+)\]", page)
+    assert {name for names in used for name in names.split(",")} <= listed
+
+
 # -- make ------------------------------------------------------------------------------------------------------------------
 
 
