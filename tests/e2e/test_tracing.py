@@ -317,6 +317,23 @@ def test_the_sampled_share_is_that_of_the_config_or_of_the_caller(ratio: float, 
     assert current_trace() is None
 
 
+def test_an_exception_of_the_application_is_an_error() -> None:
+    import asyncio
+
+    async def broken(scope: object, receive: object, send: object) -> None:
+        raise KeyError("x")
+
+    exporter = InMemorySpanExporter()
+    tracing = Tracing(TracingSection(endpoint="http://127.0.0.1:9"), "1", exporter)
+    with pytest.raises(KeyError):
+        asyncio.run(run(RequestTraces(broken, tracing)))
+    tracing.close()
+    (span,) = exporter.get_finished_spans()
+    assert (span.attributes or {})["error.type"] == "KeyError"
+    assert not span.status.is_ok
+    assert not span.events  # the text of an exception may have contents
+
+
 def test_without_opentelemetry_the_server_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "opentelemetry.sdk.trace", None)
     with pytest.raises(ConfigError, match=r"tracing\.endpoint.*pip install 'dovetail\[otel\]'"):

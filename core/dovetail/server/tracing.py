@@ -91,6 +91,9 @@ class Tracing:
         token = _trace.set(trace)
         try:
             yield trace
+        except Exception as error:  # answered with 500 outside of the middleware
+            trace.fail(type(error).__name__, 500)
+            raise
         finally:
             _trace.reset(token)
             trace.answered()
@@ -160,7 +163,7 @@ class RequestTrace:
         self._span.set_attributes(response_attributes(outputs))
         failure = failure_of(outputs)
         if failure is not None:
-            self._fail(*failure)
+            self.fail(*failure)
         self._end_one()
 
     def answered(self) -> None:
@@ -173,10 +176,10 @@ class RequestTrace:
         if self.status:
             self._span.set_attribute("http.response.status_code", self.status)
         if self.status >= 400 and not self._has_failed:
-            self._fail(str(self.status), self.status)
+            self.fail(str(self.status), self.status)
         self._end_one()
 
-    def _fail(self, kind: str, status: int) -> None:
+    def fail(self, kind: str, status: int) -> None:
         """Note that the request has failed. By the conventions for HTTP, what the client has caused (4xx) is no error."""
         from opentelemetry.trace import Status, StatusCode
 
