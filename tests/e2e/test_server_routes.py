@@ -62,6 +62,11 @@ def test_every_name_and_alias_reaches_the_model(server: httpx.Client) -> None:
     cards = server.get("/v1/models").json()["data"]
     assert [card["id"] for card in cards] == ["mine", "second"]
     assert server.get("/v1/models/second").json()["id"] == "second"
+    for route in ("/api/tags", "/api/ps"):  # Ollama's, whose clients show these names and then send them
+        names = [entry["model"] for entry in server.get(route).json()["models"]]
+        assert names == ["mine:latest", "second:latest"]
+        body = {"prompt": "a", "stream": False, "options": {"num_predict": 2}}
+        assert all(server.post("/api/generate", json={"model": name, **body}).status_code == 200 for name in names)
 
 
 def test_an_alias_needs_a_target_that_is_served() -> None:
@@ -189,7 +194,9 @@ def test_profiles_have_bounds(server: httpx.Client) -> None:
     assert started.json()["status"] == "ok"
     assert server.post("/stop_profile").json()["files"] == ["fake.json.gz"]
     for body in ({"seconds": 6.0}, {"output_dir": "/tmp"}, {"num_steps": 0}):
-        assert server.post("/start_profile", json=body).status_code == 400, body
+        answer = server.post("/start_profile", json=body)
+        assert answer.status_code == 400, body
+        assert "server.profile_" in answer.text or "num_steps" in body
 
 
 def test_tenants_may_read_and_admins_may_act(tmp_path: Path) -> None:

@@ -66,6 +66,14 @@ class ProfileRequest(ApiModel):
         "profile_prefix": (),
         "profile_stages": (),
     }
+    reasons: ClassVar = {
+        "output_dir": "the operator names the directory of the traces in server.profile_dir; leave it out",
+        "start_step": "the profile starts now; leave it out",
+        "profile_by_stage": "one trace has the steps of all stages; leave it out",
+        "merge_profiles": "each rank writes one trace; leave it out",
+        "profile_prefix": "the server chooses the names of the files; leave it out",
+        "profile_stages": "one trace has the steps of all stages; leave it out",
+    }
 
 
 async def flush_cache(service: Service, request: Request) -> Response:

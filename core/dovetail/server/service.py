@@ -157,7 +157,7 @@ class Service(ApiHost):
             raise UnknownModelError(name, model.names, model.aliases)
         trace = current_trace()
         if trace is not None:
-            trace.model = name
+            trace.model = name or None
 
     async def encode(self, text: str, add_special_tokens: bool) -> list[int]:
         """Return the token ids of ``text``. Long texts are encoded in a thread, so that they do not block the event loop. Raises

@@ -65,15 +65,17 @@ async def version(host: ApiHost, request: Request) -> Response:
 
 
 async def tags(host: ApiHost, request: Request) -> Response:
-    """Return the served model as a list."""
+    """Return the served model as a list, once for each of its names."""
     checkpoint = await _checkpoint(host)
-    return json_response({"models": [{**_entry(host, checkpoint), "modified_at": checkpoint.modified_at}]})
+    more = {"modified_at": checkpoint.modified_at}
+    return json_response({"models": [{**entry, **more} for entry in _entries(host, checkpoint)]})
 
 
 async def ps(host: ApiHost, request: Request) -> Response:
-    """Return the loaded models: the served model."""
-    entry = _entry(host, await _checkpoint(host))
-    return json_response({"models": [{**entry, "expires_at": _NEVER, "context_length": host.context_len}]})
+    """Return the loaded models: the served model, once for each of its names."""
+    entries = _entries(host, await _checkpoint(host))
+    more = {"expires_at": _NEVER, "context_length": host.context_len}
+    return json_response({"models": [{**entry, **more} for entry in entries]})
 
 
 async def show(host: ApiHost, request: Request) -> Response:
@@ -101,10 +103,10 @@ async def _checkpoint(host: ApiHost) -> Checkpoint:
     return await asyncio.to_thread(read_checkpoint, host.config.model.path)
 
 
-def _entry(host: ApiHost, checkpoint: Checkpoint) -> dict[str, Any]:
-    name = host.model_name if ":" in host.model_name else f"{host.model_name}:latest"
+def _entries(host: ApiHost, checkpoint: Checkpoint) -> list[dict[str, Any]]:
+    names = [name if ":" in name else f"{name}:latest" for name in host.config.model.names]
     known = {"size": checkpoint.size, "digest": checkpoint.digest, "details": checkpoint.details()}
-    return {"name": name, "model": name, **known}
+    return [{"name": name, "model": name, **known} for name in names]
 
 
 def _model_info(host: ApiHost, checkpoint: Checkpoint) -> dict[str, Any]:
