@@ -1,0 +1,216 @@
+"""docs/write_a_model.md: its files are a package whose suite passes and whose model runs, its recipes compute what they
+should, and its tables name what there is.
+
+Run: python -m pytest -q tests/e2e/test_write_a_model.py
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from test_example_package import DOVETAIL, install, run
+from torch.nn import functional
+
+from dovetail.engine.build import build_model
+from dovetail.interfaces.attention import AttentionLayer
+from dovetail.interfaces.cache import CacheGroup
+from dovetail.interfaces.features import BUILT_IN_FEATURES, Feature
+from dovetail.interfaces.mesh import SINGLE
+from dovetail.interfaces.model import ModelArchitecture, ModelInfo
+from dovetail.layers.attention import AttentionShape
+from dovetail.layers.base import Layer
+from dovetail.memory.pool import PagedKVPool
+from dovetail.testing.batches import make_batch, make_page_table
+from dovetail.testing.eager import EagerAttention
+from dovetail.testing.model import ModelSuite
+
+PAGE = (Path(__file__).parents[2] / "docs" / "write_a_model.md").read_text("utf-8")
+
+GENERATE = """
+import sys
+import torch
+from transformers import Gemma2Config, Gemma2ForCausalLM
+from dovetail.config.checkpoint import locate
+from dovetail.llm import LLM
+from dovetail.sampling_params import SamplingParams
+
+torch.manual_seed(0)
+sizes = dict(hidden_size=48, intermediate_size=80, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=12)
+made = Gemma2ForCausalLM(Gemma2Config(vocab_size=4096, sliding_window=8, query_pre_attn_scalar=10, initializer_range=0.3, **sizes)).eval()
+made.save_pretrained("checkpoint")
+prompt = list(range(5, 35))
+with torch.no_grad():
+    expected = made.generate(torch.tensor([prompt]), max_new_tokens=12, min_new_tokens=12, do_sample=False)[0, len(prompt):].tolist()
+model = {"path": "checkpoint", "dtype": "float32", "tokenizer": str(locate("tiny"))}
+llm = LLM(model=model, device="cpu", threads=1)
+(output,) = llm.generate([prompt], SamplingParams(max_new_tokens=12, temperature=0, ignore_eos=True))
+llm.close()
+assert list(output.token_ids) == expected, (output.token_ids, expected)
+"""
+
+
+def rows_after(heading: str) -> list[str]:
+    """Return the rows of the first table after ``heading``, without its head."""
+    table = re.search(r"^\|.*?(?=\n\n)", PAGE.partition(heading)[2], re.MULTILINE | re.DOTALL)
+    assert table is not None, heading
+    return table[0].splitlines()[2:]
+
+
+def named(row: str) -> list[str]:
+    """Return the words in backticks of a row's first cell, without arguments."""
+    return [word.partition("(")[0] for word in re.findall(r"`([^`]+)`", row.split(" | ")[0])]
+
+
+@pytest.mark.slow
+def test_the_page_builds_a_model_that_runs(tmp_path: Path) -> None:
+    files = re.findall(r"^`([\w/.]+)`\n\n```python\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
+    assert [name for name, _ in files] == [
+        "dovetail_gemma2/describe.py",
+        "dovetail_gemma2/model.py",
+        "tests/test_gemma2.py",
+    ]
+    first, *_ = re.findall(r"^dovetail (plugins new .*)$", PAGE, re.MULTILINE)
+    run(tmp_path, [*DOVETAIL, *shlex.split(first)], tmp_path)
+    project, target = tmp_path / "dovetail-gemma2", tmp_path / "installed"
+    for name, text in files:
+        assert (project / name).exists(), name
+        (project / name).write_text(text, "utf-8")
+    install(project, target)
+    (commands,) = re.findall(r"^```sh\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
+    printed = []
+    for line in commands.splitlines():
+        program, *arguments = shlex.split(line)
+        printed.append(run(target, arguments if program == "python" else [*DOVETAIL, *arguments], project))
+    tested, doctor, shown = printed
+    assert re.search(r"\d+ passed", tested), tested
+    assert "model/gemma2" in doctor
+    assert "Gemma2ForCausalLM" in shown
+    run(target, ["-c", GENERATE], tmp_path)
+    explained = run(target, [*DOVETAIL, "explain", "checkpoint"], tmp_path)
+    assert "gemma2" in explained
+
+
+# -- recipes -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def recipes() -> dict[str, Any]:
+    (block,) = re.findall(r"^```py\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
+    made: dict[str, Any] = {"__name__": "recipes"}
+    exec(block, made)
+    return made
+
+
+def filled(layer: Layer) -> Layer:
+    torch.manual_seed(0)
+    for tensor in layer.parameters():
+        tensor.copy_(torch.randn_like(tensor) * 0.3)
+    return layer
+
+
+def test_norm_and_transposed_weight(recipes: dict[str, Any]) -> None:
+    x = torch.randn(5, 12)
+    norm, linear = filled(recipes["LayerNorm"](12, 1e-5)), filled(recipes["TransposedLinear"](12, 7))
+    centred = x - x.mean(1, keepdim=True)
+    expected = centred / (centred.square().mean(1, keepdim=True) + 1e-5).sqrt() * norm.weight + norm.bias
+    torch.testing.assert_close(norm(x), expected)
+    torch.testing.assert_close(linear(x), functional.linear(x, linear.weight.T, linear.bias))
+
+
+def test_experts(recipes: dict[str, Any]) -> None:
+    """Each token goes through its two best experts, one after the other here, with the checkpoint's own tensors."""
+    count, size, hidden = 4, 6, 10
+    experts = filled(recipes["Experts"](hidden, size, count, 2))
+    parameters, tensors = dict(experts.named_parameters()), {}
+    for name, target in experts.targets("m", "moe"):
+        whole = parameters[target.parameter.removeprefix("m.")]
+        tensors[name] = whole if target.start is None else whole[target.start : target.start + target.size]
+    assert sum(tensor.numel() for tensor in tensors.values()) == sum(p.numel() for p in parameters.values())
+    x = torch.randn(7, hidden)
+    for token, got in zip(x, experts(x), strict=True):
+        probs = (tensors["moe.gate.weight"] @ token).softmax(0)
+        best = probs.argsort(descending=True)[:2].tolist()
+        expected = torch.zeros(hidden)
+        for expert in best:
+            w1, w2, w3 = (tensors[f"moe.experts.{expert}.w{i}.weight"] for i in (1, 2, 3))
+            expected += probs[expert] / probs[best].sum() * (w2 @ (functional.silu(w1 @ token) * (w3 @ token)))
+        torch.testing.assert_close(got, expected)
+
+
+def test_own_attention(recipes: dict[str, Any]) -> None:
+    """Two rows, cut into chunks, attend as whole texts do."""
+    heads, kv_heads, head_dim, hidden = 4, 2, 8, 20
+    layer = filled(recipes["OwnAttention"](hidden, heads, kv_heads, head_dim, 0))
+    lens = [9, 6]
+    texts = [torch.randn(n, hidden) for n in lens]
+    pool = PagedKVPool(CacheGroup(1, kv_heads, head_dim), 12, 4, torch.float32, "cpu")
+    attention, table = EagerAttention(pool), make_page_table(lens, 4, 12)
+    outputs: list[list[torch.Tensor]] = [[], []]
+    for prefix, extend in (([0, 0], [5, 2]), ([5, 2], [4, 4])):
+        batch = make_batch(4, table, prefix, extend, input_ids=[0] * sum(extend), attn=(attention,), kv=(pool,))
+        attention.plan(batch)
+        x = torch.cat([text[a : a + n] for text, a, n in zip(texts, prefix, extend, strict=True)])
+        for row, part in enumerate(layer.forward(x, batch).split(extend)):
+            outputs[row].append(part)
+    for text, parts in zip(texts, outputs, strict=True):
+        q, k, v = (part.forward(text) for part in (layer.q, layer.k, layer.v))
+        q = q * (q.square().mean(1, keepdim=True) + 1e-6).rsqrt() * layer.q_norm
+        k = k * (k.square().mean(1, keepdim=True) + 1e-6).rsqrt() * layer.k_norm
+        q, k, v = (one.unflatten(1, (-1, head_dim)).transpose(0, 1) for one in (q, k, v))
+        whole = functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        torch.testing.assert_close(torch.cat(parts), layer.out.forward(whole.transpose(0, 1).flatten(1)))
+
+
+# -- tables ------------------------------------------------------------------------------------------------------------
+
+
+def test_the_tables_are_complete() -> None:
+    fields = [name for row in rows_after("with wrong text and no error") for name in named(row)]
+    assert fields == [field.name for field in dataclasses.fields(ModelInfo)]
+    methods = [name for row in rows_after("and a `ModelArchitecture`:") for name in named(row)]
+    assert set(methods) >= ModelArchitecture.__abstractmethods__ | {"ignored_weights"}
+    features = {
+        f"MODEL_{name.partition('.')[2].upper()}"
+        for name in (f.name for f in BUILT_IN_FEATURES if f.namespace == "model")
+    }
+    assert {name for row in rows_after("`offers` are optional") for name in named(row)} == features
+    for row in rows_after("needs` are checked"):
+        assert getattr(AttentionLayer(0, 1.0), *named(row)) is None
+        assert hasattr(Feature, re.findall(r"Feature\.(\w+)", row)[0])
+    options = [name for row in rows_after("It builds models on the CPU") for name in named(row)]
+    own = {
+        name
+        for name in vars(ModelSuite)
+        if name in ("configs", "ignores", "tolerance", "write_checkpoint", "reference", "make_attention")
+    }
+    assert set(options) == own | {"name", "settings"}
+    assert f"`tolerance` | logits may differ by this much: `{ModelSuite.tolerance:.0e}`".replace("e-0", "e-") in PAGE
+
+
+def test_the_layers_have_the_named_fields() -> None:
+    import inspect
+
+    for cls in (AttentionShape, AttentionLayer):
+        (written,) = re.findall(rf"^`{cls.__name__}\((.*?)\)`", PAGE, re.MULTILINE)
+        parameters = inspect.signature(cls).parameters.values()
+        expected = [p.name if p.default is p.empty else f"{p.name}={p.default}" for p in parameters]
+        assert written.split(", ") == expected
+
+
+def test_a_layer_in_a_list_is_checked_too() -> None:
+    """A need that is not declared is an error, as the page says, and names layer and feature."""
+
+    class Model(Layer):
+        def __init__(self, info: ModelInfo, mesh: object) -> None:
+            super().__init__()
+            self.constants = AttentionLayer(0, 1.0, window=4)
+
+    info = ModelInfo("X", 9, 8, 1, 1, 1, 8, 32, (CacheGroup(1, 1, 8),))
+    with pytest.raises(Exception, match=r"attention\.sliding_window.*constants"):
+        build_model(Model, info, torch.device("cpu"), torch.float32, SINGLE)  # type: ignore[arg-type]
