@@ -7,6 +7,7 @@ are aborted, and leave the server to others.
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 
 import httpx
 import pytest
@@ -15,6 +16,7 @@ from fake_engine import run_fake_engine
 from dovetail.config import Config
 from dovetail.server.launch import running_server
 
+PROXY = "127.0.0.3"
 MANY = {"prompt": "one two", "max_tokens": 3, "n": 12}
 SLOW = {"prompt": "one two", "max_tokens": 2000, "n": 12, "cache_salt": "slow", "rid": "many"}
 
@@ -24,7 +26,7 @@ def url() -> Iterator[str]:
     """Start a server that keeps four requests of a client in the engine and lets sixteen wait."""
     config = {
         "threads": 1,
-        "server": {"port": 0, "log_level": "warning", "drain_seconds": 1},
+        "server": {"port": 0, "log_level": "warning", "drain_seconds": 1, "trusted_proxies": [PROXY]},
         "scheduler": {"max_running": 2, "max_waiting": 16},
     }
     with running_server(Config.model_validate(config), target=run_fake_engine) as url:
@@ -75,16 +77,30 @@ def test_a_client_that_leaves_takes_its_waiting_outputs_along(url: str):
     wait_for(url, "running", 0)
 
 
+def fill(greedy: httpx.Client) -> AbstractContextManager[httpx.Response]:
+    return greedy.stream("POST", "/v1/completions", json=SLOW | {"stream": True})
+
+
 def test_a_client_that_fills_the_queue_is_refused_and_another_is_not(url: str):
-    with (
-        client(url, "127.0.0.2") as greedy,
-        client(url) as other,
-        greedy.stream("POST", "/v1/completions", json=SLOW | {"stream": True}) as answer,
-    ):
+    with client(url) as greedy, client(url, "127.0.0.2") as other, fill(greedy) as answer:
         arriving = answer.iter_bytes()
         next(arriving)
-        refused = greedy.post("/v1/completions", json=MANY)
-        assert refused.status_code == 503
-        assert "scheduler.max_waiting" in refused.text
+        for named in ({}, {"x-forwarded-for": "198.51.100.1"}):  # a header makes nobody another client
+            refused = greedy.post("/v1/completions", json=MANY, headers=named)
+            assert refused.status_code == 503
+            assert "scheduler.max_waiting" in refused.text
         assert len(other.post("/v1/completions", json=MANY).json()["choices"]) == 12
+    wait_for(url, "open", 0)
+
+
+def test_clients_behind_a_trusted_proxy_are_told_apart_by_the_address_that_it_states(url: str):
+    with client(url, PROXY) as greedy, client(url, PROXY) as other:
+        greedy.headers["x-forwarded-for"] = "203.0.113.9, 198.51.100.1"  # the client itself has sent the first
+        other.headers["x-forwarded-for"] = "198.51.100.2"
+        with fill(greedy) as answer:
+            arriving = answer.iter_bytes()
+            next(arriving)
+            same = {"x-forwarded-for": "203.0.113.10, 198.51.100.1"}
+            assert greedy.post("/v1/completions", json=MANY, headers=same).status_code == 503
+            assert len(other.post("/v1/completions", json=MANY).json()["choices"]) == 12
     wait_for(url, "open", 0)

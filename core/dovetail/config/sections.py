@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 import re
 from fnmatch import fnmatchcase
 from typing import Any, Literal
@@ -296,6 +297,10 @@ class ServerSection(Section):
         default=(),
         description="Names by which a server without keys may be called, in addition to `localhost`, IP addresses and `host`; `*` for any. With `allow_public_without_keys` an empty list allows any name.",
     )
+    trusted_proxies: tuple[str, ...] = Field(
+        default=(),
+        description="Addresses and networks (`10.0.0.0/8`) of proxies whose X-Forwarded-For states the client's address. Clients without a key are counted by their address, behind other proxies by that of the proxy.",
+    )
     max_seconds: float | None = Field(
         default=None,
         gt=0,
@@ -350,6 +355,18 @@ class ServerSection(Section):
             if host != "*" and not re.fullmatch(r"[A-Za-z0-9_.-]+", host):
                 raise ValueError(f"{host!r} is not a host; allowed: *, or a name without scheme and port")
         return tuple(host.lower() for host in hosts)
+
+    @field_validator("trusted_proxies")
+    @classmethod
+    def _proxies(cls, proxies: tuple[str, ...]) -> tuple[str, ...]:
+        for proxy in proxies:
+            try:
+                ipaddress.ip_network(proxy)
+            except ValueError as error:
+                raise ValueError(
+                    f"{proxy!r} is no address or network ({error}); allowed: 127.0.0.1, 10.0.0.0/8"
+                ) from None
+        return proxies
 
     @model_validator(mode="after")
     def _log_has_tenants(self) -> ServerSection:

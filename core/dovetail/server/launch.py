@@ -275,6 +275,8 @@ def _uvicorn_config(config: Config, app: ASGIApp, guard: ConnectionGuard) -> uvi
         log_level="warning",
         access_log=config.server.log_level == "debug",
         server_header=False,
+        proxy_headers=bool(config.server.trusted_proxies),
+        forwarded_allow_ips=list(config.server.trusted_proxies),
         timeout_keep_alive=ceil(config.server.limits.idle_seconds),
         timeout_graceful_shutdown=1,
     )
