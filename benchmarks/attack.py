@@ -30,6 +30,7 @@ import threading
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass, field
+from multiprocessing.synchronize import Event
 from pathlib import Path
 
 import numpy as np
@@ -154,8 +155,8 @@ ATTACKS: dict[str, Callable[[int, str], Awaitable[None]]] = {
 }
 
 
-def run_attack(name: str, port: int, key: str, seconds: float) -> None:
-    """Run an attack in a process of its own, for at most ``seconds``."""
+def run_attack(name: str, port: int, key: str, seconds: float, begin: Event) -> None:
+    """Run an attack in a process of its own, from ``begin`` on, for at most ``seconds``."""
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (min(4096, hard), hard))
 
@@ -164,6 +165,7 @@ def run_attack(name: str, port: int, key: str, seconds: float) -> None:
             async with asyncio.timeout(seconds):
                 await ATTACKS[name](port, key)
 
+    begin.wait()
     asyncio.run(bounded())
 
 
@@ -306,15 +308,16 @@ def measure(name: str, calm_seconds: float, seconds: float) -> tuple[str, bool]:
     """Run one attack. Return its row of the table, and whether the promise was kept."""
     with server() as (port, pid):
         constrained = name == "grammars"
-        asyncio.run(Innocents(port, constrained).run(_after(4)))  # warms up
+        spawn = multiprocessing.get_context("spawn")
+        begin = spawn.Event()
+        attack = spawn.Process(target=run_attack, args=(name, port, KEYS["attacker"], seconds, begin), daemon=True)
+        attack.start()  # its start is no part of the attack
+        asyncio.run(Innocents(port, constrained).run(_after(6)))  # warms up
         calm = asyncio.run(Innocents(port, constrained).run(_after(calm_seconds)))
         memory = Memory(pid)
         before = memory.now()
-        attack = multiprocessing.get_context("spawn").Process(
-            target=run_attack, args=(name, port, KEYS["attacker"], seconds)
-        )
         with memory.watched():
-            attack.start()
+            begin.set()
             earliest = time.monotonic() + 5
             under = Innocents(port, constrained)
             seen = asyncio.run(under.run(lambda: time.monotonic() > earliest and not attack.is_alive()))

@@ -137,7 +137,10 @@ def test_turns_permute_and_keep_each_tenants_order(found: list[tuple[str, int]],
     reqs = [request(i, tenant, priority) for i, (tenant, priority) in enumerate(found)]
     if by_priority:
         reqs.sort(key=lambda req: -req.priority)
-    ordered = TenantTurns(8, 64, by_priority).order(reqs, [])
+    turns = TenantTurns(8, 64, by_priority)
+    for req in reqs:
+        turns.arrived(req.tenant)
+    ordered = turns.order(reqs, [])
     assert sorted(req.uid for req in ordered) == list(range(len(reqs)))
     for tenant in "abc":
         assert [r.uid for r in ordered if r.tenant == tenant] == [r.uid for r in reqs if r.tenant == tenant]
@@ -199,18 +202,23 @@ def test_a_step_that_was_not_filled_says_nothing_about_time():
     budget = StepBudget(8192)
     before = budget.tokens(0.0)
     budget.chosen(before - 1, 0.0)
-    assert budget.tokens(100.0) == before
+    assert budget.tokens(0.001) == before
+    budget.chosen(before, 0.001)
+    assert budget.tokens(0.002) > before
 
 
 def test_steps_are_shorter_while_several_tenants_send_and_only_then():
     now = 0.0
     turns = TenantTurns(8, 8192, False, lambda: now)
-    turns.order([request(0, "a", 0)], [])
+    for now in (0.0, 100.0):
+        turns.arrived("a")
+        assert turns.budget() == 8192
+    turns.arrived("b")  # the other tenant is still active, although it has been alone for long
+    assert turns.budget() == 512
+    now += 30.0
     assert turns.budget() == 8192
-    turns.order([request(1, "b", 0)], [])
-    assert turns.budget() == 2048
-    now = 30.0
-    assert turns.budget() == 8192
+    turns.order([request(0, "a", 0), request(1, "b", 0)], [])
+    assert turns.budget() == 512, "tenants whose requests wait are not forgotten"
 
 
 # the way to the engine

@@ -42,7 +42,7 @@ class Admission:
         self.limits = limits
         self.ledger = ledger
         self.guard = PolicyGuard(policy, totals)
-        self._turns = TenantTurns(limits.max_running, limits.chunk_size, policy.by_priority)
+        self.turns = TenantTurns(limits.max_running, limits.chunk_size, policy.by_priority)
         self.totals = totals
         self._plans, self._groups = plans, groups
         self._waits = PrefixWaits(ledger.page_size, only_groups=not limits.wait_for_prefix, ahead=ledger.tokens_ahead)
@@ -52,12 +52,12 @@ class Admission:
         most ``limits.chunk_size`` over all requests. Mutates ``waiting`` and ``prefilling``."""
         if not waiting and not prefilling:
             return []
-        budget = self._turns.budget()
-        rows = self._turns.divide(budget, waiting, prefilling)
+        budget = self.turns.budget()
+        rows = self.turns.divide(budget, waiting, prefilling)
         budget -= sum(count for _, count in rows)
         if budget > 0 and waiting and len(prefilling) + len(decoding) < self.limits.max_running:
             rows += self._admit(waiting, prefilling, decoding, budget)
-        self._turns.chosen(rows, waiting)
+        self.turns.chosen(rows, waiting)
         return rows
 
     def forget(self, req: Req) -> None:
@@ -84,7 +84,7 @@ class Admission:
                 break
             if waits is not None and waits.is_waiting(req):
                 continue
-            if req.tenant in full or not self._turns.may_run(req, prefilling, decoding):
+            if req.tenant in full or not self.turns.may_run(req, prefilling, decoding):
                 full.add(req.tenant)
                 continue
             match = self._match(req)
@@ -118,7 +118,7 @@ class Admission:
             return retracted
         ordered = self.guard.order(fresh, running)
         ordered = group_adjacent(ordered) if any(req.group for req in ordered) else ordered
-        return retracted + self._turns.order(ordered, running)
+        return retracted + self.turns.order(ordered, running)
 
     def _match(self, req: Req) -> Match:
         """Return the cached prefix of ``req``. The prefix ends before the last token, whose logits are needed, and

@@ -103,6 +103,7 @@ class Scheduler:
         self.constraints.begin(req)
         req.uid, self._next_uid = self._next_uid, self._next_uid + 1
         self.waiting.append(req)
+        self._admission.turns.arrived(req.tenant)
         self.groups.joined_queue(req)
         self._by_rid[req.rid] = req
         self.totals.prompt_tokens += req.prompt_len

@@ -38,7 +38,7 @@ class StepBudget:
     def __init__(self, chunk_size: int) -> None:
         self._least = min(chunk_size, max(chunk_size // 16, LEAST_TOKENS))
         self._most = max(chunk_size // 4, self._least)
-        self._tokens = float(self._most)
+        self._tokens = float(self._least)
         self._filled_at: float | None = None
 
     def tokens(self, now: float) -> int:
@@ -71,12 +71,16 @@ class TenantTurns:
         self._clock = clock
         self._seen: dict[str, float] = {}
 
+    def arrived(self, tenant: str) -> None:
+        """Note that a tenant has sent a request."""
+        self._seen[tenant] = self._clock()
+
     def order(self, ordered: list[Req], running: Sequence[Req]) -> list[Req]:
         """Return ``ordered`` such that a tenant with fewer requests running or before goes first. The requests of one tenant
         keep their order, and so do the priorities at each place if the policy orders by priority."""
-        self._note({req.tenant for req in ordered})
         if len(self._seen) < 2:
             return ordered
+        self._remember({req.tenant for req in ordered})
         counts = Counter(req.tenant for req in running)
         ranked: dict[int, list[tuple[float, Req]]] = defaultdict(list)
         for req in ordered:
@@ -129,9 +133,8 @@ class TenantTurns:
     def _class(self, req: Req) -> int:
         return req.priority if self._by_priority else 0
 
-    def _note(self, tenants: set[str]) -> None:
-        if len(tenants) < 2 and tenants == self._seen.keys():
-            return
+    def _remember(self, tenants: set[str]) -> None:
+        """Keep ``tenants``, which wait, and those that have sent a request within ``RECENT_SECONDS``."""
         now = self._clock()
         self._seen = {tenant: at for tenant, at in self._seen.items() if now - at < RECENT_SECONDS}
         self._seen.update(dict.fromkeys(tenants, now))
