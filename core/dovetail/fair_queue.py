@@ -101,6 +101,10 @@ class FairSlots(Generic[T]):
         """Remove an item that waits no longer."""
         self._waiting.remove(tenant, item)
 
+    def others_wait(self, tenant: str) -> bool:
+        """Return True if items of tenants other than ``tenant`` wait."""
+        return self._waiting.num_tenants > (tenant in self._waiting)
+
     def start_next(self) -> tuple[str, T] | None:
         """Return a waiting item that may run now, with its tenant, and count it as running; None if there is none. The caller
         must report its end to ``ended``."""

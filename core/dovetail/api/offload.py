@@ -26,7 +26,7 @@ MANY_INPUTS = 16
 """The inputs of requests with more than this number are read in turns for tenants."""
 
 INPUTS_OF_TURN = 64
-"""Inputs that are read in one turn."""
+"""Inputs that are read in one turn if other tenants wait for theirs."""
 
 LARGE_ANSWER = 1 << 20
 """Answers of more than this number of bytes (as estimated) are counted, and written on a thread."""
@@ -50,6 +50,10 @@ class Offload:
         work = asyncio.ensure_future(asyncio.to_thread(call, *args, **kwargs))
         work.add_done_callback(lambda _: self._ended(tenant, (time.monotonic() - start) / weight))
         return await asyncio.shield(work)  # a thread cannot be stopped: a request that is cancelled keeps its turn
+
+    def others_wait(self, tenant: str) -> bool:
+        """Return True if calls of other tenants wait for their turn."""
+        return self._slots.others_wait(tenant)
 
     @asynccontextmanager
     async def turn(self, tenant: str) -> AsyncIterator[None]:
@@ -217,15 +221,18 @@ async def for_each(inputs: Sequence[T], call: Callable[[T], Awaitable[R]]) -> li
     """Return what ``call`` returns for each of a request's ``inputs``.
 
     If there are many, other work of the event loop goes on between them, and tenants take turns. The requests of one
-    tenant do not reach their next stage in the same cycle of the event loop, which would stop it for all of them.
+    tenant are read one after the other: if they reached their next stage together, that would stop the event loop.
     """
     if len(inputs) <= MANY_INPUTS:
         return [await call(one) for one in inputs]
     scope = request_scope()
+    turns = scope.intake.inputs
     results: list[R] = []
-    for start in range(0, len(inputs), INPUTS_OF_TURN):
-        async with scope.intake.inputs.turn(scope.tenant):
-            for one in inputs[start : start + INPUTS_OF_TURN]:
+    while len(results) < len(inputs):
+        async with turns.turn(scope.tenant):
+            for one in inputs[len(results) :]:
                 results.append(await call(one))
                 await asyncio.sleep(0)
+                if len(results) % INPUTS_OF_TURN == 0 and turns.others_wait(scope.tenant):
+                    break
     return results

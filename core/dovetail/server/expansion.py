@@ -6,7 +6,7 @@ import itertools
 import random
 from dataclasses import replace
 
-from dovetail.api.offload import request_scope
+from dovetail.api.offload import RequestScope, request_scope
 from dovetail.errors import RequestError
 from dovetail.generation.expansion import expand
 from dovetail.interfaces.api import ApiRequest, Prompt
@@ -24,7 +24,8 @@ def messages(request: ApiRequest, scope: str = "") -> list[GenerateMsg]:
             param="session",
         )
     group_size = (request.group_size or request.num_outputs) if request.group else 1
-    return [msg for prompt in request.prompts for msg in _outputs(request, prompt, scope, group_size)]
+    sender = request_scope()
+    return [msg for prompt in request.prompts for msg in _outputs(request, prompt, scope, group_size, sender)]
 
 
 def seeded(request: ApiRequest, seeds: random.Random) -> ApiRequest:
@@ -38,8 +39,9 @@ def seeded(request: ApiRequest, seeds: random.Random) -> ApiRequest:
     return replace(request, prompts=tuple(given))
 
 
-def _outputs(request: ApiRequest, prompt: Prompt, scope: str, group_size: int) -> list[GenerateMsg]:
-    sender = request_scope()
+def _outputs(
+    request: ApiRequest, prompt: Prompt, scope: str, group_size: int, sender: RequestScope
+) -> list[GenerateMsg]:
     return expand(
         prompt.ids,
         prompt.params,
