@@ -85,7 +85,7 @@ def test_a_client_that_fills_the_queue_is_refused_and_another_is_not(url: str):
     with client(url) as greedy, client(url, "127.0.0.2") as other, fill(greedy) as answer:
         arriving = answer.iter_bytes()
         next(arriving)
-        for named in ({}, {"x-forwarded-for": "198.51.100.1"}):  # a header makes nobody another client
+        for named in ({}, {"x-forwarded-for": "198.51.100.1"}):  # a header makes no client another one
             refused = greedy.post("/v1/completions", json=MANY, headers=named)
             assert refused.status_code == 503
             assert "scheduler.max_waiting" in refused.text
@@ -93,7 +93,7 @@ def test_a_client_that_fills_the_queue_is_refused_and_another_is_not(url: str):
     wait_for(url, "open", 0)
 
 
-def test_clients_behind_a_trusted_proxy_are_told_apart_by_the_address_that_it_states(url: str):
+def test_clients_behind_a_trusted_proxy_are_distinguished_by_the_address_that_it_states(url: str):
     with client(url, PROXY) as greedy, client(url, PROXY) as other:
         greedy.headers["x-forwarded-for"] = "203.0.113.9, 198.51.100.1"  # the client itself has sent the first
         other.headers["x-forwarded-for"] = "198.51.100.2"
