@@ -24,7 +24,7 @@ GREEDY = SamplingParams(temperature=0, max_new_tokens=40, ignore_eos=True)
 TEXTS = ["One", "Two words", "Three more words"]
 
 FRESH = """
-import json, sys, time
+import json, sys
 from triton import knobs
 misses = []
 knobs.compilation.listener = lambda *, src, cache_hit, **_: None if cache_hit else misses.append(src.name)
@@ -33,9 +33,7 @@ llm = LLM("tiny", device="cuda", grammar="none", attention="triton", scheduler={
 engine = llm.loop.executor.rank.engine
 started = engine.graphs.num_captured
 outputs = llm.generate(json.loads(sys.argv[1]), SamplingParams(temperature=0, max_new_tokens=40, ignore_eos=True))
-deadline = time.monotonic() + 60
-while llm.loop.idle() or (engine.progress.kernels_compiled < engine.progress.kernels and time.monotonic() < deadline):
-    pass
+llm.loop.finish_idle_work()
 progress = engine.progress._asdict()
 print(json.dumps({"misses": misses, "started": started, "tokens": [o.token_ids for o in outputs], "progress": progress}))
 """
