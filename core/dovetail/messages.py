@@ -143,8 +143,8 @@ class TokenOutput(msgspec.Struct, tag=True, frozen=True, gc=False, omit_defaults
     grammar_backend: str | None = None
     verify_steps: int = 0
     pooled: bytes | None = None
-    queue_seconds: float = 0.0
-    compile_seconds: float = 0.0
+    queue_seconds: float | None = None
+    compile_seconds: float | None = None
 
 
 class RequestFailed(msgspec.Struct, tag=True, frozen=True):
@@ -181,6 +181,7 @@ class EngineStats(msgspec.Struct, tag=True, frozen=True):
     paused: int = 0  # 1 while generation is paused
     running: int = 0
     waiting: int = 0
+    compiling: int = 0  # waiting requests whose constraint is being compiled
     pages_total: int = 0
     pages_used: int = 0
     pages_cached: int = 0

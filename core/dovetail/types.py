@@ -133,12 +133,12 @@ class Req:
     num_pages: int = 0  # set by the scheduler: number of pages in its row of the page table
     shared_pages: int = 0  # set by the scheduler: how many of these, from the first on, the prefix cache owns
     cache_handle: Any = None  # set by the scheduler: the locked handle that match or insert returned
-    queue_seconds: float = 0.0  # set by the scheduler at first admission: time since arrival
+    queue_seconds: float | None = None  # set by the scheduler at first admission: time since arrival
     prefix_hit_len: int = 0  # set by the scheduler at first admission: tokens found in the prefix cache
     matcher: Any = None  # set by the scheduler once the grammar is compiled: an interfaces.grammar.Matcher
     meter: Any = None  # set with the matcher: the constraints.mask_budget.Meter of the time that the matcher takes
     masks: Any = None  # set with the matcher: the GrammarBackend that fills bitmasks, of several requests at once
-    compile_seconds: float = 0.0  # set with the matcher: time from the arrival to the end of the compilation
+    compile_seconds: float | None = None  # set with the matcher: time from the arrival to the end of the compilation
     grammar_backend: str | None = None  # set with the matcher: the name of the matcher's backend
     finish: FinishReason | None = None  # set by the scheduler
     in_flight: int = 0  # number of steps launched and not yet committed

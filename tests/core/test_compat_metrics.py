@@ -24,6 +24,7 @@ INFO = {"context_len": 120, "page_size": 16, "num_pages": 64}
 STATS = EngineStats(
     running=3,
     waiting=4,
+    compiling=2,
     pages_total=64,
     pages_used=48,
     prompt_tokens=1000,
@@ -129,6 +130,8 @@ EXPECTED: list[tuple[str, str, dict[str, str], float]] = [
     ("vllm", "vllm:request_params_max_tokens_sum", VLLM, 9),
     ("sglang", "sglang:num_running_reqs", SCHEDULER, 3),
     ("sglang", "sglang:num_queue_reqs", SCHEDULER, 4),
+    ("sglang", "sglang:num_grammar_queue_reqs", SCHEDULER, 2),
+    ("sglang", "sglang:context_len", SCHEDULER, 120),
     ("sglang", "sglang:token_usage", SCHEDULER, 0.75),
     ("sglang", "sglang:num_used_tokens", SCHEDULER, 48 * 16),
     ("sglang", "sglang:max_total_num_tokens", SCHEDULER, 64 * 16),

@@ -147,7 +147,7 @@ class FakeLoop:
             0,
             logprobs,
             prompt,
-            queue_seconds=0.0 if index else 0.001,
+            queue_seconds=None if index else 0.001,
         )
 
     def _prefilled(self, msg: GenerateMsg) -> TokenOutput:

@@ -114,6 +114,11 @@ class RequestConstraints:
         return masks
 
     @property
+    def num_compiling(self) -> int:
+        """Return the number of requests that wait for their constraint."""
+        return len(self._compiling)
+
+    @property
     def jumps(self) -> bool:
         """Return True if jump-forward decoding is on."""
         return self._jump_forward is not None

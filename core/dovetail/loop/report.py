@@ -24,6 +24,7 @@ def stats_of(
         paused=int(verbs.paused),
         running=len(scheduler.prefilling) + len(scheduler.decoding),
         waiting=len(scheduler.waiting),
+        compiling=grammars.num_compiling,
         pages_total=pages.total,
         pages_used=pages.used,
         pages_cached=pages.cached,

@@ -140,8 +140,8 @@ def _output(req: Req, tokens: list[int], before: int, logprobs: list[TokenLogpro
         req.grammar_backend,
         req.verify_steps,
         pooled_bytes(req) if params.pooling is not None else None,
-        req.queue_seconds if before == prompt_len else 0.0,
-        req.compile_seconds if before == prompt_len else 0.0,
+        req.queue_seconds if before == prompt_len else None,
+        req.compile_seconds if before == prompt_len else None,
     )
 
 

@@ -86,6 +86,7 @@ VALUES: Mapping[str, Sequence[SameValue]] = {
     "sglang": (
         SameValue("sglang:num_running_reqs", "dovetail_requests_running"),
         SameValue("sglang:num_queue_reqs", "dovetail_requests_waiting"),
+        SameValue("sglang:num_grammar_queue_reqs", "dovetail_requests_compiling"),
         SameValue("sglang:token_usage", "dovetail_kv_usage"),
         SameValue("sglang:full_token_usage", "dovetail_kv_usage"),
         SameValue("sglang:num_used_tokens", "dovetail_kv_pages_used", in_pages=True),
@@ -164,13 +165,14 @@ class CompatMetrics(Collector):
         """``info`` is the engine's, ``own`` returns the gauges and counters of this server. The metrics are added to ``registry``."""
         self._server, self._model, self._own = server, model, own
         self._page_size: int = info.get("page_size", 1)
+        self._context_len: int = info["context_len"]
         self._rate = _Rate(clock)
         self._info = {
             "block_size": str(self._page_size),
             "num_gpu_blocks": str(info.get("num_pages", 0)),
             "engine": "0",
         }
-        self._histograms = {row.own: self._histogram(row, info["context_len"], registry) for row in HISTOGRAMS[server]}
+        self._histograms = {row.own: self._histogram(row, self._context_len, registry) for row in HISTOGRAMS[server]}
         registry.register(self)
 
     def _histogram(self, row: SameMeasure, context_len: int, registry: CollectorRegistry) -> Histogram:
@@ -224,6 +226,7 @@ class CompatMetrics(Collector):
             rate = self._rate.of(tokens.value)
             yield _gauge("sglang:gen_throughput", "Tokens generated per second since the last scrape.", labels, rate)
             yield _gauge("sglang:page_size", "Tokens of a page.", labels, self._page_size)
+            yield _gauge("sglang:context_len", "Tokens of the context.", labels, self._context_len)
 
     def _same(self, row: SameValue, own: Metric) -> Metric:
         labels = labels_of(row.name, self._model)

@@ -26,6 +26,7 @@ GAUGES: Mapping[str, tuple[str, str]] = {
     "paused": ("paused", "1 while generation is paused, else 0."),
     "running": ("requests_running", "Requests that are running."),
     "waiting": ("requests_waiting", "Requests in the waiting queue."),
+    "compiling": ("requests_compiling", "Requests in the waiting queue that wait for their constraint."),
     "pages_total": ("kv_pages_total", "Pages of the KV pool."),
     "pages_used": ("kv_pages_used", "Pages that running requests hold."),
     "pages_cached": ("kv_pages_cached", "Pages that the prefix cache holds."),
@@ -216,9 +217,9 @@ class RequestMetrics:
         times = self.times[output.rid] = OutputTimes(
             start, prompt_tokens=output.prompt_tokens, cached_tokens=output.cached_tokens
         )
-        if output.compile_seconds:
+        if output.compile_seconds is not None:
             times.compiled = start + output.compile_seconds
-        if output.queue_seconds:
+        if output.queue_seconds is not None:
             times.admitted = start + output.queue_seconds
             self._metrics.queue.observe(output.queue_seconds)
         return times
