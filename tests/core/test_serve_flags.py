@@ -119,6 +119,20 @@ def test_keys_of_flags_are_not_left_in_the_environment(capsys) -> None:
     assert not os.environ[KEYS_VARIABLE]
 
 
+@pytest.mark.parametrize(
+    ("flag", "names"),
+    [
+        ("--tool-call-parser", {"qwen25": "hermes", "llama3": "llama3_json", "deepseekv3": "deepseek", "deepseek_v3": "deepseek",
+                                "gpt-oss": "gpt_oss", "openai": "gpt_oss"}),
+        ("--reasoning-parser", {"deepseek-r1": "deepseek_r1", "gpt-oss": "gpt_oss", "openai_gptoss": "gpt_oss"}),
+    ],
+)  # fmt: skip
+def test_parsers_have_the_names_of_sglang_and_vllm(flag: str, names: dict[str, str], monkeypatch, capsys) -> None:
+    (key,) = (known.key for known in FLAGS if flag in known.names)
+    found = {name: kind_of(value_of(run(monkeypatch, capsys, "tiny", flag, name)[1], key)) for name in names}
+    assert found == names
+
+
 def test_names_are_not_given_twice() -> None:
     names = [name for flag in FLAGS for name in flag.names]
     assert len(names) == len(set(names))

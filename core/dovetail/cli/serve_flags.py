@@ -254,8 +254,20 @@ FLAGS: tuple[ServeFlag, ...] = (
         example="llguidance",
         values=_GRAMMARS,
     ),
-    ServeFlag(("--tool-call-parser",), "tool_parser", PARTS, "Format of the model's tool calls.", example="hermes"),
-    ServeFlag(("--reasoning-parser",), "reasoning_parser", PARTS, "Marks of the model's reasoning.", example="qwen3"),
+    ServeFlag(
+        ("--tool-call-parser",),
+        "tool_parser",
+        PARTS,
+        "Format of the model's tool calls, by its name here, in SGLang or in vLLM.",
+        example="hermes",
+    ),
+    ServeFlag(
+        ("--reasoning-parser",),
+        "reasoning_parser",
+        PARTS,
+        "Marks of the model's reasoning, by their name here, in SGLang or in vLLM.",
+        example="qwen3",
+    ),
     ServeFlag(
         ("--tp", "--tp-size", "--tensor-parallel-size"),
         "parallel.tp",

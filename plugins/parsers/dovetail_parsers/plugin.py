@@ -60,7 +60,7 @@ GPT_OSS_TOOLS = _spec(
     "GptOssToolsConfig",
     r"<\|channel\|>",
     "Messages to functions in harmony channels: gpt-oss.",
-    aliases=("gpt-oss",),
+    aliases=("gpt-oss", "openai"),
 )
 LLAMA3_JSON = _spec(
     _TOOL,
