@@ -13,8 +13,8 @@ from dovetail.config.checkpoint import locate
 from dovetail.errors import RequestError
 from dovetail.lang.conversation import Conversation
 from dovetail.lang.ir import Image
+from dovetail.templates.chat_template import ChatTemplate
 from dovetail.tokenizer import Tokenizer
-from dovetail.tokenizer.chat_template import ChatTemplate
 
 TINY = Tokenizer.from_dir(locate("tiny"))
 STRICT = ChatTemplate(

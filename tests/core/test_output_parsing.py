@@ -16,8 +16,8 @@ from dovetail.errors import GrammarError, RequestError
 from dovetail.interfaces.api import ChatDelta
 from dovetail.interfaces.parsers import CallDelta, ParserContext, ReasoningParser, Tool, ToolParser, ToolRequest
 from dovetail.sampling_params import GrammarGate, GrammarKind, GrammarSpec, SamplingParams
+from dovetail.templates.chat_template import ChatTemplate
 from dovetail.tokenizer import IncrementalDetokenizer, Tokenizer
-from dovetail.tokenizer.chat_template import ChatTemplate
 from dovetail_parsers.config import GptOssToolsConfig, HermesConfig, MistralToolsConfig, Qwen3ReasoningConfig
 from dovetail_parsers.harmony import GptOssTools
 from dovetail_parsers.hermes import Hermes

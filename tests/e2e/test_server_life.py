@@ -252,8 +252,8 @@ def test_what_outlasts_the_drain_is_aborted(tmp_path: Path):
         assert process.wait(PATIENCE) == 0
 
 
-def framed(body: bytes) -> bytes:
-    head = f"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: {len(body)}\r\n\r\n"
+def framed(body: bytes, chat: str = "") -> bytes:
+    head = f"POST /v1/{chat}completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: {len(body)}\r\n\r\n"
     return head.encode() + body
 
 
@@ -318,3 +318,48 @@ def test_the_client_by_itself():
             await client.stats()
 
     asyncio.run(main())
+
+
+ENDLESS = """{% if messages[0].content == "loop" %}{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}
+{% else %}{{ messages[0].content }}{% endif %}"""
+
+
+def test_an_endless_chat_template_delays_no_other_client_and_ends_with_the_server(tmp_path: Path):
+    (tmp_path / "template.jinja").write_text(ENDLESS)
+    tree = {"model": {"chat_template": str(tmp_path / "template.jinja")}, "server": {"port": 0, "log_level": "error"}}
+    tree["server"]["limits"] = {"template_seconds": 1}
+    tree["server"]["drain_seconds"] = 0.1
+    with (
+        running_server(Config.model_validate(tree), target=run_fake_engine) as url,
+        httpx.Client(base_url=url, timeout=PATIENCE) as client,
+    ):
+        found: list[httpx.Response] = []
+        body = {"messages": [{"role": "user", "content": "loop"}]}
+        thread = threading.Thread(
+            target=lambda: found.append(httpx.post(f"{url}/v1/chat/completions", json=body, timeout=60))
+        )
+        thread.start()
+        while thread.is_alive():
+            assert client.get("/health").status_code == 200
+        assert (found[0].status_code, "did not end within 1 s" in found[0].text) == (400, True)
+        assert client.post("/tokenize", json=body).status_code == 400
+        body["messages"][0]["content"] = "hi"
+        assert client.post("/v1/chat/completions", json=body).status_code == 200
+        connection = socket.create_connection((client.base_url.host, client.base_url.port))
+        connection.sendall(
+            framed(json.dumps(body | {"messages": [{"role": "user", "content": "loop"}]}).encode(), "chat/")
+        )
+        assert client.get("/health").status_code == client.get("/health").status_code == 200
+    with connection:
+        connection.settimeout(PATIENCE)
+        assert connection.recv(1000).startswith(b"HTTP/1.1 503")
+
+
+def test_a_chat_template_that_cannot_be_compiled_is_an_error_of_the_start(tmp_path: Path):
+    (tmp_path / "template.jinja").write_text("{{ messages | no_such_filter }}")
+    tree = {"model": {"chat_template": str(tmp_path / "template.jinja")}, "server": {"port": 0}}
+    with (
+        pytest.raises(ConfigError, match="line 1: No filter named 'no_such_filter'"),
+        running_server(Config.model_validate(tree), target=run_fake_engine),
+    ):
+        pass

@@ -11,6 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from dovetail.bounded import Bounded
 from dovetail.errors import RequestError
 from dovetail.interfaces.parsers import Tool, ToolRequest
+from dovetail.templates.chat_template import Arguments
 
 
 class FunctionSpec(Bounded):
@@ -165,25 +166,3 @@ def _parsed_arguments(function: dict[str, Any]) -> dict[str, Any]:
         return {**function, "arguments": given}
     parsed = msgspec.json.decode(given)
     return {**function, "arguments": Arguments(parsed, given) if isinstance(parsed, dict) else parsed}
-
-
-class Arguments(dict[str, Any]):
-    """Hold the arguments of a call: a mapping for templates that look into them, and their text for templates that
-    print them or join them to other text."""
-
-    def __init__(self, parsed: dict[str, Any], text: str) -> None:
-        super().__init__(parsed)
-        self._text = text
-
-    def with_text(self, parsed: dict[str, Any], text: str) -> Arguments:
-        """Return arguments with other values and another text."""
-        return Arguments(parsed, text)
-
-    def __str__(self) -> str:
-        return self._text
-
-    def __add__(self, other: str) -> str:
-        return self._text + other
-
-    def __radd__(self, other: str) -> str:
-        return other + self._text

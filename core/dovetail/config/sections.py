@@ -258,6 +258,11 @@ class LimitsSection(Section):
         gt=0,
         description="A client that takes none of its answer for this number of seconds is disconnected.",
     )
+    template_seconds: float = Field(
+        default=5.0,
+        gt=0,
+        description="Processor time (seconds) in which the chat template must render a conversation, and in which it must be compiled at the start; more is refused with 400.",
+    )
     bodies_mib: float = Field(
         default=512.0,
         gt=0,

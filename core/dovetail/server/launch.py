@@ -39,7 +39,8 @@ from dovetail.server.protocol import bounded_protocol
 from dovetail.server.service import Service, info_labels, package_version
 from dovetail.server.tenants.tenancy import Tenancy
 from dovetail.server.tracing import Tracing
-from dovetail.tokenizer import load_tokenizer
+from dovetail.templates.renderer import TemplateRenderer
+from dovetail.tokenizer import Tokenizer, load_tokenizer
 
 logger = logging.getLogger("dovetail.server")
 
@@ -173,6 +174,8 @@ class DrainingServer(uvicorn.Server):
             engine.abort_all("the server is shutting down")
             await engine.end_if_hung(0.0 if engine.stalled else _RESPONSE_SECONDS)
             await self._until_idle(_ABORT_SECONDS)
+        if self._service.templates is not None:
+            self._service.templates.close()
         self.should_exit = True
 
     async def _until_idle(self, seconds: float) -> None:
@@ -195,14 +198,18 @@ async def _serve(
     tenancy = Tenancy(config.server, os.environ) if config.server.keys else None
     tracing = Tracing(config.tracing, package_version()) if config.tracing.endpoint else None
     tokenizer = load_tokenizer(config)
+    templates = _started_renderer(config, tokenizer)
     plugins = registry or load_plugins(config.plugins)
     parts = await prepare(config, plugins, target, tokenizer)
     engine = parts.engine
     with _cancelled_by_signal():
+        if templates is not None:
+            await templates.check()
         await engine.start()
     try:
         parsers = load_parsers(engine.info, config, tokenizer, plugins)
         service = Service(config, engine, tokenizer, _metrics(config, engine, registry), parsers)
+        service.templates = templates
         service.prompts = load_prompt_hooks(engine.info, config, plugins)
         if tenancy is not None:
             service.tenants = tenancy.start(service.metrics.registry)
@@ -222,11 +229,22 @@ async def _serve(
         guard.stop()
     finally:
         await engine.stop()
+        if templates is not None:
+            templates.close()
         if tenancy is not None:
             tenancy.stop()
         if tracing is not None:
             await asyncio.to_thread(tracing.close)
     return engine.failure
+
+
+def _started_renderer(config: Config, tokenizer: Tokenizer) -> TemplateRenderer | None:
+    """Start to compile the model's chat templates, if it has any."""
+    if tokenizer.templates is None:
+        return None
+    templates = TemplateRenderer(tokenizer.templates, config.server.limits.template_seconds)
+    templates.start()
+    return templates
 
 
 @contextlib.contextmanager

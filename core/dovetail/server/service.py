@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from dovetail.api.offload import ByteBudget, Intake, Offload, offloaded, request_scope
@@ -28,8 +29,10 @@ from dovetail.server.expansion import messages, seeded
 from dovetail.server.metrics import Metrics, RequestMetrics, without_gauges
 from dovetail.server.outputs import RequestOutputs, RequestTerms
 from dovetail.server.tracing import current_trace
+from dovetail.templates.renderer import TemplateRenderer
 from dovetail.token_checks import check_prompt
 from dovetail.tokenizer import MarkedPrompt, Tokenizer
+from dovetail.tokenizer.tokenizer import ChatRendering
 
 _LARGE = 16_384
 """The number of characters from which text is tokenized in a thread, so that other streams are served meanwhile."""
@@ -37,7 +40,7 @@ _LARGE = 16_384
 
 class Service(ApiHost):
     """Hold the shared state of one server. While ``draining`` is set, new requests are refused and the running ones finish.
-    ``tenants`` are the names of the server's tenants. ``problem`` returns what is wrong though requests are served, or None."""
+    ``tenants`` are the names of the server's tenants. ``templates`` renders chats; None renders them in this process, without bounds. ``problem`` returns what is wrong though requests are served, or None."""
 
     def __init__(
         self, config: Config, engine: EngineHandle, tokenizer: Tokenizer, metrics: Metrics, parsers: OutputParsers
@@ -50,6 +53,7 @@ class Service(ApiHost):
         self.parsers = parsers
         self.tenants: Collection[str] = ()
         self.prompts = PromptHooks()
+        self.templates: TemplateRenderer | None = None
         self.created = int(time.time())
         self.draining = False
         self.problem: Callable[[], str | None] = lambda: None
@@ -185,19 +189,23 @@ class Service(ApiHost):
     ) -> str:
         """See ``ApiHost.render_chat``."""
         large = sum(len(message["content"]) + 64 for message in messages) >= _LARGE
-        return await offloaded(large, self._render, messages, tools or None, extra, add_generation_prompt, opening)
+        rendering = await offloaded(
+            large, self._rendering, messages, tools or None, extra, add_generation_prompt, opening
+        )
+        if self.templates is None:
+            return rendering.prompt(await offloaded(large, rendering.template.render, rendering.variables))
+        return rendering.prompt(await self.templates.render(rendering.variables, large, partial(offloaded, True)))
 
-    def _render(
+    def _rendering(
         self,
         messages: Sequence[Mapping[str, Any]],
         tools: Sequence[Mapping[str, Any]] | None,
         extra: Mapping[str, Any],
         opened: bool,
         opening: str,
-    ) -> str:
+    ) -> ChatRendering:
         messages = self.prompts.messages(messages)
-        own = self.parsers.assistant_marks
-        return self.tokenizer.apply_chat_template(messages, tools, opened, extra, opening, own)
+        return self.tokenizer.chat_rendering(messages, tools, opened, extra, opening, self.parsers.assistant_marks)
 
     def plan_chat(
         self, params: SamplingParams, prompt: str, tools: ToolRequest | None, separate_reasoning: bool = True

@@ -162,7 +162,12 @@ def _escape(char: str) -> str:
 
 def _pickled(value: Any) -> bytes:
     """Return bytes with every text within ``value``: one search of them is much faster than a search of each text."""
-    return pickle.dumps(value, 4)
+    try:
+        return pickle.dumps(value, 4)
+    except (pickle.PicklingError, TypeError, AttributeError):  # a program may give its template anything
+        texts: list[str] = []
+        _collect(value, texts)
+        return pickle.dumps(texts, 4)
 
 
 def _collect(value: Any, texts: list[str]) -> None:

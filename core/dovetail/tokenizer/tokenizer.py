@@ -12,7 +12,7 @@ from tokenizers import Tokenizer as Backend
 from dovetail.config import Config
 from dovetail.config.checkpoint import locate, read_json
 from dovetail.errors import ConfigError, RequestError
-from dovetail.tokenizer.chat_template import ChatTemplate, find_source, read_template
+from dovetail.templates.chat_template import ChatTemplate, find_source, read_template
 from dovetail.tokenizer.content import ContentTokens, MarkedPrompt
 from dovetail.tokenizer.detokenizer import IncrementalDetokenizer
 from dovetail.tokenizer.vocabulary import Vocabulary, read_vocabulary
@@ -125,6 +125,13 @@ class Tokenizer:
     def adds_bos(self) -> bool:
         """Return True if ``encode`` puts a BOS token before a text."""
         return self.bos_token_id is not None and self.encode("")[:1] == [self.bos_token_id]
+
+    @property
+    def templates(self) -> tuple[ChatTemplate, ChatTemplate] | None:
+        """Return the chat templates for conversations without tools and with tools; None if there is none."""
+        if self._template is None or self._tool_template is None:
+            return None
+        return self._template, self._tool_template
 
     @property
     def tool_template(self) -> str:

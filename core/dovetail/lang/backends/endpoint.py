@@ -22,7 +22,7 @@ from dovetail.lang.conversation import Conversation, Template
 from dovetail.lang.ir import SamplingOptions
 
 if TYPE_CHECKING:
-    from dovetail.tokenizer.chat_template import ChatTemplate
+    from dovetail.templates.chat_template import ChatTemplate
 
 _PREFILL = {"max_new_tokens": 0, "temperature": 0.0}
 _LOOK_BACK = 4  # tokens before a choice that may be tokenized differently with it; more are compared if these all are
@@ -70,7 +70,7 @@ class RuntimeEndpoint(Backend):
 
     @cached_property
     def _template(self) -> ChatTemplate | None:
-        from dovetail.tokenizer.chat_template import ChatTemplate
+        from dovetail.templates.chat_template import ChatTemplate
 
         source = self._given or self.model_info.get("chat_template")
         return ChatTemplate(source, self.model_info.get("special_tokens") or {}) if source else None

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -59,17 +60,35 @@ def _compiled(source: str) -> jinja2.Template:
     return _environment().from_string(source)
 
 
-class ChatTemplate:
-    """Render one compiled template. ``variables`` (bos_token, ...) are passed to every rendering."""
+@contextmanager
+def _config_errors() -> Iterator[None]:
+    try:
+        yield
+    except jinja2.TemplateSyntaxError as error:
+        raise ConfigError(f"the model's chat template is not valid, line {error.lineno}: {error}") from error
+    except RecursionError:
+        raise ConfigError("the model's chat template is not valid: its expressions are nested too deeply") from None
 
-    def __init__(self, source: str, variables: Mapping[str, Any]) -> None:
-        """Compile the template. Raises ``ConfigError`` if ``source`` is not valid Jinja."""
+
+class ChatTemplate:
+    """Render one template. ``constants`` (bos_token, ...) are passed to every rendering.
+
+    Neither ``compile`` nor ``render`` is bounded: a template may loop for ever, and its constant expressions are computed
+    when it is compiled. ``TemplateRenderer`` bounds both.
+    """
+
+    def __init__(self, source: str, constants: Mapping[str, Any]) -> None:
+        """Parse the template. Raises ``ConfigError`` if ``source`` is not valid Jinja."""
         self.source = source
-        self._variables = dict(variables)
-        try:
-            self._template = _compiled(source)
-        except jinja2.TemplateSyntaxError as error:
-            raise ConfigError(f"the model's chat template is not valid, line {error.lineno}: {error}") from error
+        self.constants = dict(constants)
+        with _config_errors():
+            _environment().parse(source)
+
+    def compile(self) -> None:
+        """Compile the template, which the first rendering does otherwise. Raises ``ConfigError`` for an unknown filter or
+        test."""
+        with _config_errors():
+            _compiled(self.source)
 
     def variables(
         self,
@@ -88,12 +107,41 @@ class ChatTemplate:
     def render(self, variables: Mapping[str, Any]) -> str:
         """Return the prompt. Raises ``RequestError`` if the template refuses the conversation."""
         try:
-            return self._template.render({"documents": None, **self._variables, **variables})
+            return _compiled(self.source).render({"documents": None, **self.constants, **variables})
+        except MemoryError:
+            raise RequestError(
+                "the model's chat template needs too much memory for this conversation", param="messages"
+            ) from None
         except Exception as error:  # a template may raise anything
             what = "" if isinstance(error, jinja2.TemplateError) else f"{type(error).__name__}: "
             raise RequestError(
                 f"the model's chat template refuses this conversation: {what}{error}", param="messages"
             ) from error
+
+
+class Arguments(dict[str, Any]):
+    """Hold the arguments of a call: a mapping for templates that look into them, and their text for templates that
+    print them or join them to other text."""
+
+    def __init__(self, parsed: dict[str, Any], text: str) -> None:
+        super().__init__(parsed)
+        self._text = text
+
+    def with_text(self, parsed: dict[str, Any], text: str) -> Arguments:
+        """Return arguments with other values and another text."""
+        return Arguments(parsed, text)
+
+    def __str__(self) -> str:
+        return self._text
+
+    def __add__(self, other: str) -> str:
+        return self._text + other
+
+    def __radd__(self, other: str) -> str:
+        return other + self._text
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Arguments, (dict(self), self._text)
 
 
 def find_source(directory: Path, tokenizer_config: Mapping[str, Any], tools: bool = False) -> str | None:

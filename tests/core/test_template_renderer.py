@@ -1,0 +1,179 @@
+"""Test that worker processes render chat templates as this process does, and end those that take too much.
+
+.venv/bin/python -m pytest -q tests/core/test_template_renderer.py
+"""
+
+import asyncio
+import os
+import signal
+import time
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+import pytest
+
+from dovetail.chat.requests import plain_message
+from dovetail.config.checkpoint import locate
+from dovetail.errors import ConfigError, PluginError, QueueFullError, RequestError
+from dovetail.templates.chat_template import ChatTemplate
+from dovetail.templates.renderer import TemplateRenderer
+from dovetail.tokenizer import Tokenizer
+
+LOOP = "{% for a in range(99999) %}{% for b in range(99999) %}{% for c in range(99999) %}{% endfor %}{% endfor %}{% endfor %}"
+BODIES = {
+    "ok": "{{ messages[0].content }}",
+    "loop": LOOP,
+    "power": "{{ (messages | length + 9) ** (10 ** 9) }}",
+    "output": "{% for a in range(9999) %}{{ 'x' * 9999 }}{% endfor %}",
+    "memory": "{{ ('x' * (10 ** 11)) | length }}",
+    "divide": "{{ 1 / 0 }}",
+    "recursion": "{% macro f(x) %}{{ f(x) }}{% endmacro %}{{ f(1) }}",
+    "filter": "{{ [1] | sum(start='a') }}",
+    "refuse": "{{ raise_exception('no such role') }}",
+}
+ODD = (
+    "{% set kind = messages[0].content %}"
+    + "".join(f"{{% {'if' if name == 'ok' else 'elif'} kind == '{name}' %}}{body}" for name, body in BODIES.items())
+    + "{% else %}{{ kind }}{% endif %}"
+)
+
+
+async def in_thread(call: Callable[[], str]) -> str:
+    return await asyncio.to_thread(call)
+
+
+def with_renderer(source: str, work: Callable[[TemplateRenderer], Coroutine[Any, Any, Any]], seconds: float = 1) -> Any:
+    async def run() -> Any:
+        template = ChatTemplate(source, {"bos_token": "<s>"})
+        renderer = TemplateRenderer((template, template), seconds)
+        renderer.start()
+        try:
+            await renderer.check()
+            return await work(renderer)
+        finally:
+            renderer.close()
+
+    return asyncio.run(run())
+
+
+def chat(content: str, large: bool = False) -> tuple[dict[str, Any], bool, Any]:
+    variables = {"messages": [{"role": "user", "content": content}], "tools": None, "add_generation_prompt": True}
+    return variables, large, in_thread
+
+
+@pytest.mark.parametrize("large", [False, pytest.param(True, marks=pytest.mark.full)])
+def test_what_takes_too_much_is_refused_and_others_are_served(large: bool):
+    wrong = {
+        "loop": "did not end within 1 s",
+        "power": "did not end within 1 s",
+        "output": "it writes 99980001 characters",
+        "memory": "too much memory",
+        "divide": "ZeroDivisionError",
+        "recursion": "RecursionError",
+        "filter": "TypeError",
+        "refuse": "conversation: no such role",
+    }
+
+    async def work(renderer: TemplateRenderer) -> None:
+        for name, words in wrong.items():
+            with pytest.raises(RequestError, match=words) as caught:
+                await renderer.render(*chat(name, large))
+            assert caught.value.param == "messages"
+            assert await renderer.render(*chat("é\ud800 <next>", large)) == "é\ud800 <next>"
+
+    with_renderer(ODD, work)
+
+
+def test_a_loop_does_not_stop_the_event_loop_nor_large_conversations():
+    async def work(renderer: TemplateRenderer) -> None:
+        looping = asyncio.ensure_future(renderer.render(*chat("loop")))
+        assert await renderer.render(*chat("x" * 100_000)) == "x" * 100_000
+        assert not looping.done()
+        with pytest.raises(RequestError, match="did not end"):
+            await looping
+
+    with_renderer(ODD, work)
+
+
+def test_a_client_that_leaves_and_a_process_that_is_killed():
+    async def work(renderer: TemplateRenderer) -> None:
+        left = asyncio.ensure_future(renderer.render(*chat("x" * 50_000)))
+        await asyncio.sleep(0)
+        left.cancel()
+        assert await renderer.render(*chat("next")) == "next"
+        (process,) = renderer._idle
+        os.kill(process._process.pid, signal.SIGKILL)
+        process._process.wait()
+        with pytest.raises(QueueFullError, match="status -9"):
+            await renderer.render(*chat("lost"))
+        assert await renderer.render(*chat("again")) == "again"
+        with pytest.raises(PluginError, match="must be data"):
+            await renderer.render({"tools": None, "f": lambda: 0}, False, in_thread)
+
+    with_renderer(ODD, work)
+
+
+def test_a_process_that_is_stopped_is_killed():
+    async def work(renderer: TemplateRenderer) -> None:
+        (process,) = renderer._idle
+        os.kill(process._process.pid, signal.SIGSTOP)
+        with pytest.raises(RequestError, match="did not end"):
+            await renderer.render(*chat("x"))
+        assert await renderer.render(*chat("again")) == "again"
+
+    with_renderer(ODD, work, seconds=0.3)
+
+
+def test_the_process_ends_with_its_server_even_in_a_loop():
+    async def work(renderer: TemplateRenderer) -> int:
+        (process,) = renderer._idle
+        task = asyncio.ensure_future(renderer.render(*chat("loop")))
+        await asyncio.sleep(0.1)
+        process._conn.close()  # as when the server is killed
+        task.cancel()
+        return process._process.wait(30)
+
+    assert with_renderer(ODD, work) in (-signal.SIGXCPU, -signal.SIGKILL)
+
+
+@pytest.mark.parametrize(
+    ("source", "words"),
+    [
+        ("{{ 9 ** (9 ** (9 ** 9)) }}", "cannot be compiled: .* did not end within 1 s"),
+        ("{{ x | no_such_filter }}", "line 1: No filter named 'no_such_filter'"),
+        ("{% if %}", "line 1"),
+        ("{{ " + "(" * 5000 + "1" + ")" * 5000 + " }}", "nested too deeply"),
+    ],
+)
+def test_templates_that_cannot_be_compiled_are_errors_of_the_start(source: str, words: str):
+    async def nothing(renderer: TemplateRenderer) -> None:
+        raise AssertionError("it was compiled")
+
+    begin = time.monotonic()
+    with pytest.raises(ConfigError, match=words):
+        with_renderer(source, nothing)
+    assert time.monotonic() - begin < 60
+
+
+def test_processes_render_what_this_process_renders():
+    """Also the arguments of earlier calls, which are a mapping and a text."""
+    tokenizer = Tokenizer.from_dir(locate("tiny"))
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"a":  [1, "é"]}'}}
+    given = [
+        {"role": "user", "content": "hi <|im_end|>"},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "content": "3", "tool_call_id": "1"},
+    ]
+    messages = [plain_message(message, i) for i, message in enumerate(given)]
+    tools = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]
+
+    async def work() -> None:
+        assert tokenizer.templates
+        renderer = TemplateRenderer(tokenizer.templates, 5)
+        for shown in (None, tools):
+            rendering = tokenizer.chat_rendering(messages, shown)
+            prompt = rendering.prompt(await renderer.render(rendering.variables, False, in_thread))
+            assert prompt == tokenizer.apply_chat_template(messages, shown)
+        renderer.close()
+
+    asyncio.run(work())
