@@ -28,7 +28,7 @@ _PATIENCE = 3.0
 """Wait this many times the limit of processor time: on a busy machine, a process has only part of a processor."""
 _START_SECONDS = 60.0
 _AT_ONCE_MS = 1
-"""Wait for an answer on the event loop for so many milliseconds: most answers come sooner than the loop would notice them."""
+"""Wait for an answer on the event loop for this number of milliseconds: most answers come sooner than the loop would notice them."""
 _BOOT = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[2]); "
     "from dovetail.templates.worker import main; main(int(sys.argv[1]))"
