@@ -56,7 +56,12 @@ class GrammarSettings(Section):
         default="process",
         description="`process`: constraints are compiled in processes of low priority, which are ended if a constraint takes too long or too much memory. `thread`: they are compiled on threads of the engine, which starts sooner; nothing can be ended there, so use it only for constraints that are trusted.",
     )
-    workers: int = Field(default=2, ge=1, le=64, description="Number of constraints that compile at the same time.")
+    workers: int = Field(
+        default=2,
+        ge=1,
+        le=64,
+        description="Number of constraints that compile at the same time. One more compiles for a tenant that has none compiling.",
+    )
     timeout: float = Field(default=10.0, gt=0, description="Seconds that a constraint may take to compile.")
     memory_mib: int = Field(
         default=1024, ge=16, description="Memory (MiB) that compiling a constraint may take in its process."
