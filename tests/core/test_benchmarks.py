@@ -156,3 +156,17 @@ def test_the_host_time_of_a_step_is_measured(tmp_path):
     for row, requests in zip(json.loads(found.read_text()), (1, 3), strict=True):
         assert row["requests"] == requests
         assert all(row[part] > 0 for part in ("schedule", "commit", "prepare", "rest"))
+
+
+def test_the_host_time_of_steps_is_compared():
+    """Every part of an engine that the comparison replaces exists."""
+    code = (
+        "import json, host_time as h; h.STEPS, h.SIZES, h.VERIFY_ROUNDS = 3, {2: 1}, 1; "
+        "print(json.dumps({**h.decode_steps(), **h.verify_steps()}))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT / "benchmarks", check=True, capture_output=True, timeout=120
+    )
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert len(found) == 4
+    assert all(value > 0 for value in found.values())
