@@ -183,10 +183,12 @@ def test_an_answer_before_the_body_is_read_keeps_the_connection(url: str):
         assert status_of(connection.recv(1000)) == 200
 
 
-def test_headers_that_are_too_large_are_answered_with_431(url: str):
+@pytest.mark.parametrize("end", [b"", b"\r\n\r\n"])
+def test_headers_that_are_too_large_are_answered_with_431(url: str, end: bytes):
+    """Also if they are complete: they are read at once."""
     with connect(url) as connection:
         with contextlib.suppress(ConnectionError):
-            connection.sendall(b"GET /health HTTP/1.1\r\nx: " + b"a" * 10_000)
+            connection.sendall(b"GET /health HTTP/1.1\r\nx: " + b"a" * 10_000 + end)
         assert status_of(rest(connection)) == 431
 
 

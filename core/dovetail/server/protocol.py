@@ -77,8 +77,11 @@ class BoundedProtocol(HttpToolsProtocol, Connection):
             self._refuse_data()
             return
         if self._head_bytes > self.guard.head_bytes:
-            self.guard.shed("headers too large", self)
-            self.refuse(431, f"The headers are larger than {self.guard.head_bytes >> 10} KiB.")
+            self._refuse_head()
+
+    def _refuse_head(self) -> None:
+        self.guard.shed("headers too large", self)
+        self.refuse(431, f"The headers are larger than {self.guard.head_bytes >> 10} KiB.")
 
     def _refuse_data(self) -> None:
         if len(self.pipeline) >= MAX_PIPELINED:
@@ -122,7 +125,11 @@ class BoundedProtocol(HttpToolsProtocol, Connection):
         super().on_message_begin()
 
     def on_headers_complete(self) -> None:
-        """See uvicorn's protocol. A request on a connection beyond the limit is answered by the guard."""
+        """See uvicorn's protocol. A request on a connection beyond the limit is answered by the guard. Raises, which stops
+        the parser, if the headers are too large although they arrived together."""
+        if len(self.url) + sum(len(name) + len(value) for name, value in self.headers) > self.guard.head_bytes:
+            self._refuse_head()
+            raise ValueError("the headers are too large")
         self._head_bytes = 0
         before = self.app
         try:
