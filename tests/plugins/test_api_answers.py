@@ -19,6 +19,7 @@ from dovetail.messages import GenerateMsg
 from dovetail.sampling_params import GrammarKind
 from dovetail.testing.api_server import EchoServer, SentResponse
 from dovetail.tokenizer import Tokenizer
+from dovetail.tokenizer.tokenizer import ChatRendering
 from dovetail_apis.config import NativeConfig, OpenAIConfig, ResponsesConfig, ScoreConfig
 from dovetail_apis.native import Native
 from dovetail_apis.openai import OpenAIApi
@@ -303,13 +304,13 @@ def test_ids_in_place_of_the_conversation():
 )
 def test_variables_of_the_template(monkeypatch: pytest.MonkeyPatch, fields: dict[str, Any], variables: dict[str, Any]):
     seen: list[Any] = []
-    usual = Tokenizer.apply_chat_template
+    usual = Tokenizer.chat_rendering
 
-    def render(self: Tokenizer, messages: Any, tools: Any, opened: bool, extra: Any, *more: Any) -> str:
+    def render(self: Tokenizer, messages: Any, tools: Any, opened: bool, extra: Any, *more: Any) -> ChatRendering:
         seen.append(dict(extra))
         return usual(self, messages, tools, opened, {}, *more)
 
-    monkeypatch.setattr(Tokenizer, "apply_chat_template", render)
+    monkeypatch.setattr(Tokenizer, "chat_rendering", render)
     answer(CHAT, {"messages": TALK, **fields})
     assert seen == [variables]
 
