@@ -6,9 +6,10 @@
 import asyncio
 import functools
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, get_args
 
 import pytest
+from openai.types.shared.reasoning_effort import ReasoningEffort
 
 from dovetail.chat.parsing import OutputParsers
 from dovetail.config.checkpoint import locate
@@ -313,6 +314,14 @@ def test_variables_of_the_template(monkeypatch: pytest.MonkeyPatch, fields: dict
     monkeypatch.setattr(Tokenizer, "chat_rendering", render)
     answer(CHAT, {"messages": TALK, **fields})
     assert seen == [variables]
+
+
+def test_every_effort_of_the_openai_sdk_is_accepted():
+    efforts = [value for kind in get_args(ReasoningEffort) for value in get_args(kind) if kind is not type(None)]
+    assert {"none", "low", "max"} <= set(efforts)
+    for effort in efforts:
+        answer(CHAT, {"messages": TALK, "reasoning_effort": effort})
+        answer("/v1/responses", {"input": TEXT, "reasoning": {"effort": effort}})
 
 
 def test_fields_that_contradict_each_other():

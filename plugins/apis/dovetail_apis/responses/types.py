@@ -102,7 +102,7 @@ class Reasoning(ApiModel):
     """Configure reasoning. The chat template receives it as ``enable_thinking`` (true for every effort except ``none``)
     and ``reasoning_effort``."""
 
-    effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
+    effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
     summary: Literal["auto"] | None = Field(
         None, description="The reasoning itself is returned; there are no summaries."
     )
