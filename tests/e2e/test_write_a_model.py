@@ -17,12 +17,13 @@ import torch
 from test_example_package import DOVETAIL, install, run
 from torch.nn import functional
 
-from dovetail.engine.build import build_model
+from dovetail.engine.build import build_model, check_complete
+from dovetail.errors import WeightsError
 from dovetail.interfaces.attention import AttentionLayer
 from dovetail.interfaces.cache import CacheGroup
 from dovetail.interfaces.features import BUILT_IN_FEATURES, Feature
 from dovetail.interfaces.mesh import SINGLE
-from dovetail.interfaces.model import ModelArchitecture, ModelInfo
+from dovetail.interfaces.model import ModelArchitecture, ModelInfo, WeightTarget
 from dovetail.layers.attention import AttentionShape
 from dovetail.layers.base import Layer
 from dovetail.memory.pool import PagedKVPool
@@ -165,6 +166,21 @@ def test_own_attention(recipes: dict[str, Any]) -> None:
         q, k, v = (one.unflatten(1, (-1, head_dim)).transpose(0, 1) for one in (q, k, v))
         whole = functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
         torch.testing.assert_close(torch.cat(parts), layer.out.forward(whole.transpose(0, 1).flatten(1)))
+
+
+def test_queries_of_another_shape_are_named(recipes: dict[str, Any]) -> None:
+    pool = PagedKVPool(CacheGroup(1, 2, 8), 12, 4, torch.float32, "cpu")
+    attention = EagerAttention(pool)
+    batch = make_batch(4, make_page_table([5], 4, 12), [0], [5], input_ids=[0] * 5, attn=(attention,), kv=(pool,))
+    with pytest.raises(ValueError, match=r"q is \[5, 32\]; expected .*\[5, heads, 8\]"):
+        attention.forward(torch.zeros(5, 32), AttentionLayer(0, 1.0), batch)
+
+
+def test_a_misspelt_parameter_is_named_with_the_nearest() -> None:
+    with pytest.raises(
+        WeightsError, match=r"position, which is not a parameter of the model; did you mean 'positions'"
+    ):
+        check_complete({"positions": torch.empty(4, 5)}, {"transformer.wpe.weight": WeightTarget("position")})
 
 
 # -- tables ------------------------------------------------------------------------------------------------------------

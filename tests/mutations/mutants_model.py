@@ -17,6 +17,7 @@ from dovetail.interfaces.cache import KVPool
 from dovetail.interfaces.features import Feature
 from dovetail.interfaces.mesh import SINGLE, Mesh
 from dovetail.interfaces.model import ModelArchitecture, ModelInfo, WeightTarget
+from dovetail.registry.specs import ComponentSpec
 from dovetail.testing.eager import EagerAttention
 from dovetail.testing.model import ModelSuite, Reference, Tensors, read_tensors
 from dovetail.types import Batch
@@ -56,6 +57,26 @@ class Sound(ModelSuite):
         sound = Sound()
         model = sound.load(directory)
         return lambda tokens: sound.logits(model, tokens, len(tokens))
+
+
+class WrongAlias(Sound):
+    """Register another name than checkpoints have."""
+
+    @property
+    def spec(self) -> ComponentSpec:
+        return replace(super().spec, aliases=("LLaMAForCausalLM",))
+
+
+class StoresElsewhere(DenseModel):
+    """Write K and V to the positions of the tokens."""
+
+    def forward(self, batch: Batch) -> torch.Tensor:
+        batch.out_loc = batch.positions
+        return super().forward(batch)
+
+
+class WritesToTheWrongPlace(Sound):
+    model_class = StoresElsewhere
 
 
 class Transposed(Sound):
@@ -301,6 +322,14 @@ class DeclaresNothing(SoundWithSinks):
 
 LOGITS = "test_logits_are_those_of_the_reference"
 MUTANTS = [
+    Mutant(
+        "registers another name than its checkpoints have",
+        "test_its_checkpoints_select_it",
+        WrongAlias,
+        Sound,
+        says="no checkpoint selects it",
+    ),
+    Mutant("writes K and V to a place of its own", LOGITS, WritesToTheWrongPlace, Sound, [(7,)], "are NaN"),
     Mutant("transposes a weight", LOGITS, Transposed, Sound, [(7,)]),
     Mutant("exchanges two weights", LOGITS, SwapsGateAndUp, Sound, [(7,)]),
     Mutant("rotates by another base", LOGITS, WrongRope, Sound, [(7,)]),

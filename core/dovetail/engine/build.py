@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -122,7 +123,11 @@ def check_complete(parameters: Mapping[str, torch.Tensor], targets: Mapping[str,
     ranges: dict[str, list[tuple[int, int]]] = {name: [] for name in parameters}
     for theirs, (parameter, start, size, share) in targets.items():
         if parameter not in ranges:
-            raise WeightsError(f"weights_map sends {theirs} to {parameter}, which is not a parameter of the model")
+            close = difflib.get_close_matches(parameter, ranges, n=1)
+            hint = f"; did you mean {close[0]!r}?" if close else ""
+            raise WeightsError(
+                f"weights_map sends {theirs} to {parameter}, which is not a parameter of the model{hint}"
+            )
         shape = parameters[parameter].shape
         rows = shape[0] if size is None else size
         ranges[parameter].append((start or 0, rows))

@@ -25,6 +25,11 @@ class EagerAttention(AttentionBackend):
     def forward(self, q: torch.Tensor, layer: AttentionLayer, batch: Batch) -> torch.Tensor:
         """See ``AttentionBackend.forward``."""
         assert batch.tree_mask is None
+        size = self._pool.keys(layer.layer_id).shape[-1]
+        if q.ndim != 3 or len(q) != len(batch.positions) or q.shape[2] != size:
+            raise ValueError(
+                f"q is {list(q.shape)}; expected [tokens, heads, head_dim]: [{len(batch.positions)}, heads, {size}]"
+            )
         out = torch.empty_like(q)
         starts = batch.qo_indptr.tolist()
         for row, kv_len in enumerate(batch.kv_lens.tolist()):

@@ -201,6 +201,18 @@ class ModelSuite(ComponentSuite):
         self.write_checkpoint(self.configs[case], tmp_path)
         return tmp_path
 
+    def test_its_checkpoints_select_it(self, case: str, checkpoint: Path) -> None:
+        """The ``architectures`` of config.json, if it has any, are among the component's ``aliases``, by which a config
+        with ``model.arch: auto`` finds the component."""
+        self.registered()
+        given = json.loads((checkpoint / "config.json").read_text()).get("architectures")
+        if not given:
+            pytest.skip("config.json names no architectures")
+        assert set(given) & set(self.spec.aliases), (
+            f"config.json has architectures {given}, and the component's aliases are {list(self.spec.aliases)}: no "
+            "checkpoint selects it. Put the name into the aliases of its ComponentSpec (plugin.py)"
+        )
+
     @pytest.mark.parametrize("chunk", [LONG_CHUNK, PROMPT, 7, 1])
     def test_logits_are_those_of_the_reference(self, case: str, checkpoint: Path, chunk: int) -> None:
         """The logits agree for every token of a chunked prefill and for every decode step, once over 200 positions (or
@@ -211,7 +223,12 @@ class ModelSuite(ComponentSuite):
         model = self.load(checkpoint)
         count = min(LONG_TEXT, model.info.context_len) if chunk == LONG_CHUNK else PROMPT + STEPS
         tokens = random_tokens(model.info, count)
-        difference = (self.logits(model, tokens, chunk, STEPS) - reference(tokens)).abs().amax(1)
+        logits = self.logits(model, tokens, chunk, STEPS)
+        assert not logits.isnan().any(), (
+            f"the logits of {int(logits.isnan().any(1).sum())} of {count} positions are NaN. Entries of the KV pool that were "
+            "never written are NaN here: each layer writes K and V of its own layer_id to batch.out_loc before it attends"
+        )
+        difference = (logits - reference(tokens)).abs().amax(1)
         wrong = (difference >= self.tolerance) | difference.isnan()
         first = int(wrong.int().argmax())
         assert not wrong.any(), (
