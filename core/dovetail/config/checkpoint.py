@@ -34,9 +34,21 @@ def read_json(directory: Path, name: str) -> dict[str, Any]:
     if not file.is_file():
         raise ConfigError(f"{directory} has no {name}; a model directory in Hugging Face layout is expected")
     try:
-        return json.loads(file.read_text(encoding="utf-8"))
-    except json.JSONDecodeError as error:
-        raise ConfigError(f"{file} is not valid JSON: {error}") from error
+        tree = json.loads(read_text(file))
+    except (ValueError, RecursionError) as error:  # a ConfigError of read_text too
+        what = error if isinstance(error, ValueError) else "its values are nested too deeply"
+        raise error if isinstance(error, ConfigError) else ConfigError(f"{file} is not valid JSON: {what}") from error
+    if not isinstance(tree, dict):
+        raise ConfigError(f"{file} holds {tree!s:.40} instead of an object; download or convert the checkpoint again")
+    return tree
+
+
+def read_text(file: Path) -> str:
+    """Read a text file of the checkpoint. Raises ``ConfigError`` if it cannot be read, or is not written in UTF-8."""
+    try:
+        return file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{file} cannot be read: {error}") from error
 
 
 def _download(name: str, key: str) -> Path:

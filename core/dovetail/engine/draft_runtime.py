@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -224,9 +223,7 @@ class EngineDraftRuntime(DraftRuntime):
     def open(self, directory: Path, load_format: str) -> ModelArchitecture:
         """See ``DraftRuntime``."""
         file = directory / "config.json"
-        if not file.is_file():
-            raise ConfigError(f"{directory} has no config.json; give a checkpoint's directory in Hugging Face layout")
-        checkpoint = json.loads(file.read_text(encoding="utf-8"))
+        checkpoint = read_json(directory, file.name)
         architectures = checkpoint.get("architectures") or []
         found = [c for c in self._resolved.models if set(architectures) & set(c.spec.aliases)]
         if not found:

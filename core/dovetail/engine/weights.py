@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import threading
@@ -15,10 +14,11 @@ from typing import NamedTuple
 
 import torch
 
+from dovetail.config.checkpoint import read_json
 from dovetail.engine.build import WeightFiller, as_module, build_model
 from dovetail.engine.progress import Advance, bytes_progress, size_text
 from dovetail.engine.shards import ShardReader, StoredTensor, cut, stored_tensors
-from dovetail.errors import WeightsError
+from dovetail.errors import ConfigError, WeightsError
 from dovetail.interfaces.model import ModelArchitecture, WeightTarget
 from dovetail.layers.base import prepare_layers
 
@@ -167,11 +167,15 @@ def _num_readers(device: torch.device) -> int:
 
 def _read_index(file: Path) -> dict[str, str]:
     try:
-        files = json.loads(file.read_text(encoding="utf-8"))["weight_map"]
+        files = read_json(file.parent, file.name)["weight_map"]
         if all(isinstance(name, str) and Path(name).name == name for name in files.values()):
             return files
-    except (json.JSONDecodeError, KeyError, TypeError, AttributeError) as error:
-        raise WeightsError(f"{file} is not a valid index: {type(error).__name__}: {error}") from error
+    except ConfigError as error:
+        raise WeightsError(str(error)) from error
+    except (KeyError, AttributeError):
+        raise WeightsError(
+            f"{file} has no weight_map that names the file of each tensor; download or convert it again"
+        ) from None
     raise WeightsError(f"{file} names files outside its directory; allowed: plain file names")
 
 

@@ -58,7 +58,7 @@ def choose_parsers(config: Config, registry: Registry, machine: Machine, model: 
 
 def _template(config: Config, model: ModelChoice) -> str | None:
     """Return the source of the chat template that is used with tools."""
-    from dovetail.templates.chat_template import read_template, read_tool_template
+    from dovetail.tokenizer.template_files import read_template, read_tool_template
 
     if config.model.chat_template:
         return read_template(config.model.chat_template)

@@ -7,7 +7,6 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import datetime
-from pathlib import Path
 from typing import Any
 
 import jinja2
@@ -142,38 +141,3 @@ class Arguments(dict[str, Any]):
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Arguments, (dict(self), self._text)
-
-
-def find_source(directory: Path, tokenizer_config: Mapping[str, Any], tools: bool = False) -> str | None:
-    """Return the source of the template, from chat_template.jinja, else chat_template.json, else tokenizer_config.json;
-    None if there is none. If a model has several templates, return ``tool_use`` if ``tools`` is set and ``default``
-    otherwise."""
-    file = directory / "chat_template.jinja"
-    if file.is_file():
-        return file.read_text(encoding="utf-8")
-    found: Any = tokenizer_config.get("chat_template")
-    file = directory / "chat_template.json"
-    if file.is_file():
-        found = json.loads(file.read_text(encoding="utf-8"))["chat_template"]
-    if isinstance(found, list):
-        named = {entry["name"]: entry["template"] for entry in found}
-        return (tools and named.get("tool_use")) or named.get("default")
-    return found
-
-
-def read_template(path: str) -> str:
-    """Return the source of the template in a file (``model.chat_template``). Raises ``ConfigError``."""
-    try:
-        source = Path(path).expanduser().read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"model.chat_template is {path!r}, which cannot be read: {error}") from error
-    if not source.strip():
-        raise ConfigError(f"model.chat_template is {path!r}, which is empty; give a file with a Jinja template")
-    return source
-
-
-def read_tool_template(directory: Path) -> str | None:
-    """Return the source of the template that ``directory`` has for conversations with tools; None if there is none."""
-    file = directory / "tokenizer_config.json"
-    config = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
-    return find_source(directory, config, tools=True)

@@ -10,11 +10,12 @@ from typing import Any, NamedTuple
 from tokenizers import Tokenizer as Backend
 
 from dovetail.config import Config
-from dovetail.config.checkpoint import locate, read_json
+from dovetail.config.checkpoint import locate, read_json, read_text
 from dovetail.errors import ConfigError, RequestError
-from dovetail.templates.chat_template import ChatTemplate, find_source, read_template
+from dovetail.templates.chat_template import ChatTemplate
 from dovetail.tokenizer.content import ContentTokens, MarkedPrompt
 from dovetail.tokenizer.detokenizer import IncrementalDetokenizer
+from dovetail.tokenizer.template_files import find_source, read_template
 from dovetail.tokenizer.vocabulary import Vocabulary, read_vocabulary
 
 _PROBE_CHARS = 12
@@ -88,7 +89,7 @@ class Tokenizer:
             )
         config = _optional_json(directory, "tokenizer_config.json")
         return cls(
-            file.read_text(encoding="utf-8"),
+            read_text(file),
             config,
             eos_token_ids=_model_eos(Path(model or path)),
             chat_template=template or find_source(directory, config),
@@ -276,9 +277,17 @@ def _load_backend(json_text: str) -> Backend:
 
 def _named_tokens(config: Mapping[str, Any]) -> dict[str, str]:
     """Return the named tokens of a tokenizer_config.json, each of which is a string or a dict with its ``content``."""
-    found = {name: config.get(name) for name in _NAMED_TOKENS}
-    named = {name: token["content"] if isinstance(token, dict) else token for name, token in found.items()}
-    return {name: token for name, token in named.items() if token is not None}
+    named: dict[str, str] = {}
+    for name in _NAMED_TOKENS:
+        given = config.get(name)
+        token = given.get("content") if isinstance(given, dict) else given
+        if isinstance(token, str):
+            named[name] = token
+        elif given is not None:
+            raise ConfigError(
+                f"tokenizer_config.json: {name} is {given!r:.80}; allowed: a text, or an object with a text as content"
+            )
+    return named
 
 
 def _optional_json(directory: Path, name: str) -> dict[str, Any]:
@@ -289,7 +298,12 @@ def _model_eos(directory: Path) -> list[int]:
     ids: list[int] = []
     for name in ("generation_config.json", "config.json"):
         eos = _optional_json(directory, name).get("eos_token_id")
-        ids += eos if isinstance(eos, list) else [] if eos is None else [eos]
+        found = eos if isinstance(eos, list) else [] if eos is None else [eos]
+        if not all(type(token) is int for token in found):
+            raise ConfigError(
+                f"{directory / name}: eos_token_id is {eos!r:.80}; allowed: an integer, or a list of integers"
+            )
+        ids += found
     return ids
 
 

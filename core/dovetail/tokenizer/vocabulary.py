@@ -15,6 +15,7 @@ from typing import Any
 from dovetail.errors import ConfigError
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+_LAST_ID = (1 << 24) - 1
 _SPACE = "\u2581"
 
 
@@ -38,6 +39,8 @@ def read_vocabulary(tokenizer_json: Mapping[str, Any]) -> Vocabulary:
     tokens = _model_tokens(tokenizer_json["model"])
     added = tokenizer_json.get("added_tokens") or []
     tokens.update({token["id"]: token["content"] for token in added})
+    if (last := max(tokens, default=0)) > _LAST_ID:
+        raise ConfigError(f"tokenizer.json gives {tokens[last]!r:.80} the id {last}; allowed: ids up to {_LAST_ID}")
     token_bytes: list[bytes | None] = [None] * (max(tokens, default=-1) + 1)
     for token_id, text in tokens.items():
         token_bytes[token_id] = to_bytes(text)

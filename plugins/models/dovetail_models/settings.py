@@ -7,6 +7,8 @@ from typing import Any
 
 from dovetail.errors import ConfigError
 
+_LARGEST = (1 << 31) - 1
+
 MATHS: dict[str, tuple[Any, ...]] = {
     "alibi": (False,),
     "attention_bias": (False,),
@@ -58,6 +60,8 @@ def read_int(config: Mapping[str, Any], key: str, default: int | None = None, mi
         raise ConfigError(f"config.json has no {key}; an integer of at least {minimum} is needed")
     if not isinstance(value, int) or isinstance(value, bool) or value < minimum:
         raise ConfigError(f"config.json: {key} is {_short(value)}; allowed: an integer of at least {minimum}")
+    if value > _LARGEST:
+        raise ConfigError(f"config.json: {key} is {_short(value)}; allowed: an integer of at most {_LARGEST}")
     return value
 
 
