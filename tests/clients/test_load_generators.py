@@ -65,19 +65,29 @@ main(parser.parse_args())
         ("openai-chat", "/v1/chat/completions"),
         ("openai-responses", "/v1/responses"),
         ("openai-embeddings", "/v1/embeddings"),
+        ("vllm-rerank", "/v1/rerank"),
     ],
 )
 def test_vllm_bench_serve(url: str, tmp_path: Path, backend: str, path: str):
     """All requests succeed with the number of tokens requested. The first model of /v1/models is chosen."""
+    generates = backend not in ("openai-embeddings", "vllm-rerank")
+    dataset = "random-rerank" if backend == "vllm-rerank" else "random"
     arguments = ["--backend", backend, "--base-url", url, "--endpoint", path, "--tokenizer", TOKENIZER]
-    arguments += ["--dataset-name", "random", "--random-input-len", "32", "--random-output-len", "8"]
+    arguments += ["--dataset-name", dataset, "--random-input-len", "64", "--random-output-len", "8"]
     arguments += ["--num-prompts", str(COUNT), "--save-result", "--result-filename", "result.json", "--disable-tqdm"]
-    more = [] if "embeddings" in backend else ["--ignore-eos"]
-    VLLM.run("-c", BENCH_SERVE, *arguments, *more, folder=tmp_path, VLLM_LOGGING_LEVEL="WARNING", **OFFLINE)
+    VLLM.run(
+        "-c",
+        BENCH_SERVE,
+        *arguments,
+        *(["--ignore-eos"] if generates else []),
+        folder=tmp_path,
+        VLLM_LOGGING_LEVEL="WARNING",
+        **OFFLINE,
+    )
     result = json.loads((tmp_path / "result.json").read_text())
-    assert (result["completed"], result["failed"], result["model_id"]) == (COUNT, 0, "tiny")
+    assert (result["completed"], result.get("failed", 0), result["model_id"]) == (COUNT, 0, "tiny")
     assert result["total_input_tokens"] >= 32 * COUNT
-    if more:
+    if generates:
         assert result["total_output_tokens"] == 8 * COUNT
 
 
@@ -107,7 +117,7 @@ def test_aiperf(url: str, tmp_path: Path, endpoint: str):
     arguments = ["profile", "--model", "tiny", "--url", url, "--endpoint-type", endpoint, "--streaming", "--ui", "none"]
     arguments += ["--tokenizer", TOKENIZER, "--synthetic-input-tokens-mean", "32", "--output-tokens-mean", "8"]
     arguments += ["--request-count", str(COUNT), "--concurrency", "2", "--use-server-token-count"]
-    arguments += ["--extra-inputs", "ignore_eos:true", "--artifact-dir", "aiperf"]
+    arguments += ["--extra-inputs", "ignore_eos:true", "--artifact-dir", "aiperf", "--reset-kv-cache"]
     AIPERF.run("-m", "aiperf.cli", *arguments, folder=tmp_path)
     report = json.loads((tmp_path / "aiperf" / "profile_export_aiperf.json").read_text())
     assert report["request_count"]["avg"] == COUNT

@@ -155,10 +155,16 @@ def test_flush_cache_waits(server: httpx.Client, url: str) -> None:
     while not server.get("/load").json()["running"]:
         time.sleep(0.01)
     assert server.post("/flush_cache").status_code == 400
+    assert server.post("/reset_prefix_cache").json() == {"success": False}
     assert server.post("/flush_cache?timeout=20").text == "the cache is empty"
     thread.join()
     assert server.get("/flush_cache?timeout=x").status_code == 400
     assert server.get("/flush_cache?tiemout=1").status_code == 400
+    assert server.post("/reset_prefix_cache?reset_external=true&reset_running_requests=false").json() == {
+        "success": True
+    }
+    refused = server.post("/reset_prefix_cache?reset_running_requests=true")
+    assert (refused.status_code, "reset_running_requests" in refused.text) == (400, True)
 
 
 def test_reasoning_and_calls_are_parsed(server: httpx.Client) -> None:

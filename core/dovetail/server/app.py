@@ -52,6 +52,7 @@ ROUTES = (
     ServerRoute(["GET"], "/load", info.load),
     ServerRoute(["GET"], "/get_load", info.get_load),
     ServerRoute(["GET", "POST"], "/flush_cache", control.flush_cache, answers=_TEXT, query=control.FlushQuery),
+    ServerRoute(["POST"], "/reset_prefix_cache", control.reset_prefix_cache, query=control.ResetQuery),
     ServerRoute(["POST"], "/pause_generation", control.pause_generation, control.PauseRequest),
     ServerRoute(["POST"], "/continue_generation", control.continue_generation),
     ServerRoute(["GET"], "/is_paused", control.is_paused),

@@ -32,6 +32,13 @@ class FlushQuery(QueryModel):
     timeout: float = Field(0.0, ge=0, le=3600, description="Seconds to wait until no request is running.")
 
 
+class ResetQuery(QueryModel):
+    """Describe the query of /reset_prefix_cache."""
+
+    reset_running_requests: bool = Field(False, description="True is refused: running requests keep their prefixes.")
+    reset_external: bool = Field(False, description="No effect: no prefix is cached elsewhere.")
+
+
 class PauseRequest(ApiModel):
     """Describe the body of POST /pause_generation, which may be empty."""
 
@@ -84,6 +91,16 @@ async def flush_cache(service: Service, request: Request) -> Response:
             raise RequestError(f"the cache was not flushed: {reply.message}", code="busy")
         await asyncio.sleep(_POLL_SECONDS)
     return PlainTextResponse("the cache is empty")
+
+
+async def reset_prefix_cache(service: Service, request: Request) -> Response:
+    """Drop every cached prefix, as /flush_cache does. ``success`` is false if requests are running (vLLM's form)."""
+    if parse_query(request, ResetQuery).reset_running_requests:
+        message = (
+            "reset_running_requests is true: running requests keep their prefixes; abort them by /pause_generation"
+        )
+        raise RequestError(message, param="reset_running_requests")
+    return json_response({"success": (await service.engine.flush_cache()).ok})
 
 
 async def pause_generation(service: Service, request: Request) -> Response:
