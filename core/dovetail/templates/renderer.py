@@ -247,6 +247,7 @@ async def _readable(process: TemplateProcess, seconds: float) -> bool:
     finally:
         timer.cancel()
         loop.remove_reader(descriptor)
+        os.set_blocking(descriptor, True)  # uvloop has changed that; a long message would not be sent whole
 
 
 def _end(process: subprocess.Popen[bytes], conn: Connection) -> None:
