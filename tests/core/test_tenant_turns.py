@@ -18,7 +18,8 @@ from dovetail.constraints.fair_pool import FairPool
 from dovetail.errors import QueueFullError
 from dovetail.messages import GenerateMsg
 from dovetail.sampling_params import SamplingParams
-from dovetail.scheduler.turns import LEAST_TOKENS, STEP_SECONDS, StepBudget, TenantTurns
+from dovetail.scheduler.limits import SchedulerLimits
+from dovetail.scheduler.turns import LEAST_TOKENS, StepBudget, TenantTurns
 from dovetail.server.fair_sender import AT_ONCE, FairSender
 from dovetail.types import Req
 
@@ -132,12 +133,16 @@ def request(uid: int, tenant: str, priority: int, weight: float = 1.0) -> Req:
     return req
 
 
+def limits(chunk_size: int, **given: float) -> SchedulerLimits:
+    return SchedulerLimits(8, 100, chunk_size, 1000, 100, **given)
+
+
 @given(st.lists(st.tuples(st.sampled_from("abc"), st.integers(0, 2)), max_size=30), st.booleans())
 def test_turns_permute_and_keep_each_tenants_order(found: list[tuple[str, int]], by_priority: bool):
     reqs = [request(i, tenant, priority) for i, (tenant, priority) in enumerate(found)]
     if by_priority:
         reqs.sort(key=lambda req: -req.priority)
-    turns = TenantTurns(8, 64, by_priority)
+    turns = TenantTurns(limits(64), by_priority)
     for req in reqs:
         turns.arrived(req.tenant)
     ordered = turns.order(reqs, [])
@@ -169,7 +174,7 @@ def test_prompts_that_continue_use_the_budget_and_leave_each_tenant_its_part(
         req.device_len = left
         reqs.append(req)
     others = [request(100 + i, tenant, 0) for i, tenant in enumerate(waiting)]
-    rows = TenantTurns(8, 64, False).divide(budget, others, reqs)
+    rows = TenantTurns(limits(64), False).divide(budget, others, reqs)
     left = {req.uid: req.extend_len for req in reqs}
     assert all(0 < count <= left[req.uid] for req, count in rows)
     tenants = {tenant for tenant, _ in prompts}
@@ -186,7 +191,7 @@ def test_prompts_that_continue_use_the_budget_and_leave_each_tenant_its_part(
 
 @given(st.integers(1, 10_000), st.floats(1e-6, 1e-2), st.floats(0, 0.02))
 def test_steps_approach_their_duration_within_their_bounds(chunk_size: int, per_token: float, fixed: float):
-    budget, now = StepBudget(chunk_size), 0.0
+    budget, now = StepBudget(chunk_size, 0.03), 0.0
     for _ in range(60):
         tokens = budget.tokens(now)
         budget.chosen(tokens, now)
@@ -195,11 +200,11 @@ def test_steps_approach_their_duration_within_their_bounds(chunk_size: int, per_
     most = max(chunk_size // 4, least)
     assert least <= tokens <= most <= chunk_size
     if least < tokens < most:
-        assert fixed + per_token * tokens == pytest.approx(STEP_SECONDS, rel=0.3)
+        assert fixed + per_token * tokens == pytest.approx(0.03, rel=0.3)
 
 
 def test_a_step_that_was_not_filled_says_nothing_about_time():
-    budget = StepBudget(8192)
+    budget = StepBudget(8192, 0.03)
     before = budget.tokens(0.0)
     budget.chosen(before - 1, 0.0)
     assert budget.tokens(0.001) == before
@@ -209,7 +214,7 @@ def test_a_step_that_was_not_filled_says_nothing_about_time():
 
 def test_steps_are_shorter_while_several_tenants_send_and_only_then():
     now = 0.0
-    turns = TenantTurns(8, 8192, False, lambda: now)
+    turns = TenantTurns(limits(8192), False, lambda: now)
     turns.arrived("a")
     assert turns.budget() == 8192
     now = 100.0
@@ -221,6 +226,15 @@ def test_steps_are_shorter_while_several_tenants_send_and_only_then():
     assert turns.budget() == 8192
     turns.order([request(0, "a", 0), request(1, "b", 0)], [])
     assert turns.budget() == 512, "tenants whose requests wait are not forgotten"
+
+
+def test_steps_keep_their_tokens_if_config_says_so():
+    turns = TenantTurns(limits(8192, tenants_step_seconds=0), False)
+    for tenant in "ab":
+        turns.arrived(tenant)
+    assert turns.budget() == 8192
+    turns.chosen([(request(0, "a", 0), 8192)], [request(1, "b", 0)])
+    assert turns.budget() == 8192
 
 
 # the way to the engine

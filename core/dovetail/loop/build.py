@@ -90,6 +90,7 @@ def build_scheduler(
         vocab_size=model.vocab_size,
         mixed=section.mixed,
         reuses_prefixes=Feature.CACHE_REUSE in resolved.cache.spec.offers,
+        tenants_step_seconds=section.tenants_step_ms / 1000,
         wait_for_prefix=section.wait_for_prefix,
         shared_prefixes=engine.shares_prefixes,
         draft_width=engine.draft_width,

@@ -42,7 +42,7 @@ class Admission:
         self.limits = limits
         self.ledger = ledger
         self.guard = PolicyGuard(policy, totals)
-        self.turns = TenantTurns(limits.max_running, limits.chunk_size, policy.by_priority)
+        self.turns = TenantTurns(limits, policy.by_priority)
         self.totals = totals
         self._plans, self._groups = plans, groups
         self._waits = PrefixWaits(ledger.page_size, only_groups=not limits.wait_for_prefix, ahead=ledger.tokens_ahead)

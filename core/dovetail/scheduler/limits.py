@@ -29,7 +29,8 @@ class SchedulerLimits:
     only. With ``adapt_drafts`` a request gets
     fewer drafts if few of them are accepted. Drafts whose probability is below ``min_draft_probability`` are not
     verified. With ``shared_prefixes`` the rows of decode batches are ordered by the prefixes that they share, and
-    ``Batch.shared`` is filled. ``embeds`` is true if the model offers model.embed. Groups and sessions keep prefixes
+    ``Batch.shared`` is filled. While several tenants send requests, steps with prompts approach ``tenants_step_seconds``
+    (0: they are not made shorter). ``embeds`` is true if the model offers model.embed. Groups and sessions keep prefixes
     locked for ``pin_seconds``, at most ``pin_pages`` pages in all. ``processors`` are the logits processors by name.
     """
 
@@ -38,6 +39,7 @@ class SchedulerLimits:
     chunk_size: int
     context_len: int
     vocab_size: int
+    tenants_step_seconds: float = 0.03
     mixed: bool = True
     reuses_prefixes: bool = True
     fails_late: bool = False

@@ -9,6 +9,7 @@ from itertools import chain
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from dovetail.scheduler.limits import SchedulerLimits
     from dovetail.types import Req
 
 RECENT_SECONDS = 60.0
@@ -16,9 +17,6 @@ RECENT_SECONDS = 60.0
 
 CONTENDED_SECONDS = 10.0
 """While a second tenant has sent a request within this time, steps have fewer prompt tokens."""
-
-STEP_SECONDS = 0.03
-"""The duration that steps with prompts approach while several tenants send requests."""
 
 LEAST_TOKENS = 128
 """The prompt tokens that a step may always have, because fewer take hardly less time."""
@@ -35,7 +33,9 @@ class StepBudget:
     ``chunk_size``. Only steps that have all the tokens that they may have, and are followed by another, are measured.
     """
 
-    def __init__(self, chunk_size: int) -> None:
+    def __init__(self, chunk_size: int, seconds: float) -> None:
+        """``seconds`` is the time that steps approach."""
+        self._seconds = seconds
         self._least = min(chunk_size, max(chunk_size // 16, LEAST_TOKENS))
         self._most = max(chunk_size // 4, self._least)
         self._tokens = float(self._least)
@@ -45,7 +45,7 @@ class StepBudget:
         """Return the number of tokens for a step that is chosen at the time ``now``."""
         if self._filled_at is not None:
             seconds = max(now - self._filled_at, 1e-6)
-            wanted = self._tokens * min(max(STEP_SECONDS / seconds, 0.5), 1.25)
+            wanted = self._tokens * min(max(self._seconds / seconds, 0.5), 1.25)
             self._tokens = min(max(wanted, self._least), self._most)
             self._filled_at = None
         return int(self._tokens)
@@ -60,13 +60,13 @@ class TenantTurns:
     """Order requests so that tenants take turns, and keep slots free for tenants that have none. With one tenant it changes
     nothing."""
 
-    def __init__(
-        self, max_running: int, chunk_size: int, by_priority: bool, clock: Callable[[], float] = time.monotonic
-    ) -> None:
+    def __init__(self, limits: SchedulerLimits, by_priority: bool, clock: Callable[[], float] = time.monotonic) -> None:
         """If ``by_priority``, the policy orders by priority, and turns are taken among requests of equal priority only."""
-        self._most = max_running - max(max_running // _RESERVED, 1) if max_running > 1 else 1
-        self._chunk_size = chunk_size
-        self._step = StepBudget(chunk_size)
+        most = limits.max_running
+        self._most = most - max(most // _RESERVED, 1) if most > 1 else 1
+        self._chunk_size = limits.chunk_size
+        seconds = limits.tenants_step_seconds
+        self._step = StepBudget(limits.chunk_size, seconds) if seconds else None
         self._by_priority = by_priority
         self._clock = clock
         self._seen: dict[str, float] = {}
@@ -99,12 +99,14 @@ class TenantTurns:
 
     def budget(self) -> int:
         """Return how many prompt tokens may enter a step."""
-        return self._step.tokens(self._clock()) if self.contended else self._chunk_size
+        step = self._step
+        return self._chunk_size if step is None or not self.contended else step.tokens(self._clock())
 
     def chosen(self, rows: Sequence[tuple[Req, int]], waiting: Sequence[Req]) -> None:
         """Note the prompt tokens of a step, if more are left for the next one."""
-        if self.contended and (waiting or any(req.extend_len > count for req, count in rows)):
-            self._step.chosen(sum(count for _, count in rows), self._clock())
+        step = self._step
+        if step is not None and self.contended and (waiting or any(req.extend_len > count for req, count in rows)):
+            step.chosen(sum(count for _, count in rows), self._clock())
 
     def may_run(self, req: Req, prefilling: Sequence[Req], decoding: Sequence[Req]) -> bool:
         """Return False if the tenant of ``req`` runs as many requests as it may while other tenants send some."""
