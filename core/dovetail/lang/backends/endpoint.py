@@ -84,7 +84,7 @@ class RuntimeEndpoint(Backend):
                     f"the model at {self.base_url} has no chat template; give RuntimeEndpoint(..., chat_template=...), or "
                     "a program without system, user and assistant"
                 )
-            return self._template.render(messages, None, opened, {})
+            return self._template.render(self._template.variables(messages, None, opened, {}))
 
         return written
 
