@@ -118,7 +118,7 @@ def test_aiperf(url: str, tmp_path: Path, endpoint: str):
     arguments += ["--tokenizer", TOKENIZER, "--synthetic-input-tokens-mean", "32", "--output-tokens-mean", "8"]
     arguments += ["--request-count", str(COUNT), "--concurrency", "2", "--use-server-token-count"]
     arguments += ["--extra-inputs", "ignore_eos:true", "--artifact-dir", "aiperf", "--reset-kv-cache"]
-    AIPERF.run("-m", "aiperf.cli", *arguments, folder=tmp_path)
+    AIPERF.run(AIPERF.python().with_name("aiperf"), *arguments, folder=tmp_path)
     report = json.loads((tmp_path / "aiperf" / "profile_export_aiperf.json").read_text())
     assert report["request_count"]["avg"] == COUNT
     assert not report.get("error_summary")
