@@ -64,6 +64,29 @@ def test_chat(client: openai.OpenAI):
     assert answer.usage.total_tokens == answer.usage.prompt_tokens + answer.usage.completion_tokens
 
 
+def test_reasoning_effort(client: openai.OpenAI):
+    """None turns reasoning off, in chats and in responses, and all other efforts turn it on."""
+    question = [{"role": "user", "content": "What is 2 + 3?"}]
+    for effort, thinks in (("none", False), ("low", True), ("max", True)):
+        chat = client.chat.completions.create(model="tiny", messages=question, temperature=0, reasoning_effort=effort)
+        assert (chat.choices[0].message.content, bool(chat.choices[0].message.reasoning_content)) == (
+            "2 + 3 = 5.",
+            thinks,
+        )
+        response = client.responses.create(
+            model="tiny", input="What is 2 + 3?", temperature=0, reasoning={"effort": effort}
+        )
+        assert (response.output_text, response.output[0].type == "reasoning") == ("2 + 3 = 5.", thinks)
+
+
+def test_place_of_cached_tokens(tiny: httpx.Client):
+    """SGLang's bench_serving reads it for its cache report."""
+    first, again = (generate(tiny, "one two three " * 20)["meta_info"] for _ in range(2))
+    assert "cached_tokens_details" not in first
+    assert again["cached_tokens_details"] == {"device": again["cached_tokens"], "host": 0}
+    assert again["cached_tokens"] > 0
+
+
 def test_stream_equals_whole(client: openai.OpenAI):
     whole = client.chat.completions.create(model="tiny", messages=FRANCE, temperature=0, max_tokens=40)
     stream = client.chat.completions.create(
