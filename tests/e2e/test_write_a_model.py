@@ -26,6 +26,8 @@ from dovetail.interfaces.mesh import SINGLE
 from dovetail.interfaces.model import ModelArchitecture, ModelInfo, WeightTarget
 from dovetail.layers.attention import AttentionShape
 from dovetail.layers.base import Layer
+from dovetail.layers.rope import RopeConfig
+from dovetail.layers.rotary import Rotary
 from dovetail.memory.pool import PagedKVPool
 from dovetail.testing.batches import make_batch, make_page_table
 from dovetail.testing.eager import EagerAttention
@@ -144,10 +146,12 @@ def test_experts(recipes: dict[str, Any]) -> None:
         torch.testing.assert_close(got, expected)
 
 
-def test_own_attention(recipes: dict[str, Any]) -> None:
+@pytest.mark.parametrize("rotated", [False, True])
+def test_own_attention(recipes: dict[str, Any], rotated: bool) -> None:
     """Two rows, cut into chunks, attend as whole texts do."""
     heads, kv_heads, head_dim, hidden = 4, 2, 8, 20
     layer = filled(recipes["OwnAttention"](hidden, heads, kv_heads, head_dim, 0))
+    rotary = Rotary(RopeConfig(head_dim, 100.0, 32, 32)) if rotated else None
     lens = [9, 6]
     texts = [torch.randn(n, hidden) for n in lens]
     pool = PagedKVPool(CacheGroup(1, kv_heads, head_dim), 12, 4, torch.float32, "cpu")
@@ -157,15 +161,25 @@ def test_own_attention(recipes: dict[str, Any]) -> None:
         batch = make_batch(4, table, prefix, extend, input_ids=[0] * sum(extend), attn=(attention,), kv=(pool,))
         attention.plan(batch)
         x = torch.cat([text[a : a + n] for text, a, n in zip(texts, prefix, extend, strict=True)])
-        for row, part in enumerate(layer.forward(x, batch).split(extend)):
+        rotation = None if rotary is None else rotary.forward(batch.positions)
+        for row, part in enumerate(layer.forward(x, rotation, batch).split(extend)):
             outputs[row].append(part)
     for text, parts in zip(texts, outputs, strict=True):
         q, k, v = (part.forward(text) for part in (layer.q, layer.k, layer.v))
-        q = q * (q.square().mean(1, keepdim=True) + 1e-6).rsqrt() * layer.q_norm
-        k = k * (k.square().mean(1, keepdim=True) + 1e-6).rsqrt() * layer.k_norm
+        q = q * (q.square().mean(1, keepdim=True) + 1e-6).rsqrt() * layer.q_norm.weight
+        k = k * (k.square().mean(1, keepdim=True) + 1e-6).rsqrt() * layer.k_norm.weight
         q, k, v = (one.unflatten(1, (-1, head_dim)).transpose(0, 1) for one in (q, k, v))
+        if rotated:
+            q, k = turned(q), turned(k)
         whole = functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
         torch.testing.assert_close(torch.cat(parts), layer.out.forward(whole.transpose(0, 1).flatten(1)))
+
+
+def turned(x: torch.Tensor) -> torch.Tensor:
+    """Rotate ``x [heads, tokens, 8]`` with theta 100, as pairs of complex numbers: element i turns with element i + 4."""
+    angles = torch.arange(x.shape[1])[:, None] * 100.0 ** -(torch.arange(4) / 4)
+    pairs = torch.complex(x[..., :4], x[..., 4:]) * torch.polar(torch.ones_like(angles), angles)
+    return torch.cat((pairs.real, pairs.imag), -1)
 
 
 def test_queries_of_another_shape_are_named(recipes: dict[str, Any]) -> None:
@@ -200,11 +214,8 @@ def test_the_tables_are_complete() -> None:
         assert getattr(AttentionLayer(0, 1.0), *named(row)) is None
         assert hasattr(Feature, re.findall(r"Feature\.(\w+)", row)[0])
     options = [name for row in rows_after("It builds models on the CPU") for name in named(row)]
-    own = {
-        name
-        for name in vars(ModelSuite)
-        if name in ("configs", "ignores", "tolerance", "write_checkpoint", "reference", "make_attention")
-    }
+    own = {"configs", "ignores", "tolerance", "bfloat16_tolerance", "write_checkpoint", "reference", "make_attention"}
+    assert own <= set(vars(ModelSuite))
     assert set(options) == own | {"name", "settings"}
     assert f"`tolerance` | logits may differ by this much: `{ModelSuite.tolerance:.0e}`".replace("e-0", "e-") in PAGE
 

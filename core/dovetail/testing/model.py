@@ -117,6 +117,9 @@ class ModelSuite(ComponentSuite):
     """Regular expressions of the tensors in checkpoints that the model may ignore, such as the tensors of drafters."""
     tolerance: ClassVar[float] = 1e-4
     """Logits in float32 may differ by at most this much."""
+    bfloat16_tolerance: ClassVar[float] = 0.05
+    """The relative error of logits in bfloat16. A router that chooses among experts needs more: rounding changes its
+    choice for some tokens."""
 
     def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
         """Run the tests that take a ``case`` once per config."""
@@ -344,7 +347,10 @@ class ModelSuite(ComponentSuite):
         got = self.logits(rough, tokens, 8, STEPS)
         assert got.dtype == torch.bfloat16
         error = (got.float() - expected).pow(2).mean().sqrt() / expected.pow(2).mean().sqrt()
-        assert error < 0.05
+        assert error < self.bfloat16_tolerance, (
+            f"the logits in bfloat16 have a relative error of {error:.3f}; bfloat16_tolerance is {self.bfloat16_tolerance:g}. "
+            "Compute sums and norms in float32; raise the tolerance only for models that choose among experts"
+        )
 
 
 def read_tensors(directory: Path) -> dict[str, torch.Tensor]:
