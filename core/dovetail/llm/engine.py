@@ -35,6 +35,7 @@ from dovetail.llm.arguments import (
 from dovetail.llm.interrupts import DeferredInterrupt
 from dovetail.llm.runs import ChatOutput, ChatStream, Output, Run, chat_output
 from dovetail.messages import AbortMsg, CommandReply, FlushCacheMsg, RequestFailed, TokenOutput
+from dovetail.ops.compiled_files import remove_cut_kernels
 from dovetail.registry.candidates import call_hook
 from dovetail.registry.machine import Machine
 from dovetail.registry.resolver import resolve
@@ -71,7 +72,10 @@ class LLM:
         files = [Path(config_file)] if config_file else []
         config, registry = setup(files, env=os.environ, arguments=sections)
         self._config, self._registry = config, registry
-        self.resolved = resolve(config, registry, Machine.detect(config.device))
+        machine = Machine.detect(config.device)
+        if machine.device_type == "cuda":
+            remove_cut_kernels()
+        self.resolved = resolve(config, registry, machine)
         has_tokenizer = config.model.tokenizer or (self.resolved.model_dir / "tokenizer.json").is_file()
         self.tokenizer = load_tokenizer(config) if has_tokenizer else None
         self.loop = Loop(self.resolved, self.tokenizer)

@@ -82,12 +82,16 @@ def run_engine(config: Config, endpoints: Endpoints) -> None:
 def open_loop(config: Config) -> Iterator[EngineLoop]:
     """Load the plugins, resolve the components and build the loop. This imports torch. Raises ``DovetailError``."""
     from dovetail.loop import Loop
+    from dovetail.ops.compiled_files import remove_cut_kernels
     from dovetail.registry.candidates import call_hook
     from dovetail.registry.loader import load_plugins
     from dovetail.registry.machine import Machine
     from dovetail.registry.resolver import resolve
 
-    resolved = resolve(config, load_plugins(config.plugins), Machine.detect(config.device))
+    machine = Machine.detect(config.device)
+    if machine.device_type == "cuda":
+        remove_cut_kernels()
+    resolved = resolve(config, load_plugins(config.plugins), machine)
     loop = Loop(resolved, load_tokenizer(config))
     try:
         call_hook(resolved.hooks, "on_engine_start", info=loop.info)
