@@ -54,7 +54,14 @@ FORMATS = {  # a request of each API, and where its errors have their message
     "/api/chat": ({"model": "tiny", "stream": False, **CHAT}, lambda body: body["error"]),
 }
 OPEN = {"/health", "/ping"}
-POSTS = {"/abort_request", "/pause_generation", "/continue_generation", "/start_profile", "/stop_profile"}
+POSTS = {
+    "/abort_request",
+    "/pause_generation",
+    "/continue_generation",
+    "/start_profile",
+    "/stop_profile",
+    "/reset_prefix_cache",
+}
 READS = {"/server_info", "/get_server_info", "/load", "/get_load", "/is_paused", "/flush_cache", "/metrics"}
 ADMINS = POSTS | READS
 
