@@ -16,7 +16,7 @@ from tokenizers import Tokenizer as Backend
 from dovetail.chat.requests import plain_message
 from dovetail.config.checkpoint import locate
 from dovetail.tokenizer import Tokenizer
-from dovetail.tokenizer.content import MarkedPrompt
+from dovetail.tokenizer.content import ContentTokens, MarkedPrompt
 
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}{% for c in m.tool_calls or [] %}"
@@ -204,6 +204,16 @@ def test_parts_of_marked_prompts_are_marked(words: list[str], data: st.DataObjec
     assert tokenizer.encode(head + tail, False) == tokenizer.encode(prompt, False)
     assert ("before" + prompt)[len("before") :] == prompt
     assert text in prompt
+
+
+@given(st.lists(st.sampled_from([*WORDS, "<|im_end|>", "<|im_", "<", "|", "end|>", "é", "😀", "x"]), max_size=30))
+def test_searches_in_parts_find_what_the_whole_text_spells(words: list[str]):
+    content, text = ContentTokens(tokenizer_of("tiny").json), "".join(words)
+    names = [name for name in content._ids if name in text]
+    begins = [name for name in content._ids for size in range(1, len(name)) if text.endswith(name[:size])]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("dovetail.tokenizer.content._SEARCHED", 7)
+        assert (content.mark_for((text, frozenset())) is not None) == bool(names or begins)
 
 
 def test_marks_of_the_assistant_and_what_may_be_allowed():

@@ -19,6 +19,10 @@ from dovetail.errors import RequestError
 _NONCHARACTERS = tuple(map(chr, range(0xFDD0, 0xFDF0)))
 """Characters that Unicode reserves for use inside of a program (Unicode Standard, section 23.7)."""
 
+_END = -1
+_SEARCHED = 1 << 18
+"""Search texts of chats in parts of this number of bytes."""
+
 CONTROL_SHAPE = re.compile(r"<[|｜].+[|｜]>", re.DOTALL)
 """The shape of tokens that begin and end turns. Some tokenizers do not list all of them as special."""
 
@@ -82,7 +86,7 @@ class ContentTokens:
     def mark_for(self, *values: tuple[Any, frozenset[str]]) -> str | None:
         """Return a character to mark the texts within ``values``; None if none of them spells a special token. Each
         value comes with the tokens that it may spell."""
-        if not any(value and self._endings(kept).search(_pickled(value)) for value, kept in values):
+        if not any(value and self._spells(_pickled(value), kept) for value, kept in values):
             return None
         groups: list[str] = []
         for value, _ in values:
@@ -108,6 +112,11 @@ class ContentTokens:
         text = self._patterns(frozenset()).sub(lambda found: names[found[0]], prompt.marked).replace(prompt.mark, "")
         return backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
 
+    def _spells(self, pickled: bytes, kept: frozenset[str]) -> bool:
+        search, more = self._endings(kept).search, 4 * self._longest + 8  # a character has four bytes at most
+        starts = range(0, len(pickled), _SEARCHED)  # other threads run in between: a search holds the GIL
+        return any(search(pickled, start, start + _SEARCHED + more) for start in starts)
+
     def _open_end(self, text: str) -> int:
         """Return the length of the longest end of ``text`` with which a special token begins."""
         return next((n for n in range(min(self._longest, len(text)), 0, -1) if text[-n:] in self._beginnings), 0)
@@ -121,8 +130,7 @@ class ContentTokens:
         tokens at the end of a text."""
         found = [name.encode() for name in set(self._ids) - kept]
         found += [begin.encode() + pickle.MEMOIZE for begin in self._beginnings]  # which follows every text
-        parts = map(re.escape, found)
-        return re.compile(b"|".join(parts) or rb"(?!)")
+        return re.compile(_any_of(found) if found else rb"(?!)")
 
     @property
     def _renamed(self) -> tuple[Backend, dict[str, str]]:
@@ -154,6 +162,24 @@ class ContentTokens:
                 param="messages",
             )
         return backend, names
+
+
+def _any_of(names: list[bytes]) -> bytes:
+    """Return a pattern of these names that looks at each byte of a text once for all names that begin alike."""
+    tree: dict[int, Any] = {}
+    for name in names:
+        node = tree
+        for byte in name:
+            node = node.setdefault(byte, {})
+        node[_END] = {}
+
+    def written(node: dict[int, Any]) -> bytes:
+        if _END in node:
+            return b""
+        parts = [re.escape(bytes([byte])) + written(rest) for byte, rest in node.items()]
+        return parts[0] if len(parts) == 1 else b"(?:" + b"|".join(parts) + b")"
+
+    return written(tree)
 
 
 def _escape(char: str) -> str:
