@@ -3,9 +3,12 @@
 .venv/bin/python -m pytest -q tests/core/test_chat_content.py
 """
 
+import asyncio
 import json
 import random
 from functools import cache
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 from hypothesis import given, settings
@@ -15,6 +18,7 @@ from tokenizers import Tokenizer as Backend
 
 from dovetail.chat.requests import plain_message
 from dovetail.config.checkpoint import locate
+from dovetail.server.service import Service
 from dovetail.tokenizer import Tokenizer
 from dovetail.tokenizer.content import ContentTokens, MarkedPrompt
 
@@ -230,3 +234,25 @@ def test_marks_of_the_assistant_and_what_may_be_allowed():
     tokenizer.marks_content = False
     ids = tokenizer.encode(tokenizer.apply_chat_template(messages), add_special_tokens=False)
     assert (ids.count(think or -1), ids.count(end or -1)) == (2, 4)
+
+
+@pytest.mark.parametrize("where", ["tools", "variables", "call", "content", "nowhere"])
+def test_all_large_parts_of_a_conversation_are_read_on_a_thread(where: str, monkeypatch: pytest.MonkeyPatch):
+    heavy: list[bool] = []
+
+    async def offloaded(large: bool, call: Any, *args: Any) -> Any:
+        heavy.append(large)
+        return call(*args)
+
+    monkeypatch.setattr("dovetail.server.service.offloaded", offloaded)
+    text = {part: "<|" * 40_000 if part == where else "x" for part in ("tools", "variables", "call", "content")}
+    message = {
+        "role": "assistant",
+        "content": text["content"],
+        "tool_calls": [{"function": {"arguments": text["call"]}}],
+    }
+    rendering = SimpleNamespace(prompt=str, template=SimpleNamespace(render=str), variables={})
+    service = SimpleNamespace(_rendering=lambda *args: rendering, templates=None)
+    tools = [{"function": {"description": text["tools"]}}]
+    asyncio.run(Service.render_chat(cast(Service, service), [message], tools, {"a": text["variables"]}))
+    assert heavy == [where != "nowhere"] * 2

@@ -95,6 +95,20 @@ def test_a_loop_does_not_stop_the_event_loop_nor_large_conversations():
     with_renderer(ODD, work)
 
 
+def test_conversations_that_wait_are_refused_when_the_server_stops():
+    async def work(renderer: TemplateRenderer) -> None:
+        tasks = [asyncio.ensure_future(renderer.render(*chat("loop"))) for _ in range(3)]
+        await asyncio.sleep(0.01)
+        renderer.close()
+        for task in tasks:
+            with pytest.raises(QueueFullError):
+                await task
+        with pytest.raises(QueueFullError, match="shutting down"):
+            await renderer.render(*chat("late"))
+
+    with_renderer(ODD, work, seconds=60)
+
+
 def test_a_client_that_leaves_and_a_process_that_is_killed():
     async def work(renderer: TemplateRenderer) -> None:
         left = asyncio.ensure_future(renderer.render(*chat("x" * 50_000)))

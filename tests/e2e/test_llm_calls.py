@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from dovetail import LLM, SamplingParams
-from dovetail.errors import RequestError
+from dovetail.errors import EngineError, RequestError
 
 QUERY, ITEMS = "The capital of France is", [" Paris", " Rome, and that of Italy is"]
 
@@ -79,6 +79,18 @@ def test_the_cache_is_flushed_unless_a_stream_is_open(llm: LLM) -> None:
 def test_it_can_be_shut_down_more_than_once() -> None:
     with LLM("tiny", threads=1) as llm:
         assert llm.generate("a", SamplingParams(max_new_tokens=1))
+        left, read = (llm.stream("a", SamplingParams(max_new_tokens=50, ignore_eos=True)) for _ in range(2))
+        assert [next(left), next(read)]
         llm.shutdown()
         llm.shutdown()
     llm.close()
+    left.close()
+    for call in (
+        lambda: llm.generate("a"),
+        lambda: llm.score("a", "b"),
+        lambda: llm.chat([{"role": "user", "content": "a"}]),
+        llm.flush_cache,
+        lambda: list(read),
+    ):
+        with pytest.raises(EngineError, match="this LLM was closed; create another one"):
+            call()

@@ -207,7 +207,7 @@ class LLM:
         """Return a float32 vector for each prompt: the model's last hidden state at the last token (``pooling="last"``) or its mean
         over the tokens (``"mean"``; None selects the model's own pooling), cut to ``dimensions`` and, if ``normalize`` is set,
         scaled to length 1. Raises ``RequestError``, also for a model that does not offer model.embed."""
-        kind = pooling_kind(pooling, self.loop.info["embedding"])
+        kind = pooling_kind(pooling, self._info["embedding"])
         outputs = self.generate(prompts, SamplingParams(max_new_tokens=0, pooling=Pooling(kind)))
         vectors = [output.pooled for output in outputs if output.pooled is not None]
         assert len(vectors) == len(outputs), "each request with pooling is answered with a vector"
@@ -259,6 +259,7 @@ class LLM:
     def flush_cache(self) -> None:
         """Drop every cached prefix, as SGLang's method of this name and ``reset_prefix_cache`` of vLLM do. Raises
         ``RequestError`` while a stream is open."""
+        self._need_open()
         while self.loop.has_work and not self._runs:  # what is left of aborted requests
             self.loop.step()
         if self._runs:
@@ -270,7 +271,8 @@ class LLM:
             raise RequestError(f"the cache was not flushed: {reply.message}")
 
     def close(self) -> None:
-        """Free the engine's workers. The object must not be used again. Further calls have no effect."""
+        """Free the engine's workers. Other calls raise ``EngineError`` from now on, also those of open streams; ``close`` has no
+        further effect."""
         if self._closed:
             return
         self._closed = True
@@ -290,7 +292,7 @@ class LLM:
 
     @cached_property
     def _parsers(self) -> OutputParsers:
-        return load_parsers(self.loop.info, self._config, self._need_tokenizer(), self._registry)
+        return load_parsers(self._info, self._config, self._need_tokenizer(), self._registry)
 
     def _chat_prompt(
         self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]], extra: Mapping[str, Any]
@@ -303,7 +305,7 @@ class LLM:
 
     @cached_property
     def _prompts(self) -> PromptHooks:
-        return load_prompt_hooks(self.loop.info, self._config, self._registry)
+        return load_prompt_hooks(self._info, self._config, self._registry)
 
     def _text_ids(self, prompt: str) -> list[int]:
         return self._need_tokenizer().encode(self._prompts.text(prompt))
@@ -315,6 +317,15 @@ class LLM:
         if self.tokenizer is None:
             raise RequestError("this model was loaded without a tokenizer; give token ids, not text")
         return self.tokenizer
+
+    @property
+    def _info(self) -> dict[str, Any]:
+        self._need_open()
+        return self.loop.info
+
+    def _need_open(self) -> None:
+        if self._closed:
+            raise EngineError("this LLM was closed; create another one")
 
     def _make(self, prompt: Prompt, params: SamplingParams, hints: GroupHints) -> list[Run]:
         """Return one run for each of the prompt's outputs. Nothing is sent to the engine yet."""
@@ -363,6 +374,7 @@ class LLM:
 
     def _submit(self, pending: deque[Run], ended: list[Run]) -> None:
         """Send runs to the engine until the waiting queue is full."""
+        self._need_open()
         scheduler = self.loop.scheduler
         while pending and len(scheduler.waiting) < scheduler.limits.max_waiting:
             run = pending.popleft()
@@ -387,7 +399,7 @@ class LLM:
     def _abandon(self, runs: list[Run]) -> None:
         """Abort the runs among ``runs`` that have not ended."""
         unfinished = [rid for run in runs if self._runs.pop(rid := run.msg.rid, None) is not None]
-        if self.loop.dead is not None:
+        if self._closed or self.loop.dead is not None:
             return
         for rid in unfinished:
             self.loop.handle(AbortMsg(rid))

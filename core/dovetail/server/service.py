@@ -32,9 +32,11 @@ from dovetail.server.tracing import current_trace
 from dovetail.templates.renderer import TemplateRenderer
 from dovetail.token_checks import check_prompt
 from dovetail.tokenizer import MarkedPrompt, Tokenizer
+from dovetail.tokenizer.content import pickled_size
 from dovetail.tokenizer.tokenizer import ChatRendering
 
 _LARGE = 16_384
+_LARGE_CALLS = 1 << 16
 """The number of characters from which text is tokenized in a thread, so that other streams are served meanwhile."""
 
 
@@ -189,6 +191,7 @@ class Service(ApiHost):
     ) -> str:
         """See ``ApiHost.render_chat``."""
         large = sum(len(message["content"]) + 64 for message in messages) >= _LARGE
+        large = large or pickled_size(messages, tools, extra) >= _LARGE_CALLS  # with tools, calls and variables
         rendering = await offloaded(
             large, self._rendering, messages, tools or None, extra, add_generation_prompt, opening
         )

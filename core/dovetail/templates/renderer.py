@@ -127,6 +127,7 @@ class TemplateRenderer:
         self._turn = asyncio.Lock()
         self._tasks: set[asyncio.Task[str]] = set()
         self._first: asyncio.Task[str] | None = None
+        self._closed = False
 
     def start(self) -> None:
         """Start the first process, without waiting for it."""
@@ -142,7 +143,9 @@ class TemplateRenderer:
         self._idle.append(process)
 
     def close(self) -> None:
-        """End all processes. Conversations that they render are refused with ``QueueFullError``."""
+        """End all processes, and start no more. Conversations that they render, or that wait for one, are refused with
+        ``QueueFullError``."""
+        self._closed = True
         self._idle.clear()
         for process in [*self._running]:
             process.terminate()
@@ -213,6 +216,8 @@ class TemplateRenderer:
             return self._new()
 
     def _new(self) -> TemplateProcess:
+        if self._closed:
+            raise QueueFullError("the server is shutting down and renders no more chat templates")
         process = TemplateProcess(self._setup)
         self._running.add(process)
         return process

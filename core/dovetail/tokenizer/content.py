@@ -182,6 +182,11 @@ def _any_of(names: list[bytes]) -> bytes:
     return written(tree)
 
 
+def pickled_size(*values: Any) -> int:
+    """Return the number of bytes of ``values``, or of the texts within them."""
+    return len(_pickled(values))
+
+
 def _escape(char: str) -> str:
     return json.dumps(char)[1:-1]
 
