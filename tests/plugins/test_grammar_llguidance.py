@@ -187,3 +187,12 @@ def test_too_many_members_at_one_place_are_refused_before_a_request_runs() -> No
     with pytest.raises(GrammarError, match="too much open") as caught:
         backend().compile(GrammarSpec(GrammarKind.JSON_SCHEMA, json.dumps({"type": "object", **schema})))
     assert caught.value.keyword == "size"
+
+
+def test_a_vocabulary_without_a_token_that_ends_outputs_is_refused() -> None:
+    """So that ``auto`` asks the next backend, which may do without one."""
+    backend = LLGuidanceBackend(LLGuidanceConfig(), GrammarContext(3, (b"a", b"b", b"c"), (), ""))
+    for call in (backend.check, backend.compile):
+        with pytest.raises(GrammarError, match="the model has none") as caught:
+            call(GrammarSpec(GrammarKind.REGEX, "a+"))
+        assert caught.value.keyword == "regex"

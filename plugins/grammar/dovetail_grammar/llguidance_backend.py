@@ -178,7 +178,7 @@ class LLGuidanceBackend(GrammarBackend):
         for token in eos:
             texts[token] = b""
         self._vocabulary = _TokenTable(width, frozenset(eos), pack_bits(width, eos), [bool(text) for text in texts])
-        self._tokenizer = LLTokenizer(TokenizerWrapper(_Tokens(texts, eos[0])), eos_token=eos)
+        self._tokenizer = LLTokenizer(TokenizerWrapper(_Tokens(texts, eos[0])), eos_token=eos) if eos else None
         self._executor = LLExecutor(config.threads)
         self._writer = GrammarWriter(config.max_whitespace)
         self._limits = LLParserLimits(
@@ -190,12 +190,23 @@ class LLGuidanceBackend(GrammarBackend):
 
     def check(self, spec: GrammarSpec) -> None:
         """See ``GrammarBackend``."""
-        self._writer.write(spec)
+        self._write(spec)
+
+    def _write(self, spec: GrammarSpec) -> tuple[str, LLTokenizer]:
+        """Return the grammar as llguidance receives it, and its tokenizer. Raises ``GrammarError``, always if no token ends
+        outputs, because llguidance needs one."""
+        if self._tokenizer is None:
+            raise GrammarError(
+                "llguidance needs a token that ends outputs, and the model has none; use another backend (grammar: xgrammar)",
+                param=spec.kind,
+                keyword=str(spec.kind),
+            )
+        return self._writer.write(spec), self._tokenizer
 
     def compile(self, spec: GrammarSpec) -> LLGuidanceCompiled:
         """See ``GrammarBackend``."""
-        text = self._writer.write(spec)
-        template = LLMatcher(self._tokenizer, LLMatcher.grammar_from_lark(text), log_level=0, limits=self._limits)
+        text, tokenizer = self._write(spec)
+        template = LLMatcher(tokenizer, LLMatcher.grammar_from_lark(text), log_level=0, limits=self._limits)
         if template.is_error():
             raise refusal(spec.kind, template.get_error())
         if warnings := template.get_grammar_warnings():
