@@ -9,6 +9,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
+import torch
 
 from dovetail.engine.plans import PlanRunner
 from dovetail.types import PageUpdates
@@ -22,6 +23,7 @@ def test_a_launch_brings_the_page_updates_of_its_own_plan_also_after_drafts_were
     launched = []
     engine = SimpleNamespace(
         page_table=np.zeros((6, 30), np.int32),
+        device=torch.device("cpu"),
         drafter=SimpleNamespace(propose=lambda batch: None),
         launch=launched.append,
     )
