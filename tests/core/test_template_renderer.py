@@ -11,6 +11,7 @@ from collections.abc import Callable, Coroutine
 from typing import Any
 
 import pytest
+import uvloop
 
 from dovetail.chat.requests import plain_message
 from dovetail.config.checkpoint import locate
@@ -42,7 +43,12 @@ async def in_thread(call: Callable[[], str]) -> str:
     return await asyncio.to_thread(call)
 
 
-def with_renderer(source: str, work: Callable[[TemplateRenderer], Coroutine[Any, Any, Any]], seconds: float = 1) -> Any:
+def with_renderer(
+    source: str,
+    work: Callable[[TemplateRenderer], Coroutine[Any, Any, Any]],
+    seconds: float = 1,
+    uses_uvloop: bool = False,
+) -> Any:
     async def run() -> Any:
         template = ChatTemplate(source, {"bos_token": "<s>"})
         renderer = TemplateRenderer((template, template), seconds)
@@ -53,7 +59,8 @@ def with_renderer(source: str, work: Callable[[TemplateRenderer], Coroutine[Any,
         finally:
             renderer.close()
 
-    return asyncio.run(run())
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop if uses_uvloop else None) as runner:
+        return runner.run(run())
 
 
 def chat(content: str, large: bool = False) -> tuple[dict[str, Any], bool, Any]:
@@ -93,6 +100,16 @@ def test_a_loop_does_not_stop_the_event_loop_nor_large_conversations():
             await looping
 
     with_renderer(ODD, work)
+
+
+def test_long_conversations_are_sent_whole_under_uvloop():
+    """It leaves descriptors for which it has waited so that they do not block."""
+
+    async def work(renderer: TemplateRenderer) -> None:
+        for _ in range(2):
+            assert await renderer.render(*chat("x" * 3_000_000, True)) == "x" * 3_000_000
+
+    with_renderer(ODD, work, seconds=30, uses_uvloop=True)
 
 
 def test_conversations_that_wait_are_refused_when_the_server_stops():
