@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import io
 import json
+import signal
+import sys
 from dataclasses import replace
 
 import pytest
@@ -98,6 +100,35 @@ def test_ctrl_c_stops_the_answer_and_keeps_what_was_said(talk):
     assert talk._backend.closed == 1
     talk.handle("on")
     assert asked(talk) == ["be brief", "stop", "<stop", "on"]
+
+
+def test_ctrl_c_while_a_piece_is_shown_leaves_the_terminal_usable(talk):
+    """Wherever it arrives within ``piece`` or ``end``, the piece is shown, and so is all that comes later."""
+    view = talk._view
+    for show in (lambda: view.piece("", "a piece"), lambda: view.end(ChatAnswer(), True)):
+        at = reached = 0
+        while at <= reached:  # until there are fewer calls than that
+            at, reached = at + 1, 0
+
+            def count(frame: object, event: str, arg: object, at: int = at) -> None:
+                nonlocal reached
+                if event in ("call", "c_return"):
+                    reached += 1
+                    if reached == at:
+                        signal.raise_signal(signal.SIGINT)
+
+            sys.setprofile(count)
+            try:
+                show()
+            except KeyboardInterrupt:
+                pass
+            finally:
+                sys.setprofile(None)
+            shown(talk)
+            talk.handle("on")
+            assert shown(talk).startswith("<on>\n"), f"Ctrl-C at call {at}"
+            assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+        assert at > 40
 
 
 def test_an_error_is_said_and_the_turn_can_be_tried_again(talk):

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+import signal
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
@@ -33,7 +35,7 @@ class ChatView:
         self._style: str | None = None
 
     def piece(self, reasoning: str, content: str) -> None:
-        """Show a piece of an answer as it arrives; reasoning is dim."""
+        """Show a piece of an answer as it arrives; reasoning is dim. Ctrl-C takes effect after the piece."""
         if reasoning:
             self._write(reasoning, "dim italic")
         if content:
@@ -43,13 +45,14 @@ class ChatView:
             self._write(content, "")
 
     def end(self, answer: ChatAnswer, stopped: bool) -> None:
-        """Show the tool calls and figures below an answer."""
-        self.out.print()
-        for call in answer.calls:
-            function = call["function"]
-            self.out.print(Text(f"calls {safe(function['name'])} {safe(function['arguments'])}", "yellow"))
-        self.out.print(figures(answer, stopped), soft_wrap=True)
-        self._style = None
+        """Show the tool calls and figures below an answer. Ctrl-C has no effect meanwhile: the answer is over."""
+        with _uninterrupted():
+            self.out.print()
+            for call in answer.calls:
+                function = call["function"]
+                self.out.print(Text(f"calls {safe(function['name'])} {safe(function['arguments'])}", "yellow"))
+            self.out.print(figures(answer, stopped), soft_wrap=True)
+            self._style = None
 
     def error(self, error: object) -> None:
         """Show an error."""
@@ -75,9 +78,24 @@ class ChatView:
         self.note("dovetail explain also shows the components that were not chosen, and why")
 
     def _write(self, text: str, style: str) -> None:
-        self._style = style
-        self.out.print(Text(safe(text), style), end="", soft_wrap=True)
-        self.out.file.flush()
+        with _uninterrupted() as arrived:
+            self._style = style
+            self.out.print(Text(safe(text), style), end="", soft_wrap=True)
+            self.out.file.flush()
+        if arrived:
+            raise KeyboardInterrupt
+
+
+@contextmanager
+def _uninterrupted() -> Iterator[list[int]]:
+    """Collect the signals of Ctrl-C that arrive within the block, so that none interrupts it. An interrupted ``Console``
+    may take itself to be within another ``print`` from then on, and show nothing more."""
+    arrived: list[int] = []
+    before = signal.signal(signal.SIGINT, lambda number, _: arrived.append(number))
+    try:
+        yield arrived
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def figures(answer: ChatAnswer, stopped: bool = False) -> Text:

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from types import FrameType
 from typing import Any, TypeVar
 
 import msgspec
@@ -150,12 +151,18 @@ def has_ended(pid: int) -> bool:
 
 def interrupted(call: Callable[[], object], calls: int) -> bool:
     """Run ``call``, and raise ``KeyboardInterrupt`` in this thread at its ``calls``-th call of a function: where a Python
-    function begins or a C function has returned, as Ctrl-C does. Return False if it makes fewer calls."""
+    function begins or a C function has returned, as Ctrl-C does. Return False if it makes fewer calls.
+
+    Calls that the standard library makes are not counted: an interrupt in ``threading.Condition`` or
+    ``concurrent.futures`` can leave a lock of theirs held for ever, which their user cannot mend."""
     left = calls
 
-    def count(frame: object, event: str, arg: object) -> None:
+    def count(frame: FrameType, event: str, arg: object) -> None:
         nonlocal left
-        if event in ("call", "c_return"):
+        caller = frame.f_back if event == "call" else frame
+        if event not in ("call", "c_return") or caller is None:
+            return
+        if caller.f_globals.get("__name__", "").partition(".")[0] not in sys.stdlib_module_names:
             left -= 1
             if left == 0:
                 raise KeyboardInterrupt
