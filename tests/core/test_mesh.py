@@ -11,7 +11,6 @@ import signal
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -211,8 +210,9 @@ def fill(layer: Layer, name: str, target: WeightTarget, whole: torch.Tensor) -> 
     """Fill the rows of parameter ``name`` that ``target`` names with its share of ``whole``."""
     place = dict(layer.named_parameters())[name]
     place = place if target.start is None else place[target.start : target.start + (target.size or 0)]
-    share = target.share
-    place.data.copy_(whole if share is None else whole.narrow(share.dim, share.start, share.size))
+    for share in target.shares:
+        whole = whole.narrow(share.dim, share.start, share.size)
+    place.data.copy_(whole)
 
 
 def random(*shape: int) -> torch.Tensor:
@@ -334,7 +334,7 @@ def test_attention_has_the_heads_of_its_rank(size: int, heads: int, kv_heads: in
         assert tuple(layer.counts) == local
         first = mesh.tp.rank * local[0]
         for part, count, start in (("q", heads, first), ("k", kv_heads, first * kv_heads // heads)):
-            share: Any = layer.qkv.target("weight", part).share
+            (share,) = layer.qkv.target("weight", part).shares
             assert share == (0, start * 4, local[part == "k"] * 4, count * 4)
     with pytest.raises(ConfigError):
         SelfAttention(AttentionShape(8, 6, 3, 4), AttentionLayer(0, 0.5), thread_meshes(2)[0])

@@ -24,9 +24,11 @@ from dovetail.errors import WeightsError
 from dovetail.interfaces.cache import CacheGroup
 from dovetail.interfaces.mesh import SINGLE, Mesh
 from dovetail.interfaces.model import ModelArchitecture, ModelInfo, TensorShare, WeightTarget
+from dovetail.layers.base import parameter
 from dovetail.layers.embedding import Embedding, LMHead
 from dovetail.layers.linear import ColumnLinear, row_linear
 from dovetail.layers.norm import RMSNorm
+from dovetail.layers.transforms import AddOne, Reshape, SplitPairs, Transpose
 from dovetail.testing.ranks import thread_meshes
 
 INFO = ModelInfo("Divided", 23, 12, 1, 4, 2, 6, 16, (CacheGroup(1, 2, 6),))
@@ -65,8 +67,8 @@ class Divided(nn.Module, ModelArchitecture):
 
 def built(mesh: Mesh = SINGLE, dtype: torch.dtype = torch.float32) -> ModelArchitecture:
     model = build_model(Divided, INFO, CPU, dtype, mesh)
-    for parameter in as_module(model).parameters():
-        parameter.fill_(float("nan"))
+    for held in as_module(model).parameters():
+        held.fill_(float("nan"))
     return model
 
 
@@ -162,14 +164,14 @@ def test_a_tensor_of_the_wrong_whole_shape_is_refused(tmp_path: Path) -> None:
 )
 def test_a_share_outside_its_tensor_or_of_another_size_is_refused(share: TensorShare) -> None:
     with pytest.raises(WeightsError, match="weights_map sends TensorShare"):
-        check_complete({"w": torch.empty(4, 5)}, {"theirs": WeightTarget("w", share=share)})
+        check_complete({"w": torch.empty(4, 5)}, {"theirs": WeightTarget("w", shares=(share,))})
 
 
 def test_dummy_weights_of_ranks_are_shares_of_the_same_tensors(tmp_path: Path) -> None:
     whole = built()
     load_weights(whole, tmp_path, "dummy", 5)
     filler = WeightFiller(whole)
-    tensors = {name: filler.place(name).clone() for name in filler.targets}
+    tensors = {name: filler.place(target).clone() for name, (target,) in filler.targets.items()}
     for size in (2, 4):
         for rank, mesh in enumerate(thread_meshes(size)):
             model = built(mesh)
@@ -178,20 +180,127 @@ def test_dummy_weights_of_ranks_are_shares_of_the_same_tensors(tmp_path: Path) -
                 assert as_module(model).get_parameter(name).equal(value), name
 
 
-@given(
-    shape=st.lists(st.integers(1, 5), min_size=1, max_size=4),
-    data=st.data(),
-)
-def test_the_bytes_of_any_share_are_those_of_a_slice(shape: list[int], data: st.DataObject) -> None:
+@given(shape=st.lists(st.integers(1, 5), min_size=1, max_size=4), data=st.data())
+def test_the_bytes_of_any_shares_are_those_of_a_slice(shape: list[int], data: st.DataObject) -> None:
     whole = torch.arange(torch.tensor(shape).prod().item(), dtype=torch.int16).view(shape)
-    dim = data.draw(st.integers(0, len(shape) - 1))
-    start = data.draw(st.integers(0, shape[dim] - 1))
-    size = data.draw(st.integers(1, shape[dim] - start))
+    shares, expected = list[TensorShare](), whole
+    for dim in data.draw(st.sets(st.integers(0, len(shape) - 1))):
+        start = data.draw(st.integers(0, shape[dim] - 1))
+        size = data.draw(st.integers(1, shape[dim] - start))
+        shares.append(TensorShare(dim, start, size, shape[dim]))
+        expected = expected.narrow(dim, start, size)
+    expected = expected.contiguous()
     stored = StoredTensor(Path("x"), "x", tuple(shape), torch.int16, 3, whole.nbytes)
-    part = cut(stored, TensorShare(dim, start, size, shape[dim]))
-    expected = whole.narrow(dim, start, size).contiguous()
+    part = cut(stored, shares)
     assert (part.shape, part.nbytes) == (tuple(expected.shape), expected.nbytes)
     bytes_, at = whole.numpy().tobytes(), data.draw(st.integers(0, expected.nbytes - 1))
     count = data.draw(st.integers(1, expected.nbytes - at))
     found = b"".join(bytes_[offset - 3 : offset - 3 + n] for offset, n in part.spans(at, count))
     assert found == expected.numpy().tobytes()[at : at + count]
+
+
+class Fused(nn.Module, ModelArchitecture):
+    """Have parameters that are filled from transformed tensors, from parts of one tensor, and by one of two ranks."""
+
+    def __init__(self, info: ModelInfo, mesh: Mesh) -> None:
+        super().__init__()
+        self.info, self.tp = info, mesh.tp
+        self.start, self.size = mesh.tp.share(6)
+        self.pair = parameter(4 * 2 * self.size, 5)  # of each of four experts the rows a, then the rows b
+        self.flipped = parameter(3, 7)
+        self.norm = parameter(7)
+        self.rotated = parameter(12, 5)
+        self.own = parameter(2, 5)
+
+    forward = logits = Divided.forward
+
+    def weights_map(self) -> Mapping[str, WeightTarget | list[WeightTarget]]:
+        start, size = self.start, self.size
+        parts = [
+            WeightTarget(
+                "pair",
+                (2 * expert + half) * size,
+                size,
+                (TensorShare(0, expert, 1, 4), TensorShare(1, half * 6 + start, size, 12)),
+                Reshape((1, size, 5)),
+            )
+            for expert in range(4)
+            for half in range(2)
+        ]
+        return {
+            "pair": parts,
+            "flipped": WeightTarget("flipped", transform=Transpose()),
+            "norm": WeightTarget("norm", transform=AddOne()),
+            "rotated": WeightTarget("rotated", transform=SplitPairs(6, 4)),
+            **{f"own.{rank}": WeightTarget("own") if rank == self.tp.rank else [] for rank in range(self.tp.size)},
+        }
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_tensors_fill_several_places_and_are_transformed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int, streamed: bool
+) -> None:
+    monkeypatch.setattr("dovetail.engine.shards.CHUNK_BYTES", 40)
+    torch.manual_seed(0)
+    shapes = {"pair": (4, 12, 5), "flipped": (7, 3), "norm": (7,), "rotated": (12, 5)}
+    tensors = {name: torch.randn(shape) for name, shape in shapes.items()}
+    tensors |= {f"own.{rank}": torch.randn(2, 5) for rank in range(size)}
+    save_file(tensors, tmp_path / "model.safetensors")
+    order = [0, 2, 1, 3, 4, 5]  # of the rows of a head: pairs (0, 1) and (2, 3) become halves
+    for rank, mesh in enumerate(thread_meshes(size) if size > 1 else [SINGLE]):
+        model = build_model(Fused, INFO, CPU, torch.float32, mesh)
+        for held in as_module(model).parameters():
+            held.fill_(float("nan"))
+        if streamed:
+            load_weights(model, tmp_path)
+        else:
+            filler = WeightFiller(model)
+            assert {name: filler.whole_shape(name) for name in shapes} == shapes
+            for name, tensor in tensors.items():
+                filler.fill(name, lambda tensor=tensor: tensor)
+            filler.finish()
+        own = 6 // size
+        rows = torch.tensor([half * 6 + rank * own + i for half in range(2) for i in range(own)])
+        expected = {
+            "pair": tensors["pair"][:, rows].flatten(0, 1),
+            "flipped": tensors["flipped"].T,
+            "norm": 1 + tensors["norm"],
+            "rotated": tensors["rotated"].view(2, 6, 5)[:, order].flatten(0, 1),
+            "own": tensors[f"own.{rank}"],
+        }
+        for name, value in expected.items():
+            assert as_module(model).get_parameter(name).equal(value), name
+
+
+def test_pairs_that_are_split_rotate_alike() -> None:
+    """Rotating neighbours and rotating halves of the reordered rows give the same products of queries and keys."""
+    torch.manual_seed(0)
+    head_dim, rotary_dim, inputs = 10, 6, 7
+    weights, x = [torch.randn(head_dim, inputs) for _ in range(2)], torch.randn(2, inputs)
+    angles = torch.rand(2, rotary_dim // 2) * 6
+    plain, split = list[torch.Tensor](), list[torch.Tensor]()
+    for weight, values, angle in zip(weights, x, angles, strict=True):
+        head = weight @ values
+        turned = torch.polar(torch.ones(rotary_dim // 2), angle) * torch.view_as_complex(head[:rotary_dim].view(-1, 2))
+        plain.append(torch.cat((torch.view_as_real(turned).flatten(), head[rotary_dim:])))
+        head = SplitPairs(head_dim, rotary_dim).apply(weight, (head_dim, inputs)) @ values
+        a, b, rest = head.split((rotary_dim // 2, rotary_dim // 2, head_dim - rotary_dim))
+        cos, sin = angle.cos(), angle.sin()
+        split.append(torch.cat((a * cos - b * sin, b * cos + a * sin, rest)))
+    assert torch.allclose(plain[0] @ plain[1], split[0] @ split[1], atol=1e-4)
+
+
+def test_a_transform_of_a_tensor_of_another_shape_is_refused(tmp_path: Path) -> None:
+    model = build_model(Fused, INFO, CPU, torch.float32)
+    with pytest.raises(WeightsError, match=r"flipped has shape \[3, 7\]; the model expects \[7, 3\]"):
+        WeightFiller(model).fill("flipped", lambda: torch.zeros(3, 7))
+
+
+def test_dummy_weights_fill_parameters_of_transformed_tensors(tmp_path: Path) -> None:
+    for mesh in [SINGLE, *thread_meshes(2)]:
+        model = build_model(Fused, INFO, CPU, torch.float32, mesh)
+        for held in as_module(model).parameters():
+            held.fill_(float("nan"))
+        load_weights(model, tmp_path, "dummy")
+        assert all(held.isfinite().all() for held in as_module(model).parameters())

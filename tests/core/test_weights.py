@@ -17,7 +17,7 @@ from rich.console import Console
 from safetensors.torch import save_file
 from torch import nn
 
-from dovetail.engine.build import as_module
+from dovetail.engine.build import WeightFiller, as_module
 from dovetail.engine.progress import bytes_progress
 from dovetail.engine.shards import StoredTensor, stored_tensors
 from dovetail.engine.weights import build_model, load_weights
@@ -322,7 +322,7 @@ def several_readers(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16, torch.float64])
 def test_several_threads_fill_what_one_would(tmp_path: Path, dtype: torch.dtype, stored: torch.dtype) -> None:
     model, seen = new_model(dtype, Wide), list[tuple[int, int]]()
-    tensors = {name: torch.randn(rows or 0, 5).to(stored) for name, (_, _, rows, _) in model.weights_map().items()}
+    tensors = {name: torch.randn(WeightFiller(model).whole_shape(name)).to(stored) for name in model.weights_map()}
     write_shards(tmp_path, *split(tensors))
     for parameter in as_module(model).parameters():
         parameter.fill_(float("nan"))
@@ -365,9 +365,9 @@ def test_stored_tensors_say_where_their_bytes_are(tmp_path: Path) -> None:
         assert data[t.offset : t.offset + t.nbytes] == given.numpy().tobytes()
 
 
-def test_a_dtype_that_torch_does_not_know_is_named(tmp_path: Path) -> None:
+def test_a_dtype_that_the_parameter_cannot_take_is_named(tmp_path: Path) -> None:
     write_single(tmp_path, {**make_tensors(), "norm": torch.ones(4, dtype=torch.float8_e4m3fn)})
-    refused(tmp_path, "norm", "F8_E4M3", "bfloat16")
+    refused(tmp_path, "norm", "float8_e4m3fn", "bfloat16")
 
 
 def test_progress_is_a_bar_on_a_terminal_and_lines_elsewhere(

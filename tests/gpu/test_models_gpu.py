@@ -52,7 +52,7 @@ def make_model(info: ModelInfo, device: str, dtype: torch.dtype) -> ModelArchite
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for name in filler.targets:
-            tensor = torch.randn(filler.place(name).shape, generator=generator) * 0.2
+            tensor = torch.randn(filler.whole_shape(name), generator=generator) * 0.2
             filler.fill(name, lambda tensor=tensor: tensor)
     filler.finish()
     return model
@@ -106,7 +106,7 @@ def test_weights_load_straight_to_the_device(tmp_path: Path) -> None:
 
     model: Any = build_model(DenseModel, INFOS["qwen3"], torch.device("cuda"), torch.bfloat16)
     filler = WeightFiller(model)
-    tensors = {name: torch.randn(filler.place(name).shape) for name in filler.targets}
+    tensors = {name: torch.randn(filler.whole_shape(name)) for name in filler.targets}
     save_file(tensors, tmp_path / "model.safetensors")
     load_weights(model, tmp_path)
     assert model.head.weight.is_cuda

@@ -186,7 +186,7 @@ def test_dummy_weights_are_shares_of_the_weights_of_one_rank(ranks: RankProcesse
             parameter.fill_(float("nan"))
         shares = WeightFiller(model)
         for theirs in shares.targets:
-            shares.fill(theirs, partial(filler.place, theirs))
+            shares.fill(theirs, partial(filler.place, *filler.targets[theirs]))
         for ours, parameter in as_module(model).named_parameters():
             assert parameters[ours].equal(parameter), ours
 

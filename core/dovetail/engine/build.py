@@ -13,7 +13,7 @@ from torch import nn
 from dovetail.engine.declared import check_declared
 from dovetail.errors import WeightsError
 from dovetail.interfaces.mesh import SINGLE, Mesh
-from dovetail.interfaces.model import ModelArchitecture, ModelInfo, TensorShare, WeightTarget
+from dovetail.interfaces.model import ModelArchitecture, ModelInfo, WeightTarget
 from dovetail.layers.base import prepare_layers
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -50,17 +50,21 @@ class WeightFiller:
     def __init__(self, model: ModelArchitecture) -> None:
         self.model = model
         self.parameters = dict(as_module(model).named_parameters())
-        self.targets = model.weights_map()
+        self.targets = {name: as_list(target) for name, target in model.weights_map().items()}
         self.used: set[str] = set()
         self._ignored = [re.compile(pattern) for pattern in model.ignored_weights()]
         check_complete(self.parameters, self.targets)
 
     def fill(self, name: str, read: Callable[[], torch.Tensor]) -> None:
-        """Copy this rank's share of the whole tensor that ``read`` returns into its place, converted to the parameter's
+        """Copy what this rank needs of the whole tensor that ``read`` returns into its places, converted to their
         dtype. If the model ignores the tensor, ``read`` is not called. Raises ``WeightsError``."""
         if self.uses(name):
             tensor = read()
-            self.place_for(name, tensor.shape, tensor.dtype).copy_(self.share_of(name, tensor))
+            for target, place in self.places_for(name, tensor.shape, tensor.dtype):
+                part = tensor
+                for share in target.shares:
+                    part = part.narrow(share.dim, share.start, share.size)
+                place.copy_(part if target.transform is None else target.transform.apply(part, tuple(place.shape)))
             self.used.add(name)
 
     def uses(self, name: str) -> bool:
@@ -74,54 +78,71 @@ class WeightFiller:
             f"the checkpoint has tensor {name}, which the model does not know; check that config.json belongs to this checkpoint"
         )
 
-    def place_for(self, name: str, shape: Sequence[int], dtype: torch.dtype | str) -> torch.Tensor:
-        """Return ``place(name)`` after checking that this rank's share of a tensor of this shape and dtype fits there.
-        Raises ``WeightsError`` if it does not. The caller must fill the place and add ``name`` to ``used``."""
-        place = self.place(name)
-        expected = self.whole_shape(name)
-        if tuple(shape) != expected:
-            raise WeightsError(
-                f"tensor {name} has shape {list(shape)}; the model expects {list(expected)} (parameter "
-                f"{self.targets[name].parameter}); check that config.json belongs to this checkpoint"
-            )
-        if dtype not in FLOATS:
-            raise WeightsError(f"tensor {name} is {dtype}; supported: {', '.join(map(str, FLOATS))}")
-        return place
+    def places_for(
+        self, name: str, shape: Sequence[int], dtype: torch.dtype | str
+    ) -> list[tuple[WeightTarget, torch.Tensor]]:
+        """Return the targets of the checkpoint's tensor ``name`` with the rows that each fills, after checking that a
+        tensor of this shape and dtype fits there. Raises ``WeightsError`` if it does not. The caller must fill the
+        places and add ``name`` to ``used``."""
+        found = [(target, self.place(target)) for target in self.targets[name]]
+        for target, place in found:
+            _check_shape(name, shape, target, place)
+            if dtype != place.dtype and not (dtype in FLOATS and place.dtype in FLOATS):
+                allowed = FLOATS if place.dtype in FLOATS else (place.dtype,)
+                raise WeightsError(f"tensor {name} is {dtype}; supported: {', '.join(map(str, allowed))}")
+        return found
 
     def finish(self) -> None:
         """Check that no tensor is missing, and prepare the layers. Raises ``WeightsError``."""
-        missing = [name for name in self.targets if name not in self.used]
+        missing = [name for name in self.targets if name not in self.used and self.targets[name]]
         if missing:
             shown = ", ".join(missing[:8]) + (f" and {len(missing) - 8} more" if len(missing) > 8 else "")
             raise WeightsError(f"the checkpoint lacks {len(missing)} tensors that the model needs: {shown}")
         prepare_layers(as_module(self.model))
 
     def whole_shape(self, name: str) -> tuple[int, ...]:
-        """Return the shape of the checkpoint's tensor ``name``, of which this rank may need a share only."""
-        shape, share = list(self.place(name).shape), self.targets[name].share
-        if share is not None:
-            shape[share.dim] = share.whole
-        return tuple(shape)
+        """Return the shape of the checkpoint's tensor ``name``, of which this rank needs at least a part."""
+        target = self.targets[name][0]
+        return whole_shape(target, tuple(self.place(target).shape))
 
-    def share_of(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        """Return this rank's share of the checkpoint's tensor ``name``, as a view."""
-        share = self.targets[name].share
-        return tensor if share is None else tensor.narrow(share.dim, share.start, share.size)
-
-    def place(self, name: str) -> torch.Tensor:
-        """Return the rows of a parameter that the checkpoint's tensor ``name``, or this rank's share of it, fills."""
-        target = self.targets[name]
+    def place(self, target: WeightTarget) -> torch.Tensor:
+        """Return the rows of a parameter that ``target`` names."""
         parameter = self.parameters[target.parameter]
         if target.start is None or target.size is None:
             return parameter
         return parameter[target.start : target.start + target.size]
 
 
-def check_complete(parameters: Mapping[str, torch.Tensor], targets: Mapping[str, WeightTarget]) -> None:
+def as_list(target: WeightTarget | list[WeightTarget]) -> list[WeightTarget]:
+    """Return an entry of ``weights_map`` as a list."""
+    return [target] if isinstance(target, WeightTarget) else target
+
+
+def whole_shape(target: WeightTarget, filled: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the shape of the checkpoint tensor of ``target``, which fills rows of shape ``filled``."""
+    shape = list(filled if target.transform is None else target.transform.source_shape(filled))
+    for share in target.shares:
+        shape[share.dim] = share.whole
+    return tuple(shape)
+
+
+def _check_shape(name: str, shape: Sequence[int], target: WeightTarget, place: torch.Tensor) -> None:
+    expected = whole_shape(target, tuple(place.shape))
+    if tuple(shape) != expected:
+        raise WeightsError(
+            f"tensor {name} has shape {list(shape)}; the model expects {list(expected)} (parameter "
+            f"{target.parameter}); check that config.json belongs to this checkpoint"
+        )
+
+
+def check_complete(
+    parameters: Mapping[str, torch.Tensor], targets: Mapping[str, WeightTarget | list[WeightTarget]]
+) -> None:
     """Raise ``WeightsError`` unless the targets cover every row of every parameter exactly once. An error means that
     the model's ``weights_map`` is wrong."""
     ranges: dict[str, list[tuple[int, int]]] = {name: [] for name in parameters}
-    for theirs, (parameter, start, size, share) in targets.items():
+    for theirs, target in ((name, one) for name, entry in targets.items() for one in as_list(entry)):
+        parameter, start, size = target[:3]
         if parameter not in ranges:
             close = difflib.get_close_matches(parameter, ranges, n=1)
             hint = f"; did you mean {close[0]!r}?" if close else ""
@@ -131,8 +152,7 @@ def check_complete(parameters: Mapping[str, torch.Tensor], targets: Mapping[str,
         shape = parameters[parameter].shape
         rows = shape[0] if size is None else size
         ranges[parameter].append((start or 0, rows))
-        if share is not None:
-            _check_share(theirs, parameter, share, (rows, *shape[1:]))
+        _check_shares(theirs, target, (rows, *shape[1:]))
     for name, parts in ranges.items():
         end = 0
         for start, size in sorted(parts):
@@ -146,15 +166,19 @@ def check_complete(parameters: Mapping[str, torch.Tensor], targets: Mapping[str,
             )
 
 
-def _check_share(theirs: str, parameter: str, share: TensorShare, filled: Sequence[int]) -> None:
-    """Raise ``WeightsError`` unless ``share`` is within its tensor and fits ``filled``, the shape of the rows of
-    ``parameter`` that it fills."""
-    dim, start, size, whole = share
-    if not (dim in range(len(filled)) and size == filled[dim] and 0 <= start <= start + size <= whole):
-        raise WeightsError(
-            f"weights_map sends {share} of {theirs} to rows {list(filled)} of {parameter}: a share must be within the tensor, "
-            "and have the size of the rows that it fills"
-        )
+def _check_shares(theirs: str, target: WeightTarget, filled: tuple[int, ...]) -> None:
+    """Raise ``WeightsError`` unless the shares of ``target`` are within their tensor and give what fills rows of shape
+    ``filled``."""
+    read = filled if target.transform is None else target.transform.source_shape(filled)
+    dims = [share.dim for share in target.shares]
+    for share in target.shares:
+        dim, start, size, whole = share
+        fits = dim in range(len(read)) and size == read[dim] and 0 <= start <= start + size <= whole
+        if not fits or dims.count(dim) > 1:
+            raise WeightsError(
+                f"weights_map sends {share} of {theirs} to rows {list(filled)} of {target.parameter}: a share must be within the "
+                "tensor, have the size of the rows that it fills, and be the only one of its dimension"
+            )
 
 
 @contextmanager

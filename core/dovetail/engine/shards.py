@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from io import RawIOBase
 from pathlib import Path
@@ -15,7 +15,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from dovetail.errors import WeightsError
-from dovetail.interfaces.model import TensorShare
+from dovetail.interfaces.model import TensorShare, WeightTransform
 
 CHUNK_BYTES = 16 << 20
 """The number of bytes that are read from a file and sent to the device at a time. A reader holds two buffers of this
@@ -32,15 +32,19 @@ DTYPES = {
     "I8": torch.int8,
     "U8": torch.uint8,
     "BOOL": torch.bool,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "F8_E8M0": torch.float8_e8m0fnu,
 }
 
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """Describe a tensor in a file, or a share of one. ``dtype`` is the name in the file if it is not in ``DTYPES``.
+    """Describe a tensor in a file, or a part of one. ``dtype`` is the name in the file if it is not in ``DTYPES``.
 
-    It has ``nbytes`` bytes, from the file's byte ``offset`` on. If ``run`` is set, they are not in one piece: there are
-    ``run`` bytes at ``offset`` and at every multiple of ``stride`` bytes after it.
+    It has ``nbytes`` bytes, from the file's byte ``offset`` on. If there are ``runs``, they are not in one piece. Each
+    run is (bytes, stride), from the outermost dimension to the innermost: the pieces of so many bytes begin at multiples of
+    the stride, and the next run divides each piece.
     """
 
     file: Path
@@ -49,35 +53,33 @@ class StoredTensor:
     dtype: torch.dtype | str
     offset: int
     nbytes: int
-    run: int | None = None
-    stride: int = 0
+    runs: tuple[tuple[int, int], ...] = ()
 
     def spans(self, start: int, count: int) -> Iterator[tuple[int, int]]:
         """Yield the places in the file, as (offset, number of bytes), of the ``count`` bytes from byte ``start`` on."""
-        if self.run is None:
-            yield self.offset + start, count
-            return
         end = start + count
         while start < end:
-            index, within = divmod(start, self.run)
-            size = min(self.run - within, end - start)
-            yield self.offset + index * self.stride + within, size
+            offset, within, run = self.offset, start, self.nbytes
+            for run, stride in self.runs:
+                index, within = divmod(within, run)
+                offset += index * stride
+            size = min(run - within, end - start)
+            yield offset + within, size
             start += size
 
 
-def cut(tensor: StoredTensor, share: TensorShare | None) -> StoredTensor:
-    """Return the share of ``tensor``, or ``tensor`` itself if ``share`` is None."""
-    if share is None:
-        return tensor
-    dim, start, size, whole = share
-    assert tensor.shape[dim] == whole
-    shape = (*tensor.shape[:dim], size, *tensor.shape[dim + 1 :])
-    outer = math.prod(tensor.shape[:dim])
-    entry = tensor.nbytes // (outer * whole)  # bytes of one entry of the dimension
-    offset, run = tensor.offset + start * entry, size * entry
-    if outer == 1:
-        return replace(tensor, shape=shape, offset=offset, nbytes=run)
-    return replace(tensor, shape=shape, offset=offset, nbytes=outer * run, run=run, stride=whole * entry)
+def cut(tensor: StoredTensor, shares: Sequence[TensorShare]) -> StoredTensor:
+    """Return the part of a whole ``tensor`` that ``shares`` describe."""
+    shape, offset, strides = list(tensor.shape), tensor.offset, dict[int, int]()
+    for dim, start, size, whole in sorted(shares):
+        assert tensor.shape[dim] == whole
+        strides[dim] = tensor.nbytes // math.prod(tensor.shape[:dim])
+        offset += start * strides[dim] // whole
+        shape[dim] = size
+    nbytes = tensor.nbytes * math.prod(shape) // math.prod(tensor.shape)
+    outer = {dim: math.prod(shape[:dim]) for dim in strides}  # the number of pieces
+    runs = tuple((nbytes // outer[dim], stride) for dim, stride in strides.items() if outer[dim] > 1)
+    return replace(tensor, shape=tuple(shape), offset=offset, nbytes=nbytes, runs=runs)
 
 
 def stored_tensors(file: Path) -> list[StoredTensor]:
@@ -125,12 +127,28 @@ class ShardReader:
         self._sent = [torch.cuda.Event() for _ in self._buffers] if pinned else []
 
     @torch.no_grad()
-    def copy(self, tensor: StoredTensor, place: torch.Tensor, advance: Callable[[int], None]) -> None:
-        """Fill ``place``, which must be contiguous and have the tensor's shape, and convert the dtype. Calls
-        ``advance`` with the number of bytes after each chunk. On CUDA the copies run asynchronously on the current
-        stream. Raises ``WeightsError`` if the file ends early."""
+    def copy(
+        self,
+        tensor: StoredTensor,
+        place: torch.Tensor,
+        transform: WeightTransform | None,
+        advance: Callable[[int], None],
+    ) -> None:
+        """Fill contiguous ``place`` with what ``transform`` makes of the tensor, and convert the dtype. A transform that
+        reorders elements needs the whole tensor a second time on the device. Calls ``advance`` with the number of bytes
+        after each chunk. On CUDA the copies run asynchronously on the current stream. Raises ``WeightsError`` if the file
+        ends early."""
         assert isinstance(tensor.dtype, torch.dtype)
-        flat = place.view(-1)
+        if transform is None or not transform.reorders:
+            self._stream(tensor, place.view(-1), advance)
+            return
+        whole = torch.empty(tensor.shape, dtype=tensor.dtype, device=place.device)
+        self._stream(tensor, whole.view(-1), advance)
+        place.copy_(transform.apply(whole, tuple(place.shape)))
+
+    def _stream(self, tensor: StoredTensor, flat: torch.Tensor, advance: Callable[[int], None]) -> None:
+        """Copy the elements of the tensor to ``flat``, in their order."""
+        assert isinstance(tensor.dtype, torch.dtype)
         width = tensor.dtype.itemsize
         with tensor.file.open("rb", buffering=0) as file:
             for start in range(0, tensor.nbytes, CHUNK_BYTES):

@@ -6,6 +6,7 @@ import logging
 import os
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -15,11 +16,11 @@ from typing import NamedTuple
 import torch
 
 from dovetail.config.checkpoint import read_json
-from dovetail.engine.build import WeightFiller, as_module, build_model
+from dovetail.engine.build import WeightFiller, as_list, as_module, build_model
 from dovetail.engine.progress import Advance, bytes_progress, size_text
 from dovetail.engine.shards import ShardReader, StoredTensor, cut, stored_tensors
 from dovetail.errors import ConfigError, WeightsError
-from dovetail.interfaces.model import ModelArchitecture, WeightTarget
+from dovetail.interfaces.model import ModelArchitecture, TensorShare, WeightTarget, WeightTransform
 from dovetail.layers.base import prepare_layers
 
 __all__ = ["build_model", "checkpoint_files", "load_weights"]
@@ -46,10 +47,12 @@ log = logging.getLogger(__name__)
 
 
 class _Move(NamedTuple):
-    """Hold what is read of a tensor of the checkpoint, and the rows of a parameter that it fills."""
+    """Hold what is read of a tensor of the checkpoint for one of its targets, and the rows of a parameter that it
+    fills."""
 
     tensor: StoredTensor
     place: torch.Tensor
+    transform: WeightTransform | None
 
 
 @torch.no_grad()
@@ -96,14 +99,17 @@ def _load_checkpoint(model: ModelArchitecture, directory: Path, progress: Progre
     filler = WeightFiller(model)
     device = next(as_module(model).parameters()).device
     moves = _moves(filler, checkpoint_files(directory))
+    left = Counter(move.tensor.name for move in moves)
     lock = threading.Lock()
     with bytes_progress("weights", sum(move.tensor.nbytes for move in moves), shown=shown) as advance:
 
         def arrived(move: _Move) -> None:
             with lock:
-                filler.used.add(move.tensor.name)
-                if progress is not None:
-                    progress(len(filler.used), len(filler.targets))
+                left[move.tensor.name] -= 1
+                if not left[move.tensor.name]:
+                    filler.used.add(move.tensor.name)
+                    if progress is not None:
+                        progress(len(filler.used), len(left))
 
         def advanced(count: int) -> None:
             with lock:
@@ -123,8 +129,8 @@ def _moves(filler: WeightFiller, files: Sequence[Path]) -> list[_Move]:
             raise WeightsError(f"tensor {tensor.name} is in {seen[tensor.name].name} and again in {tensor.file.name}")
         seen[tensor.name] = tensor.file
         if filler.uses(tensor.name):
-            place = filler.place_for(tensor.name, tensor.shape, tensor.dtype)
-            moves.append(_Move(cut(tensor, filler.targets[tensor.name].share), place))
+            for target, place in filler.places_for(tensor.name, tensor.shape, tensor.dtype):
+                moves.append(_Move(cut(tensor, target.shares), place, target.transform))
     return moves
 
 
@@ -195,7 +201,8 @@ def _no_weights(directory: Path) -> str:
 def _fill_dummy(model: ModelArchitecture, seed: int) -> None:
     """Fill matrices and biases uniformly (see ``DUMMY_RANGE``) and all other vectors, such as norms, with 1, so that
     activations stay finite. On one type of device, every run with the same seed gives the same numbers. A rank gets its
-    share of the numbers that a single rank would have."""
+    share of the numbers that a single rank would have, except in parameters whose tensors are cut in several dimensions
+    or transformed."""
     start = time.perf_counter()
     module = as_module(model)
     generators: dict[torch.device, torch.Generator] = {}
@@ -217,28 +224,30 @@ def _fill_dummy(model: ModelArchitecture, seed: int) -> None:
 
 class _Sharing(NamedTuple):
     """Describe how the rows of a parameter are cut from the tensors of a checkpoint. ``targets`` are in the order of
-    these rows, and ``rows`` are the numbers of rows of the whole tensors."""
+    these rows, ``shares`` has the share of each or None, and ``rows`` are the numbers of rows of the whole tensors."""
 
     targets: list[WeightTarget]
+    shares: list[TensorShare | None]
     rows: list[int]
 
 
 def _shares(model: ModelArchitecture) -> dict[str, _Sharing]:
-    """Return the ``_Sharing`` of each parameter of which this rank has a share only."""
+    """Return the ``_Sharing`` of each parameter of which this rank has a share in one dimension only."""
     targets: dict[str, list[WeightTarget]] = {}
-    for target in model.weights_map().values():
+    for target in (one for entry in model.weights_map().values() for one in as_list(entry)):
         targets.setdefault(target.parameter, []).append(target)
     parameters = dict(as_module(model).named_parameters())
     found: dict[str, _Sharing] = {}
     for name, parts in targets.items():
-        if any(part.share is not None for part in parts):
+        plain = all(len(part.shares) < 2 and part.transform is None for part in parts)
+        if plain and any(part.shares for part in parts):
             parts.sort(key=lambda part: part.start or 0)
+            shares = [part.shares[0] if part.shares else None for part in parts]
             sizes = (parameters[name].shape[0] if part.size is None else part.size for part in parts)
             rows = [
-                size if part.share is None or part.share.dim else part.share.whole
-                for part, size in zip(parts, sizes, strict=True)
+                size if share is None or share.dim else share.whole for share, size in zip(shares, sizes, strict=True)
             ]
-            found[name] = _Sharing(parts, rows)
+            found[name] = _Sharing(parts, shares, rows)
     return found
 
 
@@ -247,11 +256,12 @@ def _fill_uniform(parameter: torch.Tensor, sharing: _Sharing | None, generator: 
         parameter.uniform_(-DUMMY_RANGE, DUMMY_RANGE, generator=generator)
         return
     shape = [sum(sharing.rows), *parameter.shape[1:]]
-    for share in (target.share for target in sharing.targets):
+    for share in sharing.shares:
         if share is not None and share.dim:
             shape[share.dim] = share.whole
     whole = torch.empty(shape, dtype=parameter.dtype, device=parameter.device)
     whole.uniform_(-DUMMY_RANGE, DUMMY_RANGE, generator=generator)
-    for (_, start, size, share), part in zip(sharing.targets, whole.split(sharing.rows), strict=True):
+    parts = zip(sharing.targets, sharing.shares, whole.split(sharing.rows), strict=True)
+    for (_, start, size, _, _), share, part in parts:
         place = parameter if start is None or size is None else parameter[start : start + size]
         place.copy_(part if share is None else part.narrow(share.dim, share.start, share.size))

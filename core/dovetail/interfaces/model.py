@@ -45,8 +45,8 @@ class ModelInfo:
 
 
 class TensorShare(NamedTuple):
-    """Describe the share of a checkpoint tensor that one rank needs: of dimension ``dim``, which has ``whole`` entries,
-    the entries ``[start, start + size)``."""
+    """Describe a part of a checkpoint tensor: of dimension ``dim``, which has ``whole`` entries, the entries
+    ``[start, start + size)``."""
 
     dim: int
     start: int
@@ -54,15 +54,40 @@ class TensorShare(NamedTuple):
     whole: int
 
 
+class WeightTransform(ABC):
+    """Change what is read of a checkpoint tensor on its way into a parameter. ``dovetail.layers.transforms`` has the
+    usual ones. Instances are immutable."""
+
+    @property
+    def reorders(self) -> bool:
+        """Return False if the elements keep their order, and only the shape changes. The loader then copies them into
+        the parameter as they are read, without a second copy of the tensor."""
+        return True
+
+    @abstractmethod
+    def source_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """Return the shape of the tensor of which ``apply`` makes one of ``shape``."""
+
+    @abstractmethod
+    def apply(self, tensor: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
+        """Return ``tensor``, which has the shape ``source_shape(shape)``, transformed to ``shape``. The result may be a
+        view, and of another dtype. Does not change ``tensor``."""
+
+
 class WeightTarget(NamedTuple):
-    """Name the destination of a checkpoint tensor: rows ``[start, start + size)`` of dimension 0 of a parameter, or the
-    whole parameter if both are None. If ``share`` is set, only this share of the tensor is read, and fills these rows.
-    Layers return their targets (``Linear.target``), so that models need not compute shares."""
+    """Name a destination of a checkpoint tensor: rows ``[start, start + size)`` of dimension 0 of a parameter, or the
+    whole parameter if both are None.
+
+    Only the part of the tensor that ``shares`` describe is read, at most one share for each dimension. ``transform``
+    changes what is read; without it, it must have the shape of the rows that it fills. Layers return their targets
+    (``Linear.target``), so that models need not compute shares.
+    """
 
     parameter: str
     start: int | None = None
     size: int | None = None
-    share: TensorShare | None = None
+    shares: tuple[TensorShare, ...] = ()
+    transform: WeightTransform | None = None
 
 
 class ModelArchitecture(ABC):
@@ -111,8 +136,10 @@ class ModelArchitecture(ABC):
         raise NotImplementedError(f"{type(self).__name__} does not offer model.hidden_states")
 
     @abstractmethod
-    def weights_map(self) -> Mapping[str, WeightTarget]:
-        """Return the target of every tensor name in the checkpoint.
+    def weights_map(self) -> Mapping[str, WeightTarget | list[WeightTarget]]:
+        """Return the target of every tensor name in the checkpoint, or a list of targets: one for each parameter or
+        part of a parameter that the tensor fills. The list is empty if this rank needs nothing of the tensor, such as
+        the weight of another rank's expert.
 
         The loader refuses a checkpoint that contains a name which is neither here nor matched by ``ignored_weights``,
         and a checkpoint that leaves a parameter unfilled.

@@ -38,7 +38,7 @@ class Embedding(Layer):
         """Return where the checkpoint's embedding goes. ``parameter`` is the full name of ``weight`` in the model."""
         if self._tp is None:
             return WeightTarget(parameter)
-        return WeightTarget(parameter, share=TensorShare(0, self._start, self._size, self._vocab_size))
+        return WeightTarget(parameter, shares=(TensorShare(0, self._start, self._size, self._vocab_size),))
 
 
 class LMHead(Linear):
@@ -65,4 +65,4 @@ class LMHead(Linear):
 
     def target(self, parameter: str, part: str | None = None) -> WeightTarget:
         """See ``Linear.target``."""
-        return WeightTarget(parameter, share=None if self._tp is None else self._share)
+        return WeightTarget(parameter, shares=() if self._tp is None else (self._share,))

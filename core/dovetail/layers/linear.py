@@ -107,13 +107,13 @@ class ColumnLinear(Linear):
     def __init__(
         self, in_features: int, parts: Mapping[str, int], mesh: Mesh, *, bias: bool = False, unit: int = 1
     ) -> None:
-        shares = {name: tuple(unit * n for n in mesh.tp.share(width // unit)) for name, width in parts.items()}
-        super().__init__(in_features, sum(size for _, size in shares.values()), bias=bias)
-        self._places: dict[str, tuple[int, int, TensorShare | None]] = {}
+        own = {name: tuple(unit * n for n in mesh.tp.share(width // unit)) for name, width in parts.items()}
+        super().__init__(in_features, sum(size for _, size in own.values()), bias=bias)
+        self._places: dict[str, tuple[int, int, tuple[TensorShare, ...]]] = {}
         end = 0
-        for name, (start, size) in shares.items():
-            share = TensorShare(0, start, size, parts[name]) if mesh.tp.size > 1 else None
-            self._places[name] = (end, size, share)
+        for name, (start, size) in own.items():
+            shares = (TensorShare(0, start, size, parts[name]),) if mesh.tp.size > 1 else ()
+            self._places[name] = (end, size, shares)
             end += size
 
     def target(self, parameter: str, part: str | None = None) -> WeightTarget:
@@ -156,7 +156,7 @@ class RowLinear(Linear):
 
     def target(self, parameter: str, part: str | None = None) -> WeightTarget:
         """See ``Linear.target``."""
-        return WeightTarget(parameter, share=self._share if parameter.endswith("weight") else None)
+        return WeightTarget(parameter, shares=(self._share,) if parameter.endswith("weight") else ())
 
 
 def make_batch_invariant(model: nn.Module) -> None:

@@ -97,7 +97,8 @@ MODEL = KindDescriptor(
     ComponentKind.MODEL,
     "model architectures",
     "dovetail.interfaces.model:ModelArchitecture",
-    api=(1, 5),  # batch.last; batch.watch, embed_tokens; before the final norm; model.batch_invariant; cls(info, mesh)
+    # batch.last; batch.watch, embed_tokens; before the final norm; batch_invariant; cls(info, mesh); WeightTarget.transform
+    api=(1, 6),
     named_at="model.arch",
     selects=Selects.BY_CHECKPOINT,
     rules=f"{_RULES}:model",

@@ -1,0 +1,80 @@
+"""Define what changes the tensors of a checkpoint on their way into parameters (``WeightTarget.transform``)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from dovetail.interfaces.model import WeightTransform
+
+
+@dataclass(frozen=True, slots=True)
+class Reshape(WeightTransform):
+    """Read a tensor of shape ``source`` in the order of its elements. The fused parameter ``[experts * rows, columns]``
+    of all experts is read from ``[experts, rows, columns]``."""
+
+    source: tuple[int, ...]
+
+    @property
+    def reorders(self) -> bool:
+        """See ``WeightTransform``."""
+        return False
+
+    def source_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """See ``WeightTransform``."""
+        return self.source
+
+    def apply(self, tensor: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
+        """See ``WeightTransform``."""
+        return tensor.reshape(shape)
+
+
+@dataclass(frozen=True, slots=True)
+class Transpose(WeightTransform):
+    """Read a matrix ``[in, out]``, as the checkpoints of GPT-2 have it, into a parameter ``[out, in]``."""
+
+    def source_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """See ``WeightTransform``."""
+        rows, columns = shape
+        return columns, rows
+
+    def apply(self, tensor: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
+        """See ``WeightTransform``."""
+        return tensor.T
+
+
+@dataclass(frozen=True, slots=True)
+class AddOne(WeightTransform):
+    """Read the weight ``w`` of a norm that multiplies by ``1 + w`` (Gemma). The sum is computed in float32."""
+
+    def source_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """See ``WeightTransform``."""
+        return shape
+
+    def apply(self, tensor: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
+        """See ``WeightTransform``."""
+        return tensor.float() + 1
+
+
+@dataclass(frozen=True, slots=True)
+class SplitPairs(WeightTransform):
+    """Read the projection of queries or keys of a model that rotates neighbours, the elements (0, 1), (2, 3) and so on
+    of a head, into the order in which ``Rotary`` rotates: the elements i and i + rotary_dim / 2.
+
+    Only the first ``rotary_dim`` of the ``head_dim`` rows of each head change their places. The products of queries and
+    keys stay the same, because both are in the same order.
+    """
+
+    head_dim: int
+    rotary_dim: int
+
+    def source_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """See ``WeightTransform``."""
+        return shape
+
+    def apply(self, tensor: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
+        """See ``WeightTransform``."""
+        heads = tensor.unflatten(0, (-1, self.head_dim))
+        rotated, rest = heads.split((self.rotary_dim, self.head_dim - self.rotary_dim), dim=1)
+        return torch.cat((rotated[:, 0::2], rotated[:, 1::2], rest), dim=1).flatten(0, 1)
