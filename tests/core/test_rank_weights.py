@@ -274,7 +274,7 @@ def test_tensors_fill_several_places_and_are_transformed(
 
 
 def test_pairs_that_are_split_rotate_alike() -> None:
-    """Rotating neighbours and rotating halves of the reordered rows give the same products of queries and keys."""
+    """Rotating pairs and rotating halves of the reordered rows give the same products of queries and keys."""
     torch.manual_seed(0)
     head_dim, rotary_dim, inputs = 10, 6, 7
     weights, x = [torch.randn(head_dim, inputs) for _ in range(2)], torch.randn(2, inputs)

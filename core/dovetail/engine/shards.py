@@ -43,7 +43,7 @@ class StoredTensor:
     """Describe a tensor in a file, or a part of one. ``dtype`` is the name in the file if it is not in ``DTYPES``.
 
     It has ``nbytes`` bytes, from the file's byte ``offset`` on. If there are ``runs``, they are not in one piece. Each
-    run is (bytes, stride), from the outermost dimension to the innermost: the pieces of so many bytes begin at multiples of
+    run is (bytes, stride), from the outermost dimension to the innermost: pieces of that number of bytes begin at multiples of
     the stride, and the next run divides each piece.
     """
 

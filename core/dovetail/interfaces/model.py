@@ -55,7 +55,7 @@ class TensorShare(NamedTuple):
 
 
 class WeightTransform(ABC):
-    """Change what is read of a checkpoint tensor on its way into a parameter. ``dovetail.layers.transforms`` has the
+    """Change what is read of a checkpoint tensor before it fills a parameter. ``dovetail.layers.transforms`` has the
     usual ones. Instances are immutable."""
 
     @property

@@ -1,4 +1,4 @@
-"""Define what changes the tensors of a checkpoint on their way into parameters (``WeightTarget.transform``)."""
+"""Define what changes the tensors of a checkpoint before they fill parameters (``WeightTarget.transform``)."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class AddOne(WeightTransform):
 
 @dataclass(frozen=True, slots=True)
 class SplitPairs(WeightTransform):
-    """Read the projection of queries or keys of a model that rotates neighbours, the elements (0, 1), (2, 3) and so on
+    """Read the projection of queries or keys of a model that rotates pairs, the elements (0, 1), (2, 3) and so on
     of a head, into the order in which ``Rotary`` rotates: the elements i and i + rotary_dim / 2.
 
     Only the first ``rotary_dim`` of the ``head_dim`` rows of each head change their places. The products of queries and
