@@ -98,7 +98,12 @@ def test_explain_shows_every_candidate_and_its_verdict(cli, fakes):
     assert "FakeForCausalLM" in out
     assert "needs no-such-dist>=2; no-such-dist is not installed" in out
     assert "switched off by config" in out
+    assert "sampling defaults: those of each API (the model's generation_config.json)" in out
+    (fakes.directory / "generation_config.json").write_text('{"temperature": 0.6, "top_k": 20}')
+    _, out, _ = cli("explain", "--model", str(fakes.directory), "--assume", "sm90")
+    assert "sampling defaults: temperature 0.6, top_k 20 (the model's generation_config.json)" in out
     tree = json.loads(cli("explain", "--model", str(fakes.directory), "--assume", "sm90", "--json")[1])
+    assert tree["sampling_defaults"] == {"temperature": 0.6, "top_k": 20}
     assert tree["chosen"]["attention.decode"]["name"] == "plain"
     assert tree["config"]["model"]["dtype"] == "bfloat16"
     assert tree["machine"]["compute_capability"] == [9, 0]

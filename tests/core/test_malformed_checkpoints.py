@@ -80,6 +80,7 @@ CASES: dict[str, tuple[Change, str]] = {
     "rope is unknown": (with_keys("config.json", rope_scaling={"rope_type": "nope"}), "nope"),
     "eos of the model is a text": (with_keys("generation_config.json", eos_token_id=[1, "x"]), r"generation_config.json: eos_token_id is \[1, 'x'\]"),
     "eos of the model is an object": (with_keys("generation_config.json", eos_token_id={}), "eos_token_id is {}"),
+    "a sampling default is a text": (with_keys("generation_config.json", temperature="0.6"), r"generation_config.json: temperature is '0.6'; allowed: a number from 0 to 100"),
     "eos_token is a number": (with_keys("tokenizer_config.json", eos_token=1), "tokenizer_config.json: eos_token is 1"),
     "bos_token has no content": (with_keys("tokenizer_config.json", bos_token={}), "bos_token is {}"),
     "the template is a number": (with_keys("tokenizer_config.json", chat_template=1), "tokenizer_config.json: chat_template is 1"),

@@ -93,6 +93,7 @@ def test_info_has_the_fields_of_sglang_and_vllm(server: httpx.Client) -> None:
     assert info["internal_states"][0]["num_running_reqs"] == 0
     assert info["max_total_num_tokens"] == 64 * 16
     assert info["status"] == "ready"
+    assert info["sampling_defaults"] == {}
     assert server.get("/ping").status_code == server.post("/ping").status_code == 200
     assert server.get("/version").json() == {"version": info["version"]}
     assert server.get("/load").json() == {"server_load": 0, "running": 0, "waiting": 0}

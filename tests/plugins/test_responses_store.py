@@ -25,7 +25,7 @@ USAGE = SimpleNamespace(prompt=3, completion=2, cached=1, reasoning=0)
 
 
 def record(rid: str, *, running: bool = False, size: int = 10) -> StoredResponse:
-    host: Any = SimpleNamespace(tokenizer=None, model_name="tiny")
+    host: Any = SimpleNamespace(sampling_defaults={}, tokenizer=None, model_name="tiny")
     outputs: Any = SimpleNamespace(rid=rid, usage=USAGE)
     made = StoredResponse(ResponseBuilder(host, ResponsesRequest(input="x"), outputs), read_items("x" * size))
     if not running:

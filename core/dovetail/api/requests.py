@@ -195,11 +195,14 @@ def _decoded(value: object, param: str) -> object:
         raise GrammarError(f"{param} is not valid JSON: {error}", param=param) from error
 
 
-def sampling_params(given: Mapping[str, Any], names: Mapping[str, str]) -> SamplingParams:
-    """Return ``SamplingParams`` with the values that are not None. ``names`` maps their fields to the names of the API,
-    for error messages. Raises ``RequestError``."""
+def sampling_params(
+    given: Mapping[str, Any], names: Mapping[str, str], defaults: Mapping[str, Any] = {}
+) -> SamplingParams:
+    """Return ``SamplingParams`` with the values that are not None, and with those of ``defaults`` (normally
+    ``ApiHost.sampling_defaults``) for the others. ``names`` maps their fields to the names of the API, for error
+    messages. Raises ``RequestError``."""
     with api_names(names):
-        return SamplingParams(**{name: value for name, value in given.items() if value is not None})
+        return SamplingParams(**{**defaults, **{name: value for name, value in given.items() if value is not None}})
 
 
 @contextmanager

@@ -56,6 +56,7 @@ def _print(resolved: Resolved) -> None:
 
     out = console()
     out.print(_headline(resolved), soft_wrap=True)
+    out.print(_sampling_line(resolved), soft_wrap=True, markup=False, highlight=False)
     out.print("", _grid(resolved, narrow=out.width < NARROW))
     for line in _unused(resolved):
         out.print(line, style="yellow", soft_wrap=True, markup=False)
@@ -144,6 +145,16 @@ def _headline(resolved: Resolved) -> str:
         f"{config.model.dtype}, KV {config.memory.kv_dtype}, context {config.model.context_len}, overlap {overlap}\n"
         f"[dim]config {config_hash(config)}[/]"
     )
+
+
+def _sampling_line(resolved: Resolved) -> str:
+    """Return the line that shows the sampling defaults of the model."""
+    setting = resolved.config.model.generation_config
+    source = {"auto": "the model's generation_config.json", "none": "model.generation_config is none"}.get(
+        setting, setting
+    )
+    values = ", ".join(f"{name} {value:g}" for name, value in resolved.sampling_defaults.items())
+    return f"sampling defaults: {values or 'those of each API'} ({source})"
 
 
 def _rule(resolution: Resolution) -> str:

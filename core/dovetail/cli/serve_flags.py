@@ -147,6 +147,22 @@ FLAGS: tuple[ServeFlag, ...] = (
         metavar="JSON",
     ),
     ServeFlag(
+        ("--generation-config",),
+        "model.generation_config",
+        MODEL,
+        "Where sampling defaults come from: auto (the checkpoint's generation_config.json), vllm (the API's), or a directory.",
+        example="vllm",
+        values={"vllm": "none"},
+    ),
+    ServeFlag(
+        ("--sampling-defaults",),
+        "model.generation_config",
+        MODEL,
+        "Where sampling defaults come from: model (its generation_config.json), or openai (the API's).",
+        example="openai",
+        values={"model": "auto", "openai": "none"},
+    ),
+    ServeFlag(
         ("--seed", "--random-seed"),
         "server.seed",
         MODEL,
@@ -335,6 +351,7 @@ FLAGS: tuple[ServeFlag, ...] = (
 _LORA = "adapters (LoRA) are not supported yet; merge the adapter into the checkpoint and serve that"
 _REPLICAS = "one server is one replica; start several, and a proxy before them"
 _TLS = "the server speaks plain HTTP; terminate TLS in a proxy before it"
+_DEFAULTS = "write the values into a generation_config.json, and give its directory with --generation-config"
 _ROUTE = "it is one process here; send several servers' traffic through a proxy"
 
 REFUSED: Mapping[str, str] = {
@@ -365,6 +382,8 @@ REFUSED: Mapping[str, str] = {
     "--revision": "hub names are read at their newest revision; download the revision and give its directory",
     "--download-dir": "hub files are in the cache of huggingface-hub; set HF_HOME",
     "--tokenizer-mode": "tokenizer.json is read; give a directory that has one with --tokenizer",
+    "--override-generation-config": _DEFAULTS,
+    "--preferred-sampling-params": _DEFAULTS,
     "--skip-tokenizer-init": "the server needs the tokenizer; use LLM for token ids only",
     "--no-enable-chunked-prefill": "prompts are always chunked; give --chunked-prefill-size the context length",
     "--enable-trace": "use --otlp-traces-endpoint, which traces requests",

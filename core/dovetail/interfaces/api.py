@@ -235,6 +235,10 @@ class ApiHost(ABC):
     vocab_size: int
     embedding: Mapping[str, Any] | None
     """Describe the model's embeddings for ``dovetail.api.embeddings.pooling_kind``; None if the model offers none."""
+    sampling_defaults: Mapping[str, Any]
+    """Hold the values of sampling parameters that a request does not set, as the model's authors recommend them
+    (``model.generation_config``); for ``dovetail.api.requests.sampling_params``. The output length is not among them:
+    ``submit`` sets it."""
     owner: str = ""
     """Name the tenant that sent the request; empty if the server has no tenants. An API must show what it stores
     between requests to the same owner only."""
@@ -247,7 +251,7 @@ class ApiHost(ABC):
     @abstractmethod
     def submit(self, request: ApiRequest) -> Generation:
         """Send a request to the engine and return its outputs, without waiting for them. A request of a session has a
-        single output. Raises ``DrainingError``, ``EngineDeadError`` or ``RequestError``, and for tenants
+        single output. Outputs whose ``max_new_tokens`` is None have the length that the model recommends, if any. Raises ``DrainingError``, ``EngineDeadError`` or ``RequestError``, and for tenants
         ``RateLimitError``.
         """
 

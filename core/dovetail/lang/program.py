@@ -23,9 +23,8 @@ class Function:
     """Represent a program: ``run`` it once, ``run_batch`` it over rows of arguments, ``bind`` some of its arguments, or
     ``trace`` it.
 
-    Settings given to ``run`` apply to calls that do not give their own: ``max_new_tokens`` (128), ``temperature``
-    (1.0), and the other fields of ``ir.SamplingOptions`` except ``min_tokens`` and ``constraint``. The backend supplies
-    what is None. ``run`` returns when the program and all its calls are done; with ``stream=True`` it returns at once,
+    Settings given to ``run`` apply to calls that do not give their own: ``max_new_tokens`` (128) and the other fields
+    of ``ir.SamplingOptions`` except ``min_tokens`` and ``constraint``. The backend supplies what is None. ``run`` returns when the program and all its calls are done; with ``stream=True`` it returns at once,
     and ``text_iter`` reads the text while the program runs.
 
     With ``traced=True`` the program is first recorded. If it never needs a value for its control flow, it is executed
@@ -165,7 +164,7 @@ def sampling_of(settings: Mapping[str, Any]) -> SamplingOptions:
     unknown = sorted(settings.keys() - _SETTINGS)
     if unknown:
         raise TypeError(f"there is no setting {', '.join(unknown)}; allowed: {', '.join(sorted(_SETTINGS))}")
-    given = {"max_new_tokens": 128, "temperature": 1.0, **settings}
+    given = {"max_new_tokens": 128, **settings}
     return SamplingOptions.of(max_tokens=given.pop("max_new_tokens"), **given)
 
 

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 from dovetail.api.requests import CONSTRAINTS, grammar_of, token_biases
 from dovetail.errors import ConfigError, RequestError
+from dovetail.sampling_names import OTHER_NAMES
 from dovetail.sampling_params import SamplingParams
 
 P = ParamSpec("P")
@@ -116,8 +117,9 @@ Params = SamplingParams | Mapping[str, Any]
 """Sampling params, or a mapping with the names of ``SamplingParams``, vLLM or SGLang (``sampling_params_of``)."""
 
 
-def sampling_params_of(params: Params) -> SamplingParams:
-    """Return the sampling params that a mapping describes. Values that are None stand for the defaults. Constraints have
+def sampling_params_of(params: Params, defaults: Mapping[str, Any] = {}) -> SamplingParams:
+    """Return the sampling params that a mapping describes. Values that are None, or missing, are those of ``defaults``, or
+    the defaults of ``SamplingParams``. Constraints have
     the names of SGLang's sampling params (``json_schema``, ``regex``, ...) or are in vLLM's ``structured_outputs``. Raises
     ``RequestError``."""
     if isinstance(params, SamplingParams):
@@ -143,7 +145,8 @@ def sampling_params_of(params: Params) -> SamplingParams:
     biases = given.get("logit_bias")
     if isinstance(biases, Mapping) and any(isinstance(key, str) for key in biases):
         given["logit_bias"] = token_biases({str(key): bias for key, bias in biases.items()})
-    return SamplingParams(**given)
+    chosen = {OTHER_NAMES.get(str(name), str(name)) for name in given}
+    return SamplingParams(**given, **{name: value for name, value in defaults.items() if name not in chosen})
 
 
 _STRUCTURED = {"json": "json_schema", "regex": "regex", "choice": "choice", "grammar": "ebnf",
@@ -158,14 +161,15 @@ def one_of(params: object, sampling_params: object) -> object:
     return params if sampling_params is None else sampling_params
 
 
-def params_of_each(params: object, count: int) -> list[SamplingParams]:
-    """Return the sampling params of each of ``count`` prompts. Raises ``RequestError``."""
-    if isinstance(params, Mapping):
-        params = sampling_params_of(params)
+def params_of_each(params: object, count: int, defaults: Mapping[str, Any] = {}) -> list[SamplingParams]:
+    """Return the sampling params of each of ``count`` prompts. ``defaults`` are the values that mappings do not set, and
+    those of prompts without params. Raises ``RequestError``."""
+    if params is None or isinstance(params, Mapping):
+        params = sampling_params_of(params or {}, defaults)
     elif isinstance(params, Sequence) and all(isinstance(p, SamplingParams | Mapping) for p in params):
-        params = [sampling_params_of(p) for p in params]
-    if params is None or isinstance(params, SamplingParams):
-        return [params or SamplingParams()] * count
+        params = [sampling_params_of(p, defaults) for p in params]
+    if isinstance(params, SamplingParams):
+        return [params] * count
     if not isinstance(params, Sequence) or not all(isinstance(p, SamplingParams) for p in params):
         raise RequestError(
             f"params is {params!r:.80}; allowed: one SamplingParams or a mapping of its fields, or a list of them",

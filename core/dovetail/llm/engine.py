@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 from dovetail.api.embeddings import cosine, embedding, label_probabilities, pooling_kind
+from dovetail.api.requests import with_output_limit
 from dovetail.chat.parsing import OutputParsers, load_parsers
 from dovetail.chat.requests import plain_message, read_tool_choice, read_tools, template_tools
 from dovetail.config import dump
@@ -80,6 +81,8 @@ class LLM:
         self.tokenizer = load_tokenizer(config) if has_tokenizer else None
         self.loop = Loop(self.resolved, self.tokenizer)
         call_hook(self.resolved.hooks, "on_engine_start", info=self.loop.info)
+        self._defaults: dict[str, Any] = dict(self.resolved.sampling_defaults)
+        self._most_new: int | None = self._defaults.pop("max_new_tokens", None)
         self._ids = itertools.count()
         self._runs: dict[str, Run] = {}
         self._closed = False
@@ -97,14 +100,15 @@ class LLM:
         """Generate for each prompt (text or token ids) and return the outputs; with ``n > 1`` the outputs of a prompt are adjacent.
 
         ``params`` is one for all prompts or one for each, and ``sampling_params`` another name for it. A mapping with the names of
-        ``SamplingParams``, vLLM or SGLang is accepted too; what is not set has the default of ``SamplingParams``. ``group`` declares that the prompts have a common prefix, which is
+        ``SamplingParams``, vLLM or SGLang is accepted too; what it does not set has the value of ``get_default_sampling_params``,
+        and so have prompts without params. A ``SamplingParams`` states all values itself. ``group`` declares that the prompts have a common prefix, which is
         computed once and kept until ``group_size`` outputs have started (by default the number of outputs of this call). The
         outputs of one prompt form a group in any case. ``session`` keeps the text of the only output in the cache for the next
         call. Raises ``RequestError`` if a request is refused, before or while the others run (they are aborted), and
         ``EngineError`` if a step failed.
         """
         many = prompt_list(prompts)
-        each = params_of_each(one_of(params, sampling_params), len(many))
+        each = params_of_each(one_of(params, sampling_params), len(many), self._defaults)
         hints = hints_of(group, group_size, session, sum(p.n for p in each))
         runs = [run for prompt, p in zip(many, each, strict=True) for run in self._make(prompt, p, hints)]
         with DeferredInterrupt() as interrupt:
@@ -125,7 +129,7 @@ class LLM:
         """Generate one output and yield its text as it becomes final. Closing the iterator aborts the request. Several streams can
         be read in turns, and ``generate`` can be called in between: all of them share the engine's steps. See ``generate`` for
         ``group`` and ``session``; ``group_size`` is the number of outputs of the whole group."""
-        params = params_of_each(one_of(params, sampling_params), 1)[0]
+        params = params_of_each(one_of(params, sampling_params), 1, self._defaults)[0]
         if params.n != 1:
             raise RequestError(f"n is {params.n}; a stream has one output", param="n")
         self._need_tokenizer()
@@ -148,7 +152,7 @@ class LLM:
     ) -> Run:
         """Return the run of the only output of a chat. ``chat`` and ``chat_stream`` take the same arguments."""
         hints = hints_of(group, group_size, session, 1)
-        params = params_of_each(one_of(params, sampling_params), 1)[0]
+        params = params_of_each(one_of(params, sampling_params), 1, self._defaults)[0]
         if params.n != 1:
             raise RequestError(f"n is {params.n}; a chat has one output", param="n")
         specs, choice = read_tools(tools, tool_choice)
@@ -193,7 +197,7 @@ class LLM:
         """Answer a chat and yield everything that the model writes, as it becomes final. Reasoning and its marks are included;
         ``chat_stream`` separates them."""
         prompt = self._encoded(self._chat_prompt(messages, [], {}))
-        params = params_of_each(one_of(params, sampling_params), 1)[0]
+        params = params_of_each(one_of(params, sampling_params), 1, self._defaults)[0]
         return self.stream(prompt, params, group=group, group_size=group_size, session=session)
 
     def embed(
@@ -255,6 +259,11 @@ class LLM:
         pooled = [output.pooled for output in outputs if output.pooled is not None]
         assert len(pooled) == len(prompts), "each request with pooling is answered with a vector"
         return [label_probabilities(vector, among_labels=among_labels) for vector in pooled]
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """Return the sampling params of a call that gives none: those that the model's authors recommend in
+        generation_config.json (``model.generation_config``), as vLLM's method of this name does."""
+        return SamplingParams(**self._defaults, max_new_tokens=self._most_new)
 
     def flush_cache(self) -> None:
         """Drop every cached prefix, as SGLang's method of this name and ``reset_prefix_cache`` of vLLM do. Raises
@@ -333,6 +342,8 @@ class LLM:
         if params.thinking_budget is not None and params.thinking_span is None:
             text = prompt if isinstance(prompt, str) else self._need_tokenizer().decode(ids, skip_special_tokens=False)
             params = self._parsers.with_thinking_budget(params, text)
+        if self._most_new is not None:
+            params = with_output_limit(params, max(min(self._most_new, self._info["context_len"] - len(ids)), 1))
         rids = [str(next(self._ids)) for _ in range(params.n)]
         msgs = expand(ids, params, rids, group=hints.group, group_size=hints.group_size, session=hints.session)
         return [Run(msg, self.tokenizer) for msg in msgs]

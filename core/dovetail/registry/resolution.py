@@ -197,7 +197,7 @@ class Resolved:
 
     ``parts`` are the chosen components by slot, including those of third-party kinds. ``models`` are all model
     components that can be used, for drafters that open a separate model. ``runtime`` are the features of the runtime
-    under this config. The object does not cross process boundaries: another process resolves the same config again,
+    under this config. ``sampling_defaults`` are the model's values for sampling parameters that a request does not set. The object does not cross process boundaries: another process resolves the same config again,
     with the same result on the same machine.
     """
 
@@ -208,6 +208,7 @@ class Resolved:
     models: tuple[RegisteredComponent, ...]
     parts: Mapping[str, tuple[Chosen, ...]]
     runtime: frozenset[Feature]
+    sampling_defaults: Mapping[str, Any]
     resolutions: tuple[Resolution, ...]
     kinds: Kinds = field(repr=False)
     hooks: pluggy.HookRelay = field(repr=False)
@@ -326,6 +327,7 @@ class Resolved:
                 "needs": sorted(map(str, info.needs)),
             },
             "runtime": sorted(map(str, self.runtime)),
+            "sampling_defaults": dict(self.sampling_defaults),
             "chosen": {slot: _chosen_json(chosen) for slot, chosen in self.chosen.items()},
             "grammars": [chosen.name for chosen in self.grammars],
             "apis": [chosen.name for chosen in self.apis],

@@ -12,6 +12,7 @@ import logging
 from collections.abc import Mapping, Sequence
 
 from dovetail.config import Config, PluginConfig, Section, Selection
+from dovetail.config.generation import sampling_defaults
 from dovetail.config.kinds import KindSection
 from dovetail.errors import ConfigError, ResolutionError
 from dovetail.registry import fit, negotiable
@@ -338,6 +339,7 @@ def _resolved(
         models=tuple(c for c in registry.components(model.resolution.kind) if c.incompatible is None),
         parts={slot: parts[slot] for slot in order},
         runtime=fit.runtime_offers(overlap),
+        sampling_defaults=sampling_defaults(config.model.generation_config, model.directory),
         resolutions=tuple(resolutions[slot] for slot in order),
         kinds=registry.kinds,
         hooks=registry.hooks,

@@ -30,7 +30,7 @@ async def model_info(service: ApiHost, request: Request) -> Response:
         "served_model_name": service.model_name,
         "served_model_names": model.names,
         "is_generation": True,
-        "preferred_sampling_params": None,
+        "preferred_sampling_params": service.sampling_defaults or None,
         "weight_version": "default",
         "has_image_understanding": False,
         "has_audio_understanding": False,
@@ -61,6 +61,7 @@ async def server_info(service: Service, request: Request) -> Response:
         "engine_pid": service.engine.pid,
         "open_requests": service.engine.num_open,
         "config": dump(service.config),
+        "sampling_defaults": service.engine.info["resolved"].get("sampling_defaults", {}),
         "engine": service.engine.info,
         "stats": {name: value for name, value in msgspec.structs.asdict(stats).items() if name != "call_id"},
     }

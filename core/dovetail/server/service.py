@@ -14,7 +14,7 @@ from typing import Any
 
 from dovetail.api.offload import ByteBudget, Intake, Offload, offloaded, request_scope
 from dovetail.api.problems import DrainingError, UnknownModelError
-from dovetail.api.requests import check_logprobs
+from dovetail.api.requests import check_logprobs, with_output_limit
 from dovetail.chat.parsing import OutputParsers
 from dovetail.config import Config
 from dovetail.errors import ContextLengthError, EngineDeadError, RequestError
@@ -69,6 +69,9 @@ class Service(ApiHost):
         self.context_len: int = engine.info["context_len"]
         self.embedding: Mapping[str, Any] | None = engine.info.get("embedding")
         self.vocab_size: int = engine.info["resolved"]["model"]["vocab_size"]
+        recommended = dict(engine.info["resolved"].get("sampling_defaults", {}))
+        self._most_new: int | None = recommended.pop("max_new_tokens", None)
+        self.sampling_defaults: Mapping[str, Any] = recommended
         limits = config.server.limits
         bodies, answer = limits.bodies_mib * 2**20, limits.answer_mib * 2**20
         self._answers = AnswerLimit(answer, self.context_len, (self.embedding or {}).get("size", 0))
@@ -85,6 +88,7 @@ class Service(ApiHost):
         """Send a request to the engine, by default under the server's own terms, and return its outputs. Raises
         ``DrainingError``, ``EngineDeadError`` or ``RequestError``."""
         self.check_ready()
+        request = self.with_length(request)
         most = self.config.scheduler.max_waiting
         if request.num_outputs > most:
             raise RequestError(
@@ -132,6 +136,18 @@ class Service(ApiHost):
         if self.engine.stalled:
             return "stalled"
         return "paused" if self.paused else "ready"
+
+    def with_length(self, request: ApiRequest) -> ApiRequest:
+        """Return ``request`` with the model's own ``max_new_tokens`` for the prompts that set none, as far as it fits into
+        the context."""
+        most = self._most_new
+        if most is None or all(prompt.params.max_new_tokens is not None for prompt in request.prompts):
+            return request
+        limited = (
+            replace(prompt, params=with_output_limit(prompt.params, self.output_limit(prompt.ids, most)))
+            for prompt in request.prompts
+        )
+        return replace(request, prompts=tuple(limited))
 
     def _with_thinking_budgets(self, request: ApiRequest) -> ApiRequest:
         """Return ``request`` with the span of the reasoning that each prompt's ``thinking_budget`` limits."""

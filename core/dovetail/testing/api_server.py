@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -218,12 +218,14 @@ def _data(event: bytes) -> bytes:
 
 
 class EchoServer:
-    """Run the application of one API. Its requests run in the caller's event loop."""
+    """Run the application of one API. Its requests run in the caller's event loop. ``sampling_defaults`` are those of
+    the model."""
 
-    def __init__(self, api: Api, max_body_mib: float = 0.25) -> None:
+    def __init__(self, api: Api, max_body_mib: float = 0.25, sampling_defaults: Mapping[str, Any] = {}) -> None:
         config = Config.model_validate({"server": {"max_body_mib": max_body_mib}})
         tokenizer = _tokenizer()
         self.engine = EchoEngine(tokenizer)
+        self.engine.info["resolved"]["sampling_defaults"] = sampling_defaults
         self.service = EchoService(
             config, self.engine, tokenizer, Metrics({"version": "test"}), OutputParsers(tokenizer)
         )

@@ -11,6 +11,7 @@ from tokenizers import Tokenizer as Backend
 
 from dovetail.config import Config
 from dovetail.config.checkpoint import locate, read_json, read_text
+from dovetail.config.generation import FILE, generation_file
 from dovetail.errors import ConfigError, RequestError
 from dovetail.templates.chat_template import ChatTemplate
 from dovetail.tokenizer.content import ContentTokens, MarkedPrompt
@@ -76,10 +77,16 @@ class Tokenizer:
         """If False, text of messages that spells a special token becomes that token (``model.special_tokens_in_messages``)."""
 
     @classmethod
-    def from_dir(cls, path: Path | str, model: Path | str | None = None, template: str | None = None) -> Tokenizer:
+    def from_dir(
+        cls,
+        path: Path | str,
+        model: Path | str | None = None,
+        template: str | None = None,
+        generation: Path | None = None,
+    ) -> Tokenizer:
         """Read tokenizer.json, tokenizer_config.json and the chat template of ``path``; ``template`` replaces the
         source of that template. End-of-sequence ids are also read from config.json and generation_config.json of
-        ``model``, by default ``path``. Raises ``ConfigError``."""
+        ``model``, by default ``path``, and from the file ``generation``. Raises ``ConfigError``."""
         directory = Path(path)
         file = directory / "tokenizer.json"
         if not file.is_file():
@@ -91,7 +98,7 @@ class Tokenizer:
         return cls(
             read_text(file),
             config,
-            eos_token_ids=_model_eos(Path(model or path)),
+            eos_token_ids=_model_eos(Path(model or path), generation),
             chat_template=template or find_source(directory, config),
             tool_template=template or find_source(directory, config, tools=True),
         )
@@ -260,7 +267,8 @@ def load_tokenizer(config: Config) -> Tokenizer:
     directory. Raises ``ConfigError``."""
     model, own = locate(config.model.path), config.model.tokenizer
     template = read_template(config.model.chat_template) if config.model.chat_template else None
-    tokenizer = Tokenizer.from_dir(locate(own, "model.tokenizer") if own else model, model, template)
+    generation = generation_file(config.model.generation_config, model)
+    tokenizer = Tokenizer.from_dir(locate(own, "model.tokenizer") if own else model, model, template, generation)
     tokenizer.marks_content = not config.model.special_tokens_in_messages
     return tokenizer
 
@@ -294,15 +302,13 @@ def _optional_json(directory: Path, name: str) -> dict[str, Any]:
     return read_json(directory, name) if (directory / name).is_file() else {}
 
 
-def _model_eos(directory: Path) -> list[int]:
+def _model_eos(directory: Path, generation: Path | None) -> list[int]:
     ids: list[int] = []
-    for name in ("generation_config.json", "config.json"):
-        eos = _optional_json(directory, name).get("eos_token_id")
+    for file in dict.fromkeys([generation or directory / FILE, directory / FILE, directory / "config.json"]):
+        eos = _optional_json(file.parent, file.name).get("eos_token_id")
         found = eos if isinstance(eos, list) else [] if eos is None else [eos]
         if not all(type(token) is int for token in found):
-            raise ConfigError(
-                f"{directory / name}: eos_token_id is {eos!r:.80}; allowed: an integer, or a list of integers"
-            )
+            raise ConfigError(f"{file}: eos_token_id is {eos!r:.80}; allowed: an integer, or a list of integers")
         ids += found
     return ids
 

@@ -209,7 +209,7 @@ COMPLETIONS = RequestFields("/v1/completions", "Completions", (
 
 CHAT = RequestFields("/v1/chat/completions", "Chat", (
     _honoured("OVS", _SAME, model=None, messages=None, logprobs=False, top_logprobs=(None, 0)),
-    _honoured("OVS", "By default to the end of the context.", max_tokens=None, max_completion_tokens=None),
+    _honoured("OVS", "By default to the end of the context, or the length that the model recommends.", max_tokens=None, max_completion_tokens=None),
     _honoured("OVS", "[tools.md](tools.md).", tools=None, tool_choice=(None, "none", "auto"), parallel_tool_calls=True),
     _honoured("VS", "Variables of the chat template.", chat_template_kwargs=None),
     _honoured("V", "The variable `documents` of the chat template.", documents=None),

@@ -154,7 +154,7 @@ async def _parsed(host: ApiHost, body: NativeRequest) -> ApiRequest:
     check_count(host, len(prompts), param)
     if not all(prompts):
         raise RequestError(f"{param} has an empty prompt; give at least one token", param=param, code="empty_prompt")
-    chosen = _sampling(body, len(prompts))
+    chosen = _sampling(host, body, len(prompts))
     for params in chosen:
         check_logprobs(host, params, {**_NAMES, "prompt_logprobs": "top_logprobs_num"})
     rid, names = request_names(body.rid, len(prompts), "")
@@ -178,19 +178,19 @@ async def _encoded(host: ApiHost, prompt: str | list[int]) -> list[int]:
     return await host.encode(prompt, add_special_tokens=True) if isinstance(prompt, str) else prompt
 
 
-def _sampling(body: NativeRequest, count: int) -> list[SamplingParams]:
+def _sampling(host: ApiHost, body: NativeRequest, count: int) -> list[SamplingParams]:
     given = body.sampling_params or {}
     if isinstance(given, list) and len(given) != count:
         raise RequestError(f"sampling_params has {len(given)} entries for {count} prompts", param="sampling_params")
     if isinstance(given, list):
-        return [_params(body, validate(one, NativeSampling), i, count) for i, one in enumerate(given)]
+        return [_params(host, body, validate(one, NativeSampling), i, count) for i, one in enumerate(given)]
     params = validate(given, NativeSampling)
     if any(isinstance(getattr(body, name), list) for name in _LISTS):
-        return [_params(body, params, i, count) for i in range(count)]
-    return [_params(body, params, 0, count)] * count
+        return [_params(host, body, params, i, count) for i in range(count)]
+    return [_params(host, body, params, 0, count)] * count
 
 
-def _params(body: NativeRequest, given: NativeSampling, index: int, count: int) -> SamplingParams:
+def _params(host: ApiHost, body: NativeRequest, given: NativeSampling, index: int, count: int) -> SamplingParams:
     """Return the parameters of prompt ``index``. Raises ``RequestError``."""
     returned, start, top, token_ids = (body.of_prompt(name, index, count) for name in _LISTS)
     length = _one(given, "max_new_tokens", "max_tokens")
@@ -208,7 +208,7 @@ def _params(body: NativeRequest, given: NativeSampling, index: int, count: int) 
         "token_ids_logprob": tuple(token_ids) if returned and token_ids else None,
         "thinking_budget": body.max_thinking_tokens,
     }
-    return sampling_params(values, _NAMES)
+    return sampling_params(values, _NAMES, host.sampling_defaults)
 
 
 def _one(given: NativeSampling, name: str, other: str) -> Any:

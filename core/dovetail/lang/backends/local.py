@@ -61,6 +61,8 @@ class Runtime(Backend):
             self.llm, self._owns = LLM(model or model_path, **sections), True
         self.tokenizer = self.llm.tokenizer
         self._ids = itertools.count()
+        recommended = self.llm.resolved.sampling_defaults
+        self._defaults = {name: value for name, value in recommended.items() if name != "max_new_tokens"}
         self._engine_thread = EngineThread(self.llm.loop, self.tokenizer)
         self._closed = False
         _llms_in_use.add(self.llm)
@@ -84,7 +86,7 @@ class Runtime(Backend):
     ) -> list[Generated]:
         """See ``Backend.generate``; several outputs form a separate group."""
         self.check(conversation, sampling)
-        params = sampling_params(sampling)
+        params = sampling_params(sampling, self._defaults)
         ids = self._ids_of(conversation.text(self.template()), conversation.chat)
         if params.n > 1 and hints.group_size == 1:
             hints = replace(hints, group=f"n-{secrets.token_hex(8)}", group_size=params.n)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from dovetail.lang.ir import SamplingOptions
@@ -10,12 +11,23 @@ from dovetail.sampling_params import GrammarKind, GrammarSpec, SamplingParams
 CONSTRAINTS = frozenset({"regex", "json_schema"})
 """The kinds of constraints that a call may have."""
 
-_SAME = ("temperature", "top_p", "top_k", "min_p", "frequency_penalty", "presence_penalty", "ignore_eos", "seed", "n")
+_SAME = (
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "repetition_penalty",
+    "frequency_penalty",
+    "presence_penalty",
+    "ignore_eos",
+    "seed",
+    "n",
+)
 
 
-def sampling_params(sampling: SamplingOptions) -> SamplingParams:
-    """Return the ``SamplingParams`` of a call. Raises ``RequestError``."""
-    given = sampling.given()
+def sampling_params(sampling: SamplingOptions, defaults: Mapping[str, Any]) -> SamplingParams:
+    """Return the ``SamplingParams`` of a call, with ``defaults`` for what it does not set. Raises ``RequestError``."""
+    given = {**defaults, **sampling.given()}
     values: dict[str, Any] = {name: given[name] for name in _SAME if name in given}
     values |= {
         "max_new_tokens": given.get("max_tokens"),

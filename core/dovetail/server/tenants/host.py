@@ -36,6 +36,7 @@ class TenantHost(ApiHost):
         self.context_len = service.context_len
         self.vocab_size = service.vocab_size
         self.embedding = service.embedding
+        self.sampling_defaults = service.sampling_defaults
         self.owner = caller.name
         self._service = service
         self._tenancy = tenancy
@@ -53,6 +54,7 @@ class TenantHost(ApiHost):
     def submit(self, request: ApiRequest) -> RequestOutputs:
         """See ``Service.submit``. Raises ``RateLimitError`` as well."""
         tenant, server = self._tenant, self.config.server
+        request = self._service.with_length(request)
         if not self._counted:
             tenant.arrive()
         prompt_tokens = sum(len(prompt.ids) for prompt in request.prompts)

@@ -25,7 +25,7 @@ async def messages(host: ApiHost, request: Request) -> Response:
     host.check_model(body.model)
     metadata = RequestMetadata.of(new_id("msg_"), body)
     chat_input = await offloaded(request_scope().large, chat_input_of, body)
-    api_request, _ = await plan_within_context(host, chat_input, _params(body), metadata)
+    api_request, _ = await plan_within_context(host, chat_input, _params(host, body), metadata)
     outputs = host.submit(api_request)
     formatter = MessageFormat(host.model_name, body, outputs)
     if body.stream:
@@ -44,14 +44,14 @@ async def count_tokens(host: ApiHost, request: Request) -> Response:
     return json_response({"input_tokens": len(await chat_input.tokens(host))})
 
 
-def _params(body: MessagesRequest) -> SamplingParams:
+def _params(host: ApiHost, body: MessagesRequest) -> SamplingParams:
     values = {name: getattr(body, name) for name in ("temperature", "top_p", "top_k", "min_p", "seed")}
     values |= {
         "max_new_tokens": body.max_tokens,
         "stop": tuple(body.stop_sequences or ()),
         "grammar": _grammar(body.output_config),
     }
-    return sampling_params(values, _NAMES)
+    return sampling_params(values, _NAMES, host.sampling_defaults)
 
 
 def _grammar(config: OutputConfig | None) -> GrammarSpec | None:

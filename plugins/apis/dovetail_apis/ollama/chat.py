@@ -143,7 +143,6 @@ def _params(host: ApiHost, body: TextRequestFields) -> SamplingParams:
         raise RequestError("top_logprobs needs logprobs: true", param="top_logprobs")
     same = "temperature top_k top_p min_p presence_penalty frequency_penalty"
     values: dict[str, Any] = {name: getattr(given, name) for name in same.split()}
-    values |= {name: default for name, default in _DEFAULTS.items() if values[name] is None}
     values |= {
         "max_new_tokens": given.num_predict if (given.num_predict or 0) > 0 else None,
         "repetition_penalty": given.repeat_penalty,
@@ -152,7 +151,7 @@ def _params(host: ApiHost, body: TextRequestFields) -> SamplingParams:
         "logprobs": (body.top_logprobs or 0) if body.logprobs else None,
         "grammar": _grammar(body.format),
     }
-    return sampling_params(values, _NAMES)
+    return sampling_params(values, _NAMES, {**_DEFAULTS, **host.sampling_defaults})
 
 
 def _grammar(given: str | dict[str, Any] | None) -> GrammarSpec | None:

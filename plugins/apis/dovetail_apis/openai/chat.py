@@ -46,7 +46,8 @@ class ParsedChat(NamedTuple):
 async def _parsed(host: ApiHost, body: ChatCompletionRequest) -> ParsedChat:
     if body.top_logprobs and not body.logprobs:
         raise RequestError("top_logprobs needs logprobs: true", param="top_logprobs")
-    params = body.params(_max_tokens(body), (body.top_logprobs or 0) if body.logprobs else None, None, _NAMES)
+    logprobs = (body.top_logprobs or 0) if body.logprobs else None
+    params = body.params(_max_tokens(body), logprobs, None, _NAMES, host.sampling_defaults)
     check_logprobs(host, params, _NAMES)
     chat_input = await offloaded(request_scope().large, _chat_input, body)
     if body.input_ids is None:

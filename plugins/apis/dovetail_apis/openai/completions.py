@@ -44,7 +44,8 @@ def _many(prompt: object) -> bool:
 
 
 async def _parsed(host: ApiHost, body: CompletionRequest, texts: Sequence[Any]) -> ApiRequest:
-    params = _with_best_of(body, body.params(body.max_tokens, body.logprobs, body.logprobs if body.echo else None, {}))
+    echoed = body.logprobs if body.echo else None
+    params = _with_best_of(body, body.params(body.max_tokens, body.logprobs, echoed, {}, host.sampling_defaults))
     check_logprobs(host, params)
     rid, names = body.names(len(texts), "cmpl-")
 

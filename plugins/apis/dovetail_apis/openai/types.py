@@ -82,10 +82,15 @@ class OpenAIFields(StructuredFields, TruncationFields, SessionFields):
         return None if self.thinking_token_budget == -1 else self.thinking_token_budget
 
     def params(
-        self, max_tokens: int | None, logprobs: int | None, prompt_logprobs: int | None, names: Mapping[str, str]
+        self,
+        max_tokens: int | None,
+        logprobs: int | None,
+        prompt_logprobs: int | None,
+        names: Mapping[str, str],
+        defaults: Mapping[str, Any],
     ) -> SamplingParams:
-        """Return the sampling parameters. Raises a ``RequestError`` that uses this API's field names; ``names`` adds to
-        them."""
+        """Return the sampling parameters, with ``defaults`` for those that are not given. Raises a ``RequestError`` that
+        uses this API's field names; ``names`` adds to them."""
         if self.prompt_logprobs is not None and self.stream:
             raise RequestError("prompt_logprobs cannot be streamed; give stream: false", param="prompt_logprobs")
         if self.logprob_token_ids is not None and logprobs is None:
@@ -101,7 +106,7 @@ class OpenAIFields(StructuredFields, TruncationFields, SessionFields):
             "token_ids_logprob": tuple(self.logprob_token_ids) if self.logprob_token_ids else None,
             "thinking_budget": self.budget(),
         }
-        return sampling_params(given, {**_NAMES, **names})
+        return sampling_params(given, {**_NAMES, **names}, defaults)
 
 
 class CompletionRequest(OpenAIFields):

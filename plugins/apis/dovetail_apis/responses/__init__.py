@@ -211,6 +211,6 @@ async def _api_request(host: ApiHost, body: ResponsesRequest, items: Sequence[It
     calls = requested_calls(tools, body.tool_choice, body.parallel_tool_calls is not False)
     chat_input = ChatInput(messages, template_tools(tools), calls, body.template_variables())
     metadata = RequestMetadata.of(body.request_id or new_id("resp_"), body)
-    params = body.params()
+    params = body.params(host.sampling_defaults)
     check_logprobs(host, params, NAMES)
     return (await plan_within_context(host, chat_input, params, metadata))[0]

@@ -210,7 +210,7 @@ def _fields(host: ApiHost, body: ResponsesRequest) -> dict[str, Any]:
     ]
     choice = body.tool_choice if isinstance(body.tool_choice, str | None) else body.tool_choice.model_dump()
     form = body.text.format.model_dump(by_alias=True) if body.text and body.text.format else {"type": "text"}
-    params = body.params()
+    params = body.params(host.sampling_defaults)
     return {
         "created_at": int(time.time()),
         "model": host.model_name,

@@ -205,8 +205,9 @@ class ResponsesRequest(SessionFields):
         requested = self.top_logprobs or "message.output_text.logprobs" in (self.include or ())
         return (self.top_logprobs or 0) if requested else None
 
-    def params(self) -> SamplingParams:
-        """Return the sampling parameters. Raises a ``RequestError`` that uses this API's field names."""
+    def params(self, defaults: Mapping[str, Any]) -> SamplingParams:
+        """Return the sampling parameters, with ``defaults`` for those that are not given. Raises a ``RequestError`` that
+        uses this API's field names."""
         given = {
             **{name: getattr(self, name) for name in _SAMPLING},
             "max_new_tokens": self.max_output_tokens,
@@ -216,7 +217,7 @@ class ResponsesRequest(SessionFields):
             "include_stop": self.include_stop_str_in_output,
             "grammar": self._grammar(),
         }
-        return sampling_params(given, NAMES)
+        return sampling_params(given, NAMES, defaults)
 
     def _grammar(self) -> GrammarSpec | None:
         format_ = self.text and self.text.grammar()
