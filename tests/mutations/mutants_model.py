@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 import torch
 from mutant import Mutant
 
-from dovetail.engine.build import as_module, build_model
+from dovetail.engine.build import as_list, as_module, build_model
 from dovetail.interfaces.attention import AttentionBackend, AttentionLayer
 from dovetail.interfaces.cache import KVPool
 from dovetail.interfaces.features import Feature
@@ -204,9 +204,11 @@ class Rough(Sound):
 
 
 class FirstShares(DenseModel):
-    def weights_map(self) -> Mapping[str, WeightTarget]:
+    def weights_map(self) -> Mapping[str, WeightTarget | list[WeightTarget]]:
         return {
-            name: target if target.share is None else target._replace(share=target.share._replace(start=0))
+            name: [
+                one._replace(shares=tuple(share._replace(start=0) for share in one.shares)) for one in as_list(target)
+            ]
             for name, target in super().weights_map().items()
         }
 

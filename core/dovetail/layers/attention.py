@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
+from torch import nn
 
 from dovetail.interfaces.attention import AttentionLayer
+from dovetail.interfaces.model import TensorShare, WeightTarget
 from dovetail.layers.base import Layer
 from dovetail.layers.linear import ColumnLinear, row_linear
 from dovetail.layers.norm import HeadNorm
@@ -23,7 +25,8 @@ if TYPE_CHECKING:
 @dataclass(frozen=True, slots=True)
 class AttentionShape:
     """Describe the sizes and variants of a whole self-attention layer. If ``qk_norm_eps`` is set, each query and key head is
-    normalised. ``input_size`` is the size of the layer's input if it is not ``hidden_size``."""
+    normalised. ``input_size`` is the size of the layer's input if it is not ``hidden_size``. With ``sinks``, each query
+    head has a learned attention sink (see ``AttentionLayer``)."""
 
     hidden_size: int
     num_heads: int
@@ -33,13 +36,14 @@ class AttentionShape:
     out_bias: bool = False
     qk_norm_eps: float | None = None
     input_size: int | None = None
+    sinks: bool = False
 
 
 class SelfAttention(Layer):
     """Project the input to q, k and v, rotate q and k, store k and v in the pool, attend, and project back.
 
-    Its parameters are ``qkv`` (one for the three projections), ``out`` and, with a norm, ``qk_norm``. Every rank
-    computes its share of the heads, ``counts``. If there are fewer KV heads than ranks, several ranks compute the same
+    Its parameters are ``qkv`` (one for the three projections), ``out``, with a norm ``qk_norm``, and with sinks ``sinks``
+    (float32, whatever the model's dtype). Every rank computes its share of the heads, ``counts``, and has their sinks. If there are fewer KV heads than ranks, several ranks compute the same
     one. ``group`` is the cache group that contains the layer, ``constants.layer_id`` its index in the group's pool.
     """
 
@@ -51,11 +55,18 @@ class SelfAttention(Layer):
         inputs = shape.input_size or shape.hidden_size
         self.qkv = ColumnLinear(inputs, widths, mesh, bias=shape.qkv_bias, unit=head_dim)
         self.out = row_linear(queries, shape.hidden_size, mesh, bias=shape.out_bias)
-        heads, kv_heads = mesh.tp.share(shape.num_heads)[1], mesh.tp.share(shape.num_kv_heads)[1]
+        first, heads = mesh.tp.share(shape.num_heads)
+        kv_heads = mesh.tp.share(shape.num_kv_heads)[1]
         norm = None
         if shape.qk_norm_eps is not None:
             norm = HeadNorm(heads, kv_heads, head_dim, shape.qk_norm_eps)
         self.qk_norm = norm
+        self.sinks = None
+        self._sinks_share: tuple[TensorShare, ...] = ()
+        if shape.sinks:
+            self.sinks = nn.Parameter(torch.empty(heads, dtype=torch.float32), requires_grad=False)
+            constants = replace(constants, sinks=self.sinks)
+            self._sinks_share = (TensorShare(0, first, heads, shape.num_heads),) if mesh.tp.size > 1 else ()
         self.constants = constants
         self.group = group
         self.counts = HeadCounts(heads, kv_heads)
@@ -73,6 +84,11 @@ class SelfAttention(Layer):
         """Compute ``forward``, but leave it to ``RMSNorm.add_forward`` to add up parts (see
         ``Linear.parts_forward``)."""
         return self.out.parts_forward(self._attend(x, rotation, batch, last))
+
+    def sinks_target(self, parameter: str) -> WeightTarget:
+        """Return where the checkpoint's sinks of all heads go. ``parameter`` is the full name of ``sinks`` in the
+        model."""
+        return WeightTarget(parameter, shares=self._sinks_share)
 
     def _attend(self, x: torch.Tensor, rotation: Rotation, batch: Batch, last: Batch | None) -> torch.Tensor:
         """Return the attended values, which are the input of the output projection."""

@@ -91,6 +91,8 @@ def attention_targets(attn: SelfAttention, checkpoint_prefix: str, parameter_pre
     if attn.qk_norm is not None:
         yield f"{checkpoint_prefix}.q_norm.weight", WeightTarget(f"{parameter_prefix}.qk_norm.q_weight")
         yield f"{checkpoint_prefix}.k_norm.weight", WeightTarget(f"{parameter_prefix}.qk_norm.k_weight")
+    if attn.sinks is not None:
+        yield f"{checkpoint_prefix}.sinks", attn.sinks_target(f"{parameter_prefix}.sinks")
     for part in ("q", "k", "v"):
         yield from linear_targets(attn.qkv, f"{checkpoint_prefix}.{part}_proj", f"{parameter_prefix}.qkv", part)
     yield from linear_targets(attn.out, f"{checkpoint_prefix}.o_proj", f"{parameter_prefix}.out")
