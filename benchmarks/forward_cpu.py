@@ -38,7 +38,7 @@ from dovetail.registry.targets import load_attribute
 from dovetail.testing.batches import make_batch, make_page_table
 from dovetail.testing.installed import installed
 from dovetail_models.dense import DenseModel
-from dovetail_models.describe import describe_llama
+from dovetail_models.dense_describe import describe_llama
 
 MODELS: dict[str, dict[str, Any]] = {
     "tiny": {

@@ -41,7 +41,7 @@ from dovetail.interfaces.mesh import SINGLE
 from dovetail.interfaces.model import ModelInfo
 from dovetail.testing.ranks import run_ranks, thread_meshes
 from dovetail_models.dense import DenseModel
-from dovetail_models.describe import describe_llama
+from dovetail_models.dense_describe import describe_llama
 
 
 class Fake:

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from dovetail.errors import ConfigError
+from dovetail.interfaces.cache import CacheGroup
 from dovetail.interfaces.mesh import SINGLE
 from dovetail.layers.base import prepare_layers
 from dovetail.layers.embedding import Embedding, LMHead
@@ -19,7 +20,8 @@ from dovetail.layers.linear import ColumnLinear, Linear, make_batch_invariant
 from dovetail.layers.mlp import GatedMLP
 from dovetail.layers.norm import HeadNorm, RMSNorm
 from dovetail.layers.rope import RopeConfig, RopeKind
-from dovetail.layers.rotary import Rotary
+from dovetail.layers.rotary import HeadCounts, KVPlace, LayerRotary, Rotary
+from dovetail.memory.pool import PagedKVPool
 from dovetail.ops import activation, kv, norm, rotary
 from dovetail.ops.activation import silu_mul
 from dovetail.ops.kv import store
@@ -303,3 +305,20 @@ def test_batch_invariance_is_refused_to_products_that_are_not_those_of_the_layer
     mixed = nn.ModuleDict({"norm": RMSNorm(8, 1e-5), "own": nn.Linear(8, 8)})
     with pytest.raises(ConfigError, match=r"own is a Linear with its own parameters"):
         make_batch_invariant(mixed)
+
+
+def test_layers_may_differ_in_their_rotation() -> None:
+    ropes = [RopeConfig(head_dim=8, theta=theta, original_len=32, context_len=32) for theta in (100.0, 9.0)]
+    positions = torch.tensor([3, 17])
+    rotation = LayerRotary((ropes[0], None, ropes[1], ropes[0])).forward(positions)
+    qkv, counts = torch.randn(2, 5, 8), HeadCounts(3, 1)
+    for layer, rope in enumerate((ropes[0], None, ropes[1], ropes[0])):
+        group = PagedKVPool(CacheGroup(4, 1, 8), 2, 4, torch.float32, "cpu")
+        place = KVPlace(group, layer, torch.tensor([5, 2]))
+        q = rotation.rotate_and_store(qkv, counts, None, place)
+        k = group.keys(layer).view(-1, 1, 8)[[5, 2]]
+        expected = qkv[:, :4]
+        if rope is not None:
+            expected = apply_rotary(expected, *Rotary(rope).forward(positions))  # pyright: ignore[reportArgumentType]
+        torch.testing.assert_close(torch.cat((q, k), 1), expected)
+        torch.testing.assert_close(group.values(layer).view(-1, 1, 8)[[5, 2]], qkv[:, 4:])

@@ -3,6 +3,7 @@
 .venv/bin/python -m pytest -q -p no:xdist tests/e2e/test_embeddings_engine.py
 """
 
+import functools
 import json
 
 import drafter_checkpoints as checkpoints
@@ -243,9 +244,10 @@ def test_what_cannot_be_is_refused(llm):
 
 def test_a_model_that_does_not_declare_it_has_no_embeddings(checkpoint, monkeypatch):
     from dovetail.interfaces.features import Feature
-    from dovetail_models import describe
+    from dovetail_models import dense_describe
 
-    monkeypatch.setattr(describe, "_offers", lambda dense: frozenset({Feature.MODEL_LAST_ROWS}))
+    offers = frozenset({Feature.MODEL_LAST_ROWS})
+    monkeypatch.setattr(dense_describe, "make_info", functools.partial(dense_describe.make_info, offers=offers))
     llm = make_llm(checkpoint)
     assert llm.loop.info["embedding"] is None
     with pytest.raises(RequestError, match=r"does not offer model\.embed"):

@@ -20,7 +20,7 @@ from dovetail.testing.batches import make_batch, make_page_table
 from dovetail.testing.eager import EagerAttention
 from dovetail.testing.model import random_tokens
 from dovetail_models.dense import DenseModel
-from dovetail_models.describe import describe_llama, describe_mistral, describe_qwen2, describe_qwen3
+from dovetail_models.dense_describe import describe_llama, describe_mistral, describe_qwen2, describe_qwen3
 
 pytestmark = [
     pytest.mark.gpu,

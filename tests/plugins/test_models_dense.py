@@ -26,7 +26,7 @@ from dovetail.registry.specs import ComponentKind
 from dovetail.registry.targets import load_attribute
 from dovetail.testing.installed import installed
 from dovetail.testing.model import ModelSuite, Reference, read_tensors
-from dovetail_models.describe import describe_llama, describe_mistral, describe_qwen2, describe_qwen3
+from dovetail_models.dense_describe import describe_llama, describe_mistral, describe_qwen2, describe_qwen3
 
 SMALL = {
     "vocab_size": 97,
@@ -311,7 +311,7 @@ def test_a_tied_head_may_be_saved_and_an_untied_one_must(tmp_path: Path) -> None
 
 def test_describing_imports_no_torch() -> None:
     code = (
-        "import sys, dovetail_models.plugin, dovetail_models.config, dovetail_models.describe as d; "
+        "import sys, dovetail_models.plugin, dovetail_models.config, dovetail_models.dense_describe as d; "
         f"d.describe_llama({LLAMA!r}); assert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

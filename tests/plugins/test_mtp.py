@@ -25,7 +25,7 @@ from plain_drafters import EPS, PlainTensors, Spy, attend, check_best, drafts_of
 from dovetail import LLM, SamplingParams
 from dovetail.errors import ConfigError, ResolutionError, WeightsError
 from dovetail.interfaces.features import Feature
-from dovetail_models.describe import describe_llama
+from dovetail_models.dense_describe import describe_llama
 
 VOCAB, HIDDEN, LAYERS = 131, 48, 3
 TARGET: dict[str, Any] = {

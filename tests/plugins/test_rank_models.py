@@ -32,7 +32,7 @@ from dovetail.testing.batches import make_batch, make_page_table
 from dovetail.testing.eager import EagerAttention
 from dovetail.testing.model import ModelRows, random_tokens
 from dovetail.testing.ranks import thread_meshes
-from dovetail_models import describe
+from dovetail_models import dense_describe
 from dovetail_models.dense import DenseModel
 from dovetail_speculative.dflash_checkpoint import DFlashShape
 from dovetail_speculative.dflash_model import DFlashModel
@@ -119,7 +119,7 @@ def write_random(model: ModelArchitecture, directory: Path) -> None:
 
 
 def info_of(family: Family) -> ModelInfo:
-    return getattr(describe, family.describe)(BASE | family.config)
+    return getattr(dense_describe, family.describe)(BASE | family.config)
 
 
 def rows_of(model: ModelArchitecture, mesh: Mesh, lens: list[int]) -> ModelRows:

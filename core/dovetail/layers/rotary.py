@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
+from torch import nn
 
 from dovetail.layers.base import Layer
 from dovetail.layers.rope import RopeConfig
@@ -80,6 +82,35 @@ class TableRotation(NamedTuple):
         return rotate_and_store(qkv, *counts, self.table, self.positions, weights, keys, values, out_loc)
 
 
+class NoRotation:
+    """Leave queries and keys as they are: for models with learned positions, and for layers without positions."""
+
+    def rotate_and_store(
+        self, qkv: torch.Tensor, counts: HeadCounts, norm: HeadNorm | None, place: KVPlace
+    ) -> torch.Tensor:
+        """See ``Rotation.rotate_and_store``."""
+        heads, kv_heads = counts
+        qk, v = torch.split_with_sizes(qkv, (heads + kv_heads, kv_heads), 1)
+        if norm is not None:
+            qk = norm.forward(qk)
+        q, k = torch.split_with_sizes(qk, (heads, kv_heads), 1)
+        pool, layer_id, out_loc = place
+        pool.store(layer_id, k, v, out_loc)
+        return q.contiguous() if q.is_cuda else q  # as the kernel of the other rotations returns them
+
+
+class LayerRotation(NamedTuple):
+    """Hold the rotation of each layer, by ``KVPlace.layer_id``, for models whose layers differ in it."""
+
+    layers: tuple[Rotation, ...]
+
+    def rotate_and_store(
+        self, qkv: torch.Tensor, counts: HeadCounts, norm: HeadNorm | None, place: KVPlace
+    ) -> torch.Tensor:
+        """See ``Rotation.rotate_and_store``."""
+        return self.layers[place.layer_id].rotate_and_store(qkv, counts, norm, place)
+
+
 class Rotary(Layer):
     """Hold the table of all positions. A model has one; its layers get the rotation of a step as an argument."""
 
@@ -106,6 +137,28 @@ class Rotary(Layer):
             rows = rows.to(self._dtype)
         cos, sin = rows.split(1, 1)
         return GatheredRotation(cos, sin)
+
+
+class LayerRotary(Layer):
+    """Hold a ``Rotary`` for each of the different settings in ``ropes``, which has one entry for each layer: None for a
+    layer without rotary positions. Used in place of ``Rotary`` by models whose layers differ in it, and by models
+    without rotary positions."""
+
+    def __init__(self, ropes: Sequence[RopeConfig | None]) -> None:
+        super().__init__()
+        different = dict.fromkeys(ropes)
+        self.kinds = nn.ModuleList(Rotary(rope) for rope in different if rope is not None)
+        order = {rope: index for index, rope in enumerate(rope for rope in different if rope is not None)}
+        self._index = tuple(-1 if rope is None else order[rope] for rope in ropes)
+        self._kinds: tuple[Rotary, ...] = tuple(self.kinds)  # pyright: ignore[reportAttributeAccessIssue]
+        self._none = NoRotation()
+
+    def forward(self, positions: torch.Tensor) -> Rotation:
+        """Return the rotation of int64 ``positions [tokens]`` for all layers."""
+        if not self._kinds:
+            return self._none
+        found = (*(rotary.forward(positions) for rotary in self._kinds), self._none)
+        return LayerRotation(tuple([found[index] for index in self._index]))
 
 
 def rotary_table(rope: RopeConfig, device: torch.device) -> torch.Tensor:

@@ -14,7 +14,7 @@ def _dense(name: str, config: str, architecture: str, summary: str) -> Component
         name=name,
         target="dovetail_models.dense:DenseModel",
         config=f"dovetail_models.config:{config}",
-        describe=f"dovetail_models.describe:describe_{name}",
+        describe=f"dovetail_models.dense_describe:describe_{name}",
         # checkpoints that were saved without the head have the second name
         aliases=(architecture, architecture.replace("ForCausalLM", "Model")),
         summary=summary,
