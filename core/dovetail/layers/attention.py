@@ -11,13 +11,14 @@ from torch import nn
 from dovetail.interfaces.attention import AttentionLayer
 from dovetail.interfaces.model import TensorShare, WeightTarget
 from dovetail.layers.base import Layer
-from dovetail.layers.linear import ColumnLinear, row_linear
+from dovetail.layers.linear import NO_TRANSFORMS, ColumnLinear, row_linear
 from dovetail.layers.norm import HeadNorm
 from dovetail.layers.rotary import HeadCounts, KVPlace
 
 if TYPE_CHECKING:
     from dovetail.interfaces.mesh import Mesh
     from dovetail.layers.rotary import Rotation
+    from dovetail.layers.transforms import SplitHalves
     from dovetail.ops.parts import Addend
     from dovetail.types import Batch
 
@@ -26,7 +27,9 @@ if TYPE_CHECKING:
 class AttentionShape:
     """Describe the sizes and variants of a whole self-attention layer. If ``qk_norm_eps`` is set, each query and key head is
     normalised. ``input_size`` is the size of the layer's input if it is not ``hidden_size``. With ``sinks``, each query
-    head has a learned attention sink (see ``AttentionLayer``)."""
+    head has a learned attention sink (see ``AttentionLayer``). ``order`` is the order in which a checkpoint has the
+    elements of a query or key head, if it is not the order in which ``Rotary`` rotates: with a partial rotation
+    ``SplitHalves(head_dim, rope.rotary_dim)``."""
 
     hidden_size: int
     num_heads: int
@@ -37,6 +40,7 @@ class AttentionShape:
     qk_norm_eps: float | None = None
     input_size: int | None = None
     sinks: bool = False
+    order: SplitHalves | None = None
 
 
 class SelfAttention(Layer):
@@ -53,7 +57,8 @@ class SelfAttention(Layer):
         queries, keys = shape.num_heads * head_dim, shape.num_kv_heads * head_dim
         widths = {"q": queries, "k": keys, "v": keys}
         inputs = shape.input_size or shape.hidden_size
-        self.qkv = ColumnLinear(inputs, widths, mesh, bias=shape.qkv_bias, unit=head_dim)
+        order = {"q": shape.order, "k": shape.order} if shape.order else NO_TRANSFORMS
+        self.qkv = ColumnLinear(inputs, widths, mesh, bias=shape.qkv_bias, unit=head_dim, transforms=order)
         self.out = row_linear(queries, shape.hidden_size, mesh, bias=shape.out_bias)
         first, heads = mesh.tp.share(shape.num_heads)
         kv_heads = mesh.tp.share(shape.num_kv_heads)[1]
@@ -61,6 +66,7 @@ class SelfAttention(Layer):
         if shape.qk_norm_eps is not None:
             norm = HeadNorm(heads, kv_heads, head_dim, shape.qk_norm_eps)
         self.qk_norm = norm
+        self.order = shape.order
         self.sinks = None
         self._sinks_share: tuple[TensorShare, ...] = ()
         if shape.sinks:

@@ -89,8 +89,9 @@ def decoder_targets(layer: DecoderLayer, checkpoint_prefix: str, parameter_prefi
 def attention_targets(attn: SelfAttention, checkpoint_prefix: str, parameter_prefix: str) -> Targets:
     """Yield the targets of ``decoder_targets`` that belong to attention."""
     if attn.qk_norm is not None:
-        yield f"{checkpoint_prefix}.q_norm.weight", WeightTarget(f"{parameter_prefix}.qk_norm.q_weight")
-        yield f"{checkpoint_prefix}.k_norm.weight", WeightTarget(f"{parameter_prefix}.qk_norm.k_weight")
+        for part in ("q", "k"):
+            target = WeightTarget(f"{parameter_prefix}.qk_norm.{part}_weight", transform=attn.order)
+            yield f"{checkpoint_prefix}.{part}_norm.weight", target
     if attn.sinks is not None:
         yield f"{checkpoint_prefix}.sinks", attn.sinks_target(f"{parameter_prefix}.sinks")
     for part in ("q", "k", "v"):

@@ -4,13 +4,14 @@ outputs, the second by its inputs. Every rank of a ``Linear`` holds the whole we
 from __future__ import annotations
 
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
 from dovetail.errors import ConfigError
-from dovetail.interfaces.model import TensorShare, WeightTarget
+from dovetail.interfaces.model import TensorShare, WeightTarget, WeightTransform
 from dovetail.layers.base import Layer, parameter
 from dovetail.ops.activation import silu_mul
 from dovetail.ops.cpu.kernels import Kernels, kernels
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
     from dovetail.ops.parts import Addend, Parts
     from dovetail.ops.triton.invariant import InvariantRows
     from dovetail.ops.triton.matmul import FewRows
+
+NO_TRANSFORMS: Mapping[str, WeightTransform] = MappingProxyType({})
 
 
 class Linear(Layer):
@@ -101,25 +104,40 @@ class ColumnLinear(Linear):
 
     ``parts`` names the projections and their numbers of outputs, in order. Outputs are divided in units of ``unit``,
     which is ``head_dim`` for the projections of attention. If a projection has fewer units than there are ranks,
-    several ranks hold the same unit (see ``Collectives.share``).
+    several ranks hold the same unit (see ``Collectives.share``). ``transforms`` change the tensors of some projections;
+    they must leave the units whole.
     """
 
     def __init__(
-        self, in_features: int, parts: Mapping[str, int], mesh: Mesh, *, bias: bool = False, unit: int = 1
+        self,
+        in_features: int,
+        parts: Mapping[str, int],
+        mesh: Mesh,
+        *,
+        bias: bool = False,
+        unit: int = 1,
+        transforms: Mapping[str, WeightTransform] = NO_TRANSFORMS,
     ) -> None:
         own = {name: tuple(unit * n for n in mesh.tp.share(width // unit)) for name, width in parts.items()}
         super().__init__(in_features, sum(size for _, size in own.values()), bias=bias)
-        self._places: dict[str, tuple[int, int, tuple[TensorShare, ...]]] = {}
-        end = 0
+        self._places: dict[str, tuple[int, int, tuple[TensorShare, ...], WeightTransform | None]] = {}
+        self._fused: dict[str, TensorShare] = {}
+        end, before, whole = 0, 0, sum(parts.values())
         for name, (start, size) in own.items():
             shares = (TensorShare(0, start, size, parts[name]),) if mesh.tp.size > 1 else ()
-            self._places[name] = (end, size, shares)
+            self._places[name] = (end, size, shares, transforms.get(name))
+            self._fused[name] = TensorShare(0, before + start, size, whole)
             end += size
+            before += parts[name]
 
     def target(self, parameter: str, part: str | None = None) -> WeightTarget:
         """See ``Linear.target``. ``part`` is the name of one of the projections."""
         assert part is not None, "the parameters of this layer hold several projections"
         return WeightTarget(parameter, *self._places[part])
+
+    def fused_targets(self, parameter: str) -> list[WeightTarget]:
+        """Return where a tensor of the checkpoint goes that contains all projections side by side, in their order."""
+        return [self.target(parameter, name)._replace(shares=(share,)) for name, share in self._fused.items()]
 
 
 def row_linear(in_features: int, out_features: int, mesh: Mesh, *, bias: bool = False) -> Linear:

@@ -1,7 +1,7 @@
 """Read rotary frequencies from a Hugging Face config. Does not use torch, so that a model can be described without it.
 
 Kinds: ``default``; ``linear`` (position interpolation, Chen et al. 2023, arXiv 2306.15595); ``llama3`` (by wavelength,
-as in Llama 3.1); ``yarn`` (Peng et al. 2023, arXiv 2309.00071).
+as in Llama 3.1); ``yarn`` (Peng et al. 2023, arXiv 2309.00071); ``longrope`` (Ding et al. 2024, arXiv 2402.13753).
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import enum
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -26,6 +26,7 @@ class RopeKind(enum.StrEnum):
     LINEAR = "linear"
     LLAMA3 = "llama3"
     YARN = "yarn"
+    LONGROPE = "longrope"
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +34,12 @@ class RopeConfig:
     """Describe the rotary embedding of heads of ``head_dim``. Each field after ``factor`` belongs to one kind.
 
     ``original_len`` is the context before stretching, ``context_len`` after it. ``attention_factor`` multiplies cosines
-    and sines (yarn).
+    and sines (yarn, longrope). If ``partial_dim`` is not 0, only the first ``partial_dim`` elements of a head are
+    rotated.
+
+    ``short_factors`` and ``long_factors`` (longrope) divide the frequencies, one factor for each. All requests are
+    rotated with the same ones, because their keys are shared and kept: with the long ones if ``context_len`` is above
+    ``original_len``. ``short_scale`` and ``long_scale`` are used like ``attention_factor`` with either.
     """
 
     head_dim: int
@@ -48,10 +54,26 @@ class RopeConfig:
     beta_slow: float = 1.0
     truncate: bool = True
     attention_factor: float = 1.0
+    partial_dim: int = 0
+    short_factors: tuple[float, ...] = ()
+    long_factors: tuple[float, ...] = ()
+    short_scale: float | None = None
+    long_scale: float | None = None
+
+    @property
+    def rotary_dim(self) -> int:
+        """Return the number of elements of a head that are rotated."""
+        return self.partial_dim or self.head_dim
+
+    @property
+    def scale(self) -> float:
+        """Return what multiplies cosines and sines."""
+        scale = self.long_scale if self.context_len > self.original_len else self.short_scale
+        return self.attention_factor if scale is None else scale
 
     def inverse_frequencies(self) -> np.ndarray[Any, np.dtype[np.float32]]:
-        """Return the radians per position of each pair, float32 ``[head_dim / 2]``."""
-        plain = self.theta ** -(np.arange(0, self.head_dim, 2, dtype=np.float64) / self.head_dim)
+        """Return the radians per position of each pair, float32 ``[rotary_dim / 2]``."""
+        plain = self.theta ** -(np.arange(0, self.rotary_dim, 2, dtype=np.float64) / self.rotary_dim)
         return _STRETCH[self.kind](plain, self).astype(np.float32)
 
 
@@ -64,15 +86,19 @@ def _llama3(plain: Frequencies, rope: RopeConfig) -> Frequencies:
 
 def _yarn(plain: Frequencies, rope: RopeConfig) -> Frequencies:
     def pair_that_turns(turns: float) -> float:
-        return rope.head_dim * math.log(rope.original_len / (turns * 2 * math.pi)) / (2 * math.log(rope.theta))
+        return rope.rotary_dim * math.log(rope.original_len / (turns * 2 * math.pi)) / (2 * math.log(rope.theta))
 
     low, high = pair_that_turns(rope.beta_fast), pair_that_turns(rope.beta_slow)
     if rope.truncate:
         low, high = math.floor(low), math.ceil(high)
-    low, high = max(low, 0), min(high, rope.head_dim - 1)
+    low, high = max(low, 0), min(high, rope.rotary_dim - 1)
     ramp = (np.arange(len(plain)) - low) / (high - low if high != low else 0.001)
     stretched = np.clip(ramp, 0.0, 1.0)
     return plain * (1 - stretched + stretched / rope.factor)
+
+
+def _longrope(plain: Frequencies, rope: RopeConfig) -> Frequencies:
+    return plain / np.array(rope.long_factors if rope.context_len > rope.original_len else rope.short_factors)
 
 
 _STRETCH: dict[RopeKind, Callable[[Frequencies, RopeConfig], Frequencies]] = {
@@ -80,6 +106,7 @@ _STRETCH: dict[RopeKind, Callable[[Frequencies, RopeConfig], Frequencies]] = {
     RopeKind.LINEAR: lambda plain, rope: plain / rope.factor,
     RopeKind.LLAMA3: _llama3,
     RopeKind.YARN: _yarn,
+    RopeKind.LONGROPE: _longrope,
 }
 
 _KEYS: dict[RopeKind, frozenset[str]] = {
@@ -98,19 +125,33 @@ _KEYS: dict[RopeKind, frozenset[str]] = {
             "truncate",
         }
     ),
+    RopeKind.LONGROPE: frozenset(
+        {
+            "factor",
+            "original_max_position_embeddings",
+            "attention_factor",
+            "short_factor",
+            "long_factor",
+            "short_mscale",
+            "long_mscale",
+        }
+    ),
 }
+_OLD_NAMES = {"su": "longrope"}
 _COMMON_KEYS = frozenset({"rope_type", "type", "rope_theta", "partial_rotary_factor"})
 _REQUIRED: dict[RopeKind, tuple[str, ...]] = {
     RopeKind.DEFAULT: (),
     RopeKind.LINEAR: ("factor",),
     RopeKind.LLAMA3: ("factor", "low_freq_factor", "high_freq_factor"),
     RopeKind.YARN: ("factor",),
+    RopeKind.LONGROPE: ("short_factor", "long_factor"),
 }
 
 
-def read_rope(config: Mapping[str, Any], head_dim: int, max_positions: int) -> RopeConfig:
+def read_rope(config: Mapping[str, Any], head_dim: int, max_positions: int, partial: float | None = None) -> RopeConfig:
     """Return the rotary settings of a config.json, in the format of transformers 4 (``rope_theta`` and
-    ``rope_scaling``) or 5 (``rope_parameters``). Raises ``ConfigError`` for a kind or a key that is not implemented."""
+    ``rope_scaling``) or 5 (``rope_parameters``). ``partial`` is the part of a head that is rotated by default; if it is
+    None, the model rotates whole heads only. Raises ``ConfigError`` for a kind or a key that is not implemented."""
     section, given = _section(config)
     kind = _kind(section, given)
     unknown = set(given) - _KEYS[kind] - _COMMON_KEYS
@@ -121,16 +162,18 @@ def read_rope(config: Mapping[str, Any], head_dim: int, max_positions: int) -> R
     for key in _REQUIRED[kind]:
         if given.get(key) is None:
             raise ConfigError(f"config.json: {section} of type {kind} needs {key!r}")
-    _refuse_partial(section, {**config, **given})
-    if head_dim % 2:
-        raise ConfigError(f"config.json: head_dim is {head_dim}; rotary embedding needs an even one")
-    theta = float(given.get("rope_theta") or config.get("rope_theta") or 10000.0)
+    partial_dim = _partial_dim(section, {**config, **given}, head_dim, partial)
+    if (partial_dim or head_dim) % 2 or head_dim % 2:
+        raise ConfigError(
+            f"config.json: head_dim is {head_dim}, of which {partial_dim or head_dim} elements are rotated; rotary embedding "
+            "needs even numbers"
+        )
     pretrained = "original_max_position_embeddings"
     original = int(config.get(pretrained) or given.get(pretrained) or max_positions)
-    factor = float(given.get("factor") or 1.0)
-    return RopeConfig(
+    factor = _number(section, given, "factor") or 1.0
+    rope = RopeConfig(
         head_dim=head_dim,
-        theta=theta,
+        theta=_number(section, given, "rope_theta") or float(config.get("rope_theta") or 10000.0),
         original_len=original,
         context_len=_context_len(kind, original, max_positions, factor),
         kind=kind,
@@ -141,7 +184,9 @@ def read_rope(config: Mapping[str, Any], head_dim: int, max_positions: int) -> R
         beta_slow=float(given.get("beta_slow") or 1.0),
         truncate=bool(given.get("truncate", True)),
         attention_factor=_attention_factor(given, factor) if kind is RopeKind.YARN else 1.0,
+        partial_dim=partial_dim,
     )
+    return _with_factors(rope, section, given, max_positions) if kind is RopeKind.LONGROPE else rope
 
 
 def _section(config: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:
@@ -154,6 +199,7 @@ def _section(config: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:
 
 def _kind(section: str, given: Mapping[str, Any]) -> RopeKind:
     name = given.get("rope_type") or given.get("type") or "default"
+    name = _OLD_NAMES.get(name, name)
     if name not in list(RopeKind):
         raise ConfigError(
             f"config.json: {section} has type {name!r}; implemented: {', '.join(RopeKind)}. "
@@ -162,10 +208,52 @@ def _kind(section: str, given: Mapping[str, Any]) -> RopeKind:
     return RopeKind(name)
 
 
-def _refuse_partial(section: str, given: Mapping[str, Any]) -> None:
-    part = given.get("partial_rotary_factor")
-    if part is not None and part != 1:
-        raise ConfigError(f"config.json: partial_rotary_factor ({section}) is {part!r}; implemented: 1.0")
+def _number(section: str, given: Mapping[str, Any], key: str) -> float | None:
+    """Return a number above 0, or None if it is null or absent."""
+    value = given.get(key)
+    if value is None:
+        return None
+    if not isinstance(value, int | float) or isinstance(value, bool) or not value > 0:
+        raise ConfigError(f"config.json: {key} ({section}) is {value!r}; allowed: a number above 0")
+    return float(value)
+
+
+def _partial_dim(section: str, given: Mapping[str, Any], head_dim: int, default: float | None) -> int:
+    """Return ``RopeConfig.partial_dim``."""
+    part = _number(section, given, "partial_rotary_factor") or default or 1.0
+    if part > 1 or (part < 1 and default is None):
+        allowed = "1.0" if default is None else "a number up to 1"
+        raise ConfigError(f"config.json: partial_rotary_factor ({section}) is {part!r}; implemented: {allowed}")
+    return int(head_dim * part) if part < 1 else 0
+
+
+def _with_factors(rope: RopeConfig, section: str, given: Mapping[str, Any], max_positions: int) -> RopeConfig:
+    """Return ``rope`` with its settings of longrope. As in transformers, and whatever the length of a request, the
+    attention factor follows from ``factor`` or from the ratio of the contexts."""
+    pairs = rope.rotary_dim // 2
+    factors: dict[str, tuple[float, ...]] = {}
+    for key in ("short_factor", "long_factor"):
+        values = given[key]
+        if not isinstance(values, list) or len(values) != pairs or not all(map(_is_positive, values)):
+            raise ConfigError(
+                f"config.json: {key} ({section}) is {values!r}; needed: a list of {pairs} numbers above 0"
+            )
+        factors[key] = tuple(float(value) for value in values)
+    ratio = _number(section, given, "factor") or max_positions / rope.original_len
+    default = math.sqrt(1 + math.log(ratio) / math.log(rope.original_len)) if ratio > 1 else 1.0
+    return replace(
+        rope,
+        factor=ratio,
+        attention_factor=_number(section, given, "attention_factor") or default,
+        short_factors=factors["short_factor"],
+        long_factors=factors["long_factor"],
+        short_scale=_number(section, given, "short_mscale"),
+        long_scale=_number(section, given, "long_mscale"),
+    )
+
+
+def _is_positive(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and value > 0
 
 
 def _context_len(kind: RopeKind, original: int, max_positions: int, factor: float) -> int:

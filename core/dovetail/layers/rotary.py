@@ -163,13 +163,15 @@ class LayerRotary(Layer):
 
 def rotary_table(rope: RopeConfig, device: torch.device) -> torch.Tensor:
     """Return float32 ``[context_len, 2, head_dim]``: cosines ``[c, c]`` and signed sines ``[-s, s]`` of every
-    position."""
+    position. Pairs that are not rotated are the last of each half, with cosine 1 and sine 0; the weights of queries and
+    keys are in that order (``layers.transforms.SplitHalves``)."""
     frequencies = torch.from_numpy(rope.inverse_frequencies()).to(device)
     positions = torch.arange(rope.context_len, device=device, dtype=torch.float32)
     angles = positions[:, None] * frequencies
-    table = torch.empty(rope.context_len, 2, rope.head_dim, device=device, dtype=torch.float32)
-    cos, sin = angles.cos() * rope.attention_factor, angles.sin() * rope.attention_factor
-    half = rope.head_dim // 2
-    table[:, 0, :half] = table[:, 0, half:] = cos
-    table[:, 1, :half], table[:, 1, half:] = -sin, sin
-    return table
+    table = torch.zeros(rope.context_len, 2, 2, rope.head_dim // 2, device=device, dtype=torch.float32)
+    table[:, 0] = 1.0
+    rotated = rope.rotary_dim // 2
+    table[:, 0, :, :rotated] = (angles.cos() * rope.scale)[:, None]
+    table[:, 1, 1, :rotated] = angles.sin() * rope.scale
+    table[:, 1, 0] = -table[:, 1, 1]
+    return table.flatten(2)

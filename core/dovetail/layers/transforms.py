@@ -58,16 +58,17 @@ class AddOne(WeightTransform):
 
 
 @dataclass(frozen=True, slots=True)
-class SplitPairs(WeightTransform):
-    """Read the projection of queries or keys of a model that rotates pairs, the elements (0, 1), (2, 3) and so on
-    of a head, into the order in which ``Rotary`` rotates: the elements i and i + rotary_dim / 2.
+class SplitHalves(WeightTransform):
+    """Read the projection of queries or keys of a model that rotates the first ``rotary_dim`` elements of each head, the
+    pairs (i, i + rotary_dim / 2), into the order in which ``Rotary`` rotates: the pairs (i, i + head_dim / 2), of which
+    those that are not rotated are the last. With ``pairs``, the model rotates the pairs (0, 1), (2, 3) and so on.
 
-    Only the first ``rotary_dim`` of the ``head_dim`` rows of each head change their places. The products of queries and
-    keys stay the same, because both are in the same order.
+    The products of queries and keys stay the same, because both are in the same order.
     """
 
     head_dim: int
     rotary_dim: int
+    pairs: bool = False
 
     def source_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """See ``WeightTransform``."""
@@ -76,5 +77,17 @@ class SplitPairs(WeightTransform):
     def apply(self, tensor: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
         """See ``WeightTransform``."""
         heads = tensor.unflatten(0, (-1, self.head_dim))
-        rotated, rest = heads.split((self.rotary_dim, self.head_dim - self.rotary_dim), dim=1)
-        return torch.cat((rotated[:, 0::2], rotated[:, 1::2], rest), dim=1).flatten(0, 1)
+        return heads.index_select(1, self.order.to(tensor.device)).flatten(0, 1)
+
+    @property
+    def order(self) -> torch.Tensor:
+        """Return int64 ``[head_dim]``: the element of a head in the checkpoint that each element comes from."""
+        head = torch.arange(self.head_dim, device="cpu")
+        rotated, rest = head.split((self.rotary_dim, self.head_dim - self.rotary_dim))
+        low, high = (rotated[0::2], rotated[1::2]) if self.pairs else rotated.chunk(2)
+        return torch.cat((low, rest[: len(rest) // 2], high, rest[len(rest) // 2 :]))
+
+
+def SplitPairs(head_dim: int, rotary_dim: int) -> SplitHalves:
+    """Return the ``SplitHalves`` of a model that rotates pairs."""
+    return SplitHalves(head_dim, rotary_dim, pairs=True)
