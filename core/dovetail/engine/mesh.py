@@ -6,7 +6,7 @@ import os
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch.distributed import FileStore, PrefixStore, TCPStore
@@ -24,12 +24,19 @@ TIMEOUT = 300.0
 The executor notices at once that the process of a rank has ended."""
 
 
-def connect(rank: int, size: int, device: torch.device, rendezvous: Path | int, timeout: float = TIMEOUT) -> Mesh:
+def connect(
+    rank: int,
+    size: int,
+    device: torch.device,
+    rendezvous: Path | int,
+    timeout: float = TIMEOUT,
+    experts: Literal["tp", "ep"] = "tp",
+) -> Mesh:
     """Connect this process, rank ``rank`` of ``size``, with the other ranks on this host, and return their mesh.
 
     ``rendezvous`` is the same for all ranks: a file that does not exist yet, or a free port of 127.0.0.1. On CUDA the
     function makes ``device`` the current device, and the tensors of the collectives must be there. Every wait ends
-    after ``timeout`` seconds. Raises ``RankLostError`` if the ranks do not find each other.
+    after ``timeout`` seconds. ``experts``: see ``Mesh``. Raises ``RankLostError`` if the ranks do not find each other.
     """
     if size == 1:
         return SINGLE
@@ -53,7 +60,7 @@ def connect(rank: int, size: int, device: torch.device, rendezvous: Path | int, 
     _warm_up(collectives, device)
     if device.type == "cuda":
         collectives = peer_collectives(collectives, PrefixStore("peer", store), device, timeout)
-    return Mesh(collectives)
+    return Mesh(collectives, experts)
 
 
 def _warm_up(collectives: Collectives, device: torch.device) -> None:

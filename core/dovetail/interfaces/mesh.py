@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from dovetail.errors import ConfigError
 
@@ -125,9 +125,14 @@ class OneRank(Collectives):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Mesh:
-    """Hold the place of this process among the ranks. ``tp`` are the ranks of tensor parallelism."""
+    """Hold the place of this process among the ranks. ``tp`` are the ranks of tensor parallelism.
+
+    ``experts`` is how they divide layers of experts: ``tp`` gives each rank a share of every expert, ``ep`` some whole
+    experts. In both cases all ranks have all tokens, and add up what they compute.
+    """
 
     tp: Collectives
+    experts: Literal["tp", "ep"] = "tp"
 
 
 SINGLE = Mesh(OneRank())

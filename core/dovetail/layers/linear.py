@@ -75,6 +75,10 @@ class Linear(Layer):
         parts = self._parts(x)
         return self.forward(x) if parts is None else parts
 
+    def addend_forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return what this rank adds to ``forward``: all of it, unless the inputs are divided among ranks."""
+        return self.forward(x)
+
     def _parts(self, x: torch.Tensor) -> Parts | None:
         """Return the parts of the product, or None if it is not computed in parts."""
         if not self.prepared:
@@ -166,6 +170,10 @@ class RowLinear(Linear):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Map contiguous ``x [tokens, in]``, this rank's inputs, to ``[tokens, out]``. Mutates nothing."""
         return self._tp.all_reduce(super().forward(x))
+
+    def addend_forward(self, x: torch.Tensor) -> torch.Tensor:
+        """See ``Linear.addend_forward``."""
+        return super().forward(x)
 
     def parts_forward(self, x: torch.Tensor) -> Addend:
         """See ``Linear.parts_forward``."""

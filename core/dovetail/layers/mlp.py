@@ -32,3 +32,7 @@ class GatedMLP(Layer):
         """Compute ``forward``, but leave it to ``RMSNorm.add_forward`` to add up parts (see
         ``Linear.parts_forward``)."""
         return self.down.parts_forward(self.gate_up.gated_forward(x))
+
+    def addend_forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return what this rank adds to ``forward`` (see ``Linear.addend_forward``). The caller may overwrite it."""
+        return self.down.addend_forward(self.gate_up.gated_forward(x))

@@ -6,7 +6,7 @@ import functools
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 
@@ -61,11 +61,11 @@ class ThreadCollectives(UnfusedCollectives):
         return result
 
 
-def thread_meshes(size: int) -> list[Mesh]:
-    """Return the meshes of ``size`` ranks, for ``run_ranks``."""
+def thread_meshes(size: int, experts: Literal["tp", "ep"] = "tp") -> list[Mesh]:
+    """Return the meshes of ``size`` ranks, for ``run_ranks``. ``experts``: see ``Mesh``."""
     values: list[Any] = [None] * size
     barrier = threading.Barrier(size, timeout=SECONDS)
-    return [Mesh(ThreadCollectives(rank, values, barrier)) for rank in range(size)]
+    return [Mesh(ThreadCollectives(rank, values, barrier), experts) for rank in range(size)]
 
 
 def run_ranks(meshes: Sequence[Mesh], work: Callable[[T], R], given: Sequence[T]) -> list[R]:

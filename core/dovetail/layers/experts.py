@@ -1,0 +1,132 @@
+"""Compute feed-forward layers of which each token uses a few experts (mixture of experts)."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from dovetail.errors import ConfigError
+from dovetail.layers.base import Layer, parameter
+from dovetail.layers.linear import Linear
+from dovetail.layers.mlp import GatedMLP
+from dovetail.ops.experts import ExpertWeights, experts
+from dovetail.ops.parts import RankAddend
+from dovetail.ops.routing import Routing, route
+
+if TYPE_CHECKING:
+    from dovetail.interfaces.mesh import Mesh
+    from dovetail.ops.expert_shapes import ExpertsShape, RoutingRule
+    from dovetail.ops.parts import Addend
+
+
+class Router(Layer):
+    """Choose the experts of each token by a ``RoutingRule``. Every rank holds the whole layer, and all ranks choose
+    alike. ``gate`` computes the logits. ``correction`` is the bias for the choice, float32 ``[experts]``, or None; it
+    is ``e_score_correction_bias`` in checkpoints."""
+
+    def __init__(self, hidden_size: int, rule: RoutingRule, *, bias: bool = False) -> None:
+        super().__init__()
+        self.rule = rule
+        self.gate = Linear(hidden_size, rule.num_experts, bias=bias)
+        self.correction = (
+            nn.Parameter(torch.empty(rule.num_experts, dtype=torch.float32), requires_grad=False)
+            if rule.corrected
+            else None
+        )
+        self._exact: tuple[torch.Tensor, torch.Tensor | None]
+
+    def prepare(self) -> None:
+        """See ``Layer.prepare``."""
+        bias = self.gate.bias
+        if self.rule.float32:
+            self._exact = self.gate.weight.float(), None if bias is None else bias.float()
+        super().prepare()
+
+    def forward(self, x: torch.Tensor) -> Routing:
+        """Return the experts of each of the tokens ``x [tokens, hidden_size]``. Mutates nothing."""
+        if not self.prepared:
+            self.prepare()
+        logits = functional.linear(x.float(), *self._exact) if self.rule.float32 else self.gate.forward(x)
+        return route(logits, self.rule, self.correction)
+
+
+class Experts(Layer):
+    """Compute the sum of the weighted results of each token's experts, which ``router`` chooses. The result of an
+    expert is ``down(activation(gate(x), up(x)))``.
+
+    The ranks of ``mesh.tp`` all have the same tokens, and add up what they compute. By ``mesh.experts`` every rank holds
+    a share of the intermediate values of each expert (``tp``), or some of the experts, whole (``ep``). The parameters
+    are ``gate_up [experts * 2 * size, hidden]``, in which the rows of gate of an expert precede its rows of up, and
+    ``down [experts * hidden, size]``, with this rank's experts and share; and ``gate_up_bias`` and ``down_bias``, their
+    rows' biases. ``shared`` is the shared expert, which the ranks divide like every ``GatedMLP``, or None.
+    ``dovetail.layers.expert_targets`` names their tensors in checkpoints. Raises ``ConfigError`` if the ranks cannot divide the experts.
+    """
+
+    def __init__(self, shape: ExpertsShape, mesh: Mesh) -> None:
+        super().__init__()
+        self.shape, self._tp = shape, mesh.tp
+        self.held, self.share = divided(shape, mesh)
+        count, size, hidden = len(self.held), len(self.share), shape.hidden_size
+        self.router = Router(hidden, shape.routing, bias=shape.router_bias)
+        self.gate_up = parameter(count * 2 * size, hidden)
+        self.down = parameter(count * hidden, size)
+        self.gate_up_bias = parameter(count * 2 * size) if shape.bias else None
+        self.down_bias = parameter(count * hidden) if shape.bias else None
+        self.shared = GatedMLP(hidden, shape.shared_size, mesh) if shape.shared_size else None
+        self.shared_gate = Linear(hidden, 1) if shape.shared_gate else None
+        self._weights: ExpertWeights
+
+    def prepare(self) -> None:
+        """See ``Layer.prepare``."""
+        shape, count = self.shape, len(self.held)
+        # ranks that share an expert all compute its result, and only one of them may add the bias
+        adds_bias = self.down_bias is not None and (len(self.share) == shape.size or self._tp.rank == 0)
+        self._weights = ExpertWeights(
+            gate_up=self.gate_up.view(count, -1, shape.hidden_size),
+            down=self.down.view(count, shape.hidden_size, -1),
+            activation=shape.activation,
+            gate_up_bias=None if self.gate_up_bias is None else self.gate_up_bias.view(count, -1),
+            down_bias=self.down_bias.view(count, -1) if adds_bias and self.down_bias is not None else None,
+            first=self.held.start,
+            scaled_input=shape.scaled_input,
+        )
+        super().prepare()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Map contiguous ``x [tokens, hidden_size]`` to the same shape. Mutates nothing."""
+        added = self._added(x)
+        return added if self._tp.size == 1 else self._tp.all_reduce(added)
+
+    def parts_forward(self, x: torch.Tensor) -> Addend:
+        """Compute ``forward``, but leave it to ``RMSNorm.add_forward`` to add up the addends of the ranks."""
+        added = self._added(x)
+        return added if self._tp.size == 1 else RankAddend(added, self._tp)
+
+    def _added(self, x: torch.Tensor) -> torch.Tensor:
+        """Return what this rank adds to the result."""
+        if not self.prepared:
+            self.prepare()
+        added = experts(x, self.router.forward(x), self._weights)
+        if self.shared is None:
+            return added
+        shared = self.shared.addend_forward(x)
+        if self.shared_gate is not None:
+            shared = torch.sigmoid(self.shared_gate.forward(x)) * shared
+        return added.add_(shared)
+
+
+def divided(shape: ExpertsShape, mesh: Mesh) -> tuple[range, range]:
+    """Return the experts of this rank, and the intermediate values of each that it computes. Raises ``ConfigError`` if
+    the ranks cannot divide them evenly."""
+    ranks, number = mesh.tp.size, shape.routing.num_experts
+    what, whole = ("experts", number) if mesh.experts == "ep" else ("intermediate values of an expert", shape.size)
+    if whole % ranks:
+        raise ConfigError(
+            f"{whole} {what} cannot be divided among {ranks} ranks; set parallel.experts: "
+            f"{'tp' if mesh.experts == 'ep' else 'ep'}, or parallel.tp to a divisor of {whole}"
+        )
+    own = range(mesh.tp.rank * whole // ranks, (mesh.tp.rank + 1) * whole // ranks)
+    return (own, range(shape.size)) if mesh.experts == "ep" else (range(number), own)

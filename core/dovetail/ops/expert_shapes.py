@@ -1,0 +1,95 @@
+"""Describe layers of experts: their sizes, how experts are chosen, and their activation. Imports no torch, so that
+functions that describe models can use it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from dovetail.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class RoutingRule:
+    """Describe how ``top_k`` of ``num_experts`` experts are chosen for a token, and how their results are weighted.
+
+    ``scoring`` makes scores of the logits: ``softmax`` over all experts, or ``sigmoid`` of each logit. The experts with
+    the largest scores are chosen, and their scores are the weights. With ``after_choice`` the experts with the largest
+    logits are chosen, and scores are made of the chosen logits only (gpt-oss and Granite: softmax, Llama 4: sigmoid).
+    ``sparsemixer`` (Phi-3.5-MoE, arXiv 2409.12136) chooses by logits; each weight is the softmax of the logits that are
+    within ``2 * jitter`` of the largest one, without the experts that were chosen before.
+
+    With ``corrected`` a bias for each expert is added to the scores for the choice, but not to the weights (DeepSeek-V3,
+    arXiv 2412.19437). If ``groups`` is larger than 1, the experts are divided into that number of groups of consecutive experts,
+    and only those of the ``groups_kept`` best groups can be chosen. The score of a group is the sum of its
+    ``group_top`` largest scores.
+
+    ``renormalize`` divides the weights of a token by their sum; ``scale`` multiplies them at last. With ``float32`` the
+    logits are computed in float32 from the weight of the router in float32.
+    """
+
+    num_experts: int
+    top_k: int
+    scoring: Literal["softmax", "sigmoid", "sparsemixer"] = "softmax"
+    after_choice: bool = False
+    renormalize: bool = False
+    scale: float = 1.0
+    corrected: bool = False
+    groups: int = 1
+    groups_kept: int = 1
+    group_top: int = 2
+    jitter: float = 0.01
+    float32: bool = False
+
+    def __post_init__(self) -> None:
+        """Raise ``ConfigError`` if the numbers contradict each other."""
+        experts, groups, kept = self.num_experts, self.groups, self.groups_kept
+        if not 1 <= self.top_k <= experts:
+            raise ConfigError(f"a token has {self.top_k} of {experts} experts; allowed: 1 to {experts}")
+        if groups < 1 or experts % groups or not 1 <= kept <= groups or kept * (experts // groups) < self.top_k:
+            raise ConfigError(
+                f"{kept} of {groups} groups of experts are kept, and a token has {self.top_k} of {experts} experts; allowed: "
+                "a number of groups that divides the experts, and groups kept that have enough of them"
+            )
+        if (groups > 1 or self.corrected) and (self.after_choice or self.scoring == "sparsemixer"):
+            raise ConfigError(
+                "groups and a bias for the choice need scores of all experts; allowed with them: scoring softmax or "
+                "sigmoid without after_choice"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class SwiGLU:
+    """Describe the activation of gated experts: ``gate * sigmoid(alpha * gate) * (up + offset)``. By default this is
+    ``silu(gate) * up``. With a ``limit``, gate is clamped to at most ``limit`` before that, and up to ``[-limit, limit]``
+    (gpt-oss: alpha 1.702, limit 7, offset 1)."""
+
+    alpha: float = 1.0
+    limit: float | None = None
+    offset: float = 0.0
+
+
+SILU = SwiGLU()
+"""The activation ``silu(gate) * up``."""
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertsShape:
+    """Describe the sizes and variants of a whole layer of experts.
+
+    ``size`` is the number of intermediate values of one expert. ``bias``: gate, up and down have biases. With
+    ``scaled_input`` the weight of an expert for a token multiplies the expert's input (Llama 4), otherwise its result.
+    ``router_bias``: the logits of the router have a bias. If ``shared_size`` is not 0, every token also uses a shared
+    expert, a ``GatedMLP`` with that number of intermediate values; with ``shared_gate`` its result is multiplied by the
+    sigmoid of a number that is computed from the token (Qwen2-MoE).
+    """
+
+    hidden_size: int
+    size: int
+    routing: RoutingRule
+    activation: SwiGLU = SILU
+    bias: bool = False
+    scaled_input: bool = False
+    router_bias: bool = False
+    shared_size: int = 0
+    shared_gate: bool = False
