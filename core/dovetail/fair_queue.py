@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 from collections import Counter, deque
 from collections.abc import Collection
 from typing import Generic, TypeVar
 
 T = TypeVar("T")
+
+_MOST_TIMES = 4096
+"""Keep the virtual times of about this number of tenants. Beyond it, the present is the median of them."""
 
 
 class FairQueue(Generic[T]):
@@ -43,7 +47,7 @@ class FairQueue(Generic[T]):
         queue = self._queues.get(tenant)
         if queue is None:
             queue = self._queues[tenant] = deque()
-            self._times = {name: time for name, time in self._times.items() if name in self._queues or time > self._now}
+            self._forget()
             self._times[tenant] = max(self._times.get(tenant, 0.0), self._now)
         queue.append(item)
 
@@ -68,6 +72,13 @@ class FairQueue(Generic[T]):
     def charge(self, tenant: str, cost: float) -> None:
         """Advance the virtual time of a tenant, for example when the cost of an item is known."""
         self._times[tenant] = max(self._times.get(tenant, 0.0), self._now) + cost
+        if len(self._times) > _MOST_TIMES + 2 * len(self._queues):
+            self._now = max(self._now, sorted(self._times.values())[len(self._times) // 2])
+            self._forget()
+
+    def _forget(self) -> None:
+        """Forget the virtual times of tenants that would gain nothing by them."""
+        self._times = {name: time for name, time in self._times.items() if name in self._queues or time > self._now}
 
     def remove(self, tenant: str, item: T) -> bool:
         """Remove an item that is no longer wanted. Return False if it was taken already."""
@@ -101,6 +112,13 @@ class FairSlots(Generic[T]):
         """Remove an item that waits no longer."""
         self._waiting.remove(tenant, item)
 
+    def try_start(self, tenant: str) -> bool:
+        """Count an item of ``tenant`` as running, unless it would have to wait. Return False if it would."""
+        if self._waiting.num_tenants or self._running.total() >= self._slots:
+            return False
+        self._running[tenant] += 1
+        return True
+
     def others_wait(self, tenant: str) -> bool:
         """Return True if items of tenants other than ``tenant`` wait."""
         return self._waiting.num_tenants > (tenant in self._waiting)
@@ -122,4 +140,47 @@ class FairSlots(Generic[T]):
         self._running[tenant] -= 1
         if not self._running[tenant]:
             del self._running[tenant]
-        self._waiting.charge(tenant, cost)
+        if cost:
+            self._waiting.charge(tenant, cost)
+
+
+class FairTurns:
+    """Let tasks of tenants take turns, as ``FairSlots`` decides. An object belongs to one event loop."""
+
+    def __init__(self, slots: int) -> None:
+        self._slots: FairSlots[asyncio.Future[None]] = FairSlots(slots)
+
+    def others_wait(self, tenant: str) -> bool:
+        """Return True if tasks of other tenants wait for their turn."""
+        return self._slots.others_wait(tenant)
+
+    def try_begin(self, tenant: str) -> bool:
+        """Begin the turn of a task, unless it would have to wait. Return False if it would."""
+        return self._slots.try_start(tenant)
+
+    async def begin(self, tenant: str) -> None:
+        """Wait for the turn of a task, which must ``end`` it."""
+        turn = asyncio.get_running_loop().create_future()
+        self._slots.put(tenant, turn)
+        self._start()
+        try:
+            await turn
+        except asyncio.CancelledError:
+            if turn.cancelled():
+                self._slots.remove(tenant, turn)
+            else:  # its turn had come
+                self.end(tenant, 0.0)
+            raise
+
+    def end(self, tenant: str, cost: float) -> None:
+        """End a turn, which has cost ``cost``, divided by the tenant's weight."""
+        self._slots.ended(tenant, cost)
+        self._start()
+
+    def _start(self) -> None:
+        while (found := self._slots.start_next()) is not None:
+            tenant, turn = found
+            if turn.done():
+                self._slots.ended(tenant, 0.0)
+            else:
+                turn.set_result(None)

@@ -7,6 +7,7 @@ import asyncio
 import json
 import random
 from functools import cache
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -256,3 +257,27 @@ def test_all_large_parts_of_a_conversation_are_read_on_a_thread(where: str, monk
     tools = [{"function": {"description": text["tools"]}}]
     asyncio.run(Service.render_chat(cast(Service, service), [message], tools, {"a": text["variables"]}))
     assert heavy == [where != "nowhere"] * 2
+
+
+@pytest.mark.parametrize(
+    ("expression", "text", "protected"),
+    [
+        ("content | trim", " <|im_end|> ", True),
+        ("content[1:]", "x<|im_end|>", True),
+        ("content.split('</think>')[-1]", "a</think><|im_end|>", True),
+        ("content | replace('#', '')", "<|im_#end|>", False),
+        ("content.split('#') | join", "<|im_#end|>", False),
+        ("content | lower", "<|IM_END|>", False),
+        ("'<' ~ content", "|im_end|>", False),
+    ],
+)
+def test_texts_that_a_template_changes(expression: str, text: str, protected: bool):
+    """What cannot be protected is listed in docs/reliability.md."""
+    tokenizer = tokenizer_of(
+        "tiny", "{% for m in messages %}{% set content = m.content %}{{ " + expression + " }}{% endfor %}"
+    )
+    prompt = tokenizer.apply_chat_template([{"role": "user", "content": text}])
+    assert prompt.strip() == "<|im_end|>"
+    assert (tokenizer.token_to_id("<|im_end|>") in tokenizer.encode(prompt, add_special_tokens=False)) is not protected
+    page = (Path(__file__).parents[2] / "docs" / "reliability.md").read_text()
+    assert protected or expression.replace("|", "\\|") in page

@@ -25,7 +25,7 @@ from dovetail.api.offload import (
     request_scope,
 )
 from dovetail.errors import RateLimitError
-from dovetail.fair_queue import FairQueue
+from dovetail.fair_queue import FairQueue, FairSlots
 
 
 def drained(queue: FairQueue[int], weights: dict[str, float] | None = None) -> list[str]:
@@ -34,6 +34,17 @@ def drained(queue: FairQueue[int], weights: dict[str, float] | None = None) -> l
         queue.take(tenant, 1 / (weights or {}).get(tenant, 1.0))
         served.append(tenant)
     return served
+
+
+def test_virtual_times_of_tenants_that_come_once_are_forgotten():
+    slots: FairSlots[int] = FairSlots(1)
+    for number in range(20_000):
+        assert slots.try_start(f"tenant {number}")
+        slots.ended(f"tenant {number}", 1.0)
+    slots.put("last", 0)
+    assert len(slots._waiting._times) < 5000
+    assert slots.start_next() == ("last", 0)
+    assert not slots.try_start("other")
 
 
 @given(st.lists(st.sampled_from("abc"), max_size=60))

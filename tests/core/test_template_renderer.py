@@ -17,7 +17,7 @@ from dovetail.chat.requests import plain_message
 from dovetail.config.checkpoint import locate
 from dovetail.errors import ConfigError, PluginError, QueueFullError, RequestError
 from dovetail.templates.chat_template import ChatTemplate
-from dovetail.templates.renderer import TemplateRenderer
+from dovetail.templates.renderer import TemplateProcess, TemplateRenderer
 from dovetail.tokenizer import Tokenizer
 
 LOOP = "{% for a in range(99999) %}{% for b in range(99999) %}{% for c in range(99999) %}{% endfor %}{% endfor %}{% endfor %}"
@@ -31,6 +31,7 @@ BODIES = {
     "recursion": "{% macro f(x) %}{{ f(x) }}{% endmacro %}{{ f(1) }}",
     "filter": "{{ [1] | sum(start='a') }}",
     "refuse": "{{ raise_exception('no such role') }}",
+    "wait": LOOP,
 }
 ODD = (
     "{% set kind = messages[0].content %}"
@@ -132,16 +133,59 @@ def test_a_client_that_leaves_and_a_process_that_is_killed():
         await asyncio.sleep(0)
         left.cancel()
         assert await renderer.render(*chat("next")) == "next"
-        (process,) = renderer._idle
-        os.kill(process._process.pid, signal.SIGKILL)
-        process._process.wait()
-        with pytest.raises(QueueFullError, match="status -9"):
-            await renderer.render(*chat("lost"))
+        for large in (False, True):  # what a process has not answered is rendered by another
+            (process,) = renderer._idle
+            os.kill(process._process.pid, signal.SIGKILL)
+            process._process.wait()
+            assert await renderer.render(*chat("idle", large)) == "idle"
+        task = asyncio.ensure_future(renderer.render(*chat("wait")))
+        await asyncio.sleep(0)
+        for _ in range(2):
+            busy = await busy_process(renderer)
+            os.kill(busy._process.pid, signal.SIGKILL)
+            busy._process.wait()
+        with pytest.raises(QueueFullError, match=r"status -9\); retry"):  # the second one was killed too
+            await task
         assert await renderer.render(*chat("again")) == "again"
         with pytest.raises(PluginError, match="must be data"):
             await renderer.render({"tools": None, "f": lambda: 0}, False, in_thread)
 
-    with_renderer(ODD, work)
+    with_renderer(ODD, work, seconds=30)
+
+
+async def busy_process(renderer: TemplateRenderer) -> TemplateProcess:
+    """Wait until a process renders for longer than an instant, and return it."""
+    while True:
+        await asyncio.sleep(0.01)
+        for process in [*renderer._running]:
+            if (
+                process.kill.alive
+                and process.ready
+                and process not in renderer._idle
+                and process._process.poll() is None
+            ):
+                return process
+
+
+def test_slow_conversations_of_one_tenant_do_not_delay_another():
+    async def work(renderer: TemplateRenderer) -> None:
+        def of(tenant: str, content: str) -> asyncio.Task[str]:
+            return asyncio.ensure_future(renderer.render(*chat(content), tenant))
+
+        slow = [of("slow", "loop") for _ in range(8)]
+        await busy_process(renderer)
+        for number in range(20):
+            assert await of("other", f"a{number}") == f"a{number}"
+            assert await of("third", f"b{number}") == f"b{number}"
+        assert sum(task.done() for task in slow) <= 1
+        assert len([process for process in renderer._running if process.kill.alive]) == 2
+        renderer.close()
+        assert all(
+            isinstance(end, QueueFullError | RequestError)
+            for end in await asyncio.gather(*slow, return_exceptions=True)
+        )
+
+    with_renderer(ODD, work, seconds=20)
 
 
 def test_a_process_that_is_stopped_is_killed():

@@ -246,6 +246,7 @@ def check(calls: list[dict[str, Any]]) -> None:
     [
         ("hi", {}, "messages is 'hi'; allowed: a list"),
         (None, {}, "messages is None"),
+        ([], {}, r"messages is \[\]; allowed: a list"),
         (PARIS[0], {}, "messages is {"),
         (["hi"], {}, r"messages is \['hi'\]"),
         ([{"role": "user", "content": ["x"]}], {}, "has a part 'x'; allowed"),

@@ -15,7 +15,7 @@ from starlette.requests import Request
 
 from conftest import config_with
 from dovetail.errors import ConfigError, PermissionDeniedError
-from dovetail.server.launch import running_server
+from dovetail.server.launch import running_server, warn_of_any_proxy
 from dovetail.server.service import Service
 from dovetail.server.tenants.access import AccessControl
 
@@ -35,6 +35,18 @@ def test_without_keys_pages_of_other_origins_may_not_call(fake: httpx.Client):
     answer = fake.options("/generate", headers=preflight)
     assert answer.status_code == 405
     assert not any(name.startswith("access-control") for name in answer.headers)
+
+
+@pytest.mark.parametrize(
+    ("proxy", "warned"), [("0.0.0.0/0", True), ("::/0", True), ("10.0.0.0/8", False), ("::1", False)]
+)
+def test_trusting_every_address_as_a_proxy_is_warned_of(
+    proxy: str, warned: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    warn_of_any_proxy(["127.0.0.1", proxy])
+    assert [
+        f"{proxy}, which is every address: any client can forge X-Forwarded-For" in text for text in caplog.messages
+    ] == ([True] if warned else [])
 
 
 def test_without_keys_only_known_names_are_answered(fake: httpx.Client):

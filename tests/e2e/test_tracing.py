@@ -7,7 +7,7 @@ import json
 import secrets
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import httpx
 import pytest
@@ -283,14 +283,14 @@ def test_a_server_that_does_not_trace_does_not_import_the_sdk() -> None:
     assert done.stdout.strip() == "False"
 
 
-async def run(app: RequestTraces, method: str = "POST", **headers: str) -> None:
+async def run(app: RequestTraces, method: str = "POST", pairs: Sequence[tuple[str, str]] = (), **headers: str) -> None:
     async def receive() -> dict:
         return {"type": "http.request"}
 
     async def send(message: object) -> None:
         pass
 
-    raw = [(name.encode(), value.encode()) for name, value in headers.items()]
+    raw = [(name.encode(), value.encode()) for name, value in [*pairs, *headers.items()]]
     await app({"type": "http", "method": method, "headers": raw}, receive, send)  # type: ignore[arg-type]
 
 
@@ -315,6 +315,54 @@ def test_the_sampled_share_is_that_of_the_config_or_of_the_caller(ratio: float, 
     by_id = {int(caller.trace_id, 16): name for name, caller in callers.items()}
     assert [by_id.get(span.context.trace_id, "none") for span in exporter.get_finished_spans()] == expected
     assert current_trace() is None
+
+
+GOOD = f"{'1' * 32}-{'2' * 16}"
+NEW = [  # headers that name no trace, so that a new one begins
+    [("traceparent", value)]
+    for value in (
+        "", "-", "0", "00-", "00", f"00-{GOOD}", f"00-{GOOD}-", f"00-{GOOD}-1", f"00-{GOOD}-01-more", f"ff-{GOOD}-01", f"0g-{GOOD}-01",
+        f"00-{'0' * 32}-{'2' * 16}-01", f"00-{'1' * 32}-{'0' * 16}-01", f"00-{GOOD.replace('1', 'A')}-01", f"00-{GOOD}-01\n",
+        f"00-{'１' * 32}-{'2' * 16}-01", f"00-{'1' * 31}-{'2' * 16}-01", "0" * 60_000, f"{' ' * 30_000}00-{GOOD}-01", f"01-{GOOD}-01-{'x' * 60_000}",
+        f"01-{GOOD}-01-\xff", "\x00" * 100, "é" * 55, "00-" + "-" * 5000,
+    )
+]  # fmt: skip
+NEW += [[], [("traceparent", f"00-{GOOD}-01")] * 2, [("tracestate", "a=1")], [("tracecontext", f"00-{GOOD}-01")]]
+CONTINUED = [
+    ([], {}),
+    ([("tracestate", "a=1,b=2")], {"a": "1", "b": "2"}),
+    ([("tracestate", "a=1"), ("tracestate", "b=2")], {"a": "1", "b": "2"}),
+    *(
+        ([("tracestate", value)], {})
+        for value in ("", ",", "=", "a", "a=1,a=2", "a=\x00", "é=1", "a=" + "x" * 600, " " * 60_000 + "a=1")
+    ),
+    ([("tracestate", ",".join(f"k{i}=1" for i in range(60)))], {}),
+]
+
+
+def test_malformed_and_hostile_trace_headers_are_ignored() -> None:
+    import asyncio
+
+    exporter = InMemorySpanExporter()
+    tracing = Tracing(TracingSection(endpoint="http://127.0.0.1:9"), "1", exporter)
+    app = RequestTraces(plain_app, tracing)
+    parent = ("traceparent", f"00-{GOOD}-01")
+    for headers in [*NEW, *([parent, *states] for states, _ in CONTINUED), [("traceparent", f"cc-{GOOD}-01-more")]]:
+        asyncio.run(run(app, pairs=headers))
+    tracing.close()
+    contexts = [span.context for span in exporter.get_finished_spans()]
+    assert len(contexts) == len(NEW) + len(CONTINUED) + 1
+    named = int("1" * 32, 16)
+    assert named not in {context.trace_id for context in contexts[: len(NEW)]}
+    assert {context.trace_id for context in contexts[len(NEW) :]} == {named}
+    for (_, state), context in zip(CONTINUED, contexts[len(NEW) :], strict=False):
+        assert dict(context.trace_state) == state
+
+
+def test_a_server_answers_requests_with_hostile_trace_headers(traced: httpx.Client) -> None:
+    for headers in NEW:
+        if all(value.isprintable() and value.isascii() and value == value.strip() for _, value in headers):
+            assert traced.post("/tokenize", json={"prompt": "a"}, headers=headers).status_code == 200
 
 
 def test_an_exception_of_the_application_is_an_error() -> None:

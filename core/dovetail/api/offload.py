@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import ParamSpec, TypeVar
 
 from dovetail.errors import QueueFullError, RateLimitError
-from dovetail.fair_queue import FairSlots
+from dovetail.fair_queue import FairTurns
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -40,56 +40,30 @@ class Offload:
     """
 
     def __init__(self, threads: int = 1) -> None:
-        self._slots: FairSlots[asyncio.Future[None]] = FairSlots(threads)
+        self._turns = FairTurns(threads)
 
     async def run(self, tenant: str, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Return the result of ``call``, when it is the turn of ``tenant``."""
-        await self._turn(tenant)
+        await self._turns.begin(tenant)
         start = time.monotonic()
         weight = request_scope().weight
         work = asyncio.ensure_future(asyncio.to_thread(call, *args, **kwargs))
-        work.add_done_callback(lambda _: self._ended(tenant, (time.monotonic() - start) / weight))
+        work.add_done_callback(lambda _: self._turns.end(tenant, (time.monotonic() - start) / weight))
         return await asyncio.shield(work)  # a thread cannot be stopped: a request that is cancelled keeps its turn
 
     def others_wait(self, tenant: str) -> bool:
         """Return True if calls of other tenants wait for their turn."""
-        return self._slots.others_wait(tenant)
+        return self._turns.others_wait(tenant)
 
     @asynccontextmanager
     async def turn(self, tenant: str) -> AsyncIterator[None]:
         """Run a block on the event loop, in place of a call, when it is the turn of ``tenant``."""
-        await self._turn(tenant)
+        await self._turns.begin(tenant)
         start = time.monotonic()
         try:
             yield
         finally:
-            self._ended(tenant, (time.monotonic() - start) / request_scope().weight)
-
-    async def _turn(self, tenant: str) -> None:
-        """Wait until ``tenant`` may run a call, which is then counted as running."""
-        turn = asyncio.get_running_loop().create_future()
-        self._slots.put(tenant, turn)
-        self._start()
-        try:
-            await turn
-        except asyncio.CancelledError:
-            if turn.cancelled():
-                self._slots.remove(tenant, turn)
-            else:  # its turn had come
-                self._ended(tenant, 0.0)
-            raise
-
-    def _start(self) -> None:
-        while (found := self._slots.start_next()) is not None:
-            tenant, turn = found
-            if turn.done():
-                self._slots.ended(tenant, 0.0)
-            else:
-                turn.set_result(None)
-
-    def _ended(self, tenant: str, cost: float) -> None:
-        self._slots.ended(tenant, cost)
-        self._start()
+            self._turns.end(tenant, (time.monotonic() - start) / request_scope().weight)
 
 
 class ByteBudget:

@@ -314,7 +314,7 @@ class ServerSection(Section):
     )
     trusted_proxies: tuple[str, ...] = Field(
         default=(),
-        description="Addresses and networks (`10.0.0.0/8`) of proxies whose X-Forwarded-For states the client's address. Clients without a key are counted by their address, behind other proxies by that of the proxy.",
+        description="Addresses and networks (`10.0.0.0/8`) of proxies whose X-Forwarded-For states the client's address. Clients without a key are counted by their address, behind other proxies by that of the proxy. A client whose own address is in the list can forge the header.",
     )
     max_seconds: float | None = Field(
         default=None,

@@ -184,8 +184,8 @@ def params_of_each(params: object, count: int, defaults: Mapping[str, Any] = {})
 
 
 def checked_messages(messages: object) -> list[Mapping[str, Any]]:
-    """Return the messages of a chat as a list. Raises ``RequestError``."""
-    if not isinstance(messages, Sequence) or not all(isinstance(message, Mapping) for message in messages):
+    """Return the messages of a chat as a list. Raises ``RequestError``, also if there are none."""
+    if not messages or not isinstance(messages, Sequence) or not all(isinstance(m, Mapping) for m in messages):
         raise RequestError(
             f"messages is {messages!r:.80}; allowed: a list of {{'role': 'user', 'content': '...'}}", param="messages"
         )

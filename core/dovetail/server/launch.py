@@ -13,7 +13,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from math import ceil
 from types import FrameType
 
@@ -195,6 +195,7 @@ async def _serve(
     announce: Callable[[DrainingServer], None] = lambda server: None,
 ) -> str | None:
     """Serve until the server is stopped. Return why the engine process has ended by itself, or None if it has not."""
+    warn_of_any_proxy(config.server.trusted_proxies)
     tenancy = Tenancy(config.server, os.environ) if config.server.keys else None
     tracing = Tracing(config.tracing, package_version()) if config.tracing.endpoint else None
     tokenizer = load_tokenizer(config)
@@ -281,6 +282,17 @@ def _metrics(config: Config, engine: EngineHandle, registry: Registry | None) ->
     if registry is not None:
         call_hook(registry.hooks, "register_metrics", registry=metrics.registry)
     return metrics
+
+
+def warn_of_any_proxy(proxies: Sequence[str]) -> None:
+    """Log a warning if ``server.trusted_proxies`` trusts every address."""
+    for proxy in proxies:
+        if ipaddress.ip_network(proxy).prefixlen == 0:
+            logger.warning(
+                "server.trusted_proxies has %s, which is every address: any client can forge X-Forwarded-For, and so be counted as "
+                "any other client or as many; name the addresses of your proxies only",
+                proxy,
+            )
 
 
 def _uvicorn_config(config: Config, app: ASGIApp, guard: ConnectionGuard) -> uvicorn.Config:

@@ -213,7 +213,10 @@ class Service(ApiHost):
         )
         if self.templates is None:
             return rendering.prompt(await offloaded(large, rendering.template.render, rendering.variables))
-        return rendering.prompt(await self.templates.render(rendering.variables, large, partial(offloaded, True)))
+        scope, on_thread = request_scope(), partial(offloaded, True)
+        return rendering.prompt(
+            await self.templates.render(rendering.variables, large, on_thread, scope.tenant, scope.weight)
+        )
 
     def _rendering(
         self,

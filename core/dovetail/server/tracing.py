@@ -6,6 +6,7 @@ the server keeps anyway.
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -34,6 +35,8 @@ if TYPE_CHECKING:
     from dovetail.server.outputs import RequestOutputs
 
 _EXPORT_SECONDS = 5.0
+_PARENT = re.compile(rb"(?!ff)[0-9a-f]{2}-(?!0{32})[0-9a-f]{32}-(?!0{16})[0-9a-f]{16}-[0-9a-f]{2}(-[!-~]{0,256})?")
+_MOST_STATE = 512
 _trace: ContextVar[RequestTrace | None] = ContextVar("request_trace", default=None)
 
 
@@ -80,10 +83,8 @@ class Tracing:
         Yields None if it is not sampled."""
         from opentelemetry.trace import SpanKind
 
-        carrier = {name.decode("latin-1"): value.decode("latin-1") for name, value in headers if name[:5] == b"trace"}
-        span = self._tracer.start_span(
-            method, self._propagator.extract(carrier), SpanKind.SERVER, {"http.request.method": method}
-        )
+        context = self._propagator.extract(trace_headers(headers))
+        span = self._tracer.start_span(method, context, SpanKind.SERVER, {"http.request.method": method})
         if not span.is_recording():
             yield None
             return
@@ -97,6 +98,19 @@ class Tracing:
         finally:
             _trace.reset(token)
             trace.answered()
+
+
+def trace_headers(headers: Sequence[tuple[bytes, bytes]]) -> dict[str, list[str]]:
+    """Return the headers of W3C Trace Context. As it requires, they are ignored if there is not exactly one valid
+    ``traceparent``, and a ``tracestate`` is left out if it is too long to be passed on."""
+    parents = [value for name, value in headers if name == b"traceparent"]
+    if len(parents) != 1 or not _PARENT.fullmatch(parents[0]):
+        return {}
+    found = {"traceparent": [parents[0].decode("ascii")]}
+    states = [value for name, value in headers if name == b"tracestate"]
+    if 0 < sum(map(len, states)) <= _MOST_STATE:
+        found["tracestate"] = [value.decode("latin-1") for value in states]
+    return found
 
 
 class RequestTraces:

@@ -10,6 +10,7 @@ import select
 import signal
 import subprocess
 import sys
+import time
 import weakref
 from collections.abc import Awaitable, Callable, Mapping
 from multiprocessing import Pipe
@@ -17,6 +18,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from dovetail.errors import ConfigError, PluginError, QueueFullError, RequestError
+from dovetail.fair_queue import FairTurns
 from dovetail.templates.chat_template import ChatTemplate
 from dovetail.templates.worker import INVALID, REFUSED, WorkerSetup
 
@@ -33,6 +35,10 @@ _BOOT = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[2]); "
     "from dovetail.templates.worker import main; main(int(sys.argv[1]))"
 )
+
+
+class ProcessEndedError(QueueFullError):
+    """The process ended before it has answered, and not because of a limit."""
 
 
 class TemplateProcess:
@@ -63,7 +69,7 @@ class TemplateProcess:
         return self._conn.fileno()
 
     def send(self, message: bytes) -> None:
-        """Send a message. Raises ``QueueFullError`` if the process has ended."""
+        """Send a message. Raises ``ProcessEndedError``."""
         try:
             self._conn.send_bytes(message)
         except OSError:
@@ -75,7 +81,7 @@ class TemplateProcess:
 
     def receive(self) -> str:
         """Return the text of the answer, for which the caller has waited. Raises ``RequestError``, ``ConfigError`` or
-        ``QueueFullError``."""
+        ``ProcessEndedError``."""
         try:
             answer = self._conn.recv_bytes()
         except (EOFError, OSError):
@@ -100,7 +106,7 @@ class TemplateProcess:
             param="messages",
         )
 
-    def _ended(self) -> RequestError | QueueFullError:
+    def _ended(self) -> RequestError | ProcessEndedError:
         try:
             code = self._process.wait(5)
         except subprocess.TimeoutExpired:
@@ -108,14 +114,15 @@ class TemplateProcess:
         if code == -signal.SIGXCPU:
             return self.overdue()
         self.kill()
-        return QueueFullError(f"the process that renders chat templates has ended (status {code}); retry")
+        return ProcessEndedError(f"the process that renders chat templates has ended (status {code}); retry")
 
 
 class TemplateRenderer:
     """Render the chat templates of one model. An object belongs to one event loop.
 
-    Small conversations share one process; large ones are rendered by others, on the threads that ``on_thread`` provides.
-    A process that has failed is replaced.
+    Small conversations of all tenants share one process, in turns for tenants, and a second one renders for a tenant that
+    has none running. Large ones are rendered by others, on the threads that ``on_thread`` provides. A process that has
+    ended is replaced, and what it had not answered is rendered once again.
     """
 
     def __init__(self, templates: tuple[ChatTemplate, ChatTemplate], seconds: float) -> None:
@@ -124,9 +131,10 @@ class TemplateRenderer:
         self._setup = WorkerSetup((first, second), seconds, MEMORY_MIB)
         self._idle: list[TemplateProcess] = []
         self._running: weakref.WeakSet[TemplateProcess] = weakref.WeakSet()
-        self._turn = asyncio.Lock()
+        self._turns = FairTurns(1)
+        self._tenant: str | None = None  # the first one; when there is another, a second process is started
+        self._has_second = False
         self._tasks: set[asyncio.Task[str]] = set()
-        self._first: asyncio.Task[str] | None = None
         self._closed = False
 
     def start(self) -> None:
@@ -151,40 +159,82 @@ class TemplateRenderer:
             process.terminate()
 
     async def render(
-        self, variables: Mapping[str, Any], large: bool, on_thread: Callable[[Callable[[], str]], Awaitable[str]]
+        self,
+        variables: Mapping[str, Any],
+        large: bool,
+        on_thread: Callable[[Callable[[], str]], Awaitable[str]],
+        tenant: str = "",
+        weight: float = 1.0,
     ) -> str:
-        """Return the text of a conversation. Raises ``RequestError`` if the template refuses it or exceeds a limit,
-        ``QueueFullError`` if a process was killed, and ``PluginError`` for variables that cannot be sent to it."""
+        """Return the text of a conversation of ``tenant``. Raises ``RequestError`` if the template refuses it or exceeds a
+        limit, ``QueueFullError`` if the processes were killed, and ``PluginError`` for variables that cannot be sent to
+        them."""
         if large:
             return await on_thread(lambda: self._render_blocking(_message(variables)))
         message = _message(variables)
         if len(message) > _LARGE:
             return await on_thread(lambda: self._render_blocking(message))
-        if not self._turn.locked() and self._idle and self._idle[-1].ready:
-            process = self._idle.pop()
-            process.send(message)
-            if process.wait(_AT_ONCE_MS):
-                return self._received(process)
-            work = self._finish(process)
+        if tenant != self._tenant:
+            self._expect(tenant)
+        if self._idle and self._idle[-1].ready and self._turns.try_begin(tenant):
+            try:
+                process, text = self._sent(message)
+            except BaseException:
+                self._turns.end(tenant, 0.0)
+                raise
+            if text is not None:
+                self._turns.end(tenant, 0.0)
+                return text
+            work = self._turn(message, process, tenant, weight)
         else:
-            work = self._render_in_turn(message)
+            work = self._in_turn(message, tenant, weight)
         task = asyncio.ensure_future(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return await asyncio.shield(task)  # its answer must be read even if its client has gone
 
-    async def _render_in_turn(self, message: bytes) -> str:
-        async with self._turn:
-            process = self._take()
-            if not process.ready:
-                await self._get_ready(process)
+    def _sent(self, message: bytes) -> tuple[TemplateProcess | None, str | None]:
+        """Send a message to an idle process. Return its answer if it comes at once, else the process, or None if it has
+        ended."""
+        process = self._idle.pop()
+        try:
             process.send(message)
-            return await self._wait(process)
+            return process, self._received(process) if process.wait(_AT_ONCE_MS) else None
+        except ProcessEndedError:
+            return None, None
 
-    async def _finish(self, process: TemplateProcess) -> str:
-        """Wait for an answer that takes longer; until then the next conversations wait for their turn."""
-        async with self._turn:
-            return await self._wait(process)
+    def _expect(self, tenant: str) -> None:
+        """Start a second process, without waiting for it, once there are several tenants."""
+        if self._tenant is None:
+            self._tenant = tenant
+        elif not (self._has_second or self._closed):
+            self._has_second = True
+            self._idle.insert(0, self._new())
+
+    async def _in_turn(self, message: bytes, tenant: str, weight: float) -> str:
+        await self._turns.begin(tenant)
+        return await self._turn(message, None, tenant, weight)
+
+    async def _turn(self, message: bytes, process: TemplateProcess | None, tenant: str, weight: float) -> str:
+        """Use the turn of ``tenant``, which has begun. ``process`` has the message already; None if none has it."""
+        start = time.monotonic()
+        try:
+            return await self._answer(message, process)
+        finally:
+            self._turns.end(tenant, (time.monotonic() - start) / weight)
+
+    async def _answer(self, message: bytes, process: TemplateProcess | None) -> str:
+        try:
+            return await self._wait(process or await self._prepared(self._take(), message))
+        except ProcessEndedError:
+            pass
+        return await self._wait(await self._prepared(self._new(), message))
+
+    async def _prepared(self, process: TemplateProcess, message: bytes) -> TemplateProcess:
+        if not process.ready:
+            await self._get_ready(process)
+        process.send(message)
+        return process
 
     async def _wait(self, process: TemplateProcess) -> str:
         if not await _readable(process, _PATIENCE * process.seconds):
@@ -192,7 +242,13 @@ class TemplateRenderer:
         return self._received(process)
 
     def _render_blocking(self, message: bytes) -> str:
-        process = self._take()
+        try:
+            return self._answer_blocking(self._take(), message)
+        except ProcessEndedError:
+            pass
+        return self._answer_blocking(self._new(), message)
+
+    def _answer_blocking(self, process: TemplateProcess, message: bytes) -> str:
         if not process.ready:
             if not process.wait(1000 * _START_SECONDS):
                 raise process.overdue()
