@@ -117,12 +117,8 @@ def filled(layer: Layer) -> Layer:
     return layer
 
 
-def test_norm_and_transposed_weight(recipes: dict[str, Any]) -> None:
-    x = torch.randn(5, 12)
-    norm, linear = filled(recipes["LayerNorm"](12, 1e-5)), filled(recipes["TransposedLinear"](12, 7))
-    centred = x - x.mean(1, keepdim=True)
-    expected = centred / (centred.square().mean(1, keepdim=True) + 1e-5).sqrt() * norm.weight + norm.bias
-    torch.testing.assert_close(norm(x), expected)
+def test_transposed_weight(recipes: dict[str, Any]) -> None:
+    x, linear = torch.randn(5, 12), filled(recipes["TransposedLinear"](12, 7))
     torch.testing.assert_close(linear(x), functional.linear(x, linear.weight.T, linear.bias))
 
 

@@ -17,6 +17,7 @@ from dovetail.layers.rope import RopeConfig
 from dovetail.layers.rotary import rotary_table
 from dovetail.ops.activation import silu_mul
 from dovetail.ops.kv import store
+from dovetail.ops.layer_norm import add_layer_norm, add_parts_layer_norm, layer_norm
 from dovetail.ops.linear import describe, few_rows, invariant_rows
 from dovetail.ops.norm import add_parts_rms_norm, add_rms_norm, rms_norm
 from dovetail.ops.parts import Parts
@@ -60,6 +61,31 @@ def test_norms(dtype: torch.dtype, tolerance: float, tokens: int, size: int) -> 
     assert x.equal(total)
     assert residual.equal(kept)
     close(got, normed(total, weight, 1e-5), tolerance)
+
+
+@each_dtype
+@pytest.mark.parametrize("tokens", [1, 7, 3000])
+@pytest.mark.parametrize("size", [64, 1000, 6144, 16384])
+@pytest.mark.parametrize("with_bias", [False, True])
+def test_layer_norms(dtype: torch.dtype, tolerance: float, tokens: int, size: int, with_bias: bool) -> None:
+    x, residual = (randn(tokens, size, dtype=dtype).add_(2) for _ in range(2))
+    weight, bias = randn(2, size, dtype=dtype)
+    bias, kept, total = bias if with_bias else None, residual.clone(), x + residual
+
+    def exact(x: torch.Tensor) -> torch.Tensor:
+        doubles = (x.double(), (size,), weight.double(), None if bias is None else bias.double(), 1e-5)
+        return torch.nn.functional.layer_norm(*doubles)
+
+    close(layer_norm(x, weight, bias, 1e-5), exact(x), 2 * tolerance)
+    got = add_layer_norm(x, residual, weight, bias, 1e-5)
+    assert x.equal(total)
+    assert residual.equal(kept)
+    close(got, exact(total), 2 * tolerance)
+    parts = randn(3, tokens, size, dtype=torch.float32)
+    whole = (parts[0] + parts[1] + parts[2]).to(dtype)
+    got, total = add_parts_layer_norm(Parts(parts), residual, weight, bias, 1e-5)
+    assert total.equal(whole + residual)
+    assert got.equal(add_layer_norm(whole, residual, weight, bias, 1e-5))
 
 
 @each_dtype

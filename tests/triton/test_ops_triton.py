@@ -15,7 +15,7 @@ from dovetail.ops.triton import matmul as matmul_module
 from dovetail.ops.triton.activation import silu_mul
 from dovetail.ops.triton.kv import store
 from dovetail.ops.triton.matmul import Workspace, matmul
-from dovetail.ops.triton.norm import add_parts_rms_norm, rms_norm
+from dovetail.ops.triton.norm import add_parts_layer_norm, add_parts_rms_norm, layer_norm, rms_norm
 from dovetail.ops.triton.rotary import rotate_and_store
 from dovetail.ops.triton.tuning import MAX_PARTS, MAX_ROWS, MEASURED, ProductTile, guess, tile_of
 
@@ -58,6 +58,41 @@ def test_adding_first_overwrites_x_with_the_rounded_sum(dtype: torch.dtype, tole
     assert x.equal(total)
     assert residual.equal(kept)
     close(got, normed(total, weight[0], 1e-5), tolerance)
+
+
+def layer_normed(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, eps: float) -> torch.Tensor:
+    x = x.double()
+    centred = x - x.mean(-1, keepdim=True)
+    y = centred / (centred.square().mean(-1, keepdim=True) + eps).sqrt() * weight.double()
+    return y if bias is None else y + bias.double()
+
+
+@each_dtype
+@pytest.mark.parametrize("with_bias", [False, True])
+@pytest.mark.parametrize("shape", [(0, 8), (3, 48), (1, 1000)])
+def test_the_layer_norm_is_the_formula(
+    dtype: torch.dtype, tolerance: float, shape: tuple[int, int], with_bias: bool
+) -> None:
+    """The mean is far from 0, so that a variance without it would be wrong."""
+    x, residual = (torch.randn(shape).add(3).to(dtype) for _ in range(2))
+    weight, bias = torch.randn(2, shape[1]).to(dtype)
+    bias, kept, before, total = bias if with_bias else None, residual.clone(), x.clone(), x + residual
+    close(layer_norm(x, weight, bias, 1e-5), layer_normed(x, weight, bias, 1e-5), 2 * tolerance)
+    assert x.equal(before)
+    got = layer_norm(x, weight, bias, 1e-5, residual)
+    assert x.equal(total)
+    assert residual.equal(kept)
+    close(got, layer_normed(total, weight, bias, 1e-5), 2 * tolerance)
+
+
+@each_dtype
+def test_a_layer_norm_adds_parts_in_their_order(dtype: torch.dtype, tolerance: float) -> None:
+    parts, residual = torch.randn(3, 5, 40), torch.randn(5, 40).to(dtype)
+    weight, bias = torch.randn(2, 40).to(dtype)
+    x = (parts[0] + parts[1] + parts[2]).to(dtype)
+    got, total = add_parts_layer_norm(parts, residual, weight, bias, 1e-5)
+    assert total.equal(x + residual)
+    assert got.equal(layer_norm(x, weight, bias, 1e-5, residual))
 
 
 @each_dtype

@@ -28,4 +28,24 @@ class RankAddend(NamedTuple):
 
 
 Addend = torch.Tensor | Parts | RankAddend
-"""What a layer adds to the residual stream. Only ``RMSNorm.add_forward`` accepts the forms that are not tensors."""
+"""What a layer adds to the residual stream. Only ``add_forward`` of norms accepts the forms that are not tensors."""
+
+
+def sum_addends(first: Addend, second: Addend) -> Addend:
+    """Return the sum of what two layers add, such as attention and the MLP of a parallel block, so that it is added up
+    once, over parts and over ranks. Mutates nothing."""
+    if isinstance(first, RankAddend) and isinstance(second, RankAddend):
+        assert first.tp is second.tp
+        return RankAddend(_sum(first.x, second.x), first.tp)
+    assert not isinstance(first, RankAddend)
+    assert not isinstance(second, RankAddend)
+    x, y = (one.addends if isinstance(one, Parts) else one for one in (first, second))
+    total = _sum(x, y)
+    return Parts(total) if total.ndim == 3 else total
+
+
+def _sum(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """Return ``x + y``, both ``[tokens, out]`` or parts ``[parts, tokens, out]``; parts if one of them is."""
+    if x.ndim == y.ndim == 2:
+        return x + y
+    return torch.cat([one if one.ndim == 3 else one.float()[None] for one in (x, y)])
