@@ -12,12 +12,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from dovetail.cli.explain import _headline
 from dovetail.errors import ConfigError, ResolutionError
 from dovetail.interfaces.cache import CacheGroup
 from dovetail.interfaces.features import Feature
 from dovetail.interfaces.model import ModelInfo
 from dovetail.registry import ComponentKind, Machine, Resolved, resolve
-from dovetail.registry.ranks import check_ranks, divisions
+from dovetail.registry.ranks import check_ranks, divisions, expert_division
 
 OFFERS = frozenset({Feature.MODEL_TENSOR_PARALLEL})
 INFO = ModelInfo(
@@ -63,10 +64,43 @@ def test_only_models_that_say_so_are_divided() -> None:
         check_ranks(dataclasses.replace(INFO, offers=frozenset()), 2, "the drafter's model")
 
 
-def resolved(fakes: Any, tp: int, machine: Machine | None = None, **given: Any) -> Resolved:
+EXPERTS = (("num_experts", 8), ("moe_intermediate_size", 18))
+
+
+def test_ranks_divide_the_experts_or_each_of_them() -> None:
+    info = dataclasses.replace(INFO, num_heads=48, num_kv_heads=48, split_sizes=(), expert_sizes=EXPERTS)
+    assert divisions(info) == [1, 2, 3, 4, 6, 8]
+    ways = [expert_division("auto", info, tp) for tp in divisions(info)]
+    assert ways == ["tp", "tp", "tp", "ep", "tp", "ep"]
+    assert [expert_division("ep", info, tp) for tp in (1, 2, 4)] == ["ep"] * 3
+    with pytest.raises(ConfigError, match=r"4 as moe_intermediate_size; Fake has 18. Set parallel.experts: auto"):
+        expert_division("tp", info, 4)
+    with pytest.raises(ConfigError, match=r"16 as num_experts; Fake has 8. Set parallel.tp to a divisor of 8"):
+        expert_division("ep", info, 16)
+    with pytest.raises(ConfigError, match=r"has no experts; allowed for it: auto and tp"):
+        expert_division("ep", INFO, 2)
+    assert expert_division("auto", INFO, 2) == "tp"
+
+
+def resolved(fakes: Any, tp: int, machine: Machine | None = None, experts: str = "auto", **given: Any) -> Resolved:
     others = [spec for spec in fakes.basics() if spec.kind != ComponentKind.MODEL]
     registry = fakes.registry(fakes.model(**given), *others, basics=False)
-    return resolve(fakes.config(registry, f"parallel.tp={tp}"), registry, machine or Machine.assume("cpu"))
+    config = fakes.config(registry, f"parallel.tp={tp}", f"parallel.experts={experts}")
+    return resolve(config, registry, machine or Machine.assume("cpu"))
+
+
+def test_resolve_says_how_the_experts_are_divided(fakes: Any) -> None:
+    given = {"num_heads": 12, "num_kv_heads": 4, "offers": OFFERS, "expert_sizes": EXPERTS}
+    assert resolved(fakes, 2, **given).config.parallel.experts == "tp"
+    found = resolved(fakes, 4, **given)
+    assert found.config.parallel.experts == "ep"
+    assert "x 4 (tensor parallel, experts ep)" in _headline(found)
+    with pytest.raises(ConfigError, match=r"parallel.experts is tp and parallel.tp is 4"):
+        resolved(fakes, 4, experts="tp", **given)
+    with pytest.raises(ConfigError, match="has no experts"):
+        resolved(fakes, 1, experts="ep")
+    with pytest.raises(ResolutionError, match=r"a multiple of 12 as num_experts or as moe_intermediate_size"):
+        resolved(fakes, 12, **given)
 
 
 def test_resolve_refuses_ranks_that_do_not_divide_the_model(fakes: Any) -> None:

@@ -139,7 +139,8 @@ def _headline(resolved: Resolved) -> str:
     config, info = resolved.config, resolved.model_info
     overlap = "on" if config.scheduler.overlap else "off"
     tp = config.parallel.tp
-    ranks = f" x {tp} (tensor parallel)" if tp > 1 else ""
+    experts = f", experts {config.parallel.experts}" if info.expert_sizes is not None else ""
+    ranks = f" x {tp} (tensor parallel{experts})" if tp > 1 else ""
     return (
         f"[bold]{info.architecture}[/] ({config.model.name}) on [bold]{resolved.machine.device_name}[/]{ranks}, "
         f"{config.model.dtype}, KV {config.memory.kv_dtype}, context {config.model.context_len}, overlap {overlap}\n"

@@ -233,6 +233,10 @@ class ParallelSection(Section):
         le=MOST_TP,
         description="Ranks of tensor parallelism: each computes a share of every layer, and the ranks add up their results. It must divide `num_attention_heads` and `intermediate_size`, and divide `num_key_value_heads` or be a multiple of it. On CUDA the ranks use consecutive devices from `device` on.",
     )
+    experts: Literal["auto", "tp", "ep"] = Field(
+        default="auto",
+        description="How the ranks divide the experts of a mixture of experts: `tp` gives each rank a share of every expert, `ep` whole experts. `auto` is `tp` if the number of ranks divides the size of an expert, otherwise `ep`. One of the two numbers must be a multiple of the ranks.",
+    )
 
 
 class LimitsSection(Section):

@@ -24,7 +24,9 @@ class ModelInfo:
     config, which its constructor receives within this object. ``needs`` are the features that the model requires of the
     other components, ``offers`` those that it provides. ``cache_groups`` has one entry for each KV pool that the model
     uses. ``split_sizes`` are names and values of further numbers of config.json that the ranks of tensor parallelism
-    must divide evenly, in models that offer ``model.tensor_parallel``; heads are always among them.
+    must divide evenly, in models that offer ``model.tensor_parallel``; heads are always among them. ``expert_sizes``, in
+    mixtures of experts, are names and values of the number of experts and of the intermediate values of one expert: the
+    ranks must divide one of the two (``parallel.experts``).
     """
 
     architecture: str
@@ -41,6 +43,7 @@ class ModelInfo:
     needs: frozenset[Feature] = frozenset()
     offers: frozenset[Feature] = frozenset()
     split_sizes: tuple[tuple[str, int], ...] = ()
+    expert_sizes: tuple[tuple[str, int], tuple[str, int]] | None = None
     config: Any = field(default=None, repr=False)
 
 

@@ -16,6 +16,7 @@ from dovetail.engine.plans import PlanRunner
 from dovetail.interfaces.executor import ExecutorContext
 from dovetail.registry.loader import load_plugins
 from dovetail.registry.machine import Machine
+from dovetail.registry.ranks import expert_division
 from dovetail.registry.resolver import resolve
 
 if TYPE_CHECKING:
@@ -50,6 +51,7 @@ def _build_here(resolved: Resolved, eos_token_ids: frozenset[int], rank: int, si
 
 def _engine(resolved: Resolved, eos_token_ids: frozenset[int], rank: int, size: int, rendezvous: str) -> Engine:
     device = rank_device(resolved.machine.device, rank)
-    mesh = connect(rank, size, device, Path(urlsplit(rendezvous).path))
+    experts = expert_division(resolved.config.parallel.experts, resolved.model_info, size)
+    mesh = connect(rank, size, device, Path(urlsplit(rendezvous).path), experts=experts)
     with explained(resolved.config):
         return Engine(resolved, eos_token_ids, mesh)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from dovetail.config.sections import MOST_TP
 from dovetail.errors import ConfigError
@@ -32,10 +32,35 @@ def indivisible(info: ModelInfo, tp: int) -> Iterator[tuple[str, str]]:
     for name, size in (("num_attention_heads", info.num_heads), *info.split_sizes):
         if size % tp:
             yield f"a multiple of {tp} as {name}", str(size)
+    if info.expert_sizes is not None and all(size % tp for _, size in info.expert_sizes):
+        (experts, number), (name, size) = info.expert_sizes
+        yield f"a multiple of {tp} as {experts} or as {name}", f"{number} and {size}"
     if info.num_kv_heads % tp and tp % info.num_kv_heads:
         yield f"a multiple or a divisor of {tp} as num_key_value_heads", str(info.num_kv_heads)
     if -(-info.vocab_size // tp) * (tp - 1) >= info.vocab_size:
         yield f"tokens for each of {tp} ranks in vocab_size", str(info.vocab_size)
+
+
+def expert_division(setting: Literal["auto", "tp", "ep"], info: ModelInfo, tp: int) -> Literal["tp", "ep"]:
+    """Return how ``tp`` ranks divide the experts of the model ``info`` by the setting ``parallel.experts``: ``auto`` is
+    ``tp`` if that is possible. Raises ``ConfigError`` if the ranks cannot divide the experts as the setting says."""
+    if info.expert_sizes is None:
+        if setting == "ep":
+            raise ConfigError(
+                f"parallel.experts is ep, and {info.architecture} has no experts; allowed for it: auto and tp"
+            )
+        return "tp"
+    (experts, number), (name, size) = info.expert_sizes
+    if setting == "auto":
+        return "ep" if size % tp and not number % tp else "tp"
+    needed, got = (name, size) if setting == "tp" else (experts, number)
+    if got % tp:
+        possible = (number if setting == "tp" else size) % tp == 0
+        raise ConfigError(
+            f"parallel.experts is {setting} and parallel.tp is {tp}, which needs a multiple of {tp} as {needed}; "
+            f"{info.architecture} has {got}. Set {'parallel.experts: auto' if possible else f'parallel.tp to a divisor of {got}'}"
+        )
+    return setting
 
 
 def divisions(info: ModelInfo) -> list[int]:

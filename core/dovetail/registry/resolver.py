@@ -23,7 +23,7 @@ from dovetail.registry.kinds import Kinds
 from dovetail.registry.machine import Machine
 from dovetail.registry.model_choice import ModelChoice, choose_model
 from dovetail.registry.parser_choice import Parsers, choose_parsers
-from dovetail.registry.ranks import divisions
+from dovetail.registry.ranks import divisions, expert_division
 from dovetail.registry.resolution import (
     Candidate,
     CandidateVerdict,
@@ -391,6 +391,7 @@ def _concrete(
         "chunk_size": config.scheduler.chunk_size or (8192 if on_cuda else 2048),
     }
     selections = {d.section.key: _selected(config, d, d.section, named) for d in kinds if d.section is not None}
+    experts = expert_division(config.parallel.experts, model.info, config.parallel.tp)
     open_kinds = {key: selection for key, selection in selections.items() if key not in type(config).model_fields}
     return config.model_copy(
         update={
@@ -400,6 +401,7 @@ def _concrete(
             "kinds": open_kinds,
             "scheduler": config.scheduler.model_copy(update=scheduler),
             "graphs": config.graphs.model_copy(update={"decode": graphs}),
+            "parallel": config.parallel.model_copy(update={"experts": experts}),
             "memory": config.memory.model_copy(update={"kv_dtype": model.kv_dtype}),
         }
     )

@@ -292,8 +292,13 @@ class ModelSuite(ComponentSuite):
         self.proves(Feature.MODEL_TENSOR_PARALLEL)
         tokens = random_tokens(whole.info, PROMPT)
         expected = self.logits(whole, tokens, PROMPT)
-        for count in counts:
-            meshes = thread_meshes(count)
+        ways = [("tp", count) for count in counts]
+        if whole.info.expert_sizes is not None:
+            (_, number), (_, size) = whole.info.expert_sizes
+            ways = [("tp", count) for count in counts if size % count == 0]
+            ways += [("ep", count) for count in counts if number % count == 0]
+        for experts, count in ways:
+            meshes = thread_meshes(count, "ep" if experts == "ep" else "tp")
             models = [self.load(checkpoint, mesh=mesh) for mesh in meshes]
             places = [self.rows(m, [PROMPT], mesh=mesh) for m, mesh in zip(models, meshes, strict=True)]
             results = run_ranks(
