@@ -19,6 +19,7 @@ from dovetail.layers.norm import RMSNorm
 
 if TYPE_CHECKING:
     from dovetail.interfaces.mesh import Mesh
+    from dovetail.layers.experts import Experts
     from dovetail.layers.rotary import Rotation
     from dovetail.ops.parts import Addend
     from dovetail.types import Batch
@@ -38,17 +39,24 @@ class DecoderShape:
 
 
 class DecoderLayer(Layer):
-    """Compute pre-norm self-attention and a gated MLP. ``index`` is the layer's index in the model and in the KV pool;
-    for ``window`` see ``AttentionLayer``."""
+    """Compute pre-norm self-attention and a feed-forward layer: a gated MLP, unless ``mlp`` is given. ``index`` is the
+    layer's index in the model and in the KV pool; for ``window`` see ``AttentionLayer``."""
 
-    def __init__(self, shape: DecoderShape, index: int, mesh: Mesh, window: int | None = None) -> None:
+    def __init__(
+        self,
+        shape: DecoderShape,
+        index: int,
+        mesh: Mesh,
+        window: int | None = None,
+        mlp: GatedMLP | Experts | None = None,
+    ) -> None:
         super().__init__()
         hidden = shape.attention.hidden_size
         self.attn_norm = RMSNorm(hidden, shape.norm_eps)
         constants = AttentionLayer(index, shape.attention.head_dim**-0.5, window)
         self.attn = SelfAttention(shape.attention, constants, mesh)
         self.mlp_norm = RMSNorm(hidden, shape.norm_eps)
-        self.mlp = GatedMLP(hidden, shape.intermediate_size, mesh, bias=shape.mlp_bias)
+        self.mlp = mlp or GatedMLP(hidden, shape.intermediate_size, mesh, bias=shape.mlp_bias)
 
     def enter(self, x: Addend, residual: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the inputs of ``forward``, both ``[tokens, hidden_size]``: the norm of ``x + residual``, and that sum,
@@ -78,12 +86,13 @@ class DecoderLayer(Layer):
 
 
 def decoder_targets(layer: DecoderLayer, checkpoint_prefix: str, parameter_prefix: str) -> Targets:
-    """Yield the targets of the tensors of ``layer``. Names in the checkpoint begin with ``checkpoint_prefix``,
-    parameters of the model with ``parameter_prefix``."""
+    """Yield the targets of the tensors of ``layer``, except those of experts. Names in the checkpoint begin with
+    ``checkpoint_prefix``, parameters of the model with ``parameter_prefix``."""
     yield f"{checkpoint_prefix}.input_layernorm.weight", WeightTarget(f"{parameter_prefix}.attn_norm.weight")
     yield f"{checkpoint_prefix}.post_attention_layernorm.weight", WeightTarget(f"{parameter_prefix}.mlp_norm.weight")
     yield from attention_targets(layer.attn, f"{checkpoint_prefix}.self_attn", f"{parameter_prefix}.attn")
-    yield from mlp_targets(layer.mlp, f"{checkpoint_prefix}.mlp", f"{parameter_prefix}.mlp")
+    if isinstance(layer.mlp, GatedMLP):
+        yield from mlp_targets(layer.mlp, f"{checkpoint_prefix}.mlp", f"{parameter_prefix}.mlp")
 
 
 def attention_targets(attn: SelfAttention, checkpoint_prefix: str, parameter_prefix: str) -> Targets:

@@ -24,7 +24,7 @@ class DenseModel(DecoderModel):
 
     def make_layer(self, index: int, mesh: Mesh) -> DecoderLayer:
         """See ``DecoderModel``."""
-        return DecoderLayer(_layer_shape(self.info), index, mesh, self.info.config.windows[index])
+        return DecoderLayer(layer_shape(self.info), index, mesh, self.info.config.windows[index])
 
     def layer_targets(self, index: int, checkpoint_prefix: str, parameter_prefix: str) -> Targets:
         """See ``DecoderModel``."""
@@ -33,7 +33,8 @@ class DenseModel(DecoderModel):
         return decoder_targets(layer, checkpoint_prefix, parameter_prefix)
 
 
-def _layer_shape(info: ModelInfo) -> DecoderShape:
+def layer_shape(info: ModelInfo) -> DecoderShape:
+    """Return the shape of each layer of a model whose ``config`` is a ``DenseConfig``."""
     config: DenseConfig = info.config
     attention = AttentionShape(
         hidden_size=info.hidden_size,

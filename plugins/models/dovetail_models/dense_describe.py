@@ -53,13 +53,16 @@ class Variant:
     head_dim: int | None = None
 
 
-def _uniform_windows(config: Mapping[str, Any], layers: int) -> Windows:
-    if config.get("sliding_window", 4096) is None:
+def uniform_windows(config: Mapping[str, Any], layers: int, default: int | None = 4096) -> Windows:
+    """Return the window of ``sliding_window`` for all layers; ``default`` is that of an absent key. Raises
+    ``ConfigError``."""
+    if config.get("sliding_window", default) is None:
         return (None,) * layers
-    return (read_int(config, "sliding_window", 4096),) * layers
+    return (read_int(config, "sliding_window", default),) * layers
 
 
-def _layered_windows(config: Mapping[str, Any], layers: int) -> Windows:
+def layered_windows(config: Mapping[str, Any], layers: int) -> Windows:
+    """Return the windows of Qwen's layers, by ``layer_types`` or by ``max_window_layers``. Raises ``ConfigError``."""
     types = config.get("layer_types")
     window = read_int(config, "sliding_window", 4096) if read_flag(config, "use_sliding_window") else None
     if types is None:
@@ -82,21 +85,21 @@ MISTRAL = Variant(
     "MistralForCausalLM",
     reads=frozenset({"sliding_window"}),
     qkv_bias=False,
-    windows=_uniform_windows,
+    windows=uniform_windows,
     max_positions=131072,
     kv_heads=8,
 )
-QWEN2 = Variant("Qwen2ForCausalLM", reads=_LAYERED, qkv_bias=True, windows=_layered_windows, kv_heads=32)
+QWEN2 = Variant("Qwen2ForCausalLM", reads=_LAYERED, qkv_bias=True, windows=layered_windows, kv_heads=32)
 QWEN3 = Variant(
     "Qwen3ForCausalLM",
     reads=_LAYERED | {"attention_bias"},
     qk_norm=True,
-    windows=_layered_windows,
+    windows=layered_windows,
     kv_heads=32,
     head_dim=128,
 )
 MIMO = Variant(
-    "MiMoForCausalLM", reads=_LAYERED | {"attention_bias"}, qkv_bias=True, windows=_layered_windows, kv_heads=32
+    "MiMoForCausalLM", reads=_LAYERED | {"attention_bias"}, qkv_bias=True, windows=layered_windows, kv_heads=32
 )
 
 

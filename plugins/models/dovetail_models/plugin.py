@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from dovetail.registry.hookspecs import hookimpl
 from dovetail.registry.specs import ComponentKind, ComponentSpec
+from dovetail_models.moe_specs import MOE
 
 
 def _dense(name: str, config: str, architecture: str, summary: str) -> ComponentSpec:
@@ -23,11 +24,12 @@ def _dense(name: str, config: str, architecture: str, summary: str) -> Component
 
 @hookimpl
 def register_components() -> Sequence[ComponentSpec]:
-    """Return the specs of the dense Llama family."""
+    """Return the specs of the models."""
     return (
         _dense("llama", "LlamaConfig", "LlamaForCausalLM", "Llama 2 and 3, and models of their shape."),
         _dense("mistral", "MistralConfig", "MistralForCausalLM", "Mistral, with its sliding window."),
         _dense("qwen2", "Qwen2Config", "Qwen2ForCausalLM", "Qwen2 and Qwen2.5, dense."),
         _dense("mimo", "MimoConfig", "MiMoForCausalLM", "MiMo: Qwen2's layers, and one that predicts a further token."),
         _dense("qwen3", "Qwen3Config", "Qwen3ForCausalLM", "Qwen3, dense: norms over query and key heads."),
+        *MOE,
     )

@@ -1,0 +1,26 @@
+"""Define the config sections of the models with experts. They have no settings: a checkpoint's config.json contains
+everything."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from dovetail.config.plugin import PluginConfig
+
+
+class MixtralConfig(PluginConfig):
+    """Select the Mixtral architecture."""
+
+    kind: Literal["mixtral"] = "mixtral"  # pyright: ignore[reportIncompatibleVariableOverride]
+
+
+class Qwen2MoeConfig(PluginConfig):
+    """Select the architecture of Qwen2 with experts."""
+
+    kind: Literal["qwen2_moe"] = "qwen2_moe"  # pyright: ignore[reportIncompatibleVariableOverride]
+
+
+class Qwen3MoeConfig(PluginConfig):
+    """Select the architecture of Qwen3 with experts."""
+
+    kind: Literal["qwen3_moe"] = "qwen3_moe"  # pyright: ignore[reportIncompatibleVariableOverride]

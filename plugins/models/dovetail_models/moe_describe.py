@@ -1,0 +1,207 @@
+"""Describe models with experts from config.json alone: what the families share, and Mixtral, Qwen2-MoE, Qwen3-MoE and
+OLMoE. Does not import torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from dovetail.errors import ConfigError
+from dovetail.interfaces.features import Feature
+from dovetail.interfaces.model import ModelInfo
+from dovetail.layers.rope import RopeConfig, read_rope
+from dovetail.ops.expert_shapes import ExpertsShape, RoutingRule
+from dovetail_models.dense_describe import DenseConfig, layered_windows, uniform_windows
+from dovetail_models.describe import OFFERS, HeadSizes, Windows, cut_windows, make_info, read_heads, refuse_activation
+from dovetail_models.settings import read_flag, read_float, read_int, read_predict_layers, refuse_unread
+
+MOE_OFFERS = OFFERS - {Feature.MODEL_BATCH_INVARIANT}
+"""What a ``MoeModel`` offers. How many tokens an expert computes together depends on the other rows of a step."""
+
+COUNTS = frozenset({"num_experts", "num_local_experts"})
+"""Hold the two names of the number of experts: transformers 5 writes the second for some families whose published
+checkpoints have the first."""
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertNames:
+    """Hold the names that a checkpoint gives to the parts of a layer of experts. ``layer`` is the name of the layer
+    within its decoder layer, in which the other names are. ``projections`` are gate, up and down of each expert."""
+
+    layer: str = "mlp"
+    router: str = "gate"
+    correction: str = "gate.e_score_correction_bias"
+    experts: str = "experts"
+    projections: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
+    shared: str = "shared_experts"
+    shared_gate: str = "shared_expert_gate"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MoeConfig(DenseConfig):
+    """Hold what ``MoeModel`` needs in addition to ``ModelInfo``. ``sparse`` says of each layer whether it has experts;
+    the others have an MLP of ``intermediate_size``."""
+
+    experts: ExpertsShape
+    sparse: tuple[bool, ...]
+    names: ExpertNames = ExpertNames()
+
+
+def read_moe_rope(
+    config: Mapping[str, Any], sizes: HeadSizes, theta: float, max_positions: int, partial: float | None = None
+) -> RopeConfig:
+    """Return the rotary settings; ``theta`` and ``max_positions`` are the defaults of absent keys. For ``partial`` see
+    ``read_rope``. Raises ``ConfigError``."""
+    with_theta = dict(config) if config.get("rope_theta") else {**config, "rope_theta": theta}
+    return read_rope(with_theta, sizes.head_dim, read_int(config, "max_position_embeddings", max_positions), partial)
+
+
+def moe_config(
+    config: Mapping[str, Any],
+    experts: ExpertsShape,
+    rope: RopeConfig | None,
+    *,
+    sparse: Sequence[bool] | None = None,
+    windows: Windows | None = None,
+    eps: float = 1e-6,
+    tied: bool = False,
+    qkv_bias: bool = False,
+    out_bias: bool = False,
+    mlp_bias: bool = False,
+    qk_norm: bool = False,
+    names: ExpertNames = ExpertNames(),
+) -> MoeConfig:
+    """Return the config of a model whose layers all have experts and full attention, unless ``sparse`` or ``windows``
+    are given. ``eps`` and ``tied`` are the defaults of absent keys. Raises ``ConfigError``."""
+    layers = read_int(config, "num_hidden_layers")
+    with_experts = (True,) * layers if sparse is None else tuple(sparse)
+    if windows is not None and rope is not None:
+        windows = cut_windows(windows, rope.context_len)
+    return MoeConfig(
+        intermediate_size=experts.size if all(with_experts) else read_int(config, "intermediate_size"),
+        norm_eps=read_float(config, "rms_norm_eps", eps),
+        rope=rope,
+        windows=windows or (None,) * layers,
+        qkv_bias=qkv_bias,
+        out_bias=out_bias,
+        mlp_bias=mlp_bias,
+        qk_norm=qk_norm,
+        tied=read_flag(config, "tie_word_embeddings") if "tie_word_embeddings" in config else tied,
+        predict_layers=read_predict_layers(config),
+        experts=experts,
+        sparse=with_experts,
+        names=names,
+    )
+
+
+def moe_info(
+    config: Mapping[str, Any],
+    architecture: str,
+    sizes: HeadSizes,
+    context_len: int,
+    own: MoeConfig,
+    needs: frozenset[Feature] = frozenset(),
+) -> ModelInfo:
+    """Return the ``ModelInfo`` of a model with experts. Raises ``ConfigError``."""
+    info = make_info(config, architecture, sizes, context_len, own, needs=needs, offers=MOE_OFFERS)
+    split: list[tuple[str, int]] = []
+    if not all(own.sparse):
+        split.append(("intermediate_size", own.intermediate_size))
+    if own.experts.shared_size:
+        split.append(("the size of the shared expert", own.experts.shared_size))
+    split.append(("the size of an expert", own.experts.size))
+    return replace(info, split_sizes=tuple(split))
+
+
+def read_expert_count(config: Mapping[str, Any], default: int) -> int:
+    """Return the number of experts, by either of its names. Raises ``ConfigError``."""
+    key = "num_experts" if config.get("num_experts") is not None else "num_local_experts"
+    return read_int(config, key, default)
+
+
+def sparse_by_step(config: Mapping[str, Any]) -> tuple[bool, ...]:
+    """Return which layers of a Qwen model have experts, by ``decoder_sparse_step`` and ``mlp_only_layers``. Raises
+    ``ConfigError``."""
+    layers, step = read_int(config, "num_hidden_layers"), read_int(config, "decoder_sparse_step", 1)
+    dense = config.get("mlp_only_layers") or []
+    if not isinstance(dense, list) or not all(isinstance(index, int) for index in dense):
+        raise ConfigError(f"config.json: mlp_only_layers is {dense!r}; allowed: a list of indices of layers")
+    return tuple(index not in dense and (index + 1) % step == 0 for index in range(layers))
+
+
+_MIXTRAL_NAMES = ExpertNames(layer="block_sparse_moe", projections=("w1", "w3", "w2"))
+_QWEN2_NAMES = ExpertNames(shared="shared_expert")
+_BY_STEP = frozenset({"decoder_sparse_step", "mlp_only_layers", "norm_topk_prob"})
+
+
+def describe_mixtral(config: dict[str, Any]) -> ModelInfo:
+    """Describe a checkpoint of Mixtral. Raises ``ConfigError``."""
+    architecture = "MixtralForCausalLM"
+    refuse_unread(config, COUNTS | {"sliding_window"}, architecture)
+    refuse_activation(config)
+    sizes = read_heads(config, default_kv_heads=8)
+    rope = read_moe_rope(config, sizes, 1e6, 131072)
+    rule = RoutingRule(read_expert_count(config, 8), read_int(config, "num_experts_per_tok", 2), renormalize=True)
+    experts = ExpertsShape(read_int(config, "hidden_size"), read_int(config, "intermediate_size"), rule)
+    windows = uniform_windows(config, read_int(config, "num_hidden_layers"), None)
+    own = moe_config(config, experts, rope, windows=windows, eps=1e-5, names=_MIXTRAL_NAMES)
+    return moe_info(config, architecture, sizes, rope.context_len, own)
+
+
+def describe_qwen3_moe(config: dict[str, Any]) -> ModelInfo:
+    """Describe a checkpoint of Qwen3 with experts. Raises ``ConfigError``."""
+    architecture = "Qwen3MoeForCausalLM"
+    read = COUNTS | _BY_STEP | {"sliding_window", "use_sliding_window", "attention_bias"}
+    refuse_unread(config, read, architecture)
+    refuse_activation(config)
+    sizes = read_heads(config, default_kv_heads=4)
+    rope = read_moe_rope(config, sizes, 1e4, 32768)
+    experts = ExpertsShape(
+        read_int(config, "hidden_size"), read_int(config, "moe_intermediate_size", 768), _qwen_rule(config, 128, 8)
+    )
+    layers = read_int(config, "num_hidden_layers")
+    windows = uniform_windows(config, layers) if read_flag(config, "use_sliding_window") else None
+    bias = read_flag(config, "attention_bias")
+    sparse = sparse_by_step(config)
+    own = moe_config(config, experts, rope, sparse=sparse, windows=windows, qkv_bias=bias, out_bias=bias, qk_norm=True)
+    return moe_info(config, architecture, sizes, rope.context_len, own)
+
+
+def describe_qwen2_moe(config: dict[str, Any]) -> ModelInfo:
+    """Describe a checkpoint of Qwen1.5-MoE or Qwen2-MoE. Raises ``ConfigError``."""
+    architecture = "Qwen2MoeForCausalLM"
+    read = COUNTS | _BY_STEP | {"sliding_window", "use_sliding_window", "layer_types", "qkv_bias"}
+    read |= {"shared_expert_intermediate_size"}
+    refuse_unread(config, read, architecture)
+    refuse_activation(config)
+    sizes = read_heads(config, default_kv_heads=16)
+    rope = read_moe_rope(config, sizes, 1e4, 32768)
+    experts = ExpertsShape(
+        read_int(config, "hidden_size"),
+        read_int(config, "moe_intermediate_size", 1408),
+        _qwen_rule(config, 60, 4),
+        shared_size=read_int(config, "shared_expert_intermediate_size", 5632),
+        shared_gate=True,
+    )
+    bias = config.get("qkv_bias") is None or read_flag(config, "qkv_bias")
+    own = moe_config(
+        config,
+        experts,
+        rope,
+        sparse=sparse_by_step(config),
+        windows=layered_windows(config, read_int(config, "num_hidden_layers")),
+        qkv_bias=bias,
+        names=_QWEN2_NAMES,
+    )
+    return moe_info(config, architecture, sizes, rope.context_len, own)
+
+
+def _qwen_rule(config: Mapping[str, Any], experts: int, top_k: int) -> RoutingRule:
+    """Return the rule of Qwen and OLMoE; the numbers are the defaults of absent keys."""
+    return RoutingRule(
+        read_expert_count(config, experts),
+        read_int(config, "num_experts_per_tok", top_k),
+        renormalize=read_flag(config, "norm_topk_prob"),
+    )
