@@ -13,7 +13,7 @@ import transformers
 
 from dovetail.errors import ConfigError
 from dovetail.interfaces.model import ModelInfo
-from dovetail_models.moe_describe import describe_mixtral, describe_qwen2_moe, describe_qwen3_moe
+from dovetail_models.moe_describe import describe_mixtral, describe_olmoe, describe_qwen2_moe, describe_qwen3_moe
 from moe_suite import MoeSuite
 
 EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 20}
@@ -46,6 +46,23 @@ class TestQwen2Moe(MoeSuite):
     }
 
 
+class TestOlmoe(MoeSuite):
+    """The norms of transformers take ``hidden_size / num_attention_heads`` as the size of a head."""
+
+    name = model_type = "olmoe"
+    configs: ClassVar = {
+        "plain": {"num_experts": 6, "num_experts_per_tok": 2, "head_dim": 8},
+        "normalised, one kv head": {
+            "num_experts": 4,
+            "num_experts_per_tok": 3,
+            "head_dim": 8,
+            "num_key_value_heads": 1,
+            "norm_topk_prob": True,
+            "attention_bias": True,
+        },
+    }
+
+
 SHAPE = {
     "hidden_size": 64,
     "intermediate_size": 96,
@@ -57,26 +74,29 @@ SHAPE = {
 Describe = Callable[[dict[str, Any]], ModelInfo]
 
 
-def test_describe_fills_in_what_transformers_would() -> None:
-    families: tuple[tuple[Describe, Any], ...] = (
+@pytest.mark.parametrize(
+    ("describe", "built"),
+    [
         (describe_mixtral, transformers.MixtralConfig()),
         (describe_qwen2_moe, transformers.Qwen2MoeConfig()),
         (describe_qwen3_moe, transformers.Qwen3MoeConfig()),
-    )
-    for describe, built in families:
-        shape = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
-        info = describe({key: getattr(built, key) for key in shape})
-        rule = info.config.experts.routing
-        assert info.num_kv_heads == built.num_key_value_heads
-        assert info.context_len == built.max_position_embeddings
-        assert info.config.norm_eps == built.rms_norm_eps
-        assert info.config.rope.theta == built.rope_parameters["rope_theta"]
-        assert rule.num_experts == (built.num_local_experts if describe is describe_mixtral else built.num_experts)
-        assert rule.top_k == built.num_experts_per_tok
-        assert info.config.experts.size == getattr(built, "moe_intermediate_size", built.intermediate_size)
-        assert info.config.experts.shared_size == getattr(built, "shared_expert_intermediate_size", 0)
-        assert info.config.sparse == (True,) * info.num_layers
-        assert info.config.windows == (None,) * info.num_layers
+        (describe_olmoe, transformers.OlmoeConfig()),
+    ],
+)
+def test_describe_fills_in_what_transformers_would(describe: Describe, built: Any) -> None:
+    shape = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+    info = describe({key: getattr(built, key) for key in shape})
+    rule = info.config.experts.routing
+    assert info.num_kv_heads == built.num_key_value_heads
+    assert info.context_len == built.max_position_embeddings
+    assert info.config.norm_eps == built.rms_norm_eps
+    assert info.config.rope.theta == built.rope_parameters["rope_theta"]
+    assert rule.num_experts == (built.num_local_experts if describe is describe_mixtral else built.num_experts)
+    assert rule.top_k == built.num_experts_per_tok
+    assert info.config.experts.size == getattr(built, "moe_intermediate_size", built.intermediate_size)
+    assert info.config.experts.shared_size == getattr(built, "shared_expert_intermediate_size", 0)
+    assert info.config.sparse == (True,) * info.num_layers
+    assert info.config.windows == (None,) * info.num_layers
 
 
 @pytest.mark.parametrize("describe", [describe_qwen2_moe, describe_qwen3_moe])

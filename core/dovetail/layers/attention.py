@@ -13,6 +13,7 @@ from dovetail.interfaces.model import TensorShare, WeightTarget
 from dovetail.layers.base import Layer
 from dovetail.layers.linear import NO_TRANSFORMS, ColumnLinear, row_linear
 from dovetail.layers.norm import HeadNorm
+from dovetail.layers.projection_norm import NormedProjections
 from dovetail.layers.rotary import HeadCounts, KVPlace
 
 if TYPE_CHECKING:
@@ -29,7 +30,8 @@ class AttentionShape:
     normalised. ``input_size`` is the size of the layer's input if it is not ``hidden_size``. With ``sinks``, each query
     head has a learned attention sink (see ``AttentionLayer``). ``order`` is the order in which a checkpoint has the
     elements of a query or key head, if it is not the order in which ``Rotary`` rotates: with a partial rotation
-    ``SplitHalves(head_dim, rope.rotary_dim)``."""
+    ``SplitHalves(head_dim, rope.rotary_dim)``. If ``wide_norm_eps`` is set, all queries of a token are normalised
+    together, and all its keys (``NormedProjections``)."""
 
     hidden_size: int
     num_heads: int
@@ -41,6 +43,7 @@ class AttentionShape:
     input_size: int | None = None
     sinks: bool = False
     order: SplitHalves | None = None
+    wide_norm_eps: float | None = None
 
 
 class SelfAttention(Layer):
@@ -58,7 +61,11 @@ class SelfAttention(Layer):
         widths = {"q": queries, "k": keys, "v": keys}
         inputs = shape.input_size or shape.hidden_size
         order = {"q": shape.order, "k": shape.order} if shape.order else NO_TRANSFORMS
-        self.qkv = ColumnLinear(inputs, widths, mesh, bias=shape.qkv_bias, unit=head_dim, transforms=order)
+        if shape.wide_norm_eps is None:
+            self.qkv = ColumnLinear(inputs, widths, mesh, bias=shape.qkv_bias, unit=head_dim, transforms=order)
+        else:
+            eps, bias = shape.wide_norm_eps, shape.qkv_bias
+            self.qkv = NormedProjections(inputs, widths, mesh, eps, bias=bias, unit=head_dim, transforms=order)
         self.out = row_linear(queries, shape.hidden_size, mesh, bias=shape.out_bias)
         first, heads = mesh.tp.share(shape.num_heads)
         kv_heads = mesh.tp.share(shape.num_kv_heads)[1]

@@ -16,6 +16,7 @@ from dovetail.layers.base import Layer
 from dovetail.layers.linear import Linear
 from dovetail.layers.mlp import GatedMLP
 from dovetail.layers.norm import RMSNorm
+from dovetail.layers.projection_norm import NormedProjections
 
 if TYPE_CHECKING:
     from dovetail.interfaces.mesh import Mesh
@@ -101,6 +102,8 @@ def attention_targets(attn: SelfAttention, checkpoint_prefix: str, parameter_pre
         for part in ("q", "k"):
             target = WeightTarget(f"{parameter_prefix}.qk_norm.{part}_weight", transform=attn.order)
             yield f"{checkpoint_prefix}.{part}_norm.weight", target
+    if isinstance(attn.qkv, NormedProjections):
+        yield from attn.qkv.norm_targets(checkpoint_prefix, f"{parameter_prefix}.qkv")
     if attn.sinks is not None:
         yield f"{checkpoint_prefix}.sinks", attn.sinks_target(f"{parameter_prefix}.sinks")
     for part in ("q", "k", "v"):

@@ -6,17 +6,20 @@ Mixtral (arXiv 2401.04088), Qwen2-MoE (2407.10671), Qwen3-MoE (2505.09388), OLMo
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from dovetail.interfaces.model import WeightTarget
-from dovetail.layers.decoder import DecoderLayer, decoder_targets, linear_targets, mlp_targets
+from dovetail.layers.decoder import DecoderLayer, DecoderShape, decoder_targets, linear_targets, mlp_targets
 from dovetail.layers.expert_targets import expert_targets
 from dovetail.layers.experts import Experts
+from dovetail.layers.transforms import SplitHalves
 from dovetail_models.decoder import DecoderModel
 from dovetail_models.dense import layer_shape
 
 if TYPE_CHECKING:
     from dovetail.interfaces.mesh import Mesh
+    from dovetail.interfaces.model import ModelInfo
     from dovetail_models.decoder import Targets
     from dovetail_models.moe_describe import MoeConfig
 
@@ -28,7 +31,7 @@ class MoeModel(DecoderModel):
         """See ``DecoderModel``."""
         config: MoeConfig = self.info.config
         experts = Experts(config.experts, mesh) if config.sparse[index] else None
-        return DecoderLayer(layer_shape(self.info), index, mesh, config.windows[index], experts)
+        return DecoderLayer(moe_layer_shape(self.info), index, mesh, config.windows[index], experts)
 
     def layer_targets(self, index: int, checkpoint_prefix: str, parameter_prefix: str) -> Targets:
         """See ``DecoderModel``."""
@@ -58,3 +61,13 @@ class MoeModel(DecoderModel):
         yield from linear_targets(layer.router.gate, f"{checkpoint_prefix}.{names.router}", ours)
         if layer.router.correction is not None:
             yield f"{checkpoint_prefix}.{names.correction}", WeightTarget(f"{parameter_prefix}.correction")
+
+
+def moe_layer_shape(info: ModelInfo) -> DecoderShape:
+    """Return the shape of each layer of a model whose ``config`` is a ``MoeConfig``."""
+    config: MoeConfig = info.config
+    shape, order = layer_shape(info), None
+    if config.rope is not None and (config.rotates_pairs or config.rope.partial_dim):
+        order = SplitHalves(info.head_dim, config.rope.rotary_dim, config.rotates_pairs)
+    wide = config.norm_eps if config.wide_norm else None
+    return replace(shape, attention=replace(shape.attention, order=order, wide_norm_eps=wide, sinks=config.sinks))

@@ -24,3 +24,9 @@ class Qwen3MoeConfig(PluginConfig):
     """Select the architecture of Qwen3 with experts."""
 
     kind: Literal["qwen3_moe"] = "qwen3_moe"  # pyright: ignore[reportIncompatibleVariableOverride]
+
+
+class OlmoeConfig(PluginConfig):
+    """Select the OLMoE architecture."""
+
+    kind: Literal["olmoe"] = "olmoe"  # pyright: ignore[reportIncompatibleVariableOverride]

@@ -42,11 +42,16 @@ class ExpertNames:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MoeConfig(DenseConfig):
     """Hold what ``MoeModel`` needs in addition to ``ModelInfo``. ``sparse`` says of each layer whether it has experts;
-    the others have an MLP of ``intermediate_size``."""
+    the others have an MLP of ``intermediate_size``. ``wide_norm``: all queries of a token are normalised together, and
+    all its keys. ``rotates_pairs``: the elements (0, 1), (2, 3) and so on of a head are rotated. ``sinks``: heads have
+    attention sinks."""
 
     experts: ExpertsShape
     sparse: tuple[bool, ...]
     names: ExpertNames = ExpertNames()
+    wide_norm: bool = False
+    rotates_pairs: bool = False
+    sinks: bool = False
 
 
 def read_moe_rope(
@@ -72,6 +77,9 @@ def moe_config(
     mlp_bias: bool = False,
     qk_norm: bool = False,
     names: ExpertNames = ExpertNames(),
+    wide_norm: bool = False,
+    rotates_pairs: bool = False,
+    sinks: bool = False,
 ) -> MoeConfig:
     """Return the config of a model whose layers all have experts and full attention, unless ``sparse`` or ``windows``
     are given. ``eps`` and ``tied`` are the defaults of absent keys. Raises ``ConfigError``."""
@@ -93,6 +101,9 @@ def moe_config(
         experts=experts,
         sparse=with_experts,
         names=names,
+        wide_norm=wide_norm,
+        rotates_pairs=rotates_pairs,
+        sinks=sinks,
     )
 
 
@@ -111,8 +122,8 @@ def moe_info(
         split.append(("intermediate_size", own.intermediate_size))
     if own.experts.shared_size:
         split.append(("the size of the shared expert", own.experts.shared_size))
-    split.append(("the size of an expert", own.experts.size))
-    return replace(info, split_sizes=tuple(split))
+    of_experts = ("the number of experts", own.experts.routing.num_experts), ("the size of an expert", own.experts.size)
+    return replace(info, split_sizes=tuple(split), expert_sizes=of_experts if any(own.sparse) else None)
 
 
 def read_expert_count(config: Mapping[str, Any], default: int) -> int:
@@ -195,6 +206,21 @@ def describe_qwen2_moe(config: dict[str, Any]) -> ModelInfo:
         qkv_bias=bias,
         names=_QWEN2_NAMES,
     )
+    return moe_info(config, architecture, sizes, rope.context_len, own)
+
+
+def describe_olmoe(config: dict[str, Any]) -> ModelInfo:
+    """Describe a checkpoint of OLMoE. Raises ``ConfigError``."""
+    architecture = "OlmoeForCausalLM"
+    refuse_unread(config, COUNTS | {"norm_topk_prob", "attention_bias"}, architecture)
+    refuse_activation(config)
+    sizes = read_heads(config)
+    rope = read_moe_rope(config, sizes, 1e4, 4096)
+    experts = ExpertsShape(
+        read_int(config, "hidden_size"), read_int(config, "intermediate_size"), _qwen_rule(config, 64, 8)
+    )
+    bias = read_flag(config, "attention_bias")
+    own = moe_config(config, experts, rope, eps=1e-5, qkv_bias=bias, out_bias=bias, wide_norm=True)
     return moe_info(config, architecture, sizes, rope.context_len, own)
 
 

@@ -29,5 +29,6 @@ MOE = (
     _spec("mixtral", "MixtralConfig", "MixtralForCausalLM", "Mixtral: experts in every layer."),
     _spec("qwen2_moe", "Qwen2MoeConfig", "Qwen2MoeForCausalLM", "Qwen1.5 and Qwen2 with experts and a shared expert."),
     _spec("qwen3_moe", "Qwen3MoeConfig", "Qwen3MoeForCausalLM", "Qwen3 with experts."),
+    _spec("olmoe", "OlmoeConfig", "OlmoeForCausalLM", "OLMoE: norms over all queries and all keys."),
 )
 """Hold the specs of the models with experts."""
