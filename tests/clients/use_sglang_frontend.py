@@ -75,6 +75,7 @@ def main() -> None:
     meta = state.get_meta_info("scored")
     stream = chat.run("What is the capital of France?", backend=backend, stream=True)
     parts = list(stream.text_iter("answer"))
+    stream["sum"]  # wait for the last call: the cache is not flushed while one runs
     batch = chat.run_batch(
         [{"question": f"What is the capital of {name}?"} for name in ("France", "Italy")],
         backend=backend,

@@ -88,6 +88,11 @@ ENFORCED: list[tuple[Any, list[str], list[str]]] = [
         ['{"k":"i","v":""}', '{"k":"t","v":1}'],
     ),
     ({"anyOf": [{"allOf": [INT, STR]}, {"const": 5}]}, ["5"], ["4", '"x"']),
+    (
+        {"anyOf": [obj(properties={name: {"type": "array", "items": STR}}) for name in ("include", "exclude")]},
+        ['{"include":["a"],"exclude":["b"]}', '{"include":["a"]}', '{"exclude":[]}', '{"exclude":["b"],"include":1}'],
+        ['{"include":1,"exclude":2}', "[]"],
+    ),
 ]  # fmt: skip
 
 
