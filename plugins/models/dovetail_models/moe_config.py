@@ -30,3 +30,21 @@ class OlmoeConfig(PluginConfig):
     """Select the OLMoE architecture."""
 
     kind: Literal["olmoe"] = "olmoe"  # pyright: ignore[reportIncompatibleVariableOverride]
+
+
+class Glm4MoeConfig(PluginConfig):
+    """Select the architecture of GLM-4.5."""
+
+    kind: Literal["glm4_moe"] = "glm4_moe"  # pyright: ignore[reportIncompatibleVariableOverride]
+
+
+class MinimaxM2Config(PluginConfig):
+    """Select the architecture of MiniMax-M2."""
+
+    kind: Literal["minimax_m2"] = "minimax_m2"  # pyright: ignore[reportIncompatibleVariableOverride]
+
+
+class ErnieMoeConfig(PluginConfig):
+    """Select the architecture of ERNIE 4.5 with experts."""
+
+    kind: Literal["ernie_moe"] = "ernie_moe"  # pyright: ignore[reportIncompatibleVariableOverride]

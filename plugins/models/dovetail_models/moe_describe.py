@@ -117,13 +117,15 @@ def moe_info(
 ) -> ModelInfo:
     """Return the ``ModelInfo`` of a model with experts. Raises ``ConfigError``."""
     info = make_info(config, architecture, sizes, context_len, own, needs=needs, offers=MOE_OFFERS)
+    # layers that predict further tokens have experts too, which the drafters do not implement
+    offers = info.offers - {Feature.MODEL_MTP_HEAD}
     split: list[tuple[str, int]] = []
     if not all(own.sparse):
         split.append(("intermediate_size", own.intermediate_size))
     if own.experts.shared_size:
         split.append(("the size of the shared expert", own.experts.shared_size))
     of_experts = ("the number of experts", own.experts.routing.num_experts), ("the size of an expert", own.experts.size)
-    return replace(info, split_sizes=tuple(split), expert_sizes=of_experts if any(own.sparse) else None)
+    return replace(info, offers=offers, split_sizes=tuple(split), expert_sizes=of_experts if any(own.sparse) else None)
 
 
 def read_expert_count(config: Mapping[str, Any], default: int) -> int:

@@ -30,5 +30,27 @@ MOE = (
     _spec("qwen2_moe", "Qwen2MoeConfig", "Qwen2MoeForCausalLM", "Qwen1.5 and Qwen2 with experts and a shared expert."),
     _spec("qwen3_moe", "Qwen3MoeConfig", "Qwen3MoeForCausalLM", "Qwen3 with experts."),
     _spec("olmoe", "OlmoeConfig", "OlmoeForCausalLM", "OLMoE: norms over all queries and all keys."),
+    _spec(
+        "glm4_moe",
+        "Glm4MoeConfig",
+        "Glm4MoeForCausalLM",
+        "GLM-4.5 and GLM-4.6: routers with groups and a correction bias, shared experts.",
+        describe="moe_corrected_describe",
+    ),
+    _spec(
+        "minimax_m2",
+        "MinimaxM2Config",
+        "MiniMaxM2ForCausalLM",
+        "MiniMax-M2: routers with a correction bias.",
+        describe="moe_corrected_describe",
+    ),
+    _spec(
+        "ernie_moe",
+        "ErnieMoeConfig",
+        "Ernie4_5_MoeForCausalLM",
+        "ERNIE 4.5 with experts: routers with a correction bias, shared experts.",
+        target="ernie_moe:ErnieMoeModel",
+        describe="moe_corrected_describe",
+    ),
 )
 """Hold the specs of the models with experts."""

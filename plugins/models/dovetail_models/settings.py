@@ -19,6 +19,7 @@ MATHS: dict[str, tuple[Any, ...]] = {
     "clip_qkv": (),
     "decoder_sparse_step": (1,),
     "embedding_multiplier": (1,),
+    "first_k_dense_replace": (0,),
     "final_logit_softcapping": (),
     "layer_types": (),
     "logit_scale": (1,),
