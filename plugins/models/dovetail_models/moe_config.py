@@ -48,3 +48,9 @@ class ErnieMoeConfig(PluginConfig):
     """Select the architecture of ERNIE 4.5 with experts."""
 
     kind: Literal["ernie_moe"] = "ernie_moe"  # pyright: ignore[reportIncompatibleVariableOverride]
+
+
+class GptOssConfig(PluginConfig):
+    """Select the architecture of gpt-oss."""
+
+    kind: Literal["gpt_oss"] = "gpt_oss"  # pyright: ignore[reportIncompatibleVariableOverride]

@@ -52,5 +52,13 @@ MOE = (
         target="ernie_moe:ErnieMoeModel",
         describe="moe_corrected_describe",
     ),
+    _spec(
+        "gpt_oss",
+        "GptOssConfig",
+        "GptOssForCausalLM",
+        "gpt-oss: attention sinks, alternating windows, clamped activations.",
+        target="gpt_oss:GptOssModel",
+        describe="gpt_oss_describe",
+    ),
 )
 """Hold the specs of the models with experts."""
