@@ -82,6 +82,23 @@ def test_silu_mul_over_the_whole_range_of_exponents(dtype, width):
     close(kernels(dtype).silu_mul(x), torch.nn.functional.silu(gate) * up, dtype)
 
 
+@each_dtype
+def test_gelu_tanh_mul_over_the_whole_range_of_exponents(dtype):
+    x = torch.randn(33, 1408).to(dtype)
+    x[0, :704] = torch.linspace(-200, 200, 704)
+    gate, up = x.double().chunk(2, 1)
+    close(kernels(dtype).gelu_tanh_mul(x), torch.nn.functional.gelu(gate, approximate="tanh") * up, dtype)
+
+
+@each_dtype
+def test_a_norm_may_have_a_weight_of_more_bits(dtype):
+    x, weight = torch.randn(9, 64).to(dtype), 1 + torch.rand(64) * 1e-3  # in bfloat16 they would all be 1
+    exact = torch.nn.functional.rms_norm(x.double(), (64,), weight.double(), 1e-5)
+    got = kernels(dtype).rms_norm(x, weight, 1e-5)
+    close(got, exact, dtype)
+    assert dtype is torch.float32 or not got.equal(kernels(dtype).rms_norm(x, weight.to(dtype), 1e-5))
+
+
 def test_not_a_number_stays_one():
     for dtype in TOLERANCES:
         x = torch.ones(2, 8).to(dtype)

@@ -10,6 +10,7 @@ import math
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional
 
 from dovetail.errors import ConfigError
 from dovetail.interfaces.cache import CacheGroup
@@ -23,7 +24,7 @@ from dovetail.layers.rope import RopeConfig, RopeKind
 from dovetail.layers.rotary import HeadCounts, KVPlace, LayerRotary, Rotary
 from dovetail.memory.pool import PagedKVPool
 from dovetail.ops import activation, kv, norm, rotary
-from dovetail.ops.activation import silu_mul
+from dovetail.ops.activation import gelu_tanh_mul, silu_mul, soft_cap
 from dovetail.ops.kv import store
 from dovetail.ops.linear import compiled_rows, linear, packed, packed_linear
 from dovetail.ops.norm import add_rms_norm, rms_norm
@@ -236,6 +237,49 @@ def test_silu_mul(dtype: torch.dtype, tolerance: float) -> None:
     exact = gate / (1 + (-gate).exp()) * up
     assert ((silu_mul(gate_up).double() - exact).abs() <= 2 * tolerance * (exact.abs() + 1)).all()
     assert gate_up.equal(before)
+
+
+@pytest.mark.usefixtures("either")
+@each_dtype
+def test_gelu_tanh_mul_and_soft_cap(dtype: torch.dtype, tolerance: float) -> None:
+    gate_up = torch.randn(3, 64).to(dtype)
+    gate, up = gate_up.double().chunk(2, -1)
+    exact = functional.gelu(gate, approximate="tanh") * up
+    assert ((gelu_tanh_mul(gate_up).double() - exact).abs() <= 2 * tolerance * (exact.abs() + 1)).all()
+    exact = 2 * (gate_up.double() / 2).tanh()
+    assert ((soft_cap(gate_up, 2.0).double() - exact).abs() <= tolerance * (exact.abs() + 1)).all()
+
+
+@pytest.mark.usefixtures("either")
+@each_dtype
+def test_a_norm_of_weights_minus_one_keeps_their_bits(dtype: torch.dtype, tolerance: float) -> None:
+    torch.set_default_dtype(dtype)
+    try:
+        layer = RMSNorm(64, 1e-5, plus_one=True)
+        heads = HeadNorm(2, 1, 64, 1e-5, plus_one=True)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    given = (torch.randn(64) * 1e-3).to(dtype)  # with the one, bfloat16 would round them away
+    target = layer.target("norm.weight")
+    assert target.transform is not None
+    for weight in (layer.weight, heads.q_weight, heads.k_weight):
+        weight.copy_(target.transform.apply(given, (64,)))
+    x, residual = torch.randn(9, 64).to(dtype), torch.randn(9, 64).to(dtype)
+    expected = functional.rms_norm((x + residual).double(), (64,), 1 + given.double(), 1e-5)
+    normed, total = layer.add_forward(x.clone(), residual)
+    assert normed.dtype == dtype
+    assert ((normed.double() - expected).abs() <= tolerance * (expected.abs() + 1) / 2).all()
+    assert layer.forward(total).equal(normed)
+    assert heads.forward(total.view(3, 3, 64)).view(9, 64).equal(normed)
+
+
+def test_a_gate_may_have_another_function() -> None:
+    layer = GatedMLP(8, 12, SINGLE, activation="gelu_tanh")
+    filled(layer)
+    x = torch.randn(3, 8)
+    gate, up = (x @ layer.gate_up.weight.t()).chunk(2, -1)
+    expected = (functional.gelu(gate, approximate="tanh") * up) @ layer.down.weight.t()
+    torch.testing.assert_close(layer.forward(x), expected, rtol=1e-5, atol=1e-4)
 
 
 def test_mlp_is_the_formula() -> None:

@@ -15,7 +15,7 @@ from dovetail.layers.linear import Linear
 from dovetail.layers.norm import RMSNorm
 from dovetail.layers.rope import RopeConfig
 from dovetail.layers.rotary import rotary_table
-from dovetail.ops.activation import silu_mul
+from dovetail.ops.activation import gelu_tanh_mul, silu_mul, soft_cap
 from dovetail.ops.kv import store
 from dovetail.ops.layer_norm import add_layer_norm, add_parts_layer_norm, layer_norm
 from dovetail.ops.linear import describe, few_rows, invariant_rows
@@ -95,6 +95,28 @@ def test_silu_mul(dtype: torch.dtype, tolerance: float, tokens: int, width: int)
     gate_up = randn(tokens, 2 * width, dtype=dtype)
     gate, up = gate_up.double().chunk(2, -1)
     close(silu_mul(gate_up), gate / (1 + (-gate).exp()) * up, tolerance)
+
+
+@each_dtype
+@pytest.mark.parametrize("tokens", [1, 3000])
+def test_gelu_tanh_mul_and_soft_cap(dtype: torch.dtype, tolerance: float, tokens: int) -> None:
+    gate_up = randn(tokens, 2 * 3072, dtype=dtype)
+    gate, up = gate_up.double().chunk(2, -1)
+    close(gelu_tanh_mul(gate_up), functional.gelu(gate, approximate="tanh") * up, tolerance)
+    exact = 2 * (gate_up.double() / 2).tanh()
+    close(soft_cap(gate_up, 2.0), exact, tolerance)
+
+
+@each_dtype
+def test_norms_with_weights_of_more_bits(dtype: torch.dtype, tolerance: float) -> None:
+    x, residual, weight = (
+        randn(7, 2560, dtype=dtype),
+        randn(7, 2560, dtype=dtype),
+        1 + torch.rand(2560, device="cuda") / 99,
+    )
+    total = x + residual
+    close(rms_norm(x, weight, 1e-5), normed(x, weight, 1e-5), tolerance)
+    close(add_rms_norm(x, residual, weight, 1e-5), normed(total, weight, 1e-5), tolerance)
 
 
 @each_dtype
@@ -215,6 +237,8 @@ def test_products_with_bias_and_gate(n: int, k: int, dtype: torch.dtype) -> None
         expected = x.float() @ weight.float().t() + bias.float()
         assert (product(x, bias).float() - expected).norm() < 5e-3 * expected.norm()
         gate, up = expected.chunk(2, -1)
+        of_gelu = functional.gelu(gate, approximate="tanh") * up
+        assert (product.gated(x, bias, "gelu_tanh").float() - of_gelu).norm() < 1e-2 * of_gelu.norm()
         expected = functional.silu(gate) * up
         torch.full((rows, n // 2), torch.nan, dtype=dtype, device="cuda")
         assert (product.gated(x, bias).float() - expected).norm() < 1e-2 * expected.norm()

@@ -5,21 +5,26 @@ Run: TRITON_INTERPRET=1 python -m pytest tests/triton/test_ops_triton.py
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
+from torch.nn import functional
 
 from dovetail.layers.rope import RopeConfig
 from dovetail.layers.rotary import rotary_table
+from dovetail.ops.activation import Activation
 from dovetail.ops.triton import invariant
 from dovetail.ops.triton import matmul as matmul_module
-from dovetail.ops.triton.activation import silu_mul
+from dovetail.ops.triton.activation import gelu_tanh_mul, silu_mul, soft_cap
 from dovetail.ops.triton.kv import store
-from dovetail.ops.triton.matmul import Workspace, matmul
+from dovetail.ops.triton.matmul import GATE_KINDS, Workspace, matmul
 from dovetail.ops.triton.norm import add_parts_layer_norm, add_parts_rms_norm, layer_norm, rms_norm
 from dovetail.ops.triton.rotary import rotate_and_store
 from dovetail.ops.triton.tuning import MAX_PARTS, MAX_ROWS, MEASURED, ProductTile, guess, tile_of
 
 DTYPES = {torch.float32: 1e-5, torch.float16: 2e-3}
+GATES = {"silu": functional.silu, "gelu_tanh": functools.partial(functional.gelu, approximate="tanh")}
 each_dtype = pytest.mark.parametrize(("dtype", "tolerance"), DTYPES.items(), ids=str)
 
 
@@ -104,6 +109,27 @@ def test_silu_mul(dtype: torch.dtype, tolerance: float, width: int) -> None:
 
 
 @each_dtype
+def test_gelu_tanh_mul(dtype: torch.dtype, tolerance: float) -> None:
+    gate_up = torch.randn(2, 2 * 1025).to(dtype)
+    gate, up = gate_up.double().chunk(2, -1)
+    close(gelu_tanh_mul(gate_up), functional.gelu(gate, approximate="tanh") * up, tolerance)
+
+
+@each_dtype
+def test_soft_cap(dtype: torch.dtype, tolerance: float) -> None:
+    x = torch.randn(3, 700).to(dtype) * 40
+    exact = 30 * (x.double() / 30).tanh()
+    assert soft_cap(x, 30.0) is x
+    close(x, exact, 2 * tolerance)
+
+
+@each_dtype
+def test_a_norm_may_have_a_weight_of_more_bits(dtype: torch.dtype, tolerance: float) -> None:
+    x, weight = torch.randn(3, 48).to(dtype), 1 + torch.rand(48) * 1e-3
+    close(rms_norm(x, weight, 1e-5), normed(x, weight, 1e-5), tolerance)
+
+
+@each_dtype
 def test_store_writes_named_places_only(dtype: torch.dtype, tolerance: float) -> None:
     qkv = torch.randn(3, 6, 4).to(dtype)
     k, v = qkv[:, 2:4], qkv[:, 4:]
@@ -174,13 +200,13 @@ def test_nothing_to_do_launches_nothing() -> None:
 
 @each_dtype
 @pytest.mark.parametrize("with_bias", [False, True])
-@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize("gated", [None, "silu", "gelu_tanh"])
 @pytest.mark.parametrize(("m", "n", "k"), [(1, 12, 96), (1, 10, 192), (5, 40, 192), (16, 36, 576)])
 def test_products_of_few_rows(
     dtype: torch.dtype,
     tolerance: float,
     with_bias: bool,
-    gated: bool,
+    gated: Activation | None,
     m: int,
     n: int,
     k: int,
@@ -191,15 +217,16 @@ def test_products_of_few_rows(
     bias, space = torch.randn(n).to(dtype) if with_bias else None, Workspace(torch.device("cpu"))
     space.parts.fill_(torch.nan)
     exact = x.double() @ weight.double().t() + (0 if bias is None else bias.double())
+    kind = GATE_KINDS[gated] if gated else False
     if gated:
         gate, up = exact.chunk(2, -1)
-        exact = gate / (1 + (-gate).exp()) * up
+        exact = GATES[gated](gate) * up
     tiles = [ProductTile(16, 16, 32, 4, split=split, early=early) for split in (1, 3) for early in (False, True)]
     if m == 1:
         tiles += [ProductTile(1, 4, 32, 1), ProductTile(1, 2, 32, 1, per_sm=1), ProductTile(1, 4, 32, 1, per_sm=2)]
     for tile in tiles:
         for _ in range(2):  # the second finds what the first left in the workspace
-            close(matmul(x, weight, bias, tile, space, gated), exact, 4 * tolerance)
+            close(matmul(x, weight, bias, tile, space, kind), exact, 4 * tolerance)
             assert not space.arrived.any()
 
 
@@ -226,24 +253,25 @@ def test_products_in_parts_are_added_up_by_the_norm(dtype: torch.dtype, toleranc
 
 @each_dtype
 @pytest.mark.parametrize("with_bias", [False, True])
-@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize("gated", [None, "silu", "gelu_tanh"])
 @pytest.mark.parametrize(("m", "n", "k"), [(1, 96, 96), (5, 70, 192), (40, 128, 176), (65, 40, 1024), (140, 300, 80)])
 def test_products_in_one_order(
-    dtype: torch.dtype, tolerance: float, with_bias: bool, gated: bool, m: int, n: int, k: int
+    dtype: torch.dtype, tolerance: float, with_bias: bool, gated: Activation | None, m: int, n: int, k: int
 ) -> None:
     x, weight = torch.randn(m, k).to(dtype), (torch.randn(n, k) / k**0.5).to(dtype)
     bias, space = torch.randn(n).to(dtype) if with_bias else None, Workspace(torch.device("cpu"))
     exact = x.double() @ weight.double().t() + (0 if bias is None else bias.double())
+    kind = GATE_KINDS[gated] if gated else False
     if gated:
         opens, up = exact.chunk(2, -1)
-        exact = opens / (1 + (-opens).exp()) * up
+        exact = GATES[gated](opens) * up
     split = invariant.split_of(n, k)
-    close(invariant.many_rows(x, weight, bias, split, gated), exact, 4 * tolerance)
+    close(invariant.many_rows(x, weight, bias, split, kind), exact, 4 * tolerance)
     for bucket in invariant.FEW:
         tile = invariant.tile_of(bucket, n, k, split)
         assert tile is not None
         if m <= bucket:
-            close(matmul(x, weight, bias, tile, space, gated, in_order=True), exact, 4 * tolerance)
+            close(matmul(x, weight, bias, tile, space, kind, in_order=True), exact, 4 * tolerance)
 
 
 def test_one_order_fits_every_shape() -> None:

@@ -47,7 +47,8 @@ class Collectives(ABC):
         """Return ``(norm, sum)``, both like ``residual``: ``sum`` is the sum of ``x`` over all ranks plus ``residual``
         (which is the same on all ranks), ``norm`` is ``sum / sqrt(mean(sum^2) + eps) * weight``.
 
-        ``x`` and ``residual`` are contiguous ``[tokens, size]`` of one dtype, ``weight`` is ``[size]``. With
+        ``x`` and ``residual`` are contiguous ``[tokens, size]`` of one dtype, ``weight`` is ``[size]``, of that
+        dtype or float32. With
         ``adds_parts``, ``x`` may also be the parts of a product, float32 ``[parts, tokens, size]``, whose sum over the
         first dimension is rounded to the dtype of ``residual`` before the ranks add it up. May overwrite ``x``, and
         must not change ``residual``. The caller owns the results and may overwrite them.
@@ -108,7 +109,7 @@ class OneRank(Collectives):
         """See ``Collectives.all_reduce_norm``."""
         total = x + residual
         scale = (total.float().square().mean(-1, keepdim=True) + eps).rsqrt()
-        return (total * scale).to(total.dtype) * weight, total
+        return ((total * scale).to(total.dtype) * weight).to(total.dtype), total
 
     def all_gather(self, x: torch.Tensor, width: int | None = None) -> torch.Tensor:
         """See ``Collectives.all_gather``."""

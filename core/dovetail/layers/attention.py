@@ -31,7 +31,7 @@ class AttentionShape:
     head has a learned attention sink (see ``AttentionLayer``). ``order`` is the order in which a checkpoint has the
     elements of a query or key head, if it is not the order in which ``Rotary`` rotates: with a partial rotation
     ``SplitHalves(head_dim, rope.rotary_dim)``. If ``wide_norm_eps`` is set, all queries of a token are normalised
-    together, and all its keys (``NormedProjections``)."""
+    together, and all its keys (``NormedProjections``). For ``norm_plus_one`` see ``RMSNorm``."""
 
     hidden_size: int
     num_heads: int
@@ -44,6 +44,7 @@ class AttentionShape:
     sinks: bool = False
     order: SplitHalves | None = None
     wide_norm_eps: float | None = None
+    norm_plus_one: bool = False
 
 
 class SelfAttention(Layer):
@@ -71,7 +72,7 @@ class SelfAttention(Layer):
         kv_heads = mesh.tp.share(shape.num_kv_heads)[1]
         norm = None
         if shape.qk_norm_eps is not None:
-            norm = HeadNorm(heads, kv_heads, head_dim, shape.qk_norm_eps)
+            norm = HeadNorm(heads, kv_heads, head_dim, shape.qk_norm_eps, plus_one=shape.norm_plus_one)
         self.qk_norm = norm
         self.order = shape.order
         self.sinks = None

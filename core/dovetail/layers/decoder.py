@@ -17,6 +17,7 @@ from dovetail.layers.linear import Linear
 from dovetail.layers.mlp import GatedMLP
 from dovetail.layers.norm import RMSNorm
 from dovetail.layers.projection_norm import NormedProjections
+from dovetail.layers.transforms import AddOne
 
 if TYPE_CHECKING:
     from dovetail.interfaces.mesh import Mesh
@@ -100,7 +101,8 @@ def attention_targets(attn: SelfAttention, checkpoint_prefix: str, parameter_pre
     """Yield the targets of ``decoder_targets`` that belong to attention."""
     if attn.qk_norm is not None:
         for part in ("q", "k"):
-            target = WeightTarget(f"{parameter_prefix}.qk_norm.{part}_weight", transform=attn.order)
+            transform = AddOne() if attn.qk_norm.plus_one else attn.order
+            target = WeightTarget(f"{parameter_prefix}.qk_norm.{part}_weight", transform=transform)
             yield f"{checkpoint_prefix}.{part}_norm.weight", target
     if isinstance(attn.qkv, NormedProjections):
         yield from attn.qkv.norm_targets(checkpoint_prefix, f"{parameter_prefix}.qkv")

@@ -3,7 +3,7 @@ outputs, the second by its inputs. Every rank of a ``Linear`` holds the whole we
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
@@ -13,7 +13,7 @@ from torch import nn
 from dovetail.errors import ConfigError
 from dovetail.interfaces.model import TensorShare, WeightTarget, WeightTransform
 from dovetail.layers.base import Layer, parameter
-from dovetail.ops.activation import silu_mul
+from dovetail.ops.activation import GATES, Activation
 from dovetail.ops.cpu.kernels import Kernels, kernels
 from dovetail.ops.linear import compiled_rows, few_rows, invariant_rows, linear, packed, packed_linear
 from dovetail.ops.parts import RankAddend
@@ -29,9 +29,10 @@ NO_TRANSFORMS: Mapping[str, WeightTransform] = MappingProxyType({})
 
 class Linear(Layer):
     """Compute ``x [tokens, in] @ weight [out, in].T + bias [out]``. With ``batch_invariant``, the bits of a row do not
-    depend on the number of rows."""
+    depend on the number of rows. ``activation`` is the function of ``gated_forward``."""
 
     batch_invariant = False
+    activation: Activation = "silu"
 
     def __init__(self, in_features: int, out_features: int, *, bias: bool = False) -> None:
         super().__init__()
@@ -42,6 +43,7 @@ class Linear(Layer):
         self._compiled: Kernels | None = None
         self._compiled_rows = 0
         self._few_rows: FewRows | InvariantRows | None = None
+        self._gate: Callable[[torch.Tensor], torch.Tensor]
 
     def prepare(self) -> None:
         """See ``Layer.prepare``. On the CPU the layer keeps a second copy of the weight, in the order that oneDNN's
@@ -50,6 +52,7 @@ class Linear(Layer):
         """
         weight = self.weight
         self._operands = (weight, self.bias)
+        self._gate = GATES[self.activation]
         self._packed = packed(weight)
         self._compiled_rows = compiled_rows(weight)
         self._compiled = kernels(weight.dtype) if self._compiled_rows else None
@@ -88,13 +91,13 @@ class Linear(Layer):
         return None
 
     def gated_forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Compute ``silu_mul(forward(x))``: map contiguous ``x [tokens, in]`` to ``[tokens, out / 2]``. Mutates
-        nothing."""
+        """Compute the gate of ``forward(x)``, whose first half opens it: map contiguous ``x [tokens, in]`` to ``[tokens,
+        out / 2]``. Mutates nothing."""
         if not self.prepared:
             self.prepare()
         if self._few_rows is not None and x.shape[0] <= self._few_rows.most_rows:
-            return self._few_rows.gated(x, self._operands[1])
-        return silu_mul(self.forward(x))
+            return self._few_rows.gated(x, self._operands[1], self.activation)
+        return self._gate(self.forward(x))
 
     def target(self, parameter: str, part: str | None = None) -> WeightTarget:
         """Return where a tensor of the checkpoint goes that is this layer's weight or bias, or those of projection

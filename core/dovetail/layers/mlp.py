@@ -11,17 +11,27 @@ from dovetail.layers.linear import ColumnLinear, row_linear
 
 if TYPE_CHECKING:
     from dovetail.interfaces.mesh import Mesh
+    from dovetail.ops.activation import Activation
     from dovetail.ops.parts import Addend
 
 
 class GatedMLP(Layer):
-    """Compute ``down(silu(gate(x)) * up(x))``. The projections gate and up are one parameter, ``gate_up``.
+    """Compute ``down(activation(gate(x)) * up(x))``. The projections gate and up are one parameter, ``gate_up``.
     Every rank computes its share of the intermediate values."""
 
-    def __init__(self, hidden_size: int, intermediate_size: int, mesh: Mesh, *, bias: bool = False) -> None:
+    def __init__(
+        self,
+        hidden_size: int,
+        intermediate_size: int,
+        mesh: Mesh,
+        *,
+        bias: bool = False,
+        activation: Activation = "silu",
+    ) -> None:
         super().__init__()
         parts = {"gate": intermediate_size, "up": intermediate_size}
         self.gate_up = ColumnLinear(hidden_size, parts, mesh, bias=bias)
+        self.gate_up.activation = activation
         self.down = row_linear(intermediate_size, hidden_size, mesh, bias=bias)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

@@ -3,18 +3,31 @@
 from __future__ import annotations
 
 import torch
+from torch import nn
 
+from dovetail.interfaces.model import WeightTarget
 from dovetail.layers.base import Layer, parameter
+from dovetail.layers.transforms import AddOne
 from dovetail.ops.norm import add_parts_rms_norm, add_rms_norm, rms_norm
 from dovetail.ops.parts import Addend, Parts, RankAddend
 
 
-class RMSNorm(Layer):
-    """Compute ``x / sqrt(mean(x^2) + eps) * weight`` over the last dimension."""
+def norm_weight(size: int, *, plus_one: bool = False) -> nn.Parameter:
+    """Return the weight of a norm, in float32 with ``plus_one`` (see ``RMSNorm``)."""
+    if not plus_one:
+        return parameter(size)
+    return nn.Parameter(torch.empty(size, dtype=torch.float32), requires_grad=False)
 
-    def __init__(self, size: int, eps: float) -> None:
+
+class RMSNorm(Layer):
+    """Compute ``x / sqrt(mean(x^2) + eps) * weight`` over the last dimension. With ``plus_one``, a checkpoint contains
+    the weight minus one (Gemma): the parameter is float32, because in fewer bits the sum would lose those of the small
+    number, and ``target`` adds the one."""
+
+    def __init__(self, size: int, eps: float, *, plus_one: bool = False) -> None:
         super().__init__()
-        self.weight = parameter(size)
+        self.weight = norm_weight(size, plus_one=plus_one)
+        self.plus_one = plus_one
         self.eps = eps
         self._operands: tuple[torch.Tensor, float]
 
@@ -38,6 +51,10 @@ class RMSNorm(Layer):
             return self._add_parts(x, residual)
         return add_rms_norm(x, residual, *self._operands), x
 
+    def target(self, parameter: str) -> WeightTarget:
+        """Return where the checkpoint's weight goes. ``parameter`` is the full name of ``weight`` in the model."""
+        return WeightTarget(parameter, transform=AddOne() if self.plus_one else None)
+
     def _add_parts(self, x: Parts | RankAddend, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         if isinstance(x, Parts):
             return add_parts_rms_norm(x, residual, *self._operands)
@@ -45,12 +62,14 @@ class RMSNorm(Layer):
 
 
 class HeadNorm(Layer):
-    """Compute RMSNorm over each head of queries and keys, which are side by side in one tensor (Qwen3)."""
+    """Compute RMSNorm over each head of queries and keys, which are side by side in one tensor (Qwen3). For
+    ``plus_one`` see ``RMSNorm``."""
 
-    def __init__(self, num_heads: int, num_kv_heads: int, head_dim: int, eps: float) -> None:
+    def __init__(self, num_heads: int, num_kv_heads: int, head_dim: int, eps: float, *, plus_one: bool = False) -> None:
         super().__init__()
-        self.q_weight = parameter(head_dim)
-        self.k_weight = parameter(head_dim)
+        self.q_weight = norm_weight(head_dim, plus_one=plus_one)
+        self.k_weight = norm_weight(head_dim, plus_one=plus_one)
+        self.plus_one = plus_one
         self._heads = (num_heads, num_kv_heads)
         self.eps = eps
         self._weight: torch.Tensor

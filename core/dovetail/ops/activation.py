@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import functools
-from types import ModuleType
+from collections.abc import Callable, Mapping
+from types import MappingProxyType, ModuleType
+from typing import Literal
 
 import torch
 from torch.nn import functional
 
 from dovetail.ops.cpu.kernels import kernels
+
+Activation = Literal["silu", "gelu_tanh"]
+"""Name the function of the gate in a gated feed-forward layer."""
 
 
 @functools.cache
@@ -29,3 +34,31 @@ def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
     width = gate_up.shape[1] // 2
     gate, up = torch.split_with_sizes(gate_up, [width, width], 1)
     return functional.silu(gate).mul_(up)
+
+
+def gelu_tanh_mul(gate_up: torch.Tensor) -> torch.Tensor:
+    """Compute GEGLU's gate (Shazeer 2020) with the approximation of GELU by tanh: map contiguous ``gate_up [tokens, 2 *
+    n]`` to ``gelu(gate) * up``, ``[tokens, n]``."""
+    compiled = kernels(gate_up.dtype) if gate_up.device.type == "cpu" else None
+    if compiled is not None:
+        return compiled.gelu_tanh_mul(gate_up)
+    if gate_up.is_cuda:
+        return _triton().gelu_tanh_mul(gate_up)
+    width = gate_up.shape[1] // 2
+    gate, up = torch.split_with_sizes(gate_up, [width, width], 1)
+    return functional.gelu(gate, approximate="tanh").mul_(up)
+
+
+GATES: Mapping[Activation, Callable[[torch.Tensor], torch.Tensor]] = MappingProxyType(
+    {"silu": silu_mul, "gelu_tanh": gelu_tanh_mul}
+)
+"""Map an activation to the function of ``gate_up`` that computes its gate."""
+
+
+def soft_cap(x: torch.Tensor, cap: float) -> torch.Tensor:
+    """Return ``cap * tanh(x / cap)`` of contiguous ``x``, computed in float32. Overwrites ``x`` and returns it."""
+    if x.is_cuda:
+        return _triton().soft_cap(x, cap)
+    if x.dtype is torch.float32:
+        return x.div_(cap).tanh_().mul_(cap)
+    return x.copy_((x.float() / cap).tanh() * cap)

@@ -23,13 +23,16 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """Return ``x / sqrt(mean(x^2) + eps) * weight`` over the last dimension.
 
     ``x`` is ``[tokens, size]`` with ``weight [size]``, or ``[tokens, heads, size]`` with ``weight [heads, size]``;
-    contiguous except in the token dimension.
+    contiguous except in the token dimension. The weight has the dtype of ``x`` or is float32 (a norm whose weight is not
+    rounded); this holds for all functions of this module.
     """
     compiled = kernels(x.dtype) if x.device.type == "cpu" else None
     if compiled is not None:
         return compiled.rms_norm(x, weight, eps)
     if x.is_cuda:
         return _triton().rms_norm(x, weight, eps)
+    if weight.dtype is not x.dtype:
+        return (functional.rms_norm(x.float(), weight.shape[-1:], None, eps) * weight).to(x.dtype)
     if weight.ndim == 1:
         return functional.rms_norm(x, weight.shape, weight, eps)
     return functional.rms_norm(x, weight.shape[1:], None, eps) * weight
@@ -42,7 +45,7 @@ def add_rms_norm(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, 
         return compiled.rms_norm(x, weight, eps, residual)
     if x.is_cuda:
         return _triton().rms_norm(x, weight, eps, residual)
-    return functional.rms_norm(x.add_(residual), weight.shape, weight, eps)
+    return rms_norm(x.add_(residual), weight, eps)
 
 
 def add_parts_rms_norm(

@@ -15,6 +15,7 @@ from torch.distributed import PrefixStore
 
 from dovetail.interfaces.mesh import Collectives
 from dovetail.ops.ipc import ipc_memory
+from dovetail.ops.norm import add_rms_norm
 from dovetail.ops.triton import peer_rules
 
 if TYPE_CHECKING:
@@ -70,6 +71,9 @@ class PeerCollectives(Collectives):
             return found
         if x.ndim == 3:
             x = functools.reduce(torch.add, x.unbind()).to(residual.dtype)
+        if weight.dtype is not residual.dtype:
+            total = self.all_reduce(x)
+            return add_rms_norm(total, residual, weight, eps), total
         return self._others.all_reduce_norm(x, residual, weight, eps)
 
     def all_gather(self, x: torch.Tensor, width: int | None = None) -> torch.Tensor:
@@ -98,6 +102,8 @@ class PeerCollectives(Collectives):
         like = x if residual is None else residual
         rows, width = like.shape
         if not rows or like.dtype not in (torch.bfloat16, torch.float16) or width % 8:
+            return None
+        if weight is not None and weight.dtype is not like.dtype:
             return None
         kind = "one_shot" if peer_rules.is_one_shot(self.size, rows, 2 * width) else "two_shot"
         channels = self._find(kind, 2 * width)

@@ -129,13 +129,13 @@ inline Pair pair(const bf16* from) {
 constexpr int64_t kAhead = 4096;  // bytes; the processor's own prefetching stops at page boundaries
 constexpr int64_t kSerial = 16384;  // elements below which handing work to threads costs more than it saves
 
-template <typename T>
-void rms_norm(T* x, const T* residual, const T* weight, T* out, int64_t rows, int64_t heads, int64_t stride, int64_t d,
+template <typename T, typename W>
+void rms_norm(T* x, const T* residual, const W* weight, T* out, int64_t rows, int64_t heads, int64_t stride, int64_t d,
               float eps) {
 #pragma omp parallel for if (rows * d > kSerial) schedule(static)
     for (int64_t r = 0; r < rows; ++r) {
         T* from = x + (r / heads) * stride + (r % heads) * d;
-        const T* w = weight + (r % heads) * d;
+        const W* w = weight + (r % heads) * d;
         T* to = out + r * d;
         float sum = 0.0f;
         if (residual != nullptr) {
@@ -191,6 +191,23 @@ void silu_mul(const T* gate_up, T* out, int64_t rows, int64_t n) {
         for (int64_t i = 0; i < n; ++i) {
             float g = wide(gate[i]);
             put(to + i, g / (1.0f + exponential(-g)) * wide(up[i]));
+        }
+    }
+}
+
+// The approximation of GELU by tanh: x (1 + tanh(u)) / 2 is x / (1 + exp(-2 u)), with u = sqrt(2 / pi) (x + 0.044715 x^3).
+template <typename T>
+void gelu_tanh_mul(const T* gate_up, T* out, int64_t rows, int64_t n) {
+#pragma omp parallel for if (rows * n > kSerial) schedule(static)
+    for (int64_t r = 0; r < rows; ++r) {
+        const T* gate = gate_up + r * 2 * n;
+        const T* up = gate + n;
+        T* to = out + r * n;
+#pragma omp simd
+        for (int64_t i = 0; i < n; ++i) {
+            float g = wide(gate[i]);
+            float u = 1.5957691216057308f * (g + 0.044715f * g * g * g);
+            put(to + i, g / (1.0f + exponential(-u)) * wide(up[i]));
         }
     }
 }
@@ -661,11 +678,18 @@ void attend(const Attention& a, const T* q, const T* keys, const T* values, cons
                                     int64_t stride, int64_t d, float eps) {                                                 \
         rms_norm(x, residual, weight, out, rows, heads, stride, d, eps);                                                    \
     }                                                                                                                       \
+    extern "C" void rms_norm_wide_##NAME(T* x, const T* residual, const float* weight, T* out, int64_t rows, int64_t heads,   \
+                                         int64_t stride, int64_t d, float eps) {                                            \
+        rms_norm(x, residual, weight, out, rows, heads, stride, d, eps);                                                    \
+    }                                                                                                                       \
     extern "C" void rotary_##NAME(const T* x, const T* cos, const T* sin, T* out, int64_t tokens, int64_t heads,              \
                                   int64_t stride, int64_t d, int64_t angle_stride) {                                        \
         rotary(x, cos, sin, out, tokens, heads, stride, d, angle_stride);                                                   \
     }                                                                                                                       \
     extern "C" void silu_mul_##NAME(const T* gate_up, T* out, int64_t rows, int64_t n) { silu_mul(gate_up, out, rows, n); } \
+    extern "C" void gelu_tanh_mul_##NAME(const T* gate_up, T* out, int64_t rows, int64_t n) {                                \
+        gelu_tanh_mul(gate_up, out, rows, n);                                                                               \
+    }                                                                                                                       \
     extern "C" void product_##NAME(const T* weight, const T* x, const T* bias, T* out, int64_t m, int64_t n, int64_t d) {     \
         product(weight, x, bias, out, m, n, d);                                                                             \
     }                                                                                                                       \

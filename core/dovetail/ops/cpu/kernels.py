@@ -20,8 +20,10 @@ if TYPE_CHECKING:
 _P, _I, _F = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
 _SIGNATURES: dict[str, tuple[type, ...]] = {
     "rms_norm": (_P, _P, _P, _P, _I, _I, _I, _I, _F),
+    "rms_norm_wide": (_P, _P, _P, _P, _I, _I, _I, _I, _F),
     "rotary": (_P, _P, _P, _P, _I, _I, _I, _I, _I),
     "silu_mul": (_P, _P, _I, _I),
+    "gelu_tanh_mul": (_P, _P, _I, _I),
     "product": (_P, _P, _P, _P, _I, _I, _I),
     "store": (_P, _P, _P, _P, _P, _I, _I, _I, _I),
     "attend": (_P, _P, _P, _P, _P, _P, _P, _I, _I, _I, _I, _I, _I, _I, _I, _F, _F),
@@ -43,16 +45,27 @@ class Kernels:
 
     def __init__(self, handle: ctypes.CDLL, dtype: torch.dtype) -> None:
         self.dtype = dtype
-        self._rms_norm, self._rotary, self._silu_mul, self._product, self._store, self._attend = (
-            _function(handle, name, _DTYPES[dtype]) for name in _SIGNATURES
-        )
+        (
+            self._rms_norm,
+            self._rms_norm_wide,
+            self._rotary,
+            self._silu_mul,
+            self._gelu_tanh_mul,
+            self._product,
+            self._store,
+            self._attend,
+        ) = (_function(handle, name, _DTYPES[dtype]) for name in _SIGNATURES)
 
     def rms_norm(
         self, x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.Tensor | None = None
     ) -> torch.Tensor:
         """Compute ``ops.norm.rms_norm`` of ``x [tokens, size]``, or of each head of ``x [tokens, heads, size]``, whose
-        heads are contiguous. With ``residual [tokens, size]``, first add it to ``x`` in place."""
-        assert weight.dtype is self.dtype
+        heads are contiguous. With ``residual [tokens, size]``, first add it to ``x`` in place. ``weight`` may also be
+        float32."""
+        call = self._rms_norm
+        if weight.dtype is not self.dtype:
+            assert weight.dtype is torch.float32
+            call = self._rms_norm_wide
         assert weight.shape == x.shape[1:]
         assert weight.is_contiguous()
         heads, size = (1, x.shape[1]) if x.ndim == 2 else (x.shape[1], x.shape[2])
@@ -62,7 +75,7 @@ class Kernels:
         out = torch.empty(x.shape, dtype=self.dtype)
         added = None if residual is None else residual.data_ptr()
         rows = x.shape[0] * heads
-        self._rms_norm(x.data_ptr(), added, weight.data_ptr(), out.data_ptr(), rows, heads, x.stride(0), size, eps)
+        call(x.data_ptr(), added, weight.data_ptr(), out.data_ptr(), rows, heads, x.stride(0), size, eps)
         return out
 
     def rotary(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
@@ -82,6 +95,14 @@ class Kernels:
         tokens, width = gate_up.shape
         out = torch.empty(tokens, width // 2, dtype=self.dtype)
         self._silu_mul(gate_up.data_ptr(), out.data_ptr(), tokens, width // 2)
+        return out
+
+    def gelu_tanh_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
+        """Compute ``ops.activation.gelu_tanh_mul`` of contiguous ``gate_up [tokens, 2 * n]``."""
+        assert gate_up.is_contiguous()
+        tokens, width = gate_up.shape
+        out = torch.empty(tokens, width // 2, dtype=self.dtype)
+        self._gelu_tanh_mul(gate_up.data_ptr(), out.data_ptr(), tokens, width // 2)
         return out
 
     def product(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:

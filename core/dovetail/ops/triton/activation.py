@@ -1,4 +1,4 @@
-"""Compute SwiGLU's gate in float32, rounded once."""
+"""Compute the gates of feed-forward layers, and soft caps, in float32, rounded once."""
 
 from __future__ import annotations
 
@@ -25,12 +25,61 @@ def _silu_mul(gate_up, out, width, BLOCK: tl.constexpr, PDL: tl.constexpr) -> No
     tl.store(out + token * width + at, (gate * tl.sigmoid(gate) * up).to(out.dtype.element_ty), inside)
 
 
+@triton.jit
+def gelu_tanh(x):
+    """Return GELU, approximated by ``x (1 + tanh(u)) / 2`` with ``u = sqrt(2 / pi) (x + 0.044715 x^3)``, which is ``x
+    sigmoid(2 u)``."""
+    return x * tl.sigmoid(1.5957691216057308 * (x + 0.044715 * x * x * x))
+
+
+@triton.jit
+def _gelu_tanh_mul(gate_up, out, width, BLOCK: tl.constexpr, PDL: tl.constexpr) -> None:
+    token = tl.program_id(0).to(tl.int64)
+    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < width
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    gate = tl.load(gate_up + token * 2 * width + at, inside, 0.0).to(tl.float32)
+    up = tl.load(gate_up + (token * 2 + 1) * width + at, inside, 0.0).to(tl.float32)
+    tl.store(out + token * width + at, (gelu_tanh(gate) * up).to(out.dtype.element_ty), inside)
+
+
+@triton.jit
+def _soft_cap(x, count, cap, BLOCK: tl.constexpr, PDL: tl.constexpr) -> None:
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    value = tl.load(x + at, at < count, 0.0).to(tl.float32)
+    capped = cap * (2 * tl.sigmoid(2 * value / cap) - 1)
+    tl.store(x + at, capped.to(x.dtype.element_ty), at < count)
+
+
 def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
     """Compute ``ops.activation.silu_mul``."""
+    return _gate(_silu_mul, gate_up)
+
+
+def gelu_tanh_mul(gate_up: torch.Tensor) -> torch.Tensor:
+    """Compute ``ops.activation.gelu_tanh_mul``."""
+    return _gate(_gelu_tanh_mul, gate_up)
+
+
+def soft_cap(x: torch.Tensor, cap: float) -> torch.Tensor:
+    """Compute ``ops.activation.soft_cap``."""
+    assert x.is_contiguous()
+    count = x.numel()
+    if count:
+        launch(_soft_cap, (triton.cdiv(count, BLOCK),), x, count, cap, BLOCK=BLOCK, num_warps=4)
+    return x
+
+
+def _gate(kernel: object, gate_up: torch.Tensor) -> torch.Tensor:
     assert gate_up.is_contiguous()
     tokens, width = gate_up.shape[0], gate_up.shape[1] // 2
     out = torch.empty(tokens, width, dtype=gate_up.dtype, device=gate_up.device)
     if tokens:
         block = min(BLOCK, triton.next_power_of_2(width))
-        launch(_silu_mul, (tokens, triton.cdiv(width, block)), gate_up, out, width, BLOCK=block, num_warps=4)
+        launch(kernel, (tokens, triton.cdiv(width, block)), gate_up, out, width, BLOCK=block, num_warps=4)
     return out

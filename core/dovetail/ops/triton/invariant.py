@@ -18,9 +18,10 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from dovetail.ops.activation import Activation
 from dovetail.ops.parts import Parts
 from dovetail.ops.triton.launch import launch
-from dovetail.ops.triton.matmul import gate, matmul, rows_of, store_rows, workspace
+from dovetail.ops.triton.matmul import GATE_KINDS, gate, matmul, rows_of, store_rows, workspace
 from dovetail.ops.triton.matmul import supported as has_kernels
 from dovetail.ops.triton.tuning import MAX_PARTS, MAX_TILES, MEASURED, ProductTile
 
@@ -120,14 +121,14 @@ def _many_rows(
     first = block.to(tl.int64) * BLOCK_M
     if GATED:
         opens, up = tl.split(tl.permute(tl.reshape(total, [BLOCK_N // 2, 2, BLOCK_M]), (0, 2, 1)))
-        gated = gate(opens, up)
+        gated = gate(opens, up, GATED)
         store_rows(y + first * (n // 2), gated, tile, m - block * BLOCK_M, n // 2, BLOCK_M, BLOCK_N // 2)
     else:
         store_rows(y + first * n, total, tile, m - block * BLOCK_M, n, BLOCK_M, BLOCK_N)
 
 
 def many_rows(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, split: int, gated: bool = False
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, split: int, gated: int = False
 ) -> torch.Tensor:
     """Compute ``matmul.matmul`` of any number of rows, in ``split`` parts."""
     (m, k), n = x.shape, weight.shape[0]
@@ -169,11 +170,11 @@ class InvariantRows:
         makes only these."""
         return None
 
-    def gated(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        """Compute ``ops.activation.silu_mul`` of the product, ``[m, n / 2]``."""
-        return self._product(x, bias, gated=True)
+    def gated(self, x: torch.Tensor, bias: torch.Tensor | None, activation: Activation = "silu") -> torch.Tensor:
+        """Compute the gate of the product (``ops.activation.GATES``), ``[m, n / 2]``."""
+        return self._product(x, bias, gated=GATE_KINDS[activation])
 
-    def _product(self, x: torch.Tensor, bias: torch.Tensor | None, *, gated: bool) -> torch.Tensor:
+    def _product(self, x: torch.Tensor, bias: torch.Tensor | None, *, gated: int) -> torch.Tensor:
         assert x.is_contiguous()
         rows = x.shape[0]
         if not rows:

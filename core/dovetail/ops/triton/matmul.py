@@ -22,8 +22,9 @@ import triton.language as tl
 from torch.nn import functional
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from dovetail.ops.activation import GATES, Activation
 from dovetail.ops.parts import Parts
-from dovetail.ops.triton.activation import silu_mul
+from dovetail.ops.triton.activation import gelu_tanh
 from dovetail.ops.triton.launch import launch, prefetch, processors
 from dovetail.ops.triton.tuning import MAX_PARTS, MAX_ROWS, MAX_TILES, ProductTile, tile_of
 
@@ -46,8 +47,10 @@ def rows_of(tile, n, GATED: tl.constexpr, BLOCK_N: tl.constexpr):
 
 
 @triton.jit
-def gate(opens, up):
-    """Return SwiGLU's gate of two tiles, ``silu(opens) * up``."""
+def gate(opens, up, GATED: tl.constexpr):
+    """Return the gate of two tiles, ``silu(opens) * up``, or with another function (see ``GATE_KINDS``)."""
+    if GATED == 2:
+        return gelu_tanh(opens) * up
     return opens * tl.sigmoid(opens) * up
 
 
@@ -59,7 +62,7 @@ def _finish_row(y, bias, rows, total, tile, n, GATED: tl.constexpr, BIAS: tl.con
     if GATED:
         opens, up = tl.split(tl.reshape(out, [BLOCK_N // 2, 2]))
         column = tile * (BLOCK_N // 2) + tl.arange(0, BLOCK_N // 2)
-        tl.store(y + column, gate(opens, up).to(y.dtype.element_ty), column < n // 2)
+        tl.store(y + column, gate(opens, up, GATED).to(y.dtype.element_ty), column < n // 2)
     else:
         column = tile * BLOCK_N + tl.arange(0, BLOCK_N)
         tl.store(y + column, out.to(y.dtype.element_ty), column < n)
@@ -187,9 +190,13 @@ def _few_rows(
             total += tl.load(bias + rows).to(tl.float32)[:, None]
         if GATED:
             opens, up = tl.split(tl.permute(tl.reshape(total, [BLOCK_N // 2, 2, BLOCK_M]), (0, 2, 1)))
-            store_rows(y, gate(opens, up), tile, m, n // 2, BLOCK_M, BLOCK_N // 2)
+            store_rows(y, gate(opens, up, GATED), tile, m, n // 2, BLOCK_M, BLOCK_N // 2)
         else:
             store_rows(y, total, tile, m, n, BLOCK_M, BLOCK_N)
+
+
+GATE_KINDS: dict[Activation, int] = {"silu": True, "gelu_tanh": 2}
+"""Map an activation to the constant ``GATED`` of the kernels that compute its gate."""
 
 
 class Workspace:
@@ -212,7 +219,7 @@ def matmul(
     bias: torch.Tensor | None,
     tile: ProductTile,
     space: Workspace,
-    gated: bool = False,
+    gated: int = False,
     *,
     in_order: bool = False,
     in_parts: bool = False,
@@ -220,7 +227,7 @@ def matmul(
     """Compute ``ops.linear.linear`` of contiguous ``x [m, k]`` and ``weight [n, k]`` for at most ``tile.block_m`` rows.
     ``tile.block_k * tile.split`` must divide k.
 
-    With ``gated``, also compute ``ops.activation.silu_mul`` of the product, for even n. With ``in_order`` (several
+    With ``gated``, one of ``GATE_KINDS``, also compute the gate of the product, for even n. With ``in_order`` (several
     rows), every part is added up from its beginning. With ``in_parts`` (several rows, no bias), return float32
     ``[split, m, n]``, whose sum over the first dimension is the product.
     """
@@ -277,14 +284,14 @@ class FewRows:
         assert x.is_contiguous()
         return Parts(matmul(x, self._weight, None, tile, self._space, in_parts=True))
 
-    def gated(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        """Compute ``ops.activation.silu_mul`` of the product, ``[m, n / 2]``, in the product's own kernel if there is
-        one."""
+    def gated(self, x: torch.Tensor, bias: torch.Tensor | None, activation: Activation = "silu") -> torch.Tensor:
+        """Compute the gate of the product (``ops.activation.GATES``), ``[m, n / 2]``, in the product's own kernel if
+        there is one."""
         tile = self._tiles[x.shape[0]]
         if tile is None or tile.block_n == 1:
-            return silu_mul(self(x, bias))
+            return GATES[activation](self(x, bias))
         assert x.is_contiguous()
-        return matmul(x, self._weight, bias, tile, self._space, gated=True)
+        return matmul(x, self._weight, bias, tile, self._space, gated=GATE_KINDS[activation])
 
 
 def supported(weight: torch.Tensor) -> bool:
