@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -25,26 +25,9 @@ from dovetail.interfaces.model import ModelArchitecture, ModelInfo
 from dovetail.registry.specs import ComponentKind
 from dovetail.registry.targets import load_attribute
 from dovetail.testing.installed import installed
-from dovetail.testing.model import ModelSuite, Reference, read_tensors
+from dovetail.testing.model import read_tensors
 from dovetail_models.dense_describe import describe_llama, describe_mistral, describe_qwen2, describe_qwen3
-
-SMALL = {
-    "vocab_size": 97,
-    "hidden_size": 48,
-    "intermediate_size": 80,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 12,
-    "max_position_embeddings": 256,
-    "rms_norm_eps": 1e-5,
-    "initializer_range": 0.1,
-}
-
-
-def rope(kind: str, theta: float = 10000.0, **settings: Any) -> dict[str, Any]:
-    return {"rope_parameters": {"rope_type": kind, "rope_theta": theta, **settings}}
-
+from hf_suite import HuggingFaceSuite, rope
 
 LLAMA3_ROPE = rope(
     "llama3",
@@ -54,33 +37,6 @@ LLAMA3_ROPE = rope(
     high_freq_factor=4.0,
     original_max_position_embeddings=64,
 )
-
-
-class HuggingFaceSuite(ModelSuite):
-    """Take checkpoints and logits from transformers."""
-
-    model_type: str
-
-    def write_checkpoint(self, config: Mapping[str, Any], directory: Path) -> None:
-        torch.manual_seed(0)
-        built = transformers.AutoConfig.for_model(self.model_type, **SMALL | dict(config))
-        model = transformers.AutoModelForCausalLM.from_config(built, dtype=torch.float32)
-        with torch.no_grad():
-            for name, parameter in model.named_parameters():  # norms and biases are all 1 and 0 as they come
-                if parameter.ndim == 1:
-                    parameter.add_(torch.randn_like(parameter) * 0.3)
-                elif "embed" in name:
-                    parameter.mul_(3)
-        model.save_pretrained(directory)
-
-    def reference(self, directory: Path) -> Reference | None:
-        model = transformers.AutoModelForCausalLM.from_pretrained(directory, attn_implementation="eager").eval()
-
-        @torch.no_grad()
-        def logits(tokens: Any) -> torch.Tensor:
-            return model(torch.tensor([tokens])).logits[0]
-
-        return logits
 
 
 class TestLlama(HuggingFaceSuite):

@@ -13,7 +13,7 @@ from dovetail.errors import ConfigError
 from dovetail.interfaces.cache import CacheGroup
 from dovetail.interfaces.features import Feature
 from dovetail.interfaces.model import ModelInfo
-from dovetail.layers.rope import RopeConfig
+from dovetail.layers.rope import RopeConfig, read_rope
 from dovetail_models.settings import read_dtype, read_eos, read_int
 
 Windows = tuple[int | None, ...]
@@ -29,6 +29,9 @@ OFFERS = frozenset(
     }
 )
 """What a ``DecoderModel`` offers whose layers follow the protocol, unless its own parts prevent it."""
+
+
+_LAYER_TYPES = ("full_attention", "sliding_attention")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,6 +137,30 @@ def read_layer_types(
     if unknown:
         raise ConfigError(f"config.json: layer_types has {unknown}; implemented: {hint or ', '.join(known)}")
     return tuple(known[kind] for kind in types)
+
+
+def read_ropes_by_type(
+    config: Mapping[str, Any], head_dim: int, max_positions: int, *, theta: float, sliding_theta: float
+) -> dict[str, RopeConfig]:
+    """Return the rotary settings of the layers of type ``full_attention`` and ``sliding_attention``.
+
+    In the format of transformers 5, ``rope_parameters`` has an entry for each type. In that of transformers 4,
+    ``rope_theta`` and ``rope_scaling`` belong to full attention only. ``theta`` and ``sliding_theta`` are defaults.
+    Raises ``ConfigError``.
+    """
+    given = config.get("rope_parameters") or {}
+    if not isinstance(given, Mapping) or not all(isinstance(value, Mapping | None) for value in given.values()):
+        raise ConfigError(f"config.json: rope_parameters is {given!r}; needed: an entry for each of {_LAYER_TYPES}")
+    if set(given) - set(_LAYER_TYPES):
+        raise ConfigError(f"config.json: rope_parameters has {sorted(given)}; implemented: {_LAYER_TYPES}")
+    full = given.get("full_attention") or config.get("rope_scaling") or {}
+    full = {"rope_theta": config.get("rope_theta") or theta, **full}
+    sliding = {"rope_theta": sliding_theta, **(given.get("sliding_attention") or {})}
+    plain = {key: value for key, value in config.items() if key not in ("rope_scaling", "rope_theta")}
+    return {
+        kind: read_rope({**plain, "rope_parameters": part}, head_dim, max_positions)
+        for kind, part in zip(_LAYER_TYPES, (full, sliding), strict=True)
+    }
 
 
 def refuse_activation(config: Mapping[str, Any]) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dovetail.registry.hookspecs import hookimpl
 from dovetail.registry.specs import ComponentKind, ComponentSpec
 from dovetail_models.moe_specs import MOE
+from dovetail_models.variant_specs import VARIANTS
 
 
 def _dense(name: str, config: str, architecture: str, summary: str) -> ComponentSpec:
@@ -32,4 +33,5 @@ def register_components() -> Sequence[ComponentSpec]:
         _dense("mimo", "MimoConfig", "MiMoForCausalLM", "MiMo: Qwen2's layers, and one that predicts a further token."),
         _dense("qwen3", "Qwen3Config", "Qwen3ForCausalLM", "Qwen3, dense: norms over query and key heads."),
         *MOE,
+        *VARIANTS,
     )

@@ -50,6 +50,7 @@ MATHS: dict[str, tuple[Any, ...]] = {
     "swiglu_limit": (),
     "topk_group": (1,),
     "use_bias": (False,),
+    "use_bidirectional_attention": (False,),
     "use_qk_norm": (False,),
     "use_sliding_window": (False,),
 }

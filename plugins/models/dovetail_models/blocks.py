@@ -1,0 +1,58 @@
+"""Define layers of other topologies than ``dovetail.layers.decoder.DecoderLayer``. They are ``decoder.Block``."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+from dovetail.layers.attention import SelfAttention
+from dovetail.layers.base import Layer
+from dovetail.layers.mlp import GatedMLP
+from dovetail.layers.norm import RMSNorm
+
+if TYPE_CHECKING:
+    from dovetail.layers.rotary import Rotation
+    from dovetail.types import Batch
+
+
+class SandwichNorms(NamedTuple):
+    """Hold the norms of a ``SandwichLayer``, or their names in a checkpoint."""
+
+    before_attn: RMSNorm
+    after_attn: RMSNorm
+    before_mlp: RMSNorm
+    after_mlp: RMSNorm
+
+
+class SandwichLayer(Layer):
+    """Compute attention and a gated MLP, each between two norms: ``x + norm(attn(norm(x)))``, and the same with the
+    MLP."""
+
+    def __init__(self, attn: SelfAttention, mlp: GatedMLP, norms: SandwichNorms) -> None:
+        super().__init__()
+        self.attn_norm, self.post_attn_norm, self.mlp_norm, self.post_mlp_norm = norms
+        self.attn = attn
+        self.mlp = mlp
+
+    def enter(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+        """See ``Block.enter``."""
+        if residual is not None:
+            return self.attn_norm.add_forward(x, residual)
+        return self.attn_norm.forward(x), x
+
+    def forward(
+        self, x: torch.Tensor, stream: torch.Tensor, rotation: Rotation, batch: Batch, last: Batch | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """See ``Block.forward``."""
+        added = self.post_attn_norm.forward(self.attn.forward(x, rotation, batch, last))
+        x, stream = self.mlp_norm.add_forward(added, last_rows(stream, batch, last))
+        return self.post_mlp_norm.forward(self.mlp.forward(x)), stream
+
+
+def last_rows(stream: torch.Tensor, batch: Batch, last: Batch | None) -> torch.Tensor:
+    """Return the rows of ``stream`` that belong to ``last``, or all of them if it is None."""
+    if last is None:
+        return stream
+    assert batch.logit_rows is not None
+    return stream.index_select(0, batch.logit_rows)

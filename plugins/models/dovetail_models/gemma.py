@@ -1,0 +1,113 @@
+"""Define Gemma 2 (arXiv 2408.00118) and the text model of Gemma 3 (2503.19786): norms around attention and MLP, windows,
+soft caps, scaled embeddings. Gemma 3 rotates layers with and without a window differently."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+import torch
+
+from dovetail.interfaces.attention import AttentionLayer
+from dovetail.layers.attention import AttentionShape, SelfAttention
+from dovetail.layers.decoder import attention_targets, mlp_targets
+from dovetail.layers.embedding import Embedding
+from dovetail.layers.mlp import GatedMLP
+from dovetail.layers.norm import RMSNorm
+from dovetail.ops.activation import soft_cap
+from dovetail_models.blocks import SandwichLayer, SandwichNorms
+from dovetail_models.decoder import DecoderModel
+
+if TYPE_CHECKING:
+    from dovetail.interfaces.mesh import Mesh
+    from dovetail.interfaces.model import ModelInfo
+    from dovetail_models.decoder import Targets
+    from dovetail_models.gemma_describe import GemmaConfig
+
+NORMS = {
+    "attn_norm": "input_layernorm",
+    "post_attn_norm": "post_attention_layernorm",
+    "mlp_norm": "pre_feedforward_layernorm",
+    "post_mlp_norm": "post_feedforward_layernorm",
+}
+"""Map the norms of a layer to their names in a checkpoint."""
+
+
+class ScaledEmbedding(Embedding):
+    """Look up embeddings and multiply them by the root of their size, rounded to the model's dtype."""
+
+    def __init__(self, vocab_size: int, hidden_size: int, mesh: Mesh) -> None:
+        super().__init__(vocab_size, hidden_size, mesh)
+        self._scale = torch.tensor(hidden_size**0.5, device="cpu").item()
+
+    def forward(self, token_ids: torch.Tensor) -> torch.Tensor:
+        """See ``Embedding.forward``."""
+        return super().forward(token_ids).mul_(self._scale)
+
+
+class GemmaModel(DecoderModel):
+    """Compute the model of a ``ModelInfo`` whose ``config`` is a ``GemmaConfig``."""
+
+    def __init__(self, info: ModelInfo, mesh: Mesh) -> None:
+        config: GemmaConfig = info.config
+        if config.within:
+            self.embed_name = "language_model.model.embed_tokens"
+            self.layers_name = "language_model.model.layers"
+            self.norm_name = "language_model.model.norm"
+            self.head_name = "language_model.lm_head"
+        self._cap = config.logit_cap
+        super().__init__(info, mesh)
+
+    def make_embedding(self, mesh: Mesh) -> ScaledEmbedding:
+        """See ``DecoderModel``."""
+        return ScaledEmbedding(self.info.vocab_size, self.info.hidden_size, mesh)
+
+    def make_norm(self) -> RMSNorm:
+        """See ``DecoderModel``."""
+        return RMSNorm(self.info.hidden_size, self.info.config.norm_eps, plus_one=True)
+
+    def make_layer(self, index: int, mesh: Mesh) -> SandwichLayer:
+        """See ``DecoderModel``."""
+        info, config = self.info, self.info.config
+        shape = AttentionShape(
+            hidden_size=info.hidden_size,
+            num_heads=info.num_heads,
+            num_kv_heads=info.num_kv_heads,
+            head_dim=info.head_dim,
+            qkv_bias=config.attention_bias,
+            out_bias=config.attention_bias,
+            qk_norm_eps=config.norm_eps if config.qk_norm else None,
+            norm_plus_one=True,
+        )
+        constants = AttentionLayer(index, config.scale, config.windows[index], config.attention_cap)
+        mlp = GatedMLP(info.hidden_size, config.intermediate_size, mesh, activation="gelu_tanh")
+        norms = SandwichNorms(*(self.make_norm() for _ in range(4)))
+        return SandwichLayer(SelfAttention(shape, constants, mesh), mlp, norms)
+
+    def layer_targets(self, index: int, checkpoint_prefix: str, parameter_prefix: str) -> Targets:
+        """See ``DecoderModel``."""
+        layer = self.layers[index]
+        assert isinstance(layer, SandwichLayer)
+        for ours, theirs in NORMS.items():
+            yield (
+                f"{checkpoint_prefix}.{theirs}.weight",
+                getattr(layer, ours).target(f"{parameter_prefix}.{ours}.weight"),
+            )
+        yield from attention_targets(layer.attn, f"{checkpoint_prefix}.self_attn", f"{parameter_prefix}.attn")
+        yield from mlp_targets(layer.mlp, f"{checkpoint_prefix}.mlp", f"{parameter_prefix}.mlp")
+
+    def norm_targets(self) -> Targets:
+        """See ``DecoderModel``."""
+        yield f"{self.norm_name}.weight", self.norm.target("norm.weight")
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """See ``ModelArchitecture.logits``."""
+        logits = self.head.forward(hidden)
+        return logits if self._cap is None else soft_cap(logits, self._cap)
+
+    def ignored_weights(self) -> Iterable[str]:
+        """See ``ModelArchitecture.ignored_weights``. Nothing reads the tensors for images."""
+        yield from super().ignored_weights()
+        if self.info.config.within:
+            yield r"(vision_tower|multi_modal_projector)\..+"
+            yield r"language_model\.lm_head\.weight"
