@@ -36,9 +36,6 @@ DUMMY_RANGE = 1e-3
 matters because the numbers that are multiplied change the power that a GPU draws, and with it the clock rate of large
 matrix products."""
 
-BODY = "model."
-"""The prefix of the names of a language model's tensors, except those of its head."""
-
 MAX_READERS = 8
 """The largest number of threads that read a checkpoint for a GPU. For a CPU there is only one, because the conversion
 of dtypes uses several threads already."""
@@ -135,9 +132,9 @@ def _moves(filler: WeightFiller, files: Sequence[Path]) -> list[_Move]:
 
 
 def _as_known(tensor: StoredTensor, filler: WeightFiller) -> StoredTensor:
-    """Return ``tensor`` with the name that the model uses for it. The prefix ``BODY`` is missing in checkpoints of
-    models that were saved without their head, as is common for embedding models."""
-    name = BODY + tensor.name
+    """Return ``tensor`` with the name that the model uses for it. The prefix of the model's body is missing in
+    checkpoints that were saved without the head, as is common for embedding models and for GPT-2."""
+    name = filler.model.body + tensor.name
     return replace(tensor, name=name) if tensor.name not in filler.targets and name in filler.targets else tensor
 
 

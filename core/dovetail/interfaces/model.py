@@ -106,6 +106,8 @@ class ModelArchitecture(ABC):
     """
 
     info: ModelInfo
+    body: str = "model."
+    """The prefix of the names in ``weights_map`` that checkpoints lack which were saved without the head."""
 
     def __init__(self, info: ModelInfo, mesh: Mesh) -> None:
         """Build the layers of ``info``, divided among the ranks of ``mesh``. Their parameters are not filled yet."""

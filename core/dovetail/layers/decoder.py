@@ -32,12 +32,14 @@ Targets = Iterator[tuple[str, WeightTarget]]
 
 @dataclass(frozen=True, slots=True)
 class DecoderShape:
-    """Describe the sizes and variants of a whole decoder layer."""
+    """Describe the sizes and variants of a whole decoder layer. ``scale`` multiplies the attention logits; by default it
+    is ``head_dim ** -0.5``."""
 
     attention: AttentionShape
     intermediate_size: int
     norm_eps: float
     mlp_bias: bool = False
+    scale: float | None = None
 
 
 class DecoderLayer(Layer):
@@ -55,7 +57,8 @@ class DecoderLayer(Layer):
         super().__init__()
         hidden = shape.attention.hidden_size
         self.attn_norm = RMSNorm(hidden, shape.norm_eps)
-        constants = AttentionLayer(index, shape.attention.head_dim**-0.5, window)
+        scale = shape.attention.head_dim**-0.5 if shape.scale is None else shape.scale
+        constants = AttentionLayer(index, scale, window)
         self.attn = SelfAttention(shape.attention, constants, mesh)
         self.mlp_norm = RMSNorm(hidden, shape.norm_eps)
         self.mlp = mlp or GatedMLP(hidden, shape.intermediate_size, mesh, bias=shape.mlp_bias)

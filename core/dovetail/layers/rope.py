@@ -65,6 +65,11 @@ class RopeConfig:
         """Return the number of elements of a head that are rotated."""
         return self.partial_dim or self.head_dim
 
+    def served(self, context_len: int) -> RopeConfig:
+        """Return the settings for requests of at most ``context_len`` tokens, or of as many as before if these are
+        fewer."""
+        return replace(self, context_len=min(self.context_len, context_len))
+
     @property
     def scale(self) -> float:
         """Return what multiplies cosines and sines."""

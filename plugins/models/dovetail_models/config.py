@@ -35,3 +35,39 @@ class Qwen3Config(PluginConfig):
     """Select the Qwen3 architecture (dense)."""
 
     kind: Literal["qwen3"] = "qwen3"  # pyright: ignore[reportIncompatibleVariableOverride]
+
+
+class Phi3Config(PluginConfig):
+    """Select the Phi-3 architecture (Phi-3, Phi-3.5 mini, Phi-4)."""
+
+    kind: Literal["phi3"] = "phi3"  # pyright: ignore[reportIncompatibleVariableOverride]
+
+
+class SmolLM3Config(PluginConfig):
+    """Select the SmolLM 3 architecture."""
+
+    kind: Literal["smollm3"] = "smollm3"  # pyright: ignore[reportIncompatibleVariableOverride]
+
+
+class GraniteConfig(PluginConfig):
+    """Select the Granite 3 architecture (dense)."""
+
+    kind: Literal["granite"] = "granite"  # pyright: ignore[reportIncompatibleVariableOverride]
+
+
+class Starcoder2Config(PluginConfig):
+    """Select the StarCoder 2 architecture."""
+
+    kind: Literal["starcoder2"] = "starcoder2"  # pyright: ignore[reportIncompatibleVariableOverride]
+
+
+class GPT2Config(PluginConfig):
+    """Select the GPT-2 architecture."""
+
+    kind: Literal["gpt2"] = "gpt2"  # pyright: ignore[reportIncompatibleVariableOverride]
+
+
+class GPTNeoXConfig(PluginConfig):
+    """Select the GPT-NeoX architecture (GPT-NeoX, Pythia)."""
+
+    kind: Literal["gpt_neox"] = "gpt_neox"  # pyright: ignore[reportIncompatibleVariableOverride]

@@ -7,6 +7,7 @@ built; ``forward`` is the same for all.
 
 from __future__ import annotations
 
+import re
 from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Protocol
@@ -17,6 +18,7 @@ from torch import nn
 from dovetail.interfaces.model import ModelArchitecture, ModelInfo, WeightTarget
 from dovetail.layers.base import Layer
 from dovetail.layers.embedding import Embedding, LMHead
+from dovetail.layers.layer_norm import LayerNorm
 from dovetail.layers.norm import RMSNorm
 from dovetail.layers.rotary import LayerRotary, Rotary
 
@@ -84,7 +86,7 @@ class DecoderModel(Layer, ModelArchitecture):
         """Return the embedding of tokens."""
         return Embedding(self.info.vocab_size, self.info.hidden_size, mesh)
 
-    def make_norm(self) -> RMSNorm:
+    def make_norm(self) -> RMSNorm | LayerNorm:
         """Return the final norm."""
         return RMSNorm(self.info.hidden_size, self.info.config.norm_eps)
 
@@ -96,9 +98,11 @@ class DecoderModel(Layer, ModelArchitecture):
     def make_rotary(self) -> Rotary | LayerRotary:
         """Return what makes the rotation of a step of its positions."""
         config: DecoderConfig = self.info.config
+        served = self.info.context_len
         if config.rope is not None and not config.layer_ropes:
-            return Rotary(config.rope)
-        return LayerRotary(config.layer_ropes or (None,) * self.info.num_layers)
+            return Rotary(config.rope.served(served))
+        ropes = config.layer_ropes or (None,) * self.info.num_layers
+        return LayerRotary([None if rope is None else rope.served(served) for rope in ropes])
 
     def embed_batch(self, batch: Batch) -> torch.Tensor:
         """Return the input of the first layer, ``[tokens, hidden_size]``, a new tensor."""
@@ -151,7 +155,7 @@ class DecoderModel(Layer, ModelArchitecture):
         """See ``ModelArchitecture.ignored_weights``."""
         yield r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq"
         if self.info.config.tied:
-            yield r"lm_head\.weight"
+            yield rf"{re.escape(self.head_name)}\.weight"
         yield from _further_layers(self.info)
 
 

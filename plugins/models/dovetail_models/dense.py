@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from dovetail.layers.attention import AttentionShape
 from dovetail.layers.decoder import DecoderLayer, DecoderShape, decoder_targets
+from dovetail.layers.transforms import SplitHalves
 from dovetail_models.decoder import DecoderModel
 
 if TYPE_CHECKING:
@@ -36,6 +37,7 @@ class DenseModel(DecoderModel):
 def layer_shape(info: ModelInfo) -> DecoderShape:
     """Return the shape of each layer of a model whose ``config`` is a ``DenseConfig``."""
     config: DenseConfig = info.config
+    rope = config.rope
     attention = AttentionShape(
         hidden_size=info.hidden_size,
         num_heads=info.num_heads,
@@ -44,5 +46,6 @@ def layer_shape(info: ModelInfo) -> DecoderShape:
         qkv_bias=config.qkv_bias,
         out_bias=config.out_bias,
         qk_norm_eps=config.norm_eps if config.qk_norm else None,
+        order=SplitHalves(info.head_dim, rope.rotary_dim) if rope is not None and rope.partial_dim else None,
     )
     return DecoderShape(attention, config.intermediate_size, config.norm_eps, config.mlp_bias)

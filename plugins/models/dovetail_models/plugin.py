@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from dovetail.registry.hookspecs import hookimpl
 from dovetail.registry.specs import ComponentKind, ComponentSpec
+from dovetail_models.family_specs import FAMILIES
 from dovetail_models.moe_specs import MOE
 from dovetail_models.variant_specs import VARIANTS
 
@@ -32,6 +33,7 @@ def register_components() -> Sequence[ComponentSpec]:
         _dense("qwen2", "Qwen2Config", "Qwen2ForCausalLM", "Qwen2 and Qwen2.5, dense."),
         _dense("mimo", "MimoConfig", "MiMoForCausalLM", "MiMo: Qwen2's layers, and one that predicts a further token."),
         _dense("qwen3", "Qwen3Config", "Qwen3ForCausalLM", "Qwen3, dense: norms over query and key heads."),
+        *FAMILIES,
         *MOE,
         *VARIANTS,
     )

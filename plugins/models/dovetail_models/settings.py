@@ -90,9 +90,11 @@ def read_predict_layers(config: Mapping[str, Any]) -> int:
     return max(read_int(config, key, 0, minimum=0) for key in keys)
 
 
-def read_flag(config: Mapping[str, Any], key: str) -> bool:
-    """Return a boolean, by default False. Raises ``ConfigError``."""
-    value = config.get(key) or False
+def read_flag(config: Mapping[str, Any], key: str, *, default: bool = False) -> bool:
+    """Return a boolean; null counts as absent. Raises ``ConfigError``."""
+    value = config.get(key)
+    if value is None:
+        value = default
     if not isinstance(value, bool):
         raise ConfigError(f"config.json: {key} is {_short(value)}; allowed: true, false")
     return value

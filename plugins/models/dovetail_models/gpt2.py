@@ -1,0 +1,72 @@
+"""Define GPT-2 (Radford et al. 2019): learned positions, and weights of which a checkpoint has the transpose."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+import torch
+
+from dovetail.interfaces.model import ModelInfo, WeightTarget
+from dovetail.layers.base import parameter
+from dovetail.layers.transforms import Transpose
+from dovetail_models.plain_layers import PlainModel
+
+if TYPE_CHECKING:
+    from dovetail.interfaces.mesh import Mesh
+    from dovetail.layers.linear import Linear
+    from dovetail.types import Batch
+    from dovetail_models.decoder import Targets
+
+
+class GPT2Model(PlainModel):
+    """Compute ``GPT2LMHeadModel``."""
+
+    body = "transformer."
+    embed_name = "transformer.wte"
+    layers_name = "transformer.h"
+    norm_name = "transformer.ln_f"
+
+    def __init__(self, info: ModelInfo, mesh: Mesh) -> None:
+        super().__init__(info, mesh)
+        self.positions = parameter(info.config.positions, info.hidden_size)
+
+    def embed_batch(self, batch: Batch) -> torch.Tensor:
+        """See ``DecoderModel``."""
+        return self.embed.forward(batch.input_ids).add_(self.positions.index_select(0, batch.positions))
+
+    def weights_map(self) -> dict[str, WeightTarget | list[WeightTarget]]:
+        """See ``ModelArchitecture.weights_map``."""
+        return {**super().weights_map(), "transformer.wpe.weight": WeightTarget("positions")}
+
+    def layer_targets(self, index: int, checkpoint_prefix: str, parameter_prefix: str) -> Targets:
+        """See ``DecoderModel``."""
+        layer = self.layer(index)
+        theirs, ours = checkpoint_prefix, parameter_prefix
+        assert layer.mlp_norm is not None
+        yield from layer.attn_norm.targets(f"{theirs}.ln_1", f"{ours}.attn_norm")
+        yield from layer.mlp_norm.targets(f"{theirs}.ln_2", f"{ours}.mlp_norm")
+        for field in ("weight", "bias"):
+            fused = layer.attn.qkv.fused_targets(f"{ours}.attn.qkv.{field}")
+            yield f"{theirs}.attn.c_attn.{field}", [_transposed(target) for target in fused]
+        yield from _conv_targets(layer.attn.out, f"{theirs}.attn.c_proj", f"{ours}.attn.out")
+        yield from _conv_targets(layer.mlp.up, f"{theirs}.mlp.c_fc", f"{ours}.mlp.up", "up")
+        yield from _conv_targets(layer.mlp.down, f"{theirs}.mlp.c_proj", f"{ours}.mlp.down")
+
+    def ignored_weights(self) -> Iterable[str]:
+        """See ``ModelArchitecture.ignored_weights``. The masks are buffers of the first versions."""
+        yield r"(transformer\.)?h\.\d+\.attn\.(masked_)?bias"
+        yield from super().ignored_weights()
+
+
+def _conv_targets(layer: Linear, theirs: str, ours: str, part: str | None = None) -> Targets:
+    for field in ("weight", "bias"):
+        yield f"{theirs}.{field}", _transposed(layer.target(f"{ours}.{field}", part))
+
+
+def _transposed(target: WeightTarget) -> WeightTarget:
+    """Return ``target`` for a checkpoint that has the transpose of a weight."""
+    if not target.parameter.endswith("weight"):
+        return target
+    shares = tuple(share._replace(dim=1 - share.dim) for share in target.shares)
+    return target._replace(shares=shares, transform=Transpose())

@@ -1,0 +1,118 @@
+"""Define decoder layers of LayerNorm, self-attention and an MLP without a gate, for GPT-2, GPT-NeoX and their relatives,
+and the base class of their models."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from dovetail.interfaces.attention import AttentionLayer
+from dovetail.layers.attention import AttentionShape, SelfAttention
+from dovetail.layers.base import Layer
+from dovetail.layers.layer_norm import LayerNorm
+from dovetail.layers.plain_mlp import PlainMLP
+from dovetail.layers.transforms import SplitHalves
+from dovetail.ops.parts import sum_addends
+from dovetail_models.decoder import DecoderModel
+
+if TYPE_CHECKING:
+    from dovetail.interfaces.mesh import Mesh
+    from dovetail.interfaces.model import ModelInfo
+    from dovetail.layers.rotary import Rotation
+    from dovetail.ops.parts import Addend
+    from dovetail.types import Batch
+    from dovetail_models.decoder import Targets
+    from dovetail_models.plain_describe import PlainConfig
+
+
+class PlainLayer(Layer):
+    """Compute attention and then an MLP, each after its own norm. See ``decoder.Block``."""
+
+    def __init__(self, info: ModelInfo, index: int, mesh: Mesh) -> None:
+        super().__init__()
+        config: PlainConfig = info.config
+        hidden, eps = info.hidden_size, config.norm_eps
+        self.attn_norm = LayerNorm(hidden, eps, bias=config.norm_bias)
+        constants = AttentionLayer(index, config.scales[index], config.windows[index])
+        self.attn = SelfAttention(attention_shape(info), constants, mesh)
+        self.mlp_norm = LayerNorm(hidden, eps, bias=config.norm_bias) if config.mlp_norm else None
+        self.mlp = PlainMLP(hidden, config.intermediate_size, mesh, config.activation, bias=config.mlp_bias)
+
+    def enter(self, x: Addend, residual: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+        """See ``decoder.Block``."""
+        if residual is not None:
+            return self.attn_norm.add_forward(x, residual)
+        assert isinstance(x, torch.Tensor)
+        return self.attn_norm.forward(x), x
+
+    def forward(
+        self, x: torch.Tensor, stream: torch.Tensor, rotation: Rotation, batch: Batch, last: Batch | None = None
+    ) -> tuple[Addend, torch.Tensor]:
+        """See ``decoder.Block``."""
+        added = self.attn.parts_forward(x, rotation, batch, last)
+        if last is not None:
+            assert batch.logit_rows is not None
+            stream = stream.index_select(0, batch.logit_rows)
+        assert self.mlp_norm is not None
+        x, stream = self.mlp_norm.add_forward(added, stream)
+        return self.mlp.parts_forward(x), stream
+
+
+class ParallelLayer(PlainLayer):
+    """Compute attention and an MLP of the same residual stream, with a norm each or with one for both."""
+
+    def forward(
+        self, x: torch.Tensor, stream: torch.Tensor, rotation: Rotation, batch: Batch, last: Batch | None = None
+    ) -> tuple[Addend, torch.Tensor]:
+        """See ``decoder.Block``."""
+        added = self.attn.parts_forward(x, rotation, batch, last)
+        if last is not None:
+            assert batch.logit_rows is not None
+            x, stream = x.index_select(0, batch.logit_rows), stream.index_select(0, batch.logit_rows)
+        if self.mlp_norm is not None:
+            x = self.mlp_norm.forward(stream)
+        return sum_addends(added, self.mlp.parts_forward(x)), stream
+
+
+def attention_shape(info: ModelInfo) -> AttentionShape:
+    """Return the shape of the attention of each layer."""
+    config: PlainConfig = info.config
+    rope = config.rope
+    order = None
+    if rope is not None and (config.rotated_pairs or rope.partial_dim):
+        order = SplitHalves(info.head_dim, rope.rotary_dim, config.rotated_pairs)
+    return AttentionShape(
+        hidden_size=info.hidden_size,
+        num_heads=info.num_heads,
+        num_kv_heads=info.num_kv_heads,
+        head_dim=info.head_dim,
+        qkv_bias=config.qkv_bias,
+        out_bias=config.out_bias,
+        order=order,
+    )
+
+
+class PlainModel(DecoderModel):
+    """Compute a model of ``PlainLayer`` or ``ParallelLayer`` whose ``config`` is a ``PlainConfig``. Its final norm is a
+    LayerNorm."""
+
+    def make_layer(self, index: int, mesh: Mesh) -> PlainLayer:
+        """See ``DecoderModel``."""
+        kind = ParallelLayer if self.info.config.parallel else PlainLayer
+        return kind(self.info, index, mesh)
+
+    def make_norm(self) -> LayerNorm:
+        """See ``DecoderModel``."""
+        return LayerNorm(self.info.hidden_size, self.info.config.norm_eps, bias=self.info.config.norm_bias)
+
+    def norm_targets(self) -> Targets:
+        """See ``DecoderModel``."""
+        assert isinstance(self.norm, LayerNorm)
+        return self.norm.targets(self.norm_name, "norm")
+
+    def layer(self, index: int) -> PlainLayer:
+        """Return layer ``index``."""
+        layer = self.layers[index]
+        assert isinstance(layer, PlainLayer)
+        return layer
