@@ -21,7 +21,8 @@ class ModelInfo:
     """Describe a model by its config.json alone, without torch and without weights.
 
     Returned by the ``describe`` function that a model's ComponentSpec names. ``config`` is the architecture's own typed
-    config, which its constructor receives within this object. ``needs`` are the features that the model requires of the
+    config, which its constructor receives within this object. ``context_len`` is the largest number of tokens of a request;
+    the model is built with the number of ``model.context_len`` if that is lower. ``needs`` are the features that the model requires of the
     other components, ``offers`` those that it provides. ``cache_groups`` has one entry for each KV pool that the model
     uses. ``split_sizes`` are names and values of further numbers of config.json that the ranks of tensor parallelism
     must divide evenly, in models that offer ``model.tensor_parallel``; heads are always among them. ``expert_sizes``, in

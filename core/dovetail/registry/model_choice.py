@@ -102,7 +102,8 @@ def _describe(candidate: Candidate, checkpoint: dict[str, Any], config: Config, 
     if reasons:
         candidate.reject(Stage.CONSTRAINTS, *reasons)
         return None
-    return info
+    limit = config.model.context_len
+    return info if limit is None or limit > info.context_len else replace(info, context_len=limit)
 
 
 def _dtypes(config: Config, machine: Machine, info: ModelInfo) -> tuple[str, str]:
