@@ -216,7 +216,9 @@ def test_architecture_that_no_plugin_implements(fakes):
     (fakes.directory / "config.json").write_text(json.dumps({"architectures": ["OtherForCausalLM"]}))
     text = refusal(fakes)
     assert "has architectures ['OtherForCausalLM'], which no installed model component implements" in text
-    assert "implemented: FakeForCausalLM" in text
+    assert "implemented: nearest of 1: FakeForCausalLM" in text
+    (fakes.directory / "config.json").write_text(json.dumps({"architectures": ["Zzz"]}))
+    assert "implemented: FakeForCausalLM. Install" in refusal(fakes)  # nothing is like it: all are listed
     assert run(fakes, sets=["model.arch=fake"]).model.name == "fake"
 
 

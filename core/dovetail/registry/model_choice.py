@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import difflib
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -25,6 +27,9 @@ from dovetail.registry.resolution import (
 from dovetail.registry.specs import ComponentKind
 from dovetail.registry.stages import constraint_reasons, examine
 from dovetail.registry.targets import load_attribute
+
+NEAREST = 3
+"""An error lists at most this many names that are like an unknown one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,17 +74,25 @@ def _components(
     architectures = checkpoint.get("architectures") or []
     found = {c.spec.name: c for arch in architectures for c in registry.aliased(ComponentKind.MODEL, arch)}
     if not found:
-        known = sorted({alias for c in registry.components(ComponentKind.MODEL) for alias in c.spec.aliases})
-        raise ResolutionError(
-            f"{directory / 'config.json'} has architectures {architectures}, which no installed model component "
-            f"implements; implemented: {', '.join(known) or 'none'}. Install a plugin for it, or name a component that "
-            "can read it: model.arch"
-            + "".join(
-                f". {twice.text}" for (kind, _), twice in registry.duplicates.items() if kind == ComponentKind.MODEL
-            )
-        )
+        raise ResolutionError(_unknown(architectures, registry, directory))
     preferred = tuned_names(tuning, "model")
     return sorted(found.values(), key=lambda component: preference(component, preferred))
+
+
+def _unknown(architectures: Sequence[str], registry: Registry, directory: Path) -> str:
+    """Return the error for a checkpoint whose architectures no component implements: the nearest that are, the plugins
+    that are installed and did not load, and what to do."""
+    known = sorted({alias for c in registry.components(ComponentKind.MODEL) for alias in c.spec.aliases})
+    near = [name for arch in architectures for name in difflib.get_close_matches(str(arch), known, n=NEAREST)]
+    listed = f"nearest of {len(known)}: {', '.join(dict.fromkeys(near))}" if near else ", ".join(known) or "none"
+    twice = [found.text for (kind, _), found in registry.duplicates.items() if kind == ComponentKind.MODEL]
+    absent = [f"Plugins that did not load: {'; '.join(registry.absent)}"] if registry.absent else []
+    text = (
+        f"{directory / 'config.json'} has architectures {architectures}, which no installed model component "
+        f"implements; implemented: {listed}. Install a plugin for it, or name a component that "
+        "can read it: model.arch (`dovetail plugins list` shows them)"
+    )
+    return ". ".join([text, *twice, *absent])
 
 
 def _describe(candidate: Candidate, checkpoint: dict[str, Any], config: Config, machine: Machine) -> ModelInfo | None:
