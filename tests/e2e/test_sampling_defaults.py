@@ -162,9 +162,18 @@ def test_flags_of_both_peers(flags: dict[str, Any], setting: str):
     assert settings_of(flags) == {"model.generation_config": setting}
 
 
-def test_the_embedded_model_recommends_nothing():
+def test_the_embedded_model_recommends_nothing_and_what_is_recommended_is_logged(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
+    caplog.set_level("INFO", "dovetail.registry")
     config, registry = setup(env={}, arguments={"model": "tiny"})
     assert resolve(config, registry, Machine.assume("cpu")).to_json()["sampling_defaults"] == {}
+    assert "sampling defaults" not in caplog.text
+    (tmp_path / "generation_config.json").write_text('{"top_k": 20}')
+    given = {"model": {"path": "tiny", "generation_config": str(tmp_path)}}
+    config, registry = setup(env={}, arguments=given)
+    assert resolve(config, registry, Machine.assume("cpu")).to_json()["sampling_defaults"] == {"top_k": 20}
+    assert "sampling defaults: {'top_k': 20} (model.generation_config)" in caplog.text
 
 
 @pytest.fixture(scope="module")

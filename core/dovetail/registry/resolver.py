@@ -72,6 +72,8 @@ def resolve(config: Config, registry: Registry, machine: Machine, *, tuning: Tun
     resolved = _resolved(config, registry, machine, model, slots, combo, tuned, parsers)
     for resolution in resolved.resolutions:
         logger.info("%s: %s, %s%s", *_logged(resolution))
+    if resolved.sampling_defaults:
+        logger.info("sampling defaults: %s (model.generation_config)", dict(resolved.sampling_defaults))
     call_hook(registry.hooks, "on_resolved", resolved=resolved)
     return resolved
 
