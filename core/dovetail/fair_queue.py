@@ -112,12 +112,15 @@ class FairSlots(Generic[T]):
         """Remove an item that waits no longer."""
         self._waiting.remove(tenant, item)
 
-    def try_start(self, tenant: str) -> bool:
-        """Count an item of ``tenant`` as running, unless it would have to wait. Return False if it would."""
-        if self._waiting.num_tenants or self._running.total() >= self._slots:
-            return False
+    @property
+    def idle(self) -> bool:
+        """Return True if nothing runs and nothing waits."""
+        return not self._running and not self._waiting.num_tenants
+
+    def start(self, tenant: str) -> None:
+        """Count an item of ``tenant`` as running that was never put, which is allowed while this is ``idle``."""
+        assert self.idle, "items that wait go first"
         self._running[tenant] += 1
-        return True
 
     def others_wait(self, tenant: str) -> bool:
         """Return True if items of tenants other than ``tenant`` wait."""
@@ -154,9 +157,14 @@ class FairTurns:
         """Return True if tasks of other tenants wait for their turn."""
         return self._slots.others_wait(tenant)
 
-    def try_begin(self, tenant: str) -> bool:
-        """Begin the turn of a task, unless it would have to wait. Return False if it would."""
-        return self._slots.try_start(tenant)
+    @property
+    def idle(self) -> bool:
+        """Return True if no task has its turn and none waits."""
+        return self._slots.idle
+
+    def begin_at_once(self, tenant: str) -> None:
+        """Begin the turn of a task, which must ``end`` it, while this is ``idle``."""
+        self._slots.start(tenant)
 
     async def begin(self, tenant: str) -> None:
         """Wait for the turn of a task, which must ``end`` it."""

@@ -39,12 +39,13 @@ def drained(queue: FairQueue[int], weights: dict[str, float] | None = None) -> l
 def test_virtual_times_of_tenants_that_come_once_are_forgotten():
     slots: FairSlots[int] = FairSlots(1)
     for number in range(20_000):
-        assert slots.try_start(f"tenant {number}")
+        assert slots.idle
+        slots.start(f"tenant {number}")
         slots.ended(f"tenant {number}", 1.0)
     slots.put("last", 0)
     assert len(slots._waiting._times) < 5000
     assert slots.start_next() == ("last", 0)
-    assert not slots.try_start("other")
+    assert not slots.idle
 
 
 @given(st.lists(st.sampled_from("abc"), max_size=60))

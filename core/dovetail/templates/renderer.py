@@ -176,15 +176,11 @@ class TemplateRenderer:
             return await on_thread(lambda: self._render_blocking(message))
         if tenant != self._tenant:
             self._expect(tenant)
-        if self._idle and self._idle[-1].ready and self._turns.try_begin(tenant):
-            try:
-                process, text = self._sent(message)
-            except BaseException:
-                self._turns.end(tenant, 0.0)
-                raise
+        if self._turns.idle and self._idle and self._idle[-1].ready:
+            process, text = self._sent(message)
             if text is not None:
-                self._turns.end(tenant, 0.0)
                 return text
+            self._turns.begin_at_once(tenant)
             work = self._turn(message, process, tenant, weight)
         else:
             work = self._in_turn(message, tenant, weight)
