@@ -21,6 +21,7 @@ from dovetail.layers.transforms import AddOne
 
 if TYPE_CHECKING:
     from dovetail.interfaces.mesh import Mesh
+    from dovetail.layers.layer_norm import LayerNorm
     from dovetail.layers.experts import Experts
     from dovetail.layers.rotary import Rotation
     from dovetail.ops.parts import Addend
@@ -56,11 +57,11 @@ class DecoderLayer(Layer):
     ) -> None:
         super().__init__()
         hidden = shape.attention.hidden_size
-        self.attn_norm = RMSNorm(hidden, shape.norm_eps)
+        self.attn_norm: RMSNorm | LayerNorm = RMSNorm(hidden, shape.norm_eps)
         scale = shape.attention.head_dim**-0.5 if shape.scale is None else shape.scale
         constants = AttentionLayer(index, scale, window)
         self.attn = SelfAttention(shape.attention, constants, mesh)
-        self.mlp_norm = RMSNorm(hidden, shape.norm_eps)
+        self.mlp_norm: RMSNorm | LayerNorm = RMSNorm(hidden, shape.norm_eps)
         self.mlp = mlp or GatedMLP(hidden, shape.intermediate_size, mesh, bias=shape.mlp_bias)
 
     def enter(self, x: Addend, residual: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:

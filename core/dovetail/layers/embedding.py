@@ -43,11 +43,14 @@ class Embedding(Layer):
 
 class LMHead(Linear):
     """Compute logits of hidden states: this rank's share of them, which the ranks then gather. If the head is tied to
-    an embedding, it shares that layer's weight and has no parameter in a checkpoint."""
+    an embedding, it shares that layer's weight, of which a checkpoint has one copy."""
 
-    def __init__(self, hidden_size: int, vocab_size: int, mesh: Mesh, *, tied: Embedding | None = None) -> None:
+    def __init__(
+        self, hidden_size: int, vocab_size: int, mesh: Mesh, *, tied: Embedding | None = None, bias: bool = False
+    ) -> None:
         start, size = mesh.tp.ragged_share(vocab_size)
         super().__init__(hidden_size, 0 if tied else size)
+        self.bias = parameter(size) if bias else None
         if tied is not None:
             self.weight = tied.weight
         self._tp = mesh.tp if mesh.tp.size > 1 else None

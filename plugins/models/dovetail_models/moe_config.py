@@ -54,3 +54,9 @@ class GptOssConfig(PluginConfig):
     """Select the architecture of gpt-oss."""
 
     kind: Literal["gpt_oss"] = "gpt_oss"  # pyright: ignore[reportIncompatibleVariableOverride]
+
+
+class PhiMoeConfig(PluginConfig):
+    """Select the architecture of Phi-3.5-MoE."""
+
+    kind: Literal["phi_moe"] = "phi_moe"  # pyright: ignore[reportIncompatibleVariableOverride]

@@ -5,6 +5,7 @@ not import torch.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from dovetail.errors import ConfigError
@@ -13,6 +14,7 @@ from dovetail.ops.expert_shapes import ExpertsShape, RoutingRule
 from dovetail_models.describe import read_heads, refuse_activation
 from dovetail_models.moe_describe import (
     COUNTS,
+    MIXTRAL_NAMES,
     ExpertNames,
     moe_config,
     moe_info,
@@ -35,9 +37,7 @@ _GLM_READS = frozenset(
         "use_qk_norm",
     }
 )
-_MINIMAX_NAMES = ExpertNames(
-    layer="block_sparse_moe", projections=("w1", "w3", "w2"), correction="e_score_correction_bias"
-)
+_MINIMAX_NAMES = replace(MIXTRAL_NAMES, correction="e_score_correction_bias")
 _ERNIE_NAMES = ExpertNames(correction="moe_statics.e_score_correction_bias")
 
 

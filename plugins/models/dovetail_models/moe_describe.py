@@ -144,7 +144,9 @@ def sparse_by_step(config: Mapping[str, Any]) -> tuple[bool, ...]:
     return tuple(index not in dense and (index + 1) % step == 0 for index in range(layers))
 
 
-_MIXTRAL_NAMES = ExpertNames(layer="block_sparse_moe", projections=("w1", "w3", "w2"))
+MIXTRAL_NAMES = ExpertNames(layer="block_sparse_moe", projections=("w1", "w3", "w2"))
+"""Hold the names in checkpoints of Mixtral and its relatives."""
+
 _QWEN2_NAMES = ExpertNames(shared="shared_expert")
 _BY_STEP = frozenset({"decoder_sparse_step", "mlp_only_layers", "norm_topk_prob"})
 
@@ -159,7 +161,7 @@ def describe_mixtral(config: dict[str, Any]) -> ModelInfo:
     rule = RoutingRule(read_expert_count(config, 8), read_int(config, "num_experts_per_tok", 2), renormalize=True)
     experts = ExpertsShape(read_int(config, "hidden_size"), read_int(config, "intermediate_size"), rule)
     windows = uniform_windows(config, read_int(config, "num_hidden_layers"), None)
-    own = moe_config(config, experts, rope, windows=windows, eps=1e-5, names=_MIXTRAL_NAMES)
+    own = moe_config(config, experts, rope, windows=windows, eps=1e-5, names=MIXTRAL_NAMES)
     return moe_info(config, architecture, sizes, rope.context_len, own)
 
 

@@ -60,5 +60,13 @@ MOE = (
         target="gpt_oss:GptOssModel",
         describe="gpt_oss_describe",
     ),
+    _spec(
+        "phi_moe",
+        "PhiMoeConfig",
+        "PhimoeForCausalLM",
+        "Phi-3.5-MoE: LayerNorm, routers that choose by sparsemixer.",
+        target="phi_moe:PhiMoeModel",
+        describe="phi_moe_describe",
+    ),
 )
 """Hold the specs of the models with experts."""

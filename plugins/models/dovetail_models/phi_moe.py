@@ -1,0 +1,61 @@
+"""Define Phi-3.5-MoE (arXiv 2404.14219, 2409.12136): LayerNorm in place of RMSNorm, a head with a bias, and routers
+that choose by sparsemixer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from dovetail.interfaces.model import WeightTarget
+from dovetail.layers.decoder import DecoderLayer
+from dovetail.layers.embedding import LMHead
+from dovetail.layers.experts import Experts
+from dovetail.layers.layer_norm import LayerNorm
+from dovetail_models.moe import MoeModel, moe_layer_shape
+
+if TYPE_CHECKING:
+    from dovetail.interfaces.mesh import Mesh
+    from dovetail_models.decoder import Targets
+
+_NORMS = {"input_layernorm": "attn_norm", "post_attention_layernorm": "mlp_norm"}
+
+
+class PhiMoeModel(MoeModel):
+    """Compute the model of a ``ModelInfo`` whose ``config`` is a ``PhiMoeSizes``."""
+
+    def make_layer(self, index: int, mesh: Mesh) -> DecoderLayer:
+        """See ``DecoderModel``."""
+        config = self.info.config
+        experts = Experts(config.experts, mesh)
+        layer = DecoderLayer(moe_layer_shape(self.info), index, mesh, config.windows[index], experts)
+        layer.attn_norm = LayerNorm(self.info.hidden_size, config.norm_eps)
+        layer.mlp_norm = LayerNorm(self.info.hidden_size, config.norm_eps)
+        return layer
+
+    def make_norm(self) -> LayerNorm:
+        """See ``DecoderModel``."""
+        return LayerNorm(self.info.hidden_size, self.info.config.norm_eps)
+
+    def make_head(self, mesh: Mesh) -> LMHead:
+        """See ``DecoderModel``."""
+        config = self.info.config
+        tied = self.embed if config.tied else None
+        return LMHead(self.info.hidden_size, self.info.vocab_size, mesh, tied=tied, bias=config.head_bias)
+
+    def layer_targets(self, index: int, checkpoint_prefix: str, parameter_prefix: str) -> Targets:
+        """See ``DecoderModel``."""
+        yield from super().layer_targets(index, checkpoint_prefix, parameter_prefix)
+        for theirs, ours in _NORMS.items():
+            yield f"{checkpoint_prefix}.{theirs}.bias", WeightTarget(f"{parameter_prefix}.{ours}.bias")
+
+    def norm_targets(self) -> Targets:
+        """See ``DecoderModel``."""
+        assert isinstance(self.norm, LayerNorm)
+        return self.norm.targets(self.norm_name, "norm")
+
+    def weights_map(self) -> Mapping[str, WeightTarget | list[WeightTarget]]:
+        """See ``ModelArchitecture.weights_map``."""
+        targets = dict(super().weights_map())
+        if self.info.config.head_bias:
+            targets["lm_head.bias"] = self.head.target("head.bias")
+        return targets
