@@ -21,8 +21,8 @@ from dovetail.layers.transforms import AddOne
 
 if TYPE_CHECKING:
     from dovetail.interfaces.mesh import Mesh
-    from dovetail.layers.layer_norm import LayerNorm
     from dovetail.layers.experts import Experts
+    from dovetail.layers.layer_norm import LayerNorm
     from dovetail.layers.rotary import Rotation
     from dovetail.ops.parts import Addend
     from dovetail.types import Batch
