@@ -16,8 +16,9 @@ import torch
 from triton import knobs
 from triton.runtime import driver
 
+from dovetail.ops.expert_shapes import SILU, ExpertWeights, RoutingRule
 from dovetail.ops.triton import ahead as module
-from dovetail.ops.triton import decode, filters, launch, matmul, norm, rotary, sampling, verify
+from dovetail.ops.triton import decode, experts, filters, launch, matmul, norm, rotary, routing, sampling, verify
 from dovetail.ops.triton.ahead import KernelsAhead
 from dovetail.ops.triton.compile_worker import AbsentDevice
 from dovetail.ops.triton.kernel_cache import cache_directory
@@ -110,6 +111,29 @@ def test_processes_compile_what_a_launch_needs(device, hits, caplog):
         assert again._compiler is None, "everything is in the cache, and a process was started"
         assert again.counts == (3, 3, 0)
         assert again.position == 0, "there is nothing to wait for"
+    finally:
+        ahead.close()
+
+
+def test_kernels_of_experts_compile_whatever_the_choice(device):
+    """What the interpreter accepts need not compile. A number of tokens has one set of kernels."""
+    rule = RoutingRule(16, 4, "sigmoid", corrected=True, groups=4, groups_kept=2)
+    gate_up, down, correction = (torch.empty(*shape, device="meta") for shape in ((16, 128, 64), (16, 64, 64), (16,)))
+    weights = ExpertWeights(gate_up.bfloat16(), down.bfloat16(), SILU, whole=16)
+    ahead, counts = KernelsAhead(90, "experts", processes=2), list[int]()
+    try:
+        for tokens in (1, 3, 16, 2000, 2001):
+            x, logits = (
+                torch.empty(tokens, 64, dtype=torch.bfloat16, device="meta"),
+                torch.empty(tokens, 16, device="meta"),
+            )
+            with ahead.noting():
+                experts.experts(x, routing.route(logits, rule, correction), weights)
+            counts.append(ahead.counts.noted)
+        assert counts[1] == counts[2]
+        assert counts[3] == counts[4]
+        assert ahead.wait(SECONDS)
+        assert ahead.counts == (counts[-1], counts[-1], 0)
     finally:
         ahead.close()
 

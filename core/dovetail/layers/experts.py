@@ -12,13 +12,14 @@ from dovetail.errors import ConfigError
 from dovetail.layers.base import Layer, parameter
 from dovetail.layers.linear import Linear
 from dovetail.layers.mlp import GatedMLP
-from dovetail.ops.experts import ExpertWeights, experts
+from dovetail.ops.expert_shapes import ExpertWeights
+from dovetail.ops.experts import expert_parts, experts
 from dovetail.ops.parts import RankAddend
-from dovetail.ops.routing import Routing, route
+from dovetail.ops.routing import route
 
 if TYPE_CHECKING:
     from dovetail.interfaces.mesh import Mesh
-    from dovetail.ops.expert_shapes import ExpertsShape, RoutingRule
+    from dovetail.ops.expert_shapes import ExpertsShape, Routing, RoutingRule
     from dovetail.ops.parts import Addend
 
 
@@ -91,31 +92,41 @@ class Experts(Layer):
             gate_up_bias=None if self.gate_up_bias is None else self.gate_up_bias.view(count, -1),
             down_bias=self.down_bias.view(count, -1) if adds_bias and self.down_bias is not None else None,
             first=self.held.start,
+            whole=shape.routing.num_experts,
             scaled_input=shape.scaled_input,
         )
         super().prepare()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Map contiguous ``x [tokens, hidden_size]`` to the same shape. Mutates nothing."""
-        added = self._added(x)
+        added = self._added(x, self._route(x))
         return added if self._tp.size == 1 else self._tp.all_reduce(added)
 
     def parts_forward(self, x: torch.Tensor) -> Addend:
-        """Compute ``forward``, but leave it to ``RMSNorm.add_forward`` to add up the addends of the ranks."""
-        added = self._added(x)
-        return added if self._tp.size == 1 else RankAddend(added, self._tp)
+        """Compute ``forward``, but leave it to ``RMSNorm.add_forward`` to add up the results of a token's experts, if the
+        kernel does not, and the addends of the ranks."""
+        routing = self._route(x)
+        one_rank = self._tp.size == 1
+        if self.shared is None and (one_rank or self._tp.adds_parts):
+            parts = expert_parts(x, routing, self._weights)
+            if parts is not None:
+                return parts if one_rank else RankAddend(parts.addends, self._tp)
+        added = self._added(x, routing)
+        return added if one_rank else RankAddend(added, self._tp)
 
-    def _added(self, x: torch.Tensor) -> torch.Tensor:
-        """Return what this rank adds to the result."""
+    def _route(self, x: torch.Tensor) -> Routing:
         if not self.prepared:
             self.prepare()
-        added = experts(x, self.router.forward(x), self._weights)
-        if self.shared is None:
-            return added
-        shared = self.shared.addend_forward(x)
-        if self.shared_gate is not None:
-            shared = torch.sigmoid(self.shared_gate.forward(x)) * shared
-        return added.add_(shared)
+        return self.router.forward(x)
+
+    def _added(self, x: torch.Tensor, routing: Routing) -> torch.Tensor:
+        """Return what this rank adds to the result."""
+        shared = None
+        if self.shared is not None:
+            shared = self.shared.addend_forward(x)
+            if self.shared_gate is not None:
+                shared = torch.sigmoid(self.shared_gate.forward(x)) * shared
+        return experts(x, routing, self._weights, shared)
 
 
 def divided(shape: ExpertsShape, mesh: Mesh) -> tuple[range, range]:

@@ -1,12 +1,15 @@
-"""Describe layers of experts: their sizes, how experts are chosen, and their activation. Imports no torch, so that
-functions that describe models can use it."""
+"""Describe layers of experts: their sizes, how experts are chosen, their activation, and what is computed with. Imports
+no torch, so that functions that describe models can use it."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from dovetail.errors import ConfigError
+
+if TYPE_CHECKING:
+    import torch
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,3 +96,32 @@ class ExpertsShape:
     router_bias: bool = False
     shared_size: int = 0
     shared_gate: bool = False
+
+
+class Routing(NamedTuple):
+    """Hold the experts of each token, ``ids`` (int32 ``[tokens, top_k]``), all different, and the ``weights`` of their
+    results (float32 ``[tokens, top_k]``)."""
+
+    ids: torch.Tensor
+    weights: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ExpertWeights:
+    """Hold what this rank has of the weights of experts.
+
+    ``gate_up`` is ``[experts, 2 * size, hidden]``: of each expert the rows of gate, then those of up. ``down`` is
+    ``[experts, hidden, size]``. The experts are those from index ``first`` on, of
+    ``whole`` experts of all ranks, and ``size`` may be a rank's share of the
+    intermediate values. ``gate_up_bias`` is ``[experts, 2 * size]`` and ``down_bias`` ``[experts, hidden]``, or None.
+    With ``scaled_input`` the weight of an expert for a token multiplies its input, otherwise its result.
+    """
+
+    gate_up: torch.Tensor
+    down: torch.Tensor
+    activation: SwiGLU
+    gate_up_bias: torch.Tensor | None = None
+    down_bias: torch.Tensor | None = None
+    first: int = 0
+    whole: int = 0
+    scaled_input: bool = False

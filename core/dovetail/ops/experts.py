@@ -3,37 +3,31 @@ for it, and the weighted sum of their results."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import functools
+from types import ModuleType
 
 import torch
 from torch.nn import functional
 
-from dovetail.ops.expert_shapes import SwiGLU
-from dovetail.ops.routing import Routing
+from dovetail.ops.expert_shapes import ExpertWeights, Routing, SwiGLU
+from dovetail.ops.parts import Parts
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class ExpertWeights:
-    """Hold what this rank has of the weights of experts.
+@functools.cache
+def _triton() -> ModuleType:
+    from dovetail.ops.triton import experts
 
-    ``gate_up`` is ``[experts, 2 * size, hidden]``: of each expert the rows of gate, then those of up. ``down`` is
-    ``[experts, hidden, size]``. The experts are those from index ``first`` on, and ``size`` may be a rank's share of the
-    intermediate values. ``gate_up_bias`` is ``[experts, 2 * size]`` and ``down_bias`` ``[experts, hidden]``, or None.
-    With ``scaled_input`` the weight of an expert for a token multiplies its input, otherwise its result.
-    """
-
-    gate_up: torch.Tensor
-    down: torch.Tensor
-    activation: SwiGLU
-    gate_up_bias: torch.Tensor | None = None
-    down_bias: torch.Tensor | None = None
-    first: int = 0
-    scaled_input: bool = False
+    return experts
 
 
-def experts(x: torch.Tensor, routing: Routing, weights: ExpertWeights) -> torch.Tensor:
+def experts(
+    x: torch.Tensor, routing: Routing, weights: ExpertWeights, shared: torch.Tensor | None = None
+) -> torch.Tensor:
     """Return the weighted sums of the results of each token's experts, ``[tokens, hidden]``, of contiguous
-    ``x [tokens, hidden]``. Experts that ``weights`` does not have add nothing. The sums are computed in float32."""
+    ``x [tokens, hidden]``, plus ``shared [tokens, hidden]`` if it is given. Experts that ``weights`` does not have add
+    nothing. The sums are computed in float32."""
+    if x.is_cuda:
+        return _triton().experts(x, routing, weights, shared)
     num_experts, top_k = weights.gate_up.shape[0], routing.ids.shape[1]
     order = routing.ids.flatten().argsort(stable=True)
     counts = torch.bincount(routing.ids.flatten(), minlength=weights.first + num_experts).tolist()
@@ -45,7 +39,16 @@ def experts(x: torch.Tensor, routing: Routing, weights: ExpertWeights) -> torch.
             pairs = order[start:end]
             tokens, factors = pairs // top_k, flat[pairs].unsqueeze(1)
             total.index_add_(0, tokens, _expert(x[tokens], factors, expert, weights))
-    return total.to(x.dtype)
+    return (total if shared is None else total.add_(shared)).to(x.dtype)
+
+
+def expert_parts(x: torch.Tensor, routing: Routing, weights: ExpertWeights) -> Parts | None:
+    """Return ``experts`` as parts that are not added up yet, one for each of a token's experts. Return None if the
+    result is not computed in parts for this number of tokens."""
+    if not x.is_cuda or len(weights.gate_up) != weights.whole:
+        return None
+    kernels = _triton()
+    return Parts(kernels.expert_parts(x, routing, weights)) if 1 < x.shape[0] <= kernels.MOST_PARTS else None
 
 
 def _expert(x: torch.Tensor, factors: torch.Tensor, expert: int, weights: ExpertWeights) -> torch.Tensor:

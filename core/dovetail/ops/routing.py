@@ -7,24 +7,26 @@ index is chosen first, on every device.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import functools
+from types import ModuleType
 
 import torch
 
-from dovetail.ops.expert_shapes import RoutingRule
+from dovetail.ops.expert_shapes import Routing, RoutingRule
 
 
-class Routing(NamedTuple):
-    """Hold the experts of each token, ``ids`` (int32 ``[tokens, top_k]``), all different, and the ``weights`` of their
-    results (float32 ``[tokens, top_k]``)."""
+@functools.cache
+def _triton() -> ModuleType:
+    from dovetail.ops.triton import routing
 
-    ids: torch.Tensor
-    weights: torch.Tensor
+    return routing
 
 
 def route(logits: torch.Tensor, rule: RoutingRule, correction: torch.Tensor | None = None) -> Routing:
     """Return what ``rule`` chooses by ``logits [tokens, experts]``. ``correction`` is the bias for the choice, float32
     ``[experts]``. The experts of a token are in descending order of the scores by which they were chosen."""
+    if logits.is_cuda:
+        return _triton().route(logits, rule, correction)
     logits = logits.float()
     if rule.scoring == "sparsemixer":
         return _sparsemixer(logits, rule)

@@ -1,0 +1,224 @@
+"""Measure layers of experts on one GPU, without a model.
+
+    python benchmarks/experts_gpu.py [--sizes qwen3-30b-a3b gpt-oss-20b] [--tokens 1 16 64 256 1024 8192] [--tune]
+
+Results are first compared with float32. A row of the table is one layer: routing from logits, both products, and the sum of each
+token's experts. Times are medians of graph replays; each replay runs ``ROUNDS`` different choices of experts, so that the weights of
+a few tokens are not in the L2 cache. ``floor`` is the time of reading the weights of the chosen experts once, or of multiplying, whichever
+is longer. ``torch`` is ``grouped_mm`` for both products of pairs that are sorted already, without activation and sums. With uniform
+routing all experts are chosen equally often, with skewed routing their frequencies are lognormal, as in trained models.
+
+``--tune`` tries tiles, and prints the fastest of each number of tokens for ``MEASURED`` in ``ops/triton/expert_tiles.py``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import statistics
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+import torch
+from torch.nn import functional
+
+from dovetail.ops.expert_shapes import SILU, ExpertWeights, Routing, RoutingRule, SwiGLU
+from dovetail.ops.experts import experts
+from dovetail.ops.routing import route
+from dovetail.ops.triton import experts as kernels
+from dovetail.ops.triton.expert_tiles import ExpertTile, ExpertTiles, tiles_of
+
+READ = 4.45e12
+"""The bytes per second of plain reading, measured on an H200. An H100 reads 3.0e12 (``--read``)."""
+MULTIPLY = 7e14
+"""The operations per second that large products in bfloat16 reach."""
+ROUNDS = 8
+
+
+class Size(NamedTuple):
+    """Describe a layer of experts."""
+
+    hidden: int
+    size: int
+    rule: RoutingRule
+    activation: SwiGLU = SILU
+    bias: bool = False
+
+
+SIZES = {
+    "qwen3-30b-a3b": Size(2048, 768, RoutingRule(128, 8, renormalize=True)),
+    "gpt-oss-20b": Size(2880, 2880, RoutingRule(32, 4, after_choice=True), SwiGLU(1.702, 7.0, 1.0), bias=True),
+}
+
+
+def weights_of(size: Size) -> ExpertWeights:
+    """Return random weights in bfloat16."""
+
+    def random(*shape: int) -> torch.Tensor:
+        return torch.empty(shape, dtype=torch.bfloat16, device="cuda").uniform_(-0.05, 0.05)
+
+    count, width, hidden = size.rule.num_experts, size.size, size.hidden
+    biases = (random(count, 2 * width), random(count, hidden)) if size.bias else (None, None)
+    return ExpertWeights(
+        random(count, 2 * width, hidden), random(count, hidden, width), size.activation, *biases, whole=count
+    )
+
+
+def logits_of(size: Size, tokens: int, routing: str) -> torch.Tensor:
+    """Return logits that choose experts with the frequencies of ``routing``."""
+    count, top_k = size.rule.num_experts, size.rule.top_k
+    if routing == "skewed":
+        return torch.randn(tokens, count, device="cuda") + torch.randn(count, device="cuda")
+    chosen = torch.arange(tokens * top_k, device="cuda").view(tokens, top_k)
+    chosen = torch.randperm(count, device="cuda")[chosen % count]
+    return torch.rand(tokens, count, device="cuda").scatter_add_(
+        1, chosen, torch.full(chosen.shape, 2.0, device="cuda")
+    )
+
+
+def check(size: Size, weights: ExpertWeights) -> None:
+    """Compare the layer with float32, expert by expert."""
+    wide = ExpertWeights(
+        gate_up=weights.gate_up.float(),
+        down=weights.down.float(),
+        activation=weights.activation,
+        gate_up_bias=None if weights.gate_up_bias is None else weights.gate_up_bias.float(),
+        down_bias=None if weights.down_bias is None else weights.down_bias.float(),
+        whole=weights.whole,
+    )
+    for tokens in (1, 2, 16, 33, 300):
+        x = torch.randn(tokens, size.hidden, device="cuda").bfloat16()
+        routing = route(logits_of(size, tokens, "skewed"), size.rule)
+        expected = one_by_one(x.float(), routing, wide)
+        for got in (experts(x, routing, weights), kernels.expert_parts(x, routing, weights).sum(0)):
+            error = ((got.float() - expected).norm() / expected.norm()).item()
+            assert error < 0.01, f"{tokens} tokens: the relative error is {error:.4f}"
+
+
+def one_by_one(x: torch.Tensor, routing: Routing, weights: ExpertWeights) -> torch.Tensor:
+    """Compute the layer expert by expert."""
+    total, act = torch.zeros_like(x), weights.activation
+    for expert in range(weights.whole):
+        token, place = (routing.ids == expert).nonzero(as_tuple=True)
+        biases = [None if bias is None else bias[expert] for bias in (weights.gate_up_bias, weights.down_bias)]
+        gate, up = functional.linear(x[token], weights.gate_up[expert], biases[0]).chunk(2, 1)
+        if act.limit is not None:
+            gate, up = gate.clamp(max=act.limit), up.clamp(-act.limit, act.limit)
+        inner = gate * torch.sigmoid(act.alpha * gate) * (up + act.offset)
+        result = functional.linear(inner, weights.down[expert], biases[1])
+        total.index_add_(0, token, result * routing.weights[token, place].unsqueeze(1))
+    return total
+
+
+def microseconds(calls: list[Callable[[], object]]) -> float:
+    """Return the median time of a call within a graph of all ``calls``."""
+    for call in calls:
+        call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for call in calls:
+            call()
+    times: list[float] = []
+    for _ in range(12):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end) * 1000 / len(calls))
+    return statistics.median(times[2:])
+
+
+def layer_calls(size: Size, weights: ExpertWeights, tokens: int, routing: str) -> list[Callable[[], object]]:
+    """Return ``ROUNDS`` calls of the layer with different choices of experts."""
+    x = torch.randn(tokens, size.hidden, device="cuda").bfloat16()
+    given = [logits_of(size, tokens, routing) for _ in range(ROUNDS)]
+    return [lambda logits=logits: experts(x, route(logits, size.rule), weights) for logits in given]
+
+
+def torch_calls(size: Size, weights: ExpertWeights, tokens: int, routing: str) -> list[Callable[[], object]]:
+    """Return ``ROUNDS`` calls of torch's products of sorted pairs."""
+    calls: list[Callable[[], object]] = []
+    for _ in range(ROUNDS):
+        ids = route(logits_of(size, tokens, routing), size.rule).ids.flatten()
+        ends = torch.bincount(ids, minlength=size.rule.num_experts).cumsum(0).int()
+        rows = torch.randn(len(ids), size.hidden, device="cuda").bfloat16()
+        inner = torch.randn(len(ids), size.size, device="cuda").bfloat16()
+
+        def call(rows: torch.Tensor = rows, inner: torch.Tensor = inner, ends: torch.Tensor = ends) -> None:
+            functional.grouped_mm(rows, weights.gate_up.mT, offs=ends)
+            functional.grouped_mm(inner, weights.down.mT, offs=ends)
+
+        calls.append(call)
+    return calls
+
+
+def floor(size: Size, tokens: int, routing: str, read: float) -> float:
+    """Return the microseconds that no kernel can do without."""
+    bytes_of_one = 3 * size.hidden * size.size * 2
+    chosen = [route(logits_of(size, tokens, routing), size.rule).ids.unique().numel() for _ in range(ROUNDS)]
+    multiply = tokens * size.rule.top_k * bytes_of_one / MULTIPLY
+    return max(statistics.mean(chosen) * bytes_of_one / read, multiply) * 1e6
+
+
+def candidates(tokens: int) -> Iterator[ExpertTiles]:
+    """Yield tiles to try. Both products use blocks of the same number of rows."""
+    blocks = (16, 32, 64) if tokens <= 256 else (32, 64, 128)
+    widths, depths = ((32, 64, 128), (64, 128, 256)) if tokens <= 256 else ((64, 128, 256), (64, 128))
+    for block_m, block_n, block_k, warps, stages in itertools.product(blocks, widths, depths, (4, 8), (3, 4, 5)):
+        if (block_m + 2 * block_n) * block_k * 2 * stages <= 224 << 10:
+            tile = ExpertTile(block_n, block_k, warps, stages)
+            yield ExpertTiles(block_m, tile, tile)
+
+
+def tune(name: str, size: Size, weights: ExpertWeights, tokens: int) -> None:
+    """Print the fastest tiles: first of both products with one tile, then of each with the other's fixed."""
+    calls = layer_calls(size, weights, tokens, "skewed")
+
+    def time_of(tiles: ExpertTiles) -> float:
+        kernels.tiles_of = lambda *_: tiles
+        try:
+            return microseconds(calls)
+        except Exception as error:  # too much shared memory, or a tile that does not compile
+            print(f"  {tiles}: {type(error).__name__}", flush=True)
+            return float("inf")
+        finally:
+            kernels.tiles_of = tiles_of
+
+    found = sorted((time_of(tiles), tiles) for tiles in candidates(tokens))[:6]
+    best = min((time_of(a._replace(down=b.down)), a._replace(down=b.down)) for _, a in found for _, b in found)
+    print(f"{name} {tokens} tokens: {best[0]:.1f} us with {best[1]}", flush=True)
+
+
+def main() -> None:
+    """Check, then measure what was asked for."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--sizes", nargs="+", choices=SIZES, default=list(SIZES))
+    parser.add_argument("--tokens", nargs="+", type=int, default=[1, 16, 64, 256, 1024, 8192])
+    parser.add_argument("--read", type=float, default=READ, help="bytes per second")
+    parser.add_argument("--tune", action="store_true")
+    given = parser.parse_args()
+    torch.manual_seed(0)
+    print(torch.cuda.get_device_name(), torch.__version__)
+    for name in given.sizes:
+        size = SIZES[name]
+        weights = weights_of(size)
+        check(size, weights)
+        print(f"{name}: equal to float32; microseconds of one layer")
+        for tokens in given.tokens:
+            if given.tune:
+                tune(name, size, weights, tokens)
+                continue
+            for routing in ("uniform", "skewed"):
+                ours = microseconds(layer_calls(size, weights, tokens, routing))
+                products = microseconds(torch_calls(size, weights, tokens, routing))
+                least = floor(size, tokens, routing, given.read)
+                print(
+                    f"  {tokens:5} tokens, {routing}: {ours:9.1f}   floor {least:9.1f} ({ours / least:.2f}x)   torch {products:9.1f}",
+                    flush=True,
+                )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,68 @@
+"""Choose how the products of experts are divided into tiles.
+
+The first entries follow from the sizes alone, and were not measured; ``benchmarks/experts_gpu.py`` measures them. With
+few pairs per expert the products take the time to read the weights: blocks have 16 rows, so that each expert has one
+block and its weight is read once, and tiles are small, so that there are programs for all multiprocessors. With many
+pairs they take the time to multiply: larger tiles read each operand less often.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class ExpertTile(NamedTuple):
+    """Describe a tile of a grouped product: ``block_n`` columns of the result, for the activation as many of gate and
+    of up. The number of rows is that of the blocks of pairs, see ``ExpertOrder``."""
+
+    block_n: int
+    block_k: int
+    warps: int
+    stages: int
+
+
+class ExpertTiles(NamedTuple):
+    """Describe how a layer of experts is computed: blocks of up to ``block_m`` pairs, and the tiles of both
+    products."""
+
+    block_m: int
+    gate_up: ExpertTile
+    down: ExpertTile
+
+
+MEASURED: dict[tuple[int, int, int, int], dict[int, ExpertTiles]] = {}
+"""Map (experts of this rank, experts per token, hidden, size) and a number of tokens to the tiles for up to that many
+tokens. The largest number stands for more tokens too."""
+
+_BY_ROWS = {
+    16: ExpertTiles(16, ExpertTile(64, 128, 4, 3), ExpertTile(64, 128, 4, 4)),
+    32: ExpertTiles(32, ExpertTile(64, 128, 4, 3), ExpertTile(64, 128, 4, 4)),
+    64: ExpertTiles(64, ExpertTile(64, 64, 4, 4), ExpertTile(128, 64, 4, 4)),
+    128: ExpertTiles(128, ExpertTile(128, 64, 8, 3), ExpertTile(128, 64, 8, 4)),
+}
+
+
+def tiles_of(tokens: int, experts: int, top_k: int, hidden: int, size: int, share: float, itemsize: int) -> ExpertTiles:
+    """Return the tiles for a number of tokens. This rank has ``experts`` experts, which are ``share`` of all."""
+    measured = MEASURED.get((experts, top_k, hidden, size)) if itemsize == 2 else None
+    if measured is not None:
+        return measured[next((bucket for bucket in sorted(measured) if tokens <= bucket), max(measured))]
+    rows = tokens * top_k * share / experts
+    block_m = 16 if tokens <= 16 or rows <= 16 else 32 if rows <= 32 else 64 if rows <= 128 else 128
+    tiles = _BY_ROWS[block_m]
+    return ExpertTiles(
+        block_m, _fitted(tiles.gate_up, size, hidden, itemsize), _fitted(tiles.down, hidden, size, itemsize)
+    )
+
+
+def _fitted(tile: ExpertTile, n: int, k: int, itemsize: int) -> ExpertTile:
+    """Return ``tile`` for a weight of n rows and k columns. The tiles of float32 have half as many columns of the
+    weight, which are as many bytes."""
+    block_k = tile.block_k * 2 // itemsize if itemsize > 2 else tile.block_k
+    while block_k > 64 and k % block_k:
+        block_k //= 2  # a column that is not a multiple needs masks
+    return tile._replace(block_n=min(tile.block_n, _power(n)), block_k=min(block_k, _power(k)))
+
+
+def _power(number: int) -> int:
+    return max(16, 1 << (number - 1).bit_length())

@@ -1,0 +1,315 @@
+"""Compute layers of experts on CUDA, without the host waiting for the choice of experts.
+
+One token: each program multiplies some rows of one of the token's experts, and the product with ``down`` adds up the
+experts. More tokens: the pairs of a token and an expert are sorted by expert (``routing.sort_by_expert``), and programs
+multiply blocks of pairs of one expert with tiles of its weight. Rows of ``x`` are read where they are, the activation is
+computed on the tiles, and results of pairs are written by token, so that a last kernel, or the norm that follows
+(``ops.parts``), adds up each token's experts in their order. No result depends on which program was first.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from dovetail.ops.expert_shapes import ExpertWeights, Routing
+from dovetail.ops.triton.expert_tiles import ExpertTile, tiles_of
+from dovetail.ops.triton.launch import launch
+from dovetail.ops.triton.routing import ExpertOrder, sort_by_expert
+
+NARROW = tl.constexpr(32)
+"""Blocks of up to this number of rows are the right operand of a product, and the weight is the left one: tensor cores
+multiply at least 64 rows at once."""
+MOST_PARTS = 64
+"""Up to this number of tokens the experts' results are left to the norm that follows to add up."""
+
+
+@triton.jit
+def _activate(gate, up, alpha, limit, offset, LIMITED: tl.constexpr):
+    if LIMITED:
+        gate = tl.minimum(gate, limit)
+        up = tl.minimum(tl.maximum(up, -limit), limit)
+    return gate * tl.sigmoid(alpha * gate) * (up + offset)
+
+
+@triton.jit
+def _multiply(left, right, total, NARROW_ROWS: tl.constexpr):
+    """Return ``total`` plus the product of rows ``left [m, k]`` and a tile of the weight ``right [n, k]``, which is
+    ``[n, m]`` if NARROW_ROWS and ``[m, n]`` otherwise."""
+    if NARROW_ROWS:
+        total = tl.dot(right, tl.trans(left), total, input_precision="ieee")
+    else:
+        total = tl.dot(left, tl.trans(right), total, input_precision="ieee")
+    return total
+
+
+@triton.jit(do_not_specialize=["tiles"])
+def _gate_up(
+    x, w, bias, out, factors, order, blocks, used, tiles, hidden, size, alpha, limit, offset,
+    TOP_K: tl.constexpr, SCALED: tl.constexpr, BIAS: tl.constexpr, LIMITED: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EVEN: tl.constexpr, PDL: tl.constexpr,
+) -> None:  # fmt: skip
+    tile, block = tl.program_id(0) % tiles, tl.program_id(0) // tiles
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    if block >= tl.load(used):
+        return
+    expert = tl.load(blocks + block * 3).to(tl.int64)
+    row = tl.load(blocks + block * 3 + 1) + tl.arange(0, BLOCK_M)
+    present = row < tl.load(blocks + block * 3 + 2)
+    pair = tl.load(order + row, present, 0)
+    column = tile * BLOCK_N + tl.arange(0, BLOCK_N)
+    inside = column < size
+    at = tl.arange(0, BLOCK_K)
+    rows = x + (pair // TOP_K).to(tl.int64)[:, None] * hidden + at[None, :]
+    gates = w + (expert * 2 * size + tl.minimum(column, size - 1))[:, None] * hidden + at[None, :]
+    narrow: tl.constexpr = BLOCK_M <= NARROW
+    shape: tl.constexpr = [BLOCK_N, BLOCK_M] if narrow else [BLOCK_M, BLOCK_N]
+    gate, up = tl.zeros(shape, tl.float32), tl.zeros(shape, tl.float32)
+    for start in range(0, hidden, BLOCK_K):
+        if EVEN:
+            left = tl.load(rows + start, present[:, None], 0.0)
+            right_gate = tl.load(gates + start)
+            right_up = tl.load(gates + start + size * hidden)
+        else:
+            more = (start + at < hidden)[None, :]
+            left = tl.load(rows + start, present[:, None] & more, 0.0)
+            right_gate = tl.load(gates + start, more, 0.0)
+            right_up = tl.load(gates + start + size * hidden, more, 0.0)
+        gate = _multiply(left, right_gate, gate, narrow)
+        up = _multiply(left, right_up, up, narrow)
+    if narrow:
+        gate, up = tl.trans(gate), tl.trans(up)
+    if SCALED:
+        factor = tl.load(factors + pair, present, 0.0)[:, None]
+        gate, up = gate * factor, up * factor
+    if BIAS:
+        own = bias + expert * 2 * size + column
+        gate += tl.load(own, inside, 0.0).to(tl.float32)[None, :]
+        up += tl.load(own + size, inside, 0.0).to(tl.float32)[None, :]
+    result = _activate(gate, up, alpha, limit, offset, LIMITED).to(out.dtype.element_ty)
+    tl.store(out + row.to(tl.int64)[:, None] * size + column[None, :], result, present[:, None] & inside[None, :])
+
+
+@triton.jit(do_not_specialize=["tiles", "tokens"])
+def _down(
+    x, w, bias, out, factors, order, blocks, used, tiles, tokens, hidden, size,
+    TOP_K: tl.constexpr, SCALED: tl.constexpr, BIAS: tl.constexpr, IN_PARTS: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EVEN: tl.constexpr, PDL: tl.constexpr,
+) -> None:  # fmt: skip
+    tile, block = tl.program_id(0) % tiles, tl.program_id(0) // tiles
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    if block >= tl.load(used):
+        return
+    expert = tl.load(blocks + block * 3).to(tl.int64)
+    row = tl.load(blocks + block * 3 + 1) + tl.arange(0, BLOCK_M)
+    present = row < tl.load(blocks + block * 3 + 2)
+    pair = tl.load(order + row, present, 0)
+    column = tile * BLOCK_N + tl.arange(0, BLOCK_N)
+    inside = column < hidden
+    at = tl.arange(0, BLOCK_K)
+    rows = x + row.to(tl.int64)[:, None] * size + at[None, :]
+    source = w + (expert * hidden + tl.minimum(column, hidden - 1))[:, None] * size + at[None, :]
+    narrow: tl.constexpr = BLOCK_M <= NARROW
+    shape: tl.constexpr = [BLOCK_N, BLOCK_M] if narrow else [BLOCK_M, BLOCK_N]
+    total = tl.zeros(shape, tl.float32)
+    for start in range(0, size, BLOCK_K):
+        if EVEN:
+            left = tl.load(rows + start, present[:, None], 0.0)
+            right = tl.load(source + start)
+        else:
+            more = (start + at < size)[None, :]
+            left = tl.load(rows + start, present[:, None] & more, 0.0)
+            right = tl.load(source + start, more, 0.0)
+        total = _multiply(left, right, total, narrow)
+    if narrow:
+        total = tl.trans(total)
+    if BIAS:
+        total += tl.load(bias + expert * hidden + column, inside, 0.0).to(tl.float32)[None, :]
+    if not SCALED:
+        total *= tl.load(factors + pair, present, 0.0)[:, None]
+    place = pair.to(tl.int64)
+    if IN_PARTS:
+        place = (pair % TOP_K).to(tl.int64) * tokens + pair // TOP_K
+    result = total.to(out.dtype.element_ty)
+    tl.store(out + place[:, None] * hidden + column[None, :], result, present[:, None] & inside[None, :])
+
+
+@triton.jit(do_not_specialize=["first"])
+def _add_up(
+    y, ids, shared, out, hidden, first, experts,
+    TOP_K: tl.constexpr, SHARED: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+) -> None:  # fmt: skip
+    token = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < hidden
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    total = tl.zeros([BLOCK], tl.float32)
+    for place in tl.static_range(TOP_K):
+        expert = tl.load(ids + token * TOP_K + place) - first
+        own = column < tl.where((expert >= 0) & (expert < experts), hidden, 0)
+        total += tl.load(y + (token * TOP_K + place) * hidden + column, own, 0.0).to(tl.float32)
+    if SHARED:
+        total += tl.load(shared + token * hidden + column, inside, 0.0).to(tl.float32)
+    tl.store(out + token * hidden + column, total.to(out.dtype.element_ty), inside)
+
+
+@triton.jit(do_not_specialize=["first"])
+def _gate_up_one(
+    x, w, bias, out, ids, factors, first, experts, hidden, size, alpha, limit, offset,
+    SCALED: tl.constexpr, BIAS: tl.constexpr, LIMITED: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
+) -> None:  # fmt: skip
+    place = tl.program_id(1)
+    column = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    at = tl.arange(0, BLOCK_K)
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    expert = (tl.load(ids + place) - first).to(tl.int64)
+    if (expert < 0) | (expert >= experts):
+        return
+    source = w + (expert * 2 * size + tl.minimum(column, size - 1))[:, None] * hidden + at[None, :]
+    gates, ups = tl.zeros([BLOCK_N, BLOCK_K], tl.float32), tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
+    for start in range(0, hidden, BLOCK_K):
+        more = start + at < hidden
+        factor = tl.load(x + start + at, more, 0.0).to(tl.float32)[None, :]
+        gates += tl.load(source + start, more[None, :], 0.0, eviction_policy="evict_first").to(tl.float32) * factor
+        up_rows = tl.load(source + start + size * hidden, more[None, :], 0.0, eviction_policy="evict_first")
+        ups += up_rows.to(tl.float32) * factor
+    gate, up = tl.sum(gates, 1), tl.sum(ups, 1)
+    if SCALED:
+        weight = tl.load(factors + place)
+        gate, up = gate * weight, up * weight
+    if BIAS:
+        own = bias + expert * 2 * size + column
+        gate += tl.load(own, column < size, 0.0).to(tl.float32)
+        up += tl.load(own + size, column < size, 0.0).to(tl.float32)
+    result = _activate(gate, up, alpha, limit, offset, LIMITED).to(out.dtype.element_ty)
+    tl.store(out + place * size + column, result, column < size)
+
+
+@triton.jit(do_not_specialize=["first"])
+def _down_one(
+    x, w, bias, shared, out, ids, factors, first, experts, hidden, size,
+    TOP_K: tl.constexpr, SCALED: tl.constexpr, BIAS: tl.constexpr, SHARED: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
+) -> None:  # fmt: skip
+    column = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    inside = column < hidden
+    at = tl.arange(0, BLOCK_K)
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    total = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
+    added = tl.zeros([BLOCK_N], tl.float32)
+    for place in range(TOP_K):
+        expert = (tl.load(ids + place) - first).to(tl.int64)
+        own = (expert >= 0) & (expert < experts)
+        weight = 1.0
+        if not SCALED:
+            weight = tl.load(factors + place)
+        expert = tl.where(own, expert, 0)
+        source = w + (expert * hidden + tl.minimum(column, hidden - 1))[:, None] * size + at[None, :]
+        for start in range(0, size, BLOCK_K):
+            more = start + at < tl.where(own, size, 0)
+            factor = tl.load(x + place * size + start + at, more, 0.0).to(tl.float32) * weight
+            rows = tl.load(source + start, more[None, :], 0.0, eviction_policy="evict_first")
+            total += rows.to(tl.float32) * factor[None, :]
+        if BIAS:
+            rows_bias = tl.load(bias + expert * hidden + column, column < tl.where(own, hidden, 0), 0.0)
+            added += rows_bias.to(tl.float32) * weight
+    if SHARED:
+        added += tl.load(shared + column, inside, 0.0).to(tl.float32)
+    tl.store(out + column, (tl.sum(total, 1) + added).to(out.dtype.element_ty), inside)
+
+
+def experts(
+    x: torch.Tensor, routing: Routing, weights: ExpertWeights, shared: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Compute ``ops.experts.experts``."""
+    assert x.is_contiguous()
+    out = torch.empty_like(x)
+    if x.shape[0] == 1:
+        _one_token(x, routing, weights, shared, out)
+    elif x.shape[0]:
+        results = _results(x, routing, weights, in_parts=False)
+        (tokens, hidden), top_k, count = x.shape, routing.ids.shape[1], len(weights.gate_up)
+        block = min(1024, triton.next_power_of_2(hidden))
+        launch(
+            _add_up, (tokens, triton.cdiv(hidden, block)),
+            results, routing.ids, shared, out, hidden, weights.first, count,
+            TOP_K=top_k, SHARED=shared is not None, BLOCK=block,
+        )  # fmt: skip
+    return out
+
+
+def expert_parts(x: torch.Tensor, routing: Routing, weights: ExpertWeights) -> torch.Tensor:
+    """Return the weighted results of each token's experts, float32 ``[top_k, tokens, hidden]``, of which ``experts`` is
+    the sum over the first dimension. All experts are this rank's, and there is at least one token."""
+    return _results(x, routing, weights, in_parts=True)
+
+
+def _results(x: torch.Tensor, routing: Routing, weights: ExpertWeights, *, in_parts: bool) -> torch.Tensor:
+    """Return the weighted results of pairs, ``[tokens, top_k, hidden]``, undefined for other ranks' experts, or what
+    ``expert_parts`` returns."""
+    (tokens, hidden), top_k = x.shape, routing.ids.shape[1]
+    count, size = len(weights.gate_up), weights.down.shape[2]
+    tiles = tiles_of(tokens, count, top_k, hidden, size, count / weights.whole, x.element_size())
+    order = sort_by_expert(routing.ids, weights.first, count, tiles.block_m)
+    inner = torch.empty(tokens * top_k, size, dtype=x.dtype, device=x.device)
+    _launch_gate_up(x, inner, routing, weights, order, tiles.gate_up)
+    shape = (top_k, tokens, hidden) if in_parts else (tokens, top_k, hidden)
+    results = torch.empty(shape, dtype=torch.float32 if in_parts else x.dtype, device=x.device)
+    tile, programs = tiles.down, triton.cdiv(hidden, tiles.down.block_n)
+    launch(
+        _down, (len(order.blocks) * programs,),
+        inner, weights.down, weights.down_bias, results, routing.weights, *order[:3], programs, tokens, hidden, size,
+        TOP_K=top_k, SCALED=weights.scaled_input, BIAS=weights.down_bias is not None, IN_PARTS=in_parts,
+        BLOCK_M=order.block_m, BLOCK_N=tile.block_n, BLOCK_K=tile.block_k, EVEN=size % tile.block_k == 0,
+        num_warps=tile.warps, num_stages=tile.stages,
+    )  # fmt: skip
+    return results
+
+
+def _launch_gate_up(
+    x: torch.Tensor, inner: torch.Tensor, routing: Routing, weights: ExpertWeights, order: ExpertOrder, tile: ExpertTile
+) -> None:
+    hidden, size = x.shape[1], inner.shape[1]
+    programs, activation = triton.cdiv(size, tile.block_n), weights.activation
+    launch(
+        _gate_up, (len(order.blocks) * programs,),
+        x, weights.gate_up, weights.gate_up_bias, inner, routing.weights, *order[:3], programs, hidden, size,
+        activation.alpha, activation.limit or 0.0, activation.offset,
+        TOP_K=routing.ids.shape[1], SCALED=weights.scaled_input, BIAS=weights.gate_up_bias is not None,
+        LIMITED=activation.limit is not None, BLOCK_M=order.block_m, BLOCK_N=tile.block_n, BLOCK_K=tile.block_k,
+        EVEN=hidden % tile.block_k == 0, num_warps=tile.warps, num_stages=tile.stages,
+    )  # fmt: skip
+
+
+def _one_token(
+    x: torch.Tensor, routing: Routing, weights: ExpertWeights, shared: torch.Tensor | None, out: torch.Tensor
+) -> None:
+    count, hidden, size = weights.down.shape
+    top_k, activation, block_n = routing.ids.shape[1], weights.activation, 4
+    inner = torch.empty(top_k, size, dtype=x.dtype, device=x.device)
+    launch(
+        _gate_up_one, (triton.cdiv(size, block_n), top_k),
+        x, weights.gate_up, weights.gate_up_bias, inner, *routing, weights.first, count, hidden, size,
+        activation.alpha, activation.limit or 0.0, activation.offset,
+        SCALED=weights.scaled_input, BIAS=weights.gate_up_bias is not None, LIMITED=activation.limit is not None,
+        BLOCK_N=block_n, BLOCK_K=min(512, triton.next_power_of_2(hidden)),
+    )  # fmt: skip
+    launch(
+        _down_one, (triton.cdiv(hidden, block_n),),
+        inner, weights.down, weights.down_bias, shared, out, *routing, weights.first, count, hidden, size,
+        TOP_K=top_k, SCALED=weights.scaled_input, BIAS=weights.down_bias is not None, SHARED=shared is not None,
+        BLOCK_N=block_n, BLOCK_K=min(256, triton.next_power_of_2(size)),
+    )  # fmt: skip
