@@ -1,4 +1,4 @@
-"""Define Granite 3: Llama's layers with four multipliers.
+"""Define Granite 3, dense and with experts: Llama's layers with four multipliers.
 
 What layers add is multiplied by r. The residual stream s is kept divided by r instead, which costs nothing: with s = r t,
 the norm of s is ``s / sqrt(mean(s^2) + eps)``, which is ``t / sqrt(mean(t^2) + eps / r^2)``.
@@ -11,30 +11,36 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from dovetail.layers.decoder import DecoderLayer
+from dovetail.layers.decoder import DecoderLayer, DecoderShape, linear_targets
+from dovetail.layers.expert_targets import fused_expert_targets
+from dovetail.layers.experts import Experts
+from dovetail.layers.linear import ColumnLinear
 from dovetail.layers.norm import RMSNorm
+from dovetail_models.decoder import DecoderModel
 from dovetail_models.dense import DenseModel, layer_shape
+from dovetail_models.moe import MoeModel, moe_layer_shape
 
 if TYPE_CHECKING:
     from dovetail.interfaces.mesh import Mesh
     from dovetail.types import Batch
+    from dovetail_models.decoder import Targets
     from dovetail_models.granite_describe import GraniteSizes
+    from dovetail_models.granite_moe_describe import GraniteMoeSizes
 
 
-class GraniteModel(DenseModel):
-    """Compute ``GraniteForCausalLM``."""
+class MultipliedModel(DecoderModel):
+    """Compute a ``DecoderModel`` with the multipliers of a ``GraniteSizes`` or ``GraniteMoeSizes``."""
 
-    def make_layer(self, index: int, mesh: Mesh) -> DecoderLayer:
-        """See ``DecoderModel``."""
-        shape = replace(layer_shape(self.info), scale=self.sizes.attention_multiplier, norm_eps=self._eps())
-        return DecoderLayer(shape, index, mesh)
+    def multiplied(self, shape: DecoderShape) -> DecoderShape:
+        """Return the shape of a layer with its multipliers."""
+        return replace(shape, scale=self.sizes.attention_multiplier, norm_eps=self._eps())
 
     def make_norm(self) -> RMSNorm:
         """See ``DecoderModel``."""
         return RMSNorm(self.info.hidden_size, self._eps())
 
     @property
-    def sizes(self) -> GraniteSizes:
+    def sizes(self) -> GraniteSizes | GraniteMoeSizes:
         """Return the config of the model."""
         return self.info.config
 
@@ -60,3 +66,39 @@ class GraniteModel(DenseModel):
 
     def _eps(self) -> float:
         return self.sizes.norm_eps / self.sizes.residual_multiplier**2
+
+
+class GraniteModel(MultipliedModel, DenseModel):
+    """Compute ``GraniteForCausalLM``."""
+
+    def make_layer(self, index: int, mesh: Mesh) -> DecoderLayer:
+        """See ``DecoderModel``."""
+        return DecoderLayer(self.multiplied(layer_shape(self.info)), index, mesh)
+
+
+class GraniteMoeModel(MultipliedModel, MoeModel):
+    """Compute ``GraniteMoeForCausalLM`` and ``GraniteMoeSharedForCausalLM``. Checkpoints have the weights of all experts
+    in one tensor, and gate and up of the shared expert too."""
+
+    def make_layer(self, index: int, mesh: Mesh) -> DecoderLayer:
+        """See ``DecoderModel``."""
+        experts = Experts(self.info.config.experts, mesh)
+        return DecoderLayer(self.multiplied(moe_layer_shape(self.info)), index, mesh, mlp=experts)
+
+    def layer_targets(self, index: int, checkpoint_prefix: str, parameter_prefix: str) -> Targets:
+        """See ``DecoderModel``."""
+        yield from super().layer_targets(index, checkpoint_prefix, parameter_prefix)
+        layer = self.layers[index]
+        assert isinstance(layer, DecoderLayer)
+        assert isinstance(layer.mlp, Experts)
+        if layer.mlp.shared is not None:
+            theirs, ours, shared = f"{checkpoint_prefix}.shared_mlp", f"{parameter_prefix}.mlp.shared", layer.mlp.shared
+            assert isinstance(shared.gate_up, ColumnLinear)
+            yield f"{theirs}.input_linear.weight", shared.gate_up.fused_targets(f"{ours}.gate_up.weight")
+            yield from linear_targets(shared.down, f"{theirs}.output_linear", f"{ours}.down")
+
+    def experts_targets(self, layer: Experts, checkpoint_prefix: str, parameter_prefix: str) -> Targets:
+        """See ``MoeModel``."""
+        yield from self.router_targets(layer, checkpoint_prefix, f"{parameter_prefix}.router")
+        names = ("input_linear.weight", "output_linear.weight")
+        yield from fused_expert_targets(layer, checkpoint_prefix, parameter_prefix, names=names)

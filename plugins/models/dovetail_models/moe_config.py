@@ -60,3 +60,15 @@ class PhiMoeConfig(PluginConfig):
     """Select the architecture of Phi-3.5-MoE."""
 
     kind: Literal["phi_moe"] = "phi_moe"  # pyright: ignore[reportIncompatibleVariableOverride]
+
+
+class GraniteMoeConfig(PluginConfig):
+    """Select the architecture of Granite 3 with experts."""
+
+    kind: Literal["granite_moe"] = "granite_moe"  # pyright: ignore[reportIncompatibleVariableOverride]
+
+
+class GraniteMoeSharedConfig(PluginConfig):
+    """Select the architecture of Granite with experts and a shared expert."""
+
+    kind: Literal["granite_moe_shared"] = "granite_moe_shared"  # pyright: ignore[reportIncompatibleVariableOverride]

@@ -68,5 +68,21 @@ MOE = (
         target="phi_moe:PhiMoeModel",
         describe="phi_moe_describe",
     ),
+    _spec(
+        "granite_moe",
+        "GraniteMoeConfig",
+        "GraniteMoeForCausalLM",
+        "Granite 3 with experts.",
+        target="granite:GraniteMoeModel",
+        describe="granite_moe_describe",
+    ),
+    _spec(
+        "granite_moe_shared",
+        "GraniteMoeSharedConfig",
+        "GraniteMoeSharedForCausalLM",
+        "Granite with experts and a shared expert.",
+        target="granite:GraniteMoeModel",
+        describe="granite_moe_describe",
+    ),
 )
 """Hold the specs of the models with experts."""

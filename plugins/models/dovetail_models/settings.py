@@ -36,6 +36,7 @@ MATHS: dict[str, tuple[Any, ...]] = {
     "num_local_experts": (0, 1),
     "parallel_attn": (False,),
     "partial_rotary_factor": (1,),
+    "position_embedding_type": ("rope",),
     "qk_layernorm": (False,),
     "qkv_bias": (False,),
     "quantization_config": (),
