@@ -170,3 +170,15 @@ def test_the_host_time_of_steps_is_compared():
     found = json.loads(done.stdout.splitlines()[-1])
     assert len(found) == 4
     assert all(value > 0 for value in found.values())
+
+
+@pytest.mark.full
+def test_an_attack_is_run_and_its_row_printed():
+    """Whether the times are kept depends on the machine; that no innocent request fails does not."""
+    script = ROOT / "benchmarks" / "attack.py"
+    command = [sys.executable, str(script), "--only", "answers", "--calm", "1", "--seconds", "2"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    *_, row, verdict = done.stdout.splitlines()
+    assert row.startswith("| answers | "), done.stdout + done.stderr
+    assert " | 0 of " in row
+    assert (verdict, done.returncode) in (("PASS", 0), ("FAIL: answers", 1))
