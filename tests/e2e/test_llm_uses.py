@@ -145,7 +145,11 @@ def test_a_stream_has_one_output_and_says_so_at_once(tiny):
 
 def test_a_model_without_tokenizer_takes_ids_only(checkpoint):
     llm = make_llm(checkpoint)
-    for call in (lambda: llm.generate("text"), lambda: llm.stream([1, 2]), lambda: llm.chat([])):
+    for call in (
+        lambda: llm.generate("text"),
+        lambda: llm.stream([1, 2]),
+        lambda: llm.chat([{"role": "user", "content": "x"}]),
+    ):
         with pytest.raises(RequestError, match="loaded without a tokenizer"):
             call()
     with pytest.raises(RequestError, match="stop strings need a tokenizer"):
