@@ -17,7 +17,7 @@ import torch
 from test_example_package import DOVETAIL, install, run
 from torch.nn import functional
 
-from dovetail.engine.build import build_model, check_complete
+from dovetail.engine.build import as_list, build_model, check_complete
 from dovetail.errors import WeightsError
 from dovetail.interfaces.attention import AttentionLayer
 from dovetail.interfaces.cache import CacheGroup
@@ -32,6 +32,7 @@ from dovetail.memory.pool import PagedKVPool
 from dovetail.testing.batches import make_batch, make_page_table
 from dovetail.testing.eager import EagerAttention
 from dovetail.testing.model import ModelSuite
+from dovetail.testing.ranks import run_ranks, thread_meshes
 
 PAGE = (Path(__file__).parents[2] / "docs" / "write_a_model.md").read_text("utf-8")
 
@@ -122,24 +123,39 @@ def test_transposed_weight(recipes: dict[str, Any]) -> None:
     torch.testing.assert_close(linear(x), functional.linear(x, linear.weight.T, linear.bias))
 
 
-def test_experts(recipes: dict[str, Any]) -> None:
+@pytest.mark.parametrize("division", ["tp", "ep"])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_experts(recipes: dict[str, Any], ranks: int, division: Any) -> None:
     """Each token goes through its two best experts, one after the other here, with the checkpoint's own tensors."""
     count, size, hidden = 4, 6, 10
-    experts = filled(recipes["Experts"](hidden, size, count, 2))
-    parameters, tensors = dict(experts.named_parameters()), {}
-    for name, target in experts.targets("m", "moe"):
-        whole = parameters[target.parameter.removeprefix("m.")]
-        tensors[name] = whole if target.start is None else whole[target.start : target.start + target.size]
-    assert sum(tensor.numel() for tensor in tensors.values()) == sum(p.numel() for p in parameters.values())
+    torch.manual_seed(0)
+    tensors = {"moe.gate.weight": torch.randn(count, hidden)}
+    for expert in range(count):
+        for name, shape in {"w1": (size, hidden), "w2": (hidden, size), "w3": (size, hidden)}.items():
+            tensors[f"moe.experts.{expert}.{name}.weight"] = torch.randn(shape) * 0.5
+    meshes = thread_meshes(ranks, division)
+    layers = [recipes["mixtral_experts"](hidden, size, count, 2, mesh) for mesh in meshes]
+    for layer in layers:
+        targets = dict(recipes["mixtral_targets"](layer, "m", "moe"))
+        assert targets.keys() == tensors.keys()
+        parameters = {f"m.{name}": parameter for name, parameter in layer.named_parameters()}
+        check_complete(parameters, targets)
+        for name, target in ((name, one) for name, entry in targets.items() for one in as_list(entry)):
+            part = tensors[name]
+            for share in target.shares:
+                part = part.narrow(share.dim, share.start, share.size)
+            rows = slice(None) if target.start is None else slice(target.start, target.start + target.size)
+            parameters[target.parameter][rows].copy_(part)
     x = torch.randn(7, hidden)
-    for token, got in zip(x, experts(x), strict=True):
-        probs = (tensors["moe.gate.weight"] @ token).softmax(0)
-        best = probs.argsort(descending=True)[:2].tolist()
-        expected = torch.zeros(hidden)
-        for expert in best:
-            w1, w2, w3 = (tensors[f"moe.experts.{expert}.w{i}.weight"] for i in (1, 2, 3))
-            expected += probs[expert] / probs[best].sum() * (w2 @ (functional.silu(w1 @ token) * (w3 @ token)))
-        torch.testing.assert_close(got, expected)
+    for result in run_ranks(meshes, lambda layer: layer.forward(x), layers):
+        for token, got in zip(x, result, strict=True):
+            probs = (tensors["moe.gate.weight"] @ token).softmax(0)
+            best = probs.argsort(descending=True)[:2].tolist()
+            expected = torch.zeros(hidden)
+            for expert in best:
+                w1, w2, w3 = (tensors[f"moe.experts.{expert}.w{i}.weight"] for i in (1, 2, 3))
+                expected += probs[expert] / probs[best].sum() * (w2 @ (functional.silu(w1 @ token) * (w3 @ token)))
+            torch.testing.assert_close(got, expected)
 
 
 @pytest.mark.parametrize("rotated", [False, True])
