@@ -56,3 +56,29 @@ def last_rows(stream: torch.Tensor, batch: Batch, last: Batch | None) -> torch.T
         return stream
     assert batch.logit_rows is not None
     return stream.index_select(0, batch.logit_rows)
+
+
+class PostNormLayer(Layer):
+    """Compute attention and a gated MLP, each followed by a norm and without one before: ``x + norm(attn(x))``, and the
+    same with the MLP."""
+
+    def __init__(self, attn: SelfAttention, mlp: GatedMLP, post_attn_norm: RMSNorm, post_mlp_norm: RMSNorm) -> None:
+        super().__init__()
+        self.attn = attn
+        self.post_attn_norm = post_attn_norm
+        self.mlp = mlp
+        self.post_mlp_norm = post_mlp_norm
+
+    def enter(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+        """See ``Block.enter``. Both results are the residual stream."""
+        if residual is not None:
+            x.add_(residual)
+        return x, x
+
+    def forward(
+        self, x: torch.Tensor, stream: torch.Tensor, rotation: Rotation, batch: Batch, last: Batch | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """See ``Block.forward``."""
+        added = self.post_attn_norm.forward(self.attn.forward(x, rotation, batch, last))
+        stream = added.add_(last_rows(stream, batch, last))
+        return self.post_mlp_norm.forward(self.mlp.forward(stream)), stream

@@ -139,6 +139,14 @@ def read_layer_types(
     return tuple(known[kind] for kind in types)
 
 
+def layer_pattern(config: Mapping[str, Any], layers: int, *, every: int) -> list[Any]:
+    """Return ``layer_types``. If it is absent, one layer of ``every`` has full attention, the last one of each group,
+    and the others a window."""
+    if config.get("layer_types") is not None:
+        return config["layer_types"]
+    return ["sliding_attention" if (index + 1) % every else "full_attention" for index in range(layers)]
+
+
 def read_ropes_by_type(
     config: Mapping[str, Any], head_dim: int, max_positions: int, *, theta: float, sliding_theta: float
 ) -> dict[str, RopeConfig]:

@@ -13,6 +13,7 @@ from dovetail.layers.rope import RopeConfig, read_rope
 from dovetail_models.describe import (
     DecoderConfig,
     cut_windows,
+    layer_pattern,
     make_info,
     read_heads,
     read_layer_types,
@@ -120,10 +121,7 @@ def _info(
     if activation != _ACTIVATION:
         raise ConfigError(f"config.json: hidden_activation is {activation!r}; implemented: {_ACTIVATION}")
     layers = read_int(given, "num_hidden_layers")
-    if given.get("layer_types") is None:
-        pattern = read_int(given, "sliding_window_pattern")
-        kinds = [f"{'full' if (i + 1) % pattern == 0 else 'sliding'}_attention" for i in range(layers)]
-        given = {**given, "layer_types": kinds}
+    given = {**given, "layer_types": layer_pattern(given, layers, every=read_int(given, "sliding_window_pattern"))}
     known = {"full_attention": None, "sliding_attention": read_int(given, "sliding_window")}
     windows = read_layer_types(given, layers, known)
     context = ropes["full_attention"].context_len

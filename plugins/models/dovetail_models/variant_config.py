@@ -18,3 +18,39 @@ class Gemma3Config(PluginConfig):
     """Select the architecture of the text model of Gemma 3."""
 
     kind: Literal["gemma3"] = "gemma3"  # pyright: ignore[reportIncompatibleVariableOverride]
+
+
+class Olmo2Config(PluginConfig):
+    """Select the OLMo 2 architecture."""
+
+    kind: Literal["olmo2"] = "olmo2"  # pyright: ignore[reportIncompatibleVariableOverride]
+
+
+class Olmo3Config(PluginConfig):
+    """Select the OLMo 3 architecture."""
+
+    kind: Literal["olmo3"] = "olmo3"  # pyright: ignore[reportIncompatibleVariableOverride]
+
+
+class GlmConfig(PluginConfig):
+    """Select the architecture of GLM-4-9B."""
+
+    kind: Literal["glm"] = "glm"  # pyright: ignore[reportIncompatibleVariableOverride]
+
+
+class Glm4Config(PluginConfig):
+    """Select the architecture of GLM-4-0414."""
+
+    kind: Literal["glm4"] = "glm4"  # pyright: ignore[reportIncompatibleVariableOverride]
+
+
+class CohereConfig(PluginConfig):
+    """Select the architecture of Command R."""
+
+    kind: Literal["cohere"] = "cohere"  # pyright: ignore[reportIncompatibleVariableOverride]
+
+
+class Cohere2Config(PluginConfig):
+    """Select the architecture of Command R7B and Command A."""
+
+    kind: Literal["cohere2"] = "cohere2"  # pyright: ignore[reportIncompatibleVariableOverride]

@@ -29,5 +29,16 @@ VARIANTS = (
         "Gemma3TextModel",
         "Gemma3ForConditionalGeneration",
     ),
+    _spec("olmo2", "olmo:OlmoModel", "Olmo2ForCausalLM", "OLMo 2: norms after attention and MLP only."),
+    _spec("olmo3", "olmo:OlmoModel", "Olmo3ForCausalLM", "OLMo 3: OLMo 2's layers, some with a window."),
+    _spec("glm", "glm:GlmModel", "GlmForCausalLM", "GLM-4-9B: Llama's layers, which rotate half of each head."),
+    _spec("glm4", "glm:GlmModel", "Glm4ForCausalLM", "GLM-4-0414: norms around attention and MLP."),
+    _spec("cohere", "cohere:CohereModel", "CohereForCausalLM", "Command R: attention and MLP side by side."),
+    _spec(
+        "cohere2",
+        "cohere:CohereModel",
+        "Cohere2ForCausalLM",
+        "Command R7B and Command A: layers with a window and positions, and layers with neither.",
+    ),
 )
 """Hold the specs of these models."""

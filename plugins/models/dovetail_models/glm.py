@@ -1,0 +1,59 @@
+"""Define GLM-4: GLM-4-9B (arXiv 2406.12793) has Llama's layers, GLM-4-0414 norms around attention and MLP. Both rotate
+pairs in the first half of each head."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from dovetail.interfaces.attention import AttentionLayer
+from dovetail.layers.attention import AttentionShape, SelfAttention
+from dovetail.layers.decoder import DecoderLayer, DecoderShape, attention_targets, linear_targets
+from dovetail.layers.mlp import GatedMLP
+from dovetail.layers.norm import RMSNorm
+from dovetail.layers.transforms import SplitPairs
+from dovetail_models.blocks import SandwichLayer, SandwichNorms
+from dovetail_models.decoder import DecoderModel
+
+if TYPE_CHECKING:
+    from dovetail.interfaces.mesh import Mesh
+    from dovetail_models.decoder import Targets
+    from dovetail_models.glm_describe import GlmConfig
+
+NORMS = {"attn_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
+SANDWICH_NORMS = {**NORMS, "post_attn_norm": "post_self_attn_layernorm", "post_mlp_norm": "post_mlp_layernorm"}
+
+
+class GlmModel(DecoderModel):
+    """Compute the model of a ``ModelInfo`` whose ``config`` is a ``GlmConfig``."""
+
+    def make_layer(self, index: int, mesh: Mesh) -> DecoderLayer | SandwichLayer:
+        """See ``DecoderModel``."""
+        info = self.info
+        config: GlmConfig = info.config
+        assert config.rope is not None
+        shape = AttentionShape(
+            hidden_size=info.hidden_size,
+            num_heads=info.num_heads,
+            num_kv_heads=info.num_kv_heads,
+            head_dim=info.head_dim,
+            qkv_bias=config.attention_bias,
+            order=SplitPairs(info.head_dim, config.rope.rotary_dim),
+        )
+        if not config.sandwich:
+            return DecoderLayer(DecoderShape(shape, config.intermediate_size, config.norm_eps), index, mesh)
+        attn = SelfAttention(shape, AttentionLayer(index, info.head_dim**-0.5), mesh)
+        mlp = GatedMLP(info.hidden_size, config.intermediate_size, mesh)
+        return SandwichLayer(attn, mlp, SandwichNorms(*(self.make_norm() for _ in range(4))))
+
+    def layer_targets(self, index: int, checkpoint_prefix: str, parameter_prefix: str) -> Targets:
+        """See ``DecoderModel``."""
+        layer = self.layers[index]
+        assert isinstance(layer, DecoderLayer | SandwichLayer)
+        for ours, theirs in (SANDWICH_NORMS if self.info.config.sandwich else NORMS).items():
+            norm = getattr(layer, ours)
+            assert isinstance(norm, RMSNorm)
+            yield f"{checkpoint_prefix}.{theirs}.weight", norm.target(f"{parameter_prefix}.{ours}.weight")
+        yield from attention_targets(layer.attn, f"{checkpoint_prefix}.self_attn", f"{parameter_prefix}.attn")
+        fused = layer.mlp.gate_up.fused_targets(f"{parameter_prefix}.mlp.gate_up.weight")
+        yield f"{checkpoint_prefix}.mlp.gate_up_proj.weight", fused
+        yield from linear_targets(layer.mlp.down, f"{checkpoint_prefix}.mlp.down_proj", f"{parameter_prefix}.mlp.down")

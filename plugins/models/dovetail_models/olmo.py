@@ -1,0 +1,50 @@
+"""Define OLMo 2 (arXiv 2501.00656) and OLMo 3: norms after attention and MLP only, and norms over all queries and over all
+keys. OLMo 3 has layers with a window, which are rotated without stretching."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from dovetail.interfaces.attention import AttentionLayer
+from dovetail.layers.attention import AttentionShape, SelfAttention
+from dovetail.layers.decoder import attention_targets, mlp_targets
+from dovetail.layers.mlp import GatedMLP
+from dovetail_models.blocks import PostNormLayer
+from dovetail_models.decoder import DecoderModel
+
+if TYPE_CHECKING:
+    from dovetail.interfaces.mesh import Mesh
+    from dovetail_models.decoder import Targets
+    from dovetail_models.olmo_describe import OlmoConfig
+
+
+class OlmoModel(DecoderModel):
+    """Compute the model of a ``ModelInfo`` whose ``config`` is an ``OlmoConfig``."""
+
+    def make_layer(self, index: int, mesh: Mesh) -> PostNormLayer:
+        """See ``DecoderModel``."""
+        info = self.info
+        config: OlmoConfig = info.config
+        shape = AttentionShape(
+            hidden_size=info.hidden_size,
+            num_heads=info.num_heads,
+            num_kv_heads=info.num_kv_heads,
+            head_dim=info.head_dim,
+            qkv_bias=config.attention_bias,
+            out_bias=config.attention_bias,
+            wide_norm_eps=config.norm_eps,
+        )
+        attn = SelfAttention(shape, AttentionLayer(index, info.head_dim**-0.5, config.windows[index]), mesh)
+        mlp = GatedMLP(info.hidden_size, config.intermediate_size, mesh)
+        return PostNormLayer(attn, mlp, self.make_norm(), self.make_norm())
+
+    def layer_targets(self, index: int, checkpoint_prefix: str, parameter_prefix: str) -> Targets:
+        """See ``DecoderModel``."""
+        layer = self.layers[index]
+        assert isinstance(layer, PostNormLayer)
+        norm = layer.post_attn_norm.target(f"{parameter_prefix}.post_attn_norm.weight")
+        yield f"{checkpoint_prefix}.post_attention_layernorm.weight", norm
+        norm = layer.post_mlp_norm.target(f"{parameter_prefix}.post_mlp_norm.weight")
+        yield f"{checkpoint_prefix}.post_feedforward_layernorm.weight", norm
+        yield from attention_targets(layer.attn, f"{checkpoint_prefix}.self_attn", f"{parameter_prefix}.attn")
+        yield from mlp_targets(layer.mlp, f"{checkpoint_prefix}.mlp", f"{parameter_prefix}.mlp")
