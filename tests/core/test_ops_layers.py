@@ -260,7 +260,8 @@ def test_a_norm_of_weights_minus_one_keeps_their_bits(dtype: torch.dtype, tolera
     finally:
         torch.set_default_dtype(torch.float32)
     given = (torch.randn(64) * 1e-3).to(dtype)  # with the one, bfloat16 would round them away
-    target = layer.target("norm.weight")
+    ((name, target),) = layer.targets("theirs", "ours")
+    assert (name, target.parameter) == ("theirs.weight", "ours.weight")
     assert target.transform is not None
     for weight in (layer.weight, heads.q_weight, heads.k_weight):
         weight.copy_(target.transform.apply(given, (64,)))

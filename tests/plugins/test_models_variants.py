@@ -87,8 +87,8 @@ def test_absent_settings_are_those_of_transformers() -> None:
         assert info.config.rope.rotary_dim == info.head_dim * ropes.get("partial_rotary_factor", 1)
         assert info.config.tied == built.tie_word_embeddings
         assert info.config.attention_bias == built.attention_bias
-        cuts = getattr(built, "sliding_window", None) is not None and built.sliding_window < info.context_len
-        windows = [built.sliding_window if cuts and kind == "sliding_attention" else None for kind in kinds]
+        width = getattr(built, "sliding_window", None) or info.context_len
+        windows = [width if width < info.context_len and kind == "sliding_attention" else None for kind in kinds]
         assert info.config.windows == tuple(windows)
     assert describe_glm4({key: getattr(transformers.Glm4Config(), key) for key in SHAPE}).eos_token_ids == (
         151329,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 from torch import nn
 
@@ -22,7 +24,7 @@ def norm_weight(size: int, *, plus_one: bool = False) -> nn.Parameter:
 class RMSNorm(Layer):
     """Compute ``x / sqrt(mean(x^2) + eps) * weight`` over the last dimension. With ``plus_one``, a checkpoint contains
     the weight minus one (Gemma): the parameter is float32, because in fewer bits the sum would lose those of the small
-    number, and ``target`` adds the one."""
+    number, and ``targets`` add the one."""
 
     def __init__(self, size: int, eps: float, *, plus_one: bool = False) -> None:
         super().__init__()
@@ -51,9 +53,11 @@ class RMSNorm(Layer):
             return self._add_parts(x, residual)
         return add_rms_norm(x, residual, *self._operands), x
 
-    def target(self, parameter: str) -> WeightTarget:
-        """Return where the checkpoint's weight goes. ``parameter`` is the full name of ``weight`` in the model."""
-        return WeightTarget(parameter, transform=AddOne() if self.plus_one else None)
+    def targets(self, checkpoint_prefix: str, parameter_prefix: str) -> Iterator[tuple[str, WeightTarget]]:
+        """Yield the target of the weight. Its name in the checkpoint begins with ``checkpoint_prefix``, the parameter of
+        the model with ``parameter_prefix``."""
+        transform = AddOne() if self.plus_one else None
+        yield f"{checkpoint_prefix}.weight", WeightTarget(f"{parameter_prefix}.weight", transform=transform)
 
     def _add_parts(self, x: Parts | RankAddend, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         if isinstance(x, Parts):

@@ -8,6 +8,7 @@ import torch
 
 from dovetail.layers.attention import SelfAttention
 from dovetail.layers.base import Layer
+from dovetail.layers.layer_norm import LayerNorm
 from dovetail.layers.mlp import GatedMLP
 from dovetail.layers.norm import RMSNorm
 
@@ -16,13 +17,16 @@ if TYPE_CHECKING:
     from dovetail.types import Batch
 
 
+Norm = RMSNorm | LayerNorm
+
+
 class SandwichNorms(NamedTuple):
     """Hold the norms of a ``SandwichLayer``, or their names in a checkpoint."""
 
-    before_attn: RMSNorm
-    after_attn: RMSNorm
-    before_mlp: RMSNorm
-    after_mlp: RMSNorm
+    before_attn: Norm
+    after_attn: Norm
+    before_mlp: Norm
+    after_mlp: Norm
 
 
 class SandwichLayer(Layer):
@@ -62,7 +66,7 @@ class PostNormLayer(Layer):
     """Compute attention and a gated MLP, each followed by a norm and without one before: ``x + norm(attn(x))``, and the
     same with the MLP."""
 
-    def __init__(self, attn: SelfAttention, mlp: GatedMLP, post_attn_norm: RMSNorm, post_mlp_norm: RMSNorm) -> None:
+    def __init__(self, attn: SelfAttention, mlp: GatedMLP, post_attn_norm: Norm, post_mlp_norm: Norm) -> None:
         super().__init__()
         self.attn = attn
         self.post_attn_norm = post_attn_norm

@@ -148,8 +148,8 @@ class DecoderModel(Layer, ModelArchitecture):
         return targets
 
     def norm_targets(self) -> Targets:
-        """Yield the targets of the final norm."""
-        yield f"{self.norm_name}.weight", WeightTarget("norm.weight")
+        """Return the targets of the final norm."""
+        return self.norm.targets(self.norm_name, "norm")
 
     def ignored_weights(self) -> Iterable[str]:
         """See ``ModelArchitecture.ignored_weights``."""

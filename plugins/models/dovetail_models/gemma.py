@@ -96,10 +96,6 @@ class GemmaModel(DecoderModel):
         yield from attention_targets(layer.attn, f"{checkpoint_prefix}.self_attn", f"{parameter_prefix}.attn")
         yield from mlp_targets(layer.mlp, f"{checkpoint_prefix}.mlp", f"{parameter_prefix}.mlp")
 
-    def norm_targets(self) -> Targets:
-        """See ``DecoderModel``."""
-        yield f"{self.norm_name}.weight", self.norm.target("norm.weight")
-
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """See ``ModelArchitecture.logits``."""
         logits = self.head.forward(hidden)

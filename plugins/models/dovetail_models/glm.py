@@ -9,7 +9,6 @@ from dovetail.interfaces.attention import AttentionLayer
 from dovetail.layers.attention import AttentionShape, SelfAttention
 from dovetail.layers.decoder import DecoderLayer, DecoderShape, attention_targets, linear_targets
 from dovetail.layers.mlp import GatedMLP
-from dovetail.layers.norm import RMSNorm
 from dovetail.layers.transforms import SplitPairs
 from dovetail_models.blocks import SandwichLayer, SandwichNorms
 from dovetail_models.decoder import DecoderModel
@@ -50,10 +49,9 @@ class GlmModel(DecoderModel):
         layer = self.layers[index]
         assert isinstance(layer, DecoderLayer | SandwichLayer)
         for ours, theirs in (SANDWICH_NORMS if self.info.config.sandwich else NORMS).items():
-            norm = getattr(layer, ours)
-            assert isinstance(norm, RMSNorm)
-            yield f"{checkpoint_prefix}.{theirs}.weight", norm.target(f"{parameter_prefix}.{ours}.weight")
+            yield from getattr(layer, ours).targets(f"{checkpoint_prefix}.{theirs}", f"{parameter_prefix}.{ours}")
         yield from attention_targets(layer.attn, f"{checkpoint_prefix}.self_attn", f"{parameter_prefix}.attn")
+        assert isinstance(layer.mlp, GatedMLP)
         fused = layer.mlp.gate_up.fused_targets(f"{parameter_prefix}.mlp.gate_up.weight")
         yield f"{checkpoint_prefix}.mlp.gate_up_proj.weight", fused
         yield from linear_targets(layer.mlp.down, f"{checkpoint_prefix}.mlp.down_proj", f"{parameter_prefix}.mlp.down")

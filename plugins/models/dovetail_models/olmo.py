@@ -18,6 +18,9 @@ if TYPE_CHECKING:
     from dovetail_models.olmo_describe import OlmoConfig
 
 
+NORMS = {"post_attn_norm": "post_attention_layernorm", "post_mlp_norm": "post_feedforward_layernorm"}
+
+
 class OlmoModel(DecoderModel):
     """Compute the model of a ``ModelInfo`` whose ``config`` is an ``OlmoConfig``."""
 
@@ -42,9 +45,7 @@ class OlmoModel(DecoderModel):
         """See ``DecoderModel``."""
         layer = self.layers[index]
         assert isinstance(layer, PostNormLayer)
-        norm = layer.post_attn_norm.target(f"{parameter_prefix}.post_attn_norm.weight")
-        yield f"{checkpoint_prefix}.post_attention_layernorm.weight", norm
-        norm = layer.post_mlp_norm.target(f"{parameter_prefix}.post_mlp_norm.weight")
-        yield f"{checkpoint_prefix}.post_feedforward_layernorm.weight", norm
+        for ours, theirs in NORMS.items():
+            yield from getattr(layer, ours).targets(f"{checkpoint_prefix}.{theirs}", f"{parameter_prefix}.{ours}")
         yield from attention_targets(layer.attn, f"{checkpoint_prefix}.self_attn", f"{parameter_prefix}.attn")
         yield from mlp_targets(layer.mlp, f"{checkpoint_prefix}.mlp", f"{parameter_prefix}.mlp")
