@@ -89,10 +89,7 @@ class GemmaModel(DecoderModel):
         layer = self.layers[index]
         assert isinstance(layer, SandwichLayer)
         for ours, theirs in NORMS.items():
-            yield (
-                f"{checkpoint_prefix}.{theirs}.weight",
-                getattr(layer, ours).target(f"{parameter_prefix}.{ours}.weight"),
-            )
+            yield from getattr(layer, ours).targets(f"{checkpoint_prefix}.{theirs}", f"{parameter_prefix}.{ours}")
         yield from attention_targets(layer.attn, f"{checkpoint_prefix}.self_attn", f"{parameter_prefix}.attn")
         yield from mlp_targets(layer.mlp, f"{checkpoint_prefix}.mlp", f"{parameter_prefix}.mlp")
 
@@ -106,4 +103,3 @@ class GemmaModel(DecoderModel):
         yield from super().ignored_weights()
         if self.info.config.within:
             yield r"(vision_tower|multi_modal_projector)\..+"
-            yield r"language_model\.lm_head\.weight"
