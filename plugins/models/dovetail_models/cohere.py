@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from dovetail.layers.rotary import Rotation
     from dovetail.ops.parts import Addend
     from dovetail.types import Batch
-    from dovetail_models.cohere_describe import CohereConfig
+    from dovetail_models.cohere_describe import CohereDecoderConfig
     from dovetail_models.decoder import Targets
 
 
@@ -33,7 +33,7 @@ class CohereLayer(Layer):
 
     def __init__(self, info: ModelInfo, index: int, mesh: Mesh) -> None:
         super().__init__()
-        config: CohereConfig = info.config
+        config: CohereDecoderConfig = info.config
         shape = AttentionShape(
             hidden_size=info.hidden_size,
             num_heads=info.num_heads,
@@ -65,7 +65,7 @@ class CohereLayer(Layer):
 
 
 class CohereModel(DecoderModel):
-    """Compute the model of a ``ModelInfo`` whose ``config`` is a ``CohereConfig``."""
+    """Compute the model of a ``ModelInfo`` whose ``config`` is a ``CohereDecoderConfig``."""
 
     def make_layer(self, index: int, mesh: Mesh) -> CohereLayer:
         """See ``DecoderModel``."""

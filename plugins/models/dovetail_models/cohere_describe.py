@@ -21,7 +21,7 @@ from dovetail_models.settings import read_flag, read_float, read_int, refuse_unr
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CohereConfig(DecoderConfig):
+class CohereDecoderConfig(DecoderConfig):
     """Hold what ``CohereModel`` needs in addition to ``ModelInfo``."""
 
     logit_scale: float
@@ -50,7 +50,7 @@ def _info(config: dict[str, Any], architecture: str, reads: Collection[str]) -> 
         kinds = layer_pattern(config, layers, every=read_int(config, "sliding_window_pattern", 4))
     known = {"full_attention": None, "sliding_attention": read_int(config, "sliding_window", 4096)}
     windows = read_layer_types({"layer_types": kinds}, layers, known)
-    own = CohereConfig(
+    own = CohereDecoderConfig(
         intermediate_size=read_int(config, "intermediate_size"),
         norm_eps=read_float(config, "layer_norm_eps", 1e-5),
         rope=rope,

@@ -16,19 +16,19 @@ from dovetail_models.decoder import DecoderModel
 if TYPE_CHECKING:
     from dovetail.interfaces.mesh import Mesh
     from dovetail_models.decoder import Targets
-    from dovetail_models.glm_describe import GlmConfig
+    from dovetail_models.glm_describe import GlmDecoderConfig
 
 NORMS = {"attn_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
 SANDWICH_NORMS = {**NORMS, "post_attn_norm": "post_self_attn_layernorm", "post_mlp_norm": "post_mlp_layernorm"}
 
 
 class GlmModel(DecoderModel):
-    """Compute the model of a ``ModelInfo`` whose ``config`` is a ``GlmConfig``."""
+    """Compute the model of a ``ModelInfo`` whose ``config`` is a ``GlmDecoderConfig``."""
 
     def make_layer(self, index: int, mesh: Mesh) -> DecoderLayer | SandwichLayer:
         """See ``DecoderModel``."""
         info = self.info
-        config: GlmConfig = info.config
+        config: GlmDecoderConfig = info.config
         assert config.rope is not None
         shape = AttentionShape(
             hidden_size=info.hidden_size,

@@ -14,7 +14,7 @@ _EOS = [151329, 151336, 151338]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class GlmConfig(DecoderConfig):
+class GlmDecoderConfig(DecoderConfig):
     """Hold what ``GlmModel`` needs in addition to ``ModelInfo``. With ``sandwich``, there are norms after attention and
     MLP too."""
 
@@ -37,7 +37,7 @@ def _info(config: dict[str, Any], architecture: str, *, sandwich: bool) -> Model
     refuse_activation(config)
     sizes = read_heads(config, default_kv_heads=2, default_head_dim=128)
     rope = read_rope(config, sizes.head_dim, read_int(config, "max_position_embeddings", 131072), partial=0.5)
-    own = GlmConfig(
+    own = GlmDecoderConfig(
         intermediate_size=read_int(config, "intermediate_size"),
         norm_eps=read_float(config, "rms_norm_eps", 1.5625e-07),
         rope=rope,
