@@ -14,6 +14,7 @@ import mutants_attention
 import mutants_cache
 import mutants_drafter
 import mutants_executor
+import mutants_experts
 import mutants_grammar
 import mutants_logits
 import mutants_model
@@ -55,6 +56,7 @@ MUTANTS: list[Mutant] = [
     *mutants_grammar.MUTANTS,
     *mutants_drafter.MUTANTS,
     *mutants_model.MUTANTS,
+    *mutants_experts.MUTANTS,
     *mutants_policy.MUTANTS,
     *mutants_parsers.MUTANTS,
     *mutants_api.MUTANTS,
