@@ -26,6 +26,7 @@ MODULES = (
     "mesh",
     "executor",
     "logits",
+    "quantization",
 )
 
 

@@ -207,7 +207,7 @@ def test_linear_gives_one_token_what_it_gives_many(bias: bool) -> None:
 def test_fused_linear_knows_its_parts() -> None:
     layer = ColumnLinear(8, {"q": 6, "k": 2, "v": 4}, SINGLE)
     assert layer.weight.shape == (12, 8)
-    assert [layer.target("w", part)[:3] for part in "qkv"] == [("w", 0, 6), ("w", 6, 2), ("w", 8, 4)]
+    assert [layer.target("w", part)[:4] for part in "qkv"] == [("w", 0, 6, ()), ("w", 6, 2, ()), ("w", 8, 4, ())]
 
 
 def test_a_moved_layer_computes_with_its_new_parameters() -> None:

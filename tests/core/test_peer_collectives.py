@@ -200,8 +200,9 @@ def test_row_linear_leaves_parts_to_collectives_that_add_them_up(others: Others,
     layer.weight.data.normal_()
     norm.weight.data.normal_()
     layer.prepare()
-    layer._few_rows = SplitProduct(layer.weight)  # type: ignore
-    layer._compiled = None
+    layer._product._few_rows = SplitProduct(layer.weight)  # type: ignore
+    layer._product._compiled = None  # type: ignore
+    layer._in_parts = True
     x, residual = torch.randn(3, 8), torch.randn(3, 8)
     added = layer.parts_forward(x)
     assert isinstance(added, RankAddend)

@@ -25,6 +25,7 @@ METHODS = {
     "ToolParserSuite": {"write"},
     "ReasoningParserSuite": {"write"},
     "ApiSuite": {"examples"},
+    "QuantizationSuite": {"store"},
 }
 """Methods that suites ask authors to override, in addition to ``make``."""
 

@@ -261,7 +261,10 @@ def test_config_of_the_result_is_new_and_concrete(fakes):
     assert (concrete.device, concrete.scheduler.overlap, concrete.model.arch) == ("cuda:0", True, "fake")
     assert concrete.model.served_name == "fake-model"
     assert concrete.speculative == Selection(disabled=True)
-    assert "auto" not in json.dumps({k: v for k, v in dump(concrete).items() if k != "plugins"})
+    tree = {k: v for k, v in dump(concrete).items() if k != "plugins"}
+    assert tree["model"].pop("generation_config") == "auto", "a file is named, or found beside the weights"
+    assert tree["parallel"].pop("experts") == "tp"
+    assert "auto" not in json.dumps(tree)
     assert resolve(config, registry, CPU).config.model.dtype == "float32"
 
 
@@ -290,6 +293,7 @@ def test_to_json_is_json_and_holds_every_candidate(fakes):
         "tool_parser",
         "reasoning_parser",
         "executor",
+        "quantization",
     }
     assert set(slots) == {*tree["chosen"], "api", "logits_processor"}
     assert tree["apis"] == []
@@ -302,7 +306,7 @@ def test_one_info_line_per_part(fakes, caplog):
     caplog.set_level("INFO", logger="dovetail.registry")
     run(fakes, sets=["cache=none"])
     lines = [record.getMessage() for record in caplog.records]
-    assert len(lines) == 12  # every slot
+    assert len(lines) == 13  # every slot
     assert "cache: none, explicit" in lines
     assert "grammar: none, priority; nothing installed can be used" in lines
 

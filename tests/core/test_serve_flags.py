@@ -99,10 +99,10 @@ def test_other_commands_take_the_arguments_of_serve(monkeypatch, capsys, tmp_pat
         assert stop.value.code == 0
         shown.append(capsys.readouterr().out)
         with pytest.raises(SystemExit) as stop:
-            main([*command, "tiny", "--quantization", "fp8"])
+            main([*command, "tiny", "--enable-lora"])
         assert (stop.value.code, capsys.readouterr().err) == (
             2,
-            f"error: --quantization: {REFUSED['--quantization']}\n",
+            f"error: --enable-lora: {REFUSED['--enable-lora']}\n",
         )
     assert json.loads(shown[0]) == dump(config)
     explained = json.loads(shown[1])["config"]

@@ -20,6 +20,7 @@ import mutants_logits
 import mutants_model
 import mutants_parsers
 import mutants_policy
+import mutants_quantization
 import mutants_registration
 import mutants_workers
 from mutant import Mutant
@@ -35,6 +36,7 @@ from dovetail.testing.logits import LogitsProcessorSuite
 from dovetail.testing.model import ModelSuite
 from dovetail.testing.parsers import ReasoningParserSuite, ToolParserSuite
 from dovetail.testing.policy import PolicySuite
+from dovetail.testing.quantization import QuantizationSuite
 
 SUITES: tuple[type[ComponentSuite], ...] = (
     AttentionSuite,
@@ -48,6 +50,7 @@ SUITES: tuple[type[ComponentSuite], ...] = (
     ApiSuite,
     ExecutorSuite,
     LogitsProcessorSuite,
+    QuantizationSuite,
 )
 MUTANTS: list[Mutant] = [
     *mutants_registration.MUTANTS,
@@ -63,6 +66,7 @@ MUTANTS: list[Mutant] = [
     *mutants_executor.MUTANTS,
     *mutants_workers.MUTANTS,
     *mutants_logits.MUTANTS,
+    *mutants_quantization.MUTANTS,
 ]
 _GPU = "keeps the lengths of its capture: tried where there is a GPU, in tests/gpu"
 _INVARIANT = "gives other bits in graphs: tried where there is a GPU, by the backends that offer it"

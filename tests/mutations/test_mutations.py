@@ -6,6 +6,7 @@ Run: python -m pytest -q tests/mutations
 
 from __future__ import annotations
 
+import inspect
 from pathlib import Path
 
 import pytest
@@ -28,7 +29,9 @@ def run(made: Suite, case: str, arguments: tuple[object, ...], folder: Path) -> 
     if isinstance(suite, ModelSuite):
         suite.write_checkpoint(suite.configs["plain"], folder)
         arguments = ("plain", folder, *arguments)
-    getattr(suite, case)(*arguments)
+    method = getattr(suite, case)
+    folders = {"tmp_path": folder} if "tmp_path" in inspect.signature(method).parameters else {}
+    method(*arguments, **folders)
 
 
 passed: set[tuple[Suite, str, str]] = set()

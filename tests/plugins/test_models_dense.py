@@ -215,7 +215,6 @@ def test_frequencies_are_those_of_transformers(kind: str) -> None:
         (describe_llama, {"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5"),
         (describe_llama, {"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor"),
         (describe_llama, {"sliding_window": 4096}, "sliding_window is 4096"),
-        (describe_llama, {"quantization_config": {"quant_method": "gptq"}}, "quantization_config"),
         (describe_llama, {"num_local_experts": 8}, "num_local_experts is 8"),
         (describe_llama, {"head_dim": 15}, "head_dim is 15"),
         (describe_llama, {"num_key_value_heads": 3}, "num_key_value_heads 3"),

@@ -46,6 +46,7 @@ def _switch(names: tuple[str, ...], group: str, help: str, sets: Mapping[str, An
 
 _DTYPES = {"half": "float16", "float": "float32", "bf16": "bfloat16", "fp16": "float16"}
 _KV_DTYPES = {**_DTYPES, "fp8": "fp8_e4m3"}
+_QUANTIZATIONS = {"w8a8_fp8": "fp8", "compressed-tensors": "auto", "fbgemm_fp8": "auto"}
 _ATTENTION = {
     "fa3": "flash_attn",
     "FLASH_ATTN": "flash_attn",
@@ -263,6 +264,14 @@ FLAGS: tuple[ServeFlag, ...] = (
         values=_ATTENTION,
     ),
     ServeFlag(
+        ("--quantization", "-q"),
+        "quantization",
+        MODEL,
+        "How weights are stored; a name also quantizes an unquantized checkpoint.",
+        example="fp8",
+        values=_QUANTIZATIONS,
+    ),
+    ServeFlag(
         ("--grammar-backend", "--guided-decoding-backend"),
         "grammar.backend",
         PARTS,
@@ -361,7 +370,6 @@ _DEFAULTS = "write the values into a generation_config.json, and give its direct
 _ROUTE = "it is one process here; send several servers' traffic through a proxy"
 
 REFUSED: Mapping[str, str] = {
-    "--quantization": "quantized weights are not supported yet; --kv-cache-dtype fp8_e4m3 quantizes the KV cache",
     "--enable-lora": _LORA,
     "--lora-paths": _LORA,
     "--lora-modules": _LORA,

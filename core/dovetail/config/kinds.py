@@ -113,6 +113,12 @@ LOGITS_PROCESSOR = KindSection(
     takes_all=True,
 )
 
+QUANTIZATION = KindSection(
+    "quantization",
+    "How weights are stored: `auto` as in the checkpoint; a name also quantizes an unquantized checkpoint while it is loaded.",
+    optional=True,
+)
+
 BUILT_IN: Sections = (
     ATTENTION,
     CACHE,
@@ -124,5 +130,6 @@ BUILT_IN: Sections = (
     API,
     EXECUTOR,
     LOGITS_PROCESSOR,
+    QUANTIZATION,
 )
 """The sections of the built-in kinds."""

@@ -18,6 +18,7 @@ from dovetail.config.kinds import (
     GRAMMAR,
     LOGITS_PROCESSOR,
     POLICY,
+    QUANTIZATION,
     REASONING_PARSER,
     SPECULATIVE,
     TOOL_PARSER,
@@ -450,6 +451,7 @@ class Config(Section):
     api: Selection = API.field
     executor: Selection = EXECUTOR.field
     logits_processor: Selection = LOGITS_PROCESSOR.field
+    quantization: Selection = QUANTIZATION.field
     scheduler: SchedulerSection = SchedulerSection()
     graphs: GraphsSection = GraphsSection()
     memory: MemorySection = MemorySection()

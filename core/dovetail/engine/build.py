@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import difflib
+import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 import torch
 from torch import nn
@@ -14,7 +15,9 @@ from dovetail.engine.declared import check_declared
 from dovetail.errors import WeightsError
 from dovetail.interfaces.mesh import SINGLE, Mesh
 from dovetail.interfaces.model import ModelArchitecture, ModelInfo, WeightTarget
-from dovetail.layers.base import prepare_layers
+from dovetail.interfaces.quantization import LinearShape, Quantization
+from dovetail.layers.base import deferred_weights, prepare_layers
+from dovetail.layers.linear import Linear
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
@@ -24,12 +27,21 @@ ModelClass = Callable[[ModelInfo, Mesh], ModelArchitecture]
 
 
 def build_model(
-    model_class: ModelClass, info: ModelInfo, device: torch.device, dtype: torch.dtype, mesh: Mesh = SINGLE
+    model_class: ModelClass,
+    info: ModelInfo,
+    device: torch.device,
+    dtype: torch.dtype,
+    mesh: Mesh = SINGLE,
+    quantization: Quantization | None = None,
 ) -> ModelArchitecture:
     """Build this rank's share of ``model_class`` for ``info`` on ``device`` in ``dtype``, for inference. Its weights
-    are not loaded. Raises ``PluginLoadError`` if its attention layers need features that ``info`` does not declare."""
-    with torch.device(device), _default_dtype(dtype):
+    are not loaded. ``quantization`` chooses how its linear layers store their weights. Raises ``PluginLoadError`` if its
+    attention layers need features that ``info`` does not declare, and ``ConfigError`` for a layer that cannot be
+    quantized."""
+    with torch.device(device), _default_dtype(dtype), nullcontext() if quantization is None else deferred_weights():
         model = model_class(info, mesh)
+    if quantization is not None:
+        allocate(model, quantization, device, dtype)
     as_module(model).eval().requires_grad_(False)
     check_declared(as_module(model), info)
     return model
@@ -41,6 +53,46 @@ def as_module(model: ModelArchitecture) -> nn.Module:
     return model
 
 
+def allocate(model: ModelArchitecture, quantization: Quantization, device: torch.device, dtype: torch.dtype) -> None:
+    """Let ``quantization`` choose the method of each linear layer of a model that was built under
+    ``deferred_weights``, and allocate the parameters."""
+    modules: dict[str, list[tuple[int, int, str]]] = {}  # of each layer: start, rows and name of the modules it holds
+    for name, entry in model.weights_map().items():
+        for target in as_list(entry):
+            layer, _, field = target.parameter.rpartition(".")
+            if field == "weight" and name.endswith(".weight"):
+                place = (target.start or 0, target.size or -1, name.removesuffix(".weight"))
+                modules.setdefault(layer, []).append(place)
+    for name, layer in as_module(model).named_modules():
+        if isinstance(layer, Linear):
+            held, (outputs, inputs) = sorted(modules.get(name, ())), layer.weight.shape
+            rows = tuple(outputs if size < 0 else size for _, size, _ in held)
+            shape = LinearShape(tuple(theirs for *_, theirs in held), rows, inputs, layer.precise)
+            layer.allocate(quantization.method(shape) if held else None, device, dtype)
+
+
+def expanded_targets(model: ModelArchitecture) -> dict[str, list[WeightTarget]]:
+    """Return the targets of every tensor of the checkpoint, those of quantized layers included."""
+    methods = {
+        f"{name}.weight": (name, layer.method)
+        for name, layer in as_module(model).named_modules()
+        if isinstance(layer, Linear) and layer.method is not None
+    }
+    found: dict[str, list[WeightTarget]] = {}
+    for theirs, entry in model.weights_map().items():
+        targets = as_list(entry)
+        if not targets:
+            found[theirs] = []
+        for target in targets:
+            if target.parameter not in methods:
+                found.setdefault(theirs, []).append(target)
+                continue
+            layer, method = methods[target.parameter]
+            for tensor, own in method.targets(theirs.removesuffix(".weight"), target._replace(parameter="weight")):
+                found.setdefault(tensor, []).append(own._replace(parameter=f"{layer}.{own.parameter}"))
+    return found
+
+
 class WeightFiller:
     """Copy checkpoint tensors to the places that the model's ``weights_map`` names, and record which are missing.
 
@@ -50,7 +102,7 @@ class WeightFiller:
     def __init__(self, model: ModelArchitecture) -> None:
         self.model = model
         self.parameters = dict(as_module(model).named_parameters())
-        self.targets = {name: as_list(target) for name, target in model.weights_map().items()}
+        self.targets = expanded_targets(model)
         self.used: set[str] = set()
         self._ignored = [re.compile(pattern) for pattern in model.ignored_weights()]
         check_complete(self.parameters, self.targets)
@@ -87,8 +139,9 @@ class WeightFiller:
         found = [(target, self.place(target)) for target in self.targets[name]]
         for target, place in found:
             _check_shape(name, shape, target, place)
-            if dtype != place.dtype and not (dtype in FLOATS and place.dtype in FLOATS):
-                allowed = FLOATS if place.dtype in FLOATS else (place.dtype,)
+            converts = place.dtype in FLOATS or target.transform is not None
+            if dtype != place.dtype and not (dtype in FLOATS and converts):
+                allowed = FLOATS if converts else (place.dtype,)
                 raise WeightsError(f"tensor {name} is {dtype}; supported: {', '.join(map(str, allowed))}")
         return found
 
@@ -128,7 +181,7 @@ def whole_shape(target: WeightTarget, filled: tuple[int, ...]) -> tuple[int, ...
 
 def _check_shape(name: str, shape: Sequence[int], target: WeightTarget, place: torch.Tensor) -> None:
     expected = whole_shape(target, tuple(place.shape))
-    if tuple(shape) != expected:
+    if tuple(shape) != expected and not math.prod(shape) == math.prod(expected) == 1:
         raise WeightsError(
             f"tensor {name} has shape {list(shape)}; the model expects {list(expected)} (parameter "
             f"{target.parameter}); check that config.json belongs to this checkpoint"

@@ -35,10 +35,10 @@ from dovetail.interfaces.executor import WarmUpProgress
 from dovetail.interfaces.features import Feature
 from dovetail.interfaces.logits import ProcessorContext
 from dovetail.interfaces.mesh import SINGLE, Mesh
+from dovetail.interfaces.quantization import QuantizationContext
 from dovetail.interfaces.speculative import Drafter, DrafterContext
-from dovetail.layers.linear import make_batch_invariant
+from dovetail.layers.linear import Linear, make_batch_invariant
 from dovetail.memory.pool import PagedKVPool, pool_dtype
-from dovetail.ops.linear import describe
 
 if TYPE_CHECKING:
     from dovetail.config.sections import Config
@@ -100,7 +100,10 @@ class Engine:
     def _build(self, resolved: Resolved, eos_token_ids: frozenset[int]) -> None:
         """Load the model, allocate the KV pool, and build the runners of steps."""
         config, info, mesh = resolved.config, self.info, self.mesh
-        self.model = build_model(resolved.model.load(), info, self.device, self._dtype, mesh)
+        quantization = None
+        if (chosen := resolved.quantization) is not None:
+            quantization = chosen.build(QuantizationContext(info.quantization, self._dtype, self.device))
+        self.model = build_model(resolved.model.load(), info, self.device, self._dtype, mesh, quantization)
         if config.batch_invariant:
             make_batch_invariant(as_module(self.model))
         self._note_prompts(resolved)
@@ -277,11 +280,9 @@ class Engine:
     @property
     def products(self) -> dict[str, str]:
         """Return, for each shape of a weight, a text that names what computes matrix products with it."""
-        weights = {tuple(p.shape): p for p in as_module(self.model).parameters() if p.ndim == 2}
-        return {
-            f"{rows} x {columns}": describe(weight, batch_invariant=self._batch_invariant)
-            for (rows, columns), weight in weights.items()
-        }
+        layers = [layer for layer in as_module(self.model).modules() if isinstance(layer, Linear)]
+        texts = {(layer.out_features, layer.in_features): layer.product.describe for layer in layers}
+        return {f"{rows} x {columns}": text for (rows, columns), text in texts.items()}
 
     # -- steps -------------------------------------------------------------------------------------------------------
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from io import RawIOBase
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -107,6 +107,13 @@ def stored_tensors(file: Path) -> list[StoredTensor]:
     return sorted(found, key=lambda tensor: tensor.offset)
 
 
+class WeightFill(NamedTuple):
+    """Hold a contiguous place in a parameter, and what changes the tensor that fills it."""
+
+    place: torch.Tensor
+    transform: WeightTransform | None
+
+
 @dataclass(slots=True)
 class ShardReader:
     """Copy stored tensors, or shares of them, to their places in the model's parameters. A reader must be used by one thread only.
@@ -127,24 +134,19 @@ class ShardReader:
         self._sent = [torch.cuda.Event() for _ in self._buffers] if pinned else []
 
     @torch.no_grad()
-    def copy(
-        self,
-        tensor: StoredTensor,
-        place: torch.Tensor,
-        transform: WeightTransform | None,
-        advance: Callable[[int], None],
-    ) -> None:
-        """Fill contiguous ``place`` with what ``transform`` makes of the tensor, and convert the dtype. A transform that
-        reorders elements needs the whole tensor a second time on the device. Calls ``advance`` with the number of bytes
-        after each chunk. On CUDA the copies run asynchronously on the current stream. Raises ``WeightsError`` if the file
-        ends early."""
+    def copy(self, tensor: StoredTensor, fills: Sequence[WeightFill], advance: Callable[[int], None]) -> None:
+        """WeightFill places with the tensor, and convert the dtype. If there are several, or a transform that reorders elements,
+        the device holds the whole tensor a second time. Calls ``advance`` with the number of bytes after each chunk. On
+        CUDA the copies run asynchronously on the current stream. Raises ``WeightsError`` if the file ends early."""
         assert isinstance(tensor.dtype, torch.dtype)
-        if transform is None or not transform.reorders:
+        place, transform = fills[0]
+        if len(fills) == 1 and (transform is None or not transform.reorders):
             self._stream(tensor, place.view(-1), advance)
             return
         whole = torch.empty(tensor.shape, dtype=tensor.dtype, device=place.device)
         self._stream(tensor, whole.view(-1), advance)
-        place.copy_(transform.apply(whole, tuple(place.shape)))
+        for place, transform in fills:
+            place.copy_(whole if transform is None else transform.apply(whole, tuple(place.shape)))
 
     def _stream(self, tensor: StoredTensor, flat: torch.Tensor, advance: Callable[[int], None]) -> None:
         """Copy the elements of the tensor to ``flat``, in their order."""

@@ -6,6 +6,7 @@ import logging
 import os
 import threading
 import time
+import zlib
 from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -14,14 +15,16 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
+from torch import nn
 
 from dovetail.config.checkpoint import read_json
-from dovetail.engine.build import WeightFiller, as_list, as_module, build_model
+from dovetail.engine.build import WeightFiller, as_module, build_model, expanded_targets
 from dovetail.engine.progress import Advance, bytes_progress, size_text
-from dovetail.engine.shards import ShardReader, StoredTensor, cut, stored_tensors
+from dovetail.engine.shards import ShardReader, StoredTensor, WeightFill, cut, stored_tensors
 from dovetail.errors import ConfigError, WeightsError
-from dovetail.interfaces.model import ModelArchitecture, TensorShare, WeightTarget, WeightTransform
+from dovetail.interfaces.model import ModelArchitecture, TensorShare, WeightTarget
 from dovetail.layers.base import prepare_layers
+from dovetail.layers.linear import Linear
 
 __all__ = ["build_model", "checkpoint_files", "load_weights"]
 
@@ -44,12 +47,10 @@ log = logging.getLogger(__name__)
 
 
 class _Move(NamedTuple):
-    """Hold what is read of a tensor of the checkpoint for one of its targets, and the rows of a parameter that it
-    fills."""
+    """Hold what is read of a tensor of the checkpoint, and the places that it fills."""
 
     tensor: StoredTensor
-    place: torch.Tensor
-    transform: WeightTransform | None
+    fills: list[WeightFill]
 
 
 @torch.no_grad()
@@ -62,7 +63,7 @@ def load_weights(
     *,
     shown: bool = True,
 ) -> None:
-    """Fill every parameter of ``model`` from the checkpoint in ``directory``, or with random numbers if ``load_format``
+    """WeightFill every parameter of ``model`` from the checkpoint in ``directory``, or with random numbers if ``load_format``
     is ``dummy``.
 
     Every tensor of the checkpoint is used exactly once, unless the model ignores it by name. Names, shapes and dtypes
@@ -126,8 +127,10 @@ def _moves(filler: WeightFiller, files: Sequence[Path]) -> list[_Move]:
             raise WeightsError(f"tensor {tensor.name} is in {seen[tensor.name].name} and again in {tensor.file.name}")
         seen[tensor.name] = tensor.file
         if filler.uses(tensor.name):
+            parts: dict[tuple[TensorShare, ...], list[WeightFill]] = {}
             for target, place in filler.places_for(tensor.name, tensor.shape, tensor.dtype):
-                moves.append(_Move(cut(tensor, target.shares), place, target.transform))
+                parts.setdefault(target.shares, []).append(WeightFill(place, target.transform))
+            moves += [_Move(cut(tensor, shares), fills) for shares, fills in parts.items()]
     return moves
 
 
@@ -196,7 +199,7 @@ def _no_weights(directory: Path) -> str:
 
 
 def _fill_dummy(model: ModelArchitecture, seed: int) -> None:
-    """Fill matrices and biases uniformly (see ``DUMMY_RANGE``) and all other vectors, such as norms, with 1, so that
+    """WeightFill matrices and biases uniformly (see ``DUMMY_RANGE``) and all other vectors, such as norms, with 1, so that
     activations stay finite. On one type of device, every run with the same seed gives the same numbers. A rank gets its
     share of the numbers that a single rank would have, except in parameters whose tensors are cut in several dimensions
     or transformed."""
@@ -204,10 +207,13 @@ def _fill_dummy(model: ModelArchitecture, seed: int) -> None:
     module = as_module(model)
     generators: dict[torch.device, torch.Generator] = {}
     shares = _shares(model)
+    quantized = _fill_quantized(module, seed)
     for name, parameter in module.named_parameters():
         device = parameter.device
         if device not in generators:
             generators[device] = torch.Generator(device).manual_seed(seed)
+        if name in quantized:
+            continue
         if parameter.ndim > 1 or name.endswith("bias"):
             _fill_uniform(parameter, shares.get(name), generators[device])
         else:
@@ -217,6 +223,19 @@ def _fill_dummy(model: ModelArchitecture, seed: int) -> None:
             torch.cuda.synchronize(device)
     total = sum(parameter.nbytes for parameter in module.parameters())
     log.info("dummy weights: %s in %.1f s", size_text(total), time.perf_counter() - start)
+
+
+def _fill_quantized(module: nn.Module, seed: int) -> set[str]:
+    """WeightFill the parameters of quantized layers, and return their names."""
+    filled: set[str] = set()
+    for name, layer in module.named_modules():
+        if isinstance(layer, Linear) and layer.method is not None:
+            parameters = {own: getattr(layer, own) for own in layer.method.parameters()}
+            device = next(iter(parameters.values())).device
+            generator = torch.Generator(device).manual_seed(seed + zlib.crc32(name.encode()))
+            layer.method.fill_dummy(parameters, DUMMY_RANGE, generator)
+            filled |= {f"{name}.{own}" for own in parameters}
+    return filled
 
 
 class _Sharing(NamedTuple):
@@ -231,7 +250,7 @@ class _Sharing(NamedTuple):
 def _shares(model: ModelArchitecture) -> dict[str, _Sharing]:
     """Return the ``_Sharing`` of each parameter of which this rank has a share in one dimension only."""
     targets: dict[str, list[WeightTarget]] = {}
-    for target in (one for entry in model.weights_map().values() for one in as_list(entry)):
+    for target in (one for entry in expanded_targets(model).values() for one in entry):
         targets.setdefault(target.parameter, []).append(target)
     parameters = dict(as_module(model).named_parameters())
     found: dict[str, _Sharing] = {}

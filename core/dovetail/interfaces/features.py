@@ -141,6 +141,11 @@ class Feature(str):
         "logits.batch_invariant", "the bits of a row do not depend on the other rows of a call"
     )
 
+    # quantizations
+    QUANTIZATION_BATCH_INVARIANT = _feature(
+        "quantization.batch_invariant", "the bits of a row of a product do not depend on the other rows"
+    )
+
     # executors
     EXECUTOR_RANKS = _feature("executor.ranks", "runs several ranks")
 

@@ -27,7 +27,8 @@ class ModelInfo:
     uses. ``split_sizes`` are names and values of further numbers of config.json that the ranks of tensor parallelism
     must divide evenly, in models that offer ``model.tensor_parallel``; heads are always among them. ``expert_sizes``, in
     mixtures of experts, are names and values of the number of experts and of the intermediate values of one expert: the
-    ranks must divide one of the two (``parallel.experts``).
+    ranks must divide one of the two (``parallel.experts``). ``quantization`` is the ``quantization_config`` of
+    config.json, or None; Dovetail sets it, and components of kind ``quantization`` read it.
     """
 
     architecture: str
@@ -46,6 +47,7 @@ class ModelInfo:
     split_sizes: tuple[tuple[str, int], ...] = ()
     expert_sizes: tuple[tuple[str, int], tuple[str, int]] | None = None
     config: Any = field(default=None, repr=False)
+    quantization: Mapping[str, Any] | None = field(default=None, repr=False)
 
 
 class TensorShare(NamedTuple):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any, Self
 
 import torch
@@ -39,6 +41,27 @@ def prepare_layers(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, Layer):
             module.prepare()
+
+
+_deferred: ContextVar[bool] = ContextVar("deferred weights", default=False)
+
+
+@contextmanager
+def deferred_weights() -> Iterator[None]:
+    """Let the weights of the linear layers that are made within the block have no memory, because what stores them is
+    known only when the model is complete. ``Linear.allocate`` then allocates it."""
+    token = _deferred.set(True)
+    try:
+        yield
+    finally:
+        _deferred.reset(token)
+
+
+def deferrable_parameter(*shape: int) -> nn.Parameter:
+    """Return ``parameter(*shape)``, or, under ``deferred_weights``, one without memory."""
+    if not _deferred.get():
+        return parameter(*shape)
+    return nn.Parameter(torch.empty(shape, device="meta"), requires_grad=False)
 
 
 def parameter(*shape: int) -> nn.Parameter:

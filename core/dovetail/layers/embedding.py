@@ -45,6 +45,8 @@ class LMHead(Linear):
     """Compute logits of hidden states: this rank's share of them, which the ranks then gather. If the head is tied to
     an embedding, it shares that layer's weight, of which a checkpoint has one copy."""
 
+    precise = True
+
     def __init__(
         self, hidden_size: int, vocab_size: int, mesh: Mesh, *, tied: Embedding | None = None, bias: bool = False
     ) -> None:
@@ -52,7 +54,7 @@ class LMHead(Linear):
         super().__init__(hidden_size, 0 if tied else size)
         self.bias = parameter(size) if bias else None
         if tied is not None:
-            self.weight = tied.weight
+            self.weight, self.out_features = tied.weight, size
         self._tp = mesh.tp if mesh.tp.size > 1 else None
         self._share = TensorShare(0, start, size, vocab_size)
         self._padding = -(-vocab_size // mesh.tp.size) - size

@@ -32,6 +32,7 @@ class Router(Layer):
         super().__init__()
         self.rule = rule
         self.gate = Linear(hidden_size, rule.num_experts, bias=bias)
+        self.gate.precise = True
         self.correction = (
             nn.Parameter(torch.empty(rule.num_experts, dtype=torch.float32), requires_grad=False)
             if rule.corrected

@@ -3,7 +3,7 @@ outputs, the second by its inputs. Every rank of a ``Linear`` holds the whole we
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
@@ -12,92 +12,145 @@ from torch import nn
 
 from dovetail.errors import ConfigError
 from dovetail.interfaces.model import TensorShare, WeightTarget, WeightTransform
-from dovetail.layers.base import Layer, parameter
+from dovetail.interfaces.quantization import LinearMethod, LinearProduct
+from dovetail.layers.base import Layer, deferrable_parameter, parameter
 from dovetail.ops.activation import GATES, Activation
-from dovetail.ops.cpu.kernels import Kernels, kernels
-from dovetail.ops.linear import compiled_rows, few_rows, invariant_rows, linear, packed, packed_linear
-from dovetail.ops.parts import RankAddend
+from dovetail.ops.cpu.kernels import kernels
+from dovetail.ops.linear import compiled_rows, describe, few_rows, invariant_rows, linear, packed, packed_linear
+from dovetail.ops.parts import Parts, RankAddend
 
 if TYPE_CHECKING:
     from dovetail.interfaces.mesh import Mesh
-    from dovetail.ops.parts import Addend, Parts
+    from dovetail.ops.parts import Addend
     from dovetail.ops.triton.invariant import InvariantRows
     from dovetail.ops.triton.matmul import FewRows
 
 NO_TRANSFORMS: Mapping[str, WeightTransform] = MappingProxyType({})
 
 
-class Linear(Layer):
-    """Compute ``x [tokens, in] @ weight [out, in].T + bias [out]``. With ``batch_invariant``, the bits of a row do not
-    depend on the number of rows. ``activation`` is the function of ``gated_forward``."""
+class DenseProduct(LinearProduct):
+    """Multiply with a ``weight [out, in]`` in the dtype of activations. On the CPU it keeps a second copy of the weight,
+    in the order that oneDNN's kernels read; on CUDA it chooses the kernels for few rows. With ``batch_invariant``, the
+    bits of a row do not depend on the number of rows; raises ``ConfigError`` if there are no such products for the
+    weight."""
 
-    batch_invariant = False
-    activation: Activation = "silu"
-
-    def __init__(self, in_features: int, out_features: int, *, bias: bool = False) -> None:
-        super().__init__()
-        self.weight = parameter(out_features, in_features)
-        self.bias = parameter(out_features) if bias else None
-        self._operands: tuple[torch.Tensor, torch.Tensor | None]
-        self._packed: torch.Tensor | None = None
-        self._compiled: Kernels | None = None
-        self._compiled_rows = 0
-        self._few_rows: FewRows | InvariantRows | None = None
-        self._gate: Callable[[torch.Tensor], torch.Tensor]
-
-    def prepare(self) -> None:
-        """See ``Layer.prepare``. On the CPU the layer keeps a second copy of the weight, in the order that oneDNN's
-        kernels read; on CUDA it chooses the kernels for few rows. Raises ``ConfigError`` if ``batch_invariant`` is set
-        and there are no such products for the weight.
-        """
-        weight = self.weight
-        self._operands = (weight, self.bias)
-        self._gate = GATES[self.activation]
+    def __init__(self, weight: torch.Tensor, *, batch_invariant: bool = False) -> None:
+        self._weight = weight
         self._packed = packed(weight)
         self._compiled_rows = compiled_rows(weight)
         self._compiled = kernels(weight.dtype) if self._compiled_rows else None
-        self._few_rows = invariant_rows(weight) if self.batch_invariant else few_rows(weight)
+        self._few_rows: FewRows | InvariantRows | None
+        self._few_rows = invariant_rows(weight) if batch_invariant else few_rows(weight)
+        self._batch_invariant = batch_invariant
+        self.in_parts = self._few_rows is not None
+
+    def forward(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        """See ``LinearProduct``."""
+        if self._compiled is not None and x.shape[0] <= self._compiled_rows:
+            return self._compiled.product(x, self._weight, bias)
+        if self._few_rows is not None and x.shape[0] <= self._few_rows.most_rows:
+            return self._few_rows(x, bias)
+        return linear(x, self._weight, bias) if self._packed is None else packed_linear(x, self._packed, bias)
+
+    def gated(self, x: torch.Tensor, bias: torch.Tensor | None, activation: Activation) -> torch.Tensor:
+        """See ``LinearProduct``."""
+        if self._few_rows is not None and x.shape[0] <= self._few_rows.most_rows:
+            return self._few_rows.gated(x, bias, activation)
+        return GATES[activation](self.forward(x, bias))
+
+    def parts(self, x: torch.Tensor) -> torch.Tensor | None:
+        """See ``LinearProduct``."""
+        if self._few_rows is not None and x.shape[0] <= self._few_rows.most_rows:
+            parts = self._few_rows.parts(x)
+            return None if parts is None else parts.addends
+        return None
+
+    @property
+    def describe(self) -> str:
+        """See ``LinearProduct``."""
+        return describe(self._weight, batch_invariant=self._batch_invariant)
+
+
+class Linear(Layer):
+    """Compute ``x [tokens, in] @ weight [out, in].T + bias [out]``. With ``batch_invariant``, the bits of a row do not
+    depend on the number of rows. ``activation`` is the function of ``gated_forward``.
+
+    If a quantization gives the layer a ``method``, the method's parameters take the place of ``weight``. Layers that
+    are ``precise`` keep their weight when an unquantized checkpoint is quantized.
+    """
+
+    batch_invariant = False
+    activation: Activation = "silu"
+    precise = False
+
+    def __init__(self, in_features: int, out_features: int, *, bias: bool = False) -> None:
+        super().__init__()
+        self.in_features, self.out_features = in_features, out_features
+        self.weight = deferrable_parameter(out_features, in_features)
+        self.bias = parameter(out_features) if bias else None
+        self.method: LinearMethod | None = None
+        self._product: LinearProduct
+        self._added: torch.Tensor | None = None
+        self._in_parts = False
+
+    def allocate(self, method: LinearMethod | None, device: torch.device, dtype: torch.dtype) -> None:
+        """Allocate the parameters that were deferred: those of ``method``, or the weight in ``dtype``."""
+        self.method = method
+        if method is None:
+            if self.weight.is_meta:
+                self.weight = nn.Parameter(torch.empty(self.weight.shape, dtype=dtype, device=device), False)
+            return
+        del self.weight
+        for name, (shape, own_dtype) in method.parameters().items():
+            self.register_parameter(name, nn.Parameter(torch.empty(shape, dtype=own_dtype, device=device), False))
+
+    def prepare(self) -> None:
+        """See ``Layer.prepare``. Raises ``ConfigError`` if ``batch_invariant`` is set and there are no such products for
+        the weight."""
+        if self.method is None:
+            self._product = DenseProduct(self.weight, batch_invariant=self.batch_invariant)
+        else:
+            names = self.method.parameters()
+            self._product = self.method.prepare({name: getattr(self, name).detach() for name in names})
+        self._added = self.bias
+        self._in_parts = self._product.in_parts and self.bias is None
         super().prepare()
+
+    @property
+    def product(self) -> LinearProduct:
+        """Return what multiplies with the weight."""
+        if not self.prepared:
+            self.prepare()
+        return self._product
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Map contiguous ``x [tokens, in]`` to ``[tokens, out]``. Mutates nothing."""
         if not self.prepared:
             self.prepare()
-        weight, bias = self._operands
-        if self._compiled is not None and x.shape[0] <= self._compiled_rows:
-            return self._compiled.product(x, weight, bias)
-        if self._few_rows is not None and x.shape[0] <= self._few_rows.most_rows:
-            return self._few_rows(x, bias)
-        return linear(x, weight, bias) if self._packed is None else packed_linear(x, self._packed, bias)
+        return self._product.forward(x, self._added)
 
     def parts_forward(self, x: torch.Tensor) -> Addend:
         """Compute ``forward``, but leave it to ``RMSNorm.add_forward`` to add up the parts that the kernel computes, or
         the addends of the ranks."""
-        if self._few_rows is None and self.prepared:
-            return self.forward(x)
         parts = self._parts(x)
-        return self.forward(x) if parts is None else parts
+        return self.forward(x) if parts is None else Parts(parts)
 
     def addend_forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return what this rank adds to ``forward``: all of it, unless the inputs are divided among ranks."""
         return self.forward(x)
 
-    def _parts(self, x: torch.Tensor) -> Parts | None:
+    def _parts(self, x: torch.Tensor) -> torch.Tensor | None:
         """Return the parts of the product, or None if it is not computed in parts."""
         if not self.prepared:
             self.prepare()
-        if self._few_rows is not None and self.bias is None and x.shape[0] <= self._few_rows.most_rows:
-            return self._few_rows.parts(x)
-        return None
+        return self._product.parts(x) if self._in_parts else None
 
     def gated_forward(self, x: torch.Tensor) -> torch.Tensor:
         """Compute the gate of ``forward(x)``, whose first half opens it: map contiguous ``x [tokens, in]`` to ``[tokens,
         out / 2]``. Mutates nothing."""
         if not self.prepared:
             self.prepare()
-        if self._few_rows is not None and x.shape[0] <= self._few_rows.most_rows:
-            return self._few_rows.gated(x, self._operands[1], self.activation)
-        return self._gate(self.forward(x))
+        return self._product.gated(x, self._added, self.activation)
 
     def target(self, parameter: str, part: str | None = None) -> WeightTarget:
         """Return where a tensor of the checkpoint goes that is this layer's weight or bias, or those of projection
@@ -168,7 +221,7 @@ class RowLinear(Linear):
         """See ``Layer.prepare``."""
         super().prepare()
         if self._tp.rank:
-            self._operands = (self.weight, None)
+            self._added = None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Map contiguous ``x [tokens, in]``, this rank's inputs, to ``[tokens, out]``. Mutates nothing."""
@@ -181,7 +234,7 @@ class RowLinear(Linear):
     def parts_forward(self, x: torch.Tensor) -> Addend:
         """See ``Linear.parts_forward``."""
         parts = self._parts(x) if self._tp.adds_parts else None
-        return RankAddend(super().forward(x) if parts is None else parts.addends, self._tp)
+        return RankAddend(super().forward(x) if parts is None else parts, self._tp)
 
     def target(self, parameter: str, part: str | None = None) -> WeightTarget:
         """See ``Linear.target``."""
@@ -199,7 +252,8 @@ def make_batch_invariant(model: nn.Module) -> None:
                 f"batch_invariant is true, and {name or 'the model'} is a {type(module).__name__} with its own "
                 "parameters; allowed: layers of dovetail.layers. Set batch_invariant: false"
             )
-        if isinstance(module, Linear):
+        if isinstance(module, Linear) and module.method is None:
             invariant_rows(module.weight)
+        if isinstance(module, Linear):
             module.batch_invariant = True
             module.prepared = False

@@ -15,7 +15,7 @@ from dovetail.api.requests import with_output_limit
 from dovetail.chat.parsing import OutputParsers, load_parsers
 from dovetail.chat.requests import plain_message, read_tool_choice, read_tools, template_tools
 from dovetail.config import dump
-from dovetail.errors import EngineError, RequestError
+from dovetail.errors import ConfigError, EngineError, RequestError
 from dovetail.generation.expansion import expand
 from dovetail.generation.prompts import PromptHooks, load_prompt_hooks
 from dovetail.llm.arguments import (
@@ -62,12 +62,22 @@ class LLM:
     """
 
     def __init__(
-        self, model: str | Config | None = None, /, *, config_file: str | Path | None = None, **sections: Any
+        self,
+        model: str | os.PathLike[str] | Config | None = None,
+        /,
+        *,
+        config_file: str | Path | None = None,
+        **sections: Any,
     ) -> None:
         from dovetail.loop import Loop
 
-        if isinstance(model, str):
-            sections["model"] = with_path(sections.get("model", {}), model)
+        if isinstance(model, str | os.PathLike):
+            sections["model"] = with_path(sections.get("model", {}), os.fspath(model))
+        elif model is not None and not isinstance(model, Config):
+            raise ConfigError(
+                f"LLM(...) got {model!r:.80}; allowed: the name or path of a model, or a Config. Sections are keywords: "
+                'LLM("tiny", quantization="fp8")'
+            )
         elif model is not None:
             sections = {**dump(model), **sections}
         files = [Path(config_file)] if config_file else []

@@ -5,15 +5,14 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Mapping
 from types import MappingProxyType, ModuleType
-from typing import Literal
 
 import torch
 from torch.nn import functional
 
+from dovetail.interfaces.quantization import Activation
 from dovetail.ops.cpu.kernels import kernels
 
-Activation = Literal["silu", "gelu_tanh"]
-"""Name the function of the gate in a gated feed-forward layer."""
+__all__ = ["GATES", "Activation", "gelu_tanh_mul", "silu_mul", "soft_cap"]
 
 
 @functools.cache

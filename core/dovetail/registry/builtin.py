@@ -172,6 +172,21 @@ LOGITS_PROCESSOR = KindDescriptor(
     search_order=55,
 )
 
+QUANTIZATION = KindDescriptor(
+    ComponentKind.QUANTIZATION,
+    "quantizations of weights",
+    "dovetail.interfaces.quantization:Quantization",
+    section=kinds.QUANTIZATION,
+    screen=f"{_RULES}:screen_quantization",
+    namespaces=("quantization",),
+    runtime_needs=(RuntimeNeed(Feature.QUANTIZATION_BATCH_INVARIANT, when="batch_invariant"),),
+    rules=f"{_RULES}:quantization",
+    suite="dovetail.testing.quantization:QuantizationSuite",
+    described=True,
+    order=15,
+    search_order=15,
+)
+
 KINDS = (
     ATTENTION,
     CACHE,
@@ -184,6 +199,7 @@ KINDS = (
     API,
     EXECUTOR,
     LOGITS_PROCESSOR,
+    QUANTIZATION,
 )
 
 

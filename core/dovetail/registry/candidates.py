@@ -16,6 +16,7 @@ from dovetail.registry.installed import RegisteredComponent, Registry
 from dovetail.registry.resolution import Candidate, ChoiceRule, Reason, ResolveRequest, Stage
 from dovetail.registry.specs import KindDescriptor, Selects
 from dovetail.registry.stages import examine
+from dovetail.registry.targets import load_attribute
 
 MOST_REORDERED = 4
 """The length of the longest list for which an error tries every other order of its components."""
@@ -109,6 +110,8 @@ def open_slot(
     for candidate in candidates:
         if candidate.usable:
             examine(candidate, request)
+        if candidate.usable:
+            _screen(candidate, request, registry.kinds[request.kind], named=bool(selection.candidates))
     slot = Slot(
         request,
         registry.kinds[request.kind],
@@ -120,6 +123,14 @@ def open_slot(
     )
     _let_plugins_adjust(slot, registry.hooks)
     return slot
+
+
+def _screen(candidate: Candidate, request: ResolveRequest, descriptor: KindDescriptor, named: bool) -> None:
+    """Reject the candidate if its kind's ``screen`` yields reasons."""
+    if descriptor.screen is not None:
+        screen = load_attribute(descriptor.screen, f"the screen of kind {descriptor.kind!r}")
+        if reasons := list(screen(candidate, request, named)):
+            candidate.reject(Stage.CONSTRAINTS, *reasons)
 
 
 def preference(component: RegisteredComponent, preferred: Sequence[str]) -> tuple[int, int, str]:

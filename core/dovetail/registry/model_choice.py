@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -61,6 +61,7 @@ def choose_model(config: Config, registry: Registry, machine: Machine, tuning: T
             candidate.verdict = CandidateVerdict.CHOSEN
             rule = ChoiceRule.EXPLICIT if explicit else ChoiceRule.PRIORITY
             resolution = Resolution("model", ComponentKind.MODEL, candidate.spec.name, rule, tuple(candidates))
+            info = replace(info, quantization=_quantization(checkpoint))
             dtype, kv_dtype = _dtypes(config, machine, info)
             return ModelChoice(directory, info, candidate, dtype, kv_dtype, resolution)
     raise ResolutionError("\n".join([f"no model component can serve {directory}:", *map(_refused, candidates)]))
@@ -125,6 +126,13 @@ def _dtypes(config: Config, machine: Machine, info: ModelInfo) -> tuple[str, str
     default = info.dtype if machine.device_type == "cuda" else "float32"
     dtype = default if config.model.dtype == "auto" else config.model.dtype
     return dtype, dtype if config.memory.kv_dtype == "auto" else config.memory.kv_dtype
+
+
+def _quantization(checkpoint: dict[str, Any]) -> Mapping[str, Any] | None:
+    given = checkpoint.get("quantization_config")
+    if given is not None and not isinstance(given, Mapping):
+        raise ConfigError(f"config.json: quantization_config is {given!r:.80}; allowed: an object, null")
+    return given
 
 
 def _refused(candidate: Candidate) -> str:

@@ -265,6 +265,11 @@ class Resolved:
         return self.part(ComponentKind.DRAFTER)
 
     @property
+    def quantization(self) -> Chosen | None:
+        """Return how weights are stored, or None for the model's dtype."""
+        return self.part(ComponentKind.QUANTIZATION)
+
+    @property
     def tool_parser(self) -> Chosen | None:
         """Return the parser of tool calls, if there is one."""
         return self.part(ComponentKind.TOOL_PARSER)

@@ -12,8 +12,9 @@ from dovetail.registry.candidates import Slot
 from dovetail.registry.fit import Combination, Need, Situation, show
 from dovetail.registry.negotiable import BATCH_INVARIANT, MIN_PROBABILITY, TENSOR_PARALLEL
 from dovetail.registry.ranks import indivisible
-from dovetail.registry.resolution import Candidate, Reason
+from dovetail.registry.resolution import Candidate, Reason, ResolveRequest
 from dovetail.registry.specs import ComponentKind
+from dovetail.registry.targets import load_attribute
 
 PREFILL, DECODE = "attention.prefill", "attention.decode"
 POLICY, GRAMMAR, DRAFTER = ComponentKind.POLICY, ComponentKind.GRAMMAR, ComponentKind.DRAFTER
@@ -59,6 +60,33 @@ def model(situation: Situation) -> Iterator[Need | Reason]:
             f"{TENSOR_PARALLEL}.{BATCH_INVARIANT}",
             f"{BATCH_INVARIANT} needs {TENSOR_PARALLEL} 1 (ranks add up their results in an order that may depend on the rows)",
             f"{TENSOR_PARALLEL} is {tp}",
+        )
+
+
+def screen_quantization(candidate: Candidate, request: ResolveRequest, named: bool) -> Iterator[Reason]:
+    """Require a component that can load the checkpoint. An unquantized checkpoint is quantized only if config names the
+    component."""
+    assert request.model_info is not None
+    assert candidate.spec.describe is not None
+    checkpoint, name = request.model_info.quantization, candidate.spec.name
+    if checkpoint is None and not named:
+        expected = "auto takes it for a checkpoint with a quantization_config that it can load"
+        yield Reason("quantization.checkpoint", expected, "the checkpoint is not quantized", f"quantization: {name}")
+        return
+    describe = load_attribute(candidate.spec.describe, candidate.component.label)
+    if (reason := describe(checkpoint, candidate.config)) is not None:
+        yield Reason("quantization.checkpoint", "it must be able to load the checkpoint", reason)
+
+
+def quantization(situation: Situation) -> Iterator[Reason]:
+    """Require a component for a checkpoint that is quantized."""
+    checkpoint = situation.model.quantization
+    if checkpoint is not None and situation.candidate(ComponentKind.QUANTIZATION) is None:
+        method = checkpoint.get("quant_method", "an unnamed method")
+        yield Reason(
+            "quantization.none",
+            "the checkpoint is quantized and needs a component of kind quantization that can load it",
+            f"quantization is none (the checkpoint's quantization_config has quant_method {method!r})",
         )
 
 

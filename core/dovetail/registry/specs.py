@@ -31,6 +31,7 @@ class ComponentKind(str):
     API = _kind("api")
     EXECUTOR = _kind("executor")
     LOGITS_PROCESSOR = _kind("logits_processor")
+    QUANTIZATION = _kind("quantization")
 
 
 class Selects(enum.StrEnum):
@@ -77,7 +78,9 @@ class KindDescriptor:
     ``section`` is the config section that selects components. Only the built-in kind of models has none; its components
     are named at ``named_at``, a key of another section. ``selects`` determines how many components are in use, and how
     they are chosen. ``one_for_all_phases`` is the key of a boolean setting; while it is on, all phases of a built-in
-    kind's section have the same component.
+    kind's section have the same component. ``screen`` is the "module:function" that is called for each candidate before
+    the negotiation, with the candidate, its ``ResolveRequest`` and whether config names it, and yields the reasons why
+    the candidate cannot be used.
 
     ``namespaces`` are the namespaces of the features that the kind's components offer. ``runtime_needs`` lists the
     features that the runtime needs from them. ``rules`` is the "module:function" of the kind's further rules: a
@@ -110,6 +113,7 @@ class KindDescriptor:
     named_at: str = ""
     selects: Selects = Selects.ONE
     one_for_all_phases: str = ""
+    screen: str | None = None
     namespaces: tuple[str, ...] = ()
     runtime_needs: tuple[RuntimeNeed, ...] = ()
     rules: str | None = None
@@ -182,7 +186,7 @@ class ComponentSpec:
     ``target`` is the class that implements the kind's interface; ``config`` is a ``PluginConfig`` whose ``kind`` is a
     Literal of ``name``. This class is imported to validate config, so its module must be light. ``describe`` of a model
     is a function from config.json (a dict) to ``ModelInfo``; ``aliases`` of a model are the ``architectures`` entries
-    of config.json that it implements. ``offers`` and ``needs`` are registered features. ``replace`` names a
+    of config.json that it implements. For ``describe`` of a quantization see ``interfaces.quantization``. ``offers`` and ``needs`` are registered features. ``replace`` names a
     distribution whose component of the same name this one overrides. ``probe`` is an optional "module:function" that
     returns None, or the reason why the component cannot work here; it is called only for candidates that passed every
     other stage. It may take the arguments ``section`` (the component's own config) and ``config`` (the whole config).

@@ -39,7 +39,6 @@ MATHS: dict[str, tuple[Any, ...]] = {
     "position_embedding_type": ("rope",),
     "qk_layernorm": (False,),
     "qkv_bias": (False,),
-    "quantization_config": (),
     "query_pre_attn_scalar": (),
     "residual_multiplier": (1,),
     "routed_scaling_factor": (1,),

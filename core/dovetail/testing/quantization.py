@@ -1,0 +1,267 @@
+"""Test quantizations of weights: the conformance suite of their interface.
+
+class TestMine(QuantizationSuite):
+    name = "mine"
+    checkpoints = {"while loading": None, "by row": {"quant_method": "mine", ...}}
+
+    def store(self, checkpoint, module, weight):      # for the checkpoints that are not None
+        return {f"{module}.weight": ..., f"{module}.weight_scale": ...}, what_they_stand_for
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+from dovetail.engine.build import as_module, build_model
+from dovetail.engine.weights import load_weights
+from dovetail.errors import WeightsError
+from dovetail.interfaces.cache import CacheGroup
+from dovetail.interfaces.mesh import SINGLE, Mesh
+from dovetail.interfaces.model import ModelArchitecture, ModelInfo, WeightTarget
+from dovetail.interfaces.quantization import Quantization, QuantizationContext
+from dovetail.layers.decoder import linear_targets
+from dovetail.layers.linear import ColumnLinear, Linear, row_linear
+from dovetail.ops.activation import GATES
+from dovetail.registry.specs import ComponentKind
+from dovetail.registry.targets import load_attribute
+from dovetail.testing.component import ComponentSuite
+from dovetail.testing.ranks import thread_meshes
+
+CPU = torch.device("cpu")
+INFO = ModelInfo("Layers", 8, 8, 1, 1, 1, 8, 8, (CacheGroup(1, 1, 8),))
+HIDDEN, WIDE = 128, 256
+PARTS = {"q": 128, "k": 64, "v": 64}
+DUMMY = 1e-3
+
+each_size = pytest.mark.parametrize("size", [1, 2])
+
+
+class LayersOfAModel(nn.Module, ModelArchitecture):
+    """Have the linear layers of a decoder, and no forward pass."""
+
+    def __init__(self, info: ModelInfo, mesh: Mesh) -> None:
+        super().__init__()
+        self.info = info
+        self.qkv = ColumnLinear(HIDDEN, PARTS, mesh, bias=True, unit=32)
+        self.gate_up = ColumnLinear(HIDDEN, {"gate": WIDE, "up": WIDE}, mesh)
+        self.down = row_linear(WIDE, HIDDEN, mesh, bias=True)
+        self.head = Linear(HIDDEN, 96)
+        self.head.precise = True
+
+    def forward(self, batch: Any) -> torch.Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Raise an error: the layers are tested one by one."""
+        raise NotImplementedError
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Raise an error."""
+        raise NotImplementedError
+
+    def weights_map(self) -> Mapping[str, WeightTarget]:
+        """Return the targets of the unquantized layers."""
+        found: dict[str, WeightTarget] = {}
+        for name, parts in {"qkv": PARTS, "gate_up": ("gate", "up")}.items():
+            for part in parts:
+                found |= linear_targets(getattr(self, name), f"body.{part}_proj", name, part)
+        found |= linear_targets(self.down, "body.down_proj", "down")
+        return {**found, **dict(linear_targets(self.head, "lm_head", "head"))}
+
+
+class QuantizationSuite(ComponentSuite):
+    """Test a quantization of weights on the CPU. ``name`` and ``checkpoints`` are required."""
+
+    kind: ClassVar[ComponentKind] = ComponentKind.QUANTIZATION
+    checkpoints: ClassVar[Mapping[str, Mapping[str, Any] | None]] = {}
+    """The ``quantization_config`` of checkpoints, by a name for the report. With None, an unquantized checkpoint is
+    quantized while it is loaded."""
+    tolerance: ClassVar[float] = 1e-5
+    """Products in float32 may differ from those with the weights that the checkpoint stands for by this much, relative to
+    their root mean square."""
+    loss: ClassVar[float] = 0.05
+    """The relative error of a weight that is quantized while it is loaded (root mean square)."""
+
+    def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
+        """Run the tests that take a ``case`` once per checkpoint."""
+        if "case" in metafunc.fixturenames:
+            metafunc.parametrize("case", list(self.checkpoints))
+
+    def store(
+        self, checkpoint: Mapping[str, Any], module: str, weight: torch.Tensor
+    ) -> tuple[Mapping[str, torch.Tensor], torch.Tensor]:
+        """Return the tensors with which a checkpoint stores ``weight [out, in]`` of a module, by their whole names, and
+        the weight that they stand for. Override it for the checkpoints that are not None; compute both without the code
+        under test."""
+        raise NotImplementedError(f"{type(self).__name__}.store must write checkpoints like {checkpoint}")
+
+    def make(self, checkpoint: Mapping[str, Any] | None) -> Quantization:
+        """Return the component for a checkpoint."""
+        return self.build(QuantizationContext(checkpoint, torch.float32, CPU))
+
+    def model(self, case: str, mesh: Mesh = SINGLE) -> ModelArchitecture:
+        """Return layers with the component's parameters, which are not filled."""
+        return build_model(LayersOfAModel, INFO, CPU, torch.float32, mesh, self.make(self.checkpoints[case]))
+
+    def write(self, case: str, directory: Path, seed: int = 0) -> dict[str, torch.Tensor]:
+        """Write a checkpoint with random weights, and return the unquantized tensors that it stands for."""
+        checkpoint, stored, exact = self.checkpoints[case], dict[str, torch.Tensor](), dict[str, torch.Tensor]()
+        for name, tensor in _random_tensors(seed).items():
+            stored[name] = exact[name] = tensor
+            if checkpoint is not None and name.endswith("_proj.weight"):
+                del stored[name]
+                tensors, exact[name] = self.store(checkpoint, name.removesuffix(".weight"), tensor)
+                stored |= tensors
+        save_file({name: tensor.contiguous() for name, tensor in stored.items()}, directory / "model.safetensors")
+        return exact
+
+    @pytest.fixture(autouse=True)
+    def one_thread(self) -> Iterator[None]:
+        """Use one thread, because small products are computed faster by one thread than by several."""
+        threads = torch.get_num_threads()
+        torch.set_num_threads(1)
+        yield
+        torch.set_num_threads(threads)
+
+    def test_it_states_what_it_can_load(self, case: str) -> None:
+        """``describe`` accepts the checkpoints of the suite, and gives a reason against another one."""
+        assert self.spec.describe is not None
+        describe = load_attribute(self.spec.describe, self.component.label)
+        assert describe(self.checkpoints[case], self.config()) is None
+        reason = describe({"quant_method": "no method of this name"}, self.config())
+        assert isinstance(reason, str), "a checkpoint of another method is not refused"
+        assert reason
+
+    @each_size
+    def test_products_are_those_of_the_weights(self, case: str, size: int, tmp_path: Path) -> None:
+        """Products, with biases, are those of the weights that the checkpoint stands for, for any number of rows and
+        divided among ranks. Weights that are quantized while they are loaded are close to the exact ones."""
+        exact = self.write(case, tmp_path)
+        for mesh in thread_meshes(size) if size > 1 else [SINGLE]:
+            model, dense = self.model(case, mesh), _dense(exact, tmp_path, mesh)
+            load_weights(model, tmp_path)
+            quantized = 0
+            for name, layer in _layers(model).items():
+                expected = _layers(dense)[name]
+                x = torch.randn(7, layer.in_features, generator=torch.Generator().manual_seed(1))
+                for rows in (x, x[:1].contiguous(), x[:0]):
+                    before = rows.clone()
+                    got = layer.product.forward(rows, layer.bias)
+                    assert rows.equal(before), "the input was changed"
+                    assert got.shape == (len(rows), layer.out_features)
+                    bound = self.tolerance if self.checkpoints[case] is not None else self.loss
+                    assert _error(got, expected.product.forward(rows, expected.bias)) <= bound, name
+                quantized += layer.method is not None
+            assert quantized, "no layer is quantized"
+
+    def test_gates_and_parts_are_those_of_the_product(self, case: str, tmp_path: Path) -> None:
+        """``gated`` is the activation of ``forward``, and ``parts`` add up to it."""
+        self.write(case, tmp_path)
+        model = self.model(case)
+        load_weights(model, tmp_path)
+        layers = _layers(model)
+        x = torch.randn(5, HIDDEN, generator=torch.Generator().manual_seed(1))
+        product = layers["gate_up"].product
+        for activation, gate in GATES.items():
+            got, expected = product.gated(x, None, activation), gate(product.forward(x, None))
+            assert _error(got, expected) <= self.tolerance, activation
+        parts = product.parts(x)
+        assert parts is None or product.in_parts, "parts are returned, and in_parts is False"
+        if parts is not None:
+            assert parts.dtype == torch.float32
+            assert _error(parts.sum(0), product.forward(x, None)) <= self.tolerance
+
+    @each_size
+    def test_every_element_is_filled(self, case: str, size: int, tmp_path: Path) -> None:
+        """No element of a parameter keeps what was in its memory."""
+        self.write(case, tmp_path)
+        for mesh in thread_meshes(size) if size > 1 else [SINGLE]:
+            found = []
+            for poison in (0, 255):
+                model = self.model(case, mesh)
+                for parameter in as_module(model).parameters():
+                    parameter.view(torch.uint8).fill_(poison)
+                load_weights(model, tmp_path)
+                found.append({name: p.view(torch.uint8) for name, p in as_module(model).named_parameters()})
+            for name, parameter in found[0].items():
+                assert parameter.equal(found[1][name]), f"{name} is not filled"
+
+    def test_other_weights_give_other_products(self, case: str, tmp_path: Path) -> None:
+        """After parameters are filled again, products are those of the new weights."""
+        model = self.model(case)
+        for seed in (0, 1):
+            exact = self.write(case, tmp_path, seed)
+            load_weights(model, tmp_path)
+        layer, expected = _layers(model)["down"], _layers(_dense(exact, tmp_path))["down"]
+        x = torch.randn(3, WIDE)
+        bound = self.tolerance if self.checkpoints[case] is not None else self.loss
+        assert _error(layer.forward(x), expected.forward(x)) <= bound
+
+    def test_a_missing_tensor_is_named(self, case: str, tmp_path: Path) -> None:
+        """A checkpoint that lacks a tensor is refused by its name."""
+        self.write(case, tmp_path)
+        tensors = load_file(tmp_path / "model.safetensors")
+        for name in [name for name in tensors if name.startswith("body.k_proj")]:
+            save_file({n: t for n, t in tensors.items() if n != name}, tmp_path / "model.safetensors")
+            with pytest.raises(WeightsError, match=name.replace(".", r"\.")):
+                load_weights(self.model(case), tmp_path)
+
+    def test_precise_layers_keep_their_weights(self, case: str, tmp_path: Path) -> None:
+        """The head of an unquantized checkpoint is not quantized."""
+        if self.checkpoints[case] is not None:
+            pytest.skip("the checkpoint itself decides what is quantized")
+        exact, model = self.write(case, tmp_path), self.model(case)
+        load_weights(model, tmp_path)
+        head = _layers(model)["head"]
+        assert head.method is None
+        assert head.weight.equal(exact["lm_head.weight"])
+
+    def test_dummy_weights_are_small(self, case: str, tmp_path: Path) -> None:
+        """Dummy weights are random, finite, and within the limit; the same for one seed."""
+        found = []
+        for seed in (3, 3, 4):
+            model = self.model(case)
+            load_weights(model, tmp_path, "dummy", seed)
+            layer = _layers(model)["gate_up"]
+            found.append(layer.product.forward(torch.eye(HIDDEN), None))
+        assert found[0].equal(found[1])
+        assert not found[0].equal(found[2])
+        assert found[0].abs().max() <= DUMMY * 1.01
+        assert found[0].std() > DUMMY / 10
+
+
+def _random_tensors(seed: int) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    rows = {"q": 128, "k": 64, "v": 64, "gate": WIDE, "up": WIDE, "down": HIDDEN}
+    tensors: dict[str, torch.Tensor] = {}
+    for name, count in rows.items():
+        scale = torch.rand(count, 1, generator=generator) + 0.1  # rows of different magnitudes
+        columns = WIDE if name == "down" else HIDDEN
+        tensors[f"body.{name}_proj.weight"] = torch.randn(count, columns, generator=generator) * scale
+        if name in (*PARTS, "down"):
+            tensors[f"body.{name}_proj.bias"] = torch.randn(count, generator=generator)
+    return {**tensors, "lm_head.weight": torch.randn(96, HIDDEN, generator=generator)}
+
+
+def _dense(exact: Mapping[str, torch.Tensor], directory: Path, mesh: Mesh = SINGLE) -> ModelArchitecture:
+    model, folder = build_model(LayersOfAModel, INFO, CPU, torch.float32, mesh), directory / "dense"
+    folder.mkdir(exist_ok=True)
+    save_file({name: tensor.contiguous() for name, tensor in exact.items()}, folder / "model.safetensors")
+    load_weights(model, folder)
+    return model
+
+
+def _layers(model: ModelArchitecture) -> dict[str, Linear]:
+    return {name: layer for name, layer in as_module(model).named_modules() if isinstance(layer, Linear)}
+
+
+def _error(got: torch.Tensor, exact: torch.Tensor) -> float:
+    """Return the relative error (root mean square); infinity for a nan."""
+    if not got.numel():
+        return 0.0
+    error = (got.float() - exact.float()).square().mean().sqrt() / exact.float().square().mean().sqrt()
+    return float(error) if error.isfinite() else float("inf")

@@ -1,0 +1,157 @@
+"""Read the ``quantization_config`` of checkpoints with FP8 weights. Does not import torch.
+
+The formats are those of Hugging Face (``fp8``: blocks, as DeepSeek-V3 publishes them, arXiv 2412.19437; or one scale for each
+tensor), of FBGEMM (``fbgemm_fp8``: a scale for each row) and of compressed-tensors (``float-quantized``).
+"""
+
+from __future__ import annotations
+
+import enum
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from dovetail.errors import ConfigError
+from dovetail_quantization.config import Fp8Config
+
+
+class Scales(enum.StrEnum):
+    """Enumerate what shares one scale of the weights."""
+
+    TENSOR = "tensor"
+    ROW = "row"
+    BLOCK = "block"
+
+
+class Activations(enum.StrEnum):
+    """Enumerate how activations are quantized: with one scale that the checkpoint has (``input_scale``), or with a scale
+    for each token, or for each token and ``block`` of inputs, which is computed in each step."""
+
+    STATIC = "static"
+    TOKEN = "token"
+
+
+@dataclass(frozen=True, slots=True)
+class Fp8Format:
+    """Describe how the linear layers of a checkpoint are stored. ``scale_name`` is the last part of the name of the scales.
+    ``block`` is the number of rows and columns of a block. ``ignored`` matches the names of modules that are not
+    quantized. With ``online``, the checkpoint is not quantized, and its weights are quantized while they are loaded."""
+
+    scales: Scales
+    activations: Activations
+    ignored: re.Pattern[str]
+    scale_name: str = "weight_scale"
+    block: tuple[int, int] = (128, 128)
+    online: bool = False
+
+
+def describe(checkpoint: Mapping[str, Any] | None, config: Fp8Config) -> str | None:
+    """Return why these weights cannot be loaded, or None (see ``interfaces.quantization.Quantization``)."""
+    try:
+        read_format(checkpoint, config)
+    except ConfigError as error:
+        return str(error)
+    return None
+
+
+def read_format(checkpoint: Mapping[str, Any] | None, config: Fp8Config) -> Fp8Format:
+    """Return the format of a checkpoint. Raises ``ConfigError`` for one that is not FP8 or not implemented."""
+    if checkpoint is None:
+        return Fp8Format(Scales.ROW, Activations.TOKEN, _any_of(config.ignore), online=True)
+    if config.ignore:
+        raise ConfigError(
+            "quantization.ignore is set, and the checkpoint itself names the modules that are not quantized"
+        )
+    method = checkpoint.get("quant_method")
+    if method not in _READERS:
+        raise ConfigError(
+            f"quantization_config: quant_method is {method!r}; implemented: {', '.join(map(repr, _READERS))}"
+        )
+    return _READERS[method](checkpoint)
+
+
+def _read_fp8(given: Mapping[str, Any]) -> Fp8Format:
+    """Read the format of ``FineGrainedFP8Config``, and the one with a scale for each tensor that vLLM and SGLang read."""
+    ignored = _modules(given, "modules_to_not_convert", "ignored_layers")
+    _allow(given, "fmt", ("e4m3", "float8_e4m3fn", None))
+    scheme = given.get("activation_scheme", "dynamic")
+    block = given.get("weight_block_size")
+    if block is None:
+        _allow(given, "activation_scheme", ("static", "dynamic", None))
+        activations = Activations.STATIC if scheme == "static" else Activations.TOKEN
+        return Fp8Format(Scales.TENSOR, activations, ignored)
+    _allow(given, "activation_scheme", ("dynamic", None))
+    return Fp8Format(Scales.BLOCK, Activations.TOKEN, ignored, "weight_scale_inv", _block(block))
+
+
+def _read_fbgemm(given: Mapping[str, Any]) -> Fp8Format:
+    return Fp8Format(Scales.ROW, Activations.TOKEN, _modules(given, "modules_to_not_convert"))
+
+
+def _read_compressed(given: Mapping[str, Any]) -> Fp8Format:
+    _allow(given, "format", ("float-quantized",))
+    for key in ("kv_cache_scheme", "sparsity_config", "transform_config"):
+        _allow(given, key, (None, {}))
+    groups = given.get("config_groups")
+    if not isinstance(groups, Mapping) or len(groups) != 1:
+        raise ConfigError(f"quantization_config: config_groups is {groups!r:.200}; implemented: one group")
+    (group,) = groups.values()
+    _allow(group, "targets", (["Linear"],))
+    weights, inputs = group.get("weights") or {}, group.get("input_activations")
+    if not isinstance(inputs, Mapping):
+        raise ConfigError(f"quantization_config: input_activations is {inputs!r:.80}; implemented: FP8 activations")
+    for what in (weights, inputs):
+        _allow(what, "num_bits", (8,))
+        _allow(what, "type", ("float",))
+        _allow(what, "symmetric", (True, None))
+    _allow(weights, "strategy", ("tensor", "channel", "block"))
+    _allow(group, "output_activations", (None,))
+    if inputs.get("dynamic"):
+        _allow(inputs, "strategy", ("token", "group", "tensor"))
+        activations = Activations.TOKEN
+    else:
+        _allow(inputs, "strategy", ("tensor",))
+        activations = Activations.STATIC
+    scales = {"tensor": Scales.TENSOR, "channel": Scales.ROW, "block": Scales.BLOCK}[weights["strategy"]]
+    block = _block(weights.get("block_structure")) if scales is Scales.BLOCK else (128, 128)
+    ignored = given.get("ignore") or []
+    patterns = [name.removeprefix("re:") if name.startswith("re:") else re.escape(name) for name in _names(ignored)]
+    return Fp8Format(scales, activations, _any_of(patterns), block=block)
+
+
+_READERS = {"fp8": _read_fp8, "fbgemm_fp8": _read_fbgemm, "compressed-tensors": _read_compressed}
+
+
+def _allow(given: Mapping[str, Any], key: str, allowed: Sequence[Any]) -> None:
+    if (value := given.get(key)) not in allowed:
+        shown = ", ".join("absent" if one is None else repr(one) for one in allowed)
+        raise ConfigError(f"quantization_config: {key} is {value!r:.200}; implemented: {shown}")
+
+
+def _block(value: Any) -> tuple[int, int]:
+    if isinstance(value, list) and len(value) == 2 and all(isinstance(n, int) and n > 0 and n % 16 == 0 for n in value):
+        return value[0], value[1]
+    raise ConfigError(f"quantization_config: the size of blocks is {value!r:.80}; implemented: two multiples of 16")
+
+
+def _modules(given: Mapping[str, Any], *keys: str) -> re.Pattern[str]:
+    """Return a pattern of the named modules and of what is within them. A name without its prefix is found at any
+    place, as in transformers."""
+    names = [name for key in keys for name in _names(given.get(key) or [])]
+    return _any_of([rf"(.*\.)?{re.escape(name)}(\..*)?" for name in names])
+
+
+def _names(value: Any) -> list[str]:
+    if isinstance(value, list) and all(isinstance(name, str) for name in value):
+        return value
+    raise ConfigError(
+        f"quantization_config: the modules that are not quantized are {value!r:.200}; allowed: a list of names"
+    )
+
+
+def _any_of(patterns: Sequence[str]) -> re.Pattern[str]:
+    try:
+        return re.compile("|".join(f"(?:{pattern})" for pattern in patterns) or r"(?!)")
+    except re.error as error:
+        raise ConfigError(f"{list(patterns)!r:.200} has a wrong regular expression: {error}") from error

@@ -1,0 +1,112 @@
+"""Multiply with FP8 weights."""
+
+from __future__ import annotations
+
+import torch
+
+from dovetail.interfaces.quantization import LinearProduct
+from dovetail.layers.linear import DenseProduct
+from dovetail.ops.activation import GATES, Activation
+
+LARGEST = 448.0
+"""The largest number of E4M3."""
+
+
+def make_product(
+    weight: torch.Tensor,
+    scale: torch.Tensor,
+    block: tuple[int, int] | None,
+    static: torch.Tensor | None,
+    dtype: torch.dtype,
+) -> LinearProduct:
+    """Return the product with ``weight [out, in]`` in FP8 times ``scale``: float32 ``[out]``, or one number for each
+    ``block``. ``static`` is the scale of activations if the checkpoint has one."""
+    if not weight.is_cuda:
+        return Dequantized(weight, scale, block, dtype)
+    return RowScaled(weight, scale, static) if block is None else BlockScaled(weight, scale, block)
+
+
+def dequantize(
+    weight: torch.Tensor, scale: torch.Tensor, block: tuple[int, int] | None, dtype: torch.dtype
+) -> torch.Tensor:
+    """Return the weight ``[out, in]`` in ``dtype``."""
+    if block is None:
+        return (weight.float() * scale[:, None]).to(dtype)
+    rows, columns = weight.shape
+    whole = scale.repeat_interleave(block[0], 0)[:rows].repeat_interleave(block[1], 1)[:, :columns]
+    return (weight.float() * whole).to(dtype)
+
+
+class Dequantized(DenseProduct):
+    """Multiply on a CPU, with a copy of the weight in the dtype of activations: no CPU kernel here multiplies FP8.
+    Activations are not quantized."""
+
+    def __init__(
+        self, weight: torch.Tensor, scale: torch.Tensor, block: tuple[int, int] | None, dtype: torch.dtype
+    ) -> None:
+        super().__init__(dequantize(weight, scale, block, dtype))
+
+    @property
+    def describe(self) -> str:
+        """See ``LinearProduct``."""
+        return f"fp8, dequantized when loaded; {super().describe}"
+
+
+class RowScaled(LinearProduct):
+    """Multiply with a weight that has a scale for each row. Activations are quantized with a scale for each token, or
+    with the ``static`` scale of the checkpoint. cuBLAS multiplies (``torch._scaled_mm``)."""
+
+    def __init__(self, weight: torch.Tensor, scale: torch.Tensor, static: torch.Tensor | None) -> None:
+        from dovetail_quantization.triton.quantize import quantize
+
+        self._weight, self._scale, self._static = weight.T, scale[None, :].contiguous(), static
+        self._quantize = quantize
+
+    def forward(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        """See ``LinearProduct``."""
+        if not len(x):
+            return x.new_empty(0, self._scale.shape[1])
+        quantized, scales = self._quantized(x)
+        y = torch._scaled_mm(quantized, self._weight, scale_a=scales, scale_b=self._scale, out_dtype=x.dtype)
+        return y if bias is None else y.add_(bias)
+
+    def _quantized(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        if self._static is None:
+            return self._quantize(x)
+        quantized = (x.float() / self._static).clamp_(-LARGEST, LARGEST).to(self._weight.dtype)
+        return quantized, self._static.expand(len(x), 1).contiguous()
+
+    def gated(self, x: torch.Tensor, bias: torch.Tensor | None, activation: Activation) -> torch.Tensor:
+        """See ``LinearProduct``."""
+        return GATES[activation](self.forward(x, bias))
+
+    @property
+    def describe(self) -> str:
+        """See ``LinearProduct``."""
+        return "fp8, scales by row, cuBLAS"
+
+
+class BlockScaled(LinearProduct):
+    """Multiply with a weight that has a scale for each block, and activations with a scale for each token and as many
+    inputs as a block has."""
+
+    def __init__(self, weight: torch.Tensor, scale: torch.Tensor, block: tuple[int, int]) -> None:
+        from dovetail_quantization.triton.block_product import block_product
+        from dovetail_quantization.triton.quantize import quantize
+
+        self._weight, self._scale, self._block = weight, scale, block
+        self._quantize, self._multiply = quantize, block_product
+
+    def forward(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        """See ``LinearProduct``."""
+        quantized, scales = self._quantize(x, self._block[1])
+        return self._multiply(quantized, scales, self._weight, self._scale, self._block, bias, x.dtype)
+
+    def gated(self, x: torch.Tensor, bias: torch.Tensor | None, activation: Activation) -> torch.Tensor:
+        """See ``LinearProduct``."""
+        return GATES[activation](self.forward(x, bias))
+
+    @property
+    def describe(self) -> str:
+        """See ``LinearProduct``."""
+        return f"fp8, scales by block of {self._block[0]} x {self._block[1]}, triton"

@@ -1,0 +1,54 @@
+"""Quantize activations to FP8 (E4M3), with a float32 scale for each token or for each group of its elements."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from dovetail.ops.triton.launch import INTERPRETED, launch
+
+BLOCK = 4096
+LARGEST = tl.constexpr(448.0)
+
+
+@triton.jit
+def _quantize(x, out, scales, width, size, BLOCK: tl.constexpr, PDL: tl.constexpr) -> None:
+    token = tl.program_id(0).to(tl.int64)
+    group = tl.program_id(1)
+    start = token * width + group * size
+    last = tl.minimum(size, width - group * size)
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    largest = 0.0
+    for begin in range(0, size, BLOCK):
+        at = begin + tl.arange(0, BLOCK)
+        part = tl.load(x + start + at, at < last, 0.0).to(tl.float32)
+        largest = tl.maximum(largest, tl.max(tl.abs(part), 0))
+    scale = tl.where(largest > 0.0, largest / LARGEST, 1.0)
+    tl.store(scales + token * tl.num_programs(1) + group, scale)
+    for begin in range(0, size, BLOCK):
+        at = begin + tl.arange(0, BLOCK)
+        part = tl.load(x + start + at, at < last, 0.0).to(tl.float32)
+        part = tl.minimum(tl.maximum(part / scale, -LARGEST), LARGEST)
+        tl.store(out + start + at, part.to(out.dtype.element_ty), at < last)
+
+
+def quantize(x: torch.Tensor, size: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return contiguous ``x [tokens, width]`` in FP8, and its scales: float32 ``[tokens, groups]``, one for each ``size``
+    elements of a token, by default for the whole token. ``x`` is about the first times the second. Mutates nothing."""
+    assert x.is_contiguous()
+    tokens, width = x.shape
+    size = width if size is None else size
+    groups = triton.cdiv(width, size)
+    # Triton's interpreter rounds numbers just below a power of two to half of it: there torch rounds them afterwards.
+    out = torch.empty(x.shape, dtype=torch.float32 if INTERPRETED else torch.float8_e4m3fn, device=x.device)
+    scales = torch.empty(tokens, groups, dtype=torch.float32, device=x.device)
+    if tokens:
+        block = min(BLOCK, triton.next_power_of_2(size))
+        launch(
+            _quantize, (tokens, groups), x, out, scales, width, size, BLOCK=block, num_warps=8 if block > 1024 else 4
+        )
+    return out.to(torch.float8_e4m3fn), scales

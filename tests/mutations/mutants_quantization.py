@@ -1,0 +1,168 @@
+"""Define broken quantizations."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from typing import Any, ClassVar
+
+import torch
+from mutant import Mutant, Suite
+
+from dovetail.interfaces.model import WeightTarget
+from dovetail.interfaces.quantization import (
+    Activation,
+    LinearMethod,
+    LinearProduct,
+    LinearShape,
+    ParameterShape,
+    Quantization,
+    QuantizationContext,
+)
+from dovetail.registry.specs import ComponentSpec
+from dovetail.testing.quantization import QuantizationSuite
+from dovetail_quantization.config import Fp8Config
+from dovetail_quantization.fp8 import Fp8, Fp8Linear
+from dovetail_quantization.fp8_products import Dequantized
+
+BY_ROW = {"quant_method": "fbgemm_fp8", "modules_to_not_convert": ["lm_head"]}
+
+
+def accept(checkpoint: Mapping[str, Any] | None, config: Fp8Config) -> str | None:
+    """Accept every checkpoint."""
+    return None
+
+
+class ForgetsScales(Fp8Linear):
+    def prepare(self, parameters: Mapping[str, torch.Tensor]) -> LinearProduct:
+        ones = torch.ones_like(parameters["weight_scale"])
+        return super().prepare({**parameters, "weight_scale": ones})
+
+
+class ReadsNoScales(Fp8Linear):
+    def parameters(self) -> Mapping[str, ParameterShape]:
+        return {"weight": super().parameters()["weight"]}
+
+    def targets(self, name: str, weight: WeightTarget) -> Iterator[tuple[str, WeightTarget]]:
+        return ((n, target) for n, target in super().targets(name, weight) if target.parameter == "weight")
+
+    def prepare(self, parameters: Mapping[str, torch.Tensor]) -> LinearProduct:
+        return super().prepare({**parameters, "weight_scale": torch.ones(self.shape.out_features)})
+
+
+class FillsLess(Fp8Linear):
+    def parameters(self) -> Mapping[str, ParameterShape]:
+        return {**super().parameters(), "zero_point": ParameterShape((4,), torch.float32)}
+
+
+class KeepsTheFirst(Fp8Linear):
+    first: LinearProduct | None = None
+
+    def prepare(self, parameters: Mapping[str, torch.Tensor]) -> LinearProduct:
+        if self.first is None:
+            self.first = super().prepare(parameters)
+        return self.first
+
+
+class DummyOfOneNumber(Fp8Linear):
+    def fill_dummy(self, parameters: Mapping[str, torch.Tensor], limit: float, generator: torch.Generator) -> None:
+        parameters["weight"].copy_(torch.ones(parameters["weight"].shape))
+        parameters["weight_scale"].fill_(limit)
+
+
+class LargeDummy(Fp8Linear):
+    def fill_dummy(self, parameters: Mapping[str, torch.Tensor], limit: float, generator: torch.Generator) -> None:
+        super().fill_dummy(parameters, limit * 10, generator)
+
+
+class NoBias(Dequantized):
+    def forward(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        return super().forward(x, None)
+
+
+class ChangesItsInput(Dequantized):
+    def forward(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        result = super().forward(x, bias)
+        x.mul_(2)
+        return result
+
+
+class GatesWithUp(Dequantized):
+    def gated(self, x: torch.Tensor, bias: torch.Tensor | None, activation: Activation) -> torch.Tensor:
+        gate, up = self.forward(x, bias).chunk(2, dim=1)
+        return torch.nn.functional.silu(up) * gate
+
+
+class LosesAPart(Dequantized):
+    in_parts = True
+
+    def parts(self, x: torch.Tensor) -> torch.Tensor:
+        return self.forward(x, None)[None] * torch.tensor([0.5, 0.25])[:, None, None]
+
+
+class SaysNoParts(Dequantized):
+    def parts(self, x: torch.Tensor) -> torch.Tensor:
+        return self.forward(x, None)[None]
+
+
+def multiplying_by(product: type[Dequantized]) -> type[Fp8Linear]:
+    class Method(Fp8Linear):
+        def prepare(self, parameters: Mapping[str, torch.Tensor]) -> LinearProduct:
+            made = product(parameters["weight"], parameters["weight_scale"].view(-1), None, torch.float32)
+            made.in_parts = product.in_parts
+            return made
+
+    return Method
+
+
+def suite(
+    method: type[Fp8Linear] = Fp8Linear,
+    *,
+    precise_too: bool = False,
+    describe: str = "dovetail_quantization.fp8_formats:describe",
+) -> Suite:
+    class Made(Fp8):
+        def method(self, shape: LinearShape) -> LinearMethod | None:
+            shape = dataclasses.replace(shape, precise=False) if precise_too else shape
+            return None if super().method(shape) is None else method(shape, self._format, self._context)
+
+    class Suite(QuantizationSuite):
+        name = "fp8"
+        checkpoints: ClassVar = {"while loading": None, "by row": BY_ROW}
+
+        @property
+        def spec(self) -> ComponentSpec:
+            return dataclasses.replace(super().spec, describe=describe)
+
+        def store(
+            self, checkpoint: Mapping[str, Any], module: str, weight: torch.Tensor
+        ) -> tuple[Mapping[str, torch.Tensor], torch.Tensor]:
+            scale = weight.abs().amax(1, keepdim=True) / 448
+            stored = (weight / scale).to(torch.float8_e4m3fn)
+            return {f"{module}.weight": stored, f"{module}.weight_scale": scale}, stored.float() * scale
+
+        def make(self, checkpoint: Mapping[str, Any] | None) -> Quantization:
+            return Made(Fp8Config(), QuantizationContext(checkpoint, torch.float32, torch.device("cpu")))
+
+    return Suite
+
+
+SOUND = suite()
+PRODUCTS, GATES = "test_products_are_those_of_the_weights", "test_gates_and_parts_are_those_of_the_product"
+ONE_RANK, LOADING, STORED = [("by row", 1)], [("while loading",)], [("by row",)]
+
+MUTANTS = [
+    Mutant("accepts checkpoints of other methods", "test_it_states_what_it_can_load", suite(describe="mutants_quantization:accept"), SOUND, STORED, "not refused"),
+    Mutant("forgets the scales", PRODUCTS, suite(ForgetsScales), SOUND, ONE_RANK),
+    Mutant("leaves out biases", PRODUCTS, suite(multiplying_by(NoBias)), SOUND, ONE_RANK),
+    Mutant("changes its input", PRODUCTS, suite(multiplying_by(ChangesItsInput)), SOUND, ONE_RANK, "input was changed"),
+    Mutant("exchanges gate and up", GATES, suite(multiplying_by(GatesWithUp)), SOUND, STORED),
+    Mutant("loses a part", GATES, suite(multiplying_by(LosesAPart)), SOUND, STORED),
+    Mutant("returns parts that it does not announce", GATES, suite(multiplying_by(SaysNoParts)), SOUND, STORED, "in_parts"),
+    Mutant("declares a parameter that nothing fills", "test_every_element_is_filled", suite(FillsLess), SOUND, ONE_RANK, "zero_point"),
+    Mutant("keeps the first product", "test_other_weights_give_other_products", suite(KeepsTheFirst), SOUND, STORED),
+    Mutant("does not read the scales", "test_a_missing_tensor_is_named", suite(ReadsNoScales), SOUND, STORED),
+    Mutant("quantizes the head", "test_precise_layers_keep_their_weights", suite(precise_too=True), SOUND, LOADING),
+    Mutant("fills dummy weights with one number", "test_dummy_weights_are_small", suite(DummyOfOneNumber), SOUND, STORED),
+    Mutant("makes dummy weights too large", "test_dummy_weights_are_small", suite(LargeDummy), SOUND, STORED),
+]  # fmt: skip

@@ -1,0 +1,62 @@
+"""Test the FP8 kernels, interpreted on the CPU, against plain float64 mathematics.
+
+Run: TRITON_INTERPRET=1 python -m pytest tests/triton/test_fp8_triton.py
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from dovetail_quantization.fp8_products import dequantize
+from dovetail_quantization.triton.block_product import block_product
+from dovetail_quantization.triton.quantize import quantize
+
+FP8 = torch.float8_e4m3fn
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize(
+    ("tokens", "width", "size"), [(0, 32, None), (3, 80, None), (2, 5000, None), (5, 96, 32), (4, 100, 32)]
+)
+def test_activations_are_rounded_to_the_nearest(dtype: torch.dtype, tokens: int, width: int, size: int | None) -> None:
+    torch.manual_seed(0)
+    x = (torch.randn(tokens, width) * torch.logspace(-3, 3, max(tokens, 1))[:tokens, None]).to(dtype)
+    if tokens > 1:
+        x[1] = 0
+    before = x.clone()
+    found, scales = quantize(x, size)
+    assert x.equal(before)
+    group = width if size is None else size
+    assert scales.shape == (tokens, -(-width // group))
+    for start in range(0, width, group):
+        part = x[:, start : start + group].float()
+        largest = part.abs().amax(1, keepdim=True)
+        expected = torch.where(largest > 0, largest / 448, 1.0)
+        torch.testing.assert_close(scales[:, start // group, None], expected)
+        scale = scales[:, start // group, None]
+        assert found[:, start : start + group].float().equal((part / scale).clamp(-448, 448).to(FP8).float())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize(
+    ("m", "n", "k", "block"),
+    [(0, 16, 32, (16, 32)), (1, 40, 64, (16, 32)), (5, 96, 80, (32, 32)), (70, 130, 96, (64, 32))],
+)
+@pytest.mark.parametrize("biased", [False, True])
+def test_a_product_of_blocks_is_that_of_the_numbers(
+    m: int, n: int, k: int, block: tuple[int, int], dtype: torch.dtype, biased: bool
+) -> None:
+    torch.manual_seed(0)
+    x, weight = torch.randn(m, k).to(FP8), torch.randn(n, k).to(FP8)
+    columns = -(-k // block[1])
+    x_scale, scale = torch.rand(m, columns) + 0.1, torch.rand(-(-n // block[0]), columns) + 0.1
+    bias = torch.randn(n).to(dtype) if biased else None
+    got = block_product(x, x_scale, weight, scale, block, bias, dtype)
+    assert got.shape == (m, n)
+    assert got.dtype == dtype
+    whole = x.double() * x_scale.double().repeat_interleave(block[1], 1)[:, :k]
+    exact = whole @ dequantize(weight, scale, block, torch.float64).T
+    exact = exact if bias is None else exact + bias.double()
+    tolerance = 1e-5 if dtype == torch.float32 else 2e-3
+    assert ((got.double() - exact).abs() <= tolerance * (exact.abs() + 1)).all()
