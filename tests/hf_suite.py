@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import transformers
 
+from dovetail.interfaces.model import ModelInfo
+from dovetail.registry.specs import ComponentKind
+from dovetail.registry.targets import load_attribute
+from dovetail.testing.installed import installed
 from dovetail.testing.model import ModelSuite, Reference
 
 SMALL = {
@@ -24,6 +28,21 @@ SMALL = {
     "initializer_range": 0.1,
 }
 
+TWO_LAYERS = {key: value for key, value in SMALL.items() if key not in ("head_dim", "rms_norm_eps")} | {
+    "num_hidden_layers": 2,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+"""Settings for families that have other keys than Llama."""
+
+
+def describe(name: str, config: Mapping[str, Any]) -> ModelInfo:
+    """Return the description of a checkpoint by the model component ``name``."""
+    component = installed().get(ComponentKind.MODEL, name)
+    assert component.spec.describe is not None
+    return load_attribute(component.spec.describe, component.label)(dict(config))
+
 
 def rope(kind: str, theta: float = 10000.0, **settings: Any) -> dict[str, Any]:
     return {"rope_parameters": {"rope_type": kind, "rope_theta": theta, **settings}}
@@ -35,7 +54,7 @@ def random_parameters(model: torch.nn.Module) -> None:
     for name, parameter in model.named_parameters():
         if parameter.ndim == 1:
             parameter.add_(torch.randn_like(parameter) * 0.3)
-        elif "embed" in name:
+        elif any(table in name for table in ("embed", "wte", "wpe")):
             parameter.mul_(3)
 
 
@@ -43,10 +62,12 @@ class HuggingFaceSuite(ModelSuite):
     """Take checkpoints and logits from transformers."""
 
     model_type: str
+    small: ClassVar[Mapping[str, Any]] = SMALL
+    """Settings of every config that does not have others."""
 
     def write_checkpoint(self, config: Mapping[str, Any], directory: Path) -> None:
         torch.manual_seed(0)
-        built = transformers.AutoConfig.for_model(self.model_type, **SMALL | dict(config))
+        built = transformers.AutoConfig.for_model(self.model_type, **{**self.small, **config})
         model = transformers.AutoModelForCausalLM.from_config(built, dtype=torch.float32)
         random_parameters(model)
         model.save_pretrained(directory)

@@ -14,58 +14,10 @@ import torch
 import transformers
 
 from dovetail.errors import ConfigError
-from dovetail.interfaces.model import ModelInfo
 from dovetail.memory.pool import PagedKVPool
-from dovetail.registry.specs import ComponentKind
-from dovetail.registry.targets import load_attribute
 from dovetail.testing.batches import make_batch, make_page_table
 from dovetail.testing.eager import EagerAttention
-from dovetail.testing.installed import installed
-from dovetail.testing.model import ModelSuite, Reference
-
-SIZES = {"vocab_size": 97, "hidden_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
-SMALL = {
-    **SIZES,
-    "intermediate_size": 80,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 256,
-    "initializer_range": 0.1,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
-
-
-def rope(kind: str, theta: float = 10000.0, **settings: Any) -> dict[str, Any]:
-    return {"rope_parameters": {"rope_type": kind, "rope_theta": theta, **settings}}
-
-
-class FamilySuite(ModelSuite):
-    """Take checkpoints and logits from transformers."""
-
-    model_type: str
-    small: ClassVar[Mapping[str, Any]] = SMALL
-
-    def write_checkpoint(self, config: Mapping[str, Any], directory: Path) -> None:
-        torch.manual_seed(0)
-        built = transformers.AutoConfig.for_model(self.model_type, **{**self.small, **config})
-        model = transformers.AutoModelForCausalLM.from_config(built, dtype=torch.float32)
-        with torch.no_grad():
-            for name, parameter in model.named_parameters():  # norms and biases are all 1 and 0 as they come
-                if parameter.ndim == 1:
-                    parameter.add_(torch.randn_like(parameter) * 0.3)
-                elif "embed" in name or "wte" in name or "wpe" in name:
-                    parameter.mul_(3)
-        model.save_pretrained(directory)
-
-    def reference(self, directory: Path) -> Reference | None:
-        model = transformers.AutoModelForCausalLM.from_pretrained(directory, attn_implementation="eager").eval()
-
-        @torch.no_grad()
-        def logits(tokens: Any) -> torch.Tensor:
-            return model(torch.tensor([tokens])).logits[0]
-
-        return logits
+from hf_suite import TWO_LAYERS, HuggingFaceSuite, describe, rope
 
 
 def longrope(pairs: int, original: int, **settings: Any) -> dict[str, Any]:
@@ -76,7 +28,8 @@ def longrope(pairs: int, original: int, **settings: Any) -> dict[str, Any]:
     return {**rope("longrope", **factors, **settings), "original_max_position_embeddings": original}
 
 
-class TestPhi3(FamilySuite):
+class TestPhi3(HuggingFaceSuite):
+    small = TWO_LAYERS
     name = model_type = "phi3"
     configs: ClassVar = {
         "window": {"sliding_window": 7},
@@ -88,7 +41,8 @@ class TestPhi3(FamilySuite):
     }
 
 
-class TestSmolLM3(FamilySuite):
+class TestSmolLM3(HuggingFaceSuite):
+    small = TWO_LAYERS
     name = model_type = "smollm3"
     configs: ClassVar = {
         "every second": {"no_rope_layers": [1, 0], "tie_word_embeddings": False},
@@ -98,7 +52,8 @@ class TestSmolLM3(FamilySuite):
     }
 
 
-class TestGranite(FamilySuite):
+class TestGranite(HuggingFaceSuite):
+    small = TWO_LAYERS
     name = model_type = "granite"
     configs: ClassVar = {
         "multipliers": {
@@ -112,7 +67,8 @@ class TestGranite(FamilySuite):
     }
 
 
-class TestStarcoder2(FamilySuite):
+class TestStarcoder2(HuggingFaceSuite):
+    small = TWO_LAYERS
     name = model_type = "starcoder2"
     configs: ClassVar = {
         "window": {"sliding_window": 7},
@@ -120,7 +76,7 @@ class TestStarcoder2(FamilySuite):
     }
 
 
-class TestGPT2(FamilySuite):
+class TestGPT2(HuggingFaceSuite):
     name = model_type = "gpt2"
     small: ClassVar = {
         "vocab_size": 97,
@@ -139,7 +95,8 @@ class TestGPT2(FamilySuite):
     }
 
 
-class TestGPTNeoX(FamilySuite):
+class TestGPTNeoX(HuggingFaceSuite):
+    small = TWO_LAYERS
     name = model_type = "gpt_neox"
     configs: ClassVar = {
         "parallel": {"hidden_size": 64},  # a quarter of each head is rotated
@@ -154,12 +111,6 @@ class TestGPTNeoX(FamilySuite):
             "hidden_act": "gelu_new",
         },
     }
-
-
-def describe(name: str, config: Mapping[str, Any]) -> ModelInfo:
-    component = installed().get(ComponentKind.MODEL, name)
-    assert component.spec.describe is not None
-    return load_attribute(component.spec.describe, component.label)(dict(config))
 
 
 def test_describe_fills_in_what_transformers_would() -> None:
@@ -191,14 +142,14 @@ def test_describe_fills_in_what_transformers_would() -> None:
 def test_first_names_of_settings_are_read() -> None:
     """Checkpoints of the first versions of Phi-3 and of GPT-NeoX have other names than those of today."""
     factors = longrope(6, 16)["rope_parameters"]
-    today = describe("phi3", {**SMALL, **longrope(6, 16)})
+    today = describe("phi3", {**TWO_LAYERS, **longrope(6, 16)})
     for kind in ("su", "yarn"):
         old = {"type": kind, **{key: factors[key] for key in ("short_factor", "long_factor")}}
-        given = {**SMALL, "rope_scaling": old, "rope_theta": 10000.0, "original_max_position_embeddings": 16}
+        given = {**TWO_LAYERS, "rope_scaling": old, "rope_theta": 10000.0, "original_max_position_embeddings": 16}
         assert describe("phi3", given) == today
     partial = rope("default", 500.0, partial_rotary_factor=0.5)
-    assert describe("gpt_neox", {**SMALL, "rotary_pct": 0.5, "rotary_emb_base": 500}) == describe(
-        "gpt_neox", {**SMALL, **partial}
+    assert describe("gpt_neox", {**TWO_LAYERS, "rotary_pct": 0.5, "rotary_emb_base": 500}) == describe(
+        "gpt_neox", {**TWO_LAYERS, **partial}
     )
 
 
@@ -219,7 +170,7 @@ def test_first_names_of_settings_are_read() -> None:
 )
 def test_what_is_not_computed_is_refused(name: str, change: Mapping[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        describe(name, {**(SMALL if name != "gpt2" else {}), **change})
+        describe(name, {**(TWO_LAYERS if name != "gpt2" else {}), **change})
 
 
 def test_descriptions_know_the_activations() -> None:
@@ -230,7 +181,7 @@ def test_descriptions_know_the_activations() -> None:
 
 
 @pytest.mark.parametrize("suite", [TestGranite, TestGPT2, TestGPTNeoX])
-def test_watched_layers_are_those_of_transformers(suite: type[FamilySuite], tmp_path: Path) -> None:
+def test_watched_layers_are_those_of_transformers(suite: type[HuggingFaceSuite], tmp_path: Path) -> None:
     """Drafters get the residual streams of transformers, also where the model keeps them in another scale."""
     test = suite()
     test.write_checkpoint(next(iter(suite.configs.values())), tmp_path)

@@ -71,3 +71,33 @@ class GPTNeoXConfig(PluginConfig):
     """Select the GPT-NeoX architecture (GPT-NeoX, Pythia)."""
 
     kind: Literal["gpt_neox"] = "gpt_neox"  # pyright: ignore[reportIncompatibleVariableOverride]
+
+
+class OPTConfig(PluginConfig):
+    """Select the OPT architecture."""
+
+    kind: Literal["opt"] = "opt"  # pyright: ignore[reportIncompatibleVariableOverride]
+
+
+class PhiConfig(PluginConfig):
+    """Select the first Phi architecture (Phi-1, Phi-1.5, Phi-2)."""
+
+    kind: Literal["phi"] = "phi"  # pyright: ignore[reportIncompatibleVariableOverride]
+
+
+class GPTJConfig(PluginConfig):
+    """Select the GPT-J architecture."""
+
+    kind: Literal["gptj"] = "gptj"  # pyright: ignore[reportIncompatibleVariableOverride]
+
+
+class StableLmConfig(PluginConfig):
+    """Select the StableLM architecture."""
+
+    kind: Literal["stablelm"] = "stablelm"  # pyright: ignore[reportIncompatibleVariableOverride]
+
+
+class FalconConfig(PluginConfig):
+    """Select the Falcon architecture, with rotary positions."""
+
+    kind: Literal["falcon"] = "falcon"  # pyright: ignore[reportIncompatibleVariableOverride]

@@ -58,4 +58,34 @@ FAMILIES = (
         ("GPTNeoXForCausalLM", "GPTNeoXModel"),
         "GPT-NeoX and Pythia: attention and MLP side by side.",
     ),
+    _spec(
+        "opt",
+        ("opt:OPTModel", "early_describe", "OPTConfig"),
+        ("OPTForCausalLM", "OPTModel"),
+        "OPT: learned positions, ReLU.",
+    ),
+    _spec(
+        "phi",
+        ("phi:PhiModel", "early_describe", "PhiConfig"),
+        ("PhiForCausalLM", "PhiModel"),
+        "Phi-1, Phi-1.5 and Phi-2: attention and MLP of one norm.",
+    ),
+    _spec(
+        "gptj",
+        ("gptj:GPTJModel", "early_describe", "GPTJConfig"),
+        ("GPTJForCausalLM", "GPTJModel"),
+        "GPT-J: rotated pairs, attention and MLP of one norm.",
+    ),
+    _spec(
+        "stablelm",
+        ("stablelm:StableLmModel", "early_describe", "StableLmConfig"),
+        ("StableLmForCausalLM", "StableLmModel"),
+        "StableLM: LayerNorm, a rotation of a part of each head.",
+    ),
+    _spec(
+        "falcon",
+        ("falcon:FalconModel", "early_describe", "FalconConfig"),
+        ("FalconForCausalLM", "FalconModel"),
+        "Falcon with rotary positions.",
+    ),
 )

@@ -9,6 +9,7 @@ import torch
 
 from dovetail.interfaces.model import ModelInfo, WeightTarget
 from dovetail.layers.base import parameter
+from dovetail.layers.plain_mlp import PlainMLP
 from dovetail.layers.transforms import Transpose
 from dovetail_models.plain_layers import PlainModel
 
@@ -43,9 +44,8 @@ class GPT2Model(PlainModel):
         """See ``DecoderModel``."""
         layer = self.layer(index)
         theirs, ours = checkpoint_prefix, parameter_prefix
-        assert layer.mlp_norm is not None
-        yield from layer.attn_norm.targets(f"{theirs}.ln_1", f"{ours}.attn_norm")
-        yield from layer.mlp_norm.targets(f"{theirs}.ln_2", f"{ours}.mlp_norm")
+        assert isinstance(layer.mlp, PlainMLP)
+        yield from self.norms(index, ("ln_1", "ln_2"), theirs, ours)
         for field in ("weight", "bias"):
             fused = layer.attn.qkv.fused_targets(f"{ours}.attn.qkv.{field}")
             yield f"{theirs}.attn.c_attn.{field}", [_transposed(target) for target in fused]

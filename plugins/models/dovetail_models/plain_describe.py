@@ -22,7 +22,8 @@ class PlainConfig(DecoderConfig):
 
     ``scales`` holds what multiplies the attention logits of each layer. With ``parallel``, attention and MLP of a layer
     read the same residual stream, and without ``mlp_norm`` the same norm of it. With ``rotated_pairs``, the pairs (0, 1),
-    (2, 3) and so on of a head are rotated. ``positions`` is the number of learned positions.
+    (2, 3) and so on of a head are rotated. ``positions`` is the number of learned positions. With ``gated``,
+    the MLP is gated by SiLU. The head has a bias if ``head_bias`` is set.
     """
 
     activation: str
@@ -35,6 +36,8 @@ class PlainConfig(DecoderConfig):
     parallel: bool = False
     rotated_pairs: bool = False
     positions: int = 0
+    gated: bool = False
+    head_bias: bool = False
 
 
 def describe_gpt2(config: dict[str, Any]) -> ModelInfo:
@@ -45,7 +48,7 @@ def describe_gpt2(config: dict[str, Any]) -> ModelInfo:
     given = renamed(config, names, sizes)
     refuse_unread(config, (), architecture)
     refuse_other(config, architecture, add_cross_attention=False)
-    heads, layers = _whole_heads(given), given["num_hidden_layers"]
+    heads, layers = whole_heads(given), given["num_hidden_layers"]
     positions = read_int(config, "n_positions", read_int(config, "max_position_embeddings", 1024))
     scale = heads.head_dim**-0.5 if read_flag(config, "scale_attn_weights", default=True) else 1.0
     by_layer = read_flag(config, "scale_attn_by_inverse_layer_idx")
@@ -66,7 +69,7 @@ def describe_gpt_neox(config: dict[str, Any]) -> ModelInfo:
     """Describe a checkpoint of GPT-NeoX, such as Pythia. Raises ``ConfigError``."""
     architecture = "GPTNeoXForCausalLM"
     refuse_unread(config, {"attention_bias", "partial_rotary_factor"}, architecture)
-    heads = _whole_heads(config)
+    heads = whole_heads(config)
     # the first versions of transformers have these names
     named = renamed(config, {"rotary_emb_base": "rope_theta", "rotary_pct": "partial_rotary_factor"}, {})
     rope = read_rope(named, heads.head_dim, read_int(config, "max_position_embeddings", 2048), 0.25)
@@ -75,10 +78,10 @@ def describe_gpt_neox(config: dict[str, Any]) -> ModelInfo:
         intermediate_size=read_int(config, "intermediate_size"),
         norm_eps=read_float(config, "layer_norm_eps", 1e-5),
         rope=rope,
-        windows=_no_windows(config),
+        windows=no_windows(config),
         tied=read_flag(config, "tie_word_embeddings"),
         activation=read_activation(config, "hidden_act", "gelu"),
-        scales=_scales(config, heads),
+        scales=attention_scales(config, heads),
         qkv_bias=bias,
         out_bias=bias,
         parallel=read_flag(config, "use_parallel_residual", default=True),
@@ -102,7 +105,7 @@ def describe_starcoder2(config: dict[str, Any]) -> ModelInfo:
         windows=cut_windows((window,) * read_int(config, "num_hidden_layers"), rope.context_len),
         tied=read_flag(config, "tie_word_embeddings", default=True),
         activation=read_activation(config, "hidden_act", "gelu_pytorch_tanh"),
-        scales=_scales(config, heads),
+        scales=attention_scales(config, heads),
         qkv_bias=bias,
         out_bias=bias,
         mlp_bias=bias,
@@ -133,14 +136,14 @@ def refuse_other(config: Mapping[str, Any], architecture: str, **expected: Any) 
             raise ConfigError(f"config.json: {key} is {config[key]!r}; {architecture} implements {value!r} here")
 
 
-def _whole_heads(config: Mapping[str, Any]) -> HeadSizes:
+def whole_heads(config: Mapping[str, Any]) -> HeadSizes:
     """Return the heads of a model that has as many KV heads as heads."""
     return read_heads({**config, "num_key_value_heads": None, "head_dim": None})
 
 
-def _no_windows(config: Mapping[str, Any]) -> Windows:
+def no_windows(config: Mapping[str, Any]) -> Windows:
     return (None,) * read_int(config, "num_hidden_layers")
 
 
-def _scales(config: Mapping[str, Any], heads: HeadSizes) -> tuple[float, ...]:
+def attention_scales(config: Mapping[str, Any], heads: HeadSizes) -> tuple[float, ...]:
     return (heads.head_dim**-0.5,) * read_int(config, "num_hidden_layers")

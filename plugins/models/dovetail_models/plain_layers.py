@@ -10,15 +10,19 @@ import torch
 from dovetail.interfaces.attention import AttentionLayer
 from dovetail.layers.attention import AttentionShape, SelfAttention
 from dovetail.layers.base import Layer
+from dovetail.layers.decoder import linear_targets
+from dovetail.layers.embedding import LMHead
 from dovetail.layers.layer_norm import LayerNorm
+from dovetail.layers.mlp import GatedMLP
 from dovetail.layers.plain_mlp import PlainMLP
 from dovetail.layers.transforms import SplitHalves
 from dovetail.ops.parts import sum_addends
+from dovetail_models.blocks import last_rows
 from dovetail_models.decoder import DecoderModel
 
 if TYPE_CHECKING:
     from dovetail.interfaces.mesh import Mesh
-    from dovetail.interfaces.model import ModelInfo
+    from dovetail.interfaces.model import ModelInfo, WeightTarget
     from dovetail.layers.rotary import Rotation
     from dovetail.ops.parts import Addend
     from dovetail.types import Batch
@@ -37,7 +41,11 @@ class PlainLayer(Layer):
         constants = AttentionLayer(index, config.scales[index], config.windows[index])
         self.attn = SelfAttention(attention_shape(info), constants, mesh)
         self.mlp_norm = LayerNorm(hidden, eps, bias=config.norm_bias) if config.mlp_norm else None
-        self.mlp = PlainMLP(hidden, config.intermediate_size, mesh, config.activation, bias=config.mlp_bias)
+        sizes = hidden, config.intermediate_size, mesh
+        if config.gated:
+            self.mlp = GatedMLP(*sizes, bias=config.mlp_bias)
+        else:
+            self.mlp = PlainMLP(*sizes, config.activation, bias=config.mlp_bias)
 
     def enter(self, x: Addend, residual: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         """See ``decoder.Block``."""
@@ -51,11 +59,8 @@ class PlainLayer(Layer):
     ) -> tuple[Addend, torch.Tensor]:
         """See ``decoder.Block``."""
         added = self.attn.parts_forward(x, rotation, batch, last)
-        if last is not None:
-            assert batch.logit_rows is not None
-            stream = stream.index_select(0, batch.logit_rows)
         assert self.mlp_norm is not None
-        x, stream = self.mlp_norm.add_forward(added, stream)
+        x, stream = self.mlp_norm.add_forward(added, last_rows(stream, batch, last))
         return self.mlp.parts_forward(x), stream
 
 
@@ -67,11 +72,8 @@ class ParallelLayer(PlainLayer):
     ) -> tuple[Addend, torch.Tensor]:
         """See ``decoder.Block``."""
         added = self.attn.parts_forward(x, rotation, batch, last)
-        if last is not None:
-            assert batch.logit_rows is not None
-            x, stream = x.index_select(0, batch.logit_rows), stream.index_select(0, batch.logit_rows)
-        if self.mlp_norm is not None:
-            x = self.mlp_norm.forward(stream)
+        stream = last_rows(stream, batch, last)
+        x = last_rows(x, batch, last) if self.mlp_norm is None else self.mlp_norm.forward(stream)
         return sum_addends(added, self.mlp.parts_forward(x)), stream
 
 
@@ -110,6 +112,41 @@ class PlainModel(DecoderModel):
         """See ``DecoderModel``."""
         assert isinstance(self.norm, LayerNorm)
         return self.norm.targets(self.norm_name, "norm")
+
+    def make_head(self, mesh: Mesh) -> LMHead:
+        """See ``DecoderModel``."""
+        if not self.info.config.head_bias:
+            return super().make_head(mesh)
+        assert not self.info.config.tied
+        return LMHead(self.info.hidden_size, self.info.vocab_size, mesh, bias=True)
+
+    def weights_map(self) -> dict[str, WeightTarget | list[WeightTarget]]:
+        """See ``ModelArchitecture.weights_map``."""
+        targets = dict(super().weights_map())
+        if self.head.bias is not None:
+            targets[f"{self.head_name}.bias"] = self.head.target("head.bias")
+        return targets
+
+    def norms(self, index: int, names: tuple[str, str], theirs: str, ours: str) -> Targets:
+        """Yield the targets of the norms of layer ``index`` before attention and, if it has its own, before the MLP.
+        ``names`` are their names in the checkpoint, within ``theirs``."""
+        layer = self.layer(index)
+        yield from layer.attn_norm.targets(f"{theirs}.{names[0]}", f"{ours}.attn_norm")
+        if layer.mlp_norm is not None:
+            yield from layer.mlp_norm.targets(f"{theirs}.{names[1]}", f"{ours}.mlp_norm")
+
+    def products(self, index: int, names: tuple[str, str, str], theirs: str, ours: str) -> Targets:
+        """Yield the targets of the output projection of attention and of both products of an MLP without a gate."""
+        layer = self.layer(index)
+        assert isinstance(layer.mlp, PlainMLP)
+        yield from linear_targets(layer.attn.out, f"{theirs}.{names[0]}", f"{ours}.attn.out")
+        yield from linear_targets(layer.mlp.up, f"{theirs}.{names[1]}", f"{ours}.mlp.up", "up")
+        yield from linear_targets(layer.mlp.down, f"{theirs}.{names[2]}", f"{ours}.mlp.down")
+
+    def projections(self, index: int, prefix: str, ours: str) -> Targets:
+        """Yield the targets of q, k and v, which are ``{prefix}.q_proj`` and so on in the checkpoint."""
+        for part in ("q", "k", "v"):
+            yield from linear_targets(self.layer(index).attn.qkv, f"{prefix}.{part}_proj", f"{ours}.attn.qkv", part)
 
     def layer(self, index: int) -> PlainLayer:
         """Return layer ``index``."""
