@@ -182,6 +182,7 @@ QUANTIZATION = KindDescriptor(
     runtime_needs=(RuntimeNeed(Feature.QUANTIZATION_BATCH_INVARIANT, when="batch_invariant"),),
     rules=f"{_RULES}:quantization",
     suite="dovetail.testing.quantization:QuantizationSuite",
+    scaffold=f"{_TEMPLATES}:QUANTIZATION",
     described=True,
     order=15,
     search_order=15,

@@ -158,3 +158,12 @@ API = KindTemplate(
     setting={"tokens": 16},
     command="serve",
 )
+QUANTIZATION = KindTemplate(
+    FOLDER / "quantization",
+    "quantization",
+    "Quantization",
+    "8-bit integers with a scale for each group of a row.",
+    "A quantization of weights for Dovetail in plain torch: 8-bit integers with a scale for each group of a row, from "
+    "checkpoints or while loading.",
+    setting={"group_size": 16},
+)
