@@ -12,12 +12,15 @@ from typing import Any
 import pytest
 import torch
 
-from dovetail.engine.build import WeightFiller, as_module
+from dovetail.engine.build import ModelClass, WeightFiller, as_module
 from dovetail.engine.weights import build_model, load_weights
 from dovetail.interfaces.model import ModelArchitecture, ModelInfo
 from dovetail.memory.pool import PagedKVPool
+from dovetail.registry.specs import ComponentKind
+from dovetail.registry.targets import load_attribute
 from dovetail.testing.batches import make_batch, make_page_table
 from dovetail.testing.eager import EagerAttention
+from dovetail.testing.installed import installed
 from dovetail.testing.model import random_tokens
 from dovetail_models.dense import DenseModel
 from dovetail_models.dense_describe import describe_llama, describe_mistral, describe_qwen2, describe_qwen3
@@ -43,11 +46,28 @@ INFOS = {
     "qwen2": describe_qwen2(SMALL),
     "qwen3": describe_qwen3({**SMALL, "rope_scaling": YARN}),
 }
+WIDE = {"n_embd": 64, "n_layer": 2, "n_head": 4, "vocab_size": 97, "n_positions": 128}
+FAMILIES = {
+    "phi3": {**SMALL, "partial_rotary_factor": 0.5, "sliding_window": 6},
+    "smollm3": {**SMALL, "no_rope_layers": [1, 0]},
+    "granite": {**SMALL, "residual_multiplier": 0.3, "attention_multiplier": 0.2, "embedding_multiplier": 2.0},
+    "starcoder2": {**SMALL, "sliding_window": 6},
+    "gpt2": WIDE,
+    "gpt_neox": SMALL,
+    "opt": {**SMALL, "ffn_dim": 96},
+    "phi": SMALL,
+    "gptj": {**WIDE, "rotary_dim": 8},
+    "stablelm": SMALL,
+    "falcon": {**SMALL, "new_decoder_architecture": True, "num_kv_heads": 2},
+}
+"""Map components of other families to the settings with which they are tested."""
 
 
-def make_model(info: ModelInfo, device: str, dtype: torch.dtype) -> ModelArchitecture:
+def make_model(
+    info: ModelInfo, device: str, dtype: torch.dtype, model_class: ModelClass = DenseModel
+) -> ModelArchitecture:
     """Return a model with the same random weights on every device."""
-    model = build_model(DenseModel, info, torch.device(device), dtype)
+    model = build_model(model_class, info, torch.device(device), dtype)
     filler = WeightFiller(model)
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
@@ -90,6 +110,19 @@ def test_cuda_agrees_with_the_cpu(name: str, dtype: torch.dtype, tolerance: floa
     texts = [random_tokens(info, 24, seed) for seed in range(3)]
     expected = run(make_model(info, "cpu", torch.float32), texts, 17)
     got = run(make_model(info, "cuda", dtype), texts, 17)
+    assert (got - expected).pow(2).mean().sqrt() < tolerance * expected.pow(2).mean().sqrt()
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-3), (torch.bfloat16, 0.05)])
+@pytest.mark.parametrize("name", list(FAMILIES))
+def test_families_on_cuda_agree_with_the_cpu(name: str, dtype: torch.dtype, tolerance: float) -> None:
+    spec = installed().get(ComponentKind.MODEL, name).spec
+    assert spec.describe is not None
+    info = load_attribute(spec.describe, name)(FAMILIES[name])
+    model_class = load_attribute(spec.target, name)
+    texts = [random_tokens(info, 24, seed) for seed in range(3)]
+    expected = run(make_model(info, "cpu", torch.float32, model_class), texts, 17)
+    got = run(make_model(info, "cuda", dtype, model_class), texts, 17)
     assert (got - expected).pow(2).mean().sqrt() < tolerance * expected.pow(2).mean().sqrt()
 
 

@@ -108,11 +108,6 @@ class PlainModel(DecoderModel):
         """See ``DecoderModel``."""
         return LayerNorm(self.info.hidden_size, self.info.config.norm_eps, bias=self.info.config.norm_bias)
 
-    def norm_targets(self) -> Targets:
-        """See ``DecoderModel``."""
-        assert isinstance(self.norm, LayerNorm)
-        return self.norm.targets(self.norm_name, "norm")
-
     def make_head(self, mesh: Mesh) -> LMHead:
         """See ``DecoderModel``."""
         if not self.info.config.head_bias:
