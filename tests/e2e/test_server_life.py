@@ -329,18 +329,27 @@ def test_an_endless_chat_template_delays_no_other_client_and_ends_with_the_serve
     tree = {"model": {"chat_template": str(tmp_path / "template.jinja")}, "server": {"port": 0, "log_level": "error"}}
     tree["server"]["limits"] = {"template_seconds": 1}
     tree["server"]["drain_seconds"] = 0.1
+    elsewhere = httpx.HTTPTransport(local_address="127.0.0.2")  # another tenant
+    hi = {"messages": [{"role": "user", "content": "hi"}]}
     with (
         running_server(Config.model_validate(tree), target=run_fake_engine) as url,
         httpx.Client(base_url=url, timeout=PATIENCE) as client,
+        httpx.Client(base_url=url, timeout=PATIENCE, transport=elsewhere) as other,
     ):
+        for one in (client, other):
+            assert one.post("/v1/chat/completions", json=hi).status_code == 200
         found: list[httpx.Response] = []
         body = {"messages": [{"role": "user", "content": "loop"}]}
         thread = threading.Thread(
             target=lambda: found.append(httpx.post(f"{url}/v1/chat/completions", json=body, timeout=60))
         )
         thread.start()
+        chats = 0
         while thread.is_alive():
             assert client.get("/health").status_code == 200
+            assert other.post("/v1/chat/completions", json=hi).status_code == 200
+            chats += thread.is_alive()
+        assert chats > 1
         assert (found[0].status_code, "did not end within 1 s" in found[0].text) == (400, True)
         assert client.post("/tokenize", json=body).status_code == 400
         body["messages"][0]["content"] = "hi"
