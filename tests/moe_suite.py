@@ -28,6 +28,21 @@ SMALL = {
 }
 
 
+def randomise(model: torch.nn.Module) -> None:
+    """Change weights that are all equal as they come, and those of routers."""
+    with torch.no_grad():
+        for name, tensor in model.named_parameters():
+            if tensor.ndim == 1:  # norms and biases are all 1 and 0 as they come
+                tensor.add_(torch.randn_like(tensor) * 0.3)
+            elif "embed" in name:
+                tensor.mul_(3)
+            elif name.endswith(("gate.weight", "router.weight")):
+                tensor.copy_(torch.randn_like(tensor) * 0.5)
+        for name, tensor in model.named_buffers():
+            if "correction" in name:
+                tensor.copy_(torch.randn_like(tensor) * 0.2)
+
+
 class MoeSuite(ModelSuite):
     """Take checkpoints and logits from transformers. Routers get weights that spread the scores, so that rounding does
     not decide between experts."""
@@ -39,17 +54,7 @@ class MoeSuite(ModelSuite):
         torch.manual_seed(0)
         built = transformers.AutoConfig.for_model(self.model_type, **SMALL | dict(config))
         model = transformers.AutoModelForCausalLM.from_config(built, dtype=torch.float32)
-        with torch.no_grad():
-            for name, tensor in model.named_parameters():
-                if tensor.ndim == 1:  # norms and biases are all 1 and 0 as they come
-                    tensor.add_(torch.randn_like(tensor) * 0.3)
-                elif "embed" in name:
-                    tensor.mul_(3)
-                elif name.endswith(("gate.weight", "router.weight")):
-                    tensor.copy_(torch.randn_like(tensor) * 0.5)
-            for name, tensor in model.named_buffers():
-                if "correction" in name:
-                    tensor.copy_(torch.randn_like(tensor) * 0.2)
+        randomise(model)
         model.save_pretrained(directory)
 
     def reference(self, directory: Path) -> Reference | None:

@@ -48,6 +48,11 @@ class MoeModel(DecoderModel):
         names = self.info.config.names
         theirs = f"{checkpoint_prefix}.{names.experts}"
         yield from expert_targets(layer, theirs, parameter_prefix, names.projections)
+        yield from self.shared_targets(layer, checkpoint_prefix, parameter_prefix)
+
+    def shared_targets(self, layer: Experts, checkpoint_prefix: str, parameter_prefix: str) -> Targets:
+        """Yield the targets of the tensors of the shared expert of ``layer``, if it has one."""
+        names = self.info.config.names
         if layer.shared is not None:
             yield from mlp_targets(layer.shared, f"{checkpoint_prefix}.{names.shared}", f"{parameter_prefix}.shared")
         if layer.shared_gate is not None:

@@ -72,3 +72,9 @@ class GraniteMoeSharedConfig(PluginConfig):
     """Select the architecture of Granite with experts and a shared expert."""
 
     kind: Literal["granite_moe_shared"] = "granite_moe_shared"  # pyright: ignore[reportIncompatibleVariableOverride]
+
+
+class Llama4Config(PluginConfig):
+    """Select the architecture of the text model of Llama 4."""
+
+    kind: Literal["llama4"] = "llama4"  # pyright: ignore[reportIncompatibleVariableOverride]

@@ -12,6 +12,7 @@ def _spec(
     summary: str,
     target: str = "moe:MoeModel",
     describe: str = "moe_describe",
+    more: tuple[str, ...] = (),
 ) -> ComponentSpec:
     return ComponentSpec(
         kind=ComponentKind.MODEL,
@@ -20,7 +21,7 @@ def _spec(
         config=f"dovetail_models.moe_config:{config}",
         describe=f"dovetail_models.{describe}:describe_{name}",
         # checkpoints that were saved without the head have the second name
-        aliases=(architecture, architecture.replace("ForCausalLM", "Model")),
+        aliases=(architecture, architecture.replace("ForCausalLM", "Model"), *more),
         summary=summary,
     )
 
@@ -83,6 +84,15 @@ MOE = (
         "Granite with experts and a shared expert.",
         target="granite:GraniteMoeModel",
         describe="granite_moe_describe",
+    ),
+    _spec(
+        "llama4",
+        "Llama4Config",
+        "Llama4ForCausalLM",
+        "Llama 4, the text model.",
+        target="llama4:Llama4Model",
+        describe="llama4_describe",
+        more=("Llama4ForConditionalGeneration",),
     ),
 )
 """Hold the specs of the models with experts."""
