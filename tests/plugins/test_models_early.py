@@ -5,13 +5,18 @@ Run: python -m pytest tests/plugins/test_models_early.py
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
+import torch
 import transformers
+from safetensors.torch import save_file
 
 from dovetail.errors import ConfigError
+from dovetail.testing.model import Reference, read_tensors
 from hf_suite import TWO_LAYERS, HuggingFaceSuite, describe, rope
 
 
@@ -75,6 +80,61 @@ class TestFalcon(HuggingFaceSuite):
     }
 
 
+class TestQwen(HuggingFaceSuite):
+    """Transformers has no class for Qwen, which computes what Qwen2 does."""
+
+    name = "qwen"
+    small: ClassVar = TWO_LAYERS
+    model_type = "qwen2"
+    configs: ClassVar = {"plain": {"num_key_value_heads": 4}}
+
+    def write_checkpoint(self, config: Mapping[str, Any], directory: Path) -> None:
+        super().write_checkpoint(config, directory / "qwen2")
+        tensors = read_tensors(directory / "qwen2")
+        named: dict[str, torch.Tensor] = {"lm_head.weight": tensors["lm_head.weight"]}
+        for name in ("wte:embed_tokens", "ln_f:norm"):
+            theirs, ours = name.split(":")
+            named[f"transformer.{theirs}.weight"] = tensors[f"model.{ours}.weight"]
+        for layer in range(2):
+            old, new = f"model.layers.{layer}", f"transformer.h.{layer}"
+            for field in ("weight", "bias"):
+                parts = [tensors[f"{old}.self_attn.{part}_proj.{field}"] for part in ("q", "k", "v")]
+                named[f"{new}.attn.c_attn.{field}"] = torch.cat(parts)
+            for theirs, ours in QWEN.items():
+                named[f"{new}.{theirs}.weight"] = tensors[f"{old}.{ours}.weight"]
+        save_file(named, directory / "model.safetensors")
+        given = {
+            "architectures": ["QWenLMHeadModel"],
+            "kv_channels": 12,
+            "layer_norm_epsilon": 1e-6,
+            "rotary_emb_base": 10000,
+            "seq_length": 256,
+            "use_dynamic_ntk": True,
+            "use_logn_attn": True,
+            "no_bias": True,
+            **{
+                key: TWO_LAYERS[key]
+                for key in ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")
+            },
+            "intermediate_size": 2 * TWO_LAYERS["intermediate_size"],
+            "max_position_embeddings": 1024,
+        }
+        (directory / "config.json").write_text(json.dumps(given))
+
+    def reference(self, directory: Path) -> Reference | None:
+        return super().reference(directory / "qwen2")
+
+
+QWEN = {
+    "ln_1": "input_layernorm",
+    "ln_2": "post_attention_layernorm",
+    "attn.c_proj": "self_attn.o_proj",
+    "mlp.w1": "mlp.up_proj",
+    "mlp.w2": "mlp.gate_proj",
+    "mlp.c_proj": "mlp.down_proj",
+}
+
+
 def test_describe_fills_in_what_transformers_would() -> None:
     sizes = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size")
     built: Any
@@ -106,6 +166,7 @@ def test_describe_fills_in_what_transformers_would() -> None:
         ("phi", {"tie_word_embeddings": True}, "has a head with a bias of its own"),
         ("gptj", {"n_embd": 48, "n_head": 4, "rotary_dim": 64}, "rotary_dim is 64; allowed: an even number up to"),
         ("stablelm", {"qk_layernorm": True}, "qk_layernorm is True"),
+        ("qwen", {"no_bias": False}, "no_bias is False; QWenLMHeadModel implements True here"),
         ("falcon", {"alibi": True}, "alibi is True, which FalconForCausalLM does not implement here"),
         ("falcon", {"num_ln_in_parallel_attn": 2}, "num_ln_in_parallel_attn is 2; allowed: 1"),
         ("falcon", {"new_decoder_architecture": True, "parallel_attn": False}, "allowed: not both"),

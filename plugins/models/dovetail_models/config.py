@@ -101,3 +101,9 @@ class FalconConfig(PluginConfig):
     """Select the Falcon architecture, with rotary positions."""
 
     kind: Literal["falcon"] = "falcon"  # pyright: ignore[reportIncompatibleVariableOverride]
+
+
+class QwenConfig(PluginConfig):
+    """Select the Qwen architecture of the first generation."""
+
+    kind: Literal["qwen"] = "qwen"  # pyright: ignore[reportIncompatibleVariableOverride]

@@ -88,4 +88,10 @@ FAMILIES = (
         ("FalconForCausalLM", "FalconModel"),
         "Falcon with rotary positions.",
     ),
+    _spec(
+        "qwen",
+        ("qwen:QwenModel", "qwen_describe", "QwenConfig"),
+        ("QWenLMHeadModel", "QWenModel"),
+        "Qwen, the first generation.",
+    ),
 )
