@@ -9,8 +9,14 @@ from types import ModuleType
 import torch
 from torch.nn import functional
 
-from dovetail.ops.expert_shapes import ExpertWeights, Routing, SwiGLU
+from dovetail.ops.activation import silu_mul
+from dovetail.ops.cpu.kernels import kernels
+from dovetail.ops.expert_shapes import SILU, ExpertWeights, Routing, SwiGLU
 from dovetail.ops.parts import Parts
+
+_FEW_ROWS, _MOST_COMPILED = 2, 4
+"""For up to the first number of rows per expert on average, experts with up to the second number of rows use the
+compiled product."""
 
 
 @functools.cache
@@ -28,18 +34,7 @@ def experts(
     nothing. The sums are computed in float32."""
     if x.is_cuda:
         return _triton().experts(x, routing, weights, shared)
-    num_experts, top_k = weights.gate_up.shape[0], routing.ids.shape[1]
-    order = routing.ids.flatten().argsort(stable=True)
-    counts = torch.bincount(routing.ids.flatten(), minlength=weights.first + num_experts).tolist()
-    total = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
-    flat, end = routing.weights.flatten(), sum(counts[: weights.first])
-    for expert in range(num_experts):
-        start, end = end, end + counts[weights.first + expert]
-        if start < end:
-            pairs = order[start:end]
-            tokens, factors = pairs // top_k, flat[pairs].unsqueeze(1)
-            total.index_add_(0, tokens, _expert(x[tokens], factors, expert, weights))
-    return (total if shared is None else total.add_(shared)).to(x.dtype)
+    return _on_host(x, routing, weights, shared)
 
 
 def expert_parts(x: torch.Tensor, routing: Routing, weights: ExpertWeights) -> Parts | None:
@@ -47,23 +42,67 @@ def expert_parts(x: torch.Tensor, routing: Routing, weights: ExpertWeights) -> P
     result is not computed in parts for this number of tokens."""
     if not x.is_cuda or len(weights.gate_up) != weights.whole:
         return None
-    kernels = _triton()
-    return Parts(kernels.expert_parts(x, routing, weights)) if 1 < x.shape[0] <= kernels.MOST_PARTS else None
+    cuda = _triton()
+    return Parts(cuda.expert_parts(x, routing, weights)) if 1 < x.shape[0] <= cuda.MOST_PARTS else None
 
 
-def _expert(x: torch.Tensor, factors: torch.Tensor, expert: int, weights: ExpertWeights) -> torch.Tensor:
-    """Return the weighted results of one expert in float32."""
+def _on_host(x: torch.Tensor, routing: Routing, weights: ExpertWeights, shared: torch.Tensor | None) -> torch.Tensor:
+    first, (tokens, top_k) = weights.first, routing.ids.shape
+    ids, factors = routing.ids.flatten(), routing.weights.flatten()
+    counts = torch.bincount(ids, minlength=first + len(weights.gate_up)).tolist()
+    before = sum(counts[:first])
+    counts = counts[first : first + len(weights.gate_up)]
+    pairs = ids.argsort(stable=True)[before : before + sum(counts)]
+    factors, rows = factors[pairs].unsqueeze(1), x[pairs // top_k]
     if weights.scaled_input:
-        x = (x * factors).to(x.dtype)
-    gate_up_bias = None if weights.gate_up_bias is None else weights.gate_up_bias[expert]
-    down_bias = None if weights.down_bias is None else weights.down_bias[expert]
-    gate, up = functional.linear(x, weights.gate_up[expert], gate_up_bias).chunk(2, 1)
-    result = functional.linear(_activated(gate, up, weights.activation), weights.down[expert], down_bias).float()
-    return result if weights.scaled_input else result * factors
+        rows = (rows * factors).to(x.dtype)
+    held = None if weights.gate_up_bias is None and weights.down_bias is None else ids[pairs] - first
+    gate_up = _products(rows, weights.gate_up, weights.gate_up_bias, counts, held)
+    inner = _activated(gate_up, weights.activation)
+    found = _products(inner, weights.down, weights.down_bias, counts, held)
+    found = found if found.dtype is torch.float64 else found.float()
+    if not weights.scaled_input:
+        found = found * factors
+    # other ranks' experts add nothing
+    make = torch.empty if len(pairs) == len(ids) else torch.zeros
+    results = make(len(ids), x.shape[1], dtype=found.dtype)
+    results[pairs] = found
+    total = results.view(tokens, top_k, x.shape[1]).sum(1)
+    return (total if shared is None else total.add_(shared)).to(x.dtype)
 
 
-def _activated(gate: torch.Tensor, up: torch.Tensor, activation: SwiGLU) -> torch.Tensor:
+def _products(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, counts: list[int], held: torch.Tensor | None
+) -> torch.Tensor:
+    """Return the products of sorted rows ``x [pairs, in]`` with the weights ``[experts, out, in]`` of their experts,
+    of which each has as many rows as ``counts`` says. ``held`` has the expert of each row, for the bias.
+
+    Three ways were measured on two cores of a Xeon with AMX, for 64 experts of which a token has 8, hidden 1024, size 512, at
+    1, 8, 64 and 512 tokens; processor milliseconds of the whole layer on one thread of a busy machine (2026-11-23). Float32:
+    ``grouped_mm`` 2.6, 24, 81, 160; one product for each expert 3.3, 28, 75, 184. Bfloat16: ``grouped_mm`` 4.1, 24, 37, 85; one product for
+    each expert 4.2, 28, 45, 95; the compiled product for experts with up to four rows 1.4, 17, 43, 84. An expert
+    without tokens costs nothing in any of them.
+    """
+    compiled = kernels(x.dtype) if x.dtype is torch.bfloat16 and len(x) <= _FEW_ROWS * len(counts) else None
+    aligned = x.shape[1] * x.element_size() % 16 == 0 and x.dtype is not torch.float64
+    if compiled is None and aligned:
+        ends = torch.tensor(counts, dtype=torch.int32).cumsum(0, dtype=torch.int32)
+        result = functional.grouped_mm(x, weight.mT, offs=ends).contiguous()  # its rows may be padded
+        return result if bias is None else result.add_(bias[held])
+    result = torch.empty(len(x), weight.shape[1], dtype=x.dtype)
+    end = 0
+    for expert, count in enumerate(counts):
+        if count:
+            start, end = end, end + count
+            multiply = compiled.product if compiled is not None and count <= _MOST_COMPILED else functional.linear
+            result[start:end] = multiply(x[start:end], weight[expert], None if bias is None else bias[expert])
+    return result
+
+
+def _activated(gate_up: torch.Tensor, activation: SwiGLU) -> torch.Tensor:
+    if activation == SILU:
+        return silu_mul(gate_up)
+    gate, up = gate_up.chunk(2, 1)
     if activation.limit is not None:
         gate, up = gate.clamp(max=activation.limit), up.clamp(-activation.limit, activation.limit)
-    opened = functional.silu(gate) if activation.alpha == 1.0 else gate * torch.sigmoid(activation.alpha * gate)
-    return opened * (up + activation.offset if activation.offset else up)
+    return gate * torch.sigmoid(activation.alpha * gate) * (up + activation.offset)
