@@ -104,7 +104,6 @@ def test_describe_fills_in_what_transformers_would() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"quantization_config": {"quant_method": "mxfp4"}}, "quantization_config"),
         ({"layer_types": ["full_attention", "chunked_attention"] * 2}, "chunked_attention"),
         ({"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
         ({"swiglu_limit": -1}, "swiglu_limit is -1"),

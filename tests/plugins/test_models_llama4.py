@@ -106,7 +106,6 @@ def test_the_context_is_one_chunk() -> None:
         ({"layer_types": ["sliding_attention"] * 4}, "sliding_attention"),
         ({"no_rope_layers": [1, 2, 0, 1]}, "0 and 1"),
         ({"moe_layers": "all"}, "a list of indices"),
-        ({"quantization_config": {"quant_method": "compressed-tensors"}}, "quantization_config"),
         ({"text_config": "large"}, "text_config is 'large'"),
         ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "use_qk_norm"),
     ],

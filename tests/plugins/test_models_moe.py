@@ -112,7 +112,6 @@ def test_layers_with_experts_are_those_of_transformers(describe: Describe) -> No
         (describe_mixtral, {"shared_expert_intermediate_size": 8}, "shared_expert_intermediate_size is 8"),
         (describe_mixtral, {"num_experts_per_tok": 9}, "9 of 8 experts"),
         (describe_mixtral, {"mlp_only_layers": [0]}, "mlp_only_layers"),
-        (describe_mixtral, {"quantization_config": {"quant_method": "awq"}}, "quantization_config"),
         (describe_qwen2_moe, {"attention_bias": True}, "attention_bias is True"),
         (describe_qwen2_moe, {"mlp_only_layers": "none"}, "a list of indices"),
         (describe_qwen3_moe, {"n_group": 4}, "n_group is 4"),

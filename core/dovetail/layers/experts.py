@@ -79,6 +79,8 @@ class Experts(Layer):
         self.down_bias = parameter(count * hidden) if shape.bias else None
         self.shared = GatedMLP(hidden, shape.shared_size, mesh) if shape.shared_size else None
         self.shared_gate = Linear(hidden, 1) if shape.shared_gate else None
+        if self.shared_gate is not None:
+            self.shared_gate.precise = True  # one row: nothing to gain
         self._weights: ExpertWeights
 
     def prepare(self) -> None:
