@@ -22,8 +22,16 @@ from dovetail.testing.batches import make_batch, make_page_table
 from dovetail.testing.eager import EagerAttention
 from dovetail.testing.installed import installed
 from dovetail.testing.model import random_tokens
+from dovetail_models.cohere import CohereModel
+from dovetail_models.cohere_describe import describe_cohere2
 from dovetail_models.dense import DenseModel
 from dovetail_models.dense_describe import describe_llama, describe_mistral, describe_qwen2, describe_qwen3
+from dovetail_models.gemma import GemmaModel
+from dovetail_models.gemma_describe import describe_gemma, describe_gemma2, describe_gemma3
+from dovetail_models.glm import GlmModel
+from dovetail_models.glm_describe import describe_glm4
+from dovetail_models.olmo import OlmoModel
+from dovetail_models.olmo_describe import describe_olmo2, describe_olmo3
 
 pytestmark = [
     pytest.mark.gpu,
@@ -40,6 +48,17 @@ SMALL = {
     "max_position_embeddings": 128,
 }
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
+SLIDING = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 6}
+CAPS = {"attn_logit_softcapping": 3.0, "final_logit_softcapping": 5.0}
+VARIANTS = {
+    "gemma": (GemmaModel, describe_gemma(SMALL)),
+    "gemma2": (GemmaModel, describe_gemma2({**SMALL, **SLIDING, **CAPS})),
+    "gemma3": (GemmaModel, describe_gemma3({**SMALL, **SLIDING})),
+    "olmo2": (OlmoModel, describe_olmo2(SMALL)),
+    "olmo3": (OlmoModel, describe_olmo3({**SMALL, **SLIDING})),
+    "glm4": (GlmModel, describe_glm4(SMALL)),
+    "cohere2": (CohereModel, describe_cohere2({**SMALL, **SLIDING, "logit_scale": 0.5})),
+}
 INFOS = {
     "llama": describe_llama({**SMALL, "tie_word_embeddings": True}),
     "mistral": describe_mistral({**SMALL, "sliding_window": 6}),
@@ -104,12 +123,12 @@ def run(model: ModelArchitecture, texts: Sequence[Sequence[int]], prefix: int) -
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-3), (torch.bfloat16, 0.05)])
-@pytest.mark.parametrize("name", list(INFOS))
+@pytest.mark.parametrize("name", [*INFOS, *VARIANTS])
 def test_cuda_agrees_with_the_cpu(name: str, dtype: torch.dtype, tolerance: float) -> None:
-    info = INFOS[name]
+    model_class, info = VARIANTS.get(name) or (DenseModel, INFOS[name])
     texts = [random_tokens(info, 24, seed) for seed in range(3)]
-    expected = run(make_model(info, "cpu", torch.float32), texts, 17)
-    got = run(make_model(info, "cuda", dtype), texts, 17)
+    expected = run(make_model(info, "cpu", torch.float32, model_class), texts, 17)
+    got = run(make_model(info, "cuda", dtype, model_class), texts, 17)
     assert (got - expected).pow(2).mean().sqrt() < tolerance * expected.pow(2).mean().sqrt()
 
 

@@ -10,14 +10,10 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
-import torch
 import transformers
 
 from dovetail.errors import ConfigError
-from dovetail.memory.pool import PagedKVPool
-from dovetail.testing.batches import make_batch, make_page_table
-from dovetail.testing.eager import EagerAttention
-from hf_suite import TWO_LAYERS, HuggingFaceSuite, describe, rope
+from hf_suite import TWO_LAYERS, HuggingFaceSuite, check_watched_layers, describe, rope
 
 
 def longrope(pairs: int, original: int, **settings: Any) -> dict[str, Any]:
@@ -183,20 +179,4 @@ def test_descriptions_know_the_activations() -> None:
 @pytest.mark.parametrize("suite", [TestGranite, TestGPT2, TestGPTNeoX])
 def test_watched_layers_are_those_of_transformers(suite: type[HuggingFaceSuite], tmp_path: Path) -> None:
     """Drafters get the residual streams of transformers, also where the model keeps them in another scale."""
-    test = suite()
-    test.write_checkpoint(next(iter(suite.configs.values())), tmp_path)
-    tokens = [5, 9, 2, 44, 3]
-    model = test.load(tmp_path)
-    (group,) = model.info.cache_groups
-    pool = PagedKVPool(group, 3, 4, torch.float32, "cpu")
-    attention = EagerAttention(pool)
-    batch = make_batch(4, make_page_table([5], 4, 3), [0], [5], input_ids=tokens, attn=(attention,), kv=(pool,))
-    batch.watch = (0, 1, 2)
-    attention.plan(batch)
-    with torch.inference_mode():
-        model.forward(batch)
-    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path).eval()
-    with torch.no_grad():
-        states = theirs(torch.tensor([tokens]), output_hidden_states=True).hidden_states
-    assert batch.hidden is not None
-    torch.testing.assert_close(batch.hidden, torch.cat([state[0] for state in states], 1), rtol=1e-4, atol=1e-4)
+    check_watched_layers(suite(), tmp_path)

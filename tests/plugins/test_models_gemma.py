@@ -1,4 +1,4 @@
-"""Test Gemma 2 and Gemma 3 against Hugging Face transformers.
+"""Test Gemma, Gemma 2 and Gemma 3 against Hugging Face transformers.
 
 Run: python -m pytest tests/plugins/test_models_gemma.py
 """
@@ -16,8 +16,8 @@ import transformers
 from dovetail.errors import ConfigError
 from dovetail.interfaces.features import Feature
 from dovetail.testing.model import Reference
-from dovetail_models.gemma_describe import describe_gemma2, describe_gemma3
-from hf_suite import SMALL, HuggingFaceSuite, random_parameters
+from dovetail_models.gemma_describe import describe_gemma, describe_gemma2, describe_gemma3
+from hf_suite import SMALL, HuggingFaceSuite, check_watched_layers, random_parameters
 
 SHAPE: dict[str, Any] = {"num_hidden_layers": 2, "query_pre_attn_scalar": 10, "sliding_window": 7}
 TYPES = {"layer_types": ["sliding_attention", "full_attention"]}
@@ -27,6 +27,11 @@ ROPES = {
         "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
     }
 }
+
+
+class TestGemma(HuggingFaceSuite):
+    name = model_type = "gemma"
+    configs: ClassVar = {"plain": {"num_hidden_layers": 2, "num_key_value_heads": 1}}
 
 
 class TestGemma2(HuggingFaceSuite):
@@ -77,8 +82,14 @@ class TestGemma3WithImages(HuggingFaceSuite):
         return logits
 
 
+@pytest.mark.parametrize("suite", [TestGemma2, TestGemma3])
+def test_watched_layers_are_those_of_transformers(suite: type[HuggingFaceSuite], tmp_path: Path) -> None:
+    check_watched_layers(suite(), tmp_path)
+
+
 def test_absent_settings_are_those_of_transformers() -> None:
     for describe, built in (
+        (describe_gemma, transformers.GemmaConfig()),
         (describe_gemma2, transformers.Gemma2Config()),
         (describe_gemma3, transformers.Gemma3TextConfig()),
     ):
@@ -97,11 +108,12 @@ def test_absent_settings_are_those_of_transformers() -> None:
             ("attn_logit_softcapping", info.config.attention_cap),
             ("final_logit_softcapping", info.config.logit_cap),
         ):
-            assert value == getattr(built, key), key
-        windows = tuple({"full_attention": None}.get(kind, built.sliding_window) for kind in built.layer_types or ())
+            assert value == getattr(built, key, None), key
+        kinds = getattr(built, "layer_types", None) or ["full_attention"] * info.num_layers
+        windows = tuple(None if kind == "full_attention" else getattr(built, "sliding_window", None) for kind in kinds)
         assert info.config.windows == windows
-        assert info.config.scale == built.query_pre_attn_scalar**-0.5
-        assert (Feature.ATTN_SOFT_CAP in info.needs) == (built.attn_logit_softcapping is not None)
+        assert info.config.scale == getattr(built, "query_pre_attn_scalar", built.head_dim) ** -0.5
+        assert (Feature.ATTN_SOFT_CAP in info.needs) == (getattr(built, "attn_logit_softcapping", None) is not None)
 
 
 def test_gemma3_as_published_has_two_rotations_and_its_own_context() -> None:
@@ -126,6 +138,8 @@ def test_gemma3_as_published_has_two_rotations_and_its_own_context() -> None:
 @pytest.mark.parametrize(
     ("describe", "change", "message"),
     [
+        (describe_gemma, {"hidden_act": "silu"}, "hidden_activation is 'silu'"),
+        (describe_gemma, {"sliding_window": 8}, "sliding_window is 8"),
         (describe_gemma2, {"hidden_activation": "gelu"}, "hidden_activation is 'gelu'; implemented: gelu_pytorch_tanh"),
         (describe_gemma2, {"use_bidirectional_attention": True}, "use_bidirectional_attention is True"),
         (describe_gemma2, {"layer_types": ["full_attention"]}, "a list of 26 types"),

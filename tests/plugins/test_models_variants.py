@@ -5,6 +5,7 @@ Run: python -m pytest tests/plugins/test_models_variants.py
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
@@ -14,7 +15,7 @@ from dovetail.errors import ConfigError
 from dovetail_models.cohere_describe import describe_cohere, describe_cohere2
 from dovetail_models.glm_describe import describe_glm, describe_glm4
 from dovetail_models.olmo_describe import describe_olmo2, describe_olmo3
-from hf_suite import HuggingFaceSuite, rope
+from hf_suite import HuggingFaceSuite, check_watched_layers, rope
 
 TWO = {"num_hidden_layers": 2}
 GLM = TWO | {"pad_token_id": None}
@@ -61,6 +62,11 @@ class TestCohere2(HuggingFaceSuite):
         "layers": TWO | TYPES | {"logit_scale": 0.3},
         "biases": TWO | {"attention_bias": True, "sliding_window": 9, "tie_word_embeddings": False},
     }
+
+
+@pytest.mark.parametrize("suite", [TestOlmo3, TestGlm4, TestCohere2])
+def test_watched_layers_are_those_of_transformers(suite: type[HuggingFaceSuite], tmp_path: Path) -> None:
+    check_watched_layers(suite(), tmp_path)
 
 
 SHAPE = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")

@@ -1,5 +1,6 @@
-"""Define Gemma 2 (arXiv 2408.00118) and the text model of Gemma 3 (2503.19786): norms around attention and MLP, windows,
-soft caps, scaled embeddings. Gemma 3 rotates layers with and without a window differently."""
+"""Define Gemma (arXiv 2403.08295), Gemma 2 (2408.00118) and the text model of Gemma 3 (2503.19786): scaled embeddings, norms
+that multiply by one plus a weight, from Gemma 2 on norms around attention and MLP, windows and soft caps. Gemma 3 rotates
+layers with and without a window differently."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ import torch
 
 from dovetail.interfaces.attention import AttentionLayer
 from dovetail.layers.attention import AttentionShape, SelfAttention
-from dovetail.layers.decoder import attention_targets, mlp_targets
+from dovetail.layers.decoder import DecoderLayer, DecoderShape, attention_targets, mlp_targets
 from dovetail.layers.embedding import Embedding
 from dovetail.layers.mlp import GatedMLP
 from dovetail.layers.norm import RMSNorm
@@ -22,15 +23,16 @@ if TYPE_CHECKING:
     from dovetail.interfaces.mesh import Mesh
     from dovetail.interfaces.model import ModelInfo
     from dovetail_models.decoder import Targets
-    from dovetail_models.gemma_describe import GemmaConfig
+    from dovetail_models.gemma_describe import GemmaDecoderConfig
 
-NORMS = {
+NORMS = {"attn_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
+SANDWICH_NORMS = {
     "attn_norm": "input_layernorm",
     "post_attn_norm": "post_attention_layernorm",
     "mlp_norm": "pre_feedforward_layernorm",
     "post_mlp_norm": "post_feedforward_layernorm",
 }
-"""Map the norms of a layer to their names in a checkpoint."""
+"""Map the norms of a layer to their names in a checkpoint. The same name stands for another norm in Gemma 2."""
 
 
 class ScaledEmbedding(Embedding):
@@ -46,10 +48,10 @@ class ScaledEmbedding(Embedding):
 
 
 class GemmaModel(DecoderModel):
-    """Compute the model of a ``ModelInfo`` whose ``config`` is a ``GemmaConfig``."""
+    """Compute the model of a ``ModelInfo`` whose ``config`` is a ``GemmaDecoderConfig``."""
 
     def __init__(self, info: ModelInfo, mesh: Mesh) -> None:
-        config: GemmaConfig = info.config
+        config: GemmaDecoderConfig = info.config
         if config.within:
             self.embed_name = "language_model.model.embed_tokens"
             self.layers_name = "language_model.model.layers"
@@ -66,7 +68,7 @@ class GemmaModel(DecoderModel):
         """See ``DecoderModel``."""
         return RMSNorm(self.info.hidden_size, self.info.config.norm_eps, plus_one=True)
 
-    def make_layer(self, index: int, mesh: Mesh) -> SandwichLayer:
+    def make_layer(self, index: int, mesh: Mesh) -> DecoderLayer | SandwichLayer:
         """See ``DecoderModel``."""
         info, config = self.info, self.info.config
         shape = AttentionShape(
@@ -79,16 +81,22 @@ class GemmaModel(DecoderModel):
             qk_norm_eps=config.norm_eps if config.qk_norm else None,
             norm_plus_one=True,
         )
-        constants = AttentionLayer(index, config.scale, config.windows[index], config.attention_cap)
         mlp = GatedMLP(info.hidden_size, config.intermediate_size, mesh, activation="gelu_tanh")
+        if not config.sandwich:
+            sizes = DecoderShape(shape, config.intermediate_size, config.norm_eps, scale=config.scale)
+            layer = DecoderLayer(sizes, index, mesh, mlp=mlp)
+            layer.attn_norm, layer.mlp_norm = self.make_norm(), self.make_norm()
+            return layer
+        constants = AttentionLayer(index, config.scale, config.windows[index], config.attention_cap)
         norms = SandwichNorms(*(self.make_norm() for _ in range(4)))
         return SandwichLayer(SelfAttention(shape, constants, mesh), mlp, norms)
 
     def layer_targets(self, index: int, checkpoint_prefix: str, parameter_prefix: str) -> Targets:
         """See ``DecoderModel``."""
         layer = self.layers[index]
-        assert isinstance(layer, SandwichLayer)
-        for ours, theirs in NORMS.items():
+        assert isinstance(layer, DecoderLayer | SandwichLayer)
+        assert isinstance(layer.mlp, GatedMLP)
+        for ours, theirs in (SANDWICH_NORMS if self.info.config.sandwich else NORMS).items():
             yield from getattr(layer, ours).targets(f"{checkpoint_prefix}.{theirs}", f"{parameter_prefix}.{ours}")
         yield from attention_targets(layer.attn, f"{checkpoint_prefix}.self_attn", f"{parameter_prefix}.attn")
         yield from mlp_targets(layer.mlp, f"{checkpoint_prefix}.mlp", f"{parameter_prefix}.mlp")

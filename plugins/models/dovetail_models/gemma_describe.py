@@ -1,4 +1,4 @@
-"""Describe Gemma 2 and Gemma 3 from config.json alone. Does not import torch."""
+"""Describe Gemma, Gemma 2 and Gemma 3 from config.json alone. Does not import torch."""
 
 from __future__ import annotations
 
@@ -52,6 +52,18 @@ GEMMA2: Mapping[str, Any] = {
     "attn_logit_softcapping": 50.0,
 }
 """Hold the defaults of absent keys, as in transformers. Published checkpoints leave out many keys."""
+GEMMA: Mapping[str, Any] = {
+    **GEMMA2,
+    "hidden_size": 3072,
+    "intermediate_size": 24576,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 16,
+    "query_pre_attn_scalar": None,
+    "sliding_window": None,
+    "final_logit_softcapping": None,
+    "attn_logit_softcapping": None,
+}
 GEMMA3: Mapping[str, Any] = {
     **GEMMA2,
     "vocab_size": 262208,
@@ -63,9 +75,9 @@ GEMMA3: Mapping[str, Any] = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class GemmaConfig(DecoderConfig):
+class GemmaDecoderConfig(DecoderConfig):
     """Hold what ``GemmaModel`` needs in addition to ``ModelInfo``. ``within`` is True if the tensors are part of a
-    checkpoint that also has a model for images."""
+    checkpoint that also has a model for images. With ``sandwich``, there are norms after attention and MLP too."""
 
     scale: float
     attention_cap: float | None
@@ -73,6 +85,25 @@ class GemmaConfig(DecoderConfig):
     attention_bias: bool = False
     qk_norm: bool = False
     within: bool = False
+    sandwich: bool = True
+
+
+def describe_gemma(config: dict[str, Any]) -> ModelInfo:
+    """Describe a checkpoint of the first Gemma. Raises ``ConfigError``."""
+    refuse_unread(config, {"attention_bias"}, "GemmaForCausalLM")
+    given = {**GEMMA, **config}
+    sizes, layers = read_heads(given), read_int(given, "num_hidden_layers")
+    rope = read_rope(given, sizes.head_dim, read_int(given, "max_position_embeddings"))
+    # the released settings say gelu and mean its approximation; transformers reads them so, too
+    activation = _ACTIVATION if given.get("hidden_act") in (None, "gelu") else given["hidden_act"]
+    fixed = {
+        "hidden_activation": activation,
+        "query_pre_attn_scalar": sizes.head_dim,
+        "layer_types": ["full_attention"] * layers,
+        "sliding_window": 1,
+    }
+    info = _info({**given, **fixed}, "GemmaForCausalLM", {"full_attention": rope, "sliding_attention": rope})
+    return replace(info, config=replace(info.config, sandwich=False))
 
 
 def describe_gemma2(config: dict[str, Any]) -> ModelInfo:
@@ -126,7 +157,7 @@ def _info(
     windows = read_layer_types(given, layers, known)
     context = ropes["full_attention"].context_len
     cap = _cap(given, "attn_logit_softcapping")
-    own = GemmaConfig(
+    own = GemmaDecoderConfig(
         intermediate_size=read_int(given, "intermediate_size"),
         norm_eps=read_float(given, "rms_norm_eps", 1e-6),
         rope=ropes["full_attention"],

@@ -8,6 +8,12 @@ from typing import Literal
 from dovetail.config.plugin import PluginConfig
 
 
+class GemmaConfig(PluginConfig):
+    """Select the architecture of the first Gemma."""
+
+    kind: Literal["gemma"] = "gemma"  # pyright: ignore[reportIncompatibleVariableOverride]
+
+
 class Gemma2Config(PluginConfig):
     """Select the Gemma 2 architecture."""
 

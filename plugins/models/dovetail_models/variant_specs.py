@@ -20,6 +20,7 @@ def _spec(name: str, target: str, architecture: str, summary: str, *more: str) -
 
 
 VARIANTS = (
+    _spec("gemma", "gemma:GemmaModel", "GemmaForCausalLM", "Gemma: Llama's layers with GELU and scaled embeddings."),
     _spec("gemma2", "gemma:GemmaModel", "Gemma2ForCausalLM", "Gemma 2: norms around attention and MLP, soft caps."),
     _spec(
         "gemma3",
