@@ -5,6 +5,7 @@ Run: python -m pytest tests/plugins/test_draft_model.py
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -184,6 +185,14 @@ def test_another_vocabulary_is_refused(small, tmp_path):
         ConfigError, match=r"a model of 65 tokens; the target has 64\. A draft model needs the vocabulary"
     ):
         make_llm(small, {"kind": "draft_model", "path": str(tmp_path / "other")})
+
+
+def test_a_quantized_checkpoint_is_refused(small, tmp_path):
+    checkpoints.save_target(tmp_path / "fp8", vocab_size=VOCAB_SIZE)
+    file = tmp_path / "fp8" / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "quantization_config": {"quant_method": "fp8"}}))
+    with pytest.raises(ConfigError, match=r"config\.json has a quantization_config; .*Give an unquantized checkpoint"):
+        make_llm(small, {"kind": "draft_model", "path": str(tmp_path / "fp8")})
 
 
 def test_a_missing_checkpoint_is_named(small):

@@ -231,6 +231,11 @@ class EngineDraftRuntime(DraftRuntime):
             raise ConfigError(
                 f"{file} has architectures {architectures}; installed models implement {', '.join(known)}"
             )
+        if checkpoint.get("quantization_config") is not None:
+            raise ConfigError(
+                f"{file} has a quantization_config; models of drafters are implemented without quantization. Give an "
+                "unquantized checkpoint"
+            )
         spec, label = found[0].spec, found[0].label
         assert spec.describe is not None, "every model spec has a description"
         info = load_attribute(spec.describe, label)(checkpoint)

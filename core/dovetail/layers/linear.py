@@ -132,6 +132,8 @@ class Linear(Layer):
     def parts_forward(self, x: torch.Tensor) -> Addend:
         """Compute ``forward``, but leave it to ``RMSNorm.add_forward`` to add up the parts that the kernel computes, or
         the addends of the ranks."""
+        if self.prepared and not self._in_parts:
+            return self.forward(x)
         parts = self._parts(x)
         return self.forward(x) if parts is None else Parts(parts)
 

@@ -359,7 +359,9 @@ def _resolution(slot: Slot, option: fit.Option, tuned: Tuned) -> Resolution:
 
 def _note(slot: Slot, chosen: Sequence[Candidate], tuned: Tuned) -> str:
     if not chosen:
-        return "switched off by config" if slot.disabled else "nothing installed can be used"
+        found = {reason.got for candidate in slot.candidates for reason in candidate.reasons}
+        one = found.pop() if len(found) == 1 else "nothing installed can be used"
+        return "switched off by config" if slot.disabled else one
     deprecated = [candidate.spec.deprecated for candidate in chosen if candidate.spec.deprecated]
     if deprecated:
         return f"deprecated: {'; '.join(deprecated)}"

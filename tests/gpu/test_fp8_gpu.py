@@ -1,0 +1,68 @@
+"""Test FP8 products on a GPU against plain float32 mathematics, in graphs too, and a model in FP8.
+
+Run: python -m pytest tests/gpu/test_fp8_gpu.py
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from dovetail import LLM, SamplingParams
+from dovetail_quantization.fp8_products import LARGEST, dequantize, make_product
+
+FP8 = torch.float8_e4m3fn
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")]
+
+
+def rounded(x: torch.Tensor, size: int) -> torch.Tensor:
+    """Return ``x`` as its FP8 form stands for it, with a scale for each ``size`` elements."""
+    groups = x.float().unflatten(1, (-1, size))
+    scale = groups.abs().amax(2, keepdim=True) / LARGEST
+    return ((groups / scale).to(FP8).float() * scale).flatten(1)
+
+
+@pytest.mark.parametrize("tokens", [0, 1, 3, 16, 64, 200, 1024])
+@pytest.mark.parametrize("shape", [(256, 512), (4096, 4096), (6144, 4096), (4096, 14336)])
+@pytest.mark.parametrize("block", [None, (128, 128)])
+@pytest.mark.parametrize("biased", [False, True])
+def test_products_are_those_of_the_numbers(
+    tokens: int, shape: tuple[int, int], block: tuple[int, int] | None, biased: bool
+) -> None:
+    torch.manual_seed(0)
+    weight = torch.randn(shape, device="cuda").to(FP8)
+    scales = (shape[0],) if block is None else (shape[0] // 128, shape[1] // 128)
+    scale = (torch.rand(scales, device="cuda") + 0.5) / 64
+    x = torch.randn(tokens, shape[1], device="cuda", dtype=torch.bfloat16)
+    bias = torch.randn(shape[0], device="cuda", dtype=torch.bfloat16) if biased else None
+    product = make_product(weight, scale, block, None, torch.bfloat16)
+    got = product.forward(x, bias)
+    assert got.shape == (tokens, shape[0])
+    if not tokens:
+        return
+    exact = rounded(x, shape[1] if block is None else 128) @ dequantize(weight, scale, block, torch.float32).T
+    exact = exact if bias is None else exact + bias.float()
+    error = (got.float() - exact).square().mean().sqrt() / exact.square().mean().sqrt()
+    assert error < 4e-3  # half of a step of bfloat16, and the order of sums
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = product.forward(x, bias)
+    graph.replay()
+    assert captured.equal(got)
+
+
+def test_a_static_scale_quantizes_activations() -> None:
+    torch.manual_seed(0)
+    weight = torch.randn(256, 512, device="cuda").to(FP8)
+    scale, static = torch.full((256,), 0.01, device="cuda"), torch.tensor(0.02, device="cuda")
+    x = torch.randn(8, 512, device="cuda", dtype=torch.bfloat16)
+    got = make_product(weight, scale, None, static, torch.bfloat16).forward(x, None)
+    exact = (x.float() / 0.02).clamp(-LARGEST, LARGEST).to(FP8).float() * 0.02 @ (weight.float() * 0.01).T
+    assert (got.float() - exact).square().mean().sqrt() / exact.square().mean().sqrt() < 4e-3
+
+
+def test_a_quantized_model_answers() -> None:
+    with LLM("tiny", quantization="fp8", device="cuda", model={"dtype": "bfloat16"}) as llm:
+        params = SamplingParams(temperature=0, max_new_tokens=24)
+        text = llm.chat([{"role": "user", "content": "What is the capital of France?"}], params).text
+    assert "Paris" in text
