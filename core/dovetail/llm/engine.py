@@ -8,13 +8,13 @@ from collections import deque
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 from dovetail.api.embeddings import cosine, embedding, label_probabilities, pooling_kind
 from dovetail.api.requests import with_output_limit
 from dovetail.chat.parsing import OutputParsers, load_parsers
 from dovetail.chat.requests import plain_message, read_tool_choice, read_tools, template_tools
-from dovetail.config import dump
+from dovetail.config import Config, dump
 from dovetail.errors import ConfigError, EngineError, RequestError
 from dovetail.generation.expansion import expand
 from dovetail.generation.prompts import PromptHooks, load_prompt_hooks
@@ -44,9 +44,6 @@ from dovetail.registry.setup import setup
 from dovetail.sampling_params import Pooling, PoolingKind, SamplingParams
 from dovetail.tokenizer import Tokenizer, load_tokenizer
 from dovetail.types import FloatArray
-
-if TYPE_CHECKING:
-    from dovetail.config import Config
 
 
 class LLM:
