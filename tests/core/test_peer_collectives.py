@@ -110,6 +110,24 @@ def test_other_tensors_do_not(collectives: PeerCollectives, others: Others, x: t
     assert others.calls == ["all_reduce", "all_reduce_norm"]
 
 
+@pytest.mark.parametrize("shape", [(2, 12), (3, 2, 12)], ids=["sums", "parts"])
+def test_a_norm_with_a_weight_of_more_bits_follows_the_sum(
+    collectives: PeerCollectives, others: Others, shape: tuple[int, ...]
+) -> None:
+    """The fused kernels read weights of the tensors' dtype. The sum goes through peer memory if it can."""
+    x, residual = torch.randn(shape), torch.randn(2, 12).bfloat16()
+    x = x if len(shape) == 3 else x.bfloat16()
+    weight = 1 + torch.rand(12) * 1e-3
+    normed, total = collectives.all_reduce_norm(x.clone(), residual, weight, 1e-5)
+    assert others.calls == ["all_reduce"]
+    added = x.sum(0).bfloat16() if len(shape) == 3 else x
+    assert torch.equal(total, added + residual)
+    exact = torch.nn.functional.rms_norm(total.double(), (12,), weight.double(), 1e-5)
+    torch.testing.assert_close(normed.double(), exact, rtol=2**-8, atol=0)
+    with pytest.raises(PeerMemoryUsed):
+        collectives.all_reduce_norm(torch.ones(2, 16).bfloat16(), torch.ones(2, 16).bfloat16(), torch.ones(16), 1e-5)
+
+
 def test_parts_are_added_up_for_others(collectives: PeerCollectives, others: Others) -> None:
     parts, residual = torch.randn(3, 2, 12), torch.randn(2, 12).bfloat16()
     total = collectives.all_reduce_norm(parts, residual, residual[0], 1e-5)[1]

@@ -28,7 +28,7 @@ MADE = {
 
 
 def check(llm: LLM, directory: Path, prompts: list[list[int]], rounds: int = 1) -> list:
-    reference = models.Reference(directory)
+    reference, outputs = models.Reference(directory), []
     for _ in range(rounds):
         outputs = llm.generate(prompts, GREEDY)
         for prompt, output in zip(prompts, outputs, strict=True):
