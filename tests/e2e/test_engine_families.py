@@ -89,3 +89,20 @@ def test_phi3_with_long_factors(phi3):
 def test_phi3_with_short_factors(phi3):
     """A context within the original one gives the short factors."""
     check(phi3, prompts_of([3, 38, 17]), [0, 32, 16], model={"context_len": ORIGINAL})
+
+
+def test_a_drafter_has_the_factors_of_its_target(phi3):
+    """With others, its drafts would be wrong."""
+    llm = LLM(
+        str(phi3),
+        grammar="none",
+        device="cpu",
+        memory={"page_size": 8, "num_pages": 300},
+        model={"context_len": ORIGINAL},
+        scheduler={"draft": "always"},
+        speculative={"kind": "draft_model", "path": str(phi3)},
+    )
+    llm.generate(prompts_of([3, 20, 30]), SamplingParams(max_new_tokens=30, temperature=0))
+    stats = llm.loop.stats()
+    assert stats.drafted_tokens > 30
+    assert stats.accepted_tokens > 0.95 * stats.drafted_tokens

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -239,6 +240,8 @@ class EngineDraftRuntime(DraftRuntime):
         spec, label = found[0].spec, found[0].label
         assert spec.describe is not None, "every model spec has a description"
         info = load_attribute(spec.describe, label)(checkpoint)
+        served = self._resolved.config.model.context_len or info.context_len
+        info = replace(info, context_len=min(info.context_len, served))
         return self.load(load_attribute(spec.target, label), info, directory, load_format)
 
     @property
