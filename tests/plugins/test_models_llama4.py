@@ -26,6 +26,14 @@ TUNED = {
     "floor_scale": 8,
     "attn_scale": 0.4,
     "attention_chunk_size": 256,
+    "rope_parameters": {
+        "rope_type": "llama3",
+        "rope_theta": 500.0,
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 1.0,
+        "original_max_position_embeddings": 64,
+    },
 }
 
 

@@ -84,7 +84,8 @@ class RopeConfig:
 
 def _llama3(plain: Frequencies, rope: RopeConfig) -> Frequencies:
     turns = rope.original_len * plain / (2 * math.pi)  # full rotations within the original context
-    smooth = (turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
+    span = rope.high_freq_factor - rope.low_freq_factor  # 0 in Llama 4: no frequency is between kept and stretched
+    smooth = (turns - rope.low_freq_factor) / span if span else np.sign(turns - rope.low_freq_factor)
     kept = np.clip(smooth, 0.0, 1.0)
     return plain * (kept + (1 - kept) / rope.factor)
 

@@ -68,6 +68,7 @@ MOE = (
         "Phi-3.5-MoE: LayerNorm, routers that choose by sparsemixer.",
         target="phi_moe:PhiMoeModel",
         describe="phi_moe_describe",
+        more=("PhiMoEForCausalLM",),  # as published
     ),
     _spec(
         "granite_moe",
