@@ -323,3 +323,12 @@ def answers() -> Iterator[Callable[[str], str]]:
 
 def test_a_quantized_model_still_answers(answers: Callable[[str], str]) -> None:
     assert answers("What is the capital of France?") == "The capital of France is Paris."
+
+
+def test_models_with_experts_are_refused(tmp_path: Path) -> None:
+    sizes = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+    config = {**CONFIG, **sizes, "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe"}
+    del config["attention_bias"]
+    write(tmp_path, config, {"x": torch.zeros(1)})
+    with pytest.raises(ResolutionError, match=r"Qwen3MoeForCausalLM' needs quantization\.experts"):
+        LLM(tmp_path, quantization="fp8")

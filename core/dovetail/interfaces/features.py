@@ -146,6 +146,8 @@ class Feature(str):
         "quantization.batch_invariant", "the bits of a row of a product do not depend on the other rows"
     )
 
+    QUANTIZATION_EXPERTS = _feature("quantization.experts", "stores the weights of experts too")
+
     # executors
     EXECUTOR_RANKS = _feature("executor.ranks", "runs several ranks")
 

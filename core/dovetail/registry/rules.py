@@ -78,10 +78,16 @@ def screen_quantization(candidate: Candidate, request: ResolveRequest, named: bo
         yield Reason("quantization.checkpoint", "it must be able to load the checkpoint", reason)
 
 
-def quantization(situation: Situation) -> Iterator[Reason]:
-    """Require a component for a checkpoint that is quantized."""
+def quantization(situation: Situation) -> Iterator[Need | Reason]:
+    """Require a component for a checkpoint that is quantized, and one that stores the weights of experts if the model
+    has experts."""
     checkpoint = situation.model.quantization
-    if checkpoint is not None and situation.candidate(ComponentKind.QUANTIZATION) is None:
+    chosen = situation.candidate(ComponentKind.QUANTIZATION)
+    if chosen is not None and situation.model.expert_sizes is not None:
+        why = "most of its weights are those of experts"
+        needed_by = f"model {situation.model.architecture!r}"
+        yield from situation.needs(Feature.QUANTIZATION_EXPERTS, needed_by, why)
+    if checkpoint is not None and chosen is None:
         method = checkpoint.get("quant_method", "an unnamed method")
         yield Reason(
             "quantization.none",
