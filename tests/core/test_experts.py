@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from dovetail.engine.build import WeightFiller, build_model
+from dovetail.engine.warmup import EXPERT_TOKENS, PROMPT_TOKENS
 from dovetail.errors import ConfigError
 from dovetail.interfaces.cache import CacheGroup
 from dovetail.interfaces.mesh import SINGLE, Mesh
@@ -25,6 +26,7 @@ from dovetail.layers.experts import Experts
 from dovetail.layers.norm import RMSNorm
 from dovetail.ops.expert_shapes import ExpertsShape, RoutingRule, SwiGLU
 from dovetail.ops.routing import route
+from dovetail.ops.triton.expert_tiles import tiles_of
 from dovetail.testing.ranks import run_ranks, thread_meshes
 
 CPU = torch.device("cpu")
@@ -321,6 +323,17 @@ def test_weights_in_16_bits_are_near_the_reference() -> None:
         exact = loaded(SHAPES["qwen3"])
         exact.router.forward = lambda x, routing=routing: routing
         torch.testing.assert_close(layer.forward(x).float(), exact.forward(x.float()), atol=0.06, rtol=0.06)
+
+
+@pytest.mark.parametrize("sizes", [(128, 8, 2048, 768), (32, 4, 2880, 2880), (8, 2, 4096, 14336), (64, 8, 2048, 1024)])
+def test_every_tile_is_compiled_before_prompts_need_it(sizes: tuple[int, int, int, int]) -> None:
+    experts, top_k, hidden, size = sizes
+
+    def tiles(tokens: int) -> object:
+        return tiles_of(tokens, experts, top_k, hidden, size, 1.0, 2)
+
+    noted = {tiles(tokens) for tokens in (*PROMPT_TOKENS, *EXPERT_TOKENS)}
+    assert {tiles(tokens) for tokens in range(1, 9000, 7)} <= noted
 
 
 def test_new_values_are_used_after_prepare() -> None:

@@ -47,6 +47,10 @@ PROMPT_TOKENS = (512, 1, 128, 64, 32, 16)
 these sizes, which decode steps launch as well: they are noted before the memory is measured, so that they are compiled
 in that time."""
 
+EXPERT_TOKENS = (4096, 1024, 256)
+"""Further numbers of tokens for models with experts, whose products have other tiles for longer prompts
+(``ops.triton.expert_tiles``)."""
+
 VARIANTS = (0, 1)
 
 MOST_PROCESSES = 32
@@ -108,7 +112,7 @@ class WarmUp:
 
         def step() -> None:
             backend, attend = attention(), self._attend_prefill
-            for tokens in PROMPT_TOKENS:
+            for tokens in PROMPT_TOKENS if model.info.expert_sizes is None else (*PROMPT_TOKENS, *EXPERT_TOKENS):
                 batch = prompts(backend, pool, [min(tokens, model.info.context_len)], plan=attend)
                 first_layers(model, batch, self._layers, attend=attend)
                 hidden = torch.zeros(min(tokens, rows), model.info.hidden_size, dtype=dtype, device=pool.device)
