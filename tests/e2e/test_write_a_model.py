@@ -227,6 +227,7 @@ def test_the_tables_are_complete() -> None:
         assert hasattr(Feature, re.findall(r"Feature\.(\w+)", row)[0])
     options = [name for row in rows_after("It builds models on the CPU") for name in named(row)]
     own = {"configs", "ignores", "tolerance", "bfloat16_tolerance", "write_checkpoint", "reference", "make_attention"}
+    own |= {"without_effect"}
     assert own <= set(vars(ModelSuite))
     assert set(options) == own | {"name", "settings"}
     assert f"`tolerance` | logits may differ by this much: `{ModelSuite.tolerance:.0e}`".replace("e-0", "e-") in PAGE
