@@ -67,8 +67,9 @@ def _gate_up(
     rows = x + (pair // TOP_K).to(tl.int64)[:, None] * hidden + at[None, :]
     gates = w + (expert * 2 * size + tl.minimum(column, size - 1))[:, None] * hidden + at[None, :]
     narrow: tl.constexpr = BLOCK_M <= NARROW
-    shape: tl.constexpr = [BLOCK_N, BLOCK_M] if narrow else [BLOCK_M, BLOCK_N]
-    gate, up = tl.zeros(shape, tl.float32), tl.zeros(shape, tl.float32)
+    high: tl.constexpr = BLOCK_N if narrow else BLOCK_M
+    wide: tl.constexpr = BLOCK_M if narrow else BLOCK_N
+    gate, up = tl.zeros([high, wide], tl.float32), tl.zeros([high, wide], tl.float32)
     for start in range(0, hidden, BLOCK_K):
         if EVEN:
             left = tl.load(rows + start, present[:, None], 0.0)
@@ -116,8 +117,9 @@ def _down(
     rows = x + row.to(tl.int64)[:, None] * size + at[None, :]
     source = w + (expert * hidden + tl.minimum(column, hidden - 1))[:, None] * size + at[None, :]
     narrow: tl.constexpr = BLOCK_M <= NARROW
-    shape: tl.constexpr = [BLOCK_N, BLOCK_M] if narrow else [BLOCK_M, BLOCK_N]
-    total = tl.zeros(shape, tl.float32)
+    high: tl.constexpr = BLOCK_N if narrow else BLOCK_M
+    wide: tl.constexpr = BLOCK_M if narrow else BLOCK_N
+    total = tl.zeros([high, wide], tl.float32)
     for start in range(0, size, BLOCK_K):
         if EVEN:
             left = tl.load(rows + start, present[:, None], 0.0)
