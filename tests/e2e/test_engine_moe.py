@@ -42,6 +42,7 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Pat
 
 
 def check(llm, reference: models.Reference, prompts: list[list[int]], rounds: int = 1) -> list:
+    outputs = []
     for _ in range(rounds):
         outputs = llm.generate(prompts, GREEDY)
         for prompt, output in zip(prompts, outputs, strict=True):

@@ -50,9 +50,10 @@ class AttentionShape:
 class SelfAttention(Layer):
     """Project the input to q, k and v, rotate q and k, store k and v in the pool, attend, and project back.
 
-    Its parameters are ``qkv`` (one for the three projections), ``out``, with a norm ``qk_norm``, and with sinks ``sinks``
-    (float32, whatever the model's dtype). Every rank computes its share of the heads, ``counts``, and has their sinks. If there are fewer KV heads than ranks, several ranks compute the same
-    one. ``group`` is the cache group that contains the layer, ``constants.layer_id`` its index in the group's pool.
+    Its parameters are ``qkv`` (one for the three projections), ``out``, with a norm ``qk_norm``, and with sinks
+    ``sinks`` (float32, whatever the model's dtype). Every rank computes its share of the heads, ``counts``, and has
+    their sinks. If there are fewer KV heads than ranks, several ranks compute the same one. ``group`` is the cache
+    group that contains the layer, ``constants.layer_id`` its index in the group's pool.
     """
 
     def __init__(self, shape: AttentionShape, constants: AttentionLayer, mesh: Mesh, group: int = 0) -> None:
