@@ -309,6 +309,7 @@ def test_every_process_names_the_kernels_of_a_config_alike():
 
     assert named("1") == named("2", "scheduler.chunk_size=512")
     assert named("1") != named("1", "model.dtype=float16")
+    assert named("1") != named("1", "quantization=fp8")
 
 
 def test_the_cache_is_in_the_cache_directory_of_the_user(monkeypatch, tmp_path):

@@ -240,6 +240,13 @@ def test_a_layer_is_quantized_whole_or_not_at_all() -> None:
     assert chosen.method(LinearShape(("lm_head",), (4,), 8, precise=True)) is None
 
 
+@pytest.mark.parametrize("method", ["fp8", "fbgemm_fp8"])
+def test_the_head_is_not_quantized_if_no_list_names_it(method: str) -> None:
+    chosen = Fp8(Fp8Config(), QuantizationContext({"quant_method": method}, torch.float32, CPU))
+    assert chosen.method(LinearShape(("lm_head",), (4,), 8, precise=True)) is None
+    assert chosen.method(LinearShape(("a.q_proj",), (4,), 8)) is not None
+
+
 def test_blocks_that_ranks_would_cut_are_refused(tmp_path: Path) -> None:
     checkpoint = {"quant_method": "fp8", "weight_block_size": [64, 64]}
     chosen = Fp8(Fp8Config(), QuantizationContext(checkpoint, torch.float32, CPU))

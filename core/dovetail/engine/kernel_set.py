@@ -20,6 +20,7 @@ def kernel_set(resolved: Resolved) -> str:
         "dtype": [config.model.dtype, config.memory.kv_dtype],
         "batch_invariant": config.batch_invariant,
         "attention": [resolved.attention_prefill.name, resolved.attention_decode.name],
+        "quantization": resolved.quantization and [resolved.quantization.name, info.quantization],
         "drafter": resolved.drafter and resolved.drafter.name,
         "max_running": config.scheduler.rows,
         "page_size": config.memory.page_size,

@@ -135,7 +135,7 @@ class ShardReader:
 
     @torch.no_grad()
     def copy(self, tensor: StoredTensor, fills: Sequence[WeightFill], advance: Callable[[int], None]) -> None:
-        """WeightFill places with the tensor, and convert the dtype. If there are several, or a transform that reorders elements,
+        """Fill the places with the tensor, and convert the dtype. If there are several, or a transform that reorders elements,
         the device holds the whole tensor a second time. Calls ``advance`` with the number of bytes after each chunk. On
         CUDA the copies run asynchronously on the current stream. Raises ``WeightsError`` if the file ends early."""
         assert isinstance(tensor.dtype, torch.dtype)

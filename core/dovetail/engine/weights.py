@@ -63,7 +63,7 @@ def load_weights(
     *,
     shown: bool = True,
 ) -> None:
-    """WeightFill every parameter of ``model`` from the checkpoint in ``directory``, or with random numbers if ``load_format``
+    """Fill every parameter of ``model`` from the checkpoint in ``directory``, or with random numbers if ``load_format``
     is ``dummy``.
 
     Every tensor of the checkpoint is used exactly once, unless the model ignores it by name. Names, shapes and dtypes
@@ -199,7 +199,7 @@ def _no_weights(directory: Path) -> str:
 
 
 def _fill_dummy(model: ModelArchitecture, seed: int) -> None:
-    """WeightFill matrices and biases uniformly (see ``DUMMY_RANGE``) and all other vectors, such as norms, with 1, so that
+    """Fill matrices and biases uniformly (see ``DUMMY_RANGE``) and all other vectors, such as norms, with 1, so that
     activations stay finite. On one type of device, every run with the same seed gives the same numbers. A rank gets its
     share of the numbers that a single rank would have, except in parameters whose tensors are cut in several dimensions
     or transformed."""
@@ -226,7 +226,7 @@ def _fill_dummy(model: ModelArchitecture, seed: int) -> None:
 
 
 def _fill_quantized(module: nn.Module, seed: int) -> set[str]:
-    """WeightFill the parameters of quantized layers, and return their names."""
+    """Fill the parameters of quantized layers, and return their names."""
     filled: set[str] = set()
     for name, layer in module.named_modules():
         if isinstance(layer, Linear) and layer.method is not None:

@@ -94,8 +94,8 @@ class DecoderLayer(Layer):
 def decoder_targets(layer: DecoderLayer, checkpoint_prefix: str, parameter_prefix: str) -> Targets:
     """Yield the targets of the tensors of ``layer``, except those of experts. Names in the checkpoint begin with
     ``checkpoint_prefix``, parameters of the model with ``parameter_prefix``."""
-    yield f"{checkpoint_prefix}.input_layernorm.weight", WeightTarget(f"{parameter_prefix}.attn_norm.weight")
-    yield f"{checkpoint_prefix}.post_attention_layernorm.weight", WeightTarget(f"{parameter_prefix}.mlp_norm.weight")
+    yield from layer.attn_norm.targets(f"{checkpoint_prefix}.input_layernorm", f"{parameter_prefix}.attn_norm")
+    yield from layer.mlp_norm.targets(f"{checkpoint_prefix}.post_attention_layernorm", f"{parameter_prefix}.mlp_norm")
     yield from attention_targets(layer.attn, f"{checkpoint_prefix}.self_attn", f"{parameter_prefix}.attn")
     if isinstance(layer.mlp, GatedMLP):
         yield from mlp_targets(layer.mlp, f"{checkpoint_prefix}.mlp", f"{parameter_prefix}.mlp")
@@ -105,6 +105,7 @@ def attention_targets(attn: SelfAttention, checkpoint_prefix: str, parameter_pre
     """Yield the targets of ``decoder_targets`` that belong to attention."""
     if attn.qk_norm is not None:
         for part in ("q", "k"):
+            assert not (attn.qk_norm.plus_one and attn.order), "one transform cannot do both"
             transform = AddOne() if attn.qk_norm.plus_one else attn.order
             target = WeightTarget(f"{parameter_prefix}.qk_norm.{part}_weight", transform=transform)
             yield f"{checkpoint_prefix}.{part}_norm.weight", target

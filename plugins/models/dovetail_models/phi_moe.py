@@ -15,9 +15,6 @@ from dovetail_models.moe import MoeModel, moe_layer_shape
 
 if TYPE_CHECKING:
     from dovetail.interfaces.mesh import Mesh
-    from dovetail_models.decoder import Targets
-
-_NORMS = {"input_layernorm": "attn_norm", "post_attention_layernorm": "mlp_norm"}
 
 
 class PhiMoeModel(MoeModel):
@@ -41,17 +38,6 @@ class PhiMoeModel(MoeModel):
         config = self.info.config
         tied = self.embed if config.tied else None
         return LMHead(self.info.hidden_size, self.info.vocab_size, mesh, tied=tied, bias=config.head_bias)
-
-    def layer_targets(self, index: int, checkpoint_prefix: str, parameter_prefix: str) -> Targets:
-        """See ``DecoderModel``."""
-        yield from super().layer_targets(index, checkpoint_prefix, parameter_prefix)
-        for theirs, ours in _NORMS.items():
-            yield f"{checkpoint_prefix}.{theirs}.bias", WeightTarget(f"{parameter_prefix}.{ours}.bias")
-
-    def norm_targets(self) -> Targets:
-        """See ``DecoderModel``."""
-        assert isinstance(self.norm, LayerNorm)
-        return self.norm.targets(self.norm_name, "norm")
 
     def weights_map(self) -> Mapping[str, WeightTarget | list[WeightTarget]]:
         """See ``ModelArchitecture.weights_map``."""

@@ -38,7 +38,7 @@ class Fp8(Quantization):
     def method(self, shape: LinearShape) -> LinearMethod | None:
         """See ``Quantization``."""
         own = self._format
-        if own.online and shape.precise:
+        if shape.precise and not own.precise_too:
             return None
         ignored = [name for name in shape.names if own.ignored.fullmatch(name)]
         if ignored and len(ignored) < len(shape.names):

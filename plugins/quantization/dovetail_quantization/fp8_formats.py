@@ -36,7 +36,9 @@ class Activations(enum.StrEnum):
 class Fp8Format:
     """Describe how the linear layers of a checkpoint are stored. ``scale_name`` is the last part of the name of the scales.
     ``block`` is the number of rows and columns of a block. ``ignored`` matches the names of modules that are not
-    quantized. With ``online``, the checkpoint is not quantized, and its weights are quantized while they are loaded."""
+    quantized. With ``online``, the checkpoint is not quantized, and its weights are quantized while they are loaded. With
+    ``precise_too``, layers that are ``LinearShape.precise`` are quantized unless ``ignored`` matches them; the other
+    formats never quantize the head, even if their lists do not name it."""
 
     scales: Scales
     activations: Activations
@@ -44,6 +46,7 @@ class Fp8Format:
     scale_name: str = "weight_scale"
     block: tuple[int, int] = (128, 128)
     online: bool = False
+    precise_too: bool = False
 
 
 def describe(checkpoint: Mapping[str, Any] | None, config: Fp8Config) -> str | None:
@@ -117,7 +120,7 @@ def _read_compressed(given: Mapping[str, Any]) -> Fp8Format:
     block = _block(weights.get("block_structure")) if scales is Scales.BLOCK else (128, 128)
     ignored = given.get("ignore") or []
     patterns = [name.removeprefix("re:") if name.startswith("re:") else re.escape(name) for name in _names(ignored)]
-    return Fp8Format(scales, activations, _any_of(patterns), block=block)
+    return Fp8Format(scales, activations, _any_of(patterns), block=block, precise_too=True)
 
 
 _READERS = {"fp8": _read_fp8, "fbgemm_fp8": _read_fbgemm, "compressed-tensors": _read_compressed}
