@@ -28,7 +28,7 @@ from dovetail.layers.base import parameter
 from dovetail.layers.embedding import Embedding, LMHead
 from dovetail.layers.linear import ColumnLinear, row_linear
 from dovetail.layers.norm import RMSNorm
-from dovetail.layers.transforms import AddOne, Reshape, SplitPairs, Transpose
+from dovetail.layers.transforms import AddOne, Reshape, SplitHalves, Transpose
 from dovetail.testing.ranks import thread_meshes
 
 INFO = ModelInfo("Divided", 23, 12, 1, 4, 2, 6, 16, (CacheGroup(1, 2, 6),))
@@ -231,7 +231,7 @@ class Fused(nn.Module, ModelArchitecture):
             "pair": parts,
             "flipped": WeightTarget("flipped", transform=Transpose()),
             "norm": WeightTarget("norm", transform=AddOne()),
-            "rotated": WeightTarget("rotated", transform=SplitPairs(6, 4)),
+            "rotated": WeightTarget("rotated", transform=SplitHalves(6, 4, pairs=True)),
             **{f"own.{rank}": WeightTarget("own") if rank == self.tp.rank else [] for rank in range(self.tp.size)},
         }
 
@@ -284,7 +284,7 @@ def test_pairs_that_are_split_rotate_alike() -> None:
         head = weight @ values
         turned = torch.polar(torch.ones(rotary_dim // 2), angle) * torch.view_as_complex(head[:rotary_dim].view(-1, 2))
         plain.append(torch.cat((torch.view_as_real(turned).flatten(), head[rotary_dim:])))
-        head = SplitPairs(head_dim, rotary_dim).apply(weight, (head_dim, inputs)) @ values
+        head = SplitHalves(head_dim, rotary_dim, pairs=True).apply(weight, (head_dim, inputs)) @ values
         still = torch.zeros(head_dim // 2 - rotary_dim // 2)
         cos, sin = torch.cat((angle, still)).cos(), torch.cat((angle, still)).sin()
         a, b = head.chunk(2)

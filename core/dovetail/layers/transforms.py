@@ -86,8 +86,3 @@ class SplitHalves(WeightTransform):
         rotated, rest = head.split((self.rotary_dim, self.head_dim - self.rotary_dim))
         low, high = (rotated[0::2], rotated[1::2]) if self.pairs else rotated.chunk(2)
         return torch.cat((low, rest[: len(rest) // 2], high, rest[len(rest) // 2 :]))
-
-
-def SplitPairs(head_dim: int, rotary_dim: int) -> SplitHalves:
-    """Return the ``SplitHalves`` of a model that rotates pairs."""
-    return SplitHalves(head_dim, rotary_dim, pairs=True)

@@ -13,7 +13,7 @@ from dovetail.layers.base import Layer
 from dovetail.layers.decoder import attention_targets, mlp_targets
 from dovetail.layers.layer_norm import LayerNorm
 from dovetail.layers.mlp import GatedMLP
-from dovetail.layers.transforms import SplitPairs
+from dovetail.layers.transforms import SplitHalves
 from dovetail.ops.parts import sum_addends
 from dovetail_models.blocks import last_rows
 from dovetail_models.decoder import DecoderModel
@@ -41,7 +41,7 @@ class CohereLayer(Layer):
             head_dim=info.head_dim,
             qkv_bias=config.attention_bias,
             out_bias=config.attention_bias,
-            order=SplitPairs(info.head_dim, info.head_dim),
+            order=SplitHalves(info.head_dim, info.head_dim, pairs=True),
         )
         self.norm = LayerNorm(info.hidden_size, config.norm_eps, bias=False)
         constants = AttentionLayer(index, info.head_dim**-0.5, config.windows[index])

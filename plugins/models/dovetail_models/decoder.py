@@ -92,8 +92,9 @@ class DecoderModel(Layer, ModelArchitecture):
 
     def make_head(self, mesh: Mesh) -> LMHead:
         """Return the layer that computes logits."""
-        tied = self.embed if self.info.config.tied else None
-        return LMHead(self.info.hidden_size, self.info.vocab_size, mesh, tied=tied)
+        info, config = self.info, self.info.config
+        tied = self.embed if config.tied else None
+        return LMHead(info.hidden_size, info.vocab_size, mesh, tied=tied, bias=config.head_bias)
 
     def make_rotary(self) -> Rotary | LayerRotary:
         """Return what makes the rotation of a step of its positions."""
@@ -143,6 +144,8 @@ class DecoderModel(Layer, ModelArchitecture):
         }
         if not self.info.config.tied:
             targets[f"{self.head_name}.weight"] = self.head.target("head.weight")
+        if self.head.bias is not None:
+            targets[f"{self.head_name}.bias"] = self.head.target("head.bias")
         for index in range(len(self._layers)):
             targets.update(self.layer_targets(index, f"{self.layers_name}.{index}", f"layers.{index}"))
         return targets

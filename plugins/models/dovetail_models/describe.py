@@ -39,7 +39,8 @@ class DecoderConfig:
     """Hold what ``DecoderModel`` needs in addition to ``ModelInfo``; families add fields.
 
     ``rope`` is None in models without rotary positions. ``layer_ropes`` holds the rotary settings of each layer, or
-    None for a layer without them, if they differ. ``predict_layers`` is the number of layers of the checkpoint that
+    None for a layer without them, if they differ. ``tied``: the head has the weight of the embedding. ``head_bias``: the
+    head has a bias of its own. ``predict_layers`` is the number of layers of the checkpoint that
     predict further tokens, for drafters; they are not part of the model.
     """
 
@@ -49,6 +50,7 @@ class DecoderConfig:
     windows: Windows
     layer_ropes: tuple[RopeConfig | None, ...] = ()
     tied: bool = False
+    head_bias: bool = False
     predict_layers: int = 0
 
 

@@ -9,7 +9,7 @@ from dovetail.interfaces.attention import AttentionLayer
 from dovetail.layers.attention import AttentionShape, SelfAttention
 from dovetail.layers.decoder import DecoderLayer, DecoderShape, attention_targets, linear_targets
 from dovetail.layers.mlp import GatedMLP
-from dovetail.layers.transforms import SplitPairs
+from dovetail.layers.transforms import SplitHalves
 from dovetail_models.blocks import SandwichLayer, SandwichNorms
 from dovetail_models.decoder import DecoderModel
 
@@ -36,7 +36,7 @@ class GlmModel(DecoderModel):
             num_kv_heads=info.num_kv_heads,
             head_dim=info.head_dim,
             qkv_bias=config.attention_bias,
-            order=SplitPairs(info.head_dim, config.rope.rotary_dim),
+            order=SplitHalves(info.head_dim, config.rope.rotary_dim, pairs=True),
         )
         if not config.sandwich:
             return DecoderLayer(DecoderShape(shape, config.intermediate_size, config.norm_eps), index, mesh)

@@ -3,12 +3,9 @@ that choose by sparsemixer."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from dovetail.interfaces.model import WeightTarget
 from dovetail.layers.decoder import DecoderLayer
-from dovetail.layers.embedding import LMHead
 from dovetail.layers.experts import Experts
 from dovetail.layers.layer_norm import LayerNorm
 from dovetail_models.moe import MoeModel, moe_layer_shape
@@ -18,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class PhiMoeModel(MoeModel):
-    """Compute the model of a ``ModelInfo`` whose ``config`` is a ``PhiMoeSizes``."""
+    """Compute the model of a ``ModelInfo`` whose ``config`` is a ``MoeConfig``."""
 
     def make_layer(self, index: int, mesh: Mesh) -> DecoderLayer:
         """See ``DecoderModel``."""
@@ -32,16 +29,3 @@ class PhiMoeModel(MoeModel):
     def make_norm(self) -> LayerNorm:
         """See ``DecoderModel``."""
         return LayerNorm(self.info.hidden_size, self.info.config.norm_eps)
-
-    def make_head(self, mesh: Mesh) -> LMHead:
-        """See ``DecoderModel``."""
-        config = self.info.config
-        tied = self.embed if config.tied else None
-        return LMHead(self.info.hidden_size, self.info.vocab_size, mesh, tied=tied, bias=config.head_bias)
-
-    def weights_map(self) -> Mapping[str, WeightTarget | list[WeightTarget]]:
-        """See ``ModelArchitecture.weights_map``."""
-        targets = dict(super().weights_map())
-        if self.info.config.head_bias:
-            targets["lm_head.bias"] = self.head.target("head.bias")
-        return targets

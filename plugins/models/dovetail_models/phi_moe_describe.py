@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import replace
 from typing import Any
 
 from dovetail.errors import ConfigError
@@ -13,20 +13,12 @@ from dovetail_models.describe import read_heads, refuse_activation
 from dovetail_models.moe_describe import (
     COUNTS,
     MIXTRAL_NAMES,
-    MoeConfig,
     moe_config,
     moe_info,
     read_expert_count,
     read_moe_rope,
 )
 from dovetail_models.settings import read_flag, read_float, read_int, refuse_unread
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PhiMoeSizes(MoeConfig):
-    """Hold what ``PhiMoeModel`` needs in addition to ``MoeConfig``: whether the head has a bias."""
-
-    head_bias: bool
 
 
 def describe_phi_moe(config: dict[str, Any]) -> ModelInfo:
@@ -47,6 +39,5 @@ def describe_phi_moe(config: dict[str, Any]) -> ModelInfo:
     own = moe_config(
         config, experts, rope, windows=windows, eps=1e-5, qkv_bias=bias, out_bias=bias, names=MIXTRAL_NAMES
     )
-    common = {field.name: getattr(own, field.name) for field in fields(own)}
-    own = PhiMoeSizes(**common, head_bias=read_flag(config, "lm_head_bias"))
+    own = replace(own, head_bias=read_flag(config, "lm_head_bias"))
     return moe_info(config, architecture, sizes, rope.context_len, own)

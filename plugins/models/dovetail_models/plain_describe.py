@@ -23,7 +23,7 @@ class PlainConfig(DecoderConfig):
     ``scales`` holds what multiplies the attention logits of each layer. With ``parallel``, attention and MLP of a layer
     read the same residual stream, and without ``mlp_norm`` the same norm of it. With ``rotated_pairs``, the pairs (0, 1),
     (2, 3) and so on of a head are rotated. ``positions`` is the number of learned positions. With ``gated``,
-    the MLP is gated by SiLU. The head has a bias if ``head_bias`` is set.
+    the MLP is gated by SiLU.
     """
 
     activation: str
@@ -37,7 +37,6 @@ class PlainConfig(DecoderConfig):
     rotated_pairs: bool = False
     positions: int = 0
     gated: bool = False
-    head_bias: bool = False
 
 
 def describe_gpt2(config: dict[str, Any]) -> ModelInfo:

@@ -11,7 +11,6 @@ from dovetail.interfaces.attention import AttentionLayer
 from dovetail.layers.attention import AttentionShape, SelfAttention
 from dovetail.layers.base import Layer
 from dovetail.layers.decoder import linear_targets
-from dovetail.layers.embedding import LMHead
 from dovetail.layers.layer_norm import LayerNorm
 from dovetail.layers.mlp import GatedMLP
 from dovetail.layers.plain_mlp import PlainMLP
@@ -22,7 +21,7 @@ from dovetail_models.decoder import DecoderModel
 
 if TYPE_CHECKING:
     from dovetail.interfaces.mesh import Mesh
-    from dovetail.interfaces.model import ModelInfo, WeightTarget
+    from dovetail.interfaces.model import ModelInfo
     from dovetail.layers.rotary import Rotation
     from dovetail.ops.parts import Addend
     from dovetail.types import Batch
@@ -107,20 +106,6 @@ class PlainModel(DecoderModel):
     def make_norm(self) -> LayerNorm:
         """See ``DecoderModel``."""
         return LayerNorm(self.info.hidden_size, self.info.config.norm_eps, bias=self.info.config.norm_bias)
-
-    def make_head(self, mesh: Mesh) -> LMHead:
-        """See ``DecoderModel``."""
-        if not self.info.config.head_bias:
-            return super().make_head(mesh)
-        assert not self.info.config.tied
-        return LMHead(self.info.hidden_size, self.info.vocab_size, mesh, bias=True)
-
-    def weights_map(self) -> dict[str, WeightTarget | list[WeightTarget]]:
-        """See ``ModelArchitecture.weights_map``."""
-        targets = dict(super().weights_map())
-        if self.head.bias is not None:
-            targets[f"{self.head_name}.bias"] = self.head.target("head.bias")
-        return targets
 
     def norms(self, index: int, names: tuple[str, str], theirs: str, ours: str) -> Targets:
         """Yield the targets of the norms of layer ``index`` before attention and, if it has its own, before the MLP.
