@@ -259,6 +259,9 @@ WRONG = {
     "another format": {"quant_method": "fp8", "fmt": "e5m2"},
     "static blocks": {"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "static"},
     "odd blocks": {"quant_method": "fp8", "weight_block_size": [100, 128]},
+    "columns of blocks": {"quant_method": "fp8", "weight_block_size": [128, 48]},
+    "groups of another size": compressed("block", {"strategy": "group", "dynamic": True, "group_size": 2 * BLOCK}),
+    "scales of keys and values": {"quant_method": "fp8", "kv_cache_scheme": "static"},
     "packed": {**compressed("channel", TOKEN), "format": "pack-quantized"},
     "no activations": {
         **compressed("channel", TOKEN),

@@ -78,6 +78,7 @@ def _read_fp8(given: Mapping[str, Any]) -> Fp8Format:
     """Read the format of ``FineGrainedFP8Config``, and the one with a scale for each tensor that vLLM and SGLang read."""
     ignored = _modules(given, "modules_to_not_convert", "ignored_layers")
     _allow(given, "fmt", ("e4m3", "float8_e4m3fn", None))
+    _allow(given, "kv_cache_scheme", (None,))
     scheme = given.get("activation_scheme", "dynamic")
     block = given.get("weight_block_size")
     if block is None:
@@ -118,6 +119,8 @@ def _read_compressed(given: Mapping[str, Any]) -> Fp8Format:
         activations = Activations.STATIC
     scales = {"tensor": Scales.TENSOR, "channel": Scales.ROW, "block": Scales.BLOCK}[weights["strategy"]]
     block = _block(weights.get("block_structure")) if scales is Scales.BLOCK else (128, 128)
+    if scales is Scales.BLOCK:
+        _allow(inputs, "group_size", (None, block[1]))
     ignored = given.get("ignore") or []
     patterns = [name.removeprefix("re:") if name.startswith("re:") else re.escape(name) for name in _names(ignored)]
     return Fp8Format(scales, activations, _any_of(patterns), block=block, precise_too=True)
@@ -134,8 +137,13 @@ def _allow(given: Mapping[str, Any], key: str, allowed: Sequence[Any]) -> None:
 
 def _block(value: Any) -> tuple[int, int]:
     if isinstance(value, list) and len(value) == 2 and all(isinstance(n, int) and n > 0 and n % 16 == 0 for n in value):
-        return value[0], value[1]
-    raise ConfigError(f"quantization_config: the size of blocks is {value!r:.80}; implemented: two multiples of 16")
+        rows, columns = value
+        if columns.bit_count() == 1:
+            return rows, columns
+    raise ConfigError(
+        f"quantization_config: the size of blocks is {value!r:.80}; implemented: two multiples of 16, the second of them "
+        "a power of 2"
+    )
 
 
 def _modules(given: Mapping[str, Any], *keys: str) -> re.Pattern[str]:
