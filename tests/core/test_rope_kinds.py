@@ -31,6 +31,16 @@ def longrope(**settings: Any) -> dict[str, Any]:
     return {"rope_parameters": section, "original_max_position_embeddings": 64}
 
 
+def test_both_formats_at_once_must_agree() -> None:
+    """A ``rope_scaling`` of model.overrides beside the ``rope_parameters`` of the checkpoint is not ignored."""
+    given = {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 50.0}}
+    same = {"rope_scaling": {"type": "linear", "factor": 2.0}}
+    assert read_rope(given | same, 16, 64) == read_rope(given, 16, 64)
+    for other in ({"type": "linear", "factor": 4.0}, {"rope_type": "yarn", "factor": 2.0}, {"beta_fast": 8}):
+        with pytest.raises(ConfigError, match=r"rope_scaling is .*, and rope_parameters .*allowed: one of them"):
+            read_rope(given | {"rope_scaling": other}, 16, 64)
+
+
 @pytest.mark.parametrize(("head_dim", "partial"), [(12, 0.5), (16, 0.25), (16, 0.75), (8, 1.0)])
 def test_a_part_of_each_head_is_rotated_as_transformers_does(head_dim: int, partial: float) -> None:
     """The products of rotated queries and keys are equal: their elements are in another order."""

@@ -270,6 +270,13 @@ WRONG = {
     "kv cache": {**compressed("channel", TOKEN), "kv_cache_scheme": {"num_bits": 8}},
     "groups": {**compressed("channel", TOKEN), "config_groups": {}},
     "names": {"quant_method": "fp8", "ignored_layers": "lm_head"},
+    "a list of methods": {"quant_method": ["fp8"]},
+    "a group without keys": {**compressed("channel", TOKEN), "config_groups": {"g": None}},
+    "weights without keys": {
+        **compressed("channel", TOKEN),
+        "config_groups": {"g": {"targets": ["Linear"], "weights": "float", "input_activations": TOKEN}},
+    },
+    "inputs of which some are dynamic": compressed("tensor", {"strategy": "tensor", "dynamic": "local"}),
 }
 
 
@@ -321,6 +328,24 @@ def test_a_tensor_of_another_dtype_is_named(tmp_path: Path) -> None:
     tensors[name] = tensors[name].float()
     save_file(tensors, tmp_path / "model.safetensors")
     with pytest.raises(WeightsError, match=rf"{re.escape(name)} is torch.float32; supported: torch.float8_e4m3fn"):
+        load(tmp_path, Fp8Config())
+
+
+@pytest.mark.parametrize(
+    ("suffix", "value", "message"),
+    [
+        ("weight_scale", float("nan"), "weights of model.layers.0.mlp.down_proj are not finite"),
+        ("weight_scale", float("inf"), "weights of model.layers.0.mlp.down_proj are not finite"),
+        ("input_scale", float("nan"), "activations of .* are not finite"),
+        ("input_scale", 0.0, "activations of .* are not finite numbers above 0"),
+    ],
+)
+def test_scales_that_are_no_numbers_are_refused(tmp_path: Path, suffix: str, value: float, message: str) -> None:
+    write_quantized(tmp_path, "fp8 by tensor, static")
+    tensors = load_file(tmp_path / "model.safetensors")
+    tensors[f"model.layers.0.mlp.down_proj.{suffix}"] = torch.tensor(value)
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(WeightsError, match=message):
         load(tmp_path, Fp8Config())
 
 

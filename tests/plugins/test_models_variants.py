@@ -15,7 +15,7 @@ from dovetail.errors import ConfigError
 from dovetail_models.cohere_describe import describe_cohere, describe_cohere2
 from dovetail_models.glm_describe import describe_glm, describe_glm4
 from dovetail_models.olmo_describe import describe_olmo2, describe_olmo3
-from hf_suite import HuggingFaceSuite, check_watched_layers, rope
+from hf_suite import SMALL, HuggingFaceSuite, check_watched_layers, rope
 
 TWO = {"num_hidden_layers": 2}
 GLM = TWO | {"pad_token_id": None}
@@ -39,6 +39,17 @@ class TestOlmo3(HuggingFaceSuite):
             }
         },
     }
+
+
+def test_layers_of_one_type_have_its_rotation() -> None:
+    """OLMo 3 with windows in all layers rotates as these layers do, not as layers with full attention would."""
+    config: dict[str, Any] = {**SMALL, **TestOlmo3.configs["two rotations"]} | {
+        "layer_types": ["sliding_attention"] * 2
+    }
+    own = describe_olmo3(config).config
+    assert [one.kind for one in own.layer_ropes] == ["default"] * 2
+    both = {kind: rope("default", 5e5)["rope_parameters"] for kind in ("full_attention", "sliding_attention")}
+    assert not describe_olmo3(config | {"rope_parameters": both}).config.layer_ropes
 
 
 class TestGlm(HuggingFaceSuite):

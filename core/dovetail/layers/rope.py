@@ -195,9 +195,24 @@ def read_rope(config: Mapping[str, Any], head_dim: int, max_positions: int, part
     return _with_factors(rope, section, given, max_positions) if kind is RopeKind.LONGROPE else rope
 
 
+def _refuse_contradiction(parameters: Any, scaling: Any) -> None:
+    """Raise ``ConfigError`` if ``rope_scaling`` has settings that ``rope_parameters`` does not have."""
+    if not isinstance(parameters, Mapping) or not isinstance(scaling, Mapping):
+        return
+    named = {"rope_type" if key == "type" else key: value for key, value in scaling.items()}
+    theirs = {"rope_type": parameters.get("type"), **parameters}
+    if any(theirs.get(key) != value for key, value in named.items()):
+        raise ConfigError(
+            f"config.json: rope_scaling is {dict(scaling)!r:.120}, and rope_parameters {dict(parameters)!r:.120}; allowed: one of "
+            "them. Put all settings into rope_parameters (model.overrides can change it)"
+        )
+
+
 def _section(config: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:
     name = "rope_parameters" if config.get("rope_parameters") else "rope_scaling"
     given = config.get(name) or {}
+    if name == "rope_parameters":
+        _refuse_contradiction(given, config.get("rope_scaling"))
     if not isinstance(given, Mapping) or any(isinstance(value, Mapping) for value in given.values()):
         raise ConfigError(f"config.json: {name} is {given!r}; implemented: one set of settings for all layers")
     return name, given

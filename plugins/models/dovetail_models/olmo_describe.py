@@ -68,7 +68,7 @@ def _info(
         norm_eps=read_float(config, "rms_norm_eps", 1e-5),
         rope=rope,
         windows=windows,
-        layer_ropes=layer_ropes if len(set(layer_ropes)) > 1 else (),
+        layer_ropes=layer_ropes if set(layer_ropes) != {rope} else (),
         tied=read_flag(config, "tie_word_embeddings"),
         attention_bias=read_flag(config, "attention_bias"),
     )

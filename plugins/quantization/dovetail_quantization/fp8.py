@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from dovetail.errors import ConfigError
+from dovetail.errors import ConfigError, WeightsError
 from dovetail.interfaces.model import TensorShare, WeightTarget, WeightTransform
 from dovetail.interfaces.quantization import (
     LinearMethod,
@@ -124,12 +124,23 @@ class Fp8Linear(LinearMethod):
     def prepare(self, parameters: Mapping[str, torch.Tensor]) -> LinearProduct:
         """See ``LinearMethod``."""
         scale = parameters["weight_scale"]
+        self._refuse_scales("weights", scale.isfinite().all())
         if self.format.scales is Scales.TENSOR:
             counts = torch.tensor(self.shape.rows, device=scale.device)
             scale = scale.repeat_interleave(counts)
         static = parameters["input_scale"].max() if "input_scale" in parameters else None
+        if static is not None:
+            self._refuse_scales("activations", static.isfinite() & (static > 0))
         block = self.format.block if self.format.scales is Scales.BLOCK else None
         return make_product(parameters["weight"], scale, block, static, self.context.dtype)
+
+    def _refuse_scales(self, what: str, usable: torch.Tensor) -> None:
+        """Raise ``WeightsError`` unless ``usable`` is true."""
+        if not usable:
+            raise WeightsError(
+                f"the FP8 scales of the {what} of {', '.join(dict.fromkeys(self.shape.names))} are not finite numbers"
+                f"{' above 0' if what == 'activations' else ''}; convert the checkpoint again"
+            )
 
 
 @dataclass(frozen=True, slots=True)

@@ -67,7 +67,7 @@ def read_format(checkpoint: Mapping[str, Any] | None, config: Fp8Config) -> Fp8F
             "quantization.ignore is set, and the checkpoint itself names the modules that are not quantized"
         )
     method = checkpoint.get("quant_method")
-    if method not in _READERS:
+    if not isinstance(method, str) or method not in _READERS:
         raise ConfigError(
             f"quantization_config: quant_method is {method!r}; implemented: {', '.join(map(repr, _READERS))}"
         )
@@ -101,10 +101,15 @@ def _read_compressed(given: Mapping[str, Any]) -> Fp8Format:
     if not isinstance(groups, Mapping) or len(groups) != 1:
         raise ConfigError(f"quantization_config: config_groups is {groups!r:.200}; implemented: one group")
     (group,) = groups.values()
+    if not isinstance(group, Mapping):
+        raise ConfigError(f"quantization_config: a group of config_groups is {group!r:.80}; allowed: an object")
     _allow(group, "targets", (["Linear"],))
     weights, inputs = group.get("weights") or {}, group.get("input_activations")
+    if not isinstance(weights, Mapping):
+        raise ConfigError(f"quantization_config: weights is {weights!r:.80}; implemented: FP8 weights")
     if not isinstance(inputs, Mapping):
         raise ConfigError(f"quantization_config: input_activations is {inputs!r:.80}; implemented: FP8 activations")
+    _allow(inputs, "dynamic", (True, False, None))
     for what in (weights, inputs):
         _allow(what, "num_bits", (8,))
         _allow(what, "type", ("float",))
