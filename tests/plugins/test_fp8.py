@@ -295,6 +295,10 @@ def test_names_of_modules_are_found_within_others() -> None:
     assert ignored.fullmatch("lm_head")
     assert ignored.fullmatch("model.layers.3.mlp.gate")
     assert not ignored.fullmatch("model.layers.3.mlp.gate_proj")
+    given = {**compressed("channel", TOKEN), "ignore": [r"re:model\.layers\.0\.", "lm_head", "re:.*gate$"]}
+    ignored = read_format(given, Fp8Config()).ignored
+    assert all(map(ignored.fullmatch, ("model.layers.0.mlp.up_proj", "lm_head", "model.layers.1.mlp.gate")))
+    assert not any(map(ignored.fullmatch, ("model.layers.1.mlp.gate_proj", "lm_head_2", "model.layers.10.mlp.up_proj")))
     read = read_format(None, Fp8Config())
     assert (read.scales, read.activations, read.online) == (Scales.ROW, Activations.TOKEN, True)
 

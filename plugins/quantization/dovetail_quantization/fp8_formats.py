@@ -127,7 +127,8 @@ def _read_compressed(given: Mapping[str, Any]) -> Fp8Format:
     if scales is Scales.BLOCK:
         _allow(inputs, "group_size", (None, block[1]))
     ignored = given.get("ignore") or []
-    patterns = [name.removeprefix("re:") if name.startswith("re:") else re.escape(name) for name in _names(ignored)]
+    # compressed-tensors compares expressions with the beginning of a name
+    patterns = [f"(?:{name[3:]}).*" if name.startswith("re:") else re.escape(name) for name in _names(ignored)]
     return Fp8Format(scales, activations, _any_of(patterns), block=block, precise_too=True)
 
 
