@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -305,3 +306,26 @@ def test_dummy_weights_fill_parameters_of_transformed_tensors(tmp_path: Path) ->
             held.fill_(float("nan"))
         load_weights(model, tmp_path, "dummy")
         assert all(held.isfinite().all() for held in as_module(model).parameters())
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+def test_a_transform_that_makes_another_shape_is_named(tmp_path: Path, streamed: bool) -> None:
+    class Wrong(Fused):
+        def weights_map(self) -> Mapping[str, WeightTarget | list[WeightTarget]]:
+            return {**super().weights_map(), "flipped": WeightTarget("flipped", transform=Untransposed())}
+
+    class Untransposed(Transpose):
+        def apply(self, tensor: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
+            return tensor
+
+    model = build_model(Wrong, INFO, CPU, torch.float32)
+    filler = WeightFiller(model)
+    tensors = {name: torch.zeros(filler.whole_shape(name)) for name in filler.targets}
+    save_file(tensors, tmp_path / "model.safetensors")
+    fill = (
+        partial(load_weights, model, tmp_path)
+        if streamed
+        else partial(filler.fill, "flipped", lambda: tensors["flipped"])
+    )
+    with pytest.raises(WeightsError, match=r"tensor flipped: .*Untransposed.* made \[7, 3\].*expected \[3, 7\]"):
+        fill()

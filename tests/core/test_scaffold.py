@@ -14,11 +14,13 @@ import shutil
 import subprocess
 import sys
 import tomllib
+import typing
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from dovetail.cli.plugins_new import new
 from dovetail.config import PluginsSection, dump
 from dovetail.errors import ConfigError
 from dovetail.interfaces.features import Feature
@@ -203,6 +205,12 @@ def test_a_replacement_takes_the_place(tmp_path: Path, monkeypatch: pytest.Monke
     dist_info(tmp_path / "source", tmp_path / "site")
     monkeypatch.syspath_prepend(str(tmp_path / "site"))
     assert load_plugins(PluginsSection()).get("cache", "radix").distribution == "scaffolded-radix"
+
+
+def test_the_help_lists_every_kind() -> None:
+    (kind, *_) = typing.get_type_hints(new, include_extras=True)["kind"].__metadata__
+    listed = kind.help.removesuffix(", or the kind of an installed package.").split(", ")
+    assert listed == [str(kind) for kind in KINDS]
 
 
 # -- suites --------------------------------------------------------------------------------------------------------------

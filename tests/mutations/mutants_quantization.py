@@ -50,6 +50,11 @@ class ReadsNoScales(Fp8Linear):
         return super().prepare({**parameters, "weight_scale": torch.ones(self.shape.out_features)})
 
 
+class IgnoresTransforms(Fp8Linear):
+    def targets(self, name: str, weight: WeightTarget) -> Iterator[tuple[str, WeightTarget]]:
+        return super().targets(name, weight._replace(transform=None))
+
+
 class FillsLess(Fp8Linear):
     def parameters(self) -> Mapping[str, ParameterShape]:
         return {**super().parameters(), "zero_point": ParameterShape((4,), torch.float32)}
@@ -73,6 +78,11 @@ class DummyOfOneNumber(Fp8Linear):
 class LargeDummy(Fp8Linear):
     def fill_dummy(self, parameters: Mapping[str, torch.Tensor], limit: float, generator: torch.Generator) -> None:
         super().fill_dummy(parameters, limit * 10, generator)
+
+
+class AlwaysFloat32(Dequantized):
+    def forward(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        return super().forward(x.float(), None if bias is None else bias.float())
 
 
 class NoBias(Dequantized):
@@ -141,8 +151,8 @@ def suite(
             stored = (weight / scale).to(torch.float8_e4m3fn)
             return {f"{module}.weight": stored, f"{module}.weight_scale": scale}, stored.float() * scale
 
-        def make(self, checkpoint: Mapping[str, Any] | None) -> Quantization:
-            return Made(Fp8Config(), QuantizationContext(checkpoint, torch.float32, torch.device("cpu")))
+        def make(self, checkpoint: Mapping[str, Any] | None, dtype: torch.dtype = torch.float32) -> Quantization:
+            return Made(Fp8Config(), QuantizationContext(checkpoint, dtype, torch.device("cpu")))
 
     return Suite
 
@@ -156,6 +166,8 @@ MUTANTS = [
     Mutant("forgets the scales", PRODUCTS, suite(ForgetsScales), SOUND, ONE_RANK),
     Mutant("leaves out biases", PRODUCTS, suite(multiplying_by(NoBias)), SOUND, ONE_RANK),
     Mutant("changes its input", PRODUCTS, suite(multiplying_by(ChangesItsInput)), SOUND, ONE_RANK, "input was changed"),
+    Mutant("ignores the order in which the model reads a weight", "test_transformed_weights_are_those_of_the_model", suite(IgnoresTransforms), SOUND, [("while loading", 1), ("by row", 2)]),
+    Mutant("answers in float32", "test_activations_may_have_16_bits", suite(multiplying_by(AlwaysFloat32)), SOUND, STORED),
     Mutant("exchanges gate and up", GATES, suite(multiplying_by(GatesWithUp)), SOUND, STORED),
     Mutant("loses a part", GATES, suite(multiplying_by(LosesAPart)), SOUND, STORED),
     Mutant("returns parts that it does not announce", GATES, suite(multiplying_by(SaysNoParts)), SOUND, STORED, "in_parts"),

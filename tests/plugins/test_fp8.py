@@ -21,15 +21,15 @@ from dovetail.engine.build import as_module, build_model
 from dovetail.engine.weights import load_weights
 from dovetail.errors import ConfigError, ResolutionError, WeightsError
 from dovetail.interfaces.mesh import SINGLE, Mesh
-from dovetail.interfaces.model import ModelArchitecture
-from dovetail.interfaces.quantization import LinearShape, QuantizationContext
+from dovetail.interfaces.model import ModelArchitecture, WeightTarget
+from dovetail.interfaces.quantization import LinearProduct, LinearShape, ParameterShape, QuantizationContext
 from dovetail.layers.linear import Linear
 from dovetail.testing.quantization import QuantizationSuite
 from dovetail.testing.ranks import thread_meshes
 from dovetail_models.dense import DenseModel
 from dovetail_models.dense_describe import describe_llama
 from dovetail_quantization.config import Fp8Config
-from dovetail_quantization.fp8 import Fp8
+from dovetail_quantization.fp8 import Fp8, Fp8Linear
 from dovetail_quantization.fp8_formats import Activations, Scales, describe, read_format
 
 FP8 = torch.float8_e4m3fn
@@ -256,6 +256,7 @@ def test_blocks_that_ranks_would_cut_are_refused(tmp_path: Path) -> None:
 
 WRONG = {
     "another method": {"quant_method": "awq"},
+    "bound": {"quant_method": "fbgemm_fp8", "activation_scale_ub": "1200"},
     "another format": {"quant_method": "fp8", "fmt": "e5m2"},
     "static blocks": {"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "static"},
     "odd blocks": {"quant_method": "fp8", "weight_block_size": [100, 128]},
@@ -301,6 +302,32 @@ def test_names_of_modules_are_found_within_others() -> None:
     assert not any(map(ignored.fullmatch, ("model.layers.1.mlp.gate_proj", "lm_head_2", "model.layers.10.mlp.up_proj")))
     read = read_format(None, Fp8Config())
     assert (read.scales, read.activations, read.online) == (Scales.ROW, Activations.TOKEN, True)
+
+
+class RenamedLinear(Fp8Linear):
+    """Name the parameters otherwise, as formats of other tools do."""
+
+    names: ClassVar = {"weight": "qweight", "weight_scale": "scales"}
+
+    def parameters(self) -> Mapping[str, ParameterShape]:
+        return {self.names[name]: shape for name, shape in super().parameters().items()}
+
+    def targets(self, name: str, weight: WeightTarget) -> Iterator[tuple[str, WeightTarget]]:
+        for tensor, target in super().targets(name, weight):
+            yield tensor, target._replace(parameter=self.names[target.parameter])
+
+    def prepare(self, parameters: Mapping[str, torch.Tensor]) -> LinearProduct:
+        return super().prepare({name: parameters[own] for name, own in self.names.items()})
+
+
+def test_parameters_of_a_method_may_have_any_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write(tmp_path, CONFIG, dense_tensors())
+    expected = weights(load(tmp_path, Fp8Config()))
+    monkeypatch.setattr("dovetail_quantization.fp8.Fp8Linear", RenamedLinear)
+    model = load(tmp_path, Fp8Config())
+    assert not hasattr(model.layers[0].mlp.down, "weight")
+    got = weights(model)
+    assert all(got[name].equal(weight) for name, weight in expected.items())
 
 
 def test_auto_follows_the_checkpoint(tmp_path: Path) -> None:

@@ -38,6 +38,14 @@ def test_activations_are_rounded_to_the_nearest(dtype: torch.dtype, tokens: int,
         assert found[:, start : start + group].float().equal((part / scale).clamp(-448, 448).to(FP8).float())
 
 
+def test_activations_beyond_a_bound_count_as_the_bound() -> None:
+    x = torch.tensor([[1.0, -30.0, 4.0, 0.5], [1.0, -2.0, 0.25, 0.0]])
+    got, scales = quantize(x, bound=5.0)
+    exact, exact_scales = quantize(x.clamp(-5, 5))
+    assert scales.equal(exact_scales)
+    assert got.float().equal(exact.float())
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize(
     ("m", "n", "k", "block"),

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from dovetail.engine.declared import check_declared
+from dovetail.engine.shards import transformed
 from dovetail.errors import WeightsError
 from dovetail.interfaces.mesh import SINGLE, Mesh
 from dovetail.interfaces.model import ModelArchitecture, ModelInfo, WeightTarget
@@ -116,7 +117,8 @@ class WeightFiller:
                 part = tensor
                 for share in target.shares:
                     part = part.narrow(share.dim, share.start, share.size)
-                place.copy_(part if target.transform is None else target.transform.apply(part, tuple(place.shape)))
+                transform = target.transform
+                place.copy_(part if transform is None else transformed(name, part, transform, place))
             self.used.add(name)
 
     def uses(self, name: str) -> bool:

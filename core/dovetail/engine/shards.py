@@ -114,6 +114,18 @@ class WeightFill(NamedTuple):
     transform: WeightTransform | None
 
 
+def transformed(name: str, tensor: torch.Tensor, transform: WeightTransform, place: torch.Tensor) -> torch.Tensor:
+    """Return what ``transform`` makes of the part of tensor ``name`` that fills ``place``. Raises ``WeightsError`` if it has
+    another shape."""
+    made = transform.apply(tensor, tuple(place.shape))
+    if made.shape != place.shape:
+        raise WeightsError(
+            f"tensor {name}: {transform} made {list(made.shape)} of {list(tensor.shape)}; expected {list(place.shape)}. The plugin "
+            "that defines this transform is wrong"
+        )
+    return made
+
+
 @dataclass(slots=True)
 class ShardReader:
     """Copy stored tensors, or shares of them, to their places in the model's parameters. A reader must be used by one thread only.
@@ -146,7 +158,7 @@ class ShardReader:
         whole = torch.empty(tensor.shape, dtype=tensor.dtype, device=place.device)
         self._stream(tensor, whole.view(-1), advance)
         for place, transform in fills:
-            place.copy_(whole if transform is None else transform.apply(whole, tuple(place.shape)))
+            place.copy_(whole if transform is None else transformed(tensor.name, whole, transform, place))
 
     def _stream(self, tensor: StoredTensor, flat: torch.Tensor, advance: Callable[[int], None]) -> None:
         """Copy the elements of the tensor to ``flat``, in their order."""

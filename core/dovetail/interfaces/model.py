@@ -70,6 +70,12 @@ class WeightTransform(ABC):
         the parameter as they are read, without a second copy of the tensor."""
         return True
 
+    @property
+    def orders_rows(self) -> bool:
+        """Return True if only the order of dimension 0 changes, whatever the other dimensions are. Such a transform also
+        applies to what a quantization stores for each row."""
+        return False
+
     @abstractmethod
     def source_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """Return the shape of the tensor of which ``apply`` makes one of ``shape``."""

@@ -128,5 +128,5 @@ def mlp_targets(mlp: GatedMLP, checkpoint_prefix: str, parameter_prefix: str) ->
 def linear_targets(layer: Linear, checkpoint_prefix: str, parameter_prefix: str, part: str | None = None) -> Targets:
     """Yield the targets of the weight and bias of a linear layer, or of ``part`` of a fused one."""
     for field in ("weight", "bias"):
-        if getattr(layer, field) is not None:
+        if field == "weight" or getattr(layer, field) is not None:  # a quantization may have other names for a weight
             yield f"{checkpoint_prefix}.{field}", layer.target(f"{parameter_prefix}.{field}", part)

@@ -70,6 +70,11 @@ class SplitHalves(WeightTransform):
     rotary_dim: int
     pairs: bool = False
 
+    @property
+    def orders_rows(self) -> bool:
+        """See ``WeightTransform``."""
+        return True
+
     def source_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """See ``WeightTransform``."""
         return shape

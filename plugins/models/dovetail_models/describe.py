@@ -163,6 +163,11 @@ def read_ropes_by_type(
         raise ConfigError(f"config.json: rope_parameters is {given!r}; needed: an entry for each of {_LAYER_TYPES}")
     if set(given) - set(_LAYER_TYPES):
         raise ConfigError(f"config.json: rope_parameters has {sorted(given)}; implemented: {_LAYER_TYPES}")
+    if given and config.get("rope_scaling"):
+        raise ConfigError(
+            "config.json has both rope_parameters by type of layer and rope_scaling; allowed: one of them. Set the settings of "
+            "full_attention in rope_parameters"
+        )
     full = given.get("full_attention") or config.get("rope_scaling") or {}
     full = {"rope_theta": config.get("rope_theta") or theta, **full}
     sliding = {"rope_theta": sliding_theta, **(given.get("sliding_attention") or {})}

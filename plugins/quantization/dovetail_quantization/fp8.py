@@ -18,7 +18,6 @@ from dovetail.interfaces.quantization import (
     Quantization,
     QuantizationContext,
 )
-from dovetail.layers.transforms import Reshape
 from dovetail_quantization.fp8_formats import Activations, Fp8Format, Scales, read_format
 from dovetail_quantization.fp8_products import LARGEST, make_product
 
@@ -66,7 +65,8 @@ class Fp8Linear(LinearMethod):
                     )
             self._scales = (_blocks(shape.out_features, rows), _blocks(shape.in_features, columns))
         else:
-            self._scales = (len(shape.names) if own.scales is Scales.TENSOR else shape.out_features,)
+            self._scales = (len(shape.names),) if own.scales is Scales.TENSOR else (shape.out_features, 1)
+            _check_cuda(shape, context)
 
     def parameters(self) -> Mapping[str, ParameterShape]:
         """See ``LinearMethod``."""
@@ -86,9 +86,9 @@ class Fp8Linear(LinearMethod):
             scales = weight._replace(parameter="weight_scale", transform=RowScales(self.shape.in_features, inner))
             yield f"{name}.weight", scales
             return
-        if weight.transform is not None:
+        if weight.transform is not None and (self.format.scales is Scales.BLOCK or not weight.transform.orders_rows):
             raise ConfigError(
-                f"{name} is read through {weight.transform}, which is implemented for unquantized weights only"
+                f"{name} is read through {weight.transform}, which is not implemented for stored scales by {self.format.scales}"
             )
         yield f"{name}.weight", weight
         yield f"{name}.{self.format.scale_name}", self._scale_target(name, weight)
@@ -98,10 +98,10 @@ class Fp8Linear(LinearMethod):
     def _scale_target(self, name: str, weight: WeightTarget) -> WeightTarget:
         if self.format.scales is Scales.TENSOR:
             return WeightTarget("weight_scale", self._index(weight), 1)
-        start, rows = weight.start or 0, self.shape.out_features if weight.size is None else weight.size
         if self.format.scales is Scales.ROW:
             shares = tuple(share for share in weight.shares if share.dim == 0)
-            return WeightTarget("weight_scale", start, rows, shares, Reshape((rows, 1)))
+            return weight._replace(parameter="weight_scale", shares=shares)
+        start, rows = weight.start or 0, self.shape.out_features if weight.size is None else weight.size
         block = self.format.block
         shares = tuple(_block_share(name, share, block[share.dim]) for share in weight.shares)
         return WeightTarget("weight_scale", start // block[0], _blocks(rows, block[0]), shares)
@@ -128,11 +128,14 @@ class Fp8Linear(LinearMethod):
         if self.format.scales is Scales.TENSOR:
             counts = torch.tensor(self.shape.rows, device=scale.device)
             scale = scale.repeat_interleave(counts)
+        elif self.format.scales is Scales.ROW:
+            scale = scale.view(-1)
         static = parameters["input_scale"].max() if "input_scale" in parameters else None
         if static is not None:
             self._refuse_scales("activations", static.isfinite() & (static > 0))
         block = self.format.block if self.format.scales is Scales.BLOCK else None
-        return make_product(parameters["weight"], scale, block, static, self.context.dtype)
+        bound = self.format.bound
+        return make_product(parameters["weight"], scale, block, static, self.context.dtype, bound)
 
     def _refuse_scales(self, what: str, usable: torch.Tensor) -> None:
         """Raise ``WeightsError`` unless ``usable`` is true."""
@@ -156,7 +159,7 @@ class QuantizeRows(WeightTransform):
     def apply(self, tensor: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
         """See ``WeightTransform``."""
         weight = _after(self.inner, tensor, shape)
-        return (weight / _row_scales(weight)[:, None]).to(FP8)
+        return (weight / _row_scales(weight)).to(FP8)
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,12 +172,12 @@ class RowScales(WeightTransform):
 
     def source_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """See ``WeightTransform``."""
-        whole = (*shape, self.columns)
+        whole = (shape[0], self.columns)
         return whole if self.inner is None else self.inner.source_shape(whole)
 
     def apply(self, tensor: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
         """See ``WeightTransform``."""
-        return _row_scales(_after(self.inner, tensor, (*shape, self.columns)))
+        return _row_scales(_after(self.inner, tensor, (shape[0], self.columns)))
 
 
 def _after(inner: WeightTransform | None, tensor: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
@@ -182,9 +185,22 @@ def _after(inner: WeightTransform | None, tensor: torch.Tensor, shape: tuple[int
 
 
 def _row_scales(weight: torch.Tensor) -> torch.Tensor:
-    """Return the scales ``[rows]`` of a float32 weight. A row of zeros has the scale 1."""
-    largest = weight.abs().amax(dim=1)
+    """Return the scales ``[rows, 1]`` of a float32 weight. A row of zeros has the scale 1."""
+    largest = weight.abs().amax(dim=1, keepdim=True)
     return torch.where(largest > 0, largest / LARGEST, 1.0)
+
+
+def _check_cuda(shape: LinearShape, context: QuantizationContext) -> None:
+    """Raise ``ConfigError`` for what cuBLAS does not multiply in FP8 with scales by row."""
+    if context.device.type != "cuda":
+        return
+    if context.dtype != torch.bfloat16:
+        raise ConfigError(f"model.dtype is {context.dtype}; FP8 products on CUDA need model.dtype: bfloat16")
+    if shape.in_features % 16 or shape.out_features % 16:
+        raise ConfigError(
+            f"{', '.join(dict.fromkeys(shape.names))} is {shape.out_features} x {shape.in_features} on this rank; FP8 products on "
+            "CUDA need multiples of 16. Set parallel.tp to a smaller number, or leave the modules out (quantization.ignore)"
+        )
 
 
 def _blocks(count: int, size: int) -> int:

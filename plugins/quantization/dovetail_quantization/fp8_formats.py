@@ -7,6 +7,7 @@ tensor), of FBGEMM (``fbgemm_fp8``: a scale for each row) and of compressed-tens
 from __future__ import annotations
 
 import enum
+import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -38,7 +39,7 @@ class Fp8Format:
     ``block`` is the number of rows and columns of a block. ``ignored`` matches the names of modules that are not
     quantized. With ``online``, the checkpoint is not quantized, and its weights are quantized while they are loaded. With
     ``precise_too``, layers that are ``LinearShape.precise`` are quantized unless ``ignored`` matches them; the other
-    formats never quantize the head, even if their lists do not name it."""
+    formats never quantize the head, even if their lists do not name it. Activations beyond ``bound`` count as it."""
 
     scales: Scales
     activations: Activations
@@ -46,6 +47,7 @@ class Fp8Format:
     scale_name: str = "weight_scale"
     block: tuple[int, int] = (128, 128)
     online: bool = False
+    bound: float | None = None
     precise_too: bool = False
 
 
@@ -90,7 +92,12 @@ def _read_fp8(given: Mapping[str, Any]) -> Fp8Format:
 
 
 def _read_fbgemm(given: Mapping[str, Any]) -> Fp8Format:
-    return Fp8Format(Scales.ROW, Activations.TOKEN, _modules(given, "modules_to_not_convert"))
+    bound = given.get("activation_scale_ub")
+    if bound is not None and (
+        isinstance(bound, bool) or not isinstance(bound, int | float) or not 0 < bound < math.inf
+    ):
+        raise ConfigError(f"quantization_config: activation_scale_ub is {bound!r:.80}; allowed: a number above 0, null")
+    return Fp8Format(Scales.ROW, Activations.TOKEN, _modules(given, "modules_to_not_convert"), bound=bound)
 
 
 def _read_compressed(given: Mapping[str, Any]) -> Fp8Format:

@@ -18,12 +18,14 @@ def make_product(
     block: tuple[int, int] | None,
     static: torch.Tensor | None,
     dtype: torch.dtype,
+    bound: float | None = None,
 ) -> LinearProduct:
     """Return the product with ``weight [out, in]`` in FP8 times ``scale``: float32 ``[out]``, or one number for each
-    ``block``. ``static`` is the scale of activations if the checkpoint has one."""
+    ``block``. ``static`` is the scale of activations if the checkpoint has one. Activations above ``bound`` count as
+    ``bound``."""
     if not weight.is_cuda:
         return Dequantized(weight, scale, block, dtype)
-    return RowScaled(weight, scale, static) if block is None else BlockScaled(weight, scale, block)
+    return RowScaled(weight, scale, static, bound) if block is None else BlockScaled(weight, scale, block)
 
 
 def dequantize(
@@ -56,11 +58,13 @@ class RowScaled(LinearProduct):
     """Multiply with a weight that has a scale for each row. Activations are quantized with a scale for each token, or
     with the ``static`` scale of the checkpoint. cuBLAS multiplies (``torch._scaled_mm``)."""
 
-    def __init__(self, weight: torch.Tensor, scale: torch.Tensor, static: torch.Tensor | None) -> None:
+    def __init__(
+        self, weight: torch.Tensor, scale: torch.Tensor, static: torch.Tensor | None, bound: float | None
+    ) -> None:
         from dovetail_quantization.triton.quantize import quantize
 
         self._weight, self._scale, self._static = weight.T, scale[None, :].contiguous(), static
-        self._quantize = quantize
+        self._quantize, self._bound = quantize, bound
 
     def forward(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """See ``LinearProduct``."""
@@ -72,7 +76,7 @@ class RowScaled(LinearProduct):
 
     def _quantized(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         if self._static is None:
-            return self._quantize(x)
+            return self._quantize(x, bound=self._bound)
         quantized = (x.float() / self._static).clamp_(-LARGEST, LARGEST).to(self._weight.dtype)
         return quantized, self._static.expand(len(x), 1).contiguous()
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 import triton
 import triton.language as tl
@@ -14,7 +16,7 @@ LARGEST = tl.constexpr(448.0)
 
 
 @triton.jit
-def _quantize(x, out, scales, width, size, BLOCK: tl.constexpr, PDL: tl.constexpr) -> None:
+def _quantize(x, out, scales, width, size, bound, BLOCK: tl.constexpr, PDL: tl.constexpr) -> None:
     token = tl.program_id(0).to(tl.int64)
     group = tl.program_id(1)
     start = token * width + group * size
@@ -27,6 +29,7 @@ def _quantize(x, out, scales, width, size, BLOCK: tl.constexpr, PDL: tl.constexp
         at = begin + tl.arange(0, BLOCK)
         part = tl.load(x + start + at, at < last, 0.0).to(tl.float32)
         largest = tl.maximum(largest, tl.max(tl.abs(part), 0))
+    largest = tl.minimum(largest, bound)
     scale = tl.where(largest > 0.0, largest / LARGEST, 1.0)
     tl.store(scales + token * tl.num_programs(1) + group, scale)
     for begin in range(0, size, BLOCK):
@@ -36,9 +39,10 @@ def _quantize(x, out, scales, width, size, BLOCK: tl.constexpr, PDL: tl.constexp
         tl.store(out + start + at, part.to(out.dtype.element_ty), at < last)
 
 
-def quantize(x: torch.Tensor, size: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+def quantize(x: torch.Tensor, size: int | None = None, bound: float | None = None) -> tuple[torch.Tensor, torch.Tensor]:
     """Return contiguous ``x [tokens, width]`` in FP8, and its scales: float32 ``[tokens, groups]``, one for each ``size``
-    elements of a token, by default for the whole token. ``x`` is about the first times the second. Mutates nothing."""
+    elements of a token, by default for the whole token. ``x`` is about the first times the second; elements beyond
+    ``bound`` count as ``bound``. Mutates nothing."""
     assert x.is_contiguous()
     tokens, width = x.shape
     size = width if size is None else size
@@ -49,6 +53,15 @@ def quantize(x: torch.Tensor, size: int | None = None) -> tuple[torch.Tensor, to
     if tokens:
         block = min(BLOCK, triton.next_power_of_2(size))
         launch(
-            _quantize, (tokens, groups), x, out, scales, width, size, BLOCK=block, num_warps=8 if block > 1024 else 4
+            _quantize,
+            (tokens, groups),
+            x,
+            out,
+            scales,
+            width,
+            size,
+            math.inf if bound is None else bound,
+            BLOCK=block,
+            num_warps=8 if block > 1024 else 4,
         )
     return out.to(torch.float8_e4m3fn), scales
