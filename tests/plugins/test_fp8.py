@@ -352,6 +352,16 @@ def test_an_unknown_method_is_refused_with_what_is_known(tmp_path: Path) -> None
         LLM(tmp_path, quantization="fp8")
 
 
+def test_a_describe_that_raises_rejects_its_component(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(checkpoint: object, config: object) -> None:
+        raise KeyError("bits")
+
+    write_quantized(tmp_path, "fp8 by block")
+    monkeypatch.setattr("dovetail_quantization.fp8_formats.describe", fail)
+    with pytest.raises(ResolutionError, match=r"fp8_formats:describe raised KeyError: 'bits'"):
+        LLM(tmp_path, quantization="fp8")
+
+
 def test_a_tensor_of_another_dtype_is_named(tmp_path: Path) -> None:
     write_quantized(tmp_path, "fp8 by block")
     tensors = load_file(tmp_path / "model.safetensors")

@@ -74,7 +74,11 @@ def screen_quantization(candidate: Candidate, request: ResolveRequest, named: bo
         yield Reason("quantization.checkpoint", expected, "the checkpoint is not quantized", f"quantization: {name}")
         return
     describe = load_attribute(candidate.spec.describe, candidate.component.label)
-    if (reason := describe(checkpoint, candidate.config)) is not None:
+    try:
+        reason = describe(checkpoint, candidate.config)
+    except Exception as error:  # of a plugin: it must not hide the components that can load the checkpoint
+        reason = f"{candidate.spec.describe} raised {type(error).__name__}: {error}"
+    if reason is not None:
         yield Reason("quantization.checkpoint", "it must be able to load the checkpoint", reason)
 
 

@@ -212,7 +212,7 @@ def _block_share(name: str, share: TensorShare, block: int) -> TensorShare:
     dim, start, size, whole = share
     if start % block or (size % block and start + size < whole):
         raise ConfigError(
-            f"{name} is divided among ranks into parts of {size} of {whole}, which blocks of {block} do not divide; set parallel.tp to a "
-            "smaller number"
+            f"{name} is divided into parts of {size} of {whole}, for projections that share the tensor or for ranks, and blocks of "
+            f"{block} do not divide these; if parallel.tp is above 1, set it to a smaller number"
         )
     return TensorShare(dim, start // block, _blocks(size, block), _blocks(whole, block))
