@@ -360,7 +360,7 @@ def _resolution(slot: Slot, option: fit.Option, tuned: Tuned) -> Resolution:
 def _note(slot: Slot, chosen: Sequence[Candidate], tuned: Tuned) -> str:
     if not chosen:
         found = {reason.got for candidate in slot.candidates for reason in candidate.reasons}
-        one = found.pop() if len(found) == 1 else "nothing installed can be used"
+        one = found.pop() if slot.descriptor.screen and len(found) == 1 else "nothing installed can be used"
         return "switched off by config" if slot.disabled else one
     deprecated = [candidate.spec.deprecated for candidate in chosen if candidate.spec.deprecated]
     if deprecated:
