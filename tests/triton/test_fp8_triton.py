@@ -8,7 +8,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from dovetail_quantization.fp8_products import dequantize
+from dovetail_quantization.fp8_products import RowScaled, dequantize
 from dovetail_quantization.triton.block_product import block_product
 from dovetail_quantization.triton.quantize import quantize
 
@@ -68,3 +68,21 @@ def test_a_product_of_blocks_is_that_of_the_numbers(
     exact = exact if bias is None else exact + bias.double()
     tolerance = 1e-5 if dtype == torch.float32 else 2e-3
     assert ((got.double() - exact).abs() <= tolerance * (exact.abs() + 1)).all()
+
+
+@pytest.mark.parametrize("static", [None, 0.01])
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("tokens", [0, 1, 5])
+def test_a_product_with_scales_of_rows_is_that_of_the_numbers(tokens: int, biased: bool, static: float | None) -> None:
+    """Activations above 4.48 are clamped by the static scale."""
+    torch.manual_seed(0)
+    weight, scale, x = torch.randn(64, 96).to(FP8), torch.rand(64) + 0.5, torch.randn(tokens, 96) * 3
+    bias = torch.randn(64) if biased else None
+    product = RowScaled(weight, scale, None if static is None else torch.tensor(static), None)
+    got = product.forward(x, bias)
+    of_x = x.abs().amax(1, keepdim=True) / 448 if static is None else torch.tensor(static)
+    stood_for = (x / of_x).clamp(-448, 448).to(FP8).double() * of_x
+    exact = stood_for @ dequantize(weight, scale, None, torch.float64).T
+    exact = exact if bias is None else exact + bias.double()
+    assert got.shape == (tokens, 64)
+    assert ((got.double() - exact).abs() <= 1e-5 * (exact.abs() + 1)).all()

@@ -78,7 +78,7 @@ class RowScaled(LinearProduct):
         if self._static is None:
             return self._quantize(x, bound=self._bound)
         quantized = (x.float() / self._static).clamp_(-LARGEST, LARGEST).to(self._weight.dtype)
-        return quantized, self._static.expand(len(x), 1).contiguous()
+        return quantized, self._static.repeat(len(x), 1)  # a new tensor: expanded to one row it would have strides of 0
 
     def gated(self, x: torch.Tensor, bias: torch.Tensor | None, activation: Activation) -> torch.Tensor:
         """See ``LinearProduct``."""
