@@ -27,7 +27,7 @@ from rich.console import Console
 from dovetail.config import read
 from dovetail.errors import ConfigError
 from gpubench import tables
-from gpubench.models import RANKS, TITLES, write
+from gpubench.models import TITLES, VARIANTS, variant, write
 from gpubench.plan import ROWS, SIZES, USUAL_ROWS, Job, Measure, engine_tasks
 from gpubench.record import Record
 from gpubench.supervise import Deadline, Ended, run_tasks
@@ -41,7 +41,7 @@ def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
         description=(__doc__ or "").split("\n\n")[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
     )
     add = parser.add_argument
-    add("--model", choices=("8b", "0.6b", "both", *RANKS), default="both", help="both: 8b and 0.6b, on one GPU")
+    add("--model", choices=("8b", "0.6b", "both", *VARIANTS), default="both", help="both: 8b and 0.6b, on one GPU")
     add(
         "--rows", metavar="A,B", type=row_names, help=f"of {','.join(ROWS)}; by default those the model has targets for"
     )
@@ -198,7 +198,8 @@ class Bench:
         """Return Dovetail's config: the model, and the settings of the command line."""
         args = self.args
         values = {"model.path": str(write(model, args.work)), "model.load_format": "dummy", "model.dtype": "bfloat16"}
-        values |= {"parallel.tp": RANKS[model][1]} if model in RANKS else {}
+        chosen = variant(model)
+        values |= {**({"parallel.tp": chosen.ranks} if chosen.ranks > 1 else {}), **chosen.settings}
         values |= {"device": args.device, **({"attention": args.attention} if args.attention else {})}
         try:
             return read((), [*(f"{key}={json.dumps(value)}" for key, value in values.items()), *args.sets], {}).tree

@@ -4,8 +4,10 @@ numbers."""
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 _LLAMA = {
     "architectures": ["LlamaForCausalLM"],
@@ -33,6 +35,13 @@ _QWEN3 = {
     "max_position_embeddings": 40960,
     "rope_theta": 1000000.0,
 }
+
+_GPT_OSS_PLAIN = [
+    "model.layers.*.self_attn",
+    "model.layers.*.mlp.router",
+    "model.embed_tokens",
+    "lm_head",
+]
 
 CONFIGS: dict[str, dict[str, Any]] = {
     "8b": {
@@ -73,6 +82,82 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "num_key_value_heads": 8,
         "tie_word_embeddings": False,
     },
+    "qwen3-30b-a3b": {
+        **_QWEN3,
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "model_type": "qwen3_moe",
+        "hidden_size": 2048,
+        "intermediate_size": 6144,
+        "moe_intermediate_size": 768,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "norm_topk_prob": True,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+        "num_hidden_layers": 48,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 4,
+        "tie_word_embeddings": False,
+    },
+    "gpt-oss-20b": {
+        "architectures": ["GptOssForCausalLM"],
+        "model_type": "gpt_oss",
+        "vocab_size": 201088,
+        "hidden_size": 2880,
+        "intermediate_size": 2880,
+        "num_hidden_layers": 24,
+        "num_attention_heads": 64,
+        "num_key_value_heads": 8,
+        "head_dim": 64,
+        "num_local_experts": 32,
+        "num_experts_per_tok": 4,
+        "swiglu_limit": 7.0,
+        "hidden_act": "silu",
+        "attention_bias": True,
+        "sliding_window": 128,
+        "layer_types": ["sliding_attention", "full_attention"] * 12,
+        "max_position_embeddings": 131072,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 150000.0,
+        "rope_scaling": {
+            "rope_type": "yarn",
+            "factor": 32.0,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "truncate": False,
+            "original_max_position_embeddings": 4096,
+        },
+        "tie_word_embeddings": False,
+        "bos_token_id": None,
+        "eos_token_id": None,
+        "torch_dtype": "bfloat16",
+        "quantization_config": {"quant_method": "mxfp4", "modules_to_not_convert": _GPT_OSS_PLAIN},
+    },
+    "gemma-3-4b": {
+        "architectures": ["Gemma3ForCausalLM"],
+        "model_type": "gemma3_text",
+        "vocab_size": 262208,
+        "hidden_size": 2560,
+        "intermediate_size": 10240,
+        "num_hidden_layers": 34,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 256,
+        "hidden_activation": "gelu_pytorch_tanh",
+        "max_position_embeddings": 131072,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 1000000.0,
+        "rope_local_base_freq": 10000.0,
+        "rope_scaling": {"rope_type": "linear", "factor": 8.0},
+        "attention_bias": False,
+        "query_pre_attn_scalar": 256,
+        "sliding_window": 1024,
+        "sliding_window_pattern": 6,
+        "tie_word_embeddings": True,
+        "bos_token_id": None,
+        "eos_token_id": None,
+        "torch_dtype": "bfloat16",
+    },
     "tiny": {
         **_LLAMA,
         "vocab_size": 512,
@@ -100,24 +185,48 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": False,
     },
 }
-"""The shapes of Llama-3.1-8B, Qwen3-0.6B and Qwen3-32B, one for trying the benchmark itself, and one for checking
-attention."""
+"""The shapes of the models of TITLES, one for trying the benchmark itself, and one for checking attention."""
 
-RANKS = {"8b-tp2": ("8b", 2), "32b-tp2": ("32b", 2)}
-"""Map a model that is measured on several GPUs to its shape and the number of ranks."""
+
+class Variant(NamedTuple):
+    """Describe a model that is measured: its shape in CONFIGS, the number of ranks, and settings of the config."""
+
+    shape: str
+    ranks: int = 1
+    settings: Mapping[str, Any] = MappingProxyType({})
+
+
+VARIANTS = {
+    "8b-tp2": Variant("8b", 2),
+    "32b-tp2": Variant("32b", 2),
+    "8b-fp8": Variant("8b", settings={"quantization": "fp8"}),
+    "qwen3-30b-a3b": Variant("qwen3-30b-a3b"),
+    "gpt-oss-20b": Variant("gpt-oss-20b"),
+    "gemma-3-4b": Variant("gemma-3-4b"),
+}
+"""Map the names of the models beside ``8b`` and ``0.6b``."""
 
 TITLES = {
     "8b": "Llama-3.1-8B shape",
     "0.6b": "Qwen3-0.6B shape",
     "8b-tp2": "Llama-3.1-8B shape, 2 GPUs",
     "32b-tp2": "Qwen3-32B shape, 2 GPUs",
+    "8b-fp8": "Llama-3.1-8B shape, FP8",
+    "qwen3-30b-a3b": "Qwen3-30B-A3B shape",
+    "gpt-oss-20b": "gpt-oss-20b shape, MXFP4",
+    "gemma-3-4b": "Gemma-3-4B text shape",
     "tiny": "tiny shape",
 }
 
 
+def variant(name: str) -> Variant:
+    """Return how a model is measured."""
+    return VARIANTS.get(name, Variant(name))
+
+
 def shape(name: str) -> dict[str, Any]:
     """Return the config.json of a model."""
-    return CONFIGS[RANKS.get(name, (name, 1))[0]]
+    return CONFIGS[variant(name).shape]
 
 
 def write(name: str, work: Path) -> Path:
@@ -148,6 +257,11 @@ def multiplications(name: str, tokens: int) -> float:
     matrices and causal attention."""
     c = shape(name)
     hidden, heads, kv, dim = (c[k] for k in ("hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim"))
-    layer = hidden * dim * (2 * heads + 2 * kv) + 3 * hidden * c["intermediate_size"]
-    attention = 2 * tokens * tokens * heads * dim  # half of the square, two products
-    return c["num_hidden_layers"] * (2 * tokens * layer + attention) + 2.0 * hidden * c["vocab_size"]
+    inner = c.get("num_experts_per_tok", 1) * c.get("moe_intermediate_size", c["intermediate_size"])
+    layer = hidden * dim * (2 * heads + 2 * kv) + 3 * hidden * inner
+    window = min(tokens, c.get("sliding_window", tokens))
+    full = 2 * tokens * tokens * heads * dim  # half of the square, two products
+    sliding = 4 * (tokens * window - window * window // 2) * heads * dim
+    count, period = c["num_hidden_layers"], c.get("sliding_window_pattern", 2)
+    slides = count - count // period if "sliding_window" in c else 0
+    return count * 2.0 * tokens * layer + (count - slides) * full + slides * sliding + 2.0 * hidden * c["vocab_size"]

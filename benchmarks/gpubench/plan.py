@@ -17,6 +17,10 @@ USUAL_ROWS = {
     "0.6b": ("decode", "mixed", "gsp"),
     "8b-tp2": ("decode", "prefill", "mixed", "gsp"),
     "32b-tp2": ("decode", "prefill"),
+    "8b-fp8": ("decode", "prefill", "mixed"),
+    "qwen3-30b-a3b": ("decode", "prefill", "mixed", "gsp"),
+    "gpt-oss-20b": ("decode",),
+    "gemma-3-4b": ("decode", "prefill", "mixed"),
     "tiny": ROWS,
 }
 
@@ -54,6 +58,10 @@ SIZES = {
     "0.6b": Sizes(decode_batches=(1, 64, 256)),
     "8b-tp2": FULL,
     "32b-tp2": Sizes(decode_batches=(1, 64)),
+    "8b-fp8": FULL,
+    "qwen3-30b-a3b": FULL,
+    "gpt-oss-20b": Sizes(decode_batches=(1, 16, 64)),
+    "gemma-3-4b": Sizes(decode_batches=(1, 64)),
     "tiny": Sizes(
         ids=(16, 500),
         decode_batches=(1, 4),

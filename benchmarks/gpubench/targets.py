@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from gpubench.models import RANKS, multiplications
+from gpubench.models import multiplications, variant
 from gpubench.plan import SIZES, short
 
 FLOPS = 790e12
@@ -61,6 +61,31 @@ TARGETS: dict[tuple[str, str, str], Target] = {
     ("32b-tp2", "decode", "bs 1"): Target(11.15, 8.6),
     ("32b-tp2", "decode", "bs 64"): Target(13.63, 10.5),
     ("32b-tp2", "prefill", "8k"): Target(516),
+    ("qwen3-30b-a3b", "decode", "bs 1"): Target(4.15, 1.9, 1.41),
+    ("qwen3-30b-a3b", "decode", "bs 16"): Target(12.63, 9.5),
+    ("qwen3-30b-a3b", "decode", "bs 64"): Target(18.44, 15.5),
+    ("qwen3-30b-a3b", "decode", "bs 256"): Target(23.35, 19.5),
+    ("qwen3-30b-a3b", "prefill", "1k"): Target(53.2, 25),
+    ("qwen3-30b-a3b", "prefill", "8k"): Target(156, 120),
+    ("qwen3-30b-a3b", "prefill", "32k"): Target(1082, 850),
+    ("qwen3-30b-a3b", "mixed", ""): Target(6357, 8500),
+    ("qwen3-30b-a3b", "gsp", ""): Target(9233, 15000),
+    ("gpt-oss-20b", "decode", "bs 1"): Target(3.04, 1.2, 0.6),
+    ("gpt-oss-20b", "decode", "bs 16"): Target(3.51, 2.4),
+    ("gpt-oss-20b", "decode", "bs 64"): Target(5.39, 4.0),
+    ("8b-fp8", "decode", "bs 1"): Target(3.51, 2.3, 1.8),
+    ("8b-fp8", "decode", "bs 16"): Target(3.80, 2.6),
+    ("8b-fp8", "decode", "bs 64"): Target(5.11, 3.6),
+    ("8b-fp8", "decode", "bs 256"): Target(11.59, 9.0),
+    ("8b-fp8", "prefill", "1k"): Target(37.6, 16),
+    ("8b-fp8", "prefill", "8k"): Target(145, 125),
+    ("8b-fp8", "prefill", "32k"): Target(908, 820),
+    ("8b-fp8", "mixed", ""): Target(12462, 15000),
+    ("gemma-3-4b", "decode", "bs 1"): Target(3.51, 2.2, 1.75),
+    ("gemma-3-4b", "decode", "bs 64"): Target(5.21, 4.2),
+    ("gemma-3-4b", "prefill", "8k"): Target(94, 85),
+    ("gemma-3-4b", "prefill", "32k"): Target(408, 360),
+    ("gemma-3-4b", "mixed", ""): Target(12806, 17000),
 }
 
 DIGITS = {"ms": 2, "s": 1, "tok/s": 0, "hit": 3, "ratio": 3}
@@ -70,11 +95,11 @@ MORE_IS_BETTER = ("tok/s", "hit")
 
 
 def target(model: str, row: str, case: str) -> Target:
-    """Return the target of a number. The floor of prompts is computed from their products."""
+    """Return the target of a number. The floor of prompts is computed from their products in bfloat16."""
     found = TARGETS.get((model, row, case), Target())
-    if row == "prefill" and model != "tiny":
+    if row == "prefill" and model != "tiny" and "quantization" not in variant(model).settings:
         tokens = next(n for n in SIZES[model].prefill if short(n) == case)
-        ranks = RANKS.get(model, (model, 1))[1]
+        ranks = variant(model).ranks
         return found._replace(floor=1e3 * multiplications(model, tokens) / FLOPS / ranks)
     return found
 
