@@ -22,7 +22,7 @@ from typing import NamedTuple
 import torch
 from torch.nn import functional
 
-from dovetail.ops.expert_shapes import SILU, ExpertWeights, Routing, RoutingRule, SwiGLU
+from dovetail.interfaces.expert_shapes import SILU, ExpertWeights, Routing, RoutingRule, SwiGLU
 from dovetail.ops.experts import experts
 from dovetail.ops.routing import route
 from dovetail.ops.triton import experts as kernels

@@ -17,6 +17,7 @@ from dovetail.engine.build import WeightFiller, build_model
 from dovetail.engine.warmup import EXPERT_TOKENS, PROMPT_TOKENS
 from dovetail.errors import ConfigError
 from dovetail.interfaces.cache import CacheGroup
+from dovetail.interfaces.expert_shapes import ExpertsShape, RoutingRule, SwiGLU
 from dovetail.interfaces.mesh import SINGLE, Mesh
 from dovetail.interfaces.model import ModelArchitecture, ModelInfo, WeightTarget
 from dovetail.layers.base import prepare_layers
@@ -24,7 +25,6 @@ from dovetail.layers.decoder import mlp_targets
 from dovetail.layers.expert_targets import FusedLayout, expert_targets, fused_expert_targets
 from dovetail.layers.experts import Experts
 from dovetail.layers.norm import RMSNorm
-from dovetail.ops.expert_shapes import ExpertsShape, RoutingRule, SwiGLU
 from dovetail.ops.routing import route
 from dovetail.ops.triton.expert_tiles import tiles_of
 from dovetail.testing.ranks import run_ranks, thread_meshes

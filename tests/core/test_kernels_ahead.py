@@ -16,7 +16,7 @@ import torch
 from triton import knobs
 from triton.runtime import driver
 
-from dovetail.ops.expert_shapes import SILU, ExpertWeights, RoutingRule
+from dovetail.interfaces.expert_shapes import SILU, ExpertWeights, RoutingRule
 from dovetail.ops.triton import ahead as module
 from dovetail.ops.triton import decode, experts, filters, launch, matmul, norm, rotary, routing, sampling, verify
 from dovetail.ops.triton.ahead import KernelsAhead

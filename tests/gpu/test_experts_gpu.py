@@ -10,7 +10,7 @@ import dataclasses
 import pytest
 import torch
 
-from dovetail.ops.expert_shapes import SILU, ExpertWeights, Routing, RoutingRule, SwiGLU
+from dovetail.interfaces.expert_shapes import SILU, ExpertWeights, Routing, RoutingRule, SwiGLU
 from dovetail.ops.experts import expert_parts, experts
 from dovetail.ops.routing import route
 

@@ -10,9 +10,9 @@ import dataclasses
 import pytest
 import torch
 
+from dovetail.interfaces.expert_shapes import SILU, ExpertWeights, Routing, RoutingRule, SwiGLU
 from dovetail.ops import experts as torch_experts
 from dovetail.ops import routing as torch_routing
-from dovetail.ops.expert_shapes import SILU, ExpertWeights, Routing, RoutingRule, SwiGLU
 from dovetail.ops.triton import experts as kernels
 from dovetail.ops.triton import routing
 from dovetail.ops.triton.expert_tiles import ExpertTile, ExpertTiles, tiles_of

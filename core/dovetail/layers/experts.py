@@ -9,17 +9,17 @@ from torch import nn
 from torch.nn import functional
 
 from dovetail.errors import ConfigError
+from dovetail.interfaces.expert_shapes import ExpertWeights
 from dovetail.layers.base import Layer, parameter
 from dovetail.layers.linear import Linear
 from dovetail.layers.mlp import GatedMLP
-from dovetail.ops.expert_shapes import ExpertWeights
 from dovetail.ops.experts import expert_parts, experts
 from dovetail.ops.parts import RankAddend
 from dovetail.ops.routing import route
 
 if TYPE_CHECKING:
+    from dovetail.interfaces.expert_shapes import ExpertsShape, Routing, RoutingRule
     from dovetail.interfaces.mesh import Mesh
-    from dovetail.ops.expert_shapes import ExpertsShape, Routing, RoutingRule
     from dovetail.ops.parts import Addend
 
 

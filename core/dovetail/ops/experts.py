@@ -9,9 +9,9 @@ from types import ModuleType
 import torch
 from torch.nn import functional
 
+from dovetail.interfaces.expert_shapes import SILU, ExpertWeights, Routing, SwiGLU
 from dovetail.ops.activation import silu_mul
 from dovetail.ops.cpu.kernels import kernels
-from dovetail.ops.expert_shapes import SILU, ExpertWeights, Routing, SwiGLU
 from dovetail.ops.parts import Parts
 
 _FEW_ROWS, _MOST_COMPILED = 2, 4

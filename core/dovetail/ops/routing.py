@@ -12,7 +12,7 @@ from types import ModuleType
 
 import torch
 
-from dovetail.ops.expert_shapes import Routing, RoutingRule
+from dovetail.interfaces.expert_shapes import Routing, RoutingRule
 
 
 @functools.cache

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from dovetail.interfaces.expert_shapes import ExpertsShape, RoutingRule, SwiGLU
 from dovetail.interfaces.features import Feature
 from dovetail.interfaces.model import ModelInfo
-from dovetail.ops.expert_shapes import ExpertsShape, RoutingRule, SwiGLU
 from dovetail_models.describe import Windows, read_heads, read_layer_types, refuse_activation
 from dovetail_models.moe_describe import COUNTS, ExpertNames, moe_config, moe_info, read_expert_count, read_moe_rope
 from dovetail_models.settings import read_flag, read_float, read_int, refuse_unread

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import Any
 
+from dovetail.interfaces.expert_shapes import ExpertsShape, RoutingRule
 from dovetail.interfaces.model import ModelInfo
-from dovetail.ops.expert_shapes import ExpertsShape, RoutingRule
 from dovetail_models.describe import read_heads, refuse_activation
 from dovetail_models.moe_describe import (
     COUNTS,

@@ -11,9 +11,9 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from dovetail.errors import ConfigError
+from dovetail.interfaces.expert_shapes import ExpertsShape, RoutingRule
 from dovetail.interfaces.model import ModelInfo
 from dovetail.layers.rope import RopeConfig
-from dovetail.ops.expert_shapes import ExpertsShape, RoutingRule
 from dovetail_models.describe import read_heads, refuse_activation
 from dovetail_models.moe_describe import (
     COUNTS,

@@ -9,10 +9,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from dovetail.errors import ConfigError
+from dovetail.interfaces.expert_shapes import ExpertsShape, RoutingRule
 from dovetail.interfaces.features import Feature
 from dovetail.interfaces.model import ModelInfo
 from dovetail.layers.rope import RopeConfig, read_rope
-from dovetail.ops.expert_shapes import ExpertsShape, RoutingRule
 from dovetail_models.dense_describe import DenseConfig, layered_windows, uniform_windows
 from dovetail_models.describe import OFFERS, HeadSizes, Windows, cut_windows, make_info, read_heads, refuse_activation
 from dovetail_models.settings import read_flag, read_float, read_int, read_predict_layers, refuse_unread

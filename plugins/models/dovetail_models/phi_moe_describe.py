@@ -6,8 +6,8 @@ from dataclasses import replace
 from typing import Any
 
 from dovetail.errors import ConfigError
+from dovetail.interfaces.expert_shapes import ExpertsShape, RoutingRule
 from dovetail.interfaces.model import ModelInfo
-from dovetail.ops.expert_shapes import ExpertsShape, RoutingRule
 from dovetail_models.dense_describe import uniform_windows
 from dovetail_models.describe import read_heads, refuse_activation
 from dovetail_models.moe_describe import (

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from dovetail.ops.expert_shapes import ExpertWeights, Routing
+from dovetail.interfaces.expert_shapes import ExpertWeights, Routing
 from dovetail.ops.triton.expert_tiles import ExpertTile, tiles_of
 from dovetail.ops.triton.launch import launch
 from dovetail.ops.triton.routing import ExpertOrder, sort_by_expert

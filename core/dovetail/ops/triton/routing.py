@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from dovetail.ops.expert_shapes import Routing, RoutingRule
+from dovetail.interfaces.expert_shapes import Routing, RoutingRule
 from dovetail.ops.triton.launch import launch
 
 ONE_PROGRAM = 1024
