@@ -152,7 +152,11 @@ def test_first_names_of_settings_are_read() -> None:
 @pytest.mark.parametrize(
     ("name", "change", "message"),
     [
-        ("gpt2", {"add_cross_attention": True}, "add_cross_attention is True; GPT2LMHeadModel implements False here"),
+        (
+            "gpt2",
+            {"add_cross_attention": True},
+            "add_cross_attention is True, which GPT2LMHeadModel does not implement here; allowed: null or absent, False",
+        ),
         ("gpt2", {"activation_function": "tanh"}, "activation_function is 'tanh'; implemented: gelu, gelu_fast"),
         ("gpt2", {"n_embd": 50}, "hidden_size is 50, num_attention_heads 12"),
         ("gpt_neox", {"sliding_window": 8}, "sliding_window is 8, which GPTNeoXForCausalLM does not implement here"),
@@ -170,10 +174,10 @@ def test_what_is_not_computed_is_refused(name: str, change: Mapping[str, Any], m
 
 
 def test_descriptions_know_the_activations() -> None:
-    from dovetail.layers.plain_mlp import PLAIN_ACTIVATIONS
-    from dovetail_models.plain_describe import PLAIN_NAMES
+    from dovetail.layers.mlp import ACTIVATIONS
+    from dovetail_models.layer_norm_describe import ACTIVATION_NAMES
 
-    assert tuple(PLAIN_ACTIVATIONS) == PLAIN_NAMES
+    assert tuple(ACTIVATIONS) == ACTIVATION_NAMES
 
 
 @pytest.mark.parametrize("suite", [TestGranite, TestGPT2, TestGPTNeoX])

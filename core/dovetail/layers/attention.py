@@ -27,11 +27,11 @@ if TYPE_CHECKING:
 @dataclass(frozen=True, slots=True)
 class AttentionShape:
     """Describe the sizes and variants of a whole self-attention layer. If ``qk_norm_eps`` is set, each query and key head is
-    normalised. ``input_size`` is the size of the layer's input if it is not ``hidden_size``. With ``sinks``, each query
+    normalised, or, with ``qk_norm_across_heads``, all queries of a token together, and all its keys
+    (``NormedProjections``). ``input_size`` is the size of the layer's input if it is not ``hidden_size``. With ``sinks``, each query
     head has a learned attention sink (see ``AttentionLayer``). ``order`` is the order in which a checkpoint has the
     elements of a query or key head, if it is not the order in which ``Rotary`` rotates: with a partial rotation
-    ``SplitHalves(head_dim, rope.rotary_dim)``. If ``wide_norm_eps`` is set, all queries of a token are normalised
-    together, and all its keys (``NormedProjections``). For ``norm_plus_one`` see ``RMSNorm``."""
+    ``SplitHalves(head_dim, rope.rotary_dim)``. For ``norm_plus_one`` see ``RMSNorm``."""
 
     hidden_size: int
     num_heads: int
@@ -43,7 +43,7 @@ class AttentionShape:
     input_size: int | None = None
     sinks: bool = False
     order: SplitHalves | None = None
-    wide_norm_eps: float | None = None
+    qk_norm_across_heads: bool = False
     norm_plus_one: bool = False
 
 
@@ -63,17 +63,18 @@ class SelfAttention(Layer):
         widths = {"q": queries, "k": keys, "v": keys}
         inputs = shape.input_size or shape.hidden_size
         order = {"q": shape.order, "k": shape.order} if shape.order else NO_TRANSFORMS
-        if shape.wide_norm_eps is None:
-            self.qkv = ColumnLinear(inputs, widths, mesh, bias=shape.qkv_bias, unit=head_dim, transforms=order)
-        else:
-            eps, bias = shape.wide_norm_eps, shape.qkv_bias
+        eps, bias = shape.qk_norm_eps, shape.qkv_bias
+        if shape.qk_norm_across_heads:
+            assert eps is not None
             self.qkv = NormedProjections(inputs, widths, mesh, eps, bias=bias, unit=head_dim, transforms=order)
+        else:
+            self.qkv = ColumnLinear(inputs, widths, mesh, bias=bias, unit=head_dim, transforms=order)
         self.out = row_linear(queries, shape.hidden_size, mesh, bias=shape.out_bias)
         first, heads = mesh.tp.share(shape.num_heads)
         kv_heads = mesh.tp.share(shape.num_kv_heads)[1]
         norm = None
-        if shape.qk_norm_eps is not None:
-            norm = HeadNorm(heads, kv_heads, head_dim, shape.qk_norm_eps, plus_one=shape.norm_plus_one)
+        if eps is not None and not shape.qk_norm_across_heads:
+            norm = HeadNorm(heads, kv_heads, head_dim, eps, plus_one=shape.norm_plus_one)
         self.qk_norm = norm
         self.order = shape.order
         self.sinks = None

@@ -17,7 +17,6 @@ from dovetail.layers.linear import Linear
 from dovetail.layers.mlp import GatedMLP
 from dovetail.layers.norm import RMSNorm
 from dovetail.layers.projection_norm import NormedProjections
-from dovetail.layers.transforms import AddOne
 
 if TYPE_CHECKING:
     from dovetail.interfaces.mesh import Mesh
@@ -91,24 +90,23 @@ class DecoderLayer(Layer):
         return self.mlp.parts_forward(x), stream
 
 
-def decoder_targets(layer: DecoderLayer, checkpoint_prefix: str, parameter_prefix: str) -> Targets:
+def decoder_targets(
+    layer: DecoderLayer, checkpoint_prefix: str, parameter_prefix: str, mlp_name: str = "mlp"
+) -> Targets:
     """Yield the targets of the tensors of ``layer``, except those of experts. Names in the checkpoint begin with
-    ``checkpoint_prefix``, parameters of the model with ``parameter_prefix``."""
+    ``checkpoint_prefix``, those of the MLP with ``{checkpoint_prefix}.{mlp_name}``, parameters of the model with
+    ``parameter_prefix``."""
     yield from layer.attn_norm.targets(f"{checkpoint_prefix}.input_layernorm", f"{parameter_prefix}.attn_norm")
     yield from layer.mlp_norm.targets(f"{checkpoint_prefix}.post_attention_layernorm", f"{parameter_prefix}.mlp_norm")
     yield from attention_targets(layer.attn, f"{checkpoint_prefix}.self_attn", f"{parameter_prefix}.attn")
     if isinstance(layer.mlp, GatedMLP):
-        yield from mlp_targets(layer.mlp, f"{checkpoint_prefix}.mlp", f"{parameter_prefix}.mlp")
+        yield from mlp_targets(layer.mlp, f"{checkpoint_prefix}.{mlp_name}", f"{parameter_prefix}.mlp")
 
 
 def attention_targets(attn: SelfAttention, checkpoint_prefix: str, parameter_prefix: str) -> Targets:
     """Yield the targets of ``decoder_targets`` that belong to attention."""
     if attn.qk_norm is not None:
-        for part in ("q", "k"):
-            assert not (attn.qk_norm.plus_one and attn.order), "one transform cannot do both"
-            transform = AddOne() if attn.qk_norm.plus_one else attn.order
-            target = WeightTarget(f"{parameter_prefix}.qk_norm.{part}_weight", transform=transform)
-            yield f"{checkpoint_prefix}.{part}_norm.weight", target
+        yield from attn.qk_norm.targets(checkpoint_prefix, f"{parameter_prefix}.qk_norm", attn.order)
     if isinstance(attn.qkv, NormedProjections):
         yield from attn.qkv.norm_targets(checkpoint_prefix, f"{parameter_prefix}.qkv")
     if attn.sinks is not None:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import torch
 from torch import nn
 
-from dovetail.interfaces.model import WeightTarget
+from dovetail.interfaces.model import WeightTarget, WeightTransform
 from dovetail.layers.base import Layer, parameter
 from dovetail.layers.transforms import AddOne
 from dovetail.ops.norm import add_parts_rms_norm, add_rms_norm, rms_norm
@@ -85,6 +85,16 @@ class HeadNorm(Layer):
         self._weight = torch.cat((self.q_weight.expand(num_heads, -1), self.k_weight.expand(num_kv_heads, -1)))
         self._operands = (self.q_weight, self.k_weight, self.eps)
         super().prepare()
+
+    def targets(
+        self, checkpoint_prefix: str, parameter_prefix: str, order: WeightTransform | None = None
+    ) -> Iterator[tuple[str, WeightTarget]]:
+        """Yield the targets of the weights, such as ``{checkpoint_prefix}.q_norm.weight``. ``parameter_prefix`` is the
+        name of this layer in the model. For ``order`` see ``AttentionShape``."""
+        assert not (self.plus_one and order), "one transform cannot do both"
+        for part in ("q", "k"):
+            target = WeightTarget(f"{parameter_prefix}.{part}_weight", transform=AddOne() if self.plus_one else order)
+            yield f"{checkpoint_prefix}.{part}_norm.weight", target
 
     @property
     def operands(self) -> tuple[torch.Tensor, torch.Tensor, float]:

@@ -3,12 +3,13 @@ scaled logits. In Command R7B, layers without a window have no positions."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
 
 from dovetail.interfaces.attention import AttentionLayer
-from dovetail.layers.attention import AttentionShape, SelfAttention
+from dovetail.layers.attention import SelfAttention
 from dovetail.layers.base import Layer
 from dovetail.layers.decoder import attention_targets, mlp_targets
 from dovetail.layers.layer_norm import LayerNorm
@@ -16,7 +17,7 @@ from dovetail.layers.mlp import GatedMLP
 from dovetail.layers.transforms import SplitHalves
 from dovetail.ops.parts import sum_addends
 from dovetail_models.blocks import last_rows
-from dovetail_models.decoder import DecoderModel
+from dovetail_models.decoder import DecoderModel, attention_sizes
 
 if TYPE_CHECKING:
     from dovetail.interfaces.mesh import Mesh
@@ -34,11 +35,8 @@ class CohereLayer(Layer):
     def __init__(self, info: ModelInfo, index: int, mesh: Mesh) -> None:
         super().__init__()
         config: CohereDecoderConfig = info.config
-        shape = AttentionShape(
-            hidden_size=info.hidden_size,
-            num_heads=info.num_heads,
-            num_kv_heads=info.num_kv_heads,
-            head_dim=info.head_dim,
+        shape = replace(
+            attention_sizes(info),
             qkv_bias=config.attention_bias,
             out_bias=config.attention_bias,
             order=SplitHalves(info.head_dim, info.head_dim, pairs=True),

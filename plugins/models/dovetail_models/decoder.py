@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from dovetail.interfaces.model import ModelArchitecture, ModelInfo, WeightTarget
+from dovetail.layers.attention import AttentionShape
 from dovetail.layers.base import Layer
 from dovetail.layers.embedding import Embedding, LMHead
 from dovetail.layers.layer_norm import LayerNorm
@@ -160,6 +161,11 @@ class DecoderModel(Layer, ModelArchitecture):
         if self.info.config.tied:
             yield rf"{re.escape(self.head_name)}\.weight"
         yield from _further_layers(self.info)
+
+
+def attention_sizes(info: ModelInfo) -> AttentionShape:
+    """Return the shape of attention with the sizes of a model, without biases and norms."""
+    return AttentionShape(info.hidden_size, info.num_heads, info.num_kv_heads, info.head_dim)
 
 
 def _further_layers(info: ModelInfo) -> Iterator[str]:

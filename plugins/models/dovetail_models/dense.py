@@ -6,12 +6,12 @@ Llama 2 (arXiv 2307.09288), Llama 3 (2407.21783), Mistral (2310.06825), Qwen2 (2
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from dovetail.layers.attention import AttentionShape
 from dovetail.layers.decoder import DecoderLayer, DecoderShape, decoder_targets
 from dovetail.layers.transforms import SplitHalves
-from dovetail_models.decoder import DecoderModel
+from dovetail_models.decoder import DecoderModel, attention_sizes
 
 if TYPE_CHECKING:
     from dovetail.interfaces.mesh import Mesh
@@ -38,11 +38,8 @@ def layer_shape(info: ModelInfo) -> DecoderShape:
     """Return the shape of each layer of a model whose ``config`` is a ``DenseConfig``."""
     config: DenseConfig = info.config
     rope = config.rope
-    attention = AttentionShape(
-        hidden_size=info.hidden_size,
-        num_heads=info.num_heads,
-        num_kv_heads=info.num_kv_heads,
-        head_dim=info.head_dim,
+    attention = replace(
+        attention_sizes(info),
         qkv_bias=config.qkv_bias,
         out_bias=config.out_bias,
         qk_norm_eps=config.norm_eps if config.qk_norm else None,

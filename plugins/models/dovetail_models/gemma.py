@@ -5,19 +5,20 @@ layers with and without a window differently."""
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
 
 from dovetail.interfaces.attention import AttentionLayer
-from dovetail.layers.attention import AttentionShape, SelfAttention
+from dovetail.layers.attention import SelfAttention
 from dovetail.layers.decoder import DecoderLayer, DecoderShape, attention_targets, mlp_targets
 from dovetail.layers.embedding import Embedding
 from dovetail.layers.mlp import GatedMLP
 from dovetail.layers.norm import RMSNorm
 from dovetail.ops.activation import soft_cap
 from dovetail_models.blocks import SandwichLayer, SandwichNorms
-from dovetail_models.decoder import DecoderModel
+from dovetail_models.decoder import DecoderModel, attention_sizes
 
 if TYPE_CHECKING:
     from dovetail.interfaces.mesh import Mesh
@@ -52,7 +53,7 @@ class GemmaModel(DecoderModel):
 
     def __init__(self, info: ModelInfo, mesh: Mesh) -> None:
         config: GemmaDecoderConfig = info.config
-        if config.within:
+        if config.multimodal:
             self.embed_name = "language_model.model.embed_tokens"
             self.layers_name = "language_model.model.layers"
             self.norm_name = "language_model.model.norm"
@@ -71,11 +72,8 @@ class GemmaModel(DecoderModel):
     def make_layer(self, index: int, mesh: Mesh) -> DecoderLayer | SandwichLayer:
         """See ``DecoderModel``."""
         info, config = self.info, self.info.config
-        shape = AttentionShape(
-            hidden_size=info.hidden_size,
-            num_heads=info.num_heads,
-            num_kv_heads=info.num_kv_heads,
-            head_dim=info.head_dim,
+        shape = replace(
+            attention_sizes(info),
             qkv_bias=config.attention_bias,
             out_bias=config.attention_bias,
             qk_norm_eps=config.norm_eps if config.qk_norm else None,
@@ -109,5 +107,5 @@ class GemmaModel(DecoderModel):
     def ignored_weights(self) -> Iterable[str]:
         """See ``ModelArchitecture.ignored_weights``. Nothing reads the tensors for images."""
         yield from super().ignored_weights()
-        if self.info.config.within:
+        if self.info.config.multimodal:
             yield r"(vision_tower|multi_modal_projector)\..+"

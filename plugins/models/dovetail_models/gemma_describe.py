@@ -76,7 +76,7 @@ GEMMA3: Mapping[str, Any] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GemmaDecoderConfig(DecoderConfig):
-    """Hold what ``GemmaModel`` needs in addition to ``ModelInfo``. ``within`` is True if the tensors are part of a
+    """Hold what ``GemmaModel`` needs in addition to ``ModelInfo``. ``multimodal`` is True if the tensors are part of a
     checkpoint that also has a model for images. With ``sandwich``, there are norms after attention and MLP too."""
 
     scale: float
@@ -84,7 +84,7 @@ class GemmaDecoderConfig(DecoderConfig):
     logit_cap: float | None
     attention_bias: bool = False
     qk_norm: bool = False
-    within: bool = False
+    multimodal: bool = False
     sandwich: bool = True
 
 
@@ -119,16 +119,16 @@ def describe_gemma3(config: dict[str, Any]) -> ModelInfo:
     ``ConfigError``."""
     text = config.get("text_config")
     if text is None:
-        return _describe_gemma3({**GEMMA3, **config}, within=False)
+        return _describe_gemma3({**GEMMA3, **config}, multimodal=False)
     if not isinstance(text, Mapping):
         raise ConfigError(f"config.json: text_config is {text!r}; needed: the settings of the text model")
     common = {
         key: config[key] for key in ("dtype", "torch_dtype", "eos_token_id", "quantization_config") if key in config
     }
-    return _describe_gemma3({**GEMMA3, **text, **common}, within=True)
+    return _describe_gemma3({**GEMMA3, **text, **common}, multimodal=True)
 
 
-def _describe_gemma3(given: dict[str, Any], *, within: bool) -> ModelInfo:
+def _describe_gemma3(given: dict[str, Any], *, multimodal: bool) -> ModelInfo:
     if given["attn_logit_softcapping"] is not None:
         raise ConfigError("config.json: attn_logit_softcapping is set; Gemma 3 has none. Needed: null")
     sizes, positions = read_heads(given), read_int(given, "max_position_embeddings")
@@ -136,7 +136,7 @@ def _describe_gemma3(given: dict[str, Any], *, within: bool) -> ModelInfo:
     ropes = read_ropes_by_type(given, sizes.head_dim, positions, theta=1e6, sliding_theta=local)
     # the published numbers of positions include the stretching
     ropes = {kind: replace(rope, context_len=positions) for kind, rope in ropes.items()}
-    return _info(given, "Gemma3ForCausalLM", ropes, qk_norm=True, within=within)
+    return _info(given, "Gemma3ForCausalLM", ropes, qk_norm=True, multimodal=multimodal)
 
 
 def _info(
@@ -145,7 +145,7 @@ def _info(
     ropes: Mapping[str, RopeConfig],
     *,
     qk_norm: bool = False,
-    within: bool = False,
+    multimodal: bool = False,
 ) -> ModelInfo:
     refuse_unread(given, _READS, architecture)
     activation = given.get("hidden_activation") or _ACTIVATION
@@ -169,7 +169,7 @@ def _info(
         logit_cap=_cap(given, "final_logit_softcapping"),
         attention_bias=read_flag(given, "attention_bias"),
         qk_norm=qk_norm,
-        within=within,
+        multimodal=multimodal,
     )
     needs = frozenset({Feature.ATTN_SOFT_CAP}) if cap else frozenset()
     return make_info(given, architecture, read_heads(given), context, own, needs=needs)

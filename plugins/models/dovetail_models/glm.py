@@ -3,15 +3,16 @@ pairs in the first half of each head."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from dovetail.interfaces.attention import AttentionLayer
-from dovetail.layers.attention import AttentionShape, SelfAttention
+from dovetail.layers.attention import SelfAttention
 from dovetail.layers.decoder import DecoderLayer, DecoderShape, attention_targets, linear_targets
 from dovetail.layers.mlp import GatedMLP
 from dovetail.layers.transforms import SplitHalves
 from dovetail_models.blocks import SandwichLayer, SandwichNorms
-from dovetail_models.decoder import DecoderModel
+from dovetail_models.decoder import DecoderModel, attention_sizes
 
 if TYPE_CHECKING:
     from dovetail.interfaces.mesh import Mesh
@@ -30,11 +31,8 @@ class GlmModel(DecoderModel):
         info = self.info
         config: GlmDecoderConfig = info.config
         assert config.rope is not None
-        shape = AttentionShape(
-            hidden_size=info.hidden_size,
-            num_heads=info.num_heads,
-            num_kv_heads=info.num_kv_heads,
-            head_dim=info.head_dim,
+        shape = replace(
+            attention_sizes(info),
             qkv_bias=config.attention_bias,
             order=SplitHalves(info.head_dim, config.rope.rotary_dim, pairs=True),
         )

@@ -9,9 +9,9 @@ import torch
 
 from dovetail.interfaces.model import ModelInfo, WeightTarget
 from dovetail.layers.base import parameter
-from dovetail.layers.plain_mlp import PlainMLP
+from dovetail.layers.mlp import MLP
 from dovetail.layers.transforms import Transpose
-from dovetail_models.plain_layers import PlainModel
+from dovetail_models.layer_norm_model import LayerNormModel
 
 if TYPE_CHECKING:
     from dovetail.interfaces.mesh import Mesh
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from dovetail_models.decoder import Targets
 
 
-class GPT2Model(PlainModel):
+class GPT2Model(LayerNormModel):
     """Compute ``GPT2LMHeadModel``."""
 
     body = "transformer."
@@ -44,7 +44,7 @@ class GPT2Model(PlainModel):
         """See ``DecoderModel``."""
         layer = self.layer(index)
         theirs, ours = checkpoint_prefix, parameter_prefix
-        assert isinstance(layer.mlp, PlainMLP)
+        assert isinstance(layer.mlp, MLP)
         yield from self.norms(index, ("ln_1", "ln_2"), theirs, ours)
         for field in ("weight", "bias"):
             fused = layer.attn.qkv.fused_targets(f"{ours}.attn.qkv.{field}")

@@ -7,13 +7,13 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from dovetail_models.grouped_heads import grouped_targets
-from dovetail_models.plain_layers import PlainModel
+from dovetail_models.layer_norm_model import LayerNormModel
 
 if TYPE_CHECKING:
     from dovetail_models.decoder import Targets
 
 
-class GPTNeoXModel(PlainModel):
+class GPTNeoXModel(LayerNormModel):
     """Compute ``GPTNeoXForCausalLM``."""
 
     body = "gpt_neox."

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from dovetail.interfaces.expert_shapes import ExpertsShape, RoutingRule, SwiGLU
@@ -42,17 +43,8 @@ def describe_gpt_oss(config: dict[str, Any]) -> ModelInfo:
         router_bias=True,
     )
     bias = config.get("attention_bias") is None or read_flag(config, "attention_bias")
-    own = moe_config(
-        config,
-        experts,
-        rope,
-        windows=_windows(config),
-        eps=1e-5,
-        qkv_bias=bias,
-        out_bias=bias,
-        names=ExpertNames(router="router"),
-        sinks=True,
-    )
+    own = moe_config(config, experts, rope, windows=_windows(config), eps=1e-5)
+    own = replace(own, qkv_bias=bias, out_bias=bias, names=ExpertNames(router="router"), sinks=True)
     return moe_info(config, architecture, sizes, rope.context_len, own, frozenset({Feature.ATTN_SINKS}))
 
 

@@ -6,13 +6,13 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-from dovetail_models.plain_layers import PlainModel
+from dovetail_models.layer_norm_model import LayerNormModel
 
 if TYPE_CHECKING:
     from dovetail_models.decoder import Targets
 
 
-class GPTJModel(PlainModel):
+class GPTJModel(LayerNormModel):
     """Compute ``GPTJForCausalLM``."""
 
     body = "transformer."

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, replace
 from typing import Any
 
 from dovetail.interfaces.expert_shapes import ExpertsShape, RoutingRule
@@ -12,6 +12,7 @@ from dovetail_models.moe_describe import (
     COUNTS,
     ExpertNames,
     MoeConfig,
+    extended,
     moe_config,
     moe_info,
     read_expert_count,
@@ -56,8 +57,6 @@ def _describe(config: dict[str, Any], architecture: str, shared: int) -> ModelIn
         shared_size=shared,
     )
     bias = read_flag(config, "attention_bias")
-    plain = moe_config(config, experts, rope, qkv_bias=bias, out_bias=bias, names=_NAMES)
-    values: dict[str, Any] = {field.name: getattr(plain, field.name) for field in fields(plain)}
-    values |= {name: read_float(config, name, 1.0) for name in _FACTORS}
-    own = GraniteMoeSizes(**values)
+    common = replace(moe_config(config, experts, rope), qkv_bias=bias, out_bias=bias, names=_NAMES)
+    own = extended(GraniteMoeSizes, common, **{name: read_float(config, name, 1.0) for name in _FACTORS})
     return moe_info(config, architecture, sizes, rope.context_len, own)

@@ -3,7 +3,7 @@ position, norms over heads without weights, and experts whose inputs are scaled.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -17,7 +17,7 @@ from dovetail_models.moe import MoeModel
 
 if TYPE_CHECKING:
     from dovetail.interfaces.mesh import Mesh
-    from dovetail.interfaces.model import ModelInfo
+    from dovetail.interfaces.model import ModelInfo, WeightTarget, WeightTransform
     from dovetail.layers.experts import Experts
     from dovetail_models.decoder import Targets
     from dovetail_models.llama4_describe import Llama4Sizes
@@ -33,6 +33,12 @@ class UnweightedHeadNorm(HeadNorm):
             delattr(self, name)
             self.__dict__.pop(name, None)
             self.register_buffer(name, torch.ones(head_dim), persistent=False)
+
+    def targets(
+        self, checkpoint_prefix: str, parameter_prefix: str, order: WeightTransform | None = None
+    ) -> Iterator[tuple[str, WeightTarget]]:
+        """Return nothing: a checkpoint has no weights of these norms."""
+        return iter(())
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +75,7 @@ class Llama4Model(MoeModel):
     """Compute the model of a ``ModelInfo`` whose ``config`` is a ``Llama4Sizes``."""
 
     def __init__(self, info: ModelInfo, mesh: Mesh) -> None:
-        if info.config.within:
+        if info.config.multimodal:
             self.embed_name = "language_model.model.embed_tokens"
             self.layers_name = "language_model.model.layers"
             self.norm_name = "language_model.model.norm"
@@ -88,12 +94,6 @@ class Llama4Model(MoeModel):
         config: Llama4Sizes = self.info.config
         return TunedRotary(config) if config.tuning else LayerRotary(config.layer_ropes)
 
-    def layer_targets(self, index: int, checkpoint_prefix: str, parameter_prefix: str) -> Targets:
-        """See ``DecoderModel``."""
-        for name, target in super().layer_targets(index, checkpoint_prefix, parameter_prefix):
-            if not name.endswith(("q_norm.weight", "k_norm.weight")):
-                yield name.replace(f"{checkpoint_prefix}.mlp.", f"{checkpoint_prefix}.feed_forward."), target
-
     def experts_targets(self, layer: Experts, checkpoint_prefix: str, parameter_prefix: str) -> Targets:
         """See ``MoeModel``."""
         yield from self.router_targets(layer, checkpoint_prefix, f"{parameter_prefix}.router")
@@ -104,6 +104,6 @@ class Llama4Model(MoeModel):
     def ignored_weights(self) -> Iterable[str]:
         """See ``ModelArchitecture.ignored_weights``."""
         yield from super().ignored_weights()
-        if self.info.config.within:
+        if self.info.config.multimodal:
             yield r"vision_model\..+"
             yield r"multi_modal_projector\..+"

@@ -7,7 +7,7 @@ is therefore limited to one chunk.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from dovetail.errors import ConfigError
@@ -19,6 +19,7 @@ from dovetail_models.moe_describe import (
     COUNTS,
     ExpertNames,
     MoeConfig,
+    extended,
     moe_config,
     moe_info,
     read_expert_count,
@@ -43,13 +44,13 @@ class Llama4Sizes(MoeConfig):
 
     In layers that rotate, heads of queries and keys are normalised without weights, if ``unweighted_norm``. In the
     others, the query at position p is multiplied by ``1 + tuning * log(1 + floor((p + 1) / tuning_step))``, if
-    ``tuning`` is not 0. ``within``: the checkpoint also has a model for images.
+    ``tuning`` is not 0. ``multimodal``: the checkpoint also has a model for images.
     """
 
     unweighted_norm: bool
     tuning: float
     tuning_step: int
-    within: bool
+    multimodal: bool
 
 
 def describe_llama4(config: dict[str, Any]) -> ModelInfo:
@@ -57,14 +58,14 @@ def describe_llama4(config: dict[str, Any]) -> ModelInfo:
     ``ConfigError``."""
     text = config.get("text_config")
     if text is None:
-        return _describe(config, within=False)
+        return _describe(config, multimodal=False)
     if not isinstance(text, Mapping):
         raise ConfigError(f"config.json: text_config is {text!r}; needed: the settings of the text model")
     common = ("dtype", "torch_dtype", "eos_token_id", "quantization_config")
-    return _describe({**text, **{key: config[key] for key in common if key in config}}, within=True)
+    return _describe({**text, **{key: config[key] for key in common if key in config}}, multimodal=True)
 
 
-def _describe(config: dict[str, Any], *, within: bool) -> ModelInfo:
+def _describe(config: dict[str, Any], *, multimodal: bool) -> ModelInfo:
     refuse_unread(config, _READS, ARCHITECTURE)
     refuse_activation(config)
     sizes = read_heads(config, default_kv_heads=8, default_head_dim=128)
@@ -78,26 +79,23 @@ def _describe(config: dict[str, Any], *, within: bool) -> ModelInfo:
         read_expert_count(config, 16), read_int(config, "num_experts_per_tok", 1), scoring="sigmoid", after_choice=True
     )
     hidden, bias = read_int(config, "hidden_size"), read_flag(config, "attention_bias")
-    plain = moe_config(
+    common = moe_config(
         {**config, "intermediate_size": read_int(config, "intermediate_size_mlp", 16384)},
         ExpertsShape(hidden, size, rule, scaled_input=True, shared_size=size),
         rope,
         sparse=_sparse_layers(config),
         eps=1e-5,
-        qkv_bias=bias,
-        out_bias=bias,
-        names=_NAMES,
-        rotates_pairs=True,
     )
-    values: dict[str, Any] = {field.name: getattr(plain, field.name) for field in fields(plain)}
-    values["layer_ropes"] = tuple(rope if one else None for one in rotates)
+    layer_ropes = tuple(rope if one else None for one in rotates)
+    common = replace(common, qkv_bias=bias, out_bias=bias, names=_NAMES, rotates_pairs=True, layer_ropes=layer_ropes)
     tuned = config.get("attn_temperature_tuning")  # published checkpoints have the number 4
-    own = Llama4Sizes(
-        **values,
+    own = extended(
+        Llama4Sizes,
+        common,
         unweighted_norm=norm,
         tuning=read_float(config, "attn_scale", 0.1) if tuned or tuned is None else 0.0,
         tuning_step=read_int(config, "floor_scale", 8192),
-        within=within,
+        multimodal=multimodal,
     )
     return moe_info(config, ARCHITECTURE, sizes, rope.context_len, own)
 

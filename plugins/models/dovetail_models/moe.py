@@ -37,9 +37,10 @@ class MoeModel(DecoderModel):
         """See ``DecoderModel``."""
         layer = self.layers[index]
         assert isinstance(layer, DecoderLayer)
-        yield from decoder_targets(layer, checkpoint_prefix, parameter_prefix)
+        mlp_name = self.info.config.names.layer
+        yield from decoder_targets(layer, checkpoint_prefix, parameter_prefix, mlp_name)
         if isinstance(layer.mlp, Experts):
-            name = f"{checkpoint_prefix}.{self.info.config.names.layer}"
+            name = f"{checkpoint_prefix}.{mlp_name}"
             yield from self.experts_targets(layer.mlp, name, f"{parameter_prefix}.mlp")
 
     def experts_targets(self, layer: Experts, checkpoint_prefix: str, parameter_prefix: str) -> Targets:
@@ -74,5 +75,7 @@ def moe_layer_shape(info: ModelInfo) -> DecoderShape:
     shape, order = layer_shape(info), None
     if config.rope is not None and (config.rotates_pairs or config.rope.partial_dim):
         order = SplitHalves(info.head_dim, config.rope.rotary_dim, config.rotates_pairs)
-    wide = config.norm_eps if config.wide_norm else None
-    return replace(shape, attention=replace(shape.attention, order=order, wide_norm_eps=wide, sinks=config.sinks))
+    attention = replace(
+        shape.attention, order=order, qk_norm_across_heads=config.qk_norm_across_heads, sinks=config.sinks
+    )
+    return replace(shape, attention=attention)

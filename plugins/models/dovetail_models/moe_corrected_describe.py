@@ -21,7 +21,7 @@ from dovetail_models.moe_describe import (
     read_expert_count,
     read_moe_rope,
 )
-from dovetail_models.settings import read_flag, read_float, read_int, refuse_unread
+from dovetail_models.settings import read_flag, read_float, read_int, refuse_other, refuse_unread
 
 _GLM_READS = frozenset(
     {
@@ -69,9 +69,8 @@ def describe_glm4_moe(config: dict[str, Any]) -> ModelInfo:
         rope,
         sparse=[index >= first for index in range(layers)],
         eps=1e-5,
-        qkv_bias=read_flag(config, "attention_bias"),
-        qk_norm=read_flag(config, "use_qk_norm"),
     )
+    own = replace(own, qkv_bias=read_flag(config, "attention_bias"), qk_norm=read_flag(config, "use_qk_norm"))
     return moe_info(config, architecture, sizes, rope.context_len, own)
 
 
@@ -81,7 +80,7 @@ def describe_minimax_m2(config: dict[str, Any]) -> ModelInfo:
     refuse_unread(config, COUNTS | {"partial_rotary_factor", "use_qk_norm", "scoring_func"}, architecture)
     refuse_activation(config)
     layers = read_int(config, "num_hidden_layers")
-    _refuse_others(
+    refuse_other(
         config,
         {
             "attn_type_list": [1] * layers,
@@ -103,7 +102,7 @@ def describe_minimax_m2(config: dict[str, Any]) -> ModelInfo:
         corrected=True,
     )
     experts = ExpertsShape(read_int(config, "hidden_size"), read_int(config, "intermediate_size"), rule)
-    own = moe_config(config, experts, rope, names=_MINIMAX_NAMES, wide_norm=True)
+    own = replace(moe_config(config, experts, rope), names=_MINIMAX_NAMES, qk_norm=True, qk_norm_across_heads=True)
     return moe_info(config, architecture, sizes, rope.context_len, own)
 
 
@@ -112,7 +111,7 @@ def describe_ernie_moe(config: dict[str, Any]) -> ModelInfo:
     architecture = "Ernie4_5_MoeForCausalLM"
     refuse_unread(config, {"moe_num_experts"}, architecture)
     refuse_activation(config)
-    _refuse_others(config, {"moe_gate": "topk", "moe_use_aux_free": True, "compression_ratio": 1.0}, architecture)
+    refuse_other(config, {"moe_gate": "topk", "moe_use_aux_free": True, "compression_ratio": 1.0}, architecture)
     if read_float(config, "moe_norm_min", 1e-12) > 1e-6:
         raise ConfigError(f"config.json: moe_norm_min is {config['moe_norm_min']}; implemented: up to 1e-06")
     sizes = read_heads(config, default_kv_heads=4)
@@ -133,9 +132,8 @@ def describe_ernie_moe(config: dict[str, Any]) -> ModelInfo:
         sparse=_ernie_layers(config),
         eps=1e-5,
         tied=True,
-        names=_ERNIE_NAMES,
-        rotates_pairs=True,
     )
+    own = replace(own, names=_ERNIE_NAMES, rotates_pairs=True)
     return moe_info(config, architecture, sizes, rope.context_len, own)
 
 
@@ -146,13 +144,3 @@ def _ernie_layers(config: Mapping[str, Any]) -> list[bool]:
     last = read_int(config, "moe_layer_end_index", -1, minimum=-1)
     last = layers - 1 if last == -1 else last
     return [(index + 1) % interval == 0 and first <= index <= last for index in range(layers)]
-
-
-def _refuse_others(config: Mapping[str, Any], only: Mapping[str, Any], architecture: str) -> None:
-    """Raise ``ConfigError`` for a setting that has another value than the only one that is implemented."""
-    for key, value in only.items():
-        if config.get(key) is not None and config[key] != value:
-            raise ConfigError(
-                f"config.json: {key} is {config[key]!r}, which {architecture} does not implement here; allowed: null or "
-                f"absent, {value!r}"
-            )

@@ -5,8 +5,8 @@ OLMoE. Does not import torch.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass, fields, replace
+from typing import Any, TypeVar
 
 from dovetail.errors import ConfigError
 from dovetail.interfaces.expert_shapes import ExpertsShape, RoutingRule
@@ -27,8 +27,8 @@ checkpoints have the first."""
 
 @dataclass(frozen=True, slots=True)
 class ExpertNames:
-    """Hold the names that a checkpoint gives to the parts of a layer of experts. ``layer`` is the name of the layer
-    within its decoder layer, in which the other names are. ``projections`` are gate, up and down of each expert."""
+    """Hold the names that a checkpoint gives to the parts of a layer of experts. ``layer`` is the name of the feed-forward
+    layer within its decoder layer, with experts or without; the other names are within it. ``projections`` are gate, up and down of each expert."""
 
     layer: str = "mlp"
     router: str = "gate"
@@ -42,14 +42,14 @@ class ExpertNames:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MoeConfig(DenseConfig):
     """Hold what ``MoeModel`` needs in addition to ``ModelInfo``. ``sparse`` says of each layer whether it has experts;
-    the others have an MLP of ``intermediate_size``. ``wide_norm``: all queries of a token are normalised together, and
-    all its keys. ``rotates_pairs``: the elements (0, 1), (2, 3) and so on of a head are rotated. ``sinks``: heads have
+    the others have an MLP of ``intermediate_size``. ``qk_norm_across_heads``: all queries of a token are
+    normalised together, and all its keys. ``rotates_pairs``: the elements (0, 1), (2, 3) and so on of a head are rotated. ``sinks``: heads have
     attention sinks."""
 
     experts: ExpertsShape
     sparse: tuple[bool, ...]
     names: ExpertNames = ExpertNames()
-    wide_norm: bool = False
+    qk_norm_across_heads: bool = False
     rotates_pairs: bool = False
     sinks: bool = False
 
@@ -66,45 +66,36 @@ def read_moe_rope(
 def moe_config(
     config: Mapping[str, Any],
     experts: ExpertsShape,
-    rope: RopeConfig | None,
+    rope: RopeConfig,
     *,
     sparse: Sequence[bool] | None = None,
     windows: Windows | None = None,
     eps: float = 1e-6,
     tied: bool = False,
-    qkv_bias: bool = False,
-    out_bias: bool = False,
-    mlp_bias: bool = False,
-    qk_norm: bool = False,
-    names: ExpertNames = ExpertNames(),
-    wide_norm: bool = False,
-    rotates_pairs: bool = False,
-    sinks: bool = False,
 ) -> MoeConfig:
-    """Return the config of a model whose layers all have experts and full attention, unless ``sparse`` or ``windows``
-    are given. ``eps`` and ``tied`` are the defaults of absent keys. Raises ``ConfigError``."""
+    """Return what all families read in the same way: the config of a model whose layers all have experts and full
+    attention, unless ``sparse`` or ``windows`` are given. ``eps`` and ``tied`` are the defaults of absent keys. A family
+    replaces the other fields. Raises ``ConfigError``."""
     layers = read_int(config, "num_hidden_layers")
     with_experts = (True,) * layers if sparse is None else tuple(sparse)
-    if windows is not None and rope is not None:
-        windows = cut_windows(windows, rope.context_len)
     return MoeConfig(
         intermediate_size=experts.size if all(with_experts) else read_int(config, "intermediate_size"),
         norm_eps=read_float(config, "rms_norm_eps", eps),
         rope=rope,
-        windows=windows or (None,) * layers,
-        qkv_bias=qkv_bias,
-        out_bias=out_bias,
-        mlp_bias=mlp_bias,
-        qk_norm=qk_norm,
+        windows=cut_windows(windows or (None,) * layers, rope.context_len),
         tied=read_flag(config, "tie_word_embeddings") if "tie_word_embeddings" in config else tied,
         predict_layers=read_predict_layers(config),
         experts=experts,
         sparse=with_experts,
-        names=names,
-        wide_norm=wide_norm,
-        rotates_pairs=rotates_pairs,
-        sinks=sinks,
     )
+
+
+Extended = TypeVar("Extended", bound=MoeConfig)
+
+
+def extended(kind: type[Extended], common: MoeConfig, **more: Any) -> Extended:
+    """Return ``common`` with further fields, as an object of its subclass ``kind``."""
+    return kind(**{field.name: getattr(common, field.name) for field in fields(common)}, **more)
 
 
 def moe_info(
@@ -161,8 +152,8 @@ def describe_mixtral(config: dict[str, Any]) -> ModelInfo:
     rule = RoutingRule(read_expert_count(config, 8), read_int(config, "num_experts_per_tok", 2), renormalize=True)
     experts = ExpertsShape(read_int(config, "hidden_size"), read_int(config, "intermediate_size"), rule)
     windows = uniform_windows(config, read_int(config, "num_hidden_layers"), None)
-    own = moe_config(config, experts, rope, windows=windows, eps=1e-5, names=MIXTRAL_NAMES)
-    return moe_info(config, architecture, sizes, rope.context_len, own)
+    own = moe_config(config, experts, rope, windows=windows, eps=1e-5)
+    return moe_info(config, architecture, sizes, rope.context_len, replace(own, names=MIXTRAL_NAMES))
 
 
 def describe_qwen3_moe(config: dict[str, Any]) -> ModelInfo:
@@ -179,8 +170,8 @@ def describe_qwen3_moe(config: dict[str, Any]) -> ModelInfo:
     layers = read_int(config, "num_hidden_layers")
     windows = uniform_windows(config, layers) if read_flag(config, "use_sliding_window") else None
     bias = read_flag(config, "attention_bias")
-    sparse = sparse_by_step(config)
-    own = moe_config(config, experts, rope, sparse=sparse, windows=windows, qkv_bias=bias, out_bias=bias, qk_norm=True)
+    own = moe_config(config, experts, rope, sparse=sparse_by_step(config), windows=windows)
+    own = replace(own, qkv_bias=bias, out_bias=bias, qk_norm=True)
     return moe_info(config, architecture, sizes, rope.context_len, own)
 
 
@@ -201,15 +192,9 @@ def describe_qwen2_moe(config: dict[str, Any]) -> ModelInfo:
         shared_gate=True,
     )
     bias = config.get("qkv_bias") is None or read_flag(config, "qkv_bias")
-    own = moe_config(
-        config,
-        experts,
-        rope,
-        sparse=sparse_by_step(config),
-        windows=layered_windows(config, read_int(config, "num_hidden_layers")),
-        qkv_bias=bias,
-        names=_QWEN2_NAMES,
-    )
+    windows = layered_windows(config, read_int(config, "num_hidden_layers"))
+    own = moe_config(config, experts, rope, sparse=sparse_by_step(config), windows=windows)
+    own = replace(own, qkv_bias=bias, names=_QWEN2_NAMES)
     return moe_info(config, architecture, sizes, rope.context_len, own)
 
 
@@ -224,7 +209,8 @@ def describe_olmoe(config: dict[str, Any]) -> ModelInfo:
         read_int(config, "hidden_size"), read_int(config, "intermediate_size"), _qwen_rule(config, 64, 8)
     )
     bias = read_flag(config, "attention_bias")
-    own = moe_config(config, experts, rope, eps=1e-5, qkv_bias=bias, out_bias=bias, wide_norm=True)
+    own = moe_config(config, experts, rope, eps=1e-5)
+    own = replace(own, qkv_bias=bias, out_bias=bias, qk_norm=True, qk_norm_across_heads=True)
     return moe_info(config, architecture, sizes, rope.context_len, own)
 
 

@@ -3,14 +3,15 @@ keys. OLMo 3 has layers with a window, which are rotated without stretching."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from dovetail.interfaces.attention import AttentionLayer
-from dovetail.layers.attention import AttentionShape, SelfAttention
+from dovetail.layers.attention import SelfAttention
 from dovetail.layers.decoder import attention_targets, mlp_targets
 from dovetail.layers.mlp import GatedMLP
 from dovetail_models.blocks import PostNormLayer
-from dovetail_models.decoder import DecoderModel
+from dovetail_models.decoder import DecoderModel, attention_sizes
 
 if TYPE_CHECKING:
     from dovetail.interfaces.mesh import Mesh
@@ -28,14 +29,12 @@ class OlmoModel(DecoderModel):
         """See ``DecoderModel``."""
         info = self.info
         config: OlmoConfig = info.config
-        shape = AttentionShape(
-            hidden_size=info.hidden_size,
-            num_heads=info.num_heads,
-            num_kv_heads=info.num_kv_heads,
-            head_dim=info.head_dim,
+        shape = replace(
+            attention_sizes(info),
             qkv_bias=config.attention_bias,
             out_bias=config.attention_bias,
-            wide_norm_eps=config.norm_eps,
+            qk_norm_eps=config.norm_eps,
+            qk_norm_across_heads=True,
         )
         attn = SelfAttention(shape, AttentionLayer(index, info.head_dim**-0.5, config.windows[index]), mesh)
         mlp = GatedMLP(info.hidden_size, config.intermediate_size, mesh)

@@ -8,7 +8,7 @@ import torch
 
 from dovetail.interfaces.model import ModelInfo, WeightTarget
 from dovetail.layers.base import parameter
-from dovetail_models.plain_layers import PlainModel
+from dovetail_models.layer_norm_model import LayerNormModel
 
 if TYPE_CHECKING:
     from dovetail.interfaces.mesh import Mesh
@@ -19,7 +19,7 @@ UNUSED = 2
 """The table of positions begins with this many rows that no token has."""
 
 
-class OPTModel(PlainModel):
+class OPTModel(LayerNormModel):
     """Compute ``OPTForCausalLM``."""
 
     embed_name = "model.decoder.embed_tokens"

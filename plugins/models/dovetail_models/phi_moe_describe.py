@@ -36,8 +36,7 @@ def describe_phi_moe(config: dict[str, Any]) -> ModelInfo:
     experts = ExpertsShape(read_int(config, "hidden_size"), read_int(config, "intermediate_size"), rule)
     windows = uniform_windows(config, read_int(config, "num_hidden_layers"), None)
     bias = read_flag(config, "attention_bias")
-    own = moe_config(
-        config, experts, rope, windows=windows, eps=1e-5, qkv_bias=bias, out_bias=bias, names=MIXTRAL_NAMES
-    )
-    own = replace(own, head_bias=read_flag(config, "lm_head_bias"))
+    own = moe_config(config, experts, rope, windows=windows, eps=1e-5)
+    head_bias = read_flag(config, "lm_head_bias")
+    own = replace(own, qkv_bias=bias, out_bias=bias, head_bias=head_bias, names=MIXTRAL_NAMES)
     return moe_info(config, architecture, sizes, rope.context_len, own)

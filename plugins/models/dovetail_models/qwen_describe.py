@@ -8,8 +8,8 @@ from dovetail.interfaces.model import ModelInfo
 from dovetail.layers.rope import read_rope
 from dovetail_models.dense_describe import DenseConfig
 from dovetail_models.describe import make_info, read_heads
-from dovetail_models.plain_describe import refuse_other, renamed
-from dovetail_models.settings import read_flag, read_float, read_int, refuse_unread
+from dovetail_models.layer_norm_describe import renamed
+from dovetail_models.settings import read_flag, read_float, read_int, refuse_other, refuse_unread
 
 ARCHITECTURE = "QWenLMHeadModel"
 
@@ -17,7 +17,7 @@ ARCHITECTURE = "QWenLMHeadModel"
 def describe_qwen(config: dict[str, Any]) -> ModelInfo:
     """Describe a checkpoint of Qwen. Raises ``ConfigError``."""
     refuse_unread(config, (), ARCHITECTURE)
-    refuse_other(config, ARCHITECTURE, no_bias=True, rotary_pct=1.0, scale_attn_weights=True)
+    refuse_other(config, {"no_bias": True, "rotary_pct": 1.0, "scale_attn_weights": True}, ARCHITECTURE)
     named = renamed(config, {"kv_channels": "head_dim", "rotary_emb_base": "rope_theta"}, {})
     sizes = read_heads({**named, "num_key_value_heads": None})
     rope = read_rope(named, sizes.head_dim, _context_len(config))

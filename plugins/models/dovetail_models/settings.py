@@ -69,6 +69,17 @@ def refuse_unread(config: Mapping[str, Any], read: Collection[str], architecture
             )
 
 
+def refuse_other(config: Mapping[str, Any], implemented: Mapping[str, Any], architecture: str) -> None:
+    """Raise ``ConfigError`` for a setting that is neither null nor absent nor the only value that ``architecture``
+    implements."""
+    for key, value in implemented.items():
+        if config.get(key) not in (None, value):
+            raise ConfigError(
+                f"config.json: {key} is {_short(config[key])}, which {architecture} does not implement here; allowed: null or "
+                f"absent, {value!r}"
+            )
+
+
 def read_int(config: Mapping[str, Any], key: str, default: int | None = None, minimum: int = 1) -> int:
     """Return an integer; null counts as absent. Raises ``ConfigError``."""
     value = config.get(key)

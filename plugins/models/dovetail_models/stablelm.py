@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING
 
 from dovetail.layers.decoder import linear_targets, mlp_targets
 from dovetail.layers.mlp import GatedMLP
-from dovetail_models.plain_layers import PlainModel
+from dovetail_models.layer_norm_model import LayerNormModel
 
 if TYPE_CHECKING:
     from dovetail_models.decoder import Targets
 
 
-class StableLmModel(PlainModel):
+class StableLmModel(LayerNormModel):
     """Compute ``StableLmForCausalLM``."""
 
     def layer_targets(self, index: int, checkpoint_prefix: str, parameter_prefix: str) -> Targets:

@@ -5,13 +5,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from dovetail_models.plain_layers import PlainModel
+from dovetail_models.layer_norm_model import LayerNormModel
 
 if TYPE_CHECKING:
     from dovetail_models.decoder import Targets
 
 
-class Starcoder2Model(PlainModel):
+class Starcoder2Model(LayerNormModel):
     """Compute ``Starcoder2ForCausalLM``."""
 
     def layer_targets(self, index: int, checkpoint_prefix: str, parameter_prefix: str) -> Targets:

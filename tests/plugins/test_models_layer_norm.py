@@ -1,6 +1,6 @@
 """Test OPT, Phi-2, GPT-J, StableLM and Falcon against Hugging Face transformers.
 
-Run: python -m pytest tests/plugins/test_models_early.py
+Run: python -m pytest tests/plugins/test_models_layer_norm.py
 """
 
 from __future__ import annotations
@@ -160,13 +160,25 @@ def test_describe_fills_in_what_transformers_would() -> None:
 @pytest.mark.parametrize(
     ("name", "change", "message"),
     [
-        ("opt", {"do_layer_norm_before": False}, "do_layer_norm_before is False; OPTForCausalLM implements True here"),
-        ("opt", {"word_embed_proj_dim": 32}, "word_embed_proj_dim is 32; OPTForCausalLM implements 48 here"),
+        (
+            "opt",
+            {"do_layer_norm_before": False},
+            "do_layer_norm_before is False, which OPTForCausalLM does not implement here; allowed: null or absent, True",
+        ),
+        (
+            "opt",
+            {"word_embed_proj_dim": 32},
+            "word_embed_proj_dim is 32, which OPTForCausalLM does not implement here; allowed: null or absent, 48",
+        ),
         ("phi", {"qk_layernorm": True}, "qk_layernorm is True"),
         ("phi", {"tie_word_embeddings": True}, "has a head with a bias of its own"),
         ("gptj", {"n_embd": 48, "n_head": 4, "rotary_dim": 64}, "rotary_dim is 64; allowed: an even number up to"),
         ("stablelm", {"qk_layernorm": True}, "qk_layernorm is True"),
-        ("qwen", {"no_bias": False}, "no_bias is False; QWenLMHeadModel implements True here"),
+        (
+            "qwen",
+            {"no_bias": False},
+            "no_bias is False, which QWenLMHeadModel does not implement here; allowed: null or absent, True",
+        ),
         ("falcon", {"alibi": True}, "alibi is True, which FalconForCausalLM does not implement here"),
         ("falcon", {"num_ln_in_parallel_attn": 2}, "num_ln_in_parallel_attn is 2; allowed: 1"),
         ("falcon", {"new_decoder_architecture": True, "parallel_attn": False}, "allowed: not both"),

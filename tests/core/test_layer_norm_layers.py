@@ -1,6 +1,6 @@
 """Test the layers of models that are not of Llama's family: LayerNorm, the MLP without a gate, and sums of two layers.
 
-Run: python -m pytest tests/core/test_plain_layers.py
+Run: python -m pytest tests/core/test_layer_norm_layers.py
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from transformers.activations import ACT2FN
 
 from dovetail.interfaces.mesh import SINGLE
 from dovetail.layers.layer_norm import LayerNorm
+from dovetail.layers.mlp import ACTIVATIONS, MLP
 from dovetail.layers.norm import RMSNorm
-from dovetail.layers.plain_mlp import PLAIN_ACTIVATIONS, PlainMLP
 from dovetail.ops.parts import Addend, Parts, RankAddend, sum_addends
 from dovetail.testing.ranks import run_ranks, thread_meshes
 
@@ -72,14 +72,14 @@ def test_layer_norm_adds_up_parts_and_ranks() -> None:
             torch.testing.assert_close(normed, exact(stream, layer).float())
 
 
-@pytest.mark.parametrize("name", PLAIN_ACTIVATIONS)
+@pytest.mark.parametrize("name", ACTIVATIONS)
 def test_activations_are_those_of_transformers(name: str) -> None:
     x = torch.linspace(-6, 6, 200)
-    torch.testing.assert_close(PLAIN_ACTIVATIONS[name](x), ACT2FN[name](x), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(ACTIVATIONS[name](x), ACT2FN[name](x), rtol=1e-5, atol=1e-6)
 
 
-def test_plain_mlp_is_the_formula() -> None:
-    layer, x = PlainMLP(8, 12, SINGLE, "gelu_new"), torch.randn(3, 8)
+def test_mlp_is_the_formula() -> None:
+    layer, x = MLP(8, 12, SINGLE, "gelu_new"), torch.randn(3, 8)
     filled(layer)
     before = x.clone()
     inner = ACT2FN["gelu_new"](linear(x, layer.up.weight, layer.up.bias))
