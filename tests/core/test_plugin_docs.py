@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import get_type_hints
 
 from dovetail.interfaces.parsers import ParserContext
+from dovetail.layers.expert_targets import FusedLayout
 from dovetail.registry import hookspecs
 from dovetail.registry.builtin import KINDS
 from dovetail.registry.targets import load_attribute
@@ -25,9 +26,13 @@ METHODS = {
     "ToolParserSuite": {"write"},
     "ReasoningParserSuite": {"write"},
     "ApiSuite": {"examples"},
-    "QuantizationSuite": {"store"},
+    "QuantizationSuite": {"store", "store_experts"},
 }
 """Methods that suites ask authors to override, in addition to ``make``."""
+
+
+NAMES = {"ParserContext": ParserContext, "FusedLayout": FusedLayout}
+"""What the defaults on the page are made of."""
 
 
 def _section(heading: str) -> list[list[str]]:
@@ -79,7 +84,7 @@ def test_the_defaults_of_options_are_those_of_the_code() -> None:
         for option in _named(options):
             value = getattr(suites[suite], option)
             if default and option not in ("dtypes", "phases", "max_examples"):
-                expected = eval(default.strip("`"), {"ParserContext": ParserContext})  # what the page says, as Python
+                expected = eval(default.strip("`"), NAMES)  # what the page says, as Python
                 assert value == expected, option
 
 

@@ -9,9 +9,12 @@ from typing import Any, ClassVar
 import torch
 from mutant import Mutant, Suite
 
+from dovetail.interfaces.expert_shapes import ExpertWeights
 from dovetail.interfaces.model import WeightTarget
 from dovetail.interfaces.quantization import (
     Activation,
+    ExpertsMethod,
+    ExpertWeightsShape,
     LinearMethod,
     LinearProduct,
     LinearShape,
@@ -19,13 +22,15 @@ from dovetail.interfaces.quantization import (
     Quantization,
     QuantizationContext,
 )
+from dovetail.ops.expert_formats import dequantized
 from dovetail.registry.specs import ComponentSpec
 from dovetail.testing.quantization import QuantizationSuite
 from dovetail_quantization.config import Fp8Config
 from dovetail_quantization.fp8 import Fp8, Fp8Linear
+from dovetail_quantization.fp8_experts import Fp8Experts
 from dovetail_quantization.fp8_products import Dequantized
 
-BY_ROW = {"quant_method": "fbgemm_fp8", "modules_to_not_convert": ["lm_head"]}
+BY_ROW = {"quant_method": "fbgemm_fp8", "modules_to_not_convert": ["lm_head", "body.router"]}
 
 
 def accept(checkpoint: Mapping[str, Any] | None, config: Fp8Config) -> str | None:
@@ -115,6 +120,50 @@ class SaysNoParts(Dequantized):
         return self.forward(x, None)[None]
 
 
+class ExchangesScales(Fp8Experts):
+    def prepare(self, parameters: Mapping[str, torch.Tensor]) -> ExpertWeights:
+        weights = super().prepare(parameters)
+        assert weights.gate_up_scale is not None
+        return dataclasses.replace(weights, gate_up_scale=weights.gate_up_scale.roll(self.shape.size, 1))
+
+
+class ExpertsInFloat32(Fp8Experts):
+    def prepare(self, parameters: Mapping[str, torch.Tensor]) -> ExpertWeights:
+        return dequantized(super().prepare(parameters), torch.float32)
+
+
+class ExpertsFillLess(Fp8Experts):
+    def parameters(self) -> Mapping[str, ParameterShape]:
+        return {**super().parameters(), "zero_point": ParameterShape((4,), torch.float32)}
+
+
+class KeepsTheFirstExperts(Fp8Experts):
+    first: ExpertWeights | None = None
+
+    def prepare(self, parameters: Mapping[str, torch.Tensor]) -> ExpertWeights:
+        if self.first is None:
+            self.first = dequantized(super().prepare(parameters), torch.float32)
+        return self.first
+
+
+class ReadsNoScalesOfExperts(Fp8Experts):
+    def parameters(self) -> Mapping[str, ParameterShape]:
+        return {name: shape for name, shape in super().parameters().items() if not name.endswith("scale")}
+
+    def targets(self, name: str, weight: WeightTarget) -> Iterator[tuple[str, WeightTarget]]:
+        found = super().targets(name, weight)
+        return ((n, target) for n, target in found if target.parameter == weight.parameter)
+
+    def prepare(self, parameters: Mapping[str, torch.Tensor]) -> ExpertWeights:
+        scales = {f"{name}_scale": torch.ones(len(parameters[name]), 1) for name in ("gate_up", "down")}
+        return super().prepare({**parameters, **scales})
+
+
+class LargeDummyExperts(Fp8Experts):
+    def fill_dummy(self, parameters: Mapping[str, torch.Tensor], limit: float, generator: torch.Generator) -> None:
+        super().fill_dummy(parameters, limit * 10, generator)
+
+
 def multiplying_by(product: type[Dequantized]) -> type[Fp8Linear]:
     class Method(Fp8Linear):
         def prepare(self, parameters: Mapping[str, torch.Tensor]) -> LinearProduct:
@@ -127,6 +176,7 @@ def multiplying_by(product: type[Dequantized]) -> type[Fp8Linear]:
 
 def suite(
     method: type[Fp8Linear] = Fp8Linear,
+    experts_method: type[Fp8Experts] = Fp8Experts,
     *,
     precise_too: bool = False,
     describe: str = "dovetail_quantization.fp8_formats:describe",
@@ -135,6 +185,9 @@ def suite(
         def method(self, shape: LinearShape) -> LinearMethod | None:
             shape = dataclasses.replace(shape, precise=False) if precise_too else shape
             return None if super().method(shape) is None else method(shape, self._format, self._context)
+
+        def experts_method(self, shape: ExpertWeightsShape) -> ExpertsMethod | None:
+            return experts_method(shape, self._format, self._context)
 
     class Suite(QuantizationSuite):
         name = "fp8"
@@ -159,6 +212,7 @@ def suite(
 
 SOUND = suite()
 PRODUCTS, GATES = "test_products_are_those_of_the_weights", "test_gates_and_parts_are_those_of_the_product"
+EXPERTS = "test_experts_are_those_of_the_weights"
 ONE_RANK, LOADING, STORED = [("by row", 1)], [("while loading",)], [("by row",)]
 
 MUTANTS = [
@@ -177,4 +231,11 @@ MUTANTS = [
     Mutant("quantizes the head", "test_precise_layers_keep_their_weights", suite(precise_too=True), SOUND, LOADING),
     Mutant("fills dummy weights with one number", "test_dummy_weights_are_small", suite(DummyOfOneNumber), SOUND, STORED),
     Mutant("makes dummy weights too large", "test_dummy_weights_are_small", suite(LargeDummy), SOUND, STORED),
+    Mutant("exchanges the scales of gate and up", EXPERTS, suite(experts_method=ExchangesScales), SOUND, [("by row", "one", False)]),
+    Mutant("holds experts in float32", "test_activations_of_experts_may_have_16_bits", suite(experts_method=ExpertsInFloat32), SOUND, STORED, "dtype"),
+    Mutant("declares a parameter of experts that nothing fills", "test_every_element_of_experts_is_filled", suite(experts_method=ExpertsFillLess), SOUND, [("by row", "one")], "zero_point"),
+    Mutant("keeps the first experts", "test_other_experts_give_other_results", suite(experts_method=KeepsTheFirstExperts), SOUND, STORED),
+    Mutant("does not read the scales of experts", "test_a_missing_tensor_of_an_expert_is_named", suite(experts_method=ReadsNoScalesOfExperts), SOUND, STORED),
+    Mutant("quantizes routers", "test_routers_keep_their_weights", suite(precise_too=True), SOUND, LOADING),
+    Mutant("makes dummy experts too large", "test_dummy_experts_are_small", suite(experts_method=LargeDummyExperts), SOUND, STORED),
 ]  # fmt: skip

@@ -5,6 +5,7 @@ Run: python -m pytest tests/plugins/test_fp8.py
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping
@@ -28,6 +29,7 @@ from dovetail.testing.quantization import QuantizationSuite
 from dovetail.testing.ranks import thread_meshes
 from dovetail_models.dense import DenseModel
 from dovetail_models.dense_describe import describe_llama
+from dovetail_quantization import plugin
 from dovetail_quantization.config import Fp8Config
 from dovetail_quantization.fp8 import Fp8, Fp8Linear
 from dovetail_quantization.fp8_formats import Activations, Scales, describe, read_format
@@ -91,7 +93,7 @@ def compressed(strategy: str, inputs: Mapping[str, Any]) -> dict[str, Any]:
         "quant_method": "compressed-tensors",
         "format": "float-quantized",
         "config_groups": {"group_0": group},
-        "ignore": ["lm_head", rf"re:{re.escape(LEFT_OUT)}$"],
+        "ignore": ["lm_head", "body.router", rf"re:{re.escape(LEFT_OUT)}$"],
     }
 
 
@@ -177,9 +179,31 @@ class TestFp8(QuantizationSuite):
     ) -> tuple[Mapping[str, torch.Tensor], torch.Tensor]:
         (quantize, suffix), *_ = [(q, suffix) for config, q, suffix in FORMATS.values() if config is checkpoint]
         stored, scale, exact = quantize(weight)
-        static = "static" in str(checkpoint.get("activation_scheme")) or STATIC.items() <= _inputs(checkpoint).items()
-        extra = {f"{module}.input_scale": torch.tensor(0.02)} if static else {}
+        extra = {f"{module}.input_scale": torch.tensor(0.02)} if _is_static(checkpoint) else {}
         return {f"{module}.weight": stored, f"{module}.{suffix}": scale, **extra}, exact
+
+    def store_experts(
+        self, checkpoint: Mapping[str, Any], name: str, weight: torch.Tensor
+    ) -> tuple[Mapping[str, torch.Tensor], torch.Tensor]:
+        if _is_static(checkpoint):
+            pytest.skip("refused: static scales of activations beside tensors of all experts")
+        (quantize, suffix), *_ = [(q, suffix) for config, q, suffix in FORMATS.values() if config is checkpoint]
+        projections = 2 if "gate_up" in name else 1
+        made = [[quantize(part) for part in expert.chunk(projections)] for expert in weight]
+        stored, scale, exact = (
+            torch.stack(
+                [
+                    torch.cat([one[i].reshape(-1, one[i].shape[-1] if one[i].ndim else 1) for one in parts])
+                    for parts in made
+                ]
+            )
+            for i in range(3)
+        )
+        return {name: stored, f"{name}_{suffix.removeprefix('weight_')}": scale}, exact
+
+
+def _is_static(checkpoint: Mapping[str, Any]) -> bool:
+    return "static" in str(checkpoint.get("activation_scheme")) or STATIC.items() <= _inputs(checkpoint).items()
 
 
 def _inputs(checkpoint: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -401,7 +425,10 @@ def test_a_quantized_model_still_answers(answers: Callable[[str], str]) -> None:
     assert answers("What is the capital of France?") == "The capital of France is Paris."
 
 
-def test_models_with_experts_are_refused(tmp_path: Path) -> None:
+def test_a_quantization_without_experts_is_refused_for_models_with_experts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("dovetail_quantization.plugin.FP8", dataclasses.replace(plugin.FP8, offers=frozenset()))
     sizes = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
     config = {**CONFIG, **sizes, "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe"}
     del config["attention_bias"]

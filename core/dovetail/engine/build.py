@@ -7,6 +7,7 @@ import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from functools import partial
 
 import torch
 from torch import nn
@@ -16,9 +17,13 @@ from dovetail.engine.shards import transformed
 from dovetail.errors import WeightsError
 from dovetail.interfaces.mesh import SINGLE, Mesh
 from dovetail.interfaces.model import ModelArchitecture, ModelInfo, WeightTarget
-from dovetail.interfaces.quantization import LinearShape, Quantization
+from dovetail.interfaces.quantization import ExpertWeightsShape, LinearMethod, LinearShape, Quantization
 from dovetail.layers.base import deferred_weights, prepare_layers
+from dovetail.layers.experts import Experts
 from dovetail.layers.linear import Linear
+
+EXPERT_WEIGHTS = ("gate_up", "down")
+"""The parameters of ``Experts`` that a quantization may replace."""
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
@@ -55,30 +60,38 @@ def as_module(model: ModelArchitecture) -> nn.Module:
 
 
 def allocate(model: ModelArchitecture, quantization: Quantization, device: torch.device, dtype: torch.dtype) -> None:
-    """Let ``quantization`` choose the method of each linear layer of a model that was built under
-    ``deferred_weights``, and allocate the parameters."""
+    """Let ``quantization`` choose the method of each linear layer, and of each layer of experts, of a model that was
+    built under ``deferred_weights``, and allocate the parameters."""
     modules: dict[str, list[tuple[int, int, str]]] = {}  # of each layer: start, rows and name of the modules it holds
+    experts: dict[str, dict[str, None]] = {}  # of each layer of experts: the tensors it holds, in order
     for name, entry in model.weights_map().items():
         for target in as_list(entry):
             layer, _, field = target.parameter.rpartition(".")
             if field == "weight" and name.endswith(".weight"):
                 place = (target.start or 0, target.size or -1, name.removesuffix(".weight"))
                 modules.setdefault(layer, []).append(place)
+            elif field in EXPERT_WEIGHTS:
+                experts.setdefault(layer, {})[name.removesuffix(".weight")] = None
     for name, layer in as_module(model).named_modules():
         if isinstance(layer, Linear):
             held, (outputs, inputs) = sorted(modules.get(name, ())), layer.weight.shape
             rows = tuple(outputs if size < 0 else size for _, size, _ in held)
             shape = LinearShape(tuple(theirs for *_, theirs in held), rows, inputs, layer.precise)
             layer.allocate(quantization.method(shape) if held else None, device, dtype)
+        elif isinstance(layer, Experts):
+            names, (_, size) = tuple(experts.get(name, ())), layer.down.shape
+            own = ExpertWeightsShape(names, len(layer.held), layer.shape.hidden_size, size)
+            layer.allocate(quantization.experts_method(own) if names else None, device, dtype)
 
 
 def expanded_targets(model: ModelArchitecture) -> dict[str, list[WeightTarget]]:
     """Return the targets of every tensor of the checkpoint, those of quantized layers included."""
-    methods = {
-        f"{name}.weight": (name, layer.method)
-        for name, layer in as_module(model).named_modules()
-        if isinstance(layer, Linear) and layer.method is not None
-    }
+    methods: dict[str, Callable[[str, WeightTarget], Iterator[tuple[str, WeightTarget]]]] = {}
+    for name, layer in as_module(model).named_modules():
+        if isinstance(layer, Linear) and layer.method is not None:
+            methods[f"{name}.weight"] = partial(_linear_targets, layer.method)
+        elif isinstance(layer, Experts) and layer.method is not None:
+            methods |= {f"{name}.{own}": layer.method.targets for own in EXPERT_WEIGHTS}
     found: dict[str, list[WeightTarget]] = {}
     for theirs, entry in model.weights_map().items():
         targets = as_list(entry)
@@ -88,10 +101,14 @@ def expanded_targets(model: ModelArchitecture) -> dict[str, list[WeightTarget]]:
             if target.parameter not in methods:
                 found.setdefault(theirs, []).append(target)
                 continue
-            layer, method = methods[target.parameter]
-            for tensor, own in method.targets(theirs.removesuffix(".weight"), target._replace(parameter="weight")):
+            layer, _, weight = target.parameter.rpartition(".")
+            for tensor, own in methods[target.parameter](theirs, target._replace(parameter=weight)):
                 found.setdefault(tensor, []).append(own._replace(parameter=f"{layer}.{own.parameter}"))
     return found
+
+
+def _linear_targets(method: LinearMethod, name: str, weight: WeightTarget) -> Iterator[tuple[str, WeightTarget]]:
+    return method.targets(name.removesuffix(".weight"), weight)
 
 
 class WeightFiller:
@@ -105,6 +122,8 @@ class WeightFiller:
         self.parameters = dict(as_module(model).named_parameters())
         self.targets = expanded_targets(model)
         self.used: set[str] = set()
+        # modules of other ranks: a quantization may store further tensors of them
+        self._others = {name.rpartition(".")[0] for name, targets in self.targets.items() if not targets}
         self._ignored = [re.compile(pattern) for pattern in model.ignored_weights()]
         check_complete(self.parameters, self.targets)
 
@@ -123,10 +142,10 @@ class WeightFiller:
 
     def uses(self, name: str) -> bool:
         """Return True if the model has a place for the checkpoint's tensor ``name``, and False if it ignores the
-        tensor. Raises ``WeightsError`` if it does neither."""
+        tensor, or if the tensor belongs to a module of another rank. Raises ``WeightsError`` if it does neither."""
         if name in self.targets:
             return True
-        if any(pattern.fullmatch(name) for pattern in self._ignored):
+        if name.rpartition(".")[0] in self._others or any(pattern.fullmatch(name) for pattern in self._ignored):
             return False
         raise WeightsError(
             f"the checkpoint has tensor {name}, which the model does not know; check that config.json belongs to this checkpoint"
@@ -141,7 +160,8 @@ class WeightFiller:
         found = [(target, self.place(target)) for target in self.targets[name]]
         for target, place in found:
             _check_shape(name, shape, target, place)
-            converts = place.dtype in FLOATS or target.transform is not None
+            transform = target.transform
+            converts = place.dtype in FLOATS or (transform is not None and not transform.keeps_dtype)
             if dtype != place.dtype and not (dtype in FLOATS and converts):
                 allowed = FLOATS if converts else (place.dtype,)
                 raise WeightsError(f"tensor {name} is {dtype}; supported: {', '.join(map(str, allowed))}")

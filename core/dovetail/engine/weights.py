@@ -24,6 +24,7 @@ from dovetail.engine.shards import ShardReader, StoredTensor, WeightFill, cut, s
 from dovetail.errors import ConfigError, WeightsError
 from dovetail.interfaces.model import ModelArchitecture, TensorShare, WeightTarget
 from dovetail.layers.base import prepare_layers
+from dovetail.layers.experts import Experts
 from dovetail.layers.linear import Linear
 
 __all__ = ["build_model", "checkpoint_files", "load_weights"]
@@ -229,7 +230,7 @@ def _fill_quantized(module: nn.Module, seed: int) -> set[str]:
     """Fill the parameters of quantized layers, and return their names."""
     filled: set[str] = set()
     for name, layer in module.named_modules():
-        if isinstance(layer, Linear) and layer.method is not None:
+        if isinstance(layer, Linear | Experts) and layer.method is not None:
             parameters = {own: getattr(layer, own) for own in layer.method.parameters()}
             device = next(iter(parameters.values())).device
             generator = torch.Generator(device).manual_seed(seed + zlib.crc32(name.encode()))

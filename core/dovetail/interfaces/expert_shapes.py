@@ -106,22 +106,42 @@ class Routing(NamedTuple):
     weights: torch.Tensor
 
 
+ExpertFormat = Literal["plain", "fp8_rows", "fp8_blocks", "mxfp4"]
+"""Name a form of the weights of experts, see ``ExpertWeights``."""
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class ExpertWeights:
     """Hold what this rank has of the weights of experts.
 
     ``gate_up`` is ``[experts, 2 * size, hidden]``: of each expert the rows of gate, then those of up. ``down`` is
-    ``[experts, hidden, size]``. The experts are those from index ``first`` on, of
+    ``[experts, hidden, size]``. With a ``format`` other than ``plain`` they are codes, which stand for their values
+    times the scales ``gate_up_scale`` and ``down_scale``. ``out`` are the rows of a weight and ``in`` its columns:
+
+    - ``fp8_rows``: codes float8_e4m3fn; scales float32 ``[experts, out]``, one for each row. Products quantize activations to
+      FP8 too (W8A8), see ``ops.experts``.
+    - ``fp8_blocks``: codes float8_e4m3fn; scales float32 ``[experts, ceil(out / rows), ceil(in / columns)]``, one for
+      each block of ``block`` = (rows, columns), which divide the size of gate. Products quantize activations too.
+    - ``mxfp4``: codes uint8 ``[experts, out, in / 2]``, two E2M1 numbers in a byte, of which the low bits are the first; scales
+      uint8 ``[experts, out, in / 32]``, powers of two (E8M0), one for each 32 columns. Activations are not quantized.
+
+    The experts are those from index ``first`` on, of
     ``whole`` experts of all ranks, and ``size`` may be a rank's share of the
     intermediate values. ``gate_up_bias`` is ``[experts, 2 * size]`` and ``down_bias`` ``[experts, hidden]``, or None.
-    With ``scaled_input`` the weight of an expert for a token multiplies its input, otherwise its result.
+    With ``scaled_input`` the weight of an expert for a token multiplies its input, otherwise its result. Where activations are
+    quantized, those beyond ``input_bound`` count as it.
     """
 
     gate_up: torch.Tensor
     down: torch.Tensor
-    activation: SwiGLU
+    activation: SwiGLU = SILU
     gate_up_bias: torch.Tensor | None = None
     down_bias: torch.Tensor | None = None
     first: int = 0
     whole: int = 0
     scaled_input: bool = False
+    format: ExpertFormat = "plain"
+    gate_up_scale: torch.Tensor | None = None
+    down_scale: torch.Tensor | None = None
+    block: tuple[int, int] = (128, 128)
+    input_bound: float | None = None

@@ -146,7 +146,9 @@ class Feature(str):
         "quantization.batch_invariant", "the bits of a row of a product do not depend on the other rows"
     )
 
-    QUANTIZATION_EXPERTS = _feature("quantization.experts", "stores the weights of experts too")
+    QUANTIZATION_EXPERTS = _feature(
+        "quantization.experts", "stores the weights of experts too: experts_method", since=(1, 1)
+    )
 
     # executors
     EXECUTOR_RANKS = _feature("executor.ranks", "runs several ranks")

@@ -76,6 +76,12 @@ class WeightTransform(ABC):
         applies to what a quantization stores for each row."""
         return False
 
+    @property
+    def keeps_dtype(self) -> bool:
+        """Return True if the elements stay as they are. The loader then checks their dtype as if there were no
+        transform."""
+        return False
+
     @abstractmethod
     def source_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """Return the shape of the tensor of which ``apply`` makes one of ``shape``."""

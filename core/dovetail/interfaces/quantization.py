@@ -1,8 +1,9 @@
-"""Define how linear layers store their weights and multiply with them.
+"""Define how linear layers and layers of experts store their weights, and how linear layers multiply with them.
 
 Without a component of this kind, a layer holds its weight ``[out, in]`` in the model's dtype. A component chooses a
 ``LinearMethod`` for each layer whose weight is stored in another form: it declares the parameters that take the place of the
-weight, where the tensors of the checkpoint go, and what computes the product. Models do not know about it: their layers
+weight, where the tensors of the checkpoint go, and what computes the product. For a layer of experts it chooses an
+``ExpertsMethod``, which does the same without computing the product. Models do not know about it: their layers
 and their ``weights_map`` are those of the unquantized model.
 """
 
@@ -16,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 if TYPE_CHECKING:
     import torch
 
+    from dovetail.interfaces.expert_shapes import ExpertWeights
     from dovetail.interfaces.model import WeightTarget
 
 Activation = Literal["silu", "gelu_tanh"]
@@ -50,6 +52,33 @@ class LinearShape:
     def out_features(self) -> int:
         """Return the number of rows of all modules."""
         return sum(self.rows)
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertWeightsShape:
+    """Describe what this rank holds of the weights of one layer of experts: those of ``count`` experts, which map
+    ``hidden_size`` inputs to ``size`` intermediate values (or this rank's share of them) and back.
+
+    ``names`` are the tensors of the checkpoint that an unquantized model reads the weights from, without their suffix
+    ``.weight`` if they have it: for each expert ``model.layers.0.mlp.experts.7.gate_proj`` and so on, or
+    ``model.layers.0.mlp.experts.gate_up_proj`` and ``....down_proj`` for all experts.
+    """
+
+    names: tuple[str, ...]
+    count: int
+    hidden_size: int
+    size: int
+
+    @property
+    def gate_up(self) -> tuple[int, int]:
+        """Return the shape of the unquantized parameter ``gate_up``: of each expert the rows of gate, then those of
+        up."""
+        return self.count * 2 * self.size, self.hidden_size
+
+    @property
+    def down(self) -> tuple[int, int]:
+        """Return the shape of the unquantized parameter ``down``."""
+        return self.count * self.hidden_size, self.size
 
 
 class ParameterShape(NamedTuple):
@@ -117,8 +146,41 @@ class LinearMethod(ABC):
         used; it may hold copies of them."""
 
 
+class ExpertsMethod(ABC):
+    """Store the weights of one layer of experts in a format that the kernels of experts multiply with. A method is made
+    for each layer, before its parameters are allocated."""
+
+    @abstractmethod
+    def parameters(self) -> Mapping[str, ParameterShape]:
+        """Return the parameters that take the place of ``gate_up`` and ``down``, by name. Biases stay parameters of the
+        layer in the model's dtype."""
+
+    @abstractmethod
+    def targets(self, name: str, weight: WeightTarget) -> Iterator[tuple[str, WeightTarget]]:
+        """Yield the tensors of the checkpoint that store tensor ``name`` of an unquantized checkpoint, and their targets.
+
+        ``name`` is the whole name, such as ``model.layers.0.mlp.experts.7.gate_proj.weight`` or
+        ``model.layers.0.mlp.experts.gate_up_proj``. ``weight`` is one of its targets in the unquantized model: rows of
+        parameter ``gate_up`` or ``down`` (see ``ExpertWeightsShape``), this rank's shares of the tensor, and a transform:
+        None for a matrix of one expert, or ``Reshape`` or ``OneExpert`` for a tensor that holds several experts
+        (``layers.expert_targets``). The ``parameter`` of each target is one of the names that ``parameters`` returns. Every
+        row of every parameter must be filled once. Raises ``ConfigError`` if the weight cannot be divided or
+        transformed in that way.
+        """
+
+    @abstractmethod
+    def fill_dummy(self, parameters: Mapping[str, torch.Tensor], limit: float, generator: torch.Generator) -> None:
+        """Fill ``parameters`` so that the weights are uniform between ``-limit`` and ``limit``, for measurements without
+        a checkpoint."""
+
+    @abstractmethod
+    def prepare(self, parameters: Mapping[str, torch.Tensor]) -> ExpertWeights:
+        """Return the weights in ``parameters``: their format, codes and scales. The layer adds the other fields. The
+        tensors stay as they are as long as the result is used."""
+
+
 class Quantization(ABC):
-    """Choose the method of each linear layer. A component's ``describe`` ("module:function") is called before the
+    """Choose the method of each linear layer and of each layer of experts. A component's ``describe`` ("module:function") is called before the
     component is chosen: ``describe(checkpoint, config)``, with the checkpoint's ``quantization_config`` or None, returns
     None if the component can load this checkpoint, or the reason why it cannot. It must not import torch."""
 
@@ -130,3 +192,8 @@ class Quantization(ABC):
     def method(self, shape: LinearShape) -> LinearMethod | None:
         """Return the method of a layer, or None for a layer that is not quantized. Raises ``ConfigError`` if only some
         of the modules of a layer are quantized, or if its sizes are not possible."""
+
+    def experts_method(self, shape: ExpertWeightsShape) -> ExpertsMethod | None:
+        """Return the method of a layer of experts, or None for a layer that is not quantized. A component that offers
+        ``quantization.experts`` overrides it. Raises like ``method``."""
+        return None

@@ -43,6 +43,11 @@ class OneExpert(WeightTransform):
     layout: FusedLayout
     pairs: bool = False
 
+    @property
+    def keeps_dtype(self) -> bool:
+        """See ``WeightTransform``."""
+        return True
+
     def source_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """See ``WeightTransform``."""
         return (1, *(reversed(shape) if self.layout.transposed else shape))

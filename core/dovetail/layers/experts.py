@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -10,9 +11,10 @@ from torch.nn import functional
 
 from dovetail.errors import ConfigError
 from dovetail.interfaces.expert_shapes import ExpertWeights
-from dovetail.layers.base import Layer, parameter
+from dovetail.layers.base import Layer, deferrable_parameter, parameter
 from dovetail.layers.linear import Linear
 from dovetail.layers.mlp import GatedMLP
+from dovetail.ops.expert_formats import dequantized
 from dovetail.ops.experts import expert_parts, experts
 from dovetail.ops.parts import RankAddend
 from dovetail.ops.routing import route
@@ -20,6 +22,7 @@ from dovetail.ops.routing import route
 if TYPE_CHECKING:
     from dovetail.interfaces.expert_shapes import ExpertsShape, Routing, RoutingRule
     from dovetail.interfaces.mesh import Mesh
+    from dovetail.interfaces.quantization import ExpertsMethod
     from dovetail.ops.parts import Addend
 
 
@@ -63,34 +66,57 @@ class Experts(Layer):
     a share of the intermediate values of each expert (``tp``), or some of the experts, whole (``ep``). The parameters
     are ``gate_up [experts * 2 * size, hidden]``, in which the rows of gate of an expert precede its rows of up, and
     ``down [experts * hidden, size]``, with this rank's experts and share; and ``gate_up_bias`` and ``down_bias``, their
-    rows' biases. ``shared`` is the shared expert, which the ranks divide like every ``GatedMLP``, or None.
+    rows' biases. If a quantization gives the layer a ``method``, the method's parameters take the place of ``gate_up``
+    and ``down``. ``shared`` is the shared expert, which the ranks divide like every ``GatedMLP``, or None.
     ``dovetail.layers.expert_targets`` names their tensors in checkpoints. Raises ``ConfigError`` if the ranks cannot divide the experts.
     """
 
     def __init__(self, shape: ExpertsShape, mesh: Mesh) -> None:
         super().__init__()
-        self.shape, self._tp = shape, mesh.tp
+        self.shape, self.mesh, self._tp = shape, mesh, mesh.tp
         self.held, self.share = divided(shape, mesh)
         count, size, hidden = len(self.held), len(self.share), shape.hidden_size
         self.router = Router(hidden, shape.routing, bias=shape.router_bias)
-        self.gate_up = parameter(count * 2 * size, hidden)
-        self.down = parameter(count * hidden, size)
+        self.gate_up = deferrable_parameter(count * 2 * size, hidden)
+        self.down = deferrable_parameter(count * hidden, size)
         self.gate_up_bias = parameter(count * 2 * size) if shape.bias else None
         self.down_bias = parameter(count * hidden) if shape.bias else None
         self.shared = GatedMLP(hidden, shape.shared_size, mesh) if shape.shared_size else None
         self.shared_gate = Linear(hidden, 1) if shape.shared_gate else None
         if self.shared_gate is not None:
             self.shared_gate.precise = True  # one row: nothing to gain
+        self.method: ExpertsMethod | None = None
+        self._dtype = torch.get_default_dtype()
         self._weights: ExpertWeights
+
+    def allocate(self, method: ExpertsMethod | None, device: torch.device, dtype: torch.dtype) -> None:
+        """Allocate the parameters that were deferred: those of ``method``, or ``gate_up`` and ``down`` in ``dtype``."""
+        self.method, self._dtype = method, dtype
+        if method is None:
+            for name in ("gate_up", "down"):
+                weight: nn.Parameter = getattr(self, name)
+                if weight.is_meta:
+                    setattr(self, name, nn.Parameter(torch.empty(weight.shape, dtype=dtype, device=device), False))
+            return
+        del self.gate_up, self.down
+        for name, (shape, own_dtype) in method.parameters().items():
+            self.register_parameter(name, nn.Parameter(torch.empty(shape, dtype=own_dtype, device=device), False))
+
+    def _stored(self) -> ExpertWeights:
+        """Return the weights as the parameters hold them."""
+        if self.method is None:
+            count, hidden = len(self.held), self.shape.hidden_size
+            return ExpertWeights(self.gate_up.view(count, -1, hidden), self.down.view(count, hidden, -1))
+        weights = self.method.prepare({name: getattr(self, name).detach() for name in self.method.parameters()})
+        return dequantized(weights, self._dtype)
 
     def prepare(self) -> None:
         """See ``Layer.prepare``."""
         shape, count = self.shape, len(self.held)
         # ranks that share an expert all compute its result, and only one of them may add the bias
         adds_bias = self.down_bias is not None and (len(self.share) == shape.size or self._tp.rank == 0)
-        self._weights = ExpertWeights(
-            gate_up=self.gate_up.view(count, -1, shape.hidden_size),
-            down=self.down.view(count, shape.hidden_size, -1),
+        self._weights = replace(
+            self._stored(),
             activation=shape.activation,
             gate_up_bias=None if self.gate_up_bias is None else self.gate_up_bias.view(count, -1),
             down_bias=self.down_bias.view(count, -1) if adds_bias and self.down_bias is not None else None,
@@ -99,6 +125,13 @@ class Experts(Layer):
             scaled_input=shape.scaled_input,
         )
         super().prepare()
+
+    @property
+    def weights(self) -> ExpertWeights:
+        """Return what the products are computed with."""
+        if not self.prepared:
+            self.prepare()
+        return self._weights
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Map contiguous ``x [tokens, hidden_size]`` to the same shape. Mutates nothing."""

@@ -21,6 +21,11 @@ class Reshape(WeightTransform):
         """See ``WeightTransform``."""
         return False
 
+    @property
+    def keeps_dtype(self) -> bool:
+        """See ``WeightTransform``."""
+        return True
+
     def source_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """See ``WeightTransform``."""
         return self.source
@@ -33,6 +38,11 @@ class Reshape(WeightTransform):
 @dataclass(frozen=True, slots=True)
 class Transpose(WeightTransform):
     """Read a matrix ``[in, out]``, as the checkpoints of GPT-2 have it, into a parameter ``[out, in]``."""
+
+    @property
+    def keeps_dtype(self) -> bool:
+        """See ``WeightTransform``."""
+        return True
 
     def source_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """See ``WeightTransform``."""
@@ -72,6 +82,11 @@ class SplitHalves(WeightTransform):
 
     @property
     def orders_rows(self) -> bool:
+        """See ``WeightTransform``."""
+        return True
+
+    @property
+    def keeps_dtype(self) -> bool:
         """See ``WeightTransform``."""
         return True
 

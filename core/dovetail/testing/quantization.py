@@ -32,7 +32,7 @@ from dovetail.layers.transforms import SplitHalves
 from dovetail.ops.activation import GATES
 from dovetail.registry.specs import ComponentKind
 from dovetail.registry.targets import load_attribute
-from dovetail.testing.component import ComponentSuite
+from dovetail.testing.quantized_experts import QuantizedExpertsSuite, relative_error
 from dovetail.testing.ranks import thread_meshes
 
 CPU = torch.device("cpu")
@@ -82,14 +82,14 @@ class RotatingOtherwise(LayersOfAModel):
     transforms: ClassVar = dict.fromkeys("qk", SplitHalves(32, 16))
 
 
-class QuantizationSuite(ComponentSuite):
+class QuantizationSuite(QuantizedExpertsSuite):
     """Test a quantization of weights on the CPU. ``name`` and ``checkpoints`` are required."""
 
     kind: ClassVar[ComponentKind] = ComponentKind.QUANTIZATION
     checkpoints: ClassVar[Mapping[str, Mapping[str, Any] | None]] = {}
     """The ``quantization_config`` of checkpoints, by a name for the report. With None, an unquantized checkpoint is
-    quantized while it is loaded. The suite stores the head, ``lm_head``, unquantized: a config that would quantize it
-    must leave it out."""
+    quantized while it is loaded. The suite stores the head, ``lm_head``, and the router of experts,
+    ``body.router``, unquantized: a config that would quantize them must leave them out."""
     tolerance: ClassVar[float] = 1e-5
     """Products in float32 may differ from those with the weights that the checkpoint stands for by this much, relative to
     their root mean square."""
@@ -171,7 +171,7 @@ class QuantizationSuite(ComponentSuite):
                     assert rows.equal(before), "the input was changed"
                     assert got.shape == (len(rows), layer.out_features)
                     bound = self.tolerance if self.checkpoints[case] is not None else self.loss
-                    assert _error(got, expected.product.forward(rows, expected.bias)) <= bound, name
+                    assert relative_error(got, expected.product.forward(rows, expected.bias)) <= bound, name
                 quantized += layer.method is not None
             assert quantized, "no layer is quantized"
 
@@ -192,7 +192,7 @@ class QuantizationSuite(ComponentSuite):
             expected = _layers(_dense(exact, tmp_path, mesh, RotatingOtherwise))["qkv"]
             x = torch.randn(7, HIDDEN, generator=torch.Generator().manual_seed(1))
             bound = self.tolerance if self.checkpoints[case] is not None else self.loss
-            assert _error(got.product.forward(x, None), expected.product.forward(x, None)) <= bound
+            assert relative_error(got.product.forward(x, None), expected.product.forward(x, None)) <= bound
 
     def test_activations_may_have_16_bits(self, case: str, tmp_path: Path) -> None:
         """With activations in bfloat16, products are in bfloat16, and those of the weights."""
@@ -206,7 +206,7 @@ class QuantizationSuite(ComponentSuite):
             assert got.dtype == torch.bfloat16
             expected = dense[name].product.forward(x.float(), dense[name].bias)
             bound = 0.02 + (self.tolerance if self.checkpoints[case] is not None else self.loss)
-            assert _error(got, expected) <= bound, name
+            assert relative_error(got, expected) <= bound, name
 
     def test_gates_and_parts_are_those_of_the_product(self, case: str, tmp_path: Path) -> None:
         """``gated`` is the activation of ``forward``, and ``parts`` add up to it."""
@@ -218,12 +218,12 @@ class QuantizationSuite(ComponentSuite):
         product = layers["gate_up"].product
         for activation, gate in GATES.items():
             got, expected = product.gated(x, None, activation), gate(product.forward(x, None))
-            assert _error(got, expected) <= self.tolerance, activation
+            assert relative_error(got, expected) <= self.tolerance, activation
         parts = product.parts(x)
         assert parts is None or product.in_parts, "parts are returned, and in_parts is False"
         if parts is not None:
             assert parts.dtype == torch.float32
-            assert _error(parts.sum(0), product.forward(x, None)) <= self.tolerance
+            assert relative_error(parts.sum(0), product.forward(x, None)) <= self.tolerance
 
     @each_size
     def test_every_element_is_filled(self, case: str, size: int, tmp_path: Path) -> None:
@@ -249,7 +249,7 @@ class QuantizationSuite(ComponentSuite):
         layer, expected = _layers(model)["down"], _layers(_dense(exact, tmp_path))["down"]
         x = torch.randn(3, WIDE)
         bound = self.tolerance if self.checkpoints[case] is not None else self.loss
-        assert _error(layer.forward(x), expected.forward(x)) <= bound
+        assert relative_error(layer.forward(x), expected.forward(x)) <= bound
 
     def test_a_missing_tensor_is_named(self, case: str, tmp_path: Path) -> None:
         """A checkpoint that lacks a tensor is refused by its name."""
@@ -312,11 +312,3 @@ def _dense(
 
 def _layers(model: ModelArchitecture) -> dict[str, Linear]:
     return {name: layer for name, layer in as_module(model).named_modules() if isinstance(layer, Linear)}
-
-
-def _error(got: torch.Tensor, exact: torch.Tensor) -> float:
-    """Return the relative error (root mean square); infinity for a nan."""
-    if not got.numel():
-        return 0.0
-    error = (got.float() - exact.float()).square().mean().sqrt() / exact.float().square().mean().sqrt()
-    return float(error) if error.isfinite() else float("inf")

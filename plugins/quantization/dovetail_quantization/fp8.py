@@ -1,16 +1,17 @@
-"""Store the weights of linear layers in FP8 (E4M3, arXiv 2209.05433) with float32 scales."""
+"""Store weights in FP8 (E4M3, arXiv 2209.05433) with float32 scales."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import torch
 
-from dovetail.errors import ConfigError, WeightsError
-from dovetail.interfaces.model import TensorShare, WeightTarget, WeightTransform
+from dovetail.errors import ConfigError
+from dovetail.interfaces.model import WeightTarget
 from dovetail.interfaces.quantization import (
+    ExpertsMethod,
+    ExpertWeightsShape,
     LinearMethod,
     LinearProduct,
     LinearShape,
@@ -18,17 +19,25 @@ from dovetail.interfaces.quantization import (
     Quantization,
     QuantizationContext,
 )
+from dovetail_quantization.fp8_experts import Fp8Experts
 from dovetail_quantization.fp8_formats import Activations, Fp8Format, Scales, read_format
-from dovetail_quantization.fp8_products import LARGEST, make_product
+from dovetail_quantization.fp8_products import make_product
+from dovetail_quantization.fp8_weights import (
+    FP8,
+    QuantizeRows,
+    RowScales,
+    block_share,
+    blocks_of,
+    fill_codes,
+    refuse_scales,
+)
 
 if TYPE_CHECKING:
     from dovetail_quantization.config import Fp8Config
 
-FP8 = torch.float8_e4m3fn
-
 
 class Fp8(Quantization):
-    """Choose FP8 for every linear layer that the checkpoint, or config, does not exclude."""
+    """Choose FP8 for every linear layer and layer of experts that the checkpoint, or config, does not exclude."""
 
     def __init__(self, config: Fp8Config, context: QuantizationContext) -> None:
         self._format = read_format(context.checkpoint, config)
@@ -39,15 +48,22 @@ class Fp8(Quantization):
         own = self._format
         if shape.precise and not own.precise_too:
             return None
-        ignored = [name for name in shape.names if own.ignored.fullmatch(name)]
-        if ignored and len(ignored) < len(shape.names):
+        return None if self._leaves_out(shape.names) else Fp8Linear(shape, own, self._context)
+
+    def experts_method(self, shape: ExpertWeightsShape) -> ExpertsMethod | None:
+        """See ``Quantization``."""
+        return None if self._leaves_out(shape.names) else Fp8Experts(shape, self._format, self._context)
+
+    def _leaves_out(self, names: Sequence[str]) -> bool:
+        """Return True if the modules of a layer are not quantized. Raises ``ConfigError`` if only some of them are."""
+        ignored = [name for name in names if self._format.ignored.fullmatch(name)]
+        if ignored and len(ignored) < len(names):
+            others = [name for name in names if name not in set(ignored)]
             raise ConfigError(
-                f"the quantization leaves out {', '.join(ignored)}, but not the other modules of the same layer "
-                f"({', '.join(name for name in shape.names if name not in ignored)}); all of them or none can be quantized"
+                f"the quantization leaves out {_listed(ignored)}, but not the other modules of the same layer "
+                f"({_listed(others)}); all of them or none can be quantized"
             )
-        if ignored:
-            return None
-        return Fp8Linear(shape, own, self._context)
+        return bool(ignored)
 
 
 class Fp8Linear(LinearMethod):
@@ -63,7 +79,7 @@ class Fp8Linear(LinearMethod):
                         f"{name} has {count} rows on this rank, which blocks of {rows} rows do not divide, and shares a layer with "
                         f"{shape.names[-1]}; set parallel.tp to a smaller number"
                     )
-            self._scales = (_blocks(shape.out_features, rows), _blocks(shape.in_features, columns))
+            self._scales = (blocks_of(shape.out_features, rows), blocks_of(shape.in_features, columns))
         else:
             self._scales = (len(shape.names),) if own.scales is Scales.TENSOR else (shape.out_features, 1)
             _check_cuda(shape, context)
@@ -103,8 +119,8 @@ class Fp8Linear(LinearMethod):
             return weight._replace(parameter="weight_scale", shares=shares)
         start, rows = weight.start or 0, self.shape.out_features if weight.size is None else weight.size
         block = self.format.block
-        shares = tuple(_block_share(name, share, block[share.dim]) for share in weight.shares)
-        return WeightTarget("weight_scale", start // block[0], _blocks(rows, block[0]), shares)
+        shares = tuple(block_share(name, share, block[share.dim]) for share in weight.shares)
+        return WeightTarget("weight_scale", start // block[0], blocks_of(rows, block[0]), shares)
 
     def _index(self, weight: WeightTarget) -> int:
         """Return the place of the module that ``weight`` is of among those of the layer."""
@@ -113,18 +129,14 @@ class Fp8Linear(LinearMethod):
 
     def fill_dummy(self, parameters: Mapping[str, torch.Tensor], limit: float, generator: torch.Generator) -> None:
         """See ``LinearMethod``."""
-        weight = parameters["weight"]
-        for rows in weight.split(4096):
-            values = torch.empty(rows.shape, dtype=torch.bfloat16, device=rows.device)
-            rows.copy_(values.uniform_(-LARGEST, LARGEST, generator=generator))
-        parameters["weight_scale"].fill_(limit / LARGEST)
+        fill_codes(parameters["weight"], parameters["weight_scale"], limit, generator)
         if "input_scale" in parameters:
             parameters["input_scale"].fill_(1.0)
 
     def prepare(self, parameters: Mapping[str, torch.Tensor]) -> LinearProduct:
         """See ``LinearMethod``."""
         scale = parameters["weight_scale"]
-        self._refuse_scales("weights", scale.isfinite().all())
+        refuse_scales("weights", self.shape.names, scale.isfinite().all())
         if self.format.scales is Scales.TENSOR:
             counts = torch.tensor(self.shape.rows, device=scale.device)
             scale = scale.repeat_interleave(counts)
@@ -132,62 +144,14 @@ class Fp8Linear(LinearMethod):
             scale = scale.view(-1)
         static = parameters["input_scale"].max() if "input_scale" in parameters else None
         if static is not None:
-            self._refuse_scales("activations", static.isfinite() & (static > 0))
+            refuse_scales("activations", self.shape.names, static.isfinite() & (static > 0))
         block = self.format.block if self.format.scales is Scales.BLOCK else None
         bound = self.format.bound
         return make_product(parameters["weight"], scale, block, static, self.context.dtype, bound)
 
-    def _refuse_scales(self, what: str, usable: torch.Tensor) -> None:
-        """Raise ``WeightsError`` unless ``usable`` is true."""
-        if not usable:
-            raise WeightsError(
-                f"the FP8 scales of the {what} of {', '.join(dict.fromkeys(self.shape.names))} are not finite numbers"
-                f"{' above 0' if what == 'activations' else ''}; convert the checkpoint again"
-            )
 
-
-@dataclass(frozen=True, slots=True)
-class QuantizeRows(WeightTransform):
-    """Divide each row of a weight by its scale (see ``RowScales``) and round it to FP8, after ``inner``."""
-
-    inner: WeightTransform | None
-
-    def source_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """See ``WeightTransform``."""
-        return shape if self.inner is None else self.inner.source_shape(shape)
-
-    def apply(self, tensor: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
-        """See ``WeightTransform``."""
-        weight = _after(self.inner, tensor, shape)
-        return (weight / _row_scales(weight)).to(FP8)
-
-
-@dataclass(frozen=True, slots=True)
-class RowScales(WeightTransform):
-    """Compute the scale of each row of a weight with ``columns`` columns, after ``inner``: its largest magnitude divided
-    by the largest FP8 number."""
-
-    columns: int
-    inner: WeightTransform | None
-
-    def source_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """See ``WeightTransform``."""
-        whole = (shape[0], self.columns)
-        return whole if self.inner is None else self.inner.source_shape(whole)
-
-    def apply(self, tensor: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
-        """See ``WeightTransform``."""
-        return _row_scales(_after(self.inner, tensor, (shape[0], self.columns)))
-
-
-def _after(inner: WeightTransform | None, tensor: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
-    return (tensor if inner is None else inner.apply(tensor, shape)).float()
-
-
-def _row_scales(weight: torch.Tensor) -> torch.Tensor:
-    """Return the scales ``[rows, 1]`` of a float32 weight. A row of zeros has the scale 1."""
-    largest = weight.abs().amax(dim=1, keepdim=True)
-    return torch.where(largest > 0, largest / LARGEST, 1.0)
+def _listed(names: Sequence[str]) -> str:
+    return ", ".join(names[:6]) + (f" and {len(names) - 6} more" if len(names) > 6 else "")
 
 
 def _check_cuda(shape: LinearShape, context: QuantizationContext) -> None:
@@ -201,18 +165,3 @@ def _check_cuda(shape: LinearShape, context: QuantizationContext) -> None:
             f"{', '.join(dict.fromkeys(shape.names))} is {shape.out_features} x {shape.in_features} on this rank; FP8 products on "
             "CUDA need multiples of 16. Set parallel.tp to a smaller number, or leave the modules out (quantization.ignore)"
         )
-
-
-def _blocks(count: int, size: int) -> int:
-    return -(-count // size)
-
-
-def _block_share(name: str, share: TensorShare, block: int) -> TensorShare:
-    """Return the share of the scales for a share of the weight."""
-    dim, start, size, whole = share
-    if start % block or (size % block and start + size < whole):
-        raise ConfigError(
-            f"{name} is divided into parts of {size} of {whole}, for projections that share the tensor or for ranks, and blocks of "
-            f"{block} do not divide these; if parallel.tp is above 1, set it to a smaller number"
-        )
-    return TensorShare(dim, start // block, _blocks(size, block), _blocks(whole, block))

@@ -7,9 +7,7 @@ import torch
 from dovetail.interfaces.quantization import LinearProduct
 from dovetail.layers.linear import DenseProduct
 from dovetail.ops.activation import GATES, Activation
-
-LARGEST = 448.0
-"""The largest number of E4M3."""
+from dovetail_quantization.fp8_weights import LARGEST
 
 
 def make_product(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from dovetail.interfaces.features import Feature
 from dovetail.registry.hookspecs import hookimpl
 from dovetail.registry.specs import ComponentKind, ComponentSpec, Constraints
 
@@ -14,6 +15,8 @@ FP8 = ComponentSpec(
     config="dovetail_quantization.config:Fp8Config",
     describe="dovetail_quantization.fp8_formats:describe",
     summary="FP8 weights (E4M3) with scales per tensor, row or block, from checkpoints or while loading.",
+    api=(1, 1),
+    offers=frozenset({Feature.QUANTIZATION_EXPERTS}),
     constraints=Constraints(min_compute_capability=(8, 9)),
 )
 

@@ -1,0 +1,54 @@
+"""Dequantize the weights of experts: for the CPU, whose kernels multiply plain weights, and as the reference of kernels
+that multiply with codes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from dovetail.interfaces.expert_shapes import ExpertFormat, ExpertWeights
+
+
+def dequantized(weights: ExpertWeights, dtype: torch.dtype) -> ExpertWeights:
+    """Return ``weights`` in the format ``plain``, in ``dtype``. Plain weights are returned as they are."""
+    if weights.format == "plain":
+        return weights
+    assert weights.gate_up_scale is not None
+    assert weights.down_scale is not None
+    one = _DEQUANTIZE[weights.format]
+    pairs = ((weights.gate_up, weights.gate_up_scale), (weights.down, weights.down_scale))
+    gate_up, down = (_by_expert(one, codes, scale, weights.block, dtype) for codes, scale in pairs)
+    return replace(weights, gate_up=gate_up, down=down, gate_up_scale=None, down_scale=None, format="plain")
+
+
+Dequantize = Callable[[torch.Tensor, torch.Tensor, tuple[int, int]], torch.Tensor]
+"""A function that returns the float32 weight ``[out, in]`` of the codes and scales of one expert."""
+
+
+def _by_expert(
+    one: Dequantize, codes: torch.Tensor, scale: torch.Tensor, block: tuple[int, int], dtype: torch.dtype
+) -> torch.Tensor:
+    """Dequantize the experts one by one, so that only one of them is held in float32."""
+    first = one(codes[0], scale[0], block)
+    result = torch.empty(len(codes), *first.shape, dtype=dtype, device=codes.device)
+    result[0] = first
+    for expert in range(1, len(codes)):
+        result[expert] = one(codes[expert], scale[expert], block)
+    return result
+
+
+def _fp8_rows(codes: torch.Tensor, scale: torch.Tensor, block: tuple[int, int]) -> torch.Tensor:
+    return codes.float() * scale[:, None]
+
+
+def _fp8_blocks(codes: torch.Tensor, scale: torch.Tensor, block: tuple[int, int]) -> torch.Tensor:
+    (out, columns), (of_rows, of_columns) = codes.shape, block
+    whole = scale.repeat_interleave(of_rows, 0)[:out].repeat_interleave(of_columns, 1)[:, :columns]
+    return codes.float() * whole
+
+
+_DEQUANTIZE: dict[ExpertFormat, Dequantize] = {"fp8_rows": _fp8_rows, "fp8_blocks": _fp8_blocks}
