@@ -98,6 +98,13 @@ class StopProfileMsg(msgspec.Struct, tag=True, frozen=True):
     prefix: str = ""
 
 
+class ExpertLoadMsg(msgspec.Struct, tag=True, frozen=True):
+    """Request the tokens that each expert has received since the engine's start (``metrics.expert_load``). The engine waits
+    for the step in flight, and answers with ``CommandReply``."""
+
+    call_id: str
+
+
 class StatsRequestMsg(msgspec.Struct, tag=True, frozen=True):
     """Request ``EngineStats`` now."""
 
@@ -166,12 +173,14 @@ class RequestFailed(msgspec.Struct, tag=True, frozen=True):
 
 
 class CommandReply(msgspec.Struct, tag=True, frozen=True):
-    """Answer a command message. ``files`` are the files that the command has written."""
+    """Answer a command message. ``files`` are the files that the command has written. ``expert_tokens`` has the tokens of
+    each expert, by the index of the layer."""
 
     call_id: str
     ok: bool
     message: str = ""
     files: tuple[str, ...] = ()
+    expert_tokens: dict[int, list[int]] = {}
 
 
 class EngineStats(msgspec.Struct, tag=True, frozen=True):
@@ -252,7 +261,7 @@ class EngineFailed(msgspec.Struct, tag=True, frozen=True):
     wrong_setting: bool = False
 
 
-Control = PauseMsg | ContinueMsg | StartProfileMsg | StopProfileMsg
+Control = PauseMsg | ContinueMsg | StartProfileMsg | StopProfileMsg | ExpertLoadMsg
 Command = FlushCacheMsg | Control
 """A message that is answered with ``CommandReply``."""
 ToEngine = GenerateMsg | AbortMsg | AbortAllMsg | Command | StatsRequestMsg | PingMsg | ShutdownMsg

@@ -5,10 +5,15 @@
 
 from __future__ import annotations
 
+import asyncio
+from types import SimpleNamespace
+
 import numpy as np
 
 from dovetail.experiment.online.arm_statistics import ENOUGH, TICK_SECONDS, blocks_of, compare_arms
+from dovetail.experiment.online.arms import ArmsClient
 from dovetail.experiment.online.log import Latency
+from dovetail.messages import CommandReply, ExpertLoadMsg
 
 
 def traffic(
@@ -71,3 +76,23 @@ def test_outputs_of_one_token_have_no_tpot():
     a, b = ([*traffic(rng, 1.0, 30), *(Latency(i * 1.0, "one", 1e6, None) for i in range(100))] for _ in range(2))
     rows = compare_arms(("base", sorted(a)), [("b", sorted(b))])
     assert {row.metric: row.a is not None and row.a < 50 for row in rows}["TPOT, mean"]
+
+
+def test_the_load_of_experts_is_added_up_over_arms_with_the_same_layers():
+    def answered(*loads):
+        async def reply(load):
+            return CommandReply("", True, expert_tokens=load)
+
+        arms = ArmsClient.__new__(ArmsClient)
+        arms.arms = {
+            str(i): SimpleNamespace(client=SimpleNamespace(alive=True, command=lambda msg, load=load: reply(load)))
+            for i, load in enumerate(loads)
+        }
+        return asyncio.run(arms.command(ExpertLoadMsg("")))
+
+    added = answered({0: [1, 2], 3: [0, 4]}, {0: [5, 0], 3: [1, 1]})
+    assert added.ok
+    assert added.expert_tokens == {0: [6, 2], 3: [1, 5]}
+    refused = answered({0: [1, 2]}, {0: [1, 2, 3]})
+    assert not refused.ok
+    assert "different layers" in refused.message

@@ -18,6 +18,7 @@ from dovetail.messages import (
     CommandReply,
     ContinueMsg,
     EngineStats,
+    ExpertLoadMsg,
     FlushCacheMsg,
     GenerateMsg,
     PauseMsg,
@@ -79,6 +80,8 @@ class FakeLoop:
                 self._answers.append(CommandReply(msg.call_id, True))
             case StartProfileMsg() | StopProfileMsg():
                 self._answers.append(CommandReply(msg.call_id, True, files=("fake.json.gz",)))
+            case ExpertLoadMsg():
+                self._answers.append(CommandReply(msg.call_id, True, expert_tokens={0: [3, 1], 2: [0, 0]}))
             case StatsRequestMsg():
                 n = len(self._running)
                 self._answers.append(

@@ -30,13 +30,14 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
     folder = tmp_path_factory.mktemp("profiles")
     tree = config_with(profile_dir=str(folder), profile_seconds=5).model_dump()
+    tree["metrics"] = {"expert_load": "experts"}
     tree["model"] = {
         "path": "tiny",
         "served_name": ("mine", "second"),
         "aliases": {"claude-*": "mine", "gpt-?": "second"},
     }
     with running_server(
-        Config.model_validate({k: tree[k] for k in ("model", "server", "threads")}), target=run_fake_engine
+        Config.model_validate({k: tree[k] for k in ("model", "server", "metrics", "threads")}), target=run_fake_engine
     ) as url:
         yield url
 
@@ -72,6 +73,17 @@ def test_every_name_and_alias_reaches_the_model(server: httpx.Client) -> None:
 def test_an_alias_needs_a_target_that_is_served() -> None:
     with pytest.raises(ValueError, match="allowed: tiny, default"):
         Config.model_validate({"model": {"path": "tiny", "aliases": {"x-*": "other"}}})
+
+
+def test_the_load_of_experts_is_a_table_and_metrics(server: httpx.Client) -> None:
+    """The fake engine's layers have two experts each."""
+    first, second = server.get("/expert_load").json()["layers"]
+    assert first == {"layer": 0, "balancedness": pytest.approx(2 / 3), "tokens": [3, 1]}
+    assert second == {"layer": 2, "balancedness": 1.0, "tokens": [0, 0]}
+    lines = server.get("/metrics").text.splitlines()
+    assert 'dovetail_expert_tokens_total{expert="0",layer="0"} 3.0' in lines
+    assert 'dovetail_expert_tokens_total{expert="1",layer="2"} 0.0' in lines
+    assert 'dovetail_expert_balancedness{layer="2"} 1.0' in lines
 
 
 def test_head_is_answered_where_get_is(server: httpx.Client) -> None:

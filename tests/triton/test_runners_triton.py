@@ -1,5 +1,5 @@
-"""Test what ``Runner.launch`` promises of a batch, for each runner, against the definition. Graphs are replaced by the
-steps themselves.
+"""Test what ``Runner.launch`` promises of a batch, for each runner, against the definition, and that all of them
+count the tokens of experts alike. Graphs are replaced by the steps themselves.
 
 Run: TRITON_INTERPRET=1 python -m pytest tests/triton/test_runners_triton.py
 """
@@ -12,11 +12,15 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from transformers import Qwen3MoeConfig
 
 from dovetail import LLM
 from dovetail.engine.captures import NEEDED_BEFORE_CAPTURE, NO_UPDATES, STEPS_BETWEEN_CAPTURES, Staging
+from dovetail.engine.dry_run import first_layers
+from dovetail.engine.expert_load import ExpertLoad
 from dovetail.engine.graphs import DecodeGraphs
 from dovetail.engine.penalties import TokenCounts
+from dovetail.engine.pieces import PiecewiseGraphs
 from dovetail.engine.runners import DecodeGraphRunner, EagerRunner, EagerSampler, VerifyGraphRunner
 from dovetail.engine.sampler import Sampler
 from dovetail.engine.verify_graphs import VerifyGraphs, VerifySizes
@@ -84,25 +88,35 @@ def attention(engine):
     return TritonAttention(None, context)
 
 
-@pytest.fixture
-def runners(engine, monkeypatch):
-    """Return one runner of each kind, over the same model and pool."""
+def stand_in(monkeypatch):
+    """Replace graphs by the steps themselves."""
     for module in ("graphs", "verify_graphs"):
         monkeypatch.setattr(f"dovetail.engine.{module}.GraphRecorder", Replayed)
     monkeypatch.setattr("dovetail.engine.graphs.Staging", Unpinned)
+
+
+def built(engine, load=None):
+    """Return one runner of each kind, over the same model and pool."""
     model, inputs, pool = engine.model, engine.inputs, engine.pool
     counts = TokenCounts(len(inputs.pages), engine.info.vocab_size, engine.device)
     sampler = EagerSampler(Sampler(engine.info.vocab_size, frozenset(), engine.device, counts), inputs)
     shape = ROWS, engine.context_len, False, WATCHED
-    decode = DecodeGraphs(model, inputs, pool, attention(engine), *shape, counts=counts)
+    decode = DecodeGraphs(model, inputs, pool, attention(engine), *shape, counts=counts, load=load)
     sizes = VerifySizes(TOKENS, WIDTH, True, engine.context_len)
-    verify = VerifyGraphs(model, inputs, pool, attention(engine), sizes, WATCHED)
-    eager = EagerRunner(model, inputs, pool, attention(engine), attention(engine), sampler, watched=WATCHED)
+    verify = VerifyGraphs(model, inputs, pool, attention(engine), sizes, WATCHED, load=load)
+    backends = attention(engine), attention(engine)
+    eager = EagerRunner(model, inputs, pool, *backends, sampler, watched=WATCHED, load=load)
     return {
         "decode graph": (DecodeGraphRunner(decode, sampler), decode),
         "verify graph": (VerifyGraphRunner(verify, sampler), verify),
         "eager": (eager, None),
     }
+
+
+@pytest.fixture
+def runners(engine, monkeypatch):
+    stand_in(monkeypatch)
+    return built(engine)
 
 
 def can_run(runner, graphs, batch):
@@ -244,3 +258,89 @@ def test_each_graph_runs_its_own_kind_of_step_and_eager_runs_all(engine, runners
         able = {kind for kind, (runner, graphs) in runners.items() if can_run(runner, graphs, batch) is not None}
         graph = {"decode": {"decode graph"}, "chains": {"verify graph"}, "trees": {"verify graph"}}.get(name, set())
         assert able == {"eager"} | graph
+
+
+TOP_K = 2
+
+
+@pytest.fixture(scope="module")
+def moe_engine(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("moe")
+    Qwen3MoeConfig(
+        vocab_size=199,
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=16,
+        num_experts=6,
+        num_experts_per_tok=TOP_K,
+        moe_intermediate_size=16,
+        eos_token_id=None,
+        max_position_embeddings=128,
+        architectures=["Qwen3MoeForCausalLM"],
+    ).save_pretrained(directory)
+    memory = {"num_pages": 96, "page_size": PAGE}
+    model = {"dtype": "float32", "load_format": "dummy"}
+    llm = LLM(str(directory), device="cpu", model=model, grammar="none", memory=memory)
+    return llm.loop.executor.rank.engine
+
+
+@pytest.fixture
+def counting(moe_engine, monkeypatch):
+    stand_in(monkeypatch)
+    load = ExpertLoad(moe_engine.model, PAGE, moe_engine.device)
+    return built(moe_engine, load), load
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"), [("decode", "decode graph"), ("chains", "verify graph"), ("trees", "verify graph")]
+)
+@torch.inference_mode()
+def test_a_captured_step_counts_what_the_step_counts_without_a_graph(moe_engine, counting, name, kind):
+    """Three decode rows run in a graph of four, and seven tokens of trees in one of eight."""
+    found, load = counting
+    prefix, counts, trees, num_extend = STEPS[name]
+    totals = []
+    for chosen in (kind, "eager"):
+        runner, graphs = found[chosen]
+        batch = make_batch(moe_engine, prefix, counts, trees, num_extend)
+        moe_engine.pool.k.fill_(0.5), moe_engine.pool.v.fill_(0.25)
+        ready = can_run(runner, graphs, batch)
+        before = load.read()
+        for _ in range(2):
+            runner.launch(batch, ready)
+        after = load.read()
+        totals.append({layer: [b - a for a, b in zip(before[layer], after[layer], strict=True)] for layer in after})
+    assert totals[0] == totals[1]
+    assert [sum(tokens) for tokens in totals[0].values()] == [2 * sum(counts) * TOP_K] * 2
+
+
+@torch.inference_mode()
+def test_captures_and_rehearsals_count_nothing(moe_engine, counting):
+    found, load = counting
+    decode = found["decode graph"][1]
+    batch = make_batch(moe_engine, [3, 30, 8], [1, 1, 1])
+    can_run(*found["decode graph"], batch)
+    assert not any(map(any, load.read().values()))
+    found["decode graph"][0].launch(batch, decode.get(decode.key_for(batch)))
+    counted = load.read()
+    decode.rehearse(decode.key_for(batch), 9)
+    first_layers(moe_engine.model, decode.get(decode.key_for(batch)).batch, 9)
+    assert load.read() == counted
+    assert any(map(any, counted.values()))
+
+
+@torch.inference_mode()
+def test_pieces_count_the_tokens_that_are_not_padding(moe_engine, monkeypatch):
+    """The graphs of a pass in pieces are replaced by the whole pass, which the last of them replays."""
+    load = ExpertLoad(moe_engine.model, PAGE, moe_engine.device)
+    monkeypatch.setattr("dovetail.engine.pieces.GraphRecorder", lambda device: SimpleNamespace())
+    pieces = PiecewiseGraphs(moe_engine.model, 2, moe_engine.pool, 16, torch.float32, load=load)
+    batch = pieces._static_batch(8)
+    batch.attn = (SimpleNamespace(forward=lambda q, layer, batch: torch.zeros_like(q)),)
+    pieces._forward(batch)
+    assert not any(map(any, load.read().values())), "every token is padding before the first step"
+    pieces._places[:3] = torch.arange(3) + PAGE
+    pieces._forward(batch)
+    assert [sum(tokens) for tokens in load.read().values()] == [3 * TOP_K] * 2

@@ -84,6 +84,12 @@ FLAGS: tuple[ServeFlag, ...] = (
         "Receiver of OpenTelemetry traces, by OTLP over HTTP; needs the extra otel.",
         example="http://127.0.0.1:4318",
     ),
+    _switch(
+        ("--enable-expert-distribution-metrics",),
+        SERVER,
+        "Count the tokens of each expert in /metrics.",
+        {"metrics.expert_load": "experts"},
+    ),
     ServeFlag(("--log-level",), "server.log_level", SERVER, "The lowest level that is logged.", example="debug"),
     ServeFlag(
         ("--allowed-origins",),
@@ -385,6 +391,8 @@ REFUSED: Mapping[str, str] = {
     "--pipeline-parallel-size": "pipelines of ranks are not supported yet; use --tp",
     "--ep": "the ranks of --tp divide the experts; use --tp with --enable-expert-parallel",
     "--ep-size": "the ranks of --tp divide the experts; use --tp with --enable-expert-parallel",
+    "--expert-distribution-recorder-mode": "use --enable-expert-distribution-metrics, and GET /expert_load",
+    "--enable-eplb": "experts are not moved between ranks; --enable-expert-distribution-metrics shows their load",
     "--nnodes": "all ranks are on one host; use --tp with the devices of this host",
     "--node-rank": "all ranks are on one host; use --tp with the devices of this host",
     "--dist-init-addr": "all ranks are on one host; use --tp with the devices of this host",

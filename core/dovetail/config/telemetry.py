@@ -1,4 +1,4 @@
-"""Define the config of what a server reports about its requests: traces, and the names of its metrics."""
+"""Define the config of what a server reports: traces of its requests, and the names and kinds of its metrics."""
 
 from __future__ import annotations
 
@@ -41,9 +41,13 @@ class TracingSection(Section):
 
 
 class MetricsSection(Section):
-    """Configure the names in /metrics."""
+    """Configure the names in /metrics, and what is counted only if it is configured."""
 
     compat: Literal["vllm", "sglang"] | None = Field(
         default=None,
         description="Add the same measurements under the names, labels and histogram buckets of vLLM or SGLang: docs/operations.md lists them.",
+    )
+    expert_load: Literal["layers", "experts"] | None = Field(
+        default=None,
+        description="Count the tokens that each expert of a mixture of experts receives. `layers`: /metrics has the balance of each layer. `experts`: it also has the counter of each expert, a series for each expert of each layer. GET /expert_load returns the whole table. By default nothing is counted.",
     )

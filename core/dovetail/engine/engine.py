@@ -13,6 +13,7 @@ import torch
 from dovetail.engine.build import as_module
 from dovetail.engine.captures import CaptureAgreement, capture_all
 from dovetail.engine.draft_runtime import EngineDraftRuntime
+from dovetail.engine.expert_load import ExpertLoad
 from dovetail.engine.graphs import DecodeGraphs
 from dovetail.engine.inputs import Inputs
 from dovetail.engine.kernel_set import kernel_set
@@ -106,6 +107,8 @@ class Engine:
         self.model = build_model(resolved.model.load(), info, self.device, self._dtype, mesh, quantization)
         if config.batch_invariant:
             make_batch_invariant(as_module(self.model))
+        counts = config.metrics.expert_load is not None
+        self.expert_load = ExpertLoad(self.model, self.page_size, self.device) if counts else None
         self._note_prompts(resolved)
         load_weights(
             self.model, resolved.model_dir, config.model.load_format, config.model.seed, shown=mesh.tp.rank == 0
@@ -215,6 +218,7 @@ class Engine:
             pieces=self.pieces,
             watched=self.watched,
             batch_invariant=self._batch_invariant,
+            load=self.expert_load,
         )
         self._order_runners()
 
@@ -241,6 +245,7 @@ class Engine:
             self.watched,
             counts=self.counts,
             mesh=self.mesh,
+            load=self.expert_load,
         )
         self.warm_up.note_decode(graphs)
         if config.graphs.capture == "start":
@@ -253,7 +258,13 @@ class Engine:
         if self.device.type != "cuda" or not self._piece_tokens:
             return None
         pieces = PiecewiseGraphs(
-            self.model, self._local.num_heads, self.pool, self._piece_tokens, self._dtype, self.watched
+            self.model,
+            self._local.num_heads,
+            self.pool,
+            self._piece_tokens,
+            self._dtype,
+            self.watched,
+            self.expert_load,
         )
         if config.graphs.capture == "start":
             capture_all(pieces, "steps with prompts", self.mesh)
@@ -266,7 +277,9 @@ class Engine:
             return
         config, decode = self._config, self.eager_runner.decode
         sizes = verify_sizes(config, most, self.context_len, trees=trees)
-        graphs = VerifyGraphs(self.model, self.inputs, self.pool, decode, sizes, self.watched, self.mesh)
+        graphs = VerifyGraphs(
+            self.model, self.inputs, self.pool, decode, sizes, self.watched, self.mesh, self.expert_load
+        )
         self.warm_up.note_verify(graphs)
         if config.graphs.capture == "start":
             capture_all(graphs, "verify steps", self.mesh)

@@ -26,6 +26,7 @@ from dovetail.interfaces.mesh import SINGLE, Mesh
 from dovetail.types import Batch, ForwardOutput, SharedPrefixes
 
 if TYPE_CHECKING:
+    from dovetail.engine.expert_load import ExpertLoad
     from dovetail.engine.inputs import Array
     from dovetail.engine.penalties import TokenCounts
     from dovetail.engine.settings import RowSettings
@@ -96,13 +97,14 @@ class DecodeGraphs:
         *,
         counts: TokenCounts,
         mesh: Mesh = SINGLE,
+        load: ExpertLoad | None = None,
     ) -> None:
         """With ``shares``, batches may have ``shared``; the backend must then offer attention.shared_prefix. ``watch``
-        is ``Batch.watch``, ``counts`` the token counts that penalties read."""
+        is ``Batch.watch``, ``counts`` the token counts that penalties read. ``load`` counts the tokens of experts."""
         self.sizes = ladder(max_rows)
         self.seconds = 0.0  # spent on captures
         self._model, self._inputs, self._pool, self._backend = model, inputs, pool, backend
-        self._context_len, self._watch = context_len, watch
+        self._context_len, self._watch, self._load = context_len, watch, load
         self.shared = (False, True) if shares else (False,)
         self._variants = [0]  # those that have occurred
         self.refused: set[GraphKey] = set()
@@ -193,7 +195,10 @@ class DecodeGraphs:
 
         def step() -> torch.Tensor:
             tensors.compute(self._inputs, shared=key.shared)
-            return self._model.logits(self._model.forward(batch))
+            hidden = self._model.forward(batch)
+            if self._load is not None:
+                self._load.add(batch)
+            return self._model.logits(hidden)
 
         self._staging.send(pack(_padding(key.rows)))
         forward, logits = self._recorder.record(step, loaded=key in self.loaded)

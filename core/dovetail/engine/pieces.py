@@ -21,6 +21,7 @@ from dovetail.engine.captures import NO_UPDATES, GraphRecorder, larger_sizes
 from dovetail.types import Batch
 
 if TYPE_CHECKING:
+    from dovetail.engine.expert_load import ExpertLoad
     from dovetail.interfaces.attention import AttentionLayer
     from dovetail.interfaces.mesh import Mesh
     from dovetail.interfaces.model import ModelArchitecture
@@ -84,11 +85,13 @@ class PiecewiseGraphs:
         max_tokens: int,
         dtype: torch.dtype,
         watch: tuple[int, ...] = (),
+        load: ExpertLoad | None = None,
     ) -> None:
-        """``num_heads`` is the number of query heads of this rank. ``watch`` is ``Batch.watch``."""
+        """``num_heads`` is the number of query heads of this rank. ``watch`` is ``Batch.watch``. ``load`` counts the
+        tokens of experts."""
         self.sizes = token_ladder(max_tokens)
         self.seconds = 0.0  # spent on captures
-        self._model, self._pool, self._watch = model, pool, watch
+        self._model, self._pool, self._watch, self._load = model, pool, watch, load
         info, device = model.info, pool.device
         self._ids, self._positions, self._places = torch.zeros(3, max_tokens, dtype=torch.int64, device=device).unbind(
             0
@@ -146,19 +149,25 @@ class PiecewiseGraphs:
             static.zero_()
         batch = self._static_batch(size)
         batch.attn = (_WarmUpAttention(self._attended[:size]),)
-        self._recorder.warm_up(lambda: self._model.forward(batch))
+        self._recorder.warm_up(lambda: self._forward(batch))
         with self._recorder.beside():
             recorder = _PieceRecorder(self._attended[:size], self._recorder)
             batch.attn = (recorder,)
             recorder.begin()
             try:
-                hidden = self._model.forward(batch)
+                hidden = self._forward(batch)
             except BaseException:
                 recorder.abandon()
                 raise
             last = recorder.end()
         self._captured[size] = Pieces(recorder.pieces, last, hidden, batch.hidden)
         self.seconds += time.perf_counter() - start
+
+    def _forward(self, batch: Batch) -> torch.Tensor:
+        hidden = self._model.forward(batch)
+        if self._load is not None:
+            self._load.add(batch)
+        return hidden
 
     def _static_batch(self, size: int) -> Batch:
         zero = np.zeros(1, np.int32)

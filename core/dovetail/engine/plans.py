@@ -208,10 +208,15 @@ class PlanRunner(RankEngine):
         }
 
     def call(self, name: str, args: Any) -> Any:
-        """See ``RankEngine``. ``start_profile`` and ``stop_profile`` are those of ``RankProfiler``."""
+        """See ``RankEngine``. ``start_profile`` and ``stop_profile`` are those of ``RankProfiler``;
+        ``expert_load`` returns what ``ExpertLoad.read`` returns, as pairs, on rank 0, because all ranks choose alike."""
+        rank = self.engine.mesh.tp.rank
         if self._profiler is None:
-            self._profiler = RankProfiler(self.engine.mesh.tp.rank)
+            self._profiler = RankProfiler(rank)
         match name:
+            case "expert_load":
+                load = self.engine.expert_load
+                return None if load is None or rank else list(load.read().items())
             case "start_profile":
                 return self._profiler.start(*args)
             case "stop_profile":

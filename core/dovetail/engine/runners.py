@@ -24,6 +24,7 @@ from dovetail.types import ForwardOutput
 if TYPE_CHECKING:
     import torch
 
+    from dovetail.engine.expert_load import ExpertLoad
     from dovetail.engine.graphs import DecodeGraph, DecodeGraphs
     from dovetail.engine.inputs import Inputs
     from dovetail.engine.pieces import PiecewiseGraphs
@@ -164,12 +165,14 @@ class EagerRunner(Runner[AttentionBackend]):
         pieces: PiecewiseGraphs | None = None,
         watched: tuple[int, ...] = (),
         batch_invariant: bool = False,
+        load: ExpertLoad | None = None,
     ) -> None:
-        """``prefill`` attends in batches with prompt tokens, ``decode`` in others. ``watched`` is ``Batch.watch``."""
+        """``prefill`` attends in batches with prompt tokens, ``decode`` in others. ``watched`` is ``Batch.watch``. ``load``
+        counts the tokens of experts."""
         self.prefill, self.decode = prefill, decode
         self._model, self._inputs, self._pool, self._sampler = model, inputs, pool, sampler
         self._pieces, self._captures = pieces, None if pieces is None else CaptureOnDemand(pieces, PIECES_NEEDED)
-        self._watched, self._batch_invariant = watched, batch_invariant
+        self._watched, self._batch_invariant, self._load = watched, batch_invariant, load
         # a drafter that watches the output of the last layer needs it for all tokens
         all_rows = max(watched, default=0) >= model.info.num_layers
         self._narrows = Feature.MODEL_LAST_ROWS in model.info.offers and not all_rows
@@ -208,7 +211,10 @@ class EagerRunner(Runner[AttentionBackend]):
                 return pieces.forward(size, batch, attends)
         if self._narrows and narrows(batch):
             batch.last = last_rows(batch, self.decode)
-        return self._model.forward(batch)
+        hidden = self._model.forward(batch)
+        if self._load is not None:
+            self._load.add(batch)
+        return hidden
 
     def sample(self, batch: Batch, launched: Launched[AttentionBackend], masks: Masks | None) -> ForwardOutput:
         """See ``Runner``."""

@@ -38,6 +38,7 @@ from dovetail.ops.sampling import Filters, greedy, sample
 from dovetail.types import Batch, ForwardOutput, StepResult
 
 if TYPE_CHECKING:
+    from dovetail.engine.expert_load import ExpertLoad
     from dovetail.engine.inputs import Inputs
     from dovetail.engine.settings import RowSettings
     from dovetail.interfaces.attention import AttentionBackend
@@ -102,10 +103,14 @@ class VerifyStep:
             set_lens(self.batch, batch, tokens)
             self._lens = rows, tokens
 
-    def run(self, model: ModelArchitecture) -> torch.Tensor:
-        """Launch the kernels that fill the inputs and the forward pass. Return the logits of every token."""
+    def run(self, model: ModelArchitecture, load: ExpertLoad | None = None) -> torch.Tensor:
+        """Launch the kernels that fill the inputs and the forward pass. Return the logits of every token. ``load`` counts
+        the tokens of experts."""
         self.tensors.compute(self._inputs)
-        return model.logits(model.forward(self.batch))
+        hidden = model.forward(self.batch)
+        if load is not None:
+            load.add(self.batch)
+        return model.logits(hidden)
 
     def draw(self, logits: torch.Tensor, filters: Filters | None) -> torch.Tensor:
         """Sample at every token, verify the drafts, and keep the last token of each slot for the next step. ``filters``
@@ -159,14 +164,15 @@ class VerifyGraphs:
         sizes: VerifySizes,
         watch: tuple[int, ...] = (),
         mesh: Mesh = SINGLE,
+        load: ExpertLoad | None = None,
     ) -> None:
         """``backend`` must offer attention.verify_graph, and attention.tree_mask for trees. ``watch`` is
-        ``Batch.watch``."""
+        ``Batch.watch``. ``load`` counts the tokens of experts."""
         self.sizes = sizes.counts
         self.seconds = 0.0  # spent on captures
         self.refused: set[VerifyKey] = set()
         self._model, self._inputs, self._pool, self._backend = model, inputs, pool, backend
-        self._limits, self._watch = sizes, watch
+        self._limits, self._watch, self._load = sizes, watch, load
         self._graphs: dict[VerifyKey, CapturedVerify] = {}
         largest = VerifyShape(sizes.tokens, sizes.width, sizes.trees)
         self._memory = VerifyMemory(largest, inputs.pages.shape[1], inputs.device)
@@ -246,7 +252,7 @@ class VerifyGraphs:
         self._wait_until_read()
         step.tensors.write(empty_batch(), self._inputs)
         self._unread = step.batch
-        graph, logits = self._recorder.record(lambda: self._kept(step.run(self._model)))
+        graph, logits = self._recorder.record(lambda: self._kept(step.run(self._model, self._load)))
         self._graphs[key] = CapturedVerify(step, graph, logits)
         self.seconds += time.perf_counter() - start
         log.debug("captured a verify step, %s: %.2f s", key, time.perf_counter() - start)

@@ -29,7 +29,11 @@ if TYPE_CHECKING:
 class Router(Layer):
     """Choose the experts of each token by a ``RoutingRule``. Every rank holds the whole layer, and all ranks choose
     alike. ``gate`` computes the logits. ``correction`` is the bias for the choice, float32 ``[experts]``, or None; it
-    is ``e_score_correction_bias`` in checkpoints."""
+    is ``e_score_correction_bias`` in checkpoints. With ``keeps``, ``chosen`` (int32 ``[tokens, top_k]``) are the experts of
+    the tokens of the last call, which ``engine.expert_load`` counts."""
+
+    keeps = False
+    chosen: torch.Tensor | None = None
 
     def __init__(self, hidden_size: int, rule: RoutingRule, *, bias: bool = False) -> None:
         super().__init__()
@@ -55,7 +59,10 @@ class Router(Layer):
         if not self.prepared:
             self.prepare()
         logits = functional.linear(x.float(), *self._exact) if self.rule.float32 else self.gate.forward(x)
-        return route(logits, self.rule, self.correction)
+        routing = route(logits, self.rule, self.correction)
+        if self.keeps:
+            self.chosen = routing.ids
+        return routing
 
 
 class Experts(Layer):

@@ -1,4 +1,4 @@
-"""Pause the steps of a loop, and profile its ranks."""
+"""Pause the steps of a loop, profile its ranks, and read the load of its experts."""
 
 from __future__ import annotations
 
@@ -7,11 +7,21 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from dovetail.messages import CommandReply, ContinueMsg, Control, PauseMsg, StartProfileMsg, StopProfileMsg
+from dovetail.messages import (
+    CommandReply,
+    ContinueMsg,
+    Control,
+    ExpertLoadMsg,
+    PauseMsg,
+    StartProfileMsg,
+    StopProfileMsg,
+)
 
 if TYPE_CHECKING:
     from dovetail.interfaces.executor import Executor
     from dovetail.loop.verbs import Verbs
+
+NOT_COUNTED = "the load of experts is not counted; set metrics.expert_load to layers or experts"
 
 
 class LoopControl:
@@ -37,6 +47,11 @@ class LoopControl:
                 if self.is_profiling and msg.prefix in ("", self._prefix):
                     self._stop()
                 return msgspec.structs.replace(self._last, call_id=msg.call_id)
+            case ExpertLoadMsg():
+                counted = self._executor.call("expert_load")[0]
+                if counted is None:
+                    return CommandReply(msg.call_id, False, NOT_COUNTED)
+                return CommandReply(msg.call_id, True, expert_tokens=dict(counted))
 
     def after_step(self) -> None:
         """End the profile if it has all its steps or its time is over."""

@@ -25,6 +25,7 @@ from dovetail.messages import (
     CommandReply,
     ContinueMsg,
     EngineStats,
+    ExpertLoadMsg,
     FlushCacheMsg,
     GenerateMsg,
     PauseMsg,
@@ -100,7 +101,7 @@ class Loop:
                 self._outbox += self.scheduler.abort_all(text)
             case FlushCacheMsg(call_id=call_id):
                 self._outbox.append(self._flush(call_id))
-            case PauseMsg() | ContinueMsg() | StartProfileMsg() | StopProfileMsg():
+            case PauseMsg() | ContinueMsg() | StartProfileMsg() | StopProfileMsg() | ExpertLoadMsg():
                 self._outbox.append(self._control.handle(msg))
             case StatsRequestMsg(call_id=call_id):
                 self._outbox.append(self.stats(call_id))

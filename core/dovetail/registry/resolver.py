@@ -62,6 +62,7 @@ def resolve(config: Config, registry: Registry, machine: Machine, *, tuning: Tun
     tuned = _tuned(config, registry, machine, model, tuning)
     _check_kv_dtype(model.kv_dtype, machine)
     _check_batch_invariant(config, machine, model.dtype)
+    _check_expert_load(config, model)
     _check_devices(config, machine)
     parsers = choose_parsers(config, registry, machine, model)
     slots = _open_slots(config, registry, machine, model, tuned.slots)
@@ -168,6 +169,14 @@ def _check_kv_dtype(kv_dtype: str, machine: Machine) -> None:
         raise ConfigError(
             f"memory.kv_dtype is fp8_e4m3, which needs compute capability {'.'.join(map(str, FP8_E4M3))}; "
             f"{machine.device_name} has {'.'.join(map(str, have))}. Set memory.kv_dtype to fp8_e5m2 or auto"
+        )
+
+
+def _check_expert_load(config: Config, model: ModelChoice) -> None:
+    """Refuse ``metrics.expert_load`` for a model without experts. Raises ``ConfigError``."""
+    if config.metrics.expert_load is not None and model.info.expert_sizes is None:
+        raise ConfigError(
+            f"metrics.expert_load is {config.metrics.expert_load}, and {model.info.architecture} has no experts; leave it out"
         )
 
 

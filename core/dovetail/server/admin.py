@@ -68,4 +68,6 @@ async def abort_request(service: Service, request: Request) -> Response:
 async def metrics(service: Service, request: Request) -> Response:
     """Return the metrics in Prometheus' text format."""
     await service.fresh_stats()
+    if service.config.metrics.expert_load is not None:
+        await service.fresh_expert_tokens()
     return Response(service.metrics.render(), media_type=CONTENT_TYPE_LATEST)

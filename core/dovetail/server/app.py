@@ -51,6 +51,7 @@ ROUTES = (
     ServerRoute(["GET"], "/get_server_info", info.server_info),
     ServerRoute(["GET"], "/load", info.load),
     ServerRoute(["GET"], "/get_load", info.get_load),
+    ServerRoute(["GET"], "/expert_load", info.expert_load),
     ServerRoute(["GET", "POST"], "/flush_cache", control.flush_cache, answers=_TEXT, query=control.FlushQuery),
     ServerRoute(["POST"], "/reset_prefix_cache", control.reset_prefix_cache, query=control.ResetQuery),
     ServerRoute(["POST"], "/pause_generation", control.pause_generation, control.PauseRequest),

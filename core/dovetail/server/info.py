@@ -10,12 +10,14 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
+from dovetail.api.problems import NotFoundError
 from dovetail.api.responses import json_response
 from dovetail.config import Config, dump
 from dovetail.config.checkpoint import locate, read_json
 from dovetail.errors import ConfigError
 from dovetail.interfaces.api import ApiHost
 from dovetail.messages import EngineStats
+from dovetail.server.metrics import balancedness
 from dovetail.server.service import Service
 from dovetail.types import Acceptance
 
@@ -89,6 +91,20 @@ async def get_load(service: Service, request: Request) -> Response:
         "num_tokens": stats.pages_used * service.config.memory.page_size,
     }
     return json_response([load])
+
+
+async def expert_load(service: Service, request: Request) -> Response:
+    """Return the number of tokens that each expert of each layer has received since the engine's start. It must be configured:
+    `metrics.expert_load`."""
+    if service.config.metrics.expert_load is None:
+        raise NotFoundError(
+            "the load of experts is not counted; set metrics.expert_load to layers or experts", code="not_counted"
+        )
+    layers = await service.fresh_expert_tokens()
+    shown = [
+        {"layer": layer, "balancedness": balancedness(tokens), "tokens": tokens} for layer, tokens in layers.items()
+    ]
+    return json_response({"layers": shown})
 
 
 async def tokenizer_info(service: ApiHost, request: Request) -> Response:

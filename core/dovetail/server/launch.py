@@ -276,7 +276,8 @@ def url_of(listener: socket.socket) -> str:
 
 def _metrics(config: Config, engine: EngineHandle, registry: Registry | None) -> Metrics:
     name = config.model.name
-    metrics = Metrics(info_labels(package_version(), name, engine.info), config.metrics.compat, name, engine.info)
+    labels, chosen = info_labels(package_version(), name, engine.info), config.metrics
+    metrics = Metrics(labels, chosen.compat, name, engine.info, chosen.expert_load)
     up = Gauge("dovetail_engine_up", "1 while the engine runs and responds, else 0.", registry=metrics.registry)
     up.set_function(lambda: engine.alive and not engine.stalled)
     if registry is not None:

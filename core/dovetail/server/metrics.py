@@ -105,11 +105,15 @@ class Metrics:
         compat: str | None = None,
         model: str = "",
         info: Mapping[str, Any] = MappingProxyType({}),
+        expert_series: str | None = None,
     ) -> None:
         """``labels`` describe the server: its version, its model and the name of each component. ``compat`` is the other server whose
-        names are added (``metrics.compat``); these need the name of the model and the engine's ``info``."""
+        names are added (``metrics.compat``); these need the name of the model and the engine's ``info``. ``expert_series`` is
+        ``metrics.expert_load``."""
+        self.expert_series = expert_series
         self.registry = CollectorRegistry()
         self.stats = EngineStats()
+        self.expert_tokens: dict[int, list[int]] = {}  # by layer; counted if ``expert_series`` is not None
         self._engine = _EngineCollector(self)
         self.registry.register(self._engine)
         self.compat = CompatMetrics(compat, model, info, self._numbers, self.registry) if compat else None
@@ -284,3 +288,31 @@ class _EngineCollector(Collector):
         )
         text = "Mean number of tokens that a request gets from a step in which its drafts are verified."
         yield GaugeMetricFamily("dovetail_spec_acceptance_length", text, value=drafts.length)
+        if self._metrics.expert_series is not None:
+            yield from _expert_load(self._metrics.expert_tokens, each=self._metrics.expert_series == "experts")
+
+
+def balancedness(tokens: Sequence[int]) -> float:
+    """Return the mean of the tokens of a layer's experts, divided by the most that one of them has: 1 if all have received
+    the same number, also if that is 0."""
+    return sum(tokens) / len(tokens) / max(tokens) if any(tokens) else 1.0
+
+
+def _expert_load(layers: Mapping[int, Sequence[int]], *, each: bool) -> Iterable[Metric]:
+    balance = GaugeMetricFamily(
+        "dovetail_expert_balancedness",
+        "Mean of the tokens that the experts of a layer have received, divided by the most that one of them has received.",
+        labels=["layer"],
+    )
+    counters = CounterMetricFamily(
+        "dovetail_expert_tokens",
+        "Tokens that an expert has received since the engine's start.",
+        labels=["layer", "expert"],
+    )
+    for layer, tokens in layers.items():
+        balance.add_metric([str(layer)], balancedness(tokens))
+        for expert, count in enumerate(tokens if each else ()):
+            counters.add_metric([str(layer), str(expert)], count)
+    yield balance
+    if each:
+        yield counters

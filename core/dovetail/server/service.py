@@ -21,7 +21,7 @@ from dovetail.errors import ContextLengthError, EngineDeadError, RequestError
 from dovetail.generation.prompts import PromptHooks
 from dovetail.interfaces.api import ApiHost, ApiRequest, ChatPlan, Prompt
 from dovetail.interfaces.parsers import ToolRequest
-from dovetail.messages import ContinueMsg, EngineStats, PauseMsg
+from dovetail.messages import ContinueMsg, EngineStats, ExpertLoadMsg, PauseMsg
 from dovetail.sampling_params import SamplingParams
 from dovetail.server.answers import AnswerLimit
 from dovetail.server.engines import EngineHandle
@@ -251,6 +251,15 @@ class Service(ApiHost):
         if not self.engine.alive:
             self.metrics.stats = without_gauges(self.metrics.stats)
         return self.metrics.stats
+
+    async def fresh_expert_tokens(self, seconds: float = 1.0) -> Mapping[int, list[int]]:
+        """Return the tokens of each expert by layer (``metrics.expert_load``), or the last known ones if the engine does not
+        answer within ``seconds`` or has ended."""
+        with suppress(TimeoutError, EngineDeadError):
+            reply = await asyncio.wait_for(self.engine.command(ExpertLoadMsg("")), seconds)
+            if reply.ok:
+                self.metrics.expert_tokens = reply.expert_tokens
+        return self.metrics.expert_tokens
 
 
 def tenant_rid(tenant: str, rid: str) -> str:

@@ -216,13 +216,17 @@ class ArmsClient:
         return _summed(self.arms.values())
 
     async def command(self, msg: Command) -> CommandReply:
-        """Send a command to every running arm. The reply is a refusal if at least one arm refuses."""
+        """Send a command to every running arm. The reply is a refusal if at least one arm refuses. Tokens of experts are
+        added up over the arms; arms whose layers differ refuse."""
         names = [name for name, arm in self.arms.items() if arm.client.alive]
         replies = await asyncio.gather(*(self.arms[name].client.command(msg) for name in names))
         refused = [f"arm {name}: {r.message}" for name, r in zip(names, replies, strict=True) if not r.ok]
         if not names:
             raise EngineDeadError(f"no arm is running: {self.failure or 'all were stopped'}")
-        return CommandReply("", not refused, "; ".join(refused), tuple(file for r in replies for file in r.files))
+        if len({_layers_of(reply) for reply in replies}) > 1:
+            refused.append("the arms have different layers of experts")
+        files = tuple(file for r in replies for file in r.files)
+        return CommandReply("", not refused, "; ".join(refused), files, {} if refused else _added(replies))
 
     async def flush_cache(self) -> CommandReply:
         """Flush the cache of every running arm. The reply is a refusal if at least one arm refuses."""
@@ -324,6 +328,19 @@ class ArmStream:
 async def _refresh(arm: OnlineArm) -> None:
     with suppress(EngineDeadError):  # its latest stats still count towards the totals
         arm.stats = await arm.client.stats()
+
+
+def _layers_of(reply: CommandReply) -> tuple[tuple[int, int], ...]:
+    """Return the index of each layer with experts, and its number of experts."""
+    return tuple((layer, len(tokens)) for layer, tokens in reply.expert_tokens.items())
+
+
+def _added(replies: Sequence[CommandReply]) -> dict[int, list[int]]:
+    """Return the sums of the replies' ``expert_tokens``."""
+    sums: dict[int, list[int]] = {}
+    for layer, tokens in (item for reply in replies for item in reply.expert_tokens.items()):
+        sums[layer] = [a + b for a, b in zip(sums.get(layer, [0] * len(tokens)), tokens, strict=True)]
+    return sums
 
 
 def _summed(arms: Iterable[OnlineArm]) -> EngineStats:
