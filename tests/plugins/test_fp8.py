@@ -16,6 +16,7 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
+from transformers.quantizers.quantizers_utils import should_convert_module
 
 from dovetail import LLM, SamplingParams
 from dovetail.engine.build import as_module, build_model
@@ -294,6 +295,7 @@ WRONG = {
     },
     "kv cache": {**compressed("channel", TOKEN), "kv_cache_scheme": {"num_bits": 8}},
     "groups": {**compressed("channel", TOKEN), "config_groups": {}},
+    "embeddings": {"quant_method": "fp8", "modules_to_convert": ["model.embed_tokens"]},
     "names": {"quant_method": "fp8", "ignored_layers": "lm_head"},
     "a list of methods": {"quant_method": ["fp8"]},
     "a group without keys": {**compressed("channel", TOKEN), "config_groups": {"g": None}},
@@ -313,13 +315,51 @@ def test_what_is_not_implemented_is_named(name: str) -> None:
     assert "implemented" in reason or "allowed" in reason
 
 
-def test_names_of_modules_are_found_within_others() -> None:
-    ignored = read_format(
-        {"quant_method": "fp8", "modules_to_not_convert": ["lm_head", "mlp.gate"]}, Fp8Config()
-    ).ignored
-    assert ignored.fullmatch("lm_head")
-    assert ignored.fullmatch("model.layers.3.mlp.gate")
-    assert not ignored.fullmatch("model.layers.3.mlp.gate_proj")
+MODULES = (
+    "lm_head",
+    "model.layers.1",
+    "model.layers.1.mlp.down_proj",
+    "model.layers.1.mlp.gate",
+    "model.layers.1.mlp.gate_proj",
+    "model.layers.1.self_attn.q_proj",
+    "model.layers.11.mlp.shared_expert_gate",
+    "model.layers.11.self_attn.o_proj",
+    "model.layers.2.mlp.experts.11.down_proj",
+)
+
+
+@pytest.mark.parametrize("key", ["modules_to_not_convert", "ignored_layers"])
+@pytest.mark.parametrize(
+    "names",
+    [
+        [],
+        ["lm_head"],
+        ["model.layers.1"],
+        ["mlp.gate"],
+        ["gate"],
+        ["self_attn"],
+        ["layers.1."],
+        ["model.layers.1."],
+        ["model.layers.*.mlp"],
+        [r"model\.layers\.(1|2)\..*_proj"],
+        ["model.layers.1.mlp.gate|lm", "o_proj"],
+        [".*self_attn", "(model).layers.2.mlp"],
+        ["1.mlp.down_proj"],
+        ["model.layers.1.mlp.gate_pro"],
+        ["model.+gate", "mlp.*"],
+        ["^lm_head$", "^model$"],
+    ],
+    ids=str,
+)
+def test_lists_of_modules_are_read_as_transformers_reads_them(key: str, names: list[str]) -> None:
+    ignored = read_format({"quant_method": "fp8", key: names}, Fp8Config()).ignored
+    found = [name for name in MODULES if ignored.fullmatch(name)]
+    assert found == [name for name in MODULES if not should_convert_module(name, names)]
+
+
+def test_expressions_of_modules_are_compared_with_the_beginning_of_a_name() -> None:
+    with pytest.raises(ConfigError, match=r"wrong regular expression: nothing to repeat"):
+        read_format({"quant_method": "fp8", "modules_to_not_convert": ["*.gate"]}, Fp8Config())
     given = {**compressed("channel", TOKEN), "ignore": [r"re:model\.layers\.0\.", "lm_head", "re:.*gate$"]}
     ignored = read_format(given, Fp8Config()).ignored
     assert all(map(ignored.fullmatch, ("model.layers.0.mlp.up_proj", "lm_head", "model.layers.1.mlp.gate")))

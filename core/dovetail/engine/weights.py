@@ -8,7 +8,7 @@ import threading
 import time
 import zlib
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -21,6 +21,7 @@ from dovetail.config.checkpoint import read_json
 from dovetail.engine.build import WeightFiller, as_module, build_model, expanded_targets
 from dovetail.engine.progress import Advance, bytes_progress, size_text
 from dovetail.engine.shards import ShardReader, StoredTensor, WeightFill, cut, stored_tensors
+from dovetail.engine.tied import untie_different
 from dovetail.errors import ConfigError, WeightsError
 from dovetail.interfaces.model import ModelArchitecture, TensorShare, WeightTarget
 from dovetail.layers.base import prepare_layers
@@ -95,9 +96,13 @@ def checkpoint_files(directory: Path) -> list[Path]:
 
 
 def _load_checkpoint(model: ModelArchitecture, directory: Path, progress: Progress | None, *, shown: bool) -> None:
+    files = checkpoint_files(directory)
+    if model.tied_weights():
+        targets = expanded_targets(model)
+        untie_different(model, (_as_known(tensor, model, targets) for file in files for tensor in stored_tensors(file)))
     filler = WeightFiller(model)
     device = next(as_module(model).parameters()).device
-    moves = _moves(filler, checkpoint_files(directory))
+    moves = _moves(filler, files)
     left = Counter(move.tensor.name for move in moves)
     lock = threading.Lock()
     with bytes_progress("weights", sum(move.tensor.nbytes for move in moves), shown=shown) as advance:
@@ -123,7 +128,9 @@ def _moves(filler: WeightFiller, files: Sequence[Path]) -> list[_Move]:
     ``WeightsError`` if a tensor does not fit the model or occurs twice."""
     seen: dict[str, Path] = {}
     moves: list[_Move] = []
-    for tensor in (_as_known(tensor, filler) for file in files for tensor in stored_tensors(file)):
+    for tensor in (
+        _as_known(tensor, filler.model, filler.targets) for file in files for tensor in stored_tensors(file)
+    ):
         if tensor.name in seen:
             raise WeightsError(f"tensor {tensor.name} is in {seen[tensor.name].name} and again in {tensor.file.name}")
         seen[tensor.name] = tensor.file
@@ -135,11 +142,11 @@ def _moves(filler: WeightFiller, files: Sequence[Path]) -> list[_Move]:
     return moves
 
 
-def _as_known(tensor: StoredTensor, filler: WeightFiller) -> StoredTensor:
-    """Return ``tensor`` with the name that the model uses for it. The prefix of the model's body is missing in
+def _as_known(tensor: StoredTensor, model: ModelArchitecture, targets: Container[str]) -> StoredTensor:
+    """Return ``tensor`` with the name that the model uses for it, of those of ``targets``. The prefix of the model's body is missing in
     checkpoints that were saved without the head, as is common for embedding models and for GPT-2."""
-    name = filler.model.body + tensor.name
-    return replace(tensor, name=name) if tensor.name not in filler.targets and name in filler.targets else tensor
+    name = model.body + tensor.name
+    return replace(tensor, name=name) if tensor.name not in targets and name in targets else tensor
 
 
 def _read_all(moves: Sequence[_Move], device: torch.device, advance: Advance, arrived: Callable[[_Move], None]) -> None:

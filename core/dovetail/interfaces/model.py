@@ -168,3 +168,14 @@ class ModelArchitecture(ABC):
     def ignored_weights(self) -> Iterable[str]:
         """Return regular expressions of checkpoint names that this model does not need (buffers, tied copies)."""
         return ()
+
+    def tied_weights(self) -> Mapping[str, str]:
+        """Return the checkpoint names that this model ignores because it uses the tensors with other names in their
+        place, which have the same values, and these names: ``{"lm_head.weight": "model.embed_tokens.weight"}``. The
+        loader compares them in a checkpoint that has both."""
+        return {}
+
+    def untie(self, name: str) -> None:
+        """Give the parameter of one of the ``tied_weights`` memory of its own, which ``weights_map`` fills from then on,
+        because the values differ. The loader calls it before weights are loaded."""
+        raise NotImplementedError(f"{type(self).__name__} has tied_weights and does not implement untie")

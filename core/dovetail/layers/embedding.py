@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import torch
+from torch import nn
 from torch.nn import functional
 
 from dovetail.interfaces.model import TensorShare, WeightTarget
@@ -53,11 +54,16 @@ class LMHead(Linear):
         start, size = mesh.tp.ragged_share(vocab_size)
         super().__init__(hidden_size, 0 if tied else size)
         self.bias = parameter(size) if bias else None
+        self.tied = tied is not None
         if tied is not None:
             self.weight, self.out_features = tied.weight, size
         self._tp = mesh.tp if mesh.tp.size > 1 else None
         self._share = TensorShare(0, start, size, vocab_size)
         self._padding = -(-vocab_size // mesh.tp.size) - size
+
+    def untie(self) -> None:
+        """Give a tied head a weight of its own, which is not initialised."""
+        self.weight, self.tied = nn.Parameter(torch.empty_like(self.weight), requires_grad=False), False
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Map contiguous ``x [n, hidden_size]`` to ``[n, vocab_size]``. Mutates nothing."""

@@ -143,7 +143,7 @@ class DecoderModel(Layer, ModelArchitecture):
             f"{self.embed_name}.weight": self.embed.target("embed.weight"),
             **dict(self.norm_targets()),
         }
-        if not self.info.config.tied:
+        if not self.head.tied:
             targets[f"{self.head_name}.weight"] = self.head.target("head.weight")
         if self.head.bias is not None:
             targets[f"{self.head_name}.bias"] = self.head.target("head.bias")
@@ -158,9 +158,17 @@ class DecoderModel(Layer, ModelArchitecture):
     def ignored_weights(self) -> Iterable[str]:
         """See ``ModelArchitecture.ignored_weights``."""
         yield r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq"
-        if self.info.config.tied:
+        if self.head.tied:
             yield rf"{re.escape(self.head_name)}\.weight"
         yield from _further_layers(self.info)
+
+    def tied_weights(self) -> Mapping[str, str]:
+        """See ``ModelArchitecture.tied_weights``."""
+        return {f"{self.head_name}.weight": f"{self.embed_name}.weight"} if self.head.tied else {}
+
+    def untie(self, name: str) -> None:
+        """See ``ModelArchitecture.untie``."""
+        self.head.untie()
 
 
 def attention_sizes(info: ModelInfo) -> AttentionShape:

@@ -81,6 +81,7 @@ def _read_fp8(given: Mapping[str, Any]) -> Fp8Format:
     ignored = _modules(given, "modules_to_not_convert", "ignored_layers")
     _allow(given, "fmt", ("e4m3", "float8_e4m3fn", None))
     _allow(given, "kv_cache_scheme", (None,))
+    _allow(given, "modules_to_convert", (None, []))
     scheme = given.get("activation_scheme", "dynamic")
     block = given.get("weight_block_size")
     if block is None:
@@ -160,10 +161,10 @@ def _block(value: Any) -> tuple[int, int]:
 
 
 def _modules(given: Mapping[str, Any], *keys: str) -> re.Pattern[str]:
-    """Return a pattern of the named modules and of what is within them. A name without its prefix is found at any
-    place, as in transformers."""
+    """Return a pattern of the modules that transformers leaves out (``should_convert_module``). An entry is a regular
+    expression of the beginning of a name, up to the end of one of its parts, or, read literally, the end of a name."""
     names = [name for key in keys for name in _names(given.get(key) or [])]
-    return _any_of([rf"(.*\.)?{re.escape(name)}(\..*)?" for name in names])
+    return _any_of([rf"(?:{name})(?:(?<=\.)|(?=\.|$)).*|.*{re.escape(name)}" for name in names])
 
 
 def _names(value: Any) -> list[str]:
