@@ -20,10 +20,11 @@ from dovetail.interfaces.cache import CacheGroup
 from dovetail.interfaces.expert_shapes import ExpertsShape, RoutingRule, SwiGLU
 from dovetail.interfaces.mesh import SINGLE, Mesh
 from dovetail.interfaces.model import ModelArchitecture, ModelInfo, WeightTarget
+from dovetail.layers import linear
 from dovetail.layers.base import prepare_layers
 from dovetail.layers.decoder import mlp_targets
 from dovetail.layers.expert_targets import FusedLayout, expert_targets, fused_expert_targets
-from dovetail.layers.experts import Experts
+from dovetail.layers.experts import Experts, Router
 from dovetail.layers.norm import RMSNorm
 from dovetail.ops.routing import route
 from dovetail.ops.triton.expert_tiles import tiles_of
@@ -343,3 +344,28 @@ def test_new_values_are_used_after_prepare() -> None:
         held.mul_(0.5)
     prepare_layers(layer)
     assert not torch.allclose(layer.forward(x), before)
+
+
+def test_a_float32_router_keeps_one_product(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its logits are float32 in a model of another dtype, and it makes no product in the model's dtype."""
+    made = list[torch.dtype]()
+
+    class Recorded(linear.DenseProduct):
+        def __init__(self, weight: torch.Tensor, *, batch_invariant: bool = False) -> None:
+            made.append(weight.dtype)
+            super().__init__(weight, batch_invariant=batch_invariant)
+
+    monkeypatch.setattr(linear, "DenseProduct", Recorded)
+    torch.manual_seed(0)
+    router = Router(64, RULES["minimax"]).to(torch.bfloat16)
+    nn.init.normal_(router.gate.weight)
+    assert router.correction is not None
+    router.correction.data = torch.zeros(EXPERTS)
+    prepare_layers(router)
+    assert made == [torch.float32]
+    x = torch.randn(5, 64, dtype=torch.bfloat16)
+    logits = router.gate.forward(x)
+    assert logits.dtype is torch.float32
+    torch.testing.assert_close(logits, nn.functional.linear(x.float(), router.gate.weight.float()))
+    expected = route(logits, RULES["minimax"], router.correction)
+    assert router.forward(x).ids.equal(expected.ids)

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from dovetail import LLM, SamplingParams
-from dovetail_quantization.fp8_products import LARGEST, dequantize, make_product
+from dovetail_quantization.fp8_products import dequantize, make_product
+from dovetail_quantization.fp8_weights import LARGEST
 
 FP8 = torch.float8_e4m3fn
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")]
@@ -51,13 +52,17 @@ def test_products_are_those_of_the_numbers(
     assert captured.equal(got)
 
 
-def test_a_static_scale_quantizes_activations() -> None:
+@pytest.mark.parametrize("tokens", [1, 8, 300])
+@pytest.mark.parametrize("biased", [False, True])
+def test_a_static_scale_quantizes_activations(tokens: int, biased: bool) -> None:
     torch.manual_seed(0)
     weight = torch.randn(256, 512, device="cuda").to(FP8)
     scale, static = torch.full((256,), 0.01, device="cuda"), torch.tensor(0.02, device="cuda")
-    x = torch.randn(8, 512, device="cuda", dtype=torch.bfloat16)
-    got = make_product(weight, scale, None, static, torch.bfloat16).forward(x, None)
+    x = torch.randn(tokens, 512, device="cuda", dtype=torch.bfloat16)
+    bias = torch.randn(256, device="cuda", dtype=torch.bfloat16) if biased else None
+    got = make_product(weight, scale, None, static, torch.bfloat16).forward(x, bias)
     exact = (x.float() / 0.02).clamp(-LARGEST, LARGEST).to(FP8).float() * 0.02 @ (weight.float() * 0.01).T
+    exact = exact if bias is None else exact + bias.float()
     assert (got.float() - exact).square().mean().sqrt() / exact.square().mean().sqrt() < 4e-3
 
 

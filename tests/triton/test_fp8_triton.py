@@ -5,12 +5,16 @@ Run: TRITON_INTERPRET=1 python -m pytest tests/triton/test_fp8_triton.py
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
+import dovetail_quantization.triton.quantize as quantize_kernels
 from dovetail_quantization.fp8_products import RowScaled, dequantize
 from dovetail_quantization.triton.block_product import block_product
-from dovetail_quantization.triton.quantize import quantize
+from dovetail_quantization.triton.quantize import quantize, quantize_static
 
 FP8 = torch.float8_e4m3fn
 
@@ -44,6 +48,25 @@ def test_activations_beyond_a_bound_count_as_the_bound() -> None:
     exact, exact_scales = quantize(x.clamp(-5, 5))
     assert scales.equal(exact_scales)
     assert got.float().equal(exact.float())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize(("tokens", "width"), [(0, 32), (1, 80), (3, 2500)])
+def test_a_static_scale_is_one_launch(
+    tokens: int, width: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.manual_seed(0)
+    x, static = torch.randn(tokens, width).to(dtype), torch.tensor(0.003)
+    launches = list[object]()
+    run = quantize_kernels.launch
+    monkeypatch.setattr(
+        quantize_kernels, "launch", lambda kernel, *args, **kw: (launches.append(kernel), run(kernel, *args, **kw))
+    )
+    codes, scales = quantize_static(x, static)
+    assert len(launches) == (tokens > 0)
+    assert codes.float().equal((x.float() / static).clamp(-448, 448).to(FP8).float())
+    assert scales.equal(torch.full((tokens, 1), 0.003))
+    assert all(scales.stride())
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
@@ -86,3 +109,25 @@ def test_a_product_with_scales_of_rows_is_that_of_the_numbers(tokens: int, biase
     exact = exact if bias is None else exact + bias.double()
     assert got.shape == (tokens, 64)
     assert ((got.double() - exact).abs() <= 1e-5 * (exact.abs() + 1)).all()
+
+
+class Operations(TorchDispatchMode):
+    """Record the names of the operations that are called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names = list[str]()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(func.overloadpacket.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+def test_the_bias_has_no_kernel_of_its_own() -> None:
+    weight, x, bias = torch.randn(64, 96).to(FP8), torch.randn(3, 96), torch.randn(64)
+    product = RowScaled(weight, torch.rand(64) + 0.5, torch.tensor(0.01), None)
+    with Operations() as recorded:
+        product.forward(x, bias)
+    names = recorded.names
+    assert names.count("_scaled_mm") == 1
+    assert not {"add", "add_", "mul", "div", "clamp_", "repeat", "expand"} & set(names[names.index("_scaled_mm") :])

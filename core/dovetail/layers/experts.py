@@ -7,12 +7,11 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
-from torch.nn import functional
 
 from dovetail.errors import ConfigError
 from dovetail.interfaces.expert_shapes import ExpertWeights
 from dovetail.layers.base import Layer, deferrable_parameter, parameter
-from dovetail.layers.linear import Linear
+from dovetail.layers.linear import Float32Linear, Linear
 from dovetail.layers.mlp import GatedMLP
 from dovetail.ops.expert_formats import dequantized
 from dovetail.ops.experts import expert_parts, experts
@@ -38,28 +37,18 @@ class Router(Layer):
     def __init__(self, hidden_size: int, rule: RoutingRule, *, bias: bool = False) -> None:
         super().__init__()
         self.rule = rule
-        self.gate = Linear(hidden_size, rule.num_experts, bias=bias)
+        kind = Float32Linear if rule.float32 else Linear
+        self.gate = kind(hidden_size, rule.num_experts, bias=bias)
         self.gate.precise = True
         self.correction = (
             nn.Parameter(torch.empty(rule.num_experts, dtype=torch.float32), requires_grad=False)
             if rule.corrected
             else None
         )
-        self._exact: tuple[torch.Tensor, torch.Tensor | None]
-
-    def prepare(self) -> None:
-        """See ``Layer.prepare``."""
-        bias = self.gate.bias
-        if self.rule.float32:
-            self._exact = self.gate.weight.float(), None if bias is None else bias.float()
-        super().prepare()
 
     def forward(self, x: torch.Tensor) -> Routing:
         """Return the experts of each of the tokens ``x [tokens, hidden_size]``. Mutates nothing."""
-        if not self.prepared:
-            self.prepare()
-        logits = functional.linear(x.float(), *self._exact) if self.rule.float32 else self.gate.forward(x)
-        routing = route(logits, self.rule, self.correction)
+        routing = route(self.gate.forward(x), self.rule, self.correction)
         if self.keeps:
             self.chosen = routing.ids
         return routing

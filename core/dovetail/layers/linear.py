@@ -160,6 +160,26 @@ class Linear(Layer):
         return WeightTarget(parameter)
 
 
+class Float32Linear(Linear):
+    """Compute a ``Linear`` in float32, whatever the model's dtype: its outputs are float32."""
+
+    def prepare(self) -> None:
+        """See ``Layer.prepare``."""
+        if self.method is not None:
+            super().prepare()
+            return
+        self._product = DenseProduct(self.weight.float())
+        self._added = None if self.bias is None else self.bias.float()
+        self._in_parts = False
+        Layer.prepare(self)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Map contiguous ``x [tokens, in]`` to ``[tokens, out]``. Mutates nothing."""
+        if self.method is not None:
+            return super().forward(x).float()
+        return super().forward(x.float())
+
+
 class ColumnLinear(Linear):
     """Compute several projections of one input with one parameter, which holds this rank's share of the outputs of
     each.

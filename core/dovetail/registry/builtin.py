@@ -97,8 +97,8 @@ MODEL = KindDescriptor(
     ComponentKind.MODEL,
     "model architectures",
     "dovetail.interfaces.model:ModelArchitecture",
-    # batch.last; batch.watch, embed_tokens; before the final norm; batch_invariant; cls(info, mesh); WeightTarget.transform
-    api=(1, 6),
+    # batch.last; batch.watch, embed_tokens; before the final norm; batch_invariant; cls(info, mesh); WeightTarget.transform; tied_weights
+    api=(1, 7),
     named_at="model.arch",
     selects=Selects.BY_CHECKPOINT,
     rules=f"{_RULES}:model",

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 
 from dovetail.interfaces.quantization import LinearProduct
 from dovetail.layers.linear import DenseProduct
 from dovetail.ops.activation import GATES, Activation
-from dovetail_quantization.fp8_weights import LARGEST
 
 
 def make_product(
@@ -59,24 +60,19 @@ class RowScaled(LinearProduct):
     def __init__(
         self, weight: torch.Tensor, scale: torch.Tensor, static: torch.Tensor | None, bound: float | None
     ) -> None:
-        from dovetail_quantization.triton.quantize import quantize
+        from dovetail_quantization.triton.quantize import quantize, quantize_static
 
-        self._weight, self._scale, self._static = weight.T, scale[None, :].contiguous(), static
-        self._quantize, self._bound = quantize, bound
+        self._weight, self._scale = weight.T, scale[None, :].contiguous()
+        self._quantize = partial(quantize, bound=bound) if static is None else partial(quantize_static, static=static)
 
     def forward(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """See ``LinearProduct``."""
         if not len(x):
             return x.new_empty(0, self._scale.shape[1])
-        quantized, scales = self._quantized(x)
-        y = torch._scaled_mm(quantized, self._weight, scale_a=scales, scale_b=self._scale, out_dtype=x.dtype)
-        return y if bias is None else y.add_(bias)
-
-    def _quantized(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        if self._static is None:
-            return self._quantize(x, bound=self._bound)
-        quantized = (x.float() / self._static).clamp_(-LARGEST, LARGEST).to(self._weight.dtype)
-        return quantized, self._static.repeat(len(x), 1)  # a new tensor: expanded to one row it would have strides of 0
+        quantized, scales = self._quantize(x)
+        return torch._scaled_mm(
+            quantized, self._weight, scale_a=scales, scale_b=self._scale, bias=bias, out_dtype=x.dtype
+        )
 
     def gated(self, x: torch.Tensor, bias: torch.Tensor | None, activation: Activation) -> torch.Tensor:
         """See ``LinearProduct``."""
