@@ -42,14 +42,14 @@ class FairQueue(Generic[T]):
         """Return the number of items of a tenant."""
         return len(self._queues.get(tenant, ()))
 
-    def put(self, tenant: str, item: T) -> None:
-        """Add an item."""
+    def put(self, tenant: str, *items: T) -> None:
+        """Add items."""
         queue = self._queues.get(tenant)
         if queue is None:
             queue = self._queues[tenant] = deque()
             self._forget()
             self._times[tenant] = max(self._times.get(tenant, 0.0), self._now)
-        queue.append(item)
+        queue.extend(items)
 
     def next_tenant(self, skip: Collection[str] = ()) -> str | None:
         """Return the tenant whose turn it is; None if there are no items but those of tenants in ``skip``."""

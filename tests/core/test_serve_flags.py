@@ -24,7 +24,7 @@ from dovetail.config.tenants import KeyFile, key_digest, load_keys
 from dovetail.errors import ConfigError, EngineDeadError, EngineError
 from dovetail.interfaces.api import ApiRequest, Prompt
 from dovetail.sampling_params import SamplingParams
-from dovetail.server.expansion import seeded
+from dovetail.server.expansion import messages
 from dovetail.tokenizer import load_tokenizer
 
 ROOT = Path(__file__).parents[2]
@@ -315,7 +315,7 @@ def test_the_chat_template_of_the_flag_is_used(monkeypatch, capsys) -> None:
 def test_the_seed_of_the_server_fixes_the_seeds_of_requests_without_one() -> None:
     request = ApiRequest("r", (Prompt([1], SamplingParams()), Prompt([2], SamplingParams(seed=5))))
     first, again, other = (
-        [p.params.seed for _ in range(3) for p in seeded(request, seeds).prompts]
+        [msg.seed for _ in range(3) for part in messages(request, seeds=seeds) for msg in part]
         for seeds in (random.Random(7), random.Random(7), random.Random(8))
     )
     assert first == again

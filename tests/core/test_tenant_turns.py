@@ -297,13 +297,13 @@ def test_what_is_dropped_is_not_sent_and_what_was_sent_is_not_dropped():
 
 def test_a_tenant_that_fills_the_queue_is_refused_and_others_are_not():
     box = Outbox(window=1, most=10)
-    box.sender.check(many("a", 9))
+    box.sender.check("a", 9)
     box.sender.put(many("a", 9))
     with pytest.raises(QueueFullError, match=r"scheduler\.max_waiting"):
-        box.sender.check([message(f"more{i}", "a") for i in range(9)])
-    box.sender.check(many("b", 9))
+        box.sender.check("a", 9)
+    box.sender.check("b", 9)
     box.sender.put(many("b", 9))
-    box.sender.check(many("c", 3))
+    box.sender.check("c", 3)
 
 
 def test_after_the_engine_has_ended_nothing_is_sent():

@@ -160,5 +160,6 @@ def test_the_estimate_is_not_below_what_an_answer_has(bounded: httpx.Client):
             logprobs=body["top_logprobs_num"],
             prompt_logprobs=body["top_logprobs_num"],
         )
-        estimate = AnswerLimit(1e9, 2048, 4).check(ApiRequest("r", (Prompt(body["input_ids"], params),)))
+        limit, prompt = AnswerLimit(1e9, 2048, 4), Prompt(body["input_ids"], params)
+        estimate = limit.check(ApiRequest("r", (prompt,)), limit.outputs(prompt))
         assert estimate >= len(bounded.post("/generate", json=body).content) - 1000

@@ -309,7 +309,7 @@ def test_the_api_describes_itself(fake: httpx.Client):
 
 def test_siblings_share_the_prompt_and_have_their_own_seeds():
     params = SamplingParams(n=3, seed=7)
-    msgs = messages(ApiRequest("r", (Prompt([1, 2], params), Prompt([3], params))))
+    (msgs,) = messages(ApiRequest("r", (Prompt([1, 2], params), Prompt([3], params))))
     assert [msg.input_ids for msg in msgs] == [[1, 2]] * 3 + [[3]] * 3
     assert [msg.seed for msg in msgs[:3]] == [derive_seed(7, i) for i in range(3)] == [msg.seed for msg in msgs[3:]]
     assert len({msg.rid for msg in msgs}) == 6

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Generator, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -27,6 +27,9 @@ MANY_INPUTS = 16
 
 INPUTS_OF_TURN = 64
 """Inputs that are read in one turn if other tenants wait for theirs."""
+
+INPUTS_OF_PART = 64
+"""Inputs that are prepared for the engine before other work of the event loop goes on."""
 
 LARGE_ANSWER = 1 << 20
 """Answers of more than this number of bytes (as estimated) are counted, and written on a thread."""
@@ -210,3 +213,41 @@ async def for_each(inputs: Sequence[T], call: Callable[[T], Awaitable[R]]) -> li
                 if len(results) % INPUTS_OF_TURN == 0 and turns.others_wait(scope.tenant):
                     break
     return results
+
+
+Parts = Generator[None, None, T]
+"""Work of the event loop in short parts: other work may be done at each ``yield``."""
+
+
+def slices_of(inputs: Sequence[T]) -> Iterator[Sequence[T]]:
+    """Return ``inputs`` in slices of ``INPUTS_OF_PART``."""
+    for start in range(0, len(inputs), INPUTS_OF_PART):
+        yield inputs[start : start + INPUTS_OF_PART]
+
+
+def at_once(work: Parts[T]) -> T:
+    """Return the result of ``work``, whose parts are done one directly after the other."""
+    while True:
+        try:
+            next(work)
+        except StopIteration as end:
+            return end.value
+
+
+async def in_parts(work: Parts[T], inputs: int) -> T:
+    """Return the result of ``work`` on a request's ``inputs``. If they are many, other work of the event loop goes on between
+    the parts, and tenants take turns. The requests of one tenant are prepared one after the other, so that those that
+    its full queue refuses cost nothing."""
+    if inputs <= INPUTS_OF_PART:
+        return at_once(work)
+    scope = request_scope()
+    async with scope.intake.inputs.turn(scope.tenant):
+        try:
+            while True:
+                try:
+                    next(work)
+                except StopIteration as end:
+                    return end.value
+                await asyncio.sleep(0)
+        finally:
+            work.close()

@@ -12,6 +12,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from dovetail.api.json_parts import encode_in_parts
 from dovetail.api.offload import offloaded, request_scope
 from dovetail.api.problems import problem_of
 from dovetail.errors import DovetailError
@@ -73,7 +74,7 @@ async def whole(request: Request, outputs: Generation, render: Callable[[Generat
     with outputs:
         await until_disconnect(request.receive, outputs.wait())
         if request_scope().answer_bytes:
-            return await offloaded(True, lambda: LargeResponse(msgspec.json.encode(render(outputs))))
+            return await offloaded(True, lambda: LargeResponse(encode_in_parts(render(outputs))))
         return json_response(render(outputs))
 
 

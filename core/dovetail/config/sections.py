@@ -121,7 +121,7 @@ class SchedulerSection(Section):
         description="Prompt tokens that enter one step; longer prompts are chunked. By default 8192 on CUDA, else 2048.",
     )
     tenants_step_ms: float = Field(
-        default=30.0,
+        default=10.0,
         ge=0,
         description="While several tenants send requests, steps have as many prompt tokens as take about this time (milliseconds), between a sixteenth and a quarter of `chunk_size`: requests of other tenants begin sooner, and long prompts take longer. 0: steps have `chunk_size` tokens then too.",
     )

@@ -255,6 +255,10 @@ class ApiHost(ABC):
         ``RateLimitError``.
         """
 
+    async def submit_in_parts(self, request: ApiRequest) -> Generation:
+        """Do as ``submit``, but let other requests go on while a request with thousands of prompts is prepared."""
+        return self.submit(request)
+
     @abstractmethod
     def check_model(self, name: str | None) -> None:
         """Raise ``UnknownModelError`` if ``name`` is not the model that this server serves. None and "" stand for the

@@ -39,7 +39,7 @@ class SchedulerLimits:
     chunk_size: int
     context_len: int
     vocab_size: int
-    tenants_step_seconds: float = 0.03
+    tenants_step_seconds: float = 0.01
     mixed: bool = True
     reuses_prefixes: bool = True
     fails_late: bool = False

@@ -33,15 +33,19 @@ class AnswerLimit:
         self._context_len = context_len
         self._vector_size = vector_size
 
-    def check(self, request: ApiRequest) -> int:
-        """Return the estimated size of the answer in bytes. Raises ``RequestError`` if it is too large."""
-        size = request.more_bytes + sum(prompt.params.n * self._output(prompt) for prompt in request.prompts)
+    def check(self, request: ApiRequest, outputs: int) -> int:
+        """Return the estimated size of the answer in bytes, of which its outputs take ``outputs``. Raises ``RequestError``
+        if it is too large."""
+        size = request.more_bytes + outputs
         if size > self.most:
             raise self._error(request, size)
         return size
 
+    def outputs(self, prompt: Prompt) -> int:
+        """Return the estimated size of the outputs of ``prompt``."""
+        return prompt.params.n * self._output(prompt)
+
     def _output(self, prompt: Prompt) -> int:
-        """Return the estimated size of one output of ``prompt``."""
         params, length = prompt.params, len(prompt.ids)
         if params.pooling is not None:
             labels = params.pooling.kind is PoolingKind.LABELS

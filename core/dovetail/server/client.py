@@ -178,12 +178,17 @@ class EngineClient:
 
     # requests
 
+    def check(self, tenant: str, count: int) -> None:
+        """Raise ``QueueFullError`` if ``count`` more requests of ``tenant`` may not wait."""
+        self._sender.check(tenant, count)
+
     def open(self, group: str, msgs: Sequence[GenerateMsg]) -> OutputStream:
         """Send requests whose outputs are read from one stream. ``group`` identifies them to ``abort``. A rid must never be used
         again. Raises ``EngineDeadError``, or ``RequestError`` if ``group`` is in use."""
         if group in self._groups:
             raise RequestError(f"rid {group!r} is in use by a running request; choose another", param="rid")
-        self._sender.check(msgs)
+        if msgs:
+            self._sender.check(msgs[0].tenant, len(msgs))
         stream = OutputStream(group, (msg.rid for msg in msgs), self._close, self._end)
         self._groups[group] = stream
         self._streams.update((msg.rid, stream) for msg in msgs)

@@ -88,6 +88,11 @@ class EngineHandle(Protocol):
         """Kill the engine if it does not respond within ``seconds``."""
         ...
 
+    def check(self, tenant: str, count: int) -> None:
+        """Raise ``QueueFullError`` if it is clear already that ``count`` more requests of ``tenant`` may not wait. ``open``
+        checks it again."""
+        ...
+
     def open(self, group: str, msgs: Sequence[GenerateMsg]) -> Stream:
         """Send requests whose outputs are read from one stream."""
         ...

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import itertools
 import random
+from collections.abc import Iterator
 from dataclasses import replace
 
-from dovetail.api.offload import RequestScope, request_scope
+from dovetail.api.offload import RequestScope, request_scope, slices_of
 from dovetail.errors import RequestError
 from dovetail.generation.expansion import expand
 from dovetail.interfaces.api import ApiRequest, Prompt
@@ -15,9 +16,10 @@ from dovetail.messages import GenerateMsg
 _serial = itertools.count()
 
 
-def messages(request: ApiRequest, scope: str = "") -> list[GenerateMsg]:
-    """Return ``n`` messages for each prompt, prompt by prompt, with ids that are never used again. They begin with
-    ``scope`` and the public id of the prompt, or that of the request. Raises ``RequestError``."""
+def messages(request: ApiRequest, scope: str = "", seeds: random.Random | None = None) -> Iterator[list[GenerateMsg]]:
+    """Return ``n`` messages for each prompt, prompt by prompt, in parts. Their ids are never used again; they begin with
+    ``scope`` and the public id of the prompt, or that of the request. Prompts without a seed get the next of ``seeds``,
+    if these are given. Raises ``RequestError``."""
     if request.session and request.num_outputs != 1:
         raise RequestError(
             f"the request is for {request.num_outputs} outputs of session {request.session!r:.80}; a session has one at a time",
@@ -25,18 +27,16 @@ def messages(request: ApiRequest, scope: str = "") -> list[GenerateMsg]:
         )
     group_size = (request.group_size or request.num_outputs) if request.group else 1
     sender = request_scope()
-    return [msg for prompt in request.prompts for msg in _outputs(request, prompt, scope, group_size, sender)]
+    for prompts in slices_of(request.prompts):
+        given = prompts if seeds is None else [_seeded(prompt, seeds) for prompt in prompts]
+        yield [msg for prompt in given for msg in _outputs(request, prompt, scope, group_size, sender)]
 
 
-def seeded(request: ApiRequest, seeds: random.Random) -> ApiRequest:
-    """Return ``request`` with the next of ``seeds`` for each prompt that has none."""
-    given = [
-        prompt
-        if prompt.params.seed is not None
-        else replace(prompt, params=replace(prompt.params, seed=seeds.getrandbits(63)))
-        for prompt in request.prompts
-    ]
-    return replace(request, prompts=tuple(given))
+def _seeded(prompt: Prompt, seeds: random.Random) -> Prompt:
+    """Return ``prompt`` with the next of ``seeds`` if it has none."""
+    if prompt.params.seed is not None:
+        return prompt
+    return replace(prompt, params=replace(prompt.params, seed=seeds.getrandbits(63)))
 
 
 def _outputs(

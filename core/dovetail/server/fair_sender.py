@@ -55,10 +55,10 @@ class FairSender:
         """Return the ids of the requests that wait here."""
         return list(self._unsent)
 
-    def check(self, msgs: Sequence[GenerateMsg]) -> None:
-        """Raise ``QueueFullError`` if ``msgs``, which are of one tenant, may not wait."""
-        own = self._waiting.get(msgs[0].tenant, 0) if msgs else 0
-        if own and len(self._unsent) + len(msgs) > self._most and own + len(msgs) > self._most / len(self._waiting):
+    def check(self, tenant: str, count: int) -> None:
+        """Raise ``QueueFullError`` if ``count`` more messages of ``tenant`` may not wait."""
+        own = self._waiting.get(tenant, 0)
+        if own and len(self._unsent) + count > self._most and own + count > self._most / len(self._waiting):
             raise QueueFullError(
                 f"{len(self._unsent)} requests wait to be sent to the engine, {own} of them of this client; allowed: "
                 f"{self._most} (scheduler.max_waiting); retry later"
@@ -66,11 +66,14 @@ class FairSender:
 
     def put(self, msgs: Sequence[GenerateMsg]) -> None:
         """Send requests as soon as it is their turn."""
-        for msg in msgs:
-            self._unsent[msg.rid] = msg.tenant
-            self._waiting[msg.tenant] += 1
-            heapq.heappush(self._heaps.setdefault(msg.tenant, []), (-msg.priority, next(self._serial), msg))
-            self._turns.put(msg.tenant, None)
+        for tenant, group in itertools.groupby(msgs, key=lambda msg: msg.tenant):
+            own = list(group)
+            self._unsent.update(dict.fromkeys([msg.rid for msg in own], tenant))
+            self._waiting[tenant] += len(own)
+            heap = self._heaps.setdefault(tenant, [])
+            for msg in own:
+                heapq.heappush(heap, (-msg.priority, next(self._serial), msg))
+            self._turns.put(tenant, *([None] * len(own)))
         if not self._pumping:
             self._pump()
 

@@ -47,6 +47,9 @@ logger = logging.getLogger("dovetail.server")
 _POLL_SECONDS = 0.05
 _ABORT_SECONDS = 2.0
 _RESPONSE_SECONDS = 5.0
+_SWITCH_SECONDS = 0.001
+"""The seconds after which the event loop gets its turn while threads parse large bodies and write large answers. Python's
+default is 5 ms, which a request would wait several times."""
 
 
 def serve(
@@ -61,6 +64,7 @@ def serve(
     ``EngineError`` if the server cannot start, and at the end ``EngineDeadError`` if the engine process has failed."""
     started = time.perf_counter()
     raise_descriptors()
+    sys.setswitchinterval(_SWITCH_SECONDS)
     with _bind(config) as listener, asyncio.Runner(loop_factory=_loop_factory()) as runner:
         try:
             failure = runner.run(_serve(config, registry, target, prepare, listener, started, lambda _: _freeze()))

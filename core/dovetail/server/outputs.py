@@ -31,7 +31,8 @@ class GrowingChoice(Choice):
     ) -> None:
         super().__init__(index, msg.input_ids, keeps_stop=msg.params.include_stop)
         self.reader = reader
-        self._detokenizer = IncrementalDetokenizer.for_params(tokenizer, msg.params, continues)
+        makes_text = msg.params.pooling is None
+        self._detokenizer = IncrementalDetokenizer.for_params(tokenizer, msg.params, continues) if makes_text else None
         self._answering = self._reasons = False
         self._before_answer = 0
 
@@ -58,6 +59,16 @@ class GrowingChoice(Choice):
         self.reasoning_tokens = self._before_answer if self._reasons else 0
 
 
+def growing_choices(
+    parsed: ApiRequest, msgs: Sequence[GenerateMsg], tokenizer: Tokenizer, first: int
+) -> list[GrowingChoice]:
+    """Return a choice for each of ``msgs``. ``first`` is the index of the first choice in the request."""
+    return [
+        GrowingChoice(tokenizer, i, msg, parsed.continues, parsed.reader and parsed.reader())
+        for i, msg in enumerate(msgs, first)
+    ]
+
+
 @dataclass(frozen=True, slots=True)
 class RequestTerms:
     """Hold the terms under which a request runs. ``name`` is its id in the engine if that differs from its public id;
@@ -78,20 +89,17 @@ class RequestOutputs:
         self,
         parsed: ApiRequest,
         msgs: Sequence[GenerateMsg],
+        choices: list[GrowingChoice],
         stream: Stream,
-        tokenizer: Tokenizer,
         metrics: RequestMetrics,
         terms: RequestTerms,
         logs: bool = False,
     ) -> None:
-        """``logs`` writes a line to the log when the request has ended."""
+        """There is one of ``choices`` for each of ``msgs``. ``logs`` writes a line to the log when the request has ended."""
         self._logs = logs
         self.rid = parsed.rid
         self.error: DovetailError | None = None
-        self.choices = [
-            GrowingChoice(tokenizer, i, msg, parsed.continues, parsed.reader and parsed.reader())
-            for i, msg in enumerate(msgs)
-        ]
+        self.choices = choices
         self._first = _first_of_each_prompt(parsed)
         self.on_closed: Callable[[], None] | None = None
         self._by_rid = {msg.rid: choice for msg, choice in zip(msgs, self.choices, strict=True)}
@@ -103,8 +111,9 @@ class RequestOutputs:
         self.most_bytes: float | None = None
         """The largest size of the answer, in bytes; ``AnswerLimit`` has estimated it, but not outputs of any length."""
         self._bytes = 0
-        self._per_token = max((bytes_per_token(msg.params.logprobs, msg.params) for msg in msgs), default=0)
-        self._counts = any(msg.params.logprobs is not None for msg in msgs)
+        params = {id(msg.params): msg.params for msg in msgs}.values()  # prompts share theirs in most requests
+        self._per_token = max((bytes_per_token(one.logprobs, one) for one in params), default=0)
+        self._counts = any(one.logprobs is not None for one in params)
         self._timer: asyncio.TimerHandle | None = None
         if terms.max_seconds is not None:
             self._timer = asyncio.get_running_loop().call_later(terms.max_seconds, self._end_late)

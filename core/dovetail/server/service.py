@@ -12,7 +12,18 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from dovetail.api.offload import ByteBudget, Intake, Offload, offloaded, request_scope
+from dovetail.api.offload import (
+    INPUTS_OF_PART,
+    ByteBudget,
+    Intake,
+    Offload,
+    Parts,
+    at_once,
+    in_parts,
+    offloaded,
+    request_scope,
+    slices_of,
+)
 from dovetail.api.problems import DrainingError, UnknownModelError
 from dovetail.api.requests import check_logprobs, with_output_limit
 from dovetail.chat.parsing import OutputParsers
@@ -21,13 +32,13 @@ from dovetail.errors import ContextLengthError, EngineDeadError, RequestError
 from dovetail.generation.prompts import PromptHooks
 from dovetail.interfaces.api import ApiHost, ApiRequest, ChatPlan, Prompt
 from dovetail.interfaces.parsers import ToolRequest
-from dovetail.messages import ContinueMsg, EngineStats, ExpertLoadMsg, PauseMsg
+from dovetail.messages import ContinueMsg, EngineStats, ExpertLoadMsg, GenerateMsg, PauseMsg
 from dovetail.sampling_params import SamplingParams
 from dovetail.server.answers import AnswerLimit
 from dovetail.server.engines import EngineHandle
-from dovetail.server.expansion import messages, seeded
+from dovetail.server.expansion import messages
 from dovetail.server.metrics import Metrics, RequestMetrics, without_gauges
-from dovetail.server.outputs import RequestOutputs, RequestTerms
+from dovetail.server.outputs import GrowingChoice, RequestOutputs, RequestTerms, growing_choices
 from dovetail.server.tracing import current_trace
 from dovetail.templates.renderer import TemplateRenderer
 from dovetail.token_checks import check_prompt
@@ -87,6 +98,14 @@ class Service(ApiHost):
     def submit(self, request: ApiRequest, terms: RequestTerms | None = None) -> RequestOutputs:
         """Send a request to the engine, by default under the server's own terms, and return its outputs. Raises
         ``DrainingError``, ``EngineDeadError`` or ``RequestError``."""
+        return at_once(self.submitting(request, terms))
+
+    async def submit_in_parts(self, request: ApiRequest, terms: RequestTerms | None = None) -> RequestOutputs:
+        """Do as ``submit``, but let other requests go on while a request with thousands of prompts is prepared."""
+        return await in_parts(self.submitting(request, terms), len(request.prompts))
+
+    def submitting(self, request: ApiRequest, terms: RequestTerms | None = None) -> Parts[RequestOutputs]:
+        """Do the work of ``submit`` in parts. The request is sent to the engine after the last part."""
         self.check_ready()
         request = self.with_length(request)
         most = self.config.scheduler.max_waiting
@@ -94,23 +113,34 @@ class Service(ApiHost):
             raise RequestError(
                 f"the request asks for {request.num_outputs} outputs; at most {most} may wait", param="n"
             )
-        for prompt in request.prompts:
-            check_prompt(prompt.ids, prompt.params, self.context_len, self.vocab_size)
-            check_logprobs(self, prompt.params)
-        request_scope().expect_answer(self._answers.check(request))
+        terms = terms or RequestTerms(max_seconds=self.config.server.max_seconds)
+        self.engine.check(request_scope().tenant, request.num_outputs)
+        size = 0
+        for prompts in slices_of(request.prompts):
+            for prompt in prompts:
+                check_prompt(prompt.ids, prompt.params, self.context_len, self.vocab_size)
+                check_logprobs(self, prompt.params)
+            size += sum(map(self._answers.outputs, prompts))
+            if len(prompts) == INPUTS_OF_PART:
+                yield
+        request_scope().expect_answer(self._answers.check(request, size))
         if any(prompt.params.thinking_budget is not None for prompt in request.prompts):
             request = self._with_thinking_budgets(request)
         trace = current_trace()
         if trace is not None:
             request = trace.timed(request)
-        terms = terms or RequestTerms(max_seconds=self.config.server.max_seconds)
         name = terms.name or request.rid
         scope = name.removesuffix(request.rid)
-        msgs = messages(request if self._seeds is None else seeded(request, self._seeds), scope)
+        msgs: list[GenerateMsg] = []
+        choices: list[GrowingChoice] = []
+        for part in messages(request, scope, self._seeds):
+            choices += growing_choices(request, part, self.tokenizer, len(msgs))
+            msgs += part
+            if len(part) >= INPUTS_OF_PART:
+                yield
         stream = self.engine.open(name, msgs)
-        outputs = RequestOutputs(
-            request, msgs, stream, self.tokenizer, RequestMetrics(self.metrics, request.prompts), terms, self._logs
-        )
+        metrics = RequestMetrics(self.metrics, request.prompts)
+        outputs = RequestOutputs(request, msgs, choices, stream, metrics, terms, self._logs)
         outputs.most_bytes = self._answers.most
         if trace is not None:
             trace.follow(request, outputs, self.model_name, terms.tenant)

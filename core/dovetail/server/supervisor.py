@@ -167,6 +167,10 @@ class SupervisedEngine:
 
     # requests and commands
 
+    def check(self, tenant: str, count: int) -> None:
+        """See ``EngineClient.check``."""
+        self._client.check(tenant, count)
+
     def open(self, group: str, msgs: Sequence[GenerateMsg]) -> OutputStream:
         """See ``EngineClient.open``."""
         return self._client.open(group, msgs)

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 from fastapi import FastAPI
 
+from dovetail.api.offload import Parts
 from dovetail.api.responses import NDJSON, SSE
 from dovetail.chat.parsing import OutputParsers
 from dovetail.config import Config
@@ -76,6 +77,9 @@ class EchoEngine:
 
     async def end_if_hung(self, seconds: float) -> None:
         """Do nothing."""
+
+    def check(self, tenant: str, count: int) -> None:
+        """Accept every request."""
 
     def open(self, group: str, msgs: Sequence[GenerateMsg]) -> OutputStream:
         """Begin to echo the prompts."""
@@ -167,11 +171,11 @@ class EchoService(Service):
 
     refusal: BaseException | None = None
 
-    def submit(self, request: ApiRequest, terms: RequestTerms | None = None) -> RequestOutputs:
-        """See ``Service.submit``. Raises ``refusal`` if it is set."""
+    def submitting(self, request: ApiRequest, terms: RequestTerms | None = None) -> Parts[RequestOutputs]:
+        """See ``Service.submitting``. Raises ``refusal`` if it is set."""
         if self.refusal is not None:
             raise self.refusal
-        return super().submit(request, terms)
+        return (yield from super().submitting(request, terms))
 
 
 @dataclass

@@ -137,7 +137,7 @@ async def generate(host: ApiHost, request: Request) -> Response:
     body = await parse(request, NativeRequest, host.max_body)
     parsed = await _parsed(host, body)
     with api_names(_NAMES):
-        outputs = host.submit(parsed)
+        outputs = await host.submit_in_parts(parsed)
     single = not _is_batch(body) and parsed.prompts[0].params.n == 1
     formatter = NativeFormat(host, body, outputs, len(parsed.prompts), single)
     if body.stream:

@@ -162,6 +162,9 @@ class ArmsClient:
 
     # requests
 
+    def check(self, tenant: str, count: int) -> None:
+        """Check nothing: the arm is not selected yet."""
+
     def open(self, group: str, msgs: Sequence[GenerateMsg]) -> ArmStream:
         """Send requests to the arm that the request's key selects. See ``EngineClient.open``."""
         if group in self._groups:

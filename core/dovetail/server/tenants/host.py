@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from dovetail.api.offload import INPUTS_OF_PART, Parts, at_once, in_parts, slices_of
 from dovetail.chat.parsing import OutputParsers
 from dovetail.errors import QueueFullError, RequestError
 from dovetail.interfaces.api import ApiHost, ApiRequest, ChatPlan, Prompt
@@ -53,12 +54,23 @@ class TenantHost(ApiHost):
 
     def submit(self, request: ApiRequest) -> RequestOutputs:
         """See ``Service.submit``. Raises ``RateLimitError`` as well."""
+        return at_once(self._submitting(request))
+
+    async def submit_in_parts(self, request: ApiRequest) -> RequestOutputs:
+        """See ``Service.submit_in_parts``. Raises ``RateLimitError`` as well."""
+        return await in_parts(self._submitting(request), len(request.prompts))
+
+    def _submitting(self, request: ApiRequest) -> Parts[RequestOutputs]:
         tenant, server = self._tenant, self.config.server
         request = self._service.with_length(request)
         if not self._counted:
             tenant.arrive()
-        prompt_tokens = sum(len(prompt.ids) for prompt in request.prompts)
-        new_tokens = sum(self._most_new(prompt) for prompt in request.prompts)
+        prompt_tokens = new_tokens = 0
+        for prompts in slices_of(request.prompts):
+            prompt_tokens += sum(len(prompt.ids) for prompt in prompts)
+            new_tokens += sum(map(self._most_new, prompts))
+            if len(prompts) == INPUTS_OF_PART:
+                yield
         own = replace(
             request, namespace=tenant.namespace(request.namespace), priority=tenant.priority(request.priority)
         )
@@ -71,7 +83,7 @@ class TenantHost(ApiHost):
             lambda outputs: self._closed(outputs, lease, request),
         )
         try:
-            return self._service.submit(own, terms)
+            return (yield from self._service.submitting(own, terms))
         except BaseException:
             lease.settle(0)
             raise

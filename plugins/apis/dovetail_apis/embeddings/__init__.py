@@ -85,7 +85,7 @@ async def embeddings(host: ApiHost, request: Request) -> Response:
         host, inputs, params, "input", body, add_special_tokens=body.add_special_tokens, names=names
     )
     api_request = ApiRequest(rid, tuple(prompts), True, body.namespace, body.priority or 0)
-    return await whole(request, host.submit(api_request), lambda outputs: _answer(host, body, outputs))
+    return await whole(request, await host.submit_in_parts(api_request), lambda outputs: _answer(host, body, outputs))
 
 
 def _inputs(body: EmbeddingsRequest) -> Sequence[str | list[int]]:

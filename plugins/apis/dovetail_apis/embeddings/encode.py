@@ -73,7 +73,7 @@ async def encode(host: ApiHost, request: Request) -> Response:
         answers = [_answer(outputs, choice, single) for choice in outputs.choices]
         return answers[0] if single else answers
 
-    return await whole(request, host.submit(api_request), answer)
+    return await whole(request, await host.submit_in_parts(api_request), answer)
 
 
 def _inputs(body: EncodeRequest) -> tuple[Sequence[str | list[int]], bool]:

@@ -34,7 +34,8 @@ async def as_prompts(
     ``RequestError`` that names ``param`` for a text without tokens and for invalid token ids."""
     check_count(host, len(texts), param)
 
-    async def tokens(text: str | list[int]) -> list[int]:
+    async def as_prompt(named: tuple[str, str | list[int]]) -> Prompt:
+        name, text = named
         if truncation is not None:
             ids = await truncation.encoded(host, text, add_special_tokens, 0)
         else:
@@ -42,10 +43,9 @@ async def as_prompts(
         if not ids:
             raise RequestError(f"{param} has an empty text; give at least one token", param=param, code="empty_prompt")
         check_token_ids(param, ids, host.vocab_size)
-        return ids
+        return Prompt(ids, params, name)
 
-    found = await for_each(texts, tokens)
-    return [Prompt(ids, params, name) for ids, name in zip(found, names or [""] * len(found), strict=True)]
+    return await for_each(list(zip(names or [""] * len(texts), texts, strict=True)), as_prompt)
 
 
 def pooled(choice: Choice) -> FloatArray:

@@ -64,7 +64,7 @@ async def _vectors(
     given = await for_each(texts, partial(_shortened, host)) if truncate else texts
     prompts = await as_prompts(host, given, params, "input")
     api_request = ApiRequest(new_id("ollama-"), tuple(prompts), True, body.namespace, body.priority or 0)
-    with host.submit(api_request) as outputs:
+    with await host.submit_in_parts(api_request) as outputs:
         await until_disconnect(request.receive, outputs.wait())
         found = [embedding(pooled(choice), dimensions, normalize=normalize) for choice in outputs.choices]
         return [vector.tolist() for vector in found], outputs.usage.prompt

@@ -31,7 +31,7 @@ async def completions(host: ApiHost, request: Request) -> Response:
     check_count(host, len(texts), "prompt")
     parsed = await _parsed(host, body, texts)
     with api_names({"thinking_budget": "thinking_token_budget"}):
-        outputs = host.submit(parsed)
+        outputs = await host.submit_in_parts(parsed)
     formatter = CompletionFormat(host, body, texts, outputs)
     if body.stream:
         return await streamed(request, outputs, formatter)

@@ -51,7 +51,9 @@ class Score(Api):
         if _has_labels(body):
             return await _score_labels(host, request, body)
         scoring = await score_pairs(host, self._config, _pairs(body), body, "text_1")
-        return await whole(request, host.submit(scoring.request), lambda outputs: _score_answer(host, scoring, outputs))
+        return await whole(
+            request, await host.submit_in_parts(scoring.request), lambda outputs: _score_answer(host, scoring, outputs)
+        )
 
     async def rerank(self, host: ApiHost, request: Request) -> Response:
         """Return documents in the order of their relevance to the query."""
@@ -64,7 +66,9 @@ class Score(Api):
         texts = [document if isinstance(document, str) else document.text for document in body.documents]
         scoring = await score_pairs(host, self._config, [(body.query, text) for text in texts], body, "documents")
         return await whole(
-            request, host.submit(scoring.request), lambda outputs: _rerank_answer(host, body, texts, scoring, outputs)
+            request,
+            await host.submit_in_parts(scoring.request),
+            lambda outputs: _rerank_answer(host, body, texts, scoring, outputs),
         )
 
 
@@ -107,7 +111,7 @@ def _texts(name: str, given: str | list[str] | None) -> tuple[str, list[str]]:
 async def _score_labels(host: ApiHost, request: Request, body: ScoreRequest) -> Response:
     params = pooling_params(PoolingKind.LABELS, tuple(body.label_token_ids or ()))
     prompts = await as_prompts(host, _joined(body), params, "items", body)
-    outputs = host.submit(api_request(body, prompts, together=not body.item_first))
+    outputs = await host.submit_in_parts(api_request(body, prompts, together=not body.item_first))
     return await whole(request, outputs, lambda outputs: _label_answer(host, body, outputs))
 
 

@@ -1,0 +1,188 @@
+"""Test that requests with thousands of prompts, and their answers, leave the event loop to others.
+
+.venv/bin/python -m pytest -q -p no:xdist tests/core/test_large_requests.py
+"""
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import BaseModel
+
+from dovetail.api import json_parts
+from dovetail.api.json_parts import encode_in_parts
+from dovetail.api.offload import INPUTS_OF_PART, Intake, Parts, RequestScope, entered, in_parts
+from dovetail.errors import QueueFullError, RequestError
+from dovetail.interfaces.api import ApiRequest, Prompt
+from dovetail.sampling_params import Pooling, PoolingKind, SamplingParams
+from dovetail.server import outputs
+from dovetail.testing.api_server import EchoServer
+from dovetail_apis.embeddings import Embeddings
+
+PROMPTS = 20 * INPUTS_OF_PART
+
+
+class NoConfig(BaseModel):
+    pass
+
+
+def request(count: int = PROMPTS, last: int = 5) -> ApiRequest:
+    params = SamplingParams(max_new_tokens=0, pooling=Pooling(PoolingKind.LAST))
+    ids = [[1 + i % 7] for i in range(count - 1)] + [[last]]
+    return ApiRequest("r", tuple(Prompt(each, params, f"p{i}") for i, each in enumerate(ids)))
+
+
+def cycles_during(work: Callable[[], Coroutine[Any, Any, object]]) -> int:
+    """Return how often another task of the event loop runs while ``work`` is done."""
+    cycles = 0
+
+    async def scenario() -> None:
+        nonlocal cycles
+        task = asyncio.ensure_future(work())
+        while not task.done():
+            cycles += 1
+            await asyncio.sleep(0)
+        await task
+
+    asyncio.run(scenario())
+    return cycles
+
+
+def test_others_run_while_a_large_request_is_prepared():
+    async def submit() -> None:
+        service = EchoServer(Embeddings(NoConfig())).service
+        with await service.submit_in_parts(request()) as generation:
+            assert [choice.prompt_ids for choice in generation.choices] == [p.ids for p in request().prompts]
+            assert [choice.index for choice in generation.choices] == list(range(PROMPTS))
+            await generation.wait()
+            assert all(choice.pooled is not None for choice in generation.choices)
+
+    async def at_once() -> None:
+        with EchoServer(Embeddings(NoConfig())).service.submit(request()) as generation:
+            await generation.wait()
+
+    assert cycles_during(submit) >= cycles_during(at_once) + 2 * PROMPTS // INPUTS_OF_PART - 2
+
+
+def test_a_small_request_is_prepared_without_a_pause():
+    async def submit() -> None:
+        (await EchoServer(Embeddings(NoConfig())).service.submit_in_parts(request(INPUTS_OF_PART))).close()
+
+    assert cycles_during(submit) <= 2
+
+
+def test_a_wrong_prompt_refuses_the_whole_request():
+    async def submit() -> None:
+        server = EchoServer(Embeddings(NoConfig()))
+        with pytest.raises(RequestError, match="outside of the model's vocabulary"):
+            await server.service.submit_in_parts(request(last=10**6))
+        assert not server.engine.num_open
+
+    asyncio.run(submit())
+
+
+def test_a_request_that_a_full_queue_refuses_is_not_prepared(monkeypatch: pytest.MonkeyPatch):
+    async def submit() -> None:
+        server = EchoServer(Embeddings(NoConfig()))
+
+        def full(tenant: str, count: int) -> None:
+            assert (tenant, count) == ("greedy", PROMPTS)
+            raise QueueFullError("full")
+
+        monkeypatch.setattr(server.engine, "check", full)
+        monkeypatch.setattr(outputs.GrowingChoice, "__init__", lambda *_: pytest.fail("a choice was made"))
+        with entered(RequestScope(tenant="greedy")), pytest.raises(QueueFullError):
+            await server.service.submit_in_parts(request())
+
+    asyncio.run(submit())
+
+
+def test_large_requests_of_a_tenant_are_prepared_one_after_the_other_and_those_of_others_in_between():
+    order: list[str] = []
+
+    def work(name: str) -> Parts[str]:
+        for _ in range(50):
+            order.append(name)
+            yield
+        return name
+
+    async def prepare(intake: Intake, tenant: str, name: str, count: int) -> str:
+        with entered(RequestScope(intake, tenant)):
+            return await in_parts(work(name), count)
+
+    async def scenario() -> None:
+        intake, many = Intake(), INPUTS_OF_PART + 1
+        mine = [prepare(intake, "greedy", name, many) for name in "abc"]
+        results = await asyncio.gather(*mine, prepare(intake, "other", "o", many), prepare(intake, "greedy", "s", 1))
+        assert results == list("abcos")
+
+    asyncio.run(scenario())
+    assert [name for name in order if name in "abc"] == ["a"] * 50 + ["b"] * 50 + ["c"] * 50
+    assert order.index("o") < order.index("b"), "another tenant does not wait for a request of the first one"
+    assert "".join(order).find("s" * 50) >= 0
+
+
+def test_a_cancelled_request_ends_its_turn_and_gives_back_what_it_holds():
+    given_back: list[str] = []
+
+    def work() -> Parts[None]:
+        try:
+            while True:
+                yield
+        finally:
+            given_back.append("lease")
+
+    async def scenario() -> None:
+        with entered(RequestScope(Intake(), "one")):
+            task = asyncio.ensure_future(in_parts(work(), PROMPTS))
+            for _ in range(5):
+                await asyncio.sleep(0)
+            task.cancel()
+            await asyncio.wait([task])
+            assert given_back == ["lease"]
+            await asyncio.wait_for(in_parts(iter_none(), PROMPTS), 30)
+
+    asyncio.run(scenario())
+
+
+def iter_none() -> Parts[None]:
+    yield
+
+
+leaves = st.none() | st.booleans() | st.integers(-(2**53), 2**53) | st.floats(allow_nan=False) | st.text(max_size=5)
+values = st.recursive(
+    leaves, lambda inner: st.lists(inner) | st.dictionaries(st.text(max_size=5), inner), max_leaves=60
+)
+
+
+@given(values, st.sampled_from([0.0, 1e-6, 1.0]))
+def test_json_in_parts_is_the_json(value: object, long: float):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(json_parts, "_LONG", long)
+        assert encode_in_parts(value) == msgspec.json.encode(value)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        {"data": [{"index": i, "embedding": [i / 7] * 8} for i in range(1000)], "model": 'a"b'},
+        [{"meta_info": {"logprobs": [[0.5, i, None] for i in range(1000)]}, "é": ()}],
+        [[1.5] * 500 for _ in range(7)],
+    ],
+)
+def test_no_part_is_long(monkeypatch: pytest.MonkeyPatch, value: object):
+    sizes: list[int] = []
+    encode = json_parts._encoded
+
+    def noted(part: object) -> bytes:
+        sizes.append(len(data := encode(part)))
+        return data
+
+    monkeypatch.setattr(json_parts, "_encoded", noted)
+    monkeypatch.setattr(json_parts, "_LONG", 0.0)  # every call is too long
+    assert encode_in_parts(value) == msgspec.json.encode(value)
+    assert max(sizes) <= 8 * 500
