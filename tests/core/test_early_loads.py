@@ -14,7 +14,7 @@ from triton.compiler import ASTSource
 
 from dovetail.ops.triton import invariant, matmul
 from dovetail.ops.triton.launch import INTERPRETED
-from dovetail.ops.triton.tuning import MEASURED
+from dovetail.ops.triton.tuning import MEASURED, fp8_tile_of
 from dovetail_attention.triton import attend as attend_module
 
 pytestmark = pytest.mark.skipif(INTERPRETED, reason="kernels are interpreted, not compiled")
@@ -29,14 +29,24 @@ TILES = sorted(
 WAIT = "griddepcontrol.wait"
 
 
-def compiled(tile, form, in_order):
-    """Return the kernel of a tile for float16: in Triton's GPU language, and in assembler."""
+FP8_TILES = [
+    fp8_tile_of(rows, n, k, blocks=blocks)
+    for n, k in ((4096, 4096), (28672, 4096))
+    for rows in (16,)
+    for blocks in (False, True)
+]
+
+
+def compiled(tile, form, in_order, scales=0):
+    """Return the kernel of a tile for float16: in Triton's GPU language, and in assembler. With ``scales`` the weight is
+    in FP8."""
     constants = {
-        "GATED": form == "gated", "BIAS": form != "parts", "BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "BLOCK_K": tile.block_k,
+        "GATED": form == "gated", "BIAS": form != "parts", "SCALES": scales, "BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "BLOCK_K": tile.block_k,
         "SPLIT": tile.split, "AHEAD": 0, "EARLY": True, "IN_ORDER": in_order, "IN_PARTS": form == "parts",
         "PDL": True,
     }  # fmt: skip
-    pointers = {"x": "*fp16", "w": "*fp16", "bias": "*fp16", "y": "*fp16", "parts": "*fp32", "arrived": "*i32"}
+    pointers = {"x": "*fp16", "w": "*u8" if scales else "*fp16", "bias": "*fp16", "scale": "*fp32"}
+    pointers |= {"y": "*fp16", "parts": "*fp32", "arrived": "*i32"}
     if form == "parts":
         pointers["y"] = "*fp32"
     signature = pointers | dict.fromkeys(("m", "n", "k", "span"), "i32") | dict.fromkeys(constants, "constexpr")
@@ -53,7 +63,17 @@ def compiled(tile, form, in_order):
 @pytest.mark.parametrize("form", ["whole", "gated", "parts"])
 @pytest.mark.parametrize("tile", TILES, ids=str)
 def test_weights_alone_are_loaded_before_the_wait(tile, form, in_order):
-    text, assembly = compiled(tile, form, in_order)
+    check(tile, *compiled(tile, form, in_order))
+
+
+@pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")
+@pytest.mark.parametrize("form", ["whole", "gated", "parts"])
+@pytest.mark.parametrize(("tile", "scales"), [(tile, 1 + i % 2) for i, tile in enumerate(FP8_TILES)], ids=str)
+def test_fp8_weights_alone_are_loaded_before_the_wait(tile, scales, form):
+    check(tile, *compiled(tile, form, False, scales))
+
+
+def check(tile, text, assembly):
     assert text.count(WAIT) == assembly.count(WAIT) == 1
     before, after = text.split(WAIT)
     weights, tokens = f"tensor<{tile.block_n}x{tile.block_k}x!tt.ptr", f"tensor<{tile.block_m}x{tile.block_k}x!tt.ptr"
@@ -63,7 +83,7 @@ def test_weights_alone_are_loaded_before_the_wait(tile, form, in_order):
     assert any(tokens in line for line in after.splitlines() if "tt.load" in line), "x is read behind the wait"
     prologue = assembly.split("\n$L__BB")[0]  # the loop, and the wait in it, come behind
     assert WAIT not in prologue
-    assert "cp.async.cg.shared.global" in prologue
+    assert re.search(r"cp\.async\.c[ag]\.shared\.global", prologue)
     assert not re.search(r"\b(ld|st|atom|red)(\.\w+)*\.global", prologue)
 
 

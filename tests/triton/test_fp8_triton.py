@@ -12,6 +12,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import dovetail_quantization.triton.quantize as quantize_kernels
+from dovetail.ops.triton.matmul import FewRows, fp8_supported, matmul, workspace
+from dovetail.ops.triton.tuning import ProductTile
 from dovetail_quantization.fp8_products import RowScaled, dequantize
 from dovetail_quantization.triton.block_product import block_product
 from dovetail_quantization.triton.quantize import quantize, quantize_static
@@ -131,3 +133,52 @@ def test_the_bias_has_no_kernel_of_its_own() -> None:
     names = recorded.names
     assert names.count("_scaled_mm") == 1
     assert not {"add", "add_", "mul", "div", "clamp_", "repeat", "expand"} & set(names[names.index("_scaled_mm") :])
+
+
+FEW_ROWS_TILES = [
+    ProductTile(1, 2, 128, 2),
+    ProductTile(1, 4, 256, 2, per_sm=1),
+    ProductTile(16, 64, 128, 4, 3, early=True),
+    ProductTile(16, 32, 128, 4, 3, split=2, early=True),
+    ProductTile(32, 64, 128, 4, 3, split=2, ahead=8),
+]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("tile", FEW_ROWS_TILES, ids=str)
+@pytest.mark.parametrize("blocks", [False, True])
+@pytest.mark.parametrize("gated", [0, 1])
+def test_few_rows_keep_their_dtype(dtype: torch.dtype, tile: ProductTile, *, blocks: bool, gated: int) -> None:
+    if blocks and tile.block_m == 1:
+        pytest.skip("one row has scales of rows only")
+    torch.manual_seed(0)
+    m, n, k = min(tile.block_m, 19), 268, 512
+    weight, x = torch.randn(n, k).mul_(20).to(FP8), torch.randn(m, k).to(dtype)
+    scale = torch.rand((3, 4) if blocks else (n,)) / 64
+    bias = torch.randn(n).to(dtype)
+    assert fp8_supported(weight, scale)
+    got = matmul(x, weight.view(torch.uint8), bias, tile, workspace(x.device), gated, scale=scale)
+    exact = x.double() @ dequantize(weight, scale, (128, 128) if blocks else None, torch.float64).T + bias.double()
+    if gated:
+        exact = torch.nn.functional.silu(exact[:, : n // 2]) * exact[:, n // 2 :]
+    torch.testing.assert_close(got.double(), exact, **({"atol": 2e-2, "rtol": 2e-3} if dtype is torch.float16 else {"atol": 1e-4, "rtol": 1e-5}))  # fmt: skip
+
+
+@pytest.mark.parametrize("blocks", [False, True])
+def test_every_number_of_rows_has_a_tile(*, blocks: bool) -> None:
+    torch.manual_seed(0)
+    for n, k in ((96, 128), (130, 384), (64, 1024)):
+        weight, scale = torch.randn(n, k).to(FP8), torch.rand((-(-n // 128), k // 128) if blocks else (n,))
+        product, x = FewRows(weight, scale), torch.randn(64, k)
+        exact = x @ dequantize(weight, scale, (128, 128) if blocks else None, torch.float32).T
+        for rows in (1, 2, 16, 17, 64):
+            torch.testing.assert_close(product(x[:rows], None), exact[:rows], atol=1e-3, rtol=1e-4)
+            parts = product.parts(x[:rows])
+            if parts is not None:
+                torch.testing.assert_close(parts.addends.sum(0), exact[:rows], atol=1e-3, rtol=1e-4)
+
+
+def test_scales_of_other_blocks_have_no_kernels_for_few_rows() -> None:
+    weight = torch.zeros(256, 512, dtype=FP8)
+    assert not fp8_supported(weight, torch.ones(4, 8))
+    assert not fp8_supported(weight[:, :200].contiguous(), torch.ones(256))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from functools import partial
 
 import torch
@@ -9,6 +10,7 @@ import torch
 from dovetail.interfaces.quantization import LinearProduct
 from dovetail.layers.linear import DenseProduct
 from dovetail.ops.activation import GATES, Activation
+from dovetail.ops.linear import few_rows
 
 
 def make_product(
@@ -53,7 +55,41 @@ class Dequantized(DenseProduct):
         return f"fp8, dequantized when loaded; {super().describe}"
 
 
-class RowScaled(LinearProduct):
+class Scaled(LinearProduct):
+    """Multiply with a weight on CUDA that has scales. Few rows keep their dtype, and the kernel that multiplies them
+    converts the weight: it takes the time to read the weight, and quantizing them would take time and accuracy. More
+    rows are quantized."""
+
+    def __init__(self, weight: torch.Tensor, scale: torch.Tensor, *, bounded: bool = False) -> None:
+        self._few_rows = None if bounded else few_rows(weight, scale)
+        self._most = 0 if self._few_rows is None else self._few_rows.most_rows
+        self.in_parts = self._few_rows is not None
+
+    def forward(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        """See ``LinearProduct``."""
+        if self._few_rows is not None and 0 < x.shape[0] <= self._most:
+            return self._few_rows(x, bias)
+        return self._of_quantized(x, bias)
+
+    def gated(self, x: torch.Tensor, bias: torch.Tensor | None, activation: Activation) -> torch.Tensor:
+        """See ``LinearProduct``."""
+        if self._few_rows is not None and 0 < x.shape[0] <= self._most:
+            return self._few_rows.gated(x, bias, activation)
+        return GATES[activation](self._of_quantized(x, bias))
+
+    def parts(self, x: torch.Tensor) -> torch.Tensor | None:
+        """See ``LinearProduct``."""
+        if self._few_rows is not None and 0 < x.shape[0] <= self._most:
+            parts = self._few_rows.parts(x)
+            return None if parts is None else parts.addends
+        return None
+
+    @abstractmethod
+    def _of_quantized(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        """Quantize ``x`` and multiply."""
+
+
+class RowScaled(Scaled):
     """Multiply with a weight that has a scale for each row. Activations are quantized with a scale for each token, or
     with the ``static`` scale of the checkpoint. cuBLAS multiplies (``torch._scaled_mm``)."""
 
@@ -62,11 +98,11 @@ class RowScaled(LinearProduct):
     ) -> None:
         from dovetail_quantization.triton.quantize import quantize, quantize_static
 
+        super().__init__(weight, scale.float(), bounded=bound is not None)
         self._weight, self._scale = weight.T, scale[None, :].contiguous()
         self._quantize = partial(quantize, bound=bound) if static is None else partial(quantize_static, static=static)
 
-    def forward(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        """See ``LinearProduct``."""
+    def _of_quantized(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         if not len(x):
             return x.new_empty(0, self._scale.shape[1])
         quantized, scales = self._quantize(x)
@@ -74,17 +110,13 @@ class RowScaled(LinearProduct):
             quantized, self._weight, scale_a=scales, scale_b=self._scale, bias=bias, out_dtype=x.dtype
         )
 
-    def gated(self, x: torch.Tensor, bias: torch.Tensor | None, activation: Activation) -> torch.Tensor:
-        """See ``LinearProduct``."""
-        return GATES[activation](self.forward(x, bias))
-
     @property
     def describe(self) -> str:
         """See ``LinearProduct``."""
         return "fp8, scales by row, cuBLAS"
 
 
-class BlockScaled(LinearProduct):
+class BlockScaled(Scaled):
     """Multiply with a weight that has a scale for each block, and activations with a scale for each token and as many
     inputs as a block has."""
 
@@ -92,17 +124,13 @@ class BlockScaled(LinearProduct):
         from dovetail_quantization.triton.block_product import block_product
         from dovetail_quantization.triton.quantize import quantize
 
+        super().__init__(weight, scale)
         self._weight, self._scale, self._block = weight, scale, block
         self._quantize, self._multiply = quantize, block_product
 
-    def forward(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        """See ``LinearProduct``."""
+    def _of_quantized(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         quantized, scales = self._quantize(x, self._block[1])
         return self._multiply(quantized, scales, self._weight, self._scale, self._block, bias, x.dtype)
-
-    def gated(self, x: torch.Tensor, bias: torch.Tensor | None, activation: Activation) -> torch.Tensor:
-        """See ``LinearProduct``."""
-        return GATES[activation](self.forward(x, bias))
 
     @property
     def describe(self) -> str:
