@@ -18,7 +18,7 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
-DTYPES = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
+DTYPES = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}
 RULES = {
     "qwen3": RoutingRule(128, 8, renormalize=True),
     "gpt-oss": RoutingRule(32, 4, after_choice=True),
@@ -70,6 +70,11 @@ def exact(x: torch.Tensor, routing: Routing, weights: ExpertWeights) -> torch.Te
     return experts(x.cpu().double(), given, dataclasses.replace(weights, **tensors))
 
 
+def error(got: torch.Tensor, expected: torch.Tensor) -> float:
+    """Return the largest error of a token, relative to its result."""
+    return float(((got.cpu().double() - expected).norm(dim=1) / expected.norm(dim=1)).max())
+
+
 @pytest.mark.parametrize(("dtype", "tolerance"), DTYPES.items(), ids=str)
 @pytest.mark.parametrize(("name", "hidden", "size"), [("qwen3", 512, 192), ("gpt-oss", 720, 360), ("phimoe", 128, 72)])
 @pytest.mark.parametrize("tokens", [1, 2, 16, 33, 700, 5000])
@@ -80,11 +85,11 @@ def test_layers_equal_float64(
     routing = route(torch.randn(tokens, RULES[name].num_experts, device="cuda"), RULES[name])
     expected = exact(x, routing, weights)
     got = experts(x, routing, weights)
-    assert ((got.cpu().double() - expected).abs() <= tolerance * (expected.abs() + 1)).all()
+    assert error(got, expected) < tolerance
     assert torch.equal(got, experts(x, routing, weights))
     parts = expert_parts(x, routing, weights)
     if parts is not None:
-        assert ((parts.addends.sum(0).cpu().double() - expected).abs() <= tolerance * (expected.abs() + 1)).all()
+        assert error(parts.addends.sum(0), expected) < tolerance
 
 
 def test_ranks_with_some_experts_add_up() -> None:
