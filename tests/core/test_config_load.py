@@ -164,6 +164,7 @@ def test_optional_sections_can_be_switched_off_and_a_component_may_be_called_non
     assert {section.key for section in BUILT_IN if section.optional} == {
         "grammar",
         "quantization",
+        "experts",
         "speculative",
         "tool_parser",
         "reasoning_parser",

@@ -212,7 +212,7 @@ def in_layout(whole: Mapping[str, torch.Tensor], layout: FusedLayout | None) -> 
 def loaded(
     shape: ExpertsShape, mesh: Mesh = SINGLE, layout: str = "mixtral", dtype: torch.dtype = torch.float32
 ) -> Experts:
-    model = build_model(OneLayer, replace(INFO, config=(shape, LAYOUTS[layout])), CPU, dtype, mesh)
+    model = build_model(OneLayer, replace(INFO, config=(shape, LAYOUTS[layout]), needs=shape.needs), CPU, dtype, mesh)
     assert isinstance(model, OneLayer)
     filler, whole = WeightFiller(model), whole_tensors(shape)
     tensors = whole | in_layout(whole, LAYOUTS[layout])

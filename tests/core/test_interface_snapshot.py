@@ -27,6 +27,8 @@ MODULES = (
     "executor",
     "logits",
     "quantization",
+    "expert_shapes",
+    "experts",
 )
 
 

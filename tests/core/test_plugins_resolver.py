@@ -294,6 +294,7 @@ def test_to_json_is_json_and_holds_every_candidate(fakes):
         "reasoning_parser",
         "executor",
         "quantization",
+        "experts",
     }
     assert set(slots) == {*tree["chosen"], "api", "logits_processor"}
     assert tree["apis"] == []

@@ -84,6 +84,7 @@ def test_ranks_divide_the_experts_or_each_of_them() -> None:
 
 def resolved(fakes: Any, tp: int, machine: Machine | None = None, experts: str = "auto", **given: Any) -> Resolved:
     others = [spec for spec in fakes.basics() if spec.kind != ComponentKind.MODEL]
+    others.append(fakes.spec(ComponentKind.EXPERTS, "grouped", offers=frozenset({Feature.EXPERTS_PLAIN})))
     registry = fakes.registry(fakes.model(**given), *others, basics=False)
     config = fakes.config(registry, f"parallel.tp={tp}", f"parallel.experts={experts}")
     return resolve(config, registry, machine or Machine.assume("cpu"))

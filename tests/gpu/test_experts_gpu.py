@@ -89,7 +89,7 @@ def test_layers_equal_float64(
     assert torch.equal(got, experts(x, routing, weights))
     parts = expert_parts(x, routing, weights)
     if parts is not None:
-        assert error(parts.addends.sum(0), expected) < tolerance
+        assert error(parts.sum(0), expected) < tolerance
 
 
 def test_ranks_with_some_experts_add_up() -> None:

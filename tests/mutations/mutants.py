@@ -14,6 +14,7 @@ import mutants_attention
 import mutants_cache
 import mutants_drafter
 import mutants_executor
+import mutants_expert_backends
 import mutants_experts
 import mutants_grammar
 import mutants_logits
@@ -31,6 +32,7 @@ from dovetail.testing.cache import PrefixCacheSuite
 from dovetail.testing.component import ComponentSuite
 from dovetail.testing.drafter import DrafterSuite
 from dovetail.testing.executor import ExecutorSuite
+from dovetail.testing.experts import ExpertsSuite
 from dovetail.testing.grammar import GrammarSuite
 from dovetail.testing.logits import LogitsProcessorSuite
 from dovetail.testing.model import ModelSuite
@@ -51,6 +53,7 @@ SUITES: tuple[type[ComponentSuite], ...] = (
     ExecutorSuite,
     LogitsProcessorSuite,
     QuantizationSuite,
+    ExpertsSuite,
 )
 MUTANTS: list[Mutant] = [
     *mutants_registration.MUTANTS,
@@ -67,6 +70,7 @@ MUTANTS: list[Mutant] = [
     *mutants_workers.MUTANTS,
     *mutants_logits.MUTANTS,
     *mutants_quantization.MUTANTS,
+    *mutants_expert_backends.MUTANTS,
 ]
 _GPU = "keeps the lengths of its capture: tried where there is a GPU, in tests/gpu"
 _INVARIANT = "gives other bits in graphs: tried where there is a GPU, by the backends that offer it"
@@ -76,6 +80,8 @@ UNPROVEN = {
     ("attention", "test_graphs_over_fp8_pools"): _GPU,
     ("attention", "test_graphs_of_verify_rows"): _GPU,
     ("attention", "test_batch_invariance_of_graphs"): _INVARIANT,
+    ("experts", "test_graphs"): "computes what it computed at its capture: tried where there is a GPU",
+    ("experts", "test_rehearsal"): "reads what kernels have not written: tried where there is a GPU",
     ("speculative", "test_a_drafter_that_raises_costs_drafts_only"): _ENGINE,
 }
 """Cases for which no plugin is broken here, and why."""

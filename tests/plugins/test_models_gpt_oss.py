@@ -98,7 +98,8 @@ def test_describe_fills_in_what_transformers_would() -> None:
     assert [window is not None for window in info.config.windows] == [
         kind == "sliding_attention" for kind in built.layer_types
     ]
-    assert info.needs == {Feature.ATTN_SINKS, Feature.ATTN_SLIDING_WINDOW}
+    of_experts = {Feature.EXPERTS_BIAS, Feature.EXPERTS_SWIGLU}
+    assert info.needs == {Feature.ATTN_SINKS, Feature.ATTN_SLIDING_WINDOW} | of_experts
 
 
 @pytest.mark.parametrize(

@@ -170,9 +170,9 @@ def _not_chosen(resolution: Resolution, asked: bool) -> str:
 
 
 def _merged(resolutions: tuple[Resolution, ...]) -> list[tuple[str, Resolution]]:
-    """Return the resolutions with their titles. Phases of one kind with the same resolution become one entry."""
+    """Return the resolutions with their titles, without kinds for which the model has no use. Phases of one kind with the same resolution become one entry."""
     rows: list[tuple[str, Resolution]] = []
-    for resolution in resolutions:
+    for resolution in (one for one in resolutions if one.concerned):
         same = {**resolution.to_json(), "slot": ""}
         if rows and {**rows[-1][1].to_json(), "slot": ""} == same:
             rows[-1] = (str(resolution.kind), resolution)

@@ -278,6 +278,13 @@ FLAGS: tuple[ServeFlag, ...] = (
         values=_QUANTIZATIONS,
     ),
     ServeFlag(
+        ("--experts", "--moe-runner-backend", "--moe-backend"),
+        "experts",
+        PARTS,
+        "What computes the products of experts.",
+        example="torch_native",
+    ),
+    ServeFlag(
         ("--grammar-backend", "--guided-decoding-backend"),
         "grammar.backend",
         PARTS,

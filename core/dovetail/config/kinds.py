@@ -119,6 +119,12 @@ QUANTIZATION = KindSection(
     optional=True,
 )
 
+EXPERTS = KindSection(
+    "experts",
+    "What computes the products of experts, for models that have experts.",
+    optional=True,
+)
+
 BUILT_IN: Sections = (
     ATTENTION,
     CACHE,
@@ -131,5 +137,6 @@ BUILT_IN: Sections = (
     EXECUTOR,
     LOGITS_PROCESSOR,
     QUANTIZATION,
+    EXPERTS,
 )
 """The sections of the built-in kinds."""

@@ -15,6 +15,7 @@ from dovetail.config.kinds import (
     ATTENTION,
     CACHE,
     EXECUTOR,
+    EXPERTS,
     GRAMMAR,
     LOGITS_PROCESSOR,
     POLICY,
@@ -452,6 +453,7 @@ class Config(Section):
     executor: Selection = EXECUTOR.field
     logits_processor: Selection = LOGITS_PROCESSOR.field
     quantization: Selection = QUANTIZATION.field
+    experts: Selection = EXPERTS.field
     scheduler: SchedulerSection = SchedulerSection()
     graphs: GraphsSection = GraphsSection()
     memory: MemorySection = MemorySection()

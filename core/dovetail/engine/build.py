@@ -15,11 +15,12 @@ from torch import nn
 from dovetail.engine.declared import check_declared
 from dovetail.engine.shards import transformed
 from dovetail.errors import WeightsError
+from dovetail.interfaces.experts import ExpertsBackend
 from dovetail.interfaces.mesh import SINGLE, Mesh
 from dovetail.interfaces.model import ModelArchitecture, ModelInfo, WeightTarget
 from dovetail.interfaces.quantization import ExpertWeightsShape, LinearMethod, LinearShape, Quantization
 from dovetail.layers.base import deferred_weights, prepare_layers
-from dovetail.layers.experts import Experts
+from dovetail.layers.experts import Experts, use_backend
 from dovetail.layers.linear import Linear
 
 EXPERT_WEIGHTS = ("gate_up", "down")
@@ -39,15 +40,19 @@ def build_model(
     dtype: torch.dtype,
     mesh: Mesh = SINGLE,
     quantization: Quantization | None = None,
+    experts: ExpertsBackend | None = None,
 ) -> ModelArchitecture:
     """Build this rank's share of ``model_class`` for ``info`` on ``device`` in ``dtype``, for inference. Its weights
-    are not loaded. ``quantization`` chooses how its linear layers store their weights. Raises ``PluginLoadError`` if its
+    are not loaded. ``quantization`` chooses how its linear layers store their weights, and ``experts`` makes the
+    products of its layers of experts. Raises ``PluginLoadError`` if its
     attention layers need features that ``info`` does not declare, and ``ConfigError`` for a layer that cannot be
     quantized."""
     with torch.device(device), _default_dtype(dtype), nullcontext() if quantization is None else deferred_weights():
         model = model_class(info, mesh)
     if quantization is not None:
         allocate(model, quantization, device, dtype)
+    if experts is not None:
+        use_backend(as_module(model), experts)
     as_module(model).eval().requires_grad_(False)
     check_declared(as_module(model), info)
     return model

@@ -21,6 +21,7 @@ from dovetail.engine.mesh import local_info
 from dovetail.engine.weights import load_weights
 from dovetail.errors import ConfigError
 from dovetail.interfaces.attention import AttentionBackend, AttentionContext
+from dovetail.interfaces.experts import ExpertsBackend, ExpertsContext
 from dovetail.interfaces.features import Feature
 from dovetail.interfaces.speculative import DraftCache, DraftPass, DraftRuntime, DraftSteps
 from dovetail.memory.pool import PagedKVPool
@@ -205,7 +206,8 @@ class EngineDraftRuntime(DraftRuntime):
                     f"the drafter's model has head_dim {info.head_dim}; attention {chosen.spec.name!r} has kernels for "
                     f"{', '.join(map(str, dims))}: select another attention backend"
                 )
-            missing = info.needs - chosen.spec.offers
+            needs = {feature for feature in info.needs if feature.partition(".")[0] == str(chosen.spec.kind)}
+            missing = needs - chosen.spec.offers
             if missing:
                 raise ConfigError(
                     f"the drafter's model needs {', '.join(sorted(missing))}, which attention {chosen.spec.name!r} does not offer: "
@@ -215,11 +217,27 @@ class EngineDraftRuntime(DraftRuntime):
     def load(self, model: ModelClass, info: ModelInfo, directory: Path, load_format: str) -> ModelArchitecture:
         """See ``DraftRuntime``."""
         check_ranks(info, self._mesh.tp.size, "the drafter's model")
-        built = build_model(model, info, self._device, self.dtype, self._mesh)
+        experts = None if info.expert_sizes is None else self._experts(info)
+        built = build_model(model, info, self._device, self.dtype, self._mesh, experts=experts)
         seed, shown = self._resolved.config.model.seed, self._mesh.tp.rank == 0
         load_weights(built, directory, load_format, seed, shown=shown)
         self._models.append(built)
         return built
+
+    def _experts(self, info: ModelInfo) -> ExpertsBackend | None:
+        """Return the backend that was chosen for the target's experts, for a drafter's model with experts. If the target
+        has none, the products of ``ops.experts`` are used. Raises ``ConfigError`` if the backend lacks a feature."""
+        chosen = self._resolved.experts
+        if chosen is None:
+            return None
+        needs = {feature for feature in info.needs if feature.partition(".")[0] == str(chosen.spec.kind)}
+        missing = {Feature.EXPERTS_PLAIN, *needs} - chosen.spec.offers
+        if missing:
+            raise ConfigError(
+                f"the drafter's model needs {', '.join(sorted(missing))}, which experts {chosen.name!r} does not offer: select "
+                "another backend of experts"
+            )
+        return chosen.build(ExpertsContext(self._device, self.dtype))
 
     def open(self, directory: Path, load_format: str) -> ModelArchitecture:
         """See ``DraftRuntime``."""

@@ -33,11 +33,13 @@ from dovetail.engine.weights import build_model, load_weights
 from dovetail.errors import ConfigError
 from dovetail.interfaces.attention import AttentionBackend, AttentionContext
 from dovetail.interfaces.executor import WarmUpProgress
+from dovetail.interfaces.experts import ExpertsContext
 from dovetail.interfaces.features import Feature
 from dovetail.interfaces.logits import ProcessorContext
 from dovetail.interfaces.mesh import SINGLE, Mesh
 from dovetail.interfaces.quantization import QuantizationContext
 from dovetail.interfaces.speculative import Drafter, DrafterContext
+from dovetail.layers.experts import layers_of_experts
 from dovetail.layers.linear import Linear, make_batch_invariant
 from dovetail.memory.pool import PagedKVPool, pool_dtype
 
@@ -104,7 +106,12 @@ class Engine:
         quantization = None
         if (chosen := resolved.quantization) is not None:
             quantization = chosen.build(QuantizationContext(info.quantization, self._dtype, self.device))
-        self.model = build_model(resolved.model.load(), info, self.device, self._dtype, mesh, quantization)
+        experts = None
+        if (backend := resolved.experts) is not None:
+            experts = backend.build(ExpertsContext(self.device, self._dtype, config.batch_invariant))
+        self.model = build_model(resolved.model.load(), info, self.device, self._dtype, mesh, quantization, experts)
+        if backend is not None and Feature.EXPERTS_REHEARSAL not in backend.spec.offers:
+            self.warm_up.leave_out_experts(as_module(self.model))
         if config.batch_invariant:
             make_batch_invariant(as_module(self.model))
         counts = config.metrics.expert_load is not None
@@ -118,6 +125,8 @@ class Engine:
         self.watched = self._draft_runtime.watched
         requested = config.graphs.piecewise_tokens
         self._piece_tokens = mesh.tp.min(launch_bound(self.model, mesh)) if requested is None else requested
+        if backend is not None and Feature.EXPERTS_GRAPH not in backend.spec.offers:
+            self._piece_tokens = 0
         # before the pool, which gets what memory is left
         self.counts = TokenCounts(config.scheduler.rows + 1, info.vocab_size, self.device)
         self._allocate_pool(resolved)
@@ -295,7 +304,11 @@ class Engine:
         """Return, for each shape of a weight, a text that names what computes matrix products with it."""
         layers = [layer for layer in as_module(self.model).modules() if isinstance(layer, Linear)]
         texts = {(layer.out_features, layer.in_features): layer.product.describe for layer in layers}
-        return {f"{rows} x {columns}": text for (rows, columns), text in texts.items()}
+        found = {f"{rows} x {columns}": text for (rows, columns), text in texts.items()}
+        for layer in layers_of_experts(as_module(self.model)):
+            count, size, hidden = len(layer.held), len(layer.share), layer.shape.hidden_size
+            found[f"{count} experts of {size} x {hidden}"] = layer.product.describe
+        return found
 
     # -- steps -------------------------------------------------------------------------------------------------------
 

@@ -21,6 +21,7 @@ def kernel_set(resolved: Resolved) -> str:
         "batch_invariant": config.batch_invariant,
         "attention": [resolved.attention_prefill.name, resolved.attention_decode.name],
         "quantization": resolved.quantization and [resolved.quantization.name, info.quantization],
+        "experts": resolved.experts and resolved.experts.name,
         "drafter": resolved.drafter and resolved.drafter.name,
         "max_running": config.scheduler.rows,
         "page_size": config.memory.page_size,

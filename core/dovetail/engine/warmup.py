@@ -7,12 +7,13 @@ import logging
 import os
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
 from rich.console import Console
 from rich.progress import Progress
+from torch import nn
 
 from dovetail.engine.captures import try_capture
 from dovetail.engine.device import first_line, lost_device
@@ -21,6 +22,7 @@ from dovetail.engine.graphs import GraphKey
 from dovetail.errors import RankLostError
 from dovetail.interfaces.executor import WarmUpProgress
 from dovetail.interfaces.features import Feature
+from dovetail.layers.experts import experts_left_out
 from dovetail.ops.sampling import Filters, greedy, sample
 
 if TYPE_CHECKING:
@@ -90,8 +92,17 @@ class WarmUp:
         self._likely: list[GraphKey] = []  # steps to capture as soon as their kernels are compiled
         self._positions: dict[Any, int] = {}  # of the kernels of each key, see ``KernelsAhead.position``
         self._idle: IdleCaptures | None = None  # while graphs are missing that were begun to be captured
+        self._without_experts: nn.Module | None = None
         self._layers = LAYERS_WITH_WINDOWS if Feature.ATTN_SLIDING_WINDOW in info.needs else LAYERS
         self._kernels = _kernels_ahead(device, kernel_set, mesh.tp.size)
+
+    def leave_out_experts(self, model: nn.Module) -> None:
+        """Leave the experts of ``model`` out of the steps that only note or load kernels, because their backend does not
+        offer experts.rehearsal: it would read memory that Triton has not written."""
+        self._without_experts = model
+
+    def _experts_left_out(self) -> AbstractContextManager[None]:
+        return nullcontext() if self._without_experts is None else experts_left_out(self._without_experts)
 
     @property
     def kernel_cache(self) -> str | None:
@@ -126,9 +137,10 @@ class WarmUp:
     def measuring(self) -> Iterator[None]:
         """While a step runs whose memory is measured, launch no kernel that Triton compiles, unless all that were noted
         are compiled: the step allocates the same memory without them, and other work goes on while they are compiled.
-        All ranks launch them or none does. Backends without attention.rehearsal need what kernels write."""
-        kernels = self._kernels
-        waits = kernels is not None and kernels.is_active and self._attend_prefill and not kernels.wait(0.0)
+        All ranks launch them or none does. Backends without attention.rehearsal or experts.rehearsal need what kernels
+        write."""
+        kernels, rehearses = self._kernels, self._attend_prefill and self._without_experts is None
+        waits = kernels is not None and kernels.is_active and rehearses and not kernels.wait(0.0)
         if not self._mesh.tp.agree(waits) or kernels is None:
             yield
             return
@@ -190,9 +202,10 @@ class WarmUp:
             key = self._likely.pop(0)
             if graphs.is_captured(key) or key in graphs.refused:
                 continue
-            with self._kernels.loading():
+            with self._experts_left_out(), self._kernels.loading():
                 loaded = self._try(lambda: self._rehearse(graphs, key))  # noqa: B023 (called at once)
-            if loaded and self._attend_decode:  # otherwise the backend plans in the run before the capture
+            # otherwise the backend plans, or computes experts, in the run before the capture
+            if loaded and self._attend_decode and self._without_experts is None:
                 graphs.loaded.add(key)
             try_capture(graphs, key)
             return True
@@ -256,7 +269,7 @@ class WarmUp:
         active = kernels is not None and kernels.is_active
         if not self._mesh.tp.agree(active) or kernels is None:
             return False
-        with kernels.noting():
+        with self._experts_left_out(), kernels.noting():
             self._try(step)
         return True
 

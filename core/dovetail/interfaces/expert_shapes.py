@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from dovetail.errors import ConfigError
+from dovetail.interfaces.features import Feature
 
 if TYPE_CHECKING:
     import torch
@@ -96,6 +97,17 @@ class ExpertsShape:
     router_bias: bool = False
     shared_size: int = 0
     shared_gate: bool = False
+
+    @property
+    def needs(self) -> frozenset[Feature]:
+        """Return the features that a backend of experts needs for these layers. A model declares them in
+        ``ModelInfo.needs``."""
+        given = {
+            Feature.EXPERTS_BIAS: self.bias,
+            Feature.EXPERTS_SWIGLU: self.activation != SILU,
+            Feature.EXPERTS_SCALED_INPUT: self.scaled_input,
+        }
+        return frozenset(feature for feature, needed in given.items() if needed)
 
 
 class Routing(NamedTuple):

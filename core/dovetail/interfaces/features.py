@@ -150,6 +150,20 @@ class Feature(str):
         "quantization.experts", "stores the weights of experts too: experts_method", since=(1, 1)
     )
 
+    # backends of experts
+    EXPERTS_PLAIN = _feature("experts.plain", "multiplies weights in the dtype of activations")
+    EXPERTS_BIAS = _feature("experts.bias", "adds the biases of gate, up and down")
+    EXPERTS_SWIGLU = _feature("experts.swiglu", "computes every SwiGLU, with a factor, a limit and an offset")
+    EXPERTS_SCALED_INPUT = _feature("experts.scaled_input", "multiplies the input of an expert by its weight")
+    EXPERTS_GRAPH = _feature("experts.graph", "forward and parts can be captured and replayed with other experts")
+    EXPERTS_REHEARSAL = _feature(
+        "experts.rehearsal",
+        "forward and parts read no more than their arguments on the device, so that they can run while Triton launches nothing",
+    )
+    EXPERTS_BATCH_INVARIANT = _feature(
+        "experts.batch_invariant", "the bits of a token's result do not depend on the other tokens"
+    )
+
     # executors
     EXECUTOR_RANKS = _feature("executor.ranks", "runs several ranks")
 

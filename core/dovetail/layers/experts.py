@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -10,16 +12,18 @@ from torch import nn
 
 from dovetail.errors import ConfigError
 from dovetail.interfaces.expert_shapes import ExpertWeights
+from dovetail.interfaces.experts import ExpertsProduct
 from dovetail.layers.base import Layer, deferrable_parameter, parameter
 from dovetail.layers.linear import Float32Linear, Linear
 from dovetail.layers.mlp import GatedMLP
 from dovetail.ops.expert_formats import dequantized
-from dovetail.ops.experts import expert_parts, experts
-from dovetail.ops.parts import RankAddend
+from dovetail.ops.experts import GroupedProduct
+from dovetail.ops.parts import Parts, RankAddend
 from dovetail.ops.routing import route
 
 if TYPE_CHECKING:
     from dovetail.interfaces.expert_shapes import ExpertsShape, Routing, RoutingRule
+    from dovetail.interfaces.experts import ExpertsBackend
     from dovetail.interfaces.mesh import Mesh
     from dovetail.interfaces.quantization import ExpertsMethod
     from dovetail.ops.parts import Addend
@@ -64,7 +68,8 @@ class Experts(Layer):
     ``down [experts * hidden, size]``, with this rank's experts and share; and ``gate_up_bias`` and ``down_bias``, their
     rows' biases. If a quantization gives the layer a ``method``, the method's parameters take the place of ``gate_up``
     and ``down``. ``shared`` is the shared expert, which the ranks divide like every ``GatedMLP``, or None.
-    ``dovetail.layers.expert_targets`` names their tensors in checkpoints. Raises ``ConfigError`` if the ranks cannot divide the experts.
+    ``dovetail.layers.expert_targets`` names their tensors in checkpoints. ``backend`` makes what multiplies; without one, the
+    products of ``ops.experts`` do. Raises ``ConfigError`` if the ranks cannot divide the experts.
     """
 
     def __init__(self, shape: ExpertsShape, mesh: Mesh) -> None:
@@ -84,6 +89,8 @@ class Experts(Layer):
         self.method: ExpertsMethod | None = None
         self._dtype = torch.get_default_dtype()
         self._weights: ExpertWeights
+        self.backend: ExpertsBackend | None = None
+        self._product: ExpertsProduct
 
     def allocate(self, method: ExpertsMethod | None, device: torch.device, dtype: torch.dtype) -> None:
         """Allocate the parameters that were deferred: those of ``method``, or ``gate_up`` and ``down`` in ``dtype``."""
@@ -120,6 +127,7 @@ class Experts(Layer):
             whole=shape.routing.num_experts,
             scaled_input=shape.scaled_input,
         )
+        self._product = GroupedProduct(self._weights) if self.backend is None else self.backend.product(self._weights)
         super().prepare()
 
     @property
@@ -128,6 +136,13 @@ class Experts(Layer):
         if not self.prepared:
             self.prepare()
         return self._weights
+
+    @property
+    def product(self) -> ExpertsProduct:
+        """Return what computes the experts."""
+        if not self.prepared:
+            self.prepare()
+        return self._product
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Map contiguous ``x [tokens, hidden_size]`` to the same shape. Mutates nothing."""
@@ -140,9 +155,9 @@ class Experts(Layer):
         routing = self._route(x)
         one_rank = self._tp.size == 1
         if self.shared is None and (one_rank or self._tp.adds_parts):
-            parts = expert_parts(x, routing, self._weights)
+            parts = self._product.parts(x, routing)
             if parts is not None:
-                return parts if one_rank else RankAddend(parts.addends, self._tp)
+                return Parts(parts) if one_rank else RankAddend(parts, self._tp)
         added = self._added(x, routing)
         return added if one_rank else RankAddend(added, self._tp)
 
@@ -158,7 +173,41 @@ class Experts(Layer):
             shared = self.shared.addend_forward(x)
             if self.shared_gate is not None:
                 shared = torch.sigmoid(self.shared_gate.forward(x)) * shared
-        return experts(x, routing, self._weights, shared)
+        return self._product.forward(x, routing, shared)
+
+
+def layers_of_experts(model: nn.Module) -> list[Experts]:
+    """Return the layers of experts of a model."""
+    return [module for module in model.modules() if isinstance(module, Experts)]
+
+
+def use_backend(model: nn.Module, backend: ExpertsBackend) -> None:
+    """Let ``backend`` make the products of all layers of experts of ``model``, from their next ``prepare`` on."""
+    for layer in layers_of_experts(model):
+        layer.backend, layer.prepared = backend, False
+
+
+@contextmanager
+def experts_left_out(model: nn.Module) -> Iterator[None]:
+    """Let the layers of experts of ``model`` compute nothing within the block, as far as a backend makes their products.
+    Their results are undefined."""
+    replaced = [(layer, layer.product) for layer in layers_of_experts(model) if layer.backend is not None]
+    for layer, _ in replaced:
+        layer._product = _LeftOut()
+    try:
+        yield
+    finally:
+        for layer, product in replaced:
+            layer._product = product
+
+
+class _LeftOut(ExpertsProduct):
+    def forward(self, x: torch.Tensor, routing: Routing, shared: torch.Tensor | None) -> torch.Tensor:
+        return torch.empty_like(x)
+
+    @property
+    def describe(self) -> str:
+        return "left out"
 
 
 def divided(shape: ExpertsShape, mesh: Mesh) -> tuple[range, range]:

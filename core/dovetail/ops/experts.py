@@ -10,9 +10,9 @@ import torch
 from torch.nn import functional
 
 from dovetail.interfaces.expert_shapes import SILU, ExpertWeights, Routing, SwiGLU
+from dovetail.interfaces.experts import ExpertsProduct
 from dovetail.ops.activation import silu_mul
 from dovetail.ops.cpu.kernels import kernels
-from dovetail.ops.parts import Parts
 
 _FEW_ROWS, _MOST_COMPILED = 2, 4
 """For up to the first number of rows per expert on average, experts with up to the second number of rows use the
@@ -37,13 +37,37 @@ def experts(
     return _on_host(x, routing, weights, shared)
 
 
-def expert_parts(x: torch.Tensor, routing: Routing, weights: ExpertWeights) -> Parts | None:
-    """Return ``experts`` as parts that are not added up yet, one for each of a token's experts. Return None if the
-    result is not computed in parts for this number of tokens."""
+def expert_parts(x: torch.Tensor, routing: Routing, weights: ExpertWeights) -> torch.Tensor | None:
+    """Return ``experts`` as addends that are not added up yet, one for each of a token's experts: float32 ``[top_k,
+    tokens, hidden]``. Return None if the result is not computed in parts for this number of tokens."""
     if not x.is_cuda or len(weights.gate_up) != weights.whole:
         return None
     cuda = _triton()
-    return Parts(cuda.expert_parts(x, routing, weights)) if 1 < x.shape[0] <= cuda.MOST_PARTS else None
+    return cuda.expert_parts(x, routing, weights) if 1 < x.shape[0] <= cuda.MOST_PARTS else None
+
+
+class GroupedProduct(ExpertsProduct):
+    """Compute ``experts`` and ``expert_parts`` with the weights of one layer."""
+
+    def __init__(self, weights: ExpertWeights) -> None:
+        self._weights = weights
+        self._experts = _triton().experts if weights.gate_up.is_cuda else _on_host
+
+    def forward(self, x: torch.Tensor, routing: Routing, shared: torch.Tensor | None) -> torch.Tensor:
+        """See ``ExpertsProduct``."""
+        return self._experts(x, routing, self._weights, shared)
+
+    def parts(self, x: torch.Tensor, routing: Routing) -> torch.Tensor | None:
+        """See ``ExpertsProduct``."""
+        return expert_parts(x, routing, self._weights)
+
+    @property
+    def describe(self) -> str:
+        """See ``ExpertsProduct``."""
+        if self._weights.gate_up.is_cuda:
+            return "triton, grouped by expert"
+        few = kernels(self._weights.gate_up.dtype) if self._weights.gate_up.dtype is torch.bfloat16 else None
+        return "torch, grouped by expert" + (f", compiled for up to {_MOST_COMPILED} rows of an expert" if few else "")
 
 
 def _on_host(x: torch.Tensor, routing: Routing, weights: ExpertWeights, shared: torch.Tensor | None) -> torch.Tensor:

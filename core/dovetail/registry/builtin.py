@@ -189,6 +189,26 @@ QUANTIZATION = KindDescriptor(
     search_order=15,
 )
 
+EXPERTS = KindDescriptor(
+    ComponentKind.EXPERTS,
+    "backends of experts",
+    "dovetail.interfaces.experts:ExpertsBackend",
+    section=kinds.EXPERTS,
+    concerns=f"{_RULES}:concerns_experts",
+    namespaces=("experts",),
+    runtime_needs=(
+        RuntimeNeed(Feature.EXPERTS_GRAPH, when="graphs.decode"),
+        RuntimeNeed(Feature.EXPERTS_BATCH_INVARIANT, when="batch_invariant"),
+    ),
+    rules=f"{_RULES}:experts",
+    check=f"{_RULES}:check_experts",
+    suite="dovetail.testing.experts:ExpertsSuite",
+    sample_context=f"{_SAMPLES}:for_experts",
+    scaffold=f"{_TEMPLATES}:EXPERTS",
+    order=25,
+    search_order=25,
+)
+
 KINDS = (
     ATTENTION,
     CACHE,
@@ -202,6 +222,7 @@ KINDS = (
     EXECUTOR,
     LOGITS_PROCESSOR,
     QUANTIZATION,
+    EXPERTS,
 )
 
 

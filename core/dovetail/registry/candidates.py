@@ -11,7 +11,7 @@ import pluggy
 from pydantic import ValidationError
 
 from dovetail.config import PluginConfig, Selection
-from dovetail.errors import PluginError, PluginLoadError
+from dovetail.errors import ConfigError, PluginError, PluginLoadError
 from dovetail.registry.installed import RegisteredComponent, Registry
 from dovetail.registry.resolution import Candidate, ChoiceRule, Reason, ResolveRequest, Stage
 from dovetail.registry.specs import KindDescriptor, Selects
@@ -37,6 +37,7 @@ class Slot:
     candidates: list[Candidate]
     preferred: frozenset[str] = frozenset()  # names that a tuning record puts first
     adjusted: bool = False
+    concerned: bool = True  # False if the model has no use for the kind
 
     @property
     def name(self) -> str:
@@ -98,7 +99,11 @@ def open_slot(
     request: ResolveRequest, selection: Selection, registry: Registry, *, optional: bool, tuning: Tuning
 ) -> Slot:
     """Return the slot with its candidates. Each candidate has passed the stages before features or was rejected by one
-    of them. Plugins may then adjust the candidates. Raises ``PluginError``."""
+    of them. Plugins may then adjust the candidates. Raises ``PluginError``, and ``ConfigError`` if config names a
+    component of a kind for which the model has no use."""
+    concerned = _concerned(request, selection, registry.kinds[request.kind])
+    if not concerned:
+        selection = selection.model_copy(update={"disabled": True})
     preferred = tuned_names(tuning, request.slot)
     candidates = [
         Candidate(registry.get(request.kind, section.kind), section, asked=True) for section in selection.candidates
@@ -120,9 +125,27 @@ def open_slot(
         bool(selection.candidates),
         candidates,
         frozenset(preferred),
+        concerned=concerned,
     )
     _let_plugins_adjust(slot, registry.hooks)
     return slot
+
+
+def _concerned(request: ResolveRequest, selection: Selection, descriptor: KindDescriptor) -> bool:
+    """Return True if the model has a use for the kind. Raises ``ConfigError`` if it has none and config names a
+    component."""
+    if descriptor.concerns is None or request.model_info is None:
+        return True
+    concerns = load_attribute(descriptor.concerns, f"the function concerns of kind {descriptor.kind!r}")
+    if concerns(request.model_info):
+        return True
+    if selection.candidates:
+        named = ", ".join(section.kind for section in selection.candidates)
+        raise ConfigError(
+            f"{descriptor.where} is {named}, and {request.model_info.architecture} has no use for {descriptor.summary}; "
+            "allowed for it: auto, none"
+        )
+    return False
 
 
 def _screen(candidate: Candidate, request: ResolveRequest, descriptor: KindDescriptor, named: bool) -> None:

@@ -149,7 +149,7 @@ def _form_faults(descriptor: KindDescriptor) -> Iterator[str]:
     kind = descriptor.kind
     if not NAME.fullmatch(kind):
         yield f"kind {kind!r} is not a name; expected lower-case letters, digits and underscores"
-    for field in ("interface", "rules", "check", "screen", "suite", "scaffold", "sample_context"):
+    for field in ("interface", "rules", "check", "screen", "concerns", "suite", "scaffold", "sample_context"):
         target = getattr(descriptor, field)
         if (target or field == "interface") and not TARGET.fullmatch(target):
             yield f'kind {kind!r} has the {field} {target!r}; expected "module:attribute"'

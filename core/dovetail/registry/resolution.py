@@ -115,7 +115,7 @@ class Candidate:
 class Resolution:
     """Describe how one slot was filled. ``slot`` is the kind and, if the kind has phases, the phase
     (``attention.decode``). ``chosen`` is None if config switches an optional slot off, or leaves it open and nothing
-    fits; ``note`` has the reason. ``unused`` are the user's tuning records of this slot that do not apply, each with
+    fits; ``note`` has the reason. ``concerned`` is False if the model has no use for the kind. ``unused`` are the user's tuning records of this slot that do not apply, each with
     the reason."""
 
     slot: str
@@ -125,6 +125,7 @@ class Resolution:
     candidates: tuple[Candidate, ...]
     note: str = ""
     unused: tuple[str, ...] = ()
+    concerned: bool = True
 
     def to_json(self) -> dict[str, Any]:
         """Return a mapping for ``explain --json`` and /server_info."""
@@ -268,6 +269,11 @@ class Resolved:
     def quantization(self) -> Chosen | None:
         """Return how weights are stored, or None for the model's dtype."""
         return self.part(ComponentKind.QUANTIZATION)
+
+    @property
+    def experts(self) -> Chosen | None:
+        """Return the backend of experts, or None for a model without experts."""
+        return self.part(ComponentKind.EXPERTS)
 
     @property
     def tool_parser(self) -> Chosen | None:

@@ -71,7 +71,7 @@ def resolve(config: Config, registry: Registry, machine: Machine, *, tuning: Tun
     _mark_candidates(slots, combo, _overlap_values(config, machine), negotiation)
     _check(config, slots, combo, registry.kinds)
     resolved = _resolved(config, registry, machine, model, slots, combo, tuned, parsers)
-    for resolution in resolved.resolutions:
+    for resolution in (one for one in resolved.resolutions if one.concerned):
         logger.info("%s: %s, %s%s", *_logged(resolution))
     if resolved.sampling_defaults:
         logger.info("sampling defaults: %s (model.generation_config)", dict(resolved.sampling_defaults))
@@ -363,13 +363,15 @@ def _resolution(slot: Slot, option: fit.Option, tuned: Tuned) -> Resolution:
     name = ", ".join(candidate.spec.name for candidate in candidates) or None
     unused = tuned.passed_over(slot.name)
     note = _note(slot, candidates, tuned)
-    return Resolution(slot.name, slot.request.kind, name, rule, tuple(slot.candidates), note, unused)
+    return Resolution(slot.name, slot.request.kind, name, rule, tuple(slot.candidates), note, unused, slot.concerned)
 
 
 def _note(slot: Slot, chosen: Sequence[Candidate], tuned: Tuned) -> str:
     if not chosen:
         found = {reason.got for candidate in slot.candidates for reason in candidate.reasons}
         one = found.pop() if slot.descriptor.screen and len(found) == 1 else "nothing installed can be used"
+        if not slot.concerned:
+            return "the model has no use for it"
         return "switched off by config" if slot.disabled else one
     deprecated = [candidate.spec.deprecated for candidate in chosen if candidate.spec.deprecated]
     if deprecated:

@@ -8,6 +8,7 @@ from dovetail.config import Config, PluginConfig
 from dovetail.errors import ConfigError
 from dovetail.interfaces.cache import CacheGroupKind
 from dovetail.interfaces.features import Feature
+from dovetail.interfaces.model import ModelInfo
 from dovetail.registry.candidates import Slot
 from dovetail.registry.fit import Combination, Need, Situation, show
 from dovetail.registry.negotiable import BATCH_INVARIANT, MIN_PROBABILITY, TENSOR_PARALLEL
@@ -97,6 +98,33 @@ def quantization(situation: Situation) -> Iterator[Need | Reason]:
             "quantization.none",
             "the checkpoint is quantized and needs a component of kind quantization that can load it",
             f"quantization is none (the checkpoint's quantization_config has quant_method {method!r})",
+        )
+
+
+def concerns_experts(model: ModelInfo) -> bool:
+    """Return True for models that have experts."""
+    return model.expert_sizes is not None
+
+
+def experts(situation: Situation) -> Iterator[Need | Reason]:
+    """Require a backend that multiplies the weights of experts as they are stored, if the model has experts."""
+    if not concerns_experts(situation.model):
+        return
+    needed_by = f"model {situation.model.architecture!r}"
+    if situation.candidate(ComponentKind.EXPERTS) is None:
+        yield Reason("experts.none", f"{needed_by} has experts and needs a backend of kind experts", "experts is none")
+    elif situation.candidate(ComponentKind.QUANTIZATION) is None:
+        yield from situation.needs(Feature.EXPERTS_PLAIN, needed_by, "its experts are not quantized")
+
+
+def check_experts(config: Config, slots: Mapping[str, Slot], combo: Combination) -> None:
+    """Refuse ``graphs.piecewise_tokens`` with a backend of experts that cannot be captured. Raises ``ConfigError``."""
+    chosen = combo[ComponentKind.EXPERTS]
+    captured = not isinstance(chosen, Candidate) or Feature.EXPERTS_GRAPH in chosen.spec.offers
+    if config.graphs.piecewise_tokens and not captured:
+        raise ConfigError(
+            f"graphs.piecewise_tokens is {config.graphs.piecewise_tokens}, and experts {show(chosen)!r} does not offer "
+            f"{Feature.EXPERTS_GRAPH}; allowed with it: 0, null. Set graphs.piecewise_tokens: 0, or another backend of experts"
         )
 
 

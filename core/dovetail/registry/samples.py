@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from dovetail.interfaces.cache import CacheContext, Match, PrefixCache
+from dovetail.interfaces.experts import ExpertsContext
 from dovetail.interfaces.grammar import GrammarContext
 from dovetail.interfaces.logits import ProcessorContext
 from dovetail.interfaces.parsers import ParserContext
@@ -91,6 +92,13 @@ def for_logits() -> ProcessorContext:
     import torch
 
     return ProcessorContext(torch.device("cpu"), 4096, frozenset({2}))
+
+
+def for_experts() -> ExpertsContext:
+    """Return the context of an engine on the CPU."""
+    import torch
+
+    return ExpertsContext(torch.device("cpu"), torch.float32)
 
 
 def for_api() -> None:

@@ -32,6 +32,7 @@ class ComponentKind(str):
     EXECUTOR = _kind("executor")
     LOGITS_PROCESSOR = _kind("logits_processor")
     QUANTIZATION = _kind("quantization")
+    EXPERTS = _kind("experts")
 
 
 class Selects(enum.StrEnum):
@@ -80,7 +81,9 @@ class KindDescriptor:
     they are chosen. ``one_for_all_phases`` is the key of a boolean setting; while it is on, all phases of a built-in
     kind's section have the same component. ``screen`` is the "module:function" that is called for each candidate before
     the negotiation, with the candidate, its ``ResolveRequest`` and whether config names it, and yields the reasons why
-    the candidate cannot be used.
+    the candidate cannot be used. ``concerns`` is the "module:function" that is called with the ``ModelInfo`` and returns
+    False for a model that has no use for the kind: nothing is chosen then, a config that names a component is refused, and
+    ``dovetail explain`` does not show the kind.
 
     ``namespaces`` are the namespaces of the features that the kind's components offer. ``runtime_needs`` lists the
     features that the runtime needs from them. ``rules`` is the "module:function" of the kind's further rules: a
@@ -114,6 +117,7 @@ class KindDescriptor:
     selects: Selects = Selects.ONE
     one_for_all_phases: str = ""
     screen: str | None = None
+    concerns: str | None = None
     namespaces: tuple[str, ...] = ()
     runtime_needs: tuple[RuntimeNeed, ...] = ()
     rules: str | None = None

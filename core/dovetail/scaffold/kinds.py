@@ -21,7 +21,7 @@ class KindTemplate:
     ``tests/test_NAME.py.jinja``, in whose paths PACKAGE and NAME stand for the names of the package and the component.
     ``module`` is the module of the class that is generated, and ``suffix`` is the end of the class's name. ``summary``
     describes the component in its spec, and ``about`` is the first paragraph of the README. ``setting`` is shown as an
-    example. ``command`` is the command that uses the component. ``rival`` is a built-in component to measure it
+    example. ``command`` is the command that uses the component, with further ``options``. ``rival`` is a built-in component to measure it
     against.
     """
 
@@ -35,6 +35,7 @@ class KindTemplate:
     setting: Mapping[str, Any] = field(default_factory=dict)
     rival: str | None = None
     command: Literal["generate", "serve"] = "generate"
+    options: str = ""
 
 
 ATTENTION = KindTemplate(
@@ -166,4 +167,22 @@ QUANTIZATION = KindTemplate(
     "A quantization of weights for Dovetail in plain torch: 8-bit integers with a scale for each group of a row, from "
     "checkpoints or while loading.",
     setting={"group_size": 16},
+)
+EXPERTS = KindTemplate(
+    FOLDER / "experts",
+    "experts",
+    "Experts",
+    "Experts in plain torch, one after the other.",
+    "A backend of experts for Dovetail in plain torch: it multiplies the tokens of one expert after the other, for every "
+    "variant of a layer. It is used by models that have experts.",
+    (
+        Feature.EXPERTS_PLAIN,
+        Feature.EXPERTS_BIAS,
+        Feature.EXPERTS_SWIGLU,
+        Feature.EXPERTS_SCALED_INPUT,
+        Feature.EXPERTS_BATCH_INVARIANT,
+    ),
+    setting={"block_rows": 64},
+    rival="torch_native",
+    options=" --model path/to/a/model-with-experts",
 )

@@ -108,7 +108,7 @@ def _used_by(names: Names) -> str:
     sets = settings if descriptor.section is not None else {descriptor.named_at: names.name}
     options = " ".join(f"--set {key}={value}" for key, value in sets.items())
     command = "serve" if template.command == "serve" else 'generate "The capital of France is"'
-    return f"dovetail {command} {options}"
+    return f"dovetail {command}{template.options} {options}"
 
 
 def _in_yaml(names: Names) -> str:

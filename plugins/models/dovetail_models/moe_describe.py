@@ -107,6 +107,7 @@ def moe_info(
     needs: frozenset[Feature] = frozenset(),
 ) -> ModelInfo:
     """Return the ``ModelInfo`` of a model with experts. Raises ``ConfigError``."""
+    needs = needs | own.experts.needs if any(own.sparse) else needs
     info = make_info(config, architecture, sizes, context_len, own, needs=needs, offers=MOE_OFFERS)
     # layers that predict further tokens have experts too, which the drafters do not implement
     offers = info.offers - {Feature.MODEL_MTP_HEAD}

@@ -1,0 +1,41 @@
+"""Make the products of ``dovetail.ops.experts`` for layers of experts."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from pydantic import BaseModel
+
+from dovetail.errors import ConfigError
+from dovetail.interfaces.expert_shapes import ExpertWeights
+from dovetail.interfaces.experts import ExpertsBackend, ExpertsContext, ExpertsProduct
+from dovetail.ops.experts import GroupedProduct
+
+
+class GroupedExperts(ExpertsBackend):
+    """Multiply with what ``dovetail.ops.experts`` has for one type of device."""
+
+    device_type: ClassVar[str]
+
+    def __init__(self, config: BaseModel, context: ExpertsContext) -> None:
+        if context.device.type != self.device_type:
+            raise ConfigError(
+                f"{type(self).__name__} computes on {self.device_type}, and the device is {context.device}; name another backend "
+                "of experts"
+            )
+
+    def product(self, weights: ExpertWeights) -> ExpertsProduct:
+        """See ``ExpertsBackend``."""
+        return GroupedProduct(weights)
+
+
+class TorchExperts(GroupedExperts):
+    """Multiply with PyTorch on the CPU, and with compiled products for few rows."""
+
+    device_type = "cpu"
+
+
+class TritonExperts(GroupedExperts):
+    """Multiply with the kernels of ``dovetail.ops.triton.experts`` on CUDA."""
+
+    device_type = "cuda"

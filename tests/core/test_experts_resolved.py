@@ -1,0 +1,112 @@
+"""Test how a backend of experts is chosen: only for models with experts, and by what it offers.
+
+.venv/bin/python -m pytest -q tests/core/test_experts_resolved.py
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from dovetail.cli.explain import _grid
+from dovetail.errors import ConfigError, ResolutionError
+from dovetail.interfaces.features import Feature
+from dovetail.registry import ComponentKind, resolve
+from dovetail.registry.machine import Machine
+from dovetail.registry.resolution import Resolved
+
+CPU, H100 = Machine.assume("cpu"), Machine("cuda", (9, 0), "H100", "cuda:0", num_devices=1)
+SIZES = (("num_experts", 8), ("moe_intermediate_size", 16))
+PLAIN, GRAPH = frozenset({Feature.EXPERTS_PLAIN}), frozenset({Feature.EXPERTS_PLAIN, Feature.EXPERTS_GRAPH})
+ALL_ATTENTION = frozenset(
+    {
+        Feature.ATTN_EXTEND,
+        Feature.ATTN_DECODE,
+        Feature.ATTN_MIXED,
+        Feature.ATTN_GRAPH,
+        Feature.ATTN_BATCH_INVARIANT,
+        Feature.ATTN_VERIFY,
+    }
+)
+
+
+def run(
+    fakes: Any, *sets: str, backends: dict[str, frozenset[Feature]], machine: Machine = CPU, **model: Any
+) -> Resolved:
+    """Resolve a model with these backends, the first of which has the highest priority."""
+    model = {"expert_sizes": SIZES, "offers": frozenset({Feature.MODEL_BATCH_INVARIANT}), **model}
+    kinds = (ComponentKind.MODEL, ComponentKind.ATTENTION)
+    others = [spec for spec in fakes.basics() if spec.kind not in kinds]
+    others.append(fakes.spec(ComponentKind.ATTENTION, "plain", offers=ALL_ATTENTION, api=(1, 3)))
+    for index, (name, offers) in enumerate(backends.items()):
+        others.append(fakes.spec(ComponentKind.EXPERTS, name, offers=offers, priority=-index))
+    registry = fakes.registry(fakes.model(**model), *others, basics=False)
+    return resolve(fakes.config(registry, *sets), registry, machine)
+
+
+def shown(resolved: Resolved) -> list[str]:
+    """Return the parts that ``dovetail explain`` lists."""
+    return [str(cell) for cell in _grid(resolved, narrow=False).columns[0].cells]
+
+
+def test_a_model_without_experts_has_no_backend(fakes: Any, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", logger="dovetail.registry")
+    for sets in ((), ("experts=none",)):
+        dense = run(fakes, *sets, backends={"mine": PLAIN}, expert_sizes=None)
+        assert dense.experts is None
+        assert dense.to_json()["chosen"]["experts"] is None
+        assert "experts" not in shown(dense)
+    assert not any(record.getMessage().startswith("experts") for record in caplog.records)
+    with pytest.raises(
+        ConfigError, match=r"experts is mine, and FakeForCausalLM has no use.*allowed for it: auto, none"
+    ):
+        run(fakes, "experts=mine", backends={"mine": PLAIN}, expert_sizes=None)
+
+
+def test_a_model_with_experts_has_the_backend_that_fits(fakes: Any) -> None:
+    found = run(fakes, backends={"first": PLAIN, "second": PLAIN})
+    assert found.experts is not None
+    assert found.experts.name == "first"
+    assert "experts" in shown(found)
+    named = run(fakes, "experts=second", backends={"first": PLAIN, "second": PLAIN})
+    assert named.to_json()["chosen"]["experts"]["name"] == "second"
+    needs = frozenset({Feature.EXPERTS_BIAS})
+    able = run(fakes, backends={"first": PLAIN, "second": PLAIN | needs}, needs=needs)
+    assert able.experts is not None
+    assert able.experts.name == "second"
+    with pytest.raises(ResolutionError, match=r"needs experts\.bias; experts is 'first'.*\n(.*\n)*.*- experts: second"):
+        run(fakes, "experts=first", backends={"first": PLAIN, "second": PLAIN | needs}, needs=needs)
+
+
+@pytest.mark.parametrize(("sets", "backends"), [(("experts=none",), {"mine": PLAIN}), ((), {})])
+def test_a_model_with_experts_needs_one(fakes: Any, sets: tuple[str, ...], backends: dict[str, Any]) -> None:
+    with pytest.raises(ResolutionError, match="has experts and needs a backend of kind experts; experts is none"):
+        run(fakes, *sets, backends=backends)
+
+
+def test_other_formats_than_plain_are_no_substitute(fakes: Any) -> None:
+    with pytest.raises(ResolutionError, match=r"needs experts\.plain \(its experts are not quantized\)"):
+        run(fakes, "experts=mine", backends={"mine": frozenset()})
+
+
+def test_graphs_need_a_backend_that_can_be_captured(fakes: Any) -> None:
+    both = {"captured": GRAPH, "waits": PLAIN}
+    found = run(fakes, backends=both, machine=H100)
+    assert found.experts is not None
+    assert found.experts.name == "captured"
+    assert found.config.graphs.decode is True
+    assert run(fakes, "experts=waits", backends=both, machine=H100).config.graphs.decode is False
+    with pytest.raises(ResolutionError, match=r"graphs\.decode needs experts\.graph"):
+        run(fakes, "experts=waits", "graphs.decode=true", backends=both, machine=H100)
+    with pytest.raises(ConfigError, match=r"piecewise_tokens is 64, and experts 'waits' does not offer experts\.graph"):
+        run(fakes, "experts=waits", "graphs.piecewise_tokens=64", backends=both, machine=H100)
+
+
+def test_batch_invariance_needs_a_backend_that_is(fakes: Any) -> None:
+    invariant = GRAPH | {Feature.EXPERTS_BATCH_INVARIANT}
+    found = run(fakes, "batch_invariant=true", backends={"first": GRAPH, "second": invariant}, machine=H100)
+    assert found.experts is not None
+    assert found.experts.name == "second"
+    with pytest.raises(ResolutionError, match=r"batch_invariant needs experts\.batch_invariant"):
+        run(fakes, "batch_invariant=true", "experts=first", backends={"first": GRAPH}, machine=H100)
