@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
 
@@ -174,11 +174,15 @@ class WeightFiller:
 
     def finish(self) -> None:
         """Check that no tensor is missing, and prepare the layers. Raises ``WeightsError``."""
-        missing = [name for name in self.targets if name not in self.used and self.targets[name]]
+        self.check_present(self.used)
+        prepare_layers(as_module(self.model))
+
+    def check_present(self, names: Container[str]) -> None:
+        """Raise ``WeightsError`` unless ``names`` has every tensor that the model needs."""
+        missing = [name for name in self.targets if name not in names and self.targets[name]]
         if missing:
             shown = ", ".join(missing[:8]) + (f" and {len(missing) - 8} more" if len(missing) > 8 else "")
             raise WeightsError(f"the checkpoint lacks {len(missing)} tensors that the model needs: {shown}")
-        prepare_layers(as_module(self.model))
 
     def whole_shape(self, name: str) -> tuple[int, ...]:
         """Return the shape of the checkpoint's tensor ``name``, of which this rank needs at least a part."""

@@ -91,7 +91,9 @@ def stored_tensors(file: Path) -> list[StoredTensor]:
             size = int.from_bytes(opened.read(8), "little")
             header = json.loads(opened.read(size))
     except (SafetensorError, OSError) as error:
-        raise WeightsError(f"{file} is not a valid safetensors file ({error}); download or convert it again") from error
+        raise WeightsError(
+            f"{file} is not a valid safetensors file ({error}{_where_it_ends(file)}); download or convert it again"
+        ) from error
     found = [
         StoredTensor(
             file,
@@ -105,6 +107,26 @@ def stored_tensors(file: Path) -> list[StoredTensor]:
         if name != "__metadata__"
     ]
     return sorted(found, key=lambda tensor: tensor.offset)
+
+
+def _where_it_ends(file: Path) -> str:
+    """Return a text that names the tensors that a file is too short for; empty if the header itself is wrong."""
+    try:
+        with file.open("rb") as opened:
+            start = 8 + int.from_bytes(opened.read(8), "little")
+            whole = opened.seek(0, os.SEEK_END)
+            if start > whole:
+                return ""
+            opened.seek(8)
+            header = json.loads(opened.read(start - 8))
+        ends = {name: start + entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"}
+        cut_off = sorted((end, name) for name, end in ends.items() if end > whole)
+    except (OSError, ValueError, TypeError, LookupError, AttributeError, RecursionError):
+        return ""
+    if not cut_off:
+        return ""
+    more = f" and {len(cut_off) - 1} more" if len(cut_off) > 1 else ""
+    return f": it has {whole} of {max(ends.values())} bytes and ends before the end of tensor {cut_off[0][1]}{more}"
 
 
 class WeightFill(NamedTuple):

@@ -104,6 +104,7 @@ def _load_checkpoint(model: ModelArchitecture, directory: Path, progress: Progre
     device = next(as_module(model).parameters()).device
     moves = _moves(filler, files)
     left = Counter(move.tensor.name for move in moves)
+    filler.check_present(left)
     lock = threading.Lock()
     with bytes_progress("weights", sum(move.tensor.nbytes for move in moves), shown=shown) as advance:
 
