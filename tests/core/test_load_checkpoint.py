@@ -48,7 +48,7 @@ def test_a_checkpoint_is_streamed(keeps: bool, tmp_path: Path, monkeypatch) -> N
     found = load_checkpoint.measure(tmp_path, config, torch.device("cpu"))
     assert found.checkpoint_bytes == pytest.approx(160e6, rel=0.2)
     if keeps:
-        assert found.streaming > 0.9 * found.checkpoint_bytes
+        assert found.streaming > found.checkpoint_bytes / 2
     else:
         assert found.streaming < 64 * MIB, "two buffers of 16 MiB, and the names of tensors"
 
