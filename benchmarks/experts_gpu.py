@@ -1,6 +1,6 @@
 """Measure layers of experts on one GPU, without a model.
 
-    python benchmarks/experts_gpu.py [--sizes qwen3-30b-a3b gpt-oss-20b] [--tokens 1 16 64 256 1024 8192] [--tune]
+    python benchmarks/experts_gpu.py [--sizes qwen3-30b-a3b gpt-oss-20b] [--tokens 1 16 64 256 1024 8192] [--format mxfp4] [--tune]
 
 Results are first compared with float32. A row of the table is one layer: routing from logits, both products, and the sum of each
 token's experts. Times are medians of graph replays; each replay runs ``ROUNDS`` different choices of experts, so that the weights of
@@ -8,7 +8,8 @@ a few tokens are not in the L2 cache. ``floor`` is the time of reading the weigh
 is longer. ``torch`` is ``grouped_mm`` for both products of pairs that are sorted already, without activation and sums. With uniform
 routing all experts are chosen equally often, with skewed routing their frequencies are lognormal, as in trained models.
 
-``--tune`` tries tiles, and prints the fastest of each number of tokens for ``MEASURED`` in ``ops/triton/expert_tiles.py``.
+``--format mxfp4`` measures weights in MXFP4; ``torch`` multiplies their values in bfloat16. ``--tune`` tries tiles, and prints the fastest of
+each number of tokens for ``MEASURED`` in ``ops/triton/expert_tiles.py`` or, in MXFP4, in ``ops/triton/mxfp4_tiles.py``.
 """
 
 from __future__ import annotations
@@ -17,16 +18,21 @@ import argparse
 import itertools
 import statistics
 from collections.abc import Callable, Iterator
-from typing import NamedTuple
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import torch
 from torch.nn import functional
 
 from dovetail.interfaces.expert_shapes import SILU, ExpertWeights, Routing, RoutingRule, SwiGLU
+from dovetail.ops.expert_formats import dequantized
 from dovetail.ops.experts import experts
+from dovetail.ops.mxfp4 import quantize
 from dovetail.ops.routing import route
-from dovetail.ops.triton import experts as kernels
-from dovetail.ops.triton.expert_tiles import ExpertTile, ExpertTiles, tiles_of
+from dovetail.ops.triton import experts as plain_kernels
+from dovetail.ops.triton import mxfp4 as mxfp4_kernels
+from dovetail.ops.triton.expert_tiles import ExpertTile, ExpertTiles
+from dovetail.ops.triton.mxfp4_tiles import MOST_SHARED, Mxfp4Tile, Mxfp4Tiles, reads_ahead, shared_bytes
 
 READ = 4.45e12
 """The bytes per second of plain reading, measured on an H200. An H100 reads 3.0e12 (``--read``)."""
@@ -51,16 +57,33 @@ SIZES = {
 }
 
 
-def weights_of(size: Size) -> ExpertWeights:
-    """Return random weights in bfloat16."""
+KERNELS: dict[str, Any] = {"plain": plain_kernels, "mxfp4": mxfp4_kernels}
+BYTES = {"plain": 2.0, "mxfp4": 17 / 32}
+"""The bytes of one weight."""
+
+
+def weights_of(size: Size, form: str) -> ExpertWeights:
+    """Return random weights for activations in bfloat16."""
 
     def random(*shape: int) -> torch.Tensor:
         return torch.empty(shape, dtype=torch.bfloat16, device="cuda").uniform_(-0.05, 0.05)
 
     count, width, hidden = size.rule.num_experts, size.size, size.hidden
     biases = (random(count, 2 * width), random(count, hidden)) if size.bias else (None, None)
+    if form == "plain":
+        gate_up, down = random(count, 2 * width, hidden), random(count, hidden, width)
+        return ExpertWeights(gate_up, down, size.activation, *biases, whole=count)
+    gate_up, gate_up_scale = zip(*(quantize(random(2 * width, hidden)) for _ in range(count)), strict=True)
+    down, down_scale = zip(*(quantize(random(hidden, width)) for _ in range(count)), strict=True)
     return ExpertWeights(
-        random(count, 2 * width, hidden), random(count, hidden, width), size.activation, *biases, whole=count
+        torch.stack(gate_up),
+        torch.stack(down),
+        size.activation,
+        *biases,
+        whole=count,
+        format="mxfp4",
+        gate_up_scale=torch.stack(gate_up_scale),
+        down_scale=torch.stack(down_scale),
     )
 
 
@@ -78,14 +101,15 @@ def logits_of(size: Size, tokens: int, routing: str) -> torch.Tensor:
 
 def check(size: Size, weights: ExpertWeights) -> None:
     """Compare the layer with float32, expert by expert."""
-    wide = ExpertWeights(
-        gate_up=weights.gate_up.float(),
-        down=weights.down.float(),
-        activation=weights.activation,
+    plain = dequantized(weights, torch.bfloat16)
+    wide = replace(
+        plain,
+        gate_up=plain.gate_up.float(),
+        down=plain.down.float(),
         gate_up_bias=None if weights.gate_up_bias is None else weights.gate_up_bias.float(),
         down_bias=None if weights.down_bias is None else weights.down_bias.float(),
-        whole=weights.whole,
     )
+    kernels = KERNELS[weights.format]
     for tokens in (1, 2, 16, 33, 300):
         x = torch.randn(tokens, size.hidden, device="cuda").bfloat16()
         routing = route(logits_of(size, tokens, "skewed"), size.rule)
@@ -154,12 +178,12 @@ def torch_calls(size: Size, weights: ExpertWeights, tokens: int, routing: str) -
     return calls
 
 
-def floor(size: Size, tokens: int, routing: str, read: float) -> float:
+def floor(size: Size, form: str, tokens: int, routing: str, read: float) -> float:
     """Return the microseconds that no kernel can do without."""
-    bytes_of_one = 3 * size.hidden * size.size * 2
+    weights_of_one = 3 * size.hidden * size.size
     chosen = [route(logits_of(size, tokens, routing), size.rule).ids.unique().numel() for _ in range(ROUNDS)]
-    multiply = tokens * size.rule.top_k * bytes_of_one / MULTIPLY
-    return max(statistics.mean(chosen) * bytes_of_one / read, multiply) * 1e6
+    multiply = tokens * size.rule.top_k * weights_of_one * 2 / MULTIPLY
+    return max(statistics.mean(chosen) * weights_of_one * BYTES[form] / read, multiply) * 1e6
 
 
 def candidates(tokens: int) -> Iterator[ExpertTiles]:
@@ -172,11 +196,27 @@ def candidates(tokens: int) -> Iterator[ExpertTiles]:
             yield ExpertTiles(block_m, tile, tile)
 
 
+def mxfp4_candidates(tokens: int) -> Iterator[Mxfp4Tiles]:
+    """Yield tiles to try for weights in MXFP4."""
+    blocks = (8,) if tokens <= 8 else (16,) if tokens <= 16 else (16, 32, 64) if tokens <= 256 else (32, 64, 128)
+    warps = (1, 2, 4) if tokens <= 256 else (2, 4, 8)
+    for block_m, block_n, block_k, count, stages in itertools.product(
+        blocks, (16, 32, 64, 128), (128, 256), warps, (3, 5)
+    ):
+        tile = Mxfp4Tile(block_n, block_k, count, stages)
+        high = 2 * block_n * block_m <= count * 32 * 160  # registers for the sums
+        if high and block_n >= 16 * count and reads_ahead(tile) and shared_bytes(tile, 2, block_m, 2) <= MOST_SHARED:
+            yield Mxfp4Tiles(block_m, tile, tile)
+
+
 def tune(name: str, size: Size, weights: ExpertWeights, tokens: int) -> None:
     """Print the fastest tiles: first of both products with one tile, then of each with the other's fixed."""
     calls = layer_calls(size, weights, tokens, "skewed")
+    kernels = KERNELS[weights.format]
+    tiles_of = kernels.tiles_of
+    tried = mxfp4_candidates(tokens) if weights.format == "mxfp4" else candidates(tokens)
 
-    def time_of(tiles: ExpertTiles) -> float:
+    def time_of(tiles: Any) -> float:
         kernels.tiles_of = lambda *_: tiles
         try:
             return microseconds(calls)
@@ -186,7 +226,7 @@ def tune(name: str, size: Size, weights: ExpertWeights, tokens: int) -> None:
         finally:
             kernels.tiles_of = tiles_of
 
-    found = sorted((time_of(tiles), tiles) for tiles in candidates(tokens))[:6]
+    found = sorted((time_of(tiles), tiles) for tiles in tried)[:6]
     best = min((time_of(a._replace(down=b.down)), a._replace(down=b.down)) for _, a in found for _, b in found)
     print(f"{name} {tokens} tokens: {best[0]:.1f} us with {best[1]}", flush=True)
 
@@ -197,14 +237,16 @@ def main() -> None:
     parser.add_argument("--sizes", nargs="+", choices=SIZES, default=list(SIZES))
     parser.add_argument("--tokens", nargs="+", type=int, default=[1, 16, 64, 256, 1024, 8192])
     parser.add_argument("--read", type=float, default=READ, help="bytes per second")
+    parser.add_argument("--format", choices=KERNELS, default="plain")
     parser.add_argument("--tune", action="store_true")
     given = parser.parse_args()
     torch.manual_seed(0)
     print(torch.cuda.get_device_name(), torch.__version__)
     for name in given.sizes:
         size = SIZES[name]
-        weights = weights_of(size)
+        weights = weights_of(size, given.format)
         check(size, weights)
+        values = dequantized(weights, torch.bfloat16)
         print(f"{name}: equal to float32; microseconds of one layer")
         for tokens in given.tokens:
             if given.tune:
@@ -212,8 +254,8 @@ def main() -> None:
                 continue
             for routing in ("uniform", "skewed"):
                 ours = microseconds(layer_calls(size, weights, tokens, routing))
-                products = microseconds(torch_calls(size, weights, tokens, routing))
-                least = floor(size, tokens, routing, given.read)
+                products = microseconds(torch_calls(size, values, tokens, routing))
+                least = floor(size, given.format, tokens, routing, given.read)
                 print(
                     f"  {tokens:5} tokens, {routing}: {ours:9.1f}   floor {least:9.1f} ({ours / least:.2f}x)   torch {products:9.1f}",
                     flush=True,

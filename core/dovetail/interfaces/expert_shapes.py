@@ -134,8 +134,9 @@ class ExpertWeights:
       FP8 too (W8A8), see ``ops.experts``.
     - ``fp8_blocks``: codes float8_e4m3fn; scales float32 ``[experts, ceil(out / rows), ceil(in / columns)]``, one for
       each block of ``block`` = (rows, columns), which divide the size of gate. Products quantize activations too.
-    - ``mxfp4``: codes uint8 ``[experts, out, in / 2]``, two E2M1 numbers in a byte, of which the low bits are the first; scales
-      uint8 ``[experts, out, in / 32]``, powers of two (E8M0), one for each 32 columns. Activations are not quantized.
+    - ``mxfp4``: codes uint8 ``[experts, out, in / 2]``, two E2M1 numbers in a byte; scales uint8 ``[experts, in / 32, out]``,
+      powers of two (E8M0), one for each 32 columns of a row. Byte i of the 16 bytes of a block of 32 columns has column i
+      in its low bits and column 16 + i in its high bits (``ops.mxfp4``). Activations are not quantized.
 
     The experts are those from index ``first`` on, of
     ``whole`` experts of all ranks, and ``size`` may be a rank's share of the

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 if TYPE_CHECKING:
     import torch
 
-    from dovetail.interfaces.expert_shapes import ExpertWeights, Routing
+    from dovetail.interfaces.expert_shapes import ExpertFormat, ExpertWeights, Routing
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +60,10 @@ class ExpertsProduct(ABC):
 
 class ExpertsBackend(ABC):
     """Make the products of layers of experts. There is one instance per model and process."""
+
+    formats: ClassVar[tuple[ExpertFormat, ...]] = ("plain",)
+    """Name the formats of the weights that ``product`` takes, see ``ExpertWeights``. Weights in other formats are dequantized
+    when they are loaded."""
 
     @abstractmethod
     def __init__(self, config: Any, context: ExpertsContext) -> None:

@@ -17,7 +17,7 @@ from dovetail.layers.base import Layer, deferrable_parameter, parameter
 from dovetail.layers.linear import Float32Linear, Linear
 from dovetail.layers.mlp import GatedMLP
 from dovetail.ops.expert_formats import dequantized
-from dovetail.ops.experts import GroupedProduct
+from dovetail.ops.experts import FORMATS, GroupedProduct
 from dovetail.ops.parts import Parts, RankAddend
 from dovetail.ops.routing import route
 
@@ -111,7 +111,8 @@ class Experts(Layer):
             count, hidden = len(self.held), self.shape.hidden_size
             return ExpertWeights(self.gate_up.view(count, -1, hidden), self.down.view(count, hidden, -1))
         weights = self.method.prepare({name: getattr(self, name).detach() for name in self.method.parameters()})
-        return dequantized(weights, self._dtype)
+        formats = FORMATS[weights.gate_up.device.type] if self.backend is None else self.backend.formats
+        return weights if weights.format in formats else dequantized(weights, self._dtype)
 
     def prepare(self) -> None:
         """See ``Layer.prepare``."""

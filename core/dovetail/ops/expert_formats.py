@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from dovetail.ops import mxfp4
+
 if TYPE_CHECKING:
     from dovetail.interfaces.expert_shapes import ExpertFormat, ExpertWeights
 
@@ -51,4 +53,8 @@ def _fp8_blocks(codes: torch.Tensor, scale: torch.Tensor, block: tuple[int, int]
     return codes.float() * whole
 
 
-_DEQUANTIZE: dict[ExpertFormat, Dequantize] = {"fp8_rows": _fp8_rows, "fp8_blocks": _fp8_blocks}
+def _mxfp4(codes: torch.Tensor, scale: torch.Tensor, block: tuple[int, int]) -> torch.Tensor:
+    return mxfp4.dequantize(codes, scale, torch.float32)
+
+
+_DEQUANTIZE: dict[ExpertFormat, Dequantize] = {"fp8_rows": _fp8_rows, "fp8_blocks": _fp8_blocks, "mxfp4": _mxfp4}

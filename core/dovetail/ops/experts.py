@@ -9,7 +9,7 @@ from types import ModuleType
 import torch
 from torch.nn import functional
 
-from dovetail.interfaces.expert_shapes import SILU, ExpertWeights, Routing, SwiGLU
+from dovetail.interfaces.expert_shapes import SILU, ExpertFormat, ExpertWeights, Routing, SwiGLU
 from dovetail.interfaces.experts import ExpertsProduct
 from dovetail.ops.activation import silu_mul
 from dovetail.ops.cpu.kernels import kernels
@@ -17,13 +17,16 @@ from dovetail.ops.cpu.kernels import kernels
 _FEW_ROWS, _MOST_COMPILED = 2, 4
 """For up to the first number of rows per expert on average, experts with up to the second number of rows use the
 compiled product."""
+FORMATS: dict[str, tuple[ExpertFormat, ...]] = {"cuda": ("plain", "mxfp4"), "cpu": ("plain",)}
+"""The formats of weights that can be multiplied on a type of device."""
 
 
 @functools.cache
-def _triton() -> ModuleType:
-    from dovetail.ops.triton import experts
+def _triton(form: ExpertFormat) -> ModuleType:
+    """Return the module with the kernels for weights in a format."""
+    from dovetail.ops.triton import experts, mxfp4
 
-    return experts
+    return {"plain": experts, "mxfp4": mxfp4}[form]
 
 
 def experts(
@@ -33,7 +36,7 @@ def experts(
     ``x [tokens, hidden]``, plus ``shared [tokens, hidden]`` if it is given. Experts that ``weights`` does not have add
     nothing. The sums are computed in float32."""
     if x.is_cuda:
-        return _triton().experts(x, routing, weights, shared)
+        return _triton(weights.format).experts(x, routing, weights, shared)
     return _on_host(x, routing, weights, shared)
 
 
@@ -42,8 +45,8 @@ def expert_parts(x: torch.Tensor, routing: Routing, weights: ExpertWeights) -> t
     tokens, hidden]``. Return None if the result is not computed in parts for this number of tokens."""
     if not x.is_cuda or len(weights.gate_up) != weights.whole:
         return None
-    cuda = _triton()
-    return cuda.expert_parts(x, routing, weights) if 1 < x.shape[0] <= cuda.MOST_PARTS else None
+    cuda = _triton(weights.format)
+    return cuda.expert_parts(x, routing, weights) if x.shape[0] in cuda.IN_PARTS else None
 
 
 class GroupedProduct(ExpertsProduct):
@@ -51,7 +54,7 @@ class GroupedProduct(ExpertsProduct):
 
     def __init__(self, weights: ExpertWeights) -> None:
         self._weights = weights
-        self._experts = _triton().experts if weights.gate_up.is_cuda else _on_host
+        self._experts = _triton(weights.format).experts if weights.gate_up.is_cuda else _on_host
 
     def forward(self, x: torch.Tensor, routing: Routing, shared: torch.Tensor | None) -> torch.Tensor:
         """See ``ExpertsProduct``."""

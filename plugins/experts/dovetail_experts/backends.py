@@ -9,7 +9,7 @@ from pydantic import BaseModel
 from dovetail.errors import ConfigError
 from dovetail.interfaces.expert_shapes import ExpertWeights
 from dovetail.interfaces.experts import ExpertsBackend, ExpertsContext, ExpertsProduct
-from dovetail.ops.experts import GroupedProduct
+from dovetail.ops.experts import FORMATS, GroupedProduct
 
 
 class GroupedExperts(ExpertsBackend):
@@ -32,10 +32,10 @@ class GroupedExperts(ExpertsBackend):
 class TorchExperts(GroupedExperts):
     """Multiply with PyTorch on the CPU, and with compiled products for few rows."""
 
-    device_type = "cpu"
+    device_type, formats = "cpu", FORMATS["cpu"]
 
 
 class TritonExperts(GroupedExperts):
     """Multiply with the kernels of ``dovetail.ops.triton.experts`` on CUDA."""
 
-    device_type = "cuda"
+    device_type, formats = "cuda", FORMATS["cuda"]

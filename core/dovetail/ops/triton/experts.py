@@ -22,12 +22,12 @@ from dovetail.ops.triton.routing import ExpertOrder, sort_by_expert
 NARROW = tl.constexpr(32)
 """Blocks of up to this number of rows are the right operand of a product, and the weight is the left one: tensor cores
 multiply at least 64 rows at once."""
-MOST_PARTS = 64
-"""Up to this number of tokens the experts' results are left to the norm that follows to add up."""
+IN_PARTS = range(2, 65)
+"""With these numbers of tokens the experts' results are left to the norm that follows to add up."""
 
 
 @triton.jit
-def _activate(gate, up, alpha, limit, offset, LIMITED: tl.constexpr):
+def activate(gate, up, alpha, limit, offset, LIMITED: tl.constexpr):
     if LIMITED:
         gate = tl.minimum(gate, limit)
         up = tl.minimum(tl.maximum(up, -limit), limit)
@@ -91,7 +91,7 @@ def _gate_up(
         own = bias + expert * 2 * size + column
         gate += tl.load(own, inside, 0.0).to(tl.float32)[None, :]
         up += tl.load(own + size, inside, 0.0).to(tl.float32)[None, :]
-    result = _activate(gate, up, alpha, limit, offset, LIMITED).to(out.dtype.element_ty)
+    result = activate(gate, up, alpha, limit, offset, LIMITED).to(out.dtype.element_ty)
     tl.store(out + row.to(tl.int64)[:, None] * size + column[None, :], result, present[:, None] & inside[None, :])
 
 
@@ -194,7 +194,7 @@ def _gate_up_one(
         own = bias + expert * 2 * size + column
         gate += tl.load(own, column < size, 0.0).to(tl.float32)
         up += tl.load(own + size, column < size, 0.0).to(tl.float32)
-    result = _activate(gate, up, alpha, limit, offset, LIMITED).to(out.dtype.element_ty)
+    result = activate(gate, up, alpha, limit, offset, LIMITED).to(out.dtype.element_ty)
     tl.store(out + place * size + column, result, column < size)
 
 
@@ -238,18 +238,26 @@ def experts(
 ) -> torch.Tensor:
     """Compute ``ops.experts.experts``."""
     assert x.is_contiguous()
-    out = torch.empty_like(x)
     if x.shape[0] == 1:
-        _one_token(x, routing, weights, shared, out)
-    elif x.shape[0]:
-        results = _results(x, routing, weights, in_parts=False)
-        (tokens, hidden), top_k, count = x.shape, routing.ids.shape[1], len(weights.gate_up)
-        block = min(1024, triton.next_power_of_2(hidden))
-        launch(
-            _add_up, (tokens, triton.cdiv(hidden, block)),
-            results, routing.ids, shared, out, hidden, weights.first, count,
-            TOP_K=top_k, SHARED=shared is not None, BLOCK=block,
-        )  # fmt: skip
+        return _one_token(x, routing, weights, shared)
+    if not x.shape[0]:
+        return torch.empty_like(x)
+    return add_up_pairs(_results(x, routing, weights, in_parts=False), routing, weights, shared)
+
+
+def add_up_pairs(
+    results: torch.Tensor, routing: Routing, weights: ExpertWeights, shared: torch.Tensor | None
+) -> torch.Tensor:
+    """Return the sums of the ``results [tokens, top_k, hidden]`` of this rank's experts, plus ``shared`` if it is
+    given."""
+    tokens, top_k, hidden = results.shape
+    block = min(1024, triton.next_power_of_2(hidden))
+    out = torch.empty(tokens, hidden, dtype=results.dtype, device=results.device)
+    launch(
+        _add_up, (tokens, triton.cdiv(hidden, block)),
+        results, routing.ids, shared, out, hidden, weights.first, len(weights.down),
+        TOP_K=top_k, SHARED=shared is not None, BLOCK=block,
+    )  # fmt: skip
     return out
 
 
@@ -296,10 +304,9 @@ def _launch_gate_up(
     )  # fmt: skip
 
 
-def _one_token(
-    x: torch.Tensor, routing: Routing, weights: ExpertWeights, shared: torch.Tensor | None, out: torch.Tensor
-) -> None:
+def _one_token(x: torch.Tensor, routing: Routing, weights: ExpertWeights, shared: torch.Tensor | None) -> torch.Tensor:
     count, hidden, size = weights.down.shape
+    out = torch.empty_like(x)
     top_k, activation, block_n = routing.ids.shape[1], weights.activation, 4
     inner = torch.empty(top_k, size, dtype=x.dtype, device=x.device)
     launch(
@@ -315,3 +322,4 @@ def _one_token(
         TOP_K=top_k, SCALED=weights.scaled_input, BIAS=weights.down_bias is not None, SHARED=shared is not None,
         BLOCK_N=block_n, BLOCK_K=min(256, triton.next_power_of_2(size)),
     )  # fmt: skip
+    return out

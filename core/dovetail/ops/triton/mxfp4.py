@@ -1,0 +1,300 @@
+"""Compute layers of experts whose weights are MXFP4 codes, on CUDA. ``ExpertWeights`` describes the format.
+
+The order of the work is that of ``experts``: pairs of a token and an expert are sorted by expert, programs multiply blocks of
+pairs of one expert with tiles of its weight, and results of pairs are written by token and added up in order. One token
+needs no sorting: each of its experts is a block.
+
+The weight is the left operand of every product: its tiles are dequantized in registers, where tensor cores read left
+operands, and never written to shared memory. Two products take the low and the high bits of the same bytes, with the
+columns of ``x`` that belong to each. An E2M1 number has the sign, the exponent and the mantissa in the order of a wider
+floating-point number; shifted to the end of its exponent, it is a number that is too small by a power of two (the number 0.5
+is subnormal in both). Multiplication by the scale of its block, which is a power of two too, makes up for that, as far as
+the range of ``x.dtype`` allows; the sum is multiplied by the rest. Nothing is rounded.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from dovetail.interfaces.expert_shapes import ExpertWeights, Routing
+from dovetail.ops.triton.experts import activate, add_up_pairs
+from dovetail.ops.triton.launch import INTERPRETED, launch
+from dovetail.ops.triton.mxfp4_tiles import Mxfp4Tile, tiles_of
+from dovetail.ops.triton.routing import sort_by_expert
+
+IN_PARTS = range(1, 65)
+"""With these numbers of tokens the experts' results are left to the norm that follows to add up."""
+_HALF = tl.constexpr(16)
+"""Half of the columns of a block that has one scale."""
+
+
+def _place_pair(result: str, pair: str, at: int, mantissa: int) -> str:
+    """Return assembly that makes two 16-bit numbers of the codes at bits ``at`` of both halves of the register
+    ``pair``. ``mantissa`` is the bit of the wider number's mantissa that stands for a half."""
+    shift, mask = mantissa - at, 7 << mantissa
+    return f"""
+        {"shl" if shift > 0 else "shr"}.b32 t, {pair}, {abs(shift)};
+        and.b32 t, t, {mask << 16 | mask:#x};
+        shl.b32 q, {pair}, {12 - at};
+        lop3.b32 {result}, q, 0x80008000, t, 0xEA;"""
+
+
+def _assembly(at: int, mantissa: int) -> tl.constexpr:
+    """Return assembly that makes four 16-bit numbers of the codes at bits ``at`` of four bytes."""
+    return tl.constexpr(f"""{{
+        .reg .b32 u, v, t, q;
+        prmt.b32 u, $2, 0, 0x4140;
+        prmt.b32 v, $2, 0, 0x4342;
+        {_place_pair("$0", "u", at, mantissa)}
+        {_place_pair("$1", "v", at, mantissa)}
+        }}""")
+
+
+_LOW_BF16, _HIGH_BF16 = _assembly(0, 6), _assembly(4, 6)
+_LOW_FP16, _HIGH_FP16 = _assembly(0, 9), _assembly(4, 9)
+
+
+@triton.jit
+def _factors(scales, DTYPE: tl.constexpr, BLOCK_N: tl.constexpr, HALF_K: tl.constexpr, ASSEMBLY: tl.constexpr):
+    """Return the second argument of ``_dequantized`` for ``scales [HALF_K / 16, BLOCK_N]``."""
+    if ASSEMBLY and DTYPE.is_bf16():
+        factor = ((scales.to(tl.uint16) + 63) << 7).to(tl.bfloat16, bitcast=True)
+    elif ASSEMBLY:
+        factor = ((scales.to(tl.uint32) + 14) << 23).to(tl.float32, bitcast=True).to(tl.float16)
+    else:
+        added: tl.constexpr = 126 if DTYPE.is_fp16() else 63
+        factor = ((scales.to(tl.uint32) + added) << 23).to(tl.float32, bitcast=True)
+    whole = tl.broadcast_to(tl.trans(factor)[:, :, None], [BLOCK_N, HALF_K // _HALF, _HALF])
+    return tl.reshape(whole, [BLOCK_N, HALF_K])
+
+
+@triton.jit
+def _dequantized(codes, factors, HIGH: tl.constexpr, DTYPE: tl.constexpr, ASSEMBLY: tl.constexpr):
+    """Return the weights in the low or high bits of ``codes``, times 2 ** -63 unless DTYPE is float16. With ASSEMBLY two
+    codes are shifted at once, to 16-bit numbers, otherwise one to a float32 number."""
+    if ASSEMBLY:
+        # a branch for each type: the assembly's dtype may not be a parameter
+        if DTYPE.is_bf16():
+            text: tl.constexpr = _HIGH_BF16 if HIGH else _LOW_BF16
+            numbers = tl.inline_asm_elementwise(text, "=&r,=&r,r", [codes], dtype=tl.bfloat16, is_pure=True, pack=4)
+        else:
+            text: tl.constexpr = _HIGH_FP16 if HIGH else _LOW_FP16
+            numbers = tl.inline_asm_elementwise(text, "=&r,=&r,r", [codes], dtype=tl.float16, is_pure=True, pack=4)
+    else:
+        code = codes.to(tl.uint32) >> (4 if HIGH else 0)
+        numbers = (((code & 8) << 28) | ((code & 7) << 22)).to(tl.float32, bitcast=True)
+    return (numbers * factors).to(DTYPE)
+
+
+@triton.jit
+def _rest(total, DTYPE: tl.constexpr):
+    """Return sums of products with what ``_dequantized`` returns as sums of products with weights."""
+    if DTYPE.is_fp16():
+        return total
+    return total * 9223372036854775808.0
+
+
+@triton.jit
+def _add_product(
+    total, codes, scales, low, high,
+    DTYPE: tl.constexpr, BLOCK_N: tl.constexpr, HALF_K: tl.constexpr, ASSEMBLY: tl.constexpr,
+):  # fmt: skip
+    """Return ``total [BLOCK_N, BLOCK_M]`` plus the products of the weight and the columns of ``x`` that its low and high
+    bits belong to, ``[BLOCK_M, HALF_K]`` each."""
+    factors = _factors(scales, DTYPE, BLOCK_N, HALF_K, ASSEMBLY)
+    left = _dequantized(codes, factors, False, DTYPE, ASSEMBLY)
+    total = tl.dot(left, tl.trans(low), total, input_precision="ieee")
+    left = _dequantized(codes, factors, True, DTYPE, ASSEMBLY)
+    return tl.dot(left, tl.trans(high), total, input_precision="ieee")
+
+
+@triton.jit(do_not_specialize=["tiles", "first"])
+def _gate_up(
+    x, w, scale, bias, out, weights, order, blocks, used, tiles, first, experts, half, size, alpha, limit, offset,
+    TOP_K: tl.constexpr, SCALED: tl.constexpr, BIAS: tl.constexpr, LIMITED: tl.constexpr, ONE: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EVEN: tl.constexpr, ASSEMBLY: tl.constexpr,
+    PDL: tl.constexpr,
+) -> None:  # fmt: skip
+    tile, block = tl.program_id(0) % tiles, tl.program_id(0) // tiles
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    if ONE:
+        expert = (tl.load(blocks + block) - first).to(tl.int64)
+        if (expert < 0) | (expert >= experts):
+            return
+        row = block + tl.arange(0, BLOCK_M)
+        present = row == block
+        pair = tl.where(present, row, 0)
+    else:
+        if block >= tl.load(used):
+            return
+        expert = tl.load(blocks + block * 3).to(tl.int64)
+        row = tl.load(blocks + block * 3 + 1) + tl.arange(0, BLOCK_M)
+        present = row < tl.load(blocks + block * 3 + 2)
+        pair = tl.load(order + row, present, 0)
+    column = tile * BLOCK_N + tl.arange(0, BLOCK_N)
+    inside = column < size
+    held = tl.minimum(column, size - 1)
+    half_k: tl.constexpr = BLOCK_K // 2
+    at, group = tl.arange(0, half_k), tl.arange(0, half_k // _HALF)
+    rows = x + (pair // TOP_K).to(tl.int64)[:, None] * (2 * half) + (at + at // _HALF * _HALF)[None, :]
+    gates = w + expert * 2 * size * half + held[:, None] * half + at[None, :]
+    ups = gates + size * half
+    gate_scales = scale + expert * 2 * size * (half // _HALF) + group[:, None] * (2 * size) + column[None, :]
+    up_scales = gate_scales + size
+    dtype: tl.constexpr = x.dtype.element_ty
+    gate, up = tl.zeros([BLOCK_N, BLOCK_M], tl.float32), tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+    for start in range(0, half, half_k):
+        scaled = start // _HALF * 2 * size
+        if EVEN:
+            gate_codes, up_codes = tl.load(gates + start), tl.load(ups + start)
+            low = tl.load(rows + 2 * start, present[:, None], 0.0)
+            high = tl.load(rows + 2 * start + _HALF, present[:, None], 0.0)
+            gate_scale = tl.load(gate_scales + scaled, inside[None, :], 0)
+            up_scale = tl.load(up_scales + scaled, inside[None, :], 0)
+        else:
+            more = (start + at < half)[None, :]
+            gate_codes, up_codes = tl.load(gates + start, more, 0), tl.load(ups + start, more, 0)
+            low = tl.load(rows + 2 * start, present[:, None] & more, 0.0)
+            high = tl.load(rows + 2 * start + _HALF, present[:, None] & more, 0.0)
+            more_scales = (group + start // _HALF < half // _HALF)[:, None] & inside[None, :]
+            gate_scale = tl.load(gate_scales + scaled, more_scales, 0)
+            up_scale = tl.load(up_scales + scaled, more_scales, 0)
+        gate = _add_product(gate, gate_codes, gate_scale, low, high, dtype, BLOCK_N, half_k, ASSEMBLY)
+        up = _add_product(up, up_codes, up_scale, low, high, dtype, BLOCK_N, half_k, ASSEMBLY)
+    gate, up = tl.trans(_rest(gate, dtype)), tl.trans(_rest(up, dtype))
+    if SCALED:
+        factor = tl.load(weights + pair, present, 0.0)[:, None]
+        gate, up = gate * factor, up * factor
+    if BIAS:
+        own = bias + expert * 2 * size + column
+        gate += tl.load(own, inside, 0.0).to(tl.float32)[None, :]
+        up += tl.load(own + size, inside, 0.0).to(tl.float32)[None, :]
+    result = activate(gate, up, alpha, limit, offset, LIMITED).to(dtype)
+    tl.store(out + row.to(tl.int64)[:, None] * size + column[None, :], result, present[:, None] & inside[None, :])
+
+
+@triton.jit(do_not_specialize=["tiles", "tokens", "first"])
+def _down(
+    x, w, scale, bias, out, weights, order, blocks, used, tiles, tokens, first, experts, hidden, half,
+    TOP_K: tl.constexpr, SCALED: tl.constexpr, BIAS: tl.constexpr, IN_PARTS: tl.constexpr, ONE: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EVEN: tl.constexpr, ASSEMBLY: tl.constexpr,
+    PDL: tl.constexpr,
+) -> None:  # fmt: skip
+    tile, block = tl.program_id(0) % tiles, tl.program_id(0) // tiles
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    if ONE:
+        expert = (tl.load(blocks + block) - first).to(tl.int64)
+        if (expert < 0) | (expert >= experts):
+            return
+        row = block + tl.arange(0, BLOCK_M)
+        present = row == block
+        pair = tl.where(present, row, 0)
+    else:
+        if block >= tl.load(used):
+            return
+        expert = tl.load(blocks + block * 3).to(tl.int64)
+        row = tl.load(blocks + block * 3 + 1) + tl.arange(0, BLOCK_M)
+        present = row < tl.load(blocks + block * 3 + 2)
+        pair = tl.load(order + row, present, 0)
+    column = tile * BLOCK_N + tl.arange(0, BLOCK_N)
+    inside = column < hidden
+    held = tl.minimum(column, hidden - 1)
+    half_k: tl.constexpr = BLOCK_K // 2
+    at, group = tl.arange(0, half_k), tl.arange(0, half_k // _HALF)
+    rows = x + row.to(tl.int64)[:, None] * (2 * half) + (at + at // _HALF * _HALF)[None, :]
+    source = w + expert * hidden * half + held[:, None] * half + at[None, :]
+    scales = scale + expert * hidden * (half // _HALF) + group[:, None] * hidden + column[None, :]
+    dtype: tl.constexpr = x.dtype.element_ty
+    total = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+    for start in range(0, half, half_k):
+        scaled = start // _HALF * hidden
+        if EVEN:
+            codes, own_scales = tl.load(source + start), tl.load(scales + scaled, inside[None, :], 0)
+            low = tl.load(rows + 2 * start, present[:, None], 0.0)
+            high = tl.load(rows + 2 * start + _HALF, present[:, None], 0.0)
+        else:
+            more = (start + at < half)[None, :]
+            codes = tl.load(source + start, more, 0)
+            low = tl.load(rows + 2 * start, present[:, None] & more, 0.0)
+            high = tl.load(rows + 2 * start + _HALF, present[:, None] & more, 0.0)
+            more_scales = (group + start // _HALF < half // _HALF)[:, None] & inside[None, :]
+            own_scales = tl.load(scales + scaled, more_scales, 0)
+        total = _add_product(total, codes, own_scales, low, high, dtype, BLOCK_N, half_k, ASSEMBLY)
+    total = tl.trans(_rest(total, dtype))
+    if BIAS:
+        total += tl.load(bias + expert * hidden + column, inside, 0.0).to(tl.float32)[None, :]
+    if not SCALED:
+        total *= tl.load(weights + pair, present, 0.0)[:, None]
+    place = pair.to(tl.int64)
+    if IN_PARTS:
+        place = (pair % TOP_K).to(tl.int64) * tokens + pair // TOP_K
+    result = total.to(out.dtype.element_ty)
+    tl.store(out + place[:, None] * hidden + column[None, :], result, present[:, None] & inside[None, :])
+
+
+def experts(
+    x: torch.Tensor, routing: Routing, weights: ExpertWeights, shared: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Compute ``ops.experts.experts``."""
+    assert x.is_contiguous()
+    if not x.shape[0]:
+        return torch.empty_like(x)
+    return add_up_pairs(_results(x, routing, weights, in_parts=False), routing, weights, shared)
+
+
+def expert_parts(x: torch.Tensor, routing: Routing, weights: ExpertWeights) -> torch.Tensor:
+    """Compute ``ops.triton.experts.expert_parts``, also for one token."""
+    return _results(x, routing, weights, in_parts=True)
+
+
+def _results(x: torch.Tensor, routing: Routing, weights: ExpertWeights, *, in_parts: bool) -> torch.Tensor:
+    """Return the weighted results of pairs, ``[tokens, top_k, hidden]``, undefined for other ranks' experts, or what
+    ``expert_parts`` returns."""
+    (tokens, hidden), top_k = x.shape, routing.ids.shape[1]
+    count, _, half = weights.down.shape
+    size, one = 2 * half, tokens == 1
+    tiles = tiles_of(tokens, count, top_k, hidden, size, count / weights.whole, x.element_size())
+    if one:
+        order, blocks = (routing.ids, routing.ids, routing.ids), top_k
+    else:
+        found = sort_by_expert(routing.ids, weights.first, count, tiles.block_m)
+        order, blocks = found[:3], len(found.blocks)
+    inner = torch.empty(tokens * top_k, size, dtype=x.dtype, device=x.device)
+    programs, activation = triton.cdiv(size, tiles.gate_up.block_n), weights.activation
+    launch(
+        _gate_up, (blocks * programs,),
+        x, weights.gate_up, weights.gate_up_scale, weights.gate_up_bias, inner, routing.weights, *order, programs,
+        weights.first, count, hidden // 2, size, activation.alpha, activation.limit or 0.0, activation.offset,
+        TOP_K=top_k, SCALED=weights.scaled_input, BIAS=weights.gate_up_bias is not None,
+        LIMITED=activation.limit is not None, ONE=one, BLOCK_M=tiles.block_m, **_constants(tiles.gate_up, x, hidden),
+    )  # fmt: skip
+    shape = (top_k, tokens, hidden) if in_parts else (tokens, top_k, hidden)
+    results = torch.empty(shape, dtype=torch.float32 if in_parts else x.dtype, device=x.device)
+    programs = triton.cdiv(hidden, tiles.down.block_n)
+    launch(
+        _down, (blocks * programs,),
+        inner, weights.down, weights.down_scale, weights.down_bias, results, routing.weights, *order, programs, tokens,
+        weights.first, count, hidden, half,
+        TOP_K=top_k, SCALED=weights.scaled_input, BIAS=weights.down_bias is not None, IN_PARTS=in_parts, ONE=one,
+        BLOCK_M=tiles.block_m, **_constants(tiles.down, x, size),
+    )  # fmt: skip
+    return results
+
+
+def _constants(tile: Mxfp4Tile, x: torch.Tensor, columns: int) -> dict[str, int | bool]:
+    """Return the constants that a tile stands for, of a weight with a number of columns."""
+    return {
+        "BLOCK_N": tile.block_n,
+        "BLOCK_K": tile.block_k,
+        "EVEN": columns % tile.block_k == 0,
+        "ASSEMBLY": not INTERPRETED and x.element_size() == 2,
+        "num_warps": tile.warps,
+        "num_stages": tile.stages,
+    }

@@ -1,0 +1,81 @@
+"""Choose how the products of experts with MXFP4 weights are divided into tiles.
+
+The entries of the rule follow from the sizes alone, and were not measured; ``benchmarks/experts_gpu.py --format mxfp4`` measures
+them. A warp dequantizes rows of the weight for all pairs of its block: with few pairs, tiles have 16 rows for each warp, so
+that no row is dequantized twice, and there are many programs. With many pairs tiles are larger, so that a dequantized
+row is multiplied with many pairs. A tile has at least four scales for each thread (``reads_ahead``): fewer bytes cannot be
+copied to shared memory ahead of their use.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+MOST_SHARED = 224 << 10
+"""The bytes of shared memory that a tile may use."""
+
+
+class Mxfp4Tile(NamedTuple):
+    """Describe a tile: ``block_n`` columns of the result, for the activation as many of gate and of up."""
+
+    block_n: int
+    block_k: int
+    warps: int
+    stages: int
+
+
+class Mxfp4Tiles(NamedTuple):
+    """Describe how a layer of experts is computed: blocks of up to ``block_m`` pairs, and the tiles of both
+    products."""
+
+    block_m: int
+    gate_up: Mxfp4Tile
+    down: Mxfp4Tile
+
+
+MEASURED: dict[tuple[int, int, int, int], dict[int, Mxfp4Tiles]] = {}
+"""Map (experts of this rank, experts per token, hidden, size) and a number of tokens to the tiles for up to that many
+tokens. The largest number stands for more tokens too."""
+
+_BY_ROWS = {
+    8: Mxfp4Tiles(8, Mxfp4Tile(32, 256, 2, 4), Mxfp4Tile(32, 256, 2, 5)),
+    16: Mxfp4Tiles(16, Mxfp4Tile(32, 256, 2, 4), Mxfp4Tile(64, 128, 2, 4)),
+    32: Mxfp4Tiles(32, Mxfp4Tile(64, 256, 4, 3), Mxfp4Tile(64, 256, 4, 3)),
+    64: Mxfp4Tiles(64, Mxfp4Tile(64, 256, 4, 3), Mxfp4Tile(64, 256, 4, 3)),
+}
+
+
+def tiles_of(tokens: int, experts: int, top_k: int, hidden: int, size: int, share: float, itemsize: int) -> Mxfp4Tiles:
+    """Return the tiles for a number of tokens. This rank has ``experts`` experts, which are ``share`` of all."""
+    measured = MEASURED.get((experts, top_k, hidden, size)) if itemsize == 2 else None
+    if measured is not None:
+        return measured[next((bucket for bucket in sorted(measured) if tokens <= bucket), max(measured))]
+    rows = tokens * top_k * share / experts
+    few = 8 if tokens <= 8 else 16
+    block_m = few if tokens <= 16 or rows <= 16 else 32 if rows <= 32 else 64
+    tiles = _BY_ROWS[block_m]
+    return Mxfp4Tiles(
+        block_m,
+        _fitted(tiles.gate_up, 2, block_m, hidden, itemsize),
+        _fitted(tiles.down, 1, block_m, size, itemsize),
+    )
+
+
+def reads_ahead(tile: Mxfp4Tile) -> bool:
+    """Return whether the compiler can have the scales of a tile read ahead."""
+    return tile.block_n * tile.block_k // 32 >= 4 * 32 * tile.warps
+
+
+def shared_bytes(tile: Mxfp4Tile, weights: int, block_m: int, itemsize: int) -> int:
+    """Return the bytes of shared memory that the stages of a tile of a number of ``weights`` use at most."""
+    codes_and_scales = weights * tile.block_n * (tile.block_k // 2 + tile.block_k // 32)
+    return tile.stages * (codes_and_scales + block_m * tile.block_k * itemsize)
+
+
+def _fitted(tile: Mxfp4Tile, weights: int, block_m: int, k: int, itemsize: int) -> Mxfp4Tile:
+    """Return ``tile`` for weights with k columns."""
+    while tile.block_k > 64 and tile.block_k >= 2 * k:
+        tile = tile._replace(block_k=tile.block_k // 2)
+    while shared_bytes(tile, weights, block_m, itemsize) > MOST_SHARED:
+        tile = tile._replace(stages=tile.stages - 1)
+    return tile
