@@ -18,6 +18,7 @@ from dovetail.registry.resolution import Resolved
 
 CPU, H100 = Machine.assume("cpu"), Machine("cuda", (9, 0), "H100", "cuda:0", num_devices=1)
 SIZES = (("num_experts", 8), ("moe_intermediate_size", 16))
+NONE: list[Any] = []
 PLAIN, GRAPH = frozenset({Feature.EXPERTS_PLAIN}), frozenset({Feature.EXPERTS_PLAIN, Feature.EXPERTS_GRAPH})
 ALL_ATTENTION = frozenset(
     {
@@ -32,7 +33,12 @@ ALL_ATTENTION = frozenset(
 
 
 def run(
-    fakes: Any, *sets: str, backends: dict[str, frozenset[Feature]], machine: Machine = CPU, **model: Any
+    fakes: Any,
+    *sets: str,
+    backends: dict[str, frozenset[Feature]],
+    machine: Machine = CPU,
+    more: list[Any] = NONE,
+    **model: Any,
 ) -> Resolved:
     """Resolve a model with these backends, the first of which has the highest priority."""
     model = {"expert_sizes": SIZES, "offers": frozenset({Feature.MODEL_BATCH_INVARIANT}), **model}
@@ -41,7 +47,7 @@ def run(
     others.append(fakes.spec(ComponentKind.ATTENTION, "plain", offers=ALL_ATTENTION, api=(1, 3)))
     for index, (name, offers) in enumerate(backends.items()):
         others.append(fakes.spec(ComponentKind.EXPERTS, name, offers=offers, priority=-index))
-    registry = fakes.registry(fakes.model(**model), *others, basics=False)
+    registry = fakes.registry(fakes.model(**model), *others, *more, basics=False)
     return resolve(fakes.config(registry, *sets), registry, machine)
 
 
@@ -88,6 +94,24 @@ def test_a_model_with_experts_needs_one(fakes: Any, sets: tuple[str, ...], backe
 def test_other_formats_than_plain_are_no_substitute(fakes: Any) -> None:
     with pytest.raises(ResolutionError, match=r"needs experts\.plain \(its experts are not quantized\)"):
         run(fakes, "experts=mine", backends={"mine": frozenset()})
+
+
+def test_a_quantization_says_in_which_format_it_stores_experts(fakes: Any) -> None:
+    quantization = fakes.spec(
+        ComponentKind.QUANTIZATION,
+        "fp8",
+        describe=fakes.put("accept", lambda checkpoint, config: None),
+        expert_format=fakes.put("format", lambda checkpoint, config: "fp8_blocks"),
+        offers=frozenset({Feature.QUANTIZATION_EXPERTS}),
+        api=(1, 1),
+    )
+    blocks = frozenset({Feature.EXPERTS_FP8_BLOCKS})
+    found = run(fakes, "quantization=fp8", backends={"first": PLAIN, "second": blocks}, more=[quantization])
+    assert found.experts is not None
+    assert found.experts.name == "second"
+    assert run(fakes, backends={"first": PLAIN, "second": blocks}, more=[quantization]).experts.name == "first"  # type: ignore[union-attr]
+    with pytest.raises(ResolutionError, match=r"needs experts\.fp8_blocks \(quantization fp8 stores its experts so\)"):
+        run(fakes, "quantization=fp8", backends={"first": PLAIN}, more=[quantization])
 
 
 def test_graphs_need_a_backend_that_can_be_captured(fakes: Any) -> None:

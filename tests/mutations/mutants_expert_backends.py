@@ -103,12 +103,26 @@ class OneBuffer(GroupedProduct):
         return self.memory[: result.numel()].view_as(result).copy_(result)
 
 
+class IgnoresScales(GroupedProduct):
+    """Take the first scale of each expert for all of its rows."""
+
+    def __init__(self, weights: ExpertWeights, dtype: torch.dtype) -> None:
+        scales = [scale if scale is None else scale[:, :1].expand(scale.shape[:2]) for scale in _scales(weights)]
+        if weights.format in ("fp8_blocks", "mxfp4"):
+            scales = [scale[:, :1, :1].expand_as(scale) for scale in _scales(weights) if scale is not None]
+        super().__init__(dataclasses.replace(weights, gate_up_scale=scales[0], down_scale=scales[1]), dtype)
+
+
+def _scales(weights: ExpertWeights) -> list[torch.Tensor | None]:
+    return [weights.gate_up_scale, weights.down_scale]
+
+
 def without(**changes: object) -> type[GroupedProduct]:
     """Return a product that ignores some fields of its weights."""
 
     class Ignores(GroupedProduct):
-        def __init__(self, weights: ExpertWeights) -> None:
-            super().__init__(dataclasses.replace(weights, **changes))  # type: ignore[arg-type]
+        def __init__(self, weights: ExpertWeights, dtype: torch.dtype) -> None:
+            super().__init__(dataclasses.replace(weights, **changes), dtype)  # type: ignore[arg-type]
 
     return Ignores
 
@@ -117,13 +131,14 @@ def suite(product: type[GroupedProduct] = GroupedProduct, *features: Feature, ke
     class Made(ExpertsBackend):
         def __init__(self, config: object, context: ExpertsContext) -> None:
             self.first: ExpertsProduct | None = None
+            self.dtype = context.dtype
 
         def product(self, weights: ExpertWeights) -> ExpertsProduct:
             if keeps_first:
                 weights = ExpertWeights(weights.gate_up.clone(), weights.down.clone(), SILU, whole=weights.whole)
-                self.first = self.first or product(weights)
+                self.first = self.first or product(weights, self.dtype)
                 return self.first
-            return product(weights)
+            return product(weights, self.dtype)
 
     class Suite(ExpertsSuite):
         name = "torch_native"
@@ -157,6 +172,7 @@ MUTANTS = [
     Mutant("loses a part", PARTS, suite(LosesAPart), IN_PARTS),
     Mutant("returns parts of 16 bits", PARTS, suite(PartsOf16Bits), IN_PARTS),
     Mutant("returns all results in the same memory", "test_layers_do_not_disturb_each_other", suite(OneBuffer), SOUND),
+    Mutant("ignores scales", "test_quantized_weights_are_multiplied", suite(IgnoresScales), SOUND, [("fp8_rows",), ("fp8_blocks",), ("mxfp4",)]),
     Mutant("keeps the first weights", "test_other_weights_give_other_results", suite(keeps_first=True), SOUND),
     Mutant("computes otherwise for another number of tokens", "test_batch_invariance", suite(DependsOnTheNumber, INVARIANT), IN_PARTS, [("plain",)], "other bits"),
     Mutant("has parts for few tokens only", "test_batch_invariance", suite(PartsOfFewTokens, INVARIANT), IN_PARTS, [("plain",)], "only some steps"),

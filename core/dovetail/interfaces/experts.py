@@ -9,12 +9,12 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import torch
 
-    from dovetail.interfaces.expert_shapes import ExpertFormat, ExpertWeights, Routing
+    from dovetail.interfaces.expert_shapes import ExpertWeights, Routing
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,10 +61,6 @@ class ExpertsProduct(ABC):
 class ExpertsBackend(ABC):
     """Make the products of layers of experts. There is one instance per model and process."""
 
-    formats: ClassVar[tuple[ExpertFormat, ...]] = ("plain",)
-    """Name the formats of the weights that ``product`` takes, see ``ExpertWeights``. Weights in other formats are dequantized
-    when they are loaded."""
-
     @abstractmethod
     def __init__(self, config: Any, context: ExpertsContext) -> None:
         """Build the backend. ``config`` is its own config section. Raises ``ConfigError`` if the backend cannot serve
@@ -74,6 +70,7 @@ class ExpertsBackend(ABC):
     def product(self, weights: ExpertWeights) -> ExpertsProduct:
         """Return the product with the weights of one layer. Raises ``ConfigError`` if the backend cannot multiply them.
 
-        The tensors stay as they are as long as the product is used; it may hold copies of them. The engine calls this
+        ``weights.format`` is one of those that the component declares as features (``experts.plain`` and others). A backend
+        that does not multiply codes may dequantize them (``ops.expert_formats``). The tensors stay as they are as long as the product is used; it may hold copies of them. The engine calls this
         before the weights are loaded, in order to note kernels that are compiled ahead, and again once they are.
         """

@@ -182,7 +182,9 @@ class ExpertsMethod(ABC):
 class Quantization(ABC):
     """Choose the method of each linear layer and of each layer of experts. A component's ``describe`` ("module:function") is called before the
     component is chosen: ``describe(checkpoint, config)``, with the checkpoint's ``quantization_config`` or None, returns
-    None if the component can load this checkpoint, or the reason why it cannot. It must not import torch."""
+    None if the component can load this checkpoint, or the reason why it cannot. It must not import torch. Neither does
+    ``expert_format`` of a component that offers ``quantization.experts``: with the same arguments, it returns the
+    ``ExpertFormat`` of experts that are quantized, by which a backend of experts is chosen."""
 
     @abstractmethod
     def __init__(self, config: Any, context: QuantizationContext) -> None:

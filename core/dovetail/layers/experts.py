@@ -16,8 +16,7 @@ from dovetail.interfaces.experts import ExpertsProduct
 from dovetail.layers.base import Layer, deferrable_parameter, parameter
 from dovetail.layers.linear import Float32Linear, Linear
 from dovetail.layers.mlp import GatedMLP
-from dovetail.ops.expert_formats import dequantized
-from dovetail.ops.experts import FORMATS, GroupedProduct
+from dovetail.ops.experts import GroupedProduct
 from dovetail.ops.parts import Parts, RankAddend
 from dovetail.ops.routing import route
 
@@ -110,9 +109,7 @@ class Experts(Layer):
         if self.method is None:
             count, hidden = len(self.held), self.shape.hidden_size
             return ExpertWeights(self.gate_up.view(count, -1, hidden), self.down.view(count, hidden, -1))
-        weights = self.method.prepare({name: getattr(self, name).detach() for name in self.method.parameters()})
-        formats = FORMATS[weights.gate_up.device.type] if self.backend is None else self.backend.formats
-        return weights if weights.format in formats else dequantized(weights, self._dtype)
+        return self.method.prepare({name: getattr(self, name).detach() for name in self.method.parameters()})
 
     def prepare(self) -> None:
         """See ``Layer.prepare``."""
@@ -128,12 +125,13 @@ class Experts(Layer):
             whole=shape.routing.num_experts,
             scaled_input=shape.scaled_input,
         )
-        self._product = GroupedProduct(self._weights) if self.backend is None else self.backend.product(self._weights)
+        weights, backend = self._weights, self.backend
+        self._product = GroupedProduct(weights, self._dtype) if backend is None else backend.product(weights)
         super().prepare()
 
     @property
     def weights(self) -> ExpertWeights:
-        """Return what the products are computed with."""
+        """Return the weights as they are stored."""
         if not self.prepared:
             self.prepare()
         return self._weights

@@ -13,6 +13,7 @@ from dovetail.interfaces.expert_shapes import SILU, ExpertFormat, ExpertWeights,
 from dovetail.interfaces.experts import ExpertsProduct
 from dovetail.ops.activation import silu_mul
 from dovetail.ops.cpu.kernels import kernels
+from dovetail.ops.expert_formats import dequantized
 
 _FEW_ROWS, _MOST_COMPILED = 2, 4
 """For up to the first number of rows per expert on average, experts with up to the second number of rows use the
@@ -50,9 +51,12 @@ def expert_parts(x: torch.Tensor, routing: Routing, weights: ExpertWeights) -> t
 
 
 class GroupedProduct(ExpertsProduct):
-    """Compute ``experts`` and ``expert_parts`` with the weights of one layer."""
+    """Compute ``experts`` and ``expert_parts`` with the weights of one layer. Where there are no kernels for their format,
+    they are dequantized to ``dtype``, that of activations."""
 
-    def __init__(self, weights: ExpertWeights) -> None:
+    def __init__(self, weights: ExpertWeights, dtype: torch.dtype) -> None:
+        if weights.format not in FORMATS[weights.gate_up.device.type]:
+            weights = dequantized(weights, dtype)
         self._weights = weights
         self._experts = _triton(weights.format).experts if weights.gate_up.is_cuda else _on_host
 

@@ -28,7 +28,7 @@ def readiness_fault(component: RegisteredComponent) -> str | None:
         section = load_config_class(component)
         cls = load_attribute(spec.target, label)
         interface = load_attribute(component.descriptor.interface, f"the interface of kind {spec.kind!r}")
-        for field in ("describe", "probe"):
+        for field in ("describe", "expert_format", "probe"):
             target = getattr(spec, field)
             if target and not callable(load_attribute(target, label)):
                 return f"{label}: {field} {target!r} is not a function"

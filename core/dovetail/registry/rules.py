@@ -113,8 +113,14 @@ def experts(situation: Situation) -> Iterator[Need | Reason]:
     needed_by = f"model {situation.model.architecture!r}"
     if situation.candidate(ComponentKind.EXPERTS) is None:
         yield Reason("experts.none", f"{needed_by} has experts and needs a backend of kind experts", "experts is none")
-    elif situation.candidate(ComponentKind.QUANTIZATION) is None:
+        return
+    quantization = situation.candidate(ComponentKind.QUANTIZATION)
+    if quantization is None or quantization.spec.expert_format is None:
         yield from situation.needs(Feature.EXPERTS_PLAIN, needed_by, "its experts are not quantized")
+        return
+    read = load_attribute(quantization.spec.expert_format, quantization.component.label)
+    stored = Feature(f"experts.{read(situation.model.quantization, quantization.config)}")
+    yield from situation.needs(stored, needed_by, f"quantization {show(quantization)} stores its experts so")
 
 
 def check_experts(config: Config, slots: Mapping[str, Slot], combo: Combination) -> None:

@@ -190,7 +190,7 @@ class ComponentSpec:
     ``target`` is the class that implements the kind's interface; ``config`` is a ``PluginConfig`` whose ``kind`` is a
     Literal of ``name``. This class is imported to validate config, so its module must be light. ``describe`` of a model
     is a function from config.json (a dict) to ``ModelInfo``; ``aliases`` of a model are the ``architectures`` entries
-    of config.json that it implements. For ``describe`` of a quantization see ``interfaces.quantization``. ``offers`` and ``needs`` are registered features. ``replace`` names a
+    of config.json that it implements. For ``describe`` and ``expert_format`` of a quantization see ``interfaces.quantization``. ``offers`` and ``needs`` are registered features. ``replace`` names a
     distribution whose component of the same name this one overrides. ``probe`` is an optional "module:function" that
     returns None, or the reason why the component cannot work here; it is called only for candidates that passed every
     other stage. It may take the arguments ``section`` (the component's own config) and ``config`` (the whole config).
@@ -212,6 +212,7 @@ class ComponentSpec:
     stability: Stability = Stability.STABLE
     aliases: tuple[str, ...] = ()
     describe: str | None = None
+    expert_format: str | None = None
     deprecated: str | None = None
     replace: str | None = None
     probe: str | None = None

@@ -177,6 +177,9 @@ EXPERTS = KindTemplate(
     "variant of a layer. It is used by models that have experts.",
     (
         Feature.EXPERTS_PLAIN,
+        Feature.EXPERTS_FP8_ROWS,
+        Feature.EXPERTS_FP8_BLOCKS,
+        Feature.EXPERTS_MXFP4,
         Feature.EXPERTS_BIAS,
         Feature.EXPERTS_SWIGLU,
         Feature.EXPERTS_SCALED_INPUT,

@@ -13,12 +13,12 @@ from typing import Any, ClassVar
 import pytest
 import torch
 
-from dovetail.interfaces.expert_shapes import ExpertWeights, Routing, SwiGLU
+from dovetail.interfaces.expert_shapes import ExpertFormat, ExpertWeights, Routing, SwiGLU
 from dovetail.interfaces.experts import ExpertsBackend, ExpertsContext, ExpertsProduct
 from dovetail.interfaces.features import Feature
 from dovetail.registry.specs import ComponentKind
 from dovetail.testing.component import ComponentSuite
-from dovetail.testing.experts_cases import TOLERANCES, ExpertsCase, ExpertsStep
+from dovetail.testing.experts_cases import BLOCK, TOLERANCES, ExpertsCase, ExpertsStep
 
 DTYPES = tuple(TOLERANCES)
 BIAS, SWIGLU, SCALED = Feature.EXPERTS_BIAS, Feature.EXPERTS_SWIGLU, Feature.EXPERTS_SCALED_INPUT
@@ -31,6 +31,14 @@ VARIANTS: dict[str, tuple[dict[str, Any], tuple[Feature, ...]]] = {
     "biases and clamped": ({"bias": True, "activation": CLAMPED}, (BIAS, SWIGLU)),
 }
 """The variants of a layer, by name: fields of ``ExpertsCase``, and the features that they need."""
+
+FORMATS: dict[ExpertFormat, Feature] = {
+    "fp8_rows": Feature.EXPERTS_FP8_ROWS,
+    "fp8_blocks": Feature.EXPERTS_FP8_BLOCKS,
+    "mxfp4": Feature.EXPERTS_MXFP4,
+}
+LOSSES: dict[ExpertFormat, float] = {"fp8_rows": 0.08, "fp8_blocks": 0.08, "mxfp4": 0.03}
+"""The relative error (root mean square) that is allowed. With FP8 weights activations may be quantized too."""
 
 each_variant = pytest.mark.parametrize("variant", VARIANTS)
 
@@ -62,7 +70,7 @@ class ExpertsSuite(ComponentSuite):
         """Return a step of a layer that the component can compute, with these fields of ``ExpertsCase``. Skips if it does
         not allow the dtype."""
         allowed = self.spec.constraints.dtypes or tuple(map(_name, DTYPES))
-        case = ExpertsCase(hidden=self.hidden, size=self.size, **changes)
+        case = ExpertsCase(**{"hidden": self.hidden, "size": self.size, **changes})
         if _name(case.dtype) not in allowed:
             if "dtype" in changes:
                 pytest.skip(f"{self.name} does not allow {case.dtype}")
@@ -156,6 +164,33 @@ class ExpertsSuite(ComponentSuite):
         again = products[0].forward(steps[0].x, steps[0].routing, None)
         for step, result in zip([*steps, steps[0]], [*results, again], strict=True):
             _check(result, step)
+
+    @pytest.mark.parametrize("stored", FORMATS)
+    @torch.inference_mode()
+    def test_quantized_weights_are_multiplied(self, stored: ExpertFormat) -> None:
+        """Results with codes and scales are near those with the weights that they stand for. Activations may be quantized
+        too, in the way that the format describes."""
+        self.require(FORMATS[stored])
+        for tokens in (1, 2, 40):
+            for changes in ({}, {"first": 2, "held": 4, "shared": True}):
+                self._check_format(stored, self._format_step(stored, tokens=tokens, **changes))
+        for feature, changes in (
+            (BIAS, {"bias": True}),
+            (SWIGLU, {"activation": CLAMPED}),
+            (SCALED, {"scaled_input": True}),
+        ):
+            if self.offers(feature):
+                self._check_format(stored, self._format_step(stored, tokens=9, **changes))
+
+    def _format_step(self, stored: ExpertFormat, **changes: Any) -> ExpertsStep:
+        return self.step(format=stored, hidden=2 * BLOCK, size=BLOCK, **changes)
+
+    def _check_format(self, stored: ExpertFormat, step: ExpertsStep) -> None:
+        got = self.backend(step).product(step.weights).forward(step.x, step.routing, step.shared)
+        assert got.dtype == step.x.dtype
+        expected = step.reference()
+        error = (got.cpu().double() - expected).square().mean().sqrt() / expected.square().mean().sqrt()
+        assert error <= LOSSES[stored], f"{stored}: relative error of {float(error):.2e}; {LOSSES[stored]} is allowed"
 
     @torch.inference_mode()
     def test_other_weights_give_other_results(self) -> None:

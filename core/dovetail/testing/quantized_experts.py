@@ -24,6 +24,7 @@ from dovetail.interfaces.model import ModelArchitecture, ModelInfo, WeightTarget
 from dovetail.interfaces.quantization import Quantization
 from dovetail.layers.expert_targets import FusedLayout, expert_targets, fused_expert_targets
 from dovetail.layers.experts import Experts
+from dovetail.ops.expert_formats import dequantized
 from dovetail.testing.component import ComponentSuite
 from dovetail.testing.ranks import run_ranks, thread_meshes
 
@@ -219,7 +220,8 @@ class QuantizedExpertsSuite(ComponentSuite):
         for seed in (3, 3, 4):
             (model,) = self.expert_layers(case)
             load_weights(model, tmp_path, "dummy", seed)
-            found.append(torch.cat([model.experts.weights.gate_up.flatten(), model.experts.weights.down.flatten()]))
+            plain = dequantized(model.experts.weights, torch.float32)
+            found.append(torch.cat([plain.gate_up.flatten(), plain.down.flatten()]))
         assert found[0].equal(found[1])
         assert not found[0].equal(found[2])
         assert found[0].abs().max() <= DUMMY * 1.01

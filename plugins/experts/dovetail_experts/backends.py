@@ -9,7 +9,7 @@ from pydantic import BaseModel
 from dovetail.errors import ConfigError
 from dovetail.interfaces.expert_shapes import ExpertWeights
 from dovetail.interfaces.experts import ExpertsBackend, ExpertsContext, ExpertsProduct
-from dovetail.ops.experts import FORMATS, GroupedProduct
+from dovetail.ops.experts import GroupedProduct
 
 
 class GroupedExperts(ExpertsBackend):
@@ -23,19 +23,20 @@ class GroupedExperts(ExpertsBackend):
                 f"{type(self).__name__} computes on {self.device_type}, and the device is {context.device}; name another backend "
                 "of experts"
             )
+        self._dtype = context.dtype
 
     def product(self, weights: ExpertWeights) -> ExpertsProduct:
         """See ``ExpertsBackend``."""
-        return GroupedProduct(weights)
+        return GroupedProduct(weights, self._dtype)
 
 
 class TorchExperts(GroupedExperts):
     """Multiply with PyTorch on the CPU, and with compiled products for few rows."""
 
-    device_type, formats = "cpu", FORMATS["cpu"]
+    device_type = "cpu"
 
 
 class TritonExperts(GroupedExperts):
     """Multiply with the kernels of ``dovetail.ops.triton.experts`` on CUDA."""
 
-    device_type, formats = "cuda", FORMATS["cuda"]
+    device_type = "cuda"

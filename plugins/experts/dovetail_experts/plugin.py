@@ -10,7 +10,15 @@ from dovetail.registry.specs import ComponentKind, ComponentSpec, Constraints, R
 
 DTYPES = ("float32", "bfloat16", "float16")
 EVERY_LAYER = frozenset(
-    {Feature.EXPERTS_PLAIN, Feature.EXPERTS_BIAS, Feature.EXPERTS_SWIGLU, Feature.EXPERTS_SCALED_INPUT}
+    {
+        Feature.EXPERTS_PLAIN,
+        Feature.EXPERTS_FP8_ROWS,
+        Feature.EXPERTS_FP8_BLOCKS,
+        Feature.EXPERTS_MXFP4,
+        Feature.EXPERTS_BIAS,
+        Feature.EXPERTS_SWIGLU,
+        Feature.EXPERTS_SCALED_INPUT,
+    }
 )
 
 TRITON = ComponentSpec(

@@ -60,6 +60,11 @@ def describe(checkpoint: Mapping[str, Any] | None, config: Fp8Config) -> str | N
     return None
 
 
+def expert_format(checkpoint: Mapping[str, Any] | None, config: Fp8Config) -> str:
+    """Return the ``ExpertFormat`` of experts that are quantized."""
+    return "fp8_blocks" if read_format(checkpoint, config).scales is Scales.BLOCK else "fp8_rows"
+
+
 def read_format(checkpoint: Mapping[str, Any] | None, config: Fp8Config) -> Fp8Format:
     """Return the format of a checkpoint. Raises ``ConfigError`` for one that is not FP8 or not implemented."""
     if checkpoint is None:

@@ -14,6 +14,7 @@ FP8 = ComponentSpec(
     target="dovetail_quantization.fp8:Fp8",
     config="dovetail_quantization.config:Fp8Config",
     describe="dovetail_quantization.fp8_formats:describe",
+    expert_format="dovetail_quantization.fp8_formats:expert_format",
     summary="FP8 weights (E4M3) with scales per tensor, row or block, from checkpoints or while loading.",
     api=(1, 1),
     offers=frozenset({Feature.QUANTIZATION_EXPERTS}),
