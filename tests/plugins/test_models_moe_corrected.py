@@ -106,11 +106,13 @@ def test_describe_fills_in_what_transformers_would(describe: Describe, built: An
     assert info.config.sparse == (False,) * dense + (True,) * (info.num_layers - dense)
 
 
-def test_layers_that_predict_further_tokens_are_ignored_and_not_offered() -> None:
-    """Drafters have no layers with experts."""
-    info = describe_glm4_moe({**SHAPE, "num_nextn_predict_layers": 1})
-    assert info.config.predict_layers == 1
-    assert Feature.MODEL_MTP_HEAD not in info.offers
+def test_layers_that_predict_further_tokens_are_offered_where_drafters_implement_them() -> None:
+    """ERNIE's have other names and layers."""
+    for describe, implemented in ((describe_glm4_moe, True), (describe_ernie_moe, False)):
+        info = describe({**SHAPE, "num_nextn_predict_layers": 1})
+        assert info.config.predict_layers == 1
+        assert (Feature.MODEL_MTP_HEAD in info.offers) == implemented
+    assert Feature.MODEL_MTP_HEAD not in describe_glm4_moe(SHAPE).offers
 
 
 def test_ernie_has_experts_in_the_layers_of_transformers() -> None:

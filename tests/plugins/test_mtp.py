@@ -238,7 +238,10 @@ LAYER = f"model.layers.{LAYERS}"
             {f"{LAYER}.self_attn.kv_a_proj_with_mqa.weight": torch.zeros(9, HIDDEN)},
             "latent attention, which is not implemented",
         ),
-        ({f"{LAYER}.mlp.gate.weight": torch.zeros(8, HIDDEN)}, "a mixture of experts, which is not implemented"),
+        (
+            {f"{LAYER}.mlp.gate.weight": torch.zeros(8, HIDDEN)},
+            "a mixture of experts, unlike the target's layers, which is not implemented",
+        ),
         (
             {f"{LAYER}.self_attn.q_proj.weight": torch.zeros(96, HIDDEN)},
             "a gate on its attention, which is not implemented",

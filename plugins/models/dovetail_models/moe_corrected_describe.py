@@ -71,7 +71,7 @@ def describe_glm4_moe(config: dict[str, Any]) -> ModelInfo:
         eps=1e-5,
     )
     own = replace(own, qkv_bias=read_flag(config, "attention_bias"), qk_norm=read_flag(config, "use_qk_norm"))
-    return moe_info(config, architecture, sizes, rope.context_len, own)
+    return moe_info(config, architecture, sizes, rope.context_len, own, predicts=True)
 
 
 def describe_minimax_m2(config: dict[str, Any]) -> ModelInfo:

@@ -105,12 +105,14 @@ def moe_info(
     context_len: int,
     own: MoeConfig,
     needs: frozenset[Feature] = frozenset(),
+    *,
+    predicts: bool = False,
 ) -> ModelInfo:
-    """Return the ``ModelInfo`` of a model with experts. Raises ``ConfigError``."""
+    """Return the ``ModelInfo`` of a model with experts. ``predicts`` means that drafters implement the layers that predict
+    further tokens, if there are any. Raises ``ConfigError``."""
     needs = needs | own.experts.needs if any(own.sparse) else needs
     info = make_info(config, architecture, sizes, context_len, own, needs=needs, offers=MOE_OFFERS)
-    # layers that predict further tokens have experts too, which the drafters do not implement
-    offers = info.offers - {Feature.MODEL_MTP_HEAD}
+    offers = info.offers if predicts else info.offers - {Feature.MODEL_MTP_HEAD}
     split: list[tuple[str, int]] = []
     if not all(own.sparse):
         split.append(("intermediate_size", own.intermediate_size))

@@ -1,5 +1,5 @@
 """Draft with the target's own layers for further tokens: multi-token prediction as in DeepSeek-V3 (arXiv 2412.19437,
-section 2.2), Qwen3-Next and MiMo."""
+section 2.2), GLM-4.5, Qwen3-Next and MiMo."""
 
 from __future__ import annotations
 
@@ -8,12 +8,13 @@ from typing import TYPE_CHECKING, cast
 
 import numpy as np
 import torch
+from torch import nn
 
 from dovetail.errors import ConfigError
 from dovetail.interfaces.speculative import DrafterContext
 from dovetail.ops.transfer import to_device
 from dovetail_speculative.hidden import DraftRows, HiddenDrafter
-from dovetail_speculative.mtp_checkpoint import describe_mtp
+from dovetail_speculative.mtp_checkpoint import describe_mtp, target_layer
 from dovetail_speculative.mtp_model import MtpModel
 from dovetail_speculative.steps import chains
 
@@ -42,7 +43,8 @@ class MtpDrafter(HiddenDrafter):
         assert runtime is not None, "drafters that run a model are built by an engine"
         target, directory = runtime.target.info, runtime.directory
         source = None if config.load_format == "dummy" else directory
-        info = describe_mtp(runtime.checkpoint, source, target, context.max_context)
+        assert isinstance(runtime.target, nn.Module)
+        info = describe_mtp(runtime.checkpoint, source, target, context.max_context, target_layer(runtime.target))
         runtime.watch([info.config.watch])
         count, layers = _num_draft_tokens(config, info.num_layers), info.num_layers
         one = layers == 1  # several layers are run by the host, one at a time

@@ -10,21 +10,26 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+from torch import nn
 
 from dovetail.errors import ConfigError
 from dovetail.interfaces.cache import CacheGroup
 from dovetail.interfaces.features import Feature
 from dovetail.interfaces.model import ModelInfo
-from dovetail.layers.attention import AttentionShape
+from dovetail.layers.attention import AttentionShape, SelfAttention
 from dovetail.layers.decoder import DecoderShape
+from dovetail.layers.experts import Experts
 from dovetail.layers.rope import RopeConfig, read_rope
 from dovetail_speculative.checkpoints import Shapes, read_tensor, tensor_shapes
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+    from dovetail.interfaces.expert_shapes import ExpertsShape
+    from dovetail.layers.transforms import SplitHalves
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,10 +93,12 @@ LAYOUTS = (DEEPSEEK, QWEN, MIMO)
 EMBEDDING = "model.embed_tokens"
 """The name of the target's embedding."""
 
+ROUTER = "mlp.gate.weight"
+"""The name of the weight of a layer's router, by which layers with experts are recognised."""
+
 MISSING = {
     "self_attn.kv_a_proj_with_mqa.weight": "latent attention",
     "self_attn.q_a_proj.weight": "latent attention",
-    "mlp.gate.weight": "a mixture of experts",
     "linear_attn.in_proj_qkvz.weight": "linear attention",
 }
 """Tensors by which layers that are not implemented are recognised."""
@@ -102,7 +109,8 @@ class MtpShape:
     """Describe the layers of a checkpoint.
 
     ``first`` is the number of the target's layers, from which {behind} counts. ``rope.context_len`` is the longest
-    context. With ``own_embedding`` or ``own_head``, the layers do not use the target's.
+    context. With ``own_embedding`` or ``own_head``, the layers do not use the target's. ``experts`` are those of each layer,
+    or None if the layers have a gated MLP.
     """
 
     layout: Layout
@@ -112,6 +120,7 @@ class MtpShape:
     first: int
     own_embedding: bool = False
     own_head: bool = False
+    experts: ExpertsShape | None = None
 
     @property
     def watch(self) -> int:
@@ -127,25 +136,50 @@ class MtpShape:
         return self.layout.entry.format(index=index, behind=self.first + index)
 
 
-def describe_mtp(config: Mapping[str, Any], directory: Path | None, target: ModelInfo, max_context: int) -> ModelInfo:
+class TargetLayer(NamedTuple):
+    """Describe what a layer for further tokens has in common with the layers of its target, and what the shapes of its
+    tensors do not tell: the ``experts`` of the target's layers, or None, and the ``order`` of the elements of its heads (see
+    ``AttentionShape``)."""
+
+    experts: ExpertsShape | None = None
+    order: SplitHalves | None = None
+
+
+def target_layer(target: nn.Module) -> TargetLayer:
+    """Return what the layers of a model have in common. Layers without experts may precede those with experts."""
+    experts, order = None, None
+    for module in target.modules():
+        if isinstance(module, Experts):
+            experts = module.shape
+        elif isinstance(module, SelfAttention):
+            order = module.order
+    return TargetLayer(experts, order)
+
+
+def describe_mtp(
+    config: Mapping[str, Any], directory: Path | None, target: ModelInfo, max_context: int, like: TargetLayer
+) -> ModelInfo:
     """Return the facts of the layers in the checkpoint of ``target`` in ``directory``. Their ``config`` is an
-    ``MtpShape``.
+    ``MtpShape``. ``like`` describes the target's own layers.
 
     Without a directory (for random weights), the layers are those that ``config`` (config.json) describes, in
     DeepSeek-V3's layout. Raises ``ConfigError`` if there are no such layers or if they are not implemented.
     """
-    shapes = _described_shapes(config, target) if directory is None else tensor_shapes(directory)
-    layout = _layout(shapes, target.num_layers)
-    attention = _attention(layout, shapes, config, target)
-    rope = read_rope(config, attention.head_dim, int(config.get("max_position_embeddings") or max_context))
+    shapes = _described_shapes(config, target, like) if directory is None else tensor_shapes(directory)
+    layout = _layout(shapes, target.num_layers, like)
+    attention = _attention(layout, shapes, config, target, like)
+    partial = None if like.order is None else like.order.rotary_dim / attention.head_dim
+    rope = read_rope(config, attention.head_dim, int(config.get("max_position_embeddings") or max_context), partial)
     first = layout.layer.format(index=0, behind=target.num_layers)
+    experts = like.experts if f"{first}.{ROUTER}" in shapes else None
     decoder = DecoderShape(
         attention,
-        shapes[f"{first}.mlp.gate_proj.weight"][0],
+        shapes[f"{first}.mlp.gate_proj.weight"][0] if experts is None else experts.size,
         _norm_eps(config),
         mlp_bias=f"{first}.mlp.gate_proj.bias" in shapes,
     )
-    shape = MtpShape(layout, decoder, replace(rope, context_len=max_context), 0, target.num_layers)
+    rope = replace(rope, context_len=max_context)
+    shape = MtpShape(layout, decoder, rope, 0, target.num_layers, experts=experts)
     count = 0
     while f"{shape.layer(count)}.input_layernorm.weight" in shapes:
         count += 1
@@ -162,10 +196,19 @@ def describe_mtp(config: Mapping[str, Any], directory: Path | None, target: Mode
         head_dim=attention.head_dim,
         context_len=max_context,
         cache_groups=(CacheGroup(count, attention.num_kv_heads, attention.head_dim),),
+        needs=frozenset() if experts is None else experts.needs,
         offers=frozenset({Feature.MODEL_TENSOR_PARALLEL}),
-        split_sizes=(("intermediate_size", decoder.intermediate_size),),
+        split_sizes=_split_sizes(decoder, experts),
+        expert_sizes=None if experts is None else target.expert_sizes,
         config=shape,
     )
+
+
+def _split_sizes(decoder: DecoderShape, experts: ExpertsShape | None) -> tuple[tuple[str, int], ...]:
+    """Return the numbers that ranks must divide, besides the number or the size of experts."""
+    if experts is None:
+        return (("intermediate_size", decoder.intermediate_size),)
+    return (("the size of the shared expert", experts.shared_size),) if experts.shared_size else ()
 
 
 def _with_own(shape: MtpShape, directory: Path, shapes: Shapes) -> MtpShape:
@@ -194,10 +237,10 @@ def _norm_eps(config: Mapping[str, Any]) -> float:
     return float(config.get("rms_norm_eps") or 1e-6)
 
 
-def _layout(shapes: Shapes, behind: int) -> Layout:
+def _layout(shapes: Shapes, behind: int, like: TargetLayer) -> Layout:
     for layout in LAYOUTS:
         if f"{layout.entry.format(index=0, behind=behind)}.{layout.projection}.weight" in shapes:
-            _refuse_missing(layout.layer.format(index=0, behind=behind), shapes)
+            _refuse_missing(layout.layer.format(index=0, behind=behind), shapes, like)
             return layout
     wanted = " or ".join(f"{layout.entry}.{layout.projection}.weight" for layout in LAYOUTS)
     raise ConfigError(
@@ -206,9 +249,12 @@ def _layout(shapes: Shapes, behind: int) -> Layout:
     )
 
 
-def _refuse_missing(layer: str, shapes: Shapes) -> None:
+def _refuse_missing(layer: str, shapes: Shapes, like: TargetLayer) -> None:
     found = [what for name, what in MISSING.items() if f"{layer}.{name}" in shapes]
     q, out = shapes.get(f"{layer}.self_attn.q_proj.weight"), shapes.get(f"{layer}.self_attn.o_proj.weight")
+    with_experts = f"{layer}.{ROUTER}" in shapes
+    if with_experts and like.experts is None:
+        found.append("a mixture of experts, unlike the target's layers")
     if q is not None and out is not None and q[0] == 2 * out[1]:
         found.append("a gate on its attention")
     if found:
@@ -216,7 +262,8 @@ def _refuse_missing(layer: str, shapes: Shapes) -> None:
             f"speculative is 'mtp', but the layer that predicts further tokens ({layer}) has {found[0]}, which is not implemented; "
             "implemented: decoder layers of the Llama and Qwen families. Choose another drafter, such as ngram"
         )
-    needed = ["self_attn.q_proj", "self_attn.k_proj", "self_attn.o_proj", "mlp.gate_proj", "input_layernorm"]
+    needed = ["self_attn.q_proj", "self_attn.k_proj", "self_attn.o_proj", "input_layernorm"]
+    needed += [] if with_experts else ["mlp.gate_proj"]
     lacking = [f"{layer}.{name}.weight" for name in needed if f"{layer}.{name}.weight" not in shapes]
     if lacking:
         raise ConfigError(
@@ -225,7 +272,9 @@ def _refuse_missing(layer: str, shapes: Shapes) -> None:
         )
 
 
-def _attention(layout: Layout, shapes: Shapes, config: Mapping[str, Any], target: ModelInfo) -> AttentionShape:
+def _attention(
+    layout: Layout, shapes: Shapes, config: Mapping[str, Any], target: ModelInfo, like: TargetLayer
+) -> AttentionShape:
     layer = f"{layout.layer.format(index=0, behind=target.num_layers)}.self_attn"
     normed = shapes.get(f"{layer}.q_norm.weight")
     head_dim = target.head_dim if normed is None else normed[0]
@@ -237,10 +286,11 @@ def _attention(layout: Layout, shapes: Shapes, config: Mapping[str, Any], target
         qkv_bias=f"{layer}.q_proj.bias" in shapes,
         out_bias=f"{layer}.o_proj.bias" in shapes,
         qk_norm_eps=None if normed is None else _norm_eps(config),
+        order=like.order,
     )
 
 
-def _described_shapes(config: Mapping[str, Any], target: ModelInfo) -> Shapes:
+def _described_shapes(config: Mapping[str, Any], target: ModelInfo, like: TargetLayer) -> Shapes:
     hidden, queries, keys = (
         target.hidden_size,
         target.num_heads * target.head_dim,
@@ -251,9 +301,12 @@ def _described_shapes(config: Mapping[str, Any], target: ModelInfo) -> Shapes:
         "self_attn.q_proj": (queries, hidden),
         "self_attn.k_proj": (keys, hidden),
         "self_attn.o_proj": (hidden, queries),
-        "mlp.gate_proj": (int(config.get("intermediate_size") or 4 * hidden), hidden),
         "eh_proj": (hidden, 2 * hidden),
     }
+    if like.experts is None:
+        own["mlp.gate_proj"] = (int(config.get("intermediate_size") or 4 * hidden), hidden)
+    else:
+        own["mlp.gate"] = (like.experts.routing.num_experts, hidden)
     count = int(config.get("num_nextn_predict_layers") or config.get("mtp_num_hidden_layers") or 1)
     return {
         f"model.layers.{target.num_layers + index}.{name}.weight": shape

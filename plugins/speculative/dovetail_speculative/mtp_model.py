@@ -11,8 +11,10 @@ from torch import nn
 
 from dovetail.interfaces.model import ModelArchitecture, ModelInfo, WeightTarget
 from dovetail.layers.base import Layer
-from dovetail.layers.decoder import DecoderLayer, decoder_targets
+from dovetail.layers.decoder import DecoderLayer, decoder_targets, linear_targets, mlp_targets
 from dovetail.layers.embedding import Embedding, LMHead
+from dovetail.layers.expert_targets import ExpertTargets, expert_targets
+from dovetail.layers.experts import Experts
 from dovetail.layers.linear import Linear
 from dovetail.layers.norm import RMSNorm
 from dovetail.layers.rotary import Rotary
@@ -53,7 +55,12 @@ class MtpModel(Layer, ModelArchitecture):
         self.entries = nn.ModuleList(
             MtpInput(info.hidden_size, eps, hidden_first=layout.hidden_first) for _ in range(count)
         )
-        self.layers = nn.ModuleList(DecoderLayer(shape.decoder, index, mesh) for index in range(info.num_layers))
+        self.layers = nn.ModuleList(
+            DecoderLayer(
+                shape.decoder, index, mesh, mlp=None if shape.experts is None else Experts(shape.experts, mesh)
+            )
+            for index in range(info.num_layers)
+        )
         self.rotary = Rotary(shape.rope)
         self._entries: tuple[MtpInput, ...] = tuple(self.entries)  # pyright: ignore[reportAttributeAccessIssue]
         self._layers: tuple[DecoderLayer, ...] = tuple(self.layers)  # pyright: ignore[reportAttributeAccessIssue]
@@ -88,7 +95,7 @@ class MtpModel(Layer, ModelArchitecture):
         """See ``ModelArchitecture.logits``."""
         return self._logits(hidden)
 
-    def weights_map(self) -> Mapping[str, WeightTarget]:
+    def weights_map(self) -> Mapping[str, WeightTarget | list[WeightTarget]]:
         """See ``ModelArchitecture.weights_map``."""
         shape: MtpShape = self.info.config
         layout = shape.layout
@@ -98,13 +105,15 @@ class MtpModel(Layer, ModelArchitecture):
             layout.projection: "projection",
             layout.final_norm: "final_norm",
         }
-        targets = {
+        targets: dict[str, WeightTarget | list[WeightTarget]] = {
             f"{shape.entry(index)}.{theirs}.weight": WeightTarget(f"entries.{index}.{ours}.weight")
             for index in range(len(self._entries))
             for theirs, ours in names.items()
         }
         for index, layer in enumerate(self._layers):
             targets.update(decoder_targets(layer, shape.layer(index), f"layers.{index}"))
+            if isinstance(layer.mlp, Experts):
+                targets.update(_experts_targets(layer.mlp, f"{shape.layer(index)}.mlp", f"layers.{index}.mlp"))
         if self.embed is not None:
             targets[f"{shape.entry(0)}.{layout.embedding}.weight"] = self.embed.target("embed.weight")
         if self.head is not None:
@@ -119,3 +128,13 @@ class MtpModel(Layer, ModelArchitecture):
         left = "|".join(map(re.escape, (*copies, "self_attn.rotary_emb.inv_freq")))
         yield rf"(?!({own})\.).+"
         yield rf"({own})\.({left})"
+
+
+def _experts_targets(layer: Experts, theirs: str, ours: str) -> ExpertTargets:
+    """Yield the targets of a layer of experts, with the names of DeepSeek-V3 and GLM-4.5."""
+    yield from expert_targets(layer, f"{theirs}.experts", ours)
+    yield from linear_targets(layer.router.gate, f"{theirs}.gate", f"{ours}.router.gate")
+    if layer.router.correction is not None:
+        yield f"{theirs}.gate.e_score_correction_bias", WeightTarget(f"{ours}.router.correction")
+    if layer.shared is not None:
+        yield from mlp_targets(layer.shared, f"{theirs}.shared_experts", f"{ours}.shared")
