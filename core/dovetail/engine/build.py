@@ -14,7 +14,7 @@ from torch import nn
 
 from dovetail.engine.declared import check_declared
 from dovetail.engine.shards import transformed
-from dovetail.errors import WeightsError
+from dovetail.errors import ConfigError, WeightsError
 from dovetail.interfaces.experts import ExpertsBackend
 from dovetail.interfaces.mesh import SINGLE, Mesh
 from dovetail.interfaces.model import ModelArchitecture, ModelInfo, WeightTarget
@@ -66,7 +66,7 @@ def as_module(model: ModelArchitecture) -> nn.Module:
 
 def allocate(model: ModelArchitecture, quantization: Quantization, device: torch.device, dtype: torch.dtype) -> None:
     """Let ``quantization`` choose the method of each linear layer, and of each layer of experts, of a model that was
-    built under ``deferred_weights``, and allocate the parameters."""
+    built under ``deferred_weights``, and allocate the parameters. Raises ``ConfigError`` if no layer is quantized."""
     modules: dict[str, list[tuple[int, int, str]]] = {}  # of each layer: start, rows and name of the modules it holds
     experts: dict[str, dict[str, None]] = {}  # of each layer of experts: the tensors it holds, in order
     for name, entry in model.weights_map().items():
@@ -87,6 +87,12 @@ def allocate(model: ModelArchitecture, quantization: Quantization, device: torch
             names, (_, size) = tuple(experts.get(name, ())), layer.down.shape
             own = ExpertWeightsShape(names, len(layer.held), layer.shape.hidden_size, size)
             layer.allocate(quantization.experts_method(own) if names else None, device, dtype)
+    layers = (layer for layer in as_module(model).modules() if isinstance(layer, Linear | Experts))
+    if all(layer.method is None for layer in layers):
+        raise ConfigError(
+            f"quantization {type(quantization).__name__} leaves out every layer of {model.info.architecture}; set quantization: "
+            "none, or another one"
+        )
 
 
 def expanded_targets(model: ModelArchitecture) -> dict[str, list[WeightTarget]]:

@@ -64,7 +64,7 @@ def quantize(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return codes ``[..., out, in / 2]`` and scales ``[..., in / 32, out]`` of a weight ``[..., out, in]``, by the rule of the
     specification: the scale is the largest power of two that is at most the largest magnitude, divided by 4; numbers are rounded to
     the nearest one, and to 6 at most."""
-    blocks = weight.float().unflatten(-1, (-1, BLOCK))
+    blocks = weight.float().contiguous().unflatten(-1, (-1, BLOCK))
     _, exponent = torch.frexp(blocks.abs().amax(-1))
     scale = (exponent - 1 - _EMAX + BIAS).clamp_(0, 254)
     # the sum of two powers may not be one: -BIAS is subnormal

@@ -68,7 +68,7 @@ def expert_format(checkpoint: Mapping[str, Any] | None, config: Fp8Config) -> st
 def read_format(checkpoint: Mapping[str, Any] | None, config: Fp8Config) -> Fp8Format:
     """Return the format of a checkpoint. Raises ``ConfigError`` for one that is not FP8 or not implemented."""
     if checkpoint is None:
-        return Fp8Format(Scales.ROW, Activations.TOKEN, _any_of(config.ignore), online=True)
+        return Fp8Format(Scales.ROW, Activations.TOKEN, any_of(config.ignore), online=True)
     if config.ignore:
         raise ConfigError(
             "quantization.ignore is set, and the checkpoint itself names the modules that are not quantized"
@@ -83,17 +83,17 @@ def read_format(checkpoint: Mapping[str, Any] | None, config: Fp8Config) -> Fp8F
 
 def _read_fp8(given: Mapping[str, Any]) -> Fp8Format:
     """Read the format of ``FineGrainedFP8Config``, and the one with a scale for each tensor that vLLM and SGLang read."""
-    ignored = _modules(given, "modules_to_not_convert", "ignored_layers")
-    _allow(given, "fmt", ("e4m3", "float8_e4m3fn", None))
-    _allow(given, "kv_cache_scheme", (None,))
-    _allow(given, "modules_to_convert", (None, []))
+    ignored = modules_left_out(given, "modules_to_not_convert", "ignored_layers")
+    allow_only(given, "fmt", ("e4m3", "float8_e4m3fn", None))
+    allow_only(given, "kv_cache_scheme", (None,))
+    allow_only(given, "modules_to_convert", (None, []))
     scheme = given.get("activation_scheme", "dynamic")
     block = given.get("weight_block_size")
     if block is None:
-        _allow(given, "activation_scheme", ("static", "dynamic", None))
+        allow_only(given, "activation_scheme", ("static", "dynamic", None))
         activations = Activations.STATIC if scheme == "static" else Activations.TOKEN
         return Fp8Format(Scales.TENSOR, activations, ignored)
-    _allow(given, "activation_scheme", ("dynamic", None))
+    allow_only(given, "activation_scheme", ("dynamic", None))
     return Fp8Format(Scales.BLOCK, Activations.TOKEN, ignored, "weight_scale_inv", _block(block))
 
 
@@ -103,52 +103,53 @@ def _read_fbgemm(given: Mapping[str, Any]) -> Fp8Format:
         isinstance(bound, bool) or not isinstance(bound, int | float) or not 0 < bound < math.inf
     ):
         raise ConfigError(f"quantization_config: activation_scale_ub is {bound!r:.80}; allowed: a number above 0, null")
-    return Fp8Format(Scales.ROW, Activations.TOKEN, _modules(given, "modules_to_not_convert"), bound=bound)
+    return Fp8Format(Scales.ROW, Activations.TOKEN, modules_left_out(given, "modules_to_not_convert"), bound=bound)
 
 
 def _read_compressed(given: Mapping[str, Any]) -> Fp8Format:
-    _allow(given, "format", ("float-quantized",))
+    allow_only(given, "format", ("float-quantized",))
     for key in ("kv_cache_scheme", "sparsity_config", "transform_config"):
-        _allow(given, key, (None, {}))
+        allow_only(given, key, (None, {}))
     groups = given.get("config_groups")
     if not isinstance(groups, Mapping) or len(groups) != 1:
         raise ConfigError(f"quantization_config: config_groups is {groups!r:.200}; implemented: one group")
     (group,) = groups.values()
     if not isinstance(group, Mapping):
         raise ConfigError(f"quantization_config: a group of config_groups is {group!r:.80}; allowed: an object")
-    _allow(group, "targets", (["Linear"],))
+    allow_only(group, "targets", (["Linear"],))
     weights, inputs = group.get("weights") or {}, group.get("input_activations")
     if not isinstance(weights, Mapping):
         raise ConfigError(f"quantization_config: weights is {weights!r:.80}; implemented: FP8 weights")
     if not isinstance(inputs, Mapping):
         raise ConfigError(f"quantization_config: input_activations is {inputs!r:.80}; implemented: FP8 activations")
-    _allow(inputs, "dynamic", (True, False, None))
+    allow_only(inputs, "dynamic", (True, False, None))
     for what in (weights, inputs):
-        _allow(what, "num_bits", (8,))
-        _allow(what, "type", ("float",))
-        _allow(what, "symmetric", (True, None))
-    _allow(weights, "strategy", ("tensor", "channel", "block"))
-    _allow(group, "output_activations", (None,))
+        allow_only(what, "num_bits", (8,))
+        allow_only(what, "type", ("float",))
+        allow_only(what, "symmetric", (True, None))
+    allow_only(weights, "strategy", ("tensor", "channel", "block"))
+    allow_only(group, "output_activations", (None,))
     if inputs.get("dynamic"):
-        _allow(inputs, "strategy", ("token", "group", "tensor"))
+        allow_only(inputs, "strategy", ("token", "group", "tensor"))
         activations = Activations.TOKEN
     else:
-        _allow(inputs, "strategy", ("tensor",))
+        allow_only(inputs, "strategy", ("tensor",))
         activations = Activations.STATIC
     scales = {"tensor": Scales.TENSOR, "channel": Scales.ROW, "block": Scales.BLOCK}[weights["strategy"]]
     block = _block(weights.get("block_structure")) if scales is Scales.BLOCK else (128, 128)
     if scales is Scales.BLOCK:
-        _allow(inputs, "group_size", (None, block[1]))
+        allow_only(inputs, "group_size", (None, block[1]))
     ignored = given.get("ignore") or []
     # compressed-tensors compares expressions with the beginning of a name
     patterns = [f"(?:{name[3:]}).*" if name.startswith("re:") else re.escape(name) for name in _names(ignored)]
-    return Fp8Format(scales, activations, _any_of(patterns), block=block, precise_too=True)
+    return Fp8Format(scales, activations, any_of(patterns), block=block, precise_too=True)
 
 
 _READERS = {"fp8": _read_fp8, "fbgemm_fp8": _read_fbgemm, "compressed-tensors": _read_compressed}
 
 
-def _allow(given: Mapping[str, Any], key: str, allowed: Sequence[Any]) -> None:
+def allow_only(given: Mapping[str, Any], key: str, allowed: Sequence[Any]) -> None:
+    """Raise ``ConfigError`` if a setting of a ``quantization_config`` is none of those that are implemented."""
     if (value := given.get(key)) not in allowed:
         shown = ", ".join("absent" if one is None else repr(one) for one in allowed)
         raise ConfigError(f"quantization_config: {key} is {value!r:.200}; implemented: {shown}")
@@ -165,11 +166,11 @@ def _block(value: Any) -> tuple[int, int]:
     )
 
 
-def _modules(given: Mapping[str, Any], *keys: str) -> re.Pattern[str]:
+def modules_left_out(given: Mapping[str, Any], *keys: str) -> re.Pattern[str]:
     """Return a pattern of the modules that transformers leaves out (``should_convert_module``). An entry is a regular
     expression of the beginning of a name, up to the end of one of its parts, or, read literally, the end of a name."""
     names = [name for key in keys for name in _names(given.get(key) or [])]
-    return _any_of([rf"(?:{name})(?:(?<=\.)|(?=\.|$)).*|.*{re.escape(name)}" for name in names])
+    return any_of([rf"(?:{name})(?:(?<=\.)|(?=\.|$)).*|.*{re.escape(name)}" for name in names])
 
 
 def _names(value: Any) -> list[str]:
@@ -180,7 +181,8 @@ def _names(value: Any) -> list[str]:
     )
 
 
-def _any_of(patterns: Sequence[str]) -> re.Pattern[str]:
+def any_of(patterns: Sequence[str]) -> re.Pattern[str]:
+    """Return a pattern that matches what one of the regular expressions matches."""
     try:
         return re.compile("|".join(f"(?:{pattern})" for pattern in patterns) or r"(?!)")
     except re.error as error:

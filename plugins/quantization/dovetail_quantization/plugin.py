@@ -21,8 +21,21 @@ FP8 = ComponentSpec(
     constraints=Constraints(min_compute_capability=(8, 9)),
 )
 
+MXFP4 = ComponentSpec(
+    kind=ComponentKind.QUANTIZATION,
+    name="mxfp4",
+    target="dovetail_quantization.mxfp4:Mxfp4",
+    config="dovetail_quantization.config:Mxfp4Config",
+    describe="dovetail_quantization.mxfp4_formats:describe",
+    expert_format="dovetail_quantization.mxfp4_formats:expert_format",
+    summary="MXFP4 weights of experts with 16-bit activations, from checkpoints like those of gpt-oss or while loading.",
+    api=(1, 1),
+    offers=frozenset({Feature.QUANTIZATION_EXPERTS}),
+    constraints=Constraints(min_compute_capability=(8, 0)),
+)
+
 
 @hookimpl
 def register_components() -> Sequence[ComponentSpec]:
-    """Return the spec of ``fp8``."""
-    return (FP8,)
+    """Return the specs of ``fp8`` and ``mxfp4``."""
+    return (FP8, MXFP4)

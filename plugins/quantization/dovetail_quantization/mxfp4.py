@@ -1,0 +1,185 @@
+"""Store the weights of experts in MXFP4 (OCP Microscaling Formats 1.0): 4-bit floating-point numbers (E2M1) with a power of
+two (E8M0) as the scale of each 32 columns of a row."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from dovetail.errors import ConfigError, WeightsError
+from dovetail.interfaces.expert_shapes import ExpertWeights
+from dovetail.interfaces.model import TensorShare, WeightTarget, WeightTransform
+from dovetail.interfaces.quantization import (
+    ExpertsMethod,
+    ExpertWeightsShape,
+    LinearMethod,
+    LinearShape,
+    ParameterShape,
+    Quantization,
+    QuantizationContext,
+)
+from dovetail.layers.expert_targets import OneExpert
+from dovetail.ops.mxfp4 import BIAS, BLOCK, VALUES, halved, quantize
+from dovetail_quantization.mxfp4_formats import read_format
+
+if TYPE_CHECKING:
+    from dovetail_quantization.config import Mxfp4Config
+
+LARGEST_SCALES = {torch.float16: 128}
+"""The largest code of a scale for dtypes of activations that hold fewer powers of two than others (see
+``ops.triton.mxfp4``)."""
+LARGEST_SCALE = 191
+_ROWS = 4096
+"""The number of rows that are held in float32 at a time."""
+
+
+class Mxfp4(Quantization):
+    """Choose MXFP4 for every layer of experts that the checkpoint, or config, does not exclude."""
+
+    def __init__(self, config: Mxfp4Config, context: QuantizationContext) -> None:
+        self._format = read_format(context.checkpoint, config)
+        self._context = context
+
+    def method(self, shape: LinearShape) -> LinearMethod | None:
+        """See ``Quantization``."""
+        return None
+
+    def experts_method(self, shape: ExpertWeightsShape) -> ExpertsMethod | None:
+        """See ``Quantization``."""
+        ignored = [name for name in shape.names if self._format.ignored.fullmatch(name)]
+        if ignored and len(ignored) < len(shape.names):
+            raise ConfigError(
+                f"the quantization leaves out {ignored[0]}, but not all tensors of the same layer of experts; all of them or none "
+                "can be quantized"
+            )
+        return None if ignored else Mxfp4Experts(shape, self._format.online, self._context)
+
+
+class Mxfp4Experts(ExpertsMethod):
+    """Store a layer of experts as codes ``[rows, in / 2]`` and scales ``[rows, in / 32]``."""
+
+    def __init__(self, shape: ExpertWeightsShape, online: bool, context: QuantizationContext) -> None:
+        self.shape, self.online, self._dtype = shape, online, context.dtype
+        for what, number in (("inputs", shape.hidden_size), ("intermediate values on this rank", shape.size)):
+            if number % BLOCK:
+                raise ConfigError(
+                    f"{shape.names[0]} has {number} {what}; MXFP4 experts need multiples of {BLOCK}. Set parallel.experts: "
+                    "ep or parallel.tp to a smaller number if ranks divide them, or choose another quantization"
+                )
+
+    def parameters(self) -> Mapping[str, ParameterShape]:
+        """See ``ExpertsMethod``."""
+        found = dict[str, ParameterShape]()
+        for name, (rows, columns) in (("gate_up", self.shape.gate_up), ("down", self.shape.down)):
+            found[name] = ParameterShape((rows, columns // 2), torch.uint8)
+            found[f"{name}_scale"] = ParameterShape((rows, columns // BLOCK), torch.uint8)
+        return found
+
+    def targets(self, name: str, weight: WeightTarget) -> Iterator[tuple[str, WeightTarget]]:
+        """See ``ExpertsMethod``."""
+        inner, scale = weight.transform, f"{weight.parameter}_scale"
+        if self.online:
+            columns = self.shape.hidden_size if weight.parameter == "gate_up" else self.shape.size
+            yield name, weight._replace(transform=Quantized(inner, columns, scales=False))
+            yield name, weight._replace(parameter=scale, transform=Quantized(inner, columns, scales=True))
+            return
+        if not isinstance(inner, OneExpert) or not inner.layout.transposed:
+            raise ConfigError(
+                f"{name} is stored otherwise than in gpt-oss; implemented for MXFP4 checkpoints: tensors of all experts, "
+                "such as model.layers.0.mlp.experts.gate_up_proj_blocks"
+            )
+        shares = tuple(_stored_share(share) for share in weight.shares)
+        rows = weight._replace(shares=shares, transform=StoredExpert(inner, scales=False))
+        yield f"{name}_blocks", rows
+        yield f"{name}_scales", rows._replace(parameter=scale, transform=StoredExpert(inner, scales=True))
+
+    def fill_dummy(self, parameters: Mapping[str, torch.Tensor], limit: float, generator: torch.Generator) -> None:
+        """See ``ExpertsMethod``."""
+        scale = BIAS + math.floor(math.log2(limit / VALUES[-1]))
+        for name in ("gate_up", "down"):
+            parameters[name].random_(0, 256, generator=generator)
+            parameters[f"{name}_scale"].fill_(scale)
+
+    def prepare(self, parameters: Mapping[str, torch.Tensor]) -> ExpertWeights:
+        """See ``ExpertsMethod``."""
+        count = self.shape.count
+        return ExpertWeights(
+            parameters["gate_up"].view(count, 2 * self.shape.size, -1),
+            parameters["down"].view(count, self.shape.hidden_size, -1),
+            format="mxfp4",
+            gate_up_scale=self._scale("gate_up", parameters),
+            down_scale=self._scale("down", parameters),
+        )
+
+    def _scale(self, name: str, parameters: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """Return the scales of a parameter as ``ExpertWeights`` has them. Raises ``WeightsError`` for those that
+        products cannot hold."""
+        scale, largest = parameters[f"{name}_scale"], LARGEST_SCALES.get(self._dtype, LARGEST_SCALE)
+        if (scale > largest).any():
+            raise WeightsError(
+                f"the MXFP4 scales of {self.shape.names[0]} are up to 2 ** {int(scale.max()) - BIAS} (255 stands for no number); "
+                f"with model.dtype {self._dtype} up to 2 ** {largest - BIAS} are implemented"
+            )
+        return scale.view(self.shape.count, -1, scale.shape[1]).mT.contiguous()
+
+
+def _stored_share(share: TensorShare) -> TensorShare:
+    """Return the share of ``*_blocks`` or ``*_scales [experts, out, in / 32]`` for one of a tensor ``[experts, in, out]``."""
+    dim, start, size, whole = share
+    if dim == 1:
+        return TensorShare(2, start // BLOCK, size // BLOCK, whole // BLOCK)
+    return TensorShare(1 if dim == 2 else dim, start, size, whole)
+
+
+@dataclass(frozen=True, slots=True)
+class StoredExpert(WeightTransform):
+    """Read what a published tensor holds of one expert: codes ``[1, rows, in / 32, 16]``, or ``scales`` ``[1, rows, in / 32]``.
+    ``inner`` is the transform of the unquantized tensor."""
+
+    inner: OneExpert
+    scales: bool
+
+    @property
+    def keeps_dtype(self) -> bool:
+        """See ``WeightTransform``."""
+        return True
+
+    def source_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """See ``WeightTransform``."""
+        rows, columns = shape
+        return (1, rows, columns) if self.scales else (1, rows, columns * 2 // BLOCK, BLOCK // 2)
+
+    def apply(self, tensor: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
+        """See ``WeightTransform``."""
+        rows = tensor[0]
+        if self.inner.pairs:
+            rows = torch.cat((rows[1::2], rows[0::2]) if self.inner.layout.up_first else (rows[0::2], rows[1::2]))
+        return rows if self.scales else halved(rows.flatten(1))
+
+
+@dataclass(frozen=True, slots=True)
+class Quantized(WeightTransform):
+    """Quantize weights with ``columns`` columns, after ``inner``; return their codes or their ``scales``."""
+
+    inner: WeightTransform | None
+    columns: int
+    scales: bool
+
+    def source_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """See ``WeightTransform``."""
+        whole = (shape[0], self.columns)
+        return whole if self.inner is None else self.inner.source_shape(whole)
+
+    def apply(self, tensor: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
+        """See ``WeightTransform``."""
+        whole = (shape[0], self.columns)
+        weight = tensor if self.inner is None else self.inner.apply(tensor, whole)
+        result = torch.empty(shape, dtype=torch.uint8, device=weight.device)
+        for rows, place in zip(weight.split(_ROWS), result.split(_ROWS), strict=True):
+            codes, scale = quantize(rows)
+            place.copy_(scale.mT if self.scales else codes)
+        return result
