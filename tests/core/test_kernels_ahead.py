@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+from dataclasses import replace
 
 import pytest
 import torch
@@ -18,7 +19,19 @@ from triton.runtime import driver
 
 from dovetail.interfaces.expert_shapes import SILU, ExpertWeights, RoutingRule
 from dovetail.ops.triton import ahead as module
-from dovetail.ops.triton import decode, experts, filters, launch, matmul, norm, rotary, routing, sampling, verify
+from dovetail.ops.triton import (
+    decode,
+    experts,
+    experts_fp8,
+    filters,
+    launch,
+    matmul,
+    norm,
+    rotary,
+    routing,
+    sampling,
+    verify,
+)
 from dovetail.ops.triton.ahead import KernelsAhead
 from dovetail.ops.triton.compile_worker import AbsentDevice
 from dovetail.ops.triton.kernel_cache import cache_directory
@@ -115,11 +128,20 @@ def test_processes_compile_what_a_launch_needs(device, hits, caplog):
         ahead.close()
 
 
-def test_kernels_of_experts_compile_whatever_the_choice(device):
+@pytest.mark.parametrize("form", ["plain", "fp8_rows", "fp8_blocks"])
+def test_kernels_of_experts_compile_whatever_the_choice(device, form):
     """What the interpreter accepts need not compile. A number of tokens has one set of kernels."""
     rule = RoutingRule(16, 4, "sigmoid", corrected=True, groups=4, groups_kept=2)
     gate_up, down, correction = (torch.empty(*shape, device="meta") for shape in ((16, 128, 64), (16, 64, 64), (16,)))
-    weights = ExpertWeights(gate_up.bfloat16(), down.bfloat16(), SILU, whole=16)
+    weights, kernels = ExpertWeights(gate_up.bfloat16(), down.bfloat16(), SILU, whole=16), experts
+    if form != "plain":
+        shapes = ((16, 2, 2), (16, 1, 2)) if form == "fp8_blocks" else ((16, 128), (16, 64))
+        scales = {
+            f"{name}_scale": torch.empty(shape, device="meta")
+            for name, shape in zip(("gate_up", "down"), shapes, strict=True)
+        }
+        codes = {"gate_up": gate_up.to(torch.float8_e4m3fn), "down": down.to(torch.float8_e4m3fn)}
+        weights, kernels = replace(weights, **codes, **scales, format=form, block=(64, 32)), experts_fp8
     ahead, counts = KernelsAhead(90, "experts", processes=2), list[int]()
     try:
         for tokens in (1, 3, 16, 2000, 2001):
@@ -128,7 +150,7 @@ def test_kernels_of_experts_compile_whatever_the_choice(device):
                 torch.empty(tokens, 16, device="meta"),
             )
             with ahead.noting():
-                experts.experts(x, routing.route(logits, rule, correction), weights)
+                kernels.experts(x, routing.route(logits, rule, correction), weights)
             counts.append(ahead.counts.noted)
         assert counts[1] == counts[2]
         assert counts[3] == counts[4]

@@ -18,16 +18,19 @@ from dovetail.ops.expert_formats import dequantized
 _FEW_ROWS, _MOST_COMPILED = 2, 4
 """For up to the first number of rows per expert on average, experts with up to the second number of rows use the
 compiled product."""
-FORMATS: dict[str, tuple[ExpertFormat, ...]] = {"cuda": ("plain", "mxfp4"), "cpu": ("plain",)}
+FORMATS: dict[str, tuple[ExpertFormat, ...]] = {
+    "cuda": ("plain", "fp8_rows", "fp8_blocks", "mxfp4"),
+    "cpu": ("plain",),
+}
 """The formats of weights that can be multiplied on a type of device."""
 
 
 @functools.cache
 def _triton(form: ExpertFormat) -> ModuleType:
     """Return the module with the kernels for weights in a format."""
-    from dovetail.ops.triton import experts, mxfp4
+    from dovetail.ops.triton import experts, experts_fp8, mxfp4
 
-    return {"plain": experts, "mxfp4": mxfp4}[form]
+    return {"plain": experts, "fp8_rows": experts_fp8, "fp8_blocks": experts_fp8, "mxfp4": mxfp4}[form]
 
 
 def experts(
@@ -72,7 +75,8 @@ class GroupedProduct(ExpertsProduct):
     def describe(self) -> str:
         """See ``ExpertsProduct``."""
         if self._weights.gate_up.is_cuda:
-            return "triton, grouped by expert"
+            form = self._weights.format
+            return "triton, grouped by expert" + ("" if form == "plain" else f", {form}")
         few = kernels(self._weights.gate_up.dtype) if self._weights.gate_up.dtype is torch.bfloat16 else None
         return "torch, grouped by expert" + (f", compiled for up to {_MOST_COMPILED} rows of an expert" if few else "")
 
