@@ -9,7 +9,12 @@ import pytest
 import torch
 
 from dovetail import LLM, SamplingParams
+from dovetail.interfaces.quantization import QuantizedActivations
+from dovetail.ops import norm
+from dovetail.ops.activation import GATES
+from dovetail.ops.parts import Parts
 from dovetail.ops.triton.tuning import MAX_FP8_ROWS
+from dovetail_quantization.fp8_activations import Fp8Quantizer
 from dovetail_quantization.fp8_products import dequantize, make_product
 from dovetail_quantization.fp8_weights import LARGEST
 
@@ -74,6 +79,47 @@ def test_a_static_scale_quantizes_activations(tokens: int, biased: bool) -> None
     exact = (x.float() if tokens <= MAX_FP8_ROWS else quantized) @ (weight.float() * 0.01).T
     exact = exact if bias is None else exact + bias.float()
     assert (got.float() - exact).square().mean().sqrt() / exact.square().mean().sqrt() < 4e-3
+
+
+def nearly_same(got: QuantizedActivations, expected: QuantizedActivations) -> None:
+    """The compiler may add up squares in another order: then single numbers round otherwise."""
+    assert got.dtype == expected.dtype
+    assert (got.codes.view(torch.uint8) != expected.codes.view(torch.uint8)).float().mean() < 1e-3
+    torch.testing.assert_close(got.scales, expected.scales, rtol=8e-3, atol=0)  # one step of bfloat16
+
+
+@pytest.mark.parametrize("tokens", [1, 16, 300])
+@pytest.mark.parametrize("width", [1024, 4096, 5120])
+@pytest.mark.parametrize("quantizer", [Fp8Quantizer(), Fp8Quantizer(bound=2.0), Fp8Quantizer(128)], ids=str)
+def test_norms_and_gates_that_quantize_compute_what_separate_kernels_do(
+    quantizer: Fp8Quantizer, width: int, tokens: int
+) -> None:
+    torch.manual_seed(0)
+    x, residual = torch.randn(2, tokens, width, device="cuda", dtype=torch.bfloat16)
+    weight = torch.randn(width, device="cuda", dtype=torch.bfloat16)
+    nearly_same(quantizer.rms_norm(x, weight, 1e-5), quantizer.quantize(norm.rms_norm(x, weight, 1e-5)))
+    one, other = x.clone(), x.clone()
+    got = quantizer.add_rms_norm(one, residual, weight, 1e-5)
+    nearly_same(got, quantizer.quantize(norm.add_rms_norm(other, residual, weight, 1e-5)))
+    assert one.equal(other)
+    parts = Parts(torch.randn(4, tokens, width, device="cuda"))
+    got, total = quantizer.add_parts_rms_norm(parts.addends, residual, weight, 1e-5)
+    expected, expected_total = norm.add_parts_rms_norm(parts, residual, weight, 1e-5)
+    nearly_same(got, quantizer.quantize(expected))
+    assert total.equal(expected_total)
+    gate_up = torch.randn(tokens, 2 * width, device="cuda", dtype=torch.bfloat16)
+    for name, gate in GATES.items():
+        nearly_same(quantizer.gate(gate_up, name), quantizer.quantize(gate(gate_up)))
+
+
+@pytest.mark.parametrize("block", [None, (128, 128)])
+def test_products_take_what_norms_quantized(block: tuple[int, int] | None) -> None:
+    torch.manual_seed(0)
+    weight, x = torch.randn(512, 1024, device="cuda").to(FP8), torch.randn(5, 1024, device="cuda").to(torch.bfloat16)
+    scale = torch.rand((512,) if block is None else (4, 8), device="cuda") / 64
+    product = make_product(weight, scale, block, None, torch.bfloat16)
+    quantized = Fp8Quantizer(None if block is None else 128).quantize(x)
+    assert product.forward(quantized, None).equal(product.forward(x, None))  # pyright: ignore[reportArgumentType]
 
 
 def test_a_quantized_model_answers() -> None:

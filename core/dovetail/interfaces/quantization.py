@@ -88,16 +88,84 @@ class ParameterShape(NamedTuple):
     dtype: torch.dtype
 
 
+class QuantizedActivations(NamedTuple):
+    """Hold the input of a linear layer in the form that its product multiplies: ``codes [tokens, in]`` and ``scales``,
+    whose shape the quantizer defines. ``dtype`` is that of the activations for which they stand, and of the result."""
+
+    codes: torch.Tensor
+    scales: torch.Tensor
+    dtype: torch.dtype
+
+    @property
+    def shape(self) -> torch.Size:
+        """Return ``[tokens, in]``."""
+        return self.codes.shape
+
+
+class ActivationQuantizer(ABC):
+    """Quantize the input of linear layers, alone or in the kernel that computes it.
+
+    A product that multiplies quantized activations quantizes its input itself. The norm or the gate before it may do so
+    instead, which saves a kernel that reads these activations again:
+
+    - ``LinearProduct.quantizer`` is what quantizes the product's input, or None. Quantizers that are equal do the same.
+    - A layer that contains a norm and all the linear layers that read it, such as ``DecoderLayer``, calls
+      ``layers.quantized.quantize_output`` in ``Layer.connect``. If these layers have the same quantizer, the norm calls
+      ``rms_norm``, ``add_rms_norm`` and ``add_parts_rms_norm`` of it in place of the functions of ``ops.norm``.
+      ``GatedMLP`` lets its first product call ``gate`` in the same way, for the second product.
+    - What they return takes the place of the tensor. It goes to ``LinearProduct.forward`` and ``gated`` only, which
+      therefore accept both; layers and models pass it on. Where ranks add up the input of a norm in a kernel of their own,
+      ``quantize`` follows.
+    - Up to ``few_rows`` rows stay tensors, because the product multiplies them as they are: norms and gates are then
+      those of the unquantized model.
+    - A model whose layers do not connect norms and products computes the same, with one more kernel for each product.
+
+    Every method gives the bits of ``quantize`` of the unquantized result, and can be captured on CUDA. The layers call them
+    with more rows than ``few_rows``.
+    """
+
+    few_rows: int = 0
+    """Hold the number of rows up to which the input stays a tensor."""
+
+    @abstractmethod
+    def quantize(self, x: torch.Tensor) -> QuantizedActivations:
+        """Quantize contiguous ``x [tokens, in]``. Mutates nothing."""
+
+    @abstractmethod
+    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> QuantizedActivations:
+        """Quantize ``ops.norm.rms_norm(x, weight, eps)`` of ``x [tokens, in]``. Mutates nothing."""
+
+    @abstractmethod
+    def add_rms_norm(
+        self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+    ) -> QuantizedActivations:
+        """Quantize ``ops.norm.add_rms_norm(x, residual, weight, eps)``. Overwrites ``x`` with the sum."""
+
+    @abstractmethod
+    def add_parts_rms_norm(
+        self, parts: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+    ) -> tuple[QuantizedActivations, torch.Tensor]:
+        """Quantize the first result of ``ops.norm.add_parts_rms_norm(Parts(parts), residual, weight, eps)``, and return
+        the second too. ``parts`` are float32 ``[parts, tokens, in]``. Mutates nothing."""
+
+    @abstractmethod
+    def gate(self, gate_up: torch.Tensor, activation: Activation) -> QuantizedActivations:
+        """Quantize ``ops.activation.GATES[activation](gate_up)``, of contiguous ``[tokens, 2 * in]``. Mutates nothing."""
+
+
 class LinearProduct(ABC):
     """Multiply with the weight of one layer. It is made when the parameters are filled, and used until they change."""
 
     in_parts: bool = False
     """Hold True if ``parts`` may return parts."""
+    quantizer: ActivationQuantizer | None = None
+    """Hold what may quantize the input in the kernel that computes it, or None if the product accepts tensors only."""
 
     @abstractmethod
     def forward(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """Map contiguous ``x [tokens, in]`` to ``[tokens, out]``, with ``bias [out]`` added. Mutates nothing. On CUDA it
-        can be captured, and does not wait for the device."""
+        can be captured, and does not wait for the device. If there is a ``quantizer``,
+        ``x`` may be ``QuantizedActivations`` too, here and in ``gated``."""
 
     @abstractmethod
     def gated(self, x: torch.Tensor, bias: torch.Tensor | None, activation: Activation) -> torch.Tensor:

@@ -25,6 +25,10 @@ class Layer(nn.Module):
         """Derive the operands. Called again after every change of a parameter."""
         self.prepared = True
 
+    def connect(self) -> None:
+        """Let the parts of this layer compute what the next part reads, in the form that it reads. Called by
+        ``prepare_layers`` after every layer is prepared; without it, the results are the same."""
+
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:
         self.prepared = False
         return super()._apply(fn, recurse)
@@ -37,10 +41,12 @@ class Layer(nn.Module):
 
 @torch.no_grad()
 def prepare_layers(model: nn.Module) -> None:
-    """Call ``prepare`` of every layer of ``model``."""
-    for module in model.modules():
-        if isinstance(module, Layer):
-            module.prepare()
+    """Call ``prepare`` of every layer of ``model``, and then ``connect``."""
+    layers = [module for module in model.modules() if isinstance(module, Layer)]
+    for layer in layers:
+        layer.prepare()
+    for layer in layers:
+        layer.connect()
 
 
 _deferred: ContextVar[bool] = ContextVar("deferred weights", default=False)

@@ -17,6 +17,7 @@ from dovetail.layers.linear import Linear
 from dovetail.layers.mlp import GatedMLP
 from dovetail.layers.norm import RMSNorm
 from dovetail.layers.projection_norm import NormedProjections
+from dovetail.layers.quantized import quantize_output
 
 if TYPE_CHECKING:
     from dovetail.interfaces.mesh import Mesh
@@ -62,6 +63,12 @@ class DecoderLayer(Layer):
         self.attn = SelfAttention(shape.attention, constants, mesh)
         self.mlp_norm: RMSNorm | LayerNorm = RMSNorm(hidden, shape.norm_eps)
         self.mlp = mlp or GatedMLP(hidden, shape.intermediate_size, mesh, bias=shape.mlp_bias)
+
+    def connect(self) -> None:
+        """See ``Layer.connect``."""
+        quantize_output(self.attn_norm, self.attn.qkv)
+        if isinstance(self.mlp, GatedMLP):
+            quantize_output(self.mlp_norm, self.mlp.gate_up)
 
     def enter(self, x: Addend, residual: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the inputs of ``forward``, both ``[tokens, hidden_size]``: the norm of ``x + residual``, and that sum,

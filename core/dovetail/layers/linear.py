@@ -5,14 +5,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from dovetail.errors import ConfigError
 from dovetail.interfaces.model import TensorShare, WeightTarget, WeightTransform
-from dovetail.interfaces.quantization import LinearMethod, LinearProduct
+from dovetail.interfaces.quantization import ActivationQuantizer, LinearMethod, LinearProduct
 from dovetail.layers.base import Layer, deferrable_parameter, parameter
 from dovetail.ops.activation import GATES, Activation
 from dovetail.ops.cpu.kernels import kernels
@@ -71,6 +71,33 @@ class DenseProduct(LinearProduct):
         return describe(self._weight, batch_invariant=self._batch_invariant)
 
 
+class QuantizedGate(LinearProduct):
+    """Multiply as ``product`` does, and quantize the result of ``gated`` for the layer that reads it."""
+
+    def __init__(self, product: LinearProduct, quantizer: ActivationQuantizer) -> None:
+        self._product, self._quantizer = product, quantizer
+        self.in_parts, self.quantizer = product.in_parts, product.quantizer
+
+    def forward(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        """See ``LinearProduct``."""
+        return self._product.forward(x, bias)
+
+    def gated(self, x: torch.Tensor, bias: torch.Tensor | None, activation: Activation) -> Any:
+        """See ``LinearProduct``, but return ``QuantizedActivations`` of more rows than ``few_rows``."""
+        if x.shape[0] <= self._quantizer.few_rows:
+            return self._product.gated(x, bias, activation)
+        return self._quantizer.gate(self._product.forward(x, bias), activation)
+
+    def parts(self, x: torch.Tensor) -> torch.Tensor | None:
+        """See ``LinearProduct``."""
+        return self._product.parts(x)
+
+    @property
+    def describe(self) -> str:
+        """See ``LinearProduct``."""
+        return self._product.describe
+
+
 class Linear(Layer):
     """Compute ``x [tokens, in] @ weight [out, in].T + bias [out]``. With ``batch_invariant``, the bits of a row do not
     depend on the number of rows. ``activation`` is the function of ``gated_forward``.
@@ -115,6 +142,11 @@ class Linear(Layer):
         self._added = self.bias
         self._in_parts = self._product.in_parts and self.bias is None
         super().prepare()
+
+    def quantize_gate(self, quantizer: ActivationQuantizer) -> None:
+        """Let ``gated_forward`` return ``QuantizedActivations`` for the layer that reads it, until this layer is prepared
+        again."""
+        self._product = QuantizedGate(self.product, quantizer)
 
     @property
     def product(self) -> LinearProduct:

@@ -58,6 +58,12 @@ class GatedMLP(Layer):
         self.gate_up.activation = activation
         self.down = row_linear(intermediate_size, hidden_size, mesh, bias=bias)
 
+    def connect(self) -> None:
+        """See ``Layer.connect``."""
+        quantizer = self.down.product.quantizer
+        if quantizer is not None:
+            self.gate_up.quantize_gate(quantizer)
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Map ``x [tokens, hidden_size]`` to the same shape. Mutates nothing."""
         return self.down.forward(self.gate_up.gated_forward(x))

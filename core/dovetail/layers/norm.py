@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from torch import nn
 
 from dovetail.interfaces.model import WeightTarget, WeightTransform
+from dovetail.interfaces.quantization import ActivationQuantizer
 from dovetail.layers.base import Layer, parameter
 from dovetail.layers.transforms import AddOne
-from dovetail.ops.norm import add_parts_rms_norm, add_rms_norm, rms_norm
+from dovetail.ops import norm as ops
 from dovetail.ops.parts import Addend, Parts, RankAddend
 
 
@@ -32,17 +34,36 @@ class RMSNorm(Layer):
         self.plus_one = plus_one
         self.eps = eps
         self._operands: tuple[torch.Tensor, float]
+        self._rms_norm: Callable[..., Any]
+        self._add_rms_norm: Callable[..., Any]
+        self._add_parts_rms_norm: Callable[..., Any]
+        self._after_ranks: Callable[[torch.Tensor], Any] | None
 
     def prepare(self) -> None:
         """See ``Layer.prepare``."""
         self._operands = (self.weight, self.eps)
+        self._rms_norm, self._add_rms_norm = ops.rms_norm, ops.add_rms_norm
+        self._add_parts_rms_norm, self._after_ranks = ops.add_parts_rms_norm, None
         super().prepare()
+
+    def quantize_with(self, quantizer: ActivationQuantizer) -> None:
+        """Return ``QuantizedActivations`` in place of norms of more rows than ``quantizer.few_rows``, until the layer is
+        prepared again."""
+
+        def add_parts(x: Parts, *operands: Any) -> Any:
+            return quantizer.add_parts_rms_norm(x.addends, *operands)
+
+        few = quantizer.few_rows
+        self._rms_norm = _by_rows(few, ops.rms_norm, quantizer.rms_norm)
+        self._add_rms_norm = _by_rows(few, ops.add_rms_norm, quantizer.add_rms_norm)
+        self._add_parts_rms_norm = _by_rows(few, ops.add_parts_rms_norm, add_parts)
+        self._after_ranks = _by_rows(few, lambda normed: normed, quantizer.quantize)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Map ``x [tokens, size]`` to the same shape. Mutates nothing."""
         if not self.prepared:
             self.prepare()
-        return rms_norm(x, *self._operands)
+        return self._rms_norm(x, *self._operands)
 
     def add_forward(self, x: Addend, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return ``(norm(x + residual), x + residual)``, after adding up ``x`` if it is ``Parts`` or a ``RankAddend``.
@@ -51,7 +72,7 @@ class RMSNorm(Layer):
             self.prepare()
         if not isinstance(x, torch.Tensor):
             return self._add_parts(x, residual)
-        return add_rms_norm(x, residual, *self._operands), x
+        return self._add_rms_norm(x, residual, *self._operands), x
 
     def targets(self, checkpoint_prefix: str, parameter_prefix: str) -> Iterator[tuple[str, WeightTarget]]:
         """Yield the target of the weight. Its name in the checkpoint begins with ``checkpoint_prefix``, the parameter of
@@ -61,8 +82,19 @@ class RMSNorm(Layer):
 
     def _add_parts(self, x: Parts | RankAddend, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         if isinstance(x, Parts):
-            return add_parts_rms_norm(x, residual, *self._operands)
-        return x.tp.all_reduce_norm(x.x, residual, *self._operands)
+            return self._add_parts_rms_norm(x, residual, *self._operands)
+        normed, total = x.tp.all_reduce_norm(x.x, residual, *self._operands)
+        return normed if self._after_ranks is None else self._after_ranks(normed), total
+
+
+def _by_rows(few_rows: int, few: Callable[..., Any], many: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that calls ``few`` if its first argument has up to ``few_rows`` rows, and ``many`` otherwise."""
+
+    def chosen(x: torch.Tensor | Parts, *operands: Any) -> Any:
+        rows = x.addends.shape[1] if isinstance(x, Parts) else x.shape[0]
+        return (few if rows <= few_rows else many)(x, *operands)
+
+    return chosen
 
 
 class HeadNorm(Layer):
@@ -109,4 +141,4 @@ class HeadNorm(Layer):
         nothing."""
         if not self.prepared:
             self.prepare()
-        return rms_norm(qk, self._weight, self.eps)
+        return ops.rms_norm(qk, self._weight, self.eps)

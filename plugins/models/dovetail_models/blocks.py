@@ -11,6 +11,7 @@ from dovetail.layers.base import Layer
 from dovetail.layers.layer_norm import LayerNorm
 from dovetail.layers.mlp import GatedMLP
 from dovetail.layers.norm import RMSNorm
+from dovetail.layers.quantized import quantize_output
 
 if TYPE_CHECKING:
     from dovetail.layers.rotary import Rotation
@@ -38,6 +39,11 @@ class SandwichLayer(Layer):
         self.attn_norm, self.post_attn_norm, self.mlp_norm, self.post_mlp_norm = norms
         self.attn = attn
         self.mlp = mlp
+
+    def connect(self) -> None:
+        """See ``Layer.connect``."""
+        quantize_output(self.attn_norm, self.attn.qkv)
+        quantize_output(self.mlp_norm, self.mlp.gate_up)
 
     def enter(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         """See ``Block.enter``."""

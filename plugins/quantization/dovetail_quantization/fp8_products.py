@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from functools import partial
 
 import torch
 
-from dovetail.interfaces.quantization import LinearProduct
+from dovetail.interfaces.quantization import LinearProduct, QuantizedActivations
 from dovetail.layers.linear import DenseProduct
 from dovetail.ops.activation import GATES, Activation
 from dovetail.ops.linear import few_rows
+from dovetail_quantization.fp8_activations import Fp8Quantizer, StaticQuantizer
 
 
 def make_product(
@@ -24,9 +24,14 @@ def make_product(
     """Return the product with ``weight [out, in]`` in FP8 times ``scale``: float32 ``[out]``, or one number for each
     ``block``. ``static`` is the scale of activations if the checkpoint has one. Activations above ``bound`` count as
     ``bound``."""
-    if not weight.is_cuda:
+    if not has_kernels(weight.device):
         return Dequantized(weight, scale, block, dtype)
     return RowScaled(weight, scale, static, bound) if block is None else BlockScaled(weight, scale, block)
+
+
+def has_kernels(device: torch.device) -> bool:
+    """Return whether ``device`` has products of FP8 numbers."""
+    return device.type == "cuda"
 
 
 def dequantize(
@@ -58,24 +63,29 @@ class Dequantized(DenseProduct):
 class Scaled(LinearProduct):
     """Multiply with a weight on CUDA that has scales. Few rows keep their dtype, and the kernel that multiplies them
     converts the weight: it takes the time to read the weight, and quantizing them would take time and accuracy. More
-    rows are quantized."""
+    rows are quantized, by the norm or gate before or here."""
 
     def __init__(self, weight: torch.Tensor, scale: torch.Tensor, *, bounded: bool = False) -> None:
+        self._quantizer: Fp8Quantizer | StaticQuantizer
         self._few_rows = None if bounded else few_rows(weight, scale)
         self._most = 0 if self._few_rows is None else self._few_rows.most_rows
         self.in_parts = self._few_rows is not None
 
-    def forward(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    def forward(self, x: torch.Tensor | QuantizedActivations, bias: torch.Tensor | None) -> torch.Tensor:
         """See ``LinearProduct``."""
+        if isinstance(x, QuantizedActivations):
+            return self._of_quantized(x, bias)
         if self._few_rows is not None and 0 < x.shape[0] <= self._most:
             return self._few_rows(x, bias)
-        return self._of_quantized(x, bias)
+        return self._of_quantized(self._quantizer.quantize(x), bias)
 
-    def gated(self, x: torch.Tensor, bias: torch.Tensor | None, activation: Activation) -> torch.Tensor:
+    def gated(
+        self, x: torch.Tensor | QuantizedActivations, bias: torch.Tensor | None, activation: Activation
+    ) -> torch.Tensor:
         """See ``LinearProduct``."""
-        if self._few_rows is not None and 0 < x.shape[0] <= self._most:
+        if self._few_rows is not None and 0 < x.shape[0] <= self._most and not isinstance(x, QuantizedActivations):
             return self._few_rows.gated(x, bias, activation)
-        return GATES[activation](self._of_quantized(x, bias))
+        return GATES[activation](self.forward(x, bias))
 
     def parts(self, x: torch.Tensor) -> torch.Tensor | None:
         """See ``LinearProduct``."""
@@ -85,8 +95,8 @@ class Scaled(LinearProduct):
         return None
 
     @abstractmethod
-    def _of_quantized(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        """Quantize ``x`` and multiply."""
+    def _of_quantized(self, x: QuantizedActivations, bias: torch.Tensor | None) -> torch.Tensor:
+        """Compute ``forward``."""
 
 
 class RowScaled(Scaled):
@@ -96,19 +106,18 @@ class RowScaled(Scaled):
     def __init__(
         self, weight: torch.Tensor, scale: torch.Tensor, static: torch.Tensor | None, bound: float | None
     ) -> None:
-        from dovetail_quantization.triton.quantize import quantize, quantize_static
-
         super().__init__(weight, scale.float(), bounded=bound is not None)
         self._weight, self._scale = weight.T, scale[None, :].contiguous()
-        self._quantize = partial(quantize, bound=bound) if static is None else partial(quantize_static, static=static)
+        if static is None:
+            self._quantizer = self.quantizer = Fp8Quantizer(bound=bound, few_rows=self._most)
+        else:
+            self._quantizer = StaticQuantizer(static)
 
-    def _of_quantized(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        if not len(x):
-            return x.new_empty(0, self._scale.shape[1])
-        quantized, scales = self._quantize(x)
-        return torch._scaled_mm(
-            quantized, self._weight, scale_a=scales, scale_b=self._scale, bias=bias, out_dtype=x.dtype
-        )
+    def _of_quantized(self, x: QuantizedActivations, bias: torch.Tensor | None) -> torch.Tensor:
+        codes, scales, dtype = x
+        if not len(codes):
+            return torch.empty(0, self._scale.shape[1], dtype=dtype, device=codes.device)
+        return torch._scaled_mm(codes, self._weight, scale_a=scales, scale_b=self._scale, bias=bias, out_dtype=dtype)
 
     @property
     def describe(self) -> str:
@@ -122,15 +131,15 @@ class BlockScaled(Scaled):
 
     def __init__(self, weight: torch.Tensor, scale: torch.Tensor, block: tuple[int, int]) -> None:
         from dovetail_quantization.triton.block_product import block_product
-        from dovetail_quantization.triton.quantize import quantize
 
         super().__init__(weight, scale)
         self._weight, self._scale, self._block = weight, scale, block
-        self._quantize, self._multiply = quantize, block_product
+        self._quantizer = self.quantizer = Fp8Quantizer(block[1], few_rows=self._most)
+        self._multiply = block_product
 
-    def _of_quantized(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        quantized, scales = self._quantize(x, self._block[1])
-        return self._multiply(quantized, scales, self._weight, self._scale, self._block, bias, x.dtype)
+    def _of_quantized(self, x: QuantizedActivations, bias: torch.Tensor | None) -> torch.Tensor:
+        codes, scales, dtype = x
+        return self._multiply(codes, scales, self._weight, self._scale, self._block, bias, dtype)
 
     @property
     def describe(self) -> str:

@@ -11,6 +11,34 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from dovetail.ops.triton.launch import launch
 
 
+@triton.jit
+def normed_row(
+    x, residual, at, total, weight, inside, part_stride, size, eps, dtype: tl.constexpr, ADD: tl.constexpr,
+    PARTS: tl.constexpr,
+):  # fmt: skip
+    """Return the norm of a row in ``dtype``. ``x``, ``residual + at`` and ``total`` are the addresses of its elements, of
+    which those ``inside`` belong to it. With ``ADD``, ``total`` receives the sum of both. With ``PARTS``, ``x`` is the first of
+    this number of addends, which are ``part_stride`` apart."""
+    row_x = tl.load(x, inside, 0.0).to(tl.float32)
+    if PARTS:
+        for part in tl.static_range(1, PARTS):
+            row_x += tl.load(x + part * part_stride, inside, 0.0)
+        row_x = row_x.to(dtype).to(tl.float32)
+    if ADD:
+        added = tl.load(residual + at, inside, 0.0).to(tl.float32)
+        added = (row_x + added).to(dtype)
+        tl.store(total, added, inside)
+        row_x = added.to(tl.float32)
+    scale = tl.rsqrt(tl.sum(row_x * row_x, 0) / size + eps)
+    return (row_x * scale * weight).to(dtype)
+
+
+def norm_warps(block: int, parts: int) -> int:
+    """Return the number of warps that compute the norm of a row of up to ``block`` elements. Parts need more loads at
+    once."""
+    return min(32, max(1, block // 128)) if parts else min(16, max(1, block // 512))
+
+
 @triton.jit(do_not_specialize=["rows"])
 def _rms_norm(
     x, residual, weight, out, total, size, rows, heads, x_stride, total_stride, eps,
@@ -25,19 +53,11 @@ def _rms_norm(
     w = tl.load(weight + head * size + at, inside, 0.0).to(tl.float32)
     if PDL:
         gdc_wait()
-    source = x + token * x_stride + head * size + at
-    row_x = tl.load(source, inside, 0.0).to(tl.float32)
-    if PARTS:
-        for part in tl.static_range(1, PARTS):
-            row_x += tl.load(source + part * rows * x_stride, inside, 0.0)
-        row_x = row_x.to(out.dtype.element_ty).to(tl.float32)
-    if ADD:
-        added = tl.load(residual + row * size + at, inside, 0.0).to(tl.float32)
-        added = (row_x + added).to(out.dtype.element_ty)
-        tl.store(total + token * total_stride + head * size + at, added, inside)
-        row_x = added.to(tl.float32)
-    scale = tl.rsqrt(tl.sum(row_x * row_x, 0) / size + eps)
-    tl.store(out + row * size + at, (row_x * scale * w).to(out.dtype.element_ty), inside)
+    normed = normed_row(
+        x + token * x_stride + head * size + at, residual, row * size + at,
+        total + token * total_stride + head * size + at, w, inside, rows * x_stride, size, eps, out.dtype.element_ty, ADD, PARTS,
+    )  # fmt: skip
+    tl.store(out + row * size + at, normed, inside)
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.Tensor | None = None) -> torch.Tensor:
@@ -79,8 +99,7 @@ def _norm(
             _rms_norm, (tokens * heads,),
             x, residual, weight, out, total, size, tokens, heads, x.stride(0), total.stride(0), eps,
             ADD=residual is not None, PARTS=parts, BLOCK=block,
-            # parts need more loads at once
-            num_warps=min(32, max(1, block // 128)) if parts else min(16, max(1, block // 512)),
+            num_warps=norm_warps(block, parts),
         )  # fmt: skip
 
 
@@ -163,5 +182,5 @@ def _layer(
             _layer_norm, (tokens,),
             x, residual, weight, bias, out, total, size, tokens, x.stride(0), eps,
             ADD=residual is not None, PARTS=parts, BIAS=bias is not None, BLOCK=block,
-            num_warps=min(32, max(1, block // 128)) if parts else min(16, max(1, block // 512)),
+            num_warps=norm_warps(block, parts),
         )  # fmt: skip

@@ -9,35 +9,62 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from dovetail.interfaces.quantization import Activation
+from dovetail.ops.triton.activation import gelu_tanh
 from dovetail.ops.triton.launch import INTERPRETED, launch
 
 BLOCK = 4096
 _STATIC_BLOCK = 1024
+_GATES: tuple[Activation, ...] = ("silu", "gelu_tanh")
 LARGEST = tl.constexpr(448.0)
 
 
 @triton.jit
-def _quantize(x, out, scales, width, size, bound, BLOCK: tl.constexpr, PDL: tl.constexpr) -> None:
+def scale_of(largest, bound):
+    """Return the scale of elements whose largest magnitude is ``largest``."""
+    largest = tl.minimum(largest, bound)
+    return tl.where(largest > 0.0, largest / LARGEST, 1.0)
+
+
+@triton.jit
+def divided(part, scale):
+    """Return the numbers to round to FP8."""
+    return tl.minimum(tl.maximum(part / scale, -LARGEST), LARGEST)
+
+
+@triton.jit
+def _load(x, token, width, at, inside, GATE: tl.constexpr):
+    """Return elements of a row of ``x``, or, with ``GATE``, of the gate of a row ``[gate, up]``, rounded to the dtype."""
+    if GATE == 0:
+        part = tl.load(x + token * width + at, inside, 0.0)
+    else:
+        gate = tl.load(x + token * 2 * width + at, inside, 0.0).to(tl.float32)
+        up = tl.load(x + (token * 2 + 1) * width + at, inside, 0.0).to(tl.float32)
+        if GATE == 1:
+            part = (gate * tl.sigmoid(gate) * up).to(x.dtype.element_ty)
+        else:
+            part = (gelu_tanh(gate) * up).to(x.dtype.element_ty)
+    return part.to(tl.float32)
+
+
+@triton.jit
+def _quantize(x, out, scales, width, size, bound, GATE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr) -> None:
     token = tl.program_id(0).to(tl.int64)
     group = tl.program_id(1)
-    start = token * width + group * size
-    last = tl.minimum(size, width - group * size)
+    last = tl.minimum(group * size + size, width)
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
     largest = 0.0
     for begin in range(0, size, BLOCK):
-        at = begin + tl.arange(0, BLOCK)
-        part = tl.load(x + start + at, at < last, 0.0).to(tl.float32)
-        largest = tl.maximum(largest, tl.max(tl.abs(part), 0))
-    largest = tl.minimum(largest, bound)
-    scale = tl.where(largest > 0.0, largest / LARGEST, 1.0)
+        at = group * size + begin + tl.arange(0, BLOCK)
+        largest = tl.maximum(largest, tl.max(tl.abs(_load(x, token, width, at, at < last, GATE)), 0))
+    scale = scale_of(largest, bound)
     tl.store(scales + token * tl.num_programs(1) + group, scale)
     for begin in range(0, size, BLOCK):
-        at = begin + tl.arange(0, BLOCK)
-        part = tl.load(x + start + at, at < last, 0.0).to(tl.float32)
-        part = tl.minimum(tl.maximum(part / scale, -LARGEST), LARGEST)
-        tl.store(out + start + at, part.to(out.dtype.element_ty), at < last)
+        at = group * size + begin + tl.arange(0, BLOCK)
+        part = divided(_load(x, token, width, at, at < last, GATE), scale)
+        tl.store(out + token * width + at, part.to(out.dtype.element_ty), at < last)
 
 
 @triton.jit
@@ -49,8 +76,7 @@ def _quantize_static(x, static, out, scales, width, BLOCK: tl.constexpr, PDL: tl
         gdc_launch_dependents()
         gdc_wait()
     part = tl.load(x + token * width + at, at < width, 0.0).to(tl.float32)
-    part = tl.minimum(tl.maximum(part / scale, -LARGEST), LARGEST)
-    tl.store(out + token * width + at, part.to(out.dtype.element_ty), at < width)
+    tl.store(out + token * width + at, divided(part, scale).to(out.dtype.element_ty), at < width)
     if tl.program_id(1) == 0:
         tl.store(scales + token, scale)
 
@@ -60,29 +86,34 @@ def quantize_static(x: torch.Tensor, static: torch.Tensor) -> tuple[torch.Tensor
     ``[tokens, 1]``. Quotients beyond the largest number become it. Mutates nothing."""
     assert x.is_contiguous()
     tokens, width = x.shape
-    out, scales = _empty(x, 1)
+    out, scales = empty_codes(x, 1)
     if tokens:
         block = min(_STATIC_BLOCK, triton.next_power_of_2(width))
         launch(_quantize_static, (tokens, triton.cdiv(width, block)), x, static, out, scales, width, BLOCK=block)
     return out.to(torch.float8_e4m3fn), scales
 
 
-def _empty(x: torch.Tensor, groups: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return memory for the codes of ``x`` and the scales of its groups. Triton's interpreter rounds numbers just below a
-    power of two to half of it: there the codes are float32, and torch rounds them afterwards."""
-    out = torch.empty(x.shape, dtype=torch.float32 if INTERPRETED else torch.float8_e4m3fn, device=x.device)
-    return out, torch.empty(len(x), groups, dtype=torch.float32, device=x.device)
+def empty_codes(x: torch.Tensor, groups: int, width: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return memory for codes ``[tokens, width]``, by default of the shape of ``x``, and the scales of their groups.
+    Triton's interpreter rounds numbers just below a power of two to half of it: there the codes are float32, and torch
+    rounds them afterwards."""
+    dtype = torch.float32 if INTERPRETED else torch.float8_e4m3fn
+    codes = torch.empty(len(x), x.shape[1] if width is None else width, dtype=dtype, device=x.device)
+    return codes, torch.empty(len(x), groups, dtype=torch.float32, device=x.device)
 
 
-def quantize(x: torch.Tensor, size: int | None = None, bound: float | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+def quantize(
+    x: torch.Tensor, size: int | None = None, bound: float | None = None, gate: Activation | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Return contiguous ``x [tokens, width]`` in FP8, and its scales: float32 ``[tokens, groups]``, one for each ``size``
     elements of a token, by default for the whole token. ``x`` is about the first times the second; elements beyond
-    ``bound`` count as ``bound``. Mutates nothing."""
+    ``bound`` count as ``bound``. With ``gate``, ``x`` is ``[tokens, 2 * width]``, and its gate is quantized instead
+    (``ops.activation.GATES``). Mutates nothing."""
     assert x.is_contiguous()
-    tokens, width = x.shape
+    tokens, width = len(x), x.shape[1] if gate is None else x.shape[1] // 2
     size = width if size is None else size
     groups = triton.cdiv(width, size)
-    out, scales = _empty(x, groups)
+    out, scales = empty_codes(x, groups, width)
     if tokens:
         block = min(BLOCK, triton.next_power_of_2(size))
         launch(
@@ -94,6 +125,7 @@ def quantize(x: torch.Tensor, size: int | None = None, bound: float | None = Non
             width,
             size,
             math.inf if bound is None else bound,
+            GATE=0 if gate is None else _GATES.index(gate) + 1,
             BLOCK=block,
             num_warps=8 if block > 1024 else 4,
         )
