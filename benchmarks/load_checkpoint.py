@@ -196,7 +196,7 @@ def measure(directory: Path, config: Mapping[str, Any], device: torch.device) ->
 
         load_weights(model, directory, progress=arrived, shown=False)
         seconds = time.perf_counter() - start
-    pinned = torch.cuda.host_memory_stats()["allocated_bytes.peak"] if device.type == "cuda" else 0
+    pinned = torch.cuda.host_memory_stats().get("allocated_bytes.peak", 0) if device.type == "cuda" else 0
     total = sum(2 * _count(shape) for shape in shapes.values())
     files = len(list(directory.glob("*.safetensors")))
     packed = memory.peak - streamed

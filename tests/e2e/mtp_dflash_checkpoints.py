@@ -11,6 +11,31 @@ from safetensors.torch import load_file, save_file
 
 Shapes = dict[str, tuple[int, ...]]
 WIDE = 40
+GLM_LAYERS = 2
+GLM: dict[str, Any] = {
+    "vocab_size": 199,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "max_position_embeddings": 256,
+    "rms_norm_eps": 1e-5,
+    "initializer_range": 0.15,
+    "tie_word_embeddings": False,
+    "moe_intermediate_size": 32,
+    "n_routed_experts": 6,
+    "num_experts_per_tok": 2,
+    "n_shared_experts": 1,
+    "first_k_dense_replace": 1,
+    "n_group": 1,
+    "topk_group": 1,
+    "routed_scaling_factor": 1.5,
+    "attention_bias": True,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": None,
+}
 
 
 def decoder(prefix: str, config: dict[str, Any], *, normed: bool) -> Shapes:
@@ -77,3 +102,34 @@ def save_dflash(directory: Path, hidden: int, head_dim: int, mask: int) -> None:
     for layer in range(2):
         shapes |= decoder(f"layers.{layer}", config, normed=True)
     save_file(filled(shapes), directory / "model.safetensors")
+
+
+def save_glm(directory: Path, **changes: Any) -> Any:
+    """Save a model with experts and one more layer, which predicts further tokens, as GLM-4.5 stores it. Return a model that has
+    this layer as its last one."""
+    from transformers import Glm4MoeConfig, Glm4MoeForCausalLM  # tests on a GPU also run without transformers
+
+    torch.manual_seed(4)
+    model = Glm4MoeForCausalLM(Glm4MoeConfig(**GLM | changes | {"num_hidden_layers": GLM_LAYERS + 1})).eval()
+    with torch.no_grad():
+        for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+            if tensor.ndim == 1 and "rotary" not in name:  # norms are all 1 as they come, biases and corrections 0
+                tensor.add_(torch.randn_like(tensor) * 0.3)
+            elif name.endswith("gate.weight"):
+                tensor.copy_(torch.randn_like(tensor) * 0.5)
+    model.save_pretrained(directory)
+    tensors, layer, hidden = (
+        load_file(directory / "model.safetensors"),
+        f"model.layers.{GLM_LAYERS}",
+        GLM["hidden_size"],
+    )
+    for name in ("enorm", "hnorm", "shared_head.norm"):
+        tensors[f"{layer}.{name}.weight"] = 1 + 0.3 * torch.randn(hidden)
+    tensors[f"{layer}.eh_proj.weight"] = 0.2 * torch.randn(hidden, 2 * hidden)
+    tensors[f"{layer}.embed_tokens.weight"] = tensors["model.embed_tokens.weight"].clone()
+    tensors[f"{layer}.shared_head.head.weight"] = tensors["lm_head.weight"].clone()
+    save_file(tensors, directory / "model.safetensors")
+    file = directory / "config.json"
+    config = json.loads(file.read_text()) | {"num_hidden_layers": GLM_LAYERS, "num_nextn_predict_layers": 1}
+    file.write_text(json.dumps(config))
+    return model

@@ -5,9 +5,10 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 import torch
-from transformers import Qwen3MoeConfig
 
 from dovetail import LLM, SamplingParams
 from dovetail.messages import ExpertLoadMsg
@@ -23,20 +24,21 @@ TOP_K, NEW, LENGTHS = 4, 24, (3, 40, 129, 7, 300)
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory):
     directory = tmp_path_factory.mktemp("moe")
-    Qwen3MoeConfig(
-        vocab_size=512,
-        hidden_size=256,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=64,
-        num_experts=32,
-        num_experts_per_tok=TOP_K,
-        moe_intermediate_size=64,
-        eos_token_id=None,
-        max_position_embeddings=2048,
-        architectures=["Qwen3MoeForCausalLM"],
-    ).save_pretrained(directory)
+    config = {
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "model_type": "qwen3_moe",
+        "vocab_size": 512,
+        "hidden_size": 256,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 64,
+        "num_experts": 32,
+        "num_experts_per_tok": TOP_K,
+        "moe_intermediate_size": 64,
+        "max_position_embeddings": 2048,
+    }
+    (directory / "config.json").write_text(json.dumps(config))
     return directory
 
 

@@ -28,15 +28,21 @@ GREEDY = SamplingParams(temperature=0, max_new_tokens=40, ignore_eos=True)
 DRAFTERS = {
     "mtp": (1, {"kind": "mtp", "num_draft_tokens": 4}),
     "mtp, three layers": (3, {"kind": "mtp"}),
+    "mtp, experts": (0, {"kind": "mtp", "num_draft_tokens": 4}),
     "dflash": (1, {"kind": "dflash"}),
 }
 
 
 @pytest.fixture(scope="module", params=DRAFTERS)
 def drafter(request, tmp_path_factory):
-    """Return the embedded model with random drafters, and the drafter that is to be used."""
+    """Return the embedded model with random drafters, or a model whose layer for further tokens has experts, and the drafter
+    that is to be used."""
     layers, speculative = DRAFTERS[request.param]
     directory = tmp_path_factory.mktemp("models") / "tiny"
+    if not layers:
+        pytest.importorskip("transformers")
+        checkpoints.save_glm(directory)
+        return str(directory), speculative
     leave = shutil.ignore_patterns("dflash", "eagle3", "draft_model")
     shutil.copytree(EMBEDDED["tiny"], directory, ignore=leave)
     checkpoints.add_mtp(directory, layers)

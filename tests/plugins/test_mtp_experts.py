@@ -5,71 +5,24 @@ Run: python -m pytest tests/plugins/test_mtp_experts.py
 
 from __future__ import annotations
 
-import json
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
-from transformers import Glm4MoeConfig, Glm4MoeForCausalLM
+from safetensors.torch import load_file
+from transformers import Glm4MoeForCausalLM
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "e2e"))
 
+import mtp_dflash_checkpoints as checkpoints
 from plain_drafters import PlainTensors, check_best, drafts_of, make_llm
 
 from dovetail import LLM, SamplingParams
-from moe_suite import randomise
 
-VOCAB, HIDDEN, LAYERS = 199, 48, 2
+VOCAB, LAYERS = checkpoints.GLM["vocab_size"], checkpoints.GLM_LAYERS
 LAYER = f"model.layers.{LAYERS}"
-SIZES: dict[str, Any] = {
-    "vocab_size": VOCAB,
-    "hidden_size": HIDDEN,
-    "intermediate_size": 56,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "max_position_embeddings": 256,
-    "rms_norm_eps": 1e-5,
-    "initializer_range": 0.15,
-    "tie_word_embeddings": False,
-    "bos_token_id": None,
-    "eos_token_id": None,
-    "pad_token_id": None,
-}
-EXPERTS: dict[str, Any] = {
-    "moe_intermediate_size": 20,
-    "n_routed_experts": 6,
-    "num_experts_per_tok": 2,
-    "n_shared_experts": 1,
-    "first_k_dense_replace": 1,
-    "n_group": 1,
-    "topk_group": 1,
-    "routed_scaling_factor": 1.5,
-    "attention_bias": True,
-}
-
-
-def save_glm(directory: Path, **changes: Any) -> Glm4MoeForCausalLM:
-    """Save a model whose last layer predicts further tokens, as GLM-4.5 stores it, and return the model with this layer as one
-    of its own."""
-    torch.manual_seed(4)
-    model = Glm4MoeForCausalLM(Glm4MoeConfig(**SIZES | EXPERTS | changes | {"num_hidden_layers": LAYERS + 1})).eval()
-    randomise(model)
-    model.save_pretrained(directory)
-    tensors = load_file(directory / "model.safetensors")
-    for name in ("enorm", "hnorm", "shared_head.norm"):
-        tensors[f"{LAYER}.{name}.weight"] = 1 + 0.3 * torch.randn(HIDDEN)
-    tensors[f"{LAYER}.eh_proj.weight"] = 0.2 * torch.randn(HIDDEN, 2 * HIDDEN)
-    tensors[f"{LAYER}.embed_tokens.weight"] = tensors["model.embed_tokens.weight"].clone()
-    tensors[f"{LAYER}.shared_head.head.weight"] = tensors["lm_head.weight"].clone()
-    save_file(tensors, directory / "model.safetensors")
-    file = directory / "config.json"
-    config = json.loads(file.read_text()) | {"num_hidden_layers": LAYERS, "num_nextn_predict_layers": 1}
-    file.write_text(json.dumps(config))
-    return model
 
 
 class PlainGlm(PlainTensors):
@@ -103,7 +56,7 @@ class PlainGlm(PlainTensors):
     "changes", [{}, {"use_qk_norm": True, "attention_bias": False}], ids=["biases", "norms of heads"]
 )
 def test_drafts_are_those_of_the_layer_of_transformers(changes: dict[str, Any], tmp_path: Path) -> None:
-    model = save_glm(tmp_path, **changes)
+    model = checkpoints.save_glm(tmp_path, **changes)
     llm = make_llm(tmp_path, {"kind": "mtp", "num_draft_tokens": 3})
     check_best(drafts_of(llm, VOCAB, 29, 23), PlainGlm(tmp_path, model).logits)
     assert llm.loop.stats().drafted_tokens > 0
@@ -112,7 +65,7 @@ def test_drafts_are_those_of_the_layer_of_transformers(changes: dict[str, Any], 
 
 @pytest.mark.parametrize("experts", [pytest.param("tp", marks=pytest.mark.full), "ep"])
 def test_two_ranks_draft_the_same(experts: str, tmp_path: Path) -> None:
-    save_glm(tmp_path)
+    checkpoints.save_glm(tmp_path)
     prompts = [[(7 * i + 3 * j) % VOCAB for j in range(n)] for i, n in enumerate((3, 17, 30))]
     params = SamplingParams(max_new_tokens=16, temperature=0)
     found = []
@@ -137,7 +90,7 @@ def test_two_ranks_draft_the_same(experts: str, tmp_path: Path) -> None:
 
 
 def test_dummy_weights_make_the_layers_of_the_config(tmp_path: Path) -> None:
-    save_glm(tmp_path)
+    checkpoints.save_glm(tmp_path)
     (tmp_path / "model.safetensors").unlink()
     llm = LLM(
         str(tmp_path),
@@ -149,7 +102,7 @@ def test_dummy_weights_make_the_layers_of_the_config(tmp_path: Path) -> None:
         scheduler={"draft": "always"},
     )
     layer = llm.loop.executor.rank.drafter._model.layers[0]
-    assert layer.mlp.shape.routing.num_experts == EXPERTS["n_routed_experts"]
+    assert layer.mlp.shape.routing.num_experts == checkpoints.GLM["n_routed_experts"]
     llm.generate([[1, 2, 3]], SamplingParams(max_new_tokens=8, temperature=0))
     assert llm.loop.drafter_errors == 0
     llm.close()
