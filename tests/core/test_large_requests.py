@@ -176,13 +176,14 @@ def test_json_in_parts_is_the_json(value: object, long: float):
 )
 def test_no_part_is_long(monkeypatch: pytest.MonkeyPatch, value: object):
     sizes: list[int] = []
-    encode = json_parts._encoded
+    encode = json_parts._encode
 
-    def noted(part: object) -> bytes:
-        sizes.append(len(data := encode(part)))
-        return data
+    def noted(buffer: bytearray, part: object) -> None:
+        sizes.append(-len(buffer))
+        encode(buffer, part)
+        sizes[-1] += len(buffer)
 
-    monkeypatch.setattr(json_parts, "_encoded", noted)
+    monkeypatch.setattr(json_parts, "_encode", noted)
     monkeypatch.setattr(json_parts, "_LONG", 0.0)  # every call is too long
     assert encode_in_parts(value) == msgspec.json.encode(value)
     assert max(sizes) <= 8 * 500

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
@@ -17,50 +17,55 @@ _FEW = 4
 _DEPTH = 4
 """The depth to which objects and lists are divided."""
 
+_encoder = msgspec.json.Encoder()
 
-def encode_in_parts(value: object) -> bytes:
+
+def encode_in_parts(value: object) -> memoryview:
     """Return ``msgspec.json.encode(value)``, made of parts. Between two parts other threads run."""
-    return b"".join(_parts(value, 0))
+    buffer = bytearray()
+    _append(buffer, value, 0)
+    return memoryview(buffer)
 
 
-def _parts(value: Any, depth: int) -> Iterator[bytes]:
+def _append(buffer: bytearray, value: Any, depth: int) -> None:
+    """Append the JSON of ``value``."""
     if depth < _DEPTH and isinstance(value, Mapping) and value:
-        mark = b"{"
-        for key, item in value.items():
-            yield mark + msgspec.json.encode({key: None})[1:-5]
-            yield from _parts(item, depth + 1)
-            mark = b","
-        yield b"}"
+        for i, (key, item) in enumerate(value.items()):
+            at = len(buffer)
+            _encode(buffer, {key: None})
+            del buffer[-len(b"null}") :]
+            buffer[at : at + 1] = b"," if i else b"{"
+            _append(buffer, item, depth + 1)
+        buffer += b"}"
     elif depth < _DEPTH and isinstance(value, list | tuple) and value:
-        yield from _items(value, depth)
+        _append_items(buffer, value, depth)
     else:
-        yield _encoded(value)
+        _encode(buffer, value)
 
 
-def _items(items: list[Any] | tuple[Any, ...], depth: int) -> Iterator[bytes]:
-    """Yield the JSON of a list in slices that take about ``_LONG``. If a single item takes longer, the next ones are divided."""
-    at, count, mark = 0, 1, b"["
-    if len(items) < _FEW:
-        count = 0
-    while at < len(items) and count:
-        start = time.perf_counter()
-        data = _encoded(items[at : at + count])
+def _append_items(buffer: bytearray, items: list[Any] | tuple[Any, ...], depth: int) -> None:
+    """Append the JSON of a list, in slices that take about ``_LONG``. If a single item takes longer, the next ones are
+    divided."""
+    done, count = 0, 1 if len(items) >= _FEW else 0
+    while done < len(items) and count:
+        at, start = len(buffer), time.perf_counter()
+        _encode(buffer, items[done : done + count])
         seconds = time.perf_counter() - start
-        yield mark + data[1:-1]
-        at, mark = at + count, b","
+        buffer[at : at + 1] = b"," if done else b"["
+        del buffer[-1:]
+        done += count
         if seconds > _LONG:
             count //= 2
         elif seconds < _LONG / 2:
             count *= 2
-    for item in items[at:]:
-        yield mark
-        yield from _parts(item, depth + 1)
-        mark = b","
-    yield b"]"
+    for i in range(done, len(items)):
+        buffer += b"," if i else b"["
+        _append(buffer, items[i], depth + 1)
+    buffer += b"]"
 
 
-def _encoded(value: object) -> bytes:
-    """Encode a part. Then let threads run that wait: Python would change threads only once they have waited for its switch interval."""
-    data = msgspec.json.encode(value)
+def _encode(buffer: bytearray, value: object) -> None:
+    """Append a part. Then let threads run that wait: Python would change threads only once they have waited for its switch
+    interval."""
+    _encoder.encode_into(value, buffer, -1)
     time.sleep(0)
-    return data

@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from dovetail.cli import ab, bench, chat, config, doctor, explain, generate, keys, plugins, serve
+from dovetail.cli.engine_flags import EPILOG, EngineCommand
 
 
 def build_app(arguments: Sequence[str]) -> typer.Typer:
@@ -21,11 +22,11 @@ def build_app(arguments: Sequence[str]) -> typer.Typer:
     )
     app.callback()(_root)
     app.command("serve", cls=serve.ServeCommand)(serve.serve)
-    app.command("generate")(generate.generate)
-    app.command("chat")(chat.chat)
+    app.command("generate", cls=EngineCommand, epilog=EPILOG)(generate.generate)
+    app.command("chat", cls=EngineCommand, epilog=EPILOG)(chat.chat)
     app.command("explain", cls=serve.ServeCommand)(explain.explain)
     app.command("doctor", cls=serve.ServeCommand)(doctor.doctor)
-    app.command("ab")(ab.ab)
+    app.command("ab", cls=EngineCommand, epilog=EPILOG)(ab.ab)
     app.add_typer(bench.app, name="bench")
     app.add_typer(config.app, name="config")
     app.add_typer(keys.app, name="keys")

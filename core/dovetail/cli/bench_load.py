@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
+from dovetail.cli.engine_flags import check_no_config
 from dovetail.cli.outputs import check_writable
 from dovetail.cli.sources import FileOptions, Json, Model, Sets, load, shortcuts
 from dovetail.cli.spread import spread
@@ -171,10 +172,8 @@ def serve(
             "--sweep already lists the rates to measure; leave out --rate and --find-rate, or leave out --sweep"
         )
     rates = Rates(_rates(sweep), find_rate, rate or 1.0, tolerance, seconds)
-    if url is not None and (load_options.files or load_options.sets or load_options.model):
-        raise ConfigError(
-            "--url measures a server that is already running with its own config; leave out --config, --set, --model"
-        )
+    if url is not None:
+        check_no_config("--url", load_options.sets, load_options.files, load_options.model)
     key = api_key if api == "openai" else None
 
     def access(address: str) -> ServerAccess:

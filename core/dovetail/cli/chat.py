@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from dovetail.cli.engine_flags import check_no_config
 from dovetail.cli.generate import MaxNewTokens, Seed, Temperature
 from dovetail.cli.sources import FileOptions, Model, Sets, Tp, load, shortcuts
-from dovetail.errors import ConfigError
 
 if TYPE_CHECKING:
     from dovetail.cli.chat_backends import ChatBackend, Message
@@ -66,10 +66,7 @@ def _local(files: FileOptions, sets: Sets, model: Model, tp: Tp) -> ChatBackend:
 
 
 def _remote(url: str, key: str | None, files: FileOptions, sets: Sets, others: object) -> ChatBackend:
-    if files or sets or others:
-        raise ConfigError(
-            "--url names a running server, which has its own config; leave out --config, --set, --model and --tp"
-        )
+    check_no_config("--url", sets, files, others)
     from dovetail.cli.chat_backends import RemoteChatBackend
 
     return RemoteChatBackend(url, key)

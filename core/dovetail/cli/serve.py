@@ -39,7 +39,7 @@ class ServeCommand(TyperCommand):
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """See click. Raises ``ConfigError``."""
         end = args.index("--") if "--" in args else len(args)
-        given = [_as_declared(word) for word in args[:end]] + args[end:]
+        given = [as_declared(word) for word in args[:end]] + args[end:]
         if not ctx.resilient_parsing:  # as when a shell completes
             for word in given[:end]:
                 name = word.partition("=")[0]
@@ -58,7 +58,7 @@ class ServeCommand(TyperCommand):
         return [*found, *(type(item)(name, help=item.help) for name, item in items)]
 
 
-def _as_declared(word: str) -> str:
+def as_declared(word: str) -> str:
     """Return a flag by its first name, which is the one that typer knows. It may have been written with underscores."""
     name, equals, value = word.partition("=")
     dashed = name.replace("_", "-")

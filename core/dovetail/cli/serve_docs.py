@@ -19,7 +19,7 @@ _INTRODUCTION = """\
     dovetail config show server.yaml --max-num-seqs 64     # the config that results
     dovetail explain server.yaml --max-num-seqs 64         # what it chooses, and why
 
-`config show`, `config hash` and `explain` take the same arguments as `serve`. Arguments that end in `.yaml`, `.yml`, `.toml` or `.json` are config files; another argument is the model. Flags override `--set`, which
+`config show`, `config hash`, `explain` and `doctor` take the same arguments as `serve`. `generate`, `chat`, `ab` and `bench` take the flags about the model and the engine, except those that\nthey have with a meaning of their own (`--seed`). Arguments that end in `.yaml`, `.yml`, `.toml` or `.json` are config files; another argument is the model. Flags override `--set`, which
 overrides the environment and files ([config.md](config.md)). Names of flags may be written with underscores. Two flags that set one key to
 different values are an error, and so is a flag that is not known.
 

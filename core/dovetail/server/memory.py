@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import threading
 
-_FREE_BYTES = 32 * 2**20
+_FREE_BYTES = 16 * 2**20
 
 
 class _MallInfo(ctypes.Structure):
@@ -29,7 +29,7 @@ class _MallInfo(ctypes.Structure):
 
 
 class MemoryTrimmer:
-    """Call malloc_trim(3) whenever free memory has grown by 32 MiB. Does nothing without glibc."""
+    """Call malloc_trim(3) whenever free memory has grown by 16 MiB. Does nothing without glibc."""
 
     def __init__(self) -> None:
         self._kept = 0
