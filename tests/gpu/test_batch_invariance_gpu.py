@@ -10,6 +10,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+import transformers
 from torch.nn import functional
 
 from dovetail import LLM, SamplingParams
@@ -159,6 +160,35 @@ def test_steps_without_graphs(alone, backend):
     llm = make(backend, "bfloat16", graphs={"decode": False, "piecewise_tokens": 0})
     assert said(llm.generate(encoded(llm), PARAMS)) == expected
     llm.close()
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_models_with_experts(tmp_path, shared):
+    """Requests of a model with experts have the same bits alone, beside each other, in graphs, and in chunks."""
+    kind = transformers.Qwen2MoeConfig if shared else transformers.Qwen3MoeConfig
+    more = {"shared_expert_intermediate_size": 128} if shared else {"head_dim": 64}
+    shape = kind(
+        vocab_size=4096, hidden_size=256, intermediate_size=512, num_hidden_layers=3, num_attention_heads=4,
+        num_key_value_heads=2, num_experts=8, num_experts_per_tok=2, moe_intermediate_size=96, **more,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    transformers.AutoModelForCausalLM.from_config(shape).bfloat16().save_pretrained(tmp_path)
+    prompts = [torch.randint(5, 4000, (length,)).tolist() for length in (3, 40, 700, 21, 64, 130)]
+    sections = {"model": {"dtype": "bfloat16", "tokenizer": "tiny"}, "memory": {"kv_gib": 0.5}, "grammar": "none"}
+
+    def run(repeats, **scheduler):
+        llm = LLM(
+            str(tmp_path), device="cuda", attention="triton", batch_invariant=True, scheduler=scheduler, **sections
+        )
+        assert llm.resolved.experts.name == "triton"
+        outputs = [said(llm.generate(prompts * repeats, PARAMS)) for _ in range(2)]
+        alone = [said(llm.generate([prompt], PARAMS))[0] for prompt in prompts]
+        llm.close()
+        return outputs, alone
+
+    outputs, alone = run(12)
+    assert outputs == [alone * 12] * 2
+    assert run(1, chunk_size=24)[0] == [alone] * 2
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])

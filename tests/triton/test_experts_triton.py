@@ -15,7 +15,7 @@ from dovetail.ops import experts as torch_experts
 from dovetail.ops import routing as torch_routing
 from dovetail.ops.triton import experts as kernels
 from dovetail.ops.triton import routing
-from dovetail.ops.triton.expert_tiles import ExpertTile, ExpertTiles, tiles_of
+from dovetail.ops.triton.expert_tiles import ExpertTile, ExpertTiles, invariant_tiles, tiles_of
 
 RULES = {
     "qwen3": RoutingRule(10, 3, renormalize=True),
@@ -171,6 +171,25 @@ def test_no_tokens_and_tiles_of_the_rule() -> None:
         x = torch.randn(tokens, 32)
         exact = torch_experts.experts(x.double(), given, double(weights))
         torch.testing.assert_close(kernels.experts(x, given, weights).double(), exact, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["plain", "bias", "scaled"])
+def test_invariant_tiles_give_a_token_the_same_bits_among_any_others(kind: str) -> None:
+    """Tokens of one expert fill several blocks, so that a token is in another row of another block than alone."""
+    experts, hidden, size, top_k, tokens = 4, 48, 40, 2, 140
+    more = {"scaled_input": True} if kind == "scaled" else {}
+    weights = weights_of(experts, hidden, size, torch.float16, bias=kind == "bias", **more)
+    ids = choose(tokens, experts, top_k, skew=4.0)
+    given, x = Routing(ids, torch.rand(tokens, top_k)), torch.randn(tokens, hidden).half()
+    shared, tiles = torch.randn(tokens, hidden).half(), invariant_tiles(hidden, size, 2)
+    assert ids.flatten().bincount().max() > tiles.block_m
+    whole = kernels.experts(x, given, weights, shared, tiles)
+    exact = torch_experts.experts(x.double(), given, double(weights), shared)
+    assert ((whole.double() - exact).abs() <= 4e-3 * (exact.abs() + 1)).all()
+    for start, stop in ((0, 1), (7, 9), (60, 125), (139, 140)):
+        own = slice(start, stop)
+        alone = kernels.experts(x[own], Routing(given.ids[own], given.weights[own]), weights, shared[own], tiles)
+        assert torch.equal(alone, whole[own]), f"tokens {start} to {stop}"
 
 
 @pytest.mark.parametrize("sizes", [(128, 8, 2048, 768), (32, 4, 2880, 2880), (8, 2, 4096, 14336), (64, 8, 2048, 512)])

@@ -46,6 +46,7 @@ from dovetail.memory.pool import PagedKVPool, pool_dtype
 if TYPE_CHECKING:
     from dovetail.config.sections import Config
     from dovetail.engine.captures import Captures
+    from dovetail.interfaces.model import ModelArchitecture
     from dovetail.registry.resolver import Chosen, Resolved
     from dovetail.types import Batch, ForwardOutput, IntArray, Masks, PageUpdates, StepResult
 
@@ -114,6 +115,7 @@ class Engine:
             self.warm_up.leave_out_experts(as_module(self.model))
         if config.batch_invariant:
             make_batch_invariant(as_module(self.model))
+            _check_experts(self.model)
         counts = config.metrics.expert_load is not None
         self.expert_load = ExpertLoad(self.model, self.page_size, self.device) if counts else None
         self._note_prompts(resolved)
@@ -397,6 +399,15 @@ class Engine:
     def progress(self) -> WarmUpProgress:
         """Return how far the preparation of the engine is."""
         return self.warm_up.progress(self.captures)
+
+
+def _check_experts(model: ModelArchitecture) -> None:
+    """Raise ``ConfigError`` if a layer of experts of a model that is to be batch-invariant has no backend."""
+    if any(layer.backend is None for layer in layers_of_experts(as_module(model))):
+        raise ConfigError(
+            f"batch_invariant is true, and {model.info.architecture} has experts that its description does not declare "
+            "(ModelInfo.expert_sizes), so that no backend was chosen for them. Set batch_invariant: false"
+        )
 
 
 def _set_threads(config: Config, mesh: Mesh) -> None:

@@ -297,7 +297,7 @@ class RowLinear(Linear):
 
 def make_batch_invariant(model: nn.Module) -> None:
     """Make all linear layers of ``model`` compute each row to the same bits regardless of the other rows, from their
-    next ``prepare`` on. Raises ``ConfigError`` if there are no such products for a weight, and if a module outside of
+    next ``prepare`` on. Raises ``ConfigError`` if there are no such products for a weight, for a ``Float32Linear``, and if a module outside of
     ``dovetail.layers`` has parameters: in its products, rows may depend on each other.
     """
     for name, module in model.named_modules():
@@ -305,6 +305,11 @@ def make_batch_invariant(model: nn.Module) -> None:
             raise ConfigError(
                 f"batch_invariant is true, and {name or 'the model'} is a {type(module).__name__} with its own "
                 "parameters; allowed: layers of dovetail.layers. Set batch_invariant: false"
+            )
+        if isinstance(module, Float32Linear):
+            raise ConfigError(
+                f"batch_invariant is true, and {name} computes in float32; allowed: layers that compute in bfloat16 or float16. "
+                "Set batch_invariant: false"
             )
         if isinstance(module, Linear) and module.method is None:
             invariant_rows(module.weight)

@@ -81,6 +81,28 @@ class GroupedProduct(ExpertsProduct):
         return "torch, grouped by expert" + (f", compiled for up to {_MOST_COMPILED} rows of an expert" if few else "")
 
 
+class InvariantProduct(ExpertsProduct):
+    """Compute the experts of one layer on CUDA so that the bits of a token do not depend on the others. Quantized weights
+    are dequantized to ``dtype``."""
+
+    def __init__(self, weights: ExpertWeights, dtype: torch.dtype) -> None:
+        from dovetail.ops.triton import expert_tiles
+
+        self._weights = dequantized(weights, dtype)
+        _, hidden, size = self._weights.down.shape
+        self._tiles = expert_tiles.invariant_tiles(hidden, size, dtype.itemsize)
+        self._experts = _triton("plain").experts
+
+    def forward(self, x: torch.Tensor, routing: Routing, shared: torch.Tensor | None) -> torch.Tensor:
+        """See ``ExpertsProduct``. There are no parts: a norm would add them up in another order."""
+        return self._experts(x, routing, self._weights, shared, self._tiles)
+
+    @property
+    def describe(self) -> str:
+        """See ``ExpertsProduct``."""
+        return "triton, grouped by expert, the same for any number of tokens"
+
+
 def _on_host(x: torch.Tensor, routing: Routing, weights: ExpertWeights, shared: torch.Tensor | None) -> torch.Tensor:
     first, (tokens, top_k) = weights.first, routing.ids.shape
     ids, factors = routing.ids.flatten(), routing.weights.flatten()

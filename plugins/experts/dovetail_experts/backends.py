@@ -9,7 +9,7 @@ from pydantic import BaseModel
 from dovetail.errors import ConfigError
 from dovetail.interfaces.expert_shapes import ExpertWeights
 from dovetail.interfaces.experts import ExpertsBackend, ExpertsContext, ExpertsProduct
-from dovetail.ops.experts import GroupedProduct
+from dovetail.ops.experts import GroupedProduct, InvariantProduct
 
 
 class GroupedExperts(ExpertsBackend):
@@ -37,6 +37,15 @@ class TorchExperts(GroupedExperts):
 
 
 class TritonExperts(GroupedExperts):
-    """Multiply with the kernels of ``dovetail.ops.triton.experts`` on CUDA."""
+    """Multiply with the kernels of ``dovetail.ops.triton.experts`` on CUDA. With ``batch_invariant`` there is one tile for any
+    number of tokens."""
 
     device_type = "cuda"
+
+    def __init__(self, config: BaseModel, context: ExpertsContext) -> None:
+        super().__init__(config, context)
+        self._batch_invariant = context.batch_invariant
+
+    def product(self, weights: ExpertWeights) -> ExpertsProduct:
+        """See ``ExpertsBackend``."""
+        return InvariantProduct(weights, self._dtype) if self._batch_invariant else super().product(weights)

@@ -28,7 +28,7 @@ TRITON = ComponentSpec(
     config="dovetail_experts.config:TritonExpertsConfig",
     summary="Dovetail's own kernels on CUDA: pairs sorted by expert, one kernel for gate, up and activation, one for down.",
     requires=(Requirement("triton", install="pip install triton"),),
-    offers=EVERY_LAYER | {Feature.EXPERTS_GRAPH, Feature.EXPERTS_REHEARSAL},
+    offers=EVERY_LAYER | {Feature.EXPERTS_GRAPH, Feature.EXPERTS_REHEARSAL, Feature.EXPERTS_BATCH_INVARIANT},
     constraints=Constraints(devices=("cuda",), dtypes=DTYPES),
     priority=10,
 )

@@ -17,9 +17,6 @@ from dovetail_models.dense_describe import DenseConfig, layered_windows, uniform
 from dovetail_models.describe import OFFERS, HeadSizes, Windows, cut_windows, make_info, read_heads, refuse_activation
 from dovetail_models.settings import read_flag, read_float, read_int, read_predict_layers, refuse_unread
 
-MOE_OFFERS = OFFERS - {Feature.MODEL_BATCH_INVARIANT}
-"""What a ``MoeModel`` offers. How many tokens an expert computes together depends on the other rows of a step."""
-
 COUNTS = frozenset({"num_experts", "num_local_experts"})
 """Hold the two names of the number of experts: transformers 5 writes the second for some families whose published
 checkpoints have the first."""
@@ -111,7 +108,10 @@ def moe_info(
     """Return the ``ModelInfo`` of a model with experts. ``predicts`` means that drafters implement the layers that predict
     further tokens, if there are any. Raises ``ConfigError``."""
     needs = needs | own.experts.needs if any(own.sparse) else needs
-    info = make_info(config, architecture, sizes, context_len, own, needs=needs, offers=MOE_OFFERS)
+    # products in float32, and norms over whole projections, add in an order that depends on the number of tokens
+    varies = own.experts.routing.float32 or own.qk_norm_across_heads
+    offers = OFFERS - {Feature.MODEL_BATCH_INVARIANT} if varies else OFFERS
+    info = make_info(config, architecture, sizes, context_len, own, needs=needs, offers=offers)
     offers = info.offers if predicts else info.offers - {Feature.MODEL_MTP_HEAD}
     split: list[tuple[str, int]] = []
     if not all(own.sparse):

@@ -55,6 +55,13 @@ def tiles_of(tokens: int, experts: int, top_k: int, hidden: int, size: int, shar
     )
 
 
+def invariant_tiles(hidden: int, size: int, itemsize: int) -> ExpertTiles:
+    """Return the tiles for any number of tokens, see ``experts.experts``. With few tokens each expert still has one block,
+    whose weight is read once."""
+    tiles = _BY_ROWS[64]
+    return ExpertTiles(64, _fitted(tiles.gate_up, size, hidden, itemsize), _fitted(tiles.down, hidden, size, itemsize))
+
+
 def _fitted(tile: ExpertTile, n: int, k: int, itemsize: int) -> ExpertTile:
     """Return ``tile`` for a weight of n rows and k columns. The tiles of float32 have half as many columns of the
     weight, which are as many bytes."""

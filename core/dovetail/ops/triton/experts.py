@@ -15,7 +15,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from dovetail.interfaces.expert_shapes import ExpertWeights, Routing
-from dovetail.ops.triton.expert_tiles import ExpertTile, tiles_of
+from dovetail.ops.triton.expert_tiles import ExpertTile, ExpertTiles, tiles_of
 from dovetail.ops.triton.launch import launch
 from dovetail.ops.triton.routing import ExpertOrder, sort_by_expert
 
@@ -234,15 +234,20 @@ def _down_one(
 
 
 def experts(
-    x: torch.Tensor, routing: Routing, weights: ExpertWeights, shared: torch.Tensor | None = None
+    x: torch.Tensor,
+    routing: Routing,
+    weights: ExpertWeights,
+    shared: torch.Tensor | None = None,
+    tiles: ExpertTiles | None = None,
 ) -> torch.Tensor:
-    """Compute ``ops.experts.experts``."""
+    """Compute ``ops.experts.experts``. With ``tiles``, which a caller gives for every number of tokens, the bits of a token do
+    not depend on the others: its products are added up along their columns in one order, then its experts in their order."""
     assert x.is_contiguous()
-    if x.shape[0] == 1:
+    if x.shape[0] == 1 and tiles is None:
         return _one_token(x, routing, weights, shared)
     if not x.shape[0]:
         return torch.empty_like(x)
-    return add_up_pairs(_results(x, routing, weights, in_parts=False), routing, weights, shared)
+    return add_up_pairs(_results(x, routing, weights, tiles, in_parts=False), routing, weights, shared)
 
 
 def add_up_pairs(
@@ -267,12 +272,14 @@ def expert_parts(x: torch.Tensor, routing: Routing, weights: ExpertWeights) -> t
     return _results(x, routing, weights, in_parts=True)
 
 
-def _results(x: torch.Tensor, routing: Routing, weights: ExpertWeights, *, in_parts: bool) -> torch.Tensor:
+def _results(
+    x: torch.Tensor, routing: Routing, weights: ExpertWeights, tiles: ExpertTiles | None = None, *, in_parts: bool
+) -> torch.Tensor:
     """Return the weighted results of pairs, ``[tokens, top_k, hidden]``, undefined for other ranks' experts, or what
     ``expert_parts`` returns."""
     (tokens, hidden), top_k = x.shape, routing.ids.shape[1]
     count, size = len(weights.gate_up), weights.down.shape[2]
-    tiles = tiles_of(tokens, count, top_k, hidden, size, count / weights.whole, x.element_size())
+    tiles = tiles or tiles_of(tokens, count, top_k, hidden, size, count / weights.whole, x.element_size())
     order = sort_by_expert(routing.ids, weights.first, count, tiles.block_m)
     inner = torch.empty(tokens * top_k, size, dtype=x.dtype, device=x.device)
     _launch_gate_up(x, inner, routing, weights, order, tiles.gate_up)
