@@ -71,6 +71,7 @@ class ExpertsBackend(ABC):
         """Return the product with the weights of one layer. Raises ``ConfigError`` if the backend cannot multiply them.
 
         ``weights.format`` is one of those that the component declares as features (``experts.plain`` and others). A backend
-        that does not multiply codes may dequantize them (``ops.expert_formats``). The tensors stay as they are as long as the product is used; it may hold copies of them. The engine calls this
-        before the weights are loaded, in order to note kernels that are compiled ahead, and again once they are.
+        that does not multiply codes may dequantize them (``ops.expert_formats``). The tensors stay as they are as long as the
+        product is used; it may hold copies of them. The engine calls this before the weights are loaded, in order to note
+        kernels that are compiled ahead, and again once they are.
         """
