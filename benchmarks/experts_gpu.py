@@ -198,14 +198,14 @@ def candidates(tokens: int) -> Iterator[ExpertTiles]:
 
 def mxfp4_candidates(tokens: int) -> Iterator[Mxfp4Tiles]:
     """Yield tiles to try for weights in MXFP4."""
-    blocks = (8,) if tokens <= 8 else (16,) if tokens <= 16 else (16, 32, 64) if tokens <= 256 else (32, 64, 128)
-    warps = (1, 2, 4) if tokens <= 256 else (2, 4, 8)
-    for block_m, block_n, block_k, count, stages in itertools.product(
-        blocks, (16, 32, 64, 128), (128, 256), warps, (3, 5)
+    blocks = (8,) if tokens <= 8 else (8, 16) if tokens <= 64 else (16, 32, 64) if tokens <= 256 else (64, 128)
+    warps, stages = ((1, 2, 4), (3, 5)) if tokens <= 256 else ((2, 4, 8), (2, 3))
+    for block_m, block_n, block_k, count, depth in itertools.product(
+        blocks, (16, 32, 64, 128, 256), (128, 256), warps, stages
     ):
-        tile = Mxfp4Tile(block_n, block_k, count, stages)
-        high = 2 * block_n * block_m <= count * 32 * 160  # registers for the sums
-        if high and block_n >= 16 * count and reads_ahead(tile) and shared_bytes(tile, 2, block_m, 2) <= MOST_SHARED:
+        tile = Mxfp4Tile(block_n, block_k, count, depth)
+        few = block_n * block_m <= count * 32 * 128  # registers for the sums
+        if few and block_n >= 16 * count and reads_ahead(tile) and shared_bytes(tile, block_m, 2) <= MOST_SHARED:
             yield Mxfp4Tiles(block_m, tile, tile)
 
 

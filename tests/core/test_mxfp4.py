@@ -11,7 +11,9 @@ import pytest
 import torch
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
+from dovetail.engine.warmup import EXPERT_TOKENS, PROMPT_TOKENS
 from dovetail.ops import mxfp4
+from dovetail.ops.triton.mxfp4_tiles import tiles_of
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -65,3 +67,9 @@ def test_numbers_at_the_ends_of_the_range(value: float) -> None:
     weight = torch.full((1, 32), value)
     got = mxfp4.dequantize(*mxfp4.quantize(weight), torch.float32)
     assert (got / weight - 1).abs().max() <= 0.26
+
+
+@pytest.mark.parametrize("sizes", [(32, 4, 2880, 2880), (128, 4, 2880, 2880), (128, 8, 2048, 768), (8, 2, 4096, 14336)])
+def test_every_tile_is_compiled_before_prompts_need_it(sizes: tuple[int, int, int, int]) -> None:
+    noted = {tiles_of(tokens, *sizes, 1.0, 2) for tokens in (*PROMPT_TOKENS, *EXPERT_TOKENS)}
+    assert {tiles_of(tokens, *sizes, 1.0, 2) for tokens in range(1, 9000, 7)} <= noted

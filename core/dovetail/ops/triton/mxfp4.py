@@ -22,7 +22,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from dovetail.interfaces.expert_shapes import ExpertWeights, Routing
 from dovetail.ops.triton.experts import activate, add_up_pairs
 from dovetail.ops.triton.launch import INTERPRETED, launch
-from dovetail.ops.triton.mxfp4_tiles import Mxfp4Tile, tiles_of
+from dovetail.ops.triton.mxfp4_tiles import tiles_of
 from dovetail.ops.triton.routing import sort_by_expert
 
 IN_PARTS = range(1, 65)
@@ -111,79 +111,31 @@ def _add_product(
     return tl.dot(left, tl.trans(high), total, input_precision="ieee")
 
 
-@triton.jit(do_not_specialize=["tiles", "first"])
-def _gate_up(
-    x, w, scale, bias, out, weights, order, blocks, used, tiles, first, experts, half, size, alpha, limit, offset,
-    TOP_K: tl.constexpr, SCALED: tl.constexpr, BIAS: tl.constexpr, LIMITED: tl.constexpr, ONE: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EVEN: tl.constexpr, ASSEMBLY: tl.constexpr,
-    PDL: tl.constexpr,
+@triton.jit
+def _store_gated(
+    out, total, bias, of_expert, weights, row, present, pair, tile, size, alpha, limit, offset,
+    SCALED: tl.constexpr, BIAS: tl.constexpr, LIMITED: tl.constexpr, BLOCK_M: tl.constexpr, COLUMNS: tl.constexpr,
 ) -> None:  # fmt: skip
-    tile, block = tl.program_id(0) % tiles, tl.program_id(0) // tiles
-    if PDL:
-        gdc_launch_dependents()
-        gdc_wait()
-    if ONE:
-        expert = (tl.load(blocks + block) - first).to(tl.int64)
-        if (expert < 0) | (expert >= experts):
-            return
-        row = block + tl.arange(0, BLOCK_M)
-        present = row == block
-        pair = tl.where(present, row, 0)
-    else:
-        if block >= tl.load(used):
-            return
-        expert = tl.load(blocks + block * 3).to(tl.int64)
-        row = tl.load(blocks + block * 3 + 1) + tl.arange(0, BLOCK_M)
-        present = row < tl.load(blocks + block * 3 + 2)
-        pair = tl.load(order + row, present, 0)
-    column = tile * BLOCK_N + tl.arange(0, BLOCK_N)
+    """Write the activation of ``total``, ``COLUMNS`` rows of gate and as many of up."""
+    gate, up = tl.split(tl.permute(tl.reshape(total, [2, COLUMNS, BLOCK_M]), (2, 1, 0)))
+    column = tile * COLUMNS + tl.arange(0, COLUMNS)
     inside = column < size
-    held = tl.minimum(column, size - 1)
-    half_k: tl.constexpr = BLOCK_K // 2
-    at, group = tl.arange(0, half_k), tl.arange(0, half_k // _HALF)
-    rows = x + (pair // TOP_K).to(tl.int64)[:, None] * (2 * half) + (at + at // _HALF * _HALF)[None, :]
-    gates = w + expert * 2 * size * half + held[:, None] * half + at[None, :]
-    ups = gates + size * half
-    gate_scales = scale + expert * 2 * size * (half // _HALF) + group[:, None] * (2 * size) + column[None, :]
-    up_scales = gate_scales + size
-    dtype: tl.constexpr = x.dtype.element_ty
-    gate, up = tl.zeros([BLOCK_N, BLOCK_M], tl.float32), tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
-    for start in range(0, half, half_k):
-        scaled = start // _HALF * 2 * size
-        if EVEN:
-            gate_codes, up_codes = tl.load(gates + start), tl.load(ups + start)
-            low = tl.load(rows + 2 * start, present[:, None], 0.0)
-            high = tl.load(rows + 2 * start + _HALF, present[:, None], 0.0)
-            gate_scale = tl.load(gate_scales + scaled, inside[None, :], 0)
-            up_scale = tl.load(up_scales + scaled, inside[None, :], 0)
-        else:
-            more = (start + at < half)[None, :]
-            gate_codes, up_codes = tl.load(gates + start, more, 0), tl.load(ups + start, more, 0)
-            low = tl.load(rows + 2 * start, present[:, None] & more, 0.0)
-            high = tl.load(rows + 2 * start + _HALF, present[:, None] & more, 0.0)
-            more_scales = (group + start // _HALF < half // _HALF)[:, None] & inside[None, :]
-            gate_scale = tl.load(gate_scales + scaled, more_scales, 0)
-            up_scale = tl.load(up_scales + scaled, more_scales, 0)
-        gate = _add_product(gate, gate_codes, gate_scale, low, high, dtype, BLOCK_N, half_k, ASSEMBLY)
-        up = _add_product(up, up_codes, up_scale, low, high, dtype, BLOCK_N, half_k, ASSEMBLY)
-    gate, up = tl.trans(_rest(gate, dtype)), tl.trans(_rest(up, dtype))
     if SCALED:
         factor = tl.load(weights + pair, present, 0.0)[:, None]
         gate, up = gate * factor, up * factor
     if BIAS:
-        own = bias + expert * 2 * size + column
-        gate += tl.load(own, inside, 0.0).to(tl.float32)[None, :]
-        up += tl.load(own + size, inside, 0.0).to(tl.float32)[None, :]
-    result = activate(gate, up, alpha, limit, offset, LIMITED).to(dtype)
+        gate += tl.load(bias + of_expert + column, inside, 0.0).to(tl.float32)[None, :]
+        up += tl.load(bias + of_expert + size + column, inside, 0.0).to(tl.float32)[None, :]
+    result = activate(gate, up, alpha, limit, offset, LIMITED).to(out.dtype.element_ty)
     tl.store(out + row.to(tl.int64)[:, None] * size + column[None, :], result, present[:, None] & inside[None, :])
 
 
 @triton.jit(do_not_specialize=["tiles", "tokens", "first"])
-def _down(
-    x, w, scale, bias, out, weights, order, blocks, used, tiles, tokens, first, experts, hidden, half,
-    TOP_K: tl.constexpr, SCALED: tl.constexpr, BIAS: tl.constexpr, IN_PARTS: tl.constexpr, ONE: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EVEN: tl.constexpr, ASSEMBLY: tl.constexpr,
-    PDL: tl.constexpr,
+def _product(
+    x, w, scale, bias, out, weights, order, blocks, used, tiles, tokens, first, experts, half, width, alpha, limit, offset,
+    GATED: tl.constexpr, TOP_K: tl.constexpr, SCALED: tl.constexpr, BIAS: tl.constexpr, LIMITED: tl.constexpr,
+    IN_PARTS: tl.constexpr, ONE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    EVEN: tl.constexpr, ASSEMBLY: tl.constexpr, PDL: tl.constexpr,
 ) -> None:  # fmt: skip
     tile, block = tl.program_id(0) % tiles, tl.program_id(0) // tiles
     if PDL:
@@ -203,40 +155,51 @@ def _down(
         row = tl.load(blocks + block * 3 + 1) + tl.arange(0, BLOCK_M)
         present = row < tl.load(blocks + block * 3 + 2)
         pair = tl.load(order + row, present, 0)
-    column = tile * BLOCK_N + tl.arange(0, BLOCK_N)
-    inside = column < hidden
-    held = tl.minimum(column, hidden - 1)
+    # the rows of a tile: if GATED, those of gate, then those of up
+    columns: tl.constexpr = BLOCK_N // 2 if GATED else BLOCK_N
+    local = tl.arange(0, BLOCK_N)
+    column = tile * columns + local % columns
+    inside = column < width
+    wide = 2 * width if GATED else width
+    held = tl.minimum(column, width - 1) + local // columns * width
     half_k: tl.constexpr = BLOCK_K // 2
     at, group = tl.arange(0, half_k), tl.arange(0, half_k // _HALF)
-    rows = x + row.to(tl.int64)[:, None] * (2 * half) + (at + at // _HALF * _HALF)[None, :]
-    source = w + expert * hidden * half + held[:, None] * half + at[None, :]
-    scales = scale + expert * hidden * (half // _HALF) + group[:, None] * hidden + column[None, :]
+    source = pair // TOP_K if GATED else row
+    rows = x + source.to(tl.int64)[:, None] * (2 * half) + (at + at // _HALF * _HALF)[None, :]
+    stored = w + expert * wide * half + held[:, None] * half + at[None, :]
+    scales = scale + expert * wide * (half // _HALF) + group[:, None] * wide
+    scales += (column + local // columns * width)[None, :]
     dtype: tl.constexpr = x.dtype.element_ty
     total = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
     for start in range(0, half, half_k):
-        scaled = start // _HALF * hidden
         if EVEN:
-            codes, own_scales = tl.load(source + start), tl.load(scales + scaled, inside[None, :], 0)
+            codes = tl.load(stored + start)
             low = tl.load(rows + 2 * start, present[:, None], 0.0)
             high = tl.load(rows + 2 * start + _HALF, present[:, None], 0.0)
+            own_scales = tl.load(scales + start // _HALF * wide, inside[None, :], 0)
         else:
             more = (start + at < half)[None, :]
-            codes = tl.load(source + start, more, 0)
+            codes = tl.load(stored + start, more, 0)
             low = tl.load(rows + 2 * start, present[:, None] & more, 0.0)
             high = tl.load(rows + 2 * start + _HALF, present[:, None] & more, 0.0)
             more_scales = (group + start // _HALF < half // _HALF)[:, None] & inside[None, :]
-            own_scales = tl.load(scales + scaled, more_scales, 0)
+            own_scales = tl.load(scales + start // _HALF * wide, more_scales, 0)
         total = _add_product(total, codes, own_scales, low, high, dtype, BLOCK_N, half_k, ASSEMBLY)
-    total = tl.trans(_rest(total, dtype))
-    if BIAS:
-        total += tl.load(bias + expert * hidden + column, inside, 0.0).to(tl.float32)[None, :]
-    if not SCALED:
-        total *= tl.load(weights + pair, present, 0.0)[:, None]
-    place = pair.to(tl.int64)
-    if IN_PARTS:
-        place = (pair % TOP_K).to(tl.int64) * tokens + pair // TOP_K
-    result = total.to(out.dtype.element_ty)
-    tl.store(out + place[:, None] * hidden + column[None, :], result, present[:, None] & inside[None, :])
+    total = _rest(total, dtype)
+    if GATED:
+        _store_gated(
+            out, total, bias, expert * wide, weights, row, present, pair, tile, width, alpha, limit, offset,
+            SCALED, BIAS, LIMITED, BLOCK_M, columns,
+        )  # fmt: skip
+    else:
+        place = (pair % TOP_K).to(tl.int64) * tokens + pair // TOP_K if IN_PARTS else pair.to(tl.int64)
+        total = tl.trans(total)
+        if BIAS:
+            total += tl.load(bias + expert * width + column, inside, 0.0).to(tl.float32)[None, :]
+        if not SCALED:
+            total *= tl.load(weights + pair, present, 0.0)[:, None]
+        result = total.to(out.dtype.element_ty)
+        tl.store(out + place[:, None] * width + column[None, :], result, present[:, None] & inside[None, :])
 
 
 def experts(
@@ -267,34 +230,22 @@ def _results(x: torch.Tensor, routing: Routing, weights: ExpertWeights, *, in_pa
         found = sort_by_expert(routing.ids, weights.first, count, tiles.block_m)
         order, blocks = found[:3], len(found.blocks)
     inner = torch.empty(tokens * top_k, size, dtype=x.dtype, device=x.device)
-    programs, activation = triton.cdiv(size, tiles.gate_up.block_n), weights.activation
-    launch(
-        _gate_up, (blocks * programs,),
-        x, weights.gate_up, weights.gate_up_scale, weights.gate_up_bias, inner, routing.weights, *order, programs,
-        weights.first, count, hidden // 2, size, activation.alpha, activation.limit or 0.0, activation.offset,
-        TOP_K=top_k, SCALED=weights.scaled_input, BIAS=weights.gate_up_bias is not None,
-        LIMITED=activation.limit is not None, ONE=one, BLOCK_M=tiles.block_m, **_constants(tiles.gate_up, x, hidden),
-    )  # fmt: skip
     shape = (top_k, tokens, hidden) if in_parts else (tokens, top_k, hidden)
     results = torch.empty(shape, dtype=torch.float32 if in_parts else x.dtype, device=x.device)
-    programs = triton.cdiv(hidden, tiles.down.block_n)
-    launch(
-        _down, (blocks * programs,),
-        inner, weights.down, weights.down_scale, weights.down_bias, results, routing.weights, *order, programs, tokens,
-        weights.first, count, hidden, half,
-        TOP_K=top_k, SCALED=weights.scaled_input, BIAS=weights.down_bias is not None, IN_PARTS=in_parts, ONE=one,
-        BLOCK_M=tiles.block_m, **_constants(tiles.down, x, size),
-    )  # fmt: skip
+    activation = weights.activation
+    for gated, given, w, scale, bias, out, tile in (
+        (True, x, weights.gate_up, weights.gate_up_scale, weights.gate_up_bias, inner, tiles.gate_up),
+        (False, inner, weights.down, weights.down_scale, weights.down_bias, results, tiles.down),
+    ):
+        columns, width = given.shape[1], out.shape[-1]
+        programs = triton.cdiv(width, tile.block_n // 2 if gated else tile.block_n)
+        launch(
+            _product, (blocks * programs,),
+            given, w, scale, bias, out, routing.weights, *order, programs, tokens, weights.first, count, columns // 2,
+            width, activation.alpha, activation.limit or 0.0, activation.offset,
+            GATED=gated, TOP_K=top_k, SCALED=weights.scaled_input, BIAS=bias is not None,
+            LIMITED=activation.limit is not None, IN_PARTS=in_parts, ONE=one,
+            BLOCK_M=tiles.block_m, BLOCK_N=tile.block_n, BLOCK_K=tile.block_k, EVEN=columns % tile.block_k == 0,
+            ASSEMBLY=not INTERPRETED and x.element_size() == 2, num_warps=tile.warps, num_stages=tile.stages,
+        )  # fmt: skip
     return results
-
-
-def _constants(tile: Mxfp4Tile, x: torch.Tensor, columns: int) -> dict[str, int | bool]:
-    """Return the constants that a tile stands for, of a weight with a number of columns."""
-    return {
-        "BLOCK_N": tile.block_n,
-        "BLOCK_K": tile.block_k,
-        "EVEN": columns % tile.block_k == 0,
-        "ASSEMBLY": not INTERPRETED and x.element_size() == 2,
-        "num_warps": tile.warps,
-        "num_stages": tile.stages,
-    }

@@ -16,7 +16,7 @@ MOST_SHARED = 224 << 10
 
 
 class Mxfp4Tile(NamedTuple):
-    """Describe a tile: ``block_n`` columns of the result, for the activation as many of gate and of up."""
+    """Describe a tile of a weight: ``block_n`` rows, for the activation half of them of gate and half of up."""
 
     block_n: int
     block_k: int
@@ -38,11 +38,15 @@ MEASURED: dict[tuple[int, int, int, int], dict[int, Mxfp4Tiles]] = {}
 tokens. The largest number stands for more tokens too."""
 
 _BY_ROWS = {
-    8: Mxfp4Tiles(8, Mxfp4Tile(32, 256, 2, 4), Mxfp4Tile(32, 256, 2, 5)),
-    16: Mxfp4Tiles(16, Mxfp4Tile(32, 256, 2, 4), Mxfp4Tile(64, 128, 2, 4)),
-    32: Mxfp4Tiles(32, Mxfp4Tile(64, 256, 4, 3), Mxfp4Tile(64, 256, 4, 3)),
-    64: Mxfp4Tiles(64, Mxfp4Tile(64, 256, 4, 3), Mxfp4Tile(64, 256, 4, 3)),
+    8: Mxfp4Tiles(8, Mxfp4Tile(64, 256, 4, 4), Mxfp4Tile(32, 256, 2, 4)),
+    16: Mxfp4Tiles(16, Mxfp4Tile(64, 128, 2, 4), Mxfp4Tile(64, 128, 2, 4)),
+    32: Mxfp4Tiles(32, Mxfp4Tile(64, 128, 2, 4), Mxfp4Tile(64, 128, 2, 4)),
+    64: Mxfp4Tiles(64, Mxfp4Tile(128, 128, 4, 3), Mxfp4Tile(128, 128, 4, 3)),
+    128: Mxfp4Tiles(128, Mxfp4Tile(128, 256, 8, 2), Mxfp4Tile(128, 256, 8, 2)),
 }
+_MOST_ROWS = {8: 4, 16: 10, 32: 24, 64: 100}
+"""The largest mean number of pairs of an expert for which blocks have up to that number of pairs. The numbers vary around it, and
+an expert with several blocks is read several times."""
 
 
 def tiles_of(tokens: int, experts: int, top_k: int, hidden: int, size: int, share: float, itemsize: int) -> Mxfp4Tiles:
@@ -51,13 +55,12 @@ def tiles_of(tokens: int, experts: int, top_k: int, hidden: int, size: int, shar
     if measured is not None:
         return measured[next((bucket for bucket in sorted(measured) if tokens <= bucket), max(measured))]
     rows = tokens * top_k * share / experts
-    few = 8 if tokens <= 8 else 16
-    block_m = few if tokens <= 16 or rows <= 16 else 32 if rows <= 32 else 64
+    block_m = 8 if tokens <= 8 else next((size for size, most in _MOST_ROWS.items() if rows <= most), 128)
     tiles = _BY_ROWS[block_m]
     return Mxfp4Tiles(
         block_m,
-        _fitted(tiles.gate_up, 2, block_m, hidden, itemsize),
-        _fitted(tiles.down, 1, block_m, size, itemsize),
+        _fitted(tiles.gate_up, block_m, hidden, itemsize),
+        _fitted(tiles.down, block_m, size, itemsize),
     )
 
 
@@ -66,16 +69,16 @@ def reads_ahead(tile: Mxfp4Tile) -> bool:
     return tile.block_n * tile.block_k // 32 >= 4 * 32 * tile.warps
 
 
-def shared_bytes(tile: Mxfp4Tile, weights: int, block_m: int, itemsize: int) -> int:
-    """Return the bytes of shared memory that the stages of a tile of a number of ``weights`` use at most."""
-    codes_and_scales = weights * tile.block_n * (tile.block_k // 2 + tile.block_k // 32)
+def shared_bytes(tile: Mxfp4Tile, block_m: int, itemsize: int) -> int:
+    """Return the bytes of shared memory that the stages of a tile use at most."""
+    codes_and_scales = tile.block_n * (tile.block_k // 2 + tile.block_k // 32)
     return tile.stages * (codes_and_scales + block_m * tile.block_k * itemsize)
 
 
-def _fitted(tile: Mxfp4Tile, weights: int, block_m: int, k: int, itemsize: int) -> Mxfp4Tile:
-    """Return ``tile`` for weights with k columns."""
+def _fitted(tile: Mxfp4Tile, block_m: int, k: int, itemsize: int) -> Mxfp4Tile:
+    """Return ``tile`` for weights with k columns. Tiles of activations in float32 have half as many."""
     while tile.block_k > 64 and tile.block_k >= 2 * k:
         tile = tile._replace(block_k=tile.block_k // 2)
-    while shared_bytes(tile, weights, block_m, itemsize) > MOST_SHARED:
-        tile = tile._replace(stages=tile.stages - 1)
+    while tile.block_k > 64 and shared_bytes(tile, block_m, itemsize) > MOST_SHARED:
+        tile = tile._replace(block_k=tile.block_k // 2)
     return tile
