@@ -5,18 +5,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from mutant import Mutant
+from sound_model import SoundSuite
 
-from dovetail.engine.build import as_module, build_model
-from dovetail.interfaces.mesh import SINGLE, Mesh
-from dovetail.interfaces.model import ModelArchitecture, ModelInfo, WeightTarget
+from dovetail.interfaces.mesh import Mesh
+from dovetail.interfaces.model import ModelInfo, WeightTarget
 from dovetail.layers.experts import Experts, Router
 from dovetail.ops.parts import Addend, RankAddend
 from dovetail.ops.routing import Routing, route
-from dovetail.testing.model import ModelSuite, Reference
+from dovetail.testing.model import Reference
 from dovetail_models.moe import MoeModel
 
 SMALL = {
@@ -35,26 +35,12 @@ SMALL = {
 }
 
 
-class SoundExperts(ModelSuite):
+class SoundExperts(SoundSuite):
     """Build the model without a fault."""
 
     name = "qwen3_moe"
     configs: ClassVar = {"plain": SMALL}
-    model_class: ClassVar[type[MoeModel]] = MoeModel
-
-    def new_model(self, info: ModelInfo, dtype: torch.dtype = torch.float32, mesh: Mesh = SINGLE) -> ModelArchitecture:
-        model = build_model(self.model_class, info, torch.device("cpu"), dtype, mesh)
-        for parameter in as_module(model).parameters():
-            parameter.fill_(float("nan"))
-        return model
-
-    def write_checkpoint(self, config: Mapping[str, Any], directory: Path) -> None:
-        ModelSuite.write_checkpoint(self if type(self) is SoundExperts else SoundExperts(), config, directory)
-
-    def reference(self, directory: Path) -> Reference:
-        sound = SoundExperts()
-        model = sound.load(directory)
-        return lambda tokens: sound.logits(model, tokens, len(tokens))
+    model_class = MoeModel
 
 
 def with_experts(model: MoeModel, kind: type[Experts]) -> None:

@@ -10,8 +10,9 @@ from typing import Any, ClassVar
 
 import torch
 from mutant import Mutant
+from sound_model import SoundSuite
 
-from dovetail.engine.build import as_list, as_module, build_model
+from dovetail.engine.build import as_list
 from dovetail.interfaces.attention import AttentionBackend, AttentionLayer
 from dovetail.interfaces.cache import KVPool
 from dovetail.interfaces.features import Feature
@@ -19,7 +20,7 @@ from dovetail.interfaces.mesh import SINGLE, Mesh
 from dovetail.interfaces.model import ModelArchitecture, ModelInfo, WeightTarget
 from dovetail.registry.specs import ComponentSpec
 from dovetail.testing.eager import EagerAttention
-from dovetail.testing.model import ModelSuite, Reference, Tensors, read_tensors
+from dovetail.testing.model import Reference, Tensors, read_tensors
 from dovetail.types import Batch
 from dovetail_models.dense import DenseModel
 
@@ -37,26 +38,12 @@ SMALL = {
 }
 
 
-class Sound(ModelSuite):
+class Sound(SoundSuite):
     """Build the model without a fault."""
 
     name = "llama"
     configs: ClassVar = {"plain": SMALL}
-    model_class: ClassVar[type[DenseModel]] = DenseModel
-
-    def new_model(self, info: ModelInfo, dtype: torch.dtype = torch.float32, mesh: Mesh = SINGLE) -> ModelArchitecture:
-        model = build_model(self.model_class, info, torch.device("cpu"), dtype, mesh)
-        for parameter in as_module(model).parameters():
-            parameter.fill_(float("nan"))
-        return model
-
-    def write_checkpoint(self, config: Mapping[str, Any], directory: Path) -> None:
-        ModelSuite.write_checkpoint(self if type(self) is Sound else Sound(), config, directory)
-
-    def reference(self, directory: Path) -> Reference:
-        sound = Sound()
-        model = sound.load(directory)
-        return lambda tokens: sound.logits(model, tokens, len(tokens))
+    model_class = DenseModel
 
 
 class WrongAlias(Sound):
