@@ -1,6 +1,6 @@
 """Measure layers of experts on one GPU, without a model.
 
-    python benchmarks/experts_gpu.py [--sizes qwen3-30b-a3b gpt-oss-20b] [--tokens 1 16 64 256 1024 8192] [--format mxfp4] [--tune]
+    python benchmarks/experts_gpu.py [--sizes qwen3-30b-a3b gpt-oss-20b] [--tokens 1 16 64 256 1024 8192] [--format fp8_blocks] [--tune]
 
 Results are first compared with float32. A row of the table is one layer: routing from logits, both products, and the sum of each
 token's experts. Times are medians of graph replays; each replay runs ``ROUNDS`` different choices of experts, so that the weights of
@@ -8,8 +8,9 @@ a few tokens are not in the L2 cache. ``floor`` is the time of reading the weigh
 is longer. ``torch`` is ``grouped_mm`` for both products of pairs that are sorted already, without activation and sums. With uniform
 routing all experts are chosen equally often, with skewed routing their frequencies are lognormal, as in trained models.
 
-``--format mxfp4`` measures weights in MXFP4; ``torch`` multiplies their values in bfloat16. ``--tune`` tries tiles, and prints the fastest of
-each number of tokens for ``MEASURED`` in ``ops/triton/expert_tiles.py`` or, in MXFP4, in ``ops/triton/mxfp4_tiles.py``.
+``--format mxfp4`` measures weights in MXFP4; ``torch`` multiplies their values in bfloat16. With ``fp8_rows`` and ``fp8_blocks``, ``torch`` multiplies
+FP8 with scales by row, without quantizing activations. ``--tune`` tries tiles, and prints the fastest of each number of tokens for ``MEASURED`` in
+``ops/triton/expert_tiles.py``, ``mxfp4_tiles.py`` or ``fp8_tiles.py``.
 """
 
 from __future__ import annotations
@@ -30,14 +31,16 @@ from dovetail.ops.experts import experts
 from dovetail.ops.mxfp4 import quantize
 from dovetail.ops.routing import route
 from dovetail.ops.triton import experts as plain_kernels
+from dovetail.ops.triton import experts_fp8 as fp8_kernels
 from dovetail.ops.triton import mxfp4 as mxfp4_kernels
 from dovetail.ops.triton.expert_tiles import ExpertTile, ExpertTiles
 from dovetail.ops.triton.mxfp4_tiles import MOST_SHARED, Mxfp4Tile, Mxfp4Tiles, reads_ahead, shared_bytes
 
 READ = 4.45e12
 """The bytes per second of plain reading, measured on an H200. An H100 reads 3.0e12 (``--read``)."""
-MULTIPLY = 7e14
-"""The operations per second that large products in bfloat16 reach."""
+MULTIPLY = {"plain": 7e14, "mxfp4": 7e14, "fp8_rows": 1.3e15, "fp8_blocks": 1.3e15}
+"""The operations per second that large products in bfloat16 and in FP8 reach."""
+FP8 = torch.float8_e4m3fn
 ROUNDS = 8
 
 
@@ -57,8 +60,13 @@ SIZES = {
 }
 
 
-KERNELS: dict[str, Any] = {"plain": plain_kernels, "mxfp4": mxfp4_kernels}
-BYTES = {"plain": 2.0, "mxfp4": 17 / 32}
+KERNELS: dict[str, Any] = {
+    "plain": plain_kernels,
+    "mxfp4": mxfp4_kernels,
+    "fp8_rows": fp8_kernels,
+    "fp8_blocks": fp8_kernels,
+}
+BYTES = {"plain": 2.0, "mxfp4": 17 / 32, "fp8_rows": 1.0, "fp8_blocks": 1.0}
 """The bytes of one weight."""
 
 
@@ -73,6 +81,8 @@ def weights_of(size: Size, form: str) -> ExpertWeights:
     if form == "plain":
         gate_up, down = random(count, 2 * width, hidden), random(count, hidden, width)
         return ExpertWeights(gate_up, down, size.activation, *biases, whole=count)
+    if form != "mxfp4":
+        return fp8_weights(form, random(count, 2 * width, hidden), random(count, hidden, width), size, biases)
     gate_up, gate_up_scale = zip(*(quantize(random(2 * width, hidden)) for _ in range(count)), strict=True)
     down, down_scale = zip(*(quantize(random(hidden, width)) for _ in range(count)), strict=True)
     return ExpertWeights(
@@ -99,6 +109,38 @@ def logits_of(size: Size, tokens: int, routing: str) -> torch.Tensor:
     )
 
 
+def fp8_weights(
+    form: str,
+    gate_up: torch.Tensor,
+    down: torch.Tensor,
+    size: Size,
+    biases: tuple[torch.Tensor | None, torch.Tensor | None],
+) -> ExpertWeights:
+    """Return weights in FP8 with a scale for each row, or for each block of 128 x 128."""
+
+    def scales(weight: torch.Tensor) -> torch.Tensor:
+        if form == "fp8_rows":
+            return weight.abs().amax(2).float() / 448
+        shape = [-(-n // 128) for n in weight.shape[1:]]
+        return torch.full((len(weight), *shape), 0.05 / 448, device="cuda")
+
+    def codes(weight: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+        whole = scale[:, :, None] if form == "fp8_rows" else scale[:, :1, :1]
+        return torch.stack([(one / own).to(FP8) for one, own in zip(weight, whole, strict=True)])
+
+    found = [(codes(weight, scales(weight)), scales(weight)) for weight in (gate_up, down)]
+    return ExpertWeights(
+        found[0][0],
+        found[1][0],
+        size.activation,
+        *biases,
+        whole=len(gate_up),
+        format="fp8_rows" if form == "fp8_rows" else "fp8_blocks",
+        gate_up_scale=found[0][1],
+        down_scale=found[1][1],
+    )
+
+
 def check(size: Size, weights: ExpertWeights) -> None:
     """Compare the layer with float32, expert by expert."""
     plain = dequantized(weights, torch.bfloat16)
@@ -116,7 +158,8 @@ def check(size: Size, weights: ExpertWeights) -> None:
         expected = one_by_one(x.float(), routing, wide)
         for got in (experts(x, routing, weights), kernels.expert_parts(x, routing, weights).sum(0)):
             error = ((got.float() - expected).norm() / expected.norm()).item()
-            assert error < 0.01, f"{tokens} tokens: the relative error is {error:.4f}"
+            allowed = 0.1 if weights.format.startswith("fp8") else 0.01  # activations are quantized too
+            assert error < allowed, f"{tokens} tokens: the relative error is {error:.4f}"
 
 
 def one_by_one(x: torch.Tensor, routing: Routing, weights: ExpertWeights) -> torch.Tensor:
@@ -154,6 +197,15 @@ def microseconds(calls: list[Callable[[], object]]) -> float:
     return statistics.median(times[2:])
 
 
+def library_time(calls: list[Callable[[], object]]) -> float:
+    """Return ``microseconds`` of calls that torch may not have for this device: then not a number."""
+    try:
+        return microseconds(calls)
+    except (RuntimeError, NotImplementedError, AttributeError) as error:
+        print(f"  torch: {str(error).splitlines()[0]:.100}", flush=True)
+        return float("nan")
+
+
 def layer_calls(size: Size, weights: ExpertWeights, tokens: int, routing: str) -> list[Callable[[], object]]:
     """Return ``ROUNDS`` calls of the layer with different choices of experts."""
     x = torch.randn(tokens, size.hidden, device="cuda").bfloat16()
@@ -161,7 +213,14 @@ def layer_calls(size: Size, weights: ExpertWeights, tokens: int, routing: str) -
     return [lambda logits=logits: experts(x, route(logits, size.rule), weights) for logits in given]
 
 
-def torch_calls(size: Size, weights: ExpertWeights, tokens: int, routing: str) -> list[Callable[[], object]]:
+def fp8_products(rows: torch.Tensor, inner: torch.Tensor, weights: ExpertWeights, ends: torch.Tensor) -> None:
+    """Multiply sorted pairs with FP8 weights, with torch and scales of 1 for each row."""
+    for left, right in ((rows, weights.gate_up), (inner, weights.down)):
+        ones = [torch.ones(shape, device="cuda") for shape in (left.shape[:1], right.shape[:2])]
+        torch._scaled_grouped_mm(left, right.mT, *ones, offs=ends, out_dtype=torch.bfloat16)
+
+
+def torch_calls(size: Size, weights: ExpertWeights, form: str, tokens: int, routing: str) -> list[Callable[[], object]]:
     """Return ``ROUNDS`` calls of torch's products of sorted pairs."""
     calls: list[Callable[[], object]] = []
     for _ in range(ROUNDS):
@@ -169,6 +228,12 @@ def torch_calls(size: Size, weights: ExpertWeights, tokens: int, routing: str) -
         ends = torch.bincount(ids, minlength=size.rule.num_experts).cumsum(0).int()
         rows = torch.randn(len(ids), size.hidden, device="cuda").bfloat16()
         inner = torch.randn(len(ids), size.size, device="cuda").bfloat16()
+        if form.startswith("fp8"):
+            rows, inner = rows.to(FP8), inner.to(FP8)
+
+        if form.startswith("fp8"):
+            calls.append(lambda rows=rows, inner=inner, ends=ends: fp8_products(rows, inner, weights, ends))
+            continue
 
         def call(rows: torch.Tensor = rows, inner: torch.Tensor = inner, ends: torch.Tensor = ends) -> None:
             functional.grouped_mm(rows, weights.gate_up.mT, offs=ends)
@@ -182,7 +247,7 @@ def floor(size: Size, form: str, tokens: int, routing: str, read: float) -> floa
     """Return the microseconds that no kernel can do without."""
     weights_of_one = 3 * size.hidden * size.size
     chosen = [route(logits_of(size, tokens, routing), size.rule).ids.unique().numel() for _ in range(ROUNDS)]
-    multiply = tokens * size.rule.top_k * weights_of_one * 2 / MULTIPLY
+    multiply = tokens * size.rule.top_k * weights_of_one * 2 / MULTIPLY[form]
     return max(statistics.mean(chosen) * weights_of_one * BYTES[form] / read, multiply) * 1e6
 
 
@@ -209,12 +274,21 @@ def mxfp4_candidates(tokens: int) -> Iterator[Mxfp4Tiles]:
             yield Mxfp4Tiles(block_m, tile, tile)
 
 
+def fp8_candidates(tokens: int) -> Iterator[ExpertTiles]:
+    """Yield tiles to try for weights in FP8, whose scales belong to 128 columns."""
+    blocks = (16,) if tokens <= 16 else (16, 32, 64) if tokens <= 256 else (32, 64, 128)
+    for block_m, block_n, warps, stages in itertools.product(blocks, (32, 64, 128), (4, 8), (3, 4, 5, 6)):
+        if (2 * block_m + 2 * block_n) * 128 * stages <= 224 << 10 and 4 * block_m * block_n <= warps * 32 * 224:
+            tile = ExpertTile(block_n, 128, warps, stages)
+            yield ExpertTiles(block_m, tile, tile)
+
+
 def tune(name: str, size: Size, weights: ExpertWeights, tokens: int) -> None:
     """Print the fastest tiles: first of both products with one tile, then of each with the other's fixed."""
     calls = layer_calls(size, weights, tokens, "skewed")
     kernels = KERNELS[weights.format]
     tiles_of = kernels.tiles_of
-    tried = mxfp4_candidates(tokens) if weights.format == "mxfp4" else candidates(tokens)
+    tried = {"plain": candidates, "mxfp4": mxfp4_candidates}.get(weights.format, fp8_candidates)(tokens)
 
     def time_of(tiles: Any) -> float:
         kernels.tiles_of = lambda *_: tiles
@@ -246,7 +320,8 @@ def main() -> None:
         size = SIZES[name]
         weights = weights_of(size, given.format)
         check(size, weights)
-        values = dequantized(weights, torch.bfloat16)
+        fp8 = given.format.startswith("fp8")
+        values = weights if fp8 else dequantized(weights, torch.bfloat16)
         print(f"{name}: equal to float32; microseconds of one layer")
         for tokens in given.tokens:
             if given.tune:
@@ -254,7 +329,7 @@ def main() -> None:
                 continue
             for routing in ("uniform", "skewed"):
                 ours = microseconds(layer_calls(size, weights, tokens, routing))
-                products = microseconds(torch_calls(size, values, tokens, routing))
+                products = library_time(torch_calls(size, values, given.format, tokens, routing))
                 least = floor(size, given.format, tokens, routing, given.read)
                 print(
                     f"  {tokens:5} tokens, {routing}: {ours:9.1f}   floor {least:9.1f} ({ours / least:.2f}x)   torch {products:9.1f}",

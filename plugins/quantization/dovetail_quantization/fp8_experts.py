@@ -83,6 +83,12 @@ class Fp8Experts(ExpertsMethod):
             yield name, weight._replace(transform=QuantizeRows(inner))
             yield name, weight._replace(parameter=scales, transform=RowScales(columns, inner))
             return
+        static = self.format.activations is Activations.STATIC
+        if static and inner is not None:
+            raise ConfigError(
+                f"{name} holds several experts, and the checkpoint has static scales of activations; implemented with these: "
+                "tensors of one expert each"
+            )
         yield name, weight
         module = name.removesuffix(".weight")
         # a tensor of all experts is no module with a weight: its scales are beside it
@@ -91,12 +97,7 @@ class Fp8Experts(ExpertsMethod):
         )
         make = {Scales.TENSOR: self._of_tensor, Scales.ROW: self._of_rows, Scales.BLOCK: self._of_blocks}
         yield f"{module}{beside}", make[self.format.scales](name, weight, scales)
-        if self.format.activations is Activations.STATIC:
-            if inner is not None:
-                raise ConfigError(
-                    f"{name} holds several experts, and the checkpoint has static scales of activations; implemented with these: "
-                    "tensors of one expert each"
-                )
+        if static:
             yield f"{module}.input_scale", self._of_tensor(name, weight, f"{weight.parameter}_input_scale")
 
     def _of_tensor(self, name: str, weight: WeightTarget, parameter: str) -> WeightTarget:

@@ -68,39 +68,9 @@ def _fitted(tile: ExpertTile, n: int, k: int, itemsize: int) -> ExpertTile:
     block_k = tile.block_k * 2 // itemsize if itemsize > 2 else tile.block_k
     while block_k > 64 and k % block_k:
         block_k //= 2  # a column that is not a multiple needs masks
-    return tile._replace(block_n=min(tile.block_n, _power(n)), block_k=min(block_k, _power(k)))
+    return tile._replace(block_n=min(tile.block_n, fitting_power(n)), block_k=min(block_k, fitting_power(k)))
 
 
-def _power(number: int) -> int:
+def fitting_power(number: int) -> int:
+    """Return the smallest power of 2 of at least ``number`` and 16."""
     return max(16, 1 << (number - 1).bit_length())
-
-
-MEASURED_FP8: dict[tuple[int, int, int, int], dict[int, ExpertTiles]] = {}
-"""``MEASURED`` for weights in FP8."""
-
-_FP8_BY_ROWS = {
-    1: ExpertTiles(16, ExpertTile(32, 128, 4, 5), ExpertTile(32, 128, 4, 5)),
-    16: ExpertTiles(16, ExpertTile(64, 128, 4, 4), ExpertTile(64, 128, 4, 5)),
-    32: ExpertTiles(32, ExpertTile(64, 128, 4, 4), ExpertTile(64, 128, 4, 5)),
-    64: ExpertTiles(64, ExpertTile(128, 128, 8, 4), ExpertTile(128, 128, 4, 4)),
-}
-
-
-def fp8_tiles_of(
-    tokens: int, experts: int, top_k: int, hidden: int, size: int, share: float, group: int
-) -> ExpertTiles:
-    """Return the tiles for weights in FP8, whose ``block_k`` is ``group``, the number of columns that share a scale. Sums of
-    a group are kept beside the total, for which blocks of more than 64 pairs have not enough registers."""
-    measured = MEASURED_FP8.get((experts, top_k, hidden, size)) if group == 128 else None
-    if measured is not None:
-        return measured[next((bucket for bucket in sorted(measured) if tokens <= bucket), max(measured))]
-    rows = tokens * top_k * share / experts
-    block_m = 16 if tokens <= 16 or rows <= 16 else 32 if rows <= 32 else 64
-    tiles = _FP8_BY_ROWS[1 if tokens == 1 else block_m]
-    gate_up, down = tiles.gate_up._replace(block_k=group), tiles.down._replace(block_k=group)
-    gate_up_n = (
-        min(group, 128) if block_m > 32 else min(gate_up.block_n, _power(size))
-    )  # of group columns: quantizes its results
-    return ExpertTiles(
-        block_m, gate_up._replace(block_n=gate_up_n), down._replace(block_n=min(down.block_n, _power(hidden)))
-    )

@@ -22,8 +22,9 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from dovetail.interfaces.expert_shapes import ExpertWeights, Routing
-from dovetail.ops.triton.expert_tiles import ExpertTiles, fp8_tiles_of
+from dovetail.ops.triton.expert_tiles import ExpertTiles
 from dovetail.ops.triton.experts import NARROW, activate, add_up_pairs
+from dovetail.ops.triton.fp8_tiles import tiles_of
 from dovetail.ops.triton.launch import INTERPRETED, launch
 from dovetail.ops.triton.routing import sort_by_expert
 
@@ -308,7 +309,7 @@ def _results(x: torch.Tensor, routing: Routing, weights: ExpertWeights, *, in_pa
     by_block = weights.format == "fp8_blocks"
     group = weights.block[1] if by_block else _GROUP
     bound = math.inf if weights.input_bound is None else weights.input_bound
-    tiles = fp8_tiles_of(tokens, count, top_k, hidden, size, count / weights.whole, group)
+    tiles = tiles_of(tokens, count, top_k, hidden, size, count / weights.whole, group)
     if one:
         order, blocks = (routing.ids, routing.ids, routing.ids), top_k
     else:
