@@ -15,17 +15,20 @@ from torch import nn
 
 from dovetail.engine.build import WeightFiller, build_model
 from dovetail.engine.warmup import EXPERT_TOKENS, PROMPT_TOKENS
-from dovetail.errors import ConfigError
+from dovetail.errors import ConfigError, PluginLoadError
 from dovetail.interfaces.cache import CacheGroup
-from dovetail.interfaces.expert_shapes import ExpertsShape, RoutingRule, SwiGLU
+from dovetail.interfaces.expert_shapes import ExpertsShape, ExpertWeights, Routing, RoutingRule, SwiGLU
+from dovetail.interfaces.experts import ExpertsBackend, ExpertsContext, ExpertsProduct
+from dovetail.interfaces.features import Feature
 from dovetail.interfaces.mesh import SINGLE, Mesh
 from dovetail.interfaces.model import ModelArchitecture, ModelInfo, WeightTarget
 from dovetail.layers import linear
 from dovetail.layers.base import prepare_layers
 from dovetail.layers.decoder import mlp_targets
 from dovetail.layers.expert_targets import FusedLayout, expert_targets, fused_expert_targets
-from dovetail.layers.experts import Experts, Router
+from dovetail.layers.experts import Experts, Router, experts_left_out, use_backend
 from dovetail.layers.norm import RMSNorm
+from dovetail.ops.experts import GroupedProduct
 from dovetail.ops.routing import route
 from dovetail.ops.triton.expert_tiles import tiles_of
 from dovetail.testing.ranks import run_ranks, thread_meshes
@@ -369,3 +372,48 @@ def test_a_float32_router_keeps_one_product(monkeypatch: pytest.MonkeyPatch) -> 
     torch.testing.assert_close(logits, nn.functional.linear(x.float(), router.gate.weight.float()))
     expected = route(logits, RULES["minimax"], router.correction)
     assert router.forward(x).ids.equal(expected.ids)
+
+
+class Doubles(ExpertsBackend):
+    """Make products whose results are twice as large, and keep the weights that they were made of."""
+
+    def __init__(self, config: object, context: ExpertsContext) -> None:
+        self.made = list[ExpertWeights]()
+
+    def product(self, weights: ExpertWeights) -> ExpertsProduct:
+        self.made.append(weights)
+
+        class Double(GroupedProduct):
+            def forward(self, x: torch.Tensor, routing: Routing, shared: torch.Tensor | None) -> torch.Tensor:
+                return super().forward(x, routing, shared) * 2
+
+        return Double(weights, torch.float32)
+
+
+def test_a_backend_makes_the_products_of_all_layers() -> None:
+    layer, x = loaded(SHAPES["qwen3"]), torch.randn(4, HIDDEN)
+    expected, backend = layer.forward(x), Doubles(None, ExpertsContext(CPU, torch.float32))
+    use_backend(layer, backend)
+    assert torch.equal(layer.forward(x), 2 * expected)
+    assert torch.equal(layer.parts_forward(x), 2 * expected)
+    with experts_left_out(layer):
+        assert layer.product.describe == "left out"
+        assert layer.forward(x).shape == x.shape
+    assert torch.equal(layer.forward(x), 2 * expected)
+    assert len(backend.made) == 1
+    layer.down.mul_(0.5)
+    prepare_layers(layer)
+    torch.testing.assert_close(layer.forward(x), expected)
+    assert len(backend.made) == 2
+
+
+def test_models_declare_what_their_experts_need() -> None:
+    shape = SHAPES["gpt-oss"]
+    assert shape.needs == {Feature.EXPERTS_BIAS, Feature.EXPERTS_SWIGLU}
+    assert SHAPES["llama4"].needs == {Feature.EXPERTS_SCALED_INPUT}
+    assert SHAPES["qwen2"].needs == frozenset()
+    info = replace(INFO, config=(shape, None), needs=frozenset({Feature.EXPERTS_BIAS}))
+    with pytest.raises(
+        PluginLoadError, match=r"does not declare experts\.swiglu, which its layer of experts experts needs"
+    ):
+        build_model(OneLayer, info, CPU, torch.float32)

@@ -18,8 +18,11 @@ from dovetail.engine.captures import NO_UPDATES, larger_sizes
 from dovetail.engine.graphs import GraphKey
 from dovetail.engine.warmup import BUSY_TOKENS, LAYERS, WarmUp, likely_keys
 from dovetail.errors import RankLostError, WeightsError
+from dovetail.interfaces.expert_shapes import ExpertsShape, RoutingRule
+from dovetail.interfaces.experts import ExpertsBackend
 from dovetail.interfaces.mesh import SINGLE
 from dovetail.interfaces.model import ModelInfo
+from dovetail.layers.experts import Experts, use_backend
 from dovetail.ops.triton.ahead import KernelCounts
 from dovetail.testing.ranks import run_ranks, thread_meshes
 from dovetail.types import Batch
@@ -125,6 +128,38 @@ def test_steps_without_their_attention_are_run_before_they_are_captured():
     assert warm_up.start(graphs)
     assert len(graphs.captured) == 8
     assert not graphs.loaded
+
+
+class LayerOfExperts(ExpertsBackend):
+    """Make no products: what a layer computes with is a name."""
+
+    def __init__(self):
+        self.layer = Experts(ExpertsShape(8, 8, RoutingRule(4, 2)), SINGLE)
+        use_backend(self.layer, self)
+
+    def product(self, weights):
+        return SimpleNamespace(describe="own")
+
+
+def test_experts_of_backends_without_rehearsal_are_left_out_where_kernels_are_not_launched():
+    """They would read experts that no kernel has chosen. Their own kernels run before a step is captured."""
+    layer, seen = LayerOfExperts().layer, []
+    for leaves_out in (False, True):
+        warm_up, graphs = make(True)
+        if leaves_out:
+            warm_up.leave_out_experts(layer)
+        graphs.rehearse = lambda key, layers, *, attend: seen.append(layer.product.describe) or torch.zeros(key.rows, 8)
+        assert warm_up._note(lambda: seen.append(layer.product.describe))
+        assert warm_up.start(graphs)
+        assert set(seen) == {"left out" if leaves_out else "own"}
+        assert bool(graphs.loaded) != leaves_out
+        warm_up, _ = make(False)
+        if leaves_out:
+            warm_up.leave_out_experts(layer)
+        with warm_up.measuring():
+            assert warm_up._kernels.mode == (None if leaves_out else "note")
+            assert layer.product.describe == "own"
+        seen.clear()
 
 
 def test_without_kernels_nothing_is_captured_until_they_are_compiled():

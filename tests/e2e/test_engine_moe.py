@@ -14,6 +14,8 @@ from engine_runs import check_idle, make_llm, paged, prompts_of
 from transformers import MixtralConfig, Qwen3MoeConfig
 
 from dovetail import SamplingParams
+from dovetail.layers.experts import layers_of_experts
+from dovetail_experts.backends import TorchExperts
 
 STEPS = 32
 GREEDY = SamplingParams(max_new_tokens=STEPS, temperature=0)
@@ -66,6 +68,20 @@ def test_chunks_prefixes_drafts_and_retraction(checkpoints, name: str) -> None:
     assert stats.drafted_tokens > 0
     assert stats.retractions > 0
     tight.close()
+
+
+def test_a_drafter_with_experts_has_the_backend_of_the_target(checkpoints) -> None:
+    directory, reference = checkpoints["qwen3"]
+    drafter = {"kind": "draft_model", "path": str(directory)}
+    llm = make_llm(directory, speculative=drafter, scheduler={"draft": "always"}, threads=1)
+    engine = llm.loop.executor.rank.engine
+    (model,) = engine._draft_runtime._models
+    backends = {type(layer.backend) for one in (engine.model, model) for layer in layers_of_experts(one)}
+    assert backends == {TorchExperts}
+    check(llm, reference, prompts_of([3, 30]))
+    stats = llm.loop.stats()
+    assert stats.accepted_tokens > 0.95 * stats.drafted_tokens > 0
+    llm.close()
 
 
 @pytest.mark.parametrize("experts", [pytest.param("tp", marks=pytest.mark.full), "ep"])
