@@ -13,6 +13,7 @@ from dovetail.interfaces.expert_shapes import ExpertWeights
 from dovetail.interfaces.model import WeightTarget
 from dovetail.interfaces.quantization import (
     Activation,
+    ActivationQuantizer,
     ExpertsMethod,
     ExpertWeightsShape,
     LinearMethod,
@@ -21,8 +22,12 @@ from dovetail.interfaces.quantization import (
     ParameterShape,
     Quantization,
     QuantizationContext,
+    QuantizedActivations,
 )
+from dovetail.ops import activation as activations
+from dovetail.ops import norm
 from dovetail.ops.expert_formats import dequantized
+from dovetail.ops.parts import Parts
 from dovetail.registry.specs import ComponentSpec
 from dovetail.testing.quantization import QuantizationSuite
 from dovetail_quantization.config import Fp8Config
@@ -120,6 +125,74 @@ class SaysNoParts(Dequantized):
         return self.forward(x, None)[None]
 
 
+class ByRow(ActivationQuantizer):
+    """Quantize in torch, with a scale for each row."""
+
+    def quantize(self, x: torch.Tensor) -> QuantizedActivations:
+        scales = x.abs().amax(1, keepdim=True) / 448
+        return QuantizedActivations((x / scales).to(torch.float8_e4m3fn), scales, x.dtype)
+
+    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> QuantizedActivations:
+        return self.quantize(norm.rms_norm(x, weight, eps))
+
+    def add_rms_norm(
+        self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+    ) -> QuantizedActivations:
+        return self.quantize(norm.add_rms_norm(x, residual, weight, eps))
+
+    def add_parts_rms_norm(
+        self, parts: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+    ) -> tuple[QuantizedActivations, torch.Tensor]:
+        normed, total = norm.add_parts_rms_norm(Parts(parts), residual, weight, eps)
+        return self.quantize(normed), total
+
+    def gate(self, gate_up: torch.Tensor, activation: Activation) -> QuantizedActivations:
+        return self.quantize(activations.GATES[activation](gate_up))
+
+
+class LeavesItsInput(ByRow):
+    def add_rms_norm(
+        self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+    ) -> QuantizedActivations:
+        return super().add_rms_norm(x.clone(), residual, weight, eps)
+
+
+class ForgetsTheResidual(ByRow):
+    def add_parts_rms_norm(
+        self, parts: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+    ) -> tuple[QuantizedActivations, torch.Tensor]:
+        _, total = super().add_parts_rms_norm(parts, residual, weight, eps)
+        return self.rms_norm(parts.sum(0), weight, eps), total
+
+
+class OneActivation(ByRow):
+    def gate(self, gate_up: torch.Tensor, activation: Activation) -> QuantizedActivations:
+        return super().gate(gate_up, "silu")
+
+
+class OfQuantizedInputs(Dequantized):
+    """Multiply with inputs that ``quantizer`` quantizes."""
+
+    quantizer: ActivationQuantizer = ByRow()
+
+    def forward(self, x: torch.Tensor | QuantizedActivations, bias: torch.Tensor | None) -> torch.Tensor:
+        codes, scales, dtype = x if isinstance(x, QuantizedActivations) else self.quantizer.quantize(x)
+        return super().forward((codes.float() * scales).to(dtype), bias)
+
+
+class OfCodes(OfQuantizedInputs):
+    """Multiply with the codes of inputs that were quantized before."""
+
+    def forward(self, x: torch.Tensor | QuantizedActivations, bias: torch.Tensor | None) -> torch.Tensor:
+        if isinstance(x, QuantizedActivations):
+            x = x._replace(scales=torch.ones_like(x.scales))
+        return super().forward(x, bias)
+
+
+def of_inputs(quantizer: ActivationQuantizer) -> type[Dequantized]:
+    return type("Made", (OfQuantizedInputs,), {"quantizer": quantizer})
+
+
 class ExchangesScales(Fp8Experts):
     def prepare(self, parameters: Mapping[str, torch.Tensor]) -> ExpertWeights:
         weights = super().prepare(parameters)
@@ -210,8 +283,9 @@ def suite(
     return Suite
 
 
-SOUND = suite()
+SOUND, QUANTIZING = suite(), suite(multiplying_by(OfQuantizedInputs))
 PRODUCTS, GATES = "test_products_are_those_of_the_weights", "test_gates_and_parts_are_those_of_the_product"
+INPUTS = "test_inputs_may_be_quantized_before"
 EXPERTS = "test_experts_are_those_of_the_weights"
 ONE_RANK, LOADING, STORED = [("by row", 1)], [("while loading",)], [("by row",)]
 
@@ -225,6 +299,10 @@ MUTANTS = [
     Mutant("exchanges gate and up", GATES, suite(multiplying_by(GatesWithUp)), SOUND, STORED),
     Mutant("loses a part", GATES, suite(multiplying_by(LosesAPart)), SOUND, STORED),
     Mutant("returns parts that it does not announce", GATES, suite(multiplying_by(SaysNoParts)), SOUND, STORED, "in_parts"),
+    Mutant("multiplies with codes without their scales", INPUTS, suite(multiplying_by(OfCodes)), QUANTIZING, STORED),
+    Mutant("does not write the sum of input and residual", INPUTS, suite(multiplying_by(of_inputs(LeavesItsInput()))), QUANTIZING, STORED, "overwrite"),
+    Mutant("quantizes the norm without the residual", INPUTS, suite(multiplying_by(of_inputs(ForgetsTheResidual()))), QUANTIZING, STORED),
+    Mutant("quantizes each gate as SwiGLU", INPUTS, suite(multiplying_by(of_inputs(OneActivation()))), QUANTIZING, STORED),
     Mutant("declares a parameter that nothing fills", "test_every_element_is_filled", suite(FillsLess), SOUND, ONE_RANK, "zero_point"),
     Mutant("keeps the first product", "test_other_weights_give_other_products", suite(KeepsTheFirst), SOUND, STORED),
     Mutant("does not read the scales", "test_a_missing_tensor_is_named", suite(ReadsNoScales), SOUND, STORED),

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import pytest
 import torch
@@ -25,11 +25,18 @@ from dovetail.errors import ConfigError, WeightsError
 from dovetail.interfaces.cache import CacheGroup
 from dovetail.interfaces.mesh import SINGLE, Mesh
 from dovetail.interfaces.model import ModelArchitecture, ModelInfo, WeightTarget, WeightTransform
-from dovetail.interfaces.quantization import Quantization, QuantizationContext
+from dovetail.interfaces.quantization import (
+    ActivationQuantizer,
+    Quantization,
+    QuantizationContext,
+    QuantizedActivations,
+)
 from dovetail.layers.decoder import linear_targets
 from dovetail.layers.linear import ColumnLinear, Linear, row_linear
 from dovetail.layers.transforms import SplitHalves
 from dovetail.ops.activation import GATES
+from dovetail.ops.norm import add_parts_rms_norm, rms_norm
+from dovetail.ops.parts import Parts
 from dovetail.registry.specs import ComponentKind
 from dovetail.registry.targets import load_attribute
 from dovetail.testing.quantized_experts import QuantizedExpertsSuite, relative_error
@@ -225,6 +232,22 @@ class QuantizationSuite(QuantizedExpertsSuite):
             assert parts.dtype == torch.float32
             assert relative_error(parts.sum(0), product.forward(x, None)) <= self.tolerance
 
+    def test_inputs_may_be_quantized_before(self, case: str, tmp_path: Path) -> None:
+        """Products compute the same of inputs that their ``quantizer`` quantized, alone or with a norm or gate, as of
+        tensors. A product without one is not tested."""
+        self.write(case, tmp_path)
+        model = self.model(case)
+        load_weights(model, tmp_path)
+        for name, layer in _layers(model).items():
+            quantizer = layer.product.quantizer
+            if quantizer is not None:
+                for what, got, plain in _quantized_inputs(quantizer, layer.in_features):
+                    assert isinstance(got, QuantizedActivations), f"{what} returned {type(got).__name__}"
+                    assert (got.shape, got.dtype) == (plain.shape, plain.dtype), what
+                    expected = layer.product.forward(plain, layer.bias)
+                    found = layer.product.forward(cast("torch.Tensor", got), layer.bias)
+                    assert relative_error(found, expected) <= 0.01, f"{what} before {name}"
+
     @each_size
     def test_every_element_is_filled(self, case: str, size: int, tmp_path: Path) -> None:
         """No element of a parameter keeps what was in its memory."""
@@ -308,6 +331,28 @@ def _dense(
     save_file({name: tensor.contiguous() for name, tensor in exact.items()}, folder / "model.safetensors")
     load_weights(model, folder)
     return model
+
+
+def _quantized_inputs(
+    quantizer: ActivationQuantizer, size: int
+) -> Iterator[tuple[str, QuantizedActivations, torch.Tensor]]:
+    """Yield what each method of ``quantizer`` returns, and the tensor for which it stands."""
+    rows, eps, generator = quantizer.few_rows + 3, 1e-5, torch.Generator().manual_seed(1)
+    x, residual = torch.randn(2, rows, size, generator=generator)
+    weight, parts = torch.randn(size, generator=generator), torch.randn(3, rows, size, generator=generator)
+    yield "quantize", quantizer.quantize(x), x
+    yield "rms_norm", quantizer.rms_norm(x, weight, eps), rms_norm(x, weight, eps)
+    total = x.clone()
+    got = quantizer.add_rms_norm(total, residual, weight, eps)
+    assert total.equal(x + residual), "add_rms_norm did not overwrite its input with the sum"
+    yield "add_rms_norm", got, rms_norm(total, weight, eps)
+    got, total = quantizer.add_parts_rms_norm(parts, residual, weight, eps)
+    expected, expected_total = add_parts_rms_norm(Parts(parts), residual, weight, eps)
+    assert total.equal(expected_total), "add_parts_rms_norm returned another sum"
+    yield "add_parts_rms_norm", got, expected
+    gate_up = torch.randn(rows, 2 * size, generator=generator)
+    for activation, gate in GATES.items():
+        yield f"gate {activation}", quantizer.gate(gate_up, activation), gate(gate_up)
 
 
 def _layers(model: ModelArchitecture) -> dict[str, Linear]:
