@@ -11,6 +11,7 @@ import torch
 
 from dovetail.ops.cpu import library as building
 from dovetail.ops.cpu.kernels import PagedKV, kernels
+from dovetail.ops.mxfp4 import dequantize
 
 pytestmark = pytest.mark.skipif(
     building.library().handle is None, reason=f"no compiled kernels: {building.library().text}"
@@ -283,3 +284,21 @@ def test_it_is_built_once(monkeypatch, tmp_path):
     before = file.stat().st_mtime_ns
     assert building.library.__wrapped__().handle is not None
     assert file.stat().st_mtime_ns == before
+
+
+@each_dtype
+@pytest.mark.parametrize(("rows", "width"), [(1, 32), (7, 96), (130, 288)])
+def test_products_of_mxfp4_codes(dtype, rows, width):
+    """All codes and scales that have numbers in the dtype; a row does not depend on the others."""
+    codes = torch.randint(256, (rows, width // 2), dtype=torch.uint8)
+    wide = torch.arange(width // 32 * rows).view(width // 32, rows) % 250 + 3
+    ours = kernels(dtype)
+    assert ours.mxfp4_weight(codes, wide.to(torch.uint8)).equal(dequantize(codes, wide.to(torch.uint8), dtype))
+    scale = torch.randint(115, 125, (width // 32, rows), dtype=torch.uint8)
+    weight, bias = dequantize(codes, scale, torch.float64), torch.randn(rows).to(dtype)
+    x = torch.randn(9, width).to(dtype)
+    whole = ours.mxfp4_product(x, codes, scale, bias)
+    close(whole, x.double() @ weight.T + bias.double(), dtype)
+    for m in (1, 4):
+        assert ours.mxfp4_product(x[:m], codes, scale, bias).equal(whole[:m])
+    assert ours.mxfp4_product(x[:0], codes, scale).shape == (0, rows)

@@ -305,6 +305,116 @@ void product(const T* weight, const T* x, const T* bias, T* out, int64_t m, int6
     }
 }
 
+// Codes of MXFP4 weights (dovetail/ops/mxfp4.py): of a block of 32 columns, the low bits of 16 bytes are the first 16 columns,
+// the high bits the others. A code is an index of `kFourBits`.
+constexpr float kFourBits[16] = {0.0f, 0.5f, 1.0f, 1.5f, 2.0f, 3.0f, 4.0f, 6.0f, -0.0f, -0.5f, -1.0f, -1.5f, -2.0f, -3.0f, -4.0f, -6.0f};
+
+struct Block {
+    Lanes first, second;  // the columns of a block, without their scale
+};
+
+inline Block block_of(const uint8_t* codes) {
+    using Bytes = uint8_t __attribute__((vector_size(16)));
+    using Indices = int32_t __attribute__((vector_size(64)));
+    Bytes both;
+    std::memcpy(&both, codes, 16);
+    const Lanes values = lanes(kFourBits);
+    return {__builtin_shuffle(values, __builtin_convertvector(both & 15, Indices)),
+            __builtin_shuffle(values, __builtin_convertvector(both >> 4, Indices))};
+}
+
+inline float power_of(uint8_t scale) {  // 2 to the power of scale - 127
+    const uint32_t bits = scale == 0 ? 1u << 22 : static_cast<uint32_t>(scale) << 23;
+    float out;
+    std::memcpy(&out, &bits, 4);
+    return out;
+}
+
+// Computes the products of R rows of codes and M inputs of d floats each. `scales` are those of the rows in the first block;
+// those of the next block follow after n. The order of a sum does not depend on R and M.
+template <int R, int M>
+__attribute__((noinline)) void mxfp4_tile(const uint8_t* codes, const uint8_t* scales, const float* x, int64_t n, int64_t d,
+                                          float out[kInputs][kRows]) {
+    Lanes sums[M][R] = {};
+    for (int64_t i = 0; i < d; i += 32) {
+        Lanes first[R], second[R];
+#pragma GCC unroll 4
+        for (int r = 0; r < R; ++r) {
+            const uint8_t* from = codes + (r * d + i) / 2;
+            const Block block = block_of(from);
+            const float scale = power_of(scales[i / 32 * n + r]);
+            first[r] = block.first * scale, second[r] = block.second * scale;
+            __builtin_prefetch(reinterpret_cast<const char*>(from) + kAhead / 4);
+        }
+#pragma GCC unroll 8
+        for (int m = 0; m < M; ++m) {
+            const Lanes low = lanes(x + m * d + i), high = lanes(x + m * d + i + 16);
+#pragma GCC unroll 4
+            for (int r = 0; r < R; ++r) sums[m][r] += first[r] * low;
+#pragma GCC unroll 4
+            for (int r = 0; r < R; ++r) sums[m][r] += second[r] * high;
+        }
+    }
+#pragma GCC unroll 8
+    for (int m = 0; m < M; ++m) lane_sums<R>(sums[m], out[m]);
+}
+
+template <int R>
+void mxfp4_tile(const uint8_t* codes, const uint8_t* scales, const float* x, int inputs, int64_t n, int64_t d,
+                float out[kInputs][kRows]) {
+    switch (inputs) {
+        case 1: return mxfp4_tile<R, 1>(codes, scales, x, n, d, out);
+        case 2: return mxfp4_tile<R, 2>(codes, scales, x, n, d, out);
+        case 3: return mxfp4_tile<R, 3>(codes, scales, x, n, d, out);
+        case 4: return mxfp4_tile<R, 4>(codes, scales, x, n, d, out);
+        case 5: return mxfp4_tile<R, 5>(codes, scales, x, n, d, out);
+        default: return mxfp4_tile<R, kInputs>(codes, scales, x, n, d, out);
+    }
+}
+
+// Computes out [m, n] = x [m, d] @ weight [n, d].T + bias [n] for few m, of codes [n, d / 2] and scales [d / 32, n].
+template <typename T>
+void mxfp4_product(const uint8_t* codes, const uint8_t* scales, const T* x, const T* bias, T* out, int64_t m, int64_t n, int64_t d) {
+    const int64_t parts = (m + kInputs - 1) / kInputs;
+    std::vector<float> input(m * d);
+    for (int64_t i = 0; i < m * d; ++i) input[i] = wide(x[i]);
+#pragma omp parallel for if (n * d > 2 * kSerial) schedule(static)
+    for (int64_t row = 0; row < n; row += kRows) {
+        const int rows = static_cast<int>(std::min<int64_t>(kRows, n - row));
+        for (int64_t part = 0; part < parts; ++part) {
+            const int64_t first = part * m / parts, end = (part + 1) * m / parts;
+            const int count = static_cast<int>(end - first);
+            float sums[kInputs][kRows];
+            if (rows == kRows)
+                mxfp4_tile<kRows>(codes + row * d / 2, scales + row, input.data() + first * d, count, n, d, sums);
+            else
+                for (int r = 0; r < rows; ++r) {
+                    float one[kInputs][kRows];
+                    mxfp4_tile<1>(codes + (row + r) * d / 2, scales + row + r, input.data() + first * d, count, n, d, one);
+                    for (int i = 0; i < count; ++i) sums[i][r] = one[i][0];
+                }
+            for (int i = 0; i < count; ++i)
+                for (int r = 0; r < rows; ++r)
+                    put(out + (first + i) * n + row + r, bias == nullptr ? sums[i][r] : sums[i][r] + wide(bias[row + r]));
+        }
+    }
+}
+
+// Writes the weight [n, d] of codes [n, d / 2] and scales [d / 32, n].
+template <typename T>
+void mxfp4_weight(const uint8_t* codes, const uint8_t* scales, T* out, int64_t n, int64_t d) {
+#pragma omp parallel for if (n * d > 2 * kSerial) schedule(static)
+    for (int64_t row = 0; row < n; ++row)
+        for (int64_t i = 0; i < d; i += 32) {
+            const Block block = block_of(codes + (row * d + i) / 2);
+            const float scale = power_of(scales[i / 32 * n + row]);
+            const Lanes first = block.first * scale, second = block.second * scale;
+            T* to = out + row * d + i;
+            for (int j = 0; j < 16; ++j) put(to + j, first[j]);
+            for (int j = 0; j < 16; ++j) put(to + 16 + j, second[j]);
+        }
+}
+
 // Copies row t of k and v to location out_loc[t] of the pool.
 template <typename T>
 void store(const T* k, const T* v, T* keys, T* values, const int64_t* out_loc, int64_t tokens, int64_t k_stride,
@@ -692,6 +802,13 @@ void attend(const Attention& a, const T* q, const T* keys, const T* values, cons
     }                                                                                                                       \
     extern "C" void product_##NAME(const T* weight, const T* x, const T* bias, T* out, int64_t m, int64_t n, int64_t d) {     \
         product(weight, x, bias, out, m, n, d);                                                                             \
+    }                                                                                                                       \
+    extern "C" void mxfp4_product_##NAME(const uint8_t* codes, const uint8_t* scales, const T* x, const T* bias, T* out,        \
+                                         int64_t m, int64_t n, int64_t d) {                                                 \
+        mxfp4_product(codes, scales, x, bias, out, m, n, d);                                                                \
+    }                                                                                                                       \
+    extern "C" void mxfp4_weight_##NAME(const uint8_t* codes, const uint8_t* scales, T* out, int64_t n, int64_t d) {          \
+        mxfp4_weight(codes, scales, out, n, d);                                                                             \
     }                                                                                                                       \
     extern "C" void store_##NAME(const T* k, const T* v, T* keys, T* values, const int64_t* out_loc, int64_t tokens,          \
                                  int64_t k_stride, int64_t v_stride, int64_t width) {                                       \

@@ -25,6 +25,8 @@ _SIGNATURES: dict[str, tuple[type, ...]] = {
     "silu_mul": (_P, _P, _I, _I),
     "gelu_tanh_mul": (_P, _P, _I, _I),
     "product": (_P, _P, _P, _P, _I, _I, _I),
+    "mxfp4_product": (_P, _P, _P, _P, _P, _I, _I, _I),
+    "mxfp4_weight": (_P, _P, _P, _I, _I),
     "store": (_P, _P, _P, _P, _P, _I, _I, _I, _I),
     "attend": (_P, _P, _P, _P, _P, _P, _P, _I, _I, _I, _I, _I, _I, _I, _I, _F, _F),
 }
@@ -52,6 +54,8 @@ class Kernels:
             self._silu_mul,
             self._gelu_tanh_mul,
             self._product,
+            self._mxfp4_product,
+            self._mxfp4_weight,
             self._store,
             self._attend,
         ) = (_function(handle, name, _DTYPES[dtype]) for name in _SIGNATURES)
@@ -116,6 +120,29 @@ class Kernels:
         out = torch.empty(x.shape[0], rows, dtype=self.dtype)
         added = None if bias is None else bias.data_ptr()
         self._product(weight.data_ptr(), x.data_ptr(), added, out.data_ptr(), x.shape[0], rows, width)
+        return out
+
+    def mxfp4_product(
+        self, x: torch.Tensor, codes: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Compute the product of few rows ``x [m, in]`` and a weight of codes ``[out, in / 2]`` and scales
+        ``[in / 32, out]`` (``ops.mxfp4``), whose scales are no NaN. The result of a row does not depend on m. All tensors
+        are contiguous."""
+        rows, width = _check_mxfp4(codes, scale)
+        assert x.dtype is self.dtype
+        assert x.is_contiguous()
+        assert x.shape[1] == width
+        out = torch.empty(x.shape[0], rows, dtype=self.dtype)
+        added = None if bias is None else bias.data_ptr()
+        sizes = x.shape[0], rows, width
+        self._mxfp4_product(codes.data_ptr(), scale.data_ptr(), x.data_ptr(), added, out.data_ptr(), *sizes)
+        return out
+
+    def mxfp4_weight(self, codes: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+        """Return the weight ``[out, in]`` of codes and scales (see ``mxfp4_product``)."""
+        rows, width = _check_mxfp4(codes, scale)
+        out = torch.empty(rows, width, dtype=self.dtype)
+        self._mxfp4_weight(codes.data_ptr(), scale.data_ptr(), out.data_ptr(), rows, width)
         return out
 
     def store(
@@ -194,6 +221,16 @@ def kernels(dtype: torch.dtype) -> Kernels | None:
     gives the reason)."""
     handle = library().handle if dtype in _DTYPES else None
     return None if handle is None else Kernels(handle, dtype)
+
+
+def _check_mxfp4(codes: torch.Tensor, scale: torch.Tensor) -> tuple[int, int]:
+    """Return the rows and columns of the weight."""
+    rows, width = codes.shape[0], 2 * codes.shape[1]
+    assert codes.dtype is scale.dtype is torch.uint8
+    assert codes.is_contiguous()
+    assert scale.is_contiguous()
+    assert scale.shape == (width // 32, rows)
+    return rows, width
 
 
 def _function(handle: ctypes.CDLL, name: str, dtype: str) -> Callable[..., None]:
