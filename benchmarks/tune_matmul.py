@@ -1,13 +1,11 @@
 """Find the table of ``dovetail.ops.triton.tuning``: tiles of matrix products with few rows, compared with cuBLAS.
 
     python benchmarks/tune_matmul.py [--models 8b small] [--rows 1 16 32 64 128 256] [--top 8]
-    python benchmarks/tune_matmul.py --shapes 5120x2048 2048x4096 [--fp8]
 
 Every tile that fits a shape is checked against float32 and timed on cold weights. The fastest tiles then compete in the
 step of ``ops_gpu.Step``, one matrix after the other, because the effect of prefetching weights appears only among other
 kernels. Tiles that load weights early are better the less they disturb each other, which appears only there too: all of
-them compete. The results and the table are printed. With ``--shapes`` matrices are measured alone, outside of a step; with
-``--fp8`` their weights are in FP8 with a scale for each row, and what they are compared with quantizes the rows before.
+them compete. The results and the table are printed.
 """
 
 from __future__ import annotations
@@ -17,7 +15,6 @@ import itertools
 import time
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import NamedTuple
 
 import torch
 from torch.nn import functional
@@ -83,65 +80,28 @@ def aheads(choice: Choice) -> Sequence[int]:
     return AHEAD if choice is not None and not choice.early else (0,)
 
 
-class Weights(NamedTuple):
-    """Hold a matrix, with its scales if it is in FP8."""
-
-    plain: torch.Tensor
-    scale: torch.Tensor | None = None
-
-    def exact(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the product in float32."""
-        if self.scale is None:
-            return x.float() @ self.plain.float().t()
-        return x.float() @ (self.plain.view(torch.float8_e4m3fn).float() * self.scale[:, None]).t()
-
-    def library(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the product of cuBLAS."""
-        if self.scale is None:
-            return functional.linear(x, self.plain)
-        from dovetail_quantization.triton.quantize import quantize
-
-        codes, scales = quantize(x)
-        weight = self.plain.view(torch.float8_e4m3fn).t()
-        return torch._scaled_mm(codes, weight, scale_a=scales, scale_b=self.scale[None], out_dtype=x.dtype)
-
-    def product(self, x: torch.Tensor, tile: ProductTile, space: Workspace) -> torch.Tensor:
-        """Return the product of a tile."""
-        return matmul(x, self.plain, None, tile, space, scale=self.scale)
-
-
-def weights_of(n: int, k: int, *, fp8: bool) -> Weights:
-    """Return random weights."""
-    if not fp8:
-        return Weights(randn(n, k, scale=0.02))
-    codes = randn(n, k, scale=100.0).to(torch.float8_e4m3fn).view(torch.uint8)
-    return Weights(codes, torch.rand(n, device="cuda") / 448)
-
-
-def right(x: torch.Tensor, weight: Weights, exact: torch.Tensor, tile: ProductTile, space: Workspace) -> bool:
+def right(x: torch.Tensor, weight: torch.Tensor, exact: torch.Tensor, tile: ProductTile, space: Workspace) -> bool:
     """Return whether the product agrees with float32, twice in a row, in memory that was poisoned."""
     for _ in range(2):
         torch.full(
-            exact.shape, torch.nan, dtype=x.dtype, device=x.device
+            (x.shape[0], weight.shape[0]), torch.nan, dtype=x.dtype, device=x.device
         )  # its memory is freed and becomes the output's
-        got = weight.product(x, tile, space).float()
+        got = matmul(x, weight, None, tile, space).float()
         if not (got - exact).norm() < 5e-3 * exact.norm():
             return False
     return True
 
 
-def compile_all(cases: Iterable[tuple[ProductTile, bool]], space: Workspace, *, fp8: bool = False) -> None:
+def compile_all(cases: Iterable[tuple[ProductTile, bool]], space: Workspace) -> None:
     """Compile tiles on all cores; each comes with whether it ends in the gate."""
     x, w = (torch.zeros(size, dtype=torch.bfloat16, device="cuda") for size in (1 << 20, 1 << 22))
-    w, scale = (w.view(torch.uint8), torch.ones(256, device="cuda")) if fp8 else (w, None)
     wanted = {(tile._replace(per_sm=min(tile.per_sm, 1)), gated) for tile, gated in cases}
 
     def compile_one(case: tuple[ProductTile, bool]) -> None:
         tile, gated = case
         k = tile.block_k * tile.split * 2
         try:
-            few, weight = x[: 2 * k].view(2, k)[: tile.block_m], w[: 256 * k].view(256, k)
-            matmul(few, weight, None, tile, space, gated, scale=scale)
+            matmul(x[: 2 * k].view(2, k)[: tile.block_m], w[: 256 * k].view(256, k), None, tile, space, gated)
         except Exception as error:
             print("FAILED", tile, repr(error)[:200])
 
@@ -153,20 +113,22 @@ def compile_all(cases: Iterable[tuple[ProductTile, bool]], space: Workspace, *, 
 
 
 def tune_alone(
-    name: str, n: int, k: int, buckets: Sequence[int], space: Workspace, top: int, *, fp8: bool = False
+    name: str, n: int, k: int, buckets: Sequence[int], space: Workspace, top: int
 ) -> dict[int, list[Choice]]:
     """Return the best tiles of one shape by number of rows; None stands for cuBLAS."""
-    weights = [weights_of(n, k, fp8=fp8) for _ in range(max(2, -(-int(COLD) // ((1 if fp8 else 2) * n * k))))]
+    weights = [randn(n, k, scale=0.02) for _ in range(max(2, -(-int(COLD) // (2 * n * k))))]
     inputs, best = randn(max(buckets), k), {}
-    exact = weights[0].exact(inputs)
+    exact = inputs.float() @ weights[0].float().t()
     for m in buckets:
         x = inputs[:m].contiguous()
-        found: list[tuple[float, Choice]] = [(per_call([lambda x=x, w=w: w.library(x) for w in weights]), None)]
+        found: list[tuple[float, Choice]] = [
+            (per_call([lambda x=x, w=w: functional.linear(x, w) for w in weights]), None)
+        ]
         for tile in candidates(m, n, k) + (candidates(16, n, k) if m == 1 else []):
             if not right(x, weights[0], exact[:m], tile, space):
                 print("WRONG", name, m, tile, flush=True)
                 continue
-            calls = [lambda x=x, w=w, tile=tile: w.product(x, tile, space) for w in weights]
+            calls = [lambda x=x, w=w, tile=tile: matmul(x, w, None, tile, space) for w in weights]
             found.append((per_call(calls, 3), tile))
         found.sort(key=lambda pair: pair[0])
         cublas = next(us for us, tile in found if tile is None)
@@ -227,29 +189,16 @@ def tune_together(
     return chosen
 
 
-def alone(shapes: list[tuple[int, ...]], rows: Sequence[int], space: Workspace, fp8: bool) -> None:
-    """Tune matrices outside of a step, and print the table."""
-    wanted = {tile for m, (n, k) in itertools.product(rows, shapes) for tile in candidates(m, n, k)}
-    compile_all(((tile, False) for tile in wanted), space, fp8=fp8)
-    table = {(n, k): tune_alone("", n, k, rows, space, 1, fp8=fp8) for n, k in shapes}
-    for shape, best in table.items():
-        print(f"    {shape}: {{{', '.join(f'{m}: {found[0] and tuple(found[0])}' for m, found in best.items())}}},")
-
-
 def main() -> None:
     """Tune the shapes."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="*", default=list(MODELS), choices=list(MODELS))
     parser.add_argument("--rows", nargs="*", type=int, default=[1, 16, 32, 64, 128, 256])
     parser.add_argument("--top", type=int, default=8)
-    parser.add_argument("--shapes", nargs="+", metavar="NxK", help="of weights, instead of models")
-    parser.add_argument("--fp8", action="store_true", help="weights in FP8; needs --shapes")
     args = parser.parse_args()
     torch.manual_seed(0)
     space, table = Workspace(torch.device("cuda")), {}
     with torch.inference_mode():
-        if args.shapes:
-            return alone([tuple(map(int, text.split("x"))) for text in args.shapes], args.rows, space, args.fp8)
         shapes = {shape for name in args.models for shape in MODELS[name].matrices.values()}
         tiles = (tile for m, shape in itertools.product(args.rows, shapes) for tile in candidates(m, *shape))
         compile_all(((tile, False) for tile in tiles), space)

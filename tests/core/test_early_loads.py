@@ -14,8 +14,9 @@ from triton.compiler import ASTSource
 
 from dovetail.ops.triton import invariant, matmul
 from dovetail.ops.triton.launch import INTERPRETED
-from dovetail.ops.triton.tuning import MEASURED, fp8_tile_of
+from dovetail.ops.triton.tuning import MEASURED
 from dovetail_attention.triton import attend as attend_module
+from dovetail_quantization.triton import few_rows as fp8_rows
 
 pytestmark = pytest.mark.skipif(INTERPRETED, reason="kernels are interpreted, not compiled")
 
@@ -29,24 +30,14 @@ TILES = sorted(
 WAIT = "griddepcontrol.wait"
 
 
-FP8_TILES = [
-    fp8_tile_of(rows, n, k, blocks=blocks)
-    for n, k in ((4096, 4096), (28672, 4096))
-    for rows in (16,)
-    for blocks in (False, True)
-]
-
-
-def compiled(tile, form, in_order, scales=0):
-    """Return the kernel of a tile for float16: in Triton's GPU language, and in assembler. With ``scales`` the weight is
-    in FP8."""
+def compiled(tile, form, in_order):
+    """Return the kernel of a tile for float16: in Triton's GPU language, and in assembler."""
     constants = {
-        "GATED": form == "gated", "BIAS": form != "parts", "SCALES": scales, "BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "BLOCK_K": tile.block_k,
+        "GATED": form == "gated", "BIAS": form != "parts", "BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "BLOCK_K": tile.block_k,
         "SPLIT": tile.split, "AHEAD": 0, "EARLY": True, "IN_ORDER": in_order, "IN_PARTS": form == "parts",
         "PDL": True,
     }  # fmt: skip
-    pointers = {"x": "*fp16", "w": "*u8" if scales else "*fp16", "bias": "*fp16", "scale": "*fp32"}
-    pointers |= {"y": "*fp16", "parts": "*fp32", "arrived": "*i32"}
+    pointers = {"x": "*fp16", "w": "*fp16", "bias": "*fp16", "y": "*fp16", "parts": "*fp32", "arrived": "*i32"}
     if form == "parts":
         pointers["y"] = "*fp32"
     signature = pointers | dict.fromkeys(("m", "n", "k", "span"), "i32") | dict.fromkeys(constants, "constexpr")
@@ -66,11 +57,33 @@ def test_weights_alone_are_loaded_before_the_wait(tile, form, in_order):
     check(tile, *compiled(tile, form, in_order))
 
 
+def compiled_fp8(tile, form, blocks):
+    """Return the kernel of a tile for a weight in FP8 and rows of 16 bits, like ``compiled``."""
+    constants = {
+        "GATED": form == "gated", "BIAS": form != "parts", "QUANTIZED": False, "BLOCKS": blocks,
+        "BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "BLOCK_K": tile.block_k,
+        "SPLIT": tile.split, "EARLY": True, "IN_PARTS": form == "parts", "PDL": True,
+    }  # fmt: skip
+    pointers = {"x": "*bf16", "row_scale": "*fp32", "w": "*fp8e4nv", "weight_scale": "*fp32", "bias": "*bf16"}
+    pointers |= {"y": "*fp32" if form == "parts" else "*bf16", "parts": "*fp32", "arrived": "*i32"}
+    signature = pointers | dict.fromkeys(("m", "n", "k", "span"), "i32") | dict.fromkeys(constants, "constexpr")
+    names = fp8_rows._few_rows.arg_names
+    attrs = {(names.index(name),): [["tt.divisibility", 16]] for name in (*pointers, "n", "k", "span")}
+    source = ASTSource(fn=fp8_rows._few_rows, signature=signature, constexprs=constants, attrs=attrs)
+    options = {"num_warps": tile.warps, "num_stages": tile.stages, "launch_pdl": True}
+    found = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options).asm
+    return found["ttgir"], found["ptx"]
+
+
 @pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")
 @pytest.mark.parametrize("form", ["whole", "gated", "parts"])
-@pytest.mark.parametrize(("tile", "scales"), [(tile, 1 + i % 2) for i, tile in enumerate(FP8_TILES)], ids=str)
-def test_fp8_weights_alone_are_loaded_before_the_wait(tile, scales, form):
-    check(tile, *compiled(tile, form, False, scales))
+@pytest.mark.parametrize("blocks", [False, True])
+@pytest.mark.parametrize(("n", "k"), [(4096, 4096), (28672, 4096), (256, 640)])
+def test_fp8_weights_alone_are_loaded_before_the_wait(n, k, blocks, form):
+    tile = fp8_rows.tile_of(16, n, k, quantized=False, blocks=blocks)
+    text, assembly = compiled_fp8(tile, form, blocks)
+    check(tile, text, assembly)
+    assert "e4m3.e4m3" in assembly, "tensor cores multiply FP8"
 
 
 def check(tile, text, assembly):
@@ -83,7 +96,7 @@ def check(tile, text, assembly):
     assert any(tokens in line for line in after.splitlines() if "tt.load" in line), "x is read behind the wait"
     prologue = assembly.split("\n$L__BB")[0]  # the loop, and the wait in it, come behind
     assert WAIT not in prologue
-    assert re.search(r"cp\.async\.c[ag]\.shared\.global", prologue)
+    assert "cp.async.cg.shared.global" in prologue
     assert not re.search(r"\b(ld|st|atom|red)(\.\w+)*\.global", prologue)
 
 

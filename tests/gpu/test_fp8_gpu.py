@@ -13,10 +13,10 @@ from dovetail.interfaces.quantization import QuantizedActivations
 from dovetail.ops import norm
 from dovetail.ops.activation import GATES
 from dovetail.ops.parts import Parts
-from dovetail.ops.triton.tuning import MAX_FP8_ROWS
 from dovetail_quantization.fp8_activations import Fp8Quantizer
 from dovetail_quantization.fp8_products import dequantize, make_product
 from dovetail_quantization.fp8_weights import LARGEST
+from dovetail_quantization.triton.few_rows import SPLIT_ROWS
 
 FP8 = torch.float8_e4m3fn
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")]
@@ -47,7 +47,7 @@ def test_products_are_those_of_the_numbers(
     assert got.shape == (tokens, shape[0])
     if not tokens:
         return
-    given = x.float() if tokens <= MAX_FP8_ROWS else rounded(x, shape[1] if block is None else 128)
+    given = x.float() if tokens <= SPLIT_ROWS else rounded(x, shape[1] if block is None else 128)
     exact = given @ dequantize(weight, scale, block, torch.float32).T
     exact = exact if bias is None else exact + bias.float()
     error = (got.float() - exact).square().mean().sqrt() / exact.square().mean().sqrt()
@@ -76,7 +76,7 @@ def test_a_static_scale_quantizes_activations(tokens: int, biased: bool) -> None
     bias = torch.randn(256, device="cuda", dtype=torch.bfloat16) if biased else None
     got = make_product(weight, scale, None, static, torch.bfloat16).forward(x, bias)
     quantized = (x.float() / 0.02).clamp(-LARGEST, LARGEST).to(FP8).float() * 0.02
-    exact = (x.float() if tokens <= MAX_FP8_ROWS else quantized) @ (weight.float() * 0.01).T
+    exact = (x.float() if tokens <= SPLIT_ROWS else quantized) @ (weight.float() * 0.01).T
     exact = exact if bias is None else exact + bias.float()
     assert (got.float() - exact).square().mean().sqrt() / exact.square().mean().sqrt() < 4e-3
 

@@ -5,17 +5,20 @@ Run: TRITON_INTERPRET=1 python -m pytest tests/triton/test_fp8_triton.py
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
 import torch
+from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import dovetail_quantization.triton.quantize as quantize_kernels
-from dovetail.ops.triton.matmul import FewRows, fp8_supported, matmul, workspace
-from dovetail.ops.triton.tuning import ProductTile
+from dovetail.interfaces.quantization import QuantizedActivations
+from dovetail.ops.triton.tuning import MAX_PARTS
 from dovetail_quantization.fp8_products import RowScaled, dequantize
 from dovetail_quantization.triton.block_product import block_product
+from dovetail_quantization.triton.few_rows import few_rows, tile_of
 from dovetail_quantization.triton.quantize import quantize, quantize_static
 
 FP8 = torch.float8_e4m3fn
@@ -135,50 +138,63 @@ def test_the_bias_has_no_kernel_of_its_own() -> None:
     assert not {"add", "add_", "mul", "div", "clamp_", "repeat", "expand"} & set(names[names.index("_scaled_mm") :])
 
 
-FEW_ROWS_TILES = [
-    ProductTile(1, 2, 128, 2),
-    ProductTile(1, 4, 256, 2, per_sm=1),
-    ProductTile(16, 64, 128, 4, 3, early=True),
-    ProductTile(16, 32, 128, 4, 3, split=2, early=True),
-    ProductTile(32, 64, 128, 4, 3, split=2, ahead=8),
-]
+def few_rows_case(n: int, k: int, *, blocks: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return a weight in FP8, its scales, and the numbers for which they stand."""
+    torch.manual_seed(0)
+    weight = torch.randn(n, k).mul_(20).to(FP8)
+    scale = torch.rand((-(-n // 128), k // 128) if blocks else (n,)) / 64
+    return weight, scale, dequantize(weight, scale, (128, 128) if blocks else None, torch.float64)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-@pytest.mark.parametrize("tile", FEW_ROWS_TILES, ids=str)
+@pytest.mark.parametrize(("n", "k"), [(96, 128), (268, 512), (64, 1024)])
 @pytest.mark.parametrize("blocks", [False, True])
-@pytest.mark.parametrize("gated", [0, 1])
-def test_few_rows_keep_their_dtype(dtype: torch.dtype, tile: ProductTile, *, blocks: bool, gated: int) -> None:
-    if blocks and tile.block_m == 1:
-        pytest.skip("one row has scales of rows only")
-    torch.manual_seed(0)
-    m, n, k = min(tile.block_m, 19), 268, 512
-    weight, x = torch.randn(n, k).mul_(20).to(FP8), torch.randn(m, k).to(dtype)
-    scale = torch.rand((3, 4) if blocks else (n,)) / 64
-    bias = torch.randn(n).to(dtype)
-    assert fp8_supported(weight, scale)
-    got = matmul(x, weight.view(torch.uint8), bias, tile, workspace(x.device), gated, scale=scale)
-    exact = x.double() @ dequantize(weight, scale, (128, 128) if blocks else None, torch.float64).T + bias.double()
-    if gated:
-        exact = torch.nn.functional.silu(exact[:, : n // 2]) * exact[:, n // 2 :]
-    torch.testing.assert_close(got.double(), exact, **({"atol": 2e-2, "rtol": 2e-3} if dtype is torch.float16 else {"atol": 1e-4, "rtol": 1e-5}))  # fmt: skip
+def test_few_rows_keep_their_dtype(dtype: torch.dtype, n: int, k: int, *, blocks: bool) -> None:
+    weight, scale, exact_weight = few_rows_case(n, k, blocks=blocks)
+    product, bias = few_rows(weight, scale), torch.randn(n).to(dtype)
+    assert product is not None
+    atol, rtol = (2e-2, 2e-3) if dtype is torch.float16 else (1e-4, 1e-5)
+    for rows in (1, 2, 16):
+        x = torch.randn(rows, k).to(dtype)
+        exact = x.double() @ exact_weight.T
+        torch.testing.assert_close(product.forward(x, bias).double(), exact + bias, atol=atol, rtol=rtol)
+        gated = functional.silu((exact + bias)[:, : n // 2]) * (exact + bias)[:, n // 2 :]
+        torch.testing.assert_close(product.gated(x, bias, "silu").double(), gated, atol=atol, rtol=rtol)
+        parts = product.parts(x)
+        if parts is not None:
+            torch.testing.assert_close(parts.double().sum(0), exact, atol=1e-3, rtol=1e-4)
 
 
 @pytest.mark.parametrize("blocks", [False, True])
-def test_every_number_of_rows_has_a_tile(*, blocks: bool) -> None:
-    torch.manual_seed(0)
-    for n, k in ((96, 128), (130, 384), (64, 1024)):
-        weight, scale = torch.randn(n, k).to(FP8), torch.rand((-(-n // 128), k // 128) if blocks else (n,))
-        product, x = FewRows(weight, scale), torch.randn(64, k)
-        exact = x @ dequantize(weight, scale, (128, 128) if blocks else None, torch.float32).T
-        for rows in (1, 2, 16, 17, 64):
-            torch.testing.assert_close(product(x[:rows], None), exact[:rows], atol=1e-3, rtol=1e-4)
-            parts = product.parts(x[:rows])
-            if parts is not None:
-                torch.testing.assert_close(parts.addends.sum(0), exact[:rows], atol=1e-3, rtol=1e-4)
+def test_few_quantized_rows(*, blocks: bool) -> None:
+    n, k = 268, 512
+    weight, scale, exact_weight = few_rows_case(n, k, blocks=blocks)
+    product = few_rows(weight, scale)
+    assert product is not None
+    for rows in (1, 17, 64):
+        codes = torch.randn(rows, k).to(FP8)
+        scales = torch.rand(rows, k // 128 if blocks else 1)
+        exact = (codes.double() * scales.repeat_interleave(k // scales.shape[1], 1)) @ exact_weight.T
+        x = QuantizedActivations(codes, scales, torch.float32)
+        torch.testing.assert_close(product.forward(x, None).double(), exact, atol=1e-4, rtol=1e-5)
+        parts = product.parts(x)
+        if parts is not None:
+            torch.testing.assert_close(parts.double().sum(0), exact, atol=1e-4, rtol=1e-5)
 
 
 def test_scales_of_other_blocks_have_no_kernels_for_few_rows() -> None:
     weight = torch.zeros(256, 512, dtype=FP8)
-    assert not fp8_supported(weight, torch.ones(4, 8))
-    assert not fp8_supported(weight[:, :200].contiguous(), torch.ones(256))
+    assert few_rows(weight, torch.ones(4, 8)) is None
+    assert few_rows(weight[:, :200].contiguous(), torch.ones(256)) is None
+
+
+@pytest.mark.parametrize("quantized", [False, True])
+@pytest.mark.parametrize("blocks", [False, True])
+def test_tiles_divide_their_weights(*, quantized: bool, blocks: bool) -> None:
+    for n, k in itertools.product((16, 1000, 4096, 28672, 201088), (128, 384, 2048, 4096, 14336)):
+        for rows in (1, 16, 40, 64):
+            tile = tile_of(rows, n, k, quantized=quantized, blocks=blocks)
+            assert rows <= tile.block_m
+            assert k % (tile.block_k * tile.split) == 0
+            assert not blocks or tile.block_k == 128
+            assert tile.split == 1 or -(-n // tile.block_n) * tile.split * tile.block_n * tile.block_m <= MAX_PARTS

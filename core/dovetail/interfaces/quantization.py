@@ -113,7 +113,7 @@ class ActivationQuantizer(ABC):
       ``layers.quantized.quantize_output`` in ``Layer.connect``. If these layers have the same quantizer, the norm calls
       ``rms_norm``, ``add_rms_norm`` and ``add_parts_rms_norm`` of it in place of the functions of ``ops.norm``.
       ``GatedMLP`` lets its first product call ``gate`` in the same way, for the second product.
-    - What they return takes the place of the tensor. It goes to ``LinearProduct.forward`` and ``gated`` only, which
+    - What they return takes the place of the tensor. It goes to ``LinearProduct.forward``, ``gated`` and ``parts`` only, which
       therefore accept both; layers and models pass it on. Where ranks add up the input of a norm in a kernel of their own,
       ``quantize`` follows.
     - Up to ``few_rows`` rows stay tensors, because the product multiplies them as they are: norms and gates are then
@@ -165,7 +165,7 @@ class LinearProduct(ABC):
     def forward(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """Map contiguous ``x [tokens, in]`` to ``[tokens, out]``, with ``bias [out]`` added. Mutates nothing. On CUDA it
         can be captured, and does not wait for the device. If there is a ``quantizer``,
-        ``x`` may be ``QuantizedActivations`` too, here and in ``gated``."""
+        ``x`` may be ``QuantizedActivations`` too, here, in ``gated`` and in ``parts``."""
 
     @abstractmethod
     def gated(self, x: torch.Tensor, bias: torch.Tensor | None, activation: Activation) -> torch.Tensor:

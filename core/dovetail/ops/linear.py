@@ -93,16 +93,13 @@ def compiled_rows(weight: torch.Tensor) -> int:
     return max(always, min(_MOST_COMPILED, work // max(1, weight.numel())))
 
 
-def few_rows(weight: torch.Tensor, scale: torch.Tensor | None = None) -> FewRows | None:
+def few_rows(weight: torch.Tensor) -> FewRows | None:
     """Return the CUDA products ``(x, bias)`` of ``weight [out, in]`` with up to ``most_rows`` rows, or None if nothing
-    is faster than ``linear``. They keep no copy of the weight. With ``scale`` the weight is in FP8 (E4M3): float32
-    ``[out]``, or one number for each block of 128 x 128, and None is returned for other sizes of blocks."""
+    is faster than ``linear``. They keep no copy of the weight."""
     if not weight.is_cuda:
         return None
     from dovetail.ops.triton import matmul
 
-    if scale is not None:
-        return matmul.FewRows(weight, scale) if matmul.fp8_supported(weight, scale) else None
     return matmul.FewRows(weight) if matmul.supported(weight) else None
 
 

@@ -9,7 +9,6 @@ import torch
 from dovetail.interfaces.quantization import LinearProduct, QuantizedActivations
 from dovetail.layers.linear import DenseProduct
 from dovetail.ops.activation import GATES, Activation
-from dovetail.ops.linear import few_rows
 from dovetail_quantization.fp8_activations import Fp8Quantizer, StaticQuantizer
 
 
@@ -61,47 +60,58 @@ class Dequantized(DenseProduct):
 
 
 class Scaled(LinearProduct):
-    """Multiply with a weight on CUDA that has scales. Few rows keep their dtype, and the kernel that multiplies them
-    converts the weight: it takes the time to read the weight, and quantizing them would take time and accuracy. More
-    rows are quantized, by the norm or gate before or here."""
+    """Multiply with a weight on CUDA that has scales. More than ``SPLIT_ROWS`` rows are quantized, by the norm or gate before
+    or here. Fewer rows keep their dtype, up to the kernel that multiplies them, unless there is a ``bound`` or the weight
+    has no such kernel."""
 
     def __init__(self, weight: torch.Tensor, scale: torch.Tensor, *, bounded: bool = False) -> None:
+        from dovetail_quantization.triton import few_rows
+
         self._quantizer: Fp8Quantizer | StaticQuantizer
-        self._few_rows = None if bounded else few_rows(weight, scale)
-        self._most = 0 if self._few_rows is None else self._few_rows.most_rows
-        self.in_parts = self._few_rows is not None
+        self._rows = few_rows.few_rows(weight, scale)
+        self._most_split = 0 if self._rows is None or bounded else few_rows.SPLIT_ROWS
+        self._most = 0 if self._rows is None else few_rows.MOST_ROWS
+        self.in_parts = self._rows is not None
 
     def forward(self, x: torch.Tensor | QuantizedActivations, bias: torch.Tensor | None) -> torch.Tensor:
         """See ``LinearProduct``."""
-        if isinstance(x, QuantizedActivations):
-            return self._of_quantized(x, bias)
-        if self._few_rows is not None and 0 < x.shape[0] <= self._most:
-            return self._few_rows(x, bias)
-        return self._of_quantized(self._quantizer.quantize(x), bias)
+        x = self._read(x)
+        if self._rows is not None and 0 < x.shape[0] <= self._most:
+            return self._rows.forward(x, bias)
+        assert isinstance(x, QuantizedActivations)
+        return self._many_rows(x, bias)
 
     def gated(
         self, x: torch.Tensor | QuantizedActivations, bias: torch.Tensor | None, activation: Activation
     ) -> torch.Tensor:
         """See ``LinearProduct``."""
-        if self._few_rows is not None and 0 < x.shape[0] <= self._most and not isinstance(x, QuantizedActivations):
-            return self._few_rows.gated(x, bias, activation)
+        x = self._read(x)
+        if self._rows is not None and 0 < x.shape[0] <= self._most:
+            return self._rows.gated(x, bias, activation)
         return GATES[activation](self.forward(x, bias))
 
-    def parts(self, x: torch.Tensor) -> torch.Tensor | None:
+    def parts(self, x: torch.Tensor | QuantizedActivations) -> torch.Tensor | None:
         """See ``LinearProduct``."""
-        if self._few_rows is not None and 0 < x.shape[0] <= self._most:
-            parts = self._few_rows.parts(x)
-            return None if parts is None else parts.addends
+        if self._rows is not None and 0 < x.shape[0] <= self._most:
+            return self._rows.parts(self._read(x))
         return None
 
+    def _read(self, x: torch.Tensor | QuantizedActivations) -> torch.Tensor | QuantizedActivations:
+        """Return ``x`` as the kernel for this number of rows reads it."""
+        if isinstance(x, QuantizedActivations):
+            return x
+        if 0 < x.shape[0] <= self._most_split and x.element_size() == 2:  # the two parts are as exact as 16 bits
+            return x
+        return self._quantizer.quantize(x)
+
     @abstractmethod
-    def _of_quantized(self, x: QuantizedActivations, bias: torch.Tensor | None) -> torch.Tensor:
+    def _many_rows(self, x: QuantizedActivations, bias: torch.Tensor | None) -> torch.Tensor:
         """Compute ``forward``."""
 
 
 class RowScaled(Scaled):
     """Multiply with a weight that has a scale for each row. Activations are quantized with a scale for each token, or
-    with the ``static`` scale of the checkpoint. cuBLAS multiplies (``torch._scaled_mm``)."""
+    with the ``static`` scale of the checkpoint. cuBLAS multiplies many rows (``torch._scaled_mm``)."""
 
     def __init__(
         self, weight: torch.Tensor, scale: torch.Tensor, static: torch.Tensor | None, bound: float | None
@@ -109,11 +119,11 @@ class RowScaled(Scaled):
         super().__init__(weight, scale.float(), bounded=bound is not None)
         self._weight, self._scale = weight.T, scale[None, :].contiguous()
         if static is None:
-            self._quantizer = self.quantizer = Fp8Quantizer(bound=bound, few_rows=self._most)
+            self._quantizer = self.quantizer = Fp8Quantizer(bound=bound, few_rows=self._most_split)
         else:
             self._quantizer = StaticQuantizer(static)
 
-    def _of_quantized(self, x: QuantizedActivations, bias: torch.Tensor | None) -> torch.Tensor:
+    def _many_rows(self, x: QuantizedActivations, bias: torch.Tensor | None) -> torch.Tensor:
         codes, scales, dtype = x
         if not len(codes):
             return torch.empty(0, self._scale.shape[1], dtype=dtype, device=codes.device)
@@ -122,7 +132,7 @@ class RowScaled(Scaled):
     @property
     def describe(self) -> str:
         """See ``LinearProduct``."""
-        return "fp8, scales by row, cuBLAS"
+        return f"fp8, scales by row, {f'up to {self._most} rows triton, more ' if self._most else ''}cuBLAS"
 
 
 class BlockScaled(Scaled):
@@ -134,10 +144,10 @@ class BlockScaled(Scaled):
 
         super().__init__(weight, scale)
         self._weight, self._scale, self._block = weight, scale, block
-        self._quantizer = self.quantizer = Fp8Quantizer(block[1], few_rows=self._most)
+        self._quantizer = self.quantizer = Fp8Quantizer(block[1], few_rows=self._most_split)
         self._multiply = block_product
 
-    def _of_quantized(self, x: QuantizedActivations, bias: torch.Tensor | None) -> torch.Tensor:
+    def _many_rows(self, x: QuantizedActivations, bias: torch.Tensor | None) -> torch.Tensor:
         codes, scales, dtype = x
         return self._multiply(codes, scales, self._weight, self._scale, self._block, bias, dtype)
 

@@ -10,15 +10,11 @@ Both kernels request weights before they wait for the kernel that makes ``x`` (s
 either prefetches lines (``ProductTile.ahead``) or loads them (``ProductTile.early``), never both. With ``early``, the
 pipeline of its weights is full before the wait. ``x`` must not be read before the wait, and is therefore kept out of
 that pipeline, in registers, one tile ahead.
-
-The weight may be in FP8 with float32 scales (``matmul``). Its numbers are then converted in registers, exactly, and
-``x`` keeps its dtype: reading the weight takes half of the time, and quantizing ``x`` would take time and accuracy.
 """
 
 from __future__ import annotations
 
 import functools
-from functools import partial
 
 import torch
 import triton
@@ -29,12 +25,12 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from dovetail.ops.activation import GATES, Activation
 from dovetail.ops.parts import Parts
 from dovetail.ops.triton.activation import gelu_tanh
-from dovetail.ops.triton.launch import INTERPRETED, launch, prefetch, processors
-from dovetail.ops.triton.tuning import MAX_FP8_ROWS, MAX_PARTS, MAX_ROWS, MAX_TILES, ProductTile, fp8_tile_of, tile_of
+from dovetail.ops.triton.launch import launch, prefetch, processors
+from dovetail.ops.triton.tuning import MAX_PARTS, MAX_ROWS, MAX_TILES, ProductTile, tile_of
 
 
 @triton.jit
-def _wait() -> None:
+def wait() -> None:
     """Execute ``gdc_wait`` as inline assembly. Newer versions of Triton (3.9) have an operation for it, but do not
     pipeline a loop that contains it."""
     tl.inline_asm_elementwise("griddepcontrol.wait; mov.u32 $0, 0;", "=r", [], dtype=tl.int32, is_pure=False, pack=1)
@@ -58,58 +54,9 @@ def gate(opens, up, GATED: tl.constexpr):
     return opens * tl.sigmoid(opens) * up
 
 
-_E4M3_TO_BFLOAT16 = tl.constexpr(
-    """{
-    .reg .b32 low, high, sign;
-    prmt.b32 low, $2, 0, 0x1404;
-    prmt.b32 high, $2, 0, 0x3424;
-    and.b32 sign, low, 0x80008000;
-    shr.b32 low, low, 4;
-    lop3.b32 low, low, 0x07f007f0, sign, 0xea;
-    and.b32 sign, high, 0x80008000;
-    shr.b32 high, high, 4;
-    lop3.b32 high, high, 0x07f007f0, sign, 0xea;
-    mov.b32 sign, 0x7b807b80;
-    mul.bf16x2 $0, low, sign;
-    mul.bf16x2 $1, high, sign;
-    }"""
-)
-"""Place four E4M3 numbers in the bits of bfloat16, whose exponents are 120 larger, and multiply them by 2 ** 120. The
-conversion of the instruction set goes through float16 and float32, and takes longer than reading the numbers."""
-_HARDWARE = tl.constexpr(not INTERPRETED)
-
-
 @triton.jit
-def _convert(codes, like, CODES: tl.constexpr):
-    """Return a tile of the weight in the dtype of ``like``. With CODES it is in FP8, as uint8."""
-    if CODES:
-        if _HARDWARE and like.dtype.element_ty == tl.bfloat16:
-            tile = tl.inline_asm_elementwise(
-                _E4M3_TO_BFLOAT16, "=r,=r,r", [codes], dtype=tl.bfloat16, is_pure=True, pack=4
-            )
-        else:
-            tile = codes.to(tl.float8e4nv, bitcast=True).to(like.dtype.element_ty)
-    else:
-        tile = codes
-    return tile
-
-
-@triton.jit
-def _numbers(codes, CODES: tl.constexpr):
-    """Return a tile of the weight in float32. With CODES it is in FP8, as uint8."""
-    if CODES:
-        codes = codes.to(tl.float8e4nv, bitcast=True)
-    return codes.to(tl.float32)
-
-
-@triton.jit
-def _finish_row(
-    y, bias, scale, rows, total, tile, n,
-    GATED: tl.constexpr, BIAS: tl.constexpr, SCALES: tl.constexpr, BLOCK_N: tl.constexpr,
-) -> None:  # fmt: skip
+def _finish_row(y, bias, rows, total, tile, n, GATED: tl.constexpr, BIAS: tl.constexpr, BLOCK_N: tl.constexpr) -> None:
     out = tl.sum(total, 1)
-    if SCALES:
-        out *= tl.load(scale + rows)
     if BIAS:
         out += tl.load(bias + rows).to(tl.float32)
     if GATED:
@@ -123,8 +70,8 @@ def _finish_row(
 
 @triton.jit(do_not_specialize=["tiles"])
 def _one_row(
-    x, w, bias, scale, y, n, k, tiles,
-    GATED: tl.constexpr, BIAS: tl.constexpr, SCALES: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    x, w, bias, y, n, k, tiles,
+    GATED: tl.constexpr, BIAS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     AHEAD: tl.constexpr, PERSISTENT: tl.constexpr, PDL: tl.constexpr,
 ) -> None:  # fmt: skip
     index = tl.program_id(0)
@@ -136,7 +83,7 @@ def _one_row(
     tile = tl.load(source, eviction_policy="evict_first")
     if PDL:
         if AHEAD:
-            line = tl.minimum(BLOCK_K + tl.arange(0, AHEAD) * (128 if SCALES else 64), k - 1)
+            line = tl.minimum(BLOCK_K + tl.arange(0, AHEAD) * 64, k - 1)
             prefetch(w + rows.to(tl.int64)[:, None] * k + line[None, :])
         gdc_wait()
     total = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
@@ -152,20 +99,20 @@ def _one_row(
             more = (next_start + at)[None, :] < tl.where(step + 1 < steps, k, 0)
             following = tl.load(source, more, 0.0, eviction_policy="evict_first")
             factor = tl.load(x + start + at).to(tl.float32)
-            total += _numbers(tile, SCALES) * factor[None, :]
+            total += tile.to(tl.float32) * factor[None, :]
             if wraps:
-                _finish_row(y, bias, scale, rows, total, index, n, GATED, BIAS, SCALES, BLOCK_N)
+                _finish_row(y, bias, rows, total, index, n, GATED, BIAS, BLOCK_N)
                 total = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
             tile, rows, index, start = following, next_rows, next_index, next_start
     else:
         for start in range(BLOCK_K, k, BLOCK_K):
             following = tl.load(source + start, eviction_policy="evict_first")
             factor = tl.load(x + start - BLOCK_K + at).to(tl.float32)
-            total += _numbers(tile, SCALES) * factor[None, :]
+            total += tile.to(tl.float32) * factor[None, :]
             tile = following
         factor = tl.load(x + k - BLOCK_K + at).to(tl.float32)
-        total += _numbers(tile, SCALES) * factor[None, :]
-        _finish_row(y, bias, scale, rows, total, index, n, GATED, BIAS, SCALES, BLOCK_N)
+        total += tile.to(tl.float32) * factor[None, :]
+        _finish_row(y, bias, rows, total, index, n, GATED, BIAS, BLOCK_N)
 
 
 @triton.jit
@@ -177,7 +124,7 @@ def store_rows(y, total, tile, m, n, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexp
 
 
 @triton.jit
-def _around(start, first, span, BLOCK_K: tl.constexpr):
+def around(start, first, span, BLOCK_K: tl.constexpr):
     """Return the offset, within its ``span``, of round ``start`` of a program that begins at ``first``. Programs begin
     at different offsets, so that they do not all request the same lines of ``x`` at once."""
     place = start + first
@@ -186,8 +133,8 @@ def _around(start, first, span, BLOCK_K: tl.constexpr):
 
 @triton.jit(do_not_specialize=["m"])
 def _few_rows(
-    x, w, bias, scale, y, parts, arrived, m, n, k, span,
-    GATED: tl.constexpr, BIAS: tl.constexpr, SCALES: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    x, w, bias, y, parts, arrived, m, n, k, span,
+    GATED: tl.constexpr, BIAS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     SPLIT: tl.constexpr, AHEAD: tl.constexpr, EARLY: tl.constexpr, IN_ORDER: tl.constexpr, IN_PARTS: tl.constexpr, PDL: tl.constexpr,
 ) -> None:  # fmt: skip
     tile, part = tl.program_id(0), tl.program_id(1)
@@ -200,7 +147,7 @@ def _few_rows(
     if PDL:
         gdc_launch_dependents()
         if AHEAD:
-            line = tl.minimum(tl.arange(0, AHEAD) * (128 if SCALES else 64), span - 1)
+            line = tl.minimum(tl.arange(0, AHEAD) * 64, span - 1)
             prefetch(w + rows.to(tl.int64)[:, None] * k + part * span + line[None, :])
         if not EARLY:
             gdc_wait()
@@ -211,29 +158,18 @@ def _few_rows(
         for start in range(0, span, BLOCK_K):
             if start == 0:  # waits inside the loop; the pipeline's first loads of ``left`` come before the loop
                 if PDL:
-                    _wait()
+                    wait()
                 right = tl.load(tokens + first, present, 0.0)
             more = token[:, None] < tl.where(start + BLOCK_K < span, m, 0)
-            following = tl.load(tokens + _around(start + BLOCK_K, first, span, BLOCK_K), more, 0.0)
-            here = _around(start, first, span, BLOCK_K)
-            left = _convert(tl.load(source + here, eviction_policy="evict_first"), x, SCALES)
-            if SCALES == 2:
-                own = tl.load(scale + rows // 128 * (k // 128) + (part * span + here) // 128)[:, None]
-                total += tl.dot(left, tl.trans(right), input_precision="ieee") * own
-            else:
-                total = tl.dot(left, tl.trans(right), total, input_precision="ieee")
+            following = tl.load(tokens + around(start + BLOCK_K, first, span, BLOCK_K), more, 0.0)
+            left = tl.load(source + around(start, first, span, BLOCK_K), eviction_policy="evict_first")
+            total = tl.dot(left, tl.trans(right), total, input_precision="ieee")
             right = following
     else:
         for start in range(0, span, BLOCK_K):
-            left = _convert(tl.load(source + start, eviction_policy="evict_first"), x, SCALES)
+            left = tl.load(source + start, eviction_policy="evict_first")
             right = tl.load(tokens + start, present, 0.0)
-            if SCALES == 2:
-                own = tl.load(scale + rows // 128 * (k // 128) + (part * span + start) // 128)[:, None]
-                total += tl.dot(left, tl.trans(right), input_precision="ieee") * own
-            else:
-                total = tl.dot(left, tl.trans(right), total, input_precision="ieee")
-    if SCALES == 1:
-        total *= tl.load(scale + rows)[:, None]
+            total = tl.dot(left, tl.trans(right), total, input_precision="ieee")
     finished = not IN_PARTS
     if IN_PARTS:
         store_rows(y + part.to(tl.int64) * m * n, total, tile, m, n, BLOCK_M, BLOCK_N)
@@ -285,16 +221,11 @@ def matmul(
     space: Workspace,
     gated: int = False,
     *,
-    scale: torch.Tensor | None = None,
     in_order: bool = False,
     in_parts: bool = False,
 ) -> torch.Tensor:
     """Compute ``ops.linear.linear`` of contiguous ``x [m, k]`` and ``weight [n, k]`` for at most ``tile.block_m`` rows.
     ``tile.block_k * tile.split`` must divide k.
-
-    With ``scale``, ``weight`` has the bits of E4M3 numbers (uint8), which are multiplied by float32 ``scale [n]``, or
-    ``[n / 128, k / 128]`` (rounded up) for blocks of 128 rows and columns; tiles of one row allow only the first,
-    and ``tile.block_k`` is at most 128 with the second.
 
     With ``gated``, one of ``GATE_KINDS``, also compute the gate of the product, for even n. With ``in_order`` (several
     rows), every part is added up from its beginning. With ``in_parts`` (several rows, no bias), return float32
@@ -306,21 +237,19 @@ def matmul(
     else:
         y = torch.empty(m, n // 2 if gated else n, dtype=x.dtype, device=x.device)
     tiles = triton.cdiv(n, tile.block_n)
-    scales = 0 if scale is None else scale.dim()
     if tile.block_m == 1:
         programs = min(tiles, tile.per_sm * processors(x.device)) if tile.per_sm else tiles
         launch(
             _one_row, (programs,),
-            x, weight, bias, scale, y, n, k, tiles,
-            GATED=gated, BIAS=bias is not None, SCALES=scales, BLOCK_N=tile.block_n, BLOCK_K=tile.block_k,
+            x, weight, bias, y, n, k, tiles,
+            GATED=gated, BIAS=bias is not None, BLOCK_N=tile.block_n, BLOCK_K=tile.block_k,
             AHEAD=tile.ahead, PERSISTENT=tile.per_sm > 0, num_warps=tile.warps,
         )  # fmt: skip
         return y
     launch(
         _few_rows, (tiles, tile.split),
-        x, weight, bias, scale, y, space.parts, space.arrived, m, n, k, k // tile.split,
-        GATED=gated, BIAS=bias is not None, SCALES=scales,
-        BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, BLOCK_K=tile.block_k,
+        x, weight, bias, y, space.parts, space.arrived, m, n, k, k // tile.split,
+        GATED=gated, BIAS=bias is not None, BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, BLOCK_K=tile.block_k,
         SPLIT=tile.split, AHEAD=tile.ahead, EARLY=tile.early, IN_ORDER=in_order, IN_PARTS=in_parts, num_warps=tile.warps,
         num_stages=tile.stages,
     )  # fmt: skip
@@ -329,16 +258,14 @@ def matmul(
 
 class FewRows:
     """Compute the products of one weight with up to ``most_rows`` rows, with the fastest measured kernel for each
-    number of rows. With ``scale`` the weight is in FP8 (E4M3), see ``matmul``."""
+    number of rows."""
 
-    def __init__(self, weight: torch.Tensor, scale: torch.Tensor | None = None) -> None:
-        self.most_rows = MAX_ROWS if scale is None else MAX_FP8_ROWS
-        self._weight, self._scale = weight.detach(), scale
+    most_rows = MAX_ROWS
+
+    def __init__(self, weight: torch.Tensor) -> None:
+        self._weight = weight.detach()
         self._space = workspace(weight.device)
-        find = tile_of if scale is None else partial(fp8_tile_of, blocks=scale.dim() == 2)
-        self._tiles = [None, *(find(rows, *weight.shape) for rows in range(1, self.most_rows + 1))]  # by rows
-        if scale is not None:
-            self._weight = self._weight.view(torch.uint8)
+        self._tiles = [None, *(tile_of(rows, *weight.shape) for rows in range(1, MAX_ROWS + 1))]  # by rows
 
     def __call__(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """Compute ``ops.linear.linear`` of ``x [m, k]``, with m up to ``most_rows``."""
@@ -346,7 +273,7 @@ class FewRows:
         if tile is None:
             return functional.linear(x, self._weight, bias)
         assert x.is_contiguous()
-        return matmul(x, self._weight, bias, tile, self._space, scale=self._scale)
+        return matmul(x, self._weight, bias, tile, self._space)
 
     def parts(self, x: torch.Tensor) -> Parts | None:
         """Return the product in the parts in which it is computed, or None if it is not split for this number of
@@ -355,7 +282,7 @@ class FewRows:
         if tile is None or tile.split == 1:
             return None
         assert x.is_contiguous()
-        return Parts(matmul(x, self._weight, None, tile, self._space, scale=self._scale, in_parts=True))
+        return Parts(matmul(x, self._weight, None, tile, self._space, in_parts=True))
 
     def gated(self, x: torch.Tensor, bias: torch.Tensor | None, activation: Activation = "silu") -> torch.Tensor:
         """Compute the gate of the product (``ops.activation.GATES``), ``[m, n / 2]``, in the product's own kernel if
@@ -364,20 +291,7 @@ class FewRows:
         if tile is None or tile.block_n == 1:
             return GATES[activation](self(x, bias))
         assert x.is_contiguous()
-        return matmul(x, self._weight, bias, tile, self._space, GATE_KINDS[activation], scale=self._scale)
-
-
-def fp8_supported(weight: torch.Tensor, scale: torch.Tensor) -> bool:
-    """Return True if there are kernels for a ``weight [n, k]`` in FP8 (E4M3) with ``scale``, see ``matmul``."""
-    (n, k), blocks = weight.shape, tuple(-(-size // 128) for size in weight.shape)
-    return (
-        weight.dtype is torch.float8_e4m3fn
-        and weight.is_contiguous()
-        and scale.is_contiguous()
-        and k % 128 == 0
-        and scale.shape in ((n,), blocks)
-        and (INTERPRETED or torch.cuda.get_device_capability(weight.device) == (9, 0))
-    )
+        return matmul(x, self._weight, bias, tile, self._space, gated=GATE_KINDS[activation])
 
 
 def supported(weight: torch.Tensor) -> bool:

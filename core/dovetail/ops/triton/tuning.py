@@ -6,9 +6,6 @@ from typing import NamedTuple
 
 MAX_ROWS = 128
 """These kernels are used up to this number of rows; for more rows torch's product is faster."""
-MAX_FP8_ROWS = 64
-"""The kernels for weights in FP8 are used up to this number of rows; for more, the product of quantized rows is
-faster."""
 MAX_PARTS = 1 << 22
 """The workspace of split products has this many float32 values: parts of a tile times tiles times their rows and
 columns."""
@@ -187,30 +184,6 @@ def guess(bucket: int, n: int, k: int) -> ProductTile | None:
         return None
     warps = next((warps for warps in (4, 2, 1) if k % (256 * warps) == 0), None)
     return None if warps is None else ProductTile(1, 2 if n < 65536 else 4, 256 * warps, warps, ahead=16)
-
-
-FP8_MEASURED: dict[tuple[int, int], dict[int, ProductTile]] = {}
-"""Like ``MEASURED``, for weights in FP8 with a scale for each row."""
-
-_PROGRAMS = 264
-"""Tiles that were not measured are split until there are two programs for each multiprocessor of an H200."""
-
-
-def fp8_tile_of(rows: int, n: int, k: int, *, blocks: bool) -> ProductTile:
-    """Return the tile for ``rows`` rows and a weight ``[n, k]`` in FP8, for k a multiple of 128. With ``blocks`` it has
-    a scale for each block of 128 rows and columns."""
-    bucket = next(bucket for bucket in BUCKETS if rows <= bucket)
-    measured = FP8_MEASURED.get((n, k), {}).get(bucket)
-    if measured is not None and not blocks:
-        return measured
-    if bucket == 1 and not blocks:
-        warps = next(warps for warps in (4, 2, 1) if k % (512 * warps) == 0) if k % 512 == 0 else 1
-        return ProductTile(1, 4, 512 * warps if k % 512 == 0 else 128, warps)
-    bucket = max(bucket, 16)
-    block_k = 256 if bucket == 16 and not blocks and k % 256 == 0 else 128
-    block_n, most = 64, min(8, -(-_PROGRAMS // -(-n // 64)))
-    split = next(split for split in range(most, 0, -1) if k % (block_k * split) == 0)
-    return ProductTile(bucket, block_n, block_k, 4, 4, split, early=bucket == 16)
 
 
 def describe(n: int, k: int) -> str:
