@@ -9,7 +9,7 @@ is longer. ``torch`` is ``grouped_mm`` for both products of pairs that are sorte
 routing all experts are chosen equally often, with skewed routing their frequencies are lognormal, as in trained models.
 
 ``--format mxfp4`` measures weights in MXFP4; ``torch`` multiplies their values in bfloat16. With ``fp8_rows`` and ``fp8_blocks``, ``torch`` multiplies
-FP8 with scales by row, without quantizing activations. ``--tune`` tries tiles, and prints the fastest of each number of tokens for ``MEASURED`` in
+FP8 with scales by row, without quantizing activations. ``--tune`` tries tiles, and prints the fastest of each number of tokens, for
 ``ops/triton/expert_tiles.py``, ``mxfp4_tiles.py`` or ``fp8_tiles.py``.
 """
 
