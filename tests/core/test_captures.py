@@ -17,7 +17,6 @@ import torch
 from rich.console import Console
 
 from dovetail import LLM
-from dovetail.engine.build import build_model
 from dovetail.engine.captures import (
     NEEDED_BEFORE_CAPTURE,
     STEPS_BETWEEN_CAPTURES,
@@ -31,7 +30,6 @@ from dovetail.engine.captures import (
 )
 from dovetail.engine.dry_run import dry_run
 from dovetail.engine.engine import Engine
-from dovetail.engine.pieces import launch_bound
 from dovetail.engine.plans import PlanRunner
 from dovetail.engine.progress import bytes_progress
 from dovetail.engine.warmup import IdleCaptures, WarmUp
@@ -40,8 +38,6 @@ from dovetail.interfaces.executor import WarmUpProgress
 from dovetail.interfaces.mesh import SINGLE
 from dovetail.interfaces.model import ModelInfo
 from dovetail.testing.ranks import run_ranks, thread_meshes
-from dovetail_models.dense import DenseModel
-from dovetail_models.dense_describe import describe_llama
 
 
 class Fake:
@@ -411,18 +407,3 @@ def test_the_largest_step_runs_over_a_single_page():
     before = engine.pool.k[:, 1:].clone()
     dry_run(engine.model, engine.eager_runner.prefill, engine.pool, [40, 40, 9, 1, 1], 6)
     assert torch.equal(engine.pool.k[:, 1:].nan_to_num(), before.nan_to_num())
-
-
-@pytest.mark.parametrize(
-    ("hidden", "inner", "layers", "tokens"), [(4096, 14336, 32, 384), (1024, 3072, 28, 2048), (8192, 28672, 80, 0)]
-)
-def test_prompts_are_captured_where_launching_takes_longer_than_computing(hidden, inner, layers, tokens):
-    """The shapes are those of 8B, of 0.6B, and of 70B, where no step of a hundred tokens is that quick."""
-    config = {
-        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 128256, "hidden_size": hidden,
-        "intermediate_size": inner, "num_hidden_layers": layers, "num_attention_heads": hidden // 128,
-        "num_key_value_heads": 8, "head_dim": 128, "rms_norm_eps": 1e-5, "max_position_embeddings": 8192,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 5e5}, "tie_word_embeddings": False,
-    }  # fmt: skip
-    model = build_model(DenseModel, describe_llama(config), torch.device("meta"), torch.bfloat16)
-    assert launch_bound(model, SINGLE) == tokens

@@ -1,4 +1,4 @@
-"""Test that captured steps count the tokens of experts as steps that are launched kernel by kernel.
+"""Test that captured steps compute experts and count their tokens as steps that are launched kernel by kernel.
 
 .venv/bin/python -m pytest -q tests/gpu/test_expert_load_gpu.py
 """
@@ -84,3 +84,20 @@ def test_captured_verify_steps_count_drafts(checkpoint):
     sums, stats = counts_of(checkpoint, graphs, speculative="ngram")
     entered = 2 * sum(length + NEW - 1 for length in LENGTHS) - stats.accepted_tokens + stats.drafted_tokens
     assert sums[:-1] == [TOP_K * entered] * 3
+
+
+def test_prompts_in_pieces_have_the_outputs_of_prompts_launched_kernel_by_kernel(checkpoint):
+    """The pieces of a size are captured once and replayed with other tokens, which have other experts."""
+    rounds = [[[(k * i + j * j) % 512 for j in range(length)] for i, length in enumerate(LENGTHS)] for k in (3, 11)]
+    params = SamplingParams(temperature=0, max_new_tokens=1, logprobs=5)
+    found = []
+    for graphs in ({"decode": False, "piecewise_tokens": 0}, {"capture": "start", "piecewise_tokens": 512}):
+        model = {"load_format": "dummy", "dtype": "float32"}
+        llm = LLM(str(checkpoint), device="cuda", model=model, grammar="none", memory={"kv_gib": 0.5}, graphs=graphs)
+        outputs = [llm.generate([prompt], params)[0] for prompts in rounds for prompt in prompts]
+        pieces = llm.loop.executor.rank.engine.pieces
+        assert (pieces is None) == (not graphs["piecewise_tokens"])
+        assert pieces is None or not list(pieces.missing())
+        found.append([entry.logprob for output in outputs for entry in output.logprobs])
+        llm.close()
+    assert found[0] == pytest.approx(found[1], abs=1e-3)

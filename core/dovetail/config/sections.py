@@ -190,7 +190,7 @@ class GraphsSection(Section):
     piecewise_tokens: int | None = Field(
         default=None,
         ge=0,
-        description="Steps with prompt tokens, up to this number of tokens in all, are captured in pieces, with attention between them. 0: none. By default the number of tokens that the device computes in the time that it takes to launch a step kernel by kernel (at most 2048).",
+        description="Steps with prompt tokens, up to this number of tokens in all, are captured in pieces, with attention between them. 0: none. By default the number of tokens that the device computes in the time that it takes to launch a step kernel by kernel (at most 2048, and as many as take a tenth of the memory that the weights leave free).",
     )
     capture: Literal["idle", "start"] = Field(
         default="idle",

@@ -19,7 +19,7 @@ from dovetail.engine.inputs import Inputs
 from dovetail.engine.kernel_set import kernel_set
 from dovetail.engine.memory import agreed_budget, budget_for
 from dovetail.engine.mesh import local_info, rank_device
-from dovetail.engine.needs import GraphNeeds, captures_trees, measure_needs, verify_sizes
+from dovetail.engine.needs import GraphNeeds, affordable_pieces, captures_trees, measure_needs, verify_sizes
 from dovetail.engine.outputs import fetched, step_result
 from dovetail.engine.penalties import TokenCounts
 from dovetail.engine.pieces import PiecewiseGraphs, launch_bound
@@ -126,7 +126,7 @@ class Engine:
         self.drafter = self._build_drafter(resolved)
         self.watched = self._draft_runtime.watched
         requested = config.graphs.piecewise_tokens
-        self._piece_tokens = mesh.tp.min(launch_bound(self.model, mesh)) if requested is None else requested
+        self._piece_tokens = mesh.tp.min(self._useful_pieces()) if requested is None else requested
         if backend is not None and Feature.EXPERTS_GRAPH not in backend.spec.offers:
             self._piece_tokens = 0
         # before the pool, which gets what memory is left
@@ -142,6 +142,15 @@ class Engine:
     def close(self) -> None:
         """End the processes that compile kernels. The device's memory stays allocated while the engine is referenced."""
         self.warm_up.close()
+
+    def _useful_pieces(self) -> int:
+        """Return the number of tokens up to which this rank should capture steps with prompts."""
+        tokens = launch_bound(self.model, self.mesh)
+        if self.device.type == "cpu":
+            return tokens
+        memory = torch.cuda.mem_get_info(self.device)[0] * self._config.memory.fraction
+        graphs = GraphNeeds(0, len(self.watched), tokens, self._dtype.itemsize)
+        return affordable_pieces(self._local, graphs, memory)
 
     def _build_drafter(self, resolved: Resolved) -> Drafter | None:
         """Build the drafter. This must happen before the pool is allocated, because the drafter's models and caches

@@ -23,6 +23,10 @@ if TYPE_CHECKING:
     from dovetail.memory.pool import PagedKVPool
     from dovetail.registry.resolver import Resolved
 
+PIECES_SHARE = 0.1
+"""The largest part of the memory for KV pool and graphs that captured pieces take, unless ``graphs.piecewise_tokens`` is
+set. Without this bound those of Qwen3-30B-A3B would take 5.7 GiB, which is most of what its weights leave free of 80 GB."""
+
 
 @dataclass(frozen=True, slots=True)
 class GraphNeeds:
@@ -75,9 +79,23 @@ def _graph_bytes(resolved: Resolved, info: ModelInfo, context_len: int, graphs: 
         rows += (1 + sizes.trees) * sum(size for size in sizes.counts if size <= OWN_LOGITS)
     rows += min(config.scheduler.rows, config.graphs.max_rows) * 4 // graphs.itemsize
     logits = rows * info.vocab_size if config.graphs.decode is True else 0
-    tokens = sum(token_ladder(graphs.piece_tokens))
-    queries = tokens * (info.num_layers * info.num_heads * info.head_dim + graphs.watched * info.hidden_size)
+    queries = sum(token_ladder(graphs.piece_tokens)) * _kept_by_pieces(info, graphs.watched)
     return int((logits + queries) * graphs.itemsize * 1.25)
+
+
+def _kept_by_pieces(info: ModelInfo, watched: int) -> int:
+    """Return the count of numbers that captured pieces keep for each token: the queries of every layer and the watched
+    hidden states."""
+    return info.num_layers * info.num_heads * info.head_dim + watched * info.hidden_size
+
+
+def affordable_pieces(info: ModelInfo, graphs: GraphNeeds, memory: float) -> int:
+    """Return the largest number of tokens, at most ``graphs.piece_tokens``, with which the captured pieces of all sizes
+    take at most ``PIECES_SHARE`` of ``memory`` bytes. ``info`` describes this rank's share of the model."""
+    token = _kept_by_pieces(info, graphs.watched) * graphs.itemsize * 1.25
+    sizes = token_ladder(graphs.piece_tokens)
+    fitting = (size for size in reversed(sizes) if sum(token_ladder(size)) * token <= memory * PIECES_SHARE)
+    return next(fitting, 0)
 
 
 def verify_sizes(config: Config, draft_tokens: int, context_len: int, *, trees: bool) -> VerifySizes:

@@ -130,6 +130,13 @@ class Experts(Layer):
         super().prepare()
 
     @property
+    def used_share(self) -> float:
+        """Return the part of the experts' weights that is multiplied for a token. On a rank that has some of the
+        experts, it is the part on average."""
+        rule = self.shape.routing
+        return rule.top_k / rule.num_experts
+
+    @property
     def weights(self) -> ExpertWeights:
         """Return the weights as they are stored."""
         if not self.prepared:
