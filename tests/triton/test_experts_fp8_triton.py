@@ -186,20 +186,22 @@ def test_numbers_are_quantized_as_torch_does() -> None:
 
 
 @pytest.mark.parametrize("sizes", [(128, 8, 2048, 768), (8, 2, 4096, 14336), (256, 8, 7168, 2048), (64, 8, 2048, 512)])
-def test_tiles_fit_into_shared_memory(sizes: tuple[int, int, int, int]) -> None:
+@pytest.mark.parametrize("by_block", [True, False])
+def test_tiles_fit_into_shared_memory(sizes: tuple[int, int, int, int], by_block: bool) -> None:
     experts, top_k, hidden, size = sizes
     for tokens in (1, 2, 16, 17, 64, 256, 1024, 8192, 65536):
-        tiles = tiles_of(tokens, experts, top_k, hidden, size, 1.0, 128)
+        tiles = tiles_of(tokens, experts, top_k, hidden, size, 1.0, 128, by_block)
         if tokens <= 16:
             assert tiles.block_m == 16, "an expert has one block, and its weight is read once"
-        for tile, columns in ((tiles.gate_up, 2), (tiles.down, 1)):
-            held = (2 * tiles.block_m + columns * tile.block_n) * tile.block_k * tile.stages
+        inner = 1 if tiles.gate_up.block_n == 128 else 2  # bytes of a number between the products
+        for tile, columns, size_of in ((tiles.gate_up, 2, 1), (tiles.down, 1, inner)):
+            held = (size_of * tiles.block_m + columns * tile.block_n) * tile.block_k * tile.stages
             assert held <= 224 << 10
 
 
 def test_some_tiles_quantize_what_they_store() -> None:
     weights = dataclasses.replace(weights_of("rows", 4, 96, 64, bias=False), whole=4)
-    tiles = [tiles_of(n, 4, 2, 96, 64, 1.0, 128) for n in (2, 70)]
+    tiles = [tiles_of(n, 4, 2, 96, 64, 1.0, 128, False) for n in (2, 70)]
     assert [tile.gate_up.block_n == 128 for tile in tiles] == [False, True]
     given, x = choose(70, 4, 2), torch.randn(70, 96)
     assert error(kernels.experts(x, given, weights), exact(x, given, weights)) < 2e-3

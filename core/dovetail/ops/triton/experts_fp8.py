@@ -9,7 +9,8 @@ magnitude divided by the largest FP8 number. Only the input of gate and up has o
 have scales by row. What is quantized does not depend on the number of tokens, where it is quantized does: the input of
 gate and up by a kernel of its own, that of one token by each program; the input of ``down`` by the kernel of gate and up if
 its tiles have ``GROUP`` columns, otherwise by each program of ``down``. Sums of ``GROUP`` products are multiplied by both
-scales and added up in float32.
+scales and added up in float32. Only where a row has one scale, tensor cores add up all products; Hopper's keep about 14 bits
+of a sum of FP8 products, far more than FP8 has.
 """
 
 from __future__ import annotations
@@ -67,15 +68,15 @@ def _quantized(rows, bound, ARITHMETIC: tl.constexpr):
 
 
 @triton.jit
-def _product(left, right, NARROW_ROWS: tl.constexpr, ARITHMETIC: tl.constexpr):
-    """Return the product of rows ``left [m, k]`` and a tile of the weight ``right [n, k]``, which is ``[n, m]`` if
-    NARROW_ROWS and ``[m, n]`` otherwise."""
+def _product(left, right, total, NARROW_ROWS: tl.constexpr, ARITHMETIC: tl.constexpr):
+    """Return ``total`` plus the product of rows ``left [m, k]`` and a tile of the weight ``right [n, k]``, which is
+    ``[n, m]`` if NARROW_ROWS and ``[m, n]`` otherwise."""
     if ARITHMETIC:
         right = right.to(tl.float32)
     if NARROW_ROWS:
-        product = tl.dot(right, tl.trans(left), input_precision="ieee")
+        product = tl.dot(right, tl.trans(left), total, input_precision="ieee")
     else:
-        product = tl.dot(left, tl.trans(right), input_precision="ieee")
+        product = tl.dot(left, tl.trans(right), total, input_precision="ieee")
     return product
 
 
@@ -167,14 +168,14 @@ def _gate_up(
             if BY_BLOCK:
                 of_x = tl.load(x_scale + token * groups + step, present, 0.0)
             left = tl.load(rows + start, present[:, None] & more[None, :], 0.0)
-        gate_part = _product(left, right_gate, narrow, ARITHMETIC)
-        up_part = _product(left, right_up, narrow, ARITHMETIC)
         if BY_BLOCK:
+            gate_part = _product(left, right_gate, tl.zeros([high, wide], tl.float32), narrow, ARITHMETIC)
+            up_part = _product(left, right_up, tl.zeros([high, wide], tl.float32), narrow, ARITHMETIC)
             gate += _scaled(gate_part, of_x, tl.load(of_gate + step), narrow, ONE_SCALE)
             up += _scaled(up_part, of_x, tl.load(of_up + step), narrow, ONE_SCALE)
         else:
-            gate += gate_part
-            up += up_part
+            gate = _product(left, right_gate, gate, narrow, ARITHMETIC)
+            up = _product(left, right_up, up, narrow, ARITHMETIC)
     if not BY_BLOCK:
         gate = _scaled(gate, of_x, tl.load(of_gate), narrow, False)
         up = _scaled(up, of_x, tl.load(of_up), narrow, False)
@@ -233,7 +234,7 @@ def _down(
             of_x = tl.load(x_scale + place * groups + step, present, 0.0)
         else:
             left, of_x = _quantized(left.to(tl.float32), bound, ARITHMETIC)
-        part = _product(left, right, narrow, ARITHMETIC)
+        part = _product(left, right, tl.zeros([high, wide], tl.float32), narrow, ARITHMETIC)
         if BY_BLOCK:
             total += _scaled(part, of_x, tl.load(of_w + step), narrow, ONE_SCALE)
         elif narrow:
@@ -309,7 +310,7 @@ def _results(x: torch.Tensor, routing: Routing, weights: ExpertWeights, *, in_pa
     by_block = weights.format == "fp8_blocks"
     group = weights.block[1] if by_block else _GROUP
     bound = math.inf if weights.input_bound is None else weights.input_bound
-    tiles = tiles_of(tokens, count, top_k, hidden, size, count / weights.whole, group)
+    tiles = tiles_of(tokens, count, top_k, hidden, size, count / weights.whole, group, by_block)
     if one:
         order, blocks = (routing.ids, routing.ids, routing.ids), top_k
     else:

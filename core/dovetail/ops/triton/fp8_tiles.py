@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from dovetail.ops.triton.expert_tiles import ExpertTile, ExpertTiles, fitting_power
 
-MEASURED: dict[tuple[int, int, int, int], dict[int, ExpertTiles]] = {}
-"""Map (experts of this rank, experts per token, hidden, size) and a number of tokens to the tiles for up to that many
+MEASURED: dict[tuple[int, int, int, int, bool], dict[int, ExpertTiles]] = {}
+"""Map (experts of this rank, experts per token, hidden, size, whether scales belong to blocks) and a number of tokens to the tiles for up to that many
 tokens. The largest number stands for more tokens too."""
 
 _BY_ROWS = {
@@ -18,17 +18,21 @@ _BY_ROWS = {
     16: ExpertTiles(16, ExpertTile(64, 128, 4, 4), ExpertTile(64, 128, 4, 5)),
     32: ExpertTiles(32, ExpertTile(64, 128, 4, 4), ExpertTile(64, 128, 4, 5)),
     64: ExpertTiles(64, ExpertTile(128, 128, 8, 4), ExpertTile(128, 128, 4, 4)),
+    128: ExpertTiles(128, ExpertTile(128, 128, 8, 4), ExpertTile(128, 128, 8, 4)),
 }
 
 
-def tiles_of(tokens: int, experts: int, top_k: int, hidden: int, size: int, share: float, group: int) -> ExpertTiles:
-    """Return the tiles for weights in FP8, whose ``block_k`` is ``group``, the number of columns that share a scale. Sums of
-    a group are kept beside the total, for which blocks of more than 64 pairs have not enough registers."""
-    measured = MEASURED.get((experts, top_k, hidden, size)) if group == 128 else None
+def tiles_of(
+    tokens: int, experts: int, top_k: int, hidden: int, size: int, share: float, group: int, by_block: bool
+) -> ExpertTiles:
+    """Return the tiles for weights in FP8, whose ``block_k`` is ``group``, the number of columns that share a scale. With
+    scales ``by_block``, sums of a group are kept beside the totals of gate and up, for which blocks of more than 64 pairs
+    have not enough registers."""
+    measured = MEASURED.get((experts, top_k, hidden, size, by_block)) if group == 128 else None
     if measured is not None:
         return measured[next((bucket for bucket in sorted(measured) if tokens <= bucket), max(measured))]
     rows = tokens * top_k * share / experts
-    block_m = 16 if tokens <= 16 or rows <= 16 else 32 if rows <= 32 else 64
+    block_m = 16 if tokens <= 16 or rows <= 16 else 32 if rows <= 32 else 64 if rows <= 128 or by_block else 128
     tiles = _BY_ROWS[1 if tokens == 1 else block_m]
     gate_up, down = tiles.gate_up._replace(block_k=group), tiles.down._replace(block_k=group)
     # with as many columns as a group, the kernel of gate and up quantizes its results
