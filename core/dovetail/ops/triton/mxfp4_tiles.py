@@ -41,8 +41,8 @@ _BY_ROWS = {
     8: Mxfp4Tiles(8, Mxfp4Tile(64, 256, 4, 4), Mxfp4Tile(32, 256, 2, 4)),
     16: Mxfp4Tiles(16, Mxfp4Tile(64, 128, 2, 4), Mxfp4Tile(64, 128, 2, 4)),
     32: Mxfp4Tiles(32, Mxfp4Tile(64, 128, 2, 4), Mxfp4Tile(64, 128, 2, 4)),
-    64: Mxfp4Tiles(64, Mxfp4Tile(128, 128, 4, 3), Mxfp4Tile(128, 128, 4, 3)),
-    128: Mxfp4Tiles(128, Mxfp4Tile(128, 256, 8, 2), Mxfp4Tile(128, 256, 8, 2)),
+    64: Mxfp4Tiles(64, Mxfp4Tile(128, 128, 4, 3), Mxfp4Tile(64, 256, 4, 3)),
+    128: Mxfp4Tiles(128, Mxfp4Tile(128, 256, 8, 2), Mxfp4Tile(128, 128, 4, 3)),
 }
 _MOST_ROWS = {8: 4, 16: 10, 32: 24, 64: 100}
 """The largest mean number of pairs of an expert for which blocks have up to that number of pairs. The numbers vary around it, and

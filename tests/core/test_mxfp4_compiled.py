@@ -1,0 +1,119 @@
+"""Test the kernel of MXFP4 experts as it is compiled for compute capability 9.0, and the assembly in it. That needs no GPU.
+
+.venv/bin/python -m pytest -q tests/core/test_mxfp4_compiled.py
+"""
+
+from __future__ import annotations
+
+import re
+import struct
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import triton
+from triton.backends import nvidia as backends
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from dovetail.ops.mxfp4 import VALUES
+from dovetail.ops.triton import mxfp4
+from dovetail.ops.triton.launch import INTERPRETED
+from dovetail.ops.triton.mxfp4_tiles import tiles_of
+
+pytestmark = [
+    pytest.mark.skipif(INTERPRETED, reason="kernels are interpreted, not compiled"),
+    pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION"),
+]
+SIZES = (32, 4, 2880, 2880)
+POINTERS = dict.fromkeys(("x", "bias", "out"), "*bf16") | dict.fromkeys(("w", "scale"), "*u8")
+POINTERS |= dict.fromkeys(("order", "blocks", "used"), "*i32") | {"weights": "*fp32"}
+NUMBERS = dict.fromkeys(("tiles", "tokens", "first", "experts"), "i32") | dict.fromkeys(
+    ("alpha", "limit", "offset"), "fp32"
+)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "gated"),
+    [
+        (1, True),
+        (64, False),
+        *(
+            pytest.param(tokens, gated, marks=pytest.mark.full)
+            for tokens in (1, 64, 128, 256, 4096)
+            for gated in (0, 1)
+        ),
+    ],
+)
+def test_tiles_of_gpt_oss_compile(tokens: int, gated: bool, tmp_path: Path) -> None:
+    """Registers are not spilled, and everything that the loop multiplies is copied to shared memory ahead."""
+    tiles = tiles_of(tokens, *SIZES, 1.0, 2)
+    tile = tiles.gate_up if gated else tiles.down
+    constants: dict[str, Any] = {
+        "GATED": bool(gated), "TOP_K": 4, "SCALED": False, "BIAS": True, "LIMITED": True, "IN_PARTS": not gated,
+        "ONE": tokens == 1, "BLOCK_M": tiles.block_m, "BLOCK_N": tile.block_n, "BLOCK_K": tile.block_k,
+        "EVEN": False, "ASSEMBLY": True, "PDL": True,
+    }  # fmt: skip
+    kernel = mxfp4._product
+    types = POINTERS | {"out": "*bf16" if gated else "*fp32"} | NUMBERS
+    signature = {name: "constexpr" if name in constants else types.get(name, "i32") for name in kernel.arg_names}
+    attrs = {
+        (index,): [["tt.divisibility", 16]]
+        for index, name in enumerate(kernel.arg_names)
+        if signature[name].startswith("*") or name in ("half", "width")
+    }
+    source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attrs)
+    options = {"num_warps": tile.warps, "num_stages": tile.stages, "launch_pdl": True}
+    code = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options).asm
+    body = code["ttgir"].split("scf.for", 1)[1].split("scf.yield", 1)[0]
+    assert body.count("async_copy_global_to_local") == 4, "codes, scales and both halves of x"
+    assert "tt.load" not in body
+    (tmp_path / "kernel.cubin").write_bytes(code["cubin"])
+    usage = [Path(backends.__file__).parent / "bin" / "cuobjdump", "-res-usage", tmp_path / "kernel.cubin"]
+    found = subprocess.run(usage, capture_output=True, text=True, check=True).stdout
+    stack = re.search(r"STACK:(\d+)", found)
+    assert stack is not None
+    assert int(stack[1]) <= 16, "registers are spilled"
+
+
+def run(assembly: str, word: int) -> tuple[int, int]:
+    """Return what ``assembly`` writes to ``$0`` and ``$1`` if ``$2`` is ``word``."""
+    registers = {"$2": word}
+
+    def value(name: str) -> int:
+        return registers[name] if name in registers else int(name, 0)
+
+    for operation, given in re.findall(r"(prmt|shl|shr|and|lop3)\.b32 ([^;]+);", assembly):
+        to, *names = (name.strip() for name in given.split(","))
+        a, b, *more = map(value, names)
+        if operation == "prmt":
+            (selector,), source = more, (b << 32 | a).to_bytes(8, "little")
+            found = sum(source[selector >> 4 * i & 7] << 8 * i for i in range(4))
+        elif operation == "lop3":
+            c, table = more
+            assert table == 0xEA
+            found = a & b | c
+        else:
+            found = {"shl": a << b, "shr": a >> b, "and": a & b}[operation]
+        registers[to] = found & 0xFFFFFFFF
+    return registers["$0"], registers["$1"]
+
+
+@pytest.mark.parametrize("name", ["bf16", "fp16"])
+def test_the_assembly_widens_every_code(name: str) -> None:
+    """Four numbers are made of four bytes, in their order: those in the low or the high bits, times the smallest normal
+    number of the type."""
+    bf16 = name == "bf16"
+    halves = (mxfp4._LOW_BF16, mxfp4._HIGH_BF16) if bf16 else (mxfp4._LOW_FP16, mxfp4._HIGH_FP16)
+    values = [*VALUES, *(-value for value in VALUES)]
+    for first in range(256):
+        given = [(first + 71 * i) % 256 for i in range(4)]
+        for high, text in enumerate(halves):
+            words = run(text.value, int.from_bytes(given, "little"))
+            bits = [word >> shift & 0xFFFF for word in words for shift in (0, 16)]
+            if bf16:
+                got = [struct.unpack("<f", struct.pack("<I", one << 16))[0] * 2.0**126 for one in bits]
+            else:
+                got = [struct.unpack("<e", struct.pack("<H", one))[0] * 2.0**14 for one in bits]
+            assert got == [values[byte >> 4 * high & 15] for byte in given]
