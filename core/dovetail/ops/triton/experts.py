@@ -35,6 +35,31 @@ def activate(gate, up, alpha, limit, offset, LIMITED: tl.constexpr):
 
 
 @triton.jit
+def pairs_of_block(order, blocks, block, BLOCK_M: tl.constexpr):
+    """Return the expert of a block, and of each of its pairs the place in the order by expert, the index, and whether it
+    exists. See ``routing.sort_by_expert``."""
+    expert = tl.load(blocks + block * 3).to(tl.int64)
+    row = tl.load(blocks + block * 3 + 1) + tl.arange(0, BLOCK_M)
+    present = row < tl.load(blocks + block * 3 + 2)
+    return expert, row, tl.load(order + row, present, 0), present
+
+
+@triton.jit
+def scaled_and_biased(
+    gate, up, factors, bias, expert, pair, column, present, inside, size, SCALED: tl.constexpr, BIAS: tl.constexpr
+):  # fmt: skip
+    """Return gate and up ``[pairs, columns]`` of an expert times ``factors``, which scale inputs, and with ``bias``."""
+    if SCALED:
+        factor = tl.load(factors + pair, present, 0.0)[:, None]
+        gate, up = gate * factor, up * factor
+    if BIAS:
+        own = bias + expert * 2 * size + column
+        gate += tl.load(own, inside, 0.0).to(tl.float32)[None, :]
+        up += tl.load(own + size, inside, 0.0).to(tl.float32)[None, :]
+    return gate, up
+
+
+@triton.jit
 def _multiply(left, right, total, NARROW_ROWS: tl.constexpr):
     """Return ``total`` plus the product of rows ``left [m, k]`` and a tile of the weight ``right [n, k]``, which is
     ``[n, m]`` if NARROW_ROWS and ``[m, n]`` otherwise."""
@@ -57,10 +82,7 @@ def _gate_up(
         gdc_wait()
     if block >= tl.load(used):
         return
-    expert = tl.load(blocks + block * 3).to(tl.int64)
-    row = tl.load(blocks + block * 3 + 1) + tl.arange(0, BLOCK_M)
-    present = row < tl.load(blocks + block * 3 + 2)
-    pair = tl.load(order + row, present, 0)
+    expert, row, pair, present = pairs_of_block(order, blocks, block, BLOCK_M)
     column = tile * BLOCK_N + tl.arange(0, BLOCK_N)
     inside = column < size
     at = tl.arange(0, BLOCK_K)
@@ -84,13 +106,7 @@ def _gate_up(
         up = _multiply(left, right_up, up, narrow)
     if narrow:
         gate, up = tl.trans(gate), tl.trans(up)
-    if SCALED:
-        factor = tl.load(factors + pair, present, 0.0)[:, None]
-        gate, up = gate * factor, up * factor
-    if BIAS:
-        own = bias + expert * 2 * size + column
-        gate += tl.load(own, inside, 0.0).to(tl.float32)[None, :]
-        up += tl.load(own + size, inside, 0.0).to(tl.float32)[None, :]
+    gate, up = scaled_and_biased(gate, up, factors, bias, expert, pair, column, present, inside, size, SCALED, BIAS)
     result = activate(gate, up, alpha, limit, offset, LIMITED).to(out.dtype.element_ty)
     tl.store(out + row.to(tl.int64)[:, None] * size + column[None, :], result, present[:, None] & inside[None, :])
 
@@ -107,10 +123,7 @@ def _down(
         gdc_wait()
     if block >= tl.load(used):
         return
-    expert = tl.load(blocks + block * 3).to(tl.int64)
-    row = tl.load(blocks + block * 3 + 1) + tl.arange(0, BLOCK_M)
-    present = row < tl.load(blocks + block * 3 + 2)
-    pair = tl.load(order + row, present, 0)
+    expert, row, pair, present = pairs_of_block(order, blocks, block, BLOCK_M)
     column = tile * BLOCK_N + tl.arange(0, BLOCK_N)
     inside = column < hidden
     at = tl.arange(0, BLOCK_K)

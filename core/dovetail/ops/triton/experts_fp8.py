@@ -24,7 +24,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from dovetail.interfaces.expert_shapes import ExpertWeights, Routing
 from dovetail.ops.triton.expert_tiles import ExpertTiles
-from dovetail.ops.triton.experts import NARROW, activate, add_up_pairs
+from dovetail.ops.triton.experts import NARROW, activate, add_up_pairs, scaled_and_biased
 from dovetail.ops.triton.fp8_tiles import tiles_of
 from dovetail.ops.triton.launch import INTERPRETED, launch
 from dovetail.ops.triton.routing import sort_by_expert
@@ -181,13 +181,7 @@ def _gate_up(
         up = _scaled(up, of_x, tl.load(of_up), narrow, False)
     if narrow:
         gate, up = tl.trans(gate), tl.trans(up)
-    if SCALED:
-        factor = tl.load(factors + pair, present, 0.0)[:, None]
-        gate, up = gate * factor, up * factor
-    if BIAS:
-        own = bias + expert * 2 * size + column
-        gate += tl.load(own, inside, 0.0).to(tl.float32)[None, :]
-        up += tl.load(own + size, inside, 0.0).to(tl.float32)[None, :]
+    gate, up = scaled_and_biased(gate, up, factors, bias, expert, pair, column, present, inside, size, SCALED, BIAS)
     result = activate(gate, up, alpha, limit, offset, LIMITED).to(DTYPE)
     stored = present[:, None] & inside[None, :]
     if CODED:

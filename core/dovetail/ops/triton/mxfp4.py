@@ -20,7 +20,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from dovetail.interfaces.expert_shapes import ExpertWeights, Routing
-from dovetail.ops.triton.experts import activate, add_up_pairs
+from dovetail.ops.triton.experts import activate, add_up_pairs, pairs_of_block
 from dovetail.ops.triton.launch import INTERPRETED, launch
 from dovetail.ops.triton.mxfp4_tiles import tiles_of
 from dovetail.ops.triton.routing import sort_by_expert
@@ -151,10 +151,7 @@ def _product(
     else:
         if block >= tl.load(used):
             return
-        expert = tl.load(blocks + block * 3).to(tl.int64)
-        row = tl.load(blocks + block * 3 + 1) + tl.arange(0, BLOCK_M)
-        present = row < tl.load(blocks + block * 3 + 2)
-        pair = tl.load(order + row, present, 0)
+        expert, row, pair, present = pairs_of_block(order, blocks, block, BLOCK_M)
     # the rows of a tile: if GATED, those of gate, then those of up
     columns: tl.constexpr = BLOCK_N // 2 if GATED else BLOCK_N
     local = tl.arange(0, BLOCK_N)
