@@ -18,7 +18,7 @@ from dovetail.registry import Constraints, Machine, Requirement, resolve
 from dovetail.registry.resolution import CandidateVerdict, ChoiceRule, Stage
 
 sys.path.insert(0, str(Path(__file__).parent))
-from resolving import CPU, DRAFT, H100, K, reasons, refusal, run, verdicts
+from resolving import CPU, DRAFT, DRAFT_TREE, H100, VERIFY, K, reasons, refusal, run, verdicts
 
 # order of preference
 
@@ -427,3 +427,16 @@ def test_graphs_are_refused_on_a_device_that_has_none(fakes, setting):
     with pytest.raises(ConfigError, match=setting.split("=")[0]):
         run(fakes, sets=[setting])
     run(fakes, sets=["graphs.decode=auto", "graphs.piecewise_tokens=0"])
+
+
+def test_plugins_that_did_not_load_are_named_when_nothing_fits(fakes):
+    broken = fakes.broken("lost", RuntimeError("no such library"))
+    gone = fakes.spec(K.CACHE, "x", requires=(Requirement("no-such-dist"),))
+    unusable = refusal(fakes, gone, sets=["cache=x"], entries=[broken])
+    specs = [fakes.spec(K.ATTENTION, "chains", offers=VERIFY), fakes.spec(K.DRAFTER, "eagle", offers=DRAFT_TREE)]
+    misfit = refusal(fakes, *specs, sets=["attention=chains", "speculative=eagle"], entries=[broken])
+    for text, first in ((unusable, "cache: cannot use"), (misfit, "the chosen parts do not fit together")):
+        assert text.startswith(first)
+        assert "plugins that did not load, one of which may have what is missing:" in text
+        assert "  - lost of lost-dist (failed: RuntimeError: no such library)" in text
+    assert "did not load" not in refusal(fakes, gone, sets=["cache=x"])

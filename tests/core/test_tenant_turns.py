@@ -112,6 +112,39 @@ def test_a_long_prompt_leaves_part_of_each_step_to_another_tenant():
     run.finish()
 
 
+def prompt_tokens_of_steps(run: Run) -> list[int]:
+    """Run everything, and return the number of prompt tokens of each step that has some."""
+    tokens: list[int] = []
+    schedule = run.scheduler.schedule
+
+    def noted():
+        plan = schedule()
+        if plan is not None and plan.num_extend:
+            tokens.append(int(plan.extend_lens[: plan.num_extend].sum()))
+        return plan
+
+    run.scheduler.schedule = noted
+    run.finish()
+    return tokens
+
+
+def test_a_short_prompt_is_not_cut_at_the_end_of_a_step_of_several_tenants():
+    scheduler, device = build(num_pages=200, max_running=16, chunk_size=300)
+    run = Run(scheduler, device)
+    for i in range(6):
+        run.add(f"r{i}", [i] * 30, {"tenant": "ab"[i % 2]}, max_new_tokens=1)
+    assert prompt_tokens_of_steps(run) == [150, 30], "the fifth has 8 of 128 tokens left, and needs 30"
+
+
+@given(st.lists(st.tuples(st.sampled_from("abc"), st.integers(1, 40)), min_size=1, max_size=12), st.integers(1, 200))
+def test_no_step_has_more_prompt_tokens_than_a_chunk(prompts: list[tuple[str, int]], chunk_size: int):
+    scheduler, device = build(num_pages=400, max_running=16, chunk_size=chunk_size)
+    run = Run(scheduler, device)
+    for i, (tenant, length) in enumerate(prompts):
+        run.add(f"r{i}", [i] * length, {"tenant": tenant}, max_new_tokens=1)
+    assert max(prompt_tokens_of_steps(run)) <= chunk_size
+
+
 def test_a_full_queue_takes_the_request_of_a_tenant_that_has_none():
     scheduler, _ = build(max_waiting=4)
     for msg in many("a", 4):

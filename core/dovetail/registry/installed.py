@@ -12,7 +12,7 @@ import pluggy
 from dovetail.config import PluginConfig
 from dovetail.config.kinds import Sections
 from dovetail.config.problems import suggest
-from dovetail.errors import DuplicateComponentError, PluginLoadError, UnknownComponentError
+from dovetail.errors import DuplicateComponentError, PluginLoadError, ResolutionError, UnknownComponentError
 from dovetail.registry.kinds import Kinds
 from dovetail.registry.specs import ComponentSpec, KindDescriptor
 from dovetail.registry.targets import load_attribute
@@ -106,6 +106,13 @@ class Registry:
         """Return a text for each plugin that did not load and registered no component, with the reason."""
         absent = [p for p in self.plugins if p.status is not PluginStatus.LOADED and not p.components]
         return [f"{p.name} of {p.distribution} ({p.status}: {p.reason})" for p in absent]
+
+    def with_absent(self, error: ResolutionError) -> ResolutionError:
+        """Return ``error`` with the plugins that did not load, one of which may have what is missing."""
+        if not self.absent:
+            return error
+        lines = [str(error), "plugins that did not load, one of which may have what is missing:"]
+        return ResolutionError("\n".join([*lines, *(f"  - {plugin}" for plugin in self.absent)]))
 
     @property
     def every_component(self) -> list[RegisteredComponent]:

@@ -67,7 +67,10 @@ def resolve(config: Config, registry: Registry, machine: Machine, *, tuning: Tun
     parsers = choose_parsers(config, registry, machine, model)
     slots = _open_slots(config, registry, machine, model, tuned.slots)
     negotiation = fit.Negotiation(registry.kinds, model.info)
-    combo = _search(slots, config, machine, negotiation)
+    try:
+        combo = _search(slots, config, machine, negotiation)
+    except ResolutionError as error:
+        raise registry.with_absent(error) from None
     _mark_candidates(slots, combo, _overlap_values(config, machine), negotiation)
     _check(config, slots, combo, registry.kinds)
     resolved = _resolved(config, registry, machine, model, slots, combo, tuned, parsers)

@@ -9,7 +9,7 @@ from dovetail.interfaces.cache import Match
 from dovetail.scheduler.groups import group_adjacent
 from dovetail.scheduler.outcome import prompt_scored
 from dovetail.scheduler.policy_guard import PolicyGuard
-from dovetail.scheduler.turns import TenantTurns
+from dovetail.scheduler.turns import LEAST_TOKENS, TenantTurns
 from dovetail.scheduler.waits import PrefixWaits
 
 if TYPE_CHECKING:
@@ -53,10 +53,11 @@ class Admission:
         if not waiting and not prefilling:
             return []
         budget = self.turns.budget()
+        spare = min(self.limits.chunk_size - budget, LEAST_TOKENS)
         rows = self.turns.divide(budget, waiting, prefilling)
         budget -= sum(count for _, count in rows)
         if budget > 0 and waiting and len(prefilling) + len(decoding) < self.limits.max_running:
-            rows += self._admit(waiting, prefilling, decoding, budget)
+            rows += self._admit(waiting, prefilling, decoding, budget, spare)
         self.turns.chosen(rows, waiting)
         return rows
 
@@ -67,8 +68,10 @@ class Admission:
             self._groups.left_queue(req)
 
     def _admit(
-        self, waiting: list[Req], prefilling: list[Req], decoding: list[Req], budget: int
+        self, waiting: list[Req], prefilling: list[Req], decoding: list[Req], budget: int, spare: int
     ) -> list[tuple[Req, int]]:
+        """Admit requests while ``budget`` lasts. The last one may have up to ``spare`` tokens more if it needs no others:
+        otherwise its first token would wait for one more step, because of a few tokens."""
         rows: list[tuple[Req, int]] = []
         waits = self._waits if self.limits.reuses_prefixes else None
         if waits is not None:
@@ -98,7 +101,7 @@ class Admission:
             if waits is not None:
                 waits.add(req)
             prefilling.append(req)
-            rows.append((req, min(req.extend_len, budget)))
+            rows.append((req, req.extend_len if req.extend_len <= budget + spare else budget))
             budget -= rows[-1][1]
         if rows:
             waiting[:] = [req for req in waiting if req.slot < 0]
