@@ -31,8 +31,9 @@ from dovetail.layers.rotary import Rotary
 from dovetail.memory.pool import PagedKVPool
 from dovetail.testing.batches import make_batch, make_page_table
 from dovetail.testing.eager import EagerAttention
-from dovetail.testing.model import ModelSuite
+from dovetail.testing.model import ModelSuite, Reference
 from dovetail.testing.ranks import run_ranks, thread_meshes
+from dovetail_models.dense import DenseModel
 
 PAGE = (Path(__file__).parents[2] / "docs" / "write_a_model.md").read_text("utf-8")
 
@@ -103,11 +104,15 @@ def test_the_page_builds_a_model_that_runs(tmp_path: Path) -> None:
 # -- recipes -----------------------------------------------------------------------------------------------------------
 
 
+def python_blocks() -> list[str]:
+    """Return the code of the page that is in no file of the example."""
+    return re.findall(r"^```py\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
+
+
 @pytest.fixture(scope="module")
 def recipes() -> dict[str, Any]:
-    (block,) = re.findall(r"^```py\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
     made: dict[str, Any] = {"__name__": "recipes"}
-    exec(block, made)
+    exec(python_blocks()[0], made)
     return made
 
 
@@ -136,16 +141,7 @@ def test_experts(recipes: dict[str, Any], ranks: int, division: Any) -> None:
     meshes = thread_meshes(ranks, division)
     layers = [recipes["mixtral_experts"](hidden, size, count, 2, mesh) for mesh in meshes]
     for layer in layers:
-        targets = dict(recipes["mixtral_targets"](layer, "m", "moe"))
-        assert targets.keys() == tensors.keys()
-        parameters = {f"m.{name}": parameter for name, parameter in layer.named_parameters()}
-        check_complete(parameters, targets)
-        for name, target in ((name, one) for name, entry in targets.items() for one in as_list(entry)):
-            part = tensors[name]
-            for share in target.shares:
-                part = part.narrow(share.dim, share.start, share.size)
-            rows = slice(None) if target.start is None else slice(target.start, target.start + target.size)
-            parameters[target.parameter][rows].copy_(part)
+        fill_from(layer, dict(recipes["mixtral_targets"](layer, "m", "moe")), tensors)
     x = torch.randn(7, hidden)
     for result in run_ranks(meshes, lambda layer: layer.forward(x), layers):
         for token, got in zip(x, result, strict=True):
@@ -158,33 +154,93 @@ def test_experts(recipes: dict[str, Any], ranks: int, division: Any) -> None:
             torch.testing.assert_close(got, expected)
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("rotated", [False, True])
-def test_own_attention(recipes: dict[str, Any], rotated: bool) -> None:
-    """Two rows, cut into chunks, attend as whole texts do."""
+def test_own_attention(recipes: dict[str, Any], rotated: bool, ranks: int) -> None:
+    """Two rows, cut into chunks, attend as whole texts do, on one rank and divided over two."""
     heads, kv_heads, head_dim, hidden = 4, 2, 8, 20
-    layer = filled(recipes["OwnAttention"](hidden, heads, kv_heads, head_dim, 0))
-    rotary = Rotary(RopeConfig(head_dim, 100.0, 32, 32)) if rotated else None
+    torch.manual_seed(0)
+    shapes = {"q": (heads * head_dim, hidden), "k": (kv_heads * head_dim, hidden), "v": (kv_heads * head_dim, hidden)}
+    tensors = {f"{n}_proj.weight": torch.randn(s) * 3 for n, s in {**shapes, "o": (hidden, heads * head_dim)}.items()}
+    meshes = thread_meshes(ranks)
+    layers = [recipes["OwnAttention"](hidden, heads, kv_heads, head_dim, 0, mesh) for mesh in meshes]
+    for layer in layers:
+        fill_from(layer, dict(layer.targets("m", "attn")), {f"attn.{name}": one for name, one in tensors.items()})
+    rope = RopeConfig(head_dim, 100.0, 32, 32)
     lens = [9, 6]
     texts = [torch.randn(n, hidden) for n in lens]
-    pool = PagedKVPool(CacheGroup(1, kv_heads, head_dim), 12, 4, torch.float32, "cpu")
-    attention, table = EagerAttention(pool), make_page_table(lens, 4, 12)
-    outputs: list[list[torch.Tensor]] = [[], []]
-    for prefix, extend in (([0, 0], [5, 2]), ([5, 2], [4, 4])):
-        batch = make_batch(4, table, prefix, extend, input_ids=[0] * sum(extend), attn=(attention,), kv=(pool,))
-        attention.plan(batch)
-        x = torch.cat([text[a : a + n] for text, a, n in zip(texts, prefix, extend, strict=True)])
-        rotation = None if rotary is None else rotary.forward(batch.positions)
-        for row, part in enumerate(layer.forward(x, rotation, batch).split(extend)):
-            outputs[row].append(part)
-    for text, parts in zip(texts, outputs, strict=True):
-        q, k, v = (part.forward(text) for part in (layer.q, layer.k, layer.v))
-        q = q * (q.square().mean(1, keepdim=True) + 1e-6).rsqrt() * layer.q_norm.weight
-        k = k * (k.square().mean(1, keepdim=True) + 1e-6).rsqrt() * layer.k_norm.weight
-        q, k, v = (one.unflatten(1, (-1, head_dim)).transpose(0, 1) for one in (q, k, v))
-        if rotated:
-            q, k = turned(q), turned(k)
-        whole = functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-        torch.testing.assert_close(torch.cat(parts), layer.out.forward(whole.transpose(0, 1).flatten(1)))
+
+    def attended(layer: Any) -> list[torch.Tensor]:
+        pool = PagedKVPool(CacheGroup(1, kv_heads // ranks, head_dim), 12, 4, torch.float32, "cpu")
+        attention, table = EagerAttention(pool), make_page_table(lens, 4, 12)
+        outputs: list[list[torch.Tensor]] = [[], []]
+        for prefix, extend in (([0, 0], [5, 2]), ([5, 2], [4, 4])):
+            batch = make_batch(4, table, prefix, extend, input_ids=[0] * sum(extend), attn=(attention,), kv=(pool,))
+            attention.plan(batch)
+            x = torch.cat([text[a : a + n] for text, a, n in zip(texts, prefix, extend, strict=True)])
+            rotation = Rotary(rope).forward(batch.positions) if rotated else None
+            for row, part in enumerate(layer.forward(x, rotation, batch).split(extend)):
+                outputs[row].append(part)
+        return [torch.cat(parts) for parts in outputs]
+
+    for found in run_ranks(meshes, attended, layers):
+        for text, got in zip(texts, found, strict=True):
+            q, k, v = (functional.linear(text, tensors[f"{name}_proj.weight"]).clamp(-8, 8) for name in "qkv")
+            q, k, v = (one.unflatten(1, (-1, head_dim)).transpose(0, 1) for one in (q, k, v))
+            if rotated:
+                q, k = turned(q), turned(k)
+            whole = functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+            expected = functional.linear(whole.transpose(0, 1).flatten(1), tensors["o_proj.weight"])
+            torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-3)
+
+
+def fill_from(layer: Layer, targets: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
+    """Fill the parameters of ``layer``, which the targets call ``m``, with this rank's parts of ``tensors``."""
+    assert targets.keys() == tensors.keys()
+    parameters = {f"m.{name}": parameter for name, parameter in layer.named_parameters()}
+    check_complete(parameters, targets)
+    for name, target in ((name, one) for name, entry in targets.items() for one in as_list(entry)):
+        part = tensors[name]
+        for share in target.shares:
+            part = part.narrow(share.dim, share.start, share.size)
+        rows = slice(None) if target.start is None else slice(target.start, target.start + target.size)
+        parameters[target.parameter][rows].copy_(part)
+
+
+def test_a_norm_without_weights(recipes: dict[str, Any]) -> None:
+    x = torch.randn(5, 12)
+    y = recipes["PlainNorm"]()(x)
+    torch.testing.assert_close(y, (x - x.mean(1, True)) / (x.var(1, keepdim=True, correction=0) + 1e-5).sqrt())
+
+
+class TestTheModelThatIsWatched(ModelSuite):
+    """The forward pass that the page shows for ``batch.last`` and ``batch.watch``, with the layers of Llama."""
+
+    name = "llama"
+    configs = {  # noqa: RUF012
+        "small": {
+            "architectures": ["LlamaForCausalLM"], "vocab_size": 61, "hidden_size": 32, "intermediate_size": 48,
+            "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64,
+        }
+    }  # fmt: skip
+
+    def new_model(self, info: ModelInfo, dtype: torch.dtype = torch.float32, mesh: Any = SINGLE) -> ModelArchitecture:
+        made: dict[str, Any] = {"__name__": "watched"}
+        exec(python_blocks()[1], made)
+        members = {name: made["WatchedModel"].__dict__[name] for name in ("forward", "attend")}
+        members["blocks"] = property(lambda model: list(model.layers))
+        return build_model(type("Watched", (DenseModel,), members), info, torch.device("cpu"), dtype, mesh)
+
+    def reference(self, directory: Path) -> Reference:
+        model = ModelSuite.load(sound := Plain(), directory)
+        return lambda tokens: sound.logits(model, tokens, len(tokens))
+
+
+class Plain(ModelSuite):
+    name = "llama"
+
+
+Plain.__test__ = False  # type: ignore[attr-defined]
 
 
 def turned(x: torch.Tensor) -> torch.Tensor:

@@ -309,7 +309,93 @@ class DeclaresNothing(SoundWithSinks):
         return replace(super().describe(directory), needs=frozenset())
 
 
+class WatchesTheLayerBefore(DenseModel):
+    def forward(self, batch: Batch) -> torch.Tensor:
+        watch = batch.watch
+        batch.watch = tuple(max(index - 1, 0) if index < self.info.num_layers else index for index in watch)
+        hidden = super().forward(batch)
+        batch.watch = watch
+        return hidden
+
+
+class StatesOfTheLayerBefore(Sound):
+    model_class = WatchesTheLayerBefore
+
+
+class WatchesInItsOwnOrder(DenseModel):
+    def forward(self, batch: Batch) -> torch.Tensor:
+        watch = batch.watch
+        batch.watch = tuple(sorted(watch))
+        hidden = super().forward(batch)
+        batch.watch = watch
+        return hidden
+
+
+class StatesInAnotherOrder(Sound):
+    model_class = WatchesInItsOwnOrder
+
+
+class NormsTheLastState(DenseModel):
+    def forward(self, batch: Batch) -> torch.Tensor:
+        watch = batch.watch
+        batch.watch = tuple(min(index, self.info.num_layers) for index in watch)
+        hidden = super().forward(batch)
+        batch.watch = watch
+        return hidden
+
+
+class StatesAfterTheNorm(Sound):
+    model_class = NormsTheLastState
+
+
+class KeepsNoStates(DenseModel):
+    def forward(self, batch: Batch) -> torch.Tensor:
+        hidden = super().forward(batch)
+        batch.hidden = None
+        return hidden
+
+
+class WithoutStates(Sound):
+    model_class = KeepsNoStates
+
+
+class GivesItsTableAway(DenseModel):
+    def embed_tokens(self, input_ids: torch.Tensor) -> torch.Tensor:
+        kept = self.__dict__.setdefault("kept", super().embed_tokens(input_ids))
+        return kept
+
+
+class EmbedsIntoItsMemory(Sound):
+    model_class = GivesItsTableAway
+
+
+class NormsInLogits(DenseModel):
+    def forward(self, batch: Batch) -> torch.Tensor:
+        super().forward(batch)
+        batch.watch = (self.info.num_layers + 1,)
+        super().forward(batch)
+        assert batch.hidden is not None
+        return batch.hidden
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        return super().logits(self.norm.forward(hidden))
+
+
+class EmbedsBeforeTheNorm(Sound):
+    model_class = NormsInLogits
+
+
+class MultipliesItself(DenseModel):
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        return hidden @ self.head.weight.T
+
+
+class ProductOfItsOwn(Sound):
+    model_class = MultipliesItself
+
+
 LOGITS = "test_logits_are_those_of_the_reference"
+STATES = "test_hidden_states_are_those_of_the_layers"
 MUTANTS = [
     Mutant(
         "registers another name than its checkpoints have",
@@ -365,4 +451,31 @@ MUTANTS = [
     ),
     Mutant("reads the share of another rank", "test_ranks_compute_the_logits_of_one", ReadsTheShareOfRankZero, Sound),
     Mutant("computes in 8 bits", "test_bfloat16_stays_close", Rough, Sound, says="relative error"),
+    Mutant("keeps the states of the layer before", STATES, StatesOfTheLayerBefore, Sound, says="are the same"),
+    Mutant(
+        "keeps states in an order of its own", STATES, StatesInAnotherOrder, Sound, says="in the order of batch.watch"
+    ),
+    Mutant("keeps the last state after the norm", STATES, StatesAfterTheNorm, Sound, says="are the same"),
+    Mutant("keeps no states", STATES, WithoutStates, Sound, says="forward must set batch.hidden"),
+    Mutant(
+        "returns embeddings in memory of its own",
+        "test_embed_tokens_returns_new_embeddings",
+        EmbedsIntoItsMemory,
+        Sound,
+        says="memory of the model",
+    ),
+    Mutant(
+        "returns hidden states before the final norm",
+        "test_hidden_states_serve_as_embeddings",
+        EmbedsBeforeTheNorm,
+        Sound,
+        says="before the final norm",
+    ),
+    Mutant(
+        "computes a product without Linear",
+        "test_products_do_not_mix_rows",
+        ProductOfItsOwn,
+        Sound,
+        says="outside of Linear",
+    ),
 ]

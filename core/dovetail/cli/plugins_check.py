@@ -133,9 +133,22 @@ def _refuse_unready(components: Sequence[RegisteredComponent]) -> None:
     from dovetail.registry.stages import unmet
 
     ready = [c for c in components if not any(True for requirement in c.spec.requires for _ in unmet(requirement))]
-    faults = list(filter(None, map(readiness_fault, ready)))
+    faults = [(component, fault) for component in ready if (fault := readiness_fault(component)) is not None]
     if faults:
-        raise PluginLoadError("\n".join(faults))
+        raise PluginLoadError("\n".join(_each_cause_once(faults)))
+
+
+def _each_cause_once(faults: Sequence[tuple[RegisteredComponent, str]]) -> list[str]:
+    """Return a line for each cause: the fault of the first component that has it, and the names of the others."""
+    by_cause: dict[str, list[tuple[RegisteredComponent, str]]] = {}
+    for component, fault in faults:
+        own = fault.removeprefix(component.label)
+        by_cause.setdefault(own.partition(" cannot be imported: ")[2] or own, []).append((component, fault))
+    lines: list[str] = []
+    for same in by_cause.values():
+        others = ", ".join(f"{component.spec.kind} {component.spec.name!r}" for component, _ in same[1:])
+        lines.append(same[0][1] + (f"; the same holds for {others}" if others else ""))
+    return lines
 
 
 def _run(

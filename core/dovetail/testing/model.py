@@ -29,13 +29,15 @@ from dovetail.interfaces.cache import KVPool
 from dovetail.interfaces.features import Feature
 from dovetail.interfaces.mesh import SINGLE, Mesh
 from dovetail.interfaces.model import ModelArchitecture, ModelInfo
+from dovetail.layers.base import Layer
 from dovetail.memory.pool import PagedKVPool
 from dovetail.registry.ranks import divisions
 from dovetail.registry.specs import ComponentKind
 from dovetail.registry.targets import load_attribute
-from dovetail.testing.batches import make_batch, make_page_table
 from dovetail.testing.component import ComponentSuite
 from dovetail.testing.eager import EagerAttention
+from dovetail.testing.model_features import AllowedAttention, ForeignProducts, changed, tensors_of_layer
+from dovetail.testing.model_rows import ModelRows
 from dovetail.testing.ranks import run_ranks, thread_meshes
 
 Reference = Callable[[Sequence[int]], torch.Tensor]
@@ -46,64 +48,6 @@ PROMPT, STEPS = 23, 16
 LONG_TEXT, LONG_CHUNK = 200, 64
 SEEDS = 4
 MOST_RANKS = 4
-
-
-class ModelRows:
-    """Run a model over its own pool. Tokens of rows enter in pieces of any size, and their logits are returned."""
-
-    def __init__(
-        self, model: ModelArchitecture, attention: AttentionBackend, pool: KVPool, lens: Sequence[int]
-    ) -> None:
-        self.model = model
-        self._attn, self._kv = (attention,), (pool,)
-        self._pool = pool
-        self._page_size = pool.page_size
-        self._table = make_page_table(lens, pool.page_size, pool.num_pages)
-        self._prefix = [0] * len(lens)
-
-    @torch.inference_mode()
-    def enter(self, pieces: Mapping[int, Sequence[int]]) -> dict[int, torch.Tensor]:
-        """Compute the next tokens of some rows in one batch. Return the logits ``[tokens, vocab_size]`` of each row."""
-        rows = sorted(pieces, key=lambda row: -len(pieces[row]))  # extend rows first
-        lens = [len(pieces[row]) for row in rows]
-        batch = make_batch(
-            self._page_size,
-            self._table[rows],
-            [self._prefix[row] for row in rows],
-            lens,
-            input_ids=[token for row in rows for token in pieces[row]],
-            attn=self._attn,
-            kv=self._kv,
-        )
-        self._attn[0].plan(batch)
-        logits = self.model.logits(self.model.forward(batch)).split(lens)
-        self._advance(pieces)
-        return dict(zip(rows, logits, strict=True))
-
-    @torch.inference_mode()
-    def enter_for(self, sampled: Sequence[int], pieces: Mapping[int, Sequence[int]]) -> torch.Tensor:
-        """Compute ``enter`` for a model that offers model.last_rows, with only the rows ``sampled`` sampled. Return
-        their last logits, ``[sampled rows, vocab_size]``."""
-        rows = sorted(pieces)
-        lens = [len(pieces[row]) for row in rows]
-        prefix = [self._prefix[row] for row in rows]
-        ids = [token for row in rows for token in pieces[row]]
-        table, size = self._table[rows], self._page_size
-        batch = make_batch(size, table, prefix, lens, input_ids=ids, attn=self._attn, kv=self._kv)
-        last = [rows.index(row) for row in sampled]
-        batch.logit_rows = torch.tensor([sum(lens[: row + 1]) - 1 for row in last], dtype=torch.int64)
-        ends = [prefix[row] + lens[row] - 1 for row in last]
-        attention = EagerAttention(self._pool)
-        batch.last = make_batch(size, table[last], ends, [1] * len(last), attn=(attention,), kv=self._kv)
-        self._attn[0].plan(batch)
-        attention.plan(batch.last)
-        logits = self.model.logits(self.model.forward(batch))
-        self._advance(pieces)
-        return logits
-
-    def _advance(self, pieces: Mapping[int, Sequence[int]]) -> None:
-        for row, piece in pieces.items():
-            self._prefix[row] += len(piece)
 
 
 class ModelSuite(ComponentSuite):
@@ -175,16 +119,23 @@ class ModelSuite(ComponentSuite):
         filler.finish()
         return filler.model
 
-    def rows(self, model: ModelArchitecture, lens: Sequence[int], page_size: int = 4, mesh: Mesh = SINGLE) -> ModelRows:
+    def rows(
+        self,
+        model: ModelArchitecture,
+        lens: Sequence[int],
+        page_size: int = 4,
+        mesh: Mesh = SINGLE,
+        attention: Callable[[AttentionBackend], AttentionBackend] = lambda backend: backend,
+    ) -> ModelRows:
         """Return ``model``, which was built with ``mesh``, over a new pool for rows of up to ``lens`` tokens. Entries
-        of the pool that were never written are NaN."""
+        of the pool that were never written are NaN. ``attention`` may wrap the attention backend."""
         (group,) = local_info(model.info, mesh).cache_groups
         num_pages = 1 + sum(-(-n // page_size) for n in lens)
         dtype = next(as_module(model).parameters()).dtype
         pool = PagedKVPool(group, num_pages, page_size, dtype, "cpu")
         for memory in (pool.k, pool.v):
             memory.fill_(float("nan"))
-        return ModelRows(model, self.make_attention(model, pool), pool, lens)
+        return ModelRows(model, attention(self.make_attention(model, pool)), pool, lens)
 
     def logits(self, model: ModelArchitecture, tokens: Sequence[int], chunk: int, decode: int = 0) -> torch.Tensor:
         """Return the logits of every token of one row: prefilled in chunks, with the last ``decode`` tokens one at a
@@ -283,6 +234,97 @@ class ModelSuite(ComponentSuite):
         after = rows.enter({0: texts[0][-1:], 1: texts[1][4:], 2: texts[2][-1:]})
         for row, text in enumerate(expected):
             assert (after[row][-1] - text[-1]).abs().max() < self.tolerance
+
+    def test_hidden_states_are_those_of_the_layers(self, case: str, checkpoint: Path) -> None:
+        """``batch.hidden`` has the states that ``batch.watch`` names, in its order, and watching changes nothing else. A
+        state depends on the layers before it and on no other, whatever the chunks. Needs two layers."""
+        model, tensors = self.load(checkpoint), read_tensors(checkpoint)
+        if Feature.MODEL_HIDDEN_STATES not in model.info.offers:
+            pytest.skip("the model does not offer model.hidden_states")
+        if model.info.num_layers < 2:
+            pytest.skip("the config has one layer; states are compared with two or more")
+        self.proves(Feature.MODEL_HIDDEN_STATES)
+        tokens, count = random_tokens(model.info, PROMPT), model.info.num_layers
+        everything = tuple(range(count + 2))
+
+        def states_of(model: ModelArchitecture, watch: tuple[int, ...] = everything) -> torch.Tensor:
+            return self.rows(model, [PROMPT]).enter_watching(tokens, watch)[1]
+
+        hidden, states = self.rows(model, [PROMPT]).enter_watching(tokens, everything)
+        assert hidden.equal(self.rows(model, [PROMPT]).enter_watching(tokens, ())[0]), "watching changes the result"
+        assert states[count].equal(hidden), f"state {count} is what forward returns"
+        backwards = states_of(model, everything[::-1])
+        assert (backwards.flip(0) - states).abs().max() < self.tolerance, (
+            "the states are not in the order of batch.watch"
+        )
+        rows = self.rows(model, [PROMPT])
+        pieces = [rows.enter_watching(piece, everything)[1] for piece in (tokens[:9], tokens[9:])]
+        assert (torch.cat(pieces, 1) - states).abs().max() < self.tolerance, "states depend on chunks"
+        differ = [(states[i] - states[i + 1]).abs().max() > self.tolerance for i in range(count + 1)]
+        assert all(differ), f"the states {differ.index(False)} and {differ.index(False) + 1} are the same"
+        for layer in {0, count - 1}:
+            other = states_of(self.load(checkpoint, changed(tensors, tensors_of_layer(tensors, layer))))
+            after = [(other[i] - states[i]).abs().max() > self.tolerance for i in everything]
+            assert after == [i > layer for i in everything], (
+                f"with other weights of layer {layer}, the states {[i for i in everything if after[i]]} change; expected: "
+                f"those above {layer}, because state i is what enters layer i"
+            )
+
+    def test_embed_tokens_returns_new_embeddings(self, case: str, checkpoint: Path) -> None:
+        """``embed_tokens`` returns ``[tokens, hidden_size]`` in a new tensor: a drafter may change it."""
+        model = self.load(checkpoint)
+        if Feature.MODEL_HIDDEN_STATES not in model.info.offers:
+            pytest.skip("the model does not offer model.hidden_states")
+        ids = torch.tensor([*random_tokens(model.info, PROMPT), 1, 2, 1])
+        first = model.embed_tokens(ids)
+        assert first.shape == (len(ids), model.info.hidden_size)
+        kept = first.clone()
+        first.zero_()
+        assert model.embed_tokens(ids).equal(kept), "embed_tokens returns memory of the model"
+        assert kept[-1].equal(kept[-3])
+        assert not kept[-1].equal(kept[-2])
+
+    def test_hidden_states_serve_as_embeddings(self, case: str, checkpoint: Path) -> None:
+        """``forward`` returns hidden states after the final norm: with much larger weights of the last layer they are about
+        as large as before. They are those of the text, in one piece or in several."""
+        model, tensors = self.load(checkpoint), read_tensors(checkpoint)
+        if Feature.MODEL_EMBED not in model.info.offers:
+            pytest.skip("the model does not offer model.embed")
+        self.proves(Feature.MODEL_EMBED)
+        tokens = random_tokens(model.info, PROMPT)
+        whole = self.rows(model, [PROMPT]).enter_watching(tokens, ())[0]
+        assert whole.shape == (PROMPT, model.info.hidden_size)
+        assert whole.isfinite().all()
+        rows = self.rows(model, [PROMPT])
+        pieces = [rows.enter_watching(piece, ())[0] for piece in (tokens[:9], tokens[9:])]
+        assert (torch.cat(pieces) - whole).abs().max() < self.tolerance
+        last = tensors_of_layer(tensors, model.info.num_layers - 1)
+        large = self.load(checkpoint, changed(tensors, last, factor=100.0))
+        ratio = self.rows(large, [PROMPT]).enter_watching(tokens, ())[0].norm(dim=1) / whole.norm(dim=1)
+        assert ratio.max() < 10, (
+            f"with weights of the last layer that are 100 times as large, hidden states are {float(ratio.max()):.0f} times as "
+            "large: forward returns them before the final norm"
+        )
+
+    def test_products_do_not_mix_rows(self, case: str, checkpoint: Path) -> None:
+        """With model.batch_invariant, every product is that of a ``Linear``, which has kernels whose bits do not depend on
+        the other rows, and no module but layers has parameters."""
+        model = self.load(checkpoint)
+        if Feature.MODEL_BATCH_INVARIANT not in model.info.offers:
+            pytest.skip("the model does not offer model.batch_invariant")
+        self.proves(Feature.MODEL_BATCH_INVARIANT)
+        modules = as_module(model).named_modules()
+        own = [n for n, m in modules if not isinstance(m, Layer) and any(True for _ in m.parameters(recurse=False))]
+        assert not own, f"{', '.join(own)} have parameters and are no layers (dovetail.layers.base.Layer)"
+        found = ForeignProducts()
+        found.watch(model)
+        rows = self.rows(model, [PROMPT], attention=lambda backend: AllowedAttention(backend, found))
+        with found:
+            rows.enter({0: random_tokens(model.info, PROMPT)})
+        assert not found.names, (
+            f"the model computes {', '.join(sorted(found.names))} outside of Linear, where the bits of a row may depend on the "
+            "other rows. Use Linear, or do not offer model.batch_invariant"
+        )
 
     def test_ranks_compute_the_logits_of_one(self, case: str, checkpoint: Path) -> None:
         """The ranks of tensor parallelism together return the logits that one rank computes, all of them the same."""
