@@ -260,11 +260,11 @@ class ModelSuite(ComponentSuite):
         rows = self.rows(model, [PROMPT])
         pieces = [rows.enter_watching(piece, everything)[1] for piece in (tokens[:9], tokens[9:])]
         assert (torch.cat(pieces, 1) - states).abs().max() < self.tolerance, "states depend on chunks"
-        differ = [(states[i] - states[i + 1]).abs().max() > self.tolerance for i in range(count + 1)]
+        differ = [bool((states[i] - states[i + 1]).abs().max() > self.tolerance) for i in range(count + 1)]
         assert all(differ), f"the states {differ.index(False)} and {differ.index(False) + 1} are the same"
         for layer in {0, count - 1}:
             other = states_of(self.load(checkpoint, changed(tensors, tensors_of_layer(tensors, layer))))
-            after = [(other[i] - states[i]).abs().max() > self.tolerance for i in everything]
+            after = [bool((other[i] - states[i]).abs().max() > self.tolerance) for i in everything]
             assert after == [i > layer for i in everything], (
                 f"with other weights of layer {layer}, the states {[i for i in everything if after[i]]} change; expected: "
                 f"those above {layer}, because state i is what enters layer i"
