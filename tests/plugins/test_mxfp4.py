@@ -158,7 +158,7 @@ def test_a_missing_or_wrong_tensor_is_named(published: tuple[Path, Any], tmp_pat
         ({}, name),
         ({name: scales.float()}, rf"{name} is torch.float32; supported: torch.uint8"),
         ({name: scales[:, :32].contiguous()}, name),
-        ({name: scales.clone().index_fill_(1, torch.tensor([3]), 255)}, r"scales of model\.layers\.1\.mlp\.experts"),
+        ({name: scales.clone().index_fill_(1, torch.tensor([3]), 255)}, f"{name} has the MXFP4 scale no number"),
     ):
         save_file({**tensors, **change}, tmp_path / "model.safetensors")
         with pytest.raises(WeightsError, match=message):
@@ -179,14 +179,18 @@ def test_what_is_not_possible_is_refused() -> None:
     for transform in (None, Reshape((2, 128, 64)), OneExpert(FusedLayout())):
         with pytest.raises(ConfigError, match=r"experts\.gate_up_proj is stored otherwise than in gpt-oss"):
             list(method().targets("experts.gate_up_proj", WeightTarget("gate_up", transform=transform)))
+    layout = OneExpert(FusedLayout(transposed=True))
     for dtype, largest in ((torch.bfloat16, 191), (torch.float16, 128)):
-        own = method(dtype)
-        parameters = {name: torch.zeros(shape, dtype=kind) for name, (shape, kind) in own.parameters().items()}
-        parameters["down_scale"][5, 1] = largest
-        own.prepare(parameters)
-        parameters["down_scale"][5, 1] += 1
-        with pytest.raises(WeightsError, match=rf"up to 2 \*\* {largest - 126}.*up to 2 \*\* {largest - 127} are"):
-            own.prepare(parameters)
+        (_, (_, target)) = method(dtype).targets("experts.down_proj", WeightTarget("down", transform=layout))
+        assert target.transform is not None
+        scales = torch.zeros(1, 64, 2, dtype=torch.uint8)
+        scales[0, 5, 1] = largest
+        target.transform.apply(scales, (64, 2))
+        scales[0, 5, 1] += 1
+        with pytest.raises(
+            WeightsError, match=rf"experts\.down_proj_scales.* 2 \*\* {largest - 126}.* 2 \*\* {largest - 127}$"
+        ):
+            target.transform.apply(scales, (64, 2))
 
 
 def test_layers_that_are_left_out() -> None:
@@ -225,3 +229,10 @@ def test_a_model_without_experts_is_refused(tmp_path: Path) -> None:
     transformers.LlamaForCausalLM(config).save_pretrained(tmp_path)
     with pytest.raises(ConfigError, match="quantization Mxfp4 leaves out every layer of LlamaForCausalLM"):
         engine(tmp_path, quantization="mxfp4")
+
+
+def test_memory_that_nothing_has_filled_is_prepared() -> None:
+    """The kernels of a step are noted before weights are loaded."""
+    own = method()
+    parameters = {name: torch.full(shape, 255, dtype=kind) for name, (shape, kind) in own.parameters().items()}
+    assert own.prepare(parameters).format == "mxfp4"

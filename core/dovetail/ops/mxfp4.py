@@ -17,6 +17,8 @@ BLOCK = 32
 """The number of columns that have one scale."""
 BIAS = 127
 """The scale of code s is 2 ** (s - BIAS)."""
+NAN_SCALE = 255
+"""The code of a scale that stands for no number."""
 VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 """The numbers of the codes 0 to 7. Codes 8 to 15 are the same numbers with a minus."""
 _EMAX = 2
@@ -46,9 +48,9 @@ def dequantize(codes: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> 
 
 
 def powers(scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return the powers of two that scales stand for; nan for 255."""
+    """Return the powers of two that scales stand for; nan for ``NAN_SCALE``."""
     found = torch.ldexp(torch.ones_like(scale, dtype=torch.float32), scale.int() - BIAS)
-    return found.masked_fill_(scale == 255, float("nan")).to(dtype)
+    return found.masked_fill_(scale == NAN_SCALE, float("nan")).to(dtype)
 
 
 @functools.cache

@@ -23,16 +23,15 @@ from dovetail.interfaces.quantization import (
     QuantizationContext,
 )
 from dovetail.layers.expert_targets import OneExpert
-from dovetail.ops.mxfp4 import BIAS, BLOCK, VALUES, halved, quantize
+from dovetail.ops.mxfp4 import BIAS, BLOCK, NAN_SCALE, VALUES, halved, quantize
 from dovetail_quantization.mxfp4_formats import read_format
 
 if TYPE_CHECKING:
     from dovetail_quantization.config import Mxfp4Config
 
 LARGEST_SCALES = {torch.float16: 128}
-"""The largest code of a scale for dtypes of activations that hold fewer powers of two than others (see
-``ops.triton.mxfp4``)."""
 LARGEST_SCALE = 191
+"""The largest code of a scale with which products multiply (see ``ops.triton.mxfp4``); in float16 it is lower."""
 _ROWS = 4096
 """The number of rows that are held in float32 at a time."""
 
@@ -84,8 +83,11 @@ class Mxfp4Experts(ExpertsMethod):
         inner, scale = weight.transform, f"{weight.parameter}_scale"
         if self.online:
             columns = self.shape.hidden_size if weight.parameter == "gate_up" else self.shape.size
-            yield name, weight._replace(transform=Quantized(inner, columns, scales=False))
-            yield name, weight._replace(parameter=scale, transform=Quantized(inner, columns, scales=True))
+            yield name, weight._replace(transform=Quantized(inner, columns))
+            yield (
+                name,
+                weight._replace(parameter=scale, transform=Quantized(inner, columns, ScaleLimit(name, self._dtype))),
+            )
             return
         if not isinstance(inner, OneExpert) or not inner.layout.transposed:
             raise ConfigError(
@@ -93,9 +95,10 @@ class Mxfp4Experts(ExpertsMethod):
                 "such as model.layers.0.mlp.experts.gate_up_proj_blocks"
             )
         shares = tuple(_stored_share(share) for share in weight.shares)
-        rows = weight._replace(shares=shares, transform=StoredExpert(inner, scales=False))
+        rows = weight._replace(shares=shares, transform=StoredExpert(inner))
         yield f"{name}_blocks", rows
-        yield f"{name}_scales", rows._replace(parameter=scale, transform=StoredExpert(inner, scales=True))
+        limit = ScaleLimit(f"{name}_scales", self._dtype)
+        yield limit.name, rows._replace(parameter=scale, transform=StoredExpert(inner, limit))
 
     def fill_dummy(self, parameters: Mapping[str, torch.Tensor], limit: float, generator: torch.Generator) -> None:
         """See ``ExpertsMethod``."""
@@ -111,20 +114,10 @@ class Mxfp4Experts(ExpertsMethod):
             parameters["gate_up"].view(count, 2 * self.shape.size, -1),
             parameters["down"].view(count, self.shape.hidden_size, -1),
             format="mxfp4",
-            gate_up_scale=self._scale("gate_up", parameters),
-            down_scale=self._scale("down", parameters),
+            # those of many rows side by side
+            gate_up_scale=parameters["gate_up_scale"].view(count, 2 * self.shape.size, -1).mT.contiguous(),
+            down_scale=parameters["down_scale"].view(count, self.shape.hidden_size, -1).mT.contiguous(),
         )
-
-    def _scale(self, name: str, parameters: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """Return the scales of a parameter as ``ExpertWeights`` has them. Raises ``WeightsError`` for those that
-        products cannot hold."""
-        scale, largest = parameters[f"{name}_scale"], LARGEST_SCALES.get(self._dtype, LARGEST_SCALE)
-        if (scale > largest).any():
-            raise WeightsError(
-                f"the MXFP4 scales of {self.shape.names[0]} are up to 2 ** {int(scale.max()) - BIAS} (255 stands for no number); "
-                f"with model.dtype {self._dtype} up to 2 ** {largest - BIAS} are implemented"
-            )
-        return scale.view(self.shape.count, -1, scale.shape[1]).mT.contiguous()
 
 
 def _stored_share(share: TensorShare) -> TensorShare:
@@ -136,12 +129,31 @@ def _stored_share(share: TensorShare) -> TensorShare:
 
 
 @dataclass(frozen=True, slots=True)
+class ScaleLimit:
+    """Refuse scales of tensor ``name`` that products with activations of ``dtype`` cannot hold."""
+
+    name: str
+    dtype: torch.dtype
+
+    def check(self, scale: torch.Tensor) -> torch.Tensor:
+        """Return ``scale``. Raises ``WeightsError``."""
+        largest = LARGEST_SCALES.get(self.dtype, LARGEST_SCALE)
+        if scale.numel() and (found := int(scale.max())) > largest:
+            shown = "no number" if found == NAN_SCALE else f"2 ** {found - BIAS}"
+            raise WeightsError(
+                f"{self.name} has the MXFP4 scale {shown}; with model.dtype {str(self.dtype).removeprefix('torch.')} the largest that is "
+                f"implemented is 2 ** {largest - BIAS}"
+            )
+        return scale
+
+
+@dataclass(frozen=True, slots=True)
 class StoredExpert(WeightTransform):
-    """Read what a published tensor holds of one expert: codes ``[1, rows, in / 32, 16]``, or ``scales`` ``[1, rows, in / 32]``.
-    ``inner`` is the transform of the unquantized tensor."""
+    """Read what a published tensor holds of one expert: codes ``[1, rows, in / 32, 16]``, or with a limit of scales these,
+    ``[1, rows, in / 32]``. ``inner`` is the transform of the unquantized tensor."""
 
     inner: OneExpert
-    scales: bool
+    scales: ScaleLimit | None = None
 
     @property
     def keeps_dtype(self) -> bool:
@@ -158,16 +170,16 @@ class StoredExpert(WeightTransform):
         rows = tensor[0]
         if self.inner.pairs:
             rows = torch.cat((rows[1::2], rows[0::2]) if self.inner.layout.up_first else (rows[0::2], rows[1::2]))
-        return rows if self.scales else halved(rows.flatten(1))
+        return halved(rows.flatten(1)) if self.scales is None else self.scales.check(rows)
 
 
 @dataclass(frozen=True, slots=True)
 class Quantized(WeightTransform):
-    """Quantize weights with ``columns`` columns, after ``inner``; return their codes or their ``scales``."""
+    """Quantize weights with ``columns`` columns, after ``inner``. Return their codes, or with a limit of scales these."""
 
     inner: WeightTransform | None
     columns: int
-    scales: bool
+    scales: ScaleLimit | None = None
 
     def source_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """See ``WeightTransform``."""
@@ -181,5 +193,5 @@ class Quantized(WeightTransform):
         result = torch.empty(shape, dtype=torch.uint8, device=weight.device)
         for rows, place in zip(weight.split(_ROWS), result.split(_ROWS), strict=True):
             codes, scale = quantize(rows)
-            place.copy_(scale.mT if self.scales else codes)
+            place.copy_(codes if self.scales is None else self.scales.check(scale).mT)
         return result
