@@ -6,6 +6,7 @@ import random
 from collections.abc import Callable, Iterable
 from typing import TypeVar
 
+from dovetail.engine.pieces import MOST_TOKENS, PIECES_NEEDED
 from gpubench.plan import Job, Measure, short
 from gpubench.subject import Run, Subject
 
@@ -32,8 +33,12 @@ def decode(subject: Subject, job: Job, batch: int) -> list[Measure]:
 
 
 def prefill(subject: Subject, job: Job, tokens: int) -> list[Measure]:
-    """Measure the milliseconds to the single token of one request with an empty cache."""
+    """Measure the milliseconds to the single token of one request with an empty cache, once the engine has captured what
+    it captures for prompts of this size."""
     prompts = job.sizes.prompts(f"prefill {tokens}", [tokens])
+    if tokens <= MOST_TOKENS:
+        cold(subject, PIECES_NEEDED, lambda: subject.run(prompts, [1]))
+        subject.rest()
     times = [run.seconds * 1e3 for run in cold(subject, job.repeats + 1, lambda: subject.run(prompts, [1]))]
     return [Measure("prefill", short(tokens), min(times), "ms", times)]
 

@@ -246,3 +246,25 @@ def test_rows_are_checked(parts):
     assert gpu.row_names("decode, gsp") == ("decode", "gsp")
     with pytest.raises(argparse.ArgumentTypeError, match="decod: there is no such row; allowed: decode"):
         gpu.row_names("decod")
+
+
+@pytest.mark.parametrize(("tokens", "before"), [(1024, 4), (2048, 4), (8192, 0)])
+def test_prompts_are_timed_once_their_pieces_are_captured(parts, tokens, before):
+    sys.path.insert(0, str(BENCHMARKS))
+    try:
+        from gpubench import rows
+    finally:
+        sys.path.pop(0)
+    calls = []
+    runs = iter(range(100, 0, -1))
+
+    def run(prompts, lens):
+        calls.append("run")
+        assert (list(map(len, prompts)), lens) == ([tokens], [1])
+        return SimpleNamespace(seconds=next(runs))
+
+    subject = SimpleNamespace(run=run, flush=lambda: calls.append("flush"), rest=lambda: calls.append("rest"))
+    job = parts.plan.Job("engine", "8b", {}, "", repeats=2)
+    (measure,) = rows.prefill(subject, job, tokens)
+    assert calls == ["flush", "run"] * before + ["rest"] * bool(before) + ["flush", "run"] * 3
+    assert measure.samples == [(100 - before - turn) * 1e3 for turn in range(3)]

@@ -180,10 +180,11 @@ def is_gone(pid: int) -> bool:
     return False
 
 
-def check_start_up_failure(server: Program, *texts: str) -> None:
-    """Check for one message, no traceback, and exit status 1."""
-    assert server.wait(START_SECONDS) == 1, server.log
+def check_start_up_failure(server: Program, *texts: str, expected: int = 1) -> None:
+    """Check for one message, no traceback, and the exit status: 1, or 2 for settings that do not fit the device."""
+    status = server.wait(START_SECONDS)
     log = server.log
+    assert status == expected, f"exit status {status}, expected {expected}:\n{log}"
     assert "error: the engine did not start: " in log
     for text in texts:
         assert text in log, log

@@ -14,7 +14,7 @@ INTERRUPTED = 130
 EXIT_STATUS = {
     0: "The command has done its work. For `dovetail serve`: it was stopped by a signal, and has answered what was running.",
     FAILED: "It failed for a reason that is no wrong setting: the engine cannot start, a check or a measurement failed.",
-    USER_ERROR: "A wrong flag, config, plugin or file. One message on standard error says what to change.",
+    USER_ERROR: "A wrong flag, config, plugin or file, also a setting that turns out not to fit the device, such as a `memory.kv_gib` larger than its memory. One message on standard error says what to change.",
     70: "`dovetail serve`: the engine was lost while serving.",
     INTERRUPTED: "Ctrl-C; for `dovetail serve` only before it was ready.",
 }
