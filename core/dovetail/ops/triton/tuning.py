@@ -132,6 +132,18 @@ MEASURED: dict[tuple[int, int], dict[int, ProductTile | None]] = {
         32: ProductTile(32, 64, 128, 4, 4),
         64: ProductTile(64, 128, 128, 8, 4),
     },
+    # Qwen3-30B-A3B, measured alone
+    (2048, 4096): {
+        1: ProductTile(1, 2, 1024, 4, ahead=16),
+        16: ProductTile(16, 64, 128, 4, 6, split=4),
+        32: ProductTile(32, 64, 128, 4, 4, split=4),
+        64: ProductTile(64, 64, 128, 4, 4, split=4),
+    },
+    (151936, 2048): {
+        1: ProductTile(1, 4, 1024, 4, ahead=16),
+        16: ProductTile(16, 64, 128, 4, 4, early=True),
+        64: ProductTile(64, 128, 128, 8, 4),
+    },
     # one of two ranks of 8B, measured by a step of its products and norms
     (3072, 4096): {
         1: ProductTile(1, 2, 2048, 4, ahead=8, per_sm=6),
