@@ -62,13 +62,13 @@ def check(code: Any, file: Path) -> None:
 @pytest.mark.parametrize("parts", [0, 4])
 @pytest.mark.parametrize("width", [1024, 4096, pytest.param(8192, marks=pytest.mark.full)])
 def test_norms_compile(width: int, parts: int, group: int | None, tmp_path: Path) -> None:
-    constants = {"ADD": True, "PARTS": parts, "GROUP": group or width, "BLOCK": width}
+    constants = {"static": None, "ADD": True, "PARTS": parts, "STATIC": False, "GROUP": group or width, "BLOCK": width}
     types = {"x": "*fp32"} if parts else {}
     check(compiled(norm._quantized_norm, norm_warps(width, parts), constants, types), tmp_path / "kernel.cubin")
 
 
 def test_the_norm_of_the_first_layer_compiles(tmp_path: Path) -> None:
-    constants = {"residual": None, "ADD": False, "PARTS": 0, "GROUP": 4096, "BLOCK": 4096}
+    constants = {"residual": None, "ADD": False, "PARTS": 0, "STATIC": True, "GROUP": 4096, "BLOCK": 4096}
     check(compiled(norm._quantized_norm, norm_warps(4096, 0), constants), tmp_path / "kernel.cubin")
 
 
@@ -81,5 +81,6 @@ def test_gates_compile(block: int, gate: int, tmp_path: Path) -> None:
     )
 
 
-def test_static_scales_compile(tmp_path: Path) -> None:
-    check(compiled(quantize._quantize_static, 4, {"BLOCK": 1024}), tmp_path / "kernel.cubin")
+@pytest.mark.parametrize("gate", [0, 1])
+def test_static_scales_compile(gate: int, tmp_path: Path) -> None:
+    check(compiled(quantize._quantize_static, 4, {"GATE": gate, "BLOCK": 1024}), tmp_path / "kernel.cubin")

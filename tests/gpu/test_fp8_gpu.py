@@ -92,10 +92,13 @@ def nearly_same(got: QuantizedActivations, expected: QuantizedActivations) -> No
 @pytest.mark.parametrize("tokens", [1, 16, 300])
 @pytest.mark.parametrize("width", [1024, 4096, 5120])
 @pytest.mark.parametrize("quantizer", [Fp8Quantizer(), Fp8Quantizer(bound=2.0), Fp8Quantizer(128)], ids=str)
+@pytest.mark.parametrize("static", [False, True])
 def test_norms_and_gates_that_quantize_compute_what_separate_kernels_do(
-    quantizer: Fp8Quantizer, width: int, tokens: int
+    quantizer: Fp8Quantizer, width: int, tokens: int, static: bool
 ) -> None:
     torch.manual_seed(0)
+    if static:
+        quantizer = Fp8Quantizer(static=torch.tensor(0.01, device="cuda"))
     x, residual = torch.randn(2, tokens, width, device="cuda", dtype=torch.bfloat16)
     weight = torch.randn(width, device="cuda", dtype=torch.bfloat16)
     nearly_same(quantizer.rms_norm(x, weight, 1e-5), quantizer.quantize(norm.rms_norm(x, weight, 1e-5)))

@@ -26,7 +26,6 @@ from dovetail.layers.linear import DenseProduct, Linear
 from dovetail.layers.norm import RMSNorm
 from dovetail.ops.parts import Parts, RankAddend
 from dovetail.ops.triton import activation, norm
-from dovetail.ops.triton.matmul import FewRows
 from dovetail_models.blocks import SandwichLayer
 from dovetail_models.dense import DenseModel
 from dovetail_models.dense_describe import describe_llama
@@ -36,9 +35,16 @@ from dovetail_models.moe import MoeModel
 from dovetail_models.moe_describe import describe_olmoe
 from dovetail_quantization.config import Fp8Config
 from dovetail_quantization.fp8_activations import Fp8Quantizer
+from dovetail_quantization.triton import few_rows
 
 CPU = torch.device("cpu")
-QUANTIZERS = [Fp8Quantizer(), Fp8Quantizer(bound=1.5), Fp8Quantizer(32), Fp8Quantizer(128)]
+QUANTIZERS = [
+    Fp8Quantizer(),
+    Fp8Quantizer(bound=1.5),
+    Fp8Quantizer(32),
+    Fp8Quantizer(128),
+    Fp8Quantizer(static=torch.tensor(0.004)),
+]
 EPS = 1e-5
 
 
@@ -99,13 +105,14 @@ def test_the_gate_of_a_wide_layer_has_one_scale_for_each_token() -> None:
 
 @pytest.fixture
 def kernels(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
-    """Let layers on the CPU use the kernels, and count their launches."""
+    """Let layers on the CPU use the kernels for many rows, and count their launches."""
     counts = Counter[str]()
 
     def has_kernels(device: torch.device) -> bool:
         return True
 
     monkeypatch.setattr(products, "has_kernels", has_kernels)
+    monkeypatch.setattr(few_rows, "few_rows", lambda weight, scale: None)
     monkeypatch.setattr(norm_ops, "rms_norm", norm.rms_norm)
     monkeypatch.setattr(norm_ops, "add_rms_norm", lambda x, residual, w, eps: norm.rms_norm(x, w, eps, residual))
     monkeypatch.setattr(products, "GATES", {"silu": activation.silu_mul, "gelu_tanh": activation.gelu_tanh_mul})
@@ -130,8 +137,9 @@ LLAMA = {
     "max_position_embeddings": 128,
     "mlp_bias": True,
 }
+STATIC = {"quant_method": "fp8", "activation_scheme": "static"}
 BLOCKS = {"quant_method": "fp8", "weight_block_size": [32, 32]}
-CHECKPOINTS: dict[str, Mapping[str, Any] | None] = {"by token": None, "by group": BLOCKS}
+CHECKPOINTS: dict[str, Mapping[str, Any] | None] = {"by token": None, "by group": BLOCKS, "static": STATIC}
 
 
 def built(cls: type[Any], info: Any, checkpoint: Mapping[str, Any] | None) -> Any:
@@ -237,14 +245,6 @@ def test_the_sum_over_ranks_is_quantized_after_their_norm(kernels: Counter[str])
         same(got, quantizer.quantize(expected))
 
 
-def test_a_static_scale_is_left_to_the_product(kernels: Counter[str]) -> None:
-    static = {"quant_method": "fp8", "activation_scheme": "static"}
-    model = built(DenseModel, describe_llama(LLAMA), static)
-    prepare_layers(model)
-    outputs(model.layers[0])
-    assert kernels == {"quantize": 4}
-
-
 def test_few_rows_stay_tensors(kernels: Counter[str]) -> None:
     torch.manual_seed(0)
     own, weight = RMSNorm(96, EPS), torch.randn(96)
@@ -266,17 +266,18 @@ def test_few_rows_stay_tensors(kernels: Counter[str]) -> None:
     assert isinstance(gate_up.gated_forward(x), QuantizedActivations)
 
 
-def test_few_rows_that_are_quantized_all_the_same_are_multiplied_as_such() -> None:
-    """The kernel of few rows reads tensors only."""
+@pytest.mark.parametrize("block", [None, (128, 128)])
+def test_the_kernel_of_few_rows_reads_what_a_norm_quantized(block: tuple[int, int] | None) -> None:
     torch.manual_seed(0)
-    weight, x = torch.randn(32, 128).to(torch.float8_e4m3fn), torch.randn(3, 128)
-    product = products.BlockScaled(weight, torch.rand(1, 1) + 0.5, (128, 128))
-    quantized = Fp8Quantizer(128).quantize(x)
-    expected = product.forward(quantized, None)
-    product._few_rows, product._most = FewRows(weight, torch.rand(32)), 64
-    assert product.forward(quantized, None).equal(expected)
-    gated = product.gated(quantized, None, "silu")
-    torch.testing.assert_close(gated, torch.nn.functional.silu(expected[:, :16]) * expected[:, 16:])
+    weight, x = torch.randn(128, 256).to(torch.float8_e4m3fn), torch.randn(3, 256)
+    scale = torch.rand(128 if block is None else (1, 2)) + 0.5
+    product = (
+        products.RowScaled(weight, scale, None, None) if block is None else products.BlockScaled(weight, scale, block)
+    )
+    assert product._most >= len(x)
+    quantized = Fp8Quantizer(None if block is None else 128).quantize(x)
+    assert product.forward(quantized, None).equal(product.forward(x, None))
+    assert product.gated(quantized, None, "silu").equal(product.gated(x, None, "silu"))
 
 
 def test_layers_that_are_not_quantized_call_the_functions_themselves() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 from dataclasses import dataclass
 from types import ModuleType
-from typing import NamedTuple
 
 import torch
 
@@ -26,28 +25,20 @@ def _quantize() -> ModuleType:
     return quantize
 
 
-class StaticQuantizer(NamedTuple):
-    """Divide activations by the scale of the checkpoint, ``static``."""
-
-    static: torch.Tensor
-
-    def quantize(self, x: torch.Tensor) -> QuantizedActivations:
-        """Quantize contiguous ``x [tokens, in]``. Mutates nothing."""
-        return _as_read(_quantize().quantize_static(x, self.static), x)
-
-
 @dataclass(frozen=True, slots=True)
 class Fp8Quantizer(ActivationQuantizer):
     """Give each ``size`` elements of a token a scale, by default all of them. Elements beyond ``bound`` count as it. The
-    scales are float32 ``[tokens, groups]``."""
+    scales are float32 ``[tokens, groups]``. With ``static``, all scales are this number, a tensor without dimensions, and
+    larger quotients than FP8 has become the largest."""
 
     size: int | None = None
     bound: float | None = None
     few_rows: int = 0  # pyright: ignore[reportIncompatibleVariableOverride]
+    static: torch.Tensor | None = None
 
     def quantize(self, x: torch.Tensor) -> QuantizedActivations:
         """See ``ActivationQuantizer``."""
-        return _as_read(_quantize().quantize(x, self.size, self.bound), x)
+        return _as_read(self._codes(x), x)
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> QuantizedActivations:
         """See ``ActivationQuantizer``."""
@@ -68,7 +59,7 @@ class Fp8Quantizer(ActivationQuantizer):
 
     def gate(self, gate_up: torch.Tensor, activation: Activation) -> QuantizedActivations:
         """See ``ActivationQuantizer``."""
-        return _as_read(_quantize().quantize(gate_up, self.size, self.bound, activation), gate_up)
+        return _as_read(self._codes(gate_up, activation), gate_up)
 
     def _normed(
         self,
@@ -79,7 +70,13 @@ class Fp8Quantizer(ActivationQuantizer):
         total: torch.Tensor,
         parts: int = 0,
     ) -> QuantizedActivations:
-        return _as_read(_norm().quantized_norm(x, weight, eps, residual, total, self.size, self.bound, parts), total)
+        scaling = (self.size, self.bound, self.static)
+        return _as_read(_norm().quantized_norm(x, weight, eps, residual, total, scaling, parts), total)
+
+    def _codes(self, x: torch.Tensor, gate: Activation | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+        if self.static is not None:
+            return _quantize().quantize_static(x, self.static, gate)
+        return _quantize().quantize(x, self.size, self.bound, gate)
 
 
 def _as_read(quantized: tuple[torch.Tensor, torch.Tensor], like: torch.Tensor) -> QuantizedActivations:

@@ -9,7 +9,7 @@ import torch
 from dovetail.interfaces.quantization import LinearProduct, QuantizedActivations
 from dovetail.layers.linear import DenseProduct
 from dovetail.ops.activation import GATES, Activation
-from dovetail_quantization.fp8_activations import Fp8Quantizer, StaticQuantizer
+from dovetail_quantization.fp8_activations import Fp8Quantizer
 
 
 def make_product(
@@ -67,7 +67,7 @@ class Scaled(LinearProduct):
     def __init__(self, weight: torch.Tensor, scale: torch.Tensor, *, bounded: bool = False) -> None:
         from dovetail_quantization.triton import few_rows
 
-        self._quantizer: Fp8Quantizer | StaticQuantizer
+        self._quantizer: Fp8Quantizer
         self._rows = few_rows.few_rows(weight, scale)
         self._most_split = 0 if self._rows is None or bounded else few_rows.SPLIT_ROWS
         self._most = 0 if self._rows is None else few_rows.MOST_ROWS
@@ -118,10 +118,7 @@ class RowScaled(Scaled):
     ) -> None:
         super().__init__(weight, scale.float(), bounded=bound is not None)
         self._weight, self._scale = weight.T, scale[None, :].contiguous()
-        if static is None:
-            self._quantizer = self.quantizer = Fp8Quantizer(bound=bound, few_rows=self._most_split)
-        else:
-            self._quantizer = StaticQuantizer(static)
+        self._quantizer = self.quantizer = Fp8Quantizer(bound=bound, few_rows=self._most_split, static=static)
 
     def _many_rows(self, x: QuantizedActivations, bias: torch.Tensor | None) -> torch.Tensor:
         codes, scales, dtype = x

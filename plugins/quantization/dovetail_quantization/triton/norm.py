@@ -16,8 +16,8 @@ from dovetail_quantization.triton.quantize import divided, empty_codes, scale_of
 
 @triton.jit(do_not_specialize=["rows"])
 def _quantized_norm(
-    x, residual, weight, codes, scales, total, size, rows, x_stride, total_stride, eps, bound,
-    ADD: tl.constexpr, PARTS: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+    x, residual, weight, static, codes, scales, total, size, rows, x_stride, total_stride, eps, bound,
+    ADD: tl.constexpr, PARTS: tl.constexpr, STATIC: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ) -> None:  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, BLOCK)
@@ -32,7 +32,10 @@ def _quantized_norm(
         rows * x_stride, size, eps, total.dtype.element_ty, ADD, PARTS,
     ).to(tl.float32)  # fmt: skip
     groups = tl.reshape(normed, (BLOCK // GROUP, GROUP))
-    scale = scale_of(tl.max(tl.abs(groups), 1), bound)
+    if STATIC:
+        scale = tl.zeros((BLOCK // GROUP,), tl.float32) + tl.load(static)
+    else:
+        scale = scale_of(tl.max(tl.abs(groups), 1), bound)
     index, count = tl.arange(0, BLOCK // GROUP), tl.cdiv(size, GROUP)
     tl.store(scales + row * count + index, scale, index < count)
     quotients = tl.reshape(divided(groups, scale[:, None]), (BLOCK,))
@@ -45,14 +48,13 @@ def quantized_norm(
     eps: float,
     residual: torch.Tensor | None,
     total: torch.Tensor,
-    size: int | None,
-    bound: float | None,
+    scaling: tuple[int | None, float | None, torch.Tensor | None],
     parts: int = 0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return what ``quantize`` would return for the norm of ``x [tokens, width]``, or of ``x + residual``, which is
+    """Return what ``quantize``, or ``quantize_static``, would return for the norm of ``x [tokens, width]``, or of ``x + residual``, which is
     written to ``total``; ``total`` is ``x`` otherwise. ``x`` may be the first of several ``parts``, contiguous float32.
-    ``size`` is a power of 2, or None for one scale for each token."""
-    tokens, width = x.shape
+    ``scaling`` is (size, bound, static): the size is a power of 2, or None for one scale for each token."""
+    (size, bound, static), (tokens, width) = scaling, x.shape
     assert weight.shape == (width,)
     assert x.stride(1) == total.stride(1) == 1
     assert residual is None or (residual.shape == x.shape and residual.is_contiguous())
@@ -63,9 +65,9 @@ def quantized_norm(
         block = block if size is None else max(block, size)
         launch(
             _quantized_norm, (tokens,),
-            x, residual, weight, codes, scales, total, width, tokens, x.stride(0), total.stride(0), eps,
+            x, residual, weight, static, codes, scales, total, width, tokens, x.stride(0), total.stride(0), eps,
             math.inf if bound is None else bound,
-            ADD=residual is not None, PARTS=parts, GROUP=block if size is None else size, BLOCK=block,
+            ADD=residual is not None, PARTS=parts, STATIC=static is not None, GROUP=block if size is None else size, BLOCK=block,
             num_warps=warps,
         )  # fmt: skip
     return codes.to(torch.float8_e4m3fn), scales

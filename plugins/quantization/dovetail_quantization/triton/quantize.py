@@ -68,29 +68,41 @@ def _quantize(x, out, scales, width, size, bound, GATE: tl.constexpr, BLOCK: tl.
 
 
 @triton.jit
-def _quantize_static(x, static, out, scales, width, BLOCK: tl.constexpr, PDL: tl.constexpr) -> None:
+def _quantize_static(x, static, out, scales, width, GATE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr) -> None:
     token = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     scale = tl.load(static)
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
-    part = tl.load(x + token * width + at, at < width, 0.0).to(tl.float32)
+    part = _load(x, token, width, at, at < width, GATE)
     tl.store(out + token * width + at, divided(part, scale).to(out.dtype.element_ty), at < width)
     if tl.program_id(1) == 0:
         tl.store(scales + token, scale)
 
 
-def quantize_static(x: torch.Tensor, static: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def quantize_static(
+    x: torch.Tensor, static: torch.Tensor, gate: Activation | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Return contiguous ``x [tokens, width]`` divided by ``static`` in FP8, and this scale for each token, float32
-    ``[tokens, 1]``. Quotients beyond the largest number become it. Mutates nothing."""
+    ``[tokens, 1]``. Quotients beyond the largest number become it. For ``gate`` see ``quantize``. Mutates nothing."""
     assert x.is_contiguous()
-    tokens, width = x.shape
-    out, scales = empty_codes(x, 1)
+    tokens, width = len(x), _width(x, gate)
+    out, scales = empty_codes(x, 1, width)
     if tokens:
         block = min(_STATIC_BLOCK, triton.next_power_of_2(width))
-        launch(_quantize_static, (tokens, triton.cdiv(width, block)), x, static, out, scales, width, BLOCK=block)
+        grid = (tokens, triton.cdiv(width, block))
+        launch(_quantize_static, grid, x, static, out, scales, width, GATE=_kind(gate), BLOCK=block)
     return out.to(torch.float8_e4m3fn), scales
+
+
+def _width(x: torch.Tensor, gate: Activation | None) -> int:
+    return x.shape[1] if gate is None else x.shape[1] // 2
+
+
+def _kind(gate: Activation | None) -> int:
+    """Return the constant GATE of the kernels."""
+    return 0 if gate is None else _GATES.index(gate) + 1
 
 
 def empty_codes(x: torch.Tensor, groups: int, width: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
@@ -110,7 +122,7 @@ def quantize(
     ``bound`` count as ``bound``. With ``gate``, ``x`` is ``[tokens, 2 * width]``, and its gate is quantized instead
     (``ops.activation.GATES``). Mutates nothing."""
     assert x.is_contiguous()
-    tokens, width = len(x), x.shape[1] if gate is None else x.shape[1] // 2
+    tokens, width = len(x), _width(x, gate)
     size = width if size is None else size
     groups = triton.cdiv(width, size)
     out, scales = empty_codes(x, groups, width)
@@ -125,7 +137,7 @@ def quantize(
             width,
             size,
             math.inf if bound is None else bound,
-            GATE=0 if gate is None else _GATES.index(gate) + 1,
+            GATE=_kind(gate),
             BLOCK=block,
             num_warps=8 if block > 1024 else 4,
         )
