@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
 from dovetail.layers.attention import SelfAttention
 from dovetail.layers.base import Layer
+from dovetail.layers.decoder import DecoderLayer, Targets, attention_targets
 from dovetail.layers.layer_norm import LayerNorm
 from dovetail.layers.mlp import GatedMLP
 from dovetail.layers.norm import RMSNorm
@@ -92,3 +94,16 @@ class PostNormLayer(Layer):
         added = self.post_attn_norm.forward(self.attn.forward(x, rotation, batch, last))
         stream = added.add_(last_rows(stream, batch, last))
         return self.post_mlp_norm.forward(self.mlp.forward(stream)), stream
+
+
+def norm_and_attention_targets(
+    layer: DecoderLayer | SandwichLayer | PostNormLayer,
+    norms: Mapping[str, str],
+    checkpoint_prefix: str,
+    parameter_prefix: str,
+) -> Targets:
+    """Yield the targets of the norms and of the attention of a layer. ``norms`` maps the names of the norms to those in the
+    checkpoint."""
+    for ours, theirs in norms.items():
+        yield from getattr(layer, ours).targets(f"{checkpoint_prefix}.{theirs}", f"{parameter_prefix}.{ours}")
+    yield from attention_targets(layer.attn, f"{checkpoint_prefix}.self_attn", f"{parameter_prefix}.attn")

@@ -12,12 +12,12 @@ import torch
 
 from dovetail.interfaces.attention import AttentionLayer
 from dovetail.layers.attention import SelfAttention
-from dovetail.layers.decoder import DecoderLayer, DecoderShape, attention_targets, mlp_targets
+from dovetail.layers.decoder import DecoderLayer, DecoderShape, mlp_targets
 from dovetail.layers.embedding import Embedding
 from dovetail.layers.mlp import GatedMLP
 from dovetail.layers.norm import RMSNorm
 from dovetail.ops.activation import soft_cap
-from dovetail_models.blocks import SandwichLayer, SandwichNorms
+from dovetail_models.blocks import SandwichLayer, SandwichNorms, norm_and_attention_targets
 from dovetail_models.decoder import DecoderModel, attention_sizes
 
 if TYPE_CHECKING:
@@ -94,9 +94,8 @@ class GemmaModel(DecoderModel):
         layer = self.layers[index]
         assert isinstance(layer, DecoderLayer | SandwichLayer)
         assert isinstance(layer.mlp, GatedMLP)
-        for ours, theirs in (SANDWICH_NORMS if self.info.config.sandwich else NORMS).items():
-            yield from getattr(layer, ours).targets(f"{checkpoint_prefix}.{theirs}", f"{parameter_prefix}.{ours}")
-        yield from attention_targets(layer.attn, f"{checkpoint_prefix}.self_attn", f"{parameter_prefix}.attn")
+        norms = SANDWICH_NORMS if self.info.config.sandwich else NORMS
+        yield from norm_and_attention_targets(layer, norms, checkpoint_prefix, parameter_prefix)
         yield from mlp_targets(layer.mlp, f"{checkpoint_prefix}.mlp", f"{parameter_prefix}.mlp")
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:

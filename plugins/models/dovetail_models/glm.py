@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 
 from dovetail.interfaces.attention import AttentionLayer
 from dovetail.layers.attention import SelfAttention
-from dovetail.layers.decoder import DecoderLayer, DecoderShape, attention_targets, linear_targets
+from dovetail.layers.decoder import DecoderLayer, DecoderShape, linear_targets
 from dovetail.layers.mlp import GatedMLP
 from dovetail.layers.transforms import SplitHalves
-from dovetail_models.blocks import SandwichLayer, SandwichNorms
+from dovetail_models.blocks import SandwichLayer, SandwichNorms, norm_and_attention_targets
 from dovetail_models.decoder import DecoderModel, attention_sizes
 
 if TYPE_CHECKING:
@@ -46,9 +46,8 @@ class GlmModel(DecoderModel):
         """See ``DecoderModel``."""
         layer = self.layers[index]
         assert isinstance(layer, DecoderLayer | SandwichLayer)
-        for ours, theirs in (SANDWICH_NORMS if self.info.config.sandwich else NORMS).items():
-            yield from getattr(layer, ours).targets(f"{checkpoint_prefix}.{theirs}", f"{parameter_prefix}.{ours}")
-        yield from attention_targets(layer.attn, f"{checkpoint_prefix}.self_attn", f"{parameter_prefix}.attn")
+        norms = SANDWICH_NORMS if self.info.config.sandwich else NORMS
+        yield from norm_and_attention_targets(layer, norms, checkpoint_prefix, parameter_prefix)
         assert isinstance(layer.mlp, GatedMLP)
         fused = layer.mlp.gate_up.fused_targets(f"{parameter_prefix}.mlp.gate_up.weight")
         yield f"{checkpoint_prefix}.mlp.gate_up_proj.weight", fused

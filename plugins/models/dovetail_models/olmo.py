@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 
 from dovetail.interfaces.attention import AttentionLayer
 from dovetail.layers.attention import SelfAttention
-from dovetail.layers.decoder import attention_targets, mlp_targets
+from dovetail.layers.decoder import mlp_targets
 from dovetail.layers.mlp import GatedMLP
-from dovetail_models.blocks import PostNormLayer
+from dovetail_models.blocks import PostNormLayer, norm_and_attention_targets
 from dovetail_models.decoder import DecoderModel, attention_sizes
 
 if TYPE_CHECKING:
@@ -44,7 +44,5 @@ class OlmoModel(DecoderModel):
         """See ``DecoderModel``."""
         layer = self.layers[index]
         assert isinstance(layer, PostNormLayer)
-        for ours, theirs in NORMS.items():
-            yield from getattr(layer, ours).targets(f"{checkpoint_prefix}.{theirs}", f"{parameter_prefix}.{ours}")
-        yield from attention_targets(layer.attn, f"{checkpoint_prefix}.self_attn", f"{parameter_prefix}.attn")
+        yield from norm_and_attention_targets(layer, NORMS, checkpoint_prefix, parameter_prefix)
         yield from mlp_targets(layer.mlp, f"{checkpoint_prefix}.mlp", f"{parameter_prefix}.mlp")
