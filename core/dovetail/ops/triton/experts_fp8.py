@@ -154,6 +154,8 @@ def _gate_up(
             of_x = tl.load(x_scale + token, present, 0.0)
     for step in range(groups):
         start, more = step * GROUP, step * GROUP + at < hidden
+        if BY_BLOCK:  # before the products, which take longer than these loads
+            gate_scale, up_scale = tl.load(of_gate + step), tl.load(of_up + step)
         if EVEN:
             right_gate, right_up = tl.load(gates + start), tl.load(gates + start + size * hidden)
         else:
@@ -171,8 +173,8 @@ def _gate_up(
         if BY_BLOCK:
             gate_part = _product(left, right_gate, tl.zeros([high, wide], tl.float32), narrow, ARITHMETIC)
             up_part = _product(left, right_up, tl.zeros([high, wide], tl.float32), narrow, ARITHMETIC)
-            gate += _scaled(gate_part, of_x, tl.load(of_gate + step), narrow, ONE_SCALE)
-            up += _scaled(up_part, of_x, tl.load(of_up + step), narrow, ONE_SCALE)
+            gate += _scaled(gate_part, of_x, gate_scale, narrow, ONE_SCALE)
+            up += _scaled(up_part, of_x, up_scale, narrow, ONE_SCALE)
         else:
             gate = _product(left, right_gate, gate, narrow, ARITHMETIC)
             up = _product(left, right_up, up, narrow, ARITHMETIC)
@@ -222,6 +224,8 @@ def _down(
         of_w = w_scale + expert * hidden + held
     for step in range(groups):
         start, more = step * GROUP, step * GROUP + at < size
+        if BY_BLOCK:
+            scale = tl.load(of_w + step)
         right = tl.load(source + start) if EVEN else tl.load(source + start, more[None, :], 0.0)
         left = tl.load(rows + start, present[:, None] & more[None, :], 0.0)
         if CODED:
@@ -230,7 +234,7 @@ def _down(
             left, of_x = _quantized(left.to(tl.float32), bound, ARITHMETIC)
         part = _product(left, right, tl.zeros([high, wide], tl.float32), narrow, ARITHMETIC)
         if BY_BLOCK:
-            total += _scaled(part, of_x, tl.load(of_w + step), narrow, ONE_SCALE)
+            total += _scaled(part, of_x, scale, narrow, ONE_SCALE)
         elif narrow:
             total += part * of_x[None, :]
         else:

@@ -1,0 +1,77 @@
+"""Test the kernels of experts in FP8 as they are compiled for compute capability 9.0. That needs no GPU.
+
+.venv/bin/python -m pytest -q tests/core/test_experts_fp8_compiled.py
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import triton
+import triton.language as tl
+from triton.backends import nvidia as backends
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from dovetail.ops.triton import experts_fp8
+from dovetail.ops.triton.fp8_tiles import tiles_of
+from dovetail.ops.triton.launch import INTERPRETED
+
+pytestmark = [
+    pytest.mark.skipif(INTERPRETED, reason="kernels are interpreted, not compiled"),
+    pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION"),
+]
+SIZES = (128, 8, 2048, 768)  # Qwen3-30B-A3B
+TYPES = dict.fromkeys(("w",), "*fp8e4nv") | dict.fromkeys(("x_scale", "w_scale", "out_scale", "factors"), "*fp32")
+TYPES |= dict.fromkeys(("order", "blocks", "used"), "*i32") | {"bias": "*bf16"}
+TYPES |= dict.fromkeys(("alpha", "limit", "offset", "bound"), "fp32")
+QUICK = {(1, "gate_up", False), (16, "gate_up", True), (8192, "gate_up", False), (8192, "down", True)}
+CASES = [
+    pytest.param(*case, marks=() if case in QUICK else pytest.mark.full)
+    for case in itertools.product((1, 16, 256, 8192), ("gate_up", "down"), (False, True))
+]
+
+
+@pytest.mark.parametrize(("tokens", "product", "by_block"), CASES)
+def test_tiles_of_qwen3_compile(tokens: int, product: str, by_block: bool, tmp_path: Path) -> None:
+    """Weights and activations are copied to shared memory ahead, tensor cores multiply FP8 with FP8, and registers are not
+    spilled in the loop."""
+    tiles = tiles_of(tokens, *SIZES, 1.0, 128, by_block)
+    tile, gated, one = tiles.gate_up if product == "gate_up" else tiles.down, product == "gate_up", tokens == 1
+    coded = tiles.gate_up.block_n == 128
+    constants: dict[str, Any] = {
+        "TOP_K": 8, "SCALED": False, "BIAS": False, "ONE": one, "BY_BLOCK": by_block,
+        "ONE_SCALE": True, "CODED": coded, "BLOCK_M": tiles.block_m, "BLOCK_N": tile.block_n, "GROUP": 128, "EVEN": True,
+        "ARITHMETIC": False, "PDL": True, **({"DTYPE": tl.bfloat16, "LIMITED": False} if gated else {"IN_PARTS": False}),
+    }  # fmt: skip
+    kernel = experts_fp8._gate_up if gated else experts_fp8._down
+    stored = "*fp8e4nv" if coded else "*bf16"
+    types = TYPES | {"x": ("*bf16" if one else "*fp8e4nv") if gated else stored, "out": stored if gated else "*bf16"}
+    signature = {name: "constexpr" if name in constants else types.get(name, "i32") for name in kernel.arg_names}
+    attrs = {
+        (index,): [["tt.divisibility", 16]]
+        for index, name in enumerate(kernel.arg_names)
+        if signature[name].startswith("*") or name in ("hidden", "size", "block_rows")
+    }
+    source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attrs)
+    options = {"num_warps": tile.warps, "num_stages": tile.stages, "launch_pdl": True}
+    code = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options).asm
+    bodies = [part.split("scf.yield", 1)[0] for part in code["ttgir"].split("scf.for")[1:]]
+    (body,) = [body for body in bodies if re.search(r"\b(warp_group_dot|dot) ", body)]
+    assert body.count("async_copy_global_to_local") == 2 * gated + (not gated) + (not (one and gated))
+    assert not re.search(r"tt\.load .*f8", body)
+    if not one:  # tiles of one token have too few rows
+        assert set(re.findall(r"wgmma\.mma_async\.\S*f32\.(\S+)", code["ptx"])) == {"e4m3.e4m3"}
+        assert "mma.sync" not in code["ptx"]
+    (tmp_path / "kernel.cubin").write_bytes(code["cubin"])
+    usage = [Path(backends.__file__).parent / "bin" / "cuobjdump", "-res-usage", tmp_path / "kernel.cubin"]
+    found = subprocess.run(usage, capture_output=True, text=True, check=True).stdout
+    stack = re.search(r"STACK:(\d+)", found)
+    assert stack is not None
+    behind_the_loop = 256 if tiles.block_m == 128 and gated else 0
+    assert int(stack[1]) <= behind_the_loop, "registers are spilled"
