@@ -476,6 +476,6 @@ MUTANTS = [
         "test_products_do_not_mix_rows",
         ProductOfItsOwn,
         Sound,
-        says="outside of Linear",
+        says="outside of Linear and Experts",
     ),
 ]

@@ -307,8 +307,8 @@ class ModelSuite(ComponentSuite):
         )
 
     def test_products_do_not_mix_rows(self, case: str, checkpoint: Path) -> None:
-        """With model.batch_invariant, every product is that of a ``Linear``, which has kernels whose bits do not depend on
-        the other rows, and no module but layers has parameters."""
+        """With model.batch_invariant, every product is that of a ``Linear`` or of ``Experts``, which have kernels whose bits do
+        not depend on the other rows, and no module but layers has parameters."""
         model = self.load(checkpoint)
         if Feature.MODEL_BATCH_INVARIANT not in model.info.offers:
             pytest.skip("the model does not offer model.batch_invariant")
@@ -322,7 +322,7 @@ class ModelSuite(ComponentSuite):
         with found:
             rows.enter({0: random_tokens(model.info, PROMPT)})
         assert not found.names, (
-            f"the model computes {', '.join(sorted(found.names))} outside of Linear, where the bits of a row may depend on the "
+            f"the model computes {', '.join(sorted(found.names))} outside of Linear and Experts, where the bits of a row may depend on the "
             "other rows. Use Linear, or do not offer model.batch_invariant"
         )
 

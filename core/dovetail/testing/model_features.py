@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from dovetail.engine.build import as_module
 from dovetail.interfaces.attention import AttentionBackend, AttentionLayer
 from dovetail.interfaces.model import ModelArchitecture
 from dovetail.interfaces.quantization import LinearProduct
+from dovetail.layers.experts import Experts
 from dovetail.layers.linear import Linear
 from dovetail.ops.activation import Activation
 from dovetail.types import Batch
@@ -41,7 +42,7 @@ def changed(tensors: Mapping[str, torch.Tensor], names: list[str], factor: float
 
 
 class ForeignProducts(TorchDispatchMode):
-    """Note the products of a model that neither a ``Linear`` nor the attention backend computes."""
+    """Note the products of a model that neither a ``Linear``, ``Experts`` nor the attention backend computes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -65,11 +66,21 @@ class ForeignProducts(TorchDispatchMode):
             self._allowed -= 1
 
     def watch(self, model: ModelArchitecture) -> None:
-        """Allow the products of the linear layers of ``model``. Mutates them."""
+        """Allow the products of the linear layers and of the experts of ``model``. Mutates them."""
         for module in as_module(model).modules():
             if isinstance(module, Linear):
                 module.prepare()
                 module._product = _AllowedProduct(module._product, self)
+            if isinstance(module, Experts):
+                for name in ("forward", "parts_forward"):
+                    setattr(module, name, self._allowing(getattr(module, name)))
+
+    def _allowing(self, compute: Callable[[torch.Tensor], Any]) -> Callable[[torch.Tensor], Any]:
+        def allowed(x: torch.Tensor) -> Any:
+            with self.allowed():
+                return compute(x)
+
+        return allowed
 
 
 class _AllowedProduct(LinearProduct):
