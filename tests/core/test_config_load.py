@@ -155,6 +155,14 @@ def test_errors_in_the_grammar_section_name_the_key(registry, given, message):
     assert message in problems(registry, given)
 
 
+def test_settings_before_the_name_of_their_component_are_kept(registry):
+    (drafter,) = load(registry, "speculative.depth=9", "speculative=draft").speculative.candidates
+    assert drafter.depth == 9
+    assert "speculative.width is not a key" in problems(registry, "speculative.width=9", "speculative=draft")
+    (other,) = load(registry, "cache={kind: tree, eviction: lfu}", "cache=none").cache.candidates
+    assert other.kind == "none", "another name replaces the section"
+
+
 def test_optional_sections_can_be_switched_off_and_a_component_may_be_called_none(registry):
     config = load(registry, "grammar=none", "cache=none", "speculative=auto")
     assert config.grammar.disabled

@@ -63,7 +63,7 @@ def url(begun: Environment, checkpoint: tuple[Path, models.Reference]) -> Iterat
         "server": {"port": 0},
     }
     (begun.folder / "serve.json").write_text(json.dumps({**config, "scheduler": {"chunk_size": 16}}))
-    command = [begun.python, *DOVETAIL, "serve", "serve.json", "--experts", "mine"]
+    command = [begun.python, *DOVETAIL, "serve", "serve.json", "--experts", "mine", "--set", "experts.block_rows=3"]
     with served(command, "experts", cwd=begun.folder, env=begun.env) as url:
         yield url
 
@@ -72,7 +72,10 @@ def url(begun: Environment, checkpoint: tuple[Path, models.Reference]) -> Iterat
 def test_it_serves_a_model_with_experts(url: str, checkpoint: tuple[Path, models.Reference]) -> None:
     info = httpx.get(f"{url}/server_info", timeout=60).json()
     assert info["engine"]["resolved"]["chosen"]["experts"]["name"] == "mine"
-    assert info["engine"]["products"]["8 experts of 48 x 64"].startswith("torch, one expert after the other")
+    assert (
+        info["engine"]["products"]["8 experts of 48 x 64"]
+        == "torch, one expert after the other, up to 3 rows at a time"
+    )
     for prompt in prompts_of([3, 40]):
         body = {"input_ids": prompt, "sampling_params": {"max_new_tokens": STEPS, "temperature": 0}}
         answer = httpx.post(f"{url}/generate", json=body, timeout=60).json()

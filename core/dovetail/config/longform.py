@@ -8,7 +8,8 @@
     grammar: a                                grammar: {backend: {kind: a}}
 
 ``auto`` and ``none`` are kinds too at this stage. Two mappings merge key by key. A section that names another ``kind``
-replaces the section of the earlier source, because components do not share their fields.
+replaces the section of the earlier source, because components do not share their fields. Settings of an earlier source
+that names no kind are kept: they are those of the component that a later source names.
 """
 
 from __future__ import annotations
@@ -92,9 +93,8 @@ def _combine_phases(base: Any, over: Any, section: KindSection) -> Any:
 
 
 def _combine_selection(base: Any, over: Any) -> Any:
-    replaced = (
-        isinstance(over, dict) and isinstance(base, dict) and over.get("kind", base.get("kind")) != base.get("kind")
-    )
+    both = isinstance(over, dict) and isinstance(base, dict)
+    replaced = both and "kind" in base and over.get("kind", base["kind"]) != base["kind"]
     return over if replaced else _combine_any(base, over)
 
 
