@@ -13,6 +13,7 @@ import torch
 from dovetail.interfaces.expert_shapes import SILU, ExpertWeights, Routing, RoutingRule, SwiGLU
 from dovetail.ops.experts import expert_parts, experts
 from dovetail.ops.routing import route
+from dovetail.ops.triton.routing import sort_by_expert
 
 pytestmark = [
     pytest.mark.gpu,
@@ -123,3 +124,24 @@ def test_a_graph_follows_every_choice(tokens: int) -> None:
         graph.replay()
         assert torch.equal(out.isnan(), experts(x, route(logits, rule), weights).isnan())
         torch.testing.assert_close(out, experts(x, route(logits, rule), weights), equal_nan=True)
+
+
+@pytest.mark.parametrize("experts", [32, 128])
+@pytest.mark.parametrize("tokens", [1, 9, 32, 64, 128, 300])
+def test_pairs_are_sorted_stably(tokens: int, experts: int) -> None:
+    """Up to 128 tokens are sorted by one kernel. The rank has the second half of the experts."""
+    half = experts // 2
+    for skew in (0, 3):
+        scores = torch.rand(tokens, experts, device="cuda") + skew * torch.arange(experts, device="cuda") / experts
+        ids = scores.topk(8, 1).indices.int().contiguous()
+        order, flat = sort_by_expert(ids, half, half, 16), ids.flatten().long()
+        own = flat.argsort(stable=True)[(flat < half).sum() :]
+        assert torch.equal(order.pairs[: len(own)].long(), own)
+        counts = torch.bincount(flat - half + experts, minlength=2 * experts)[experts : experts + half].tolist()
+        starts = [sum(counts[:expert]) for expert in range(half)]
+        expected = [
+            [expert, start + at, start + min(at + 16, count)]
+            for expert, (start, count) in enumerate(zip(starts, counts, strict=True))
+            for at in range(0, count, 16)
+        ]
+        assert order.blocks[: order.used.item()].tolist() == expected

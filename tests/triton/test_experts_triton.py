@@ -65,14 +65,14 @@ def choose(tokens: int, experts: int, top_k: int, skew: float = 0.0) -> torch.Te
     return scores.topk(top_k, 1).indices.int()
 
 
-@pytest.mark.parametrize("one_program", [True, False])
+@pytest.mark.parametrize("one_kernel", [True, False])
 @pytest.mark.parametrize(("first", "held"), [(0, 12), (4, 4), (8, 4)])
-@pytest.mark.parametrize(("tokens", "skew"), [(1, 0.0), (50, 3.0), (160, 1.0)])
+@pytest.mark.parametrize(("tokens", "skew"), [(1, 0.0), (20, 1.0), (50, 3.0), (160, 1.0), (341, 2.0)])
 def test_pairs_are_sorted_by_expert_in_blocks(
-    monkeypatch: pytest.MonkeyPatch, tokens: int, skew: float, first: int, held: int, one_program: bool
+    monkeypatch: pytest.MonkeyPatch, tokens: int, skew: float, first: int, held: int, one_kernel: bool
 ) -> None:
-    if not one_program:
-        monkeypatch.setattr(routing, "ONE_PROGRAM", 0)
+    if not one_kernel:
+        monkeypatch.setattr(routing, "ONE_KERNEL", 0)
         monkeypatch.setattr(routing, "CHUNK", 64)
     ids = choose(tokens, 12, 3, skew)
     order = routing.sort_by_expert(ids, first, held, 16)

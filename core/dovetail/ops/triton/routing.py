@@ -1,8 +1,8 @@
 """Choose the experts of each token, and sort the pairs of a token and an expert by expert.
 
 The host does not see what was chosen: grids have as many programs as any choice can need, and the programs that have
-nothing to do end at once. Up to ``ONE_PROGRAM`` pairs are sorted by one program; more by three kernels that divide them
-into chunks. Pairs of one expert stay in the order of their tokens, and no kernel here uses atomic operations, so that
+nothing to do end at once. Up to ``ONE_KERNEL`` pairs are sorted by one kernel, whose programs each compare some of the
+pairs with all of them; more by three kernels that divide them into chunks. Pairs of one expert stay in the order of their tokens, and no kernel here uses atomic operations, so that
 results are the same every time.
 """
 
@@ -18,8 +18,10 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from dovetail.interfaces.expert_shapes import Routing, RoutingRule
 from dovetail.ops.triton.launch import launch
 
-ONE_PROGRAM = 1024
-"""The largest number of pairs that one program sorts."""
+ONE_KERNEL = 1024
+"""The largest number of pairs that one kernel sorts."""
+OWN = 16
+"""The number of pairs that a program of this kernel places."""
 CHUNK = 256
 """The number of pairs that a program sorts if there are more."""
 _STEP = tl.constexpr(32)
@@ -197,14 +199,26 @@ def _write_blocks(counts, blocks, used, experts, BLOCK_M: tl.constexpr, BLOCK_E:
 
 @triton.jit(do_not_specialize=["pairs", "first"])
 def _sort(
-    ids, order, blocks, used, pairs, first, experts, BLOCK_M: tl.constexpr, BLOCK_E: tl.constexpr, PDL: tl.constexpr
-) -> None:
+    ids, order, blocks, used, pairs, first, experts,
+    SIZE: tl.constexpr, OWN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_E: tl.constexpr, PDL: tl.constexpr,
+) -> None:  # fmt: skip
+    """Write the blocks (program 0), or place ``OWN`` of the at most ``SIZE`` pairs: the place of a pair is the number of
+    pairs of lower experts, and of earlier pairs of its expert."""
+    program = tl.program_id(0)
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
-    counts = _count_keys(ids, 0, pairs, pairs, first, experts, BLOCK_E)
-    _write_blocks(counts, blocks, used, experts, BLOCK_M, BLOCK_E)
-    _place_keys(ids, order, 0, pairs, tl.cumsum(counts, 0) - counts, pairs, first, experts, BLOCK_E)
+    if program == 0:
+        key = _keys(ids, 0, pairs, first, experts, SIZE)
+        counts = tl.histogram(tl.maximum(key, 0), BLOCK_E, key >= 0)
+        _write_blocks(counts, blocks, used, experts, BLOCK_M, BLOCK_E)
+    else:
+        start = (program - 1) * OWN
+        key, at = _keys(ids, 0, pairs, first, experts, SIZE), tl.arange(0, SIZE)
+        rank = tl.where(key >= 0, key, BLOCK_E) * SIZE + at
+        own, own_at = _keys(ids, start, pairs, first, experts, OWN), start + tl.arange(0, OWN)
+        place = tl.sum((rank[None, :] < (own * SIZE + own_at)[:, None]).to(tl.int32), 1)
+        tl.store(order + place, own_at, own >= 0)
 
 
 @triton.jit(do_not_specialize=["pairs", "first"])
@@ -271,8 +285,12 @@ def sort_by_expert(ids: torch.Tensor, first: int, experts: int, block_m: int) ->
         block_m,
     )
     block_e = triton.next_power_of_2(experts)
-    if pairs <= ONE_PROGRAM:
-        launch(_sort, (1,), ids, *order[:3], pairs, first, experts, BLOCK_M=block_m, BLOCK_E=block_e, num_warps=8)
+    if pairs <= ONE_KERNEL:
+        size = next(size for size in (64, 256, ONE_KERNEL) if pairs <= size)  # few sizes, which are compiled each
+        launch(
+            _sort, (1 + triton.cdiv(pairs, OWN),),
+            ids, *order[:3], pairs, first, experts, SIZE=size, OWN=OWN, BLOCK_M=block_m, BLOCK_E=block_e, num_warps=8,
+        )  # fmt: skip
         return order
     chunks = triton.cdiv(pairs, CHUNK)
     counts = torch.empty(chunks, experts, dtype=torch.int32, device=device)
