@@ -84,7 +84,7 @@ def run(assembly: str, word: int) -> tuple[int, int]:
     def value(name: str) -> int:
         return registers[name] if name in registers else int(name, 0)
 
-    for operation, given in re.findall(r"(prmt|shl|shr|and|lop3)\.b32 ([^;]+);", assembly):
+    for operation, given in re.findall(r"(prmt|shl|and|lop3|mul)\.(?:b32|lo\.u32) ([^;]+);", assembly):
         to, *names = (name.strip() for name in given.split(","))
         a, b, *more = map(value, names)
         if operation == "prmt":
@@ -95,7 +95,7 @@ def run(assembly: str, word: int) -> tuple[int, int]:
             assert table == 0xEA
             found = a & b | c
         else:
-            found = {"shl": a << b, "shr": a >> b, "and": a & b}[operation]
+            found = {"shl": a << b, "and": a & b, "mul": a * b}[operation]
         registers[to] = found & 0xFFFFFFFF
     return registers["$0"], registers["$1"]
 

@@ -35,9 +35,14 @@ def _place_pair(result: str, pair: str, at: int, mantissa: int) -> str:
     """Return assembly that makes two 16-bit numbers of the codes at bits ``at`` of both halves of the register
     ``pair``. ``mantissa`` is the bit of the wider number's mantissa that stands for a half."""
     shift, mask = mantissa - at, 7 << mantissa
+    if mantissa + 4 <= 12:  # one multiplication shifts a code to both places, which do not overlap
+        return f"""
+        and.b32 t, {pair}, {(15 << at) * 0x10001:#x};
+        mul.lo.u32 t, t, {1 << shift | 1 << 12 - at:#x};
+        and.b32 {result}, t, {(0x8000 | mask) * 0x10001:#x};"""
     return f"""
-        {"shl" if shift > 0 else "shr"}.b32 t, {pair}, {abs(shift)};
-        and.b32 t, t, {mask << 16 | mask:#x};
+        shl.b32 t, {pair}, {shift};
+        and.b32 t, t, {mask * 0x10001:#x};
         shl.b32 q, {pair}, {12 - at};
         lop3.b32 {result}, q, 0x80008000, t, 0xEA;"""
 

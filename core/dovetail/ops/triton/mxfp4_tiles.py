@@ -38,7 +38,7 @@ MEASURED: dict[tuple[int, int, int, int], dict[int, Mxfp4Tiles]] = {}
 tokens. The largest number stands for more tokens too."""
 
 _BY_ROWS = {
-    8: Mxfp4Tiles(8, Mxfp4Tile(64, 256, 4, 4), Mxfp4Tile(32, 256, 2, 4)),
+    8: Mxfp4Tiles(8, Mxfp4Tile(32, 256, 2, 4), Mxfp4Tile(32, 256, 2, 4)),
     16: Mxfp4Tiles(16, Mxfp4Tile(64, 128, 2, 4), Mxfp4Tile(64, 128, 2, 4)),
     32: Mxfp4Tiles(32, Mxfp4Tile(64, 128, 2, 4), Mxfp4Tile(64, 128, 2, 4)),
     64: Mxfp4Tiles(64, Mxfp4Tile(128, 128, 4, 3), Mxfp4Tile(64, 256, 4, 3)),
