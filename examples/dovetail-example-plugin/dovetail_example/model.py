@@ -67,7 +67,7 @@ class ExampleModel(Layer, ModelArchitecture):
             "model.embed_tokens.weight": self.embed.target("embed.weight"),
             "model.norm.weight": WeightTarget("norm.weight"),
         }
-        if not self.info.config.tied:
+        if not self.head.tied:
             targets["lm_head.weight"] = self.head.target("head.weight")
         for index, layer in enumerate(self.layers):
             ours, theirs = f"layers.{index}", f"model.layers.{index}"
@@ -81,5 +81,13 @@ class ExampleModel(Layer, ModelArchitecture):
     def ignored_weights(self) -> Iterable[str]:
         """See ``ModelArchitecture``. A layer after the last one predicts further tokens, for drafters."""
         yield rf"model\.layers\.{self.info.num_layers}\..*"
-        if self.info.config.tied:
+        if self.head.tied:
             yield r"lm_head\.weight"
+
+    def tied_weights(self) -> Mapping[str, str]:
+        """See ``ModelArchitecture``."""
+        return {"lm_head.weight": "model.embed_tokens.weight"} if self.head.tied else {}
+
+    def untie(self, name: str) -> None:
+        """See ``ModelArchitecture``."""
+        self.head.untie()
