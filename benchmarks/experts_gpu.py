@@ -229,10 +229,8 @@ def torch_calls(size: Size, weights: ExpertWeights, form: str, tokens: int, rout
         rows = torch.randn(len(ids), size.hidden, device="cuda").bfloat16()
         inner = torch.randn(len(ids), size.size, device="cuda").bfloat16()
         if form.startswith("fp8"):
-            rows, inner = rows.to(FP8), inner.to(FP8)
-
-        if form.startswith("fp8"):
-            calls.append(lambda rows=rows, inner=inner, ends=ends: fp8_products(rows, inner, weights, ends))
+            codes = rows.to(FP8), inner.to(FP8)
+            calls.append(lambda codes=codes, ends=ends: fp8_products(*codes, weights, ends))
             continue
 
         def call(rows: torch.Tensor = rows, inner: torch.Tensor = inner, ends: torch.Tensor = ends) -> None:

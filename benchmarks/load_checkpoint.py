@@ -38,29 +38,11 @@ from dovetail.engine.build import WeightFiller, as_module, build_model
 from dovetail.engine.weights import INDEX, load_weights
 from dovetail_models.moe import MoeModel
 from dovetail_models.moe_describe import describe_qwen3_moe
+from gpubench.models import CONFIGS
 
 GIB, SHARD_BYTES, SAMPLE_SECONDS = 1 << 30, 4 * 10**9, 0.003
 BLOCK_BYTES = 1 << 26
-QWEN3_30B_A3B: Mapping[str, Any] = {
-    "architectures": ["Qwen3MoeForCausalLM"],
-    "model_type": "qwen3_moe",
-    "vocab_size": 151936,
-    "hidden_size": 2048,
-    "intermediate_size": 6144,
-    "moe_intermediate_size": 768,
-    "num_experts": 128,
-    "num_experts_per_tok": 8,
-    "norm_topk_prob": True,
-    "num_hidden_layers": 48,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 4,
-    "head_dim": 128,
-    "max_position_embeddings": 40960,
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 1000000.0,
-    "tie_word_embeddings": False,
-    "torch_dtype": "bfloat16",
-}
+QWEN3_30B_A3B: Mapping[str, Any] = CONFIGS["qwen3-30b-a3b"]
 
 
 @dataclass(frozen=True, slots=True)
