@@ -235,8 +235,9 @@ def method(checkpoint: Mapping[str, Any], size: int = 64, device: str = "cpu") -
 def test_what_is_not_possible_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"48 rows on this rank.*blocks of 32.*parallel\.experts: ep"):
         method(BY_BLOCK, 48)
-    with pytest.raises(ConfigError, match=r"blocks of 16 columns; .* on CUDA need blocks of at least 32"):
-        method(BY_BLOCK | {"weight_block_size": [16, 16]}, device="cuda")
+    for columns in (16, 256):
+        with pytest.raises(ConfigError, match=rf"blocks of {columns} columns; .* on CUDA: 32 to 128"):
+            method(BY_BLOCK | {"weight_block_size": [16, columns]}, device="cuda")
     static = method(BY_TENSOR | {"activation_scheme": "static"})
     assert static is not None
     fused = WeightTarget("down", transform=Reshape((1, 64, 64)))

@@ -131,7 +131,7 @@ class ExpertWeights:
     times the scales ``gate_up_scale`` and ``down_scale``. ``out`` are the rows of a weight and ``in`` its columns:
 
     - ``fp8_rows``: codes float8_e4m3fn; scales float32 ``[experts, out]``, one for each row. Products quantize activations to
-      FP8 too (W8A8), see ``ops.experts``.
+      FP8 too (W8A8), see ``ops.triton.experts_fp8``.
     - ``fp8_blocks``: codes float8_e4m3fn; scales float32 ``[experts, ceil(out / rows), ceil(in / columns)]``, one for
       each block of ``block`` = (rows, columns), which divide the size of gate. Products quantize activations too.
     - ``mxfp4``: codes uint8 ``[experts, out, in / 2]``, two E2M1 numbers in a byte; scales uint8 ``[experts, in / 32, out]``,

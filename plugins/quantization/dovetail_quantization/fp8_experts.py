@@ -32,8 +32,9 @@ from dovetail_quantization.fp8_weights import (
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-LEAST_COLUMNS = 32
-"""The smallest number of columns of a block that tensor cores multiply."""
+COLUMNS = range(32, 129)
+"""The numbers of columns of a block that the kernels multiply: tensor cores need 32, and tiles of more than 128 do not fit
+into shared memory."""
 
 
 class Fp8Experts(ExpertsMethod):
@@ -50,10 +51,9 @@ class Fp8Experts(ExpertsMethod):
                 f"{shape.names[0]} has {shape.size} rows on this rank, which blocks of {rows} rows do not divide; set "
                 "parallel.experts: ep, or parallel.tp to a smaller number"
             )
-        if context.device.type == "cuda" and columns < LEAST_COLUMNS:
+        if context.device.type == "cuda" and columns not in COLUMNS:
             raise ConfigError(
-                f"{shape.names[0]} has blocks of {columns} columns; FP8 products of experts on CUDA need blocks of at least "
-                f"{LEAST_COLUMNS} columns"
+                f"{shape.names[0]} has blocks of {columns} columns; implemented for experts in FP8 on CUDA: {COLUMNS[0]} to {COLUMNS[-1]}"
             )
 
     def parameters(self) -> Mapping[str, ParameterShape]:

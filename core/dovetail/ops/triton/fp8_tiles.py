@@ -12,8 +12,7 @@ from dovetail.ops.triton.expert_tiles import ExpertTile, ExpertTiles, fitting_po
 
 MEASURED: dict[tuple[int, int, int, int, bool], dict[int, ExpertTiles]] = {}
 """Map (experts of this rank, experts per token, hidden, size, whether scales belong to blocks) and a number of tokens to the
-tiles for up to that many
-tokens. The largest number stands for more tokens too."""
+tiles for up to that many tokens. The largest number stands for more tokens too."""
 
 _BY_ROWS = {
     1: ExpertTiles(16, ExpertTile(32, 128, 4, 5), ExpertTile(32, 128, 4, 5)),
