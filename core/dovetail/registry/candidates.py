@@ -120,7 +120,7 @@ def open_slot(
     slot = Slot(
         request,
         registry.kinds[request.kind],
-        optional,
+        optional and registry.kinds[request.kind].concerns is None,
         selection.disabled,
         bool(selection.candidates),
         candidates,

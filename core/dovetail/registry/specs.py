@@ -83,7 +83,7 @@ class KindDescriptor:
     the negotiation, with the candidate, its ``ResolveRequest`` and whether config names it, and yields the reasons why
     the candidate cannot be used. ``concerns`` is the "module:function" that is called with the ``ModelInfo`` and returns
     False for a model that has no use for the kind: nothing is chosen then, a config that names a component is refused, and
-    ``dovetail explain`` does not show the kind.
+    ``dovetail explain`` does not show the kind. All other models need a component.
 
     ``namespaces`` are the namespaces of the features that the kind's components offer. ``runtime_needs`` lists the
     features that the runtime needs from them. ``rules`` is the "module:function" of the kind's further rules: a
