@@ -97,8 +97,8 @@ def test_explain_shows_every_candidate_and_its_verdict(cli, fakes):
     assert status == 0
     assert "FakeForCausalLM" in out
     assert "needs no-such-dist>=2; no-such-dist is not installed" in out
-    assert "switched off by config" in out
-    assert "sampling defaults: those of each API (the model's generation_config.json)" in out
+    assert "config names none" in out
+    assert "sampling defaults: each API's (the model's generation_config.json has none)" in out
     (fakes.directory / "generation_config.json").write_text('{"temperature": 0.6, "top_k": 20}')
     _, out, _ = cli("explain", "--model", str(fakes.directory), "--assume", "sm90")
     assert "sampling defaults: temperature 0.6, top_k 20 (the model's generation_config.json)" in out

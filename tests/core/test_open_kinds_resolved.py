@@ -119,7 +119,7 @@ def test_a_list_is_used_whole_and_in_order(fakes):
     assert [c.name for c in chosen(fakes, registry, "sorter=[first, second]").lists["sorter"]] == ["first", "second"]
     assert [c.name for c in chosen(fakes, registry, "sorter=auto").lists["sorter"]] == ["second", "first"]
     resolved = chosen(fakes, registry)
-    assert (resolved.lists["sorter"], resolved.resolutions[-1].note) == ((), "switched off by config")
+    assert (resolved.lists["sorter"], resolved.resolutions[-1].note) == ((), "config names none")
     assert "sorter" not in resolved.chosen
     assert resolved.to_json()["lists"] == {"logits_processor": [], "sorter": []}
 

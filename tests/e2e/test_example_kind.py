@@ -125,7 +125,7 @@ def test_it_is_negotiated_and_explained(site: Site, tmp_path: Path) -> None:
     assert [part["name"] for part in explained["lists"]["prompt_rewriter"]] == ["normalize", "redact"]
     assert [c["verdict"] for c in last["candidates"]] == ["chosen", "chosen"]
     off = json.loads(site.dovetail("explain", "--json", directory=tmp_path))
-    assert off["resolutions"][-1]["note"] == "switched off by config"
+    assert off["resolutions"][-1]["note"] == "config names none"
     everything = json.loads(site.dovetail("explain", "--json", "--set", "prompt_rewriter=auto", directory=tmp_path))
     assert everything["resolutions"][-1]["chosen"] == "normalize, redact"
     assert "prompt_rewriter" in site.dovetail("explain", "--set", BOTH, directory=tmp_path)

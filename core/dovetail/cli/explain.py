@@ -151,11 +151,12 @@ def _headline(resolved: Resolved) -> str:
 def _sampling_line(resolved: Resolved) -> str:
     """Return the line that shows the sampling defaults of the model."""
     setting = resolved.config.model.generation_config
-    source = {"auto": "the model's generation_config.json", "none": "model.generation_config is none"}.get(
-        setting, setting
-    )
+    source = {"auto": "the model's generation_config.json"}.get(setting, setting)
     values = ", ".join(f"{name} {value:g}" for name, value in resolved.sampling_defaults.items())
-    return f"sampling defaults: {values or 'those of each API'} ({source})"
+    if values:
+        return f"sampling defaults: {values} ({source})"
+    reason = "model.generation_config is none" if setting == "none" else f"{source} has none"
+    return f"sampling defaults: each API's ({reason})"
 
 
 def _rule(resolution: Resolution) -> str:

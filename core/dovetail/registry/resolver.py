@@ -375,7 +375,9 @@ def _note(slot: Slot, chosen: Sequence[Candidate], tuned: Tuned) -> str:
         one = found.pop() if slot.descriptor.screen and len(found) == 1 else "nothing installed can be used"
         if not slot.concerned:
             return "the model has no use for it"
-        return "switched off by config" if slot.disabled else one
+        section = slot.descriptor.section
+        off = "config names none" if section is not None and section.default == "none" else "switched off by config"
+        return off if slot.disabled else one
     deprecated = [candidate.spec.deprecated for candidate in chosen if candidate.spec.deprecated]
     if deprecated:
         return f"deprecated: {'; '.join(deprecated)}"
