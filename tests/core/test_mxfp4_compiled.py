@@ -94,8 +94,10 @@ def run(assembly: str, word: int) -> tuple[int, int]:
             c, table = more
             assert table == 0xEA
             found = a & b | c
+        elif operation == "shl":
+            found = a << b
         else:
-            found = {"shl": a << b, "and": a & b, "mul": a * b}[operation]
+            found = a & b if operation == "and" else a * b
         registers[to] = found & 0xFFFFFFFF
     return registers["$0"], registers["$1"]
 
