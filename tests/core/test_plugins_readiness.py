@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import pytest
 
-from dovetail.errors import ConfigError
+from dovetail.cli.plugins_check import _refuse_unready
+from dovetail.errors import ConfigError, PluginLoadError
 from dovetail.interfaces.cache import Match, PrefixCache
 from dovetail.interfaces.parsers import ReasoningParser
 from dovetail.interfaces.policy import SchedulePolicy
@@ -136,3 +137,18 @@ def test_the_sample_of_grammar_backends_has_a_vocabulary():
     context = for_grammar()
     assert context.vocab_size == len(context.token_bytes) > 256
     assert context.eos_token_ids
+
+
+def test_a_cause_that_several_components_share_is_printed_once(fakes):
+    specs = [fakes.spec(K.POLICY, name, target=f"no_such_module:{name.title()}") for name in ("one", "two")]
+    specs.append(fakes.spec(K.CACHE, "three", target="no_such_module.other:Three"))
+    specs.append(fakes.spec(K.CACHE, "four", target="dovetail.errors:Absent"))
+    registry = fakes.registry(*specs)
+    with pytest.raises(PluginLoadError) as caught:
+        _refuse_unready([registry.get(spec.kind, spec.name) for spec in specs])
+    lines = str(caught.value).splitlines()
+    assert len(lines) == 2
+    assert lines[0].startswith("policy 'one'")
+    assert lines[0].count("No module named 'no_such_module'") == 1
+    assert lines[0].endswith("; the same holds for policy 'two', cache 'three'")
+    assert lines[1].startswith("cache 'four'")
