@@ -55,6 +55,15 @@ def test_quantized_weights_are_the_nearest() -> None:
         assert got[expert, row, block * 32 : block * 32 + 32].tolist() == [nearest(value, power) for value in values]
 
 
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_blocks_with_no_number_have_no_number_as_scale(value: float) -> None:
+    weight = torch.ones(2, 64)
+    weight[1, 40] = value
+    codes, scale = mxfp4.quantize(weight)
+    assert (scale == mxfp4.NAN_SCALE).tolist() == [[False, False], [False, True]]
+    assert mxfp4.dequantize(codes, scale, torch.float32)[1, 32:].isnan().all()
+
+
 def test_numbers_that_are_codes_stay() -> None:
     codes = mxfp4.halved(torch.randint(256, (4, 64), dtype=torch.uint8))
     weight = mxfp4.dequantize(codes, torch.full((4, 4), 120, dtype=torch.uint8), torch.float32)

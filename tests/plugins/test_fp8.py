@@ -238,6 +238,15 @@ def test_weights_are_quantized_while_they_are_loaded(tmp_path: Path, size: int) 
             assert kept or not got[name].equal(weight)
 
 
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_weights_that_are_no_numbers_are_not_quantized(tmp_path: Path, value: float) -> None:
+    tensors = dense_tensors()
+    tensors["model.layers.0.mlp.up_proj.weight"][3, 5] = value
+    write(tmp_path, CONFIG, tensors)
+    with pytest.raises(WeightsError, match=r"scales of the weights of model\.layers\.0\.mlp\.gate_proj, .*up_proj"):
+        weights(load(tmp_path, Fp8Config()))
+
+
 def test_blocks_are_those_of_transformers(tmp_path: Path) -> None:
     """transformers dequantizes a checkpoint with blocks to the same weights."""
     pytest.importorskip("accelerate", reason="transformers needs accelerate to read FP8")
@@ -285,6 +294,16 @@ WRONG = {
     "another format": {"quant_method": "fp8", "fmt": "e5m2"},
     "static blocks": {"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "static"},
     "odd blocks": {"quant_method": "fp8", "weight_block_size": [100, 128]},
+    "a bound beyond floats": {"quant_method": "fbgemm_fp8", "activation_scale_ub": 10**400},
+    "huge rows of blocks": {"quant_method": "fp8", "weight_block_size": [16 * 10**30, 16]},
+    "huge columns of blocks": {"quant_method": "fp8", "weight_block_size": [16, 2**62]},
+    "dynamic weights": {
+        **compressed("channel", TOKEN),
+        "config_groups": {
+            "g": compressed("channel", TOKEN)["config_groups"]["group_0"]
+            | {"weights": {"num_bits": 8, "type": "float", "strategy": "channel", "dynamic": True}}
+        },
+    },
     "columns of blocks": {"quant_method": "fp8", "weight_block_size": [128, 48]},
     "groups of another size": compressed("block", {"strategy": "group", "dynamic": True, "group_size": 2 * BLOCK}),
     "scales of keys and values": {"quant_method": "fp8", "kv_cache_scheme": "static"},

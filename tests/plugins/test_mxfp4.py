@@ -193,6 +193,16 @@ def test_what_is_not_possible_is_refused() -> None:
             target.transform.apply(scales, (64, 2))
 
 
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_weights_that_are_no_numbers_are_not_quantized(value: float) -> None:
+    weight = torch.ones(128, 64)
+    weight[5, 7] = value
+    _, (name, target) = method(online=True).targets("experts.3.up_proj.weight", WeightTarget("gate_up", 0, 128))
+    assert target.transform is not None
+    with pytest.raises(WeightsError, match=rf"{name} has numbers that are infinite or NaN"):
+        target.transform.apply(weight, (128, 2))
+
+
 def test_layers_that_are_left_out() -> None:
     names = tuple(f"model.layers.3.mlp.experts.{name}" for name in ("gate_up_proj", "down_proj"))
     shape = ExpertWeightsShape(names, 2, 64, 64)

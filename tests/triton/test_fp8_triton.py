@@ -47,6 +47,15 @@ def test_activations_are_rounded_to_the_nearest(dtype: torch.dtype, tokens: int,
         assert found[:, start : start + group].float().equal((part / scale).clamp(-448, 448).to(FP8).float())
 
 
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.parametrize("static", [False, True])
+def test_nan_stays_nan(static: bool) -> None:
+    """It must not become a number, which would hide that a layer before has failed."""
+    x = torch.tensor([[1.0, float("nan"), 2.0], [1.0, 2.0, 4.0]])
+    got, _ = quantize_static(x, torch.tensor(0.5)) if static else quantize(x)
+    assert got.float().isnan().tolist() == [[False, True, False], [False] * 3]
+
+
 def test_activations_beyond_a_bound_count_as_the_bound() -> None:
     x = torch.tensor([[1.0, -30.0, 4.0, 0.5], [1.0, -2.0, 0.25, 0.0]])
     got, scales = quantize(x, bound=5.0)

@@ -65,10 +65,11 @@ def _pairs(dtype: torch.dtype) -> torch.Tensor:
 def quantize(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return codes ``[..., out, in / 2]`` and scales ``[..., in / 32, out]`` of a weight ``[..., out, in]``, by the rule of the
     specification: the scale is the largest power of two that is at most the largest magnitude, divided by 4; numbers are rounded to
-    the nearest one, and to 6 at most."""
+    the nearest one, and to 6 at most. A block with a number that is infinite or NaN has ``NAN_SCALE``."""
     blocks = weight.float().contiguous().unflatten(-1, (-1, BLOCK))
-    _, exponent = torch.frexp(blocks.abs().amax(-1))
-    scale = (exponent - 1 - _EMAX + BIAS).clamp_(0, 254)
+    largest = blocks.abs().amax(-1)
+    _, exponent = torch.frexp(largest)
+    scale = (exponent - 1 - _EMAX + BIAS).clamp_(0, 254).masked_fill_(~largest.isfinite(), NAN_SCALE)
     # the sum of two powers may not be one: -BIAS is subnormal
     scaled = torch.ldexp(blocks, (BIAS - scale).unsqueeze(-1))
     magnitude = scaled.abs()

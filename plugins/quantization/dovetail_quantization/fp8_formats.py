@@ -7,14 +7,17 @@ tensor), of FBGEMM (``fbgemm_fp8``: a scale for each row) and of compressed-tens
 from __future__ import annotations
 
 import enum
-import math
 import re
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from dovetail.errors import ConfigError
 from dovetail_quantization.config import Fp8Config
+
+_LARGEST_BLOCK = 16384
+"""The largest number of rows or columns of a block."""
 
 
 class Scales(enum.StrEnum):
@@ -100,7 +103,7 @@ def _read_fp8(given: Mapping[str, Any]) -> Fp8Format:
 def _read_fbgemm(given: Mapping[str, Any]) -> Fp8Format:
     bound = given.get("activation_scale_ub")
     if bound is not None and (
-        isinstance(bound, bool) or not isinstance(bound, int | float) or not 0 < bound < math.inf
+        isinstance(bound, bool) or not isinstance(bound, int | float) or not 0 < bound <= sys.float_info.max
     ):
         raise ConfigError(f"quantization_config: activation_scale_ub is {bound!r:.80}; allowed: a number above 0, null")
     return Fp8Format(Scales.ROW, Activations.TOKEN, modules_left_out(given, "modules_to_not_convert"), bound=bound)
@@ -128,6 +131,7 @@ def _read_compressed(given: Mapping[str, Any]) -> Fp8Format:
         allow_only(what, "type", ("float",))
         allow_only(what, "symmetric", (True, None))
     allow_only(weights, "strategy", ("tensor", "channel", "block"))
+    allow_only(weights, "dynamic", (False, None))
     allow_only(group, "output_activations", (None,))
     if inputs.get("dynamic"):
         allow_only(inputs, "strategy", ("token", "group", "tensor"))
@@ -158,11 +162,11 @@ def allow_only(given: Mapping[str, Any], key: str, allowed: Sequence[Any]) -> No
 def _block(value: Any) -> tuple[int, int]:
     if isinstance(value, list) and len(value) == 2 and all(isinstance(n, int) and n > 0 and n % 16 == 0 for n in value):
         rows, columns = value
-        if columns.bit_count() == 1:
+        if columns.bit_count() == 1 and max(value) <= _LARGEST_BLOCK:
             return rows, columns
     raise ConfigError(
-        f"quantization_config: the size of blocks is {value!r:.80}; implemented: two multiples of 16, the second of them "
-        "a power of 2"
+        f"quantization_config: the size of blocks is {value!r:.80}; implemented: two multiples of 16 up to {_LARGEST_BLOCK}, "
+        "the second of them a power of 2"
     )
 
 

@@ -82,9 +82,9 @@ def _after(inner: WeightTransform | None, tensor: torch.Tensor, shape: tuple[int
 
 
 def _row_scales(weight: torch.Tensor) -> torch.Tensor:
-    """Return the scales ``[rows, 1]`` of a float32 weight. A row of zeros has the scale 1."""
+    """Return the scales ``[rows, 1]`` of a float32 weight. A row of zeros has the scale 1, one with NaN the scale NaN."""
     largest = weight.abs().amax(dim=1, keepdim=True)
-    return torch.where(largest > 0, largest / LARGEST, 1.0)
+    return torch.where(largest == 0, 1.0, largest / LARGEST)
 
 
 def blocks_of(count: int, size: int) -> int:

@@ -86,7 +86,9 @@ class Mxfp4Experts(ExpertsMethod):
             yield name, weight._replace(transform=Quantized(inner, columns))
             yield (
                 name,
-                weight._replace(parameter=scale, transform=Quantized(inner, columns, ScaleLimit(name, self._dtype))),
+                weight._replace(
+                    parameter=scale, transform=Quantized(inner, columns, ScaleLimit(name, self._dtype, online=True))
+                ),
             )
             return
         if not isinstance(inner, OneExpert) or not inner.layout.transposed:
@@ -130,16 +132,20 @@ def _stored_share(share: TensorShare) -> TensorShare:
 
 @dataclass(frozen=True, slots=True)
 class ScaleLimit:
-    """Refuse scales of tensor ``name`` that products with activations of ``dtype`` cannot hold."""
+    """Refuse scales of tensor ``name`` that products with activations of ``dtype`` cannot hold. With ``online`` the scales
+    were computed from that tensor."""
 
     name: str
     dtype: torch.dtype
+    online: bool = False
 
     def check(self, scale: torch.Tensor) -> torch.Tensor:
         """Return ``scale``. Raises ``WeightsError``."""
         largest = LARGEST_SCALES.get(self.dtype, LARGEST_SCALE)
         if scale.numel() and (found := int(scale.max())) > largest:
             shown = "no number" if found == NAN_SCALE else f"2 ** {found - BIAS}"
+            if found == NAN_SCALE and self.online:
+                raise WeightsError(f"{self.name} has numbers that are infinite or NaN, and these cannot be quantized")
             raise WeightsError(
                 f"{self.name} has the MXFP4 scale {shown}; with model.dtype {str(self.dtype).removeprefix('torch.')} the largest that is "
                 f"implemented is 2 ** {largest - BIAS}"

@@ -28,8 +28,9 @@ def scale_of(largest, bound):
 
 @triton.jit
 def divided(part, scale):
-    """Return the numbers to round to FP8."""
-    return tl.minimum(tl.maximum(part / scale, -LARGEST), LARGEST)
+    """Return the numbers to round to FP8. NaN stays NaN."""
+    all_nan: tl.constexpr = tl.PropagateNan.ALL
+    return tl.minimum(tl.maximum(part / scale, -LARGEST, all_nan), LARGEST, all_nan)
 
 
 @triton.jit
