@@ -43,18 +43,20 @@ def _by_expert(
     return result
 
 
-def _fp8_rows(codes: torch.Tensor, scale: torch.Tensor, block: tuple[int, int]) -> torch.Tensor:
-    return codes.float() * scale[:, None]
-
-
-def _fp8_blocks(codes: torch.Tensor, scale: torch.Tensor, block: tuple[int, int]) -> torch.Tensor:
+def fp8_weight(codes: torch.Tensor, scale: torch.Tensor, block: tuple[int, int] | None) -> torch.Tensor:
+    """Return the float32 weight ``[out, in]`` of FP8 codes and scales: one for each row, or for each ``block``."""
+    if block is None:
+        return codes.float() * scale[:, None]
     (out, columns), (of_rows, of_columns) = codes.shape, block
-    whole = scale.repeat_interleave(of_rows, 0)[:out].repeat_interleave(of_columns, 1)[:, :columns]
-    return codes.float() * whole
+    return codes.float() * scale.repeat_interleave(of_rows, 0)[:out].repeat_interleave(of_columns, 1)[:, :columns]
+
+
+def _fp8_rows(codes: torch.Tensor, scale: torch.Tensor, block: tuple[int, int]) -> torch.Tensor:
+    return fp8_weight(codes, scale, None)
 
 
 def _mxfp4(codes: torch.Tensor, scale: torch.Tensor, block: tuple[int, int]) -> torch.Tensor:
     return mxfp4.dequantize(codes, scale, torch.float32)
 
 
-_DEQUANTIZE: dict[ExpertFormat, Dequantize] = {"fp8_rows": _fp8_rows, "fp8_blocks": _fp8_blocks, "mxfp4": _mxfp4}
+_DEQUANTIZE: dict[ExpertFormat, Dequantize] = {"fp8_rows": _fp8_rows, "fp8_blocks": fp8_weight, "mxfp4": _mxfp4}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
 import torch
@@ -19,6 +19,7 @@ from dovetail.interfaces.quantization import (
     Quantization,
     QuantizationContext,
 )
+from dovetail_quantization.checkpoint import leaves_out
 from dovetail_quantization.fp8_experts import Fp8Experts
 from dovetail_quantization.fp8_formats import Activations, Fp8Format, Scales, read_format
 from dovetail_quantization.fp8_products import make_product
@@ -48,22 +49,11 @@ class Fp8(Quantization):
         own = self._format
         if shape.precise and not own.precise_too:
             return None
-        return None if self._leaves_out(shape.names) else Fp8Linear(shape, own, self._context)
+        return None if leaves_out(shape.names, self._format.ignored) else Fp8Linear(shape, own, self._context)
 
     def experts_method(self, shape: ExpertWeightsShape) -> ExpertsMethod | None:
         """See ``Quantization``."""
-        return None if self._leaves_out(shape.names) else Fp8Experts(shape, self._format, self._context)
-
-    def _leaves_out(self, names: Sequence[str]) -> bool:
-        """Return True if the modules of a layer are not quantized. Raises ``ConfigError`` if only some of them are."""
-        ignored = [name for name in names if self._format.ignored.fullmatch(name)]
-        if ignored and len(ignored) < len(names):
-            others = [name for name in names if name not in set(ignored)]
-            raise ConfigError(
-                f"the quantization leaves out {_listed(ignored)}, but not the other modules of the same layer "
-                f"({_listed(others)}); all of them or none can be quantized"
-            )
-        return bool(ignored)
+        return None if leaves_out(shape.names, self._format.ignored) else Fp8Experts(shape, self._format, self._context)
 
 
 class Fp8Linear(LinearMethod):
@@ -148,10 +138,6 @@ class Fp8Linear(LinearMethod):
         block = self.format.block if self.format.scales is Scales.BLOCK else None
         bound = self.format.bound
         return make_product(parameters["weight"], scale, block, static, self.context.dtype, bound)
-
-
-def _listed(names: Sequence[str]) -> str:
-    return ", ".join(names[:6]) + (f" and {len(names) - 6} more" if len(names) > 6 else "")
 
 
 def _check_cuda(shape: LinearShape, context: QuantizationContext) -> None:

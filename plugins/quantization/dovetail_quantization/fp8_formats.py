@@ -9,11 +9,12 @@ from __future__ import annotations
 import enum
 import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from dovetail.errors import ConfigError
+from dovetail_quantization.checkpoint import allow_only, any_of, modules_left_out, names_of, refuse_ignore
 from dovetail_quantization.config import Fp8Config
 
 _LARGEST_BLOCK = 16384
@@ -72,10 +73,7 @@ def read_format(checkpoint: Mapping[str, Any] | None, config: Fp8Config) -> Fp8F
     """Return the format of a checkpoint. Raises ``ConfigError`` for one that is not FP8 or not implemented."""
     if checkpoint is None:
         return Fp8Format(Scales.ROW, Activations.TOKEN, any_of(config.ignore), online=True)
-    if config.ignore:
-        raise ConfigError(
-            "quantization.ignore is set, and the checkpoint itself names the modules that are not quantized"
-        )
+    refuse_ignore(config.ignore)
     method = checkpoint.get("quant_method")
     if not isinstance(method, str) or method not in _READERS:
         raise ConfigError(
@@ -145,18 +143,11 @@ def _read_compressed(given: Mapping[str, Any]) -> Fp8Format:
         allow_only(inputs, "group_size", (None, block[1]))
     ignored = given.get("ignore") or []
     # compressed-tensors compares expressions with the beginning of a name
-    patterns = [f"(?:{name[3:]}).*" if name.startswith("re:") else re.escape(name) for name in _names(ignored)]
+    patterns = [f"(?:{name[3:]}).*" if name.startswith("re:") else re.escape(name) for name in names_of(ignored)]
     return Fp8Format(scales, activations, any_of(patterns), block=block, precise_too=True)
 
 
 _READERS = {"fp8": _read_fp8, "fbgemm_fp8": _read_fbgemm, "compressed-tensors": _read_compressed}
-
-
-def allow_only(given: Mapping[str, Any], key: str, allowed: Sequence[Any]) -> None:
-    """Raise ``ConfigError`` if a setting of a ``quantization_config`` is none of those that are implemented."""
-    if (value := given.get(key)) not in allowed:
-        shown = ", ".join("absent" if one is None else repr(one) for one in allowed)
-        raise ConfigError(f"quantization_config: {key} is {value!r:.200}; implemented: {shown}")
 
 
 def _block(value: Any) -> tuple[int, int]:
@@ -168,26 +159,3 @@ def _block(value: Any) -> tuple[int, int]:
         f"quantization_config: the size of blocks is {value!r:.80}; implemented: two multiples of 16 up to {_LARGEST_BLOCK}, "
         "the second of them a power of 2"
     )
-
-
-def modules_left_out(given: Mapping[str, Any], *keys: str) -> re.Pattern[str]:
-    """Return a pattern of the modules that transformers leaves out (``should_convert_module``). An entry is a regular
-    expression of the beginning of a name, up to the end of one of its parts, or, read literally, the end of a name."""
-    names = [name for key in keys for name in _names(given.get(key) or [])]
-    return any_of([rf"(?:{name})(?:(?<=\.)|(?=\.|$)).*|.*{re.escape(name)}" for name in names])
-
-
-def _names(value: Any) -> list[str]:
-    if isinstance(value, list) and all(isinstance(name, str) for name in value):
-        return value
-    raise ConfigError(
-        f"quantization_config: the modules that are not quantized are {value!r:.200}; allowed: a list of names"
-    )
-
-
-def any_of(patterns: Sequence[str]) -> re.Pattern[str]:
-    """Return a pattern that matches what one of the regular expressions matches."""
-    try:
-        return re.compile("|".join(f"(?:{pattern})" for pattern in patterns) or r"(?!)")
-    except re.error as error:
-        raise ConfigError(f"{list(patterns)!r:.200} has a wrong regular expression: {error}") from error

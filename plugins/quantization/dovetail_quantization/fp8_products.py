@@ -9,6 +9,7 @@ import torch
 from dovetail.interfaces.quantization import LinearProduct, QuantizedActivations
 from dovetail.layers.linear import DenseProduct
 from dovetail.ops.activation import GATES, Activation
+from dovetail.ops.expert_formats import fp8_weight
 from dovetail_quantization.fp8_activations import Fp8Quantizer
 
 
@@ -37,11 +38,7 @@ def dequantize(
     weight: torch.Tensor, scale: torch.Tensor, block: tuple[int, int] | None, dtype: torch.dtype
 ) -> torch.Tensor:
     """Return the weight ``[out, in]`` in ``dtype``."""
-    if block is None:
-        return (weight.float() * scale[:, None]).to(dtype)
-    rows, columns = weight.shape
-    whole = scale.repeat_interleave(block[0], 0)[:rows].repeat_interleave(block[1], 1)[:, :columns]
-    return (weight.float() * whole).to(dtype)
+    return fp8_weight(weight, scale, block).to(dtype)
 
 
 class Dequantized(DenseProduct):

@@ -10,6 +10,7 @@ import torch
 
 from dovetail.errors import ConfigError, WeightsError
 from dovetail.interfaces.model import TensorShare, WeightTransform
+from dovetail_quantization.checkpoint import listed
 
 FP8 = torch.float8_e4m3fn
 LARGEST = 448.0
@@ -30,10 +31,8 @@ def refuse_scales(what: str, names: Sequence[str], usable: torch.Tensor) -> None
     """Raise ``WeightsError`` unless ``usable`` is true."""
     if usable:
         return
-    unique = list(dict.fromkeys(names))
-    shown = ", ".join(unique[:6]) + (f" and {len(unique) - 6} more" if len(unique) > 6 else "")
     raise WeightsError(
-        f"the FP8 scales of the {what} of {shown} are not finite numbers"
+        f"the FP8 scales of the {what} of {listed(list(dict.fromkeys(names)))} are not finite numbers"
         f"{' above 0' if what == 'activations' else ''}; convert the checkpoint again"
     )
 

@@ -24,6 +24,7 @@ from dovetail.interfaces.quantization import (
 )
 from dovetail.layers.expert_targets import OneExpert
 from dovetail.ops.mxfp4 import BIAS, BLOCK, NAN_SCALE, VALUES, halved, quantize
+from dovetail_quantization.checkpoint import leaves_out
 from dovetail_quantization.mxfp4_formats import read_format
 
 if TYPE_CHECKING:
@@ -49,13 +50,9 @@ class Mxfp4(Quantization):
 
     def experts_method(self, shape: ExpertWeightsShape) -> ExpertsMethod | None:
         """See ``Quantization``."""
-        ignored = [name for name in shape.names if self._format.ignored.fullmatch(name)]
-        if ignored and len(ignored) < len(shape.names):
-            raise ConfigError(
-                f"the quantization leaves out {ignored[0]}, but not all tensors of the same layer of experts; all of them or none "
-                "can be quantized"
-            )
-        return None if ignored else Mxfp4Experts(shape, self._format.online, self._context)
+        if leaves_out(shape.names, self._format.ignored):
+            return None
+        return Mxfp4Experts(shape, self._format.online, self._context)
 
 
 class Mxfp4Experts(ExpertsMethod):

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from dovetail.errors import ConfigError
+from dovetail_quantization.checkpoint import allow_only, any_of, modules_left_out, refuse_ignore
 from dovetail_quantization.config import Mxfp4Config
-from dovetail_quantization.fp8_formats import allow_only, any_of, modules_left_out
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,9 +39,6 @@ def read_format(checkpoint: Mapping[str, Any] | None, config: Mxfp4Config) -> Mx
     """Return the format of a checkpoint. Raises ``ConfigError`` for one that is not MXFP4 or not implemented."""
     if checkpoint is None:
         return Mxfp4Format(any_of(config.ignore), online=True)
-    if config.ignore:
-        raise ConfigError(
-            "quantization.ignore is set, and the checkpoint itself names the modules that are not quantized"
-        )
+    refuse_ignore(config.ignore)
     allow_only(checkpoint, "quant_method", ("mxfp4",))
     return Mxfp4Format(modules_left_out(checkpoint, "modules_to_not_convert"), online=False)

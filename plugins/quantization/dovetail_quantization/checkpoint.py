@@ -1,0 +1,66 @@
+"""Read what the ``quantization_config`` of checkpoints of all formats have in common. Does not import torch."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from dovetail.errors import ConfigError
+
+
+def allow_only(given: Mapping[str, Any], key: str, allowed: Sequence[Any]) -> None:
+    """Raise ``ConfigError`` if a setting of a ``quantization_config`` is none of those that are implemented."""
+    if (value := given.get(key)) not in allowed:
+        shown = ", ".join("absent" if one is None else repr(one) for one in allowed)
+        raise ConfigError(f"quantization_config: {key} is {value!r:.200}; implemented: {shown}")
+
+
+def modules_left_out(given: Mapping[str, Any], *keys: str) -> re.Pattern[str]:
+    """Return a pattern of the modules that transformers leaves out (``should_convert_module``). An entry is a regular
+    expression of the beginning of a name, up to the end of one of its parts, or, read literally, the end of a name."""
+    names = [name for key in keys for name in names_of(given.get(key) or [])]
+    return any_of([rf"(?:{name})(?:(?<=\.)|(?=\.|$)).*|.*{re.escape(name)}" for name in names])
+
+
+def names_of(value: Any) -> list[str]:
+    """Return a list of modules that are not quantized. Raises ``ConfigError`` if ``value`` is no list of names."""
+    if isinstance(value, list) and all(isinstance(name, str) for name in value):
+        return value
+    raise ConfigError(
+        f"quantization_config: the modules that are not quantized are {value!r:.200}; allowed: a list of names"
+    )
+
+
+def any_of(patterns: Sequence[str]) -> re.Pattern[str]:
+    """Return a pattern that matches what one of the regular expressions matches."""
+    try:
+        return re.compile("|".join(f"(?:{pattern})" for pattern in patterns) or r"(?!)")
+    except re.error as error:
+        raise ConfigError(f"{list(patterns)!r:.200} has a wrong regular expression: {error}") from error
+
+
+def refuse_ignore(ignore: Sequence[str]) -> None:
+    """Raise ``ConfigError`` if the config names modules to leave out of a checkpoint that is quantized already."""
+    if ignore:
+        raise ConfigError(
+            "quantization.ignore is set, and the checkpoint itself names the modules that are not quantized; leave it out"
+        )
+
+
+def leaves_out(names: Sequence[str], ignored: re.Pattern[str]) -> bool:
+    """Return True if ``ignored`` matches the modules of a layer, which is then not quantized. Raises ``ConfigError`` if it
+    matches only some of them."""
+    matching = [name for name in names if ignored.fullmatch(name)]
+    if matching and len(matching) < len(names):
+        others = [name for name in names if name not in set(matching)]
+        raise ConfigError(
+            f"the quantization leaves out {listed(matching)}, but not the other modules of the same layer ({listed(others)}); all of "
+            "them or none can be quantized"
+        )
+    return bool(matching)
+
+
+def listed(names: Sequence[str]) -> str:
+    """Return some of the names for an error message."""
+    return ", ".join(names[:6]) + (f" and {len(names) - 6} more" if len(names) > 6 else "")
