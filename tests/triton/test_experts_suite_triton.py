@@ -31,7 +31,7 @@ class Interpreted(ExpertsProduct):
 
     def parts(self, x: torch.Tensor, routing: Routing) -> torch.Tensor | None:
         whole = len(self._weights.gate_up) == self._weights.whole
-        in_parts = whole and x.shape[0] in self._kernels.IN_PARTS
+        in_parts = whole and 1 <= x.shape[0] <= ops.MOST_IN_PARTS
         return self._kernels.expert_parts(x, routing, self._weights) if in_parts else None
 
 

@@ -21,6 +21,8 @@ _FEW_ROWS, _MOST_COMPILED = 2, 4
 compiled product."""
 _MOST_MXFP4 = 48
 """Experts with MXFP4 weights and up to this number of rows use the compiled product."""
+MOST_IN_PARTS = 64
+"""Up to this number of tokens, on CUDA, the experts' results are left to the norm that follows to add up."""
 FORMATS: dict[str, tuple[ExpertFormat, ...]] = {
     "cuda": ("plain", "fp8_rows", "fp8_blocks", "mxfp4"),
     "cpu": ("plain", "mxfp4"),
@@ -50,10 +52,9 @@ def experts(
 def expert_parts(x: torch.Tensor, routing: Routing, weights: ExpertWeights) -> torch.Tensor | None:
     """Return ``experts`` as addends that are not added up yet, one for each of a token's experts: float32 ``[top_k,
     tokens, hidden]``. Return None if the result is not computed in parts for this number of tokens."""
-    if not x.is_cuda or len(weights.gate_up) != weights.whole:
+    if not x.is_cuda or len(weights.gate_up) != weights.whole or not 1 <= x.shape[0] <= MOST_IN_PARTS:
         return None
-    cuda = _triton(weights.format)
-    return cuda.expert_parts(x, routing, weights) if x.shape[0] in cuda.IN_PARTS else None
+    return _triton(weights.format).expert_parts(x, routing, weights)
 
 
 class GroupedProduct(ExpertsProduct):

@@ -22,8 +22,6 @@ from dovetail.ops.triton.routing import ExpertOrder, sort_by_expert
 NARROW = tl.constexpr(32)
 """Blocks of up to this number of rows are the right operand of a product, and the weight is the left one: tensor cores
 multiply at least 64 rows at once."""
-IN_PARTS = range(1, 65)
-"""With these numbers of tokens the experts' results are left to the norm that follows to add up."""
 
 
 @triton.jit

@@ -29,8 +29,6 @@ from dovetail.ops.triton.fp8_tiles import tiles_of
 from dovetail.ops.triton.launch import INTERPRETED, launch
 from dovetail.ops.triton.routing import sort_by_expert
 
-IN_PARTS = range(1, 65)
-"""With these numbers of tokens the experts' results are left to the norm that follows to add up."""
 _LARGEST = tl.constexpr(448.0)
 _GROUP = 128
 """The number of columns that share a scale of the input of ``down`` if the scales of weights are by row."""

@@ -10,10 +10,6 @@ from __future__ import annotations
 
 from dovetail.ops.triton.expert_tiles import ExpertTile, ExpertTiles, fitting_power
 
-MEASURED: dict[tuple[int, int, int, int, bool], dict[int, ExpertTiles]] = {}
-"""Map (experts of this rank, experts per token, hidden, size, whether scales belong to blocks) and a number of tokens to the
-tiles for up to that many tokens. The largest number stands for more tokens too."""
-
 _BY_ROWS = {
     1: ExpertTiles(16, ExpertTile(32, 128, 4, 5), ExpertTile(32, 128, 4, 5)),
     16: ExpertTiles(16, ExpertTile(64, 128, 4, 5), ExpertTile(128, 128, 8, 5)),
@@ -28,9 +24,6 @@ def tiles_of(
     """Return the tiles for weights in FP8, whose ``block_k`` is ``group``, the number of columns that share a scale. With
     scales ``by_block``, sums of a group are kept beside the totals of gate and up, for which blocks of more than 64 pairs
     have not enough registers."""
-    measured = MEASURED.get((experts, top_k, hidden, size, by_block)) if group == 128 else None
-    if measured is not None:
-        return measured[next((bucket for bucket in sorted(measured) if tokens <= bucket), max(measured))]
     rows = tokens * top_k * share / experts
     block_m = 16 if tokens <= 16 or rows <= 8 else 64 if rows <= 128 or by_block else 128
     tiles = _BY_ROWS[1 if tokens == 1 else block_m]

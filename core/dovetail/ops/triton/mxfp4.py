@@ -25,8 +25,6 @@ from dovetail.ops.triton.launch import INTERPRETED, launch
 from dovetail.ops.triton.mxfp4_tiles import tiles_of
 from dovetail.ops.triton.routing import sort_by_expert
 
-IN_PARTS = range(1, 65)
-"""With these numbers of tokens the experts' results are left to the norm that follows to add up."""
 _HALF = tl.constexpr(16)
 """Half of the columns of a block that has one scale."""
 

@@ -33,10 +33,6 @@ class Mxfp4Tiles(NamedTuple):
     down: Mxfp4Tile
 
 
-MEASURED: dict[tuple[int, int, int, int], dict[int, Mxfp4Tiles]] = {}
-"""Map (experts of this rank, experts per token, hidden, size) and a number of tokens to the tiles for up to that many
-tokens. The largest number stands for more tokens too."""
-
 _BY_ROWS = {
     8: Mxfp4Tiles(8, Mxfp4Tile(32, 256, 2, 4), Mxfp4Tile(32, 256, 2, 4)),
     16: Mxfp4Tiles(16, Mxfp4Tile(64, 128, 2, 4), Mxfp4Tile(64, 128, 2, 4)),
@@ -51,9 +47,6 @@ an expert with several blocks is read several times."""
 
 def tiles_of(tokens: int, experts: int, top_k: int, hidden: int, size: int, share: float, itemsize: int) -> Mxfp4Tiles:
     """Return the tiles for a number of tokens. This rank has ``experts`` experts, which are ``share`` of all."""
-    measured = MEASURED.get((experts, top_k, hidden, size)) if itemsize == 2 else None
-    if measured is not None:
-        return measured[next((bucket for bucket in sorted(measured) if tokens <= bucket), max(measured))]
     rows = tokens * top_k * share / experts
     block_m = 8 if tokens <= 8 else next((size for size, most in _MOST_ROWS.items() if rows <= most), 128)
     tiles = _BY_ROWS[block_m]
