@@ -429,8 +429,12 @@ def test_auto_follows_the_checkpoint(tmp_path: Path) -> None:
 
 def test_an_unknown_method_is_refused_with_what_is_known(tmp_path: Path) -> None:
     write(tmp_path, {**CONFIG, "quantization_config": {"quant_method": "mystery"}}, dense_tensors())
-    with pytest.raises(ResolutionError, match="mystery"):
+    reason = r"quantization is none because no component.*\n.*fp8.*quant_method is 'mystery'; implemented: 'fp8'"
+    with pytest.raises(ResolutionError, match=reason):
         LLM(tmp_path)
+    with pytest.raises(ResolutionError, match=r"quant_method 'mystery'") as found:
+        LLM(tmp_path, quantization="none")
+    assert "because" not in str(found.value)
     with pytest.raises(ResolutionError, match=r"quant_method is 'mystery'; implemented: 'fp8'"):
         LLM(tmp_path, quantization="fp8")
 

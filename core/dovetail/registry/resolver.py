@@ -247,17 +247,22 @@ def _refuse_empty(slots: Slots) -> None:
 
 
 def _rejections(slot: Slot) -> tuple[str, ...]:
-    lines = [
-        f"  - {candidate.component.label}, at stage {candidate.stage}: {reason}"
-        for candidate in slot.candidates
-        if candidate.asked
-        for reason in candidate.reasons
-    ]
+    lines = _refused(slot)
     given = "what config names" if slot.explicit else "any installed component"
     others = [fit.show(option) for option in slot.alternatives() if option is not None]
     if lines and others:
         lines.append(f"  - or name another that can be used here: {slot.request.kind}: {', '.join(others)}")
     return (f"cannot use {given}", *(lines or ["  - none is installed; `dovetail plugins doctor` shows why"]))
+
+
+def _refused(slot: Slot) -> list[str]:
+    """Return a line for each reason why a component that was asked for cannot be used."""
+    return [
+        f"  - {candidate.component.label}, at stage {candidate.stage}: {reason}"
+        for candidate in slot.candidates
+        if candidate.asked
+        for reason in candidate.reasons
+    ]
 
 
 def _misfit(slots: Slots, domains: fit.Domains, negotiation: fit.Negotiation) -> ResolutionError:
@@ -278,7 +283,11 @@ def _misfit(slots: Slots, domains: fit.Domains, negotiation: fit.Negotiation) ->
             alternatives[str(slot.descriptor.kind)] = slot.alternatives()
     alternatives |= {name: slot.alternatives() for name, slot in slots.items() if name not in alternatives}
     lines = ["the chosen parts do not fit together:"]
-    lines += [f"  - {reason}" for reason in negotiation.violations(combo)]
+    broken = negotiation.violations(combo)
+    lines += [f"  - {reason}" for reason in broken]
+    for name, slot in slots.items():
+        if any(reason.code == f"{name}.none" for reason in broken) and (refused := _refused(slot)):
+            lines += [f"{name} is none because no component can be used:", *refused]
     changes = negotiation.repairs(combo, alternatives)
     lines.append(
         "to fix it, set one of:"
