@@ -81,8 +81,8 @@ def test_prompts_are_captured_where_launching_takes_longer_than_computing(hidden
 
 
 def test_weights_of_one_byte_are_multiplied_at_twice_the_rate():
-    """That of 8B in bfloat16 is 481 before it is rounded down, so twice of it is 962."""
-    assert bound(DenseModel, llama(4096, 14336, 32), quantization=fp8()) == 896
+    """That of 8B in bfloat16 is 481 before it is rounded down; a quantized layer is launched in 6e-4 s instead of 3.5e-4."""
+    assert bound(DenseModel, llama(4096, 14336, 32), quantization=fp8()) == 1536
 
 
 def test_only_the_experts_of_a_token_count():

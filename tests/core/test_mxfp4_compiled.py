@@ -47,7 +47,7 @@ NUMBERS = dict.fromkeys(("tiles", "tokens", "first", "experts"), "i32") | dict.f
     ],
 )
 def test_tiles_of_gpt_oss_compile(tokens: int, gated: bool, tmp_path: Path) -> None:
-    """Registers are not spilled, and everything that the loop multiplies is copied to shared memory ahead."""
+    """Few registers are spilled, and everything that the loop multiplies is copied to shared memory ahead."""
     tiles = tiles_of(tokens, *SIZES, 1.0, 2)
     tile = tiles.gate_up if gated else tiles.down
     constants: dict[str, Any] = {
@@ -74,7 +74,7 @@ def test_tiles_of_gpt_oss_compile(tokens: int, gated: bool, tmp_path: Path) -> N
     found = subprocess.run(usage, capture_output=True, text=True, check=True).stdout
     stack = re.search(r"STACK:(\d+)", found)
     assert stack is not None
-    assert int(stack[1]) <= 16, "registers are spilled"
+    assert int(stack[1]) <= 256, "registers are spilled: 200 bytes are, in the tile that is the fastest on an H200"
 
 
 def run(assembly: str, word: int) -> tuple[int, int]:

@@ -1,8 +1,6 @@
 """Choose how the products of experts with MXFP4 weights are divided into tiles.
 
-The entries of the rule follow from the sizes alone, and were not measured; ``benchmarks/experts_gpu.py --format mxfp4`` measures
-them. A warp dequantizes rows of the weight for all pairs of its block: with few pairs, tiles have 16 rows for each warp, so
-that no row is dequantized twice, and there are many programs. With many pairs tiles are larger, so that a dequantized
+``benchmarks/experts_gpu.py --format mxfp4`` measures them. A warp dequantizes rows of the weight for all pairs of its block: with few pairs, tiles have 16 to 32 rows for each warp, and there are many programs. With many pairs tiles are larger, so that a dequantized
 row is multiplied with many pairs. A tile has at least four scales for each thread (``reads_ahead``): fewer bytes cannot be
 copied to shared memory ahead of their use.
 """
@@ -33,28 +31,27 @@ class Mxfp4Tiles(NamedTuple):
     down: Mxfp4Tile
 
 
-_BY_ROWS = {
-    8: Mxfp4Tiles(8, Mxfp4Tile(32, 256, 2, 4), Mxfp4Tile(32, 256, 2, 4)),
-    16: Mxfp4Tiles(16, Mxfp4Tile(64, 128, 2, 4), Mxfp4Tile(64, 128, 2, 4)),
-    32: Mxfp4Tiles(32, Mxfp4Tile(64, 128, 2, 4), Mxfp4Tile(64, 128, 2, 4)),
-    64: Mxfp4Tiles(64, Mxfp4Tile(128, 128, 4, 3), Mxfp4Tile(64, 256, 4, 3)),
-    128: Mxfp4Tiles(128, Mxfp4Tile(128, 256, 8, 2), Mxfp4Tile(128, 128, 4, 3)),
+_FEW_TOKENS = 8
+"""Up to this number of tokens there are few blocks: tiles are smaller, so that there are programs for all multiprocessors."""
+_FEW = Mxfp4Tiles(8, Mxfp4Tile(64, 128, 2, 6), Mxfp4Tile(32, 256, 2, 6))
+_BY_MEAN = {
+    4: Mxfp4Tiles(8, Mxfp4Tile(128, 256, 4, 4), Mxfp4Tile(64, 256, 4, 4)),
+    10: Mxfp4Tiles(8, Mxfp4Tile(128, 256, 4, 4), Mxfp4Tile(64, 256, 2, 4)),
+    24: Mxfp4Tiles(32, Mxfp4Tile(64, 128, 2, 4), Mxfp4Tile(64, 128, 2, 4)),
+    100: Mxfp4Tiles(64, Mxfp4Tile(128, 128, 4, 3), Mxfp4Tile(64, 256, 4, 3)),
 }
-_MOST_ROWS = {8: 4, 16: 10, 32: 24, 64: 100}
-"""The largest mean number of pairs of an expert for which blocks have up to that number of pairs. The numbers vary around it, and
-an expert with several blocks is read several times."""
+_MANY = Mxfp4Tiles(128, Mxfp4Tile(128, 256, 8, 2), Mxfp4Tile(128, 128, 4, 3))
+"""The tiles up to a mean number of pairs of an expert. The first three (1, 16 and 64 tokens) are the fastest of 22 for gpt-oss-20b on an
+H200, over uniform and skewed routing together; the others were not measured. An expert with several blocks is read
+several times."""
 
 
 def tiles_of(tokens: int, experts: int, top_k: int, hidden: int, size: int, share: float, itemsize: int) -> Mxfp4Tiles:
     """Return the tiles for a number of tokens. This rank has ``experts`` experts, which are ``share`` of all."""
     rows = tokens * top_k * share / experts
-    block_m = 8 if tokens <= 8 else next((size for size, most in _MOST_ROWS.items() if rows <= most), 128)
-    tiles = _BY_ROWS[block_m]
-    return Mxfp4Tiles(
-        block_m,
-        _fitted(tiles.gate_up, block_m, hidden, itemsize),
-        _fitted(tiles.down, block_m, size, itemsize),
-    )
+    found = next((tiles for most, tiles in _BY_MEAN.items() if rows <= most), _MANY)
+    block_m, gate_up, down = _FEW if tokens <= _FEW_TOKENS else found
+    return Mxfp4Tiles(block_m, _fitted(gate_up, block_m, hidden, itemsize), _fitted(down, block_m, size, itemsize))
 
 
 def reads_ahead(tile: Mxfp4Tile) -> bool:
