@@ -69,7 +69,9 @@ def allocate(model: ModelArchitecture, quantization: Quantization, device: torch
     built under ``deferred_weights``, and allocate the parameters. Raises ``ConfigError`` if no layer is quantized."""
     modules: dict[str, list[tuple[int, int, str]]] = {}  # of each layer: start, rows and name of the modules it holds
     experts: dict[str, dict[str, None]] = {}  # of each layer of experts: the tensors it holds, in order
-    for name, entry in model.weights_map().items():
+    tensors = model.weights_map()
+    quantization.check_modules([name.removesuffix(".weight") for name in tensors])
+    for name, entry in tensors.items():
         for target in as_list(entry):
             layer, _, field = target.parameter.rpartition(".")
             if field == "weight" and name.endswith(".weight"):

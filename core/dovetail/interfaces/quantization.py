@@ -10,7 +10,7 @@ and their ``weights_map`` are those of the unquantized model.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
@@ -257,6 +257,10 @@ class Quantization(ABC):
     @abstractmethod
     def __init__(self, config: Any, context: QuantizationContext) -> None:
         """Read the checkpoint's ``quantization_config``. Raises ``ConfigError`` for what is not implemented."""
+
+    def check_modules(self, names: Collection[str]) -> None:
+        """Raise ``ConfigError`` if a setting of the component's config names modules, and none of ``names`` is one of
+        them. ``names`` are the modules of the checkpoint from which the model reads, on all ranks. Called before the first ``method``."""
 
     @abstractmethod
     def method(self, shape: LinearShape) -> LinearMethod | None:

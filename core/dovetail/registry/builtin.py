@@ -176,7 +176,7 @@ QUANTIZATION = KindDescriptor(
     ComponentKind.QUANTIZATION,
     "quantizations of weights",
     "dovetail.interfaces.quantization:Quantization",
-    api=(1, 2),  # experts_method; quantizer
+    api=(1, 2),  # experts_method; quantizer, check_modules
     section=kinds.QUANTIZATION,
     screen=f"{_RULES}:screen_quantization",
     namespaces=("quantization",),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from dovetail.errors import ConfigError
@@ -46,6 +46,16 @@ def refuse_ignore(ignore: Sequence[str]) -> None:
         raise ConfigError(
             "quantization.ignore is set, and the checkpoint itself names the modules that are not quantized; leave it out"
         )
+
+
+def refuse_unused(ignore: Sequence[str], names: Collection[str]) -> None:
+    """Raise ``ConfigError`` if one of the regular expressions of ``quantization.ignore`` matches no module of ``names``."""
+    for pattern in ignore:
+        if not any(re.fullmatch(pattern, name) for name in names):
+            raise ConfigError(
+                f"quantization.ignore has {pattern!r}, which matches no module of the model; allowed: regular expressions of whole "
+                f"names, such as {next(iter(names), '')!r}"
+            )
 
 
 def leaves_out(names: Sequence[str], ignored: re.Pattern[str]) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import TYPE_CHECKING
 
 import torch
@@ -19,7 +19,7 @@ from dovetail.interfaces.quantization import (
     Quantization,
     QuantizationContext,
 )
-from dovetail_quantization.checkpoint import leaves_out
+from dovetail_quantization.checkpoint import leaves_out, refuse_unused
 from dovetail_quantization.fp8_experts import Fp8Experts
 from dovetail_quantization.fp8_formats import Activations, Fp8Format, Scales, read_format
 from dovetail_quantization.fp8_products import make_product
@@ -42,7 +42,11 @@ class Fp8(Quantization):
 
     def __init__(self, config: Fp8Config, context: QuantizationContext) -> None:
         self._format = read_format(context.checkpoint, config)
-        self._context = context
+        self._context, self._ignore = context, config.ignore
+
+    def check_modules(self, names: Collection[str]) -> None:
+        """See ``Quantization``."""
+        refuse_unused(self._ignore, names)
 
     def method(self, shape: LinearShape) -> LinearMethod | None:
         """See ``Quantization``."""

@@ -4,7 +4,7 @@ two (E8M0) as the scale of each 32 columns of a row."""
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -24,7 +24,7 @@ from dovetail.interfaces.quantization import (
 )
 from dovetail.layers.expert_targets import OneExpert
 from dovetail.ops.mxfp4 import BIAS, BLOCK, NAN_SCALE, VALUES, halved, quantize
-from dovetail_quantization.checkpoint import leaves_out
+from dovetail_quantization.checkpoint import leaves_out, refuse_unused
 from dovetail_quantization.mxfp4_formats import read_format
 
 if TYPE_CHECKING:
@@ -42,7 +42,11 @@ class Mxfp4(Quantization):
 
     def __init__(self, config: Mxfp4Config, context: QuantizationContext) -> None:
         self._format = read_format(context.checkpoint, config)
-        self._context = context
+        self._context, self._ignore = context, config.ignore
+
+    def check_modules(self, names: Collection[str]) -> None:
+        """See ``Quantization``."""
+        refuse_unused(self._ignore, names)
 
     def method(self, shape: LinearShape) -> LinearMethod | None:
         """See ``Quantization``."""
