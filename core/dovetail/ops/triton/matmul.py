@@ -131,6 +131,41 @@ def around(start, first, span, BLOCK_K: tl.constexpr):
     return tl.multiple_of(place - tl.where(place >= span, span, 0), BLOCK_K)
 
 
+@triton.jit
+def finish_rows(
+    total, y, bias, parts, arrived, rows, tile, part, m, n,
+    GATED: tl.constexpr, BIAS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SPLIT: tl.constexpr,
+    IN_PARTS: tl.constexpr,
+) -> None:  # fmt: skip
+    """Write the part ``total [BLOCK_N, BLOCK_M]`` of a tile, whose rows of the weight are ``rows``: to ``y [parts, m, n]``
+    if IN_PARTS. Otherwise the last program of the tile to finish adds up its SPLIT parts in their order, and the bias, and
+    writes the sum or its gate to ``y``. ``parts`` and ``arrived`` are those of ``Workspace``."""
+    token = tl.arange(0, BLOCK_M)
+    finished = not IN_PARTS
+    if IN_PARTS:
+        store_rows(y + part.to(tl.int64) * m * n, total, tile, m, n, BLOCK_M, BLOCK_N)
+    elif SPLIT > 1:
+        inner = tl.arange(0, BLOCK_N)[:, None] * BLOCK_M + token[None, :]
+        size: tl.constexpr = BLOCK_N * BLOCK_M
+        mine = parts + tile.to(tl.int64) * (SPLIT * size) + inner
+        tl.store(mine + part * size, total)
+        tl.debug_barrier()
+        finished = tl.atomic_add(arrived + tile, 1, sem="acq_rel") == SPLIT - 1
+        if finished:
+            total = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+            for other in tl.static_range(SPLIT):
+                total += tl.load(mine + other * size, cache_modifier=".cg")
+            tl.store(arrived + tile, 0)
+    if finished:
+        if BIAS:
+            total += tl.load(bias + rows).to(tl.float32)[:, None]
+        if GATED:
+            opens, up = tl.split(tl.permute(tl.reshape(total, [BLOCK_N // 2, 2, BLOCK_M]), (0, 2, 1)))
+            store_rows(y, gate(opens, up, GATED), tile, m, n // 2, BLOCK_M, BLOCK_N // 2)
+        else:
+            store_rows(y, total, tile, m, n, BLOCK_M, BLOCK_N)
+
+
 @triton.jit(do_not_specialize=["m"])
 def _few_rows(
     x, w, bias, y, parts, arrived, m, n, k, span,
@@ -170,29 +205,7 @@ def _few_rows(
             left = tl.load(source + start, eviction_policy="evict_first")
             right = tl.load(tokens + start, present, 0.0)
             total = tl.dot(left, tl.trans(right), total, input_precision="ieee")
-    finished = not IN_PARTS
-    if IN_PARTS:
-        store_rows(y + part.to(tl.int64) * m * n, total, tile, m, n, BLOCK_M, BLOCK_N)
-    elif SPLIT > 1:
-        inner = tl.arange(0, BLOCK_N)[:, None] * BLOCK_M + token[None, :]
-        size: tl.constexpr = BLOCK_N * BLOCK_M
-        mine = parts + tile.to(tl.int64) * (SPLIT * size) + inner
-        tl.store(mine + part * size, total)
-        tl.debug_barrier()
-        finished = tl.atomic_add(arrived + tile, 1, sem="acq_rel") == SPLIT - 1
-        if finished:
-            total = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
-            for other in tl.static_range(SPLIT):
-                total += tl.load(mine + other * size, cache_modifier=".cg")
-            tl.store(arrived + tile, 0)
-    if finished:
-        if BIAS:
-            total += tl.load(bias + rows).to(tl.float32)[:, None]
-        if GATED:
-            opens, up = tl.split(tl.permute(tl.reshape(total, [BLOCK_N // 2, 2, BLOCK_M]), (0, 2, 1)))
-            store_rows(y, gate(opens, up, GATED), tile, m, n // 2, BLOCK_M, BLOCK_N // 2)
-        else:
-            store_rows(y, total, tile, m, n, BLOCK_M, BLOCK_N)
+    finish_rows(total, y, bias, parts, arrived, rows, tile, part, m, n, GATED, BIAS, BLOCK_M, BLOCK_N, SPLIT, IN_PARTS)
 
 
 GATE_KINDS: dict[Activation, int] = {"silu": True, "gelu_tanh": 2}

@@ -19,7 +19,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from dovetail.interfaces.quantization import QuantizedActivations
 from dovetail.ops.activation import Activation
 from dovetail.ops.triton.launch import INTERPRETED, launch
-from dovetail.ops.triton.matmul import GATE_KINDS, around, gate, rows_of, store_rows, wait, workspace
+from dovetail.ops.triton.matmul import GATE_KINDS, around, finish_rows, rows_of, wait, workspace
 from dovetail.ops.triton.tuning import MAX_PARTS, MAX_TILES
 
 SPLIT_ROWS = 16
@@ -144,29 +144,7 @@ def _few_rows(
         total *= tl.load(weight_scale + rows)[:, None]
         if QUANTIZED:
             total *= tl.load(row_scale + token, token < m, 0.0)[None, :]
-    finished = not IN_PARTS
-    if IN_PARTS:
-        store_rows(y + part.to(tl.int64) * m * n, total, tile, m, n, BLOCK_M, BLOCK_N)
-    elif SPLIT > 1:
-        inner = tl.arange(0, BLOCK_N)[:, None] * BLOCK_M + token[None, :]
-        size: tl.constexpr = BLOCK_N * BLOCK_M
-        mine = parts + tile.to(tl.int64) * (SPLIT * size) + inner
-        tl.store(mine + part * size, total)
-        tl.debug_barrier()
-        finished = tl.atomic_add(arrived + tile, 1, sem="acq_rel") == SPLIT - 1
-        if finished:
-            total = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
-            for other in tl.static_range(SPLIT):
-                total += tl.load(mine + other * size, cache_modifier=".cg")
-            tl.store(arrived + tile, 0)
-    if finished:
-        if BIAS:
-            total += tl.load(bias + rows).to(tl.float32)[:, None]
-        if GATED:
-            opens, up = tl.split(tl.permute(tl.reshape(total, [BLOCK_N // 2, 2, BLOCK_M]), (0, 2, 1)))
-            store_rows(y, gate(opens, up, GATED), tile, m, n // 2, BLOCK_M, BLOCK_N // 2)
-        else:
-            store_rows(y, total, tile, m, n, BLOCK_M, BLOCK_N)
+    finish_rows(total, y, bias, parts, arrived, rows, tile, part, m, n, GATED, BIAS, BLOCK_M, BLOCK_N, SPLIT, IN_PARTS)
 
 
 class Fp8Rows:
