@@ -59,7 +59,10 @@ def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
         help="a tiny model and lengths, only to check that everything runs; the numbers mean nothing",
     )
     add("--work", metavar="DIR", type=Path, help="models and logs; by default a temporary directory")
-    return parser.parse_args(given)
+    args = parser.parse_args(given)
+    if variant(args.model).uniform_routing and "http" in (args.rows or ()):
+        parser.error(f"{args.model}: a server's routers cannot be replaced; leave http out of --rows")
+    return args
 
 
 def row_names(text: str) -> tuple[str, ...]:

@@ -189,11 +189,13 @@ CONFIGS: dict[str, dict[str, Any]] = {
 
 
 class Variant(NamedTuple):
-    """Describe a model that is measured: its shape in CONFIGS, the number of ranks, and settings of the config."""
+    """Describe a model that is measured: its shape in CONFIGS, the number of ranks, settings of the config, and whether
+    its routers choose all experts equally often, which only workers of one rank can do."""
 
     shape: str
     ranks: int = 1
     settings: Mapping[str, Any] = MappingProxyType({})
+    uniform_routing: bool = False
 
 
 VARIANTS = {
@@ -201,6 +203,7 @@ VARIANTS = {
     "32b-tp2": Variant("32b", 2),
     "8b-fp8": Variant("8b", settings={"quantization": "fp8"}),
     "qwen3-30b-a3b": Variant("qwen3-30b-a3b"),
+    "qwen3-30b-a3b-uniform": Variant("qwen3-30b-a3b", uniform_routing=True),
     "gpt-oss-20b": Variant("gpt-oss-20b"),
     "gemma-3-4b": Variant("gemma-3-4b"),
 }
@@ -213,6 +216,7 @@ TITLES = {
     "32b-tp2": "Qwen3-32B shape, 2 GPUs",
     "8b-fp8": "Llama-3.1-8B shape, FP8",
     "qwen3-30b-a3b": "Qwen3-30B-A3B shape",
+    "qwen3-30b-a3b-uniform": "Qwen3-30B-A3B shape, uniform routing",
     "gpt-oss-20b": "gpt-oss-20b shape, MXFP4",
     "gemma-3-4b": "Gemma-3-4B text shape",
     "tiny": "tiny shape",

@@ -19,6 +19,7 @@ USUAL_ROWS = {
     "32b-tp2": ("decode", "prefill"),
     "8b-fp8": ("decode", "prefill", "mixed"),
     "qwen3-30b-a3b": ("decode", "prefill", "mixed", "gsp"),
+    "qwen3-30b-a3b-uniform": ("decode",),
     "gpt-oss-20b": ("decode",),
     "gemma-3-4b": ("decode", "prefill", "mixed"),
     "tiny": ROWS,
@@ -60,6 +61,7 @@ SIZES = {
     "32b-tp2": Sizes(decode_batches=(1, 64)),
     "8b-fp8": FULL,
     "qwen3-30b-a3b": FULL,
+    "qwen3-30b-a3b-uniform": Sizes(decode_batches=(1, 64)),
     "gpt-oss-20b": Sizes(decode_batches=(1, 16, 64)),
     "gemma-3-4b": Sizes(decode_batches=(1, 64)),
     "tiny": Sizes(

@@ -70,6 +70,8 @@ TARGETS: dict[tuple[str, str, str], Target] = {
     ("qwen3-30b-a3b", "prefill", "32k"): Target(1082, 850),
     ("qwen3-30b-a3b", "mixed", ""): Target(6357, 8500),
     ("qwen3-30b-a3b", "gsp", ""): Target(9233, 15000),
+    ("qwen3-30b-a3b-uniform", "decode", "bs 1"): Target(floor=1.41),
+    ("qwen3-30b-a3b-uniform", "decode", "bs 64"): Target(floor=13.7),
     ("gpt-oss-20b", "decode", "bs 1"): Target(3.04, 1.2, 0.6),
     ("gpt-oss-20b", "decode", "bs 16"): Target(3.51, 2.4),
     ("gpt-oss-20b", "decode", "bs 64"): Target(5.39, 4.0),

@@ -16,6 +16,7 @@ import traceback
 from collections.abc import Callable
 from typing import Any, TextIO
 
+from gpubench.models import variant
 from gpubench.plan import Job
 
 Handler = Callable[[str], Any]
@@ -29,6 +30,10 @@ def main() -> None:
     send(channel, {"begin": "start"})
     task = "start"
     try:
+        if variant(job.model).uniform_routing:
+            from gpubench.uniform import use_uniform_routing
+
+            use_uniform_routing()
         handle, facts = HANDLERS[job.kind](job)
         send(channel, {"done": "start", "result": facts})
         for task in tasks:

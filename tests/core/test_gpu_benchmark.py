@@ -6,6 +6,8 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
+import io
 import json
 import subprocess
 import sys
@@ -13,6 +15,10 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
+
+from dovetail.interfaces.expert_shapes import RoutingRule
+from dovetail.layers import experts
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 
@@ -246,6 +252,50 @@ def test_rows_are_checked(parts):
     assert gpu.row_names("decode, gsp") == ("decode", "gsp")
     with pytest.raises(argparse.ArgumentTypeError, match="decod: there is no such row; allowed: decode"):
         gpu.row_names("decod")
+
+
+def test_a_model_with_uniform_routing_uses_all_experts_equally_often(parts, monkeypatch):
+    """The routers still compute: only which experts they choose is replaced, in the worker of such a model alone."""
+    sys.path.insert(0, str(BENCHMARKS))
+    try:
+        from gpubench import worker
+    finally:
+        sys.path.pop(0)
+    rule = RoutingRule(8, 2, renormalize=True)
+    router = experts.Router(4, rule)
+    router.gate.weight.data.copy_(torch.arange(32.0).view(8, 4))
+    x = torch.ones(12, 4)  # all tokens prefer the last experts
+    own = router.forward(x)
+    found = {}
+
+    def probe(job):
+        found[job.model] = router.forward(x)
+        return str, {}
+
+    monkeypatch.setattr(experts, "route", experts.route)  # restored afterwards
+    monkeypatch.setattr(worker, "HANDLERS", {"probe": probe})
+    monkeypatch.setattr(worker, "claim_stdout", io.StringIO)
+    for model in ("qwen3-30b-a3b", "qwen3-30b-a3b-uniform"):
+        job = parts.plan.Job("probe", model, {}, "")
+        monkeypatch.setattr(sys, "argv", ["worker", json.dumps(dataclasses.asdict(job)), "[]"])
+        worker.main()
+    usual, uniform = found["qwen3-30b-a3b"], found["qwen3-30b-a3b-uniform"]
+    assert usual.ids.unique().tolist() == [6, 7]
+    assert uniform.ids.flatten().bincount(minlength=8).tolist() == [3] * 8
+    assert (uniform.ids[:, 0] != uniform.ids[:, 1]).all()
+    assert (uniform.ids.dtype, uniform.ids.is_contiguous()) == (own.ids.dtype, True)
+    torch.testing.assert_close(uniform.weights, own.weights)
+
+
+def test_a_server_with_uniform_routing_is_refused(parts, capsys):
+    sys.path.insert(0, str(BENCHMARKS))
+    try:
+        import gpu
+    finally:
+        sys.path.pop(0)
+    with pytest.raises(SystemExit):
+        gpu.arguments(["--model", "qwen3-30b-a3b-uniform", "--rows", "decode,http"])
+    assert "leave http out of --rows" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("tokens", "before"), [(1024, 4), (2048, 4), (8192, 0)])
