@@ -1,0 +1,149 @@
+"""Compute causal convolutions over a few tokens: of prompts, one program for each chunk of a row and block of channels,
+and of decode rows, one for each block of channels of a few rows."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from dovetail.ops.triton.launch import launch
+
+if TYPE_CHECKING:
+    from dovetail.ops.state_rows import StateRows
+
+
+@triton.jit
+def _activated(total, SILU: tl.constexpr):
+    return total * tl.sigmoid(total) if SILU else total
+
+
+@triton.jit
+def _chunks(
+    x, weight, bias, state, out, slots, indptr, fresh, chunk_rows, chunk_starts, channels, x_stride,
+    BIAS: tl.constexpr, SILU: tl.constexpr, WIDTH: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+) -> None:  # fmt: skip
+    """The program of a row's first chunk also writes the state, because it is the only one that reads the old one."""
+    channel = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = channel < channels
+    before: tl.constexpr = WIDTH - 1
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    chunk = tl.program_id(0)
+    row, start = tl.load(chunk_rows + chunk), tl.load(chunk_starts + chunk)
+    begin, end = tl.load(indptr + row), tl.load(indptr + row + 1)
+    slot = tl.load(slots + row).to(tl.int64)
+    known = tl.where((tl.load(fresh + row) == 0) & (slot != 0), before, 0)  # inputs that the state holds
+    own = state + (slot * channels + channel) * before
+    at = start + tl.arange(0, CHUNK)
+    total = tl.zeros([CHUNK, BLOCK], tl.float32)
+    if BIAS:
+        total += tl.load(bias + channel, inside, 0.0).to(tl.float32)[None, :]
+    for i in tl.static_range(WIDTH):
+        source = at - before + i
+        addend = tl.load(
+            x + source.to(tl.int64)[:, None] * x_stride + channel[None, :],
+            ((source >= begin) & (source < end))[:, None] & inside[None, :], 0.0,
+        ).to(tl.float32)  # fmt: skip
+        if start == begin:
+            back = source - begin  # negative: index from the end of the state
+            addend += tl.load(
+                own[None, :] + (back + before)[:, None],
+                ((back < 0) & (back + known >= 0))[:, None] & inside[None, :],
+                0.0,
+            ).to(tl.float32)
+        total += addend * tl.load(weight + channel * WIDTH + i, inside, 0.0).to(tl.float32)[None, :]
+    token = at.to(tl.int64)[:, None] * channels + channel[None, :]
+    tl.store(out + token, _activated(total, SILU).to(out.dtype.element_ty), (at < end)[:, None] & inside[None, :])
+    if (start == begin) & (slot != 0):
+        for i in tl.static_range(before):  # place i is read before it is written: its source is never before it
+            source = end - begin + i + tl.zeros_like(channel)  # from the beginning of the state on
+            old = tl.load(own + source, inside & (source < known), 0.0)
+            new = tl.load(
+                x + (begin + source - before).to(tl.int64) * x_stride + channel, inside & (source >= before), 0.0
+            )
+            kept = tl.where(source < before, old.to(tl.float32), new.to(tl.float32))
+            tl.debug_barrier()  # other threads may have read the state for the sums above
+            tl.store(own + i, kept.to(state.dtype.element_ty), inside)
+
+
+@triton.jit
+def _step(
+    x, weight, bias, state, out, slots, channels, x_stride,
+    BIAS: tl.constexpr, SILU: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+) -> None:  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    channel = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = channel < channels
+    before: tl.constexpr = WIDTH - 1
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    slot = tl.load(slots + row).to(tl.int64)
+    own = state + (slot * channels + channel) * before
+    real = inside & (slot + tl.zeros_like(channel) != 0)
+    last = tl.load(x + row * x_stride + channel, inside, 0.0)
+    total = last.to(tl.float32) * tl.load(weight + channel * WIDTH + before, inside, 0.0).to(tl.float32)
+    if BIAS:
+        total += tl.load(bias + channel, inside, 0.0).to(tl.float32)
+    for i in tl.static_range(before):
+        kept = tl.load(own + i, real, 0.0)
+        total += kept.to(tl.float32) * tl.load(weight + channel * WIDTH + i, inside, 0.0).to(tl.float32)
+        if i > 0:
+            tl.store(own + i - 1, kept, real)
+    tl.store(own + before - 1, last.to(state.dtype.element_ty), real)
+    tl.store(out + row * channels + channel, _activated(total, SILU).to(out.dtype.element_ty), inside)
+
+
+def short_conv(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    state: torch.Tensor,
+    rows: StateRows,
+    silu: bool,
+) -> torch.Tensor:
+    """Compute ``ops.short_conv.short_conv``; ``silu`` is its activation."""
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    _check(x, weight, state)
+    if len(x):
+        launch(
+            _chunks, (len(rows.chunk_rows), triton.cdiv(x.shape[1], 64)),
+            x, weight, bias, state, out, rows.slots, rows.indptr, rows.fresh, rows.chunk_rows, rows.chunk_starts,
+            x.shape[1], x.stride(0),
+            BIAS=bias is not None, SILU=silu, WIDTH=weight.shape[1], CHUNK=rows.chunk, BLOCK=64,
+        )  # fmt: skip
+    return out
+
+
+def short_conv_step(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    state: torch.Tensor,
+    slots: torch.Tensor,
+    silu: bool,
+) -> torch.Tensor:
+    """Compute ``ops.short_conv.short_conv_step``; ``silu`` is its activation."""
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    _check(x, weight, state)
+    if len(x):
+        launch(
+            _step, (len(x), triton.cdiv(x.shape[1], 512)),
+            x, weight, bias, state, out, slots, x.shape[1], x.stride(0),
+            BIAS=bias is not None, SILU=silu, WIDTH=weight.shape[1], BLOCK=512,
+        )  # fmt: skip
+    return out
+
+
+def _check(x: torch.Tensor, weight: torch.Tensor, state: torch.Tensor) -> None:
+    assert x.stride(1) == 1
+    assert weight.is_contiguous()
+    assert weight.shape[1] > 1
+    assert state.is_contiguous()
+    assert state.shape[1:] == (x.shape[1], weight.shape[1] - 1)

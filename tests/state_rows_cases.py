@@ -1,0 +1,109 @@
+"""Make rows of tokens with states, and divide them among steps, for tests of operations that keep states."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch.nn import functional
+
+from dovetail.ops.state_rows import StateRows
+
+LENS = (150, 1, 0, 64, 3, 67)
+"""Rows with several chunks, a whole one, fewer tokens than a convolution is wide, and none."""
+
+FEW_LENS = (70, 1, 0, 3, 5)
+"""Rows for interpreted kernels, which are slow."""
+
+Op = Callable[[list[torch.Tensor], StateRows], torch.Tensor]
+"""Compute tokens, given the tensors of each argument, ``[tokens, ...]``, and write states in place."""
+
+
+@dataclass(frozen=True)
+class StatefulRows:
+    """Hold whole rows: the tensors of each argument of each row, and the slot of each row."""
+
+    args: list[list[torch.Tensor]]
+    slots: np.ndarray
+    fresh: np.ndarray
+
+    @classmethod
+    def random(cls, make: Callable[[int], list[torch.Tensor]], lens: tuple[int, ...] = LENS) -> StatefulRows:
+        """Return rows with slots in a random order. Every second row is fresh. ``make`` returns the arguments of a number
+        of tokens."""
+        slots = np.asarray(torch.randperm(len(lens)) + 1, np.int32)
+        return cls([make(length) for length in lens], slots, np.arange(len(lens)) % 2 == 0)
+
+    @property
+    def lens(self) -> np.ndarray:
+        return np.array([len(args[0]) for args in self.args], np.int32)
+
+    def run(self, op: Op, cuts: list[int], device: str = "cpu") -> list[torch.Tensor]:
+        """Run the rows in steps of up to ``cuts[i]`` tokens of each row (the last one repeats), and return the outputs of
+        each row. Rows that have ended drop out."""
+        done, outs, step = np.zeros(len(self.args), int), [[] for _ in self.args], 0
+        while step == 0 or (done < self.lens).any():
+            part = np.minimum(self.lens - done, cuts[min(step, len(cuts) - 1)])
+            rows = [r for r in range(len(self.args)) if part[r] or step == 0]
+            fresh = self.fresh[rows] & (done[rows] == 0)
+            plan = StateRows.of(self.slots[rows], part[rows].astype(np.int32), fresh, device)
+            pieces = [[arg[done[r] : done[r] + part[r]] for arg in self.args[r]] for r in rows]
+            out = op([torch.cat(arg).to(device) for arg in zip(*pieces, strict=True)], plan)
+            for r, piece in zip(rows, out.split(part[rows].tolist()), strict=True):
+                outs[r].append(piece.cpu())
+            done += part
+            step += 1
+        return [torch.cat(pieces) for pieces in outs]
+
+    def run_each(self, step: Callable[..., torch.Tensor], device: str = "cpu") -> list[torch.Tensor]:
+        """Run the rows token by token, rows that have ended as padding of slot 0, by ``step(args, slots)``."""
+        outs: list[list[torch.Tensor]] = [[] for _ in self.args]
+        for at in range(int(self.lens.max())):
+            live = at < self.lens
+            slots = torch.from_numpy(np.where(live, self.slots, 0).astype(np.int32)).to(device)
+            args = [
+                torch.stack(
+                    [(arg[at] if on else torch.full(arg.shape[1:], 7.0)) for arg, on in zip(column, live, strict=True)]
+                )
+                for column in zip(*self.args, strict=True)
+            ]
+            out = step([arg.to(device) for arg in args], slots).cpu()
+            for r in np.flatnonzero(live):
+                outs[r].append(out[r])
+        return [torch.stack(pieces) if pieces else torch.empty(0) for pieces in outs]
+
+
+CHANNELS = 70
+
+
+def conv_reference(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, before: torch.Tensor, silu: bool):
+    """Return outputs and last inputs of one row, in float64. ``before [channels, width - 1]`` are its earlier inputs."""
+    inputs = torch.cat((before.double().T, x.double()))
+    outs = [
+        (inputs[t : t + weight.shape[1]] * weight.double().T).sum(0) + (0 if bias is None else bias.double())
+        for t in range(len(x))
+    ]
+    out = torch.stack(outs) if outs else x.double()
+    return functional.silu(out) if silu else out, inputs[len(x) :].T
+
+
+def conv_case(width: int, bias: bool, dtype: torch.dtype, lens: tuple[int, ...] = LENS):
+    """Return rows, the weight, the bias and the states of 8 slots."""
+    torch.manual_seed(0)
+    rows = StatefulRows.random(lambda tokens: [torch.randn(tokens, CHANNELS).to(dtype)], lens)
+    weight, given = torch.randn(CHANNELS, width).to(dtype), torch.randn(CHANNELS).to(dtype) if bias else None
+    return rows, weight, given, torch.randn(8, CHANNELS, width - 1).to(dtype)
+
+
+def check_conv(rows: StatefulRows, outs, state, weight, bias, before, silu: bool, tolerance: float) -> None:
+    """Assert that ``outs`` of each row and the states after them follow from the states ``before``."""
+    for (x,), slot, fresh, out in zip(rows.args, rows.slots, rows.fresh, outs, strict=True):
+        start = torch.zeros_like(before[slot]) if fresh and len(x) else before[slot]
+        expected, last = conv_reference(x, weight, bias, start, silu)
+        if len(x):
+            torch.testing.assert_close(out.double(), expected, atol=tolerance, rtol=tolerance)
+        torch.testing.assert_close(state[slot].double(), last, atol=0, rtol=0)
+    untouched = [slot for slot in range(8) if slot not in rows.slots]
+    assert torch.equal(state[untouched], before[untouched])
