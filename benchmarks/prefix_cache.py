@@ -104,8 +104,8 @@ def cases(page_size: int, length: int, repeat: int) -> None:
     filler = Filler(page_size)
     row(page_size, "insert, all new", inserts(filler, tokens, repeat, fresh=True))
     row(page_size, "match, differs in the first page", matches_nothing(filler, tokens, repeat))
-    row(page_size, "evict 2048 tokens", timed(filler.cache.evict, ((2048 // page_size,) for _ in range(repeat))))
-    row(page_size, "evict 1 page", timed(filler.cache.evict, ((1,) for _ in range(repeat))))
+    row(page_size, "evict 2048 tokens", timed(filler.cache.evict, (((2048 // page_size,),) for _ in range(repeat))))
+    row(page_size, "evict 1 page", timed(filler.cache.evict, (((1,),) for _ in range(repeat))))
 
 
 def inserts(filler: Filler, tokens: IntArray, repeat: int, fresh: bool = False) -> str:
@@ -155,7 +155,9 @@ def by_size(page_size: int, length: int, repeat: int) -> None:
         row(page_size, f"insert, {num_leaves} other leaves", inserts(filler, tokens, repeat))
         few = min(repeat, 100)
         row(
-            page_size, f"evict 1 page, {num_leaves} other leaves", timed(filler.cache.evict, ((1,) for _ in range(few)))
+            page_size,
+            f"evict 1 page, {num_leaves} other leaves",
+            timed(filler.cache.evict, (((1,),) for _ in range(few))),
         )
 
 

@@ -91,6 +91,8 @@ class Fakes:
         }
         if kind == ComponentKind.ATTENTION:
             values.setdefault("offers", ATTENTION)
+        if kind == ComponentKind.CACHE:
+            values.setdefault("api", builtin.CACHE.api)
         return ComponentSpec(kind=kind, name=name, **values)
 
     def model(self, **given: Any) -> ComponentSpec:

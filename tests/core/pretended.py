@@ -10,6 +10,7 @@ import numpy as np
 
 from dovetail.constraints.requests import RequestConstraints
 from dovetail.constraints.service import GrammarService
+from dovetail.interfaces.cache import CacheContext
 from dovetail.interfaces.policy import PolicyContext
 from dovetail.memory.allocator import PageAllocator
 from dovetail.memory.ledger import PageLedger
@@ -202,7 +203,7 @@ def build(page_size=4, num_pages=40, cache="radix", clock=time.monotonic, **limi
     } | limits
     ahead = {"pairs": 1, "triples": 2}.get(cache, 0)
     kind, config = (NoCache, NoneConfig) if cache == "none" else (RadixCache, RadixConfig)
-    index = with_lookahead(lambda context: kind(config(), context), page_size, ahead)
+    index = with_lookahead(lambda context: kind(config(), context), CacheContext(page_size), ahead)
     table = RequestTable(np.zeros((1, settings["max_running"] + 1, -(-CONTEXT // page_size) + 1), np.int32))
     ledger = PageLedger(PageAllocator(num_pages), index, table, page_size, ahead)
     policy = Fcfs(FcfsConfig(), PolicyContext(index))

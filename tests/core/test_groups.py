@@ -333,7 +333,7 @@ def test_a_failed_request_keeps_nothing():
     ask(run, "b", [*SHARED, *SHARED], new=5, session="s")
     scheduler.fail(scheduler.schedule(), "broken")
     assert scheduler.pins.pages == 0
-    assert scheduler.ledger.cache.total_pages == 10
+    assert scheduler.ledger.cache.total == (10,)
 
 
 def test_the_operator_ends_all_pins():
@@ -367,7 +367,7 @@ def test_no_new_tokens_compute_and_cache_the_prompt(lag, chunk):
         ask(run, rid, SHARED, new=0)
         run.finish()
         assert (run.ends[rid], run.texts[rid]) == (FinishKind.LENGTH, SHARED)
-    assert scheduler.ledger.cache.total_pages == 10
+    assert scheduler.ledger.cache.total == (10,)
     assert scheduler.totals.generated_tokens == 0
     ask(run, "c", [*SHARED, 1], new=3)
     run.finish()

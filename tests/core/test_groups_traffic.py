@@ -108,7 +108,7 @@ class Traffic(RuleBasedStateMachine):
         """Pages that cannot be evicted are locked by running requests, or are pinned in addition."""
         ledger, running = self.scheduler.ledger, self.scheduler.running
         read = {page for r in running for page in ledger.table.pages[0, r.slot, : r.shared_pages].tolist()}
-        locked = ledger.cache.total_pages - ledger.cache.evictable_pages
+        locked = ledger.cache.total[0] - ledger.cache.evictable[0]
         assert locked - len(read) == self.scheduler.pins.count_unread(running)
 
     def teardown(self):
@@ -123,7 +123,7 @@ class Traffic(RuleBasedStateMachine):
         self.scheduler.expire()
         assert pins.pages == len(self.scheduler.groups) == 0
         ledger.check_integrity([])
-        ledger.allocator.free(ledger.cache.reset())
+        ledger.flush()
         assert ledger.allocator.num_free == ledger.allocator.num_total
         assert ledger.table.num_free == self.scheduler.limits.max_running
 

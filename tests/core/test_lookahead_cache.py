@@ -5,13 +5,11 @@ Run: python -m pytest -q tests/core/test_lookahead_cache.py
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dovetail.interfaces.cache import CacheContext, PrefixCache
+from dovetail.interfaces.cache import CacheContext, GroupDescriptor, PrefixCache
 from dovetail.memory.lookahead import LookaheadCache, with_lookahead
 from dovetail_cache.config import RadixConfig
 from dovetail_cache.radix import RadixCache
@@ -21,9 +19,9 @@ Text = tuple[int, ...]
 
 def make(page_size: int, ahead: int, groups: int = 1) -> PrefixCache:
     def build(context: CacheContext) -> PrefixCache:
-        return RadixCache(RadixConfig(), replace(context, num_groups=groups))
+        return RadixCache(RadixConfig(), context)
 
-    return with_lookahead(build, page_size, ahead)
+    return with_lookahead(build, CacheContext(page_size, (GroupDescriptor(),) * groups), ahead)
 
 
 def tokens(text: Text) -> np.ndarray:
@@ -78,7 +76,7 @@ def test_prefixes_are_found_as_far_as_what_follows_is_the_same(page_size, ahead,
         assert found.pages.tolist() == [expected]
         assert found.length == len(expected) * page_size
         cache.check_integrity()
-    assert cache.total_pages == cache.evictable_pages == len(known.pages)
+    assert cache.total == cache.evictable == (len(known.pages),)
     assert sorted(cache.reset()[0].tolist()) == sorted(known.pages.values())
 
 
@@ -92,8 +90,8 @@ def test_locked_pages_stay_and_shared_prefixes_are_found():
     for match in held:
         cache.lock(match.handle)
     assert cache.shared_prefixes([match.handle for match in held]) == [([0, 1], 4)]
-    assert (cache.total_pages, cache.evictable_pages) == (4, 0)
+    assert (cache.total, cache.evictable) == ((4, 4), (0, 0))
     cache.unlock(held[1].handle)
-    assert cache.evict(9).tolist() == [[6], [16]]
+    assert [pages.tolist() for pages in cache.evict((9, 9))] == [[6], [16]]
     cache.unlock(held[0].handle)
     assert sorted(cache.reset()[0].tolist()) == [1, 2, 3]

@@ -84,18 +84,18 @@ def test_a_required_plugin_that_is_denied_stops_startup(fakes):
 
 
 @pytest.mark.parametrize(
-    ("api", "who"), [((0, 9), "update the plugin"), ((2, 0), "update dovetail"), ((1, 9), "update dovetail")]
+    ("api", "who"), [((1, 1), "update the plugin"), ((3, 0), "update dovetail"), ((2, 9), "update dovetail")]
 )
 def test_wrong_api_version_is_incompatible_with_text(fakes, api, who):
     registry = load_plugins(PluginsSection(), [fakes.entry("old", [fakes.spec(CACHE, "x", api=api)])])
     (record,) = registry.plugins
     assert record.status is PluginStatus.INCOMPATIBLE
     version = ".".join(map(str, api))
-    assert f"built for version {version} of the cache interface; this dovetail has 1.1: {who}" in record.reason
+    assert f"built for version {version} of the cache interface; this dovetail has 2.0: {who}" in record.reason
 
 
 def test_one_incompatible_component_leaves_its_plugin_loaded(fakes):
-    specs = [fakes.spec(CACHE, "x", api=(2, 0)), fakes.spec(CACHE, "y")]
+    specs = [fakes.spec(CACHE, "x", api=(1, 1)), fakes.spec(CACHE, "y")]
     registry = load_plugins(PluginsSection(), [fakes.entry("both", specs)])
     assert registry.plugins[0].status is PluginStatus.LOADED
     assert registry.get("cache", "x").status is PluginStatus.INCOMPATIBLE

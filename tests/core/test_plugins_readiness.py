@@ -76,7 +76,7 @@ class NoProperty(EmptyCache):
     def __init__(self, config, context):
         pass
 
-    def total_pages(self):
+    def total(self):
         return 0
 
 
@@ -94,9 +94,9 @@ class NoProperty(EmptyCache):
         (K.POLICY, Asynchronous, "which has def, not async def"),
         (K.POLICY, FailsToBuild, "cannot be built with its default settings: KeyError: 'patience'"),
         (K.CACHE, OtherNames, "the core calls it as PrefixCache.match(self, tokens, namespace)"),
-        (K.CACHE, NoProperty, "defines total_pages as a method; PrefixCache has a property: put @property above it"),
+        (K.CACHE, NoProperty, "defines total as a method; PrefixCache has a property: put @property above it"),
         (K.REASONING_PARSER, ReasoningParser, "does not define gate, stream, which ReasoningParser requires"),
-        (K.CACHE, PrefixCache, "does not define evict, evictable_pages, "),
+        (K.CACHE, PrefixCache, "does not define evict, evictable, "),
     ],
 )
 def test_a_class_that_cannot_be_used_is_found(fakes, kind, cls, said):

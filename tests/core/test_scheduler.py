@@ -217,7 +217,7 @@ def test_a_prefix_computed_twice_is_kept_once(page_size, lag):
     for rid in "de":
         run.add(rid, range(5), max_new_tokens=30, ignore_eos=True)
     run.finish()
-    assert scheduler.ledger.cache.total_pages <= (20 + 12 + 5 + 30) // page_size
+    assert scheduler.ledger.cache.total[0] <= (20 + 12 + 5 + 30) // page_size
 
 
 def test_the_next_turn_finds_the_last_answer_too():

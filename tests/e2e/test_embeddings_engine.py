@@ -124,7 +124,7 @@ def test_beside_requests_that_generate(checkpoint, reference, overlap):
 def test_beside_requests_with_drafts(llm, checkpoint, reference):
     prompts, tokens = prompts_of([30, 70, 5, 60, 100], seed=4), models.Reference(checkpoint)
     plain = beside(llm, prompts)
-    llm.loop.scheduler.ledger.allocator.free(llm.loop.scheduler.ledger.cache.reset())
+    llm.loop.scheduler.ledger.flush()
     drafter = TreeDrafter()
     drafter.learn([plain[0], plain[3]])
     with drafting(llm, drafter):

@@ -9,7 +9,7 @@ import numpy as np
 from hypothesis import Phase, settings
 from mutant import Mutant, Suite
 
-from dovetail.interfaces.cache import CacheContext, Match, PrefixCache
+from dovetail.interfaces.cache import CacheContext, GroupDescriptor, Match, PrefixCache
 from dovetail.interfaces.features import Feature
 from dovetail.testing.cache import PrefixCacheSuite
 from dovetail.types import IntArray
@@ -35,8 +35,15 @@ class IgnoresNamespaces(RadixCache):
     def match(self, tokens: IntArray, namespace: str = "") -> Match:
         return super().match(tokens)
 
-    def insert(self, tokens: IntArray, pages: IntArray, namespace: str = "", priority: int = 0) -> Match:
-        return super().insert(tokens, pages, "", priority)
+    def insert(
+        self,
+        tokens: IntArray,
+        pages: IntArray,
+        namespace: str = "",
+        priority: int = 0,
+        states: IntArray | None = None,
+    ) -> Match:
+        return super().insert(tokens, pages, "", priority, states)
 
 
 class EvictsWhatIsLocked(RadixCache):
@@ -67,8 +74,15 @@ class UnlocksTheLastNodeOnly(RadixCache):
 class KeepsTheDuplicate(RadixCache):
     """Keep the offered pages even where the tree has its own."""
 
-    def insert(self, tokens: IntArray, pages: IntArray, namespace: str = "", priority: int = 0) -> Match:
-        result = super().insert(tokens, pages, namespace, priority)
+    def insert(
+        self,
+        tokens: IntArray,
+        pages: IntArray,
+        namespace: str = "",
+        priority: int = 0,
+        states: IntArray | None = None,
+    ) -> Match:
+        result = super().insert(tokens, pages, namespace, priority, states)
         return result._replace(pages=pages.copy())
 
 
@@ -90,19 +104,26 @@ class MatchesHalfPages(RadixCache):
     def match(self, tokens: IntArray, namespace: str = "") -> Match:
         return super().match(self._but_last(tokens), namespace)
 
-    def insert(self, tokens: IntArray, pages: IntArray, namespace: str = "", priority: int = 0) -> Match:
-        return super().insert(self._but_last(tokens), pages, namespace, priority)
+    def insert(
+        self,
+        tokens: IntArray,
+        pages: IntArray,
+        namespace: str = "",
+        priority: int = 0,
+        states: IntArray | None = None,
+    ) -> Match:
+        return super().insert(self._but_last(tokens), pages, namespace, priority, states)
 
 
 class FreesTwice(RadixCache):
     """Return the last evicted page once more with the next eviction."""
 
-    _last = np.empty((1, 0), np.int32)
+    _last = np.empty(0, np.int32)
 
-    def evict(self, num_pages: int) -> IntArray:
-        freed = super().evict(num_pages)
-        again, self._last = self._last, freed[:, -1:]
-        return np.concatenate([freed, again], axis=1)
+    def evict(self, short: Sequence[int]) -> list[IntArray]:
+        (freed,) = super().evict(short)
+        again, self._last = self._last, freed[-1:]
+        return [np.concatenate([freed, again])]
 
 
 class LosesTheRestOfALeaf(RadixCache):
@@ -155,9 +176,16 @@ class InventsAPage(RadixCache):
 class CountsWhatItDidNotKeep(RadixCache):
     """Count the offered pages instead of those that were kept."""
 
-    def insert(self, tokens: IntArray, pages: IntArray, namespace: str = "", priority: int = 0) -> Match:
+    def insert(
+        self,
+        tokens: IntArray,
+        pages: IntArray,
+        namespace: str = "",
+        priority: int = 0,
+        states: IntArray | None = None,
+    ) -> Match:
         self._total += 1
-        return super().insert(tokens, pages, namespace, priority)
+        return super().insert(tokens, pages, namespace, priority, states)
 
 
 class MatchesTheNextPage(RadixCache):
@@ -180,23 +208,30 @@ class MatchesWholeRunsOnly(RadixCache):
 class NeverSplits(RadixCache):
     """Return a whole branch to the caller."""
 
-    def insert(self, tokens: IntArray, pages: IntArray, namespace: str = "", priority: int = 0) -> Match:
+    def insert(
+        self,
+        tokens: IntArray,
+        pages: IntArray,
+        namespace: str = "",
+        priority: int = 0,
+        states: IntArray | None = None,
+    ) -> Match:
         known = super().match(tokens, namespace)
-        return known if 0 < known.length < len(tokens) else super().insert(tokens, pages, namespace, priority)
+        return known if 0 < known.length < len(tokens) else super().insert(tokens, pages, namespace, priority, states)
 
 
 class EvictsOneAtMost(RadixCache):
     """Stop after one eviction."""
 
-    def evict(self, num_pages: int) -> IntArray:
-        return super().evict(min(num_pages, 1))
+    def evict(self, short: Sequence[int]) -> list[IntArray]:
+        return super().evict([min(count, 1) for count in short])
 
 
 class GivesBackWhatItKeeps(RadixCache):
     """Keep the end of the pages, and report that it was the beginning."""
 
-    def evict(self, num_pages: int) -> IntArray:
-        return np.flip(super().evict(num_pages), 1) - 2
+    def evict(self, short: Sequence[int]) -> list[IntArray]:
+        return [np.flip(pages) - 2 for pages in super().evict(short)]
 
 
 class CountsOneLock(RadixCache):
@@ -214,8 +249,8 @@ class CountsOneLock(RadixCache):
 class LocksTheBranchesToo(RadixCache):
     """Lock what is inserted next to a locked prefix."""
 
-    def evict(self, num_pages: int) -> IntArray:
-        return super().evict(0 if self._locked else num_pages)
+    def evict(self, short: Sequence[int]) -> list[IntArray]:
+        return super().evict([0 if self._locked else count for count in short])
 
 
 class ChangesKeys(RadixCache):
@@ -227,8 +262,15 @@ class ChangesKeys(RadixCache):
     def match(self, tokens: IntArray, namespace: str = "") -> Match:
         return super().match(self.changed(tokens), namespace)
 
-    def insert(self, tokens: IntArray, pages: IntArray, namespace: str = "", priority: int = 0) -> Match:
-        return super().insert(self.changed(tokens), pages, namespace, priority)
+    def insert(
+        self,
+        tokens: IntArray,
+        pages: IntArray,
+        namespace: str = "",
+        priority: int = 0,
+        states: IntArray | None = None,
+    ) -> Match:
+        return super().insert(self.changed(tokens), pages, namespace, priority, states)
 
     def by_page(self, tokens: IntArray) -> IntArray:
         return tokens[: len(tokens) // self._page_size * self._page_size].reshape(-1, self._page_size)
@@ -280,7 +322,7 @@ def suite(cache_class: type[PrefixCache]) -> Suite:
         name = "radix"
 
         def make(self, page_size: int, num_groups: int = 1) -> PrefixCache:
-            return cache_class(RadixConfig(), CacheContext(page_size, num_groups))
+            return cache_class(RadixConfig(), CacheContext(page_size, (GroupDescriptor(),) * num_groups))
 
         def offers(self, feature: Feature) -> bool:
             return True

@@ -51,7 +51,7 @@ def _three(eviction: str, priorities: tuple[int, int, int] = (0, 0, 0)) -> Radix
 
 
 def _order(cache: RadixCache) -> list[int]:
-    return [int(cache.evict(2)[0, 0]) // 10 for _ in range(3)]
+    return [int(cache.evict((2,))[0][0]) // 10 for _ in range(3)]
 
 
 def test_lru_forgets_what_was_used_longest_ago():
@@ -98,7 +98,7 @@ def test_a_prefix_has_the_highest_priority_of_those_that_share_it():
 def test_only_as_much_as_needed_of_a_run_is_forgotten():
     cache = _cache("lru")
     cache.insert(_key(1, 100), make_pages(1, 100))
-    assert cache.evict(3).tolist() == [[98, 99, 100]]
+    assert cache.evict((3,))[0].tolist() == [98, 99, 100]
     assert cache.match(_key(1, 100)).length == 97
     cache.check_integrity()
 
@@ -108,7 +108,7 @@ def test_matching_does_not_change_the_tree():
     cache.insert(_key(1, 40), make_pages(1, 10))
     for length in range(41):
         cache.match(_key(1, length))
-    assert cache.evict(1).tolist() == [[10]]
+    assert cache.evict((1,))[0].tolist() == [10]
     (root,) = cache._roots.values()
     assert [len(node.children) for node in root.children.values()] == [0]
 
@@ -176,7 +176,7 @@ def test_evicting_costs_by_what_is_evicted_not_by_the_tree(page_size: int):
         return rank(node)
 
     cache._queue._rank = counted
-    cache.evict(10)
+    cache.evict((10,))
     assert asked[0] <= 20
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import pytest
 
-from dovetail.interfaces.cache import CacheContext, PrefixCache
+from dovetail.interfaces.cache import CacheContext, GroupDescriptor, PrefixCache
 from dovetail.interfaces.features import Feature
 from dovetail.testing.cache import PrefixCacheSuite
 from dovetail.testing.cache_reference import ReferenceCache
@@ -21,7 +21,7 @@ def test_the_right_caches_pass(cache_class: type[PrefixCache]):
         name = "right"
 
         def make(self, page_size: int, num_groups: int = 1) -> PrefixCache:
-            return cache_class(RadixConfig(), CacheContext(page_size, num_groups))
+            return cache_class(RadixConfig(), CacheContext(page_size, (GroupDescriptor(),) * num_groups))
 
         def offers(self, feature: Feature) -> bool:
             return True

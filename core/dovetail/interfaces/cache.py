@@ -1,5 +1,5 @@
 """Define the two parts of KV memory: ``KVPool`` holds the tensors, ``PrefixCache`` is an index from tokens to their
-pages."""
+pages and snapshots. ``first_needed`` defines what must exist to resume a request."""
 
 from __future__ import annotations
 
@@ -75,34 +75,87 @@ class KVPool(ABC):
         """
 
 
-class Match(NamedTuple):
-    """Describe the longest cached prefix of a key.
+@dataclass(frozen=True, slots=True)
+class GroupDescriptor:
+    """Describe a cache group to a prefix cache. ``window`` is set for sliding groups only. ``num_bytes`` are the bytes
+    of a page, or of a snapshot for a state group; only the ratios between groups matter."""
 
-    ``length`` is the number of tokens in the prefix, ``n * page_size``. ``pages`` (int32 ``[groups, n]``) holds their
-    pages. The cache owns these pages; they may be read while ``handle`` is locked. ``handle`` is opaque to callers, who
-    pass it to ``lock``, ``unlock`` and ``shared_prefixes``.
+    kind: CacheGroupKind = CacheGroupKind.FULL
+    window: int | None = None
+    num_bytes: int = 1
+
+    @property
+    def paged(self) -> bool:
+        """Return True if the group keeps pages, and False if it keeps snapshots."""
+        return self.kind is not CacheGroupKind.STATE
+
+    @property
+    def dense(self) -> bool:
+        """Return True if every page of a prefix is needed to resume after it, as full and latent groups do."""
+        return self.kind in (CacheGroupKind.FULL, CacheGroupKind.LATENT)
+
+
+def first_needed(group: GroupDescriptor, length: int, page_size: int) -> int:
+    """Return the first column that must exist to resume at ``length``, a multiple of ``page_size``. All columns from it
+    to ``length // page_size`` must exist.
+
+    Full and latent groups need all of ``[0, length)``. A sliding group needs the pages that contain one of the tokens
+    ``length - window + 1`` to ``length - 1``, which the next token sees. A state group needs no page: it needs a
+    snapshot at exactly ``length``.
+    """
+    if group.dense:
+        return 0
+    if group.window is None:
+        return length // page_size
+    return min(max(0, length - group.window + 1), length) // page_size
+
+
+class Match(NamedTuple):
+    """Describe a cached prefix of a key.
+
+    ``length`` is the number of tokens in the prefix, ``n * page_size``. ``pages`` (int32 ``[paged groups, n]``) holds
+    their pages; 0 is a hole, a page that does not exist. ``states`` (int32 ``[state groups]``, or None without such
+    groups) holds the snapshots at exactly ``length``, 0 where there is none. The cache owns these pages and snapshots; those that are needed to resume
+    at ``length`` may be read while ``handle`` is locked. ``handle`` is opaque to callers, who pass it to ``lock``,
+    ``unlock`` and ``shared_prefixes``.
+
+    ``reached`` has for each group the largest length that this group alone accepts for the key. The group with the
+    smallest value limited the match.
     """
 
     length: int
     pages: IntArray
     handle: Any
+    states: IntArray | None = None
+    reached: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class CacheContext:
-    """Describe what a prefix cache is built for: the tokens per page and the number of cache groups."""
+    """Describe what a prefix cache is built for: the tokens per page, which are the same in all groups, and the cache
+    groups. One full group is the default."""
 
     page_size: int
-    num_groups: int = 1
+    groups: tuple[GroupDescriptor, ...] = (GroupDescriptor(),)
+
+    @property
+    def num_paged(self) -> int:
+        """Return the number of groups with pages, which is the number of rows of ``Match.pages``."""
+        return sum(group.paged for group in self.groups)
 
 
 class PrefixCache(ABC):
-    """Map (namespace, tokens) to pages. Uses the CPU only. Not thread-safe: the scheduler's thread makes all calls.
+    """Map (namespace, tokens) to pages and snapshots. Uses the CPU only. Not thread-safe: the scheduler's thread makes
+    all calls.
 
-    Pages change owners and are never copied: ``insert`` gives pages to the cache; ``evict`` and ``reset`` give them
-    back to the caller, who returns them to the allocator. A locked handle protects its whole path, from the first page
-    of the prefix to its last, from eviction. Keys are int32 arrays and are compared in full. Only full pages are kept:
-    the tail of a key beyond a multiple of ``page_size`` stays with the caller.
+    Pages and snapshots change owners and are never copied: ``insert`` gives them to the cache; ``evict`` and ``reset``
+    give them back to the caller, who returns them to the allocator. A column holds the pages of ``page_size`` tokens,
+    one for each paged group. Page 0 is a hole: no page. What must exist to resume at a length is defined by
+    ``first_needed``. Keys are int32 arrays and are compared in full. Only full pages are kept: the tail of a key beyond
+    a multiple of ``page_size`` stays with the caller.
+
+    Only full and latent groups are required of every cache. A cache that keeps sliding and state groups offers
+    ``cache.groups``; models with such groups need it.
     """
 
     def __init__(self, config: BaseModel, context: CacheContext) -> None:
@@ -110,28 +163,44 @@ class PrefixCache(ABC):
 
     @abstractmethod
     def match(self, tokens: IntArray, namespace: str = "") -> Match:
-        """Return the longest cached prefix of ``tokens``. Updates the recency of the path; locks nothing.
+        """Return the longest cached prefix of ``tokens`` at which every group can resume. In its ``pages``, the columns
+        before ``first_needed`` of a group are holes. Updates the recency of what was found; locks nothing.
 
         The scheduler calls this for waiting requests; prefix-aware policies call it too.
         """
 
     @abstractmethod
-    def insert(self, tokens: IntArray, pages: IntArray, namespace: str = "", priority: int = 0) -> Match:
-        """Offer ``pages [groups, len(tokens) // page_size]`` for ``tokens``, and return the path that now holds them.
+    def insert(
+        self,
+        tokens: IntArray,
+        pages: IntArray,
+        namespace: str = "",
+        priority: int = 0,
+        states: IntArray | None = None,
+    ) -> Match:
+        """Offer ``pages [paged groups, len(tokens) // page_size]`` for ``tokens``, and return the path that now holds
+        them.
 
-        Where ``result.pages[:, i] != pages[:, i]``, the cache already had a page for these tokens, and the offered page
-        still belongs to the caller, who frees it once its rows read the cached page instead. All other offered pages
-        now belong to the cache. A cache may keep fewer pages than the caller offers. Pages from column
-        ``result.pages.shape[1]`` on still belong to the caller. Copies what it keeps of ``tokens`` and ``pages``. Locks
-        nothing.
+        An offered page belongs to the cache from now on where ``result.pages`` has the same number; every other offered
+        page still belongs to the caller. Where ``result.pages`` has another page, the cache already had it for these
+        tokens, and the caller frees its own once its rows read the cached page instead. Where the cache has a hole and
+        the caller offers a page, the cache takes the page. An offered hole changes nothing. Full and latent groups are
+        offered without holes. A cache may keep fewer columns than the caller offers. Columns from
+        ``result.pages.shape[1]`` on still belong to the caller.
 
-        ``priority`` is the request's priority. The scheduler calls this when a part of a request's prompt has entered
-        the pool, and when the request ends or is retracted.
+        ``states [state groups]`` offers snapshots at exactly the end of the last column; 0 offers none. A snapshot was
+        taken where ``result.states`` has the same number; otherwise it still belongs to the caller.
+
+        Copies what it keeps of ``tokens``, ``pages`` and ``states``. Locks nothing. ``priority`` is the request's
+        priority. The scheduler calls this when a part of a request's prompt has entered the pool, and when the request
+        ends or is retracted.
         """
 
     @abstractmethod
     def lock(self, handle: Any) -> None:
-        """Protect the path of ``handle`` from eviction. Locks are counted: each call needs its own ``unlock``.
+        """Protect what is needed to resume at the length of ``handle`` from eviction: the whole path of full and latent
+        groups, the pages from ``first_needed`` on of sliding groups, and the snapshots. What is inserted later at these
+        places is protected too. Locks are counted: each call needs its own ``unlock``.
 
         A request locks its path from admission until it leaves the table; groups and sessions lock theirs while they
         are pinned. No ``evict`` or ``reset`` may come between the ``match`` or ``insert`` that returned an unlocked
@@ -143,16 +212,17 @@ class PrefixCache(ABC):
         """Undo one ``lock`` of ``handle``."""
 
     @abstractmethod
-    def evict(self, num_pages: int) -> IntArray:
-        """Drop unlocked prefixes, leaves first, until at least ``num_pages`` pages are dropped or no unlocked prefix is
-        left. Return the dropped pages ``[groups, n]``, which now belong to the caller. Called when too few pages are
-        free.
+    def evict(self, short: Sequence[int]) -> list[IntArray]:
+        """Drop what is not locked until, in each group, at least ``short[group]`` pages (snapshots of a state group) are
+        dropped or none is left that can be dropped. Return the dropped pages or snapshots of each group, int32 ``[n]``
+        each; they now belong to the caller. More may be dropped than was needed. Full and latent groups lose the ends
+        of prefixes first, so that no page is left without those before it. Called when too few pages are free.
         """
 
     @abstractmethod
-    def reset(self) -> IntArray:
-        """Drop every prefix that is not locked. Return its pages ``[groups, n]``, which now belong to the caller.
-        Called when the operator flushes the cache."""
+    def reset(self) -> list[IntArray]:
+        """Drop everything that is not locked. Return the pages or snapshots of each group, as ``evict`` does. Called
+        when the operator flushes the cache."""
 
     def shared_prefixes(self, handles: Sequence[Any]) -> list[tuple[list[int], int]]:
         """Return groups of paths that begin with the same pages.
@@ -161,19 +231,19 @@ class PrefixCache(ABC):
         more indices into ``handles``, and the number of tokens (a multiple of ``page_size``) that all rows of the group
         hold in the same pages. An index is in at most one group. The groups are those that save the most reads: they
         maximise the sum of (rows - 1) * tokens. The scheduler calls this when the decode rows or their pages change.
-        Needs ``cache.shared_prefixes``.
+        Needs ``cache.shared_prefixes``. Returns no groups if any cache group can have holes.
         """
         return []
 
     @property
     @abstractmethod
-    def evictable_pages(self) -> int:
-        """Return the number of pages that ``evict`` could return now."""
+    def evictable(self) -> tuple[int, ...]:
+        """Return for each group the number of pages or snapshots that ``evict`` could return now."""
 
     @property
     @abstractmethod
-    def total_pages(self) -> int:
-        """Return the number of pages that the cache owns, locked or not."""
+    def total(self) -> tuple[int, ...]:
+        """Return for each group the number of pages or snapshots that the cache owns, locked or not."""
 
     def check_integrity(self) -> None:
         """Assert the cache's own invariants. Called when the engine is idle and by tests. Takes time linear in the

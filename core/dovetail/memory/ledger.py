@@ -38,6 +38,7 @@ class PageLedger:
         self.allocator = allocator
         self.cache = cache
         self.table = table
+        self._num_groups = len(table.pages)
         self.page_size = page_size
         self.tokens_ahead = tokens_ahead
         self.release_pinned: Callable[[int], bool] = lambda short: False
@@ -48,7 +49,7 @@ class PageLedger:
     def available(self) -> int:
         """Return the number of pages that can be allocated now: the free pages and the pages that the cache can
         evict."""
-        return self.allocator.num_free + self.cache.evictable_pages
+        return self.allocator.num_free + min(self.cache.evictable)
 
     def ensure_available(self, count: int) -> bool:
         """Return True if ``count`` pages can be allocated. Releases pages that are locked only for speed if
@@ -110,9 +111,9 @@ class PageLedger:
         if short > 0:
             if not self.ensure_available(count):
                 return None
-            self.allocator.free(self.cache.evict(short))
+            self.allocator.free(np.stack(self.cache.evict((short,) * self._num_groups)))
         pages = self.allocator.alloc(count)
-        assert pages is not None, "the cache evicted fewer pages than evictable_pages stated"
+        assert pages is not None, "the cache evicted fewer pages than evictable stated"
         return pages
 
     def share(self, req: Req, length: int) -> None:
@@ -145,7 +146,7 @@ class PageLedger:
 
     def flush(self) -> int:
         """Drop every cached prefix that is not locked, free its pages and return their number."""
-        pages = self.cache.reset()
+        pages = np.stack(self.cache.reset())
         self.allocator.free(pages)
         return pages.shape[1]
 
@@ -159,7 +160,7 @@ class PageLedger:
         """Assert that every page is in exactly one place. Takes time linear in the pool's size; for idle times and
         tests."""
         owned = sum(req.num_pages - req.shared_pages for req in running)
-        total, free, cached = self.allocator.num_total, self.allocator.num_free, self.cache.total_pages
+        total, free, cached = self.allocator.num_total, self.allocator.num_free, self.cache.total[0]
         assert free + cached + owned == total, f"pages: {free} free + {cached} cached + {owned} owned != {total}"
         for req in running:
             row = self.table.pages[:, req.slot, : req.num_pages]

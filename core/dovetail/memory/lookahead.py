@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -14,12 +15,21 @@ if TYPE_CHECKING:
     from dovetail.types import IntArray
 
 
-def with_lookahead(build: Callable[[CacheContext], PrefixCache], page_size: int, tokens_ahead: int) -> PrefixCache:
+def with_lookahead(
+    build: Callable[[CacheContext], PrefixCache], context: CacheContext, tokens_ahead: int
+) -> PrefixCache:
     """Return the prefix cache that ``build`` makes, in which the ``tokens_ahead`` tokens after a page are part of the
     page's key."""
     if tokens_ahead == 0:
-        return build(CacheContext(page_size))
-    return LookaheadCache(build(CacheContext(page_size * (1 + tokens_ahead))), page_size, tokens_ahead)
+        return build(context)
+    width = 1 + tokens_ahead
+    # the window of the same columns: its tokens before the last one are counted in keys of ``width`` tokens
+    groups = [
+        group if group.window is None else replace(group, window=(group.window - 1) * width + 1)
+        for group in context.groups
+    ]
+    wide = CacheContext(context.page_size * width, tuple(groups))
+    return LookaheadCache(build(wide), context.page_size, tokens_ahead)
 
 
 class LookaheadCache(PrefixCache):
@@ -41,11 +51,20 @@ class LookaheadCache(PrefixCache):
         computed it."""
         return self._in_tokens(self._cache.match(self._keys(tokens), namespace))
 
-    def insert(self, tokens: IntArray, pages: IntArray, namespace: str = "", priority: int = 0) -> Match:
-        """Offer those pages whose following ``ahead`` tokens are in ``tokens``; see ``PrefixCache.insert``."""
+    def insert(
+        self,
+        tokens: IntArray,
+        pages: IntArray,
+        namespace: str = "",
+        priority: int = 0,
+        states: IntArray | None = None,
+    ) -> Match:
+        """Offer those pages whose following ``ahead`` tokens are in ``tokens``, and the snapshots if the tokens after
+        them are known too; see ``PrefixCache.insert``."""
         keys = self._keys(tokens)
         kept = pages[:, : len(keys) // (self._width * self._page_size)]
-        return self._in_tokens(self._cache.insert(keys, kept, namespace, priority))
+        known = states if kept.shape[1] == pages.shape[1] else None
+        return self._in_tokens(self._cache.insert(keys, kept, namespace, priority, known))
 
     def lock(self, handle: Any) -> None:
         """See ``PrefixCache``."""
@@ -55,11 +74,11 @@ class LookaheadCache(PrefixCache):
         """See ``PrefixCache``."""
         self._cache.unlock(handle)
 
-    def evict(self, num_pages: int) -> IntArray:
+    def evict(self, short: Sequence[int]) -> list[IntArray]:
         """See ``PrefixCache``."""
-        return self._cache.evict(num_pages)
+        return self._cache.evict(short)
 
-    def reset(self) -> IntArray:
+    def reset(self) -> list[IntArray]:
         """See ``PrefixCache``."""
         return self._cache.reset()
 
@@ -68,14 +87,14 @@ class LookaheadCache(PrefixCache):
         return [(rows, length // self._width) for rows, length in self._cache.shared_prefixes(handles)]
 
     @property
-    def evictable_pages(self) -> int:
+    def evictable(self) -> tuple[int, ...]:
         """See ``PrefixCache``."""
-        return self._cache.evictable_pages
+        return self._cache.evictable
 
     @property
-    def total_pages(self) -> int:
+    def total(self) -> tuple[int, ...]:
         """See ``PrefixCache``."""
-        return self._cache.total_pages
+        return self._cache.total
 
     def check_integrity(self) -> None:
         """See ``PrefixCache``."""
@@ -88,4 +107,5 @@ class LookaheadCache(PrefixCache):
         return np.lib.stride_tricks.sliding_window_view(tokens, self._width).reshape(-1)
 
     def _in_tokens(self, match: Match) -> Match:
-        return match._replace(length=match.length // self._width)
+        reached = tuple(length // self._width for length in match.reached)
+        return match._replace(length=match.length // self._width, reached=reached)

@@ -41,7 +41,7 @@ CACHE = KindDescriptor(
     ComponentKind.CACHE,
     "prefix caches",
     "dovetail.interfaces.cache:PrefixCache",
-    api=(1, 1),  # shared_prefixes
+    api=(2, 0),  # groups of all kinds: GroupDescriptor, holes, snapshots, evict and counters per group
     section=kinds.CACHE,
     namespaces=("cache",),
     suite="dovetail.testing.cache:PrefixCacheSuite",

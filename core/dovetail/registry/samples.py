@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -28,7 +29,14 @@ class EmptyCache(PrefixCache):
         """Return a match of no tokens."""
         return Match(0, _no_pages(), None)
 
-    def insert(self, tokens: IntArray, pages: IntArray, namespace: str = "", priority: int = 0) -> Match:
+    def insert(
+        self,
+        tokens: IntArray,
+        pages: IntArray,
+        namespace: str = "",
+        priority: int = 0,
+        states: IntArray | None = None,
+    ) -> Match:
         """Keep nothing."""
         return Match(0, _no_pages(), None)
 
@@ -38,23 +46,23 @@ class EmptyCache(PrefixCache):
     def unlock(self, handle: Any) -> None:
         """Do nothing."""
 
-    def evict(self, num_pages: int) -> IntArray:
+    def evict(self, short: Sequence[int]) -> list[IntArray]:
         """Return no page."""
-        return _no_pages()
+        return [np.zeros(0, np.int32)]
 
-    def reset(self) -> IntArray:
+    def reset(self) -> list[IntArray]:
         """Return no page."""
-        return _no_pages()
+        return [np.zeros(0, np.int32)]
 
     @property
-    def evictable_pages(self) -> int:
+    def evictable(self) -> tuple[int, ...]:
         """Return 0."""
-        return 0
+        return (0,)
 
     @property
-    def total_pages(self) -> int:
+    def total(self) -> tuple[int, ...]:
         """Return 0."""
-        return 0
+        return (0,)
 
 
 def _no_pages() -> IntArray:

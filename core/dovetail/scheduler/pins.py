@@ -146,4 +146,4 @@ class Pins:
             holders[pin.pages] += 1
         assert (holders == self._holders).all(), "pins are counted wrong"
         assert self.pages == np.count_nonzero(holders) <= self._bound, "pinned pages are counted wrong"
-        assert self.pages <= self._cache.total_pages - self._cache.evictable_pages, "a pinned page can be evicted"
+        assert self.pages <= self._cache.total[0] - self._cache.evictable[0], "a pinned page can be evicted"

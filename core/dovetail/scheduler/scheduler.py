@@ -388,7 +388,7 @@ class Scheduler:
         """Return how the pages of the pool are used now."""
         ledger, total = self.ledger, self.ledger.allocator.num_total
         used = total - ledger.available - self.pins.count_unread(self.running)
-        return PageCounts(total, used, ledger.cache.total_pages, self.pins.pages)
+        return PageCounts(total, used, ledger.cache.total[0], self.pins.pages)
 
     def check_integrity(self) -> None:
         """Assert that queues, slots and pages are consistent. The loop calls this when it is idle."""

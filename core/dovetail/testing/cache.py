@@ -11,7 +11,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import run_state_machine_as_test
 
-from dovetail.interfaces.cache import CacheContext, Match, PrefixCache
+from dovetail.interfaces.cache import CacheContext, GroupDescriptor, Match, PrefixCache
 from dovetail.interfaces.features import Feature
 from dovetail.registry.specs import ComponentKind
 from dovetail.testing.cache_machine import PrefixCacheMachine, tokens_of
@@ -27,6 +27,12 @@ def make_pages(first: int, count: int, num_groups: int = 1) -> IntArray:
     """Return int32 ``[groups, count]``: pages ``first, first + 1, ...`` in group 0, and other pages in the next
     groups."""
     return np.arange(first, first + count, dtype=np.int32) + 1000 * np.arange(num_groups, dtype=np.int32)[:, None]
+
+
+def freed_by(cache: PrefixCache) -> list[int]:
+    """Evict all that can be evicted from a cache of one group. Return the freed pages in ascending order."""
+    (pages,) = cache.evict((100,))
+    return sorted(pages.tolist())
 
 
 def similar_keys(key: IntArray, page_size: int) -> Iterator[IntArray]:
@@ -58,7 +64,7 @@ class PrefixCacheSuite(ComponentSuite):
 
     def make(self, page_size: int, num_groups: int = 1) -> PrefixCache:
         """Return a new cache. Override this method to test a class that no plugin registers."""
-        return self.build(CacheContext(page_size, num_groups))
+        return self.build(CacheContext(page_size, (GroupDescriptor(),) * num_groups))
 
     def filled(self, page_size: int, num_groups: int = 1) -> PrefixCache:
         """Return a cache that holds pages 1 to 4 for four pages of zeros."""
@@ -97,8 +103,9 @@ class PrefixCacheSuite(ComponentSuite):
         assert found.length == 0
         assert found.pages.shape == (num_groups, 0)
         assert found.pages.dtype == np.int32
-        assert cache.evict(3).shape == (num_groups, 0)
-        assert cache.total_pages == cache.evictable_pages == 0
+        assert found.reached == (0,) * num_groups
+        assert [pages.shape for pages in cache.evict((3,) * num_groups)] == [(0,)] * num_groups
+        assert cache.total == cache.evictable == (0,) * num_groups
         cache.lock(found.handle)
         cache.unlock(found.handle)
 
@@ -110,7 +117,7 @@ class PrefixCacheSuite(ComponentSuite):
         result = cache.insert(tokens_of([0] * 4, page_size, page_size - 1), offered)
         kept = result.pages.shape[1]
         assert np.array_equal(result.pages, offered[:, :kept])
-        assert cache.total_pages == kept
+        assert cache.total == (kept,) * num_groups
         assert np.array_equal(np.sort(cache.reset(), axis=1), offered[:, :kept])
 
     @each_layout
@@ -159,7 +166,7 @@ class PrefixCacheSuite(ComponentSuite):
         offered = make_pages(51, 6)
         result = cache.insert(tokens_of([0] * 6, 4), offered)
         assert result.pages.tolist() == [[1, 2, 3, 4, 55, 56]]
-        assert cache.total_pages == 6
+        assert cache.total == (6,)
 
     def test_branches_share_their_beginning(self) -> None:
         """Two keys that diverge after two pages hold these two pages together."""
@@ -167,7 +174,7 @@ class PrefixCacheSuite(ComponentSuite):
         cache.insert(tokens_of([0, 0, 1, 1], 4), make_pages(11, 4))
         assert cache.match(tokens_of([0, 0, 0, 0], 4)).pages.tolist() == [[1, 2, 3, 4]]
         assert cache.match(tokens_of([0, 0, 1, 1], 4)).pages.tolist() == [[1, 2, 13, 14]]
-        assert cache.total_pages == 6
+        assert cache.total == (6,)
 
     def test_namespaces_are_separate(self) -> None:
         """The same tokens in another namespace are another prefix."""
@@ -182,12 +189,12 @@ class PrefixCacheSuite(ComponentSuite):
         """After an eviction, the remaining pages are always a whole prefix."""
         self.require(Feature.CACHE_EVICT)
         cache = self.filled(4)
-        before = cache.total_pages
-        freed = cache.evict(2)
-        assert freed.shape[1] >= 2
+        (before,) = cache.total
+        (freed,) = cache.evict((2,))
+        assert len(freed) >= 2
         left = cache.match(tokens_of([0] * 4, 4))
-        assert left.pages.tolist() == [[1, 2, 3, 4][: before - freed.shape[1]]]
-        assert sorted([*left.pages[0].tolist(), *freed[0].tolist()]) == [1, 2, 3, 4], "a freed page is still kept"
+        assert left.pages.tolist() == [[1, 2, 3, 4][: before - len(freed)]]
+        assert sorted([*left.pages[0].tolist(), *freed.tolist()]) == [1, 2, 3, 4], "a freed page is still kept"
 
     def test_a_lock_protects_its_path_until_the_last_unlock(self) -> None:
         """Locks are counted; pages after the locked prefix may be evicted."""
@@ -196,13 +203,13 @@ class PrefixCacheSuite(ComponentSuite):
         first, second = cache.match(tokens_of([0] * 2, 4)), cache.match(tokens_of([0] * 3, 4))
         for found in (first, second, second):
             cache.lock(found.handle)
-        assert cache.evict(100).tolist() == [[4]]
+        assert freed_by(cache) == [4]
         cache.unlock(second.handle)
-        assert cache.evict(100).shape[1] == 0
+        assert freed_by(cache) == []
         cache.unlock(second.handle)
-        assert cache.evict(100).tolist() == [[3]]
+        assert freed_by(cache) == [3]
         cache.unlock(first.handle)
-        assert np.sort(cache.evict(100)).tolist() == [[1, 2]]
+        assert freed_by(cache) == [1, 2]
 
     def test_a_lock_holds_after_later_inserts(self) -> None:
         """An insert that branches off a locked prefix neither removes the lock nor extends it."""
@@ -211,14 +218,14 @@ class PrefixCacheSuite(ComponentSuite):
         found = cache.match(tokens_of([0] * 4, 4))
         cache.lock(found.handle)
         cache.insert(tokens_of([0, 1], 4), make_pages(11, 2))
-        assert cache.evict(100).tolist() == [[12]]
+        assert freed_by(cache) == [12]
         cache.unlock(found.handle)
-        assert cache.evictable_pages == 4
+        assert cache.evictable == (4,)
 
     def locked(self, cache: PrefixCache, kinds: Sequence[int], page_size: int, namespace: str = "") -> Match:
         """Insert one page for each of ``kinds`` into the cache, with pages that no other prefix has, and lock them."""
         groups = cache.match(tokens_of([], page_size)).pages.shape[0]
-        first = 1 + cache.total_pages * 7
+        first = 1 + cache.total[0] * 7
         found = cache.insert(tokens_of(kinds, page_size), make_pages(first, len(kinds), groups), namespace)
         cache.lock(found.handle)
         return found
@@ -234,7 +241,7 @@ class PrefixCacheSuite(ComponentSuite):
             found = [self.locked(cache, path, page_size) for path in kinds]
             for match in [found.pop(rng.randrange(len(found))) for _ in range(rng.randrange(4))]:
                 cache.unlock(match.handle)
-            cache.evict(rng.randrange(4))
+            cache.evict((rng.randrange(4),) * num_groups)
             paths = [match.pages for match in found]
             groups = cache.shared_prefixes([match.handle for match in found])
             check_groups(groups, paths, page_size)

@@ -115,9 +115,11 @@ class PrefixCacheMachine(RuleBasedStateMachine):
     @rule(num_pages=st.integers(0, 8))
     def evict(self, num_pages: int) -> None:
         """Check that enough pages are returned, or all that are not protected."""
-        promised = self.cache.evictable_pages
-        freed = self.cache.evict(num_pages)
-        assert freed.shape[1] >= min(num_pages, promised), "fewer pages were evicted than evictable_pages states"
+        promised = self.cache.evictable
+        freed = self.cache.evict((num_pages,) * self.num_groups)
+        assert all(len(pages) >= min(num_pages, count) for pages, count in zip(freed, promised, strict=True)), (
+            "fewer pages were evicted than evictable states"
+        )
         self.check_freed(freed)
 
     @rule()
@@ -130,9 +132,10 @@ class PrefixCacheMachine(RuleBasedStateMachine):
     def counters_are_right(self) -> None:
         """Check the cache's own integrity, and compare its counters with the expected ones."""
         self.cache.check_integrity()
-        assert self.cache.total_pages == len(self.kept), "total_pages is not the number of pages that the cache keeps"
-        evictable = len(self.kept) - len(self.protected)
-        assert self.cache.evictable_pages == evictable, "evictable_pages is not the number of pages without a lock"
+        total = (len(self.kept),) * self.num_groups
+        assert self.cache.total == total, "total is not the number of pages that the cache keeps"
+        evictable = (len(self.kept) - len(self.protected),) * self.num_groups
+        assert self.cache.evictable == evictable, "evictable is not the number of pages without a lock"
 
     def teardown(self) -> None:
         """Unlock and drop everything, and check that nothing is left."""
@@ -160,6 +163,7 @@ class PrefixCacheMachine(RuleBasedStateMachine):
     def check_match(self, found: Match, known: list[Prefix]) -> None:
         """Assert that ``found`` is exactly the prefixes ``known``."""
         assert found.length == len(known) * self.page_size, "not the longest cached prefix"
+        assert found.reached == (found.length,) * self.num_groups
         assert found.pages.dtype == np.int32
         assert np.array_equal(found.pages, self.pages(known)), "these pages hold other tokens, or were never offered"
 
@@ -177,11 +181,11 @@ class PrefixCacheMachine(RuleBasedStateMachine):
         )
         self.matched.append(LockedHandle(result.handle, frozenset(prefixes)))
 
-    def check_freed(self, freed: IntArray) -> None:
+    def check_freed(self, freed: list[IntArray]) -> None:
         """Assert that freed pages were kept, are freed once, are not protected, and that no remaining prefix has lost
         its beginning."""
         self.matched.clear()
-        columns = columns_of(freed)
+        columns = columns_of(np.stack(freed))
         assert len(set(columns)) == len(columns), "a page was freed twice"
         assert set(columns) <= set(self.kept.values()), "a page was freed that the cache does not own"
         gone = {prefix for prefix, column in self.kept.items() if column in set(columns)}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -19,7 +20,7 @@ class ReferenceCache(PrefixCache):
     def __init__(self, config: object, context: CacheContext) -> None:
         """Create an empty cache. ``config`` is not read."""
         self._page_size = context.page_size
-        self._num_groups = context.num_groups
+        self._num_groups = context.num_paged
         self._columns: dict[Prefix, tuple[int, ...]] = {}
         self._locks: Counter[Prefix] = Counter()
 
@@ -31,9 +32,17 @@ class ReferenceCache(PrefixCache):
             if prefix not in self._columns:
                 break
             path.append(prefix)
-        return Match(len(path) * self._page_size, self._pages(path), tuple(path))
+        length = len(path) * self._page_size
+        return Match(length, self._pages(path), tuple(path), reached=(length,) * self._num_groups)
 
-    def insert(self, tokens: IntArray, pages: IntArray, namespace: str = "", priority: int = 0) -> Match:
+    def insert(
+        self,
+        tokens: IntArray,
+        pages: IntArray,
+        namespace: str = "",
+        priority: int = 0,
+        states: IntArray | None = None,
+    ) -> Match:
         """Keep each column whose prefix is not kept yet."""
         for index, column in enumerate(pages.T.tolist()):
             prefix = (namespace, tokens[: (index + 1) * self._page_size].tobytes())
@@ -50,27 +59,27 @@ class ReferenceCache(PrefixCache):
         self._locks.subtract(handle)
         assert all(self._locks[prefix] >= 0 for prefix in handle)
 
-    def evict(self, num_pages: int) -> IntArray:
+    def evict(self, short: Sequence[int]) -> list[IntArray]:
         """Drop the longest prefixes first, so that no prefix loses its beginning."""
-        gone = sorted(self._free(), key=lambda prefix: len(prefix[1]), reverse=True)[:num_pages]
+        gone = sorted(self._free(), key=lambda prefix: len(prefix[1]), reverse=True)[: max(short)]
         pages = self._pages(gone)
         for prefix in gone:
             del self._columns[prefix]
-        return pages
+        return list(pages)
 
-    def reset(self) -> IntArray:
+    def reset(self) -> list[IntArray]:
         """Drop everything that is not locked."""
-        return self.evict(len(self._columns))
+        return self.evict(self.total)
 
     @property
-    def evictable_pages(self) -> int:
+    def evictable(self) -> tuple[int, ...]:
         """Return the number of prefixes without a lock."""
-        return len(self._free())
+        return (len(self._free()),) * self._num_groups
 
     @property
-    def total_pages(self) -> int:
+    def total(self) -> tuple[int, ...]:
         """Return the number of prefixes."""
-        return len(self._columns)
+        return (len(self._columns),) * self._num_groups
 
     def _free(self) -> list[Prefix]:
         return [prefix for prefix in self._columns if not self._locks[prefix]]

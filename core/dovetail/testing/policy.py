@@ -148,7 +148,7 @@ class PolicySuite(ComponentSuite):
         first = policy.order(waiting, running)
         assert policy.order(waiting, running) == first
         assert [snapshot(req) for req in waiting + running] == before
-        assert cache.total_pages == cache.evictable_pages == 4
+        assert cache.total == cache.evictable == (4,)
 
     @each_seed
     def test_a_finite_stream_is_served(self, seed: int) -> None:

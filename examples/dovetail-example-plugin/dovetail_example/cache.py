@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -30,7 +31,7 @@ class PageCache(PrefixCache):
 
     def __init__(self, config: PagesConfig, context: CacheContext) -> None:
         self._size = context.page_size
-        self._no_page = np.empty(context.num_groups, np.int32)
+        self._no_page = np.empty(context.num_paged, np.int32)
         self._root = Node(None, None, self._no_page)
         self._clock = itertools.count()
         self._total = 0
@@ -46,7 +47,14 @@ class PageCache(PrefixCache):
             pages.append(node.page)
         return self._result(pages, node)
 
-    def insert(self, tokens: IntArray, pages: IntArray, namespace: str = "", priority: int = 0) -> Match:
+    def insert(
+        self,
+        tokens: IntArray,
+        pages: IntArray,
+        namespace: str = "",
+        priority: int = 0,
+        states: IntArray | None = None,
+    ) -> Match:
         """See ``PrefixCache``. Every page that is new is kept."""
         node, held = self._root, []
         for key, page in zip(self._keys(tokens, namespace), pages.T, strict=True):
@@ -70,8 +78,9 @@ class PageCache(PrefixCache):
             node.locks -= 1
             self._locked -= node.locks == 0
 
-    def evict(self, num_pages: int) -> IntArray:
+    def evict(self, short: Sequence[int]) -> list[IntArray]:
         """See ``PrefixCache``."""
+        num_pages = max(short)
         leaves = [(node.used, id(node), node) for node in self._nodes() if not node.children and not node.locks]
         heapq.heapify(leaves)
         freed: list[IntArray] = []
@@ -84,21 +93,21 @@ class PageCache(PrefixCache):
             if parent is not self._root and not parent.children and not parent.locks:
                 heapq.heappush(leaves, (parent.used, id(parent), parent))
         self._total -= len(freed)
-        return self._columns(freed)
+        return list(self._columns(freed))
 
-    def reset(self) -> IntArray:
+    def reset(self) -> list[IntArray]:
         """See ``PrefixCache``."""
-        return self.evict(self._total)
+        return self.evict(self.total)
 
     @property
-    def evictable_pages(self) -> int:
+    def evictable(self) -> tuple[int, ...]:
         """See ``PrefixCache``. A lock covers a page and all before it, so every page without a lock can be evicted."""
-        return self._total - self._locked
+        return (self._total - self._locked,) * len(self._no_page)
 
     @property
-    def total_pages(self) -> int:
+    def total(self) -> tuple[int, ...]:
         """See ``PrefixCache``."""
-        return self._total
+        return (self._total,) * len(self._no_page)
 
     def check_integrity(self) -> None:
         """Assert that the counters are right and that locks cover whole paths."""
@@ -134,4 +143,5 @@ class PageCache(PrefixCache):
         return np.stack(pages, axis=1) if pages else np.empty((len(self._no_page), 0), np.int32)
 
     def _result(self, pages: list[IntArray], node: Node) -> Match:
-        return Match(len(pages) * self._size, self._columns(pages), node)
+        length = len(pages) * self._size
+        return Match(length, self._columns(pages), node, reached=(length,) * len(self._no_page))

@@ -15,6 +15,7 @@ def _spec(
     summary: str,
     *offers: Feature,
     needs: frozenset[Feature] = frozenset(),
+    api: tuple[int, int] = (1, 0),
 ) -> ComponentSpec:
     return ComponentSpec(
         kind=kind,
@@ -22,6 +23,7 @@ def _spec(
         target=f"dovetail_example.{target}",
         config=f"dovetail_example.config:{config}",
         summary=summary,
+        api=api,
         offers=frozenset(offers),
         needs=needs,
         stability=Stability.EXPERIMENTAL,
@@ -58,6 +60,7 @@ def _engine_components() -> list[ComponentSpec]:
             Feature.CACHE_REUSE,
             Feature.CACHE_NAMESPACES,
             Feature.CACHE_EVICT,
+            api=(2, 0),
         ),
         _spec(
             ComponentKind.GRAMMAR,

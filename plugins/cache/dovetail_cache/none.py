@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -12,22 +13,32 @@ from dovetail_cache.config import NoneConfig
 
 
 class NoCache(PrefixCache):
-    """Never match and never keep a page: all offered pages still belong to the caller."""
+    """Never match and never keep a page or a snapshot: everything that is offered still belongs to the caller."""
 
     def __init__(self, config: NoneConfig, context: CacheContext) -> None:
         """Create the cache. ``config`` has no settings."""
-        self._num_groups = context.num_groups
+        self._zeros = (0,) * len(context.groups)
+        self._num_paged = context.num_paged
 
-    def _no_pages(self) -> IntArray:
-        return np.empty((self._num_groups, 0), dtype=np.int32)
+    def _match(self) -> Match:
+        num_states = len(self._zeros) - self._num_paged
+        states = np.zeros(num_states, np.int32) if num_states else None
+        return Match(0, np.empty((self._num_paged, 0), np.int32), None, states, self._zeros)
 
     def match(self, tokens: IntArray, namespace: str = "") -> Match:
         """Return an empty match."""
-        return Match(0, self._no_pages(), None)
+        return self._match()
 
-    def insert(self, tokens: IntArray, pages: IntArray, namespace: str = "", priority: int = 0) -> Match:
+    def insert(
+        self,
+        tokens: IntArray,
+        pages: IntArray,
+        namespace: str = "",
+        priority: int = 0,
+        states: IntArray | None = None,
+    ) -> Match:
         """Keep nothing and return an empty match."""
-        return Match(0, self._no_pages(), None)
+        return self._match()
 
     def lock(self, handle: Any) -> None:
         """Do nothing: there is nothing to protect."""
@@ -35,20 +46,20 @@ class NoCache(PrefixCache):
     def unlock(self, handle: Any) -> None:
         """Do nothing: there is nothing to release."""
 
-    def evict(self, num_pages: int) -> IntArray:
+    def evict(self, short: Sequence[int]) -> list[IntArray]:
         """Return no pages."""
-        return self._no_pages()
+        return [np.empty(0, np.int32) for _ in self._zeros]
 
-    def reset(self) -> IntArray:
+    def reset(self) -> list[IntArray]:
         """Return no pages."""
-        return self._no_pages()
+        return self.evict(self._zeros)
 
     @property
-    def evictable_pages(self) -> int:
-        """Return 0."""
-        return 0
+    def evictable(self) -> tuple[int, ...]:
+        """Return 0 for each group."""
+        return self._zeros
 
     @property
-    def total_pages(self) -> int:
-        """Return 0."""
-        return 0
+    def total(self) -> tuple[int, ...]:
+        """Return 0 for each group."""
+        return self._zeros

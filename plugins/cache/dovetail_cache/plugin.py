@@ -17,7 +17,7 @@ RADIX = ComponentSpec(
     offers=frozenset(
         {Feature.CACHE_REUSE, Feature.CACHE_NAMESPACES, Feature.CACHE_EVICT, Feature.CACHE_SHARED_PREFIXES}
     ),
-    api=(1, 1),
+    api=(2, 0),
     priority=10,
 )
 
@@ -27,6 +27,7 @@ NONE = ComponentSpec(
     target="dovetail_cache.none:NoCache",
     config="dovetail_cache.config:NoneConfig",
     summary="Keeps no prefixes: every prompt is computed in full.",
+    api=(2, 0),
 )
 
 

@@ -22,23 +22,24 @@ class RadixCache(PrefixCache):
     def __init__(self, config: RadixConfig, context: CacheContext) -> None:
         """Create an empty cache. ``config.eviction`` decides which prefixes are evicted first."""
         self._page_size = context.page_size
-        self._num_groups = context.num_groups
+        self._num_groups = context.num_paged
         self._roots: dict[str, Root] = {}
         self._queue = EvictionQueue(config.eviction)
+        self._nothing = (0,) * len(context.groups)
         self._clock = 0
         self._total = 0
         self._locked = 0
 
     @property
-    def total_pages(self) -> int:
+    def total(self) -> tuple[int, ...]:
         """Return the number of pages that the cache owns, locked or not."""
-        return self._total
+        return (self._total,) * self._num_groups
 
     @property
-    def evictable_pages(self) -> int:
+    def evictable(self) -> tuple[int, ...]:
         """Return the number of pages of unlocked nodes. A lock counts on its whole path, so all of these pages can be
         evicted, leaves first."""
-        return self._total - self._locked
+        return (self._total - self._locked,) * self._num_groups
 
     def match(self, tokens: IntArray, namespace: str = "") -> Match:
         """Return the longest cached prefix. Does not split nodes: matching leaves the shape of the tree unchanged."""
@@ -48,7 +49,14 @@ class RadixCache(PrefixCache):
         path, length = self._walk(root, tokens)
         return self._match_of(path, length)
 
-    def insert(self, tokens: IntArray, pages: IntArray, namespace: str = "", priority: int = 0) -> Match:
+    def insert(
+        self,
+        tokens: IntArray,
+        pages: IntArray,
+        namespace: str = "",
+        priority: int = 0,
+        states: IntArray | None = None,
+    ) -> Match:
         """Add the part of ``tokens`` that is not cached yet as one node below the cached part; see
         ``PrefixCache.insert``."""
         num_pages = len(tokens) // self._page_size
@@ -92,11 +100,15 @@ class RadixCache(PrefixCache):
                 self._queue.push(node)
             node = node.parent
 
-    def evict(self, num_pages: int) -> IntArray:
+    def evict(self, short: Sequence[int]) -> list[IntArray]:
         """Drop unlocked leaves in the configured order. The last leaf loses only as many pages of its tail as are
         needed."""
+        return list(self._evict_columns(max(short)))
+
+    def _evict_columns(self, count: int) -> IntArray:
+        """Drop up to ``count`` columns, and return their pages ``[groups, n]``."""
         freed = [np.empty((self._num_groups, 0), dtype=np.int32)]
-        missing = min(num_pages, self.evictable_pages)
+        missing = min(count, self._total - self._locked)
         while missing > 0:
             leaf = self._queue.pop()
             assert leaf is not None, "there are evictable pages and no evictable leaf"
@@ -106,9 +118,9 @@ class RadixCache(PrefixCache):
         self._total -= pages.shape[1]
         return pages
 
-    def reset(self) -> IntArray:
+    def reset(self) -> list[IntArray]:
         """Drop everything that is not locked."""
-        return self.evict(self.evictable_pages)
+        return self.evict(self.evictable)
 
     def shared_prefixes(self, handles: Sequence[Handle]) -> list[tuple[list[int], int]]:
         """Return the groups, found by the nodes that the paths share. The cost depends on the nodes of the paths, not
@@ -128,8 +140,8 @@ class RadixCache(PrefixCache):
                 self._check_children(node)
                 nodes.extend(node.children.values())
                 stack.extend(node.children.values())
-        assert sum(n.num_pages for n in nodes) == self._total, "total_pages is wrong"
-        assert sum(n.num_pages for n in nodes if n.locks) == self._locked, "evictable_pages is wrong"
+        assert sum(n.num_pages for n in nodes) == self._total, "total is wrong"
+        assert sum(n.num_pages for n in nodes if n.locks) == self._locked, "evictable is wrong"
         assert len(self._queue) == sum(n.queued for n in nodes), "the eviction queue does not match the tree"
         for group in range(self._num_groups):
             pages = np.concatenate([n.pages[group] for n in nodes]) if nodes else np.empty(0)
@@ -170,9 +182,10 @@ class RadixCache(PrefixCache):
 
     def _match_of(self, path: list[Node], length: int) -> Match:
         if not path:
-            return Match(0, np.empty((self._num_groups, 0), dtype=np.int32), Handle(None, 0))
+            return Match(0, np.empty((self._num_groups, 0), dtype=np.int32), Handle(None, 0), reached=self._nothing)
         pages = np.concatenate([node.pages for node in path], axis=1) if len(path) > 1 else path[0].pages
-        return Match(length, pages[:, : length // self._page_size], Handle(path[-1], length))
+        reached = (length,) * self._num_groups
+        return Match(length, pages[:, : length // self._page_size], Handle(path[-1], length), None, reached)
 
     def _end_at(self, path: list[Node], length: int) -> Node:
         """Split the last node of ``path`` if ``length`` is inside it, so that the path ends at ``length``. Return the
