@@ -45,7 +45,7 @@ def test_lengths_are_accepted_if_every_token_that_is_seen_exists(group, page_siz
             assert is_accepted(group, [False] * first + [True] * (c - first), c, page_size)
             if first < c:
                 hole = [column != first for column in range(c)]
-                assert not is_accepted(group, hole, c, page_size), "first_needed is a column that nobody sees"
+                assert not is_accepted(group, hole, c, page_size), "no token sees the column of first_needed"
 
 
 @given(kinds=st.lists(groups, min_size=1, max_size=4), page_size=st.integers(1, 17), data=st.data())
