@@ -1,0 +1,65 @@
+"""Test the recurrences of Mamba-2 and Mamba on CUDA against a float64 loop over tokens.
+
+Run on a GPU machine: python -m pytest tests/gpu/test_ssd_gpu.py
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from dovetail.ops.selective_scan import selective_scan, selective_scan_step
+from dovetail.ops.ssd import ssd, ssd_step
+from recurrences import check_division, check_prompts, check_steps, scan_case, ssd_case
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+CASES = {
+    "ssd of Mamba-2": lambda: ssd_case(ssd, ssd_step, 24, 64, 1, 128, device="cuda"),
+    "ssd of Falcon-H1": lambda: ssd_case(ssd, ssd_step, 8, 128, 2, 256, device="cuda"),
+    "ssd, odd sizes": lambda: ssd_case(ssd, ssd_step, 6, 80, 3, 20, device="cuda"),
+    "scan of Jamba": lambda: scan_case(selective_scan, selective_scan_step, 1000, 16, device="cuda"),
+}
+each_case = pytest.mark.parametrize("make", CASES.values(), ids=CASES)
+
+
+@pytest.fixture(autouse=True)
+def _seed() -> None:
+    torch.manual_seed(0)
+
+
+@each_case
+@pytest.mark.parametrize("chunk", [16, 64, 128, 256])
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 2e-4), (torch.bfloat16, 4e-2)], ids=str)
+def test_rows_of_different_lengths(make, chunk, dtype, tolerance):
+    check_prompts(make(), chunk, dtype, tolerance, lens=[300, 16, 0, 1, 257, 5])
+
+
+@each_case
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 5e-3)], ids=str)
+def test_steps(make, dtype, tolerance):
+    check_steps(make(), dtype, tolerance)
+
+
+@each_case
+def test_a_row_divided_at_odd_places_is_the_same(make):
+    check_division(make(), 256, 700, [1, 2, 19, 290, 600], 2e-4)
+
+
+@each_case
+def test_a_captured_step_follows_its_slots(make):
+    case = make()
+    inputs, slots = case.inputs(3), torch.tensor([1, 2, 3], dtype=torch.int32, device="cuda")
+    state = torch.randn(7, *case.shape, device="cuda")
+    case.step(*inputs, case.parameters, state, slots)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = case.step(*inputs, case.parameters, state, slots)
+    slots.copy_(torch.tensor([5, 0, 4]))
+    expected_state = state.clone()
+    expected = case.step(*inputs, case.parameters, expected_state, slots)
+    graph.replay()
+    assert out.equal(expected)
+    assert state.equal(expected_state)
