@@ -6,10 +6,14 @@ python -m pytest tests/core/test_kv_pool.py
 import pytest
 import torch
 
-from dovetail.interfaces.cache import CacheGroup
-from dovetail.memory.pool import PagedKVPool, pool_dtype
+from dovetail.interfaces.cache import CacheGroup, CacheGroupKind
+from dovetail.memory import pool as pools
+from dovetail.memory.pool import LatentKVPool, PagedKVPool, bytes_per_page, pool_dtype
 
 GROUP = CacheGroup(num_layers=3, num_kv_heads=2, head_dim=8)
+
+
+LATENTS = CacheGroup(3, 1, 12, CacheGroupKind.LATENT, value_dim=8)
 
 
 def make_pool(page_size: int = 4, dtype: torch.dtype = torch.float32) -> PagedKVPool:
@@ -35,7 +39,44 @@ def test_layers_are_views_of_one_tensor():
 def test_bytes_per_page_is_what_the_tensors_take():
     for dtype in (torch.float32, torch.bfloat16, torch.float8_e4m3fn):
         pool = make_pool(dtype=dtype)
-        assert PagedKVPool.bytes_per_page(GROUP, 4, dtype) * pool.num_pages == pool.k.nbytes + pool.v.nbytes
+        assert bytes_per_page(GROUP, 4, dtype) * pool.num_pages == pool.k.nbytes + pool.v.nbytes
+        latents = pools.make_pool(LATENTS, 5, 4, dtype, "cpu")
+        assert bytes_per_page(LATENTS, 4, dtype) * 5 == latents.k.nbytes == latents.k.untyped_storage().nbytes()
+        assert latents.v.data_ptr() == latents.k.data_ptr()
+
+
+def test_a_token_of_deepseek_v2_lite_takes_31104_bytes():
+    group = CacheGroup(27, 1, 512 + 64, CacheGroupKind.LATENT, value_dim=512)
+    assert bytes_per_page(group, 16, torch.bfloat16) == 16 * 31_104
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn])
+def test_latents_are_stored_and_moved_once(dtype: torch.dtype):
+    pool = pools.make_pool(LATENTS, 5, 4, dtype, "cpu")
+    assert isinstance(pool, LatentKVPool)
+    assert pool.keys(0).shape == (5, 4, 1, 12)
+    assert pool.values(0).shape == (5, 4, 1, 8)
+    assert not pool.k[:, 0].float().any()
+    pool.k.copy_(torch.full((), -1.0))
+    entries = torch.randint(8, (3, 1, 12)).float()
+    pool.store(1, entries, None, torch.tensor([7, 19, 4]))
+    pool.copy(torch.tensor([7, 19]), torch.tensor([19, 8]))
+    wanted = torch.full((3, 20, 1, 12), -1.0)
+    wanted[1, [7, 19, 4]] = entries
+    wanted[:, [19, 8]] = wanted[:, [7, 19]]
+    assert torch.equal(pool.k.flatten(1, 2).float(), wanted)
+    assert torch.equal(pool.values(1).flatten(0, 1).float(), wanted[1, ..., :8])
+
+
+@pytest.mark.parametrize(
+    "group",
+    [(CacheGroupKind.LATENT, None), (CacheGroupKind.LATENT, 0), (CacheGroupKind.LATENT, 13), (CacheGroupKind.FULL, 8)],
+    ids=str,
+)
+def test_only_latents_have_a_value_dim(group: tuple[CacheGroupKind, int | None]):
+    kind, value_dim = group
+    with pytest.raises(ValueError, match="value_dim from 1 to head_dim"):
+        CacheGroup(3, 1, 12, kind, value_dim=value_dim)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -17,7 +17,7 @@ from dovetail.engine.memory import Budget, Needs, agreed_budget, budget_for, mea
 from dovetail.errors import ConfigError
 from dovetail.interfaces.cache import CacheGroup
 from dovetail.interfaces.mesh import Mesh
-from dovetail.memory.pool import PagedKVPool
+from dovetail.memory.pool import bytes_per_page
 from dovetail.testing.ranks import run_ranks, thread_meshes
 
 GIB = 1 << 30
@@ -43,7 +43,7 @@ def divide(
 def test_the_pool_gets_what_the_fraction_leaves_after_everything_else() -> None:
     budget = divide(fraction=0.9)
     expected = 120 * GIB - GIB - 2 * GIB - 14 * GIB
-    page = PagedKVPool.bytes_per_page(GROUP, 16, torch.bfloat16)
+    page = bytes_per_page(GROUP, 16, torch.bfloat16)
     assert page == 16 * TOKEN
     assert 0 <= expected - budget.pool < 2 * page
     assert budget.num_pages * page == budget.pool

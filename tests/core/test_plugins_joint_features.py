@@ -19,6 +19,7 @@ from dovetail.interfaces.cache import CacheGroup, CacheGroupKind
 from dovetail.interfaces.features import Feature
 from dovetail.registry import Machine, Requirement, resolve
 from dovetail.registry.resolution import CandidateVerdict, Stage
+from dovetail.registry.specs import Constraints
 
 sys.path.insert(0, str(Path(__file__).parent))
 from resolving import CPU, DRAFT, DRAFT_TREE, H100, PLAIN, ROLLBACK, TREE, VERIFY, K, reasons, refusal, run, verdicts
@@ -127,6 +128,22 @@ def test_what_the_model_needs(fakes):
     assert resolved.attention_decode.name == "windowed"
     assert reasons(resolved, "attention.prefill", "plain") == ["features.attention.sliding_window"]
     with pytest.raises(ResolutionError, match=r"model 'FakeForCausalLM' needs attention\.sliding_window"):
+        resolve(fakes.config(registry, "attention=plain"), registry, CPU)
+
+
+def test_latents_need_a_backend_that_reads_them(fakes):
+    """Whatever the model declares. Head dims of kernels for plain keys do not matter for latents."""
+    dims = Constraints(head_dims=(64, 128))
+    reads = fakes.spec(K.ATTENTION, "reads_latents", offers=PLAIN | {Feature.ATTN_LATENT}, constraints=dims)
+    registry = fakes.registry(reads)
+    group = CacheGroup(2, 1, 576, CacheGroupKind.LATENT, value_dim=512)
+    fakes.model(cache_groups=(group,), head_dim=576, num_kv_heads=1)
+    resolved = resolve(fakes.config(registry), registry, CPU)
+    assert resolved.attention_prefill.name == resolved.attention_decode.name == "reads_latents"
+    assert reasons(resolved, "attention.decode", "plain") == ["features.attention.latent"]
+    with pytest.raises(
+        ResolutionError, match=r"needs attention\.latent \(it keeps latents instead of keys and values\)"
+    ):
         resolve(fakes.config(registry, "attention=plain"), registry, CPU)
 
 

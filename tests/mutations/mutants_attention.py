@@ -38,7 +38,7 @@ class Flawed(AttentionBackend):
         if self.flaw == "keeps the first layer's window":
             self.window = layer.window if self.window == -1 else self.window
             layer = replace(layer, window=self.window)
-        out = torch.empty_like(q)
+        out = q.new_empty(*q.shape[:2], self.pool.values(layer.layer_id).shape[3])
         for row, (start, end) in enumerate(zip(batch.qo_indptr.tolist(), batch.qo_indptr[1:].tolist(), strict=False)):
             length = int(self.batch.kv_lens[row])
             if self.invariant:  # sums of equally many terms have the same order
@@ -59,6 +59,8 @@ class Flawed(AttentionBackend):
         if flaw == "reads the tail of the page":
             places = self.places(row, -(-length // self.pool.page_size) * self.pool.page_size)
         k, v = (memory(layer_id).flatten(0, 1)[places].float() for memory in (self.pool.keys, self.pool.values))
+        if flaw == "takes the last numbers of a latent for its values":
+            v = k[..., -v.shape[2] :]
         if flaw == "rounds queries to the pool's dtype":
             q = q.to(self.pool.keys(layer_id).dtype).to(q.dtype)
         group = q.shape[1] // k.shape[1]
@@ -242,6 +244,7 @@ MUTANTS = [
             ("is wrong at head_dim 256", "test_head_dims", ["decode", 256]),
         )
     ),
+    _of("takes the last numbers of a latent for its values", "test_latents", "decode", 24, 16, says=WRONG),
     _of("no window", "test_sliding_window", "decode", 16, fault="ignores the sliding window", says=WRONG),
     _of("window one too wide", "test_sliding_window", "extend", 16, fault="sees one key beyond the window", says=WRONG),
     _of("windows count places", "test_sliding_window", "trees", 1, fault="counts nodes of a tree instead of depths"),

@@ -21,11 +21,13 @@ from dovetail.engine.mesh import local_info
 from dovetail.engine.weights import load_weights
 from dovetail.errors import ConfigError
 from dovetail.interfaces.attention import AttentionBackend, AttentionContext
+from dovetail.interfaces.cache import CacheGroupKind
 from dovetail.interfaces.experts import ExpertsBackend, ExpertsContext
 from dovetail.interfaces.features import Feature
 from dovetail.interfaces.speculative import DraftCache, DraftPass, DraftRuntime, DraftSteps
-from dovetail.memory.pool import PagedKVPool
+from dovetail.memory.pool import PagedKVPool, bytes_per_page, make_pool
 from dovetail.registry.ranks import check_ranks
+from dovetail.registry.stages import kernel_dims
 from dovetail.registry.targets import load_attribute
 from dovetail.types import Batch
 
@@ -58,19 +60,19 @@ class EngineDraftCache(DraftCache):
         lowers the acceptance rate."""
         info, (group,) = self.info, self.info.cache_groups
         self._inputs = inputs
-        self._pool = PagedKVPool(group, pool.num_pages, pool.page_size, pool.dtype, pool.device)
-        for tensor in (self._pool.k, self._pool.v):
-            tensor.view(torch.uint8).zero_()
+        self._pool = make_pool(group, pool.num_pages, pool.page_size, pool.dtype, pool.device)
+        self._pool.clear()
         rows = resolved.config.scheduler.rows
         context = AttentionContext(
             device=pool.device,
             dtype=dtype,
             num_heads=info.num_heads,
-            num_kv_heads=info.num_kv_heads,
-            head_dim=info.head_dim,
+            num_kv_heads=group.num_kv_heads,
+            head_dim=group.head_dim,
             pool=self._pool,
             max_rows=rows,
             max_context=max_context,
+            value_dim=group.value_dim,
         )
         self._backends = resolved.attention_prefill.build(context), resolved.attention_decode.build(context)
         section = resolved.config.graphs
@@ -201,12 +203,14 @@ class EngineDraftRuntime(DraftRuntime):
             raise ConfigError(f"the drafter's model has {len(info.cache_groups)} cache groups; drafters may have one")
         for chosen in (self._resolved.attention_prefill, self._resolved.attention_decode):
             dims = chosen.spec.constraints.head_dims
-            if dims and info.head_dim not in dims:
+            if dims and not kernel_dims(info) <= set(dims):
                 raise ConfigError(
                     f"the drafter's model has head_dim {info.head_dim}; attention {chosen.spec.name!r} has kernels for "
                     f"{', '.join(map(str, dims))}: select another attention backend"
                 )
             needs = {feature for feature in info.needs if feature.partition(".")[0] == str(chosen.spec.kind)}
+            if info.cache_groups[0].kind is CacheGroupKind.LATENT:
+                needs.add(Feature.ATTN_LATENT)
             missing = needs - chosen.spec.offers
             if missing:
                 raise ConfigError(
@@ -269,7 +273,7 @@ class EngineDraftRuntime(DraftRuntime):
 
     def page_bytes(self, page_size: int, dtype: torch.dtype) -> int:
         """Return the bytes that one page takes in all draft caches together."""
-        return sum(PagedKVPool.bytes_per_page(cache.info.cache_groups[0], page_size, dtype) for cache in self._caches)
+        return sum(bytes_per_page(cache.info.cache_groups[0], page_size, dtype) for cache in self._caches)
 
     def allocate(self, inputs: Inputs, pool: PagedKVPool, max_context: int) -> None:
         """Allocate the draft caches."""

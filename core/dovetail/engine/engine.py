@@ -41,7 +41,7 @@ from dovetail.interfaces.quantization import QuantizationContext
 from dovetail.interfaces.speculative import Drafter, DrafterContext
 from dovetail.layers.experts import layers_of_experts
 from dovetail.layers.linear import Linear, make_batch_invariant
-from dovetail.memory.pool import PagedKVPool, pool_dtype
+from dovetail.memory.pool import PagedKVPool, make_pool, pool_dtype
 
 if TYPE_CHECKING:
     from dovetail.config.sections import Config
@@ -178,7 +178,7 @@ class Engine:
         self.budget = agreed_budget(divide, self.mesh)
         log.info("%s", self.budget)
         self.num_pages = self.budget.num_pages
-        self.pool = PagedKVPool(group, self.num_pages, self.page_size, dtype, self.device)
+        self.pool = make_pool(group, self.num_pages, self.page_size, dtype, self.device)
         self.context_len = min(self.context_len, (self.num_pages - 1) * self.page_size)
         max_pages = -(-self.context_len // self.page_size) + 1
         self.page_table = np.zeros((config.scheduler.rows + 1, max_pages), np.int32)
@@ -192,7 +192,7 @@ class Engine:
 
     def _one_page(self) -> PagedKVPool:
         """Return a pool of one page and page 0, for steps that answer no request."""
-        return PagedKVPool(self._local.cache_groups[0], 2, self.page_size, self._kv_dtype, self.device)
+        return make_pool(self._local.cache_groups[0], 2, self.page_size, self._kv_dtype, self.device)
 
     def _note_prompts(self, resolved: Resolved) -> None:
         """Note the kernels of steps with prompts. This needs no weights: processes compile while they are loaded."""
@@ -201,18 +201,19 @@ class Engine:
         self.warm_up.note_prompts(self.model, attention, pool, rows, self._dtype)
 
     def _attention(self, chosen: Chosen, pool: PagedKVPool) -> AttentionBackend:
-        info = self._local
+        info, group = self._local, self._local.cache_groups[0]
         return chosen.build(
             AttentionContext(
                 device=self.device,
                 dtype=self._dtype,
                 num_heads=info.num_heads,
-                num_kv_heads=info.num_kv_heads,
-                head_dim=info.head_dim,
+                num_kv_heads=group.num_kv_heads,
+                head_dim=group.head_dim,
                 pool=pool,
                 max_rows=self._config.scheduler.rows,
                 max_context=self.context_len,
                 batch_invariant=self._batch_invariant,
+                value_dim=group.value_dim,
             )
         )
 

@@ -11,7 +11,7 @@ import torch
 
 from dovetail.engine.progress import size_text
 from dovetail.errors import ConfigError
-from dovetail.memory.pool import PagedKVPool
+from dovetail.memory.pool import bytes_per_page
 
 if TYPE_CHECKING:
     from torch import nn
@@ -127,7 +127,7 @@ def budget_for(
     ``CPU_POOL_BYTES``), but not more than all running requests together could fill. Raises ``ConfigError`` if not even
     one page besides page 0 fits, or if the requested size does not fit into the memory."""
     memory = config.memory
-    page = PagedKVPool.bytes_per_page(group, memory.page_size, dtype) + draft_page_bytes
+    page = bytes_per_page(group, memory.page_size, dtype) + draft_page_bytes
     free, total = (0, 0) if device.type == "cpu" else torch.cuda.mem_get_info(device)
     available = free - needs.activations - needs.graphs
     if memory.num_pages is not None:

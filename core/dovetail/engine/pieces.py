@@ -109,11 +109,12 @@ class PiecewiseGraphs:
         self.sizes = token_ladder(max_tokens)
         self.seconds = 0.0  # spent on captures
         self._model, self._pool, self._watch, self._load = model, pool, watch, load
-        info, device = model.info, pool.device
+        device = pool.device
         self._ids, self._positions, self._places = torch.zeros(3, max_tokens, dtype=torch.int64, device=device).unbind(
             0
         )
-        self._attended = torch.zeros(max_tokens, num_heads, info.head_dim, dtype=dtype, device=device)
+        size = pool.values(0).shape[-1]
+        self._attended = torch.zeros(max_tokens, num_heads, size, dtype=dtype, device=device)
         self.refused: set[int] = set()
         self._captured: dict[int, Pieces] = {}
         self._recorder = GraphRecorder(device)

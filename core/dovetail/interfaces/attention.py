@@ -26,6 +26,9 @@ class AttentionContext:
     row are in the step, on the phase (extend, decode, verify), on whether the step is replayed from a graph, or on
     which pages the row has. Batches then have neither ``tree_mask`` nor ``shared``. The engine sets it only for
     backends that offer ``attention.batch_invariant``.
+
+    ``value_dim`` is set for a latent group (see ``CacheGroup``): the values are the first ``value_dim`` numbers of the
+    keys, in the same memory, and outputs have their size. Only backends that offer ``attention.latent`` get it.
     """
 
     device: torch.device
@@ -37,6 +40,7 @@ class AttentionContext:
     max_rows: int
     max_context: int
     batch_invariant: bool = False
+    value_dim: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,13 +29,28 @@ class CacheGroupKind(enum.StrEnum):
 @dataclass(frozen=True, slots=True)
 class CacheGroup:
     """Describe layers that share one kind of KV memory. A model declares its groups, and the engine builds a pool for
-    each. ``window`` is the number of tokens that a sliding layer sees; None for other kinds."""
+    each. ``window`` is the number of tokens that a sliding layer sees; None for other kinds.
+
+    The layers of a latent group (MLA) store one vector of ``head_dim`` numbers for each token, the latent and a rotated
+    key, which all query heads read: ``num_kv_heads`` is 1. The values are the first ``value_dim`` numbers of the vector,
+    which are stored once. ``value_dim`` is None for other kinds. Every rank of tensor parallelism stores the whole
+    vector.
+    """
 
     num_layers: int
     num_kv_heads: int
     head_dim: int
     kind: CacheGroupKind = CacheGroupKind.FULL
     window: int | None = None
+    value_dim: int | None = None
+
+    def __post_init__(self) -> None:
+        latent = self.kind is CacheGroupKind.LATENT
+        if latent != (self.value_dim is not None) or (latent and not 0 < (self.value_dim or 0) <= self.head_dim):
+            raise ValueError(
+                f"a cache group of kind {self.kind} has head_dim {self.head_dim} and value_dim {self.value_dim}; allowed: with kind "
+                "latent a value_dim from 1 to head_dim, otherwise None"
+            )
 
 
 class KVPool(ABC):
@@ -44,7 +59,8 @@ class KVPool(ABC):
 
     ``keys(layer)`` and ``values(layer)`` are ``[num_pages, page_size, num_kv_heads, head_dim]``, contiguous. They hold
     what was stored, converted to their dtype and otherwise unchanged. On CUDA, a kernel that has rotated keys in
-    registers writes them into these tensors directly instead of calling ``store``.
+    registers writes them into these tensors directly instead of calling ``store``. The values of a latent group are a
+    view of the first ``value_dim`` numbers of its keys.
     """
 
     num_pages: int
@@ -58,13 +74,13 @@ class KVPool(ABC):
     @abstractmethod
     def values(self, layer_id: int) -> torch.Tensor:
         """Return the values of a layer, ``[num_pages, page_size, num_kv_heads, head_dim]``: the pool's own tensor, not
-        a copy."""
+        a copy. In a latent group the last dimension is ``value_dim``."""
 
     @abstractmethod
-    def store(self, layer_id: int, k: torch.Tensor, v: torch.Tensor, out_loc: torch.Tensor) -> None:
+    def store(self, layer_id: int, k: torch.Tensor, v: torch.Tensor | None, out_loc: torch.Tensor) -> None:
         """Write ``k`` and ``v`` (``[tokens, num_kv_heads, head_dim]`` each) to the locations ``out_loc [tokens]``. A
         location is page * page_size + offset. Called by the attention layers of the model in every forward pass.
-        Mutates the pool.
+        ``v`` is None for a latent group only, where the values are a part of ``k``. Mutates the pool.
         """
 
     @abstractmethod

@@ -79,6 +79,10 @@ class Feature(str):
     ATTN_SLIDING_WINDOW = _feature("attention.sliding_window", "limits a layer to a sliding window")
     ATTN_SOFT_CAP = _feature("attention.soft_cap", "caps logits softly")
     ATTN_SINKS = _feature("attention.sinks", "adds attention sinks to the softmax")
+    ATTN_LATENT = _feature(
+        "attention.latent",
+        "attends over latent pages (MLA), whose values are the first numbers of their keys",
+    )
     ATTN_GRAPH = _feature("attention.graph", "plan and forward can be captured and replayed")
     ATTN_REHEARSAL = _feature(
         "attention.rehearsal",

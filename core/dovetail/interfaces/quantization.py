@@ -14,6 +14,8 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
+from dovetail.errors import ConfigError
+
 if TYPE_CHECKING:
     import torch
 
@@ -212,6 +214,15 @@ class LinearMethod(ABC):
     def prepare(self, parameters: Mapping[str, torch.Tensor]) -> LinearProduct:
         """Return the product with the weight in ``parameters``. The tensors stay as they are as long as the product is
         used; it may hold copies of them."""
+
+    def dequantized(self, parameters: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """Return the weight ``[out, in]`` in ``parameters`` as a new tensor in the dtype of activations. Latent attention
+        needs it: it multiplies with parts of the weight in another way. Raises ``ConfigError`` if the method does not
+        implement it."""
+        raise ConfigError(
+            f"{type(self).__name__} cannot convert a weight back, which latent attention needs for kv_b_proj; exclude the module "
+            "from the quantization, or use a checkpoint in FP8 or without quantization"
+        )
 
 
 class ExpertsMethod(ABC):

@@ -13,6 +13,7 @@ from dovetail.interfaces.attention import AttentionLayer
 from dovetail.interfaces.model import WeightTarget
 from dovetail.layers.attention import AttentionShape, SelfAttention
 from dovetail.layers.base import Layer
+from dovetail.layers.latent import LatentAttention, LatentShape, latent_targets
 from dovetail.layers.linear import Linear
 from dovetail.layers.mlp import GatedMLP
 from dovetail.layers.norm import RMSNorm
@@ -33,10 +34,10 @@ Targets = Iterator[tuple[str, WeightTarget]]
 
 @dataclass(frozen=True, slots=True)
 class DecoderShape:
-    """Describe the sizes and variants of a whole decoder layer. ``scale`` multiplies the attention logits; by default it
-    is ``head_dim ** -0.5``."""
+    """Describe the sizes and variants of a whole decoder layer, with self-attention or latent attention. ``scale``
+    multiplies the attention logits; by default it is ``head_dim ** -0.5``."""
 
-    attention: AttentionShape
+    attention: AttentionShape | LatentShape
     intermediate_size: int
     norm_eps: float
     mlp_bias: bool = False
@@ -60,13 +61,17 @@ class DecoderLayer(Layer):
         self.attn_norm: RMSNorm | LayerNorm = RMSNorm(hidden, shape.norm_eps)
         scale = shape.attention.head_dim**-0.5 if shape.scale is None else shape.scale
         constants = AttentionLayer(index, scale, window)
-        self.attn = SelfAttention(shape.attention, constants, mesh)
+        self.attn: SelfAttention | LatentAttention
+        if isinstance(shape.attention, LatentShape):
+            self.attn = LatentAttention(shape.attention, constants, mesh)
+        else:
+            self.attn = SelfAttention(shape.attention, constants, mesh)
         self.mlp_norm: RMSNorm | LayerNorm = RMSNorm(hidden, shape.norm_eps)
         self.mlp = mlp or GatedMLP(hidden, shape.intermediate_size, mesh, bias=shape.mlp_bias)
 
     def connect(self) -> None:
         """See ``Layer.connect``."""
-        quantize_output(self.attn_norm, self.attn.qkv)
+        quantize_output(self.attn_norm, self.attn.qkv if isinstance(self.attn, SelfAttention) else self.attn.qkv_a)
         if isinstance(self.mlp, GatedMLP):
             quantize_output(self.mlp_norm, self.mlp.gate_up)
 
@@ -110,8 +115,11 @@ def decoder_targets(
         yield from mlp_targets(layer.mlp, f"{checkpoint_prefix}.{mlp_name}", f"{parameter_prefix}.mlp")
 
 
-def attention_targets(attn: SelfAttention, checkpoint_prefix: str, parameter_prefix: str) -> Targets:
+def attention_targets(attn: SelfAttention | LatentAttention, checkpoint_prefix: str, parameter_prefix: str) -> Targets:
     """Yield the targets of ``decoder_targets`` that belong to attention."""
+    if isinstance(attn, LatentAttention):
+        yield from latent_targets(attn, checkpoint_prefix, parameter_prefix)
+        return
     if attn.qk_norm is not None:
         yield from attn.qk_norm.targets(checkpoint_prefix, f"{parameter_prefix}.qk_norm", attn.order)
     if isinstance(attn.qkv, NormedProjections):

@@ -3,7 +3,7 @@ outputs, the second by its inputs. Every rank of a ``Linear`` holds the whole we
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
@@ -186,6 +186,13 @@ class Linear(Layer):
             self.prepare()
         return self._product.gated(x, self._added, self.activation)
 
+    def dense_weight(self) -> torch.Tensor:
+        """Return the weight ``[out, in]`` in a floating-point dtype of at least 16 bits: the parameter itself, or, if a
+        quantization stores it in another form, a new tensor. Raises ``ConfigError`` if its method cannot convert it."""
+        if self.method is None:
+            return self.weight.detach()
+        return self.method.dequantized({name: getattr(self, name).detach() for name in self.method.parameters()})
+
     def target(self, parameter: str, part: str | None = None) -> WeightTarget:
         """Return where a tensor of the checkpoint goes that is this layer's weight or bias, or those of projection
         ``part``. ``parameter`` is the full name of the weight or bias in the model."""
@@ -218,8 +225,8 @@ class ColumnLinear(Linear):
 
     ``parts`` names the projections and their numbers of outputs, in order. Outputs are divided in units of ``unit``,
     which is ``head_dim`` for the projections of attention. If a projection has fewer units than there are ranks,
-    several ranks hold the same unit (see ``Collectives.share``). ``transforms`` change the tensors of some projections;
-    they must leave the units whole.
+    several ranks hold the same unit (see ``Collectives.share``). Projections in ``whole`` are not divided. ``transforms``
+    change the tensors of some projections; they must leave the units whole.
     """
 
     def __init__(
@@ -231,16 +238,20 @@ class ColumnLinear(Linear):
         bias: bool = False,
         unit: int = 1,
         transforms: Mapping[str, WeightTransform] = NO_TRANSFORMS,
+        whole: Collection[str] = (),
     ) -> None:
-        own = {name: tuple(unit * n for n in mesh.tp.share(width // unit)) for name, width in parts.items()}
+        own = {
+            name: (0, width) if name in whole else tuple(unit * n for n in mesh.tp.share(width // unit))
+            for name, width in parts.items()
+        }
         super().__init__(in_features, sum(size for _, size in own.values()), bias=bias)
         self._places: dict[str, tuple[int, int, tuple[TensorShare, ...], WeightTransform | None]] = {}
         self._fused: dict[str, TensorShare] = {}
-        end, before, whole = 0, 0, sum(parts.values())
+        end, before, total = 0, 0, sum(parts.values())
         for name, (start, size) in own.items():
-            shares = (TensorShare(0, start, size, parts[name]),) if mesh.tp.size > 1 else ()
+            shares = (TensorShare(0, start, size, parts[name]),) if mesh.tp.size > 1 and name not in whole else ()
             self._places[name] = (end, size, shares, transforms.get(name))
-            self._fused[name] = TensorShare(0, before + start, size, whole)
+            self._fused[name] = TensorShare(0, before + start, size, total)
             end += size
             before += parts[name]
 

@@ -44,6 +44,11 @@ class Rotation(Protocol):
         head_dim]``, and write keys and values to the pool. Return the queries ``[tokens, heads, head_dim]``."""
         ...
 
+    def rotate(self, x: torch.Tensor, layer_id: int) -> torch.Tensor:
+        """Return ``x [tokens, heads, head_dim]`` rotated for layer ``layer_id``, for layers that store something else
+        than keys and values. ``x`` is contiguous except in the token dimension."""
+        ...
+
 
 class GatheredRotation(NamedTuple):
     """Hold cosines and signed sines of a step's tokens, ``[tokens, 1, head_dim]``; see ``ops.rotary.apply_rotary``."""
@@ -64,6 +69,10 @@ class GatheredRotation(NamedTuple):
         pool.store(layer_id, k, v, out_loc)
         return q
 
+    def rotate(self, x: torch.Tensor, layer_id: int) -> torch.Tensor:
+        """See ``Rotation.rotate``."""
+        return apply_rotary(x, self.cos, self.sin)
+
 
 class TableRotation(NamedTuple):
     """Hold the positions of a step's tokens and the table of all cosines and sines. Used on CUDA, where one kernel does
@@ -80,6 +89,11 @@ class TableRotation(NamedTuple):
         weights = None if norm is None else norm.operands
         keys, values = pool.keys(layer_id), pool.values(layer_id)
         return rotate_and_store(qkv, *counts, self.table, self.positions, weights, keys, values, out_loc)
+
+    def rotate(self, x: torch.Tensor, layer_id: int) -> torch.Tensor:
+        """See ``Rotation.rotate``."""
+        cos, sin = self.table.index_select(0, self.positions).split(1, 1)
+        return apply_rotary(x.float(), cos, sin).to(x.dtype)
 
 
 class NoRotation:
@@ -98,6 +112,10 @@ class NoRotation:
         pool.store(layer_id, k, v, out_loc)
         return q.contiguous() if q.is_cuda else q  # as the kernel of the other rotations returns them
 
+    def rotate(self, x: torch.Tensor, layer_id: int) -> torch.Tensor:
+        """See ``Rotation.rotate``."""
+        return x
+
 
 class LayerRotation(NamedTuple):
     """Hold the rotation of each layer, by ``KVPlace.layer_id``, for models whose layers differ in it."""
@@ -109,6 +127,10 @@ class LayerRotation(NamedTuple):
     ) -> torch.Tensor:
         """See ``Rotation.rotate_and_store``."""
         return self.layers[place.layer_id].rotate_and_store(qkv, counts, norm, place)
+
+    def rotate(self, x: torch.Tensor, layer_id: int) -> torch.Tensor:
+        """See ``Rotation.rotate``."""
+        return self.layers[layer_id].rotate(x, layer_id)
 
 
 class Rotary(Layer):

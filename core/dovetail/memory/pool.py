@@ -1,10 +1,10 @@
-"""Hold the KV pool of layers that keep plain keys and values."""
+"""Hold the KV pools of layers that keep plain keys and values, and of layers that keep latents."""
 
 from __future__ import annotations
 
 import torch
 
-from dovetail.interfaces.cache import CacheGroup, KVPool
+from dovetail.interfaces.cache import CacheGroup, CacheGroupKind, KVPool
 from dovetail.ops.kv import store
 from dovetail.ops.kv_dtypes import raw
 
@@ -14,6 +14,20 @@ _NAMED = {"fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
 def pool_dtype(name: str) -> torch.dtype:
     """Return the dtype of a value of ``memory.kv_dtype`` other than ``auto``."""
     return _NAMED.get(name) or getattr(torch, name)
+
+
+def bytes_per_page(group: CacheGroup, page_size: int, dtype: torch.dtype) -> int:
+    """Return the bytes of one page in the pool of ``make_pool``, keys and values of all layers together."""
+    width = group.head_dim if group.kind is CacheGroupKind.LATENT else 2 * group.head_dim
+    return group.num_layers * page_size * group.num_kv_heads * width * dtype.itemsize
+
+
+def make_pool(
+    group: CacheGroup, num_pages: int, page_size: int, dtype: torch.dtype, device: torch.device | str
+) -> PagedKVPool:
+    """Return a new pool for the layers of ``group``."""
+    kind = LatentKVPool if group.kind is CacheGroupKind.LATENT else PagedKVPool
+    return kind(group, num_pages, page_size, dtype, device)
 
 
 class PagedKVPool(KVPool):
@@ -36,21 +50,29 @@ class PagedKVPool(KVPool):
         self.device = torch.device(device)
         shape = (group.num_layers, num_pages, page_size, group.num_kv_heads, group.head_dim)
         self.k = torch.empty(shape, dtype=dtype, device=device)
-        self.v = torch.empty(shape, dtype=dtype, device=device)
+        self.v = self._make_values()
         fresh = slice(0, 1) if self.device.type == "cpu" else slice(None)
         self.k[:, fresh].zero_()
         self.v[:, fresh].zero_()
         k_places, v_places = self.k.flatten(1, 2), self.v.flatten(1, 2)  # [layers, places, kv_heads, head_dim]
-        self._raw = raw(k_places), raw(v_places)  # the same memory
+        self._raw = self._distinct(raw(k_places), raw(v_places))  # the same memory
         self._keys = list(self.k.unbind(0))
         self._values = list(self.v.unbind(0))
         self._k_rows = list(k_places.unbind(0))
         self._v_rows = list(v_places.unbind(0))
 
-    @staticmethod
-    def bytes_per_page(group: CacheGroup, page_size: int, dtype: torch.dtype) -> int:
-        """Return the bytes of one page, keys and values of all layers together."""
-        return 2 * group.num_layers * page_size * group.num_kv_heads * group.head_dim * dtype.itemsize
+    def _make_values(self) -> torch.Tensor:
+        """Return the memory of the values, ``[layers, num_pages, page_size, kv_heads, size of a value]``."""
+        return torch.empty_like(self.k)
+
+    def _distinct(self, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Return those of the two that together are the memory of the pool, each part of it once."""
+        return keys, values
+
+    def clear(self) -> None:
+        """Fill all pages with zeros."""
+        for places in self._raw:
+            places.zero_()
 
     def keys(self, layer_id: int) -> torch.Tensor:
         """See ``KVPool.keys``."""
@@ -60,12 +82,29 @@ class PagedKVPool(KVPool):
         """See ``KVPool.values``."""
         return self._values[layer_id]
 
-    def store(self, layer_id: int, k: torch.Tensor, v: torch.Tensor, out_loc: torch.Tensor) -> None:
+    def store(self, layer_id: int, k: torch.Tensor, v: torch.Tensor | None, out_loc: torch.Tensor) -> None:
         """See ``KVPool.store``. If several tokens name one location (padding rows on page 0), any one of them is
         kept."""
+        assert v is not None, "only a latent group has no values of its own"
         store(k, v, self._k_rows[layer_id], self._v_rows[layer_id], out_loc)
 
     def copy(self, source: torch.Tensor, target: torch.Tensor) -> None:
         """See ``KVPool.copy``."""
         for places in self._raw:
             places.index_copy_(1, target, places.index_select(1, source))
+
+
+class LatentKVPool(PagedKVPool):
+    """Hold the vectors of a latent cache group in one tensor, ``[layers, num_pages, page_size, 1, head_dim]``. Values are
+    a view of their first ``value_dim`` numbers. For initialisation see ``PagedKVPool``."""
+
+    def _make_values(self) -> torch.Tensor:
+        return self.k[..., : self.group.value_dim]
+
+    def _distinct(self, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return (keys,)
+
+    def store(self, layer_id: int, k: torch.Tensor, v: torch.Tensor | None, out_loc: torch.Tensor) -> None:
+        """See ``KVPool.store``. ``v`` is ignored."""
+        rows = self._k_rows[layer_id]
+        store(k, k, rows, rows, out_loc)

@@ -17,8 +17,9 @@ ATTENTION = KindDescriptor(
     ComponentKind.ATTENTION,
     "attention over the paged KV pool",
     "dovetail.interfaces.attention:AttentionBackend",
-    # shares, shared prefixes, graph hooks as the engine calls them; graphs of verify rows; AttentionContext.batch_invariant
-    api=(1, 3),
+    # shares, shared prefixes, graph hooks as the engine calls them; graphs of verify rows; AttentionContext.batch_invariant;
+    # AttentionContext.value_dim, latents
+    api=(1, 4),
     section=kinds.ATTENTION,
     one_for_all_phases="batch_invariant",
     namespaces=("attention",),
@@ -176,7 +177,7 @@ QUANTIZATION = KindDescriptor(
     ComponentKind.QUANTIZATION,
     "quantizations of weights",
     "dovetail.interfaces.quantization:Quantization",
-    api=(1, 2),  # experts_method; quantizer, check_modules
+    api=(1, 3),  # experts_method; quantizer, check_modules; LinearMethod.dequantized
     section=kinds.QUANTIZATION,
     screen=f"{_RULES}:screen_quantization",
     namespaces=("quantization",),

@@ -21,9 +21,12 @@ PREFILL, DECODE = "attention.prefill", "attention.decode"
 POLICY, GRAMMAR, DRAFTER = ComponentKind.POLICY, ComponentKind.GRAMMAR, ComponentKind.DRAFTER
 
 
-def attention(situation: Situation) -> Iterator[Reason]:
-    """Require one backend for both phases with ``batch_invariant``, because two backends give a token different bits
-    even if each of them is invariant."""
+def attention(situation: Situation) -> Iterator[Need | Reason]:
+    """Require backends that attend over latents if the model keeps latents. Require one backend for both phases with
+    ``batch_invariant``, because two backends give a token different bits even if each of them is invariant."""
+    if any(group.kind is CacheGroupKind.LATENT for group in situation.model.cache_groups):
+        needed_by = f"model {situation.model.architecture!r}"
+        yield from situation.needs(Feature.ATTN_LATENT, needed_by, "it keeps latents instead of keys and values")
     prefill, decode = situation.candidate(PREFILL), situation.candidate(DECODE)
     if not situation.combo[BATCH_INVARIANT] or prefill is None or decode is None:
         return

@@ -10,6 +10,8 @@ from packaging.specifiers import SpecifierSet
 
 from dovetail.config import Config
 from dovetail.errors import PluginLoadError
+from dovetail.interfaces.cache import CacheGroupKind
+from dovetail.interfaces.model import ModelInfo
 from dovetail.registry.resolution import Candidate, Reason, ResolveRequest, Stage
 from dovetail.registry.specs import Constraints, Requirement
 from dovetail.registry.targets import load_attribute
@@ -54,10 +56,16 @@ def constraint_reasons(constraints: Constraints, request: ResolveRequest) -> Ite
     if request.model_info is not None:
         yield from _one_of("dtype", constraints.dtypes, request.dtype, "model.dtype")
         yield from _one_of("kv_dtype", constraints.kv_dtypes, request.kv_dtype, "memory.kv_dtype")
-        dims = {request.model_info.head_dim, *(group.head_dim for group in request.model_info.cache_groups)}
-        for dim in sorted(dims):
+        for dim in sorted(kernel_dims(request.model_info)):
             yield from _one_of("head_dim", constraints.head_dims, dim, None)
     yield from _one_of("page_size", constraints.page_sizes, request.config.memory.page_size, "memory.page_size")
+
+
+def kernel_dims(info: ModelInfo) -> set[int]:
+    """Return the head dims for which a model needs kernels over plain keys and values. Groups of latents have none: the
+    backends that offer ``attention.latent`` have kernels for them."""
+    groups = [group for group in info.cache_groups if group.kind is not CacheGroupKind.LATENT]
+    return {group.head_dim for group in groups} | ({info.head_dim} if groups or not info.cache_groups else set())
 
 
 def _one_of(what: str, allowed: tuple[object, ...], given: object, key: str | None) -> Iterator[Reason]:

@@ -15,6 +15,7 @@ from dovetail.testing.attention_cases import (
     EXTEND,
     GRAPH,
     GRAPH_ROWS,
+    LATENT,
     MIXED,
     REPLAYS,
     SHARED_PREFIX,
@@ -150,6 +151,14 @@ class AttentionSuite(InvarianceCases):
             pytest.skip(f"{self.name} does not allow head_dim {head_dim}")
         case, features = STEPS[step]
         self.check(replace(case, head_dim=head_dim, scale=0.3 * head_dim**-0.5), *features)
+
+    @each_step
+    @pytest.mark.parametrize(("head_dim", "value_dim"), [(24, 16), (576, 512)])
+    def test_latents(self, step: str, head_dim: int, value_dim: int) -> None:
+        """Values are the first numbers of the keys, which all query heads read; outputs have their size."""
+        case, features = STEPS[step]
+        case = replace(case, head_dim=head_dim, value_dim=value_dim, heads=6, kv_heads=1, scale=0.1)
+        self.check(case, *features, LATENT)
 
     @each_step
     @pytest.mark.parametrize("window", [1, 3, 16, 1000])

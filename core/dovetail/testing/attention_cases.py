@@ -8,7 +8,7 @@ from dovetail.testing.attention_reference import AttentionCase
 EXTEND, DECODE, MIXED = Feature.ATTN_EXTEND, Feature.ATTN_DECODE, Feature.ATTN_MIXED
 VERIFY, TREE, WINDOW = Feature.ATTN_VERIFY, Feature.ATTN_TREE_MASK, Feature.ATTN_SLIDING_WINDOW
 SOFT_CAP, SINKS = Feature.ATTN_SOFT_CAP, Feature.ATTN_SINKS
-SHARED_PREFIX, GRAPH = Feature.ATTN_SHARED_PREFIX, Feature.ATTN_GRAPH
+SHARED_PREFIX, GRAPH, LATENT = Feature.ATTN_SHARED_PREFIX, Feature.ATTN_GRAPH, Feature.ATTN_LATENT
 
 STEPS: dict[str, tuple[AttentionCase, tuple[Feature, ...]]] = {
     "extend": (AttentionCase([0, 0, 0, 0], [1, 5, 33, 16], num_extend=4), (EXTEND,)),

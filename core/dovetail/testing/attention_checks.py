@@ -67,7 +67,7 @@ class AttentionChecks(ComponentSuite):
         return replace(
             case,
             dtype=case.dtype if case.dtype in dtypes else dtypes[0],
-            head_dim=_nearest(case.head_dim, allowed.head_dims),
+            head_dim=_nearest(case.head_dim, allowed.head_dims if case.value_dim is None else ()),
             page_size=_nearest(case.page_size, allowed.page_sizes),
         )
 

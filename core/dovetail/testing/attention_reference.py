@@ -10,8 +10,8 @@ import numpy as np
 import torch
 
 from dovetail.interfaces.attention import AttentionContext, AttentionLayer
-from dovetail.interfaces.cache import CacheGroup, KVPool
-from dovetail.memory.pool import PagedKVPool
+from dovetail.interfaces.cache import CacheGroup, CacheGroupKind, KVPool
+from dovetail.memory.pool import PagedKVPool, make_pool
 from dovetail.testing.batches import make_batch, make_page_table, share_prefixes
 from dovetail.types import DraftTree, IntArray
 
@@ -57,29 +57,6 @@ class AttentionCase:
     layer_id: int = 1
     num_layers: int = 2
     min_pages: int = 0  # of the pool, which has more pages than the rows need
-
-
-class LatentPool(PagedKVPool):
-    """Hold a pool whose values are the first ``value_dim`` elements of its keys, in the same memory.
-
-    What is stored as values is ignored.
-    """
-
-    def __init__(
-        self,
-        group: CacheGroup,
-        num_pages: int,
-        page_size: int,
-        dtype: torch.dtype,
-        device: torch.device,
-        value_dim: int,
-    ) -> None:
-        super().__init__(group, num_pages, page_size, dtype, device)
-        self.v = self.k[..., :value_dim]
-
-    def values(self, layer_id: int) -> torch.Tensor:
-        """Return a view, ``[num_pages, page_size, num_kv_heads, value_dim]``."""
-        return self.v[layer_id]
 
 
 class AttentionStep:
@@ -139,6 +116,7 @@ class AttentionStep:
             max_rows=max(16, len(case.prefix)),
             max_context=max(2048, *self.lens),
             batch_invariant=case.batch_invariant,
+            value_dim=case.value_dim,
         )
 
     def _normal(self, *shape: int) -> torch.Tensor:
@@ -170,9 +148,9 @@ class AttentionStep:
 
     def _make_pool(self, owned: Sequence[int]) -> PagedKVPool:
         case = self.case
-        group = CacheGroup(case.num_layers, case.kv_heads, case.head_dim)
-        sizes = group, self.num_pages, case.page_size, case.kv_dtype or case.dtype, self.device
-        pool = PagedKVPool(*sizes) if case.value_dim is None else LatentPool(*sizes, case.value_dim)
+        kind = CacheGroupKind.FULL if case.value_dim is None else CacheGroupKind.LATENT
+        group = CacheGroup(case.num_layers, case.kv_heads, case.head_dim, kind, value_dim=case.value_dim)
+        pool = make_pool(group, self.num_pages, case.page_size, case.kv_dtype or case.dtype, self.device)
         for memory in (pool.k, pool.v):
             memory.copy_(torch.full((), torch.nan))
         for row, length in enumerate(owned):

@@ -30,7 +30,7 @@ class EagerAttention(AttentionBackend):
             raise ValueError(
                 f"q is {list(q.shape)}; expected [tokens, heads, head_dim]: [{len(batch.positions)}, heads, {size}]"
             )
-        out = torch.empty_like(q)
+        out = q.new_empty(*q.shape[:2], self._pool.values(layer.layer_id).shape[-1])
         starts = batch.qo_indptr.tolist()
         for row, kv_len in enumerate(batch.kv_lens.tolist()):
             pages = batch.page_table[row].long()

@@ -30,7 +30,7 @@ from dovetail.interfaces.features import Feature
 from dovetail.interfaces.mesh import SINGLE, Mesh
 from dovetail.interfaces.model import ModelArchitecture, ModelInfo
 from dovetail.layers.base import Layer
-from dovetail.memory.pool import PagedKVPool
+from dovetail.memory.pool import make_pool
 from dovetail.registry.ranks import divisions
 from dovetail.registry.specs import ComponentKind
 from dovetail.registry.targets import load_attribute
@@ -132,7 +132,7 @@ class ModelSuite(ComponentSuite):
         (group,) = local_info(model.info, mesh).cache_groups
         num_pages = 1 + sum(-(-n // page_size) for n in lens)
         dtype = next(as_module(model).parameters()).dtype
-        pool = PagedKVPool(group, num_pages, page_size, dtype, "cpu")
+        pool = make_pool(group, num_pages, page_size, dtype, "cpu")
         for memory in (pool.k, pool.v):
             memory.fill_(float("nan"))
         return ModelRows(model, attention(self.make_attention(model, pool)), pool, lens)

@@ -17,6 +17,7 @@ TORCH_NATIVE = ComponentSpec(
     target="dovetail_attention.torch_native:TorchNativeAttention",
     config="dovetail_attention.config:TorchNativeConfig",
     summary="PyTorch's kernels on any device; the reference on CUDA, the fast backend on CPU.",
+    api=(1, 4),
     offers=frozenset(
         {
             Feature.ATTN_EXTEND,
@@ -27,6 +28,7 @@ TORCH_NATIVE = ComponentSpec(
             Feature.ATTN_SLIDING_WINDOW,
             Feature.ATTN_SOFT_CAP,
             Feature.ATTN_SINKS,
+            Feature.ATTN_LATENT,
         }
     ),
     constraints=Constraints(devices=("cpu", "cuda"), dtypes=DTYPES, kv_dtypes=KV_DTYPES),

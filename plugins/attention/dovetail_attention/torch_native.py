@@ -31,7 +31,8 @@ class Buffer(NamedTuple):
 
 
 class Bound(NamedTuple):
-    """Bind a group to the memory into which its keys and values are gathered; None where they are read in place."""
+    """Bind a group to the memory into which its keys and values are gathered; None where they are read in place, and for
+    values that are a part of the keys."""
 
     group: Group
     keys: Buffer | None
@@ -44,13 +45,12 @@ class Bound(NamedTuple):
         group, k, v, _ = self
         assert group.index is not None
         assert k is not None
-        assert v is not None
-        torch.index_select(keys, 0, group.index, out=k.pieces)
-        torch.index_select(values, 0, group.index, out=v.pieces)
-        if group.tail is not None:
-            k.places.index_fill_(0, group.tail, 0)
-            v.places.index_fill_(0, group.tail, 0)
-        return k.by_row, v.by_row
+        for buffer, memory in ((k, keys), (v, values)):
+            if buffer is not None:
+                torch.index_select(memory, 0, group.index, out=buffer.pieces)
+                if group.tail is not None:
+                    buffer.places.index_fill_(0, group.tail, 0)
+        return k.by_row, (v or k).by_row
 
 
 class AttentionPlan(NamedTuple):
@@ -67,10 +67,14 @@ class TorchNativeAttention(AttentionBackend):
 
     ``plan`` makes the groups (see ``planner``). ``forward`` does not wait for the device. If a layer has a window that
     no layer had before, ``forward`` plans for that window; from the next step on, ``plan`` does so.
+
+    In a latent group whole keys stand for the values, because the kernels want both of one size; ``forward`` returns the
+    part of the result that belongs to the values.
     """
 
     def __init__(self, config: BaseModel, context: AttentionContext) -> None:
         self._pool = context.pool
+        self._value_dim = context.value_dim
         self._dtype = context.dtype
         self._heads, self._dim = context.num_kv_heads, context.head_dim
         self._stride = context.num_kv_heads * context.head_dim
@@ -98,6 +102,10 @@ class TorchNativeAttention(AttentionBackend):
         if plan is None:
             self._views.append(view)
             plan = self._plans[view] = self._plan_view(view)
+        out = self._run(plan, q, layer, batch)
+        return out if self._value_dim is None else out[..., : self._value_dim]
+
+    def _run(self, plan: AttentionPlan, q: torch.Tensor, layer: AttentionLayer, batch: Batch) -> torch.Tensor:
         groups, paged = plan
         if len(groups) == 1 and paged is None:  # then the group contains all tokens in order
             return self._attend(groups[0], q, layer)
@@ -121,7 +129,7 @@ class TorchNativeAttention(AttentionBackend):
         out: torch.Tensor,
     ) -> None:
         assert self._kernels is not None
-        kv = PagedKV(self._pool.keys(layer.layer_id), self._pool.values(layer.layer_id), batch.page_table)
+        kv = PagedKV(*self._layer(layer.layer_id), batch.page_table)
         sinks = None if layer.sinks is None else layer.sinks.float()
         self._kernels.attend(
             q, kv, spans, out, scale=layer.scale, window=layer.window, soft_cap=layer.soft_cap, sinks=sinks
@@ -137,9 +145,14 @@ class TorchNativeAttention(AttentionBackend):
         """Return the group's keys and values, both ``[rows, kv_heads, keys, head_dim]``."""
         group = bound.group
         if group.index is None:
-            keys, values = self._pool.keys(layer.layer_id), self._pool.values(layer.layer_id)
+            keys, values = self._layer(layer.layer_id)
             return self._in_place(keys, group), self._in_place(values, group)
         return bound.gather(*self._memory.get((layer.layer_id, group.unit)) or self._pieces(layer.layer_id, group.unit))
+
+    def _layer(self, layer_id: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return a layer's keys, and its values or what stands for them, of the same shape."""
+        keys = self._pool.keys(layer_id)
+        return keys, self._pool.values(layer_id) if self._value_dim is None else keys
 
     def _in_place(self, memory: torch.Tensor, group: Group) -> torch.Tensor:
         start = memory.storage_offset() + group.start * self._stride
@@ -148,9 +161,7 @@ class TorchNativeAttention(AttentionBackend):
 
     def _pieces(self, layer_id: int, unit: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return views of a layer's keys and values in rows of ``unit`` places. Pools must be contiguous per layer."""
-        keys, values = (
-            raw(x).view(-1, unit * self._stride) for x in (self._pool.keys(layer_id), self._pool.values(layer_id))
-        )
+        keys, values = (raw(x).view(-1, unit * self._stride) for x in self._layer(layer_id))
         self._memory[layer_id, unit] = keys, values
         return keys, values
 
@@ -166,7 +177,8 @@ class TorchNativeAttention(AttentionBackend):
         offset = (
             2 if shared is None or shared.group.index is None else 4
         )  # both parts are gathered before they are read
-        return Bound(group, self._buffer(group, offset - 2), self._buffer(group, offset - 1), shared)
+        values = self._buffer(group, offset - 1) if self._value_dim is None else None
+        return Bound(group, self._buffer(group, offset - 2), values, shared)
 
     def _buffer(self, group: Group, which: int) -> Buffer | None:
         """Return memory into which keys (``which`` is even) or values (odd) are gathered.

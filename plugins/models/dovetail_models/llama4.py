@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from dovetail.layers.attention import SelfAttention
 from dovetail.layers.decoder import DecoderLayer
 from dovetail.layers.expert_targets import FusedLayout, fused_expert_targets
 from dovetail.layers.norm import HeadNorm
@@ -86,6 +87,7 @@ class Llama4Model(MoeModel):
         """See ``DecoderModel``."""
         layer, config = super().make_layer(index, mesh), self.info.config
         if config.unweighted_norm and config.layer_ropes[index] is not None:
+            assert isinstance(layer.attn, SelfAttention)
             layer.attn.qk_norm = UnweightedHeadNorm(*layer.attn.counts, self.info.head_dim, config.norm_eps)
         return layer
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from dovetail.interfaces.model import WeightTarget
+from dovetail.layers.attention import SelfAttention
 from dovetail.layers.decoder import DecoderLayer, linear_targets
 from dovetail.layers.mlp import GatedMLP
 from dovetail_models.dense import DenseModel
@@ -23,6 +24,7 @@ class Phi3Model(DenseModel):
         assert isinstance(layer, DecoderLayer)
         mlp = layer.mlp
         assert isinstance(mlp, GatedMLP)
+        assert isinstance(layer.attn, SelfAttention)
         theirs, ours = checkpoint_prefix, parameter_prefix
         yield f"{theirs}.input_layernorm.weight", WeightTarget(f"{ours}.attn_norm.weight")
         yield f"{theirs}.post_attention_layernorm.weight", WeightTarget(f"{ours}.mlp_norm.weight")

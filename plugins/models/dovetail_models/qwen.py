@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from dovetail.interfaces.model import WeightTarget
+from dovetail.layers.attention import SelfAttention
 from dovetail.layers.decoder import DecoderLayer, linear_targets
 from dovetail.layers.mlp import GatedMLP
 from dovetail_models.dense import DenseModel
@@ -29,6 +30,7 @@ class QwenModel(DenseModel):
         assert isinstance(layer, DecoderLayer)
         mlp = layer.mlp
         assert isinstance(mlp, GatedMLP)
+        assert isinstance(layer.attn, SelfAttention)
         theirs, ours = checkpoint_prefix, parameter_prefix
         yield f"{theirs}.ln_1.weight", WeightTarget(f"{ours}.attn_norm.weight")
         yield f"{theirs}.ln_2.weight", WeightTarget(f"{ours}.mlp_norm.weight")

@@ -70,6 +70,7 @@ def describe_dflash(
         own_embedding="embed_tokens.weight" in names,
     )
     attention = shape.decoder.attention
+    assert isinstance(attention, AttentionShape)
     if attention.hidden_size != target.hidden_size:
         raise ConfigError(
             f"config.json of the drafter: hidden_size is {attention.hidden_size}; the target's is {target.hidden_size}. A DFlash drafter "

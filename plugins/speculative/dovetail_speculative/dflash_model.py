@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from dovetail.interfaces.model import ModelArchitecture, ModelInfo, WeightTarget
+from dovetail.layers.attention import SelfAttention
 from dovetail.layers.base import Layer
 from dovetail.layers.decoder import DecoderLayer, decoder_targets
 from dovetail.layers.embedding import Embedding, LMHead
@@ -56,7 +57,7 @@ class DFlashModel(Layer, ModelArchitecture):
     def prepare(self) -> None:
         """Join the weights that compute keys and values of the context into one product for all layers. See
         ``Layer.prepare``."""
-        attention = [layer.attn for layer in self._layers]
+        attention = [layer.attn for layer in self._layers if isinstance(layer.attn, SelfAttention)]
         self._counts = attention[0].counts
         queries = self._counts.queries * self.info.head_dim
         context = Linear(self.info.hidden_size, 0, bias=attention[0].qkv.bias is not None)
