@@ -19,6 +19,7 @@ import torch
 from dovetail.layers.base import Layer
 from dovetail.layers.linear import ColumnLinear, row_linear
 from dovetail.layers.norm import RMSNorm
+from dovetail.layers.rotary import KVPlace, Latents
 
 if TYPE_CHECKING:
     from dovetail.interfaces.attention import AttentionLayer
@@ -92,7 +93,7 @@ class LatentAttention(Layer):
         self.kv_b = ColumnLinear(shape.kv_lora_rank, {"kv": whole * expanded}, mesh, unit=expanded)
         self.out = row_linear(whole * shape.v_head_dim, shape.hidden_size, mesh, bias=shape.bias)
         own = self.num_heads * shape.head_dim if shape.q_lora_rank is None else shape.q_lora_rank
-        self._widths = (own, shape.kv_lora_rank, shape.qk_rope_head_dim)
+        self._widths = (own, shape.latent_dim)
         self._w_uk: torch.Tensor
         self._w_uv: torch.Tensor
 
@@ -119,18 +120,26 @@ class LatentAttention(Layer):
         """Return the attended values, which are the input of the output projection."""
         if not self.prepared:
             self.prepare()
-        constants, group = self.constants, self.group
-        queries, latent, rotated = self.qkv_a.forward(x).split(self._widths, 1)
-        rotated = self._rotate(rotated[:, None], rotation)
-        stored = torch.cat((self.kv_norm.forward(latent)[:, None], rotated), 2)
-        batch.kv[group].store(constants.layer_id, stored, None, batch.out_loc)
-        q = self._absorb(self._queries(queries), rotation)
+        constants, group, shape = self.constants, self.group, self.shape
+        queries, latents = self.qkv_a.forward(x).split(self._widths, 1)
+        q = self._queries(queries)
+        absorbed = q.new_empty(len(q), self.num_heads, shape.latent_dim)
+        rank = shape.kv_lora_rank
+        rotation.rotate_and_store_latents(
+            q[..., shape.qk_nope_head_dim :],
+            absorbed[..., rank:],
+            Latents(latents, self.kv_norm, shape.interleaved),
+            KVPlace(batch.kv[group], constants.layer_id, batch.out_loc),
+        )
         if last is not None:
-            assert batch.logit_rows is not None
-            q, batch = q.index_select(0, batch.logit_rows), last
+            rows, batch = batch.logit_rows, last
+            assert rows is not None
+            q, absorbed = q.index_select(0, rows), absorbed.index_select(0, rows)
         if not len(q):
-            return q.new_empty(0, self.num_heads * self.shape.v_head_dim)
-        return self._expand(batch.attn[group].forward(q, constants, batch))
+            return q.new_empty(0, self.num_heads * shape.v_head_dim)
+        plain = q[..., : shape.qk_nope_head_dim].transpose(0, 1)
+        torch.bmm(plain, self._w_uk, out=absorbed[..., :rank].transpose(0, 1))
+        return self._expand(batch.attn[group].forward(absorbed, constants, batch))
 
     def _queries(self, x: torch.Tensor) -> torch.Tensor:
         """Return the queries ``[tokens, heads, head_dim]``, before they are rotated."""
@@ -138,18 +147,6 @@ class LatentAttention(Layer):
             assert self.q_norm is not None
             x = self.q_b.forward(self.q_norm.forward(x))
         return x.view(x.shape[0], self.num_heads, self.shape.head_dim)
-
-    def _rotate(self, x: torch.Tensor, rotation: Rotation) -> torch.Tensor:
-        """Rotate ``x [tokens, heads, qk_rope_head_dim]``. With ``interleaved``, the pairs' first elements come first in the
-        result, in queries as in keys, which leaves their products as they are."""
-        x = x.unflatten(2, (-1, 2)).transpose(2, 3).flatten(2) if self.shape.interleaved else x.contiguous()
-        return rotation.rotate(x, self.constants.layer_id)
-
-    def _absorb(self, q: torch.Tensor, rotation: Rotation) -> torch.Tensor:
-        """Return queries over latents, ``[tokens, heads, latent_dim]``, of queries over keys."""
-        plain, rotated = q.split((self.shape.qk_nope_head_dim, self.shape.qk_rope_head_dim), 2)
-        absorbed = torch.bmm(plain.transpose(0, 1), self._w_uk).transpose(0, 1)
-        return torch.cat((absorbed, self._rotate(rotated, rotation)), 2)
 
     def _expand(self, attended: torch.Tensor) -> torch.Tensor:
         """Return the values ``[tokens, heads * v_head_dim]`` of attended latents ``[tokens, heads, kv_lora_rank]``."""

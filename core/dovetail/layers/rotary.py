@@ -10,10 +10,11 @@ from torch import nn
 
 from dovetail.layers.base import Layer
 from dovetail.layers.rope import RopeConfig
+from dovetail.ops.latent import rotate_and_store_latents
 from dovetail.ops.rotary import apply_rotary, rotate_and_store
 
 if TYPE_CHECKING:
-    from dovetail.layers.norm import HeadNorm
+    from dovetail.layers.norm import HeadNorm, RMSNorm
     from dovetail.types import StoresKV
 
 
@@ -33,6 +34,16 @@ class KVPlace(NamedTuple):
     out_loc: torch.Tensor
 
 
+class Latents(NamedTuple):
+    """Hold what latent attention stores of a step's tokens: ``x [tokens, rank + rope]``, of which the first ``rank``
+    numbers are to be normalised with ``norm`` and the others to be rotated. With ``interleaved``, the elements 2i and 2i + 1
+    of these, and of queries, are a pair, otherwise i and i + rope / 2; after the rotation, always i and i + rope / 2."""
+
+    x: torch.Tensor
+    norm: RMSNorm
+    interleaved: bool
+
+
 class Rotation(Protocol):
     """Hold the positions of a step's tokens, and compute what each layer computes between the projection and
     attention."""
@@ -44,9 +55,10 @@ class Rotation(Protocol):
         head_dim]``, and write keys and values to the pool. Return the queries ``[tokens, heads, head_dim]``."""
         ...
 
-    def rotate(self, x: torch.Tensor, layer_id: int) -> torch.Tensor:
-        """Return ``x [tokens, heads, head_dim]`` rotated for layer ``layer_id``, for layers that store something else
-        than keys and values. ``x`` is contiguous except in the token dimension."""
+    def rotate_and_store_latents(self, q: torch.Tensor, out: torch.Tensor, latents: Latents, place: KVPlace) -> None:
+        """Rotate ``q [tokens, heads, rope]``, the rotated elements of the queries of latent attention, into ``out``, of
+        the same shape. Normalise and rotate ``latents``, and write them to the pool. Does not change ``q``; both may be
+        views with any strides except in the last dimension."""
         ...
 
 
@@ -69,9 +81,12 @@ class GatheredRotation(NamedTuple):
         pool.store(layer_id, k, v, out_loc)
         return q
 
-    def rotate(self, x: torch.Tensor, layer_id: int) -> torch.Tensor:
-        """See ``Rotation.rotate``."""
-        return apply_rotary(x, self.cos, self.sin)
+    def rotate_and_store_latents(self, q: torch.Tensor, out: torch.Tensor, latents: Latents, place: KVPlace) -> None:
+        """See ``Rotation.rotate_and_store_latents``."""
+        rank = latents.x.shape[1] - q.shape[2]
+        key = apply_rotary(_pairs_apart(latents.x[:, None, rank:], latents), self.cos, self.sin)
+        _store_latents(latents, key, place)
+        out.copy_(apply_rotary(_pairs_apart(q, latents), self.cos, self.sin))
 
 
 class TableRotation(NamedTuple):
@@ -90,10 +105,20 @@ class TableRotation(NamedTuple):
         keys, values = pool.keys(layer_id), pool.values(layer_id)
         return rotate_and_store(qkv, *counts, self.table, self.positions, weights, keys, values, out_loc)
 
-    def rotate(self, x: torch.Tensor, layer_id: int) -> torch.Tensor:
-        """See ``Rotation.rotate``."""
-        cos, sin = self.table.index_select(0, self.positions).split(1, 1)
-        return apply_rotary(x.float(), cos, sin).to(x.dtype)
+    def rotate_and_store_latents(self, q: torch.Tensor, out: torch.Tensor, latents: Latents, place: KVPlace) -> None:
+        """See ``Rotation.rotate_and_store_latents``."""
+        norm, (pool, layer_id, out_loc) = latents.norm, place
+        rotate_and_store_latents(
+            q,
+            out,
+            latents.x,
+            (norm.weight, norm.eps),
+            self.table,
+            self.positions,
+            pool.keys(layer_id),
+            out_loc,
+            interleaved=latents.interleaved,
+        )
 
 
 class NoRotation:
@@ -112,9 +137,11 @@ class NoRotation:
         pool.store(layer_id, k, v, out_loc)
         return q.contiguous() if q.is_cuda else q  # as the kernel of the other rotations returns them
 
-    def rotate(self, x: torch.Tensor, layer_id: int) -> torch.Tensor:
-        """See ``Rotation.rotate``."""
-        return x
+    def rotate_and_store_latents(self, q: torch.Tensor, out: torch.Tensor, latents: Latents, place: KVPlace) -> None:
+        """See ``Rotation.rotate_and_store_latents``."""
+        rank = latents.x.shape[1] - q.shape[2]
+        _store_latents(latents, _pairs_apart(latents.x[:, None, rank:], latents), place)
+        out.copy_(_pairs_apart(q, latents))
 
 
 class LayerRotation(NamedTuple):
@@ -128,9 +155,20 @@ class LayerRotation(NamedTuple):
         """See ``Rotation.rotate_and_store``."""
         return self.layers[place.layer_id].rotate_and_store(qkv, counts, norm, place)
 
-    def rotate(self, x: torch.Tensor, layer_id: int) -> torch.Tensor:
-        """See ``Rotation.rotate``."""
-        return self.layers[layer_id].rotate(x, layer_id)
+    def rotate_and_store_latents(self, q: torch.Tensor, out: torch.Tensor, latents: Latents, place: KVPlace) -> None:
+        """See ``Rotation.rotate_and_store_latents``."""
+        self.layers[place.layer_id].rotate_and_store_latents(q, out, latents, place)
+
+
+def _pairs_apart(x: torch.Tensor, latents: Latents) -> torch.Tensor:
+    """Return contiguous ``x [tokens, heads, rope]`` with the first elements of all pairs before the second ones."""
+    return x.unflatten(2, (-1, 2)).transpose(2, 3).flatten(2) if latents.interleaved else x.contiguous()
+
+
+def _store_latents(latents: Latents, key: torch.Tensor, place: KVPlace) -> None:
+    """Write normalised latents and the rotated ``key [tokens, 1, rope]`` to the pool."""
+    normed = latents.norm.forward(latents.x[:, : latents.x.shape[1] - key.shape[2]])
+    place.pool.store(place.layer_id, torch.cat((normed[:, None], key), 2), None, place.out_loc)
 
 
 class Rotary(Layer):
