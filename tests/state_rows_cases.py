@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch.nn import functional
 
+from dovetail.interfaces.mixer_shapes import DeltaGates, DeltaShape
 from dovetail.ops.state_rows import StateRows
 
 LENS = (150, 1, 0, 64, 3, 67)
@@ -107,3 +108,62 @@ def check_conv(rows: StatefulRows, outs, state, weight, bias, before, silu: bool
         torch.testing.assert_close(state[slot].double(), last, atol=0, rtol=0)
     untouched = [slot for slot in range(8) if slot not in rows.slots]
     assert torch.equal(state[untouched], before[untouched])
+
+
+class DeltaCase:
+    """Hold rows of queries, keys, values and gates of the gated delta rule, and the states of 8 slots."""
+
+    def __init__(
+        self,
+        by_channel: bool,
+        lens: tuple[int, ...] = LENS,
+        dtype: torch.dtype = torch.float32,
+        shape: DeltaShape = DeltaShape(key_heads=2, value_heads=4, key_dim=8, value_dim=12),  # noqa: B008
+    ) -> None:
+        torch.manual_seed(0)
+        self.shape, self.dtype = shape, dtype
+        per_gate = (shape.value_heads, shape.key_dim) if by_channel else (shape.value_heads,)
+        self.rate, self.bias = torch.rand(shape.value_heads) * 2, torch.randn(per_gate)
+
+        def make(tokens: int) -> list[torch.Tensor]:
+            sizes = ((shape.width,), per_gate, (shape.value_heads,))
+            return [torch.randn(tokens, *size).to(dtype) for size in sizes]
+
+        self.rows = StatefulRows.random(make, lens)
+        self.before = torch.randn(8, *shape.state)
+
+    def gates(self, args: list[torch.Tensor]) -> DeltaGates:
+        device = args[1].device
+        return DeltaGates(args[1], args[2], self.rate.to(device), self.bias.to(device))
+
+    def reference(self, args: list[torch.Tensor], state: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return outputs and the last state of one row, token by token in float64."""
+        shape, state = self.shape, state.double()
+        qkv, a, b = (arg.double() for arg in args)
+        keys = shape.key_heads * shape.key_dim
+        q, k = (x.unflatten(1, (shape.key_heads, -1)) for x in (qkv[:, :keys], qkv[:, keys : 2 * keys]))
+        q, k = (x / (x.square().sum(-1, keepdim=True) + 1e-6).sqrt() for x in (q, k))
+        q, k = (x.repeat_interleave(shape.value_heads // shape.key_heads, 1) for x in (q, k))
+        v = qkv[:, 2 * keys :].unflatten(1, (shape.value_heads, -1))
+        a = a if a.ndim == 3 else a[..., None]
+        bias = self.bias.double().view(shape.value_heads, -1)
+        decay = (-self.rate.double()[:, None] * functional.softplus(a + bias)).exp()[..., None]
+        outs = []
+        for t in range(len(qkv)):
+            state = decay[t] * state
+            change = b[t].sigmoid()[:, None] * (v[t] - torch.einsum("hk,hkv->hv", k[t], state))
+            state = state + torch.einsum("hk,hv->hkv", k[t], change)
+            outs.append(torch.einsum("hk,hkv->hv", q[t], state) * shape.key_dim**-0.5)
+        return torch.stack(outs) if outs else v, state
+
+    def check(self, outs: list[torch.Tensor], state: torch.Tensor, tolerance: float, rounding: float = 0.0) -> None:
+        """Assert that ``outs`` of each row and the states after them follow from the states before. ``rounding`` is the
+        relative error of outputs."""
+        for args, slot, fresh, out in zip(self.rows.args, self.rows.slots, self.rows.fresh, outs, strict=True):
+            begin = torch.zeros_like(self.before[slot]) if fresh and len(args[0]) else self.before[slot]
+            expected, last = self.reference(args, begin)
+            if len(args[0]):
+                torch.testing.assert_close(out.double(), expected, atol=tolerance, rtol=tolerance + rounding)
+            torch.testing.assert_close(state[slot].double(), last, atol=tolerance, rtol=tolerance)
+        untouched = [slot for slot in range(8) if slot not in self.rows.slots]
+        assert torch.equal(state[untouched], self.before[untouched])

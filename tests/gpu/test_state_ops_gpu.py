@@ -8,8 +8,10 @@ from __future__ import annotations
 import pytest
 import torch
 
+from dovetail.interfaces.mixer_shapes import DeltaShape
+from dovetail.ops.gated_delta import gated_delta, gated_delta_step
 from dovetail.ops.short_conv import short_conv, short_conv_step
-from state_rows_cases import check_conv, conv_case
+from state_rows_cases import DeltaCase, check_conv, conv_case
 
 pytestmark = [
     pytest.mark.gpu,
@@ -35,3 +37,48 @@ def test_decode_steps_of_a_convolution_continue_and_padding_rows_write_nothing()
     state, on_device = before.cuda(), (weight.cuda(), bias.cuda())
     outs = rows.run_each(lambda args, slots: short_conv_step(args[0], *on_device, state, slots), "cuda")
     check_conv(rows, outs, state.cpu(), weight, bias, before, True, 1e-5)
+
+
+SHAPES = (DeltaShape(2, 4, 128, 128), DeltaShape(3, 3, 64, 40))
+by_channel = pytest.mark.parametrize("by_channel", [False, True], ids=["by head", "by channel"])
+
+
+@by_channel
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-4), (torch.bfloat16, 3e-2)], ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_however_prompts_are_divided_the_gated_delta_rule_is_the_recurrence(shape, dtype, tolerance, by_channel):
+    for cuts in ([1000], [5, 64, 2]):
+        case = DeltaCase(by_channel, dtype=dtype, shape=shape)
+        state = case.before.cuda()
+        outs = case.rows.run(prompts_on(case, state), cuts, "cuda")
+        case.check(outs, state.cpu(), tolerance, tolerance)
+
+
+def prompts_on(case, state):
+    return lambda args, plan: gated_delta(args[0], case.gates(args), state, plan, case.shape)
+
+
+@by_channel
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_decode_steps_of_the_gated_delta_rule_continue(shape, by_channel) -> None:
+    case = DeltaCase(by_channel, (70, 1, 0, 3), shape=shape)
+    case.before[case.rows.slots[case.rows.fresh]] = 0
+    state = case.before.cuda()
+
+    def step(args, slots):
+        return gated_delta_step(args[0], case.gates(args), state, slots, case.shape)
+
+    case.check(case.rows.run_each(step, "cuda"), state.cpu(), 1e-4)
+
+
+@by_channel
+@pytest.mark.parametrize("decay", [-30.0, 30.0])
+def test_extreme_gates_and_equal_keys_stay_exact(by_channel, decay) -> None:
+    case = DeltaCase(by_channel, (130, 64), shape=SHAPES[0])
+    for qkv, a, b in case.rows.args:
+        qkv[:, 256:512] = qkv[0, 256:512]
+        a.fill_(decay)
+        b.fill_(30.0)
+    state = case.before.cuda()
+    outs = case.rows.run(prompts_on(case, state), [1000], "cuda")
+    case.check(outs, state.cpu(), 1e-3)

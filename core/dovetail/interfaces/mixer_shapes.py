@@ -1,0 +1,46 @@
+"""Define what layers with a state pass to the operations that compute them: sizes and tensors of one layer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(frozen=True, slots=True)
+class DeltaShape:
+    """Describe the heads of a layer. Value heads ``[i * n, (i + 1) * n)`` use key head i, where n is ``value_heads //
+    key_heads``."""
+
+    key_heads: int
+    value_heads: int
+    key_dim: int
+    value_dim: int
+
+    @property
+    def width(self) -> int:
+        """Return the size of a token's queries, keys and values together."""
+        return 2 * self.key_heads * self.key_dim + self.value_heads * self.value_dim
+
+    @property
+    def state(self) -> tuple[int, int, int]:
+        """Return the shape of a state."""
+        return self.value_heads, self.key_dim, self.value_dim
+
+
+class DeltaGates(NamedTuple):
+    """Hold what decays and strengths are computed from. ``rate`` and ``bias`` are float32; ``a`` and ``b`` are contiguous
+    except in the token dimension. With a decay for each key channel, ``a`` and ``bias`` have a last dimension
+    ``key_dim``."""
+
+    a: torch.Tensor  # [tokens, value_heads] or [tokens, value_heads, key_dim]
+    b: torch.Tensor  # [tokens, value_heads]
+    rate: torch.Tensor  # [value_heads]
+    bias: torch.Tensor  # [value_heads] or [value_heads, key_dim]
+
+    @property
+    def by_channel(self) -> bool:
+        """Return True if there is a decay for each key channel."""
+        return self.a.ndim == 3

@@ -1,0 +1,64 @@
+"""Test the kernels of the gated delta rule, interpreted on the CPU, against a loop over tokens in float64.
+
+Run: TRITON_INTERPRET=1 python -m pytest tests/triton/test_gated_delta_triton.py
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from dovetail.interfaces.mixer_shapes import DeltaShape
+from dovetail.ops.triton.gated_delta import gated_delta, gated_delta_step
+from state_rows_cases import DeltaCase
+
+SHAPE = DeltaShape(key_heads=1, value_heads=2, key_dim=8, value_dim=20)
+by_channel = pytest.mark.parametrize("by_channel", [False, True], ids=["by head", "by channel"])
+
+
+@by_channel
+@pytest.mark.parametrize("cuts", [[1000], [5, 64, 2]], ids=str)
+def test_however_prompts_are_divided_the_result_is_the_recurrence(cuts: list[int], by_channel: bool) -> None:
+    case = DeltaCase(by_channel, (66, 1, 0, 3), shape=SHAPE)
+    state = case.before.clone()
+    outs = case.rows.run(lambda args, plan: gated_delta(args[0], case.gates(args), state, plan, case.shape), cuts)
+    case.check(outs, state, 1e-5)
+
+
+@by_channel
+def test_decode_steps_continue_and_padding_rows_write_nothing(by_channel: bool) -> None:
+    case = DeltaCase(by_channel, (7, 3, 1), shape=SHAPE)
+    case.before[case.rows.slots[case.rows.fresh]] = 0
+    state = case.before.clone()
+    state[0] = torch.nan
+    outs = case.rows.run_each(lambda args, slots: gated_delta_step(args[0], case.gates(args), state, slots, case.shape))
+    assert state[0].isnan().all()
+    state[0] = case.before[0]
+    case.check(outs, state, 1e-5)
+
+
+@by_channel
+@pytest.mark.parametrize("decay", [-30.0, 30.0])
+def test_extreme_gates_and_equal_keys_stay_exact(by_channel: bool, decay: float) -> None:
+    """A decay of almost 1 with a strength of almost 1 and equal keys is where products of triangular matrices cancel."""
+    case = DeltaCase(by_channel, (64,), shape=SHAPE)
+    for qkv, a, b in case.rows.args:
+        qkv[:, 8:16] = qkv[0, 8:16]
+        a.fill_(decay)
+        b.fill_(30.0)
+    state = case.before.clone()
+    outs = case.rows.run(lambda args, plan: gated_delta(args[0], case.gates(args), state, plan, case.shape), [1000])
+    case.check(outs, state, 2e-5)
+
+
+def test_inputs_in_float16_are_views_of_wider_tensors() -> None:
+    case = DeltaCase(False, (70,), torch.float16, SHAPE)
+    args = case.rows.args[0]
+    case.rows.args[0][0] = torch.cat((torch.full((70, 3), torch.nan), args[0]), 1).to(torch.float16)[:, 3:]
+    state = case.before.clone()
+
+    def run(args, plan):
+        qkv = torch.cat((torch.full((len(args[0]), 3), torch.nan, dtype=torch.float16), args[0]), 1)[:, 3:]
+        return gated_delta(qkv, case.gates(args), state, plan, case.shape)
+
+    case.check(case.rows.run(run, [40]), state, 4e-3, 4e-3)
