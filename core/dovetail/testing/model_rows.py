@@ -1,46 +1,82 @@
-"""Run a model over a KV pool, for the suite of models."""
+"""Run a model over KV pools, for the suite of models."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
+from dovetail.engine.build import as_module
+from dovetail.engine.grouped import backends_of, grouped_attention
+from dovetail.engine.mesh import local_info
 from dovetail.interfaces.attention import AttentionBackend
 from dovetail.interfaces.cache import KVPool
+from dovetail.interfaces.mesh import SINGLE, Mesh
 from dovetail.interfaces.model import ModelArchitecture
+from dovetail.memory.pool import make_pool
 from dovetail.testing.batches import make_batch, make_page_table
 from dovetail.testing.eager import EagerAttention
+from dovetail.types import Batch
+
+MakeAttention = Callable[[ModelArchitecture, KVPool], AttentionBackend]
 
 
 class ModelRows:
-    """Run a model over its own pool. Tokens of rows enter in pieces of any size, and their logits are returned."""
+    """Run a model over its own pools, one for each cache group, with different pages in each. Tokens of rows enter in
+    pieces of any size, and their logits are returned. Entries of the pools that were never written are NaN."""
 
     def __init__(
-        self, model: ModelArchitecture, attention: AttentionBackend, pool: KVPool, lens: Sequence[int]
+        self,
+        model: ModelArchitecture,
+        lens: Sequence[int],
+        page_size: int = 4,
+        mesh: Mesh = SINGLE,
+        make_attention: MakeAttention = lambda model, pool: EagerAttention(pool),
     ) -> None:
+        """Rows have up to ``lens`` tokens. ``model`` was built with ``mesh``."""
         self.model = model
-        self._attn, self._kv = (attention,), (pool,)
-        self._pool = pool
-        self._page_size = pool.page_size
-        self._table = make_page_table(lens, pool.page_size, pool.num_pages)
+        self._page_size = page_size
+        parameter = next(as_module(model).parameters())
+        self._device, num_pages = parameter.device, 1 + sum(-(-n // page_size) for n in lens)
+        self._kv = tuple(
+            make_pool(group, num_pages, page_size, parameter.dtype, self._device)
+            for group in local_info(model.info, mesh).cache_groups
+        )
+        for pool in self._kv:
+            pool.k.fill_(float("nan"))
+            pool.v.fill_(float("nan"))
+        self._attention = grouped_attention([make_attention(model, pool) for pool in self._kv])
+        self._tables = [make_page_table(lens, page_size, num_pages, seed=group) for group in range(len(self._kv))]
         self._prefix = [0] * len(lens)
+
+    def _batch(self, rows: Sequence[int], lens: Sequence[int], ids: Sequence[int]) -> Batch:
+        """Return a batch in which the next ``lens`` tokens of ``rows`` enter. It is not planned."""
+        prefix = [self._prefix[row] for row in rows]
+        return self._batch_at(rows, prefix, lens, ids)
+
+    def _batch_at(
+        self, rows: Sequence[int], prefix: Sequence[int], lens: Sequence[int], ids: Sequence[int] | None
+    ) -> Batch:
+        table, *others = (table[list(rows)] for table in self._tables)
+        return make_batch(
+            self._page_size,
+            table,
+            prefix,
+            lens,
+            input_ids=ids,
+            device=self._device,
+            attn=backends_of(self._attention),
+            kv=self._kv,
+            other_tables=others,
+        )
 
     @torch.inference_mode()
     def enter(self, pieces: Mapping[int, Sequence[int]]) -> dict[int, torch.Tensor]:
         """Compute the next tokens of some rows in one batch. Return the logits ``[tokens, vocab_size]`` of each row."""
         rows = sorted(pieces, key=lambda row: -len(pieces[row]))  # extend rows first
         lens = [len(pieces[row]) for row in rows]
-        batch = make_batch(
-            self._page_size,
-            self._table[rows],
-            [self._prefix[row] for row in rows],
-            lens,
-            input_ids=[token for row in rows for token in pieces[row]],
-            attn=self._attn,
-            kv=self._kv,
-        )
-        self._attn[0].plan(batch)
+        batch = self._batch(rows, lens, [token for row in rows for token in pieces[row]])
+        self._attention.plan(batch)
         logits = self.model.logits(self.model.forward(batch)).split(lens)
         self._advance(pieces)
         return dict(zip(rows, logits, strict=True))
@@ -51,16 +87,14 @@ class ModelRows:
         their last logits, ``[sampled rows, vocab_size]``."""
         rows = sorted(pieces)
         lens = [len(pieces[row]) for row in rows]
-        prefix = [self._prefix[row] for row in rows]
-        ids = [token for row in rows for token in pieces[row]]
-        table, size = self._table[rows], self._page_size
-        batch = make_batch(size, table, prefix, lens, input_ids=ids, attn=self._attn, kv=self._kv)
+        batch = self._batch(rows, lens, [token for row in rows for token in pieces[row]])
         last = [rows.index(row) for row in sampled]
-        batch.logit_rows = torch.tensor([sum(lens[: row + 1]) - 1 for row in last], dtype=torch.int64)
-        ends = [prefix[row] + lens[row] - 1 for row in last]
-        attention = EagerAttention(self._pool)
-        batch.last = make_batch(size, table[last], ends, [1] * len(last), attn=(attention,), kv=self._kv)
-        self._attn[0].plan(batch)
+        ends = [self._prefix[row] + lens[at] - 1 for at, row in zip(last, sampled, strict=True)]
+        batch.logit_rows = torch.tensor([sum(lens[: at + 1]) - 1 for at in last], dtype=torch.int64)
+        batch.last = self._batch_at(sampled, ends, [1] * len(last), None)
+        attention = grouped_attention([EagerAttention(pool) for pool in self._kv])
+        batch.last.attn = backends_of(attention)
+        self._attention.plan(batch)
         attention.plan(batch.last)
         logits = self.model.logits(self.model.forward(batch))
         self._advance(pieces)
@@ -70,12 +104,10 @@ class ModelRows:
     def enter_watching(self, tokens: Sequence[int], watch: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor]:
         """Compute the next tokens of the only row, and keep the hidden states of the layers ``watch``. Return what the
         model returns, and the states ``[layers, tokens, hidden_size]``."""
-        prefix, count = self._prefix[0], len(tokens)
-        batch = make_batch(
-            self._page_size, self._table, [prefix], [count], input_ids=tokens, attn=self._attn, kv=self._kv
-        )
+        count = len(tokens)
+        batch = self._batch([0], [count], tokens)
         batch.watch = watch
-        self._attn[0].plan(batch)
+        self._attention.plan(batch)
         hidden = self.model.forward(batch)
         self._prefix[0] += count
         if not watch:
