@@ -161,6 +161,23 @@ def check_division(case: Recurrence, chunk: int, tokens: int, cuts: list[int], t
     close(single[4], whole[4], tolerance)
 
 
+def check_gated_norm(
+    op: Any, groups: int, size: int, norm_first: bool, dtype: torch.dtype, tolerance: float, device: str = "cpu"
+) -> None:
+    """Check a gated norm over views of a wider tensor against float64."""
+    torch.manual_seed(0)
+    packed = torch.randn(5, 2 * groups * size + 3).to(device, dtype)
+    x, gate = packed[:, :-3].chunk(2, 1)
+    weight = torch.randn(groups * size).to(device, dtype)
+    opened, values = functional.silu(exact(gate)), exact(x)
+    values = values if norm_first else values * opened
+    each = values.unflatten(1, (groups, size))
+    normed = (each * (each.square().mean(-1, keepdim=True) + 1e-5).rsqrt()).flatten(1) * exact(weight)
+    got = op(x, gate, weight, 1e-5, size, norm_first=norm_first)
+    assert got.dtype is dtype
+    close(got, normed * opened if norm_first else normed, tolerance)
+
+
 def close(got: torch.Tensor, expected: torch.Tensor, tolerance: float) -> None:
     """Check that errors are at most ``tolerance`` times the larger of 1 and the expected number."""
     torch.testing.assert_close(got.double().cpu(), expected.double().cpu(), rtol=tolerance, atol=tolerance)

@@ -1,4 +1,4 @@
-"""Test the recurrences of Mamba-2 and Mamba on CUDA against a float64 loop over tokens.
+"""Test the recurrences and gated norms of Mamba-2 and Mamba on CUDA against float64.
 
 Run on a GPU machine: python -m pytest tests/gpu/test_ssd_gpu.py
 """
@@ -8,9 +8,10 @@ from __future__ import annotations
 import pytest
 import torch
 
+from dovetail.ops.gated_norm import gated_rms_norm
 from dovetail.ops.selective_scan import selective_scan, selective_scan_step
 from dovetail.ops.ssd import ssd, ssd_step
-from recurrences import check_division, check_prompts, check_steps, scan_case, ssd_case
+from recurrences import check_division, check_gated_norm, check_prompts, check_steps, scan_case, ssd_case
 
 pytestmark = [
     pytest.mark.gpu,
@@ -63,3 +64,10 @@ def test_a_captured_step_follows_its_slots(make):
     graph.replay()
     assert out.equal(expected)
     assert state.equal(expected_state)
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 1e-2)], ids=str)
+@pytest.mark.parametrize("norm_first", [False, True])
+@pytest.mark.parametrize(("groups", "size"), [(1, 8192), (8, 1024), (3, 80)])
+def test_gated_norm(groups, size, norm_first, dtype, tolerance):
+    check_gated_norm(gated_rms_norm, groups, size, norm_first, dtype, tolerance, "cuda")

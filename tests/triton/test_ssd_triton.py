@@ -1,4 +1,4 @@
-"""Test the kernels of the recurrences of Mamba-2 and Mamba, interpreted, against a float64 loop over tokens.
+"""Test the kernels of the mixers of Mamba-2 and Mamba, interpreted, against float64: recurrences, a loop over tokens, and gated norms.
 
 Half precision stands for both, because the interpreter does not multiply bfloat16.
 
@@ -10,9 +10,19 @@ from __future__ import annotations
 import pytest
 import torch
 
+from dovetail.ops.triton.gated_norm import gated_rms_norm
 from dovetail.ops.triton.selective_scan import selective_scan, selective_scan_step
 from dovetail.ops.triton.ssd import ssd, ssd_step
-from recurrences import Recurrence, check_division, check_prompts, check_steps, rows_of, scan_case, ssd_case
+from recurrences import (
+    Recurrence,
+    check_division,
+    check_gated_norm,
+    check_prompts,
+    check_steps,
+    rows_of,
+    scan_case,
+    ssd_case,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -62,3 +72,9 @@ def test_rows_without_tokens_leave_their_slots(case):
     out = case.prompt(*case.inputs(0), case.parameters, state, rows_of([1, 2], [0, 0], [True, False], 16))
     assert len(out) == 0
     assert state.equal(kept)
+
+
+@pytest.mark.parametrize("norm_first", [False, True])
+@pytest.mark.parametrize(("groups", "size"), [(1, 80), (3, 12)])
+def test_gated_norm(groups, size, norm_first):
+    check_gated_norm(gated_rms_norm, groups, size, norm_first, torch.float32, 1e-5)

@@ -224,9 +224,9 @@ class ColumnLinear(Linear):
     each.
 
     ``parts`` names the projections and their numbers of outputs, in order. Outputs are divided in units of ``unit``,
-    which is ``head_dim`` for the projections of attention. If a projection has fewer units than there are ranks,
-    several ranks hold the same unit (see ``Collectives.share``). Projections in ``whole`` are not divided. ``transforms``
-    change the tensors of some projections; they must leave the units whole.
+    which is ``head_dim`` for the projections of attention, or the unit of each projection. If a projection has fewer units
+    than there are ranks, several ranks hold the same unit (see ``Collectives.share``). Projections in ``whole`` are not
+    divided. ``transforms`` change the tensors of some projections; they must leave the units whole.
     """
 
     def __init__(
@@ -236,12 +236,13 @@ class ColumnLinear(Linear):
         mesh: Mesh,
         *,
         bias: bool = False,
-        unit: int = 1,
+        unit: int | Mapping[str, int] = 1,
         transforms: Mapping[str, WeightTransform] = NO_TRANSFORMS,
         whole: Collection[str] = (),
     ) -> None:
+        units = dict.fromkeys(parts, unit) if isinstance(unit, int) else unit
         own = {
-            name: (0, width) if name in whole else tuple(unit * n for n in mesh.tp.share(width // unit))
+            name: (0, width) if name in whole else tuple(units[name] * n for n in mesh.tp.share(width // units[name]))
             for name, width in parts.items()
         }
         super().__init__(in_features, sum(size for _, size in own.values()), bias=bias)

@@ -145,8 +145,7 @@ class NoRotation:
 
 
 class LayerRotation(NamedTuple):
-    """Hold the rotation of each layer, for models whose layers differ in it. In models with one cache group it is also
-    the ``Rotation`` of all layers, by ``KVPlace.layer_id``; with several, the model gives each layer its own."""
+    """Hold the rotation of each layer, by ``KVPlace.layer_id``, for models whose layers differ in it."""
 
     layers: tuple[Rotation, ...]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from dovetail.errors import ConfigError
 from dovetail.interfaces.cache import CacheGroup, CacheGroupKind, KVPool
 from dovetail.ops.kv import store
 from dovetail.ops.kv_dtypes import raw
@@ -25,7 +26,12 @@ def bytes_per_page(group: CacheGroup, page_size: int, dtype: torch.dtype) -> int
 def make_pool(
     group: CacheGroup, num_pages: int, page_size: int, dtype: torch.dtype, device: torch.device | str
 ) -> PagedKVPool:
-    """Return a new pool for the layers of ``group``."""
+    """Return a new pool for the layers of ``group``. Raises ``ConfigError`` for a group of states, which have no pages."""
+    if group.kind is CacheGroupKind.STATE:
+        raise ConfigError(
+            "the model has layers that keep a state for each request (a cache group of kind state); this engine runs models "
+            "whose layers keep keys and values or latents"
+        )
     kind = LatentKVPool if group.kind is CacheGroupKind.LATENT else PagedKVPool
     return kind(group, num_pages, page_size, dtype, device)
 

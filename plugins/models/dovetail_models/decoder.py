@@ -7,7 +7,6 @@ built; ``forward`` is the same for all.
 
 from __future__ import annotations
 
-import itertools
 import re
 from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
@@ -17,13 +16,12 @@ import torch
 from torch import nn
 
 from dovetail.interfaces.model import ModelArchitecture, ModelInfo, WeightTarget
-from dovetail.layers.attention import AttentionShape, SelfAttention
+from dovetail.layers.attention import AttentionShape
 from dovetail.layers.base import Layer
 from dovetail.layers.embedding import Embedding, LMHead
 from dovetail.layers.layer_norm import LayerNorm
 from dovetail.layers.norm import RMSNorm
-from dovetail.layers.rotary import LayerRotary, LayerRotation, Rotary
-from dovetail_models.describe import group_layers
+from dovetail.layers.rotary import LayerRotary, Rotary
 
 if TYPE_CHECKING:
     from dovetail.interfaces.mesh import Mesh
@@ -39,8 +37,6 @@ Targets = Iterable[tuple[str, WeightTarget | list[WeightTarget]]]
 class Block(Protocol):
     """Compute one layer. What a layer adds to the residual stream is added by ``enter`` of the next one, so that norms
     and sums over ranks are one kernel. ``dovetail.layers.decoder.DecoderLayer`` is the usual one."""
-
-    attn: SelfAttention
 
     def enter(self, x: Addend, residual: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the input of ``forward``, usually the norm of ``x + residual``, and that sum, the residual stream,
@@ -77,14 +73,10 @@ class DecoderModel(Layer, ModelArchitecture):
         self.head = self.make_head(mesh)
         self.rotary = self.make_rotary()
         self._layers: tuple[Block, ...] = tuple(self.layers)  # pyright: ignore[reportAttributeAccessIssue]
-        if len(info.cache_groups) > 1:
-            for layer, place in zip(self._layers, group_layers(info.config.windows), strict=True):
-                layer.attn.set_place(*place)
 
     @abstractmethod
     def make_layer(self, index: int, mesh: Mesh) -> nn.Module:
-        """Return layer ``index``, which is also a ``Block``. With several cache groups, the constructor sets that of its
-        attention."""
+        """Return layer ``index``, which is also a ``Block``. It writes to layer ``index`` of the KV pool."""
 
     @abstractmethod
     def layer_targets(self, index: int, checkpoint_prefix: str, parameter_prefix: str) -> Targets:
@@ -125,8 +117,7 @@ class DecoderModel(Layer, ModelArchitecture):
         rotation = self.rotary.forward(batch.positions)
         watched: dict[int, torch.Tensor] = {}
         final = len(self._layers) - 1
-        rotations = rotation.layers if isinstance(rotation, LayerRotation) else itertools.repeat(rotation)
-        for index, (layer, rotation) in enumerate(zip(self._layers, rotations)):  # noqa: B905 (repeat has no end)
+        for index, layer in enumerate(self._layers):
             normed, stream = layer.enter(x, residual)
             if index in batch.watch:
                 watched[index] = stream

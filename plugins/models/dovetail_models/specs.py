@@ -178,30 +178,6 @@ MODELS = (
         "GLM-4.5 and GLM-4.6: routers with groups and a correction bias, shared experts.",
     ),
     _spec(
-        "deepseek_v2",
-        "DeepseekV2ForCausalLM",
-        "deepseek:LatentMoeModel",
-        "deepseek_describe",
-        "DeepseekV2Config",
-        "DeepSeek-V2 and V2-Lite: latent attention, shared experts.",
-    ),
-    _spec(
-        "deepseek_v3",
-        "DeepseekV3ForCausalLM",
-        "deepseek:LatentMoeModel",
-        "deepseek_describe",
-        "DeepseekV3Config",
-        "DeepSeek-V3, DeepSeek-R1 and Kimi K2: latent attention, routers with groups and a correction bias, shared experts.",
-    ),
-    _spec(
-        "glm4_moe_lite",
-        "Glm4MoeLiteForCausalLM",
-        "deepseek:LatentMoeModel",
-        "deepseek_describe",
-        "Glm4MoeLiteConfig",
-        "GLM-4.7-Flash: DeepSeek-V3's layers.",
-    ),
-    _spec(
         "minimax_m2",
         "MiniMaxM2ForCausalLM",
         "moe:MoeModel",
@@ -334,6 +310,14 @@ MODELS = (
         "cohere_describe",
         "Cohere2Config",
         "Command R7B and Command A: layers with a window and positions, and layers with neither.",
+    ),
+    _spec(
+        "mamba2",
+        "Mamba2ForCausalLM",
+        "mamba2:Mamba2Model",
+        "mamba2_describe",
+        "Mamba2Config",
+        "Mamba-2: states in place of attention.",
     ),
 )
 """Hold the specs of all models of this package."""

@@ -1,0 +1,123 @@
+"""Describe Mamba-2 from config.json alone. Does not import torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from dovetail.errors import ConfigError
+from dovetail.interfaces.cache import CacheGroup, CacheGroupKind
+from dovetail.interfaces.features import Feature
+from dovetail.interfaces.model import ModelInfo
+from dovetail_models.describe import OFFERS, DecoderConfig, HeadSizes, make_info, refuse_activation
+from dovetail_models.settings import read_flag, read_float, read_int, refuse_unread
+
+ARCHITECTURE = "Mamba2ForCausalLM"
+_NO_LIMIT = 1 << 20
+STATE_OFFERS = OFFERS - {Feature.MODEL_BATCH_INVARIANT}
+"""What a ``DecoderModel`` with states offers. The bits of a recurrence depend on how a prompt is divided into chunks."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mamba2Sizes:
+    """Hold the sizes and variants of a Mamba-2 mixer: the fields of ``layers.mamba.Mamba2Shape`` without the hidden size."""
+
+    num_heads: int
+    head_dim: int
+    num_groups: int
+    state_size: int
+    conv_width: int
+    conv_bias: bool
+    in_bias: bool
+    out_bias: bool
+    limits: tuple[float, float]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mamba2Settings(DecoderConfig):
+    """Hold what ``Mamba2Model`` needs in addition to ``ModelInfo``."""
+
+    mixer: Mamba2Sizes
+
+
+def state_group(layers: int) -> CacheGroup:
+    """Return the cache group of layers with states. Their shapes are those of the layers (``StateLayer.state_shapes``)."""
+    return CacheGroup(layers, 1, 1, CacheGroupKind.STATE)
+
+
+def read_limits(config: Mapping[str, Any]) -> tuple[float, float]:
+    """Return the smallest and the largest step size. Raises ``ConfigError``."""
+    given = config.get("time_step_limit")
+    if given is None:
+        return 0.0, float("inf")
+    numbers = [_number(each) for each in given] if isinstance(given, list | tuple) else []
+    if len(numbers) != 2 or None in numbers:
+        raise ConfigError(f"config.json: time_step_limit is {given!r}; needed: a list of two numbers")
+    low, high = numbers
+    assert low is not None
+    assert high is not None
+    if not 0 <= low <= high:
+        raise ConfigError(
+            f"config.json: time_step_limit is {given!r}; needed: numbers from 0 on, the smaller one first"
+        )
+    return low, high
+
+
+def _number(value: Any) -> float | None:
+    """Return a number of a limit. transformers writes infinity as ``{"__float__": "Infinity"}``."""
+    if isinstance(value, Mapping):
+        value = value.get("__float__")
+    try:
+        return None if isinstance(value, bool) else float(value)
+    except (TypeError, ValueError):
+        return None
+
+
+def check_inner_size(config: Mapping[str, Any], expand: str, heads: int, head_dim: int, names: str) -> None:
+    """Raise ``ConfigError`` unless the heads fill the inner size, which is ``expand`` times the hidden size."""
+    factor, hidden = read_int(config, expand, 2), read_int(config, "hidden_size")
+    if factor * hidden != heads * head_dim:
+        raise ConfigError(
+            f"config.json: {expand} * hidden_size is {factor * hidden}, and {names} are {heads} and {head_dim}; their "
+            "products must be equal"
+        )
+
+
+def check_groups(heads: int, groups: int, name: str) -> None:
+    """Raise ``ConfigError`` unless the groups divide the heads."""
+    if heads % groups:
+        raise ConfigError(f"config.json: {name} is {groups}, and there are {heads} heads; needed: a divisor")
+
+
+def describe_mamba2(config: dict[str, Any]) -> ModelInfo:
+    """Describe a checkpoint of Mamba-2. Raises ``ConfigError``."""
+    refuse_unread(config, {"use_bias"}, ARCHITECTURE)
+    refuse_activation(config)
+    heads, head_dim = read_int(config, "num_heads", 128), read_int(config, "head_dim", 64)
+    groups, bias = read_int(config, "n_groups", 8), read_flag(config, "use_bias")
+    check_inner_size(config, "expand", heads, head_dim, "num_heads and head_dim")
+    check_groups(heads, groups, "n_groups")
+    mixer = Mamba2Sizes(
+        num_heads=heads,
+        head_dim=head_dim,
+        num_groups=groups,
+        state_size=read_int(config, "state_size", 128),
+        conv_width=read_int(config, "conv_kernel", 4, minimum=2),
+        conv_bias=read_flag(config, "use_conv_bias", default=True),
+        in_bias=bias,
+        out_bias=bias,
+        limits=read_limits(config),
+    )
+    layers = read_int(config, "num_hidden_layers")
+    own = Mamba2Settings(
+        intermediate_size=heads * head_dim,
+        norm_eps=read_float(config, "layer_norm_epsilon", 1e-5),
+        rope=None,
+        windows=(None,) * layers,
+        tied=read_flag(config, "tie_word_embeddings"),
+        mixer=mixer,
+    )
+    sizes = HeadSizes(heads, groups, head_dim)
+    info = make_info(config, ARCHITECTURE, sizes, _NO_LIMIT, own, offers=STATE_OFFERS)
+    return replace(info, cache_groups=(state_group(layers),))
