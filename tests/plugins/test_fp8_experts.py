@@ -153,7 +153,11 @@ def test_wrong_tensors_are_named(published: tuple[Path, Any], tmp_path: Path) ->
         ({scale: tensors[scale][:1]}, scale),
         (
             {scale: tensors[scale] * float("nan")},
-            r"scales of the weights of model\.layers\.1\.mlp\.experts\.0.* and 12 more",
+            rf"tensor {re.escape(scale)} has FP8 scales that are not finite",
+        ),
+        (
+            {codes: tensors[codes].clone().view(torch.uint8).fill_(127).view(torch.float8_e4m3fn)},
+            rf"tensor {re.escape(codes)} has FP8 codes that are NaN",
         ),
     ):
         found = {**tensors, **change}

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from dovetail.engine.declared import check_declared
-from dovetail.engine.shards import transformed
+from dovetail.engine.shards import check_filled, transformed
 from dovetail.errors import ConfigError, WeightsError
 from dovetail.interfaces.experts import ExpertsBackend
 from dovetail.interfaces.mesh import SINGLE, Mesh
@@ -151,6 +151,7 @@ class WeightFiller:
                     part = part.narrow(share.dim, share.start, share.size)
                 transform = target.transform
                 place.copy_(part if transform is None else transformed(name, part, transform, place))
+                check_filled(name, place, target.check)
             self.used.add(name)
 
     def uses(self, name: str) -> bool:

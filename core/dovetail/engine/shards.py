@@ -15,7 +15,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from dovetail.errors import WeightsError
-from dovetail.interfaces.model import TensorShare, WeightTransform
+from dovetail.interfaces.model import TensorShare, WeightCheck, WeightTransform
 
 CHUNK_BYTES = 16 << 20
 """The number of bytes that are read from a file and sent to the device at a time. A reader holds two buffers of this
@@ -130,10 +130,11 @@ def _where_it_ends(file: Path) -> str:
 
 
 class WeightFill(NamedTuple):
-    """Hold a contiguous place in a parameter, and what changes the tensor that fills it."""
+    """Hold a contiguous place in a parameter, what changes the tensor that fills it, and what checks the place then."""
 
     place: torch.Tensor
     transform: WeightTransform | None
+    check: WeightCheck | None = None
 
 
 def transformed(name: str, tensor: torch.Tensor, transform: WeightTransform, place: torch.Tensor) -> torch.Tensor:
@@ -146,6 +147,12 @@ def transformed(name: str, tensor: torch.Tensor, transform: WeightTransform, pla
             "that defines this transform is wrong"
         )
     return made
+
+
+def check_filled(name: str, place: torch.Tensor, check: WeightCheck | None) -> None:
+    """Raise ``WeightsError`` if ``check`` finds something wrong with ``place``, which tensor ``name`` has filled."""
+    if check is not None and (wrong := check(place)) is not None:
+        raise WeightsError(f"tensor {name} {wrong}")
 
 
 @dataclass(slots=True)
@@ -171,16 +178,19 @@ class ShardReader:
     def copy(self, tensor: StoredTensor, fills: Sequence[WeightFill], advance: Callable[[int], None]) -> None:
         """Fill the places with the tensor, and convert the dtype. If there are several, or a transform that reorders elements,
         the device holds the whole tensor a second time. Calls ``advance`` with the number of bytes after each chunk. On
-        CUDA the copies run asynchronously on the current stream. Raises ``WeightsError`` if the file ends early."""
+        CUDA the copies run asynchronously on the current stream. Raises ``WeightsError`` if the file ends early, or a check
+        finds something."""
         assert isinstance(tensor.dtype, torch.dtype)
-        place, transform = fills[0]
+        place, transform, check = fills[0]
         if len(fills) == 1 and (transform is None or not transform.reorders):
             self._stream(tensor, place.view(-1), advance)
+            check_filled(tensor.name, place, check)
             return
         whole = torch.empty(tensor.shape, dtype=tensor.dtype, device=place.device)
         self._stream(tensor, whole.view(-1), advance)
-        for place, transform in fills:
+        for place, transform, check in fills:
             place.copy_(whole if transform is None else transformed(tensor.name, whole, transform, place))
+            check_filled(tensor.name, place, check)
 
     def _stream(self, tensor: StoredTensor, flat: torch.Tensor, advance: Callable[[int], None]) -> None:
         """Copy the elements of the tensor to ``flat``, in their order."""

@@ -138,7 +138,7 @@ def _moves(filler: WeightFiller, files: Sequence[Path]) -> list[_Move]:
         if filler.uses(tensor.name):
             parts: dict[tuple[TensorShare, ...], list[WeightFill]] = {}
             for target, place in filler.places_for(tensor.name, tensor.shape, tensor.dtype):
-                parts.setdefault(target.shares, []).append(WeightFill(place, target.transform))
+                parts.setdefault(target.shares, []).append(WeightFill(place, target.transform, target.check))
             moves += [_Move(cut(tensor, shares), fills) for shares, fills in parts.items()]
     return moves
 

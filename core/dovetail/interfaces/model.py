@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -92,13 +92,17 @@ class WeightTransform(ABC):
         view, and of another dtype. Does not change ``tensor``."""
 
 
+WeightCheck = Callable[["torch.Tensor"], str | None]
+
+
 class WeightTarget(NamedTuple):
     """Name a destination of a checkpoint tensor: rows ``[start, start + size)`` of dimension 0 of a parameter, or the
     whole parameter if both are None.
 
     Only the part of the tensor that ``shares`` describe is read, at most one share for each dimension. ``transform``
-    changes what is read; without it, it must have the shape of the rows that it fills. Layers return their targets
-    (``Linear.target``), so that models need not compute shares.
+    changes what is read; without it, it must have the shape of the rows that it fills. ``check`` receives these rows once they
+    are filled from a checkpoint, and returns what is wrong with them ("has scales that are NaN"), which is then refused, or
+    None. Layers return their targets (``Linear.target``), so that models need not compute shares.
     """
 
     parameter: str
@@ -106,6 +110,7 @@ class WeightTarget(NamedTuple):
     size: int | None = None
     shares: tuple[TensorShare, ...] = ()
     transform: WeightTransform | None = None
+    check: WeightCheck | None = None
 
 
 class ModelArchitecture(ABC):

@@ -98,8 +98,8 @@ MODEL = KindDescriptor(
     ComponentKind.MODEL,
     "model architectures",
     "dovetail.interfaces.model:ModelArchitecture",
-    # batch.last; batch.watch, embed_tokens; before the final norm; batch_invariant; cls(info, mesh); WeightTarget.transform; tied_weights
-    api=(1, 7),
+    # batch.last; batch.watch, embed_tokens; before the final norm; batch_invariant; cls(info, mesh); WeightTarget.transform; tied_weights; WeightTarget.check
+    api=(1, 8),
     named_at="model.arch",
     selects=Selects.BY_CHECKPOINT,
     rules=f"{_RULES}:model",

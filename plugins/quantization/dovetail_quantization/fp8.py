@@ -29,8 +29,11 @@ from dovetail_quantization.fp8_weights import (
     RowScales,
     block_share,
     blocks_of,
+    check_codes,
+    check_computed,
+    check_input_scales,
+    check_scales,
     fill_codes,
-    refuse_scales,
 )
 
 if TYPE_CHECKING:
@@ -93,17 +96,17 @@ class Fp8Linear(LinearMethod):
         if self.format.online:
             inner = weight.transform
             yield f"{name}.weight", weight._replace(transform=QuantizeRows(inner))
-            scales = weight._replace(parameter="weight_scale", transform=RowScales(self.shape.in_features, inner))
-            yield f"{name}.weight", scales
+            rows = RowScales(self.shape.in_features, inner)
+            yield f"{name}.weight", weight._replace(parameter="weight_scale", transform=rows, check=check_computed)
             return
         if weight.transform is not None and (self.format.scales is Scales.BLOCK or not weight.transform.orders_rows):
             raise ConfigError(
                 f"{name} is read through {weight.transform}, which is not implemented for stored scales by {self.format.scales}"
             )
-        yield f"{name}.weight", weight
-        yield f"{name}.{self.format.scale_name}", self._scale_target(name, weight)
+        yield f"{name}.weight", weight._replace(check=check_codes)
+        yield f"{name}.{self.format.scale_name}", self._scale_target(name, weight)._replace(check=check_scales)
         if self.format.activations is Activations.STATIC:
-            yield f"{name}.input_scale", WeightTarget("input_scale", self._index(weight), 1)
+            yield f"{name}.input_scale", WeightTarget("input_scale", self._index(weight), 1, check=check_input_scales)
 
     def _scale_target(self, name: str, weight: WeightTarget) -> WeightTarget:
         if self.format.scales is Scales.TENSOR:
@@ -130,15 +133,12 @@ class Fp8Linear(LinearMethod):
     def prepare(self, parameters: Mapping[str, torch.Tensor]) -> LinearProduct:
         """See ``LinearMethod``."""
         scale = parameters["weight_scale"]
-        refuse_scales("weights", self.shape.names, scale.isfinite().all())
         if self.format.scales is Scales.TENSOR:
             counts = torch.tensor(self.shape.rows, device=scale.device)
             scale = scale.repeat_interleave(counts)
         elif self.format.scales is Scales.ROW:
             scale = scale.view(-1)
         static = parameters["input_scale"].max() if "input_scale" in parameters else None
-        if static is not None:
-            refuse_scales("activations", self.shape.names, static.isfinite() & (static > 0))
         block = self.format.block if self.format.scales is Scales.BLOCK else None
         bound = self.format.bound
         return make_product(parameters["weight"], scale, block, static, self.context.dtype, bound)

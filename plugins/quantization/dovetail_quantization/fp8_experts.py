@@ -25,8 +25,11 @@ from dovetail_quantization.fp8_weights import (
     RowScales,
     block_share,
     blocks_of,
+    check_codes,
+    check_computed,
+    check_input_scales,
+    check_scales,
     fill_codes,
-    refuse_scales,
 )
 
 if TYPE_CHECKING:
@@ -81,7 +84,8 @@ class Fp8Experts(ExpertsMethod):
         if self.format.online:
             columns = self.shape.hidden_size if weight.parameter == "gate_up" else self.shape.size
             yield name, weight._replace(transform=QuantizeRows(inner))
-            yield name, weight._replace(parameter=scales, transform=RowScales(columns, inner))
+            rows = RowScales(columns, inner)
+            yield name, weight._replace(parameter=scales, transform=rows, check=check_computed)
             return
         static = self.format.activations is Activations.STATIC
         if static and inner is not None:
@@ -89,16 +93,17 @@ class Fp8Experts(ExpertsMethod):
                 f"{name} holds several experts, and the checkpoint has static scales of activations; implemented with these: "
                 "tensors of one expert each"
             )
-        yield name, weight
+        yield name, weight._replace(check=check_codes)
         module = name.removesuffix(".weight")
         # a tensor of all experts is no module with a weight: its scales are beside it
         beside = (
             f".{self.format.scale_name}" if module != name else f"_{self.format.scale_name.removeprefix('weight_')}"
         )
         make = {Scales.TENSOR: self._of_tensor, Scales.ROW: self._of_rows, Scales.BLOCK: self._of_blocks}
-        yield f"{module}{beside}", make[self.format.scales](name, weight, scales)
+        yield f"{module}{beside}", make[self.format.scales](name, weight, scales)._replace(check=check_scales)
         if static:
-            yield f"{module}.input_scale", self._of_tensor(name, weight, f"{weight.parameter}_input_scale")
+            of_input = self._of_tensor(name, weight, f"{weight.parameter}_input_scale")
+            yield f"{module}.input_scale", of_input._replace(check=check_input_scales)
 
     def _of_tensor(self, name: str, weight: WeightTarget, parameter: str) -> WeightTarget:
         """Return the target of the scales of whole projections: one number, or ``[experts, projections, 1]``."""
@@ -177,12 +182,9 @@ class Fp8Experts(ExpertsMethod):
         )
 
     def _scale(self, name: str, parameters: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """Return the scales of a parameter as ``ExpertWeights`` has them. Raises ``WeightsError`` if they are no numbers."""
+        """Return the scales of a parameter as ``ExpertWeights`` has them. Static scales of activations are not used: each
+        token gets scales of its own."""
         shape, scale = self.shape, parameters[f"{name}_scale"]
-        refuse_scales("weights", shape.names, scale.isfinite().all())
-        if f"{name}_input_scale" in parameters:  # not used: each token gets scales of its own
-            static = parameters[f"{name}_input_scale"]
-            refuse_scales("activations", shape.names, (static.isfinite() & (static > 0)).all())
         if self.format.scales is Scales.BLOCK:
             return scale.view(shape.count, -1, scale.shape[1])
         if self.format.scales is Scales.TENSOR:

@@ -3,14 +3,12 @@ scales."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
-from dovetail.errors import ConfigError, WeightsError
+from dovetail.errors import ConfigError
 from dovetail.interfaces.model import TensorShare, WeightTransform
-from dovetail_quantization.checkpoint import listed
 
 FP8 = torch.float8_e4m3fn
 LARGEST = 448.0
@@ -27,14 +25,29 @@ def fill_codes(weight: torch.Tensor, scale: torch.Tensor, limit: float, generato
     scale.fill_(limit / LARGEST)
 
 
-def refuse_scales(what: str, names: Sequence[str], usable: torch.Tensor) -> None:
-    """Raise ``WeightsError`` unless ``usable`` is true."""
-    if usable:
-        return
-    raise WeightsError(
-        f"the FP8 scales of the {what} of {listed(list(dict.fromkeys(names)))} are not finite numbers"
-        f"{' above 0' if what == 'activations' else ''}; convert the checkpoint again"
-    )
+def check_codes(codes: torch.Tensor) -> str | None:
+    """Check codes (``WeightTarget.check``): E4M3 has two codes for NaN."""
+    nan = any(((rows.view(torch.uint8) & 127) == 127).any() for rows in codes.split(_ROWS))
+    return "has FP8 codes that are NaN; convert the checkpoint again" if nan else None
+
+
+def check_scales(scales: torch.Tensor) -> str | None:
+    """Check the scales of weights."""
+    if scales.isfinite().all():
+        return None
+    return "has FP8 scales that are not finite numbers; convert the checkpoint again"
+
+
+def check_input_scales(scales: torch.Tensor) -> str | None:
+    """Check scales of activations, by which these are divided."""
+    if (scales.isfinite() & (scales > 0)).all():
+        return None
+    return "has FP8 scales that are not finite numbers above 0; convert the checkpoint again"
+
+
+def check_computed(scales: torch.Tensor) -> str | None:
+    """Check the scales that ``RowScales`` computed."""
+    return None if scales.isfinite().all() else "has numbers that are infinite or NaN, and these cannot be quantized"
 
 
 @dataclass(frozen=True, slots=True)
