@@ -22,7 +22,6 @@ from dovetail.ops.triton import ahead as module
 from dovetail.ops.triton import (
     decode,
     experts,
-    experts_fp8,
     filters,
     launch,
     matmul,
@@ -133,7 +132,7 @@ def test_kernels_of_experts_compile_whatever_the_choice(device, form):
     """What the interpreter accepts need not compile. A number of tokens has one set of kernels."""
     rule = RoutingRule(16, 4, "sigmoid", corrected=True, groups=4, groups_kept=2)
     gate_up, down, correction = (torch.empty(*shape, device="meta") for shape in ((16, 128, 64), (16, 64, 64), (16,)))
-    weights, kernels = ExpertWeights(gate_up.bfloat16(), down.bfloat16(), SILU, whole=16), experts
+    weights = ExpertWeights(gate_up.bfloat16(), down.bfloat16(), SILU, whole=16)
     if form != "plain":
         shapes = ((16, 2, 2), (16, 1, 2)) if form == "fp8_blocks" else ((16, 128), (16, 64))
         scales = {
@@ -141,7 +140,7 @@ def test_kernels_of_experts_compile_whatever_the_choice(device, form):
             for name, shape in zip(("gate_up", "down"), shapes, strict=True)
         }
         codes = {"gate_up": gate_up.to(torch.float8_e4m3fn), "down": down.to(torch.float8_e4m3fn)}
-        weights, kernels = replace(weights, **codes, **scales, format=form, block=(64, 32)), experts_fp8
+        weights = replace(weights, **codes, **scales, format=form, block=(64, 32))
     ahead, counts = KernelsAhead(90, "experts", processes=2), list[int]()
     try:
         for tokens in (1, 3, 16, 2000, 2001):
@@ -150,7 +149,7 @@ def test_kernels_of_experts_compile_whatever_the_choice(device, form):
                 torch.empty(tokens, 16, device="meta"),
             )
             with ahead.noting():
-                kernels.experts(x, routing.route(logits, rule, correction), weights)
+                experts.experts(x, routing.route(logits, rule, correction), weights)
             counts.append(ahead.counts.noted)
         assert counts[1] == counts[2]
         assert counts[3] == counts[4]

@@ -116,10 +116,12 @@ def test_norms_and_gates_that_quantize_compute_what_separate_kernels_do(
         nearly_same(quantizer.gate(gate_up, name), quantizer.quantize(gate(gate_up)))
 
 
+@pytest.mark.parametrize("tokens", [SPLIT_ROWS + 1, 300])
 @pytest.mark.parametrize("block", [None, (128, 128)])
-def test_products_take_what_norms_quantized(block: tuple[int, int] | None) -> None:
+def test_products_take_what_norms_quantized(block: tuple[int, int] | None, tokens: int) -> None:
+    """Up to ``SPLIT_ROWS`` rows no norm quantizes, and the product multiplies 16-bit rows."""
     torch.manual_seed(0)
-    weight, x = torch.randn(512, 1024, device="cuda").to(FP8), torch.randn(5, 1024, device="cuda").to(torch.bfloat16)
+    weight, x = torch.randn(512, 1024, device="cuda").to(FP8), torch.randn(tokens, 1024, device="cuda").bfloat16()
     scale = torch.rand((512,) if block is None else (4, 8), device="cuda") / 64
     product = make_product(weight, scale, block, None, torch.bfloat16)
     quantized = Fp8Quantizer(None if block is None else 128).quantize(x)

@@ -15,6 +15,7 @@ import torch
 from dovetail.interfaces.expert_shapes import SILU, ExpertWeights, Routing, SwiGLU
 from dovetail.ops import experts as torch_experts
 from dovetail.ops.expert_formats import dequantized
+from dovetail.ops.triton import experts as layers
 from dovetail.ops.triton import experts_fp8 as kernels
 from dovetail.ops.triton.expert_tiles import ExpertTile, ExpertTiles
 from dovetail.ops.triton.fp8_tiles import tiles_of
@@ -139,12 +140,12 @@ def test_products_equal_those_of_quantized_activations_in_double_precision(
         given.ids[0] = torch.tensor([15, 5])
     shared = torch.randn(tokens, hidden).to(dtype) if kind == "plain" else None
     expected = exact(x, given, weights)
-    got = kernels.experts(x, given, weights, shared)
+    got = layers.experts(x, given, weights, shared)
     assert got.dtype is dtype
     # a number that differs in its last bit may be rounded to the next FP8 number
     assert error(got.double() - (0 if shared is None else shared.double()), expected) < 2e-3
     if kind != "some experts":
-        parts = kernels.expert_parts(x, given, weights)
+        parts = layers.expert_parts(x, given, weights)
         assert parts.shape == (top_k, tokens, hidden)
         assert error(parts.sum(0), expected) < 2e-3
 
@@ -156,9 +157,9 @@ def test_results_are_near_those_of_activations_that_are_not_quantized(format: st
     plain = dequantized(weights, torch.float64)
     for tokens in (1, 6):
         given, x = choose(tokens, 4, 2), torch.randn(tokens, 96)
-        assert error(kernels.experts(x, given, weights), torch_experts.experts(x.double(), given, plain)) < 0.12
+        assert error(layers.experts(x, given, weights), torch_experts.experts(x.double(), given, plain)) < 0.12
     empty = Routing(torch.empty(0, 2, dtype=torch.int32), torch.empty(0, 2))
-    assert kernels.experts(torch.empty(0, 96), empty, weights).shape == (0, 96)
+    assert layers.experts(torch.empty(0, 96), empty, weights).shape == (0, 96)
 
 
 def test_a_token_has_the_same_result_with_any_number_of_others() -> None:
@@ -166,10 +167,10 @@ def test_a_token_has_the_same_result_with_any_number_of_others() -> None:
     for format in ("rows", "blocks"):
         weights = weights_of(format, 4, 64, 64, bias=False)
         given, x = choose(6, 4, 2), torch.randn(6, 64)
-        whole = kernels.experts(x, given, weights)
+        whole = layers.experts(x, given, weights)
         for tokens in (1, 2):
             part = Routing(given.ids[:tokens].contiguous(), given.weights[:tokens].contiguous())
-            torch.testing.assert_close(kernels.experts(x[:tokens], part, weights), whole[:tokens], atol=2e-3, rtol=2e-3)
+            torch.testing.assert_close(layers.experts(x[:tokens], part, weights), whole[:tokens], atol=2e-3, rtol=2e-3)
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
@@ -204,4 +205,4 @@ def test_some_tiles_quantize_what_they_store() -> None:
     tiles = [tiles_of(n, 4, 2, 96, 64, 1.0, 128, False) for n in (2, 70)]
     assert [tile.gate_up.block_n == 128 for tile in tiles] == [False, True]
     given, x = choose(70, 4, 2), torch.randn(70, 96)
-    assert error(kernels.experts(x, given, weights), exact(x, given, weights)) < 2e-3
+    assert error(layers.experts(x, given, weights), exact(x, given, weights)) < 2e-3

@@ -24,7 +24,7 @@ class Interpreted(ExpertsProduct):
     describe = "interpreted"
 
     def __init__(self, weights: ExpertWeights) -> None:
-        self._weights, self._kernels = weights, ops._triton(weights.format)
+        self._weights, self._kernels = weights, ops._triton()
 
     def forward(self, x: torch.Tensor, routing: Routing, shared: torch.Tensor | None) -> torch.Tensor:
         return self._kernels.experts(x, routing, self._weights, shared)

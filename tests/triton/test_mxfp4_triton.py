@@ -16,6 +16,7 @@ import triton.language as tl
 from dovetail.interfaces.expert_shapes import SILU, ExpertWeights, Routing, SwiGLU
 from dovetail.ops import experts as torch_experts
 from dovetail.ops.mxfp4 import dequantize, powers
+from dovetail.ops.triton import experts as layers
 from dovetail.ops.triton import mxfp4
 from dovetail.ops.triton.mxfp4_tiles import MOST_SHARED, Mxfp4Tile, Mxfp4Tiles, reads_ahead, shared_bytes, tiles_of
 
@@ -132,11 +133,11 @@ def test_products_equal_those_in_double_precision(
     x = (torch.randn(tokens, hidden) / 8).to(dtype)
     shared = torch.randn(tokens, hidden).to(dtype) if kind == "plain" else None
     exact = torch_experts.experts(x.double(), given, double(weights), shared)
-    got = kernels.experts(x, given, weights, shared)
+    got = layers.experts(x, given, weights, shared)
     assert got.dtype is dtype
     assert ((got.double() - exact).abs() <= TOLERANCES[dtype] * (exact.abs() + 1)).all()
     if shared is None and kind != "some experts":
-        parts = kernels.expert_parts(x, given, weights)
+        parts = layers.expert_parts(x, given, weights)
         assert parts.shape == (top_k, tokens, hidden)
         assert ((parts.double().sum(0) - exact).abs() <= TOLERANCES[dtype] * (exact.abs() + 1)).all()
 
@@ -144,12 +145,12 @@ def test_products_equal_those_in_double_precision(
 def test_no_tokens_and_tiles_of_the_rule() -> None:
     weights = weights_of(4, 64, 32, torch.float32, bias=False)
     empty = Routing(torch.empty(0, 2, dtype=torch.int32), torch.empty(0, 2))
-    assert kernels.experts(torch.empty(0, 64), empty, weights).shape == (0, 64)
+    assert layers.experts(torch.empty(0, 64), empty, weights).shape == (0, 64)
     for tokens in (1, 2, 40):
         given = Routing(choose(tokens, 4, 2), torch.rand(tokens, 2))
         x = torch.randn(tokens, 64)
         exact = torch_experts.experts(x.double(), given, double(weights))
-        torch.testing.assert_close(kernels.experts(x, given, weights).double(), exact, atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(layers.experts(x, given, weights).double(), exact, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("sizes", [(32, 4, 2880, 2880), (128, 4, 2880, 1440), (32, 4, 64, 32)])

@@ -287,6 +287,6 @@ def _fill_uniform(parameter: torch.Tensor, sharing: _Sharing | None, generator: 
     whole = torch.empty(shape, dtype=parameter.dtype, device=parameter.device)
     whole.uniform_(-DUMMY_RANGE, DUMMY_RANGE, generator=generator)
     parts = zip(sharing.targets, sharing.shares, whole.split(sharing.rows), strict=True)
-    for (_, start, size, _, _), share, part in parts:
+    for (_, start, size, *_), share, part in parts:
         place = parameter if start is None or size is None else parameter[start : start + size]
         place.copy_(part if share is None else part.narrow(share.dim, share.start, share.size))

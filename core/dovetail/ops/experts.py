@@ -31,11 +31,10 @@ FORMATS: dict[str, tuple[ExpertFormat, ...]] = {
 
 
 @functools.cache
-def _triton(form: ExpertFormat) -> ModuleType:
-    """Return the module with the kernels for weights in a format."""
-    from dovetail.ops.triton import experts, experts_fp8, mxfp4
+def _triton() -> ModuleType:
+    from dovetail.ops.triton import experts
 
-    return {"plain": experts, "fp8_rows": experts_fp8, "fp8_blocks": experts_fp8, "mxfp4": mxfp4}[form]
+    return experts
 
 
 def experts(
@@ -45,7 +44,7 @@ def experts(
     ``x [tokens, hidden]``, plus ``shared [tokens, hidden]`` if it is given. Experts that ``weights`` does not have add
     nothing. The sums are computed in float32."""
     if x.is_cuda:
-        return _triton(weights.format).experts(x, routing, weights, shared)
+        return _triton().experts(x, routing, weights, shared)
     return _on_host(x, routing, weights, shared)
 
 
@@ -54,7 +53,7 @@ def expert_parts(x: torch.Tensor, routing: Routing, weights: ExpertWeights) -> t
     tokens, hidden]``. Return None if the result is not computed in parts for this number of tokens."""
     if not x.is_cuda or len(weights.gate_up) != weights.whole or not 1 <= x.shape[0] <= MOST_IN_PARTS:
         return None
-    return _triton(weights.format).expert_parts(x, routing, weights)
+    return _triton().expert_parts(x, routing, weights)
 
 
 class GroupedProduct(ExpertsProduct):
@@ -65,7 +64,7 @@ class GroupedProduct(ExpertsProduct):
         if weights.format not in FORMATS[weights.gate_up.device.type]:
             weights = dequantized(weights, dtype)
         self._weights = weights
-        self._experts = _triton(weights.format).experts if weights.gate_up.is_cuda else _on_host
+        self._experts = _triton().experts if weights.gate_up.is_cuda else _on_host
 
     def forward(self, x: torch.Tensor, routing: Routing, shared: torch.Tensor | None) -> torch.Tensor:
         """See ``ExpertsProduct``."""
@@ -97,7 +96,7 @@ class InvariantProduct(ExpertsProduct):
         self._weights = dequantized(weights, dtype)
         _, hidden, size = self._weights.down.shape
         self._tiles = expert_tiles.invariant_tiles(hidden, size, dtype.itemsize)
-        self._experts = _triton("plain").experts
+        self._experts = _triton().experts
 
     def forward(self, x: torch.Tensor, routing: Routing, shared: torch.Tensor | None) -> torch.Tensor:
         """See ``ExpertsProduct``. There are no parts: a norm would add them up in another order."""

@@ -24,7 +24,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from dovetail.interfaces.expert_shapes import ExpertWeights, Routing
 from dovetail.ops.triton.expert_tiles import ExpertTiles
-from dovetail.ops.triton.experts import NARROW, activate, add_up_pairs, scaled_and_biased
+from dovetail.ops.triton.experts import NARROW, activate, scaled_and_biased
 from dovetail.ops.triton.fp8_tiles import tiles_of
 from dovetail.ops.triton.launch import INTERPRETED, launch
 from dovetail.ops.triton.routing import sort_by_expert
@@ -283,24 +283,8 @@ def quantize_rows(x: torch.Tensor, group: int | None, bound: float) -> tuple[tor
     return codes, scales
 
 
-def experts(
-    x: torch.Tensor, routing: Routing, weights: ExpertWeights, shared: torch.Tensor | None = None
-) -> torch.Tensor:
-    """Compute ``ops.experts.experts``."""
-    assert x.is_contiguous()
-    if not x.shape[0]:
-        return torch.empty_like(x)
-    return add_up_pairs(_results(x, routing, weights, in_parts=False), routing, weights, shared)
-
-
-def expert_parts(x: torch.Tensor, routing: Routing, weights: ExpertWeights) -> torch.Tensor:
-    """Compute ``ops.triton.experts.expert_parts``, also for one token."""
-    return _results(x, routing, weights, in_parts=True)
-
-
-def _results(x: torch.Tensor, routing: Routing, weights: ExpertWeights, *, in_parts: bool) -> torch.Tensor:
-    """Return the weighted results of pairs, ``[tokens, top_k, hidden]``, undefined for other ranks' experts, or what
-    ``expert_parts`` returns."""
+def pair_results(x: torch.Tensor, routing: Routing, weights: ExpertWeights, *, in_parts: bool) -> torch.Tensor:
+    """Compute ``ops.triton.experts._pair_results``, also of one token."""
     (tokens, hidden), top_k = x.shape, routing.ids.shape[1]
     count, size, one = len(weights.gate_up), weights.down.shape[2], tokens == 1
     by_block = weights.format == "fp8_blocks"

@@ -20,7 +20,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from dovetail.interfaces.expert_shapes import ExpertWeights, Routing
-from dovetail.ops.triton.experts import activate, add_up_pairs, pairs_of_block
+from dovetail.ops.triton.experts import activate, pairs_of_block
 from dovetail.ops.triton.launch import INTERPRETED, launch
 from dovetail.ops.triton.mxfp4_tiles import tiles_of
 from dovetail.ops.triton.routing import sort_by_expert
@@ -202,24 +202,8 @@ def _product(
         tl.store(out + place[:, None] * width + column[None, :], result, present[:, None] & inside[None, :])
 
 
-def experts(
-    x: torch.Tensor, routing: Routing, weights: ExpertWeights, shared: torch.Tensor | None = None
-) -> torch.Tensor:
-    """Compute ``ops.experts.experts``."""
-    assert x.is_contiguous()
-    if not x.shape[0]:
-        return torch.empty_like(x)
-    return add_up_pairs(_results(x, routing, weights, in_parts=False), routing, weights, shared)
-
-
-def expert_parts(x: torch.Tensor, routing: Routing, weights: ExpertWeights) -> torch.Tensor:
-    """Compute ``ops.triton.experts.expert_parts``, also for one token."""
-    return _results(x, routing, weights, in_parts=True)
-
-
-def _results(x: torch.Tensor, routing: Routing, weights: ExpertWeights, *, in_parts: bool) -> torch.Tensor:
-    """Return the weighted results of pairs, ``[tokens, top_k, hidden]``, undefined for other ranks' experts, or what
-    ``expert_parts`` returns."""
+def pair_results(x: torch.Tensor, routing: Routing, weights: ExpertWeights, *, in_parts: bool) -> torch.Tensor:
+    """Compute ``ops.triton.experts._pair_results``, also of one token."""
     (tokens, hidden), top_k = x.shape, routing.ids.shape[1]
     count, _, half = weights.down.shape
     size, one = 2 * half, tokens == 1
