@@ -30,6 +30,7 @@ from dovetail.ops.expert_formats import dequantized
 from dovetail.ops.experts import experts
 from dovetail.ops.mxfp4 import quantize
 from dovetail.ops.routing import route
+from dovetail.ops.triton import expert_layers
 from dovetail.ops.triton import experts as plain_kernels
 from dovetail.ops.triton import experts_fp8 as fp8_kernels
 from dovetail.ops.triton import mxfp4 as mxfp4_kernels
@@ -155,7 +156,7 @@ def check(size: Size, weights: ExpertWeights) -> None:
         x = torch.randn(tokens, size.hidden, device="cuda").bfloat16()
         routing = route(logits_of(size, tokens, "skewed"), size.rule)
         expected = one_by_one(x.float(), routing, wide)
-        for got in (experts(x, routing, weights), plain_kernels.expert_parts(x, routing, weights).sum(0)):
+        for got in (experts(x, routing, weights), expert_layers.expert_parts(x, routing, weights).sum(0)):
             error = ((got.float() - expected).norm() / expected.norm()).item()
             allowed = 0.1 if weights.format.startswith("fp8") else 0.01  # activations are quantized too
             assert error < allowed, f"{tokens} tokens: the relative error is {error:.4f}"

@@ -21,7 +21,7 @@ from dovetail.interfaces.expert_shapes import SILU, ExpertWeights, RoutingRule
 from dovetail.ops.triton import ahead as module
 from dovetail.ops.triton import (
     decode,
-    experts,
+    expert_layers,
     filters,
     launch,
     matmul,
@@ -149,7 +149,7 @@ def test_kernels_of_experts_compile_whatever_the_choice(device, form):
                 torch.empty(tokens, 16, device="meta"),
             )
             with ahead.noting():
-                experts.experts(x, routing.route(logits, rule, correction), weights)
+                expert_layers.experts(x, routing.route(logits, rule, correction), weights)
             counts.append(ahead.counts.noted)
         assert counts[1] == counts[2]
         assert counts[3] == counts[4]

@@ -15,7 +15,7 @@ import torch
 from dovetail.interfaces.expert_shapes import SILU, ExpertWeights, Routing, SwiGLU
 from dovetail.ops import experts as torch_experts
 from dovetail.ops.expert_formats import dequantized
-from dovetail.ops.triton import experts as layers
+from dovetail.ops.triton import expert_layers as layers
 from dovetail.ops.triton import experts_fp8 as kernels
 from dovetail.ops.triton.expert_tiles import ExpertTile, ExpertTiles
 from dovetail.ops.triton.fp8_tiles import tiles_of

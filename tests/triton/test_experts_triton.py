@@ -13,6 +13,7 @@ import torch
 from dovetail.interfaces.expert_shapes import SILU, ExpertWeights, Routing, RoutingRule, SwiGLU
 from dovetail.ops import experts as torch_experts
 from dovetail.ops import routing as torch_routing
+from dovetail.ops.triton import expert_layers as layers
 from dovetail.ops.triton import experts as kernels
 from dovetail.ops.triton import routing
 from dovetail.ops.triton.expert_tiles import ExpertTile, ExpertTiles, invariant_tiles, tiles_of
@@ -150,11 +151,11 @@ def test_products_equal_those_in_double_precision(
     x = torch.randn(tokens, hidden).to(dtype)
     shared = torch.randn(tokens, hidden).to(dtype) if kind == "plain" else None
     exact = torch_experts.experts(x.double(), given, double(weights), shared)
-    got = kernels.experts(x, given, weights, shared)
+    got = layers.experts(x, given, weights, shared)
     assert got.dtype is dtype
     assert ((got.double() - exact).abs() <= tolerance * (exact.abs() + 1)).all()
     if shared is None and kind != "some experts":
-        parts = kernels.expert_parts(x, given, weights)
+        parts = layers.expert_parts(x, given, weights)
         assert parts.shape == (top_k, tokens, hidden)
         assert ((parts.double().sum(0) - exact).abs() <= tolerance * (exact.abs() + 1)).all()
 
@@ -165,12 +166,12 @@ TILE = ExpertTile(32, 32, 4, 2)
 def test_no_tokens_and_tiles_of_the_rule() -> None:
     weights = weights_of(4, 32, 24, torch.float32, bias=False)
     empty = Routing(torch.empty(0, 2, dtype=torch.int32), torch.empty(0, 2))
-    assert kernels.experts(torch.empty(0, 32), empty, weights).shape == (0, 32)
+    assert layers.experts(torch.empty(0, 32), empty, weights).shape == (0, 32)
     for tokens in (2, 40):
         given = Routing(choose(tokens, 4, 2), torch.rand(tokens, 2))
         x = torch.randn(tokens, 32)
         exact = torch_experts.experts(x.double(), given, double(weights))
-        torch.testing.assert_close(kernels.experts(x, given, weights).double(), exact, atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(layers.experts(x, given, weights).double(), exact, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("kind", ["plain", "bias", "scaled"])
@@ -183,12 +184,12 @@ def test_invariant_tiles_give_a_token_the_same_bits_among_any_others(kind: str) 
     given, x = Routing(ids, torch.rand(tokens, top_k)), torch.randn(tokens, hidden).half()
     shared, tiles = torch.randn(tokens, hidden).half(), invariant_tiles(hidden, size, 2)
     assert ids.flatten().bincount().max() > tiles.block_m
-    whole = kernels.experts(x, given, weights, shared, tiles)
+    whole = layers.experts(x, given, weights, shared, tiles)
     exact = torch_experts.experts(x.double(), given, double(weights), shared)
     assert ((whole.double() - exact).abs() <= 4e-3 * (exact.abs() + 1)).all()
     for start, stop in ((0, 1), (7, 9), (60, 125), (139, 140)):
         own = slice(start, stop)
-        alone = kernels.experts(x[own], Routing(given.ids[own], given.weights[own]), weights, shared[own], tiles)
+        alone = layers.experts(x[own], Routing(given.ids[own], given.weights[own]), weights, shared[own], tiles)
         assert torch.equal(alone, whole[own]), f"tokens {start} to {stop}"
 
 

@@ -16,7 +16,7 @@ import triton.language as tl
 from dovetail.interfaces.expert_shapes import SILU, ExpertWeights, Routing, SwiGLU
 from dovetail.ops import experts as torch_experts
 from dovetail.ops.mxfp4 import dequantize, powers
-from dovetail.ops.triton import experts as layers
+from dovetail.ops.triton import expert_layers as layers
 from dovetail.ops.triton import mxfp4
 from dovetail.ops.triton.mxfp4_tiles import MOST_SHARED, Mxfp4Tile, Mxfp4Tiles, reads_ahead, shared_bytes, tiles_of
 

@@ -32,9 +32,9 @@ FORMATS: dict[str, tuple[ExpertFormat, ...]] = {
 
 @functools.cache
 def _triton() -> ModuleType:
-    from dovetail.ops.triton import experts
+    from dovetail.ops.triton import expert_layers
 
-    return experts
+    return expert_layers
 
 
 def experts(

@@ -9,15 +9,12 @@ computed on the tiles, and results of pairs are written by token, so that a last
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
-
 import torch
 import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from dovetail.interfaces.expert_shapes import ExpertFormat, ExpertWeights, Routing
+from dovetail.interfaces.expert_shapes import ExpertWeights, Routing
 from dovetail.ops.triton.expert_tiles import ExpertTile, ExpertTiles, tiles_of
 from dovetail.ops.triton.launch import launch
 from dovetail.ops.triton.routing import ExpertOrder, sort_by_expert
@@ -249,38 +246,7 @@ def _down_one(
     tl.store(out + tl.program_id(1) * hidden + column, result, inside)
 
 
-def experts(
-    x: torch.Tensor,
-    routing: Routing,
-    weights: ExpertWeights,
-    shared: torch.Tensor | None = None,
-    tiles: ExpertTiles | None = None,
-) -> torch.Tensor:
-    """Compute ``ops.experts.experts``. With ``tiles``, which a caller gives for every number of tokens, weights are plain, and
-    the bits of a token do not depend on the others: its products are added up along their columns in one order, then its
-    experts in their order."""
-    assert x.is_contiguous()
-    if not x.shape[0]:
-        return torch.empty_like(x)
-    if tiles is not None:
-        results = _several_tokens(x, routing, weights, tiles, in_parts=False)
-    elif x.shape[0] == 1 and weights.format == "plain":
-        return _one_token(x, routing, weights, shared, in_parts=False)
-    else:
-        results = _pair_results(weights.format)(x, routing, weights, in_parts=False)
-    return _add_up_pairs(results, routing, weights, shared)
-
-
-@functools.cache
-def _pair_results(form: ExpertFormat) -> Callable[..., torch.Tensor]:
-    """Return the function of at least one token for weights in a format: ``(x, routing, weights, in_parts=...)`` gives the weighted
-    results of pairs, ``[tokens, top_k, hidden]``, undefined for other ranks' experts, or what ``expert_parts`` returns."""
-    from dovetail.ops.triton import experts_fp8, mxfp4
-
-    return {"plain": _several_tokens, "mxfp4": mxfp4.pair_results}.get(form, experts_fp8.pair_results)
-
-
-def _add_up_pairs(
+def add_up_pairs(
     results: torch.Tensor, routing: Routing, weights: ExpertWeights, shared: torch.Tensor | None
 ) -> torch.Tensor:
     """Return the sums of the ``results [tokens, top_k, hidden]`` of this rank's experts, plus ``shared`` if it is
@@ -296,18 +262,11 @@ def _add_up_pairs(
     return out
 
 
-def expert_parts(x: torch.Tensor, routing: Routing, weights: ExpertWeights) -> torch.Tensor:
-    """Return the weighted results of each token's experts, float32 ``[top_k, tokens, hidden]``, of which ``experts`` is
-    the sum over the first dimension. All experts are this rank's, and there is at least one token."""
-    if x.shape[0] == 1 and weights.format == "plain":
-        return _one_token(x, routing, weights, None, in_parts=True)
-    return _pair_results(weights.format)(x, routing, weights, in_parts=True)
-
-
-def _several_tokens(
+def pair_results(
     x: torch.Tensor, routing: Routing, weights: ExpertWeights, tiles: ExpertTiles | None = None, *, in_parts: bool
 ) -> torch.Tensor:
-    """Compute ``_pair_results`` of plain weights."""
+    """Return the weighted results of pairs, ``[tokens, top_k, hidden]``, undefined for other ranks' experts, or if
+    ``in_parts`` what ``expert_layers.expert_parts`` returns."""
     (tokens, hidden), top_k = x.shape, routing.ids.shape[1]
     count, size = len(weights.gate_up), weights.down.shape[2]
     tiles = tiles or tiles_of(tokens, count, top_k, hidden, size, count / weights.whole, x.element_size())
@@ -342,10 +301,10 @@ def _launch_gate_up(
     )  # fmt: skip
 
 
-def _one_token(
+def one_token(
     x: torch.Tensor, routing: Routing, weights: ExpertWeights, shared: torch.Tensor | None, *, in_parts: bool
 ) -> torch.Tensor:
-    """Return what ``experts`` or ``expert_parts`` returns, for one token. The tiles are the fastest for Qwen3-30B-A3B on an
+    """Return what ``experts`` or ``expert_parts`` of ``expert_layers`` returns, for one token. The tiles are the fastest for Qwen3-30B-A3B on an
     H200."""
     count, hidden, size = weights.down.shape
     top_k, activation, gate_n, down_n = routing.ids.shape[1], weights.activation, 2, 4

@@ -284,7 +284,7 @@ def quantize_rows(x: torch.Tensor, group: int | None, bound: float) -> tuple[tor
 
 
 def pair_results(x: torch.Tensor, routing: Routing, weights: ExpertWeights, *, in_parts: bool) -> torch.Tensor:
-    """Compute ``ops.triton.experts._pair_results``, also of one token."""
+    """Compute ``ops.triton.experts.pair_results``, also of one token."""
     (tokens, hidden), top_k = x.shape, routing.ids.shape[1]
     count, size, one = len(weights.gate_up), weights.down.shape[2], tokens == 1
     by_block = weights.format == "fp8_blocks"

@@ -203,7 +203,7 @@ def _product(
 
 
 def pair_results(x: torch.Tensor, routing: Routing, weights: ExpertWeights, *, in_parts: bool) -> torch.Tensor:
-    """Compute ``ops.triton.experts._pair_results``, also of one token."""
+    """Compute ``ops.triton.experts.pair_results``, also of one token."""
     (tokens, hidden), top_k = x.shape, routing.ids.shape[1]
     count, _, half = weights.down.shape
     size, one = 2 * half, tokens == 1

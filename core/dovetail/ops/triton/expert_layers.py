@@ -1,0 +1,49 @@
+"""Compute layers of experts on CUDA, with weights in any format."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from dovetail.interfaces.expert_shapes import ExpertFormat, ExpertWeights, Routing
+from dovetail.ops.triton import experts as plain
+from dovetail.ops.triton import experts_fp8, mxfp4
+from dovetail.ops.triton.expert_tiles import ExpertTiles
+
+_PAIR_RESULTS: dict[ExpertFormat, Callable[..., torch.Tensor]] = {
+    "plain": plain.pair_results,
+    "fp8_rows": experts_fp8.pair_results,
+    "fp8_blocks": experts_fp8.pair_results,
+    "mxfp4": mxfp4.pair_results,
+}
+
+
+def experts(
+    x: torch.Tensor,
+    routing: Routing,
+    weights: ExpertWeights,
+    shared: torch.Tensor | None = None,
+    tiles: ExpertTiles | None = None,
+) -> torch.Tensor:
+    """Compute ``ops.experts.experts``. With ``tiles``, which a caller gives for every number of tokens, weights are plain, and
+    the bits of a token do not depend on the others: its products are added up along their columns in one order, then its
+    experts in their order."""
+    assert x.is_contiguous()
+    if not x.shape[0]:
+        return torch.empty_like(x)
+    if tiles is not None:
+        results = plain.pair_results(x, routing, weights, tiles, in_parts=False)
+    elif x.shape[0] == 1 and weights.format == "plain":
+        return plain.one_token(x, routing, weights, shared, in_parts=False)
+    else:
+        results = _PAIR_RESULTS[weights.format](x, routing, weights, in_parts=False)
+    return plain.add_up_pairs(results, routing, weights, shared)
+
+
+def expert_parts(x: torch.Tensor, routing: Routing, weights: ExpertWeights) -> torch.Tensor:
+    """Return the weighted results of each token's experts, float32 ``[top_k, tokens, hidden]``, of which ``experts`` is
+    the sum over the first dimension. All experts are this rank's, and there is at least one token."""
+    if x.shape[0] == 1 and weights.format == "plain":
+        return plain.one_token(x, routing, weights, None, in_parts=True)
+    return _PAIR_RESULTS[weights.format](x, routing, weights, in_parts=True)
