@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import transformers
@@ -49,10 +49,12 @@ class MoeSuite(ModelSuite):
 
     model_type: str
     bfloat16_tolerance = 0.4
+    small: ClassVar[Mapping[str, Any]] = SMALL
+    """Settings of every config that does not have others."""
 
     def write_checkpoint(self, config: Mapping[str, Any], directory: Path) -> None:
         torch.manual_seed(0)
-        built = transformers.AutoConfig.for_model(self.model_type, **SMALL | dict(config))
+        built = transformers.AutoConfig.for_model(self.model_type, **self.small | dict(config))
         model = transformers.AutoModelForCausalLM.from_config(built, dtype=torch.float32)
         randomise(model)
         model.save_pretrained(directory)

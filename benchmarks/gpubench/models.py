@@ -158,6 +158,51 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "eos_token_id": None,
         "torch_dtype": "bfloat16",
     },
+    "deepseek-v2-lite": {
+        "architectures": ["DeepseekV2ForCausalLM"],
+        "model_type": "deepseek_v2",
+        "vocab_size": 102400,
+        "hidden_size": 2048,
+        "intermediate_size": 10944,
+        "moe_intermediate_size": 1408,
+        "num_hidden_layers": 27,
+        "first_k_dense_replace": 1,
+        "moe_layer_freq": 1,
+        "n_routed_experts": 64,
+        "n_shared_experts": 2,
+        "num_experts_per_tok": 6,
+        "scoring_func": "softmax",
+        "topk_method": "greedy",
+        "n_group": 1,
+        "topk_group": 1,
+        "norm_topk_prob": False,
+        "routed_scaling_factor": 1.0,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 16,
+        "q_lora_rank": None,
+        "kv_lora_rank": 512,
+        "qk_nope_head_dim": 128,
+        "qk_rope_head_dim": 64,
+        "v_head_dim": 128,
+        "attention_bias": False,
+        "hidden_act": "silu",
+        "max_position_embeddings": 163840,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 10000.0,
+        "rope_scaling": {
+            "type": "yarn",
+            "factor": 40,
+            "beta_fast": 32,
+            "beta_slow": 1,
+            "mscale": 0.707,
+            "mscale_all_dim": 0.707,
+            "original_max_position_embeddings": 4096,
+        },
+        "tie_word_embeddings": False,
+        "bos_token_id": None,
+        "eos_token_id": None,
+        "torch_dtype": "bfloat16",
+    },
     "tiny": {
         **_LLAMA,
         "vocab_size": 512,
@@ -206,6 +251,7 @@ VARIANTS = {
     "qwen3-30b-a3b-uniform": Variant("qwen3-30b-a3b", uniform_routing=True),
     "gpt-oss-20b": Variant("gpt-oss-20b"),
     "gemma-3-4b": Variant("gemma-3-4b"),
+    "deepseek-v2-lite": Variant("deepseek-v2-lite"),
 }
 """Map the names of the models beside ``8b`` and ``0.6b``."""
 
@@ -219,6 +265,7 @@ TITLES = {
     "qwen3-30b-a3b-uniform": "Qwen3-30B-A3B shape, uniform routing",
     "gpt-oss-20b": "gpt-oss-20b shape, MXFP4",
     "gemma-3-4b": "Gemma-3-4B text shape",
+    "deepseek-v2-lite": "DeepSeek-V2-Lite shape",
     "tiny": "tiny shape",
 }
 
@@ -260,12 +307,28 @@ def multiplications(name: str, tokens: int) -> float:
     """Return the floating-point operations of one prompt of ``tokens`` tokens that needs only the last logits:
     matrices and causal attention."""
     c = shape(name)
-    hidden, heads, kv, dim = (c[k] for k in ("hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim"))
-    inner = c.get("num_experts_per_tok", 1) * c.get("moe_intermediate_size", c["intermediate_size"])
-    layer = hidden * dim * (2 * heads + 2 * kv) + 3 * hidden * inner
+    hidden, heads, count = c["hidden_size"], c["num_attention_heads"], c["num_hidden_layers"]
+    projections, dims = _attention(c)
+    size = c.get("moe_intermediate_size", c["intermediate_size"])
+    inner = (c.get("num_experts_per_tok", 1) + c.get("n_shared_experts", 0)) * size
+    dense = c.get("first_k_dense_replace", 0)
+    matrices = count * projections + 3 * hidden * (dense * c["intermediate_size"] + (count - dense) * inner)
     window = min(tokens, c.get("sliding_window", tokens))
-    full = 2 * tokens * tokens * heads * dim  # half of the square, two products
-    sliding = 4 * (tokens * window - window * window // 2) * heads * dim
-    count, period = c["num_hidden_layers"], c.get("sliding_window_pattern", 2)
+    full = tokens * tokens * heads * dims  # half of the square
+    sliding = 2 * (tokens * window - window * window // 2) * heads * dims
+    period = c.get("sliding_window_pattern", 2)
     slides = count - count // period if "sliding_window" in c else 0
-    return count * 2.0 * tokens * layer + (count - slides) * full + slides * sliding + 2.0 * hidden * c["vocab_size"]
+    return 2.0 * tokens * matrices + (count - slides) * full + slides * sliding + 2.0 * hidden * c["vocab_size"]
+
+
+def _attention(c: Mapping[str, Any]) -> tuple[int, int]:
+    """Return the numbers in the projections of a layer's attention, and the sizes of a key and of a value together."""
+    hidden, heads = c["hidden_size"], c["num_attention_heads"]
+    if "kv_lora_rank" not in c:
+        dim = c["head_dim"]
+        return hidden * dim * 2 * (heads + c["num_key_value_heads"]), 2 * dim
+    assert c["q_lora_rank"] is None
+    latent, rotated, value = c["kv_lora_rank"], c["qk_rope_head_dim"], c["v_head_dim"]
+    key = c["qk_nope_head_dim"] + rotated
+    expanded = latent * heads * (key - rotated + value)
+    return hidden * (heads * (key + value) + latent + rotated) + expanded, key + value

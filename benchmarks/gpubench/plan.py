@@ -22,6 +22,7 @@ USUAL_ROWS = {
     "qwen3-30b-a3b-uniform": ("decode",),
     "gpt-oss-20b": ("decode",),
     "gemma-3-4b": ("decode", "prefill", "mixed"),
+    "deepseek-v2-lite": ("decode", "prefill", "mixed", "gsp"),
     "tiny": ROWS,
 }
 
@@ -64,6 +65,7 @@ SIZES = {
     "qwen3-30b-a3b-uniform": Sizes(decode_batches=(1, 64)),
     "gpt-oss-20b": Sizes(decode_batches=(1, 16, 64)),
     "gemma-3-4b": Sizes(decode_batches=(1, 64)),
+    "deepseek-v2-lite": Sizes(decode_batches=(1, 16, 128, 256)),
     "tiny": Sizes(
         ids=(16, 500),
         decode_batches=(1, 4),

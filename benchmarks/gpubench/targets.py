@@ -88,6 +88,15 @@ TARGETS: dict[tuple[str, str, str], Target] = {
     ("gemma-3-4b", "prefill", "8k"): Target(94, 85),
     ("gemma-3-4b", "prefill", "32k"): Target(408, 360),
     ("gemma-3-4b", "mixed", ""): Target(12806, 17000),
+    ("deepseek-v2-lite", "decode", "bs 1"): Target(3.39, 1.7),
+    ("deepseek-v2-lite", "decode", "bs 16"): Target(4.03, 2.6),
+    ("deepseek-v2-lite", "decode", "bs 128"): Target(5.54, 4.2),
+    ("deepseek-v2-lite", "decode", "bs 256"): Target(7.77, 6.0),
+    ("deepseek-v2-lite", "prefill", "1k"): Target(54.2, 25),
+    ("deepseek-v2-lite", "prefill", "8k"): Target(99.7, 80),
+    ("deepseek-v2-lite", "prefill", "32k"): Target(542, 430),
+    ("deepseek-v2-lite", "mixed", ""): Target(16919, 22000),
+    ("deepseek-v2-lite", "gsp", ""): Target(19324, 40000),
 }
 
 DIGITS = {"ms": 2, "s": 1, "tok/s": 0, "hit": 3, "ratio": 3}

@@ -96,6 +96,7 @@ def test_explain_shows_every_candidate_and_its_verdict(cli, fakes):
     status, out, _ = cli("explain", "--model", str(fakes.directory), "--assume", "sm90")
     assert status == 0
     assert "FakeForCausalLM" in out
+    assert "KV bfloat16 (1,024 bytes per token)" in out
     assert "needs no-such-dist>=2; no-such-dist is not installed" in out
     assert "config names none" in out
     assert "sampling defaults: each API's (the model's generation_config.json has none)" in out

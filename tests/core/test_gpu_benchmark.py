@@ -160,6 +160,8 @@ def test_models_have_the_size_they_are_called_by(parts):
 
     assert parameters("8b") == pytest.approx(8.03e9, rel=0.001)
     assert parameters("0.6b") == pytest.approx(0.596e9, rel=0.001)
+    active = parts.models.multiplications("deepseek-v2-lite", 1) / 2
+    assert active == pytest.approx(2.4e9, rel=0.03), "of DeepSeek-V2-Lite, as it is published"
 
 
 def test_better_is_less_for_times_and_more_for_rates(parts):

@@ -36,6 +36,26 @@ GLM: dict[str, Any] = {
     "eos_token_id": None,
     "pad_token_id": None,
 }
+DEEPSEEK: dict[str, Any] = {key: value for key, value in GLM.items() if key not in ("head_dim", "attention_bias")} | {
+    "num_key_value_heads": 4,
+    "q_lora_rank": 32,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 24,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 16,
+    "n_routed_experts": 8,
+    "n_group": 4,
+    "topk_group": 2,
+    "rope_parameters": {
+        "rope_type": "yarn",
+        "rope_theta": 100.0,
+        "factor": 8.0,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+        "original_max_position_embeddings": 32,
+    },
+}
+"""Settings of a small DeepSeek-V3. Without yarn's scale its attention would be another."""
 
 
 def decoder(prefix: str, config: dict[str, Any], *, normed: bool) -> Shapes:
@@ -105,12 +125,24 @@ def save_dflash(directory: Path, hidden: int, head_dim: int, mask: int) -> None:
 
 
 def save_glm(directory: Path, **changes: Any) -> Any:
-    """Save a model with experts and one more layer, which predicts further tokens, as GLM-4.5 stores it. Return a model that has
-    this layer as its last one."""
+    """Save a model as GLM-4.5 is stored. See ``save_predicting``."""
     from transformers import Glm4MoeConfig, Glm4MoeForCausalLM  # tests on a GPU also run without transformers
 
+    return save_predicting(directory, Glm4MoeForCausalLM, Glm4MoeConfig, GLM | changes)
+
+
+def save_deepseek(directory: Path, **changes: Any) -> Any:
+    """Save a model as DeepSeek-V3 is stored. See ``save_predicting``."""
+    from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
+
+    return save_predicting(directory, DeepseekV3ForCausalLM, DeepseekV3Config, DEEPSEEK | changes)
+
+
+def save_predicting(directory: Path, model_class: Any, config_class: Any, settings: dict[str, Any]) -> Any:
+    """Save a model with experts and one more layer, which predicts further tokens. Return a model that has this layer as
+    its last one."""
     torch.manual_seed(4)
-    model = Glm4MoeForCausalLM(Glm4MoeConfig(**GLM | changes | {"num_hidden_layers": GLM_LAYERS + 1})).eval()
+    model = model_class(config_class(**settings | {"num_hidden_layers": GLM_LAYERS + 1})).eval()
     with torch.no_grad():
         for name, tensor in (*model.named_parameters(), *model.named_buffers()):
             if tensor.ndim == 1 and "rotary" not in name:  # norms are all 1 as they come, biases and corrections 0
@@ -121,7 +153,7 @@ def save_glm(directory: Path, **changes: Any) -> Any:
     tensors, layer, hidden = (
         load_file(directory / "model.safetensors"),
         f"model.layers.{GLM_LAYERS}",
-        GLM["hidden_size"],
+        settings["hidden_size"],
     )
     for name in ("enorm", "hnorm", "shared_head.norm"):
         tensors[f"{layer}.{name}.weight"] = 1 + 0.3 * torch.randn(hidden)

@@ -11,7 +11,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
@@ -36,6 +36,7 @@ from dovetail_models.moe_describe import describe_qwen3_moe
 from dovetail_quantization.config import Fp8Config
 from dovetail_quantization.fp8 import Fp8
 from dovetail_quantization.fp8_experts import Fp8Experts
+from fp8_checkpoints import PROJECTION, by_block, quantized
 from moe_suite import SMALL, randomise
 
 FP8, CPU, BLOCK = torch.float8_e4m3fn, torch.device("cpu"), 32
@@ -46,44 +47,43 @@ SIZES = SMALL | {"hidden_size": 64, "head_dim": 16, "num_key_value_heads": 4, "i
 CONFIGS: dict[str, dict[str, Any]] = {
     "qwen3_moe": {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "norm_topk_prob": True},
     "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "deepseek_v3": {
+        "q_lora_rank": 32,
+        "kv_lora_rank": 48,
+        "qk_nope_head_dim": 20,
+        "qk_rope_head_dim": 8,
+        "v_head_dim": 20,
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "n_group": 2,
+        "topk_group": 1,
+        "moe_intermediate_size": 64,
+        "first_k_dense_replace": 1,
+        "num_nextn_predict_layers": 0,
+    },
 }
-PROJECTION = re.compile(r".*(_proj|experts\.\d+\.w\d)\.weight")
+"""Settings of models. Of latent attention, no size of a head divides the blocks, nor do those of the latent."""
 
 
-class Stored(NamedTuple):
-    """Hold codes ``[..., out, in]``, their scales by row ``[..., out, 1]`` or by block, and the weight that they stand for."""
-
-    codes: torch.Tensor
-    scale: torch.Tensor
-    exact: torch.Tensor
-
-
-def quantized(weight: torch.Tensor, block: tuple[int, int]) -> Stored:
-    """Quantize blocks of ``block`` rows and columns, which divide the weight."""
-    blocks = weight.unflatten(-1, (-1, block[1])).unflatten(-3, (-1, block[0]))
-    scale = blocks.abs().amax((-3, -1), keepdim=True) / 448
-    codes = (blocks / scale).to(FP8)
-    exact = (codes.float() * scale).flatten(-4, -3).flatten(-2)
-    return Stored(codes.flatten(-4, -3).flatten(-2), scale[..., 0, :, 0], exact)
-
-
-def write(directory: Path, name: str, checkpoint: Mapping[str, Any] | None) -> Any:
+def write(directory: Path, name: str, checkpoint: Mapping[str, Any] | None, **changes: Any) -> Any:
     """Write a random model in FP8 by block or, without a ``quantization_config``, unquantized; return transformers' model
     with the weights that Dovetail then computes with."""
     torch.manual_seed(0)
-    built = transformers.AutoConfig.for_model(name, **SIZES | CONFIGS[name])
+    sizes = {key: size for key, size in SIZES.items() if name != "deepseek_v3" or key != "head_dim"}
+    built = transformers.AutoConfig.for_model(name, **sizes | CONFIGS[name] | changes)
     model = transformers.AutoModelForCausalLM.from_config(built, dtype=torch.float32)
     randomise(model)
     exact = directory / "exact"
     model.save_pretrained(exact)
-    tensors, stored = load_file(exact / "model.safetensors"), dict[str, torch.Tensor]()
-    for key, tensor in tensors.items():
-        stored[key] = tensor
-        if PROJECTION.fullmatch(key):
-            made = quantized(tensor, (BLOCK, BLOCK) if checkpoint else (1, tensor.shape[1]))
-            tensors[key] = made.exact
-            if checkpoint is not None:
-                stored[key], stored[f"{key}_scale_inv"] = made.codes, made.scale
+    tensors = load_file(exact / "model.safetensors")
+    if checkpoint is None:
+        stored = dict(tensors)
+        rows = {
+            key: quantized(tensor, (1, tensor.shape[1])) for key, tensor in tensors.items() if PROJECTION.fullmatch(key)
+        }
+        tensors |= {key: made.exact for key, made in rows.items()}
+    else:
+        stored, tensors = by_block(tensors, BLOCK)
     save_file(
         {key: tensor.contiguous() for key, tensor in tensors.items()}, exact / "model.safetensors", {"format": "pt"}
     )
@@ -135,6 +135,12 @@ def test_two_ranks_divide_a_checkpoint_by_block(published: tuple[Path, Any], exp
 
 def test_mixtral_by_block(tmp_path: Path) -> None:
     compare(tmp_path, write(tmp_path, "mixtral", BY_BLOCK))
+
+
+@pytest.mark.parametrize("sizes", [{}, {"q_lora_rank": None, "qk_nope_head_dim": 24}], ids=["low rank", "one product"])
+def test_latent_attention_by_block(tmp_path: Path, sizes: dict[str, Any]) -> None:
+    """The expansion of latents, which is stored by block too, is absorbed into queries and values."""
+    compare(tmp_path, write(tmp_path, "deepseek_v3", BY_BLOCK, **sizes), scheduler={"chunk_size": 16})
 
 
 @pytest.mark.parametrize("name", CONFIGS)

@@ -236,7 +236,7 @@ LAYER = f"model.layers.{LAYERS}"
     [
         (
             {f"{LAYER}.self_attn.kv_a_proj_with_mqa.weight": torch.zeros(9, HIDDEN)},
-            "latent attention, which is not implemented",
+            "latent attention, unlike the target's layers, which is not implemented",
         ),
         (
             {f"{LAYER}.mlp.gate.weight": torch.zeros(8, HIDDEN)},

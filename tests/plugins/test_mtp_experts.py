@@ -1,18 +1,21 @@
-"""Compare the layer of GLM-4.5 that predicts further tokens, which has experts, with a layer of transformers.
+"""Compare the layers of GLM-4.5 and DeepSeek-V3 that predict further tokens, which have experts, with layers of
+transformers.
 
 Run: python -m pytest tests/plugins/test_mtp_experts.py
 """
 
 from __future__ import annotations
 
+import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
-from transformers import Glm4MoeForCausalLM
+from safetensors.torch import load_file, save_file
+from transformers import PreTrainedModel
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "e2e"))
 
@@ -20,15 +23,17 @@ import mtp_dflash_checkpoints as checkpoints
 from plain_drafters import PlainTensors, check_best, drafts_of, make_llm
 
 from dovetail import LLM, SamplingParams
+from dovetail.layers.latent import LatentAttention
+from fp8_checkpoints import by_block
 
 VOCAB, LAYERS = checkpoints.GLM["vocab_size"], checkpoints.GLM_LAYERS
 LAYER = f"model.layers.{LAYERS}"
 
 
-class PlainGlm(PlainTensors):
+class PlainLayer(PlainTensors):
     """Run a layer of transformers after those of the target. It continues from its own output."""
 
-    def __init__(self, directory: Path, model: Glm4MoeForCausalLM) -> None:
+    def __init__(self, directory: Path, model: PreTrainedModel) -> None:
         super().__init__(load_file(directory / "model.safetensors"))
         self.layer, self.model = model.model.layers[LAYERS], model
         model.model.layers = model.model.layers[:LAYERS]
@@ -53,19 +58,57 @@ class PlainGlm(PlainTensors):
 
 
 @pytest.mark.parametrize(
-    "changes", [{}, {"use_qk_norm": True, "attention_bias": False}], ids=["biases", "norms of heads"]
+    ("save", "changes"),
+    [
+        (checkpoints.save_glm, {}),
+        (checkpoints.save_glm, {"use_qk_norm": True, "attention_bias": False}),
+        (checkpoints.save_deepseek, {}),
+    ],
+    ids=["GLM, biases", "GLM, norms of heads", "DeepSeek"],
 )
-def test_drafts_are_those_of_the_layer_of_transformers(changes: dict[str, Any], tmp_path: Path) -> None:
-    model = checkpoints.save_glm(tmp_path, **changes)
+def test_drafts_are_those_of_the_layer_of_transformers(
+    save: Callable[..., Any], changes: dict[str, Any], tmp_path: Path
+) -> None:
+    model = save(tmp_path, **changes)
     llm = make_llm(tmp_path, {"kind": "mtp", "num_draft_tokens": 3})
-    check_best(drafts_of(llm, VOCAB, 29, 23), PlainGlm(tmp_path, model).logits)
+    check_best(drafts_of(llm, VOCAB, 29, 23), PlainLayer(tmp_path, model).logits)
     assert llm.loop.stats().drafted_tokens > 0
     llm.close()
 
 
-@pytest.mark.parametrize("experts", [pytest.param("tp", marks=pytest.mark.full), "ep"])
-def test_two_ranks_draft_the_same(experts: str, tmp_path: Path) -> None:
-    checkpoints.save_glm(tmp_path)
+def test_a_layer_that_is_stored_in_fp8_drafts_with_the_weights_that_the_codes_stand_for(tmp_path: Path) -> None:
+    """As in published checkpoints, the projection from the embedding and the hidden state is not quantized."""
+    model = checkpoints.save_deepseek(tmp_path)
+    file = tmp_path / "model.safetensors"
+    stored, exact = by_block(load_file(file), 32)
+    assert f"{LAYER}.self_attn.kv_b_proj.weight_scale_inv" in stored
+    assert f"{LAYER}.mlp.experts.5.up_proj.weight_scale_inv" in stored
+    save_file(exact, file)
+    config = json.loads((tmp_path / "config.json").read_text())
+    layers = config | {"num_hidden_layers": LAYERS + 1}
+    (tmp_path / "config.json").write_text(json.dumps(layers))
+    model = type(model).from_pretrained(tmp_path, dtype=torch.float32).eval()
+    plain = PlainLayer(tmp_path, model)
+    save_file(stored, file)
+    fp8 = {"quant_method": "fp8", "weight_block_size": [32, 32], "activation_scheme": "dynamic"}
+    (tmp_path / "config.json").write_text(json.dumps(config | {"quantization_config": fp8}))
+    llm = make_llm(tmp_path, {"kind": "mtp", "num_draft_tokens": 2})
+    check_best(drafts_of(llm, VOCAB, 29, 23), plain.logits)
+    assert llm.loop.stats().drafted_tokens > 0
+    llm.close()
+
+
+@pytest.mark.parametrize(
+    ("save", "experts"),
+    [
+        pytest.param(checkpoints.save_glm, "tp", marks=pytest.mark.full),
+        pytest.param(checkpoints.save_glm, "ep", marks=pytest.mark.full),
+        pytest.param(checkpoints.save_deepseek, "tp", marks=pytest.mark.full),
+        (checkpoints.save_deepseek, "ep"),
+    ],
+)
+def test_two_ranks_draft_the_same(save: Callable[..., Any], experts: str, tmp_path: Path) -> None:
+    save(tmp_path)
     prompts = [[(7 * i + 3 * j) % VOCAB for j in range(n)] for i, n in enumerate((3, 17, 30))]
     params = SamplingParams(max_new_tokens=16, temperature=0)
     found = []
@@ -89,8 +132,33 @@ def test_two_ranks_draft_the_same(experts: str, tmp_path: Path) -> None:
     assert found[0][1] > 0
 
 
-def test_dummy_weights_make_the_layers_of_the_config(tmp_path: Path) -> None:
-    checkpoints.save_glm(tmp_path)
+def test_every_draft_is_accepted_of_a_layer_that_agrees_with_its_target(tmp_path: Path) -> None:
+    """Layers that add nothing leave the embedding of a token, by which target and layer then choose the next one."""
+    checkpoints.save_deepseek(tmp_path)
+    file, hidden = tmp_path / "model.safetensors", checkpoints.DEEPSEEK["hidden_size"]
+    tensors = load_file(file)
+    for name in tensors:
+        if name.endswith(("o_proj.weight", "down_proj.weight")):
+            tensors[name] = torch.zeros_like(tensors[name])
+        elif name in ("model.norm.weight", f"{LAYER}.enorm.weight", f"{LAYER}.shared_head.norm.weight"):
+            tensors[name] = torch.ones(hidden)
+    tensors[f"{LAYER}.eh_proj.weight"] = torch.eye(hidden, 2 * hidden)
+    save_file(tensors, file)
+    prompts = [[(7 * i + 3 * j) % VOCAB for j in range(n)] for i, n in enumerate((3, 17, 30))]
+    params = SamplingParams(max_new_tokens=16, temperature=0)
+    plain = make_llm(tmp_path, "none")
+    expected = [output.token_ids for output in plain.generate(prompts, params)]
+    plain.close()
+    llm = make_llm(tmp_path, {"kind": "mtp", "num_draft_tokens": 3})
+    assert [output.token_ids for output in llm.generate(prompts, params)] == expected
+    stats = llm.loop.stats()
+    assert stats.accepted_tokens == stats.drafted_tokens > 30
+    llm.close()
+
+
+@pytest.mark.parametrize("save", [checkpoints.save_glm, checkpoints.save_deepseek])
+def test_dummy_weights_make_the_layers_of_the_config(save: Callable[..., Any], tmp_path: Path) -> None:
+    save(tmp_path)
     (tmp_path / "model.safetensors").unlink()
     llm = LLM(
         str(tmp_path),
@@ -102,7 +170,8 @@ def test_dummy_weights_make_the_layers_of_the_config(tmp_path: Path) -> None:
         scheduler={"draft": "always"},
     )
     layer = llm.loop.executor.rank.drafter._model.layers[0]
-    assert layer.mlp.shape.routing.num_experts == checkpoints.GLM["n_routed_experts"]
+    assert layer.mlp.shape.routing.num_experts in (6, 8)
+    assert isinstance(layer.attn, LatentAttention) == (save is checkpoints.save_deepseek)
     llm.generate([[1, 2, 3]], SamplingParams(max_new_tokens=8, temperature=0))
     assert llm.loop.drafter_errors == 0
     llm.close()

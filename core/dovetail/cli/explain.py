@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -42,7 +43,8 @@ def _explain(
     machine = Machine.assume(assume) if assume else Machine.detect(config.device)
     resolved = resolve(config, registry, machine)
     if as_json:
-        typer.echo(json.dumps({**resolved.to_json(), "kernel_cache": _kernel_cache(resolved)}, indent=2))
+        more = {"cache_groups": _cache_groups(resolved), "kernel_cache": _kernel_cache(resolved)}
+        typer.echo(json.dumps({**resolved.to_json(), **more}, indent=2))
     else:
         _print(resolved)
 
@@ -63,6 +65,21 @@ def _print(resolved: Resolved) -> None:
     cache = _kernel_cache(resolved)
     if cache is not None:
         out.print(_kernel_cache_line(cache), markup=False, highlight=False)
+
+
+def _cache_groups(resolved: Resolved) -> list[dict[str, Any]]:
+    """Return of each cache group of the model what it keeps, in how many layers, and its bytes for each token on one rank."""
+    from dovetail.memory.pool import bytes_per_page, pool_dtype
+
+    dtype, tp = pool_dtype(resolved.config.memory.kv_dtype), resolved.config.parallel.tp
+    return [
+        {
+            "kind": str(group.kind),
+            "layers": group.num_layers,
+            "bytes_per_token": bytes_per_page(replace(group, num_kv_heads=-(-group.num_kv_heads // tp)), 1, dtype),
+        }
+        for group in resolved.model_info.cache_groups
+    ]
 
 
 def _kernel_cache(resolved: Resolved) -> dict[str, Any] | None:
@@ -141,9 +158,11 @@ def _headline(resolved: Resolved) -> str:
     tp = config.parallel.tp
     experts = f", experts {config.parallel.experts}" if info.expert_sizes is not None else ""
     ranks = f" x {tp} (tensor parallel{experts})" if tp > 1 else ""
+    kv_bytes = sum(group["bytes_per_token"] for group in _cache_groups(resolved))
+    per = "token and rank" if tp > 1 else "token"
     return (
         f"[bold]{info.architecture}[/] ({config.model.name}) on [bold]{resolved.machine.device_name}[/]{ranks}, "
-        f"{config.model.dtype}, KV {config.memory.kv_dtype}, context {config.model.context_len}, overlap {overlap}\n"
+        f"{config.model.dtype}, KV {config.memory.kv_dtype} ({kv_bytes:,} bytes per {per}), context {config.model.context_len}, overlap {overlap}\n"
         f"[dim]config {config_hash(config)}[/]"
     )
 

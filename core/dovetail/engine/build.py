@@ -41,16 +41,20 @@ def build_model(
     mesh: Mesh = SINGLE,
     quantization: Quantization | None = None,
     experts: ExpertsBackend | None = None,
+    *,
+    may_be_plain: bool = False,
 ) -> ModelArchitecture:
     """Build this rank's share of ``model_class`` for ``info`` on ``device`` in ``dtype``, for inference. Its weights
     are not loaded. ``quantization`` chooses how its linear layers store their weights, and ``experts`` makes the
     products of its layers of experts. Raises ``PluginLoadError`` if its
     attention layers need features that ``info`` does not declare, and ``ConfigError`` for a layer that cannot be
-    quantized."""
+    quantized, and, unless ``may_be_plain``, if no layer is quantized."""
     with torch.device(device), _default_dtype(dtype), nullcontext() if quantization is None else deferred_weights():
         model = model_class(info, mesh)
     if quantization is not None:
         allocate(model, quantization, device, dtype)
+        if not may_be_plain:
+            _refuse_plain(model, quantization)
     if experts is not None:
         use_backend(as_module(model), experts)
     as_module(model).eval().requires_grad_(False)
@@ -66,7 +70,8 @@ def as_module(model: ModelArchitecture) -> nn.Module:
 
 def allocate(model: ModelArchitecture, quantization: Quantization, device: torch.device, dtype: torch.dtype) -> None:
     """Let ``quantization`` choose the method of each linear layer, and of each layer of experts, of a model that was
-    built under ``deferred_weights``, and allocate the parameters. Raises ``ConfigError`` if no layer is quantized."""
+    built under ``deferred_weights``, and allocate the parameters. Raises ``ConfigError`` for a layer that cannot be
+    quantized."""
     modules: dict[str, list[tuple[int, int, str]]] = {}  # of each layer: start, rows and name of the modules it holds
     experts: dict[str, dict[str, None]] = {}  # of each layer of experts: the tensors it holds, in order
     tensors = model.weights_map()
@@ -89,6 +94,10 @@ def allocate(model: ModelArchitecture, quantization: Quantization, device: torch
             names, (_, size) = tuple(experts.get(name, ())), layer.down.shape
             own = ExpertWeightsShape(names, len(layer.held), layer.shape.hidden_size, size)
             layer.allocate(quantization.experts_method(own) if names else None, device, dtype)
+
+
+def _refuse_plain(model: ModelArchitecture, quantization: Quantization) -> None:
+    """Raise ``ConfigError`` if no layer of ``model`` is quantized."""
     layers = (layer for layer in as_module(model).modules() if isinstance(layer, Linear | Experts))
     if all(layer.method is None for layer in layers):
         raise ConfigError(

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from dovetail.engine.inputs import Array
     from dovetail.interfaces.mesh import Mesh
     from dovetail.interfaces.model import ModelArchitecture, ModelInfo
+    from dovetail.interfaces.quantization import Quantization
     from dovetail.registry.resolver import Resolved
     from dovetail.types import BoolArray, IntArray
 
@@ -159,10 +160,17 @@ class EngineDraftCache(DraftCache):
 
 class EngineDraftRuntime(DraftRuntime):
     """Give drafters access to the target, its checkpoint and the device. ``watched`` are the layers whose hidden states
-    the drafter reads, in the order that it requested."""
+    the drafter reads, in the order that it requested. ``stored`` is the quantization in which the target's checkpoint is
+    stored, if it is quantized: further layers in its files are stored alike."""
 
     def __init__(
-        self, resolved: Resolved, target: ModelArchitecture, device: torch.device, dtype: torch.dtype, mesh: Mesh
+        self,
+        resolved: Resolved,
+        target: ModelArchitecture,
+        device: torch.device,
+        dtype: torch.dtype,
+        mesh: Mesh,
+        stored: Quantization | None = None,
     ) -> None:
         self.target = target
         self.directory = resolved.model_dir
@@ -172,6 +180,7 @@ class EngineDraftRuntime(DraftRuntime):
         self._resolved = resolved
         self._device = device
         self._mesh = mesh
+        self._stored = stored
         self._caches: list[EngineDraftCache] = []
         self._models: list[ModelArchitecture] = []
 
@@ -222,7 +231,8 @@ class EngineDraftRuntime(DraftRuntime):
         """See ``DraftRuntime``."""
         check_ranks(info, self._mesh.tp.size, "the drafter's model")
         experts = None if info.expert_sizes is None else self._experts(info)
-        built = build_model(model, info, self._device, self.dtype, self._mesh, experts=experts)
+        quantization = self._stored if directory == self.directory else None
+        built = build_model(model, info, self._device, self.dtype, self._mesh, quantization, experts, may_be_plain=True)
         seed, shown = self._resolved.config.model.seed, self._mesh.tp.rank == 0
         load_weights(built, directory, load_format, seed, shown=shown)
         self._models.append(built)

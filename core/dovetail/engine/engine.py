@@ -122,7 +122,8 @@ class Engine:
         load_weights(
             self.model, resolved.model_dir, config.model.load_format, config.model.seed, shown=mesh.tp.rank == 0
         )
-        self._draft_runtime = EngineDraftRuntime(resolved, self.model, self.device, self._dtype, mesh)
+        stored = None if info.quantization is None else quantization
+        self._draft_runtime = EngineDraftRuntime(resolved, self.model, self.device, self._dtype, mesh, stored)
         self.drafter = self._build_drafter(resolved)
         self.watched = self._draft_runtime.watched
         requested = config.graphs.piecewise_tokens

@@ -163,7 +163,8 @@ class DraftRuntime(ABC):
         """Build ``model(info, mesh)`` on the target's device and in its dtype, and load its weights.
 
         The weights come from the safetensors files in ``directory``, or are random numbers if ``load_format`` is
-        ``dummy``. ``mesh`` is the target's. Raises ``WeightsError`` if the files do not fit the model, and
+        ``dummy``. ``mesh`` is the target's. If ``directory`` is the target's and its checkpoint is quantized, layers of the model
+        are quantized alike. Raises ``WeightsError`` if the files do not fit the model, and
         ``ConfigError`` if the ranks of ``mesh`` cannot divide it.
         """
 

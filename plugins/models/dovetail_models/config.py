@@ -139,6 +139,24 @@ class Glm4MoeConfig(PluginConfig):
     kind: Literal["glm4_moe"] = "glm4_moe"  # pyright: ignore[reportIncompatibleVariableOverride]
 
 
+class DeepseekV2Config(PluginConfig):
+    """Select the architecture of DeepSeek-V2."""
+
+    kind: Literal["deepseek_v2"] = "deepseek_v2"  # pyright: ignore[reportIncompatibleVariableOverride]
+
+
+class DeepseekV3Config(PluginConfig):
+    """Select the architecture of DeepSeek-V3 (also R1 and Kimi K2)."""
+
+    kind: Literal["deepseek_v3"] = "deepseek_v3"  # pyright: ignore[reportIncompatibleVariableOverride]
+
+
+class Glm4MoeLiteConfig(PluginConfig):
+    """Select the architecture of GLM-4.7-Flash."""
+
+    kind: Literal["glm4_moe_lite"] = "glm4_moe_lite"  # pyright: ignore[reportIncompatibleVariableOverride]
+
+
 class MinimaxM2Config(PluginConfig):
     """Select the architecture of MiniMax-M2."""
 

@@ -22,7 +22,7 @@ from dovetail.interfaces.quantization import (
 from dovetail_quantization.checkpoint import leaves_out, refuse_unused
 from dovetail_quantization.fp8_experts import Fp8Experts
 from dovetail_quantization.fp8_formats import Activations, Fp8Format, Scales, read_format
-from dovetail_quantization.fp8_products import make_product
+from dovetail_quantization.fp8_products import dequantize, make_product
 from dovetail_quantization.fp8_weights import (
     FP8,
     QuantizeRows,
@@ -132,16 +132,23 @@ class Fp8Linear(LinearMethod):
 
     def prepare(self, parameters: Mapping[str, torch.Tensor]) -> LinearProduct:
         """See ``LinearMethod``."""
-        scale = parameters["weight_scale"]
-        if self.format.scales is Scales.TENSOR:
-            counts = torch.tensor(self.shape.rows, device=scale.device)
-            scale = scale.repeat_interleave(counts)
-        elif self.format.scales is Scales.ROW:
-            scale = scale.view(-1)
+        scale, block = self._read_scales(parameters)
         static = parameters["input_scale"].max() if "input_scale" in parameters else None
-        block = self.format.block if self.format.scales is Scales.BLOCK else None
         bound = self.format.bound
         return make_product(parameters["weight"], scale, block, static, self.context.dtype, bound)
+
+    def dequantized(self, parameters: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """See ``LinearMethod``."""
+        return dequantize(parameters["weight"], *self._read_scales(parameters), self.context.dtype)
+
+    def _read_scales(self, parameters: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, tuple[int, int] | None]:
+        """Return the scales of the blocks and the size of a block, or the scales of the rows and None."""
+        scale = parameters["weight_scale"]
+        if self.format.scales is Scales.BLOCK:
+            return scale, self.format.block
+        if self.format.scales is Scales.ROW:
+            return scale.view(-1), None
+        return scale.repeat_interleave(torch.tensor(self.shape.rows, device=scale.device)), None
 
 
 def _check_cuda(shape: LinearShape, context: QuantizationContext) -> None:

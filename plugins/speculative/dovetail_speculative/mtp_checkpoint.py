@@ -16,12 +16,13 @@ import torch
 from torch import nn
 
 from dovetail.errors import ConfigError
-from dovetail.interfaces.cache import CacheGroup
+from dovetail.interfaces.cache import CacheGroup, CacheGroupKind
 from dovetail.interfaces.features import Feature
 from dovetail.interfaces.model import ModelInfo
 from dovetail.layers.attention import AttentionShape, SelfAttention
 from dovetail.layers.decoder import DecoderShape
 from dovetail.layers.experts import Experts
+from dovetail.layers.latent import LatentAttention, LatentShape
 from dovetail.layers.rope import RopeConfig, read_rope
 from dovetail_speculative.checkpoints import Shapes, read_tensor, tensor_shapes
 
@@ -96,12 +97,11 @@ EMBEDDING = "model.embed_tokens"
 ROUTER = "mlp.gate.weight"
 """The name of the weight of a layer's router, by which layers with experts are recognised."""
 
-MISSING = {
-    "self_attn.kv_a_proj_with_mqa.weight": "latent attention",
-    "self_attn.q_a_proj.weight": "latent attention",
-    "linear_attn.in_proj_qkvz.weight": "linear attention",
-}
-"""Tensors by which layers that are not implemented are recognised."""
+LATENT = "self_attn.kv_a_proj_with_mqa.weight"
+"""The name of a weight by which layers with latent attention are recognised."""
+
+GATED_DELTA = "linear_attn.in_proj_qkvz.weight"
+"""The name of a weight by which layers with linear attention are recognised, which are not implemented."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +110,8 @@ class MtpShape:
 
     ``first`` is the number of the target's layers, from which {behind} counts. ``rope.context_len`` is the longest
     context. With ``own_embedding`` or ``own_head``, the layers do not use the target's. ``experts`` are those of each layer,
-    or None if the layers have a gated MLP.
+    or None if the layers have a gated MLP. With ``plain_projection``, the projection around the layers is not quantized,
+    whatever the layers are.
     """
 
     layout: Layout
@@ -121,6 +122,7 @@ class MtpShape:
     own_embedding: bool = False
     own_head: bool = False
     experts: ExpertsShape | None = None
+    plain_projection: bool = True
 
     @property
     def watch(self) -> int:
@@ -138,22 +140,26 @@ class MtpShape:
 
 class TargetLayer(NamedTuple):
     """Describe what a layer for further tokens has in common with the layers of its target, and what the shapes of its
-    tensors do not tell: the ``experts`` of the target's layers, or None, and the ``order`` of the elements of its heads (see
-    ``AttentionShape``)."""
+    tensors do not tell: the ``experts`` of the target's layers, or None, the ``order`` of the elements of its heads (see
+    ``AttentionShape``), and its ``latent`` attention, or None, with the ``scale`` of attention logits."""
 
     experts: ExpertsShape | None = None
     order: SplitHalves | None = None
+    latent: LatentShape | None = None
+    scale: float | None = None
 
 
 def target_layer(target: nn.Module) -> TargetLayer:
     """Return what the layers of a model have in common. Layers without experts may precede those with experts."""
-    experts, order = None, None
+    found = TargetLayer()
     for module in target.modules():
         if isinstance(module, Experts):
-            experts = module.shape
+            found = found._replace(experts=module.shape)
         elif isinstance(module, SelfAttention):
-            order = module.order
-    return TargetLayer(experts, order)
+            found = found._replace(order=module.order)
+        elif isinstance(module, LatentAttention):
+            found = found._replace(latent=module.shape, scale=module.constants.scale)
+    return found
 
 
 def describe_mtp(
@@ -167,9 +173,10 @@ def describe_mtp(
     """
     shapes = _described_shapes(config, target, like) if directory is None else tensor_shapes(directory)
     layout = _layout(shapes, target.num_layers, like)
-    attention = _attention(layout, shapes, config, target, like)
+    attention = like.latent or _attention(layout, shapes, config, target, like)
     partial = None if like.order is None else like.order.rotary_dim / attention.head_dim
-    rope = read_rope(config, attention.head_dim, int(config.get("max_position_embeddings") or max_context), partial)
+    rotated = attention.qk_rope_head_dim if isinstance(attention, LatentShape) else attention.head_dim
+    rope = read_rope(config, rotated, int(config.get("max_position_embeddings") or max_context), partial)
     first = layout.layer.format(index=0, behind=target.num_layers)
     experts = like.experts if f"{first}.{ROUTER}" in shapes else None
     decoder = DecoderShape(
@@ -177,31 +184,41 @@ def describe_mtp(
         shapes[f"{first}.mlp.gate_proj.weight"][0] if experts is None else experts.size,
         _norm_eps(config),
         mlp_bias=f"{first}.mlp.gate_proj.bias" in shapes,
+        scale=like.scale,
     )
     rope = replace(rope, context_len=max_context)
-    shape = MtpShape(layout, decoder, rope, 0, target.num_layers, experts=experts)
+    projection = f"{layout.entry.format(index=0, behind=target.num_layers)}.{layout.projection}"
+    plain = not any(name.startswith(f"{projection}.weight_scale") for name in shapes)
+    shape = MtpShape(layout, decoder, rope, 0, target.num_layers, experts=experts, plain_projection=plain)
     count = 0
     while f"{shape.layer(count)}.input_layernorm.weight" in shapes:
         count += 1
     shape = replace(shape, num_layers=count)
     if directory is not None:
         shape = _with_own(shape, directory, shapes)
+    group = _cache_group(attention, count)
     return ModelInfo(
         architecture=f"{target.architecture} (further tokens)",
         vocab_size=target.vocab_size,
         hidden_size=target.hidden_size,
         num_layers=count,
         num_heads=attention.num_heads,
-        num_kv_heads=attention.num_kv_heads,
-        head_dim=attention.head_dim,
+        num_kv_heads=group.num_kv_heads,
+        head_dim=group.head_dim,
         context_len=max_context,
-        cache_groups=(CacheGroup(count, attention.num_kv_heads, attention.head_dim),),
+        cache_groups=(group,),
         needs=frozenset() if experts is None else experts.needs,
         offers=frozenset({Feature.MODEL_TENSOR_PARALLEL}),
         split_sizes=_split_sizes(decoder, experts),
         expert_sizes=None if experts is None else target.expert_sizes,
         config=shape,
     )
+
+
+def _cache_group(attention: AttentionShape | LatentShape, layers: int) -> CacheGroup:
+    if isinstance(attention, AttentionShape):
+        return CacheGroup(layers, attention.num_kv_heads, attention.head_dim)
+    return CacheGroup(layers, 1, attention.latent_dim, CacheGroupKind.LATENT, value_dim=attention.kv_lora_rank)
 
 
 def _split_sizes(decoder: DecoderShape, experts: ExpertsShape | None) -> tuple[tuple[str, int], ...]:
@@ -250,25 +267,29 @@ def _layout(shapes: Shapes, behind: int, like: TargetLayer) -> Layout:
 
 
 def _refuse_missing(layer: str, shapes: Shapes, like: TargetLayer) -> None:
-    found = [what for name, what in MISSING.items() if f"{layer}.{name}" in shapes]
+    found = ["linear attention"] if f"{layer}.{GATED_DELTA}" in shapes else []
+    if f"{layer}.{LATENT}" in shapes and like.latent is None:
+        found.append("latent attention, unlike the target's layers")
     q, out = shapes.get(f"{layer}.self_attn.q_proj.weight"), shapes.get(f"{layer}.self_attn.o_proj.weight")
     with_experts = f"{layer}.{ROUTER}" in shapes
     if with_experts and like.experts is None:
         found.append("a mixture of experts, unlike the target's layers")
-    if q is not None and out is not None and q[0] == 2 * out[1]:
+    if like.latent is None and q is not None and out is not None and q[0] == 2 * out[1]:
         found.append("a gate on its attention")
     if found:
         raise ConfigError(
             f"speculative is 'mtp', but the layer that predicts further tokens ({layer}) has {found[0]}, which is not implemented; "
-            "implemented: decoder layers of the Llama and Qwen families. Choose another drafter, such as ngram"
+            "implemented: decoder layers of the Llama, Qwen and DeepSeek families. Choose another drafter, such as ngram"
         )
-    needed = ["self_attn.q_proj", "self_attn.k_proj", "self_attn.o_proj", "input_layernorm"]
+    parts = ("q", "k") if like.latent is None else ("kv_b",)
+    needed = [*(f"self_attn.{part}_proj" for part in parts), "self_attn.o_proj", "input_layernorm"]
     needed += [] if with_experts else ["mlp.gate_proj"]
     lacking = [f"{layer}.{name}.weight" for name in needed if f"{layer}.{name}.weight" not in shapes]
     if lacking:
         raise ConfigError(
             f"speculative is 'mtp', but the layer that predicts further tokens lacks {', '.join(lacking)}. It is not a decoder layer "
-            "of the Llama and Qwen families, which are implemented. Choose another drafter, such as ngram"
+            f"of the {'Llama and Qwen families' if like.latent is None else 'DeepSeek family, as the target is'}, which are implemented. "
+            "Choose another drafter, such as ngram"
         )
 
 
@@ -291,18 +312,17 @@ def _attention(
 
 
 def _described_shapes(config: Mapping[str, Any], target: ModelInfo, like: TargetLayer) -> Shapes:
-    hidden, queries, keys = (
-        target.hidden_size,
-        target.num_heads * target.head_dim,
-        target.num_kv_heads * target.head_dim,
-    )
+    hidden, queries = target.hidden_size, target.num_heads * target.head_dim
+    keys = target.num_kv_heads * target.head_dim
     own = {
         "input_layernorm": (hidden,),
-        "self_attn.q_proj": (queries, hidden),
-        "self_attn.k_proj": (keys, hidden),
         "self_attn.o_proj": (hidden, queries),
         "eh_proj": (hidden, 2 * hidden),
     }
+    if like.latent is None:
+        own |= {"self_attn.q_proj": (queries, hidden), "self_attn.k_proj": (keys, hidden)}
+    else:
+        own["self_attn.kv_b_proj"] = (queries, like.latent.kv_lora_rank)
     if like.experts is None:
         own["mlp.gate_proj"] = (int(config.get("intermediate_size") or 4 * hidden), hidden)
     else:

@@ -29,11 +29,12 @@ class MtpInput(Layer):
     """Compute the input of a decoder layer from an embedding and a hidden state, and hold the norm of the layer's
     output."""
 
-    def __init__(self, hidden_size: int, eps: float, *, hidden_first: bool) -> None:
+    def __init__(self, hidden_size: int, eps: float, *, hidden_first: bool, plain_projection: bool) -> None:
         super().__init__()
         self.embed_norm = RMSNorm(hidden_size, eps)
         self.hidden_norm = RMSNorm(hidden_size, eps)
         self.projection = Linear(2 * hidden_size, hidden_size)
+        self.projection.precise = plain_projection
         self.final_norm = RMSNorm(hidden_size, eps)
         self._hidden_first = hidden_first
 
@@ -53,7 +54,8 @@ class MtpModel(Layer, ModelArchitecture):
         layout, eps, count = shape.layout, shape.decoder.norm_eps, 1 if shape.layout.shares_entry else info.num_layers
         self.info = info
         self.entries = nn.ModuleList(
-            MtpInput(info.hidden_size, eps, hidden_first=layout.hidden_first) for _ in range(count)
+            MtpInput(info.hidden_size, eps, hidden_first=layout.hidden_first, plain_projection=shape.plain_projection)
+            for _ in range(count)
         )
         self.layers = nn.ModuleList(
             DecoderLayer(
