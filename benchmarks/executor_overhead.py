@@ -45,7 +45,7 @@ class IdleRank(RankEngine):
     """Answer every step at once with the same tokens."""
 
     def __init__(self) -> None:
-        self._table = np.zeros((SLOTS, PAGES), np.int32)
+        self._table = np.zeros((1, SLOTS, PAGES), np.int32)
 
     @property
     def info(self) -> ExecutorInfo:

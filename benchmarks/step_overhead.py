@@ -58,7 +58,7 @@ class StubEngine(Engine):
         pages = -(-self.context_len // self.page_size) + 1
         self.num_pages = config.scheduler.rows * pages
         self.pool = PagedKVPool(self.info.cache_groups[0], 2, self.page_size, torch.float32, self.device)  # never read
-        self.page_table = np.zeros((config.scheduler.rows + 1, pages), np.int32)
+        self.page_table = np.zeros((1, config.scheduler.rows + 1, pages), np.int32)
         self.inputs = Inputs(self.page_table, self.page_size, self.device)
         self.counts = TokenCounts(config.scheduler.rows + 1, self.info.vocab_size, self.device)
         self.sampler = Sampler(self.info.vocab_size, eos_token_ids, self.device, self.counts)
@@ -67,9 +67,7 @@ class StubEngine(Engine):
         self.drafter = self.verify_graphs = self.pieces = None
         self.shares_prefixes = False
         self.model = nn.Module()
-        self.budget = budget_for(
-            config, self.info.cache_groups[0], torch.float32, self.device, self.context_len, Needs()
-        )
+        self.budget = budget_for(config, self.info.cache_groups, torch.float32, self.device, self.context_len, Needs())
         self.prepare_seconds = 0.0
         self._tokens = torch.ones(config.scheduler.rows, 1, dtype=torch.int64)
 

@@ -10,11 +10,8 @@ import torch
 import transformers
 
 from dovetail.interfaces.model import ModelInfo
-from dovetail.memory.pool import PagedKVPool
 from dovetail.registry.specs import ComponentKind
 from dovetail.registry.targets import load_attribute
-from dovetail.testing.batches import make_batch, make_page_table
-from dovetail.testing.eager import EagerAttention
 from dovetail.testing.installed import installed
 from dovetail.testing.model import ModelSuite, Reference
 
@@ -91,16 +88,8 @@ def check_watched_layers(suite: HuggingFaceSuite, directory: Path) -> None:
     suite.write_checkpoint(next(iter(suite.configs.values())), directory)
     tokens = [5, 9, 2, 44, 3]
     model = suite.load(directory)
-    (group,) = model.info.cache_groups
-    pool = PagedKVPool(group, 3, 4, torch.float32, "cpu")
-    attention = EagerAttention(pool)
-    batch = make_batch(4, make_page_table([5], 4, 3), [0], [5], input_ids=tokens, attn=(attention,), kv=(pool,))
-    batch.watch = (0, 1, 2)
-    attention.plan(batch)
-    with torch.inference_mode():
-        model.forward(batch)
+    hidden = suite.rows(model, [5]).enter_watching(tokens, (0, 1, 2))[1]
     theirs = transformers.AutoModelForCausalLM.from_pretrained(directory, attn_implementation="eager").eval()
     with torch.no_grad():
         states = theirs(torch.tensor([tokens]), output_hidden_states=True).hidden_states
-    assert batch.hidden is not None
-    torch.testing.assert_close(batch.hidden, torch.cat([state[0] for state in states], 1), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(hidden, torch.stack([state[0] for state in states]), rtol=1e-4, atol=1e-4)

@@ -403,13 +403,12 @@ class Batch:
     logit_rows: torch.Tensor | None = field(init=False, default=None)  # int64 tokens that need logits; None: all
 
     # set by the engine before the forward pass
-    last: Batch | None = field(
-        init=False, default=None
-    )  # one row per token in ``logit_rows``; see ModelArchitecture.forward
+    last: Batch | None = field(init=False, default=None)  # a row per token in ``logit_rows``: ModelArchitecture.forward
     watch: tuple[int, ...] = field(init=False, default=())  # layers whose hidden states a drafter needs
     hidden: torch.Tensor | None = field(init=False, default=None)  # set by the model: see ModelArchitecture.forward
     attn: tuple[Attends, ...] = field(init=False)  # one attention backend per cache group
     kv: tuple[StoresKV, ...] = field(init=False)  # one pool per cache group
+    views: tuple[Batch, ...] = field(init=False, default=())  # of the cache groups after the first, see ``view``
 
     @classmethod
     def of(cls, plan: StepPlan, reqs: Sequence[AdmittedRequest]) -> Batch:
@@ -417,6 +416,10 @@ class Batch:
         # by position, because keywords take twice as long
         return cls(reqs, plan.num_extend, plan.slots, plan.prefix_lens, plan.extend_lens, plan.samples, plan.page_updates,
             plan.draft_limits, plan.shared, 0, plan.drafts, plan.rows_version, plan.known_lens)  # fmt: skip
+
+    def view(self, group: int) -> Batch:
+        """Return this batch as a cache group sees it: with its own ``page_table`` and ``out_loc``."""
+        return self.views[group - 1] if group else self
 
     @property
     def num_tokens(self) -> int:
@@ -461,9 +464,7 @@ class ForwardOutput:
     nodes: torch.Tensor | None = None  # int64 [sampled rows, width]; None: the root of each row
     logprobs: Logprobs | None = None
     logprob_start: Mapping[int, int] = field(default_factory=dict)
-    prompt_logprobs: Sequence[
-        tuple[int, IntArray, Logprobs]
-    ] = ()  # (row, the prompt tokens that it scores, their logprobs)
+    prompt_logprobs: Sequence[tuple[int, IntArray, Logprobs]] = ()  # (row, the prompt tokens scored, their logprobs)
     pooled: Sequence[tuple[int, torch.Tensor]] = ()  # (row, float32 [size]) of rows whose params have pooling
     errors: Mapping[int, str] = field(default_factory=dict)  # by sampled row: why its request must end
     on_host: ForwardOutput | None = None  # copies in host memory, complete once ``event`` has completed
@@ -493,8 +494,6 @@ class StepResult(NamedTuple):
     nodes: Int64Array | None = None
     logprobs: HostLogprobs | None = None
     logprob_start: Mapping[int, int] = {}  # by sampled row
-    prompt_logprobs: Sequence[
-        tuple[int, IntArray, HostLogprobs]
-    ] = ()  # (row, the prompt tokens that it scores, theirs)
+    prompt_logprobs: Sequence[tuple[int, IntArray, HostLogprobs]] = ()  # (row, the prompt tokens scored, theirs)
     pooled: Sequence[tuple[int, FloatArray]] = ()  # (row, sum over its chunk (kind mean) or the vector (other kinds))
     errors: Mapping[int, str] = {}  # by sampled row: why its request must end

@@ -12,6 +12,7 @@ from contextlib import nullcontext
 from functools import partial
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from rich.console import Console
@@ -167,7 +168,7 @@ def test_a_capture_of_a_drafter_that_fails_on_one_rank_is_noticed_before_its_dra
         drafter = SimpleNamespace(propose=lambda batch: try_capture(graphs, 2))
         engine = SimpleNamespace(
             drafter=drafter,
-            page_table=[None],
+            page_table=np.zeros((1, 1, 1), np.int32),
             device=torch.device("cpu"),
             captures=[graphs],
             _agreement=CaptureAgreement(mesh),

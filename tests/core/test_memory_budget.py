@@ -37,7 +37,7 @@ def divide(
     needs: Needs = NEEDS, device: torch.device = GPU, rows: int = 256, context: int = 100_000, **memory: object
 ) -> Budget:
     config = Config(scheduler=SchedulerSection(max_running=rows, chunk_size=8192), memory=MemorySection(**memory))  # type: ignore[arg-type]
-    return budget_for(config, GROUP, torch.bfloat16, device, context, needs)
+    return budget_for(config, (GROUP,), torch.bfloat16, device, context, needs)
 
 
 def test_the_pool_gets_what_the_fraction_leaves_after_everything_else() -> None:

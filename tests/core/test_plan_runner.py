@@ -22,7 +22,7 @@ def test_a_launch_brings_the_page_updates_of_its_own_plan_also_after_drafts_were
     """The executor adds the updates of a step that failed to the plan when it is launched."""
     launched = []
     engine = SimpleNamespace(
-        page_table=np.zeros((6, 30), np.int32),
+        page_table=np.zeros((1, 6, 30), np.int32),
         device=torch.device("cpu"),
         drafter=SimpleNamespace(propose=lambda batch: None),
         launch=launched.append,

@@ -30,7 +30,7 @@ PAGE = 4
 def make_inputs(slots, max_pages):
     """Return the host's table, and the inputs that read it."""
     table = RequestTable(np.zeros((1, slots + 1, max_pages), np.int32))
-    return table, Inputs(table.pages[0], PAGE, torch.device("cpu"))
+    return table, Inputs(table.pages, PAGE, torch.device("cpu"))
 
 
 def random_batch(seed, prompts=0):

@@ -15,13 +15,11 @@ import torch
 from dovetail.engine.build import ModelClass, WeightFiller, as_module
 from dovetail.engine.weights import build_model, load_weights
 from dovetail.interfaces.model import ModelArchitecture, ModelInfo
-from dovetail.memory.pool import PagedKVPool
 from dovetail.registry.specs import ComponentKind
 from dovetail.registry.targets import load_attribute
-from dovetail.testing.batches import make_batch, make_page_table
-from dovetail.testing.eager import EagerAttention
 from dovetail.testing.installed import installed
 from dovetail.testing.model import random_tokens
+from dovetail.testing.model_rows import ModelRows
 from dovetail_models.cohere import CohereModel
 from dovetail_models.cohere_describe import describe_cohere2
 from dovetail_models.dense import DenseModel
@@ -123,25 +121,11 @@ def make_model(
 @torch.inference_mode()
 def run(model: ModelArchitecture, texts: Sequence[Sequence[int]], prefix: int) -> torch.Tensor:
     """Return logits of the tokens after ``prefix``: a prefill of all rows, then the last tokens one by one."""
-    parameter = next(as_module(model).parameters())
-    device, lens = parameter.device, [len(text) for text in texts]
-    table = make_page_table(lens, 4, 64)
-    pool = PagedKVPool(model.info.cache_groups[0], 64, 4, parameter.dtype, device)
-    attention, found = EagerAttention(pool), []
+    lens, found = [len(text) for text in texts], []
+    rows = ModelRows(model, lens)
     for start, end in [(0, prefix), *((i, i + 1) for i in range(prefix, max(lens)))]:
-        rows = [r for r, length in enumerate(lens) if length >= end]
-        ids = [token for r in rows for token in texts[r][start:end]]
-        batch = make_batch(
-            4,
-            table[rows],
-            [start] * len(rows),
-            [end - start] * len(rows),
-            input_ids=ids,
-            device=device,
-            attn=(attention,),
-            kv=(pool,),
-        )
-        found.append(model.logits(model.forward(batch)))
+        logits = rows.enter({r: text[start:end] for r, text in enumerate(texts) if lens[r] >= end})
+        found += [logits[r] for r in sorted(logits)]
     return torch.cat(found).float().cpu()
 
 

@@ -123,11 +123,7 @@ def info_of(family: Family) -> ModelInfo:
 
 
 def rows_of(model: ModelArchitecture, mesh: Mesh, lens: list[int]) -> ModelRows:
-    (group,) = local_info(model.info, mesh).cache_groups
-    pool = PagedKVPool(group, 1 + sum(-(-n // 4) for n in lens), 4, torch.float32, CPU)
-    for memory in (pool.k, pool.v):
-        memory.fill_(float("nan"))
-    return ModelRows(model, EagerAttention(pool), pool, lens)
+    return ModelRows(model, lens, 4, mesh)
 
 
 @torch.inference_mode()

@@ -10,9 +10,10 @@ import pytest
 import torch
 
 from dovetail.engine.inputs import DecodeTensors, Inputs, decode_arrays, pack, unpack
+from dovetail.engine.verify_inputs import VerifyMemory, VerifyShape, VerifyTensors
 from dovetail.memory.table import RequestTable
 from dovetail.ops.triton.inputs import fetch, verify_inputs
-from dovetail.types import Batch, PageUpdates, SharedPrefixes
+from dovetail.types import Batch, DraftTree, PageUpdates, SharedPrefixes
 
 NOTHING = np.zeros(0, np.int32)
 NO_UPDATES = PageUpdates(NOTHING, NOTHING, np.zeros((1, 0), np.int32))
@@ -37,7 +38,7 @@ def run(inputs, batch, rows):
 
 @pytest.fixture
 def inputs():
-    inputs = Inputs(np.zeros((7, 400), np.int32), 4, torch.device("cpu"))
+    inputs = Inputs(np.zeros((1, 7, 400), np.int32), 4, torch.device("cpu"))
     inputs.page_table[1:] = np.random.default_rng(0).permutation(6 * 400).reshape(6, 400) + 1
     inputs.last_token[1:] = torch.arange(6) + 100
     return inputs
@@ -90,7 +91,7 @@ def updates_of(table, entries):
 
 def test_of_two_entries_for_one_place_the_last_counts():
     table = RequestTable(np.zeros((1, 4, 8), np.int32))
-    inputs = Inputs(table.pages[0], 4, torch.device("cpu"))
+    inputs = Inputs(table.pages, 4, torch.device("cpu"))
     updates = updates_of(table, [(1, 5, 7), (2, 0, 8), (1, 5, 9)])
     places, pages = inputs.entries_of(updates)
     assert list(zip(places.tolist(), pages.tolist(), strict=True)) == [(13, 9), (16, 8), (13, 9)]
@@ -98,7 +99,7 @@ def test_of_two_entries_for_one_place_the_last_counts():
 
 def test_updates_are_located_again_where_that_was_interrupted():
     table = RequestTable(np.zeros((1, 4, 8), np.int32))
-    inputs = Inputs(table.pages[0], 4, torch.device("cpu"))
+    inputs = Inputs(table.pages, 4, torch.device("cpu"))
     updates = updates_of(table, [(1, 5, 7), (2, 0, 8)])
     flat, inputs._flat_table = inputs._flat_table, Interrupted()
     with pytest.raises(KeyboardInterrupt):
@@ -111,7 +112,7 @@ def test_updates_are_located_again_where_that_was_interrupted():
 
 def test_updates_that_were_located_ahead_are_those_of_the_table_at_the_step():
     table = RequestTable(np.zeros((1, 4, 8), np.int32))
-    inputs = Inputs(table.pages[0], 4, torch.device("cpu"))
+    inputs = Inputs(table.pages, 4, torch.device("cpu"))
     table.write(1, 5, np.array([[7]], np.int32))
     inputs.locate_updates(table.next_updates())
     assert [a.tolist() for a in inputs.entries_of(table.next_updates())] == [[13], [7]]
@@ -197,3 +198,59 @@ def test_what_the_host_has_written_is_fetched_with_new_pages() -> None:
     fetch(source, target, capacity, table)
     assert torch.equal(target, source[:size])
     assert table.flatten().tolist() == [0] * 7 + [90, 0, 0, 0, 91, 0, 0, 0]
+
+
+def test_each_group_has_its_own_pages_and_locations():
+    pages = np.random.default_rng(0).permutation(2 * 7 * 40).astype(np.int32).reshape(2, 7, 40) + 1
+    pages[:, 0] = 0
+    inputs = Inputs(pages, 4, torch.device("cpu"))
+    inputs.last_token[:] = torch.arange(7) + 100
+    batch = decode_batch([3, 1, 6], [0, 3, 159])
+    tensors = DecodeTensors(5, 40, inputs.device, False, 1)
+    arrays = decode_arrays(batch, 5)
+    tensors.read(unpack(torch.from_numpy(pack(arrays)), arrays))
+    tensors.compute(inputs, shared=False)
+    tensors.narrow(3).give(batch)
+    for group in range(2):
+        check_group(batch.view(group), pages[group], [3, 1, 6], [0, 3, 159])
+    assert batch.view(1).kv_lens is batch.kv_lens
+
+
+@pytest.mark.parametrize("tree", [False, True], ids=["chains", "trees"])
+def test_each_group_of_a_verify_step_has_its_own_pages_and_locations(tree):
+    table = RequestTable(np.zeros((2, 7, 40), np.int32))
+    inputs = Inputs(table.pages, 4, torch.device("cpu"))
+    inputs.all_pages = inputs.all_pages.clone()  # as on another device: the step brings the pages
+    inputs.pages, *inputs.other_pages = inputs.all_pages.unbind(0)
+    for slot in range(1, 7):
+        table.write(slot, 0, np.random.default_rng(slot).integers(1, 999, (2, 40)).astype(np.int32))
+    first = table.take_updates()
+    parents = np.array([[-1, -1], [-1, 0]], np.int32) if tree else None
+    ids, lens = np.array([[7, 8], [9, 0]], np.int32), np.array([2, 1], np.int32)
+    batch = decode_batch([2, 5], [6, 31])
+    batch.drafts = DraftTree(ids, parents, lens) if parents is not None else DraftTree.chains(ids, lens)
+    batch.extend_lens, batch.page_updates = 1 + lens, first
+    shape = VerifyShape(6, 3, tree)
+    tensors = VerifyTensors(shape, VerifyMemory(shape, 40, inputs.device, 1))
+    inputs.all_pages.view(-1)[torch.from_numpy(inputs.entries_of(first)[0])] = torch.from_numpy(
+        inputs.entries_of(first)[1]
+    )
+    table.write(5, 8, np.array([[1001], [1002]], np.int32))
+    batch.page_updates = table.take_updates()
+    tensors.write(batch, inputs)
+    tensors.compute(inputs)
+    tensors.give(batch, 2, 5)
+    for group in range(2):
+        check_group(batch.view(group), table.pages[group], [2, 5], [6, 31], [3, 2])
+    assert batch.view(1).page_table[1, 8] == 1002
+
+
+def check_group(batch, table, slots, prefix, counts=None):
+    at = 0
+    for row, (slot, start) in enumerate(zip(slots, prefix, strict=True)):
+        end = start + (1 if counts is None else counts[row])
+        expected = [int(table[slot, n // 4]) * 4 + n % 4 for n in range(start, end)]
+        assert batch.out_loc[at : at + len(expected)].tolist() == expected
+        used = -(-end // 4)
+        assert (batch.page_table[row, :used].numpy() == table[slot, :used]).all()
+        at += len(expected)

@@ -341,6 +341,6 @@ def test_pieces_count_the_tokens_that_are_not_padding(moe_engine, monkeypatch):
     batch.attn = (SimpleNamespace(forward=lambda q, layer, batch: torch.zeros_like(q)),)
     pieces._forward(batch)
     assert not any(map(any, load.read().values())), "every token is padding before the first step"
-    pieces._places[:3] = torch.arange(3) + PAGE
+    pieces._places[0][:3] = torch.arange(3) + PAGE
     pieces._forward(batch)
     assert [sum(tokens) for tokens in load.read().values()] == [3 * TOP_K] * 2

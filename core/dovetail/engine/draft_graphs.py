@@ -17,6 +17,7 @@ import torch
 
 from dovetail.engine.captures import NO_UPDATES, CaptureOnDemand, GraphRecorder, ladder
 from dovetail.engine.draft_layout import Placed, one_each, padding, seen_by, set_lens, wide, wide_shape
+from dovetail.engine.grouped import backends_of, pools_of
 from dovetail.engine.inputs import Inputs, pack, unpack
 from dovetail.interfaces.mesh import SINGLE, Mesh
 from dovetail.ops.transfer import to_device
@@ -24,9 +25,9 @@ from dovetail.types import Batch
 
 if TYPE_CHECKING:
     from dovetail.engine.draft_layout import Bytes
+    from dovetail.engine.grouped import Pools
     from dovetail.interfaces.attention import AttentionBackend
     from dovetail.interfaces.speculative import DraftPass, DraftSteps
-    from dovetail.memory.pool import PagedKVPool
     from dovetail.types import IntArray
 
 log = logging.getLogger(__name__)
@@ -72,7 +73,7 @@ class DraftGraphs:
         self,
         steps: Sequence[DraftSteps],
         inputs: Inputs,
-        pool: PagedKVPool,
+        pool: Pools,
         backend: AttentionBackend,
         limits: DraftLimits,
         mesh: Mesh = SINGLE,
@@ -231,7 +232,8 @@ class DraftGraphs:
         batch = Batch([], 0, slots, self._context_len - lens, lens, slots == 0, NO_UPDATES, variant=key.variant)
         batch.positions, batch.out_loc, batch.kv_lens, batch.qo_indptr = positions, out_loc, kv_lens, indptr
         batch.page_table = self._table[:tokens]
-        batch.attn, batch.kv = (self._backend,), (self._pool,)
+        batch.attn, batch.kv = backends_of(self._backend), pools_of(self._pool)
+        batch.views = (batch,) * (len(batch.kv) - 1)
         if width > 1:
             batch.drafts = wide_shape(lens)
         return batch, index

@@ -15,6 +15,7 @@ from dovetail.engine.build import ModelClass, as_module, build_model
 from dovetail.engine.captures import NO_UPDATES, capture_all
 from dovetail.engine.draft_graphs import DraftGraphs, DraftLimits
 from dovetail.engine.draft_layout import seen_by, wide_shape
+from dovetail.engine.grouped import Pools, backends_of, grouped_attention, grouped_pools, pools_of
 from dovetail.engine.inputs import Inputs, largest, ragged
 from dovetail.engine.memory import module_bytes
 from dovetail.engine.mesh import local_info
@@ -41,8 +42,8 @@ if TYPE_CHECKING:
 
 
 class EngineDraftCache(DraftCache):
-    """Hold a KV pool with the same pages as the target's, and attention backends of the kinds that were chosen for the
-    target. ``info`` describes the share of the drafter's model that this rank of ``mesh`` has."""
+    """Hold KV pools with the same pages as those of the target's first cache group, and attention backends of the kinds
+    that were chosen for the target. ``info`` describes the share of the drafter's model that this rank of ``mesh`` has."""
 
     def __init__(self, info: ModelInfo, mesh: Mesh) -> None:
         self.info = info
@@ -50,7 +51,7 @@ class EngineDraftCache(DraftCache):
         self.graphs: DraftGraphs | None = None
         self._steps: list[DraftSteps] = []
         self._inputs: Inputs | None = None
-        self._pool: PagedKVPool | None = None
+        self._pool: Pools | None = None
         self._backends: tuple[AttentionBackend, AttentionBackend] | None = None
 
     def allocate(
@@ -59,23 +60,34 @@ class EngineDraftCache(DraftCache):
         """Allocate the memory. The engine calls this once the number of pages of the target's ``pool`` is known. The
         memory is filled with zeros: if the drafter has not seen some tokens, it reads zeros as their KV, which only
         lowers the acceptance rate."""
-        info, (group,) = self.info, self.info.cache_groups
         self._inputs = inputs
-        self._pool = make_pool(group, pool.num_pages, pool.page_size, pool.dtype, pool.device)
-        self._pool.clear()
+        pools = [
+            make_pool(group, pool.num_pages, pool.page_size, pool.dtype, pool.device)
+            for group in self.info.cache_groups
+        ]
+        for own in pools:
+            own.clear()
+        self._pool = grouped_pools(pools)
         rows = resolved.config.scheduler.rows
-        context = AttentionContext(
-            device=pool.device,
-            dtype=dtype,
-            num_heads=info.num_heads,
-            num_kv_heads=group.num_kv_heads,
-            head_dim=group.head_dim,
-            pool=self._pool,
-            max_rows=rows,
-            max_context=max_context,
-            value_dim=group.value_dim,
+        contexts = [
+            AttentionContext(
+                device=pool.device,
+                dtype=dtype,
+                num_heads=self.info.num_heads,
+                num_kv_heads=own.group.num_kv_heads,
+                head_dim=own.group.head_dim,
+                pool=own,
+                max_rows=rows,
+                max_context=max_context,
+                value_dim=own.group.value_dim,
+            )
+            for own in pools
+        ]
+        prefill, decode = (
+            grouped_attention([chosen.build(context) for context in contexts])
+            for chosen in (resolved.attention_prefill, resolved.attention_decode)
         )
-        self._backends = resolved.attention_prefill.build(context), resolved.attention_decode.build(context)
+        self._backends = prefill, decode
         section = resolved.config.graphs
         if section.decode is True and self._steps:
             wide = Feature.ATTN_VERIFY_GRAPH in resolved.attention_decode.spec.offers
@@ -147,7 +159,8 @@ class EngineDraftCache(DraftCache):
         assert backends is not None
         extends = mask is None and largest(batch.extend_lens) > 1
         backend = backends[0 if extends else 1]
-        batch.attn, batch.kv, batch.tree_mask = (backend,), (pool,), mask
+        batch.attn, batch.kv, batch.tree_mask = backends_of(backend), pools_of(pool), mask
+        batch.views = (batch,) * (len(batch.kv) - 1)  # all groups of the drafter's model have the same pages
         if not extends:
             batch.num_extend = 0
             if mask is None:
@@ -208,8 +221,6 @@ class EngineDraftRuntime(DraftRuntime):
         return cache
 
     def _check_heads(self, info: ModelInfo) -> None:
-        if len(info.cache_groups) != 1:
-            raise ConfigError(f"the drafter's model has {len(info.cache_groups)} cache groups; drafters may have one")
         for chosen in (self._resolved.attention_prefill, self._resolved.attention_decode):
             dims = chosen.spec.constraints.head_dims
             if dims and not kernel_dims(info) <= set(dims):
@@ -283,7 +294,8 @@ class EngineDraftRuntime(DraftRuntime):
 
     def page_bytes(self, page_size: int, dtype: torch.dtype) -> int:
         """Return the bytes that one page takes in all draft caches together."""
-        return sum(bytes_per_page(cache.info.cache_groups[0], page_size, dtype) for cache in self._caches)
+        groups = [group for cache in self._caches for group in cache.info.cache_groups]
+        return sum(bytes_per_page(group, page_size, dtype) for group in groups)
 
     def allocate(self, inputs: Inputs, pool: PagedKVPool, max_context: int) -> None:
         """Allocate the draft caches."""

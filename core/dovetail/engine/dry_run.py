@@ -3,24 +3,28 @@ and the first layers of a step, in order to find the kernels that it launches.""
 
 from __future__ import annotations
 
+import itertools
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
 from dovetail.engine.captures import NO_UPDATES
+from dovetail.engine.grouped import backends_of, pools_of
 from dovetail.ops.sampling import Filters, sample
 from dovetail.types import Batch
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from dovetail.engine.grouped import Pools
     from dovetail.interfaces.attention import AttentionBackend, AttentionLayer
     from dovetail.interfaces.model import ModelArchitecture
-    from dovetail.memory.pool import PagedKVPool
     from dovetail.types import Attends
 
 
 @torch.inference_mode()
-def dry_run(model: ModelArchitecture, backend: AttentionBackend, pool: PagedKVPool, lens: list[int], rows: int) -> None:
+def dry_run(model: ModelArchitecture, backend: AttentionBackend, pool: Pools, lens: list[int], rows: int) -> None:
     """Run prompts of ``lens`` tokens in one step, and sample ``rows`` rows with every filter. The step reads and writes
     only page 0 of ``pool``. ``backend`` must have been built for ``pool``."""
     batch = prompts(backend, pool, lens)
@@ -29,7 +33,7 @@ def dry_run(model: ModelArchitecture, backend: AttentionBackend, pool: PagedKVPo
     sample(logits, every_filter(rows, pool.device), torch.full((rows,), 0.5, dtype=torch.float64, device=pool.device))
 
 
-def prompts(backend: AttentionBackend, pool: PagedKVPool, lens: list[int], *, plan: bool = True) -> Batch:
+def prompts(backend: AttentionBackend, pool: Pools, lens: list[int], *, plan: bool = True) -> Batch:
     """Return a batch of prompts of ``lens`` tokens in page 0 of ``pool``. With ``plan``, ``backend`` has planned it."""
     device, count, tokens = pool.device, len(lens), sum(lens)
     nothing = np.zeros(count, np.int32)
@@ -40,7 +44,8 @@ def prompts(backend: AttentionBackend, pool: PagedKVPool, lens: list[int], *, pl
     batch.qo_indptr = torch.tensor([0, *np.cumsum(lens).tolist()], dtype=torch.int32, device=device)
     batch.kv_lens = torch.tensor(lens, dtype=torch.int32, device=device)
     batch.page_table = torch.zeros(count, -(-max(lens) // pool.page_size), dtype=torch.int32, device=device)
-    batch.attn, batch.kv = (backend,), (pool,)
+    batch.attn, batch.kv = backends_of(backend), pools_of(pool)
+    batch.views = (batch,) * (len(batch.kv) - 1)  # page 0 is the same in all cache groups
     if plan:
         backend.plan(batch)
     return batch
@@ -56,14 +61,14 @@ def first_layers(model: ModelArchitecture, batch: Batch, layers: int, *, attend:
     """Run the first ``layers`` layers of a batch, up to the attention of the next one. Return hidden states ``[tokens,
     hidden_size]``: those of the whole model if it has no more layers, and zeros otherwise. The batch must be planned,
     unless ``attend`` is False: attention is then left out, and its results are undefined."""
-    (attends,) = batch.attn
-    batch.attn = (_FirstLayers(attends if attend else _LeftOut(), layers),)
+    attn, left = batch.attn, itertools.count(layers, -1)
+    batch.attn = tuple(_FirstLayers(attends if attend else _LeftOut(), left) for attends in attn)
     try:
         return model.forward(batch)
     except _EnoughLayers as end:
         return end.like.new_zeros(len(batch.input_ids), model.info.hidden_size)
     finally:
-        batch.attn = (attends,)
+        batch.attn = attn
 
 
 class _EnoughLayers(Exception):
@@ -82,13 +87,13 @@ class _LeftOut:
 
 
 class _FirstLayers:
-    """Attend in the first layers, and then end the forward pass."""
+    """Attend in the first layers, and then end the forward pass. ``left`` counts the layers that may still attend, those
+    of all cache groups."""
 
-    def __init__(self, attends: Attends, layers: int) -> None:
-        self._attends, self._left = attends, layers
+    def __init__(self, attends: Attends, left: Iterator[int]) -> None:
+        self._attends, self._left = attends, left
 
     def forward(self, q: torch.Tensor, layer: AttentionLayer, batch: Batch) -> torch.Tensor:
-        if not self._left:
+        if next(self._left) <= 0:
             raise _EnoughLayers(q)
-        self._left -= 1
         return self._attends.forward(q, layer, batch)

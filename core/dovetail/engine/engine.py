@@ -15,6 +15,7 @@ from dovetail.engine.captures import CaptureAgreement, capture_all
 from dovetail.engine.draft_runtime import EngineDraftRuntime
 from dovetail.engine.expert_load import ExpertLoad
 from dovetail.engine.graphs import DecodeGraphs
+from dovetail.engine.grouped import Pools, grouped_attention, grouped_pools, pools_of
 from dovetail.engine.inputs import Inputs
 from dovetail.engine.kernel_set import kernel_set
 from dovetail.engine.memory import agreed_budget, budget_for
@@ -32,6 +33,7 @@ from dovetail.engine.warmup import WarmUp
 from dovetail.engine.weights import build_model, load_weights
 from dovetail.errors import ConfigError
 from dovetail.interfaces.attention import AttentionBackend, AttentionContext
+from dovetail.interfaces.cache import CacheGroupKind
 from dovetail.interfaces.executor import WarmUpProgress
 from dovetail.interfaces.experts import ExpertsContext
 from dovetail.interfaces.features import Feature
@@ -41,12 +43,12 @@ from dovetail.interfaces.quantization import QuantizationContext
 from dovetail.interfaces.speculative import Drafter, DrafterContext
 from dovetail.layers.experts import layers_of_experts
 from dovetail.layers.linear import Linear, make_batch_invariant
-from dovetail.memory.pool import PagedKVPool, make_pool, pool_dtype
+from dovetail.memory.pool import make_pool, pool_dtype
 
 if TYPE_CHECKING:
     from dovetail.config.sections import Config
     from dovetail.engine.captures import Captures
-    from dovetail.interfaces.model import ModelArchitecture
+    from dovetail.interfaces.model import ModelArchitecture, ModelInfo
     from dovetail.registry.resolver import Chosen, Resolved
     from dovetail.types import Batch, ForwardOutput, IntArray, Masks, PageUpdates, StepResult
 
@@ -56,8 +58,8 @@ log = logging.getLogger(__name__)
 class Engine:
     """Build model, pool and attention backends from a resolved config, and run batches on them. Not thread-safe.
 
-    ``page_table`` (int32 ``[slots, max_pages]``) is the host's page table, which the engine only reads. Each batch runs
-    in the first of ``runners`` that can run it; the last one can run every batch.
+    ``page_table`` (int32 ``[groups, slots, max_pages]``) is the host's page table, which the engine only reads. Each
+    batch runs in the first of ``runners`` that can run it; the last one can run every batch.
     """
 
     def __init__(self, resolved: Resolved, eos_token_ids: frozenset[int], mesh: Mesh = SINGLE) -> None:
@@ -68,10 +70,7 @@ class Engine:
                 f"parallel.tp is {config.parallel.tp}, and this engine was built for a mesh of {mesh.tp.size} ranks"
             )
         _set_threads(config, mesh)
-        if len(info.cache_groups) != 1:
-            raise ConfigError(
-                f"{info.architecture} declares {len(info.cache_groups)} cache groups; this engine runs models with one"
-            )
+        _check_groups(info)
         self.info, self.device = info, rank_device(resolved.machine.device, mesh.tp.rank)
         self.directory = resolved.model_dir
         self.mesh, self._local = mesh, local_info(info, mesh)
@@ -166,8 +165,8 @@ class Engine:
     def _allocate_pool(self, resolved: Resolved) -> None:
         """Measure the memory that the pool must leave free. Then allocate the pool, the request table and the inputs,
         and limit the context length to the tokens that the pool holds."""
-        config, runtime, group = resolved.config, self._draft_runtime, self._local.cache_groups[0]
-        dtype, one_page = self._kv_dtype, self._one_page()
+        config, runtime, groups = resolved.config, self._draft_runtime, self._local.cache_groups
+        dtype, one_page = self._kv_dtype, self._make_pools(2)
         draft_tokens = self.drafter.max_draft_tokens if self.drafter else 0
         graphs = GraphNeeds(draft_tokens, len(self.watched), self._piece_tokens, self._dtype.itemsize)
         attention = functools.partial(self._attention, resolved.attention_prefill, one_page)
@@ -175,48 +174,52 @@ class Engine:
             needs = measure_needs(resolved, self.model, self._local, one_page, self.context_len, attention, graphs)
         needs = replace(needs, weights=needs.weights + runtime.weight_bytes)
         draft_bytes = runtime.page_bytes(self.page_size, dtype)
-        divide = functools.partial(budget_for, config, group, dtype, self.device, self.context_len, needs, draft_bytes)
+        divide = functools.partial(budget_for, config, groups, dtype, self.device, self.context_len, needs, draft_bytes)
         self.budget = agreed_budget(divide, self.mesh)
         log.info("%s", self.budget)
         self.num_pages = self.budget.num_pages
-        self.pool = make_pool(group, self.num_pages, self.page_size, dtype, self.device)
+        self.pool = self._make_pools(self.num_pages)
         self.context_len = min(self.context_len, (self.num_pages - 1) * self.page_size)
         max_pages = -(-self.context_len // self.page_size) + 1
-        self.page_table = np.zeros((config.scheduler.rows + 1, max_pages), np.int32)
+        self.page_table = np.zeros((len(groups), config.scheduler.rows + 1, max_pages), np.int32)
         self.inputs = Inputs(self.page_table, self.page_size, self.device)
-        runtime.allocate(self.inputs, self.pool, self.context_len)
+        runtime.allocate(self.inputs, pools_of(self.pool)[0], self.context_len)
 
     @property
     def _kv_dtype(self) -> torch.dtype:
         named = self._config.memory.kv_dtype
         return self._dtype if named == "auto" else pool_dtype(named)
 
-    def _one_page(self) -> PagedKVPool:
-        """Return a pool of one page and page 0, for steps that answer no request."""
-        return make_pool(self._local.cache_groups[0], 2, self.page_size, self._kv_dtype, self.device)
+    def _make_pools(self, num_pages: int) -> Pools:
+        """Return a pool of ``num_pages`` for each cache group. Two pages, of which one is page 0, suffice for steps that
+        answer no request."""
+        groups, dtype = self._local.cache_groups, self._kv_dtype
+        return grouped_pools([make_pool(group, num_pages, self.page_size, dtype, self.device) for group in groups])
 
     def _note_prompts(self, resolved: Resolved) -> None:
         """Note the kernels of steps with prompts. This needs no weights: processes compile while they are loaded."""
-        pool, rows = self._one_page(), resolved.config.scheduler.rows
+        pool, rows = self._make_pools(2), resolved.config.scheduler.rows
         attention = functools.partial(self._attention, resolved.attention_prefill, pool)
         self.warm_up.note_prompts(self.model, attention, pool, rows, self._dtype)
 
-    def _attention(self, chosen: Chosen, pool: PagedKVPool) -> AttentionBackend:
-        info, group = self._local, self._local.cache_groups[0]
-        return chosen.build(
+    def _attention(self, chosen: Chosen, pool: Pools) -> AttentionBackend:
+        """Build the backend of each cache group."""
+        contexts = (
             AttentionContext(
                 device=self.device,
                 dtype=self._dtype,
-                num_heads=info.num_heads,
-                num_kv_heads=group.num_kv_heads,
-                head_dim=group.head_dim,
-                pool=pool,
+                num_heads=self._local.num_heads,
+                num_kv_heads=own.group.num_kv_heads,
+                head_dim=own.group.head_dim,
+                pool=own,
                 max_rows=self._config.scheduler.rows,
                 max_context=self.context_len,
                 batch_invariant=self._batch_invariant,
-                value_dim=group.value_dim,
+                value_dim=own.group.value_dim,
             )
+            for own in pools_of(pool)
         )
+        return grouped_attention([chosen.build(context) for context in contexts])
 
     def _build_runners(self, resolved: Resolved) -> None:
         config = resolved.config
@@ -412,6 +415,16 @@ class Engine:
         return self.warm_up.progress(self.captures)
 
 
+def _check_groups(info: ModelInfo) -> None:
+    """Raise ``ConfigError`` if the engine has no memory of the kinds that a model declares."""
+    kinds = {group.kind for group in info.cache_groups}
+    if not kinds or CacheGroupKind.STATE in kinds:
+        raise ConfigError(
+            f"{info.architecture} declares cache groups of kinds {', '.join(sorted(kinds)) or 'none'}; this engine runs models "
+            "with groups of kinds full, sliding and latent"
+        )
+
+
 def _check_experts(model: ModelArchitecture) -> None:
     """Raise ``ConfigError`` if a layer of experts of a model that is to be batch-invariant has no backend."""
     if any(layer.backend is None for layer in layers_of_experts(as_module(model))):
@@ -432,7 +445,7 @@ def _set_threads(config: Config, mesh: Mesh) -> None:
 def _shares_prefixes(resolved: Resolved) -> bool:
     """Return True if the scheduler should order decode rows by the prefixes that they share. All of these must hold:
     the config enables it, the prefix cache reports shared prefixes, the attention backend reads them once, every layer
-    reads the whole past, there is no drafter (so that rows have one query each), and ``batch_invariant`` is off (so
+    reads the whole past in one cache group, there is no drafter (so that rows have one query each), and ``batch_invariant`` is off (so
     that the bits of a row may depend on what other rows share)."""
     return (
         resolved.config.scheduler.shared_prefixes
@@ -441,4 +454,5 @@ def _shares_prefixes(resolved: Resolved) -> bool:
         and Feature.CACHE_SHARED_PREFIXES in resolved.cache.spec.offers
         and Feature.ATTN_SHARED_PREFIX in resolved.attention_decode.spec.offers
         and Feature.ATTN_SLIDING_WINDOW not in resolved.model_info.needs
+        and len(resolved.model_info.cache_groups) == 1
     )

@@ -20,6 +20,7 @@ import torch
 
 from dovetail.engine.captures import NO_UPDATES, GraphRecorder, Staging, ladder, larger_sizes
 from dovetail.engine.dry_run import first_layers
+from dovetail.engine.grouped import backends_of, pools_of
 from dovetail.engine.inputs import DecodeTensors, Inputs, decode_arrays, pack, unpack
 from dovetail.engine.sampler_graphs import SamplerGraphs, Sampling
 from dovetail.interfaces.mesh import SINGLE, Mesh
@@ -27,12 +28,12 @@ from dovetail.types import Batch, ForwardOutput, SharedPrefixes
 
 if TYPE_CHECKING:
     from dovetail.engine.expert_load import ExpertLoad
+    from dovetail.engine.grouped import Pools
     from dovetail.engine.inputs import Array
     from dovetail.engine.penalties import TokenCounts
     from dovetail.engine.settings import RowSettings
     from dovetail.interfaces.attention import AttentionBackend
     from dovetail.interfaces.model import ModelArchitecture
-    from dovetail.memory.pool import PagedKVPool
 
 log = logging.getLogger(__name__)
 
@@ -88,7 +89,7 @@ class DecodeGraphs:
         self,
         model: ModelArchitecture,
         inputs: Inputs,
-        pool: PagedKVPool,
+        pool: Pools,
         backend: AttentionBackend,
         max_rows: int,
         context_len: int,
@@ -111,7 +112,7 @@ class DecodeGraphs:
         self.loaded: set[GraphKey] = set()  # keys whose kernels are loaded onto the device
         self._graphs: dict[GraphKey, DecodeGraph] = {}
         device = inputs.device
-        self._tensors = DecodeTensors(max_rows, inputs.pages.shape[1], device, shares)
+        self._tensors = DecodeTensors(max_rows, inputs.pages.shape[1], device, shares, len(inputs.other_pages))
         self._staging = Staging(len(pack(_padding(max_rows))), device)
         self._recorder = GraphRecorder(device, mesh)
         self._counts = counts
@@ -220,13 +221,13 @@ class DecodeGraphs:
         """Return the batch of ``key`` and its tensors. With ``plan``, attention is planned for it."""
         tensors = self._tensors.narrow(key.rows)
         tensors.read(unpack(self._staging.buffer, _padding(key.rows)))
-        batch = self._static_batch(key.rows, key.shared, tensors)
-        batch.variant = key.variant
+        batch = self._static_batch(key, tensors)
         if plan:
             self._backend.plan_capture(batch)
         return batch, tensors
 
-    def _static_batch(self, rows: int, shared: bool, tensors: DecodeTensors) -> Batch:
+    def _static_batch(self, key: GraphKey, tensors: DecodeTensors) -> Batch:
+        rows, shared, variant = key
         longest = np.full(rows, self._context_len - 1, np.int32)
         batch = Batch(
             reqs=[],
@@ -237,9 +238,10 @@ class DecodeGraphs:
             samples=np.ones(rows, np.bool_),
             page_updates=NO_UPDATES,
             shared=SharedPrefixes(np.arange(rows + 1, dtype=np.int32), np.zeros(rows, np.int32)) if shared else None,
+            variant=variant,
         )
         tensors.give(batch)
-        batch.attn, batch.kv, batch.watch = (self._backend,), (self._pool,), self._watch
+        batch.attn, batch.kv, batch.watch = backends_of(self._backend), pools_of(self._pool), self._watch
         return batch
 
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import torch
 
+from dovetail.engine.grouped import set_views
 from dovetail.ops.transfer import to_device
 
 if TYPE_CHECKING:
@@ -32,19 +33,22 @@ _TORCH = {
 class Inputs:
     """Keep the arrays that are indexed by slot, and fill the tensors of a batch from them.
 
-    ``page_table`` is the host's page table, which the scheduler writes and this class only reads. ``pages`` is the
-    device's copy of it, which the updates of each batch bring up to date; on a CPU it is the same memory.
-    ``last_token`` int64 ``[slots]`` has the last token of each request.
+    ``page_table`` is the host's page table of the first cache group, which the scheduler writes and this class only
+    reads. ``pages`` is the device's copy of it, which the updates of each batch bring up to date; on a CPU it is the
+    same memory. ``other_tables`` and ``other_pages`` are the same for the groups after the first. ``last_token`` int64
+    ``[slots]`` has the last token of each request.
     """
 
-    def __init__(self, page_table: IntArray, page_size: int, device: torch.device) -> None:
-        """``page_table`` is int32 ``[slots, max_pages]`` and contiguous, with slot 0 for rows that pad a step."""
+    def __init__(self, page_tables: IntArray, page_size: int, device: torch.device) -> None:
+        """``page_tables`` is int32 ``[groups, slots, max_pages]`` and contiguous, with slot 0 for rows that pad a
+        step."""
         self.page_size = page_size
         self.device = device
-        self.page_table = page_table
-        on_host = torch.from_numpy(page_table)
-        self.pages = on_host if device.type == "cpu" else on_host.to(device)
-        self.last_token = torch.zeros(len(page_table), dtype=torch.int64, device=device)
+        self.page_table, *self.other_tables = page_tables
+        on_host = torch.from_numpy(page_tables)
+        self.all_pages = on_host if device.type == "cpu" else on_host.to(device)
+        self.pages, *self.other_pages = self.all_pages.unbind(0)
+        self.last_token = torch.zeros(len(self.page_table), dtype=torch.int64, device=device)
         # what a decode step on a CPU has in common with the step before if it has the same ``rows_version``
         self._decode_rows: tuple[int, Int64Array, torch.Tensor, torch.Tensor] = (
             0,
@@ -52,7 +56,9 @@ class Inputs:
             self.last_token[:0],
             self.last_token[:0],
         )
-        self._flat_table = page_table.reshape(-1)
+        self._flat_table, self._flat_pages = page_tables.reshape(-1), self.all_pages.view(-1)
+        # what must be added to an index in the first group's table to get that in each other group
+        self._group_offsets = np.arange(1, len(page_tables))[:, None] * self.page_table.size
         self._located_version = 0
         self._entries: tuple[()] | tuple[Int64Array, IntArray] = ()  # of the updates with ``_located_version``
 
@@ -63,9 +69,10 @@ class Inputs:
         elif self.device.type == "cpu":
             self._prepare_decode_on_cpu(batch)
         else:
-            tensors = DecodeTensors(len(batch.slots), self.pages.shape[1], self.device, batch.shared is not None)
+            shared, others = batch.shared is not None, len(self.other_pages)
+            tensors = DecodeTensors(len(batch.slots), self.pages.shape[1], self.device, shared, others)
             tensors.read(self.upload(*decode_arrays(batch, len(batch.slots)), updates=batch.page_updates))
-            tensors.compute(self, shared=batch.shared is not None)
+            tensors.compute(self, shared=shared)
             tensors.give(batch)
 
     def _prepare_decode_on_cpu(self, batch: Batch) -> None:
@@ -79,11 +86,16 @@ class Inputs:
         batch.positions, batch.out_loc, batch.kv_lens, batch.page_table = map(torch.from_numpy, arrays)
         batch.input_ids = self.last_token[slots]
         batch.logit_rows = None
+        if self.other_tables:
+            others = [other[batch.slots, : table.shape[1]] for other in self.other_tables]
+            located = [self.locate(row_of, places, other) for other in others]
+            set_views(batch, [(torch.from_numpy(t), torch.from_numpy(o)) for t, o in zip(others, located, strict=True)])
 
     def _prepare_ragged(self, batch: Batch) -> None:
         kv_lens = batch.prefix_lens + batch.extend_lens
         width = -(-largest(kv_lens) // self.page_size)
         table = self.page_table[batch.slots, :width]
+        others = [other[batch.slots, :width] for other in self.other_tables]
         indptr, row_of, places, positions = ragged(batch)
         if batch.drafts is not None and not batch.drafts.is_chain:
             batch.tree_mask = torch.from_numpy(tree_mask(batch, indptr)).to(self.device)
@@ -98,6 +110,7 @@ class Inputs:
             slots_t,
             batch.qo_indptr,
             batch.kv_lens,
+            *other_locations,
         ) = self.upload(
             token_ids(batch, indptr),
             positions,
@@ -107,12 +120,17 @@ class Inputs:
             slots,
             indptr,
             kv_lens,
+            *[self.locate(row_of, places, other) for other in others],
             updates=batch.page_updates,
         )
         on_cpu = self.device.type == "cpu"
         batch.page_table = torch.from_numpy(table) if on_cpu else self.pages[:, :width].index_select(0, slots_t)
         if len(fresh):
             batch.input_ids[fresh_t] = self.last_token[slots_t[batch.num_extend :]]
+        if others:
+            on_device = (pages[:, :width].index_select(0, slots_t) for pages in self.other_pages)
+            tables = map(torch.from_numpy, others) if on_cpu else on_device
+            set_views(batch, zip(tables, other_locations, strict=True))
 
     def locate(self, row_of: Int64Array, places: Int64Array, table: IntArray) -> Int64Array:
         """Return ``Batch.out_loc`` of tokens: token t is the token at index ``places[t]`` of the request in row
@@ -127,6 +145,8 @@ class Inputs:
         entries: tuple[()] | tuple[Int64Array, IntArray] = ()
         if len(updates.slots):
             places = updates.slots.astype(np.int64) * self.page_table.shape[1] + updates.columns
+            if self.other_tables:
+                places = np.concatenate([places, (places + self._group_offsets).reshape(-1)])
             entries = places, self._flat_table[places]
         self._entries, self._located_version = entries, updates.version  # last, in case of an interrupt
 
@@ -138,12 +158,12 @@ class Inputs:
         entries = self.entries_of(updates)
         tensors = unpack(to_device(pack([*arrays, *entries]), self.device), [*arrays, *entries])
         if entries:
-            self.pages.view(-1).index_copy_(0, tensors[-2], tensors[-1])
+            self._flat_pages.index_copy_(0, tensors[-2], tensors[-1])
         return tensors[: len(arrays)]
 
     def entries_of(self, updates: PageUpdates) -> tuple[()] | tuple[Int64Array, IntArray]:
-        """Return the flat indices of ``updates`` in the page table (int64 ``[updates]``), and the pages that the host's
-        table has there now. If an index occurs several times, its pages are therefore equal. Return an empty tuple if
+        """Return the flat indices of ``updates`` in ``all_pages`` (int64 ``[groups * updates]``), and the pages that the
+        host's tables have there now. If an index occurs several times, its pages are therefore equal. Return an empty tuple if
         there are no updates."""
         self.locate_updates(updates)
         return self._entries
@@ -170,7 +190,8 @@ class DecodeTensors:
     by kernel has its own.
     """
 
-    def __init__(self, rows: int, max_pages: int, device: torch.device, shared: bool) -> None:
+    def __init__(self, rows: int, max_pages: int, device: torch.device, shared: bool, other_groups: int = 0) -> None:
+        """``other_groups`` is the number of cache groups after the first."""
         self.rows = rows
         self.input_ids, self.positions, self.out_loc = torch.zeros(3, rows, dtype=torch.int64, device=device).unbind(0)
         self.kv_lens = torch.ones(rows, dtype=torch.int32, device=device)
@@ -178,6 +199,8 @@ class DecodeTensors:
         self.table = torch.zeros(rows, max_pages, dtype=torch.int32, device=device)
         self.group_table = torch.zeros_like(self.table) if shared else self.table
         self.own_lens = torch.ones_like(self.kv_lens)
+        # ``page_table`` and ``out_loc`` of each other group
+        self.others = [(torch.zeros_like(self.table), torch.zeros_like(self.out_loc)) for _ in range(other_groups)]
 
     def read(self, sent: Sequence[torch.Tensor]) -> None:
         """Refer to ``sent``, the arrays of ``decode_arrays`` on the device. For a graph they are views of a fixed
@@ -190,6 +213,7 @@ class DecodeTensors:
         part.rows, part.qo_indptr = rows, self.qo_indptr[: rows + 1]
         for name in ("input_ids", "positions", "out_loc", "kv_lens", "table", "group_table", "own_lens"):
             setattr(part, name, getattr(self, name)[:rows])
+        part.others = [(table[:rows], out_loc[:rows]) for table, out_loc in self.others]
         return part
 
     def compute(self, inputs: Inputs, *, shared: bool) -> None:
@@ -199,7 +223,11 @@ class DecodeTensors:
 
         out = (self.input_ids, self.positions, self.out_loc, self.kv_lens, self.table)
         groups = (self.row_lens, self.indptr, self.group_lens, self.group_table, self.own_lens) if shared else None
-        decode_inputs(self.slots, self.prefix_lens, inputs.last_token, inputs.pages, inputs.page_size, out, groups)
+        sent = self.slots, self.prefix_lens, inputs.last_token
+        decode_inputs(*sent, inputs.pages, inputs.page_size, out, groups)
+        for pages, (table, out_loc) in zip(inputs.other_pages, self.others, strict=True):
+            own = self.input_ids, self.positions, out_loc, self.kv_lens, table
+            decode_inputs(*sent, pages, inputs.page_size, own)
 
     def give(self, batch: Batch) -> None:
         """Set the batch's engine fields to these tensors."""
@@ -210,6 +238,8 @@ class DecodeTensors:
         if groups is not None:
             groups.indptr, groups.group_lens, groups.group_table = self.indptr, self.group_lens, self.group_table
             groups.own_lens, groups.own_table = self.own_lens, self.table
+        if self.others:
+            set_views(batch, self.others)
 
 
 def largest(lens: IntArray) -> int:

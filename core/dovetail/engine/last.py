@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from dovetail.engine.captures import NO_UPDATES
+from dovetail.engine.grouped import backends_of, set_views
 from dovetail.ops.transfer import to_device
 from dovetail.types import Batch
 
@@ -60,15 +61,20 @@ def last_rows(batch: Batch, backend: AttentionBackend) -> Batch:
     device, tokens = batch.positions.device, batch.logit_rows
     assert tokens is not None
     last.kv_lens, last.page_table = batch.kv_lens, batch.page_table
-    if count < len(batch.slots):
-        rows = to_device(sampled, device)
+    rows = to_device(sampled, device) if count < len(batch.slots) else None
+    if rows is not None:
         last.kv_lens, last.page_table = last.kv_lens.index_select(0, rows), last.page_table.index_select(0, rows)
     last.input_ids, last.positions, last.out_loc = (
         x.index_select(0, tokens) for x in (batch.input_ids, batch.positions, batch.out_loc)
     )
     last.qo_indptr = torch.arange(count + 1, dtype=torch.int32, device=device)
-    last.attn, last.kv = (backend,), batch.kv
+    last.attn, last.kv = backends_of(backend), batch.kv
     if count:
         last.variant = backend.variant(last)
+    if batch.views:
+        tables = [v.page_table if rows is None else v.page_table.index_select(0, rows) for v in batch.views]
+        locations = [v.out_loc.index_select(0, tokens) for v in batch.views]
+        set_views(last, zip(tables, locations, strict=True))
+    if count:
         backend.plan(last)
     return last

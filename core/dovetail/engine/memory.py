@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -112,22 +112,22 @@ def module_bytes(module: nn.Module) -> int:
 
 def budget_for(
     config: Config,
-    group: CacheGroup,
+    groups: Sequence[CacheGroup],
     dtype: torch.dtype,
     device: torch.device,
     context_len: int,
     needs: Needs,
     draft_page_bytes: int = 0,
 ) -> Budget:
-    """Divide the device's memory as it is now: the weights are loaded, and the pool is not allocated.
-    ``draft_page_bytes`` are the bytes that each page also takes in the caches of a drafter.
+    """Divide the device's memory as it is now: the weights are loaded, and the pools of ``groups`` are not allocated. All
+    of them have the same number of pages, and a page takes the bytes of one page in each. ``draft_page_bytes`` are the bytes that each page also takes in the caches of a drafter.
 
     If ``memory.num_pages`` is set, the pool gets that number of pages. Otherwise, if ``memory.kv_gib`` is set, it gets
     as many as fit into that. Otherwise it gets as many as ``memory.fraction`` allows (on a CPU, as fit into
     ``CPU_POOL_BYTES``), but not more than all running requests together could fill. Raises ``ConfigError`` if not even
     one page besides page 0 fits, or if the requested size does not fit into the memory."""
     memory = config.memory
-    page = bytes_per_page(group, memory.page_size, dtype) + draft_page_bytes
+    page = sum(bytes_per_page(group, memory.page_size, dtype) for group in groups) + draft_page_bytes
     free, total = (0, 0) if device.type == "cpu" else torch.cuda.mem_get_info(device)
     available = free - needs.activations - needs.graphs
     if memory.num_pages is not None:

@@ -18,9 +18,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from dovetail.config.sections import Config
+    from dovetail.engine.grouped import Pools
     from dovetail.interfaces.attention import AttentionBackend
     from dovetail.interfaces.model import ModelArchitecture, ModelInfo
-    from dovetail.memory.pool import PagedKVPool
     from dovetail.registry.resolver import Resolved
 
 PIECES_SHARE = 0.1
@@ -44,7 +44,7 @@ def measure_needs(
     resolved: Resolved,
     model: ModelArchitecture,
     local: ModelInfo,
-    pool: PagedKVPool,
+    pool: Pools,
     context_len: int,
     attention: Callable[[], AttentionBackend],
     graphs: GraphNeeds,

@@ -18,17 +18,17 @@ import torch
 
 from dovetail.engine.build import as_module
 from dovetail.engine.captures import NO_UPDATES, GraphRecorder, larger_sizes
+from dovetail.engine.grouped import pools_of, set_views
 from dovetail.layers.experts import layers_of_experts
 from dovetail.layers.linear import Linear
 from dovetail.types import Batch
 
 if TYPE_CHECKING:
     from dovetail.engine.expert_load import ExpertLoad
+    from dovetail.engine.grouped import Pools
     from dovetail.interfaces.attention import AttentionLayer
     from dovetail.interfaces.mesh import Mesh
     from dovetail.interfaces.model import ModelArchitecture
-    from dovetail.memory.pool import PagedKVPool
-    from dovetail.types import Attends
 
 
 LAUNCH_SECONDS = 3.5e-4
@@ -73,11 +73,13 @@ def token_ladder(max_tokens: int) -> list[int]:
 
 
 class CapturedPiece(NamedTuple):
-    """Hold a graph and the attention call that follows it. ``q`` is what the graph computes, at a fixed address."""
+    """Hold a graph and the attention call that follows it. ``q`` is what the graph computes, at a fixed address.
+    ``group`` is the layer's cache group."""
 
     graph: torch.cuda.CUDAGraph
     q: torch.Tensor
     layer: AttentionLayer
+    group: int
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -98,7 +100,7 @@ class PiecewiseGraphs:
         self,
         model: ModelArchitecture,
         num_heads: int,
-        pool: PagedKVPool,
+        pool: Pools,
         max_tokens: int,
         dtype: torch.dtype,
         watch: tuple[int, ...] = (),
@@ -108,12 +110,10 @@ class PiecewiseGraphs:
         tokens of experts."""
         self.sizes = token_ladder(max_tokens)
         self.seconds = 0.0  # spent on captures
-        self._model, self._pool, self._watch, self._load = model, pool, watch, load
-        device = pool.device
-        self._ids, self._positions, self._places = torch.zeros(3, max_tokens, dtype=torch.int64, device=device).unbind(
-            0
-        )
-        size = pool.values(0).shape[-1]
+        self._model, self._pools, self._watch, self._load = model, pools_of(pool), watch, load
+        device, rows = pool.device, 2 + len(self._pools)
+        self._ids, self._positions, *self._places = torch.zeros(rows, max_tokens, dtype=torch.int64, device=device)
+        size = self._pools[0].values(0).shape[-1]
         self._attended = torch.zeros(max_tokens, num_heads, size, dtype=dtype, device=device)
         self.refused: set[int] = set()
         self._captured: dict[int, Pieces] = {}
@@ -140,21 +140,22 @@ class PiecewiseGraphs:
         """Return True if a step of this size can be replayed."""
         return size in self._captured
 
-    def forward(self, size: int, batch: Batch, attends: Attends) -> torch.Tensor:
-        """Return the hidden states ``[tokens, hidden_size]`` of a batch that is prepared and planned, and set
-        ``batch.hidden``. Both tensors are valid until the next call."""
+    def forward(self, size: int, batch: Batch) -> torch.Tensor:
+        """Return the hidden states ``[tokens, hidden_size]`` of a batch that is prepared and planned and has ``attn``,
+        and set ``batch.hidden``. Both tensors are valid until the next call."""
         tokens = len(batch.input_ids)
+        places = [batch.out_loc, *(view.out_loc for view in batch.views)]
         for static, given in (
             (self._ids, batch.input_ids),
             (self._positions, batch.positions),
-            (self._places, batch.out_loc),
+            *zip(self._places, places, strict=True),
         ):
             static[:tokens].copy_(given)
             static[tokens:size].zero_()
         captured = self._captured[size]
-        for graph, q, layer in captured.pieces:
+        for graph, q, layer, group in captured.pieces:
             graph.replay()
-            self._attended[:tokens].copy_(attends.forward(q[:tokens], layer, batch))
+            self._attended[:tokens].copy_(batch.attn[group].forward(q[:tokens], layer, batch.view(group)))
         captured.last.replay()
         batch.hidden = None if captured.watched is None else captured.watched[:tokens]
         return captured.hidden[:tokens]
@@ -163,14 +164,14 @@ class PiecewiseGraphs:
     def capture(self, size: int) -> None:
         """Capture the forward pass of ``size`` tokens."""
         start = time.perf_counter()
-        for static in (self._ids, self._positions, self._places):
+        for static in (self._ids, self._positions, *self._places):
             static.zero_()
         batch = self._static_batch(size)
-        batch.attn = (_WarmUpAttention(self._attended[:size]),)
+        batch.attn = (_WarmUpAttention(self._attended[:size]),) * len(self._pools)
         self._recorder.warm_up(lambda: self._forward(batch))
         with self._recorder.beside():
             recorder = _PieceRecorder(self._attended[:size], self._recorder)
-            batch.attn = (recorder,)
+            batch.attn = tuple(_OfGroup(recorder, group) for group in range(len(self._pools)))
             recorder.begin()
             try:
                 hidden = self._forward(batch)
@@ -190,8 +191,10 @@ class PiecewiseGraphs:
     def _static_batch(self, size: int) -> Batch:
         zero = np.zeros(1, np.int32)
         batch = Batch([], 1, zero, zero, np.array([size], np.int32), np.ones(1, np.bool_), NO_UPDATES)
-        batch.input_ids, batch.positions, batch.out_loc = self._ids[:size], self._positions[:size], self._places[:size]
-        batch.kv, batch.watch = (self._pool,), self._watch
+        out_loc, *others = (places[:size] for places in self._places)
+        batch.input_ids, batch.positions, batch.out_loc = self._ids[:size], self._positions[:size], out_loc
+        batch.kv, batch.watch = self._pools, self._watch
+        set_views(batch, [(other, other) for other in others])  # nothing reads the page table
         return batch
 
 
@@ -205,11 +208,11 @@ class _WarmUpAttention:
         return self._attended
 
 
-class _PieceRecorder(_WarmUpAttention):
+class _PieceRecorder:
     """End the current graph at every attention call, and begin the next one."""
 
     def __init__(self, attended: torch.Tensor, recorder: GraphRecorder) -> None:
-        super().__init__(attended)
+        self._attended = attended
         self.pieces: list[CapturedPiece] = []
         self._recorder = recorder
         self._graph: torch.cuda.CUDAGraph | None = None
@@ -227,7 +230,17 @@ class _PieceRecorder(_WarmUpAttention):
         if self._graph is not None:  # begin and end abandon their graph themselves
             self._recorder.abandon(self._graph)
 
-    def forward(self, q: torch.Tensor, layer: AttentionLayer, batch: Batch) -> torch.Tensor:
-        self.pieces.append(CapturedPiece(self.end(), q, layer))
+    def attend(self, q: torch.Tensor, layer: AttentionLayer, group: int) -> torch.Tensor:
+        self.pieces.append(CapturedPiece(self.end(), q, layer, group))
         self.begin()
         return self._attended
+
+
+class _OfGroup:
+    """Record the attention calls of one cache group."""
+
+    def __init__(self, recorder: _PieceRecorder, group: int) -> None:
+        self._recorder, self._group = recorder, group
+
+    def forward(self, q: torch.Tensor, layer: AttentionLayer, batch: Batch) -> torch.Tensor:
+        return self._recorder.attend(q, layer, self._group)

@@ -50,7 +50,7 @@ class PlanRunner(RankEngine):
         self.drafter: Drafter | None = engine.drafter
         self._mirrors_pages = mirrors_pages
         self._pinned = PinnedMappings(engine.device)
-        self._slots: list[AdmittedRequest | None] = [None] * len(engine.page_table)
+        self._slots: list[AdmittedRequest | None] = [None] * engine.page_table.shape[1]
         self._opened = 0  # the number of the plan whose requests were admitted last
         self._rows: tuple[int, Sequence[AdmittedRequest]] = 0, ()  # requests of the rows with a ``rows_version``
         self._proposed: Batch | None = None  # of the plan with the number ``_opened``, if drafts were proposed for it
@@ -155,7 +155,7 @@ class PlanRunner(RankEngine):
 
     def _mirror(self, updates: PageUpdates) -> None:
         if len(updates.slots):
-            self.engine.page_table[updates.slots, updates.columns] = updates.pages[0]
+            self.engine.page_table[:, updates.slots, updates.columns] = updates.pages
 
     # -- drafts ------------------------------------------------------------------------------------------------------
 

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar
 
 from dovetail.engine.captures import CaptureOnDemand
+from dovetail.engine.grouped import backends_of, pools_of
 from dovetail.engine.last import last_rows, narrows
 from dovetail.engine.node_rows import NodeRows
 from dovetail.engine.pieces import PIECES_NEEDED
@@ -26,12 +27,12 @@ if TYPE_CHECKING:
 
     from dovetail.engine.expert_load import ExpertLoad
     from dovetail.engine.graphs import DecodeGraph, DecodeGraphs
+    from dovetail.engine.grouped import Pools
     from dovetail.engine.inputs import Inputs
     from dovetail.engine.pieces import PiecewiseGraphs
     from dovetail.engine.sampler import Sampler
     from dovetail.engine.verify_graphs import VerifyGraphs, VerifyKey
     from dovetail.interfaces.model import ModelArchitecture
-    from dovetail.memory.pool import PagedKVPool
     from dovetail.types import Attends, Batch, IntArray, Logprobs, Masks
 
 G = TypeVar("G")
@@ -157,7 +158,7 @@ class EagerRunner(Runner[AttentionBackend]):
         self,
         model: ModelArchitecture,
         inputs: Inputs,
-        pool: PagedKVPool,
+        pool: Pools,
         prefill: AttentionBackend,
         decode: AttentionBackend,
         sampler: EagerSampler,
@@ -170,7 +171,7 @@ class EagerRunner(Runner[AttentionBackend]):
         """``prefill`` attends in batches with prompt tokens, ``decode`` in others. ``watched`` is ``Batch.watch``. ``load``
         counts the tokens of experts."""
         self.prefill, self.decode = prefill, decode
-        self._model, self._inputs, self._pool, self._sampler = model, inputs, pool, sampler
+        self._model, self._inputs, self._pools, self._sampler = model, inputs, pools_of(pool), sampler
         self._pieces, self._captures = pieces, None if pieces is None else CaptureOnDemand(pieces, PIECES_NEEDED)
         self._watched, self._batch_invariant, self._load = watched, batch_invariant, load
         # a drafter that watches the output of the last layer needs it for all tokens
@@ -188,19 +189,19 @@ class EagerRunner(Runner[AttentionBackend]):
     def launch(self, batch: Batch, graph: AttentionBackend) -> Launched[AttentionBackend]:
         """See ``Runner``."""
         self._inputs.prepare(batch)
-        attends: Attends = graph
+        attends: tuple[Attends, ...] = backends_of(graph)
         if self._batch_invariant and batch.tree_mask is not None:
-            attends = NodeRows(graph, batch)
+            attends = tuple(NodeRows(own, batch.view(group)) for group, own in enumerate(backends_of(graph)))
         else:
             graph.plan(batch)
-        batch.attn, batch.kv, batch.watch = (attends,), (self._pool,), self._watched
-        hidden = self._forward(batch, attends)
+        batch.attn, batch.kv, batch.watch = attends, self._pools, self._watched
+        hidden = self._forward(batch)
         found, vectors = prompt_logprobs(self._model, batch, hidden), pooled(self._model, batch, hidden)
         sampled_only = batch.logit_rows is None or batch.last is not None
         logits = self._model.logits(hidden if sampled_only else hidden[batch.logit_rows])
         return Launched(self, graph, logits, found, vectors)
 
-    def _forward(self, batch: Batch, attends: Attends) -> torch.Tensor:
+    def _forward(self, batch: Batch) -> torch.Tensor:
         """Return the hidden states of a planned batch: of all its tokens, or, if this method sets ``batch.last``, of
         the rows of ``batch.last``. Uses captured pieces if the size has been needed often enough."""
         pieces, captures = self._pieces, self._captures
@@ -208,7 +209,7 @@ class EagerRunner(Runner[AttentionBackend]):
             size = pieces.size_for(len(batch.input_ids))
             size = None if size is None else captures.choose(size)
             if size is not None:
-                return pieces.forward(size, batch, attends)
+                return pieces.forward(size, batch)
         if self._narrows and narrows(batch):
             batch.last = last_rows(batch, self.decode)
         hidden = self._model.forward(batch)

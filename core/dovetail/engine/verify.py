@@ -14,8 +14,10 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 import torch
 
+from dovetail.engine.grouped import pools_of
+
 if TYPE_CHECKING:
-    from dovetail.memory.pool import PagedKVPool
+    from dovetail.engine.grouped import Pools
     from dovetail.types import Batch, ForwardOutput
 
 
@@ -83,7 +85,7 @@ def _down_trees(
     return torch.cat(nodes, dim=1)
 
 
-def compact(batch: Batch, output: ForwardOutput, pool: PagedKVPool) -> None:
+def compact(batch: Batch, output: ForwardOutput, pool: Pools) -> None:
     """Move the K and V of accepted drafts in trees to the locations of their positions. Mutates ``pool``."""
     assert output.nodes is not None
     device = batch.out_loc.device
@@ -95,4 +97,6 @@ def compact(batch: Batch, output: ForwardOutput, pool: PagedKVPool) -> None:
     assert output.accept_lens is not None
     moved = (step < output.accept_lens[verify][:, None]) & (nodes != step)
     source, target = (first[:, None] + nodes)[moved], (first[:, None] + step)[moved]
-    pool.copy(batch.out_loc[source], batch.out_loc[target])
+    for group, own in enumerate(pools_of(pool)):
+        out_loc = batch.view(group).out_loc
+        own.copy(out_loc[source], out_loc[target])

@@ -21,6 +21,7 @@ import torch
 from dovetail.engine.captures import GraphRecorder, ladder, larger_sizes
 from dovetail.engine.draft_layout import wide_shape
 from dovetail.engine.dry_run import every_filter, first_layers, prompts
+from dovetail.engine.grouped import backends_of, pools_of
 from dovetail.engine.outputs import step_result
 from dovetail.engine.sampler_graphs import SamplerGraphs
 from dovetail.engine.settings import expand
@@ -39,11 +40,11 @@ from dovetail.types import Batch, ForwardOutput, StepResult
 
 if TYPE_CHECKING:
     from dovetail.engine.expert_load import ExpertLoad
+    from dovetail.engine.grouped import Pools
     from dovetail.engine.inputs import Inputs
     from dovetail.engine.settings import RowSettings
     from dovetail.interfaces.attention import AttentionBackend
     from dovetail.interfaces.model import ModelArchitecture
-    from dovetail.memory.pool import PagedKVPool
     from dovetail.ops.random import Floats
 
 log = logging.getLogger(__name__)
@@ -159,7 +160,7 @@ class VerifyGraphs:
         self,
         model: ModelArchitecture,
         inputs: Inputs,
-        pool: PagedKVPool,
+        pool: Pools,
         backend: AttentionBackend,
         sizes: VerifySizes,
         watch: tuple[int, ...] = (),
@@ -175,7 +176,7 @@ class VerifyGraphs:
         self._limits, self._watch, self._load = sizes, watch, load
         self._graphs: dict[VerifyKey, CapturedVerify] = {}
         largest = VerifyShape(sizes.tokens, sizes.width, sizes.trees)
-        self._memory = VerifyMemory(largest, inputs.pages.shape[1], inputs.device)
+        self._memory = VerifyMemory(largest, inputs.pages.shape[1], inputs.device, len(inputs.other_pages))
         self._recorder = GraphRecorder(inputs.device, mesh)
         self._samplers = SamplerGraphs(sizes.tokens, self._recorder, inputs.device)
         self._unread: Batch | None = None  # the batch that was written last, if the device may not have read it
@@ -294,7 +295,7 @@ class VerifyGraphs:
         step = VerifyStep(
             VerifyShape(key.tokens, limits.width, key.tree), self._inputs, self._memory, limits.context_len
         )
-        step.batch.attn, step.batch.kv, step.batch.watch = (self._backend,), (self._pool,), self._watch
+        step.batch.attn, step.batch.kv, step.batch.watch = backends_of(self._backend), pools_of(self._pool), self._watch
         if plan:
             self._backend.plan_capture(step.batch)
         return step

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from dovetail.engine.captures import NO_UPDATES
+from dovetail.engine.grouped import set_views
 from dovetail.types import Batch, DraftTree, PageUpdates
 
 if TYPE_CHECKING:
@@ -88,7 +89,8 @@ class VerifyMemory:
     ``result_on_host`` are in pinned host memory, which the device reads and writes directly. The other tensors are on
     the device."""
 
-    def __init__(self, shape: VerifyShape, max_pages: int, device: torch.device) -> None:
+    def __init__(self, shape: VerifyShape, max_pages: int, device: torch.device, other_groups: int = 0) -> None:
+        """``other_groups`` is the number of cache groups after the first."""
         tokens, pinned = shape.tokens, device.type == "cuda"
         self.sent = torch.zeros(shape.size + 1 + 2 * shape.page_capacity, dtype=torch.int32, pin_memory=pinned)
         self.block = torch.zeros(shape.size, dtype=torch.int32, device=device)
@@ -96,6 +98,8 @@ class VerifyMemory:
         self.indptr = torch.zeros(tokens + 1, dtype=torch.int32, device=device)
         self.slots, self.kv_lens = torch.ones(2, tokens, dtype=torch.int32, device=device)
         self.table = torch.zeros(tokens, max_pages, dtype=torch.int32, device=device)
+        # ``page_table`` and ``out_loc`` of each other group
+        self.others = [(torch.zeros_like(self.table), torch.zeros_like(self.of_tokens[2])) for _ in range(other_groups)]
         self.mask = torch.zeros(tokens if shape.tree else 0, shape.width, dtype=torch.bool, device=device)
         self.result = torch.zeros(tokens, 2 * shape.width + 1, dtype=torch.int64, device=device)
         self.result_on_host = torch.zeros(self.result.shape, dtype=torch.int64, pin_memory=pinned)
@@ -125,6 +129,7 @@ class VerifyTensors:
         self._of_tokens, self.row_of = (ids, positions, out_loc, row_of), row_of
         self.indptr, self.slots = memory.indptr[: tokens + 1], memory.slots[:tokens]
         self._of_rows = self.indptr, self.slots, memory.kv_lens[:tokens], memory.table[:tokens]
+        self._others = [(table[:tokens], out_loc[:tokens]) for table, out_loc in memory.others]
         self._mask = memory.mask[:tokens] if shape.tree else None
         self.result, self.result_on_host = memory.result[:tokens], memory.result_on_host[:tokens]
         self._by_tokens: dict[int, tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]] = {}
@@ -155,10 +160,14 @@ class VerifyTensors:
         fill the step's tensors. They also read the arrays of ``inputs`` that are indexed by slot."""
         from dovetail.ops.triton.inputs import fetch, verify_inputs
 
-        fetch(self._sent, self._block, self.shape.page_capacity, inputs.pages)
+        fetch(self._sent, self._block, self.shape.page_capacity, inputs.all_pages)
         mask = None if self._mask is None else self._mask.view(torch.uint8)
         table = inputs.last_token, inputs.pages, inputs.page_size
         verify_inputs(self._given, *table, self._of_tokens, self._of_rows, mask)
+        (ids, positions, _, row_of), (indptr, slots, kv_lens, _) = self._of_tokens, self._of_rows
+        for pages, (own, out_loc) in zip(inputs.other_pages, self._others, strict=True):
+            of_tokens, of_rows = (ids, positions, out_loc, row_of), (indptr, slots, kv_lens, own)
+            verify_inputs(self._given, inputs.last_token, pages, inputs.page_size, of_tokens, of_rows, mask)
 
     def give(self, batch: Batch, rows: int, tokens: int) -> None:
         """Set the engine fields of a batch of ``rows`` rows and ``tokens`` tokens to views. The views are kept for
@@ -174,6 +183,8 @@ class VerifyTensors:
         batch.input_ids, batch.positions, batch.out_loc, batch.tree_mask = of_tokens
         batch.qo_indptr, batch.kv_lens, batch.page_table = of_rows
         batch.logit_rows = None
+        if self._others:
+            set_views(batch, [(table[:rows], out_loc[:tokens]) for table, out_loc in self._others])
 
 
 def static_batch(shape: VerifyShape, context_len: int) -> Batch:

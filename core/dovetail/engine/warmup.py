@@ -30,11 +30,11 @@ if TYPE_CHECKING:
 
     from dovetail.engine.captures import Captures
     from dovetail.engine.graphs import DecodeGraphs
+    from dovetail.engine.grouped import Pools
     from dovetail.engine.verify_graphs import VerifyGraphs
     from dovetail.interfaces.attention import AttentionBackend
     from dovetail.interfaces.mesh import Mesh
     from dovetail.interfaces.model import ModelArchitecture, ModelInfo
-    from dovetail.memory.pool import PagedKVPool
     from dovetail.ops.triton.ahead import KernelsAhead
     from dovetail.types import Batch
 
@@ -114,7 +114,7 @@ class WarmUp:
         self,
         model: ModelArchitecture,
         attention: Callable[[], AttentionBackend],
-        pool: PagedKVPool,
+        pool: Pools,
         rows: int,
         dtype: torch.dtype,
     ) -> None:

@@ -93,8 +93,8 @@ class StepVerbs(ABC):
     @property
     @abstractmethod
     def page_table(self) -> IntArray:
-        """Return the page table that the scheduler writes, int32 ``[slots, max_pages]``, in host memory. Slot 0 belongs
-        to rows that pad a step. Every entry that the scheduler writes is also in the page updates of a plan."""
+        """Return the page table that the scheduler writes, int32 ``[groups, slots, max_pages]``, in host memory. Each cache
+        group of the model has its own pages. Slot 0 belongs to rows that pad a step. Every entry that the scheduler writes is also in the page updates of a plan."""
 
     @abstractmethod
     def launch(self, plan: StepPlan) -> None:

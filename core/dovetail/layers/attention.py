@@ -89,6 +89,10 @@ class SelfAttention(Layer):
         self._heads = (heads + 2 * kv_heads, head_dim)
         self._out_width = heads * head_dim
 
+    def set_place(self, group: int, layer_id: int) -> None:
+        """Set the cache group that contains the layer, and the layer's index in the group's pool."""
+        self.group, self.constants = group, replace(self.constants, layer_id=layer_id)
+
     def forward(self, x: torch.Tensor, rotation: Rotation, batch: Batch, last: Batch | None = None) -> torch.Tensor:
         """Map ``x [tokens, input_size]`` to ``[tokens, hidden_size]``. Writes K and V of the step to the pool. With
         ``last``, only the tokens ``batch.logit_rows`` attend, as the rows of ``last``, and the result is ``[rows of
@@ -112,10 +116,11 @@ class SelfAttention(Layer):
         heads, head_dim = self._heads
         qkv = self.qkv.forward(x).view(tokens, heads, head_dim)
         constants, group = self.constants, self.group
-        place = KVPlace(batch.kv[group], constants.layer_id, batch.out_loc)
+        own = batch.view(group) if group else batch
+        place = KVPlace(batch.kv[group], constants.layer_id, own.out_loc)
         q = rotation.rotate_and_store(qkv, self.counts, self.qk_norm, place)
         if last is not None:
             assert batch.logit_rows is not None
-            q, batch = q.index_select(0, batch.logit_rows), last
-        attended = batch.attn[group].forward(q, constants, batch) if len(q) else q
+            q, batch, own = q.index_select(0, batch.logit_rows), last, last.view(group)
+        attended = batch.attn[group].forward(q, constants, own) if len(q) else q
         return attended.reshape(len(q), self._out_width)

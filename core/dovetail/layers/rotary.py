@@ -145,7 +145,8 @@ class NoRotation:
 
 
 class LayerRotation(NamedTuple):
-    """Hold the rotation of each layer, by ``KVPlace.layer_id``, for models whose layers differ in it."""
+    """Hold the rotation of each layer, for models whose layers differ in it. In models with one cache group it is also
+    the ``Rotation`` of all layers, by ``KVPlace.layer_id``; with several, the model gives each layer its own."""
 
     layers: tuple[Rotation, ...]
 

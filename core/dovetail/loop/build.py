@@ -11,7 +11,7 @@ from dovetail.constraints.mask_budget import MaskBudget
 from dovetail.constraints.requests import RequestConstraints
 from dovetail.constraints.service import GrammarService
 from dovetail.engine.processors import params_class
-from dovetail.interfaces.cache import CacheContext
+from dovetail.interfaces.cache import CacheContext, GroupDescriptor
 from dovetail.interfaces.features import Feature
 from dovetail.interfaces.grammar import GrammarContext
 from dovetail.interfaces.policy import PolicyContext
@@ -80,9 +80,10 @@ def build_scheduler(
     """Build the scheduler, with a page ledger for the executor's pool."""
     section, model, engine = resolved.config.scheduler, resolved.model_info, executor.info
     ahead, page_size = engine.tokens_ahead, engine.page_size
-    cache = with_lookahead(resolved.cache.build, CacheContext(page_size), ahead)
-    table = RequestTable(executor.page_table[None])
-    ledger = PageLedger(PageAllocator(engine.num_pages), cache, table, page_size, ahead)
+    groups = len(executor.page_table)  # all of them keep every page
+    cache = with_lookahead(resolved.cache.build, CacheContext(page_size, (GroupDescriptor(),) * groups), ahead)
+    table = RequestTable(executor.page_table)
+    ledger = PageLedger(PageAllocator(engine.num_pages, groups), cache, table, page_size, ahead)
     limits = SchedulerLimits(
         max_running=section.rows,
         max_waiting=section.max_waiting,

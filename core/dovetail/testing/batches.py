@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
+from dovetail.engine.grouped import set_views
 from dovetail.sampling_params import SamplingParams
 from dovetail.types import AdmittedRequest, Attends, Batch, DraftTree, IntArray, PageUpdates, SharedPrefixes, StoresKV
 
@@ -41,13 +42,15 @@ def make_batch(
     device: torch.device | str = "cpu",
     attn: tuple[Attends, ...] = (),
     kv: tuple[StoresKV, ...] = (),
+    other_tables: Sequence[IntArray] = (),
 ) -> Batch:
     """Return a batch whose row r has ``prefix_lens[r]`` tokens in the pool and ``extend_lens[r]`` more that enter.
 
     ``page_table`` is ``[rows, >= pages]``, see ``make_page_table``. ``num_extend`` defaults to the rows up to the last
     one that extends (with drafts: to 0). ``drafts`` must satisfy ``extend_lens[r] == 1 + drafts.lens[r]`` in the rows
     after the extend rows; positions follow the tree, and ``tree_mask`` is set unless the tree is a chain. ``input_ids``
-    default to 0, 1, 2, ...; ``attn`` and ``kv`` are stored in the batch. All of ``reqs`` are greedy.
+    default to 0, 1, 2, ...; ``attn`` and ``kv`` are stored in the batch. All of ``reqs`` are greedy. ``other_tables``
+    are the page tables of the cache groups after the first.
     """
     prefix, extend = np.asarray(prefix_lens, np.int32), np.asarray(extend_lens, np.int32)
     rows, none = len(prefix), np.zeros(0, np.int32)
@@ -71,14 +74,20 @@ def make_batch(
     batch.input_ids = torch.tensor(ids, dtype=torch.int64, device=device)
     positions = places if drafts is None else prefix[row_of] + _depths(batch, drafts)
     batch.positions = torch.tensor(positions, dtype=torch.int64, device=device)
-    out_loc = page_table[row_of, places // page_size].astype(np.int64) * page_size + places % page_size
-    batch.out_loc = torch.tensor(out_loc, dtype=torch.int64, device=device)
+
+    def located(table: IntArray) -> torch.Tensor:
+        out_loc = table[row_of, places // page_size].astype(np.int64) * page_size + places % page_size
+        return torch.tensor(out_loc, dtype=torch.int64, device=device)
+
+    batch.out_loc = located(page_table)
     batch.qo_indptr = torch.tensor(indptr, device=device)
     batch.kv_lens = torch.tensor(prefix + extend, device=device)
     batch.page_table = torch.tensor(page_table, device=device)
     if drafts is not None and not drafts.is_chain:
         batch.tree_mask = torch.tensor(make_tree_mask(batch, drafts), device=device)
     batch.attn, batch.kv = attn, kv
+    if other_tables:
+        set_views(batch, [(torch.tensor(table, device=device), located(table)) for table in other_tables])
     return batch
 
 

@@ -38,7 +38,7 @@ from dovetail.types import (
 )
 
 TARGET = "dovetail.testing.executor_ranks:build"
-NUM_SLOTS, MAX_PAGES, VOCAB = 24, 64, 50_000
+NUM_GROUPS, NUM_SLOTS, MAX_PAGES, VOCAB = 2, 24, 64, 50_000
 _NO_MASK = b""
 
 
@@ -90,7 +90,7 @@ class PretendedRank(RankEngine):
         self.samples: list[Entry] = []
         self.waits: list[int] = []
         self.late_looks = 0  # calls of ``ready`` in the second half of a step
-        self.table = np.zeros((NUM_SLOTS + 1, MAX_PAGES), np.int32)
+        self.table = np.zeros((NUM_GROUPS, NUM_SLOTS + 1, MAX_PAGES), np.int32)
         self._script, self._rank = script, rank
         self._captures = script.captures
         self._state = 0
@@ -211,7 +211,7 @@ class PretendedRank(RankEngine):
 
     def locate_updates(self, updates: PageUpdates) -> None:
         """See ``RankEngine.locate_updates``."""
-        assert self.table.shape[0] > (updates.slots.max() if len(updates.slots) else 0)
+        assert self.table.shape[1] > (updates.slots.max() if len(updates.slots) else 0)
 
     def mask_buffer(self, rows: int, width: int) -> IntArray:
         """See ``RankEngine.mask_buffer``."""
@@ -258,7 +258,7 @@ class PretendedRank(RankEngine):
     def _take(self, plan: StepPlan) -> None:
         """Apply the page updates of a plan, and keep its requests."""
         slots, columns, pages, _ = plan.page_updates
-        self.table[slots, columns] = pages[0]
+        self.table[:, slots, columns] = pages
         for request in plan.admitted:
             self._requests[request.slot] = self._by_uid[request.uid] = request
         self._rows[plan.number] = [self._requests[slot] for slot in plan.slots.tolist()]
@@ -291,7 +291,7 @@ class PretendedRank(RankEngine):
         hashes = []
         for row, start, span in zip(layout.rows.tolist(), layout.starts.tolist(), layout.spans.tolist(), strict=True):
             r = requests[row]
-            seed = zlib.crc32(f"{state} {row} {r.uid} {r.seed} {r.params}".encode() + self.table[r.slot].tobytes())
+            seed = zlib.crc32(f"{state} {row} {r.uid} {r.seed} {r.params}".encode() + self.table[:, r.slot].tobytes())
             hashes.append([zlib.crc32(masked.get(start + i, _NO_MASK), seed + i) % VOCAB for i in range(span)])
         width = int(layout.spans.max()) if len(layout.spans) else 1
         tokens = np.array([row + [0] * (width - len(row)) for row in hashes], np.int64).reshape(-1, width)

@@ -183,11 +183,12 @@ class PlanTraffic:
             while r.pages * PAGE_SIZE < end and r.pages < MAX_PAGES:
                 slots.append(r.slot)
                 columns.append(r.pages)
-                pages.append(int(self._rng.integers(1, 1000)))
+                pages.append(self._rng.integers(1, 1000, len(self.page_table)))
                 r.pages += 1
-        arrays = [np.array(column, np.int32) for column in (slots, columns, pages)]
-        self.page_table[arrays[0], arrays[1]] = arrays[2]
-        updates = PageUpdates(arrays[0], arrays[1], arrays[2][None], next(self._versions) if slots else 0)
+        rows, at = np.array(slots, np.int32), np.array(columns, np.int32)
+        of_groups = np.array(pages, np.int32).reshape(-1, len(self.page_table)).T
+        self.page_table[:, rows, at] = of_groups
+        updates = PageUpdates(rows, at, of_groups, next(self._versions) if slots else 0)
         owed, self._owed = self._owed, None
         if owed is None:
             return updates

@@ -22,15 +22,13 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from dovetail.engine.build import WeightFiller, as_module, build_model
-from dovetail.engine.mesh import local_info
 from dovetail.errors import WeightsError
 from dovetail.interfaces.attention import AttentionBackend
-from dovetail.interfaces.cache import CacheGroup, CacheGroupKind, KVPool
+from dovetail.interfaces.cache import KVPool
 from dovetail.interfaces.features import Feature
 from dovetail.interfaces.mesh import SINGLE, Mesh
 from dovetail.interfaces.model import ModelArchitecture, ModelInfo
 from dovetail.layers.base import Layer
-from dovetail.memory.pool import make_pool
 from dovetail.registry.ranks import divisions
 from dovetail.registry.specs import ComponentKind
 from dovetail.registry.targets import load_attribute
@@ -127,18 +125,13 @@ class ModelSuite(ComponentSuite):
         mesh: Mesh = SINGLE,
         attention: Callable[[AttentionBackend], AttentionBackend] = lambda backend: backend,
     ) -> ModelRows:
-        """Return ``model``, which was built with ``mesh``, over a new pool for rows of up to ``lens`` tokens. Entries
-        of the pool that were never written are NaN. ``attention`` may wrap the attention backend."""
-        groups = [
-            group for group in local_info(model.info, mesh).cache_groups if group.kind is not CacheGroupKind.STATE
-        ]
-        (group,) = groups or [CacheGroup(1, 1, 1)]  # of a model without attention nothing reads the pool
-        num_pages = 1 + sum(-(-n // page_size) for n in lens)
-        dtype = next(as_module(model).parameters()).dtype
-        pool = make_pool(group, num_pages, page_size, dtype, "cpu")
-        for memory in (pool.k, pool.v):
-            memory.fill_(float("nan"))
-        return ModelRows(model, attention(self.make_attention(model, pool)), pool, lens)
+        """Return ``model``, which was built with ``mesh``, over new pools for rows of up to ``lens`` tokens.
+        ``attention`` may wrap the attention backends."""
+
+        def make_attention(model: ModelArchitecture, pool: KVPool) -> AttentionBackend:
+            return attention(self.make_attention(model, pool))
+
+        return ModelRows(model, lens, page_size, mesh, make_attention)
 
     def logits(self, model: ModelArchitecture, tokens: Sequence[int], chunk: int, decode: int = 0) -> torch.Tensor:
         """Return the logits of every token of one row: prefilled in chunks, with the last ``decode`` tokens one at a

@@ -7,6 +7,7 @@ built; ``forward`` is the same for all.
 
 from __future__ import annotations
 
+import itertools
 import re
 from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
@@ -16,12 +17,13 @@ import torch
 from torch import nn
 
 from dovetail.interfaces.model import ModelArchitecture, ModelInfo, WeightTarget
-from dovetail.layers.attention import AttentionShape
+from dovetail.layers.attention import AttentionShape, SelfAttention
 from dovetail.layers.base import Layer
 from dovetail.layers.embedding import Embedding, LMHead
 from dovetail.layers.layer_norm import LayerNorm
 from dovetail.layers.norm import RMSNorm
-from dovetail.layers.rotary import LayerRotary, Rotary
+from dovetail.layers.rotary import LayerRotary, LayerRotation, Rotary
+from dovetail_models.describe import group_layers
 
 if TYPE_CHECKING:
     from dovetail.interfaces.mesh import Mesh
@@ -37,6 +39,8 @@ Targets = Iterable[tuple[str, WeightTarget | list[WeightTarget]]]
 class Block(Protocol):
     """Compute one layer. What a layer adds to the residual stream is added by ``enter`` of the next one, so that norms
     and sums over ranks are one kernel. ``dovetail.layers.decoder.DecoderLayer`` is the usual one."""
+
+    attn: SelfAttention
 
     def enter(self, x: Addend, residual: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the input of ``forward``, usually the norm of ``x + residual``, and that sum, the residual stream,
@@ -73,10 +77,14 @@ class DecoderModel(Layer, ModelArchitecture):
         self.head = self.make_head(mesh)
         self.rotary = self.make_rotary()
         self._layers: tuple[Block, ...] = tuple(self.layers)  # pyright: ignore[reportAttributeAccessIssue]
+        if len(info.cache_groups) > 1:
+            for layer, place in zip(self._layers, group_layers(info.config.windows), strict=True):
+                layer.attn.set_place(*place)
 
     @abstractmethod
     def make_layer(self, index: int, mesh: Mesh) -> nn.Module:
-        """Return layer ``index``, which is also a ``Block``. It writes to layer ``index`` of the KV pool."""
+        """Return layer ``index``, which is also a ``Block``. With several cache groups, the constructor sets that of its
+        attention."""
 
     @abstractmethod
     def layer_targets(self, index: int, checkpoint_prefix: str, parameter_prefix: str) -> Targets:
@@ -117,7 +125,8 @@ class DecoderModel(Layer, ModelArchitecture):
         rotation = self.rotary.forward(batch.positions)
         watched: dict[int, torch.Tensor] = {}
         final = len(self._layers) - 1
-        for index, layer in enumerate(self._layers):
+        rotations = rotation.layers if isinstance(rotation, LayerRotation) else itertools.repeat(rotation)
+        for index, (layer, rotation) in enumerate(zip(self._layers, rotations)):  # noqa: B905 (repeat has no end)
             normed, stream = layer.enter(x, residual)
             if index in batch.watch:
                 watched[index] = stream

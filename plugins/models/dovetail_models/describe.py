@@ -5,12 +5,13 @@ The description of a family is beside its model, in the file whose name ends in 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from dovetail.errors import ConfigError
-from dovetail.interfaces.cache import CacheGroup
+from dovetail.interfaces.cache import CacheGroup, CacheGroupKind
 from dovetail.interfaces.features import Feature
 from dovetail.interfaces.model import ModelInfo
 from dovetail.layers.rope import RopeConfig, read_rope
@@ -73,8 +74,8 @@ def make_info(
     needs: frozenset[Feature] = frozenset(),
     offers: frozenset[Feature] = OFFERS,
 ) -> ModelInfo:
-    """Return the ``ModelInfo`` of a decoder-only model whose layers share one cache group. The need for windows and the
-    offer of layers that predict further tokens follow from ``own``; ``needs`` are further ones. Raises ``ConfigError``.
+    """Return the ``ModelInfo`` of a decoder-only model. Its cache groups (see ``group_layers``), the need for windows and
+    the offer of layers that predict further tokens follow from ``own``; ``needs`` are further ones. Raises ``ConfigError``.
     """
     layers = read_int(config, "num_hidden_layers")
     if any(window is not None for window in own.windows):
@@ -90,7 +91,7 @@ def make_info(
         num_kv_heads=sizes.kv_heads,
         head_dim=sizes.head_dim,
         context_len=context_len,
-        cache_groups=(CacheGroup(layers, sizes.kv_heads, sizes.head_dim),),
+        cache_groups=cache_groups(own.windows, sizes),
         eos_token_ids=read_eos(config),
         dtype=read_dtype(config),
         needs=needs,
@@ -98,6 +99,40 @@ def make_info(
         split_sizes=(("intermediate_size", own.intermediate_size),),
         config=own,
     )
+
+
+def cache_groups(windows: Windows, sizes: HeadSizes) -> tuple[CacheGroup, ...]:
+    """Return the cache groups of layers with these windows: one for the layers without a window, which comes first, and
+    one for each window."""
+    counts = Counter(windows)
+    return tuple(
+        CacheGroup(
+            counts[window],
+            sizes.kv_heads,
+            sizes.head_dim,
+            CacheGroupKind.FULL if window is None else CacheGroupKind.SLIDING,
+            window,
+        )
+        for window in _in_order(windows)
+    )
+
+
+class LayerPlace(NamedTuple):
+    """Hold the index of a layer's cache group, and the layer's index in that group."""
+
+    group: int
+    layer_id: int
+
+
+def group_layers(windows: Windows) -> tuple[LayerPlace, ...]:
+    """Return where each layer keeps its keys and values: the groups are those of ``cache_groups``."""
+    order = _in_order(windows)
+    return tuple(LayerPlace(order.index(window), windows[:at].count(window)) for at, window in enumerate(windows))
+
+
+def _in_order(windows: Windows) -> list[int | None]:
+    """Return the windows of the cache groups. None is first, then the windows in the order of their layers."""
+    return sorted(dict.fromkeys(windows), key=lambda window: window is not None)
 
 
 def read_heads(

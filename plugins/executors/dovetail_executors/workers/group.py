@@ -113,7 +113,7 @@ class RankGroup:
                 os.close(fd)
         os.close(life_fd)
 
-    def _await_ready(self, seconds: float) -> tuple[ExecutorInfo, tuple[int, int]]:
+    def _await_ready(self, seconds: float) -> tuple[ExecutorInfo, tuple[int, int, int]]:
         try:
             self._await(
                 lambda: len(self._ready) == len(self.handles) or 0 in self._call_failures,

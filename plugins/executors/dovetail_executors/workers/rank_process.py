@@ -135,8 +135,8 @@ class RankServer:
         if engine is None:
             return False
         self._receiver = PlanReceiver(self._masks, drafts=engine.info.draft_width > 0)
-        rows, columns = engine.page_table.shape
-        self._put(RankReply.READY, 0, self._sender.value(Ready(engine.info, (rows, columns))))
+        groups, rows, columns = engine.page_table.shape
+        self._put(RankReply.READY, 0, self._sender.value(Ready(engine.info, (groups, rows, columns))))
         while True:
             if self._sampled:
                 self._send_result(engine)

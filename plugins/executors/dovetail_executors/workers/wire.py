@@ -152,7 +152,7 @@ class Ready(msgspec.Struct, array_like=True, gc=False):
     """State that the engine of a rank is built. ``page_table`` is the shape of its page table."""
 
     info: ExecutorInfo
-    page_table: tuple[int, int]
+    page_table: tuple[int, int, int]
 
 
 class RankFailure(msgspec.Struct, array_like=True, gc=False):

@@ -1,0 +1,97 @@
+"""Treat the attention backends and the pools of several cache groups like those of one.
+
+With one cache group, the engine plans, captures and stores with that group's backend and pool themselves. With several,
+it has one ``GroupedAttention`` and one ``GroupedPools``, so that everything else is the same.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import TYPE_CHECKING
+
+from dovetail.interfaces.attention import AttentionBackend
+from dovetail.memory.pool import PagedKVPool
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    import torch
+
+    from dovetail.interfaces.attention import AttentionLayer
+    from dovetail.types import Batch
+
+
+class GroupedAttention(AttentionBackend):
+    """Plan the attention backends of several cache groups together: ``members[g]`` plans ``batch.view(g)``. Layers call
+    the members directly."""
+
+    def __init__(self, members: Sequence[AttentionBackend]) -> None:
+        """``members`` has the backend of each group. All have the same class."""
+        self.members = tuple(members)
+
+    def plan(self, batch: Batch) -> None:
+        """See ``AttentionBackend``."""
+        for group, member in enumerate(self.members):
+            member.plan(batch.view(group))
+
+    def forward(self, q: torch.Tensor, layer: AttentionLayer, batch: Batch) -> torch.Tensor:
+        """See ``AttentionBackend``. Layers call the backend of their own group instead."""
+        raise NotImplementedError("a layer attends with the backend of its cache group")
+
+    def variant(self, batch: Batch) -> int:
+        """Return the variant that is best for the first group. All groups use it."""
+        return self.members[0].variant(batch)
+
+    def plan_capture(self, batch: Batch) -> None:
+        """See ``AttentionBackend``."""
+        for group, member in enumerate(self.members):
+            member.plan_capture(batch.view(group))
+
+    def plan_replay(self, batch: Batch) -> None:
+        """See ``AttentionBackend``."""
+        for group, member in enumerate(self.members):
+            member.plan_replay(batch.view(group))
+
+
+class GroupedPools:
+    """Hold the pools of several cache groups, which have the same device and the same tokens per page."""
+
+    def __init__(self, members: Sequence[PagedKVPool]) -> None:
+        """``members`` has the pool of each group."""
+        self.members = tuple(members)
+        self.device, self.page_size = members[0].device, members[0].page_size
+
+
+Pools = PagedKVPool | GroupedPools
+
+
+def backends_of(backend: AttentionBackend) -> tuple[AttentionBackend, ...]:
+    """Return the attention backend of each cache group: ``Batch.attn``."""
+    return backend.members if isinstance(backend, GroupedAttention) else (backend,)
+
+
+def pools_of(pool: Pools) -> tuple[PagedKVPool, ...]:
+    """Return the pool of each cache group: ``Batch.kv``."""
+    return pool.members if isinstance(pool, GroupedPools) else (pool,)
+
+
+def grouped_attention(members: Sequence[AttentionBackend]) -> AttentionBackend:
+    """Return what plans the backends of all cache groups: the backend itself if there is one."""
+    return members[0] if len(members) == 1 else GroupedAttention(members)
+
+
+def grouped_pools(members: Sequence[PagedKVPool]) -> Pools:
+    """Return the pools of all cache groups: the pool itself if there is one."""
+    return members[0] if len(members) == 1 else GroupedPools(members)
+
+
+def set_views(batch: Batch, others: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    """Set ``Batch.views`` from the ``page_table`` and ``out_loc`` of each cache group after the first. The other fields
+    that an attention backend reads must be set already. The views share the arrays of ``batch``."""
+    batch.views = ()
+    views: list[Batch] = []
+    for page_table, out_loc in others:
+        view = copy.copy(batch)
+        view.page_table, view.out_loc = page_table, out_loc
+        views.append(view)
+    batch.views = tuple(views)

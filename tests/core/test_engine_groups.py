@@ -1,0 +1,127 @@
+"""Test what the engine prepares for models with several cache groups: each group has its own pages.
+
+.venv/bin/python -m pytest -q tests/core/test_engine_groups.py
+"""
+
+import numpy as np
+import pytest
+import torch
+
+from dovetail.engine.grouped import GroupedAttention, backends_of, grouped_attention, set_views
+from dovetail.engine.inputs import Inputs
+from dovetail.engine.last import last_rows
+from dovetail.engine.verify_inputs import VerifyMemory, VerifyShape, VerifyTensors
+from dovetail.interfaces.attention import AttentionBackend
+from dovetail.memory.table import RequestTable
+from dovetail.testing.batches import make_batch
+from dovetail.types import DraftTree
+
+PAGE, GROUPS, SLOTS, WIDTH = 4, 3, 6, 12
+
+
+@pytest.fixture
+def inputs():
+    pages = np.random.default_rng(0).permutation(GROUPS * SLOTS * WIDTH).astype(np.int32) + 1
+    inputs = Inputs(pages.reshape(GROUPS, SLOTS, WIDTH), PAGE, torch.device("cpu"))
+    inputs.last_token[:] = torch.arange(SLOTS) + 50
+    return inputs
+
+
+def batch_of(inputs, slots, prefix, extend, drafts=None):
+    """Return a prepared batch."""
+    batch = make_batch(PAGE, np.zeros((len(slots), WIDTH), np.int32), prefix, extend, drafts=drafts)
+    batch.slots = np.array(slots, np.int32)
+    for req, start, count in zip(batch.reqs, prefix, extend, strict=True):
+        assert len(req.token_ids) >= start + count
+    inputs.prepare(batch)
+    return batch
+
+
+def check(batch, inputs, slots, prefix, extend):
+    """Check the locations of all tokens and the pages of all rows, in every group."""
+    tables = [inputs.page_table, *inputs.other_tables]
+    for group, table in enumerate(tables):
+        view, at = batch.view(group), 0
+        for row, (slot, start, count) in enumerate(zip(slots, prefix, extend, strict=True)):
+            places = range(start, start + count)
+            expected = [int(table[slot, place // PAGE]) * PAGE + place % PAGE for place in places]
+            assert view.out_loc[at : at + count].tolist() == expected
+            used = -(-(start + count) // PAGE)
+            assert view.page_table[row, :used].tolist() == table[slot, :used].tolist()
+            at += count
+        assert view.kv_lens is batch.kv_lens
+        assert view.positions is batch.positions
+
+
+def test_each_group_has_its_own_pages_and_locations(inputs):
+    steps = [
+        ([3, 1, 5], [0, 9, 4], [5, 7, 1]),  # prompts beside a decode row
+        ([2, 4], [11, 40], [1, 1]),  # a decode step
+    ]
+    for slots, prefix, extend in steps:
+        check(batch_of(inputs, slots, prefix, extend), inputs, slots, prefix, extend)
+    drafts = DraftTree.chains(np.array([[7, 8], [9, 0]], np.int32), np.array([2, 1], np.int32))
+    slots, prefix, extend = [1, 2], [10, 3], [3, 2]
+    check(batch_of(inputs, slots, prefix, extend, drafts), inputs, slots, prefix, extend)
+
+
+class Planned(AttentionBackend):
+    """Keep the batch that was planned."""
+
+    def __init__(self):
+        self.batch = None
+
+    def plan(self, batch):
+        self.batch = batch
+
+    def forward(self, q, layer, batch):
+        return q
+
+
+def test_the_backend_of_each_group_plans_what_it_sees(inputs):
+    members = [Planned() for _ in range(GROUPS)]
+    assert grouped_attention(members[:1]) is members[0]
+    backend = grouped_attention(members)
+    assert isinstance(backend, GroupedAttention)
+    assert backends_of(backend) == tuple(members)
+    batch = batch_of(inputs, [3, 1], [0, 9], [5, 7])
+    backend.plan(batch)
+    assert members[0].batch is batch
+    assert [m.batch for m in members[1:]] == list(batch.views)
+    batch.logit_rows, batch.kv, batch.samples = torch.tensor([11]), (), np.array([False, True])
+    last = last_rows(batch, backend)
+    for group, member in enumerate(members):
+        assert member.batch is last.view(group)
+        assert torch.equal(member.batch.page_table, batch.view(group).page_table[1:])
+        assert member.batch.out_loc.tolist() == batch.view(group).out_loc[11:].tolist()
+
+
+def test_updates_reach_the_table_of_each_group():
+    table = RequestTable(np.zeros((2, 4, 8), np.int32))
+    inputs = Inputs(table.pages, PAGE, torch.device("cpu"))
+    table.write(2, 3, np.array([[7, 8], [17, 18]], np.int32))
+    places, pages = inputs.entries_of(table.take_updates())
+    assert places.tolist() == [19, 20, 51, 52]  # 2 * 8 + 3 in the first group, and 4 * 8 more in the second
+    assert pages.tolist() == [7, 8, 17, 18]
+    device = torch.zeros(2 * 4 * 8, dtype=torch.int32)
+    device[torch.from_numpy(places)] = torch.from_numpy(pages)
+    assert torch.equal(device.view(2, 4, 8), inputs.all_pages)
+
+
+def test_verify_tensors_give_each_group_its_own(inputs):
+    shape = VerifyShape(8, 3, False)
+    tensors = VerifyTensors(shape, VerifyMemory(shape, WIDTH, inputs.device, GROUPS - 1))
+    batch = make_batch(PAGE, np.zeros((2, WIDTH), np.int32), [0, 0], [1, 1])
+    tensors.give(batch, 2, 5)
+    assert [tuple(view.page_table.shape) for view in batch.views] == [(2, WIDTH)] * (GROUPS - 1)
+    memory = {view.out_loc.data_ptr() for view in (batch, *batch.views)}
+    assert len(memory) == GROUPS
+    assert {len(view.out_loc) for view in batch.views} == {5}
+
+
+def test_views_share_what_changes_on_the_host(inputs):
+    batch = make_batch(PAGE, np.zeros((2, WIDTH), np.int32), [0, 0], [1, 1])
+    set_views(batch, [(batch.page_table + 1, batch.out_loc + 1)])
+    batch.prefix_lens[:] = 9
+    assert batch.view(1).prefix_lens.tolist() == [9, 9]
+    assert not batch.view(1).views
