@@ -75,7 +75,7 @@ TRITON = ComponentSpec(
     target="dovetail_attention.triton.backend:TritonAttention",
     config="dovetail_attention.config:TritonConfig",
     summary="Dovetail's own kernels, for any head dim, page size and mask, on every GPU from Ampere on that Triton supports.",
-    api=(1, 3),
+    api=(1, 4),
     requires=(Requirement("triton", install="pip install triton"),),
     offers=frozenset(
         {
@@ -88,6 +88,7 @@ TRITON = ComponentSpec(
             Feature.ATTN_SLIDING_WINDOW,
             Feature.ATTN_SOFT_CAP,
             Feature.ATTN_SINKS,
+            Feature.ATTN_LATENT,
             Feature.ATTN_GRAPH,
             Feature.ATTN_VERIFY_GRAPH,
             Feature.ATTN_SHARED_PREFIX,

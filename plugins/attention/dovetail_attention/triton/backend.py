@@ -14,6 +14,7 @@ from dovetail.interfaces.attention import AttentionBackend, AttentionContext, At
 from dovetail.ops.triton.decode import LARGE_TILE, MEASURED_KEY_BYTES, decode_splits, long_splits, paged_decode, tiling
 from dovetail_attention.triton import tiles
 from dovetail_attention.triton.attend import PartialResults, attend
+from dovetail_attention.triton.latent import LatentPages, attend_latents
 from dovetail_attention.triton.merge import merge, merge_into
 from dovetail_attention.triton.schedule import Schedule, ScheduleEntries, fill
 
@@ -108,7 +109,8 @@ class TritonAttention(AttentionBackend):
 
     The first layer of each window makes the schedule of a step, and the other layers read it. The pool's values may
     have another size than its keys, and may be a view of them (latent attention); the output has the size of the
-    values.
+    values. Latents have kernels of their own, and steps of latents that need not be cut at fixed places are divided
+    into equal spans (``ScheduleEntries.level``).
 
     With ``batch_invariant`` there is one kind of launch for all rows, with one tile and fixed chunks.
     """
@@ -120,7 +122,8 @@ class TritonAttention(AttentionBackend):
         self._group = context.num_heads // context.num_kv_heads
         self._value_dim = context.pool.values(0).shape[3]
         self._key_bytes = self._head_dim * context.pool.keys(0).element_size()
-        self._token_bytes = 2 * self._kv_heads * self._key_bytes
+        self._latent = context.value_dim is not None and self._kv_heads == 1
+        self._token_bytes = self._key_bytes if self._latent else 2 * self._kv_heads * self._key_bytes
         self._processors, self._large_memory = CPU_PROCESSORS, False
         if context.device.type == "cuda":
             found = torch.cuda.get_device_properties(context.device)
@@ -132,6 +135,8 @@ class TritonAttention(AttentionBackend):
         self._cut_tokens = min(CUT_TOKENS, CUT_BYTES // bytes_a_token)
         self._invariant_tile = tiles.choose(INVARIANT_PAIRS, self._head_dim, self._value_dim, self._dtype)
         self._invariant_tile = self._invariant_tile._replace(num_stages=2)
+        if self._latent:
+            self._invariant_tile = self._latent_tile(INVARIANT_PAIRS, two=True)
         self._kept: dict[tuple[str, tiles.AttentionTile, int], Memory] = {}
         if self._invariant:  # allocated now, because there may not be enough memory later
             self._invariant_memory(self._cut_tokens, self._chunks)
@@ -152,7 +157,7 @@ class TritonAttention(AttentionBackend):
 
         Only a row's own keys count, because shared prefixes are always read by a schedule.
         """
-        if self._invariant:
+        if self._invariant or self._latent:
             return UNEVEN
         lens, rows = batch.prefix_lens + 1, len(batch.slots)
         if batch.shared is not None:
@@ -196,10 +201,10 @@ class TritonAttention(AttentionBackend):
             self._even, self._steps = 0, [self._verify_step(batch)]
             return
         rows = len(batch.slots)
-        self._long = batch.variant == UNEVEN and self._few(rows)
+        self._long = batch.variant == UNEVEN and self._few(rows) and not self._latent
         if self._long:
             self._even = long_splits(self._kv_heads, self._processors)
-        elif batch.variant == EVEN:
+        elif batch.variant == EVEN and not self._latent:
             self._even = decode_splits(rows, self._kv_heads, self._processors, self._key_bytes)
         else:
             self._even = 0
@@ -271,7 +276,11 @@ class TritonAttention(AttentionBackend):
         if leads:
             fill(schedule, entries, self._group, layer.window, partial=partial)
         kv = self._pool.keys(layer.layer_id), self._pool.values(layer.layer_id)
-        attend(q, kv, entries, schedule, layer, batch.positions, out, memory.partial, leads=leads)
+        if self._latent and layer.window is None and layer.soft_cap is None and layer.sinks is None:
+            latents = LatentPages(kv[0], self._value_dim)
+            attend_latents(q, latents, entries, schedule, layer.scale, out, memory.partial, leads=leads)
+        else:
+            attend(q, kv, entries, schedule, layer, batch.positions, out, memory.partial, leads=leads)
         return schedule, memory.partial
 
     def _decode_step(self, batch: Batch, shared: Launch | None) -> AttendGroup:
@@ -283,7 +292,18 @@ class TritonAttention(AttentionBackend):
         tile = self._tile(self._group)
         slots = self._slots(tile)
         entries = ScheduleEntries(batch.qo_indptr, lens, table, tile, slots, rows * self._tiles(1, tile) + slots)
+        entries = self._in_spans(entries, 1)
         return AttendGroup(range(rows), Launch(entries, self._keep("own", tile, self._max_rows)), shared)
+
+    def _in_spans(self, entries: ScheduleEntries, queries: int) -> ScheduleEntries:
+        """Return ``entries`` with equal work for all programs, if these are latents and all entries of up to
+        ``queries`` queries have the same number of tiles."""
+        tile = entries.tile
+        count = self._tiles(1, tile)
+        if not self._latent or self._tiles(queries, tile) > count:
+            return entries
+        spans = max(1, self._slots(tile) // count)
+        return entries._replace(slots=spans, programs=spans * count, fewer=True, level=True)
 
     def _invariant_step(self, batch: Batch, *, captured: bool) -> AttendGroup:
         """Describe one launch for all rows, of any phase.
@@ -343,6 +363,7 @@ class TritonAttention(AttentionBackend):
         entries = ScheduleEntries(
             batch.qo_indptr, batch.kv_lens, batch.page_table, tile, cut, fewest + slots, fewer=True, tree=tree
         )
+        entries = self._in_spans(entries, width)
         size = max(MIN_VERIFY_TOKENS, 1 << (tokens - 1).bit_length())
         return AttendGroup(range(tokens), Launch(entries, self._keep("verify", tile, size)))
 
@@ -378,8 +399,14 @@ class TritonAttention(AttentionBackend):
         return Memory(count + slots, tokens, partial_rows, self._kv_heads, self._value_dim, self._device)
 
     def _tile(self, pairs: int, *, tree: bool = False, few: bool = False) -> tiles.AttentionTile:
+        if self._latent:
+            return self._latent_tile(pairs)
         sizes = pairs, self._head_dim, self._value_dim, self._dtype
         return tiles.choose(*sizes, tree=tree, large_memory=self._large_memory, few=few)
+
+    def _latent_tile(self, pairs: int, *, two: bool = False) -> tiles.AttentionTile:
+        dtypes = self._dtype, self._pool.keys(0).dtype
+        return tiles.choose_latent(pairs, *dtypes, large_memory=self._large_memory, two=two)
 
     def _tiles(self, queries: int, tile: tiles.AttentionTile) -> int:
         return -(-queries * self._group // tile.rows)

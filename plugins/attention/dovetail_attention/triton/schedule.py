@@ -33,13 +33,14 @@ class Schedule(NamedTuple):
     records: torch.Tensor  # int32 [items, RECORD]
     count: torch.Tensor  # int32 [1] items
     tokens: torch.Tensor  # int32 [tokens, TOKEN] the location of the partial results of each query
+    span_starts: torch.Tensor  # int32 [items + 1] the first chunk of each span (see ``ScheduleEntries.level``)
 
     @classmethod
     def empty(cls, items: int, tokens: int, device: torch.device) -> Schedule:
         """Allocate memory for a schedule of ``items`` items and ``tokens`` queries."""
-        make = torch.empty((items + tokens + 1) * RECORD, dtype=torch.int32, device=device)
-        records, rest = make[: items * RECORD].view(items, RECORD), make[items * RECORD :]
-        return cls(records, rest[:1], rest[RECORD : RECORD + tokens * TOKEN].view(tokens, TOKEN))
+        sizes = items * RECORD, RECORD, tokens * TOKEN, items + 1
+        records, count, places, starts = torch.empty(sum(sizes), dtype=torch.int32, device=device).split(sizes)
+        return cls(records.view(items, RECORD), count[:1], places.view(tokens, TOKEN), starts)
 
 
 class ScheduleEntries(NamedTuple):
@@ -54,6 +55,10 @@ class ScheduleEntries(NamedTuple):
     programs; programs then compute several items. If ``chunk`` is set, which must be a multiple of the tile's keys,
     every chunk has that many keys, counted from the first key of a row, and ``slots`` only decides whether each chunk
     is a separate item.
+
+    With ``level``, programs do equal work: the blocks of keys of all entries, one entry after the other, are cut into
+    ``slots`` spans of equal length, and for each tile one program computes all items of a span. All entries must then
+    have the same number of tiles, one or more for each query's heads, and ``programs`` is ``slots`` times this number.
     """
 
     indptr: torch.Tensor
@@ -66,6 +71,7 @@ class ScheduleEntries(NamedTuple):
     causal: bool = True
     tree: torch.Tensor | None = None
     chunk: int = 0
+    level: bool = False
 
 
 @triton.jit
@@ -78,11 +84,19 @@ def _before(values, at, entry):
     return tl.sum(tl.where(at < entry, values, 0), 0)
 
 
+@triton.jit
+def _end_spans(span_starts, used, slots, chunks, BLOCK: tl.constexpr) -> None:
+    """Write the ends of the last span and of the spans in which there is no work."""
+    for i in range(used, slots + 1, BLOCK):
+        span = i + tl.arange(0, BLOCK)
+        tl.store(span_starts + span, tl.zeros_like(span) + chunks, span <= slots)
+
+
 @triton.jit(do_not_specialize=["entries", "slots", "window"], do_not_specialize_on_alignment=["indptr", "kv_lens"])
 def _schedule(
-    indptr, kv_lens, records, count, tokens, entries, slots, window,
+    indptr, kv_lens, records, count, tokens, span_starts, entries, slots, window,
     GROUP: tl.constexpr, CAUSAL: tl.constexpr, TREE: tl.constexpr, WINDOW: tl.constexpr, PARTIAL: tl.constexpr,
-    ROWS: tl.constexpr, KEYS: tl.constexpr, CHUNK: tl.constexpr, ENTRIES: tl.constexpr, RECORD: tl.constexpr, TOKEN: tl.constexpr,
+    ROWS: tl.constexpr, KEYS: tl.constexpr, CHUNK: tl.constexpr, LEVEL: tl.constexpr, ENTRIES: tl.constexpr, RECORD: tl.constexpr, TOKEN: tl.constexpr,
     BLOCK: tl.constexpr, PDL: tl.constexpr,
 ) -> None:  # fmt: skip
     if PDL:
@@ -105,11 +119,17 @@ def _schedule(
     sizes = tl.maximum(spans, 1)
     if CHUNK:
         sizes = tl.where(slots > 0, CHUNK, sizes)
-    elif slots > 0:
+    elif slots > 0 and not LEVEL:
         chunk = tl.maximum((tl.sum(tiles * spans, 0) + slots - 1) // slots, KEYS)
         wanted = tl.maximum((spans + chunk - 1) // chunk, 1)
         sizes = tl.maximum(((spans + wanted - 1) // wanted + KEYS - 1) // KEYS * KEYS, 1)
     chunks = (spans + sizes - 1) // sizes
+    blocks = (spans + KEYS - 1) // KEYS
+    block_starts = tl.cumsum(blocks, 0) - blocks
+    length = 1  # of each span, in blocks
+    if LEVEL:
+        length = tl.maximum((tl.sum(blocks, 0) + slots - 1) // slots, 1)
+        chunks = tl.where(blocks > 0, (block_starts + blocks - 1) // length - block_starts // length + 1, 0)
     items = tiles * chunks
     if entry == 0:
         tl.store(count, tl.sum(items, 0))
@@ -119,14 +139,28 @@ def _schedule(
     first_e = _pick(first_key, at, entry)
     base_e = _before(queries * GROUP * chunks, at, entry)
     first_item = _before(items, at, entry)
+    block_e = _pick(block_starts, at, entry)
+    first_span = block_e // length
+    if LEVEL:
+        if entry == 0:
+            _end_spans(span_starts, (tl.sum(blocks, 0) + length - 1) // length, slots, tl.sum(chunks, 0), BLOCK)
+        first_chunk = _before(chunks, at, entry)
+        begun = tl.where(block_e % length > 0, 1, 0)  # by the entry before
+        for i in range(0, chunks_e, BLOCK):
+            part = i + tl.arange(0, BLOCK)
+            tl.store(span_starts + first_span + part, first_chunk + part, (part >= begun) & (part < chunks_e))
     pairs = queries_e * GROUP
     for i in range(0, tiles_e * chunks_e, BLOCK):
         item = i + tl.arange(0, BLOCK)
         inside = item < tiles_e * chunks_e
         part = item // tl.maximum(tiles_e, 1)
         m = (tiles_e - 1 - item % tl.maximum(tiles_e, 1)) * ROWS  # tiles that see the most keys come first
-        low = first_e + part * size_e
-        high = tl.minimum(low + size_e, len_e)
+        if LEVEL:
+            low = first_e + tl.maximum((first_span + part) * length - block_e, 0) * KEYS
+            high = tl.minimum(first_e + ((first_span + part + 1) * length - block_e) * KEYS, len_e)
+        else:
+            low = first_e + part * size_e
+            high = tl.minimum(low + size_e, len_e)
         if CAUSAL and not TREE:  # a tree mask may let a query see later keys
             prefix = len_e - queries_e
             high = tl.minimum(high, prefix + (tl.minimum(m + ROWS, pairs) - 1) // GROUP + 1)
@@ -166,6 +200,6 @@ def fill(schedule: Schedule, entries: ScheduleEntries, group: int, window: int |
         _schedule, (count,),
         entries.indptr, entries.kv_lens, *schedule, count, entries.slots, window or 0,
         GROUP=group, CAUSAL=entries.causal, TREE=entries.tree is not None, WINDOW=window is not None, PARTIAL=partial,
-        ROWS=entries.tile.rows, KEYS=entries.tile.keys, CHUNK=entries.chunk, ENTRIES=max(LEAST_ENTRIES, triton.next_power_of_2(count)), RECORD=RECORD, TOKEN=TOKEN,
+        ROWS=entries.tile.rows, KEYS=entries.tile.keys, CHUNK=entries.chunk, LEVEL=entries.level, ENTRIES=max(LEAST_ENTRIES, triton.next_power_of_2(count)), RECORD=RECORD, TOKEN=TOKEN,
         BLOCK=BLOCK,
     )  # fmt: skip

@@ -17,10 +17,14 @@ LARGE_SHARED_MEMORY = 220 << 10
 centres."""
 
 
+LEAST_ROWS = 16
+"""The rows of the smallest tile that tensor cores multiply."""
+
+
 class AttentionTile(NamedTuple):
     """Describe a tile: a program attends with ``rows`` pairs of a query and a head to ``keys`` keys at a time.
 
-    ``resident`` programs keep a multiprocessor busy.
+    ``resident`` programs keep a multiprocessor busy. For ``flip`` see ``latent``.
     """
 
     rows: int
@@ -28,6 +32,22 @@ class AttentionTile(NamedTuple):
     num_warps: int
     num_stages: int
     resident: int
+    flip: bool = False
+
+
+LATENT_TILES = {
+    16: AttentionTile(16, 64, 4, 3, 1, flip=True),
+    32: AttentionTile(32, 64, 8, 3, 1, flip=True),
+    64: AttentionTile(64, 64, 8, 3, 1),
+}
+"""The tiles for latents in 16 bits, by the number of rows. An accumulator of 64 rows and 512 numbers takes half of the
+registers of a multiprocessor; the rows and two blocks of 64 latents take nearly all of its shared memory. They were
+chosen by the registers and the shared memory that the compiler reports, and by the reads of shared memory that they
+need; ``benchmarks/latent_gpu.py --tune`` measures."""
+
+CONVERTED_TILES = LATENT_TILES | {16: AttentionTile(16, 64, 8, 3, 1), 32: AttentionTile(32, 64, 8, 3, 1)}
+"""The tiles for latents in 8 bits. They become 16 bits in registers, which the left operand of a product should not
+be."""
 
 
 def choose(
@@ -46,7 +66,7 @@ def choose(
     idle if keys were not cut; this matters for entries of up to 32 pairs without a mask.
     """
     wide, wanted = _power(max(parts(key_dim)[0], value_dim)), _power(wanted)
-    if wide > 256:  # latent attention
+    if wide > 256:
         if dtype.itemsize == 4:
             return AttentionTile(16, 16, 8, 1, 1)
         return AttentionTile(min(wanted, 32), 32 if large_memory else 16, 8, 2, 1)
@@ -65,10 +85,23 @@ def choose(
     return AttentionTile(128, keys, 8, 5 if large_memory else 3, 1)
 
 
+def choose_latent(
+    wanted: int, dtype: torch.dtype, pool: torch.dtype, *, large_memory: bool, two: bool = False
+) -> AttentionTile:
+    """Return the tile for latents of a ``pool`` and at most ``wanted`` pairs of a query and a head. ``two``: programs
+    keep two accumulators, which takes registers."""
+    if dtype.itemsize == 4:
+        return AttentionTile(16, 16, 8, 1, 1)
+    wanted = LEAST_ROWS if two else _power(wanted)
+    if not large_memory:
+        return AttentionTile(min(wanted, 32), 16, 8, 2, 1)
+    return (LATENT_TILES if pool == dtype else CONVERTED_TILES)[min(wanted, 64)]
+
+
 def slots(tile: AttentionTile, processors: int, kv_heads: int) -> int:
     """Return the number of programs per key head that keep all processors busy."""
     return max(1, tile.resident * processors // kv_heads)
 
 
 def _power(n: int) -> int:
-    return max(16, 1 << (n - 1).bit_length())
+    return max(LEAST_ROWS, 1 << (n - 1).bit_length())

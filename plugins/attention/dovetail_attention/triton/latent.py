@@ -1,0 +1,294 @@
+"""Attend to latents: multi-head latent attention (DeepSeek-V2, arXiv 2405.04434) in its absorbed form.
+
+A token has one key for all heads, and the first numbers of this key are its value. The pairs of a query and a head are
+the rows of a tile, like the query heads of one key head in ``attend``. Each block of latents is read once for all rows
+of a tile and is an operand of both products. A key is read in two parts, the value and the rest, because the sizes of
+operands must be powers of two.
+
+With ``flip``, latents are the left operand of both products and the accumulator is transposed: matrix units of Hopper
+multiply 64 rows of the left operand at a time, so that few heads do not fill them, but latents do.
+
+Layers with a window, a soft cap or sinks use ``attend`` instead, which reads the same schedules.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from dovetail.ops.triton.launch import launch
+from dovetail.ops.triton.pages import block, prefetch_rows
+from dovetail_attention.triton.attend import LOG2_E, PartialResults
+from dovetail_attention.triton.schedule import RECORD, Schedule, ScheduleEntries
+
+
+class LatentPages(NamedTuple):
+    """Hold the pages of a layer, ``[pages, page_size, 1, size]``, and the number of first elements that are the
+    value."""
+
+    pages: torch.Tensor
+    value_dim: int
+
+    def constants(self) -> dict[str, int]:
+        """Return the constants of kernels that read the pages. Tokens must follow each other within the pool.
+
+        - PAGE
+        - VALUE_DIM and REST elements of a key are read in blocks of BLOCK_V and BLOCK_REST
+        - TOKEN: elements from one token to the next
+        """
+        page_size, kv_heads, size = self.pages.shape[1:]
+        assert kv_heads == 1
+        assert self.pages.stride(3) == 1
+        assert self.pages.stride(0) == page_size * self.pages.stride(1)
+        rest = size - self.value_dim
+        return {
+            "PAGE": page_size,
+            "VALUE_DIM": self.value_dim,
+            "BLOCK_V": block(self.value_dim),
+            "REST": rest,
+            "BLOCK_REST": block(rest),
+            "TOKEN": self.pages.stride(1),
+        }
+
+
+@triton.jit
+def _times(acc, factors, FLIP: tl.constexpr):
+    """Multiply each row of a tile by its factor."""
+    return acc * factors[None, :] if FLIP else acc * factors[:, None]
+
+
+@triton.jit
+def _blocks(
+    top, total, acc, q_tile, q_rest, low, high, kv, pages, place, tree_rows, tree_ok, prefix, tree_width, scale,
+    PAGE: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_V: tl.constexpr, REST: tl.constexpr, BLOCK_REST: tl.constexpr,
+    TOKEN: tl.constexpr, KEYS: tl.constexpr, FLIP: tl.constexpr, CAUSAL: tl.constexpr, TREE: tl.constexpr,
+    MASKED: tl.constexpr,
+):  # fmt: skip
+    """Attend to keys ``[low, high)``. Unless MASKED, they are whole blocks that every query sees."""
+    at, at_r = tl.arange(0, BLOCK_V), tl.arange(0, BLOCK_REST)
+    for start in range(low, high, KEYS):
+        key = start + tl.arange(0, KEYS)
+        inside = key < high
+        page = tl.load(pages + key // PAGE, inside, 0) if MASKED else tl.load(pages + key // PAGE)
+        from_k = kv + ((page.to(tl.int64) * PAGE + key % PAGE) * TOKEN)[:, None]
+        if MASKED:  # keys beyond the row may be NaN, which a product with 0 does not remove: they are not even loaded
+            keys = tl.load(from_k + at[None, :], inside[:, None] & (at < VALUE_DIM)[None, :], 0.0)
+        elif VALUE_DIM != BLOCK_V:
+            keys = tl.load(from_k + at[None, :], (at < VALUE_DIM)[None, :], 0.0)
+        else:
+            keys = tl.load(from_k + at[None, :])
+        keys = keys.to(q_tile.dtype)
+        if FLIP:
+            scores = tl.dot(keys, tl.trans(q_tile), input_precision="ieee")
+        else:
+            scores = tl.dot(q_tile, tl.trans(keys), input_precision="ieee")
+        if REST:
+            if MASKED:
+                rest = tl.load(from_k + VALUE_DIM + at_r[None, :], inside[:, None] & (at_r < REST)[None, :], 0.0)
+            elif REST != BLOCK_REST:
+                rest = tl.load(from_k + VALUE_DIM + at_r[None, :], (at_r < REST)[None, :], 0.0)
+            else:
+                rest = tl.load(from_k + VALUE_DIM + at_r[None, :])
+            rest = rest.to(q_tile.dtype)
+            if FLIP:
+                scores = tl.dot(rest, tl.trans(q_rest), scores, input_precision="ieee")
+            else:
+                scores = tl.dot(q_rest, tl.trans(rest), scores, input_precision="ieee")
+        if FLIP:
+            scores = tl.trans(scores)
+        scores *= scale
+        if MASKED:
+            seen = inside[None, :]
+            if TREE:
+                in_tree = inside & (key >= prefix) & (key - prefix < tree_width)
+                marks = tl.load(tree_rows[:, None] + (key - prefix)[None, :], tree_ok[:, None] & in_tree[None, :], 0)
+                seen = seen & ((key < prefix)[None, :] | (marks != 0))
+            elif CAUSAL:
+                seen = seen & (key[None, :] <= place[:, None])
+            scores = tl.where(seen, scores, float("-inf"))
+        higher = tl.maximum(top, tl.max(scores, 1))
+        weights = tl.exp2(scores - higher[:, None])
+        shrink = tl.exp2(top - higher)
+        total = total * shrink + tl.sum(weights, 1)
+        weights = weights.to(q_tile.dtype)
+        if FLIP:
+            acc = tl.dot(tl.trans(keys), tl.trans(weights), _times(acc, shrink, True), input_precision="ieee")
+        else:
+            acc = tl.dot(weights, keys, _times(acc, shrink, False), input_precision="ieee")
+        top = higher
+    return top, total, acc
+
+
+@triton.jit
+def _both(
+    low, middle, high, q_tile, q_rest, kv, pages, place, tree_rows, tree_ok, prefix, tree_width, scale,
+    PAGE: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_V: tl.constexpr, REST: tl.constexpr, BLOCK_REST: tl.constexpr,
+    TOKEN: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, FLIP: tl.constexpr, CAUSAL: tl.constexpr,
+    TREE: tl.constexpr,
+):  # fmt: skip
+    """Attend to keys ``[low, middle)``, which every query sees, and to keys ``[middle, high)``."""
+    top = tl.full([ROWS], -1e30, tl.float32)  # finite, so that rows that see no key do not become NaN
+    total = tl.zeros([ROWS], tl.float32)
+    acc = tl.zeros([BLOCK_V, ROWS] if FLIP else [ROWS, BLOCK_V], tl.float32)
+    top, total, acc = _blocks(
+        top, total, acc, q_tile, q_rest, low, middle, kv, pages, place, tree_rows, tree_ok, prefix, tree_width, scale,
+        PAGE, VALUE_DIM, BLOCK_V, REST, BLOCK_REST, TOKEN, KEYS, FLIP, CAUSAL, TREE, False,
+    )  # fmt: skip
+    return _blocks(
+        top, total, acc, q_tile, q_rest, middle, high, kv, pages, place, tree_rows, tree_ok, prefix, tree_width, scale,
+        PAGE, VALUE_DIM, BLOCK_V, REST, BLOCK_REST, TOKEN, KEYS, FLIP, CAUSAL, TREE, True,
+    )  # fmt: skip
+
+
+@triton.jit
+def _item(
+    item, q, kv, out, partial, lse, records, table, tree, q_token, q_head, table_row, tree_row, tree_width, scale,
+    PAGE: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_V: tl.constexpr, REST: tl.constexpr, BLOCK_REST: tl.constexpr,
+    TOKEN: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, FLIP: tl.constexpr,
+    CAUSAL: tl.constexpr, TREE: tl.constexpr, CHUNK: tl.constexpr, RECORD: tl.constexpr, WAIT: tl.constexpr,
+):  # fmt: skip
+    record = records + item * RECORD
+    entry, first_m = tl.load(record, cache_modifier=".cg"), tl.load(record + 1, cache_modifier=".cg")
+    low, high = tl.load(record + 2, cache_modifier=".cg"), tl.load(record + 3, cache_modifier=".cg")
+    first_query, queries = tl.load(record + 4, cache_modifier=".cg"), tl.load(record + 5, cache_modifier=".cg")
+    length, base = tl.load(record + 6, cache_modifier=".cg"), tl.load(record + 7, cache_modifier=".cg")
+    pages = table + entry.to(tl.int64) * table_row
+    if WAIT:
+        key = low + tl.arange(0, KEYS)
+        page = tl.load(pages + key // PAGE, key < high, 0)
+        prefetch_rows(kv, page, key, 0, PAGE, 1, VALUE_DIM + REST, BLOCK_V, TOKEN)
+        gdc_wait()
+
+    m = first_m + tl.arange(0, ROWS)
+    real = m < queries * GROUP
+    token, head = (first_query + m // GROUP).to(tl.int64), m % GROUP
+    at, at_r = tl.arange(0, BLOCK_V), tl.arange(0, BLOCK_REST)
+    from_q = q + (token * q_token + head * q_head)[:, None]
+    q_tile = tl.load(from_q + at[None, :], real[:, None] & (at < VALUE_DIM)[None, :], 0.0)
+    q_rest = q_tile
+    if REST:
+        q_rest = tl.load(from_q + VALUE_DIM + at_r[None, :], real[:, None] & (at_r < REST)[None, :], 0.0)
+
+    prefix = length - queries
+    place = prefix + m // GROUP
+    free = high
+    if TREE:
+        free = tl.minimum(high, prefix)
+    elif CAUSAL:
+        free = tl.minimum(high, prefix + first_m // GROUP + 1)
+    tree_rows = tree + token * tree_row
+    if CHUNK:
+        top = tl.full([ROWS], -1e30, tl.float32)
+        total = tl.zeros([ROWS], tl.float32)
+        acc = tl.zeros([BLOCK_V, ROWS] if FLIP else [ROWS, BLOCK_V], tl.float32)
+        for first in range(low // CHUNK * CHUNK, high, CHUNK):
+            begin, end = tl.maximum(low, first), tl.minimum(high, first + CHUNK)
+            middle = begin + tl.maximum(tl.minimum(free, end) - begin, 0) // KEYS * KEYS
+            top_c, total_c, acc_c = _both(
+                begin, middle, end, q_tile, q_rest, kv, pages, place, tree_rows, real, prefix, tree_width, scale,
+                PAGE, VALUE_DIM, BLOCK_V, REST, BLOCK_REST, TOKEN, ROWS, KEYS, FLIP, CAUSAL, TREE,
+            )  # fmt: skip
+            sum_c = tl.where(total_c > 0, total_c, 1.0)
+            found = acc_c / sum_c[None, :] if FLIP else acc_c / sum_c[:, None]
+            lse_c = tl.where(total_c > 0, top_c + tl.log2(sum_c), float("-inf"))
+            higher = tl.maximum(top, lse_c)
+            shrink, weight = tl.exp2(top - higher), tl.exp2(lse_c - higher)
+            acc = _times(acc, shrink, FLIP) + _times(found, weight, FLIP)
+            total = total * shrink + weight
+            top = higher
+    else:
+        middle = low + tl.maximum(free - low, 0) // KEYS * KEYS
+        top, total, acc = _both(
+            low, middle, high, q_tile, q_rest, kv, pages, place, tree_rows, real, prefix, tree_width, scale,
+            PAGE, VALUE_DIM, BLOCK_V, REST, BLOCK_REST, TOKEN, ROWS, KEYS, FLIP, CAUSAL, TREE,
+        )  # fmt: skip
+
+    sum_or_1 = tl.where(total > 0, total, 1.0)
+    result = tl.trans(acc / sum_or_1[None, :]) if FLIP else acc / sum_or_1[:, None]
+    mask = real[:, None] & (at < VALUE_DIM)[None, :]
+    if base < 0:
+        to = out + (token * GROUP + head)[:, None] * VALUE_DIM + at[None, :]
+        tl.store(to, result.to(out.dtype.element_ty), mask)
+    else:
+        row = (base + m).to(tl.int64)
+        tl.store(lse + row, tl.where(total > 0, top + tl.log2(sum_or_1), float("-inf")), real)
+        tl.store(partial + row[:, None] * VALUE_DIM + at[None, :], result, mask)
+
+
+@triton.jit(
+    do_not_specialize=["table_row", "tree_row", "tree_width"],
+    do_not_specialize_on_alignment=["table", "tree"],
+)
+def _latent(
+    q, kv, out, partial, lse, records, count, span_starts, table, tree,
+    q_token, q_head, table_row, tree_row, tree_width, scale,
+    PAGE: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_V: tl.constexpr, REST: tl.constexpr, BLOCK_REST: tl.constexpr,
+    TOKEN: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, FLIP: tl.constexpr,
+    CAUSAL: tl.constexpr, TREE: tl.constexpr, CHUNK: tl.constexpr, RECORD: tl.constexpr, FEWER: tl.constexpr,
+    LEVEL: tl.constexpr, LEADS: tl.constexpr, AHEAD: tl.constexpr, PDL: tl.constexpr,
+) -> None:  # fmt: skip
+    if PDL:
+        if LEADS:  # in this order, so that the schedule is complete before the next kernel starts
+            gdc_wait()
+        gdc_launch_dependents()
+        if not AHEAD:
+            gdc_wait()
+    first, step = tl.program_id(0), tl.num_programs(0)
+    end = tl.load(count, cache_modifier=".cg")
+    if LEVEL:
+        tiles: tl.constexpr = (GROUP + ROWS - 1) // ROWS
+        part, tile = first // tiles, first % tiles
+        first = tl.load(span_starts + part, cache_modifier=".cg") * tiles + tile
+        end = tl.load(span_starts + part + 1, cache_modifier=".cg") * tiles
+        step = tiles
+    if FEWER:
+        for item in range(first, end, step):
+            _item(
+                item, q, kv, out, partial, lse, records, table, tree,
+                q_token, q_head, table_row, tree_row, tree_width, scale,
+                PAGE, VALUE_DIM, BLOCK_V, REST, BLOCK_REST, TOKEN, GROUP, ROWS, KEYS, FLIP, CAUSAL, TREE, CHUNK,
+                RECORD, PDL and AHEAD,
+            )  # fmt: skip
+    elif first < end:
+        _item(
+            first, q, kv, out, partial, lse, records, table, tree,
+            q_token, q_head, table_row, tree_row, tree_width, scale,
+            PAGE, VALUE_DIM, BLOCK_V, REST, BLOCK_REST, TOKEN, GROUP, ROWS, KEYS, FLIP, CAUSAL, TREE, CHUNK,
+            RECORD, PDL and AHEAD,
+        )  # fmt: skip
+    if PDL and AHEAD:
+        gdc_wait()  # also in programs that have no item
+
+
+def attend_latents(
+    q: torch.Tensor,
+    latents: LatentPages,
+    entries: ScheduleEntries,
+    schedule: Schedule,
+    scale: float,
+    out: torch.Tensor,
+    partial: PartialResults,
+    *,
+    leads: bool,
+) -> None:
+    """Fill the rows of ``out [tokens, heads, value_dim]`` and ``partial`` that the schedule names. ``q`` is ``[tokens,
+    heads, size of a latent]``. Logits are multiplied by ``scale``. For ``leads`` see ``attend``.
+    """
+    assert q.stride(2) == 1
+    assert out.is_contiguous()
+    tile, tree = entries.tile, entries.tree
+    launch(
+        _latent, (entries.programs,),
+        q, latents.pages, out, *partial, schedule.records, schedule.count, schedule.span_starts, entries.table,
+        entries.table if tree is None else tree,
+        q.stride(0), q.stride(1), entries.table.stride(0), 0 if tree is None else tree.stride(0),
+        0 if tree is None else tree.shape[1], scale * LOG2_E,
+        **latents.constants(), GROUP=q.shape[1], ROWS=tile.rows, KEYS=tile.keys, FLIP=tile.flip,
+        CAUSAL=entries.causal, TREE=tree is not None, CHUNK=entries.chunk, RECORD=RECORD, FEWER=entries.fewer,
+        LEVEL=entries.level, LEADS=leads, AHEAD=entries.fewer and not entries.chunk and not leads,
+        num_warps=tile.num_warps, num_stages=tile.num_stages, as_written=entries.chunk > 0,
+    )  # fmt: skip

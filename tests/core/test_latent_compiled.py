@@ -1,0 +1,80 @@
+"""Test the kernel of latent attention as it is compiled for compute capability 9.0, with the sizes of DeepSeek. That needs no GPU.
+
+.venv/bin/python -m pytest -q tests/core/test_latent_compiled.py
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import triton
+from triton.backends import nvidia as backends
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from dovetail.ops.triton.launch import INTERPRETED
+from dovetail_attention.triton import latent, tiles
+
+pytestmark = [
+    pytest.mark.skipif(INTERPRETED, reason="kernels are interpreted, not compiled"),
+    pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION"),
+]
+SHARED_MEMORY = 227 << 10
+FULL = pytest.mark.full
+POINTERS = dict.fromkeys(("q", "out"), "*bf16") | dict.fromkeys(("partial", "lse"), "*fp32") | {"tree": "*u8"}
+POINTERS |= dict.fromkeys(("records", "count", "span_starts", "table"), "*i32")
+
+
+def compiled(tile: tiles.AttentionTile, group: int, *, tree: bool, chunk: int, pool: str) -> Any:
+    """Return the kernel for decode rows, or for trees or fixed chunks."""
+    kernel = latent._latent
+    constants: dict[str, Any] = {
+        "PAGE": 16, "VALUE_DIM": 512, "BLOCK_V": 512, "REST": 64, "BLOCK_REST": 64, "TOKEN": 576, "GROUP": group,
+        "ROWS": tile.rows, "KEYS": tile.keys, "FLIP": tile.flip, "CAUSAL": True, "TREE": tree, "CHUNK": chunk, "RECORD": 8,
+        "FEWER": True, "LEVEL": not tree and not chunk, "LEADS": False, "AHEAD": not chunk, "PDL": True,
+    }  # fmt: skip
+    types = POINTERS | {"kv": pool, "scale": "fp32"}
+    signature = {name: "constexpr" if name in constants else types.get(name, "i32") for name in kernel.arg_names}
+    attrs = {
+        (index,): [["tt.divisibility", 16]]
+        for index, name in enumerate(kernel.arg_names)
+        if (signature[name].startswith("*") and name not in ("table", "tree")) or name in ("q_token", "q_head")
+    }
+    source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attrs)
+    options = {"num_warps": tile.num_warps, "num_stages": tile.num_stages, "launch_pdl": True}
+    if chunk:
+        options["enable_fp_fusion"] = False
+    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+
+
+@pytest.mark.parametrize(
+    ("heads", "form", "pool"),
+    [
+        (16, "decode", "*bf16"),
+        (128, "decode", "*bf16"),
+        *(pytest.param(heads, form, "*bf16", marks=FULL) for heads in (16, 32, 128) for form in ("trees", "chunks")),
+        *(pytest.param(heads, form, "*fp8e4nv", marks=FULL) for heads in (16, 32, 128) for form in ("decode", "trees")),
+    ],
+)
+def test_tiles_compile(heads: int, form: str, pool: str, tmp_path: Path) -> None:
+    """Latents are copied to shared memory ahead and stay there for both products, and few registers are spilled."""
+    in_pool = torch.bfloat16 if pool == "*bf16" else torch.float8_e4m3fn
+    tile = tiles.choose_latent(heads, torch.bfloat16, in_pool, large_memory=True, two=form == "chunks")
+    found = compiled(tile, heads, tree=form == "trees", chunk=256 * (form == "chunks"), pool=pool)
+    assert found.metadata.shared <= SHARED_MEMORY
+    text = found.asm["ttgir"]
+    if pool == "*bf16":
+        body = re.split(r"scf\.for", text)[-1].split("scf.yield", 1)[0]
+        assert body.count("warp_group_dot ") == 3, "both parts of the keys, and the values"
+        assert body.count("async_copy_global_to_local") >= 2
+    (tmp_path / "kernel.cubin").write_bytes(found.asm["cubin"])
+    usage = [Path(backends.__file__).parent / "bin" / "cuobjdump", "-res-usage", tmp_path / "kernel.cubin"]
+    reported = subprocess.run(usage, capture_output=True, text=True, check=True).stdout
+    stack = re.search(r"STACK:(\d+)", reported)
+    assert stack is not None
+    assert int(stack[1]) <= 1024, "what is spilled is computed before the loop and read in it"
