@@ -138,6 +138,15 @@ def save_deepseek(directory: Path, **changes: Any) -> Any:
     return save_predicting(directory, DeepseekV3ForCausalLM, DeepseekV3Config, DEEPSEEK | changes)
 
 
+def save_glm_lite(directory: Path, **changes: Any) -> Any:
+    """Save a model as GLM-4.7-Flash is stored. See ``save_predicting``."""
+    from transformers import Glm4MoeLiteConfig, Glm4MoeLiteForCausalLM
+
+    left_out = ("first_k_dense_replace", "rope_parameters")
+    settings = {key: value for key, value in DEEPSEEK.items() if key not in left_out}
+    return save_predicting(directory, Glm4MoeLiteForCausalLM, Glm4MoeLiteConfig, settings | changes)
+
+
 def save_predicting(directory: Path, model_class: Any, config_class: Any, settings: dict[str, Any]) -> Any:
     """Save a model with experts and one more layer, which predicts further tokens. Return a model that has this layer as
     its last one."""
@@ -163,5 +172,7 @@ def save_predicting(directory: Path, model_class: Any, config_class: Any, settin
     save_file(tensors, directory / "model.safetensors")
     file = directory / "config.json"
     config = json.loads(file.read_text()) | {"num_hidden_layers": GLM_LAYERS, "num_nextn_predict_layers": 1}
+    if "mlp_layer_types" in config:
+        config["mlp_layer_types"] = config["mlp_layer_types"][:GLM_LAYERS]
     file.write_text(json.dumps(config))
     return model

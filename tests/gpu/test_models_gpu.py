@@ -80,7 +80,19 @@ FAMILIES = {
 """Map components of other families to the settings with which they are tested."""
 EXPERTS = {**SMALL, "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 LOCAL = {**SMALL, "num_local_experts": 6, "num_experts_per_tok": 2}
+LATENT = {key: value for key, value in SMALL.items() if key not in ("head_dim", "num_key_value_heads")} | {
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 24,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "first_k_dense_replace": 1,
+}
 MIXTURES = {
+    "deepseek_v2": {**LATENT, "q_lora_rank": None, "rope_scaling": {**YARN, "mscale": 0.707, "mscale_all_dim": 0.707}},
+    "deepseek_v3": {**LATENT, "q_lora_rank": 48, "n_group": 4, "topk_group": 2},
     "mixtral": {**LOCAL, "sliding_window": 6},
     "qwen2_moe": {**EXPERTS, "shared_expert_intermediate_size": 48},
     "qwen3_moe": {**EXPERTS, "norm_topk_prob": True},

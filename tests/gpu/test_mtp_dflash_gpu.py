@@ -29,6 +29,7 @@ DRAFTERS = {
     "mtp": (1, {"kind": "mtp", "num_draft_tokens": 4}),
     "mtp, three layers": (3, {"kind": "mtp"}),
     "mtp, experts": (0, {"kind": "mtp", "num_draft_tokens": 4}),
+    "mtp, latent attention": (0, {"kind": "mtp", "num_draft_tokens": 3}),
     "dflash": (1, {"kind": "dflash"}),
 }
 
@@ -41,7 +42,8 @@ def drafter(request, tmp_path_factory):
     directory = tmp_path_factory.mktemp("models") / "tiny"
     if not layers:
         pytest.importorskip("transformers")
-        checkpoints.save_glm(directory)
+        save = checkpoints.save_deepseek if "latent" in request.param else checkpoints.save_glm
+        save(directory)
         return str(directory), speculative
     leave = shutil.ignore_patterns("dflash", "eagle3", "draft_model")
     shutil.copytree(EMBEDDED["tiny"], directory, ignore=leave)

@@ -143,6 +143,12 @@ def test_latent_attention_by_block(tmp_path: Path, sizes: dict[str, Any]) -> Non
     compare(tmp_path, write(tmp_path, "deepseek_v3", BY_BLOCK, **sizes), scheduler={"chunk_size": 16})
 
 
+@pytest.mark.full
+def test_two_ranks_divide_latent_attention_by_block(tmp_path: Path) -> None:
+    sizes = {"qk_nope_head_dim": 16, "qk_rope_head_dim": 16, "v_head_dim": 48}
+    compare(tmp_path, write(tmp_path, "deepseek_v3", BY_BLOCK, **sizes), parallel={"tp": 2})
+
+
 @pytest.mark.parametrize("name", CONFIGS)
 def test_an_unquantized_checkpoint_is_quantized_while_it_is_loaded(tmp_path: Path, name: str) -> None:
     compare(tmp_path, write(tmp_path, name, None), quantization="fp8")

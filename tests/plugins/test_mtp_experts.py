@@ -63,8 +63,9 @@ class PlainLayer(PlainTensors):
         (checkpoints.save_glm, {}),
         (checkpoints.save_glm, {"use_qk_norm": True, "attention_bias": False}),
         (checkpoints.save_deepseek, {}),
+        (checkpoints.save_glm_lite, {}),
     ],
-    ids=["GLM, biases", "GLM, norms of heads", "DeepSeek"],
+    ids=["GLM, biases", "GLM, norms of heads", "DeepSeek", "GLM-4.7-Flash"],
 )
 def test_drafts_are_those_of_the_layer_of_transformers(
     save: Callable[..., Any], changes: dict[str, Any], tmp_path: Path
