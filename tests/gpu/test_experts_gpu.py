@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from dovetail.interfaces.expert_shapes import SILU, ExpertWeights, Routing, RoutingRule, SwiGLU
+from dovetail.layers.linear import Float32Linear
 from dovetail.ops.experts import expert_parts, experts
 from dovetail.ops.routing import route
 from dovetail.ops.triton.routing import sort_by_expert
@@ -74,6 +75,29 @@ def exact(x: torch.Tensor, routing: Routing, weights: ExpertWeights) -> torch.Te
 def error(got: torch.Tensor, expected: torch.Tensor) -> float:
     """Return the largest error of a token, relative to its result."""
     return float(((got.cpu().double() - expected).norm(dim=1) / expected.norm(dim=1)).max())
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("tokens", [0, 1, 7, 64, 3000])
+def test_logits_of_a_router_in_float32_equal_float64(tokens: int, dtype: torch.dtype) -> None:
+    """Products of 16-bit numbers are exact, and their sums are float32, also in a captured graph."""
+    with torch.device("cuda"):
+        gate = Float32Linear(2048, 64, bias=True)
+    gate.weight.data = torch.randn(64, 2048, device="cuda").to(dtype)
+    assert gate.bias is not None
+    gate.bias.data = torch.randn(64, device="cuda").to(dtype)
+    gate.prepare()
+    x = torch.randn(tokens, 2048, device="cuda").to(dtype)
+    got = gate.forward(x)
+    expected = x.double() @ gate.weight.double().T + gate.bias.double()
+    assert got.dtype is torch.float32
+    torch.testing.assert_close(got.double(), expected, atol=2e-3, rtol=1e-5)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = gate.forward(x)
+    captured.zero_()
+    graph.replay()
+    assert captured.equal(got)
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), DTYPES.items(), ids=str)

@@ -16,7 +16,17 @@ from dovetail.interfaces.quantization import ActivationQuantizer, LinearMethod, 
 from dovetail.layers.base import Layer, deferrable_parameter, parameter
 from dovetail.ops.activation import GATES, Activation
 from dovetail.ops.cpu.kernels import kernels
-from dovetail.ops.linear import compiled_rows, describe, few_rows, invariant_rows, linear, packed, packed_linear
+from dovetail.ops.linear import (
+    compiled_rows,
+    describe,
+    few_rows,
+    invariant_rows,
+    linear,
+    linear_float32,
+    packed,
+    packed_linear,
+    wide_product,
+)
 from dovetail.ops.parts import Parts, RankAddend
 
 if TYPE_CHECKING:
@@ -199,6 +209,26 @@ class Linear(Layer):
         return WeightTarget(parameter)
 
 
+class Float32Product(LinearProduct):
+    """Multiply with a 16-bit ``weight [out, in]`` on CUDA, and return float32 (see ``linear_float32``)."""
+
+    def __init__(self, weight: torch.Tensor) -> None:
+        self._weight = weight
+
+    def forward(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        """See ``LinearProduct``. ``x`` has the weight's dtype."""
+        return linear_float32(x, self._weight, bias)
+
+    def gated(self, x: torch.Tensor, bias: torch.Tensor | None, activation: Activation) -> torch.Tensor:
+        """See ``LinearProduct``."""
+        return GATES[activation](self.forward(x, bias))
+
+    @property
+    def describe(self) -> str:
+        """See ``LinearProduct``."""
+        return "cuBLAS, float32 results"
+
+
 class Float32Linear(Linear):
     """Compute a ``Linear`` in float32, whatever the model's dtype: its outputs are float32."""
 
@@ -207,7 +237,8 @@ class Float32Linear(Linear):
         if self.method is not None:
             super().prepare()
             return
-        self._product = DenseProduct(self.weight.float())
+        self._wide = wide_product(self.weight)
+        self._product = Float32Product(self.weight) if self._wide else DenseProduct(self.weight.float())
         self._added = None if self.bias is None else self.bias.float()
         self._in_parts = False
         Layer.prepare(self)
@@ -216,7 +247,9 @@ class Float32Linear(Linear):
         """Map contiguous ``x [tokens, in]`` to ``[tokens, out]``. Mutates nothing."""
         if self.method is not None:
             return super().forward(x).float()
-        return super().forward(x.float())
+        if not self.prepared:
+            self.prepare()
+        return super().forward(x if self._wide else x.float())
 
 
 class ColumnLinear(Linear):

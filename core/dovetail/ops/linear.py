@@ -118,6 +118,19 @@ def invariant_rows(weight: torch.Tensor) -> InvariantRows:
     )
 
 
+def wide_product(weight: torch.Tensor) -> bool:
+    """Return whether ``linear_float32`` multiplies with ``weight`` as it is: on CUDA, with 16 bits."""
+    has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key("aten::mm.dtype", "CUDA")
+    return weight.is_cuda and weight.element_size() == 2 and has_kernel
+
+
+def linear_float32(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """Return ``linear`` of 16-bit numbers, and a float32 ``bias``, in float32. Their products are exact in float32, so
+    that this is the same as a product of ``x`` and ``weight`` in float32, but for the order of the sum."""
+    out = torch.mm(x, weight.T, out_dtype=torch.float32)
+    return out if bias is None else out.add_(bias)
+
+
 def describe(weight: torch.Tensor, *, batch_invariant: bool = False) -> str:
     """Return a text for people that names what computes the products with ``weight``, by number of rows if it depends
     on them."""
