@@ -74,6 +74,14 @@ def test_rotary(dtype, size, tokens):
     close(kernels(dtype).rotary(x, cos, sin), expected, dtype)
 
 
+def test_rotary_of_one_head_takes_any_view():
+    """The stride of a dimension of one entry has no meaning: a part of the only token's row has that of the row."""
+    part, angles = torch.randn(1, 24)[:, None, 16:], torch.randn(1, 1, 8)
+    assert part.stride(1) == 24
+    rotary = kernels(torch.float32).rotary
+    assert rotary(part, angles, angles).equal(rotary(part.clone(), angles, angles))
+
+
 @each_dtype
 @pytest.mark.parametrize("width", [1, 40, 704])
 def test_silu_mul_over_the_whole_range_of_exponents(dtype, width):
