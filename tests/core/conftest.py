@@ -114,14 +114,14 @@ class Fakes:
 
     def basics(self) -> list[ComponentSpec]:
         """Return one plain component of every kind that must not be empty."""
-        reuse = frozenset({Feature.CACHE_REUSE})
+        reuse = frozenset({Feature.CACHE_GROUPS, Feature.CACHE_REUSE})
         return [
             self.model(),
             self.spec(ComponentKind.ATTENTION, "plain"),
             self.spec(
                 ComponentKind.CACHE, "tree", {"eviction": (Literal["lru", "lfu"], "lru")}, offers=reuse, priority=10
             ),
-            self.spec(ComponentKind.CACHE, "none"),
+            self.spec(ComponentKind.CACHE, "none", offers=frozenset({Feature.CACHE_GROUPS})),
             self.spec(ComponentKind.POLICY, "fcfs", priority=10),
             self.spec(ComponentKind.EXECUTOR, "ranks", offers=frozenset({Feature.EXECUTOR_RANKS})),
         ]

@@ -60,7 +60,7 @@ def test_needs_go_both_ways(fakes):
     registry = registry_of(fakes, None, wanting)
     assert chosen(fakes, registry, "sorter=wanting").cache.name == "tree"
     with pytest.raises(
-        ResolutionError, match=r"sorter 'wanting' needs cache\.reuse; cache is 'none', which offers nothing"
+        ResolutionError, match=r"sorter 'wanting' needs cache\.reuse; cache is 'none', which offers cache.groups"
     ):
         chosen(fakes, registry, "sorter=wanting", "cache=none")
 

@@ -102,7 +102,7 @@ def test_prefix_aware_policy_without_reuse_is_refused(fakes):
     lpm = fakes.spec(K.POLICY, "lpm", offers=frozenset({Feature.POLICY_PREFIX_AWARE}), priority=99)
     text = refusal(fakes, lpm, sets=["policy=lpm", "cache=none"])
     assert "policy 'lpm' needs cache.reuse (it orders requests by what the prefix cache holds)" in text
-    assert "cache is 'none', which offers nothing" in text
+    assert "cache is 'none', which offers cache.groups" in text
     assert "  - cache: tree" in text
     assert "  - policy: fcfs" in text
     assert run(fakes, lpm, sets=["cache=none"]).policy.name == "fcfs"
@@ -145,6 +145,20 @@ def test_latents_need_a_backend_that_reads_them(fakes):
         ResolutionError, match=r"needs attention\.latent \(it keeps latents instead of keys and values\)"
     ):
         resolve(fakes.config(registry, "attention=plain"), registry, CPU)
+
+
+@pytest.mark.parametrize("kind", [CacheGroupKind.SLIDING, CacheGroupKind.STATE])
+def test_models_with_windows_or_states_need_a_cache_of_such_groups(fakes, kind):
+    registry = fakes.registry(fakes.spec(K.CACHE, "simple", priority=50))
+    fakes.model(cache_groups=(CacheGroup(1, 2, 64), CacheGroup(1, 2, 64, kind, window=8)))
+    resolved = resolve(fakes.config(registry), registry, CPU)
+    assert resolved.cache.name == "tree"
+    assert reasons(resolved, "cache", "simple") == ["features.cache.groups"]
+    said = rf"needs cache\.groups \(it has groups of kind {kind}\)"
+    with pytest.raises(ResolutionError, match=said):
+        resolve(fakes.config(registry, "cache=simple"), registry, CPU)
+    fakes.model()
+    assert resolve(fakes.config(registry), registry, CPU).cache.name == "simple"
 
 
 def test_drafts_over_recurrent_state_need_state_rollback(fakes):
@@ -220,7 +234,7 @@ def test_grammar_auto_with_nothing_usable_keeps_the_reasons(fakes):
 def test_declared_needs_of_any_part_count(fakes):
     needy = fakes.spec(K.POLICY, "needy", needs=frozenset({Feature.CACHE_NAMESPACES}))
     text = refusal(fakes, needy, sets=["policy=needy"])
-    assert "policy 'needy' needs cache.namespaces; cache is 'tree', which offers cache.reuse" in text
+    assert "policy 'needy' needs cache.namespaces; cache is 'tree', which offers cache.groups, cache.reuse" in text
 
 
 FEATURES = [Feature.ATTN_VERIFY, Feature.ATTN_TREE_MASK, Feature.ATTN_MIXED]

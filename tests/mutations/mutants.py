@@ -12,6 +12,7 @@ from pathlib import Path
 import mutants_api
 import mutants_attention
 import mutants_cache
+import mutants_cache_groups
 import mutants_drafter
 import mutants_executor
 import mutants_expert_backends
@@ -59,6 +60,7 @@ MUTANTS: list[Mutant] = [
     *mutants_registration.MUTANTS,
     *mutants_attention.MUTANTS,
     *mutants_cache.MUTANTS,
+    *mutants_cache_groups.MUTANTS,
     *mutants_grammar.MUTANTS,
     *mutants_drafter.MUTANTS,
     *mutants_model.MUTANTS,

@@ -9,7 +9,7 @@ import numpy as np
 from hypothesis import Phase, settings
 from mutant import Mutant, Suite
 
-from dovetail.interfaces.cache import CacheContext, GroupDescriptor, Match, PrefixCache
+from dovetail.interfaces.cache import CacheContext, Match, PrefixCache
 from dovetail.interfaces.features import Feature
 from dovetail.testing.cache import PrefixCacheSuite
 from dovetail.types import IntArray
@@ -321,8 +321,8 @@ def suite(cache_class: type[PrefixCache]) -> Suite:
     class Suite(PrefixCacheSuite):
         name = "radix"
 
-        def make(self, page_size: int, num_groups: int = 1) -> PrefixCache:
-            return cache_class(RadixConfig(), CacheContext(page_size, (GroupDescriptor(),) * num_groups))
+        def make_for(self, context: CacheContext) -> PrefixCache:
+            return cache_class(RadixConfig(), context)
 
         def offers(self, feature: Feature) -> bool:
             return True

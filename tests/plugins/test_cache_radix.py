@@ -169,13 +169,13 @@ def test_evicting_costs_by_what_is_evicted_not_by_the_tree(page_size: int):
     cache = _cache("lru", page_size)
     for first in range(500):
         cache.insert(_key(first, page_size), make_pages(first + 1, 1))
-    asked, rank = [0], cache._queue._rank
+    asked, rank = [0], cache._queue.rank
 
     def counted(node):
         asked[0] += 1
         return rank(node)
 
-    cache._queue._rank = counted
+    cache._queue.rank = counted
     cache.evict((10,))
     assert asked[0] <= 20
 

@@ -109,6 +109,7 @@ class Feature(str):
     CACHE_REUSE = _feature("cache.reuse", "match can return a non-empty prefix")
     CACHE_NAMESPACES = _feature("cache.namespaces", "keeps the prefixes of namespaces apart")
     CACHE_EVICT = _feature("cache.evict", "can evict pages")
+    CACHE_GROUPS = _feature("cache.groups", "keeps sliding and state groups next to full and latent ones")
     CACHE_SHARED_PREFIXES = _feature("cache.shared_prefixes", "reports which running rows share which prefix")
 
     # KV state

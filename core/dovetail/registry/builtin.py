@@ -45,6 +45,7 @@ CACHE = KindDescriptor(
     api=(2, 0),  # groups of all kinds: GroupDescriptor, holes, snapshots, evict and counters per group
     section=kinds.CACHE,
     namespaces=("cache",),
+    rules=f"{_RULES}:cache",
     suite="dovetail.testing.cache:PrefixCacheSuite",
     scaffold=f"{_TEMPLATES}:CACHE",
     sample_context=f"{_SAMPLES}:for_cache",

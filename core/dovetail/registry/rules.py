@@ -180,6 +180,14 @@ def check_drafter(config: Config, slots: Mapping[str, Slot], combo: Combination)
         )
 
 
+def cache(situation: Situation) -> Iterator[Need]:
+    """Require a cache of all kinds of groups if the model has a sliding or a state group."""
+    kinds = {group.kind for group in situation.model.cache_groups}
+    if others := kinds - {CacheGroupKind.FULL, CacheGroupKind.LATENT}:
+        why = f"it has groups of kind {', '.join(sorted(others))}"
+        yield from situation.needs(Feature.CACHE_GROUPS, f"model {situation.model.architecture!r}", why)
+
+
 def executor(situation: Situation) -> Iterator[Need]:
     """Require an executor of several ranks if the model is divided among ranks."""
     tp = situation.combo[TENSOR_PARALLEL]

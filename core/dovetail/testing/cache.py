@@ -14,9 +14,9 @@ from hypothesis.stateful import run_state_machine_as_test
 from dovetail.interfaces.cache import CacheContext, GroupDescriptor, Match, PrefixCache
 from dovetail.interfaces.features import Feature
 from dovetail.registry.specs import ComponentKind
+from dovetail.testing.cache_groups import GroupedCacheCases
 from dovetail.testing.cache_machine import PrefixCacheMachine, tokens_of
 from dovetail.testing.cache_sharing import check_groups, most_saved, saved
-from dovetail.testing.component import ComponentSuite
 from dovetail.types import IntArray
 
 LAYOUTS = [(1, 1), (4, 1), (16, 1), (1, 2), (4, 2), (16, 2)]
@@ -55,7 +55,7 @@ def similar_keys(key: IntArray, page_size: int) -> Iterator[IntArray]:
         yield key.reshape(6, page_size)[[0, 1, 3, 2, 4, 5]].reshape(-1)
 
 
-class PrefixCacheSuite(ComponentSuite):
+class PrefixCacheSuite(GroupedCacheCases):
     """Test a prefix cache. ``class TestMine(PrefixCacheSuite): name = "mine"`` is a complete test file."""
 
     kind: ClassVar[ComponentKind] = ComponentKind.CACHE
@@ -63,8 +63,8 @@ class PrefixCacheSuite(ComponentSuite):
     """Hypothesis runs this many random histories per layout, of up to 40 calls each. They are the same in every run."""
 
     def make(self, page_size: int, num_groups: int = 1) -> PrefixCache:
-        """Return a new cache. Override this method to test a class that no plugin registers."""
-        return self.build(CacheContext(page_size, (GroupDescriptor(),) * num_groups))
+        """Return a new cache with full groups."""
+        return self.make_for(CacheContext(page_size, (GroupDescriptor(),) * num_groups))
 
     def filled(self, page_size: int, num_groups: int = 1) -> PrefixCache:
         """Return a cache that holds pages 1 to 4 for four pages of zeros."""

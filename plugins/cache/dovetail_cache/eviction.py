@@ -11,7 +11,7 @@ from dovetail_cache.node import Node
 
 Rank = tuple[int, ...]
 
-_RANKS: dict[str, Callable[[Node], Rank]] = {
+RANKS: dict[str, Callable[[Node], Rank]] = {
     "lru": lambda node: (node.last_used,),
     "lfu": lambda node: (node.uses, node.last_used),
     "priority": lambda node: (node.priority, node.last_used),
@@ -32,27 +32,42 @@ class EvictionQueue:
     """
 
     def __init__(self, eviction: Literal["lru", "lfu", "priority"]) -> None:
-        self._rank = _RANKS[eviction]
+        self.rank = RANKS[eviction]
         self._heap: list[tuple[Rank, int, Node]] = []
         self._tie = itertools.count()
+        self._forgotten = 0  # entries of nodes that are no longer in the tree
 
     def __len__(self) -> int:
-        return len(self._heap)
+        return len(self._heap) - self._forgotten
+
+    def forget(self, node: Node) -> None:
+        """Remove the entry of a node that leaves the tree without having been popped."""
+        if not node.queued:
+            return
+        node.queued = False
+        self._forgotten += 1
+        if 2 * self._forgotten > len(self._heap):
+            self._heap = [entry for entry in self._heap if entry[-1].queued]
+            heapq.heapify(self._heap)
+            self._forgotten = 0
 
     def push(self, node: Node) -> None:
         """Add ``node`` if it is an unlocked leaf. Must be called whenever ``node`` may have become one."""
         if not node.queued and evictable(node):
             node.queued = True
-            heapq.heappush(self._heap, (self._rank(node), next(self._tie), node))
+            heapq.heappush(self._heap, (self.rank(node), next(self._tie), node))
 
     def pop(self) -> Node | None:
         """Remove and return the unlocked leaf of the lowest rank; return None if there is none."""
         while self._heap:
             rank, _, node = heapq.heappop(self._heap)
+            if not node.queued:
+                self._forgotten -= 1
+                continue
             node.queued = False
             if not evictable(node):
                 continue
-            if self._rank(node) == rank:
+            if self.rank(node) == rank:
                 return node
             self.push(node)
         return None

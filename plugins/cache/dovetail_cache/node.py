@@ -10,15 +10,47 @@ from dovetail.types import IntArray
 TOKEN_BYTES = np.dtype(np.int32).itemsize
 
 
+PartRank = tuple[float, ...]
+
+
+class NodeParts:
+    """Hold what the parts know about a node. ``begins``, ``states`` and ``state_locks`` have an entry for each sliding
+    or state group; ``worth`` and ``entries`` have one for each part."""
+
+    __slots__ = ("begins", "entries", "state_locks", "states", "worth")
+
+    def __init__(self, num_sliding: int, num_states: int) -> None:
+        self.begins: list[dict[int, int]] = [{} for _ in range(num_sliding)]  # locks by their first protected column
+        self.states = [0] * num_states  # snapshots at the end of the node, 0 for none
+        self.state_locks = [0] * num_states
+        self.worth = [0.0] * (num_sliding + num_states)
+        self.entries: list[PartRank | None] = [None] * (
+            num_sliding + num_states
+        )  # rank of the valid entry in the queue
+
+
 class Node:
     """Hold a run of tokens that follows the tokens of its parent, and the pages that hold them."""
 
-    __slots__ = ("children", "end", "key", "last_used", "locks", "pages", "parent", "priority", "queued", "uses")
+    __slots__ = (
+        "children",
+        "end",
+        "key",
+        "last_used",
+        "locks",
+        "pages",
+        "parent",
+        "parts",
+        "priority",
+        "queued",
+        "uses",
+    )
+    parts: NodeParts  # set only by caches with sliding or state groups
 
     def __init__(self, parent: Node | None, key: bytes, pages: IntArray) -> None:
         self.parent = parent  # None for a root, and for a node that was removed from the tree
         self.key = key  # the bytes of n * page_size tokens, int32
-        self.pages = pages  # int32 [groups, n], never written to
+        self.pages = pages  # int32 [groups, n]; written to only in caches with sliding groups, which hand out copies
         self.end: int = self.num_tokens + (parent.end if parent else 0)  # tokens from the root to the end of the run
         self.children: dict[bytes, Node] = {}  # by the first page of their keys
         self.locks = 0  # number of locks of this node and of all nodes below it

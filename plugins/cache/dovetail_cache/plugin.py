@@ -15,7 +15,13 @@ RADIX = ComponentSpec(
     config="dovetail_cache.config:RadixConfig",
     summary="Radix tree over token runs; evicts unlocked leaves by recency, frequency or priority.",
     offers=frozenset(
-        {Feature.CACHE_REUSE, Feature.CACHE_NAMESPACES, Feature.CACHE_EVICT, Feature.CACHE_SHARED_PREFIXES}
+        {
+            Feature.CACHE_REUSE,
+            Feature.CACHE_NAMESPACES,
+            Feature.CACHE_EVICT,
+            Feature.CACHE_GROUPS,
+            Feature.CACHE_SHARED_PREFIXES,
+        }
     ),
     api=(2, 0),
     priority=10,
@@ -27,6 +33,7 @@ NONE = ComponentSpec(
     target="dovetail_cache.none:NoCache",
     config="dovetail_cache.config:NoneConfig",
     summary="Keeps no prefixes: every prompt is computed in full.",
+    offers=frozenset({Feature.CACHE_GROUPS}),
     api=(2, 0),
 )
 
