@@ -58,6 +58,7 @@ class Size(NamedTuple):
 SIZES = {
     "qwen3-30b-a3b": Size(2048, 768, RoutingRule(128, 8, renormalize=True)),
     "gpt-oss-20b": Size(2880, 2880, RoutingRule(32, 4, after_choice=True), SwiGLU(1.702, 7.0, 1.0), bias=True),
+    "deepseek-v2-lite": Size(2048, 1408, RoutingRule(64, 6)),
 }
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import engine_models as models
 import pytest
-from engine_runs import check_idle, make_llm, paged, prompts_of
+from engine_runs import check_idle, make_llm, paged, prompts_of, results
 from transformers import DeepseekV2Config, DeepseekV3Config
 
 from dovetail import SamplingParams
@@ -73,6 +73,41 @@ def test_chunks_prefixes_drafts_and_retraction(checkpoints, name: str, monkeypat
     assert stats.drafted_tokens > 0
     assert stats.retractions > 0
     tight.close()
+
+
+def test_overlap_and_several_outputs_change_no_token(checkpoints) -> None:
+    directory, _ = checkpoints["v3"]
+    prompts = prompts_of([5, 33, 18], shared=9)
+    params = SamplingParams(max_new_tokens=16, temperature=0.9, top_p=0.95, n=3, seed=4)
+    found = []
+    for scheduler in ({"overlap": False}, {"overlap": True, "chunk_size": 7}):
+        llm = make_llm(directory, scheduler=scheduler, threads=1)
+        found.append(results(llm.generate(prompts, params)))
+        check_idle(llm)
+        llm.close()
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize(("target", "drafter"), [("v3", "v3"), ("v3", "llama"), ("llama", "v2")])
+def test_drafters_keep_latents_or_keys_and_values_whatever_the_target_keeps(
+    checkpoints, target: str, drafter: str, tmp_path: Path
+) -> None:
+    places = {name: directory for name, (directory, _) in checkpoints.items()}
+    places["llama"] = models.save_llama(tmp_path)
+    prompts = prompts_of([3, 30, 17])
+    speculative = {"kind": "draft_model", "path": str(places[drafter])}
+    plain, drafting = (
+        make_llm(places[target], speculative=one, scheduler={"draft": "always"}, threads=1)
+        for one in ("none", speculative)
+    )
+    assert results(drafting.generate(prompts, GREEDY)) == results(plain.generate(prompts, GREEDY))
+    stats = drafting.loop.stats()
+    assert stats.drafted_tokens > 0
+    if target == drafter:
+        assert stats.accepted_tokens > 0.95 * stats.drafted_tokens
+    check_idle(drafting)
+    plain.close()
+    drafting.close()
 
 
 @pytest.mark.full  # tests/plugins/test_mtp_experts.py runs two ranks always
