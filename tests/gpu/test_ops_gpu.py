@@ -15,7 +15,7 @@ from dovetail.layers.linear import Linear
 from dovetail.layers.norm import RMSNorm
 from dovetail.layers.rope import RopeConfig
 from dovetail.layers.rotary import rotary_table
-from dovetail.ops.activation import gelu_tanh_mul, silu_mul, soft_cap
+from dovetail.ops.activation import gelu_tanh_mul, sigmoid_mul, silu_mul, soft_cap
 from dovetail.ops.kv import store
 from dovetail.ops.layer_norm import add_layer_norm, add_parts_layer_norm, layer_norm
 from dovetail.ops.linear import describe, few_rows, invariant_rows
@@ -344,3 +344,10 @@ def test_a_step_of_dependent_kernels_gives_the_same_every_time(hidden: int, inne
             fast.fill_(torch.nan)
             graph.replay()
             assert fast.equal(slow)
+
+
+@each_dtype
+def test_a_gate_opens_by_its_sigmoid(dtype: torch.dtype, tolerance: float) -> None:
+    whole = randn(3, 2500, dtype=dtype)
+    x, gate = whole[:, 100:1300], whole[:, 1300:]
+    close(sigmoid_mul(x, gate), gate.double().sigmoid() * x.double(), tolerance)

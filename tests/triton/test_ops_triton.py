@@ -16,7 +16,7 @@ from dovetail.layers.rotary import rotary_table
 from dovetail.ops.activation import Activation
 from dovetail.ops.triton import invariant
 from dovetail.ops.triton import matmul as matmul_module
-from dovetail.ops.triton.activation import gelu_tanh_mul, silu_mul, soft_cap
+from dovetail.ops.triton.activation import gelu_tanh_mul, sigmoid_mul, silu_mul, soft_cap
 from dovetail.ops.triton.kv import store
 from dovetail.ops.triton.matmul import GATE_KINDS, Workspace, matmul
 from dovetail.ops.triton.norm import add_parts_layer_norm, add_parts_rms_norm, layer_norm, rms_norm
@@ -293,3 +293,10 @@ def test_every_choice_fits_its_shape() -> None:
                 assert tile.block_m == 1 if rows == 1 and tile.split == 1 and tile.stages == 1 else tile.block_m >= rows
                 assert k % (tile.block_k * tile.split) == 0
     assert guess(1, 4096, 100) is None
+
+
+@each_dtype
+def test_a_gate_opens_by_its_sigmoid(dtype: torch.dtype, tolerance: float) -> None:
+    whole = torch.randn(3, 2500).to(dtype)
+    x, gate = whole[:, 100:1300], whole[:, 1300:]
+    close(sigmoid_mul(x, gate), gate.double().sigmoid() * x.double(), tolerance)

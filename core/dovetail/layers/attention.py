@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -9,12 +10,14 @@ import torch
 from torch import nn
 
 from dovetail.interfaces.attention import AttentionLayer
-from dovetail.interfaces.model import TensorShare, WeightTarget
+from dovetail.interfaces.model import TensorShare, WeightTarget, WeightTransform
 from dovetail.layers.base import Layer
 from dovetail.layers.linear import NO_TRANSFORMS, ColumnLinear, row_linear
 from dovetail.layers.norm import HeadNorm
 from dovetail.layers.projection_norm import NormedProjections
 from dovetail.layers.rotary import HeadCounts, KVPlace
+from dovetail.layers.transforms import Chain, HeadPart
+from dovetail.ops.activation import sigmoid_mul
 
 if TYPE_CHECKING:
     from dovetail.interfaces.mesh import Mesh
@@ -31,7 +34,9 @@ class AttentionShape:
     (``NormedProjections``). ``input_size`` is the size of the layer's input if it is not ``hidden_size``. With ``sinks``, each query
     head has a learned attention sink (see ``AttentionLayer``). ``order`` is the order in which a checkpoint has the
     elements of a query or key head, if it is not the order in which ``Rotary`` rotates: with a partial rotation
-    ``SplitHalves(head_dim, rope.rotary_dim)``. For ``norm_plus_one`` see ``RMSNorm``."""
+    ``SplitHalves(head_dim, rope.rotary_dim)``. For ``norm_plus_one`` see ``RMSNorm``. With ``gated``, what a query
+    head returns is multiplied by the sigmoid of a gate, a projection of the layer's input that checkpoints have beside
+    the query of each head."""
 
     hidden_size: int
     num_heads: int
@@ -45,6 +50,7 @@ class AttentionShape:
     order: SplitHalves | None = None
     qk_norm_across_heads: bool = False
     norm_plus_one: bool = False
+    gated: bool = False
 
 
 class SelfAttention(Layer):
@@ -62,7 +68,10 @@ class SelfAttention(Layer):
         queries, keys = shape.num_heads * head_dim, shape.num_kv_heads * head_dim
         widths = {"q": queries, "k": keys, "v": keys}
         inputs = shape.input_size or shape.hidden_size
-        order = {"q": shape.order, "k": shape.order} if shape.order else NO_TRANSFORMS
+        order: Mapping[str, WeightTransform] = dict.fromkeys("qk", shape.order) if shape.order else NO_TRANSFORMS
+        if shape.gated:
+            widths["gate"] = queries
+            order = {**order, **_gated_transforms(shape)}
         eps, bias = shape.qk_norm_eps, shape.qkv_bias
         if shape.qk_norm_across_heads:
             assert eps is not None
@@ -88,6 +97,7 @@ class SelfAttention(Layer):
         self.counts = HeadCounts(heads, kv_heads)
         self._heads = (heads + 2 * kv_heads, head_dim)
         self._out_width = heads * head_dim
+        self._gated = shape.gated
 
     def set_place(self, group: int, layer_id: int) -> None:
         """Set the cache group that contains the layer, and the layer's index in the group's pool."""
@@ -110,17 +120,42 @@ class SelfAttention(Layer):
         model."""
         return WeightTarget(parameter, shares=self._sinks_share)
 
+    def query_targets(self, parameter: str) -> WeightTarget | list[WeightTarget]:
+        """Return where the checkpoint's projection of queries goes, and with ``gated`` their gates. ``parameter`` is the
+        full name of the weight or bias of ``qkv`` in the model."""
+        query = self.qkv.target(parameter, "q")
+        if not self._gated:
+            return query
+        found = (query, self.qkv.target(parameter, "gate"))
+        return [each._replace(shares=tuple(_doubled(share) for share in each.shares)) for each in found]
+
     def _attend(self, x: torch.Tensor, rotation: Rotation, batch: Batch, last: Batch | None) -> torch.Tensor:
         """Return the attended values, which are the input of the output projection."""
         tokens = x.shape[0]
         heads, head_dim = self._heads
-        qkv = self.qkv.forward(x).view(tokens, heads, head_dim)
+        projected, gate = self.qkv.forward(x), None
+        if self._gated:
+            projected, gate = projected.split((heads * head_dim, self._out_width), 1)
+        qkv = projected.view(tokens, heads, head_dim)
         constants, group = self.constants, self.group
         own = batch.view(group) if group else batch
         place = KVPlace(batch.kv[group], constants.layer_id, own.out_loc)
         q = rotation.rotate_and_store(qkv, self.counts, self.qk_norm, place)
         if last is not None:
             assert batch.logit_rows is not None
+            gate = None if gate is None else gate.index_select(0, batch.logit_rows)
             q, batch, own = q.index_select(0, batch.logit_rows), last, last.view(group)
         attended = batch.attn[group].forward(q, constants, own) if len(q) else q
-        return attended.reshape(len(q), self._out_width)
+        attended = attended.reshape(len(q), self._out_width)
+        return attended if gate is None else sigmoid_mul(attended, gate)
+
+
+def _gated_transforms(shape: AttentionShape) -> dict[str, WeightTransform]:
+    """Return what reads queries and gates from the projection that has both for each head."""
+    query, gate = (HeadPart(shape.head_dim, index) for index in range(2))
+    return {"q": Chain((query, shape.order)) if shape.order else query, "gate": gate}
+
+
+def _doubled(share: TensorShare) -> TensorShare:
+    """Return the share of a tensor with gates beside the queries."""
+    return TensorShare(share.dim, 2 * share.start, 2 * share.size, 2 * share.whole)

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from dovetail.ops.parts import Addend
     from dovetail.types import Batch
 
-Targets = Iterator[tuple[str, WeightTarget]]
+Targets = Iterator[tuple[str, WeightTarget | list[WeightTarget]]]
 """Yield names in a checkpoint and the targets of their tensors."""
 
 
@@ -126,7 +126,9 @@ def attention_targets(attn: SelfAttention | LatentAttention, checkpoint_prefix: 
         yield from attn.qkv.norm_targets(checkpoint_prefix, f"{parameter_prefix}.qkv")
     if attn.sinks is not None:
         yield f"{checkpoint_prefix}.sinks", attn.sinks_target(f"{parameter_prefix}.sinks")
-    for part in ("q", "k", "v"):
+    for name, _ in linear_targets(attn.qkv, f"{checkpoint_prefix}.q_proj", f"{parameter_prefix}.qkv", "q"):
+        yield name, attn.query_targets(f"{parameter_prefix}.qkv.{name.rpartition('.')[2]}")
+    for part in ("k", "v"):
         yield from linear_targets(attn.qkv, f"{checkpoint_prefix}.{part}_proj", f"{parameter_prefix}.qkv", part)
     yield from linear_targets(attn.out, f"{checkpoint_prefix}.o_proj", f"{parameter_prefix}.out")
 

@@ -11,7 +11,7 @@ from torch import nn
 from dovetail.interfaces.model import WeightTarget, WeightTransform
 from dovetail.interfaces.quantization import ActivationQuantizer
 from dovetail.layers.base import Layer, parameter
-from dovetail.layers.transforms import AddOne
+from dovetail.layers.transforms import AddOne, Chain
 from dovetail.ops import norm as ops
 from dovetail.ops.parts import Addend, Parts, RankAddend
 
@@ -123,9 +123,10 @@ class HeadNorm(Layer):
     ) -> Iterator[tuple[str, WeightTarget]]:
         """Yield the targets of the weights, such as ``{checkpoint_prefix}.q_norm.weight``. ``parameter_prefix`` is the
         name of this layer in the model. For ``order`` see ``AttentionShape``."""
-        assert not (self.plus_one and order), "one transform cannot do both"
+        transforms = tuple(each for each in (order, AddOne() if self.plus_one else None) if each is not None)
+        transform = Chain(transforms) if len(transforms) > 1 else transforms[0] if transforms else None
         for part in ("q", "k"):
-            target = WeightTarget(f"{parameter_prefix}.{part}_weight", transform=AddOne() if self.plus_one else order)
+            target = WeightTarget(f"{parameter_prefix}.{part}_weight", transform=transform)
             yield f"{checkpoint_prefix}.{part}_norm.weight", target
 
     @property

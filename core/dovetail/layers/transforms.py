@@ -106,3 +106,82 @@ class SplitHalves(WeightTransform):
         rotated, rest = head.split((self.rotary_dim, self.head_dim - self.rotary_dim))
         low, high = (rotated[0::2], rotated[1::2]) if self.pairs else rotated.chunk(2)
         return torch.cat((low, rest[: len(rest) // 2], high, rest[len(rest) // 2 :]))
+
+
+@dataclass(frozen=True, slots=True)
+class HeadPart(WeightTransform):
+    """Read part ``index`` of ``parts`` equal parts of every head, such as the query or the gate of a projection that has both
+    for each head. The parameter has heads of ``size``."""
+
+    size: int
+    index: int
+    parts: int = 2
+
+    @property
+    def keeps_dtype(self) -> bool:
+        """See ``WeightTransform``."""
+        return True
+
+    def source_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """See ``WeightTransform``."""
+        return (shape[0] * self.parts, *shape[1:])
+
+    def apply(self, tensor: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
+        """See ``WeightTransform``."""
+        return tensor.unflatten(0, (-1, self.parts, self.size))[:, self.index].reshape(shape)
+
+
+@dataclass(frozen=True, slots=True)
+class PartsTogether(WeightTransform):
+    """Read a projection whose rows are grouped by heads, each with parts of ``sizes``, into a parameter in which the rows
+    of the first part of all heads precede those of the second, and so on."""
+
+    sizes: tuple[int, ...]
+
+    @property
+    def orders_rows(self) -> bool:
+        """See ``WeightTransform``."""
+        return True
+
+    @property
+    def keeps_dtype(self) -> bool:
+        """See ``WeightTransform``."""
+        return True
+
+    def source_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """See ``WeightTransform``."""
+        return shape
+
+    def apply(self, tensor: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
+        """See ``WeightTransform``."""
+        parts = tensor.unflatten(0, (-1, sum(self.sizes))).split(self.sizes, 1)
+        return torch.cat([part.flatten(0, 1) for part in parts])
+
+
+@dataclass(frozen=True, slots=True)
+class Chain(WeightTransform):
+    """Apply several transforms, the first one to what is read."""
+
+    transforms: tuple[WeightTransform, ...]
+
+    @property
+    def orders_rows(self) -> bool:
+        """See ``WeightTransform``."""
+        return all(each.orders_rows for each in self.transforms)
+
+    @property
+    def keeps_dtype(self) -> bool:
+        """See ``WeightTransform``."""
+        return all(each.keeps_dtype for each in self.transforms)
+
+    def source_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """See ``WeightTransform``."""
+        for each in reversed(self.transforms):
+            shape = each.source_shape(shape)
+        return shape
+
+    def apply(self, tensor: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
+        """See ``WeightTransform``."""
+        for index, each in enumerate(self.transforms):
+            tensor = each.apply(tensor, Chain(self.transforms[index + 1 :]).source_shape(shape))
+        return tensor

@@ -12,7 +12,7 @@ from torch.nn import functional
 from dovetail.interfaces.quantization import Activation
 from dovetail.ops.cpu.kernels import kernels
 
-__all__ = ["GATES", "Activation", "gelu_tanh_mul", "silu_mul", "soft_cap"]
+__all__ = ["GATES", "Activation", "gelu_tanh_mul", "sigmoid_mul", "silu_mul", "soft_cap"]
 
 
 @functools.cache
@@ -52,6 +52,14 @@ GATES: Mapping[Activation, Callable[[torch.Tensor], torch.Tensor]] = MappingProx
     {"silu": silu_mul, "gelu_tanh": gelu_tanh_mul}
 )
 """Map an activation to the function of ``gate_up`` that computes its gate."""
+
+
+def sigmoid_mul(x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+    """Return ``sigmoid(gate) * x``, ``[tokens, n]`` in the dtype of ``x``. Both are contiguous except in the token
+    dimension. Mutates nothing."""
+    if x.is_cuda:
+        return _triton().sigmoid_mul(x, gate)
+    return (gate.float().sigmoid_() * x).to(x.dtype)
 
 
 def soft_cap(x: torch.Tensor, cap: float) -> torch.Tensor:

@@ -257,3 +257,9 @@ class Mamba2Config(PluginConfig):
     """Select the Mamba-2 architecture."""
 
     kind: Literal["mamba2"] = "mamba2"  # pyright: ignore[reportIncompatibleVariableOverride]
+
+
+class Qwen3NextConfig(PluginConfig):
+    """Select the Qwen3-Next architecture."""
+
+    kind: Literal["qwen3_next"] = "qwen3_next"  # pyright: ignore[reportIncompatibleVariableOverride]

@@ -78,8 +78,7 @@ class DecoderModel(Layer, ModelArchitecture):
         self.rotary = self.make_rotary()
         self._layers: tuple[Block, ...] = tuple(self.layers)  # pyright: ignore[reportAttributeAccessIssue]
         if len(info.cache_groups) > 1:
-            for layer, place in zip(self._layers, group_layers(info.config.windows), strict=True):
-                layer.attn.set_place(*place)
+            self.place_layers()
 
     @abstractmethod
     def make_layer(self, index: int, mesh: Mesh) -> nn.Module:
@@ -90,6 +89,11 @@ class DecoderModel(Layer, ModelArchitecture):
     def layer_targets(self, index: int, checkpoint_prefix: str, parameter_prefix: str) -> Targets:
         """Yield the targets of the tensors of layer ``index``. Names in the checkpoint begin with
         ``checkpoint_prefix``, parameters of the model with ``parameter_prefix``."""
+
+    def place_layers(self) -> None:
+        """Set the cache group of each layer. Called by the constructor if there are several groups."""
+        for layer, place in zip(self._layers, group_layers(self.info.config.windows), strict=True):
+            layer.attn.set_place(*place)
 
     def make_embedding(self, mesh: Mesh) -> Embedding:
         """Return the embedding of tokens."""

@@ -86,6 +86,7 @@ class Llama4Model(MoeModel):
     def make_layer(self, index: int, mesh: Mesh) -> DecoderLayer:
         """See ``DecoderModel``."""
         layer, config = super().make_layer(index, mesh), self.info.config
+        assert isinstance(layer, DecoderLayer)
         if config.unweighted_norm and config.layer_ropes[index] is not None:
             assert isinstance(layer.attn, SelfAttention)
             layer.attn.qk_norm = UnweightedHeadNorm(*layer.attn.counts, self.info.head_dim, config.norm_eps)

@@ -20,6 +20,7 @@ from dovetail_models.dense import layer_shape
 if TYPE_CHECKING:
     from dovetail.interfaces.mesh import Mesh
     from dovetail.interfaces.model import ModelInfo
+    from dovetail.layers.base import Layer
     from dovetail_models.decoder import Targets
     from dovetail_models.moe_describe import MoeConfig
 
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
 class MoeModel(DecoderModel):
     """Compute the model of a ``ModelInfo`` whose ``config`` is a ``MoeConfig``."""
 
-    def make_layer(self, index: int, mesh: Mesh) -> DecoderLayer:
+    def make_layer(self, index: int, mesh: Mesh) -> Layer:
         """See ``DecoderModel``."""
         config: MoeConfig = self.info.config
         experts = Experts(config.experts, mesh) if config.sparse[index] else None

@@ -141,7 +141,9 @@ def sparse_by_step(config: Mapping[str, Any]) -> tuple[bool, ...]:
 MIXTRAL_NAMES = ExpertNames(layer="block_sparse_moe", projections=("w1", "w3", "w2"))
 """Hold the names in checkpoints of Mixtral and its relatives."""
 
-_QWEN2_NAMES = ExpertNames(shared="shared_expert")
+QWEN_NAMES = ExpertNames(shared="shared_expert")
+"""Hold the names in checkpoints of Qwen with a shared expert."""
+
 _BY_STEP = frozenset({"decoder_sparse_step", "mlp_only_layers", "norm_topk_prob"})
 
 
@@ -168,7 +170,7 @@ def describe_qwen3_moe(config: dict[str, Any]) -> ModelInfo:
     sizes = read_heads(config, default_kv_heads=4)
     rope = read_moe_rope(config, sizes, 1e4, 32768)
     experts = ExpertsShape(
-        read_int(config, "hidden_size"), read_int(config, "moe_intermediate_size", 768), _qwen_rule(config, 128, 8)
+        read_int(config, "hidden_size"), read_int(config, "moe_intermediate_size", 768), qwen_rule(config, 128, 8)
     )
     layers = read_int(config, "num_hidden_layers")
     windows = uniform_windows(config, layers) if read_flag(config, "use_sliding_window") else None
@@ -190,14 +192,14 @@ def describe_qwen2_moe(config: dict[str, Any]) -> ModelInfo:
     experts = ExpertsShape(
         read_int(config, "hidden_size"),
         read_int(config, "moe_intermediate_size", 1408),
-        _qwen_rule(config, 60, 4),
+        qwen_rule(config, 60, 4),
         shared_size=read_int(config, "shared_expert_intermediate_size", 5632),
         shared_gate=True,
     )
     bias = config.get("qkv_bias") is None or read_flag(config, "qkv_bias")
     windows = layered_windows(config, read_int(config, "num_hidden_layers"))
     own = moe_config(config, experts, rope, sparse=sparse_by_step(config), windows=windows)
-    own = replace(own, qkv_bias=bias, names=_QWEN2_NAMES)
+    own = replace(own, qkv_bias=bias, names=QWEN_NAMES)
     return moe_info(config, architecture, sizes, rope.context_len, own)
 
 
@@ -209,7 +211,7 @@ def describe_olmoe(config: dict[str, Any]) -> ModelInfo:
     sizes = read_heads(config)
     rope = read_moe_rope(config, sizes, 1e4, 4096)
     experts = ExpertsShape(
-        read_int(config, "hidden_size"), read_int(config, "intermediate_size"), _qwen_rule(config, 64, 8)
+        read_int(config, "hidden_size"), read_int(config, "intermediate_size"), qwen_rule(config, 64, 8)
     )
     bias = read_flag(config, "attention_bias")
     own = moe_config(config, experts, rope, eps=1e-5)
@@ -217,7 +219,7 @@ def describe_olmoe(config: dict[str, Any]) -> ModelInfo:
     return moe_info(config, architecture, sizes, rope.context_len, own)
 
 
-def _qwen_rule(config: Mapping[str, Any], experts: int, top_k: int) -> RoutingRule:
+def qwen_rule(config: Mapping[str, Any], experts: int, top_k: int) -> RoutingRule:
     """Return the rule of Qwen and OLMoE; the numbers are the defaults of absent keys."""
     return RoutingRule(
         read_expert_count(config, experts),

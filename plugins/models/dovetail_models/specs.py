@@ -162,6 +162,14 @@ MODELS = (
     ),
     _spec("qwen3_moe", "Qwen3MoeForCausalLM", "moe:MoeModel", "moe_describe", "Qwen3MoeConfig", "Qwen3 with experts."),
     _spec(
+        "qwen3_next",
+        "Qwen3NextForCausalLM",
+        "qwen3_next:Qwen3NextModel",
+        "qwen3_next_describe",
+        "Qwen3NextConfig",
+        "Qwen3-Next: gated delta nets, gated attention and experts.",
+    ),
+    _spec(
         "olmoe",
         "OlmoeForCausalLM",
         "moe:MoeModel",

@@ -46,6 +46,19 @@ def _gelu_tanh_mul(gate_up, out, width, BLOCK: tl.constexpr, PDL: tl.constexpr) 
 
 
 @triton.jit
+def _sigmoid_mul(x, gate, out, width, x_stride, gate_stride, BLOCK: tl.constexpr, PDL: tl.constexpr) -> None:
+    token = tl.program_id(0).to(tl.int64)
+    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < width
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    opened = tl.sigmoid(tl.load(gate + token * gate_stride + at, inside, 0.0).to(tl.float32))
+    value = tl.load(x + token * x_stride + at, inside, 0.0).to(tl.float32)
+    tl.store(out + token * width + at, (opened * value).to(out.dtype.element_ty), inside)
+
+
+@triton.jit
 def _soft_cap(x, count, cap, BLOCK: tl.constexpr, PDL: tl.constexpr) -> None:
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     if PDL:
@@ -82,4 +95,15 @@ def _gate(kernel: object, gate_up: torch.Tensor) -> torch.Tensor:
     if tokens:
         block = min(BLOCK, triton.next_power_of_2(width))
         launch(kernel, (tokens, triton.cdiv(width, block)), gate_up, out, width, BLOCK=block, num_warps=4)
+    return out
+
+
+def sigmoid_mul(x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+    """Compute ``ops.activation.sigmoid_mul``."""
+    assert x.shape == gate.shape
+    assert x.stride(1) == gate.stride(1) == 1
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    if len(x):
+        grid = (len(x), triton.cdiv(x.shape[1], BLOCK))
+        launch(_sigmoid_mul, grid, x, gate, out, x.shape[1], x.stride(0), gate.stride(0), BLOCK=BLOCK)
     return out

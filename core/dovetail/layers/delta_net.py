@@ -1,0 +1,168 @@
+"""Compute gated delta nets (Yang et al. 2024, arXiv 2412.06464), the layers of Qwen3-Next and Qwen3.5 that keep a state
+instead of keys and values."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from dovetail.interfaces.mixer_shapes import DeltaGates, DeltaShape
+from dovetail.interfaces.model import TensorShare, WeightTarget
+from dovetail.layers.base import parameter
+from dovetail.layers.linear import ColumnLinear, row_linear
+from dovetail.layers.states import StateLayer, StateShape, StepStates
+from dovetail.layers.transforms import PartsTogether, Reshape
+from dovetail.ops.gated_delta import gated_delta, gated_delta_step
+from dovetail.ops.gated_norm import gated_rms_norm
+from dovetail.ops.short_conv import short_conv, short_conv_step
+
+if TYPE_CHECKING:
+    from dovetail.interfaces.mesh import Mesh
+    from dovetail.ops.parts import Addend
+
+Targets = Iterator[tuple[str, WeightTarget | list[WeightTarget]]]
+"""Yield names in a checkpoint and the targets of their tensors."""
+
+
+@dataclass(frozen=True, slots=True)
+class DeltaNetShape:
+    """Describe the sizes of a whole gated delta net. ``by_head`` is the layout of a checkpoint: True if the projections of
+    a key head and its value heads are together (Qwen3-Next), False if each projection is a tensor (Qwen3.5)."""
+
+    hidden_size: int
+    heads: DeltaShape
+    conv_width: int
+    norm_eps: float
+    by_head: bool = True
+
+
+class GatedDeltaNet(StateLayer):
+    """Project the input to queries, keys, values, gates of the outputs (``qkvz``), and what strengths and decays are
+    computed from (``ba``); convolve queries, keys and values; compute the gated delta rule; normalise each head of its
+    outputs, gate it, and project back.
+
+    Every rank computes its share of the key heads and the value heads that use them. Its states of a request are the
+    last inputs of the convolution and the state of the rule.
+    """
+
+    def __init__(self, shape: DeltaNetShape, state_id: int, mesh: Mesh) -> None:
+        super().__init__()
+        self.shape, self.state_id, heads = shape, state_id, shape.heads
+        group = heads.value_heads // heads.key_heads
+        self._first, count = mesh.tp.share(heads.key_heads)
+        assert mesh.tp.size == 1 or count * mesh.tp.size == heads.key_heads, "ranks must divide the key heads"
+        self.local = DeltaShape(count, count * group, heads.key_dim, heads.value_dim)
+        self._divided = mesh.tp.size > 1
+        keys, values = heads.key_heads * heads.key_dim, heads.value_heads * heads.value_dim
+        parts = {"q": keys, "k": keys, "v": values, "z": values}
+        unit = {"q": heads.key_dim, "k": heads.key_dim, "v": group * heads.value_dim, "z": group * heads.value_dim}
+        self.qkvz = ColumnLinear(shape.hidden_size, parts, mesh, unit=unit)
+        self.ba = ColumnLinear(shape.hidden_size, dict.fromkeys("ba", heads.value_heads), mesh, unit=group)
+        self.ba.precise = True  # few rows, whose error grows with the recurrence
+        self.conv_weight = parameter(self.local.width, shape.conv_width)
+        self.a_log, self.dt_bias = (
+            nn.Parameter(torch.empty(self.local.value_heads, dtype=torch.float32), requires_grad=False)
+            for _ in range(2)
+        )
+        self.norm_weight = parameter(heads.value_dim)
+        self.out = row_linear(values, shape.hidden_size, mesh)
+        self._rate: torch.Tensor
+        self._norm_weights: torch.Tensor
+
+    def prepare(self) -> None:
+        """See ``Layer.prepare``."""
+        self._rate = self.a_log.detach().exp()
+        self._norm_weights = self.norm_weight.detach().repeat(self.local.value_heads)
+        super().prepare()
+
+    @property
+    def state_shapes(self) -> tuple[StateShape, ...]:
+        """See ``StateLayer``."""
+        conv = StateShape((self.local.width, self.shape.conv_width - 1))
+        return conv, StateShape(self.local.state, torch.float32)
+
+    def forward(self, x: torch.Tensor, states: StepStates, rows: torch.Tensor | None = None) -> torch.Tensor:
+        """Map ``x [tokens, hidden_size]`` to the same shape. Writes the states of the step. With ``rows`` (int64), only the
+        results of these tokens are returned."""
+        return self.out.forward(self._mix(x, states, rows))
+
+    def parts_forward(self, x: torch.Tensor, states: StepStates, rows: torch.Tensor | None = None) -> Addend:
+        """Compute ``forward``, but leave it to ``RMSNorm.add_forward`` to add up parts (see
+        ``Linear.parts_forward``)."""
+        return self.out.parts_forward(self._mix(x, states, rows))
+
+    def _mix(self, x: torch.Tensor, states: StepStates, rows: torch.Tensor | None) -> torch.Tensor:
+        """Return the gated outputs, which are the input of the output projection."""
+        if not self.prepared:
+            self.prepare()
+        local, weight, rate, bias = self.local, self.conv_weight, self._rate, self.dt_bias
+        mixed, z = self.qkvz.forward(x).split((local.width, local.value_heads * local.value_dim), 1)
+        b, a = self.ba.forward(x).split((local.value_heads, local.value_heads), 1)
+        conv, own = states.memory[self.state_id]
+        mixed = states.run(
+            lambda part, rows: short_conv(part[0], weight, None, conv, rows),
+            lambda part, slots: short_conv_step(part[0], weight, None, conv, slots),
+            mixed,
+        )
+        outputs = states.run(
+            lambda part, rows: gated_delta(part[0], DeltaGates(part[1], part[2], rate, bias), own, rows, local),
+            lambda part, slots: gated_delta_step(part[0], DeltaGates(part[1], part[2], rate, bias), own, slots, local),
+            mixed,
+            a,
+            b,
+        ).flatten(1)
+        if rows is not None:
+            outputs, z = outputs.index_select(0, rows), z.index_select(0, rows)
+        return gated_rms_norm(
+            outputs, z, self._norm_weights, self.shape.norm_eps, local.value_dim, norm_first=True
+        )  # fmt: skip
+
+    def targets(self, checkpoint_prefix: str, parameter_prefix: str) -> Targets:
+        """Yield the targets of the layer's tensors. Names in the checkpoint begin with ``checkpoint_prefix``, the
+        parameters of the model with ``parameter_prefix``."""
+        yield from self._projection_targets(checkpoint_prefix, parameter_prefix)
+        yield f"{checkpoint_prefix}.out_proj.weight", self.out.target(f"{parameter_prefix}.out.weight")
+        yield f"{checkpoint_prefix}.norm.weight", WeightTarget(f"{parameter_prefix}.norm_weight")
+        yield f"{checkpoint_prefix}.conv1d.weight", list(self._conv_targets(f"{parameter_prefix}.conv_weight"))
+        for theirs, ours in (("A_log", "a_log"), ("dt_bias", "dt_bias")):
+            share = self._share(self.shape.heads.value_heads // self.shape.heads.key_heads)
+            yield f"{checkpoint_prefix}.{theirs}", WeightTarget(f"{parameter_prefix}.{ours}", shares=share)
+
+    def _projection_targets(self, checkpoint_prefix: str, parameter_prefix: str) -> Targets:
+        qkvz, ba, heads = f"{parameter_prefix}.qkvz.weight", f"{parameter_prefix}.ba.weight", self.shape.heads
+        group = heads.value_heads // heads.key_heads
+        if self.shape.by_head:
+            values = group * heads.value_dim
+            for name, target, sizes in (
+                ("in_proj_qkvz", qkvz, (heads.key_dim, heads.key_dim, values, values)),
+                ("in_proj_ba", ba, (group, group)),
+            ):
+                whole = WeightTarget(target, shares=self._share(sum(sizes)), transform=PartsTogether(sizes))
+                yield f"{checkpoint_prefix}.{name}.weight", whole
+            return
+        yield f"{checkpoint_prefix}.in_proj_qkv.weight", list(self._conv_targets(qkvz, conv=False))
+        yield f"{checkpoint_prefix}.in_proj_z.weight", self.qkvz.target(qkvz, "z")
+        for part in "ba":
+            yield f"{checkpoint_prefix}.in_proj_{part}.weight", self.ba.target(ba, part)
+
+    def _share(self, unit: int) -> tuple[TensorShare, ...]:
+        """Return this rank's share of a tensor with ``unit`` rows for each key head."""
+        count = self.local.key_heads
+        share = TensorShare(0, self._first * unit, count * unit, self.shape.heads.key_heads * unit)
+        return (share,) if self._divided else ()
+
+    def _conv_targets(self, parameter_name: str, *, conv: bool = True) -> Iterator[WeightTarget]:
+        """Yield the targets of a tensor with rows of all queries, then all keys and all values."""
+        heads, local = self.shape.heads, self.local
+        value = heads.value_heads // heads.key_heads * heads.value_dim
+        start = before = 0
+        for unit in (heads.key_dim, heads.key_dim, value):
+            size = local.key_heads * unit
+            share = TensorShare(0, before + self._first * unit, size, heads.width)
+            reshape = Reshape((size, 1, self.shape.conv_width)) if conv else None
+            yield WeightTarget(parameter_name, start, size, (share,), reshape)
+            start, before = start + size, before + heads.key_heads * unit
