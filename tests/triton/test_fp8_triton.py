@@ -6,6 +6,7 @@ Run: TRITON_INTERPRET=1 python -m pytest tests/triton/test_fp8_triton.py
 from __future__ import annotations
 
 import itertools
+import math
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import dovetail_quantization.triton.quantize as quantize_kernels
 from dovetail.interfaces.quantization import QuantizedActivations
+from dovetail.ops.triton import experts_fp8
 from dovetail.ops.triton.tuning import MAX_PARTS
 from dovetail_quantization.fp8_products import RowScaled, dequantize
 from dovetail_quantization.triton.block_product import block_product
@@ -54,6 +56,16 @@ def test_nan_stays_nan(static: bool) -> None:
     x = torch.tensor([[1.0, float("nan"), 2.0], [1.0, 2.0, 4.0]])
     got, _ = quantize_static(x, torch.tensor(0.5)) if static else quantize(x)
     assert got.float().isnan().tolist() == [[False, True, False], [False] * 3]
+
+
+@pytest.mark.parametrize(("size", "bound"), [(None, None), (None, 1.5), (32, None), (32, 1.5)])
+def test_experts_quantize_what_linear_layers_quantize(size: int | None, bound: float | None) -> None:
+    x = torch.randn(5, 80)
+    x[1], x[2, 3], x[3] = 0.0, torch.nan, x[3] * 1e-30
+    codes, scales = quantize(x, size, bound)
+    expert_codes, expert_scales = experts_fp8.quantize_rows(x, size, math.inf if bound is None else bound)
+    torch.testing.assert_close(expert_codes.float(), codes.float(), rtol=0, atol=0, equal_nan=True)
+    torch.testing.assert_close(expert_scales, scales, rtol=0, atol=0, equal_nan=True)
 
 
 def test_activations_beyond_a_bound_count_as_the_bound() -> None:

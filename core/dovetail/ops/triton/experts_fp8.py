@@ -25,11 +25,11 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from dovetail.interfaces.expert_shapes import ExpertWeights, Routing
 from dovetail.ops.triton.expert_tiles import ExpertTiles
 from dovetail.ops.triton.experts import NARROW, activate, scaled_and_biased
+from dovetail.ops.triton.fp8 import divided, rounded, scale_of
 from dovetail.ops.triton.fp8_tiles import tiles_of
 from dovetail.ops.triton.launch import INTERPRETED, launch
 from dovetail.ops.triton.routing import sort_by_expert
 
-_LARGEST = tl.constexpr(448.0)
 _GROUP = 128
 """The number of columns that share a scale of the input of ``down`` if the scales of weights are by row."""
 _CODES = torch.float32 if INTERPRETED else torch.float8_e4m3fn
@@ -38,31 +38,10 @@ rounded by arithmetic, and kept in float32."""
 
 
 @triton.jit
-def _rounded(numbers, ARITHMETIC: tl.constexpr):
-    """Return float32 ``numbers`` rounded to FP8; with ARITHMETIC as float32 numbers."""
-    all_nan: tl.constexpr = tl.PropagateNan.ALL
-    numbers = tl.minimum(tl.maximum(numbers, -_LARGEST, all_nan), _LARGEST, all_nan)
-    if ARITHMETIC:
-        exponent = tl.maximum((numbers.to(tl.int32, bitcast=True) >> 23) & 255, 121)  # the least is that of subnormals
-        step = ((exponent - 3) << 23).to(tl.float32, bitcast=True)
-        codes = ((numbers / step + 12582912.0) - 12582912.0) * step
-    else:
-        codes = numbers.to(tl.float8e4nv)
-    return codes
-
-
-@triton.jit
-def _scale_of(largest, bound):
-    """Return the scale of numbers of which ``largest`` is the largest magnitude."""
-    largest = tl.minimum(largest, bound)
-    return tl.where(largest > 0.0, largest / _LARGEST, 1.0)
-
-
-@triton.jit
 def _quantized(rows, bound, ARITHMETIC: tl.constexpr):
     """Return float32 ``rows [m, k]`` as codes, and the scale of each row."""
-    scale = _scale_of(tl.max(tl.abs(rows), 1), bound)
-    return _rounded(rows / scale[:, None], ARITHMETIC), scale
+    scale = scale_of(tl.max(tl.abs(rows), 1), bound)
+    return rounded(divided(rows, scale[:, None]), ARITHMETIC), scale
 
 
 @triton.jit
@@ -147,7 +126,7 @@ def _gate_up(
             for start in range(0, hidden, GROUP):
                 part = tl.load(x + start + at, start + at < hidden, 0.0).to(tl.float32)
                 largest = tl.maximum(largest, tl.abs(part))
-            of_x = tl.broadcast_to(_scale_of(tl.max(largest, 0), bound), [BLOCK_M])
+            of_x = tl.broadcast_to(scale_of(tl.max(largest, 0), bound), [BLOCK_M])
         else:
             of_x = tl.load(x_scale + token, present, 0.0)
     for step in range(groups):
@@ -162,8 +141,9 @@ def _gate_up(
         if ONE:
             part = tl.load(x + start + at, more, 0.0).to(tl.float32)
             if BY_BLOCK:
-                of_x = tl.broadcast_to(_scale_of(tl.max(tl.abs(part), 0), bound), [BLOCK_M])
-            left = _rounded(tl.where(present[:, None], part[None, :], 0.0) / of_x[:, None], ARITHMETIC)
+                of_x = tl.broadcast_to(scale_of(tl.max(tl.abs(part), 0), bound), [BLOCK_M])
+            quotients = divided(tl.where(present[:, None], part[None, :], 0.0), of_x[:, None])
+            left = rounded(quotients, ARITHMETIC)
         else:
             if BY_BLOCK:
                 of_x = tl.load(x_scale + token * groups + step, present, 0.0)

@@ -9,9 +9,10 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from dovetail.ops.triton.fp8 import divided, scale_of
 from dovetail.ops.triton.launch import launch
 from dovetail.ops.triton.norm import norm_warps, normed_row
-from dovetail_quantization.triton.quantize import divided, empty_codes, scale_of
+from dovetail_quantization.triton.quantize import empty_codes
 
 
 @triton.jit(do_not_specialize=["rows"])

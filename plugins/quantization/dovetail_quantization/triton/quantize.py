@@ -11,26 +11,12 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from dovetail.interfaces.quantization import Activation
 from dovetail.ops.triton.activation import gelu_tanh
+from dovetail.ops.triton.fp8 import divided, scale_of
 from dovetail.ops.triton.launch import INTERPRETED, launch
 
 BLOCK = 4096
 _STATIC_BLOCK = 1024
 _GATES: tuple[Activation, ...] = ("silu", "gelu_tanh")
-LARGEST = tl.constexpr(448.0)
-
-
-@triton.jit
-def scale_of(largest, bound):
-    """Return the scale of elements whose largest magnitude is ``largest``."""
-    largest = tl.minimum(largest, bound)
-    return tl.where(largest > 0.0, largest / LARGEST, 1.0)
-
-
-@triton.jit
-def divided(part, scale):
-    """Return the numbers to round to FP8. NaN stays NaN."""
-    all_nan: tl.constexpr = tl.PropagateNan.ALL
-    return tl.minimum(tl.maximum(part / scale, -LARGEST, all_nan), LARGEST, all_nan)
 
 
 @triton.jit
