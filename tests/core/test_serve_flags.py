@@ -9,6 +9,7 @@ import json
 import os
 import random
 import shlex
+from collections.abc import Sequence
 from functools import reduce
 from pathlib import Path
 from typing import Any
@@ -18,11 +19,15 @@ import pytest
 from dovetail.cli import EXIT_STATUS, main
 from dovetail.cli.serve_docs import cli_docs
 from dovetail.cli.serve_flags import ALWAYS, FLAGS, REFUSED, ServeFlag
-from dovetail.cli.serve_values import KEYS_VARIABLE
+from dovetail.cli.serve_values import KEYS_VARIABLE, settings_of
 from dovetail.config import config_hash, dump
 from dovetail.config.tenants import KeyFile, key_digest, load_keys
 from dovetail.errors import ConfigError, EngineDeadError, EngineError
 from dovetail.interfaces.api import ApiRequest, Prompt
+from dovetail.interfaces.features import Feature
+from dovetail.registry import loader
+from dovetail.registry.hookspecs import hookimpl
+from dovetail.registry.specs import ComponentKind, ComponentSpec
 from dovetail.sampling_params import SamplingParams
 from dovetail.server.expansion import messages
 from dovetail.tokenizer import load_tokenizer
@@ -69,7 +74,8 @@ def kind_of(value: Any) -> Any:
 def expected(flag: ServeFlag, key: str) -> Any:
     if flag.type is bool:
         return flag.sets[key]
-    known = {"server.keys": f"env:{KEYS_VARIABLE}", "speculative": "ngram"}
+    known: dict[str, Any] = {"server.keys": f"env:{KEYS_VARIABLE}", "speculative": "ngram"}
+    known["speculative.num_draft_tokens"] = 7  # the flag counts the token before the drafts
     if flag.json and key not in known:
         return json.loads(flag.example)
     return known.get(key, flag.values.get(flag.example, flag.example))
@@ -157,7 +163,7 @@ def test_unknown_flags_are_refused(monkeypatch, capsys) -> None:
 @pytest.mark.parametrize(
     ("line", "section"),
     [
-        ("--speculative-algorithm NGRAM --speculative-num-draft-tokens 12", {"kind": "ngram", "num_draft_tokens": 12}),
+        ("--speculative-algorithm NGRAM --speculative-num-draft-tokens 12", {"kind": "ngram", "num_draft_tokens": 11}),
         (
             "--speculative-algorithm EAGLE --speculative-num-steps 3 --speculative-eagle-topk 4 --speculative-num-draft-tokens 16",
             {"kind": "eagle", "depth": 3, "topk": 4, "num_draft_tokens": 15},
@@ -192,6 +198,46 @@ def test_drafters_of_sglang_and_vllm(line: str, section: dict[str, Any], monkeyp
 
 
 @pytest.mark.parametrize(
+    ("flags", "section"),
+    [
+        ({"num_steps": 3, "eagle_topk": 4, "num_draft_tokens": 16}, {"depth": 3, "topk": 4, "num_draft_tokens": 15}),
+        ({"num_draft_tokens": 16}, {"num_draft_tokens": 15}),
+    ],
+)
+def test_drafters_of_other_plugins_say_what_they_draft(flags, section, monkeypatch) -> None:
+    """Their specs have the names of other engines, and whether they draft trees; plugins that config denies are not loaded."""
+    loaded: list[str] = []
+
+    def spec(name: str, *aliases: str, offers: Feature) -> ComponentSpec:
+        return ComponentSpec(ComponentKind.DRAFTER, name, "a:A", "a:B", "", offers=frozenset({offers}), aliases=aliases)
+
+    class Entry:
+        value, dist = "here:Drafters", None
+
+        def __init__(self, name: str, *specs: ComponentSpec) -> None:
+            self.name, self.specs = name, specs
+
+        def load(self) -> object:
+            loaded.append(self.name)
+            return self
+
+        @hookimpl
+        def register_components(self) -> Sequence[ComponentSpec]:
+            return self.specs
+
+    trees = spec("medusa_tree", "medusa", offers=Feature.DRAFT_TREE)
+    entries = [Entry("medusae", spec("medusa", "heads", offers=Feature.DRAFT_CHAIN), trees), Entry("denied")]
+    monkeypatch.setattr(loader, "installed_plugins", lambda: entries)
+    given = {f"speculative_{name}": value for name, value in flags.items()}
+    for algorithm in ("MEDUSA", "medusa"):
+        found = settings_of({"speculative_algorithm": algorithm, **given}, sets=["plugins.deny=[denied]"])
+        kind = "medusa_tree" if "eagle_topk" in flags else "medusa"
+        assert found["speculative"] == {"kind": kind, **section}
+    assert settings_of({"speculative_algorithm": "HEADS"})["speculative"] == "medusa"
+    assert loaded[:2] == ["medusae", "medusae"]
+
+
+@pytest.mark.parametrize(
     ("line", "message"),
     [
         ("tiny other", "'tiny' and 'other' are two models"),
@@ -200,7 +246,7 @@ def test_drafters_of_sglang_and_vllm(line: str, section: dict[str, Any], monkeyp
         ("absent.yaml", "cannot be read"),
         ("template.jinja", "has suffix '.jinja'"),
         ("--speculative-num-steps 3", "need --speculative-algorithm"),
-        ("--speculative-algorithm NGRAM --speculative-num-steps 3", "depth"),
+        ("--speculative-algorithm NGRAM --speculative-eagle-topk 3", "topk"),
         ("--speculative-algorithm MEDUSA", "medusa"),
         ("--speculative-config {", "is not JSON"),
         ("--speculative-config {} --speculative-num-steps 3", "leave out the other"),

@@ -72,7 +72,7 @@ def _components(words: Sequence[str], sets: Sequence[str], given: Mapping[str, A
 def _plugins(words: Sequence[str], sets: Sequence[str], given: Mapping[str, Any]) -> list[Finding]:
     """Return the plugins and components that cannot be used."""
     _, files = split_words(words)
-    findings, _ = examined_plugins(files, [*sets, *shortcuts(settings_of(given))])
+    findings, _ = examined_plugins(files, [*sets, *shortcuts(settings_of(given, files, sets))])
     return [finding for finding in findings if finding.broken]
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 from typer.core import TyperCommand
@@ -16,6 +18,16 @@ from dovetail.errors import ConfigError
 EPILOG = "The flags of `dovetail serve` about the model and the engine work here too, as in --quantization fp8."
 
 _FLAGS = {name: flag for flag in FLAGS for name in flag.names}
+
+
+def _config_of(words: Sequence[str]) -> tuple[list[Path], list[str]]:
+    """Return the values of ``--config`` and ``--set`` among ``words``."""
+    found: dict[str, list[str]] = {"--config": [], "-c": [], "--set": [], "-s": []}
+    for word, following in itertools.pairwise([*words, ""]):
+        name, equals, value = word.partition("=")
+        if name in found:
+            found[name].append(value if equals else following)
+    return [Path(file) for file in found["--config"] + found["-c"]], found["--set"] + found["-s"]
 
 
 class EngineCommand(TyperCommand):
@@ -48,7 +60,7 @@ class EngineCommand(TyperCommand):
                 given[flag.parameter] = True
             else:
                 _store(given, flag, value if equals else _next(words, name), name)
-        sets = [word for setting in shortcuts(settings_of(given)) for word in ("--set", setting)]
+        sets = [word for setting in shortcuts(settings_of(given, *_config_of(left))) for word in ("--set", setting)]
         return super().parse_args(ctx, [*left, *sets, *args[end:]])
 
     def _about_server(self, command: str, name: str, flag: ServeFlag) -> str:

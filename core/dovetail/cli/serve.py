@@ -84,7 +84,7 @@ def read_arguments(
     flag that was not given. The keys of ``--api-key`` are added to ``env`` as a key file. Raises ``ConfigError`` and
     ``PluginError``."""
     model, files = split_words(words)
-    settings = settings_of(given)
+    settings = settings_of(given, files, sets)
     if model is not None:
         if "model.path" in settings:
             raise ConfigError(f"the model is given twice, as {model!r} and as {settings['model.path']!r}; keep one")

@@ -32,8 +32,9 @@ _KEY = """\
 `--api-key` makes a key file with one admin, which holds the digest of the key. For several tenants, limits, and keys that are not in the list of
 processes, use a key file ([tenants.md](tenants.md)).
 
-The numbers of SGLang's `--speculative-` flags mean what they mean there: for EAGLE, `--speculative-num-draft-tokens` counts the token before the
-drafts, so that 8 are 7 drafts. `--speculative-config` has vLLM's meaning: EAGLE then drafts chains.
+The numbers of SGLang's `--speculative-` flags mean what they mean there: `--speculative-num-draft-tokens` counts the token before the
+drafts, so that 8 are 7 drafts. `--speculative-config` has vLLM's meaning: EAGLE then drafts chains. Names of other engines are `aliases` in the specs of drafters, and
+drafters that offer `draft.tree` draft trees: both hold for drafters of other plugins too.
 """
 
 

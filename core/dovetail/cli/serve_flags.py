@@ -349,7 +349,7 @@ FLAGS: tuple[ServeFlag, ...] = (
         ("--speculative-num-draft-tokens",),
         "speculative.num_draft_tokens",
         SPECULATION,
-        "Tokens that are verified; for EAGLE, as in SGLang, with the token before the drafts.",
+        "Tokens that are verified; as in SGLang, with the token before the drafts.",
         int,
         8,
     ),

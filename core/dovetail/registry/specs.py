@@ -190,7 +190,8 @@ class ComponentSpec:
     ``target`` is the class that implements the kind's interface; ``config`` is a ``PluginConfig`` whose ``kind`` is a
     Literal of ``name``. This class is imported to validate config, so its module must be light. ``describe`` of a model
     is a function from config.json (a dict) to ``ModelInfo``; ``aliases`` of a model are the ``architectures`` entries
-    of config.json that it implements. For ``describe`` and ``expert_format`` of a quantization see ``interfaces.quantization``. ``offers`` and ``needs`` are registered features. ``replace`` names a
+    of config.json that it implements, and those of a drafter the names that other engines' flags have for it: the name of another
+    drafter that drafts chains is an alias of the one that drafts trees with the same weights. For ``describe`` and ``expert_format`` of a quantization see ``interfaces.quantization``. ``offers`` and ``needs`` are registered features. ``replace`` names a
     distribution whose component of the same name this one overrides. ``probe`` is an optional "module:function" that
     returns None, or the reason why the component cannot work here; it is called only for candidates that passed every
     other stage. It may take the arguments ``section`` (the component's own config) and ``config`` (the whole config).

@@ -17,6 +17,7 @@ NGRAM = ComponentSpec(
     target="dovetail_speculative.ngram:NgramDrafter",
     config="dovetail_speculative.config:NgramConfig",
     summary="Prompt lookup: drafts what followed the last occurrence of the latest tokens, in this request or in recent outputs.",
+    aliases=("prompt_lookup",),
     offers=frozenset({Feature.DRAFT_CHAIN}),
     needs=frozenset({Feature.ATTN_VERIFY, Feature.KV_ROLLBACK}),
 )
@@ -40,6 +41,7 @@ MTP = ComponentSpec(
     target="dovetail_speculative.mtp:MtpDrafter",
     config="dovetail_speculative.config:MtpConfig",
     summary="Multi-token prediction: layers of the target's own checkpoint draft chains.",
+    aliases=("nextn", "deepseek_mtp"),
     offers=frozenset({Feature.DRAFT_CHAIN}),
     needs=_HIDDEN_STATE_NEEDS | {Feature.MODEL_MTP_HEAD},
 )
@@ -50,13 +52,16 @@ DRAFT_MODEL = ComponentSpec(
     target="dovetail_speculative.draft_model:ModelDrafter",
     config="dovetail_speculative.config:DraftModelConfig",
     summary="A smaller model of the same vocabulary drafts chains.",
+    aliases=("standalone",),
     offers=frozenset({Feature.DRAFT_CHAIN}),
     needs=frozenset({Feature.ATTN_VERIFY, Feature.KV_ROLLBACK}),
     probe=_PROBE,
 )
 
 
-def _eagle(name: str, target: str, config: str, summary: str, *, trees: bool) -> ComponentSpec:
+def _eagle(
+    name: str, target: str, config: str, summary: str, *, trees: bool, aliases: tuple[str, ...] = ()
+) -> ComponentSpec:
     return ComponentSpec(
         kind=ComponentKind.DRAFTER,
         name=name,
@@ -66,6 +71,7 @@ def _eagle(name: str, target: str, config: str, summary: str, *, trees: bool) ->
         offers=frozenset({Feature.DRAFT_TREE, Feature.DRAFT_PROBS} if trees else {Feature.DRAFT_CHAIN}),
         needs=_HIDDEN_STATE_NEEDS | ({Feature.ATTN_TREE_MASK} if trees else frozenset()),
         api=(1, 3),
+        aliases=aliases,
         probe=_PROBE_TREE if trees else _PROBE,
     )
 
@@ -84,7 +90,14 @@ EAGLE3 = _eagle(
     "EAGLE-3: a head that reads three layers of the target drafts chains.",
     trees=False,
 )
-EAGLE3_TREE = _eagle("eagle3_tree", "Eagle3Drafter", "Eagle3TreeConfig", "EAGLE-3 heads that draft trees.", trees=True)
+EAGLE3_TREE = _eagle(
+    "eagle3_tree",
+    "Eagle3Drafter",
+    "Eagle3TreeConfig",
+    "EAGLE-3 heads that draft trees.",
+    trees=True,
+    aliases=("eagle3",),
+)
 
 
 @hookimpl
