@@ -48,19 +48,19 @@ def _rotate_and_store_latents(
     position = tl.load(positions + token)
     if tl.program_id(1) == 0:
         place = keys + tl.load(out_loc + token) * (RANK + SIZE)
-        at = tl.arange(0, BLOCK_RANK)
-        inside = at < RANK
-        latent = tl.load(latents + token * latent_token + at, inside, 0.0).to(tl.float32)
+        column = tl.arange(0, BLOCK_RANK)
+        real_column = column < RANK
+        latent = tl.load(latents + token * latent_token + column, real_column, 0.0).to(tl.float32)
         scale = tl.rsqrt(tl.sum(latent * latent, 0) / RANK + eps)
-        normed = latent * scale * tl.load(weight + at, inside, 0.0).to(tl.float32)
+        normed = latent * scale * tl.load(weight + column, real_column, 0.0).to(tl.float32)
         normed = normed.to(latents.dtype.element_ty).to(tl.float32)
-        tl.store(place + at, saturated(normed, LIMIT).to(keys.dtype.element_ty), inside)
+        tl.store(place + column, saturated(normed, LIMIT).to(keys.dtype.element_ty), real_column)
         pair = tl.arange(0, BLOCK_HALF)
         real = pair < half
-        source = latents + token * latent_token + RANK
-        low, high = _rotated(source, table, position, pair, real, real, SIZE, INTERLEAVED)
-        tl.store(place + RANK + pair, saturated(low, LIMIT).to(keys.dtype.element_ty), real)
-        tl.store(place + RANK + half + pair, saturated(high, LIMIT).to(keys.dtype.element_ty), real)
+        key = latents + token * latent_token + RANK
+        key_low, key_high = _rotated(key, table, position, pair, real, real, SIZE, INTERLEAVED)
+        tl.store(place + RANK + pair, saturated(key_low, LIMIT).to(keys.dtype.element_ty), real)
+        tl.store(place + RANK + half + pair, saturated(key_high, LIMIT).to(keys.dtype.element_ty), real)
     else:
         head = ((tl.program_id(1) - 1) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS))[:, None]
         at = tl.arange(0, BLOCK_HALF)[None, :]

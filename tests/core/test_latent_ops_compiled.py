@@ -1,0 +1,37 @@
+"""Test the kernel that prepares latent attention as it is compiled for compute capability 9.0, with the sizes of DeepSeek.
+That needs no GPU. The interpreter runs kernels that the compiler refuses.
+
+Run: python -m pytest tests/core/test_latent_ops_compiled.py
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from dovetail.ops.triton import latent
+from dovetail.ops.triton.launch import INTERPRETED
+
+pytestmark = [
+    pytest.mark.skipif(INTERPRETED, reason="kernels are interpreted, not compiled"),
+    pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION"),
+]
+
+
+@pytest.mark.parametrize(("heads", "interleaved", "pool"), [(16, True, "*bf16"), (128, False, "*fp8e4nv")])
+def test_the_kernel_compiles(heads: int, interleaved: bool, pool: str) -> None:
+    kernel = latent._rotate_and_store_latents
+    constants: dict[str, Any] = {
+        "HEADS": heads, "RANK": 512, "SIZE": 64, "INTERLEAVED": interleaved, "LIMIT": 0.0 if pool == "*bf16" else 448.0,
+        "BLOCK_HEADS": 16, "BLOCK_HALF": 32, "BLOCK_RANK": 512, "PDL": True,
+    }  # fmt: skip
+    types = dict.fromkeys(("q", "out", "latents", "weight"), "*bf16") | {"keys": pool, "table": "*fp32", "eps": "fp32"}
+    types |= dict.fromkeys(("positions", "out_loc"), "*i64")
+    signature = {name: "constexpr" if name in constants else types.get(name, "i32") for name in kernel.arg_names}
+    source = ASTSource(fn=kernel, signature=signature, constexprs=constants)
+    options = {"num_warps": 4, "launch_pdl": True}
+    assert triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options).asm["cubin"]
