@@ -1,4 +1,4 @@
-"""Test the kernel of latent attention as it is compiled for compute capability 9.0, with the sizes of DeepSeek. That needs no GPU.
+"""Test the kernels of latent attention as they are compiled for compute capability 9.0, with the sizes of DeepSeek. That needs no GPU.
 
 .venv/bin/python -m pytest -q tests/core/test_latent_compiled.py
 """
@@ -18,7 +18,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from dovetail.ops.triton.launch import INTERPRETED
-from dovetail_attention.triton import latent, tiles
+from dovetail_attention.triton import expanded, latent, tiles
 
 pytestmark = [
     pytest.mark.skipif(INTERPRETED, reason="kernels are interpreted, not compiled"),
@@ -38,18 +38,36 @@ def compiled(tile: tiles.AttentionTile, group: int, *, tree: bool, chunk: int, p
         "ROWS": tile.rows, "KEYS": tile.keys, "FLIP": tile.flip, "CAUSAL": True, "TREE": tree, "CHUNK": chunk, "RECORD": 8,
         "FEWER": True, "LEVEL": not tree and not chunk, "LEADS": False, "AHEAD": not chunk, "PDL": True,
     }  # fmt: skip
-    types = POINTERS | {"kv": pool, "scale": "fp32"}
+    fusion = {"enable_fp_fusion": False} if chunk else {}
+    return compile_kernel(kernel, constants, {"kv": pool}, tile, **fusion)
+
+
+def compile_kernel(
+    kernel: Any, constants: dict[str, Any], types: dict[str, str], tile: tiles.AttentionTile, **options: bool
+) -> Any:
+    """Compile a kernel whose arguments have the alignment that they have on a device."""
+    types = POINTERS | {"scale": "fp32"} | types
     signature = {name: "constexpr" if name in constants else types.get(name, "i32") for name in kernel.arg_names}
+    single = ("table", "tree", "firsts")
+    strides = ("q_token", "q_head", "k_token", "k_head", "v_token", "v_head")
     attrs = {
         (index,): [["tt.divisibility", 16]]
         for index, name in enumerate(kernel.arg_names)
-        if (signature[name].startswith("*") and name not in ("table", "tree")) or name in ("q_token", "q_head")
+        if (signature[name].startswith("*") and name not in single) or name in strides
     }
     source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attrs)
-    options = {"num_warps": tile.num_warps, "num_stages": tile.num_stages, "launch_pdl": True}
-    if chunk:
-        options["enable_fp_fusion"] = False
-    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+    given = {"num_warps": tile.num_warps, "num_stages": tile.num_stages, "launch_pdl": True} | options
+    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=given)
+
+
+def spilled(found: Any, folder: Path) -> int:
+    """Return the bytes of registers that a compiled kernel spills."""
+    (folder / "kernel.cubin").write_bytes(found.asm["cubin"])
+    usage = [Path(backends.__file__).parent / "bin" / "cuobjdump", "-res-usage", folder / "kernel.cubin"]
+    reported = subprocess.run(usage, capture_output=True, text=True, check=True).stdout
+    stack = re.search(r"STACK:(\d+)", reported)
+    assert stack is not None
+    return int(stack[1])
 
 
 @pytest.mark.parametrize(
@@ -72,9 +90,20 @@ def test_tiles_compile(heads: int, form: str, pool: str, tmp_path: Path) -> None
         body = re.split(r"scf\.for", text)[-1].split("scf.yield", 1)[0]
         assert body.count("warp_group_dot ") == 3, "both parts of the keys, and the values"
         assert body.count("async_copy_global_to_local") >= 2
-    (tmp_path / "kernel.cubin").write_bytes(found.asm["cubin"])
-    usage = [Path(backends.__file__).parent / "bin" / "cuobjdump", "-res-usage", tmp_path / "kernel.cubin"]
-    reported = subprocess.run(usage, capture_output=True, text=True, check=True).stdout
-    stack = re.search(r"STACK:(\d+)", reported)
-    assert stack is not None
-    assert int(stack[1]) <= 1024, "what is spilled is computed before the loop and read in it"
+    assert spilled(found, tmp_path) <= 1024, "what is spilled is computed before the loop and read in it"
+
+
+@pytest.mark.parametrize("rows", [128, pytest.param(64, marks=FULL)])
+def test_tiles_of_expanded_prompts_compile(rows: int, tmp_path: Path) -> None:
+    """Both products are those of Hopper, and no register is spilled."""
+    tile = tiles.EXPANDED_TILES[rows]
+    constants = {
+        "HEADS": 16, "KEY_DIM": 128, "BLOCK_K": 128, "REST": 64, "BLOCK_REST": 64, "VALUE_DIM": 128, "BLOCK_V": 128,
+        "ROWS": tile.rows, "KEYS": tile.keys, "RECORD": 8, "LEADS": False, "PDL": True,
+    }  # fmt: skip
+    types = dict.fromkeys(("k", "v"), "*bf16") | {"firsts": "*i32"}
+    found = compile_kernel(expanded._expanded, constants, types, tile)
+    assert found.metadata.shared <= SHARED_MEMORY
+    body = re.split(r"scf\.for", found.asm["ttgir"])[-1].split("scf.yield", 1)[0]
+    assert body.count("warp_group_dot ") == body.count("async_copy_global_to_local") == 3
+    assert spilled(found, tmp_path) == 0

@@ -14,6 +14,7 @@ from dovetail.interfaces.attention import AttentionBackend, AttentionContext, At
 from dovetail.ops.triton.decode import LARGE_TILE, MEASURED_KEY_BYTES, decode_splits, long_splits, paged_decode, tiling
 from dovetail_attention.triton import tiles
 from dovetail_attention.triton.attend import PartialResults, attend
+from dovetail_attention.triton.expanded import ExpandedPrompts
 from dovetail_attention.triton.latent import LatentPages, attend_latents
 from dovetail_attention.triton.merge import merge, merge_into
 from dovetail_attention.triton.schedule import Schedule, ScheduleEntries, fill
@@ -144,6 +145,7 @@ class TritonAttention(AttentionBackend):
         self._even = 0  # the parts of every row's keys in a step that reads them in parts; 0: another kind of step
         self._long = False  # whether such a step is of the variant UNEVEN
         self._shared: Launch | None = None  # the launch for the prefixes that groups share, in such a step
+        self._prompts: ExpandedPrompts | None = None  # those of the last ``plan_expanded``
         self._leaders: dict[int | None, int] = {}  # for each window, the layer that makes the schedule
 
     def shares(self, batch: Batch) -> bool:
@@ -229,6 +231,17 @@ class TritonAttention(AttentionBackend):
             if own.entries.slots:
                 merge(out, tokens, parts, layer.sinks, one_by_one=self._invariant)
         return out
+
+    def plan_expanded(self, batch: Batch, kv_indptr: torch.Tensor) -> None:
+        """See ``AttentionBackend.plan_expanded``. Copies nothing and does not wait."""
+        self._prompts = ExpandedPrompts(batch, kv_indptr, self._processors, large_memory=self._large_memory)
+
+    def forward_expanded(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: AttentionLayer, batch: Batch
+    ) -> torch.Tensor:
+        """See ``AttentionBackend.forward_expanded``."""
+        assert self._prompts is not None, "plan_expanded comes before forward_expanded"
+        return self._prompts.forward(q, k, v, layer.scale)
 
     def _forward_even(self, q: torch.Tensor, layer: AttentionLayer, batch: Batch) -> torch.Tensor:
         """Attend to every row's own keys in the same number of parts, then to what groups share."""

@@ -50,6 +50,10 @@ CONVERTED_TILES = LATENT_TILES | {16: AttentionTile(16, 64, 8, 3, 1), 32: Attent
 be."""
 
 
+EXPANDED_TILES = {64: AttentionTile(64, 64, 4, 3, 1), 128: AttentionTile(128, 64, 8, 3, 1)}
+"""The tiles for expanded prompts in 16 bits, by the number of rows, chosen like ``LATENT_TILES``."""
+
+
 def choose(
     wanted: int,
     key_dim: int,
@@ -96,6 +100,15 @@ def choose_latent(
     if not large_memory:
         return AttentionTile(min(wanted, 32), 16, 8, 2, 1)
     return (LATENT_TILES if pool == dtype else CONVERTED_TILES)[min(wanted, 64)]
+
+
+def choose_expanded(wanted: int, dtype: torch.dtype, *, large_memory: bool) -> AttentionTile:
+    """Return the tile for expanded prompts of at most ``wanted`` queries, with keys of up to 256 numbers."""
+    if dtype.itemsize == 4:
+        return AttentionTile(16, 16, 4, 1, 2)
+    if not large_memory:
+        return AttentionTile(min(_power(wanted), 64), 32, 4, 2, 1)
+    return EXPANDED_TILES[min(max(_power(wanted), 64), 128)]
 
 
 def slots(tile: AttentionTile, processors: int, kv_heads: int) -> int:
