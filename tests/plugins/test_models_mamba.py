@@ -52,3 +52,43 @@ class TestMamba2(StateSuite):
         "one group, biases": {"n_groups": 1, "use_bias": True, "tie_word_embeddings": True},
         "limited, no bias": {"n_groups": 4, "use_conv_bias": False, "time_step_limit": [0.002, 0.05]},
     }
+
+
+HYBRID = COMMON | {
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 40,
+    "mamba_n_heads": 4,
+    "mamba_d_state": 24,
+    "mamba_d_head": 16,
+    "mamba_n_groups": 2,
+    "mamba_chunk_size": 16,
+    "max_position_embeddings": 256,
+}
+"""Settings that hybrid models have in common."""
+
+
+class TestGraniteHybrid(StateSuite):
+    name = "granite_hybrid"
+    model_type = "granitemoehybrid"
+    bfloat16_tolerance = 0.1  # routers choose other experts for some tokens
+    small: ClassVar[Mapping[str, Any]] = HYBRID | {
+        "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+        "num_local_experts": 0,
+        "shared_intermediate_size": 24,
+        "embedding_multiplier": 2.0,
+        "attention_multiplier": 0.4,
+        "residual_multiplier": 0.3,
+        "logits_scaling": 3.0,
+    }
+    configs: ClassVar[Mapping[str, Any]] = {
+        "without positions": {},
+        "rotated, attention last, biases": {
+            "position_embedding_type": "rope",
+            "layer_types": ["linear_attention", "linear_attention", "full_attention"],
+            "attention_bias": True,
+            "mamba_proj_bias": True,
+            "tie_word_embeddings": True,
+        },
+        "experts": {"num_local_experts": 4, "num_experts_per_tok": 2, "mamba_n_groups": 1},
+    }

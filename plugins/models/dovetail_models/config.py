@@ -263,3 +263,9 @@ class Qwen3NextConfig(PluginConfig):
     """Select the Qwen3-Next architecture."""
 
     kind: Literal["qwen3_next"] = "qwen3_next"  # pyright: ignore[reportIncompatibleVariableOverride]
+
+
+class GraniteHybridConfig(PluginConfig):
+    """Select the Granite 4 hybrid architecture."""
+
+    kind: Literal["granite_hybrid"] = "granite_hybrid"  # pyright: ignore[reportIncompatibleVariableOverride]

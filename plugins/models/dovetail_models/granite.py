@@ -11,10 +11,12 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from dovetail.layers.base import Layer
 from dovetail.layers.decoder import DecoderLayer, DecoderShape, linear_targets
 from dovetail.layers.expert_targets import fused_expert_targets
 from dovetail.layers.experts import Experts
 from dovetail.layers.linear import ColumnLinear
+from dovetail.layers.mlp import GatedMLP
 from dovetail.layers.norm import RMSNorm
 from dovetail_models.decoder import DecoderModel
 from dovetail_models.dense import DenseModel, layer_shape
@@ -80,7 +82,7 @@ class GraniteMoeModel(MultipliedModel, MoeModel):
     """Compute ``GraniteMoeForCausalLM`` and ``GraniteMoeSharedForCausalLM``. Checkpoints have the weights of all experts
     in one tensor, and gate and up of the shared expert too."""
 
-    def make_layer(self, index: int, mesh: Mesh) -> DecoderLayer:
+    def make_layer(self, index: int, mesh: Mesh) -> Layer:
         """See ``DecoderModel``."""
         experts = Experts(self.info.config.experts, mesh)
         return DecoderLayer(self.multiplied(moe_layer_shape(self.info)), index, mesh, mlp=experts)
@@ -92,13 +94,18 @@ class GraniteMoeModel(MultipliedModel, MoeModel):
         assert isinstance(layer, DecoderLayer)
         assert isinstance(layer.mlp, Experts)
         if layer.mlp.shared is not None:
-            theirs, ours, shared = f"{checkpoint_prefix}.shared_mlp", f"{parameter_prefix}.mlp.shared", layer.mlp.shared
-            assert isinstance(shared.gate_up, ColumnLinear)
-            yield f"{theirs}.input_linear.weight", shared.gate_up.fused_targets(f"{ours}.gate_up.weight")
-            yield from linear_targets(shared.down, f"{theirs}.output_linear", f"{ours}.down")
+            yield from shared_mlp_targets(layer.mlp.shared, checkpoint_prefix, f"{parameter_prefix}.mlp.shared")
 
     def experts_targets(self, layer: Experts, checkpoint_prefix: str, parameter_prefix: str) -> Targets:
         """See ``MoeModel``."""
         yield from self.router_targets(layer, checkpoint_prefix, f"{parameter_prefix}.router")
         names = ("input_linear.weight", "output_linear.weight")
         yield from fused_expert_targets(layer, checkpoint_prefix, parameter_prefix, names=names)
+
+
+def shared_mlp_targets(shared: GatedMLP, checkpoint_prefix: str, parameter_prefix: str) -> Targets:
+    """Yield the targets of the tensors of a shared expert, or of the MLP of a layer without experts."""
+    theirs = f"{checkpoint_prefix}.shared_mlp"
+    assert isinstance(shared.gate_up, ColumnLinear)
+    yield f"{theirs}.input_linear.weight", shared.gate_up.fused_targets(f"{parameter_prefix}.gate_up.weight")
+    yield from linear_targets(shared.down, f"{theirs}.output_linear", f"{parameter_prefix}.down")

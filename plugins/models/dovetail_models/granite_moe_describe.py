@@ -20,8 +20,8 @@ from dovetail_models.moe_describe import (
 )
 from dovetail_models.settings import read_flag, read_float, read_int, refuse_unread
 
-_FACTORS = ("embedding_multiplier", "attention_multiplier", "residual_multiplier", "logits_scaling")
-_NAMES = ExpertNames(layer="block_sparse_moe", router="router.layer")
+GRANITE_FACTORS = ("embedding_multiplier", "attention_multiplier", "residual_multiplier", "logits_scaling")
+GRANITE_MOE_NAMES = ExpertNames(layer="block_sparse_moe", router="router.layer")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,7 +45,7 @@ def describe_granite_moe_shared(config: dict[str, Any]) -> ModelInfo:
 
 
 def _describe(config: dict[str, Any], architecture: str, shared: int) -> ModelInfo:
-    reads = COUNTS | {"attention_bias", *_FACTORS} | ({"shared_intermediate_size"} if shared else set())
+    reads = COUNTS | {"attention_bias", *GRANITE_FACTORS} | ({"shared_intermediate_size"} if shared else set())
     refuse_unread(config, reads, architecture)
     refuse_activation(config)
     sizes = read_heads(config)
@@ -57,6 +57,6 @@ def _describe(config: dict[str, Any], architecture: str, shared: int) -> ModelIn
         shared_size=shared,
     )
     bias = read_flag(config, "attention_bias")
-    common = replace(moe_config(config, experts, rope), qkv_bias=bias, out_bias=bias, names=_NAMES)
-    own = extended(GraniteMoeSizes, common, **{name: read_float(config, name, 1.0) for name in _FACTORS})
+    common = replace(moe_config(config, experts, rope), qkv_bias=bias, out_bias=bias, names=GRANITE_MOE_NAMES)
+    own = extended(GraniteMoeSizes, common, **{name: read_float(config, name, 1.0) for name in GRANITE_FACTORS})
     return moe_info(config, architecture, sizes, rope.context_len, own)

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import dataclasses
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
-from dovetail.interfaces.model import ModelInfo
 from dovetail.layers.base import Layer
 from dovetail.layers.mamba import Mamba2Mixer, Mamba2Shape
 from dovetail.layers.norm import RMSNorm
 from dovetail.layers.quantized import quantize_output
 from dovetail.layers.states import step_states
 from dovetail_models.decoder import DecoderModel
+from dovetail_models.hybrid import mixer_shape
 
 if TYPE_CHECKING:
     from dovetail.interfaces.mesh import Mesh
@@ -21,14 +20,6 @@ if TYPE_CHECKING:
     from dovetail.ops.parts import Addend
     from dovetail.types import Batch
     from dovetail_models.decoder import Targets
-    from dovetail_models.mamba2_describe import Mamba2Settings
-
-
-def mixer_shape(info: ModelInfo, **variants: Any) -> Mamba2Shape:
-    """Return the shape of each mixer of a model whose ``config.mixer`` is a ``Mamba2Sizes``. ``variants`` are further fields
-    of the shape."""
-    sizes = {field.name: getattr(info.config.mixer, field.name) for field in dataclasses.fields(info.config.mixer)}
-    return Mamba2Shape(hidden_size=info.hidden_size, **{"norm_eps": info.config.norm_eps, **sizes, **variants})
 
 
 class Mamba2Layer(Layer):
@@ -69,11 +60,6 @@ class Mamba2Model(DecoderModel):
     layers_name = "backbone.layers"
     norm_name = "backbone.norm_f"
     body = "backbone."
-
-    @property
-    def sizes(self) -> Mamba2Settings:
-        """Return the config of the model."""
-        return self.info.config
 
     def make_layer(self, index: int, mesh: Mesh) -> Mamba2Layer:
         """See ``DecoderModel``."""

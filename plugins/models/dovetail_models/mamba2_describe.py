@@ -1,8 +1,8 @@
-"""Describe Mamba-2 from config.json alone. Does not import torch."""
+"""Describe Mamba-2 from config.json alone, and what hybrid models share that have its mixers. Does not import torch."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -44,6 +44,62 @@ class Mamba2Settings(DecoderConfig):
 def state_group(layers: int) -> CacheGroup:
     """Return the cache group of layers with states. Their shapes are those of the layers (``StateLayer.state_shapes``)."""
     return CacheGroup(layers, 1, 1, CacheGroupKind.STATE)
+
+
+def hybrid_info(info: ModelInfo, states: Sequence[bool], mixer: Mamba2Sizes) -> ModelInfo:
+    """Return ``info`` with the cache groups of a model whose layers keep states where ``states`` says so, and otherwise
+    keys and values, and with the sizes of its Mamba-2 mixers as numbers that ranks must divide."""
+    count = sum(states)
+    groups = [replace(info.cache_groups[0], num_layers=len(states) - count)] if count < len(states) else []
+    return replace(
+        info,
+        cache_groups=(*groups, *([state_group(count)] if count else [])),
+        split_sizes=(*info.split_sizes, ("the number of heads of Mamba-2", mixer.num_heads)),
+        offers=info.offers - {Feature.MODEL_BATCH_INVARIANT},
+    )
+
+
+_STATE_NAMES = {"mamba": True, "linear_attention": True, "attention": False, "full_attention": False}
+
+
+def read_state_layers(config: Mapping[str, Any], key: str = "layer_types") -> tuple[bool, ...]:
+    """Return which layers keep states, by a list of names in the format of transformers 4 or 5; without a list, all of them
+    do. Raises ``ConfigError``."""
+    layers = read_int(config, "num_hidden_layers")
+    names = config.get(key)
+    if names is None:
+        return (True,) * layers
+    if not isinstance(names, list) or len(names) != layers or not set(map(str, names)) <= set(_STATE_NAMES):
+        raise ConfigError(f"config.json: {key} is {names!r}; needed: a list of {layers} of {', '.join(_STATE_NAMES)}")
+    return tuple(_STATE_NAMES[name] for name in names)
+
+
+def read_mamba_sizes(config: Mapping[str, Any], *, inner: int | None = None, groups: int = 1) -> Mamba2Sizes:
+    """Return the sizes by the keys ``mamba_...`` of hybrid models. ``inner`` is the number of channels of all heads, by
+    default ``mamba_expand`` times the hidden size; ``groups`` is the default of ``mamba_n_groups``. Raises ``ConfigError``."""
+    heads = read_int(config, "mamba_n_heads", 128)
+    inner = inner or read_int(config, "mamba_expand", 2) * read_int(config, "hidden_size")
+    given = config.get("mamba_d_head")
+    head_dim = inner // heads if given in (None, "auto") else read_int(config, "mamba_d_head")
+    if heads * head_dim != inner:
+        raise ConfigError(
+            f"config.json: mamba_n_heads and mamba_d_head are {heads} and {given}, and all heads have {inner} channels; the "
+            "product must be equal"
+        )
+    number = read_int(config, "mamba_n_groups", groups)
+    check_groups(heads, number, "mamba_n_groups")
+    bias = read_flag(config, "mamba_proj_bias")
+    return Mamba2Sizes(
+        num_heads=heads,
+        head_dim=head_dim,
+        num_groups=number,
+        state_size=read_int(config, "mamba_d_state", 256),
+        conv_width=read_int(config, "mamba_d_conv", 4, minimum=2),
+        conv_bias=read_flag(config, "mamba_conv_bias", default=True),
+        in_bias=bias,
+        out_bias=bias,
+        limits=read_limits(config),
+    )
 
 
 def read_limits(config: Mapping[str, Any]) -> tuple[float, float]:

@@ -351,5 +351,13 @@ MODELS = (
         "Mamba2Config",
         "Mamba-2: states in place of attention.",
     ),
+    _spec(
+        "granite_hybrid",
+        "GraniteMoeHybridForCausalLM",
+        "granite_hybrid:GraniteHybridModel",
+        "granite_hybrid_describe",
+        "GraniteHybridConfig",
+        "Granite 4: Mamba-2 mixers and some layers with attention, with experts or without.",
+    ),
 )
 """Hold the specs of all models of this package."""

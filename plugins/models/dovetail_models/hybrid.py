@@ -1,0 +1,83 @@
+"""Define what models share in which some layers keep a state for each request: which layers these are, and layers of two
+norms, a mixer or attention, and an MLP."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from dovetail.interfaces.cache import CacheGroupKind
+from dovetail.layers.attention import SelfAttention
+from dovetail.layers.base import Layer
+from dovetail.layers.mamba import Mamba2Mixer, Mamba2Shape
+from dovetail.layers.mlp import GatedMLP
+from dovetail.layers.norm import RMSNorm
+from dovetail.layers.quantized import quantize_output
+from dovetail.layers.states import step_states
+
+if TYPE_CHECKING:
+    from dovetail.interfaces.model import ModelInfo
+    from dovetail.layers.experts import Experts
+    from dovetail.layers.rotary import Rotation
+    from dovetail.ops.parts import Addend
+    from dovetail.types import Batch
+
+
+def mixer_shape(info: ModelInfo, **variants: Any) -> Mamba2Shape:
+    """Return the shape of each mixer of a model whose ``config.mixer`` is a ``Mamba2Sizes``. ``variants`` are further fields
+    of the shape."""
+    sizes = {field.name: getattr(info.config.mixer, field.name) for field in dataclasses.fields(info.config.mixer)}
+    return Mamba2Shape(hidden_size=info.hidden_size, **{"norm_eps": info.config.norm_eps, **sizes, **variants})
+
+
+def state_group_of(info: ModelInfo) -> int:
+    """Return the index of the cache group of states."""
+    return [group.kind for group in info.cache_groups].index(CacheGroupKind.STATE)
+
+
+def earlier(kinds: Sequence[Any], index: int) -> int:
+    """Return the index of layer ``index`` among the layers of its kind, which is that in their cache group."""
+    return list(kinds[:index]).count(kinds[index])
+
+
+class MixerLayer(Layer):
+    """Compute a norm and a mixer or attention, and a norm and an MLP or experts. ``group`` is the cache group of
+    states."""
+
+    def __init__(
+        self, hidden_size: int, eps: float, mixer: Mamba2Mixer | SelfAttention, mlp: GatedMLP | Experts, group: int
+    ) -> None:
+        super().__init__()
+        self.norm, self.mlp_norm = RMSNorm(hidden_size, eps), RMSNorm(hidden_size, eps)
+        self.mixer, self.mlp = mixer, mlp
+        self._group = group
+
+    def connect(self) -> None:
+        """See ``Layer.connect``."""
+        quantize_output(self.norm, self.mixer.qkv if isinstance(self.mixer, SelfAttention) else self.mixer.project)
+        if isinstance(self.mlp, GatedMLP):
+            quantize_output(self.mlp_norm, self.mlp.gate_up)
+
+    def enter(self, x: Addend, residual: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+        """See ``Block``."""
+        if residual is not None:
+            return self.norm.add_forward(x, residual)
+        assert isinstance(x, torch.Tensor)
+        return self.norm.forward(x), x
+
+    def forward(
+        self, x: torch.Tensor, stream: torch.Tensor, rotation: Rotation, batch: Batch, last: Batch | None = None
+    ) -> tuple[Addend, torch.Tensor]:
+        """See ``Block``."""
+        rows = None if last is None else batch.logit_rows
+        if isinstance(self.mixer, SelfAttention):
+            added = self.mixer.parts_forward(x, rotation, batch, last)
+        else:
+            added = self.mixer.parts_forward(x, step_states(batch, self._group), rows)
+        if rows is not None:
+            stream = stream.index_select(0, rows)
+        x, stream = self.mlp_norm.add_forward(added, stream)
+        return self.mlp.parts_forward(x), stream
