@@ -92,3 +92,32 @@ class TestGraniteHybrid(StateSuite):
         },
         "experts": {"num_local_experts": 4, "num_experts_per_tok": 2, "mamba_n_groups": 1},
     }
+
+
+class TestFalconH1(StateSuite):
+    name = "falcon_h1"
+    model_type = "falcon_h1"
+    small: ClassVar[Mapping[str, Any]] = HYBRID | {"mamba_d_ssm": 64, "num_hidden_layers": 2}
+    configs: ClassVar[Mapping[str, Any]] = {
+        "multiplied": {
+            "embedding_multiplier": 2.0,
+            "lm_head_multiplier": 0.5,
+            "mlp_multipliers": [0.7, 1.5],
+            "key_multiplier": 0.6,
+            "attention_in_multiplier": 1.3,
+            "attention_out_multiplier": 0.8,
+            "ssm_multipliers": [0.9, 1.1, 0.8, 1.2, 1.5],
+            "ssm_in_multiplier": 1.25,
+            "ssm_out_multiplier": 0.7,
+        },
+        "norm first, biases": {
+            "mamba_rms_norm": True,
+            "mamba_n_groups": 1,
+            "attention_bias": True,
+            "mlp_bias": True,
+            "mamba_proj_bias": True,
+            "projectors_bias": True,
+            "tie_word_embeddings": True,
+        },
+        "gate first": {"mamba_rms_norm": True, "mamba_norm_before_gate": False, "mamba_d_head": "auto"},
+    }

@@ -269,3 +269,9 @@ class GraniteHybridConfig(PluginConfig):
     """Select the Granite 4 hybrid architecture."""
 
     kind: Literal["granite_hybrid"] = "granite_hybrid"  # pyright: ignore[reportIncompatibleVariableOverride]
+
+
+class FalconH1Config(PluginConfig):
+    """Select the Falcon-H1 architecture."""
+
+    kind: Literal["falcon_h1"] = "falcon_h1"  # pyright: ignore[reportIncompatibleVariableOverride]

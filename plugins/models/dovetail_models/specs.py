@@ -359,5 +359,13 @@ MODELS = (
         "GraniteHybridConfig",
         "Granite 4: Mamba-2 mixers and some layers with attention, with experts or without.",
     ),
+    _spec(
+        "falcon_h1",
+        "FalconH1ForCausalLM",
+        "falcon_h1:FalconH1Model",
+        "falcon_h1_describe",
+        "FalconH1Config",
+        "Falcon-H1: attention and a Mamba-2 mixer side by side in every layer.",
+    ),
 )
 """Hold the specs of all models of this package."""
