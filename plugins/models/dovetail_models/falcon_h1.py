@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from dovetail.interfaces.attention import AttentionLayer
-from dovetail.layers.attention import SelfAttention
+from dovetail.layers.attention import AttentionShape, SelfAttention
 from dovetail.layers.base import Layer
 from dovetail.layers.decoder import attention_targets, mlp_targets
 from dovetail.layers.mamba import Mamba2Mixer
@@ -41,6 +41,7 @@ class FalconH1Layer(Layer):
         super().__init__()
         config: FalconH1Sizes = info.config
         shape = layer_shape(info).attention
+        assert isinstance(shape, AttentionShape)
         self.norm, self.mlp_norm = (RMSNorm(info.hidden_size, config.norm_eps) for _ in range(2))
         self.attn = SelfAttention(shape, AttentionLayer(index, config.attention_scale), mesh)
         self.mixer = Mamba2Mixer(mixer_shape(info, order=config.norm, multipliers=config.projections), index, mesh)
