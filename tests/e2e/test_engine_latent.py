@@ -11,7 +11,10 @@ from typing import Any
 
 import engine_models as models
 import pytest
+from drafter_checkpoints import save_eagle3
 from engine_runs import check_idle, make_llm, paged, prompts_of, results
+from mtp_dflash_checkpoints import save_dflash
+from safetensors.torch import load_file, save_file
 from transformers import DeepseekV2Config, DeepseekV3Config
 
 from dovetail import SamplingParams
@@ -105,6 +108,30 @@ def test_drafters_keep_latents_or_keys_and_values_whatever_the_target_keeps(
     assert stats.drafted_tokens > 0
     if target == drafter:
         assert stats.accepted_tokens > 0.95 * stats.drafted_tokens
+    check_idle(drafting)
+    plain.close()
+    drafting.close()
+
+
+@pytest.mark.parametrize("kind", ["eagle3_tree", "dflash"])
+def test_heads_draft_trees_and_blocks_for_a_target_with_latents(kind: str, tmp_path: Path) -> None:
+    """The nodes of a tree are verified over latents, and accepted ones are moved to consecutive places."""
+    config, settings = V3
+    models.save(tmp_path, config, **settings | {"num_hidden_layers": 8})
+    save_eagle3(tmp_path / "eagle3", hidden_size=64)
+    save_dflash(tmp_path / "dflash", hidden=64, head_dim=16, mask=models.VOCAB - 1)
+    head = load_file(tmp_path / "model.safetensors")
+    head["lm_head.weight"][5:] = 0  # drafts of random weights are right now and then
+    save_file(head, tmp_path / "model.safetensors", {"format": "pt"})
+    prompts, params = prompts_of([3, 30, 17], shared=9), SamplingParams(max_new_tokens=32, temperature=1.0, seed=2)
+    plain, drafting = (
+        make_llm(tmp_path, speculative=one, scheduler={"draft": "always"}, threads=1)
+        for one in ("none", {"kind": kind, "path": str(tmp_path / kind.removesuffix("_tree"))})
+    )
+    for _ in range(2):  # the second time from the prefix cache
+        assert results(drafting.generate(prompts, params)) == results(plain.generate(prompts, params))
+    stats = drafting.loop.stats()
+    assert stats.drafted_tokens > stats.accepted_tokens > 0
     check_idle(drafting)
     plain.close()
     drafting.close()
