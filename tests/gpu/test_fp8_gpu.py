@@ -125,7 +125,7 @@ def test_products_take_what_norms_quantized(block: tuple[int, int] | None, token
     scale = torch.rand((512,) if block is None else (4, 8), device="cuda") / 64
     product = make_product(weight, scale, block, None, torch.bfloat16)
     quantized = Fp8Quantizer(None if block is None else 128).quantize(x)
-    assert product.forward(quantized, None).equal(product.forward(x, None))  # pyright: ignore[reportArgumentType]
+    assert product.forward(quantized, None).equal(product.forward(x, None))
 
 
 def test_a_quantized_model_answers() -> None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
 
 from dovetail.errors import ConfigError
 
@@ -104,6 +104,10 @@ class QuantizedActivations(NamedTuple):
         return self.codes.shape
 
 
+LinearInput: TypeAlias = "torch.Tensor | QuantizedActivations"
+"""What a linear layer receives: activations, or what the ``quantizer`` of its product made of them."""
+
+
 class ActivationQuantizer(ABC):
     """Quantize the input of linear layers, alone or in the kernel that computes it.
 
@@ -164,17 +168,17 @@ class LinearProduct(ABC):
     """Hold what may quantize the input in the kernel that computes it, or None if the product accepts tensors only."""
 
     @abstractmethod
-    def forward(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    def forward(self, x: LinearInput, bias: torch.Tensor | None) -> torch.Tensor:
         """Map contiguous ``x [tokens, in]`` to ``[tokens, out]``, with ``bias [out]`` added. Mutates nothing. On CUDA it
-        can be captured, and does not wait for the device. If there is a ``quantizer``,
-        ``x`` may be ``QuantizedActivations`` too, here, in ``gated`` and in ``parts``."""
+        can be captured, and does not wait for the device. Without a ``quantizer``, ``x`` is always a tensor, here, in ``gated``
+        and in ``parts``."""
 
     @abstractmethod
-    def gated(self, x: torch.Tensor, bias: torch.Tensor | None, activation: Activation) -> torch.Tensor:
+    def gated(self, x: LinearInput, bias: torch.Tensor | None, activation: Activation) -> torch.Tensor:
         """Compute ``activation(gate) * up``, where ``forward(x, bias)`` is ``[gate, up]`` side by side: map contiguous
         ``x [tokens, in]`` to ``[tokens, out / 2]``. ``ops.activation.GATES`` has the functions."""
 
-    def parts(self, x: torch.Tensor) -> torch.Tensor | None:
+    def parts(self, x: LinearInput) -> torch.Tensor | None:
         """Return the product without a bias in parts that are still to be added up, float32 ``[parts, tokens, out]``,
         or None if it is not computed in parts. The norm that follows then adds them up (``ops.parts.Parts``)."""
         return None

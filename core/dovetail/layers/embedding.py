@@ -14,6 +14,7 @@ from dovetail.layers.linear import Linear
 
 if TYPE_CHECKING:
     from dovetail.interfaces.mesh import Mesh
+    from dovetail.interfaces.quantization import LinearInput
 
 
 class Embedding(Layer):
@@ -65,7 +66,7 @@ class LMHead(Linear):
         """Give a tied head a weight of its own, which is not initialised."""
         self.weight, self.tied = nn.Parameter(torch.empty_like(self.weight), requires_grad=False), False
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: LinearInput) -> torch.Tensor:
         """Map contiguous ``x [n, hidden_size]`` to ``[n, vocab_size]``. Mutates nothing."""
         logits = super().forward(x)
         if self._tp is None:

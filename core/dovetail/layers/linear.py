@@ -12,7 +12,7 @@ from torch import nn
 
 from dovetail.errors import ConfigError
 from dovetail.interfaces.model import TensorShare, WeightTarget, WeightTransform
-from dovetail.interfaces.quantization import ActivationQuantizer, LinearMethod, LinearProduct
+from dovetail.interfaces.quantization import ActivationQuantizer, LinearInput, LinearMethod, LinearProduct
 from dovetail.layers.base import Layer, deferrable_parameter, parameter
 from dovetail.ops.activation import GATES, Activation
 from dovetail.ops.cpu.kernels import kernels
@@ -54,7 +54,9 @@ class DenseProduct(LinearProduct):
         self._batch_invariant = batch_invariant
         self.in_parts = self._few_rows is not None
 
-    def forward(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    def forward(  # pyright: ignore[reportIncompatibleMethodOverride]  # it has no quantizer
+        self, x: torch.Tensor, bias: torch.Tensor | None
+    ) -> torch.Tensor:
         """See ``LinearProduct``."""
         if self._compiled is not None and x.shape[0] <= self._compiled_rows:
             return self._compiled.product(x, self._weight, bias)
@@ -62,13 +64,15 @@ class DenseProduct(LinearProduct):
             return self._few_rows(x, bias)
         return linear(x, self._weight, bias) if self._packed is None else packed_linear(x, self._packed, bias)
 
-    def gated(self, x: torch.Tensor, bias: torch.Tensor | None, activation: Activation) -> torch.Tensor:
+    def gated(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self, x: torch.Tensor, bias: torch.Tensor | None, activation: Activation
+    ) -> torch.Tensor:
         """See ``LinearProduct``."""
         if self._few_rows is not None and x.shape[0] <= self._few_rows.most_rows:
             return self._few_rows.gated(x, bias, activation)
         return GATES[activation](self.forward(x, bias))
 
-    def parts(self, x: torch.Tensor) -> torch.Tensor | None:
+    def parts(self, x: torch.Tensor) -> torch.Tensor | None:  # pyright: ignore[reportIncompatibleMethodOverride]
         """See ``LinearProduct``."""
         if self._few_rows is not None and x.shape[0] <= self._few_rows.most_rows:
             parts = self._few_rows.parts(x)
@@ -88,17 +92,17 @@ class QuantizedGate(LinearProduct):
         self._product, self._quantizer = product, quantizer
         self.in_parts, self.quantizer = product.in_parts, product.quantizer
 
-    def forward(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    def forward(self, x: LinearInput, bias: torch.Tensor | None) -> torch.Tensor:
         """See ``LinearProduct``."""
         return self._product.forward(x, bias)
 
-    def gated(self, x: torch.Tensor, bias: torch.Tensor | None, activation: Activation) -> Any:
+    def gated(self, x: LinearInput, bias: torch.Tensor | None, activation: Activation) -> Any:
         """See ``LinearProduct``, but return ``QuantizedActivations`` of more rows than ``few_rows``."""
         if x.shape[0] <= self._quantizer.few_rows:
             return self._product.gated(x, bias, activation)
         return self._quantizer.gate(self._product.forward(x, bias), activation)
 
-    def parts(self, x: torch.Tensor) -> torch.Tensor | None:
+    def parts(self, x: LinearInput) -> torch.Tensor | None:
         """See ``LinearProduct``."""
         return self._product.parts(x)
 
@@ -165,13 +169,13 @@ class Linear(Layer):
             self.prepare()
         return self._product
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: LinearInput) -> torch.Tensor:
         """Map contiguous ``x [tokens, in]`` to ``[tokens, out]``. Mutates nothing."""
         if not self.prepared:
             self.prepare()
         return self._product.forward(x, self._added)
 
-    def parts_forward(self, x: torch.Tensor) -> Addend:
+    def parts_forward(self, x: LinearInput) -> Addend:
         """Compute ``forward``, but leave it to ``RMSNorm.add_forward`` to add up the parts that the kernel computes, or
         the addends of the ranks."""
         if self.prepared and not self._in_parts:
@@ -179,17 +183,17 @@ class Linear(Layer):
         parts = self._parts(x)
         return self.forward(x) if parts is None else Parts(parts)
 
-    def addend_forward(self, x: torch.Tensor) -> torch.Tensor:
+    def addend_forward(self, x: LinearInput) -> torch.Tensor:
         """Return what this rank adds to ``forward``: all of it, unless the inputs are divided among ranks."""
         return self.forward(x)
 
-    def _parts(self, x: torch.Tensor) -> torch.Tensor | None:
+    def _parts(self, x: LinearInput) -> torch.Tensor | None:
         """Return the parts of the product, or None if it is not computed in parts."""
         if not self.prepared:
             self.prepare()
         return self._product.parts(x) if self._in_parts else None
 
-    def gated_forward(self, x: torch.Tensor) -> torch.Tensor:
+    def gated_forward(self, x: LinearInput) -> torch.Tensor:
         """Compute the gate of ``forward(x)``, whose first half opens it: map contiguous ``x [tokens, in]`` to ``[tokens,
         out / 2]``. Mutates nothing."""
         if not self.prepared:
@@ -215,11 +219,15 @@ class Float32Product(LinearProduct):
     def __init__(self, weight: torch.Tensor) -> None:
         self._weight = weight
 
-    def forward(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    def forward(  # pyright: ignore[reportIncompatibleMethodOverride]  # it has no quantizer
+        self, x: torch.Tensor, bias: torch.Tensor | None
+    ) -> torch.Tensor:
         """See ``LinearProduct``. ``x`` has the weight's dtype."""
         return linear_float32(x, self._weight, bias)
 
-    def gated(self, x: torch.Tensor, bias: torch.Tensor | None, activation: Activation) -> torch.Tensor:
+    def gated(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self, x: torch.Tensor, bias: torch.Tensor | None, activation: Activation
+    ) -> torch.Tensor:
         """See ``LinearProduct``."""
         return GATES[activation](self.forward(x, bias))
 
@@ -243,7 +251,7 @@ class Float32Linear(Linear):
         self._in_parts = False
         Layer.prepare(self)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor) -> torch.Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Map contiguous ``x [tokens, in]`` to ``[tokens, out]``. Mutates nothing."""
         if self.method is not None:
             return super().forward(x).float()
@@ -322,15 +330,15 @@ class RowLinear(Linear):
         if self._tp.rank:
             self._added = None
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: LinearInput) -> torch.Tensor:
         """Map contiguous ``x [tokens, in]``, this rank's inputs, to ``[tokens, out]``. Mutates nothing."""
         return self._tp.all_reduce(super().forward(x))
 
-    def addend_forward(self, x: torch.Tensor) -> torch.Tensor:
+    def addend_forward(self, x: LinearInput) -> torch.Tensor:
         """See ``Linear.addend_forward``."""
         return super().forward(x)
 
-    def parts_forward(self, x: torch.Tensor) -> Addend:
+    def parts_forward(self, x: LinearInput) -> Addend:
         """See ``Linear.parts_forward``."""
         parts = self._parts(x) if self._tp.adds_parts else None
         return RankAddend(super().forward(x) if parts is None else parts, self._tp)

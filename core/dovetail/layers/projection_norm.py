@@ -15,6 +15,7 @@ from dovetail.ops.norm import rms_norm
 
 if TYPE_CHECKING:
     from dovetail.interfaces.mesh import Mesh
+    from dovetail.interfaces.quantization import LinearInput
 
 
 class NormedProjections(ColumnLinear):
@@ -41,7 +42,7 @@ class NormedProjections(ColumnLinear):
         # ranks that hold the same key head all count its squares, and all key heads equally often
         self._counted = [size * mesh.tp.size for size in sizes[:2]]
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: LinearInput) -> torch.Tensor:
         """Map contiguous ``x [tokens, in]`` to ``[tokens, out]``. Mutates nothing."""
         q, k, v = super().forward(x).split(self._sizes, 1)
         if self._tp.size == 1:

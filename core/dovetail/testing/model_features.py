@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from dovetail.engine.build import as_module
 from dovetail.interfaces.attention import AttentionBackend, AttentionLayer
 from dovetail.interfaces.model import ModelArchitecture
-from dovetail.interfaces.quantization import LinearProduct
+from dovetail.interfaces.quantization import LinearInput, LinearProduct
 from dovetail.layers.experts import Experts
 from dovetail.layers.linear import Linear
 from dovetail.ops.activation import Activation
@@ -88,15 +88,15 @@ class _AllowedProduct(LinearProduct):
         self._product, self._mode = product, mode
         self.in_parts, self.quantizer = product.in_parts, product.quantizer
 
-    def forward(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    def forward(self, x: LinearInput, bias: torch.Tensor | None) -> torch.Tensor:
         with self._mode.allowed():
             return self._product.forward(x, bias)
 
-    def gated(self, x: torch.Tensor, bias: torch.Tensor | None, activation: Activation) -> torch.Tensor:
+    def gated(self, x: LinearInput, bias: torch.Tensor | None, activation: Activation) -> torch.Tensor:
         with self._mode.allowed():
             return self._product.gated(x, bias, activation)
 
-    def parts(self, x: torch.Tensor) -> torch.Tensor | None:
+    def parts(self, x: LinearInput) -> torch.Tensor | None:
         with self._mode.allowed():
             return self._product.parts(x)
 

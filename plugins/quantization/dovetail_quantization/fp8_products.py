@@ -6,7 +6,7 @@ from abc import abstractmethod
 
 import torch
 
-from dovetail.interfaces.quantization import LinearProduct, QuantizedActivations
+from dovetail.interfaces.quantization import LinearInput, LinearProduct, QuantizedActivations
 from dovetail.layers.linear import DenseProduct
 from dovetail.ops.activation import GATES, Activation
 from dovetail.ops.expert_formats import fp8_weight
@@ -70,7 +70,7 @@ class Scaled(LinearProduct):
         self._most = 0 if self._rows is None else few_rows.MOST_ROWS
         self.in_parts = self._rows is not None
 
-    def forward(self, x: torch.Tensor | QuantizedActivations, bias: torch.Tensor | None) -> torch.Tensor:
+    def forward(self, x: LinearInput, bias: torch.Tensor | None) -> torch.Tensor:
         """See ``LinearProduct``."""
         x = self._read(x)
         if self._rows is not None and 0 < x.shape[0] <= self._most:
@@ -78,22 +78,20 @@ class Scaled(LinearProduct):
         assert isinstance(x, QuantizedActivations)
         return self._many_rows(x, bias)
 
-    def gated(
-        self, x: torch.Tensor | QuantizedActivations, bias: torch.Tensor | None, activation: Activation
-    ) -> torch.Tensor:
+    def gated(self, x: LinearInput, bias: torch.Tensor | None, activation: Activation) -> torch.Tensor:
         """See ``LinearProduct``."""
         x = self._read(x)
         if self._rows is not None and 0 < x.shape[0] <= self._most:
             return self._rows.gated(x, bias, activation)
         return GATES[activation](self.forward(x, bias))
 
-    def parts(self, x: torch.Tensor | QuantizedActivations) -> torch.Tensor | None:
+    def parts(self, x: LinearInput) -> torch.Tensor | None:
         """See ``LinearProduct``."""
         if self._rows is not None and 0 < x.shape[0] <= self._most:
             return self._rows.parts(self._read(x))
         return None
 
-    def _read(self, x: torch.Tensor | QuantizedActivations) -> torch.Tensor | QuantizedActivations:
+    def _read(self, x: LinearInput) -> LinearInput:
         """Return ``x`` as the kernel for this number of rows reads it."""
         if isinstance(x, QuantizedActivations):
             return x

@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from dovetail.interfaces.quantization import QuantizedActivations
+from dovetail.interfaces.quantization import LinearInput, QuantizedActivations
 from dovetail.ops.activation import Activation
 from dovetail.ops.triton.launch import INTERPRETED, launch
 from dovetail.ops.triton.matmul import GATE_KINDS, around, finish_rows, rows_of, wait, workspace
@@ -167,24 +167,22 @@ class Fp8Rows:
             for quantized in (False, True)
         }
 
-    def forward(self, x: torch.Tensor | QuantizedActivations, bias: torch.Tensor | None) -> torch.Tensor:
+    def forward(self, x: LinearInput, bias: torch.Tensor | None) -> torch.Tensor:
         """Compute ``LinearProduct.forward``."""
         return self._compute(x, bias)
 
-    def gated(
-        self, x: torch.Tensor | QuantizedActivations, bias: torch.Tensor | None, activation: Activation
-    ) -> torch.Tensor:
+    def gated(self, x: LinearInput, bias: torch.Tensor | None, activation: Activation) -> torch.Tensor:
         """Compute ``LinearProduct.gated``."""
         return self._compute(x, bias, GATE_KINDS[activation])
 
-    def parts(self, x: torch.Tensor | QuantizedActivations) -> torch.Tensor | None:
+    def parts(self, x: LinearInput) -> torch.Tensor | None:
         """Compute ``LinearProduct.parts``."""
         tile = self._tiles[isinstance(x, QuantizedActivations)][x.shape[0]]
         return None if tile is None or tile.split == 1 else self._compute(x, None, in_parts=True)
 
     def _compute(
         self,
-        x: torch.Tensor | QuantizedActivations,
+        x: LinearInput,
         bias: torch.Tensor | None,
         gated: int = False,
         *,
