@@ -26,6 +26,7 @@ from dovetail.testing.attention_graphs import (
 )
 from dovetail.testing.attention_reference import AttentionCase, AttentionStep, reference
 from dovetail_attention.triton import backend, tiles
+from dovetail_attention.triton import merge as merge_module
 from dovetail_attention.triton.attend import PartialResults
 from dovetail_attention.triton.latent import LatentPages, attend_latents
 from dovetail_attention.triton.merge import merge
@@ -75,8 +76,12 @@ def use_tile(monkeypatch: pytest.MonkeyPatch, rows: int, *, flip: bool, processo
     ("level", "slots"),
     [(True, 4), (True, 20), (False, 4), pytest.param(True, 1, marks=FULL), pytest.param(False, 20, marks=FULL)],
 )
-def test_rows_of_many_lengths_by_any_number_of_programs(level: bool, slots: int, flip: bool):
-    """Decode rows through page tables: keys are cut anywhere, and rows without keys get nothing."""
+def test_rows_of_many_lengths_by_any_number_of_programs(
+    monkeypatch: pytest.MonkeyPatch, level: bool, slots: int, flip: bool
+):
+    """Decode rows through page tables: keys are cut anywhere, and rows without keys get nothing. Values are merged whole
+    or, as large ones are, in pieces."""
+    monkeypatch.setattr(merge_module, "PIECE", 4 if flip else 128)
     case = latent(AttentionCase(LENGTHS, [1] * len(LENGTHS), page_size=16))
     step = AttentionStep(case, CPU)
     rows, heads = len(LENGTHS), case.heads

@@ -18,6 +18,9 @@ chunks: it is a tenth faster on H200."""
 FEW = 64
 """The largest number of queries for which ``PARTS_OF_FEW`` was seen to be faster: a verify step of a few rows. Steps
 with more queries have a few chunks for each."""
+PIECE = 128
+"""The number of elements of a value that a program merges if values have more than 256, as latents have. Their heads are
+few for the device, if one row has all chunks."""
 
 
 @triton.jit
@@ -32,10 +35,9 @@ def _where(info):
 
 @triton.jit
 def _fold(
-    top, total, acc, partial, lse, base, stride, chunks, member, head,
-    KV_HEADS: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr,
+    top, total, acc, partial, lse, base, stride, chunks, member, head, at,
+    KV_HEADS: tl.constexpr, DIM: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
-    at = tl.arange(0, BLOCK)
     for start in range(0, chunks, PARTS):
         chunk = start + tl.arange(0, PARTS)
         row = (base + member + chunk * stride).to(tl.int64) * KV_HEADS + head
@@ -54,13 +56,15 @@ def _fold(
 @triton.jit(do_not_specialize=["first"], do_not_specialize_on_alignment=["sinks"])
 def _merge(
     out, own, own_lse, own_tokens, shared, shared_lse, shared_tokens, sinks, first,
-    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr,
-    TOKEN: tl.constexpr, SHARED: tl.constexpr, SINKS: tl.constexpr, PDL: tl.constexpr,
+    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr, PIECES: tl.constexpr,
+    PARTS: tl.constexpr, TOKEN: tl.constexpr, SHARED: tl.constexpr, SINKS: tl.constexpr, PDL: tl.constexpr,
 ) -> None:  # fmt: skip
     if PDL:
         gdc_launch_dependents()
-    q_head = tl.program_id(0) % (KV_HEADS * GROUP)
-    token = first + tl.program_id(0) // (KV_HEADS * GROUP)
+    pair = tl.program_id(0) // PIECES
+    q_head = pair % (KV_HEADS * GROUP)
+    token = first + pair // (KV_HEADS * GROUP)
+    at = tl.program_id(0) % PIECES * BLOCK + tl.arange(0, BLOCK)
     head, member = q_head // GROUP, q_head % GROUP
     base, stride, chunks = _where(own_tokens + token * TOKEN)  # before the wait: see leaders in ``launch``
     if PDL:
@@ -70,14 +74,13 @@ def _merge(
         if SINKS:
             top, total = tl.load(sinks + q_head).to(tl.float32) * 1.4426950408889634, 1.0
         top, total, acc = _fold(
-            top, total, acc, own, own_lse, base, stride, chunks, member, head, KV_HEADS, DIM, BLOCK, PARTS
+            top, total, acc, own, own_lse, base, stride, chunks, member, head, at, KV_HEADS, DIM, PARTS
         )
         if SHARED:
             base, stride, chunks = _where(shared_tokens + token * TOKEN)
             top, total, acc = _fold(
-                top, total, acc, shared, shared_lse, base, stride, chunks, member, head, KV_HEADS, DIM, BLOCK, PARTS
+                top, total, acc, shared, shared_lse, base, stride, chunks, member, head, at, KV_HEADS, DIM, PARTS
             )
-        at = tl.arange(0, BLOCK)
         to = out + (token.to(tl.int64) * (KV_HEADS * GROUP) + q_head) * DIM + at
         tl.store(to, (acc / tl.where(total > 0, total, 1.0)).to(out.dtype.element_ty), at < DIM)
 
@@ -103,7 +106,7 @@ def _merge_into(
         top = tl.maximum(tl.load(lse + q_head * rows + token) * 1.4426950408889634, -1e30)
         total = tl.full([], 1.0, tl.float32)
         top, total, acc = _fold(
-            top, total, acc, partial, part_lse, base, stride, chunks, member, head, KV_HEADS, DIM, BLOCK, PARTS
+            top, total, acc, partial, part_lse, base, stride, chunks, member, head, at, KV_HEADS, DIM, PARTS
         )
         tl.store(place, (acc / total).to(out.dtype.element_ty), at < DIM)
 
@@ -139,10 +142,13 @@ def merge(
     (schedule, partial), (schedule_s, partial_s) = parts[0], parts[-1]
     heads, dim = out.shape[1:]
     kv_heads = partial.lse.shape[1]
-    at_a_time = 1 if one_by_one else PARTS_OF_FEW if len(tokens) <= FEW else PARTS
+    size = PIECE if dim > 2 * PIECE else triton.next_power_of_2(dim)
+    pieces = triton.cdiv(dim, size)
+    few = PARTS_OF_FEW if pieces == 1 else 2 * PARTS_OF_FEW
+    at_a_time = 1 if one_by_one else few if len(tokens) <= FEW else PARTS
     launch(
-        _merge, (len(tokens) * heads,),
+        _merge, (len(tokens) * heads * pieces,),
         out, *partial, schedule.tokens, *partial_s, schedule_s.tokens, out if sinks is None else sinks, tokens.start,
-        KV_HEADS=kv_heads, GROUP=heads // kv_heads, DIM=dim, BLOCK=triton.next_power_of_2(dim), PARTS=at_a_time, TOKEN=TOKEN,
+        KV_HEADS=kv_heads, GROUP=heads // kv_heads, DIM=dim, BLOCK=size, PIECES=pieces, PARTS=at_a_time, TOKEN=TOKEN,
         SHARED=len(parts) > 1, SINKS=sinks is not None, num_warps=2, as_written=one_by_one,
     )  # fmt: skip
