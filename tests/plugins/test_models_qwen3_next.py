@@ -1,21 +1,24 @@
-"""Test Qwen3-Next against Hugging Face transformers.
+"""Test Qwen3-Next and Qwen3.5 against Hugging Face transformers.
 
 Run: python -m pytest tests/plugins/test_models_qwen3_next.py
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
+import torch
 import transformers
 
 from dovetail.errors import ConfigError
 from dovetail.interfaces.cache import CacheGroupKind
 from dovetail.llm import LLM
-from dovetail_models.qwen3_next_describe import describe_qwen3_next
-from moe_suite import MoeSuite
+from dovetail.testing.model import Reference
+from dovetail_models.qwen3_next_describe import describe_qwen3_5, describe_qwen3_5_moe, describe_qwen3_next
+from moe_suite import SMALL, MoeSuite, randomise
 
 EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 20}
 SHARED = {"shared_expert_intermediate_size": 24}
@@ -45,6 +48,41 @@ class TestQwen3Next(MoeSuite):
         self.write_checkpoint(next(iter(self.configs.values())), tmp_path)
         with pytest.raises(ConfigError, match="Qwen3NextForCausalLM declares cache groups of kinds full, state"):
             LLM(str(tmp_path), device="cpu", grammar="none", attention="torch_native", memory={"num_pages": 20})
+
+
+class TestQwen35(MoeSuite):
+    name, model_type = "qwen3_5", "qwen3_5_text"
+    configs: ClassVar = {"dense": DELTA | {"full_attention_interval": 2, "head_dim": 16, "tie_word_embeddings": True}}
+
+
+class TestQwen35WithImages(TestQwen35):
+    """Test the text model within a checkpoint that also has a model for images."""
+
+    ignores: ClassVar = (r"model\.visual\..+",)
+
+    def write_checkpoint(self, config: Mapping[str, Any], directory: Path) -> None:
+        torch.manual_seed(0)
+        vision = {"depth": 1, "hidden_size": 8, "intermediate_size": 8, "num_heads": 1, "out_hidden_size": 32}
+        built = transformers.Qwen3_5Config(
+            text_config=SMALL | dict(config), vision_config={**vision, "patch_size": 2, "spatial_merge_size": 1}
+        )
+        model = transformers.Qwen3_5ForConditionalGeneration(built)
+        randomise(model)
+        model.save_pretrained(directory)
+
+    def reference(self, directory: Path) -> Reference:
+        model = transformers.Qwen3_5ForConditionalGeneration.from_pretrained(directory, attn_implementation="eager")
+
+        @torch.no_grad()
+        def logits(tokens: Any) -> torch.Tensor:
+            return model.eval()(torch.tensor([tokens])).logits[0]
+
+        return logits
+
+
+class TestQwen35Moe(MoeSuite):
+    name, model_type = "qwen3_5_moe", "qwen3_5_moe_text"
+    configs: ClassVar = {"experts": EXPERTS | SHARED | DELTA | {"full_attention_interval": 2, "head_dim": 16}}
 
 
 SHAPE = {
@@ -98,3 +136,19 @@ def test_layers_that_attend_and_layers_with_states_are_two_groups() -> None:
 def test_settings_that_are_not_implemented_are_refused(change: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         describe_qwen3_next(SHAPE | change)
+
+
+def test_settings_of_qwen3_5_are_those_of_its_text_model() -> None:
+    built: Any = transformers.Qwen3_5TextConfig()
+    shape = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+    info = describe_qwen3_5({"text_config": {key: getattr(built, key) for key in shape}, "tie_word_embeddings": True})
+    assert (info.num_kv_heads, info.head_dim) == (built.num_key_value_heads, built.head_dim)
+    assert info.config.linear == tuple(kind == "linear_attention" for kind in built.layer_types)
+    assert info.config.rope.rotary_dim == built.head_dim * built.rope_parameters["partial_rotary_factor"]
+    assert info.config.tied
+    assert info.config.multimodal
+    sections = {"mrope_section": [11, 11, 10], "mrope_interleaved": True, "rope_theta": 1e7, "rope_type": "default"}
+    for describe in (describe_qwen3_5, describe_qwen3_5_moe):
+        assert describe(SHAPE | {"rope_parameters": sections}).config.rope.theta == 1e7
+    with pytest.raises(ConfigError, match="text_config is 3"):
+        describe_qwen3_5({"text_config": 3})

@@ -275,3 +275,15 @@ class FalconH1Config(PluginConfig):
     """Select the Falcon-H1 architecture."""
 
     kind: Literal["falcon_h1"] = "falcon_h1"  # pyright: ignore[reportIncompatibleVariableOverride]
+
+
+class Qwen35Config(PluginConfig):
+    """Select the architecture of Qwen3.5's dense text models."""
+
+    kind: Literal["qwen3_5"] = "qwen3_5"  # pyright: ignore[reportIncompatibleVariableOverride]
+
+
+class Qwen35MoeConfig(PluginConfig):
+    """Select the architecture of Qwen3.5's text models with experts."""
+
+    kind: Literal["qwen3_5_moe"] = "qwen3_5_moe"  # pyright: ignore[reportIncompatibleVariableOverride]

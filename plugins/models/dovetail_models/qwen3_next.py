@@ -1,8 +1,9 @@
-"""Define Qwen3-Next: most layers are gated delta nets, every fourth one attends, and gates what it attends to. All layers
-have experts, and norms multiply by one plus their weight."""
+"""Define Qwen3-Next and Qwen3.5: most layers are gated delta nets, every fourth one attends, and gates what it attends to.
+Norms multiply by one plus their weight. Layers have experts, except in the dense models of Qwen3.5."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -77,6 +78,13 @@ class HybridLayer(Layer):
 class Qwen3NextModel(MoeModel):
     """Compute the model of a ``ModelInfo`` whose ``config`` is a ``HybridMoeConfig``."""
 
+    def __init__(self, info: ModelInfo, mesh: Mesh) -> None:
+        if info.config.multimodal:
+            self.embed_name, self.layers_name, self.norm_name = (
+                f"model.language_model.{name}" for name in ("embed_tokens", "layers", "norm")
+            )
+        super().__init__(info, mesh)
+
     def make_layer(self, index: int, mesh: Mesh) -> HybridLayer:
         """See ``DecoderModel``."""
         info = self.info
@@ -120,3 +128,10 @@ class Qwen3NextModel(MoeModel):
             yield from mlp_targets(layer.mlp, mlp, f"{parameter_prefix}.mlp")
         else:
             yield from self.experts_targets(layer.mlp, mlp, f"{parameter_prefix}.mlp")
+
+    def ignored_weights(self) -> Iterable[str]:
+        """See ``ModelArchitecture.ignored_weights``. Nothing reads the tensors for images."""
+        yield from super().ignored_weights()
+        if self.info.config.multimodal:
+            yield r"model\.visual\..+"
+        yield r"mtp\..+"

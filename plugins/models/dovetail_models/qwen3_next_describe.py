@@ -1,4 +1,4 @@
-"""Describe Qwen3-Next from config.json alone. Does not import torch."""
+"""Describe Qwen3-Next and Qwen3.5 from config.json alone. Does not import torch."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 from dovetail.errors import ConfigError
 from dovetail.interfaces.cache import CacheGroup, CacheGroupKind
-from dovetail.interfaces.expert_shapes import ExpertsShape
+from dovetail.interfaces.expert_shapes import ExpertsShape, RoutingRule
 from dovetail.interfaces.features import Feature
 from dovetail.interfaces.mixer_shapes import DeltaShape
 from dovetail.interfaces.model import ModelInfo
@@ -26,28 +26,21 @@ from dovetail_models.moe_describe import (
 )
 from dovetail_models.settings import read_flag, read_int, refuse_unread
 
-_ARCHITECTURE = "Qwen3NextForCausalLM"
-_READ = COUNTS | {
-    "attention_bias",
-    "decoder_sparse_step",
-    "layer_types",
-    "mlp_only_layers",
-    "norm_topk_prob",
-    "partial_rotary_factor",
-    "shared_expert_intermediate_size",
-}
+_READ = COUNTS | {"attention_bias", "layer_types", "partial_rotary_factor", "shared_expert_intermediate_size"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HybridMoeConfig(MoeConfig):
     """Hold what ``Qwen3NextModel`` needs in addition to ``ModelInfo``. ``linear`` says of each layer whether it is a gated
     delta net; the others attend. ``delta`` are the heads of gated delta nets, ``conv_width`` the width of their
-    convolution. ``by_head``: see ``DeltaNetShape``."""
+    convolution. ``by_head``: see ``DeltaNetShape``. ``multimodal``: the checkpoint is one for images, of which this is the
+    text model."""
 
     linear: tuple[bool, ...]
     delta: DeltaShape
     conv_width: int
     by_head: bool = True
+    multimodal: bool = False
 
 
 def read_linear_layers(config: Mapping[str, Any]) -> tuple[bool, ...]:
@@ -91,18 +84,79 @@ def with_states(info: ModelInfo) -> ModelInfo:
 
 def describe_qwen3_next(config: dict[str, Any]) -> ModelInfo:
     """Describe a checkpoint of Qwen3-Next. Raises ``ConfigError``."""
-    refuse_unread(config, _READ, _ARCHITECTURE)
-    refuse_activation(config)
-    sizes: HeadSizes = read_heads(config, default_kv_heads=2, default_head_dim=256)
-    rope = read_moe_rope(config, sizes, 1e4, 32768, partial=0.25)
-    experts = ExpertsShape(
+    architecture = "Qwen3NextForCausalLM"
+    refuse_unread(config, _READ | {"decoder_sparse_step", "mlp_only_layers", "norm_topk_prob"}, architecture)
+    rule = qwen_rule({"norm_topk_prob": True, **config}, 512, 10)
+    return _info(config, architecture, _experts(config, rule), sparse_by_step(config), by_head=True)
+
+
+def describe_qwen3_5(config: dict[str, Any]) -> ModelInfo:
+    """Describe a checkpoint of the text model of Qwen3.5, alone or within a checkpoint for images. Raises
+    ``ConfigError``."""
+    given, multimodal = _text_settings(config)
+    given = _without_sections(given)
+    architecture = "Qwen3_5ForCausalLM"
+    refuse_unread(given, _READ - COUNTS, architecture)
+    layers, hidden = read_int(given, "num_hidden_layers"), read_int(given, "hidden_size")
+    unused = ExpertsShape(hidden, 1, RoutingRule(1, 1))  # no layer has experts
+    return _info(given, architecture, unused, (False,) * layers, by_head=False, multimodal=multimodal)
+
+
+def describe_qwen3_5_moe(config: dict[str, Any]) -> ModelInfo:
+    """Describe a checkpoint of the text model of Qwen3.5 with experts, alone. Raises ``ConfigError``."""
+    architecture = "Qwen3_5MoeForCausalLM"
+    config = _without_sections(config)
+    refuse_unread(config, _READ, architecture)
+    rule = qwen_rule({**config, "norm_topk_prob": True}, 256, 8)
+    sparse = (True,) * read_int(config, "num_hidden_layers")
+    return _info(config, architecture, _experts(config, rule), sparse, by_head=False)
+
+
+def _text_settings(config: Mapping[str, Any]) -> tuple[Mapping[str, Any], bool]:
+    """Return the settings of the text model, and whether the checkpoint has images too. Raises ``ConfigError``."""
+    text = config.get("text_config")
+    if text is None:
+        return config, False
+    if not isinstance(text, Mapping):
+        raise ConfigError(f"config.json: text_config is {text!r}; needed: the settings of the text model")
+    common = ("dtype", "torch_dtype", "eos_token_id", "quantization_config", "tie_word_embeddings")
+    return {**text, **{key: config[key] for key in common if config.get(key) is not None}}, True
+
+
+def _without_sections(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings without those that divide the rotation among time, height and width. The three are the same
+    for every token of a text."""
+    rope = config.get("rope_parameters")
+    if not isinstance(rope, Mapping):
+        return dict(config)
+    rope = {key: value for key, value in rope.items() if key not in ("mrope_section", "mrope_interleaved")}
+    return {**config, "rope_parameters": rope}
+
+
+def _experts(config: Mapping[str, Any], rule: RoutingRule) -> ExpertsShape:
+    return ExpertsShape(
         read_int(config, "hidden_size"),
         read_int(config, "moe_intermediate_size", 512),
-        qwen_rule({"norm_topk_prob": True, **config}, 512, 10),
+        rule,
         shared_size=read_int(config, "shared_expert_intermediate_size", 512),
         shared_gate=True,
     )
-    common = moe_config(config, experts, rope, sparse=sparse_by_step(config))
+
+
+def _info(
+    config: Mapping[str, Any],
+    architecture: str,
+    experts: ExpertsShape,
+    sparse: tuple[bool, ...],
+    *,
+    by_head: bool,
+    multimodal: bool = False,
+) -> ModelInfo:
+    refuse_activation(config)
+    dense = not any(sparse)
+    sizes: HeadSizes = read_heads(config, default_kv_heads=4 if dense else 2, default_head_dim=256)
+    rope = read_moe_rope(config, sizes, 1e4, 32768, partial=0.25)
+    common = moe_config(config, experts, rope, sparse=sparse)
     bias = read_flag(config, "attention_bias")
     common = replace(common, qkv_bias=bias, out_bias=bias, qk_norm=True, names=QWEN_NAMES)
     own = extended(
@@ -111,5 +165,7 @@ def describe_qwen3_next(config: dict[str, Any]) -> ModelInfo:
         linear=read_linear_layers(config),
         delta=read_delta_heads(config),
         conv_width=read_int(config, "linear_conv_kernel_dim", 4, minimum=2),
+        by_head=by_head,
+        multimodal=multimodal,
     )
-    return with_states(moe_info(config, _ARCHITECTURE, sizes, rope.context_len, own))
+    return with_states(moe_info(config, architecture, sizes, rope.context_len, own))

@@ -170,6 +170,23 @@ MODELS = (
         "Qwen3-Next: gated delta nets, gated attention and experts.",
     ),
     _spec(
+        "qwen3_5",
+        "Qwen3_5ForCausalLM",
+        "qwen3_next:Qwen3NextModel",
+        "qwen3_next_describe",
+        "Qwen35Config",
+        "Qwen3.5, the dense text model: gated delta nets and gated attention.",
+        ("Qwen3_5ForConditionalGeneration",),
+    ),
+    _spec(
+        "qwen3_5_moe",
+        "Qwen3_5MoeForCausalLM",
+        "qwen3_next:Qwen3NextModel",
+        "qwen3_next_describe",
+        "Qwen35MoeConfig",
+        "Qwen3.5 with experts, the text model.",
+    ),
+    _spec(
         "olmoe",
         "OlmoeForCausalLM",
         "moe:MoeModel",
