@@ -49,6 +49,11 @@ class ForgetsScales(Fp8Linear):
         return super().prepare({**parameters, "weight_scale": ones})
 
 
+class ConvertsCodes(Fp8Linear):
+    def dequantized(self, parameters: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        return parameters["weight"].to(self.context.dtype)
+
+
 class ReadsNoScales(Fp8Linear):
     def parameters(self) -> Mapping[str, ParameterShape]:
         return {"weight": super().parameters()["weight"]}
@@ -294,6 +299,7 @@ MUTANTS = [
     Mutant("forgets the scales", PRODUCTS, suite(ForgetsScales), SOUND, ONE_RANK),
     Mutant("leaves out biases", PRODUCTS, suite(multiplying_by(NoBias)), SOUND, ONE_RANK),
     Mutant("changes its input", PRODUCTS, suite(multiplying_by(ChangesItsInput)), SOUND, ONE_RANK, "input was changed"),
+    Mutant("converts codes without their scales", "test_weights_can_be_converted_back", suite(ConvertsCodes), SOUND, ONE_RANK),
     Mutant("ignores the order in which the model reads a weight", "test_transformed_weights_are_those_of_the_model", suite(IgnoresTransforms), SOUND, [("while loading", 1), ("by row", 2)]),
     Mutant("answers in float32", "test_activations_may_have_16_bits", suite(multiplying_by(AlwaysFloat32)), SOUND, STORED),
     Mutant("exchanges gate and up", GATES, suite(multiplying_by(GatesWithUp)), SOUND, STORED),

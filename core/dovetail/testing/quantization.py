@@ -183,6 +183,26 @@ class QuantizationSuite(QuantizedExpertsSuite):
             assert quantized, "no layer is quantized"
 
     @each_size
+    def test_weights_can_be_converted_back(self, case: str, size: int, tmp_path: Path) -> None:
+        """``dequantized`` returns the weights with which the products multiply, in the dtype of activations. A method that
+        does not implement it is refused for latent attention."""
+        exact = self.write(case, tmp_path)
+        for mesh in thread_meshes(size) if size > 1 else [SINGLE]:
+            for dtype in (torch.float32, torch.bfloat16):
+                model = self.model(case, mesh, dtype)
+                load_weights(model, tmp_path)
+                dense = _layers(_dense(exact, tmp_path, mesh))
+                for name, layer in _layers(model).items():
+                    try:
+                        weight = layer.dense_weight()
+                    except ConfigError as error:
+                        pytest.skip(f"refused: {error}")
+                    assert weight.dtype is dtype
+                    bound = self.tolerance if self.checkpoints[case] is not None else self.loss
+                    bound += 2**-8 * (dtype is torch.bfloat16)
+                    assert relative_error(weight.float(), dense[name].weight) <= bound, name
+
+    @each_size
     def test_transformed_weights_are_those_of_the_model(self, case: str, size: int, tmp_path: Path) -> None:
         """If the model reads a weight in another order, products are those of the weight in that order. A checkpoint whose
         format cannot be read so may be refused."""
