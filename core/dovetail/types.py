@@ -409,6 +409,7 @@ class Batch:
     attn: tuple[Attends, ...] = field(init=False)  # one attention backend per cache group
     kv: tuple[StoresKV, ...] = field(init=False)  # one pool per cache group
     views: tuple[Batch, ...] = field(init=False, default=())  # of the cache groups after the first, see ``view``
+    expanded: Any = field(init=False, default=None)  # layers.latent.ExpandedRows, if prompts expand their latents
 
     @classmethod
     def of(cls, plan: StepPlan, reqs: Sequence[AdmittedRequest]) -> Batch:

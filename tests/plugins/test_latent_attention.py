@@ -8,26 +8,33 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
 from dovetail.engine.build import WeightFiller, build_model
+from dovetail.engine.expansion import Expansion
+from dovetail.errors import ConfigError
 from dovetail.interfaces.attention import AttentionBackend, AttentionContext, AttentionLayer
 from dovetail.interfaces.cache import CacheGroup, CacheGroupKind
 from dovetail.interfaces.mesh import Mesh
 from dovetail.interfaces.model import ModelArchitecture, ModelInfo
+from dovetail.interfaces.quantization import LinearMethod, Quantization, QuantizationContext
 from dovetail.layers.decoder import attention_targets
 from dovetail.layers.latent import LatentAttention, LatentShape
+from dovetail.layers.linear import Linear
 from dovetail.layers.rope import RopeConfig
 from dovetail.layers.rotary import Rotary
 from dovetail.memory.pool import PagedKVPool, make_pool
 from dovetail.testing.batches import make_batch, make_page_table
 from dovetail.testing.eager import EagerAttention
 from dovetail.testing.ranks import run_ranks, thread_meshes
-from dovetail.types import Batch
+from dovetail.types import Batch, DraftTree
 from dovetail_attention.config import TorchNativeConfig
 from dovetail_attention.torch_native import TorchNativeAttention
+from dovetail_quantization.config import Fp8Config
+from dovetail_quantization.fp8 import Fp8, Fp8Linear
 
 HIDDEN, HEADS, LATENT, NOPE, ROPE, VALUE = 20, 4, 16, 6, 8, 10
 HEAD = NOPE + ROPE
@@ -117,9 +124,15 @@ def expected(x: torch.Tensor, tensors: Tensors, shape: LatentShape) -> torch.Ten
     return product(attended.flatten(1), "o_proj")
 
 
-def loaded(mesh: Mesh, tensors: Tensors, shape: LatentShape, dtype: torch.dtype = torch.float32) -> OneLayer:
+def loaded(
+    mesh: Mesh,
+    tensors: Tensors,
+    shape: LatentShape,
+    dtype: torch.dtype = torch.float32,
+    quantization: Quantization | None = None,
+) -> OneLayer:
     info = ModelInfo("Latent", 9, HIDDEN, 1, HEADS, 1, LATENT + ROPE, 64, (GROUP,), config=shape)
-    filler = WeightFiller(build_model(OneLayer, info, torch.device("cpu"), dtype, mesh))
+    filler = WeightFiller(build_model(OneLayer, info, torch.device("cpu"), dtype, mesh, quantization))
     for name, tensor in tensors.items():
         filler.fill(name, lambda tensor=tensor: tensor)
     filler.finish()
@@ -146,13 +159,19 @@ class Rows:
         self.table = make_page_table([len(text) for text in texts], 4, 16)
         self.pool = make_pool(GROUP, 16, 4, dtype, "cpu")
         self.pool.k.fill_(torch.nan)
-        self.backend = make(self.pool, model.attn.num_heads, dtype)
+        self.backend = self.decode = make(self.pool, model.attn.num_heads, dtype)
+        self.expansion: Expansion | None = None
+        self.expanded: list[tuple[int, bool]] = []  # the number of tokens of prompts, and whether there were other rows
 
     def enter(self, counts: list[int]) -> list[torch.Tensor]:
         """Let the next ``counts`` tokens of each row enter, and return their outputs."""
         x = torch.cat([text[at : at + n] for text, at, n in zip(self.texts, self.done, counts, strict=True)])
         batch = make_batch(4, self.table, self.done, counts, attn=(self.backend,), kv=(self.pool,))
-        self.backend.plan(batch)
+        if self.expansion is not None and batch.num_extend and self.expansion.pays(batch):
+            self.expansion.plan(batch, self.backend, self.decode, 4)
+            self.expanded.append((batch.expanded.num_tokens, batch.expanded.rest is not None))
+        else:
+            self.backend.plan(batch)
         out = self.model.attn.forward(x, self.model.rotary.forward(batch.positions), batch)
         self.done = [at + n for at, n in zip(self.done, counts, strict=True)]
         return list(out.split(counts))
@@ -214,3 +233,95 @@ def test_bfloat16_stays_close() -> None:
     for got, text in zip(run(model, [t.bfloat16() for t in texts], native), texts, strict=True):
         wanted = expected(text, tensors, SHAPE)
         assert (got.double() - wanted).norm() / wanted.norm() < 0.03
+
+
+class Always(Expansion):
+    """Expand in every step with prompts."""
+
+    def pays(self, batch: Batch, *, in_pieces: bool = False) -> bool:
+        return True
+
+
+@pytest.mark.parametrize("name", SHAPES)
+@torch.inference_mode()
+def test_prompts_that_expand_latents_give_the_same(name: str) -> None:
+    """Chunks over cached latents expand them again; decode rows and verify rows of the same step attend over latents."""
+    shape = SHAPES[name]
+    tensors, texts = random_tensors(shape), [torch.randn(n, HIDDEN) for n in LENS]
+    model = loaded(thread_meshes(1)[0], tensors, shape)
+    rows = Rows(model, texts, native)
+    rows.decode = native(rows.pool, HEADS, torch.float32)
+    rows.expansion = Always(shape, HEADS, 4)
+    pieces = [rows.enter(counts) for counts in STEPS]
+    assert rows.expanded == [(14, True), (7, True), (8, False)], "prompts and other rows were not divided as expected"
+    for row, text in enumerate(texts):
+        got = torch.cat([piece[row] for piece in pieces])
+        torch.testing.assert_close(got.double(), expected(text, tensors, shape), atol=2e-5, rtol=2e-5)
+
+
+@torch.inference_mode()
+def test_trees_beside_prompts_that_expand_latents() -> None:
+    """Verify rows keep their tree mask."""
+    model, lens = loaded(thread_meshes(1)[0], random_tensors(SHAPE), SHAPE), [12, 9, 7]
+    rows = Rows(model, [torch.randn(n, HIDDEN) for n in lens], native)
+    rows.enter([5, 5, 2])
+    parents = np.array([[-1, -1, -1], [-1, -1, 0], [-1, 0, -1]], np.int32)
+    drafts = DraftTree(np.zeros((3, 3), np.int32), parents, np.array([0, 3, 2], np.int32))
+    x, outputs = torch.randn(14, HIDDEN), list[torch.Tensor]()
+    for expand in (False, True):
+        attn, kv = (rows.backend,), (rows.pool,)
+        batch = make_batch(4, rows.table, [5, 5, 2], [7, 4, 3], num_extend=1, drafts=drafts, attn=attn, kv=kv)
+        assert batch.tree_mask is not None
+        if expand:
+            Always(SHAPE, HEADS, 4).plan(batch, native(rows.pool, HEADS, torch.float32), rows.backend, 4)
+        else:
+            rows.backend.plan(batch)
+        outputs.append(model.attn.forward(x, model.rotary.forward(batch.positions), batch))
+    torch.testing.assert_close(outputs[1], outputs[0], atol=2e-5, rtol=2e-5)
+
+
+def test_expansion_pays_where_it_takes_fewer_operations() -> None:
+    """In DeepSeek-V3 from about 170 queries after a long prefix on, and always without one; not if memory is short, and
+    in a step that could run in captured pieces only if it saves much."""
+    shape = LatentShape(7168, 128, 1536, 512, 128, 64, 128, 1e-6)
+    choice, table = Expansion(shape, 16, 2), np.zeros((3, 8192), np.int32)
+
+    def pays(prefix: list[int], extend: list[int], split: int, *, in_pieces: bool = False) -> bool:
+        batch = make_batch(16, table, prefix, extend, num_extend=split)
+        return choice.pays(batch, in_pieces=in_pieces)
+
+    assert pays([0], [2], 1)
+    assert pays([20_000], [200], 1)
+    assert not pays([20_000], [150], 1)
+    assert pays([20_000, 0], [150, 4000], 2)
+    assert not pays([20_000, 20_000], [1, 1], 0)
+    assert pays([0, 25_000], [512, 1], 1), "decode rows do not matter"
+    assert not pays([choice.most_keys - 100], [101], 1)
+    assert not pays([0], [1000], 1, in_pieces=True)
+    assert pays([20_000], [1000], 1, in_pieces=True)
+    assert choice.needed_bytes(10) == 10 * 2 * (2 * 576 + 16 * (256 + 192))
+    assert choice.needed_bytes(1 << 30) <= 1 << 30
+
+
+@torch.inference_mode()
+def test_latents_of_quantized_layers() -> None:
+    """With weights in FP8, absorbed and expanded attention compute with the weights that the codes stand for."""
+    shape, texts = SHAPES["no q_lora"], [torch.randn(n, HIDDEN) for n in LENS]
+    fp8 = Fp8(Fp8Config(), QuantizationContext(None, torch.float32, torch.device("cpu")))
+    model = loaded(thread_meshes(1)[0], random_tensors(shape), shape, quantization=fp8)
+    tensors = random_tensors(shape)
+    for name, target in model.weights_map().items():
+        layer = getattr(model.attn, target.parameter.split(".")[1])
+        if isinstance(layer, Linear):
+            assert layer.method is not None
+            weight, start = layer.dense_weight(), target.start or 0
+            tensors[name] = weight if target.size is None else weight[start : start + target.size]
+    for got, text in zip(run(model, texts, native), texts, strict=True):
+        torch.testing.assert_close(got.double(), expected(text, tensors, shape), atol=2e-5, rtol=2e-5)
+
+
+def test_weights_that_cannot_be_absorbed_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Fp8Linear, "dequantized", LinearMethod.dequantized)
+    fp8 = Fp8(Fp8Config(), QuantizationContext(None, torch.float32, torch.device("cpu")))
+    with pytest.raises(ConfigError, match="Fp8Linear cannot convert a weight back, which latent attention needs"):
+        loaded(thread_meshes(1)[0], random_tensors(SHAPE), SHAPE, quantization=fp8)

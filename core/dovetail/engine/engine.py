@@ -13,6 +13,7 @@ import torch
 from dovetail.engine.build import as_module
 from dovetail.engine.captures import CaptureAgreement, capture_all
 from dovetail.engine.draft_runtime import EngineDraftRuntime
+from dovetail.engine.expansion import Expansion
 from dovetail.engine.expert_load import ExpertLoad
 from dovetail.engine.graphs import DecodeGraphs
 from dovetail.engine.grouped import Pools, grouped_attention, grouped_pools, pools_of
@@ -244,6 +245,7 @@ class Engine:
             watched=self.watched,
             batch_invariant=self._batch_invariant,
             load=self.expert_load,
+            expansion=Expansion.of(resolved, self.model),
         )
         self._order_runners()
 

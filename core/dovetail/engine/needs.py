@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from dovetail.engine.build import as_module
 from dovetail.engine.captures import ladder
 from dovetail.engine.dry_run import dry_run
+from dovetail.engine.expansion import Expansion
 from dovetail.engine.memory import Needs, measure_peak, module_bytes
 from dovetail.engine.pieces import token_ladder
 from dovetail.engine.verify_graphs import OWN_LOGITS, VerifySizes
@@ -50,7 +51,8 @@ def measure_needs(
     graphs: GraphNeeds,
 ) -> Needs:
     """Run the largest step over ``pool``, which has one page besides page 0. Return the memory that it takes in
-    addition to weights and pool, and an estimate of what graphs will take. On a CPU only the weights are counted.
+    addition to weights and pool, expanded latents included, and an estimate of what graphs will take. On a CPU only the
+    weights are counted.
     ``local`` describes this rank's share of the model, and ``attention`` builds the backend that attends in steps with
     prompts."""
     config, weights = resolved.config, module_bytes(as_module(model))
@@ -61,6 +63,9 @@ def measure_needs(
     lens = [context_len] * whole + [rest] * (rest > 0) + [1] * (rows * config.scheduler.mixed)
     backend = attention()
     peak = measure_peak(lambda: dry_run(model, backend, pool, lens, rows), pool.device)
+    expansion = Expansion.of(resolved, model)
+    if expansion is not None:  # the step that was measured had no prefix
+        peak += expansion.needed_bytes(rows * context_len)
     return Needs(weights, peak, sum(lens), _graph_bytes(resolved, local, context_len, graphs))
 
 

@@ -25,6 +25,7 @@ from dovetail.types import ForwardOutput
 if TYPE_CHECKING:
     import torch
 
+    from dovetail.engine.expansion import Expansion
     from dovetail.engine.expert_load import ExpertLoad
     from dovetail.engine.graphs import DecodeGraph, DecodeGraphs
     from dovetail.engine.grouped import Pools
@@ -167,13 +168,16 @@ class EagerRunner(Runner[AttentionBackend]):
         watched: tuple[int, ...] = (),
         batch_invariant: bool = False,
         load: ExpertLoad | None = None,
+        expansion: Expansion | None = None,
     ) -> None:
         """``prefill`` attends in batches with prompt tokens, ``decode`` in others. ``watched`` is ``Batch.watch``. ``load``
-        counts the tokens of experts."""
+        counts the tokens of experts. ``expansion`` chooses the steps whose prompts expand latents; ``prefill`` then offers
+        ``attention.expanded``."""
         self.prefill, self.decode = prefill, decode
         self._model, self._inputs, self._pools, self._sampler = model, inputs, pools_of(pool), sampler
         self._pieces, self._captures = pieces, None if pieces is None else CaptureOnDemand(pieces, PIECES_NEEDED)
         self._watched, self._batch_invariant, self._load = watched, batch_invariant, load
+        self._expansion = expansion
         # a drafter that watches the output of the last layer needs it for all tokens
         all_rows = max(watched, default=0) >= model.info.num_layers
         self._narrows = Feature.MODEL_LAST_ROWS in model.info.offers and not all_rows
@@ -192,6 +196,9 @@ class EagerRunner(Runner[AttentionBackend]):
         attends: tuple[Attends, ...] = backends_of(graph)
         if self._batch_invariant and batch.tree_mask is not None:
             attends = tuple(NodeRows(own, batch.view(group)) for group, own in enumerate(backends_of(graph)))
+        elif self._expands(batch):
+            assert self._expansion is not None
+            self._expansion.plan(batch, self.prefill, self.decode, self._inputs.page_size)
         else:
             graph.plan(batch)
         batch.attn, batch.kv, batch.watch = attends, self._pools, self._watched
@@ -201,16 +208,24 @@ class EagerRunner(Runner[AttentionBackend]):
         logits = self._model.logits(hidden if sampled_only else hidden[batch.logit_rows])
         return Launched(self, graph, logits, found, vectors)
 
+    def _expands(self, batch: Batch) -> bool:
+        """Return True if the prompts of this batch expand latents."""
+        if self._expansion is None or not batch.num_extend:
+            return False
+        in_pieces = self._pieces is not None and self._pieces.size_for(len(batch.input_ids)) is not None
+        return self._expansion.pays(batch, in_pieces=in_pieces)
+
     def _forward(self, batch: Batch) -> torch.Tensor:
         """Return the hidden states of a planned batch: of all its tokens, or, if this method sets ``batch.last``, of
         the rows of ``batch.last``. Uses captured pieces if the size has been needed often enough."""
         pieces, captures = self._pieces, self._captures
-        if pieces is not None and captures is not None:
+        if pieces is not None and captures is not None and batch.expanded is None:
             size = pieces.size_for(len(batch.input_ids))
             size = None if size is None else captures.choose(size)
             if size is not None:
                 return pieces.forward(size, batch)
-        if self._narrows and narrows(batch):
+        apart = batch.expanded is not None and batch.expanded.rest is not None  # then ``decode`` is planned already
+        if self._narrows and not apart and narrows(batch):
             batch.last = last_rows(batch, self.decode)
         hidden = self._model.forward(batch)
         if self._load is not None:

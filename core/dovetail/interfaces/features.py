@@ -83,6 +83,11 @@ class Feature(str):
         "attention.latent",
         "attends over latent pages (MLA), whose values are the first numbers of their keys",
     )
+    ATTN_EXPANDED = _feature(
+        "attention.expanded",
+        "attends from prompts over keys and values that latents were expanded to: plan_expanded, forward_expanded",
+        ("prefill",),
+    )
     ATTN_GRAPH = _feature("attention.graph", "plan and forward can be captured and replayed")
     ATTN_REHEARSAL = _feature(
         "attention.rehearsal",

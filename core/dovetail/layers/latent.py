@@ -6,6 +6,9 @@ keys and values, a query is multiplied with its head's part of the expansion, so
 values. With the parts ``w_uk`` and ``w_uv`` of ``kv_b`` (u: latents)
 
     q . (w_uk u) = (w_uk^T q) . u        sum_i p_i (w_uv u_i) = w_uv (sum_i p_i u_i)
+
+In long prompts it takes fewer operations to expand the latents of a row once, for all of its queries. The engine chooses
+these steps and sets ``Batch.expanded`` (``engine.expansion``).
 """
 
 from __future__ import annotations
@@ -20,9 +23,10 @@ from dovetail.layers.base import Layer
 from dovetail.layers.linear import ColumnLinear, row_linear
 from dovetail.layers.norm import RMSNorm
 from dovetail.layers.rotary import KVPlace, Latents
+from dovetail.ops.kv_dtypes import raw
 
 if TYPE_CHECKING:
-    from dovetail.interfaces.attention import AttentionLayer
+    from dovetail.interfaces.attention import AttentionBackend, AttentionLayer
     from dovetail.interfaces.mesh import Mesh
     from dovetail.interfaces.model import WeightTarget
     from dovetail.layers.rotary import Rotation
@@ -64,6 +68,23 @@ class LatentShape:
         """Return the size of what the pool stores for a token: ``head_dim`` of the cache group, whose ``value_dim`` is
         ``kv_lora_rank``."""
         return self.kv_lora_rank + self.qk_rope_head_dim
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ExpandedRows:
+    """Divide a batch with prompts: the prompts attend over the keys and values that the latents of their rows are expanded
+    to, the other rows over latents. Both parts are planned.
+
+    ``prompts`` are the extend rows, which have the first ``num_tokens`` tokens and attend through ``attends``.
+    ``locations`` (int64 ``[keys]``) are the pool's locations of all tokens of each of these rows, one row after the other.
+    ``rest`` are the other rows, which attend through ``rest.attn``; None if there are none.
+    """
+
+    prompts: Batch
+    attends: AttentionBackend
+    num_tokens: int
+    locations: torch.Tensor
+    rest: Batch | None
 
 
 class LatentAttention(Layer):
@@ -122,24 +143,54 @@ class LatentAttention(Layer):
             self.prepare()
         constants, group, shape = self.constants, self.group, self.shape
         queries, latents = self.qkv_a.forward(x).split(self._widths, 1)
-        q = self._queries(queries)
-        absorbed = q.new_empty(len(q), self.num_heads, shape.latent_dim)
-        rank = shape.kv_lora_rank
+        q, plain = self._queries(queries), shape.qk_nope_head_dim
+        expanded = batch.expanded if last is None else None
+        width = shape.latent_dim if expanded is None else shape.qk_rope_head_dim
+        made = q.new_empty(len(q), self.num_heads, width)  # the last part of each head is the rotated part of a query
         rotation.rotate_and_store_latents(
-            q[..., shape.qk_nope_head_dim :],
-            absorbed[..., rank:],
+            q[..., plain:],
+            made[..., -shape.qk_rope_head_dim :],
             Latents(latents, self.kv_norm, shape.interleaved),
             KVPlace(batch.kv[group], constants.layer_id, batch.out_loc),
         )
+        if expanded is not None:
+            return self._attend_expanded(q[..., :plain], made, batch, expanded)
         if last is not None:
             rows, batch = batch.logit_rows, last
             assert rows is not None
-            q, absorbed = q.index_select(0, rows), absorbed.index_select(0, rows)
-        if not len(q):
-            return q.new_empty(0, self.num_heads * shape.v_head_dim)
-        plain = q[..., : shape.qk_nope_head_dim].transpose(0, 1)
-        torch.bmm(plain, self._w_uk, out=absorbed[..., :rank].transpose(0, 1))
-        return self._expand(batch.attn[group].forward(absorbed, constants, batch))
+            q, made = q.index_select(0, rows), made.index_select(0, rows)
+        return self._attend_absorbed(q[..., :plain], made, batch)
+
+    def _attend_absorbed(self, plain: torch.Tensor, absorbed: torch.Tensor, batch: Batch) -> torch.Tensor:
+        """Attend over latents. ``plain [tokens, heads, qk_nope_head_dim]`` are the parts of queries that are not rotated.
+        ``absorbed [tokens, heads, latent_dim]`` has the rotated parts at the end of each head, and its other numbers are
+        overwritten."""
+        if not len(plain):
+            return plain.new_empty(0, self.num_heads * self.shape.v_head_dim)
+        rank = self.shape.kv_lora_rank
+        torch.bmm(plain.transpose(0, 1), self._w_uk, out=absorbed[..., :rank].transpose(0, 1))
+        attended = batch.attn[self.group].forward(absorbed, self.constants, batch)
+        return torch.bmm(attended.transpose(0, 1), self._w_uv).transpose(0, 1).flatten(1)
+
+    def _attend_expanded(
+        self, plain: torch.Tensor, rotated: torch.Tensor, batch: Batch, rows: ExpandedRows
+    ) -> torch.Tensor:
+        """Attend in prompts over the keys and values that the latents of their rows are expanded to, in other rows over
+        latents. ``plain`` and ``rotated [tokens, heads, ...]`` are the two parts of queries."""
+        shape, count = self.shape, rows.num_tokens
+        memory = batch.kv[self.group].keys(self.constants.layer_id)
+        latents = raw(memory).flatten(0, 2).index_select(0, rows.locations).view(memory.dtype).to(plain.dtype)
+        latent, key = latents.split((shape.kv_lora_rank, shape.qk_rope_head_dim), 1)
+        kv = self.kv_b.forward(latent.contiguous()).unflatten(1, (self.num_heads, -1))
+        k, v = kv.split((shape.qk_nope_head_dim, shape.v_head_dim), 2)
+        k = torch.cat((k, key[:, None].expand(-1, self.num_heads, -1)), 2)
+        q = torch.cat((plain[:count], rotated[:count]), 2)
+        attended = rows.attends.forward_expanded(q, k, v, self.constants, rows.prompts).flatten(1)
+        if rows.rest is None:
+            return attended
+        absorbed = plain.new_empty(len(plain) - count, self.num_heads, shape.latent_dim)
+        absorbed[..., shape.kv_lora_rank :] = rotated[count:]
+        return torch.cat((attended, self._attend_absorbed(plain[count:], absorbed, rows.rest)))
 
     def _queries(self, x: torch.Tensor) -> torch.Tensor:
         """Return the queries ``[tokens, heads, head_dim]``, before they are rotated."""
@@ -147,10 +198,6 @@ class LatentAttention(Layer):
             assert self.q_norm is not None
             x = self.q_b.forward(self.q_norm.forward(x))
         return x.view(x.shape[0], self.num_heads, self.shape.head_dim)
-
-    def _expand(self, attended: torch.Tensor) -> torch.Tensor:
-        """Return the values ``[tokens, heads * v_head_dim]`` of attended latents ``[tokens, heads, kv_lora_rank]``."""
-        return torch.bmm(attended.transpose(0, 1), self._w_uv).transpose(0, 1).flatten(1)
 
 
 def latent_targets(

@@ -6,6 +6,7 @@ Shapes: R rows, H query heads, K key heads (H a multiple of K), Q queries and N 
 from __future__ import annotations
 
 import torch
+from torch.nn import functional
 from torch.nn.functional import scaled_dot_product_attention
 
 from dovetail.interfaces.attention import AttentionLayer
@@ -35,6 +36,23 @@ def attend(
     by_head = q.view(rows, -1, heads, dim).transpose(1, 2)
     out = _plain(by_head, k, v, mask, causal, layer) if plain else _fused(by_head, k, v, mask, causal, layer.scale)
     return out.transpose(1, 2).reshape(tokens, heads, dim)
+
+
+def attend_causal(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: AttentionLayer, out: torch.Tensor) -> None:
+    """Write the causal attention of one row to ``out [Q, H, Dv]``: of ``q [Q, H, D]``, its last queries, over all of its
+    keys ``k [N, H, D]`` and ``v [N, H, Dv]``, with Dv <= D. Queries are divided so that masks stay small."""
+    queries, keys = len(q), len(k)
+    wide = functional.pad(v, (0, k.shape[2] - v.shape[2]))  # the kernels want both of one size
+    by_head, values = k.transpose(0, 1)[None], wide.transpose(0, 1)[None]
+    step = max(1, _SCORES // keys)
+    for start in range(0, queries, step):
+        end = min(start + step, queries)
+        seen = keys - queries + end
+        whole, mask = end - start == seen, None  # queries of all keys
+        if not whole:
+            mask = q.new_zeros(end - start, seen).fill_(float("-inf")).triu_(seen - (end - start) + 1)[None, None]
+        part = attend(q[start:end], by_head[:, :, :seen], values[:, :, :seen], mask, whole, layer)
+        out[start:end] = part[..., : v.shape[2]]
 
 
 def attend_shared(

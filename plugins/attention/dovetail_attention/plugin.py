@@ -29,6 +29,7 @@ TORCH_NATIVE = ComponentSpec(
             Feature.ATTN_SOFT_CAP,
             Feature.ATTN_SINKS,
             Feature.ATTN_LATENT,
+            Feature.ATTN_EXPANDED,
         }
     ),
     constraints=Constraints(devices=("cpu", "cuda"), dtypes=DTYPES, kv_dtypes=KV_DTYPES),

@@ -14,7 +14,7 @@ from dovetail.interfaces.attention import AttentionBackend, AttentionContext, At
 from dovetail.ops.cpu.kernels import PagedKV, kernels
 from dovetail.ops.kv_dtypes import raw
 from dovetail.types import Batch
-from dovetail_attention.kernels import attend, attend_shared
+from dovetail_attention.kernels import attend, attend_causal, attend_shared
 from dovetail_attention.planner import CPU, CUDA, Group, Planner
 
 LayerView = tuple[int | None, bool]
@@ -118,6 +118,21 @@ class TorchNativeAttention(AttentionBackend):
                 out[tokens] = self._attend(bound, q[tokens], layer)
             else:
                 out.index_copy_(0, tokens, self._attend(bound, q.index_select(0, tokens), layer))
+        return out
+
+    def plan_expanded(self, batch: Batch, kv_indptr: torch.Tensor) -> None:
+        """See ``AttentionBackend.plan_expanded``."""
+
+    def forward_expanded(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: AttentionLayer, batch: Batch
+    ) -> torch.Tensor:
+        """See ``AttentionBackend.forward_expanded``."""
+        out = q.new_empty(*q.shape[:2], v.shape[2])
+        token = key = 0
+        for prefix, queries in zip(batch.prefix_lens.tolist(), batch.extend_lens.tolist(), strict=True):
+            tokens, keys = slice(token, token + queries), slice(key, key + prefix + queries)
+            attend_causal(q[tokens], k[keys], v[keys], layer, out[tokens])
+            token, key = tokens.stop, keys.stop
         return out
 
     def _attend_paged(
