@@ -52,6 +52,22 @@ class Flawed(AttentionBackend):
             self.pool.keys(layer.layer_id)[1] = 0
         return out.float() if self.flaw == "returns float32" else out
 
+    def plan_expanded(self, batch: Batch, kv_indptr: torch.Tensor) -> None:
+        self.kv_starts = kv_indptr.tolist()
+
+    def forward_expanded(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: AttentionLayer, batch: Batch
+    ) -> torch.Tensor:
+        parts = []
+        for row, (start, end) in enumerate(zip(self.kv_starts, self.kv_starts[1:], strict=False)):
+            first, last = batch.qo_indptr[row : row + 2].tolist()
+            before = 0 if self.flaw == "takes a chunk for a whole prompt" else end - start - (last - first)
+            later = torch.ones(last - first, end - start, dtype=torch.bool).triu(before + 1)
+            scores = layer.scale * torch.einsum("qhd,khd->hqk", q[first:last].float(), k[start:end].float())
+            weights = scores.masked_fill(later, float("-inf")).softmax(-1)
+            parts.append(torch.einsum("hqk,khd->qhd", weights, v[start:end].float()))
+        return torch.cat(parts).to(q.dtype)
+
     def attend(self, row: int, tokens: slice, q: torch.Tensor, layer: AttentionLayer, length: int) -> torch.Tensor:
         q, batch, flaw = q[tokens], self.batch, self.flaw
         places = self.places(row, length)
@@ -244,7 +260,38 @@ MUTANTS = [
             ("is wrong at head_dim 256", "test_head_dims", ["decode", 256]),
         )
     ),
-    _of("takes the last numbers of a latent for its values", "test_latents", "decode", 24, 16, says=WRONG),
+    *(
+        _of("takes the last numbers of a latent for its values", case, *arguments, says=WRONG)
+        for case, arguments in (("test_latents", ["decode", 24, 16]), ("test_latents_of_16_bits", ["decode", BF16]))
+    ),
+    _of(
+        "rounds queries to the pool's dtype",
+        "test_latents_of_8_bits",
+        E5M2,
+        fault="rounds queries over latents to the pool's dtype",
+        says=WRONG,
+    ),
+    _of(
+        "ignores shared prefixes",
+        "test_shared_prefixes_of_latents",
+        "one group",
+        fault="ignores shared prefixes of latents",
+    ),
+    _of(
+        "loses a part of long rows",
+        "test_long_rows_of_latents",
+        base=Short,
+        fault="loses a part of long rows of latents",
+    ),
+    _of(
+        "takes a chunk for a whole prompt",
+        "test_prompts_over_expanded_latents",
+        "extend after a prefix",
+        24,
+        16,
+        torch.float32,
+        says="difference of",
+    ),
     _of("no window", "test_sliding_window", "decode", 16, fault="ignores the sliding window", says=WRONG),
     _of("window one too wide", "test_sliding_window", "extend", 16, fault="sees one key beyond the window", says=WRONG),
     _of("windows count places", "test_sliding_window", "trees", 1, fault="counts nodes of a tree instead of depths"),

@@ -49,12 +49,12 @@ class Expansion:
 
     @classmethod
     def of(cls, resolved: Resolved, model: ModelArchitecture) -> Expansion | None:
-        """Return the choice for ``model``, or None if it has no latent attention, or layers that differ in their
-        shapes, or if its attention backend for prompts does not offer ``attention.expanded``."""
+        """Return the choice for ``model``, or None if it has no latent attention, several cache groups, or layers of
+        different shapes, or if its attention backend for prompts does not offer ``attention.expanded``."""
         if Feature.ATTN_EXPANDED not in resolved.attention_prefill.spec.offers or resolved.config.batch_invariant:
             return None
         layers = [module for module in as_module(model).modules() if isinstance(module, LatentAttention)]
-        if not layers or any(layer.shape != layers[0].shape for layer in layers):
+        if not layers or len(model.info.cache_groups) > 1 or any(layer.shape != layers[0].shape for layer in layers):
             return None
         return cls(layers[0].shape, layers[0].num_heads, getattr(torch, resolved.config.model.dtype).itemsize)
 

@@ -37,6 +37,7 @@ from dovetail.testing.attention_graphs import (
     verify_step,
 )
 from dovetail.testing.attention_invariance import InvarianceCases
+from dovetail.testing.attention_latents import LatentCases, over_latents
 from dovetail.testing.attention_reference import AttentionCase, AttentionStep
 
 each_step = pytest.mark.parametrize("step", STEPS)
@@ -48,12 +49,16 @@ LONG = 1900
 """The number of keys of long rows, unless a suite lowers ``longest``."""
 
 
+VERIFY_LENS = [200] * VERIFY_TOKENS, [VERIFY_WIDTH] * VERIFY_TOKENS
+"""The largest prefixes and numbers of queries of the rows of graphs of verify steps."""
+
+
 def in_large_pool(case: AttentionCase) -> AttentionCase:
     """Return ``case`` with page ids above 4,096 in the last of four layers."""
     return replace(case, num_layers=4, layer_id=3, min_pages=6000)
 
 
-class AttentionSuite(InvarianceCases):
+class AttentionSuite(InvarianceCases, LatentCases):
     """Test an attention backend. ``class TestMine(AttentionSuite): name = "mine"`` is a complete test file.
 
     Cases run on the first device and in the first dtype that the spec allows and this machine has, unless ``device``
@@ -151,14 +156,6 @@ class AttentionSuite(InvarianceCases):
             pytest.skip(f"{self.name} does not allow head_dim {head_dim}")
         case, features = STEPS[step]
         self.check(replace(case, head_dim=head_dim, scale=0.3 * head_dim**-0.5), *features)
-
-    @each_step
-    @pytest.mark.parametrize(("head_dim", "value_dim"), [(24, 16), (576, 512)])
-    def test_latents(self, step: str, head_dim: int, value_dim: int) -> None:
-        """Values are the first numbers of the keys, which all query heads read; outputs have their size."""
-        case, features = STEPS[step]
-        case = replace(case, head_dim=head_dim, value_dim=value_dim, heads=6, kv_heads=1, scale=0.1)
-        self.check(case, *features, LATENT)
 
     @each_step
     @pytest.mark.parametrize("window", [1, 3, 16, 1000])
@@ -260,6 +257,13 @@ class AttentionSuite(InvarianceCases):
             AttentionCase([300] * GRAPH_ROWS, [1] * GRAPH_ROWS, kv_dtype=pool_dtype(kv_dtype), page_size=16), shared
         )
 
+    @pytest.mark.parametrize("shared", [False, True], ids=["alone", "shared"])
+    def test_graphs_over_latents(self, shared: bool) -> None:
+        """Graphs over pools of latents, in the first dtype that is allowed."""
+        for feature in (DECODE, GRAPH, LATENT, *([SHARED_PREFIX] if shared else [])):
+            self.require(feature)
+        self.replay(over_latents(AttentionCase([300] * GRAPH_ROWS, [1] * GRAPH_ROWS, page_size=16)), shared)
+
     @torch.inference_mode()
     def replay(self, case: AttentionCase, shared: bool) -> None:
         """Capture decode steps over the pool of ``case`` and compare ``REPLAYS`` with the reference."""
@@ -279,18 +283,27 @@ class AttentionSuite(InvarianceCases):
 
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
     @pytest.mark.parametrize("window", [None, 30])
-    @torch.inference_mode()
     def test_graphs_of_verify_rows(self, dtype: torch.dtype, window: int | None) -> None:
         """Two graphs replay steps whose tokens are divided among rows in different ways, with steps that run without a
         graph between them."""
         for feature in (VERIFY, Feature.ATTN_VERIFY_GRAPH, *([WINDOW] if window else [])):
             self.require(feature)
         self.skip_dtype(dtype)
+        self.replay_verify(AttentionCase(*VERIFY_LENS, dtype=dtype, page_size=16, window=window))
+
+    def test_graphs_of_verify_rows_over_latents(self) -> None:
+        """The same over a pool of latents, in the first dtype that is allowed."""
+        for feature in (VERIFY, Feature.ATTN_VERIFY_GRAPH, LATENT):
+            self.require(feature)
+        self.replay_verify(over_latents(AttentionCase(*VERIFY_LENS, page_size=16)))
+
+    @torch.inference_mode()
+    def replay_verify(self, case: AttentionCase) -> None:
+        """Capture verify steps over the pool of ``case`` and compare ``VERIFY_REPLAYS`` with the reference."""
         device = self.find_device()
         if device.type != "cuda":
             pytest.skip("graphs need CUDA")
-        rows = VERIFY_TOKENS
-        base = self.fit(AttentionCase([200] * rows, [VERIFY_WIDTH] * rows, dtype=dtype, page_size=16, window=window))
+        base = self.fit(case)
         whole = AttentionStep(base, device)
         backend = self.make(whole.context())
         graphs = [
