@@ -14,6 +14,7 @@ from pathlib import Path
 SNAPSHOT = Path(__file__).parent / "interfaces.snapshot"
 MODULES = (
     "attention",
+    "expanded",
     "cache",
     "grammar",
     "model",

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import nn
 
-from dovetail.engine.build import WeightFiller, build_model
+from dovetail.engine.build import WeightFiller, as_list, build_model
 from dovetail.engine.expansion import Expansion
 from dovetail.errors import ConfigError
 from dovetail.interfaces.attention import AttentionBackend, AttentionContext, AttentionLayer
@@ -310,7 +310,8 @@ def test_latents_of_quantized_layers() -> None:
     fp8 = Fp8(Fp8Config(), QuantizationContext(None, torch.float32, torch.device("cpu")))
     model = loaded(thread_meshes(1)[0], random_tensors(shape), shape, quantization=fp8)
     tensors = random_tensors(shape)
-    for name, target in model.weights_map().items():
+    for name, entry in model.weights_map().items():
+        (target,) = as_list(entry)
         layer = getattr(model.attn, target.parameter.split(".")[1])
         if isinstance(layer, Linear):
             assert layer.method is not None

@@ -9,7 +9,7 @@ from about 170 queries on in DeepSeek-V3.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
 import torch
@@ -22,6 +22,7 @@ from dovetail.types import Batch, DraftTree
 
 if TYPE_CHECKING:
     from dovetail.interfaces.attention import AttentionBackend
+    from dovetail.interfaces.expanded import ExpandedAttention
     from dovetail.interfaces.model import ModelArchitecture
     from dovetail.layers.latent import LatentShape
     from dovetail.registry.resolver import Resolved
@@ -80,7 +81,8 @@ class Expansion:
         tokens = int(batch.extend_lens[:split].sum())
         prompts = batch if split == rows else _part(batch, slice(split), slice(tokens))
         indptr, locations = _locations(prompts, page_size)
-        prefill.plan_expanded(prompts, indptr)
+        expanded = cast("ExpandedAttention", prefill)
+        expanded.plan_expanded(prompts, indptr)
         rest = None
         if split < rows:
             rest = _part(batch, slice(split, rows), slice(tokens, None))
@@ -88,7 +90,7 @@ class Expansion:
                 rest.variant = decode.variant(rest)
             decode.plan(rest)
             rest.attn = (decode,)
-        batch.expanded = ExpandedRows(prompts, prefill, tokens, locations, rest)
+        batch.expanded = ExpandedRows(prompts, expanded, tokens, locations, rest)
 
 
 def _locations(rows: Batch, page_size: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -95,29 +95,6 @@ class AttentionBackend(ABC):
         the output has the size of the values. Does not mutate ``q`` or the pool.
         """
 
-    def plan_expanded(self, batch: Batch, kv_indptr: torch.Tensor) -> None:
-        """Prepare a step for ``forward_expanded``. All rows of ``batch`` are extend rows.
-
-        Row r has the keys ``[kv_indptr[r], kv_indptr[r + 1])`` (int32 ``[rows + 1]``, on the device) of those that
-        ``forward_expanded`` gets: ``kv_lens[r]`` keys, of which the last ``extend_lens[r]`` belong to its queries. The engine
-        calls this in place of ``plan``, for models with latent attention. It may plan another backend of this class
-        between this call and ``forward_expanded``. Needs ``attention.expanded``; otherwise raises
-        ``NotImplementedError``.
-        """
-        raise NotImplementedError(f"{type(self).__name__} does not offer attention.expanded")
-
-    def forward_expanded(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: AttentionLayer, batch: Batch
-    ) -> torch.Tensor:
-        """Return the causal attention of ``q [tokens, num_heads, d]`` over ``k [keys, num_heads, d]`` and ``v [keys,
-        num_heads, size of values]``, which are not in the pool: ``[tokens, num_heads, size of values]``, contiguous.
-
-        The model calls this once per layer, with the batch that was given to ``plan_expanded``. ``layer`` has neither a
-        window nor a soft cap nor sinks. ``v`` is contiguous except in the first two dimensions. Mutates nothing. Needs
-        ``attention.expanded``; otherwise raises ``NotImplementedError``.
-        """
-        raise NotImplementedError(f"{type(self).__name__} does not offer attention.expanded")
-
     def shares(self, batch: Batch) -> bool:
         """Return True if reading each prefix in ``batch.shared`` once per group is faster than reading it once per row.
 

@@ -85,7 +85,7 @@ class Feature(str):
     )
     ATTN_EXPANDED = _feature(
         "attention.expanded",
-        "attends from prompts over keys and values that latents were expanded to: plan_expanded, forward_expanded",
+        "attends from prompts over keys and values that latents were expanded to: ``ExpandedAttention``",
         ("prefill",),
     )
     ATTN_GRAPH = _feature("attention.graph", "plan and forward can be captured and replayed")

@@ -26,7 +26,8 @@ from dovetail.layers.rotary import KVPlace, Latents
 from dovetail.ops.kv_dtypes import raw
 
 if TYPE_CHECKING:
-    from dovetail.interfaces.attention import AttentionBackend, AttentionLayer
+    from dovetail.interfaces.attention import AttentionLayer
+    from dovetail.interfaces.expanded import ExpandedAttention
     from dovetail.interfaces.mesh import Mesh
     from dovetail.interfaces.model import WeightTarget
     from dovetail.layers.rotary import Rotation
@@ -81,7 +82,7 @@ class ExpandedRows:
     """
 
     prompts: Batch
-    attends: AttentionBackend
+    attends: ExpandedAttention
     num_tokens: int
     locations: torch.Tensor
     rest: Batch | None

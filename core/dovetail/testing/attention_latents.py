@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import cast
 
 import pytest
 import torch
 
+from dovetail.interfaces.expanded import ExpandedAttention
 from dovetail.interfaces.features import Feature
 from dovetail.memory.pool import pool_dtype
 from dovetail.testing.attention_cases import DECODE, LATENT, SHARED_PREFIX, SHARED_STEPS, STEPS
@@ -81,7 +83,7 @@ class LatentCases(AttentionChecks):
         k = torch.randn(keys, 3, head_dim, generator=random).to(made.device, made.case.dtype)
         wide = torch.randn(keys, 3, 8 + value_dim, generator=random).to(made.device, made.case.dtype)
         v = wide[..., 8:]  # a view, as models pass it
-        backend = self.make(made.context())
+        backend = cast(ExpandedAttention, self.make(made.context()))
         indptr = torch.tensor([0, *made.lens]).cumsum(0).to(made.device, torch.int32)
         backend.plan_expanded(made.batch, indptr)
         for _ in range(2):  # as in two layers

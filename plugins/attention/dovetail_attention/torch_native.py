@@ -121,12 +121,12 @@ class TorchNativeAttention(AttentionBackend):
         return out
 
     def plan_expanded(self, batch: Batch, kv_indptr: torch.Tensor) -> None:
-        """See ``AttentionBackend.plan_expanded``."""
+        """See ``ExpandedAttention.plan_expanded``."""
 
     def forward_expanded(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: AttentionLayer, batch: Batch
     ) -> torch.Tensor:
-        """See ``AttentionBackend.forward_expanded``."""
+        """See ``ExpandedAttention.forward_expanded``."""
         out = q.new_empty(*q.shape[:2], v.shape[2])
         token = key = 0
         for prefix, queries in zip(batch.prefix_lens.tolist(), batch.extend_lens.tolist(), strict=True):
