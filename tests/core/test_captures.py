@@ -21,9 +21,11 @@ from dovetail import LLM
 from dovetail.engine.captures import (
     NEEDED_BEFORE_CAPTURE,
     STEPS_BETWEEN_CAPTURES,
+    UPDATE_BYTES,
     CaptureAgreement,
     CaptureOnDemand,
     GraphRecorder,
+    Staging,
     capture_all,
     ladder,
     larger_sizes,
@@ -31,6 +33,7 @@ from dovetail.engine.captures import (
 )
 from dovetail.engine.dry_run import dry_run
 from dovetail.engine.engine import Engine
+from dovetail.engine.inputs import Inputs
 from dovetail.engine.plans import PlanRunner
 from dovetail.engine.progress import bytes_progress
 from dovetail.engine.warmup import IdleCaptures, WarmUp
@@ -39,6 +42,7 @@ from dovetail.interfaces.executor import WarmUpProgress
 from dovetail.interfaces.mesh import SINGLE
 from dovetail.interfaces.model import ModelInfo
 from dovetail.testing.ranks import run_ranks, thread_meshes
+from dovetail.types import PageUpdates
 
 
 class Fake:
@@ -408,3 +412,25 @@ def test_the_largest_step_runs_over_a_single_page():
     before = engine.pool.k[:, 1:].clone()
     dry_run(engine.model, engine.eager_runner.prefill, engine.pool, [40, 40, 9, 1, 1], 6)
     assert torch.equal(engine.pool.k[:, 1:].nan_to_num(), before.nan_to_num())
+
+
+@pytest.mark.parametrize("size", [UPDATE_BYTES, 64])
+def test_a_captured_step_updates_the_page_tables_of_all_cache_groups(size):
+    """The device has tables of its own, which the step brings up to date with the step's one copy, or, if the updates do not
+    fit in, with a separate one."""
+    inputs = Inputs(np.arange(2 * 3 * 4, dtype=np.int32).reshape(2, 3, 4).copy(), 16, torch.device("cpu"))
+    inputs.all_pages = torch.zeros(2, 3, 4, dtype=torch.int32)
+    inputs.pages, *inputs.other_pages = inputs.all_pages.unbind(0)
+    inputs._flat_pages, inputs.device = inputs.all_pages.view(-1), torch.device("meta")
+    inputs.upload = lambda *arrays, updates: inputs._flat_pages.index_copy_(
+        0, *map(torch.from_numpy, inputs.entries_of(updates))
+    )
+    staging = Staging.__new__(Staging)
+    staging.size, staging.buffer = size, torch.zeros(size, dtype=torch.uint8)
+    staging.send = lambda packed: staging.buffer[: len(packed)].copy_(torch.from_numpy(packed))
+    slots, columns = np.array([1, 2, 2], np.int32), np.array([0, 1, 3], np.int32)
+    staging.send_step(inputs, [np.arange(3)], PageUpdates(slots, columns, np.zeros((2, 3), np.int32)))
+    expected = np.zeros((2, 3, 4), np.int32)
+    tables = np.stack([inputs.page_table, *inputs.other_tables])
+    expected[:, slots, columns] = tables[:, slots, columns]
+    assert inputs.all_pages.tolist() == expected.tolist()

@@ -312,4 +312,4 @@ class Staging:
         self.send(packed)
         if entries:
             places, pages = unpack(self.buffer, [*arrays, *entries])[-2:]
-            inputs.pages.view(-1).index_copy_(0, places, pages)
+            inputs.all_pages.view(-1).index_copy_(0, places, pages)
