@@ -1,13 +1,19 @@
 """Measure the cost of the radix tree in microseconds: by case, by nodes touched, by size of the tree.
 
 Run: python benchmarks/prefix_cache.py [--tokens 32768] [--repeat 200] [--clock cpu]
+Compare with another checkout, in turns: python benchmarks/prefix_cache.py --clock cpu --base CHECKOUT
 """
 
 from __future__ import annotations
 
 import argparse
+import os
+import re
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -161,6 +167,31 @@ def by_size(page_size: int, length: int, repeat: int) -> None:
         )
 
 
+ROW = re.compile(r"^ *(\d+)  (.*?) +([\d.]+) +[\d.]+$")
+
+
+def medians(checkout: Path, arguments: list[str]) -> dict[tuple[str, str], float]:
+    """Run the benchmark of a checkout with its own code, and return the median of each line."""
+    paths = os.pathsep.join(str(checkout / part) for part in ("core", "plugins/cache"))
+    command = [sys.executable, str(checkout / "benchmarks" / "prefix_cache.py"), *arguments]
+    output = subprocess.check_output(command, env={**os.environ, "PYTHONPATH": paths}, text=True)
+    found = (ROW.match(line) for line in output.splitlines())
+    return {(match[1], match[2].strip()): float(match[3]) for match in found if match}
+
+
+def compare(base: Path, arguments: list[str], rounds: int) -> None:
+    """Print the ratio of this checkout's times to those of ``base``. Both run in turns; the least median counts."""
+    own = Path(__file__).parents[1]
+    ours, theirs = [], []
+    for _ in range(rounds):
+        theirs.append(medians(base, arguments))
+        ours.append(medians(own, arguments))
+    print(f"page size  {'':44s}      base      here  (us)   ratio")
+    for line in ours[0]:
+        least = [min(run[line] for run in runs if line in run) for runs in (theirs, ours)]
+        print(f"{line[0]:>9s}  {line[1]:44s} {least[0]:9.1f} {least[1]:9.1f}        {least[1] / least[0]:5.3f}")
+
+
 def main() -> None:
     """Print the tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -169,7 +200,13 @@ def main() -> None:
     parser.add_argument(
         "--clock", choices=("wall", "cpu"), default="wall", help="cpu does not count the time of other work"
     )
+    parser.add_argument("--base", type=Path, help="another checkout to compare with")
+    parser.add_argument("--rounds", type=int, default=5, help="runs of each checkout with --base")
     args = parser.parse_args()
+    if args.base is not None:
+        shared = ["--tokens", str(args.tokens), "--repeat", str(args.repeat), "--clock", args.clock]
+        compare(args.base, shared, args.rounds)
+        return
     if args.clock == "cpu":
         Clock.now = time.thread_time_ns
     tables = {f"A prompt of {args.tokens} tokens": cases, "By nodes touched": by_nodes, "By size of the tree": by_size}

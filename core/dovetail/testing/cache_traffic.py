@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 
 from dovetail.interfaces.cache import CacheContext, PrefixCache, first_needed
-from dovetail.testing.cache_machine import Prefix
 from dovetail.types import IntArray
 
 _FREE, _CACHED = 0, -1
@@ -26,7 +25,7 @@ class Allocator:
         self.free = list(range(count, 0, -1))
         self.owner = np.full(count + 1, _FREE)  # a request's number, _FREE or _CACHED
         self.owner[0] = _PAGE_0
-        self.content: list[Prefix | None] = [None] * (count + 1)
+        self.content: list[int | None] = [None] * (count + 1)  # the prefix that ends with a page or snapshot
 
     def take(self, owner: int) -> int:
         """Return a free page, which belongs to ``owner`` from now on."""
@@ -50,16 +49,20 @@ class Allocator:
 @dataclass(eq=False)
 class Simulated:
     """Hold a request that runs: its tokens, of which ``computed`` are computed, and its row of pages, 0 for holes.
-    ``own`` are the entries of the row that belong to the request and not to the cache."""
+    ``own`` are the entries of the row that belong to the request and not to the cache. ``prefixes[c]`` identifies the
+    namespace and the tokens of the first c pages. ``hit`` is the length of the match, and ``common`` is the longest
+    prefix that one group can resume at."""
 
     number: int
     tokens: IntArray
     namespace: str
+    prefixes: list[int]
     computed: int
     row: IntArray  # [paged groups, columns]
     own: np.ndarray
     handle: Any
     hit: int
+    common: int
     snapshots: dict[int, list[int]] = field(default_factory=dict)  # by length, one for each state group
 
 
@@ -83,12 +86,17 @@ class Traffic:
         row = np.zeros((len(self.paged), columns), np.int32)
         row[:, : match.pages.shape[1]] = match.pages
         own = np.zeros(row.shape, np.bool_)
-        req = Simulated(self.num_requests, tokens, namespace, match.length, row, own, match.handle, match.length)
+        prefixes, size, common = [hash(namespace)], self.page_size, max(match.reached)
+        for column in range(len(tokens) // size):
+            prefixes.append(hash((prefixes[-1], tokens[column * size : (column + 1) * size].tobytes())))
+        number, handle, length = self.num_requests, match.handle, match.length
+        req = Simulated(number, tokens, namespace, prefixes, length, row, own, handle, length, common)
         self._check_resumable(req)
         if self.states and match.length:
             assert match.states is not None
             for group, snapshot in zip(self.states, match.states.tolist(), strict=True):
-                assert self._content(group, snapshot) == self._prefix(req, match.length), "a snapshot of other tokens"
+                expected = prefixes[match.length // size]
+                assert self._content(group, snapshot) == expected, "a snapshot of other tokens"
         self.running.append(req)
         self.prompt_tokens += len(tokens)
         self.hit_tokens += match.length
@@ -110,14 +118,13 @@ class Traffic:
             for column in range(begin, end):
                 req.row[row, column] = self.allocators[group].take(req.number)
                 req.own[row, column] = True
-            for column in range(req.computed // self.page_size, end):
+            for column in range(req.computed // self.page_size, length // self.page_size):
                 if req.own[row, column] and req.row[row, column]:
-                    stop = min((column + 1) * self.page_size, length)
-                    self.allocators[group].content[req.row[row, column]] = self._prefix(req, stop)
+                    self.allocators[group].content[req.row[row, column]] = req.prefixes[column + 1]
         if snapshots:
             req.snapshots[at] = [self.allocators[group].take(req.number) for group in self.states]
             for group, number in zip(self.states, req.snapshots[at], strict=True):
-                self.allocators[group].content[number] = self._prefix(req, at)
+                self.allocators[group].content[number] = req.prefixes[at // self.page_size]
         req.computed = length
         self.share(req)
         return True
@@ -160,10 +167,12 @@ class Traffic:
         self.running.remove(req)
 
     def serve(self, tokens: IntArray, chunk: int, namespace: str = "") -> int:
-        """Run a request alone from its prompt to its end, and return the number of tokens that were cached."""
+        """Run a request alone from its prompt to its end, and return the number of tokens that were cached. Of models
+        with state groups, it stops for a snapshot where other prompts branch."""
         req = self.admit(tokens, namespace)
         while req.computed < len(tokens):
-            assert self.compute(req, req.computed + chunk), "the pool is too small for the request"
+            stop = req.common if self.states and req.computed < req.common else len(tokens)
+            assert self.compute(req, min(req.computed + chunk, stop)), "the pool is too small for the request"
         self.stop(req)
         return req.hit
 
@@ -230,13 +239,9 @@ class Traffic:
             for column in range(first, columns):
                 page = int(req.row[row, column])
                 assert page, "a page that is needed is a hole"
-                expected = self._prefix(req, (column + 1) * self.page_size)
-                assert self._content(group, page) == expected, "a page was computed for other tokens"
+                assert self._content(group, page) == req.prefixes[column + 1], "a page was computed for other tokens"
                 owner = req.number if req.own[row, column] else _CACHED
                 assert self.allocators[group].owner[page] == owner, "a page that is read belongs to something else"
 
-    def _content(self, group: int, page: int) -> Prefix | None:
+    def _content(self, group: int, page: int) -> int | None:
         return self.allocators[group].content[page]
-
-    def _prefix(self, req: Simulated, length: int) -> Prefix:
-        return req.namespace, req.tokens[:length].tobytes()

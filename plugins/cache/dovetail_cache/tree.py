@@ -26,6 +26,7 @@ class RadixTree(PrefixCache):
         self._roots: dict[str, Root] = {}
         self._queue = EvictionQueue(config.eviction)
         self._nothing = (0,) * len(context.groups)
+        self._no_pages: IntArray = np.empty((context.num_paged, 0), dtype=np.int32)
         self._clock = 0
         self._total = 0
         self._locked = 0
@@ -103,20 +104,18 @@ class RadixTree(PrefixCache):
     def evict(self, short: Sequence[int]) -> list[IntArray]:
         """Drop unlocked leaves in the configured order. The last leaf loses only as many pages of its tail as are
         needed."""
-        return list(self._evict_columns(max(short)))
-
-    def _evict_columns(self, count: int) -> IntArray:
-        """Drop up to ``count`` columns, and return their pages ``[groups, n]``."""
-        freed = [np.empty((self._num_groups, 0), dtype=np.int32)]
-        missing = min(count, self._total - self._locked)
+        missing = min(max(short), self._total - self._locked)
+        freed: list[IntArray] = []
         while missing > 0:
             leaf = self._queue.pop()
             assert leaf is not None, "there are evictable pages and no evictable leaf"
             freed.append(self._shrink(leaf, min(missing, leaf.num_pages)))
             missing -= freed[-1].shape[1]
-        pages = np.concatenate(freed, axis=1)
+        if not freed:
+            return [np.empty(0, dtype=np.int32) for _ in self._nothing]
+        pages = freed[0] if len(freed) == 1 else np.concatenate(freed, axis=1)
         self._total -= pages.shape[1]
-        return pages
+        return [pages[0]] if len(pages) == 1 else list(pages)
 
     def reset(self) -> list[IntArray]:
         """Drop everything that is not locked."""
@@ -188,10 +187,12 @@ class RadixTree(PrefixCache):
 
     def _match_of(self, path: list[Node], length: int) -> Match:
         if not path:
-            return Match(0, np.empty((self._num_groups, 0), dtype=np.int32), Handle(None, 0), reached=self._nothing)
-        pages = np.concatenate([node.pages for node in path], axis=1) if len(path) > 1 else path[0].pages
-        reached = (length,) * self._num_groups
-        return Match(length, pages[:, : length // self._page_size], Handle(path[-1], length), None, reached)
+            return Match(0, self._no_pages, Handle(None, 0), None, self._nothing)
+        last = path[-1]
+        pages = last.pages if len(path) == 1 else np.concatenate([node.pages for node in path], axis=1)
+        if last.end != length:
+            pages = pages[:, : length // self._page_size]
+        return Match(length, pages, Handle(last, length), None, (length,) * self._num_groups)
 
     def _split(self, node: Node, length: int) -> Node:
         """Split a node after ``length`` tokens of its run, and return the upper part."""
