@@ -30,13 +30,21 @@ POINTERS = dict.fromkeys(("q", "out"), "*bf16") | dict.fromkeys(("partial", "lse
 POINTERS |= dict.fromkeys(("records", "count", "span_starts", "table"), "*i32")
 
 
-def compiled(tile: tiles.AttentionTile, group: int, *, tree: bool, chunk: int, pool: str) -> Any:
+def compiled(
+    tile: tiles.AttentionTile,
+    group: int,
+    *,
+    tree: bool = False,
+    chunk: int = 0,
+    pool: str = "*bf16",
+    leads: bool = False,
+) -> Any:
     """Return the kernel for decode rows, or for trees or fixed chunks."""
     kernel = latent._latent
     constants: dict[str, Any] = {
         "PAGE": 16, "VALUE_DIM": 512, "BLOCK_V": 512, "REST": 64, "BLOCK_REST": 64, "TOKEN": 576, "GROUP": group,
         "ROWS": tile.rows, "KEYS": tile.keys, "FLIP": tile.flip, "CAUSAL": True, "TREE": tree, "CHUNK": chunk, "RECORD": 8,
-        "FEWER": True, "LEVEL": not tree and not chunk, "LEADS": False, "AHEAD": not chunk, "PDL": True,
+        "FEWER": True, "LEVEL": not tree and not chunk, "LEADS": leads, "AHEAD": not chunk and not leads, "PDL": True,
     }  # fmt: skip
     fusion = {"enable_fp_fusion": False} if chunk else {}
     return compile_kernel(kernel, constants, {"kv": pool}, tile, **fusion)
@@ -107,3 +115,20 @@ def test_tiles_of_expanded_prompts_compile(rows: int, tmp_path: Path) -> None:
     body = re.split(r"scf\.for", found.asm["ttgir"])[-1].split("scf.yield", 1)[0]
     assert body.count("warp_group_dot ") == body.count("async_copy_global_to_local") == 3
     assert spilled(found, tmp_path) == 0
+
+
+@pytest.mark.parametrize("leads", [False, pytest.param(True, marks=FULL)])
+def test_only_schedules_and_page_numbers_are_read_early(leads: bool) -> None:
+    """What is read before the previous kernel has ended (see ``ops/triton/launch.py``): nothing by the first kernel after
+    a schedule is made, and otherwise what a leader has completed."""
+    text = compiled(tiles.LATENT_TILES[16], 16, leads=leads).asm["ttgir"]
+    kinds = r"grid_dependency_\w+|prefetch|tt\.load .*?: .*?!tt\.ptr<\w+>|async_copy_global_to_local|tt\.store"
+    found = re.findall(kinds, text)
+    if leads:
+        assert found[:2] == ["grid_dependency_wait", "grid_dependency_launch_dependents"]
+        return
+    waits = found.index("grid_dependency_wait")
+    assert found[0] == "grid_dependency_launch_dependents"
+    assert "prefetch" in found[1:waits]
+    assert all(one == "prefetch" or one.endswith("!tt.ptr<i32>") for one in found[1:waits])
+    assert found[-1] == "grid_dependency_wait", "also where there is nothing to do"
