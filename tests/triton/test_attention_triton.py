@@ -53,7 +53,7 @@ SLOW: Mapping[str, tuple[object, ...]] = {
     "window": (1, 1000),
     "kv_heads": (4,),
     "dtype": (torch.bfloat16,),
-    "step": ("many rows", "no row shares"),
+    "step": ("many rows", "no row shares", "a long chunk"),
     "length": (1580,),
     "variant": ("pages of 1", "pages of 4", "pages of 16", "bfloat16", "head_dim 128", "sinks"),
 }
@@ -62,7 +62,7 @@ SLOW: Mapping[str, tuple[object, ...]] = {
 def is_slow(test: str, params: Mapping[str, Any]) -> bool:
     """Return whether other cases stand for these parameters."""
     step = params.get("step")
-    if test == "test_fp8_pools" and step not in MIXED_STEPS:
+    if test in ("test_fp8_pools", "test_latents_of_16_bits") and step not in MIXED_STEPS:
         return True
     return any(params.get(name) in values for name, values in SLOW.items()) or (
         step in STEPS and step not in FEW_STEPS and test != "test_phases_and_page_sizes"

@@ -90,6 +90,7 @@ TRITON = ComponentSpec(
             Feature.ATTN_SOFT_CAP,
             Feature.ATTN_SINKS,
             Feature.ATTN_LATENT,
+            Feature.ATTN_EXPANDED,
             Feature.ATTN_GRAPH,
             Feature.ATTN_VERIFY_GRAPH,
             Feature.ATTN_SHARED_PREFIX,

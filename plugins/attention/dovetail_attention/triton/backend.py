@@ -233,13 +233,13 @@ class TritonAttention(AttentionBackend):
         return out
 
     def plan_expanded(self, batch: Batch, kv_indptr: torch.Tensor) -> None:
-        """See ``AttentionBackend.plan_expanded``. Copies nothing and does not wait."""
+        """See ``ExpandedAttention.plan_expanded``. Copies nothing and does not wait."""
         self._prompts = ExpandedPrompts(batch, kv_indptr, self._processors, large_memory=self._large_memory)
 
     def forward_expanded(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: AttentionLayer, batch: Batch
     ) -> torch.Tensor:
-        """See ``AttentionBackend.forward_expanded``."""
+        """See ``ExpandedAttention.forward_expanded``."""
         assert self._prompts is not None, "plan_expanded comes before forward_expanded"
         return self._prompts.forward(q, k, v, layer.scale)
 

@@ -130,7 +130,7 @@ def _expanded(
 
 class ExpandedPrompts:
     """Attend in the prompts of one step, for all of its layers. ``kv_indptr`` is that of
-    ``AttentionBackend.plan_expanded``, ``processors`` the number of multiprocessors."""
+    ``ExpandedAttention.plan_expanded``, ``processors`` the number of multiprocessors."""
 
     def __init__(self, batch: Batch, kv_indptr: torch.Tensor, processors: int, *, large_memory: bool) -> None:
         self._batch, self._kv_indptr, self._tokens = batch, kv_indptr, int(batch.extend_lens.sum())
@@ -138,7 +138,7 @@ class ExpandedPrompts:
         self._made: tuple[ScheduleEntries, Schedule, PartialResults] | None = None
 
     def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:
-        """See ``AttentionBackend.forward_expanded``. The first call makes the schedule."""
+        """See ``ExpandedAttention.forward_expanded``. The first call makes the schedule."""
         out = q.new_empty(*q.shape[:2], v.shape[2])
         leads = self._made is None
         entries, schedule, partial = self._made = self._made or self._make(q, v)
