@@ -12,7 +12,7 @@ import pytest
 
 from dovetail.errors import ConfigError
 from dovetail.llm import LLM
-from hf_suite import HuggingFaceSuite
+from hf_suite import HuggingFaceSuite, describe
 
 COMMON = {
     "vocab_size": 97,
@@ -121,3 +121,84 @@ class TestFalconH1(StateSuite):
         },
         "gate first": {"mamba_rms_norm": True, "mamba_norm_before_gate": False, "mamba_d_head": "auto"},
     }
+
+
+class TestJamba(StateSuite):
+    name = "jamba"
+    model_type = "jamba"
+    bfloat16_tolerance = 0.1  # routers choose other experts for some tokens
+    small: ClassVar[Mapping[str, Any]] = HYBRID | {
+        "num_hidden_layers": 4,
+        "mamba_d_state": 8,
+        "mamba_dt_rank": 6,
+        "attn_layer_period": 3,
+        "attn_layer_offset": 1,
+        "num_experts": 4,
+    }
+    configs: ClassVar[Mapping[str, Any]] = {
+        "experts": {},
+        "attention last, biases": {
+            "num_hidden_layers": 3,
+            "attn_layer_offset": 2,
+            "num_experts": 1,
+            "num_experts_per_tok": 1,
+            "mamba_proj_bias": True,
+            "mamba_conv_bias": False,
+            "mamba_dt_rank": "auto",
+            "tie_word_embeddings": True,
+        },
+    }
+
+
+class TestLfm2(StateSuite):
+    name = "lfm2"
+    model_type = "lfm2"
+    small: ClassVar[Mapping[str, Any]] = COMMON | {
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "intermediate_size": 60,
+        "block_multiple_of": 8,
+        "max_position_embeddings": 256,
+        "layer_types": ["conv", "full_attention", "conv"],
+    }
+    configs: ClassVar[Mapping[str, Any]] = {
+        "convolution last": {},
+        "attention last, biases": {
+            "layer_types": ["conv", "conv", "full_attention"],
+            "conv_bias": True,
+            "conv_L_cache": 4,
+            "block_auto_adjust_ff_dim": False,
+            "tie_word_embeddings": False,
+        },
+    }
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "message"),
+    [
+        ("mamba2", {"num_heads": 3}, "expand"),
+        ("mamba2", {"n_groups": 3}, "n_groups"),
+        ("mamba2", {"time_step_limit": [0.5, 0.1]}, "time_step_limit"),
+        ("mamba2", {"time_step_limit": "wide"}, "time_step_limit"),
+        ("mamba2", {"hidden_act": "gelu"}, "hidden_act"),
+        ("granite_hybrid", {"mamba_d_head": 7}, "mamba_d_head"),
+        ("granite_hybrid", {"layer_types": ["linear_attention", "sliding", "full_attention"]}, "layer_types"),
+        ("falcon_h1", {"ssm_multipliers": [1.0, 2.0]}, "ssm_multipliers"),
+        ("falcon_h1", {"attention_bias": True, "attention_in_multiplier": 2.0}, "attention_in_multiplier"),
+        ("jamba", {"attn_layer_offset": 9, "attn_layer_period": 8}, "attn_layer_offset"),
+        ("lfm2", {"full_attn_idxs": 1}, "full_attn_idxs"),
+    ],
+)
+def test_contradictory_configs_are_refused(name: str, change: Mapping[str, Any], message: str) -> None:
+    config = HYBRID | {"num_heads": 4, "head_dim": 16, "n_groups": 2}
+    config |= {} if name == "mamba2" else {"head_dim": 8}
+    describe(name, config)
+    with pytest.raises(ConfigError, match=message):
+        describe(name, {**config, **change})
+
+
+def test_limits_in_the_format_of_transformers() -> None:
+    """transformers writes infinity as an object."""
+    config = HYBRID | {"num_heads": 4, "head_dim": 16, "n_groups": 2}
+    info = describe("mamba2", {**config, "time_step_limit": [0.001, {"__float__": "Infinity"}]})
+    assert info.config.mixer.limits == (0.001, float("inf"))

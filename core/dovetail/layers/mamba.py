@@ -1,5 +1,4 @@
-"""Compute the mixers of Mamba-2 (arXiv 2405.21060) and of Mamba (arXiv 2312.00752), which keep a state for each request
-in place of keys and values."""
+"""Compute the mixers of Mamba-2 (arXiv 2405.21060), which keep a state for each request in place of keys and values."""
 
 from __future__ import annotations
 
@@ -15,7 +14,7 @@ from dovetail.interfaces.model import TensorShare, WeightTarget
 from dovetail.layers.base import parameter
 from dovetail.layers.decoder import linear_targets
 from dovetail.layers.linear import ColumnLinear, row_linear
-from dovetail.layers.states import StateLayer, StateShape, StepStates
+from dovetail.layers.states import StateMixer, StateShape, StateTargets, StepStates
 from dovetail.layers.transforms import Reshape
 from dovetail.ops.gated_norm import gated_rms_norm
 from dovetail.ops.short_conv import short_conv, short_conv_step
@@ -24,9 +23,6 @@ from dovetail.ops.state_space import SSDHeads
 
 if TYPE_CHECKING:
     from dovetail.interfaces.mesh import Mesh
-    from dovetail.ops.parts import Addend
-
-Targets = Iterator[tuple[str, WeightTarget | list[WeightTarget]]]
 
 GatedNormOrder = Literal["gate first", "norm first", "no norm"]
 
@@ -63,7 +59,7 @@ class Mamba2Shape:
         return {"gate": self.inner_size, "x": self.inner_size, "b": shared, "c": shared, "dt": self.num_heads}
 
 
-class Mamba2Mixer(StateLayer):
+class Mamba2Mixer(StateMixer):
     """Project the input to gate, inputs, b, c and step sizes, convolve inputs, b and c, compute the recurrence of
     ``ops.ssd``, gate and normalise its outputs, and project back.
 
@@ -106,18 +102,8 @@ class Mamba2Mixer(StateLayer):
         conv = (len(self.conv_weight), shape.conv_width - 1)
         return StateShape(conv), StateShape((self._heads, shape.head_dim, shape.state_size), torch.float32)
 
-    def parts_forward(self, x: torch.Tensor, states: StepStates, rows: torch.Tensor | None = None) -> Addend:
-        """Map ``x [tokens, hidden_size]`` to ``[tokens, hidden_size]``, but leave it to ``RMSNorm.add_forward`` to add up
-        parts (see ``Linear.parts_forward``). Writes the states of the step. With ``rows`` (int64), only these tokens are
-        returned."""
-        return self.out.parts_forward(self._mix(x, states, rows))
-
-    def forward(self, x: torch.Tensor, states: StepStates, rows: torch.Tensor | None = None) -> torch.Tensor:
-        """Compute ``parts_forward``, added up."""
-        return self.out.forward(self._mix(x, states, rows))
-
-    def _mix(self, x: torch.Tensor, states: StepStates, rows: torch.Tensor | None) -> torch.Tensor:
-        """Return the gated outputs, which are the input of the output projection."""
+    def mix(self, x: torch.Tensor, states: StepStates, rows: torch.Tensor | None) -> torch.Tensor:
+        """See ``StateMixer``."""
         if not self.prepared:
             self.prepare()
         shape, sizes = self.shape, self._sizes
@@ -166,7 +152,7 @@ class Mamba2Mixer(StateLayer):
         normed = values * (mean + self.shape.norm_eps).rsqrt()[:, None] * self.norm_weight.float()
         return normed * opened if norm_first else normed
 
-    def targets(self, checkpoint_prefix: str, parameter_prefix: str) -> Targets:
+    def targets(self, checkpoint_prefix: str, parameter_prefix: str) -> StateTargets:
         """Yield the targets of the mixer's tensors, with the names that all published models have."""
         shape = self.shape
         for field in ("weight", "bias") if shape.in_bias else ("weight",):

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
+from dovetail.interfaces.model import WeightTarget
 from dovetail.layers.base import Layer
 from dovetail.ops.state_rows import StateRows
 
 if TYPE_CHECKING:
+    from dovetail.layers.linear import ColumnLinear, Linear
+    from dovetail.ops.parts import Addend
     from dovetail.types import Batch
 
 
@@ -32,6 +35,10 @@ class StateLayer(Layer):
     @abstractmethod
     def state_shapes(self) -> tuple[StateShape, ...]:
         """Return the shapes of this rank's states of one request."""
+
+
+StateTargets = Iterator[tuple[str, WeightTarget | list[WeightTarget]]]
+"""Yield names in a checkpoint and the targets of their tensors."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -62,6 +69,32 @@ class StepStates:
             return prompt(tensors, self.prompts)
         before = prompt([each[:-count] for each in tensors], self.prompts)
         return torch.cat((before, step([each[-count:] for each in tensors], self.decodes)))
+
+
+class StateMixer(StateLayer):
+    """Compute a layer with states between two projections, ``project`` and ``out``, in place of attention."""
+
+    project: ColumnLinear
+    out: Linear
+
+    @abstractmethod
+    def mix(self, x: torch.Tensor, states: StepStates, rows: torch.Tensor | None) -> torch.Tensor:
+        """Return the input of the last projection from ``x [tokens, hidden_size]``, the layer's input. Writes the states of
+        the step. With ``rows`` (int64), only these tokens are returned."""
+
+    @abstractmethod
+    def targets(self, checkpoint_prefix: str, parameter_prefix: str) -> StateTargets:
+        """Yield the targets of the layer's tensors. Names in the checkpoint begin with ``checkpoint_prefix``, parameters of
+        the model with ``parameter_prefix``."""
+
+    def parts_forward(self, x: torch.Tensor, states: StepStates, rows: torch.Tensor | None = None) -> Addend:
+        """Map ``x [tokens, hidden_size]`` to ``[tokens, hidden_size]``, but leave it to ``RMSNorm.add_forward`` to add up
+        parts (see ``Linear.parts_forward``). For ``rows`` see ``mix``."""
+        return self.out.parts_forward(self.mix(x, states, rows))
+
+    def forward(self, x: torch.Tensor, states: StepStates, rows: torch.Tensor | None = None) -> torch.Tensor:
+        """Compute ``parts_forward``, added up."""
+        return self.out.forward(self.mix(x, states, rows))
 
 
 def step_states(batch: Batch, group: int) -> StepStates:

@@ -287,3 +287,15 @@ class Qwen35MoeConfig(PluginConfig):
     """Select the architecture of Qwen3.5's text models with experts."""
 
     kind: Literal["qwen3_5_moe"] = "qwen3_5_moe"  # pyright: ignore[reportIncompatibleVariableOverride]
+
+
+class JambaConfig(PluginConfig):
+    """Select the Jamba architecture."""
+
+    kind: Literal["jamba"] = "jamba"  # pyright: ignore[reportIncompatibleVariableOverride]
+
+
+class Lfm2Config(PluginConfig):
+    """Select the LFM2 architecture."""
+
+    kind: Literal["lfm2"] = "lfm2"  # pyright: ignore[reportIncompatibleVariableOverride]

@@ -84,7 +84,7 @@ def describe_falcon_h1(config: dict[str, Any]) -> ModelInfo:
     )
     info = make_info(config, ARCHITECTURE, sizes, rope.context_len, own)
     groups = (*info.cache_groups, state_group(layers))  # every layer attends and keeps a state
-    return replace(hybrid_info(info, (False,) * layers, mixer), cache_groups=groups)
+    return replace(hybrid_info(info, (False,) * layers, mixer.split), cache_groups=groups)
 
 
 def _factors(config: Mapping[str, Any], key: str, count: int) -> list[float]:

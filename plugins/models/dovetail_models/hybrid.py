@@ -12,11 +12,11 @@ import torch
 from dovetail.interfaces.cache import CacheGroupKind
 from dovetail.layers.attention import SelfAttention
 from dovetail.layers.base import Layer
-from dovetail.layers.mamba import Mamba2Mixer, Mamba2Shape
+from dovetail.layers.mamba import Mamba2Shape
 from dovetail.layers.mlp import GatedMLP
 from dovetail.layers.norm import RMSNorm
 from dovetail.layers.quantized import quantize_output
-from dovetail.layers.states import step_states
+from dovetail.layers.states import StateMixer, step_states
 
 if TYPE_CHECKING:
     from dovetail.interfaces.model import ModelInfo
@@ -48,7 +48,7 @@ class MixerLayer(Layer):
     states."""
 
     def __init__(
-        self, hidden_size: int, eps: float, mixer: Mamba2Mixer | SelfAttention, mlp: GatedMLP | Experts, group: int
+        self, hidden_size: int, eps: float, mixer: StateMixer | SelfAttention, mlp: GatedMLP | Experts, group: int
     ) -> None:
         super().__init__()
         self.norm, self.mlp_norm = RMSNorm(hidden_size, eps), RMSNorm(hidden_size, eps)

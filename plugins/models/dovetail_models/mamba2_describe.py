@@ -33,6 +33,11 @@ class Mamba2Sizes:
     out_bias: bool
     limits: tuple[float, float]
 
+    @property
+    def split(self) -> tuple[str, int]:
+        """Return name and value of what ranks must divide."""
+        return "the number of heads of Mamba-2", self.num_heads
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mamba2Settings(DecoderConfig):
@@ -46,20 +51,20 @@ def state_group(layers: int) -> CacheGroup:
     return CacheGroup(layers, 1, 1, CacheGroupKind.STATE)
 
 
-def hybrid_info(info: ModelInfo, states: Sequence[bool], mixer: Mamba2Sizes) -> ModelInfo:
+def hybrid_info(info: ModelInfo, states: Sequence[bool], split: tuple[str, int]) -> ModelInfo:
     """Return ``info`` with the cache groups of a model whose layers keep states where ``states`` says so, and otherwise
-    keys and values, and with the sizes of its Mamba-2 mixers as numbers that ranks must divide."""
+    keys and values. ``split`` are name and value of a number of its mixers that ranks must divide."""
     count = sum(states)
     groups = [replace(info.cache_groups[0], num_layers=len(states) - count)] if count < len(states) else []
     return replace(
         info,
         cache_groups=(*groups, *([state_group(count)] if count else [])),
-        split_sizes=(*info.split_sizes, ("the number of heads of Mamba-2", mixer.num_heads)),
+        split_sizes=(*info.split_sizes, split),
         offers=info.offers - {Feature.MODEL_BATCH_INVARIANT},
     )
 
 
-_STATE_NAMES = {"mamba": True, "linear_attention": True, "attention": False, "full_attention": False}
+_STATE_NAMES = {"mamba": True, "linear_attention": True, "conv": True, "attention": False, "full_attention": False}
 
 
 def read_state_layers(config: Mapping[str, Any], key: str = "layer_types") -> tuple[bool, ...]:

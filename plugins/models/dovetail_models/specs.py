@@ -384,5 +384,21 @@ MODELS = (
         "FalconH1Config",
         "Falcon-H1: attention and a Mamba-2 mixer side by side in every layer.",
     ),
+    _spec(
+        "jamba",
+        "JambaForCausalLM",
+        "jamba:JambaModel",
+        "jamba_describe",
+        "JambaConfig",
+        "Jamba: Mamba mixers, some layers with attention, some with experts.",
+    ),
+    _spec(
+        "lfm2",
+        "Lfm2ForCausalLM",
+        "lfm2:Lfm2Model",
+        "lfm2_describe",
+        "Lfm2Config",
+        "LFM2: gated short convolutions, some layers with attention.",
+    ),
 )
 """Hold the specs of all models of this package."""
