@@ -191,7 +191,7 @@ class TestLfm2(StateSuite):
 )
 def test_contradictory_configs_are_refused(name: str, change: Mapping[str, Any], message: str) -> None:
     config = HYBRID | {"num_heads": 4, "head_dim": 16, "n_groups": 2}
-    config |= {} if name == "mamba2" else {"head_dim": 8}
+    config |= {} if name == "mamba2" else {"head_dim": 8, "mamba_d_ssm": 64}
     describe(name, config)
     with pytest.raises(ConfigError, match=message):
         describe(name, {**config, **change})
