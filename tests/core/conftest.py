@@ -154,7 +154,10 @@ def _returning(specs: list[ComponentSpec]) -> Callable[[], list[ComponentSpec]]:
     return lambda: specs
 
 
-STATE_GROUP = CacheGroup(1, 1, 1, kind=CacheGroupKind.STATE)
+@pytest.fixture
+def engine_with_states(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the resolver assume an engine that has memory for states, which the engine does not have yet."""
+    monkeypatch.setattr("dovetail.registry.rules.ENGINE_GROUPS", frozenset(CacheGroupKind))
 
 
 @pytest.fixture

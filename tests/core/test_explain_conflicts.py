@@ -133,6 +133,7 @@ def fixes_in(text):
     return set(found)
 
 
+@pytest.mark.usefixtures("engine_with_states")
 @pytest.mark.parametrize("title", CONFLICTS)
 def test_a_refusal_names_both_parts_the_feature_and_the_change(fakes, title):
     conflict = CONFLICTS[title]
@@ -182,3 +183,11 @@ def test_jump_forward_names_the_backends_that_can(fakes):
     assert resolve(
         fakes.config(registry, "grammar.jump_forward=true", back.replace(": ", "=")), registry, conflict.machine
     )
+
+
+def test_models_with_states_are_refused_and_named(fakes):
+    registry = installed(fakes)
+    fakes.model(cache_groups=(CacheGroup(1, 2, 64), CacheGroup(1, 1, 64, CacheGroupKind.STATE)))
+    with pytest.raises(ResolutionError, match="cache groups are of kind full, latent, sliding") as caught:
+        resolve(fakes.config(registry), registry, Machine.assume("cpu"))
+    assert "model 'FakeForCausalLM' has groups of kind full, state" in str(caught.value)

@@ -147,6 +147,7 @@ def test_latents_need_a_backend_that_reads_them(fakes):
         resolve(fakes.config(registry, "attention=plain"), registry, CPU)
 
 
+@pytest.mark.usefixtures("engine_with_states")
 @pytest.mark.parametrize("kind", [CacheGroupKind.SLIDING, CacheGroupKind.STATE])
 def test_models_with_windows_or_states_need_a_cache_of_such_groups(fakes, kind):
     registry = fakes.registry(fakes.spec(K.CACHE, "simple", priority=50))
@@ -161,6 +162,7 @@ def test_models_with_windows_or_states_need_a_cache_of_such_groups(fakes, kind):
     assert resolve(fakes.config(registry), registry, CPU).cache.name == "simple"
 
 
+@pytest.mark.usefixtures("engine_with_states")
 def test_drafts_over_recurrent_state_need_state_rollback(fakes):
     registry = fakes.registry(fakes.spec(K.DRAFTER, "ngram", offers=DRAFT))
     fakes.model(cache_groups=(CacheGroup(1, 2, 64), CacheGroup(1, 1, 64, CacheGroupKind.STATE)))

@@ -13,7 +13,7 @@ import pytest
 import torch
 import transformers
 
-from dovetail.errors import ConfigError
+from dovetail.errors import ConfigError, ResolutionError
 from dovetail.interfaces.cache import CacheGroupKind
 from dovetail.llm import LLM
 from dovetail.testing.model import Reference
@@ -46,7 +46,7 @@ class TestQwen3Next(MoeSuite):
     def test_the_engine_refuses_it(self, tmp_path: Path) -> None:
         """Engines have no memory for states yet."""
         self.write_checkpoint(next(iter(self.configs.values())), tmp_path)
-        with pytest.raises(ConfigError, match="Qwen3NextForCausalLM declares cache groups of kinds full, state"):
+        with pytest.raises(ResolutionError, match="model 'Qwen3NextForCausalLM' has groups of kind full, state"):
             LLM(str(tmp_path), device="cpu", grammar="none", attention="torch_native", memory={"num_pages": 20})
 
 

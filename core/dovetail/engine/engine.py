@@ -34,7 +34,6 @@ from dovetail.engine.warmup import WarmUp
 from dovetail.engine.weights import build_model, load_weights
 from dovetail.errors import ConfigError
 from dovetail.interfaces.attention import AttentionBackend, AttentionContext
-from dovetail.interfaces.cache import CacheGroupKind
 from dovetail.interfaces.executor import WarmUpProgress
 from dovetail.interfaces.experts import ExpertsContext
 from dovetail.interfaces.features import Feature
@@ -49,7 +48,7 @@ from dovetail.memory.pool import make_pool, pool_dtype
 if TYPE_CHECKING:
     from dovetail.config.sections import Config
     from dovetail.engine.captures import Captures
-    from dovetail.interfaces.model import ModelArchitecture, ModelInfo
+    from dovetail.interfaces.model import ModelArchitecture
     from dovetail.registry.resolver import Chosen, Resolved
     from dovetail.types import Batch, ForwardOutput, IntArray, Masks, PageUpdates, StepResult
 
@@ -71,7 +70,6 @@ class Engine:
                 f"parallel.tp is {config.parallel.tp}, and this engine was built for a mesh of {mesh.tp.size} ranks"
             )
         _set_threads(config, mesh)
-        _check_groups(info)
         self.info, self.device = info, rank_device(resolved.machine.device, mesh.tp.rank)
         self.directory = resolved.model_dir
         self.mesh, self._local = mesh, local_info(info, mesh)
@@ -415,16 +413,6 @@ class Engine:
     def progress(self) -> WarmUpProgress:
         """Return how far the preparation of the engine is."""
         return self.warm_up.progress(self.captures)
-
-
-def _check_groups(info: ModelInfo) -> None:
-    """Raise ``ConfigError`` if the engine has no memory of the kinds that a model declares."""
-    kinds = {group.kind for group in info.cache_groups}
-    if not kinds or CacheGroupKind.STATE in kinds:
-        raise ConfigError(
-            f"{info.architecture} declares cache groups of kinds {', '.join(sorted(kinds)) or 'none'}; this engine runs models "
-            "with groups of kinds full, sliding and latent"
-        )
 
 
 def _check_experts(model: ModelArchitecture) -> None:

@@ -20,6 +20,9 @@ from dovetail.registry.targets import load_attribute
 PREFILL, DECODE = "attention.prefill", "attention.decode"
 POLICY, GRAMMAR, DRAFTER = ComponentKind.POLICY, ComponentKind.GRAMMAR, ComponentKind.DRAFTER
 
+ENGINE_GROUPS = frozenset({CacheGroupKind.FULL, CacheGroupKind.SLIDING, CacheGroupKind.LATENT})
+"""The kinds of cache groups that the engine has memory for."""
+
 
 def attention(situation: Situation) -> Iterator[Need | Reason]:
     """Require backends that attend over latents if the model keeps latents. Require one backend for both phases with
@@ -49,8 +52,16 @@ def _settings(candidate: Candidate) -> str:
 
 
 def model(situation: Situation) -> Iterator[Need | Reason]:
-    """Require with several ranks a model that they can divide. Refuse ``batch_invariant``, because the kernels that add
-    up the results of ranks depend on the number of rows."""
+    """Refuse a model with cache groups that the engine has no memory for. Require with several ranks a model that they can
+    divide, and refuse ``batch_invariant``, because the kernels that add up the results of ranks depend on the number of
+    rows."""
+    kinds = {group.kind for group in situation.model.cache_groups}
+    if not kinds or kinds - ENGINE_GROUPS:
+        yield Reason(
+            "model.cache_groups",
+            f"the engine runs models whose cache groups are of kind {', '.join(sorted(ENGINE_GROUPS))}",
+            f"model {situation.model.architecture!r} has groups of kind {', '.join(sorted(kinds)) or 'none'}",
+        )
     tp = situation.combo[TENSOR_PARALLEL]
     assert isinstance(tp, int)
     if tp == 1:
