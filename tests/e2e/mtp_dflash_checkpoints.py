@@ -147,17 +147,57 @@ def save_glm_lite(directory: Path, **changes: Any) -> Any:
     return save_predicting(directory, Glm4MoeLiteForCausalLM, Glm4MoeLiteConfig, settings | changes)
 
 
+def save_ernie(directory: Path, **changes: Any) -> Any:
+    """Save a model as ERNIE 4.5 is stored, with a layer without experts that predicts a further token. Return a model that has this
+    layer as its last one."""
+    from transformers import Ernie4_5_MoeConfig, Ernie4_5_MoeForCausalLM
+
+    left_out = (
+        "n_routed_experts",
+        "num_experts_per_tok",
+        "n_shared_experts",
+        "first_k_dense_replace",
+        "attention_bias",
+        "n_group",
+        "topk_group",
+        "routed_scaling_factor",
+    )
+    settings = {key: value for key, value in GLM.items() if key not in left_out} | changes
+    settings |= {"moe_num_experts": 6, "moe_k": 2, "moe_num_shared_experts": 1, "moe_layer_start_index": 1}
+    config = Ernie4_5_MoeConfig(**settings, moe_layer_end_index=GLM_LAYERS - 1, num_hidden_layers=GLM_LAYERS + 1)
+    torch.manual_seed(4)
+    model = Ernie4_5_MoeForCausalLM(config).eval()
+    _vary(model)
+    model.save_pretrained(directory)
+    layer, hidden = f"model.layers.{GLM_LAYERS}.", settings["hidden_size"]
+    saved = load_file(directory / "model.safetensors")
+    tensors = {name.replace(layer, "model.mtp_block.0."): tensor for name, tensor in saved.items()}
+    for name in ("emb_norm", "hidden_norm"):
+        tensors[f"model.mtp_{name}.0.weight"] = 1 + 0.3 * torch.randn(hidden)
+    tensors["model.mtp_linear_proj.0.weight"] = 0.2 * torch.randn(hidden, 2 * hidden)
+    save_file(tensors, directory / "model.safetensors")
+    file = directory / "config.json"
+    declared = {"num_hidden_layers": GLM_LAYERS, "num_nextn_predict_layers": 1}
+    file.write_text(json.dumps(json.loads(file.read_text()) | declared))
+    return model
+
+
+def _vary(model: Any) -> None:
+    """Change what all models have alike: norms are all 1 as they come, biases and corrections 0."""
+    with torch.no_grad():
+        for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+            if (tensor.ndim == 1 or name.endswith("correction_bias")) and "rotary" not in name:
+                tensor.add_(torch.randn_like(tensor) * 0.3)
+            elif name.endswith("gate.weight"):
+                tensor.copy_(torch.randn_like(tensor) * 0.5)
+
+
 def save_predicting(directory: Path, model_class: Any, config_class: Any, settings: dict[str, Any]) -> Any:
     """Save a model with experts and one more layer, which predicts further tokens. Return a model that has this layer as
     its last one."""
     torch.manual_seed(4)
     model = model_class(config_class(**settings | {"num_hidden_layers": GLM_LAYERS + 1})).eval()
-    with torch.no_grad():
-        for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-            if tensor.ndim == 1 and "rotary" not in name:  # norms are all 1 as they come, biases and corrections 0
-                tensor.add_(torch.randn_like(tensor) * 0.3)
-            elif name.endswith("gate.weight"):
-                tensor.copy_(torch.randn_like(tensor) * 0.5)
+    _vary(model)
     model.save_pretrained(directory)
     tensors, layer, hidden = (
         load_file(directory / "model.safetensors"),

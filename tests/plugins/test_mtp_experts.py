@@ -47,14 +47,31 @@ class PlainLayer(PlainTensors):
 
     def output(self, hidden: torch.Tensor, tokens: list[int]) -> torch.Tensor:
         """Return the output for the last of ``tokens``."""
-        embedded = self.tensors["model.embed_tokens.weight"][tokens]
-        halves = [self.norm(embedded, f"{LAYER}.enorm"), self.norm(hidden, f"{LAYER}.hnorm")]
-        x = self.project(torch.cat(halves, -1), f"{LAYER}.eh_proj")[None]
+        x = self.entered(self.tensors["model.embed_tokens.weight"][tokens], hidden)[None]
         positions = torch.arange(len(tokens))[None]
         mask = torch.full((len(tokens), len(tokens)), -torch.inf).triu(1)[None, None]
         rotation = self.model.model.rotary_emb(x, positions)
         out = self.layer(x, attention_mask=mask, position_ids=positions, position_embeddings=rotation)
-        return self.norm(out[0], f"{LAYER}.shared_head.norm")[-1:]
+        return self.left(out[0])[-1:]
+
+    def entered(self, embedded: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
+        halves = [self.norm(embedded, f"{LAYER}.enorm"), self.norm(hidden, f"{LAYER}.hnorm")]
+        return self.project(torch.cat(halves, -1), f"{LAYER}.eh_proj")
+
+    def left(self, out: torch.Tensor) -> torch.Tensor:
+        return self.norm(out, f"{LAYER}.shared_head.norm")
+
+
+class PlainErnie(PlainLayer):
+    """The embedding of the first token counts as zeros, and what the layer returns is not normalised."""
+
+    def entered(self, embedded: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
+        embedded = torch.cat((torch.zeros_like(embedded[:1]), embedded[1:]))
+        halves = [self.norm(embedded, "model.mtp_emb_norm.0"), self.norm(hidden, "model.mtp_hidden_norm.0")]
+        return self.project(torch.cat(halves, -1), "model.mtp_linear_proj.0")
+
+    def left(self, out: torch.Tensor) -> torch.Tensor:
+        return out
 
 
 @pytest.mark.parametrize(
@@ -64,15 +81,17 @@ class PlainLayer(PlainTensors):
         (checkpoints.save_glm, {"use_qk_norm": True, "attention_bias": False}),
         (checkpoints.save_deepseek, {}),
         (checkpoints.save_glm_lite, {}),
+        (checkpoints.save_ernie, {}),
     ],
-    ids=["GLM, biases", "GLM, norms of heads", "DeepSeek", "GLM-4.7-Flash"],
+    ids=["GLM, biases", "GLM, norms of heads", "DeepSeek", "GLM-4.7-Flash", "ERNIE"],
 )
 def test_drafts_are_those_of_the_layer_of_transformers(
     save: Callable[..., Any], changes: dict[str, Any], tmp_path: Path
 ) -> None:
     model = save(tmp_path, **changes)
     llm = make_llm(tmp_path, {"kind": "mtp", "num_draft_tokens": 3})
-    check_best(drafts_of(llm, VOCAB, 29, 23), PlainLayer(tmp_path, model).logits)
+    plain = PlainErnie if save is checkpoints.save_ernie else PlainLayer
+    check_best(drafts_of(llm, VOCAB, 29, 23), plain(tmp_path, model).logits)
     assert llm.loop.stats().drafted_tokens > 0
     llm.close()
 

@@ -134,7 +134,7 @@ def describe_ernie_moe(config: dict[str, Any]) -> ModelInfo:
         tied=True,
     )
     own = replace(own, names=_ERNIE_NAMES, rotates_pairs=True)
-    return moe_info(config, architecture, sizes, rope.context_len, own)
+    return moe_info(config, architecture, sizes, rope.context_len, own, predicts=True)
 
 
 def _ernie_layers(config: Mapping[str, Any]) -> list[bool]:

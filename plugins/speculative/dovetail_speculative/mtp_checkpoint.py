@@ -42,7 +42,8 @@ class Layout:
     copies
     of the target's. With ``hidden_first``, the hidden state is the first half of the projection's input. With
     ``zero_first_embedding``, the embedding at position 0 is replaced by zeros. With ``before_norm``, the target's hidden state
-    is the one before its final norm.
+    is the one before its final norm. Without ``final_norm``, the output of the decoder layer is not normalised. ``prefix`` is what
+    all names begin with, if that is not ``entry`` and a dot.
     """
 
     layer: str
@@ -50,12 +51,13 @@ class Layout:
     embed_norm: str
     hidden_norm: str
     projection: str
-    final_norm: str
+    final_norm: str | None
     embedding: str | None = None
     head: str | None = None
     hidden_first: bool = False
     zero_first_embedding: bool = False
     before_norm: bool = False
+    prefix: str | None = None
 
     @property
     def shares_entry(self) -> bool:
@@ -89,7 +91,18 @@ MIMO = Layout(
     before_norm=True,
 )
 """The layout of MiMo (arXiv 2505.07608), as its authors run it in vLLM."""
-LAYOUTS = (DEEPSEEK, QWEN, MIMO)
+ERNIE = Layout(
+    "model.mtp_block.{index}",
+    "model",
+    "mtp_emb_norm.0",
+    "mtp_hidden_norm.0",
+    "mtp_linear_proj.0",
+    None,
+    zero_first_embedding=True,
+    prefix="model.mtp_",
+)
+"""The layout of ERNIE 4.5, with the mathematics that vLLM gives it: one layer, without experts."""
+LAYOUTS = (DEEPSEEK, QWEN, MIMO, ERNIE)
 
 EMBEDDING = "model.embed_tokens"
 """The name of the target's embedding."""

@@ -27,15 +27,17 @@ if TYPE_CHECKING:
 
 class MtpInput(Layer):
     """Compute the input of a decoder layer from an embedding and a hidden state, and hold the norm of the layer's
-    output."""
+    output, if it has one."""
 
-    def __init__(self, hidden_size: int, eps: float, *, hidden_first: bool, plain_projection: bool) -> None:
+    def __init__(
+        self, hidden_size: int, eps: float, *, hidden_first: bool, plain_projection: bool, final_norm: bool
+    ) -> None:
         super().__init__()
         self.embed_norm = RMSNorm(hidden_size, eps)
         self.hidden_norm = RMSNorm(hidden_size, eps)
         self.projection = Linear(2 * hidden_size, hidden_size)
         self.projection.precise = plain_projection
-        self.final_norm = RMSNorm(hidden_size, eps)
+        self.final_norm = RMSNorm(hidden_size, eps) if final_norm else None
         self._hidden_first = hidden_first
 
     def forward(self, embedding: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
@@ -54,7 +56,13 @@ class MtpModel(Layer, ModelArchitecture):
         layout, eps, count = shape.layout, shape.decoder.norm_eps, 1 if shape.layout.shares_entry else info.num_layers
         self.info = info
         self.entries = nn.ModuleList(
-            MtpInput(info.hidden_size, eps, hidden_first=layout.hidden_first, plain_projection=shape.plain_projection)
+            MtpInput(
+                info.hidden_size,
+                eps,
+                hidden_first=layout.hidden_first,
+                plain_projection=shape.plain_projection,
+                final_norm=layout.final_norm is not None,
+            )
             for _ in range(count)
         )
         self.layers = nn.ModuleList(
@@ -85,6 +93,8 @@ class MtpModel(Layer, ModelArchitecture):
             embedding *= (batch.positions != 0)[:, None]
         layer, rotation = self._layers[index], self.rotary.forward(batch.positions)
         added, residual = layer.forward(*layer.enter(entry.forward(embedding, hidden)), rotation, batch)
+        if entry.final_norm is None:  # the sum alone, of whatever form ``added`` has
+            return layer.mlp_norm.add_forward(added, residual)[1]
         return entry.final_norm.add_forward(added, residual)[0]
 
     def forward(self, batch: Batch) -> torch.Tensor:
@@ -111,6 +121,7 @@ class MtpModel(Layer, ModelArchitecture):
             f"{shape.entry(index)}.{theirs}.weight": WeightTarget(f"entries.{index}.{ours}.weight")
             for index in range(len(self._entries))
             for theirs, ours in names.items()
+            if theirs is not None
         }
         for index, layer in enumerate(self._layers):
             targets.update(decoder_targets(layer, shape.layer(index), f"layers.{index}"))
@@ -125,11 +136,12 @@ class MtpModel(Layer, ModelArchitecture):
     def ignored_weights(self) -> Iterable[str]:
         """Ignore the target's own tensors, and copies of them. See ``ModelArchitecture.ignored_weights``."""
         shape: MtpShape = self.info.config
-        own = "|".join(re.escape(shape.entry(index)) for index in range(self.info.num_layers))
+        own = "|".join(re.escape(f"{shape.entry(index)}.") for index in range(self.info.num_layers))
+        own = own if shape.layout.prefix is None else re.escape(shape.layout.prefix)
         copies = [f"{name}.weight" for name in (shape.layout.embedding, shape.layout.head) if name is not None]
         left = "|".join(map(re.escape, (*copies, "self_attn.rotary_emb.inv_freq")))
-        yield rf"(?!({own})\.).+"
-        yield rf"({own})\.({left})"
+        yield rf"(?!({own})).+"
+        yield rf"({own})({left})"
 
 
 def _experts_targets(layer: Experts, theirs: str, ours: str) -> ExpertTargets:
