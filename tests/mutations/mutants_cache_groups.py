@@ -58,20 +58,22 @@ class FindsTheWholePath(GroupedRadixTree):
 
 
 class FillsNoHole(GroupedRadixTree):
-    def _fill(self, path: list[Node], pages: IntArray) -> None:
+    def _fill(self, path: list[Node], held: IntArray, offered: IntArray) -> None:
         return
 
 
 class ReplacesPages(GroupedRadixTree):
     """Take the offered pages of sliding groups where the cache has some already."""
 
-    def _fill(self, path: list[Node], pages: IntArray) -> None:
-        for node in path:
-            start = node.start // self._page_size
-            for part in self._sliding:
-                row = node.pages[part.row, : max(0, pages.shape[1] - start)]
-                row[:] = np.where(row != 0, pages[part.row, start : start + len(row)], row)
-        super()._fill(path, pages)
+    def _fill(self, path: list[Node], held: IntArray, offered: IntArray) -> None:
+        for part in self._sliding:
+            for node in path:
+                start = node.start // self._page_size
+                row = node.pages[part.row, : max(0, held.shape[1] - start)]
+                row[:] = np.where(row != 0, offered[part.row, start : start + len(row)], row)
+            both = (held[part.row] != 0) & (offered[part.row, : held.shape[1]] != 0)
+            held[part.row] = np.where(both, offered[part.row, : held.shape[1]], held[part.row])
+        super()._fill(path, held, offered)
 
 
 class ResumesAnywhere(GroupedRadixTree):

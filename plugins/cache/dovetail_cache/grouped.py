@@ -116,10 +116,12 @@ class GroupedRadixTree(RadixTree):
         if end == 0:
             return self._result([], 0, pages[:, :0].copy(), (0,) * self._num_all)
         root = root or self._roots.setdefault(namespace, Root(namespace, self._num_groups))
-        self._fill(path, pages[:, : length // self._page_size])
+        held = self._pages_of(path, length)
+        self._fill(path, held, pages)
         if length < end:
             parent = self._end_at(path, length) if path else root
             columns = pages[:, length // self._page_size : end // self._page_size]
+            held = np.concatenate([held, columns], axis=1)
             path.append(self._grow(parent, tokens[length:end].tobytes(), columns))
         if states is not None and offers_states:
             node = self._end_at(path, end)
@@ -128,7 +130,6 @@ class GroupedRadixTree(RadixTree):
         for node in path:
             node.priority = max(node.priority, priority)
         self._use(path, end)
-        held = self._pages_of(path, end)
         return self._result(path, end, held, self._accepted(path, held)[1])
 
     def lock(self, handle: Handle) -> None:
@@ -207,11 +208,18 @@ class GroupedRadixTree(RadixTree):
             for part in self._parts:
                 part.use(path, length, length - fork)
 
-    def _fill(self, path: list[Node], pages: IntArray) -> None:
-        for node in path:
-            start = node.start // self._page_size
-            for part in self._sliding:
-                part.fill(node, pages[part.row, start : start + node.num_pages])
+    def _fill(self, path: list[Node], held: IntArray, offered: IntArray) -> None:
+        """Take offered pages where the path, whose pages are ``held``, has holes. Writes them to ``held`` too."""
+        for part in self._sliding:
+            row, mine = offered[part.row, : held.shape[1]], held[part.row]
+            columns = np.flatnonzero((mine == 0) & (row != 0))
+            if not len(columns):
+                continue
+            mine[columns] = row[columns]
+            for node in path:
+                start = node.start // self._page_size
+                if start <= columns[-1] and node.end > columns[0] * self._page_size:
+                    part.fill(node, row[start : start + node.num_pages])
 
     def _split(self, node: Node, length: int) -> Node:
         upper = super()._split(node, length)
