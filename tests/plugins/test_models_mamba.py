@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 
 import pytest
 
-from dovetail.errors import ConfigError
+from dovetail.errors import ConfigError, ResolutionError
 from dovetail.llm import LLM
 from hf_suite import HuggingFaceSuite, describe
 
@@ -33,7 +33,7 @@ class StateSuite(HuggingFaceSuite):
     def test_the_engine_refuses_it(self, tmp_path):
         """Engines have no memory for states yet."""
         self.write_checkpoint(next(iter(self.configs.values())), tmp_path)
-        with pytest.raises(ConfigError, match="state"):
+        with pytest.raises(ResolutionError, match=r"groups of kind .*state"):
             LLM(str(tmp_path), device="cpu", grammar="none", attention="torch_native", memory={"num_pages": 20})
 
 
