@@ -46,10 +46,20 @@ def latent(base: AttentionCase, **changes: Any) -> AttentionCase:
     return replace(base, **LATENT | {"dtype": torch.bfloat16} | changes)
 
 
-@pytest.mark.parametrize("heads", [8, 16, 20, 32, 64, 128])
-@pytest.mark.parametrize("kv_dtype", [None, torch.float8_e4m3fn, torch.float8_e5m2], ids=str)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(
+    ("heads", "kv_dtype", "dtype"),
+    [
+        (16, None, torch.bfloat16),
+        (128, None, torch.bfloat16),
+        (20, None, torch.float16),
+        (16, torch.float8_e4m3fn, torch.bfloat16),
+        (128, torch.float8_e5m2, torch.bfloat16),
+        (16, None, torch.float32),
+    ],
+    ids=str,
+)
 def test_heads_and_pools(heads: int, kv_dtype: torch.dtype | None, dtype: torch.dtype):
+    """Few cases, because each compiles kernels of its own: the suite has more."""
     for step in ("decode", "mixed", "trees and extend"):
         SUITE.compare(latent(STEPS[step][0], heads=heads, kv_dtype=kv_dtype, dtype=dtype))
 
@@ -61,7 +71,7 @@ def test_shared_prefixes(step: str, heads: int):
 
 
 @pytest.mark.parametrize("heads", [16, 128])
-@pytest.mark.parametrize("page_size", [1, 16, 64])
+@pytest.mark.parametrize("page_size", [1, 64])
 def test_long_rows(heads: int, page_size: int):
     """Keys are cut into spans that end anywhere; one row is much longer than the others."""
     for prefix in ([9000, 3, 700, 0, 64, 1100, 255, 30], [33_000], [600 + 7 * row for row in range(200)]):
@@ -109,7 +119,7 @@ def test_a_row_has_the_same_bits_alone_and_with_others(heads: int):
     assert torch.equal(built.forward(alone.q, alone.layer, alone.batch), together[:9])
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("heads", [2, 16])
 @torch.inference_mode()
 def test_expanded_prompts(heads: int, dtype: torch.dtype):
