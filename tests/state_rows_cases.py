@@ -167,3 +167,50 @@ class DeltaCase:
             torch.testing.assert_close(state[slot].double(), last, atol=tolerance, rtol=tolerance)
         untouched = [slot for slot in range(8) if slot not in self.rows.slots]
         assert torch.equal(state[untouched], self.before[untouched])
+
+
+def draft_rows(slots: np.ndarray, lens: np.ndarray, device: str) -> StateRows:
+    """Return rows of drafts, which do not write."""
+    return StateRows.of(slots, lens, np.zeros(len(lens), bool), device, chunk=16, writes=False)
+
+
+def check_conv_drafts(conv, advance, counts: list[int], device: str = "cpu") -> None:
+    """Assert that a convolution of drafts leaves the states as they are, and that ``advance`` writes those after the first
+    ``counts[r]`` tokens of row r. The first row pads the batch."""
+    torch.manual_seed(0)
+    lens, slots = np.array([5, 6, 7, 4], np.int32), np.array([0, 2, 1, 3], np.int32)
+    x, weight, before = torch.randn(22, CHANNELS), torch.randn(CHANNELS, 4), torch.randn(5, CHANNELS, 3)
+    state, rows = before.clone().to(device), draft_rows(slots, lens, device)
+    out = conv(x.to(device), weight.to(device), None, state, rows).cpu()
+    assert torch.equal(state.cpu(), before)
+    advance(x.to(device), state, rows.slots, rows.indptr[:-1], torch.tensor(counts, dtype=torch.int32, device=device))
+    for r, piece in enumerate(x.split(lens.tolist())):
+        start = before[slots[r]] if r else torch.zeros_like(before[0])
+        expected, _ = conv_reference(piece, weight, None, start, True)
+        torch.testing.assert_close(out.split(lens.tolist())[r].double(), expected, atol=1e-5, rtol=1e-5)
+        if r:
+            _, last = conv_reference(piece[: counts[r]], weight, None, start, True)
+            assert torch.equal(state[slots[r]].cpu().double(), last)
+    assert torch.equal(state[[0, 4]].cpu(), before[[0, 4]])
+
+
+def check_drafts(case: DeltaCase, rule, advance, device: str = "cpu", tolerance: float = 1e-5) -> None:
+    """Assert that the gated delta rule over drafts leaves the states as they are, and that ``advance`` writes those after
+    some of the tokens of each row, of which the first row pads the batch."""
+    args = [torch.cat(column).to(device) for column in zip(*case.rows.args, strict=True)]
+    lens, slots = case.rows.lens, case.rows.slots.copy()
+    slots[0] = 0
+    rows, state = draft_rows(slots, lens, device), case.before.clone().to(device)
+    out = rule(args[0], case.gates(args), state, rows, case.shape).cpu().split(lens.tolist())
+    assert torch.equal(state.cpu(), case.before)
+    counts = lens - np.arange(len(lens)) % 3
+    accepted = torch.from_numpy(counts).to(device)
+    advance(args[0], case.gates(args), state, rows.slots, rows.indptr[:-1], accepted, case.shape)
+    for r, own in enumerate(case.rows.args):
+        begin = case.before[slots[r]] if r else torch.zeros_like(case.before[0])
+        torch.testing.assert_close(out[r].double(), case.reference(own, begin)[0], atol=tolerance, rtol=tolerance)
+        if r:
+            _, last = case.reference([arg[: counts[r]] for arg in own], begin)
+            torch.testing.assert_close(state[slots[r]].cpu().double(), last, atol=tolerance, rtol=tolerance)
+    untouched = [slot for slot in range(8) if slot == 0 or slot not in slots]
+    assert torch.equal(state[untouched].cpu(), case.before[untouched])

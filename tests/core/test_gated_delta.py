@@ -13,9 +13,9 @@ from transformers.models.kimi_linear import modeling_kimi_linear as kimi
 from transformers.models.qwen3_next import modeling_qwen3_next as qwen
 
 from dovetail.interfaces.mixer_shapes import DeltaShape
-from dovetail.ops.gated_delta import gated_delta, gated_delta_step
+from dovetail.ops.gated_delta import gated_delta, gated_delta_advance, gated_delta_step
 from dovetail.ops.state_rows import StateRows
-from state_rows_cases import DeltaCase
+from state_rows_cases import DeltaCase, check_drafts
 
 by_channel = pytest.mark.parametrize("by_channel", [False, True], ids=["by head", "by channel"])
 
@@ -110,3 +110,8 @@ def test_whole_prompts_and_steps_agree_with_transformers(by_channel: bool) -> No
 def test_the_width_and_state_of_a_shape() -> None:
     shape = DeltaShape(key_heads=2, value_heads=4, key_dim=8, value_dim=16)
     assert (shape.width, shape.state) == (2 * 2 * 8 + 4 * 16, (4, 8, 16))
+
+
+@by_channel
+def test_states_advance_by_the_accepted_drafts_only(by_channel: bool) -> None:
+    check_drafts(DeltaCase(by_channel, lens=(7, 3, 5, 1)), gated_delta, gated_delta_advance)

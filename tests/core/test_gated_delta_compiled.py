@@ -21,13 +21,14 @@ from dovetail.ops.triton.launch import INTERPRETED
 
 pytestmark = pytest.mark.skipif(INTERPRETED, reason="kernels are interpreted, not compiled")
 FLOATS = ("rate", "bias", "totals", "state")
-INTEGERS = ("slots", "indptr", "fresh", "chunk_rows", "chunk_starts", "first_chunks")
+INTEGERS = ("slots", "indptr", "fresh", "chunk_rows", "chunk_starts", "first_chunks", "starts", "counts")
 HALVES = ("qkv", "a", "b", "reads", "changes", "before", "out")
 TYPES: dict[str, str] = {"scale": "fp32"}
 TYPES |= dict.fromkeys(FLOATS, "*fp32") | dict.fromkeys(INTEGERS, "*i32") | dict.fromkeys(HALVES, "*bf16")
 KERNELS = {
     "_step": ({"BLOCK_V": 32}, 4, 3),
-    "_pass": ({"BLOCK_V": 32, "CHUNK": 64, "PRECISION": "tf32"}, 4, 2),
+    "_advance": ({"BLOCK_V": 32}, 4, 3),
+    "_pass": ({"BLOCK_V": 32, "CHUNK": 64, "PRECISION": "tf32", "WRITES": True}, 4, 2),
     "_outputs": ({"BLOCK_V": 64, "CHUNK": 64, "PRECISION": "tf32", "SUB": 16}, 8, 3),
     "_solve": ({"BLOCK_V": 64, "CHUNK": 64, "PRECISION": "tf32", "SUB": 16}, 8, 3),
 }
@@ -38,6 +39,7 @@ KERNELS = {
     ("name", "by_channel"),
     [
         ("_step", False),
+        ("_advance", False),
         ("_pass", False),
         *[pytest.param(name, by_channel, marks=pytest.mark.full) for name in KERNELS for by_channel in (False, True)],
     ],

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 import torch
 
-from dovetail.ops.short_conv import ConvActivation, short_conv, short_conv_step
+from dovetail.ops.short_conv import ConvActivation, short_conv, short_conv_advance, short_conv_step
 from dovetail.ops.state_rows import StateRows
-from state_rows_cases import StatefulRows, check_conv, conv_case, conv_reference
+from state_rows_cases import StatefulRows, check_conv, check_conv_drafts, conv_case, conv_reference
 
 
 def convolved(rows: StatefulRows, weight, bias, before, cuts, activation: ConvActivation):
@@ -63,3 +63,8 @@ def test_chunks_cover_each_row_in_order() -> None:
     assert plan.indptr.tolist() == [0, 130, 130, 194, 195]
     assert plan.slots.tolist() == [4, 3, 2, 1]
     assert plan.fresh.tolist() == [1, 0, 0, 1]
+
+
+@pytest.mark.parametrize("counts", [[0, 1, 2, 3], [5, 6, 7, 4], [0, 0, 0, 0]])
+def test_the_last_inputs_advance_by_the_accepted_drafts_only(counts) -> None:
+    check_conv_drafts(short_conv, short_conv_advance, counts)

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from dovetail.interfaces.mixer_shapes import DeltaShape
-from dovetail.ops.gated_delta import gated_delta, gated_delta_step
-from dovetail.ops.short_conv import short_conv, short_conv_step
-from state_rows_cases import DeltaCase, check_conv, conv_case
+from dovetail.ops.gated_delta import gated_delta, gated_delta_advance, gated_delta_step
+from dovetail.ops.short_conv import short_conv, short_conv_advance, short_conv_step
+from state_rows_cases import DeltaCase, check_conv, check_conv_drafts, check_drafts, conv_case
 
 pytestmark = [
     pytest.mark.gpu,
@@ -82,3 +82,14 @@ def test_extreme_gates_and_equal_keys_stay_exact(by_channel, decay) -> None:
     state = case.before.cuda()
     outs = case.rows.run(prompts_on(case, state), [1000], "cuda")
     case.check(outs, state.cpu(), 1e-3)
+
+
+@pytest.mark.parametrize("counts", [[0, 1, 2, 3], [5, 6, 7, 4]])
+def test_the_last_inputs_advance_by_the_accepted_drafts_only(counts) -> None:
+    check_conv_drafts(short_conv, short_conv_advance, counts, "cuda")
+
+
+@by_channel
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_states_advance_by_the_accepted_drafts_only(shape, by_channel) -> None:
+    check_drafts(DeltaCase(by_channel, (7, 3, 5, 1), shape=shape), gated_delta, gated_delta_advance, "cuda", 1e-4)

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from dovetail.interfaces.mixer_shapes import DeltaShape
-from dovetail.ops.triton.gated_delta import gated_delta, gated_delta_step
-from state_rows_cases import DeltaCase
+from dovetail.ops.triton.gated_delta import gated_delta, gated_delta_advance, gated_delta_step
+from state_rows_cases import DeltaCase, check_drafts
 
 SHAPE = DeltaShape(key_heads=1, value_heads=2, key_dim=8, value_dim=20)
 by_channel = pytest.mark.parametrize("by_channel", [False, True], ids=["by head", "by channel"])
@@ -62,3 +62,8 @@ def test_inputs_in_float16_are_views_of_wider_tensors() -> None:
         return gated_delta(qkv, case.gates(args), state, plan, case.shape)
 
     case.check(case.rows.run(run, [40]), state, 4e-3, 4e-3)
+
+
+@by_channel
+def test_states_advance_by_the_accepted_drafts_only(by_channel: bool) -> None:
+    check_drafts(DeltaCase(by_channel, (7, 3, 5, 1), shape=SHAPE), gated_delta, gated_delta_advance)

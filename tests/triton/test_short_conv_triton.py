@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from dovetail.ops.state_rows import StateRows
-from dovetail.ops.triton.short_conv import short_conv, short_conv_step
-from state_rows_cases import FEW_LENS, check_conv, conv_case, conv_reference
+from dovetail.ops.triton.short_conv import short_conv, short_conv_advance, short_conv_step
+from state_rows_cases import FEW_LENS, check_conv, check_conv_drafts, conv_case, conv_reference
 
 
 @pytest.mark.parametrize(("width", "bias", "silu"), [(4, False, True), (2, True, False)])
@@ -39,3 +39,8 @@ def test_padding_rows_of_prompts_begin_with_zeros_and_write_nothing() -> None:
     assert state.isnan().all()
     expected = torch.cat([conv_reference(part, weight, None, torch.zeros(6, 3), True)[0] for part in x.split([4, 5])])
     torch.testing.assert_close(out, expected.float(), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("counts", [[0, 1, 2, 3], [5, 6, 7, 4]])
+def test_the_last_inputs_advance_by_the_accepted_drafts_only(counts) -> None:
+    check_conv_drafts(lambda *args: short_conv(*args, True), short_conv_advance, counts)

@@ -3,7 +3,8 @@ instead of keys and values."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import functools
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -16,9 +17,9 @@ from dovetail.layers.base import parameter
 from dovetail.layers.linear import ColumnLinear, row_linear
 from dovetail.layers.states import StateLayer, StateShape, StepStates
 from dovetail.layers.transforms import PartsTogether, Reshape
-from dovetail.ops.gated_delta import gated_delta, gated_delta_step
+from dovetail.ops.gated_delta import gated_delta, gated_delta_advance, gated_delta_step
 from dovetail.ops.gated_norm import gated_rms_norm
-from dovetail.ops.short_conv import short_conv, short_conv_step
+from dovetail.ops.short_conv import short_conv, short_conv_advance, short_conv_step
 
 if TYPE_CHECKING:
     from dovetail.interfaces.mesh import Mesh
@@ -102,11 +103,12 @@ class GatedDeltaNet(StateLayer):
         local, weight, rate, bias = self.local, self.conv_weight, self._rate, self.dt_bias
         mixed, z = self.qkvz.forward(x).split((local.width, local.value_heads * local.value_dim), 1)
         b, a = self.ba.forward(x).split((local.value_heads, local.value_heads), 1)
-        conv, own = states.memory[self.state_id]
+        conv, own = memory = states.memory[self.state_id]
+        inputs = mixed
         mixed = states.run(
             lambda part, rows: short_conv(part[0], weight, None, conv, rows),
             lambda part, slots: short_conv_step(part[0], weight, None, conv, slots),
-            mixed,
+            inputs,
         )
         outputs = states.run(
             lambda part, rows: gated_delta(part[0], DeltaGates(part[1], part[2], rate, bias), own, rows, local),
@@ -115,11 +117,26 @@ class GatedDeltaNet(StateLayer):
             a,
             b,
         ).flatten(1)
+        states.keep(functools.partial(self._advance, memory), inputs, mixed, a, b)
         if rows is not None:
             outputs, z = outputs.index_select(0, rows), z.index_select(0, rows)
         return gated_rms_norm(
             outputs, z, self._norm_weights, self.shape.norm_eps, local.value_dim, norm_first=True
         )  # fmt: skip
+
+    def _advance(
+        self,
+        memory: Sequence[torch.Tensor],
+        tensors: Sequence[torch.Tensor],
+        slots: torch.Tensor,
+        starts: torch.Tensor,
+        counts: torch.Tensor,
+    ) -> None:
+        """Write the states after accepted drafts (see ``StepStates.advance``)."""
+        (conv, own), (inputs, mixed, a, b) = memory, tensors
+        short_conv_advance(inputs, conv, slots, starts, counts)
+        gates = DeltaGates(a, b, self._rate, self.dt_bias)
+        gated_delta_advance(mixed, gates, own, slots, starts, counts, self.local)
 
     def targets(self, checkpoint_prefix: str, parameter_prefix: str) -> Targets:
         """Yield the targets of the layer's tensors. Names in the checkpoint begin with ``checkpoint_prefix``, the

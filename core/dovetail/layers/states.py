@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -40,6 +41,10 @@ class StateLayer(Layer):
 StateTargets = Iterator[tuple[str, WeightTarget | list[WeightTarget]]]
 """Yield names in a checkpoint and the targets of their tensors."""
 
+Advance = Callable[[Sequence[torch.Tensor], torch.Tensor, torch.Tensor, torch.Tensor], None]
+"""Write the states of a layer, given tensors of draft rows, and ``slots``, ``starts`` and ``counts`` of the operations whose
+names end in ``_advance``."""
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StepStates:
@@ -48,11 +53,16 @@ class StepStates:
     The tokens of a step are those of prompts first, described by ``prompts`` (None: there are none), and then one of
     each decode row, whose states are in the slots ``decodes`` (int32). ``memory[state_id]`` are the states of a layer,
     ``[slots, *shape]`` for each of its ``state_shapes``; slot 0 belongs to padding.
+
+    If rows have drafts, all rows after the prompts are ``drafts`` (rows that do not write), and there are no decode rows.
+    Layers then keep what ``advance`` needs. Drafts of a row are a chain, because the state of a token is that after the token before.
     """
 
     memory: Sequence[tuple[torch.Tensor, ...]]
     prompts: StateRows | None
     decodes: torch.Tensor
+    drafts: StateRows | None = None
+    kept: list[Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]] = field(default_factory=list)
 
     def run(
         self,
@@ -62,6 +72,8 @@ class StepStates:
     ) -> torch.Tensor:
         """Return the results of ``prompt`` for the tokens of prompts and of ``step`` for those of decode rows, in the order
         of the tokens. ``tensors`` are ``[tokens, ...]``; both get their parts of them."""
+        if self.drafts is not None:
+            return self._run_drafts(prompt, self.drafts, tensors)
         if self.prompts is None:
             return step(tensors, self.decodes)
         count = len(self.decodes)
@@ -69,6 +81,38 @@ class StepStates:
             return prompt(tensors, self.prompts)
         before = prompt([each[:-count] for each in tensors], self.prompts)
         return torch.cat((before, step([each[-count:] for each in tensors], self.decodes)))
+
+    def keep(self, advance: Advance, *tensors: torch.Tensor) -> None:
+        """Let ``advance`` of this object call ``advance`` with the parts of ``tensors [tokens, ...]`` that belong to draft
+        rows. Every layer calls this once in a step; without drafts nothing is kept."""
+        if self.drafts is not None:
+            count = int(self.drafts.lens.sum())
+            self.kept.append(functools.partial(advance, [each[len(each) - count :] for each in tensors]))
+
+    def advance(self, counts: torch.Tensor) -> None:
+        """Write the states of draft row r after its first ``counts[r]`` tokens (int32 ``[draft rows]``): the token before
+        the drafts, and those that were accepted. The engine calls this once after a step with drafts, before the next
+        step."""
+        rows = self.drafts
+        assert rows is not None
+        assert len(self.kept) == len(self.memory), "a layer with states does not implement drafts"
+        for advance in self.kept:
+            advance(rows.slots, rows.indptr[:-1], counts)
+
+    def _run_drafts(
+        self,
+        prompt: Callable[[Sequence[torch.Tensor], StateRows], torch.Tensor],
+        drafts: StateRows,
+        tensors: Sequence[torch.Tensor],
+    ) -> torch.Tensor:
+        if self.prompts is None:
+            return prompt(tensors, drafts)
+        before = len(tensors[0]) - int(drafts.lens.sum())
+        results = (
+            prompt([each[:before] for each in tensors], self.prompts),
+            prompt([each[before:] for each in tensors], drafts),
+        )
+        return torch.cat(results)
 
 
 class StateMixer(StateLayer):

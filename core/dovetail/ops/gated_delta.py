@@ -79,6 +79,27 @@ def gated_delta_step(
     return (q[..., None, :] @ kept).squeeze(-2).to(qkv.dtype)
 
 
+def gated_delta_advance(
+    qkv: torch.Tensor,
+    gates: DeltaGates,
+    state: torch.Tensor,
+    slots: torch.Tensor,
+    starts: torch.Tensor,
+    counts: torch.Tensor,
+    shape: DeltaShape,
+) -> None:
+    """Write to slot ``slots[r]`` the state after the tokens ``[starts[r], starts[r] + counts[r])``, which is that of
+    ``gated_delta_step`` (all int32 ``[rows]``). No row is fresh, counts may be 0, and nothing is written to slot 0."""
+    if qkv.is_cuda:
+        _triton().gated_delta_advance(qkv, gates, state, slots, starts, counts, shape)
+        return
+    for index in range(int(counts.max()) if len(counts) else 0):
+        live = counts > index
+        tokens = (starts[live] + index).long()
+        own = DeltaGates(gates.a[tokens], gates.b[tokens], gates.rate, gates.bias)
+        gated_delta_step(qkv[tokens], own, state, slots[live], shape)
+
+
 def _parts(qkv: torch.Tensor, gates: DeltaGates, shape: DeltaShape) -> tuple[torch.Tensor, ...]:
     """Return queries (scaled), keys, values, logarithms of decays, and strengths, float32 ``[tokens, value_heads,
     ...]``; the last dimension of the last two may be 1."""

@@ -77,6 +77,23 @@ def short_conv_step(
     return _convolved(list(inputs.unbind(2)), weight, bias, activation)
 
 
+def short_conv_advance(
+    x: torch.Tensor, state: torch.Tensor, slots: torch.Tensor, starts: torch.Tensor, counts: torch.Tensor
+) -> None:
+    """Write to slot ``slots[r]`` the state after the tokens ``[starts[r], starts[r] + counts[r])`` of ``x``, which is that
+    of ``short_conv`` (all int32 ``[rows]``). No row is fresh, counts may be 0, and nothing is written to slot 0."""
+    if x.is_cuda:
+        _triton().short_conv_advance(x, state, slots, starts, counts)
+        return
+    kept = state[slots.long()]
+    before = state.shape[2]
+    source = counts[:, None] + torch.arange(before)  # from the beginning of the state on
+    new = x[(starts[:, None] + source - before).clamp(min=0, max=len(x) - 1).long()].transpose(1, 2)
+    old = kept.gather(2, source.clamp(max=before - 1).long()[:, None].expand_as(kept))
+    written = slots != 0
+    state[slots[written].long()] = torch.where((source < before)[:, None], old, new.to(state.dtype))[written]
+
+
 def _convolved(
     inputs: list[torch.Tensor], weight: torch.Tensor, bias: torch.Tensor | None, activation: ConvActivation
 ) -> torch.Tensor:

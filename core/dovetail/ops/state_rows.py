@@ -24,6 +24,9 @@ class StateRows:
     Each row is divided into chunks of ``chunk`` tokens, of which the last may be shorter: chunk c begins with token
     ``chunk_starts[c]`` of row ``chunk_rows[c]``. The chunks of row r are ``[first_chunks[r], first_chunks[r + 1])``.
     The tensors are int32 and on the device; ``lens`` is on the host.
+
+    Without ``writes`` operations leave all states as they are, because the tokens are drafts: operations whose names end
+    in ``_advance`` write the states after those that are accepted.
     """
 
     lens: IntArray  # [rows] tokens of each row
@@ -34,10 +37,17 @@ class StateRows:
     chunk_starts: torch.Tensor  # [chunks]
     first_chunks: torch.Tensor  # [rows + 1]
     chunk: int = CHUNK
+    writes: bool = True
 
     @classmethod
     def of(
-        cls, slots: IntArray, lens: IntArray, fresh: BoolArray, device: torch.device | str = "cpu", chunk: int = CHUNK
+        cls,
+        slots: IntArray,
+        lens: IntArray,
+        fresh: BoolArray,
+        device: torch.device | str = "cpu",
+        chunk: int = CHUNK,
+        writes: bool = True,
     ) -> StateRows:
         """Return the description of rows with ``lens [rows]`` tokens. The device gets it in one copy, for which the host
         does not wait."""
@@ -53,7 +63,7 @@ class StateRows:
         if torch.device(device).type == "cuda":
             packed = packed.pin_memory().to(device, non_blocking=True)
         views = packed.split([len(part) for part in parts])
-        return cls(np.asarray(lens, np.int32), *views, chunk=chunk)
+        return cls(np.asarray(lens, np.int32), *views, chunk=chunk, writes=writes)
 
     def initial(self, state: torch.Tensor) -> torch.Tensor:
         """Return a copy of the states ``state[slots]`` with which the rows begin, zeros for fresh and padding rows."""
@@ -61,6 +71,8 @@ class StateRows:
         return state[self.slots.long()].masked_fill_(zero.view(-1, *[1] * (state.ndim - 1)), 0)
 
     def store(self, state: torch.Tensor, new: torch.Tensor) -> None:
-        """Write ``new [rows, ...]`` to the slots of the rows that have tokens."""
+        """Write ``new [rows, ...]`` to the slots of the rows that have tokens, if they are to be written."""
+        if not self.writes:
+            return
         written = (self.slots != 0) & (self.indptr[1:] > self.indptr[:-1])
         state[self.slots[written].long()] = new[written].to(state.dtype)

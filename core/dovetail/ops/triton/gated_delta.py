@@ -161,7 +161,7 @@ def _solve(
 def _pass(
     qkv, totals, reads, changes, before, state, slots, indptr, fresh, first_chunks, chunk_starts, qkv_stride, heads,
     GROUP: tl.constexpr, KEY: tl.constexpr, VALUE: tl.constexpr, BY_CHANNEL: tl.constexpr, CHUNK: tl.constexpr,
-    BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
+    BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, PRECISION: tl.constexpr, WRITES: tl.constexpr, PDL: tl.constexpr,
 ) -> None:  # fmt: skip
     """Store the state before every chunk of a row, overwrite ``changes`` with those that the state before allows, and
     write the state after the row."""
@@ -209,8 +209,9 @@ def _pass(
             k *= tl.exp(tl.minimum(whole - total, 0.0))[:, None]
             S *= tl.exp(whole)
         S += tl.dot(tl.trans(k.to(read.dtype)), rounded, input_precision=PRECISION)
-    written = tl.where((slot != 0) & (last > first), KEY, 0)
-    tl.store(state + own, S, (channel < written)[:, None] & real)
+    if WRITES:
+        written = tl.where((slot != 0) & (last > first), KEY, 0)
+        tl.store(state + own, S, (channel < written)[:, None] & real)
 
 
 @triton.jit
@@ -255,6 +256,55 @@ def _outputs(
 
 
 @triton.jit
+def _changed(
+    S, keys, a, b, rate, bias, head, channel, place, key, real, key_width,
+    GROUP: tl.constexpr, KEY: tl.constexpr, VALUE: tl.constexpr, BY_CHANNEL: tl.constexpr,
+):  # fmt: skip
+    """Return the state ``S`` after one token, whose keys are at ``keys``, with ``a`` and ``b`` of all heads."""
+    k = tl.load(keys + head // GROUP * KEY + channel, key, 0.0).to(tl.float32)
+    v = tl.load(keys + key_width + head * VALUE + place, real, 0.0).to(tl.float32)
+    k *= tl.rsqrt(tl.sum(k * k, 0) + 1e-6)
+    beta = tl.sigmoid(tl.load(b + head).to(tl.float32))
+    speed = -tl.load(rate + head)
+    if BY_CHANNEL:
+        x = tl.load(a + head * KEY + channel, key, 0.0).to(tl.float32)
+        S *= tl.exp(speed * _softplus(x + tl.load(bias + head * KEY + channel, key, 0.0)))[:, None]
+    else:
+        S *= tl.exp(speed * _softplus(tl.load(a + head).to(tl.float32) + tl.load(bias + head)))
+    change = (v - tl.sum(S * k[:, None], 0)) * beta
+    return S + k[:, None] * change[None, :]
+
+
+@triton.jit
+def _advance(
+    qkv, a, b, rate, bias, state, slots, starts, counts, qkv_stride, a_stride, b_stride, heads,
+    GROUP: tl.constexpr, KEY: tl.constexpr, VALUE: tl.constexpr, BY_CHANNEL: tl.constexpr, BLOCK_K: tl.constexpr,
+    BLOCK_V: tl.constexpr, PDL: tl.constexpr,
+) -> None:  # fmt: skip
+    place = tl.program_id(0) * BLOCK_V + tl.arange(0, BLOCK_V)
+    head, row = tl.program_id(1), tl.program_id(2)
+    channel = tl.arange(0, BLOCK_K)
+    key, real = channel < KEY, place < VALUE
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    slot = tl.load(slots + row).to(tl.int64)
+    count = tl.load(counts + row)
+    if (slot != 0) & (count > 0):
+        first = tl.load(starts + row).to(tl.int64)
+        own = state + (slot * heads + head) * KEY * VALUE + channel[:, None] * VALUE + place[None, :]
+        S = tl.load(own, key[:, None] & real[None, :], 0.0)
+        key_width = heads // GROUP * KEY
+        for index in range(count):
+            token = first + index
+            S = _changed(
+                S, qkv + token * qkv_stride + key_width, a + token * a_stride, b + token * b_stride, rate, bias, head,
+                channel, place, key, real, key_width, GROUP, KEY, VALUE, BY_CHANNEL,
+            )  # fmt: skip
+        tl.store(own, S, key[:, None] & real[None, :])
+
+
+@triton.jit
 def _step(
     qkv, a, b, rate, bias, state, out, slots, qkv_stride, a_stride, b_stride, heads, scale,
     GROUP: tl.constexpr, KEY: tl.constexpr, VALUE: tl.constexpr, BY_CHANNEL: tl.constexpr, BLOCK_K: tl.constexpr,
@@ -275,19 +325,11 @@ def _step(
     key_width = heads // GROUP * KEY
     source = qkv + token * qkv_stride
     q = tl.load(source + head // GROUP * KEY + channel, key, 0.0).to(tl.float32)
-    k = tl.load(source + key_width + head // GROUP * KEY + channel, key, 0.0).to(tl.float32)
-    v = tl.load(source + 2 * key_width + head * VALUE + place, real, 0.0).to(tl.float32)
     q *= tl.rsqrt(tl.sum(q * q, 0) + 1e-6) * scale
-    k *= tl.rsqrt(tl.sum(k * k, 0) + 1e-6)
-    beta = tl.sigmoid(tl.load(b + token * b_stride + head).to(tl.float32))
-    speed = -tl.load(rate + head)
-    if BY_CHANNEL:
-        x = tl.load(a + token * a_stride + head * KEY + channel, key, 0.0).to(tl.float32)
-        S *= tl.exp(speed * _softplus(x + tl.load(bias + head * KEY + channel, key, 0.0)))[:, None]
-    else:
-        S *= tl.exp(speed * _softplus(tl.load(a + token * a_stride + head).to(tl.float32) + tl.load(bias + head)))
-    change = (v - tl.sum(S * k[:, None], 0)) * beta
-    S += k[:, None] * change[None, :]
+    S = _changed(
+        S, source + key_width, a + token * a_stride, b + token * b_stride, rate, bias, head, channel, place,
+        key, real, key_width, GROUP, KEY, VALUE, BY_CHANNEL,
+    )  # fmt: skip
     tl.store(own, S, kept)
     result = tl.sum(S * q[:, None], 0)
     tl.store(out + (token * heads + head) * VALUE + place, result.to(out.dtype.element_ty), real)
@@ -322,7 +364,7 @@ def gated_delta(
         _pass, (triton.cdiv(value_dim, narrow), heads, len(rows.lens)),
         qkv, totals, reads, changes, before, state, rows.slots, rows.indptr, rows.fresh, rows.first_chunks,
         rows.chunk_starts, qkv.stride(0), heads,
-        **constants, BLOCK_V=narrow, num_stages=2,
+        **constants, BLOCK_V=narrow, WRITES=rows.writes, num_stages=2,
     )  # fmt: skip
     launch(
         _outputs, (chunks, heads, triton.cdiv(value_dim, block_v)),
@@ -349,6 +391,27 @@ def gated_delta_step(
             **_constants(shape, gates), BLOCK_V=block_v,
         )  # fmt: skip
     return out
+
+
+def gated_delta_advance(
+    qkv: torch.Tensor,
+    gates: DeltaGates,
+    state: torch.Tensor,
+    slots: torch.Tensor,
+    starts: torch.Tensor,
+    counts: torch.Tensor,
+    shape: DeltaShape,
+) -> None:
+    """Compute ``ops.gated_delta.gated_delta_advance``."""
+    heads, _, value_dim = shape.state
+    _check(qkv, gates, state, shape)
+    block_v = _block(value_dim, 32)
+    launch(
+        _advance, (triton.cdiv(value_dim, block_v), heads, len(slots)),
+        qkv, gates.a, gates.b, gates.rate, gates.bias, state, slots, starts, counts, qkv.stride(0), gates.a.stride(0),
+        gates.b.stride(0), heads,
+        **_constants(shape, gates), BLOCK_V=block_v,
+    )  # fmt: skip
 
 
 def _block(size: int, limit: int) -> int:

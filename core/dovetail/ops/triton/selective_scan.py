@@ -171,6 +171,7 @@ def selective_scan(
     rows: StateRows,
 ) -> torch.Tensor:
     """Compute ``ops.selective_scan.selective_scan``."""
+    assert rows.writes, "drafts are not implemented"
     _check(x, dt, b, c, channels, state)
     count, width = state.shape[1:]
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)

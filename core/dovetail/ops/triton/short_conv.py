@@ -22,10 +22,40 @@ def _activated(total, SILU: tl.constexpr):
 
 
 @triton.jit
+def _shift(x, own, channel, begin, length, known, x_stride, inside, BEFORE: tl.constexpr):
+    """Write the state after ``length`` tokens from ``begin`` on to ``own``, of which ``known`` inputs are read."""
+    for i in tl.static_range(BEFORE):  # place i is read before it is written: its source is never before it
+        source = length + i + tl.zeros_like(channel)  # from the beginning of the state on
+        old = tl.load(own + source, inside & (source < known), 0.0)
+        place = x + (begin + source - BEFORE).to(tl.int64) * x_stride + channel
+        new = tl.load(place, inside & (source >= BEFORE), 0.0)
+        kept = tl.where(source < BEFORE, old.to(tl.float32), new.to(tl.float32))
+        tl.debug_barrier()  # other threads may have read the state before
+        tl.store(own + i, kept.to(own.dtype.element_ty), inside)
+
+
+@triton.jit
+def _advance(
+    x, state, slots, starts, counts, channels, x_stride,
+    BEFORE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+) -> None:  # fmt: skip
+    row = tl.program_id(0)
+    channel = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    slot = tl.load(slots + row).to(tl.int64)
+    count = tl.load(counts + row)
+    if (slot != 0) & (count > 0):
+        own = state + (slot * channels + channel) * BEFORE
+        _shift(x, own, channel, tl.load(starts + row), count, BEFORE, x_stride, channel < channels, BEFORE)
+
+
+@triton.jit
 def _chunks(
     x, weight, bias, state, out, slots, indptr, fresh, chunk_rows, chunk_starts, channels, x_stride,
     BIAS: tl.constexpr, SILU: tl.constexpr, WIDTH: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
-    PDL: tl.constexpr,
+    WRITES: tl.constexpr, PDL: tl.constexpr,
 ) -> None:  # fmt: skip
     """The program of a row's first chunk also writes the state, because it is the only one that reads the old one."""
     channel = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -60,16 +90,9 @@ def _chunks(
         total += addend * tl.load(weight + channel * WIDTH + i, inside, 0.0).to(tl.float32)[None, :]
     token = at.to(tl.int64)[:, None] * channels + channel[None, :]
     tl.store(out + token, _activated(total, SILU).to(out.dtype.element_ty), (at < end)[:, None] & inside[None, :])
-    if (start == begin) & (slot != 0):
-        for i in tl.static_range(before):  # place i is read before it is written: its source is never before it
-            source = end - begin + i + tl.zeros_like(channel)  # from the beginning of the state on
-            old = tl.load(own + source, inside & (source < known), 0.0)
-            new = tl.load(
-                x + (begin + source - before).to(tl.int64) * x_stride + channel, inside & (source >= before), 0.0
-            )
-            kept = tl.where(source < before, old.to(tl.float32), new.to(tl.float32))
-            tl.debug_barrier()  # other threads may have read the state for the sums above
-            tl.store(own + i, kept.to(state.dtype.element_ty), inside)
+    if WRITES:  # noqa: SIM102 a constant
+        if (start == begin) & (slot != 0):
+            _shift(x, own, channel, begin, end - begin, known, x_stride, inside, before)
 
 
 @triton.jit
@@ -116,7 +139,7 @@ def short_conv(
             _chunks, (len(rows.chunk_rows), triton.cdiv(x.shape[1], 64)),
             x, weight, bias, state, out, rows.slots, rows.indptr, rows.fresh, rows.chunk_rows, rows.chunk_starts,
             x.shape[1], x.stride(0),
-            BIAS=bias is not None, SILU=silu, WIDTH=weight.shape[1], CHUNK=rows.chunk, BLOCK=64,
+            BIAS=bias is not None, SILU=silu, WIDTH=weight.shape[1], CHUNK=rows.chunk, BLOCK=64, WRITES=rows.writes,
         )  # fmt: skip
     return out
 
@@ -139,6 +162,18 @@ def short_conv_step(
             BIAS=bias is not None, SILU=silu, WIDTH=weight.shape[1], BLOCK=512,
         )  # fmt: skip
     return out
+
+
+def short_conv_advance(
+    x: torch.Tensor, state: torch.Tensor, slots: torch.Tensor, starts: torch.Tensor, counts: torch.Tensor
+) -> None:
+    """Compute ``ops.short_conv.short_conv_advance``."""
+    assert x.stride(1) == 1
+    assert state.is_contiguous()
+    launch(
+        _advance, (len(slots), triton.cdiv(x.shape[1], 256)),
+        x, state, slots, starts, counts, x.shape[1], x.stride(0), BEFORE=state.shape[2], BLOCK=256,
+    )  # fmt: skip
 
 
 def _check(x: torch.Tensor, weight: torch.Tensor, state: torch.Tensor) -> None:

@@ -231,6 +231,7 @@ def ssd(
     rows: StateRows,
 ) -> torch.Tensor:
     """Compute ``ops.ssd.ssd``. ``rows.chunk`` is a power of 2 of 16 or more."""
+    assert rows.writes, "drafts are not implemented"
     _check(x, dt, b, c, state)
     (tokens, count, dim), (groups, width), chunk = x.shape, b.shape[1:], rows.chunk
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
