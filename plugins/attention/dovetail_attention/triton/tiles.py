@@ -36,14 +36,14 @@ class AttentionTile(NamedTuple):
 
 
 LATENT_TILES = {
-    16: AttentionTile(16, 64, 4, 3, 1, flip=True),
+    16: AttentionTile(16, 128, 8, 2, 1),
     32: AttentionTile(32, 64, 8, 3, 1, flip=True),
     64: AttentionTile(64, 64, 8, 3, 1),
 }
 """The tiles for latents in 16 bits, by the number of rows. An accumulator of 64 rows and 512 numbers takes half of the
-registers of a multiprocessor; the rows and two blocks of 64 latents take nearly all of its shared memory. They were
-chosen by the registers and the shared memory that the compiler reports, and by the reads of shared memory that they
-need; ``benchmarks/latent_gpu.py --tune`` measures."""
+registers of a multiprocessor; the rows and two blocks of 64 latents take nearly all of its shared memory. Measured on
+H200 with ``benchmarks/latent_gpu.py --tune``, except the tile of 32 rows, which was chosen by the registers and the
+shared memory that the compiler reports."""
 
 CONVERTED_TILES = LATENT_TILES | {16: AttentionTile(16, 64, 8, 3, 1), 32: AttentionTile(32, 64, 8, 3, 1)}
 """The tiles for latents in 8 bits. They become 16 bits in registers, which the left operand of a product should not
@@ -51,7 +51,7 @@ be."""
 
 
 EXPANDED_TILES = {64: AttentionTile(64, 64, 4, 3, 1), 128: AttentionTile(128, 64, 8, 3, 1)}
-"""The tiles for expanded prompts in 16 bits, by the number of rows, chosen like ``LATENT_TILES``."""
+"""The tiles for expanded prompts in 16 bits, by the number of rows, measured like ``LATENT_TILES``."""
 
 
 def choose(
