@@ -170,7 +170,7 @@ def test_lookahead_finds_the_same_lengths(layout: str):
         else:
             results = [plain.match(tokens), pairs.match(known)]
         found, other = results
-        assert (found.length, found.reached) == (other.length, other.reached)
+        assert (found.length, found.reached, found.common) == (other.length, other.reached, other.common)
         assert np.array_equal(found.pages, other.pages)
         assert found.states is None or other.states is None or np.array_equal(found.states, other.states)
 
@@ -180,7 +180,7 @@ def test_shared_prefixes_of_100_tokens_are_found(groups):
     assert shared_prefixes(make, groups, 100)[:2] == (63, 63)
 
 
-@pytest.mark.parametrize("groups", [HYBRID, (*GEMMA, STATE)], ids=str)
+@pytest.mark.parametrize("groups", [HYBRID, (*GEMMA, STATE), (STATE,)], ids=str)
 def test_states_find_shared_prefixes_once_the_second_request_was_there(groups):
     assert shared_prefixes(make, groups, 100)[:2] == (62, 63)
 
@@ -190,7 +190,7 @@ def test_prefixes_that_vary_by_100_tokens_around_1500_are_found(groups):
     assert varying_prefixes(make, groups)[:2] == (64, 64)
 
 
-@pytest.mark.parametrize("groups", [HYBRID], ids=str)
+@pytest.mark.parametrize("groups", [HYBRID, (STATE,)], ids=str)
 def test_states_find_prefixes_that_vary_where_one_has_branched_before(groups):
     """The prompts branch at 13 different pages; only the first at each page finds a shorter prefix."""
     hits = varying_prefixes(make, groups)

@@ -136,7 +136,9 @@ class Match(NamedTuple):
     ``unlock`` and ``shared_prefixes``.
 
     ``reached`` has for each group the largest length that this group alone accepts for the key. The group with the
-    smallest value limited the match.
+    smallest value limited the match. ``common`` is the number of tokens, in whole pages, on which the key agrees with
+    what the cache knows, whether or not it can resume there. Requests branch there: a snapshot at ``common`` serves
+    the next one.
     """
 
     length: int
@@ -144,6 +146,7 @@ class Match(NamedTuple):
     handle: Any
     states: IntArray | None = None
     reached: tuple[int, ...] = ()
+    common: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -108,4 +108,5 @@ class LookaheadCache(PrefixCache):
 
     def _in_tokens(self, match: Match) -> Match:
         reached = tuple(length // self._width for length in match.reached)
-        return match._replace(length=match.length // self._width, reached=reached)
+        length, common = match.length // self._width, match.common // self._width
+        return match._replace(length=length, reached=reached, common=common)

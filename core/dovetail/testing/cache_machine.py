@@ -164,6 +164,7 @@ class PrefixCacheMachine(RuleBasedStateMachine):
         """Assert that ``found`` is exactly the prefixes ``known``."""
         assert found.length == len(known) * self.page_size, "not the longest cached prefix"
         assert found.reached == (found.length,) * self.num_groups
+        assert found.common >= found.length, "the key agrees with more than common says"
         assert found.pages.dtype == np.int32
         assert np.array_equal(found.pages, self.pages(known)), "these pages hold other tokens, or were never offered"
 

@@ -69,6 +69,7 @@ class CacheModel:
         assert found.length == best * self.page_size, "not the longest prefix that all groups accept"
         reached = tuple(max(accepted) * self.page_size for accepted in columns)
         assert found.reached == reached, "reached is not what each group accepts alone"
+        assert max(reached) <= found.common <= len(path) * self.page_size
         expected = np.zeros((len(self.paged), best), np.int32)
         for row, group in enumerate(self.paged):
             for column in self.needed(group, best):

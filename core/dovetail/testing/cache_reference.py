@@ -36,7 +36,7 @@ class ReferenceCache(PrefixCache):
         pages = self._pages(path)
         for row, number in enumerate(self._paged):
             pages[row, : first_needed(self._groups[number], length, self._page_size)] = 0
-        return Match(length, pages, tuple(path), self._snapshots(path), reached)
+        return Match(length, pages, tuple(path), self._snapshots(path), reached, max(reached))
 
     def insert(
         self,
@@ -57,7 +57,7 @@ class ReferenceCache(PrefixCache):
                 if snapshot:
                     self._held[number].setdefault(path[-1], snapshot)
         length = len(path) * self._page_size
-        return Match(length, self._pages(path), tuple(path), self._snapshots(path), self._resumable(path)[1])
+        return Match(length, self._pages(path), tuple(path), self._snapshots(path), self._resumable(path)[1], length)
 
     def lock(self, handle: Any) -> None:
         """Add one lock to each entry that is needed at the end of the path."""

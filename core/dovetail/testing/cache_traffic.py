@@ -50,8 +50,8 @@ class Allocator:
 class Simulated:
     """Hold a request that runs: its tokens, of which ``computed`` are computed, and its row of pages, 0 for holes.
     ``own`` are the entries of the row that belong to the request and not to the cache. ``prefixes[c]`` identifies the
-    namespace and the tokens of the first c pages. ``hit`` is the length of the match, and ``common`` is the longest
-    prefix that one group can resume at."""
+    namespace and the tokens of the first c pages. ``hit`` is the length of the match, and ``common`` is what the key
+    has in common with the cached ones."""
 
     number: int
     tokens: IntArray
@@ -86,7 +86,7 @@ class Traffic:
         row = np.zeros((len(self.paged), columns), np.int32)
         row[:, : match.pages.shape[1]] = match.pages
         own = np.zeros(row.shape, np.bool_)
-        prefixes, size, common = [hash(namespace)], self.page_size, max(match.reached)
+        prefixes, size, common = [hash(namespace)], self.page_size, match.common
         for column in range(len(tokens) // size):
             prefixes.append(hash((prefixes[-1], tokens[column * size : (column + 1) * size].tobytes())))
         number, handle, length = self.num_requests, match.handle, match.length

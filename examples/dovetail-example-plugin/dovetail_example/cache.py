@@ -144,4 +144,4 @@ class PageCache(PrefixCache):
 
     def _result(self, pages: list[IntArray], node: Node) -> Match:
         length = len(pages) * self._size
-        return Match(length, self._columns(pages), node, reached=(length,) * len(self._no_page))
+        return Match(length, self._columns(pages), node, reached=(length,) * len(self._no_page), common=length)

@@ -87,13 +87,13 @@ class GroupedRadixTree(RadixTree):
         path, length = self._walk(root, tokens) if root is not None else ([], 0)
         pages = self._pages_of(path, length)
         common, reached = self._accepted(path, pages)
-        columns = int(np.flatnonzero(common)[-1])
+        columns, known = int(np.flatnonzero(common)[-1]), length
         length = columns * self._page_size
         self._use(path, length)
         pages = pages[:, :columns]
         for part in self._sliding:
             pages[part.row, : first_needed(part.group, length, self._page_size)] = 0
-        return self._result(path, length, pages, reached)
+        return self._result(path, length, pages, reached)._replace(common=known)
 
     def insert(
         self,
@@ -198,7 +198,7 @@ class GroupedRadixTree(RadixTree):
             for node in path:
                 if node.end == length:
                     states[:] = node.parts.states
-        return Match(length, pages, handle, states, reached)
+        return Match(length, pages, handle, states, reached, length)
 
     def _use(self, path: list[Node], length: int) -> None:
         """Record a use of the prefix of ``length`` tokens. It saves the tokens after the last fork before it, up to

@@ -192,7 +192,7 @@ class RadixTree(PrefixCache):
         pages = last.pages if len(path) == 1 else np.concatenate([node.pages for node in path], axis=1)
         if last.end != length:
             pages = pages[:, : length // self._page_size]
-        return Match(length, pages, Handle(last, length), None, (length,) * self._num_groups)
+        return Match(length, pages, Handle(last, length), None, (length,) * self._num_groups, length)
 
     def _split(self, node: Node, length: int) -> Node:
         """Split a node after ``length`` tokens of its run, and return the upper part."""
