@@ -162,6 +162,26 @@ def test_models_with_windows_or_states_need_a_cache_of_such_groups(fakes, kind):
     assert resolve(fakes.config(registry), registry, CPU).cache.name == "simple"
 
 
+def test_a_backend_of_certain_latents_serves_no_other_model(fakes):
+    offers = PLAIN | {Feature.ATTN_LATENT}
+    some = fakes.spec(
+        K.ATTENTION, "some", offers=offers, constraints=Constraints(latent_dims=((576, 512),)), priority=9
+    )
+    registry = fakes.registry(some, fakes.spec(K.ATTENTION, "every", offers=offers))
+    for head_dim, value_dim, chosen in ((576, 512, "some"), (160, 128, "every")):
+        group = CacheGroup(2, 1, head_dim, CacheGroupKind.LATENT, value_dim=value_dim)
+        fakes.model(cache_groups=(group,), head_dim=head_dim, num_kv_heads=1)
+        assert resolve(fakes.config(registry), registry, CPU).attention_decode.name == chosen
+    fakes.model()
+    resolved = resolve(fakes.config(registry), registry, CPU)
+    assert resolved.attention_decode.name != "some"
+    assert reasons(resolved, "attention.decode", "some") == ["constraints.latent_dims"]
+    with pytest.raises(
+        ResolutionError, match="serves latents of 576 with 512 of values only; the model keeps keys and values"
+    ):
+        resolve(fakes.config(registry, "attention=some"), registry, CPU)
+
+
 @pytest.mark.usefixtures("engine_with_states")
 def test_drafts_over_recurrent_state_need_state_rollback(fakes):
     registry = fakes.registry(fakes.spec(K.DRAFTER, "ngram", offers=DRAFT))

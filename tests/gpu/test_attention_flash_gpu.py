@@ -27,6 +27,19 @@ def provider():
         pytest.skip(f"no FlashAttention here: {'; '.join(reasons)}")
 
 
+class TestFlashAttentionLatent(AttentionSuite):
+    name = "flash_attn_mla"
+    device = "cuda"
+
+    @pytest.fixture(autouse=True)
+    def reads_latents(self):
+        from dovetail_attention.flash_attn.providers import open_first
+
+        opened, reasons = open_first(torch.cuda.get_device_capability(), page_size=16, latents=True)
+        if opened is None:
+            pytest.skip(f"no FlashAttention-3 here: {'; '.join(reasons)}")
+
+
 class TestFlashAttention(AttentionSuite):
     name = "flash_attn"
     device = "cuda"

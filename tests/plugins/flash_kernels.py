@@ -16,9 +16,9 @@ int sm_margin, Tensor? s_aux, int cp_world_size, int cp_rank, Tensor? cp_tot_seq
 
 
 def attend(q, keys, values, *, cu_q, used_k, table, scale, causal, window, cap, sinks=None, nothing=float("-inf"),
-           max_q=None, max_k=None, splits=0):  # fmt: skip
+           max_q=None, max_k=None, splits=0, qv=None):  # fmt: skip
     """Attend in float64, so that results do not depend on the batch: one query per row if ``cu_q`` is None, otherwise
-    ragged queries.
+    ragged queries. ``qv`` is the part of queries that meets the values, which may then have another size than keys.
 
     Queries without a key get NaN, and ``nothing`` as their log-sum-exp, ``[heads, tokens]`` or ``[rows, heads, 1]``.
     """
@@ -26,18 +26,27 @@ def attend(q, keys, values, *, cu_q, used_k, table, scale, causal, window, cap, 
         {"causal": causal, "max_q": max_q, "max_k": max_k, "splits": splits, "window": window, "rows": len(used_k),
          "cu_q": cu_q}
     )  # fmt: skip
-    assert keys.shape == values.shape
+    if qv is None:
+        assert keys.shape == values.shape
+    else:  # what the kernels require
+        assert keys.shape[:3] == values.shape[:3]
+        assert keys.shape[3] == q.shape[-1] <= 64
+        assert values.shape[3] == qv.shape[-1] >= 256
+        assert qv.shape[:-1] == q.shape[:-1]
+        assert qv.stride(-1) == keys.stride(-1) == values.stride(-1) == 1
     assert table.dtype == used_k.dtype == torch.int32
     one_each = cu_q is None
     if one_each:
         assert q.shape[:2] == (len(used_k), 1)
         q, cu_q = q[:, 0], torch.arange(len(used_k) + 1, dtype=torch.int32)
+        qv = None if qv is None else qv[:, 0]
     assert cu_q.dtype == torch.int32
     assert len(table) == len(used_k) == len(cu_q) - 1
     assert cu_q[-1] == len(q)
     assert max_q is None or max_q >= int(cu_q.diff().max())
     assert max_k is None or max_k >= int(used_k.max())
-    out, lse = torch.full_like(q, torch.nan), torch.full((q.shape[1], len(q)), nothing)
+    out = q.new_full((*q.shape[:2], values.shape[3]), torch.nan)
+    lse = torch.full((q.shape[1], len(q)), nothing)
     page_size, group = keys.shape[1], q.shape[1] // keys.shape[2]
     for row, count in enumerate(used_k.tolist()):
         tokens = slice(*cu_q[row : row + 2].tolist())
@@ -45,7 +54,10 @@ def attend(q, keys, values, *, cu_q, used_k, table, scale, causal, window, cap, 
             continue
         pages = table[row, : -(-count // page_size)].long()
         k, v = (x[pages].flatten(0, 1)[:count].double().repeat_interleave(group, 1) for x in (keys, values))
-        scores = torch.einsum("qhd,khd->hqk", q[tokens].double(), k) * scale
+        scores = torch.einsum("qhd,khd->hqk", q[tokens].double(), k)
+        if qv is not None:
+            scores = scores + torch.einsum("qhd,khd->hqk", qv[tokens].double(), v)
+        scores = scores * scale
         scores = cap * torch.tanh(scores / cap) if cap else scores
         scores = scores.masked_fill(~seen(tokens.stop - tokens.start, count, causal, window), float("-inf"))
         total = scores.logsumexp(-1)
@@ -72,9 +84,7 @@ def library_fwd(q, k, v, k_new, v_new, q_v, out, cu_q, cu_k, cu_k_new, used_q, u
     given = (
         k_new,
         v_new,
-        q_v,
         out,
-        cu_k,
         cu_k_new,
         used_q,
         index,
@@ -91,16 +101,49 @@ def library_fwd(q, k, v, k_new, v_new, q_v, out, cu_q, cu_k, cu_k_new, used_q, u
     assert all(value is None for value in given)
     assert (margin, world, rank) == (0, 1, 0)
     assert cu_q is None or max_q is not None
+    if table is None:
+        assert used_k is q_v is None
+        assert (left, right, cap) == (-1, -1, 0.0)
+        assert causal
+        return [ragged(q, k, v, cu_q, cu_k, max_q, max_k, scale)]
+    assert cu_k is None
     return list(attend(q, k, v, cu_q=cu_q, used_k=used_k, table=table, scale=scale, causal=causal, window=(left, right),
-                       cap=cap, sinks=sinks, max_q=max_q, max_k=max_k, splits=splits))  # fmt: skip
+                       cap=cap, sinks=sinks, max_q=max_q, max_k=max_k, splits=splits, qv=q_v))  # fmt: skip
+
+
+def ragged(q, k, v, cu_q, cu_k, max_q, max_k, scale):
+    """Attend causally over keys that are not in pages."""
+    assert cu_q.dtype == cu_k.dtype == torch.int32
+    assert max_q >= int(cu_q.diff().max())
+    assert max_k >= int(cu_k.diff().max())
+    assert q.stride(-1) == k.stride(-1) == v.stride(-1) == 1
+    out = q.new_full((*q.shape[:2], v.shape[2]), torch.nan)
+    for row in range(len(cu_q) - 1):
+        tokens, keys = slice(*cu_q[row : row + 2].tolist()), slice(*cu_k[row : row + 2].tolist())
+        scores = torch.einsum("qhd,khd->hqk", q[tokens].double(), k[keys].double()) * scale
+        allowed = seen(tokens.stop - tokens.start, keys.stop - keys.start, True, (-1, -1))
+        weights = scores.masked_fill(~allowed, float("-inf")).softmax(-1)
+        out[tokens] = torch.einsum("hqk,khd->qhd", weights, v[keys].double()).to(q.dtype)
+    return out
+
+
+def varlen_3(q, k, v, *, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale, causal):
+    """Do what FlashAttention-3 does for keys that are not in pages."""
+    assert causal
+    return ragged(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale)
+
+
+def varlen_sgl(q, k, v, **keywords):
+    """Do the same, and return log-sum-exps too."""
+    return varlen_3(q, k, v, **keywords), None
 
 
 def kvcache_3(q, k, v, *, cache_seqlens, page_table, cu_seqlens_q, max_seqlen_q, softmax_scale, causal, window_size, softcap,
-              num_splits, return_softmax_lse):  # fmt: skip
+              num_splits, return_softmax_lse, qv=None):  # fmt: skip
     """Do what FlashAttention-3 does."""
     assert return_softmax_lse
     return *attend(q, k, v, cu_q=cu_seqlens_q, used_k=cache_seqlens, table=page_table, scale=softmax_scale, causal=causal,
-                   window=window_size, cap=softcap, max_q=max_seqlen_q, splits=num_splits), None  # fmt: skip
+                   window=window_size, cap=softcap, max_q=max_seqlen_q, splits=num_splits, qv=qv), None  # fmt: skip
 
 
 def kvcache_sgl(q, k, v, *, sinks=None, **keywords):

@@ -31,13 +31,25 @@ from dovetail.testing.attention_graphs import (
 )
 from dovetail.testing.attention_reference import AttentionCase, AttentionStep
 from dovetail.types import SharedPrefixes
-from dovetail_attention.config import FlashAttnConfig
+from dovetail_attention.config import FlashAttnConfig, FlashAttnMLAConfig
 from dovetail_attention.flash_attn import providers
 from dovetail_attention.flash_attn.backend import MAX_SPLITS, FlashAttention, probe
+from dovetail_attention.flash_attn.latent import FlashAttentionLatent
+from dovetail_attention.flash_attn.latent import probe as probe_latents
 from dovetail_attention.flash_attn.providers import LIBRARY, open_first
 
 sys.path.insert(0, str(Path(__file__).parent))
-from flash_kernels import SCHEMA, calls, kvcache_2, kvcache_3, kvcache_sgl, library_fwd, varlen_2
+from flash_kernels import (
+    SCHEMA,
+    calls,
+    kvcache_2,
+    kvcache_3,
+    kvcache_sgl,
+    library_fwd,
+    varlen_2,
+    varlen_3,
+    varlen_sgl,
+)
 
 HOPPER, AMPERE = (9, 0), (8, 0)
 NAMES = ("flash_attn_interface", "vllm", "sgl_kernel", "flash_attn")
@@ -84,11 +96,11 @@ def install(monkeypatch, tmp_path):
             providers.sys.path.append(str(tmp_path))
         elif name == "sgl_kernel":
             put(name)
-            put("sgl_kernel.flash_attn", flash_attn_with_kvcache=kvcache_sgl)
+            put("sgl_kernel.flash_attn", flash_attn_with_kvcache=kvcache_sgl, flash_attn_varlen_func=varlen_sgl)
         elif name == "flash_attn":
             put(name, flash_attn_with_kvcache=kvcache_2, flash_attn_varlen_func=varlen_2)
         else:
-            put(name, flash_attn_with_kvcache=kvcache_3)
+            put(name, flash_attn_with_kvcache=kvcache_3, flash_attn_varlen_func=varlen_3)
 
     return run
 
@@ -114,6 +126,11 @@ class TestOfVllm(OnCpu):
 
 class TestOfTheOfficialPackage(OnCpu):
     provider = "flash_attn_interface"
+
+
+class TestLatentsOfVllm(OnCpu):
+    name = "flash_attn_mla"
+    provider = "vllm"
 
 
 suite = TestOfVllm()
@@ -432,3 +449,41 @@ def test_a_library_of_one_provider_is_refused_beside_another(tmp_path):
         assert FlashAttnConfig(provider=provider, library=tmp_path / "mine.so").library is not None
     with pytest.raises(ValueError, match="allowed with it: auto, vllm"):
         FlashAttnConfig(provider="sgl_kernel", library=tmp_path / "mine.so")
+
+
+# latents
+
+
+class Latents(AttentionSuite):
+    name = "flash_attn_mla"
+    device = "cpu"
+
+
+@pytest.mark.parametrize("provider", ["flash_attn_interface", "sgl_kernel"])
+def test_the_other_providers_attend_over_latents(install, provider):
+    """And over expanded prompts, for which each has a function of its own."""
+    install(provider)
+    latents = Latents()
+    for step in ("extend after a prefix", "decode", "mixed", "verify chains", "verify and extend"):
+        latents.test_latents_of_16_bits(step, torch.bfloat16)
+    latents.test_prompts_over_expanded_latents("extend after a prefix", 192, 128, torch.bfloat16)
+
+
+def test_only_flash_attention_3_reads_latents(install):
+    install("flash_attn")
+    opened, reasons = open_first(HOPPER, 256, latents=True)
+    assert opened is None
+    assert reasons[-1] == "flash_attn has no kernels over latents"
+    assert "flash_attn has no kernels over latents" in probe_latents(FlashAttnMLAConfig(), Config())
+    install("vllm")
+    assert probe_latents(FlashAttnMLAConfig(), Config()) is None
+
+
+def test_other_latents_are_refused_by_their_sizes(install):
+    install("vllm")
+    case = replace(STEPS["decode"][0], head_dim=24, value_dim=16, kv_heads=1)
+    step = AttentionStep(case, torch.device("cpu"))
+    with pytest.raises(
+        ConfigError, match=r"latents of 512 .* rotated keys of 64; this group has head_dim 24 and value_dim 16"
+    ):
+        FlashAttentionLatent(FlashAttnMLAConfig(), step.context())

@@ -50,8 +50,10 @@ _QUANTIZATIONS = {"w8a8_fp8": "fp8"}
 _ATTENTION = {
     "fa3": "flash_attn",
     "FLASH_ATTN": "flash_attn",
+    "FLASH_ATTN_MLA": "flash_attn_mla",
     "FLASHINFER": "flashinfer",
     "TRITON_ATTN": "triton",
+    "TRITON_MLA": "triton",
     "TORCH_SDPA": "torch_native",
 }
 _GRAMMARS = {"guidance": "llguidance", "lm-format-enforcer": "lm_format_enforcer"}

@@ -28,7 +28,7 @@ from dovetail.interfaces.features import Feature
 from dovetail.interfaces.speculative import DraftCache, DraftPass, DraftRuntime, DraftSteps
 from dovetail.memory.pool import PagedKVPool, bytes_per_page, make_pool
 from dovetail.registry.ranks import check_ranks
-from dovetail.registry.stages import kernel_dims
+from dovetail.registry.stages import kernel_dims, latent_reasons
 from dovetail.registry.targets import load_attribute
 from dovetail.types import Batch
 
@@ -227,6 +227,11 @@ class EngineDraftRuntime(DraftRuntime):
                 raise ConfigError(
                     f"the drafter's model has head_dim {info.head_dim}; attention {chosen.spec.name!r} has kernels for "
                     f"{', '.join(map(str, dims))}: select another attention backend"
+                )
+            for reason in latent_reasons(chosen.spec.constraints, info):
+                raise ConfigError(
+                    f"the drafter's model cannot use attention {chosen.spec.name!r}, which {reason.expected} ({reason.got}): select "
+                    "another attention backend"
                 )
             needs = {feature for feature in info.needs if feature.partition(".")[0] == str(chosen.spec.kind)}
             if info.cache_groups[0].kind is CacheGroupKind.LATENT:

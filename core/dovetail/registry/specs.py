@@ -171,7 +171,8 @@ class Requirement:
 class Constraints:
     """Restrict where a component can run. An empty tuple allows everything.
 
-    ``min_compute_capability`` is (major, minor) and applies on CUDA only.
+    ``min_compute_capability`` is (major, minor) and applies on CUDA only. A component with ``latent_dims`` serves models
+    only all of whose cache groups keep latents, with one of these pairs of ``head_dim`` and ``value_dim``.
     """
 
     devices: tuple[str, ...] = ()
@@ -181,6 +182,7 @@ class Constraints:
     kv_dtypes: tuple[str, ...] = ()
     head_dims: tuple[int, ...] = ()
     page_sizes: tuple[int, ...] = ()
+    latent_dims: tuple[tuple[int, int], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

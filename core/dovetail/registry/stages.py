@@ -58,7 +58,20 @@ def constraint_reasons(constraints: Constraints, request: ResolveRequest) -> Ite
         yield from _one_of("kv_dtype", constraints.kv_dtypes, request.kv_dtype, "memory.kv_dtype")
         for dim in sorted(kernel_dims(request.model_info)):
             yield from _one_of("head_dim", constraints.head_dims, dim, None)
+        yield from latent_reasons(constraints, request.model_info)
     yield from _one_of("page_size", constraints.page_sizes, request.config.memory.page_size, "memory.page_size")
+
+
+def latent_reasons(constraints: Constraints, info: ModelInfo) -> Iterator[Reason]:
+    """Yield a reason if the component serves other latents than those of the model."""
+    if not constraints.latent_dims:
+        return
+    have = {(group.head_dim, group.value_dim) for group in info.cache_groups}
+    if not have or not have <= set(constraints.latent_dims):
+        allowed = ", ".join(f"{head_dim} with {value_dim} of values" for head_dim, value_dim in constraints.latent_dims)
+        latents = all(group.kind is CacheGroupKind.LATENT for group in info.cache_groups)
+        got = f"the model has {sorted(have)}" if latents else "the model keeps keys and values"
+        yield Reason("constraints.latent_dims", f"serves latents of {allowed} only", got)
 
 
 def kernel_dims(info: ModelInfo) -> set[int]:

@@ -42,6 +42,12 @@ class FlashAttnConfig(PluginConfig):
         return self
 
 
+class FlashAttnMLAConfig(FlashAttnConfig):
+    """Configure ``flash_attn_mla``. It uses the kernels of an installed distribution of FlashAttention-3."""
+
+    kind: Literal["flash_attn_mla"] = "flash_attn_mla"  # pyright: ignore[reportIncompatibleVariableOverride]
+
+
 class FlashInferConfig(PluginConfig):
     """Configure ``flashinfer``. It uses the kernels of the installed library, which compiles those that are not built
     yet."""

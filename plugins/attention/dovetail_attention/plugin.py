@@ -137,7 +137,40 @@ FLASHINFER = ComponentSpec(
 )
 
 
+FLASH_ATTN_MLA = ComponentSpec(
+    kind=ComponentKind.ATTENTION,
+    name="flash_attn_mla",
+    target="dovetail_attention.flash_attn.latent:FlashAttentionLatent",
+    config="dovetail_attention.config:FlashAttnMLAConfig",
+    summary="FlashAttention-3 over latents (MLA) of 512 numbers with rotated keys of 64, on Hopper.",
+    api=(1, 4),
+    offers=frozenset(
+        {
+            Feature.ATTN_EXTEND,
+            Feature.ATTN_REHEARSAL,
+            Feature.ATTN_DECODE,
+            Feature.ATTN_VERIFY,
+            Feature.ATTN_MIXED,
+            Feature.ATTN_LATENT,
+            Feature.ATTN_EXPANDED,
+            Feature.ATTN_GRAPH,
+            Feature.ATTN_VERIFY_GRAPH,
+        }
+    ),
+    constraints=Constraints(
+        devices=("cuda",),
+        min_compute_capability=(9, 0),
+        max_compute_capability=(9, 0),
+        dtypes=("bfloat16", "float16"),
+        kv_dtypes=("bfloat16", "float16"),
+        latent_dims=((576, 512),),
+    ),
+    priority=5,  # below triton, until it was measured
+    probe="dovetail_attention.flash_attn.latent:probe",
+)
+
+
 @hookimpl
 def register_components() -> Sequence[ComponentSpec]:
     """Return the specs of the attention backends of this distribution."""
-    return (TORCH_NATIVE, TRITON, FLASH_ATTN, FLASHINFER)
+    return (TORCH_NATIVE, TRITON, FLASH_ATTN, FLASHINFER, FLASH_ATTN_MLA)

@@ -56,6 +56,9 @@ class FlashAttention(AttentionBackend):
     size, except where a window hides the first keys: there they begin with the first query of a tile.
     """
 
+    latents = False
+    """Hold True if only providers are opened that also attend over latents."""
+
     def __init__(self, config: FlashAttnConfig, context: AttentionContext) -> None:
         capability = torch.cuda.get_device_capability(context.device)
         opened, reasons = open_first(
@@ -64,11 +67,12 @@ class FlashAttention(AttentionBackend):
             config.provider,
             config.library,
             batch_invariant=context.batch_invariant,
+            latents=self.latents,
         )
         if opened is None:
-            raise ConfigError(f"attention flash_attn has no kernels: {'; '.join(reasons)}")
+            raise ConfigError(f"attention {config.kind} has no kernels: {'; '.join(reasons)}")
         self.provider, self._attend = opened
-        log.info("attention flash_attn uses the kernels of %s", self.provider)
+        log.info("attention %s uses the kernels of %s", config.kind, self.provider)
         self._pool = context.pool
         self._heads, self._kv_heads, self._head_dim = context.num_heads, context.num_kv_heads, context.head_dim
         self._max_context = context.max_context

@@ -28,7 +28,8 @@ class AttentionCall(NamedTuple):
     Row r has the queries ``[cu_q[r], cu_q[r + 1])`` (None: one query per row, and ``max_q`` is 1) and the first
     ``used_k[r]`` keys of its pages ``table[r]``. No row has more than ``max_q`` queries or ``max_k`` keys. ``window``
     has the same meaning as in ``AttentionLayer``. ``splits`` is the largest number of parts in which the keys of a row
-    are read at the same time; 0 lets the kernel decide.
+    are read at the same time; 0 lets the kernel decide. ``qv`` is the part of queries that meets the values, if these
+    are latents (see ``flash_attn.latent``).
     """
 
     q: torch.Tensor
@@ -45,6 +46,7 @@ class AttentionCall(NamedTuple):
     soft_cap: float | None = None
     sinks: torch.Tensor | None = None
     splits: int = 0
+    qv: torch.Tensor | None = None
 
     @property
     def queries(self) -> torch.Tensor:
@@ -52,12 +54,33 @@ class AttentionCall(NamedTuple):
         return self.q[:, None] if self.cu_q is None else self.q
 
     @property
+    def value_queries(self) -> torch.Tensor | None:
+        """Return ``qv`` in the kernels' shape."""
+        return self.qv[:, None] if self.cu_q is None and self.qv is not None else self.qv
+
+    @property
     def window_size(self) -> tuple[int, int]:
         """Return how many keys to the left and to the right a query sees; -1 means all."""
         return (-1, -1) if self.window is None else (self.window - 1, 0)
 
 
+class RaggedCall(NamedTuple):
+    """Describe one causal call over keys and values that are not in pages: ``q [tokens, heads, d]``, ``k [keys, heads, d]``,
+    ``v [keys, heads, size of values]``. Row r has the queries ``[cu_q[r], cu_q[r + 1])``, the last of its keys
+    ``[cu_k[r], cu_k[r + 1])``. No row has more than ``max_q`` queries or ``max_k`` keys."""
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    cu_q: torch.Tensor
+    cu_k: torch.Tensor
+    max_q: int
+    max_k: int
+    scale: float
+
+
 Attend = Callable[[AttentionCall], tuple[torch.Tensor, torch.Tensor]]
+AttendRagged = Callable[[RaggedCall], torch.Tensor]
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,15 +96,18 @@ class Provider:
     max_capability: tuple[int, int] = (9, 0)
     page_multiple: int = 1
     can_be_invariant: bool = True
+    reads_latents: bool = True
 
     def refusal(
-        self, capability: tuple[int, int], page_size: int, library: Path | None, batch_invariant: bool
+        self, capability: tuple[int, int], page_size: int, library: Path | None, batch_invariant: bool, latents: bool
     ) -> str | None:
         """Return why the provider cannot be used on a device of this compute capability with pages of this size, or
         None if it can."""
         if not self.min_capability <= capability <= self.max_capability:
             low, high = (".".join(map(str, c)) for c in (self.min_capability, self.max_capability))
             return f"{self.name} needs compute capability {low} to {high}"
+        if latents and not self.reads_latents:
+            return f"{self.name} has no kernels over latents"
         if page_size % self.page_multiple:
             return f"{self.name} allows multiples of {self.page_multiple} for memory.page_size, which is {page_size}"
         if batch_invariant and not self.can_be_invariant:
@@ -121,6 +147,7 @@ def providers() -> Iterator[Provider]:
         max_capability=(9, 0),
         page_multiple=256,
         can_be_invariant=False,
+        reads_latents=False,
     )
 
 
@@ -131,8 +158,10 @@ def open_first(
     library: Path | None = None,
     *,
     batch_invariant: bool = False,
+    latents: bool = False,
 ) -> tuple[OpenedProvider | None, list[str]]:
-    """Open the first provider that can be used, and return it with the reasons why those before it cannot be used.
+    """Open the first provider that can be used, with ``latents`` also over latents, and return it with the reasons why
+    those before it cannot be used.
 
     ``name`` restricts the search to one provider. With ``auto`` all are tried, or, if a ``library`` is given, vLLM's.
     The reasons include errors of providers that cannot be imported or loaded.
@@ -143,7 +172,7 @@ def open_first(
     for provider in providers():
         if name not in ("auto", provider.name):
             continue
-        reason = provider.refusal(capability, page_size, library, batch_invariant)
+        reason = provider.refusal(capability, page_size, library, batch_invariant, latents)
         if reason is None:
             try:
                 return OpenedProvider(provider.name, provider.open(library)), reasons
@@ -171,11 +200,53 @@ def _no_library(library: Path | None) -> str | None:
     return f"there is no {library}" if library else f"no folder of the Python path holds {LIBRARY}"
 
 
-def _open_library(library: Path | None) -> Attend:
+def _library_function(library: Path | None) -> Any:
+    """Return the one function of vLLM's library."""
     file = _library_file(library)
     assert file is not None, "`missing` was called first"
     torch.ops.load_library(str(file))
-    fwd: Any = torch.ops._vllm_fa3_C.fwd
+    return torch.ops._vllm_fa3_C.fwd
+
+
+def open_ragged(name: str, library: Path | None = None) -> AttendRagged:
+    """Return the function of an opened provider of FlashAttention-3 that attends over keys which are not in pages."""
+    if name == "vllm":
+        return _ragged_of_library(library)
+    module = "sgl_kernel.flash_attn" if name == "sgl_kernel" else name
+    function: Any = importlib.import_module(module).flash_attn_varlen_func
+
+    def attend(call: RaggedCall) -> torch.Tensor:
+        found = function(
+            call.q,
+            call.k,
+            call.v,
+            cu_seqlens_q=call.cu_q,
+            cu_seqlens_k=call.cu_k,
+            max_seqlen_q=call.max_q,
+            max_seqlen_k=call.max_k,
+            softmax_scale=call.scale,
+            causal=True,
+        )
+        return found[0] if isinstance(found, tuple) else found  # some versions return log-sum-exps too
+
+    return attend
+
+
+def _ragged_of_library(library: Path | None) -> AttendRagged:
+    fwd = _library_function(library)
+
+    def attend(call: RaggedCall) -> torch.Tensor:
+        return fwd(
+            call.q, call.k, call.v, None, None, None, None, call.cu_q, call.cu_k, None, None, None,
+            call.max_q, call.max_k, None, None, None, None, None, None, None, None, None, call.scale, True, -1, -1,
+            0.0, False, None, 1, None, 0, None, 1, 0, None,
+        )[0]  # fmt: skip
+
+    return attend
+
+
+def _open_library(library: Path | None) -> Attend:
+    fwd = _library_function(library)
 
     def attend(call: AttentionCall) -> tuple[torch.Tensor, torch.Tensor]:
         left, right = call.window_size
@@ -184,7 +255,7 @@ def _open_library(library: Path | None) -> Attend:
         ragged = call.cu_q is not None
         bounds = (call.max_q, call.max_k) if ragged else (None, None)
         out, lse, *_ = fwd(
-            call.queries, call.keys, call.values, None, None, None, None, call.cu_q, None, None, None, call.used_k,
+            call.queries, call.keys, call.values, None, None, call.value_queries, None, call.cu_q, None, None, None, call.used_k,
             *bounds, call.table, None, None, *rotary, *scales, call.scale, call.causal, left, right,
             call.soft_cap or 0.0, False, None, call.splits, None, 0, call.sinks, 1, 0, None,
         )  # fmt: skip
@@ -204,7 +275,9 @@ def _kvcache_function(module: str) -> Attend:
     function: Any = importlib.import_module(module).flash_attn_with_kvcache
 
     def attend(call: AttentionCall) -> tuple[torch.Tensor, torch.Tensor]:
-        extra = {} if call.sinks is None else {"sinks": call.sinks}
+        extra: dict[str, Any] = {} if call.sinks is None else {"sinks": call.sinks}
+        if call.qv is not None:
+            extra["qv"] = call.value_queries
         out, lse, *_ = function(
             call.queries,
             call.keys,

@@ -1,0 +1,85 @@
+"""Run FlashAttention-3 over latents (MLA), and over the keys and values that prompts expand latents to.
+
+Over latents, its kernels take a query in two parts: ``q``, which meets the rotated keys (64 numbers), and ``qv``, which
+meets the values, that is the latents themselves (512 numbers), so that a latent is read once as key and value.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from dovetail.errors import ConfigError
+from dovetail_attention.flash_attn.backend import CallRows, FlashAttention
+from dovetail_attention.flash_attn.providers import AttentionCall, RaggedCall, open_first, open_ragged
+
+if TYPE_CHECKING:
+    from dovetail.config import Config
+    from dovetail.interfaces.attention import AttentionContext, AttentionLayer
+    from dovetail.types import Batch
+    from dovetail_attention.config import FlashAttnMLAConfig
+
+LATENT, ROTATED = 512, 64
+"""The sizes of latents and rotated keys for which there are kernels: those of DeepSeek-V2 and its descendants."""
+
+
+class FlashAttentionLatent(FlashAttention):
+    """Attend over latents, in the same calls as ``FlashAttention``, and over expanded prompts in one ragged call."""
+
+    latents = True
+
+    def __init__(self, config: FlashAttnMLAConfig, context: AttentionContext) -> None:
+        if (context.head_dim, context.value_dim) != (LATENT + ROTATED, LATENT):
+            raise ConfigError(
+                f"attention flash_attn_mla has kernels for latents of {LATENT} numbers and rotated keys of {ROTATED}; this group has "
+                f"head_dim {context.head_dim} and value_dim {context.value_dim}. Set attention to triton or torch_native"
+            )
+        super().__init__(config, context)
+        self._attend_ragged = open_ragged(self.provider, config.library)
+        self._expanded: tuple[torch.Tensor, int, int] | None = None
+
+    def plan_expanded(self, batch: Batch, kv_indptr: torch.Tensor) -> None:
+        """See ``ExpandedAttention``. Copies nothing and does not wait."""
+        longest = int((batch.prefix_lens + batch.extend_lens).max())
+        self._expanded = kv_indptr, int(batch.extend_lens.max()), longest
+
+    def forward_expanded(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: AttentionLayer, batch: Batch
+    ) -> torch.Tensor:
+        """See ``ExpandedAttention``."""
+        assert self._expanded is not None, "plan_expanded comes before forward_expanded"
+        indptr, max_q, max_k = self._expanded
+        return self._attend_ragged(RaggedCall(q, k, v, batch.qo_indptr, indptr, max_q, max_k, layer.scale))
+
+    def _call(
+        self, q: torch.Tensor, layer: AttentionLayer, rows: CallRows, *, causal: bool, sinks: bool = True
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        if layer.window is not None or layer.soft_cap is not None or layer.sinks is not None:
+            raise ConfigError(
+                "attention flash_attn_mla has neither windows nor soft caps nor sinks; set attention to triton"
+            )
+        entries = self._pool.keys(layer.layer_id)
+        return self._attend(
+            AttentionCall(
+                q[..., LATENT:],
+                entries[..., LATENT:],
+                entries[..., :LATENT],
+                rows.cu_q,
+                rows.used_k,
+                rows.table,
+                rows.max_q,
+                rows.max_k,
+                layer.scale,
+                causal,
+                splits=rows.splits,
+                qv=q[..., :LATENT],
+            )
+        )
+
+
+def probe(section: FlashAttnMLAConfig, config: Config) -> str | None:
+    """Return why no provider that ``section`` allows can be used on the current device, or None if one can."""
+    capability = torch.cuda.get_device_capability()
+    opened, reasons = open_first(capability, config.memory.page_size, section.provider, section.library, latents=True)
+    return None if opened else "; ".join(reasons)
