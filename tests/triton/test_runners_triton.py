@@ -12,13 +12,14 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from transformers import Qwen3MoeConfig
+from transformers import Gemma3TextConfig, Qwen3MoeConfig
 
 from dovetail import LLM
 from dovetail.engine.captures import NEEDED_BEFORE_CAPTURE, NO_UPDATES, STEPS_BETWEEN_CAPTURES, Staging
 from dovetail.engine.dry_run import first_layers
 from dovetail.engine.expert_load import ExpertLoad
 from dovetail.engine.graphs import DecodeGraphs
+from dovetail.engine.grouped import grouped_attention, pools_of
 from dovetail.engine.penalties import TokenCounts
 from dovetail.engine.pieces import PiecewiseGraphs
 from dovetail.engine.runners import DecodeGraphRunner, EagerRunner, EagerSampler, VerifyGraphRunner
@@ -84,8 +85,10 @@ def attention(engine):
     """Return a backend for one runner: a step that stands in for its graph runs with the backend's last plan."""
     info, shape = engine.info, {"max_rows": TOKENS, "max_context": engine.context_len}
     heads = {"num_heads": info.num_heads, "num_kv_heads": info.num_kv_heads, "head_dim": info.head_dim}
-    context = AttentionContext(device=engine.device, dtype=torch.float32, pool=engine.pool, **heads, **shape)
-    return TritonAttention(None, context)
+    shared = {"device": engine.device, "dtype": torch.float32, **heads, **shape}
+    return grouped_attention(
+        [TritonAttention(None, AttentionContext(pool=pool, **shared)) for pool in pools_of(engine.pool)]
+    )
 
 
 def stand_in(monkeypatch):
@@ -344,3 +347,80 @@ def test_pieces_count_the_tokens_that_are_not_padding(moe_engine, monkeypatch):
     pieces._places[0][:3] = torch.arange(3) + PAGE
     pieces._forward(batch)
     assert [sum(tokens) for tokens in load.read().values()] == [3 * TOP_K] * 2
+
+
+@pytest.fixture(scope="module")
+def windowed(tmp_path_factory):
+    """Return the engine of a model with two cache groups. Its device tables are not the host's, as on CUDA."""
+    directory = tmp_path_factory.mktemp("windows")
+    Gemma3TextConfig(
+        vocab_size=199,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=4,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=16,
+        sliding_window=8,
+        layer_types=["sliding_attention", "full_attention"] * 2,
+        max_position_embeddings=128,
+        architectures=["Gemma3ForCausalLM"],
+    ).save_pretrained(directory)
+    memory, model = {"num_pages": 96, "page_size": PAGE}, {"dtype": "float32", "load_format": "dummy"}
+    engine = LLM(str(directory), device="cpu", model=model, grammar="none", memory=memory).loop.executor.rank.engine
+    for parameter in engine.model.parameters():
+        parameter.normal_(std=0.3)
+    inputs = engine.inputs
+    inputs.all_pages = inputs.all_pages.clone()
+    inputs.pages, *inputs.other_pages = inputs.all_pages.unbind(0)
+    inputs._flat_pages = inputs.all_pages.view(-1)
+    return engine
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"), [("decode", "decode graph"), ("chains", "verify graph"), ("trees", "verify graph")]
+)
+@torch.inference_mode()
+def test_captured_steps_of_models_with_several_cache_groups(windowed, monkeypatch, name, kind):
+    """They read each group's own pages, of which they hear by the updates."""
+    stand_in(monkeypatch)
+    engine, (prefix, counts, trees, num_extend) = windowed, STEPS[name]
+    inputs, pools = engine.inputs, pools_of(engine.pool)
+    assert len(pools) == 2
+    runners = built(engine)
+    (runner, graphs), (eager, _) = runners[kind], runners["eager"]
+    rng = np.random.default_rng(0)
+    for seed in range(2):
+        batch = grouped_batch(engine, prefix, counts, trees, num_extend, seed)
+        last = torch.from_numpy(rng.integers(0, engine.info.vocab_size, len(inputs.last_token)))
+        memory = [(torch.randn_like(pool.k), torch.randn_like(pool.v)) for pool in pools]
+        found = can_run(runner, graphs, batch)
+        assert found is not None
+        hidden: list[torch.Tensor] = []
+        for run, own, use in ((runner, found, batch), (eager, None, None)):
+            use = use or grouped_batch(engine, prefix, counts, trees, num_extend, seed)
+            inputs.last_token.copy_(last)
+            for pool, (k, v) in zip(pools, memory, strict=True):
+                pool.k.copy_(k), pool.v.copy_(v)
+            run.launch(use, own if own is not None else run.can_run(use))
+            hidden.append(use.hidden.clone())
+        torch.testing.assert_close(*hidden, rtol=1e-4, atol=1e-4)
+
+
+def grouped_batch(engine, prefix, counts, trees, num_extend, seed):
+    """Return a batch whose requests have other pages in each group. The device has all but the last of each."""
+    inputs = engine.inputs
+    kept, engine.pool = engine.pool, pools_of(engine.pool)[0]
+    batch = make_batch(engine, prefix, counts, trees, num_extend, seed)
+    engine.pool = kept
+    other = inputs.other_tables[0]
+    other[1:] = 95
+    pages = make_page_table((batch.prefix_lens + batch.extend_lens).tolist(), PAGE, 96, seed=seed + 100)
+    for row, slot in enumerate(batch.slots):
+        other[slot, : len(pages[row])] = pages[row]
+    for device, host in zip(inputs.all_pages, (inputs.page_table, other), strict=True):
+        device.copy_(torch.from_numpy(host))
+        device[batch.slots, batch.page_updates.columns] = 95
+    own = np.stack([inputs.page_table, other])[:, batch.slots, batch.page_updates.columns]
+    batch.page_updates = batch.page_updates._replace(pages=own)
+    return batch
