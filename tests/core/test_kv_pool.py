@@ -6,6 +6,7 @@ python -m pytest tests/core/test_kv_pool.py
 import pytest
 import torch
 
+from dovetail.errors import ConfigError
 from dovetail.interfaces.cache import CacheGroup, CacheGroupKind
 from dovetail.memory import pool as pools
 from dovetail.memory.pool import LatentKVPool, PagedKVPool, bytes_per_page, pool_dtype
@@ -125,3 +126,8 @@ def test_copy_reads_everything_before_it_writes():
     pool.copy(torch.tensor([1, 2, 3]), torch.tensor([2, 3, 1]))
     assert pool.k[:, :, 0, 0, 0].tolist() == [[0, 3, 1, 2, 4]] * 3
     assert torch.equal(pool.v, -pool.k)
+
+
+def test_states_have_no_pool() -> None:
+    with pytest.raises(ConfigError, match="a state for each request"):
+        pools.make_pool(CacheGroup(2, 1, 1, CacheGroupKind.STATE), 4, 4, torch.float32, "cpu")

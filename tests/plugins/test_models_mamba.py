@@ -173,6 +173,33 @@ class TestLfm2(StateSuite):
     }
 
 
+class TestNemotronH(StateSuite):
+    name = "nemotron_h"
+    model_type = "nemotron_h"
+    small: ClassVar[Mapping[str, Any]] = {key: value for key, value in COMMON.items() if key != "num_hidden_layers"} | {
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "intermediate_size": 40,
+        "mamba_num_heads": 4,
+        "mamba_head_dim": 16,
+        "ssm_state_size": 24,
+        "n_groups": 2,
+        "chunk_size": 16,
+        "max_position_embeddings": 256,
+    }
+    configs: ClassVar[Mapping[str, Any]] = {
+        "MLP last": {"layers_block_type": ["linear_attention", "full_attention", "linear_attention", "mlp"]},
+        "attention last, biases": {
+            "layers_block_type": ["mlp", "linear_attention", "full_attention"],
+            "use_bias": True,
+            "mlp_bias": True,
+            "use_conv_bias": False,
+            "n_groups": 1,
+        },
+    }
+
+
 @pytest.mark.parametrize(
     ("name", "change", "message"),
     [
@@ -187,11 +214,17 @@ class TestLfm2(StateSuite):
         ("falcon_h1", {"attention_bias": True, "attention_in_multiplier": 2.0}, "attention_in_multiplier"),
         ("jamba", {"attn_layer_offset": 9, "attn_layer_period": 8}, "attn_layer_offset"),
         ("lfm2", {"full_attn_idxs": 1}, "full_attn_idxs"),
+        ("nemotron_h", {"hybrid_override_pattern": "M*E"}, "experts"),
+        ("nemotron_h", {"hybrid_override_pattern": "M*?"}, "hybrid_override_pattern"),
+        ("nemotron_h", {"mlp_hidden_act": "tanh"}, "mlp_hidden_act"),
+        ("nemotron_h", {"tie_word_embeddings": True}, "tie_word_embeddings"),
+        ("nemotron_h", {"mamba_num_heads": 3}, "n_groups"),
     ],
 )
 def test_contradictory_configs_are_refused(name: str, change: Mapping[str, Any], message: str) -> None:
     config = HYBRID | {"num_heads": 4, "head_dim": 16, "n_groups": 2}
     config |= {} if name == "mamba2" else {"head_dim": 8, "mamba_d_ssm": 64}
+    config |= {"hybrid_override_pattern": "M*-"} if name == "nemotron_h" else {}
     describe(name, config)
     with pytest.raises(ConfigError, match=message):
         describe(name, {**config, **change})

@@ -23,6 +23,10 @@ def _quick_gelu(x: torch.Tensor) -> torch.Tensor:
     return x * torch.sigmoid(1.702 * x)
 
 
+def _squared_relu(x: torch.Tensor) -> torch.Tensor:
+    return functional.relu(x).square()
+
+
 _TANH = partial(functional.gelu, approximate="tanh")
 ACTIVATIONS: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] = MappingProxyType(
     {
@@ -32,6 +36,7 @@ ACTIVATIONS: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] = MappingProxy
         "gelu_pytorch_tanh": _TANH,
         "quick_gelu": _quick_gelu,
         "relu": functional.relu,
+        "relu2": _squared_relu,
         "silu": functional.silu,
         "swish": functional.silu,
     }

@@ -299,3 +299,9 @@ class Lfm2Config(PluginConfig):
     """Select the LFM2 architecture."""
 
     kind: Literal["lfm2"] = "lfm2"  # pyright: ignore[reportIncompatibleVariableOverride]
+
+
+class NemotronHConfig(PluginConfig):
+    """Select the Nemotron-H architecture."""
+
+    kind: Literal["nemotron_h"] = "nemotron_h"  # pyright: ignore[reportIncompatibleVariableOverride]

@@ -13,7 +13,7 @@ from dovetail.interfaces.cache import CacheGroupKind
 from dovetail.layers.attention import SelfAttention
 from dovetail.layers.base import Layer
 from dovetail.layers.mamba import Mamba2Shape
-from dovetail.layers.mlp import GatedMLP
+from dovetail.layers.mlp import MLP, GatedMLP
 from dovetail.layers.norm import RMSNorm
 from dovetail.layers.quantized import quantize_output
 from dovetail.layers.states import StateMixer, step_states
@@ -81,3 +81,39 @@ class MixerLayer(Layer):
             stream = stream.index_select(0, rows)
         x, stream = self.mlp_norm.add_forward(added, stream)
         return self.mlp.parts_forward(x), stream
+
+
+class OnePartLayer(Layer):
+    """Compute a norm and one of: a mixer, attention, an MLP without a gate. ``group`` is the cache group of states."""
+
+    def __init__(self, hidden_size: int, eps: float, mixer: StateMixer | SelfAttention | MLP, group: int) -> None:
+        super().__init__()
+        self.norm, self.mixer = RMSNorm(hidden_size, eps), mixer
+        self._group = group
+
+    def connect(self) -> None:
+        """See ``Layer.connect``."""
+        if isinstance(self.mixer, StateMixer):
+            quantize_output(self.norm, self.mixer.project)
+        else:
+            quantize_output(self.norm, self.mixer.up if isinstance(self.mixer, MLP) else self.mixer.qkv)
+
+    def enter(self, x: Addend, residual: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+        """See ``Block``."""
+        if residual is not None:
+            return self.norm.add_forward(x, residual)
+        assert isinstance(x, torch.Tensor)
+        return self.norm.forward(x), x
+
+    def forward(
+        self, x: torch.Tensor, stream: torch.Tensor, rotation: Rotation, batch: Batch, last: Batch | None = None
+    ) -> tuple[Addend, torch.Tensor]:
+        """See ``Block``."""
+        rows = None if last is None else batch.logit_rows
+        if rows is not None:
+            stream = stream.index_select(0, rows)
+        if isinstance(self.mixer, SelfAttention):
+            return self.mixer.parts_forward(x, rotation, batch, last), stream
+        if isinstance(self.mixer, StateMixer):
+            return self.mixer.parts_forward(x, step_states(batch, self._group), rows), stream
+        return self.mixer.parts_forward(x if rows is None else x.index_select(0, rows)), stream

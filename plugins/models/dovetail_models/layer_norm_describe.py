@@ -10,7 +10,17 @@ from dovetail.errors import ConfigError
 from dovetail_models.describe import DecoderConfig, HeadSizes, Windows, read_heads
 from dovetail_models.settings import read_flag, read_int
 
-ACTIVATION_NAMES = ("gelu", "gelu_fast", "gelu_new", "gelu_pytorch_tanh", "quick_gelu", "relu", "silu", "swish")
+ACTIVATION_NAMES = (
+    "gelu",
+    "gelu_fast",
+    "gelu_new",
+    "gelu_pytorch_tanh",
+    "quick_gelu",
+    "relu",
+    "relu2",
+    "silu",
+    "swish",
+)
 """The names of ``layers.mlp.ACTIVATIONS``."""
 
 

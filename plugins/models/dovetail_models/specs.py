@@ -400,5 +400,13 @@ MODELS = (
         "Lfm2Config",
         "LFM2: gated short convolutions, some layers with attention.",
     ),
+    _spec(
+        "nemotron_h",
+        "NemotronHForCausalLM",
+        "nemotron_h:NemotronHModel",
+        "nemotron_h_describe",
+        "NemotronHConfig",
+        "Nemotron-H without experts: layers of a Mamba-2 mixer, of attention or of an MLP.",
+    ),
 )
 """Hold the specs of all models of this package."""

@@ -1,0 +1,90 @@
+"""Describe Nemotron-H from config.json alone. Does not import torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from dovetail.errors import ConfigError
+from dovetail.interfaces.model import ModelInfo
+from dovetail_models.dense_describe import DenseConfig
+from dovetail_models.describe import make_info, read_heads
+from dovetail_models.layer_norm_describe import read_activation
+from dovetail_models.mamba2_describe import STATE_OFFERS, Mamba2Sizes, check_groups, state_group
+from dovetail_models.settings import read_flag, read_float, read_int, refuse_other, refuse_unread
+
+ARCHITECTURE = "NemotronHForCausalLM"
+_KINDS = {"mamba": "mamba", "linear_attention": "mamba", "attention": "attention", "full_attention": "attention"}
+_KINDS |= {"mlp": "mlp", "moe": "moe"}
+_LETTERS = {"M": "mamba", "*": "attention", "-": "mlp", "E": "moe"}
+_OF_EXPERTS = frozenset({"n_routed_experts", "n_shared_experts", "n_group", "topk_group", "norm_topk_prob"})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NemotronHSizes(DenseConfig):
+    """Hold what ``NemotronHModel`` needs in addition to ``DenseConfig``. ``kinds`` says of each layer whether it is
+    ``mamba``, ``attention`` or ``mlp``."""
+
+    mixer: Mamba2Sizes
+    kinds: tuple[str, ...]
+    activation: str
+
+
+def describe_nemotron_h(config: dict[str, Any]) -> ModelInfo:
+    """Describe a checkpoint of Nemotron-H without experts. Raises ``ConfigError``."""
+    kinds = _read_kinds(config)
+    more = {"use_bias", "mlp_bias", "routed_scaling_factor", "num_local_experts", "layer_types"}
+    refuse_unread(config, {*more, *_OF_EXPERTS}, ARCHITECTURE)
+    neutral = {"mamba_hidden_act": "silu", "num_nextn_predict_layers": 0, "tie_word_embeddings": False}
+    refuse_other(config, neutral, ARCHITECTURE)
+    config = {**config, "num_hidden_layers": len(kinds)}
+    sizes = read_heads(config, default_kv_heads=8, default_head_dim=128)
+    heads, groups = read_int(config, "mamba_num_heads", 128), read_int(config, "n_groups", 8)
+    check_groups(heads, groups, "n_groups")
+    bias = read_flag(config, "use_bias")
+    mixer = Mamba2Sizes(
+        num_heads=heads,
+        head_dim=read_int(config, "mamba_head_dim", 64),
+        num_groups=groups,
+        state_size=read_int(config, "ssm_state_size", 128),
+        conv_width=read_int(config, "conv_kernel", 4, minimum=2),
+        conv_bias=read_flag(config, "use_conv_bias", default=True),
+        in_bias=bias,
+        out_bias=bias,
+        limits=(read_float(config, "time_step_min", 0.001), float("inf")),
+    )
+    own = NemotronHSizes(
+        intermediate_size=read_int(config, "intermediate_size", 21504),
+        norm_eps=read_float(config, "layer_norm_epsilon", 1e-5),
+        rope=None,
+        windows=(None,) * len(kinds),
+        mlp_bias=read_flag(config, "mlp_bias"),
+        mixer=mixer,
+        kinds=kinds,
+        activation=read_activation(config, "mlp_hidden_act", "relu2"),
+    )
+    info = make_info(config, ARCHITECTURE, sizes, read_int(config, "max_position_embeddings", 4096), own)
+    attends, mixes = kinds.count("attention"), kinds.count("mamba")
+    groups_of_pages = (replace(info.cache_groups[0], num_layers=attends),) if attends else ()
+    return replace(
+        info,
+        cache_groups=(*groups_of_pages, *([state_group(mixes)] if mixes else [])),
+        split_sizes=(*info.split_sizes, mixer.split),
+        offers=info.offers & STATE_OFFERS,
+    )
+
+
+def _read_kinds(config: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return the kinds of layers, by a list of names or the older pattern of letters. Raises ``ConfigError``."""
+    key = "layers_block_type" if config.get("layers_block_type") else "hybrid_override_pattern"
+    given, known = config.get(key), _KINDS if key == "layers_block_type" else _LETTERS
+    if not isinstance(given, list | str) or not given or not set(map(str, given)) <= set(known):
+        raise ConfigError(f"config.json: {key} is {given!r}; needed: one of {', '.join(known)} for each layer")
+    kinds = tuple(known[name] for name in given)
+    if "moe" in kinds:
+        raise ConfigError(
+            f"config.json: {key} has layers of experts, which have no gate in {ARCHITECTURE}; implemented: layers of mixers, "
+            "attention and MLPs"
+        )
+    return kinds
