@@ -65,7 +65,7 @@ class StubEngine(Engine):
         self.warm_up = WarmUp(self.device, self.info, mesh)
         self.graphs = None
         self.drafter = self.verify_graphs = self.pieces = None
-        self.shares_prefixes = False
+        self.shares_prefixes = self.keeps_all = False
         self.model = nn.Module()
         self.budget = budget_for(config, self.info.cache_groups, torch.float32, self.device, self.context_len, Needs())
         self.prepare_seconds = 0.0

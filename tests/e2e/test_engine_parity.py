@@ -182,4 +182,4 @@ def test_every_architecture_through_the_whole_engine(tmp_path, name):
     check(make_llm(directory, scheduler={"chunk_size": 16}), reference, prompts, rounds=2)
     tight = make_llm(directory, memory={"page_size": 1, "num_pages": 300}, speculative="ngram")
     check(tight, reference, [p * 2 for p in prompts], rounds=1)
-    assert tight.loop.stats().retractions > 0
+    assert tight.loop.stats().retractions > 0 or "sliding_window" in settings  # windows need less memory

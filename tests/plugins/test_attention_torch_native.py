@@ -14,6 +14,7 @@ from dovetail.testing.attention import AttentionSuite
 from dovetail.testing.batches import make_batch, make_page_table
 from dovetail_attention import kernels, torch_native
 from dovetail_attention.planner import CPU, CUDA, Group, Planner, PlannerCosts
+from window_holes import WINDOWED_STEPS, check_holes
 
 
 class TestTorchNative(AttentionSuite):
@@ -123,3 +124,17 @@ def test_every_token_is_in_one_group_and_a_single_group_is_in_order(
         assert len(everything[group.tokens]) == group.rows * group.queries
         filled = max(1, limits.gather // 512)
         assert group.rows == 1 or group.rows * group.keys <= filled
+
+
+@pytest.mark.parametrize("window", [5, 18])
+@pytest.mark.parametrize("step", WINDOWED_STEPS)
+@pytest.mark.parametrize("suite", [TestTorchNative, TestTorchNativeWithoutACompiler, TestTorchNativeInPieces])
+def test_pages_behind_the_window_may_be_gone(
+    monkeypatch: pytest.MonkeyPatch, suite: type[AttentionSuite], step: str, window: int
+) -> None:
+    if suite is not TestTorchNative:
+        monkeypatch.setattr(torch_native, "kernels", lambda dtype: None)
+    if suite is TestTorchNativeInPieces:
+        monkeypatch.setattr(torch_native, "CPU", SMALL)
+        monkeypatch.setattr(kernels, "_SCORES", 1 << 9)
+    check_holes(suite().make, step, window)

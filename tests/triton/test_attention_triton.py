@@ -32,6 +32,7 @@ from dovetail_attention.triton import backend, tiles
 from dovetail_attention.triton.attend import PartialResults, attend
 from dovetail_attention.triton.merge import merge
 from dovetail_attention.triton.schedule import Schedule, ScheduleEntries, fill
+from window_holes import check_holes
 
 CPU = torch.device("cpu")
 FEW_STEPS = ("extend after a prefix", "decode", "mixed", "trees", "trees and extend")
@@ -95,6 +96,11 @@ class TestTriton(AttentionSuite):
     @pytest.mark.parametrize("window", [7, 20, 60])
     def test_a_window_may_begin_before_in_or_behind_what_is_shared(self, step: str, window: int):
         self.compare(replace(SHARED_STEPS[step], window=window))
+
+    @pytest.mark.parametrize("window", [5, 18])
+    @pytest.mark.parametrize("step", ["extend after a prefix", "decode", "trees"])
+    def test_pages_behind_the_window_may_be_gone(self, step: str, window: int):
+        check_holes(self.make, step, window)
 
     @pytest.mark.parametrize("few", [False, True], ids=["many", "few"])
     @pytest.mark.parametrize("variant", [backend.EVEN, backend.UNEVEN], ids=["even", "uneven"])

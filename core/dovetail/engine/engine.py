@@ -19,7 +19,7 @@ from dovetail.engine.graphs import DecodeGraphs
 from dovetail.engine.grouped import Pools, grouped_attention, grouped_pools, pools_of
 from dovetail.engine.inputs import Inputs
 from dovetail.engine.kernel_set import kernel_set
-from dovetail.engine.memory import agreed_budget, budget_for
+from dovetail.engine.memory import agreed_budget, budget_for, with_arena
 from dovetail.engine.mesh import local_info, rank_device
 from dovetail.engine.needs import GraphNeeds, affordable_pieces, captures_trees, measure_needs, verify_sizes
 from dovetail.engine.outputs import fetched, step_result
@@ -34,6 +34,7 @@ from dovetail.engine.warmup import WarmUp
 from dovetail.engine.weights import build_model, load_weights
 from dovetail.errors import ConfigError
 from dovetail.interfaces.attention import AttentionBackend, AttentionContext
+from dovetail.interfaces.cache import CacheGroupKind
 from dovetail.interfaces.executor import WarmUpProgress
 from dovetail.interfaces.experts import ExpertsContext
 from dovetail.interfaces.features import Feature
@@ -43,7 +44,7 @@ from dovetail.interfaces.quantization import QuantizationContext
 from dovetail.interfaces.speculative import Drafter, DrafterContext
 from dovetail.layers.experts import layers_of_experts
 from dovetail.layers.linear import Linear, make_batch_invariant
-from dovetail.memory.pool import make_pool, pool_dtype
+from dovetail.memory.pool import make_arena, make_pool, pool_dtype
 
 if TYPE_CHECKING:
     from dovetail.config.sections import Config
@@ -174,10 +175,18 @@ class Engine:
         needs = replace(needs, weights=needs.weights + runtime.weight_bytes)
         draft_bytes = runtime.page_bytes(self.page_size, dtype)
         divide = functools.partial(budget_for, config, groups, dtype, self.device, self.context_len, needs, draft_bytes)
-        self.budget = agreed_budget(divide, self.mesh)
+        budget = agreed_budget(divide, self.mesh)
+        shares_memory = len(groups) > 1 and not draft_bytes and all(g.kind is not CacheGroupKind.LATENT for g in groups)
+        self.budget = with_arena(budget, config, groups, dtype) if shares_memory else budget
         log.info("%s", self.budget)
         self.num_pages = self.budget.num_pages
-        self.pool = self._make_pools(self.num_pages)
+        arena = self.budget.arena
+        self.pool = (
+            self._make_pools(self.num_pages)
+            if arena is None
+            else grouped_pools(make_arena(groups, arena, self.page_size, dtype, self.device))
+        )
+        self.keeps_all = draft_bytes > 0
         self.context_len = min(self.context_len, (self.num_pages - 1) * self.page_size)
         max_pages = -(-self.context_len // self.page_size) + 1
         self.page_table = np.zeros((len(groups), config.scheduler.rows + 1, max_pages), np.int32)

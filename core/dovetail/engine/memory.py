@@ -11,6 +11,8 @@ import torch
 
 from dovetail.engine.progress import size_text
 from dovetail.errors import ConfigError
+from dovetail.interfaces.executor import ArenaLayout
+from dovetail.memory.arena import PageBytes, make_layout
 from dovetail.memory.pool import bytes_per_page
 
 if TYPE_CHECKING:
@@ -46,7 +48,9 @@ class Needs:
 class Budget:
     """Describe how the memory of a device is divided. ``num_pages`` is the pool's number of pages, page 0 included, and
     ``pool_tokens`` the number of tokens that it holds. The other numbers are bytes; ``free`` is what remains when all
-    the rest is in use. On a CPU ``total`` and ``free`` are 0, because only the pool is counted there."""
+    the rest is in use. On a CPU ``total`` and ``free`` are 0, because only the pool is counted there. ``arena`` divides
+    the memory of several cache groups; ``num_pages`` and ``pool_tokens`` then count what fits if all groups keep
+    everything."""
 
     total: int
     needs: Needs
@@ -54,6 +58,7 @@ class Budget:
     num_pages: int
     pool_tokens: int
     free: int
+    arena: ArenaLayout | None = None
 
     def __str__(self) -> str:
         """Return the line for the log."""
@@ -164,6 +169,25 @@ def agreed_budget(divide: Callable[[], Budget], mesh: Mesh) -> Budget:
     return replace(
         budget, pool=pages * page, num_pages=pages, pool_tokens=(pages - 1) * tokens, free=budget.free + freed
     )
+
+
+def with_arena(budget: Budget, config: Config, groups: Sequence[CacheGroup], dtype: torch.dtype) -> Budget:
+    """Return ``budget`` with a memory that several groups share. If ``memory.num_pages`` is set, it holds that number of
+    pages of all groups together, which may take a few slabs more; otherwise it takes no more bytes."""
+    page_size = config.memory.page_size
+    sizes = [
+        PageBytes(
+            bytes_per_page(group, page_size, dtype), page_size * group.num_kv_heads * group.head_dim * dtype.itemsize
+        )
+        for group in groups
+    ]
+    layout = make_layout(sizes, budget.pool, None if config.memory.num_pages is None else budget.num_pages - 1)
+    if not layout.columns:
+        raise ConfigError(_too_little(config, budget.needs, budget.pool, layout.slab_bytes, budget.free, budget.total))
+    used = layout.num_slabs * layout.slab_bytes
+    free = budget.free + budget.pool - used if budget.total else 0
+    tokens = layout.columns * page_size
+    return replace(budget, pool=used, num_pages=layout.columns + 1, pool_tokens=tokens, free=free, arena=layout)
 
 
 def _too_little(config: Config, needs: Needs, allowed: int, page: int, free: int, total: int) -> str:

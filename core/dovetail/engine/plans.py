@@ -73,6 +73,8 @@ class PlanRunner(RankEngine):
             tokens_ahead=drafter.tokens_ahead if drafter is not None else 0,
             must_see_all=drafter is not None and drafter.must_see_all,
             observes=drafter is not None and getattr(drafter.observe, "__func__", None) is not Drafter.observe,
+            arena=engine.budget.arena,
+            keeps_all=engine.keeps_all,
         )
 
     @property

@@ -29,6 +29,32 @@ if TYPE_CHECKING:
     )
 
 
+class ArenaLayout(NamedTuple):
+    """Describe how one memory is divided among several cache groups (see ``memory.arena``).
+
+    ``num_slabs`` counts slab 0, which holds page 0 of every group. ``pages`` has the number of pages of each group in a
+    slab, and ``blocks`` the number of blocks of each group in a slab: page i of slab s has the number s * blocks + i.
+    """
+
+    num_slabs: int
+    slab_bytes: int
+    pages: tuple[int, ...]
+    blocks: tuple[int, ...]
+
+    @property
+    def columns(self) -> int:
+        """Return the number of pages of each group that all slabs but slab 0 hold together."""
+        slabs, low = self.num_slabs - 1, 0
+        high = slabs * min(self.pages)
+        while low < high:
+            middle = (low + high + 1) // 2
+            if sum(-(-middle // pages) for pages in self.pages) <= slabs:
+                low = middle
+            else:
+                high = middle - 1
+        return low
+
+
 class ExecutorInfo(NamedTuple):
     """Describe what a scheduler must know of an engine.
 
@@ -37,7 +63,9 @@ class ExecutorInfo(NamedTuple):
     ``interfaces.speculative.Drafter``); ``draft_width`` is 0 without one. ``observes`` means that the drafter has a
     method ``observe``; otherwise the verb ``observe`` need not be called. ``fails_late`` means that an error of
     ``launch`` can surface in ``wait``, when later plans were made: until a step was waited for, the KV that it computes
-    must not be given to other requests.
+    must not be given to other requests. ``arena`` divides the memory of models with several cache groups; None means that
+    every group has ``num_pages`` pages. ``keeps_all`` means that no page of a request may be given to others while it
+    runs, also where no layer sees its tokens any more: a drafter's cache has the same pages.
     """
 
     context_len: int
@@ -49,6 +77,8 @@ class ExecutorInfo(NamedTuple):
     must_see_all: bool = False
     observes: bool = False
     fails_late: bool = False
+    arena: ArenaLayout | None = None
+    keeps_all: bool = False
 
 
 class WarmUpProgress(NamedTuple):

@@ -11,11 +11,12 @@ from dovetail.constraints.mask_budget import MaskBudget
 from dovetail.constraints.requests import RequestConstraints
 from dovetail.constraints.service import GrammarService
 from dovetail.engine.processors import params_class
-from dovetail.interfaces.cache import CacheContext, GroupDescriptor
+from dovetail.interfaces.cache import CacheContext, CacheGroupKind, GroupDescriptor
 from dovetail.interfaces.features import Feature
 from dovetail.interfaces.grammar import GrammarContext
 from dovetail.interfaces.policy import PolicyContext
 from dovetail.memory.allocator import PageAllocator
+from dovetail.memory.arena import ArenaAllocator
 from dovetail.memory.ledger import PageLedger
 from dovetail.memory.lookahead import with_lookahead
 from dovetail.memory.table import RequestTable
@@ -23,7 +24,7 @@ from dovetail.scheduler.limits import ProcessorEntry, SchedulerLimits
 from dovetail.scheduler.scheduler import Scheduler
 
 if TYPE_CHECKING:
-    from dovetail.interfaces.executor import StepVerbs
+    from dovetail.interfaces.executor import ExecutorInfo, StepVerbs
     from dovetail.registry.resolution import Chosen
     from dovetail.registry.resolver import Resolved
     from dovetail.tokenizer import Tokenizer
@@ -70,6 +71,20 @@ def _recipe(chosen: Chosen, automatic: Container[str]) -> GrammarRecipe:
     )
 
 
+def _descriptors(resolved: Resolved, engine: ExecutorInfo, count: int) -> tuple[GroupDescriptor, ...]:
+    """Return the cache groups of the model for prefix cache and ledger. If the engine has a page for every token, or the
+    cache has no sliding groups, they are full."""
+    slides = not engine.keeps_all and Feature.CACHE_GROUPS in resolved.cache.spec.offers
+    arena = engine.arena
+    sizes = [1] * count if arena is None else [arena.slab_bytes // pages for pages in arena.pages]
+    return tuple(
+        GroupDescriptor(group.kind, group.window, size)
+        if slides or group.kind is not CacheGroupKind.SLIDING
+        else GroupDescriptor(num_bytes=size)
+        for group, size in zip(resolved.model_info.cache_groups, sizes, strict=True)
+    )
+
+
 def build_scheduler(
     resolved: Resolved,
     executor: StepVerbs,
@@ -80,10 +95,14 @@ def build_scheduler(
     """Build the scheduler, with a page ledger for the executor's pool."""
     section, model, engine = resolved.config.scheduler, resolved.model_info, executor.info
     ahead, page_size = engine.tokens_ahead, engine.page_size
-    groups = len(executor.page_table)  # all of them keep every page
-    cache = with_lookahead(resolved.cache.build, CacheContext(page_size, (GroupDescriptor(),) * groups), ahead)
+    groups = _descriptors(resolved, engine, len(executor.page_table))
+    cache = with_lookahead(resolved.cache.build, CacheContext(page_size, groups), ahead)
     table = RequestTable(executor.page_table)
-    ledger = PageLedger(PageAllocator(engine.num_pages, groups), cache, table, page_size, ahead)
+    if engine.arena is not None:
+        allocator = ArenaAllocator(engine.arena)
+    else:
+        allocator = PageAllocator(engine.num_pages, len(groups))
+    ledger = PageLedger(allocator, cache, table, page_size, ahead, groups)
     limits = SchedulerLimits(
         max_running=section.rows,
         max_waiting=section.max_waiting,

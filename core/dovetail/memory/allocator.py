@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from dovetail.types import IntArray
@@ -46,6 +48,33 @@ class PageAllocator:
         """Return the number of pages in each group, without page 0."""
         return self._num_pages - 1
 
+    @property
+    def max_page(self) -> int:
+        """Return the largest page number."""
+        return self._num_pages - 1
+
+    @property
+    def num_held(self) -> tuple[int, ...]:
+        """Return the number of pages of each group that are handed out."""
+        return (self.num_total - self._num_free,) * self._num_groups
+
+    def used(self, evictable: Sequence[int]) -> int:
+        """Return the number of pages that are handed out, without those that the prefix cache can evict."""
+        return self.num_total - self.allocatable(evictable)
+
+    def allocatable(self, extra: Sequence[int]) -> int:
+        """Return the number of pages that ``alloc`` could hand out in each group if ``extra[g]`` pages of each group were
+        freed before."""
+        return self._num_free + min(extra)
+
+    def may_suffice(self, count: int, extra: Sequence[int]) -> bool:
+        """Return True if ``allocatable(extra)`` is at least ``count``."""
+        return self.allocatable(extra) >= count
+
+    def shortage(self, count: int, extra: Sequence[int]) -> list[int]:
+        """Return how many pages of each group must be freed, at most ``extra[g]``, so that ``alloc(count)`` succeeds."""
+        return [max(0, count - self._num_free)] * self._num_groups
+
     def alloc(self, n: int) -> IntArray | None:
         """Take ``n`` pages of each group and return them as int32 ``[groups, n]``, ascending if the free list allows
         it. Return None, and take nothing, if fewer pages are free."""
@@ -59,8 +88,10 @@ class PageAllocator:
         self._place[pages + self._offsets] = _HELD
         return pages
 
-    def free(self, pages: IntArray) -> None:
-        """Give back ``pages [groups, n]``, each of which must be held. Asserts that no page is freed twice."""
+    def free(self, pages: IntArray | Sequence[IntArray]) -> None:
+        """Give back the pages of each group, each of which must be held; all groups have the same number. Asserts that no
+        page is freed twice."""
+        pages = pages if isinstance(pages, np.ndarray) else np.stack(pages)
         groups, n = pages.shape
         assert groups == self._num_groups, f"{groups} groups of pages given back, the pool has {self._num_groups}"
         if n == 0:
@@ -85,8 +116,8 @@ class PageAllocator:
         self._record(0)
 
     def are_held(self, pages: IntArray) -> bool:
-        """Return True if none of ``pages [groups, n]`` is free."""
-        return bool((self._place[pages + self._offsets] == _HELD).all())
+        """Return True if none of ``pages [groups, n]`` is free. Holes (page 0) are ignored."""
+        return bool(((self._place[pages + self._offsets] == _HELD) | (pages == 0)).all())
 
     def check_integrity(self, held: IntArray) -> None:
         """Assert that ``held [groups, n]`` (the pages of all owners) and the free pages together are each page exactly

@@ -4,6 +4,9 @@
                        0                                   shared_pages          num_pages
 
 A page is in exactly one of three places: the allocator's free list, the prefix cache, or one request's own part.
+
+In a sliding group, a row has holes (page 0) in the columns that no later token of the request sees. The cache may evict its
+pages of these columns, and the request's own ones are freed while it runs.
 """
 
 from __future__ import annotations
@@ -12,11 +15,14 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from dovetail.interfaces.cache import first_needed
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from dovetail.interfaces.cache import Match, PrefixCache
+    from dovetail.interfaces.cache import GroupDescriptor, Match, PrefixCache
     from dovetail.memory.allocator import PageAllocator
+    from dovetail.memory.arena import ArenaAllocator
     from dovetail.memory.table import RequestTable
     from dovetail.types import IntArray, Req
 
@@ -27,19 +33,24 @@ class PageLedger:
 
     def __init__(
         self,
-        allocator: PageAllocator,
+        allocator: PageAllocator | ArenaAllocator,
         cache: PrefixCache,
         table: RequestTable,
         page_size: int,
         tokens_ahead: int = 0,
+        groups: Sequence[GroupDescriptor] = (),
     ) -> None:
         """Store the three owners of pages. ``tokens_ahead`` is the number of tokens after a page that are part of the
-        page's key in ``cache``; see ``memory.lookahead``."""
+        page's key in ``cache``; see ``memory.lookahead``. ``groups`` are those that ``cache`` was built for; without them,
+        every group keeps all pages."""
         self.allocator = allocator
         self.cache = cache
         self.table = table
-        self._num_groups = len(table.pages)
         self.page_size = page_size
+        self._sliding = [(at, group) for at, group in enumerate(groups) if not group.dense]
+        self.slides = bool(self._sliding)
+        # [groups, slots] the number of columns at the beginning of each row that are holes
+        self._holes = np.zeros(table.pages.shape[:2], np.int32)
         self.tokens_ahead = tokens_ahead
         self.release_pinned: Callable[[int], bool] = lambda short: False
         """Release cached pages that are locked only for speed. Called with the number of missing pages; returns False
@@ -47,16 +58,25 @@ class PageLedger:
 
     @property
     def available(self) -> int:
-        """Return the number of pages that can be allocated now: the free pages and the pages that the cache can
-        evict."""
-        return self.allocator.num_free + min(self.cache.evictable)
+        """Return the number of pages of each group that can certainly be allocated now: the free pages and those that the
+        cache can evict."""
+        return self.allocator.allocatable(self.cache.evictable)
 
     def ensure_available(self, count: int) -> bool:
-        """Return True if ``count`` pages can be allocated. Releases pages that are locked only for speed if
-        necessary."""
+        """Return True if ``count`` pages of each group can be allocated. Releases pages that are locked only for speed if
+        necessary. Where memory must move from one group to another for that, evicts until it has moved."""
         while (short := count - self.available) > 0:
-            if not self.release_pinned(short):
+            if not self._move_memory(count) and not self.release_pinned(short):
                 return False
+        return True
+
+    def _move_memory(self, count: int) -> bool:
+        """Evict an eighth of what can be evicted, so that memory of one group becomes free for another. Return False, and
+        evict nothing, if this cannot provide ``count`` pages of each group."""
+        evictable = self.cache.evictable
+        if not any(evictable) or not self.allocator.may_suffice(count, evictable):
+            return False
+        self.allocator.free(self.cache.evict([-(-pages // 8) for pages in evictable]))
         return True
 
     def pages_for(self, length: int) -> int:
@@ -72,6 +92,10 @@ class PageLedger:
         req.num_pages = req.shared_pages = match.pages.shape[1]
         if req.num_pages:
             self.table.write(req.slot, 0, match.pages)
+        if self.slides:
+            self._holes[:, req.slot] = 0
+            for at, group in self._sliding:
+                self._holes[at, req.slot] = first_needed(group, match.length, self.page_size)
 
     def reserve(self, req: Req, length: int) -> bool:
         """Extend the request's row to hold ``length`` tokens, evicting cached prefixes if necessary. Return False if
@@ -102,17 +126,46 @@ class PageLedger:
         to these pages."""
         kept = max(self.pages_for(length), req.shared_pages)
         if kept < req.num_pages:
-            self.allocator.free(self.table.pages[:, req.slot, kept : req.num_pages].copy())
+            self._give_back(self.table.pages[:, req.slot, kept : req.num_pages].copy())
             req.num_pages = kept
+
+    def release_behind(self, req: Req, length: int) -> None:
+        """Free the pages of sliding groups that no token of the request from ``length`` on sees. The KV of the first
+        ``length`` tokens is computed, and no rollback goes behind them. Steps in flight may still read these pages,
+        because steps run in order. The request's own pages are freed. Those of the cache are unlocked when a quarter of
+        a window has left: the request's tokens are then offered to the cache, and the lock moves on."""
+        for at, group in self._sliding:
+            assert group.window is not None
+            first = max(0, length - group.window + 1) // self.page_size
+            begin = int(self._holes[at, req.slot])
+            if begin < req.shared_pages and first - begin >= max(1, group.window // self.page_size // 4):
+                self.share(req, length)
+                begin = int(self._holes[at, req.slot])
+            begin = max(begin, req.shared_pages)
+            if first > begin:
+                self._free_own(req, at, begin, min(first, req.num_pages))
+
+    def _free_own(self, req: Req, at: int, begin: int, end: int) -> None:
+        """Free the request's own pages of one group in the columns ``[begin, end)``, which become holes."""
+        row = self.table.pages[:, req.slot, begin:end].copy()
+        freed = [row[group] if group == at else row[group][:0] for group in range(len(row))]
+        self._give_back(freed)
+        row[at] = 0
+        self.table.write(req.slot, begin, row)
+        self._holes[at, req.slot] = end
+
+    def _give_back(self, pages: IntArray | Sequence[IntArray]) -> None:
+        """Free the pages of each group; holes are ignored."""
+        self.allocator.free([own[own > 0] for own in pages] if self.slides else pages)
 
     def _take(self, count: int) -> IntArray | None:
         """Return pages ``[groups, count]``, evicting cached prefixes if necessary, or None if there are not enough."""
-        short = count - self.allocator.num_free
-        if short > 0:
+        pages = self.allocator.alloc(count)
+        if pages is None:
             if not self.ensure_available(count):
                 return None
-            self.allocator.free(np.stack(self.cache.evict((short,) * self._num_groups)))
-        pages = self.allocator.alloc(count)
+            self.allocator.free(self.cache.evict(self.allocator.shortage(count, self.cache.evictable)))
+            pages = self.allocator.alloc(count)
         assert pages is not None, "the cache evicted fewer pages than evictable stated"
         return pages
 
@@ -127,11 +180,31 @@ class PageLedger:
         known = min(count * self.page_size + self.tokens_ahead, req.known_len)
         held = self.cache.insert(req.token_ids[:known], own, req.namespace, req.priority)
         kept = held.pages.shape[1]
-        duplicate = np.flatnonzero((held.pages != own[:, :kept]).any(axis=0))
-        if len(duplicate):
-            self.allocator.free(own[:, duplicate])
-            self.table.write(req.slot, 0, held.pages)
+        if self.slides:
+            self._share_sliding(req, own[:, :kept], held)
+        else:
+            duplicate = np.flatnonzero((held.pages != own[:, :kept]).any(axis=0))
+            if len(duplicate):
+                self.allocator.free(own[:, duplicate])
+                self.table.write(req.slot, 0, held.pages)
         self._hold(req, held)
+
+    def _share_sliding(self, req: Req, own: IntArray, held: Match) -> None:
+        """Free the pages of ``own`` that ``held`` has others for, and let the request read those that are in ``held`` and that
+        its lock will protect."""
+        before = req.shared_pages  # the columns before it were the cache's already
+        fresh = own[:, before:]
+        self._give_back([mine[mine != theirs] for mine, theirs in zip(fresh, held.pages[:, before:], strict=True)])
+        row = held.pages.copy()
+        for at, group in self._sliding:
+            first = first_needed(group, held.length, self.page_size)
+            assert row[at, first:].all(), "the cache has no page that its lock must protect"
+            row[at, :first] = 0
+            self._holes[at, req.slot] = max(first, self._holes[at, req.slot])
+        changed = np.flatnonzero((row != own).any(axis=0))
+        if len(changed):
+            begin, end = int(changed[0]), int(changed[-1]) + 1
+            self.table.write(req.slot, begin, row[:, begin:end])
 
     def release(self, req: Req, *, computed_len: int = 0) -> None:
         """Remove the request from the table. Offer the pages of its first ``computed_len`` tokens to the prefix cache
@@ -139,16 +212,16 @@ class PageLedger:
         self.share(req, computed_len)
         own = self.table.pages[:, req.slot, req.shared_pages : req.num_pages]
         if own.shape[1]:
-            self.allocator.free(own.copy())
+            self._give_back(own.copy())
         self.cache.unlock(req.cache_handle)
         self.table.free_slot(req.slot)
         req.slot, req.num_pages, req.shared_pages, req.cache_handle = -1, 0, 0, None
 
     def flush(self) -> int:
         """Drop every cached prefix that is not locked, free its pages and return their number."""
-        pages = np.stack(self.cache.reset())
+        pages = self.cache.reset()
         self.allocator.free(pages)
-        return pages.shape[1]
+        return max(map(len, pages))
 
     def _hold(self, req: Req, held: Match) -> None:
         self.cache.lock(held.handle)
@@ -159,10 +232,17 @@ class PageLedger:
     def check_integrity(self, running: list[Req]) -> None:
         """Assert that every page is in exactly one place. Takes time linear in the pool's size; for idle times and
         tests."""
-        owned = sum(req.num_pages - req.shared_pages for req in running)
-        total, free, cached = self.allocator.num_total, self.allocator.num_free, self.cache.total[0]
-        assert free + cached + owned == total, f"pages: {free} free + {cached} cached + {owned} owned != {total}"
+        owned = np.zeros(len(self.table.pages), np.int64)
+        for req in running:
+            owned += np.count_nonzero(self.table.pages[:, req.slot, req.shared_pages : req.num_pages], axis=1)
+        held, cached = self.allocator.num_held, self.cache.total
+        for group, count in enumerate(held):
+            assert count == cached[group] + owned[group], (
+                f"group {group}: {count} pages are in use, but {cached[group]} are cached and {owned[group]} owned"
+            )
         for req in running:
             row = self.table.pages[:, req.slot, : req.num_pages]
             assert self.allocator.are_held(row), f"{req.rid} reads a page that is free"
+            for at, own in enumerate(row):
+                assert own[self._holes[at, req.slot] :].all(), f"{req.rid} has a hole in what it reads"
         self.cache.check_integrity()

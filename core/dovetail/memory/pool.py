@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
+
 import torch
 
 from dovetail.errors import ConfigError
 from dovetail.interfaces.cache import CacheGroup, CacheGroupKind, KVPool
+from dovetail.interfaces.executor import ArenaLayout
 from dovetail.ops.kv import store
 from dovetail.ops.kv_dtypes import raw
 
@@ -114,3 +118,36 @@ class LatentKVPool(PagedKVPool):
         """See ``KVPool.store``. ``v`` is ignored."""
         rows = self._k_rows[layer_id]
         store(k, k, rows, rows, out_loc)
+
+
+class ArenaKVPool(PagedKVPool):
+    """Hold the keys and values of one cache group in slabs of a memory that other groups use too (see
+    ``memory.arena``). Keys and values of a layer are views of the memory from the layer's first block on."""
+
+    def __init__(
+        self, group: CacheGroup, index: int, layout: ArenaLayout, page_size: int, memory: torch.Tensor
+    ) -> None:
+        """``memory`` is one-dimensional and has the dtype of keys and values. ``index`` is the number of ``group`` in
+        ``layout``."""
+        self.group, self.page_size, self.dtype, self.device = group, page_size, memory.dtype, memory.device
+        shape = (page_size, group.num_kv_heads, group.head_dim)
+        block, pages = math.prod(shape), layout.pages[index]
+        parts = 2 * group.num_layers
+        self.num_pages = layout.num_slabs * layout.blocks[index] - (parts - 1) * pages
+        size = self.num_pages * block
+        found = [memory[at * pages * block :][:size].view(self.num_pages, *shape) for at in range(parts)]
+        self._keys, self._values = found[::2], found[1::2]
+        places = [part.flatten(0, 1) for part in found]
+        self._k_rows, self._v_rows = places[::2], places[1::2]
+        self._raw = tuple(raw(part)[None] for part in places)
+
+
+def make_arena(
+    groups: Sequence[CacheGroup], layout: ArenaLayout, page_size: int, dtype: torch.dtype, device: torch.device | str
+) -> list[ArenaKVPool]:
+    """Allocate one memory and return the pools of ``groups`` in it. Page 0 of each is initialised with zeros. On CUDA all
+    pages are; see ``PagedKVPool``."""
+    slab = layout.slab_bytes // dtype.itemsize
+    memory = torch.empty(layout.num_slabs * slab, dtype=dtype, device=device)
+    (memory[:slab] if memory.device.type == "cpu" else memory).zero_()
+    return [ArenaKVPool(group, index, layout, page_size, memory) for index, group in enumerate(groups)]

@@ -50,7 +50,7 @@ class Pins:
         self._cache, self._allocator, self._table, self._totals = ledger.cache, ledger.allocator, ledger.table, totals
         self._pins: OrderedDict[PinKey, _Pin] = OrderedDict()  # in the order in which they expire
         self._holders = np.zeros(
-            ledger.allocator.num_total + 1, np.int32
+            ledger.allocator.max_page + 1, np.int32
         )  # [pages] the number of pins that hold each page
 
     def __contains__(self, key: PinKey) -> bool:
@@ -65,6 +65,7 @@ class Pins:
         self._cache.lock(match.handle)  # before the release, which may unlock the same pages
         self.release(key)
         pages = match.pages[0]
+        pages = pages[pages > 0]
         if len(pages) == 0 or not self._fits(pages):
             self._totals.pins_dropped += len(pages) > 0
             self._cache.unlock(match.handle)

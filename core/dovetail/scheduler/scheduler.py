@@ -263,7 +263,19 @@ class Scheduler:
         for req in reqs[: plan.num_extend]:
             if req.finish is None and req.slot >= 0:
                 self._share(req)
+        if self.ledger.slides:
+            self._release_behind(plan, reqs)
         return [*answers]
+
+    def _release_behind(self, plan: StepPlan, reqs: list[Req]) -> None:
+        """Free the pages that the windows of requests have left. A request is considered when the step has filled a page."""
+        size = self.ledger.page_size
+        ends = plan.prefix_lens + plan.extend_lens
+        for row in np.flatnonzero(ends // size != plan.prefix_lens // size).tolist():
+            req = reqs[row]
+            if req.finish is None and req.slot >= 0:
+                # all known tokens but the last one have their KV; of the drafts, those that were accepted
+                self.ledger.release_behind(req, min(int(ends[row]), req.known_len - 1))
 
     def committed(self) -> Committed:
         """Return what a drafter learns of the rows of the step that was committed last."""
@@ -387,7 +399,7 @@ class Scheduler:
     def page_counts(self) -> PageCounts:
         """Return how the pages of the pool are used now."""
         ledger, total = self.ledger, self.ledger.allocator.num_total
-        used = total - ledger.available - self.pins.count_unread(self.running)
+        used = ledger.allocator.used(ledger.cache.evictable) - self.pins.count_unread(self.running)
         return PageCounts(total, used, ledger.cache.total[0], self.pins.pages)
 
     def check_integrity(self) -> None:

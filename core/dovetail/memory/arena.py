@@ -1,0 +1,240 @@
+"""Divide one memory among the cache groups of a model. Memory consists of equal slabs; a slab belongs to one group at a
+time. A group draws a slab when it has no free page, and returns it when all of its pages are free.
+
+    slab of group g   [ layer 0, keys | layer 0, values | layer 1, keys | ... | unused ]
+                        page 0, 1, ...  page 0, 1, ...    page 0, 1, ...
+
+Each part has a block for each of the slab's pages: the keys, or the values, of one layer. All blocks of a group have the
+same size, of which the slab is a multiple. Page numbers count blocks: page i of slab s is ``s * blocks + i``. The keys of a
+layer are therefore one contiguous tensor, the whole memory from the layer's first block on, in which the page number is
+the index. Slab 0 has page 0 of every group, which belongs to no request.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+from dovetail.interfaces.executor import ArenaLayout
+
+if TYPE_CHECKING:
+    from dovetail.types import IntArray
+
+MOST_SLABS = 1 << 14
+LEAST_SLABS = 64
+"""The memory is divided into at least ``LEAST_SLABS`` slabs, unless a slab would then be smaller than a page, and into at most
+``MOST_SLABS``."""
+
+
+class PageBytes(NamedTuple):
+    """Hold the bytes of a page of a group, and of the block of one layer's keys, or values, of a page."""
+
+    page: int
+    block: int
+
+
+def make_layout(groups: Sequence[PageBytes], num_bytes: int, columns: int | None = None) -> ArenaLayout:
+    """Return the layout of a memory of ``num_bytes``. With ``columns``, it holds at least that number of pages of every
+    group at the same time, which may take a little more."""
+    slab = _slab_bytes(groups, num_bytes)
+    pages = tuple(slab // group.page for group in groups)
+    blocks = tuple(slab // group.block for group in groups)
+    count = num_bytes // slab if columns is None else 1 + sum(-(-columns // own) for own in pages)
+    return ArenaLayout(count, slab, pages, blocks)
+
+
+def _slab_bytes(groups: Sequence[PageBytes], num_bytes: int) -> int:
+    """Return the size of a slab of which the groups can use the most: a multiple of every block."""
+    unit = math.lcm(*(group.block for group in groups))
+    least = -(-max(group.page for group in groups) // unit)
+    most = max(least, num_bytes // LEAST_SLABS // unit)
+    first = max(least, min(most, num_bytes // MOST_SLABS // unit))
+    units = np.arange(first, min(most, first + 4096) + 1, dtype=np.int64)
+    waste = sum((units * unit) % group.page for group in groups) / (units * unit)
+    return int(units[np.argmin(waste)]) * unit
+
+
+class ArenaAllocator:
+    """Hand out the pages of several groups of one arena. ``alloc`` takes the same number of pages of each group, ``free``
+    takes back any number of pages of each.
+
+    Pages come from the slab of their group that has the fewest free pages, so that other slabs become empty.
+    """
+
+    def __init__(self, layout: ArenaLayout) -> None:
+        self.layout = layout
+        groups = range(len(layout.pages))
+        self._free_slabs = list(range(layout.num_slabs - 1, 0, -1))
+        self._pages: list[dict[int, list[int]]] = [{} for _ in groups]  # by slab: the free pages of the group's slabs
+        self._heaps: list[list[tuple[int, int]]] = [[] for _ in groups]  # (free pages, slab), partly out of date
+        self._num_free = [0 for _ in groups]  # in slabs of the group
+        self._num_held = [0 for _ in groups]
+        self._held = [np.zeros(layout.num_slabs * own, np.bool_) for own in layout.pages]
+        self._columns: int | None = None  # ``num_free``, until it changes
+
+    @property
+    def num_free(self) -> int:
+        """Return the number of pages of each group that ``alloc`` can take now."""
+        if self._columns is None:
+            self._columns = self.allocatable([0] * len(self._pages))
+        return self._columns
+
+    @property
+    def num_total(self) -> int:
+        """Return the number of pages of each group that the whole memory holds together."""
+        return self.layout.columns
+
+    @property
+    def max_page(self) -> int:
+        """Return a number that no page of the first group exceeds."""
+        return self.layout.num_slabs * self.layout.blocks[0]
+
+    @property
+    def num_held(self) -> tuple[int, ...]:
+        """Return the number of pages of each group that are handed out."""
+        return tuple(self._num_held)
+
+    def used(self, evictable: Sequence[int]) -> int:
+        """Return the bytes of the pages that are handed out, without those that the prefix cache can evict, in pages of all
+        groups together, rounded up."""
+        parts = zip(self._num_held, evictable, self.layout.pages, strict=True)
+        slabs = sum((held - more) / pages for held, more, pages in parts)
+        return math.ceil(slabs * self.num_total / (self.layout.num_slabs - 1))
+
+    def allocatable(self, extra: Sequence[int]) -> int:
+        """Return the number of pages of each group that ``alloc`` could take at least if ``extra[g]`` pages of each group
+        were freed before. Whatever slabs these pages are in, it is not less."""
+        low, high = 0, self.num_total + max(extra)
+        while low < high:
+            middle = (low + high + 1) // 2
+            if self._slabs_needed(middle, extra) <= len(self._free_slabs):
+                low = middle
+            else:
+                high = middle - 1
+        return low
+
+    def may_suffice(self, count: int, extra: Sequence[int]) -> bool:
+        """Return False if ``alloc(count)`` cannot succeed even if ``extra[g]`` pages of each group are freed and the slabs
+        that become empty are as many as possible."""
+        own = self.layout.pages
+        emptied = sum(more // pages for more, pages in zip(extra, own, strict=True))
+        return self._slabs_needed(count, extra) <= len(self._free_slabs) + emptied
+
+    def shortage(self, count: int, extra: Sequence[int]) -> list[int]:
+        """Return how many pages of each group must be freed, at most ``extra[g]``, so that ``alloc(count)`` succeeds. There
+        must be enough (see ``allocatable``)."""
+        need = [0] * len(self._pages)
+        while (excess := self._slabs_needed(count, need) - len(self._free_slabs)) > 0:
+            left = [more - own for more, own in zip(extra, need, strict=True)]
+            group = max(range(len(need)), key=lambda g: left[g] / self.layout.pages[g])
+            assert left[group] > 0, f"{excess} slabs are missing"
+            pages, missing = self.layout.pages[group], count - self._num_free[group] - need[group]
+            need[group] += min(left[group], (missing - 1) % pages + 1 if missing > 0 else left[group])
+        return need
+
+    def _slabs_needed(self, count: int, extra: Sequence[int]) -> int:
+        return sum(
+            -(-max(0, count - free - more) // own)
+            for free, more, own in zip(self._num_free, extra, self.layout.pages, strict=True)
+        )
+
+    def alloc(self, n: int) -> IntArray | None:
+        """Take ``n`` pages of each group and return them as int32 ``[groups, n]``. Return None, and take nothing, if there
+        are not enough."""
+        if self._slabs_needed(n, [0] * len(self._pages)) > len(self._free_slabs):
+            return None
+        self._columns = None
+        return np.stack([self._take(group, n) for group in range(len(self._pages))])
+
+    def _take(self, group: int, n: int) -> IntArray:
+        taken: list[int] = []
+        while len(taken) < n:
+            slab = self._fullest(group)
+            free = self._pages[group][slab]
+            count = min(n - len(taken), len(free))
+            taken += free[: -count - 1 : -1]
+            del free[-count:]
+            self._push(group, slab)
+            self._num_free[group] -= count
+        pages = np.array(taken, np.int32)
+        self._num_held[group] += n
+        self._held[group][self._index(group, pages)] = True
+        return pages
+
+    def _fullest(self, group: int) -> int:
+        """Return the slab of a group that has the fewest free pages, but at least one. Draws one if there is none."""
+        heap, slabs = self._heaps[group], self._pages[group]
+        while heap:
+            count, slab = heap[0]
+            if slab in slabs and len(slabs[slab]) == count:
+                return slab
+            heapq.heappop(heap)
+        slab, count = self._free_slabs.pop(), self.layout.pages[group]
+        first = slab * self.layout.blocks[group]
+        slabs[slab] = list(range(first + count - 1, first - 1, -1))
+        self._num_free[group] += count
+        self._push(group, slab)
+        return slab
+
+    def _push(self, group: int, slab: int) -> None:
+        count = len(self._pages[group][slab])
+        if count:
+            heapq.heappush(self._heaps[group], (count, slab))
+
+    def free(self, pages: IntArray | Sequence[IntArray]) -> None:
+        """Give back pages of each group, each of which must be held. Holes (page 0) are ignored. Asserts that no page is
+        freed twice."""
+        assert len(pages) == len(self._pages), f"{len(pages)} groups of pages given back, not {len(self._pages)}"
+        self._columns = None
+        for group, own in enumerate(pages):
+            own = own[own > 0]
+            if len(own):
+                self._give_back(group, own)
+
+    def _give_back(self, group: int, pages: IntArray) -> None:
+        index, held = self._index(group, pages), self._held[group]
+        assert held[index].all(), "a page was freed that is not held"
+        held[index] = False
+        assert len(np.unique(index)) == len(index), "a page was freed twice in one call"
+        self._num_held[group] -= len(pages)
+        slabs, size = self._pages[group], self.layout.pages[group]
+        slab_of = pages // self.layout.blocks[group]
+        for slab in np.unique(slab_of).tolist():
+            free = slabs[slab]
+            before = len(free)
+            free += pages[slab_of == slab].tolist()
+            self._num_free[group] += len(free) - before
+            if len(free) == size:
+                del slabs[slab]
+                self._num_free[group] -= size
+                self._free_slabs.append(slab)
+            else:
+                self._push(group, slab)
+
+    def _index(self, group: int, pages: IntArray) -> IntArray:
+        """Return the index of each page in ``_held``."""
+        slab, page = np.divmod(pages, self.layout.blocks[group])
+        return slab * self.layout.pages[group] + page
+
+    def are_held(self, pages: IntArray | Sequence[IntArray]) -> bool:
+        """Return True if none of the pages of each group is free. Holes are ignored."""
+        return all(self._held[group][self._index(group, own[own > 0])].all() for group, own in enumerate(pages))
+
+    def check_integrity(self, held: Sequence[IntArray]) -> None:
+        """Assert that ``held`` are the pages of each group that are handed out, each once, that every slab has one owner, and
+        that no slab without a held page is kept."""
+        owned = [slab for slabs in self._pages for slab in slabs]
+        assert sorted([*owned, *self._free_slabs]) == list(range(1, self.layout.num_slabs)), "a slab has not one owner"
+        for group, own in enumerate(held):
+            slabs, size = self._pages[group], self.layout.pages[group]
+            assert len(own) == self._num_held[group] == self._held[group].sum(), "held pages are counted wrong"
+            assert self.are_held([own if g == group else own[:0] for g in range(len(held))]), "a held page is free"
+            assert len(np.unique(own)) == len(own), "a page is held twice"
+            assert self._num_free[group] == sum(map(len, slabs.values())) == len(slabs) * size - len(own), (
+                "pages are lost"
+            )
+            assert all(len(free) < size for free in slabs.values()), "an empty slab is kept"
