@@ -9,6 +9,13 @@ if TYPE_CHECKING:
     import torch
 
 
+class StateShape(NamedTuple):
+    """Describe a state of one request: its shape, and its dtype, or None for the model's dtype."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype | None = None
+
+
 @dataclass(frozen=True, slots=True)
 class DeltaShape:
     """Describe the heads of a layer. Value heads ``[i * n, (i + 1) * n)`` use key head i, where n is ``value_heads //

@@ -6,10 +6,11 @@ import functools
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import torch
 
+from dovetail.interfaces.mixer_shapes import StateShape
 from dovetail.interfaces.model import WeightTarget
 from dovetail.layers.base import Layer
 from dovetail.ops.state_rows import StateRows
@@ -18,13 +19,6 @@ if TYPE_CHECKING:
     from dovetail.layers.linear import ColumnLinear, Linear
     from dovetail.ops.parts import Addend
     from dovetail.types import Batch
-
-
-class StateShape(NamedTuple):
-    """Describe a state of one request: its shape, and its dtype, or None for the model's dtype."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype | None = None
 
 
 class StateLayer(Layer):

@@ -10,6 +10,7 @@ import torch
 from dovetail.engine.build import as_module
 from dovetail.interfaces.model import ModelArchitecture
 from dovetail.layers.states import StateLayer, StepStates
+from dovetail.memory.state_pool import StatePool
 from dovetail.ops.state_rows import StateRows
 
 
@@ -22,13 +23,9 @@ class RowStates:
         dtype = next(module.parameters()).dtype
         layers = sorted(_state_layers(module), key=lambda layer: layer.state_id)
         assert [layer.state_id for layer in layers] == list(range(len(layers))), "state_id is an index without gaps"
-        self._memory = [
-            tuple(
-                torch.full((rows + 1, *each.shape), float("nan"), dtype=each.dtype or dtype)
-                for each in layer.state_shapes
-            )
-            for layer in layers
-        ]
+        pool = StatePool([layer.state_shapes for layer in layers], rows + 1, dtype)
+        pool.fill(float("nan"))
+        self._memory = pool.memory
 
     def step(self, rows: Sequence[int], prefix_lens: Sequence[int], lens: Sequence[int]) -> StepStates:
         """Return what layers need in a step of ``rows``, in which ``lens[i]`` tokens follow ``prefix_lens[i]``. Rows are
