@@ -18,7 +18,9 @@ from safetensors.torch import load_file, save_file
 from transformers import DeepseekV2Config, DeepseekV3Config
 
 from dovetail import SamplingParams
+from dovetail.engine.expansion import Expansion
 from dovetail.scheduler import admission
+from dovetail.types import Batch
 
 STEPS = 32
 GREEDY = SamplingParams(max_new_tokens=STEPS, temperature=0)
@@ -76,6 +78,32 @@ def test_chunks_prefixes_drafts_and_retraction(checkpoints, name: str, monkeypat
     assert stats.drafted_tokens > 0
     assert stats.retractions > 0
     tight.close()
+
+
+@pytest.mark.parametrize("always", [False, True])
+def test_prompts_expand_latents_where_this_takes_fewer_operations(
+    checkpoints, always: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """First chunks do. If all do, so do chunks over cached latents, beside decode rows and verify rows, which attend over
+    latents."""
+    steps: list[tuple[bool, bool]] = []  # of each step that expands: cached latents, other rows
+    plan = Expansion.plan
+
+    def noted(self: Expansion, batch: Batch, *rest: Any) -> None:
+        plan(self, batch, *rest)
+        steps.append((bool(batch.prefix_lens[: batch.num_extend].any()), batch.expanded.rest is not None))
+
+    monkeypatch.setattr(Expansion, "plan", noted)
+    if always:
+        monkeypatch.setattr(Expansion, "pays", lambda *_, **__: True)
+    directory, reference = checkpoints["v3"]
+    scheduler = {"chunk_size": 13, "draft": "always"}
+    llm = make_llm(directory, scheduler=scheduler, threads=1, speculative="ngram" if always else "none")
+    check(llm, reference, [prompt * 2 for prompt in prompts_of([3, 40, 21, 64], shared=20)], rounds=2)
+    assert (False, False) in steps
+    if always:
+        assert {(True, False), (True, True)} <= set(steps)
+    llm.close()
 
 
 def test_overlap_and_several_outputs_change_no_token(checkpoints) -> None:
