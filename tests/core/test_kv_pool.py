@@ -80,6 +80,15 @@ def test_only_latents_have_a_value_dim(group: tuple[CacheGroupKind, int | None])
         CacheGroup(3, 1, 12, kind, value_dim=value_dim)
 
 
+@pytest.mark.parametrize(
+    "group", [(CacheGroupKind.SLIDING, None), (CacheGroupKind.SLIDING, 0), (CacheGroupKind.FULL, 8)], ids=str
+)
+def test_only_sliding_groups_have_a_window(group: tuple[CacheGroupKind, int | None]):
+    kind, window = group
+    with pytest.raises(ValueError, match="with kind sliding a window of 1 or more"):
+        CacheGroup(3, 1, 12, kind, window)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("places", [[7], [4, 5, 6], [19, 4, 11, 6]])
 def test_store_writes_its_places_and_nothing_else(places: list[int], dtype: torch.dtype):

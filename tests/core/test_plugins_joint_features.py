@@ -151,7 +151,9 @@ def test_latents_need_a_backend_that_reads_them(fakes):
 @pytest.mark.parametrize("kind", [CacheGroupKind.SLIDING, CacheGroupKind.STATE])
 def test_models_with_windows_or_states_need_a_cache_of_such_groups(fakes, kind):
     registry = fakes.registry(fakes.spec(K.CACHE, "simple", priority=50))
-    fakes.model(cache_groups=(CacheGroup(1, 2, 64), CacheGroup(1, 2, 64, kind, window=8)))
+    fakes.model(
+        cache_groups=(CacheGroup(1, 2, 64), CacheGroup(1, 2, 64, kind, 8 if kind is CacheGroupKind.SLIDING else None))
+    )
     resolved = resolve(fakes.config(registry), registry, CPU)
     assert resolved.cache.name == "tree"
     assert reasons(resolved, "cache", "simple") == ["features.cache.groups"]

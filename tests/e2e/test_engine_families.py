@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import GPT2Config, Phi3Config
+from transformers import GPT2Config, Mamba2Config, Phi3Config
 
-from dovetail import LLM, SamplingParams
+from dovetail import LLM, ConfigError, SamplingParams
 
 _spec = importlib.util.spec_from_file_location("engine_models", Path(__file__).parent / "engine_models.py")
 models = importlib.util.module_from_spec(_spec)
@@ -106,3 +106,12 @@ def test_a_drafter_has_the_factors_of_its_target(phi3):
     stats = llm.loop.stats()
     assert stats.drafted_tokens > 30
     assert stats.accepted_tokens > 0.95 * stats.drafted_tokens
+
+
+def test_a_drafter_with_states_is_refused(tmp_path):
+    """The engine has no memory for states, for targets and drafters alike."""
+    sizes = {"num_heads": 8, "head_dim": 16, "n_groups": 1, "state_size": 16}
+    drafter = models.save(tmp_path / "drafter", Mamba2Config, **sizes)
+    target = models.save_llama(tmp_path / "target")
+    with pytest.raises(ConfigError, match="the drafter's model Mamba2ForCausalLM has cache groups of kind state"):
+        LLM(str(target), grammar="none", device="cpu", speculative={"kind": "draft_model", "path": str(drafter)})

@@ -28,6 +28,7 @@ from dovetail.interfaces.features import Feature
 from dovetail.interfaces.speculative import DraftCache, DraftPass, DraftRuntime, DraftSteps
 from dovetail.memory.pool import PagedKVPool, bytes_per_page, make_pool
 from dovetail.registry.ranks import check_ranks
+from dovetail.registry.rules import ENGINE_GROUPS
 from dovetail.registry.stages import kernel_dims, latent_reasons
 from dovetail.registry.targets import load_attribute
 from dovetail.types import Batch
@@ -215,12 +216,13 @@ class EngineDraftRuntime(DraftRuntime):
 
     def create_cache(self, info: ModelInfo) -> EngineDraftCache:
         """See ``DraftRuntime``."""
-        self._check_heads(info)
+        self._check_attention(info)
         cache = EngineDraftCache(local_info(info, self._mesh), self._mesh)
         self._caches.append(cache)
         return cache
 
-    def _check_heads(self, info: ModelInfo) -> None:
+    def _check_attention(self, info: ModelInfo) -> None:
+        """Raise ``ConfigError`` if an attention backend of the target cannot serve a drafter's model."""
         for chosen in (self._resolved.attention_prefill, self._resolved.attention_decode):
             dims = chosen.spec.constraints.head_dims
             if dims and not kernel_dims(info) <= set(dims):
@@ -234,7 +236,7 @@ class EngineDraftRuntime(DraftRuntime):
                     "another attention backend"
                 )
             needs = {feature for feature in info.needs if feature.partition(".")[0] == str(chosen.spec.kind)}
-            if info.cache_groups[0].kind is CacheGroupKind.LATENT:
+            if any(group.kind is CacheGroupKind.LATENT for group in info.cache_groups):
                 needs.add(Feature.ATTN_LATENT)
             missing = needs - chosen.spec.offers
             if missing:
@@ -244,7 +246,8 @@ class EngineDraftRuntime(DraftRuntime):
                 )
 
     def load(self, model: ModelClass, info: ModelInfo, directory: Path, load_format: str) -> ModelArchitecture:
-        """See ``DraftRuntime``."""
+        """See ``DraftRuntime``. Raises ``ConfigError`` too if the engine has no memory for a cache group of the model."""
+        _check_groups(info)
         check_ranks(info, self._mesh.tp.size, "the drafter's model")
         experts = None if info.expert_sizes is None else self._experts(info)
         quantization = self._stored if directory == self.directory else None
@@ -311,3 +314,13 @@ class EngineDraftRuntime(DraftRuntime):
     def graphs(self) -> list[DraftGraphs]:
         """Return what captures the passes of drafters."""
         return [cache.graphs for cache in self._caches if cache.graphs is not None]
+
+
+def _check_groups(info: ModelInfo) -> None:
+    """Raise ``ConfigError`` if the engine has no memory for a cache group of a drafter's model."""
+    kinds = {group.kind for group in info.cache_groups}
+    if kinds - ENGINE_GROUPS:
+        raise ConfigError(
+            f"the drafter's model {info.architecture} has cache groups of kind {', '.join(sorted(kinds))}; the engine runs "
+            f"models whose cache groups are of kind {', '.join(sorted(ENGINE_GROUPS))}: select another drafter"
+        )

@@ -444,8 +444,8 @@ def _set_threads(config: Config, mesh: Mesh) -> None:
 def _shares_prefixes(resolved: Resolved) -> bool:
     """Return True if the scheduler should order decode rows by the prefixes that they share. All of these must hold:
     the config enables it, the prefix cache reports shared prefixes, the attention backend reads them once, every layer
-    reads the whole past in one cache group, there is no drafter (so that rows have one query each), and ``batch_invariant`` is off (so
-    that the bits of a row may depend on what other rows share)."""
+    reads the whole past in one cache group, there is no drafter (so that rows have one query each), and
+    ``batch_invariant`` is off (so that the bits of a row may depend on what other rows share)."""
     return (
         resolved.config.scheduler.shared_prefixes
         and not resolved.config.batch_invariant

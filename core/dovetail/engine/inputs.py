@@ -163,8 +163,8 @@ class Inputs:
 
     def entries_of(self, updates: PageUpdates) -> tuple[()] | tuple[Int64Array, IntArray]:
         """Return the flat indices of ``updates`` in ``all_pages`` (int64 ``[groups * updates]``), and the pages that the
-        host's tables have there now. If an index occurs several times, its pages are therefore equal. Return an empty tuple if
-        there are no updates."""
+        host's tables have there now. If an index occurs several times, its pages are therefore equal. Return an empty
+        tuple if there are no updates."""
         self.locate_updates(updates)
         return self._entries
 

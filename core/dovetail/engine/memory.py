@@ -125,7 +125,8 @@ def budget_for(
     draft_page_bytes: int = 0,
 ) -> Budget:
     """Divide the device's memory as it is now: the weights are loaded, and the pools of ``groups`` are not allocated. All
-    of them have the same number of pages, and a page takes the bytes of one page in each. ``draft_page_bytes`` are the bytes that each page also takes in the caches of a drafter.
+    of them have the same number of pages, and a page takes the bytes of one page in each. ``draft_page_bytes`` are the
+    bytes that each page also takes in the caches of a drafter.
 
     If ``memory.num_pages`` is set, the pool gets that number of pages. Otherwise, if ``memory.kv_gib`` is set, it gets
     as many as fit into that. Otherwise it gets as many as ``memory.fraction`` allows (on a CPU, as fit into

@@ -171,7 +171,7 @@ class PiecewiseGraphs:
         self._recorder.warm_up(lambda: self._forward(batch))
         with self._recorder.beside():
             recorder = _PieceRecorder(self._attended[:size], self._recorder)
-            batch.attn = tuple(_OfGroup(recorder, group) for group in range(len(self._pools)))
+            batch.attn = tuple(_GroupRecorder(recorder, group) for group in range(len(self._pools)))
             recorder.begin()
             try:
                 hidden = self._forward(batch)
@@ -236,7 +236,7 @@ class _PieceRecorder:
         return self._attended
 
 
-class _OfGroup:
+class _GroupRecorder:
     """Record the attention calls of one cache group."""
 
     def __init__(self, recorder: _PieceRecorder, group: int) -> None:

@@ -29,7 +29,8 @@ class CacheGroupKind(enum.StrEnum):
 @dataclass(frozen=True, slots=True)
 class CacheGroup:
     """Describe layers that share one kind of KV memory. A model declares its groups, and the engine builds a pool for
-    each. ``window`` is the number of tokens that a sliding layer sees; None for other kinds.
+    each. ``window`` is the number of tokens that a sliding layer sees; None for other kinds. Raises ``ValueError`` for
+    values that contradict the kind.
 
     The layers of a latent group (MLA) store one vector of ``head_dim`` numbers for each token, the latent and a rotated
     key, which all query heads read: ``num_kv_heads`` is 1. The values are the first ``value_dim`` numbers of the vector,
@@ -45,6 +46,12 @@ class CacheGroup:
     value_dim: int | None = None
 
     def __post_init__(self) -> None:
+        sliding, window = self.kind is CacheGroupKind.SLIDING, self.window
+        if sliding != (window is not None) or (window is not None and window < 1):
+            raise ValueError(
+                f"a cache group of kind {self.kind} has window {window}; allowed: with kind sliding a window of 1 or "
+                "more, otherwise None"
+            )
         latent = self.kind is CacheGroupKind.LATENT
         if latent != (self.value_dim is not None) or (latent and not 0 < (self.value_dim or 0) <= self.head_dim):
             raise ValueError(
@@ -57,10 +64,10 @@ class KVPool(ABC):
     """Hold the keys and values of one cache group, in pages. Page 0 belongs to no request: padding rows may write
     there.
 
-    ``keys(layer)`` and ``values(layer)`` are ``[num_pages, page_size, num_kv_heads, head_dim]``, contiguous. They hold
-    what was stored, converted to their dtype and otherwise unchanged. On CUDA, a kernel that has rotated keys in
-    registers writes them into these tensors directly instead of calling ``store``. The values of a latent group are a
-    view of the first ``value_dim`` numbers of its keys.
+    ``keys(layer)`` and ``values(layer)`` are ``[num_pages, page_size, num_kv_heads, head_dim]``. They hold what was
+    stored, converted to their dtype and otherwise unchanged. Both are contiguous, except that the values of a latent
+    group are a view of the first ``value_dim`` numbers of its keys. On CUDA, a kernel that has rotated keys in registers
+    writes them into these tensors directly instead of calling ``store``.
     """
 
     num_pages: int
