@@ -1,5 +1,5 @@
 """Time the triton backend's latent attention (MLA) with the sizes of DeepSeek: latents of 512 + 64 numbers, bfloat16, pages of
-16.
+16. Some decode steps read a pool of latents in FP8.
 
     python benchmarks/latent_gpu.py            # outputs compared with torch in float32, then a table of times
     python benchmarks/latent_gpu.py --tune     # the same table for each tile in CANDIDATES, those of tiles.py marked
@@ -25,6 +25,7 @@ from attention_gpu import captured, median
 from dovetail.interfaces.attention import AttentionContext, AttentionLayer
 from dovetail.interfaces.cache import CacheGroup, CacheGroupKind
 from dovetail.memory.pool import make_pool
+from dovetail.ops.kv_dtypes import raw
 from dovetail.testing.batches import make_batch, make_page_table
 from dovetail.types import Batch
 from dovetail_attention.config import TritonConfig
@@ -48,11 +49,13 @@ class Shape:
     length: int
     heads: int
     expanded: bool = False
+    fp8: bool = False
 
     @property
     def title(self) -> str:
         """Return the name of the shape in tables."""
-        return f"{'expanded prompt' if self.expanded else 'decode'} {self.rows} x {self.length}, {self.heads} heads"
+        step = "expanded prompt" if self.expanded else "decode, fp8 pool" if self.fp8 else "decode"
+        return f"{step} {self.rows} x {self.length}, {self.heads} heads"
 
     @property
     def floor(self) -> float:
@@ -63,11 +66,13 @@ class Shape:
             operations = self.rows * self.heads * pair * self.length * (self.length + 1) // 2
         else:
             moved, operations = tokens * (RANK + ROPE), tokens * self.heads * 2 * (2 * RANK + ROPE)
-        return max(moved * DTYPE.itemsize / BYTES_PER_SECOND, operations / OPERATIONS_PER_SECOND)
+        itemsize = 1 if self.fp8 else DTYPE.itemsize
+        return max(moved * itemsize / BYTES_PER_SECOND, operations / OPERATIONS_PER_SECOND)
 
 
 DECODE = [(32, 8192), (1, 131_072), (256, 1024)]
 SHAPES = [Shape(rows, length, heads) for heads in (16, 128) for rows, length in DECODE]
+FP8_SHAPES = [Shape(rows, length, 16, fp8=True) for rows, length in DECODE]
 PROMPTS = [Shape(1, length, heads, expanded=True) for heads in (16, 128) for length in (8192, 32_768)]
 CANDIDATES: dict[str, tuple[int, list[AttentionTile]]] = {
     "LATENT_TILES": (
@@ -90,6 +95,16 @@ CANDIDATES: dict[str, tuple[int, list[AttentionTile]]] = {
             AttentionTile(16, 64, 4, 3, 1, flip=True),
         ],
     ),
+    "CONVERTED_TILES": (
+        64,
+        [
+            *(AttentionTile(64, keys, 8, stages, 1) for keys, stages in ((64, 3), (64, 2), (32, 3), (128, 2))),
+            AttentionTile(16, 64, 8, 3, 2),
+            AttentionTile(16, 128, 8, 2, 1),
+            AttentionTile(16, 64, 4, 3, 1, flip=True),
+            AttentionTile(16, 128, 8, 3, 1, flip=True),
+        ],
+    ),
     "EXPANDED_TILES": (
         128,
         [
@@ -105,6 +120,8 @@ def shapes_of(table: str) -> list[Shape]:
     """Return the shapes for which a table of tiles is compared."""
     if table == "EXPANDED_TILES":
         return [PROMPTS[0], PROMPTS[2]]
+    if table == "CONVERTED_TILES":
+        return FP8_SHAPES
     heads = 128 if "64" in table else 16
     return [shape for shape in SHAPES if shape.heads == heads]
 
@@ -122,31 +139,36 @@ def using(table: str, tile: AttentionTile) -> Iterator[None]:
 
 
 class Bench:
-    """Hold a pool for decode rows of up to ``keys`` keys together, and time and check the backend."""
+    """Hold pools for decode rows of up to ``keys`` keys together, and time and check the backend."""
 
     def __init__(self, keys: int) -> None:
         self.device = torch.device("cuda")
         group = CacheGroup(LAYERS, 1, RANK + ROPE, CacheGroupKind.LATENT, value_dim=RANK)
-        self.pool = make_pool(group, keys // PAGE_SIZE + 2, PAGE_SIZE, DTYPE, self.device)
+        self.pools = [
+            make_pool(group, keys // PAGE_SIZE + 2, PAGE_SIZE, dtype, self.device)
+            for dtype in (DTYPE, torch.float8_e4m3fn)
+        ]
         for layer in range(LAYERS):
-            self.pool.keys(layer).normal_()
+            wide, narrow = (pool.keys(layer) for pool in self.pools)
+            narrow.copy_(wide.normal_())
         self.layers = [AttentionLayer(i, SCALE) for i in range(LAYERS)]
 
-    def backend(self, heads: int) -> TritonAttention:
-        """Return a backend for one number of heads."""
-        sizes = heads, 1, RANK + ROPE
+    def backend(self, shape: Shape) -> TritonAttention:
+        """Return a backend for the heads and the pool of a shape."""
+        sizes = shape.heads, 1, RANK + ROPE
+        pool = self.pools[shape.fp8]
         return TritonAttention(
-            TritonConfig(), AttentionContext(self.device, DTYPE, *sizes, self.pool, 256, 132_000, value_dim=RANK)
+            TritonConfig(), AttentionContext(self.device, DTYPE, *sizes, pool, 256, 132_000, value_dim=RANK)
         )
 
     def decode(self, shape: Shape) -> tuple[TritonAttention, Batch, torch.Tensor]:
         """Return a backend that is planned for the graph of a decode step, the step and its queries."""
         lens = [shape.length] * shape.rows
         batch = make_batch(
-            PAGE_SIZE, make_page_table(lens, PAGE_SIZE, self.pool.num_pages), [n - 1 for n in lens], [1] * shape.rows,
+            PAGE_SIZE, make_page_table(lens, PAGE_SIZE, self.pools[0].num_pages), [n - 1 for n in lens], [1] * shape.rows,
             device=self.device,
         )  # fmt: skip
-        backend = self.backend(shape.heads)
+        backend = self.backend(shape)
         batch.variant = backend.variant(batch)
         backend.plan_capture(batch)
         return backend, batch, torch.randn(shape.rows, shape.heads, RANK + ROPE, dtype=DTYPE, device=self.device)
@@ -158,7 +180,7 @@ class Bench:
             PAGE_SIZE, np.zeros((shape.rows, -(-shape.length // PAGE_SIZE)), np.int32), [0] * shape.rows, [shape.length] * shape.rows,
             num_extend=shape.rows, device=self.device,
         )  # fmt: skip
-        backend = self.backend(shape.heads)
+        backend = self.backend(shape)
         backend.plan_expanded(batch, torch.arange(shape.rows + 1, dtype=torch.int32, device=self.device) * shape.length)
         q, k = (torch.randn(tokens, shape.heads, KEY_DIM, dtype=DTYPE, device=self.device) for _ in range(2))
         v = torch.randn(tokens, shape.heads, VALUE_DIM, dtype=DTYPE, device=self.device)
@@ -196,10 +218,10 @@ class Bench:
             backend, batch, q = self.decode(shape)
             out = backend.forward(q, self.layers[1], batch)
             table = batch.page_table[:, : shape.length // PAGE_SIZE].long()
-            pages = self.pool.keys(1)
+            pages = self.pools[shape.fp8].keys(1)
             found = []
             for row in {0, shape.rows // 2, shape.rows - 1}:
-                keys = pages[table[row]].flatten(0, 2).float()
+                keys = raw(pages)[table[row]].view(pages.dtype).flatten(0, 2).float()
                 weights = (q[row].float() @ keys.T * SCALE).softmax(-1)
                 found.append((out[row], weights @ keys[:, :RANK]))
         return max(((one.float() - other).abs() / (1 + other.abs())).max().item() for one, other in found)
@@ -218,7 +240,7 @@ def compile_tile(given: tuple[str, AttentionTile]) -> str:
     bench = Bench(4096)
     try:
         with using(table, tile), torch.inference_mode():
-            for shape in {Shape(min(s.rows, 2), 256, s.heads, s.expanded) for s in shapes_of(table)}:
+            for shape in {Shape(min(s.rows, 2), 256, s.heads, s.expanded, s.fp8) for s in shapes_of(table)}:
                 if shape.expanded:
                     step = bench.prompts(shape)
                     for _ in range(2):
@@ -257,7 +279,7 @@ def report() -> None:
     """Check every shape and print its time."""
     bench = Bench(32 * 8192)
     print(f"{'shape':44} {'worst':>9} {'us':>9} {'floor us':>9} {'of floor':>9}")
-    for shape in SHAPES + PROMPTS:
+    for shape in SHAPES + FP8_SHAPES + PROMPTS:
         worst = bench.worst(shape)
         seconds = bench.seconds(shape)
         of_floor = f"{shape.floor / seconds:8.0%}"
