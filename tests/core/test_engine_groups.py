@@ -7,14 +7,17 @@ import numpy as np
 import pytest
 import torch
 
-from dovetail.engine.grouped import GroupedAttention, backends_of, grouped_attention, set_views
+from dovetail.engine.grouped import GroupedAttention, backends_of, grouped_attention, grouped_pools, set_views
 from dovetail.engine.inputs import Inputs
 from dovetail.engine.last import last_rows
+from dovetail.engine.verify import compact
 from dovetail.engine.verify_inputs import VerifyMemory, VerifyShape, VerifyTensors
 from dovetail.interfaces.attention import AttentionBackend
+from dovetail.interfaces.cache import CacheGroup
+from dovetail.memory.pool import make_pool
 from dovetail.memory.table import RequestTable
 from dovetail.testing.batches import make_batch
-from dovetail.types import DraftTree
+from dovetail.types import DraftTree, ForwardOutput
 
 PAGE, GROUPS, SLOTS, WIDTH = 4, 3, 6, 12
 
@@ -125,3 +128,22 @@ def test_views_share_what_changes_on_the_host(inputs):
     batch.prefix_lens[:] = 9
     assert batch.view(1).prefix_lens.tolist() == [9, 9]
     assert not batch.view(1).views
+
+
+def test_accepted_nodes_move_within_the_pages_of_each_group(inputs):
+    """Both drafts of the first row follow its last token, and the second one is accepted. The second row is a chain."""
+    parents = np.array([[-1, -1], [-1, 0]], np.int32)
+    drafts = DraftTree(np.array([[7, 8], [9, 6]], np.int32), parents, np.array([2, 2], np.int32))
+    batch = batch_of(inputs, [1, 2], [10, 3], [3, 3], drafts)
+    pools = [make_pool(CacheGroup(1, 1, 1), 1 + inputs.all_pages.numel(), PAGE, torch.float32, "cpu") for _ in range(3)]
+    for pool in pools:
+        pool.k.copy_(torch.arange(pool.k.numel()).view_as(pool.k))
+        pool.v.copy_(-pool.k)
+    output = ForwardOutput(torch.zeros(2, 3), torch.tensor([2, 3]), torch.tensor([[0, 2, 0], [0, 1, 2]]))
+    compact(batch, output, grouped_pools(pools))
+    for group, pool in enumerate(pools):
+        places = batch.view(group).out_loc
+        expected = torch.arange(pool.k.numel(), dtype=torch.float32)
+        expected[places[1]] = float(places[2])
+        assert torch.equal(pool.k.flatten(), expected)
+        assert torch.equal(pool.v.flatten(), -expected)
