@@ -139,7 +139,7 @@ def short_conv(
             _chunks, (len(rows.chunk_rows), triton.cdiv(x.shape[1], 64)),
             x, weight, bias, state, out, rows.slots, rows.indptr, rows.fresh, rows.chunk_rows, rows.chunk_starts,
             x.shape[1], x.stride(0),
-            BIAS=bias is not None, SILU=silu, WIDTH=weight.shape[1], CHUNK=rows.chunk, BLOCK=64, WRITES=rows.writes,
+            BIAS=bias is not None, SILU=silu, WIDTH=weight.shape[1], CHUNK=rows.chunk, BLOCK=64, WRITES=rows.writes, num_warps=8,
         )  # fmt: skip
     return out
 
