@@ -40,6 +40,13 @@ def has_built(dtypes: str) -> bool:
     return all(any(FLASHINFER_AOT_DIR.glob(f"{kind}_with_kv_cache_{dtypes}*{shape}")) for kind in kinds)
 
 
+@pytest.mark.skipif(not COMPILE, reason="kernels over latents are compiled for minutes: set FLASHINFER_COMPILE=1")
+class TestFlashInferLatents(AttentionSuite):
+    name = "flashinfer_mla"
+    device = "cuda"
+    dtypes = (torch.bfloat16,)
+
+
 class TestFlashInfer(AttentionSuite):
     name = "flashinfer"
     not_invariant = ("kv_dtype",)

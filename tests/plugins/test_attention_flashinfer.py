@@ -19,6 +19,7 @@ from dovetail.errors import ConfigError, EngineError
 from dovetail.interfaces.attention import AttentionLayer
 from dovetail.testing.attention import AttentionSuite
 from dovetail.testing.attention_cases import STEPS
+from dovetail.testing.attention_latents import over_latents
 from dovetail.testing.attention_reference import AttentionCase, AttentionStep
 
 MODULES = "dovetail_attention.flashinfer."
@@ -118,6 +119,71 @@ class Decode(Wrapper):
         self._plan(one_each, indptr, indices, last_page_len, head_dim, page_size, causal=False, **rest)
 
 
+class Latents:
+    """Attend over latents with the arguments of ``plan``, by the definition, in float64."""
+
+    def __init__(self, workspace, *, backend):
+        self.backend = backend
+
+    def plan(self, qo_indptr, kv_indptr, kv_indices, kv_len_arr, num_heads, head_dim_ckv, head_dim_kpe, page_size, causal,
+             sm_scale, q_data_type, kv_data_type):  # fmt: skip
+        plans.append("latents")
+        assert (head_dim_ckv, head_dim_kpe, causal) == (512, 64, True)
+        for tensor in (qo_indptr, kv_indptr, kv_indices, kv_len_arr):
+            assert tensor.dtype == torch.int32
+        assert torch.equal(-(-kv_len_arr // page_size), kv_indptr.diff())
+        self.rows = qo_indptr.tolist(), kv_indptr.tolist(), kv_indices.long(), kv_len_arr.tolist()
+        self.sizes, self.dtypes = (num_heads, page_size, sm_scale), (q_data_type, kv_data_type)
+
+    def run(self, q_nope, q_pe, ckv_cache, kpe_cache):
+        (heads, page_size, scale), (queries, indptr, indices, lens) = self.sizes, self.rows
+        assert (q_nope.shape[1:], q_pe.shape[1:]) == ((heads, 512), (heads, 64))
+        assert (ckv_cache.shape[1:], kpe_cache.shape[1:]) == ((page_size, 512), (page_size, 64))
+        assert (q_nope.dtype, ckv_cache.dtype) == self.dtypes
+        out = torch.full_like(q_nope, torch.nan)
+        for row, count in enumerate(lens):
+            pages, tokens = indices[slice(*indptr[row : row + 2])], slice(*queries[row : row + 2])
+            c, k = (x[pages].flatten(0, 1)[:count].double() for x in (ckv_cache, kpe_cache))
+            scores = torch.einsum("qhd,kd->hqk", q_nope[tokens].double(), c)
+            scores = (scores + torch.einsum("qhd,kd->hqk", q_pe[tokens].double(), k)) * scale
+            own = tokens.stop - tokens.start
+            later = torch.ones(own, count, dtype=torch.bool).triu(count - own + 1)
+            weights = scores.masked_fill(later, float("-inf")).softmax(-1)
+            out[tokens] = torch.einsum("hqk,kd->qhd", weights, c).to(out.dtype)
+        return out
+
+
+class Ragged:
+    """Attend causally over keys that are not in pages."""
+
+    def __init__(self, workspace, layout, *, backend):
+        assert layout == "NHD"
+
+    def plan(self, qo_indptr, kv_indptr, num_qo_heads, num_kv_heads, head_dim_qk, *, head_dim_vo, causal, sm_scale,
+             q_data_type, kv_data_type):  # fmt: skip
+        plans.append("ragged")
+        assert causal
+        assert qo_indptr.dtype == kv_indptr.dtype == torch.int32
+        self.rows, self.scale = (qo_indptr.tolist(), kv_indptr.tolist()), sm_scale
+        self.sizes, self.dtype = (num_qo_heads, num_kv_heads, head_dim_qk, head_dim_vo), q_data_type
+        assert kv_data_type is q_data_type
+
+    def run(self, q, k, v):
+        assert (q.shape[1], k.shape[1], k.shape[2], v.shape[2]) == self.sizes
+        assert q.dtype is k.dtype is v.dtype is self.dtype
+        assert v.is_contiguous()
+        out = q.new_full((*q.shape[:2], v.shape[2]), torch.nan)
+        queries, keys = self.rows
+        for row in range(len(queries) - 1):
+            tokens, own = slice(*queries[row : row + 2]), slice(*keys[row : row + 2])
+            count, length = tokens.stop - tokens.start, own.stop - own.start
+            scores = torch.einsum("qhd,khd->hqk", q[tokens].double(), k[own].double()) * self.scale
+            later = torch.ones(count, length, dtype=torch.bool).triu(length - count + 1)
+            weights = scores.masked_fill(later, float("-inf")).softmax(-1)
+            out[tokens] = torch.einsum("hqk,khd->qhd", weights, v[own].double()).to(out.dtype)
+        return out
+
+
 def check_lens(indptr, last_page_len, kv_lens, page_size):
     assert torch.equal((indptr.diff() - 1) * page_size + last_page_len, kv_lens)
 
@@ -152,6 +218,8 @@ def library(monkeypatch):
     fake.BatchPrefillWithPagedKVCacheWrapper = Prefill
     fake.BatchDecodeWithPagedKVCacheWrapper = Decode
     fake.fast_decode_plan = fast_decode_plan
+    fake.BatchPrefillWithRaggedKVCacheWrapper = Ragged
+    fake.mla = types.SimpleNamespace(BatchMLAPagedAttentionWrapper=Latents)
     for name in [name for name in sys.modules if name.startswith(MODULES)]:
         del sys.modules[name]
     monkeypatch.setitem(sys.modules, "flashinfer", fake)
@@ -168,6 +236,33 @@ class TestFlashInfer(AttentionSuite):
     not_invariant = ("kv_dtype",)
     device = "cpu"
     settings: ClassVar = {"workspace_mib": 16}
+
+
+class TestLatents(AttentionSuite):
+    name = "flashinfer_mla"
+    device = "cpu"
+    settings: ClassVar = {"workspace_mib": 16}
+
+    def test_one_plan_a_step(self):
+        """Each kind of call is planned before the first layer of a step, after the copies of the step before."""
+        step = AttentionStep(self.fit(over_latents(STEPS["mixed"][0])), torch.device("cpu"))
+        step.pool.k[0] = step.pool.k[1]
+        backend = self.make(step.context())
+        for _ in range(2):
+            plans.clear()
+            backend.plan(step.batch)
+            for layer_id in (0, 1, 1):
+                attend(backend, step, layer_id=layer_id)
+            assert plans == ["wait", "latents"]
+        attend(backend, step, scale=0.25)
+        assert plans == ["wait", "latents", "latents"]
+        with pytest.raises(ConfigError, match="neither windows nor soft caps nor sinks"):
+            backend.forward(step.q, replace(step.layer, window=3), step.batch)
+
+    def test_other_latents_are_refused_by_their_sizes(self):
+        step = AttentionStep(over_latents(STEPS["decode"][0], 24, 16), torch.device("cpu"))
+        with pytest.raises(ConfigError, match="head_dim 24 and value_dim 16"):
+            self.make(step.context())
 
 
 suite = TestFlashInfer()

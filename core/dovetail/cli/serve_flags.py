@@ -52,6 +52,7 @@ _ATTENTION = {
     "FLASH_ATTN": "flash_attn",
     "FLASH_ATTN_MLA": "flash_attn_mla",
     "FLASHINFER": "flashinfer",
+    "FLASHINFER_MLA": "flashinfer_mla",
     "TRITON_ATTN": "triton",
     "TRITON_MLA": "triton",
     "TORCH_SDPA": "torch_native",

@@ -62,3 +62,18 @@ class FlashInferConfig(PluginConfig):
         ge=16,
         description="The device memory in which the partial results of long rows are merged, in MiB.",
     )
+
+
+class FlashInferMLAConfig(PluginConfig):
+    """Configure ``flashinfer_mla``. It uses the kernels of the installed library, which compiles those that are not built
+    yet."""
+
+    kind: Literal["flashinfer_mla"] = "flashinfer_mla"  # pyright: ignore[reportIncompatibleVariableOverride]
+    variant: Literal["auto", "fa2", "fa3"] = Field(
+        default="auto", description="The kernels; `auto` lets the library choose, `fa3` needs Hopper."
+    )
+    workspace_mib: int = Field(
+        default=256,
+        ge=16,
+        description="The device memory in which the partial results of long rows are merged, in MiB.",
+    )

@@ -170,7 +170,36 @@ FLASH_ATTN_MLA = ComponentSpec(
 )
 
 
+FLASHINFER_MLA = ComponentSpec(
+    kind=ComponentKind.ATTENTION,
+    name="flashinfer_mla",
+    target="dovetail_attention.flashinfer.latent:FlashInferLatent",
+    config="dovetail_attention.config:FlashInferMLAConfig",
+    summary="FlashInfer over latents (MLA) of 512 numbers with rotated keys of 64, on Ampere and later; without CUDA graphs.",
+    api=(1, 4),
+    requires=(Requirement("flashinfer-python", ">=0.6.15", "pip install flashinfer-python"),),
+    offers=frozenset(
+        {
+            Feature.ATTN_EXTEND,
+            Feature.ATTN_DECODE,
+            Feature.ATTN_VERIFY,
+            Feature.ATTN_MIXED,
+            Feature.ATTN_LATENT,
+            Feature.ATTN_EXPANDED,
+        }
+    ),
+    constraints=Constraints(
+        devices=("cuda",),
+        min_compute_capability=(8, 0),
+        dtypes=("bfloat16", "float16"),
+        kv_dtypes=("bfloat16", "float16"),
+        latent_dims=((576, 512),),
+    ),
+    priority=4,  # below triton, until it was measured
+)
+
+
 @hookimpl
 def register_components() -> Sequence[ComponentSpec]:
     """Return the specs of the attention backends of this distribution."""
-    return (TORCH_NATIVE, TRITON, FLASH_ATTN, FLASHINFER, FLASH_ATTN_MLA)
+    return (TORCH_NATIVE, TRITON, FLASH_ATTN, FLASHINFER, FLASH_ATTN_MLA, FLASHINFER_MLA)
