@@ -19,6 +19,7 @@ import yaml
 from dovetail.cli import main
 from dovetail.cli.serve import read_arguments
 from dovetail.engine.kernel_set import kernel_set
+from dovetail.interfaces.cache import CacheGroup, CacheGroupKind
 from dovetail.interfaces.features import Feature
 from dovetail.ops.triton.kernel_cache import mark_file
 from dovetail.registry import ComponentKind, Machine, Requirement, resolve
@@ -108,6 +109,11 @@ def test_explain_shows_every_candidate_and_its_verdict(cli, fakes):
     assert tree["chosen"]["attention.decode"]["name"] == "plain"
     assert tree["config"]["model"]["dtype"] == "bfloat16"
     assert tree["machine"]["compute_capability"] == [9, 0]
+    fakes.model(cache_groups=(CacheGroup(2, 2, 64), CacheGroup(3, 2, 64, CacheGroupKind.SLIDING, 8)))
+    _, out, _ = cli("explain", "--model", str(fakes.directory), "--assume", "sm90")
+    assert "KV bfloat16 (2,560 bytes per token, 1,536 in layers with a window)" in out
+    tree = json.loads(cli("explain", "--model", str(fakes.directory), "--assume", "sm90", "--json")[1])
+    assert tree["cache_groups"][1] == {"kind": "sliding", "layers": 3, "window": 8, "bytes_per_token": 1536}
 
 
 def test_explain_shows_the_kernel_cache_and_whether_a_start_finds_it_filled(cli, fakes, tmp_path, monkeypatch):

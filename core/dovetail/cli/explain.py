@@ -68,7 +68,8 @@ def _print(resolved: Resolved) -> None:
 
 
 def _cache_groups(resolved: Resolved) -> list[dict[str, Any]]:
-    """Return of each cache group of the model what it keeps, in how many layers, and its bytes for each token on one rank."""
+    """Return of each cache group of the model what it keeps, in how many layers, its window if it has one, and its bytes
+    for each token on one rank."""
     from dovetail.memory.pool import bytes_per_page, pool_dtype
 
     dtype, tp = pool_dtype(resolved.config.memory.kv_dtype), resolved.config.parallel.tp
@@ -76,6 +77,7 @@ def _cache_groups(resolved: Resolved) -> list[dict[str, Any]]:
         {
             "kind": str(group.kind),
             "layers": group.num_layers,
+            **({} if group.window is None else {"window": group.window}),
             "bytes_per_token": bytes_per_page(replace(group, num_kv_heads=-(-group.num_kv_heads // tp)), 1, dtype),
         }
         for group in resolved.model_info.cache_groups
@@ -158,8 +160,10 @@ def _headline(resolved: Resolved) -> str:
     tp = config.parallel.tp
     experts = f", experts {config.parallel.experts}" if info.expert_sizes is not None else ""
     ranks = f" x {tp} (tensor parallel{experts})" if tp > 1 else ""
-    kv_bytes = sum(group["bytes_per_token"] for group in _cache_groups(resolved))
-    per = "token and rank" if tp > 1 else "token"
+    groups = _cache_groups(resolved)
+    kv_bytes = sum(group["bytes_per_token"] for group in groups)
+    sliding = sum(group["bytes_per_token"] for group in groups if "window" in group)
+    per = ("token and rank" if tp > 1 else "token") + (f", {sliding:,} in layers with a window" if sliding else "")
     return (
         f"[bold]{info.architecture}[/] ({config.model.name}) on [bold]{resolved.machine.device_name}[/]{ranks}, "
         f"{config.model.dtype}, KV {config.memory.kv_dtype} ({kv_bytes:,} bytes per {per}), context {config.model.context_len}, overlap {overlap}\n"
