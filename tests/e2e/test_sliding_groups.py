@@ -151,6 +151,10 @@ def test_memory_of_windows_serves_full_attention(checkpoints) -> None:
     )
     allocator = llm.loop.scheduler.ledger.allocator
     assert isinstance(allocator, ArenaAllocator)
+    full, sliding = llm.loop.executor.describe()["cache_groups"]
+    assert (full["kind"], full["window"], sliding["kind"], sliding["window"]) == ("full", None, "sliding", WINDOW)
+    assert full["bytes_per_token"] == sliding["bytes_per_token"] == 2 * 2 * 24 * 4  # K and V, heads, head_dim, float32
+    assert full["most_tokens"] >= 2 * 249 * 4, "each group alone could have the memory of both"
     params = SamplingParams(max_new_tokens=200, temperature=0, ignore_eos=True)
     traffic = Traffic(llm)
     for number in range(7):  # 7 requests of 300 tokens are 525 pages

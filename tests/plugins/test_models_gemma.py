@@ -14,6 +14,7 @@ import torch
 import transformers
 
 from dovetail.errors import ConfigError
+from dovetail.interfaces.cache import CacheGroup, CacheGroupKind
 from dovetail.interfaces.features import Feature
 from dovetail.testing.model import Reference
 from dovetail_models.gemma_describe import describe_gemma, describe_gemma2, describe_gemma3
@@ -154,3 +155,16 @@ def test_gemma3_as_published_has_two_rotations_and_its_own_context() -> None:
 def test_what_is_not_implemented_is_refused_by_name(describe: Any, change: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         describe(change)
+
+
+def test_layers_with_a_window_are_a_group_of_their_own() -> None:
+    config = {
+        "architectures": ["Gemma3ForCausalLM"],
+        "num_hidden_layers": 7,
+        "sliding_window": 512,
+        "dtype": "bfloat16",
+    }
+    config |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64, "hidden_size": 256}
+    full, sliding = describe_gemma3(config).cache_groups
+    assert full == CacheGroup(1, 2, 64)
+    assert sliding == CacheGroup(6, 2, 64, CacheGroupKind.SLIDING, 512)

@@ -44,7 +44,7 @@ from dovetail.interfaces.quantization import QuantizationContext
 from dovetail.interfaces.speculative import Drafter, DrafterContext
 from dovetail.layers.experts import layers_of_experts
 from dovetail.layers.linear import Linear, make_batch_invariant
-from dovetail.memory.pool import make_arena, make_pool, pool_dtype
+from dovetail.memory.pool import bytes_per_page, make_arena, make_pool, pool_dtype
 
 if TYPE_CHECKING:
     from dovetail.config.sections import Config
@@ -323,6 +323,24 @@ class Engine:
         """Run verify steps in ``graphs`` from now on."""
         self.verify_graphs = graphs
         self._order_runners()
+
+    @property
+    def cache_groups(self) -> list[dict[str, Any]]:
+        """Return for each cache group what it keeps, in how many layers, the bytes of a token on this rank, and the number of
+        tokens that the group alone could keep in the memory."""
+        arena, pages = self.budget.arena, [self.num_pages - 1] * len(self._local.cache_groups)
+        if arena is not None:
+            pages = [(arena.num_slabs - 1) * own for own in arena.pages]
+        return [
+            {
+                "kind": str(group.kind),
+                "window": group.window,
+                "layers": group.num_layers,
+                "bytes_per_token": bytes_per_page(group, 1, self._kv_dtype),
+                "most_tokens": count * self.page_size,
+            }
+            for group, count in zip(self._local.cache_groups, pages, strict=True)
+        ]
 
     @property
     def products(self) -> dict[str, str]:

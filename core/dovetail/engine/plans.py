@@ -202,6 +202,7 @@ class PlanRunner(RankEngine):
             "page_size": engine.page_size,
             "num_pages": engine.num_pages - 1,
             "memory": engine.budget.to_json(),
+            "cache_groups": engine.cache_groups,
             "graphs": engine.graphs is not None and engine.graphs.sizes,
             "verify_graphs": engine.verify_graphs is not None and engine.verify_graphs.sizes,
             "kernel_cache": engine.warm_up.kernel_cache,
