@@ -109,7 +109,7 @@ class Traffic(RuleBasedStateMachine):
         ledger, running = self.scheduler.ledger, self.scheduler.running
         read = {page for r in running for page in ledger.table.pages[0, r.slot, : r.shared_pages].tolist()}
         locked = ledger.cache.total[0] - ledger.cache.evictable[0]
-        assert locked - len(read) == self.scheduler.pins.count_unread(running)
+        assert locked - len(read) == self.scheduler.pins.count_unread(running)[0]
 
     def teardown(self):
         """End all requests. The pages that are left are pinned, and only until their time expires."""

@@ -26,6 +26,10 @@ from dovetail.testing.ranks import thread_meshes
 SHORT, LONG = [1.0, 1.5, 2.0, 2.5, 3.0, 3.5], [2.0, 4.0, 6.0, 8.0, 10.0, 12.0]
 
 
+def yarn(**settings: Any) -> dict[str, Any]:
+    return {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0, **settings}}
+
+
 def longrope(**settings: Any) -> dict[str, Any]:
     section = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": SHORT, "long_factor": LONG, **settings}
     return {"rope_parameters": section, "original_max_position_embeddings": 64}
@@ -98,6 +102,15 @@ def test_the_first_name_of_longrope_is_known() -> None:
         ({"partial_rotary_factor": 1.5}, 1.0, "partial_rotary_factor .* is 1.5; implemented: a number up to 1"),
         ({"partial_rotary_factor": 0.25}, 1.0, "of which 3 elements are rotated"),
         ({"partial_rotary_factor": "half"}, 1.0, "partial_rotary_factor .* is 'half'; allowed: a number above 0"),
+        ({"rope_parameters": {"rope_type": ["yarn"]}}, None, "rope_parameters has type \\['yarn'\\]"),
+        ({"rope_theta": "large"}, None, "rope_theta"),
+        ({"original_max_position_embeddings": [8]}, None, "original_max_position_embeddings"),
+        (yarn(beta_fast="x"), None, "beta_fast"),
+        (yarn(mscale="1", mscale_all_dim=1), None, "mscale"),
+        (yarn(attention_factor=[]), None, "attention_factor"),
+        (yarn(original_max_position_embeddings=-4), None, "original_max_position_embeddings"),
+        (yarn(factor=float("inf")), None, "factor"),
+        (yarn(rope_theta=1), None, "rope_theta"),
     ],
 )
 def test_what_cannot_be_rotated_is_refused(config: dict[str, Any], partial: float | None, message: str) -> None:

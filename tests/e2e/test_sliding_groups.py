@@ -144,6 +144,15 @@ def test_a_running_request_holds_its_window(checkpoints, name: str) -> None:
         llm.close()
 
 
+def test_pages_of_a_session_are_cached_not_used(checkpoints) -> None:
+    """A pin holds few pages of the sliding group, and all of the other one."""
+    llm = make_llm(checkpoints["alternating"], memory={"page_size": 4, "num_pages": 100}, threads=1)
+    llm.generate(prompts_of([60]), SamplingParams(max_new_tokens=4, temperature=0), session="s")
+    assert llm.loop.stats().pages_pinned == 15
+    check_idle(llm)
+    llm.close()
+
+
 def test_memory_of_windows_serves_full_attention(checkpoints) -> None:
     """More requests run than if all groups kept all pages. Windows take a part of the memory, which nothing divides."""
     llm = make_llm(

@@ -189,13 +189,15 @@ def test_layers_that_predict_further_tokens_are_offered() -> None:
         (describe_deepseek_v2, {"mlp_bias": True}, "mlp_bias is True"),
         (describe_deepseek_v3, {"scoring_func": "softmax"}, "scoring_func is 'softmax'"),
         (describe_deepseek_v3, {"topk_method": "greedy"}, "topk_method is 'greedy'"),
-        (describe_deepseek_v3, {"n_group": 3}, "groups"),
+        (describe_deepseek_v3, {"n_group": 3}, "n_group"),
         (describe_deepseek_v3, {"num_key_value_heads": 2}, "num_key_value_heads is 2"),
         (describe_deepseek_v3, {"sliding_window": 8}, "sliding_window is 8"),
         (describe_deepseek_v3, {"attention_bias": True, "q_lora_rank": None}, "q_lora_rank is null"),
         (describe_deepseek_v3, {"qk_rope_head_dim": 7}, "even"),
         (describe_glm4_moe_lite, {"mlp_layer_types": ["dense", "sparse"]}, "mlp_layer_types"),
         (describe_glm4_moe_lite, {"mlp_layer_types": ["dense"] * 3 + ["mixed"]}, "mlp_layer_types"),
+        (describe_glm4_moe_lite, {"mlp_layer_types": ["dense"] * 3 + [["sparse"]]}, "mlp_layer_types"),
+        (describe_deepseek_v3, {"num_hidden_layers": 10**9}, "num_hidden_layers is 1000000000; allowed"),
     ],
 )
 def test_what_is_not_implemented_is_refused_by_name(describe: Describe, change: dict[str, Any], message: str) -> None:

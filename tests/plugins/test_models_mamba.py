@@ -9,9 +9,14 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import pytest
+import torch
 
+from dovetail.engine.build import build_model
 from dovetail.errors import ConfigError, ResolutionError
 from dovetail.llm import LLM
+from dovetail.registry.specs import ComponentKind
+from dovetail.registry.targets import load_attribute
+from dovetail.testing.installed import installed
 from hf_suite import HuggingFaceSuite, describe
 
 COMMON = {
@@ -213,7 +218,9 @@ class TestNemotronH(StateSuite):
         ("falcon_h1", {"ssm_multipliers": [1.0, 2.0]}, "ssm_multipliers"),
         ("falcon_h1", {"attention_bias": True, "attention_in_multiplier": 2.0}, "attention_in_multiplier"),
         ("jamba", {"attn_layer_offset": 9, "attn_layer_period": 8}, "attn_layer_offset"),
+        ("jamba", {"num_experts": 4, "num_experts_per_tok": 5}, "num_experts_per_tok"),
         ("lfm2", {"full_attn_idxs": 1}, "full_attn_idxs"),
+        ("lfm2", {"block_ffn_dim_multiplier": float("inf")}, "block_ffn_dim_multiplier"),
         ("nemotron_h", {"hybrid_override_pattern": "M*E"}, "experts"),
         ("nemotron_h", {"hybrid_override_pattern": "M*?"}, "hybrid_override_pattern"),
         ("nemotron_h", {"mlp_hidden_act": "tanh"}, "mlp_hidden_act"),
@@ -235,3 +242,11 @@ def test_limits_in_the_format_of_transformers() -> None:
     config = HYBRID | {"num_heads": 4, "head_dim": 16, "n_groups": 2}
     info = describe("mamba2", {**config, "time_step_limit": [0.001, {"__float__": "Infinity"}]})
     assert info.config.mixer.limits == (0.001, float("inf"))
+
+
+def test_lfm2_without_a_list_of_layers_attends_in_all() -> None:
+    config = HYBRID | {"head_dim": 8}
+    info = describe("lfm2", config)
+    assert [group.num_layers for group in info.cache_groups] == [3]
+    target = load_attribute(installed().get(ComponentKind.MODEL, "lfm2").spec.target, "lfm2")
+    build_model(target, info, torch.device("meta"), torch.float32)

@@ -49,11 +49,14 @@ class RoutingRule:
         """Raise ``ConfigError`` if the numbers contradict each other."""
         experts, groups, kept = self.num_experts, self.groups, self.groups_kept
         if not 1 <= self.top_k <= experts:
-            raise ConfigError(f"a token has {self.top_k} of {experts} experts; allowed: 1 to {experts}")
+            raise ConfigError(
+                f"a token has {self.top_k} of {experts} experts (num_experts_per_tok and the number of experts of config.json); "
+                f"allowed: 1 to {experts}"
+            )
         if groups < 1 or experts % groups or not 1 <= kept <= groups or kept * (experts // groups) < self.top_k:
             raise ConfigError(
-                f"{kept} of {groups} groups of experts are kept, and a token has {self.top_k} of {experts} experts; allowed: "
-                "a number of groups that divides the experts, and groups kept that have enough of them"
+                f"{kept} of {groups} groups of experts are kept (topk_group and n_group of config.json), and a token has "
+                f"{self.top_k} of {experts} experts; allowed: a number of groups that divides the experts, and groups kept that have enough of them"
             )
         if (groups > 1 or self.corrected) and (self.after_choice or self.scoring == "sparsemixer"):
             raise ConfigError(

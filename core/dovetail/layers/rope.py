@@ -175,23 +175,25 @@ def read_rope(config: Mapping[str, Any], head_dim: int, max_positions: int, part
             "needs even numbers"
         )
     pretrained = "original_max_position_embeddings"
-    original = int(config.get(pretrained) or given.get(pretrained) or max_positions)
+    original = int(_number("config", config, pretrained) or _number(section, given, pretrained) or max_positions)
     factor = _number(section, given, "factor") or 1.0
     rope = RopeConfig(
         head_dim=head_dim,
-        theta=_number(section, given, "rope_theta") or float(config.get("rope_theta") or 10000.0),
+        theta=_number(section, given, "rope_theta") or _number("config", config, "rope_theta") or 10000.0,
         original_len=original,
         context_len=_context_len(kind, original, max_positions, factor),
         kind=kind,
         factor=factor,
-        low_freq_factor=float(given.get("low_freq_factor") or 1.0),
-        high_freq_factor=float(given.get("high_freq_factor") or 4.0),
-        beta_fast=float(given.get("beta_fast") or 32.0),
-        beta_slow=float(given.get("beta_slow") or 1.0),
+        low_freq_factor=_number(section, given, "low_freq_factor") or 1.0,
+        high_freq_factor=_number(section, given, "high_freq_factor") or 4.0,
+        beta_fast=_number(section, given, "beta_fast") or 32.0,
+        beta_slow=_number(section, given, "beta_slow") or 1.0,
         truncate=bool(given.get("truncate", True)),
-        attention_factor=_attention_factor(given, factor) if kind is RopeKind.YARN else 1.0,
+        attention_factor=_attention_factor(section, given, factor) if kind is RopeKind.YARN else 1.0,
         partial_dim=partial_dim,
     )
+    if kind is RopeKind.YARN and rope.theta <= 1:
+        raise ConfigError(f"config.json: rope_theta is {rope.theta}; allowed with yarn: a number above 1")
     return _with_factors(rope, section, given, max_positions) if kind is RopeKind.LONGROPE else rope
 
 
@@ -220,8 +222,8 @@ def _section(config: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:
 
 def _kind(section: str, given: Mapping[str, Any]) -> RopeKind:
     name = given.get("rope_type") or given.get("type") or "default"
-    name = _OLD_NAMES.get(name, name)
-    if name not in list(RopeKind):
+    name = _OLD_NAMES.get(name, name) if isinstance(name, str) else name
+    if not isinstance(name, str) or name not in list(RopeKind):
         raise ConfigError(
             f"config.json: {section} has type {name!r}; implemented: {', '.join(RopeKind)}. "
             "To run without stretching, within the original context, override it with null (model.overrides)"
@@ -234,8 +236,8 @@ def _number(section: str, given: Mapping[str, Any], key: str) -> float | None:
     value = given.get(key)
     if value is None:
         return None
-    if not isinstance(value, int | float) or isinstance(value, bool) or not value > 0:
-        raise ConfigError(f"config.json: {key} ({section}) is {value!r}; allowed: a number above 0")
+    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < 1e300:
+        raise ConfigError(f"config.json: {key} ({section}) is {value!r:.80}; allowed: a number above 0")
     return float(value)
 
 
@@ -283,12 +285,12 @@ def _context_len(kind: RopeKind, original: int, max_positions: int, factor: floa
     return int(original * factor) if kind is RopeKind.YARN else max_positions
 
 
-def _attention_factor(given: Mapping[str, Any], factor: float) -> float:
-    if given.get("attention_factor") is not None:
-        return float(given["attention_factor"])
+def _attention_factor(section: str, given: Mapping[str, Any], factor: float) -> float:
+    if (own := _number(section, given, "attention_factor")) is not None:
+        return own
 
     def temperature(weight: float) -> float:
         return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
 
-    weight, weight_all = given.get("mscale"), given.get("mscale_all_dim")
+    weight, weight_all = (_number(section, given, key) if given.get(key) else 0 for key in ("mscale", "mscale_all_dim"))
     return temperature(weight) / temperature(weight_all) if weight and weight_all else temperature(1.0)

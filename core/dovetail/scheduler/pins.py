@@ -33,7 +33,8 @@ class PinKey(NamedTuple):
 @dataclass(slots=True)
 class _Pin:
     handle: Any  # the prefix cache's handle, locked
-    pages: IntArray  # [n] pages of the first cache group; they identify the pages of the other groups
+    pages: IntArray  # [n] pages of the first cache group, by which pins are limited
+    others: list[IntArray]  # the pages of each other group
     deadline: float
 
 
@@ -64,15 +65,14 @@ class Pins:
         match = self._cache.match(tokens, key.namespace)
         self._cache.lock(match.handle)  # before the release, which may unlock the same pages
         self.release(key)
-        pages = match.pages[0]
-        pages = pages[pages > 0]
+        pages, *others = (own[own > 0] for own in match.pages)
         if len(pages) == 0 or not self._fits(pages):
             self._totals.pins_dropped += len(pages) > 0
             self._cache.unlock(match.handle)
             return
         self.pages += self._unheld(pages)
         self._holders[pages] += 1
-        self._pins[key] = _Pin(match.handle, pages, self.clock() + self._seconds)
+        self._pins[key] = _Pin(match.handle, pages, others, self.clock() + self._seconds)
         self._totals.pins_taken += 1
 
     def renew(self, key: PinKey) -> None:
@@ -112,15 +112,21 @@ class Pins:
         self._drop_oldest()
         return True
 
-    def count_unread(self, running: Iterable[Req]) -> int:
-        """Return the number of pinned pages that no running request reads. If there are pins, this takes time linear in
-        the size of the pool and in the number of shared pages of ``running``."""
-        if not self.pages:
-            return 0
+    def count_unread(self, running: Iterable[Req]) -> list[int]:
+        """Return the number of pinned pages of each group that no running request reads. If there are pins, this takes time
+        linear in the size of the pool and in the number of shared pages of ``running``."""
+        groups = len(self._table.pages)
+        if not self._pins:
+            return [0] * groups
+        read = [self._table.pages[:, req.slot, : req.shared_pages] for req in running]
         held = self._holders > 0
-        for req in running:
-            held[self._table.pages[0, req.slot, : req.shared_pages]] = False
-        return int(np.count_nonzero(held))
+        for row in read:
+            held[row[0]] = False
+        counts = [int(np.count_nonzero(held))]
+        for group in range(1, groups):
+            pinned = np.concatenate([pin.others[group - 1] for pin in self._pins.values()])
+            counts.append(len(np.setdiff1d(pinned, np.concatenate([row[group] for row in read]) if read else [])))
+        return counts
 
     def _fits(self, pages: IntArray) -> bool:
         """Release older pins until ``pages`` fit within the bound. If they never fit, release nothing and return

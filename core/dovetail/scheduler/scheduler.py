@@ -399,7 +399,8 @@ class Scheduler:
     def page_counts(self) -> PageCounts:
         """Return how the pages of the pool are used now."""
         ledger, total = self.ledger, self.ledger.allocator.num_total
-        used = ledger.allocator.used(ledger.cache.evictable) - self.pins.count_unread(self.running)
+        unread = self.pins.count_unread(self.running)
+        used = ledger.allocator.used([own + more for own, more in zip(ledger.cache.evictable, unread, strict=True)])
         return PageCounts(total, used, ledger.cache.total[0], self.pins.pages)
 
     def check_integrity(self) -> None:

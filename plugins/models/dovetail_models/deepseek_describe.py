@@ -116,7 +116,7 @@ def describe_glm4_moe_lite(config: dict[str, Any]) -> ModelInfo:
     types, layers = config.get("mlp_layer_types"), read_int(config, "num_hidden_layers")
     if types is None:
         return _describe(config, _GLM_LITE, rule, _sparse_after(config, 1), predicts=True)
-    if not isinstance(types, list) or len(types) != layers or set(types) - {"dense", "sparse"}:
+    if not isinstance(types, list) or len(types) != layers or any(kind not in ("dense", "sparse") for kind in types):
         raise ConfigError(
             f"config.json: mlp_layer_types is {types!r:.200}; needed: a list of {layers} of 'dense', 'sparse'"
         )

@@ -34,8 +34,9 @@ def mixer_shape(info: ModelInfo, **variants: Any) -> Mamba2Shape:
 
 
 def state_group_of(info: ModelInfo) -> int:
-    """Return the index of the cache group of states."""
-    return [group.kind for group in info.cache_groups].index(CacheGroupKind.STATE)
+    """Return the index of the cache group of states, or 0 if no layer keeps any."""
+    kinds = [group.kind for group in info.cache_groups]
+    return kinds.index(CacheGroupKind.STATE) if CacheGroupKind.STATE in kinds else 0
 
 
 def earlier(kinds: Sequence[Any], index: int) -> int:

@@ -8,6 +8,8 @@ from typing import Any
 from dovetail.errors import ConfigError
 
 _LARGEST = (1 << 31) - 1
+_MOST = {"num_hidden_layers": 10_000}
+"""The largest value of a key, where it is not ``_LARGEST``: descriptions have entries for each layer."""
 
 MATHS: dict[str, tuple[Any, ...]] = {
     "alibi": (False,),
@@ -89,8 +91,9 @@ def read_int(config: Mapping[str, Any], key: str, default: int | None = None, mi
         raise ConfigError(f"config.json has no {key}; an integer of at least {minimum} is needed")
     if not isinstance(value, int) or isinstance(value, bool) or value < minimum:
         raise ConfigError(f"config.json: {key} is {_short(value)}; allowed: an integer of at least {minimum}")
-    if value > _LARGEST:
-        raise ConfigError(f"config.json: {key} is {_short(value)}; allowed: an integer of at most {_LARGEST}")
+    most = _MOST.get(key, _LARGEST)
+    if value > most:
+        raise ConfigError(f"config.json: {key} is {_short(value)}; allowed: an integer of at most {most}")
     return value
 
 
@@ -112,11 +115,11 @@ def read_flag(config: Mapping[str, Any], key: str, *, default: bool = False) -> 
 
 
 def read_float(config: Mapping[str, Any], key: str, default: float) -> float:
-    """Return a positive number. Raises ``ConfigError``."""
+    """Return a positive, finite number. Raises ``ConfigError``."""
     value = config.get(key)
     if value is None:
         return default
-    if not isinstance(value, int | float) or isinstance(value, bool) or not value > 0:
+    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < 1e300:
         raise ConfigError(f"config.json: {key} is {_short(value)}; allowed: a number above 0")
     return float(value)
 
