@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -185,6 +186,22 @@ def run(model: OneLayer, texts: list[torch.Tensor], make: Make) -> list[torch.Te
     rows = Rows(model, texts, make)
     pieces = [rows.enter(counts) for counts in STEPS]
     return [torch.cat([piece[row] for piece in pieces]) for row in range(len(texts))]
+
+
+@torch.inference_mode()
+def test_latents_may_be_in_another_group_than_the_first() -> None:
+    tensors, text = random_tensors(SHAPE), torch.randn(8, HIDDEN)
+    model = loaded(thread_meshes(1)[0], tensors, SHAPE)
+    model.attn.set_place(1, 0)
+    pool = make_pool(GROUP, 4, 4, torch.float32, "cpu")
+    backend = native(pool, HEADS, torch.float32)
+    first, second = np.array([[3, 1]], np.int32), np.array([[2, 3]], np.int32)
+    batch = make_batch(4, first, [0], [8], attn=(backend,) * 2, kv=(pool,) * 2, other_tables=[second])
+    backend.plan(batch.view(1))
+    got = model.attn.forward(text, model.rotary.forward(batch.positions), batch)
+    torch.testing.assert_close(got.double(), expected(text, tensors, SHAPE), atol=2e-5, rtol=2e-5)
+    assert pool.keys(0)[[2, 3]].abs().sum(-1).min() > 0
+    assert pool.keys(0)[1].abs().max() == 0, "pages of the first group are not written"
 
 
 @pytest.mark.parametrize("make", [eager, native])

@@ -14,7 +14,7 @@ these steps and sets ``Batch.expanded`` (``engine.expansion``).
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -127,6 +127,10 @@ class LatentAttention(Layer):
         self._w_uk, self._w_uv = keys, values.transpose(1, 2)
         super().prepare()
 
+    def set_place(self, group: int, layer_id: int) -> None:
+        """Set the cache group that contains the layer, and the layer's index in the group's pool."""
+        self.group, self.constants = group, replace(self.constants, layer_id=layer_id)
+
     def forward(self, x: torch.Tensor, rotation: Rotation, batch: Batch, last: Batch | None = None) -> torch.Tensor:
         """Map ``x [tokens, hidden_size]`` to the same shape. Writes the latents of the step to the pool. With ``last``,
         only the tokens ``batch.logit_rows`` attend, as the rows of ``last``, and the result is ``[rows of last,
@@ -152,7 +156,7 @@ class LatentAttention(Layer):
             q[..., plain:],
             made[..., -shape.qk_rope_head_dim :],
             Latents(latents, self.kv_norm, shape.interleaved),
-            KVPlace(batch.kv[group], constants.layer_id, batch.out_loc),
+            KVPlace(batch.kv[group], constants.layer_id, batch.view(group).out_loc),
         )
         if expanded is not None:
             return self._attend_expanded(q[..., :plain], made, batch, expanded)
@@ -170,7 +174,7 @@ class LatentAttention(Layer):
             return plain.new_empty(0, self.num_heads * self.shape.v_head_dim)
         rank = self.shape.kv_lora_rank
         torch.bmm(plain.transpose(0, 1), self._w_uk, out=absorbed[..., :rank].transpose(0, 1))
-        attended = batch.attn[self.group].forward(absorbed, self.constants, batch)
+        attended = batch.attn[self.group].forward(absorbed, self.constants, batch.view(self.group))
         return torch.bmm(attended.transpose(0, 1), self._w_uv).transpose(0, 1).flatten(1)
 
     def _attend_expanded(
