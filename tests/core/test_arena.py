@@ -219,3 +219,20 @@ def test_requests_of_gemma_that_fit(context: int, most: int, times: float) -> No
         ledger.release(req)
     ledger.flush()
     assert allocator.num_free == allocator.num_total
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_postponed_pages_are_handed_out_last(layout: ArenaLayout) -> None:
+    first = ArenaAllocator(layout).alloc(2)
+    allocator = ArenaAllocator(layout)
+    everything = allocator.num_free
+    allocator.postpone(2)
+    assert allocator.num_free == everything
+    assert first is not None
+    other = allocator.alloc(2)
+    assert other is not None
+    for early, late in zip(first, other, strict=True):
+        assert not np.isin(early, late).any()
+    while (pages := allocator.alloc(1)) is not None:
+        other = np.concatenate([other, pages], axis=1)
+    assert other.shape[1] == everything

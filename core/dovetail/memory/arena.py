@@ -150,6 +150,14 @@ class ArenaAllocator:
         self._columns = None
         return np.stack([self._take(group, n) for group in range(len(self._pages))])
 
+    def postpone(self, n: int) -> None:
+        """Hand out the slabs from which ``alloc(n)`` would take pages after all others. A caller that wants pages with large
+        numbers calls this while no page is handed out."""
+        assert not any(self._num_held), "pages are handed out"
+        count = min(self._slabs_needed(n, [0] * len(self._pages)), len(self._free_slabs))
+        rest = len(self._free_slabs) - count
+        self._free_slabs = self._free_slabs[rest:] + self._free_slabs[:rest]
+
     def _take(self, group: int, n: int) -> IntArray:
         taken: list[int] = []
         while len(taken) < n:

@@ -73,9 +73,9 @@ class LayersOfAModel(nn.Module, ModelArchitecture):
         """Raise an error."""
         raise NotImplementedError
 
-    def weights_map(self) -> Mapping[str, WeightTarget]:
+    def weights_map(self) -> Mapping[str, WeightTarget | list[WeightTarget]]:
         """Return the targets of the unquantized layers."""
-        found: dict[str, WeightTarget] = {}
+        found: dict[str, WeightTarget | list[WeightTarget]] = {}
         for name, parts in {"qkv": PARTS, "gate_up": ("gate", "up")}.items():
             for part in parts:
                 found |= linear_targets(getattr(self, name), f"body.{part}_proj", name, part)

@@ -99,10 +99,10 @@ class DFlashModel(Layer, ModelArchitecture):
         """Return logits over the target's vocabulary, or over ``draft_vocab``. See ``ModelArchitecture.logits``."""
         return self._logits(hidden)
 
-    def weights_map(self) -> Mapping[str, WeightTarget]:
+    def weights_map(self) -> Mapping[str, WeightTarget | list[WeightTarget]]:
         """See ``ModelArchitecture.weights_map``."""
         names = ("fc.weight", "hidden_norm.weight", "norm.weight")
-        targets = {name: WeightTarget(name) for name in names}
+        targets: dict[str, WeightTarget | list[WeightTarget]] = {name: WeightTarget(name) for name in names}
         if self.embed is not None:
             targets["embed_tokens.weight"] = self.embed.target("embed.weight")
         if self.head is not None:

@@ -91,7 +91,7 @@ class EagleModel(Layer, ModelArchitecture):
         """Return the logits of ``forward``'s output, over the tokens that the head can draft."""
         raise NotImplementedError
 
-    def weights_map(self) -> Mapping[str, WeightTarget]:
+    def weights_map(self) -> Mapping[str, WeightTarget | list[WeightTarget]]:
         """See ``ModelArchitecture.weights_map``."""
         targets = dict(self.layer.targets("layer"))
         if self.embed is not None:
@@ -130,7 +130,7 @@ class EagleHead(EagleModel):
         """Return logits of every token. See ``EagleModel.logits``."""
         return self._logits(hidden)
 
-    def weights_map(self) -> Mapping[str, WeightTarget]:
+    def weights_map(self) -> Mapping[str, WeightTarget | list[WeightTarget]]:
         """See ``ModelArchitecture.weights_map``."""
         return {**super().weights_map(), **dict(linear_targets(self.fc, "fc", "fc"))}
 
@@ -172,7 +172,7 @@ class Eagle3Head(EagleModel):
         """Return logits of the draft vocabulary. See ``EagleModel.logits``."""
         return self.head.forward(self.norm.forward(hidden))
 
-    def weights_map(self) -> Mapping[str, WeightTarget]:
+    def weights_map(self) -> Mapping[str, WeightTarget | list[WeightTarget]]:
         """See ``ModelArchitecture.weights_map``."""
         normed = {} if self.input_norm is None else {"input_norm.weight": WeightTarget("input_norm.weight")}
         return {
