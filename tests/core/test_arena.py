@@ -236,3 +236,25 @@ def test_postponed_pages_are_handed_out_last(layout: ArenaLayout) -> None:
     while (pages := allocator.alloc(1)) is not None:
         other = np.concatenate([other, pages], axis=1)
     assert other.shape[1] == everything
+
+
+@pytest.mark.parametrize("window", [2, 3, 16, 17, 18, 40])
+def test_a_request_may_end_at_any_length(window: int) -> None:
+    """The cache can resume after the full pages of a request that ends some tokens after its windows gave back pages, as
+    accepted drafts let it."""
+    groups = (GroupDescriptor(), GroupDescriptor(CacheGroupKind.SLIDING, window))
+    for length in range(33, 80):
+        cache, allocator = RadixCache(RadixConfig(kind="radix"), CacheContext(16, groups)), ArenaAllocator(LAYOUTS[2])
+        table = RequestTable(np.zeros((2, 2, 9), np.int32))
+        ledger = PageLedger(allocator, cache, table, 16, 0, groups)
+        tokens = np.arange(80, dtype=np.int32)
+        req = Req("a", tokens, 80, SamplingParams(), known_len=80, device_len=80)
+        match = cache.match(tokens)
+        cache.lock(match.handle)
+        ledger.admit(req, match)
+        assert ledger.reserve(req, 80)
+        ledger.release_behind(req, length)
+        ledger.release(req, computed_len=length)
+        assert cache.match(tokens).length == length // 16 * 16
+        ledger.flush()
+        assert allocator.num_free == allocator.num_total

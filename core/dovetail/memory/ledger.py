@@ -130,13 +130,14 @@ class PageLedger:
             req.num_pages = kept
 
     def release_behind(self, req: Req, length: int) -> None:
-        """Free the pages of sliding groups that no token of the request from ``length`` on sees. The KV of the first
-        ``length`` tokens is computed, and no rollback goes behind them. Steps in flight may still read these pages,
+        """Free the pages of sliding groups that no token of the request from ``length`` on sees, and that the cache does not
+        need to resume after the full pages of ``length``: the request may end before it fills another one. The KV of the
+        first ``length`` tokens is computed, and no rollback goes behind them. Steps in flight may still read these pages,
         because steps run in order. The request's own pages are freed. Those of the cache are unlocked when a quarter of
         a window has left: the request's tokens are then offered to the cache, and the lock moves on."""
         for at, group in self._sliding:
             assert group.window is not None
-            first = max(0, length - group.window + 1) // self.page_size
+            first = first_needed(group, length - length % self.page_size, self.page_size)
             begin = int(self._holes[at, req.slot])
             if begin < req.shared_pages and first - begin >= max(1, group.window // self.page_size // 4):
                 self.share(req, length)
