@@ -134,7 +134,8 @@ class TokenOutput(msgspec.Struct, tag=True, frozen=True, gc=False, omit_defaults
     ``types.Acceptance``). ``grammar_backend`` names the backend that constrains the output. ``pooled`` is the vector
     made of the prompt (``Pooling``): float32, little-endian. ``queue_seconds`` is the time from the arrival to the
     first admission, and ``compile_seconds`` the time to the end of the compilation of the constraint; they are sent once, with the
-    first output.
+    first output. So is ``cached_groups``, if the model has several cache groups: the number of prompt tokens that each
+    group alone had in the prefix cache.
     """
 
     rid: str
@@ -152,6 +153,7 @@ class TokenOutput(msgspec.Struct, tag=True, frozen=True, gc=False, omit_defaults
     pooled: bytes | None = None
     queue_seconds: float | None = None
     compile_seconds: float | None = None
+    cached_groups: tuple[int, ...] = ()
 
 
 class RequestFailed(msgspec.Struct, tag=True, frozen=True):
@@ -233,6 +235,9 @@ class EngineStats(msgspec.Struct, tag=True, frozen=True):
     graphs_missing: int = 0
     graphs_refused: int = 0  # graphs whose capture failed
     restarts: int = 0  # times that the server has started the engine again
+    group_cached_tokens: list[
+        int
+    ] = []  # of several cache groups: prompt tokens that each alone had in the prefix cache
 
     @property
     def warm_up(self) -> dict[str, int | bool]:

@@ -135,6 +135,7 @@ class Req:
     cache_handle: Any = None  # set by the scheduler: the locked handle that match or insert returned
     queue_seconds: float | None = None  # set by the scheduler at first admission: time since arrival
     prefix_hit_len: int = 0  # set by the scheduler at first admission: tokens found in the prefix cache
+    prefix_reached: tuple[int, ...] = ()  # set with it if there are several cache groups: Match.reached
     matcher: Any = None  # set by the scheduler once the grammar is compiled: an interfaces.grammar.Matcher
     meter: Any = None  # set with the matcher: the constraints.mask_budget.Meter of the time that the matcher takes
     masks: Any = None  # set with the matcher: the GrammarBackend that fills bitmasks, of several requests at once
@@ -238,10 +239,8 @@ def _chain_parents(rows: int, width: int) -> IntArray:
 
 class PageUpdates(NamedTuple):
     """Hold the entries of the page table that are new since the last step: ``page_table[slot, column] = page``. The
-    arrays are int32 ``[updates]`` unless noted.
-
-    The request table numbers its updates: those with the same ``version`` are the same. Version 0 means no number.
-    """
+    arrays are int32 ``[updates]`` unless noted. The request table numbers its updates: those with the same ``version`` are
+    the same. Version 0 means no number."""
 
     slots: IntArray
     columns: IntArray

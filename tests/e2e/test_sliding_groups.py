@@ -263,3 +263,16 @@ def test_other_kinds_of_requests(pair, job: str) -> None:
                 np.testing.assert_allclose(one.pooled, other.pooled, rtol=1e-5, atol=1e-6)
         for llm in pair:
             check_idle(llm)
+
+
+def test_outputs_say_what_each_group_had_in_the_prefix_cache(checkpoints) -> None:
+    prompt = list(range(3, 60))
+    with make_llm(checkpoints["alternating"]) as llm:
+        (first,), (again,), (other,) = (
+            llm.generate([each], SamplingParams(max_new_tokens=1)) for each in (prompt, prompt, [2, *prompt])
+        )
+        stats = llm.loop.stats()
+    assert first.cached_groups == other.cached_groups == (0, 0)
+    assert again.cached_tokens > 0
+    assert again.cached_groups == (again.cached_tokens, again.cached_tokens)
+    assert stats.group_cached_tokens == [again.cached_tokens] * 2

@@ -19,6 +19,19 @@ def finish_json(finish: FinishReason | None, count: int) -> dict[str, Any] | Non
     return {"type": finish.kind.value, "message": finish.message}
 
 
+def cached_json(cached: int, groups: Sequence[int]) -> dict[str, Any]:
+    """Return where the ``cached`` prompt tokens were found, in SGLang's form: on the device, because no prefix cache of this
+    server keeps KV elsewhere. If the model has several cache groups, ``groups`` are the prompt tokens that each group alone
+    had, in the order of ``cache_groups`` in /server_info; ``limited_by`` is the index of the group that had the fewest, if
+    another one had more."""
+    details: dict[str, Any] = {"device": cached, "host": 0}
+    if groups:
+        details["groups"] = list(groups)
+        if min(groups) < max(groups):
+            details["limited_by"] = groups.index(min(groups))
+    return details
+
+
 def logprobs_json(
     entries: Sequence[TokenLogprob], name: str, top: bool, text: Callable[[int], str | None], given: bool = False
 ) -> dict[str, Any]:

@@ -26,6 +26,7 @@ class Collected(Protocol):
     prompt_logprobs: Any
     finish: FinishReason | None
     cached_tokens: int
+    cached_groups: tuple[int, ...]
     acceptance: Acceptance
     grammar_backend: str | None
     pooled: FloatArray | None
@@ -44,6 +45,8 @@ def collect(
     into.token_ids += output.token_ids
     if output.cached_tokens:
         into.cached_tokens = output.cached_tokens
+    if output.cached_groups:
+        into.cached_groups = output.cached_groups
     if output.grammar_backend:
         into.grammar_backend = output.grammar_backend
     if output.drafted:

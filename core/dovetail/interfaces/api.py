@@ -105,7 +105,8 @@ class Choice:
     ``include_stop`` (``keeps_stop``). ``logprobs`` has an entry per token if the request requires log-probabilities.
     ``parts`` are the parts that the reader found in the text of a chat, ``calls`` is the number of tool calls among
     them, and ``reasoning_tokens`` the number of tokens before the answer if the chat has reasoning. ``pooled`` is the vector made of the prompt if the request's params have ``pooling``; it is set when the
-    choice has finished.
+    choice has finished. ``cached_tokens`` are the prompt tokens found in the prefix cache; if the model has several cache
+    groups, ``cached_groups`` are those that each group alone had.
     """
 
     index: int
@@ -123,6 +124,7 @@ class Choice:
     keeps_stop: bool = False
     reasoning_tokens: int = 0
     pooled: FloatArray | None = None
+    cached_groups: tuple[int, ...] = ()
 
     @property
     def visible_logprobs(self) -> list[TokenLogprob]:
@@ -148,13 +150,15 @@ class Delta(NamedTuple):
 class Usage:
     """Count the tokens of a request. Each prompt counts once, regardless of the number of its outputs. ``cached`` are
     the prompt tokens found in the prefix cache. ``acceptance`` covers all outputs. ``reasoning`` are the tokens of
-    ``completion`` before the answer of a chat, if the chat separates its reasoning."""
+    ``completion`` before the answer of a chat, if the chat separates its reasoning. ``cached_groups`` is the sum of
+    ``Choice.cached_groups`` over the prompts."""
 
     prompt: int
     completion: int
     cached: int
     acceptance: Acceptance
     reasoning: int = 0
+    cached_groups: tuple[int, ...] = ()
 
 
 class Generation(Protocol):

@@ -21,7 +21,8 @@ if TYPE_CHECKING:
 @dataclass(slots=True)
 class Output:
     """Hold one generated sequence. It grows, and is final once ``finish`` is set. ``pooled`` is the vector that the prompt was
-    pooled into, if its params have pooling."""
+    pooled into, if its params have pooling. ``cached_tokens`` are the prompt tokens found in the prefix cache; if the model
+    has several cache groups, ``cached_groups`` are those that each group alone had."""
 
     prompt_ids: list[int]
     text: str = ""
@@ -33,6 +34,7 @@ class Output:
     acceptance: Acceptance = field(default_factory=Acceptance)
     grammar_backend: str | None = None
     pooled: FloatArray | None = None
+    cached_groups: tuple[int, ...] = ()
 
     @property
     def drafted(self) -> int:

@@ -31,6 +31,7 @@ def stats_of(
         pages_pinned=pages.pinned,
         prompt_tokens=totals.prompt_tokens,
         cached_tokens=totals.cached_tokens,
+        group_cached_tokens=list(totals.group_cached_tokens),
         generated_tokens=totals.generated_tokens,
         steps=times.steps,
         retractions=totals.retractions,

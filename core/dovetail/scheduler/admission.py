@@ -157,6 +157,9 @@ class Admission:
             req.prefix_hit_len = match.length
             req.queue_seconds = time.monotonic() - req.arrival
             self.totals.cached_tokens += match.length
+            if len(match.reached) > 1:
+                req.prefix_reached = match.reached
+                self.totals.add_groups(match.reached)
 
 
 def _reads_prompt(req: Req) -> bool:

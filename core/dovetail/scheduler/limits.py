@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -79,6 +79,7 @@ class Totals:
 
     prompt_tokens: int = 0
     cached_tokens: int = 0
+    group_cached_tokens: list[int] = field(default_factory=list)  # of several cache groups: sums of Match.reached
     generated_tokens: int = 0
     retractions: int = 0
     pins_taken: int = 0
@@ -90,3 +91,8 @@ class Totals:
     verify_steps: int = 0
     policy_errors: int = 0
     jumped_tokens: int = 0
+
+    def add_groups(self, reached: Sequence[int]) -> None:
+        """Add the prompt tokens that each cache group alone had in the prefix cache."""
+        before = self.group_cached_tokens or [0] * len(reached)
+        self.group_cached_tokens = [total + own for total, own in zip(before, reached, strict=True)]

@@ -125,7 +125,7 @@ def aborted(req: Req) -> TokenOutput:
 def _output(req: Req, tokens: list[int], before: int, logprobs: list[TokenLogprob] | None) -> TokenOutput:
     """Return the answer with the tokens that were appended since the request had ``before`` tokens."""
     known, prompt_len, params = req.known_len, req.prompt_len, req.params
-    count = known - before
+    count, first = known - before, before == prompt_len
     return TokenOutput(
         req.rid,
         tokens if count == len(tokens) else tokens[:count],
@@ -134,14 +134,15 @@ def _output(req: Req, tokens: list[int], before: int, logprobs: list[TokenLogpro
         known - prompt_len,
         req.prefix_hit_len,
         logprobs[:count] if logprobs is not None and params.scores_output else None,
-        req.prompt_logprobs if before == prompt_len and params.prompt_logprobs is not None else None,
+        req.prompt_logprobs if first and params.prompt_logprobs is not None else None,
         req.drafted,
         req.accepted,
         req.grammar_backend,
         req.verify_steps,
         pooled_bytes(req) if params.pooling is not None else None,
-        req.queue_seconds if before == prompt_len else None,
-        req.compile_seconds if before == prompt_len else None,
+        req.queue_seconds if first else None,
+        req.compile_seconds if first else None,
+        req.prefix_reached if first else (),
     )
 
 

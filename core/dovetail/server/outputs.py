@@ -221,6 +221,7 @@ class RequestOutputs:
             sum(choice.cached_tokens for choice in firsts),
             Acceptance(*map(sum, zip(*(choice.acceptance for choice in self.choices), strict=True))),
             sum(choice.reasoning_tokens for choice in self.choices),
+            tuple(map(sum, zip(*(choice.cached_groups for choice in firsts if choice.cached_groups), strict=True))),
         )
 
 

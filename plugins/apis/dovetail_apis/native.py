@@ -12,7 +12,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from dovetail.api.body import ApiModel, Ids, Int32, Rid, Rids, examples, parse, validate
-from dovetail.api.meta import finish_json, logprobs_json
+from dovetail.api.meta import cached_json, finish_json, logprobs_json
 from dovetail.api.offload import for_each
 from dovetail.api.placement import SessionFields
 from dovetail.api.requests import (
@@ -269,8 +269,8 @@ class NativeFormat:
             "cached_tokens": choice.cached_tokens,
             "e2e_latency": self._outputs.elapsed,
         }
-        if choice.cached_tokens:
-            meta["cached_tokens_details"] = {"device": choice.cached_tokens, "host": 0}
+        if choice.cached_tokens or any(choice.cached_groups):
+            meta["cached_tokens_details"] = cached_json(choice.cached_tokens, choice.cached_groups)
         if choice.grammar_backend is not None:
             meta["grammar_backend"] = choice.grammar_backend
         if choice.acceptance.drafted:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from dovetail.api.meta import cached_json
 from dovetail.interfaces.api import ApiProblem, Choice, Usage
 from dovetail.tokenizer import Tokenizer
 from dovetail.types import FinishKind, FinishReason, TokenLogprob
@@ -17,7 +18,7 @@ def usage_json(usage: Usage, reasoning: bool = False) -> dict[str, Any]:
         "prompt_tokens": usage.prompt,
         "completion_tokens": usage.completion,
         "total_tokens": usage.prompt + usage.completion,
-        "prompt_tokens_details": {"cached_tokens": usage.cached},
+        "prompt_tokens_details": _prompt_details(usage.cached, usage.cached_groups),
     }
     drafted, accepted, steps = usage.acceptance
     if reasoning or drafted:
@@ -44,14 +45,18 @@ def choice_usage(choice: Choice) -> dict[str, Any]:
         "prompt_tokens": prompt,
         "completion_tokens": completion,
         "total_tokens": prompt + completion,
-        "prompt_tokens_details": {"cached_tokens": choice.cached_tokens},
+        "prompt_tokens_details": _prompt_details(choice.cached_tokens, choice.cached_groups),
     }
 
 
+def _prompt_details(cached: int, groups: Sequence[int]) -> dict[str, Any]:
+    """Return the prompt tokens found in the prefix cache and, with several cache groups, those that each group alone had."""
+    return {"cached_tokens": cached, **({"cached_tokens_by_group": list(groups)} if groups else {})}
+
+
 def cached_details(usage: Usage) -> dict[str, Any]:
-    """Return SGLang's fields for the place where the cached tokens of the prompts were found: on the device, because no
-    prefix cache of this server keeps KV elsewhere."""
-    return {"sglext": {"cached_tokens_details": {"device": usage.cached, "host": 0}}}
+    """Return SGLang's fields for the place where the cached tokens of the prompts were found (see ``cached_json``)."""
+    return {"sglext": {"cached_tokens_details": cached_json(usage.cached, usage.cached_groups)}}
 
 
 def stop_fields(finish: FinishReason | None, stop_token_ids: Sequence[int] | None) -> dict[str, Any]:
