@@ -53,6 +53,7 @@ class StubEngine(Engine):
         config = resolved.config
         self.info, self.directory = resolved.model_info, resolved.model_dir
         self.device = torch.device("cpu")
+        self._local, self._config, self._dtype = self.info, config, torch.float32
         self.context_len = self.info.context_len
         self.page_size = config.memory.page_size
         pages = -(-self.context_len // self.page_size) + 1

@@ -193,6 +193,7 @@ def test_latents_may_be_in_another_group_than_the_first() -> None:
     model = loaded(thread_meshes(1)[0], tensors, SHAPE)
     model.attn.set_place(1, 0)
     pool = make_pool(GROUP, 4, 4, torch.float32, "cpu")
+    pool.k.zero_()
     backend = native(pool, HEADS, torch.float32)
     first, second = np.array([[3, 1]], np.int32), np.array([[2, 3]], np.int32)
     batch = make_batch(4, first, [0], [8], attn=(backend,) * 2, kv=(pool,) * 2, other_tables=[second])

@@ -168,17 +168,17 @@ class LinearProduct(ABC):
     """Hold what may quantize the input in the kernel that computes it, or None if the product accepts tensors only."""
 
     @abstractmethod
-    def forward(self, x: LinearInput, bias: torch.Tensor | None) -> torch.Tensor:
+    def forward(self, x: Any, bias: torch.Tensor | None) -> torch.Tensor:
         """Map contiguous ``x [tokens, in]`` to ``[tokens, out]``, with ``bias [out]`` added. Mutates nothing. On CUDA it
-        can be captured, and does not wait for the device. Without a ``quantizer``, ``x`` is always a tensor, here, in ``gated``
-        and in ``parts``."""
+        can be captured, and does not wait for the device. ``x`` is a ``LinearInput``; without a ``quantizer`` it is always a
+        tensor, and a product may say so in its signature, here, in ``gated`` and in ``parts``."""
 
     @abstractmethod
-    def gated(self, x: LinearInput, bias: torch.Tensor | None, activation: Activation) -> torch.Tensor:
+    def gated(self, x: Any, bias: torch.Tensor | None, activation: Activation) -> torch.Tensor:
         """Compute ``activation(gate) * up``, where ``forward(x, bias)`` is ``[gate, up]`` side by side: map contiguous
         ``x [tokens, in]`` to ``[tokens, out / 2]``. ``ops.activation.GATES`` has the functions."""
 
-    def parts(self, x: LinearInput) -> torch.Tensor | None:
+    def parts(self, x: Any) -> torch.Tensor | None:
         """Return the product without a bias in parts that are still to be added up, float32 ``[parts, tokens, out]``,
         or None if it is not computed in parts. The norm that follows then adds them up (``ops.parts.Parts``)."""
         return None

@@ -54,9 +54,7 @@ class DenseProduct(LinearProduct):
         self._batch_invariant = batch_invariant
         self.in_parts = self._few_rows is not None
 
-    def forward(  # pyright: ignore[reportIncompatibleMethodOverride]  # it has no quantizer
-        self, x: torch.Tensor, bias: torch.Tensor | None
-    ) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """See ``LinearProduct``."""
         if self._compiled is not None and x.shape[0] <= self._compiled_rows:
             return self._compiled.product(x, self._weight, bias)
@@ -64,15 +62,13 @@ class DenseProduct(LinearProduct):
             return self._few_rows(x, bias)
         return linear(x, self._weight, bias) if self._packed is None else packed_linear(x, self._packed, bias)
 
-    def gated(  # pyright: ignore[reportIncompatibleMethodOverride]
-        self, x: torch.Tensor, bias: torch.Tensor | None, activation: Activation
-    ) -> torch.Tensor:
+    def gated(self, x: torch.Tensor, bias: torch.Tensor | None, activation: Activation) -> torch.Tensor:
         """See ``LinearProduct``."""
         if self._few_rows is not None and x.shape[0] <= self._few_rows.most_rows:
             return self._few_rows.gated(x, bias, activation)
         return GATES[activation](self.forward(x, bias))
 
-    def parts(self, x: torch.Tensor) -> torch.Tensor | None:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def parts(self, x: torch.Tensor) -> torch.Tensor | None:
         """See ``LinearProduct``."""
         if self._few_rows is not None and x.shape[0] <= self._few_rows.most_rows:
             parts = self._few_rows.parts(x)
@@ -219,15 +215,11 @@ class Float32Product(LinearProduct):
     def __init__(self, weight: torch.Tensor) -> None:
         self._weight = weight
 
-    def forward(  # pyright: ignore[reportIncompatibleMethodOverride]  # it has no quantizer
-        self, x: torch.Tensor, bias: torch.Tensor | None
-    ) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """See ``LinearProduct``. ``x`` has the weight's dtype."""
         return linear_float32(x, self._weight, bias)
 
-    def gated(  # pyright: ignore[reportIncompatibleMethodOverride]
-        self, x: torch.Tensor, bias: torch.Tensor | None, activation: Activation
-    ) -> torch.Tensor:
+    def gated(self, x: torch.Tensor, bias: torch.Tensor | None, activation: Activation) -> torch.Tensor:
         """See ``LinearProduct``."""
         return GATES[activation](self.forward(x, bias))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -354,6 +355,8 @@ def _summed(arms: Iterable[OnlineArm]) -> EngineStats:
                 sums[name] = {
                     key: sums.get(name, {}).get(key, 0) + value.get(key, 0) for key in {**sums.get(name, {}), **value}
                 }
+            elif isinstance(value, list):
+                sums[name] = [a + b for a, b in itertools.zip_longest(sums.get(name, []), value, fillvalue=0)]
             elif not isinstance(value, str) and (arm.client.alive or name not in _GAUGES):
                 sums[name] = sums.get(name, 0) + value
     return EngineStats(**sums)

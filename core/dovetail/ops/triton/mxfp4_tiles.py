@@ -36,8 +36,7 @@ _FEW_TOKENS = 8
 _FEW = Mxfp4Tiles(8, Mxfp4Tile(64, 128, 2, 6), Mxfp4Tile(32, 256, 2, 6))
 _BY_MEAN = {
     3: Mxfp4Tiles(8, Mxfp4Tile(128, 256, 4, 3), Mxfp4Tile(64, 256, 4, 4)),
-    4: Mxfp4Tiles(8, Mxfp4Tile(128, 256, 4, 3), Mxfp4Tile(64, 256, 2, 4)),
-    6: Mxfp4Tiles(8, Mxfp4Tile(128, 256, 4, 3), Mxfp4Tile(64, 256, 2, 3)),
+    6: Mxfp4Tiles(8, Mxfp4Tile(128, 256, 4, 3), Mxfp4Tile(64, 256, 2, 4)),
     10: Mxfp4Tiles(16, Mxfp4Tile(128, 128, 2, 3), Mxfp4Tile(64, 128, 2, 3)),
     24: Mxfp4Tiles(32, Mxfp4Tile(64, 128, 2, 4), Mxfp4Tile(64, 128, 2, 4)),
     100: Mxfp4Tiles(64, Mxfp4Tile(128, 128, 4, 3), Mxfp4Tile(64, 256, 4, 3)),
