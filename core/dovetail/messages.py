@@ -131,7 +131,7 @@ class TokenOutput(msgspec.Struct, tag=True, frozen=True, gc=False, omit_defaults
     ``logprobs`` has one entry per new token if the request requires log-probabilities. ``prompt_logprobs`` is sent
     once, with the first output. ``cached_tokens`` is the number of prompt tokens that were found in the prefix cache at
     admission. ``accepted`` of ``drafted`` draft tokens were accepted so far, in ``verify_steps`` steps (see
-    ``types.Acceptance``). ``grammar_backend`` names the backend that constrains the output. ``pooled`` is the vector
+    ``interfaces.api.Acceptance``). ``grammar_backend`` names the backend that constrains the output. ``pooled`` is the vector
     made of the prompt (``Pooling``): float32, little-endian. ``queue_seconds`` is the time from the arrival to the
     first admission, and ``compile_seconds`` the time to the end of the compilation of the constraint; they are sent once, with the
     first output. So is ``cached_groups``, if the model has several cache groups: the number of prompt tokens that each

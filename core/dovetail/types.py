@@ -45,26 +45,6 @@ class StoresKV(Protocol):
     def store(self, layer_id: int, k: torch.Tensor, v: torch.Tensor | None, out_loc: torch.Tensor) -> None: ...
 
 
-class Acceptance(NamedTuple):
-    """Count the drafts of one request or of several requests: ``accepted`` of ``drafted`` draft tokens were accepted.
-    ``steps`` is the number of verify steps, counted once for each request with drafts. ``accepted`` does not count the
-    one token that every step produces anyway."""
-
-    drafted: int = 0
-    accepted: int = 0
-    steps: int = 0
-
-    @property
-    def length(self) -> float:
-        """Return the average number of tokens that a request got from a step with drafts; 1 before the first step."""
-        return 1 + self.accepted / max(self.steps, 1)
-
-    @property
-    def rate(self) -> float:
-        """Return the share of the drafts that was accepted."""
-        return self.accepted / max(self.drafted, 1)
-
-
 class FinishKind(enum.StrEnum):
     """Name why a request ended."""
 
@@ -248,6 +228,15 @@ class PageUpdates(NamedTuple):
     version: int = 0
 
 
+class StateCopies(NamedTuple):
+    """Name copies of states: before the forward pass of the step, the state in slot ``sources[i]`` of state group
+    ``groups[i]`` is copied to slot ``targets[i]``, as if all were read before any is written. Int32 ``[n]`` each."""
+
+    groups: IntArray
+    sources: IntArray
+    targets: IntArray
+
+
 @dataclass(slots=True, eq=False)
 class SharedPrefixes:
     """Describe prefixes that several rows of a decode batch share, so that attention may read each prefix once.
@@ -294,6 +283,7 @@ class AdmittedRequest:
     namespace: str = ""
     retracted: bool = False  # the request was retracted before
     constrained: bool = False  # the request has a grammar: its logits get bitmasks
+    state_slots: tuple[int, ...] = ()  # by state group: where the state of the request is kept
 
 
 class DepartedRequest(NamedTuple):
@@ -330,6 +320,7 @@ class StepPlan:
     draft_limits: IntArray | None = None  # [rows] the most drafts of each row, for which pages are reserved; read-only
     shared: SharedPrefixes | None = None  # of a decode batch; None if there is nothing worth sharing
     drafts: DraftTree | None = None
+    state_copies: StateCopies | None = None
 
 
 class LogitRows(NamedTuple):

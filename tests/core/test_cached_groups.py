@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from dovetail.api.meta import cached_json
-from dovetail.interfaces.api import Usage
+from dovetail.interfaces.api import Acceptance, Usage
 from dovetail.messages import EngineStats
 from dovetail.server.metrics import Metrics
-from dovetail.types import Acceptance
 from dovetail_apis.openai.format import usage_json
 
 

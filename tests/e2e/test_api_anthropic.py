@@ -32,9 +32,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pages import run_examples
 
-from dovetail.interfaces.api import ChatDelta, Choice, Delta, Usage
+from dovetail.interfaces.api import Acceptance, ChatDelta, Choice, Delta, Usage
 from dovetail.interfaces.parsers import CallDelta
-from dovetail.types import Acceptance, FinishKind, FinishReason
+from dovetail.types import FinishKind, FinishReason
 from dovetail_apis.anthropic.format import MessageFormat
 from dovetail_apis.anthropic.types import MessageParam, MessagesRequest
 

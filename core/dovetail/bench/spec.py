@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING
 from dovetail.bench.divergence import first_difference
 from dovetail.bench.prompts import encoded, first_prompt
 from dovetail.errors import ConfigError
+from dovetail.interfaces.api import Acceptance
 from dovetail.llm import LLM, Output
 from dovetail.sampling_params import SamplingParams
-from dovetail.types import Acceptance
 
 if TYPE_CHECKING:
     from dovetail.bench.records import LoadCall

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from dovetail.types import Acceptance
+from dovetail.interfaces.api import Acceptance
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from dovetail.interfaces.parsers import CallDelta, ToolRequest
     from dovetail.sampling_params import SamplingParams
     from dovetail.tokenizer import Tokenizer
-    from dovetail.types import Acceptance, FinishReason, FloatArray, TokenLogprob
+    from dovetail.types import FinishReason, FloatArray, TokenLogprob
 
 
 class ChatDelta(NamedTuple):
@@ -90,10 +90,24 @@ class ApiRequest:
         return sum(prompt.params.n for prompt in self.prompts)
 
 
-def _nothing_drafted() -> Acceptance:
-    from dovetail.types import Acceptance  # imports numpy, which the registry does without when it lists APIs
+class Acceptance(NamedTuple):
+    """Count the drafts of one request or of several requests: ``accepted`` of ``drafted`` draft tokens were accepted.
+    ``steps`` is the number of verify steps, counted once for each request with drafts. ``accepted`` does not count the
+    one token that every step produces anyway."""
 
-    return Acceptance()
+    drafted: int = 0
+    accepted: int = 0
+    steps: int = 0
+
+    @property
+    def length(self) -> float:
+        """Return the average number of tokens that a request got from a step with drafts; 1 before the first step."""
+        return 1 + self.accepted / max(self.steps, 1)
+
+    @property
+    def rate(self) -> float:
+        """Return the share of the drafts that was accepted."""
+        return self.accepted / max(self.drafted, 1)
 
 
 @dataclass(slots=True, eq=False)
@@ -118,7 +132,7 @@ class Choice:
     finish: FinishReason | None = None
     cached_tokens: int = 0
     grammar_backend: str | None = None
-    acceptance: Acceptance = field(default_factory=_nothing_drafted)
+    acceptance: Acceptance = field(default_factory=Acceptance)
     parts: list[ChatDelta] = field(default_factory=list)
     calls: int = 0
     keeps_stop: bool = False

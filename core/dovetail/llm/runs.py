@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Any
 from dovetail.chat.calls import whole_calls
 from dovetail.errors import EngineError
 from dovetail.generation.collecting import collect
+from dovetail.interfaces.api import Acceptance
 from dovetail.messages import GenerateMsg, RequestFailed, TokenOutput
 from dovetail.tokenizer import IncrementalDetokenizer, Tokenizer
-from dovetail.types import Acceptance, FinishKind, FinishReason, FloatArray, TokenLogprob
+from dovetail.types import FinishKind, FinishReason, FloatArray, TokenLogprob
 
 if TYPE_CHECKING:
     from dovetail.chat.reading import OutputReader

@@ -15,11 +15,10 @@ from dovetail.api.responses import json_response
 from dovetail.config import Config, dump
 from dovetail.config.checkpoint import locate, read_json
 from dovetail.errors import ConfigError
-from dovetail.interfaces.api import ApiHost
+from dovetail.interfaces.api import Acceptance, ApiHost
 from dovetail.messages import EngineStats
 from dovetail.server.metrics import balancedness
 from dovetail.server.service import Service
-from dovetail.types import Acceptance
 
 
 async def model_info(service: ApiHost, request: Request) -> Response:

@@ -12,11 +12,11 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from dovetail.interfaces.api import Prompt
+from dovetail.interfaces.api import Acceptance, Prompt
 from dovetail.messages import EngineStats, TokenOutput
 from dovetail.server.compat_metrics import BothHistograms, CompatMetrics
 from dovetail.server.output_times import OutputTimes
-from dovetail.types import Acceptance, FinishKind
+from dovetail.types import FinishKind
 
 TTFT_SECONDS = (0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 60)
 PER_TOKEN_SECONDS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.015, 0.02, 0.03, 0.05, 0.1, 0.2, 0.5, 1, 2)

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING
 
 from dovetail.errors import DovetailError, EngineError, RequestError, TimeLimitError
 from dovetail.generation.collecting import collect
-from dovetail.interfaces.api import ApiRequest, Choice, Delta, Usage
+from dovetail.interfaces.api import Acceptance, ApiRequest, Choice, Delta, Usage
 from dovetail.server.answers import bytes_per_token
 from dovetail.server.request_log import log_request
 from dovetail.tokenizer import IncrementalDetokenizer
-from dovetail.types import Acceptance, FinishKind
+from dovetail.types import FinishKind
 
 if TYPE_CHECKING:
     from dovetail.interfaces.api import ChatDelta, ChatReader

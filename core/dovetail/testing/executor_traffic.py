@@ -20,6 +20,7 @@ from dovetail.types import (
     Masks,
     PageUpdates,
     SharedPrefixes,
+    StateCopies,
     StepPlan,
 )
 
@@ -123,6 +124,7 @@ class PlanTraffic:
             constrained=any(r.needs_host and sampled for r, sampled in zip(rows, samples.tolist(), strict=True)),
             draft_limits=self._limits(len(prompts), decode) if self.draft_width else None,
             shared=self._shared(len(rows)) if not prompts and not self.draft_width else None,
+            state_copies=_state_copies(rows, len(admitted)),
         )
         for r, n, sampled in zip(rows, lens.tolist(), samples.tolist(), strict=True):
             r.cached += n
@@ -160,6 +162,7 @@ class PlanTraffic:
                 r.namespace,
                 r.retracted,
                 r.constrained,
+                _state_slots(r),
             )
             for r in new
         )
@@ -262,3 +265,16 @@ class PlanTraffic:
         """Return the requests that have departed since the last call."""
         departed, self._departed = self._departed, []
         return departed
+
+
+def _state_slots(request: _Running) -> tuple[int, ...]:
+    return (request.uid + 1, 2 * request.uid) if request.uid % 2 else ()
+
+
+def _state_copies(rows: list[_Running], count: int) -> StateCopies | None:
+    """Return copies from the first state slot of each row to others, if ``count`` is odd."""
+    slots = [slot for r in rows for slot in _state_slots(r)[:1]]
+    if count % 2 == 0 or not slots:
+        return None
+    sources = np.array(slots, np.int32)
+    return StateCopies(np.zeros_like(sources), sources, sources + 100)

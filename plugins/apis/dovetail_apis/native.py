@@ -26,9 +26,19 @@ from dovetail.api.requests import (
 from dovetail.api.responses import SSE, event, streamed, whole
 from dovetail.api.sampling import SamplingFields
 from dovetail.errors import RequestError
-from dovetail.interfaces.api import Api, ApiHost, ApiProblem, ApiRequest, Choice, Delta, Generation, Prompt, Route
+from dovetail.interfaces.api import (
+    Acceptance,
+    Api,
+    ApiHost,
+    ApiProblem,
+    ApiRequest,
+    Choice,
+    Delta,
+    Generation,
+    Prompt,
+    Route,
+)
 from dovetail.sampling_params import SamplingParams
-from dovetail.types import Acceptance
 from dovetail_apis.fields import GENERATE, SAMPLING_PARAMS
 
 _DEFAULT_MAX_NEW_TOKENS = 128  # SGLang's

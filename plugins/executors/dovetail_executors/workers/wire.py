@@ -22,6 +22,7 @@ from dovetail.types import (
     Masks,
     PageUpdates,
     SharedPrefixes,
+    StateCopies,
     StepPlan,
     StepResult,
 )
@@ -70,6 +71,7 @@ class _Admitted(msgspec.Struct, array_like=True, gc=False):
     namespace: str
     retracted: bool
     constrained: bool
+    state_slots: tuple[int, ...]
 
 
 class _Drafts(msgspec.Struct, array_like=True, gc=False):
@@ -101,6 +103,7 @@ class _Plan(msgspec.Struct, array_like=True, gc=False):
     draft_limits: IntArray | None
     shared: _Shared | None
     drafts: _Drafts | None
+    state_copies: StateCopies | None
 
 
 class _Sample(msgspec.Struct, array_like=True, gc=False):
@@ -238,6 +241,7 @@ class PlanSender:
             plan.draft_limits,
             None if shared is None else _Shared(shared.starts, shared.lens),
             _drafts_out(plan.drafts),
+            plan.state_copies,
         )
         return self._packer.pack(wire)
 
@@ -286,6 +290,7 @@ def _admitted_out(request: AdmittedRequest) -> _Admitted:
         request.namespace,
         request.retracted,
         request.constrained,
+        request.state_slots,
     )
 
 
@@ -331,6 +336,7 @@ class PlanReceiver:
             wire.draft_limits,
             None if shared is None else SharedPrefixes(shared.starts, shared.lens),
             _drafts_in(wire.drafts),
+            wire.state_copies,
         )
         self._proposed = plan
         return plan
@@ -347,6 +353,7 @@ class PlanReceiver:
             entry.namespace,
             entry.retracted,
             entry.constrained,
+            entry.state_slots,
         )
 
     def sample(self, data: bytearray) -> tuple[int, Masks | None]:
