@@ -11,7 +11,7 @@ from pathlib import Path
 import engine_models as models
 import pytest
 from engine_runs import check_idle, make_llm, paged, prompts_of
-from transformers import Cohere2Config, Gemma2Config, Gemma3TextConfig, Olmo2Config
+from transformers import Cohere2Config, Gemma2Config, Gemma3nTextConfig, Gemma3TextConfig, Olmo2Config
 
 from dovetail import LLM, SamplingParams
 
@@ -22,6 +22,12 @@ CAPS = {"attn_logit_softcapping": 5.0, "final_logit_softcapping": 9.0}
 MADE = {
     "gemma2": (Gemma2Config, TYPES | CAPS | {"head_dim": 24, "query_pre_attn_scalar": 20}),
     "gemma3": (Gemma3TextConfig, TYPES | {"head_dim": 24, "query_pre_attn_scalar": 20}),
+    "gemma3n": (
+        Gemma3nTextConfig,
+        {"layer_types": ["sliding_attention", "full_attention"] * 2, "sliding_window": 24, "num_hidden_layers": 4}
+        | {"head_dim": 24, "num_key_value_heads": 2, "num_kv_shared_layers": 2, "vocab_size_per_layer_input": 90}
+        | {"hidden_size_per_layer_input": 10, "laurel_rank": 6, "activation_sparsity_pattern": [0.5, 0.0, 0.0, 0.0]},
+    ),
     "cohere2": (Cohere2Config, TYPES),
     "olmo2": (Olmo2Config, {"num_key_value_heads": 2, "tie_word_embeddings": False}),
 }
@@ -37,7 +43,7 @@ def check(llm: LLM, directory: Path, prompts: list[list[int]], rounds: int = 1) 
     return outputs
 
 
-@pytest.mark.parametrize("name", ["gemma2", "cohere2"])
+@pytest.mark.parametrize("name", ["gemma2", "gemma3n", "cohere2"])
 def test_chunks_prefixes_and_drafts(tmp_path: Path, name: str) -> None:
     """Prompts enter in chunks beside decode rows, in the second round they hit the prefix cache, and drafts of repeated
     texts are verified in a pool for few requests. Windows are shorter than the prompts. For retraction see
@@ -56,7 +62,7 @@ def test_chunks_prefixes_and_drafts(tmp_path: Path, name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["cohere2", pytest.param("gemma3", marks=pytest.mark.full), pytest.param("olmo2", marks=pytest.mark.full)]
+    "name", ["cohere2", *(pytest.param(name, marks=pytest.mark.full) for name in ("gemma3", "gemma3n", "olmo2"))]
 )
 def test_two_ranks(tmp_path: Path, name: str) -> None:
     """Workers of two ranks have a share of every layer; the addends of attention and MLP are added up together."""

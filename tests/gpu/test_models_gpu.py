@@ -25,6 +25,8 @@ from dovetail_models.cohere_describe import describe_cohere2
 from dovetail_models.dense import DenseModel
 from dovetail_models.dense_describe import describe_llama, describe_mistral, describe_qwen2, describe_qwen3
 from dovetail_models.gemma import GemmaModel
+from dovetail_models.gemma3n import Gemma3nModel
+from dovetail_models.gemma3n_describe import describe_gemma3n
 from dovetail_models.gemma_describe import describe_gemma, describe_gemma2, describe_gemma3
 from dovetail_models.glm import GlmModel
 from dovetail_models.glm_describe import describe_glm4
@@ -48,10 +50,21 @@ SMALL = {
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
 SLIDING = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 6}
 CAPS = {"attn_logit_softcapping": 3.0, "final_logit_softcapping": 5.0}
+GEMMA3N = {
+    "num_hidden_layers": 4,
+    "num_kv_shared_layers": 2,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "sliding_window": 6,
+    "vocab_size_per_layer_input": 90,
+    "hidden_size_per_layer_input": 16,
+    "laurel_rank": 8,
+    "activation_sparsity_pattern": [0.5, 0.0, 0.0, 0.0],
+}
 VARIANTS = {
     "gemma": (GemmaModel, describe_gemma(SMALL)),
     "gemma2": (GemmaModel, describe_gemma2({**SMALL, **SLIDING, **CAPS})),
     "gemma3": (GemmaModel, describe_gemma3({**SMALL, **SLIDING})),
+    "gemma3n": (Gemma3nModel, describe_gemma3n({**SMALL, **GEMMA3N})),
     "olmo2": (OlmoModel, describe_olmo2(SMALL)),
     "olmo3": (OlmoModel, describe_olmo3({**SMALL, **SLIDING})),
     "glm4": (GlmModel, describe_glm4(SMALL)),

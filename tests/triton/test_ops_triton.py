@@ -161,7 +161,7 @@ def test_8_bits_saturate(pool_dtype: torch.dtype) -> None:
 @each_dtype
 @pytest.mark.parametrize("with_norm", [False, True])
 @pytest.mark.parametrize("pool_dtype", [torch.float32, torch.float16])
-@pytest.mark.parametrize(("heads", "kv_heads", "size"), [(4, 2, 8), (3, 1, 12), (14, 2, 256), (0, 2, 8)])
+@pytest.mark.parametrize(("heads", "kv_heads", "size"), [(4, 2, 8), (3, 1, 12), (14, 2, 256), (0, 2, 8), (4, 0, 8)])
 def test_rotate_and_store(
     dtype: torch.dtype, tolerance: float, with_norm: bool, pool_dtype: torch.dtype, heads: int, kv_heads: int, size: int
 ) -> None:

@@ -217,6 +217,12 @@ class Gemma3Config(PluginConfig):
     kind: Literal["gemma3"] = "gemma3"  # pyright: ignore[reportIncompatibleVariableOverride]
 
 
+class Gemma3nConfig(PluginConfig):
+    """Select the text model of the Gemma 3n architecture."""
+
+    kind: Literal["gemma3n"] = "gemma3n"  # pyright: ignore[reportIncompatibleVariableOverride]
+
+
 class Olmo2Config(PluginConfig):
     """Select the OLMo 2 architecture."""
 

@@ -37,11 +37,12 @@ SANDWICH_NORMS = {
 
 
 class ScaledEmbedding(Embedding):
-    """Look up embeddings and multiply them by the root of their size, rounded to the model's dtype."""
+    """Look up embeddings and multiply them by the root of their size, or of ``scaled_size``, rounded to the model's
+    dtype."""
 
-    def __init__(self, vocab_size: int, hidden_size: int, mesh: Mesh) -> None:
+    def __init__(self, vocab_size: int, hidden_size: int, mesh: Mesh, scaled_size: int | None = None) -> None:
         super().__init__(vocab_size, hidden_size, mesh)
-        self._scale = torch.tensor(hidden_size**0.5, device="cpu").item()
+        self._scale = torch.tensor((scaled_size or hidden_size) ** 0.5, device="cpu").item()
 
     def forward(self, token_ids: torch.Tensor) -> torch.Tensor:
         """See ``Embedding.forward``."""

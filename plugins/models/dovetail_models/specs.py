@@ -313,6 +313,18 @@ MODELS = (
         ),
     ),
     _spec(
+        "gemma3n",
+        "Gemma3nForCausalLM",
+        "gemma3n:Gemma3nModel",
+        "gemma3n_describe",
+        "Gemma3nConfig",
+        "Gemma 3n, the text model: several residual streams, embeddings for each layer, layers that share keys and values.",
+        (
+            "Gemma3nTextModel",
+            "Gemma3nForConditionalGeneration",
+        ),
+    ),
+    _spec(
         "olmo2",
         "Olmo2ForCausalLM",
         "olmo:OlmoModel",
