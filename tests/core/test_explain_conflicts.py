@@ -12,8 +12,9 @@ import pytest
 
 from dovetail.cli import main
 from dovetail.errors import ConfigError, ResolutionError
-from dovetail.interfaces.cache import CacheGroup, CacheGroupKind
+from dovetail.interfaces.cache import CacheGroup
 from dovetail.interfaces.features import Feature
+from dovetail.interfaces.mixer_shapes import StateShape
 from dovetail.registry import ComponentKind, Constraints, Machine, resolve
 
 K = ComponentKind
@@ -67,7 +68,7 @@ CONFLICTS = {
         ("speculative 'ngram'", "the kv"),
         "kv.state_rollback",
         frozenset({"speculative: none"}),
-        model={"cache_groups": (CacheGroup(1, 2, 64), CacheGroup(1, 1, 64, CacheGroupKind.STATE))},
+        model={"cache_groups": (CacheGroup(1, 2, 64), CacheGroup.of_states(1, (StateShape((3,)),)))},
     ),
     "graphs over attention that cannot be captured": Conflict(
         ("graphs.decode=true", "attention=plain"),
@@ -187,7 +188,7 @@ def test_jump_forward_names_the_backends_that_can(fakes):
 
 def test_models_with_states_are_refused_and_named(fakes):
     registry = installed(fakes)
-    fakes.model(cache_groups=(CacheGroup(1, 2, 64), CacheGroup(1, 1, 64, CacheGroupKind.STATE)))
+    fakes.model(cache_groups=(CacheGroup(1, 2, 64), CacheGroup.of_states(1, (StateShape((3,)),))))
     with pytest.raises(ResolutionError, match="cache groups are of kind full, latent, sliding") as caught:
         resolve(fakes.config(registry), registry, Machine.assume("cpu"))
     assert "model 'FakeForCausalLM' has groups of kind full, state" in str(caught.value)

@@ -8,6 +8,7 @@ import torch
 
 from dovetail.errors import ConfigError
 from dovetail.interfaces.cache import CacheGroup, CacheGroupKind
+from dovetail.interfaces.mixer_shapes import StateShape
 from dovetail.memory import pool as pools
 from dovetail.memory.pool import LatentKVPool, PagedKVPool, bytes_per_page, pool_dtype
 
@@ -139,4 +140,4 @@ def test_copy_reads_everything_before_it_writes():
 
 def test_states_have_no_pool() -> None:
     with pytest.raises(ConfigError, match="a state for each request"):
-        pools.make_pool(CacheGroup(2, 1, 1, CacheGroupKind.STATE), 4, 4, torch.float32, "cpu")
+        pools.make_pool(CacheGroup.of_states(2, (StateShape((3,)),)), 4, 4, torch.float32, "cpu")

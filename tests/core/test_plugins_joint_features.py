@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from dovetail.errors import ConfigError, ResolutionError
 from dovetail.interfaces.cache import CacheGroup, CacheGroupKind
 from dovetail.interfaces.features import Feature
+from dovetail.interfaces.mixer_shapes import StateShape
 from dovetail.registry import Machine, Requirement, resolve
 from dovetail.registry.resolution import CandidateVerdict, Stage
 from dovetail.registry.specs import Constraints
@@ -152,7 +153,12 @@ def test_latents_need_a_backend_that_reads_them(fakes):
 def test_models_with_windows_or_states_need_a_cache_of_such_groups(fakes, kind):
     registry = fakes.registry(fakes.spec(K.CACHE, "simple", priority=50))
     fakes.model(
-        cache_groups=(CacheGroup(1, 2, 64), CacheGroup(1, 2, 64, kind, 8 if kind is CacheGroupKind.SLIDING else None))
+        cache_groups=(
+            CacheGroup(1, 2, 64),
+            CacheGroup(1, 2, 64, kind, 8)
+            if kind is CacheGroupKind.SLIDING
+            else CacheGroup.of_states(1, (StateShape((3,)),)),
+        )
     )
     resolved = resolve(fakes.config(registry), registry, CPU)
     assert resolved.cache.name == "tree"
@@ -187,7 +193,7 @@ def test_a_backend_of_certain_latents_serves_no_other_model(fakes):
 @pytest.mark.usefixtures("engine_with_states")
 def test_drafts_over_recurrent_state_need_state_rollback(fakes):
     registry = fakes.registry(fakes.spec(K.DRAFTER, "ngram", offers=DRAFT))
-    fakes.model(cache_groups=(CacheGroup(1, 2, 64), CacheGroup(1, 1, 64, CacheGroupKind.STATE)))
+    fakes.model(cache_groups=(CacheGroup(1, 2, 64), CacheGroup.of_states(1, (StateShape((3,)),))))
     with pytest.raises(ResolutionError) as caught:
         resolve(fakes.config(registry, "speculative=ngram"), registry, CPU)
     text = str(caught.value)

@@ -1,36 +1,47 @@
-"""Test the pool of states.
+"""Test the pool of states, and what a state group says of its size.
 
 Run: python -m pytest tests/core/test_state_pool.py
 """
 
 from __future__ import annotations
 
-import torch
+import re
+from types import SimpleNamespace
+from typing import Any
 
+import pytest
+import torch
+from torch import nn
+
+from dovetail.engine.declared import check_declared
+from dovetail.errors import PluginLoadError
+from dovetail.interfaces.cache import CacheGroup, CacheGroupKind
+from dovetail.interfaces.mesh import SINGLE
 from dovetail.interfaces.mixer_shapes import StateShape
+from dovetail.layers.short_conv import GatedShortConv
 from dovetail.memory.state_pool import StatePool, bytes_per_slot
 
-CONV, RULE = StateShape((6, 3)), StateShape((2, 4, 5), torch.float32)
-LAYERS = [(CONV, RULE), (StateShape((7,)),), (CONV, RULE)]
+CONV = StateShape((6, 3), None, ((2, 2), (1, 2)))
+RULE = StateShape((2, 4, 5), "float32", ((2, 1),))
+GROUP = CacheGroup.of_states(2, (CONV, RULE, StateShape((7,)), RULE))
+CONV_OF_MODEL = StateShape((8, 2), None, ((8, 1),))
+SLOT = 2 * (2 * 160 + (18 + 7) * 2)
 
 
-def test_every_layer_has_contiguous_states_of_its_own() -> None:
-    pool = StatePool(LAYERS, 4, torch.bfloat16)
-    assert [[tuple(state.shape[1:]) for state in layer] for layer in pool.memory] == [
-        [(6, 3), (2, 4, 5)],
-        [(7,)],
-        [(6, 3), (2, 4, 5)],
-    ]
+def test_every_layer_has_states_of_its_own_with_contiguous_slots() -> None:
+    memory = torch.zeros(4, SLOT + 44, dtype=torch.uint8)  # a slot may be larger than what it holds
+    pool = StatePool(GROUP, memory, torch.bfloat16)
     states = [state for layer in pool.memory for state in layer]
-    assert [state.dtype for state in states] == [torch.bfloat16, torch.float32] + [torch.bfloat16] * 2 + [torch.float32]
-    assert all(state.is_contiguous() and not state.any() for state in states)
+    assert [tuple(state.shape) for state in states] == [(4, 6, 3), (4, 2, 4, 5), (4, 7), (4, 2, 4, 5)] * 2
+    assert [state.dtype for state in states] == [torch.bfloat16, torch.float32] * 4
+    assert all(state[1].is_contiguous() for state in states)
     for number, state in enumerate(states):
         state.fill_(number)
     assert all((state == number).all() for number, state in enumerate(states))
 
 
 def test_a_copy_reads_all_slots_before_it_writes_any() -> None:
-    pool = StatePool(LAYERS, 5, torch.float32)
+    pool = StatePool.of_slots(GROUP, 5, torch.float32)
     for layer in pool.memory:
         for state in layer:
             state.copy_(torch.randn_like(state))
@@ -41,13 +52,38 @@ def test_a_copy_reads_all_slots_before_it_writes_any() -> None:
             assert torch.equal(state, was[[0, 2, 1, 3, 1]])
 
 
-def test_the_bytes_of_a_slot_are_those_of_the_pool() -> None:
-    pool = StatePool(LAYERS, 3, torch.bfloat16)
-    allocated = sum(state.numel() * state.itemsize for layer in pool.memory for state in layer)
-    assert bytes_per_slot(LAYERS, torch.bfloat16) * 3 == allocated == 3 * (2 * (36 + 160) + 14)
+def test_the_bytes_of_a_slot_hold_all_states() -> None:
+    assert SLOT <= bytes_per_slot(GROUP, torch.bfloat16) < SLOT + 16
+    assert bytes_per_slot(GROUP, torch.bfloat16) % 16 == 0
+    assert bytes_per_slot(GROUP.share(2), torch.float32) == 480  # CONV has 2 + 2 channels, 472 bytes
 
 
 def test_a_fill_reaches_every_state() -> None:
-    pool = StatePool(LAYERS, 3, torch.float32)
-    pool.fill(float("nan"))
-    assert all(state.isnan().all() for layer in pool.memory for state in layer)
+    pool = StatePool.of_slots(GROUP, 3, torch.float32)
+    pool.fill(float("nan"), [1, 2])
+    states = [state for layer in pool.memory for state in layer]
+    assert all(state[1:].isnan().all() and not state[0].any() for state in states)
+
+
+def test_groups_of_states_have_no_heads_and_others_no_states() -> None:
+    for values in ((1, 1, CacheGroupKind.STATE), (0, 0, CacheGroupKind.STATE), (1, 8, CacheGroupKind.FULL)):
+        heads, head_dim, kind = values
+        states = (CONV,) if heads else ()
+        with pytest.raises(ValueError, match="with kind state one or more states"):
+            CacheGroup(2, heads, head_dim, kind, states=states)
+
+
+def test_a_model_whose_layers_keep_other_states_than_it_declares_is_refused() -> None:
+    model = nn.ModuleList([GatedShortConv(8, 3, layer, SINGLE) for layer in range(2)])
+    info: Any = SimpleNamespace(architecture="Fake", needs=(), cache_groups=())
+    for declared, message in (
+        ((), "declares 0 layers with states (none), and its layers with the state ids [0, 1] keep [8, 2]"),
+        ((CacheGroup.of_states(1, (CONV_OF_MODEL,)),), "declares 1 layers"),
+        ((CacheGroup.of_states(2, (StateShape((8, 3)),)),), "[8, 3] of the dtype of the model"),
+        ((CacheGroup.of_states(2, (StateShape((8, 2), "float32"),)),), "[8, 2] float32"),
+    ):
+        info.cache_groups = declared
+        with pytest.raises(PluginLoadError, match=re.escape(message)):
+            check_declared(model, info, 1)
+    info.cache_groups = (CacheGroup.of_states(2, (CONV_OF_MODEL,)),)
+    check_declared(model, info, 1)

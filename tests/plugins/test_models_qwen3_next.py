@@ -16,6 +16,7 @@ import transformers
 from dovetail.errors import ConfigError, ResolutionError
 from dovetail.interfaces.cache import CacheGroupKind
 from dovetail.llm import LLM
+from dovetail.memory.state_pool import bytes_per_slot
 from dovetail.testing.model import Reference
 from dovetail_models.qwen3_next_describe import describe_qwen3_5, describe_qwen3_5_moe, describe_qwen3_next
 from moe_suite import SMALL, MoeSuite, randomise
@@ -120,6 +121,12 @@ def test_layers_that_attend_and_layers_with_states_are_two_groups() -> None:
         (CacheGroupKind.STATE, 6),
     ]
     assert ("linear_num_key_heads", 16) in info.split_sizes
+
+
+def test_a_snapshot_of_the_published_model_has_75_million_bytes() -> None:
+    info = describe_qwen3_next({**SHAPE, "hidden_size": 2048, "num_hidden_layers": 48})
+    assert bytes_per_slot(info.cache_groups[1], torch.bfloat16) == 36 * (32 * 128 * 128 * 4 + 8192 * 3 * 2)
+    assert bytes_per_slot(info.cache_groups[1].share(4), torch.bfloat16) == 9 * (32 * 128 * 128 * 4 + 8192 * 3 * 2)
 
 
 @pytest.mark.parametrize(

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import json
 import os
-from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from dovetail.cli.serve import Words, read_arguments, with_flags
 from dovetail.cli.sources import Json, Sets
+from dovetail.interfaces.cache import CacheGroupKind
 
 if TYPE_CHECKING:
     from rich.table import Table
 
+    from dovetail.interfaces.cache import CacheGroup
     from dovetail.registry import Resolution, Resolved
     from dovetail.registry.resolution import Candidate
 
@@ -69,16 +70,24 @@ def _print(resolved: Resolved) -> None:
 
 def _cache_groups(resolved: Resolved) -> list[dict[str, Any]]:
     """Return of each cache group of the model what it keeps, in how many layers, its window if it has one, and its bytes
-    for each token on one rank."""
+    on one rank: for each token, or for each running request and each snapshot if it keeps states."""
     from dovetail.memory.pool import bytes_per_page, pool_dtype
+    from dovetail.memory.state_pool import bytes_per_slot
 
-    dtype, tp = pool_dtype(resolved.config.memory.kv_dtype), resolved.config.parallel.tp
+    config = resolved.config
+    dtype, own = pool_dtype(config.memory.kv_dtype), pool_dtype(config.model.dtype)
+
+    def size(group: CacheGroup) -> dict[str, int]:
+        if group.kind is CacheGroupKind.STATE:
+            return {"bytes_per_snapshot": bytes_per_slot(group, own)}
+        return {"bytes_per_token": bytes_per_page(group, 1, dtype)}
+
     return [
         {
             "kind": str(group.kind),
             "layers": group.num_layers,
             **({} if group.window is None else {"window": group.window}),
-            "bytes_per_token": bytes_per_page(replace(group, num_kv_heads=-(-group.num_kv_heads // tp)), 1, dtype),
+            **size(group.share(config.parallel.tp)),
         }
         for group in resolved.model_info.cache_groups
     ]
@@ -161,9 +170,11 @@ def _headline(resolved: Resolved) -> str:
     experts = f", experts {config.parallel.experts}" if info.expert_sizes is not None else ""
     ranks = f" x {tp} (tensor parallel{experts})" if tp > 1 else ""
     groups = _cache_groups(resolved)
-    kv_bytes = sum(group["bytes_per_token"] for group in groups)
+    kv_bytes = sum(group.get("bytes_per_token", 0) for group in groups)
+    states = sum(group.get("bytes_per_snapshot", 0) for group in groups)
     sliding = sum(group["bytes_per_token"] for group in groups if "window" in group)
     per = ("token and rank" if tp > 1 else "token") + (f", {sliding:,} in layers with a window" if sliding else "")
+    per += f", states of {states:,} bytes per request and snapshot" if states else ""
     return (
         f"[bold]{info.architecture}[/] ({config.model.name}) on [bold]{resolved.machine.device_name}[/]{ranks}, "
         f"{config.model.dtype}, KV {config.memory.kv_dtype} ({kv_bytes:,} bytes per {per}), context {config.model.context_len}, overlap {overlap}\n"

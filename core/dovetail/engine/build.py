@@ -47,7 +47,7 @@ def build_model(
     """Build this rank's share of ``model_class`` for ``info`` on ``device`` in ``dtype``, for inference. Its weights
     are not loaded. ``quantization`` chooses how its linear layers store their weights, and ``experts`` makes the
     products of its layers of experts. Raises ``PluginLoadError`` if its
-    attention layers need features that ``info`` does not declare, and ``ConfigError`` for a layer that cannot be
+    layers need features, or keep states, that ``info`` does not declare, and ``ConfigError`` for a layer that cannot be
     quantized, and, unless ``may_be_plain``, if no layer is quantized."""
     with torch.device(device), _default_dtype(dtype), nullcontext() if quantization is None else deferred_weights():
         model = model_class(info, mesh)
@@ -58,7 +58,7 @@ def build_model(
     if experts is not None:
         use_backend(as_module(model), experts)
     as_module(model).eval().requires_grad_(False)
-    check_declared(as_module(model), info)
+    check_declared(as_module(model), info, mesh.tp.size)
     return model
 
 

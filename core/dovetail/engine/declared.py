@@ -1,16 +1,20 @@
-"""Check that a model declares what its layers need of the backends of attention and of experts."""
+"""Check that a model declares what its layers need of the backends of attention and of experts, and the states that they
+keep."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from torch import nn
 
 from dovetail.errors import PluginLoadError
 from dovetail.interfaces.attention import AttentionLayer
+from dovetail.interfaces.cache import CacheGroupKind
 from dovetail.interfaces.features import Feature
+from dovetail.interfaces.mixer_shapes import StateShape
 from dovetail.interfaces.model import ModelInfo
 from dovetail.layers.experts import Experts
+from dovetail.layers.states import StateLayer
 
 _NEEDS = (
     ("window", "ATTN_SLIDING_WINDOW", Feature.ATTN_SLIDING_WINDOW),
@@ -19,13 +23,15 @@ _NEEDS = (
 )
 
 
-def check_declared(model: nn.Module, info: ModelInfo) -> None:
-    """Raise ``PluginLoadError`` if an ``AttentionLayer`` or a layer of experts of ``model`` needs a feature that
-    ``info.needs`` does not name.
+def check_declared(model: nn.Module, info: ModelInfo, ranks: int) -> None:
+    """Raise ``PluginLoadError`` if an ``AttentionLayer`` or a layer of experts of ``model``, the share of one of ``ranks``
+    ranks, needs a feature that ``info.needs`` does not name, or if layers keep other states than ``info.cache_groups``
+    says.
 
     The resolver chooses backends by ``info.needs``. A backend without the feature would ignore it, and every
     output would be wrong. Layers are found in the attributes of the model's modules, and in lists and tuples there.
     """
+    _check_states(model, info, ranks)
     for name, module in model.named_modules():
         if isinstance(module, Experts) and (missing := module.shape.needs - info.needs):
             raise PluginLoadError(
@@ -41,6 +47,30 @@ def check_declared(model: nn.Module, info: ModelInfo) -> None:
                         f"(layer_id {layer.layer_id}) needs for its {field}; add Feature.{constant} to the needs of the "
                         "ModelInfo that its describe function returns"
                     )
+
+
+def _check_states(model: nn.Module, info: ModelInfo, ranks: int) -> None:
+    layers = sorted((each for each in model.modules() if isinstance(each, StateLayer)), key=lambda each: each.state_id)
+    groups = [group.share(ranks) for group in info.cache_groups if group.kind is CacheGroupKind.STATE]
+    declared = [group.states for group in groups for _ in range(group.num_layers)]
+    kept = [layer.state_shapes for layer in layers]
+    if [layer.state_id for layer in layers] != list(range(len(layers))) or not _equal(declared, kept):
+        raise PluginLoadError(
+            f"{type(model).__name__} ({info.architecture}) declares {len(declared)} layers with states "
+            f"({_shapes(declared[:1])}), and its layers with the state ids {[layer.state_id for layer in layers]} keep "
+            f"{_shapes(kept[:1])}; state ids must be 0, 1, ..., and the states those of CacheGroup.of_states in the ModelInfo that its "
+            "describe function returns"
+        )
+
+
+def _equal(declared: Sequence[tuple[StateShape, ...]], kept: Sequence[tuple[StateShape, ...]]) -> bool:
+    """Return True if the shapes and dtypes are equal. Layers need not say how ranks divide them."""
+    return [[s[:2] for s in layer] for layer in declared] == [[s[:2] for s in layer] for layer in kept]
+
+
+def _shapes(layers: Sequence[tuple[StateShape, ...]]) -> str:
+    texts = (f"{list(state.shape)} {state.dtype or 'of the dtype of the model'}" for layer in layers for state in layer)
+    return ", ".join(texts) or "none"
 
 
 def _layers(module: nn.Module) -> Iterator[tuple[str, AttentionLayer]]:

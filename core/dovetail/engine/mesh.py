@@ -83,7 +83,7 @@ def local_info(info: ModelInfo, mesh: Mesh) -> ModelInfo:
         info,
         num_heads=tp.share(info.num_heads)[1],
         num_kv_heads=tp.share(info.num_kv_heads)[1],
-        cache_groups=tuple(replace(group, num_kv_heads=tp.share(group.num_kv_heads)[1]) for group in info.cache_groups),
+        cache_groups=tuple(group.share(tp.size) for group in info.cache_groups),
     )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import enum
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     import torch
     from pydantic import BaseModel
 
+    from dovetail.interfaces.mixer_shapes import StateShape
     from dovetail.types import IntArray
 
 
@@ -36,6 +37,9 @@ class CacheGroup:
     key, which all query heads read: ``num_kv_heads`` is 1. The values are the first ``value_dim`` numbers of the vector,
     which are stored once. ``value_dim`` is None for other kinds. Every rank of tensor parallelism stores the whole
     vector.
+
+    The layers of a state group keep states of a fixed size for each request, and no keys or values: each layer has the
+    ``states``, of the whole model, and the numbers of heads are 0 (see ``of_states``). Other kinds have no ``states``.
     """
 
     num_layers: int
@@ -44,6 +48,18 @@ class CacheGroup:
     kind: CacheGroupKind = CacheGroupKind.FULL
     window: int | None = None
     value_dim: int | None = None
+    states: tuple[StateShape, ...] = ()
+
+    @classmethod
+    def of_states(cls, num_layers: int, states: tuple[StateShape, ...]) -> CacheGroup:
+        """Return the state group of ``num_layers`` layers that keep the states ``states`` each."""
+        return cls(num_layers, 0, 0, CacheGroupKind.STATE, states=states)
+
+    def share(self, ranks: int) -> CacheGroup:
+        """Return the group that one of ``ranks`` ranks keeps. If there are fewer KV heads than ranks, several ranks keep the
+        same one."""
+        states = tuple(state.share(ranks) for state in self.states)
+        return replace(self, num_kv_heads=-(-self.num_kv_heads // ranks), states=states)
 
     def __post_init__(self) -> None:
         sliding, window = self.kind is CacheGroupKind.SLIDING, self.window
@@ -57,6 +73,14 @@ class CacheGroup:
             raise ValueError(
                 f"a cache group of kind {self.kind} has head_dim {self.head_dim} and value_dim {self.value_dim}; allowed: with kind "
                 "latent a value_dim from 1 to head_dim, otherwise None"
+            )
+        if (self.kind is CacheGroupKind.STATE) != bool(self.states) or (
+            self.states and (self.num_kv_heads or self.head_dim)
+        ):
+            raise ValueError(
+                f"a cache group of kind {self.kind} has num_kv_heads {self.num_kv_heads}, head_dim {self.head_dim} and "
+                f"{len(self.states)} states in each layer; allowed: with kind state one or more states and 0 for both "
+                "numbers (CacheGroup.of_states), otherwise no states"
             )
 
 

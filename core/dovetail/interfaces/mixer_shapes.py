@@ -10,10 +10,23 @@ if TYPE_CHECKING:
 
 
 class StateShape(NamedTuple):
-    """Describe a state of one request: its shape, and its dtype, or None for the model's dtype."""
+    """Describe a state of one request: its shape, and the name of its dtype, or None for the model's dtype.
+
+    ``parts`` say how ranks divide the first dimension: it consists of parts, each of which is a number of equal things,
+    such as heads, and the size of one of them. Ranks divide the number; if there are more ranks than things, several ranks
+    keep the same thing. Without parts, every rank keeps the whole state.
+    """
 
     shape: tuple[int, ...]
-    dtype: torch.dtype | None = None
+    dtype: str | None = None
+    parts: tuple[tuple[int, int], ...] = ()
+
+    def share(self, ranks: int) -> StateShape:
+        """Return the shape of the state that one of ``ranks`` ranks keeps."""
+        if not self.parts:
+            return self
+        parts = tuple((max(number // ranks, 1), size) for number, size in self.parts)
+        return StateShape((sum(number * size for number, size in parts), *self.shape[1:]), self.dtype, parts)
 
 
 @dataclass(frozen=True, slots=True)

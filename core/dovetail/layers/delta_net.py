@@ -84,7 +84,7 @@ class GatedDeltaNet(StateLayer):
     def state_shapes(self) -> tuple[StateShape, ...]:
         """See ``StateLayer``."""
         conv = StateShape((self.local.width, self.shape.conv_width - 1))
-        return conv, StateShape(self.local.state, torch.float32)
+        return conv, StateShape(self.local.state, "float32")
 
     def forward(self, x: torch.Tensor, states: StepStates, rows: torch.Tensor | None = None) -> torch.Tensor:
         """Map ``x [tokens, hidden_size]`` to the same shape. Writes the states of the step. With ``rows`` (int64), only the

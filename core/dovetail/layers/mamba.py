@@ -100,7 +100,7 @@ class Mamba2Mixer(StateMixer):
         """See ``StateLayer``."""
         shape = self.shape
         conv = (len(self.conv_weight), shape.conv_width - 1)
-        return StateShape(conv), StateShape((self._heads, shape.head_dim, shape.state_size), torch.float32)
+        return StateShape(conv), StateShape((self._heads, shape.head_dim, shape.state_size), "float32")
 
     def mix(self, x: torch.Tensor, states: StepStates, rows: torch.Tensor | None) -> torch.Tensor:
         """See ``StateMixer``."""

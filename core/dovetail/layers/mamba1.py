@@ -72,7 +72,7 @@ class Mamba1Mixer(StateMixer):
     def state_shapes(self) -> tuple[StateShape, ...]:
         """See ``StateLayer``."""
         conv = (self._count, self.shape.conv_width - 1)
-        return StateShape(conv), StateShape((self._count, self.shape.state_size), torch.float32)
+        return StateShape(conv), StateShape((self._count, self.shape.state_size), "float32")
 
     def mix(self, x: torch.Tensor, states: StepStates, rows: torch.Tensor | None) -> torch.Tensor:
         """See ``StateMixer``."""

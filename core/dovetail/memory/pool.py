@@ -22,7 +22,8 @@ def pool_dtype(name: str) -> torch.dtype:
 
 
 def bytes_per_page(group: CacheGroup, page_size: int, dtype: torch.dtype) -> int:
-    """Return the bytes of one page in the pool of ``make_pool``, keys and values of all layers together."""
+    """Return the bytes of one page in the pool of ``make_pool``, keys and values of all layers together. A group of states
+    has no pages: 0."""
     width = group.head_dim if group.kind is CacheGroupKind.LATENT else 2 * group.head_dim
     return group.num_layers * page_size * group.num_kv_heads * width * dtype.itemsize
 

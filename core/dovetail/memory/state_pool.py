@@ -2,52 +2,70 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 
-from dovetail.interfaces.mixer_shapes import StateShape
+if TYPE_CHECKING:
+    from dovetail.interfaces.cache import CacheGroup
+    from dovetail.interfaces.mixer_shapes import StateShape
+
+ALIGNMENT = 16
+"""Slots begin at multiples of this number of bytes, which is the size of the words in which they are copied."""
 
 
 class StatePool:
-    """Hold the states of all layers of a model in ``num_slots`` slots. ``memory[state_id]`` are those of a layer,
-    ``[num_slots, *shape]`` for each of its shapes. Slot 0 belongs to padding rows: no operation writes to it.
+    """Hold the states of a state group in slots. ``memory[state_id]`` are those of a layer, a view ``[num_slots, *shape]``
+    for each of its states, of which all dimensions but the first are contiguous. Slot 0 belongs to padding rows: no
+    operation writes to it.
 
-    States of equal shape and dtype are in one tensor, so that a copy is one operation for each kind of state, whatever the
-    number of layers. All are 0 at first.
+    All states of a slot are together, so that a copy is one operation, whatever the number of layers.
     """
 
-    def __init__(
-        self,
-        layers: Sequence[tuple[StateShape, ...]],
-        num_slots: int,
-        dtype: torch.dtype,
-        device: torch.device | str = "cpu",
-    ) -> None:
-        """Allocate the states of layers with the shapes ``layers``, in the order of ``state_id``. ``dtype`` is that of the
-        model."""
-        counts = Counter(shape for layer in layers for shape in layer)
-        self.num_slots = num_slots
-        self._tensors = {
-            kind: torch.zeros(count, num_slots, *kind.shape, dtype=kind.dtype or dtype, device=device)
-            for kind, count in counts.items()
-        }
-        unused = {kind: iter(tensor.unbind(0)) for kind, tensor in self._tensors.items()}
-        self.memory = tuple(tuple(next(unused[shape]) for shape in layer) for layer in layers)
+    def __init__(self, group: CacheGroup, memory: torch.Tensor, dtype: torch.dtype) -> None:
+        """``memory`` (uint8 ``[num_slots, stride]``) has at least ``bytes_per_slot`` bytes for each slot. ``dtype`` is that
+        of the model."""
+        self.group, self.num_slots, self.device = group, len(memory), memory.device
+        self._words = memory.view(torch.int64)
+        self._kinds: dict[int, torch.Tensor] = {}  # by the index of a state in ``group.states``, of all layers
+        start = 0
+        # large numbers first, so that all are aligned
+        for index, kind in sorted(enumerate(group.states), key=lambda each: -dtype_of(each[1], dtype).itemsize):
+            named, numbers = dtype_of(kind, dtype), torch.Size(kind.shape).numel()
+            size = group.num_layers * numbers * named.itemsize
+            own = memory[:, start : start + size].view(named)
+            self._kinds[index] = own.unflatten(1, (group.num_layers, *kind.shape))
+            start += size
+        states = range(len(group.states))
+        self.memory = tuple(tuple(self._kinds[each][:, layer] for each in states) for layer in range(group.num_layers))
+
+    @classmethod
+    def of_slots(
+        cls, group: CacheGroup, num_slots: int, dtype: torch.dtype, device: torch.device | str = "cpu"
+    ) -> StatePool:
+        """Return a pool with memory of its own. All states are 0 at first."""
+        memory = torch.zeros(num_slots, bytes_per_slot(group, dtype), dtype=torch.uint8, device=device)
+        return cls(group, memory, dtype)
 
     def copy(self, source: torch.Tensor, target: torch.Tensor) -> None:
         """Copy the states of all layers from the slots ``source [n]`` to ``target [n]`` (int64), as if all were read before
         any is written. Mutates the pool."""
-        for tensor in self._tensors.values():
-            tensor.index_copy_(1, target, tensor.index_select(1, source))
+        self._words.index_copy_(0, target, self._words.index_select(0, source))
 
-    def fill(self, value: float) -> None:
-        """Set all numbers of all slots. Tests poison the pool in this way."""
-        for tensor in self._tensors.values():
-            tensor.fill_(value)
+    def fill(self, value: float, slots: Sequence[int] | slice = slice(None)) -> None:
+        """Set all numbers of ``slots``. Tests poison the pool in this way."""
+        for states in self._kinds.values():
+            states[slots] = value
 
 
-def bytes_per_slot(layers: Sequence[tuple[StateShape, ...]], dtype: torch.dtype) -> int:
-    """Return the bytes of one slot of a pool: the states of all layers for one request, or one snapshot of them."""
-    return sum(torch.Size(shape.shape).numel() * (shape.dtype or dtype).itemsize for layer in layers for shape in layer)
+def bytes_per_slot(group: CacheGroup, dtype: torch.dtype) -> int:
+    """Return the bytes of a slot of a state group: the states of all layers for one request, or one snapshot of them.
+    ``dtype`` is that of the model."""
+    one = sum(torch.Size(state.shape).numel() * dtype_of(state, dtype).itemsize for state in group.states)
+    return -(-group.num_layers * one // ALIGNMENT) * ALIGNMENT
+
+
+def dtype_of(state: StateShape, dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype of a state in a model of ``dtype``."""
+    return dtype if state.dtype is None else getattr(torch, state.dtype)

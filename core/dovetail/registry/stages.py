@@ -66,18 +66,20 @@ def latent_reasons(constraints: Constraints, info: ModelInfo) -> Iterator[Reason
     """Yield a reason if the component serves other latents than those of the model."""
     if not constraints.latent_dims:
         return
-    have = {(group.head_dim, group.value_dim) for group in info.cache_groups}
+    paged = [group for group in info.cache_groups if group.kind is not CacheGroupKind.STATE]
+    have = {(group.head_dim, group.value_dim) for group in paged}
     if not have or not have <= set(constraints.latent_dims):
         allowed = ", ".join(f"{head_dim} with {value_dim} of values" for head_dim, value_dim in constraints.latent_dims)
-        latents = all(group.kind is CacheGroupKind.LATENT for group in info.cache_groups)
+        latents = all(group.kind is CacheGroupKind.LATENT for group in paged)
         got = f"the model has {sorted(have)}" if latents else "the model keeps keys and values"
         yield Reason("constraints.latent_dims", f"serves latents of {allowed} only", got)
 
 
 def kernel_dims(info: ModelInfo) -> set[int]:
     """Return the head dims for which a model needs kernels over plain keys and values. Groups of latents have none: the
-    backends that offer ``attention.latent`` have kernels for them."""
-    groups = [group for group in info.cache_groups if group.kind is not CacheGroupKind.LATENT]
+    backends that offer ``attention.latent`` have kernels for them. Neither have groups of states."""
+    others = (CacheGroupKind.LATENT, CacheGroupKind.STATE)
+    groups = [group for group in info.cache_groups if group.kind not in others]
     return {group.head_dim for group in groups} | ({info.head_dim} if groups or not info.cache_groups else set())
 
 

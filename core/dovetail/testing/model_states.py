@@ -8,6 +8,7 @@ import numpy as np
 import torch
 
 from dovetail.engine.build import as_module
+from dovetail.interfaces.cache import CacheGroup
 from dovetail.interfaces.model import ModelArchitecture
 from dovetail.layers.states import StateLayer, StepStates
 from dovetail.memory.state_pool import StatePool
@@ -23,7 +24,8 @@ class RowStates:
         dtype = next(module.parameters()).dtype
         layers = sorted(_state_layers(module), key=lambda layer: layer.state_id)
         assert [layer.state_id for layer in layers] == list(range(len(layers))), "state_id is an index without gaps"
-        pool = StatePool([layer.state_shapes for layer in layers], rows + 1, dtype)
+        group = CacheGroup.of_states(len(layers), layers[0].state_shapes)
+        pool = StatePool.of_slots(group, rows + 1, dtype)
         pool.fill(float("nan"))
         self._memory = pool.memory
 

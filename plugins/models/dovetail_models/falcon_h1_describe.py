@@ -7,11 +7,12 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from dovetail.errors import ConfigError
+from dovetail.interfaces.cache import CacheGroup
 from dovetail.interfaces.model import ModelInfo
 from dovetail.layers.rope import read_rope
 from dovetail_models.dense_describe import DenseConfig
 from dovetail_models.describe import make_info, read_heads, refuse_activation
-from dovetail_models.mamba2_describe import Mamba2Sizes, hybrid_info, read_mamba_sizes, state_group
+from dovetail_models.mamba2_describe import Mamba2Sizes, hybrid_info, read_mamba_sizes
 from dovetail_models.settings import read_flag, read_float, read_int, refuse_unread
 
 ARCHITECTURE = "FalconH1ForCausalLM"
@@ -83,8 +84,8 @@ def describe_falcon_h1(config: dict[str, Any]) -> ModelInfo:
         logits=read_float(config, "lm_head_multiplier", 1.0),
     )
     info = make_info(config, ARCHITECTURE, sizes, rope.context_len, own)
-    groups = (*info.cache_groups, state_group(layers))  # every layer attends and keeps a state
-    return replace(hybrid_info(info, (False,) * layers, mixer.split), cache_groups=groups)
+    groups = (*info.cache_groups, CacheGroup.of_states(layers, mixer.states))  # every layer attends and keeps a state
+    return replace(hybrid_info(info, (False,) * layers, mixer.split, ()), cache_groups=groups)
 
 
 def _factors(config: Mapping[str, Any], key: str, count: int) -> list[float]:

@@ -54,4 +54,4 @@ def describe_granite_hybrid(config: dict[str, Any]) -> ModelInfo:
     factors = {name: read_float(config, name, 1.0) for name in GRANITE_FACTORS}
     mixer = read_mamba_sizes(config)
     own = extended(GraniteHybridSizes, common, **factors, mixer=mixer, states=states)
-    return hybrid_info(moe_info(config, ARCHITECTURE, sizes, rope.context_len, own), states, mixer.split)
+    return hybrid_info(moe_info(config, ARCHITECTURE, sizes, rope.context_len, own), states, mixer.split, mixer.states)

@@ -8,9 +8,10 @@ from typing import Any
 
 from dovetail.errors import ConfigError
 from dovetail.interfaces.expert_shapes import ExpertsShape, RoutingRule
+from dovetail.interfaces.mixer_shapes import StateShape
 from dovetail.interfaces.model import ModelInfo
 from dovetail_models.describe import read_heads, refuse_activation
-from dovetail_models.mamba2_describe import hybrid_info
+from dovetail_models.mamba2_describe import conv_state, hybrid_info
 from dovetail_models.moe_describe import (
     COUNTS,
     ExpertNames,
@@ -74,7 +75,12 @@ def describe_jamba(config: dict[str, Any]) -> ModelInfo:
     states = tuple(not each for each in attends)
     own = extended(JambaSizes, common, mixer=mixer, states=states)
     info = moe_info(config, ARCHITECTURE, sizes, context_len, own)
-    return hybrid_info(info, states, ("the number of channels of mixers", mixer.inner_size))
+    channels = mixer.inner_size, 1
+    kept = (
+        conv_state(mixer.conv_width, channels),
+        StateShape((mixer.inner_size, mixer.state_size), "float32", (channels,)),
+    )
+    return hybrid_info(info, states, ("the number of channels of mixers", mixer.inner_size), kept)
 
 
 def _periodic(config: Mapping[str, Any], key: str, period: int, offset: int, layers: int) -> tuple[bool, ...]:

@@ -11,7 +11,7 @@ from dovetail.interfaces.model import ModelInfo
 from dovetail.layers.rope import read_rope
 from dovetail_models.dense_describe import DenseConfig
 from dovetail_models.describe import make_info, read_heads
-from dovetail_models.mamba2_describe import hybrid_info, read_state_layers
+from dovetail_models.mamba2_describe import conv_state, hybrid_info, read_state_layers
 from dovetail_models.settings import read_flag, read_float, read_int, refuse_unread
 
 ARCHITECTURE = "Lfm2ForCausalLM"
@@ -46,7 +46,9 @@ def describe_lfm2(config: dict[str, Any]) -> ModelInfo:
         conv_bias=read_flag(config, "conv_bias"),
     )
     info = make_info(config, ARCHITECTURE, sizes, rope.context_len, own)
-    return hybrid_info(info, states, ("hidden_size", info.hidden_size))
+    return hybrid_info(
+        info, states, ("hidden_size", info.hidden_size), (conv_state(own.conv_width, (info.hidden_size, 1)),)
+    )
 
 
 def _conv_layers(config: Mapping[str, Any]) -> tuple[bool, ...]:

@@ -7,8 +7,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from dovetail.errors import ConfigError
-from dovetail.interfaces.cache import CacheGroup, CacheGroupKind
+from dovetail.interfaces.cache import CacheGroup
 from dovetail.interfaces.features import Feature
+from dovetail.interfaces.mixer_shapes import StateShape
 from dovetail.interfaces.model import ModelInfo
 from dovetail_models.describe import OFFERS, DecoderConfig, HeadSizes, make_info, refuse_activation
 from dovetail_models.settings import read_flag, read_float, read_int, refuse_unread
@@ -38,6 +39,15 @@ class Mamba2Sizes:
         """Return name and value of what ranks must divide."""
         return "the number of heads of Mamba-2", self.num_heads
 
+    @property
+    def states(self) -> tuple[StateShape, ...]:
+        """Return the states of a layer: the last inputs of the convolution, and the state of the recurrence."""
+        heads, shared = (self.num_heads, self.head_dim), (self.num_groups, 2 * self.state_size)
+        return (
+            conv_state(self.conv_width, heads, shared),
+            StateShape((self.num_heads, self.head_dim, self.state_size), "float32", ((self.num_heads, 1),)),
+        )
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mamba2Settings(DecoderConfig):
@@ -46,19 +56,21 @@ class Mamba2Settings(DecoderConfig):
     mixer: Mamba2Sizes
 
 
-def state_group(layers: int) -> CacheGroup:
-    """Return the cache group of layers with states. Their shapes are those of the layers (``StateLayer.state_shapes``)."""
-    return CacheGroup(layers, 1, 1, CacheGroupKind.STATE)
+def conv_state(width: int, *parts: tuple[int, int]) -> StateShape:
+    """Return the state of a convolution over ``width`` tokens, whose channels are ``parts`` of ``StateShape``."""
+    return StateShape((sum(number * size for number, size in parts), width - 1), None, parts)
 
 
-def hybrid_info(info: ModelInfo, states: Sequence[bool], split: tuple[str, int]) -> ModelInfo:
-    """Return ``info`` with the cache groups of a model whose layers keep states where ``states`` says so, and otherwise
+def hybrid_info(
+    info: ModelInfo, keeps: Sequence[bool], split: tuple[str, int], states: tuple[StateShape, ...]
+) -> ModelInfo:
+    """Return ``info`` with the cache groups of a model whose layers keep ``states`` where ``keeps`` says so, and otherwise
     keys and values. ``split`` are name and value of a number of its mixers that ranks must divide."""
-    count = sum(states)
-    groups = [replace(info.cache_groups[0], num_layers=len(states) - count)] if count < len(states) else []
+    count = sum(keeps)
+    groups = [replace(info.cache_groups[0], num_layers=len(keeps) - count)] if count < len(keeps) else []
     return replace(
         info,
-        cache_groups=(*groups, *([state_group(count)] if count else [])),
+        cache_groups=(*groups, *([CacheGroup.of_states(count, states)] if count else [])),
         split_sizes=(*info.split_sizes, split),
         offers=info.offers - {Feature.MODEL_BATCH_INVARIANT},
     )
@@ -181,4 +193,4 @@ def describe_mamba2(config: dict[str, Any]) -> ModelInfo:
     )
     sizes = HeadSizes(heads, groups, head_dim)
     info = make_info(config, ARCHITECTURE, sizes, _NO_LIMIT, own, offers=STATE_OFFERS)
-    return replace(info, cache_groups=(state_group(layers),))
+    return replace(info, cache_groups=(CacheGroup.of_states(layers, mixer.states),))

@@ -7,11 +7,12 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from dovetail.errors import ConfigError
+from dovetail.interfaces.cache import CacheGroup
 from dovetail.interfaces.model import ModelInfo
 from dovetail_models.dense_describe import DenseConfig
 from dovetail_models.describe import make_info, read_heads
 from dovetail_models.layer_norm_describe import read_activation
-from dovetail_models.mamba2_describe import STATE_OFFERS, Mamba2Sizes, check_groups, state_group
+from dovetail_models.mamba2_describe import STATE_OFFERS, Mamba2Sizes, check_groups
 from dovetail_models.settings import read_flag, read_float, read_int, refuse_other, refuse_unread
 
 ARCHITECTURE = "NemotronHForCausalLM"
@@ -69,7 +70,7 @@ def describe_nemotron_h(config: dict[str, Any]) -> ModelInfo:
     groups_of_pages = (replace(info.cache_groups[0], num_layers=attends),) if attends else ()
     return replace(
         info,
-        cache_groups=(*groups_of_pages, *([state_group(mixes)] if mixes else [])),
+        cache_groups=(*groups_of_pages, *([CacheGroup.of_states(mixes, mixer.states)] if mixes else [])),
         split_sizes=(*info.split_sizes, mixer.split),
         offers=info.offers & STATE_OFFERS,
     )

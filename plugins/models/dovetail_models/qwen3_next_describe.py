@@ -7,12 +7,13 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from dovetail.errors import ConfigError
-from dovetail.interfaces.cache import CacheGroup, CacheGroupKind
+from dovetail.interfaces.cache import CacheGroup
 from dovetail.interfaces.expert_shapes import ExpertsShape, RoutingRule
 from dovetail.interfaces.features import Feature
-from dovetail.interfaces.mixer_shapes import DeltaShape
+from dovetail.interfaces.mixer_shapes import DeltaShape, StateShape
 from dovetail.interfaces.model import ModelInfo
 from dovetail_models.describe import HeadSizes, read_heads, refuse_activation
+from dovetail_models.mamba2_describe import conv_state
 from dovetail_models.moe_describe import (
     COUNTS,
     QWEN_NAMES,
@@ -75,11 +76,20 @@ def with_states(info: ModelInfo) -> ModelInfo:
     linear = info.config.linear
     groups = [CacheGroup(linear.count(False), info.num_kv_heads, info.head_dim)] if not all(linear) else []
     if any(linear):
-        groups.append(CacheGroup(linear.count(True), 1, 1, CacheGroupKind.STATE))
+        groups.append(CacheGroup.of_states(linear.count(True), _states(info.config)))
     split = (*info.split_sizes, ("linear_num_key_heads", info.config.delta.key_heads))
     # the bits of a recurrence depend on how a prompt is divided into chunks
     offers = info.offers - {Feature.MODEL_BATCH_INVARIANT}
     return replace(info, cache_groups=tuple(groups), split_sizes=split, offers=offers)
+
+
+def _states(config: HybridMoeConfig) -> tuple[StateShape, ...]:
+    """Return the states of a gated delta net: the last inputs of the convolution, and the state of the rule."""
+    heads = config.delta
+    return (
+        conv_state(config.conv_width, (heads.key_heads, heads.width // heads.key_heads)),
+        StateShape(heads.state, "float32", ((heads.key_heads, heads.value_heads // heads.key_heads),)),
+    )
 
 
 def describe_qwen3_next(config: dict[str, Any]) -> ModelInfo:
