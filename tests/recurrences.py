@@ -10,8 +10,9 @@ import numpy as np
 import torch
 from torch.nn import functional
 
-from dovetail.ops.state_rows import StateRows
-from dovetail.ops.state_space import ScanChannels, SSDHeads
+from dovetail.interfaces.state_rows import StateRows
+from dovetail.interfaces.state_space import ScanChannels, SSDHeads
+from state_rows_cases import draft_rows, in_arena
 
 SLOTS = 7
 
@@ -114,7 +115,7 @@ def check_prompts(case: Recurrence, chunk: int, dtype: torch.dtype, tolerance: f
     fresh = [index % 2 == 1 for index in range(len(lens))]
     rows = rows_of(slots, lens, fresh, chunk, case.device)
     inputs = tuple(each.to(dtype) for each in case.inputs(sum(lens)))
-    state = torch.randn(SLOTS, *case.shape).to(case.device)
+    state = in_arena(torch.randn(SLOTS, *case.shape), case.device)
     state[0] = float("nan")
     state[5] = float("nan")  # of a fresh row
     expected_state = exact(state)
@@ -130,7 +131,7 @@ def check_steps(case: Recurrence, dtype: torch.dtype, tolerance: float) -> None:
     """Check one token of each of five rows, of which two are padding, against the reference."""
     slots = torch.tensor([2, 0, 6, 1, 0], dtype=torch.int32, device=case.device)
     inputs = tuple(each.to(dtype) for each in case.inputs(5))
-    state = torch.randn(SLOTS, *case.shape).to(case.device)
+    state = in_arena(torch.randn(SLOTS, *case.shape), case.device)
     state[0] = float("nan")
     expected_state = exact(state)
     expected = naive(case, inputs, expected_state, rows_of(slots.tolist(), [1] * 5, [False] * 5, 16))
@@ -159,6 +160,30 @@ def check_division(case: Recurrence, chunk: int, tokens: int, cuts: list[int], t
     steps = [case.step(*(each[t : t + 1] for each in inputs), case.parameters, single, slots) for t in range(tokens)]
     close(torch.cat(steps), expected, tolerance)
     close(single[4], whole[4], tolerance)
+
+
+def check_drafts(case: Recurrence, advance: Any, lens: list[int], counts: list[int], tolerance: float) -> None:
+    """Check that rows of drafts, of which the first pads the batch, leave the states as they are, and that ``advance`` writes
+    those after the first ``counts[r]`` tokens of row r."""
+    rows = draft_rows(np.array([0, 5, 2, 6, 1, 3], np.int32)[: len(lens)], np.array(lens, np.int32), case.device)
+    inputs = case.inputs(sum(lens))
+    before = torch.randn(SLOTS, *case.shape)
+    before[4] = float("nan")  # of no row
+    state = in_arena(before, case.device)
+    expected = naive(case, inputs, exact(before), rows)
+    close(case.prompt(*inputs, case.parameters, state, rows), expected, tolerance)
+    torch.testing.assert_close(state.cpu(), before, rtol=0, atol=0, equal_nan=True)
+    accepted = torch.tensor(counts, dtype=torch.int32, device=case.device)
+    advance(*inputs[:3], case.parameters, state, rows.slots, rows.indptr[:-1], accepted)
+    last = exact(before)
+    for r, slot in enumerate(rows.slots.tolist()):
+        own = tuple(each[(begin := int(rows.indptr[r])) : begin + counts[r]] for each in inputs)
+        if slot and counts[r]:
+            naive(case, own, last, rows_of([slot], [counts[r]], [False], 16))
+    changed = [slot for r, slot in enumerate(rows.slots.tolist()) if slot and counts[r]]
+    close(state[changed], last[changed], tolerance)
+    kept = [slot for slot in range(SLOTS) if slot not in changed]
+    torch.testing.assert_close(state[kept].cpu(), before[kept], rtol=0, atol=0, equal_nan=True)
 
 
 def check_gated_norm(

@@ -10,7 +10,7 @@ import torch
 from torch.nn import functional
 
 from dovetail.interfaces.mixer_shapes import DeltaGates, DeltaShape
-from dovetail.ops.state_rows import StateRows
+from dovetail.interfaces.state_rows import StateRows
 
 LENS = (150, 1, 0, 64, 3, 67)
 """Rows with several chunks, a whole one, fewer tokens than a convolution is wide, and none."""
@@ -77,6 +77,13 @@ class StatefulRows:
 
 
 CHANNELS = 70
+
+
+def in_arena(states: torch.Tensor, device: str = "cpu") -> torch.Tensor:
+    """Return a copy of ``states [slots, ...]`` as a view of memory in which other states, NaN here, lie between slots."""
+    memory = states.new_full((len(states), 3, *states.shape[1:]), torch.nan).to(device)
+    memory[:, 1] = states
+    return memory[:, 1]
 
 
 def conv_reference(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, before: torch.Tensor, silu: bool):
@@ -180,7 +187,7 @@ def check_conv_drafts(conv, advance, counts: list[int], device: str = "cpu") -> 
     torch.manual_seed(0)
     lens, slots = np.array([5, 6, 7, 4], np.int32), np.array([0, 2, 1, 3], np.int32)
     x, weight, before = torch.randn(22, CHANNELS), torch.randn(CHANNELS, 4), torch.randn(5, CHANNELS, 3)
-    state, rows = before.clone().to(device), draft_rows(slots, lens, device)
+    state, rows = in_arena(before, device), draft_rows(slots, lens, device)
     out = conv(x.to(device), weight.to(device), None, state, rows).cpu()
     assert torch.equal(state.cpu(), before)
     advance(x.to(device), state, rows.slots, rows.indptr[:-1], torch.tensor(counts, dtype=torch.int32, device=device))
@@ -200,7 +207,7 @@ def check_drafts(case: DeltaCase, rule, advance, device: str = "cpu", tolerance:
     args = [torch.cat(column).to(device) for column in zip(*case.rows.args, strict=True)]
     lens, slots = case.rows.lens, case.rows.slots.copy()
     slots[0] = 0
-    rows, state = draft_rows(slots, lens, device), case.before.clone().to(device)
+    rows, state = draft_rows(slots, lens, device), in_arena(case.before, device)
     out = rule(args[0], case.gates(args), state, rows, case.shape).cpu().split(lens.tolist())
     assert torch.equal(state.cpu(), case.before)
     counts = lens - np.arange(len(lens)) % 3

@@ -1,10 +1,11 @@
-"""Test that a gated delta net with drafts, some of which are accepted, continues as if the rejected ones had not been.
+"""Test that layers with a state and drafts, some of which are accepted, continue as if the rejected ones had not been.
 
 Run: python -m pytest tests/core/test_delta_net.py
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -13,18 +14,32 @@ import torch
 
 from dovetail.interfaces.mesh import SINGLE
 from dovetail.interfaces.mixer_shapes import DeltaShape
+from dovetail.interfaces.state_rows import StateRows
 from dovetail.layers.base import prepare_layers
 from dovetail.layers.delta_net import DeltaNetShape, GatedDeltaNet
+from dovetail.layers.mamba import Mamba2Mixer, Mamba2Shape
+from dovetail.layers.mamba1 import Mamba1Mixer, Mamba1Shape
+from dovetail.layers.short_conv import GatedShortConv
 from dovetail.layers.states import StepStates
-from dovetail.ops.state_rows import StateRows
 
 HIDDEN = 20
 NONE = torch.zeros(0, dtype=torch.int32)
 
 
-def make_layer() -> GatedDeltaNet:
+Mixer = GatedDeltaNet | Mamba1Mixer | Mamba2Mixer | GatedShortConv
+LAYERS: dict[str, Callable[[], Mixer]] = {
+    "gated delta net": lambda: GatedDeltaNet(DeltaNetShape(HIDDEN, DeltaShape(2, 4, 8, 12), 4, 1e-5), 0, SINGLE),
+    "Mamba-2": lambda: Mamba2Mixer(
+        Mamba2Shape(HIDDEN, 4, 8, 2, 12, 4, 1e-5, multipliers=(1.1, 0.9, 1.2, 0.8, 1)), 0, SINGLE
+    ),
+    "Mamba": lambda: Mamba1Mixer(Mamba1Shape(HIDDEN, 24, 8, 6, 4, 1e-5), 0, SINGLE),
+    "gated short convolution": lambda: GatedShortConv(HIDDEN, 3, 0, SINGLE),
+}
+
+
+def make_layer(name: str = "gated delta net") -> Mixer:
     torch.manual_seed(0)
-    layer = GatedDeltaNet(DeltaNetShape(HIDDEN, DeltaShape(2, 4, 8, 12), 4, 1e-5), 0, SINGLE)
+    layer = LAYERS[name]()
     with torch.no_grad():
         for weight in layer.parameters():
             weight.copy_(torch.randn(weight.shape) * 0.3)
@@ -32,7 +47,7 @@ def make_layer() -> GatedDeltaNet:
     return layer
 
 
-def memory_of(layer: GatedDeltaNet) -> list[tuple[torch.Tensor, ...]]:
+def memory_of(layer: Mixer) -> list[tuple[torch.Tensor, ...]]:
     return [tuple(torch.zeros(4, *each.shape) for each in layer.state_shapes)]
 
 
@@ -42,15 +57,16 @@ def rows_of(slots: list[int], lens: list[int], *, fresh: bool = False, writes: b
 
 
 @torch.no_grad()
-def alone(layer: GatedDeltaNet, x: torch.Tensor) -> torch.Tensor:
+def alone(layer: Mixer, x: torch.Tensor) -> torch.Tensor:
     """Return the outputs of a whole row."""
     return layer.forward(x, StepStates(memory_of(layer), rows_of([1], [len(x)], fresh=True), NONE))
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("accepted", [[1, 4], [3, 2], [5, 1]])
-def test_rejected_drafts_leave_no_trace(accepted: list[int]) -> None:
-    layer, memory = make_layer(), None
+@pytest.mark.parametrize("accepted", [[1, 4], [3, 2], [5, 1]], ids=str)
+@pytest.mark.parametrize("name", LAYERS)
+def test_rejected_drafts_leave_no_trace(name: str, accepted: list[int]) -> None:
+    layer = make_layer(name)
     memory = memory_of(layer)
     prompts = [torch.randn(9, HIDDEN), torch.randn(70, HIDDEN)]
     layer.forward(torch.cat(prompts), StepStates(memory, rows_of([3, 1], [9, 70], fresh=True), NONE))

@@ -13,8 +13,8 @@ from transformers.models.kimi_linear import modeling_kimi_linear as kimi
 from transformers.models.qwen3_next import modeling_qwen3_next as qwen
 
 from dovetail.interfaces.mixer_shapes import DeltaShape
+from dovetail.interfaces.state_rows import StateRows
 from dovetail.ops.gated_delta import gated_delta, gated_delta_advance, gated_delta_step
-from dovetail.ops.state_rows import StateRows
 from state_rows_cases import DeltaCase, check_drafts
 
 by_channel = pytest.mark.parametrize("by_channel", [False, True], ids=["by head", "by channel"])

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 import torch
 
+from dovetail.interfaces.state_rows import StateRows
 from dovetail.ops.short_conv import ConvActivation, short_conv, short_conv_advance, short_conv_step
-from dovetail.ops.state_rows import StateRows
 from state_rows_cases import StatefulRows, check_conv, check_conv_drafts, conv_case, conv_reference
 
 

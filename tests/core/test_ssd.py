@@ -10,9 +10,19 @@ import torch
 from transformers.models.jamba.modeling_jamba import mamba_selective_scan
 from transformers.models.mamba2.modeling_mamba2 import mamba2_chunk_scan
 
-from dovetail.ops.selective_scan import selective_scan, selective_scan_step
-from dovetail.ops.ssd import ssd, ssd_step
-from recurrences import Recurrence, check_division, check_prompts, check_steps, close, rows_of, scan_case, ssd_case
+from dovetail.ops.selective_scan import selective_scan, selective_scan_advance, selective_scan_step
+from dovetail.ops.ssd import ssd, ssd_advance, ssd_step
+from recurrences import (
+    Recurrence,
+    check_division,
+    check_drafts,
+    check_prompts,
+    check_steps,
+    close,
+    rows_of,
+    scan_case,
+    ssd_case,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -81,3 +91,9 @@ def test_selective_scan_of_transformers():
     )  # fmt: skip
     close(selective_scan(x, dt, b, c, own, state, rows_of([1], [45], [True], 16)), expected[0].T, 1e-5)
     close(state[1], last[0], 1e-5)
+
+
+@each_case
+@pytest.mark.parametrize("counts", [[0, 0, 0, 0], [1, 1, 2, 3], [5, 4, 7, 3]], ids=str)
+def test_states_advance_by_the_accepted_drafts_only(case, counts):
+    check_drafts(case, ssd_advance if case.prompt is ssd else selective_scan_advance, [5, 4, 7, 3], counts, 1e-5)

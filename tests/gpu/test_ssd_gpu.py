@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from dovetail.ops.gated_norm import gated_rms_norm
-from dovetail.ops.selective_scan import selective_scan, selective_scan_step
-from dovetail.ops.ssd import ssd, ssd_step
-from recurrences import check_division, check_gated_norm, check_prompts, check_steps, scan_case, ssd_case
+from dovetail.ops.triton.selective_scan import selective_scan, selective_scan_advance, selective_scan_step
+from dovetail.ops.triton.ssd import ssd, ssd_advance, ssd_step
+from recurrences import check_division, check_drafts, check_gated_norm, check_prompts, check_steps, scan_case, ssd_case
 
 pytestmark = [
     pytest.mark.gpu,
@@ -71,3 +71,11 @@ def test_a_captured_step_follows_its_slots(make):
 @pytest.mark.parametrize(("groups", "size"), [(1, 8192), (8, 1024), (3, 80)])
 def test_gated_norm(groups, size, norm_first, dtype, tolerance):
     check_gated_norm(gated_rms_norm, groups, size, norm_first, dtype, tolerance, "cuda")
+
+
+@each_case
+def test_states_advance_by_the_accepted_drafts_only(make):
+    case = make()
+    advance = ssd_advance if case.prompt is ssd else selective_scan_advance
+    for counts in ([0, 0, 0, 0], [1, 1, 2, 3], [5, 4, 7, 3]):
+        check_drafts(case, advance, [5, 4, 7, 3], counts, 2e-4)

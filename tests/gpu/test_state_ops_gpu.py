@@ -1,4 +1,4 @@
-"""Test the operations that keep states on CUDA, through their public functions, against loops over tokens in float64.
+"""Test the operations that keep states on CUDA, against loops over tokens in float64.
 
 Run on a GPU machine: python -m pytest tests/gpu/test_state_ops_gpu.py
 """
@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from dovetail.interfaces.mixer_shapes import DeltaShape
-from dovetail.ops.gated_delta import gated_delta, gated_delta_advance, gated_delta_step
-from dovetail.ops.short_conv import short_conv, short_conv_advance, short_conv_step
+from dovetail.ops.triton.gated_delta import gated_delta, gated_delta_advance, gated_delta_step
+from dovetail.ops.triton.short_conv import short_conv, short_conv_advance, short_conv_step
 from state_rows_cases import DeltaCase, check_conv, check_conv_drafts, check_drafts, conv_case
 
 pytestmark = [

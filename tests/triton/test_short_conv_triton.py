@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from dovetail.ops.state_rows import StateRows
+from dovetail.interfaces.state_rows import StateRows
 from dovetail.ops.triton.short_conv import short_conv, short_conv_advance, short_conv_step
 from state_rows_cases import FEW_LENS, check_conv, check_conv_drafts, conv_case, conv_reference
 
@@ -19,7 +19,9 @@ from state_rows_cases import FEW_LENS, check_conv, check_conv_drafts, conv_case,
 def test_however_prompts_are_divided_the_result_is_the_formula(cuts, width, bias, silu) -> None:
     rows, weight, given, before = conv_case(width, bias, torch.float32, FEW_LENS)
     state = before.clone()
-    outs = rows.run(lambda args, plan: short_conv(args[0], weight, given, state, plan, silu), cuts)
+    outs = rows.run(
+        lambda args, plan: short_conv(args[0], weight, given, state, plan, "silu" if silu else "none"), cuts
+    )
     check_conv(rows, outs, state, weight, given, before, silu, 1e-5)
 
 
@@ -27,7 +29,7 @@ def test_decode_steps_continue_and_padding_rows_write_nothing() -> None:
     rows, weight, bias, before = conv_case(4, True, torch.float32, FEW_LENS)
     before[rows.slots[rows.fresh]] = 0
     state = before.clone()
-    outs = rows.run_each(lambda args, slots: short_conv_step(args[0], weight, bias, state, slots, True))
+    outs = rows.run_each(lambda args, slots: short_conv_step(args[0], weight, bias, state, slots))
     check_conv(rows, outs, state, weight, bias, before, True, 1e-5)
 
 
@@ -35,7 +37,7 @@ def test_padding_rows_of_prompts_begin_with_zeros_and_write_nothing() -> None:
     whole, weight, state = torch.randn(9, 20), torch.randn(6, 4), torch.full((3, 6, 3), torch.nan)
     x = whole[:, 5:11]
     plan = StateRows.of(np.zeros(2, np.int32), np.array([4, 5], np.int32), np.zeros(2, bool))
-    out = short_conv(x, weight, None, state, plan, True)
+    out = short_conv(x, weight, None, state, plan)
     assert state.isnan().all()
     expected = torch.cat([conv_reference(part, weight, None, torch.zeros(6, 3), True)[0] for part in x.split([4, 5])])
     torch.testing.assert_close(out, expected.float(), atol=1e-5, rtol=1e-5)
@@ -43,4 +45,4 @@ def test_padding_rows_of_prompts_begin_with_zeros_and_write_nothing() -> None:
 
 @pytest.mark.parametrize("counts", [[0, 1, 2, 3], [5, 6, 7, 4]])
 def test_the_last_inputs_advance_by_the_accepted_drafts_only(counts) -> None:
-    check_conv_drafts(lambda *args: short_conv(*args, True), short_conv_advance, counts)
+    check_conv_drafts(short_conv, short_conv_advance, counts)

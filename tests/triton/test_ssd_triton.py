@@ -11,11 +11,12 @@ import pytest
 import torch
 
 from dovetail.ops.triton.gated_norm import gated_rms_norm
-from dovetail.ops.triton.selective_scan import selective_scan, selective_scan_step
-from dovetail.ops.triton.ssd import ssd, ssd_step
+from dovetail.ops.triton.selective_scan import selective_scan, selective_scan_advance, selective_scan_step
+from dovetail.ops.triton.ssd import ssd, ssd_advance, ssd_step
 from recurrences import (
     Recurrence,
     check_division,
+    check_drafts,
     check_gated_norm,
     check_prompts,
     check_steps,
@@ -78,3 +79,9 @@ def test_rows_without_tokens_leave_their_slots(case):
 @pytest.mark.parametrize(("groups", "size"), [(1, 80), (3, 12)])
 def test_gated_norm(groups, size, norm_first):
     check_gated_norm(gated_rms_norm, groups, size, norm_first, torch.float32, 1e-5)
+
+
+@each_case
+@pytest.mark.parametrize("counts", [[0, 0, 0, 0], [1, 1, 2, 3], [5, 4, 7, 3]], ids=str)
+def test_states_advance_by_the_accepted_drafts_only(case, counts):
+    check_drafts(case, ssd_advance if case.prompt is ssd else selective_scan_advance, [5, 4, 7, 3], counts, 1e-5)

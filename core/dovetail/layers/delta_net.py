@@ -17,12 +17,11 @@ from dovetail.layers.base import parameter
 from dovetail.layers.linear import ColumnLinear, row_linear
 from dovetail.layers.states import StateLayer, StateShape, StepStates
 from dovetail.layers.transforms import PartsTogether, Reshape
-from dovetail.ops.gated_delta import gated_delta, gated_delta_advance, gated_delta_step
 from dovetail.ops.gated_norm import gated_rms_norm
-from dovetail.ops.short_conv import short_conv, short_conv_advance, short_conv_step
 
 if TYPE_CHECKING:
     from dovetail.interfaces.mesh import Mesh
+    from dovetail.interfaces.mixer import MixerBackend
     from dovetail.ops.parts import Addend
 
 Targets = Iterator[tuple[str, WeightTarget | list[WeightTarget]]]
@@ -103,21 +102,22 @@ class GatedDeltaNet(StateLayer):
         local, weight, rate, bias = self.local, self.conv_weight, self._rate, self.dt_bias
         mixed, z = self.qkvz.forward(x).split((local.width, local.value_heads * local.value_dim), 1)
         b, a = self.ba.forward(x).split((local.value_heads, local.value_heads), 1)
-        conv, own = memory = states.memory[self.state_id]
-        inputs = mixed
+        (conv, own), ops, inputs = states.memory[self.state_id], states.backend, mixed
         mixed = states.run(
-            lambda part, rows: short_conv(part[0], weight, None, conv, rows),
-            lambda part, slots: short_conv_step(part[0], weight, None, conv, slots),
+            lambda part, rows: ops.short_conv(part[0], weight, None, conv, rows),
+            lambda part, slots: ops.short_conv_step(part[0], weight, None, conv, slots),
             inputs,
         )
         outputs = states.run(
-            lambda part, rows: gated_delta(part[0], DeltaGates(part[1], part[2], rate, bias), own, rows, local),
-            lambda part, slots: gated_delta_step(part[0], DeltaGates(part[1], part[2], rate, bias), own, slots, local),
+            lambda part, rows: ops.gated_delta(part[0], DeltaGates(part[1], part[2], rate, bias), own, rows, local),
+            lambda part, slots: ops.gated_delta_step(
+                part[0], DeltaGates(part[1], part[2], rate, bias), own, slots, local
+            ),
             mixed,
             a,
             b,
         ).flatten(1)
-        states.keep(functools.partial(self._advance, memory), inputs, mixed, a, b)
+        states.keep(functools.partial(self._advance, ops, (conv, own)), inputs, mixed, a, b)
         if rows is not None:
             outputs, z = outputs.index_select(0, rows), z.index_select(0, rows)
         return gated_rms_norm(
@@ -126,6 +126,7 @@ class GatedDeltaNet(StateLayer):
 
     def _advance(
         self,
+        ops: MixerBackend,
         memory: Sequence[torch.Tensor],
         tensors: Sequence[torch.Tensor],
         slots: torch.Tensor,
@@ -134,9 +135,9 @@ class GatedDeltaNet(StateLayer):
     ) -> None:
         """Write the states after accepted drafts (see ``StepStates.advance``)."""
         (conv, own), (inputs, mixed, a, b) = memory, tensors
-        short_conv_advance(inputs, conv, slots, starts, counts)
+        ops.short_conv_advance(inputs, conv, slots, starts, counts)
         gates = DeltaGates(a, b, self._rate, self.dt_bias)
-        gated_delta_advance(mixed, gates, own, slots, starts, counts, self.local)
+        ops.gated_delta_advance(mixed, gates, own, slots, starts, counts, self.local)
 
     def targets(self, checkpoint_prefix: str, parameter_prefix: str) -> Targets:
         """Yield the targets of the layer's tensors. Names in the checkpoint begin with ``checkpoint_prefix``, the

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import functools
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
@@ -11,18 +12,17 @@ from torch import nn
 from torch.nn import functional
 
 from dovetail.interfaces.model import TensorShare, WeightTarget
+from dovetail.interfaces.state_space import SSDHeads
 from dovetail.layers.base import parameter
 from dovetail.layers.decoder import linear_targets
 from dovetail.layers.linear import ColumnLinear, row_linear
 from dovetail.layers.states import StateMixer, StateShape, StateTargets, StepStates
 from dovetail.layers.transforms import Reshape
 from dovetail.ops.gated_norm import gated_rms_norm
-from dovetail.ops.short_conv import short_conv, short_conv_step
-from dovetail.ops.ssd import ssd, ssd_step
-from dovetail.ops.state_space import SSDHeads
 
 if TYPE_CHECKING:
     from dovetail.interfaces.mesh import Mesh
+    from dovetail.interfaces.mixer import MixerBackend
 
 GatedNormOrder = Literal["gate first", "norm first", "no norm"]
 
@@ -111,25 +111,42 @@ class Mamba2Mixer(StateMixer):
         if self._multiplier is not None:
             projected = projected.mul_(self._multiplier)
         gate, mixed, dt = projected.split([sizes["gate"], sizes["x"] + 2 * sizes["b"], sizes["dt"]], 1)
-        conv, own = states.memory[self.state_id]
+        (conv, own), ops, inputs = states.memory[self.state_id], states.backend, mixed
         weight, bias, heads = self.conv_weight, self.conv_bias, self._parameters_of_heads
         mixed = states.run(
-            lambda part, rows: short_conv(part[0], weight, bias, conv, rows),
-            lambda part, slots: short_conv_step(part[0], weight, bias, conv, slots),
-            mixed,
+            lambda part, rows: ops.short_conv(part[0], weight, bias, conv, rows),
+            lambda part, slots: ops.short_conv_step(part[0], weight, bias, conv, slots),
+            inputs,
         )
-        inputs, b, c = mixed.split([sizes["x"], sizes["b"], sizes["c"]], 1)
+        x, b, c = mixed.split([sizes["x"], sizes["b"], sizes["c"]], 1)
+        x = x.unflatten(1, (self._heads, shape.head_dim))
+        b, c = (each.unflatten(1, (self._groups, shape.state_size)) for each in (b, c))
         outputs = states.run(
-            lambda part, rows: ssd(part[0], part[1], part[2], part[3], heads, own, rows),
-            lambda part, slots: ssd_step(part[0], part[1], part[2], part[3], heads, own, slots),
-            inputs.unflatten(1, (self._heads, shape.head_dim)),
+            lambda part, rows: ops.ssd(part[0], part[1], part[2], part[3], heads, own, rows),
+            lambda part, slots: ops.ssd_step(part[0], part[1], part[2], part[3], heads, own, slots),
+            x,
             dt,
-            b.unflatten(1, (self._groups, shape.state_size)),
-            c.unflatten(1, (self._groups, shape.state_size)),
+            b,
+            c,
         ).flatten(1)
+        states.keep(functools.partial(self._advance, ops, (conv, own)), inputs, x, dt, b)
         if rows is not None:
             outputs, gate = outputs.index_select(0, rows), gate.index_select(0, rows)
         return self._gated(outputs, gate)
+
+    def _advance(
+        self,
+        ops: MixerBackend,
+        memory: Sequence[torch.Tensor],
+        tensors: Sequence[torch.Tensor],
+        slots: torch.Tensor,
+        starts: torch.Tensor,
+        counts: torch.Tensor,
+    ) -> None:
+        """Write the states after accepted drafts (see ``StepStates.advance``)."""
+        (conv, own), (inputs, x, dt, b) = memory, tensors
+        ops.short_conv_advance(inputs, conv, slots, starts, counts)
+        ops.ssd_advance(x, dt, b, self._parameters_of_heads, own, slots, starts, counts)
 
     def _gated(self, outputs: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
         if self.norm_weight is None:

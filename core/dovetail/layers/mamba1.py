@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -10,18 +12,17 @@ from torch import nn
 from torch.nn import functional
 
 from dovetail.interfaces.model import TensorShare, WeightTarget
+from dovetail.interfaces.state_space import ScanChannels
 from dovetail.layers.base import parameter
 from dovetail.layers.decoder import linear_targets
 from dovetail.layers.linear import ColumnLinear, row_linear
 from dovetail.layers.norm import RMSNorm
 from dovetail.layers.states import StateMixer, StateShape, StateTargets, StepStates
 from dovetail.layers.transforms import Reshape
-from dovetail.ops.selective_scan import selective_scan, selective_scan_step
-from dovetail.ops.short_conv import short_conv, short_conv_step
-from dovetail.ops.state_space import ScanChannels
 
 if TYPE_CHECKING:
     from dovetail.interfaces.mesh import Mesh
+    from dovetail.interfaces.mixer import MixerBackend
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,25 +81,41 @@ class Mamba1Mixer(StateMixer):
             self.prepare()
         width = self.shape.state_size
         inputs, gate = self.project.forward(x).chunk(2, 1)
-        conv, own = states.memory[self.state_id]
+        (conv, own), ops = states.memory[self.state_id], states.backend
         weight, bias, channels = self.conv_weight, self.conv_bias, self._parameters_of_channels
-        inputs = states.run(
-            lambda part, rows: short_conv(part[0], weight, bias, conv, rows),
-            lambda part, slots: short_conv_step(part[0], weight, bias, conv, slots),
+        x = states.run(
+            lambda part, rows: ops.short_conv(part[0], weight, bias, conv, rows),
+            lambda part, slots: ops.short_conv_step(part[0], weight, bias, conv, slots),
             inputs,
         )
-        dt, b, c = self.select.forward(inputs).split((self.shape.rank, width, width), 1)
+        dt, b, c = self.select.forward(x).split((self.shape.rank, width, width), 1)
+        dt, b = self.dt.forward(self.dt_norm.forward(dt)), self.b_norm.forward(b)
         outputs = states.run(
-            lambda part, rows: selective_scan(part[0], part[1], part[2], part[3], channels, own, rows),
-            lambda part, slots: selective_scan_step(part[0], part[1], part[2], part[3], channels, own, slots),
-            inputs,
-            self.dt.forward(self.dt_norm.forward(dt)),
-            self.b_norm.forward(b),
+            lambda part, rows: ops.selective_scan(part[0], part[1], part[2], part[3], channels, own, rows),
+            lambda part, slots: ops.selective_scan_step(part[0], part[1], part[2], part[3], channels, own, slots),
+            x,
+            dt,
+            b,
             self.c_norm.forward(c),
         )
+        states.keep(functools.partial(self._advance, ops, (conv, own)), inputs, x, dt, b)
         if rows is not None:
             outputs, gate = outputs.index_select(0, rows), gate.index_select(0, rows)
         return (outputs.float() * functional.silu(gate.float())).to(outputs.dtype)
+
+    def _advance(
+        self,
+        ops: MixerBackend,
+        memory: Sequence[torch.Tensor],
+        tensors: Sequence[torch.Tensor],
+        slots: torch.Tensor,
+        starts: torch.Tensor,
+        counts: torch.Tensor,
+    ) -> None:
+        """Write the states after accepted drafts (see ``StepStates.advance``)."""
+        (conv, own), (inputs, x, dt, b) = memory, tensors
+        ops.short_conv_advance(inputs, conv, slots, starts, counts)
+        ops.selective_scan_advance(x, dt, b, self._parameters_of_channels, own, slots, starts, counts)
 
     def targets(self, checkpoint_prefix: str, parameter_prefix: str) -> StateTargets:
         """Yield the targets of the mixer's tensors, with the names of Jamba's."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -12,10 +14,10 @@ from dovetail.layers.decoder import linear_targets
 from dovetail.layers.linear import ColumnLinear, row_linear
 from dovetail.layers.states import StateMixer, StateShape, StateTargets, StepStates
 from dovetail.layers.transforms import Reshape
-from dovetail.ops.short_conv import short_conv, short_conv_step
 
 if TYPE_CHECKING:
     from dovetail.interfaces.mesh import Mesh
+    from dovetail.interfaces.mixer import MixerBackend
 
 
 class GatedShortConv(StateMixer):
@@ -40,13 +42,15 @@ class GatedShortConv(StateMixer):
     def mix(self, x: torch.Tensor, states: StepStates, rows: torch.Tensor | None) -> torch.Tensor:
         """See ``StateMixer``."""
         b, c, inputs = self.project.forward(x).chunk(3, 1)
-        (state,) = states.memory[self.state_id]
+        (state,), ops = states.memory[self.state_id], states.backend
+        inputs = b * inputs
         weight, bias = self.conv_weight, self.conv_bias
         mixed = states.run(
-            lambda part, rows: short_conv(part[0], weight, bias, state, rows, "none"),
-            lambda part, slots: short_conv_step(part[0], weight, bias, state, slots, "none"),
-            b * inputs,
+            lambda part, rows: ops.short_conv(part[0], weight, bias, state, rows, "none"),
+            lambda part, slots: ops.short_conv_step(part[0], weight, bias, state, slots, "none"),
+            inputs,
         )
+        states.keep(functools.partial(_advance, ops, state), inputs)
         return mixed * c if rows is None else mixed.index_select(0, rows) * c.index_select(0, rows)
 
     def targets(self, checkpoint_prefix: str, parameter_prefix: str) -> StateTargets:
@@ -64,3 +68,15 @@ class GatedShortConv(StateMixer):
         yield f"{checkpoint_prefix}.conv.weight", own
         if self.conv_bias is not None:
             yield f"{checkpoint_prefix}.conv.bias", WeightTarget(f"{parameter_prefix}.conv_bias", shares=shares)
+
+
+def _advance(
+    ops: MixerBackend,
+    state: torch.Tensor,
+    tensors: Sequence[torch.Tensor],
+    slots: torch.Tensor,
+    starts: torch.Tensor,
+    counts: torch.Tensor,
+) -> None:
+    """Write the states after accepted drafts (see ``StepStates.advance``)."""
+    ops.short_conv_advance(tensors[0], state, slots, starts, counts)

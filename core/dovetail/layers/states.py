@@ -10,10 +10,12 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from dovetail.interfaces.mixer import MixerBackend, MixerStep
 from dovetail.interfaces.mixer_shapes import StateShape
 from dovetail.interfaces.model import WeightTarget
+from dovetail.interfaces.state_rows import StateRows
 from dovetail.layers.base import Layer
-from dovetail.ops.state_rows import StateRows
+from dovetail.ops.mixers import TorchMixer
 
 if TYPE_CHECKING:
     from dovetail.layers.linear import ColumnLinear, Linear
@@ -46,7 +48,7 @@ class StepStates:
 
     The tokens of a step are those of prompts first, described by ``prompts`` (None: there are none), and then one of
     each decode row, whose states are in the slots ``decodes`` (int32). ``memory[state_id]`` are the states of a layer,
-    ``[slots, *shape]`` for each of its ``state_shapes``; slot 0 belongs to padding.
+    ``[slots, *shape]`` for each of its ``state_shapes``; slot 0 belongs to padding. ``backend`` computes the operations.
 
     If rows have drafts, all rows after the prompts are ``drafts`` (rows that do not write), and there are no decode rows.
     Layers then keep what ``advance`` needs. Drafts of a row are a chain, because the state of a token is that after the token before.
@@ -56,7 +58,13 @@ class StepStates:
     prompts: StateRows | None
     decodes: torch.Tensor
     drafts: StateRows | None = None
+    backend: MixerBackend = field(default_factory=TorchMixer)
     kept: list[Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]] = field(default_factory=list)
+
+    @property
+    def rows(self) -> MixerStep:
+        """Return the rows of the step, as backends plan them."""
+        return MixerStep(self.prompts, self.decodes, self.drafts)
 
     def run(
         self,

@@ -14,23 +14,14 @@ state before the chunk by a product. The result is the same, rounding apart.
 
 from __future__ import annotations
 
-import functools
-from types import ModuleType
-
 import torch
 from torch.nn import functional
 
 from dovetail.interfaces.mixer_shapes import DeltaGates, DeltaShape
-from dovetail.ops.state_rows import StateRows
+from dovetail.interfaces.state_rows import StateRows
+from dovetail.ops.state_rows import accepted_tokens
 
 NORM_EPS = 1e-6
-
-
-@functools.cache
-def _triton() -> ModuleType:
-    from dovetail.ops.triton import gated_delta
-
-    return gated_delta
 
 
 def gated_delta(
@@ -40,11 +31,10 @@ def gated_delta(
     to its slot.
 
     ``qkv [tokens, shape.width]`` has the queries of all key heads, the keys, and the values of all value heads, and is
-    contiguous except in the token dimension. ``state`` is float32 ``[slots, *shape.state]``, contiguous. ``StateRows``
+    contiguous except in the token dimension. ``state`` is float32 ``[slots, *shape.state]``, contiguous except in the slot
+    dimension. ``StateRows``
     describes with which state a row begins. Mutates ``state`` only.
     """
-    if qkv.is_cuda:
-        return _triton().gated_delta(qkv, gates, state, rows, shape)
     parts = _parts(qkv, gates, shape)
     out = qkv.new_empty(len(qkv), shape.value_heads, shape.value_dim)
     states = rows.initial(state)
@@ -53,7 +43,7 @@ def gated_delta(
         live = (counts > index).nonzero().flatten()
         chunk = (rows.first_chunks[live] + index).long()
         size = min(rows.chunk, int((rows.indptr[live + 1] - rows.chunk_starts[chunk]).max()))
-        tokens = rows.chunk_starts[chunk, None] + torch.arange(size)
+        tokens = rows.chunk_starts[chunk, None] + torch.arange(size, device=qkv.device)
         inside = tokens < rows.indptr[live + 1, None]
         padded = [_padded(part, tokens, inside) for part in parts]
         found, states[live] = _chunk(padded, states[live])
@@ -67,15 +57,12 @@ def gated_delta_step(
 ) -> torch.Tensor:
     """Compute ``gated_delta`` for rows of one token each, none of which is fresh: token r belongs to the state in slot
     ``slots[r]`` (int32 ``[tokens]``). For slot 0 see ``StateRows``."""
-    if qkv.is_cuda:
-        return _triton().gated_delta_step(qkv, gates, state, slots, shape)
     q, k, v, log_decay, beta = _parts(qkv, gates, shape)
-    kept = state[slots.long()].masked_fill_((slots == 0).view(-1, 1, 1, 1), 0)
-    kept *= log_decay.exp()[..., None]
+    old, real = state[slots.long()], (slots != 0).view(-1, 1, 1, 1)
+    kept = torch.where(real, old, 0) * log_decay.exp()[..., None]
     change = (v - (k[..., None, :] @ kept).squeeze(-2)) * beta
     kept += k[..., None] * change[..., None, :]
-    written = slots != 0
-    state[slots[written].long()] = kept[written]
+    state[slots.long()] = torch.where(real, kept, old)
     return (q[..., None, :] @ kept).squeeze(-2).to(qkv.dtype)
 
 
@@ -90,14 +77,9 @@ def gated_delta_advance(
 ) -> None:
     """Write to slot ``slots[r]`` the state after the tokens ``[starts[r], starts[r] + counts[r])``, which is that of
     ``gated_delta_step`` (all int32 ``[rows]``). No row is fresh, counts may be 0, and nothing is written to slot 0."""
-    if qkv.is_cuda:
-        _triton().gated_delta_advance(qkv, gates, state, slots, starts, counts, shape)
-        return
-    for index in range(int(counts.max()) if len(counts) else 0):
-        live = counts > index
-        tokens = (starts[live] + index).long()
+    for tokens, live in accepted_tokens(slots, starts, counts):
         own = DeltaGates(gates.a[tokens], gates.b[tokens], gates.rate, gates.bias)
-        gated_delta_step(qkv[tokens], own, state, slots[live], shape)
+        gated_delta_step(qkv[tokens], own, state, live, shape)
 
 
 def _parts(qkv: torch.Tensor, gates: DeltaGates, shape: DeltaShape) -> tuple[torch.Tensor, ...]:
@@ -130,7 +112,7 @@ def _chunk(parts: list[torch.Tensor], state: torch.Tensor) -> tuple[torch.Tensor
     q, k, v, log_decay, beta = parts
     total = log_decay.cumsum(2)  # the logarithm of the decay since the chunk began
     size = q.shape[2]
-    later = torch.ones(size, size, dtype=torch.bool).triu(1)
+    later = torch.ones(size, size, dtype=torch.bool, device=q.device).triu(1)
     between = (total.unsqueeze(3) - total.unsqueeze(2)).masked_fill(later[..., None], float("-inf")).exp()
     if between.shape[-1] == 1:
         keys, queries = (x @ k.transpose(2, 3) * between.squeeze(-1) for x in (k, q))

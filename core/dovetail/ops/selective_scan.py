@@ -9,21 +9,13 @@ output are ::
 
 from __future__ import annotations
 
-import functools
-from types import ModuleType
-
 import numpy as np
 import torch
 
-from dovetail.ops.state_rows import StateRows
-from dovetail.ops.state_space import ScanChannels
-
-
-@functools.cache
-def _triton() -> ModuleType:
-    from dovetail.ops.triton import selective_scan
-
-    return selective_scan
+from dovetail.interfaces.state_rows import StateRows
+from dovetail.interfaces.state_space import ScanChannels
+from dovetail.ops.state_rows import accepted_tokens
+from dovetail.ops.state_space import channel_step_sizes
 
 
 def selective_scan(
@@ -39,15 +31,13 @@ def selective_scan(
     of ``state``.
 
     ``x`` and ``dt`` are ``[tokens, channels]``, ``b`` and ``c [tokens, state_size]``; they are contiguous except in the
-    token dimension. ``state`` is float32 ``[slots, channels, state_size]``, contiguous; rows begin and end as
+    token dimension. ``state`` is float32 ``[slots, channels, state_size]``, contiguous except in the slot dimension; rows begin and end as
     ``StateRows`` describes. Sums are computed in float32. Mutates ``state`` only.
     """
-    if x.is_cuda:
-        return _triton().selective_scan(x, dt, b, c, channels, state, rows)
-    out = torch.empty(x.shape, dtype=x.dtype)
-    sizes, values, keys, queries = channels.step_sizes(dt), x.float(), b.float(), c.float()
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    sizes, values, keys, queries = channel_step_sizes(dt, channels), x.float(), b.float(), c.float()
     longest = np.argsort(-rows.lens, kind="stable")  # rows that have a token at place t come first
-    lens, order = rows.lens[longest], torch.from_numpy(longest)
+    lens, order = rows.lens[longest], torch.from_numpy(longest).to(x.device)
     states, begin = rows.initial(state)[order], rows.indptr[:-1].long()[order]
     for t in range(int(lens.max(initial=0))):
         own = states[: int(np.count_nonzero(lens > t))]
@@ -78,10 +68,24 @@ def selective_scan_step(
 ) -> torch.Tensor:
     """Compute ``selective_scan`` for rows of one token each, none of which is fresh: token r belongs to the state in slot
     ``slots[r]`` (int32 ``[tokens]``). Each state is read once and written once. For slot 0 see ``StateRows``."""
-    if x.is_cuda:
-        return _triton().selective_scan_step(x, dt, b, c, channels, state, slots)
-    new = state[slots.long()].masked_fill_((slots == 0).view(-1, 1, 1), 0)
-    out = _advance(new, x.float(), channels.step_sizes(dt), b.float(), c.float(), channels)
-    written = slots != 0
-    state[slots[written].long()] = new[written]
+    old, real = state[slots.long()], (slots != 0).view(-1, 1, 1)
+    new = torch.where(real, old, 0)
+    out = _advance(new, x.float(), channel_step_sizes(dt, channels), b.float(), c.float(), channels)
+    state[slots.long()] = torch.where(real, new, old)
     return out.to(x.dtype)
+
+
+def selective_scan_advance(
+    x: torch.Tensor,
+    dt: torch.Tensor,
+    b: torch.Tensor,
+    channels: ScanChannels,
+    state: torch.Tensor,
+    slots: torch.Tensor,
+    starts: torch.Tensor,
+    counts: torch.Tensor,
+) -> None:
+    """Write to slot ``slots[r]`` the state after the tokens ``[starts[r], starts[r] + counts[r])``, which is that of
+    ``selective_scan_step`` (all int32 ``[rows]``). No row is fresh, counts may be 0, and nothing is written to slot 0."""
+    for tokens, live in accepted_tokens(slots, starts, counts):
+        selective_scan_step(x[tokens], dt[tokens], b[tokens], b[tokens], channels, state, live)

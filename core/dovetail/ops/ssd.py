@@ -12,20 +12,12 @@ result does not depend on how a row is divided into chunks or steps.
 
 from __future__ import annotations
 
-import functools
-from types import ModuleType
-
 import torch
 
-from dovetail.ops.state_rows import StateRows
-from dovetail.ops.state_space import SSDHeads
-
-
-@functools.cache
-def _triton() -> ModuleType:
-    from dovetail.ops.triton import ssd
-
-    return ssd
+from dovetail.interfaces.state_rows import StateRows
+from dovetail.interfaces.state_space import SSDHeads
+from dovetail.ops.state_rows import accepted_tokens
+from dovetail.ops.state_space import head_step_sizes
 
 
 def ssd(
@@ -42,14 +34,12 @@ def ssd(
 
     ``x`` is ``[tokens, heads, head_dim]``, ``dt [tokens, heads]``, ``b`` and ``c [tokens, groups, state_size]``; they
     are contiguous except in the token dimension. Head h belongs to group ``h // (heads / groups)``. ``state`` is float32
-    ``[slots, heads, head_dim, state_size]``, contiguous; rows begin and end as ``StateRows`` describes. Sums are
+    ``[slots, heads, head_dim, state_size]``, contiguous except in the slot dimension; rows begin and end as ``StateRows`` describes. Sums are
     computed in float32. Mutates ``state`` only.
     """
-    if x.is_cuda:
-        return _triton().ssd(x, dt, b, c, heads, state, rows)
-    out = torch.empty(x.shape, dtype=x.dtype)
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     states = rows.initial(state)
-    sizes = heads.step_sizes(dt)
+    sizes = head_step_sizes(dt, heads)
     ends = rows.indptr.tolist()[1:]
     for row, start in zip(rows.chunk_rows.tolist(), rows.chunk_starts.tolist(), strict=True):
         at = slice(start, min(start + rows.chunk, ends[row]))
@@ -87,14 +77,28 @@ def ssd_step(
 ) -> torch.Tensor:
     """Compute ``ssd`` for rows of one token each, none of which is fresh: token r belongs to the state in slot
     ``slots[r]`` (int32 ``[tokens]``). Each state is read once and written once. For slot 0 see ``StateRows``."""
-    if x.is_cuda:
-        return _triton().ssd_step(x, dt, b, c, heads, state, slots)
-    sizes = heads.step_sizes(dt)
-    new = state[slots.long()].masked_fill_((slots == 0).view(-1, 1, 1, 1), 0)
+    sizes = head_step_sizes(dt, heads)
+    old, real = state[slots.long()], (slots != 0).view(-1, 1, 1, 1)
+    new = torch.where(real, old, 0)
     share = x.shape[1] // b.shape[1]
     b, c = (each.float().repeat_interleave(share, 1)[:, :, None] for each in (b, c))  # [tokens, heads, 1, state_size]
     values = x.float()
     new.mul_((sizes * heads.a).exp()[..., None, None]).addcmul_((values * sizes[..., None])[..., None], b)
-    written = slots != 0
-    state[slots[written].long()] = new[written]
+    state[slots.long()] = torch.where(real, new, old)
     return ((new * c).sum(-1) + values * heads.d[:, None]).to(x.dtype)
+
+
+def ssd_advance(
+    x: torch.Tensor,
+    dt: torch.Tensor,
+    b: torch.Tensor,
+    heads: SSDHeads,
+    state: torch.Tensor,
+    slots: torch.Tensor,
+    starts: torch.Tensor,
+    counts: torch.Tensor,
+) -> None:
+    """Write to slot ``slots[r]`` the state after the tokens ``[starts[r], starts[r] + counts[r])``, which is that of
+    ``ssd_step`` (all int32 ``[rows]``). No row is fresh, counts may be 0, and nothing is written to slot 0."""
+    for tokens, live in accepted_tokens(slots, starts, counts):
+        ssd_step(x[tokens], dt[tokens], b[tokens], b[tokens], heads, state, live)

@@ -10,9 +10,9 @@ import torch
 from dovetail.engine.build import as_module
 from dovetail.interfaces.cache import CacheGroup
 from dovetail.interfaces.model import ModelArchitecture
+from dovetail.interfaces.state_rows import StateRows
 from dovetail.layers.states import StateLayer, StepStates
 from dovetail.memory.state_pool import StatePool
-from dovetail.ops.state_rows import StateRows
 
 
 class RowStates:

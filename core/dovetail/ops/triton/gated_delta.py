@@ -22,7 +22,7 @@ from dovetail.ops.triton.launch import launch
 
 if TYPE_CHECKING:
     from dovetail.interfaces.mixer_shapes import DeltaGates, DeltaShape
-    from dovetail.ops.state_rows import StateRows
+    from dovetail.interfaces.state_rows import StateRows
 
 _SUB = 16
 
@@ -159,8 +159,8 @@ def _solve(
 
 @triton.jit
 def _pass(
-    qkv, totals, reads, changes, before, state, slots, indptr, fresh, first_chunks, chunk_starts, qkv_stride, heads,
-    GROUP: tl.constexpr, KEY: tl.constexpr, VALUE: tl.constexpr, BY_CHANNEL: tl.constexpr, CHUNK: tl.constexpr,
+    qkv, totals, reads, changes, before, state, slots, indptr, fresh, first_chunks, chunk_starts, qkv_stride, state_stride,
+    heads, GROUP: tl.constexpr, KEY: tl.constexpr, VALUE: tl.constexpr, BY_CHANNEL: tl.constexpr, CHUNK: tl.constexpr,
     BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, PRECISION: tl.constexpr, WRITES: tl.constexpr, PDL: tl.constexpr,
 ) -> None:  # fmt: skip
     """Store the state before every chunk of a row, overwrite ``changes`` with those that the state before allows, and
@@ -176,7 +176,7 @@ def _pass(
     first, last, end = tl.load(first_chunks + row), tl.load(first_chunks + row + 1), tl.load(indptr + row + 1)
     real = (place < VALUE)[None, :]
     inside_state = (channel < KEY)[:, None] & real
-    own = (slot * heads + head) * KEY * VALUE + channel[:, None] * VALUE + place[None, :]
+    own = slot * state_stride + head * KEY * VALUE + channel[:, None] * VALUE + place[None, :]
     S = tl.load(state + own, (channel < known)[:, None] & real, 0.0)
     key_width = heads // GROUP * KEY
     step = tl.arange(0, CHUNK)
@@ -277,7 +277,7 @@ def _changed(
 
 @triton.jit
 def _advance(
-    qkv, a, b, rate, bias, state, slots, starts, counts, qkv_stride, a_stride, b_stride, heads,
+    qkv, a, b, rate, bias, state, slots, starts, counts, qkv_stride, a_stride, b_stride, state_stride, heads,
     GROUP: tl.constexpr, KEY: tl.constexpr, VALUE: tl.constexpr, BY_CHANNEL: tl.constexpr, BLOCK_K: tl.constexpr,
     BLOCK_V: tl.constexpr, PDL: tl.constexpr,
 ) -> None:  # fmt: skip
@@ -292,7 +292,7 @@ def _advance(
     count = tl.load(counts + row)
     if (slot != 0) & (count > 0):
         first = tl.load(starts + row).to(tl.int64)
-        own = state + (slot * heads + head) * KEY * VALUE + channel[:, None] * VALUE + place[None, :]
+        own = state + slot * state_stride + head * KEY * VALUE + channel[:, None] * VALUE + place[None, :]
         S = tl.load(own, key[:, None] & real[None, :], 0.0)
         key_width = heads // GROUP * KEY
         for index in range(count):
@@ -306,7 +306,7 @@ def _advance(
 
 @triton.jit
 def _step(
-    qkv, a, b, rate, bias, state, out, slots, qkv_stride, a_stride, b_stride, heads, scale,
+    qkv, a, b, rate, bias, state, out, slots, qkv_stride, a_stride, b_stride, state_stride, heads, scale,
     GROUP: tl.constexpr, KEY: tl.constexpr, VALUE: tl.constexpr, BY_CHANNEL: tl.constexpr, BLOCK_K: tl.constexpr,
     BLOCK_V: tl.constexpr, PDL: tl.constexpr,
 ) -> None:  # fmt: skip
@@ -319,7 +319,7 @@ def _step(
         gdc_wait()
     slot = tl.load(slots + token).to(tl.int64)
     known = tl.where(slot != 0, KEY, 0)
-    own = state + (slot * heads + head) * KEY * VALUE + channel[:, None] * VALUE + place[None, :]
+    own = state + slot * state_stride + head * KEY * VALUE + channel[:, None] * VALUE + place[None, :]
     kept = (channel < known)[:, None] & real[None, :]
     S = tl.load(own, kept, 0.0)
     key_width = heads // GROUP * KEY
@@ -363,7 +363,7 @@ def gated_delta(
     launch(
         _pass, (triton.cdiv(value_dim, narrow), heads, len(rows.lens)),
         qkv, totals, reads, changes, before, state, rows.slots, rows.indptr, rows.fresh, rows.first_chunks,
-        rows.chunk_starts, qkv.stride(0), heads,
+        rows.chunk_starts, qkv.stride(0), state.stride(0), heads,
         **constants, BLOCK_V=narrow, WRITES=rows.writes, num_stages=2,
     )  # fmt: skip
     launch(
@@ -387,7 +387,7 @@ def gated_delta_step(
         launch(
             _step, (triton.cdiv(value_dim, block_v), heads, len(qkv)),
             qkv, gates.a, gates.b, gates.rate, gates.bias, state, out, slots, qkv.stride(0), gates.a.stride(0),
-            gates.b.stride(0), heads, key_dim**-0.5,
+            gates.b.stride(0), state.stride(0), heads, key_dim**-0.5,
             **_constants(shape, gates), BLOCK_V=block_v,
         )  # fmt: skip
     return out
@@ -409,7 +409,7 @@ def gated_delta_advance(
     launch(
         _advance, (triton.cdiv(value_dim, block_v), heads, len(slots)),
         qkv, gates.a, gates.b, gates.rate, gates.bias, state, slots, starts, counts, qkv.stride(0), gates.a.stride(0),
-        gates.b.stride(0), heads,
+        gates.b.stride(0), state.stride(0), heads,
         **_constants(shape, gates), BLOCK_V=block_v,
     )  # fmt: skip
 
@@ -433,5 +433,5 @@ def _check(qkv: torch.Tensor, gates: DeltaGates, state: torch.Tensor, shape: Del
     assert gates.a.ndim == 2 or gates.a.stride(1) == shape.key_dim
     assert gates.rate.dtype == gates.bias.dtype == state.dtype == torch.float32
     assert gates.bias.is_contiguous()
-    assert state.is_contiguous()
+    assert state[0].is_contiguous()
     assert state.shape[1:] == shape.state

@@ -19,8 +19,8 @@ from dovetail.ops.triton.launch import launch
 from dovetail.ops.triton.ssd import ROWS, chunk_bounds, softplus
 
 if TYPE_CHECKING:
-    from dovetail.ops.state_rows import StateRows
-    from dovetail.ops.state_space import ScanChannels
+    from dovetail.interfaces.state_rows import StateRows
+    from dovetail.interfaces.state_space import ScanChannels
 
 BLOCK = 32
 """The number of channels of a program."""
@@ -64,8 +64,8 @@ def _chunk_ends(
 
 @triton.jit(do_not_specialize_on_alignment=ROWS)
 def _pass_ends(
-    a, state, states, totals, slots, indptr, fresh, first_chunks, channels, width,
-    BLOCK_C: tl.constexpr, BLOCK_N: tl.constexpr, PDL: tl.constexpr,
+    a, state, states, totals, slots, indptr, fresh, first_chunks, channels, width, state_stride,
+    BLOCK_C: tl.constexpr, BLOCK_N: tl.constexpr, WRITES: tl.constexpr, PDL: tl.constexpr,
 ) -> None:  # fmt: skip
     """Replace the state after each chunk by that before it, and write to the row's slot the last state."""
     row = tl.program_id(0)
@@ -79,7 +79,7 @@ def _pass_ends(
     slot = tl.load(slots + row).to(tl.int64)
     first, stop = tl.load(first_chunks + row).to(tl.int64), tl.load(first_chunks + row + 1).to(tl.int64)
     rates = tl.load(a + i[:, None] * width + n[None, :], mask, 0.0)
-    kept = state + (slot * channels + i[:, None]) * width + n[None, :]
+    kept = state + slot * state_stride + i[:, None] * width + n[None, :]
     stored = tl.where(slot != 0, channels, 0)
     continued = tl.where(tl.load(fresh + row) == 0, stored, 0)
     value = tl.load(kept, (i < continued)[:, None] & (n < width)[None, :], 0.0)
@@ -90,14 +90,16 @@ def _pass_ends(
         tl.debug_barrier()
         tl.store(place, value, mask)
         value = value * tl.exp(tl.load(totals + own, inside, 0.0)[:, None] * rates) + added
-    tl.store(kept, value, (i < tl.where(first < stop, stored, 0))[:, None] & (n < width)[None, :])
+    if WRITES:
+        tl.store(kept, value, (i < tl.where(first < stop, stored, 0))[:, None] & (n < width)[None, :])
 
 
 @triton.jit(do_not_specialize_on_alignment=ROWS)
 def _chunk_outputs(
     x, dt, b, c, a, d, dt_bias, state, states, out, slots, indptr, fresh, chunk_rows, chunk_starts, channels, width,
-    x_stride, dt_stride, b_stride, c_stride,
-    WHOLE: tl.constexpr, CHUNK: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_N: tl.constexpr, PDL: tl.constexpr,
+    x_stride, dt_stride, b_stride, c_stride, state_stride,
+    WHOLE: tl.constexpr, CHUNK: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_N: tl.constexpr, WRITES: tl.constexpr,
+    PDL: tl.constexpr,
 ) -> None:  # fmt: skip
     """Write the outputs of a chunk. With ``WHOLE``, it is the only chunk of its row, and begins and ends in the row's slot;
     otherwise it begins with its state in ``states``."""
@@ -114,7 +116,7 @@ def _chunk_outputs(
     bias = tl.load(dt_bias + i, inside, 0.0)
     factor = tl.load(d + i, inside, 0.0)
     slot = tl.load(slots + row).to(tl.int64)
-    kept = state + (slot * channels + i[:, None]) * width + n[None, :]
+    kept = state + slot * state_stride + i[:, None] * width + n[None, :]
     stored = tl.where(slot != 0, channels, 0)
     if WHOLE:
         continued = tl.where(tl.load(fresh + row) == 0, stored, 0)
@@ -129,14 +131,14 @@ def _chunk_outputs(
         value = _advance(value, values, size, keys, rates)
         result = tl.sum(value * queries[None, :], 1) + values * factor
         tl.store(out + t * channels + i, result.to(out.dtype.element_ty), inside)
-    if WHOLE:
+    if WHOLE and WRITES:
         tl.store(kept, value, (i < stored)[:, None] & (n < width)[None, :])
 
 
 @triton.jit(do_not_specialize_on_alignment=["slots"])
 def _step(
     x, dt, b, c, a, d, dt_bias, state, out, slots, channels, width, x_stride, dt_stride, b_stride, c_stride,
-    BLOCK_C: tl.constexpr, BLOCK_N: tl.constexpr, PDL: tl.constexpr,
+    state_stride, BLOCK_C: tl.constexpr, BLOCK_N: tl.constexpr, PDL: tl.constexpr,
 ) -> None:  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     i = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
@@ -147,7 +149,7 @@ def _step(
         gdc_launch_dependents()
         gdc_wait()
     slot = tl.load(slots + row).to(tl.int64)
-    kept = state + (slot * channels + i[:, None]) * width + n[None, :]
+    kept = state + slot * state_stride + i[:, None] * width + n[None, :]
     stored = (i < tl.where(slot != 0, channels, 0))[:, None] & (n < width)[None, :]
     value = tl.load(kept, stored, 0.0)
     rates = tl.load(a + i[:, None] * width + n[None, :], mask, 0.0)
@@ -161,6 +163,36 @@ def _step(
     tl.store(out + row * channels + i, result.to(out.dtype.element_ty), inside)
 
 
+@triton.jit(do_not_specialize_on_alignment=["slots", "starts", "counts"])
+def _advance_rows(
+    x, dt, b, a, dt_bias, state, slots, starts, counts, channels, width, x_stride, dt_stride, b_stride, state_stride,
+    BLOCK_C: tl.constexpr, BLOCK_N: tl.constexpr, PDL: tl.constexpr,
+) -> None:  # fmt: skip
+    row = tl.program_id(0)
+    i = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
+    n = tl.arange(0, BLOCK_N)
+    inside = i < channels
+    mask = inside[:, None] & (n < width)[None, :]
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    slot = tl.load(slots + row).to(tl.int64)
+    count = tl.load(counts + row)
+    if (slot != 0) & (count > 0):
+        first = tl.load(starts + row).to(tl.int64)
+        kept = state + slot * state_stride + i[:, None] * width + n[None, :]
+        value = tl.load(kept, mask, 0.0)
+        rates = tl.load(a + i[:, None] * width + n[None, :], mask, 0.0)
+        bias = tl.load(dt_bias + i, inside, 0.0)
+        for index in range(count):
+            t = first + index
+            size = softplus(tl.load(dt + t * dt_stride + i, inside, 0.0).to(tl.float32) + bias)
+            values = tl.load(x + t * x_stride + i, inside, 0.0).to(tl.float32)
+            keys = tl.load(b + t * b_stride + n, n < width, 0.0).to(tl.float32)
+            value = _advance(value, values, size, keys, rates)
+        tl.store(kept, value, mask)
+
+
 def selective_scan(
     x: torch.Tensor,
     dt: torch.Tensor,
@@ -171,7 +203,6 @@ def selective_scan(
     rows: StateRows,
 ) -> torch.Tensor:
     """Compute ``ops.selective_scan.selective_scan``."""
-    assert rows.writes, "drafts are not implemented"
     _check(x, dt, b, c, channels, state)
     count, width = state.shape[1:]
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
@@ -193,13 +224,13 @@ def selective_scan(
         launch(
             _pass_ends, (len(rows.lens), blocks),
             channels.a, state, states, totals, rows.slots, rows.indptr, rows.fresh, rows.first_chunks, count, width,
-            BLOCK_C=BLOCK, BLOCK_N=block_n, num_warps=1,
+            state.stride(0), BLOCK_C=BLOCK, BLOCK_N=block_n, WRITES=rows.writes, num_warps=1,
         )  # fmt: skip
     launch(
         _chunk_outputs, (chunks, blocks),
         x, dt, b, c, channels.a, channels.d, channels.dt_bias, state, states, out, rows.slots, rows.indptr, rows.fresh,
         rows.chunk_rows, rows.chunk_starts, count, width, x.stride(0), dt.stride(0), b.stride(0), c.stride(0),
-        WHOLE=whole, CHUNK=rows.chunk, BLOCK_C=BLOCK, BLOCK_N=block_n, num_warps=1,
+        state.stride(0), WHOLE=whole, CHUNK=rows.chunk, BLOCK_C=BLOCK, BLOCK_N=block_n, WRITES=rows.writes, num_warps=1,
     )  # fmt: skip
     return out
 
@@ -221,10 +252,31 @@ def selective_scan_step(
         launch(
             _step, (len(x), triton.cdiv(count, BLOCK)),
             x, dt, b, c, channels.a, channels.d, channels.dt_bias, state, out, slots, count, width,
-            x.stride(0), dt.stride(0), b.stride(0), c.stride(0),
+            x.stride(0), dt.stride(0), b.stride(0), c.stride(0), state.stride(0),
             BLOCK_C=BLOCK, BLOCK_N=triton.next_power_of_2(width), num_warps=1,
         )  # fmt: skip
     return out
+
+
+def selective_scan_advance(
+    x: torch.Tensor,
+    dt: torch.Tensor,
+    b: torch.Tensor,
+    channels: ScanChannels,
+    state: torch.Tensor,
+    slots: torch.Tensor,
+    starts: torch.Tensor,
+    counts: torch.Tensor,
+) -> None:
+    """Compute ``ops.selective_scan.selective_scan_advance``."""
+    _check(x, dt, b, b, channels, state)
+    count, width = state.shape[1:]
+    launch(
+        _advance_rows, (len(slots), triton.cdiv(count, BLOCK)),
+        x, dt, b, channels.a, channels.dt_bias, state, slots, starts, counts, count, width,
+        x.stride(0), dt.stride(0), b.stride(0), state.stride(0),
+        BLOCK_C=BLOCK, BLOCK_N=triton.next_power_of_2(width), num_warps=1,
+    )  # fmt: skip
 
 
 def _check(
@@ -233,5 +285,5 @@ def _check(
     assert x.stride(1) == dt.stride(1) == b.stride(1) == c.stride(1) == 1
     assert channels.a.is_contiguous()
     assert state.dtype == torch.float32
-    assert state.is_contiguous()
+    assert state[0].is_contiguous()
     assert state.shape[1:] == (x.shape[1], b.shape[1]) == channels.a.shape

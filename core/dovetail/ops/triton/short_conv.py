@@ -13,7 +13,8 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from dovetail.ops.triton.launch import launch
 
 if TYPE_CHECKING:
-    from dovetail.ops.state_rows import StateRows
+    from dovetail.interfaces.mixer import ConvActivation
+    from dovetail.interfaces.state_rows import StateRows
 
 
 @triton.jit
@@ -36,7 +37,7 @@ def _shift(x, own, channel, begin, length, known, x_stride, inside, BEFORE: tl.c
 
 @triton.jit
 def _advance(
-    x, state, slots, starts, counts, channels, x_stride,
+    x, state, slots, starts, counts, channels, x_stride, state_stride,
     BEFORE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ) -> None:  # fmt: skip
     row = tl.program_id(0)
@@ -47,13 +48,13 @@ def _advance(
     slot = tl.load(slots + row).to(tl.int64)
     count = tl.load(counts + row)
     if (slot != 0) & (count > 0):
-        own = state + (slot * channels + channel) * BEFORE
+        own = state + slot * state_stride + channel * BEFORE
         _shift(x, own, channel, tl.load(starts + row), count, BEFORE, x_stride, channel < channels, BEFORE)
 
 
 @triton.jit
 def _chunks(
-    x, weight, bias, state, out, slots, indptr, fresh, chunk_rows, chunk_starts, channels, x_stride,
+    x, weight, bias, state, out, slots, indptr, fresh, chunk_rows, chunk_starts, channels, x_stride, state_stride,
     BIAS: tl.constexpr, SILU: tl.constexpr, WIDTH: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
     WRITES: tl.constexpr, PDL: tl.constexpr,
 ) -> None:  # fmt: skip
@@ -69,7 +70,7 @@ def _chunks(
     begin, end = tl.load(indptr + row), tl.load(indptr + row + 1)
     slot = tl.load(slots + row).to(tl.int64)
     known = tl.where((tl.load(fresh + row) == 0) & (slot != 0), before, 0)  # inputs that the state holds
-    own = state + (slot * channels + channel) * before
+    own = state + slot * state_stride + channel * before
     at = start + tl.arange(0, CHUNK)
     total = tl.zeros([CHUNK, BLOCK], tl.float32)
     if BIAS:
@@ -97,7 +98,7 @@ def _chunks(
 
 @triton.jit
 def _step(
-    x, weight, bias, state, out, slots, channels, x_stride,
+    x, weight, bias, state, out, slots, channels, x_stride, state_stride,
     BIAS: tl.constexpr, SILU: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ) -> None:  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
@@ -108,7 +109,7 @@ def _step(
         gdc_launch_dependents()
         gdc_wait()
     slot = tl.load(slots + row).to(tl.int64)
-    own = state + (slot * channels + channel) * before
+    own = state + slot * state_stride + channel * before
     real = inside & (slot + tl.zeros_like(channel) != 0)
     last = tl.load(x + row * x_stride + channel, inside, 0.0)
     total = last.to(tl.float32) * tl.load(weight + channel * WIDTH + before, inside, 0.0).to(tl.float32)
@@ -129,17 +130,17 @@ def short_conv(
     bias: torch.Tensor | None,
     state: torch.Tensor,
     rows: StateRows,
-    silu: bool,
+    activation: ConvActivation = "silu",
 ) -> torch.Tensor:
-    """Compute ``ops.short_conv.short_conv``; ``silu`` is its activation."""
+    """Compute ``ops.short_conv.short_conv``."""
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     _check(x, weight, state)
     if len(x):
         launch(
             _chunks, (len(rows.chunk_rows), triton.cdiv(x.shape[1], 64)),
             x, weight, bias, state, out, rows.slots, rows.indptr, rows.fresh, rows.chunk_rows, rows.chunk_starts,
-            x.shape[1], x.stride(0),
-            BIAS=bias is not None, SILU=silu, WIDTH=weight.shape[1], CHUNK=rows.chunk, BLOCK=64, WRITES=rows.writes, num_warps=8,
+            x.shape[1], x.stride(0), state.stride(0),
+            BIAS=bias is not None, SILU=activation == "silu", WIDTH=weight.shape[1], CHUNK=rows.chunk, BLOCK=64, WRITES=rows.writes, num_warps=8,
         )  # fmt: skip
     return out
 
@@ -150,16 +151,16 @@ def short_conv_step(
     bias: torch.Tensor | None,
     state: torch.Tensor,
     slots: torch.Tensor,
-    silu: bool,
+    activation: ConvActivation = "silu",
 ) -> torch.Tensor:
-    """Compute ``ops.short_conv.short_conv_step``; ``silu`` is its activation."""
+    """Compute ``ops.short_conv.short_conv_step``."""
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     _check(x, weight, state)
     if len(x):
         launch(
             _step, (len(x), triton.cdiv(x.shape[1], 512)),
-            x, weight, bias, state, out, slots, x.shape[1], x.stride(0),
-            BIAS=bias is not None, SILU=silu, WIDTH=weight.shape[1], BLOCK=512,
+            x, weight, bias, state, out, slots, x.shape[1], x.stride(0), state.stride(0),
+            BIAS=bias is not None, SILU=activation == "silu", WIDTH=weight.shape[1], BLOCK=512,
         )  # fmt: skip
     return out
 
@@ -169,10 +170,10 @@ def short_conv_advance(
 ) -> None:
     """Compute ``ops.short_conv.short_conv_advance``."""
     assert x.stride(1) == 1
-    assert state.is_contiguous()
+    assert state[0].is_contiguous()
     launch(
         _advance, (len(slots), triton.cdiv(x.shape[1], 256)),
-        x, state, slots, starts, counts, x.shape[1], x.stride(0), BEFORE=state.shape[2], BLOCK=256,
+        x, state, slots, starts, counts, x.shape[1], x.stride(0), state.stride(0), BEFORE=state.shape[2], BLOCK=256,
     )  # fmt: skip
 
 
@@ -180,5 +181,5 @@ def _check(x: torch.Tensor, weight: torch.Tensor, state: torch.Tensor) -> None:
     assert x.stride(1) == 1
     assert weight.is_contiguous()
     assert weight.shape[1] > 1
-    assert state.is_contiguous()
+    assert state[0].is_contiguous()
     assert state.shape[1:] == (x.shape[1], weight.shape[1] - 1)

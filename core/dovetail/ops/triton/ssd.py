@@ -18,8 +18,8 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from dovetail.ops.triton.launch import launch, processors
 
 if TYPE_CHECKING:
-    from dovetail.ops.state_rows import StateRows
-    from dovetail.ops.state_space import SSDHeads
+    from dovetail.interfaces.state_rows import StateRows
+    from dovetail.interfaces.state_space import SSDHeads
 
 ROWS = ["slots", "indptr", "fresh", "chunk_rows", "chunk_starts", "first_chunks"]
 
@@ -87,8 +87,8 @@ def _chunk_states(
 
 @triton.jit(do_not_specialize=["tokens"], do_not_specialize_on_alignment=ROWS)
 def _pass_states(
-    state, states, entering, totals, slots, indptr, fresh, chunk_starts, first_chunks, tokens, heads, numbers,
-    CHUNK: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+    state, states, entering, totals, slots, indptr, fresh, chunk_starts, first_chunks, tokens, heads, numbers, state_stride,
+    CHUNK: tl.constexpr, BLOCK: tl.constexpr, WRITES: tl.constexpr, PDL: tl.constexpr,
 ) -> None:  # fmt: skip
     """Write for each chunk of a row the state with which it begins, and to the row's slot the last state."""
     row, head = tl.program_id(0), tl.program_id(1)
@@ -100,7 +100,7 @@ def _pass_states(
     slot = tl.load(slots + row).to(tl.int64)
     end = tl.load(indptr + row + 1).to(tl.int64)
     first, stop = tl.load(first_chunks + row).to(tl.int64), tl.load(first_chunks + row + 1).to(tl.int64)
-    kept = state + (slot * heads + head) * numbers + at
+    kept = state + slot * state_stride + head * numbers + at
     stored = tl.where(slot != 0, numbers, 0)
     value = tl.load(kept, at < tl.where(tl.load(fresh + row) == 0, stored, 0), 0.0)
     for chunk in range(first, stop):
@@ -109,7 +109,8 @@ def _pass_states(
         tl.store(entering + own, value.to(entering.dtype.element_ty), inside)
         last = tl.minimum(tl.load(chunk_starts + chunk).to(tl.int64) + CHUNK, end) - 1
         value = value * tl.exp(tl.load(totals + head.to(tl.int64) * tokens + last)) + added
-    tl.store(kept, value, at < tl.where(first < stop, stored, 0))
+    if WRITES:
+        tl.store(kept, value, at < tl.where(first < stop, stored, 0))
 
 
 @triton.jit(do_not_specialize_on_alignment=ROWS)
@@ -197,7 +198,7 @@ def _outputs(
 @triton.jit(do_not_specialize_on_alignment=["slots"])
 def _step(
     x, dt, b, c, a, d, dt_bias, low, high, state, out, slots,
-    heads, share, dim, width, x_stride, dt_stride, b_stride, c_stride,
+    heads, share, dim, width, x_stride, dt_stride, b_stride, c_stride, state_stride,
     BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr, PDL: tl.constexpr,
 ) -> None:  # fmt: skip
     row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -207,7 +208,7 @@ def _step(
         gdc_launch_dependents()
         gdc_wait()
     slot = tl.load(slots + row).to(tl.int64)
-    kept = state + ((slot * heads + head) * dim + p[:, None]) * width + n[None, :]
+    kept = state + slot * state_stride + (head * dim + p[:, None]) * width + n[None, :]
     mask = (p < tl.where(slot != 0, dim, 0))[:, None] & (n < width)[None, :]
     value = tl.load(kept, mask, 0.0)
     size = _step_size(tl.load(dt + row * dt_stride + head), tl.load(dt_bias + head), low, high)
@@ -221,6 +222,35 @@ def _step(
     tl.store(out + (row * heads + head) * dim + p, result.to(out.dtype.element_ty), p < dim)
 
 
+@triton.jit(do_not_specialize_on_alignment=["slots", "starts", "counts"])
+def _advance(
+    x, dt, b, a, dt_bias, low, high, state, slots, starts, counts,
+    heads, share, dim, width, x_stride, dt_stride, b_stride, state_stride,
+    BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr, PDL: tl.constexpr,
+) -> None:  # fmt: skip
+    row, head = tl.program_id(0), tl.program_id(1)
+    p = tl.program_id(2) * BLOCK_P + tl.arange(0, BLOCK_P)
+    n = tl.arange(0, BLOCK_N)
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    slot = tl.load(slots + row).to(tl.int64)
+    count = tl.load(counts + row)
+    if (slot != 0) & (count > 0):
+        first = tl.load(starts + row).to(tl.int64)
+        kept = state + slot * state_stride + (head * dim + p[:, None]) * width + n[None, :]
+        mask = (p < dim)[:, None] & (n < width)[None, :]
+        value = tl.load(kept, mask, 0.0)
+        rate, bias = tl.load(a + head), tl.load(dt_bias + head)
+        for index in range(count):
+            token = first + index
+            size = _step_size(tl.load(dt + token * dt_stride + head), bias, low, high)
+            key = tl.load(b + token * b_stride + (head // share) * width + n, n < width, 0.0).to(tl.float32)
+            own = tl.load(x + token * x_stride + head * dim + p, p < dim, 0.0).to(tl.float32)
+            value = value * tl.exp(size * rate) + (own * size)[:, None] * key[None, :]
+        tl.store(kept, value, mask)
+
+
 def ssd(
     x: torch.Tensor,
     dt: torch.Tensor,
@@ -231,7 +261,6 @@ def ssd(
     rows: StateRows,
 ) -> torch.Tensor:
     """Compute ``ops.ssd.ssd``. ``rows.chunk`` is a power of 2 of 16 or more."""
-    assert rows.writes, "drafts are not implemented"
     _check(x, dt, b, c, state)
     (tokens, count, dim), (groups, width), chunk = x.shape, b.shape[1:], rows.chunk
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
@@ -254,7 +283,7 @@ def ssd(
     launch(
         _pass_states, (len(rows.lens), count, triton.cdiv(dim * width, 1024)),
         state, states, entering, totals, rows.slots, rows.indptr, rows.fresh, rows.chunk_starts, rows.first_chunks,
-        tokens, count, dim * width, CHUNK=chunk, BLOCK=1024,
+        tokens, count, dim * width, state.stride(0), CHUNK=chunk, BLOCK=1024, WRITES=rows.writes,
     )  # fmt: skip
     launch(
         _scores, (chunks, groups, (chunk // tile) ** 2),
@@ -293,10 +322,33 @@ def ssd_step(
     launch(
         _step, (tokens, count, triton.cdiv(dim, block_p)),
         x, dt, b, c, heads.a, heads.d, heads.dt_bias, *heads.limits, state, out, slots,
-        count, count // groups, dim, width, x.stride(0), dt.stride(0), b.stride(0), c.stride(0),
+        count, count // groups, dim, width, x.stride(0), dt.stride(0), b.stride(0), c.stride(0), state.stride(0),
         BLOCK_P=block_p, BLOCK_N=block_n, num_warps=4 if block_p * block_n >= 2048 else 1,
     )  # fmt: skip
     return out
+
+
+def ssd_advance(
+    x: torch.Tensor,
+    dt: torch.Tensor,
+    b: torch.Tensor,
+    heads: SSDHeads,
+    state: torch.Tensor,
+    slots: torch.Tensor,
+    starts: torch.Tensor,
+    counts: torch.Tensor,
+) -> None:
+    """Compute ``ops.ssd.ssd_advance``."""
+    _check(x, dt, b, b, state)
+    (_, count, dim), (groups, width) = x.shape, b.shape[1:]
+    block_n = triton.next_power_of_2(width)
+    block_p = min(triton.next_power_of_2(dim), max(1, 8192 // block_n))
+    launch(
+        _advance, (len(slots), count, triton.cdiv(dim, block_p)),
+        x, dt, b, heads.a, heads.dt_bias, *heads.limits, state, slots, starts, counts,
+        count, count // groups, dim, width, x.stride(0), dt.stride(0), b.stride(0), state.stride(0),
+        BLOCK_P=block_p, BLOCK_N=block_n,
+    )  # fmt: skip
 
 
 def _check(x: torch.Tensor, dt: torch.Tensor, b: torch.Tensor, c: torch.Tensor, state: torch.Tensor) -> None:
@@ -305,5 +357,5 @@ def _check(x: torch.Tensor, dt: torch.Tensor, b: torch.Tensor, c: torch.Tensor, 
     assert dt.stride(1) == 1
     assert x.shape[1] % b.shape[1] == 0
     assert state.dtype == torch.float32
-    assert state.is_contiguous()
+    assert state[0].is_contiguous()
     assert state.shape[1:] == (*x.shape[1:], b.shape[2])
