@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from dovetail.interfaces.cache import CacheContext, CacheGroup, CacheGroupKind, GroupDescriptor
 from dovetail.interfaces.executor import ArenaLayout
-from dovetail.memory.arena import ArenaAllocator, PageBytes, make_layout
+from dovetail.memory.arena import UNLIMITED, ArenaAllocator, PageBytes, make_layout
 from dovetail.memory.ledger import PageLedger
 from dovetail.memory.pool import bytes_per_page, make_arena
 from dovetail.memory.table import RequestTable
@@ -26,6 +26,14 @@ LAYOUTS = [
     ArenaLayout(12, 40, (4, 1), (8, 8)),
     ArenaLayout(9, 96, (3, 5, 2), (12, 24, 6)),
     ArenaLayout(30, 64, (7, 3), (16, 16)),
+]
+
+
+WITH_STATES = [
+    ArenaLayout(12, 48, (4, 2), (8, 2), (1,)),
+    ArenaLayout(9, 40, (5,), (5,), (0,)),
+    ArenaLayout(14, 96, (1, 5, 2), (1, 24, 6), (0,)),
+    ArenaLayout(20, 96, (3, 2, 1), (12, 2, 1), (1, 2)),
 ]
 
 
@@ -78,6 +86,66 @@ def test_pages_have_one_owner_and_promises_hold(layout: ArenaLayout, seed: int, 
     allocator.free(held)
     allocator.check_integrity([own[:0] for own in held])
     assert allocator.num_free == allocator.num_total
+
+
+@settings(max_examples=80, deadline=None)
+@given(
+    st.sampled_from(WITH_STATES),
+    st.integers(0, 2**31),
+    st.lists(st.tuples(st.integers(0, 9), st.integers(0, 5)), max_size=50),
+)
+def test_slots_have_one_owner_and_promises_hold(layout: ArenaLayout, seed: int, steps: list[tuple[int, int]]) -> None:
+    """What ``allocatable`` states for pages and slots together can always be taken, and ``shortage`` frees enough for it."""
+    allocator, rng = ArenaAllocator(layout), np.random.default_rng(seed)
+    held = [np.zeros(0, np.int32) for _ in layout.pages]
+    paged = layout.paged
+
+    def take(count: int, slots: int) -> bool:
+        pages = allocator.alloc(count)
+        if pages is not None:
+            assert pages.shape == (len(paged), count)
+            for group, own in zip(paged, pages, strict=True):
+                held[group] = np.concatenate([held[group], own])
+        for _ in range(slots):
+            taken = allocator.alloc_slots()
+            if taken is None:
+                return False
+            assert taken.shape == (len(layout.states),)
+            for group, own in zip(layout.states, taken, strict=True):
+                held[group] = np.append(held[group], own)
+        return pages is not None
+
+    for n, slots in steps:
+        if n < 6:
+            promised = allocator.allocatable([0] * len(held), slots)
+            assert take(min(n, max(0, promised)), slots) == (promised >= 0)
+            assert paged or promised in (-1, UNLIMITED)
+        else:
+            keep = [rng.random(len(own)) < rng.random() for own in held]
+            given_up = [own[~kept] for own, kept in zip(held, keep, strict=True)]
+            extra = [len(own) for own in given_up]
+            promised = min(allocator.allocatable(extra, slots), 40)
+            if promised < 0:
+                continue
+            assert allocator.may_suffice(promised, extra, slots)
+            need = allocator.shortage(promised, extra, slots)
+            assert all(0 <= a <= b for a, b in zip(need, extra, strict=True))
+            assert (
+                not any(n for n, group in zip(need, range(len(held)), strict=True) if group in layout.states) or slots
+            )
+            allocator.free([own[:count] for own, count in zip(given_up, need, strict=True)])
+            held = [
+                np.concatenate([own[kept], more[count:]])
+                for own, kept, more, count in zip(held, keep, given_up, need, strict=True)
+            ]
+            assert take(promised, slots)
+        allocator.check_integrity(held)
+        for group, own in enumerate(held):
+            assert (own % layout.blocks[group] < layout.pages[group]).all()
+            assert (own // layout.blocks[group] > 0).all()
+    allocator.free(held)
+    allocator.check_integrity([own[:0] for own in held])
+    assert allocator.allocatable([0] * len(held), 1) >= allocator.num_total
 
 
 def test_memory_moves_between_groups() -> None:
@@ -140,6 +208,40 @@ def test_layouts_hold_what_they_state(groups: list[tuple[int, int]], columns: in
             assert 2 * layers * pages <= blocks
     assert make_layout(sizes, num_bytes, columns).columns >= columns
     assert make_layout(sizes, num_bytes).num_slabs * layout.slab_bytes <= num_bytes
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(st.tuples(st.integers(1, 60), st.sampled_from([64, 96, 128])), max_size=2),
+    st.lists(st.integers(1, 500), min_size=1, max_size=2),
+    st.integers(10, 3000),
+    st.integers(1, 40),
+)
+def test_slots_fill_their_slabs(groups: list[tuple[int, int]], slots: list[int], columns: int, running: int) -> None:
+    """Slots are at least as large as their states, begin at multiples of 16 bytes, and no byte of a slab is left over."""
+    sizes = [PageBytes(16 * size, 0) for size in slots]
+    sizes += [PageBytes(2 * layers * block, block) for layers, block in groups]
+    num_bytes = columns * sum(size.page for size in sizes)
+    for layout in (make_layout(sizes, num_bytes, columns, running), make_layout(sizes, num_bytes)):
+        assert layout.states == tuple(range(len(slots)))
+        for size, own, blocks in zip(sizes, layout.pages, layout.blocks, strict=True):
+            if size.block == 0:
+                stride, rest = divmod(layout.slab_bytes, blocks)
+                assert (own, rest, stride % 16) == (blocks, 0, 0)
+                assert stride >= size.page
+    layout = make_layout(sizes, num_bytes, columns, running)
+    assert layout.columns >= (columns if groups else running)
+    allocator = ArenaAllocator(layout)
+    assert allocator.allocatable([0] * len(sizes), running) >= columns
+
+
+def test_slots_of_a_large_model_waste_little() -> None:
+    """Qwen3-Next in bfloat16 with pages of 16 tokens: 12 full layers of 2 heads of 256, and 75 MB of states in a slot."""
+    block, slot = 16 * 2 * 256 * 2, 36 * (32 * 128 * 128 * 4 + 8192 * 3 * 2)
+    layout = make_layout([PageBytes(slot, 0), PageBytes(24 * block, block)], 60 << 30)
+    assert layout.slab_bytes // layout.blocks[0] < 1.01 * slot
+    assert layout.pages[1] * 24 * block > 0.99 * layout.slab_bytes
+    assert layout.columns > 0.9 * (60 << 30) / (24 * block)
 
 
 def test_a_large_memory_wastes_little() -> None:

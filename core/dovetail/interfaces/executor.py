@@ -34,21 +34,32 @@ class ArenaLayout(NamedTuple):
 
     ``num_slabs`` counts slab 0, which holds page 0 of every group. ``pages`` has the number of pages of each group in a
     slab, and ``blocks`` the number of blocks of each group in a slab: page i of slab s has the number s * blocks + i.
+    ``states`` are the numbers of the state groups, whose units are slots: a slot is one block, ``slab_bytes // blocks``
+    bytes long.
     """
 
     num_slabs: int
     slab_bytes: int
     pages: tuple[int, ...]
     blocks: tuple[int, ...]
+    states: tuple[int, ...] = ()
+
+    @property
+    def paged(self) -> tuple[int, ...]:
+        """Return the numbers of the groups that keep pages."""
+        return tuple(group for group in range(len(self.pages)) if group not in self.states)
 
     @property
     def columns(self) -> int:
-        """Return the number of pages of each group that all slabs but slab 0 hold together."""
-        slabs, low = self.num_slabs - 1, 0
-        high = slabs * min(self.pages)
+        """Return the number of pages of each paged group that all slabs but slab 0 hold together, next to one slot of each
+        state group. Without paged groups, return the number of slots of each group."""
+        paged = self.paged
+        slabs = self.num_slabs - 1 - (len(self.states) if paged else 0)
+        counts = [self.pages[group] for group in paged or self.states]
+        low, high = 0, max(0, slabs * min(counts))
         while low < high:
             middle = (low + high + 1) // 2
-            if sum(-(-middle // pages) for pages in self.pages) <= slabs:
+            if sum(-(-middle // pages) for pages in counts) <= slabs:
                 low = middle
             else:
                 high = middle - 1

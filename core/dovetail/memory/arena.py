@@ -8,6 +8,10 @@ Each part has a block for each of the slab's pages: the keys, or the values, of 
 same size, of which the slab is a multiple. Page numbers count blocks: page i of slab s is ``s * blocks + i``. The keys of a
 layer are therefore one contiguous tensor, the whole memory from the layer's first block on, in which the page number is
 the index. Slab 0 has page 0 of every group, which belongs to no request.
+
+The units of a state group are slots. A slot is one block with the states of all layers, and the slots of a slab fill it: slot
+i of slab s is ``s * slots + i``. What is said of pages holds for slots, except that ``alloc`` takes pages and ``alloc_slots``
+takes slots.
 """
 
 from __future__ import annotations
@@ -22,45 +26,73 @@ import numpy as np
 from dovetail.interfaces.executor import ArenaLayout
 
 if TYPE_CHECKING:
-    from dovetail.types import IntArray
+    from dovetail.types import Int64Array, IntArray
 
 MOST_SLABS = 1 << 14
 LEAST_SLABS = 64
 """The memory is divided into at least ``LEAST_SLABS`` slabs, unless a slab would then be smaller than a page, and into at most
 ``MOST_SLABS``."""
 
+UNLIMITED = 1 << 30
+"""Stands for any number of pages."""
+
+
+SLOT_ALIGNMENT = 16
+"""Slots begin at multiples of this number of bytes."""
+
 
 class PageBytes(NamedTuple):
-    """Hold the bytes of a page of a group, and of the block of one layer's keys, or values, of a page."""
+    """Hold the bytes of a page of a group, and of the block of one layer's keys, or values, of a page. For a state group
+    ``page`` are the bytes of a slot, and ``block`` is 0: the slots of a slab fill it."""
 
     page: int
     block: int
 
 
-def make_layout(groups: Sequence[PageBytes], num_bytes: int, columns: int | None = None) -> ArenaLayout:
+def make_layout(groups: Sequence[PageBytes], num_bytes: int, columns: int | None = None, slots: int = 1) -> ArenaLayout:
     """Return the layout of a memory of ``num_bytes``. With ``columns``, it holds at least that number of pages of every
-    group at the same time, which may take a little more."""
+    paged group, and ``slots`` slots of every state group, at the same time, which may take a little more."""
     slab = _slab_bytes(groups, num_bytes)
-    pages = tuple(slab // group.page for group in groups)
-    blocks = tuple(slab // group.block for group in groups)
-    count = num_bytes // slab if columns is None else 1 + sum(-(-columns // own) for own in pages)
-    return ArenaLayout(count, slab, pages, blocks)
+    states = tuple(number for number, group in enumerate(groups) if not group.block)
+    pages = tuple(slab // group.page if group.block else _num_slots(slab, group.page) for group in groups)
+    blocks = tuple(slab // group.block if group.block else own for group, own in zip(groups, pages, strict=True))
+    if columns is None:
+        count = num_bytes // slab
+    else:
+        most = [slots if number in states else columns for number in range(len(groups))]
+        count = 1 + sum(-(-need // own) for need, own in zip(most, pages, strict=True))
+    return ArenaLayout(count, slab, pages, blocks, states)
 
 
 def _slab_bytes(groups: Sequence[PageBytes], num_bytes: int) -> int:
     """Return the size of a slab of which the groups can use the most: a multiple of every block."""
-    unit = math.lcm(*(group.block for group in groups))
+    unit = math.lcm(*(group.block or SLOT_ALIGNMENT for group in groups))
     least = -(-max(group.page for group in groups) // unit)
     most = max(least, num_bytes // LEAST_SLABS // unit)
     first = max(least, min(most, num_bytes // MOST_SLABS // unit))
     units = np.arange(first, min(most, first + 4096) + 1, dtype=np.int64)
-    waste = sum((units * unit) % group.page for group in groups) / (units * unit)
+    waste = sum(_waste(group, units * unit) / (units * unit) for group in groups)
     return int(units[np.argmin(waste)]) * unit
 
 
+def _waste(group: PageBytes, slabs: Int64Array) -> Int64Array:
+    """Return the bytes that a group does not use of slabs of the sizes ``slabs``."""
+    if group.block:
+        return slabs % group.page
+    return np.array([slab - _num_slots(slab, group.page) * group.page for slab in slabs.tolist()], np.int64)
+
+
+def _num_slots(slab: int, slot: int) -> int:
+    """Return the largest number of slots of ``slot`` bytes or a little more that fill a slab."""
+    count = slab // slot
+    while slab % (count * SLOT_ALIGNMENT):
+        count -= 1
+    return count
+
+
 class ArenaAllocator:
-    """Hand out the pages of several groups of one arena. ``alloc`` takes the same number of pages of each group, ``free``
-    takes back any number of pages of each.
+    """Hand out the pages and slots of several groups of one arena. ``alloc`` takes the same number of pages of each paged
+    group, ``alloc_slots`` a number of slots of each state group, and ``free`` takes back any number of each.
 
     Pages come from the slab of their group that has the fewest free pages, so that other slabs become empty.
     """
@@ -68,6 +100,9 @@ class ArenaAllocator:
     def __init__(self, layout: ArenaLayout) -> None:
         self.layout = layout
         groups = range(len(layout.pages))
+        self._paged = layout.paged
+        self._is_paged = [group in self._paged for group in groups]
+        self._nothing = [0 for _ in groups]
         self._free_slabs = list(range(layout.num_slabs - 1, 0, -1))
         self._pages: list[dict[int, list[int]]] = [{} for _ in groups]  # by slab: the free pages of the group's slabs
         self._heaps: list[list[tuple[int, int]]] = [[] for _ in groups]  # (free pages, slab), partly out of date
@@ -78,24 +113,24 @@ class ArenaAllocator:
 
     @property
     def num_free(self) -> int:
-        """Return the number of pages of each group that ``alloc`` can take now."""
+        """Return the number of pages of each paged group that ``alloc`` can take now."""
         if self._columns is None:
-            self._columns = self.allocatable([0] * len(self._pages))
+            self._columns = self.allocatable(self._nothing)
         return self._columns
 
     @property
     def num_total(self) -> int:
-        """Return the number of pages of each group that the whole memory holds together."""
+        """Return the number of pages of each group that the whole memory holds together (see ``ArenaLayout.columns``)."""
         return self.layout.columns
 
     @property
     def max_page(self) -> int:
-        """Return a number that no page of the first group exceeds."""
-        return self.layout.num_slabs * self.layout.blocks[0]
+        """Return a number that no page or slot of any group exceeds."""
+        return self.layout.num_slabs * max(self.layout.blocks)
 
     @property
     def num_held(self) -> tuple[int, ...]:
-        """Return the number of pages of each group that are handed out."""
+        """Return the number of pages or slots of each group that are handed out."""
         return tuple(self._num_held)
 
     def used(self, evictable: Sequence[int]) -> int:
@@ -105,56 +140,73 @@ class ArenaAllocator:
         slabs = sum((held - more) / pages for held, more, pages in parts)
         return math.ceil(slabs * self.num_total / (self.layout.num_slabs - 1))
 
-    def allocatable(self, extra: Sequence[int]) -> int:
-        """Return the number of pages of each group that ``alloc`` could take at least if ``extra[g]`` pages of each group
-        were freed before. Whatever slabs these pages are in, it is not less."""
+    def allocatable(self, extra: Sequence[int], slots: int = 0) -> int:
+        """Return the number of pages of each paged group that could be taken at least, together with ``slots`` slots of each
+        state group, if ``extra[g]`` pages or slots of each group were freed before. Whatever slabs these are in, it is not
+        less. -1 means that there are too few slots; without paged groups the number is not limited."""
+        if self._slabs_needed(0, extra, slots) > len(self._free_slabs):
+            return -1
         low, high = 0, self.num_total + max(extra)
+        if not self._paged:
+            return UNLIMITED
         while low < high:
             middle = (low + high + 1) // 2
-            if self._slabs_needed(middle, extra) <= len(self._free_slabs):
+            if self._slabs_needed(middle, extra, slots) <= len(self._free_slabs):
                 low = middle
             else:
                 high = middle - 1
         return low
 
-    def may_suffice(self, count: int, extra: Sequence[int]) -> bool:
-        """Return False if ``alloc(count)`` cannot succeed even if ``extra[g]`` pages of each group are freed and the slabs
-        that become empty are as many as possible."""
+    def may_suffice(self, count: int, extra: Sequence[int], slots: int = 0) -> bool:
+        """Return False if ``count`` pages and ``slots`` slots cannot be taken even if ``extra[g]`` pages or slots of each group
+        are freed and the slabs that become empty are as many as possible."""
         own = self.layout.pages
         emptied = sum(more // pages for more, pages in zip(extra, own, strict=True))
-        return self._slabs_needed(count, extra) <= len(self._free_slabs) + emptied
+        return self._slabs_needed(count, extra, slots) <= len(self._free_slabs) + emptied
 
-    def shortage(self, count: int, extra: Sequence[int]) -> list[int]:
-        """Return how many pages of each group must be freed, at most ``extra[g]``, so that ``alloc(count)`` succeeds. There
-        must be enough (see ``allocatable``)."""
-        need = [0] * len(self._pages)
-        while (excess := self._slabs_needed(count, need) - len(self._free_slabs)) > 0:
-            left = [more - own for more, own in zip(extra, need, strict=True)]
-            group = max(range(len(need)), key=lambda g: left[g] / self.layout.pages[g])
+    def shortage(self, count: int, extra: Sequence[int], slots: int = 0) -> list[int]:
+        """Return how many pages or slots of each group must be freed, at most ``extra[g]``, so that ``count`` pages and
+        ``slots`` slots can be taken. There must be enough (see ``allocatable``)."""
+        need, sizes = [0] * len(self._pages), self.layout.pages
+        wanted = [count if paged else slots for paged in self._is_paged]
+        while (excess := self._slabs_needed(count, need, slots) - len(self._free_slabs)) > 0:
+            missing = [most - free - own for most, free, own in zip(wanted, self._num_free, need, strict=True)]
+            left = [more - own if lack > 0 else 0 for more, own, lack in zip(extra, need, missing, strict=True)]
+            group = max(range(len(need)), key=lambda g: left[g] / sizes[g])
             assert left[group] > 0, f"{excess} slabs are missing"
-            pages, missing = self.layout.pages[group], count - self._num_free[group] - need[group]
-            need[group] += min(left[group], (missing - 1) % pages + 1 if missing > 0 else left[group])
+            need[group] += min(left[group], (missing[group] - 1) % sizes[group] + 1)
         return need
 
-    def _slabs_needed(self, count: int, extra: Sequence[int]) -> int:
+    def _slabs_needed(self, count: int, extra: Sequence[int], slots: int = 0) -> int:
         return sum(
-            -(-max(0, count - free - more) // own)
-            for free, more, own in zip(self._num_free, extra, self.layout.pages, strict=True)
+            -(-max(0, (count if paged else slots) - free - more) // own)
+            for paged, free, more, own in zip(self._is_paged, self._num_free, extra, self.layout.pages, strict=True)
         )
 
     def alloc(self, n: int) -> IntArray | None:
-        """Take ``n`` pages of each group and return them as int32 ``[groups, n]``. Return None, and take nothing, if there
-        are not enough."""
-        if self._slabs_needed(n, [0] * len(self._pages)) > len(self._free_slabs):
+        """Take ``n`` pages of each paged group and return them as int32 ``[paged groups, n]``. Return None, and take nothing,
+        if there are not enough."""
+        if self._slabs_needed(n, self._nothing) > len(self._free_slabs):
             return None
         self._columns = None
-        return np.stack([self._take(group, n) for group in range(len(self._pages))])
+        taken = np.empty((len(self._paged), n), np.int32)
+        for row, group in enumerate(self._paged):
+            taken[row] = self._take(group, n)
+        return taken
+
+    def alloc_slots(self) -> IntArray | None:
+        """Take a slot of each state group and return them as int32 ``[state groups]``. Return None, and take nothing, if
+        there are not enough."""
+        if self._slabs_needed(0, self._nothing, 1) > len(self._free_slabs):
+            return None
+        self._columns = None
+        return np.concatenate([self._take(group, 1) for group in self.layout.states])
 
     def postpone(self, n: int) -> None:
-        """Hand out the slabs from which ``alloc(n)`` would take pages after all others. A caller that wants pages with large
-        numbers calls this while no page is handed out."""
+        """Hand out the slabs from which ``alloc(n)`` would take pages, and the slots of a request come, after all others. A
+        caller that wants large numbers calls this while nothing is handed out."""
         assert not any(self._num_held), "pages are handed out"
-        count = min(self._slabs_needed(n, [0] * len(self._pages)), len(self._free_slabs))
+        count = min(self._slabs_needed(n, self._nothing, 1), len(self._free_slabs))
         rest = len(self._free_slabs) - count
         self._free_slabs = self._free_slabs[rest:] + self._free_slabs[:rest]
 
@@ -194,8 +246,8 @@ class ArenaAllocator:
             heapq.heappush(self._heaps[group], (count, slab))
 
     def free(self, pages: IntArray | Sequence[IntArray]) -> None:
-        """Give back pages of each group, each of which must be held. Holes (page 0) are ignored. Asserts that no page is
-        freed twice."""
+        """Give back pages or slots of each group, each of which must be held. Holes (page 0) are ignored. Asserts that nothing
+        is freed twice."""
         assert len(pages) == len(self._pages), f"{len(pages)} groups of pages given back, not {len(self._pages)}"
         self._columns = None
         for group, own in enumerate(pages):
