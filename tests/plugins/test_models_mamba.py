@@ -99,6 +99,24 @@ class TestGraniteHybrid(StateSuite):
     }
 
 
+class TestBamba(StateSuite):
+    name = "bamba"
+    model_type = "bamba"
+    small: ClassVar[Mapping[str, Any]] = HYBRID | {"attn_layer_indices": [1]}
+    configs: ClassVar[Mapping[str, Any]] = {
+        "mixer last": {},
+        "attention last, biases": {
+            "attn_layer_indices": [0, 2],
+            "attention_bias": True,
+            "mlp_bias": True,
+            "mamba_proj_bias": True,
+            "mamba_conv_bias": False,
+            "mamba_n_groups": 1,
+            "tie_word_embeddings": True,
+        },
+    }
+
+
 class TestFalconH1(StateSuite):
     name = "falcon_h1"
     model_type = "falcon_h1"
@@ -215,6 +233,8 @@ class TestNemotronH(StateSuite):
         ("mamba2", {"hidden_act": "gelu"}, "hidden_act"),
         ("granite_hybrid", {"mamba_d_head": 7}, "mamba_d_head"),
         ("granite_hybrid", {"layer_types": ["linear_attention", "sliding", "full_attention"]}, "layer_types"),
+        ("bamba", {"attn_layer_indices": [3]}, "attn_layer_indices"),
+        ("bamba", {"attn_rotary_emb": 6}, "attn_rotary_emb is 6; implemented: 4"),
         ("falcon_h1", {"ssm_multipliers": [1.0, 2.0]}, "ssm_multipliers"),
         ("falcon_h1", {"attention_bias": True, "attention_in_multiplier": 2.0}, "attention_in_multiplier"),
         ("jamba", {"attn_layer_offset": 9, "attn_layer_period": 8}, "attn_layer_offset"),

@@ -277,6 +277,12 @@ class GraniteHybridConfig(PluginConfig):
     kind: Literal["granite_hybrid"] = "granite_hybrid"  # pyright: ignore[reportIncompatibleVariableOverride]
 
 
+class BambaConfig(PluginConfig):
+    """Select the Bamba architecture."""
+
+    kind: Literal["bamba"] = "bamba"  # pyright: ignore[reportIncompatibleVariableOverride]
+
+
 class FalconH1Config(PluginConfig):
     """Select the Falcon-H1 architecture."""
 

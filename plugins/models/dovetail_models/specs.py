@@ -389,6 +389,14 @@ MODELS = (
         "Granite 4: Mamba-2 mixers and some layers with attention, with experts or without.",
     ),
     _spec(
+        "bamba",
+        "BambaForCausalLM",
+        "bamba:BambaModel",
+        "bamba_describe",
+        "BambaConfig",
+        "Bamba: Mamba-2 mixers and some layers with attention.",
+    ),
+    _spec(
         "falcon_h1",
         "FalconH1ForCausalLM",
         "falcon_h1:FalconH1Model",
