@@ -182,6 +182,38 @@ def save_ernie(directory: Path, **changes: Any) -> Any:
     return model
 
 
+def save_qwen3_next(directory: Path, **changes: Any) -> Any:
+    """Save a model as Qwen3-Next is stored, or with ``num_experts`` 0 as Qwen3.5. Return a model that has the layer that
+    predicts a further token as its last one. All layers attend, unless ``layer_types`` are given."""
+    from transformers import Qwen3_5ForCausalLM, Qwen3_5TextConfig, Qwen3NextConfig, Qwen3NextForCausalLM
+
+    left_out = ("n_routed_experts", "n_shared_experts", "first_k_dense_replace", "n_group", "topk_group")
+    settings = {key: value for key, value in GLM.items() if key not in (*left_out, "routed_scaling_factor")}
+    types = changes.pop("layer_types", ["full_attention"] * GLM_LAYERS)
+    settings |= {"num_experts": 6, "shared_expert_intermediate_size": 24, "attention_bias": False}
+    settings |= {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8}
+    settings |= {"linear_value_head_dim": 12, "layer_types": [*types, "full_attention"], **changes}
+    settings |= {"num_hidden_layers": GLM_LAYERS + 1}
+    torch.manual_seed(4)
+    if settings["num_experts"]:
+        model = Qwen3NextForCausalLM(Qwen3NextConfig(**settings)).eval()
+    else:
+        model = Qwen3_5ForCausalLM(Qwen3_5TextConfig(**settings)).eval()
+    _vary(model)
+    model.save_pretrained(directory)
+    layer, hidden = f"model.layers.{GLM_LAYERS}.", settings["hidden_size"]
+    saved = load_file(directory / "model.safetensors")
+    tensors = {name.replace(layer, "mtp.layers.0."): tensor for name, tensor in saved.items()}
+    for name in ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm"):
+        tensors[f"mtp.{name}.weight"] = 0.3 * torch.randn(hidden)
+    tensors["mtp.fc.weight"] = 0.2 * torch.randn(hidden, 2 * hidden)
+    save_file(tensors, directory / "model.safetensors")
+    file = directory / "config.json"
+    config = json.loads(file.read_text()) | {"num_hidden_layers": GLM_LAYERS, "layer_types": list(types)}
+    file.write_text(json.dumps(config | ({} if settings["num_experts"] else {"mtp_num_hidden_layers": 1})))
+    return model
+
+
 def _vary(model: Any) -> None:
     """Change what all models have alike: norms are all 1 as they come, biases and corrections 0."""
     with torch.no_grad():

@@ -244,7 +244,7 @@ LAYER = f"model.layers.{LAYERS}"
         ),
         (
             {f"{LAYER}.self_attn.q_proj.weight": torch.zeros(96, HIDDEN)},
-            "a gate on its attention, which is not implemented",
+            "a gate on its attention, unlike the target's layers, which is not implemented",
         ),
         ({f"{LAYER}.self_attn.k_proj.weight": None}, r"lacks model\.layers\.3\.self_attn\.k_proj\.weight"),
         (

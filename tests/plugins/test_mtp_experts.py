@@ -1,4 +1,4 @@
-"""Compare the layers of GLM-4.5 and DeepSeek-V3 that predict further tokens, which have experts, with layers of
+"""Compare the layers of GLM-4.5, DeepSeek-V3, ERNIE 4.5, Qwen3-Next and Qwen3.5 that predict further tokens with layers of
 transformers.
 
 Run: python -m pytest tests/plugins/test_mtp_experts.py
@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 sys.path.insert(0, str(Path(__file__).parents[1] / "e2e"))
 
 import mtp_dflash_checkpoints as checkpoints
-from plain_drafters import PlainTensors, check_best, drafts_of, make_llm
+from plain_drafters import PlainTensors, check_best, drafts_of, make_llm, norm
 
 from dovetail import LLM, SamplingParams
 from dovetail.layers.latent import LatentAttention
@@ -74,6 +74,23 @@ class PlainErnie(PlainLayer):
         return out
 
 
+class PlainQwen(PlainLayer):
+    """Norms multiply by one plus their weight."""
+
+    def norm(self, x: torch.Tensor, name: str) -> torch.Tensor:
+        return norm(x, 1 + self.tensors[f"{name}.weight"])
+
+    def entered(self, embedded: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
+        halves = [self.norm(embedded, "mtp.pre_fc_norm_embedding"), self.norm(hidden, "mtp.pre_fc_norm_hidden")]
+        return self.project(torch.cat(halves, -1), "mtp.fc")
+
+    def left(self, out: torch.Tensor) -> torch.Tensor:
+        return self.norm(out, "mtp.norm")
+
+
+PLAIN = {checkpoints.save_ernie: PlainErnie, checkpoints.save_qwen3_next: PlainQwen}
+
+
 @pytest.mark.parametrize(
     ("save", "changes"),
     [
@@ -82,15 +99,17 @@ class PlainErnie(PlainLayer):
         (checkpoints.save_deepseek, {}),
         (checkpoints.save_glm_lite, {}),
         (checkpoints.save_ernie, {}),
+        (checkpoints.save_qwen3_next, {}),
+        (checkpoints.save_qwen3_next, {"num_experts": 0}),
     ],
-    ids=["GLM, biases", "GLM, norms of heads", "DeepSeek", "GLM-4.7-Flash", "ERNIE"],
+    ids=["GLM, biases", "GLM, norms of heads", "DeepSeek", "GLM-4.7-Flash", "ERNIE", "Qwen3-Next", "Qwen3.5"],
 )
 def test_drafts_are_those_of_the_layer_of_transformers(
     save: Callable[..., Any], changes: dict[str, Any], tmp_path: Path
 ) -> None:
     model = save(tmp_path, **changes)
     llm = make_llm(tmp_path, {"kind": "mtp", "num_draft_tokens": 3})
-    plain = PlainErnie if save is checkpoints.save_ernie else PlainLayer
+    plain = PLAIN.get(save, PlainLayer)
     check_best(drafts_of(llm, VOCAB, 29, 23), plain(tmp_path, model).logits)
     assert llm.loop.stats().drafted_tokens > 0
     llm.close()
@@ -125,6 +144,7 @@ def test_a_layer_that_is_stored_in_fp8_drafts_with_the_weights_that_the_codes_st
         pytest.param(checkpoints.save_glm, "ep", marks=pytest.mark.full),
         pytest.param(checkpoints.save_deepseek, "tp", marks=pytest.mark.full),
         (checkpoints.save_deepseek, "ep"),
+        pytest.param(checkpoints.save_qwen3_next, "tp", marks=pytest.mark.full),
     ],
 )
 def test_two_ranks_draft_the_same(save: Callable[..., Any], experts: str, tmp_path: Path) -> None:
@@ -176,7 +196,7 @@ def test_every_draft_is_accepted_of_a_layer_that_agrees_with_its_target(tmp_path
     llm.close()
 
 
-@pytest.mark.parametrize("save", [checkpoints.save_glm, checkpoints.save_deepseek])
+@pytest.mark.parametrize("save", [checkpoints.save_glm, checkpoints.save_deepseek, checkpoints.save_qwen3_next])
 def test_dummy_weights_make_the_layers_of_the_config(save: Callable[..., Any], tmp_path: Path) -> None:
     save(tmp_path)
     (tmp_path / "model.safetensors").unlink()

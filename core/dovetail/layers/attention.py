@@ -97,7 +97,7 @@ class SelfAttention(Layer):
         self.counts = HeadCounts(heads, kv_heads)
         self._heads = (heads + 2 * kv_heads, head_dim)
         self._out_width = heads * head_dim
-        self._gated = shape.gated
+        self.gated = shape.gated
 
     def set_place(self, group: int, layer_id: int) -> None:
         """Set the cache group that contains the layer, and the layer's index in the group's pool."""
@@ -124,7 +124,7 @@ class SelfAttention(Layer):
         """Return where the checkpoint's projection of queries goes, and with ``gated`` their gates. ``parameter`` is the
         full name of the weight or bias of ``qkv`` in the model."""
         query = self.qkv.target(parameter, "q")
-        if not self._gated:
+        if not self.gated:
             return query
         found = (query, self.qkv.target(parameter, "gate"))
         return [each._replace(shares=tuple(_doubled(share) for share in each.shares)) for each in found]
@@ -134,7 +134,7 @@ class SelfAttention(Layer):
         tokens = x.shape[0]
         heads, head_dim = self._heads
         projected, gate = self.qkv.forward(x), None
-        if self._gated:
+        if self.gated:
             projected, gate = projected.split((heads * head_dim, self._out_width), 1)
         qkv = projected.view(tokens, heads, head_dim)
         constants, group = self.constants, self.group

@@ -96,6 +96,7 @@ def describe_qwen3_next(config: dict[str, Any]) -> ModelInfo:
     """Describe a checkpoint of Qwen3-Next. Raises ``ConfigError``."""
     architecture = "Qwen3NextForCausalLM"
     refuse_unread(config, _READ | {"decoder_sparse_step", "mlp_only_layers", "norm_topk_prob"}, architecture)
+    config = {"num_nextn_predict_layers": 1, **config}  # published checkpoints have one layer and do not say so
     rule = qwen_rule({"norm_topk_prob": True, **config}, 512, 10)
     return _info(config, architecture, _experts(config, rule), sparse_by_step(config), by_head=True)
 
@@ -178,4 +179,4 @@ def _info(
         by_head=by_head,
         multimodal=multimodal,
     )
-    return with_states(moe_info(config, architecture, sizes, rope.context_len, own))
+    return with_states(moe_info(config, architecture, sizes, rope.context_len, own, predicts=True))

@@ -23,6 +23,7 @@ from dovetail.layers.attention import AttentionShape, SelfAttention
 from dovetail.layers.decoder import DecoderShape
 from dovetail.layers.experts import Experts
 from dovetail.layers.latent import LatentAttention, LatentShape
+from dovetail.layers.norm import RMSNorm
 from dovetail.layers.rope import RopeConfig, read_rope
 from dovetail_speculative.checkpoints import Shapes, read_tensor, tensor_shapes
 
@@ -77,8 +78,7 @@ DEEPSEEK = Layout(
 )
 """The layout of DeepSeek-V3 (arXiv 2412.19437, section 2.2)."""
 QWEN = Layout("mtp.layers.{index}", "mtp", "pre_fc_norm_embedding", "pre_fc_norm_hidden", "fc", "norm")
-"""The layout of Qwen3-Next and later models. The norms are those of the target's family. Qwen3-Next stores its norm
-weights minus one, which is not implemented."""
+"""The layout of Qwen3-Next and later models. The norms are those of the target's family."""
 MIMO = Layout(
     "model.mtp_layers.{index}",
     "model.mtp_layers.{index}",
@@ -124,7 +124,7 @@ class MtpShape:
     ``first`` is the number of the target's layers, from which {behind} counts. ``rope.context_len`` is the longest
     context. With ``own_embedding`` or ``own_head``, the layers do not use the target's. ``experts`` are those of each layer,
     or None if the layers have a gated MLP. With ``plain_projection``, the projection around the layers is not quantized,
-    whatever the layers are.
+    whatever the layers are. For ``plus_one`` see ``RMSNorm``.
     """
 
     layout: Layout
@@ -136,6 +136,7 @@ class MtpShape:
     own_head: bool = False
     experts: ExpertsShape | None = None
     plain_projection: bool = True
+    plus_one: bool = False
 
     @property
     def watch(self) -> int:
@@ -153,13 +154,16 @@ class MtpShape:
 
 class TargetLayer(NamedTuple):
     """Describe what a layer for further tokens has in common with the layers of its target, and what the shapes of its
-    tensors do not tell: the ``experts`` of the target's layers, or None, the ``order`` of the elements of its heads (see
-    ``AttentionShape``), and its ``latent`` attention, or None, with the ``scale`` of attention logits."""
+    tensors do not tell: the ``experts`` of the target's layers, or None, the ``order`` of the elements of its heads and
+    ``gated`` (see ``AttentionShape``), ``plus_one`` of its norms (see ``RMSNorm``), and its ``latent`` attention, or None, with the
+    ``scale`` of attention logits."""
 
     experts: ExpertsShape | None = None
     order: SplitHalves | None = None
     latent: LatentShape | None = None
     scale: float | None = None
+    gated: bool = False
+    plus_one: bool = False
 
 
 def target_layer(target: nn.Module) -> TargetLayer:
@@ -169,9 +173,11 @@ def target_layer(target: nn.Module) -> TargetLayer:
         if isinstance(module, Experts):
             found = found._replace(experts=module.shape)
         elif isinstance(module, SelfAttention):
-            found = found._replace(order=module.order)
+            found = found._replace(order=module.order, gated=module.gated)
         elif isinstance(module, LatentAttention):
             found = found._replace(latent=module.shape, scale=module.constants.scale)
+        elif isinstance(module, RMSNorm) and module.plus_one:
+            found = found._replace(plus_one=True)
     return found
 
 
@@ -184,6 +190,7 @@ def describe_mtp(
     Without a directory (for random weights), the layers are those that ``config`` (config.json) describes, in
     DeepSeek-V3's layout. Raises ``ConfigError`` if there are no such layers or if they are not implemented.
     """
+    config = _text_settings(config)
     shapes = _described_shapes(config, target, like) if directory is None else tensor_shapes(directory)
     layout = _layout(shapes, target.num_layers, like)
     attention = like.latent or _attention(layout, shapes, config, target, like)
@@ -203,6 +210,7 @@ def describe_mtp(
     projection = f"{layout.entry.format(index=0, behind=target.num_layers)}.{layout.projection}"
     plain = not any(name.startswith(f"{projection}.weight_scale") for name in shapes)
     shape = MtpShape(layout, decoder, rope, 0, target.num_layers, experts=experts, plain_projection=plain)
+    shape = replace(shape, plus_one=like.plus_one)
     count = 0
     while f"{shape.layer(count)}.input_layernorm.weight" in shapes:
         count += 1
@@ -226,6 +234,17 @@ def describe_mtp(
         expert_sizes=None if experts is None else target.expert_sizes,
         config=shape,
     )
+
+
+def _text_settings(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings of the text model, without those that divide its rotation among time, height and width: the three are the
+    same for every token of a text."""
+    text = config.get("text_config")
+    given = {**config, **text} if isinstance(text, Mapping) else dict(config)
+    rope = given.get("rope_parameters")
+    if isinstance(rope, Mapping):
+        given["rope_parameters"] = {key: value for key, value in rope.items() if not key.startswith("mrope_")}
+    return given
 
 
 def _cache_group(attention: AttentionShape | LatentShape, layers: int) -> CacheGroup:
@@ -287,8 +306,8 @@ def _refuse_missing(layer: str, shapes: Shapes, like: TargetLayer) -> None:
     with_experts = f"{layer}.{ROUTER}" in shapes
     if with_experts and like.experts is None:
         found.append("a mixture of experts, unlike the target's layers")
-    if like.latent is None and q is not None and out is not None and q[0] == 2 * out[1]:
-        found.append("a gate on its attention")
+    if like.latent is None and q is not None and out is not None and not like.gated and q[0] == 2 * out[1]:
+        found.append("a gate on its attention, unlike the target's layers")
     if found:
         raise ConfigError(
             f"speculative is 'mtp', but the layer that predicts further tokens ({layer}) has {found[0]}, which is not implemented; "
@@ -314,13 +333,15 @@ def _attention(
     head_dim = target.head_dim if normed is None else normed[0]
     return AttentionShape(
         hidden_size=target.hidden_size,
-        num_heads=shapes[f"{layer}.q_proj.weight"][0] // head_dim,
+        num_heads=shapes[f"{layer}.o_proj.weight"][1] // head_dim,
         num_kv_heads=shapes[f"{layer}.k_proj.weight"][0] // head_dim,
         head_dim=head_dim,
         qkv_bias=f"{layer}.q_proj.bias" in shapes,
         out_bias=f"{layer}.o_proj.bias" in shapes,
         qk_norm_eps=None if normed is None else _norm_eps(config),
         order=like.order,
+        norm_plus_one=like.plus_one,
+        gated=like.gated,
     )
 
 
@@ -333,7 +354,7 @@ def _described_shapes(config: Mapping[str, Any], target: ModelInfo, like: Target
         "eh_proj": (hidden, 2 * hidden),
     }
     if like.latent is None:
-        own |= {"self_attn.q_proj": (queries, hidden), "self_attn.k_proj": (keys, hidden)}
+        own |= {"self_attn.q_proj": (queries * (1 + like.gated), hidden), "self_attn.k_proj": (keys, hidden)}
     else:
         own["self_attn.kv_b_proj"] = (queries, like.latent.kv_lora_rank)
     if like.experts is None:

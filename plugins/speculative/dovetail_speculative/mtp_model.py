@@ -29,16 +29,15 @@ class MtpInput(Layer):
     """Compute the input of a decoder layer from an embedding and a hidden state, and hold the norm of the layer's
     output, if it has one."""
 
-    def __init__(
-        self, hidden_size: int, eps: float, *, hidden_first: bool, plain_projection: bool, final_norm: bool
-    ) -> None:
+    def __init__(self, hidden_size: int, shape: MtpShape) -> None:
         super().__init__()
-        self.embed_norm = RMSNorm(hidden_size, eps)
-        self.hidden_norm = RMSNorm(hidden_size, eps)
+        layout, eps, plus_one = shape.layout, shape.decoder.norm_eps, shape.plus_one
+        self.embed_norm = RMSNorm(hidden_size, eps, plus_one=plus_one)
+        self.hidden_norm = RMSNorm(hidden_size, eps, plus_one=plus_one)
         self.projection = Linear(2 * hidden_size, hidden_size)
-        self.projection.precise = plain_projection
-        self.final_norm = RMSNorm(hidden_size, eps) if final_norm else None
-        self._hidden_first = hidden_first
+        self.projection.precise = shape.plain_projection
+        self.final_norm = None if layout.final_norm is None else RMSNorm(hidden_size, eps, plus_one=plus_one)
+        self._hidden_first = layout.hidden_first
 
     def forward(self, embedding: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
         """Return the input ``[tokens, hidden_size]`` of the decoder layer. Both arguments have the same shape; mutates
@@ -53,24 +52,10 @@ class MtpModel(Layer, ModelArchitecture):
     def __init__(self, info: ModelInfo, mesh: Mesh, target: ModelArchitecture) -> None:
         super().__init__()
         shape: MtpShape = info.config
-        layout, eps, count = shape.layout, shape.decoder.norm_eps, 1 if shape.layout.shares_entry else info.num_layers
+        count = 1 if shape.layout.shares_entry else info.num_layers
         self.info = info
-        self.entries = nn.ModuleList(
-            MtpInput(
-                info.hidden_size,
-                eps,
-                hidden_first=layout.hidden_first,
-                plain_projection=shape.plain_projection,
-                final_norm=layout.final_norm is not None,
-            )
-            for _ in range(count)
-        )
-        self.layers = nn.ModuleList(
-            DecoderLayer(
-                shape.decoder, index, mesh, mlp=None if shape.experts is None else Experts(shape.experts, mesh)
-            )
-            for index in range(info.num_layers)
-        )
+        self.entries = nn.ModuleList(MtpInput(info.hidden_size, shape) for _ in range(count))
+        self.layers = nn.ModuleList(_decoder_layer(shape, index, mesh) for index in range(info.num_layers))
         self.rotary = Rotary(shape.rope)
         self._entries: tuple[MtpInput, ...] = tuple(self.entries)  # pyright: ignore[reportAttributeAccessIssue]
         self._layers: tuple[DecoderLayer, ...] = tuple(self.layers)  # pyright: ignore[reportAttributeAccessIssue]
@@ -111,18 +96,14 @@ class MtpModel(Layer, ModelArchitecture):
         """See ``ModelArchitecture.weights_map``."""
         shape: MtpShape = self.info.config
         layout = shape.layout
-        names = {
-            layout.embed_norm: "embed_norm",
-            layout.hidden_norm: "hidden_norm",
-            layout.projection: "projection",
-            layout.final_norm: "final_norm",
-        }
-        targets: dict[str, WeightTarget | list[WeightTarget]] = {
-            f"{shape.entry(index)}.{theirs}.weight": WeightTarget(f"entries.{index}.{ours}.weight")
-            for index in range(len(self._entries))
-            for theirs, ours in names.items()
-            if theirs is not None
-        }
+        targets: dict[str, WeightTarget | list[WeightTarget]] = {}
+        for index, entry in enumerate(self._entries):
+            theirs, ours = shape.entry(index), f"entries.{index}"
+            targets.update(linear_targets(entry.projection, f"{theirs}.{layout.projection}", f"{ours}.projection"))
+            targets.update(entry.embed_norm.targets(f"{theirs}.{layout.embed_norm}", f"{ours}.embed_norm"))
+            targets.update(entry.hidden_norm.targets(f"{theirs}.{layout.hidden_norm}", f"{ours}.hidden_norm"))
+            if entry.final_norm is not None:
+                targets.update(entry.final_norm.targets(f"{theirs}.{layout.final_norm}", f"{ours}.final_norm"))
         for index, layer in enumerate(self._layers):
             targets.update(decoder_targets(layer, shape.layer(index), f"layers.{index}"))
             if isinstance(layer.mlp, Experts):
@@ -144,11 +125,24 @@ class MtpModel(Layer, ModelArchitecture):
         yield rf"({own})({left})"
 
 
+def _decoder_layer(shape: MtpShape, index: int, mesh: Mesh) -> DecoderLayer:
+    experts = None if shape.experts is None else Experts(shape.experts, mesh)
+    layer = DecoderLayer(shape.decoder, index, mesh, mlp=experts)
+    if shape.plus_one:
+        hidden, eps = shape.decoder.attention.hidden_size, shape.decoder.norm_eps
+        layer.attn_norm, layer.mlp_norm = (RMSNorm(hidden, eps, plus_one=True) for _ in range(2))
+    return layer
+
+
 def _experts_targets(layer: Experts, theirs: str, ours: str) -> ExpertTargets:
-    """Yield the targets of a layer of experts, with the names of DeepSeek-V3 and GLM-4.5."""
+    """Yield the targets of a layer of experts, with the names of DeepSeek-V3 and GLM-4.5, or, if its shared expert has a gate,
+    those of Qwen."""
     yield from expert_targets(layer, f"{theirs}.experts", ours)
     yield from linear_targets(layer.router.gate, f"{theirs}.gate", f"{ours}.router.gate")
     if layer.router.correction is not None:
         yield f"{theirs}.gate.e_score_correction_bias", WeightTarget(f"{ours}.router.correction")
     if layer.shared is not None:
-        yield from mlp_targets(layer.shared, f"{theirs}.shared_experts", f"{ours}.shared")
+        shared = "shared_experts" if layer.shared_gate is None else "shared_expert"
+        yield from mlp_targets(layer.shared, f"{theirs}.{shared}", f"{ours}.shared")
+    if layer.shared_gate is not None:
+        yield from linear_targets(layer.shared_gate, f"{theirs}.shared_expert_gate", f"{ours}.shared_gate")
