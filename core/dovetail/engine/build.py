@@ -74,6 +74,7 @@ def allocate(model: ModelArchitecture, quantization: Quantization, device: torch
     quantized."""
     modules: dict[str, list[tuple[int, int, str]]] = {}  # of each layer: start, rows and name of the modules it holds
     experts: dict[str, dict[str, None]] = {}  # of each layer of experts: the tensors it holds, in order
+    whole: dict[str, int] = {}  # the inputs of layers of which ranks have shares
     tensors = model.weights_map()
     quantization.check_modules([name.removesuffix(".weight") for name in tensors])
     for name, entry in tensors.items():
@@ -82,13 +83,16 @@ def allocate(model: ModelArchitecture, quantization: Quantization, device: torch
             if field == "weight" and name.endswith(".weight"):
                 place = (target.start or 0, target.size or -1, name.removesuffix(".weight"))
                 modules.setdefault(layer, []).append(place)
+                divided = [share.whole for share in target.shares if share.dim == 1]
+                if divided and (target.transform is None or target.transform.orders_rows):
+                    whole[layer] = divided[0]
             elif field in EXPERT_WEIGHTS:
                 experts.setdefault(layer, {})[name.removesuffix(".weight")] = None
     for name, layer in as_module(model).named_modules():
         if isinstance(layer, Linear):
             held, (outputs, inputs) = sorted(modules.get(name, ())), layer.weight.shape
             rows = tuple(outputs if size < 0 else size for _, size, _ in held)
-            shape = LinearShape(tuple(theirs for *_, theirs in held), rows, inputs, layer.precise)
+            shape = LinearShape(tuple(theirs for *_, theirs in held), rows, inputs, layer.precise, whole.get(name))
             layer.allocate(quantization.method(shape) if held else None, device, dtype)
         elif isinstance(layer, Experts):
             names, (_, size) = tuple(experts.get(name, ())), layer.down.shape
@@ -184,6 +188,10 @@ class WeightFiller:
         for target, place in found:
             _check_shape(name, shape, target, place)
             transform = target.transform
+            if transform is not None and transform.reads:
+                if dtype not in transform.reads:
+                    raise WeightsError(f"tensor {name} is {dtype}; supported: {', '.join(map(str, transform.reads))}")
+                continue
             converts = place.dtype in FLOATS or (transform is not None and not transform.keeps_dtype)
             if dtype != place.dtype and not (dtype in FLOATS and converts):
                 allowed = FLOATS if converts else (place.dtype,)
@@ -191,13 +199,21 @@ class WeightFiller:
         return found
 
     def finish(self) -> None:
-        """Check that no tensor is missing, and prepare the layers. Raises ``WeightsError``."""
+        """Check that no tensor is missing, fill the rows of those that may be, and prepare the layers. Raises
+        ``WeightsError``."""
         self.check_present(self.used)
+        for target in (one for name, found in self.targets.items() if name not in self.used for one in found):
+            assert target.default is not None
+            self.place(target).fill_(target.default)
         prepare_layers(as_module(self.model))
 
     def check_present(self, names: Container[str]) -> None:
         """Raise ``WeightsError`` unless ``names`` has every tensor that the model needs."""
-        missing = [name for name in self.targets if name not in names and self.targets[name]]
+        missing = [
+            name
+            for name, targets in self.targets.items()
+            if name not in names and any(target.default is None for target in targets)
+        ]
         if missing:
             shown = ", ".join(missing[:8]) + (f" and {len(missing) - 8} more" if len(missing) > 8 else "")
             raise WeightsError(f"the checkpoint lacks {len(missing)} tensors that the model needs: {shown}")

@@ -82,6 +82,12 @@ class WeightTransform(ABC):
         transform."""
         return False
 
+    @property
+    def reads(self) -> tuple[torch.dtype, ...]:
+        """Return the dtypes of the tensors that ``apply`` accepts. The loader refuses others; if there are none, it accepts
+        floating-point numbers, or the parameter's dtype."""
+        return ()
+
     @abstractmethod
     def source_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """Return the shape of the tensor of which ``apply`` makes one of ``shape``."""
@@ -102,7 +108,8 @@ class WeightTarget(NamedTuple):
     Only the part of the tensor that ``shares`` describe is read, at most one share for each dimension. ``transform``
     changes what is read; without it, it must have the shape of the rows that it fills. ``check`` receives these rows once they
     are filled from a checkpoint, and returns what is wrong with them ("has scales that are NaN"), which is then refused, or
-    None. Layers return their targets (``Linear.target``), so that models need not compute shares.
+    None. Checkpoints may lack a tensor whose targets all have a ``default``: it fills their rows instead. Layers return their
+    targets (``Linear.target``), so that models need not compute shares.
     """
 
     parameter: str
@@ -111,6 +118,7 @@ class WeightTarget(NamedTuple):
     shares: tuple[TensorShare, ...] = ()
     transform: WeightTransform | None = None
     check: WeightCheck | None = None
+    default: float | None = None
 
 
 class ModelArchitecture(ABC):

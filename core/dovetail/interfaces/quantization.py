@@ -42,13 +42,15 @@ class LinearShape:
 
     ``names`` are the modules of the checkpoint whose weights it holds, such as ``model.layers.0.self_attn.q_proj``, in
     the order of their rows. ``rows`` are their numbers of rows. Layers that are ``precise`` are not quantized while an
-    unquantized checkpoint is loaded, because small errors in them matter: the head, and routers.
+    unquantized checkpoint is loaded, because small errors in them matter: the head, and routers. ``whole_inputs`` is the
+    number of inputs that all ranks together have, if they divide them.
     """
 
     names: tuple[str, ...]
     rows: tuple[int, ...]
     in_features: int
     precise: bool = False
+    whole_inputs: int | None = None
 
     @property
     def out_features(self) -> int:

@@ -27,3 +27,27 @@ class Mxfp4Config(PluginConfig):
         default=(),
         description="Regular expressions of experts of an unquantized checkpoint that are not quantized, such as `model\\.layers\\.0\\..*`. Other layers are never quantized.",
     )
+
+
+class IntegerConfig(PluginConfig):
+    """Store weights as integers of 4 or 8 bits with a scale for each group of columns, or for each row."""
+
+    kind: Literal["integer"] = "integer"  # pyright: ignore[reportIncompatibleVariableOverride]
+    bits: Literal[4, 8] = Field(
+        default=4, description="Bits of a weight of an unquantized checkpoint, which is rounded while it is loaded."
+    )
+    group_size: int | None = Field(
+        default=128,
+        ge=32,
+        le=16384,
+        multiple_of=32,
+        description="Columns of a weight of an unquantized checkpoint that have one scale; null: a scale for each row.",
+    )
+    activations: Literal["model", "int8"] = Field(
+        default="model",
+        description="`int8` also quantizes activations of an unquantized checkpoint, with a scale for each token (W8A8); it needs `bits: 8` and `group_size: null`.",
+    )
+    ignore: tuple[str, ...] = Field(
+        default=(),
+        description="Regular expressions of modules of an unquantized checkpoint that are not quantized, such as `model\\.layers\\.0\\..*`. The head and routers are never quantized.",
+    )

@@ -34,8 +34,18 @@ MXFP4 = ComponentSpec(
     constraints=Constraints(min_compute_capability=(8, 0)),
 )
 
+INTEGER = ComponentSpec(
+    kind=ComponentKind.QUANTIZATION,
+    name="integer",
+    target="dovetail_quantization.integer:Integer",
+    config="dovetail_quantization.config:IntegerConfig",
+    describe="dovetail_quantization.integer_formats:describe",
+    summary="Integer weights of 4 or 8 bits from AWQ, GPTQ and compressed-tensors checkpoints, or rounded while loading.",
+    api=(1, 1),
+)
+
 
 @hookimpl
 def register_components() -> Sequence[ComponentSpec]:
-    """Return the specs of ``fp8`` and ``mxfp4``."""
-    return (FP8, MXFP4)
+    """Return the specs of ``fp8``, ``mxfp4`` and ``integer``."""
+    return (FP8, MXFP4, INTEGER)
