@@ -140,7 +140,10 @@ def can_run(runner, graphs, batch):
 
 
 def make_batch(engine, prefix, counts, trees=None, num_extend=0, seed=0):
-    """Return rows of random slots and tokens; the pages of their last tokens are new to the engine."""
+    """Return rows of random slots and tokens; the pages of their last tokens are new to the engine, whose pool is filled."""
+    pool = pools_of(engine.pool)[0]
+    for layer in range(engine.info.cache_groups[0].num_layers):
+        pool.keys(layer).normal_(), pool.values(layer).normal_()
     rng, rows = np.random.default_rng(seed), len(prefix)
     vocab, inputs = engine.info.vocab_size, engine.inputs
     slots = rng.permutation(np.arange(1, ROWS + 1))[:rows].astype(np.int32)
@@ -152,7 +155,6 @@ def make_batch(engine, prefix, counts, trees=None, num_extend=0, seed=0):
     columns = (prefix + counts - 1) // PAGE
     updates = PageUpdates(slots, columns.astype(np.int32), pages[np.arange(rows), columns][None], next(versions))
     inputs.last_token[:] = torch.from_numpy(rng.integers(0, vocab, len(inputs.last_token)))
-    engine.pool.k.normal_(), engine.pool.v.normal_()
     texts = [rng.integers(0, vocab, p + c + 1).astype(np.int32) for p, c in zip(prefix, counts, strict=True)]
     params = SamplingParams(temperature=0)
     reqs = [AdmittedRequest(int(slots[i]), i, params, 0, len(text), text, len(text)) for i, text in enumerate(texts)]
@@ -367,14 +369,15 @@ def windowed(tmp_path_factory):
         architectures=["Gemma3ForCausalLM"],
     ).save_pretrained(directory)
     memory, model = {"num_pages": 96, "page_size": PAGE}, {"dtype": "float32", "load_format": "dummy"}
-    engine = LLM(str(directory), device="cpu", model=model, grammar="none", memory=memory).loop.executor.rank.engine
+    loop = LLM(str(directory), device="cpu", model=model, grammar="none", memory=memory).loop
+    engine, pages = loop.executor.rank.engine, loop.scheduler.ledger.allocator.alloc(48)
     for parameter in engine.model.parameters():
         parameter.normal_(std=0.3)
     inputs = engine.inputs
     inputs.all_pages = inputs.all_pages.clone()
     inputs.pages, *inputs.other_pages = inputs.all_pages.unbind(0)
     inputs._flat_pages = inputs.all_pages.view(-1)
-    return engine
+    return engine, np.concatenate((np.zeros((2, 1), np.int32), pages), 1)
 
 
 @pytest.mark.parametrize(
@@ -384,43 +387,43 @@ def windowed(tmp_path_factory):
 def test_captured_steps_of_models_with_several_cache_groups(windowed, monkeypatch, name, kind):
     """They read each group's own pages, of which they hear by the updates."""
     stand_in(monkeypatch)
-    engine, (prefix, counts, trees, num_extend) = windowed, STEPS[name]
-    inputs, pools = engine.inputs, pools_of(engine.pool)
-    assert len(pools) == 2
+    (engine, pages), (prefix, counts, trees, num_extend) = windowed, STEPS[name]
+    inputs, (first, _) = engine.inputs, pools_of(engine.pool)
+    memory = first.keys(0)._base
     runners = built(engine)
     (runner, graphs), (eager, _) = runners[kind], runners["eager"]
     rng = np.random.default_rng(0)
     for seed in range(2):
-        batch = grouped_batch(engine, prefix, counts, trees, num_extend, seed)
+        batch = grouped_batch(engine, pages, prefix, counts, trees, num_extend, seed)
         last = torch.from_numpy(rng.integers(0, engine.info.vocab_size, len(inputs.last_token)))
-        memory = [(torch.randn_like(pool.k), torch.randn_like(pool.v)) for pool in pools]
+        kept = torch.randn_like(memory)
         found = can_run(runner, graphs, batch)
         assert found is not None
         hidden: list[torch.Tensor] = []
         for run, own, use in ((runner, found, batch), (eager, None, None)):
-            use = use or grouped_batch(engine, prefix, counts, trees, num_extend, seed)
+            use = use or grouped_batch(engine, pages, prefix, counts, trees, num_extend, seed)
             inputs.last_token.copy_(last)
-            for pool, (k, v) in zip(pools, memory, strict=True):
-                pool.k.copy_(k), pool.v.copy_(v)
+            memory.copy_(kept)
             run.launch(use, own if own is not None else run.can_run(use))
             hidden.append(use.hidden.clone())
         torch.testing.assert_close(*hidden, rtol=1e-4, atol=1e-4)
 
 
-def grouped_batch(engine, prefix, counts, trees, num_extend, seed):
-    """Return a batch whose requests have other pages in each group. The device has all but the last of each."""
+def grouped_batch(engine, numbers, prefix, counts, trees, num_extend, seed):
+    """Return a batch whose requests have other pages in each group, of those in ``numbers [groups, pages]``. The device has all
+    but the last of each."""
     inputs = engine.inputs
-    kept, engine.pool = engine.pool, pools_of(engine.pool)[0]
     batch = make_batch(engine, prefix, counts, trees, num_extend, seed)
-    engine.pool = kept
-    other = inputs.other_tables[0]
-    other[1:] = 95
-    pages = make_page_table((batch.prefix_lens + batch.extend_lens).tolist(), PAGE, 96, seed=seed + 100)
-    for row, slot in enumerate(batch.slots):
-        other[slot, : len(pages[row])] = pages[row]
-    for device, host in zip(inputs.all_pages, (inputs.page_table, other), strict=True):
-        device.copy_(torch.from_numpy(host))
-        device[batch.slots, batch.page_updates.columns] = 95
-    own = np.stack([inputs.page_table, other])[:, batch.slots, batch.page_updates.columns]
+    unused = numbers[:, -1]
+    for group, table in enumerate((inputs.page_table, inputs.other_tables[0])):
+        table[1:] = unused[group]
+        length = (batch.prefix_lens + batch.extend_lens).tolist()
+        pages = make_page_table(length, PAGE, len(numbers[0]) - 1, seed=seed + 100 * group)
+        for row, slot in enumerate(batch.slots):
+            table[slot, : len(pages[row])] = numbers[group][pages[row]]
+        device = inputs.all_pages[group]
+        device.copy_(torch.from_numpy(table))
+        device[batch.slots, batch.page_updates.columns] = int(unused[group])
+    own = np.stack([inputs.page_table, inputs.other_tables[0]])[:, batch.slots, batch.page_updates.columns]
     batch.page_updates = batch.page_updates._replace(pages=own)
     return batch
