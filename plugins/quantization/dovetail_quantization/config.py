@@ -51,3 +51,9 @@ class IntegerConfig(PluginConfig):
         default=(),
         description="Regular expressions of modules of an unquantized checkpoint that are not quantized, such as `model\\.layers\\.0\\..*`. The head and routers are never quantized.",
     )
+
+
+class GgufConfig(PluginConfig):
+    """Keep weights in the blocks in which a GGUF file stores them."""
+
+    kind: Literal["gguf"] = "gguf"  # pyright: ignore[reportIncompatibleVariableOverride]

@@ -44,8 +44,18 @@ INTEGER = ComponentSpec(
     api=(1, 1),
 )
 
+GGUF = ComponentSpec(
+    kind=ComponentKind.QUANTIZATION,
+    name="gguf",
+    target="dovetail_quantization.gguf:Gguf",
+    config="dovetail_quantization.config:GgufConfig",
+    describe="dovetail_quantization.gguf_formats:describe",
+    summary="Weights of linear layers in the blocks of GGUF files.",
+    api=(1, 1),
+)
+
 
 @hookimpl
 def register_components() -> Sequence[ComponentSpec]:
-    """Return the specs of ``fp8``, ``mxfp4`` and ``integer``."""
-    return (FP8, MXFP4, INTEGER)
+    """Return the specs of ``fp8``, ``mxfp4``, ``integer`` and ``gguf``."""
+    return (FP8, MXFP4, INTEGER, GGUF)

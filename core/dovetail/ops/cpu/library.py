@@ -1,6 +1,6 @@
-"""Build ``kernels.cpp`` on the machine that runs it, once, and load it.
+"""Build ``kernels.cpp`` and ``blocks.cpp`` on the machine that runs them, once, and load them.
 
-The library is kept in ``$XDG_CACHE_HOME/dovetail`` (``~/.cache/dovetail``) under a name made of its source, the
+A library is kept in ``$XDG_CACHE_HOME/dovetail`` (``~/.cache/dovetail``) under a name made of its source, the
 compiler and the processor, with its digest beside it. A library that does not match its digest is built again, because
 loading an incomplete one would end the process with SIGBUS. It needs Linux and g++. Its OpenMP is the one that torch has loaded: a second OpenMP in the
 process would compete with it for the cores.
@@ -25,6 +25,7 @@ from dovetail.atomic_files import has_digest, locked, replacement, write_digest
 log = logging.getLogger(__name__)
 
 SOURCE = Path(__file__).parent / "kernels.cpp"
+BLOCKS = Path(__file__).parent / "blocks.cpp"
 FLAGS = ("-O3", "-march=native", "-std=c++17", "-fPIC", "-shared", "-fopenmp", "-fno-math-errno", "-fno-trapping-math")
 COMPILE_SECONDS = 120
 
@@ -37,35 +38,36 @@ class Library(NamedTuple):
 
 
 @functools.cache
-def library() -> Library:
-    """Return the library of this process, which is built first if the cache does not contain it. Never raises."""
+def library(source: Path = SOURCE) -> Library:
+    """Return the library of ``source`` of this process, which is built first if the cache does not contain it. Never
+    raises."""
     try:
-        found = Library(ctypes.CDLL(str(_built())), "compiled")
+        found = Library(ctypes.CDLL(str(_built(source))), "compiled")
     except (OSError, RuntimeError, subprocess.SubprocessError) as error:
         found = Library(None, f"torch operations, because the compiled kernels are not available: {error}")
-    log.info("CPU kernels: %s", found.text)
+    log.info("CPU kernels of %s: %s", source.name, found.text)
     return found
 
 
-def _built() -> Path:
+def _built(source: Path) -> Path:
     if sys.platform != "linux":
         raise RuntimeError(f"they are built on Linux only, and this is {sys.platform}")
     compiler = shutil.which("g++")
     if compiler is None:
         raise RuntimeError("g++ is not on the PATH; install it (Debian: apt install g++)")
     version = _run([compiler, "--version"]).splitlines()[0]
-    parts = (SOURCE.read_text(encoding="utf-8"), version, *FLAGS, platform.machine(), _processor())
-    target = cache_dir() / f"kernels-{hashlib.sha256('|'.join(parts).encode()).hexdigest()[:16]}.so"
+    parts = (source.read_text(encoding="utf-8"), version, *FLAGS, platform.machine(), _processor())
+    target = cache_dir() / f"{source.stem}-{hashlib.sha256('|'.join(parts).encode()).hexdigest()[:16]}.so"
     if not has_digest(target):
         with locked(target):
             if not has_digest(target):  # another process may have built it meanwhile
-                _compile(compiler, target)
+                _compile(compiler, source, target)
     return target
 
 
-def _compile(compiler: str, target: Path) -> None:
+def _compile(compiler: str, source: Path, target: Path) -> None:
     with replacement(target) as draft:
-        _run([compiler, *FLAGS, str(SOURCE), "-o", str(draft)])
+        _run([compiler, *FLAGS, str(source), "-o", str(draft)])
     write_digest(target)
 
 

@@ -1,0 +1,432 @@
+// Products with weights in the block formats of GGUF (dovetail/ops/gguf.py), on the CPU.
+//
+// Every format is read in one form: for each group of 32 columns 32 unsigned codes u, and for each half of it a scale d and an
+// offset m, so that a weight is d * u + m. Inputs are quantized to signed 8-bit codes q with one scale for each 32 columns, as
+// llama.cpp does. The product of a group is then d * scale * sum(u * q) + m * scale * sum(q), whose sums are exact integers.
+//
+// Every row is computed separately and in one order, so a result does not depend on the other rows of the batch. The Python
+// side (dovetail/ops/cpu/blocks.py) documents and checks the arguments.
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <immintrin.h>
+#include <limits>
+#include <omp.h>
+
+#if !defined(__AVX2__) || !defined(__FMA__) || !defined(__F16C__)
+#error "products with weights in blocks need a processor with AVX2, FMA and F16C"
+#endif
+
+namespace {
+
+struct bf16 {
+    uint16_t bits;
+};
+
+inline float wide(float x) { return x; }
+inline float wide(bf16 x) {
+    const uint32_t bits = static_cast<uint32_t>(x.bits) << 16;
+    float out;
+    std::memcpy(&out, &bits, 4);
+    return out;
+}
+
+inline void put(float* to, float x) { *to = x; }
+inline void put(bf16* to, float x) {  // rounds to nearest, ties to even; NaN stays NaN
+    uint32_t bits;
+    std::memcpy(&bits, &x, 4);
+    const uint32_t rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
+    to->bits = static_cast<uint16_t>((bits & 0x7fffffff) > 0x7f800000 ? 0x7fc0 : rounded);
+}
+
+inline float half(const uint8_t* from) {
+    uint16_t bits;
+    std::memcpy(&bits, from, 2);
+    return _cvtsh_ss(bits);
+}
+
+constexpr int kGroup = 32;   // columns of a group
+constexpr int kGroups = 8;   // groups that are read together: one block of the K formats
+constexpr int kHalves = 16;  // and halves of groups
+
+using Codes = __m256i;  // 32 bytes
+
+inline Codes load(const uint8_t* from) { return _mm256_loadu_si256(reinterpret_cast<const Codes*>(from)); }
+inline Codes low(Codes x) { return _mm256_and_si256(x, _mm256_set1_epi8(15)); }
+inline Codes shifted(Codes x, int bits, int mask) {  // each byte, shifted to the right
+    return _mm256_and_si256(_mm256_srl_epi16(x, _mm_cvtsi32_si128(bits)), _mm256_set1_epi8(static_cast<char>(mask)));
+}
+
+// Returns the low parts of 16 bytes, then the high parts.
+inline Codes nibbles(const uint8_t* from) {
+    const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(from));
+    return low(_mm256_set_m128i(_mm_srli_epi16(bytes, 4), bytes));
+}
+
+// Returns 16 where bit i of 32 bits is set, else 0.
+inline Codes fifth_bits(const uint8_t* from) {
+    uint32_t bits;
+    std::memcpy(&bits, from, 4);
+    const Codes bytes = _mm256_shuffle_epi8(_mm256_set1_epi32(static_cast<int>(bits)),
+                                            _mm256_setr_epi64x(0x0000000000000000, 0x0101010101010101, 0x0202020202020202, 0x0303030303030303));
+    const Codes own = _mm256_set1_epi64x(static_cast<int64_t>(0x8040201008040201));
+    return _mm256_and_si256(_mm256_cmpeq_epi8(_mm256_and_si256(bytes, own), own), _mm256_set1_epi8(16));
+}
+
+// Returns 1 << bit where the bit of the byte is set, moved to bit `to`.
+inline Codes one_bit(Codes bytes, int from, int to) {
+    return _mm256_sll_epi16(_mm256_and_si256(_mm256_srl_epi16(bytes, _mm_cvtsi32_si128(from)), _mm256_set1_epi8(1)), _mm_cvtsi32_si128(to));
+}
+
+inline Codes looked_up(Codes codes, __m128i table) { return _mm256_shuffle_epi8(_mm256_broadcastsi128_si256(table), codes); }
+
+// Formats of 32 columns. `scales` fills d and m of `groups` consecutive blocks; `codes` returns those of group g.
+
+template <int Bytes>
+struct Small {
+    static constexpr int columns = 32, bytes = Bytes;
+    static constexpr bool halves = false;
+    static const uint8_t* block(const uint8_t* from, int g) { return from + g * Bytes; }
+};
+
+struct Q4_0 : Small<18> {
+    static void scales(const uint8_t* from, int groups, float* d, float* m) {
+        for (int g = 0; g < groups; ++g) d[g] = half(block(from, g)), m[g] = -8.0f * d[g];
+    }
+    static Codes codes(const uint8_t* from, int g) { return nibbles(block(from, g) + 2); }
+};
+
+struct Q4_1 : Small<20> {
+    static void scales(const uint8_t* from, int groups, float* d, float* m) {
+        for (int g = 0; g < groups; ++g) d[g] = half(block(from, g)), m[g] = half(block(from, g) + 2);
+    }
+    static Codes codes(const uint8_t* from, int g) { return nibbles(block(from, g) + 4); }
+};
+
+struct Q5_0 : Small<22> {
+    static void scales(const uint8_t* from, int groups, float* d, float* m) {
+        for (int g = 0; g < groups; ++g) d[g] = half(block(from, g)), m[g] = -16.0f * d[g];
+    }
+    static Codes codes(const uint8_t* from, int g) {
+        return _mm256_or_si256(nibbles(block(from, g) + 6), fifth_bits(block(from, g) + 2));
+    }
+};
+
+struct Q5_1 : Small<24> {
+    static void scales(const uint8_t* from, int groups, float* d, float* m) {
+        for (int g = 0; g < groups; ++g) d[g] = half(block(from, g)), m[g] = half(block(from, g) + 2);
+    }
+    static Codes codes(const uint8_t* from, int g) {
+        return _mm256_or_si256(nibbles(block(from, g) + 8), fifth_bits(block(from, g) + 4));
+    }
+};
+
+struct Q8_0 : Small<34> {
+    static void scales(const uint8_t* from, int groups, float* d, float* m) {
+        for (int g = 0; g < groups; ++g) d[g] = half(block(from, g)), m[g] = -128.0f * d[g];
+    }
+    static Codes codes(const uint8_t* from, int g) {
+        return _mm256_xor_si256(load(block(from, g) + 2), _mm256_set1_epi8(static_cast<char>(0x80)));
+    }
+};
+
+// The 16 values of IQ4_NL and IQ4_XS, plus 128.
+inline __m128i iq4_values() {
+    return _mm_setr_epi8(1, 24, 45, 63, 79, 93, 106, 118, static_cast<char>(129), static_cast<char>(141), static_cast<char>(153), static_cast<char>(166),
+                         static_cast<char>(181), static_cast<char>(197), static_cast<char>(217), static_cast<char>(241));
+}
+
+struct IQ4_NL : Small<18> {
+    static void scales(const uint8_t* from, int groups, float* d, float* m) {
+        for (int g = 0; g < groups; ++g) d[g] = half(block(from, g)), m[g] = -128.0f * d[g];
+    }
+    static Codes codes(const uint8_t* from, int g) { return looked_up(nibbles(block(from, g) + 2), iq4_values()); }
+};
+
+struct MXFP4 : Small<17> {  // twice the values of E2M1, plus 12
+    static void scales(const uint8_t* from, int groups, float* d, float* m) {
+        for (int g = 0; g < groups; ++g) d[g] = std::ldexp(1.0f, block(from, g)[0] - 128), m[g] = -12.0f * d[g];
+    }
+    static Codes codes(const uint8_t* from, int g) {
+        return looked_up(nibbles(block(from, g) + 1), _mm_setr_epi8(12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0));
+    }
+};
+
+// Formats of 256 columns.
+
+template <int Bytes, bool Halves>
+struct Large {
+    static constexpr int columns = 256, bytes = Bytes;
+    static constexpr bool halves = Halves;
+};
+
+struct Q2_K : Large<84, true> {
+    static void scales(const uint8_t* from, int, float* d, float* m) {
+        const float scale = half(from + 80), least = half(from + 82);
+        for (int h = 0; h < kHalves; ++h) d[h] = scale * (from[h] & 15), m[h] = -least * (from[h] >> 4);
+    }
+    static Codes codes(const uint8_t* from, int g) { return shifted(load(from + 16 + g / 4 * 32), 2 * (g % 4), 3); }
+};
+
+struct Q3_K : Large<110, true> {
+    static void scales(const uint8_t* from, int, float* d, float* m) {
+        const uint8_t* packed = from + 96;
+        const float scale = half(from + 108);
+        for (int h = 0; h < kHalves; ++h) {
+            const int four = h < 8 ? packed[h] & 15 : packed[h - 8] >> 4;
+            const int two = packed[8 + h % 4] >> (2 * (h / 4)) & 3;
+            d[h] = scale * ((four | two << 4) - 32), m[h] = -4.0f * d[h];
+        }
+    }
+    static Codes codes(const uint8_t* from, int g) {
+        return _mm256_or_si256(shifted(load(from + 32 + g / 4 * 32), 2 * (g % 4), 3), one_bit(load(from), g, 2));
+    }
+};
+
+// Fills d and m of Q4_K and Q5_K from 12 bytes with 6 bits each of 8 scales and 8 offsets.
+inline void six_bits(const uint8_t* from, float* d, float* m) {
+    const float scale = half(from), least = half(from + 2);
+    const uint8_t* packed = from + 4;
+    for (int g = 0; g < 4; ++g) {
+        d[g] = scale * (packed[g] & 63), m[g] = -least * (packed[g + 4] & 63);
+        d[g + 4] = scale * ((packed[g + 8] & 15) | packed[g] >> 6 << 4);
+        m[g + 4] = -least * (packed[g + 8] >> 4 | packed[g + 4] >> 6 << 4);
+    }
+}
+
+struct Q4_K : Large<144, false> {
+    static void scales(const uint8_t* from, int, float* d, float* m) { six_bits(from, d, m); }
+    static Codes codes(const uint8_t* from, int g) { return shifted(load(from + 16 + g / 2 * 32), 4 * (g % 2), 15); }
+};
+
+struct Q5_K : Large<176, false> {
+    static void scales(const uint8_t* from, int, float* d, float* m) { six_bits(from, d, m); }
+    static Codes codes(const uint8_t* from, int g) {
+        return _mm256_or_si256(shifted(load(from + 48 + g / 2 * 32), 4 * (g % 2), 15), one_bit(load(from + 16), g, 4));
+    }
+};
+
+struct Q6_K : Large<210, true> {
+    static void scales(const uint8_t* from, int, float* d, float* m) {
+        const float scale = half(from + 208);
+        for (int h = 0; h < kHalves; ++h) d[h] = scale * static_cast<int8_t>(from[192 + h]), m[h] = -32.0f * d[h];
+    }
+    static Codes codes(const uint8_t* from, int g) {
+        const int part = g % 4;
+        const Codes four = shifted(load(from + g / 4 * 64 + part % 2 * 32), part / 2 * 4, 15);
+        const Codes two = shifted(load(from + 128 + g / 4 * 32), 2 * part, 3);
+        return _mm256_or_si256(four, _mm256_slli_epi16(two, 4));
+    }
+};
+
+struct IQ4_XS : Large<136, false> {
+    static void scales(const uint8_t* from, int, float* d, float* m) {
+        const float scale = half(from);
+        const int high = from[2] | from[3] << 8;
+        for (int g = 0; g < kGroups; ++g) {
+            const int six = (from[4 + g / 2] >> (4 * (g % 2)) & 15) | (high >> (2 * g) & 3) << 4;
+            d[g] = scale * (six - 32), m[g] = -128.0f * d[g];
+        }
+    }
+    static Codes codes(const uint8_t* from, int g) { return looked_up(nibbles(from + 8 + 16 * g), iq4_values()); }
+};
+
+// Quantized inputs: for each row and group 32 codes, a scale, and scale * sum(codes) of the group, or of its halves.
+struct Inputs {
+    const int8_t* codes;   // [rows, groups * 32]
+    const float* scales;   // [rows, groups]
+    const float* sums;     // [rows, groups * 2]
+    int64_t groups;        // of a row, in memory: a multiple of kGroups; those after the last one are 0
+};
+
+inline __m256i products(Codes weights, __m256i inputs) {  // sums of 4 adjacent products of unsigned and signed bytes
+#if defined(__AVX512VNNI__) && defined(__AVX512VL__)
+    return _mm256_dpbusd_epi32(_mm256_setzero_si256(), weights, inputs);
+#elif defined(__AVXVNNI__)
+    return _mm256_dpbusd_avx_epi32(_mm256_setzero_si256(), weights, inputs);
+#else  // _mm256_maddubs_epi16 would saturate
+    const __m256i zero = _mm256_setzero_si256(), sign = _mm256_cmpgt_epi8(zero, inputs);
+    const __m256i first = _mm256_madd_epi16(_mm256_unpacklo_epi8(weights, zero), _mm256_unpacklo_epi8(inputs, sign));
+    const __m256i second = _mm256_madd_epi16(_mm256_unpackhi_epi8(weights, zero), _mm256_unpackhi_epi8(inputs, sign));
+    return _mm256_hadd_epi32(first, second);
+#endif
+}
+
+inline float lane_sum(__m256 x) {
+    const __m128 four = _mm_add_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps(x, 1));
+    const __m128 two = _mm_add_ps(four, _mm_movehl_ps(four, four));
+    return _mm_cvtss_f32(_mm_add_ss(two, _mm_movehdup_ps(two)));
+}
+
+// Computes the products of one row of weights and M inputs.
+template <typename F, int M>
+void row_products(const uint8_t* weights, const Inputs& x, int64_t first, int64_t groups, float* out) {
+    __m256 sums[M];
+#pragma GCC unroll 8
+    for (int i = 0; i < M; ++i) sums[i] = _mm256_setzero_ps();
+    alignas(32) float d[kHalves] = {}, m[kHalves] = {}, scaled[M][kHalves];
+    for (int64_t begin = 0; begin < groups; begin += kGroups, weights += kGroups * kGroup / F::columns * F::bytes) {
+        const int count = static_cast<int>(std::min<int64_t>(kGroups, groups - begin));
+        F::scales(weights, count, d, m);
+        for (int g = count; g < kGroups && !F::halves; ++g) d[g] = m[g] = 0.0f;
+#pragma GCC unroll 8
+        for (int i = 0; i < M; ++i) {
+            const int64_t place = (first + i) * x.groups + begin;
+            const __m256 scales = _mm256_loadu_ps(x.scales + place);
+            const __m256 left = _mm256_loadu_ps(x.sums + 2 * place), right = _mm256_loadu_ps(x.sums + 2 * place + 8);
+            if constexpr (F::halves) {
+                const __m256 pairs = _mm256_unpacklo_ps(scales, scales), others = _mm256_unpackhi_ps(scales, scales);
+                _mm256_store_ps(scaled[i], _mm256_mul_ps(_mm256_load_ps(d), _mm256_permute2f128_ps(pairs, others, 0x20)));
+                _mm256_store_ps(scaled[i] + 8, _mm256_mul_ps(_mm256_load_ps(d + 8), _mm256_permute2f128_ps(pairs, others, 0x31)));
+                sums[i] = _mm256_fmadd_ps(_mm256_load_ps(m), left, sums[i]);
+                sums[i] = _mm256_fmadd_ps(_mm256_load_ps(m + 8), right, sums[i]);
+            } else {
+                const __m256 both = _mm256_hadd_ps(left, right);  // groups 0 1 4 5 2 3 6 7
+                const __m256 whole = _mm256_castpd_ps(_mm256_permute4x64_pd(_mm256_castps_pd(both), 0xd8));
+                _mm256_store_ps(scaled[i], _mm256_mul_ps(_mm256_load_ps(d), scales));
+                sums[i] = _mm256_fmadd_ps(_mm256_load_ps(m), whole, sums[i]);
+            }
+        }
+#pragma GCC unroll 8
+        for (int g = 0; g < kGroups; ++g) {
+            if (g >= count) break;
+            const Codes codes = F::codes(weights, g);
+#pragma GCC unroll 8
+            for (int i = 0; i < M; ++i) {
+                const int8_t* input = x.codes + ((first + i) * x.groups + begin + g) * kGroup;
+                const __m256i sum = products(codes, load(reinterpret_cast<const uint8_t*>(input)));
+                __m256 factor;
+                if constexpr (F::halves)
+                    factor = _mm256_set_m128(_mm_broadcast_ss(scaled[i] + 2 * g + 1), _mm_broadcast_ss(scaled[i] + 2 * g));
+                else
+                    factor = _mm256_broadcast_ss(scaled[i] + g);
+                sums[i] = _mm256_fmadd_ps(_mm256_cvtepi32_ps(sum), factor, sums[i]);
+            }
+        }
+    }
+#pragma GCC unroll 8
+    for (int i = 0; i < M; ++i) out[i] = lane_sum(sums[i]);
+}
+
+constexpr int kInputs = 8;
+
+template <typename F>
+void row_products(const uint8_t* weights, const Inputs& x, int64_t first, int count, int64_t groups, float* out) {
+    switch (count) {
+        case 1: return row_products<F, 1>(weights, x, first, groups, out);
+        case 2: return row_products<F, 2>(weights, x, first, groups, out);
+        case 3: return row_products<F, 3>(weights, x, first, groups, out);
+        case 4: return row_products<F, 4>(weights, x, first, groups, out);
+        case 5: return row_products<F, 5>(weights, x, first, groups, out);
+        case 6: return row_products<F, 6>(weights, x, first, groups, out);
+        case 7: return row_products<F, 7>(weights, x, first, groups, out);
+        default: return row_products<F, kInputs>(weights, x, first, groups, out);
+    }
+}
+
+constexpr int64_t kSerial = 1 << 16;  // weights below which handing work to threads costs more than it saves
+
+template <typename F, typename T>
+void product(const uint8_t* weights, const Inputs& x, const T* bias, T* out, int64_t m, int64_t n, int64_t columns, int64_t stride) {
+    const int64_t groups = columns / kGroup, bytes = columns / F::columns * F::bytes;
+#pragma omp parallel for if (n * columns * m > kSerial) schedule(static)
+    for (int64_t row = 0; row < n; ++row) {
+        float sums[kInputs];
+        for (int64_t first = 0; first < m; first += kInputs) {
+            const int count = static_cast<int>(std::min<int64_t>(kInputs, m - first));
+            row_products<F>(weights + row * bytes, x, first, count, groups, sums);
+            for (int i = 0; i < count; ++i) put(out + (first + i) * stride + row, sums[i] + (bias ? wide(bias[row]) : 0.0f));
+        }
+    }
+}
+
+template <typename F, typename T>
+void weight(const uint8_t* weights, T* out, int64_t n, int64_t columns) {
+    const int64_t groups = columns / kGroup, bytes = columns / F::columns * F::bytes;
+#pragma omp parallel for if (n * columns > kSerial) schedule(static)
+    for (int64_t row = 0; row < n; ++row) {
+        const uint8_t* from = weights + row * bytes;
+        T* to = out + row * columns;
+        for (int64_t begin = 0; begin < groups; begin += kGroups, from += kGroups * kGroup / F::columns * F::bytes) {
+            const int count = static_cast<int>(std::min<int64_t>(kGroups, groups - begin));
+            float d[kHalves], m[kHalves];
+            F::scales(from, count, d, m);
+            for (int g = 0; g < count; ++g) {
+                alignas(32) uint8_t codes[kGroup];
+                _mm256_store_si256(reinterpret_cast<Codes*>(codes), F::codes(from, g));
+                for (int i = 0; i < kGroup; ++i) {
+                    const int at = F::halves ? 2 * g + i / 16 : g;
+                    put(to + (begin + g) * kGroup + i, d[at] * codes[i] + m[at]);
+                }
+            }
+        }
+    }
+}
+
+// Calls f with the format of a number: its place in FORMATS of dovetail/ops/cpu/blocks.py.
+template <typename Function>
+void with_format(int64_t format, Function f) {
+    switch (format) {
+        case 0: return f(Q4_0{});
+        case 1: return f(Q4_1{});
+        case 2: return f(Q5_0{});
+        case 3: return f(Q5_1{});
+        case 4: return f(Q8_0{});
+        case 5: return f(Q2_K{});
+        case 6: return f(Q3_K{});
+        case 7: return f(Q4_K{});
+        case 8: return f(Q5_K{});
+        case 9: return f(Q6_K{});
+        case 10: return f(IQ4_NL{});
+        case 11: return f(IQ4_XS{});
+        default: return f(MXFP4{});
+    }
+}
+
+template <typename T>
+void quantize(const T* x, int8_t* codes, float* scales, float* sums, int64_t rows, int64_t columns, int64_t padded) {
+    const int64_t groups = columns / kGroup;
+#pragma omp parallel for if (rows * columns > kSerial) schedule(static)
+    for (int64_t row = 0; row < rows; ++row)
+        for (int64_t g = 0; g < padded; ++g) {
+            const int64_t place = row * padded + g;
+            float values[kGroup] = {}, most = 0.0f;
+            if (g < groups)
+                for (int i = 0; i < kGroup; ++i) values[i] = wide(x[row * columns + g * kGroup + i]);
+            for (int i = 0; i < kGroup; ++i) most = std::max(most, std::fabs(values[i]));
+            bool finite = true;  // otherwise the scale is NaN, and so is every result
+            for (int i = 0; i < kGroup; ++i) finite &= std::fabs(values[i]) <= std::numeric_limits<float>::max();
+            const float inverse = finite && most > 0.0f ? 127.0f / most : 0.0f;
+            const float scale = finite ? most / 127.0f : std::numeric_limits<float>::quiet_NaN();
+            int both[2] = {};
+            for (int i = 0; i < kGroup; ++i) {
+                const int code = finite ? static_cast<int>(std::nearbyint(values[i] * inverse)) : 0;
+                codes[place * kGroup + i] = static_cast<int8_t>(code);
+                both[i / 16] += code;
+            }
+            scales[place] = scale;
+            sums[2 * place] = scale * both[0], sums[2 * place + 1] = scale * both[1];
+        }
+}
+
+}  // namespace
+
+#define EXPORT(T, NAME)                                                                                                      \
+    extern "C" void quantize_##NAME(const T* x, int8_t* codes, float* scales, float* sums, int64_t rows, int64_t columns,     \
+                                    int64_t padded) {                                                                        \
+        quantize(x, codes, scales, sums, rows, columns, padded);                                                             \
+    }                                                                                                                        \
+    extern "C" void product_##NAME(const uint8_t* weights, const int8_t* codes, const float* scales, const float* sums,       \
+                                   const T* bias, T* out, int64_t format, int64_t m, int64_t n, int64_t columns,             \
+                                   int64_t padded, int64_t stride) {                                                         \
+        const Inputs x{codes, scales, sums, padded};                                                                         \
+        with_format(format, [&](auto f) { product<decltype(f)>(weights, x, bias, out, m, n, columns, stride); });            \
+    }                                                                                                                        \
+    extern "C" void weight_##NAME(const uint8_t* weights, T* out, int64_t format, int64_t n, int64_t columns) {               \
+        with_format(format, [&](auto f) { weight<decltype(f)>(weights, out, n, columns); });                                 \
+    }
+
+EXPORT(float, float32)
+EXPORT(bf16, bfloat16)

@@ -1,0 +1,118 @@
+"""Multiply with weights in the block formats of GGUF on the CPU, by compiled kernels.
+
+Inputs are quantized to 8-bit codes with one scale for each 32 columns, as llama.cpp does, so that the sums of a group are those
+of integers. A result differs from that of the exact inputs by about 0.5 % of its typical size.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from typing import NamedTuple
+
+import torch
+
+from dovetail.ops.cpu.library import BLOCKS, library
+
+FORMATS = (
+    "Q4_0",
+    "Q4_1",
+    "Q5_0",
+    "Q5_1",
+    "Q8_0",
+    "Q2_K",
+    "Q3_K",
+    "Q4_K",
+    "Q5_K",
+    "Q6_K",
+    "IQ4_NL",
+    "IQ4_XS",
+    "MXFP4",
+)
+"""Name the formats in the order of their numbers in ``blocks.cpp``."""
+
+_GROUP = 32
+_TOGETHER = 8
+_P, _I = ctypes.c_void_p, ctypes.c_int64
+_SIGNATURES = {
+    "quantize": (_P, _P, _P, _P, _I, _I, _I),
+    "product": (_P, _P, _P, _P, _P, _P, _I, _I, _I, _I, _I, _I),
+    "weight": (_P, _P, _I, _I, _I),
+}
+_DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
+
+
+class BlockInputs(NamedTuple):
+    """Hold quantized inputs. Each row has ``columns`` codes and zeros after them, in groups of 32."""
+
+    codes: torch.Tensor  # int8 [rows, groups, 32]
+    scales: torch.Tensor  # float32 [rows, groups]
+    sums: torch.Tensor  # float32 [rows, groups, 2] scale * the sum of the codes of half a group
+    columns: int
+
+
+class BlockKernels:
+    """Call the kernels of one dtype. All tensors are contiguous and on the CPU; rows of weights are uint8 ``[out, bytes]``."""
+
+    def __init__(self, handle: ctypes.CDLL, dtype: torch.dtype) -> None:
+        self.dtype = dtype
+        self._calls = {name: handle[f"{name}_{_DTYPES[dtype]}"] for name in _SIGNATURES}
+        for name, call in self._calls.items():
+            call.argtypes, call.restype = _SIGNATURES[name], None
+
+    def quantize(self, x: torch.Tensor) -> BlockInputs:
+        """Quantize ``x [rows, columns]``, of a multiple of 32 columns. A group with a value that is infinite or NaN has
+        scale NaN."""
+        rows, columns = x.shape
+        assert x.dtype is self.dtype
+        assert x.is_contiguous()
+        assert columns % _GROUP == 0
+        groups = -(-columns // (_GROUP * _TOGETHER)) * _TOGETHER
+        codes = torch.empty(rows, groups, _GROUP, dtype=torch.int8)
+        scales, sums = torch.empty(rows, groups), torch.empty(rows, groups, 2)
+        pointers = x.data_ptr(), codes.data_ptr(), scales.data_ptr(), sums.data_ptr()
+        self._calls["quantize"](*pointers, rows, columns, groups)
+        return BlockInputs(codes, scales, sums, columns)
+
+    def product(
+        self, x: BlockInputs, weight: torch.Tensor, block: str, bias: torch.Tensor | None, out: torch.Tensor
+    ) -> None:
+        """Write ``x @ weight.T + bias`` to ``out [rows, out]``, whose rows may be strided. ``block`` is one of ``FORMATS``.
+        The result of a row does not depend on the other rows."""
+        assert weight.dtype is torch.uint8
+        assert weight.is_contiguous()
+        assert out.dtype is self.dtype
+        assert out.stride(1) == 1
+        assert out.shape == (len(x.codes), len(weight))
+        self._calls["product"](
+            weight.data_ptr(),
+            x.codes.data_ptr(),
+            x.scales.data_ptr(),
+            x.sums.data_ptr(),
+            None if bias is None else bias.data_ptr(),
+            out.data_ptr(),
+            FORMATS.index(block),
+            len(x.codes),
+            len(weight),
+            x.columns,
+            x.scales.shape[1],
+            out.stride(0),
+        )
+
+    def weight(self, weight: torch.Tensor, block: str, out: torch.Tensor) -> None:
+        """Write the numbers for which ``weight`` stands to ``out [out, columns]``."""
+        assert weight.dtype is torch.uint8
+        assert weight.is_contiguous()
+        assert out.dtype is self.dtype
+        assert out.is_contiguous()
+        rows, columns = out.shape
+        assert len(weight) == rows
+        self._calls["weight"](weight.data_ptr(), out.data_ptr(), FORMATS.index(block), rows, columns)
+
+
+@functools.cache
+def block_kernels(dtype: torch.dtype) -> BlockKernels | None:
+    """Return the kernels for ``dtype``, or None for other dtypes and if the library cannot be built
+    (``library(BLOCKS).text`` says why)."""
+    handle = library(BLOCKS).handle if dtype in _DTYPES else None
+    return None if handle is None else BlockKernels(handle, dtype)

@@ -1,0 +1,158 @@
+"""Keep weights in the blocks in which GGUF files store them (ggml's types), and multiply with them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING
+
+import torch
+
+from dovetail.errors import ConfigError
+from dovetail.gguf.block_types import BlockType
+from dovetail.interfaces.model import TensorShare, WeightTarget
+from dovetail.interfaces.quantization import (
+    LinearMethod,
+    LinearProduct,
+    LinearShape,
+    ParameterShape,
+    Quantization,
+    QuantizationContext,
+)
+from dovetail.layers.linear import DenseProduct
+from dovetail_quantization.checkpoint import listed
+from dovetail_quantization.gguf_formats import module_types
+from dovetail_quantization.gguf_products import BlockProduct, BlockWeight, can_multiply, dequantized, kinds_of
+
+if TYPE_CHECKING:
+    from dovetail_quantization.config import GgufConfig
+
+
+class Gguf(Quantization):
+    """Keep the weights of linear layers in the blocks of a GGUF file. Modules that the file stores as numbers are not
+    quantized."""
+
+    def __init__(self, config: GgufConfig, context: QuantizationContext) -> None:
+        assert context.checkpoint is not None, "describe has refused the checkpoint"
+        self._types, self._context = module_types(context.checkpoint), context
+
+    def method(self, shape: LinearShape) -> LinearMethod | None:
+        """See ``Quantization``."""
+        dense = [name for name in shape.names if name not in self._types]
+        if len(dense) == len(shape.names):
+            return None
+        if dense:
+            raise ConfigError(
+                f"{listed(dense)} is stored as numbers, but the other modules of the same layer in blocks; set quantization: none, "
+                "which dequantizes all weights while loading"
+            )
+        return GgufLinear(shape, [self._types[name] for name in shape.names], self._context)
+
+
+class GgufLinear(LinearMethod):
+    """Store one layer as the blocks of its modules, whose types may differ: parameter ``blocks_i`` of the i-th module, uint8
+    ``[rows, bytes]``."""
+
+    def __init__(self, shape: LinearShape, types: list[BlockType], context: QuantizationContext) -> None:
+        self.shape, self.types, self.context = shape, types, context
+        for name, kind in zip(shape.names, types, strict=True):
+            _check_columns(name, shape.in_features, kind)
+
+    def parameters(self) -> Mapping[str, ParameterShape]:
+        """See ``LinearMethod``."""
+        return {
+            f"blocks_{index}": ParameterShape((rows, kind.row_bytes(self.shape.in_features)), torch.uint8)
+            for index, (rows, kind) in enumerate(zip(self.shape.rows, self.types, strict=True))
+        }
+
+    def targets(self, name: str, weight: WeightTarget) -> Iterator[tuple[str, WeightTarget]]:
+        """See ``LinearMethod``."""
+        index = self._index(weight)
+        if weight.transform is not None and not weight.transform.orders_rows:
+            raise ConfigError(f"{name} is read through {weight.transform}, which is not implemented for blocks of GGUF")
+        kind = self.types[index]
+        for share in weight.shares:
+            if share.dim == 1:
+                _check_columns(name, share.start, kind)
+        shares = tuple(_in_bytes(share, kind) if share.dim == 1 else share for share in weight.shares)
+        yield f"{name}.weight", weight._replace(parameter=f"blocks_{index}", start=None, size=None, shares=shares)
+
+    def _index(self, weight: WeightTarget) -> int:
+        """Return the place of the module that ``weight`` is of among those of the layer."""
+        starts = [sum(self.shape.rows[:index]) for index in range(len(self.shape.rows))]
+        return starts.index(weight.start or 0)
+
+    def fill_dummy(self, parameters: Mapping[str, torch.Tensor], limit: float, generator: torch.Generator) -> None:
+        """See ``LinearMethod``."""
+        for index, kind in enumerate(self.types):
+            fill_random(parameters[f"blocks_{index}"].view(-1, kind.nbytes), kind, limit, generator)
+
+    def prepare(self, parameters: Mapping[str, torch.Tensor]) -> LinearProduct:
+        """See ``LinearMethod``."""
+        weights, dtype = self._weights(parameters), self.context.dtype
+        kernels = can_multiply(weights, dtype)
+        return DequantizedBlocks(weights, dtype) if kernels is None else BlockProduct(weights, kernels)
+
+    def dequantized(self, parameters: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """See ``LinearMethod``."""
+        return dequantized(self._weights(parameters), self.context.dtype)
+
+    def _weights(self, parameters: Mapping[str, torch.Tensor]) -> list[BlockWeight]:
+        return [BlockWeight(parameters[f"blocks_{index}"], kind) for index, kind in enumerate(self.types)]
+
+
+class DequantizedBlocks(DenseProduct):
+    """Multiply where no kernel reads the blocks, with a copy of the weight in the dtype of activations."""
+
+    def __init__(self, weights: list[BlockWeight], dtype: torch.dtype) -> None:
+        super().__init__(dequantized(weights, dtype))
+        self._kinds = kinds_of(weights)
+
+    @property
+    def describe(self) -> str:
+        """See ``LinearProduct``."""
+        return f"{self._kinds}, dequantized when loaded; {super().describe}"
+
+
+_SCALES: Mapping[str, tuple[float, tuple[int, ...]]] = {
+    "Q4_0": (8, (0,)),
+    "Q4_1": (15, (0, 2)),
+    "Q5_0": (16, (0,)),
+    "Q5_1": (31, (0, 2)),
+    "Q8_0": (128, (0,)),
+    "Q2_K": (15 * 3, (80, 82)),
+    "Q3_K": (32 * 4, (108,)),
+    "Q4_K": (63 * 15, (0, 2)),
+    "Q5_K": (63 * 31, (0, 2)),
+    "Q6_K": (128 * 32, (208,)),
+    "IQ4_NL": (127, (0,)),
+    "IQ4_XS": (32 * 127, (0,)),
+}
+"""For each type the largest weight of a block whose scale is 1, and the bytes at which it has float16 numbers: the scale, and an
+offset in some types."""
+
+
+def fill_random(blocks: torch.Tensor, kind: BlockType, limit: float, generator: torch.Generator) -> None:
+    """Fill ``blocks`` (uint8 ``[n, bytes of a block]``) with random codes and with scales so that no weight exceeds ``limit``."""
+    blocks.random_(0, 256, generator=generator)
+    if kind.name == "MXFP4":
+        blocks[:, 0] = 128 + math.floor(math.log2(limit / 12))
+        return
+    most, places = _SCALES[kind.name]
+    scale = torch.tensor([limit / most], dtype=torch.float16)
+    if scale.item() * most > limit:
+        scale = (scale.view(torch.int16) - 1).view(torch.float16)
+    for number, at in zip((scale, torch.zeros_like(scale)), places, strict=False):
+        blocks[:, at : at + 2] = number.view(torch.uint8).to(blocks.device)
+
+
+def _check_columns(name: str, columns: int, kind: BlockType) -> None:
+    if columns % kind.elements:
+        raise ConfigError(
+            f"{name} has type {kind.name}, whose blocks have {kind.elements} columns, and {columns} columns are not a multiple of them "
+            "on this rank; set parallel.tp to a smaller number, or quantization: none"
+        )
+
+
+def _in_bytes(share: TensorShare, kind: BlockType) -> TensorShare:
+    return TensorShare(1, kind.row_bytes(share.start), kind.row_bytes(share.size), kind.row_bytes(share.whole))

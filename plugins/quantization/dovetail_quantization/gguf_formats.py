@@ -1,0 +1,35 @@
+"""Read the ``quantization_config`` of checkpoints in GGUF. Does not import torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from dovetail.errors import ConfigError
+from dovetail.gguf.block_types import TYPES, BlockType
+
+DENSE = ("F32", "F16", "BF16")
+"""The types of tensors that are not quantized."""
+
+
+def describe(checkpoint: Mapping[str, Any] | None, config: Any) -> str | None:
+    """Return None if the checkpoint is a GGUF file, or why it cannot be loaded. See ``Quantization``."""
+    if checkpoint is None or checkpoint.get("quant_method") != "gguf":
+        return "the checkpoint is no GGUF file; this quantization reads weights in the blocks of such files, and makes none"
+    try:
+        module_types(checkpoint)
+    except ConfigError as error:
+        return str(error)
+    return None
+
+
+def module_types(checkpoint: Mapping[str, Any]) -> dict[str, BlockType]:
+    """Return the types of the modules whose weights are stored in blocks. Raises ``ConfigError``."""
+    modules = checkpoint.get("modules")
+    if not isinstance(modules, Mapping):
+        raise ConfigError(f"quantization_config: modules is {modules!r:.200}; needed: the type of each module")
+    unknown = {name: kind for name, kind in modules.items() if kind not in TYPES}
+    if unknown:
+        name, kind = next(iter(unknown.items()))
+        raise ConfigError(f"{name} has type {kind!r:.50}; implemented: {', '.join(TYPES)}")
+    return {name: TYPES[kind] for name, kind in modules.items() if kind not in DENSE}

@@ -1,0 +1,99 @@
+"""Multiply with weights in the block formats of GGUF."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch.nn import functional
+
+from dovetail.gguf.block_types import BlockType
+from dovetail.gguf.blocks import dequantize
+from dovetail.interfaces.quantization import LinearProduct
+from dovetail.ops.activation import GATES, Activation
+from dovetail.ops.cpu.blocks import FORMATS, BlockKernels, block_kernels
+
+_MOST_ROWS = {torch.bfloat16: 24, torch.float32: 64}
+"""The numbers of rows up to which products of integers are faster than dequantizing the weight, measured on a processor with AMX."""
+_CHUNK = 512
+"""The number of rows of a weight that are dequantized at a time."""
+
+
+class BlockWeight(NamedTuple):
+    """Hold the weight of one module: rows of blocks, uint8 ``[out, bytes]``, and their type."""
+
+    blocks: torch.Tensor
+    kind: BlockType
+
+    @property
+    def columns(self) -> int:
+        """Return the number of columns of the weight that the blocks stand for."""
+        return self.blocks.shape[1] // self.kind.nbytes * self.kind.elements
+
+
+def dequantized(weights: Sequence[BlockWeight], dtype: torch.dtype) -> torch.Tensor:
+    """Return the weight ``[out, in]`` of several modules, one after another, in ``dtype``."""
+    rows = sum(len(weight.blocks) for weight in weights)
+    out = torch.empty(rows, weights[0].columns, dtype=dtype, device=weights[0].blocks.device)
+    for weight, part in zip(weights, out.split([len(weight.blocks) for weight in weights]), strict=True):
+        for blocks, chunk in zip(weight.blocks.split(_CHUNK), part.split(_CHUNK), strict=True):
+            chunk.copy_(dequantize(blocks, weight.kind))
+    return out
+
+
+class BlockProduct(LinearProduct):
+    """Multiply on a CPU, from the blocks: up to some rows with inputs that are quantized to 8 bits, by sums of integers; more
+    rows with a part of the weight after another in the dtype of activations."""
+
+    def __init__(self, weights: Sequence[BlockWeight], kernels: BlockKernels) -> None:
+        self._weights, self._kernels = tuple(weights), kernels
+        self._rows = sum(len(weight.blocks) for weight in weights)
+        self._most_rows = _MOST_ROWS[kernels.dtype]
+
+    def forward(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        """See ``LinearProduct``."""
+        out = torch.empty(len(x), self._rows, dtype=x.dtype)
+        inputs = self._kernels.quantize(x) if len(x) <= self._most_rows else None
+        start = 0
+        for weight in self._weights:
+            stop = start + len(weight.blocks)
+            added, part = None if bias is None else bias[start:stop], out[:, start:stop]
+            if inputs is not None:
+                self._kernels.product(inputs, weight.blocks, weight.kind.name, added, part)
+            else:
+                self._many_rows(x, weight, added, part)
+            start = stop
+        return out
+
+    def gated(self, x: torch.Tensor, bias: torch.Tensor | None, activation: Activation) -> torch.Tensor:
+        """See ``LinearProduct``."""
+        return GATES[activation](self.forward(x, bias))
+
+    def _many_rows(self, x: torch.Tensor, weight: BlockWeight, bias: torch.Tensor | None, out: torch.Tensor) -> None:
+        memory = torch.empty(min(_CHUNK, len(weight.blocks)), weight.columns, dtype=x.dtype)
+        for start in range(0, len(weight.blocks), _CHUNK):
+            blocks = weight.blocks[start : start + _CHUNK]
+            stop = start + len(blocks)
+            part = memory[: len(blocks)]
+            self._kernels.weight(blocks, weight.kind.name, part)
+            out[:, start:stop] = functional.linear(x, part, None if bias is None else bias[start:stop])
+
+    @property
+    def describe(self) -> str:
+        """See ``LinearProduct``."""
+        return (
+            f"{kinds_of(self._weights)} in blocks, by integers up to {self._most_rows} rows, by dequantized parts above"
+        )
+
+
+def can_multiply(weights: Sequence[BlockWeight], dtype: torch.dtype) -> BlockKernels | None:
+    """Return the kernels that multiply with ``weights`` from their blocks, or None if there are none."""
+    cpu = all(weight.blocks.device.type == "cpu" for weight in weights)
+    known = all(weight.kind.name in FORMATS for weight in weights)
+    return block_kernels(dtype) if cpu and known else None
+
+
+def kinds_of(weights: Sequence[BlockWeight]) -> str:
+    """Return the names of the types of ``weights`` for people."""
+    return ", ".join(dict.fromkeys(weight.kind.name for weight in weights))
