@@ -23,7 +23,7 @@ MIXED = {"q": "Q4_1", "k": "Q8_0", "v": "Q5_0", "gate": "Q4_0", "up": "IQ4_NL", 
 
 
 def checkpoint(kinds):
-    return {"quant_method": "gguf", "modules": {f"body.{name}_proj": kind for name, kind in kinds.items()}}
+    return {"quant_method": "gguf", "types": {f"body.{name}_proj.weight": kind for name, kind in kinds.items()}}
 
 
 class Blocks(QuantizationSuite):
@@ -34,7 +34,7 @@ class Blocks(QuantizationSuite):
     }
 
     def store(self, checkpoint, module, weight):
-        kind = checkpoint["modules"][module]
+        kind = checkpoint["types"][f"{module}.weight"]
         with torch.random.fork_rng():
             torch.manual_seed(int(weight.abs().sum() * 1000))
             blocks = random_blocks(kind, *weight.shape)
@@ -82,11 +82,13 @@ def test_layers_that_cannot_be_kept_in_blocks_are_refused():
     assert method({}, names, 64) is None
     with pytest.raises(ConfigError, match=r"body\.k_proj is stored as numbers.*quantization: none"):
         method({"q": "Q4_0"}, names, 64)
+    with pytest.raises(ConfigError, match=r"body\.q_proj is made of tensors of types Q4_0 and Q8_0"):
+        method({"q": "Q4_0+Q8_0", "k": "Q4_0"}, names, 64)
     with pytest.raises(ConfigError, match=r"body\.q_proj has type Q4_K, whose blocks have 256 columns, and 128"):
         method({"q": "Q4_K", "k": "Q8_0"}, names, 128)
 
 
 def test_describe_says_what_it_cannot_read():
     assert "no GGUF file" in str(describe(None, GgufConfig()))
-    assert "IQ1_S" in str(describe({"quant_method": "gguf", "modules": {"a": "IQ1_S"}}, GgufConfig()))
+    assert "IQ1_S" in str(describe({"quant_method": "gguf", "types": {"a": "IQ1_S"}}, GgufConfig()))
     assert describe(checkpoint(MIXED), GgufConfig()) is None

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from dovetail.errors import ConfigError
-from dovetail.gguf.block_types import BlockType
+from dovetail.gguf.block_types import TYPES, BlockType
 from dovetail.interfaces.model import TensorShare, WeightTarget
 from dovetail.interfaces.quantization import (
     LinearMethod,
@@ -46,7 +46,14 @@ class Gguf(Quantization):
                 f"{listed(dense)} is stored as numbers, but the other modules of the same layer in blocks; set quantization: none, "
                 "which dequantizes all weights while loading"
             )
-        return GgufLinear(shape, [self._types[name] for name in shape.names], self._context)
+        kinds = [self._types[name] for name in shape.names]
+        for name, kind in zip(shape.names, kinds, strict=True):
+            if kind not in TYPES:
+                raise ConfigError(
+                    f"{name} is made of tensors of types {kind.replace('+', ' and ')}, which cannot be kept in blocks; set "
+                    "quantization: none, which dequantizes all weights while loading"
+                )
+        return GgufLinear(shape, [TYPES[kind] for kind in kinds], self._context)
 
 
 class GgufLinear(LinearMethod):

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from dovetail.errors import ConfigError
-from dovetail.gguf.block_types import TYPES, BlockType
+from dovetail.gguf.block_types import TYPES
 
 DENSE = ("F32", "F16", "BF16")
 """The types of tensors that are not quantized."""
@@ -23,13 +23,13 @@ def describe(checkpoint: Mapping[str, Any] | None, config: Any) -> str | None:
     return None
 
 
-def module_types(checkpoint: Mapping[str, Any]) -> dict[str, BlockType]:
-    """Return the types of the modules whose weights are stored in blocks. Raises ``ConfigError``."""
-    modules = checkpoint.get("modules")
-    if not isinstance(modules, Mapping):
-        raise ConfigError(f"quantization_config: modules is {modules!r:.200}; needed: the type of each module")
-    unknown = {name: kind for name, kind in modules.items() if kind not in TYPES}
-    if unknown:
-        name, kind = next(iter(unknown.items()))
-        raise ConfigError(f"{name} has type {kind!r:.50}; implemented: {', '.join(TYPES)}")
-    return {name: TYPES[kind] for name, kind in modules.items() if kind not in DENSE}
+def module_types(checkpoint: Mapping[str, Any]) -> dict[str, str]:
+    """Return the types of the modules whose weights are stored in blocks. One of several types is ``Q4_K+Q6_K``: its rows are
+    made of tensors of these types. Raises ``ConfigError``."""
+    types = checkpoint.get("types")
+    if not isinstance(types, Mapping):
+        raise ConfigError(f"quantization_config: types is {types!r:.200}; needed: the type of each tensor by its name")
+    for name, kind in types.items():
+        if not isinstance(kind, str) or not set(kind.split("+")) <= set(TYPES):
+            raise ConfigError(f"{name} has type {kind!r:.50}; implemented: {', '.join(TYPES)}")
+    return {name.removesuffix(".weight"): kind for name, kind in types.items() if kind not in DENSE}
