@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import torch
-from torch.nn import functional
 
 from dovetail.interfaces.quantization import LinearProduct
 from dovetail.layers.linear import DenseProduct
 from dovetail.ops.activation import GATES, Activation
-from dovetail.ops.integers import Integers, dequantize
+from dovetail.ops.integers import BLOCK, Integers, dequantize
+from dovetail.ops.linear import linear
 from dovetail_quantization.integer_formats import IntegerActivations
 
 _FEWEST = 16
-"""cuBLAS multiplies more than this number of rows in int8."""
+"""Up to this number of rows, CUDA has no products of int8 numbers: they are multiplied with activations of 16 bits."""
 
 
 def make_product(
@@ -22,15 +22,17 @@ def make_product(
     static: torch.Tensor | None,
     dtype: torch.dtype,
 ) -> LinearProduct:
-    """Return the product with ``weight``, whose columns belong to the inputs in ``order``. IntegerActivations in ``dtype`` are
+    """Return the product with ``weight``, whose columns belong to the inputs in ``order``. Activations in ``dtype`` are
     quantized as ``activations`` says, with the scale ``static`` if the checkpoint has one."""
     if activations is not IntegerActivations.WHOLE:
         return Int8Product(weight, static)
-    return DequantizedIntegers(weight, order, dtype)
+    if not weight.codes.is_cuda:
+        return DequantizedIntegers(weight, order, dtype)
+    return IntegerProduct(weight, order)
 
 
 class DequantizedIntegers(DenseProduct):
-    """Multiply with a copy of the weight in the dtype of activations."""
+    """Multiply on a CPU, with a copy of the weight in the dtype of activations."""
 
     def __init__(self, weight: Integers, order: torch.Tensor | None, dtype: torch.dtype) -> None:
         self._bits = weight.bits
@@ -51,33 +53,85 @@ def in_order(weight: torch.Tensor, order: torch.Tensor | None) -> torch.Tensor:
     return result.index_add_(1, order.long(), weight)
 
 
+class IntegerProduct(LinearProduct):
+    """Multiply on CUDA, with activations of 16 bits: few rows with the codes, many with the weight that a kernel dequantizes
+    each time. Both kernels are in ``triton.integer_rows``."""
+
+    def __init__(self, weight: Integers, order: torch.Tensor | None) -> None:
+        from dovetail_quantization.triton import integer_rows
+
+        self._weight = weight = Integers(weight.codes, narrowed(weight.scales), weight.zeros)
+        self._order = order
+        self._rows = integer_rows.integer_rows(weight)
+        self._most = 0 if self._rows is None else integer_rows.MOST_ROWS
+        self._dequantize = dequantize if weight.group % BLOCK else integer_rows.plain_weight
+        self.in_parts = self._rows is not None
+
+    def forward(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        """See ``LinearProduct``."""
+        x = self._ordered(x)
+        if self._rows is not None and 0 < len(x) <= self._most:
+            return self._rows.forward(x, bias)
+        return linear(x, self._dequantize(self._weight, x.dtype), bias)
+
+    def gated(self, x: torch.Tensor, bias: torch.Tensor | None, activation: Activation) -> torch.Tensor:
+        """See ``LinearProduct``."""
+        if self._rows is not None and 0 < len(x) <= self._most:
+            return self._rows.gated(self._ordered(x), bias, activation)
+        return GATES[activation](self.forward(x, bias))
+
+    def parts(self, x: torch.Tensor) -> torch.Tensor | None:
+        """See ``LinearProduct``."""
+        return self._rows.parts(self._ordered(x)) if self._rows is not None and 0 < len(x) <= self._most else None
+
+    def _ordered(self, x: torch.Tensor) -> torch.Tensor:
+        return x if self._order is None else x.index_select(1, self._order)
+
+    @property
+    def describe(self) -> str:
+        """See ``LinearProduct``."""
+        few = f"up to {self._most} rows triton, more " if self._most else ""
+        return f"integers of {self._weight.bits} bits, groups of {self._weight.group}, {few}dequantized in each step and cuBLAS"
+
+
+def narrowed(scales: torch.Tensor) -> torch.Tensor:
+    """Return scales in a dtype of 16 bits if it has all of them, otherwise as they are."""
+    for dtype in (torch.float16, torch.bfloat16):
+        if scales.equal(scales.to(dtype).to(scales.dtype)):
+            return scales.to(dtype)
+    return scales
+
+
 class Int8Product(LinearProduct):
-    """Multiply int8 activations with int8 weights that have a scale for each row, and add up in int32. IntegerActivations are
-    quantized with a scale for each token, or the ``static`` one."""
+    """Multiply int8 activations with int8 weights that have a scale for each row, and add up in int32. Activations are
+    quantized with a scale for each token, or the ``static`` one; on CUDA those of up to ``_FEWEST`` rows are not."""
 
     def __init__(self, weight: Integers, static: torch.Tensor | None) -> None:
         self._weight, self._scale = weight.codes.T, weight.scales.reshape(1, -1).float()
         self._static = static
+        self._few = IntegerProduct(weight, None) if weight.codes.is_cuda else None
 
     def forward(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """See ``LinearProduct``."""
         if not len(x):
             return x.new_empty(0, self._weight.shape[1])
+        if self._few is not None and len(x) <= _FEWEST:
+            return self._few.forward(x, bias)
         codes, scales = quantized(x, self._static)
-        if self._weight.is_cuda and len(x) <= _FEWEST:
-            codes = functional.pad(codes, (0, 0, 0, _FEWEST + 1 - len(x)))
-        products = torch._int_mm(codes, self._weight)[: len(x)]
-        result = (products.float() * scales).mul_(self._scale)
+        result = (torch._int_mm(codes, self._weight).float() * scales).mul_(self._scale)
         return (result if bias is None else result.add_(bias)).to(x.dtype)
 
     def gated(self, x: torch.Tensor, bias: torch.Tensor | None, activation: Activation) -> torch.Tensor:
         """See ``LinearProduct``."""
+        if self._few is not None and 0 < len(x) <= _FEWEST:
+            return self._few.gated(x, bias, activation)
         return GATES[activation](self.forward(x, bias))
 
     @property
     def describe(self) -> str:
         """See ``LinearProduct``."""
-        return "int8 weights and activations, torch._int_mm"
+        few = "" if self._few is None else f", up to {_FEWEST} rows with activations of 16 bits ({self._few.describe})"
+        return f"int8 weights and activations, torch._int_mm{few}"
 
 
 def quantized(x: torch.Tensor, static: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:

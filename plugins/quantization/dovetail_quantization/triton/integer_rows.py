@@ -1,0 +1,219 @@
+"""Compute products with weights that are integers of 4 or 8 bits with scales (``dovetail.ops.integers``).
+
+Few rows take about the time to read the codes: tensor cores multiply the integers, which are exact in 16 bits, as the left
+operand of a product (see ``dovetail.ops.triton.matmul``, whose structure this kernel has), and the sums of a block of columns
+that has one scale are multiplied by it. Of codes of 4 bits, two products take the low and the high bits of the same bytes,
+with the columns of ``x`` that belong to each. For many rows, ``plain_weight`` writes the weight in 16 bits.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from dovetail.ops.activation import Activation
+from dovetail.ops.integers import Integers
+from dovetail.ops.triton.launch import INTERPRETED, launch
+from dovetail.ops.triton.matmul import GATE_KINDS, finish_rows, rows_of, workspace
+from dovetail.ops.triton.tuning import MAX_PARTS, MAX_TILES
+
+MOST_ROWS = 64
+"""Up to this number of rows the kernel for few rows is used."""
+_HALF = tl.constexpr(16)
+"""The columns of a block whose codes are in the low bits, and in the high bits, of 16 bytes."""
+_PLAIN = tl.constexpr(INTERPRETED)  # the interpreter has no numbers of 16 bits by their bits
+
+
+class IntegerTile(NamedTuple):
+    """Describe how a product is divided into tiles, see ``ops.triton.tuning.ProductTile``."""
+
+    block_m: int
+    block_n: int
+    block_k: int
+    warps: int
+    stages: int
+    split: int
+
+
+def integer_tile(rows: int, n: int, k: int, group: int) -> IntegerTile | None:
+    """Return the tile for ``rows`` rows and a weight ``[n, k]`` with groups of ``group`` columns, or None if there is none.
+    Not measured yet: those of the kernel for FP8, with as many bytes in flight."""
+    block_k = min(group & -group, 128)
+    if block_k < 32 or not n:
+        return None
+    block_m = next(size for size in (16, 32, 64) if rows <= size)
+    tiles, split = -(-n // 64), 1
+    while split < 8 and k % (2 * split * block_k) == 0 and tiles * split < 264:
+        split *= 2
+    if split > 1 and (tiles * split * 64 * block_m > MAX_PARTS or tiles > MAX_TILES):
+        split = 1
+    return IntegerTile(block_m, 64, block_k, 4, 5, split)
+
+
+@triton.jit
+def _from_four_bits(codes, zeros, HIGH: tl.constexpr, DTYPE: tl.constexpr):
+    """Return the integers in the low or high bits of ``codes``, less ``zeros`` (0 to 15, broadcast)."""
+    number = (codes >> 4) if HIGH else (codes & 15)
+    if _PLAIN or DTYPE.is_fp32():
+        found = (number.to(tl.float32) - zeros.to(tl.float32)).to(DTYPE)
+    elif DTYPE.is_bf16():  # the bits of 128 + number
+        wide = (number.to(tl.uint16) | 0x4300).to(tl.bfloat16, bitcast=True)
+        found = wide - (zeros.to(tl.uint16) | 0x4300).to(tl.bfloat16, bitcast=True)
+    else:  # the bits of 1024 + number
+        wide = (number.to(tl.uint16) | 0x6400).to(tl.float16, bitcast=True)
+        found = wide - (zeros.to(tl.uint16) | 0x6400).to(tl.float16, bitcast=True)
+    return found
+
+
+@triton.jit
+def _from_eight_bits(codes, zeros, DTYPE: tl.constexpr):
+    """Return the integers of ``codes`` (-128 to 127), less ``zeros`` (0 to 255, which stand for -128 to 127)."""
+    return (codes.to(tl.float32) - (zeros.to(tl.float32) - 128.0)).to(DTYPE)
+
+
+@triton.jit
+def _sums(codes, zeros, tokens, present, FOUR: tl.constexpr, DTYPE: tl.constexpr):
+    """Return the products of a tile of codes ``[BLOCK_N, bytes]`` and the columns of ``x`` at ``tokens``, without scales."""
+    if FOUR:
+        low = tl.load(tokens, present, 0.0)
+        high = tl.load(tokens + _HALF, present, 0.0)
+        left = _from_four_bits(codes, zeros, False, DTYPE)
+        found = tl.dot(left, tl.trans(low), input_precision="ieee")
+        left = _from_four_bits(codes, zeros, True, DTYPE)
+        found = tl.dot(left, tl.trans(high), found, input_precision="ieee")
+    else:
+        right = tl.trans(tl.load(tokens, present, 0.0))
+        found = tl.dot(_from_eight_bits(codes, zeros, DTYPE), right, input_precision="ieee")
+    return found
+
+
+@triton.jit(do_not_specialize=["m"])
+def _few_integer_rows(
+    x, w, scales, zeros, bias, y, parts, arrived, m, n, k, span, group,
+    FOUR: tl.constexpr, ZEROS: tl.constexpr, GATED: tl.constexpr, BIAS: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    SPLIT: tl.constexpr, IN_PARTS: tl.constexpr, PDL: tl.constexpr,
+) -> None:  # fmt: skip
+    tile, part = tl.program_id(0), tl.program_id(1)
+    rows = rows_of(tile, n, GATED, BLOCK_N)
+    token = tl.arange(0, BLOCK_M)
+    packed: tl.constexpr = 2 if FOUR else 1
+    at = tl.arange(0, BLOCK_K // packed)
+    column = at + at // _HALF * _HALF if FOUR else at
+    begin = part * span
+    source = w + rows.to(tl.int64)[:, None] * (k // packed) + begin // packed + at[None, :]
+    tokens = x + token[:, None] * k + begin + column[None, :]
+    present = token[:, None] < m
+    dtype: tl.constexpr = x.dtype.element_ty
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    total = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+    for start in range(0, span, BLOCK_K):
+        own = (begin + start) // group * n
+        codes = tl.load(source + start // packed, eviction_policy="evict_first")
+        middle = tl.load(zeros + own + rows)[:, None] if ZEROS else tl.full([BLOCK_N, 1], 8 if FOUR else 128, tl.uint8)
+        scale = tl.load(scales + own + rows).to(tl.float32)
+        total += _sums(codes, middle, tokens + start, present, FOUR, dtype) * scale[:, None]
+    finish_rows(total, y, bias, parts, arrived, rows, tile, part, m, n, GATED, BIAS, BLOCK_M, BLOCK_N, SPLIT, IN_PARTS)
+
+
+@triton.jit
+def _plain_weight(
+    w, scales, zeros, out, n, k, group,
+    FOUR: tl.constexpr, ZEROS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
+) -> None:  # fmt: skip
+    row = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    packed: tl.constexpr = 2 if FOUR else 1
+    begin = tl.program_id(1) * BLOCK_K
+    at = tl.arange(0, BLOCK_K // packed)
+    column = at + at // _HALF * _HALF if FOUR else at
+    inside = row < n
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    own = begin // group * n
+    scale = tl.load(scales + own + row, inside, 0.0).to(tl.float32)[:, None]
+    place = row.to(tl.int64)[:, None]
+    codes = tl.load(w + place * (k // packed) + begin // packed + at[None, :], inside[:, None], 0)
+    if ZEROS:
+        middle = tl.load(zeros + own + row, inside, 0)[:, None]
+    else:
+        middle = tl.full([BLOCK_N, 1], 8 if FOUR else 128, tl.uint8)
+    to = out + place * k + begin + column[None, :]
+    if FOUR:
+        tl.store(
+            to, (_from_four_bits(codes, middle, False, tl.float32) * scale).to(out.dtype.element_ty), inside[:, None]
+        )
+        high = (_from_four_bits(codes, middle, True, tl.float32) * scale).to(out.dtype.element_ty)
+        tl.store(to + _HALF, high, inside[:, None])
+    else:
+        number = _from_eight_bits(codes, middle, tl.float32) * scale
+        tl.store(to, number.to(out.dtype.element_ty), inside[:, None])
+
+
+def plain_weight(weight: Integers, dtype: torch.dtype) -> torch.Tensor:
+    """Compute ``ops.integers.dequantize``. Groups are multiples of 32."""
+    (codes, scales, zeros), (n, k) = weight, (len(weight.codes), weight.columns)
+    out = torch.empty(n, k, dtype=dtype, device=codes.device)
+    block_k = min(weight.group & -weight.group, 128)
+    launch(
+        _plain_weight, (triton.cdiv(n, 32), k // block_k),
+        codes, scales, zeros, out, n, k, weight.group,
+        FOUR=weight.bits == 4, ZEROS=zeros is not None, BLOCK_N=32, BLOCK_K=block_k, num_warps=4,
+    )  # fmt: skip
+    return out
+
+
+class IntegerRows:
+    """Multiply up to ``MOST_ROWS`` rows with one weight ``[n, k]``."""
+
+    def __init__(self, weight: Integers) -> None:
+        self._weight, self._shape = weight, (len(weight.codes), weight.columns)
+        self._space = workspace(weight.codes.device)
+        tiles = [integer_tile(rows, *self._shape, weight.group) for rows in range(1, MOST_ROWS + 1)]
+        self._tiles = [None, *tiles]
+
+    def forward(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        """Compute ``LinearProduct.forward``."""
+        return self._compute(x, bias)
+
+    def gated(self, x: torch.Tensor, bias: torch.Tensor | None, activation: Activation) -> torch.Tensor:
+        """Compute ``LinearProduct.gated``."""
+        return self._compute(x, bias, GATE_KINDS[activation])
+
+    def parts(self, x: torch.Tensor) -> torch.Tensor | None:
+        """Compute ``LinearProduct.parts``."""
+        tile = self._tiles[x.shape[0]]
+        return None if tile is None or tile.split == 1 else self._compute(x, None, in_parts=True)
+
+    def _compute(
+        self, x: torch.Tensor, bias: torch.Tensor | None, gated: int = False, *, in_parts: bool = False
+    ) -> torch.Tensor:
+        assert x.is_contiguous()
+        m, (n, k), weight = x.shape[0], self._shape, self._weight
+        tile = self._tiles[m]
+        assert tile is not None
+        if in_parts:
+            y = torch.empty(tile.split, m, n, dtype=torch.float32, device=x.device)
+        else:
+            y = torch.empty(m, n // 2 if gated else n, dtype=x.dtype, device=x.device)
+        launch(
+            _few_integer_rows, (triton.cdiv(n, tile.block_n), tile.split),
+            x, weight.codes, weight.scales, weight.zeros, bias, y, self._space.parts, self._space.arrived,
+            m, n, k, k // tile.split, weight.group,
+            FOUR=weight.bits == 4, ZEROS=weight.zeros is not None, GATED=gated, BIAS=bias is not None,
+            BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, BLOCK_K=tile.block_k,
+            SPLIT=tile.split, IN_PARTS=in_parts, num_warps=tile.warps, num_stages=tile.stages,
+        )  # fmt: skip
+        return y
+
+
+def integer_rows(weight: Integers) -> IntegerRows | None:
+    """Return the products of ``weight`` with few rows, or None if its sizes have none."""
+    fits = weight.codes.is_contiguous() and integer_tile(1, len(weight.codes), weight.columns, weight.group) is not None
+    return IntegerRows(weight) if fits else None

@@ -1,0 +1,75 @@
+"""Test that the kernels of integer weights compile for compute capability 9.0, spill no registers, and read codes ahead, in
+the sizes of models. That needs no GPU.
+
+.venv/bin/python -m pytest -q tests/core/test_integer_compiled.py
+"""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import triton
+from triton.backends import nvidia as backends
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from dovetail.ops.triton.launch import INTERPRETED
+from dovetail_quantization.triton import integer_rows
+
+pytestmark = pytest.mark.skipif(INTERPRETED, reason="kernels are interpreted, not compiled")
+POINTERS = {"x": "*bf16", "out": "*bf16", "y": "*bf16", "bias": "*bf16", "scales": "*fp16", "zeros": "*u8", "w": "*u8"}
+POINTERS |= {"parts": "*fp32", "arrived": "*i32"}
+
+
+def compiled(kernel: Any, constants: dict[str, Any], types: dict[str, str], warps: int, stages: int) -> Any:
+    """Return the code of a kernel. Arguments without a type are integers."""
+    known, constants = POINTERS | types, {**constants, "PDL": True}
+    signature = {name: "constexpr" if name in constants else known.get(name, "i32") for name in kernel.arg_names}
+    attrs = {
+        (index,): [["tt.divisibility", 16]]
+        for index, name in enumerate(kernel.arg_names)
+        if signature[name] != "constexpr" and name != "m"
+    }
+    source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attrs)
+    options = {"num_warps": warps, "num_stages": stages, "launch_pdl": True, "enable_fp_fusion": True}
+    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options).asm
+
+
+def check(code: Any, file: Path) -> None:
+    file.write_bytes(code["cubin"])
+    usage = [Path(backends.__file__).parent / "bin" / "cuobjdump", "-res-usage", file]
+    found = subprocess.run(usage, capture_output=True, text=True, check=True).stdout
+    assert "STACK:0 " in found, "registers are spilled"
+    assert code["ptx"].count("griddepcontrol.wait") == 1
+
+
+@pytest.mark.parametrize("rows", [1, pytest.param(32, marks=pytest.mark.full), 64])
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("zeros", [False, pytest.param(True, marks=pytest.mark.full)])
+@pytest.mark.parametrize(
+    ("dtype", "group"),
+    [("*bf16", 128), *(pytest.param(*one, marks=pytest.mark.full) for one in (("*bf16", 32), ("*fp16", 128)))],
+)
+def test_products_of_few_rows_compile(
+    rows: int, bits: int, zeros: bool, dtype: str, group: int, tmp_path: Path
+) -> None:
+    tile = integer_rows.integer_tile(rows, 4096, 4096, group)
+    assert tile is not None
+    constants: dict[str, Any] = {"FOUR": bits == 4, "ZEROS": zeros, "GATED": 0, "BIAS": False, "bias": None}
+    constants |= {"BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "BLOCK_K": tile.block_k, "SPLIT": tile.split}
+    constants |= {"IN_PARTS": False} | ({} if zeros else {"zeros": None})
+    types = {"x": dtype, "y": dtype, "w": "*u8" if bits == 4 else "*i8"}
+    code = compiled(integer_rows._few_integer_rows, constants, types, tile.warps, tile.stages)
+    check(code, tmp_path / "kernel.cubin")
+    assert "L2::cache_hint" in code["ptx"].split("cp.async", 1)[-1], "codes are not read ahead"
+    assert "mma" in code["ptx"]
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_weights_compile(bits: int, tmp_path: Path) -> None:
+    constants = {"FOUR": bits == 4, "ZEROS": True, "BLOCK_N": 32, "BLOCK_K": 128}
+    code = compiled(integer_rows._plain_weight, constants, {"w": "*u8" if bits == 4 else "*i8"}, 4, 3)
+    check(code, tmp_path / "kernel.cubin")

@@ -1,0 +1,108 @@
+"""Test the kernels of integer weights, interpreted on the CPU, against plain float64 mathematics.
+
+Run: TRITON_INTERPRET=1 python -m pytest tests/triton/test_integer_triton.py
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from dovetail.ops.activation import GATES
+from dovetail.ops.integers import Integers, dequantize
+from dovetail_quantization.integer_products import Int8Product, IntegerProduct, narrowed
+from dovetail_quantization.triton.integer_rows import MOST_ROWS, integer_rows, integer_tile, plain_weight
+
+TOLERANCES = {torch.float32: 1e-5, torch.float16: 4e-3}
+
+
+def random_weight(n: int, k: int, bits: int, group: int, *, zeros: bool) -> Integers:
+    codes = torch.randint(0, 256, (n, k * bits // 8), dtype=torch.uint8)
+    scales = (torch.rand(k // group, n) + 0.1) / (1 << bits) / 16
+    own = torch.randint(0, 1 << bits, (k // group, n), dtype=torch.uint8) if zeros else None
+    return Integers(codes.view(torch.int8) if bits == 8 else codes, scales, own)
+
+
+def close(got: torch.Tensor, expected: torch.Tensor) -> None:
+    torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-5)
+
+
+def sweep(*cases: object) -> list[object]:
+    return [pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=pytest.mark.full) for case in cases]
+
+
+each_dtype = pytest.mark.parametrize("dtype", [torch.float16, *sweep(torch.float32)])
+
+
+@each_dtype
+@pytest.mark.parametrize(
+    ("m", "n", "k", "group"),
+    [(3, 70, 128, 64), *sweep((1, 64, 64, 32), (17, 128, 256, 256), (64, 64, 96, 96), (5, 130, 512, 128))],
+)
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("zeros", [False, True])
+def test_products_of_few_rows_are_those_of_the_numbers(
+    m: int, n: int, k: int, group: int, bits: int, zeros: bool, dtype: torch.dtype
+) -> None:
+    torch.manual_seed(0)
+    weight = random_weight(n, k, bits, group, zeros=zeros)
+    x, bias = torch.randn(m, k).to(dtype), torch.randn(n).to(dtype)
+    rows = integer_rows(weight)
+    assert rows is not None
+    exact = x.double() @ dequantize(weight, torch.float64).T
+    bound = TOLERANCES[dtype] * float(exact.square().mean().sqrt())
+    assert (rows.forward(x, None).double() - exact).abs().max() <= 4 * bound
+    assert (rows.forward(x, bias).double() - exact - bias.double()).abs().max() <= 4 * bound
+    parts = rows.parts(x)
+    tile = integer_tile(m, n, k, group)
+    assert tile is not None
+    assert (parts is None) == (tile.split == 1)
+    if parts is not None:
+        assert (parts.double().sum(0) - exact).abs().max() <= 4 * bound
+    gated = GATES["silu"](exact + bias.double())
+    error = (rows.gated(x, bias, "silu").double() - gated).abs().max()
+    assert error <= 4 * TOLERANCES[dtype] * float(gated.square().mean().sqrt()) + 4 * bound
+
+
+@each_dtype
+@pytest.mark.parametrize(("n", "k", "group"), [(32, 192, 96), *sweep((40, 64, 32), (7, 256, 128))])
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("zeros", [False, True])
+def test_weights_are_dequantized(n: int, k: int, group: int, bits: int, zeros: bool, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    weight = random_weight(n, k, bits, group, zeros=zeros)
+    assert plain_weight(weight, dtype).equal(dequantize(weight, dtype))
+
+
+def test_many_rows_are_multiplied_with_the_dequantized_weight() -> None:
+    torch.manual_seed(0)
+    weight, order = random_weight(64, 128, 4, 32, zeros=True), torch.randperm(128).int()
+    product, x = IntegerProduct(weight, order), torch.randn(MOST_ROWS + 1, 128)
+    expected = x[:, order.long()] @ dequantize(weight, torch.float32).T
+    close(product.forward(x, None), expected)
+    close(product.forward(x[:2].contiguous(), None), expected[:2])
+    close(product.gated(x, None, "silu"), GATES["silu"](expected))
+    close(product.gated(x[:2].contiguous(), None, "silu"), GATES["silu"](expected[:2]))
+    assert product.parts(x) is None
+    assert product.forward(x[:0], None).shape == (0, 64)
+    odd = random_weight(8, 40, 8, 40, zeros=False)
+    x = torch.randn(3, 40)
+    close(IntegerProduct(odd, None).forward(x, None), x @ dequantize(odd, torch.float32).T)
+
+
+def test_scales_are_narrowed_only_if_nothing_is_lost() -> None:
+    scales = torch.rand(3, 5)
+    assert narrowed(scales).equal(scales)
+    assert narrowed(scales.half().float()).dtype is torch.float16
+    assert narrowed((scales * 1e-9).bfloat16().float()).dtype is torch.bfloat16
+
+
+def test_int8_activations_are_rounded() -> None:
+    torch.manual_seed(0)
+    weight, x = random_weight(16, 64, 8, 64, zeros=False), torch.randn(33, 64)
+    scale = x.abs().amax(1, keepdim=True) / 127
+    exact = (x / scale).round() * scale @ dequantize(weight, torch.float32).T
+    close(Int8Product(weight, None).forward(x, None), exact)
+    static = torch.tensor(0.02)
+    exact = (x / static).round().clamp(-128, 127) * static @ dequantize(weight, torch.float32).T
+    close(Int8Product(weight, static).forward(x, None), exact)
