@@ -104,14 +104,11 @@ class TestBamba(StateSuite):
     model_type = "bamba"
     small: ClassVar[Mapping[str, Any]] = HYBRID | {"attn_layer_indices": [1]}
     configs: ClassVar[Mapping[str, Any]] = {
-        "mixer last": {},
-        "attention last, biases": {
-            "attn_layer_indices": [0, 2],
+        "biases": {
             "attention_bias": True,
             "mlp_bias": True,
             "mamba_proj_bias": True,
             "mamba_conv_bias": False,
-            "mamba_n_groups": 1,
             "tie_word_embeddings": True,
         },
     }

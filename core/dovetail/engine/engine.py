@@ -51,7 +51,8 @@ if TYPE_CHECKING:
     from dovetail.engine.captures import Captures
     from dovetail.interfaces.model import ModelArchitecture
     from dovetail.registry.resolver import Chosen, Resolved
-    from dovetail.types import Batch, ForwardOutput, IntArray, Masks, PageUpdates, StepResult
+    from dovetail.registry.sharing import why_not_shared
+from dovetail.types import Batch, ForwardOutput, IntArray, Masks, PageUpdates, StepResult
 
 log = logging.getLogger(__name__)
 
@@ -233,7 +234,7 @@ class Engine:
         config = resolved.config
         prefill = self._attention(resolved.attention_prefill, self.pool)
         decode = self._attention(resolved.attention_decode, self.pool)
-        self.shares_prefixes = _shares_prefixes(resolved)
+        self.shares_prefixes = why_not_shared(resolved) is None
         self.graphs = self._build_graphs(config, decode) if config.graphs.decode is True else None
         self.verify_graphs: VerifyGraphs | None = None
         self._captures_verify = (
@@ -457,19 +458,3 @@ def _set_threads(config: Config, mesh: Mesh) -> None:
         torch.set_num_threads(config.threads)
     elif mesh.tp.size > 1:
         torch.set_num_threads(max(1, torch.get_num_threads() // mesh.tp.size))
-
-
-def _shares_prefixes(resolved: Resolved) -> bool:
-    """Return True if the scheduler should order decode rows by the prefixes that they share. All of these must hold:
-    the config enables it, the prefix cache reports shared prefixes, the attention backend reads them once, every layer
-    reads the whole past in one cache group, there is no drafter (so that rows have one query each), and
-    ``batch_invariant`` is off (so that the bits of a row may depend on what other rows share)."""
-    return (
-        resolved.config.scheduler.shared_prefixes
-        and not resolved.config.batch_invariant
-        and resolved.drafter is None
-        and Feature.CACHE_SHARED_PREFIXES in resolved.cache.spec.offers
-        and Feature.ATTN_SHARED_PREFIX in resolved.attention_decode.spec.offers
-        and Feature.ATTN_SLIDING_WINDOW not in resolved.model_info.needs
-        and len(resolved.model_info.cache_groups) == 1
-    )

@@ -55,4 +55,4 @@ def describe_bamba(config: dict[str, Any]) -> ModelInfo:
         states=tuple(index not in attends for index in range(layers)),
     )
     info = make_info(config, ARCHITECTURE, sizes, rope.context_len, own)
-    return hybrid_info(info, own.states, mixer.split)
+    return hybrid_info(info, own.states, mixer.split, mixer.states)

@@ -1,0 +1,79 @@
+"""Test docs/features.md, the table of features by kind of cache group, and why shared prefixes are not read once.
+
+Run: python -m pytest tests/core/test_feature_docs.py
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dovetail.cli.feature_docs import MODELS, Row, feature_docs, why_not
+from dovetail.cli.sources import load_registry
+from dovetail.config import read, validate
+from dovetail.interfaces.cache import CacheGroupKind
+from dovetail.interfaces.features import Feature
+from dovetail.registry import ComponentKind, Machine, Registry, resolve
+from dovetail.registry.sharing import why_not_shared
+
+PAGE = Path(__file__).parents[2] / "docs" / "features.md"
+
+
+def write_config(directory: Path, architecture: str, **config: Any) -> None:
+    (directory / "config.json").write_text(json.dumps({"architectures": [architecture], **config}))
+
+
+@pytest.fixture(scope="module")
+def registry() -> Registry:
+    return load_registry((), ["plugins.allow=dovetail"])
+
+
+def test_the_page_is_what_the_negotiation_answers(registry: Registry) -> None:
+    page = feature_docs(registry)
+    assert PAGE.read_text("utf-8") == page, "run: python -m dovetail.cli.feature_docs > docs/features.md"
+    head, _, *rows = [line for line in page.splitlines() if line.startswith("|")]
+    groups = [title.partition(":")[0].strip() for title in head.split("|")[2:-1]]
+    assert {kind for title in groups for kind in title.split(" + ")} == set(CacheGroupKind)
+    for kind in (ComponentKind.DRAFTER, ComponentKind.GRAMMAR):
+        for component in registry.components(kind):
+            assert any(f": {component.spec.name}`" in row for row in rows), component.spec.name
+    numbers = {int(number) for row in rows for cell in re.findall(r"no: ([\d, ]+)", row) for number in cell.split(",")}
+    listed = re.findall(r"^(\d+)\. \S", page.partition("## Reasons")[2], re.MULTILINE)
+    assert sorted(numbers) == [int(number) for number in listed] == list(range(1, len(listed) + 1))
+
+
+def test_a_cell_names_every_reason_of_the_refusal(registry: Registry, tmp_path: Path) -> None:
+    write_config(tmp_path, "Gemma3nForCausalLM", num_hidden_layers=6, num_kv_shared_layers=1, dtype="bfloat16")
+    row = Row("", {"batch_invariant": True, "speculative": "eagle3"})
+    found = why_not(tmp_path, row, registry)
+    assert len(found) == 2
+    assert found[0].startswith("speculative 'eagle3' needs model.hidden_states; the model offers")
+    assert found[1].startswith("batch_invariant needs model.batch_invariant; the model offers")
+    assert why_not(tmp_path, Row("", {"speculative": "ngram"}), registry) == []
+    contradiction = why_not(tmp_path, Row("", {"speculative": "ngram", "grammar": {"jump_forward": True}}), registry)
+    assert re.match(r"grammar.jump_forward is true", contradiction[0])
+
+
+@pytest.mark.parametrize(
+    ("architecture", "settings", "reason"),
+    [
+        ("LlamaForCausalLM", {}, None),
+        ("DeepseekV3ForCausalLM", {}, None),
+        ("LlamaForCausalLM", {"scheduler": {"shared_prefixes": False}}, "scheduler.shared_prefixes is false"),
+        ("LlamaForCausalLM", {"batch_invariant": True}, "batch_invariant is true"),
+        ("LlamaForCausalLM", {"speculative": "ngram"}, "speculative is not none"),
+        ("LlamaForCausalLM", {"cache": "none"}, f"cache 'none' does not offer {Feature.CACHE_SHARED_PREFIXES}"),
+        ("MistralForCausalLM", {}, "layers of the model have a sliding window"),
+    ],
+)
+def test_why_shared_prefixes_are_not_read_once(
+    registry: Registry, tmp_path: Path, architecture: str, settings: dict[str, Any], reason: str | None
+) -> None:
+    write_config(tmp_path, architecture, **MODELS[architecture])
+    chosen = {"model": {"path": str(tmp_path)}, "attention": "triton", "policy": "fcfs", "grammar": "none"}
+    config = validate(read((), (), {}, chosen | settings), registry)
+    assert why_not_shared(resolve(config, registry, Machine.assume("sm90"))) == reason
