@@ -396,7 +396,7 @@ class Batch:
     last: Batch | None = field(init=False, default=None)  # a row per token in ``logit_rows``: ModelArchitecture.forward
     watch: tuple[int, ...] = field(init=False, default=())  # layers whose hidden states a drafter needs
     hidden: torch.Tensor | None = field(init=False, default=None)  # set by the model: see ModelArchitecture.forward
-    attn: tuple[Attends, ...] = field(init=False)  # one attention backend per cache group
+    attn: tuple[Any, ...] = field(init=False)  # per cache group: Attends, or layers.states.StepStates of a state group
     kv: tuple[StoresKV, ...] = field(init=False)  # one pool per cache group
     views: tuple[Batch, ...] = field(init=False, default=())  # of the cache groups after the first, see ``view``
     expanded: Any = field(init=False, default=None)  # layers.latent.ExpandedRows, if prompts expand their latents

@@ -258,7 +258,7 @@ def test_pools_of_an_arena_do_not_overlap(dtype: torch.dtype) -> None:
     groups = [CacheGroup(1, 2, 8), CacheGroup(3, 2, 8, CacheGroupKind.SLIDING, 7), CacheGroup(2, 1, 8)]
     sizes = [PageBytes(bytes_per_page(g, 4, dtype), 4 * g.num_kv_heads * g.head_dim * dtype.itemsize) for g in groups]
     layout = make_layout(sizes, 0, 9)
-    pools = make_arena(groups, layout, 4, dtype, "cpu")
+    pools, _ = make_arena(groups, layout, 4, dtype, "cpu")
     pages = ArenaAllocator(layout).alloc(9)
     assert pages is not None
     number, written = 0, []

@@ -4,13 +4,17 @@ and the first layers of a step, in order to find the kernels that it launches.""
 from __future__ import annotations
 
 import itertools
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
 from dovetail.engine.captures import NO_UPDATES
-from dovetail.engine.grouped import backends_of, pools_of
+from dovetail.engine.grouped import backends_of, pools_of, states_of
+from dovetail.engine.states import padding
+from dovetail.layers.states import StepStates
 from dovetail.ops.sampling import Filters, sample
 from dovetail.types import Batch
 
@@ -44,8 +48,8 @@ def prompts(backend: AttentionBackend, pool: Pools, lens: list[int], *, plan: bo
     batch.qo_indptr = torch.tensor([0, *np.cumsum(lens).tolist()], dtype=torch.int32, device=device)
     batch.kv_lens = torch.tensor(lens, dtype=torch.int32, device=device)
     batch.page_table = torch.zeros(count, -(-max(lens) // pool.page_size), dtype=torch.int32, device=device)
-    batch.attn, batch.kv = backends_of(backend), pools_of(pool)
-    batch.views = (batch,) * (len(batch.kv) - 1)  # page 0 is the same in all cache groups
+    batch.attn, batch.kv = (*backends_of(backend), *padding(states_of(pool), lens)), pools_of(pool)
+    batch.views = (batch,) * max(len(batch.kv) - 1, 0)  # page 0 is the same in all cache groups
     if plan:
         backend.plan(batch)
     return batch
@@ -58,11 +62,16 @@ def every_filter(rows: int, device: torch.device) -> Filters:
 
 
 def first_layers(model: ModelArchitecture, batch: Batch, layers: int, *, attend: bool = True) -> torch.Tensor:
-    """Run the first ``layers`` layers of a batch, up to the attention of the next one. Return hidden states ``[tokens,
+    """Run the first ``layers`` layers of a batch, up to the attention, or the states, of the next one. Return hidden states ``[tokens,
     hidden_size]``: those of the whole model if it has no more layers, and zeros otherwise. The batch must be planned,
     unless ``attend`` is False: attention is then left out, and its results are undefined."""
     attn, left = batch.attn, itertools.count(layers, -1)
-    batch.attn = tuple(_FirstLayers(attends if attend else _LeftOut(), left) for attends in attn)
+    batch.attn = tuple(
+        replace(attends, memory=_FirstStates(attends.memory, left))
+        if isinstance(attends, StepStates)
+        else _FirstLayers(attends if attend else _LeftOut(), left)
+        for attends in attn
+    )
     try:
         return model.forward(batch)
     except _EnoughLayers as end:
@@ -97,3 +106,18 @@ class _FirstLayers:
         if next(self._left) <= 0:
             raise _EnoughLayers(q)
         return self._attends.forward(q, layer, batch)
+
+
+class _FirstStates(Sequence[tuple["torch.Tensor", ...]]):
+    """Give states to the first layers, and then end the forward pass. For ``left`` see ``_FirstLayers``."""
+
+    def __init__(self, memory: Sequence[tuple[torch.Tensor, ...]], left: Iterator[int]) -> None:
+        self._memory, self._left = memory, left
+
+    def __len__(self) -> int:
+        return len(self._memory)
+
+    def __getitem__(self, index: Any) -> Any:
+        if next(self._left) <= 0:
+            raise _EnoughLayers(self._memory[index][0])
+        return self._memory[index]

@@ -16,7 +16,7 @@ from dovetail.engine.draft_runtime import EngineDraftRuntime
 from dovetail.engine.expansion import Expansion
 from dovetail.engine.expert_load import ExpertLoad
 from dovetail.engine.graphs import DecodeGraphs
-from dovetail.engine.grouped import Pools, grouped_attention, grouped_pools, pools_of
+from dovetail.engine.grouped import Pools, grouped_attention, grouped_pools, pools_of, states_of
 from dovetail.engine.inputs import Inputs
 from dovetail.engine.kernel_set import kernel_set
 from dovetail.engine.memory import agreed_budget, budget_for, with_arena
@@ -34,7 +34,7 @@ from dovetail.engine.warmup import WarmUp
 from dovetail.engine.weights import build_model, load_weights
 from dovetail.errors import ConfigError
 from dovetail.interfaces.attention import AttentionBackend, AttentionContext
-from dovetail.interfaces.cache import CacheGroupKind
+from dovetail.interfaces.cache import CacheGroup, CacheGroupKind
 from dovetail.interfaces.executor import WarmUpProgress
 from dovetail.interfaces.experts import ExpertsContext
 from dovetail.interfaces.features import Feature
@@ -45,8 +45,11 @@ from dovetail.interfaces.speculative import Drafter, DrafterContext
 from dovetail.layers.experts import layers_of_experts
 from dovetail.layers.linear import Linear, make_batch_invariant
 from dovetail.memory.pool import bytes_per_page, make_arena, make_pool, pool_dtype
+from dovetail.memory.state_pool import StatePool, bytes_per_slot
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from dovetail.config.sections import Config
     from dovetail.engine.captures import Captures
     from dovetail.interfaces.model import ModelArchitecture
@@ -177,7 +180,9 @@ class Engine:
         draft_bytes = runtime.page_bytes(self.page_size, dtype)
         divide = functools.partial(budget_for, config, groups, dtype, self.device, self.context_len, needs, draft_bytes)
         budget = agreed_budget(divide, self.mesh)
-        shares_memory = len(groups) > 1 and not draft_bytes and all(g.kind is not CacheGroupKind.LATENT for g in groups)
+        shares_memory = _has_states(groups) or (
+            len(groups) > 1 and not draft_bytes and all(g.kind is not CacheGroupKind.LATENT for g in groups)
+        )
         self.budget = with_arena(budget, config, groups, dtype) if shares_memory else budget
         log.info("%s", self.budget)
         self.num_pages = self.budget.num_pages
@@ -185,14 +190,17 @@ class Engine:
         self.pool = (
             self._make_pools(self.num_pages)
             if arena is None
-            else grouped_pools(make_arena(groups, arena, self.page_size, dtype, self.device))
+            else grouped_pools(*make_arena(groups, arena, self.page_size, dtype, self.device, self._dtype))
         )
         self.keeps_all = draft_bytes > 0
-        self.context_len = min(self.context_len, (self.num_pages - 1) * self.page_size)
+        pools, states = pools_of(self.pool), states_of(self.pool)
+        if pools:
+            self.context_len = min(self.context_len, (self.num_pages - 1) * self.page_size)
         max_pages = -(-self.context_len // self.page_size) + 1
-        self.page_table = np.zeros((len(groups), config.scheduler.rows + 1, max_pages), np.int32)
-        self.inputs = Inputs(self.page_table, self.page_size, self.device)
-        runtime.allocate(self.inputs, pools_of(self.pool)[0], self.context_len)
+        self.page_table = np.zeros((len(pools), config.scheduler.rows + 1, max_pages), np.int32)
+        self.inputs = Inputs(self.page_table, self.page_size, self.device, states)
+        if pools:
+            runtime.allocate(self.inputs, pools[0], self.context_len)
 
     @property
     def _kv_dtype(self) -> torch.dtype:
@@ -202,8 +210,13 @@ class Engine:
     def _make_pools(self, num_pages: int) -> Pools:
         """Return a pool of ``num_pages`` for each cache group. Two pages, of which one is page 0, suffice for steps that
         answer no request."""
-        groups, dtype = self._local.cache_groups, self._kv_dtype
-        return grouped_pools([make_pool(group, num_pages, self.page_size, dtype, self.device) for group in groups])
+        dtype, device = self._kv_dtype, self.device
+        paged = [group for group in self._local.cache_groups if group.kind is not CacheGroupKind.STATE]
+        states = [group for group in self._local.cache_groups if group.kind is CacheGroupKind.STATE]
+        return grouped_pools(
+            [make_pool(group, num_pages, self.page_size, dtype, device) for group in paged],
+            [StatePool.of_slots(group, num_pages, self._dtype, device) for group in states],
+        )
 
     def _note_prompts(self, resolved: Resolved) -> None:
         """Note the kernels of steps with prompts. This needs no weights: processes compile while they are loaded."""
@@ -328,17 +341,24 @@ class Engine:
     @property
     def cache_groups(self) -> list[dict[str, Any]]:
         """Return for each cache group what it keeps, in how many layers, the bytes of a token on this rank, and the number of
-        tokens that the group alone could keep in the memory."""
+        tokens that the group alone could keep in the memory. For a state group: the bytes of a snapshot, and the number
+        of running requests and snapshots together."""
         arena, pages = self.budget.arena, [self.num_pages - 1] * len(self._local.cache_groups)
         if arena is not None:
             pages = [(arena.num_slabs - 1) * own for own in arena.pages]
+
+        def sizes(group: CacheGroup, count: int) -> dict[str, int]:
+            if group.kind is CacheGroupKind.STATE:
+                return {"bytes_per_snapshot": bytes_per_slot(group, self._dtype), "most_snapshots": count}
+            token = bytes_per_page(group, 1, self._kv_dtype)
+            return {"bytes_per_token": token, "most_tokens": count * self.page_size}
+
         return [
             {
                 "kind": str(group.kind),
                 "window": group.window,
                 "layers": group.num_layers,
-                "bytes_per_token": bytes_per_page(group, 1, self._kv_dtype),
-                "most_tokens": count * self.page_size,
+                **sizes(group, count),
             }
             for group, count in zip(self._local.cache_groups, pages, strict=True)
         ]
@@ -441,6 +461,10 @@ class Engine:
     def progress(self) -> WarmUpProgress:
         """Return how far the preparation of the engine is."""
         return self.warm_up.progress(self.captures)
+
+
+def _has_states(groups: Sequence[CacheGroup]) -> bool:
+    return any(group.kind is CacheGroupKind.STATE for group in groups)
 
 
 def _check_experts(model: ModelArchitecture) -> None:

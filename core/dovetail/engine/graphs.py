@@ -20,10 +20,11 @@ import torch
 
 from dovetail.engine.captures import NO_UPDATES, GraphRecorder, Staging, ladder, larger_sizes
 from dovetail.engine.dry_run import first_layers
-from dovetail.engine.grouped import backends_of, pools_of
+from dovetail.engine.grouped import backends_of, pools_of, states_of
 from dovetail.engine.inputs import DecodeTensors, Inputs, decode_arrays, pack, unpack
 from dovetail.engine.sampler_graphs import SamplerGraphs, Sampling
 from dovetail.interfaces.mesh import SINGLE, Mesh
+from dovetail.layers.states import StepStates
 from dovetail.types import Batch, ForwardOutput, SharedPrefixes
 
 if TYPE_CHECKING:
@@ -112,7 +113,8 @@ class DecodeGraphs:
         self.loaded: set[GraphKey] = set()  # keys whose kernels are loaded onto the device
         self._graphs: dict[GraphKey, DecodeGraph] = {}
         device = inputs.device
-        self._tensors = DecodeTensors(max_rows, inputs.pages.shape[1], device, shares, len(inputs.other_pages))
+        groups = len(inputs.other_pages), len(states_of(pool))
+        self._tensors = DecodeTensors(max_rows, inputs.pages.shape[1], device, shares, *groups)
         self._staging = Staging(len(pack(_padding(max_rows))), device)
         self._recorder = GraphRecorder(device, mesh)
         self._counts = counts
@@ -241,7 +243,10 @@ class DecodeGraphs:
             variant=variant,
         )
         tensors.give(batch)
-        batch.attn, batch.kv, batch.watch = backends_of(self._backend), pools_of(self._pool), self._watch
+        pools = zip(states_of(self._pool), tensors.state_slots, strict=True)
+        states = (StepStates(pool.memory, None, slots) for pool, slots in pools)
+        batch.attn = (*backends_of(self._backend), *states)
+        batch.kv, batch.watch = pools_of(self._pool), self._watch
         return batch
 
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from dovetail.interfaces.attention import AttentionBackend
 from dovetail.memory.pool import PagedKVPool
+from dovetail.memory.state_pool import StatePool
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -26,7 +27,7 @@ class GroupedAttention(AttentionBackend):
     the members directly."""
 
     def __init__(self, members: Sequence[AttentionBackend]) -> None:
-        """``members`` has the backend of each group. All have the same class."""
+        """``members`` has the backend of each group with pages. All have the same class."""
         self.members = tuple(members)
 
     def plan(self, batch: Batch) -> None:
@@ -40,7 +41,7 @@ class GroupedAttention(AttentionBackend):
 
     def variant(self, batch: Batch) -> int:
         """Return the variant that is best for the first group. All groups use it."""
-        return self.members[0].variant(batch)
+        return self.members[0].variant(batch) if self.members else 0
 
     def plan_capture(self, batch: Batch) -> None:
         """See ``AttentionBackend``."""
@@ -54,25 +55,33 @@ class GroupedAttention(AttentionBackend):
 
 
 class GroupedPools:
-    """Hold the pools of several cache groups, which have the same device and the same tokens per page."""
+    """Hold the pools of several cache groups, which have the same device and the same tokens per page. A model without keys
+    and values has no ``page_size``: 1."""
 
-    def __init__(self, members: Sequence[PagedKVPool]) -> None:
-        """``members`` has the pool of each group."""
-        self.members = tuple(members)
-        self.device, self.page_size = members[0].device, members[0].page_size
+    def __init__(self, members: Sequence[PagedKVPool], states: Sequence[StatePool] = ()) -> None:
+        """``members`` has the pool of each group with pages, ``states`` that of each state group."""
+        self.members, self.states = tuple(members), tuple(states)
+        self.device = (*members, *states)[0].device
+        self.page_size = members[0].page_size if members else 1
 
 
 Pools = PagedKVPool | GroupedPools
 
 
 def backends_of(backend: AttentionBackend) -> tuple[AttentionBackend, ...]:
-    """Return the attention backend of each cache group: ``Batch.attn``."""
+    """Return the attention backend of each cache group with pages. They are the first entries of ``Batch.attn``; those of
+    state groups follow (see ``engine.states``)."""
     return backend.members if isinstance(backend, GroupedAttention) else (backend,)
 
 
 def pools_of(pool: Pools) -> tuple[PagedKVPool, ...]:
-    """Return the pool of each cache group: ``Batch.kv``."""
+    """Return the pool of each cache group with pages: ``Batch.kv``."""
     return pool.members if isinstance(pool, GroupedPools) else (pool,)
+
+
+def states_of(pool: Pools) -> tuple[StatePool, ...]:
+    """Return the pool of each state group."""
+    return pool.states if isinstance(pool, GroupedPools) else ()
 
 
 def grouped_attention(members: Sequence[AttentionBackend]) -> AttentionBackend:
@@ -80,9 +89,9 @@ def grouped_attention(members: Sequence[AttentionBackend]) -> AttentionBackend:
     return members[0] if len(members) == 1 else GroupedAttention(members)
 
 
-def grouped_pools(members: Sequence[PagedKVPool]) -> Pools:
-    """Return the pools of all cache groups: the pool itself if there is one."""
-    return members[0] if len(members) == 1 else GroupedPools(members)
+def grouped_pools(members: Sequence[PagedKVPool], states: Sequence[StatePool] = ()) -> Pools:
+    """Return the pools of all cache groups: the pool itself if there is one, with pages."""
+    return members[0] if len(members) == 1 and not states else GroupedPools(members, states)
 
 
 def set_views(batch: Batch, others: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:

@@ -15,9 +15,11 @@ import numpy as np
 import torch
 
 from dovetail.engine.grouped import set_views
+from dovetail.engine.states import StateSlots
 from dovetail.ops.transfer import to_device
 
 if TYPE_CHECKING:
+    from dovetail.memory.state_pool import StatePool
     from dovetail.types import Batch, DraftTree, Int64Array, IntArray, PageUpdates, SharedPrefixes
 
 Array = np.ndarray[Any, Any]
@@ -30,6 +32,10 @@ _TORCH = {
 }
 
 
+ALL_TOKENS = 1 << 30
+"""The number of tokens of a page that holds all tokens of a request."""
+
+
 class Inputs:
     """Keep the arrays that are indexed by slot, and fill the tensors of a batch from them.
 
@@ -39,11 +45,18 @@ class Inputs:
     ``[slots]`` has the last token of each request.
     """
 
-    def __init__(self, page_tables: IntArray, page_size: int, device: torch.device) -> None:
-        """``page_tables`` is int32 ``[groups, slots, max_pages]`` and contiguous, with slot 0 for rows that pad a
-        step."""
+    def __init__(
+        self, page_tables: IntArray, page_size: int, device: torch.device, states: Sequence[StatePool] = ()
+    ) -> None:
+        """``page_tables`` is int32 ``[groups, slots, max_pages]`` and contiguous, with slot 0 for rows that pad a step.
+        Without groups, page 0 holds all tokens of every request: nothing is stored there. ``states`` has the pool of each
+        state group."""
         self.page_size = page_size
         self.device = device
+        self.states = StateSlots(states, page_tables.shape[1]) if states else None
+        self._has_pages = len(page_tables) > 0
+        if not self._has_pages:
+            self.page_size, page_tables = ALL_TOKENS, np.zeros((1, page_tables.shape[1], 1), np.int32)
         self.page_table, *self.other_tables = page_tables
         on_host = torch.from_numpy(page_tables)
         self.all_pages = on_host if device.type == "cpu" else on_host.to(device)
@@ -143,7 +156,7 @@ class Inputs:
         if updates.version and updates.version == self._located_version:
             return
         entries: tuple[()] | tuple[Int64Array, IntArray] = ()
-        if len(updates.slots):
+        if len(updates.slots) and self._has_pages:
             places = updates.slots.astype(np.int64) * self.page_table.shape[1] + updates.columns
             if self.other_tables:
                 places = np.concatenate([places, (places + self._group_offsets).reshape(-1)])
@@ -190,9 +203,19 @@ class DecodeTensors:
     by kernel has its own.
     """
 
-    def __init__(self, rows: int, max_pages: int, device: torch.device, shared: bool, other_groups: int = 0) -> None:
-        """``other_groups`` is the number of cache groups after the first."""
+    def __init__(
+        self,
+        rows: int,
+        max_pages: int,
+        device: torch.device,
+        shared: bool,
+        other_groups: int = 0,
+        state_groups: int = 0,
+    ) -> None:
+        """``other_groups`` is the number of cache groups with pages after the first. With ``state_groups``, the slots of
+        the rows' states are computed too; they are of steps of fixed addresses."""
         self.rows = rows
+        self.state_slots = torch.zeros(state_groups, rows, dtype=torch.int32, device=device)
         self.input_ids, self.positions, self.out_loc = torch.zeros(3, rows, dtype=torch.int64, device=device).unbind(0)
         self.kv_lens = torch.ones(rows, dtype=torch.int32, device=device)
         self.qo_indptr = torch.arange(rows + 1, dtype=torch.int32, device=device)
@@ -214,6 +237,7 @@ class DecodeTensors:
         for name in ("input_ids", "positions", "out_loc", "kv_lens", "table", "group_table", "own_lens"):
             setattr(part, name, getattr(self, name)[:rows])
         part.others = [(table[:rows], out_loc[:rows]) for table, out_loc in self.others]
+        part.state_slots = self.state_slots[:, :rows]
         return part
 
     def compute(self, inputs: Inputs, *, shared: bool) -> None:
@@ -228,6 +252,9 @@ class DecodeTensors:
         for pages, (table, out_loc) in zip(inputs.other_pages, self.others, strict=True):
             own = self.input_ids, self.positions, out_loc, self.kv_lens, table
             decode_inputs(*sent, pages, inputs.page_size, own)
+        for group, slots in enumerate(self.state_slots):
+            assert inputs.states is not None
+            slots.copy_(inputs.states.slots[group].index_select(0, self.slots))
 
     def give(self, batch: Batch) -> None:
         """Set the batch's engine fields to these tensors."""

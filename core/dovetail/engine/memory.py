@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING
@@ -11,9 +12,11 @@ import torch
 
 from dovetail.engine.progress import size_text
 from dovetail.errors import ConfigError
+from dovetail.interfaces.cache import CacheGroupKind
 from dovetail.interfaces.executor import ArenaLayout
 from dovetail.memory.arena import PageBytes, make_layout
-from dovetail.memory.pool import bytes_per_page
+from dovetail.memory.pool import bytes_per_page, pool_dtype
+from dovetail.memory.state_pool import ALIGNMENT, bytes_per_slot
 
 if TYPE_CHECKING:
     from torch import nn
@@ -24,6 +27,8 @@ if TYPE_CHECKING:
 
 GIB = 1 << 30
 CPU_POOL_BYTES = GIB
+SNAPSHOTS = 7
+"""The number of snapshots of states for each running request from which on the memory is not made larger."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,22 +139,32 @@ def budget_for(
     one page besides page 0 fits, or if the requested size does not fit into the memory."""
     memory = config.memory
     page = sum(bytes_per_page(group, memory.page_size, dtype) for group in groups) + draft_page_bytes
+    states, rows = _slot_bytes(config, groups), config.scheduler.rows
+    limit = rows * (-(-context_len // memory.page_size) + 1) + 1
+    if not page:  # a model of state groups only: a page is a slot
+        page, states, limit = states, 0, rows * (1 + SNAPSHOTS) + 1
     free, total = (0, 0) if device.type == "cpu" else torch.cuda.mem_get_info(device)
     available = free - needs.activations - needs.graphs
     if memory.num_pages is not None:
-        pages = memory.num_pages
+        pages = memory.num_pages + -(-rows * 2 * states // page)
     else:
         allowed = CPU_POOL_BYTES if device.type == "cpu" else available - int((1 - memory.fraction) * total)
         allowed = allowed if memory.kv_gib is None else int(memory.kv_gib * GIB)
         pages = allowed // page
         if memory.kv_gib is None:
-            pages = min(pages, config.scheduler.rows * (-(-context_len // memory.page_size) + 1) + 1)
+            pages = min(pages, limit + -(-rows * (1 + SNAPSHOTS) * states // page))
         if pages < 2:
             raise ConfigError(_too_little(config, needs, allowed, page, free, total))
     if total and pages * page > available:
         raise ConfigError(_too_much(config, needs, pages * page, free, total))
     left = available - pages * page if total else 0
     return Budget(total, needs, pages * page, pages, (pages - 1) * memory.page_size, left)
+
+
+def _slot_bytes(config: Config, groups: Sequence[CacheGroup]) -> int:
+    """Return the bytes of one slot of each state group."""
+    dtype = pool_dtype(config.model.dtype)
+    return sum(bytes_per_slot(group, dtype) for group in groups if group.kind is CacheGroupKind.STATE)
 
 
 def agreed_budget(divide: Callable[[], Budget], mesh: Mesh) -> Budget:
@@ -176,19 +191,50 @@ def with_arena(budget: Budget, config: Config, groups: Sequence[CacheGroup], dty
     """Return ``budget`` with a memory that several groups share. If ``memory.num_pages`` is set, it holds that number of
     pages of all groups together, which may take a few slabs more; otherwise it takes no more bytes."""
     page_size = config.memory.page_size
+    layout = _layout(budget, config, groups, dtype)
+    paged = [group.kind is not CacheGroupKind.STATE for group in groups]
+    columns = _columns(layout, paged)
+    if not columns:
+        raise ConfigError(_too_little(config, budget.needs, budget.pool, layout.slab_bytes, budget.free, budget.total))
+    used = layout.num_slabs * layout.slab_bytes
+    free = budget.free + budget.pool - used if budget.total else 0
+    tokens = columns * page_size if any(paged) else 0
+    return replace(budget, pool=used, num_pages=columns + 1, pool_tokens=tokens, free=free, arena=layout)
+
+
+def _layout(budget: Budget, config: Config, groups: Sequence[CacheGroup], dtype: torch.dtype) -> ArenaLayout:
+    """Return how the memory is divided. A slot of states is a page of one block, whose size is a multiple of every block of
+    keys, so that slabs need not be larger than necessary."""
+    page_size, states = config.memory.page_size, [group for group in groups if group.kind is CacheGroupKind.STATE]
     sizes = [
         PageBytes(
             bytes_per_page(group, page_size, dtype), page_size * group.num_kv_heads * group.head_dim * dtype.itemsize
         )
         for group in groups
+        if group.kind is not CacheGroupKind.STATE
     ]
-    layout = make_layout(sizes, budget.pool, None if config.memory.num_pages is None else budget.num_pages - 1)
-    if not layout.columns:
-        raise ConfigError(_too_little(config, budget.needs, budget.pool, layout.slab_bytes, budget.free, budget.total))
-    used = layout.num_slabs * layout.slab_bytes
-    free = budget.free + budget.pool - used if budget.total else 0
-    tokens = layout.columns * page_size
-    return replace(budget, pool=used, num_pages=layout.columns + 1, pool_tokens=tokens, free=free, arena=layout)
+    unit = math.lcm(ALIGNMENT, *(size.block for size in sizes))
+    strides = [-(-bytes_per_slot(group, pool_dtype(config.model.dtype)) // unit) * unit for group in states]
+    sizes += [PageBytes(stride, stride) for stride in strides]
+    if config.memory.num_pages is None:
+        return make_layout(sizes, budget.pool)
+    if not states:
+        return make_layout(sizes, budget.pool, budget.num_pages - 1)
+    layout = make_layout(sizes, budget.pool)
+    paged = len(groups) - len(states)
+    needed = [config.memory.num_pages - 1] * paged + [2 * config.scheduler.rows] * len(states)
+    slabs = sum(-(-count // own) for count, own in zip(needed, layout.pages, strict=True))
+    return layout._replace(num_slabs=1 + slabs)
+
+
+def _columns(layout: ArenaLayout, paged: Sequence[bool]) -> int:
+    """Return the number of pages of each group with pages that the memory holds together, beside two slots of each state
+    group: a request needs one, and one for a snapshot. Without pages, return the number of slots."""
+    if not any(paged):
+        return layout.columns
+    slots = sum(-(-2 // own) for own, has_pages in zip(layout.pages, paged, strict=True) if not has_pages)
+    pages = tuple(own for own, has_pages in zip(layout.pages, paged, strict=True) if has_pages)
+    return layout._replace(num_slabs=max(layout.num_slabs - slots, 1), pages=pages).columns
 
 
 def _too_little(config: Config, needs: Needs, allowed: int, page: int, free: int, total: int) -> str:

@@ -3,14 +3,14 @@
 Attention over prompts of different lengths is not captured, because its work depends on the lengths. The work of the
 other parts depends on the number of tokens only. To capture them, the model runs once with a recorder in place of the
 attention backend: at every attention call the recorder ends one graph and begins the next. K and V of padding tokens
-are written to page 0.
+are written to page 0. Operations of layers with states are not captured either, for the same reason.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -18,9 +18,11 @@ import torch
 
 from dovetail.engine.build import as_module
 from dovetail.engine.captures import NO_UPDATES, GraphRecorder, larger_sizes
-from dovetail.engine.grouped import pools_of, set_views
+from dovetail.engine.grouped import pools_of, set_views, states_of
+from dovetail.engine.states import padding
 from dovetail.layers.experts import layers_of_experts
 from dovetail.layers.linear import Linear
+from dovetail.layers.states import StepStates, step_states
 from dovetail.types import Batch
 
 if TYPE_CHECKING:
@@ -29,6 +31,7 @@ if TYPE_CHECKING:
     from dovetail.interfaces.attention import AttentionLayer
     from dovetail.interfaces.mesh import Mesh
     from dovetail.interfaces.model import ModelArchitecture
+    from dovetail.interfaces.state_rows import StateRows
 
 
 LAUNCH_SECONDS = 3.5e-4
@@ -73,19 +76,44 @@ def token_ladder(max_tokens: int) -> list[int]:
 
 
 class CapturedPiece(NamedTuple):
-    """Hold a graph and the attention call that follows it. ``q`` is what the graph computes, at a fixed address.
-    ``group`` is the layer's cache group."""
+    """Hold a graph and the call of ``call`` that follows it, which computes ``result`` (of a fixed address) for a number of
+    tokens of a batch, from what the graph has computed."""
 
     graph: torch.cuda.CUDAGraph
+    call: PieceCall
+    result: torch.Tensor
+
+
+PieceCall = Callable[["Batch", int], "torch.Tensor"]
+
+
+class _AttentionCall(NamedTuple):
+    """Attend in a layer of cache group ``group``, with the queries ``q``."""
+
     q: torch.Tensor
     layer: AttentionLayer
     group: int
+
+    def __call__(self, batch: Batch, tokens: int) -> torch.Tensor:
+        return batch.attn[self.group].forward(self.q[:tokens], self.layer, batch.view(self.group))
+
+
+class _StatesCall(NamedTuple):
+    """Compute an operation of a layer with states, of cache group ``group`` (see ``StepStates.run``)."""
+
+    prompt: Callable[[Sequence[torch.Tensor], StateRows], torch.Tensor]
+    step: Callable[[Sequence[torch.Tensor], torch.Tensor], torch.Tensor]
+    tensors: tuple[torch.Tensor, ...]
+    group: int
+
+    def __call__(self, batch: Batch, tokens: int) -> torch.Tensor:
+        return step_states(batch, self.group).run(self.prompt, self.step, *[each[:tokens] for each in self.tensors])
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Pieces:
     """Hold a captured forward pass of a fixed number of tokens. ``last`` computes ``hidden`` from the result of the
-    last attention call. ``watched`` is ``Batch.hidden``."""
+    last call. ``watched`` is ``Batch.hidden``."""
 
     pieces: list[CapturedPiece]
     last: torch.cuda.CUDAGraph
@@ -111,10 +139,12 @@ class PiecewiseGraphs:
         self.sizes = token_ladder(max_tokens)
         self.seconds = 0.0  # spent on captures
         self._model, self._pools, self._watch, self._load = model, pools_of(pool), watch, load
-        device, rows = pool.device, 2 + len(self._pools)
+        self._states = states_of(pool)
+        device, rows = pool.device, 2 + max(len(self._pools), 1)
         self._ids, self._positions, *self._places = torch.zeros(rows, max_tokens, dtype=torch.int64, device=device)
-        size = self._pools[0].values(0).shape[-1]
+        size = self._pools[0].values(0).shape[-1] if self._pools else 0
         self._attended = torch.zeros(max_tokens, num_heads, size, dtype=dtype, device=device)
+        self._results: dict[tuple[torch.Size, torch.dtype], torch.Tensor] = {}  # of operations of layers with states
         self.refused: set[int] = set()
         self._captured: dict[int, Pieces] = {}
         self._recorder = GraphRecorder(device)
@@ -153,9 +183,9 @@ class PiecewiseGraphs:
             static[:tokens].copy_(given)
             static[tokens:size].zero_()
         captured = self._captured[size]
-        for graph, q, layer, group in captured.pieces:
+        for graph, call, result in captured.pieces:
             graph.replay()
-            self._attended[:tokens].copy_(batch.attn[group].forward(q[:tokens], layer, batch.view(group)))
+            result[:tokens].copy_(call(batch, tokens))
         captured.last.replay()
         batch.hidden = None if captured.watched is None else captured.watched[:tokens]
         return captured.hidden[:tokens]
@@ -167,11 +197,15 @@ class PiecewiseGraphs:
         for static in (self._ids, self._positions, *self._places):
             static.zero_()
         batch = self._static_batch(size)
-        batch.attn = (_WarmUpAttention(self._attended[:size]),) * len(self._pools)
+        states, count = padding(self._states, [size]), len(self._pools)
+        batch.attn = (*(_WarmUpAttention(self._attended[:size]),) * count, *states)
         self._recorder.warm_up(lambda: self._forward(batch))
         with self._recorder.beside():
             recorder = _PieceRecorder(self._attended[:size], self._recorder)
-            batch.attn = tuple(_GroupRecorder(recorder, group) for group in range(len(self._pools)))
+            batch.attn = (
+                *(_GroupRecorder(recorder, group) for group in range(count)),
+                *(self._recorded(own, recorder, count + index) for index, own in enumerate(states)),
+            )
             recorder.begin()
             try:
                 hidden = self._forward(batch)
@@ -181,6 +215,19 @@ class PiecewiseGraphs:
             last = recorder.end()
         self._captured[size] = Pieces(recorder.pieces, last, hidden, batch.hidden)
         self.seconds += time.perf_counter() - start
+
+    def _recorded(self, states: StepStates, recorder: _PieceRecorder, group: int) -> RecordedStates:
+        """Return what records the operations of the layers of state group ``group``."""
+        given = {each.name: getattr(states, each.name) for each in fields(StepStates)}
+        return RecordedStates(**given, recorder=recorder, group=group, result_like=self._result_like)
+
+    def _result_like(self, result: torch.Tensor) -> torch.Tensor:
+        """Return memory of a fixed address for a result of the shape and dtype of ``result``. Operations whose results have
+        the same size for each token share it."""
+        kind = result.shape[1:], result.dtype
+        if kind not in self._results:
+            self._results[kind] = result.new_zeros(self.sizes[-1], *kind[0])
+        return self._results[kind][: len(result)]
 
     def _forward(self, batch: Batch) -> torch.Tensor:
         hidden = self._model.forward(batch)
@@ -231,9 +278,17 @@ class _PieceRecorder:
             self._recorder.abandon(self._graph)
 
     def attend(self, q: torch.Tensor, layer: AttentionLayer, group: int) -> torch.Tensor:
-        self.pieces.append(CapturedPiece(self.end(), q, layer, group))
+        self.pieces.append(CapturedPiece(self.end(), _AttentionCall(q, layer, group), self._attended))
         self.begin()
         return self._attended
+
+    def run(self, call: _StatesCall, example: Callable[[], torch.Tensor]) -> torch.Tensor:
+        """Record ``call``. ``example`` returns a place for its results, and may launch kernels, which are not captured."""
+        graph = self.end()
+        result = example()
+        self.pieces.append(CapturedPiece(graph, call, result))
+        self.begin()
+        return result
 
 
 class _GroupRecorder:
@@ -244,3 +299,24 @@ class _GroupRecorder:
 
     def forward(self, q: torch.Tensor, layer: AttentionLayer, batch: Batch) -> torch.Tensor:
         return self._recorder.attend(q, layer, self._group)
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class RecordedStates(StepStates):
+    """Record the operations of the layers of a state group. ``result_like`` returns memory for results."""
+
+    recorder: _PieceRecorder
+    group: int
+    result_like: Callable[[torch.Tensor], torch.Tensor]
+
+    def run(
+        self,
+        prompt: Callable[[Sequence[torch.Tensor], StateRows], torch.Tensor],
+        step: Callable[[Sequence[torch.Tensor], torch.Tensor], torch.Tensor],
+        *tensors: torch.Tensor,
+    ) -> torch.Tensor:
+        """See ``StepStates``. An operation runs once over padding rows, so that the shape of its results is known."""
+        rows = self.prompts
+        assert rows is not None
+        call = _StatesCall(prompt, step, tensors, self.group)
+        return self.recorder.run(call, lambda: self.result_like(prompt(tensors, rows)))

@@ -97,6 +97,8 @@ class PlanRunner(RankEngine):
             batch = self._batch(plan)
         else:
             batch.drafts, batch.extend_lens, batch.page_updates = plan.drafts, plan.extend_lens, plan.page_updates
+        if plan.state_copies is not None and self.engine.inputs.states is not None:
+            self.engine.inputs.states.copy(plan.state_copies)
         self._launched = plan.number, batch, self.engine.launch(batch)
 
     def sample(self, plan: StepPlan, masks: Masks | None) -> None:
@@ -144,6 +146,8 @@ class PlanRunner(RankEngine):
         if plan.number != self._opened:
             for request in plan.admitted:
                 self._slots[request.slot] = request
+            if self.engine.inputs.states is not None:
+                self.engine.inputs.states.admit(plan.admitted)
             if self._mirrors_pages:
                 self._mirror(plan.page_updates)
             self._opened = plan.number

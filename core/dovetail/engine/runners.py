@@ -18,6 +18,7 @@ from dovetail.engine.pieces import PIECES_NEEDED
 from dovetail.engine.pooling import pooled
 from dovetail.engine.prompt_logprobs import prompt_logprobs
 from dovetail.engine.sampler import decode_numbers, verify_numbers
+from dovetail.engine.states import advance_states
 from dovetail.interfaces.attention import AttentionBackend
 from dovetail.interfaces.features import Feature
 from dovetail.types import ForwardOutput
@@ -149,7 +150,10 @@ class VerifyGraphRunner(Runner["VerifyKey"]):
         """See ``Runner``."""
         settings = self._sampler.settings_of(batch)
         output = self._graphs.sample(launched.graph, batch, settings) if settings.simple else None
-        return self._sampler.sample(batch, launched.logits, masks) if output is None else output
+        if output is None:
+            output = self._sampler.sample(batch, launched.logits, masks)
+        self._graphs.advance(launched.graph, output)
+        return output
 
 
 class EagerRunner(Runner[AttentionBackend]):
@@ -194,6 +198,7 @@ class EagerRunner(Runner[AttentionBackend]):
         """See ``Runner``."""
         self._inputs.prepare(batch)
         attends: tuple[Attends, ...] = backends_of(graph)
+        states = self._inputs.states
         if self._batch_invariant and batch.tree_mask is not None:
             attends = tuple(NodeRows(own, batch.view(group)) for group, own in enumerate(backends_of(graph)))
         elif self._expands(batch):
@@ -202,6 +207,8 @@ class EagerRunner(Runner[AttentionBackend]):
         else:
             graph.plan(batch)
         batch.attn, batch.kv, batch.watch = attends, self._pools, self._watched
+        if states is not None:
+            batch.attn = (*attends, *states.of_step(batch))
         hidden = self._forward(batch)
         found, vectors = prompt_logprobs(self._model, batch, hidden), pooled(self._model, batch, hidden)
         sampled_only = batch.logit_rows is None or batch.last is not None
@@ -217,9 +224,11 @@ class EagerRunner(Runner[AttentionBackend]):
 
     def _forward(self, batch: Batch) -> torch.Tensor:
         """Return the hidden states of a planned batch: of all its tokens, or, if this method sets ``batch.last``, of
-        the rows of ``batch.last``. Uses captured pieces if the size has been needed often enough."""
+        the rows of ``batch.last``. Uses captured pieces if the size has been needed often enough, except for drafts of models
+        with states, whose layers must keep what they compute."""
         pieces, captures = self._pieces, self._captures
-        if pieces is not None and captures is not None and batch.expanded is None:
+        keeps = batch.drafts is not None and self._inputs.states is not None
+        if pieces is not None and captures is not None and batch.expanded is None and not keeps:
             size = pieces.size_for(len(batch.input_ids))
             size = None if size is None else captures.choose(size)
             if size is not None:
@@ -236,4 +245,6 @@ class EagerRunner(Runner[AttentionBackend]):
         """See ``Runner``."""
         output = self._sampler.sample(batch, launched.logits, masks)
         output.prompt_logprobs, output.pooled = launched.prompt_logprobs, launched.pooled
+        if self._inputs.states is not None:
+            advance_states(batch, output)
         return output

@@ -21,10 +21,11 @@ import torch
 from dovetail.engine.captures import GraphRecorder, ladder, larger_sizes
 from dovetail.engine.draft_layout import wide_shape
 from dovetail.engine.dry_run import every_filter, first_layers, prompts
-from dovetail.engine.grouped import backends_of, pools_of
+from dovetail.engine.grouped import backends_of, pools_of, states_of
 from dovetail.engine.outputs import step_result
 from dovetail.engine.sampler_graphs import SamplerGraphs
 from dovetail.engine.settings import expand
+from dovetail.engine.states import draft_rows
 from dovetail.engine.verify import Accepted
 from dovetail.engine.verify_inputs import (
     VerifyMemory,
@@ -35,6 +36,7 @@ from dovetail.engine.verify_inputs import (
     static_batch,
 )
 from dovetail.interfaces.mesh import SINGLE, Mesh
+from dovetail.layers.states import StepStates
 from dovetail.ops.sampling import Filters, greedy, sample
 from dovetail.types import Batch, ForwardOutput, StepResult
 
@@ -89,6 +91,7 @@ class VerifyStep:
         self._inputs = inputs
         self.tensors = VerifyTensors(shape, memory)
         self.batch = static_batch(shape, context_len)
+        self.states: tuple[StepStates, ...] = ()  # those of ``batch.attn``
         self._lens = -1, -1  # rows and tokens of the step whose lengths ``batch`` has
         self._views: dict[int, tuple[Accepted, ForwardOutput, StepResult]] = {}  # of the result, by rows
         self.tensors.give(self.batch, shape.tokens, shape.tokens)
@@ -108,10 +111,27 @@ class VerifyStep:
         """Launch the kernels that fill the inputs and the forward pass. Return the logits of every token. ``load`` counts
         the tokens of experts."""
         self.tensors.compute(self._inputs)
+        for states in self.states:
+            states.kept.clear()
         hidden = model.forward(self.batch)
         if load is not None:
             load.add(self.batch)
         return model.logits(hidden)
+
+    def attend(self, backend: AttentionBackend, pool: Pools) -> None:
+        """Set what the layers of the step attend and keep states with."""
+        rows = [draft_rows(slots, self.tensors.indptr) for slots in self.tensors.state_slots]
+        self.states = tuple(
+            StepStates(own.memory, None, drafts.slots[:0], drafts)
+            for own, drafts in zip(states_of(pool), rows, strict=True)
+        )
+        self.batch.attn, self.batch.kv = (*backends_of(backend), *self.states), pools_of(pool)
+
+    def advance(self) -> torch.Tensor:
+        """Write the states after the accepted drafts, whose numbers are in ``tensors.accept_lens``, and return these."""
+        for states in self.states:
+            states.advance(self.tensors.accept_lens)
+        return self.tensors.accept_lens
 
     def draw(self, logits: torch.Tensor, filters: Filters | None) -> torch.Tensor:
         """Sample at every token, verify the drafts, and keep the last token of each slot for the next step. ``filters``
@@ -146,11 +166,13 @@ class VerifyStep:
 
 
 class CapturedVerify(NamedTuple):
-    """Hold a step, its graph, and the tensor in which the graph leaves the logits of every token."""
+    """Hold a step, its graph, and the tensor in which the graph leaves the logits of every token. ``advance`` is the graph
+    that writes states after acceptance, in a model that keeps states."""
 
     step: VerifyStep
     graph: torch.cuda.CUDAGraph
     logits: torch.Tensor
+    advance: torch.cuda.CUDAGraph | None = None
 
 
 class VerifyGraphs:
@@ -176,7 +198,8 @@ class VerifyGraphs:
         self._limits, self._watch, self._load = sizes, watch, load
         self._graphs: dict[VerifyKey, CapturedVerify] = {}
         largest = VerifyShape(sizes.tokens, sizes.width, sizes.trees)
-        self._memory = VerifyMemory(largest, inputs.pages.shape[1], inputs.device, len(inputs.other_pages))
+        groups = len(inputs.other_pages), len(states_of(pool))
+        self._memory = VerifyMemory(largest, inputs.pages.shape[1], inputs.device, *groups)
         self._recorder = GraphRecorder(inputs.device, mesh)
         self._samplers = SamplerGraphs(sizes.tokens, self._recorder, inputs.device)
         self._unread: Batch | None = None  # the batch that was written last, if the device may not have read it
@@ -216,7 +239,7 @@ class VerifyGraphs:
         """Replay the forward pass for ``batch`` and set its engine fields. Return the logits of its tokens,
         ``[tokens, V]``. Fields and logits are valid until the next launch. ``numbers`` is the result of
         ``verify_numbers``."""
-        step, graph, logits = self._graphs[key]
+        step, graph, logits, _ = self._graphs[key]
         tokens = batch.num_tokens
         self._inputs.locate_updates(batch.page_updates)
         self._wait_until_read()
@@ -237,9 +260,18 @@ class VerifyGraphs:
         """Replay sampling and verification of the step that was launched last. The result is also in host memory once
         the step has completed, and is valid until the next launch. If the sampler is not captured, do nothing and
         return None."""
-        step, _, logits = self._graphs[key]
+        step, _, logits, _ = self._graphs[key]
         found = self._samplers.replay(key, key.tokens, settings, lambda sampling: step.draw(logits, sampling.filters))
         return None if found is None else step.output(len(batch.slots))
+
+    def advance(self, key: VerifyKey, output: ForwardOutput) -> None:
+        """Write the states after the accepted drafts of the step that was launched last, whose result is ``output``."""
+        step, _, _, graph = self._graphs[key]
+        if graph is not None and output.accept_lens is not None:
+            lens = step.tensors.accept_lens
+            lens.zero_()
+            lens[: len(output.accept_lens)] = output.accept_lens
+            graph.replay()
 
     def _wait_until_read(self) -> None:
         if self._unread is not None:
@@ -254,7 +286,9 @@ class VerifyGraphs:
         step.tensors.write(empty_batch(), self._inputs)
         self._unread = step.batch
         graph, logits = self._recorder.record(lambda: self._kept(step.run(self._model, self._load)))
-        self._graphs[key] = CapturedVerify(step, graph, logits)
+        step.tensors.accept_lens.zero_()
+        advance = self._recorder.record(step.advance)[0] if step.states else None
+        self._graphs[key] = CapturedVerify(step, graph, logits, advance)
         self.seconds += time.perf_counter() - start
         log.debug("captured a verify step, %s: %.2f s", key, time.perf_counter() - start)
 
@@ -295,7 +329,8 @@ class VerifyGraphs:
         step = VerifyStep(
             VerifyShape(key.tokens, limits.width, key.tree), self._inputs, self._memory, limits.context_len
         )
-        step.batch.attn, step.batch.kv, step.batch.watch = backends_of(self._backend), pools_of(self._pool), self._watch
+        step.attend(self._backend, self._pool)
+        step.batch.watch = self._watch
         if plan:
             self._backend.plan_capture(step.batch)
         return step

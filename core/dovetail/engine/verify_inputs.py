@@ -89,8 +89,10 @@ class VerifyMemory:
     ``result_on_host`` are in pinned host memory, which the device reads and writes directly. The other tensors are on
     the device."""
 
-    def __init__(self, shape: VerifyShape, max_pages: int, device: torch.device, other_groups: int = 0) -> None:
-        """``other_groups`` is the number of cache groups after the first."""
+    def __init__(
+        self, shape: VerifyShape, max_pages: int, device: torch.device, other_groups: int = 0, state_groups: int = 0
+    ) -> None:
+        """``other_groups`` is the number of cache groups with pages after the first."""
         tokens, pinned = shape.tokens, device.type == "cuda"
         self.sent = torch.zeros(shape.size + 1 + 2 * shape.page_capacity, dtype=torch.int32, pin_memory=pinned)
         self.block = torch.zeros(shape.size, dtype=torch.int32, device=device)
@@ -100,6 +102,8 @@ class VerifyMemory:
         self.table = torch.zeros(tokens, max_pages, dtype=torch.int32, device=device)
         # ``page_table`` and ``out_loc`` of each other group
         self.others = [(torch.zeros_like(self.table), torch.zeros_like(self.of_tokens[2])) for _ in range(other_groups)]
+        self.state_slots = torch.zeros(state_groups, tokens, dtype=torch.int32, device=device)
+        self.accept_lens = torch.zeros(tokens, dtype=torch.int32, device=device)
         self.mask = torch.zeros(tokens if shape.tree else 0, shape.width, dtype=torch.bool, device=device)
         self.result = torch.zeros(tokens, 2 * shape.width + 1, dtype=torch.int64, device=device)
         self.result_on_host = torch.zeros(self.result.shape, dtype=torch.int64, pin_memory=pinned)
@@ -112,7 +116,8 @@ class VerifyTensors:
     by slot.
 
     ``uniform`` (float64 ``[tokens]``) are random numbers, ``row_of`` (int64 ``[tokens]``) is the row of each token, and
-    ``slots [tokens]`` is the slot of each row.
+    ``slots [tokens]`` is the slot of each row. ``state_slots`` (int32 ``[state groups, tokens]``) are the slots of each row's
+    states; ``accept_lens`` (int32 ``[tokens]``) is set after verification for ``StepStates.advance``.
     """
 
     def __init__(self, shape: VerifyShape, memory: VerifyMemory) -> None:
@@ -128,6 +133,7 @@ class VerifyTensors:
         ids, positions, out_loc, row_of = memory.of_tokens[:, :tokens]
         self._of_tokens, self.row_of = (ids, positions, out_loc, row_of), row_of
         self.indptr, self.slots = memory.indptr[: tokens + 1], memory.slots[:tokens]
+        self.state_slots, self.accept_lens = memory.state_slots[:, :tokens], memory.accept_lens[:tokens]
         self._of_rows = self.indptr, self.slots, memory.kv_lens[:tokens], memory.table[:tokens]
         self._others = [(table[:tokens], out_loc[:tokens]) for table, out_loc in memory.others]
         self._mask = memory.mask[:tokens] if shape.tree else None
@@ -168,6 +174,9 @@ class VerifyTensors:
         for pages, (own, out_loc) in zip(inputs.other_pages, self._others, strict=True):
             of_tokens, of_rows = (ids, positions, out_loc, row_of), (indptr, slots, kv_lens, own)
             verify_inputs(self._given, inputs.last_token, pages, inputs.page_size, of_tokens, of_rows, mask)
+        for group, own in enumerate(self.state_slots):
+            assert inputs.states is not None
+            own.copy_(inputs.states.slots[group].index_select(0, slots))
 
     def give(self, batch: Batch, rows: int, tokens: int) -> None:
         """Set the engine fields of a batch of ``rows`` rows and ``tokens`` tokens to views. The views are kept for

@@ -145,6 +145,4 @@ class StateMixer(StateLayer):
 
 def step_states(batch: Batch, group: int) -> StepStates:
     """Return the states of cache group ``group`` and the rows of ``batch``."""
-    states = batch.attn[group]
-    assert isinstance(states, StepStates)
-    return states
+    return batch.attn[group]

@@ -10,6 +10,7 @@ import torch
 from dovetail.errors import ConfigError
 from dovetail.interfaces.cache import CacheGroup, CacheGroupKind, KVPool
 from dovetail.interfaces.executor import ArenaLayout
+from dovetail.memory.state_pool import StatePool
 from dovetail.ops.kv import store
 from dovetail.ops.kv_dtypes import raw
 
@@ -144,11 +145,24 @@ class ArenaKVPool(PagedKVPool):
 
 
 def make_arena(
-    groups: Sequence[CacheGroup], layout: ArenaLayout, page_size: int, dtype: torch.dtype, device: torch.device | str
-) -> list[ArenaKVPool]:
-    """Allocate one memory and return the pools of ``groups`` in it. Page 0 of each is initialised with zeros. On CUDA all
-    pages are; see ``PagedKVPool``."""
-    slab = layout.slab_bytes // dtype.itemsize
-    memory = torch.empty(layout.num_slabs * slab, dtype=dtype, device=device)
-    (memory[:slab] if memory.device.type == "cpu" else memory).zero_()
-    return [ArenaKVPool(group, index, layout, page_size, memory) for index, group in enumerate(groups)]
+    groups: Sequence[CacheGroup],
+    layout: ArenaLayout,
+    page_size: int,
+    dtype: torch.dtype,
+    device: torch.device | str,
+    state_dtype: torch.dtype | None = None,
+) -> tuple[list[ArenaKVPool], list[StatePool]]:
+    """Allocate one memory and return the pools of ``groups`` in it: those with pages, and those of states. ``dtype`` is that of
+    keys and values, ``state_dtype`` that of the model (None: the same). Page 0 of each is initialised with zeros. On CUDA
+    all pages are; see ``PagedKVPool``."""
+    memory = torch.empty(layout.num_slabs * layout.slab_bytes, dtype=torch.uint8, device=device)
+    (memory[: layout.slab_bytes] if memory.device.type == "cpu" else memory).zero_()
+    pools: list[ArenaKVPool] = []
+    states: list[StatePool] = []
+    for index, group in enumerate(groups):
+        if group.kind is CacheGroupKind.STATE:
+            slots = memory.view(layout.num_slabs * layout.pages[index], -1)
+            states.append(StatePool(group, slots, state_dtype or dtype))
+        else:
+            pools.append(ArenaKVPool(group, index, layout, page_size, memory.view(dtype)))
+    return pools, states

@@ -1,0 +1,100 @@
+"""Give the layers that keep states what they need in a step: which slot of states each row has, and copies of states.
+
+A request keeps its state in one slot of each state group while it runs. The plan that admits it names these slots. They are
+in an array by the request's own slot, from which graphs read them on the device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from dovetail.interfaces.state_rows import CHUNK, StateRows
+from dovetail.layers.states import StepStates
+from dovetail.ops.transfer import to_device
+
+if TYPE_CHECKING:
+    from dovetail.memory.state_pool import StatePool
+    from dovetail.types import AdmittedRequest, Batch, ForwardOutput, IntArray, StateCopies
+
+
+class StateSlots:
+    """Hold the states of all requests, and the slots of each running request. ``pools`` has the pool of each state group.
+    ``slots`` (int32 ``[state groups, slots of requests]``, on the device) has the slot of each request's state; that of
+    slot 0, to which padding rows belong, is 0."""
+
+    def __init__(self, pools: Sequence[StatePool], num_slots: int) -> None:
+        """``num_slots`` is the number of slots of requests, slot 0 included."""
+        self.pools, self.device = tuple(pools), pools[0].device
+        self._on_host = np.zeros((len(pools), num_slots), np.int32)
+        on_host = torch.from_numpy(self._on_host)
+        self.slots = on_host if self.device.type == "cpu" else on_host.to(self.device)
+
+    def admit(self, requests: Iterable[AdmittedRequest]) -> None:
+        """Record the slots of requests that were admitted. The host does not wait for the device."""
+        found = [(request.slot, request.state_slots) for request in requests]
+        if not found:
+            return
+        for slot, own in found:
+            assert len(own) == len(self.pools), f"a request has {len(own)} slots of states, not {len(self.pools)}"
+            self._on_host[:, slot] = own
+        if self.device.type != "cpu":
+            self.slots.copy_(to_device(self._on_host.copy(), self.device))
+
+    @torch.inference_mode()
+    def copy(self, copies: StateCopies) -> None:
+        """Copy states as a plan says. The host does not wait for the device."""
+        for group, pool in enumerate(self.pools):
+            own = copies.groups == group
+            if own.any():
+                pairs = np.stack([copies.sources[own], copies.targets[own]]).astype(np.int64)
+                pool.copy(*to_device(pairs, self.device).unbind(0))
+
+    def of_step(self, batch: Batch) -> tuple[StepStates, ...]:
+        """Return the entries of ``Batch.attn`` for the state groups, in a step that is launched kernel by kernel."""
+        split, slots = batch.num_extend, self._on_host[:, batch.slots]
+        return tuple(self._rows(batch, pool, own, split) for pool, own in zip(self.pools, slots, strict=True))
+
+    def _rows(self, batch: Batch, pool: StatePool, slots: IntArray, split: int) -> StepStates:
+        lens, prompts, drafts = batch.extend_lens, None, None
+        if split:
+            fresh = batch.prefix_lens[:split] == 0
+            prompts = StateRows.of(slots[:split], lens[:split], fresh, self.device)
+        rest = slots[split:]
+        if batch.drafts is not None and len(rest):
+            drafts = StateRows.of(rest, lens[split:], np.zeros(len(rest), np.bool_), self.device, writes=False)
+            rest = rest[:0]
+        return StepStates(pool.memory, prompts, to_device(rest, self.device), drafts)
+
+
+def padding(pools: Sequence[StatePool], lens: Sequence[int]) -> tuple[StepStates, ...]:
+    """Return the entries of ``Batch.attn`` for the state groups in a step of prompts of ``lens`` tokens that answers no
+    request: it writes no state."""
+    nothing, found = np.zeros(len(lens), np.int32), []
+    for pool in pools:
+        rows = StateRows.of(nothing, np.array(lens, np.int32), nothing == 0, pool.device)
+        found.append(StepStates(pool.memory, rows, rows.slots[:0]))
+    return tuple(found)
+
+
+def draft_rows(slots: torch.Tensor, indptr: torch.Tensor) -> StateRows:
+    """Describe rows with drafts, of at most ``CHUNK`` tokens each, by tensors of fixed address: ``slots [rows]`` and ``indptr
+    [rows + 1]``, int32. The rows have ``rows`` tokens together, so that some may have none."""
+    rows, device = len(slots), slots.device
+    each = torch.arange(rows + 1, dtype=torch.int32, device=device)
+    fresh = torch.zeros(rows, dtype=torch.int32, device=device)
+    lens = np.ones(rows, np.int32)  # what matters is their number and their sum
+    return StateRows(lens, slots, indptr, fresh, each[:-1], indptr[:-1], each, CHUNK, writes=False)
+
+
+def advance_states(batch: Batch, output: ForwardOutput) -> None:
+    """Write the states after the accepted drafts of a step that was launched kernel by kernel."""
+    if batch.drafts is None or output.accept_lens is None:
+        return
+    for states in batch.attn:
+        if isinstance(states, StepStates) and states.drafts is not None:
+            rows = len(states.drafts.lens)
+            states.advance(output.accept_lens[len(output.accept_lens) - rows :].int())
