@@ -46,6 +46,7 @@ from dovetail.layers.experts import layers_of_experts
 from dovetail.layers.linear import Linear, make_batch_invariant
 from dovetail.memory.pool import bytes_per_page, make_arena, make_pool, pool_dtype
 from dovetail.memory.state_pool import StatePool, bytes_per_slot
+from dovetail.registry.sharing import why_not_shared
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -54,8 +55,7 @@ if TYPE_CHECKING:
     from dovetail.engine.captures import Captures
     from dovetail.interfaces.model import ModelArchitecture
     from dovetail.registry.resolver import Chosen, Resolved
-    from dovetail.registry.sharing import why_not_shared
-from dovetail.types import Batch, ForwardOutput, IntArray, Masks, PageUpdates, StepResult
+    from dovetail.types import Batch, ForwardOutput, IntArray, Masks, PageUpdates, StepResult
 
 log = logging.getLogger(__name__)
 
