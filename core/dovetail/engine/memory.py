@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING
@@ -16,7 +15,7 @@ from dovetail.interfaces.cache import CacheGroupKind
 from dovetail.interfaces.executor import ArenaLayout
 from dovetail.memory.arena import PageBytes, make_layout
 from dovetail.memory.pool import bytes_per_page, pool_dtype
-from dovetail.memory.state_pool import ALIGNMENT, bytes_per_slot
+from dovetail.memory.state_pool import bytes_per_slot
 
 if TYPE_CHECKING:
     from torch import nn
@@ -189,52 +188,26 @@ def agreed_budget(divide: Callable[[], Budget], mesh: Mesh) -> Budget:
 
 def with_arena(budget: Budget, config: Config, groups: Sequence[CacheGroup], dtype: torch.dtype) -> Budget:
     """Return ``budget`` with a memory that several groups share. If ``memory.num_pages`` is set, it holds that number of
-    pages of all groups together, which may take a few slabs more; otherwise it takes no more bytes."""
-    page_size = config.memory.page_size
-    layout = _layout(budget, config, groups, dtype)
-    paged = [group.kind is not CacheGroupKind.STATE for group in groups]
-    columns = _columns(layout, paged)
-    if not columns:
+    pages of all groups together, and two slots of states for each row, which may take a few slabs more; otherwise it takes
+    no more bytes. In a model without pages, slots are counted instead."""
+    page_size, rows, given = config.memory.page_size, config.scheduler.rows, config.memory.num_pages
+    dtype_of_model, states = pool_dtype(config.model.dtype), [g.kind is CacheGroupKind.STATE for g in groups]
+    sizes = [
+        PageBytes(bytes_per_slot(group, dtype_of_model), 0)
+        if keeps_states
+        else PageBytes(
+            bytes_per_page(group, page_size, dtype), page_size * group.num_kv_heads * group.head_dim * dtype.itemsize
+        )
+        for group, keeps_states in zip(groups, states, strict=True)
+    ]
+    slots = (given or 0) - 1 if all(states) else 2 * rows
+    layout = make_layout(sizes, budget.pool, None if given is None else given - 1, slots)
+    if not layout.columns:
         raise ConfigError(_too_little(config, budget.needs, budget.pool, layout.slab_bytes, budget.free, budget.total))
     used = layout.num_slabs * layout.slab_bytes
     free = budget.free + budget.pool - used if budget.total else 0
-    tokens = columns * page_size if any(paged) else 0
-    return replace(budget, pool=used, num_pages=columns + 1, pool_tokens=tokens, free=free, arena=layout)
-
-
-def _layout(budget: Budget, config: Config, groups: Sequence[CacheGroup], dtype: torch.dtype) -> ArenaLayout:
-    """Return how the memory is divided. A slot of states is a page of one block, whose size is a multiple of every block of
-    keys, so that slabs need not be larger than necessary."""
-    page_size, states = config.memory.page_size, [group for group in groups if group.kind is CacheGroupKind.STATE]
-    sizes = [
-        PageBytes(
-            bytes_per_page(group, page_size, dtype), page_size * group.num_kv_heads * group.head_dim * dtype.itemsize
-        )
-        for group in groups
-        if group.kind is not CacheGroupKind.STATE
-    ]
-    unit = math.lcm(ALIGNMENT, *(size.block for size in sizes))
-    strides = [-(-bytes_per_slot(group, pool_dtype(config.model.dtype)) // unit) * unit for group in states]
-    sizes += [PageBytes(stride, stride) for stride in strides]
-    if config.memory.num_pages is None:
-        return make_layout(sizes, budget.pool)
-    if not states:
-        return make_layout(sizes, budget.pool, budget.num_pages - 1)
-    layout = make_layout(sizes, budget.pool)
-    paged = len(groups) - len(states)
-    needed = [config.memory.num_pages - 1] * paged + [2 * config.scheduler.rows] * len(states)
-    slabs = sum(-(-count // own) for count, own in zip(needed, layout.pages, strict=True))
-    return layout._replace(num_slabs=1 + slabs)
-
-
-def _columns(layout: ArenaLayout, paged: Sequence[bool]) -> int:
-    """Return the number of pages of each group with pages that the memory holds together, beside two slots of each state
-    group: a request needs one, and one for a snapshot. Without pages, return the number of slots."""
-    if not any(paged):
-        return layout.columns
-    slots = sum(-(-2 // own) for own, has_pages in zip(layout.pages, paged, strict=True) if not has_pages)
-    pages = tuple(own for own, has_pages in zip(layout.pages, paged, strict=True) if has_pages)
-    return layout._replace(num_slabs=max(layout.num_slabs - slots, 1), pages=pages).columns
+    tokens = 0 if all(states) else layout.columns * page_size
+    return replace(budget, pool=used, num_pages=layout.columns + 1, pool_tokens=tokens, free=free, arena=layout)
 
 
 def _too_little(config: Config, needs: Needs, allowed: int, page: int, free: int, total: int) -> str:
