@@ -12,12 +12,15 @@ import torch
 from torch import nn
 
 from dovetail.config import Config
-from dovetail.config.sections import MemorySection, SchedulerSection
-from dovetail.engine.memory import Budget, Needs, agreed_budget, budget_for, measure_peak, module_bytes
+from dovetail.config.sections import MemorySection, ModelSection, SchedulerSection
+from dovetail.engine.memory import Budget, Needs, agreed_budget, budget_for, measure_peak, module_bytes, with_arena
 from dovetail.errors import ConfigError
 from dovetail.interfaces.cache import CacheGroup
 from dovetail.interfaces.mesh import Mesh
+from dovetail.interfaces.mixer_shapes import StateShape
+from dovetail.memory.arena import ArenaAllocator
 from dovetail.memory.pool import bytes_per_page
+from dovetail.memory.state_pool import bytes_per_slot
 from dovetail.testing.ranks import run_ranks, thread_meshes
 
 GIB = 1 << 30
@@ -60,6 +63,35 @@ def test_the_pool_is_no_larger_than_all_requests_can_fill() -> None:
     budget = divide(rows=2, context=1000)
     assert budget.pool_tokens == 2 * (63 + 1) * 16
     assert budget.free > 100 * GIB
+
+
+STATES = CacheGroup.of_states(36, (StateShape((8192, 3)), StateShape((32, 128, 128), "float32")))
+
+
+@pytest.mark.parametrize("groups", [(GROUP, STATES), (STATES,), (STATES, STATES)])
+def test_states_get_slots_for_all_requests_and_more_for_snapshots(groups: tuple[CacheGroup, ...]) -> None:
+    slot, kinds = bytes_per_slot(STATES, torch.bfloat16), [group.kind for group in groups]
+    for memory in ({}, {"num_pages": 700}, {"kv_gib": 40}):
+        config = Config(
+            model=ModelSection(dtype="bfloat16"),
+            scheduler=SchedulerSection(max_running=40),
+            memory=MemorySection(**memory),  # type: ignore[arg-type]
+        )
+        budget = budget_for(config, groups, torch.bfloat16, GPU, 100_000, NEEDS)
+        budget = with_arena(budget, config, groups, torch.bfloat16)
+        layout = budget.arena
+        assert layout is not None
+        assert layout.states == tuple(at for at, kind in enumerate(kinds) if kind == "state")
+        assert all(layout.slab_bytes // layout.blocks[at] >= slot for at in layout.states)
+        allocator = ArenaAllocator(layout)
+        assert all(allocator.alloc_slots() is not None for _ in range(40))
+        if len(groups) == 1:
+            assert budget.pool_tokens == 0
+            assert budget.num_pages - 1 == layout.columns >= (699 if memory.get("num_pages") else 2 * 40)
+        elif groups[0] is GROUP:
+            assert budget.num_pages >= 700
+        assert budget.pool == layout.num_slabs * layout.slab_bytes
+        assert budget.pool + budget.free <= 120 * GIB - 3 * GIB
 
 
 def test_what_was_asked_for_is_given() -> None:

@@ -161,9 +161,9 @@ def budget_for(
 
 
 def _slot_bytes(config: Config, groups: Sequence[CacheGroup]) -> int:
-    """Return the bytes of one slot of each state group."""
-    dtype = pool_dtype(config.model.dtype)
-    return sum(bytes_per_slot(group, dtype) for group in groups if group.kind is CacheGroupKind.STATE)
+    """Return the bytes of one slot of each state group together."""
+    states = [group for group in groups if group.kind is CacheGroupKind.STATE]
+    return sum(bytes_per_slot(group, pool_dtype(config.model.dtype)) for group in states)
 
 
 def agreed_budget(divide: Callable[[], Budget], mesh: Mesh) -> Budget:
@@ -191,9 +191,9 @@ def with_arena(budget: Budget, config: Config, groups: Sequence[CacheGroup], dty
     pages of all groups together, and two slots of states for each row, which may take a few slabs more; otherwise it takes
     no more bytes. In a model without pages, slots are counted instead."""
     page_size, rows, given = config.memory.page_size, config.scheduler.rows, config.memory.num_pages
-    dtype_of_model, states = pool_dtype(config.model.dtype), [g.kind is CacheGroupKind.STATE for g in groups]
+    states = [group.kind is CacheGroupKind.STATE for group in groups]
     sizes = [
-        PageBytes(bytes_per_slot(group, dtype_of_model), 0)
+        PageBytes(_slot_bytes(config, [group]), 0)
         if keeps_states
         else PageBytes(
             bytes_per_page(group, page_size, dtype), page_size * group.num_kv_heads * group.head_dim * dtype.itemsize
