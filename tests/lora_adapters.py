@@ -60,10 +60,13 @@ def _of(values, name, default):
 
 
 def module_shapes(model: Path, modules=ALL) -> dict[str, tuple[int, int]]:
-    """Return the shapes of the linear layers of a Llama checkpoint of one file, whose names end with ``modules``."""
+    """Return the shapes of the linear layers of a Llama checkpoint of one file, whose names end with one of ``modules``."""
     weights = load_file(model / "model.safetensors")
-    names = (name.removesuffix(".weight") for name in sorted(weights))
-    return {name: tuple(weights[f"{name}.weight"].shape) for name in names if name.endswith(tuple(modules))}
+    count = json.loads((model / "config.json").read_text())[
+        "num_hidden_layers"
+    ]  # there may be one more, which predicts tokens
+    names = (f"model.layers.{layer}.{module}" for layer in range(count) for module in modules)
+    return {name: tuple(weights[f"{name}.weight"].shape) for name in names}
 
 
 def merged_checkpoint(model: Path, directory: Path, deltas: dict[str, torch.Tensor]) -> Path:

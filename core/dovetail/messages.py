@@ -25,7 +25,8 @@ class GenerateMsg(msgspec.Struct, tag=True, frozen=True):
     ``group_size`` of them have been admitted. What the last request of a ``session`` has cached stays cached for the
     next request of the session. docs/request.md documents the limits.
 
-    Requests of different ``tenant``s take turns, in proportion to their ``weight``.
+    Requests of different ``tenant``s take turns, in proportion to their ``weight``. ``adapter`` is the name of an adapter
+    (LoRA), or empty. The request waits until it is on the device.
     """
 
     rid: str
@@ -39,6 +40,7 @@ class GenerateMsg(msgspec.Struct, tag=True, frozen=True):
     session: str = ""
     tenant: str = ""
     weight: float = 1.0
+    adapter: str = ""
 
 
 class AbortMsg(msgspec.Struct, tag=True, frozen=True):
@@ -103,6 +105,23 @@ class ExpertLoadMsg(msgspec.Struct, tag=True, frozen=True):
     for the step in flight, and answers with ``CommandReply``."""
 
     call_id: str
+
+
+class LoadAdapterMsg(msgspec.Struct, tag=True, frozen=True):
+    """Read the adapter in ``directory``, and make it known as ``name``, in place of one of that name, whose requests go on with
+    it. The engine answers with ``CommandReply`` when the adapter is read; other requests go on meanwhile."""
+
+    call_id: str
+    name: str
+    directory: str
+
+
+class UnloadAdapterMsg(msgspec.Struct, tag=True, frozen=True):
+    """Refuse new requests for an adapter, and free its memory when the last of its requests has ended. The engine answers with
+    ``CommandReply``."""
+
+    call_id: str
+    name: str
 
 
 class StatsRequestMsg(msgspec.Struct, tag=True, frozen=True):
@@ -238,6 +257,13 @@ class EngineStats(msgspec.Struct, tag=True, frozen=True):
     group_cached_tokens: list[
         int
     ] = []  # of several cache groups: prompt tokens that each alone had in the prefix cache
+    adapters_known: int = 0
+    adapters_resident: int = 0  # on the device
+    adapters_running: int = 0  # on the device, and used by running requests
+    adapters_waiting: int = 0  # waiting requests need them, and they are not on the device
+    adapters_installed: int = 0
+    adapters_evicted: int = 0
+    adapters_failed: int = 0
 
     @property
     def warm_up(self) -> dict[str, int | bool]:
@@ -267,7 +293,8 @@ class EngineFailed(msgspec.Struct, tag=True, frozen=True):
 
 
 Control = PauseMsg | ContinueMsg | StartProfileMsg | StopProfileMsg | ExpertLoadMsg
-Command = FlushCacheMsg | Control
+AdapterCommand = LoadAdapterMsg | UnloadAdapterMsg
+Command = FlushCacheMsg | Control | AdapterCommand
 """A message that is answered with ``CommandReply``."""
 ToEngine = GenerateMsg | AbortMsg | AbortAllMsg | Command | StatsRequestMsg | PingMsg | ShutdownMsg
 Answer = TokenOutput | RequestFailed | CommandReply | EngineStats | EngineReady | EngineFailed

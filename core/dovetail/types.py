@@ -56,8 +56,7 @@ class FinishKind(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class FinishReason:
-    """Describe why a request ended. ``matched`` is the stop string or stop token id; ``message`` explains an abort or
-    error."""
+    """Describe why a request ended. ``matched`` is the stop string or stop token id; ``message`` explains an abort or error."""
 
     kind: FinishKind
     matched: str | int | None = None
@@ -66,8 +65,8 @@ class FinishReason:
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprob:
-    """Hold the log-probability (natural log) of one token, of the most likely tokens at its position, and of the tokens
-    of ``token_ids_logprob``. ``logprob`` is None for the first token of a prompt."""
+    """Hold the log-probability (natural log) of one token, of the most likely tokens at its position, and of the tokens of
+    ``token_ids_logprob``. ``logprob`` is None for the first token of a prompt."""
 
     token_id: int
     logprob: float | None
@@ -135,6 +134,7 @@ class Req:
     mean_accepted: float = -1.0  # moving average of the drafts accepted per verify step; negative before the first
     error: str | None = None  # why the request must end with its next token: its matcher failed
     pooled: Any = None  # set by the scheduler if params have pooling: float64 [size], of the tokens computed so far
+    adapter: Any = None  # set by Scheduler.add: the scheduler.adapters.KnownAdapter that the request needs
 
     @property
     def max_device_len(self) -> int:
@@ -284,6 +284,7 @@ class AdmittedRequest:
     retracted: bool = False  # the request was retracted before
     constrained: bool = False  # the request has a grammar: its logits get bitmasks
     state_slots: tuple[int, ...] = ()  # by state group: where the state of the request is kept
+    adapter: int = 0  # the slot of the request's adapter; 0: none
 
 
 class DepartedRequest(NamedTuple):
@@ -381,6 +382,7 @@ class Batch:
     drafts: DraftTree | None = None
     rows_version: int = 0
     known_lens: IntArray | None = None
+    adapters: IntArray | None = None  # [rows] slots of adapters, set by the engine's caller; None: no row has one
 
     # set by Inputs.prepare or a graph (device tensors, int32 unless noted)
     input_ids: torch.Tensor = field(init=False)  # int64 [tokens]

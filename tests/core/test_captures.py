@@ -172,6 +172,7 @@ def test_a_capture_of_a_drafter_that_fails_on_one_rank_is_noticed_before_its_dra
         drafter = SimpleNamespace(propose=lambda batch: try_capture(graphs, 2))
         engine = SimpleNamespace(
             drafter=drafter,
+            adapters=None,
             page_table=np.zeros((1, 1, 1), np.int32),
             device=torch.device("cpu"),
             captures=[graphs],

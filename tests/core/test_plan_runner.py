@@ -25,6 +25,7 @@ def test_a_launch_brings_the_page_updates_of_its_own_plan_also_after_drafts_were
         page_table=np.zeros((1, 6, 30), np.int32),
         device=torch.device("cpu"),
         drafter=SimpleNamespace(propose=lambda batch: None),
+        adapters=None,
         launch=launched.append,
         check_captures=lambda: None,
     )

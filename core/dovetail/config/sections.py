@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
+from dovetail.config.adapters import AdaptersSection
 from dovetail.config.experiment import ExperimentSection
 from dovetail.config.kinds import (
     API,
@@ -458,6 +459,7 @@ class Config(Section):
     graphs: GraphsSection = GraphsSection()
     memory: MemorySection = MemorySection()
     parallel: ParallelSection = ParallelSection()
+    adapters: AdaptersSection = AdaptersSection()
     server: ServerSection = ServerSection()
     supervision: SupervisionSection = SupervisionSection()
     metrics: MetricsSection = MetricsSection()

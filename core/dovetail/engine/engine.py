@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from dovetail.engine.adapters import EngineAdapters, largest_rank
 from dovetail.engine.build import as_module
 from dovetail.engine.captures import CaptureAgreement, capture_all
 from dovetail.engine.draft_runtime import EngineDraftRuntime
@@ -122,6 +123,7 @@ class Engine:
         counts = config.metrics.expert_load is not None
         self.expert_load = ExpertLoad(self.model, self.page_size, self.device) if counts else None
         self._note_prompts(resolved)
+        self.adapters = self._build_adapters(config)
         load_weights(
             self.model, resolved.model_dir, config.model.load_format, config.model.seed, shown=mesh.tp.rank == 0
         )
@@ -142,6 +144,14 @@ class Engine:
         self._build_runners(resolved)
         if self.drafter is not None and resolved.drafter is not None:
             self.expect_drafts(self.drafter.max_draft_tokens, trees=captures_trees(resolved))
+
+    def _build_adapters(self, config: Config) -> EngineAdapters | None:
+        """Allocate the slots of adapters, before the weights are loaded and the layers are prepared."""
+        section = config.adapters
+        if not section.enabled:
+            return None
+        rank = section.max_rank or largest_rank(section.load)
+        return EngineAdapters(self.model, section.max_resident, rank, self.device, self._dtype)
 
     def close(self) -> None:
         """End the processes that compile kernels. The device's memory stays allocated while the engine is referenced."""
@@ -384,6 +394,12 @@ class Engine:
     def launch(self, batch: Batch) -> Launched[Any]:
         """Launch the forward pass of a step, and set the batch's engine fields (see ``Runner.launch``). Under overlap
         the host reads the tokens of the previous step while the device computes this one."""
+        if batch.adapters is None or self.adapters is None:
+            return self._launch(batch)
+        with self.adapters.active(batch):
+            return self._launch(batch)
+
+    def _launch(self, batch: Batch) -> Launched[Any]:
         if batch.drafts is None or batch.shared is not None:
             self._choose_attention(batch)
         for runner in self.runners:

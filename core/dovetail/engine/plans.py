@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from dovetail.engine.adapter_images import AdapterImages, adapter_slots
 from dovetail.engine.device import lost_device
 from dovetail.engine.masks import PinnedMappings
 from dovetail.engine.pooling import default_pooling
@@ -52,13 +53,15 @@ class PlanRunner(RankEngine):
         self._pinned = PinnedMappings(engine.device)
         self._slots: list[AdmittedRequest | None] = [None] * engine.page_table.shape[1]
         self._opened = 0  # the number of the plan whose requests were admitted last
-        self._rows: tuple[int, Sequence[AdmittedRequest]] = 0, ()  # requests of the rows with a ``rows_version``
+        # requests of the rows with a ``rows_version``, and the slots of their adapters
+        self._rows: tuple[int, Sequence[AdmittedRequest], IntArray | None] = 0, (), None
         self._proposed: Batch | None = None  # of the plan with the number ``_opened``, if drafts were proposed for it
         self._launched: tuple[int, Batch, Launched[Any]] | None = None
         self._sampled: dict[int, tuple[Batch, ForwardOutput]] = {}  # by the number of the plan
         self._profiler: RankProfiler | None = None
         self._waited: tuple[Batch, ForwardOutput] | None = None  # the step that ``observe`` shows to the drafter
         self._closed = self._is_lost = False
+        self.adapters = None if engine.adapters is None else AdapterImages(engine.adapters)
 
     @property
     def info(self) -> ExecutorInfo:
@@ -151,13 +154,17 @@ class PlanRunner(RankEngine):
             if self._mirrors_pages:
                 self._mirror(plan.page_updates)
             self._opened = plan.number
-        version, reqs = self._rows
+        version, reqs, adapters = self._rows
         if not plan.rows_version or version != plan.rows_version:
             slots = self._slots
             reqs = [request for slot in plan.slots.tolist() if (request := slots[slot]) is not None]
             assert len(reqs) == len(plan.slots), "every row belongs to a request that was admitted"
-            self._rows = plan.rows_version, reqs
-        return Batch.of(plan, reqs)
+            adapters = None if self.adapters is None else adapter_slots(reqs)
+            self._rows = plan.rows_version, reqs, adapters
+        batch = Batch.of(plan, reqs)
+        if adapters is not None:
+            batch.adapters = adapters
+        return batch
 
     def _mirror(self, updates: PageUpdates) -> None:
         if len(updates.slots):
@@ -216,7 +223,7 @@ class PlanRunner(RankEngine):
 
     def call(self, name: str, args: Any) -> Any:
         """See ``RankEngine``. ``start_profile`` and ``stop_profile`` are those of ``RankProfiler``;
-        ``expert_load`` returns what ``ExpertLoad.read`` returns, as pairs, on rank 0, because all ranks choose alike."""
+        ``adapters`` runs a command of ``AdapterImages``, and ``expert_load`` returns what ``ExpertLoad.read`` returns, as pairs, on rank 0, because all ranks choose alike."""
         rank = self.engine.mesh.tp.rank
         if self._profiler is None:
             self._profiler = RankProfiler(rank)
@@ -228,6 +235,8 @@ class PlanRunner(RankEngine):
                 return self._profiler.start(*args)
             case "stop_profile":
                 return self._profiler.stop()
+            case "adapters" if self.adapters is not None:
+                return self.adapters.run(*args)
             case _:
                 return super().call(name, args)
 
@@ -246,6 +255,8 @@ class PlanRunner(RankEngine):
         if self._closed:
             return
         self._closed = True
+        if self.adapters is not None:
+            self.adapters.close()
         try:
             if not self._is_lost:
                 self._pinned.close()
@@ -253,7 +264,7 @@ class PlanRunner(RankEngine):
             self.engine.close()
         if not self._is_lost and not self._mirrors_pages:
             self._slots.clear()
-            self._rows, self._proposed, self._launched, self._waited = (0, ()), None, None, None
+            self._rows, self._proposed, self._launched, self._waited = (0, (), None), None, None, None
             self._sampled.clear()
             self.drafter = None
             del self.engine

@@ -106,7 +106,7 @@ class DecodeGraphRunner(Runner["DecodeGraph"]):
 
     def can_run(self, batch: Batch) -> DecodeGraph | None:
         """See ``Runner``. This runner can run decode batches whose graph is captured, and may capture the graph now."""
-        if batch.num_extend or batch.drafts is not None or not batch.samples.all():
+        if batch.num_extend or batch.drafts is not None or not batch.samples.all() or batch.adapters is not None:
             return None
         key = self._graphs.key_for(batch)
         chosen = None if key is None else self._captures.choose(key)
@@ -136,7 +136,7 @@ class VerifyGraphRunner(Runner["VerifyKey"]):
     def can_run(self, batch: Batch) -> VerifyKey | None:
         """See ``Runner``. This runner can run batches of verify rows only whose graph is captured, and may capture the
         graph now."""
-        if batch.num_extend or batch.drafts is None:
+        if batch.num_extend or batch.drafts is None or batch.adapters is not None:
             return None
         key = self._graphs.key_for(batch)
         return None if key is None else self._captures.choose(key)
@@ -217,7 +217,7 @@ class EagerRunner(Runner[AttentionBackend]):
 
     def _expands(self, batch: Batch) -> bool:
         """Return True if the prompts of this batch expand latents."""
-        if self._expansion is None or not batch.num_extend:
+        if self._expansion is None or not batch.num_extend or batch.adapters is not None:
             return False
         in_pieces = self._pieces is not None and self._pieces.size_for(len(batch.input_ids)) is not None
         return self._expansion.pays(batch, in_pieces=in_pieces)
@@ -228,13 +228,14 @@ class EagerRunner(Runner[AttentionBackend]):
         with states, whose layers must keep what they compute."""
         pieces, captures = self._pieces, self._captures
         keeps = batch.drafts is not None and self._inputs.states is not None
-        if pieces is not None and captures is not None and batch.expanded is None and not keeps:
+        alone = batch.expanded is not None or batch.adapters is not None or keeps
+        if pieces is not None and captures is not None and not alone:
             size = pieces.size_for(len(batch.input_ids))
             size = None if size is None else captures.choose(size)
             if size is not None:
                 return pieces.forward(size, batch)
         apart = batch.expanded is not None and batch.expanded.rest is not None  # then ``decode`` is planned already
-        if self._narrows and not apart and narrows(batch):
+        if self._narrows and not apart and batch.adapters is None and narrows(batch):
             batch.last = last_rows(batch, self.decode)
         hidden = self._model.forward(batch)
         if self._load is not None:

@@ -29,6 +29,7 @@ def expand(
     session: str = "",
     tenant: str = "",
     weight: float = 1.0,
+    adapter: str = "",
 ) -> list[GenerateMsg]:
     """Return one message for each of ``rids``, the ids of the ``params.n`` outputs of the prompt ``ids``.
 
@@ -40,12 +41,8 @@ def expand(
         params = dataclasses.replace(params, n=1)
     if len(rids) > 1 and not group:
         group, group_size = f"{rids[0]}/n", len(rids)
-    return [
-        GenerateMsg(
-            rid, ids, params, derive_seed(seed, i), namespace, priority, group, group_size, session, tenant, weight
-        )
-        for i, rid in enumerate(rids)
-    ]
+    hints = namespace, priority, group, group_size, session, tenant, weight, adapter
+    return [GenerateMsg(rid, ids, params, derive_seed(seed, i), *hints) for i, rid in enumerate(rids)]
 
 
 def derive_seed(seed: int, index: int) -> int:

@@ -48,6 +48,7 @@ class LMHead(Linear):
     an embedding, it shares that layer's weight, of which a checkpoint has one copy."""
 
     precise = True
+    adaptable = False
 
     def __init__(
         self, hidden_size: int, vocab_size: int, mesh: Mesh, *, tied: Embedding | None = None, bias: bool = False

@@ -113,6 +113,7 @@ class LatentAttention(Layer):
         self.kv_norm = RMSNorm(shape.kv_lora_rank, shape.norm_eps)
         expanded = shape.qk_nope_head_dim + shape.v_head_dim
         self.kv_b = ColumnLinear(shape.kv_lora_rank, {"kv": whole * expanded}, mesh, unit=expanded)
+        self.kv_b.adaptable = False  # its weight is absorbed
         self.out = row_linear(whole * shape.v_head_dim, shape.hidden_size, mesh, bias=shape.bias)
         own = self.num_heads * shape.head_dim if shape.q_lora_rank is None else shape.q_lora_rank
         self._widths = (own, shape.latent_dim)

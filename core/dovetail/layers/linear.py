@@ -31,6 +31,7 @@ from dovetail.ops.parts import Parts, RankAddend
 
 if TYPE_CHECKING:
     from dovetail.interfaces.mesh import Mesh
+    from dovetail.layers.adapters import LinearAdapters
     from dovetail.ops.parts import Addend
     from dovetail.ops.triton.invariant import InvariantRows
     from dovetail.ops.triton.matmul import FewRows
@@ -113,12 +114,15 @@ class Linear(Layer):
     depend on the number of rows. ``activation`` is the function of ``gated_forward``.
 
     If a quantization gives the layer a ``method``, the method's parameters take the place of ``weight``. Layers that
-    are ``precise`` keep their weight when an unquantized checkpoint is quantized.
+    are ``precise`` keep their weight when an unquantized checkpoint is quantized. ``adapters`` are added to the product of
+    a layer that has them; layers whose weight is used in other ways than by the product have ``adaptable`` False.
     """
 
     batch_invariant = False
     activation: Activation = "silu"
     precise = False
+    adaptable = True
+    adapters: LinearAdapters | None = None
 
     def __init__(self, in_features: int, out_features: int, *, bias: bool = False) -> None:
         super().__init__()
@@ -149,6 +153,8 @@ class Linear(Layer):
         else:
             names = self.method.parameters()
             self._product = self.method.prepare({name: getattr(self, name).detach() for name in names})
+        if self.adapters is not None:
+            self._product = self.adapters.around(self._product)
         self._added = self.bias
         self._in_parts = self._product.in_parts and self.bias is None
         super().prepare()
@@ -231,6 +237,8 @@ class Float32Product(LinearProduct):
 
 class Float32Linear(Linear):
     """Compute a ``Linear`` in float32, whatever the model's dtype: its outputs are float32."""
+
+    adaptable = False
 
     def prepare(self) -> None:
         """See ``Layer.prepare``."""

@@ -6,7 +6,7 @@ import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from numbers import Integral
-from typing import Any, NamedTuple, ParamSpec, TypeVar
+from typing import Any, NamedTuple, ParamSpec, Protocol, TypeAlias, TypeVar
 
 from dovetail.api.requests import CONSTRAINTS, grammar_of, token_biases
 from dovetail.errors import ConfigError, RequestError
@@ -42,6 +42,17 @@ def arguments_of(target: Callable[P, object]) -> Callable[[Callable[..., R]], Ca
     return decorate
 
 
+class AdapterRequest(Protocol):
+    """Describe an adapter with its files, as vLLM's ``LoRARequest`` does."""
+
+    lora_name: str
+    lora_path: str
+
+
+AdapterChoice: TypeAlias = "str | AdapterRequest | None"
+"""The adapter of a prompt: its name, a description with its files, or None."""
+
+
 class GroupHints(NamedTuple):
     """Hold the hints for requests that belong together. See ``messages.GenerateMsg``."""
 
@@ -63,6 +74,24 @@ def hints_of(group: object, group_size: object, session: object, outputs: int) -
             param="session",
         )
     return GroupHints(str(group), outputs if group_size is None else group_size, str(session))
+
+
+def adapters_of_each(given: AdapterChoice | Sequence[AdapterChoice], prompts: int) -> Sequence[AdapterChoice]:
+    """Return the adapter of each of ``prompts`` prompts. Raises ``RequestError``."""
+    several: Sequence[Any] = given if isinstance(given, list | tuple) else [given] * prompts
+    if len(several) != prompts:
+        raise RequestError(
+            f"adapter has {len(several)} entries and there are {prompts} prompts; give one, or as many", param="adapter"
+        )
+    for choice in several:
+        if not (
+            choice is None or isinstance(choice, str) or (hasattr(choice, "lora_name") and hasattr(choice, "lora_path"))
+        ):
+            raise RequestError(
+                f"adapter is {choice!r:.80}; allowed: a name, an object with lora_name and lora_path, or None",
+                param="adapter",
+            )
+    return several
 
 
 def with_path(section: object, path: str) -> dict[str, Any]:

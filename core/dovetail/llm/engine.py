@@ -15,13 +15,16 @@ from dovetail.api.requests import with_output_limit
 from dovetail.chat.parsing import OutputParsers, load_parsers
 from dovetail.chat.requests import plain_message, read_tool_choice, read_tools, template_tools
 from dovetail.config import Config, dump
+from dovetail.config.adapters import ADAPTER_NAME
 from dovetail.errors import ConfigError, EngineError, RequestError
 from dovetail.generation.expansion import expand
 from dovetail.generation.prompts import PromptHooks, load_prompt_hooks
 from dovetail.llm.arguments import (
+    AdapterChoice,
     GroupHints,
     Params,
     Prompt,
+    adapters_of_each,
     arguments_of,
     checked_messages,
     checked_variables,
@@ -35,7 +38,16 @@ from dovetail.llm.arguments import (
 )
 from dovetail.llm.interrupts import DeferredInterrupt
 from dovetail.llm.runs import ChatOutput, ChatStream, Output, Run, chat_output
-from dovetail.messages import AbortMsg, CommandReply, FlushCacheMsg, RequestFailed, TokenOutput
+from dovetail.messages import (
+    AbortMsg,
+    Answer,
+    CommandReply,
+    FlushCacheMsg,
+    LoadAdapterMsg,
+    RequestFailed,
+    TokenOutput,
+    UnloadAdapterMsg,
+)
 from dovetail.ops.compiled_files import remove_cut_kernels
 from dovetail.registry.candidates import call_hook
 from dovetail.registry.machine import Machine
@@ -103,6 +115,7 @@ class LLM:
         group: str = "",
         group_size: int | None = None,
         session: str = "",
+        adapter: AdapterChoice | Sequence[AdapterChoice] = None,
     ) -> list[Output]:
         """Generate for each prompt (text or token ids) and return the outputs; with ``n > 1`` the outputs of a prompt are adjacent.
 
@@ -111,13 +124,17 @@ class LLM:
         and so have prompts without params. A ``SamplingParams`` states all values itself. ``group`` declares that the prompts have a common prefix, which is
         computed once and kept until ``group_size`` outputs have started (by default the number of outputs of this call). The
         outputs of one prompt form a group in any case. ``session`` keeps the text of the only output in the cache for the next
-        call. Raises ``RequestError`` if a request is refused, before or while the others run (they are aborted), and
+        call. ``adapter`` is the name of an adapter (LoRA), or one for each prompt (None: no adapter); an object with ``lora_name``
+        and ``lora_path``, as vLLM's ``LoRARequest``, is loaded first if it is not known. Raises ``RequestError`` if a request is refused, before or while the others run (they are aborted), and
         ``EngineError`` if a step failed.
         """
         many = prompt_list(prompts)
         each = params_of_each(one_of(params, sampling_params), len(many), self._defaults)
         hints = hints_of(group, group_size, session, sum(p.n for p in each))
-        runs = [run for prompt, p in zip(many, each, strict=True) for run in self._make(prompt, p, hints)]
+        names = [self._adapter_name(choice) for choice in adapters_of_each(adapter, len(many))]
+        runs = [
+            run for prompt, p, name in zip(many, each, names, strict=True) for run in self._make(prompt, p, hints, name)
+        ]
         with DeferredInterrupt() as interrupt:
             for _ in self._drive(runs, interrupt):
                 pass
@@ -132,15 +149,17 @@ class LLM:
         group: str = "",
         group_size: int = 1,
         session: str = "",
+        adapter: AdapterChoice = None,
     ) -> Iterator[str]:
         """Generate one output and yield its text as it becomes final. Closing the iterator aborts the request. Several streams can
         be read in turns, and ``generate`` can be called in between: all of them share the engine's steps. See ``generate`` for
-        ``group`` and ``session``; ``group_size`` is the number of outputs of the whole group."""
+        ``group``, ``session`` and ``adapter``; ``group_size`` is the number of outputs of the whole group."""
         params = params_of_each(one_of(params, sampling_params), 1, self._defaults)[0]
         if params.n != 1:
             raise RequestError(f"n is {params.n}; a stream has one output", param="n")
         self._need_tokenizer()
-        return self._stream(self._make(prompt, params, hints_of(group, group_size, session, 1)))
+        name = self._adapter_name(adapter)
+        return self._stream(self._make(prompt, params, hints_of(group, group_size, session, 1), name))
 
     def _chat_run(
         self,
@@ -156,6 +175,7 @@ class LLM:
         group: str = "",
         group_size: int = 1,
         session: str = "",
+        adapter: AdapterChoice = None,
     ) -> Run:
         """Return the run of the only output of a chat. ``chat`` and ``chat_stream`` take the same arguments."""
         hints = hints_of(group, group_size, session, 1)
@@ -168,7 +188,7 @@ class LLM:
         prompt = self._chat_prompt(messages, shown, {} if chat_template_kwargs is None else chat_template_kwargs)
         plan = self._parsers.plan(params, prompt, requested, separate_reasoning)
         reader = plan.reader()
-        (run,) = self._make(self._encoded(prompt), plan.params, hints)
+        (run,) = self._make(self._encoded(prompt), plan.params, hints, self._adapter_name(adapter))
         run.read_with(reader)
         return run
 
@@ -343,7 +363,37 @@ class LLM:
         if self._closed:
             raise EngineError("this LLM was closed; create another one")
 
-    def _make(self, prompt: Prompt, params: SamplingParams, hints: GroupHints) -> list[Run]:
+    def load_adapter(self, name: str, directory: str | os.PathLike[str]) -> None:
+        """Load an adapter (LoRA) that PEFT has saved, or replace the one of this name. Raises ``RequestError`` if it is refused."""
+        if not ADAPTER_NAME.fullmatch(name):
+            raise RequestError(
+                f"the adapter has the name {name!r:.80}; allowed: up to 256 characters, without @ and control characters"
+            )
+        self._command(LoadAdapterMsg("adapter", name, os.fspath(directory)))
+
+    def unload_adapter(self, name: str) -> None:
+        """Refuse new requests for an adapter; those that run go on. Raises ``RequestError`` if it is not known."""
+        self._command(UnloadAdapterMsg("adapter", name))
+
+    def _adapter_name(self, choice: AdapterChoice) -> str:
+        """Return the name of an adapter, which is loaded if ``choice`` has a path and the name is not known."""
+        if choice is None or isinstance(choice, str):
+            return choice or ""
+        if choice.lora_name not in self.loop.scheduler.adapters.known:
+            self.load_adapter(choice.lora_name, choice.lora_path)
+        return choice.lora_name
+
+    def _command(self, msg: LoadAdapterMsg | UnloadAdapterMsg) -> None:
+        """Carry out a command. Requests that run go on meanwhile."""
+        self._need_open()
+        self.loop.handle(msg)
+        reply: CommandReply | None = None
+        while reply is None:
+            reply = next((answer for answer in self._step() if isinstance(answer, CommandReply)), None)
+        if not reply.ok:
+            raise RequestError(reply.message, param="adapter")
+
+    def _make(self, prompt: Prompt, params: SamplingParams, hints: GroupHints, adapter: str = "") -> list[Run]:
         """Return one run for each of the prompt's outputs. Nothing is sent to the engine yet."""
         ids = self._text_ids(prompt) if isinstance(prompt, str) else token_ids_of(prompt)
         if params.thinking_budget is not None and params.thinking_span is None:
@@ -352,7 +402,9 @@ class LLM:
         if self._most_new is not None:
             params = with_output_limit(params, max(min(self._most_new, self._info["context_len"] - len(ids)), 1))
         rids = [str(next(self._ids)) for _ in range(params.n)]
-        msgs = expand(ids, params, rids, group=hints.group, group_size=hints.group_size, session=hints.session)
+        msgs = expand(
+            ids, params, rids, group=hints.group, group_size=hints.group_size, session=hints.session, adapter=adapter
+        )
         return [Run(msg, self.tokenizer) for msg in msgs]
 
     def _stream(self, runs: list[Run]) -> Generator[str, None, None]:
@@ -400,8 +452,8 @@ class LLM:
             run.ended = ended
             self.loop.handle(run.msg)
 
-    def _step(self) -> None:
-        """Run one step of the engine and pass its outputs to their runs, which may belong to other calls."""
+    def _step(self) -> list[Answer]:
+        """Run one step of the engine and pass its outputs to their runs, which may belong to other calls. Return its answers."""
         answers = self.loop.step()
         if not answers and not self.loop.has_work:
             raise EngineError("an interrupt has discarded the outputs of the last step; call again")
@@ -413,6 +465,7 @@ class LLM:
                     if run.stopped:
                         self.loop.handle(AbortMsg(answer.rid))
                     run.ended.append(run)
+        return answers
 
     def _abandon(self, runs: list[Run]) -> None:
         """Abort the runs among ``runs`` that have not ended."""

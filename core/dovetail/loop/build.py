@@ -125,6 +125,7 @@ def build_scheduler(
             chosen.name: ProcessorEntry(params_class(chosen), Feature.LOGITS_DRAFTS in chosen.spec.offers)
             for chosen in resolved.logits_processors
         },
+        adapter_slots=resolved.config.adapters.max_resident if resolved.config.adapters.enabled else 0,
         pin_pages=int(section.pin_fraction * (engine.num_pages - 1)),
     )
     policy = resolved.policy.build(PolicyContext(cache))

@@ -9,6 +9,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from dovetail.errors import QueueFullError, RequestError
+from dovetail.loop.adapters import AdapterLoader
 from dovetail.loop.adaptive_drafting import AdaptiveDrafting
 from dovetail.loop.build import build_constraints, build_scheduler
 from dovetail.loop.control import LoopControl
@@ -21,6 +22,7 @@ from dovetail.loop.verbs import Verbs
 from dovetail.messages import (
     AbortAllMsg,
     AbortMsg,
+    AdapterCommand,
     Answer,
     CommandReply,
     ContinueMsg,
@@ -28,6 +30,7 @@ from dovetail.messages import (
     ExpertLoadMsg,
     FlushCacheMsg,
     GenerateMsg,
+    LoadAdapterMsg,
     PauseMsg,
     RequestFailed,
     ShutdownMsg,
@@ -35,6 +38,7 @@ from dovetail.messages import (
     StatsRequestMsg,
     StopProfileMsg,
     ToEngine,
+    UnloadAdapterMsg,
 )
 
 if TYPE_CHECKING:
@@ -66,6 +70,8 @@ class Loop:
         try:
             self.constraints = build_constraints(resolved, tokenizer, eos)
             self.scheduler = build_scheduler(resolved, self.executor, self.constraints, tokenizer, eos)
+            section = resolved.config.adapters
+            self._adapters = AdapterLoader(section, self.scheduler, self.executor) if section.enabled else None
         except BaseException:
             self.executor.close()
             raise
@@ -101,6 +107,8 @@ class Loop:
                 self._outbox += self.scheduler.abort_all(text)
             case FlushCacheMsg(call_id=call_id):
                 self._outbox.append(self._flush(call_id))
+            case LoadAdapterMsg() | UnloadAdapterMsg():
+                self._handle_adapter(msg)
             case PauseMsg() | ContinueMsg() | StartProfileMsg() | StopProfileMsg() | ExpertLoadMsg():
                 self._outbox.append(self._control.handle(msg))
             case StatsRequestMsg(call_id=call_id):
@@ -120,6 +128,12 @@ class Loop:
             log.exception("request %s could not be taken", msg.rid)
             self._outbox.append(RequestFailed(msg.rid, 500, f"{type(error).__name__}: {error}", "engine_error"))
 
+    def _handle_adapter(self, msg: AdapterCommand) -> None:
+        off = CommandReply(msg.call_id, False, "adapters are off; set adapters.enabled: true (--enable-lora)")
+        reply = off if self._adapters is None else self._adapters.handle(msg)
+        if reply is not None:
+            self._outbox.append(reply)
+
     def _flush(self, call_id: str) -> CommandReply:
         if self.scheduler.has_work:
             return CommandReply(call_id, False, "requests are running; the cache is flushed when none is")
@@ -131,7 +145,8 @@ class Loop:
     def has_work(self) -> bool:
         """Return True while ``step`` has something to do or to return."""
         waiting = self.scheduler.has_work and not self._verbs.paused
-        return waiting or bool(self._outbox) or self._in_flight is not None
+        reading = self._adapters is not None and self._adapters.is_reading
+        return waiting or bool(self._outbox) or self._in_flight is not None or reading
 
     @property
     def has_step_in_flight(self) -> bool:
@@ -168,6 +183,8 @@ class Loop:
         start = time.perf_counter()
         answers, self._outbox = self._outbox, []
         answers += self.scheduler.poll()
+        if self._adapters is not None:
+            answers += self._adapters.poll()
         previous, self._in_flight = self._in_flight, None
         if self.scheduler.limits.draft_width:
             end = self._adaptive.run(previous)

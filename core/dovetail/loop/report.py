@@ -63,6 +63,7 @@ def stats_of(
         mask_seconds=grammars.mask_seconds,
         verify_seconds=times.verify,
         **warm_up._asdict(),
+        **scheduler.adapters.stats(),
     )
 
 

@@ -61,6 +61,7 @@ def resolve(config: Config, registry: Registry, machine: Machine, *, tuning: Tun
     model = choose_model(config, registry, machine, tuning if tuning is not None else shipped.slots if shipped else {})
     tuned = _tuned(config, registry, machine, model, tuning)
     _check_kv_dtype(model.kv_dtype, machine)
+    _check_adapters(config)
     _check_batch_invariant(config, machine, model.dtype)
     _check_expert_load(config, model)
     _check_devices(config, machine)
@@ -181,6 +182,20 @@ def _check_expert_load(config: Config, model: ModelChoice) -> None:
         raise ConfigError(
             f"metrics.expert_load is {config.metrics.expert_load}, and {model.info.architecture} has no experts; leave it out"
         )
+
+
+def _check_adapters(config: Config) -> None:
+    """Refuse adapters with ``batch_invariant``, and those that have a name of the model. Raises ``ConfigError``."""
+    if not config.adapters.enabled:
+        return
+    if config.batch_invariant:
+        raise ConfigError(
+            "batch_invariant is true and adapters.enabled is true; the products of adapters depend on the other rows of a step. "
+            "Set one of them to false"
+        )
+    taken = next((name for name in config.adapters.load if config.model.is_served(name)), None)
+    if taken is not None:
+        raise ConfigError(f"adapters.load has {taken!r:.80}, which is also a name of the model; choose another one")
 
 
 def _check_batch_invariant(config: Config, machine: Machine, dtype: str) -> None:

@@ -6,6 +6,7 @@ import time
 from typing import TYPE_CHECKING
 
 from dovetail.interfaces.cache import Match
+from dovetail.scheduler.adapters import AdapterTable
 from dovetail.scheduler.groups import group_adjacent
 from dovetail.scheduler.outcome import prompt_scored
 from dovetail.scheduler.policy_guard import PolicyGuard
@@ -39,6 +40,7 @@ class Admission:
         totals: Totals,
         groups: Groups,
     ) -> None:
+        self.adapters = AdapterTable(limits.adapter_slots)
         self.limits = limits
         self.ledger = ledger
         self.guard = PolicyGuard(policy, totals)
@@ -89,6 +91,8 @@ class Admission:
                 continue
             if req.tenant in full or not self.turns.may_run(req, prefilling, decoding):
                 full.add(req.tenant)
+                continue
+            if req.adapter is not None and not self.adapters.may_run(req):
                 continue
             match = self._match(req)
             if waits is not None and not _reads_prompt(req) and waits.start_waiting(req, match.length):
@@ -150,6 +154,8 @@ class Admission:
     def _enter_table(self, req: Req, match: Match) -> None:
         self.ledger.admit(req, match)
         self._plans.admit(req)
+        if req.adapter is not None:
+            self.adapters.entered(req)
         reserved = self.ledger.reserve(req, req.device_len)
         assert reserved, "pages counted as available could not be reserved"
         if not req.num_retractions:

@@ -32,6 +32,7 @@ class SchedulerLimits:
     ``Batch.shared`` is filled. While several tenants send requests, steps with prompts approach ``tenants_step_seconds``
     (0: they are not made shorter). ``embeds`` is true if the model offers model.embed. Groups and sessions keep prefixes
     locked for ``pin_seconds``, at most ``pin_pages`` pages in all. ``processors`` are the logits processors by name.
+    ``adapter_slots`` is the number of adapters that the device holds.
     """
 
     max_running: int
@@ -53,6 +54,7 @@ class SchedulerLimits:
     pin_seconds: float = 60.0
     pin_pages: int = 0
     processors: Mapping[str, ProcessorEntry] = field(default_factory=dict)
+    adapter_slots: int = 0
 
     def adapts(self, drafts: DraftTree) -> bool:
         """Return True if the number of accepted drafts decides how many drafts a request gets next.

@@ -118,6 +118,7 @@ def _entry(req: Req) -> AdmittedRequest:
         namespace=req.namespace,
         retracted=req.num_retractions > 0,
         constrained=req.matcher is not None,
+        adapter=0 if req.adapter is None else req.adapter.slot,
     )
 
 

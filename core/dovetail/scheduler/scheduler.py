@@ -49,6 +49,7 @@ if TYPE_CHECKING:
     from dovetail.constraints.requests import RequestConstraints
     from dovetail.interfaces.policy import SchedulePolicy
     from dovetail.memory.ledger import PageLedger
+    from dovetail.scheduler.adapters import KnownAdapter
     from dovetail.tokenizer import Tokenizer
     from dovetail.types import DraftTree, IntArray, Masks, PageUpdates
 
@@ -82,6 +83,7 @@ class Scheduler:
         ledger.release_pinned = self.pins.release_pinned
         self.groups = Groups(self.pins, ledger.page_size, limits.pin_seconds, ledger.tokens_ahead)
         self._admission = Admission(limits, ledger, self._plans, policy, self.totals, self.groups)
+        self.adapters = self._admission.adapters
         self._departed: list[DepartedRequest] = []
         self._committed: list[Req] = []  # the requests of the step that was committed last
         self._by_rid: dict[str, Req] = {}
@@ -100,7 +102,11 @@ class Scheduler:
                 f"{len(self.waiting)} requests are waiting, which is the limit (scheduler.max_waiting); retry later"
             )
         req = make_req(msg, self.limits, self.tokenizer)
+        if msg.adapter:
+            self.adapters.attach(req, msg.adapter)
         self.constraints.begin(req)
+        if req.adapter is not None:
+            req.adapter.requests += 1
         req.uid, self._next_uid = self._next_uid, self._next_uid + 1
         self.waiting.append(req)
         self._admission.turns.arrived(req.tenant)
@@ -127,11 +133,21 @@ class Scheduler:
         answers: list[Answer] = []
         for req, refusal in self.constraints.collect():
             if refusal is not None:
-                self.waiting.remove(req)
-                self._admission.forget(req)
-                self._forget(req)
-                answers.append(refusal)
+                answers.append(self._refuse(req, refusal))
         return answers
+
+    def _refuse(self, req: Req, refusal: Answer) -> Answer:
+        self.waiting.remove(req)
+        self._admission.forget(req)
+        self._forget(req)
+        return refusal
+
+    def refuse_adapter(self, adapter: KnownAdapter, message: str) -> list[Answer]:
+        """End the waiting requests of an adapter that cannot be loaded, and return their answers."""
+        concerned = [req for req in self.waiting if req.adapter is adapter]
+        for req in concerned:
+            self.constraints.cancel(req)
+        return [self._refuse(req, RequestFailed(req.rid, 500, message, "adapter_error")) for req in concerned]
 
     def take_departed(self) -> list[DepartedRequest]:
         """Return the requests that have ended or were retracted since the last call. The drafter drops their state.
@@ -378,6 +394,8 @@ class Scheduler:
             self._forget(req)
 
     def _release(self, req: Req, *, keep: bool = True) -> None:
+        if req.adapter is not None:
+            req.adapter.running -= 1
         self.ledger.release(req, computed_len=self._computed_len(req) if keep else 0)
         if self.limits.draft_width:
             self._departed.append(DepartedRequest(req.uid, req.known_len))
@@ -395,6 +413,8 @@ class Scheduler:
 
     def _forget(self, req: Req) -> None:
         del self._by_rid[req.rid]
+        if req.adapter is not None:
+            req.adapter.requests -= 1
 
     def page_counts(self) -> PageCounts:
         """Return how the pages of the pool are used now."""

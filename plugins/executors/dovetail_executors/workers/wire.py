@@ -72,6 +72,7 @@ class _Admitted(msgspec.Struct, array_like=True, gc=False):
     retracted: bool
     constrained: bool
     state_slots: tuple[int, ...]
+    adapter: int
 
 
 class _Drafts(msgspec.Struct, array_like=True, gc=False):
@@ -291,6 +292,7 @@ def _admitted_out(request: AdmittedRequest) -> _Admitted:
         request.retracted,
         request.constrained,
         request.state_slots,
+        request.adapter,
     )
 
 
@@ -354,6 +356,7 @@ class PlanReceiver:
             entry.retracted,
             entry.constrained,
             entry.state_slots,
+            entry.adapter,
         )
 
     def sample(self, data: bytearray) -> tuple[int, Masks | None]:

@@ -1,0 +1,157 @@
+"""Load adapters (LoRA) while requests run, and bring those to the device that waiting requests need.
+
+Files are read on a thread of each rank. Between two steps, an adapter that was read is copied to its slot. A loop without
+adapters that are wanted, read or unloaded does nothing here, however many are known.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections import OrderedDict
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from dovetail.errors import ConfigError
+from dovetail.messages import AdapterCommand, Answer, CommandReply, LoadAdapterMsg, UnloadAdapterMsg
+
+if TYPE_CHECKING:
+    from dovetail.config.adapters import AdaptersSection
+    from dovetail.interfaces.executor import Executor
+    from dovetail.scheduler.adapters import KnownAdapter
+    from dovetail.scheduler.scheduler import Scheduler
+
+POLL_SECONDS = 0.005
+"""The time between two questions to the ranks whether they have read an adapter. Each waits for the step in flight."""
+
+
+@dataclass(slots=True, eq=False)
+class _Reading:
+    """Hold an adapter that the ranks read. ``left`` is the number of ranks that have not finished. ``call_id`` is that of the
+    command to load the adapter, or empty if requests wait for it."""
+
+    adapter: KnownAdapter
+    left: int
+    call_id: str = ""
+    error: str = ""
+
+
+class AdapterLoader:
+    """Carry out commands about adapters, and bring adapters to the device that requests of ``scheduler`` wait for."""
+
+    def __init__(self, section: AdaptersSection, scheduler: Scheduler, executor: Executor) -> None:
+        """Raises ``ConfigError`` if an adapter in ``section.load`` cannot be used."""
+        self._scheduler, self._executor, self._most_host = scheduler, executor, section.max_host
+        self._table = scheduler.adapters
+        self._reading: dict[int, _Reading] = {}
+        self._host: OrderedDict[int, KnownAdapter] = OrderedDict()  # read by all ranks; the last was used last
+        self._stamps: dict[int, str] = {}
+        self._retired: list[KnownAdapter] = []
+        self._next_poll = 0.0
+        for name, directory in section.load.items():
+            stamp, error = self._call("check", directory)[0]
+            if error:
+                raise ConfigError(f"adapters.load: {name} cannot be loaded: {error}")
+            self._stamps[self._table.add(name, directory).key] = stamp
+
+    @property
+    def is_reading(self) -> bool:
+        """Return True while an adapter is read."""
+        return bool(self._reading)
+
+    def _call(self, *command: Any) -> list[Any]:
+        return self._executor.call("adapters", list(command))
+
+    def handle(self, msg: AdapterCommand) -> CommandReply | None:
+        """Carry out a command. Return its answer, or None if ``poll`` returns it later."""
+        match msg:
+            case LoadAdapterMsg():
+                self._read(self._table.new(msg.name, msg.directory), msg.call_id)
+                return None
+            case UnloadAdapterMsg():
+                adapter = self._table.retire(msg.name)
+                if adapter is None:
+                    return CommandReply(msg.call_id, False, f"there is no adapter {msg.name!r:.80}")
+                self._retired.append(adapter)
+                return CommandReply(msg.call_id, True, f"{adapter.requests} requests go on with it")
+
+    def poll(self) -> list[Answer]:
+        """Do what is due between two steps. Return the answers of commands and of requests whose adapter cannot be read."""
+        if not (self._reading or self._table.wanted or self._retired):
+            return []
+        answers: list[Answer] = []
+        if self._reading:
+            answers += self._collect()
+        if self._table.wanted:
+            self._bring()
+        if self._retired:
+            self._retired = [adapter for adapter in self._retired if not self._removed(adapter)]
+        while len(self._host) > self._most_host:
+            self._call("drop", self._host.popitem(last=False)[0])
+        return answers
+
+    def _bring(self) -> None:
+        """Copy adapters that requests wait for to slots, and begin to read those that are not in host memory."""
+        table = self._table
+        for adapter in list(itertools.islice(table.wanted.values(), table.num_slots)):
+            if not adapter.requests:
+                table.give_up(adapter)
+            elif not table.has_place(adapter) or adapter.key in self._reading:
+                continue
+            elif adapter.key in self._host:
+                self._host.move_to_end(adapter.key)
+                self._call("install", adapter.key, table.take_slot(adapter))
+            else:
+                self._read(adapter)
+
+    def _read(self, adapter: KnownAdapter, call_id: str = "") -> None:
+        left = len(self._call("read", adapter.key, adapter.directory, self._stamps.get(adapter.key, "")))
+        self._reading[adapter.key] = _Reading(adapter, left, call_id)
+
+    def _collect(self) -> list[Answer]:
+        """Return the answers about adapters that all ranks have read."""
+        now = time.monotonic()
+        if now < self._next_poll:
+            if not self._scheduler.has_work:
+                time.sleep(min(self._next_poll - now, POLL_SECONDS))
+            return []
+        answers: list[Answer] = []
+        for key, stamp, error in itertools.chain(*self._call("poll")):
+            reading = self._reading.get(key)
+            if reading is None:  # dropped meanwhile
+                continue
+            reading.left, reading.error = reading.left - 1, reading.error or error
+            if not reading.left:
+                del self._reading[key]
+                self._stamps.setdefault(key, stamp)
+                answers += self._was_read(reading)
+        self._next_poll = time.monotonic() + POLL_SECONDS
+        return answers
+
+    def _was_read(self, reading: _Reading) -> list[Answer]:
+        adapter, error = reading.adapter, reading.error
+        if not error:
+            self._host[adapter.key] = adapter
+            if not reading.call_id:
+                return []
+            previous = self._table.register(adapter)
+            if previous is not None:
+                self._retired.append(previous)
+            return [CommandReply(reading.call_id, True)]
+        self._call("drop", adapter.key)
+        self._table.totals.failures += 1
+        self._table.give_up(adapter)
+        if reading.call_id:
+            self._stamps.pop(adapter.key, None)
+            return [CommandReply(reading.call_id, False, error)]
+        return self._scheduler.refuse_adapter(adapter, f"adapter {adapter.name} could not be read: {error}")
+
+    def _removed(self, adapter: KnownAdapter) -> bool:
+        """Free the memory of an unloaded adapter if all its requests have ended."""
+        if adapter.requests or adapter.key in self._reading:
+            return False
+        self._table.leave_slot(adapter)
+        self._stamps.pop(adapter.key, None)
+        if self._host.pop(adapter.key, None) is not None:
+            self._call("drop", adapter.key)
+        return True

@@ -1,0 +1,48 @@
+"""Define what the products of adapters (LoRA) compute with: the matrices of a layer, and the slots of the tokens of a step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    import torch
+
+    from dovetail.types import IntArray
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LowRankWeights:
+    """Hold the matrices that the adapters of all slots have for one linear layer.
+
+    The layer holds ``parts``, (start, size) of their rows, such as the projections of queries, keys and values. ``a`` is
+    ``[slots, parts, rank, in]`` and ``b`` ``[slots, out, rank]``; of part p of slot s only the first ``ranks[s, p]`` of
+    ``rank`` are used. ``ranks`` is in host memory, ``device_ranks`` its copy on CUDA, or None. ``blocks`` (int32
+    ``[blocks, 3]``: part, first row, last row + 1) divides the rows among the programs of a kernel.
+    """
+
+    a: torch.Tensor
+    b: torch.Tensor
+    parts: tuple[tuple[int, int], ...]
+    ranks: IntArray
+    device_ranks: torch.Tensor | None = None
+    blocks: torch.Tensor | None = None
+
+
+class TokenTiles(NamedTuple):
+    """Hold the tokens of a step in an order in which those of one slot are adjacent, on CUDA: ``order`` int32 ``[tokens]``, of
+    which only those with an adapter count, and ``tiles`` int32 ``[tiles, 3]``: slot, start in ``order``, and number of
+    tokens, which is 0 in tiles that pad a graph. A tile has at most ``size`` tokens."""
+
+    order: torch.Tensor
+    tiles: torch.Tensor
+    size: int
+
+
+class TokenSlots(NamedTuple):
+    """Assign the tokens of a step to slots. ``groups`` are the slots that occur, each with the indices of its tokens (int64,
+    None: all tokens), or empty on CUDA, where ``tiles`` take their place."""
+
+    num_tokens: int
+    groups: tuple[tuple[int, torch.Tensor | None], ...] = ()
+    tiles: TokenTiles | None = None
