@@ -157,7 +157,8 @@ def test_a_capture_that_fails_on_one_rank_fails_the_step_itself(when):
             graphs=None,
         )
         engine.check_captures = partial(Engine.check_captures, engine)
-        Engine.launch(engine, SimpleNamespace(drafts=object(), shared=None))
+        engine._launch = partial(Engine._launch, engine)
+        Engine.launch(engine, SimpleNamespace(drafts=object(), shared=None, adapters=None))
 
     with pytest.raises(RankLostError, match=r"could not be captured on some of 2 ranks"):
         run_ranks(meshes, run, meshes)

@@ -27,7 +27,7 @@ class AdaptersSection(Section):
         default=8,
         ge=1,
         le=MOST_SLOTS,
-        description="Adapters on the device at the same time. Any number may be known; the one that was used least recently makes room.",
+        description="Adapters on the device at the same time. Any number may be known; the one that was used least recently gives way.",
     )
     max_rank: int | None = Field(
         default=None,

@@ -56,7 +56,7 @@ class _Place(NamedTuple):
     transform: WeightTransform | None
 
 
-class _Room(NamedTuple):
+class _LayerRegion(NamedTuple):
     """Describe the part of a slot that belongs to one layer: the elements of ``a [parts, rank, in]`` begin at ``a``, those of
     ``b [out, rank]`` at ``b``, and the ranks of the parts at ``ranks``."""
 
@@ -92,12 +92,12 @@ class EngineAdapters:
         self._body = model.body
         self._refused: dict[str, str] = {}
         self._places = self._find_places(model)
-        self._rooms, self._size, self._num_parts = self._find_rooms(model)
+        self._regions, self._size, self._num_parts = self._find_regions(model)
         self._slots = torch.zeros(slots, self._size, dtype=dtype, device=device)
         self._ranks = np.zeros((slots, self._num_parts), np.int32)
         self._device_ranks = torch.from_numpy(self._ranks).to(device) if self._on_cuda else None
-        for room in self._rooms.values():
-            room.layer.adapters = LinearAdapters(self._weights(room), self.tokens)
+        for region in self._regions.values():
+            region.layer.adapters = LinearAdapters(self._weights(region), self.tokens)
         self._known: tuple[int, TokenSlots | None] = 0, None  # of the decode rows with a ``rows_version``
 
     # -- building ----------------------------------------------------------------------------------------------------
@@ -132,35 +132,40 @@ class EngineAdapters:
             for module, places in found.items()
         }
 
-    def _find_rooms(self, model: ModelArchitecture) -> tuple[dict[str, _Room], int, int]:
-        """Return the room of each layer in a slot, the number of elements of a slot, and that of its parts."""
+    def _find_regions(self, model: ModelArchitecture) -> tuple[dict[str, _LayerRegion], int, int]:
+        """Return the region of each layer in a slot, the number of elements of a slot, and that of its parts."""
         parts: dict[str, dict[int, tuple[int, int]]] = {}
         for place in (one for places in self._places.values() for one in places):
             parts.setdefault(place.layer, {})[place.part] = place.start, place.size
-        layers, rooms, size, count = dict(as_module(model).named_modules()), dict[str, _Room](), 0, 0
+        layers, regions, size, count = dict(as_module(model).named_modules()), dict[str, _LayerRegion](), 0, 0
         for name, own in parts.items():
             layer = layers[name]
             assert isinstance(layer, Linear)
             a, b = len(own) * self._rank * layer.in_features, layer.out_features * self._rank
-            rooms[name] = _Room(layer, tuple(own[part] for part in sorted(own)), size, size + a, count)
+            regions[name] = _LayerRegion(layer, tuple(own[part] for part in sorted(own)), size, size + a, count)
             size, count = size + -(-(a + b) // 64) * 64, count + len(own)
-        return rooms, size, count
+        return regions, size, count
 
-    def _weights(self, room: _Room) -> LowRankWeights:
-        a, b = self._views(self._slots, room)
-        own = slice(room.ranks, room.ranks + len(room.parts))
+    def _weights(self, region: _LayerRegion) -> LowRankWeights:
+        a, b = self._views(self._slots, region)
+        own = slice(region.ranks, region.ranks + len(region.parts))
         if self._device_ranks is None:
-            return LowRankWeights(a, b, room.parts, self._ranks[:, own])
+            return LowRankWeights(a, b, region.parts, self._ranks[:, own])
         from dovetail.ops.triton.low_rank import row_blocks
 
-        blocks = row_blocks(room.parts, self._device)
-        return LowRankWeights(a, b, room.parts, self._ranks[:, own], self._device_ranks[:, own], blocks)
+        blocks = row_blocks(region.parts, self._device)
+        return LowRankWeights(a, b, region.parts, self._ranks[:, own], self._device_ranks[:, own], blocks)
 
-    def _views(self, elements: torch.Tensor, room: _Room) -> tuple[torch.Tensor, torch.Tensor]:
+    def _views(self, elements: torch.Tensor, region: _LayerRegion) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the matrices of a layer in ``elements [..., size of a slot]``."""
-        parts, inputs, outputs, rank = len(room.parts), room.layer.in_features, room.layer.out_features, self._rank
-        a = elements[..., room.a : room.a + parts * rank * inputs].unflatten(-1, (parts, rank, inputs))
-        return a, elements[..., room.b : room.b + outputs * rank].unflatten(-1, (outputs, rank))
+        parts, inputs, outputs, rank = (
+            len(region.parts),
+            region.layer.in_features,
+            region.layer.out_features,
+            self._rank,
+        )
+        a = elements[..., region.a : region.a + parts * rank * inputs].unflatten(-1, (parts, rank, inputs))
+        return a, elements[..., region.b : region.b + outputs * rank].unflatten(-1, (outputs, rank))
 
     # -- adapters ----------------------------------------------------------------------------------------------------
 
@@ -238,24 +243,24 @@ class EngineAdapters:
     def _whole(self, places: Sequence[_Place]) -> tuple[int, int]:
         """Return the numbers of inputs and outputs of a module, over all ranks."""
         first = places[0]
-        inputs = first.inputs.whole if first.inputs else self._rooms[first.layer].layer.in_features
+        inputs = first.inputs.whole if first.inputs else self._regions[first.layer].layer.in_features
         if first.outputs:
             return inputs, first.outputs.whole
         return inputs, first.size if first.transform is None else first.transform.source_shape((first.size, 1))[0]
 
     def _fill(self, elements: torch.Tensor, ranks: IntArray, place: _Place, a: torch.Tensor, b: torch.Tensor) -> None:
         """Write this rank's share of the matrices of a module to ``elements``."""
-        room, rank = self._rooms[place.layer], len(a)
+        region, rank = self._regions[place.layer], len(a)
         if place.inputs is not None:
             a = a.narrow(1, place.inputs.start, place.inputs.size)
         if place.outputs is not None:
             b = b.narrow(0, place.outputs.start, place.outputs.size)
         if place.transform is not None:
             b = place.transform.apply(b, (place.size, rank))
-        to_a, to_b = self._views(elements, room)
+        to_a, to_b = self._views(elements, region)
         to_a[place.part, :rank] = a
         to_b[place.start : place.start + place.size, :rank] = b
-        ranks[room.ranks + place.part] = rank
+        ranks[region.ranks + place.part] = rank
 
     # -- steps -------------------------------------------------------------------------------------------------------
 

@@ -78,7 +78,7 @@ def hints_of(group: object, group_size: object, session: object, outputs: int) -
 
 def adapters_of_each(given: AdapterChoice | Sequence[AdapterChoice], prompts: int) -> Sequence[AdapterChoice]:
     """Return the adapter of each of ``prompts`` prompts. Raises ``RequestError``."""
-    several: Sequence[Any] = given if isinstance(given, list | tuple) else [given] * prompts
+    several: list[Any] = list(given) if isinstance(given, list | tuple) else [given] * prompts
     if len(several) != prompts:
         raise RequestError(
             f"adapter has {len(several)} entries and there are {prompts} prompts; give one, or as many", param="adapter"

@@ -1,7 +1,7 @@
 """Decide which adapters are on the device: a request is admitted once its adapter has a slot there.
 
 An adapter that a waiting request needs is brought to the device by ``loop.adapters``; other requests go on meanwhile. If no
-slot is free, the adapter that was used least recently, and that no running request uses, makes room. If running requests
+slot is free, the adapter that was used least recently, and that no running request uses, gives its slot up. If running requests
 use all of them, one slot is reserved: requests for its adapter that arrived later wait until it was exchanged, so that
 every request gets its turn.
 """
