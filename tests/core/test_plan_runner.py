@@ -26,6 +26,7 @@ def test_a_launch_brings_the_page_updates_of_its_own_plan_also_after_drafts_were
         device=torch.device("cpu"),
         drafter=SimpleNamespace(propose=lambda batch: None),
         adapters=None,
+        inputs=SimpleNamespace(states=None),
         launch=launched.append,
         check_captures=lambda: None,
     )

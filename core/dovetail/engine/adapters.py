@@ -6,7 +6,7 @@ one copy of its image, which runs between two steps.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -35,6 +35,7 @@ from dovetail.ops.low_rank import (
 from dovetail.ops.transfer import to_device
 
 if TYPE_CHECKING:
+    from dovetail.config.adapters import AdaptersSection
     from dovetail.types import Batch, IntArray
 
 LEAST_RANK = 16
@@ -288,9 +289,15 @@ class EngineAdapters:
         return TokenSlots(len(slots), (), TokenTiles(sent[: len(order)], sent[len(order) :].view(-1, 3), size))
 
 
-def largest_rank(directories: Mapping[str, str]) -> int:
-    """Return the largest rank of the adapters in ``directories``, at least ``LEAST_RANK``. Raises ``WeightsError``."""
-    return max([LEAST_RANK, *(read_adapter(Path(directory)).rank for directory in directories.values())])
+def build_adapters(
+    model: ModelArchitecture, section: AdaptersSection, device: torch.device, dtype: torch.dtype
+) -> EngineAdapters | None:
+    """Allocate the slots of adapters, before the weights are loaded and the layers are prepared. Return None if the config does
+    not enable adapters. Raises ``WeightsError`` if an adapter in ``section.load`` cannot be read."""
+    if not section.enabled:
+        return None
+    ranks = [] if section.max_rank else [read_adapter(Path(directory)).rank for directory in section.load.values()]
+    return EngineAdapters(model, section.max_resident, section.max_rank or max([LEAST_RANK, *ranks]), device, dtype)
 
 
 def _place_of(target: WeightTarget, owner: str, layer: Linear) -> _Place | None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from dovetail.engine.adapters import EngineAdapters, largest_rank
+from dovetail.engine.adapters import build_adapters
 from dovetail.engine.build import as_module
 from dovetail.engine.captures import CaptureAgreement, capture_all
 from dovetail.engine.draft_runtime import EngineDraftRuntime
@@ -123,7 +123,7 @@ class Engine:
         counts = config.metrics.expert_load is not None
         self.expert_load = ExpertLoad(self.model, self.page_size, self.device) if counts else None
         self._note_prompts(resolved)
-        self.adapters = self._build_adapters(config)
+        self.adapters = build_adapters(self.model, config.adapters, self.device, self._dtype)
         load_weights(
             self.model, resolved.model_dir, config.model.load_format, config.model.seed, shown=mesh.tp.rank == 0
         )
@@ -144,14 +144,6 @@ class Engine:
         self._build_runners(resolved)
         if self.drafter is not None and resolved.drafter is not None:
             self.expect_drafts(self.drafter.max_draft_tokens, trees=captures_trees(resolved))
-
-    def _build_adapters(self, config: Config) -> EngineAdapters | None:
-        """Allocate the slots of adapters, before the weights are loaded and the layers are prepared."""
-        section = config.adapters
-        if not section.enabled:
-            return None
-        rank = section.max_rank or largest_rank(section.load)
-        return EngineAdapters(self.model, section.max_resident, rank, self.device, self._dtype)
 
     def close(self) -> None:
         """End the processes that compile kernels. The device's memory stays allocated while the engine is referenced."""

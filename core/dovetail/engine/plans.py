@@ -266,5 +266,5 @@ class PlanRunner(RankEngine):
             self._slots.clear()
             self._rows, self._proposed, self._launched, self._waited = (0, (), None), None, None, None
             self._sampled.clear()
-            self.drafter = None
+            self.drafter = self.adapters = None
             del self.engine
