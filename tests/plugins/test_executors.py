@@ -161,6 +161,7 @@ class TestWorkers(ExecutorSuite):
                 namespace="",
                 num_retractions=0,
                 matcher=object(),
+                adapter=None,
             )
             plan = PlanTraffic(0, executor.page_table).plan()
             plan.admitted += (_entry(req),)
