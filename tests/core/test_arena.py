@@ -13,9 +13,11 @@ from hypothesis import strategies as st
 
 from dovetail.interfaces.cache import CacheContext, CacheGroup, CacheGroupKind, GroupDescriptor
 from dovetail.interfaces.executor import ArenaLayout
+from dovetail.interfaces.mixer_shapes import StateShape
 from dovetail.memory.arena import UNLIMITED, ArenaAllocator, PageBytes, make_layout
 from dovetail.memory.ledger import PageLedger
 from dovetail.memory.pool import bytes_per_page, make_arena
+from dovetail.memory.state_pool import bytes_per_slot
 from dovetail.memory.table import RequestTable
 from dovetail.sampling_params import SamplingParams
 from dovetail.types import Req
@@ -279,6 +281,36 @@ def test_pools_of_an_arena_do_not_overlap(dtype: torch.dtype) -> None:
         sign = -1 if dtype.itemsize > 1 else 1
         assert (pool.keys(layer)[torch.from_numpy(own).long()].float() == value).all()
         assert (pool.values(layer)[torch.from_numpy(own).long()].float() == sign * value).all()
+
+
+def test_latents_of_an_arena_are_stored_once() -> None:
+    """Values are the first numbers of the keys, and layers and pages have memory of their own beside states."""
+    latents = CacheGroup(3, 1, 12, CacheGroupKind.LATENT, value_dim=8)
+    groups = [latents, CacheGroup.of_states(2, (StateShape((4, 6)),))]
+    page = bytes_per_page(latents, 4, torch.float32)
+    assert page == 3 * 4 * 12 * 4
+    layout = make_layout([PageBytes(page, page // 3), PageBytes(bytes_per_slot(groups[1], torch.float32), 0)], 0, 9, 2)
+    (pool,), (states,) = make_arena(groups, layout, 4, torch.float32, "cpu")
+    allocator = ArenaAllocator(layout)
+    pages, slots = allocator.alloc(9), allocator.alloc_slots()
+    assert pages is not None
+    assert slots is not None
+    for own in states.memory:
+        for state in own:
+            state[torch.from_numpy(slots).long()] = 7.0
+    own = torch.from_numpy(pages[0]).long()
+    places = (own[:, None] * 4 + torch.arange(4)).flatten()
+    written = [torch.randn(36, 1, 12) for _ in range(3)]
+    for layer, rows in enumerate(written):
+        pool.store(layer, rows, None, places)
+    pool.copy(places[:4], places[4:8])
+    for layer, rows in enumerate(written):
+        expected = torch.cat((rows[:4], rows[:4], rows[8:]))
+        assert pool.keys(layer)[own].flatten(0, 1).equal(expected)
+        assert pool.values(layer)[own].flatten(0, 1).equal(expected[..., :8])
+        assert pool.values(layer).data_ptr() == pool.keys(layer).data_ptr()
+        assert not pool.keys(layer)[0].any()
+    assert all((state[torch.from_numpy(slots).long()] == 7).all() for each in states.memory for state in each)
 
 
 GEMMA = {None: 10, 1024: 52}  # layers of Gemma-3-27B by window

@@ -39,6 +39,14 @@ MODELS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
         "mamba2",
         {"num_heads": 4, "head_dim": 16, "state_size": 24, "n_groups": 2, "chunk_size": 16},
     ),
+    "bamba": ("bamba", ATTENTION | MAMBA2 | {"attn_layer_indices": [1]}),
+    "kimi_linear": (
+        "kimi_linear",
+        ONE_OF_THREE
+        | {"num_attention_heads": 4, "num_key_value_heads": 4, "intermediate_size": 40, "kv_lora_rank": 16}
+        | {"qk_nope_head_dim": 6, "qk_rope_head_dim": 8, "v_head_dim": 10, "linear_head_dim": 8, "linear_num_heads": 4}
+        | {"num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 20},
+    ),
     "falcon_h1": ("falcon_h1", ATTENTION | MAMBA2 | {"mamba_d_ssm": 64, "num_hidden_layers": 2}),
     "granite_hybrid": (
         "granitemoehybrid",

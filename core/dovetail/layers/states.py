@@ -118,8 +118,10 @@ class StepStates:
 
 
 class StateMixer(StateLayer):
-    """Compute a layer with states between two projections, ``project`` and ``out``, in place of attention."""
+    """Compute a layer with states between two projections, ``project`` and ``out``, in place of attention. Without
+    ``reads_once``, further products read the layer's input."""
 
+    reads_once = True
     project: ColumnLinear
     out: Linear
 

@@ -126,6 +126,8 @@ class ArenaKVPool(PagedKVPool):
     """Hold the keys and values of one cache group in slabs of a memory that other groups use too (see
     ``memory.arena``). Keys and values of a layer are views of the memory from the layer's first block on."""
 
+    _parts_per_layer = 2
+
     def __init__(
         self, group: CacheGroup, index: int, layout: ArenaLayout, page_size: int, memory: torch.Tensor
     ) -> None:
@@ -134,14 +136,27 @@ class ArenaKVPool(PagedKVPool):
         self.group, self.page_size, self.dtype, self.device = group, page_size, memory.dtype, memory.device
         shape = (page_size, group.num_kv_heads, group.head_dim)
         block, pages = math.prod(shape), layout.pages[index]
-        parts = 2 * group.num_layers
+        parts = group.num_layers * self._parts_per_layer
         self.num_pages = layout.num_slabs * layout.blocks[index] - (parts - 1) * pages
         size = self.num_pages * block
         found = [memory[at * pages * block :][:size].view(self.num_pages, *shape) for at in range(parts)]
-        self._keys, self._values = found[::2], found[1::2]
         places = [part.flatten(0, 1) for part in found]
-        self._k_rows, self._v_rows = places[::2], places[1::2]
+        self._keys, self._values = self._split(found)
+        self._k_rows, self._v_rows = self._split(places)
         self._raw = tuple(raw(part)[None] for part in places)
+
+    def _split(self, parts: list[torch.Tensor]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """Return the keys and the values of each layer."""
+        return parts[::2], parts[1::2]
+
+
+class LatentArenaPool(ArenaKVPool, LatentKVPool):
+    """Hold the vectors of a latent cache group in slabs, as ``ArenaKVPool`` does keys and values."""
+
+    _parts_per_layer = 1
+
+    def _split(self, parts: list[torch.Tensor]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        return parts, [part[..., : self.group.value_dim] for part in parts]
 
 
 def make_arena(
@@ -164,5 +179,6 @@ def make_arena(
             slots = memory.view(layout.num_slabs * layout.pages[index], -1)
             states.append(StatePool(group, slots, state_dtype or dtype))
         else:
-            pools.append(ArenaKVPool(group, index, layout, page_size, memory.view(dtype)))
+            kind = LatentArenaPool if group.kind is CacheGroupKind.LATENT else ArenaKVPool
+            pools.append(kind(group, index, layout, page_size, memory.view(dtype)))
     return pools, states

@@ -9,6 +9,7 @@ from dovetail.layers.attention import AttentionShape, SelfAttention
 from dovetail.layers.decoder import attention_targets, mlp_targets
 from dovetail.layers.mamba import Mamba2Mixer
 from dovetail.layers.mlp import GatedMLP
+from dovetail.layers.states import StateMixer
 from dovetail_models.decoder import DecoderModel
 from dovetail_models.dense import layer_shape
 from dovetail_models.hybrid import MixerLayer, earlier, mixer_shape, state_group_of
@@ -50,6 +51,6 @@ class BambaModel(DecoderModel):
         yield from layer.mlp_norm.targets(f"{theirs}.pre_ff_layernorm", f"{ours}.mlp_norm")
         if isinstance(layer.mixer, SelfAttention):
             yield from attention_targets(layer.mixer, f"{theirs}.self_attn", f"{ours}.mixer")
-        else:
+        elif isinstance(layer.mixer, StateMixer):
             yield from layer.mixer.targets(f"{theirs}.mamba", f"{ours}.mixer")
         yield from mlp_targets(layer.mlp, f"{theirs}.feed_forward", f"{ours}.mlp")

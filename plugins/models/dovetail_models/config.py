@@ -307,6 +307,12 @@ class JambaConfig(PluginConfig):
     kind: Literal["jamba"] = "jamba"  # pyright: ignore[reportIncompatibleVariableOverride]
 
 
+class KimiLinearConfig(PluginConfig):
+    """Select the Kimi Linear architecture."""
+
+    kind: Literal["kimi_linear"] = "kimi_linear"  # pyright: ignore[reportIncompatibleVariableOverride]
+
+
 class Lfm2Config(PluginConfig):
     """Select the LFM2 architecture."""
 

@@ -10,6 +10,7 @@ from dovetail.layers.decoder import attention_targets
 from dovetail.layers.experts import Experts
 from dovetail.layers.mamba import Mamba2Mixer
 from dovetail.layers.mlp import GatedMLP
+from dovetail.layers.states import StateMixer
 from dovetail_models.granite import GraniteMoeModel, shared_mlp_targets
 from dovetail_models.hybrid import MixerLayer, earlier, mixer_shape, state_group_of
 from dovetail_models.moe import moe_layer_shape
@@ -53,7 +54,7 @@ class GraniteHybridModel(GraniteMoeModel):
         )
         if isinstance(layer.mixer, SelfAttention):
             yield from attention_targets(layer.mixer, f"{checkpoint_prefix}.self_attn", f"{parameter_prefix}.mixer")
-        else:
+        elif isinstance(layer.mixer, StateMixer):
             yield from layer.mixer.targets(f"{checkpoint_prefix}.mamba", f"{parameter_prefix}.mixer")
         if isinstance(layer.mlp, GatedMLP):
             yield from shared_mlp_targets(layer.mlp, checkpoint_prefix, ours)

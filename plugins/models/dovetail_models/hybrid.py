@@ -12,6 +12,7 @@ import torch
 from dovetail.interfaces.cache import CacheGroupKind
 from dovetail.layers.attention import SelfAttention
 from dovetail.layers.base import Layer
+from dovetail.layers.latent import LatentAttention
 from dovetail.layers.mamba import Mamba2Shape
 from dovetail.layers.mlp import MLP, GatedMLP
 from dovetail.layers.norm import RMSNorm
@@ -49,7 +50,12 @@ class MixerLayer(Layer):
     states."""
 
     def __init__(
-        self, hidden_size: int, eps: float, mixer: StateMixer | SelfAttention, mlp: GatedMLP | Experts, group: int
+        self,
+        hidden_size: int,
+        eps: float,
+        mixer: StateMixer | SelfAttention | LatentAttention,
+        mlp: GatedMLP | Experts,
+        group: int,
     ) -> None:
         super().__init__()
         self.norm, self.mlp_norm = RMSNorm(hidden_size, eps), RMSNorm(hidden_size, eps)
@@ -58,7 +64,11 @@ class MixerLayer(Layer):
 
     def connect(self) -> None:
         """See ``Layer.connect``."""
-        quantize_output(self.norm, self.mixer.qkv if isinstance(self.mixer, SelfAttention) else self.mixer.project)
+        if isinstance(self.mixer, StateMixer):
+            if self.mixer.reads_once:
+                quantize_output(self.norm, self.mixer.project)
+        else:
+            quantize_output(self.norm, self.mixer.qkv if isinstance(self.mixer, SelfAttention) else self.mixer.qkv_a)
         if isinstance(self.mlp, GatedMLP):
             quantize_output(self.mlp_norm, self.mlp.gate_up)
 
@@ -74,10 +84,10 @@ class MixerLayer(Layer):
     ) -> tuple[Addend, torch.Tensor]:
         """See ``Block``."""
         rows = None if last is None else batch.logit_rows
-        if isinstance(self.mixer, SelfAttention):
-            added = self.mixer.parts_forward(x, rotation, batch, last)
-        else:
+        if isinstance(self.mixer, StateMixer):
             added = self.mixer.parts_forward(x, step_states(batch, self._group), rows)
+        else:
+            added = self.mixer.parts_forward(x, rotation, batch, last)
         if rows is not None:
             stream = stream.index_select(0, rows)
         x, stream = self.mlp_norm.add_forward(added, stream)

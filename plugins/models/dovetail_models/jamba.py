@@ -12,6 +12,7 @@ from dovetail.layers.decoder import attention_targets, mlp_targets
 from dovetail.layers.experts import Experts
 from dovetail.layers.mamba1 import Mamba1Mixer, Mamba1Shape
 from dovetail.layers.mlp import GatedMLP
+from dovetail.layers.states import StateMixer
 from dovetail_models.dense import layer_shape
 from dovetail_models.hybrid import MixerLayer, earlier, state_group_of
 from dovetail_models.moe import MoeModel
@@ -54,7 +55,7 @@ class JambaModel(MoeModel):
         yield from layer.mlp_norm.targets(f"{checkpoint_prefix}.pre_ff_layernorm", f"{parameter_prefix}.mlp_norm")
         if isinstance(layer.mixer, SelfAttention):
             yield from attention_targets(layer.mixer, f"{checkpoint_prefix}.self_attn", f"{parameter_prefix}.mixer")
-        else:
+        elif isinstance(layer.mixer, StateMixer):
             yield from layer.mixer.targets(f"{checkpoint_prefix}.mamba", f"{parameter_prefix}.mixer")
         theirs, ours = f"{checkpoint_prefix}.feed_forward", f"{parameter_prefix}.mlp"
         if isinstance(layer.mlp, GatedMLP):

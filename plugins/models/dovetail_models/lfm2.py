@@ -10,6 +10,7 @@ from dovetail.layers.attention import AttentionShape, SelfAttention
 from dovetail.layers.decoder import linear_targets
 from dovetail.layers.mlp import GatedMLP
 from dovetail.layers.short_conv import GatedShortConv
+from dovetail.layers.states import StateMixer
 from dovetail_models.decoder import DecoderModel
 from dovetail_models.dense import layer_shape
 from dovetail_models.hybrid import MixerLayer, earlier, state_group_of
@@ -55,7 +56,7 @@ class Lfm2Model(DecoderModel):
             yield from linear_targets(layer.mixer.out, f"{theirs}.out_proj", f"{mixer}.out")
             for part in ("q", "k"):
                 yield f"{theirs}.{part}_layernorm.weight", WeightTarget(f"{mixer}.qk_norm.{part}_weight")
-        else:
+        elif isinstance(layer.mixer, StateMixer):
             yield from layer.mixer.targets(f"{checkpoint_prefix}.conv", mixer)
         assert isinstance(layer.mlp, GatedMLP)
         theirs, ours = f"{checkpoint_prefix}.feed_forward", f"{parameter_prefix}.mlp"

@@ -413,6 +413,14 @@ MODELS = (
         "Jamba: Mamba mixers, some layers with attention, some with experts.",
     ),
     _spec(
+        "kimi_linear",
+        "KimiLinearForCausalLM",
+        "kimi_linear:KimiLinearModel",
+        "kimi_linear_describe",
+        "KimiLinearConfig",
+        "Kimi Linear: Kimi delta attention, some layers with latent attention, experts.",
+    ),
+    _spec(
         "lfm2",
         "Lfm2ForCausalLM",
         "lfm2:Lfm2Model",
