@@ -67,7 +67,7 @@ def as_declared(word: str) -> str:
 
 def split_words(words: Sequence[str]) -> tuple[str | None, list[Path]]:
     """Return the model and the config files among the arguments. Raises ``ConfigError`` if two models are given."""
-    files = [w for w in words if not Path(w).is_dir() and (Path(w).suffix.lower() in _SUFFIXES or Path(w).is_file())]
+    files = [w for w in words if not Path(w).is_dir() and (Path(w).suffix.lower() in _SUFFIXES or _is_config(Path(w)))]
     models = [word for word in words if word not in files]
     if len(models) > 1:
         raise ConfigError(
@@ -75,6 +75,11 @@ def split_words(words: Sequence[str]) -> tuple[str | None, list[Path]]:
             "--served-model-name a --served-model-name b), and config files that end in " + ", ".join(_SUFFIXES)
         )
     return (models[0] if models else None), [Path(file) for file in files]
+
+
+def _is_config(file: Path) -> bool:
+    """Return whether a file is read as a config file: every file that is not a GGUF file or a piece of one."""
+    return file.is_file() and ".gguf" not in file.suffixes
 
 
 def read_arguments(

@@ -7,25 +7,40 @@ from pathlib import Path
 from typing import Any
 
 from dovetail.errors import ConfigError
+from dovetail.gguf.directory import checkpoints_in, gguf_directory, is_gguf_directory, piece_files
 
 EMBEDDED = {"tiny": Path(__file__).parent.parent / "assets" / "tiny"}
 
 
 def locate(path: str, key: str = "model.path") -> Path:
-    """Return the local directory of a model: an embedded name, a directory, or a hub name, which is downloaded once
+    """Return the local directory of a model: an embedded name, a directory, a GGUF file, for which a directory is written
+    in the user's cache folder, or a hub name, which is downloaded once
     if huggingface-hub is installed and a network exists. ``key`` is the setting that errors name. Raises
     ``ConfigError``."""
     if path in EMBEDDED:
         return EMBEDDED[path]
     local = Path(path).expanduser()
     if local.is_dir():
-        return local
+        return _of_directory(local, key)
+    if local.is_file() and (local.suffix == ".gguf" or piece_files(local)):
+        return gguf_directory(local)
     if path.count("/") == 1 and not path.startswith((".", "/", "~")):
         return _download(path, key)
     raise ConfigError(
-        f"{key} is {path!r}, which is not a directory; allowed: a directory in Hugging Face layout, a hub name like "
-        f"'org/name', or an embedded model ({', '.join(EMBEDDED)})"
+        f"{key} is {path!r}, which is not a directory; allowed: a directory in Hugging Face layout, a GGUF file, a hub name "
+        f"like 'org/name', or an embedded model ({', '.join(EMBEDDED)})"
     )
+
+
+def _of_directory(directory: Path, key: str) -> Path:
+    """Return ``directory``, or the one that presents the only GGUF checkpoint in it if it has no config.json."""
+    if (directory / "config.json").exists() or is_gguf_directory(directory):
+        return directory
+    found = checkpoints_in(directory)
+    if len(found) > 1:
+        names = ", ".join(file.name for file in found)
+        raise ConfigError(f"{key} is {str(directory)!r}, which has several GGUF files: {names}; give one of them")
+    return gguf_directory(found[0]) if found else directory
 
 
 def read_json(directory: Path, name: str) -> dict[str, Any]:

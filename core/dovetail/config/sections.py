@@ -41,7 +41,7 @@ class ModelSection(Section):
 
     path: str = Field(
         default="tiny",
-        description="`tiny` (the embedded model), a local directory in Hugging Face layout, or a hub name.",
+        description="`tiny` (the embedded model), a local directory in Hugging Face layout, a GGUF file, or a hub name.",
     )
     arch: str = Field(
         default="auto",
@@ -89,7 +89,7 @@ class ModelSection(Section):
     @property
     def names(self) -> tuple[str, ...]:
         """Return all names of the model in the API."""
-        given = self.served_name or self.path.rstrip("/").rpartition("/")[2]
+        given = self.served_name or self.path.rstrip("/").rpartition("/")[2].removesuffix(".gguf")
         return (given,) if isinstance(given, str) else given
 
     def is_served(self, name: str) -> bool:

@@ -19,10 +19,12 @@ from torch import nn
 
 from dovetail.config.checkpoint import read_json
 from dovetail.engine.build import WeightFiller, as_module, build_model, expanded_targets
+from dovetail.engine.gguf_weights import load_gguf
 from dovetail.engine.progress import Advance, bytes_progress, size_text
 from dovetail.engine.shards import ShardReader, StoredTensor, WeightFill, cut, stored_tensors
 from dovetail.engine.tied import untie_different
 from dovetail.errors import ConfigError, WeightsError
+from dovetail.gguf.directory import is_gguf_directory
 from dovetail.interfaces.model import ModelArchitecture, TensorShare, WeightTarget
 from dovetail.layers.base import prepare_layers
 from dovetail.layers.experts import Experts
@@ -65,7 +67,7 @@ def load_weights(
     *,
     shown: bool = True,
 ) -> None:
-    """Fill every parameter of ``model`` from the checkpoint in ``directory``, or with random numbers if ``load_format``
+    """Fill every parameter of ``model`` from the checkpoint in ``directory``, safetensors or GGUF, or with random numbers if ``load_format``
     is ``dummy``.
 
     Every tensor of the checkpoint is used exactly once, unless the model ignores it by name. Names, shapes and dtypes
@@ -76,6 +78,8 @@ def load_weights(
     if load_format == "dummy":
         _fill_dummy(model, seed)
         prepare_layers(as_module(model))
+    elif is_gguf_directory(directory):
+        load_gguf(model, directory, progress, shown=shown)
     else:
         assert load_format == "safetensors", load_format
         _load_checkpoint(model, directory, progress, shown=shown)

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 
 from dovetail.config import Config, PluginConfig
 from dovetail.errors import ConfigError
+from dovetail.gguf.config import QUANT_METHOD as GGUF
 from dovetail.interfaces.cache import CacheGroupKind
 from dovetail.interfaces.features import Feature
 from dovetail.interfaces.model import ModelInfo
@@ -98,7 +99,7 @@ def screen_quantization(candidate: Candidate, request: ResolveRequest, named: bo
 
 
 def quantization(situation: Situation) -> Iterator[Need | Reason]:
-    """Require a component for a checkpoint that is quantized, and one that stores the weights of experts if the model
+    """Require a component for a checkpoint that is quantized, unless the loader dequantizes it, and one that stores the weights of experts if the model
     has experts."""
     checkpoint = situation.model.quantization
     chosen = situation.candidate(ComponentKind.QUANTIZATION)
@@ -108,6 +109,8 @@ def quantization(situation: Situation) -> Iterator[Need | Reason]:
         yield from situation.needs(Feature.QUANTIZATION_EXPERTS, needed_by, why)
     if checkpoint is not None and chosen is None:
         method = checkpoint.get("quant_method", "an unnamed method")
+        if method == GGUF:  # the loader dequantizes
+            return
         yield Reason(
             "quantization.none",
             "the checkpoint is quantized and needs a component of kind quantization that can load it",

@@ -1,0 +1,159 @@
+"""Name the tensors of a GGUF file as a checkpoint of transformers does, and say what has to be done with each."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from dovetail.errors import ConfigError
+from dovetail.gguf.changes import Change, PairedRows
+from dovetail.gguf.config import PLAIN_TYPES, QUANT_METHOD, family_of
+from dovetail.gguf.families import OFFSET, Family
+from dovetail.gguf.reader import GgufFile, GgufTensor
+
+UNUSED = re.compile(r"rope_freqs\.weight|rope_factors_(long|short)\.weight|blk\.\d+\.attn_rot_embd\.weight")
+"""Tensors that are read as settings, or that nothing reads."""
+
+_LAYER = re.compile(r"blk\.(\d+)\.(.+)")
+_EXPERT = re.compile(r"\.experts\.\d+\.")
+
+
+@dataclass(frozen=True)
+class MappedTensor:
+    """Describe a tensor of the checkpoint: its name, its shape, and what ``change`` makes it of; without a change it is
+    the only one of ``sources`` as it is."""
+
+    name: str
+    shape: tuple[int, ...]
+    sources: tuple[GgufTensor, ...]
+    change: Change | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Return the number of bytes in the file."""
+        return sum(source.nbytes for source in self.sources)
+
+    @property
+    def raw_shape(self) -> tuple[int, ...] | None:
+        """Return the shape of the blocks as bytes, ``[..., bytes of a row]``; None if they cannot be used as they are,
+        because the change cuts rows or the sources have several types."""
+        one = self.sources[0].type
+        if any(source.type != one for source in self.sources) or (
+            self.change is not None and not self.change.keeps_rows
+        ):
+            return None
+        return (*self.shape[:-1], one.row_bytes(self.shape[-1]))
+
+
+def mapped_tensors(checkpoint: GgufFile) -> list[MappedTensor]:
+    """Return the tensors of the checkpoint, in the order of the file. Raises ``ConfigError`` for a tensor that the
+    family does not have."""
+    family = family_of(checkpoint)
+    layers = checkpoint.get(f"{checkpoint.architecture}.block_count", int)
+    layers -= checkpoint.get(f"{checkpoint.architecture}.nextn_predict_layers", int, 0)
+    found: dict[str, MappedTensor] = {}
+    for tensor in checkpoint.tensors.values():
+        if UNUSED.fullmatch(tensor.name):
+            continue
+        for one in _mapped(checkpoint, family, tensor, layers):
+            if one.name in found and one.change is None:
+                raise ConfigError(
+                    f"{tensor.file}: {tensor.name} and {found[one.name].sources[0].name} are both {one.name}"
+                )
+            found[one.name] = one
+    return list(found.values())
+
+
+def block_types(tensors: list[MappedTensor]) -> dict[str, Any] | None:
+    """Return the ``quantization_config`` of a checkpoint with these tensors: the type of each matrix in blocks by its name, with
+    ``*`` in place of the number of an expert. None if none is in blocks."""
+    types: dict[str, str] = {}
+    for tensor in tensors:
+        names = {source.type.name for source in tensor.sources}
+        if len(tensor.shape) > 1:
+            types[_EXPERT.sub(".experts.*.", tensor.name)] = "+".join(sorted(names))
+    if all(name in PLAIN_TYPES for name in types.values()):
+        return None
+    return {"quant_method": QUANT_METHOD, "types": types}
+
+
+def block_type(quantization_config: Mapping[str, Any], name: str) -> str | None:
+    """Return the type of the blocks of tensor ``name`` of the checkpoint, by what ``block_types`` has written; None if
+    the checkpoint has no such matrix."""
+    return quantization_config["types"].get(_EXPERT.sub(".experts.*.", name))
+
+
+def _mapped(checkpoint: GgufFile, family: Family, tensor: GgufTensor, layers: int) -> Iterator[MappedTensor]:
+    place = _LAYER.fullmatch(tensor.name)
+    if place is None:
+        stem, _, suffix = tensor.name.rpartition(".")
+        if stem not in family.top:
+            raise _unknown(checkpoint, tensor)
+        yield _with_offset(family, MappedTensor(f"{family.top[stem]}.{suffix}", tensor.shape, (tensor,)))
+        return
+    index, leaf = int(place[1]), place[2]
+    if index >= layers:
+        return  # predicts further tokens
+    prefix = f"{family.layers}.{index}"
+    for joined in family.joined:
+        if leaf in joined.parts:
+            yield _joined(checkpoint, tensor, f"{prefix}.{joined.name}", f"blk.{index}.", joined.parts, joined.change)
+            return
+    stem, _, suffix = leaf.rpartition(".")
+    theirs = family.names.get(leaf) or (f"{family.names[stem]}.{suffix}" if stem in family.names else None)
+    if theirs is None:
+        raise _unknown(checkpoint, tensor)
+    if "{}" in theirs:
+        yield from _experts(tensor, f"{prefix}.{theirs}")
+        return
+    change = _bound(checkpoint, family.changes.get(leaf) or family.changes.get(stem), tensor)
+    shape = tensor.shape if change is None else change.shape(tensor.shape)
+    yield _with_offset(family, MappedTensor(f"{prefix}.{theirs}", shape, (tensor,), change))
+
+
+def _with_offset(family: Family, mapped: MappedTensor) -> MappedTensor:
+    return replace(mapped, change=OFFSET) if family.norm_offset and mapped.name.endswith("norm.weight") else mapped
+
+
+def _bound(checkpoint: GgufFile, change: Change | None, tensor: GgufTensor) -> Change | None:
+    """Return ``change`` with the numbers of this checkpoint."""
+    if not isinstance(change, PairedRows) or not isinstance(change.heads, str):
+        return change
+    heads: Any = checkpoint.metadata.get(f"{checkpoint.architecture}.{change.heads}")
+    heads = heads if heads is not None else checkpoint.metadata.get(f"{checkpoint.architecture}.attention.head_count")
+    heads = int(heads[0]) if hasattr(heads, "tolist") and len(heads) else heads  # one number for each layer
+    if not isinstance(heads, int) or heads < 1 or tensor.shape[0] % (2 * heads):
+        raise ConfigError(
+            f"{tensor.file}: tensor {tensor.name} has {tensor.shape[0]} rows, and {change.heads} is {heads!s:.20}"
+        )
+    return PairedRows(heads)
+
+
+def _joined(
+    checkpoint: GgufFile, tensor: GgufTensor, name: str, prefix: str, parts: tuple[str, ...], change: Change
+) -> MappedTensor:
+    missing = [part for part in parts if prefix + part not in checkpoint.tensors]
+    if missing:
+        raise ConfigError(f"{tensor.file} has {tensor.name} and no {prefix}{missing[0]}; convert the checkpoint again")
+    sources = tuple(checkpoint.tensors[prefix + part] for part in parts)
+    shapes = [source.shape for source in sources]
+    if len({len(shape) for shape in shapes}) > 1:
+        raise ConfigError(
+            f"{tensor.file}: the shapes of {', '.join(source.name for source in sources)} do not fit: {shapes}"
+        )
+    return MappedTensor(name, change.shape(*shapes), sources, change)
+
+
+def _experts(tensor: GgufTensor, name: str) -> Iterator[MappedTensor]:
+    for index, data in enumerate(tensor.data):
+        own = replace(tensor, name=f"{tensor.name}[{index}]", shape=tensor.shape[1:], data=data)
+        yield MappedTensor(name.format(index), own.shape, (replace(own, offset=tensor.offset + index * data.nbytes),))
+
+
+def _unknown(checkpoint: GgufFile, tensor: GgufTensor) -> ConfigError:
+    return ConfigError(
+        f"{tensor.file} has tensor {tensor.name}, which {family_of(checkpoint).architecture} does not have here; the file may be of a "
+        f"newer kind of {checkpoint.architecture!r} than is implemented"
+    )
