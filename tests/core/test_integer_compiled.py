@@ -16,7 +16,9 @@ from triton.backends import nvidia as backends
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from dovetail.ops.triton import integers
 from dovetail.ops.triton.launch import INTERPRETED
+from dovetail.ops.triton.mxfp4_tiles import tiles_of
 from dovetail_quantization.triton import integer_rows
 
 pytestmark = pytest.mark.skipif(INTERPRETED, reason="kernels are interpreted, not compiled")
@@ -31,7 +33,7 @@ def compiled(kernel: Any, constants: dict[str, Any], types: dict[str, str], warp
     attrs = {
         (index,): [["tt.divisibility", 16]]
         for index, name in enumerate(kernel.arg_names)
-        if signature[name] != "constexpr" and name != "m"
+        if signature[name].startswith("*") or name in ("n", "k", "span", "group", "width")
     }
     source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attrs)
     options = {"num_warps": warps, "num_stages": stages, "launch_pdl": True, "enable_fp_fusion": True}
@@ -66,6 +68,28 @@ def test_products_of_few_rows_compile(
     check(code, tmp_path / "kernel.cubin")
     assert "L2::cache_hint" in code["ptx"].split("cp.async", 1)[-1], "codes are not read ahead"
     assert "mma" in code["ptx"]
+
+
+@pytest.mark.parametrize("tokens", [1, pytest.param(64, marks=pytest.mark.full), 4096])
+@pytest.mark.parametrize("gated", [False, pytest.param(True, marks=pytest.mark.full)])
+@pytest.mark.parametrize("bits", [4, 8])
+def test_experts_compile(bits: int, gated: bool, tokens: int, tmp_path: Path) -> None:
+    tiles = tiles_of(tokens, 128, 8, 2048, 768, 1.0, 2)
+    tile = integers.integer_expert_tile(tiles.gate_up if gated else tiles.down, tiles.block_m, 128)
+    constants: dict[str, Any] = {
+        "FOUR": bits == 4,
+        "ZEROS": False,
+        "zero": None,
+        "GATED": gated,
+        "TOP_K": 8,
+        "bias": None,
+    }
+    constants |= {"SCALED": False, "BIAS": False, "LIMITED": False, "IN_PARTS": False, "ONE": tokens == 1}
+    constants |= {"BLOCK_M": tiles.block_m, "BLOCK_N": tile.block_n, "BLOCK_K": tile.block_k}
+    types = {"w": "*u8" if bits == 4 else "*i8", "scale": "*fp16", "weights": "*fp32", "order": "*i32"}
+    types |= {"blocks": "*i32", "used": "*i32"} | dict.fromkeys(("alpha", "limit", "offset"), "fp32")
+    code = compiled(integers._integer_product, constants, types, tile.warps, tile.stages)
+    check(code, tmp_path / "kernel.cubin")
 
 
 @pytest.mark.parametrize("bits", [4, 8])

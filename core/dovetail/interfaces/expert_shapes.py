@@ -121,7 +121,7 @@ class Routing(NamedTuple):
     weights: torch.Tensor
 
 
-ExpertFormat = Literal["plain", "fp8_rows", "fp8_blocks", "mxfp4"]
+ExpertFormat = Literal["plain", "fp8_rows", "fp8_blocks", "mxfp4", "int4", "int8"]
 """Name a form of the weights of experts, see ``ExpertWeights``."""
 
 
@@ -140,6 +140,9 @@ class ExpertWeights:
     - ``mxfp4``: codes uint8 ``[experts, out, in / 2]``, two E2M1 numbers in a byte; scales uint8 ``[experts, in / 32, out]``,
       powers of two (E8M0), one for each 32 columns of a row. Byte i of the 16 bytes of a block of 32 columns has column i
       in its low bits and column 16 + i in its high bits (``ops.mxfp4``). Activations are not quantized.
+    - ``int4``, ``int8``: codes uint8 ``[experts, out, in / 2]`` or int8 ``[experts, out, in]``; scales in a floating-point dtype
+      ``[experts, groups, out]``, one for each group of columns of a row; ``gate_up_zero`` and ``down_zero`` (uint8) of that
+      shape, or None (``ops.integers``). Activations are not quantized.
 
     The experts are those from index ``first`` on, of
     ``whole`` experts of all ranks, and ``size`` may be a rank's share of the
@@ -161,3 +164,5 @@ class ExpertWeights:
     down_scale: torch.Tensor | None = None
     block: tuple[int, int] = (128, 128)
     input_bound: float | None = None
+    gate_up_zero: torch.Tensor | None = None
+    down_zero: torch.Tensor | None = None

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from dovetail.ops import mxfp4
+from dovetail.ops import integers, mxfp4
 
 if TYPE_CHECKING:
     from dovetail.interfaces.expert_shapes import ExpertFormat, ExpertWeights
@@ -22,24 +22,35 @@ def dequantized(weights: ExpertWeights, dtype: torch.dtype) -> ExpertWeights:
     assert weights.gate_up_scale is not None
     assert weights.down_scale is not None
     one = _DEQUANTIZE[weights.format]
-    pairs = ((weights.gate_up, weights.gate_up_scale), (weights.down, weights.down_scale))
-    gate_up, down = (_by_expert(one, codes, scale, weights.block, dtype) for codes, scale in pairs)
-    return replace(weights, gate_up=gate_up, down=down, gate_up_scale=None, down_scale=None, format="plain")
+    pairs = (
+        (weights.gate_up, weights.gate_up_scale, weights.gate_up_zero),
+        (weights.down, weights.down_scale, weights.down_zero),
+    )
+    gate_up, down = (_by_expert(one, codes, scale, zero, weights.block, dtype) for codes, scale, zero in pairs)
+    return replace(
+        weights, gate_up=gate_up, down=down, gate_up_scale=None, down_scale=None, gate_up_zero=None, down_zero=None,
+        format="plain",
+    )  # fmt: skip
 
 
-Dequantize = Callable[[torch.Tensor, torch.Tensor, tuple[int, int]], torch.Tensor]
-"""A function that returns the float32 weight ``[out, in]`` of the codes and scales of one expert."""
+Dequantize = Callable[[torch.Tensor, torch.Tensor, tuple[int, int], torch.Tensor | None], torch.Tensor]
+"""A function that returns the float32 weight ``[out, in]`` of the codes, scales and zero points of one expert."""
 
 
 def _by_expert(
-    one: Dequantize, codes: torch.Tensor, scale: torch.Tensor, block: tuple[int, int], dtype: torch.dtype
+    one: Dequantize,
+    codes: torch.Tensor,
+    scale: torch.Tensor,
+    zero: torch.Tensor | None,
+    block: tuple[int, int],
+    dtype: torch.dtype,
 ) -> torch.Tensor:
     """Dequantize the experts one by one, so that only one of them is held in float32."""
-    first = one(codes[0], scale[0], block)
+    first = one(codes[0], scale[0], block, None if zero is None else zero[0])
     result = torch.empty(len(codes), *first.shape, dtype=dtype, device=codes.device)
     result[0] = first
     for expert in range(1, len(codes)):
-        result[expert] = one(codes[expert], scale[expert], block)
+        result[expert] = one(codes[expert], scale[expert], block, None if zero is None else zero[expert])
     return result
 
 
@@ -51,12 +62,16 @@ def fp8_weight(codes: torch.Tensor, scale: torch.Tensor, block: tuple[int, int] 
     return codes.float() * scale.repeat_interleave(of_rows, 0)[:out].repeat_interleave(of_columns, 1)[:, :columns]
 
 
-def _fp8_rows(codes: torch.Tensor, scale: torch.Tensor, block: tuple[int, int]) -> torch.Tensor:
-    return fp8_weight(codes, scale, None)
+def _integers(
+    codes: torch.Tensor, scale: torch.Tensor, block: tuple[int, int], zero: torch.Tensor | None
+) -> torch.Tensor:
+    return integers.dequantize(integers.Integers(codes, scale, zero), torch.float32)
 
 
-def _mxfp4(codes: torch.Tensor, scale: torch.Tensor, block: tuple[int, int]) -> torch.Tensor:
-    return mxfp4.dequantize(codes, scale, torch.float32)
-
-
-_DEQUANTIZE: dict[ExpertFormat, Dequantize] = {"fp8_rows": _fp8_rows, "fp8_blocks": fp8_weight, "mxfp4": _mxfp4}
+_DEQUANTIZE: dict[ExpertFormat, Dequantize] = {
+    "fp8_rows": lambda codes, scale, block, zero: fp8_weight(codes, scale, None),
+    "fp8_blocks": lambda codes, scale, block, zero: fp8_weight(codes, scale, block),
+    "mxfp4": lambda codes, scale, block, zero: mxfp4.dequantize(codes, scale, torch.float32),
+    "int4": _integers,
+    "int8": _integers,
+}

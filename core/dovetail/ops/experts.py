@@ -24,7 +24,7 @@ _MOST_MXFP4 = 48
 MOST_IN_PARTS = 64
 """Up to this number of tokens, on CUDA, the experts' results are left to the norm that follows to add up."""
 FORMATS: dict[str, tuple[ExpertFormat, ...]] = {
-    "cuda": ("plain", "fp8_rows", "fp8_blocks", "mxfp4"),
+    "cuda": ("plain", "fp8_rows", "fp8_blocks", "mxfp4", "int4", "int8"),
     "cpu": ("plain", "mxfp4"),
 }
 """The formats of weights that can be multiplied on a type of device."""
@@ -61,6 +61,7 @@ class GroupedProduct(ExpertsProduct):
     they are dequantized to ``dtype``, that of activations."""
 
     def __init__(self, weights: ExpertWeights, dtype: torch.dtype) -> None:
+        self._stored = weights.format
         if weights.format not in FORMATS[weights.gate_up.device.type]:
             weights = dequantized(weights, dtype)
         self._weights = weights
@@ -83,7 +84,10 @@ class GroupedProduct(ExpertsProduct):
         if self._weights.format == "mxfp4":
             return "torch, expert by expert, mxfp4"
         few = kernels(self._weights.gate_up.dtype) if self._weights.gate_up.dtype is torch.bfloat16 else None
-        return "torch, grouped by expert" + (f", compiled for up to {_MOST_COMPILED} rows of an expert" if few else "")
+        loaded = "" if self._stored == "plain" else f"{self._stored}, dequantized when loaded; "
+        return f"{loaded}torch, grouped by expert" + (
+            f", compiled for up to {_MOST_COMPILED} rows of an expert" if few else ""
+        )
 
 
 class InvariantProduct(ExpertsProduct):

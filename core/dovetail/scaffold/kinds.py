@@ -180,6 +180,8 @@ EXPERTS = KindTemplate(
         Feature.EXPERTS_FP8_ROWS,
         Feature.EXPERTS_FP8_BLOCKS,
         Feature.EXPERTS_MXFP4,
+        Feature.EXPERTS_INT4,
+        Feature.EXPERTS_INT8,
         Feature.EXPERTS_BIAS,
         Feature.EXPERTS_SWIGLU,
         Feature.EXPERTS_SCALED_INPUT,

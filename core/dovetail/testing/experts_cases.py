@@ -69,6 +69,8 @@ class ExpertsStep:
 
     def _quantized(self, plain: ExpertWeights) -> ExpertWeights:
         """Return other weights of the same sizes in the format, and keep the values that they stand for."""
+        if self.case.format in ("int4", "int8"):
+            return self._of_integers(plain)
         make = self._mxfp4 if self.case.format == "mxfp4" else self._fp8
         found = [make(tensor) for tensor in (plain.gate_up, plain.down)]
         self._exact = found[0][2], found[1][2]
@@ -114,6 +116,28 @@ class ExpertsStep:
         values = torch.cat((table[of_blocks & 15], table[of_blocks >> 4]), 3)
         exact = values * (2.0 ** (scales.mT - 127).double())[..., None]
         return codes.to(torch.uint8), scales.to(torch.uint8), exact.flatten(2)
+
+    def _of_integers(self, plain: ExpertWeights) -> ExpertWeights:
+        """Return weights with groups of 64 columns and with zero points, and keep the values that they stand for."""
+        bits, found = (4 if self.case.format == "int4" else 8), list[tuple[torch.Tensor, ...]]()
+        for weight in (plain.gate_up, plain.down):
+            count, out, columns = weight.shape
+            shape = (count, columns // 64, out)
+            scales = (torch.rand(shape, generator=self._generator) + 0.2) / 2 ** (bits - 2) * columns**-0.5
+            zeros = torch.randint(0, 1 << bits, shape, generator=self._generator)
+            numbers = torch.randint(0, 1 << bits, (count, out, columns), generator=self._generator)
+            of_groups = numbers.unflatten(2, (-1, 64)) - zeros.mT[..., None]
+            exact = (of_groups * scales.double().mT[..., None]).flatten(2)
+            halves = numbers.unflatten(2, (-1, 2, 16))  # the columns 0 to 15 of 32 are the low bits
+            packed = (halves[..., 0, :] + 16 * halves[..., 1, :]).flatten(2).to(torch.uint8)
+            codes = packed if bits == 4 else (numbers - 128).to(torch.int8)
+            found.append((codes.to(self.device), scales.to(self.device), zeros.to(self.device, torch.uint8), exact))
+        (gate_up, gate_up_scale, gate_up_zero, first), (down, down_scale, down_zero, second) = found
+        self._exact = first, second
+        return replace(
+            plain, gate_up=gate_up, down=down, gate_up_scale=gate_up_scale, down_scale=down_scale,
+            gate_up_zero=gate_up_zero, down_zero=down_zero, format=self.case.format,
+        )  # fmt: skip
 
     @property
     def exact(self) -> tuple[torch.Tensor, torch.Tensor]:

@@ -10,6 +10,8 @@ import torch
 from dovetail.errors import ConfigError, WeightsError
 from dovetail.interfaces.model import WeightTarget
 from dovetail.interfaces.quantization import (
+    ExpertsMethod,
+    ExpertWeightsShape,
     LinearMethod,
     LinearProduct,
     LinearShape,
@@ -19,6 +21,7 @@ from dovetail.interfaces.quantization import (
 )
 from dovetail.ops.integers import BLOCK, Integers, dequantize, held, numbers_of
 from dovetail_quantization.checkpoint import refuse_unused
+from dovetail_quantization.integer_experts import IntegerExperts
 from dovetail_quantization.integer_formats import IntegerActivations, IntegerLayout, Scheme, read_format
 from dovetail_quantization.integer_products import in_order, make_product
 from dovetail_quantization.integer_stored import stored_targets
@@ -29,7 +32,7 @@ if TYPE_CHECKING:
 
 
 class Integer(Quantization):
-    """Choose integers for every linear layer that the checkpoint, or config, does not exclude."""
+    """Choose integers for every linear layer and layer of experts that the checkpoint, or config, does not exclude."""
 
     def __init__(self, config: IntegerConfig, context: QuantizationContext) -> None:
         self._format = read_format(context.checkpoint, config)
@@ -43,6 +46,11 @@ class Integer(Quantization):
         """See ``Quantization``."""
         scheme = self._format.scheme_of(shape.names, precise=shape.precise)
         return None if scheme is None else IntegerLinear(shape, scheme, self._context)
+
+    def experts_method(self, shape: ExpertWeightsShape) -> ExpertsMethod | None:
+        """See ``Quantization``."""
+        scheme = self._format.scheme_of(shape.names)
+        return None if scheme is None else IntegerExperts(shape, scheme, self._context)
 
 
 class IntegerLinear(LinearMethod):

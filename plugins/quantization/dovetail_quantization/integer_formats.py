@@ -108,6 +108,11 @@ def describe(checkpoint: Mapping[str, Any] | None, config: IntegerConfig) -> str
     return None
 
 
+def expert_format(checkpoint: Mapping[str, Any] | None, config: IntegerConfig) -> str:
+    """Return the ``ExpertFormat`` of experts that are quantized."""
+    return f"int{read_format(checkpoint, config).schemes[-1].bits}"
+
+
 def read_format(checkpoint: Mapping[str, Any] | None, config: IntegerConfig) -> IntegerFormat:
     """Return the format of a checkpoint. Raises ``ConfigError`` for one that has no integers or is not implemented."""
     if checkpoint is None:

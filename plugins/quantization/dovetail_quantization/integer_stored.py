@@ -31,11 +31,11 @@ def stored_targets(name: str, weight: WeightTarget, scheme: Scheme, shape: Linea
     needs the scales of all groups of columns, whichever columns it has."""
     inner = weight.transform
     if scheme.layout is IntegerLayout.ONLINE:
-        yield from _rounded(f"{name}.weight", weight, scheme, shape.in_features)
+        yield from rounded_targets(f"{name}.weight", weight, scheme, shape.in_features)
         return
     if inner is not None and not inner.orders_rows:
         raise ConfigError(f"{name} is read through {inner}, which is not implemented for stored integers")
-    yield from _matrix(name, weight, scheme, all_groups)
+    yield from matrix_targets(name, weight, scheme, all_groups=all_groups)
     if scheme.indexed:
         columns = tuple(share._replace(dim=0) for share in weight.shares if share.dim == 1)
         first = 0 if all_groups else _first_group(columns, scheme)
@@ -45,17 +45,23 @@ def stored_targets(name: str, weight: WeightTarget, scheme: Scheme, shape: Linea
         yield tensor, WeightTarget("group_of", module, 1, columns, Index(first), default=default)
         yield tensor, WeightTarget("order", module, 1, columns, Index(sorts=True), default=default)
     if scheme.layout is IntegerLayout.PACKED:
-        rows, columns = _whole(weight, shape)
-        check = _SizesAre(rows, columns)
-        module = _module(weight, shape)
-        yield f"{name}.weight_shape", WeightTarget("sizes", module, 1, (), Sizes(), check.check, default=0.0)
+        rows, columns = shape.out_features if weight.size is None else weight.size, shape.in_features
+        yield sizes_target(name, weight, "sizes", _module(weight, shape), (rows, columns))
 
 
-def _matrix(name: str, weight: WeightTarget, scheme: Scheme, all_groups: bool) -> Targets:
-    """Yield the tensors of codes, scales and zero points."""
+def matrix_targets(
+    name: str,
+    weight: WeightTarget,
+    scheme: Scheme,
+    *,
+    all_groups: bool = False,
+    scale: str = "scale",
+    zero: str = "zero",
+) -> Targets:
+    """Yield the tensors of codes, scales and zero points. The latter go to the parameters ``scale`` and ``zero``."""
     inner, bits, shares = weight.transform, scheme.bits, weight.shares
-    scales = tuple(_group_share(name, share, scheme) for share in shares if share.dim == 0 or not all_groups)
-    scales = tuple(share for share in scales if share is not None)
+    divided = [_group_share(name, share, scheme) for share in shares if share.dim == 0 or not all_groups]
+    scales = tuple(share for share in divided if share is not None)
     if scheme.layout in (IntegerLayout.AWQ, IntegerLayout.GPTQ):
         awq = scheme.layout is IntegerLayout.AWQ
         codes = Packing(bits, 1 if awq else 0, transposed=True, interleaved=awq)
@@ -72,21 +78,21 @@ def _matrix(name: str, weight: WeightTarget, scheme: Scheme, all_groups: bool) -
     stored = shares if plain else tuple(_packed_share(tensors[0], share, codes) for share in shares)
     yield tensors[0], weight._replace(shares=stored, transform=of_codes)
     own = () if scheme.by_tensor else tuple(_turned(share, of_scales.transposed) for share in scales)
-    yield tensors[1], weight._replace(parameter="scale", shares=own, transform=of_scales, check=check_scales)
+    yield tensors[1], weight._replace(parameter=scale, shares=own, transform=of_scales, check=check_scales)
     if scheme.zeros:
         of_zeros: WeightTransform = (
             Whole(tensors[2], bits, "zeros", inner) if plain else Unpacked(zeros, "zeros", inner)
         )
         own = scales if plain else tuple(_packed_share(tensors[2], share, zeros) for share in scales)
-        yield tensors[2], weight._replace(parameter="zero", shares=own, transform=of_zeros)
+        yield tensors[2], weight._replace(parameter=zero, shares=own, transform=of_zeros)
 
 
-def _rounded(name: str, weight: WeightTarget, scheme: Scheme, columns: int) -> Targets:
+def rounded_targets(name: str, weight: WeightTarget, scheme: Scheme, columns: int, scale: str = "scale") -> Targets:
     """Yield the targets of a weight that is quantized while it is read."""
     group, inner = scheme.group or columns, weight.transform
     yield name, weight._replace(transform=Rounded(scheme.bits, group, columns, "codes", inner))
     scales = Rounded(scheme.bits, group, columns, "scales", inner)
-    yield name, weight._replace(parameter="scale", transform=scales, check=check_rounded)
+    yield name, weight._replace(parameter=scale, transform=scales, check=check_rounded)
 
 
 def _turned(share: TensorShare, transposed: bool) -> TensorShare:
@@ -115,12 +121,15 @@ def _module(weight: WeightTarget, shape: LinearShape) -> int:
     return [sum(shape.rows[:index]) for index in range(len(shape.rows))].index(weight.start or 0)
 
 
-def _whole(weight: WeightTarget, shape: LinearShape) -> tuple[int, int]:
-    """Return the sizes of the whole weight of the checkpoint."""
-    sizes = [shape.out_features if weight.size is None else weight.size, shape.in_features]
+def sizes_target(
+    name: str, weight: WeightTarget, parameter: str, module: int, own: tuple[int, int]
+) -> tuple[str, WeightTarget]:
+    """Return the tensor with the sizes of a packed weight, of which a rank has ``own`` rows and columns, and its target."""
+    sizes = [*own]
     for share in weight.shares:
         sizes[share.dim] = share.whole
-    return sizes[0], sizes[1]
+    check = _SizesAre(sizes[0], sizes[1]).check
+    return f"{name}.weight_shape", WeightTarget(parameter, module, 1, (), Sizes(), check, default=0.0)
 
 
 class _SizesAre:

@@ -150,6 +150,35 @@ class Index(WeightTransform):
 
 
 @dataclass(frozen=True, slots=True)
+class InOrder(WeightTransform):
+    """Read the groups of ``columns`` columns of tensor ``name``, and refuse them unless each ``group`` of columns is one, from
+    group ``first`` on."""
+
+    name: str
+    columns: int
+    group: int
+    first: int
+
+    @property
+    def reads(self) -> tuple[torch.dtype, ...]:
+        """See ``WeightTransform``."""
+        return (torch.int32, torch.int64)
+
+    def source_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """See ``WeightTransform``."""
+        return (self.columns,)
+
+    def apply(self, tensor: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
+        """See ``WeightTransform``. Raises ``WeightsError``."""
+        expected = torch.arange(self.columns, dtype=tensor.dtype, device=tensor.device) // self.group + self.first
+        if not tensor.equal(expected):
+            raise WeightsError(
+                f"tensor {self.name} lists groups of columns in another order (act-order); not implemented for experts"
+            )
+        return tensor.new_zeros(shape)
+
+
+@dataclass(frozen=True, slots=True)
 class Sizes(WeightTransform):
     """Read the sizes of a packed weight, int64 ``[2]``."""
 

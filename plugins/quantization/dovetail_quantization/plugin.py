@@ -40,8 +40,10 @@ INTEGER = ComponentSpec(
     target="dovetail_quantization.integer:Integer",
     config="dovetail_quantization.config:IntegerConfig",
     describe="dovetail_quantization.integer_formats:describe",
+    expert_format="dovetail_quantization.integer_formats:expert_format",
     summary="Integer weights of 4 or 8 bits from AWQ, GPTQ and compressed-tensors checkpoints, or rounded while loading.",
     api=(1, 1),
+    offers=frozenset({Feature.QUANTIZATION_EXPERTS}),
 )
 
 GGUF = ComponentSpec(

@@ -8,7 +8,7 @@ import torch
 
 from dovetail.interfaces.expert_shapes import ExpertFormat, ExpertWeights, Routing
 from dovetail.ops.triton import experts as plain
-from dovetail.ops.triton import experts_fp8, mxfp4
+from dovetail.ops.triton import experts_fp8, integers, mxfp4
 from dovetail.ops.triton.expert_tiles import ExpertTiles
 
 _PAIR_RESULTS: dict[ExpertFormat, Callable[..., torch.Tensor]] = {
@@ -16,6 +16,8 @@ _PAIR_RESULTS: dict[ExpertFormat, Callable[..., torch.Tensor]] = {
     "fp8_rows": experts_fp8.pair_results,
     "fp8_blocks": experts_fp8.pair_results,
     "mxfp4": mxfp4.pair_results,
+    "int4": integers.pair_results,
+    "int8": integers.pair_results,
 }
 
 

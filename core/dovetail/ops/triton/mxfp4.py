@@ -115,7 +115,7 @@ def _add_product(
 
 
 @triton.jit
-def _store_gated(
+def store_gated(
     out, total, bias, of_expert, weights, row, present, pair, tile, size, alpha, limit, offset,
     SCALED: tl.constexpr, BIAS: tl.constexpr, LIMITED: tl.constexpr, BLOCK_M: tl.constexpr, COLUMNS: tl.constexpr,
 ) -> None:  # fmt: skip
@@ -187,7 +187,7 @@ def _product(
         total = _add_product(total, codes, own_scales, low, high, dtype, BLOCK_N, half_k, ASSEMBLY)
     total = _rest(total, dtype)
     if GATED:
-        _store_gated(
+        store_gated(
             out, total, bias, expert * wide, weights, row, present, pair, tile, width, alpha, limit, offset,
             SCALED, BIAS, LIMITED, BLOCK_M, columns,
         )  # fmt: skip

@@ -17,15 +17,13 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from dovetail.ops.activation import Activation
 from dovetail.ops.integers import Integers
-from dovetail.ops.triton.launch import INTERPRETED, launch
+from dovetail.ops.triton.integers import HALF, from_eight_bits, from_four_bits, integer_sums
+from dovetail.ops.triton.launch import launch
 from dovetail.ops.triton.matmul import GATE_KINDS, finish_rows, rows_of, workspace
 from dovetail.ops.triton.tuning import MAX_PARTS, MAX_TILES
 
 MOST_ROWS = 64
 """Up to this number of rows the kernel for few rows is used."""
-_HALF = tl.constexpr(16)
-"""The columns of a block whose codes are in the low bits, and in the high bits, of 16 bytes."""
-_PLAIN = tl.constexpr(INTERPRETED)  # the interpreter has no numbers of 16 bits by their bits
 
 
 class IntegerTile(NamedTuple):
@@ -54,43 +52,6 @@ def integer_tile(rows: int, n: int, k: int, group: int) -> IntegerTile | None:
     return IntegerTile(block_m, 64, block_k, 4, 5, split)
 
 
-@triton.jit
-def _from_four_bits(codes, zeros, HIGH: tl.constexpr, DTYPE: tl.constexpr):
-    """Return the integers in the low or high bits of ``codes``, less ``zeros`` (0 to 15, broadcast)."""
-    number = (codes >> 4) if HIGH else (codes & 15)
-    if _PLAIN or DTYPE.is_fp32():
-        found = (number.to(tl.float32) - zeros.to(tl.float32)).to(DTYPE)
-    elif DTYPE.is_bf16():  # the bits of 128 + number
-        wide = (number.to(tl.uint16) | 0x4300).to(tl.bfloat16, bitcast=True)
-        found = wide - (zeros.to(tl.uint16) | 0x4300).to(tl.bfloat16, bitcast=True)
-    else:  # the bits of 1024 + number
-        wide = (number.to(tl.uint16) | 0x6400).to(tl.float16, bitcast=True)
-        found = wide - (zeros.to(tl.uint16) | 0x6400).to(tl.float16, bitcast=True)
-    return found
-
-
-@triton.jit
-def _from_eight_bits(codes, zeros, DTYPE: tl.constexpr):
-    """Return the integers of ``codes`` (-128 to 127), less ``zeros`` (0 to 255, which stand for -128 to 127)."""
-    return (codes.to(tl.float32) - (zeros.to(tl.float32) - 128.0)).to(DTYPE)
-
-
-@triton.jit
-def _sums(codes, zeros, tokens, present, FOUR: tl.constexpr, DTYPE: tl.constexpr):
-    """Return the products of a tile of codes ``[BLOCK_N, bytes]`` and the columns of ``x`` at ``tokens``, without scales."""
-    if FOUR:
-        low = tl.load(tokens, present, 0.0)
-        high = tl.load(tokens + _HALF, present, 0.0)
-        left = _from_four_bits(codes, zeros, False, DTYPE)
-        found = tl.dot(left, tl.trans(low), input_precision="ieee")
-        left = _from_four_bits(codes, zeros, True, DTYPE)
-        found = tl.dot(left, tl.trans(high), found, input_precision="ieee")
-    else:
-        right = tl.trans(tl.load(tokens, present, 0.0))
-        found = tl.dot(_from_eight_bits(codes, zeros, DTYPE), right, input_precision="ieee")
-    return found
-
-
 @triton.jit(do_not_specialize=["m"])
 def _few_integer_rows(
     x, w, scales, zeros, bias, y, parts, arrived, m, n, k, span, group,
@@ -103,7 +64,7 @@ def _few_integer_rows(
     token = tl.arange(0, BLOCK_M)
     packed: tl.constexpr = 2 if FOUR else 1
     at = tl.arange(0, BLOCK_K // packed)
-    column = at + at // _HALF * _HALF if FOUR else at
+    column = at + at // HALF * HALF if FOUR else at
     begin = part * span
     source = w + rows.to(tl.int64)[:, None] * (k // packed) + begin // packed + at[None, :]
     tokens = x + token[:, None] * k + begin + column[None, :]
@@ -118,7 +79,7 @@ def _few_integer_rows(
         codes = tl.load(source + start // packed, eviction_policy="evict_first")
         middle = tl.load(zeros + own + rows)[:, None] if ZEROS else tl.full([BLOCK_N, 1], 8 if FOUR else 128, tl.uint8)
         scale = tl.load(scales + own + rows).to(tl.float32)
-        total += _sums(codes, middle, tokens + start, present, FOUR, dtype) * scale[:, None]
+        total += integer_sums(codes, middle, tokens + start, present, FOUR, dtype) * scale[:, None]
     finish_rows(total, y, bias, parts, arrived, rows, tile, part, m, n, GATED, BIAS, BLOCK_M, BLOCK_N, SPLIT, IN_PARTS)
 
 
@@ -131,7 +92,7 @@ def _plain_weight(
     packed: tl.constexpr = 2 if FOUR else 1
     begin = tl.program_id(1) * BLOCK_K
     at = tl.arange(0, BLOCK_K // packed)
-    column = at + at // _HALF * _HALF if FOUR else at
+    column = at + at // HALF * HALF if FOUR else at
     inside = row < n
     if PDL:
         gdc_launch_dependents()
@@ -147,12 +108,12 @@ def _plain_weight(
     to = out + place * k + begin + column[None, :]
     if FOUR:
         tl.store(
-            to, (_from_four_bits(codes, middle, False, tl.float32) * scale).to(out.dtype.element_ty), inside[:, None]
+            to, (from_four_bits(codes, middle, False, tl.float32) * scale).to(out.dtype.element_ty), inside[:, None]
         )
-        high = (_from_four_bits(codes, middle, True, tl.float32) * scale).to(out.dtype.element_ty)
-        tl.store(to + _HALF, high, inside[:, None])
+        high = (from_four_bits(codes, middle, True, tl.float32) * scale).to(out.dtype.element_ty)
+        tl.store(to + HALF, high, inside[:, None])
     else:
-        number = _from_eight_bits(codes, middle, tl.float32) * scale
+        number = from_eight_bits(codes, middle, tl.float32) * scale
         tl.store(to, number.to(out.dtype.element_ty), inside[:, None])
 
 

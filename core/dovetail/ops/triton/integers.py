@@ -1,0 +1,164 @@
+"""Multiply with weights that are integers of 4 or 8 bits (``ops.integers``), and compute layers of experts that have them, on
+CUDA.
+
+Integers are exact in 16 bits: tensor cores multiply them, and the sums of a block of columns that has one scale are multiplied
+by it. The order of the work for experts, and the order of operands, is that of ``mxfp4``.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from dovetail.interfaces.expert_shapes import ExpertWeights, Routing
+from dovetail.ops.triton.experts import pairs_of_block
+from dovetail.ops.triton.launch import INTERPRETED, launch
+from dovetail.ops.triton.mxfp4 import store_gated
+from dovetail.ops.triton.mxfp4_tiles import Mxfp4Tile, tiles_of
+from dovetail.ops.triton.routing import sort_by_expert
+
+HALF = tl.constexpr(16)
+"""The columns of a block whose codes are in the low bits, and in the high bits, of 16 bytes."""
+_PLAIN = tl.constexpr(INTERPRETED)  # the interpreter has no numbers of 16 bits by their bits
+
+
+@triton.jit
+def from_four_bits(codes, zeros, HIGH: tl.constexpr, DTYPE: tl.constexpr):
+    """Return the integers in the low or high bits of ``codes``, less ``zeros`` (0 to 15, broadcast)."""
+    number = (codes >> 4) if HIGH else (codes & 15)
+    if _PLAIN or DTYPE.is_fp32():
+        found = (number.to(tl.float32) - zeros.to(tl.float32)).to(DTYPE)
+    elif DTYPE.is_bf16():  # the bits of 128 + number
+        wide = (number.to(tl.uint16) | 0x4300).to(tl.bfloat16, bitcast=True)
+        found = wide - (zeros.to(tl.uint16) | 0x4300).to(tl.bfloat16, bitcast=True)
+    else:  # the bits of 1024 + number
+        wide = (number.to(tl.uint16) | 0x6400).to(tl.float16, bitcast=True)
+        found = wide - (zeros.to(tl.uint16) | 0x6400).to(tl.float16, bitcast=True)
+    return found
+
+
+@triton.jit
+def from_eight_bits(codes, zeros, DTYPE: tl.constexpr):
+    """Return the integers of ``codes`` (-128 to 127), less ``zeros`` (0 to 255, which stand for -128 to 127)."""
+    return (codes.to(tl.float32) - (zeros.to(tl.float32) - 128.0)).to(DTYPE)
+
+
+@triton.jit
+def integer_sums(codes, zeros, tokens, present, FOUR: tl.constexpr, DTYPE: tl.constexpr):
+    """Return the products of a tile of codes ``[BLOCK_N, bytes]`` and the columns of ``x`` at ``tokens``, without scales."""
+    if FOUR:
+        low = tl.load(tokens, present, 0.0)
+        high = tl.load(tokens + HALF, present, 0.0)
+        left = from_four_bits(codes, zeros, False, DTYPE)
+        found = tl.dot(left, tl.trans(low), input_precision="ieee")
+        left = from_four_bits(codes, zeros, True, DTYPE)
+        found = tl.dot(left, tl.trans(high), found, input_precision="ieee")
+    else:
+        right = tl.trans(tl.load(tokens, present, 0.0))
+        found = tl.dot(from_eight_bits(codes, zeros, DTYPE), right, input_precision="ieee")
+    return found
+
+
+@triton.jit(do_not_specialize=["tiles", "tokens", "first"])
+def _integer_product(
+    x, w, scale, zero, bias, out, weights, order, blocks, used, tiles, tokens, first, experts, k, width, group,
+    alpha, limit, offset,
+    FOUR: tl.constexpr, ZEROS: tl.constexpr, GATED: tl.constexpr, TOP_K: tl.constexpr, SCALED: tl.constexpr,
+    BIAS: tl.constexpr, LIMITED: tl.constexpr, IN_PARTS: tl.constexpr, ONE: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
+) -> None:  # fmt: skip
+    tile, block = tl.program_id(0) % tiles, tl.program_id(0) // tiles
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    if ONE:
+        expert = (tl.load(blocks + block) - first).to(tl.int64)
+        if (expert < 0) | (expert >= experts):
+            return
+        row = block + tl.arange(0, BLOCK_M)
+        present = row == block
+        pair = tl.where(present, row, 0)
+    else:
+        if block >= tl.load(used):
+            return
+        expert, row, pair, present = pairs_of_block(order, blocks, block, BLOCK_M)
+    # the rows of a tile: if GATED, those of gate, then those of up
+    columns: tl.constexpr = BLOCK_N // 2 if GATED else BLOCK_N
+    local = tl.arange(0, BLOCK_N)
+    column = tile * columns + local % columns
+    inside = column < width
+    wide = 2 * width if GATED else width
+    held = tl.minimum(column, width - 1) + local // columns * width
+    packed: tl.constexpr = 2 if FOUR else 1
+    at = tl.arange(0, BLOCK_K // packed)
+    source = pair // TOP_K if GATED else row
+    rows = x + source.to(tl.int64)[:, None] * k + (at + at // HALF * HALF if FOUR else at)[None, :]
+    stored = w + (expert * wide + held[:, None]) * (k // packed) + at[None, :]
+    of_expert = expert * wide * (k // group) + held
+    dtype: tl.constexpr = x.dtype.element_ty
+    total = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+    for start in range(0, k, BLOCK_K):
+        own = of_expert + start // group * wide
+        codes = tl.load(stored + start // packed)
+        middle = tl.load(zero + own)[:, None] if ZEROS else tl.full([BLOCK_N, 1], 8 if FOUR else 128, tl.uint8)
+        found = integer_sums(codes, middle, rows + start, present[:, None], FOUR, dtype)
+        total += found * tl.load(scale + own).to(tl.float32)[:, None]
+    if GATED:
+        store_gated(
+            out, total, bias, expert * wide, weights, row, present, pair, tile, width, alpha, limit, offset,
+            SCALED, BIAS, LIMITED, BLOCK_M, columns,
+        )  # fmt: skip
+    else:
+        place = (pair % TOP_K).to(tl.int64) * tokens + pair // TOP_K if IN_PARTS else pair.to(tl.int64)
+        total = tl.trans(total)
+        if BIAS:
+            total += tl.load(bias + expert * width + column, inside, 0.0).to(tl.float32)[None, :]
+        if not SCALED:
+            total *= tl.load(weights + pair, present, 0.0)[:, None]
+        result = total.to(out.dtype.element_ty)
+        tl.store(out + place[:, None] * width + column[None, :], result, present[:, None] & inside[None, :])
+
+
+def pair_results(x: torch.Tensor, routing: Routing, weights: ExpertWeights, *, in_parts: bool) -> torch.Tensor:
+    """Compute ``ops.triton.experts.pair_results``, also of one token. Groups are multiples of 32 columns."""
+    (tokens, hidden), top_k = x.shape, routing.ids.shape[1]
+    four = weights.format == "int4"
+    count, size, one = len(weights.down), weights.gate_up.shape[1] // 2, tokens == 1
+    tiles = tiles_of(tokens, count, top_k, hidden, size, count / weights.whole, x.element_size())
+    if one:
+        order, blocks = (routing.ids, routing.ids, routing.ids), top_k
+    else:
+        found = sort_by_expert(routing.ids, weights.first, count, tiles.block_m)
+        order, blocks = found[:3], len(found.blocks)
+    inner = torch.empty(tokens * top_k, size, dtype=x.dtype, device=x.device)
+    shape = (top_k, tokens, hidden) if in_parts else (tokens, top_k, hidden)
+    results = torch.empty(shape, dtype=torch.float32 if in_parts else x.dtype, device=x.device)
+    activation = weights.activation
+    for gated, given, w, scale, zero, bias, out, tile in (
+        (True, x, weights.gate_up, weights.gate_up_scale, weights.gate_up_zero, weights.gate_up_bias, inner, tiles.gate_up),
+        (False, inner, weights.down, weights.down_scale, weights.down_zero, weights.down_bias, results, tiles.down),
+    ):  # fmt: skip
+        assert scale is not None
+        columns, width = given.shape[1], out.shape[-1]
+        group = columns // scale.shape[1]
+        own = integer_expert_tile(tile, tiles.block_m, group)
+        programs = triton.cdiv(width, own.block_n // 2 if gated else own.block_n)
+        launch(
+            _integer_product, (blocks * programs,),
+            given, w, scale, zero, bias, out, routing.weights, *order, programs, tokens, weights.first, count, columns,
+            width, group, activation.alpha, activation.limit or 0.0, activation.offset,
+            FOUR=four, ZEROS=zero is not None, GATED=gated, TOP_K=top_k, SCALED=weights.scaled_input,
+            BIAS=bias is not None, LIMITED=activation.limit is not None, IN_PARTS=in_parts, ONE=one,
+            BLOCK_M=tiles.block_m, BLOCK_N=own.block_n, BLOCK_K=own.block_k,
+            num_warps=own.warps, num_stages=own.stages,
+        )  # fmt: skip
+    return results
+
+
+def integer_expert_tile(tile: Mxfp4Tile, block_m: int, group: int) -> Mxfp4Tile:
+    """Return a tile of as many rows as ``tile``, whose columns have one scale in each row. It has warps for two sums of each
+    element: those of a block of columns, and those of all before."""
+    warps = max(tile.warps, block_m * tile.block_n // 2048)
+    return tile._replace(block_k=min(group & -group, 128), warps=warps, stages=min(tile.stages, 4))
