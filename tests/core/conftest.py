@@ -18,12 +18,13 @@ from dovetail.config import Config, PluginConfig, PluginsSection
 from dovetail.config.sources import read
 from dovetail.config.tree import validate
 from dovetail.interfaces.cache import CacheGroup, CacheGroupKind
-from dovetail.interfaces.features import Feature
+from dovetail.interfaces.features import BUILT_IN_FEATURES, Feature
 from dovetail.interfaces.model import ModelInfo
 from dovetail.registry import ComponentKind, ComponentSpec, Registry, builtin, hookimpl, load_plugins
 from dovetail.registry.targets import load_attribute
 
 MODULE = "dovetail_fakes"
+MIXER = frozenset(Feature(each.name) for each in BUILT_IN_FEATURES if each.namespace == "mixer")
 ATTENTION = frozenset({Feature.ATTN_EXTEND, Feature.ATTN_DECODE, Feature.ATTN_MIXED, Feature.ATTN_VERIFY})
 
 
@@ -123,6 +124,7 @@ class Fakes:
             ),
             self.spec(ComponentKind.CACHE, "none", offers=frozenset({Feature.CACHE_GROUPS})),
             self.spec(ComponentKind.POLICY, "fcfs", priority=10),
+            self.spec(ComponentKind.MIXER, "steps", offers=MIXER),
             self.spec(ComponentKind.EXECUTOR, "ranks", offers=frozenset({Feature.EXECUTOR_RANKS})),
         ]
 

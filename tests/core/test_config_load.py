@@ -173,6 +173,7 @@ def test_optional_sections_can_be_switched_off_and_a_component_may_be_called_non
         "grammar",
         "quantization",
         "experts",
+        "mixer",
         "speculative",
         "tool_parser",
         "reasoning_parser",

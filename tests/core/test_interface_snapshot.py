@@ -30,6 +30,10 @@ MODULES = (
     "quantization",
     "expert_shapes",
     "experts",
+    "mixer_shapes",
+    "state_space",
+    "state_rows",
+    "mixer",
 )
 
 

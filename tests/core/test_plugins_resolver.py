@@ -295,6 +295,7 @@ def test_to_json_is_json_and_holds_every_candidate(fakes):
         "executor",
         "quantization",
         "experts",
+        "mixer",
     }
     assert set(slots) == {*tree["chosen"], "api", "logits_processor"}
     assert tree["apis"] == []

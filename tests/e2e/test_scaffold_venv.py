@@ -21,9 +21,9 @@ from dovetail.sampling_params import GrammarKind, GrammarSpec, SamplingParams
 from dovetail.scaffold import named, render, write
 
 NAMES = {descriptor.kind: f"begun_{descriptor.kind}" for descriptor in KINDS}
-FOR_EXPERTS = {ComponentKind.EXPERTS}
+UNUSED = {ComponentKind.EXPERTS, ComponentKind.MIXER}
 """Kinds of which the embedded model uses no component; tests/e2e/test_engine_experts.py serves a model with experts."""
-PARTS = {str(kind): name for kind, name in NAMES.items() if kind not in FOR_EXPERTS} | {
+PARTS = {str(kind): name for kind, name in NAMES.items() if kind not in UNUSED} | {
     "model": {"path": "tiny", "arch": NAMES[ComponentKind.MODEL]},
     "api": ["openai", NAMES[ComponentKind.API]],
 }
@@ -75,7 +75,7 @@ llm.close()
 @pytest.mark.slow
 def test_each_part_is_chosen_and_says_what_the_built_in_ones_say(begun: Environment) -> None:
     said = json.loads(begun.run("-c", SCRIPT, json.dumps([PARTS, PROMPTS, MEMORY])))
-    assert {name for kind, name in NAMES.items() if kind not in {ComponentKind.API, *FOR_EXPERTS}} <= set(said["parts"])
+    assert {name for kind, name in NAMES.items() if kind not in {ComponentKind.API, *UNUSED}} <= set(said["parts"])
     llm = LLM("tiny", device="cpu", threads=1, memory=MEMORY, plugins={"allow": ["dovetail"]})
     greedy = SamplingParams(max_new_tokens=24, temperature=0)
     choice = GrammarSpec(GrammarKind.CHOICE, '["perhaps", "never", "always"]')

@@ -19,6 +19,7 @@ import mutants_expert_backends
 import mutants_experts
 import mutants_grammar
 import mutants_logits
+import mutants_mixer
 import mutants_model
 import mutants_parsers
 import mutants_policy
@@ -36,6 +37,7 @@ from dovetail.testing.executor import ExecutorSuite
 from dovetail.testing.experts import ExpertsSuite
 from dovetail.testing.grammar import GrammarSuite
 from dovetail.testing.logits import LogitsProcessorSuite
+from dovetail.testing.mixer import MixerSuite
 from dovetail.testing.model import ModelSuite
 from dovetail.testing.parsers import ReasoningParserSuite, ToolParserSuite
 from dovetail.testing.policy import PolicySuite
@@ -55,6 +57,7 @@ SUITES: tuple[type[ComponentSuite], ...] = (
     LogitsProcessorSuite,
     QuantizationSuite,
     ExpertsSuite,
+    MixerSuite,
 )
 MUTANTS: list[Mutant] = [
     *mutants_registration.MUTANTS,
@@ -73,6 +76,7 @@ MUTANTS: list[Mutant] = [
     *mutants_logits.MUTANTS,
     *mutants_quantization.MUTANTS,
     *mutants_expert_backends.MUTANTS,
+    *mutants_mixer.MUTANTS,
 ]
 _GPU = "keeps the lengths of its capture: tried where there is a GPU, in tests/gpu"
 _INVARIANT = "gives other bits in graphs: tried where there is a GPU, by the backends that offer it"

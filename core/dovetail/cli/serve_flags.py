@@ -288,6 +288,13 @@ FLAGS: tuple[ServeFlag, ...] = (
         example="torch_native",
     ),
     ServeFlag(
+        ("--mixer-backend", "--linear-attn-backend", "--mamba-backend"),
+        "mixer",
+        PARTS,
+        "What computes recurrences and short convolutions.",
+        example="torch_native",
+    ),
+    ServeFlag(
         ("--grammar-backend", "--guided-decoding-backend"),
         "grammar.backend",
         PARTS,

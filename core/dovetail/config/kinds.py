@@ -125,6 +125,12 @@ EXPERTS = KindSection(
     optional=True,
 )
 
+MIXER = KindSection(
+    "mixer",
+    "What computes recurrences and short convolutions, for models with layers that keep a state for each request.",
+    optional=True,
+)
+
 BUILT_IN: Sections = (
     ATTENTION,
     CACHE,
@@ -138,5 +144,6 @@ BUILT_IN: Sections = (
     LOGITS_PROCESSOR,
     QUANTIZATION,
     EXPERTS,
+    MIXER,
 )
 """The sections of the built-in kinds."""

@@ -19,6 +19,7 @@ from dovetail.config.kinds import (
     EXPERTS,
     GRAMMAR,
     LOGITS_PROCESSOR,
+    MIXER,
     POLICY,
     QUANTIZATION,
     REASONING_PARSER,
@@ -455,6 +456,7 @@ class Config(Section):
     logits_processor: Selection = LOGITS_PROCESSOR.field
     quantization: Selection = QUANTIZATION.field
     experts: Selection = EXPERTS.field
+    mixer: Selection = MIXER.field
     scheduler: SchedulerSection = SchedulerSection()
     graphs: GraphsSection = GraphsSection()
     memory: MemorySection = MemorySection()

@@ -24,8 +24,8 @@ _NEEDS = (
 
 
 def check_declared(model: nn.Module, info: ModelInfo, ranks: int) -> None:
-    """Raise ``PluginLoadError`` if an ``AttentionLayer`` or a layer of experts of ``model``, the share of one of ``ranks``
-    ranks, needs a feature that ``info.needs`` does not name, or if layers keep other states than ``info.cache_groups``
+    """Raise ``PluginLoadError`` if an ``AttentionLayer``, a layer of experts or one with a state of ``model``, the share of one
+    of ``ranks`` ranks, needs a feature that ``info.needs`` does not name, or if layers keep other states than ``info.cache_groups``
     says.
 
     The resolver chooses backends by ``info.needs``. A backend without the feature would ignore it, and every
@@ -37,6 +37,11 @@ def check_declared(model: nn.Module, info: ModelInfo, ranks: int) -> None:
             raise PluginLoadError(
                 f"{type(model).__name__} ({info.architecture}) does not declare {', '.join(sorted(missing))}, which its layer of "
                 f"experts {name} needs; add ExpertsShape.needs to the needs of the ModelInfo that its describe function returns"
+            )
+        if isinstance(module, StateLayer) and (missing := module.needs - info.needs):
+            raise PluginLoadError(
+                f"{type(model).__name__} ({info.architecture}) does not declare {', '.join(sorted(missing))}, which its layer {name} "
+                f"needs; add {type(module).__name__}.needs to the needs of the ModelInfo that its describe function returns"
             )
         for attribute, layer in _layers(module):
             for field, constant, feature in _NEEDS:

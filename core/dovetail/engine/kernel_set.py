@@ -22,6 +22,7 @@ def kernel_set(resolved: Resolved) -> str:
         "attention": [resolved.attention_prefill.name, resolved.attention_decode.name],
         "quantization": resolved.quantization and [resolved.quantization.name, info.quantization],
         "experts": resolved.experts and resolved.experts.name,
+        "mixer": resolved.mixer and resolved.mixer.name,
         "drafter": resolved.drafter and resolved.drafter.name,
         "max_running": config.scheduler.rows,
         "page_size": config.memory.page_size,

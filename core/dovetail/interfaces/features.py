@@ -179,6 +179,17 @@ class Feature(str):
         "experts.batch_invariant", "the bits of a token's result do not depend on the other tokens"
     )
 
+    # backends of layers with a state
+    MIXER_SHORT_CONV = _feature("mixer.short_conv", "computes short convolutions")
+    MIXER_GATED_DELTA = _feature("mixer.gated_delta", "computes the gated delta rule, with one decay for each head")
+    MIXER_KDA = _feature("mixer.kda", "computes the gated delta rule with a decay for each key channel")
+    MIXER_SSD = _feature("mixer.ssd", "computes the recurrence of Mamba-2")
+    MIXER_SELECTIVE_SCAN = _feature("mixer.selective_scan", "computes the recurrence of Mamba")
+    MIXER_DRAFTS = _feature(
+        "mixer.drafts", "computes rows of drafts without writing states, and writes the states after accepted ones"
+    )
+    MIXER_GRAPH = _feature("mixer.graph", "every operation can be captured and replayed with other rows")
+
     # executors
     EXECUTOR_RANKS = _feature("executor.ranks", "runs several ranks")
 

@@ -5,8 +5,21 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
+from dovetail.interfaces.features import Feature
+
 if TYPE_CHECKING:
     import torch
+
+CONV_NEEDS = frozenset({Feature.MIXER_SHORT_CONV})
+"""What models with short convolutions need of a backend of layers with a state."""
+DELTA_NEEDS = CONV_NEEDS | {Feature.MIXER_GATED_DELTA}
+"""What models with gated delta nets need."""
+KDA_NEEDS = CONV_NEEDS | {Feature.MIXER_KDA}
+"""What models with Kimi delta attention need."""
+SSD_NEEDS = CONV_NEEDS | {Feature.MIXER_SSD}
+"""What models with Mamba-2 mixers need."""
+SCAN_NEEDS = CONV_NEEDS | {Feature.MIXER_SELECTIVE_SCAN}
+"""What models with Mamba mixers need."""
 
 
 class StateShape(NamedTuple):

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from dovetail.interfaces.mixer_shapes import DeltaGates, DeltaShape
+from dovetail.interfaces.mixer_shapes import DELTA_NEEDS, DeltaGates, DeltaShape
 from dovetail.interfaces.model import TensorShare, WeightTarget
 from dovetail.layers.base import parameter
 from dovetail.layers.linear import ColumnLinear, row_linear
@@ -48,6 +48,8 @@ class GatedDeltaNet(StateLayer):
     Every rank computes its share of the key heads and the value heads that use them. Its states of a request are the
     last inputs of the convolution and the state of the rule.
     """
+
+    needs = DELTA_NEEDS
 
     def __init__(self, shape: DeltaNetShape, state_id: int, mesh: Mesh) -> None:
         super().__init__()

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from dovetail.interfaces.mixer_shapes import DeltaGates, DeltaShape, StateShape
+from dovetail.interfaces.mixer_shapes import KDA_NEEDS, DeltaGates, DeltaShape, StateShape
 from dovetail.interfaces.model import TensorShare, WeightTarget
 from dovetail.layers.base import parameter
 from dovetail.layers.decoder import linear_targets
@@ -46,6 +46,7 @@ class KimiDeltaAttention(StateMixer):
     of the rule.
     """
 
+    needs = KDA_NEEDS
     reads_once = False
 
     def __init__(self, shape: KimiDeltaShape, state_id: int, mesh: Mesh) -> None:

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from dovetail.interfaces.mixer_shapes import SSD_NEEDS
 from dovetail.interfaces.model import TensorShare, WeightTarget
 from dovetail.interfaces.state_space import SSDHeads
 from dovetail.layers.base import parameter
@@ -66,6 +67,8 @@ class Mamba2Mixer(StateMixer):
     Every rank computes its share of the heads, and the groups of these heads: if there are fewer groups than ranks,
     several ranks compute the same one. Parameters that are not matrices are float32.
     """
+
+    needs = SSD_NEEDS
 
     def __init__(self, shape: Mamba2Shape, state_id: int, mesh: Mesh) -> None:
         super().__init__()

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from dovetail.interfaces.mixer_shapes import SCAN_NEEDS
 from dovetail.interfaces.model import TensorShare, WeightTarget
 from dovetail.interfaces.state_space import ScanChannels
 from dovetail.layers.base import parameter
@@ -47,6 +48,8 @@ class Mamba1Mixer(StateMixer):
     Every rank computes its share of the channels. The ranks add up the projections of the inputs to step sizes, b and c.
     Parameters of channels that are not matrices are float32.
     """
+
+    needs = SCAN_NEEDS
 
     def __init__(self, shape: Mamba1Shape, state_id: int, mesh: Mesh) -> None:
         super().__init__()

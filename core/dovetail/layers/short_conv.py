@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from dovetail.interfaces.mixer_shapes import CONV_NEEDS
 from dovetail.interfaces.model import TensorShare, WeightTarget
 from dovetail.layers.base import parameter
 from dovetail.layers.decoder import linear_targets
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
 class GatedShortConv(StateMixer):
     """Project the input to b, c and x, convolve ``b * x`` over ``width`` tokens, multiply by c, and project back. Every
     rank computes its share of the channels."""
+
+    needs = CONV_NEEDS
 
     def __init__(self, hidden_size: int, width: int, state_id: int, mesh: Mesh, *, bias: bool = False) -> None:
         super().__init__()

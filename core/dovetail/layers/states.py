@@ -6,10 +6,11 @@ import functools
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
+from dovetail.interfaces.features import Feature
 from dovetail.interfaces.mixer import MixerBackend, MixerStep
 from dovetail.interfaces.mixer_shapes import StateShape
 from dovetail.interfaces.model import WeightTarget
@@ -24,9 +25,11 @@ if TYPE_CHECKING:
 
 
 class StateLayer(Layer):
-    """Compute a layer that keeps states. ``state_id`` is the layer's index among the model's layers with states."""
+    """Compute a layer that keeps states. ``state_id`` is the layer's index among the model's layers with states, and ``needs``
+    are the features of a ``MixerBackend`` that it calls, which ``ModelInfo.needs`` names too."""
 
     state_id: int
+    needs: ClassVar[frozenset[Feature]] = frozenset()
 
     @property
     @abstractmethod

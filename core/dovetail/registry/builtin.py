@@ -211,6 +211,22 @@ EXPERTS = KindDescriptor(
     search_order=25,
 )
 
+MIXER = KindDescriptor(
+    ComponentKind.MIXER,
+    "backends of layers with a state",
+    "dovetail.interfaces.mixer:MixerBackend",
+    section=kinds.MIXER,
+    concerns=f"{_RULES}:concerns_mixer",
+    namespaces=("mixer",),
+    runtime_needs=(RuntimeNeed(Feature.MIXER_GRAPH, when="graphs.decode"),),
+    rules=f"{_RULES}:mixer",
+    suite="dovetail.testing.mixer:MixerSuite",
+    sample_context=f"{_SAMPLES}:for_mixer",
+    scaffold=f"{_TEMPLATES}:MIXER",
+    order=27,
+    search_order=27,
+)
+
 KINDS = (
     ATTENTION,
     CACHE,
@@ -225,6 +241,7 @@ KINDS = (
     LOGITS_PROCESSOR,
     QUANTIZATION,
     EXPERTS,
+    MIXER,
 )
 
 

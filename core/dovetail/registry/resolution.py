@@ -276,6 +276,11 @@ class Resolved:
         return self.part(ComponentKind.EXPERTS)
 
     @property
+    def mixer(self) -> Chosen | None:
+        """Return the backend of layers with a state, or None for a model without such layers."""
+        return self.part(ComponentKind.MIXER)
+
+    @property
     def tool_parser(self) -> Chosen | None:
         """Return the parser of tool calls, if there is one."""
         return self.part(ComponentKind.TOOL_PARSER)

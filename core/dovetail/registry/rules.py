@@ -151,6 +151,25 @@ def check_experts(config: Config, slots: Mapping[str, Slot], combo: Combination)
         )
 
 
+def concerns_mixer(model: ModelInfo) -> bool:
+    """Return True for models that have layers with a state."""
+    return any(group.kind is CacheGroupKind.STATE for group in model.cache_groups)
+
+
+def mixer(situation: Situation) -> Iterator[Need | Reason]:
+    """Require a backend if the model has layers with a state, and one that leaves out rejected drafts if there is a
+    drafter. The model itself needs the operations that its layers call."""
+    if not concerns_mixer(situation.model):
+        return
+    if situation.candidate(ComponentKind.MIXER) is None:
+        needed = f"model {situation.model.architecture!r} has layers with a state and needs a backend of kind mixer"
+        yield Reason("mixer.none", needed, "mixer is none")
+        return
+    if (drafter := situation.candidate(DRAFTER)) is not None:
+        why = "rejected drafts must leave states as they are"
+        yield from situation.needs(Feature.MIXER_DRAFTS, f"{DRAFTER} {drafter.spec.name!r}", why)
+
+
 def policy(situation: Situation) -> Iterator[Need]:
     """Require a cache that reuses prefixes if the policy orders requests by cached prefixes."""
     chosen = situation.candidate(POLICY)

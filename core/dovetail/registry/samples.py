@@ -14,6 +14,7 @@ from dovetail.interfaces.cache import CacheContext, Match, PrefixCache
 from dovetail.interfaces.experts import ExpertsContext
 from dovetail.interfaces.grammar import GrammarContext
 from dovetail.interfaces.logits import ProcessorContext
+from dovetail.interfaces.mixer import MixerContext
 from dovetail.interfaces.parsers import ParserContext
 from dovetail.interfaces.policy import PolicyContext
 from dovetail.types import IntArray
@@ -107,6 +108,13 @@ def for_experts() -> ExpertsContext:
     import torch
 
     return ExpertsContext(torch.device("cpu"), torch.float32)
+
+
+def for_mixer() -> MixerContext:
+    """Return the context of an engine on the CPU."""
+    import torch
+
+    return MixerContext(torch.device("cpu"), torch.float32)
 
 
 def for_api() -> None:

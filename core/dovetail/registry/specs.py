@@ -33,6 +33,7 @@ class ComponentKind(str):
     LOGITS_PROCESSOR = _kind("logits_processor")
     QUANTIZATION = _kind("quantization")
     EXPERTS = _kind("experts")
+    MIXER = _kind("mixer")
 
 
 class Selects(enum.StrEnum):

@@ -191,3 +191,16 @@ EXPERTS = KindTemplate(
     rival="torch_native",
     options=" --model path/to/a/model-with-experts",
 )
+
+MIXER = KindTemplate(
+    FOLDER / "mixer",
+    "mixer",
+    "Mixer",
+    "Short convolutions and Mamba-2 in plain torch, one token after the other.",
+    "A backend of layers with a state for Dovetail in plain torch: it computes short convolutions and the recurrence of Mamba-2, "
+    "one token after the other, and leaves out rejected drafts. It is used by models that have such layers.",
+    (Feature.MIXER_SHORT_CONV, Feature.MIXER_SSD, Feature.MIXER_DRAFTS),
+    setting={"sums": "float64"},
+    rival="torch_native",
+    options=" --model path/to/a/model-with-states",
+)

@@ -8,6 +8,7 @@ from typing import Any
 
 from dovetail.errors import ConfigError
 from dovetail.interfaces.cache import CacheGroup
+from dovetail.interfaces.mixer_shapes import SSD_NEEDS
 from dovetail.interfaces.model import ModelInfo
 from dovetail.layers.rope import read_rope
 from dovetail_models.dense_describe import DenseConfig
@@ -85,7 +86,8 @@ def describe_falcon_h1(config: dict[str, Any]) -> ModelInfo:
     )
     info = make_info(config, ARCHITECTURE, sizes, rope.context_len, own)
     groups = (*info.cache_groups, CacheGroup.of_states(layers, mixer.states))  # every layer attends and keeps a state
-    return replace(hybrid_info(info, (False,) * layers, mixer.split, ()), cache_groups=groups)
+    info = hybrid_info(info, (False,) * layers, mixer.split, ())
+    return replace(info, cache_groups=groups, needs=info.needs | SSD_NEEDS)
 
 
 def _factors(config: Mapping[str, Any], key: str, count: int) -> list[float]:

@@ -8,7 +8,7 @@ from typing import Any
 
 from dovetail.errors import ConfigError
 from dovetail.interfaces.expert_shapes import ExpertsShape, RoutingRule
-from dovetail.interfaces.mixer_shapes import StateShape
+from dovetail.interfaces.mixer_shapes import SCAN_NEEDS, StateShape
 from dovetail.interfaces.model import ModelInfo
 from dovetail_models.describe import read_heads, refuse_activation
 from dovetail_models.mamba2_describe import conv_state, hybrid_info
@@ -80,7 +80,7 @@ def describe_jamba(config: dict[str, Any]) -> ModelInfo:
         conv_state(mixer.conv_width, channels),
         StateShape((mixer.inner_size, mixer.state_size), "float32", (channels,)),
     )
-    return hybrid_info(info, states, ("the number of channels of mixers", mixer.inner_size), kept)
+    return hybrid_info(info, states, ("the number of channels of mixers", mixer.inner_size), kept, SCAN_NEEDS)
 
 
 def _periodic(config: Mapping[str, Any], key: str, period: int, offset: int, layers: int) -> tuple[bool, ...]:

@@ -9,7 +9,7 @@ from typing import Any
 from dovetail.errors import ConfigError
 from dovetail.interfaces.cache import CacheGroup, CacheGroupKind
 from dovetail.interfaces.expert_shapes import ExpertsShape, RoutingRule
-from dovetail.interfaces.mixer_shapes import StateShape
+from dovetail.interfaces.mixer_shapes import KDA_NEEDS, StateShape
 from dovetail.interfaces.model import ModelInfo
 from dovetail.layers.rope import read_rope
 from dovetail_models.deepseek_describe import LatentMoeConfig, LatentSizes
@@ -90,7 +90,7 @@ def describe_kimi_linear(config: dict[str, Any]) -> ModelInfo:
         StateShape((number, dim, dim), "float32", ((number, 1),)),
     )
     return hybrid_info(
-        replace(info, cache_groups=(group,)), own.states, ("the heads of linear attention", number), kept
+        replace(info, cache_groups=(group,)), own.states, ("the heads of linear attention", number), kept, KDA_NEEDS
     )
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from dovetail.errors import ConfigError
+from dovetail.interfaces.mixer_shapes import CONV_NEEDS
 from dovetail.interfaces.model import ModelInfo
 from dovetail.layers.rope import read_rope
 from dovetail_models.dense_describe import DenseConfig
@@ -46,9 +47,8 @@ def describe_lfm2(config: dict[str, Any]) -> ModelInfo:
         conv_bias=read_flag(config, "conv_bias"),
     )
     info = make_info(config, ARCHITECTURE, sizes, rope.context_len, own)
-    return hybrid_info(
-        info, states, ("hidden_size", info.hidden_size), (conv_state(own.conv_width, (info.hidden_size, 1)),)
-    )
+    kept = (conv_state(own.conv_width, (info.hidden_size, 1)),)
+    return hybrid_info(info, states, ("hidden_size", info.hidden_size), kept, CONV_NEEDS)
 
 
 def _conv_layers(config: Mapping[str, Any]) -> tuple[bool, ...]:

@@ -9,7 +9,7 @@ from typing import Any
 from dovetail.errors import ConfigError
 from dovetail.interfaces.cache import CacheGroup
 from dovetail.interfaces.features import Feature
-from dovetail.interfaces.mixer_shapes import StateShape
+from dovetail.interfaces.mixer_shapes import SSD_NEEDS, StateShape
 from dovetail.interfaces.model import ModelInfo
 from dovetail_models.describe import OFFERS, DecoderConfig, HeadSizes, make_info, refuse_activation
 from dovetail_models.settings import read_flag, read_float, read_int, refuse_unread
@@ -62,16 +62,22 @@ def conv_state(width: int, *parts: tuple[int, int]) -> StateShape:
 
 
 def hybrid_info(
-    info: ModelInfo, keeps: Sequence[bool], split: tuple[str, int], states: tuple[StateShape, ...]
+    info: ModelInfo,
+    keeps: Sequence[bool],
+    split: tuple[str, int],
+    states: tuple[StateShape, ...],
+    needs: frozenset[Feature] = SSD_NEEDS,
 ) -> ModelInfo:
     """Return ``info`` with the cache groups of a model whose layers keep ``states`` where ``keeps`` says so, and otherwise
-    keys and values. ``split`` are name and value of a number of its mixers that ranks must divide."""
+    keys and values. ``split`` are name and value of a number of its mixers that ranks must divide. ``needs`` are
+    the features of a backend that its layers with a state need."""
     count = sum(keeps)
     groups = [replace(info.cache_groups[0], num_layers=len(keeps) - count)] if count < len(keeps) else []
     return replace(
         info,
         cache_groups=(*groups, *([CacheGroup.of_states(count, states)] if count else [])),
         split_sizes=(*info.split_sizes, split),
+        needs=info.needs | (needs if count else frozenset()),
         offers=info.offers - {Feature.MODEL_BATCH_INVARIANT},
     )
 
@@ -193,4 +199,4 @@ def describe_mamba2(config: dict[str, Any]) -> ModelInfo:
     )
     sizes = HeadSizes(heads, groups, head_dim)
     info = make_info(config, ARCHITECTURE, sizes, _NO_LIMIT, own, offers=STATE_OFFERS)
-    return replace(info, cache_groups=(CacheGroup.of_states(layers, mixer.states),))
+    return replace(info, cache_groups=(CacheGroup.of_states(layers, mixer.states),), needs=info.needs | SSD_NEEDS)

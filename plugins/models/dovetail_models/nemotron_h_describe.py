@@ -8,6 +8,7 @@ from typing import Any
 
 from dovetail.errors import ConfigError
 from dovetail.interfaces.cache import CacheGroup
+from dovetail.interfaces.mixer_shapes import SSD_NEEDS
 from dovetail.interfaces.model import ModelInfo
 from dovetail_models.dense_describe import DenseConfig
 from dovetail_models.describe import make_info, read_heads
@@ -72,6 +73,7 @@ def describe_nemotron_h(config: dict[str, Any]) -> ModelInfo:
         info,
         cache_groups=(*groups_of_pages, *([CacheGroup.of_states(mixes, mixer.states)] if mixes else [])),
         split_sizes=(*info.split_sizes, mixer.split),
+        needs=info.needs | (SSD_NEEDS if mixes else frozenset()),
         offers=info.offers & STATE_OFFERS,
     )
 

@@ -10,7 +10,7 @@ from dovetail.errors import ConfigError
 from dovetail.interfaces.cache import CacheGroup
 from dovetail.interfaces.expert_shapes import ExpertsShape, RoutingRule
 from dovetail.interfaces.features import Feature
-from dovetail.interfaces.mixer_shapes import DeltaShape, StateShape
+from dovetail.interfaces.mixer_shapes import DELTA_NEEDS, DeltaShape, StateShape
 from dovetail.interfaces.model import ModelInfo
 from dovetail_models.describe import HeadSizes, read_heads, refuse_activation
 from dovetail_models.mamba2_describe import conv_state
@@ -80,7 +80,8 @@ def with_states(info: ModelInfo) -> ModelInfo:
     split = (*info.split_sizes, ("linear_num_key_heads", info.config.delta.key_heads))
     # the bits of a recurrence depend on how a prompt is divided into chunks
     offers = info.offers - {Feature.MODEL_BATCH_INVARIANT}
-    return replace(info, cache_groups=tuple(groups), split_sizes=split, offers=offers)
+    needs = info.needs | (DELTA_NEEDS if any(linear) else frozenset())
+    return replace(info, cache_groups=tuple(groups), split_sizes=split, needs=needs, offers=offers)
 
 
 def _states(config: HybridMoeConfig) -> tuple[StateShape, ...]:
