@@ -115,6 +115,7 @@ class Req:
     queue_seconds: float | None = None  # set by the scheduler at first admission: time since arrival
     prefix_hit_len: int = 0  # set by the scheduler at first admission: tokens found in the prefix cache
     prefix_reached: tuple[int, ...] = ()  # set with it if there are several cache groups: Match.reached
+    states: Any = None  # set at admission, of models with states: the memory.states.RequestStates
     matcher: Any = None  # set by the scheduler once the grammar is compiled: an interfaces.grammar.Matcher
     meter: Any = None  # set with the matcher: the constraints.mask_budget.Meter of the time that the matcher takes
     masks: Any = None  # set with the matcher: the GrammarBackend that fills bitmasks, of several requests at once

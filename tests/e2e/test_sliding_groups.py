@@ -73,7 +73,10 @@ def poison(llm: LLM) -> LLM:
 def keeping_all(monkeypatch: pytest.MonkeyPatch):
     """Let engines that are built here keep all pages."""
     with monkeypatch.context() as patch:
-        patch.setattr("dovetail.loop.build._descriptors", lambda resolved, engine, count: (GroupDescriptor(),) * count)
+        patch.setattr(
+            "dovetail.loop.build._descriptors",
+            lambda resolved, engine: (GroupDescriptor(),) * len(resolved.model_info.cache_groups),
+        )
         yield
 
 

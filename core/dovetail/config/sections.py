@@ -222,6 +222,11 @@ class MemorySection(Section):
         default="auto",
         description="`auto` is the model's dtype. The fp8 dtypes hold twice as many tokens as 16 bits. Keys and values are stored unscaled and saturate (at 448 or 57344); scales in checkpoints are not read. On CUDA `fp8_e4m3` needs compute capability 8.9.",
     )
+    state_snapshot_tokens: int | None = Field(
+        default=None,
+        ge=1,
+        description="For models with states (Mamba, gated delta nets): a prompt makes a snapshot of them after each this many tokens, rounded up to full pages, from which later prompts resume. Each costs a step and the memory of a slot. By default there is one in the middle of prompts of 1,024 new tokens and more, and at ends of chunks. In both cases there are others where prompts are known to branch, at the end of the prompt, and while answers are generated (docs/cache.md).",
+    )
 
 
 MOST_TP = 64

@@ -71,12 +71,16 @@ def _recipe(chosen: Chosen, automatic: Container[str]) -> GrammarRecipe:
     )
 
 
-def _descriptors(resolved: Resolved, engine: ExecutorInfo, count: int) -> tuple[GroupDescriptor, ...]:
+def _descriptors(resolved: Resolved, engine: ExecutorInfo) -> tuple[GroupDescriptor, ...]:
     """Return the cache groups of the model for prefix cache and ledger. If the engine has a page for every token, or the
     cache has no sliding groups, they are full."""
     slides = not engine.keeps_all and Feature.CACHE_GROUPS in resolved.cache.spec.offers
     arena = engine.arena
-    sizes = [1] * count if arena is None else [arena.slab_bytes // pages for pages in arena.pages]
+    sizes = (
+        [1] * len(resolved.model_info.cache_groups)
+        if arena is None
+        else [arena.slab_bytes // pages for pages in arena.pages]
+    )
     return tuple(
         GroupDescriptor(group.kind, group.window, size)
         if slides or group.kind is not CacheGroupKind.SLIDING
@@ -95,7 +99,7 @@ def build_scheduler(
     """Build the scheduler, with a page ledger for the executor's pool."""
     section, model, engine = resolved.config.scheduler, resolved.model_info, executor.info
     ahead, page_size = engine.tokens_ahead, engine.page_size
-    groups = _descriptors(resolved, engine, len(executor.page_table))
+    groups = _descriptors(resolved, engine)
     cache = with_lookahead(resolved.cache.build, CacheContext(page_size, groups), ahead)
     table = RequestTable(executor.page_table)
     if engine.arena is not None:
@@ -127,6 +131,7 @@ def build_scheduler(
         },
         adapter_slots=resolved.config.adapters.max_resident if resolved.config.adapters.enabled else 0,
         pin_pages=int(section.pin_fraction * (engine.num_pages - 1)),
+        state_snapshot_tokens=resolved.config.memory.state_snapshot_tokens,
     )
     policy = resolved.policy.build(PolicyContext(cache))
     return Scheduler(limits, ledger, policy, constraints, tokenizer, eos)

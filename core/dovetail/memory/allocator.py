@@ -115,8 +115,9 @@ class PageAllocator:
         self._stack[:, : self._num_free] = np.roll(self._stack[:, : self._num_free], n, axis=1)
         self._record(0)
 
-    def are_held(self, pages: IntArray) -> bool:
+    def are_held(self, pages: IntArray | Sequence[IntArray]) -> bool:
         """Return True if none of ``pages [groups, n]`` is free. Holes (page 0) are ignored."""
+        pages = pages if isinstance(pages, np.ndarray) else np.stack(pages)
         return bool(((self._place[pages + self._offsets] == _HELD) | (pages == 0)).all())
 
     def check_integrity(self, held: IntArray) -> None:

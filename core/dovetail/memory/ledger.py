@@ -3,7 +3,8 @@
     row of a request   [ shared_pages: the cache's, locked | the request's own ......... ]
                        0                                   shared_pages          num_pages
 
-A page is in exactly one of three places: the allocator's free list, the prefix cache, or one request's own part.
+A page is in exactly one of three places: the allocator's free list, the prefix cache, or one request's own part. Slots of
+states are managed by ``memory.states``.
 
 In a sliding group, a row has holes (page 0) in the columns that no later token of the request sees. The cache may evict its
 pages of these columns, and the request's own ones are freed while it runs.
@@ -16,20 +17,21 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from dovetail.interfaces.cache import first_needed
+from dovetail.memory.arena import ArenaAllocator
+from dovetail.memory.states import StateLedger
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from dovetail.interfaces.cache import GroupDescriptor, Match, PrefixCache
     from dovetail.memory.allocator import PageAllocator
-    from dovetail.memory.arena import ArenaAllocator
     from dovetail.memory.table import RequestTable
     from dovetail.types import IntArray, Req
 
 
 class PageLedger:
-    """Manage the pages of running requests. Mutates ``slot``, ``num_pages``, ``shared_pages`` and ``cache_handle`` of
-    requests."""
+    """Manage the pages of running requests. Mutates ``slot``, ``num_pages``, ``shared_pages``, ``cache_handle`` and ``states``
+    of requests."""
 
     def __init__(
         self,
@@ -42,16 +44,23 @@ class PageLedger:
     ) -> None:
         """Store the three owners of pages. ``tokens_ahead`` is the number of tokens after a page that are part of the
         page's key in ``cache``; see ``memory.lookahead``. ``groups`` are those that ``cache`` was built for; without them,
-        every group keeps all pages."""
+        every group keeps all pages. With state groups, the allocator is an ``ArenaAllocator``."""
         self.allocator = allocator
         self.cache = cache
         self.table = table
         self.page_size = page_size
-        self._sliding = [(at, group) for at, group in enumerate(groups) if not group.dense]
+        paged = [group for group in groups if group.paged]
+        self._sliding = [(at, group) for at, group in enumerate(paged) if not group.dense]
         self.slides = bool(self._sliding)
         # [groups, slots] the number of columns at the beginning of each row that are holes
         self._holes = np.zeros(table.pages.shape[:2], np.int32)
         self.tokens_ahead = tokens_ahead
+        self.states: StateLedger | None = None
+        self.paged = list(range(len(table.pages)))  # the numbers of the groups that have a row in the table
+        if len(paged) < len(groups):
+            assert isinstance(allocator, ArenaAllocator), "slots of states come from an arena"
+            self.paged = [at for at, group in enumerate(groups) if group.paged]
+            self.states = StateLedger(allocator, cache, table, page_size, tokens_ahead, groups)
         self.release_pinned: Callable[[int], bool] = lambda short: False
         """Release cached pages that are locked only for speed. Called with the number of missing pages; returns False
         if releasing cannot provide them. The scheduler replaces it by ``Pins.release_pinned``."""
@@ -62,30 +71,43 @@ class PageLedger:
         cache can evict."""
         return self.allocator.allocatable(self.cache.evictable)
 
-    def ensure_available(self, count: int) -> bool:
-        """Return True if ``count`` pages of each group can be allocated. Releases pages that are locked only for speed if
-        necessary. Where memory must move from one group to another for that, evicts until it has moved."""
-        while (short := count - self.available) > 0:
-            if not self._move_memory(count) and not self.release_pinned(short):
+    def ensure_available(self, count: int, slots: int = 0) -> bool:
+        """Return True if ``count`` pages of each group can be allocated, together with ``slots`` slots of each state group.
+        Where memory must move from one group to another for that, evicts until it has moved. If necessary, drops the tails of
+        requests, and releases pages that are locked only for speed."""
+        while (short := self._short_of(count, slots)) > 0:
+            if not self._move_memory(count, slots) and not self._drop_tail() and not self.release_pinned(short):
                 return False
         return True
 
-    def _move_memory(self, count: int) -> bool:
+    def _short_of(self, count: int, slots: int) -> int:
+        """Return how many pages of each group are missing, positive also if only slots are."""
+        if not slots:
+            return count - self.available
+        assert isinstance(self.allocator, ArenaAllocator)
+        return count - self.allocator.allocatable(self.cache.evictable, slots)
+
+    def _move_memory(self, count: int, slots: int) -> bool:
         """Evict an eighth of what can be evicted, so that memory of one group becomes free for another. Return False, and
-        evict nothing, if this cannot provide ``count`` pages of each group."""
+        evict nothing, if this cannot provide ``count`` pages and ``slots`` slots of each group."""
         evictable = self.cache.evictable
-        if not any(evictable) or not self.allocator.may_suffice(count, evictable):
+        extra = (slots,) if slots else ()
+        if not any(evictable) or not self.allocator.may_suffice(count, evictable, *extra):
             return False
         self.allocator.free(self.cache.evict([-(-pages // 8) for pages in evictable]))
         return True
+
+    def _drop_tail(self) -> bool:
+        return self.states is not None and self.states.drop_tail()
 
     def pages_for(self, length: int) -> int:
         """Return the number of pages that hold ``length`` tokens."""
         return -(-length // self.page_size)
 
     def admit(self, req: Req, match: Match) -> None:
-        """Give the request a slot whose row begins with the matched pages. The caller has locked ``match.handle``; from
-        now on the lock belongs to the request."""
+        """Give the request a slot whose row begins with the matched pages, and slots for its states. The caller has locked
+        ``match.handle``; from now on the lock belongs to the request. Slots must be available, together with the pages for
+        all tokens of the request (``ensure_available``)."""
         req.slot = self.table.take_slot()
         req.cache_handle = match.handle
         req.cached_len = match.length
@@ -96,6 +118,16 @@ class PageLedger:
             self._holes[:, req.slot] = 0
             for at, group in self._sliding:
                 self._holes[at, req.slot] = first_needed(group, match.length, self.page_size)
+        if self.states is not None:
+            self._make_free(self.pages_for(req.device_len) - req.num_pages, 1)
+            self.states.admit(req, match)
+
+    def _make_free(self, count: int, slots: int) -> None:
+        """Evict until ``count`` pages of each group and ``slots`` slots of each state group are free. There must be enough."""
+        assert isinstance(self.allocator, ArenaAllocator)
+        short = self.allocator.shortage(count, self.cache.evictable, slots)
+        if any(short):
+            self.allocator.free(self.cache.evict(short))
 
     def reserve(self, req: Req, length: int) -> bool:
         """Extend the request's row to hold ``length`` tokens, evicting cached prefixes if necessary. Return False if
@@ -156,8 +188,9 @@ class PageLedger:
         self._holes[at, req.slot] = end
 
     def _give_back(self, pages: IntArray | Sequence[IntArray]) -> None:
-        """Free the pages of each group; holes are ignored."""
-        self.allocator.free([own[own > 0] for own in pages] if self.slides else pages)
+        """Free the pages of each paged group; holes are ignored."""
+        pages = [own[own > 0] for own in pages] if self.slides else pages
+        self.allocator.free(pages if self.states is None else self.states.with_slots(pages))
 
     def _take(self, count: int) -> IntArray | None:
         """Return pages ``[groups, count]``, evicting cached prefixes if necessary, or None if there are not enough."""
@@ -186,7 +219,7 @@ class PageLedger:
         else:
             duplicate = np.flatnonzero((held.pages != own[:, :kept]).any(axis=0))
             if len(duplicate):
-                self.allocator.free(own[:, duplicate])
+                self._give_back(own[:, duplicate])
                 self.table.write(req.slot, 0, held.pages)
         self._hold(req, held)
 
@@ -209,8 +242,10 @@ class PageLedger:
 
     def release(self, req: Req, *, computed_len: int = 0) -> None:
         """Remove the request from the table. Offer the pages of its first ``computed_len`` tokens to the prefix cache
-        first, as ``share`` does."""
+        first, as ``share`` does, and the latest copy of its states."""
         self.share(req, computed_len)
+        if self.states is not None:
+            self.states.release(req, computed_len)
         own = self.table.pages[:, req.slot, req.shared_pages : req.num_pages]
         if own.shape[1]:
             self._give_back(own.copy())
@@ -237,13 +272,17 @@ class PageLedger:
         for req in running:
             owned += np.count_nonzero(self.table.pages[:, req.slot, req.shared_pages : req.num_pages], axis=1)
         held, cached = self.allocator.num_held, self.cache.total
+        counts = dict(zip(self.paged, owned.tolist(), strict=True))
+        slots = 0 if self.states is None else self.states.count(running)
         for group, count in enumerate(held):
-            assert count == cached[group] + owned[group], (
-                f"group {group}: {count} pages are in use, but {cached[group]} are cached and {owned[group]} owned"
+            own = counts.get(group, slots)
+            assert count == cached[group] + own, (
+                f"group {group}: {count} pages or slots are in use, but {cached[group]} are cached and {own} owned"
             )
         for req in running:
             row = self.table.pages[:, req.slot, : req.num_pages]
-            assert self.allocator.are_held(row), f"{req.rid} reads a page that is free"
+            held = self.allocator.are_held(row) if self.states is None else self.states.are_held(row)
+            assert held, f"{req.rid} reads a page that is free"
             for at, own in enumerate(row):
                 assert own[self._holes[at, req.slot] :].all(), f"{req.rid} has a hole in what it reads"
         self.cache.check_integrity()

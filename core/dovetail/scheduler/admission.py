@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from dovetail.scheduler.groups import Groups
     from dovetail.scheduler.limits import SchedulerLimits, Totals
     from dovetail.scheduler.plans import Plans
+    from dovetail.scheduler.snapshots import Snapshots
     from dovetail.types import Req
 
 DECODE_HEADROOM = 32
@@ -39,15 +40,22 @@ class Admission:
         policy: SchedulePolicy,
         totals: Totals,
         groups: Groups,
+        snapshots: Snapshots | None = None,
     ) -> None:
+        """``snapshots`` is set for models with states."""
         self.adapters = AdapterTable(limits.adapter_slots)
         self.limits = limits
         self.ledger = ledger
         self.guard = PolicyGuard(policy, totals)
         self.turns = TenantTurns(limits, policy.by_priority)
         self.totals = totals
-        self._plans, self._groups = plans, groups
-        self._waits = PrefixWaits(ledger.page_size, only_groups=not limits.wait_for_prefix, ahead=ledger.tokens_ahead)
+        self._plans, self._groups, self._snapshots = plans, groups, snapshots
+        self._waits = PrefixWaits(
+            ledger.page_size,
+            only_groups=not limits.wait_for_prefix,
+            ahead=ledger.tokens_ahead,
+            reach=None if snapshots is None else snapshots.reach,
+        )
 
     def select(self, waiting: list[Req], prefilling: list[Req], decoding: list[Req]) -> list[tuple[Req, int]]:
         """Return the requests whose prompt tokens enter this step, each with the number of these tokens, which is at
@@ -56,10 +64,14 @@ class Admission:
             return []
         budget = self.turns.budget()
         spare = min(self.limits.chunk_size - budget, LEAST_TOKENS)
-        rows = self.turns.divide(budget, waiting, prefilling)
+        rows, snapshots = self.turns.divide(budget, waiting, prefilling), self._snapshots
+        if snapshots is not None:
+            rows = [(req, snapshots.limit(req, count)) for req, count in rows]
         budget -= sum(count for _, count in rows)
         if budget > 0 and waiting and len(prefilling) + len(decoding) < self.limits.max_running:
             rows += self._admit(waiting, prefilling, decoding, budget, spare)
+        if snapshots is not None:
+            rows = [(req, snapshots.cut(req, count)) for req, count in rows]
         self.turns.chosen(rows, waiting)
         return rows
 
@@ -99,13 +111,15 @@ class Admission:
                 continue
             if claims is None:
                 claims = sum(map(self._claim, prefilling + decoding))
-            if not self._try_to_admit(req, match, claims):
+            alone = not prefilling and not decoding
+            if not self._try_to_admit(req, match, claims) and not (alone and self._admit_uncached(req)):
                 break
             claims += self._claim(req)
             if waits is not None:
                 waits.add(req)
             prefilling.append(req)
-            rows.append((req, req.extend_len if req.extend_len <= budget + spare else budget))
+            count = req.extend_len if req.extend_len <= budget + spare else budget
+            rows.append((req, count if self._snapshots is None else self._snapshots.limit(req, count)))
             budget -= rows[-1][1]
         if rows:
             waiting[:] = [req for req in waiting if req.slot < 0]
@@ -140,19 +154,26 @@ class Admission:
         return max(0, self.ledger.pages_for(length) - req.num_pages)
 
     def _try_to_admit(self, req: Req, match: Match, claims: int) -> bool:
-        """Admit the request if enough pages are left for all its tokens and for the ``claims`` of the running requests.
-        Return True if it was admitted."""
+        """Admit the request if enough memory is left for all its tokens and its states, and for the ``claims`` of the running
+        requests. Return True if it was admitted."""
         ledger = self.ledger
         need = ledger.pages_for(req.device_len) - match.pages.shape[1]
         ledger.cache.lock(match.handle)  # before anything is evicted for the other pages
-        if not ledger.ensure_available(need + claims):
+        if not ledger.ensure_available(need + claims, 0 if ledger.states is None else 1):
             ledger.cache.unlock(match.handle)
             return False
         self._enter_table(req, match)
         return True
 
+    def _admit_uncached(self, req: Req) -> bool:
+        """Admit a request that nothing runs beside, without its cached prefix: what that keeps from eviction may be what is
+        missing. Return True if it was admitted."""
+        return self._try_to_admit(req, self.ledger.cache.match(req.token_ids[:0], req.namespace), 0)
+
     def _enter_table(self, req: Req, match: Match) -> None:
         self.ledger.admit(req, match)
+        if self._snapshots is not None:
+            self._snapshots.admit(req, match)
         self._plans.admit(req)
         if req.adapter is not None:
             self.adapters.entered(req)

@@ -32,7 +32,8 @@ class SchedulerLimits:
     ``Batch.shared`` is filled. While several tenants send requests, steps with prompts approach ``tenants_step_seconds``
     (0: they are not made shorter). ``embeds`` is true if the model offers model.embed. Groups and sessions keep prefixes
     locked for ``pin_seconds``, at most ``pin_pages`` pages in all. ``processors`` are the logits processors by name.
-    ``adapter_slots`` is the number of adapters that the device holds.
+    ``adapter_slots`` is the number of adapters that the device holds. ``state_snapshot_tokens`` is the distance of
+    snapshots of states (see ``scheduler.snapshots``).
     """
 
     max_running: int
@@ -53,6 +54,7 @@ class SchedulerLimits:
     embeds: bool = False
     pin_seconds: float = 60.0
     pin_pages: int = 0
+    state_snapshot_tokens: int | None = None
     processors: Mapping[str, ProcessorEntry] = field(default_factory=dict)
     adapter_slots: int = 0
 

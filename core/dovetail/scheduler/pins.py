@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 if TYPE_CHECKING:
+    from dovetail.interfaces.cache import Match
     from dovetail.memory.ledger import PageLedger
     from dovetail.scheduler.limits import SchedulerLimits, Totals
     from dovetail.types import IntArray, Req
@@ -33,14 +34,15 @@ class PinKey(NamedTuple):
 @dataclass(slots=True)
 class _Pin:
     handle: Any  # the prefix cache's handle, locked
-    pages: IntArray  # [n] pages of the first cache group, by which pins are limited
-    others: list[IntArray]  # the pages of each other group
+    held: list[IntArray]  # the pages, or the snapshot, of each cache group
     deadline: float
 
 
 class Pins:
     """Lock paths of the prefix cache. All pins together hold at most ``limits.pin_pages`` pages, and each expires
-    ``limits.pin_seconds`` after it was taken or renewed. With a cache that keeps nothing, nothing is pinned."""
+    ``limits.pin_seconds`` after it was taken or renewed. With a cache that keeps nothing, nothing is pinned.
+
+    Pages are those of the first group with pages. Models that keep states only have snapshots instead."""
 
     def __init__(
         self, limits: SchedulerLimits, ledger: PageLedger, totals: Totals, clock: Clock = time.monotonic
@@ -50,6 +52,8 @@ class Pins:
         self._seconds, self._bound = limits.pin_seconds, limits.pin_pages
         self._cache, self._allocator, self._table, self._totals = ledger.cache, ledger.allocator, ledger.table, totals
         self._pins: OrderedDict[PinKey, _Pin] = OrderedDict()  # in the order in which they expire
+        self._paged, self._num_groups = ledger.paged, len(ledger.allocator.num_held)
+        self._lead, self._states = ledger.paged[0] if ledger.paged else 0, ledger.states
         self._holders = np.zeros(
             ledger.allocator.max_page + 1, np.int32
         )  # [pages] the number of pins that hold each page
@@ -65,14 +69,15 @@ class Pins:
         match = self._cache.match(tokens, key.namespace)
         self._cache.lock(match.handle)  # before the release, which may unlock the same pages
         self.release(key)
-        pages, *others = (own[own > 0] for own in match.pages)
+        held = self._held_by(match)
+        pages = held[self._lead]
         if len(pages) == 0 or not self._fits(pages):
             self._totals.pins_dropped += len(pages) > 0
             self._cache.unlock(match.handle)
             return
         self.pages += self._unheld(pages)
         self._holders[pages] += 1
-        self._pins[key] = _Pin(match.handle, pages, others, self.clock() + self._seconds)
+        self._pins[key] = _Pin(match.handle, held, self.clock() + self._seconds)
         self._totals.pins_taken += 1
 
     def renew(self, key: PinKey) -> None:
@@ -86,8 +91,9 @@ class Pins:
         """Release the pin of ``key``, if there is one."""
         pin = self._pins.pop(key, None)
         if pin is not None:
-            self._holders[pin.pages] -= 1
-            self.pages -= self._unheld(pin.pages)
+            pages = pin.held[self._lead]
+            self._holders[pages] -= 1
+            self.pages -= self._unheld(pages)
             self._cache.unlock(pin.handle)
 
     def clear(self) -> None:
@@ -105,28 +111,42 @@ class Pins:
             self._totals.pins_expired += 1
 
     def release_pinned(self, short: int) -> bool:
-        """Release the oldest pin because ``short`` pages are missing for something else. If all pins together hold
-        fewer than ``short`` pages, release nothing and return False."""
-        if short > self.pages:
+        """Release the oldest pin because ``short`` pages are missing for something else. If there is none, or all pins
+        together hold fewer than ``short`` pages, release nothing and return False. Of models with states, slots may be
+        missing instead."""
+        if not self._pins or (self._states is None and short > self.pages):
             return False
         self._drop_oldest()
         return True
 
     def count_unread(self, running: Iterable[Req]) -> list[int]:
-        """Return the number of pinned pages of each group that no running request reads. If there are pins, this takes time
-        linear in the size of the pool and in the number of shared pages of ``running``."""
-        groups = len(self._table.pages)
+        """Return the number of pinned pages of each group that no running request reads, and of pinned snapshots. If there
+        are pins, this takes time linear in the size of the pool and in the number of shared pages of ``running``."""
+        counts = [0] * self._num_groups
         if not self._pins:
-            return [0] * groups
+            return counts
         read = [self._table.pages[:, req.slot, : req.shared_pages] for req in running]
-        held = self._holders > 0
-        for row in read:
-            held[row[0]] = False
-        counts = [int(np.count_nonzero(held))]
-        for group in range(1, groups):
-            pinned = np.concatenate([pin.others[group - 1] for pin in self._pins.values()])
-            counts.append(len(np.setdiff1d(pinned, np.concatenate([row[group] for row in read]) if read else [])))
+        rows = {group: row for row, group in enumerate(self._paged)}
+        for group in range(self._num_groups):
+            if group == self._lead and group in rows:
+                held = self._holders > 0
+                for row in read:
+                    held[row[rows[group]]] = False
+                counts[group] = int(np.count_nonzero(held))
+                continue
+            pinned = np.concatenate([pin.held[group] for pin in self._pins.values()])
+            mine = [row[rows[group]] for row in read] if group in rows else []
+            counts[group] = len(np.setdiff1d(pinned, np.concatenate(mine) if mine else []))
         return counts
+
+    def _held_by(self, match: Match) -> list[IntArray]:
+        """Return the pages or the snapshot of each group that a match holds."""
+        states = match.states if match.states is not None else np.zeros(0, np.int32)
+        held = [states[:0]] * self._num_groups
+        others = [group for group in range(self._num_groups) if group not in self._paged]
+        for group, own in (*zip(self._paged, match.pages, strict=True), *zip(others, states[:, None], strict=True)):
+            held[group] = own[own > 0]
+        return held
 
     def _fits(self, pages: IntArray) -> bool:
         """Release older pins until ``pages`` fit within the bound. If they never fit, release nothing and return
@@ -149,8 +169,9 @@ class Pins:
         size."""
         holders = np.zeros_like(self._holders)
         for pin in self._pins.values():
-            assert self._allocator.are_held(pin.pages[None]), "a pinned page is free"
-            holders[pin.pages] += 1
+            assert self._allocator.are_held(pin.held), "a pinned page is free"
+            holders[pin.held[self._lead]] += 1
         assert (holders == self._holders).all(), "pins are counted wrong"
         assert self.pages == np.count_nonzero(holders) <= self._bound, "pinned pages are counted wrong"
-        assert self.pages <= self._cache.total[0] - self._cache.evictable[0], "a pinned page can be evicted"
+        locked = self._cache.total[self._lead] - self._cache.evictable[self._lead]
+        assert self.pages <= locked, "a pinned page can be evicted"

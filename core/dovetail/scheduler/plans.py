@@ -119,6 +119,7 @@ def _entry(req: Req) -> AdmittedRequest:
         retracted=req.num_retractions > 0,
         constrained=req.matcher is not None,
         adapter=0 if req.adapter is None else req.adapter.slot,
+        state_slots=() if req.states is None else tuple(req.states.slots.tolist()),
     )
 
 

@@ -40,6 +40,7 @@ from dovetail.scheduler.pins import Clock, PinKey, Pins
 from dovetail.scheduler.plans import Plans
 from dovetail.scheduler.results import logprobs_of, tokens_of
 from dovetail.scheduler.rows import DecodeRows
+from dovetail.scheduler.snapshots import Snapshots
 from dovetail.scheduler.turns import has_equal_share, largest_tenant
 from dovetail.types import Committed, DepartedRequest, FinishKind, FinishReason, Req, StepPlan, StepResult
 
@@ -82,7 +83,8 @@ class Scheduler:
         self.pins = Pins(limits, ledger, self.totals, clock)
         ledger.release_pinned = self.pins.release_pinned
         self.groups = Groups(self.pins, ledger.page_size, limits.pin_seconds, ledger.tokens_ahead)
-        self._admission = Admission(limits, ledger, self._plans, policy, self.totals, self.groups)
+        self._snapshots = None if ledger.states is None else Snapshots(limits, ledger)
+        self._admission = Admission(limits, ledger, self._plans, policy, self.totals, self.groups, self._snapshots)
         self.adapters = self._admission.adapters
         self._departed: list[DepartedRequest] = []
         self._committed: list[Req] = []  # the requests of the step that was committed last
@@ -161,8 +163,14 @@ class Scheduler:
         rows = self._rows.reserve(self.limits.draft_width, self._retract_one)
         extend = self._admission.select(self.waiting, self.prefilling, self.decoding)
         if extend:
-            return self._mixed_plan(extend, rows if self.limits.mixed else DecodeRows([], self.ledger.page_size))
-        return self._rows.plan(rows, self.limits.draft_width) if rows.reqs else None
+            plan = self._mixed_plan(extend, rows if self.limits.mixed else DecodeRows([], self.ledger.page_size))
+        elif rows.reqs:
+            plan = self._rows.plan(rows, self.limits.draft_width)
+        else:
+            return None
+        if self._snapshots is not None:
+            self._snapshots.fill(plan, self._plans.reqs_of(plan))
+        return plan
 
     def expire(self) -> None:
         """Release the pins of groups and sessions whose next request has not arrived in time."""
@@ -245,6 +253,8 @@ class Scheduler:
         """Append the step's tokens to their requests, in place, and return the answers for their clients. Finished
         requests release their pages."""
         reqs = self._committed = self._plans.close(plan)
+        if self._snapshots is not None:
+            self._snapshots.committed(plan.number)
         for req in reqs:
             req.in_flight -= 1
         for row, scored, entries in result.prompt_logprobs:
@@ -370,6 +380,8 @@ class Scheduler:
         """End the requests of a step that failed. Their pages are freed and not cached, because their content is
         unknown."""
         failed = [req for req in self._plans.close(plan) if req.finish is None]
+        if self._snapshots is not None:
+            self._snapshots.failed(plan.number)
         for req in failed:
             req.finish = FinishReason(FinishKind.ERROR, message=message)
         self._leave(failed, keep=False)

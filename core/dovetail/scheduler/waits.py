@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from dovetail.types import IntArray, Req
 
@@ -28,9 +28,18 @@ class PrefixWaits:
     the cache has evicted meanwhile.
     """
 
-    def __init__(self, page_size: int, *, only_groups: bool = False, ahead: int = 0) -> None:
+    def __init__(
+        self,
+        page_size: int,
+        *,
+        only_groups: bool = False,
+        ahead: int = 0,
+        reach: Callable[[Req, int], int] | None = None,
+    ) -> None:
         """Start without waits. With ``only_groups``, only the members of a group wait for each other. ``ahead`` is the
-        number of tokens after a page that are part of the page's key in the cache."""
+        number of tokens after a page that are part of the page's key in the cache. For models with states, ``reach`` returns
+        how much of a prefix others can resume after once it is computed for a request (``Snapshots.reach``)."""
+        self._reach = reach
         self._page_size, self._ahead = page_size, ahead
         self._only_groups = only_groups
         self._waits: dict[int, tuple[Req, int]] = {}  # by uid: the other request, and the number of pages in common
@@ -64,7 +73,7 @@ class PrefixWaits:
         if wait is None:
             return False
         other, pages = wait
-        if other.uid in self._uids and other.shared_pages < pages:
+        if other.uid in self._uids and self._available(other) < pages:
             return True
         del self._waits[req.uid]
         return False
@@ -80,9 +89,18 @@ class PrefixWaits:
         for other in self._index(end).get(self._key(req, end), ()):
             if np.array_equal(req.token_ids[:end], other.token_ids[:end]):
                 mine, theirs = req.token_ids[:known], other.token_ids[: other.prompt_len]
-                self._waits[req.uid] = other, (common_length(mine, theirs) - self._ahead) // self._page_size
+                pages = (common_length(mine, theirs) - self._ahead) // self._page_size
+                if self._reach is not None:
+                    pages = self._reach(other, pages * self._page_size) // self._page_size
+                    if pages * self._page_size <= cached:
+                        continue
+                self._waits[req.uid] = other, pages
                 return True
         return False
+
+    def _available(self, other: Req) -> int:
+        """Return the number of pages of ``other`` after which others can resume now."""
+        return other.shared_pages if self._reach is None else other.states.offered // self._page_size
 
     def _index(self, end: int) -> dict[Key, list[Req]]:
         """Return the requests being computed whose prompts have at least ``end`` tokens, by the key of their first
