@@ -17,7 +17,7 @@ from dovetail.engine.declared import check_declared
 from dovetail.errors import PluginLoadError
 from dovetail.interfaces.cache import CacheGroup, CacheGroupKind
 from dovetail.interfaces.mesh import SINGLE
-from dovetail.interfaces.mixer_shapes import StateShape
+from dovetail.interfaces.mixer_shapes import CONV_NEEDS, StateShape
 from dovetail.layers.short_conv import GatedShortConv
 from dovetail.memory.state_pool import StatePool, bytes_per_slot
 
@@ -75,7 +75,7 @@ def test_groups_of_states_have_no_heads_and_others_no_states() -> None:
 
 def test_a_model_whose_layers_keep_other_states_than_it_declares_is_refused() -> None:
     model = nn.ModuleList([GatedShortConv(8, 3, layer, SINGLE) for layer in range(2)])
-    info: Any = SimpleNamespace(architecture="Fake", needs=(), cache_groups=())
+    info: Any = SimpleNamespace(architecture="Fake", needs=frozenset(), cache_groups=())
     for declared, message in (
         ((), "declares 0 layers with states (none), and its layers with the state ids [0, 1] keep [8, 2]"),
         ((CacheGroup.of_states(1, (CONV_OF_MODEL,)),), "declares 1 layers"),
@@ -86,4 +86,8 @@ def test_a_model_whose_layers_keep_other_states_than_it_declares_is_refused() ->
         with pytest.raises(PluginLoadError, match=re.escape(message)):
             check_declared(model, info, 1)
     info.cache_groups = (CacheGroup.of_states(2, (CONV_OF_MODEL,)),)
+    needed = r"does not declare mixer\.short_conv, which its layer 0 needs; add GatedShortConv\.needs to the needs"
+    with pytest.raises(PluginLoadError, match=needed):
+        check_declared(model, info, 1)
+    info.needs = CONV_NEEDS
     check_declared(model, info, 1)

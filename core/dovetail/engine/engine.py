@@ -29,6 +29,7 @@ from dovetail.engine.pieces import PiecewiseGraphs, launch_bound
 from dovetail.engine.processors import RowProcessors
 from dovetail.engine.runners import DecodeGraphRunner, EagerRunner, EagerSampler, Launched, Runner, VerifyGraphRunner
 from dovetail.engine.sampler import Sampler
+from dovetail.engine.states import build_mixer, with_mixer
 from dovetail.engine.verify import compact
 from dovetail.engine.verify_graphs import VerifyGraphs
 from dovetail.engine.warmup import WarmUp
@@ -122,6 +123,7 @@ class Engine:
             _check_experts(self.model)
         counts = config.metrics.expert_load is not None
         self.expert_load = ExpertLoad(self.model, self.page_size, self.device) if counts else None
+        self._mixer = build_mixer(resolved, self.device, self._dtype)
         self._note_prompts(resolved)
         self.adapters = build_adapters(self.model, config.adapters, self.device, self._dtype)
         load_weights(
@@ -194,6 +196,7 @@ class Engine:
             if arena is None
             else grouped_pools(*make_arena(groups, arena, self.page_size, dtype, self.device, self._dtype))
         )
+        with_mixer(self.pool, self._mixer)
         self.keeps_all = draft_bytes > 0
         pools, states = pools_of(self.pool), states_of(self.pool)
         if pools:
@@ -215,10 +218,9 @@ class Engine:
         dtype, device = self._kv_dtype, self.device
         paged = [group for group in self._local.cache_groups if group.kind is not CacheGroupKind.STATE]
         states = [group for group in self._local.cache_groups if group.kind is CacheGroupKind.STATE]
-        return grouped_pools(
-            [make_pool(group, num_pages, self.page_size, dtype, device) for group in paged],
-            [StatePool.of_slots(group, num_pages, self._dtype, device) for group in states],
-        )
+        own = [make_pool(group, num_pages, self.page_size, dtype, device) for group in paged]
+        slots = [StatePool.of_slots(group, num_pages, self._dtype, device) for group in states]
+        return with_mixer(grouped_pools(own, slots), self._mixer)
 
     def _note_prompts(self, resolved: Resolved) -> None:
         """Note the kernels of steps with prompts. This needs no weights: processes compile while they are loaded."""

@@ -23,6 +23,7 @@ from dovetail.engine.dry_run import first_layers
 from dovetail.engine.grouped import backends_of, pools_of, states_of
 from dovetail.engine.inputs import DecodeTensors, Inputs, decode_arrays, pack, unpack
 from dovetail.engine.sampler_graphs import SamplerGraphs, Sampling
+from dovetail.engine.states import capture_states, replay_states
 from dovetail.interfaces.mesh import SINGLE, Mesh
 from dovetail.layers.states import StepStates
 from dovetail.types import Batch, ForwardOutput, SharedPrefixes
@@ -114,6 +115,7 @@ class DecodeGraphs:
         self._graphs: dict[GraphKey, DecodeGraph] = {}
         device = inputs.device
         groups = len(inputs.other_pages), len(states_of(pool))
+        self._keeps_states = groups[1] > 0
         self._tensors = DecodeTensors(max_rows, inputs.pages.shape[1], device, shares, *groups)
         self._staging = Staging(len(pack(_padding(max_rows))), device)
         self._recorder = GraphRecorder(device, mesh)
@@ -166,6 +168,8 @@ class DecodeGraphs:
         if batch.shared is not None and static.shared is not None:
             static.shared.starts, static.shared.lens = batch.shared.starts, batch.shared.lens
         self._backend.plan_replay(static)
+        if self._keeps_states:
+            replay_states(static)
         graph.forward.replay()
         return graph.give(batch)
 
@@ -226,6 +230,7 @@ class DecodeGraphs:
         batch = self._static_batch(key, tensors)
         if plan:
             self._backend.plan_capture(batch)
+            capture_states(batch)
         return batch, tensors
 
     def _static_batch(self, key: GraphKey, tensors: DecodeTensors) -> Batch:
@@ -244,7 +249,7 @@ class DecodeGraphs:
         )
         tensors.give(batch)
         pools = zip(states_of(self._pool), tensors.state_slots, strict=True)
-        states = (StepStates(pool.memory, None, slots) for pool, slots in pools)
+        states = (StepStates(pool.memory, None, slots, backend=pool.mixer) for pool, slots in pools)
         batch.attn = (*backends_of(self._backend), *states)
         batch.kv, batch.watch = pools_of(self._pool), self._watch
         return batch

@@ -12,12 +12,15 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from dovetail.engine.grouped import Pools, states_of
+from dovetail.interfaces.mixer import MixerBackend, MixerContext
 from dovetail.interfaces.state_rows import CHUNK, StateRows
 from dovetail.layers.states import StepStates
 from dovetail.ops.transfer import to_device
 
 if TYPE_CHECKING:
     from dovetail.memory.state_pool import StatePool
+    from dovetail.registry.resolution import Resolved
     from dovetail.types import AdmittedRequest, Batch, ForwardOutput, IntArray, StateCopies
 
 
@@ -54,9 +57,13 @@ class StateSlots:
                 pool.copy(*to_device(pairs, self.device).unbind(0))
 
     def of_step(self, batch: Batch) -> tuple[StepStates, ...]:
-        """Return the entries of ``Batch.attn`` for the state groups, in a step that is launched kernel by kernel."""
+        """Plan the state groups of a step that is launched kernel by kernel, and return their entries of
+        ``Batch.attn``."""
         split, slots = batch.num_extend, self._on_host[:, batch.slots]
-        return tuple(self._rows(batch, pool, own, split) for pool, own in zip(self.pools, slots, strict=True))
+        found = tuple(self._rows(batch, pool, own, split) for pool, own in zip(self.pools, slots, strict=True))
+        for states in found:
+            states.backend.plan(states.rows)
+        return found
 
     def _rows(self, batch: Batch, pool: StatePool, slots: IntArray, split: int) -> StepStates:
         lens, prompts, drafts = batch.extend_lens, None, None
@@ -67,7 +74,33 @@ class StateSlots:
         if batch.drafts is not None and len(rest):
             drafts = StateRows.of(rest, lens[split:], np.zeros(len(rest), np.bool_), self.device, writes=False)
             rest = rest[:0]
-        return StepStates(pool.memory, prompts, to_device(rest, self.device), drafts)
+        return StepStates(pool.memory, prompts, to_device(rest, self.device), drafts, pool.mixer)
+
+
+def build_mixer(resolved: Resolved, device: torch.device, dtype: torch.dtype) -> MixerBackend | None:
+    """Build the backend of layers with a state, if the model has such layers."""
+    return None if resolved.mixer is None else resolved.mixer.build(MixerContext(device, dtype))
+
+
+def with_mixer(pools: Pools, mixer: MixerBackend | None) -> Pools:
+    """Return ``pools``, whose state groups ``mixer`` computes from now on."""
+    for pool in states_of(pools):
+        pool.mixer = pool.mixer if mixer is None else mixer
+    return pools
+
+
+def capture_states(batch: Batch) -> None:
+    """Plan the state groups of a step that is to be captured."""
+    for states in batch.attn:
+        if isinstance(states, StepStates):
+            states.backend.plan_capture(states.rows)
+
+
+def replay_states(batch: Batch) -> None:
+    """Plan the state groups of a captured step that is to be replayed."""
+    for states in batch.attn:
+        if isinstance(states, StepStates):
+            states.backend.plan_replay(states.rows)
 
 
 def padding(pools: Sequence[StatePool], lens: Sequence[int]) -> tuple[StepStates, ...]:
@@ -76,7 +109,8 @@ def padding(pools: Sequence[StatePool], lens: Sequence[int]) -> tuple[StepStates
     nothing, found = np.zeros(len(lens), np.int32), []
     for pool in pools:
         rows = StateRows.of(nothing, np.array(lens, np.int32), nothing == 0, pool.device)
-        found.append(StepStates(pool.memory, rows, rows.slots[:0]))
+        found.append(StepStates(pool.memory, rows, rows.slots[:0], backend=pool.mixer))
+        pool.mixer.plan(found[-1].rows)
     return tuple(found)
 
 

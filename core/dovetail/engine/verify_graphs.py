@@ -25,7 +25,7 @@ from dovetail.engine.grouped import backends_of, pools_of, states_of
 from dovetail.engine.outputs import step_result
 from dovetail.engine.sampler_graphs import SamplerGraphs
 from dovetail.engine.settings import expand
-from dovetail.engine.states import draft_rows
+from dovetail.engine.states import capture_states, draft_rows, replay_states
 from dovetail.engine.verify import Accepted
 from dovetail.engine.verify_inputs import (
     VerifyMemory,
@@ -122,7 +122,7 @@ class VerifyStep:
         """Set what the layers of the step attend and keep states with."""
         rows = [draft_rows(slots, self.tensors.indptr) for slots in self.tensors.state_slots]
         self.states = tuple(
-            StepStates(own.memory, None, drafts.slots[:0], drafts)
+            StepStates(own.memory, None, drafts.slots[:0], drafts, own.mixer)
             for own, drafts in zip(states_of(pool), rows, strict=True)
         )
         self.batch.attn, self.batch.kv = (*backends_of(backend), *self.states), pools_of(pool)
@@ -246,6 +246,8 @@ class VerifyGraphs:
         self._unread = batch
         step.write(batch, tokens, numbers)
         self._backend.plan_replay(step.batch)
+        if step.states:
+            replay_states(step.batch)
         graph.replay()
         step.give(batch, tokens)
         return logits[:tokens]
@@ -333,6 +335,7 @@ class VerifyGraphs:
         step.batch.watch = self._watch
         if plan:
             self._backend.plan_capture(step.batch)
+            capture_states(step.batch)
         return step
 
     def _kept(self, logits: torch.Tensor) -> torch.Tensor:

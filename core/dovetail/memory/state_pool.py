@@ -7,8 +7,11 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from dovetail.ops.mixers import TorchMixer
+
 if TYPE_CHECKING:
     from dovetail.interfaces.cache import CacheGroup
+    from dovetail.interfaces.mixer import MixerBackend
     from dovetail.interfaces.mixer_shapes import StateShape
 
 ALIGNMENT = 16
@@ -20,13 +23,15 @@ class StatePool:
     for each of its states, of which all dimensions but the first are contiguous. Slot 0 belongs to padding rows: no
     operation writes to it.
 
-    All states of a slot are together, so that a copy is one operation, whatever the number of layers.
+    All states of a slot are together, so that a copy is one operation, whatever the number of layers. ``mixer`` computes the
+    operations of the layers; the engine sets it to the backend that was chosen.
     """
 
     def __init__(self, group: CacheGroup, memory: torch.Tensor, dtype: torch.dtype) -> None:
         """``memory`` (uint8 ``[num_slots, stride]``) has at least ``bytes_per_slot`` bytes for each slot. ``dtype`` is that
         of the model."""
         self.group, self.num_slots, self.device = group, len(memory), memory.device
+        self.mixer: MixerBackend = TorchMixer()
         self._words = memory.view(torch.int64)
         self._kinds: dict[int, torch.Tensor] = {}  # by the index of a state in ``group.states``, of all layers
         start = 0
