@@ -26,7 +26,8 @@ class GenerateMsg(msgspec.Struct, tag=True, frozen=True):
     next request of the session. docs/request.md documents the limits.
 
     Requests of different ``tenant``s take turns, in proportion to their ``weight``. ``adapter`` is the name of an adapter
-    (LoRA), or empty. The request waits until it is on the device.
+    (LoRA), or empty. The request waits until it is on the device. An adapter that the engine does not know, because it was
+    started again, is read from ``adapter_directory``, unless that is empty.
     """
 
     rid: str
@@ -41,6 +42,7 @@ class GenerateMsg(msgspec.Struct, tag=True, frozen=True):
     tenant: str = ""
     weight: float = 1.0
     adapter: str = ""
+    adapter_directory: str = ""
 
 
 class AbortMsg(msgspec.Struct, tag=True, frozen=True):

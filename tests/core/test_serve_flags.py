@@ -75,6 +75,8 @@ def expected(flag: ServeFlag, key: str) -> Any:
     if flag.type is bool:
         return flag.sets[key]
     known: dict[str, Any] = {"server.keys": f"env:{KEYS_VARIABLE}", "speculative": "ngram"}
+    if key == "adapters.load":
+        return {flag.example.partition("=")[0]: "/adapters/mine"}
     known["speculative.num_draft_tokens"] = 7  # the flag counts the token before the drafts
     if flag.json and key not in known:
         return json.loads(flag.example)
@@ -105,10 +107,10 @@ def test_other_commands_take_the_arguments_of_serve(monkeypatch, capsys, tmp_pat
         assert stop.value.code == 0
         shown.append(capsys.readouterr().out)
         with pytest.raises(SystemExit) as stop:
-            main([*command, "tiny", "--enable-lora"])
+            main([*command, "tiny", "--trust-remote-code"])
         assert (stop.value.code, capsys.readouterr().err) == (
             2,
-            f"error: --enable-lora: {REFUSED['--enable-lora']}\n",
+            f"error: --trust-remote-code: {REFUSED['--trust-remote-code']}\n",
         )
     assert json.loads(shown[0]) == dump(config)
     explained = json.loads(shown[1])["config"]

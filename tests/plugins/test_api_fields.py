@@ -61,7 +61,7 @@ SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required"
 TOOL = {"type": "function", "function": {"name": "f"}}
 TAG = {"structures": [{"begin": "<a>", "schema": {}, "end": "</a>"}], "triggers": ["<a>"]}
 VALUES: dict[str, Any] = {
-    "model": "tiny", "prompt": "One", "messages": TALK, "text": "One", "input": "One", "n": 2, "temperature": 0.5,
+    "model": "tiny", "lora_path": "tiny", "lora_name": "default", "prompt": "One", "messages": TALK, "text": "One", "input": "One", "n": 2, "temperature": 0.5,
     "top_p": 0.5, "top_k": 5, "min_p": 0.1, "frequency_penalty": 0.5, "presence_penalty": 0.5, "repetition_penalty": 1.5,
     "seed": 7, "stop": ["x"], "stop_regex": "a+b", "stop_token_ids": [7], "logit_bias": {"7": 1.0}, "stream": True,
     "stream_options": {"include_usage": True}, "min_tokens": 2, "ignore_eos": True, "skip_special_tokens": False,

@@ -127,7 +127,8 @@ class RequestScope:
     """Describe the HTTP request that the current task answers: who shares its limits, and what it holds.
 
     ``tenant`` is the tenant, or the address of a client without a key. ``large`` is True if the body was large, so that
-    work on all of it is left to a thread. ``answer_bytes`` is the estimated size of its answer.
+    work on all of it is left to a thread. ``answer_bytes`` is the estimated size of its answer. ``adapter`` is the adapter
+    (LoRA) that it names as its model, or empty.
     """
 
     intake: Intake = field(default_factory=Intake)
@@ -135,6 +136,7 @@ class RequestScope:
     weight: float = 1.0
     large: bool = False
     answer_bytes: int = 0
+    adapter: str = ""
 
     @contextmanager
     def body(self) -> Iterator[HeldBytes]:

@@ -26,9 +26,12 @@ class NotFoundError(RequestError):
 class UnknownModelError(NotFoundError):
     """Raised when the request names a model that is not served."""
 
-    def __init__(self, model: str, served: Sequence[str], aliases: Iterable[str] = ()) -> None:
-        """``served`` are the names of the served model, ``aliases`` patterns of further names that requests may give."""
+    def __init__(self, model: str, served: Sequence[str], aliases: Iterable[str] = (), adapters: int = 0) -> None:
+        """``served`` are the names of the served model, ``aliases`` patterns of further names that requests may give, and
+        ``adapters`` is the number of adapters."""
         names = [*map(repr, served), *(f"{pattern!r} (alias)" for pattern in aliases)]
+        if adapters:
+            names.append(f"{adapters} adapters (GET /v1/models)")
         super().__init__(
             f"the model {model!r:.200} does not exist; this server serves {', '.join(names)}",
             param="model",

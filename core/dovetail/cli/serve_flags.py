@@ -11,6 +11,7 @@ from typing import Any
 
 SERVER, MODEL, MEMORY, STEPS = "Server", "Model", "Memory", "Scheduling"
 PARTS, PARALLEL, SPECULATION, ALWAYS = "Components", "Parallelism", "Speculative decoding", "Always on"
+ADAPTERS = "Adapters (LoRA)"
 
 
 @dataclass(frozen=True, slots=True)
@@ -372,6 +373,41 @@ FLAGS: tuple[ServeFlag, ...] = (
         metavar="JSON",
         example='{"method": "ngram", "num_speculative_tokens": 5}',
     ),
+    _switch(("--enable-lora",), ADAPTERS, "Serve adapters.", {"adapters.enabled": True}),
+    ServeFlag(
+        ("--lora-modules",),
+        "adapters.load",
+        ADAPTERS,
+        'An adapter that is known from the start: name=directory, or vLLM\'s JSON object, {"name": ..., "path": ...}. Repeat the '
+        "flag for several.",
+        example="mine=/adapters/mine",
+        repeatable=True,
+    ),
+    ServeFlag(
+        ("--lora-paths",),
+        "adapters.load",
+        ADAPTERS,
+        "The same with SGLang's name; a directory alone is its own name.",
+        example="/adapters/mine",
+        repeatable=True,
+    ),
+    ServeFlag(
+        ("--max-loras", "--max-loras-per-batch"),
+        "adapters.max_resident",
+        ADAPTERS,
+        "Adapters on the device at the same time.",
+        int,
+        4,
+    ),
+    ServeFlag(("--max-lora-rank",), "adapters.max_rank", ADAPTERS, "The largest rank of an adapter.", int, 64),
+    ServeFlag(
+        ("--max-cpu-loras", "--max-loaded-loras"),
+        "adapters.max_host",
+        ADAPTERS,
+        "Adapters in host memory, ready to be copied to the device.",
+        int,
+        16,
+    ),
     *(
         ServeFlag((name,), "", ALWAYS, help, bool)
         for name, help in (
@@ -386,19 +422,12 @@ FLAGS: tuple[ServeFlag, ...] = (
     ),
 )
 
-_LORA = "adapters (LoRA) are not supported yet; merge the adapter into the checkpoint and serve that"
 _REPLICAS = "one server is one replica; start several, and a proxy before them"
 _TLS = "the server speaks plain HTTP; terminate TLS in a proxy before it"
 _DEFAULTS = "write the values into a generation_config.json, and give its directory with --generation-config"
 _ROUTE = "it is one process here; send several servers' traffic through a proxy"
 
 REFUSED: Mapping[str, str] = {
-    "--enable-lora": _LORA,
-    "--lora-paths": _LORA,
-    "--lora-modules": _LORA,
-    "--max-loras": _LORA,
-    "--max-lora-rank": _LORA,
-    "--max-loras-per-batch": _LORA,
     "--trust-remote-code": "code of checkpoints is never run; leave it out. `dovetail explain` shows which plugin implements the model",
     "--dp": _REPLICAS,
     "--dp-size": _REPLICAS,

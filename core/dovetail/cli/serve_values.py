@@ -68,11 +68,26 @@ def _settings(flag: ServeFlag, value: Any) -> Mapping[str, Any]:
         return flag.sets
     if flag.parameter == "api_key":
         return {flag.key: f"env:{KEYS_VARIABLE}"}
+    if flag.key == "adapters.load":
+        return {flag.key: dict(map(_adapter, value)), "adapters.enabled": True}
     if flag.repeatable and len(value) == 1:
         return {flag.key: value[0]}
     if flag.json:
         return {flag.key: _json(flag.names[0], value)}
     return {flag.key: flag.values.get(value, value) if isinstance(value, str) else value}
+
+
+def _adapter(text: str) -> tuple[str, str]:
+    """Return the name and the directory of an adapter. Raises ``ConfigError``."""
+    if text.startswith("{"):
+        given = _json("--lora-modules", text)
+        if not (isinstance(given, dict) and {"name", "path"} <= given.keys() <= {"name", "path", "base_model_name"}):
+            raise ConfigError(
+                f'--lora-modules is {text!r:.200}; allowed: name=directory, or {{"name": ..., "path": ...}}'
+            )
+        return str(given["name"]), str(given["path"])
+    name, separator, path = text.partition("=")
+    return (name, path) if separator else (text, text)
 
 
 def _json(name: str, text: str) -> Any:

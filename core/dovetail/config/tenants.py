@@ -97,6 +97,10 @@ class TenantLimits(Section):
     )
     max_body_mib: float | None = Field(default=None, gt=0, le=2**20, description="Replaces `server.max_body_mib`.")
     max_seconds: float | None = Field(default=None, gt=0, le=10**6, description="Replaces `server.max_seconds`.")
+    adapters: tuple[str, ...] | None = Field(
+        default=None,
+        description="Adapters (LoRA) that the tenant may use: names, or patterns such as `team-*`. Without a value it may use all, with an empty list none.",
+    )
 
 
 class TenantSection(TenantLimits):

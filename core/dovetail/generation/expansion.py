@@ -30,6 +30,7 @@ def expand(
     tenant: str = "",
     weight: float = 1.0,
     adapter: str = "",
+    adapter_directory: str = "",
 ) -> list[GenerateMsg]:
     """Return one message for each of ``rids``, the ids of the ``params.n`` outputs of the prompt ``ids``.
 
@@ -41,7 +42,7 @@ def expand(
         params = dataclasses.replace(params, n=1)
     if len(rids) > 1 and not group:
         group, group_size = f"{rids[0]}/n", len(rids)
-    hints = namespace, priority, group, group_size, session, tenant, weight, adapter
+    hints = namespace, priority, group, group_size, session, tenant, weight, adapter, adapter_directory
     return [GenerateMsg(rid, ids, params, derive_seed(seed, i), *hints) for i, rid in enumerate(rids)]
 
 

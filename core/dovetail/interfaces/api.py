@@ -54,11 +54,21 @@ class ChatReader(Protocol):
 @dataclass(frozen=True, slots=True)
 class Prompt:
     """Hold the token ids of a prompt and the parameters for its continuation. ``params.n`` outputs are generated.
-    ``rid`` is their public id if it is not that of the request; they can be aborted by both."""
+    ``rid`` is their public id if it is not that of the request; they can be aborted by both. ``adapter`` is a name that
+    ``ApiHost.check_adapter`` has accepted; by default it is the adapter that the request names as its model, if any."""
 
     ids: list[int]
     params: SamplingParams
     rid: str = ""
+    adapter: str = ""
+
+
+class AdapterCard(NamedTuple):
+    """Describe an adapter (LoRA) that requests may name as their model. ``created`` is in seconds since 1970."""
+
+    name: str
+    directory: str
+    created: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -279,8 +289,17 @@ class ApiHost(ABC):
 
     @abstractmethod
     def check_model(self, name: str | None) -> None:
-        """Raise ``UnknownModelError`` if ``name`` is not the model that this server serves. None and "" stand for the
-        served model."""
+        """Raise ``UnknownModelError`` if ``name`` is neither the model that this server serves nor one of its adapters. None
+        and "" stand for the served model. If it is an adapter, ``submit`` uses it for this HTTP request, and ``model_name`` is
+        its name."""
+
+    def check_adapter(self, name: str) -> None:
+        """Raise ``UnknownModelError`` if the sender may not use an adapter of this name, or if there is none."""
+        self.check_model(name)
+
+    def adapters(self) -> Sequence[AdapterCard]:
+        """Return the adapters that the sender may use."""
+        return ()
 
     @abstractmethod
     async def encode(self, text: str, add_special_tokens: bool) -> list[int]:

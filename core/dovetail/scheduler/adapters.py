@@ -92,9 +92,12 @@ class AdapterTable:
 
     # -- requests ----------------------------------------------------------------------------------------------------
 
-    def attach(self, req: Req, name: str) -> None:
-        """Give a request its adapter. Raises ``RequestError`` if the adapter is not known."""
+    def attach(self, req: Req, name: str, directory: str = "") -> None:
+        """Give a request its adapter, which is made known if ``directory`` is given. Raises ``RequestError`` if it is not
+        known."""
         adapter = self.known.get(name)
+        if adapter is None and directory and self.num_slots:
+            adapter = self.add(name, directory)
         if adapter is None:
             raise RequestError(
                 f"there is no adapter {name!r:.80} in the engine; load it first", param="model", code="unknown_adapter"

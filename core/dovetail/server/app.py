@@ -15,7 +15,7 @@ from starlette.responses import Response
 from dovetail.errors import ConfigError
 from dovetail.interfaces.api import Api
 from dovetail.interfaces.api import Route as ApiRoute
-from dovetail.server import admin, control, info, parsing
+from dovetail.server import adapter_routes, admin, control, info, parsing
 from dovetail.server.errors import ErrorFormats, add_error_handlers
 from dovetail.server.openapi import RouteDescriber
 from dovetail.server.pages.routes import add_pages
@@ -59,6 +59,24 @@ ROUTES = (
     ServerRoute(["GET"], "/is_paused", control.is_paused),
     ServerRoute(["POST"], "/start_profile", control.start_profile, control.ProfileRequest),
     ServerRoute(["POST"], "/stop_profile", control.stop_profile),
+    ServerRoute(["POST"], "/load_lora_adapter", adapter_routes.load_lora_adapter, adapter_routes.LoadAdapterRequest),
+    ServerRoute(
+        ["POST"], "/unload_lora_adapter", adapter_routes.unload_lora_adapter, adapter_routes.UnloadAdapterRequest
+    ),
+    ServerRoute(
+        ["POST"],
+        "/v1/load_lora_adapter",
+        adapter_routes.v1_load_lora_adapter,
+        adapter_routes.LoadAdapterRequest,
+        answers=_TEXT,
+    ),
+    ServerRoute(
+        ["POST"],
+        "/v1/unload_lora_adapter",
+        adapter_routes.v1_unload_lora_adapter,
+        adapter_routes.UnloadAdapterRequest,
+        answers=_TEXT,
+    ),
     ServerRoute(["POST"], "/abort_request", admin.abort_request, admin.AbortRequest),
     ServerRoute(["GET"], "/metrics", admin.metrics, answers=_TEXT),
 )

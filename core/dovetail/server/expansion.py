@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 from dovetail.api.offload import RequestScope, request_scope, slices_of
@@ -16,10 +16,15 @@ from dovetail.messages import GenerateMsg
 _serial = itertools.count()
 
 
-def messages(request: ApiRequest, scope: str = "", seeds: random.Random | None = None) -> Iterator[list[GenerateMsg]]:
+def messages(
+    request: ApiRequest,
+    scope: str = "",
+    seeds: random.Random | None = None,
+    directory_of: Callable[[str], str] = lambda adapter: "",
+) -> Iterator[list[GenerateMsg]]:
     """Return ``n`` messages for each prompt, prompt by prompt, in parts. Their ids are never used again; they begin with
     ``scope`` and the public id of the prompt, or that of the request. Prompts without a seed get the next of ``seeds``,
-    if these are given. Raises ``RequestError``."""
+    if these are given. ``directory_of`` returns the directory of an adapter. Raises ``RequestError``."""
     if request.session and request.num_outputs != 1:
         raise RequestError(
             f"the request is for {request.num_outputs} outputs of session {request.session!r:.80}; a session has one at a time",
@@ -29,7 +34,7 @@ def messages(request: ApiRequest, scope: str = "", seeds: random.Random | None =
     sender = request_scope()
     for prompts in slices_of(request.prompts):
         given = prompts if seeds is None else [_seeded(prompt, seeds) for prompt in prompts]
-        yield [msg for prompt in given for msg in _outputs(request, prompt, scope, group_size, sender)]
+        yield [msg for prompt in given for msg in _outputs(request, prompt, scope, group_size, sender, directory_of)]
 
 
 def _seeded(prompt: Prompt, seeds: random.Random) -> Prompt:
@@ -40,8 +45,14 @@ def _seeded(prompt: Prompt, seeds: random.Random) -> Prompt:
 
 
 def _outputs(
-    request: ApiRequest, prompt: Prompt, scope: str, group_size: int, sender: RequestScope
+    request: ApiRequest,
+    prompt: Prompt,
+    scope: str,
+    group_size: int,
+    sender: RequestScope,
+    directory_of: Callable[[str], str],
 ) -> list[GenerateMsg]:
+    adapter = prompt.adapter or sender.adapter
     return expand(
         prompt.ids,
         prompt.params,
@@ -53,4 +64,6 @@ def _outputs(
         session=request.session,
         tenant=sender.tenant,
         weight=sender.weight,
+        adapter=adapter,
+        adapter_directory=directory_of(adapter) if adapter else "",
     )

@@ -43,6 +43,10 @@ GAUGES: Mapping[str, tuple[str, str]] = {
         "CUDA graphs that will be captured when they are needed or the engine is idle.",
     ),
     "graphs_refused": ("graphs_refused", "CUDA graphs whose capture failed."),
+    "adapters_known": ("adapters_known", "Adapters (LoRA) that requests may name."),
+    "adapters_resident": ("adapters_resident", "Adapters on the device."),
+    "adapters_running": ("adapters_running", "Adapters that running requests use."),
+    "adapters_waiting": ("adapters_waiting", "Adapters that waiting requests need and that are not on the device."),
 }
 _COUNTERS: Mapping[str, tuple[str, str]] = {
     "prompt_tokens": ("prompt_tokens", "Prompt tokens admitted."),
@@ -88,6 +92,9 @@ _COUNTERS: Mapping[str, tuple[str, str]] = {
     "draft_seconds": ("draft_seconds", "Time of steps spent in the drafter."),
     "mask_seconds": ("mask_seconds", "Time of launch spent filling grammar masks."),
     "verify_seconds": ("verify_seconds", "Time of launch and wait in steps for which drafts were proposed."),
+    "adapters_installed": ("adapters_installed", "Times that an adapter was copied to the device."),
+    "adapters_evicted": ("adapters_evicted", "Times that an adapter gave its place on the device to another one."),
+    "adapters_failed": ("adapters_failed", "Adapters that could not be read."),
 }
 
 

@@ -30,10 +30,11 @@ from dovetail.chat.parsing import OutputParsers
 from dovetail.config import Config
 from dovetail.errors import ContextLengthError, EngineDeadError, RequestError
 from dovetail.generation.prompts import PromptHooks
-from dovetail.interfaces.api import ApiHost, ApiRequest, ChatPlan, Prompt
+from dovetail.interfaces.api import AdapterCard, ApiHost, ApiRequest, ChatPlan, Prompt
 from dovetail.interfaces.parsers import ToolRequest
 from dovetail.messages import ContinueMsg, EngineStats, ExpertLoadMsg, GenerateMsg, PauseMsg
 from dovetail.sampling_params import SamplingParams
+from dovetail.server.adapters import ServedAdapters
 from dovetail.server.answers import AnswerLimit
 from dovetail.server.engines import EngineHandle
 from dovetail.server.expansion import messages
@@ -76,7 +77,7 @@ class Service(ApiHost):
         self.tasks: set[asyncio.Task[None]] = set()  # background work of routes
         self._paused_pid: int | None = None
         self.version = package_version()
-        self.model_name = config.model.name
+        self.served_adapters = ServedAdapters(config, engine)
         self.context_len: int = engine.info["context_len"]
         self.embedding: Mapping[str, Any] | None = engine.info.get("embedding")
         self.vocab_size: int = engine.info["resolved"]["model"]["vocab_size"]
@@ -89,6 +90,11 @@ class Service(ApiHost):
         self.intake = Intake(
             limits.body_seconds, ByteBudget(bodies, bodies / 2), ByteBudget(8 * answer, 2 * answer), Offload()
         )
+
+    @property
+    def model_name(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """Return the name of the adapter that the current request names as its model, or that of the model."""
+        return request_scope().adapter or self.config.model.name
 
     @property
     def max_body(self) -> int:
@@ -133,7 +139,7 @@ class Service(ApiHost):
         scope = name.removesuffix(request.rid)
         msgs: list[GenerateMsg] = []
         choices: list[GrowingChoice] = []
-        for part in messages(request, scope, self._seeds):
+        for part in messages(request, scope, self._seeds, self.served_adapters.directory):
             choices += growing_choices(request, part, self.tokenizer, len(msgs))
             msgs += part
             if len(part) >= INPUTS_OF_PART:
@@ -204,12 +210,24 @@ class Service(ApiHost):
 
     def check_model(self, name: str | None) -> None:
         """Raise ``UnknownModelError`` for a model that is not served; None and "" stand for the served model."""
-        model = self.config.model
-        if name and name != self.model_name and not model.is_served(name):
-            raise UnknownModelError(name, model.names, model.aliases)
+        model, scope = self.config.model, request_scope()
+        scope.adapter = ""
+        if name and not model.is_served(name):
+            self.check_adapter(name)
+            scope.adapter = name
         trace = current_trace()
         if trace is not None:
             trace.model = name or None
+
+    def check_adapter(self, name: str) -> None:
+        """See ``ApiHost.check_adapter``."""
+        model = self.config.model
+        if name not in self.served_adapters.cards:
+            raise UnknownModelError(name, model.names, model.aliases, len(self.served_adapters.cards))
+
+    def adapters(self) -> Sequence[AdapterCard]:
+        """See ``ApiHost.adapters``."""
+        return [*self.served_adapters.cards.values()]
 
     async def encode(self, text: str, add_special_tokens: bool) -> list[int]:
         """Return the token ids of ``text``. Long texts are encoded in a thread, so that they do not block the event loop. Raises

@@ -122,7 +122,7 @@ _CONSTRAINTS = (
 _TEXT_ONLY = "the served model reads and writes text only"
 _ONE_ENGINE = "one engine computes prompts and outputs, without transfers between engines"
 _INTERNALS = "the server does not report the model's internal state; /v1/embeddings returns hidden states as vectors"
-_ADAPTERS = "the server has no adapters yet; serve a checkpoint with the adapter merged into it"
+_ADAPTERS = "name the adapter as the model"
 _PROCESSORS = "requests cannot contain code; name a processor of this server in logits_processors"
 _LABELS = "metrics have no labels of requests; use API keys, which separate tenants"
 _DISTRIBUTION = (
@@ -271,7 +271,8 @@ GENERATE = RequestFields("/generate", "Native", (
     _refused("S", _TEXT_ONLY, video_max_dynamic_patch=None, images_config=(None, {}), need_wait_for_mm_inputs=None),
     _refused("S", _TEXT_ONLY, num_items_assigned=None, encoder_urls=None),
     _refused("S", "give text or input_ids", input_embeds=None, positional_embed_overrides=None),
-    _refused("S", _ADAPTERS, lora_path=None, lora_id=None),
+    _honoured("S", "The name of an adapter (LoRA), or one for each prompt ([adapters.md](adapters.md)).", lora_path=None, lora_name=None),
+    _refused("S", "give lora_path, the name of the adapter", lora_id=None),
     _refused("S", "send the whole conversation, with session; its cached part is not computed again", session_params=None),
     _refused("S", _PROCESSORS, custom_logit_processor=None),
     _refused("S", _INTERNALS, return_hidden_states=False, return_routed_experts=False, routed_experts_start_len=0),

@@ -115,6 +115,10 @@ class NativeRequest(SessionFields):
     )
     return_text_in_logprobs: bool = False
     return_prompt_token_ids: bool = False
+    lora_path: str | list[str | None] | None = Field(
+        None, description="The name of an adapter (LoRA); a list has one entry for each prompt, null for none."
+    )
+    lora_name: str | list[str | None] | None = Field(None, description="Another name of `lora_path`.")
     max_thinking_tokens: Int32 | None = Field(None, description="The largest number of tokens of the reasoning.")
     group: Rid | None = Field(
         None,
@@ -168,10 +172,11 @@ async def _parsed(host: ApiHost, body: NativeRequest) -> ApiRequest:
     for params in chosen:
         check_logprobs(host, params, {**_NAMES, "prompt_logprobs": "top_logprobs_num"})
     rid, names = request_names(body.rid, len(prompts), "")
+    adapters = _adapters(host, body, len(prompts))
     ids = await for_each(prompts, partial(_encoded, host))
     items = tuple(
-        Prompt(tokens, with_output_limit(params, host.output_limit(tokens, _DEFAULT_MAX_NEW_TOKENS)), name)
-        for tokens, params, name in zip(ids, chosen, names, strict=True)
+        Prompt(tokens, with_output_limit(params, host.output_limit(tokens, _DEFAULT_MAX_NEW_TOKENS)), name, adapter)
+        for tokens, params, name, adapter in zip(ids, chosen, names, adapters, strict=True)
     )
     return ApiRequest(
         rid,
@@ -182,6 +187,18 @@ async def _parsed(host: ApiHost, body: NativeRequest) -> ApiRequest:
         group_size=body.group_size or 0,
         session=body.session or (body.session_id or "" if len(items) * items[0].params.n == 1 else ""),
     )
+
+
+def _adapters(host: ApiHost, body: NativeRequest, count: int) -> list[str]:
+    """Return the adapter of each prompt, or "". Raises ``RequestError``."""
+    if body.lora_path is not None and body.lora_name is not None and body.lora_path != body.lora_name:
+        raise RequestError("lora_path and lora_name differ; give one of them", param="lora_name")
+    field = "lora_path" if body.lora_name is None else "lora_name"
+    names = [body.of_prompt(field, index, count) or "" for index in range(count)]
+    names = ["" if host.config.model.is_served(name) else name for name in names]
+    for name in {*names} - {""}:
+        host.check_adapter(name)
+    return names
 
 
 async def _encoded(host: ApiHost, prompt: str | list[int]) -> list[int]:

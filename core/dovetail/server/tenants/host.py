@@ -5,12 +5,13 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from fnmatch import fnmatchcase
 from typing import Any
 
-from dovetail.api.offload import INPUTS_OF_PART, Parts, at_once, in_parts, slices_of
+from dovetail.api.offload import INPUTS_OF_PART, Parts, at_once, in_parts, request_scope, slices_of
 from dovetail.chat.parsing import OutputParsers
-from dovetail.errors import QueueFullError, RequestError
-from dovetail.interfaces.api import ApiHost, ApiRequest, ChatPlan, Prompt
+from dovetail.errors import PermissionDeniedError, QueueFullError, RequestError
+from dovetail.interfaces.api import AdapterCard, ApiHost, ApiRequest, ChatPlan, Prompt
 from dovetail.interfaces.parsers import ToolRequest
 from dovetail.messages import EngineStats
 from dovetail.sampling_params import SamplingParams
@@ -32,7 +33,6 @@ class TenantHost(ApiHost):
         self.config = service.config
         self.tokenizer = service.tokenizer
         self.version = service.version
-        self.model_name = service.model_name
         self.created = service.created
         self.context_len = service.context_len
         self.vocab_size = service.vocab_size
@@ -146,8 +146,29 @@ class TenantHost(ApiHost):
         return self._service.engine.abort(tenant_rid(self._tenant.name, rid))
 
     def check_model(self, name: str | None) -> None:
-        """See ``Service.check_model``."""
+        """See ``Service.check_model``. Raises ``PermissionDeniedError`` for an adapter that the tenant may not use."""
         self._service.check_model(name)
+        if name and request_scope().adapter:
+            self.check_adapter(name)
+
+    @property
+    def model_name(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """See ``Service.model_name``."""
+        return self._service.model_name
+
+    def check_adapter(self, name: str) -> None:
+        """See ``Service.check_adapter``. Raises ``PermissionDeniedError`` if the tenant may not use the adapter."""
+        self._service.check_adapter(name)
+        if not self._may_use(name):
+            raise PermissionDeniedError(f"the key does not permit the adapter {name!r:.200}; its tenant may not use it")
+
+    def adapters(self) -> Sequence[AdapterCard]:
+        """See ``Service.adapters``."""
+        return [card for card in self._service.adapters() if self._may_use(card.name)]
+
+    def _may_use(self, adapter: str) -> bool:
+        allowed = self._tenant.limits.adapters
+        return allowed is None or any(fnmatchcase(adapter, pattern) for pattern in allowed)
 
     async def encode(self, text: str, add_special_tokens: bool) -> list[int]:
         """See ``Service.encode``."""
