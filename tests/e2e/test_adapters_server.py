@@ -127,10 +127,10 @@ def test_every_api_selects_an_adapter_by_its_name(client):
 
 
 def test_unknown_adapters_are_refused(client):
-    response = client.post("/v1/completions", json={"model": "nobody", "prompt": "a"})
+    response = client.post("/v1/completions", json={"model": "missing", "prompt": "a"})
     assert response.status_code == 404
     assert "2 adapters (GET /v1/models)" in response.text
-    response = client.post("/generate", json={"text": "a", "lora_path": "nobody"})
+    response = client.post("/generate", json={"text": "a", "lora_path": "missing"})
     assert response.status_code == 404
     response = client.post("/generate", json={"text": ["a", "b"], "lora_path": ["alpha"]})
     assert (response.status_code, "1 entries for 2 prompts" in response.text) == (400, True)
