@@ -17,7 +17,7 @@ from pydantic import create_model
 from dovetail.config import Config, PluginConfig, PluginsSection
 from dovetail.config.sources import read
 from dovetail.config.tree import validate
-from dovetail.interfaces.cache import CacheGroup, CacheGroupKind
+from dovetail.interfaces.cache import CacheGroup
 from dovetail.interfaces.features import BUILT_IN_FEATURES, Feature
 from dovetail.interfaces.model import ModelInfo
 from dovetail.registry import ComponentKind, ComponentSpec, Registry, builtin, hookimpl, load_plugins
@@ -154,12 +154,6 @@ def _stub(kind: ComponentKind) -> object:
 
 def _returning(specs: list[ComponentSpec]) -> Callable[[], list[ComponentSpec]]:
     return lambda: specs
-
-
-@pytest.fixture
-def engine_with_states(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let the resolver assume an engine that has memory for states, which the engine does not have yet."""
-    monkeypatch.setattr("dovetail.registry.rules.ENGINE_GROUPS", frozenset(CacheGroupKind))
 
 
 @pytest.fixture

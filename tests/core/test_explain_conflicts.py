@@ -63,11 +63,11 @@ CONFLICTS = {
         "grammar.rollback",
         frozenset({"grammar: back", "grammar: none", "speculative: none"}),
     ),
-    "drafts over recurrent state": Conflict(
-        ("speculative=ngram", "attention=plain"),
-        ("speculative 'ngram'", "the kv"),
-        "kv.state_rollback",
-        frozenset({"speculative: none"}),
+    "trees of drafts over recurrent state": Conflict(
+        ("speculative=trees", "attention=treelike"),
+        ("speculative 'trees'", "model 'FakeForCausalLM' keeps recurrent state"),
+        "drafts that are chains",
+        frozenset({"speculative: ngram", "speculative: none"}),
         model={"cache_groups": (CacheGroup(1, 2, 64), CacheGroup.of_states(1, (StateShape((3,)),)))},
     ),
     "graphs over attention that cannot be captured": Conflict(
@@ -134,7 +134,6 @@ def fixes_in(text):
     return set(found)
 
 
-@pytest.mark.usefixtures("engine_with_states")
 @pytest.mark.parametrize("title", CONFLICTS)
 def test_a_refusal_names_both_parts_the_feature_and_the_change(fakes, title):
     conflict = CONFLICTS[title]
@@ -186,9 +185,9 @@ def test_jump_forward_names_the_backends_that_can(fakes):
     )
 
 
-def test_models_with_states_are_refused_and_named(fakes):
-    registry = installed(fakes)
-    fakes.model(cache_groups=(CacheGroup(1, 2, 64), CacheGroup.of_states(1, (StateShape((3,)),))))
-    with pytest.raises(ResolutionError, match="cache groups are of kind full, latent, sliding") as caught:
+def test_groups_of_states_before_others_are_refused_and_named(fakes):
+    registry, states = installed(fakes), CacheGroup.of_states(1, (StateShape((3,)),))
+    fakes.model(cache_groups=(states, CacheGroup(1, 2, 64)))
+    with pytest.raises(ResolutionError, match="of which those of states are the last") as caught:
         resolve(fakes.config(registry), registry, Machine.assume("cpu"))
-    assert "model 'FakeForCausalLM' has groups of kind full, state" in str(caught.value)
+    assert "has groups of kind state, full" in str(caught.value)

@@ -148,7 +148,6 @@ def test_latents_need_a_backend_that_reads_them(fakes):
         resolve(fakes.config(registry, "attention=plain"), registry, CPU)
 
 
-@pytest.mark.usefixtures("engine_with_states")
 @pytest.mark.parametrize("kind", [CacheGroupKind.SLIDING, CacheGroupKind.STATE])
 def test_models_with_windows_or_states_need_a_cache_of_such_groups(fakes, kind):
     registry = fakes.registry(fakes.spec(K.CACHE, "simple", priority=50))
@@ -190,15 +189,22 @@ def test_a_backend_of_certain_latents_serves_no_other_model(fakes):
         resolve(fakes.config(registry, "attention=some"), registry, CPU)
 
 
-@pytest.mark.usefixtures("engine_with_states")
-def test_drafts_over_recurrent_state_need_state_rollback(fakes):
-    registry = fakes.registry(fakes.spec(K.DRAFTER, "ngram", offers=DRAFT))
-    fakes.model(cache_groups=(CacheGroup(1, 2, 64), CacheGroup.of_states(1, (StateShape((3,)),))))
-    with pytest.raises(ResolutionError) as caught:
-        resolve(fakes.config(registry, "speculative=ngram"), registry, CPU)
-    text = str(caught.value)
-    assert "needs kv.state_rollback (the model keeps recurrent state); the kv offers kv.rollback" in text
-    assert text.endswith("set one of:\n  - speculative: none")
+def test_drafts_over_recurrent_state_are_chains_without_a_cache_of_their_own(fakes):
+    own_cache = frozenset({Feature.KV_DRAFT_CACHE})
+    registry = fakes.registry(
+        fakes.spec(K.DRAFTER, "ngram", offers=DRAFT), fakes.spec(K.DRAFTER, "heads", offers=DRAFT, needs=own_cache)
+    )
+    states = CacheGroup.of_states(1, (StateShape((3,)),))
+    for groups in ((CacheGroup(1, 2, 64), states), (states,)):
+        fakes.model(cache_groups=groups)
+        assert resolve(fakes.config(registry, "speculative=ngram"), registry, CPU).drafter is not None
+        with pytest.raises(ResolutionError) as caught:
+            resolve(fakes.config(registry, "speculative=heads"), registry, CPU)
+        text = str(caught.value)
+        assert "speculative 'heads' needs kv.draft_cache; the kv offers kv.rollback, kv.state_rollback" in text
+        assert text.endswith("set one of:\n  - speculative: ngram\n  - speculative: none")
+    fakes.model(cache_groups=(CacheGroup(1, 2, 64),))
+    assert resolve(fakes.config(registry, "speculative=heads"), registry, CPU).drafter is not None
 
 
 def test_drafter_needs_a_grammar_that_rolls_back(fakes):

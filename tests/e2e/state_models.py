@@ -18,7 +18,7 @@ COMMON = {
     "vocab_size": VOCAB,
     "hidden_size": 32,
     "num_hidden_layers": 3,
-    "initializer_range": 0.3,
+    "initializer_range": 0.15,
     "pad_token_id": None,
     "bos_token_id": None,
     "eos_token_id": None,

@@ -109,7 +109,7 @@ def test_a_drafter_has_the_factors_of_its_target(phi3):
 
 
 def test_a_drafter_with_states_is_refused(tmp_path):
-    """The engine has no memory for states, for targets and drafters alike."""
+    """The caches of drafters have pages only."""
     sizes = {"num_heads": 8, "head_dim": 16, "n_groups": 1, "state_size": 16}
     drafter = models.save(tmp_path / "drafter", Mamba2Config, **sizes)
     target = models.save_llama(tmp_path / "target")

@@ -12,8 +12,7 @@ import pytest
 import torch
 
 from dovetail.engine.build import build_model
-from dovetail.errors import ConfigError, ResolutionError
-from dovetail.llm import LLM
+from dovetail.errors import ConfigError
 from dovetail.registry.specs import ComponentKind
 from dovetail.registry.targets import load_attribute
 from dovetail.testing.installed import installed
@@ -34,12 +33,6 @@ class StateSuite(HuggingFaceSuite):
     """Compare a model with states, whose long recurrences add up more rounding."""
 
     tolerance = 2e-4
-
-    def test_the_engine_refuses_it(self, tmp_path):
-        """Engines have no memory for states yet."""
-        self.write_checkpoint(next(iter(self.configs.values())), tmp_path)
-        with pytest.raises(ResolutionError, match=r"groups of kind .*state"):
-            LLM(str(tmp_path), device="cpu", grammar="none", attention="torch_native", memory={"num_pages": 20})
 
 
 class TestMamba2(StateSuite):

@@ -13,9 +13,8 @@ import pytest
 import torch
 import transformers
 
-from dovetail.errors import ConfigError, ResolutionError
+from dovetail.errors import ConfigError
 from dovetail.interfaces.cache import CacheGroupKind
-from dovetail.llm import LLM
 from dovetail.memory.state_pool import bytes_per_slot
 from dovetail.testing.model import Reference
 from dovetail_models.qwen3_next_describe import describe_qwen3_5, describe_qwen3_5_moe, describe_qwen3_next
@@ -43,12 +42,6 @@ class TestQwen3Next(MoeSuite):
             "norm_topk_prob": False,
         },
     }
-
-    def test_the_engine_refuses_it(self, tmp_path: Path) -> None:
-        """Engines have no memory for states yet."""
-        self.write_checkpoint(next(iter(self.configs.values())), tmp_path)
-        with pytest.raises(ResolutionError, match="model 'Qwen3NextForCausalLM' has groups of kind full, state"):
-            LLM(str(tmp_path), device="cpu", grammar="none", attention="torch_native", memory={"num_pages": 20})
 
 
 class TestQwen35(MoeSuite):

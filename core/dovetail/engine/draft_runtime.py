@@ -28,7 +28,6 @@ from dovetail.interfaces.features import Feature
 from dovetail.interfaces.speculative import DraftCache, DraftPass, DraftRuntime, DraftSteps
 from dovetail.memory.pool import PagedKVPool, bytes_per_page, make_pool
 from dovetail.registry.ranks import check_ranks
-from dovetail.registry.rules import ENGINE_GROUPS
 from dovetail.registry.stages import kernel_dims, latent_reasons
 from dovetail.registry.targets import load_attribute
 from dovetail.types import Batch
@@ -215,7 +214,12 @@ class EngineDraftRuntime(DraftRuntime):
         self.watched = tuple(layers)
 
     def create_cache(self, info: ModelInfo) -> EngineDraftCache:
-        """See ``DraftRuntime``."""
+        """See ``DraftRuntime``. Raises ``ConfigError`` for targets with states, whose pages have no fixed places."""
+        if any(group.kind is CacheGroupKind.STATE for group in self.target.info.cache_groups):
+            raise ConfigError(
+                f"the drafter keeps keys and values of its own, for which a model with states ({self.target.info.architecture}) has no "
+                f"memory ({Feature.KV_DRAFT_CACHE}); choose a drafter that keeps none, such as ngram"
+            )
         self._check_attention(info)
         cache = EngineDraftCache(local_info(info, self._mesh), self._mesh)
         self._caches.append(cache)
@@ -317,10 +321,10 @@ class EngineDraftRuntime(DraftRuntime):
 
 
 def _check_groups(info: ModelInfo) -> None:
-    """Raise ``ConfigError`` if the engine has no memory for a cache group of a drafter's model."""
+    """Raise ``ConfigError`` if a drafter's model keeps states: the caches of drafters have pages only."""
     kinds = {group.kind for group in info.cache_groups}
-    if kinds - ENGINE_GROUPS:
+    if CacheGroupKind.STATE in kinds:
         raise ConfigError(
-            f"the drafter's model {info.architecture} has cache groups of kind {', '.join(sorted(kinds))}; the engine runs "
-            f"models whose cache groups are of kind {', '.join(sorted(ENGINE_GROUPS))}: select another drafter"
+            f"the drafter's model {info.architecture} has cache groups of kind {', '.join(sorted(kinds))}; models of drafters must "
+            "keep keys and values or latents: select another drafter"
         )

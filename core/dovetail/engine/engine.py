@@ -20,7 +20,7 @@ from dovetail.engine.graphs import DecodeGraphs
 from dovetail.engine.grouped import Pools, grouped_attention, grouped_pools, pools_of, states_of
 from dovetail.engine.inputs import Inputs
 from dovetail.engine.kernel_set import kernel_set
-from dovetail.engine.memory import agreed_budget, budget_for, with_arena
+from dovetail.engine.memory import agreed_budget, budget_for, describe_groups, with_arena
 from dovetail.engine.mesh import local_info, rank_device
 from dovetail.engine.needs import GraphNeeds, affordable_pieces, captures_trees, measure_needs, verify_sizes
 from dovetail.engine.outputs import fetched, step_result
@@ -46,8 +46,8 @@ from dovetail.interfaces.quantization import QuantizationContext
 from dovetail.interfaces.speculative import Drafter, DrafterContext
 from dovetail.layers.experts import layers_of_experts
 from dovetail.layers.linear import Linear, make_batch_invariant
-from dovetail.memory.pool import bytes_per_page, make_arena, make_pool, pool_dtype
-from dovetail.memory.state_pool import StatePool, bytes_per_slot
+from dovetail.memory.pool import make_arena, make_pool, pool_dtype
+from dovetail.memory.state_pool import StatePool
 from dovetail.registry.sharing import why_not_shared
 
 if TYPE_CHECKING:
@@ -344,28 +344,8 @@ class Engine:
 
     @property
     def cache_groups(self) -> list[dict[str, Any]]:
-        """Return for each cache group what it keeps, in how many layers, the bytes of a token on this rank, and the number of
-        tokens that the group alone could keep in the memory. For a state group: the bytes of a snapshot, and the number
-        of running requests and snapshots together."""
-        arena, pages = self.budget.arena, [self.num_pages - 1] * len(self._local.cache_groups)
-        if arena is not None:
-            pages = [(arena.num_slabs - 1) * own for own in arena.pages]
-
-        def sizes(group: CacheGroup, count: int) -> dict[str, int]:
-            if group.kind is CacheGroupKind.STATE:
-                return {"bytes_per_snapshot": bytes_per_slot(group, self._dtype), "most_snapshots": count}
-            token = bytes_per_page(group, 1, self._kv_dtype)
-            return {"bytes_per_token": token, "most_tokens": count * self.page_size}
-
-        return [
-            {
-                "kind": str(group.kind),
-                "window": group.window,
-                "layers": group.num_layers,
-                **sizes(group, count),
-            }
-            for group, count in zip(self._local.cache_groups, pages, strict=True)
-        ]
+        """Return what ``describe_groups`` does."""
+        return describe_groups(self.budget, self._local.cache_groups, self.page_size, self._kv_dtype, self._dtype)
 
     @property
     def products(self) -> dict[str, str]:

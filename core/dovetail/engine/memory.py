@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -208,6 +208,27 @@ def with_arena(budget: Budget, config: Config, groups: Sequence[CacheGroup], dty
     free = budget.free + budget.pool - used if budget.total else 0
     tokens = 0 if all(states) else layout.columns * page_size
     return replace(budget, pool=used, num_pages=layout.columns + 1, pool_tokens=tokens, free=free, arena=layout)
+
+
+def describe_groups(
+    budget: Budget, groups: Sequence[CacheGroup], page_size: int, kv_dtype: torch.dtype, dtype: torch.dtype
+) -> list[dict[str, Any]]:
+    """Return for each cache group what it keeps, in how many layers, the bytes of a token on this rank, and the number of
+    tokens that the group alone could keep in the memory. For a state group: the bytes of a snapshot, and the number of
+    running requests and snapshots together. ``dtype`` is that of the model."""
+    arena, pages = budget.arena, [budget.num_pages - 1] * len(groups)
+    if arena is not None:
+        pages = [(arena.num_slabs - 1) * own for own in arena.pages]
+
+    def sizes(group: CacheGroup, count: int) -> dict[str, int]:
+        if group.kind is CacheGroupKind.STATE:
+            return {"bytes_per_snapshot": bytes_per_slot(group, dtype), "most_snapshots": count}
+        return {"bytes_per_token": bytes_per_page(group, 1, kv_dtype), "most_tokens": count * page_size}
+
+    return [
+        {"kind": str(group.kind), "window": group.window, "layers": group.num_layers, **sizes(group, count)}
+        for group, count in zip(groups, pages, strict=True)
+    ]
 
 
 def _too_little(config: Config, needs: Needs, allowed: int, page: int, free: int, total: int) -> str:

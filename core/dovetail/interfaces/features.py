@@ -120,6 +120,9 @@ class Feature(str):
     # KV state
     KV_ROLLBACK = _feature("kv.rollback", "KV of rejected draft tokens can be abandoned")
     KV_STATE_ROLLBACK = _feature("kv.state_rollback", "recurrent state can be restored")
+    KV_DRAFT_CACHE = _feature(
+        "kv.draft_cache", "a drafter's own keys and values have the pages of the target's; models with states have not"
+    )
 
     # grammar backends
     GRAMMAR_JSON_SCHEMA = _feature("grammar.json_schema", "compiles JSON schemas")

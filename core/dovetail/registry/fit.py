@@ -165,8 +165,8 @@ class Negotiation:
         if owner == "runtime":
             return runtime_offers(bool(combo[OVERLAP]))
         if owner == "kv":
-            paged = any(group.kind is not CacheGroupKind.STATE for group in self.model.cache_groups)
-            return frozenset({Feature.KV_ROLLBACK} if paged else ())
+            states = any(group.kind is CacheGroupKind.STATE for group in self.model.cache_groups)
+            return frozenset({Feature.KV_ROLLBACK, Feature.KV_STATE_ROLLBACK if states else Feature.KV_DRAFT_CACHE})
         if owner == "model":
             return self.model.offers
         return frozenset().union(*map(self._offers_of, candidates_of(combo.get(owner))))

@@ -21,9 +21,6 @@ from dovetail.registry.targets import load_attribute
 PREFILL, DECODE = "attention.prefill", "attention.decode"
 POLICY, GRAMMAR, DRAFTER = ComponentKind.POLICY, ComponentKind.GRAMMAR, ComponentKind.DRAFTER
 
-ENGINE_GROUPS = frozenset({CacheGroupKind.FULL, CacheGroupKind.SLIDING, CacheGroupKind.LATENT})
-"""The kinds of cache groups that the engine has memory for."""
-
 
 def attention(situation: Situation) -> Iterator[Need | Reason]:
     """Require backends that attend over latents if the model keeps latents. Require one backend for both phases with
@@ -53,15 +50,16 @@ def _settings(candidate: Candidate) -> str:
 
 
 def model(situation: Situation) -> Iterator[Need | Reason]:
-    """Refuse a model with cache groups that the engine has no memory for. Require with several ranks a model that they can
+    """Refuse a model without cache groups, and one whose state groups are not the last. Require with several ranks a model that they can
     divide, and refuse ``batch_invariant``, because the kernels that add up the results of ranks depend on the number of
     rows."""
-    kinds = {group.kind for group in situation.model.cache_groups}
-    if not kinds or kinds - ENGINE_GROUPS:
+    kinds = [group.kind for group in situation.model.cache_groups]
+    first = kinds[: len(kinds) - kinds.count(CacheGroupKind.STATE)]
+    if not kinds or CacheGroupKind.STATE in first:
         yield Reason(
             "model.cache_groups",
-            f"the engine runs models whose cache groups are of kind {', '.join(sorted(ENGINE_GROUPS))}",
-            f"model {situation.model.architecture!r} has groups of kind {', '.join(sorted(kinds)) or 'none'}",
+            "the engine runs models with cache groups, of which those of states are the last",
+            f"model {situation.model.architecture!r} has groups of kind {', '.join(kinds) or 'none'}",
         )
     tp = situation.combo[TENSOR_PARALLEL]
     assert isinstance(tp, int)
@@ -178,8 +176,9 @@ def policy(situation: Situation) -> Iterator[Need]:
         yield from situation.needs(Feature.CACHE_REUSE, f"{POLICY} {chosen.spec.name!r}", why)
 
 
-def drafter(situation: Situation) -> Iterator[Need]:
-    """Require the features of attention, KV and grammar that verify draft tokens and roll back rejected ones."""
+def drafter(situation: Situation) -> Iterator[Need | Reason]:
+    """Require the features of attention, KV and grammar that verify draft tokens and roll back rejected ones. Refuse trees if
+    layers keep states: the state of a token is that after the token before it."""
     chosen = situation.candidate(DRAFTER)
     if chosen is None:
         return
@@ -194,6 +193,12 @@ def drafter(situation: Situation) -> Iterator[Need]:
         yield from situation.needs(Feature.KV_ROLLBACK, needed_by)
     if CacheGroupKind.STATE in groups:
         yield from situation.needs(Feature.KV_STATE_ROLLBACK, needed_by, "the model keeps recurrent state")
+        if Feature.DRAFT_TREE in chosen.spec.offers:
+            yield Reason(
+                "drafter.tree",
+                f"model {situation.model.architecture!r} keeps recurrent state and needs drafts that are chains",
+                f"{needed_by} drafts trees",
+            )
     if situation.candidate(GRAMMAR) is not None:
         why = "rejected drafts are rolled back in the grammar"
         yield from situation.needs(Feature.GRAMMAR_ROLLBACK, needed_by, why)

@@ -22,7 +22,8 @@ NGRAM = ComponentSpec(
     needs=frozenset({Feature.ATTN_VERIFY, Feature.KV_ROLLBACK}),
 )
 
-_HIDDEN_STATE_NEEDS = frozenset({Feature.ATTN_VERIFY, Feature.KV_ROLLBACK, Feature.MODEL_HIDDEN_STATES})
+_OWN_CACHE_NEEDS = frozenset({Feature.ATTN_VERIFY, Feature.KV_ROLLBACK, Feature.KV_DRAFT_CACHE})
+_HIDDEN_STATE_NEEDS = _OWN_CACHE_NEEDS | {Feature.MODEL_HIDDEN_STATES}
 
 DFLASH = ComponentSpec(
     kind=ComponentKind.DRAFTER,
@@ -54,7 +55,7 @@ DRAFT_MODEL = ComponentSpec(
     summary="A smaller model of the same vocabulary drafts chains.",
     aliases=("standalone",),
     offers=frozenset({Feature.DRAFT_CHAIN}),
-    needs=frozenset({Feature.ATTN_VERIFY, Feature.KV_ROLLBACK}),
+    needs=_OWN_CACHE_NEEDS,
     probe=_PROBE,
 )
 

@@ -1,0 +1,176 @@
+"""Compare models with states with transformers, through the whole engine. States that are given back are filled with NaN.
+
+.venv/bin/python -m pytest -q -p no:xdist tests/e2e/test_state_models.py
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from engine_runs import TreeDrafter, check_idle, drafting, make_llm, prompts_of
+from state_models import MODELS, TOLERANCE, StateReference, save
+
+from dovetail import LLM, SamplingParams
+from dovetail.engine.grouped import pools_of, states_of
+from dovetail.llm import Output
+
+PAGE, STEPS = 4, 24
+GREEDY = SamplingParams(max_new_tokens=STEPS, temperature=0, logprobs=0)
+
+
+class Model:
+    """Hold a checkpoint and its reference."""
+
+    def __init__(self, name: str, directory: Path) -> None:
+        self.name, self.path = name, save(name, directory)
+        self.reference = StateReference(self.path)
+
+    def engine(self, num_pages: int = 400, **sections: Any) -> LLM:
+        """Return an engine that fills what is given back with NaN."""
+        scheduler = {"max_running": 8, "chunk_size": 13} | sections.pop("scheduler", {})
+        memory = {"page_size": PAGE, "num_pages": num_pages, "state_snapshot_tokens": PAGE} | sections.pop("memory", {})
+        given = {"memory": memory, "scheduler": scheduler, "attention": "torch_native", "threads": 1}
+        return poison(make_llm(self.path, **given | sections))
+
+    def check(self, outputs: list[Output]) -> list[Output]:
+        """Assert that greedy outputs are those of transformers."""
+        for output in outputs:
+            self.reference.check(list(output.prompt_ids), list(output.token_ids), chosen(output).tolist())
+        return outputs
+
+
+def chosen(output: Output) -> torch.Tensor:
+    """Return the log-probabilities of the tokens of an output."""
+    return torch.tensor([entry.logprob for entry in output.logprobs])
+
+
+def gap(first: Output, second: Output) -> float:
+    """Return the largest difference of two outputs' log-probabilities."""
+    return float((chosen(first) - chosen(second)).abs().max())
+
+
+def engine_of(llm: LLM) -> Any:
+    executor: Any = llm.loop.executor
+    return executor.rank.engine
+
+
+def poison(llm: LLM) -> LLM:
+    """Fill pages and states that no request and no cache holds with NaN, now and when they are given back."""
+    pool = engine_of(llm).pool
+    allocator, layout = llm.loop.scheduler.ledger.allocator, engine_of(llm).budget.arena
+    assert layout is not None
+    free, paged, states = allocator.free, layout.paged, layout.states
+    for own in states_of(pool):
+        own.fill(float("nan"), slice(1, None))
+
+    def freed(pages: Any) -> None:
+        free(pages)
+        for group, own in zip(paged, pools_of(pool), strict=True):
+            index = torch.from_numpy(pages[group][pages[group] > 0]).long()
+            for layer in range(own.group.num_layers):
+                own.keys(layer)[index] = own.values(layer)[index] = float("nan")
+        for group, own in zip(states, states_of(pool), strict=True):
+            slots = pages[group][pages[group] > 0].tolist()
+            if slots:
+                own.fill(float("nan"), slots)
+
+    allocator.free = freed
+    return llm
+
+
+NAMES = [pytest.param(name, marks=() if name == "qwen3_next" else pytest.mark.full) for name in MODELS]
+
+
+@pytest.fixture(scope="module", params=NAMES)
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Model:
+    return Model(request.param, tmp_path_factory.mktemp(request.param))
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_chunks_mixed_steps_and_prefix_hits(model: Model, overlap: bool) -> None:
+    """Prompts of odd lengths enter in chunks of odd sizes beside decode rows; the second round resumes from snapshots."""
+    llm = model.engine(scheduler={"overlap": overlap})
+    prompts = prompts_of([3, 40, 21, 1, 50, 33], shared=20)
+    cold = model.check(llm.generate(prompts, GREEDY))
+    check_idle(llm)
+    warm = model.check(llm.generate(prompts, GREEDY))
+    check_idle(llm)
+    for before, after, prompt in zip(cold, warm, prompts, strict=True):
+        assert after.token_ids == before.token_ids
+        assert after.cached_tokens >= (len(prompt) - 1) // PAGE * PAGE - PAGE
+        assert gap(before, after) <= 1e-5
+    turns = [[*prompt, *output.token_ids, 5, 6, 7] for prompt, output in zip(prompts, warm, strict=True)]
+    following = model.check(llm.generate(turns, GREEDY))
+    assert all(output.cached_tokens > 0 for output in following)
+    llm.close()
+
+
+def test_every_cached_length(model: Model) -> None:
+    """Resume from every multiple of the page size: a prompt is cached up to there, and then asked for in full."""
+    llm = model.engine()
+    (prompt,) = prompts_of([45], seed=3)
+    (cold,) = model.check(llm.generate([prompt], GREEDY))
+    reached = set()
+    for length in range(PAGE, len(prompt) - PAGE, PAGE):
+        llm.loop.scheduler.flush_cache()
+        llm.generate([prompt[: length + PAGE + 1]], SamplingParams(max_new_tokens=1, temperature=0))
+        (warm,) = model.check(llm.generate([prompt], GREEDY))
+        reached.add(warm.cached_tokens)
+        assert warm.token_ids == cold.token_ids
+        assert gap(cold, warm) <= 1e-5
+    assert reached == set(range(PAGE, len(prompt) - PAGE, PAGE))
+    check_idle(llm)
+    llm.close()
+
+
+def test_little_memory_and_retraction(model: Model) -> None:
+    """Requests are retracted, or wait for slots, and start again from snapshots."""
+    llm = model.engine(num_pages=100, scheduler={"max_running": 5})
+    prompts = prompts_of([30, 31, 9, 22, 40, 17, 26], seed=4, shared=8)
+    allocator, has_pages = llm.loop.scheduler.ledger.allocator, bool(pools_of(engine_of(llm).pool))
+    if has_pages:
+        allocator.alloc(allocator.num_free - 35)  # the test keeps the others
+    for _ in range(2):
+        model.check(llm.generate(prompts, replace(GREEDY, max_new_tokens=50)))
+    assert llm.loop.stats().retractions > 0 or not has_pages
+    llm.close()
+
+
+def test_several_outputs_of_a_prompt(model: Model) -> None:
+    """Outputs of one prompt share its states by a snapshot, and then have their own."""
+    llm = model.engine()
+    params = SamplingParams(max_new_tokens=STEPS, temperature=0.8, n=4, seed=3, logprobs=0)
+    prompts = prompts_of([37, 6], seed=5)
+    outputs = llm.generate(prompts, params)
+    assert len({tuple(output.token_ids) for output in outputs}) > 2
+    for output in outputs:
+        expected = model.reference.logprobs([*output.prompt_ids, *output.token_ids])[len(output.prompt_ids) - 1 : -1]
+        right = expected[torch.arange(STEPS), torch.tensor(output.token_ids)]
+        assert (chosen(output) - right).abs().max() <= TOLERANCE
+    check_idle(llm)
+    llm.close()
+
+
+@pytest.mark.parametrize("drafter", ["ngram", "random"])
+def test_drafts_accepted_and_rejected(model: Model, drafter: str) -> None:
+    prompts = prompts_of([9, 33, 50, 4], seed=6)
+    prompts[1] = prompts[1][:11] * 3
+    llm = model.engine(speculative="ngram")
+    outputs = model.check(llm.generate(prompts, GREEDY))
+    if drafter == "ngram":  # drafts what it answered before
+        outputs = model.check(llm.generate(prompts, GREEDY))
+    else:
+        chains = TreeDrafter(chain=True)
+        chains.learn(outputs)
+        with drafting(llm, chains):
+            outputs = model.check(llm.generate(prompts, GREEDY))
+    counts = [(output.acceptance.drafted, output.acceptance.accepted) for output in outputs]
+    drafted, accepted = map(sum, zip(*counts, strict=True))
+    assert drafted >= accepted > 0
+    assert drafted > accepted or drafter == "ngram"
+    check_idle(llm)
+    llm.close()
