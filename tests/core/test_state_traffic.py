@@ -136,12 +136,13 @@ def converse(model: str, units: int, sessions: int = 128, turns: int = 6, lag: b
     ("model", "units", "least", "all_but"),
     [
         ("states", 8_000, 0.86, 0),
-        ("full", 28_000, 0.82, 60),
+        ("full", 24_000, 0.84, 30),
         pytest.param("window", 24_000, 0.86, 0, marks=pytest.mark.full),
     ],
 )
 def test_sessions_that_append_turns(model: str, units: int, least: float, all_but: int) -> None:
-    """In memory that does not hold all that 128 sessions have computed, turns resume near the end of the answer before."""
+    """In memory that does not hold all that 128 sessions have computed, turns resume near the end of the answer before. 0.865
+    is all that can be found."""
     rate, found, possible = converse(model, units, lag=True)
     assert rate >= least
     assert found >= possible - all_but

@@ -90,6 +90,35 @@ def test_a_leaf_that_no_request_can_resume_at_is_dropped():
     assert model.cache.total == (0, 0)
 
 
+def test_the_last_snapshot_of_a_text_is_needed_although_the_text_goes_on():
+    """A request ends some tokens after its last snapshot. The earlier ones are not needed while the last one is there; without
+    the last one, the pages after the one before go too."""
+    model = model_of(FULL, STATE)
+    add(model, 1, 0)
+    add(model, 1, 0, 0, 0)
+    model.insert(key(1, 0, 0, 0, 0, 0), model.fresh(6))
+    add(model, 2, 0)
+    add(model, 2, 1)
+    assert model.cache.evict_unneeded((0, 0)) == []
+    model.evict_unneeded((9, 9))
+    assert model.cache.total == (9, 3)
+    assert lengths(model, (1, 0, 0, 0, 0, 0), (2, 0), (2, 1)) == [4, 2, 2]
+    assert model.cache.evict_unneeded((9, 9)) == []
+    model.evict((0, 3))
+    assert model.cache.total == (0, 0)
+
+
+def test_pages_behind_windows_are_not_needed():
+    model = model_of(FULL, sliding(9))
+    add(model, *[0] * 12)
+    model.evict_unneeded((9, 4))
+    assert model.cache.total == (12, 8)
+    model.evict_unneeded((9, 9))
+    assert model.cache.total == (12, 2)
+    assert model.cache.evict_unneeded((9, 9)) == []
+    assert lengths(model, (0,) * 12) == [12]
+
+
 def test_what_saves_more_per_byte_stays_longer():
     model = model_of(FULL, STATE)
     add(model, 1, *[0] * 20)

@@ -269,6 +269,12 @@ class PrefixCache(ABC):
         of prefixes first, so that no page is left without those before it. Called when too few pages are free.
         """
 
+    def evict_unneeded(self, most: Sequence[int]) -> list[IntArray]:
+        """Drop unlocked pages or snapshots that no likely match needs, about ``most[group]`` of each group, and return them as
+        ``evict`` does; they are worth less than anything that ``evict`` would drop of other groups. An empty list means that
+        there is nothing of the kind. Called before ``evict`` where cache groups share one memory."""
+        return []
+
     @abstractmethod
     def reset(self) -> list[IntArray]:
         """Drop everything that is not locked. Return the pages or snapshots of each group, as ``evict`` does. Called

@@ -57,6 +57,10 @@ class PageLedger:
         self.tokens_ahead = tokens_ahead
         self.states: StateLedger | None = None
         self.paged = list(range(len(table.pages)))  # the numbers of the groups that have a row in the table
+        self._slab_sizes: list[int] = []  # pages or slots in a slab of each group that can lose single ones
+        if isinstance(allocator, ArenaAllocator) and not all(group.dense for group in groups):
+            sizes = zip(groups, allocator.layout.pages, strict=True)
+            self._slab_sizes = [0 if group.dense else size for group, size in sizes]
         if len(paged) < len(groups):
             assert isinstance(allocator, ArenaAllocator), "slots of states come from an arena"
             self.paged = [at for at, group in enumerate(groups) if group.paged]
@@ -125,9 +129,19 @@ class PageLedger:
     def _make_free(self, count: int, slots: int) -> None:
         """Evict until ``count`` pages of each group and ``slots`` slots of each state group are free. There must be enough."""
         assert isinstance(self.allocator, ArenaAllocator)
-        short = self.allocator.shortage(count, self.cache.evictable, slots)
-        if any(short):
-            self.allocator.free(self.cache.evict(short))
+        while any(short := self.allocator.shortage(count, self.cache.evictable, slots)):
+            if not self._drop_unneeded():
+                self.allocator.free(self.cache.evict(short))
+
+    def _drop_unneeded(self) -> bool:
+        """Drop about a slab of what the cache holds in groups of other kinds than full and latent and no likely match needs:
+        memory is better used by any other group. Return False if there is nothing of the kind."""
+        if not self._slab_sizes:
+            return False
+        freed = self.cache.evict_unneeded(self._slab_sizes)
+        if freed:
+            self.allocator.free(freed)
+        return bool(freed)
 
     def reserve(self, req: Req, length: int) -> bool:
         """Extend the request's row to hold ``length`` tokens, evicting cached prefixes if necessary. Return False if
@@ -195,6 +209,8 @@ class PageLedger:
     def _take(self, count: int) -> IntArray | None:
         """Return pages ``[groups, count]``, evicting cached prefixes if necessary, or None if there are not enough."""
         pages = self.allocator.alloc(count)
+        while pages is None and self._drop_unneeded():
+            pages = self.allocator.alloc(count)
         if pages is None:
             if not self.ensure_available(count):
                 return None

@@ -78,6 +78,10 @@ class LookaheadCache(PrefixCache):
         """See ``PrefixCache``."""
         return self._cache.evict(short)
 
+    def evict_unneeded(self, most: Sequence[int]) -> list[IntArray]:
+        """See ``PrefixCache``."""
+        return self._cache.evict_unneeded(most)
+
     def reset(self) -> list[IntArray]:
         """See ``PrefixCache``."""
         return self._cache.reset()

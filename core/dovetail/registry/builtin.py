@@ -42,7 +42,7 @@ CACHE = KindDescriptor(
     ComponentKind.CACHE,
     "prefix caches",
     "dovetail.interfaces.cache:PrefixCache",
-    api=(2, 0),  # groups of all kinds: GroupDescriptor, holes, snapshots, evict and counters per group
+    api=(2, 1),  # 2.0: groups of all kinds; 2.1: evict_unneeded
     section=kinds.CACHE,
     namespaces=("cache",),
     rules=f"{_RULES}:cache",

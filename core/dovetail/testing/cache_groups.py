@@ -131,13 +131,17 @@ class GroupedCacheMachine(RuleBasedStateMachine):
     @precondition(lambda self: any(self.model.held))
     @rule(data=st.data(), everything=st.integers(0, 15))
     def evict(self, data: st.DataObject, everything: int) -> None:
-        """Evict a few pages or snapshots of each group, often of one group only, and rarely all that is not
-        protected."""
+        """Evict a few pages or snapshots of each group, often of one group only, rarely only what is not needed, and rarely
+        all that is not protected."""
         if everything == 15:
             self.model.reset()
             return
         counts, count = st.sampled_from([0, 0, 1, 2]), len(self.model.groups)
-        self.model.evict(data.draw(st.lists(counts, min_size=count, max_size=count)))
+        most = data.draw(st.lists(counts, min_size=count, max_size=count))
+        if everything == 14:
+            self.model.evict_unneeded(most)
+        else:
+            self.model.evict(most)
 
     @invariant()
     def counters_are_right(self) -> None:

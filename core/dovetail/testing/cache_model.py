@@ -130,6 +130,13 @@ class CacheModel:
             assert len(pages) >= min(count, most), "less was evicted than evictable states"
         self._drop(freed)
 
+    def evict_unneeded(self, most: Sequence[int]) -> None:
+        """Assert that what is dropped is not protected, and that nothing is shown by an empty list."""
+        freed = self.cache.evict_unneeded(most)
+        assert freed == [] or any(map(len, freed)), "arrays were returned and nothing was dropped"
+        if freed:
+            self._drop(freed)
+
     def reset(self) -> None:
         """Assert that everything that is not protected is dropped."""
         self._drop(self.cache.reset())

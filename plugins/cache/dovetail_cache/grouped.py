@@ -168,8 +168,23 @@ class GroupedRadixTree(RadixTree):
                 assert node is not None, "there is something to evict and no node that has it"
                 freed.add(part.number, part.take(node, missing))
                 part.queue.push(node)
+                for child in list(node.children.values()):
+                    self._drop_dead(child, freed)  # no request can resume there without what was dropped
                 self._drop_dead(node, freed)
         return freed.result()
+
+    def evict_unneeded(self, most: Sequence[int]) -> list[IntArray]:
+        """Drop pages behind the windows of leaves and forks, and snapshots between them; see ``PrefixCache``."""
+        freed = Freed(self._num_all)
+        for part in self._parts:
+            while (count := most[part.number] - freed.counts[part.number]) > 0:
+                taken = part.take_unneeded(count)
+                if taken is None:
+                    break
+                node, dropped = taken
+                freed.add(part.number, dropped)
+                self._drop_dead(node, freed)
+        return freed.result() if any(freed.counts) else []
 
     def shared_prefixes(self, handles: Sequence[Handle]) -> list[tuple[list[int], int]]:
         """Return no groups: the rows of a group would need the same holes."""

@@ -134,6 +134,16 @@ class Part(ABC):
         """Return 0 if a node has something that no likely match needs, 1 if all of it is needed, and None if nothing can
         be evicted."""
 
+    def take_unneeded(self, count: int) -> tuple[Node, IntArray] | None:
+        """Drop something that no likely match needs: up to ``count`` pages, or a snapshot. Return it and its node; None if there
+        is nothing of the kind."""
+        node = self.queue.pop()
+        if node is None:
+            return None
+        dropped = self.take(node, count) if self._tier(node) == 0 else None
+        self.queue.push(node)
+        return None if dropped is None else (node, dropped)
+
     def requeue(self, node: Node) -> None:
         """Correct the queue after the number of children of ``node`` has changed."""
         if node.parent is not None:
@@ -273,6 +283,7 @@ class StatePart(Part):
             self.total += 1
             self.locked += parts.state_locks[self.row] > 0
             self.queue.push(node)
+            self.requeue(node)
 
     def present(self, path: Sequence[Node], pages: IntArray) -> NDArray[np.bool_]:
         present = np.zeros(pages.shape[1] + 1, np.bool_)
@@ -321,7 +332,25 @@ class StatePart(Part):
     def _tier(self, node: Node) -> float | None:
         if not node.parts.states[self.row] or node.parts.state_locks[self.row]:
             return None
-        return 0.0 if len(node.children) == 1 else 1.0
+        return 0.0 if self._has_later(node) else 1.0
+
+    def requeue(self, node: Node) -> None:
+        """Correct the queue: there may be a later snapshot now for the one before ``node``."""
+        step: Node | None = node
+        while step is not None and step.parent is not None:
+            if step.parts.states[self.row]:
+                self.queue.push(step)
+                if step is not node:
+                    break
+            step = step.parent
+
+    def _has_later(self, node: Node) -> bool:
+        """Return True if there is another snapshot between the one of ``node`` and the next leaf or fork."""
+        while len(node.children) == 1:
+            (node,) = node.children.values()
+            if node.parts.states[self.row]:
+                return True
+        return False
 
     def _drop(self, node: Node) -> IntArray:
         snapshot, node.parts.states[self.row] = node.parts.states[self.row], 0
