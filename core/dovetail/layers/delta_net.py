@@ -15,17 +15,13 @@ from dovetail.interfaces.mixer_shapes import DELTA_NEEDS, DeltaGates, DeltaShape
 from dovetail.interfaces.model import TensorShare, WeightTarget
 from dovetail.layers.base import parameter
 from dovetail.layers.linear import ColumnLinear, row_linear
-from dovetail.layers.states import StateLayer, StateShape, StepStates
+from dovetail.layers.states import StateMixer, StateShape, StateTargets, StepStates
 from dovetail.layers.transforms import PartsTogether, Reshape
 from dovetail.ops.gated_norm import gated_rms_norm
 
 if TYPE_CHECKING:
     from dovetail.interfaces.mesh import Mesh
     from dovetail.interfaces.mixer import MixerBackend
-    from dovetail.ops.parts import Addend
-
-Targets = Iterator[tuple[str, WeightTarget | list[WeightTarget]]]
-"""Yield names in a checkpoint and the targets of their tensors."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,8 +36,8 @@ class DeltaNetShape:
     by_head: bool = True
 
 
-class GatedDeltaNet(StateLayer):
-    """Project the input to queries, keys, values, gates of the outputs (``qkvz``), and what strengths and decays are
+class GatedDeltaNet(StateMixer):
+    """Project the input to queries, keys, values, gates of the outputs (``project``), and what strengths and decays are
     computed from (``ba``); convolve queries, keys and values; compute the gated delta rule; normalise each head of its
     outputs, gate it, and project back.
 
@@ -50,6 +46,7 @@ class GatedDeltaNet(StateLayer):
     """
 
     needs = DELTA_NEEDS
+    reads_once = False
 
     def __init__(self, shape: DeltaNetShape, state_id: int, mesh: Mesh) -> None:
         super().__init__()
@@ -62,7 +59,7 @@ class GatedDeltaNet(StateLayer):
         keys, values = heads.key_heads * heads.key_dim, heads.value_heads * heads.value_dim
         parts = {"q": keys, "k": keys, "v": values, "z": values}
         unit = {"q": heads.key_dim, "k": heads.key_dim, "v": group * heads.value_dim, "z": group * heads.value_dim}
-        self.qkvz = ColumnLinear(shape.hidden_size, parts, mesh, unit=unit)
+        self.project = ColumnLinear(shape.hidden_size, parts, mesh, unit=unit)
         self.ba = ColumnLinear(shape.hidden_size, dict.fromkeys("ba", heads.value_heads), mesh, unit=group)
         self.ba.precise = True  # few rows, whose error grows with the recurrence
         self.conv_weight = parameter(self.local.width, shape.conv_width)
@@ -87,22 +84,12 @@ class GatedDeltaNet(StateLayer):
         conv = StateShape((self.local.width, self.shape.conv_width - 1))
         return conv, StateShape(self.local.state, "float32")
 
-    def forward(self, x: torch.Tensor, states: StepStates, rows: torch.Tensor | None = None) -> torch.Tensor:
-        """Map ``x [tokens, hidden_size]`` to the same shape. Writes the states of the step. With ``rows`` (int64), only the
-        results of these tokens are returned."""
-        return self.out.forward(self._mix(x, states, rows))
-
-    def parts_forward(self, x: torch.Tensor, states: StepStates, rows: torch.Tensor | None = None) -> Addend:
-        """Compute ``forward``, but leave it to ``RMSNorm.add_forward`` to add up parts (see
-        ``Linear.parts_forward``)."""
-        return self.out.parts_forward(self._mix(x, states, rows))
-
-    def _mix(self, x: torch.Tensor, states: StepStates, rows: torch.Tensor | None) -> torch.Tensor:
-        """Return the gated outputs, which are the input of the output projection."""
+    def mix(self, x: torch.Tensor, states: StepStates, rows: torch.Tensor | None) -> torch.Tensor:
+        """See ``StateMixer``."""
         if not self.prepared:
             self.prepare()
         local, weight, rate, bias = self.local, self.conv_weight, self._rate, self.dt_bias
-        mixed, z = self.qkvz.forward(x).split((local.width, local.value_heads * local.value_dim), 1)
+        mixed, z = self.project.forward(x).split((local.width, local.value_heads * local.value_dim), 1)
         b, a = self.ba.forward(x).split((local.value_heads, local.value_heads), 1)
         (conv, own), ops, inputs = states.memory[self.state_id], states.backend, mixed
         mixed = states.run(
@@ -141,9 +128,8 @@ class GatedDeltaNet(StateLayer):
         gates = DeltaGates(a, b, self._rate, self.dt_bias)
         ops.gated_delta_advance(mixed, gates, own, slots, starts, counts, self.local)
 
-    def targets(self, checkpoint_prefix: str, parameter_prefix: str) -> Targets:
-        """Yield the targets of the layer's tensors. Names in the checkpoint begin with ``checkpoint_prefix``, the
-        parameters of the model with ``parameter_prefix``."""
+    def targets(self, checkpoint_prefix: str, parameter_prefix: str) -> StateTargets:
+        """See ``StateMixer``."""
         yield from self._projection_targets(checkpoint_prefix, parameter_prefix)
         yield f"{checkpoint_prefix}.out_proj.weight", self.out.target(f"{parameter_prefix}.out.weight")
         yield f"{checkpoint_prefix}.norm.weight", WeightTarget(f"{parameter_prefix}.norm_weight")
@@ -152,8 +138,8 @@ class GatedDeltaNet(StateLayer):
             share = self._share(self.shape.heads.value_heads // self.shape.heads.key_heads)
             yield f"{checkpoint_prefix}.{theirs}", WeightTarget(f"{parameter_prefix}.{ours}", shares=share)
 
-    def _projection_targets(self, checkpoint_prefix: str, parameter_prefix: str) -> Targets:
-        qkvz, ba, heads = f"{parameter_prefix}.qkvz.weight", f"{parameter_prefix}.ba.weight", self.shape.heads
+    def _projection_targets(self, checkpoint_prefix: str, parameter_prefix: str) -> StateTargets:
+        qkvz, ba, heads = f"{parameter_prefix}.project.weight", f"{parameter_prefix}.ba.weight", self.shape.heads
         group = heads.value_heads // heads.key_heads
         if self.shape.by_head:
             values = group * heads.value_dim
@@ -165,7 +151,7 @@ class GatedDeltaNet(StateLayer):
                 yield f"{checkpoint_prefix}.{name}.weight", whole
             return
         yield f"{checkpoint_prefix}.in_proj_qkv.weight", list(self._conv_targets(qkvz, conv=False))
-        yield f"{checkpoint_prefix}.in_proj_z.weight", self.qkvz.target(qkvz, "z")
+        yield f"{checkpoint_prefix}.in_proj_z.weight", self.project.target(qkvz, "z")
         for part in "ba":
             yield f"{checkpoint_prefix}.in_proj_{part}.weight", self.ba.target(ba, part)
 

@@ -56,9 +56,12 @@ class MixerLayer(Layer):
         mixer: StateMixer | SelfAttention | LatentAttention,
         mlp: GatedMLP | Experts,
         group: int,
+        *,
+        plus_one: bool = False,
     ) -> None:
+        """With ``plus_one``, norms multiply by one plus their weight."""
         super().__init__()
-        self.norm, self.mlp_norm = RMSNorm(hidden_size, eps), RMSNorm(hidden_size, eps)
+        self.norm, self.mlp_norm = (RMSNorm(hidden_size, eps, plus_one=plus_one) for _ in range(2))
         self.mixer, self.mlp = mixer, mlp
         self._group = group
 
