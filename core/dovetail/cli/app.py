@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from dovetail.cli import ab, bench, chat, config, doctor, explain, generate, keys, plugins, serve
+from dovetail.cli import ab, bench, chat, config, doctor, explain, generate, keys, plugins, quantize, serve
 from dovetail.cli.engine_flags import EPILOG, EngineCommand
 
 
@@ -26,6 +26,7 @@ def build_app(arguments: Sequence[str]) -> typer.Typer:
     app.command("chat", cls=EngineCommand, epilog=EPILOG)(chat.chat)
     app.command("explain", cls=serve.ServeCommand)(explain.explain)
     app.command("doctor", cls=serve.ServeCommand)(doctor.doctor)
+    app.command("quantize")(quantize.quantize)
     app.command("ab", cls=EngineCommand, epilog=EPILOG)(ab.ab)
     app.add_typer(bench.app, name="bench")
     app.add_typer(config.app, name="config")

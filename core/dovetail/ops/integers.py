@@ -71,13 +71,16 @@ def dequantize(weight: Integers, dtype: torch.dtype) -> torch.Tensor:
     return result
 
 
-def quantize(weight: torch.Tensor, bits: int, group: int, *, symmetric: bool = True) -> Integers:
-    """Round a weight ``[out, in]`` to the nearest integers. A scale is the range of a group divided by ``2 ** bits - 1``;
-    ``symmetric`` ranges reach as far below zero as above it. Scales of groups with numbers that are infinite or NaN are NaN."""
+def quantize(
+    weight: torch.Tensor, bits: int, group: int, *, symmetric: bool = True, dtype: torch.dtype = torch.float32
+) -> Integers:
+    """Round a weight ``[out, in]`` to the nearest integers. A scale is the range of a group divided by ``2 ** bits - 1``, rounded
+    to ``dtype``; ``symmetric`` ranges reach as far below zero as above it. Scales of groups with numbers that are infinite or NaN are NaN."""
     most, middle = (1 << bits) - 1, 1 << bits - 1
     groups = weight.float().unflatten(1, (-1, group))
     low, high = groups.amin(2).clamp(max=0), groups.amax(2).clamp(min=0)
     scales = torch.maximum(-low, high) * 2 / most if symmetric else (high - low) / most
+    scales = scales.to(dtype).float()
     scales = torch.where(scales == 0, 1.0, scales)
     scales = torch.where(scales.isfinite(), scales, torch.nan)
     zeros = torch.full_like(scales, middle) if symmetric else (-low / scales).round().clamp(0, most)

@@ -1,0 +1,1 @@
+"""Write quantized copies of checkpoints, for ``dovetail quantize``."""
