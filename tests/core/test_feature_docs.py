@@ -67,6 +67,8 @@ def test_a_cell_names_every_reason_of_the_refusal(registry: Registry, tmp_path: 
         ("LlamaForCausalLM", {"speculative": "ngram"}, "speculative is not none"),
         ("LlamaForCausalLM", {"cache": "none"}, f"cache 'none' does not offer {Feature.CACHE_SHARED_PREFIXES}"),
         ("MistralForCausalLM", {}, "layers of the model have a sliding window"),
+        ("KimiLinearForCausalLM", {}, "the model has 2 cache groups"),
+        ("Mamba2ForCausalLM", {}, "layers of the model keep states instead of the past"),
     ],
 )
 def test_why_shared_prefixes_are_not_read_once(

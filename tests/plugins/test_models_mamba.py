@@ -17,6 +17,7 @@ from dovetail.registry.specs import ComponentKind
 from dovetail.registry.targets import load_attribute
 from dovetail.testing.installed import installed
 from hf_suite import HuggingFaceSuite, describe
+from moe_suite import MoeSuite
 
 COMMON = {
     "vocab_size": 97,
@@ -213,6 +214,39 @@ class TestNemotronH(StateSuite):
     }
 
 
+class TestNemotron3(MoeSuite):
+    """Compare Nemotron-H with experts."""
+
+    name = "nemotron_h"
+    model_type = "nemotron_h"
+    tolerance = StateSuite.tolerance
+    small: ClassVar[Mapping[str, Any]] = {
+        **TestNemotronH.small,
+        "n_routed_experts": 6,
+        "moe_intermediate_size": 20,
+        "moe_shared_expert_intermediate_size": 24,
+        "routed_scaling_factor": 1.5,
+    }
+    configs: ClassVar[Mapping[str, Any]] = {
+        "experts of fewer channels": {
+            "layers_block_type": ["linear_attention", "moe", "full_attention"],
+            "moe_latent_size": 16,
+        },
+    }
+
+
+@pytest.mark.full
+class TestNemotron3Variants(TestNemotron3):
+    configs: ClassVar[Mapping[str, Any]] = {
+        "experts last, biases": {
+            "layers_block_type": ["mlp", "full_attention", "moe"],
+            "n_routed_experts": 4,
+            "norm_topk_prob": False,
+            "mlp_bias": True,
+        },
+    }
+
+
 @pytest.mark.parametrize(
     ("name", "change", "message"),
     [
@@ -231,7 +265,10 @@ class TestNemotronH(StateSuite):
         ("jamba", {"num_experts": 4, "num_experts_per_tok": 5}, "num_experts_per_tok"),
         ("lfm2", {"full_attn_idxs": 1}, "full_attn_idxs"),
         ("lfm2", {"block_ffn_dim_multiplier": float("inf")}, "block_ffn_dim_multiplier"),
-        ("nemotron_h", {"hybrid_override_pattern": "M*E"}, "experts"),
+        ("nemotron_h", {"hybrid_override_pattern": "M*E", "mlp_hidden_act": "silu"}, "mlp_hidden_act is 'silu'"),
+        ("nemotron_h", {"hybrid_override_pattern": "M*E", "n_shared_experts": 2}, "n_shared_experts is 2"),
+        ("nemotron_h", {"hybrid_override_pattern": "M*E", "mlp_bias": True, "moe_latent_size": 8}, "mlp_bias is True"),
+        ("nemotron_h", {"hybrid_override_pattern": "M*E", "num_experts_per_tok": 9}, "9 of 8 experts"),
         ("nemotron_h", {"hybrid_override_pattern": "M*?"}, "hybrid_override_pattern"),
         ("nemotron_h", {"mlp_hidden_act": "tanh"}, "mlp_hidden_act"),
         ("nemotron_h", {"tie_word_embeddings": True}, "tie_word_embeddings"),

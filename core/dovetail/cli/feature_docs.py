@@ -74,7 +74,7 @@ MODELS: Mapping[str, Mapping[str, Any]] = {
         "num_nextn_predict_layers": 1,
     },
     "Qwen3NextForCausalLM": {**_SMALL, **_EXPERTS, "num_experts": 8, "shared_expert_intermediate_size": 256},
-    "KimiLinearForCausalLM": {**_SMALL, **_EXPERTS, "num_key_value_heads": 8, "num_experts": 8},
+    "KimiLinearForCausalLM": {**_SMALL, **_EXPERTS, "num_hidden_layers": 6, "num_key_value_heads": 8, "num_experts": 8},
     "Mamba2ForCausalLM": {"dtype": "bfloat16", "vocab_size": 1024, "hidden_size": 512, "num_hidden_layers": 4}
     | {"num_heads": 16, "head_dim": 64, "n_groups": 8},
 }

@@ -88,7 +88,8 @@ class ExpertsShape:
     ``scaled_input`` the weight of an expert for a token multiplies the expert's input (Llama 4), otherwise its result.
     ``router_bias``: the logits of the router have a bias. If ``shared_size`` is not 0, every token also uses a shared
     expert, a ``GatedMLP`` with that number of intermediate values; with ``shared_gate`` its result is multiplied by the
-    sigmoid of a number that is computed from the token (Qwen2-MoE).
+    sigmoid of a number that is computed from the token (Qwen2-MoE). With ``ungated`` experts are ``down(relu(up(x)) ** 2)``,
+    without a gate and without biases (Nemotron 3).
     """
 
     hidden_size: int
@@ -100,6 +101,19 @@ class ExpertsShape:
     router_bias: bool = False
     shared_size: int = 0
     shared_gate: bool = False
+    ungated: bool = False
+
+    def __post_init__(self) -> None:
+        """Raise ``ConfigError`` for variants that contradict each other."""
+        if self.ungated and (self.bias or self.shared_size or self.activation != SILU):
+            raise ConfigError(
+                "experts without a gate have a bias, a shared expert of their layer, or another activation; allowed with them: none of these"
+            )
+
+    @property
+    def rows(self) -> int:
+        """Return the rows of ``ExpertWeights.gate_up`` of one expert, for each of its intermediate values."""
+        return 1 if self.ungated else 2
 
     @property
     def needs(self) -> frozenset[Feature]:
@@ -109,6 +123,7 @@ class ExpertsShape:
             Feature.EXPERTS_BIAS: self.bias,
             Feature.EXPERTS_SWIGLU: self.activation != SILU,
             Feature.EXPERTS_SCALED_INPUT: self.scaled_input,
+            Feature.EXPERTS_UNGATED: self.ungated,
         }
         return frozenset(feature for feature, needed in given.items() if needed)
 
@@ -148,7 +163,8 @@ class ExpertWeights:
     ``whole`` experts of all ranks, and ``size`` may be a rank's share of the
     intermediate values. ``gate_up_bias`` is ``[experts, 2 * size]`` and ``down_bias`` ``[experts, hidden]``, or None.
     With ``scaled_input`` the weight of an expert for a token multiplies its input, otherwise its result. Where activations are
-    quantized, those beyond ``input_bound`` count as it.
+    quantized, those beyond ``input_bound`` count as it. With ``ungated`` there is no gate: ``gate_up [experts, size, hidden]`` has
+    the rows of up, its biases are None, and the activation is ``relu(up) ** 2``.
     """
 
     gate_up: torch.Tensor
@@ -166,3 +182,4 @@ class ExpertWeights:
     input_bound: float | None = None
     gate_up_zero: torch.Tensor | None = None
     down_zero: torch.Tensor | None = None
+    ungated: bool = False

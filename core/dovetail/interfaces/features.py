@@ -173,6 +173,7 @@ class Feature(str):
     EXPERTS_BIAS = _feature("experts.bias", "adds the biases of gate, up and down")
     EXPERTS_SWIGLU = _feature("experts.swiglu", "computes every SwiGLU, with a factor, a limit and an offset")
     EXPERTS_SCALED_INPUT = _feature("experts.scaled_input", "multiplies the input of an expert by its weight")
+    EXPERTS_UNGATED = _feature("experts.ungated", "computes experts without a gate: down(relu(up(x)) ** 2)")
     EXPERTS_GRAPH = _feature("experts.graph", "forward and parts can be captured and replayed with other experts")
     EXPERTS_REHEARSAL = _feature(
         "experts.rehearsal",

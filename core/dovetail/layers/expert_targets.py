@@ -65,19 +65,20 @@ def expert_targets(
     layer: Experts, checkpoint_prefix: str, parameter_prefix: str, names: tuple[str, str, str] = GATE_UP_DOWN
 ) -> ExpertTargets:
     """Yield the targets of checkpoints with tensors of their own for each expert, such as
-    ``{checkpoint_prefix}.7.gate_proj.weight``. ``names`` are those of gate, up and down. ``parameter_prefix`` is the
-    name of ``layer`` in the model. The tensors of other ranks' experts have no targets."""
-    size, share = layer.shape.size, layer.share
+    ``{checkpoint_prefix}.7.gate_proj.weight``. ``names`` are those of gate, up and down; experts without a gate have no tensors
+    with the first. ``parameter_prefix`` is the name of ``layer`` in the model. The tensors of other ranks' experts have no
+    targets."""
+    size, share, rows = layer.shape.size, layer.share, layer.shape.rows
     for expert in range(layer.shape.routing.num_experts):
         local = expert - layer.held.start if expert in layer.held else None
-        for part, name in enumerate(names):
+        for part, name in enumerate(names[-rows - 1 :]):
             for field in ("weight", "bias") if layer.shape.bias else ("weight",):
                 suffix = "_bias" if field == "bias" else ""
                 if local is None:
                     target: WeightTarget | list[WeightTarget] = []
-                elif part < 2:
+                elif part < rows:
                     cut = _part(0, share, size)
-                    start = (2 * local + part) * len(share)
+                    start = (rows * local + part) * len(share)
                     target = WeightTarget(f"{parameter_prefix}.gate_up{suffix}", start, len(share), cut)
                 else:
                     cut = () if suffix else _part(1, share, size)

@@ -63,7 +63,8 @@ class Experts(Layer):
 
     The ranks of ``mesh.tp`` all have the same tokens, and add up what they compute. By ``mesh.experts`` every rank holds
     a share of the intermediate values of each expert (``tp``), or some of the experts, whole (``ep``). The parameters
-    are ``gate_up [experts * 2 * size, hidden]``, in which the rows of gate of an expert precede its rows of up, and
+    are ``gate_up [experts * 2 * size, hidden]``, in which the rows of gate of an expert precede its rows of up (``experts * size``
+    rows of up if ``shape.ungated``), and
     ``down [experts * hidden, size]``, with this rank's experts and share; and ``gate_up_bias`` and ``down_bias``, their
     rows' biases. If a quantization gives the layer a ``method``, the method's parameters take the place of ``gate_up``
     and ``down``. ``shared`` is the shared expert, which the ranks divide like every ``GatedMLP``, or None.
@@ -77,7 +78,7 @@ class Experts(Layer):
         self.held, self.share = divided(shape, mesh)
         count, size, hidden = len(self.held), len(self.share), shape.hidden_size
         self.router = Router(hidden, shape.routing, bias=shape.router_bias)
-        self.gate_up = deferrable_parameter(count * 2 * size, hidden)
+        self.gate_up = deferrable_parameter(count * shape.rows * size, hidden)
         self.down = deferrable_parameter(count * hidden, size)
         self.gate_up_bias = parameter(count * 2 * size) if shape.bias else None
         self.down_bias = parameter(count * hidden) if shape.bias else None
@@ -93,6 +94,10 @@ class Experts(Layer):
 
     def allocate(self, method: ExpertsMethod | None, device: torch.device, dtype: torch.dtype) -> None:
         """Allocate the parameters that were deferred: those of ``method``, or ``gate_up`` and ``down`` in ``dtype``."""
+        if method is not None and self.shape.ungated:
+            raise ConfigError(
+                "experts without a gate are quantized; implemented: experts with a gate. Set quantization: none"
+            )
         self.method, self._dtype = method, dtype
         if method is None:
             for name in ("gate_up", "down"):
@@ -124,6 +129,7 @@ class Experts(Layer):
             first=self.held.start,
             whole=shape.routing.num_experts,
             scaled_input=shape.scaled_input,
+            ungated=shape.ungated,
         )
         weights, backend = self._weights, self.backend
         self._product = GroupedProduct(weights, self._dtype) if backend is None else backend.product(weights)

@@ -103,3 +103,7 @@ class MLP(Layer):
         """Compute ``forward``, but leave it to ``add_forward`` of the next norm to add up parts (see
         ``Linear.parts_forward``)."""
         return self.down.parts_forward(self._activation(self.up.forward(x)))
+
+    def addend_forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return what this rank adds to ``forward`` (see ``Linear.addend_forward``). The caller may overwrite it."""
+        return self.down.addend_forward(self._activation(self.up.forward(x)))

@@ -124,7 +124,7 @@ def _on_host(x: torch.Tensor, routing: Routing, weights: ExpertWeights, shared: 
         rows = (rows * factors).to(x.dtype)
     held = None if weights.gate_up_bias is None and weights.down_bias is None else ids[pairs] - first
     gate_up = _products(rows, weights.gate_up, weights.gate_up_scale, weights.gate_up_bias, counts, held)
-    inner = _activated(gate_up, weights.activation)
+    inner = gate_up.relu_().square_() if weights.ungated else _activated(gate_up, weights.activation)
     found = _products(inner, weights.down, weights.down_scale, weights.down_bias, counts, held)
     found = found if found.dtype is torch.float64 else found.float()
     if not weights.scaled_input:

@@ -105,6 +105,12 @@ def quantization(situation: Situation) -> Iterator[Need | Reason]:
         why = "most of its weights are those of experts"
         needed_by = f"model {situation.model.architecture!r}"
         yield from situation.needs(Feature.QUANTIZATION_EXPERTS, needed_by, why)
+        if Feature.EXPERTS_UNGATED in situation.model.needs:
+            yield Reason(
+                "quantization.ungated",
+                f"{needed_by} has experts without a gate, whose weights must have 16 or 32 bits",
+                f"quantization is {show(chosen)!r}",
+            )
     if checkpoint is not None and chosen is None:
         method = checkpoint.get("quant_method", "an unnamed method")
         if method == GGUF:  # the loader dequantizes

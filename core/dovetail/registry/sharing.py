@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dovetail.interfaces.cache import CacheGroupKind
 from dovetail.interfaces.features import Feature
 from dovetail.registry.resolution import Resolved
 
@@ -10,7 +11,7 @@ def why_not_shared(resolved: Resolved) -> str | None:
     """Return why the scheduler does not order decode rows by the prefixes that they share, or None if it does.
 
     The config must enable it, the prefix cache report shared prefixes, and the attention backend read them once. Every layer
-    must read the whole past in one cache group. With a drafter, rows have several queries. With ``batch_invariant``, the
+    must read the whole past, in one cache group. With a drafter, rows have several queries. With ``batch_invariant``, the
     bits of a row must not depend on what other rows share.
     """
     config, model = resolved.config, resolved.model_info
@@ -26,5 +27,8 @@ def why_not_shared(resolved: Resolved) -> str | None:
         not in attention.offers,
         "layers of the model have a sliding window": windows,
         f"the model has {len(model.cache_groups)} cache groups": len(model.cache_groups) != 1,
+        "layers of the model keep states instead of the past": any(
+            group.kind is CacheGroupKind.STATE for group in model.cache_groups
+        ),
     }
     return next((reason for reason, holds in missing.items() if holds), None)

@@ -28,6 +28,7 @@ VARIANTS: dict[str, tuple[dict[str, Any], tuple[Feature, ...]]] = {
     "biases": ({"bias": True}, (BIAS,)),
     "clamped": ({"activation": CLAMPED}, (SWIGLU,)),
     "scaled inputs": ({"scaled_input": True}, (SCALED,)),
+    "without a gate": ({"ungated": True}, (Feature.EXPERTS_UNGATED,)),
     "biases and clamped": ({"bias": True, "activation": CLAMPED}, (BIAS, SWIGLU)),
 }
 """The variants of a layer, by name: fields of ``ExpertsCase``, and the features that they need."""

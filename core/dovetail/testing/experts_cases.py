@@ -36,6 +36,7 @@ class ExpertsCase:
     activation: SwiGLU = SILU
     bias: bool = False
     scaled_input: bool = False
+    ungated: bool = False
     shared: bool = False
     first: int = 0
     held: int = 8
@@ -53,11 +54,11 @@ class ExpertsStep:
         self._generator = torch.Generator().manual_seed(case.seed)
         count, hidden, size = case.held, case.hidden, case.size
         biases = (self._random(count, 2 * size), self._random(count, hidden)) if case.bias else (None, None)
-        gate_up = self._random(count, 2 * size, hidden) * hidden**-0.5
+        gate_up = self._random(count, size if case.ungated else 2 * size, hidden) * hidden**-0.5
         down = self._random(count, hidden, size) * size**-0.5
         plain = ExpertWeights(
             gate_up, down, case.activation, *biases,
-            first=case.first, whole=case.experts, scaled_input=case.scaled_input,
+            first=case.first, whole=case.experts, scaled_input=case.scaled_input, ungated=case.ungated,
         )  # fmt: skip
         self.weights = plain if case.format == "plain" else self._quantized(plain)
         self.x = self._random(case.tokens, hidden)
@@ -166,10 +167,13 @@ class ExpertsStep:
         gate_up = exact[0][expert] @ x
         if weights.gate_up_bias is not None:
             gate_up += weights.gate_up_bias[expert].cpu().double()
-        gate, up = gate_up.chunk(2)
-        if activation.limit is not None:
-            gate, up = gate.clamp(max=activation.limit), up.clamp(-activation.limit, activation.limit)
-        inner = gate / (1 + torch.exp(-activation.alpha * gate)) * (up + activation.offset)
+        if weights.ungated:
+            inner = gate_up.clamp(min=0) ** 2
+        else:
+            gate, up = gate_up.chunk(2)
+            if activation.limit is not None:
+                gate, up = gate.clamp(max=activation.limit), up.clamp(-activation.limit, activation.limit)
+            inner = gate / (1 + torch.exp(-activation.alpha * gate)) * (up + activation.offset)
         result = exact[1][expert] @ inner
         return result if weights.down_bias is None else result + weights.down_bias[expert].cpu().double()
 

@@ -20,6 +20,7 @@ EVERY_LAYER = frozenset(
         Feature.EXPERTS_BIAS,
         Feature.EXPERTS_SWIGLU,
         Feature.EXPERTS_SCALED_INPUT,
+        Feature.EXPERTS_UNGATED,
     }
 )
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from dovetail.layers.rotary import Rotation
     from dovetail.ops.parts import Addend
     from dovetail.types import Batch
+    from dovetail_models.decoder import Targets
 
 
 def mixer_shape(info: ModelInfo, **variants: Any) -> Mamba2Shape:
@@ -97,10 +98,25 @@ class MixerLayer(Layer):
         return self.mlp.parts_forward(x), stream
 
 
-class OnePartLayer(Layer):
-    """Compute a norm and one of: a mixer, attention, an MLP without a gate. ``group`` is the cache group of states."""
+class AddsParts(Protocol):
+    """Compute a layer whose results the next norm adds up."""
 
-    def __init__(self, hidden_size: int, eps: float, mixer: StateMixer | SelfAttention | MLP, group: int) -> None:
+    def parts_forward(self, x: torch.Tensor) -> Addend:
+        """Map ``x [tokens, hidden_size]`` to the same shape. See ``Linear.parts_forward``."""
+        ...
+
+    def targets(self, checkpoint_prefix: str, parameter_prefix: str) -> Targets:
+        """Yield the targets of the layer's tensors."""
+        ...
+
+
+class OnePartLayer(Layer):
+    """Compute a norm and one of: a mixer, attention, an MLP without a gate, another feed-forward layer. ``group`` is the cache group of
+    states."""
+
+    def __init__(
+        self, hidden_size: int, eps: float, mixer: StateMixer | SelfAttention | MLP | AddsParts, group: int
+    ) -> None:
         super().__init__()
         self.norm, self.mixer = RMSNorm(hidden_size, eps), mixer
         self._group = group
@@ -109,7 +125,7 @@ class OnePartLayer(Layer):
         """See ``Layer.connect``."""
         if isinstance(self.mixer, StateMixer):
             quantize_output(self.norm, self.mixer.project)
-        else:
+        elif isinstance(self.mixer, MLP | SelfAttention):
             quantize_output(self.norm, self.mixer.up if isinstance(self.mixer, MLP) else self.mixer.qkv)
 
     def enter(self, x: Addend, residual: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:

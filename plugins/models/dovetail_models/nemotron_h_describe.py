@@ -8,6 +8,7 @@ from typing import Any
 
 from dovetail.errors import ConfigError
 from dovetail.interfaces.cache import CacheGroup
+from dovetail.interfaces.expert_shapes import ExpertsShape, RoutingRule
 from dovetail.interfaces.mixer_shapes import SSD_NEEDS
 from dovetail.interfaces.model import ModelInfo
 from dovetail_models.dense_describe import DenseConfig
@@ -26,19 +27,25 @@ _OF_EXPERTS = frozenset({"n_routed_experts", "n_shared_experts", "n_group", "top
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NemotronHSizes(DenseConfig):
     """Hold what ``NemotronHModel`` needs in addition to ``DenseConfig``. ``kinds`` says of each layer whether it is
-    ``mamba``, ``attention`` or ``mlp``."""
+    ``mamba``, ``attention``, ``mlp`` or ``moe``. ``experts`` are those of layers of kind ``moe``, or None. If their
+    ``hidden_size`` is not that of the model, projections around them lead to that size and back. ``shared_size`` is the
+    intermediate size of the MLP beside them. With ``further``, the checkpoint has layers that predict further tokens, which
+    nothing reads."""
 
     mixer: Mamba2Sizes
     kinds: tuple[str, ...]
     activation: str
+    experts: ExpertsShape | None = None
+    shared_size: int = 0
+    further: bool = False
 
 
 def describe_nemotron_h(config: dict[str, Any]) -> ModelInfo:
-    """Describe a checkpoint of Nemotron-H without experts. Raises ``ConfigError``."""
+    """Describe a checkpoint of Nemotron-H or Nemotron 3. Raises ``ConfigError``."""
     kinds = _read_kinds(config)
     more = {"use_bias", "mlp_bias", "routed_scaling_factor", "num_local_experts", "layer_types"}
     refuse_unread(config, {*more, *_OF_EXPERTS}, ARCHITECTURE)
-    neutral = {"mamba_hidden_act": "silu", "num_nextn_predict_layers": 0, "tie_word_embeddings": False}
+    neutral = {"mamba_hidden_act": "silu", "tie_word_embeddings": False}
     refuse_other(config, neutral, ARCHITECTURE)
     config = {**config, "num_hidden_layers": len(kinds)}
     sizes = read_heads(config, default_kv_heads=8, default_head_dim=128)
@@ -65,8 +72,13 @@ def describe_nemotron_h(config: dict[str, Any]) -> ModelInfo:
         mixer=mixer,
         kinds=kinds,
         activation=read_activation(config, "mlp_hidden_act", "relu2"),
+        further=read_int(config, "num_nextn_predict_layers", 0, minimum=0) > 0,
     )
+    if "moe" in kinds:
+        shared = read_int(config, "moe_shared_expert_intermediate_size", 7688)
+        own = replace(own, experts=_read_experts(config), shared_size=shared)
     info = make_info(config, ARCHITECTURE, sizes, read_int(config, "max_position_embeddings", 4096), own)
+    info = _with_experts(info, own)
     attends, mixes = kinds.count("attention"), kinds.count("mamba")
     groups_of_pages = (replace(info.cache_groups[0], num_layers=attends),) if attends else ()
     return replace(
@@ -84,10 +96,43 @@ def _read_kinds(config: Mapping[str, Any]) -> tuple[str, ...]:
     given, known = config.get(key), _KINDS if key == "layers_block_type" else _LETTERS
     if not isinstance(given, list | str) or not given or not set(map(str, given)) <= set(known):
         raise ConfigError(f"config.json: {key} is {given!r}; needed: one of {', '.join(known)} for each layer")
-    kinds = tuple(known[name] for name in given)
-    if "moe" in kinds:
-        raise ConfigError(
-            f"config.json: {key} has layers of experts, which have no gate in {ARCHITECTURE}; implemented: layers of mixers, "
-            "attention and MLPs"
-        )
-    return kinds
+    return tuple(known[name] for name in given)
+
+
+def _read_experts(config: Mapping[str, Any]) -> ExpertsShape:
+    """Return the experts of layers that have them. Raises ``ConfigError``."""
+    refuse_other(config, {"mlp_hidden_act": "relu2", "n_shared_experts": 1}, f"{ARCHITECTURE} with experts")
+    latent = config.get("moe_latent_size")
+    if latent is not None and read_flag(config, "mlp_bias"):
+        raise ConfigError("config.json: mlp_bias is True and moe_latent_size is set; allowed: one of them")
+    count = "n_routed_experts" if config.get("n_routed_experts") is not None else "num_local_experts"
+    rule = RoutingRule(
+        read_int(config, count, 8),
+        read_int(config, "num_experts_per_tok", 2),
+        scoring="sigmoid",
+        renormalize=read_flag(config, "norm_topk_prob", default=True),
+        scale=read_float(config, "routed_scaling_factor", 1.0),
+        corrected=True,
+        groups=read_int(config, "n_group", 1),
+        groups_kept=read_int(config, "topk_group", 1),
+        float32=True,
+    )
+    hidden = read_int(config, "hidden_size" if latent is None else "moe_latent_size")
+    return ExpertsShape(hidden, read_int(config, "moe_intermediate_size", 7688), rule, ungated=True)
+
+
+def _with_experts(info: ModelInfo, own: NemotronHSizes) -> ModelInfo:
+    """Return ``info`` with what ranks divide: the intermediate values of MLPs, those of experts or the experts."""
+    split = info.split_sizes if "mlp" in own.kinds else ()
+    if own.experts is None:
+        return replace(info, split_sizes=split)
+    numbers = (
+        ("the number of experts", own.experts.routing.num_experts),
+        ("the size of an expert", own.experts.size),
+    )
+    return replace(
+        info,
+        needs=info.needs | own.experts.needs,
+        expert_sizes=numbers,
+        split_sizes=(*split, ("the size of the shared expert", own.shared_size)),
+    )

@@ -434,7 +434,7 @@ MODELS = (
         "nemotron_h:NemotronHModel",
         "nemotron_h_describe",
         "NemotronHConfig",
-        "Nemotron-H without experts: layers of a Mamba-2 mixer, of attention or of an MLP.",
+        "Nemotron-H and Nemotron 3: layers of a Mamba-2 mixer, of attention, of an MLP or of experts.",
     ),
 )
 """Hold the specs of all models of this package."""

@@ -33,6 +33,12 @@ def activate(gate, up, alpha, limit, offset, LIMITED: tl.constexpr):
 
 
 @triton.jit
+def square_of_positive(x):
+    x = tl.maximum(x, 0.0)
+    return x * x
+
+
+@triton.jit
 def pairs_of_block(order, blocks, block, BLOCK_M: tl.constexpr):
     """Return the expert of a block, and of each of its pairs the place in the order by expert, the index, and whether it
     exists. See ``routing.sort_by_expert``."""
@@ -71,7 +77,7 @@ def _multiply(left, right, total, NARROW_ROWS: tl.constexpr):
 @triton.jit(do_not_specialize=["tiles"])
 def _gate_up(
     x, w, bias, out, factors, order, blocks, used, tiles, hidden, size, alpha, limit, offset,
-    TOP_K: tl.constexpr, SCALED: tl.constexpr, BIAS: tl.constexpr, LIMITED: tl.constexpr,
+    TOP_K: tl.constexpr, SCALED: tl.constexpr, BIAS: tl.constexpr, LIMITED: tl.constexpr, UNGATED: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EVEN: tl.constexpr, PDL: tl.constexpr,
 ) -> None:  # fmt: skip
     tile, block = tl.program_id(0) % tiles, tl.program_id(0) // tiles
@@ -85,7 +91,8 @@ def _gate_up(
     inside = column < size
     at = tl.arange(0, BLOCK_K)
     rows = x + (pair // TOP_K).to(tl.int64)[:, None] * hidden + at[None, :]
-    gates = w + (expert * 2 * size + tl.minimum(column, size - 1))[:, None] * hidden + at[None, :]
+    per_expert = size if UNGATED else 2 * size
+    gates = w + (expert * per_expert + tl.minimum(column, size - 1))[:, None] * hidden + at[None, :]
     narrow: tl.constexpr = BLOCK_M <= NARROW
     high: tl.constexpr = BLOCK_N if narrow else BLOCK_M
     wide: tl.constexpr = BLOCK_M if narrow else BLOCK_N
@@ -94,18 +101,24 @@ def _gate_up(
         if EVEN:
             left = tl.load(rows + start, present[:, None], 0.0)
             right_gate = tl.load(gates + start)
-            right_up = tl.load(gates + start + size * hidden)
+            if not UNGATED:
+                right_up = tl.load(gates + start + size * hidden)
         else:
             more = (start + at < hidden)[None, :]
             left = tl.load(rows + start, present[:, None] & more, 0.0)
             right_gate = tl.load(gates + start, more, 0.0)
-            right_up = tl.load(gates + start + size * hidden, more, 0.0)
+            if not UNGATED:
+                right_up = tl.load(gates + start + size * hidden, more, 0.0)
         gate = _multiply(left, right_gate, gate, narrow)
-        up = _multiply(left, right_up, up, narrow)
+        if not UNGATED:
+            up = _multiply(left, right_up, up, narrow)
     if narrow:
         gate, up = tl.trans(gate), tl.trans(up)
     gate, up = scaled_and_biased(gate, up, factors, bias, expert, pair, column, present, inside, size, SCALED, BIAS)
-    result = activate(gate, up, alpha, limit, offset, LIMITED).to(out.dtype.element_ty)
+    if UNGATED:
+        result = square_of_positive(gate).to(out.dtype.element_ty)
+    else:
+        result = activate(gate, up, alpha, limit, offset, LIMITED).to(out.dtype.element_ty)
     tl.store(out + row.to(tl.int64)[:, None] * size + column[None, :], result, present[:, None] & inside[None, :])
 
 
@@ -177,7 +190,7 @@ def _add_up(
 @triton.jit(do_not_specialize=["first"])
 def _gate_up_one(
     x, w, bias, out, ids, factors, first, experts, hidden, size, alpha, limit, offset,
-    SCALED: tl.constexpr, BIAS: tl.constexpr, LIMITED: tl.constexpr,
+    SCALED: tl.constexpr, BIAS: tl.constexpr, LIMITED: tl.constexpr, UNGATED: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
 ) -> None:  # fmt: skip
     place = tl.program_id(1)
@@ -189,14 +202,16 @@ def _gate_up_one(
     expert = (tl.load(ids + place) - first).to(tl.int64)
     if (expert < 0) | (expert >= experts):
         return
-    source = w + (expert * 2 * size + tl.minimum(column, size - 1))[:, None] * hidden + at[None, :]
+    per_expert = size if UNGATED else 2 * size
+    source = w + (expert * per_expert + tl.minimum(column, size - 1))[:, None] * hidden + at[None, :]
     gates, ups = tl.zeros([BLOCK_N, BLOCK_K], tl.float32), tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
     for start in range(0, hidden, BLOCK_K):
         more = start + at < hidden
         factor = tl.load(x + start + at, more, 0.0).to(tl.float32)[None, :]
         gates += tl.load(source + start, more[None, :], 0.0, eviction_policy="evict_first").to(tl.float32) * factor
-        up_rows = tl.load(source + start + size * hidden, more[None, :], 0.0, eviction_policy="evict_first")
-        ups += up_rows.to(tl.float32) * factor
+        if not UNGATED:
+            up_rows = tl.load(source + start + size * hidden, more[None, :], 0.0, eviction_policy="evict_first")
+            ups += up_rows.to(tl.float32) * factor
     gate, up = tl.sum(gates, 1), tl.sum(ups, 1)
     if SCALED:
         weight = tl.load(factors + place)
@@ -205,7 +220,10 @@ def _gate_up_one(
         own = bias + expert * 2 * size + column
         gate += tl.load(own, column < size, 0.0).to(tl.float32)
         up += tl.load(own + size, column < size, 0.0).to(tl.float32)
-    result = activate(gate, up, alpha, limit, offset, LIMITED).to(out.dtype.element_ty)
+    if UNGATED:
+        result = square_of_positive(gate).to(out.dtype.element_ty)
+    else:
+        result = activate(gate, up, alpha, limit, offset, LIMITED).to(out.dtype.element_ty)
     tl.store(out + place * size + column, result, column < size)
 
 
@@ -296,7 +314,8 @@ def _launch_gate_up(
         x, weights.gate_up, weights.gate_up_bias, inner, routing.weights, *order[:3], programs, hidden, size,
         activation.alpha, activation.limit or 0.0, activation.offset,
         TOP_K=routing.ids.shape[1], SCALED=weights.scaled_input, BIAS=weights.gate_up_bias is not None,
-        LIMITED=activation.limit is not None, BLOCK_M=order.block_m, BLOCK_N=tile.block_n, BLOCK_K=tile.block_k,
+        LIMITED=activation.limit is not None, UNGATED=weights.ungated,
+        BLOCK_M=order.block_m, BLOCK_N=tile.block_n, BLOCK_K=tile.block_k,
         EVEN=hidden % tile.block_k == 0, num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
 
@@ -314,7 +333,7 @@ def one_token(
         x, weights.gate_up, weights.gate_up_bias, inner, *routing, weights.first, count, hidden, size,
         activation.alpha, activation.limit or 0.0, activation.offset,
         SCALED=weights.scaled_input, BIAS=weights.gate_up_bias is not None, LIMITED=activation.limit is not None,
-        BLOCK_N=gate_n, BLOCK_K=min(1024, triton.next_power_of_2(hidden)), num_warps=2,
+        UNGATED=weights.ungated, BLOCK_N=gate_n, BLOCK_K=min(1024, triton.next_power_of_2(hidden)), num_warps=2,
     )  # fmt: skip
     out = torch.empty(top_k, 1, hidden, dtype=torch.float32, device=x.device) if in_parts else torch.empty_like(x)
     launch(
