@@ -11,7 +11,7 @@ import pytest
 
 from dovetail.cli.explain import _grid
 from dovetail.errors import ConfigError, ResolutionError
-from dovetail.interfaces.cache import CacheGroup, CacheGroupKind
+from dovetail.interfaces.cache import CacheGroup
 from dovetail.interfaces.features import Feature
 from dovetail.interfaces.mixer_shapes import SSD_NEEDS, StateShape
 from dovetail.registry import ComponentKind, resolve
@@ -26,11 +26,6 @@ ATTENTION = frozenset(
 )
 
 
-@pytest.fixture(autouse=True)
-def all_groups(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("dovetail.registry.rules.ENGINE_GROUPS", frozenset(CacheGroupKind))
-
-
 def run(
     fakes: Any, *sets: str, backends: dict[str, frozenset[Feature]], machine: Machine = CPU, **model: Any
 ) -> Resolved:
@@ -40,6 +35,7 @@ def run(
     others = [spec for spec in fakes.basics() if spec.kind not in kinds]
     others.append(fakes.spec(ComponentKind.ATTENTION, "plain", offers=ATTENTION, api=(1, 4)))
     others.append(fakes.spec(ComponentKind.CACHE, "tree", offers=frozenset({Feature.CACHE_GROUPS}), api=(2, 0)))
+    others.append(fakes.spec(ComponentKind.DRAFTER, "chains", offers=frozenset({Feature.DRAFT_CHAIN})))
     for index, (name, offers) in enumerate(backends.items()):
         others.append(fakes.spec(ComponentKind.MIXER, name, offers=offers, priority=-index))
     registry = fakes.registry(fakes.model(**model), *others, basics=False)
@@ -81,3 +77,13 @@ def test_graphs_need_a_backend_that_can_be_captured(fakes: Any) -> None:
     assert run(fakes, "mixer=waits", backends=both, machine=H100).config.graphs.decode is False
     with pytest.raises(ResolutionError, match=r"graphs\.decode needs mixer\.graph"):
         run(fakes, "mixer=waits", "graphs.decode=true", backends=both, machine=H100)
+
+
+def test_drafts_need_a_backend_that_leaves_rejected_ones_out(fakes: Any) -> None:
+    both = {"plain": ALL - {Feature.MIXER_DRAFTS}, "drafts": ALL}
+    assert run(fakes, backends=both).mixer is not None
+    found = run(fakes, "speculative=chains", backends=both)
+    assert found.mixer is not None
+    assert found.mixer.name == "drafts"
+    with pytest.raises(ResolutionError, match=r"speculative 'chains' needs mixer\.drafts"):
+        run(fakes, "speculative=chains", "mixer=plain", backends=both)

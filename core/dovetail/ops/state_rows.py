@@ -6,8 +6,6 @@ from collections.abc import Iterator
 
 import torch
 
-from dovetail.interfaces.state_rows import StateRows as StateRows
-
 
 def accepted_tokens(
     slots: torch.Tensor, starts: torch.Tensor, counts: torch.Tensor
