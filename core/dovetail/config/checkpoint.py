@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from dovetail.config.pulled import pullable_models
 from dovetail.errors import ConfigError
 from dovetail.gguf.directory import checkpoints_in, gguf_directory, is_gguf_directory, piece_files
 
@@ -14,7 +15,7 @@ EMBEDDED = {"tiny": Path(__file__).parent.parent / "assets" / "tiny"}
 
 def locate(path: str, key: str = "model.path") -> Path:
     """Return the local directory of a model: an embedded name, a directory, a GGUF file, for which a directory is written
-    in the user's cache folder, or a hub name, which is downloaded once
+    in the user's cache folder, a model that was pulled, or a hub name, which is downloaded once
     if huggingface-hub is installed and a network exists. ``key`` is the setting that errors name. Raises
     ``ConfigError``."""
     if path in EMBEDDED:
@@ -24,12 +25,23 @@ def locate(path: str, key: str = "model.path") -> Path:
         return _of_directory(local, key)
     if local.is_file() and (local.suffix == ".gguf" or piece_files(local)):
         return gguf_directory(local)
-    if path.count("/") == 1 and not path.startswith((".", "/", "~")):
+    if path in pullable_models():
+        return _of_pulled(path, key)
+    if path.count("/") == 1 and not path.startswith((".", "/", "~")) and not path.endswith(".gguf"):
         return _download(path, key)
     raise ConfigError(
         f"{key} is {path!r}, which is not a directory; allowed: a directory in Hugging Face layout, a GGUF file, a hub name "
-        f"like 'org/name', or an embedded model ({', '.join(EMBEDDED)})"
+        f"like 'org/name', an embedded model ({', '.join(EMBEDDED)}), or one that `dovetail pull` "
+        f"takes ({', '.join(pullable_models())})"
     )
+
+
+def _of_pulled(name: str, key: str) -> Path:
+    """Return the directory that presents a pulled model. Raises ``ConfigError`` if it has not been pulled."""
+    file = pullable_models()[name].path
+    if not file.is_file():
+        raise ConfigError(f"{key} is {name!r}, which has not been pulled; run: dovetail pull {name}")
+    return gguf_directory(file)
 
 
 def _of_directory(directory: Path, key: str) -> Path:
@@ -71,7 +83,8 @@ def _download(name: str, key: str) -> Path:
         from huggingface_hub import snapshot_download  # pyright: ignore[reportMissingImports]
     except ImportError as error:
         raise ConfigError(
-            f"{key} is {name!r}, which is not a local directory, and hub names need huggingface-hub: pip install 'dovetail[hub]'"
+            f"{key} is {name!r}, which is not a local directory, and hub names need huggingface-hub: pip install 'dovetail[hub]'. "
+            f"Without a hub: {_without_hub()}"
         ) from error
     patterns = ["*.json", "*.safetensors", "tokenizer*", "*.jinja"]
     try:
@@ -79,5 +92,9 @@ def _download(name: str, key: str) -> Path:
     except Exception as error:
         raise ConfigError(
             f"{key} is {name!r}, which is not a local directory, and the hub did not deliver it; check the name and the "
-            f"network, or give a directory in Hugging Face layout: {error}"
+            f"network, or give a directory in Hugging Face layout, or a model that needs no hub ({_without_hub()}): {error}"
         ) from error
+
+
+def _without_hub() -> str:
+    return " or ".join(f"dovetail pull {name}" for name in pullable_models())

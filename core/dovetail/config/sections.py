@@ -42,7 +42,7 @@ class ModelSection(Section):
 
     path: str = Field(
         default="tiny",
-        description="`tiny` (the embedded model), a local directory in Hugging Face layout, a GGUF file, or a hub name.",
+        description="`tiny` (the embedded model), a local directory in Hugging Face layout, a GGUF file, a model of `dovetail pull`, or a hub name.",
     )
     arch: str = Field(
         default="auto",

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import re
 import shutil
 import tempfile
@@ -16,6 +15,7 @@ from typing import Any
 
 from dovetail.atomic_files import locked
 from dovetail.errors import ConfigError
+from dovetail.folders import cache_folder
 from dovetail.gguf.config import config_json
 from dovetail.gguf.mapping import block_types, mapped_tensors
 from dovetail.gguf.reader import SHARD, read_gguf, shard_files
@@ -88,12 +88,6 @@ def piece_files(file: Path) -> list[Path]:
             f"{file.parent} has the pieces {', '.join(numbers)} of {own['start']}; download those that are missing"
         )
     return [one for _, one in pieces]
-
-
-def cache_folder() -> Path:
-    """Return ``dovetail`` in the user's cache folder: ``$XDG_CACHE_HOME``, else ``~/.cache``. It may not exist."""
-    base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "dovetail"
 
 
 def join_pieces(pieces: list[Path], file: Path) -> None:

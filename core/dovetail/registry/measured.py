@@ -20,10 +20,10 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from dovetail.atomic_files import locked, write_atomically
 from dovetail.config import Config
 from dovetail.errors import ConfigError
+from dovetail.folders import data_folder
 from dovetail.interfaces.model import ModelInfo
 from dovetail.registry.installed import RegisteredComponent, Registry
 from dovetail.registry.machine import Machine
-from dovetail.registry.places import data_folder
 
 SCHEMA_VERSION = 1
 FILE_NAME = "tuning.json"

@@ -15,8 +15,8 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from dovetail.atomic_files import write_atomically
+from dovetail.folders import data_folder
 from dovetail.registry.installed import RegisteredComponent
-from dovetail.registry.places import data_folder
 
 
 class _Record(BaseModel):
