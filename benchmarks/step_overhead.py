@@ -65,7 +65,7 @@ class StubEngine(Engine):
         self.sampler = Sampler(self.info.vocab_size, eos_token_ids, self.device, self.counts)
         self.warm_up = WarmUp(self.device, self.info, mesh)
         self.graphs = None
-        self.drafter = self.verify_graphs = self.pieces = None
+        self.drafter = self.verify_graphs = self.pieces = self.adapters = None
         self.shares_prefixes = self.keeps_all = False
         self.model = nn.Module()
         self.budget = budget_for(config, self.info.cache_groups, torch.float32, self.device, self.context_len, Needs())

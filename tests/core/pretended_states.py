@@ -168,6 +168,33 @@ def build(model="full", slabs=14, page_size=4, cache="radix", clock=time.monoton
     return scheduler, device
 
 
+class Forced:
+    """Accept every token, as the matcher of a constraint."""
+
+    is_terminated = False
+
+    def accept(self, token_id):
+        return True
+
+
+class Jumps(RequestConstraints):
+    """Force, now and then, some of the tokens that the pretended model would generate."""
+
+    jumps = True
+
+    def __init__(self, rng):
+        super().__init__(GrammarService(None), VOCAB, [EOS])
+        self.rng = rng
+
+    def forced_tokens(self, req):
+        if not isinstance(req.matcher, Forced) or self.rng.random() < 0.7:
+            return []
+        text = req.token_ids[: req.known_len].tolist()
+        for _ in range(self.rng.randrange(1, 12)):
+            text.append(next_token(text))
+        return text[req.known_len :]
+
+
 class StateRun(Run):
     """Drive a scheduler of a model with states. A part ``failures`` of the steps fail."""
 

@@ -15,7 +15,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent))
 import pretended_states
 from pretended import CONTEXT, VOCAB, next_token
-from pretended_states import MODELS, StateRun, build, layout_of, right_and_wrong
+from pretended_states import MODELS, Forced, Jumps, StateRun, build, layout_of, right_and_wrong
 
 from dovetail.scheduler import snapshots
 from dovetail.types import DraftTree
@@ -41,8 +41,8 @@ def short_texts(monkeypatch):
     monkeypatch.setattr(snapshots, "LEAST_SHARED", 5)
 
 
-def history(seed, model, lag, requests=30, drafts=False, failures=0.0, cache="radix"):
-    """Run random requests, of which some are aborted, in little memory."""
+def history(seed, model, lag, requests=30, drafts=False, failures=0.0, cache="radix", jumps=False):
+    """Run random requests, of which some are aborted, in little memory. With ``jumps``, some jump forward."""
     rng = random.Random(seed)
     limits = {"mixed": bool(seed % 2), "chunk_size": rng.choice([5, 9, 64]), "wait_for_prefix": rng.random() < 0.5}
     limits["pin_seconds"], limits["pin_pages"] = 3600.0, 20
@@ -50,6 +50,8 @@ def history(seed, model, lag, requests=30, drafts=False, failures=0.0, cache="ra
     if drafts:
         limits["draft_width"] = 3
     scheduler, device = build(model, least_slabs(model) + rng.choice([0, 2, 9]), cache=cache, **limits)
+    if jumps:
+        scheduler.constraints = Jumps(rng)
     propose = right_and_wrong(device, rng, 3) if drafts else None
     run = StateRun(scheduler, device, lag, propose, ahead=drafts, failures=failures, seed=seed)
     stems = [[rng.randrange(VOCAB) for _ in range(60)] for _ in range(3)]
@@ -59,6 +61,8 @@ def history(seed, model, lag, requests=30, drafts=False, failures=0.0, cache="ra
             prompt = [*rng.choice(list(run.texts.values())), *prompt[:9]][:80]
         hints = rng.choice([{}, {}, {"group": f"g{i // 3}", "group_size": 3}, {"session": f"s{i % 4}"}])
         run.add(f"r{i}", prompt, hints, max_new_tokens=rng.choice([0, 3, 18, 40]), ignore_eos=rng.random() < 0.7)
+        if jumps and i % 2:
+            scheduler.waiting[-1].matcher = Forced()
         for _ in range(rng.randrange(4)):
             run.step()
         if rng.random() < 0.1:
@@ -76,10 +80,11 @@ def history(seed, model, lag, requests=30, drafts=False, failures=0.0, cache="ra
 
 @pytest.mark.parametrize("model", MODELS)
 def test_random_histories(model):
-    """At once and one step late, with steps that fail; with drafts that are accepted and rejected."""
+    """At once and one step late, with steps that fail and forced tokens; with drafts that are accepted and rejected."""
     copies = hits = 0
-    for lag, drafts in ((False, False), (True, False), (False, True)):
-        scheduler, device = history(7, model, lag, 20, drafts, failures=0.0 if drafts else 0.05)
+    for lag, drafts, jumps in ((False, False, True), (True, False, True), (False, True, False)):
+        scheduler, device = history(7, model, lag, 20, drafts, failures=0.0 if drafts else 0.05, jumps=jumps)
+        assert not jumps or scheduler.totals.jumped_tokens > 0
         copies += device.copies
         hits += scheduler.totals.cached_tokens
     assert copies > 0
@@ -93,7 +98,8 @@ def test_random_histories(model):
 def test_many_random_histories(model, cache, lag):
     for seed in range(5):
         drafts = not lag and seed % 3 == 0
-        history(seed, model, lag, 40, drafts, failures=0.0 if drafts else 0.05 * (seed % 2), cache=cache)
+        failures = 0.0 if drafts else 0.05 * (seed % 2)
+        history(seed, model, lag, 40, drafts, failures, cache, jumps=not drafts and seed > 2)
 
 
 def alone(prompt, new, steps=None, **limits):
