@@ -141,6 +141,13 @@ def test_parsers_have_the_names_of_sglang_and_vllm(flag: str, names: dict[str, s
     assert found == names
 
 
+@pytest.mark.parametrize("name", ["awq", "gptq_marlin"])
+def test_formats_of_integers_have_the_names_of_vllm(name: str, monkeypatch, capsys) -> None:
+    status, config, error = run(monkeypatch, capsys, "tiny", "--quantization", name)
+    assert (status, error) == (0, "")
+    assert kind_of(value_of(config, "quantization")) == "integer"
+
+
 def test_names_are_not_given_twice() -> None:
     names = [name for flag in FLAGS for name in flag.names]
     assert len(names) == len(set(names))

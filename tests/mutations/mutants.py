@@ -18,6 +18,7 @@ import mutants_executor
 import mutants_expert_backends
 import mutants_experts
 import mutants_grammar
+import mutants_integer
 import mutants_logits
 import mutants_mixer
 import mutants_model
@@ -74,6 +75,7 @@ MUTANTS: list[Mutant] = [
     *mutants_executor.MUTANTS,
     *mutants_workers.MUTANTS,
     *mutants_logits.MUTANTS,
+    *mutants_integer.MUTANTS,
     *mutants_quantization.MUTANTS,
     *mutants_expert_backends.MUTANTS,
     *mutants_mixer.MUTANTS,

@@ -47,7 +47,7 @@ def _switch(names: tuple[str, ...], group: str, help: str, sets: Mapping[str, An
 
 _DTYPES = {"half": "float16", "float": "float32", "bf16": "bfloat16", "fp16": "float16"}
 _KV_DTYPES = {**_DTYPES, "fp8": "fp8_e4m3"}
-_QUANTIZATIONS = {"w8a8_fp8": "fp8"}
+_QUANTIZATIONS = {"w8a8_fp8": "fp8", **dict.fromkeys(("awq", "awq_marlin", "gptq", "gptq_marlin"), "integer")}
 _ATTENTION = {
     "fa3": "flash_attn",
     "FLASH_ATTN": "flash_attn",
