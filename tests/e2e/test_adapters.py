@@ -90,7 +90,7 @@ MIXED = ["all", None, "queries", "patterns", "all"]
         {},
         {"scheduler": {"chunk_size": 3}, "memory": {"num_pages": 64, "page_size": 4}},  # chunked prompts
         {"cache": "radix", "scheduler": {"overlap": False}},
-        {"speculative": "ngram", "scheduler": {"draft": "always"}},
+        pytest.param({"speculative": "ngram", "scheduler": {"draft": "always"}}, marks=pytest.mark.full),
         {"section": {"max_resident": 1}},  # the adapters take turns
     ],
     ids=str,

@@ -39,8 +39,8 @@ def by_definition(out: torch.Tensor, x: torch.Tensor, weights: LowRankWeights, s
     return out
 
 
-@pytest.mark.parametrize("path", ["torch", "triton", "triton, tiles that pad"])
-@pytest.mark.parametrize("slots", [[0, 0, 0], [-1, 2, -1, 0, 2, 1, 0], [-1], [1] * 20 + [-1] + [2] * 3], ids=str)
+@pytest.mark.parametrize("path", ["torch", "triton, tiles that pad"])
+@pytest.mark.parametrize("slots", [[-1, 2, -1, 0, 2, 1, 0], [1] * 20 + [-1] + [2] * 3], ids=str)
 def test_every_token_gets_what_its_adapter_adds(monkeypatch, path, slots):
     monkeypatch.setattr(kernels, "SPLIT_INPUTS", 64)  # several programs for the inputs of a tile
     monkeypatch.setattr(kernels, "INPUT_BLOCK", 32)

@@ -7,6 +7,7 @@ Run: TRITON_INTERPRET=1 python -m pytest tests/triton/test_runners_triton.py
 from __future__ import annotations
 
 import itertools
+from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
@@ -15,6 +16,7 @@ import torch
 from transformers import Gemma3TextConfig, Qwen3MoeConfig
 
 from dovetail import LLM
+from dovetail.engine.adapters import AdapterImage, EngineAdapters
 from dovetail.engine.captures import NEEDED_BEFORE_CAPTURE, NO_UPDATES, STEPS_BETWEEN_CAPTURES, Staging
 from dovetail.engine.dry_run import first_layers
 from dovetail.engine.expert_load import ExpertLoad
@@ -26,6 +28,7 @@ from dovetail.engine.runners import DecodeGraphRunner, EagerRunner, EagerSampler
 from dovetail.engine.sampler import Sampler
 from dovetail.engine.verify_graphs import VerifyGraphs, VerifySizes
 from dovetail.interfaces.attention import AttentionContext
+from dovetail.layers.base import prepare_layers
 from dovetail.sampling_params import SamplingParams
 from dovetail.testing.batches import make_page_table
 from dovetail.types import AdmittedRequest, Batch, DraftTree, PageUpdates
@@ -98,13 +101,13 @@ def stand_in(monkeypatch):
     monkeypatch.setattr("dovetail.engine.graphs.Staging", Unpinned)
 
 
-def built(engine, load=None):
+def built(engine, load=None, adapters=None):
     """Return one runner of each kind, over the same model and pool."""
     model, inputs, pool = engine.model, engine.inputs, engine.pool
     counts = TokenCounts(len(inputs.pages), engine.info.vocab_size, engine.device)
     sampler = EagerSampler(Sampler(engine.info.vocab_size, frozenset(), engine.device, counts), inputs)
     shape = ROWS, engine.context_len, False, WATCHED
-    decode = DecodeGraphs(model, inputs, pool, attention(engine), *shape, counts=counts, load=load)
+    decode = DecodeGraphs(model, inputs, pool, attention(engine), *shape, counts=counts, load=load, adapters=adapters)
     sizes = VerifySizes(TOKENS, WIDTH, True, engine.context_len)
     verify = VerifyGraphs(model, inputs, pool, attention(engine), sizes, WATCHED, load=load)
     backends = attention(engine), attention(engine)
@@ -427,3 +430,61 @@ def grouped_batch(engine, numbers, prefix, counts, trees, num_extend, seed):
     own = np.stack([inputs.page_table, inputs.other_tables[0]])[:, batch.slots, batch.page_updates.columns]
     batch.page_updates = batch.page_updates._replace(pages=own)
     return batch
+
+
+class WithTokens(Replayed):
+    """Replay a step with the slots of tokens with which it was captured, as a graph does."""
+
+    def __init__(self, tokens, device, mesh):
+        self.tokens = tokens
+
+    def record(self, step, *, loaded=False):
+        captured = self.tokens.current
+
+        def again():
+            before, self.tokens.current = self.tokens.current, captured
+            result = step()
+            self.tokens.current = before
+            return result
+
+        return super().record(again, loaded=loaded)
+
+
+@pytest.mark.full
+@torch.inference_mode()
+def test_captured_steps_add_the_adapters_of_their_rows(monkeypatch):
+    """Graphs are replayed with other adapters in other rows, and with fewer rows than they have."""
+    stand_in(monkeypatch)
+    memory = {"num_pages": 96, "page_size": PAGE}
+    settings = {"device": "cpu", "model": {"dtype": "float32"}, "grammar": "none", "memory": memory}
+    engine = LLM("tiny", **settings).loop.executor.rank.engine
+    adapters = EngineAdapters(engine.model, 3, 16, engine.device, torch.float32, kernels=True, max_rows=ROWS)
+    random = torch.Generator().manual_seed(0)
+    for slot in (1, 2, 3):
+        elements = torch.randn(adapters.slot_bytes // 4, generator=random) * 0.05
+        ranks = np.random.default_rng(slot).integers(0, 17, adapters.num_parts).astype(np.int32)
+        adapters.install(AdapterImage(elements, ranks), slot)
+    prepare_layers(engine.model)
+    monkeypatch.setattr("dovetail.engine.graphs.GraphRecorder", partial(WithTokens, adapters.tokens))
+    runners = built(engine, adapters=adapters)
+    graphs = runners["decode graph"][1]
+    for version, slots in enumerate([[1, 0, 2], [0, 3, 3, 1], [2]], 1):
+        logits, kept = [], ()
+        for chosen, own in (runners["decode graph"], runners["eager"], runners["eager"]):
+            batch = make_batch(engine, [3, 30, 8, 5, 7][: len(slots)], [1] * len(slots), seed=version)
+            batch.adapters, batch.rows_version = np.array(slots, np.int32), version
+            memory = engine.inputs.last_token, engine.pool.k, engine.pool.v
+            kept = kept or tuple(tensor.clone() for tensor in memory)
+            with adapters.active(batch):
+                found = can_run(chosen, own, batch)
+                assert found is not None
+                for tensor, before in zip(memory, kept, strict=True):
+                    tensor.copy_(before)
+                if len(logits) == 2:  # the last time without adapters
+                    adapters.tokens.current = None
+                logits.append(chosen.launch(batch, found).logits.clone())
+        *adapted, plain = logits
+        torch.testing.assert_close(*adapted, rtol=1e-4, atol=1e-4)
+        changed = (plain - logits[0]).abs().amax(1) > 1e-2
+        assert changed.tolist() == [slot > 0 for slot in slots]
+    assert {key.adapters for key in graphs._graphs} == {True}

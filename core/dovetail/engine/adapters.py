@@ -29,13 +29,14 @@ from dovetail.ops.low_rank import (
     LARGE_TILE,
     SMALL_STEP,
     SMALL_TILE,
+    most_tiles,
     token_groups,
     token_tiles,
 )
 from dovetail.ops.transfer import to_device
 
 if TYPE_CHECKING:
-    from dovetail.config.adapters import AdaptersSection
+    from dovetail.config.sections import Config
     from dovetail.types import Batch, IntArray
 
 LEAST_RANK = 16
@@ -83,22 +84,36 @@ class EngineAdapters:
     """
 
     def __init__(
-        self, model: ModelArchitecture, slots: int, max_rank: int, device: torch.device, dtype: torch.dtype
+        self,
+        model: ModelArchitecture,
+        slots: int,
+        max_rank: int,
+        device: torch.device,
+        dtype: torch.dtype,
+        *,
+        kernels: bool | None = None,
+        max_rows: int = 0,
     ) -> None:
+        """``kernels`` means that Triton's kernels compute, by default on CUDA. Captured steps have up to ``max_rows`` rows."""
         self.max_rank = max_rank
         self.tokens = AdaptedTokens()
         self._device, self._dtype = device, dtype
         self._on_cuda = device.type == "cuda"
-        self._rank = -(-max_rank // _RANK_UNIT) * _RANK_UNIT if self._on_cuda else max_rank
+        self._kernels = self._on_cuda if kernels is None else kernels
+        self._rank = -(-max_rank // _RANK_UNIT) * _RANK_UNIT if self._kernels else max_rank
         self._body = model.body
         self._refused: dict[str, str] = {}
         self._places = self._find_places(model)
-        self._regions, self._size, self._num_parts = self._find_regions(model)
+        self._regions, self._size, self.num_parts = self._find_regions(model)
         self._slots = torch.zeros(slots, self._size, dtype=dtype, device=device)
-        self._ranks = np.zeros((slots, self._num_parts), np.int32)
-        self._device_ranks = torch.from_numpy(self._ranks).to(device) if self._on_cuda else None
+        self._ranks = np.zeros((slots, self.num_parts), np.int32)
+        self._device_ranks = torch.from_numpy(self._ranks.copy()).to(device) if self._kernels else None
         for region in self._regions.values():
             region.layer.adapters = LinearAdapters(self._weights(region), self.tokens)
+        self._most_tiles = most_tiles(max_rows, slots)
+        # of captured steps: first the tiles, then the order of tokens
+        self._static = torch.zeros(3 * self._most_tiles + max_rows, dtype=torch.int32, device=device)
+        self._sent = (0, -1)  # ``rows_version`` and number of rows of what ``_static`` holds
         self._known: tuple[int, TokenSlots | None] = 0, None  # of the decode rows with a ``rows_version``
 
     # -- building ----------------------------------------------------------------------------------------------------
@@ -186,7 +201,7 @@ class EngineAdapters:
         adapter = read_adapter(Path(directory))
         placed = self._fit(adapter, directory)
         elements = torch.zeros(self._size, dtype=self._dtype, pin_memory=self._on_cuda)
-        ranks = np.zeros(self._num_parts, np.int32)
+        ranks = np.zeros(self.num_parts, np.int32)
         file = next(iter(adapter.modules.values())).a.file
         try:
             with safe_open(file, framework="pt") as opened:
@@ -278,10 +293,38 @@ class EngineAdapters:
         finally:
             self.tokens.current = None
 
+    @contextmanager
+    def captured(self, rows: int) -> Iterator[None]:
+        """Let the layers read the slots of ``rows`` tokens from memory of fixed address, which ``send`` fills, while a decode step is
+        captured. With 0 rows, no token has an adapter."""
+        before = self.tokens.current
+        self._static.zero_()  # no tile has tokens: those of an earlier step may be beyond these rows
+        self._sent = (0, -1)
+        tiles = self._static[: 3 * self._most_tiles].view(-1, 3)[: most_tiles(rows, len(self._slots))]
+        order = self._static[3 * self._most_tiles :][:rows]
+        self.tokens.current = TokenSlots(rows, (), TokenTiles(order, tiles, SMALL_TILE)) if rows else None
+        try:
+            yield
+        finally:
+            self.tokens.current = before
+
+    def send(self, batch: Batch) -> None:
+        """Send the slots of the rows of a decode batch to the memory that captured steps read."""
+        state = batch.rows_version, len(batch.slots)
+        if batch.rows_version and self._sent == state:
+            return
+        rows: Any = batch.adapters
+        order, tiles = token_tiles(rows.astype(np.int32) - 1, SMALL_TILE, self._most_tiles)
+        sent = np.zeros(len(self._static), np.int32)
+        sent[: tiles.size] = tiles.reshape(-1)
+        sent[tiles.size :][: len(order)] = order
+        self._static.copy_(to_device(sent, self._device), non_blocking=True)
+        self._sent = state
+
     def _token_slots(self, batch: Batch) -> TokenSlots:
         rows: Any = batch.adapters
         slots = np.repeat(rows, batch.extend_lens).astype(np.int32) - 1
-        if not self._on_cuda:
+        if not self._kernels:
             return TokenSlots(len(slots), token_groups(slots))
         size = SMALL_TILE if len(slots) <= SMALL_STEP else LARGE_TILE
         order, tiles = token_tiles(slots, size)
@@ -290,14 +333,16 @@ class EngineAdapters:
 
 
 def build_adapters(
-    model: ModelArchitecture, section: AdaptersSection, device: torch.device, dtype: torch.dtype
+    model: ModelArchitecture, config: Config, device: torch.device, dtype: torch.dtype
 ) -> EngineAdapters | None:
     """Allocate the slots of adapters, before the weights are loaded and the layers are prepared. Return None if the config does
-    not enable adapters. Raises ``WeightsError`` if an adapter in ``section.load`` cannot be read."""
+    not enable adapters. Raises ``WeightsError`` if an adapter in ``adapters.load`` cannot be read."""
+    section = config.adapters
     if not section.enabled:
         return None
     ranks = [] if section.max_rank else [read_adapter(Path(directory)).rank for directory in section.load.values()]
-    return EngineAdapters(model, section.max_resident, section.max_rank or max([LEAST_RANK, *ranks]), device, dtype)
+    rank, rows = section.max_rank or max([LEAST_RANK, *ranks]), min(config.scheduler.rows, config.graphs.max_rows)
+    return EngineAdapters(model, section.max_resident, rank, device, dtype, max_rows=rows)
 
 
 def _place_of(target: WeightTarget, owner: str, layer: Linear) -> _Place | None:

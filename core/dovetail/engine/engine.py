@@ -125,7 +125,7 @@ class Engine:
         self.expert_load = ExpertLoad(self.model, self.page_size, self.device) if counts else None
         self._mixer = build_mixer(resolved, self.device, self._dtype)
         self._note_prompts(resolved)
-        self.adapters = build_adapters(self.model, config.adapters, self.device, self._dtype)
+        self.adapters = build_adapters(self.model, config, self.device, self._dtype)
         load_weights(
             self.model, resolved.model_dir, config.model.load_format, config.model.seed, shown=mesh.tp.rank == 0
         )
@@ -298,6 +298,7 @@ class Engine:
             counts=self.counts,
             mesh=self.mesh,
             load=self.expert_load,
+            adapters=self.adapters,
         )
         self.warm_up.note_decode(graphs)
         if config.graphs.capture == "start":

@@ -12,6 +12,7 @@ import logging
 import time
 from bisect import bisect_left
 from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -29,6 +30,7 @@ from dovetail.layers.states import StepStates
 from dovetail.types import Batch, ForwardOutput, SharedPrefixes
 
 if TYPE_CHECKING:
+    from dovetail.engine.adapters import EngineAdapters
     from dovetail.engine.expert_load import ExpertLoad
     from dovetail.engine.grouped import Pools
     from dovetail.engine.inputs import Array
@@ -41,12 +43,13 @@ log = logging.getLogger(__name__)
 
 
 class GraphKey(NamedTuple):
-    """Identify a captured step by its number of rows, by whether it reads shared prefixes once, and by the attention
-    backend's variant."""
+    """Identify a captured step by its number of rows, by whether it reads shared prefixes once, by the attention
+    backend's variant, and by whether rows may have adapters."""
 
     rows: int
     shared: bool
     variant: int = 0
+    adapters: bool = False
 
 
 @dataclass(slots=True, eq=False)
@@ -101,9 +104,13 @@ class DecodeGraphs:
         counts: TokenCounts,
         mesh: Mesh = SINGLE,
         load: ExpertLoad | None = None,
+        adapters: EngineAdapters | None = None,
     ) -> None:
         """With ``shares``, batches may have ``shared``; the backend must then offer attention.shared_prefix. ``watch``
-        is ``Batch.watch``, ``counts`` the token counts that penalties read. ``load`` counts the tokens of experts."""
+        is ``Batch.watch``, ``counts`` the token counts that penalties read. ``load`` counts the tokens of experts.
+        Batches may have ``adapters`` if these are given."""
+        self._adapters = adapters
+        self._kinds = [False]  # whether rows have adapters, of the kinds of steps that have occurred
         self.sizes = ladder(max_rows)
         self.seconds = 0.0  # spent on captures
         self._model, self._inputs, self._pool, self._backend = model, inputs, pool, backend
@@ -131,7 +138,8 @@ class DecodeGraphs:
         """Return the keys that are not captured yet, in the order in which they are captured: steps without shared
         prefixes and with few rows come first, and variants of the backend in the order in which they have occurred."""
         keys = (
-            GraphKey(rows, shared, variant)
+            GraphKey(rows, shared, variant, adapted)
+            for adapted in self._kinds
             for variant in self._variants
             for shared in self.shared
             for rows in self.sizes
@@ -149,7 +157,12 @@ class DecodeGraphs:
             return None
         if batch.variant not in self._variants:
             self._variants.append(batch.variant)
-        return GraphKey(self.sizes[at], batch.shared is not None, batch.variant)
+        adapted = batch.adapters is not None
+        if adapted and self._adapters is None:
+            return None
+        if adapted not in self._kinds:
+            self._kinds.append(adapted)
+        return GraphKey(self.sizes[at], batch.shared is not None, batch.variant, adapted)
 
     def is_captured(self, key: GraphKey) -> bool:
         """Return True if the graph exists."""
@@ -167,6 +180,8 @@ class DecodeGraphs:
         static.prefix_lens[:real], static.prefix_lens[real:] = batch.prefix_lens, 0
         if batch.shared is not None and static.shared is not None:
             static.shared.starts, static.shared.lens = batch.shared.starts, batch.shared.lens
+        if batch.adapters is not None and self._adapters is not None:
+            self._adapters.send(batch)
         self._backend.plan_replay(static)
         if self._keeps_states:
             replay_states(static)
@@ -208,7 +223,8 @@ class DecodeGraphs:
             return self._model.logits(hidden)
 
         self._staging.send(pack(_padding(key.rows)))
-        forward, logits = self._recorder.record(step, loaded=key in self.loaded)
+        with self._adapted(key):
+            forward, logits = self._recorder.record(step, loaded=key in self.loaded)
         graph = self._graphs[key] = DecodeGraph(key.rows, batch, tensors, forward, logits)
         self.seconds += time.perf_counter() - start
         log.debug("captured a decode step, %s: %.3f s", key, time.perf_counter() - start)
@@ -221,7 +237,12 @@ class DecodeGraphs:
         of the last step of this kind. With ``attend`` False, leave attention out."""
         batch, tensors = self._planned(key, plan=attend)
         tensors.compute(self._inputs, shared=key.shared)
-        return self._model.logits(first_layers(self._model, batch, layers, attend=attend))
+        with self._adapted(key):
+            return self._model.logits(first_layers(self._model, batch, layers, attend=attend))
+
+    def _adapted(self, key: GraphKey) -> AbstractContextManager[None]:
+        """Let the layers compute the adapters that ``EngineAdapters.send`` sends, if rows of ``key`` may have adapters."""
+        return nullcontext() if self._adapters is None else self._adapters.captured(key.rows if key.adapters else 0)
 
     def _planned(self, key: GraphKey, *, plan: bool = True) -> tuple[Batch, DecodeTensors]:
         """Return the batch of ``key`` and its tensors. With ``plan``, attention is planned for it."""
@@ -234,7 +255,7 @@ class DecodeGraphs:
         return batch, tensors
 
     def _static_batch(self, key: GraphKey, tensors: DecodeTensors) -> Batch:
-        rows, shared, variant = key
+        rows, shared, variant, _ = key
         longest = np.full(rows, self._context_len - 1, np.int32)
         batch = Batch(
             reqs=[],

@@ -106,7 +106,7 @@ class DecodeGraphRunner(Runner["DecodeGraph"]):
 
     def can_run(self, batch: Batch) -> DecodeGraph | None:
         """See ``Runner``. This runner can run decode batches whose graph is captured, and may capture the graph now."""
-        if batch.num_extend or batch.drafts is not None or not batch.samples.all() or batch.adapters is not None:
+        if batch.num_extend or batch.drafts is not None or not batch.samples.all():
             return None
         key = self._graphs.key_for(batch)
         chosen = None if key is None else self._captures.choose(key)

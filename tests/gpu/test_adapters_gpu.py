@@ -1,0 +1,72 @@
+"""Test adapters (LoRA) on a GPU: the kernels against float32 mathematics, and steps in graphs against steps launched kernel by kernel.
+
+Run: python -m pytest tests/gpu/test_adapters_gpu.py
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from dovetail import LLM, SamplingParams
+from dovetail.config.checkpoint import locate
+from dovetail.ops.adapter_weights import LowRankWeights, TokenSlots, TokenTiles
+from dovetail.ops.low_rank import LARGE_TILE, SMALL_TILE, add_low_rank, token_tiles
+from lora_adapters import module_shapes, write_adapter
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")]
+NAMES = ["a", "b", None, "c", "a", "b"]
+PROMPTS = ["The capital of France is", "Alice walks beside", "Hello", "Sort the numbers", "A list of", "Once"]
+
+
+@pytest.mark.parametrize(("tokens", "tile"), [(1, SMALL_TILE), (64, SMALL_TILE), (2048, LARGE_TILE)])
+@pytest.mark.parametrize("rank", [16, 64, 256])
+def test_products_are_those_of_the_numbers(tokens: int, tile: int, rank: int) -> None:
+    from dovetail.ops.triton.low_rank import row_blocks
+
+    torch.manual_seed(0)
+    slots, parts, inputs = 5, ((0, 4096), (4096, 1024), (5120, 1000)), 4096
+    random = np.random.default_rng(0)
+    ranks = random.integers(0, rank + 1, (slots, len(parts))).astype(np.int32)
+    a = torch.randn(slots, len(parts), rank, inputs, device="cuda", dtype=torch.bfloat16) / inputs**0.5
+    b = torch.randn(slots, 6120, rank, device="cuda", dtype=torch.bfloat16)
+    device = torch.device("cuda")
+    weights = LowRankWeights(a, b, parts, ranks, torch.from_numpy(ranks).cuda(), row_blocks(parts, device))
+    own = random.integers(-1, slots, tokens).astype(np.int32)
+    order, tiles = (torch.from_numpy(array).cuda() for array in token_tiles(own, tile, most=tokens + 2))
+    x = torch.randn(tokens, inputs, device="cuda", dtype=torch.bfloat16)
+    out = torch.randn(tokens, 6120, device="cuda", dtype=torch.bfloat16)
+    exact = out.float()
+    for token, slot in enumerate(own.tolist()):
+        for part, (start, size) in enumerate(parts) if slot >= 0 else ():
+            r = int(ranks[slot, part])
+            low = a[slot, part, :r].float() @ x[token].float()
+            exact[token, start : start + size] += b[slot, start : start + size, :r].float() @ low
+    got = add_low_rank(out, x, weights, TokenSlots(tokens, (), TokenTiles(order, tiles, tile)))
+    assert ((got.float() - exact).square().mean() / exact.square().mean()).sqrt() < 6e-3
+
+
+@pytest.fixture(scope="module")
+def adapters(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    directory: Path = tmp_path_factory.mktemp("adapters")
+    for seed, name in enumerate("abc"):
+        write_adapter(directory / name, module_shapes(locate("tiny")), rank=4 * (seed + 1), seed=seed, size=0.1)
+    return {name: str(directory / name) for name in "abc"}
+
+
+def test_graphs_add_the_adapters_that_steps_launched_kernel_by_kernel_add(adapters: dict[str, str]) -> None:
+    params = SamplingParams(max_new_tokens=40, temperature=0, logprobs=0, ignore_eos=True)
+    answers = []
+    for decode in (True, False):
+        section = {"enabled": True, "load": adapters, "max_resident": 3}
+        with LLM("tiny", model={"dtype": "float32"}, graphs={"decode": decode}, adapters=section) as llm:
+            for _ in range(3):  # graphs are captured on demand
+                outputs = llm.generate(PROMPTS, params, adapter=NAMES)
+            if decode:
+                graphs = llm.loop.executor.rank.engine.graphs
+                assert any(key.adapters for key in graphs._graphs)
+            answers.append([[entry.logprob for entry in output.logprobs] for output in outputs])
+    np.testing.assert_allclose(answers[0], answers[1], atol=1e-2)
