@@ -89,7 +89,7 @@ def test_words_after_two_dashes_are_no_flags(configs: list[Any]) -> None:
 @pytest.mark.parametrize(
     ("words", "error"),
     [
-        (("generate", "a", "--enable-lora"), f"--enable-lora: {REFUSED['--enable-lora']}"),
+        (("generate", "a", "--enable-eplb"), f"--enable-eplb: {REFUSED['--enable-eplb']}"),
         (("generate", "a", "--port", "1"), "--port configures a server, and `dovetail generate` starts none; leave it out"),
         (("bench", "serve", "--host", "a"), "--host is a flag of `dovetail serve`; here, use --set server.host=..."),
         (("generate", "a", "--max-num-seqs", "x"), "--max-num-seqs is 'x'; allowed: an integer"),
