@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from dovetail.cli import main as command_line
 from dovetail.cli.serve import split_words
 from dovetail.config.checkpoint import locate, read_json
 from dovetail.config.sections import ModelSection
@@ -33,6 +34,7 @@ from dovetail.sampling_params import SamplingParams
 from dovetail.testing.installed import installed
 from dovetail.testing.ranks import thread_meshes
 from dovetail.tokenizer.tokenizer import Tokenizer
+from dovetail_apis.ollama.checkpoint import read_checkpoint
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from gguf_files import gguf_bytes, plain, write_gguf
@@ -255,6 +257,25 @@ def test_a_file_is_a_model_on_the_command_line(plain_file: Path, tmp_path: Path)
     config.write_text("{}")
     assert split_words([str(plain_file), str(config)]) == (str(plain_file), [config])
     assert ModelSection(path="models/SmolLM2.Q4_1.gguf").name == "SmolLM2.Q4_1"
+
+
+def test_explain_names_the_file_and_the_types(block_file: Path, capsys) -> None:
+    for setting, how in (("auto", "matrices stay in blocks"), ("none", "dequantized to float32 while loading")):
+        with pytest.raises(SystemExit) as status:
+            command_line(["explain", str(block_file), "--set", f"quantization={setting}", "--set", "device=cpu"])
+        assert status.value.code == 0
+        (line,) = (line for line in capsys.readouterr().out.splitlines() if line.startswith("GGUF "))
+        assert line == f"GGUF {block_file}: llama, tensors 29 Q8_0, 9 F32; {how}"
+
+
+def test_ollama_describes_the_file(block_file: Path) -> None:
+    described = read_checkpoint(str(block_file))
+    assert described.details()["format"] == "gguf"
+    assert described.details()["quantization_level"] == "Q8_0"
+    assert described.size == block_file.stat().st_size
+    assert described.parameters == sum(
+        tensor.numel() for tensor in as_module(loaded(locate(str(block_file)))).parameters()
+    )
 
 
 def test_outputs_are_those_of_the_embedded_model(plain_file: Path, block_file: Path) -> None:

@@ -60,6 +60,8 @@ def _print(resolved: Resolved) -> None:
     out = console()
     out.print(_headline(resolved), soft_wrap=True)
     out.print(_sampling_line(resolved), soft_wrap=True, markup=False, highlight=False)
+    if (format_line := _gguf_line(resolved)) is not None:
+        out.print(format_line, soft_wrap=True, markup=False, highlight=False)
     out.print("", _grid(resolved, narrow=out.width < NARROW))
     for line in _unused(resolved):
         out.print(line, style="yellow", soft_wrap=True, markup=False)
@@ -180,6 +182,28 @@ def _headline(resolved: Resolved) -> str:
         f"{config.model.dtype}, KV {config.memory.kv_dtype} ({kv_bytes:,} bytes per {per}), context {config.model.context_len}, overlap {overlap}\n"
         f"[dim]config {config_hash(config)}[/]"
     )
+
+
+def _gguf_line(resolved: Resolved) -> str | None:
+    """Return the line that names the GGUF file and the types of its tensors; None for another checkpoint."""
+    from collections import Counter
+
+    from dovetail.gguf.directory import gguf_files, is_gguf_directory
+    from dovetail.gguf.reader import read_gguf
+
+    if not is_gguf_directory(resolved.model_dir):
+        return None
+    file = gguf_files(resolved.model_dir)[0]
+    checkpoint = read_gguf(file)
+    counts = Counter(tensor.type.name for tensor in checkpoint.tensors.values())
+    types = ", ".join(f"{count} {kind}" for kind, count in counts.most_common())
+    more = f" and {len(checkpoint.files) - 1} more" if len(checkpoint.files) > 1 else ""
+    how = (
+        "matrices stay in blocks"
+        if resolved.quantization is not None
+        else f"dequantized to {resolved.config.model.dtype} while loading"
+    )
+    return f"GGUF {file}{more}: {checkpoint.architecture}, tensors {types}; {how}"
 
 
 def _sampling_line(resolved: Resolved) -> str:

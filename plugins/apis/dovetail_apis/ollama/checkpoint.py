@@ -14,6 +14,8 @@ from typing import Any
 import msgspec
 
 from dovetail.config.checkpoint import locate, read_json
+from dovetail.gguf.directory import gguf_files, is_gguf_directory
+from dovetail.gguf.reader import read_gguf
 
 
 @dataclass(frozen=True)
@@ -21,7 +23,7 @@ class Checkpoint:
     """Describe a checkpoint.
 
     ``size`` is the size of the weights in bytes, ``parameters`` the number of their elements, and ``dtype`` the most
-    frequent dtype of the elements. ``digest`` is a hash of config.json and the names and sizes of the weights.
+    frequent dtype of the elements, or type of blocks. ``digest`` is a hash of config.json and the names and sizes of the weights.
     """
 
     config: dict[str, Any]
@@ -31,12 +33,13 @@ class Checkpoint:
     dtype: str
     digest: str
     modified_at: str
+    format: str = "safetensors"
 
     def details(self) -> dict[str, Any]:
         """Return the ``details`` of Ollama's API."""
         return {
             "parent_model": "",
-            "format": "safetensors",
+            "format": self.format,
             "family": self.family,
             "families": [self.family],
             "parameter_size": _short(self.parameters),
@@ -50,9 +53,12 @@ def read_checkpoint(path: str) -> Checkpoint:
     directory = locate(path)
     config = read_json(directory, "config.json")
     config = {**config, **(config.get("text_config") or {})}
-    files = _weights(directory)
+    gguf = is_gguf_directory(directory)
+    files = gguf_files(directory) if gguf else _weights(directory)
     elements: Counter[str] = Counter()
-    for file in files:
+    for tensor in read_gguf(files[0]).tensors.values() if gguf else ():
+        elements[tensor.type.name] += math.prod(tensor.shape)
+    for file in () if gguf else files:
         elements.update(_elements(file))
     stats = [file.stat() for file in files]
     newest = max((stat.st_mtime for stat in stats), default=directory.stat().st_mtime)
@@ -64,6 +70,7 @@ def read_checkpoint(path: str) -> Checkpoint:
         dtype=elements.most_common(1)[0][0] if elements else "",
         digest=_digest(directory, files),
         modified_at=datetime.fromtimestamp(newest, UTC).isoformat().replace("+00:00", "Z"),
+        format="gguf" if gguf else "safetensors",
     )
 
 
