@@ -21,6 +21,7 @@ from dovetail.cli.serve import read_arguments
 from dovetail.engine.kernel_set import kernel_set
 from dovetail.interfaces.cache import CacheGroup, CacheGroupKind
 from dovetail.interfaces.features import Feature
+from dovetail.interfaces.mixer_shapes import StateShape
 from dovetail.ops.triton.kernel_cache import mark_file
 from dovetail.registry import ComponentKind, Machine, Requirement, resolve
 from dovetail.registry import loader as loader_module
@@ -114,6 +115,16 @@ def test_explain_shows_every_candidate_and_its_verdict(cli, fakes):
     assert "KV bfloat16 (2,560 bytes per token, 1,536 in layers with a window)" in out
     tree = json.loads(cli("explain", "--model", str(fakes.directory), "--assume", "sm90", "--json")[1])
     assert tree["cache_groups"][1] == {"kind": "sliding", "layers": 3, "window": 8, "bytes_per_token": 1536}
+
+
+def test_explain_shows_the_bytes_of_states(cli, fakes):
+    states = StateShape((8, 3), None, ((4, 2),)), StateShape((4, 16, 32), "float32", ((4, 1),))
+    fakes.model(cache_groups=(CacheGroup(2, 2, 64), CacheGroup.of_states(3, states)))
+    given, size = ("--model", str(fakes.directory), "--assume", "sm90"), 3 * (8 * 3 * 2 + 4 * 16 * 32 * 4)
+    _, out, _ = cli("explain", *given)
+    assert f"1,024 bytes per token, states of {size:,} bytes per request and snapshot" in out
+    tree = json.loads(cli("explain", *given, "--json")[1])
+    assert tree["cache_groups"][1] == {"kind": "state", "layers": 3, "bytes_per_snapshot": size}
 
 
 def test_explain_shows_the_kernel_cache_and_whether_a_start_finds_it_filled(cli, fakes, tmp_path, monkeypatch):

@@ -34,7 +34,7 @@ ONE_OF_THREE = {"layer_types": ["linear_attention", "full_attention", "linear_at
 
 MODELS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "qwen3_next": ("qwen3_next", QWEN | EXPERTS | {"shared_expert_intermediate_size": 24}),
-    "qwen3_5": ("qwen3_5_text", QWEN),
+    "qwen3_5": ("qwen3_5_text", QWEN | {"initializer_range": 0.1}),
     "mamba2": (
         "mamba2",
         {"num_heads": 4, "head_dim": 16, "state_size": 24, "n_groups": 2, "chunk_size": 16},

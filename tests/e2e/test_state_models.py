@@ -5,18 +5,22 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from engine_runs import TreeDrafter, check_idle, drafting, make_llm, prompts_of
+from engine_runs import Traffic, TreeDrafter, check_idle, drafting, make_llm, prompts_of, results, varied_params
 from state_models import MODELS, TOLERANCE, StateReference, save
 
 from dovetail import LLM, SamplingParams
 from dovetail.engine.grouped import pools_of, states_of
 from dovetail.llm import Output
+from dovetail.memory.state_pool import bytes_per_slot
+from dovetail.sampling_params import Pooling, PoolingKind
+from dovetail.scheduler import admission
 
 PAGE, STEPS = 4, 24
 GREEDY = SamplingParams(max_new_tokens=STEPS, temperature=0, logprobs=0)
@@ -90,7 +94,7 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     return Model(request.param, tmp_path_factory.mktemp(request.param))
 
 
-@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize("overlap", [True, pytest.param(False, marks=pytest.mark.full)])
 def test_chunks_mixed_steps_and_prefix_hits(model: Model, overlap: bool) -> None:
     """Prompts of odd lengths enter in chunks of odd sizes beside decode rows; the second round resumes from snapshots."""
     llm = model.engine(scheduler={"overlap": overlap})
@@ -109,6 +113,7 @@ def test_chunks_mixed_steps_and_prefix_hits(model: Model, overlap: bool) -> None
     llm.close()
 
 
+@pytest.mark.full
 def test_every_cached_length(model: Model) -> None:
     """Resume from every multiple of the page size: a prompt is cached up to there, and then asked for in full."""
     llm = model.engine()
@@ -127,19 +132,22 @@ def test_every_cached_length(model: Model) -> None:
     llm.close()
 
 
-def test_little_memory_and_retraction(model: Model) -> None:
+def test_little_memory_and_retraction(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
     """Requests are retracted, or wait for slots, and start again from snapshots."""
+    monkeypatch.setattr(admission, "DECODE_HEADROOM", 0)
     llm = model.engine(num_pages=100, scheduler={"max_running": 5})
     prompts = prompts_of([30, 31, 9, 22, 40, 17, 26], seed=4, shared=8)
-    allocator, has_pages = llm.loop.scheduler.ledger.allocator, bool(pools_of(engine_of(llm).pool))
+    allocator: Any = llm.loop.scheduler.ledger.allocator
+    has_pages = bool(pools_of(engine_of(llm).pool))
     if has_pages:
-        allocator.alloc(allocator.num_free - 35)  # the test keeps the others
+        allocator.alloc(allocator.allocatable([0, 0], 5) - 60)  # the test keeps them
     for _ in range(2):
         model.check(llm.generate(prompts, replace(GREEDY, max_new_tokens=50)))
     assert llm.loop.stats().retractions > 0 or not has_pages
     llm.close()
 
 
+@pytest.mark.full
 def test_several_outputs_of_a_prompt(model: Model) -> None:
     """Outputs of one prompt share its states by a snapshot, and then have their own."""
     llm = model.engine()
@@ -155,7 +163,7 @@ def test_several_outputs_of_a_prompt(model: Model) -> None:
     llm.close()
 
 
-@pytest.mark.parametrize("drafter", ["ngram", "random"])
+@pytest.mark.parametrize("drafter", ["random", pytest.param("ngram", marks=pytest.mark.full)])
 def test_drafts_accepted_and_rejected(model: Model, drafter: str) -> None:
     prompts = prompts_of([9, 33, 50, 4], seed=6)
     prompts[1] = prompts[1][:11] * 3
@@ -174,3 +182,76 @@ def test_drafts_accepted_and_rejected(model: Model, drafter: str) -> None:
     assert drafted > accepted or drafter == "ngram"
     check_idle(llm)
     llm.close()
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", [name for name in MODELS if name not in ("qwen3_5", "nemotron_h")])
+def test_two_ranks(name: str, tmp_path: Path) -> None:
+    """Each rank keeps its share of the states; the ranks copy the same slots."""
+    model = Model(name, tmp_path)
+    given = {"attention": "torch_native", "threads": 1, "speculative": "ngram", "parallel": {"tp": 2}}
+    memory = {"page_size": PAGE, "num_pages": 300, "state_snapshot_tokens": PAGE}
+    llm = make_llm(model.path, memory=memory, scheduler={"max_running": 6, "chunk_size": 13}, **given)
+    prompts = prompts_of([3, 40, 21, 33], shared=20)
+    outputs: list[Output] = []
+    for _ in range(2):
+        outputs = model.check(llm.generate(prompts, GREEDY))
+    assert all(output.cached_tokens > 0 for output in outputs)
+    assert sum(output.acceptance.accepted for output in outputs) > 0
+    check_idle(llm)
+    llm.close()
+
+
+@pytest.mark.full
+def test_requests_of_every_sort(model: Model) -> None:
+    """With and without overlap, and in other chunks: the same outputs."""
+    found = []
+    for overlap in (True, False):
+        llm = model.engine(scheduler={"overlap": overlap, "chunk_size": 13 if overlap else 64})
+        rng = random.Random(5)
+        params = [replace(varied_params(rng), prompt_logprobs=None, logprobs=None) for _ in range(6)]
+        found.append(results(llm.generate(prompts_of([9, 33, 1, 18, 40, 25], seed=7), params)))
+        check_idle(llm)
+        llm.close()
+    assert found[0] == found[1]
+
+
+@pytest.mark.full
+def test_aborted_requests_leave_nothing(model: Model) -> None:
+    llm = model.engine()
+    traffic = Traffic(llm)
+    for number, prompt in enumerate(prompts_of([30, 41, 9, 55, 17], seed=8, shared=12)):
+        traffic.add(str(number), prompt, GREEDY)
+    for number in range(12):
+        traffic.step()
+        if number in (2, 5, 9):
+            traffic.abort(str(number % 4))
+    traffic.finish()
+    check_idle(llm)
+    outputs = model.check(llm.generate(prompts_of([30, 41, 9, 55, 17], seed=8, shared=12), GREEDY))
+    assert any(output.cached_tokens > 0 for output in outputs)
+    llm.close()
+
+
+def test_memory_is_reported(model: Model) -> None:
+    llm = model.engine()
+    engine = engine_of(llm)
+    group, state = engine.cache_groups[-1], engine.info.cache_groups[-1]
+    assert group["kind"] == "state"
+    assert group["bytes_per_snapshot"] == bytes_per_slot(state, torch.float32)
+    assert group["most_snapshots"] >= 2 * 8, "each row has a slot, and one for a snapshot"
+    llm.close()
+
+
+@pytest.mark.full
+def test_pooled_prompts(model: Model) -> None:
+    """The mean of hidden states does not depend on chunks, nor on what is cached."""
+    params = SamplingParams(max_new_tokens=0, pooling=Pooling(PoolingKind.MEAN))
+    found = []
+    for chunk in (13, 64):
+        llm = model.engine(scheduler={"chunk_size": chunk})
+        outputs = llm.generate(prompts_of([9, 40, 23], seed=9), params)
+        found.append([torch.tensor(output.pooled) for output in outputs])
+        llm.close()
+    for first, second in zip(*found, strict=True):
+        torch.testing.assert_close(first, second, rtol=1e-3, atol=2e-4)

@@ -1,0 +1,86 @@
+"""Test on a CUDA device that engines of models with states answer as on a CPU, with captured steps and without them.
+
+.venv/bin/python -m pytest -q tests/gpu/test_state_models_gpu.py
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "e2e"))
+
+from engine_runs import check_idle, prompts_of
+from state_models import MODELS, StateReference, save
+
+from dovetail import LLM, SamplingParams
+from dovetail.engine.grouped import states_of
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+TOLERANCE = 5e-3
+"""The largest error of a log-probability: products on a GPU round in another order, and recurrences add that up."""
+GRAPHS: dict[str, dict[str, Any]] = {
+    "captured": {"capture": "start", "piecewise_tokens": 64},
+    "kernel by kernel": {"decode": False, "piecewise_tokens": 0},
+}
+
+
+def poison(llm: LLM) -> None:
+    """Fill slots that are given back with large numbers from now on."""
+    executor: Any = llm.loop.executor
+    engine, allocator = executor.rank.engine, llm.loop.scheduler.ledger.allocator
+    free = allocator.free
+
+    def freed(pages: Any) -> None:
+        free(pages)
+        for group, pool in zip(engine.budget.arena.states, states_of(engine.pool), strict=True):
+            slots = pages[group][pages[group] > 0].tolist()
+            if slots:
+                pool.fill(50.0, slots)
+
+    allocator.free = freed
+
+
+@pytest.mark.parametrize("speculative", ["none", "ngram"])
+@pytest.mark.parametrize("graphs", GRAPHS)
+@pytest.mark.parametrize("name", MODELS)
+def test_answers_are_those_of_transformers(tmp_path: Path, name: str, graphs: str, speculative: str) -> None:
+    """Two rounds: chunks and mixed steps first, then prompts that resume from snapshots, and drafts of earlier answers."""
+    directory = save(name, tmp_path)
+    reference = StateReference(directory)
+    llm = LLM(
+        str(directory),
+        device="cuda",
+        grammar="none",
+        model={"dtype": "float32"},
+        memory={"page_size": 16, "num_pages": 200, "state_snapshot_tokens": 16},
+        scheduler={"max_running": 6, "chunk_size": 29},
+        graphs=GRAPHS[graphs],
+        speculative=speculative,
+    )
+    poison(llm)
+    prompts = prompts_of([3, 40, 21, 1, 90, 33], shared=20)
+    params = SamplingParams(max_new_tokens=40, temperature=0, logprobs=0)
+    outputs = []
+    for _ in range(2):
+        outputs = llm.generate(prompts, params)
+        check_idle(llm)
+        for prompt, output in zip(prompts, outputs, strict=True):
+            text = [*prompt, *output.token_ids]
+            expected = reference.logprobs(text)[len(prompt) - 1 : -1]
+            likely = expected[torch.arange(len(output.token_ids)), torch.tensor(output.token_ids)]
+            found = torch.tensor([entry.logprob for entry in output.logprobs])
+            assert (expected.max(1).values - likely).max() <= TOLERANCE
+            assert (likely - found).abs().max() <= TOLERANCE
+    assert any(output.cached_tokens > 0 for output in outputs)
+    if speculative == "ngram":
+        assert sum(output.acceptance.accepted for output in outputs) > 0
+    llm.close()
