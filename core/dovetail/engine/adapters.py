@@ -186,6 +186,11 @@ class EngineAdapters:
     # -- adapters ----------------------------------------------------------------------------------------------------
 
     @property
+    def modules(self) -> list[str]:
+        """Return the modules of the checkpoint that may have an adapter."""
+        return [*self._places]
+
+    @property
     def slot_bytes(self) -> int:
         """Return the size of an adapter on this rank, on the device and in host memory."""
         return self._size * self._dtype.itemsize
