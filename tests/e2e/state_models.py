@@ -62,6 +62,13 @@ MODELS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
         "lfm2",
         ATTENTION | {"block_multiple_of": 8, "layer_types": ["conv", "full_attention", "conv"]},
     ),
+    "nemotron_3": (
+        "nemotron_h",
+        ATTENTION
+        | {"head_dim": 8, "mamba_num_heads": 4, "mamba_head_dim": 16, "ssm_state_size": 24, "n_groups": 2}
+        | {"chunk_size": 16, "layers_block_type": ["linear_attention", "moe", "full_attention"], "n_routed_experts": 4}
+        | {"moe_latent_size": 16, "moe_intermediate_size": 20, "moe_shared_expert_intermediate_size": 24},
+    ),
     "nemotron_h": (
         "nemotron_h",
         ATTENTION
