@@ -48,7 +48,7 @@ def check(code: Any, file: Path) -> None:
     assert code["ptx"].count("griddepcontrol.wait") == 1
 
 
-@pytest.mark.parametrize("rows", [1, pytest.param(32, marks=pytest.mark.full), 64])
+@pytest.mark.parametrize("rows", [1, *(pytest.param(rows, marks=pytest.mark.full) for rows in (32, 64))])
 @pytest.mark.parametrize("bits", [4, 8])
 @pytest.mark.parametrize("zeros", [False, pytest.param(True, marks=pytest.mark.full)])
 @pytest.mark.parametrize(
@@ -70,7 +70,7 @@ def test_products_of_few_rows_compile(
     assert "mma" in code["ptx"]
 
 
-@pytest.mark.parametrize("tokens", [1, pytest.param(64, marks=pytest.mark.full), 4096])
+@pytest.mark.parametrize("tokens", [*(pytest.param(tokens, marks=pytest.mark.full) for tokens in (1, 64)), 4096])
 @pytest.mark.parametrize("gated", [False, pytest.param(True, marks=pytest.mark.full)])
 @pytest.mark.parametrize("bits", [4, 8])
 def test_experts_compile(bits: int, gated: bool, tokens: int, tmp_path: Path) -> None:
