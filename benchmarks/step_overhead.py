@@ -35,7 +35,7 @@ from dovetail.engine.sampler import Sampler
 from dovetail.engine.warmup import WarmUp
 from dovetail.interfaces.mesh import Mesh
 from dovetail.loop import Loop
-from dovetail.memory.pool import PagedKVPool
+from dovetail.memory.pool import PagedKVPool, plain_page_bytes
 from dovetail.messages import AbortAllMsg, GenerateMsg
 from dovetail.types import Batch, ForwardOutput, Masks
 from peers.report import line, replace_section
@@ -68,7 +68,8 @@ class StubEngine(Engine):
         self.drafter = self.verify_graphs = self.pieces = self.adapters = None
         self.shares_prefixes = self.keeps_all = False
         self.model = nn.Module()
-        self.budget = budget_for(config, self.info.cache_groups, torch.float32, self.device, self.context_len, Needs())
+        sizes = [plain_page_bytes(group, self.page_size, torch.float32) for group in self.info.cache_groups]
+        self.budget = budget_for(config, sizes, self.device, self.context_len, Needs())
         self.prepare_seconds = 0.0
         self._tokens = torch.ones(config.scheduler.rows, 1, dtype=torch.int64)
 

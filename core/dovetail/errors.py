@@ -16,6 +16,7 @@
     │   └── PermissionDeniedError         the key does not permit this request; the server answers 403
     ├── RateLimitError                    a tenant's limit is reached; the server answers 429 with a time to retry
     ├── TimeLimitError                    the request ran longer than it may; the server answers 504
+    ├── PageFormatError (ValueError)      exported pages of KV memory cannot be imported; ``fault`` names why
     ├── ProgramError                      a part of a program failed: names its line, the cause is chained
     └── EngineError                       the engine failed, not the request
         ├── WeightsError                  a checkpoint does not fit its architecture
@@ -73,6 +74,15 @@ class ContextLengthError(RequestError):
 
     def __init__(self, message: str, *, param: str | None = "prompt") -> None:
         super().__init__(message, param=param, code="context_length_exceeded")
+
+
+class PageFormatError(DovetailError, ValueError):
+    """Raised when exported pages of KV memory cannot be imported. ``fault`` is a short word: ``magic``, ``version``,
+    ``truncated``, ``checksum``, ``layout`` or ``pages``."""
+
+    def __init__(self, fault: str, message: str) -> None:
+        super().__init__(f"{fault}: {message}")
+        self.fault = fault
 
 
 class GrammarError(RequestError):

@@ -36,11 +36,11 @@ class Attends(Protocol):
 
 
 class StoresKV(Protocol):
-    """Describe the object through which layers store K and V. ``interfaces.cache.KVPool`` documents the contract."""
+    """Describe the object through which layers store K and V. ``interfaces.store.KVStore`` documents the contract."""
 
     def keys(self, layer_id: int) -> torch.Tensor: ...
 
-    def values(self, layer_id: int) -> torch.Tensor: ...
+    def tensors(self, layer_id: int) -> Any: ...
 
     def store(self, layer_id: int, k: torch.Tensor, v: torch.Tensor | None, out_loc: torch.Tensor) -> None: ...
 

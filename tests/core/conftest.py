@@ -12,6 +12,7 @@ from types import ModuleType
 from typing import Any, Literal
 
 import pytest
+import torch
 from pydantic import create_model
 
 from dovetail.config import Config, PluginConfig, PluginsSection
@@ -20,6 +21,7 @@ from dovetail.config.tree import validate
 from dovetail.interfaces.cache import CacheGroup
 from dovetail.interfaces.features import BUILT_IN_FEATURES, Feature
 from dovetail.interfaces.model import ModelInfo
+from dovetail.memory.pool import plain_page_bytes
 from dovetail.registry import ComponentKind, ComponentSpec, Registry, builtin, hookimpl, load_plugins
 from dovetail.registry.targets import load_attribute
 
@@ -125,6 +127,13 @@ class Fakes:
             self.spec(ComponentKind.CACHE, "none", offers=frozenset({Feature.CACHE_GROUPS})),
             self.spec(ComponentKind.POLICY, "fcfs", priority=10),
             self.spec(ComponentKind.MIXER, "steps", offers=MIXER),
+            self.spec(
+                ComponentKind.STORE,
+                "pages",
+                offers=frozenset(
+                    {Feature.STORE_FULL, Feature.STORE_SLIDING, Feature.STORE_LATENT, Feature.STORE_SLABS}
+                ),
+            ),
             self.spec(ComponentKind.EXECUTOR, "ranks", offers=frozenset({Feature.EXECUTOR_RANKS})),
         ]
 
@@ -149,7 +158,10 @@ def _stub(kind: ComponentKind) -> object:
         theirs = inspect.getattr_static(interface, name)
         return property(lambda self: 1) if isinstance(theirs, property) else lambda self, *args, **kwargs: None
 
-    return type("Stub", (interface,), {name: member(name) for name in interface.__abstractmethods__})
+    members = {name: member(name) for name in interface.__abstractmethods__}
+    if kind == ComponentKind.STORE:
+        members["page_bytes"] = lambda self, group, page_size: plain_page_bytes(group, page_size, torch.float32)
+    return type("Stub", (interface,), members)
 
 
 def _returning(specs: list[ComponentSpec]) -> Callable[[], list[ComponentSpec]]:

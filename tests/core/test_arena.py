@@ -14,16 +14,19 @@ from hypothesis import strategies as st
 from dovetail.interfaces.cache import CacheContext, CacheGroup, CacheGroupKind, GroupDescriptor
 from dovetail.interfaces.executor import ArenaLayout
 from dovetail.interfaces.mixer_shapes import StateShape
-from dovetail.memory.arena import UNLIMITED, ArenaAllocator, PageBytes, make_layout
+from dovetail.interfaces.store import KVStore, PageBytes, StoreContext
+from dovetail.memory.arena import UNLIMITED, ArenaAllocator, make_layout
 from dovetail.memory.ledger import PageLedger
 from dovetail.memory.pool import bytes_per_page, make_arena
 from dovetail.memory.state_pool import bytes_per_slot
 from dovetail.memory.table import RequestTable
 from dovetail.sampling_params import SamplingParams
 from dovetail.types import Req
-from dovetail_cache.config import RadixConfig
+from dovetail_cache.config import PagedConfig, RadixConfig, ScaledConfig
 from dovetail_cache.radix import RadixCache
+from dovetail_cache.stores import PagedStores, ScaledStores
 
+FP8 = torch.float8_e4m3fn
 LAYOUTS = [
     ArenaLayout(12, 40, (4, 1), (8, 8)),
     ArenaLayout(9, 96, (3, 5, 2), (12, 24, 6)),
@@ -254,13 +257,30 @@ def test_a_large_memory_wastes_little() -> None:
         assert 2 * layers * pages * block / layout.slab_bytes > 0.99
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn])
-def test_pools_of_an_arena_do_not_overlap(dtype: torch.dtype) -> None:
-    """Every page of every group has its own memory, keys apart from values, in every layer; page 0 is zero."""
+def numbers(pool: KVStore, layer: int, pages: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the keys and values of some pages of a layer as they were stored."""
+    keys, values, scales = pool.tensors(layer)
+    index = torch.from_numpy(pages).long()
+    found = keys[index].float(), values[index].float()
+    if scales is None:
+        return found
+    return found[0] * scales.keys[index].float()[..., None], found[1] * scales.values[index].float()[..., None]
+
+
+@pytest.mark.parametrize(
+    ("store", "dtype"),
+    [("paged", torch.float32), ("paged", torch.bfloat16), ("paged", FP8), ("token_head", FP8), ("checkpoint", FP8)],
+)
+def test_pools_of_an_arena_do_not_overlap(store: str, dtype: torch.dtype) -> None:
+    """Every page of every group has its own memory, keys apart from values, in every layer, and scales apart from those of
+    other pages; page 0 is zero."""
     groups = [CacheGroup(1, 2, 8), CacheGroup(3, 2, 8, CacheGroupKind.SLIDING, 7), CacheGroup(2, 1, 8)]
+    context = StoreContext(4, dtype, torch.device("cpu"))
+    plain = store == "paged"
+    stores = PagedStores(PagedConfig(), context) if plain else ScaledStores(ScaledConfig(scales=store), context)  # type: ignore[arg-type]
     sizes = [PageBytes(bytes_per_page(g, 4, dtype), 4 * g.num_kv_heads * g.head_dim * dtype.itemsize) for g in groups]
     layout = make_layout(sizes, 0, 9)
-    pools, _ = make_arena(groups, layout, 4, dtype, "cpu")
+    pools, _ = make_arena(groups, layout, stores, dtype, "cpu")
     pages = ArenaAllocator(layout).alloc(9)
     assert pages is not None
     number, written = 0, []
@@ -271,16 +291,19 @@ def test_pools_of_an_arena_do_not_overlap(dtype: torch.dtype) -> None:
             assert pool.keys(layer).shape == pool.values(layer).shape
             assert pool.keys(layer).is_contiguous()
             places = torch.arange(4).repeat(9) + torch.from_numpy(own.astype(np.int64)).repeat_interleave(4) * 4
-            k = torch.full((36, pool.group.num_kv_heads, 8), float(number % 7 + 1)).to(dtype)
-            pool.store(layer, k, -k if dtype.itemsize > 1 else k, places)
+            k = torch.full((36, pool.group.num_kv_heads, 8), float(number % 7 + 1))
+            pool.store(layer, k, -2 * k, places)
             written.append((pool, layer, own, float(number % 7 + 1)))
             number += 1
     index = torch.from_numpy(pages[1][[0, 3]].astype(np.int64))
     pools[1].copy(index[:1] * 4, index[1:] * 4 + 3)
+    exported = pools[1].export_pages(pages[1][2:4].tolist())
+    pools[1].poison(pages[1][2:4].tolist())
+    pools[1].import_pages(exported, pages[1][2:4].tolist())
     for pool, layer, own, value in written:
-        sign = -1 if dtype.itemsize > 1 else 1
-        assert (pool.keys(layer)[torch.from_numpy(own).long()].float() == value).all()
-        assert (pool.values(layer)[torch.from_numpy(own).long()].float() == sign * value).all()
+        keys, values = numbers(pool, layer, own)
+        torch.testing.assert_close(keys, torch.full_like(keys, value), rtol=2**-8, atol=0)
+        torch.testing.assert_close(values, torch.full_like(values, -2 * value), rtol=2**-8, atol=0)
 
 
 def test_latents_of_an_arena_are_stored_once() -> None:
@@ -289,8 +312,9 @@ def test_latents_of_an_arena_are_stored_once() -> None:
     groups = [latents, CacheGroup.of_states(2, (StateShape((4, 6)),))]
     page = bytes_per_page(latents, 4, torch.float32)
     assert page == 3 * 4 * 12 * 4
+    stores = PagedStores(PagedConfig(), StoreContext(4, torch.float32, torch.device("cpu")))
     layout = make_layout([PageBytes(page, page // 3), PageBytes(bytes_per_slot(groups[1], torch.float32), 0)], 0, 9, 2)
-    (pool,), (states,) = make_arena(groups, layout, 4, torch.float32, "cpu")
+    (pool,), (states,) = make_arena(groups, layout, stores, torch.float32, "cpu")
     allocator = ArenaAllocator(layout)
     pages, slots = allocator.alloc(9), allocator.alloc_slots()
     assert pages is not None

@@ -34,6 +34,7 @@ MODULES = (
     "state_space",
     "state_rows",
     "mixer",
+    "store",
 )
 
 

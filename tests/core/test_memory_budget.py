@@ -18,8 +18,9 @@ from dovetail.errors import ConfigError
 from dovetail.interfaces.cache import CacheGroup
 from dovetail.interfaces.mesh import Mesh
 from dovetail.interfaces.mixer_shapes import StateShape
+from dovetail.interfaces.store import PageBytes
 from dovetail.memory.arena import ArenaAllocator
-from dovetail.memory.pool import bytes_per_page
+from dovetail.memory.pool import bytes_per_page, plain_page_bytes
 from dovetail.memory.state_pool import bytes_per_slot
 from dovetail.testing.ranks import run_ranks, thread_meshes
 
@@ -40,7 +41,9 @@ def divide(
     needs: Needs = NEEDS, device: torch.device = GPU, rows: int = 256, context: int = 100_000, **memory: object
 ) -> Budget:
     config = Config(scheduler=SchedulerSection(max_running=rows, chunk_size=8192), memory=MemorySection(**memory))  # type: ignore[arg-type]
-    return budget_for(config, (GROUP,), torch.bfloat16, device, context, needs)
+    return budget_for(
+        config, (plain_page_bytes(GROUP, config.memory.page_size, torch.bfloat16),), device, context, needs
+    )
 
 
 def test_the_pool_gets_what_the_fraction_leaves_after_everything_else() -> None:
@@ -77,8 +80,10 @@ def test_states_get_slots_for_all_requests_and_more_for_snapshots(groups: tuple[
             scheduler=SchedulerSection(max_running=40),
             memory=MemorySection(**memory),  # type: ignore[arg-type]
         )
-        budget = budget_for(config, groups, torch.bfloat16, GPU, 100_000, NEEDS)
-        budget = with_arena(budget, config, groups, torch.bfloat16)
+        sizes = [
+            plain_page_bytes(group, 16, torch.bfloat16) if group is GROUP else PageBytes(slot, 0) for group in groups
+        ]
+        budget = with_arena(budget_for(config, sizes, GPU, 100_000, NEEDS), config, sizes)
         layout = budget.arena
         assert layout is not None
         assert layout.states == tuple(at for at, kind in enumerate(kinds) if kind == "state")

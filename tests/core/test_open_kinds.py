@@ -163,8 +163,8 @@ def test_a_key_that_no_kind_has_is_answered_with_the_plugins_that_did_not_load(f
     registry = load_plugins(policy, [fakes.entry("fakes", fakes.basics()), hooks, entry(fakes)])
     absent = "sorters of sorters-dist (blocked: plugins.deny names it)"
     with pytest.raises(ConfigError) as caught:
-        fakes.config(registry, "sorter=quick")
-    assert f"plugins. Kinds of plugins that did not load are not known: {absent} [--set sorter=quick]" in str(
+        fakes.config(registry, "xyzzy=quick")
+    assert f"plugins. Kinds of plugins that did not load are not known: {absent} [--set xyzzy=quick]" in str(
         caught.value
     )
     with pytest.raises(ConfigError) as caught:

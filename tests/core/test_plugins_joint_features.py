@@ -289,7 +289,8 @@ def test_auto_finds_a_fit_exactly_if_brute_force_does(fakes, offers, drafts, pol
     reuse = frozenset({Feature.CACHE_REUSE})
     aware = frozenset({Feature.POLICY_PREFIX_AWARE})
     base = frozenset({Feature.ATTN_EXTEND, Feature.ATTN_DECODE})
-    specs = [fakes.model(), fakes.spec(K.EXECUTOR, "ranks")]
+    stores = fakes.spec(K.STORE, "pages", offers=frozenset({Feature.STORE_FULL}))
+    specs = [fakes.model(), fakes.spec(K.EXECUTOR, "ranks"), stores]
     specs += [fakes.spec(K.ATTENTION, f"a{i}", offers=base | o) for i, o in enumerate(offers)]
     specs += [fakes.spec(K.DRAFTER, f"d{i}", offers=DRAFT_TREE if t else DRAFT) for i, t in enumerate(drafts)]
     specs += [fakes.spec(K.POLICY, f"p{i}", offers=aware if p else frozenset()) for i, p in enumerate(policies)]

@@ -296,6 +296,7 @@ def test_to_json_is_json_and_holds_every_candidate(fakes):
         "quantization",
         "experts",
         "mixer",
+        "store",
     }
     assert set(slots) == {*tree["chosen"], "api", "logits_processor"}
     assert tree["apis"] == []
@@ -308,7 +309,7 @@ def test_one_info_line_per_part(fakes, caplog):
     caplog.set_level("INFO", logger="dovetail.registry")
     run(fakes, sets=["cache=none"])
     lines = [record.getMessage() for record in caplog.records]
-    assert len(lines) == 13  # every slot
+    assert len(lines) == 14  # every slot
     assert "cache: none, explicit" in lines
     assert "grammar: none, priority; nothing installed can be used" in lines
 

@@ -26,6 +26,7 @@ import mutants_parsers
 import mutants_policy
 import mutants_quantization
 import mutants_registration
+import mutants_store
 import mutants_workers
 from mutant import Mutant
 
@@ -43,6 +44,7 @@ from dovetail.testing.model import ModelSuite
 from dovetail.testing.parsers import ReasoningParserSuite, ToolParserSuite
 from dovetail.testing.policy import PolicySuite
 from dovetail.testing.quantization import QuantizationSuite
+from dovetail.testing.store import KVStoreSuite
 
 SUITES: tuple[type[ComponentSuite], ...] = (
     AttentionSuite,
@@ -59,6 +61,7 @@ SUITES: tuple[type[ComponentSuite], ...] = (
     QuantizationSuite,
     ExpertsSuite,
     MixerSuite,
+    KVStoreSuite,
 )
 MUTANTS: list[Mutant] = [
     *mutants_registration.MUTANTS,
@@ -79,6 +82,7 @@ MUTANTS: list[Mutant] = [
     *mutants_quantization.MUTANTS,
     *mutants_expert_backends.MUTANTS,
     *mutants_mixer.MUTANTS,
+    *mutants_store.MUTANTS,
 ]
 _GPU = "keeps the lengths of its capture: tried where there is a GPU, in tests/gpu"
 _INVARIANT = "gives other bits in graphs: tried where there is a GPU, by the backends that offer it"
@@ -87,6 +91,7 @@ UNPROVEN = {
     ("attention", "test_graphs"): _GPU,
     ("attention", "test_graphs_over_fp8_pools"): _GPU,
     ("attention", "test_graphs_over_latents"): _GPU,
+    ("attention", "test_graphs_with_scales"): _GPU,
     ("attention", "test_graphs_of_verify_rows"): _GPU,
     ("attention", "test_graphs_of_verify_rows_over_latents"): _GPU,
     ("attention", "test_batch_invariance_of_graphs"): _INVARIANT,

@@ -74,7 +74,7 @@ class Flawed(AttentionBackend):
         layer_id = 0 if flaw == "reads layer 0" else layer.layer_id
         if flaw == "reads the tail of the page":
             places = self.places(row, -(-length // self.pool.page_size) * self.pool.page_size)
-        k, v = (memory(layer_id).flatten(0, 1)[places].float() for memory in (self.pool.keys, self.pool.values))
+        k, v = self.read(layer_id, places, q.dtype)
         if flaw == "takes the last numbers of a latent for its values":
             v = k[..., -v.shape[2] :]
         if flaw == "rounds queries to the pool's dtype":
@@ -94,6 +94,21 @@ class Flawed(AttentionBackend):
         if layer.soft_cap is not None and flaw == "caps what is masked":
             scores = layer.soft_cap * torch.tanh(scores / layer.soft_cap)
         return torch.einsum("hqk,khd->qhd", self.softmax(scores, q.dtype, layer), v).to(q.dtype)
+
+    def read(self, layer_id: int, places: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the keys and values at ``places``, multiplied by their scales."""
+        keys, values, scales = self.pool.tensors(layer_id)
+        k, v = (memory.flatten(0, 1)[places].float() for memory in (keys, values))
+        if scales is None or self.flaw == "ignores scales":
+            return k, v
+        own = [part.flatten(0, 1)[places].float()[..., None] for part in scales]
+        if self.flaw == "knows one scale for all heads":
+            own = [part[:, :1] for part in own]
+        if self.flaw == "multiplies values by the scales of keys":
+            own[1] = own[0]
+        if self.flaw == "multiplies in 16 bits":
+            return k * own[0], (v.to(dtype) * own[1].to(dtype) / 256).float() * 256
+        return k * own[0], v * own[1]
 
     def is_large(self, row: int, tokens: slice, q: torch.Tensor, layer: AttentionLayer, length: int) -> bool:
         """Return True if the row has the size at which ``flaw`` begins."""
@@ -246,6 +261,24 @@ MUTANTS = [
         "one group",
         E5M2,
         fault="ignores shared prefixes of 8 bits",
+    ),
+    _of("ignores scales", "test_scales", "decode", "token_head", says=WRONG),
+    _of("knows one scale for all heads", "test_scales", "mixed", "head", says=WRONG),
+    _of("multiplies in 16 bits", "test_scales_in_16_bits", "token_head", torch.float16, says=WRONG),
+    _of(
+        "loses a part of long rows",
+        "test_long_rows_of_scales",
+        "head",
+        base=Short,
+        fault="loses a part of long rows with scales",
+    ),
+    _of("multiplies values by the scales of keys", "test_shared_prefixes_with_scales", "one group", says=WRONG),
+    _of(
+        "ignores scales",
+        "test_windows_caps_and_sinks_with_scales",
+        "token_head",
+        fault="ignores scales under a cap",
+        says=WRONG,
     ),
     _of("assigns query heads to the wrong key heads", "test_grouped_heads", "decode", 8, 4, says=WRONG),
     _of("knows one scale", "test_head_dims", "decode", 16, fault="ignores the layer's scale", says=WRONG),

@@ -14,10 +14,10 @@ from sound_model import SoundSuite
 
 from dovetail.engine.build import as_list
 from dovetail.interfaces.attention import AttentionBackend, AttentionLayer
-from dovetail.interfaces.cache import KVPool
 from dovetail.interfaces.features import Feature
 from dovetail.interfaces.mesh import SINGLE, Mesh
 from dovetail.interfaces.model import ModelArchitecture, ModelInfo, WeightTarget
+from dovetail.interfaces.store import KVStore
 from dovetail.registry.specs import ComponentSpec
 from dovetail.testing.eager import EagerAttention
 from dovetail.testing.model import Reference, Tensors, read_tensors
@@ -215,7 +215,7 @@ class WrongAfterPosition39(Sound):
 
     model_class = StopsCounting
 
-    def make_attention(self, model: ModelArchitecture, pool: KVPool) -> AttentionBackend:
+    def make_attention(self, model: ModelArchitecture, pool: KVStore) -> AttentionBackend:
         return CountsItself(pool)
 
 

@@ -308,7 +308,7 @@ WRONG = {
     },
     "columns of blocks": {"quant_method": "fp8", "weight_block_size": [128, 48]},
     "groups of another size": compressed("block", {"strategy": "group", "dynamic": True, "group_size": 2 * BLOCK}),
-    "scales of keys and values": {"quant_method": "fp8", "kv_cache_scheme": "static"},
+    "scales of keys and values": {"quant_method": "fp8", "kv_cache_scheme": "dynamic"},
     "packed": {**compressed("channel", TOKEN), "format": "pack-quantized"},
     "no activations": {
         **compressed("channel", TOKEN),

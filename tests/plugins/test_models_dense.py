@@ -19,9 +19,9 @@ import transformers
 from dovetail.engine.build import as_module
 from dovetail.errors import ConfigError, WeightsError
 from dovetail.interfaces.attention import AttentionBackend, AttentionContext
-from dovetail.interfaces.cache import KVPool
 from dovetail.interfaces.features import Feature
 from dovetail.interfaces.model import ModelArchitecture, ModelInfo
+from dovetail.interfaces.store import KVStore
 from dovetail.registry.specs import ComponentKind
 from dovetail.registry.targets import load_attribute
 from dovetail.testing.installed import installed
@@ -98,7 +98,7 @@ class TestOnTorchNative(HuggingFaceSuite):
         "window": {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 2, "attention_bias": True}
     }
 
-    def make_attention(self, model: ModelArchitecture, pool: KVPool) -> AttentionBackend:
+    def make_attention(self, model: ModelArchitecture, pool: KVStore) -> AttentionBackend:
         registry = installed()
         component = registry.get(ComponentKind.ATTENTION, "torch_native")
         info = model.info

@@ -13,9 +13,9 @@ import transformers
 from dovetail.engine.build import as_module
 from dovetail.errors import ConfigError
 from dovetail.interfaces.attention import AttentionBackend, AttentionContext
-from dovetail.interfaces.cache import KVPool
 from dovetail.interfaces.features import Feature
 from dovetail.interfaces.model import ModelArchitecture
+from dovetail.interfaces.store import KVStore
 from dovetail.registry.specs import ComponentKind
 from dovetail.registry.targets import load_attribute
 from dovetail.testing.installed import installed
@@ -64,7 +64,7 @@ class TestOnTorchNative(MoeSuite):
     name = model_type = "gpt_oss"
     configs: ClassVar = {"alternating": ALTERNATING}
 
-    def make_attention(self, model: ModelArchitecture, pool: KVPool) -> AttentionBackend:
+    def make_attention(self, model: ModelArchitecture, pool: KVStore) -> AttentionBackend:
         registry = installed()
         component = registry.get(ComponentKind.ATTENTION, "torch_native")
         info, parameter = model.info, next(as_module(model).parameters())

@@ -73,16 +73,21 @@ def _print(resolved: Resolved) -> None:
 def _cache_groups(resolved: Resolved) -> list[dict[str, Any]]:
     """Return of each cache group of the model what it keeps, in how many layers, its window if it has one, and its bytes
     on one rank: for each token, or for each running request and each snapshot if it keeps states."""
-    from dovetail.memory.pool import bytes_per_page, pool_dtype
+    import torch
+
+    from dovetail.interfaces.store import StoreContext
+    from dovetail.memory.pool import pool_dtype
     from dovetail.memory.state_pool import bytes_per_slot
 
     config = resolved.config
     dtype, own = pool_dtype(config.memory.kv_dtype), pool_dtype(config.model.dtype)
+    context = StoreContext(config.memory.page_size, dtype, torch.device("cpu"), resolved.model_info.quantization)
+    stores = resolved.store.build(context)
 
     def size(group: CacheGroup) -> dict[str, int]:
         if group.kind is CacheGroupKind.STATE:
             return {"bytes_per_snapshot": bytes_per_slot(group, own)}
-        return {"bytes_per_token": bytes_per_page(group, 1, dtype)}
+        return {"bytes_per_token": stores.page_bytes(group, 1).page}
 
     return [
         {

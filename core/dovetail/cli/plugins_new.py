@@ -14,7 +14,7 @@ def new(
         str,
         typer.Argument(
             help="attention, cache, grammar, speculative, policy, model, tool_parser, reasoning_parser, api, executor, "
-            "logits_processor, quantization, experts, mixer, or the kind of an installed package."
+            "logits_processor, quantization, experts, mixer, store, or the kind of an installed package."
         ),
     ],
     name: Annotated[str, typer.Argument(help="The name of the component in a config, as in page_tree.")],

@@ -198,6 +198,7 @@ FLAGS: tuple[ServeFlag, ...] = (
         example="fp8_e5m2",
         values=_KV_DTYPES,
     ),
+    ServeFlag(("--kv-store",), "store", MEMORY, "How keys and values are kept: paged, or scaled.", example="scaled"),
     ServeFlag(("--page-size", "--block-size"), "memory.page_size", MEMORY, "Tokens in a page.", int, 32),
     ServeFlag(("--num-gpu-blocks-override",), "memory.num_pages", MEMORY, "Pages in the KV pool.", int, 99),
     _switch(("--disable-radix-cache", "--no-enable-prefix-caching"), MEMORY, "Keep no prefixes.", {"cache": "none"}),

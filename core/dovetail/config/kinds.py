@@ -131,6 +131,11 @@ MIXER = KindSection(
     optional=True,
 )
 
+STORE = KindSection(
+    "store",
+    "How keys and values are kept in memory: `auto` as they are, or with the checkpoint's scales if it has some.",
+)
+
 BUILT_IN: Sections = (
     ATTENTION,
     CACHE,
@@ -145,5 +150,6 @@ BUILT_IN: Sections = (
     QUANTIZATION,
     EXPERTS,
     MIXER,
+    STORE,
 )
 """The sections of the built-in kinds."""

@@ -24,6 +24,7 @@ from dovetail.config.kinds import (
     QUANTIZATION,
     REASONING_PARSER,
     SPECULATIVE,
+    STORE,
     TOOL_PARSER,
     KindSection,
 )
@@ -220,7 +221,7 @@ class MemorySection(Section):
     )
     kv_dtype: Literal["auto", "float32", "bfloat16", "float16", "fp8_e4m3", "fp8_e5m2"] = Field(
         default="auto",
-        description="`auto` is the model's dtype. The fp8 dtypes hold twice as many tokens as 16 bits. Keys and values are stored unscaled and saturate (at 448 or 57344); scales in checkpoints are not read. On CUDA `fp8_e4m3` needs compute capability 8.9.",
+        description="`auto` is the model's dtype. The fp8 dtypes hold twice as many tokens as 16 bits. Store `paged` keeps keys and values unscaled, which saturate at 448 or 57344; store `scaled` keeps `fp8_e4m3` with scales (docs/stores.md). On CUDA `fp8_e4m3` needs compute capability 8.9.",
     )
     state_snapshot_tokens: int | None = Field(
         default=None,
@@ -462,6 +463,7 @@ class Config(Section):
     quantization: Selection = QUANTIZATION.field
     experts: Selection = EXPERTS.field
     mixer: Selection = MIXER.field
+    store: Selection = STORE.field
     scheduler: SchedulerSection = SchedulerSection()
     graphs: GraphsSection = GraphsSection()
     memory: MemorySection = MemorySection()

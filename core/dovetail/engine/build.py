@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from dovetail.engine.declared import check_declared
-from dovetail.engine.shards import check_filled, transformed
+from dovetail.engine.shards import KV_SCALE, check_filled, transformed
 from dovetail.errors import ConfigError, WeightsError
 from dovetail.interfaces.experts import ExpertsBackend
 from dovetail.interfaces.mesh import SINGLE, Mesh
@@ -173,6 +173,8 @@ class WeightFiller:
         if name in self.targets:
             return True
         if name.rpartition(".")[0] in self._others or any(pattern.fullmatch(name) for pattern in self._ignored):
+            return False
+        if KV_SCALE.fullmatch(name):  # a store reads it, if it has scales
             return False
         raise WeightsError(
             f"the checkpoint has tensor {name}, which the model does not know; check that config.json belongs to this checkpoint"

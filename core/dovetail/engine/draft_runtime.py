@@ -26,7 +26,6 @@ from dovetail.interfaces.cache import CacheGroupKind
 from dovetail.interfaces.experts import ExpertsBackend, ExpertsContext
 from dovetail.interfaces.features import Feature
 from dovetail.interfaces.speculative import DraftCache, DraftPass, DraftRuntime, DraftSteps
-from dovetail.memory.pool import PagedKVPool, bytes_per_page, make_pool
 from dovetail.registry.ranks import check_ranks
 from dovetail.registry.stages import kernel_dims, latent_reasons
 from dovetail.registry.targets import load_attribute
@@ -37,6 +36,7 @@ if TYPE_CHECKING:
     from dovetail.interfaces.mesh import Mesh
     from dovetail.interfaces.model import ModelArchitecture, ModelInfo
     from dovetail.interfaces.quantization import Quantization
+    from dovetail.interfaces.store import KVStore, KVStoreFactory
     from dovetail.registry.resolver import Resolved
     from dovetail.types import BoolArray, IntArray
 
@@ -55,16 +55,19 @@ class EngineDraftCache(DraftCache):
         self._backends: tuple[AttentionBackend, AttentionBackend] | None = None
 
     def allocate(
-        self, resolved: Resolved, inputs: Inputs, pool: PagedKVPool, dtype: torch.dtype, max_context: int
+        self,
+        resolved: Resolved,
+        inputs: Inputs,
+        pool: KVStore,
+        stores: KVStoreFactory,
+        dtype: torch.dtype,
+        max_context: int,
     ) -> None:
         """Allocate the memory. The engine calls this once the number of pages of the target's ``pool`` is known. The
         memory is filled with zeros: if the drafter has not seen some tokens, it reads zeros as their KV, which only
         lowers the acceptance rate."""
         self._inputs = inputs
-        pools = [
-            make_pool(group, pool.num_pages, pool.page_size, pool.dtype, pool.device)
-            for group in self.info.cache_groups
-        ]
+        pools = [stores.make(group, pool.num_pages) for group in self.info.cache_groups]
         for own in pools:
             own.clear()
         self._pool = grouped_pools(pools)
@@ -304,15 +307,15 @@ class EngineDraftRuntime(DraftRuntime):
         """Return the bytes of the models that drafters have loaded."""
         return sum(module_bytes(as_module(model)) for model in self._models)
 
-    def page_bytes(self, page_size: int, dtype: torch.dtype) -> int:
+    def page_bytes(self, page_size: int, stores: KVStoreFactory) -> int:
         """Return the bytes that one page takes in all draft caches together."""
         groups = [group for cache in self._caches for group in cache.info.cache_groups]
-        return sum(bytes_per_page(group, page_size, dtype) for group in groups)
+        return sum(stores.page_bytes(group, page_size).page for group in groups)
 
-    def allocate(self, inputs: Inputs, pool: PagedKVPool, max_context: int) -> None:
+    def allocate(self, inputs: Inputs, pool: KVStore, stores: KVStoreFactory, max_context: int) -> None:
         """Allocate the draft caches."""
         for cache in self._caches:
-            cache.allocate(self._resolved, inputs, pool, self.dtype, max_context)
+            cache.allocate(self._resolved, inputs, pool, stores, self.dtype, max_context)
 
     @property
     def graphs(self) -> list[DraftGraphs]:

@@ -92,7 +92,7 @@ class _LeftOut:
     """Stand in for attention, and launch nothing."""
 
     def forward(self, q: torch.Tensor, layer: AttentionLayer, batch: Batch) -> torch.Tensor:
-        return q.new_empty(*q.shape[:2], batch.kv[0].values(layer.layer_id).shape[-1])
+        return q.new_empty(*q.shape[:2], batch.kv[0].tensors(layer.layer_id).values.shape[-1])
 
 
 class _FirstLayers:

@@ -20,7 +20,8 @@ from dovetail.engine.graphs import DecodeGraphs
 from dovetail.engine.grouped import Pools, grouped_attention, grouped_pools, pools_of, states_of
 from dovetail.engine.inputs import Inputs
 from dovetail.engine.kernel_set import kernel_set
-from dovetail.engine.memory import agreed_budget, budget_for, describe_groups, with_arena
+from dovetail.engine.kv_scales import load_kv_scales
+from dovetail.engine.memory import agreed_budget, budget_for, describe_groups, group_bytes, with_arena
 from dovetail.engine.mesh import local_info, rank_device
 from dovetail.engine.needs import GraphNeeds, affordable_pieces, captures_trees, measure_needs, verify_sizes
 from dovetail.engine.outputs import fetched, step_result
@@ -44,9 +45,10 @@ from dovetail.interfaces.logits import ProcessorContext
 from dovetail.interfaces.mesh import SINGLE, Mesh
 from dovetail.interfaces.quantization import QuantizationContext
 from dovetail.interfaces.speculative import Drafter, DrafterContext
+from dovetail.interfaces.store import KVStoreFactory, StoreContext
 from dovetail.layers.experts import layers_of_experts
 from dovetail.layers.linear import Linear, make_batch_invariant
-from dovetail.memory.pool import make_arena, make_pool, pool_dtype
+from dovetail.memory.pool import make_arena, pool_dtype
 from dovetail.memory.state_pool import StatePool
 from dovetail.registry.sharing import why_not_shared
 
@@ -109,6 +111,8 @@ class Engine:
     def _build(self, resolved: Resolved, eos_token_ids: frozenset[int]) -> None:
         """Load the model, allocate the KV pool, and build the runners of steps."""
         config, info, mesh = resolved.config, self.info, self.mesh
+        context = StoreContext(self.page_size, self._kv_dtype, self.device, info.quantization)
+        self.stores: KVStoreFactory = resolved.store.build(context)
         quantization = None
         if (chosen := resolved.quantization) is not None:
             quantization = chosen.build(QuantizationContext(info.quantization, self._dtype, self.device))
@@ -174,29 +178,31 @@ class Engine:
         """Measure the memory that the pool must leave free. Then allocate the pool, the request table and the inputs,
         and limit the context length to the tokens that the pool holds."""
         config, runtime, groups = resolved.config, self._draft_runtime, self._local.cache_groups
-        dtype, one_page = self._kv_dtype, self._make_pools(2)
+        one_page = self._make_pools(2)
         draft_tokens = self.drafter.max_draft_tokens if self.drafter else 0
         graphs = GraphNeeds(draft_tokens, len(self.watched), self._piece_tokens, self._dtype.itemsize)
         attention = functools.partial(self._attention, resolved.attention_prefill, one_page)
         with self.warm_up.measuring():
             needs = measure_needs(resolved, self.model, self._local, one_page, self.context_len, attention, graphs)
         needs = replace(needs, weights=needs.weights + runtime.weight_bytes)
-        draft_bytes = runtime.page_bytes(self.page_size, dtype)
-        divide = functools.partial(budget_for, config, groups, dtype, self.device, self.context_len, needs, draft_bytes)
+        draft_bytes = runtime.page_bytes(self.page_size, self.stores)
+        sizes = [group_bytes(group, self.stores, self.page_size, self._dtype) for group in groups]
+        divide = functools.partial(budget_for, config, sizes, self.device, self.context_len, needs, draft_bytes)
         budget = agreed_budget(divide, self.mesh)
-        shares_memory = _has_states(groups) or (
-            len(groups) > 1 and not draft_bytes and all(g.kind is not CacheGroupKind.LATENT for g in groups)
-        )
-        self.budget = with_arena(budget, config, groups, dtype) if shares_memory else budget
+        paged = len(groups) > 1 and not draft_bytes and all(g.kind is not CacheGroupKind.LATENT for g in groups)
+        shares_memory = _has_states(groups) or (paged and Feature.STORE_SLABS in resolved.store.spec.offers)
+        self.budget = with_arena(budget, config, sizes) if shares_memory else budget
         log.info("%s", self.budget)
         self.num_pages = self.budget.num_pages
         arena = self.budget.arena
         self.pool = (
             self._make_pools(self.num_pages)
             if arena is None
-            else grouped_pools(*make_arena(groups, arena, self.page_size, dtype, self.device, self._dtype))
+            else grouped_pools(*make_arena(groups, arena, self.stores, self._kv_dtype, self.device, self._dtype))
         )
         with_mixer(self.pool, self._mixer)
+        if self.stores.reads_scales:
+            load_kv_scales(pools_of(self.pool), self.model, resolved, self.mesh)
         self.keeps_all = draft_bytes > 0
         pools, states = pools_of(self.pool), states_of(self.pool)
         if pools:
@@ -205,7 +211,7 @@ class Engine:
         self.page_table = np.zeros((len(pools), config.scheduler.rows + 1, max_pages), np.int32)
         self.inputs = Inputs(self.page_table, self.page_size, self.device, states)
         if pools:
-            runtime.allocate(self.inputs, pools[0], self.context_len)
+            runtime.allocate(self.inputs, pools[0], self.stores, self.context_len)
 
     @property
     def _kv_dtype(self) -> torch.dtype:
@@ -215,11 +221,10 @@ class Engine:
     def _make_pools(self, num_pages: int) -> Pools:
         """Return a pool of ``num_pages`` for each cache group. Two pages, of which one is page 0, suffice for steps that
         answer no request."""
-        dtype, device = self._kv_dtype, self.device
         paged = [group for group in self._local.cache_groups if group.kind is not CacheGroupKind.STATE]
         states = [group for group in self._local.cache_groups if group.kind is CacheGroupKind.STATE]
-        own = [make_pool(group, num_pages, self.page_size, dtype, device) for group in paged]
-        slots = [StatePool.of_slots(group, num_pages, self._dtype, device) for group in states]
+        own = [self.stores.make(group, num_pages) for group in paged]
+        slots = [StatePool.of_slots(group, num_pages, self._dtype, self.device) for group in states]
         return with_mixer(grouped_pools(own, slots), self._mixer)
 
     def _note_prompts(self, resolved: Resolved) -> None:
@@ -346,7 +351,7 @@ class Engine:
     @property
     def cache_groups(self) -> list[dict[str, Any]]:
         """Return what ``describe_groups`` does."""
-        return describe_groups(self.budget, self._local.cache_groups, self.page_size, self._kv_dtype, self._dtype)
+        return describe_groups(self.budget, self._local.cache_groups, self.stores, self.page_size, self._dtype)
 
     @property
     def products(self) -> dict[str, str]:

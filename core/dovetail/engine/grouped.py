@@ -7,10 +7,9 @@ it has one ``GroupedAttention`` and one ``GroupedPools``, so that everything els
 from __future__ import annotations
 
 import copy
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 from dovetail.interfaces.attention import AttentionBackend
-from dovetail.memory.pool import PagedKVPool
 from dovetail.memory.state_pool import StatePool
 
 if TYPE_CHECKING:
@@ -19,6 +18,7 @@ if TYPE_CHECKING:
     import torch
 
     from dovetail.interfaces.attention import AttentionLayer
+    from dovetail.interfaces.store import KVStore
     from dovetail.types import Batch
 
 
@@ -58,14 +58,14 @@ class GroupedPools:
     """Hold the pools of several cache groups, which have the same device and the same tokens per page. A model without keys
     and values has no ``page_size``: 1."""
 
-    def __init__(self, members: Sequence[PagedKVPool], states: Sequence[StatePool] = ()) -> None:
-        """``members`` has the pool of each group with pages, ``states`` that of each state group."""
+    def __init__(self, members: Sequence[KVStore], states: Sequence[StatePool] = ()) -> None:
+        """``members`` has the store of each group with pages, ``states`` the pool of each state group."""
         self.members, self.states = tuple(members), tuple(states)
         self.device = (*members, *states)[0].device
         self.page_size = members[0].page_size if members else 1
 
 
-Pools = PagedKVPool | GroupedPools
+Pools: TypeAlias = "KVStore | GroupedPools"
 
 
 def backends_of(backend: AttentionBackend) -> tuple[AttentionBackend, ...]:
@@ -74,8 +74,8 @@ def backends_of(backend: AttentionBackend) -> tuple[AttentionBackend, ...]:
     return backend.members if isinstance(backend, GroupedAttention) else (backend,)
 
 
-def pools_of(pool: Pools) -> tuple[PagedKVPool, ...]:
-    """Return the pool of each cache group with pages: ``Batch.kv``."""
+def pools_of(pool: Pools) -> tuple[KVStore, ...]:
+    """Return the store of each cache group with pages: ``Batch.kv``."""
     return pool.members if isinstance(pool, GroupedPools) else (pool,)
 
 
@@ -89,8 +89,8 @@ def grouped_attention(members: Sequence[AttentionBackend]) -> AttentionBackend:
     return members[0] if len(members) == 1 else GroupedAttention(members)
 
 
-def grouped_pools(members: Sequence[PagedKVPool], states: Sequence[StatePool] = ()) -> Pools:
-    """Return the pools of all cache groups: the pool itself if there is one, with pages."""
+def grouped_pools(members: Sequence[KVStore], states: Sequence[StatePool] = ()) -> Pools:
+    """Return the pools of all cache groups: the store itself if there is one, with pages."""
     return members[0] if len(members) == 1 and not states else GroupedPools(members, states)
 
 

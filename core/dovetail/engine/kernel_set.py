@@ -21,6 +21,7 @@ def kernel_set(resolved: Resolved) -> str:
         "batch_invariant": config.batch_invariant,
         "attention": [resolved.attention_prefill.name, resolved.attention_decode.name],
         "quantization": resolved.quantization and [resolved.quantization.name, info.quantization],
+        "store": [resolved.store.name, repr(resolved.store.config)],
         "experts": resolved.experts and resolved.experts.name,
         "mixer": resolved.mixer and resolved.mixer.name,
         "drafter": resolved.drafter and resolved.drafter.name,

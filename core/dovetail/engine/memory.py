@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
+from fractions import Fraction
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,8 +14,8 @@ from dovetail.engine.progress import size_text
 from dovetail.errors import ConfigError
 from dovetail.interfaces.cache import CacheGroupKind
 from dovetail.interfaces.executor import ArenaLayout
-from dovetail.memory.arena import PageBytes, make_layout
-from dovetail.memory.pool import bytes_per_page, pool_dtype
+from dovetail.interfaces.store import PageBytes
+from dovetail.memory.arena import make_layout
 from dovetail.memory.state_pool import bytes_per_slot
 
 if TYPE_CHECKING:
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from dovetail.config.sections import Config
     from dovetail.interfaces.cache import CacheGroup
     from dovetail.interfaces.mesh import Mesh
+    from dovetail.interfaces.store import KVStoreFactory
 
 GIB = 1 << 30
 CPU_POOL_BYTES = GIB
@@ -121,15 +123,14 @@ def module_bytes(module: nn.Module) -> int:
 
 def budget_for(
     config: Config,
-    groups: Sequence[CacheGroup],
-    dtype: torch.dtype,
+    groups: Sequence[PageBytes],
     device: torch.device,
     context_len: int,
     needs: Needs,
     draft_page_bytes: int = 0,
 ) -> Budget:
-    """Divide the device's memory as it is now: the weights are loaded, and the pools of ``groups`` are not allocated. All
-    of them have the same number of pages, and a page takes the bytes of one page in each. ``draft_page_bytes`` are the
+    """Divide the device's memory as it is now: the weights are loaded, and the stores are not allocated. All
+    of them have the same number of pages; a page of each of the ``groups`` takes these bytes (see ``group_bytes``). ``draft_page_bytes`` are the
     bytes that each page also takes in the caches of a drafter.
 
     If ``memory.num_pages`` is set, the pool gets that number of pages. Otherwise, if ``memory.kv_gib`` is set, it gets
@@ -137,8 +138,8 @@ def budget_for(
     ``CPU_POOL_BYTES``), but not more than all running requests together could fill. Raises ``ConfigError`` if not even
     one page besides page 0 fits, or if the requested size does not fit into the memory."""
     memory = config.memory
-    page = sum(bytes_per_page(group, memory.page_size, dtype) for group in groups) + draft_page_bytes
-    states, rows = _slot_bytes(config, groups), config.scheduler.rows
+    page = sum(group.page for group in groups if group.block) + draft_page_bytes
+    states, rows = sum(group.page for group in groups if not group.block), config.scheduler.rows
     limit = rows * (-(-context_len // memory.page_size) + 1) + 1
     if not page:  # a model of state groups only: a page is a slot
         page, states, limit = states, 0, rows * (1 + SNAPSHOTS) + 1
@@ -160,10 +161,11 @@ def budget_for(
     return Budget(total, needs, pages * page, pages, (pages - 1) * memory.page_size, left)
 
 
-def _slot_bytes(config: Config, groups: Sequence[CacheGroup]) -> int:
-    """Return the bytes of one slot of each state group together."""
-    states = [group for group in groups if group.kind is CacheGroupKind.STATE]
-    return sum(bytes_per_slot(group, pool_dtype(config.model.dtype)) for group in states)
+def group_bytes(group: CacheGroup, stores: KVStoreFactory, page_size: int, dtype: torch.dtype) -> PageBytes:
+    """Return the bytes of a page of ``group``, or of a slot if it keeps states, in the dtype of the model."""
+    if group.kind is CacheGroupKind.STATE:
+        return PageBytes(bytes_per_slot(group, dtype), 0)
+    return stores.page_bytes(group, page_size)
 
 
 def agreed_budget(divide: Callable[[], Budget], mesh: Mesh) -> Budget:
@@ -186,32 +188,27 @@ def agreed_budget(divide: Callable[[], Budget], mesh: Mesh) -> Budget:
     )
 
 
-def with_arena(budget: Budget, config: Config, groups: Sequence[CacheGroup], dtype: torch.dtype) -> Budget:
-    """Return ``budget`` with a memory that several groups share. If ``memory.num_pages`` is set, it holds that number of
-    pages of all groups together, and two slots of states for each row, which may take a few slabs more; otherwise it takes
-    no more bytes. In a model without pages, slots are counted instead."""
+def with_arena(budget: Budget, config: Config, groups: Sequence[PageBytes]) -> Budget:
+    """Return ``budget`` with a memory that several groups share, whose pages and slots take these bytes. If
+    ``memory.num_pages`` is set, it holds that number of pages of all groups together, and two slots of states for each row,
+    which may take a few slabs more; otherwise it takes no more bytes. In a model without pages, slots are counted
+    instead."""
     page_size, rows, given = config.memory.page_size, config.scheduler.rows, config.memory.num_pages
-    states = [group.kind is CacheGroupKind.STATE for group in groups]
-    sizes = [
-        PageBytes(_slot_bytes(config, [group]), 0)
-        if keeps_states
-        else PageBytes(
-            bytes_per_page(group, page_size, dtype), page_size * group.num_kv_heads * group.head_dim * dtype.itemsize
-        )
-        for group, keeps_states in zip(groups, states, strict=True)
-    ]
+    states = [not group.block for group in groups]
+    sizes = [group._replace(page=group.page - group.beside) for group in groups]
+    beside = 1 + sum({Fraction(group.beside, size.page) for group, size in zip(groups, sizes, strict=True)})
     slots = (given or 0) - 1 if all(states) else 2 * rows
-    layout = make_layout(sizes, budget.pool, None if given is None else given - 1, slots)
+    layout = make_layout(sizes, int(budget.pool / beside), None if given is None else given - 1, slots)
     if not layout.columns:
         raise ConfigError(_too_little(config, budget.needs, budget.pool, layout.slab_bytes, budget.free, budget.total))
-    used = layout.num_slabs * layout.slab_bytes
+    used = int(layout.num_slabs * layout.slab_bytes * beside)
     free = budget.free + budget.pool - used if budget.total else 0
     tokens = 0 if all(states) else layout.columns * page_size
     return replace(budget, pool=used, num_pages=layout.columns + 1, pool_tokens=tokens, free=free, arena=layout)
 
 
 def describe_groups(
-    budget: Budget, groups: Sequence[CacheGroup], page_size: int, kv_dtype: torch.dtype, dtype: torch.dtype
+    budget: Budget, groups: Sequence[CacheGroup], stores: KVStoreFactory, page_size: int, dtype: torch.dtype
 ) -> list[dict[str, Any]]:
     """Return for each cache group what it keeps, in how many layers, the bytes of a token on this rank, and the number of
     tokens that the group alone could keep in the memory. For a state group: the bytes of a snapshot, and the number of
@@ -223,7 +220,7 @@ def describe_groups(
     def sizes(group: CacheGroup, count: int) -> dict[str, int]:
         if group.kind is CacheGroupKind.STATE:
             return {"bytes_per_snapshot": bytes_per_slot(group, dtype), "most_snapshots": count}
-        return {"bytes_per_token": bytes_per_page(group, 1, kv_dtype), "most_tokens": count * page_size}
+        return {"bytes_per_token": stores.page_bytes(group, 1).page, "most_tokens": count * page_size}
 
     return [
         {"kind": str(group.kind), "window": group.window, "layers": group.num_layers, **sizes(group, count)}

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     import torch
     from pydantic import BaseModel
 
-    from dovetail.interfaces.cache import KVPool
+    from dovetail.interfaces.store import KVStore
     from dovetail.types import Batch
 
 
@@ -36,7 +36,7 @@ class AttentionContext:
     num_heads: int
     num_kv_heads: int
     head_dim: int
-    pool: KVPool
+    pool: KVStore
     max_rows: int
     max_context: int
     batch_invariant: bool = False

@@ -1,5 +1,5 @@
-"""Define the two parts of KV memory: ``KVPool`` holds the tensors, ``PrefixCache`` is an index from tokens to their
-pages and snapshots. ``first_needed`` defines what must exist to resume a request."""
+"""Define prefix caches: a ``PrefixCache`` is an index from tokens to their pages and snapshots, whose memory is that of
+``interfaces.store``. ``first_needed`` defines what must exist to resume a request."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    import torch
     from pydantic import BaseModel
 
     from dovetail.interfaces.mixer_shapes import StateShape
@@ -82,44 +81,6 @@ class CacheGroup:
                 f"{len(self.states)} states in each layer; allowed: with kind state one or more states and 0 for both "
                 "numbers (CacheGroup.of_states), otherwise no states"
             )
-
-
-class KVPool(ABC):
-    """Hold the keys and values of one cache group, in pages. Page 0 belongs to no request: padding rows may write
-    there.
-
-    ``keys(layer)`` and ``values(layer)`` are ``[num_pages, page_size, num_kv_heads, head_dim]``. They hold what was
-    stored, converted to their dtype and otherwise unchanged. Both are contiguous, except that the values of a latent
-    group are a view of the first ``value_dim`` numbers of its keys. On CUDA, a kernel that has rotated keys in registers
-    writes them into these tensors directly instead of calling ``store``.
-    """
-
-    num_pages: int
-    page_size: int
-
-    @abstractmethod
-    def keys(self, layer_id: int) -> torch.Tensor:
-        """Return the keys of a layer, ``[num_pages, page_size, num_kv_heads, head_dim]``: the pool's own tensor, not a
-        copy."""
-
-    @abstractmethod
-    def values(self, layer_id: int) -> torch.Tensor:
-        """Return the values of a layer, ``[num_pages, page_size, num_kv_heads, head_dim]``: the pool's own tensor, not
-        a copy. In a latent group the last dimension is ``value_dim``."""
-
-    @abstractmethod
-    def store(self, layer_id: int, k: torch.Tensor, v: torch.Tensor | None, out_loc: torch.Tensor) -> None:
-        """Write ``k`` and ``v`` (``[tokens, num_kv_heads, head_dim]`` each) to the locations ``out_loc [tokens]``. A
-        location is page * page_size + offset. Called by the attention layers of the model in every forward pass.
-        ``v`` is None for a latent group only, where the values are a part of ``k``. Mutates the pool.
-        """
-
-    @abstractmethod
-    def copy(self, source: torch.Tensor, target: torch.Tensor) -> None:
-        """Copy the keys and values of every layer from the locations ``source [n]`` to ``target [n]``, as if all were
-        read before any is written. The engine calls this to move the accepted nodes of a draft tree to consecutive
-        locations. Mutates the pool.
-        """
 
 
 @dataclass(frozen=True, slots=True)

@@ -88,6 +88,11 @@ class Feature(str):
         "attends from prompts over keys and values that latents were expanded to: ``ExpandedAttention``",
         ("prefill",),
     )
+    ATTN_SCALES = _feature(
+        "attention.scales",
+        "multiplies keys and values by the scales of their store: ``KVTensors.scales``",
+        since=(1, 5),
+    )
     ATTN_GRAPH = _feature("attention.graph", "plan and forward can be captured and replayed")
     ATTN_REHEARSAL = _feature(
         "attention.rehearsal",
@@ -116,6 +121,12 @@ class Feature(str):
     CACHE_EVICT = _feature("cache.evict", "can evict pages")
     CACHE_GROUPS = _feature("cache.groups", "keeps sliding and state groups next to full and latent ones")
     CACHE_SHARED_PREFIXES = _feature("cache.shared_prefixes", "reports which running rows share which prefix")
+
+    # stores of keys and values
+    STORE_FULL = _feature("store.full", "keeps groups of kind full")
+    STORE_SLIDING = _feature("store.sliding", "keeps groups of kind sliding")
+    STORE_LATENT = _feature("store.latent", "keeps groups of kind latent")
+    STORE_SLABS = _feature("store.slabs", "keeps groups in memory that several groups share: make_shared")
 
     # KV state
     KV_ROLLBACK = _feature("kv.rollback", "KV of rejected draft tokens can be abandoned")

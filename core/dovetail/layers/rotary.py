@@ -11,7 +11,7 @@ from torch import nn
 from dovetail.layers.base import Layer
 from dovetail.layers.rope import RopeConfig
 from dovetail.ops.latent import rotate_and_store_latents
-from dovetail.ops.rotary import apply_rotary, rotate_and_store
+from dovetail.ops.rotary import apply_rotary, rotate_and_store, rotate_and_store_scaled
 
 if TYPE_CHECKING:
     from dovetail.layers.norm import HeadNorm, RMSNorm
@@ -102,7 +102,11 @@ class TableRotation(NamedTuple):
         """See ``Rotation.rotate_and_store``."""
         pool, layer_id, out_loc = place
         weights = None if norm is None else norm.operands
-        keys, values = pool.keys(layer_id), pool.values(layer_id)
+        keys, values, scales = pool.tensors(layer_id)
+        if scales is not None:
+            return rotate_and_store_scaled(
+                qkv, *counts, self.table, self.positions, weights, keys, values, scales, out_loc
+            )
         return rotate_and_store(qkv, *counts, self.table, self.positions, weights, keys, values, out_loc)
 
     def rotate_and_store_latents(self, q: torch.Tensor, out: torch.Tensor, latents: Latents, place: KVPlace) -> None:

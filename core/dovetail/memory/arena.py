@@ -19,11 +19,12 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from dovetail.interfaces.executor import ArenaLayout
+from dovetail.interfaces.store import PageBytes
 
 if TYPE_CHECKING:
     from dovetail.types import Int64Array, IntArray
@@ -41,17 +42,10 @@ SLOT_ALIGNMENT = 16
 """Slots begin at multiples of this number of bytes."""
 
 
-class PageBytes(NamedTuple):
-    """Hold the bytes of a page of a group, and of the block of one layer's keys, or values, of a page. For a state group
-    ``page`` are the bytes of a slot, and ``block`` is 0: the slots of a slab fill it."""
-
-    page: int
-    block: int
-
-
 def make_layout(groups: Sequence[PageBytes], num_bytes: int, columns: int | None = None, slots: int = 1) -> ArenaLayout:
-    """Return the layout of a memory of ``num_bytes``. With ``columns``, it holds at least that number of pages of every
-    paged group, and ``slots`` slots of every state group, at the same time, which may take a little more."""
+    """Return the layout of a memory of ``num_bytes``. The pages of ``groups`` consist of blocks only, and the slots of state
+    groups have none. With ``columns``, it holds at least that number of pages of every paged group, and ``slots`` slots of
+    every state group, at the same time, which may take a little more."""
     slab = _slab_bytes(groups, num_bytes)
     states = tuple(number for number, group in enumerate(groups) if not group.block)
     pages = tuple(slab // group.page if group.block else _num_slots(slab, group.page) for group in groups)

@@ -8,8 +8,10 @@ from collections.abc import Sequence
 import torch
 
 from dovetail.errors import ConfigError
-from dovetail.interfaces.cache import CacheGroup, CacheGroupKind, KVPool
+from dovetail.interfaces.cache import CacheGroup, CacheGroupKind
 from dovetail.interfaces.executor import ArenaLayout
+from dovetail.interfaces.store import KVScales, KVStore, KVStoreFactory, KVTensors, PageBytes, PageLayout, SlabMemory
+from dovetail.memory.page_format import export_parts, import_parts, layout_of
 from dovetail.memory.state_pool import StatePool
 from dovetail.ops.kv import store
 from dovetail.ops.kv_dtypes import raw
@@ -29,6 +31,12 @@ def bytes_per_page(group: CacheGroup, page_size: int, dtype: torch.dtype) -> int
     return group.num_layers * page_size * group.num_kv_heads * width * dtype.itemsize
 
 
+def plain_page_bytes(group: CacheGroup, page_size: int, dtype: torch.dtype) -> PageBytes:
+    """Return the bytes of one page in the pool of ``make_pool``, and of the block of one layer's keys, or values."""
+    block = page_size * group.num_kv_heads * group.head_dim * dtype.itemsize
+    return PageBytes(bytes_per_page(group, page_size, dtype), block)
+
+
 def make_pool(
     group: CacheGroup, num_pages: int, page_size: int, dtype: torch.dtype, device: torch.device | str
 ) -> PagedKVPool:
@@ -42,7 +50,7 @@ def make_pool(
     return kind(group, num_pages, page_size, dtype, device)
 
 
-class PagedKVPool(KVPool):
+class PagedKVPool(KVStore):
     """Hold the keys and values of one cache group in one tensor each: ``[layers, num_pages, page_size, kv_heads,
     head_dim]``.
 
@@ -72,6 +80,18 @@ class PagedKVPool(KVPool):
         self._values = list(self.v.unbind(0))
         self._k_rows = list(k_places.unbind(0))
         self._v_rows = list(v_places.unbind(0))
+        self._finish()
+
+    def _finish(self) -> None:
+        """Collect the tensors of each layer for ``tensors``, and the parts of a page."""
+        scales = self._scales()
+        self._tensors = [KVTensors(*own) for own in zip(self._keys, self._values, scales, strict=True)]
+        own = ((k,) if self.group.value_dim else (k, v) for k, v in zip(self._keys, self._values, strict=True))
+        self._parts = [part for parts in own for part in parts]
+
+    def _scales(self) -> Sequence[KVScales | None]:
+        """Return the scales of each layer."""
+        return [None] * self.group.num_layers
 
     def _make_values(self) -> torch.Tensor:
         """Return the memory of the values, ``[layers, num_pages, page_size, kv_heads, size of a value]``."""
@@ -82,26 +102,53 @@ class PagedKVPool(KVPool):
         return keys, values
 
     def clear(self) -> None:
-        """Fill all pages with zeros."""
+        """See ``KVStore.clear``."""
         for places in self._raw:
             places.zero_()
 
+    def poison(self, pages: Sequence[int] | None = None) -> None:
+        """See ``KVStore.poison``."""
+        for part in self._parts:
+            own = raw(part)
+            value = 0xFF if part.dtype.itemsize == 1 else math.nan  # all bits of an 8-bit float are NaN
+            if pages is None:
+                own.fill_(value)
+            else:
+                own[list(pages)] = value
+
+    @property
+    def layout(self) -> PageLayout:
+        """See ``KVStore.layout``."""
+        return layout_of("paged", 1, self._parts)
+
+    def export_pages(self, pages: Sequence[int]) -> bytes:
+        """See ``KVStore.export_pages``."""
+        return export_parts(self.layout, self._parts, pages)
+
+    def import_pages(self, data: bytes, pages: Sequence[int]) -> None:
+        """See ``KVStore.import_pages``."""
+        import_parts(self.layout, self._parts, data, pages)
+
     def keys(self, layer_id: int) -> torch.Tensor:
-        """See ``KVPool.keys``."""
+        """See ``KVStore.keys``."""
         return self._keys[layer_id]
 
     def values(self, layer_id: int) -> torch.Tensor:
-        """See ``KVPool.values``."""
+        """See ``KVStore.values``."""
         return self._values[layer_id]
 
+    def tensors(self, layer_id: int) -> KVTensors:
+        """See ``KVStore.tensors``."""
+        return self._tensors[layer_id]
+
     def store(self, layer_id: int, k: torch.Tensor, v: torch.Tensor | None, out_loc: torch.Tensor) -> None:
-        """See ``KVPool.store``. If several tokens name one location (padding rows on page 0), any one of them is
+        """See ``KVStore.store``. If several tokens name one location (padding rows on page 0), any one of them is
         kept."""
         assert v is not None, "only a latent group has no values of its own"
         store(k, v, self._k_rows[layer_id], self._v_rows[layer_id], out_loc)
 
     def copy(self, source: torch.Tensor, target: torch.Tensor) -> None:
-        """See ``KVPool.copy``."""
+        """See ``KVStore.copy``."""
         for places in self._raw:
             places.index_copy_(1, target, places.index_select(1, source))
 
@@ -117,7 +164,7 @@ class LatentKVPool(PagedKVPool):
         return (keys,)
 
     def store(self, layer_id: int, k: torch.Tensor, v: torch.Tensor | None, out_loc: torch.Tensor) -> None:
-        """See ``KVPool.store``. ``v`` is ignored."""
+        """See ``KVStore.store``. ``v`` is ignored."""
         rows = self._k_rows[layer_id]
         store(k, k, rows, rows, out_loc)
 
@@ -144,6 +191,7 @@ class ArenaKVPool(PagedKVPool):
         self._keys, self._values = self._split(found)
         self._k_rows, self._v_rows = self._split(places)
         self._raw = tuple(raw(part)[None] for part in places)
+        self._finish()
 
     def _split(self, parts: list[torch.Tensor]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """Return the keys and the values of each layer."""
@@ -159,26 +207,50 @@ class LatentArenaPool(ArenaKVPool, LatentKVPool):
         return parts, [part[..., : self.group.value_dim] for part in parts]
 
 
+class ArenaMemory(SlabMemory):
+    """Hold the memory of ``memory.arena``, ``bytes``. Slab 0 is initialised with zeros; on CUDA all slabs are, see
+    ``PagedKVPool``."""
+
+    def __init__(self, layout: ArenaLayout, dtype: torch.dtype, device: torch.device | str) -> None:
+        """Allocate the memory. ``dtype`` is that of keys and values."""
+        self.layout, self._dtype = layout, dtype
+        self.bytes = self._allocate(layout.slab_bytes, device)
+        self._beside: dict[int, torch.Tensor] = {}
+
+    def _allocate(self, slab: int, device: torch.device | str) -> torch.Tensor:
+        memory = torch.empty(self.layout.num_slabs * slab, dtype=torch.uint8, device=device)
+        (memory[:slab] if memory.device.type == "cpu" else memory).zero_()
+        return memory
+
+    @property
+    def memory(self) -> torch.Tensor:
+        """See ``SlabMemory.memory``."""
+        return self.bytes.view(self._dtype)
+
+    def beside(self, slab_bytes: int) -> torch.Tensor:
+        """See ``SlabMemory.beside``."""
+        if slab_bytes not in self._beside:
+            self._beside[slab_bytes] = self._allocate(slab_bytes, self.bytes.device)
+        return self._beside[slab_bytes]
+
+
 def make_arena(
     groups: Sequence[CacheGroup],
     layout: ArenaLayout,
-    page_size: int,
+    stores: KVStoreFactory,
     dtype: torch.dtype,
     device: torch.device | str,
     state_dtype: torch.dtype | None = None,
-) -> tuple[list[ArenaKVPool], list[StatePool]]:
-    """Allocate one memory and return the pools of ``groups`` in it: those with pages, and those of states. ``dtype`` is that of
-    keys and values, ``state_dtype`` that of the model (None: the same). Page 0 of each is initialised with zeros. On CUDA
-    all pages are; see ``PagedKVPool``."""
-    memory = torch.empty(layout.num_slabs * layout.slab_bytes, dtype=torch.uint8, device=device)
-    (memory[: layout.slab_bytes] if memory.device.type == "cpu" else memory).zero_()
-    pools: list[ArenaKVPool] = []
+) -> tuple[list[KVStore], list[StatePool]]:
+    """Allocate one memory and return the stores of ``groups`` in it: those with pages, and the pools of states. ``dtype`` is
+    that of keys and values, ``state_dtype`` that of the model (None: the same)."""
+    slabs = ArenaMemory(layout, dtype, device)
+    pools: list[KVStore] = []
     states: list[StatePool] = []
     for index, group in enumerate(groups):
         if group.kind is CacheGroupKind.STATE:
-            slots = memory.view(layout.num_slabs * layout.pages[index], -1)
+            slots = slabs.bytes.view(layout.num_slabs * layout.pages[index], -1)
             states.append(StatePool(group, slots, state_dtype or dtype))
         else:
-            kind = LatentArenaPool if group.kind is CacheGroupKind.LATENT else ArenaKVPool
-            pools.append(kind(group, index, layout, page_size, memory.view(dtype)))
+            pools.append(stores.make_shared(group, index, slabs))
     return pools, states

@@ -1,8 +1,26 @@
-"""Convert numbers to the dtype of a KV pool."""
+"""Convert numbers to the dtype of a KV pool, and describe the scales of pools that have some (``ops.kv_scales``)."""
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
+
+LEAST_SCALE = 2.0**-120
+"""Computed scales are not smaller, so that zeros have a scale too."""
+
+
+class KVScaleRows(NamedTuple):
+    """Hold the scales of the keys and values of a layer: bfloat16 ``[locations, kv_heads]`` each, to be computed, or float32
+    ``[kv_heads]`` each, which are fixed."""
+
+    keys: torch.Tensor
+    values: torch.Tensor
+
+    @property
+    def computed(self) -> bool:
+        """Return True if each token has its own scales."""
+        return self.keys.ndim == 2
 
 
 def limit(dtype: torch.dtype) -> float | None:

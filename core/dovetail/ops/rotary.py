@@ -7,6 +7,7 @@ from types import ModuleType
 
 import torch
 
+from dovetail.interfaces.store import KVScales
 from dovetail.ops.cpu.kernels import kernels
 
 
@@ -50,3 +51,23 @@ def rotate_and_store(
     queries ``[tokens, heads, d]``, a new tensor. All arithmetic is float32, rounded once.
     """
     return _triton().rotate_and_store(qkv, heads, kv_heads, table, positions, norm, keys, values, out_loc)
+
+
+def rotate_and_store_scaled(
+    qkv: torch.Tensor,
+    heads: int,
+    kv_heads: int,
+    table: torch.Tensor,
+    positions: torch.Tensor,
+    norm: tuple[torch.Tensor, torch.Tensor, float] | None,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    scales: KVScales,
+    out_loc: torch.Tensor,
+) -> torch.Tensor:
+    """Do the same as ``rotate_and_store``, and store keys and values with scales, as ``ops.kv_scales`` does: divided by
+    ``scales`` that are expanded from one number for each head, or with computed ones, which are written to ``scales``. CUDA
+    only."""
+    return _triton().rotate_and_store_scaled(
+        qkv, heads, kv_heads, table, positions, norm, keys, values, scales, out_loc
+    )

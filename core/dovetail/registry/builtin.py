@@ -18,8 +18,8 @@ ATTENTION = KindDescriptor(
     "attention over the paged KV pool",
     "dovetail.interfaces.attention:AttentionBackend",
     # shares, shared prefixes, graph hooks as the engine calls them; graphs of verify rows; AttentionContext.batch_invariant;
-    # AttentionContext.value_dim, latents
-    api=(1, 4),
+    # AttentionContext.value_dim, latents; KVTensors.scales
+    api=(1, 5),
     section=kinds.ATTENTION,
     one_for_all_phases="batch_invariant",
     namespaces=("attention",),
@@ -227,6 +227,21 @@ MIXER = KindDescriptor(
     search_order=27,
 )
 
+STORE = KindDescriptor(
+    ComponentKind.STORE,
+    "stores of keys and values",
+    "dovetail.interfaces.store:KVStoreFactory",
+    section=kinds.STORE,
+    screen=f"{_RULES}:screen_store",
+    namespaces=("store",),
+    rules=f"{_RULES}:store",
+    suite="dovetail.testing.store:KVStoreSuite",
+    sample_context=f"{_SAMPLES}:for_store",
+    scaffold=f"{_TEMPLATES}:STORE",
+    order=28,
+    search_order=28,
+)
+
 KINDS = (
     ATTENTION,
     CACHE,
@@ -242,6 +257,7 @@ KINDS = (
     QUANTIZATION,
     EXPERTS,
     MIXER,
+    STORE,
 )
 
 

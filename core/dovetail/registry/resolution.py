@@ -281,6 +281,11 @@ class Resolved:
         return self.part(ComponentKind.MIXER)
 
     @property
+    def store(self) -> Chosen:
+        """Return how keys and values are kept in memory."""
+        return self._required(ComponentKind.STORE)
+
+    @property
     def tool_parser(self) -> Chosen | None:
         """Return the parser of tool calls, if there is one."""
         return self.part(ComponentKind.TOOL_PARSER)

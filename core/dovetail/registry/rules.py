@@ -232,6 +232,35 @@ def cache(situation: Situation) -> Iterator[Need]:
         yield from situation.needs(Feature.CACHE_GROUPS, f"model {situation.model.architecture!r}", why)
 
 
+def screen_store(candidate: Candidate, request: ResolveRequest, named: bool) -> Iterator[Reason]:
+    """Require a component whose ``describe``, if it has one, accepts the checkpoint."""
+    assert request.model_info is not None
+    if candidate.spec.describe is None:
+        return
+    describe = load_attribute(candidate.spec.describe, candidate.component.label)
+    reason = describe(request.model_info.quantization, candidate.config, named)
+    if reason is not None:
+        yield Reason("store.checkpoint", "it must fit the checkpoint", reason, f"store: {candidate.spec.name}")
+
+
+STORED = {
+    CacheGroupKind.FULL: Feature.STORE_FULL,
+    CacheGroupKind.SLIDING: Feature.STORE_SLIDING,
+    CacheGroupKind.LATENT: Feature.STORE_LATENT,
+}
+"""What a store must offer for each kind of groups. States have pools of their own."""
+
+
+def store(situation: Situation) -> Iterator[Need]:
+    """Require a store that keeps the groups of the model."""
+    needed_by = f"model {situation.model.architecture!r}"
+    kinds = {group.kind for group in situation.model.cache_groups}
+    for kind in sorted(kinds & STORED.keys()):
+        yield from situation.needs(STORED[kind], needed_by, f"it has groups of kind {kind}")
+    if CacheGroupKind.STATE in kinds and len(kinds) > 1:
+        yield from situation.needs(Feature.STORE_SLABS, needed_by, "states share the memory of keys and values")
+
+
 def executor(situation: Situation) -> Iterator[Need]:
     """Require an executor of several ranks if the model is divided among ranks."""
     tp = situation.combo[TENSOR_PARALLEL]

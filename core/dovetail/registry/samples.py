@@ -17,6 +17,7 @@ from dovetail.interfaces.logits import ProcessorContext
 from dovetail.interfaces.mixer import MixerContext
 from dovetail.interfaces.parsers import ParserContext
 from dovetail.interfaces.policy import PolicyContext
+from dovetail.interfaces.store import StoreContext
 from dovetail.types import IntArray
 
 
@@ -115,6 +116,13 @@ def for_mixer() -> MixerContext:
     import torch
 
     return MixerContext(torch.device("cpu"), torch.float32)
+
+
+def for_store() -> StoreContext:
+    """Return the context of an engine on the CPU."""
+    import torch
+
+    return StoreContext(16, torch.float8_e4m3fn, torch.device("cpu"))
 
 
 def for_api() -> None:

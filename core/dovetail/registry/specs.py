@@ -34,6 +34,7 @@ class ComponentKind(str):
     QUANTIZATION = _kind("quantization")
     EXPERTS = _kind("experts")
     MIXER = _kind("mixer")
+    STORE = _kind("store")
 
 
 class Selects(enum.StrEnum):

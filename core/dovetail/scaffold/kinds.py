@@ -204,3 +204,14 @@ MIXER = KindTemplate(
     rival="torch_native",
     options=" --model path/to/a/model-with-states",
 )
+STORE = KindTemplate(
+    FOLDER / "store",
+    "store",
+    "Stores",
+    "Keys and values in one tensor for each layer, limited in size.",
+    "A KV store for Dovetail in plain torch: the keys and values of each layer are in one tensor, and numbers that are too "
+    "large become the largest that a setting allows.",
+    (Feature.STORE_FULL, Feature.STORE_SLIDING),
+    setting={"largest": 1000.0},
+    rival="paged",
+)

@@ -39,6 +39,7 @@ from dovetail.testing.attention_graphs import (
 from dovetail.testing.attention_invariance import InvarianceCases
 from dovetail.testing.attention_latents import LatentCases, over_latents
 from dovetail.testing.attention_reference import AttentionCase, AttentionStep
+from dovetail.testing.attention_scales import ScaleCases, over_scales
 
 each_step = pytest.mark.parametrize("step", STEPS)
 each_kv_dtype = pytest.mark.parametrize("kv_dtype", ["fp8_e4m3", "fp8_e5m2"])
@@ -58,7 +59,7 @@ def in_large_pool(case: AttentionCase) -> AttentionCase:
     return replace(case, num_layers=4, layer_id=3, min_pages=6000)
 
 
-class AttentionSuite(InvarianceCases, LatentCases):
+class AttentionSuite(InvarianceCases, LatentCases, ScaleCases):
     """Test an attention backend. ``class TestMine(AttentionSuite): name = "mine"`` is a complete test file.
 
     Cases run on the first device and in the first dtype that the spec allows and this machine has, unless ``device``
@@ -263,6 +264,14 @@ class AttentionSuite(InvarianceCases, LatentCases):
         for feature in (DECODE, GRAPH, LATENT, *([SHARED_PREFIX] if shared else [])):
             self.require(feature)
         self.replay(over_latents(AttentionCase([300] * GRAPH_ROWS, [1] * GRAPH_ROWS, page_size=16)), shared)
+
+    @pytest.mark.parametrize("shared", [False, True], ids=["alone", "shared"])
+    def test_graphs_with_scales(self, shared: bool) -> None:
+        """Graphs over keys and values with scales, in the first dtype that is allowed."""
+        for feature in (DECODE, GRAPH, Feature.ATTN_SCALES, *([SHARED_PREFIX] if shared else [])):
+            self.require(feature)
+        self.skip_kv_dtype("fp8_e4m3")
+        self.replay(over_scales(AttentionCase([300] * GRAPH_ROWS, [1] * GRAPH_ROWS), "token_head"), shared)
 
     @torch.inference_mode()
     def replay(self, case: AttentionCase, shared: bool) -> None:

@@ -120,7 +120,7 @@ class AttentionChecks(ComponentSuite):
         error = (out.cpu().double() - expected).abs()[real]
         assert not error.isnan().any(), "NaN from pool places that belong to no row reached the output"
         allowed = TOLERANCES[step.case.dtype] + step.case.key_scale * ROUNDING
-        worst = float((error / (1 + expected[real].abs())).max())
+        worst = float((error / (step.case.value_scale + expected[real].abs())).max())
         assert worst <= allowed, (
             f"difference of {worst:.2e} (1 + |value|); {allowed:.1e} is allowed in {step.case.dtype}"
         )

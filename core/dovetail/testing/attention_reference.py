@@ -10,8 +10,10 @@ import numpy as np
 import torch
 
 from dovetail.interfaces.attention import AttentionContext, AttentionLayer
-from dovetail.interfaces.cache import CacheGroup, CacheGroupKind, KVPool
+from dovetail.interfaces.cache import CacheGroup, CacheGroupKind
+from dovetail.interfaces.store import KVStore
 from dovetail.memory.pool import PagedKVPool, make_pool
+from dovetail.memory.scaled import ScaledKVPool
 from dovetail.testing.batches import make_batch, make_page_table, share_prefixes
 from dovetail.types import DraftTree, IntArray
 
@@ -49,8 +51,10 @@ class AttentionCase:
     groups: Sequence[tuple[int, int]] | None = None
     dtype: torch.dtype = torch.float32
     kv_dtype: torch.dtype | None = None  # of the pool; None: dtype
+    scales: str | None = None  # of a pool of 8 bits: "token_head", or "head" for fixed ones
     value_dim: int | None = None  # the values are this number of first elements of the keys; None: a separate tensor
     key_scale: float = 1.0
+    value_scale: float = 1.0
     ordered_pages: bool = False
     batch_invariant: bool = False
     seed: int = 0
@@ -103,7 +107,7 @@ class AttentionStep:
         """Return a layer of the same kind, for which the pool holds nothing."""
         return replace(self.layer, layer_id=(self.layer.layer_id + 1) % self.case.num_layers)
 
-    def context(self, pool: KVPool | None = None) -> AttentionContext:
+    def context(self, pool: KVStore | None = None) -> AttentionContext:
         """Return the context that a backend for this step is built with."""
         case = self.case
         return AttentionContext(
@@ -150,13 +154,22 @@ class AttentionStep:
         case = self.case
         kind = CacheGroupKind.FULL if case.value_dim is None else CacheGroupKind.LATENT
         group = CacheGroup(case.num_layers, case.kv_heads, case.head_dim, kind, value_dim=case.value_dim)
-        pool = make_pool(group, self.num_pages, case.page_size, case.kv_dtype or case.dtype, self.device)
-        for memory in (pool.k, pool.v):
-            memory.copy_(torch.full((), torch.nan))
+        sizes, dtype = (group, self.num_pages, case.page_size), case.kv_dtype or case.dtype
+        if case.scales is None:
+            pool = make_pool(*sizes, dtype, self.device)
+        else:
+            pool = ScaledKVPool(*sizes, dtype, self.device, computed=case.scales == "token_head")
+        pool.poison()
+        if case.scales == "head":
+            for layer_id in range(case.num_layers):
+                k_scales, v_scales = ((0.1 * self._normal(case.kv_heads)).exp() / 64 for _ in range(2))
+                pool.load_scales(layer_id, k_scales, v_scales * case.value_scale)
         for row, length in enumerate(owned):
             places = row_places(self.table[row], length, case.page_size).to(self.device)
             k, v = (self._normal(length, case.kv_heads, case.head_dim) for _ in range(2))
-            pool.store(case.layer_id, (k * case.key_scale).to(self.device), v.to(self.device), places)
+            pool.store(
+                case.layer_id, (k * case.key_scale).to(self.device), (v * case.value_scale).to(self.device), places
+            )
         return pool
 
     def _make_drafts(self, trees: Sequence[Sequence[int]]) -> DraftTree:
@@ -211,15 +224,22 @@ def reference(step: AttentionStep) -> torch.Tensor:
         if row >= len(batch.reqs) - case.padding:
             break
         places = row_places(step.table[row], step.lens[row], case.page_size)
-        k, v = (
-            memory(case.layer_id).cpu().flatten(0, 1)[places].double().repeat_interleave(case.heads // case.kv_heads, 1)
-            for memory in (step.pool.keys, step.pool.values)
-        )
+        k, v = (x.repeat_interleave(case.heads // case.kv_heads, 1) for x in stored(step.pool, case.layer_id, places))
         for query in range(count):
             seen = torch.from_numpy(visible(step, row, query))
             out[token] = _attend_one(step.q[token].cpu().double(), k[seen], v[seen], step.layer)
             token += 1
     return out
+
+
+def stored(pool: KVStore, layer_id: int, places: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the keys and values at the locations ``places`` as they were stored, with their scales: float64
+    ``[places, kv_heads, head_dim]`` each, on the CPU."""
+    keys, values, scales = pool.tensors(layer_id)
+    k, v = (memory.cpu().flatten(0, 1)[places].double() for memory in (keys, values))
+    if scales is not None:
+        k, v = (x * own.cpu().flatten(0, 1)[places].double()[..., None] for x, own in zip((k, v), scales, strict=True))
+    return k, v
 
 
 def _attend_one(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: AttentionLayer) -> torch.Tensor:

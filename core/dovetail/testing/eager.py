@@ -9,14 +9,14 @@ import torch
 from dovetail.interfaces.attention import AttentionBackend, AttentionLayer
 
 if TYPE_CHECKING:
-    from dovetail.interfaces.cache import KVPool
+    from dovetail.interfaces.store import KVStore
     from dovetail.types import Batch
 
 
 class EagerAttention(AttentionBackend):
     """Attend over one pool, with windows, soft caps, sinks and grouped heads, but without tree mask."""
 
-    def __init__(self, pool: KVPool) -> None:
+    def __init__(self, pool: KVStore) -> None:
         self._pool = pool
 
     def plan(self, batch: Batch) -> None:
@@ -34,10 +34,12 @@ class EagerAttention(AttentionBackend):
         starts = batch.qo_indptr.tolist()
         for row, kv_len in enumerate(batch.kv_lens.tolist()):
             pages = batch.page_table[row].long()
-            k, v = (
-                memory[pages].flatten(0, 1)[:kv_len].float().repeat_interleave(q.shape[1] // memory.shape[2], 1)
-                for memory in (self._pool.keys(layer.layer_id), self._pool.values(layer.layer_id))
-            )
+            tensors = self._pool.tensors(layer.layer_id)
+            k, v = (memory[pages].flatten(0, 1)[:kv_len].float() for memory in tensors[:2])
+            if tensors.scales is not None:
+                scales = (own[pages].flatten(0, 1)[:kv_len].float()[..., None] for own in tensors.scales)
+                k, v = (x * own for x, own in zip((k, v), scales, strict=True))
+            k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
             for token in range(starts[row], starts[row + 1]):
                 end = int(batch.positions[token]) + 1
                 first = 0 if layer.window is None else max(0, end - layer.window)

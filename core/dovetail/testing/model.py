@@ -24,10 +24,10 @@ from safetensors.torch import load_file, save_file
 from dovetail.engine.build import WeightFiller, as_module, build_model
 from dovetail.errors import WeightsError
 from dovetail.interfaces.attention import AttentionBackend
-from dovetail.interfaces.cache import KVPool
 from dovetail.interfaces.features import Feature
 from dovetail.interfaces.mesh import SINGLE, Mesh
 from dovetail.interfaces.model import ModelArchitecture, ModelInfo
+from dovetail.interfaces.store import KVStore
 from dovetail.layers.base import Layer
 from dovetail.registry.ranks import divisions
 from dovetail.registry.specs import ComponentKind
@@ -84,7 +84,7 @@ class ModelSuite(ComponentSuite):
         """Return an independent implementation of the checkpoint in float32, or None."""
         return None
 
-    def make_attention(self, model: ModelArchitecture, pool: KVPool) -> AttentionBackend:
+    def make_attention(self, model: ModelArchitecture, pool: KVStore) -> AttentionBackend:
         """Return the attention backend with which the model is tested; by default an eager one."""
         return EagerAttention(pool)
 
@@ -128,7 +128,7 @@ class ModelSuite(ComponentSuite):
         """Return ``model``, which was built with ``mesh``, over new pools for rows of up to ``lens`` tokens.
         ``attention`` may wrap the attention backends."""
 
-        def make_attention(model: ModelArchitecture, pool: KVPool) -> AttentionBackend:
+        def make_attention(model: ModelArchitecture, pool: KVStore) -> AttentionBackend:
             return attention(self.make_attention(model, pool))
 
         return ModelRows(model, lens, page_size, mesh, make_attention)

@@ -11,16 +11,17 @@ from dovetail.engine.build import as_module
 from dovetail.engine.grouped import backends_of, grouped_attention
 from dovetail.engine.mesh import local_info
 from dovetail.interfaces.attention import AttentionBackend
-from dovetail.interfaces.cache import CacheGroup, CacheGroupKind, KVPool
+from dovetail.interfaces.cache import CacheGroup, CacheGroupKind
 from dovetail.interfaces.mesh import SINGLE, Mesh
 from dovetail.interfaces.model import ModelArchitecture
+from dovetail.interfaces.store import KVStore
 from dovetail.memory.pool import make_pool
 from dovetail.testing.batches import make_batch, make_page_table
 from dovetail.testing.eager import EagerAttention
 from dovetail.testing.model_states import RowStates
 from dovetail.types import Batch
 
-MakeAttention = Callable[[ModelArchitecture, KVPool], AttentionBackend]
+MakeAttention = Callable[[ModelArchitecture, KVStore], AttentionBackend]
 
 
 class ModelRows:

@@ -17,7 +17,7 @@ TORCH_NATIVE = ComponentSpec(
     target="dovetail_attention.torch_native:TorchNativeAttention",
     config="dovetail_attention.config:TorchNativeConfig",
     summary="PyTorch's kernels on any device; the reference on CUDA, the fast backend on CPU.",
-    api=(1, 4),
+    api=(1, 5),
     offers=frozenset(
         {
             Feature.ATTN_EXTEND,
@@ -30,6 +30,7 @@ TORCH_NATIVE = ComponentSpec(
             Feature.ATTN_SINKS,
             Feature.ATTN_LATENT,
             Feature.ATTN_EXPANDED,
+            Feature.ATTN_SCALES,
         }
     ),
     constraints=Constraints(devices=("cpu", "cuda"), dtypes=DTYPES, kv_dtypes=KV_DTYPES),
@@ -76,7 +77,7 @@ TRITON = ComponentSpec(
     target="dovetail_attention.triton.backend:TritonAttention",
     config="dovetail_attention.config:TritonConfig",
     summary="Dovetail's own kernels, for any head dim, page size and mask, on every GPU from Ampere on that Triton supports.",
-    api=(1, 4),
+    api=(1, 5),
     requires=(Requirement("triton", install="pip install triton"),),
     offers=frozenset(
         {
@@ -91,6 +92,7 @@ TRITON = ComponentSpec(
             Feature.ATTN_SINKS,
             Feature.ATTN_LATENT,
             Feature.ATTN_EXPANDED,
+            Feature.ATTN_SCALES,
             Feature.ATTN_GRAPH,
             Feature.ATTN_VERIFY_GRAPH,
             Feature.ATTN_SHARED_PREFIX,

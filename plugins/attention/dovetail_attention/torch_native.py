@@ -69,7 +69,8 @@ class TorchNativeAttention(AttentionBackend):
     no layer had before, ``forward`` plans for that window; from the next step on, ``plan`` does so.
 
     In a latent group whole keys stand for the values, because the kernels want both of one size; ``forward`` returns the
-    part of the result that belongs to the values.
+    part of the result that belongs to the values. Keys and values with scales are multiplied when they have been gathered,
+    and rounded to the dtype of queries.
     """
 
     def __init__(self, config: BaseModel, context: AttentionContext) -> None:
@@ -83,6 +84,7 @@ class TorchNativeAttention(AttentionBackend):
         self._kernels = kernels(context.dtype) if context.device.type == "cpu" and same_dtype else None
         if self._kernels is not None:
             self._limits = replace(self._limits, paged=True)
+        self._scaled = context.pool.tensors(0).scales is not None
         self._views: list[LayerView] = []
         self._plans: dict[LayerView, AttentionPlan] = {}
         self._planner: Planner | None = None
@@ -160,9 +162,32 @@ class TorchNativeAttention(AttentionBackend):
         """Return the group's keys and values, both ``[rows, kv_heads, keys, head_dim]``."""
         group = bound.group
         if group.index is None:
-            keys, values = self._layer(layer.layer_id)
-            return self._in_place(keys, group), self._in_place(values, group)
-        return bound.gather(*self._memory.get((layer.layer_id, group.unit)) or self._pieces(layer.layer_id, group.unit))
+            keys, values = (self._in_place(memory, group) for memory in self._layer(layer.layer_id))
+        else:
+            pieces = self._memory.get((layer.layer_id, group.unit)) or self._pieces(layer.layer_id, group.unit)
+            keys, values = bound.gather(*pieces)
+        return self._multiplied(keys, values, group, layer) if self._scaled else (keys, values)
+
+    def _multiplied(
+        self, keys: torch.Tensor, values: torch.Tensor, group: Group, layer: AttentionLayer
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return a group's keys and values, both ``[rows, kv_heads, keys, head_dim]``, multiplied by their scales."""
+        scales = self._pool.tensors(layer.layer_id).scales
+        assert scales is not None
+        k, v = (self._scales_of(group, own)[..., None] for own in scales)
+        return (keys.float() * k).to(self._dtype), (values.float() * v).to(self._dtype)
+
+    def _scales_of(self, group: Group, scales: torch.Tensor) -> torch.Tensor:
+        """Return the scales of a group's keys or values, float32 ``[rows or 1, kv_heads, keys or 1]``."""
+        if scales.stride(0) == 0:  # one for each head
+            return scales[0, 0].float()[None, :, None]
+        places = scales.view(-1, self._heads)
+        if group.index is None:
+            return places[group.start :][: group.keys].float().t()[None]
+        found = places.view(-1, group.unit * self._heads).index_select(0, group.index).view(-1, self._heads).float()
+        if group.tail is not None:
+            found.index_fill_(0, group.tail, 0)
+        return found.view(group.rows, -1, self._heads)[:, : group.keys].transpose(1, 2)
 
     def _layer(self, layer_id: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return a layer's keys, and its values or what stands for them, of the same shape."""

@@ -1,4 +1,4 @@
-"""Register the prefix caches of this package. Imports nothing heavy."""
+"""Register the prefix caches and the KV stores of this package. Imports nothing heavy."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from dovetail.interfaces.features import Feature
 from dovetail.registry.hookspecs import hookimpl
-from dovetail.registry.specs import ComponentKind, ComponentSpec
+from dovetail.registry.specs import ComponentKind, ComponentSpec, Constraints
 
 RADIX = ComponentSpec(
     kind=ComponentKind.CACHE,
@@ -38,7 +38,37 @@ NONE = ComponentSpec(
 )
 
 
+PAGED = ComponentSpec(
+    kind=ComponentKind.STORE,
+    name="paged",
+    target="dovetail_cache.stores:PagedStores",
+    config="dovetail_cache.config:PagedConfig",
+    summary="Keys and values, or latents, as they are, converted to memory.kv_dtype.",
+    offers=frozenset(
+        {
+            Feature.STORE_FULL,
+            Feature.STORE_SLIDING,
+            Feature.STORE_LATENT,
+            Feature.STORE_SLABS,
+        }
+    ),
+)
+
+SCALED = ComponentSpec(
+    kind=ComponentKind.STORE,
+    name="scaled",
+    target="dovetail_cache.stores:ScaledStores",
+    config="dovetail_cache.config:ScaledConfig",
+    summary="Keys and values in FP8 with scales: the checkpoint's, or one for each token and head.",
+    offers=frozenset({Feature.STORE_FULL, Feature.STORE_SLIDING, Feature.STORE_SLABS}),
+    needs=frozenset({Feature.ATTN_SCALES}),
+    constraints=Constraints(kv_dtypes=("fp8_e4m3",)),
+    priority=10,
+    describe="dovetail_cache.scales:refuses",
+)
+
+
 @hookimpl
 def register_components() -> Sequence[ComponentSpec]:
-    """Return the specs of ``radix`` and ``none``."""
-    return (RADIX, NONE)
+    """Return the specs of ``radix`` and ``none``, and of the stores ``paged`` and ``scaled``."""
+    return (RADIX, NONE, PAGED, SCALED)

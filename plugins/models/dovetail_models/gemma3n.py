@@ -15,6 +15,7 @@ from torch.nn import functional
 
 from dovetail.interfaces.attention import AttentionLayer
 from dovetail.interfaces.model import WeightTarget
+from dovetail.interfaces.store import KVTensors
 from dovetail.layers.attention import AttentionShape, SelfAttention
 from dovetail.layers.base import Layer, parameter
 from dovetail.layers.decoder import attention_targets, linear_targets, mlp_targets
@@ -83,9 +84,9 @@ class NoStore:
         """Return keys of no head."""
         return self._empty
 
-    def values(self, layer_id: int) -> torch.Tensor:
-        """Return values of no head."""
-        return self._empty
+    def tensors(self, layer_id: int) -> KVTensors:
+        """Return keys and values of no head."""
+        return KVTensors(self._empty, self._empty)
 
     def store(self, layer_id: int, k: torch.Tensor, v: torch.Tensor | None, out_loc: torch.Tensor) -> None:
         """Store nothing."""

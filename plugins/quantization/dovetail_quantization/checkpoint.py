@@ -16,6 +16,21 @@ def allow_only(given: Mapping[str, Any], key: str, allowed: Sequence[Any]) -> No
         raise ConfigError(f"quantization_config: {key} is {value!r:.200}; implemented: {shown}")
 
 
+def check_kv_scheme(given: Mapping[str, Any]) -> None:
+    """Raise ``ConfigError`` if keys and values have other scales than static ones of FP8, which a KV store reads."""
+    scheme = given.get("kv_cache_scheme")
+    if isinstance(scheme, Mapping) and scheme:
+        fp8 = scheme.get("num_bits") == 8 and scheme.get("type") == "float" and not scheme.get("dynamic")
+        known = fp8 and scheme.get("strategy", "tensor") in ("tensor", "attn_head")
+    else:
+        known = scheme in (None, {}, "static")
+    if not known:
+        raise ConfigError(
+            f"quantization_config: kv_cache_scheme is {scheme!r:.200}; implemented: absent, 'static', 8 bits of type float with "
+            "static scales (strategy tensor or attn_head)"
+        )
+
+
 def modules_left_out(given: Mapping[str, Any], *keys: str) -> re.Pattern[str]:
     """Return a pattern of the modules that transformers leaves out (``should_convert_module``). An entry is a regular
     expression of the beginning of a name, up to the end of one of its parts, or, read literally, the end of a name."""

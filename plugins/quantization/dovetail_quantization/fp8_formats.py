@@ -14,7 +14,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from dovetail.errors import ConfigError
-from dovetail_quantization.checkpoint import allow_only, any_of, modules_left_out, names_of, refuse_ignore
+from dovetail_quantization.checkpoint import (
+    allow_only,
+    any_of,
+    check_kv_scheme,
+    modules_left_out,
+    names_of,
+    refuse_ignore,
+)
 from dovetail_quantization.config import Fp8Config
 
 _LARGEST_BLOCK = 16384
@@ -86,7 +93,7 @@ def _read_fp8(given: Mapping[str, Any]) -> Fp8Format:
     """Read the format of ``FineGrainedFP8Config``, and the one with a scale for each tensor that vLLM and SGLang read."""
     ignored = modules_left_out(given, "modules_to_not_convert", "ignored_layers")
     allow_only(given, "fmt", ("e4m3", "float8_e4m3fn", None))
-    allow_only(given, "kv_cache_scheme", (None,))
+    check_kv_scheme(given)
     allow_only(given, "modules_to_convert", (None, []))
     scheme = given.get("activation_scheme", "dynamic")
     block = given.get("weight_block_size")
@@ -109,7 +116,8 @@ def _read_fbgemm(given: Mapping[str, Any]) -> Fp8Format:
 
 def _read_compressed(given: Mapping[str, Any]) -> Fp8Format:
     allow_only(given, "format", ("float-quantized",))
-    for key in ("kv_cache_scheme", "sparsity_config", "transform_config"):
+    check_kv_scheme(given)
+    for key in ("sparsity_config", "transform_config"):
         allow_only(given, key, (None, {}))
     groups = given.get("config_groups")
     if not isinstance(groups, Mapping) or len(groups) != 1:

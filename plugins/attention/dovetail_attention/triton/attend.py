@@ -19,11 +19,14 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from dovetail.interfaces.attention import AttentionLayer
+from dovetail.interfaces.store import KVTensors
 from dovetail.ops.triton.launch import launch
 from dovetail.ops.triton.pages import layout, prefetch_rows
 from dovetail_attention.triton.schedule import RECORD, Schedule, ScheduleEntries
 
 LOG2_E = math.log2(math.e)
+FIXED, COMPUTED = tl.constexpr(1), tl.constexpr(2)
+"""The kinds of scales: one for each head, or one for each token and head."""
 
 
 class PartialResults(NamedTuple):
@@ -45,11 +48,11 @@ class PartialResults(NamedTuple):
 
 @triton.jit
 def _blocks(
-    top, total, acc, q_tile, q_rest, low, high, head, k, v, pages, place, position, tree_rows, tree_ok, positions, prefix,
+    top, total, acc, q_tile, q_rest, low, high, head, k, v, k_scales, v_scales, pages, place, position, tree_rows, tree_ok, positions, prefix,
     first_query, tree_width, window, scale, cap,
     PAGE: tl.constexpr, KV_HEADS: tl.constexpr, KEY_DIM: tl.constexpr, BLOCK_K: tl.constexpr, REST: tl.constexpr,
     BLOCK_REST: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_V: tl.constexpr, K_HEAD: tl.constexpr,
-    V_HEAD: tl.constexpr, SAME: tl.constexpr,
+    V_HEAD: tl.constexpr, SAME: tl.constexpr, SCALED: tl.constexpr,
     KEYS: tl.constexpr,
     CAUSAL: tl.constexpr, TREE: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
@@ -76,6 +79,14 @@ def _blocks(
             from_r = k + ((where * KV_HEADS + head) * K_HEAD)[:, None] + KEY_DIM + at_r[None, :]
             rest = tl.load(from_r, mask_r, 0.0)
             scores = tl.dot(q_rest, tl.trans(rest.to(q_rest.dtype)), scores, input_precision="ieee")
+        if SCALED == COMPUTED:
+            at_scale = where * KV_HEADS + head
+            k_scale = tl.load(k_scales + at_scale, inside, 0.0) if MASKED else tl.load(k_scales + at_scale)
+            v_scale = tl.load(v_scales + at_scale, inside, 0.0) if MASKED else tl.load(v_scales + at_scale)
+            scores *= k_scale.to(tl.float32)[None, :]
+        elif SCALED == FIXED:
+            v_scale = tl.full([KEYS], 1.0, tl.float32) * tl.load(v_scales + head)
+            scores *= tl.load(k_scales + head)
         if CAP:
             grown = tl.exp2(tl.minimum(scores * scale, 100.0))  # e^(2x) of tanh(x) = 1 - 2 / (1 + e^(2x))
             scores = cap - 2 * cap / (1 + grown)
@@ -108,6 +119,10 @@ def _blocks(
         values = keys
         if not SAME:
             values = tl.load(from_v, mask_v, 0.0) if MASKED or VALUE_DIM != BLOCK_V else tl.load(from_v)
+        if SCALED and q_tile.dtype == tl.float16:  # weights times scales could be too small for it
+            values = (values.to(tl.float32) * v_scale.to(tl.float32)[:, None]).to(tl.float16)
+        elif SCALED:
+            weights *= v_scale.to(tl.float32)[None, :]
         acc = tl.dot(weights.to(q_tile.dtype), values.to(q_tile.dtype), acc * shrink[:, None], input_precision="ieee")
         top = higher
     return top, total, acc
@@ -115,36 +130,36 @@ def _blocks(
 
 @triton.jit
 def _both(
-    top, total, acc, q_tile, q_rest, low, middle, high, head, k, v, pages, place, position, tree_rows, tree_ok, positions, prefix,
+    top, total, acc, q_tile, q_rest, low, middle, high, head, k, v, k_scales, v_scales, pages, place, position, tree_rows, tree_ok, positions, prefix,
     first_query, tree_width, window, scale, cap,
     PAGE: tl.constexpr, KV_HEADS: tl.constexpr, KEY_DIM: tl.constexpr, BLOCK_K: tl.constexpr, REST: tl.constexpr,
     BLOCK_REST: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_V: tl.constexpr, K_HEAD: tl.constexpr,
-    V_HEAD: tl.constexpr, SAME: tl.constexpr,
+    V_HEAD: tl.constexpr, SAME: tl.constexpr, SCALED: tl.constexpr,
     KEYS: tl.constexpr, CAUSAL: tl.constexpr, TREE: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr,
 ):  # fmt: skip
     """Attend to keys ``[low, middle)``, which every query sees, and to keys ``[middle, high)``."""
     if not WINDOW:
         top, total, acc = _blocks(
-            top, total, acc, q_tile, q_rest, low, middle, head, k, v, pages, place, position, tree_rows, tree_ok, positions, prefix,
+            top, total, acc, q_tile, q_rest, low, middle, head, k, v, k_scales, v_scales, pages, place, position, tree_rows, tree_ok, positions, prefix,
             first_query, tree_width, window, scale, cap,
-            PAGE, KV_HEADS, KEY_DIM, BLOCK_K, REST, BLOCK_REST, VALUE_DIM, BLOCK_V, K_HEAD, V_HEAD, SAME,
+            PAGE, KV_HEADS, KEY_DIM, BLOCK_K, REST, BLOCK_REST, VALUE_DIM, BLOCK_V, K_HEAD, V_HEAD, SAME, SCALED,
             KEYS, CAUSAL, TREE, WINDOW, CAP, False,
         )  # fmt: skip
     return _blocks(
-        top, total, acc, q_tile, q_rest, middle, high, head, k, v, pages, place, position, tree_rows, tree_ok, positions, prefix,
+        top, total, acc, q_tile, q_rest, middle, high, head, k, v, k_scales, v_scales, pages, place, position, tree_rows, tree_ok, positions, prefix,
         first_query, tree_width, window, scale, cap,
-        PAGE, KV_HEADS, KEY_DIM, BLOCK_K, REST, BLOCK_REST, VALUE_DIM, BLOCK_V, K_HEAD, V_HEAD, SAME,
+        PAGE, KV_HEADS, KEY_DIM, BLOCK_K, REST, BLOCK_REST, VALUE_DIM, BLOCK_V, K_HEAD, V_HEAD, SAME, SCALED,
         KEYS, CAUSAL, TREE, WINDOW, CAP, True,
     )  # fmt: skip
 
 
 @triton.jit
 def _item(
-    item, head, q, k, v, out, partial, lse, records, table, positions, tree, sinks,
+    item, head, q, k, v, k_scales, v_scales, out, partial, lse, records, table, positions, tree, sinks,
     q_token, q_head, table_row, tree_row, tree_width, window, scale, cap,
     PAGE: tl.constexpr, KV_HEADS: tl.constexpr, KEY_DIM: tl.constexpr, BLOCK_K: tl.constexpr, REST: tl.constexpr,
     BLOCK_REST: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_V: tl.constexpr, K_HEAD: tl.constexpr,
-    V_HEAD: tl.constexpr, SAME: tl.constexpr,
+    V_HEAD: tl.constexpr, SAME: tl.constexpr, SCALED: tl.constexpr,
     GROUP: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
     CAUSAL: tl.constexpr, TREE: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr, SINKS: tl.constexpr,
     CHUNK: tl.constexpr, RECORD: tl.constexpr, WAIT: tl.constexpr,
@@ -203,9 +218,9 @@ def _item(
             total_c = tl.zeros([ROWS], tl.float32)
             acc_c = tl.zeros([ROWS, BLOCK_V], tl.float32)
             top_c, total_c, acc_c = _both(
-                top_c, total_c, acc_c, q_tile, q_rest, begin, middle, end, head, k, v, pages, place, position, tree_rows, real,
+                top_c, total_c, acc_c, q_tile, q_rest, begin, middle, end, head, k, v, k_scales, v_scales, pages, place, position, tree_rows, real,
                 positions, prefix, first_query, tree_width, window, scale, cap,
-                PAGE, KV_HEADS, KEY_DIM, BLOCK_K, REST, BLOCK_REST, VALUE_DIM, BLOCK_V, K_HEAD, V_HEAD, SAME,
+                PAGE, KV_HEADS, KEY_DIM, BLOCK_K, REST, BLOCK_REST, VALUE_DIM, BLOCK_V, K_HEAD, V_HEAD, SAME, SCALED,
                 KEYS, CAUSAL, TREE, WINDOW, CAP,
             )  # fmt: skip
             sum_c = tl.where(total_c > 0, total_c, 1.0)
@@ -219,9 +234,9 @@ def _item(
     else:
         middle = low + tl.maximum(free - low, 0) // KEYS * KEYS
         top, total, acc = _both(
-            top, total, acc, q_tile, q_rest, low, middle, high, head, k, v, pages, place, position, tree_rows, real,
+            top, total, acc, q_tile, q_rest, low, middle, high, head, k, v, k_scales, v_scales, pages, place, position, tree_rows, real,
             positions, prefix, first_query, tree_width, window, scale, cap,
-            PAGE, KV_HEADS, KEY_DIM, BLOCK_K, REST, BLOCK_REST, VALUE_DIM, BLOCK_V, K_HEAD, V_HEAD, SAME,
+            PAGE, KV_HEADS, KEY_DIM, BLOCK_K, REST, BLOCK_REST, VALUE_DIM, BLOCK_V, K_HEAD, V_HEAD, SAME, SCALED,
             KEYS, CAUSAL, TREE, WINDOW, CAP,
         )  # fmt: skip
 
@@ -248,11 +263,11 @@ def _item(
     do_not_specialize_on_alignment=["table", "positions", "tree", "sinks"],
 )
 def _attend(
-    q, k, v, out, partial, lse, records, count, table, positions, tree, sinks,
+    q, k, v, k_scales, v_scales, out, partial, lse, records, count, table, positions, tree, sinks,
     q_token, q_head, table_row, tree_row, tree_width, window, scale, cap,
     PAGE: tl.constexpr, KV_HEADS: tl.constexpr, KEY_DIM: tl.constexpr, BLOCK_K: tl.constexpr, REST: tl.constexpr,
     BLOCK_REST: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_V: tl.constexpr, K_HEAD: tl.constexpr,
-    V_HEAD: tl.constexpr, SAME: tl.constexpr,
+    V_HEAD: tl.constexpr, SAME: tl.constexpr, SCALED: tl.constexpr,
     GROUP: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
     CAUSAL: tl.constexpr, TREE: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr, SINKS: tl.constexpr,
     CHUNK: tl.constexpr, RECORD: tl.constexpr, FEWER: tl.constexpr, LEADS: tl.constexpr, AHEAD: tl.constexpr,
@@ -270,16 +285,16 @@ def _attend(
     if FEWER:
         for item in range(first, items, tl.num_programs(0) // KV_HEADS):
             _item(
-                item, head, q, k, v, out, partial, lse, records, table, positions, tree, sinks,
+                item, head, q, k, v, k_scales, v_scales, out, partial, lse, records, table, positions, tree, sinks,
                 q_token, q_head, table_row, tree_row, tree_width, window, scale, cap,
-                PAGE, KV_HEADS, KEY_DIM, BLOCK_K, REST, BLOCK_REST, VALUE_DIM, BLOCK_V, K_HEAD, V_HEAD, SAME,
+                PAGE, KV_HEADS, KEY_DIM, BLOCK_K, REST, BLOCK_REST, VALUE_DIM, BLOCK_V, K_HEAD, V_HEAD, SAME, SCALED,
                 GROUP, ROWS, KEYS, CAUSAL, TREE, WINDOW, CAP, SINKS, CHUNK, RECORD, PDL and AHEAD,
             )  # fmt: skip
     elif first < items:
         _item(
-            first, head, q, k, v, out, partial, lse, records, table, positions, tree, sinks,
+            first, head, q, k, v, k_scales, v_scales, out, partial, lse, records, table, positions, tree, sinks,
             q_token, q_head, table_row, tree_row, tree_width, window, scale, cap,
-            PAGE, KV_HEADS, KEY_DIM, BLOCK_K, REST, BLOCK_REST, VALUE_DIM, BLOCK_V, K_HEAD, V_HEAD, SAME,
+            PAGE, KV_HEADS, KEY_DIM, BLOCK_K, REST, BLOCK_REST, VALUE_DIM, BLOCK_V, K_HEAD, V_HEAD, SAME, SCALED,
             GROUP, ROWS, KEYS, CAUSAL, TREE, WINDOW, CAP, SINKS, CHUNK, RECORD, PDL and AHEAD,
         )  # fmt: skip
     if PDL and AHEAD:
@@ -288,7 +303,7 @@ def _attend(
 
 def attend(
     q: torch.Tensor,
-    kv: tuple[torch.Tensor, torch.Tensor],
+    kv: KVTensors,
     entries: ScheduleEntries,
     schedule: Schedule,
     layer: AttentionLayer,
@@ -299,14 +314,16 @@ def attend(
     leads: bool,
 ) -> None:
     """Fill the rows of ``out [tokens, heads, value_dim]`` and ``partial`` that the schedule names. ``kv`` are a layer's
-    pages.
+    pages. Logits are multiplied by the scales of keys, and the softmax's weights by those of values, in float32.
 
     ``leads``: this launch is a leader (see ``launch``), the first after ``fill``. Other launches read the schedule and
     the page tables before they wait for the previous kernel, if there may be ``fewer`` programs than items: this makes
     verify steps a sixth faster, where it made prompts 2 % slower (H200).
     """
-    found = layout(*kv)
-    kv_heads = kv[0].shape[2]
+    keys, values, scales = kv
+    found = layout(keys, values)
+    scaled = 0 if scales is None else FIXED.value if scales.keys.stride(0) == 0 else COMPUTED.value
+    kv_heads = keys.shape[2]
     assert q.stride(2) == 1
     assert out.is_contiguous()
     tile, tree, cap = entries.tile, entries.tree, layer.soft_cap
@@ -314,11 +331,11 @@ def attend(
     scale = layer.scale * LOG2_E if cap is None else 2 * LOG2_E * layer.scale / cap
     launch(
         _attend, (entries.programs * kv_heads,),
-        q, *kv, out, *partial, schedule.records, schedule.count, entries.table, positions,
+        q, keys, values, *(scales or (None, None)), out, *partial, schedule.records, schedule.count, entries.table, positions,
         positions if tree is None else tree, q if layer.sinks is None else layer.sinks,
         q.stride(0), q.stride(1), entries.table.stride(0), 0 if tree is None else tree.stride(0),
         0 if tree is None else tree.shape[1], layer.window or 0, scale, 0.0 if cap is None else cap * LOG2_E,
-        **found, GROUP=q.shape[1] // kv_heads,
+        **found, SCALED=scaled, GROUP=q.shape[1] // kv_heads,
         ROWS=tile.rows, KEYS=tile.keys, CAUSAL=entries.causal, TREE=tree is not None, WINDOW=layer.window is not None,
         CAP=cap is not None, SINKS=layer.sinks is not None, CHUNK=entries.chunk, RECORD=RECORD,
         FEWER=entries.fewer, LEADS=leads, AHEAD=ahead, num_warps=tile.num_warps, num_stages=tile.num_stages, as_written=entries.chunk > 0,

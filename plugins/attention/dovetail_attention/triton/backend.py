@@ -111,7 +111,7 @@ class TritonAttention(AttentionBackend):
     The first layer of each window makes the schedule of a step, and the other layers read it. The pool's values may
     have another size than its keys, and may be a view of them (latent attention); the output has the size of the
     values. Latents have kernels of their own, and steps of latents that need not be cut at fixed places are divided
-    into equal spans (``ScheduleEntries.level``).
+    into equal spans (``ScheduleEntries.level``). Keys and values with scales are always read by a schedule.
 
     With ``batch_invariant`` there is one kind of launch for all rows, with one tile and fixed chunks.
     """
@@ -124,6 +124,7 @@ class TritonAttention(AttentionBackend):
         self._value_dim = context.pool.values(0).shape[3]
         self._key_bytes = self._head_dim * context.pool.keys(0).element_size()
         self._latent = context.value_dim is not None and self._kv_heads == 1
+        self._scaled = context.pool.tensors(0).scales is not None
         self._token_bytes = self._key_bytes if self._latent else 2 * self._kv_heads * self._key_bytes
         self._processors, self._large_memory = CPU_PROCESSORS, False
         if context.device.type == "cuda":
@@ -159,7 +160,7 @@ class TritonAttention(AttentionBackend):
 
         Only a row's own keys count, because shared prefixes are always read by a schedule.
         """
-        if self._invariant or self._latent:
+        if self._invariant or self._latent or self._scaled:
             return UNEVEN
         lens, rows = batch.prefix_lens + 1, len(batch.slots)
         if batch.shared is not None:
@@ -203,10 +204,11 @@ class TritonAttention(AttentionBackend):
             self._even, self._steps = 0, [self._verify_step(batch)]
             return
         rows = len(batch.slots)
-        self._long = batch.variant == UNEVEN and self._few(rows) and not self._latent
+        in_parts = not self._latent and not self._scaled
+        self._long = batch.variant == UNEVEN and self._few(rows) and in_parts
         if self._long:
             self._even = long_splits(self._kv_heads, self._processors)
-        elif batch.variant == EVEN and not self._latent:
+        elif batch.variant == EVEN and in_parts:
             self._even = decode_splits(rows, self._kv_heads, self._processors, self._key_bytes)
         else:
             self._even = 0
@@ -288,9 +290,9 @@ class TritonAttention(AttentionBackend):
         schedule = memory.schedule(layer.window)
         if leads:
             fill(schedule, entries, self._group, layer.window, partial=partial)
-        kv = self._pool.keys(layer.layer_id), self._pool.values(layer.layer_id)
+        kv = self._pool.tensors(layer.layer_id)
         if self._latent and layer.window is None and layer.soft_cap is None and layer.sinks is None:
-            latents = LatentPages(kv[0], self._value_dim)
+            latents = LatentPages(kv.keys, self._value_dim)
             attend_latents(q, latents, entries, schedule, layer.scale, out, memory.partial, leads=leads)
         else:
             attend(q, kv, entries, schedule, layer, batch.positions, out, memory.partial, leads=leads)

@@ -1,0 +1,70 @@
+"""Make the stores of keys, values and latents."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import cast
+
+from pydantic import BaseModel
+
+from dovetail.errors import ConfigError
+from dovetail.interfaces.cache import CacheGroup, CacheGroupKind
+from dovetail.interfaces.store import KVStore, KVStoreFactory, PageBytes, SlabMemory, StoreContext
+from dovetail.memory.pool import ArenaKVPool, LatentArenaPool, make_pool, plain_page_bytes
+from dovetail.memory.scaled import ScaledArenaKVPool, ScaledKVPool, scaled_page_bytes
+from dovetail_cache.config import ScaledConfig
+from dovetail_cache.scales import declares_scales
+
+
+class PagedStores(KVStoreFactory):
+    """Keep keys and values, or latents, as they are, converted to the dtype of the memory."""
+
+    def __init__(self, config: BaseModel, context: StoreContext) -> None:
+        self._context = context
+
+    def page_bytes(self, group: CacheGroup, page_size: int) -> PageBytes:
+        """See ``KVStoreFactory.page_bytes``."""
+        return plain_page_bytes(group, page_size, self._context.dtype)
+
+    def make(self, group: CacheGroup, num_pages: int) -> KVStore:
+        """See ``KVStoreFactory.make``."""
+        own = self._context
+        return make_pool(group, num_pages, own.page_size, own.dtype, own.device)
+
+    def make_shared(self, group: CacheGroup, index: int, slabs: SlabMemory) -> KVStore:
+        """See ``KVStoreFactory.make_shared``."""
+        kind = LatentArenaPool if group.kind is CacheGroupKind.LATENT else ArenaKVPool
+        return kind(group, index, slabs.layout, self._context.page_size, slabs.memory)
+
+
+class ScaledStores(KVStoreFactory):
+    """Keep keys and values in 8 bits with scales."""
+
+    def __init__(self, config: BaseModel, context: StoreContext) -> None:
+        scales = cast("ScaledConfig", config).scales
+        self._context = context
+        self._computed = not declares_scales(context.checkpoint) if scales == "auto" else scales == "token_head"
+
+    def page_bytes(self, group: CacheGroup, page_size: int) -> PageBytes:
+        """See ``KVStoreFactory.page_bytes``."""
+        return scaled_page_bytes(group, page_size, self._context.dtype, computed=self._computed)
+
+    def make(self, group: CacheGroup, num_pages: int) -> KVStore:
+        """See ``KVStoreFactory.make``. Raises ``ConfigError`` for a group of latents."""
+        if group.kind is CacheGroupKind.LATENT:
+            raise ConfigError("store scaled keeps keys and values, not latents; allowed for latents: store paged")
+        own = self._context
+        return ScaledKVPool(group, num_pages, own.page_size, own.dtype, own.device, computed=self._computed)
+
+    def make_shared(self, group: CacheGroup, index: int, slabs: SlabMemory) -> KVStore:
+        """See ``KVStoreFactory.make_shared``."""
+        return ScaledArenaKVPool(group, index, self._context.page_size, slabs, computed=self._computed)
+
+    @property
+    def reads_scales(self) -> bool:
+        """See ``KVStoreFactory.reads_scales``."""
+        return not self._computed
+
+    def describe(self) -> Mapping[str, str]:
+        """See ``KVStoreFactory.describe``."""
+        return {"scales": "token and head, computed" if self._computed else "from the checkpoint"}

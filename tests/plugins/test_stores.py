@@ -1,0 +1,91 @@
+"""Test the built-in KV stores with their conformance suite.
+
+.venv/bin/python -m pytest -q tests/plugins/test_stores.py
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from dovetail.config import Config
+from dovetail.engine.memory import Budget, Needs, with_arena
+from dovetail.interfaces.cache import CacheGroup, CacheGroupKind
+from dovetail.interfaces.store import KVStoreFactory, StoreContext
+from dovetail.memory.pool import make_arena
+from dovetail.testing.store import KVStoreSuite
+from dovetail_cache.config import PagedConfig, ScaledConfig
+from dovetail_cache.scales import declares_scales, refuses
+from dovetail_cache.stores import PagedStores, ScaledStores
+
+FP8 = torch.float8_e4m3fn
+SLIDING = CacheGroupKind.SLIDING
+
+
+def scaled(scales: str = "token_head", page_size: int = 16) -> KVStoreFactory:
+    config = ScaledConfig.model_validate({"scales": scales})
+    return ScaledStores(config, StoreContext(page_size, FP8, torch.device("cpu")))
+
+
+@pytest.mark.parametrize(("scales", "factor"), [("token_head", 256 / 130), ("checkpoint", 2.0)])
+def test_how_many_tokens_fit(scales: str, factor: float) -> None:
+    """With heads of 128 numbers, a page takes at least 1.95 times less than in bfloat16, scales included."""
+    group = CacheGroup(32, 8, 128)
+    half = PagedStores(PagedConfig(), StoreContext(16, torch.bfloat16, torch.device("cpu"))).page_bytes(group, 16)
+    page = scaled(scales).page_bytes(group, 16)
+    assert half.page == 32 * 2 * 16 * 8 * 256
+    assert half.page / page.page == factor >= 1.95
+
+
+def test_scales_are_a_part_of_the_shared_memory() -> None:
+    """The budget counts the scales of all groups, once for each size of heads; the memory takes as many bytes."""
+    groups = [CacheGroup(1, 2, 16), CacheGroup(3, 2, 16, SLIDING, 7), CacheGroup(2, 1, 32)]
+    factory = scaled(page_size=4)
+    sizes = [factory.page_bytes(group, 4) for group in groups]
+    given = Budget(0, Needs(), 1 << 20, 2, 4, 0)
+    budget = with_arena(
+        given, Config.model_validate({"memory": {"page_size": 4}, "scheduler": {"max_running": 4}}), sizes
+    )
+    assert budget.arena is not None
+    assert 0.97 * given.pool < budget.pool <= given.pool
+    stores, _ = make_arena(groups, budget.arena, factory, FP8, "cpu")
+    tensors = [tensor for store in stores for tensor in (store.keys(0), *(store.tensors(0).scales or ()))]
+    memories = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
+    assert len(memories) == 3, "the slabs, and scales of heads of 16 and of 32"
+    assert sum(memories.values()) == budget.pool
+
+
+STATIC = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False}
+
+
+@pytest.mark.parametrize(
+    ("checkpoint", "declared"),
+    [
+        (None, False),
+        ({"quant_method": "fp8"}, False),
+        ({"kv_cache_scheme": "static"}, True),
+        ({"kv_cache_scheme": STATIC}, True),
+        ({"kv_cache_scheme": {**STATIC, "dynamic": True}}, False),
+        ({"kv_cache_quant_algo": "FP8"}, True),
+        ({"kv_cache_quant_algo": None}, False),
+    ],
+)
+def test_auto_takes_scales_that_a_checkpoint_declares(checkpoint: dict | None, declared: bool) -> None:
+    assert declares_scales(checkpoint) is declared
+    assert (refuses(checkpoint, ScaledConfig(), False) is None) is declared
+    assert refuses(checkpoint, ScaledConfig(), True) is None
+    context = StoreContext(16, FP8, torch.device("cpu"), checkpoint)
+    assert ScaledStores(ScaledConfig(), context).reads_scales is declared
+
+
+class TestPaged(KVStoreSuite):
+    name = "paged"
+
+
+class TestScaled(KVStoreSuite):
+    name = "scaled"
+
+
+class TestScaledByTheCheckpoint(KVStoreSuite):
+    name = "scaled"
+    settings = {"scales": "checkpoint"}  # noqa: RUF012
