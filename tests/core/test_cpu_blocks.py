@@ -9,7 +9,7 @@ from tests.gguf_blocks import random_blocks
 
 from dovetail.gguf.block_types import TYPES
 from dovetail.gguf.blocks import dequantize
-from dovetail.ops.cpu.blocks import FORMATS, block_kernels
+from dovetail.ops.cpu.blocks import FORMATS, BlockRows, block_kernels
 from dovetail.ops.cpu.library import BLOCKS, library
 
 pytestmark = pytest.mark.skipif(library(BLOCKS).handle is None, reason=f"no compiled kernels: {library(BLOCKS).text}")
@@ -28,13 +28,12 @@ def sizes(block):
     return (96, 800) if TYPES[block].elements == 32 else (256, 768)
 
 
-def product(x, blocks, block, bias=None, dtype=torch.float32):
-    out = torch.full((len(x), len(blocks) + 3), float("nan"), dtype=dtype)
-    inputs = kernels(dtype).quantize(x)
-    kernels(dtype).product(inputs, blocks, block, bias, out[:, 1:-2])
-    assert out[:, [0, -2, -1]].isnan().all()
-    codes = (inputs.codes.float() * inputs.scales[..., None]).flatten(1)[:, : x.shape[1]]
-    return out[:, 1:-2], codes
+def product(x, blocks, block, bias=None):
+    """Return the product with rows of ``blocks`` in two parts, and the inputs that were multiplied."""
+    own = kernels(x.dtype)
+    parts = [(blocks[:2], block), (blocks[2:], block)]
+    got, inputs = own.product(x, BlockRows(parts, x.shape[1]), bias), own.quantize(x)
+    return got, (inputs.codes.float() * inputs.scales[..., None]).flatten(1)[:, : x.shape[1]]
 
 
 @each_block
@@ -66,7 +65,7 @@ def test_a_row_does_not_depend_on_the_others(block):
     together, _ = product(x, blocks, block)
     for row in (0, 7, 8, 18):
         assert torch.equal(product(x[row : row + 1], blocks, block)[0], together[row : row + 1])
-    narrow, _ = product(x.bfloat16(), blocks, block, dtype=torch.bfloat16)
+    narrow, _ = product(x.bfloat16(), blocks, block)
     exact, _ = product(x.bfloat16().float(), blocks, block)
     assert torch.equal(narrow, exact.bfloat16())
 
@@ -83,3 +82,12 @@ def test_values_that_are_no_numbers_are_not_hidden(value):
 def test_inputs_of_zeros_have_products_of_zero():
     got, _ = product(torch.zeros(1, 64), random_blocks("Q8_0", 3, 64), "Q8_0")
     assert torch.equal(got, torch.zeros(1, 3))
+
+
+def test_parts_may_have_other_formats_and_no_rows():
+    x, first, last = torch.randn(3, 256), random_blocks("Q6_K", 7, 256), random_blocks("Q4_1", 300, 256)
+    parts = [(first, "Q6_K"), (first[:0], "Q8_0"), (last, "Q4_1")]
+    got = kernels().product(x, BlockRows(parts, 256), None)
+    one, other = (kernels().product(x, BlockRows([part], 256), None) for part in (parts[0], parts[2]))
+    assert torch.equal(got, torch.cat((one, other), 1))
+    assert kernels().product(x[:0], BlockRows(parts, 256), None).shape == (0, 307)

@@ -12,7 +12,7 @@ from dovetail.gguf.block_types import BlockType
 from dovetail.gguf.blocks import dequantize
 from dovetail.interfaces.quantization import LinearProduct
 from dovetail.ops.activation import GATES, Activation
-from dovetail.ops.cpu.blocks import FORMATS, BlockKernels, block_kernels
+from dovetail.ops.cpu.blocks import FORMATS, BlockKernels, BlockRows, block_kernels
 
 _MOST_ROWS = {torch.bfloat16: 24, torch.float32: 64}
 """The numbers of rows up to which products of integers are faster than dequantizing the weight, measured on a processor with AMX."""
@@ -48,21 +48,18 @@ class BlockProduct(LinearProduct):
 
     def __init__(self, weights: Sequence[BlockWeight], kernels: BlockKernels) -> None:
         self._weights, self._kernels = tuple(weights), kernels
-        self._rows = sum(len(weight.blocks) for weight in weights)
+        self._rows = BlockRows([(weight.blocks, weight.kind.name) for weight in weights], weights[0].columns)
         self._most_rows = _MOST_ROWS[kernels.dtype]
 
     def forward(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """See ``LinearProduct``."""
-        out = torch.empty(len(x), self._rows, dtype=x.dtype)
-        inputs = self._kernels.quantize(x) if len(x) <= self._most_rows else None
+        if x.shape[0] <= self._most_rows:
+            return self._kernels.product(x, self._rows, bias)
+        out = torch.empty(x.shape[0], self._rows.rows, dtype=x.dtype)
         start = 0
         for weight in self._weights:
             stop = start + len(weight.blocks)
-            added, part = None if bias is None else bias[start:stop], out[:, start:stop]
-            if inputs is not None:
-                self._kernels.product(inputs, weight.blocks, weight.kind.name, added, part)
-            else:
-                self._many_rows(x, weight, added, part)
+            self._many_rows(x, weight, None if bias is None else bias[start:stop], out[:, start:stop])
             start = stop
         return out
 

@@ -14,6 +14,7 @@
 #include <immintrin.h>
 #include <limits>
 #include <omp.h>
+#include <vector>
 
 #if !defined(__AVX2__) || !defined(__FMA__) || !defined(__F16C__)
 #error "products with weights in blocks need a processor with AVX2, FMA and F16C"
@@ -82,32 +83,58 @@ inline Codes one_bit(Codes bytes, int from, int to) {
 
 inline Codes looked_up(Codes codes, __m128i table) { return _mm256_shuffle_epi8(_mm256_broadcastsi128_si256(table), codes); }
 
-// Formats of 32 columns. `scales` fills d and m of `groups` consecutive blocks; `codes` returns those of group g.
+// Formats of 32 columns. `scales` fills d and m of `groups` consecutive blocks, and those of the others up to 8 with 0; `codes`
+// returns those of group g.
 
 template <int Bytes>
 struct Small {
     static constexpr int columns = 32, bytes = Bytes;
     static constexpr bool halves = false;
     static const uint8_t* block(const uint8_t* from, int g) { return from + g * Bytes; }
+
+    // Returns the first four bytes of 8 blocks, and 0 for those after the first `groups`.
+    static __m256i words(const uint8_t* from, int groups) {
+        const __m256i numbers = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
+        const __m256i there = _mm256_cmpgt_epi32(_mm256_set1_epi32(groups), numbers);
+        return _mm256_mask_i32gather_epi32(_mm256_setzero_si256(), reinterpret_cast<const int*>(from),
+                                           _mm256_mullo_epi32(numbers, _mm256_set1_epi32(Bytes)), there, 1);
+    }
+
+    // Returns the float16 numbers in the low halves of 8 words.
+    static __m256 halves_of(__m256i words) {
+        const __m256i low = _mm256_and_si256(words, _mm256_set1_epi32(0xffff));
+        return _mm256_cvtph_ps(_mm_packus_epi32(_mm256_castsi256_si128(low), _mm256_extracti128_si256(low, 1)));
+    }
+
+    static void scale_and_offset(const uint8_t* from, int groups, float* d, float* m, float offset) {
+        const __m256 scales = halves_of(words(from, groups));
+        _mm256_store_ps(d, scales);
+        _mm256_store_ps(m, _mm256_mul_ps(scales, _mm256_set1_ps(offset)));
+    }
+    static void scale_and_least(const uint8_t* from, int groups, float* d, float* m) {
+        const __m256i both = words(from, groups);
+        _mm256_store_ps(d, halves_of(both));
+        _mm256_store_ps(m, halves_of(_mm256_srli_epi32(both, 16)));
+    }
 };
 
 struct Q4_0 : Small<18> {
     static void scales(const uint8_t* from, int groups, float* d, float* m) {
-        for (int g = 0; g < groups; ++g) d[g] = half(block(from, g)), m[g] = -8.0f * d[g];
+        scale_and_offset(from, groups, d, m, -8.0f);
     }
     static Codes codes(const uint8_t* from, int g) { return nibbles(block(from, g) + 2); }
 };
 
 struct Q4_1 : Small<20> {
     static void scales(const uint8_t* from, int groups, float* d, float* m) {
-        for (int g = 0; g < groups; ++g) d[g] = half(block(from, g)), m[g] = half(block(from, g) + 2);
+        scale_and_least(from, groups, d, m);
     }
     static Codes codes(const uint8_t* from, int g) { return nibbles(block(from, g) + 4); }
 };
 
 struct Q5_0 : Small<22> {
     static void scales(const uint8_t* from, int groups, float* d, float* m) {
-        for (int g = 0; g < groups; ++g) d[g] = half(block(from, g)), m[g] = -16.0f * d[g];
+        scale_and_offset(from, groups, d, m, -16.0f);
     }
     static Codes codes(const uint8_t* from, int g) {
         return _mm256_or_si256(nibbles(block(from, g) + 6), fifth_bits(block(from, g) + 2));
@@ -116,7 +143,7 @@ struct Q5_0 : Small<22> {
 
 struct Q5_1 : Small<24> {
     static void scales(const uint8_t* from, int groups, float* d, float* m) {
-        for (int g = 0; g < groups; ++g) d[g] = half(block(from, g)), m[g] = half(block(from, g) + 2);
+        scale_and_least(from, groups, d, m);
     }
     static Codes codes(const uint8_t* from, int g) {
         return _mm256_or_si256(nibbles(block(from, g) + 8), fifth_bits(block(from, g) + 4));
@@ -125,7 +152,7 @@ struct Q5_1 : Small<24> {
 
 struct Q8_0 : Small<34> {
     static void scales(const uint8_t* from, int groups, float* d, float* m) {
-        for (int g = 0; g < groups; ++g) d[g] = half(block(from, g)), m[g] = -128.0f * d[g];
+        scale_and_offset(from, groups, d, m, -128.0f);
     }
     static Codes codes(const uint8_t* from, int g) {
         return _mm256_xor_si256(load(block(from, g) + 2), _mm256_set1_epi8(static_cast<char>(0x80)));
@@ -140,14 +167,14 @@ inline __m128i iq4_values() {
 
 struct IQ4_NL : Small<18> {
     static void scales(const uint8_t* from, int groups, float* d, float* m) {
-        for (int g = 0; g < groups; ++g) d[g] = half(block(from, g)), m[g] = -128.0f * d[g];
+        scale_and_offset(from, groups, d, m, -128.0f);
     }
     static Codes codes(const uint8_t* from, int g) { return looked_up(nibbles(block(from, g) + 2), iq4_values()); }
 };
 
 struct MXFP4 : Small<17> {  // twice the values of E2M1, plus 12
     static void scales(const uint8_t* from, int groups, float* d, float* m) {
-        for (int g = 0; g < groups; ++g) d[g] = std::ldexp(1.0f, block(from, g)[0] - 128), m[g] = -12.0f * d[g];
+        for (int g = 0; g < kGroups; ++g) d[g] = g < groups ? std::ldexp(1.0f, block(from, g)[0] - 128) : 0.0f, m[g] = -12.0f * d[g];
     }
     static Codes codes(const uint8_t* from, int g) {
         return looked_up(nibbles(block(from, g) + 1), _mm_setr_epi8(12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0));
@@ -263,23 +290,22 @@ inline float lane_sum(__m256 x) {
 // Computes the products of one row of weights and M inputs.
 template <typename F, int M>
 void row_products(const uint8_t* weights, const Inputs& x, int64_t first, int64_t groups, float* out) {
-    __m256 sums[M];
+    __m256 sums[M], others[M];  // two, so that an addition need not wait for the one before
 #pragma GCC unroll 8
-    for (int i = 0; i < M; ++i) sums[i] = _mm256_setzero_ps();
+    for (int i = 0; i < M; ++i) sums[i] = others[i] = _mm256_setzero_ps();
     alignas(32) float d[kHalves] = {}, m[kHalves] = {}, scaled[M][kHalves];
     for (int64_t begin = 0; begin < groups; begin += kGroups, weights += kGroups * kGroup / F::columns * F::bytes) {
         const int count = static_cast<int>(std::min<int64_t>(kGroups, groups - begin));
         F::scales(weights, count, d, m);
-        for (int g = count; g < kGroups && !F::halves; ++g) d[g] = m[g] = 0.0f;
 #pragma GCC unroll 8
         for (int i = 0; i < M; ++i) {
             const int64_t place = (first + i) * x.groups + begin;
             const __m256 scales = _mm256_loadu_ps(x.scales + place);
             const __m256 left = _mm256_loadu_ps(x.sums + 2 * place), right = _mm256_loadu_ps(x.sums + 2 * place + 8);
             if constexpr (F::halves) {
-                const __m256 pairs = _mm256_unpacklo_ps(scales, scales), others = _mm256_unpackhi_ps(scales, scales);
-                _mm256_store_ps(scaled[i], _mm256_mul_ps(_mm256_load_ps(d), _mm256_permute2f128_ps(pairs, others, 0x20)));
-                _mm256_store_ps(scaled[i] + 8, _mm256_mul_ps(_mm256_load_ps(d + 8), _mm256_permute2f128_ps(pairs, others, 0x31)));
+                const __m256 low = _mm256_unpacklo_ps(scales, scales), high = _mm256_unpackhi_ps(scales, scales);
+                _mm256_store_ps(scaled[i], _mm256_mul_ps(_mm256_load_ps(d), _mm256_permute2f128_ps(low, high, 0x20)));
+                _mm256_store_ps(scaled[i] + 8, _mm256_mul_ps(_mm256_load_ps(d + 8), _mm256_permute2f128_ps(low, high, 0x31)));
                 sums[i] = _mm256_fmadd_ps(_mm256_load_ps(m), left, sums[i]);
                 sums[i] = _mm256_fmadd_ps(_mm256_load_ps(m + 8), right, sums[i]);
             } else {
@@ -302,15 +328,20 @@ void row_products(const uint8_t* weights, const Inputs& x, int64_t first, int64_
                     factor = _mm256_set_m128(_mm_broadcast_ss(scaled[i] + 2 * g + 1), _mm_broadcast_ss(scaled[i] + 2 * g));
                 else
                     factor = _mm256_broadcast_ss(scaled[i] + g);
-                sums[i] = _mm256_fmadd_ps(_mm256_cvtepi32_ps(sum), factor, sums[i]);
+                __m256& to = g % 2 ? others[i] : sums[i];
+                to = _mm256_fmadd_ps(_mm256_cvtepi32_ps(sum), factor, to);
             }
         }
     }
 #pragma GCC unroll 8
-    for (int i = 0; i < M; ++i) out[i] = lane_sum(sums[i]);
+    for (int i = 0; i < M; ++i) out[i] = lane_sum(_mm256_add_ps(sums[i], others[i]));
 }
 
+#ifdef __AVX512VL__
 constexpr int kInputs = 8;
+#else  // half as many registers
+constexpr int kInputs = 4;
+#endif
 
 template <typename F>
 void row_products(const uint8_t* weights, const Inputs& x, int64_t first, int count, int64_t groups, float* out) {
@@ -328,19 +359,11 @@ void row_products(const uint8_t* weights, const Inputs& x, int64_t first, int co
 
 constexpr int64_t kSerial = 1 << 16;  // weights below which handing work to threads costs more than it saves
 
-template <typename F, typename T>
-void product(const uint8_t* weights, const Inputs& x, const T* bias, T* out, int64_t m, int64_t n, int64_t columns, int64_t stride) {
-    const int64_t groups = columns / kGroup, bytes = columns / F::columns * F::bytes;
-#pragma omp parallel for if (n * columns * m > kSerial) schedule(static)
-    for (int64_t row = 0; row < n; ++row) {
-        float sums[kInputs];
-        for (int64_t first = 0; first < m; first += kInputs) {
-            const int count = static_cast<int>(std::min<int64_t>(kInputs, m - first));
-            row_products<F>(weights + row * bytes, x, first, count, groups, sums);
-            for (int i = 0; i < count; ++i) put(out + (first + i) * stride + row, sums[i] + (bias ? wide(bias[row]) : 0.0f));
-        }
-    }
-}
+// Rows of weights in one format.
+struct Segment {
+    const uint8_t* weights;
+    int64_t format, rows;
+};
 
 template <typename F, typename T>
 void weight(const uint8_t* weights, T* out, int64_t n, int64_t columns) {
@@ -351,7 +374,7 @@ void weight(const uint8_t* weights, T* out, int64_t n, int64_t columns) {
         T* to = out + row * columns;
         for (int64_t begin = 0; begin < groups; begin += kGroups, from += kGroups * kGroup / F::columns * F::bytes) {
             const int count = static_cast<int>(std::min<int64_t>(kGroups, groups - begin));
-            float d[kHalves], m[kHalves];
+            alignas(32) float d[kHalves], m[kHalves];
             F::scales(from, count, d, m);
             for (int g = 0; g < count; ++g) {
                 alignas(32) uint8_t codes[kGroup];
@@ -411,6 +434,48 @@ void quantize(const T* x, int8_t* codes, float* scales, float* sums, int64_t row
         }
 }
 
+// Computes rows [begin, end) of a segment for all inputs. `row` is the place of its first row in an output row.
+template <typename F, typename T>
+void multiply(const uint8_t* weights, const Inputs& x, const T* bias, T* out, int64_t m, int64_t begin, int64_t end, int64_t place,
+              int64_t columns, int64_t stride) {
+    const int64_t groups = columns / kGroup, bytes = columns / F::columns * F::bytes;
+    for (int64_t row = begin; row < end; ++row) {
+        float sums[kInputs];
+        for (int64_t first = 0; first < m; first += kInputs) {
+            const int count = static_cast<int>(std::min<int64_t>(kInputs, m - first));
+            row_products<F>(weights + row * bytes, x, first, count, groups, sums);
+            for (int i = 0; i < count; ++i)
+                put(out + (first + i) * stride + place + row, sums[i] + (bias ? wide(bias[place + row]) : 0.0f));
+        }
+    }
+}
+
+// Computes the products of all segments, whose rows follow each other in an output row. Every thread takes an equal part of the rows.
+template <typename T>
+void product(const Segment* segments, int64_t count, const T* x, const T* bias, T* out, int64_t m, int64_t n, int64_t columns) {
+    static thread_local std::vector<int8_t> codes;
+    static thread_local std::vector<float> scales;
+    const int64_t groups = (columns / kGroup + kGroups - 1) / kGroups * kGroups;
+    codes.resize(m * groups * kGroup);
+    scales.resize(m * groups * 3);
+    float* sums = scales.data() + m * groups;
+    quantize(x, codes.data(), scales.data(), sums, m, columns, groups);
+    const Inputs inputs{codes.data(), scales.data(), sums, groups};
+#pragma omp parallel if (n * columns * m > kSerial)
+    {
+        const int64_t threads = omp_get_num_threads(), own = omp_get_thread_num();
+        const int64_t first = n * own / threads, last = n * (own + 1) / threads;
+        int64_t place = 0;
+        for (const Segment* segment = segments; segment < segments + count; place += segment->rows, ++segment) {
+            const int64_t begin = std::max<int64_t>(first - place, 0), end = std::min(last - place, segment->rows);
+            if (begin < end)
+                with_format(segment->format, [&](auto f) {
+                    multiply<decltype(f)>(segment->weights, inputs, bias, out, m, begin, end, place, columns, n);
+                });
+        }
+    }
+}
+
 }  // namespace
 
 #define EXPORT(T, NAME)                                                                                                      \
@@ -418,11 +483,9 @@ void quantize(const T* x, int8_t* codes, float* scales, float* sums, int64_t row
                                     int64_t padded) {                                                                        \
         quantize(x, codes, scales, sums, rows, columns, padded);                                                             \
     }                                                                                                                        \
-    extern "C" void product_##NAME(const uint8_t* weights, const int8_t* codes, const float* scales, const float* sums,       \
-                                   const T* bias, T* out, int64_t format, int64_t m, int64_t n, int64_t columns,             \
-                                   int64_t padded, int64_t stride) {                                                         \
-        const Inputs x{codes, scales, sums, padded};                                                                         \
-        with_format(format, [&](auto f) { product<decltype(f)>(weights, x, bias, out, m, n, columns, stride); });            \
+    extern "C" void product_##NAME(const Segment* segments, const T* x, const T* bias, T* out, int64_t count, int64_t m,          \
+                                   int64_t n, int64_t columns) {                                                             \
+        product(segments, count, x, bias, out, m, n, columns);                                                               \
     }                                                                                                                        \
     extern "C" void weight_##NAME(const uint8_t* weights, T* out, int64_t format, int64_t n, int64_t columns) {               \
         with_format(format, [&](auto f) { weight<decltype(f)>(weights, out, n, columns); });                                 \

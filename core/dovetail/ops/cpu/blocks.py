@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -36,7 +37,7 @@ _TOGETHER = 8
 _P, _I = ctypes.c_void_p, ctypes.c_int64
 _SIGNATURES = {
     "quantize": (_P, _P, _P, _P, _I, _I, _I),
-    "product": (_P, _P, _P, _P, _P, _P, _I, _I, _I, _I, _I, _I),
+    "product": (_P, _P, _P, _P, _I, _I, _I, _I),
     "weight": (_P, _P, _I, _I, _I),
 }
 _DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
@@ -51,14 +52,30 @@ class BlockInputs(NamedTuple):
     columns: int
 
 
+class _Segment(ctypes.Structure):
+    _fields_ = (("weights", _P), ("format", _I), ("rows", _I))
+
+
+class BlockRows:
+    """Hold rows of weights whose blocks have different formats, one part after another, for ``BlockKernels.product``."""
+
+    def __init__(self, parts: Sequence[tuple[torch.Tensor, str]], columns: int) -> None:
+        """``parts`` are contiguous weights, uint8 ``[out, bytes]``, and their formats, for which see ``FORMATS``. They must stay as
+        they are."""
+        assert all(part.dtype is torch.uint8 and part.is_contiguous() for part, _ in parts)
+        self.columns, self.rows = columns, sum(len(part) for part, _ in parts)
+        segments = [_Segment(part.data_ptr(), FORMATS.index(block), len(part)) for part, block in parts]
+        self._parts, self.segments = parts, (_Segment * len(parts))(*segments)
+
+
 class BlockKernels:
     """Call the kernels of one dtype. All tensors are contiguous and on the CPU; rows of weights are uint8 ``[out, bytes]``."""
 
     def __init__(self, handle: ctypes.CDLL, dtype: torch.dtype) -> None:
         self.dtype = dtype
-        self._calls = {name: handle[f"{name}_{_DTYPES[dtype]}"] for name in _SIGNATURES}
-        for name, call in self._calls.items():
-            call.argtypes, call.restype = _SIGNATURES[name], None
+        self._quantize, self._product, self._weight = (
+            _function(handle, name, _DTYPES[dtype]) for name in ("quantize", "product", "weight")
+        )
 
     def quantize(self, x: torch.Tensor) -> BlockInputs:
         """Quantize ``x [rows, columns]``, of a multiple of 32 columns. A group with a value that is infinite or NaN has
@@ -71,33 +88,21 @@ class BlockKernels:
         codes = torch.empty(rows, groups, _GROUP, dtype=torch.int8)
         scales, sums = torch.empty(rows, groups), torch.empty(rows, groups, 2)
         pointers = x.data_ptr(), codes.data_ptr(), scales.data_ptr(), sums.data_ptr()
-        self._calls["quantize"](*pointers, rows, columns, groups)
+        self._quantize(*pointers, rows, columns, groups)
         return BlockInputs(codes, scales, sums, columns)
 
-    def product(
-        self, x: BlockInputs, weight: torch.Tensor, block: str, bias: torch.Tensor | None, out: torch.Tensor
-    ) -> None:
-        """Write ``x @ weight.T + bias`` to ``out [rows, out]``, whose rows may be strided. ``block`` is one of ``FORMATS``.
-        The result of a row does not depend on the other rows."""
-        assert weight.dtype is torch.uint8
-        assert weight.is_contiguous()
-        assert out.dtype is self.dtype
-        assert out.stride(1) == 1
-        assert out.shape == (len(x.codes), len(weight))
-        self._calls["product"](
-            weight.data_ptr(),
-            x.codes.data_ptr(),
-            x.scales.data_ptr(),
-            x.sums.data_ptr(),
-            None if bias is None else bias.data_ptr(),
-            out.data_ptr(),
-            FORMATS.index(block),
-            len(x.codes),
-            len(weight),
-            x.columns,
-            x.scales.shape[1],
-            out.stride(0),
-        )
+    def product(self, x: torch.Tensor, weight: BlockRows, bias: torch.Tensor | None) -> torch.Tensor:
+        """Return ``x @ weight.T + bias`` of ``x [rows, columns]``, which is quantized first. The result of a row does not depend
+        on the other rows."""
+        rows, columns = x.shape
+        assert x.dtype is self.dtype
+        assert x.is_contiguous()
+        assert columns == weight.columns
+        out = torch.empty(rows, weight.rows, dtype=self.dtype)
+        added = None if bias is None else bias.data_ptr()
+        sizes = len(weight.segments), rows, weight.rows, columns
+        self._product(weight.segments, x.data_ptr(), added, out.data_ptr(), *sizes)
+        return out
 
     def weight(self, weight: torch.Tensor, block: str, out: torch.Tensor) -> None:
         """Write the numbers for which ``weight`` stands to ``out [out, columns]``."""
@@ -107,7 +112,13 @@ class BlockKernels:
         assert out.is_contiguous()
         rows, columns = out.shape
         assert len(weight) == rows
-        self._calls["weight"](weight.data_ptr(), out.data_ptr(), FORMATS.index(block), rows, columns)
+        self._weight(weight.data_ptr(), out.data_ptr(), FORMATS.index(block), rows, columns)
+
+
+def _function(handle: ctypes.CDLL, name: str, dtype: str) -> Callable[..., None]:
+    function = handle[f"{name}_{dtype}"]
+    function.argtypes, function.restype = _SIGNATURES[name], None
+    return function
 
 
 @functools.cache
