@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 import torch
@@ -206,7 +207,7 @@ def test_a_file_that_changes_is_read_again(tmp_path: Path) -> None:
     file = write_tiny(tmp_path / "m.gguf")
     first = locate(str(file))
     assert locate(str(file)) == first
-    write_tiny(file, **{"llama.context_length": 64})
+    write_tiny(file, quantized=False, **{"llama.context_length": 64})
     assert read_json(locate(str(file)), "config.json")["max_position_embeddings"] == 64
     assert json.loads((first / MARKER).read_text())["files"] == [str(file)]
 
@@ -286,3 +287,16 @@ def test_outputs_are_those_of_the_embedded_model(plain_file: Path, block_file: P
             outputs.append([output.token_ids for output in llm.generate(prompts, greedy)])
     assert outputs[1] == outputs[0]
     assert [len(ids) for ids in outputs[2]] == [len(ids) for ids in outputs[0]]
+
+
+@torch.inference_mode()
+def test_a_tied_head_reads_the_blocks_of_the_embedding(block_file: Path) -> None:
+    with LLM(str(block_file), model={"dtype": "float32"}) as llm:
+        head = cast("Any", llm.loop.executor).rank.engine.model.head
+        stored = read_gguf(block_file).tensors["token_embd.weight"]
+        assert head.method is not None
+        assert torch.equal(
+            head.method.dequantized(dict(head.named_parameters())), dequantize(as_torch(stored.data), TYPES["Q8_0"])
+        )
+    with LLM(str(block_file), quantization="none") as llm:
+        assert cast("Any", llm.loop.executor).rank.engine.model.head.tied

@@ -75,6 +75,9 @@ def allocate(model: ModelArchitecture, quantization: Quantization, device: torch
     modules: dict[str, list[tuple[int, int, str]]] = {}  # of each layer: start, rows and name of the modules it holds
     experts: dict[str, dict[str, None]] = {}  # of each layer of experts: the tensors it holds, in order
     whole: dict[str, int] = {}  # the inputs of layers of which ranks have shares
+    for name in list(model.tied_weights()):
+        if quantization.stores_tied(name.removesuffix(".weight")):
+            model.untie(name)
     tensors = model.weights_map()
     quantization.check_modules([name.removesuffix(".weight") for name in tensors])
     for name, entry in tensors.items():

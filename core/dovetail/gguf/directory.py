@@ -21,7 +21,7 @@ from dovetail.gguf.mapping import block_types, mapped_tensors
 from dovetail.gguf.reader import SHARD, read_gguf, shard_files
 from dovetail.gguf.tokenizer import tokenizer_files
 
-LAYOUT = 1
+LAYOUT = 2
 """The number of the layout of these directories. A change of what is written must change it."""
 
 MARKER = "gguf.json"

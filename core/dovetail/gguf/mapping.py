@@ -63,7 +63,14 @@ def mapped_tensors(checkpoint: GgufFile) -> list[MappedTensor]:
                     f"{tensor.file}: {tensor.name} and {found[one.name].sources[0].name} are both {one.name}"
                 )
             found[one.name] = one
-    return list(found.values())
+    return [*found.values(), *_tied_head(family, found)]
+
+
+def _tied_head(family: Family, found: Mapping[str, MappedTensor]) -> Iterator[MappedTensor]:
+    """Yield the head of a file that has blocks of the embedding only: its products can read these blocks."""
+    head, embedding = f"{family.top.get('output')}.weight", found.get(f"{family.top.get('token_embd')}.weight")
+    if head not in found and embedding is not None and embedding.sources[0].type.name not in PLAIN_TYPES:
+        yield replace(embedding, name=head)
 
 
 def block_types(tensors: list[MappedTensor]) -> dict[str, Any] | None:

@@ -284,6 +284,11 @@ class Quantization(ABC):
         """Return the method of a layer, or None for a layer that is not quantized. Raises ``ConfigError`` if only some
         of the modules of a layer are quantized, or if its sizes are not possible."""
 
+    def stores_tied(self, module: str) -> bool:
+        """Return True if module ``module``, whose weight the model ties to that of another one, is to be read from the
+        checkpoint and stored by its own method. The default returns False."""
+        return False
+
     def experts_method(self, shape: ExpertWeightsShape) -> ExpertsMethod | None:
         """Return the method of a layer of experts, or None for a layer that is not quantized. A component that offers
         ``quantization.experts`` overrides it. Raises like ``method``."""

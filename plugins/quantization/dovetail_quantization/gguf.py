@@ -36,6 +36,10 @@ class Gguf(Quantization):
         assert context.checkpoint is not None, "describe has refused the checkpoint"
         self._types, self._context = module_types(context.checkpoint), context
 
+    def stores_tied(self, module: str) -> bool:
+        """See ``Quantization``. A head reads the blocks of the embedding."""
+        return module in self._types
+
     def method(self, shape: LinearShape) -> LinearMethod | None:
         """See ``Quantization``."""
         dense = [name for name in shape.names if name not in self._types]
