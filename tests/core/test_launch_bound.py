@@ -15,7 +15,9 @@ from dovetail import LLM
 from dovetail.engine.build import build_model
 from dovetail.engine.needs import GraphNeeds, affordable_pieces
 from dovetail.engine.pieces import launch_bound
+from dovetail.interfaces.cache import CacheGroup
 from dovetail.interfaces.mesh import SINGLE
+from dovetail.interfaces.mixer_shapes import StateShape
 from dovetail.interfaces.quantization import QuantizationContext
 from dovetail.testing.ranks import thread_meshes
 from dovetail_models.dense import DenseModel
@@ -127,3 +129,11 @@ def test_a_backend_of_experts_that_cannot_be_captured_has_no_pieces(tmp_path):
     for path, expected in ((str(tmp_path), 0), ("tiny", 2048)):
         with LLM(path, device="cpu", model={"load_format": "dummy"}, grammar="none", memory=memory) as llm:
             assert llm.loop.executor.rank.engine._piece_tokens == expected
+
+
+def test_pieces_of_layers_with_states_keep_what_these_read() -> None:
+    info, graphs = qwen3_moe(), GraphNeeds(0, 0, 2048, 2)
+    states = CacheGroup.of_states(30, (StateShape((8192, 3)), StateShape((32, 128, 128), "float32")))
+    more = replace(info, cache_groups=(*info.cache_groups, states))
+    memory = 11 << 30
+    assert 0 < affordable_pieces(more, graphs, memory) < affordable_pieces(info, graphs, memory)

@@ -78,12 +78,14 @@ def _graph_bytes(resolved: Resolved, info: ModelInfo, context_len: int, graphs: 
     rest."""
     config = resolved.config
     rows = 3 * sum(ladder(min(config.scheduler.rows, config.graphs.max_rows)))
+    kept = 0
     if resolved.drafter is not None:
         sizes = verify_sizes(config, graphs.draft_tokens, context_len, trees=captures_trees(resolved))
         rows += 4 * config.graphs.max_rows
         rows += (1 + sizes.trees) * sum(size for size in sizes.counts if size <= OWN_LOGITS)
+        kept = sum(sizes.counts) * _kept_by_states(info)  # for ``StepStates.advance``
     rows += min(config.scheduler.rows, config.graphs.max_rows) * 4 // graphs.itemsize
-    logits = rows * info.vocab_size if config.graphs.decode is True else 0
+    logits = rows * info.vocab_size + kept if config.graphs.decode is True else 0
     queries = sum(token_ladder(graphs.piece_tokens)) * _kept_by_pieces(info, graphs.watched)
     return int((logits + queries) * graphs.itemsize * 1.25)
 
@@ -91,7 +93,14 @@ def _graph_bytes(resolved: Resolved, info: ModelInfo, context_len: int, graphs: 
 def _kept_by_pieces(info: ModelInfo, watched: int) -> int:
     """Return the count of numbers that captured pieces keep for each token: the queries of every layer and the watched
     hidden states."""
-    return info.num_layers * info.num_heads * info.head_dim + watched * info.hidden_size
+    return info.num_layers * info.num_heads * info.head_dim + watched * info.hidden_size + _kept_by_states(info)
+
+
+def _kept_by_states(info: ModelInfo) -> int:
+    """Return an estimate of the count of numbers that captured steps keep for each token in layers with states: the inputs
+    of their operations. Those are as many as the channels of the layer's first state, three times: as projected, with gates,
+    and convolved."""
+    return sum(3 * group.num_layers * group.states[0].shape[0] for group in info.cache_groups if group.states)
 
 
 def affordable_pieces(info: ModelInfo, graphs: GraphNeeds, memory: float) -> int:
