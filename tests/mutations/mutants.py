@@ -1,6 +1,6 @@
 """List all broken plugins and the cases of all suites, and write their table in docs/plugins.md.
 
-Write the table: python tests/mutations/mutants.py
+Write the table: PYTHONPATH=tests python tests/mutations/mutants.py
 """
 
 from __future__ import annotations
