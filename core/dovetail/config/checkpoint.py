@@ -8,7 +8,8 @@ from typing import Any
 
 from dovetail.config.pulled import pullable_models
 from dovetail.errors import ConfigError
-from dovetail.gguf.directory import checkpoints_in, gguf_directory, is_gguf_directory, piece_files
+from dovetail.gguf.directory import checkpoints_in, gguf_directory, is_gguf_directory
+from dovetail.gguf.files import piece_files
 
 EMBEDDED = {"tiny": Path(__file__).parent.parent / "assets" / "tiny"}
 

@@ -49,3 +49,9 @@ UNREAD = {
     24: "I8", 25: "I16", 26: "I32", 27: "I64", 28: "F64", 29: "IQ1_M", 34: "TQ1_0", 35: "TQ2_0", 40: "NVFP4",
 }  # fmt: skip
 """Names of further types, for errors."""
+
+PLAIN_TYPES = frozenset({"F32", "F16", "BF16"})
+"""The types of tensors that are numbers, without scales."""
+
+QUANT_METHOD = "gguf"
+"""The ``quant_method`` of the ``quantization_config`` that is written for files with weights in blocks."""

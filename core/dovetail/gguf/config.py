@@ -9,10 +9,6 @@ from dovetail.errors import ConfigError
 from dovetail.gguf.families import FAMILIES, REQUIRED, VARIANTS, Family, Key, Present
 from dovetail.gguf.reader import GgufFile
 
-QUANT_METHOD = "gguf"
-"""The ``quant_method`` of the ``quantization_config`` that is written for files with weights in blocks."""
-
-PLAIN_TYPES = frozenset({"F32", "F16", "BF16"})
 HALF_SCALED = {"gemma2": 46, "gemma3": 62}
 """The numbers of layers of the models that scale queries by hidden size / heads in place of the size of a head (27B)."""
 STOPS = (

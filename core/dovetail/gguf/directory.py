@@ -9,24 +9,17 @@ import json
 import re
 import shutil
 import tempfile
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from dovetail.atomic_files import locked
 from dovetail.errors import ConfigError
 from dovetail.folders import cache_folder
-from dovetail.gguf.config import config_json
-from dovetail.gguf.mapping import block_types, mapped_tensors
-from dovetail.gguf.reader import SHARD, read_gguf, shard_files
-from dovetail.gguf.tokenizer import tokenizer_files
+from dovetail.gguf.files import PIECE, SHARD, piece_files, shard_files
 
 LAYOUT = 2
 """The number of the layout of these directories. A change of what is written must change it."""
 
 MARKER = "gguf.json"
-PIECE = re.compile(r"(?P<start>.+\.gguf)\.(?P<kind>part|split-?|)(?P<number>[0-9]{1,4}|[a-z]{2})")
-"""The names of pieces of a file that was cut, as ``split`` writes them: ``model.gguf.part00`` or ``model.gguf.aa``."""
 
 
 def gguf_directory(file: Path) -> Path:
@@ -69,27 +62,6 @@ def checkpoints_in(directory: Path) -> list[Path]:
     return list(found.values())
 
 
-def piece_files(file: Path) -> list[Path]:
-    """Return all pieces of the file that ``file`` is a piece of, in order; empty if it is no piece. Raises ``ConfigError``."""
-    own = PIECE.fullmatch(file.name)
-    if own is None or not file.is_file():
-        return []
-    pieces = sorted(
-        (other["number"].rjust(4, "0"), one)
-        for one in file.parent.iterdir()
-        if (other := PIECE.fullmatch(one.name)) and (other["start"], other["kind"]) == (own["start"], own["kind"])
-    )
-    numbers = [number for number, _ in pieces]
-    if numbers[0].isdigit() and [int(number) for number in numbers] not in (
-        list(range(len(numbers))),
-        list(range(1, len(numbers) + 1)),
-    ):
-        raise ConfigError(
-            f"{file.parent} has the pieces {', '.join(numbers)} of {own['start']}; download those that are missing"
-        )
-    return [one for _, one in pieces]
-
-
 def join_pieces(pieces: list[Path], file: Path) -> None:
     """Write the content of all pieces, one after another, to ``file``."""
     with file.open("wb") as joined:
@@ -99,6 +71,8 @@ def join_pieces(pieces: list[Path], file: Path) -> None:
 
 
 def _write(sources: list[Path], folder: Path, *, join: bool) -> None:
+    from dovetail.gguf.presentation import presentation  # imports numpy, which finding a checkpoint must not
+
     folder.parent.mkdir(parents=True, exist_ok=True)
     draft = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
     try:
@@ -107,7 +81,7 @@ def _write(sources: list[Path], folder: Path, *, join: bool) -> None:
         if join:
             names, file = ["model.gguf"], draft / "model.gguf"
             join_pieces(sources, file)
-        for name, content in _files(file).items():
+        for name, content in presentation(file).items():
             (draft / name).write_text(content, encoding="utf-8")
         (draft / MARKER).write_text(json.dumps({"layout": LAYOUT, "files": names}), encoding="utf-8")
         draft.chmod(0o755)
@@ -115,16 +89,6 @@ def _write(sources: list[Path], folder: Path, *, join: bool) -> None:
         draft.rename(folder)
     finally:
         shutil.rmtree(draft, ignore_errors=True)
-
-
-def _files(file: Path) -> Mapping[str, str]:
-    """Return the files that present a checkpoint, by their names."""
-    checkpoint = read_gguf(file)
-    config: dict[str, Any] = config_json(checkpoint)
-    blocks = block_types(mapped_tensors(checkpoint))
-    if blocks is not None:
-        config["quantization_config"] = blocks
-    return {"config.json": json.dumps(config, indent=1), **tokenizer_files(checkpoint)}
 
 
 def _key(sources: list[Path]) -> str:

@@ -8,8 +8,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from dovetail.errors import ConfigError
+from dovetail.gguf.block_types import PLAIN_TYPES, QUANT_METHOD
 from dovetail.gguf.changes import Change, PairedRows
-from dovetail.gguf.config import PLAIN_TYPES, QUANT_METHOD, family_of
+from dovetail.gguf.config import family_of
 from dovetail.gguf.families import OFFSET, Family
 from dovetail.gguf.reader import GgufFile, GgufTensor
 

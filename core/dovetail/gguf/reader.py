@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 import mmap
-import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,6 +17,7 @@ import numpy as np
 
 from dovetail.errors import ConfigError
 from dovetail.gguf.block_types import BY_CODE, TYPES, UNREAD, BlockType
+from dovetail.gguf.files import shard_files
 
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)
@@ -26,8 +26,6 @@ MAX_NAME = 65535
 """The longest key of metadata and name of a tensor, in bytes."""
 MAX_STRINGS = 1 << 22
 """The largest number of strings in an array; vocabularies and merges have less than a million."""
-MAX_SHARDS = 1000
-SHARD = re.compile(r"(?P<start>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
 
 STRING, ARRAY, BOOL = 8, 9, 7
 SCALARS = {
@@ -108,20 +106,6 @@ def read_gguf(file: Path) -> GgufFile:
     if expected != len(tensors):
         raise ConfigError(f"{files[0]} and its other parts have {len(tensors)} tensors instead of {expected!s:.20}")
     return GgufFile(tuple(files), metadata, tensors)
-
-
-def shard_files(file: Path) -> list[Path]:
-    """Return all files of the checkpoint that ``file`` is a part of, in order. Raises ``ConfigError`` if one is missing."""
-    split = SHARD.fullmatch(file.name)
-    files = [file]
-    if split is not None and 1 < int(split["count"]) <= MAX_SHARDS:
-        count = int(split["count"])
-        files = [file.with_name(f"{split['start']}-{number:05}-of-{count:05}.gguf") for number in range(1, count + 1)]
-    missing = [one.name for one in files if not one.is_file()]
-    if missing:
-        more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
-        raise ConfigError(f"{file.parent} has no {', '.join(missing[:3])}{more}; download all parts of the checkpoint")
-    return files
 
 
 def tensor_bytes(file: Path) -> Iterator[tuple[str, str, tuple[int, ...], np.ndarray]]:

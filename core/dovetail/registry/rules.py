@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 
 from dovetail.config import Config, PluginConfig
 from dovetail.errors import ConfigError
-from dovetail.gguf.config import QUANT_METHOD as GGUF
+from dovetail.gguf.block_types import QUANT_METHOD as GGUF
 from dovetail.interfaces.cache import CacheGroupKind
 from dovetail.interfaces.features import Feature
 from dovetail.interfaces.model import ModelInfo

@@ -6,15 +6,12 @@ from collections.abc import Mapping
 from typing import Any
 
 from dovetail.errors import ConfigError
-from dovetail.gguf.block_types import TYPES
-
-DENSE = ("F32", "F16", "BF16")
-"""The types of tensors that are not quantized."""
+from dovetail.gguf.block_types import PLAIN_TYPES, QUANT_METHOD, TYPES
 
 
 def describe(checkpoint: Mapping[str, Any] | None, config: Any) -> str | None:
     """Return None if the checkpoint is a GGUF file, or why it cannot be loaded. See ``Quantization``."""
-    if checkpoint is None or checkpoint.get("quant_method") != "gguf":
+    if checkpoint is None or checkpoint.get("quant_method") != QUANT_METHOD:
         return "the checkpoint is no GGUF file; this quantization reads weights in the blocks of such files, and makes none"
     try:
         module_types(checkpoint)
@@ -32,4 +29,4 @@ def module_types(checkpoint: Mapping[str, Any]) -> dict[str, str]:
     for name, kind in types.items():
         if not isinstance(kind, str) or not set(kind.split("+")) <= set(TYPES):
             raise ConfigError(f"{name} has type {kind!r:.50}; implemented: {', '.join(TYPES)}")
-    return {name.removesuffix(".weight"): kind for name, kind in types.items() if kind not in DENSE}
+    return {name.removesuffix(".weight"): kind for name, kind in types.items() if kind not in PLAIN_TYPES}
