@@ -34,8 +34,9 @@ from dovetail.engine.runners import Launched
 from dovetail.engine.sampler import Sampler
 from dovetail.engine.warmup import WarmUp
 from dovetail.interfaces.mesh import Mesh
+from dovetail.interfaces.store import StoreContext
 from dovetail.loop import Loop
-from dovetail.memory.pool import PagedKVPool, plain_page_bytes
+from dovetail.memory.pool import PagedKVPool
 from dovetail.messages import AbortAllMsg, GenerateMsg
 from dovetail.types import Batch, ForwardOutput, Masks
 from peers.report import line, replace_section
@@ -68,7 +69,8 @@ class StubEngine(Engine):
         self.drafter = self.verify_graphs = self.pieces = self.adapters = None
         self.shares_prefixes = self.keeps_all = False
         self.model = nn.Module()
-        sizes = [plain_page_bytes(group, self.page_size, torch.float32) for group in self.info.cache_groups]
+        self.stores = resolved.store.build(StoreContext(self.page_size, torch.float32, self.device))
+        sizes = [self.stores.page_bytes(group, self.page_size) for group in self.info.cache_groups]
         self.budget = budget_for(config, sizes, self.device, self.context_len, Needs())
         self.prepare_seconds = 0.0
         self._tokens = torch.ones(config.scheduler.rows, 1, dtype=torch.int64)
