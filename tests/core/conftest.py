@@ -12,7 +12,6 @@ from types import ModuleType
 from typing import Any, Literal
 
 import pytest
-import torch
 from pydantic import create_model
 
 from dovetail.config import Config, PluginConfig, PluginsSection
@@ -160,7 +159,8 @@ def _stub(kind: ComponentKind) -> object:
 
     members = {name: member(name) for name in interface.__abstractmethods__}
     if kind == ComponentKind.STORE:
-        members["page_bytes"] = lambda self, group, page_size: plain_page_bytes(group, page_size, torch.float32)
+        members["__init__"] = lambda self, config, context: setattr(self, "dtype", context.dtype)
+        members["page_bytes"] = lambda self, group, page_size: plain_page_bytes(group, page_size, self.dtype)
     return type("Stub", (interface,), members)
 
 

@@ -189,7 +189,6 @@ def test_fields_that_change_nothing_are_accepted(fake: httpx.Client, change: dic
         (NATIVE | {"sampling_params": {"seed": 1, "sampling_seed": 2}}, ["seed"]),
         (NATIVE | {"sampling_params": [{}, {}]}, ["2 entries", "1 prompts"]),
         (NATIVE | {"sampling_params": "x"}, ["sampling_params"]),
-        (NATIVE | {"lora_path": "x"}, ["lora_path", "not supported"]),
         (NATIVE | {"stream": 1}, ["stream is 1"]),
         (NATIVE | {"top_logprobs_num": -1, "return_logprob": True}, ["top_logprobs_num is -1"]),
     ],

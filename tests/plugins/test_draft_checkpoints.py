@@ -328,7 +328,9 @@ def test_windows_need_attention_that_has_them(target: Path) -> None:
     spec = replace(chosen.spec, offers=chosen.spec.offers - {Feature.ATTN_SLIDING_WINDOW})
     chosen = replace(chosen, component=replace(chosen.component, spec=spec))
     resolved = replace(resolved, parts={**resolved.parts, "attention.decode": (chosen,)})
-    runtime = EngineDraftRuntime(resolved, SimpleNamespace(), torch.device("cpu"), torch.float32, SINGLE)
+    runtime = EngineDraftRuntime(
+        resolved, SimpleNamespace(info=resolved.model_info), torch.device("cpu"), torch.float32, SINGLE
+    )
     config = LAYERS | {"block_size": 6, "dflash_config": {"mask_token_id": 198, "target_layer_ids": [0]}}
     sliding = config | {"layer_types": [SLIDING], "sliding_window": 9}
     runtime.create_cache(describe_dflash(config, resolved.model_info, 256))

@@ -65,7 +65,7 @@ class TestDraftModel(DrafterSuite):
         runtime = EngineDraftRuntime(self.llm.loop.resolved, engine.model, engine.device, torch.float32, SINGLE)
         context = DrafterContext(engine.device, VOCAB_SIZE, 16, MAX_CONTEXT, runtime)
         drafter = self.build(context)
-        runtime.allocate(engine.inputs, engine.pool, MAX_CONTEXT)
+        runtime.allocate(engine.inputs, engine.pool, engine.stores, MAX_CONTEXT)
         return drafter
 
 

@@ -162,6 +162,7 @@ class TestWorkers(ExecutorSuite):
                 num_retractions=0,
                 matcher=object(),
                 adapter=None,
+                states=None,
             )
             plan = PlanTraffic(0, executor.page_table).plan()
             plan.admitted += (_entry(req),)
