@@ -203,6 +203,40 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "eos_token_id": None,
         "torch_dtype": "bfloat16",
     },
+    "qwen3-next-12": {
+        "architectures": ["Qwen3NextForCausalLM"],
+        "model_type": "qwen3_next",
+        "vocab_size": 151936,
+        "hidden_size": 2048,
+        "intermediate_size": 5120,
+        "moe_intermediate_size": 512,
+        "shared_expert_intermediate_size": 512,
+        "num_hidden_layers": 12,
+        "full_attention_interval": 4,
+        "num_experts": 512,
+        "num_experts_per_tok": 10,
+        "norm_topk_prob": True,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+        "num_attention_heads": 16,
+        "num_key_value_heads": 2,
+        "head_dim": 256,
+        "partial_rotary_factor": 0.25,
+        "linear_conv_kernel_dim": 4,
+        "linear_key_head_dim": 128,
+        "linear_value_head_dim": 128,
+        "linear_num_key_heads": 16,
+        "linear_num_value_heads": 32,
+        "hidden_act": "silu",
+        "rms_norm_eps": 1e-6,
+        "attention_bias": False,
+        "max_position_embeddings": 262144,
+        "rope_theta": 10000000.0,
+        "tie_word_embeddings": False,
+        "bos_token_id": None,
+        "eos_token_id": None,
+        "torch_dtype": "bfloat16",
+    },
     "tiny": {
         **_LLAMA,
         "vocab_size": 512,
@@ -231,6 +265,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     },
 }
 """The shapes of the models of TITLES, one for trying the benchmark itself, and one for checking attention."""
+CONFIGS["8b-half"] = {**CONFIGS["8b"], "num_hidden_layers": 16}
 
 
 class Variant(NamedTuple):
@@ -252,6 +287,10 @@ VARIANTS = {
     "gpt-oss-20b": Variant("gpt-oss-20b"),
     "gemma-3-4b": Variant("gemma-3-4b"),
     "deepseek-v2-lite": Variant("deepseek-v2-lite"),
+    "qwen3-next-12": Variant("qwen3-next-12"),
+    "8b-int4": Variant("8b", settings={"quantization": {"kind": "integer", "bits": 4, "group_size": 128}}),
+    "8b-half-32k": Variant("8b-half"),
+    "8b-half-32k-fp8-kv": Variant("8b-half", settings={"memory": {"kv_dtype": "fp8_e4m3"}}),
 }
 """Map the names of the models beside ``8b`` and ``0.6b``."""
 
@@ -266,6 +305,10 @@ TITLES = {
     "gpt-oss-20b": "gpt-oss-20b shape, MXFP4",
     "gemma-3-4b": "Gemma-3-4B text shape",
     "deepseek-v2-lite": "DeepSeek-V2-Lite shape",
+    "qwen3-next-12": "Qwen3-Next shape, 12 of its 48 layers",
+    "8b-int4": "Llama-3.1-8B shape, INT4 in groups of 128",
+    "8b-half-32k": "Llama-3.1-8B shape, 16 of its 32 layers",
+    "8b-half-32k-fp8-kv": "Llama-3.1-8B shape, 16 of its 32 layers, FP8 KV cache",
     "tiny": "tiny shape",
 }
 
@@ -309,26 +352,38 @@ def multiplications(name: str, tokens: int) -> float:
     c = shape(name)
     hidden, heads, count = c["hidden_size"], c["num_attention_heads"], c["num_hidden_layers"]
     projections, dims = _attention(c)
+    attended = count // c.get("full_attention_interval", 1)
     size = c.get("moe_intermediate_size", c["intermediate_size"])
     inner = (c.get("num_experts_per_tok", 1) + c.get("n_shared_experts", 0)) * size
+    inner += c.get("shared_expert_intermediate_size", 0)
     dense = c.get("first_k_dense_replace", 0)
-    matrices = count * projections + 3 * hidden * (dense * c["intermediate_size"] + (count - dense) * inner)
+    matrices = attended * projections + (count - attended) * _gated_delta(c)
+    matrices += 3 * hidden * (dense * c["intermediate_size"] + (count - dense) * inner)
     window = min(tokens, c.get("sliding_window", tokens))
     full = tokens * tokens * heads * dims  # half of the square
     sliding = 2 * (tokens * window - window * window // 2) * heads * dims
     period = c.get("sliding_window_pattern", 2)
     slides = count - count // period if "sliding_window" in c else 0
-    return 2.0 * tokens * matrices + (count - slides) * full + slides * sliding + 2.0 * hidden * c["vocab_size"]
+    return 2.0 * tokens * matrices + (attended - slides) * full + slides * sliding + 2.0 * hidden * c["vocab_size"]
 
 
 def _attention(c: Mapping[str, Any]) -> tuple[int, int]:
     """Return the numbers in the projections of a layer's attention, and the sizes of a key and of a value together."""
     hidden, heads = c["hidden_size"], c["num_attention_heads"]
     if "kv_lora_rank" not in c:
-        dim = c["head_dim"]
-        return hidden * dim * 2 * (heads + c["num_key_value_heads"]), 2 * dim
+        dim, gates = c["head_dim"], heads if "full_attention_interval" in c else 0
+        return hidden * dim * (2 * (heads + c["num_key_value_heads"]) + gates), 2 * dim
     assert c["q_lora_rank"] is None
     latent, rotated, value = c["kv_lora_rank"], c["qk_rope_head_dim"], c["v_head_dim"]
     key = c["qk_nope_head_dim"] + rotated
     expanded = latent * heads * (key - rotated + value)
     return hidden * (heads * (key + value) + latent + rotated) + expanded, key + value
+
+
+def _gated_delta(c: Mapping[str, Any]) -> int:
+    """Return the numbers in the projections of a layer with a gated delta net, 0 if the model has none. Its recurrence is not counted."""
+    if "full_attention_interval" not in c:
+        return 0
+    keys = c["linear_num_key_heads"] * c["linear_key_head_dim"]
+    values = c["linear_num_value_heads"] * c["linear_value_head_dim"]
+    return c["hidden_size"] * (2 * keys + 3 * values + 2 * c["linear_num_value_heads"])

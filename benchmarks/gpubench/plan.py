@@ -23,6 +23,10 @@ USUAL_ROWS = {
     "gpt-oss-20b": ("decode",),
     "gemma-3-4b": ("decode", "prefill", "mixed"),
     "deepseek-v2-lite": ("decode", "prefill", "mixed", "gsp"),
+    "qwen3-next-12": ("decode", "prefill", "mixed"),
+    "8b-int4": ("decode", "prefill"),
+    "8b-half-32k": ("decode",),
+    "8b-half-32k-fp8-kv": ("decode",),
     "tiny": ROWS,
 }
 
@@ -66,6 +70,10 @@ SIZES = {
     "gpt-oss-20b": Sizes(decode_batches=(1, 16, 64)),
     "gemma-3-4b": Sizes(decode_batches=(1, 64)),
     "deepseek-v2-lite": Sizes(decode_batches=(1, 16, 128, 256)),
+    "qwen3-next-12": Sizes(decode_batches=(1, 64, 256)),
+    "8b-int4": Sizes(decode_batches=(1, 16, 64)),
+    "8b-half-32k": Sizes(decode_batches=(32,), decode_prompt=32768),
+    "8b-half-32k-fp8-kv": Sizes(decode_batches=(32,), decode_prompt=32768),
     "tiny": Sizes(
         ids=(16, 500),
         decode_batches=(1, 4),

@@ -97,6 +97,17 @@ TARGETS: dict[tuple[str, str, str], Target] = {
     ("deepseek-v2-lite", "prefill", "32k"): Target(542, 430),
     ("deepseek-v2-lite", "mixed", ""): Target(16919, 22000),
     ("deepseek-v2-lite", "gsp", ""): Target(19324, 40000),
+    ("qwen3-next-12", "decode", "bs 1"): Target(1.69, 0.9),
+    ("qwen3-next-12", "decode", "bs 64"): Target(8.28, 6.5),
+    ("qwen3-next-12", "decode", "bs 256"): Target(12.04, 9.5),
+    ("qwen3-next-12", "prefill", "1k"): Target(33.3, 18),
+    ("qwen3-next-12", "prefill", "8k"): Target(53.1, 42),
+    ("qwen3-next-12", "prefill", "32k"): Target(204, 160),
+    ("qwen3-next-12", "mixed", ""): Target(13262, 17000),
+    ("8b-int4", "decode", "bs 1"): Target(1.75),
+    ("8b-int4", "decode", "bs 16"): Target(2.2),
+    ("8b-int4", "decode", "bs 64"): Target(5.74),
+    ("8b-int4", "prefill", "8k"): Target(210),
 }
 
 DIGITS = {"ms": 2, "s": 1, "tok/s": 0, "hit": 3, "ratio": 3}
