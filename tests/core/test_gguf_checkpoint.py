@@ -22,6 +22,7 @@ from dovetail.engine.weights import load_weights
 from dovetail.errors import ConfigError, WeightsError
 from dovetail.gguf.block_types import TYPES
 from dovetail.gguf.blocks import as_torch, dequantize
+from dovetail.gguf.changes import Change, ExpandKeyValue, Interleaved, Rows, Transposed
 from dovetail.gguf.config import config_json
 from dovetail.gguf.directory import MARKER, is_gguf_directory
 from dovetail.gguf.mapping import block_type
@@ -221,8 +222,44 @@ def test_a_file_that_changes_is_read_again(tmp_path: Path) -> None:
         ({"llama.rope.scaling.type": "ntk"}, (), r"rope.scaling.type is 'ntk'; implemented"),
         ({"tokenizer.ggml.model": "bert"}, (), r"tokenizer of kind 'bert'; implemented: gpt2"),
         ({"tokenizer.ggml.pre": "new"}, (), r"tokenizer.ggml.pre 'new'; implemented: .*qwen2"),
-        ({"tokenizer.ggml.token_type": [1]}, (), r"4096 tokens and 1 types"),
+        ({"tokenizer.ggml.token_type": [1]}, (), r"token_type has 1 values, and there are 4096 tokens"),
         ({}, ("token_embd.weight",), r"has no tensor token_embd.weight"),
+        ({"llama.block_count": 5}, (), r"block_count makes 5 layers .* no tensor blk.4"),
+        ({"llama.block_count": 1}, (), r"has tensor blk.1.\S+, and llama.block_count is 1"),
+        ({"llama.block_count": [1, 1]}, (), r"llama.block_count is \[1 1\]; expected an integer"),
+        ({"llama.nextn_predict_layers": "x"}, (), r"nextn_predict_layers is x; expected an integer"),
+        ({"llama.nextn_predict_layers": -1}, (), r"nextn_predict_layers is -1; expected 0 or more"),
+        ({"llama.expert_count": [2, 2]}, (), r"expert_count is \[2 2\]; expected an integer"),
+        ({"llama.embedding_length": ["a"]}, (), r"embedding_length is \['a'\]; expected a finite number"),
+        ({"llama.attention.head_count": 0}, (), r"head_count is 0; expected a positive integer"),
+        ({"llama.rope.freq_base": float("nan")}, (), r"rope.freq_base is nan; expected a finite number"),
+        ({"llama.rope.dimension_count": [64, 64]}, (), r"rope.dimension_count is \[64 64\]; expected an integer"),
+        ({"llama.rope.scaling.type": [True, True]}, (), r"rope.scaling.type is .*; expected a text"),
+        ({"llama.rope.scaling.factor": float("inf")}, (), r"rope.scaling.factor is inf; expected a finite number"),
+        ({"tokenizer.ggml.model": [1, 2]}, (), r"tokenizer.ggml.model is \[1 2\]; expected a text"),
+        ({"tokenizer.ggml.pre": ["a"]}, (), r"tokenizer.ggml.pre is \['a'\]; expected a text"),
+        ({"tokenizer.ggml.merges": [1, 2]}, (), r"tokenizer.ggml.merges is \[1 2\]; expected an array of texts"),
+        ({"tokenizer.ggml.token_type": ["a"]}, (), r"token_type is \['a'\]; expected an array of numbers"),
+        ({"tokenizer.ggml.eos_token_id": 4096}, (), r"eos_token_id is 4096; allowed: 0 to 4095"),
+        ({"tokenizer.ggml.bos_token_id": -2}, (), r"bos_token_id is -2; allowed: 0 to 4095"),
+        ({"tokenizer.ggml.padding_token_id": [1, 2]}, (), r"padding_token_id is \[1 2\]; expected an integer"),
+        ({"tokenizer.ggml.add_bos_token": [1, 2]}, (), r"add_bos_token is \[1 2\]; expected true or false"),
+        ({"tokenizer.chat_template": 1}, (), r"chat_template is 1; expected a text"),
+        (
+            {"tokenizer.ggml.model": "llama", "tokenizer.ggml.scores": [1.0]},
+            (),
+            r"scores has 1 values, and there are 4096",
+        ),
+        (
+            {"tokenizer.ggml.model": "llama", "tokenizer.ggml.scores": [float("nan")] * 4096},
+            (),
+            r"scores contains numbers that are not finite",
+        ),
+        (
+            {"tokenizer.ggml.model": "llama", "tokenizer.ggml.unknown_token_id": -5},
+            (),
+            r"unknown_token_id is -5; allowed",
+        ),
     ],
 )
 def test_what_is_not_implemented_is_refused(more: dict, gone: tuple[str, ...], message: str, tmp_path: Path) -> None:
@@ -230,6 +267,48 @@ def test_what_is_not_implemented_is_refused(more: dict, gone: tuple[str, ...], m
     stored = {name: tensor for name, tensor in tensors(quantized=False).items() if name not in gone}
     with pytest.raises(ConfigError, match=message):
         locate(str(write_gguf(tmp_path / "m.gguf", own, stored)))
+
+
+def test_an_id_that_stands_for_no_token_is_none(tmp_path: Path) -> None:
+    more: dict[str, Any] = {"tokenizer.ggml.bos_token_id": -1, "tokenizer.ggml.padding_token_id": -1}
+    directory = locate(str(write_tiny(tmp_path / "m.gguf", **more)))
+    assert "bos_token_id" not in read_json(directory, "config.json")
+    assert not {"bos_token", "pad_token"} & read_json(directory, "tokenizer_config.json").keys()
+
+
+def test_tensors_whose_shapes_fit_no_layer_are_refused(tmp_path: Path) -> None:
+    stored = tensors(quantized=False)
+    vector = stored["output_norm.weight"]
+    number = "9" * 5000
+    with pytest.raises(ConfigError, match=r"has tensor blk.9+.attn_q.weight, which LlamaForCausalLM does not have"):
+        locate(str(write_gguf(tmp_path / "m.gguf", metadata(), stored | {f"blk.{number}.attn_q.weight": vector})))
+    with pytest.raises(ConfigError, match=r"has no tensor rope_factors_long.weight"):
+        locate(str(write_gguf(tmp_path / "m.gguf", metadata(), stored | {"rope_factors_short.weight": vector})))
+    experts = {"llama.expert_count": 2, "llama.expert_used_count": 1}
+    with pytest.raises(
+        ConfigError, match=r"blk.0.ffn_up_exps.weight has shape \[256\]; expected \[experts, rows, columns\]"
+    ):
+        locate(
+            str(write_gguf(tmp_path / "m.gguf", metadata() | experts, {"blk.0.ffn_up_exps.weight": vector} | stored))
+        )
+
+
+@pytest.mark.parametrize(
+    ("change", "shapes"),
+    [
+        (Transposed(), [(4,)]),
+        (Rows(1), [(2, 4, 8), (2, 4)]),
+        (Rows(1), [(2, 4, 8), (3, 4, 8)]),
+        (Interleaved(), [(2, 4), (2, 8)]),
+        (Interleaved(transposed=True), [(2, 4), (2, 4)]),
+        (ExpandKeyValue(), [(2, 4), (2, 4, 8)]),
+        (ExpandKeyValue(), [(2, 8, 4), (2, 4, 9)]),
+    ],
+)
+def test_changes_accept_no_shapes_that_they_cannot_be_applied_to(change: Change, shapes: list[tuple[int, ...]]) -> None:
+    assert not change.fits(*shapes)
+    with pytest.raises((ValueError, IndexError, RuntimeError)):
+        change.apply([torch.zeros(shape) for shape in shapes]).view(change.shape(*shapes))
 
 
 def test_unknown_and_missing_tensors_are_refused(tmp_path: Path) -> None:

@@ -18,10 +18,16 @@ Shape = tuple[int, ...]
 class Change(ABC):
     """Make the tensor of a checkpoint of one tensor, or of several, of a GGUF file. Instances are immutable.
 
-    If ``keeps_rows``, rows stay whole, so that ``apply`` also works on rows of blocks.
+    If ``keeps_rows``, rows stay whole, so that ``apply`` also works on rows of blocks. ``expects`` describes for errors the
+    shapes that ``fits`` accepts.
     """
 
     keeps_rows = False
+    expects = "one tensor"
+
+    def fits(self, *shapes: Shape) -> bool:
+        """Return whether ``shape`` and ``apply`` accept tensors of these shapes."""
+        return len(shapes) == 1
 
     @abstractmethod
     def shape(self, *shapes: Shape) -> Shape:
@@ -89,6 +95,12 @@ class Unsqueezed(Change):
 class Transposed(Change):
     """Exchange the last two dimensions."""
 
+    expects = "two or more dimensions"
+
+    def fits(self, *shapes: Shape) -> bool:
+        """See ``Change``."""
+        return len(shapes) == 1 and len(shapes[0]) > 1
+
     def shape(self, *shapes: Shape) -> Shape:
         """See ``Change``."""
         *first, rows, columns = shapes[0]
@@ -105,6 +117,12 @@ class Rows(Change):
 
     dim: int
     keeps_rows = True
+    expects = "equal shapes but for the rows"
+
+    def fits(self, *shapes: Shape) -> bool:
+        """See ``Change``."""
+        rests = {(*shape[: self.dim], *shape[self.dim + 1 :]) for shape in shapes}
+        return len(rests) == 1 and all(len(shape) > self.dim + 1 for shape in shapes)
 
     def shape(self, *shapes: Shape) -> Shape:
         """See ``Change``."""
@@ -125,6 +143,11 @@ class Interleaved(Change):
     With ``transposed``, the last two dimensions are exchanged then."""
 
     transposed: bool = False
+    expects = "equal shapes [experts, rows, columns], or [experts, elements] of biases"
+
+    def fits(self, *shapes: Shape) -> bool:
+        """See ``Change``."""
+        return len({*shapes}) == 1 and len(shapes[0]) == (3 if self.transposed else 2)
 
     def shape(self, *shapes: Shape) -> Shape:
         """See ``Change``."""
@@ -143,6 +166,13 @@ class Interleaved(Change):
 class ExpandKeyValue(Change):
     """Join the two parts of the expansion of latents (MLA): keys ``[heads, latent, key]`` and values
     ``[heads, value, latent]`` become ``[heads * (key + value), latent]``."""
+
+    expects = "[heads, latent, key] and [heads, value, latent]"
+
+    def fits(self, *shapes: Shape) -> bool:
+        """See ``Change``."""
+        keys, values = shapes
+        return len(keys) == len(values) == 3 and (keys[0], keys[1]) == (values[0], values[2])
 
     def shape(self, *shapes: Shape) -> Shape:
         """See ``Change``."""

@@ -7,17 +7,19 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
+
 from dovetail.errors import ConfigError
 from dovetail.gguf.block_types import PLAIN_TYPES, QUANT_METHOD
 from dovetail.gguf.changes import Change, PairedRows
-from dovetail.gguf.config import family_of
+from dovetail.gguf.config import family_of, num_layers, predicting_layers
 from dovetail.gguf.families import OFFSET, Family
 from dovetail.gguf.reader import GgufFile, GgufTensor
 
 UNUSED = re.compile(r"rope_freqs\.weight|rope_factors_(long|short)\.weight|blk\.\d+\.attn_rot_embd\.weight")
 """Tensors that are read as settings, or that nothing reads."""
 
-_LAYER = re.compile(r"blk\.(\d+)\.(.+)")
+_LAYER = re.compile(r"blk\.([0-9]{1,6})\.(.+)")
 _EXPERT = re.compile(r"\.experts\.\d+\.")
 
 
@@ -52,8 +54,7 @@ def mapped_tensors(checkpoint: GgufFile) -> list[MappedTensor]:
     """Return the tensors of the checkpoint, in the order of the file. Raises ``ConfigError`` for a tensor that the
     family does not have."""
     family = family_of(checkpoint)
-    layers = checkpoint.get(f"{checkpoint.architecture}.block_count", int)
-    layers -= checkpoint.get(f"{checkpoint.architecture}.nextn_predict_layers", int, 0)
+    layers = num_layers(checkpoint)
     found: dict[str, MappedTensor] = {}
     for tensor in checkpoint.tensors.values():
         if UNUSED.fullmatch(tensor.name):
@@ -102,6 +103,10 @@ def _mapped(checkpoint: GgufFile, family: Family, tensor: GgufTensor, layers: in
         yield _with_offset(family, MappedTensor(f"{family.top[stem]}.{suffix}", tensor.shape, (tensor,)))
         return
     index, leaf = int(place[1]), place[2]
+    if index >= layers + predicting_layers(checkpoint):
+        raise ConfigError(
+            f"{tensor.file} has tensor {tensor.name}, and {checkpoint.architecture}.block_count is {layers}; convert the checkpoint again"
+        )
     if index >= layers:
         return  # predicts further tokens
     prefix = f"{family.layers}.{index}"
@@ -117,7 +122,7 @@ def _mapped(checkpoint: GgufFile, family: Family, tensor: GgufTensor, layers: in
         yield from _experts(tensor, f"{prefix}.{theirs}")
         return
     change = _bound(checkpoint, family.changes.get(leaf) or family.changes.get(stem), tensor)
-    shape = tensor.shape if change is None else change.shape(tensor.shape)
+    shape = tensor.shape if change is None else _changed_shape(change, tensor)
     yield _with_offset(family, MappedTensor(f"{prefix}.{theirs}", shape, (tensor,), change))
 
 
@@ -131,8 +136,8 @@ def _bound(checkpoint: GgufFile, change: Change | None, tensor: GgufTensor) -> C
         return change
     heads: Any = checkpoint.metadata.get(f"{checkpoint.architecture}.{change.heads}")
     heads = heads if heads is not None else checkpoint.metadata.get(f"{checkpoint.architecture}.attention.head_count")
-    heads = int(heads[0]) if hasattr(heads, "tolist") and len(heads) else heads  # one number for each layer
-    if not isinstance(heads, int) or heads < 1 or tensor.shape[0] % (2 * heads):
+    heads = heads[0].item() if isinstance(heads, np.ndarray) and len(heads) else heads  # one number for each layer
+    if type(heads) is not int or heads < 1 or tensor.shape[0] % (2 * heads):
         raise ConfigError(
             f"{tensor.file}: tensor {tensor.name} has {tensor.shape[0]} rows, and {change.heads} is {heads!s:.20}"
         )
@@ -146,15 +151,25 @@ def _joined(
     if missing:
         raise ConfigError(f"{tensor.file} has {tensor.name} and no {prefix}{missing[0]}; convert the checkpoint again")
     sources = tuple(checkpoint.tensors[prefix + part] for part in parts)
+    return MappedTensor(name, _changed_shape(change, *sources), sources, change)
+
+
+def _changed_shape(change: Change, *sources: GgufTensor) -> tuple[int, ...]:
+    """Return the shape of what ``change`` makes of ``sources``. Raises ``ConfigError`` if it cannot be applied to them."""
     shapes = [source.shape for source in sources]
-    if len({len(shape) for shape in shapes}) > 1:
+    if not change.fits(*shapes):
+        described = " and ".join(f"{source.name} {list(source.shape)}" for source in sources)
         raise ConfigError(
-            f"{tensor.file}: the shapes of {', '.join(source.name for source in sources)} do not fit: {shapes}"
+            f"{sources[0].file}: the shapes of {described} do not fit; expected {change.expects}; convert the checkpoint again"
         )
-    return MappedTensor(name, change.shape(*shapes), sources, change)
+    return change.shape(*shapes)
 
 
 def _experts(tensor: GgufTensor, name: str) -> Iterator[MappedTensor]:
+    if len(tensor.shape) != 3:
+        raise ConfigError(
+            f"{tensor.file}: tensor {tensor.name} has shape {list(tensor.shape)}; expected [experts, rows, columns]"
+        )
     for index, data in enumerate(tensor.data):
         own = replace(tensor, name=f"{tensor.name}[{index}]", shape=tensor.shape[1:], data=data)
         yield MappedTensor(name.format(index), own.shape, (replace(own, offset=tensor.offset + index * data.nbytes),))

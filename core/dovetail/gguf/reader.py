@@ -34,6 +34,12 @@ SCALARS = {
 }  # fmt: skip
 """The types of metadata that have a fixed size."""
 
+EXPECTED = {
+    int: "an integer", float: "a number", bool: "true or false", str: "a text", list: "an array of texts",
+    np.ndarray: "an array of numbers",
+}  # fmt: skip
+"""What errors call the types of metadata."""
+
 T = TypeVar("T")
 
 
@@ -72,16 +78,43 @@ class GgufFile:
     def get(self, key: str, kind: type[T], default: T | None = None) -> T:
         """Return a value of the metadata of type ``kind``; integers are accepted as floats. Raises ``ConfigError`` if it is
         missing and there is no ``default``, or has another type."""
+        value = self.find(key, kind)
+        if value is None:
+            value = default
+        if value is None:
+            raise ConfigError(f"{self.files[0]} has no {key} in its metadata; convert the checkpoint again")
+        return value
+
+    def find(self, key: str, kind: type[T]) -> T | None:
+        """Return a value of the metadata of type ``kind``, or None if the file has none; integers are accepted as floats.
+        Raises ``ConfigError`` if it has another type, or is not a finite number."""
         value: Any = self.metadata.get(key)
         if value is None:
-            if default is not None:
-                return default
-            raise ConfigError(f"{self.files[0]} has no {key} in its metadata; convert the checkpoint again")
+            return None
         if kind is float and type(value) is int:
             value = float(value)
         if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
-            raise ConfigError(f"{self.files[0]}: {key} is {value!s:.60}; expected {kind.__name__}")
+            raise ConfigError(f"{self.files[0]}: {key} is {value!s:.60}; expected {EXPECTED[kind]}")
+        if isinstance(value, float) and not math.isfinite(value):
+            raise ConfigError(f"{self.files[0]}: {key} is {value}; expected a finite number")
         return value
+
+    def strings(self, key: str) -> list[str] | None:
+        """Return an array of strings of the metadata, or None if the file has none. Raises ``ConfigError`` if it is
+        something else."""
+        value = self.metadata.get(key)
+        empty = isinstance(value, np.ndarray) and not len(value)
+        return [] if empty else self.find(key, list)
+
+    def numbers(self, key: str) -> np.ndarray | None:
+        """Return an array of numbers of the metadata, or None if the file has none. Raises ``ConfigError`` if it is
+        something else, or contains a number that is not finite."""
+        found = self.find(key, np.ndarray)
+        if found is not None and not np.isfinite(found).all():
+            raise ConfigError(
+                f"{self.files[0]}: {key} contains numbers that are not finite; convert the checkpoint again"
+            )
+        return found
 
 
 def read_gguf(file: Path) -> GgufFile:

@@ -8,6 +8,7 @@ from typing import Any
 
 from dovetail.errors import ConfigError
 from dovetail.gguf.reader import GgufFile
+from dovetail.gguf.token_ids import token_id
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
 """The types of tokens."""
@@ -85,7 +86,7 @@ NAMES = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_to
 def tokenizer_files(checkpoint: GgufFile) -> dict[str, str]:
     """Return tokenizer.json and tokenizer_config.json of a file; empty if it has no tokenizer. Raises ``ConfigError`` for
     a kind that is not implemented."""
-    kind = checkpoint.metadata.get("tokenizer.ggml.model")
+    kind = checkpoint.find("tokenizer.ggml.model", str)
     if kind in (None, "none", "no_vocab"):
         return {}
     tokens = checkpoint.get("tokenizer.ggml.tokens", list)
@@ -94,12 +95,7 @@ def tokenizer_files(checkpoint: GgufFile) -> dict[str, str]:
             f"{checkpoint.files[0]} has a tokenizer of kind {kind!r:.40}; implemented: gpt2 (BPE of bytes), llama (SentencePiece). Set "
             "model.tokenizer to a directory with tokenizer.json"
         )
-    types = checkpoint.metadata.get("tokenizer.ggml.token_type")
-    types = [NORMAL] * len(tokens) if types is None else types.tolist()
-    if len(types) != len(tokens):
-        raise ConfigError(
-            f"{checkpoint.files[0]} has {len(tokens)} tokens and {len(types)} types of tokens; convert it again"
-        )
+    types = _of_tokens(checkpoint, "token_type", len(tokens)) or [NORMAL] * len(tokens)
     if kind == "llama":  # Gemma's tokens of several spaces are written with spaces
         tokens = [token.replace(" ", SPACE) if token.isspace() else token for token in tokens]
     built = _bytes_bpe(checkpoint, tokens) if kind == "gpt2" else _sentencepiece(checkpoint, tokens, types)
@@ -113,8 +109,18 @@ def tokenizer_files(checkpoint: GgufFile) -> dict[str, str]:
     }
 
 
+def _of_tokens(checkpoint: GgufFile, name: str, count: int) -> list[Any] | None:
+    """Return an array of the metadata with one number for each token, or None. Raises ``ConfigError``."""
+    values = checkpoint.numbers(f"tokenizer.ggml.{name}")
+    if values is not None and len(values) != count:
+        raise ConfigError(
+            f"{checkpoint.files[0]}: tokenizer.ggml.{name} has {len(values)} values, and there are {count} tokens; convert it again"
+        )
+    return None if values is None else values.tolist()
+
+
 def _bytes_bpe(checkpoint: GgufFile, tokens: Sequence[str]) -> dict[str, Any]:
-    pre = checkpoint.metadata.get("tokenizer.ggml.pre", "default")
+    pre = checkpoint.get("tokenizer.ggml.pre", str, "default")
     if pre not in SPLITS:
         raise ConfigError(
             f"{checkpoint.files[0]} has tokenizer.ggml.pre {pre!r:.40}; implemented: {', '.join(SPLITS)}. Set model.tokenizer to a "
@@ -137,18 +143,16 @@ def _bytes_bpe(checkpoint: GgufFile, tokens: Sequence[str]) -> dict[str, Any]:
 
 def _sentencepiece(checkpoint: GgufFile, tokens: Sequence[str], types: Sequence[int]) -> dict[str, Any]:
     gemma = checkpoint.architecture.startswith("gemma")
-    scores = checkpoint.metadata.get("tokenizer.ggml.scores")
-    given = checkpoint.metadata.get("tokenizer.ggml.merges")
+    scores = _of_tokens(checkpoint, "scores", len(tokens))
+    given = checkpoint.strings("tokenizer.ggml.merges")
     if given is not None:
         merges = [tuple(merge.split(" ", 1)) for merge in given]
     else:  # Gemma's scores are not in the order of its merges
-        ranks = range(0, -len(tokens), -1) if gemma or scores is None else scores.tolist()
+        ranks = range(0, -len(tokens), -1) if gemma or scores is None else scores
         merges = _merges(tokens, ranks, types)
-    prefix = bool(checkpoint.metadata.get("tokenizer.ggml.add_space_prefix", True))
-    unknown = checkpoint.metadata.get("tokenizer.ggml.unknown_token_id", 0)
-    model = _bpe(
-        tokens, merges, byte_fallback=True, fuse_unk=True, unk_token=tokens[unknown] if unknown < len(tokens) else None
-    )
+    prefix = checkpoint.get("tokenizer.ggml.add_space_prefix", bool, True)
+    unknown = token_id(checkpoint, "unknown") or 0
+    model = _bpe(tokens, merges, byte_fallback=True, fuse_unk=True, unk_token=tokens[unknown] if tokens else None)
     replaced = {"type": "Replace", "pattern": {"String": " "}, "content": SPACE}
     normalizers = [{"type": "Prepend", "prepend": SPACE}, replaced] if prefix else [replaced]
     decoders = [
@@ -200,22 +204,21 @@ def _added(tokens: Sequence[str], types: Sequence[int], names: Mapping[str, int]
 
 
 def _config(checkpoint: GgufFile, tokens: Sequence[str], kind: str) -> dict[str, Any]:
-    get = checkpoint.metadata.get
     config: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
     for name, key in NAMES.items():
-        index = get(f"tokenizer.ggml.{key}_token_id")
-        if isinstance(index, int) and 0 <= index < len(tokens):
+        index = token_id(checkpoint, key)
+        if index is not None:
             config[name] = tokens[index]
-    default = kind == "llama" or get("tokenizer.ggml.pre") in ADDS_BOS
-    config["add_bos_token"] = bool(get("tokenizer.ggml.add_bos_token", default)) and "bos_token" in config
-    config["add_eos_token"] = bool(get("tokenizer.ggml.add_eos_token", False)) and "eos_token" in config
-    template = get("tokenizer.chat_template")
+    default = kind == "llama" or checkpoint.find("tokenizer.ggml.pre", str) in ADDS_BOS
+    config["add_bos_token"] = checkpoint.get("tokenizer.ggml.add_bos_token", bool, default) and "bos_token" in config
+    config["add_eos_token"] = checkpoint.get("tokenizer.ggml.add_eos_token", bool, False) and "eos_token" in config
+    template = checkpoint.find("tokenizer.chat_template", str)
     further = {
         key.rpartition(".")[2]: value
         for key, value in checkpoint.metadata.items()
         if key.startswith("tokenizer.chat_template.") and isinstance(value, str)
     }
-    if isinstance(template, str) and template:
+    if template:
         named = [{"name": name, "template": source} for name, source in {"default": template, **further}.items()]
         config["chat_template"] = named if further else template
     return config
