@@ -86,9 +86,6 @@ def poison(llm: LLM) -> LLM:
     return llm
 
 
-WAITING = ("bamba", "nemotron_3")
-"""Models whose requests all end without a retraction in the memory of ``test_little_memory_and_retraction``."""
-
 NAMES = [pytest.param(name, marks=() if name == "qwen3_next" else pytest.mark.full) for name in MODELS]
 
 
@@ -136,17 +133,22 @@ def test_every_cached_length(model: Model) -> None:
 
 
 def test_little_memory_and_retraction(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Requests are retracted, or wait for slots, and start again from snapshots."""
+    """Requests are retracted, or wait for slots, and start again from snapshots.
+
+    Slots and pages share the memory, so that five requests run in the beginning whatever the size of a slot is: they are
+    short, and there is memory for five slots and 60 pages. They need more than 70 pages before the first of them ends.
+    Later it depends on the size of a slot whether a request is retracted or waits until a slot is free.
+    """
     monkeypatch.setattr(admission, "DECODE_HEADROOM", 0)
     llm = model.engine(num_pages=100, scheduler={"max_running": 5})
-    prompts = prompts_of([30, 31, 9, 22, 40, 17, 26], seed=4, shared=8)
+    prompts = prompts_of([9, 14, 11, 10, 13, 40, 31, 26], seed=4, shared=8)
     allocator: Any = llm.loop.scheduler.ledger.allocator
     has_pages = bool(pools_of(engine_of(llm).pool))
     if has_pages:
         allocator.alloc(allocator.allocatable([0, 0], 5) - 60)  # the test keeps them
     for _ in range(2):
         model.check(llm.generate(prompts, replace(GREEDY, max_new_tokens=50)))
-    assert llm.loop.stats().retractions > 0 or not has_pages or model.name in WAITING
+    assert llm.loop.stats().retractions > 0 or not has_pages
     llm.close()
 
 
