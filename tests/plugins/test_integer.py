@@ -254,6 +254,17 @@ def test_tensors_that_cannot_be_right_are_refused_by_name(tmp_path: Path, case: 
     assert BODY in str(error.value)
 
 
+def test_a_list_of_groups_that_begins_below_zero_is_refused(tmp_path: Path) -> None:
+    """A list of -1 stands for none; -1 within a list is no group."""
+    module = "model.layers.0.self_attn.o_proj"
+    write(tmp_path, FORMATS["gptq, act-order"])
+    groups = load_file(tmp_path / "model.safetensors")[f"{module}.g_idx"]
+    groups[0] = -1
+    exchange(tmp_path, f"{module}.g_idx", groups)
+    with pytest.raises(WeightsError, match=rf"{module} lists groups of columns \(g_idx\) that it has no scales for"):
+        load(tmp_path)
+
+
 def test_tensors_of_no_consequence_may_be_missing(tmp_path: Path) -> None:
     write(tmp_path, FORMATS["gptq, 4 bits"])
     before = weight_of(as_module(load(tmp_path)), "layers.0.attn.qkv")
@@ -275,6 +286,10 @@ PACKED, WHOLE = compressed("pack-quantized", 4, "group"), INT8["w8a8, dynamic"]
 WRONG = {
     "another method": {"quant_method": "fp8"},
     "3 bits": changed(gptq(4, symmetric=True), bits=3),
+    "bits that are no integer": changed(gptq(4, symmetric=True), bits=4.0),
+    "no targets": changed(
+        PACKED, config_groups={"group_0": {**PACKED.config["config_groups"]["group_0"], "targets": []}}
+    ),
     "marlin": changed(gptq(4, symmetric=True), checkpoint_format="marlin"),
     "an odd group": changed(gptq(4, symmetric=True), group_size=48),
     "a huge group": changed(awq(), group_size=32 * 10**30),
@@ -309,7 +324,9 @@ def test_modules_may_be_stored_otherwise() -> None:
     other = form.scheme_of(["model.layers.1.mlp.up_proj"])
     assert other is not None
     assert (other.bits, other.group) == (8, None)
-    with pytest.raises(ConfigError, match="share a layer"):
+    with pytest.raises(
+        ConfigError, match=r"share a layer.* gptq of 4 bits with scales for each 32 columns of a row and zero"
+    ):
         form.scheme_of(["model.layers.1.mlp.gate_proj", "model.layers.1.mlp.up_proj"])
     with pytest.raises(ConfigError, match=r"leaves out .*k_proj"):
         form.scheme_of(["model.layers.0.self_attn.v_proj", "model.layers.0.self_attn.k_proj"])

@@ -10,8 +10,10 @@ from dovetail.errors import ConfigError
 
 
 def allow_only(given: Mapping[str, Any], key: str, allowed: Sequence[Any]) -> None:
-    """Raise ``ConfigError`` if a setting of a ``quantization_config`` is none of those that are implemented."""
-    if (value := given.get(key)) not in allowed:
+    """Raise ``ConfigError`` if a setting of a ``quantization_config`` is none of those that are implemented, or of another
+    type: 4.0 and True are not the integers that they equal."""
+    value = given.get(key)
+    if not any(type(value) is type(one) and value == one for one in allowed):
         shown = ", ".join("absent" if one is None else repr(one) for one in allowed)
         raise ConfigError(f"quantization_config: {key} is {value!r:.200}; implemented: {shown}")
 

@@ -178,7 +178,7 @@ class IntegerLinear(LinearMethod):
                 raise WeightsError(
                     f"{names[0]} and {name} share a layer, and their columns are in different groups (g_idx); implemented: the same ones"
                 )
-        if not len(first) or first[0] == -1:
+        if (first == -1).all():
             return None
         if first.min() < 0 or first.max() >= self.groups:
             raise WeightsError(

@@ -56,6 +56,13 @@ class Scheme:
     activations: IntegerActivations = IntegerActivations.WHOLE
     missing: int = 0  # what stored zero points lack
 
+    def __str__(self) -> str:
+        """Describe the scheme for errors."""
+        scales = "tensor" if self.by_tensor else f"{self.group} columns of a row" if self.group else "row"
+        further = [" and zero points"] * self.zeros + [", columns in any order"] * self.ordered
+        inputs = "" if self.activations is IntegerActivations.WHOLE else f", int8 activations ({self.activations})"
+        return f"{self.layout} of {self.bits} bits with scales for each {scales}{''.join(further)}{inputs}"
+
 
 Rule = tuple[re.Pattern[str], Scheme | None]
 """A pattern of whole names of modules, and how these are stored; None: they are not quantized."""
@@ -83,7 +90,7 @@ class IntegerFormat:
                         f"the quantization leaves out {listed(out)}, but not {kept} of the same layer; all of them or none can be quantized"
                     )
                 raise ConfigError(
-                    f"{names[0]} and {name} share a layer, and the checkpoint stores one as {found[0]} and the other as {scheme}; "
+                    f"{names[0]} and {name} share a layer, and the checkpoint stores the first as {found[0]}, and the second as {scheme}; "
                     "implemented: all modules of a layer stored alike"
                 )
         return found[0] if found else None
@@ -221,6 +228,10 @@ def _read_compressed(given: Mapping[str, Any]) -> IntegerFormat:
             (classes if target == "Linear" else named).append(
                 (_EVERY if target == "Linear" else any_of([_expression(target)]), scheme)
             )
+    if not named and not classes:
+        raise ConfigError(
+            "quantization_config: no group of config_groups has targets; allowed: 'Linear', or names of modules"
+        )
     return IntegerFormat(((any_of(ignored), None), *named, *classes), precise_too=True)
 
 
