@@ -20,12 +20,14 @@ import dovetail.quantize.calibration as calibration
 from dovetail import LLM, SamplingParams
 from dovetail.cli.app import build_app
 from dovetail.errors import ConfigError
+from dovetail.gguf.directory import gguf_directory
 from dovetail.ops.integers import Integers, dequantize, quantize
 from dovetail.quantize.gptq import gptq
 from dovetail.quantize.schemes import WritingScheme, packed
 from dovetail.quantize.writer import QuantizeJob, write_quantized
 from integer_checkpoints import pack
 from moe_suite import SMALL
+from tiny_gguf import write_tiny
 
 SIZES: dict[str, Any] = SMALL | {"hidden_size": 64, "intermediate_size": 96, "head_dim": 16}
 SCHEMES = {
@@ -184,7 +186,10 @@ def test_the_command_reports_errors(source: Path, tmp_path: Path) -> None:
     assert report["target_bytes"] < report["source_bytes"]
 
 
-def test_what_is_not_possible_is_refused_before_anything_is_written(source: Path, tmp_path: Path) -> None:
+def test_what_is_not_possible_is_refused_before_anything_is_written(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     target = tmp_path / "target"
 
     def refused(scheme: WritingScheme, *ignore: str, place: Path = target, of: Path = source) -> str:
@@ -202,13 +207,47 @@ def test_what_is_not_possible_is_refused_before_anything_is_written(source: Path
     assert "quantized already" in refused(SCHEMES["int4"], of=done)
     with pytest.raises(ConfigError, match="allowed: int8, w8a16, int4"):
         calibration.calibrated(QuantizeJob(source, target, SCHEMES["fp8"]), tmp_path / "texts")
-    for arguments in (["--scheme", "fp8", "--asymmetric"], ["--group-size", "48"]):
+    nowhere = str(tmp_path / "nowhere" / "report.json")
+    wrong = (["--scheme", "fp8", "--asymmetric"], ["--group-size", "48"], ["--ignore", "("], ["--report", nowhere])
+    for arguments in wrong:
         found = run("quantize", str(source), str(target), *arguments)
         assert isinstance(found.exception, ConfigError)
+    assert "not a regular expression" in refused(SCHEMES["int4"], "(")
+    file = tmp_path / "file"
+    file.write_text("")
+    assert "cannot be written" in refused(SCHEMES["int4"], place=file / "target")
+    assert "is a GGUF file" in refused(SCHEMES["int4"], of=gguf_directory(write_tiny(tmp_path / "tiny.gguf")))
     weight = torch.randn(32, 32)
     weight[3, 4] = torch.nan
     with pytest.raises(ConfigError, match=r"some\.weight has numbers that are infinite"):
         SCHEMES["int4"].quantized("some", weight)
+
+
+def test_a_copy_that_fails_leaves_nothing(source: Path, tmp_path: Path) -> None:
+    """The directory appears when it is complete, so that the same command can be given again."""
+
+    def interrupt(error: object) -> None:
+        raise KeyboardInterrupt
+
+    target = tmp_path / "target"
+    with pytest.raises(KeyboardInterrupt):
+        write_quantized(QuantizeJob(source, target, SCHEMES["int4"]), done=interrupt)
+    assert not list(tmp_path.iterdir())
+    target.mkdir()
+    write_quantized(QuantizeJob(source, target, SCHEMES["int4"]))
+    assert [file.name for file in tmp_path.iterdir()] == ["target"]
+    assert target.stat().st_mode & 0o777 == 0o755
+
+
+def test_calibration_without_tokens_is_refused(source: Path, tmp_path: Path) -> None:
+    """Weights of layers that no token has reached would be rounded to 0."""
+    texts, job = tmp_path / "texts", QuantizeJob(source, tmp_path / "target", SCHEMES["int4"])
+    texts.write_text("some text\n")
+    with pytest.raises(ConfigError, match="a checkpoint that transformers can load"):
+        calibration.calibrated(job, texts)
+    texts.write_text(" \n")
+    with pytest.raises(ConfigError, match="has no text"):
+        calibration.calibrated(job, texts)
 
 
 def test_experts_are_quantized(tmp_path: Path) -> None:

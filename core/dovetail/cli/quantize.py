@@ -46,7 +46,9 @@ def quantize(
             help="Text file, a text on each line: round by GPTQ so that outputs for these texts change least."
         ),
     ] = None,
-    report: Annotated[Path | None, typer.Option(help="Write the report of all modules to this JSON file.")] = None,
+    report: Annotated[
+        Path | None, typer.Option(dir_okay=False, help="Write the report of all modules to this JSON file.")
+    ] = None,
 ) -> None:
     """Write a quantized copy of a checkpoint, which transformers, vLLM and SGLang read too (compressed-tensors).
 
@@ -54,9 +56,12 @@ def quantize(
     which needs transformers and memory for the whole model. The head and routers are not quantized.
     """
     from dovetail.config.checkpoint import locate
+    from dovetail.errors import ConfigError
     from dovetail.quantize.writer import QuantizeJob, worst, write_quantized
     from dovetail.quantize.writer import report as report_of
 
+    if report is not None and not report.parent.is_dir():
+        raise ConfigError(f"--report is {report}, and {report.parent} is no directory; create it, or name another file")
     job = QuantizeJob(locate(model), output, _scheme(scheme, group_size, asymmetric), tuple(ignore or ()))
     errors = write_quantized(job, _rounding(job, calibration))
     made = report_of(job, errors)

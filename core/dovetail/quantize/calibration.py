@@ -82,10 +82,15 @@ def _model(source: Path, texts: Path) -> tuple[Any, list[torch.Tensor]]:
     if not lines:
         raise ConfigError(f"--calibration {texts} has no text; allowed: a text on each line")
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    tokenizer: Any = transformers.AutoTokenizer.from_pretrained(source)
-    model: Any = transformers.AutoModelForCausalLM.from_pretrained(source, dtype="auto")
-    rows = [torch.tensor([tokenizer(line)["input_ids"][:MAX_TOKENS]], device=device) for line in lines]
-    return model.eval().to(device), [row for row in rows if row.numel()]
+    try:
+        tokenizer: Any = transformers.AutoTokenizer.from_pretrained(source)
+        model: Any = transformers.AutoModelForCausalLM.from_pretrained(source, dtype="auto")
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"--calibration needs a checkpoint that transformers can load: {error}") from error
+    ids = [tokenizer(line)["input_ids"][:MAX_TOKENS] for line in lines]
+    if not any(ids):
+        raise ConfigError(f"--calibration {texts} has no tokens; allowed: a text on each line")
+    return model.eval().to(device), [torch.tensor([row], device=device) for row in ids if row]
 
 
 def _hessians(

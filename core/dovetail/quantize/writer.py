@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import re
 import shutil
+import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from io import BufferedWriter
 from pathlib import Path
@@ -18,6 +20,7 @@ from dovetail.config.checkpoint import read_json
 from dovetail.engine.shards import DTYPES, StoredTensor, stored_tensors
 from dovetail.engine.weights import INDEX, SINGLE, checkpoint_files
 from dovetail.errors import ConfigError
+from dovetail.gguf.directory import gguf_files, is_gguf_directory
 from dovetail.quantize.modules import modules_of
 from dovetail.quantize.schemes import Rounding, WritingScheme
 
@@ -52,7 +55,7 @@ def write_quantized(
     job: QuantizeJob, rounding: RoundingOf = lambda name: None, done: Callable[[ModuleError], None] = lambda one: None
 ) -> list[ModuleError]:
     """Write the quantized checkpoint, one tensor in memory at a time, and return what each module has lost, which ``done``
-    also receives. Everything is checked before the first file is written. Raises ``ConfigError`` and ``WeightsError``."""
+    also receives. The directory ``target`` appears when all of it is written. Raises ``ConfigError`` and ``WeightsError``."""
     chosen = {f"{name}.weight" for name in check_job(job)}
     files = {file: stored_tensors(file) for file in checkpoint_files(job.source)}
     config = read_json(job.source, "config.json")
@@ -66,20 +69,37 @@ def write_quantized(
         and "embed" not in tensor.name
     ]
     ignored += [] if "lm_head" in ignored else ["lm_head"]
-    job.target.mkdir(parents=True, exist_ok=True)
     errors, places = list[ModuleError](), dict[str, str]()
-    for file, tensors in files.items():
-        own = _write_file(job, file, tensors, chosen, rounding, done)
-        errors += own
-        places |= {name: file.name for tensor in tensors for name in _sizes(job, tensor, chosen)}
-    if files.keys() != {job.source / SINGLE}:
-        total = sum((job.target / file.name).stat().st_size for file in files)
-        index = {"metadata": {"total_size": total}, "weight_map": places}
-        (job.target / INDEX).write_text(json.dumps(index, indent=2))
-    _copy_others(job)
-    config["quantization_config"] = job.scheme.config(ignored)
-    (job.target / "config.json").write_text(json.dumps(config, indent=2))
+    with _appearing(job.target) as folder:
+        for file, tensors in files.items():
+            errors += _write_file(job, file, folder / file.name, tensors, chosen, rounding, done)
+            places |= {name: file.name for tensor in tensors for name in _sizes(job, tensor, chosen)}
+        if files.keys() != {job.source / SINGLE}:
+            total = sum((folder / file.name).stat().st_size for file in files)
+            index = {"metadata": {"total_size": total}, "weight_map": places}
+            (folder / INDEX).write_text(json.dumps(index, indent=2))
+        _copy_others(job.source, folder)
+        config["quantization_config"] = job.scheme.config(ignored)
+        (folder / "config.json").write_text(json.dumps(config, indent=2))
     return errors
+
+
+@contextmanager
+def _appearing(target: Path) -> Iterator[Path]:
+    """Provide a folder beside ``target`` that becomes ``target`` at the end, or is deleted after an exception. Raises
+    ``ConfigError`` if it cannot be written."""
+    folder: Path | None = None
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        folder = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
+        yield folder
+        folder.chmod(0o755)
+        folder.rename(target)
+    except OSError as error:
+        raise ConfigError(f"{target} cannot be written: {error}; name a new directory that can be") from error
+    finally:
+        if folder is not None:
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def check_job(job: QuantizeJob) -> list[str]:
@@ -87,6 +107,10 @@ def check_job(job: QuantizeJob) -> list[str]:
     possible."""
     if job.target.exists() and (not job.target.is_dir() or any(job.target.iterdir())):
         raise ConfigError(f"{job.target} exists and is not an empty directory; name a new one")
+    if is_gguf_directory(job.source):
+        raise ConfigError(f"{gguf_files(job.source)[0]} is a GGUF file; give a checkpoint in safetensors")
+    for pattern in job.ignore:
+        _check_pattern(pattern)
     tensors = [tensor for file in checkpoint_files(job.source) for tensor in stored_tensors(file)]
     known = modules_of(job.source)
     for pattern in job.ignore:
@@ -111,6 +135,14 @@ def check_job(job: QuantizeJob) -> list[str]:
     return [name for name in known if name in chosen]
 
 
+def _check_pattern(pattern: str) -> None:
+    """Raise ``ConfigError`` if ``pattern`` is no regular expression."""
+    try:
+        re.compile(pattern)
+    except re.error as error:
+        raise ConfigError(f"--ignore {pattern!r} is not a regular expression: {error}") from error
+
+
 def _sizes(job: QuantizeJob, tensor: StoredTensor, chosen: set[str]) -> Sizes:
     """Return what is written of a tensor."""
     if not isinstance(tensor.dtype, torch.dtype):
@@ -123,6 +155,7 @@ def _sizes(job: QuantizeJob, tensor: StoredTensor, chosen: set[str]) -> Sizes:
 def _write_file(
     job: QuantizeJob,
     file: Path,
+    target: Path,
     tensors: Sequence[StoredTensor],
     chosen: set[str],
     rounding: RoundingOf,
@@ -130,7 +163,7 @@ def _write_file(
 ) -> list[ModuleError]:
     sizes = {name: size for tensor in tensors for name, size in _sizes(job, tensor, chosen).items()}
     errors = list[ModuleError]()
-    with safe_open(file, framework="pt") as opened, (job.target / file.name).open("wb") as out:
+    with safe_open(file, framework="pt") as opened, target.open("wb") as out:
         offsets = _write_header(out, sizes)
         for tensor in tensors:
             value: torch.Tensor = opened.get_tensor(tensor.name)
@@ -171,14 +204,14 @@ def _error(name: str, weight: torch.Tensor, exact: torch.Tensor) -> ModuleError:
     )
 
 
-def _copy_others(job: QuantizeJob) -> None:
+def _copy_others(source: Path, folder: Path) -> None:
     """Copy the other files: those of the tokenizer, and texts."""
-    for file in sorted(job.source.iterdir()):
+    for file in sorted(source.iterdir()):
         kept = file.suffix in (".json", ".txt", ".model", ".jinja", ".md") or file.name.startswith(
             ("LICENSE", "USE_POLICY")
         )
         if file.is_file() and kept and file.name not in ("config.json", INDEX):
-            shutil.copyfile(file, job.target / file.name)
+            shutil.copyfile(file, folder / file.name)
 
 
 def report(job: QuantizeJob, errors: Sequence[ModuleError]) -> Mapping[str, Any]:
