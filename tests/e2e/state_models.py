@@ -79,11 +79,12 @@ MODELS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
 """The model type in transformers and the settings of each model."""
 
 
-def save(name: str, directory: Path) -> Path:
-    """Save the model ``name`` of ``MODELS`` with random weights that are large enough for distinct logits."""
+def save(name: str, directory: Path, **changes: Any) -> Path:
+    """Save the model ``name`` of ``MODELS`` with random weights that are large enough for distinct logits. ``changes`` are
+    other settings."""
     torch.manual_seed(9)
     model_type, settings = MODELS[name]
-    given = {**COMMON, **settings}
+    given = {**COMMON, **settings, **changes}
     if "layers_block_type" in given:
         del given["num_hidden_layers"]
     built = transformers.AutoConfig.for_model(model_type, **given)
