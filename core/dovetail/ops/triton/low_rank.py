@@ -62,7 +62,7 @@ def _shrink(
         tl.store(to, total, mask=(m < count)[:, None])
 
 
-@triton.jit(do_not_specialize_on_alignment=["ranks", "order", "tiles", "blocks"])
+@triton.jit(do_not_specialize=["tokens"], do_not_specialize_on_alignment=["ranks", "order", "tiles", "blocks"])
 def _expand(
     out, out_stride, low, tokens, num_parts, b, b_stride, ranks, rank_stride, order, tiles, blocks,
     RANK: tl.constexpr, TILE: tl.constexpr, RANK_BLOCK: tl.constexpr, ROW_BLOCK: tl.constexpr, SPLITS: tl.constexpr, PDL: tl.constexpr,
