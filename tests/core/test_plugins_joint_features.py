@@ -189,22 +189,24 @@ def test_a_backend_of_certain_latents_serves_no_other_model(fakes):
         resolve(fakes.config(registry, "attention=some"), registry, CPU)
 
 
-def test_drafts_over_recurrent_state_are_chains_without_a_cache_of_their_own(fakes):
+def test_a_drafter_with_a_cache_of_its_own_needs_a_target_with_pages(fakes):
     own_cache = frozenset({Feature.KV_DRAFT_CACHE})
     registry = fakes.registry(
         fakes.spec(K.DRAFTER, "ngram", offers=DRAFT), fakes.spec(K.DRAFTER, "heads", offers=DRAFT, needs=own_cache)
     )
     states = CacheGroup.of_states(1, (StateShape((3,)),))
-    for groups in ((CacheGroup(1, 2, 64), states), (states,)):
+    full = CacheGroup(1, 2, 64)
+    for groups in ((full,), (full, states)):
         fakes.model(cache_groups=groups)
-        assert resolve(fakes.config(registry, "speculative=ngram"), registry, CPU).drafter is not None
-        with pytest.raises(ResolutionError) as caught:
-            resolve(fakes.config(registry, "speculative=heads"), registry, CPU)
-        text = str(caught.value)
-        assert "speculative 'heads' needs kv.draft_cache; the kv offers kv.rollback, kv.state_rollback" in text
-        assert text.endswith("set one of:\n  - speculative: ngram\n  - speculative: none")
-    fakes.model(cache_groups=(CacheGroup(1, 2, 64),))
-    assert resolve(fakes.config(registry, "speculative=heads"), registry, CPU).drafter is not None
+        for drafter in ("ngram", "heads"):
+            assert resolve(fakes.config(registry, f"speculative={drafter}"), registry, CPU).drafter is not None
+    fakes.model(cache_groups=(states,))
+    assert resolve(fakes.config(registry, "speculative=ngram"), registry, CPU).drafter is not None
+    with pytest.raises(ResolutionError) as caught:
+        resolve(fakes.config(registry, "speculative=heads"), registry, CPU)
+    text = str(caught.value)
+    assert "speculative 'heads' needs kv.draft_cache; the kv offers kv.rollback, kv.state_rollback" in text
+    assert text.endswith("set one of:\n  - speculative: ngram\n  - speculative: none")
 
 
 def test_drafter_needs_a_grammar_that_rolls_back(fakes):

@@ -10,6 +10,9 @@ from typing import Any
 import torch
 import transformers
 
+from dovetail import LLM
+from dovetail.engine.grouped import pools_of, states_of
+
 VOCAB = 199
 TOLERANCE = 2e-4
 """The largest error of a logit in float32: long recurrences add up more rounding than attention."""
@@ -116,3 +119,33 @@ class StateReference:
         assert (expected.max(1).values - chosen).max() <= TOLERANCE, "another token is more likely"
         error = (chosen - torch.tensor(list(logprobs))).abs().max()
         assert error <= TOLERANCE, f"log-probabilities differ by {error:.2e}"
+
+
+def engine_of(llm: LLM) -> Any:
+    """Return the engine of the only rank."""
+    executor: Any = llm.loop.executor
+    return executor.rank.engine
+
+
+def poison(llm: LLM) -> LLM:
+    """Fill pages and states that no request and no cache holds with NaN, now and when they are given back."""
+    pool = engine_of(llm).pool
+    allocator, layout = llm.loop.scheduler.ledger.allocator, engine_of(llm).budget.arena
+    assert layout is not None
+    free, paged, states = allocator.free, layout.paged, layout.states
+    for own in states_of(pool):
+        own.fill(float("nan"), slice(1, None))
+
+    def freed(pages: Any) -> None:
+        free(pages)
+        for group, own in zip(paged, pools_of(pool), strict=True):
+            index = torch.from_numpy(pages[group][pages[group] > 0]).long()
+            for layer in range(own.group.num_layers):
+                own.keys(layer)[index] = own.values(layer)[index] = float("nan")
+        for group, own in zip(states, states_of(pool), strict=True):
+            slots = pages[group][pages[group] > 0].tolist()
+            if slots:
+                own.fill(float("nan"), slots)
+
+    allocator.free = freed
+    return llm

@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 import torch
 from engine_runs import Traffic, TreeDrafter, check_idle, drafting, make_llm, prompts_of, results, varied_params
-from state_models import MODELS, TOLERANCE, StateReference, save
+from state_models import MODELS, TOLERANCE, StateReference, engine_of, poison, save
 
 from dovetail import LLM, SamplingParams
-from dovetail.engine.grouped import pools_of, states_of
+from dovetail.engine.grouped import pools_of
 from dovetail.llm import Output
 from dovetail.memory.state_pool import bytes_per_slot
 from dovetail.sampling_params import Pooling, PoolingKind
@@ -55,35 +55,6 @@ def chosen(output: Output) -> torch.Tensor:
 def gap(first: Output, second: Output) -> float:
     """Return the largest difference of two outputs' log-probabilities."""
     return float((chosen(first) - chosen(second)).abs().max())
-
-
-def engine_of(llm: LLM) -> Any:
-    executor: Any = llm.loop.executor
-    return executor.rank.engine
-
-
-def poison(llm: LLM) -> LLM:
-    """Fill pages and states that no request and no cache holds with NaN, now and when they are given back."""
-    pool = engine_of(llm).pool
-    allocator, layout = llm.loop.scheduler.ledger.allocator, engine_of(llm).budget.arena
-    assert layout is not None
-    free, paged, states = allocator.free, layout.paged, layout.states
-    for own in states_of(pool):
-        own.fill(float("nan"), slice(1, None))
-
-    def freed(pages: Any) -> None:
-        free(pages)
-        for group, own in zip(paged, pools_of(pool), strict=True):
-            index = torch.from_numpy(pages[group][pages[group] > 0]).long()
-            for layer in range(own.group.num_layers):
-                own.keys(layer)[index] = own.values(layer)[index] = float("nan")
-        for group, own in zip(states, states_of(pool), strict=True):
-            slots = pages[group][pages[group] > 0].tolist()
-            if slots:
-                own.fill(float("nan"), slots)
-
-    allocator.free = freed
-    return llm
 
 
 NAMES = [pytest.param(name, marks=() if name == "qwen3_next" else pytest.mark.full) for name in MODELS]

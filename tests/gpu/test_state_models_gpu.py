@@ -15,10 +15,12 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[1] / "e2e"))
 
 from engine_runs import check_idle, prompts_of
+from state_drafter_checkpoints import DRAFTERS
 from state_models import MODELS, StateReference, save
 
 from dovetail import LLM, SamplingParams
 from dovetail.engine.grouped import states_of
+from dovetail.llm import Output
 
 pytestmark = [
     pytest.mark.gpu,
@@ -54,7 +56,24 @@ def poison(llm: LLM) -> None:
 @pytest.mark.parametrize("name", MODELS)
 def test_answers_are_those_of_transformers(tmp_path: Path, name: str, graphs: str, speculative: str) -> None:
     """Two rounds: chunks and mixed steps first, then prompts that resume from snapshots, and drafts of earlier answers."""
-    directory = save(name, tmp_path)
+    outputs = answers(save(name, tmp_path), graphs, speculative)
+    if speculative == "ngram":
+        assert sum(output.acceptance.accepted for output in outputs) > 0
+
+
+@pytest.mark.parametrize("graphs", GRAPHS)
+@pytest.mark.parametrize("name", DRAFTERS)
+def test_answers_with_a_drafter_that_keeps_keys_and_values(tmp_path: Path, name: str, graphs: str) -> None:
+    build, speculative = DRAFTERS[name]
+    build(tmp_path / "model")
+    outputs = answers(tmp_path / "model", graphs, speculative)
+    counts = [(output.acceptance.drafted, output.acceptance.accepted) for output in outputs]
+    drafted, accepted = map(sum, zip(*counts, strict=True))
+    assert drafted > accepted > 0
+
+
+def answers(directory: Path, graphs: str, speculative: str | dict[str, Any]) -> list[Output]:
+    """Assert that two rounds of outputs are those of transformers, and return the second."""
     reference = StateReference(directory)
     llm = LLM(
         str(directory),
@@ -62,7 +81,7 @@ def test_answers_are_those_of_transformers(tmp_path: Path, name: str, graphs: st
         grammar="none",
         model={"dtype": "float32"},
         memory={"page_size": 16, "num_pages": 200, "state_snapshot_tokens": 16},
-        scheduler={"max_running": 6, "chunk_size": 29},
+        scheduler={"max_running": 6, "chunk_size": 29, "draft": "always"},
         graphs=GRAPHS[graphs],
         speculative=speculative,
     )
@@ -81,6 +100,9 @@ def test_answers_are_those_of_transformers(tmp_path: Path, name: str, graphs: st
             assert (expected.max(1).values - likely).max() <= TOLERANCE
             assert (likely - found).abs().max() <= TOLERANCE
     assert any(output.cached_tokens > 0 for output in outputs)
-    if speculative == "ngram":
-        assert sum(output.acceptance.accepted for output in outputs) > 0
+    executor: Any = llm.loop.executor
+    assert not llm.loop.drafter_errors
+    for graph in executor.rank.engine._draft_runtime.graphs:
+        assert graph.num_captured > 0
     llm.close()
+    return outputs

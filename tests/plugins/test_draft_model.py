@@ -20,6 +20,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "e2e"))
 import drafter_checkpoints as checkpoints
 
 from dovetail import LLM, SamplingParams
+from dovetail.engine.draft_pages import DraftPages
 from dovetail.engine.draft_runtime import EngineDraftRuntime
 from dovetail.errors import ConfigError
 from dovetail.interfaces.mesh import SINGLE
@@ -65,7 +66,7 @@ class TestDraftModel(DrafterSuite):
         runtime = EngineDraftRuntime(self.llm.loop.resolved, engine.model, engine.device, torch.float32, SINGLE)
         context = DrafterContext(engine.device, VOCAB_SIZE, 16, MAX_CONTEXT, runtime)
         drafter = self.build(context)
-        runtime.allocate(engine.inputs, engine.pool, engine.stores, MAX_CONTEXT)
+        runtime.allocate(engine.inputs, DraftPages(engine.num_pages), engine.stores, MAX_CONTEXT)
         return drafter
 
 

@@ -17,6 +17,7 @@ import torch
 
 from dovetail.engine.captures import NO_UPDATES, CaptureOnDemand, GraphRecorder, ladder
 from dovetail.engine.draft_layout import Placed, one_each, padding, seen_by, set_lens, wide, wide_shape
+from dovetail.engine.draft_pages import DraftPages
 from dovetail.engine.grouped import backends_of, pools_of
 from dovetail.engine.inputs import Inputs, pack, unpack
 from dovetail.interfaces.mesh import SINGLE, Mesh
@@ -77,11 +78,14 @@ class DraftGraphs:
         backend: AttentionBackend,
         limits: DraftLimits,
         mesh: Mesh = SINGLE,
+        pages: DraftPages | None = None,
     ) -> None:
+        """``pages`` are those of ``pool``; None means that they have the numbers of the target's."""
         self.refused: set[DraftKey] = set()
         self.seconds = 0.0  # spent on captures
         self._steps = [one for one in steps if limits.wide or max(one.widths) == 1]
         self._inputs, self._pool, self._backend = inputs, pool, backend
+        self._pages = DraftPages(0) if pages is None else pages
         self._context_len = limits.context_len
         self._sizes = [ladder(rows) if (rows := _most_rows(one, limits)) else [] for one in self._steps]
         most = max(
@@ -139,7 +143,7 @@ class DraftGraphs:
     def _replay(self, keys: Sequence[DraftKey], slots: IntArray, passes: Sequence[DraftPass], stride: int) -> None:
         inputs = self._inputs
         longest = max(int(((one.starts + one.counts) * (one.counts > 0)).max()) for one in passes)
-        table = inputs.page_table[slots, : -(-longest // inputs.page_size)]
+        table = self._pages.of(inputs.page_table[slots, : -(-longest // inputs.page_size)])
         captured = [self._captured[key] for key in keys]
         packed = self._packed(captured, table, passes, stride)
         of_table = np.zeros(-(-table.nbytes // 8) * 8, np.uint8)

@@ -15,6 +15,7 @@ from dovetail.engine.build import ModelClass, as_module, build_model
 from dovetail.engine.captures import NO_UPDATES, capture_all
 from dovetail.engine.draft_graphs import DraftGraphs, DraftLimits
 from dovetail.engine.draft_layout import seen_by, wide_shape
+from dovetail.engine.draft_pages import DraftPages
 from dovetail.engine.grouped import Pools, backends_of, grouped_attention, grouped_pools, pools_of
 from dovetail.engine.inputs import Inputs, largest, ragged
 from dovetail.engine.memory import module_bytes
@@ -36,13 +37,13 @@ if TYPE_CHECKING:
     from dovetail.interfaces.mesh import Mesh
     from dovetail.interfaces.model import ModelArchitecture, ModelInfo
     from dovetail.interfaces.quantization import Quantization
-    from dovetail.interfaces.store import KVStore, KVStoreFactory
+    from dovetail.interfaces.store import KVStoreFactory
     from dovetail.registry.resolver import Resolved
     from dovetail.types import BoolArray, IntArray
 
 
 class EngineDraftCache(DraftCache):
-    """Hold KV pools with the same pages as those of the target's first cache group, and attention backends of the kinds
+    """Hold KV pools with the pages of the target's first cache group that has some, and attention backends of the kinds
     that were chosen for the target. ``info`` describes the share of the drafter's model that this rank of ``mesh`` has."""
 
     def __init__(self, info: ModelInfo, mesh: Mesh) -> None:
@@ -51,6 +52,7 @@ class EngineDraftCache(DraftCache):
         self.graphs: DraftGraphs | None = None
         self._steps: list[DraftSteps] = []
         self._inputs: Inputs | None = None
+        self._pages = DraftPages(0)
         self._pool: Pools | None = None
         self._backends: tuple[AttentionBackend, AttentionBackend] | None = None
 
@@ -58,23 +60,23 @@ class EngineDraftCache(DraftCache):
         self,
         resolved: Resolved,
         inputs: Inputs,
-        pool: KVStore,
+        pages: DraftPages,
         stores: KVStoreFactory,
         dtype: torch.dtype,
         max_context: int,
     ) -> None:
-        """Allocate the memory. The engine calls this once the number of pages of the target's ``pool`` is known. The
-        memory is filled with zeros: if the drafter has not seen some tokens, it reads zeros as their KV, which only
-        lowers the acceptance rate."""
-        self._inputs = inputs
-        pools = [stores.make(group, pool.num_pages) for group in self.info.cache_groups]
+        """Allocate the memory. The engine calls this once the number of pages of the target is known. The memory is
+        filled with zeros: if the drafter has not seen some tokens, it reads zeros as their KV, which only lowers the
+        acceptance rate."""
+        self._inputs, self._pages = inputs, pages
+        pools = [stores.make(group, pages.num_pages) for group in self.info.cache_groups]
         for own in pools:
             own.clear()
         self._pool = grouped_pools(pools)
         rows = resolved.config.scheduler.rows
         contexts = [
             AttentionContext(
-                device=pool.device,
+                device=inputs.device,
                 dtype=dtype,
                 num_heads=self.info.num_heads,
                 num_kv_heads=own.group.num_kv_heads,
@@ -95,7 +97,7 @@ class EngineDraftCache(DraftCache):
         if section.decode is True and self._steps:
             wide = Feature.ATTN_VERIFY_GRAPH in resolved.attention_decode.spec.offers
             limits = DraftLimits(min(rows, section.max_rows), section.max_rows, max_context, wide)
-            self.graphs = DraftGraphs(self._steps, inputs, self._pool, self._backends[1], limits, self._mesh)
+            self.graphs = DraftGraphs(self._steps, inputs, self._pool, self._backends[1], limits, self._mesh, pages)
             if section.capture == "start":
                 capture_all(self.graphs, "draft steps", self._mesh)
 
@@ -145,7 +147,7 @@ class EngineDraftCache(DraftCache):
         rows = len(slots)
         batch = Batch([], rows, slots, starts, counts, np.ones(rows, np.bool_), NO_UPDATES)
         kv_lens = (starts + counts).astype(np.int32)
-        table = inputs.page_table[slots, : -(-largest(kv_lens) // inputs.page_size)]
+        table = self._pages.of(inputs.page_table[slots, : -(-largest(kv_lens) // inputs.page_size)])
         indptr, row_of, places, own_positions = ragged(batch)
         given = (own_positions if positions is None else positions).astype(np.int64)
         arrays = [given, inputs.locate(row_of, places, table), indptr, kv_lens, table, *others]
@@ -217,11 +219,11 @@ class EngineDraftRuntime(DraftRuntime):
         self.watched = tuple(layers)
 
     def create_cache(self, info: ModelInfo) -> EngineDraftCache:
-        """See ``DraftRuntime``. Raises ``ConfigError`` for targets with states, whose pages have no fixed places."""
-        if any(group.kind is CacheGroupKind.STATE for group in self.target.info.cache_groups):
+        """See ``DraftRuntime``. Raises ``ConfigError`` for targets that keep only states: they have no pages."""
+        if {group.kind for group in self.target.info.cache_groups} == {CacheGroupKind.STATE}:
             raise ConfigError(
-                f"the drafter keeps keys and values of its own, for which a model with states ({self.target.info.architecture}) has no "
-                f"memory ({Feature.KV_DRAFT_CACHE}); choose a drafter that keeps none, such as ngram"
+                f"the drafter keeps keys and values of its own in pages like the target's; {self.target.info.architecture} keeps only "
+                f"states and has no pages ({Feature.KV_DRAFT_CACHE}); choose a drafter that keeps none, such as ngram"
             )
         self._check_attention(info)
         cache = EngineDraftCache(local_info(info, self._mesh), self._mesh)
@@ -312,10 +314,10 @@ class EngineDraftRuntime(DraftRuntime):
         groups = [group for cache in self._caches for group in cache.info.cache_groups]
         return sum(stores.page_bytes(group, page_size).page for group in groups)
 
-    def allocate(self, inputs: Inputs, pool: KVStore, stores: KVStoreFactory, max_context: int) -> None:
+    def allocate(self, inputs: Inputs, pages: DraftPages, stores: KVStoreFactory, max_context: int) -> None:
         """Allocate the draft caches."""
         for cache in self._caches:
-            cache.allocate(self._resolved, inputs, pool, stores, self.dtype, max_context)
+            cache.allocate(self._resolved, inputs, pages, stores, self.dtype, max_context)
 
     @property
     def graphs(self) -> list[DraftGraphs]:

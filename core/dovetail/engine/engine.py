@@ -13,6 +13,7 @@ import torch
 from dovetail.engine.adapters import build_adapters
 from dovetail.engine.build import as_module
 from dovetail.engine.captures import CaptureAgreement, capture_all
+from dovetail.engine.draft_pages import DraftPages
 from dovetail.engine.draft_runtime import EngineDraftRuntime
 from dovetail.engine.expansion import Expansion
 from dovetail.engine.expert_load import ExpertLoad
@@ -191,7 +192,7 @@ class Engine:
         budget = agreed_budget(divide, self.mesh)
         paged = len(groups) > 1 and not draft_bytes and all(g.kind is not CacheGroupKind.LATENT for g in groups)
         shares_memory = _has_states(groups) or (paged and Feature.STORE_SLABS in resolved.store.spec.offers)
-        self.budget = with_arena(budget, config, sizes) if shares_memory else budget
+        self.budget = with_arena(budget, config, sizes, draft_bytes) if shares_memory else budget
         log.info("%s", self.budget)
         self.num_pages = self.budget.num_pages
         arena = self.budget.arena
@@ -211,7 +212,8 @@ class Engine:
         self.page_table = np.zeros((len(pools), config.scheduler.rows + 1, max_pages), np.int32)
         self.inputs = Inputs(self.page_table, self.page_size, self.device, states)
         if pools:
-            runtime.allocate(self.inputs, pools[0], self.stores, self.context_len)
+            pages = DraftPages(self.num_pages) if arena is None else DraftPages.in_arena(arena)
+            runtime.allocate(self.inputs, pages, self.stores, self.context_len)
 
     @property
     def _kv_dtype(self) -> torch.dtype:

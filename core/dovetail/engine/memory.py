@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from dovetail.engine.draft_pages import DraftPages
 from dovetail.engine.progress import size_text
 from dovetail.errors import ConfigError
 from dovetail.interfaces.cache import CacheGroupKind
@@ -130,8 +131,9 @@ def budget_for(
     draft_page_bytes: int = 0,
 ) -> Budget:
     """Divide the device's memory as it is now: the weights are loaded, and the stores are not allocated. All
-    of them have the same number of pages; a page of each of the ``groups`` takes these bytes (see ``group_bytes``). ``draft_page_bytes`` are the
-    bytes that each page also takes in the caches of a drafter.
+    of them have the same number of pages; a page of each of the ``groups`` takes these bytes (see ``group_bytes``).
+    ``draft_page_bytes`` are the bytes that each page also takes in the caches of a drafter. Beside memory that slots of
+    states share, a drafter has pages for all of it.
 
     If ``memory.num_pages`` is set, the pool gets that number of pages. Otherwise, if ``memory.kv_gib`` is set, it gets
     as many as fit into that. Otherwise it gets as many as ``memory.fraction`` allows (on a CPU, as fit into
@@ -140,6 +142,8 @@ def budget_for(
     memory = config.memory
     page = sum(group.page for group in groups if group.block) + draft_page_bytes
     states, rows = sum(group.page for group in groups if not group.block), config.scheduler.rows
+    if draft_page_bytes and states:
+        states += states * draft_page_bytes // next(group.page for group in groups if group.block)
     limit = rows * (-(-context_len // memory.page_size) + 1) + 1
     if not page:  # a model of state groups only: a page is a slot
         page, states, limit = states, 0, rows * (1 + SNAPSHOTS) + 1
@@ -188,20 +192,24 @@ def agreed_budget(divide: Callable[[], Budget], mesh: Mesh) -> Budget:
     )
 
 
-def with_arena(budget: Budget, config: Config, groups: Sequence[PageBytes]) -> Budget:
+def with_arena(budget: Budget, config: Config, groups: Sequence[PageBytes], draft_page_bytes: int = 0) -> Budget:
     """Return ``budget`` with a memory that several groups share, whose pages and slots take these bytes. If
     ``memory.num_pages`` is set, it holds that number of pages of all groups together, and two slots of states for each row,
     which may take a few slabs more; otherwise it takes no more bytes. In a model without pages, slots are counted
-    instead."""
+    instead. ``draft_page_bytes`` are the bytes that a page of the first group with pages also takes in the caches of a
+    drafter, which have memory beside all slabs."""
     page_size, rows, given = config.memory.page_size, config.scheduler.rows, config.memory.num_pages
     states = [not group.block for group in groups]
     sizes = [group._replace(page=group.page - group.beside) for group in groups]
     beside = 1 + sum({Fraction(group.beside, size.page) for group, size in zip(groups, sizes, strict=True)})
+    drafts = Fraction(draft_page_bytes, next(size.page for size in sizes if size.block)) if draft_page_bytes else 0
     slots = (given or 0) - 1 if all(states) else 2 * rows
-    layout = make_layout(sizes, int(budget.pool / beside), None if given is None else given - 1, slots)
+    layout = make_layout(sizes, int(budget.pool / (beside + drafts)), None if given is None else given - 1, slots)
     if not layout.columns:
         raise ConfigError(_too_little(config, budget.needs, budget.pool, layout.slab_bytes, budget.free, budget.total))
     used = int(layout.num_slabs * layout.slab_bytes * beside)
+    if draft_page_bytes:
+        used += DraftPages.in_arena(layout).num_pages * draft_page_bytes
     free = budget.free + budget.pool - used if budget.total else 0
     tokens = 0 if all(states) else layout.columns * page_size
     return replace(budget, pool=used, num_pages=layout.columns + 1, pool_tokens=tokens, free=free, arena=layout)

@@ -132,7 +132,8 @@ class Feature(str):
     KV_ROLLBACK = _feature("kv.rollback", "KV of rejected draft tokens can be abandoned")
     KV_STATE_ROLLBACK = _feature("kv.state_rollback", "recurrent state can be restored")
     KV_DRAFT_CACHE = _feature(
-        "kv.draft_cache", "a drafter's own keys and values have the pages of the target's; models with states have not"
+        "kv.draft_cache",
+        "a drafter's own keys and values have pages like the target's; models of states alone have none",
     )
 
     # grammar backends

@@ -165,8 +165,7 @@ class Negotiation:
         if owner == "runtime":
             return runtime_offers(bool(combo[OVERLAP]))
         if owner == "kv":
-            states = any(group.kind is CacheGroupKind.STATE for group in self.model.cache_groups)
-            return frozenset({Feature.KV_ROLLBACK, Feature.KV_STATE_ROLLBACK if states else Feature.KV_DRAFT_CACHE})
+            return kv_offers(self.model)
         if owner == "model":
             return self.model.offers
         return frozenset().union(*map(self._offers_of, candidates_of(combo.get(owner))))
@@ -219,6 +218,18 @@ def show(option: Option) -> str:
     if isinstance(option, Candidate):
         return option.spec.name
     return "none" if option is None else str(option).lower()
+
+
+def kv_offers(model: ModelInfo) -> frozenset[Feature]:
+    """Return the features that the engine's memory offers for a model. Without pages, a drafter's own keys and values have
+    no places."""
+    kinds = {group.kind for group in model.cache_groups}
+    offers = {Feature.KV_ROLLBACK}
+    if CacheGroupKind.STATE in kinds:
+        offers.add(Feature.KV_STATE_ROLLBACK)
+    if kinds != {CacheGroupKind.STATE}:
+        offers.add(Feature.KV_DRAFT_CACHE)
+    return frozenset(offers)
 
 
 def runtime_offers(overlap: bool) -> frozenset[Feature]:
