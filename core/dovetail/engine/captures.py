@@ -4,6 +4,7 @@ bring arrays to them."""
 from __future__ import annotations
 
 import logging
+import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -241,16 +242,20 @@ class GraphRecorder:
             raise
         return graph
 
-    def end(self, graph: torch.cuda.CUDAGraph) -> None:
-        """End the capture of ``graph``, which can be replayed from now on."""
+    def end(self, graph: torch.cuda.CUDAGraph) -> torch.cuda.CUDAGraph | None:
+        """End the capture of ``graph``, and return it. It can be replayed from now on. Return None if nothing was launched."""
         try:
-            graph.capture_end()
+            with warnings.catch_warnings(record=True) as found:
+                warnings.simplefilter("always")
+                graph.capture_end()
         except BaseException:
             self.abandon(graph)
             raise
         if self._is_new:
             self._kept.append(graph)
             self._is_new = False
+        # torch has no other way to say it
+        return None if any("Graph is empty" in str(warning.message) for warning in found) else graph
 
     def abandon(self, graph: torch.cuda.CUDAGraph) -> None:
         """End a capture after an exception, which explains more than what is raised here. If the capture was not valid

@@ -76,10 +76,10 @@ def token_ladder(max_tokens: int) -> list[int]:
 
 
 class CapturedPiece(NamedTuple):
-    """Hold a graph and the call of ``call`` that follows it, which computes ``result`` (of a fixed address) for a number of
-    tokens of a batch, from what the graph has computed."""
+    """Hold a graph (None: nothing is launched before the call) and the call of ``call`` that follows it, which computes
+    ``result`` (of a fixed address) for a number of tokens of a batch, from what the graph has computed."""
 
-    graph: torch.cuda.CUDAGraph
+    graph: torch.cuda.CUDAGraph | None
     call: PieceCall
     result: torch.Tensor
 
@@ -116,7 +116,7 @@ class Pieces:
     last call. ``watched`` is ``Batch.hidden``."""
 
     pieces: list[CapturedPiece]
-    last: torch.cuda.CUDAGraph
+    last: torch.cuda.CUDAGraph | None
     hidden: torch.Tensor
     watched: torch.Tensor | None
 
@@ -184,9 +184,11 @@ class PiecewiseGraphs:
             static[tokens:size].zero_()
         captured = self._captured[size]
         for graph, call, result in captured.pieces:
-            graph.replay()
+            if graph is not None:
+                graph.replay()
             result[:tokens].copy_(call(batch, tokens))
-        captured.last.replay()
+        if captured.last is not None:
+            captured.last.replay()
         batch.hidden = None if captured.watched is None else captured.watched[:tokens]
         return captured.hidden[:tokens]
 
@@ -267,11 +269,10 @@ class _PieceRecorder:
     def begin(self) -> None:
         self._graph = self._recorder.begin()
 
-    def end(self) -> torch.cuda.CUDAGraph:
+    def end(self) -> torch.cuda.CUDAGraph | None:
         graph, self._graph = self._graph, None
         assert graph is not None, "a graph is begun before it ends"
-        self._recorder.end(graph)
-        return graph
+        return self._recorder.end(graph)
 
     def abandon(self) -> None:
         if self._graph is not None:  # begin and end abandon their graph themselves
