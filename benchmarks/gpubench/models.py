@@ -43,6 +43,20 @@ _GPT_OSS_PLAIN = [
     "lm_head",
 ]
 
+
+def q4_k_m(layers: int) -> dict[str, Any]:
+    """Return the ``quantization_config`` of a GGUF file of a Llama with the types of Q4_K_M: Q4_K, but Q6_K for the head, and for
+    the values and the second projection of the MLP of half of the layers (the first, the last, and every third)."""
+    types = {"model.embed_tokens.weight": "Q4_K", "lm_head.weight": "Q6_K"}
+    modules = {"self_attn": ("q_proj", "k_proj", "v_proj", "o_proj"), "mlp": ("gate_proj", "up_proj", "down_proj")}
+    for layer in range(layers):
+        more = layer < layers // 8 or layer >= 7 * layers // 8 or (layer - layers // 8) % 3 == 2
+        for parent, name in ((parent, name) for parent, names in modules.items() for name in names):
+            kind = "Q6_K" if more and name in ("v_proj", "down_proj") else "Q4_K"
+            types[f"model.layers.{layer}.{parent}.{name}.weight"] = kind
+    return {"quant_method": "gguf", "types": types}
+
+
 CONFIGS: dict[str, dict[str, Any]] = {
     "8b": {
         **_LLAMA,
@@ -266,6 +280,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
 }
 """The shapes of the models of TITLES, one for trying the benchmark itself, and one for checking attention."""
 CONFIGS["8b-half"] = {**CONFIGS["8b"], "num_hidden_layers": 16}
+CONFIGS["8b-gguf-q4-k-m"] = {**CONFIGS["8b"], "quantization_config": q4_k_m(32)}
 
 
 class Variant(NamedTuple):
@@ -282,6 +297,7 @@ VARIANTS = {
     "8b-tp2": Variant("8b", 2),
     "32b-tp2": Variant("32b", 2),
     "8b-fp8": Variant("8b", settings={"quantization": "fp8"}),
+    "8b-gguf-q4-k-m": Variant("8b-gguf-q4-k-m"),
     "qwen3-30b-a3b": Variant("qwen3-30b-a3b"),
     "qwen3-30b-a3b-uniform": Variant("qwen3-30b-a3b", uniform_routing=True),
     "gpt-oss-20b": Variant("gpt-oss-20b"),
@@ -300,6 +316,7 @@ TITLES = {
     "8b-tp2": "Llama-3.1-8B shape, 2 GPUs",
     "32b-tp2": "Qwen3-32B shape, 2 GPUs",
     "8b-fp8": "Llama-3.1-8B shape, FP8",
+    "8b-gguf-q4-k-m": "Llama-3.1-8B shape, GGUF Q4_K_M",
     "qwen3-30b-a3b": "Qwen3-30B-A3B shape",
     "qwen3-30b-a3b-uniform": "Qwen3-30B-A3B shape, uniform routing",
     "gpt-oss-20b": "gpt-oss-20b shape, MXFP4",

@@ -75,6 +75,7 @@ TARGETS: dict[tuple[str, str, str], Target] = {
     ("gpt-oss-20b", "decode", "bs 1"): Target(3.04, 1.2, 0.6),
     ("gpt-oss-20b", "decode", "bs 16"): Target(3.51, 2.4),
     ("gpt-oss-20b", "decode", "bs 64"): Target(5.39, 4.0),
+    ("8b-gguf-q4-k-m", "decode", "bs 1"): Target(goal=2.2, floor=1.2),
     ("8b-fp8", "decode", "bs 1"): Target(3.51, 2.3, 1.8),
     ("8b-fp8", "decode", "bs 16"): Target(3.80, 2.6),
     ("8b-fp8", "decode", "bs 64"): Target(5.11, 3.6),

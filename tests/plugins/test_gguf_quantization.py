@@ -16,7 +16,8 @@ from dovetail.interfaces.quantization import LinearShape, QuantizationContext
 from dovetail.testing.quantization import QuantizationSuite
 from dovetail_quantization import gguf_products
 from dovetail_quantization.config import GgufConfig
-from dovetail_quantization.gguf import Gguf, fill_random
+from dovetail_quantization.gguf import Gguf
+from dovetail_quantization.gguf_blocks import fill_random
 from dovetail_quantization.gguf_formats import describe
 
 MIXED = {"q": "Q4_1", "k": "Q8_0", "v": "Q5_0", "gate": "Q4_0", "up": "IQ4_NL", "down": "Q5_1"}

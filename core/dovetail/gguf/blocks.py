@@ -1,12 +1,13 @@
 """Dequantize tensors of GGUF files, on any device.
 
 The functions follow the definition of the types in ggml (ggml-quants.c), in float32 and in the same order of operations.
-Each maps blocks, uint8 ``[n, bytes of a block]``, to float32 ``[n, elements of a block]``.
+Each maps blocks, uint8 ``[n, bytes of a block]``, to their numbers.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -19,12 +20,44 @@ FP4_TWICE = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
 """Twice the values of the 16 codes of MXFP4 (E2M1)."""
 
 
+class BlockNumbers(NamedTuple):
+    """Hold the elements of blocks as integers: element = scale * multiplier * (code - zero) - offset * offset_multiplier.
+
+    ``codes`` are uint8 ``[n, elements]``. ``scale`` and ``offset`` are floating-point numbers ``[n, 1]`` of 16 bits, multipliers
+    int8 ``[n, groups]`` for groups of consecutive elements. What is None does not occur in the formula.
+    """
+
+    codes: torch.Tensor
+    zero: int
+    scale: torch.Tensor
+    multiplier: torch.Tensor | None = None
+    offset: torch.Tensor | None = None
+    offset_multiplier: torch.Tensor | None = None
+
+
 def dequantize(data: torch.Tensor, kind: BlockType) -> torch.Tensor:
     """Return the elements of rows of blocks of type ``kind``, uint8 ``[..., bytes of a row]``, as a new float32 tensor
     ``[..., columns]``."""
     *rows, width = data.shape
-    made = _FUNCTIONS[kind.name](data.reshape(-1, kind.nbytes))
+    blocks = data.reshape(-1, kind.nbytes)
+    made = _PLAIN[kind.name](blocks) if kind.name in _PLAIN else _elements(block_numbers(blocks, kind))
     return made.reshape(*rows, width // kind.nbytes * kind.elements)
+
+
+def block_numbers(blocks: torch.Tensor, kind: BlockType) -> BlockNumbers:
+    """Return the integers and scales of ``blocks``, uint8 ``[n, bytes of a block]``. Types of plain numbers have none."""
+    return _NUMBERS[kind.name](blocks)
+
+
+def _elements(numbers: BlockNumbers) -> torch.Tensor:
+    codes, zero, scale, multiplier, offset, offset_multiplier = numbers
+    values = codes.float() - zero if zero else codes.float()
+    factor = scale.float() if multiplier is None else scale.float() * multiplier.float()
+    values = values.view(len(codes), factor.shape[1], -1).mul_(factor[:, :, None])
+    if offset is not None:
+        less = offset.float() if offset_multiplier is None else offset.float() * offset_multiplier.float()
+        values -= less[:, :, None]
+    return values.flatten(1)
 
 
 def as_torch(data: np.ndarray) -> torch.Tensor:
@@ -34,7 +67,7 @@ def as_torch(data: np.ndarray) -> torch.Tensor:
 
 def _half(blocks: torch.Tensor, at: int) -> torch.Tensor:
     """Return the float16 number at byte ``at`` of each block, ``[n, 1]``."""
-    return blocks[:, at : at + 2].contiguous().view(torch.float16).float()
+    return blocks[:, at : at + 2].contiguous().view(torch.float16)
 
 
 def _nibbles(codes: torch.Tensor) -> torch.Tensor:
@@ -65,44 +98,50 @@ def _bf16(blocks: torch.Tensor) -> torch.Tensor:
     return blocks.contiguous().view(torch.bfloat16).float()
 
 
-def _q4_0(blocks: torch.Tensor) -> torch.Tensor:
-    return _half(blocks, 0) * (_nibbles(blocks[:, 2:]).float() - 8)
+def _q4_0(blocks: torch.Tensor) -> BlockNumbers:
+    return BlockNumbers(_nibbles(blocks[:, 2:]), 8, _half(blocks, 0))
 
 
-def _q4_1(blocks: torch.Tensor) -> torch.Tensor:
-    return _half(blocks, 0) * _nibbles(blocks[:, 4:]).float() + _half(blocks, 2)
+def _q4_1(blocks: torch.Tensor) -> BlockNumbers:
+    return BlockNumbers(_nibbles(blocks[:, 4:]), 0, _half(blocks, 0), offset=-_half(blocks, 2))
 
 
-def _q5_0(blocks: torch.Tensor) -> torch.Tensor:
-    codes = _nibbles(blocks[:, 6:]) | (_bits(blocks, 2) << 4)
-    return _half(blocks, 0) * (codes.float() - 16)
+def _q5_0(blocks: torch.Tensor) -> BlockNumbers:
+    return BlockNumbers(_nibbles(blocks[:, 6:]) | (_bits(blocks, 2) << 4), 16, _half(blocks, 0))
 
 
-def _q5_1(blocks: torch.Tensor) -> torch.Tensor:
+def _q5_1(blocks: torch.Tensor) -> BlockNumbers:
     codes = _nibbles(blocks[:, 8:]) | (_bits(blocks, 4) << 4)
-    return _half(blocks, 0) * codes.float() + _half(blocks, 2)
+    return BlockNumbers(codes, 0, _half(blocks, 0), offset=-_half(blocks, 2))
 
 
-def _q8_0(blocks: torch.Tensor) -> torch.Tensor:
-    return _half(blocks, 0) * blocks[:, 2:].contiguous().view(torch.int8).float()
+def _q8_0(blocks: torch.Tensor) -> BlockNumbers:
+    return BlockNumbers(blocks[:, 2:] ^ 128, 128, _half(blocks, 0))
 
 
-def _q2_k(blocks: torch.Tensor) -> torch.Tensor:
-    scales, codes = blocks[:, :16, None], blocks[:, 16:80].reshape(-1, 2, 1, 32)
-    shifts = torch.tensor((0, 2, 4, 6), dtype=torch.uint8, device=blocks.device)[:, None]
-    values = ((codes >> shifts) & 3).reshape(-1, 16, 16).float()
-    scale = _half(blocks, 80)[:, None] * (scales & 15).float()
-    return (scale * values - _half(blocks, 82)[:, None] * (scales >> 4).float()).flatten(1)
+def _two_bits(codes: torch.Tensor) -> torch.Tensor:
+    """Return the pairs of bits of 64 bytes ``[n, 64]`` in the order of Q2_K and Q3_K, ``[n, 256]``."""
+    shifts = torch.tensor((0, 2, 4, 6), dtype=torch.uint8, device=codes.device)[:, None]
+    return ((codes.reshape(-1, 2, 1, 32) >> shifts) & 3).flatten(1)
 
 
-def _q3_k(blocks: torch.Tensor) -> torch.Tensor:
-    high, codes, packed = blocks[:, :32], blocks[:, 32:96].reshape(-1, 2, 1, 32), blocks[:, 96:108]
-    shifts = torch.tensor((0, 2, 4, 6), dtype=torch.uint8, device=blocks.device)[:, None]
-    values = ((codes >> shifts) & 3).reshape(-1, 8, 32).float() - 4 * (1 - (_shifted(high, *range(8)) & 1).float())
+def _signed(numbers: torch.Tensor, zero: int = 0) -> torch.Tensor:
+    """Return ``numbers`` (uint8) less ``zero`` as int8."""
+    return (numbers - zero).view(torch.int8)  # wraps around
+
+
+def _q2_k(blocks: torch.Tensor) -> BlockNumbers:
+    scales = blocks[:, :16]
+    return BlockNumbers(
+        _two_bits(blocks[:, 16:80]), 0, _half(blocks, 80), _signed(scales & 15), _half(blocks, 82), _signed(scales >> 4)
+    )
+
+
+def _q3_k(blocks: torch.Tensor) -> BlockNumbers:
+    high, packed = blocks[:, :32], blocks[:, 96:108]
+    codes = _two_bits(blocks[:, 32:96]) | ((_shifted(high, *range(8)) & 1) << 2).flatten(1)
     top = (_shifted(packed[:, 8:], 0, 2, 4, 6) & 3).flatten(1) << 4
-    scales = (_nibbles(packed[:, :8]) | top).float() - 32
-    scale = _half(blocks, 108) * scales
-    return (scale[:, :, None] * values.reshape(-1, 16, 16)).flatten(1)
+    return BlockNumbers(codes, 4, _half(blocks, 108), _signed(_nibbles(packed[:, :8]) | top, 32))
 
 
 def scales_and_minima(packed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -114,59 +153,56 @@ def scales_and_minima(packed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]
     return scales, minima
 
 
-def _scaled(blocks: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-    """Return the elements of Q4_K and Q5_K, whose blocks begin alike, of their codes ``[n, 8, 32]``."""
+def _scaled(blocks: torch.Tensor, codes: torch.Tensor) -> BlockNumbers:
+    """Return the numbers of Q4_K and Q5_K, whose blocks begin alike, of their codes ``[n, 256]``."""
     scales, minima = scales_and_minima(blocks[:, 4:16])
-    scale, minimum = _half(blocks, 0) * scales.float(), _half(blocks, 2) * minima.float()
-    return (scale[:, :, None] * values.float() - minimum[:, :, None]).flatten(1)
+    return BlockNumbers(codes, 0, _half(blocks, 0), _signed(scales), _half(blocks, 2), _signed(minima))
 
 
-def _q4_k(blocks: torch.Tensor) -> torch.Tensor:
-    return _scaled(blocks, _nibbles(blocks[:, 16:].reshape(-1, 4, 32)).reshape(-1, 8, 32))
+def _q4_k(blocks: torch.Tensor) -> BlockNumbers:
+    return _scaled(blocks, _nibbles(blocks[:, 16:].reshape(-1, 4, 32)).flatten(1))
 
 
-def _q5_k(blocks: torch.Tensor) -> torch.Tensor:
+def _q5_k(blocks: torch.Tensor) -> BlockNumbers:
     top = (_shifted(blocks[:, 16:48], *range(8)) & 1) << 4
-    return _scaled(blocks, _nibbles(blocks[:, 48:].reshape(-1, 4, 32)).reshape(-1, 8, 32) | top)
+    return _scaled(blocks, (_nibbles(blocks[:, 48:].reshape(-1, 4, 32)).reshape(-1, 8, 32) | top).flatten(1))
 
 
-def _q6_k(blocks: torch.Tensor) -> torch.Tensor:
+def _q6_k(blocks: torch.Tensor) -> BlockNumbers:
     low = blocks[:, :128].reshape(-1, 2, 64)
     low = torch.cat((low & 15, low >> 4), -1)  # [n, 2, 128]
     shifts = torch.tensor((0, 2, 4, 6), dtype=torch.uint8, device=blocks.device)[:, None]
     high = ((blocks[:, 128:192].reshape(-1, 2, 1, 32) >> shifts) & 3).reshape(-1, 2, 128)
-    values = (low | (high << 4)).float() - 32
-    scale = _half(blocks, 208) * blocks[:, 192:208].contiguous().view(torch.int8).float()
-    return (scale[:, :, None] * values.reshape(-1, 16, 16)).flatten(1)
+    return BlockNumbers((low | (high << 4)).flatten(1), 32, _half(blocks, 208), _signed(blocks[:, 192:208]))
 
 
 def _chosen(values: tuple[int, ...], codes: torch.Tensor) -> torch.Tensor:
-    return torch.tensor(values, dtype=torch.float32, device=codes.device)[codes.long()]
+    """Return ``values`` of ``codes`` plus 128, uint8."""
+    table = torch.tensor([value + 128 for value in values], dtype=torch.uint8, device=codes.device)
+    return table[codes.long()]
 
 
-def _iq4_nl(blocks: torch.Tensor) -> torch.Tensor:
-    return _half(blocks, 0) * _chosen(NONLINEAR, _nibbles(blocks[:, 2:]))
+def _iq4_nl(blocks: torch.Tensor) -> BlockNumbers:
+    return BlockNumbers(_chosen(NONLINEAR, _nibbles(blocks[:, 2:])), 128, _half(blocks, 0))
 
 
-def _iq4_xs(blocks: torch.Tensor) -> torch.Tensor:
+def _iq4_xs(blocks: torch.Tensor) -> BlockNumbers:
     low = _shifted(blocks[:, 4:8], 0, 4).transpose(1, 2).flatten(1) & 15
     high = _shifted(blocks[:, 2:4], 0, 2, 4, 6).transpose(1, 2).flatten(1) & 3
-    scale = _half(blocks, 0) * ((low | (high << 4)).float() - 32)
-    return (scale[:, :, None] * _chosen(NONLINEAR, _nibbles(blocks[:, 8:].reshape(-1, 8, 16)))).flatten(1)
+    codes = _chosen(NONLINEAR, _nibbles(blocks[:, 8:].reshape(-1, 8, 16)).flatten(1))
+    return BlockNumbers(codes, 128, _half(blocks, 0), _signed(low | (high << 4), 32))
 
 
-def _mxfp4(blocks: torch.Tensor) -> torch.Tensor:
+def _mxfp4(blocks: torch.Tensor) -> BlockNumbers:
     exponent = blocks[:, :1].to(torch.int32)
     half = torch.where(exponent < 2, 0x200000 << exponent.clamp(max=1), (exponent - 1) << 23).view(
         torch.float32
-    )  # 2^(e - 128)
-    return half * _chosen(FP4_TWICE, _nibbles(blocks[:, 1:]))
+    )  # 2^(e - 128), also in bfloat16
+    return BlockNumbers(_chosen(FP4_TWICE, _nibbles(blocks[:, 1:])), 128, half.to(torch.bfloat16))
 
 
-_FUNCTIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
-    "F32": _f32,
-    "F16": _f16,
-    "BF16": _bf16,
+_PLAIN: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {"F32": _f32, "F16": _f16, "BF16": _bf16}
+_NUMBERS: dict[str, Callable[[torch.Tensor], BlockNumbers]] = {
     "Q4_0": _q4_0,
     "Q4_1": _q4_1,
     "Q5_0": _q5_0,
@@ -181,4 +217,4 @@ _FUNCTIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "IQ4_XS": _iq4_xs,
     "MXFP4": _mxfp4,
 }
-assert _FUNCTIONS.keys() == TYPES.keys()
+assert {**_PLAIN, **_NUMBERS}.keys() == TYPES.keys()

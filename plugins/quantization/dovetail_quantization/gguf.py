@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
@@ -10,7 +9,7 @@ import torch
 
 from dovetail.errors import ConfigError
 from dovetail.gguf.block_types import TYPES, BlockType
-from dovetail.interfaces.model import TensorShare, WeightTarget
+from dovetail.interfaces.model import WeightTarget
 from dovetail.interfaces.quantization import (
     LinearMethod,
     LinearProduct,
@@ -21,6 +20,8 @@ from dovetail.interfaces.quantization import (
 )
 from dovetail.layers.linear import DenseProduct
 from dovetail_quantization.checkpoint import listed
+from dovetail_quantization.gguf_blocks import check_columns, fill_random, in_bytes
+from dovetail_quantization.gguf_cuda import PackedLinear
 from dovetail_quantization.gguf_formats import module_types
 from dovetail_quantization.gguf_products import BlockProduct, BlockWeight, can_multiply, dequantized, kinds_of
 
@@ -57,7 +58,8 @@ class Gguf(Quantization):
                     f"{name} is made of tensors of types {kind.replace('+', ' and ')}, which cannot be kept in blocks; set "
                     "quantization: none, which dequantizes all weights while loading"
                 )
-        return GgufLinear(shape, [TYPES[kind] for kind in kinds], self._context)
+        layer = PackedLinear if self._context.device.type == "cuda" else GgufLinear
+        return layer(shape, [TYPES[kind] for kind in kinds], self._context)
 
 
 class GgufLinear(LinearMethod):
@@ -67,7 +69,7 @@ class GgufLinear(LinearMethod):
     def __init__(self, shape: LinearShape, types: list[BlockType], context: QuantizationContext) -> None:
         self.shape, self.types, self.context = shape, types, context
         for name, kind in zip(shape.names, types, strict=True):
-            _check_columns(name, shape.in_features, kind)
+            check_columns(name, shape.in_features, kind)
 
     def parameters(self) -> Mapping[str, ParameterShape]:
         """See ``LinearMethod``."""
@@ -84,8 +86,8 @@ class GgufLinear(LinearMethod):
         kind = self.types[index]
         for share in weight.shares:
             if share.dim == 1:
-                _check_columns(name, share.start, kind)
-        shares = tuple(_in_bytes(share, kind) if share.dim == 1 else share for share in weight.shares)
+                check_columns(name, share.start, kind)
+        shares = tuple(in_bytes(share, kind) if share.dim == 1 else share for share in weight.shares)
         yield f"{name}.weight", weight._replace(parameter=f"blocks_{index}", start=None, size=None, shares=shares)
 
     def _index(self, weight: WeightTarget) -> int:
@@ -123,47 +125,3 @@ class DequantizedBlocks(DenseProduct):
     def describe(self) -> str:
         """See ``LinearProduct``."""
         return f"{self._kinds}, dequantized when loaded; {super().describe}"
-
-
-_SCALES: Mapping[str, tuple[float, tuple[int, ...]]] = {
-    "Q4_0": (8, (0,)),
-    "Q4_1": (15, (0, 2)),
-    "Q5_0": (16, (0,)),
-    "Q5_1": (31, (0, 2)),
-    "Q8_0": (128, (0,)),
-    "Q2_K": (15 * 3, (80, 82)),
-    "Q3_K": (32 * 4, (108,)),
-    "Q4_K": (63 * 15, (0, 2)),
-    "Q5_K": (63 * 31, (0, 2)),
-    "Q6_K": (128 * 32, (208,)),
-    "IQ4_NL": (127, (0,)),
-    "IQ4_XS": (32 * 127, (0,)),
-}
-"""For each type the largest weight of a block whose scale is 1, and the bytes at which it has float16 numbers: the scale, and an
-offset in some types."""
-
-
-def fill_random(blocks: torch.Tensor, kind: BlockType, limit: float, generator: torch.Generator) -> None:
-    """Fill ``blocks`` (uint8 ``[n, bytes of a block]``) with random codes and with scales so that no weight exceeds ``limit``."""
-    blocks.random_(0, 256, generator=generator)
-    if kind.name == "MXFP4":
-        blocks[:, 0] = 128 + math.floor(math.log2(limit / 12))
-        return
-    most, places = _SCALES[kind.name]
-    scale = torch.tensor([limit / most], dtype=torch.float16)
-    if scale.item() * most > limit:
-        scale = (scale.view(torch.int16) - 1).view(torch.float16)
-    for number, at in zip((scale, torch.zeros_like(scale)), places, strict=False):
-        blocks[:, at : at + 2] = number.view(torch.uint8).to(blocks.device)
-
-
-def _check_columns(name: str, columns: int, kind: BlockType) -> None:
-    if columns % kind.elements:
-        raise ConfigError(
-            f"{name} has type {kind.name}, whose blocks have {kind.elements} columns, and {columns} columns are not a multiple of them "
-            "on this rank; set parallel.tp to a smaller number, or quantization: none"
-        )
-
-
-def _in_bytes(share: TensorShare, kind: BlockType) -> TensorShare:
-    return TensorShare(1, kind.row_bytes(share.start), kind.row_bytes(share.size), kind.row_bytes(share.whole))

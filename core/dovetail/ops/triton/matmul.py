@@ -55,7 +55,8 @@ def gate(opens, up, GATED: tl.constexpr):
 
 
 @triton.jit
-def _finish_row(y, bias, rows, total, tile, n, GATED: tl.constexpr, BIAS: tl.constexpr, BLOCK_N: tl.constexpr) -> None:
+def finish_row(y, bias, rows, total, tile, n, GATED: tl.constexpr, BIAS: tl.constexpr, BLOCK_N: tl.constexpr) -> None:
+    """Add up ``total [BLOCK_N, ...]`` of one tile and its bias, and write the sums or their gate to ``y [n]``."""
     out = tl.sum(total, 1)
     if BIAS:
         out += tl.load(bias + rows).to(tl.float32)
@@ -101,7 +102,7 @@ def _one_row(
             factor = tl.load(x + start + at).to(tl.float32)
             total += tile.to(tl.float32) * factor[None, :]
             if wraps:
-                _finish_row(y, bias, rows, total, index, n, GATED, BIAS, BLOCK_N)
+                finish_row(y, bias, rows, total, index, n, GATED, BIAS, BLOCK_N)
                 total = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
             tile, rows, index, start = following, next_rows, next_index, next_start
     else:
@@ -112,15 +113,17 @@ def _one_row(
             tile = following
         factor = tl.load(x + k - BLOCK_K + at).to(tl.float32)
         total += tile.to(tl.float32) * factor[None, :]
-        _finish_row(y, bias, rows, total, index, n, GATED, BIAS, BLOCK_N)
+        finish_row(y, bias, rows, total, index, n, GATED, BIAS, BLOCK_N)
 
 
 @triton.jit
-def store_rows(y, total, tile, m, n, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr) -> None:
-    """Write ``total [BLOCK_N, BLOCK_M]`` to the columns of ``tile`` in ``y [m, n]``."""
+def store_rows(y, total, tile, m, n, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, stride=None) -> None:
+    """Write ``total [BLOCK_N, BLOCK_M]`` to the columns of ``tile`` in ``y [m, n]``, whose rows are ``stride`` elements apart,
+    by default n."""
     token = tl.arange(0, BLOCK_M)[None, :]
     column = (tile * BLOCK_N + tl.arange(0, BLOCK_N))[:, None]
-    tl.store(y + token.to(tl.int64) * n + column, total.to(y.dtype.element_ty), (token < m) & (column < n))
+    apart = n if stride is None else stride
+    tl.store(y + token.to(tl.int64) * apart + column, total.to(y.dtype.element_ty), (token < m) & (column < n))
 
 
 @triton.jit
@@ -135,11 +138,12 @@ def around(start, first, span, BLOCK_K: tl.constexpr):
 def finish_rows(
     total, y, bias, parts, arrived, rows, tile, part, m, n,
     GATED: tl.constexpr, BIAS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SPLIT: tl.constexpr,
-    IN_PARTS: tl.constexpr,
+    IN_PARTS: tl.constexpr, stride=None,
 ) -> None:  # fmt: skip
     """Write the part ``total [BLOCK_N, BLOCK_M]`` of a tile, whose rows of the weight are ``rows``: to ``y [parts, m, n]``
     if IN_PARTS. Otherwise the last program of the tile to finish adds up its SPLIT parts in their order, and the bias, and
-    writes the sum or its gate to ``y``. ``parts`` and ``arrived`` are those of ``Workspace``."""
+    writes the sum or its gate to ``y``, whose rows are ``stride`` elements apart if it is given. ``parts`` and ``arrived`` are
+    those of ``Workspace``."""
     token = tl.arange(0, BLOCK_M)
     finished = not IN_PARTS
     if IN_PARTS:
@@ -161,9 +165,9 @@ def finish_rows(
             total += tl.load(bias + rows).to(tl.float32)[:, None]
         if GATED:
             opens, up = tl.split(tl.permute(tl.reshape(total, [BLOCK_N // 2, 2, BLOCK_M]), (0, 2, 1)))
-            store_rows(y, gate(opens, up, GATED), tile, m, n // 2, BLOCK_M, BLOCK_N // 2)
+            store_rows(y, gate(opens, up, GATED), tile, m, n // 2, BLOCK_M, BLOCK_N // 2, stride)
         else:
-            store_rows(y, total, tile, m, n, BLOCK_M, BLOCK_N)
+            store_rows(y, total, tile, m, n, BLOCK_M, BLOCK_N, stride)
 
 
 @triton.jit(do_not_specialize=["m"])

@@ -1,0 +1,182 @@
+"""Store the blocks of GGUF as packed rows on CUDA, and multiply with them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+
+import torch
+
+from dovetail.errors import ConfigError
+from dovetail.gguf.block_types import TYPES, BlockType
+from dovetail.interfaces.model import WeightTarget, WeightTransform
+from dovetail.interfaces.quantization import (
+    LinearMethod,
+    LinearProduct,
+    LinearShape,
+    ParameterShape,
+    QuantizationContext,
+)
+from dovetail.ops.activation import GATES, Activation
+from dovetail.ops.linear import linear
+from dovetail_quantization.gguf_blocks import check_columns, fill_random, in_bytes
+from dovetail_quantization.gguf_packed import PackedWeight, pack, row_bytes
+from dovetail_quantization.integer_tensors import ordered
+
+_MOST_ELEMENTS = 1 << 28
+"""The largest number of elements of a weight that are dequantized at a time."""
+
+
+class PackedLinear(LinearMethod):
+    """Store one layer as packed rows. Parameter ``packed_i``, uint8 ``[rows, bytes]``, is that of the i-th run of modules that
+    have the same type."""
+
+    def __init__(self, shape: LinearShape, types: Sequence[BlockType], context: QuantizationContext) -> None:
+        self.shape, self.types, self.context = shape, types, context
+        for name, kind in zip(shape.names, types, strict=True):
+            check_columns(name, shape.in_features, kind)
+        pairs = zip(types, shape.rows, strict=True)
+        self._runs = [(kind, [rows for _, rows in run]) for kind, run in groupby(pairs, key=lambda pair: pair[0])]
+
+    def parameters(self) -> Mapping[str, ParameterShape]:
+        """See ``LinearMethod``."""
+        columns = self.shape.in_features
+        return {
+            f"packed_{index}": ParameterShape((sum(rows), row_bytes(kind, columns)), torch.uint8)
+            for index, (kind, rows) in enumerate(self._runs)
+        }
+
+    def targets(self, name: str, weight: WeightTarget) -> Iterator[tuple[str, WeightTarget]]:
+        """See ``LinearMethod``."""
+        if weight.transform is not None and not weight.transform.orders_rows:
+            raise ConfigError(f"{name} is read through {weight.transform}, which is not implemented for blocks of GGUF")
+        index, start, size = self._place(weight)
+        kind = self._runs[index][0]
+        for share in weight.shares:
+            if share.dim == 1:
+                check_columns(name, share.start, kind)
+        shares = tuple(in_bytes(share, kind) if share.dim == 1 else share for share in weight.shares)
+        transform = Packed(kind.name, self.shape.in_features, weight.transform)
+        yield f"{name}.weight", WeightTarget(f"packed_{index}", start, size, shares, transform)
+
+    def _place(self, weight: WeightTarget) -> tuple[int, int, int]:
+        """Return the run of the module that ``weight`` is of, and the first row and the number of rows there."""
+        wanted, before = weight.start or 0, 0
+        for index, (_, sizes) in enumerate(self._runs):
+            begin = before
+            for size in sizes:
+                if before == wanted:
+                    return index, before - begin, size
+                before += size
+        raise AssertionError(f"no module of {self.shape.names} begins at row {wanted}")
+
+    def fill_dummy(self, parameters: Mapping[str, torch.Tensor], limit: float, generator: torch.Generator) -> None:
+        """See ``LinearMethod``."""
+        for index, (kind, _) in enumerate(self._runs):
+            for rows in parameters[f"packed_{index}"].split(16384):
+                width = kind.row_bytes(self.shape.in_features)
+                blocks = torch.empty(len(rows), width, dtype=torch.uint8, device=rows.device)
+                fill_random(blocks.view(-1, kind.nbytes), kind, limit, generator)
+                rows.copy_(pack(blocks, kind))
+
+    def prepare(self, parameters: Mapping[str, torch.Tensor]) -> LinearProduct:
+        """See ``LinearMethod``."""
+        return PackedProduct(self._weights(parameters))
+
+    def dequantized(self, parameters: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """See ``LinearMethod``."""
+        return torch.cat([weight.dequantized(self.context.dtype) for weight in self._weights(parameters)])
+
+    def _weights(self, parameters: Mapping[str, torch.Tensor]) -> list[PackedWeight]:
+        return [
+            PackedWeight(parameters[f"packed_{index}"], kind, self.shape.in_features)
+            for index, (kind, _) in enumerate(self._runs)
+        ]
+
+
+@dataclass(frozen=True, slots=True)
+class Packed(WeightTransform):
+    """Pack rows of blocks of type ``kind`` for ``columns`` columns, in the order of rows of ``inner``."""
+
+    kind: str
+    columns: int
+    inner: WeightTransform | None = None
+
+    @property
+    def reads(self) -> tuple[torch.dtype, ...]:
+        """See ``WeightTransform``."""
+        return (torch.uint8,)
+
+    def source_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """See ``WeightTransform``."""
+        return (shape[0], TYPES[self.kind].row_bytes(self.columns))
+
+    def apply(self, tensor: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
+        """See ``WeightTransform``."""
+        return pack(ordered(self.inner, tensor), TYPES[self.kind])
+
+
+class PackedProduct(LinearProduct):
+    """Multiply on CUDA with weights in packed rows, one after another. Few rows are multiplied from the codes (``triton.packed_rows``),
+    many with the weight that a kernel dequantizes each time."""
+
+    def __init__(self, weights: Sequence[PackedWeight]) -> None:
+        from dovetail_quantization.triton.packed_product import MOST_ROWS, PackedRows
+
+        self._kinds = ", ".join(dict.fromkeys(weight.kind.name for weight in weights))
+        self._rows, self._most = [PackedRows(weight) for weight in weights], MOST_ROWS
+        self._widths = [len(weight.rows) for weight in weights]
+        self._out, self._columns = sum(self._widths), weights[0].columns
+        self._single = self._rows[0] if len(weights) == 1 else None
+        self.in_parts = self._single is not None
+
+    def forward(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        """See ``LinearProduct``."""
+        y = x.new_empty(len(x), self._out)
+        if not len(x):
+            return y
+        if len(x) > self._most:
+            return self._many_rows(x, bias, y)
+        if self._single is not None:
+            self._single.multiply(x, bias, y)
+            return y
+        biases = [None] * len(self._rows) if bias is None else bias.split(self._widths)
+        for rows, part, own in zip(self._rows, y.split(self._widths, 1), biases, strict=True):
+            rows.multiply(x, own, part)
+        return y
+
+    def _many_rows(self, x: torch.Tensor, bias: torch.Tensor | None, y: torch.Tensor) -> torch.Tensor:
+        if self._out * self._columns <= _MOST_ELEMENTS:
+            weight = x.new_empty(self._out, self._columns)
+            for rows, part in zip(self._rows, weight.split(self._widths), strict=True):
+                rows.write(part)
+            return linear(x, weight, bias)
+        before, step = 0, max(1, _MOST_ELEMENTS // self._columns)
+        for rows, width in zip(self._rows, self._widths, strict=True):
+            for start in range(0, width, step):
+                weight = x.new_empty(min(step, width - start), self._columns)
+                rows.write(weight, start)
+                places = slice(before + start, before + start + len(weight))
+                y[:, places] = linear(x, weight, None if bias is None else bias[places])
+            before += width
+        return y
+
+    def gated(self, x: torch.Tensor, bias: torch.Tensor | None, activation: Activation) -> torch.Tensor:
+        """See ``LinearProduct``."""
+        if self._single is None or not 0 < len(x) <= self._most:
+            return GATES[activation](self.forward(x, bias))
+        y = x.new_empty(len(x), self._out // 2)
+        self._single.multiply(x, bias, y, activation)
+        return y
+
+    def parts(self, x: torch.Tensor) -> torch.Tensor | None:
+        """See ``LinearProduct``."""
+        return self._single.parts(x) if self._single is not None and 0 < len(x) <= self._most else None
+
+    @property
+    def describe(self) -> str:
+        """See ``LinearProduct``."""
+        return (
+            f"{self._kinds} in packed blocks, up to {self._most} rows triton, more dequantized in each step and cuBLAS"
+        )

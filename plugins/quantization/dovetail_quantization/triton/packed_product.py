@@ -1,0 +1,150 @@
+"""Launch the kernels of ``packed_rows`` for one weight."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import triton
+
+from dovetail.ops.activation import Activation
+from dovetail.ops.triton.launch import launch, processors
+from dovetail.ops.triton.matmul import GATE_KINDS, workspace
+from dovetail.ops.triton.tuning import MAX_PARTS, MAX_TILES
+from dovetail_quantization.gguf_packed import PackedType, PackedWeight
+from dovetail_quantization.triton.packed_rows import few_rows_kernel, one_row_kernel, plain_weight_kernel
+
+MOST_ROWS = 64
+"""Up to this number of rows the kernels of few rows are used."""
+MOST_COLUMNS = 16384
+"""Up to this number of columns there is a kernel for one row, which holds the whole row in registers."""
+
+
+class PackedRowTile(NamedTuple):
+    """Describe how the product of one row is divided: rows of the weight of a tile, columns, warps of a program, and programs of a
+    multiprocessor."""
+
+    block_n: int
+    block_k: int
+    warps: int
+    per_sm: int
+
+
+class PackedTile(NamedTuple):
+    """Describe how a product of several rows is divided, see ``ops.triton.tuning.ProductTile``. A part has ``span`` columns."""
+
+    block_m: int
+    block_n: int
+    block_k: int
+    warps: int
+    stages: int
+    split: int
+    span: int
+
+
+def one_row_tile(n: int, k: int, packing: PackedType) -> PackedRowTile | None:
+    """Return the tile of one row and a weight ``[n, k]``, or None if there is none. Not measured yet: a warp loads 1024 columns
+    of 4 or 8 rows, and few rows where there would be few tiles for each program."""
+    if k > MOST_COLUMNS:
+        return None
+    block_k = max(triton.next_power_of_2(k), 64)
+    warps = max(1, min(16, block_k // 1024))
+    small = packing.bits == 8 or n < 16 * 132 * 16 // warps
+    per_sm = max(1, (32 if small and packing.bits == 4 else 16) // warps)
+    return PackedRowTile(4 if small else 8, block_k, warps, per_sm)
+
+
+def few_rows_tile(rows: int, n: int, k: int, packing: PackedType) -> PackedTile:
+    """Return the tile of ``rows`` rows and a weight ``[n, k]``. Not measured yet."""
+    block_m = next(size for size in (16, 32, 64) if rows <= size)
+    block_k = 256 if packing.bits == 4 else 128
+    if k < block_k:
+        block_k //= 2
+    tiles, blocks, split = -(-n // 64), -(-k // block_k), 1
+    while split < 8 and 2 * split <= blocks and tiles * split < 264:
+        split *= 2
+    if split > 1 and (tiles * split * 64 * block_m > MAX_PARTS or tiles > MAX_TILES):
+        split = 1
+    return PackedTile(block_m, 64, block_k, 4, 3, split, -(-blocks // split) * block_k)
+
+
+class PackedRows:
+    """Multiply up to ``MOST_ROWS`` rows with one weight ``[n, k]``, or write it in 16 bits. ``one_row`` is the tile of one row of 16
+    bits, ``few_rows`` those of all numbers of rows."""
+
+    def __init__(self, weight: PackedWeight) -> None:
+        self._weight, self._packing = weight, weight.packing
+        self.shape = n, k = len(weight.rows), weight.columns
+        self._words = weight.rows.stride(0) // 4
+        self._sections = [
+            weight.section(name) for name in ("codes", "scale", "multiplier", "offset", "offset_multiplier")
+        ]
+        packing = self._packing
+        self._constants: dict[str, Any] = {
+            "BITS": packing.bits, "STEP": packing.step, "ZERO": packing.zero, "WHOLE": packing.whole,
+            "GROUP": packing.group or 0, "OFFSET": packing.offset,
+        }  # fmt: skip
+        self._space = workspace(weight.rows.device)
+        self.one_row = one_row_tile(n, k, packing)
+        self.few_rows = [few_rows_tile(max(rows, 1), n, k, packing) for rows in range(MOST_ROWS + 1)]
+
+    def multiply(
+        self, x: torch.Tensor, bias: torch.Tensor | None, y: torch.Tensor, activation: Activation | None = None
+    ) -> None:
+        """Write the product of contiguous ``x [m, k]`` and the weight to ``y [m, n]``, whose rows need not be adjacent. With
+        an ``activation``, write its gate, ``[m, n / 2]``."""
+        gated = 0 if activation is None else int(GATE_KINDS[activation])
+        if (tile := self._tile_of_one(x)) is not None:
+            self._multiply_one(x, bias, y, gated, tile)
+        else:
+            self._multiply_few(x, bias, y, gated, in_parts=False)
+
+    def parts(self, x: torch.Tensor) -> torch.Tensor | None:
+        """Compute ``LinearProduct.parts``."""
+        tile = self.few_rows[len(x)]
+        if tile.split == 1 or self._tile_of_one(x) is not None:
+            return None
+        y = torch.empty(tile.split, len(x), self.shape[0], dtype=torch.float32, device=x.device)
+        self._multiply_few(x, None, y, 0, in_parts=True)
+        return y
+
+    def _tile_of_one(self, x: torch.Tensor) -> PackedRowTile | None:
+        """Return the tile of one row if ``x`` is one, of 16 bits: the kernel rounds more than float32 does."""
+        return self.one_row if len(x) == 1 and x.dtype is not torch.float32 else None
+
+    def _multiply_one(
+        self, x: torch.Tensor, bias: torch.Tensor | None, y: torch.Tensor, gated: int, tile: PackedRowTile
+    ) -> None:
+        n, k = self.shape
+        tiles = triton.cdiv(n, tile.block_n)
+        launch(
+            one_row_kernel, (min(tiles, tile.per_sm * processors(x.device)),),
+            x, *self._sections, bias, y, n, k, self._words, tiles,
+            **self._constants, GATED=gated, BIAS=bias is not None, BLOCK_N=tile.block_n, BLOCK_K=tile.block_k,
+            num_warps=tile.warps,
+        )  # fmt: skip
+
+    def _multiply_few(
+        self, x: torch.Tensor, bias: torch.Tensor | None, y: torch.Tensor, gated: int, *, in_parts: bool
+    ) -> None:
+        assert x.is_contiguous()
+        m, (n, k) = len(x), self.shape
+        tile = self.few_rows[m]
+        launch(
+            few_rows_kernel, (triton.cdiv(n, tile.block_n), tile.split),
+            x, *self._sections, bias, y, self._space.parts, self._space.arrived,
+            m, n, k, tile.span, self._words, y.stride(-2),
+            **self._constants, GATED=gated, BIAS=bias is not None, EVEN=tile.span * tile.split == k,
+            BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, BLOCK_K=tile.block_k, SPLIT=tile.split, IN_PARTS=in_parts,
+            num_warps=tile.warps, num_stages=tile.stages,
+        )  # fmt: skip
+
+    def write(self, out: torch.Tensor, start: int = 0) -> None:
+        """Write rows of the weight from row ``start`` on to contiguous ``out [rows, k]``, rounded to its dtype."""
+        (rows, k), packing = out.shape, self._packing
+        sections = [None if section is None else section[start : start + rows] for section in self._sections]
+        block_k = 256 if packing.bits == 4 else 128
+        launch(
+            plain_weight_kernel, (triton.cdiv(rows, 32), triton.cdiv(k, block_k)),
+            *sections, out, rows, k, self._words, **self._constants, BLOCK_N=32, BLOCK_K=block_k,
+        )  # fmt: skip

@@ -1,0 +1,244 @@
+"""Multiply rows with weights in packed blocks of GGUF (``dovetail_quantization.gguf_packed``).
+
+One row: tensor cores would be idle for seven of eight rows, and converting each code takes longer than reading it. Therefore the
+row is rounded to integers of 16 bits with a scale for each unit, which is finer than bfloat16 by a factor of 64, and each
+is divided into two bytes. Instructions that add up four products of bytes (dp4a) multiply both with the codes as they are stored, and
+sums of a unit are exact. A program rounds the row once, and then computes one tile of the weight after another.
+
+Up to ``MOST_ROWS`` rows: tensor cores multiply dequantized tiles, which are the left operand of the product in registers (see
+``dovetail.ops.triton.matmul``, whose structure this kernel has). The integers become floating-point numbers by their bits: 4
+bits at the end of the mantissa of 16.0 are 16 and their number. Weights are rounded to the dtype of ``x``.
+
+More rows: ``plain_weight`` writes the weight in 16 bits for cuBLAS.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from dovetail.ops.triton.launch import INTERPRETED
+from dovetail.ops.triton.matmul import finish_row, finish_rows, rows_of
+
+_PLAIN = tl.constexpr(INTERPRETED)  # the interpreter has no assembly
+
+
+@triton.jit
+def _number(words, INDEX: tl.constexpr, BITS: tl.constexpr):
+    """Return code number INDEX of each word plus 16 (BITS 4) or 256 (BITS 8), in float32."""
+    mantissa: tl.constexpr = 23 - BITS if BITS == 4 else 15
+    shift: tl.constexpr = mantissa - BITS * INDEX
+    moved = (words << shift) if shift >= 0 else (words >> -shift)
+    mask: tl.constexpr = 0x00780000 if BITS == 4 else 0x007F8000
+    exponent: tl.constexpr = 0x41800000 if BITS == 4 else 0x43800000
+    return ((moved & mask) | exponent).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _factors(
+    scale, multiplier, rows, words, begin, k,
+    UNIT: tl.constexpr, WHOLE: tl.constexpr, GROUP: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """Return the scales of the units of BLOCK_K columns from ``begin`` on, float32 ``[rows, BLOCK_K / UNIT]``. GROUP 0 stands
+    for no multipliers."""
+    column = begin + tl.arange(0, BLOCK_K // UNIT) * UNIT
+    inside = (column < k)[None, :]
+    found = tl.load(scale + rows[:, None] * (words * 2) + (column // WHOLE)[None, :], inside, 0.0).to(tl.float32)
+    if GROUP:
+        place = multiplier + rows[:, None] * (words * 4) + (column // GROUP)[None, :]
+        found *= tl.load(place, inside, 0).to(tl.float32)
+    return found
+
+
+@triton.jit
+def _spread(factors, ROWS: tl.constexpr, UNITS: tl.constexpr, STEP: tl.constexpr):
+    """Return ``factors [ROWS, UNITS]`` for each word, ``[ROWS, UNITS * STEP]``."""
+    return tl.reshape(tl.broadcast_to(factors[:, :, None], [ROWS, UNITS, STEP]), [ROWS, UNITS * STEP])
+
+
+@triton.jit(do_not_specialize=["m"])
+def few_rows_kernel(
+    x, w, scale, multiplier, offset, offset_multiplier, bias, y, parts, arrived, m, n, k, span, words, stride,
+    BITS: tl.constexpr, STEP: tl.constexpr, ZERO: tl.constexpr, WHOLE: tl.constexpr, GROUP: tl.constexpr,
+    OFFSET: tl.constexpr, GATED: tl.constexpr, BIAS: tl.constexpr, EVEN: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    SPLIT: tl.constexpr, IN_PARTS: tl.constexpr, PDL: tl.constexpr,
+) -> None:  # fmt: skip
+    """Multiply up to BLOCK_M rows ``x [m, k]``. ``words`` are the words of a row of the weight, ``span`` the columns of a part.
+    EVEN: all columns of all parts exist."""
+    tile, part = tl.program_id(0), tl.program_id(1)
+    each: tl.constexpr = 32 // BITS
+    unit: tl.constexpr = STEP * each
+    units: tl.constexpr = BLOCK_K // unit
+    rows = rows_of(tile, n, GATED, BLOCK_N)
+    wide = rows.to(tl.int64)
+    token = tl.arange(0, BLOCK_M)
+    at = tl.arange(0, BLOCK_K // each)
+    column = at // STEP * unit + at % STEP  # that of the first code of each word
+    begin = part * span
+    source = w + wide[:, None] * words + begin // each + at[None, :]
+    tokens = x + token[:, None] * k + begin + column[None, :]
+    present = token[:, None] < m
+    dtype: tl.constexpr = x.dtype.element_ty
+    middle: tl.constexpr = ZERO + (16 if BITS == 4 else 256)
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    total = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+    for start in range(0, span, BLOCK_K):
+        if EVEN:
+            codes = tl.load(source + start // each, eviction_policy="evict_first")
+        else:
+            inside = (begin + start + column < k)[None, :]
+            codes = tl.load(source + start // each, inside, 0, eviction_policy="evict_first")
+        factor = _factors(scale, multiplier, wide, words, begin + start, k, unit, WHOLE, GROUP, BLOCK_K)
+        less = factor * middle
+        if OFFSET:
+            less += _factors(offset, offset_multiplier, wide, words, begin + start, k, unit, WHOLE, GROUP, BLOCK_K)
+        factor = _spread(factor, BLOCK_N, units, STEP)
+        less = _spread(less, BLOCK_N, units, STEP)
+        for index in tl.static_range(each):
+            left = (_number(codes, index, BITS) * factor - less).to(dtype)
+            if EVEN:
+                right = tl.load(tokens + start + index * STEP, present, 0.0)
+            else:
+                right = tl.load(tokens + start + index * STEP, present & inside, 0.0)
+            total = tl.dot(left, tl.trans(right), total, input_precision="ieee")
+    finish_rows(
+        total, y, bias, parts, arrived, rows, tile, part, m, n, GATED, BIAS, BLOCK_M, BLOCK_N, SPLIT, IN_PARTS, stride
+    )
+
+
+@triton.jit
+def _rounded(numbers, inverse):
+    """Return integers of 16 bits as their high bytes, which are signed, and what these lack, -128 to 127."""
+    whole = tl.floor(numbers * inverse + 0.5).to(tl.int32)
+    high = (whole + 128) >> 8
+    return high, whole - (high << 8)
+
+
+@triton.jit
+def _byte_sums(codes, numbers, total):
+    """Return ``total`` plus the sum of the products of the four bytes of ``codes``, unsigned, and of ``numbers``, signed."""
+    if _PLAIN:
+        for byte in tl.static_range(4):
+            signed = ((numbers >> (8 * byte) & 255) ^ 128) - 128
+            total += (codes >> (8 * byte) & 255) * signed
+        return total
+    return tl.inline_asm_elementwise(
+        "dp4a.u32.s32 $0, $1, $2, $3;", "=r,r,r,r", [codes, numbers, total], dtype=tl.int32, is_pure=True, pack=1
+    )
+
+
+@triton.jit
+def _packed_row(x, k, inverse, HALF: tl.constexpr, BITS: tl.constexpr, STEP: tl.constexpr, BLOCK_K: tl.constexpr):
+    """Return the high bytes and the low bytes of four rounded numbers of ``x`` in each word: those that belong to the codes in
+    the low bits (HALF 0) or the high bits (HALF 1) of the bytes of a word. The third result is their sum."""
+    each: tl.constexpr = 32 // BITS
+    at = tl.arange(0, BLOCK_K // each)
+    column = at // STEP * (STEP * each) + at % STEP
+    high = tl.zeros([BLOCK_K // each], tl.int32)
+    low = tl.zeros([BLOCK_K // each], tl.int32)
+    whole = tl.zeros([BLOCK_K // each], tl.int32)
+    for byte in tl.static_range(4):
+        place = column + STEP * (byte * (each // 4) + HALF)
+        first, second = _rounded(tl.load(x + place, place < k, 0.0).to(tl.float32), inverse)
+        whole += first * 256 + second
+        high |= (first & 255) << (8 * byte)
+        low |= (second & 255) << (8 * byte)
+    return high, low, whole
+
+
+@triton.jit(do_not_specialize=["tiles"])
+def one_row_kernel(
+    x, w, scale, multiplier, offset, offset_multiplier, bias, y, n, k, words, tiles,
+    BITS: tl.constexpr, STEP: tl.constexpr, ZERO: tl.constexpr, WHOLE: tl.constexpr, GROUP: tl.constexpr,
+    OFFSET: tl.constexpr, GATED: tl.constexpr, BIAS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    PDL: tl.constexpr,
+) -> None:  # fmt: skip
+    """Multiply one row ``x [k]`` of at most BLOCK_K columns. ``words`` are the words of a row of the weight."""
+    index, programs = tl.program_id(0), tl.num_programs(0)
+    each: tl.constexpr = 32 // BITS
+    unit: tl.constexpr = STEP * each
+    units: tl.constexpr = BLOCK_K // unit
+    at = tl.arange(0, BLOCK_K // each)
+    inside = (at * each < k)[None, :]
+    rows = rows_of(index, n, GATED, BLOCK_N).to(tl.int64)
+    if PDL:
+        gdc_launch_dependents()
+    codes = tl.load(w + rows[:, None] * words + at[None, :], inside, 0, eviction_policy="evict_first")
+    if PDL:
+        gdc_wait()
+    column = at // STEP * unit + at % STEP
+    largest = tl.zeros([BLOCK_K // each], tl.float32)
+    for number in tl.static_range(each):
+        place = column + number * STEP
+        largest = tl.maximum(largest, tl.abs(tl.load(x + place, place < k, 0.0).to(tl.float32)))
+    most = tl.maximum(tl.max(tl.reshape(largest, [units, STEP]), 1), 1e-30)
+    # 32512 = 127 * 256: the high byte of a rounded number is signed
+    inverse = tl.reshape(tl.broadcast_to((32512.0 / most)[:, None], [units, STEP]), [BLOCK_K // each])
+    high, low, whole = _packed_row(x, k, inverse, 0, BITS, STEP, BLOCK_K)
+    if BITS == 4:
+        high_after, low_after, more = _packed_row(x, k, inverse, 1, BITS, STEP, BLOCK_K)
+        whole += more
+    whole = tl.sum(tl.reshape(whole, [units, STEP]), 1)
+    most *= 1.0 / 32512.0
+    of_x = whole.to(tl.float32) * most
+    for tile in range(index, tiles, programs):
+        following = rows_of(tile + programs, n, GATED, BLOCK_N).to(tl.int64)
+        ahead = (at * each)[None, :] < tl.where(tile + programs < tiles, k, 0)
+        codes_ahead = tl.load(w + following[:, None] * words + at[None, :], ahead, 0, eviction_policy="evict_first")
+        factor = _factors(scale, multiplier, rows, words, 0, k, unit, WHOLE, GROUP, BLOCK_K)
+        first = tl.zeros([BLOCK_N, BLOCK_K // each], tl.int32)
+        second = tl.zeros([BLOCK_N, BLOCK_K // each], tl.int32)
+        if BITS == 4:
+            first = _byte_sums(codes & 0x0F0F0F0F, high[None, :], first)
+            second = _byte_sums(codes & 0x0F0F0F0F, low[None, :], second)
+            first = _byte_sums(codes >> 4 & 0x0F0F0F0F, high_after[None, :], first)
+            second = _byte_sums(codes >> 4 & 0x0F0F0F0F, low_after[None, :], second)
+        else:
+            first = _byte_sums(codes, high[None, :], first)
+            second = _byte_sums(codes, low[None, :], second)
+        sums = tl.sum(tl.reshape(first * 256 + second, [BLOCK_N, units, STEP]), 2)
+        total = (sums - (whole * ZERO)[None, :]).to(tl.float32) * most[None, :] * factor
+        if OFFSET:
+            less = _factors(offset, offset_multiplier, rows, words, 0, k, unit, WHOLE, GROUP, BLOCK_K)
+            total -= of_x[None, :] * less
+        finish_row(y, bias, rows, total, tile, n, GATED, BIAS, BLOCK_N)
+        codes, rows = codes_ahead, following
+
+
+@triton.jit
+def plain_weight_kernel(
+    w, scale, multiplier, offset, offset_multiplier, out, n, k, words,
+    BITS: tl.constexpr, STEP: tl.constexpr, ZERO: tl.constexpr, WHOLE: tl.constexpr, GROUP: tl.constexpr,
+    OFFSET: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
+) -> None:  # fmt: skip
+    """Write the weight ``[n, k]`` in the dtype of ``out``."""
+    row = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    wide, begin = tl.minimum(row, n - 1).to(tl.int64), tl.program_id(1) * BLOCK_K
+    each: tl.constexpr = 32 // BITS
+    unit: tl.constexpr = STEP * each
+    units: tl.constexpr = BLOCK_K // unit
+    at = tl.arange(0, BLOCK_K // each)
+    column = begin + at // STEP * unit + at % STEP
+    inside = (column < k)[None, :]
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    codes = tl.load(w + wide[:, None] * words + begin // each + at[None, :], inside, 0)
+    factor = _spread(
+        _factors(scale, multiplier, wide, words, begin, k, unit, WHOLE, GROUP, BLOCK_K), BLOCK_N, units, STEP
+    )
+    if OFFSET:
+        less = _factors(offset, offset_multiplier, wide, words, begin, k, unit, WHOLE, GROUP, BLOCK_K)
+        less = _spread(less, BLOCK_N, units, STEP)
+    middle: tl.constexpr = ZERO + (16 if BITS == 4 else 256)
+    place = out + row.to(tl.int64)[:, None] * k + column[None, :]
+    present = inside & (row < n)[:, None]
+    for index in tl.static_range(each):
+        value = (_number(codes, index, BITS) - middle) * factor
+        if OFFSET:
+            value -= less
+        tl.store(place + index * STEP, value.to(out.dtype.element_ty), present)

@@ -1,0 +1,118 @@
+"""Test products with packed blocks of GGUF on a GPU against plain float32 mathematics, in graphs too, and a model with them.
+
+Run: python -m pytest tests/gpu/test_gguf_gpu.py
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from tests.gguf_blocks import random_blocks
+from tests.tiny_gguf import write_tiny
+
+from dovetail import LLM, SamplingParams
+from dovetail.gguf.block_types import TYPES
+from dovetail.gguf.blocks import dequantize
+from dovetail.ops.activation import GATES
+from dovetail_quantization.gguf_cuda import PackedProduct
+from dovetail_quantization.gguf_packed import PACKED, PackedWeight, pack
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")]
+
+SHAPES = [(256, 512), (1030, 768), (4096, 4096), (1024, 14336), (512, 20480)]
+
+
+def weight_of(kind: str, n: int, k: int) -> tuple[PackedWeight, torch.Tensor]:
+    """Return a packed weight of random blocks, and its elements in float32."""
+    blocks = random_blocks(kind, n, k, 1e-3).cuda()
+    return PackedWeight(pack(blocks, TYPES[kind]), TYPES[kind], k), dequantize(blocks, TYPES[kind])
+
+
+def error(got: torch.Tensor, exact: torch.Tensor) -> float:
+    return float((got.float() - exact).square().mean().sqrt() / exact.square().mean().sqrt())
+
+
+def inputs(m: int, k: int, elements: torch.Tensor, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    """Return rows whose products with ``elements`` are about 1."""
+    return (torch.randn(m, k, device="cuda") / float(elements.square().mean().sqrt()) / k**0.5).to(dtype)
+
+
+@pytest.mark.parametrize("kind", PACKED)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_products_are_those_of_the_dequantized_weight(kind: str, shape: tuple[int, int]) -> None:
+    torch.manual_seed(0)
+    if kind not in ("Q4_K", "Q6_K") and shape not in SHAPES[:2]:
+        pytest.skip("large weights are tested for two types")
+    weight, elements = weight_of(kind, *shape)
+    product = PackedProduct([weight])
+    assert error(weight.dequantized(torch.float32), elements) < 1e-6
+    bias = torch.randn(shape[0], device="cuda", dtype=torch.bfloat16)
+    for m in (1, 2, 16, 33, 64, 300):
+        x = inputs(m, shape[1], elements)
+        plain = x.float() @ elements.T
+        assert error(product.forward(x, None), plain) < 6e-3, m
+        assert error(product.forward(x, bias), plain + bias.float()) < 6e-3, m
+        assert error(product.gated(x, bias, "silu"), GATES["silu"](plain + bias.float())) < 1.5e-2, m
+        parts = product.parts(x)
+        assert parts is None or error(parts.sum(0), plain) < 6e-3, m
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
+def test_other_dtypes_of_activations(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    for kind in ("Q4_K", "Q6_K"):
+        weight, elements = weight_of(kind, 512, 1024)
+        for m in (1, 5, 300):
+            x = inputs(m, 1024, elements, dtype)
+            exact = (x.double() @ elements.double().T).float()
+            assert error(PackedProduct([weight]).forward(x, None), exact) < (1e-3 if dtype is torch.float16 else 2e-3)
+
+
+def test_modules_of_several_types_in_graphs() -> None:
+    torch.manual_seed(0)
+    weights, elements = zip(*(weight_of(kind, n, 4096) for kind, n in (("Q4_K", 5120), ("Q6_K", 1024))), strict=True)
+    product, whole = PackedProduct(weights), torch.cat(elements)
+    for m in (1, 16, 64, 300):
+        x = inputs(m, 4096, whole)
+        static = x.clone()
+        product.forward(static, None)  # compiles
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            captured = product.forward(static, None)
+        for _ in range(2):
+            static.copy_(x)
+            graph.replay()
+            assert error(captured, static.float() @ whole.T) < 6e-3
+            x = inputs(m, 4096, whole)
+
+
+def test_rows_of_zeros_and_single_large_numbers() -> None:
+    torch.manual_seed(0)
+    for kind in ("Q4_K", "Q6_K"):
+        weight, elements = weight_of(kind, 256, 1024)
+        x = torch.zeros(1, 1024, device="cuda", dtype=torch.bfloat16)
+        assert not PackedProduct([weight]).forward(x, None).any()
+        x[0, 700], x[0, 3] = 3e4, 1e-3
+        assert error(PackedProduct([weight]).forward(x, None), x.float() @ elements.T) < 6e-3
+
+
+def test_a_model_computes_with_packed_blocks(tmp_path: Path) -> None:
+    """The embedded model in blocks of type Q8_0, in graphs, has nearly the log-probabilities of its dequantized weights in float32
+    on a CPU."""
+    file = write_tiny(tmp_path / "tiny.gguf", quantized=True)
+    prompts = [[5, 90, 33, 17], [7, 8, 9], list(range(5, 105))]
+    given = SamplingParams(max_new_tokens=8, temperature=0, logprobs=1, ignore_eos=True)
+    found = []
+    for device, dtype, quantization in (("cpu", "float32", "none"), ("cuda", "bfloat16", "gguf")):
+        llm = LLM(model={"path": str(file), "dtype": dtype}, device=device, quantization=quantization)
+        found.append(llm.generate(prompts, given))
+        llm.close()
+    for exact, got in zip(*found, strict=True):
+        pairs = list(zip(exact.token_ids, got.token_ids, strict=True))
+        equal = next((index for index, (a, b) in enumerate(pairs) if a != b), len(pairs))
+        for index in range(equal):
+            assert got.logprobs[index].logprob == pytest.approx(exact.logprobs[index].logprob, abs=0.25)
+        if equal < len(pairs):  # two tokens that are about equally likely
+            assert got.logprobs[equal].logprob == pytest.approx(exact.logprobs[equal].logprob, abs=0.25)
