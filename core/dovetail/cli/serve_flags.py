@@ -447,7 +447,7 @@ REFUSED: Mapping[str, str] = {
     "--max-total-tokens": "the KV pool is counted in pages; use --num-gpu-blocks-override, which is memory.num_pages, or --set memory.kv_gib=...",
     "--swap-space": "KV is not swapped to the host: retracted requests are computed again; leave it out",
     "--cpu-offload-gb": "weights are not offloaded; use --tp, or a smaller model",
-    "--revision": "hub names are read at their newest revision; download the revision and give its directory",
+    "--revision": "give the revision after the name: org/name@REVISION",
     "--download-dir": "hub files are in the cache of huggingface-hub; set HF_HOME",
     "--tokenizer-mode": "tokenizer.json is read; give a directory that has one with --tokenizer",
     "--override-generation-config": _DEFAULTS,

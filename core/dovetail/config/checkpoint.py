@@ -6,6 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+from dovetail.config.hub import hub_model
+from dovetail.config.hub_files import parse_hub_name
 from dovetail.config.pulled import pullable_models
 from dovetail.errors import ConfigError
 from dovetail.gguf.directory import checkpoints_in, gguf_directory, is_gguf_directory
@@ -16,7 +18,7 @@ EMBEDDED = {"tiny": Path(__file__).parent.parent / "assets" / "tiny"}
 
 def locate(path: str, key: str = "model.path") -> Path:
     """Return the local directory of a model: an embedded name, a directory, a GGUF file, for which a directory is written
-    in the user's cache folder, a model that was pulled, or a hub name, which is downloaded once
+    in the user's cache folder, a model that was pulled, or a hub name (``parse_hub_name``), which is downloaded once
     if huggingface-hub is installed and a network exists. ``key`` is the setting that errors name. Raises
     ``ConfigError``."""
     if path in EMBEDDED:
@@ -28,11 +30,11 @@ def locate(path: str, key: str = "model.path") -> Path:
         return gguf_directory(local)
     if path in pullable_models():
         return _of_pulled(path, key)
-    if path.count("/") == 1 and not path.startswith((".", "/", "~")) and not path.endswith(".gguf"):
-        return _download(path, key)
+    if parse_hub_name(path) is not None:
+        return _of_hub(path, key)
     raise ConfigError(
         f"{key} is {path!r}, which is not a directory; allowed: a directory in Hugging Face layout, a GGUF file, a hub name "
-        f"like 'org/name', an embedded model ({', '.join(EMBEDDED)}), or one that `dovetail pull` "
+        f"like 'org/name' (with a revision 'org/name@main', with a GGUF file 'org/name:Q4_K_M'), an embedded model ({', '.join(EMBEDDED)}), or one that `dovetail pull` "
         f"takes ({', '.join(pullable_models())})"
     )
 
@@ -79,22 +81,22 @@ def read_text(file: Path) -> str:
         raise ConfigError(f"{file} cannot be read: {error}") from error
 
 
-def _download(name: str, key: str) -> Path:
+def _of_hub(text: str, key: str) -> Path:
+    """Return the directory of a model of the hub, which is downloaded unless it is in the hub's cache."""
     try:
-        from huggingface_hub import snapshot_download  # pyright: ignore[reportMissingImports]
+        import huggingface_hub  # noqa: F401 # pyright: ignore[reportMissingImports, reportUnusedImport]
     except ImportError as error:
         raise ConfigError(
-            f"{key} is {name!r}, which is not a local directory, and hub names need huggingface-hub: pip install 'dovetail[hub]'. "
+            f"{key} is {text!r}, which is not a local directory, and hub names need huggingface-hub: pip install 'dovetail[hub]'. "
             f"Without a hub: {_without_hub()}"
         ) from error
-    patterns = ["*.json", "*.safetensors", "tokenizer*", "*.jinja"]
     try:
-        return Path(snapshot_download(name, allow_patterns=patterns))
-    except Exception as error:
+        found = hub_model(text, weights=key != "model.tokenizer")
+    except ConfigError as error:
         raise ConfigError(
-            f"{key} is {name!r}, which is not a local directory, and the hub did not deliver it; check the name and the "
-            f"network, or give a directory in Hugging Face layout, or a model that needs no hub ({_without_hub()}): {error}"
+            f"{key} is {text!r}, which is not a local directory or file: {error}. A model that needs no hub: {_without_hub()}"
         ) from error
+    return gguf_directory(found) if found.is_file() else found
 
 
 def _without_hub() -> str:

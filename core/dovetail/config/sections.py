@@ -11,6 +11,7 @@ from pydantic import Field, field_validator, model_validator
 
 from dovetail.config.adapters import AdaptersSection
 from dovetail.config.experiment import ExperimentSection
+from dovetail.config.hub_files import parse_hub_name
 from dovetail.config.kinds import (
     API,
     ATTENTION,
@@ -43,7 +44,7 @@ class ModelSection(Section):
 
     path: str = Field(
         default="tiny",
-        description="`tiny` (the embedded model), a local directory in Hugging Face layout, a GGUF file, a model of `dovetail pull`, or a hub name.",
+        description="`tiny` (the embedded model), a local directory in Hugging Face layout, a GGUF file, a model of `dovetail pull`, or a hub name: `org/name`, `org/name@revision`, `org/name:Q4_K_M` or `org/name/file.gguf`.",
     )
     arch: str = Field(
         default="auto",
@@ -91,7 +92,7 @@ class ModelSection(Section):
     @property
     def names(self) -> tuple[str, ...]:
         """Return all names of the model in the API."""
-        given = self.served_name or self.path.rstrip("/").rpartition("/")[2].removesuffix(".gguf")
+        given = self.served_name or _name_of(self.path)
         return (given,) if isinstance(given, str) else given
 
     def is_served(self, name: str) -> bool:
@@ -105,6 +106,15 @@ class ModelSection(Section):
             if name not in allowed:
                 raise ValueError(f"aliases.{pattern} is {name!r}; allowed: {', '.join(allowed)}")
         return self
+
+
+def _name_of(path: str) -> str:
+    """Return the last part of a path. A name of the hub loses its revision."""
+    hub = parse_hub_name(path)
+    if hub is not None and hub.revision is not None:
+        label = "" if hub.gguf is None else f"/{hub.gguf}" if hub.gguf.endswith(".gguf") else f":{hub.gguf}"
+        path = hub.repository + label
+    return path.rstrip("/").rpartition("/")[2].removesuffix(".gguf")
 
 
 class SchedulerSection(Section):
