@@ -34,7 +34,7 @@ GATED = Refusal(403, "GatedRepo")
 class HubServer:
     """Hold repositories, each a history of commits, and count what is downloaded.
 
-    ``broken`` names files whose connection ends after so many bytes, that many times. ``refused`` has repositories that are
+    ``broken`` names files whose connection ends after the bytes that the list names, once for each entry. ``refused`` has repositories that are
     refused.
     """
 
@@ -71,78 +71,81 @@ class HubServer:
             return left.pop(0) if left else None
 
 
+class _Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    hub: HubServer
+
+    def do_HEAD(self) -> None:
+        self.do_GET()
+
+    def do_GET(self) -> None:
+        path = unquote(urlsplit(self.path).path).strip("/")
+        api = path.startswith("api/models/")
+        org, name, *rest = path.removeprefix("api/models/").split("/")
+        verb, revision, *parts = [*rest, *("revision", "main")[len(rest) :]]
+        found = self.hub.find(f"{org}/{name}", revision)
+        if isinstance(found, Refusal):
+            self.refuse(found)
+        elif api:
+            self.list_files(f"{org}/{name}", verb, *found)
+        else:
+            self.send_file(found[0], "/".join(parts), found[1])
+
+    def list_files(self, repository: str, verb: str, commit: str, files: Files) -> None:
+        if verb == "tree":
+            rows = [
+                {"type": "file", "path": path, "size": len(data), "oid": etag(data)} for path, data in files.items()
+            ]
+            self.reply(json.dumps(rows).encode())
+            return
+        rows = [{"rfilename": path, "size": len(data), "blobId": etag(data)} for path, data in files.items()]
+        self.reply(json.dumps({"id": repository, "sha": commit, "siblings": rows}).encode())
+
+    def send_file(self, commit: str, path: str, files: Files) -> None:
+        if path not in files:
+            self.refuse(NO_FILE)
+            return
+        data, first = files[path], 0
+        if wanted := self.headers.get("Range"):
+            first = int(wanted.removeprefix("bytes=").partition("-")[0])
+        more = {"ETag": f'"{etag(data)}"', "X-Repo-Commit": commit, "Accept-Ranges": "bytes"}
+        if first:
+            more["Content-Range"] = f"bytes {first}-{len(data) - 1}/{len(data)}"
+        self.reply(data[first:], 206 if first else 200, more, name=path)
+
+    def reply(
+        self, data: bytes, status: int = 200, more: Mapping[str, str] | None = None, name: str | None = None
+    ) -> None:
+        self.send_response(status)
+        for key, value in {"Content-Length": str(len(data)), **(more or {})}.items():
+            self.send_header(key, value)
+        self.end_headers()
+        if self.command == "HEAD":
+            return
+        cut = self.hub.cut(name) if name else None
+        part = data if cut is None else data[:cut]
+        self.wfile.write(part)
+        if name:
+            with self.hub.lock:
+                self.hub.sent[name] += len(part)
+        if cut is not None:
+            self.wfile.flush()
+            self.close_connection = True
+
+    def refuse(self, refusal: Refusal) -> None:
+        self.reply(b"{}", refusal.status, {"X-Error-Code": refusal.code})
+
+    def log_message(self, format: str, *args: object) -> None:
+        pass
+
+
 @contextmanager
 def hub_server() -> Iterator[HubServer]:
     """Run a hub without repositories on a free port of this machine."""
     hub = HubServer()
 
-    class Handler(BaseHTTPRequestHandler):
-        protocol_version = "HTTP/1.1"
-
-        def do_HEAD(self) -> None:
-            self.do_GET()
-
-        def do_GET(self) -> None:
-            path = unquote(urlsplit(self.path).path).strip("/")
-            api = path.startswith("api/models/")
-            org, name, *rest = path.removeprefix("api/models/").split("/")
-            verb, revision, *parts = [*rest, *("revision", "main")[len(rest) :]]
-            found = hub.find(f"{org}/{name}", revision)
-            if isinstance(found, Refusal):
-                self.refuse(found)
-            elif api:
-                self.list_files(f"{org}/{name}", verb, *found)
-            else:
-                self.send_file(found[0], "/".join(parts), found[1])
-
-        def list_files(self, repository: str, verb: str, commit: str, files: Files) -> None:
-            if verb == "tree":
-                rows = [
-                    {"type": "file", "path": path, "size": len(data), "oid": etag(data)} for path, data in files.items()
-                ]
-                self.reply(json.dumps(rows).encode())
-                return
-            rows = [{"rfilename": path, "size": len(data), "blobId": etag(data)} for path, data in files.items()]
-            self.reply(json.dumps({"id": repository, "sha": commit, "siblings": rows}).encode())
-
-        def send_file(self, commit: str, path: str, files: Files) -> None:
-            if path not in files:
-                self.refuse(NO_FILE)
-                return
-            data, first = files[path], 0
-            if wanted := self.headers.get("Range"):
-                first = int(wanted.removeprefix("bytes=").partition("-")[0])
-            more = {"ETag": f'"{etag(data)}"', "X-Repo-Commit": commit, "Accept-Ranges": "bytes"}
-            if first:
-                more["Content-Range"] = f"bytes {first}-{len(data) - 1}/{len(data)}"
-            self.reply(data[first:], 206 if first else 200, more, name=path)
-
-        def reply(
-            self, data: bytes, status: int = 200, more: Mapping[str, str] | None = None, name: str | None = None
-        ) -> None:
-            self.send_response(status)
-            for key, value in {"Content-Length": str(len(data)), **(more or {})}.items():
-                self.send_header(key, value)
-            self.end_headers()
-            if self.command == "HEAD":
-                return
-            cut = hub.cut(name) if name else None
-            part = data if cut is None else data[:cut]
-            self.wfile.write(part)
-            if name:
-                with hub.lock:
-                    hub.sent[name] += len(part)
-            if cut is not None:
-                self.wfile.flush()
-                self.close_connection = True
-
-        def refuse(self, refusal: Refusal) -> None:
-            self.reply(b"{}", refusal.status, {"X-Error-Code": refusal.code})
-
-        def log_message(self, format: str, *args: object) -> None:
-            pass
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    handler = type("Handler", (_Handler,), {"hub": hub})
+    server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
     server.daemon_threads = True
     thread = threading.Thread(target=server.serve_forever, daemon=True)
     thread.start()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import glob
+import json
 import logging
 import shutil
 from collections.abc import Mapping
@@ -95,14 +96,13 @@ def _unreadable(files: Mapping[str, int]) -> str:
 
 def _shards(name: HubName, listing: _Listing, folder: str) -> list[str]:
     """Return the index of a folder's weights and the files that it names."""
-    from dovetail.config.checkpoint import read_json
-
     index = folder + INDEX
-    root = listing.folder or _fetch(name, listing, [index])
-    names = read_json((root / index).parent, INDEX).get("weight_map")
-    if not isinstance(names, dict) or not all(isinstance(file, str) for file in names.values()):
-        raise ConfigError(f"{index} of {name.repository} has no weight_map that names the file of each tensor")
-    shards = [folder + file for file in sorted(set(names.values()))]
+    file = (listing.folder or _fetch(name, listing, [index])) / index
+    try:
+        names = set(json.loads(file.read_text(encoding="utf-8"))["weight_map"].values())
+        shards = [folder + shard for shard in sorted(names)]
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+        raise ConfigError(f"{file} has no weight_map that names the file of each tensor ({error})") from error
     absent = [file for file in shards if file not in listing.sizes]
     if absent and listing.folder is None:
         raise ConfigError(
