@@ -78,7 +78,7 @@ class ContextLengthError(RequestError):
 
 class PageFormatError(DovetailError, ValueError):
     """Raised when exported pages of KV memory cannot be imported. ``fault`` is a short word: ``magic``, ``version``,
-    ``truncated``, ``checksum``, ``layout`` or ``pages``."""
+    ``truncated``, ``checksum``, ``header``, ``layout``, ``pages`` or ``size``."""
 
     def __init__(self, fault: str, message: str) -> None:
         super().__init__(f"{fault}: {message}")

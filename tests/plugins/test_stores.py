@@ -5,11 +5,15 @@
 
 from __future__ import annotations
 
+import struct
+import zlib
+
 import pytest
 import torch
 
 from dovetail.config import Config
 from dovetail.engine.memory import Budget, Needs, with_arena
+from dovetail.errors import PageFormatError
 from dovetail.interfaces.cache import CacheGroup, CacheGroupKind
 from dovetail.interfaces.store import KVStoreFactory, StoreContext
 from dovetail.memory.pool import make_arena
@@ -53,6 +57,37 @@ def test_scales_are_a_part_of_the_shared_memory() -> None:
     memories = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
     assert len(memories) == 3, "the slabs, and scales of heads of 16 and of 32"
     assert sum(memories.values()) == budget.pool
+
+
+def test_exports_with_a_right_checksum_may_still_be_wrong() -> None:
+    """A header that is no header, and a content of another size than its pages, are refused before anything is written."""
+    group = CacheGroup(1, 2, 16)
+    factory = PagedStores(PagedConfig(), StoreContext(4, torch.float32, torch.device("cpu")))
+    store = factory.make(group, 8)
+    store.clear()
+    data = store.export_pages([1, 2])
+    start = struct.Struct("<4sHIIQ")
+    magic, version, size, _, _ = start.unpack_from(data)
+    header, content = data[start.size :][:size], data[start.size + size :]
+
+    def export(header: bytes, content: bytes) -> bytes:
+        checksum = zlib.crc32(header + content)
+        return start.pack(magic, version, len(header), checksum, len(content)) + header + content
+
+    store.keys(0).fill_(1.0)
+    for damaged, fault in (
+        (export(b"{}", content), "header"),
+        (export(b"\xff{", content), "header"),
+        (export(header, content[:-4]), "size"),
+        (export(header, content + bytes(4)), "size"),
+        (export(header, b""), "size"),
+    ):
+        with pytest.raises(PageFormatError) as error:
+            store.import_pages(damaged, [1, 2])
+        assert error.value.fault == fault
+    assert (store.keys(0) == 1).all()
+    store.import_pages(export(header, content), [1, 2])
+    assert (store.keys(0)[1:3] == 0).all()
 
 
 STATIC = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False}

@@ -46,21 +46,21 @@ def export_parts(layout: PageLayout, parts: Sequence[torch.Tensor], pages: Seque
 
 def import_parts(layout: PageLayout, parts: Sequence[torch.Tensor], data: bytes, pages: Sequence[int]) -> None:
     """Write an export to the ``pages`` of all ``parts``. Raises ``PageFormatError`` before anything is written."""
-    content = _checked(layout, data, len(pages))
+    sizes = [len(pages) * part[0].numel() * part.dtype.itemsize for part in parts]
+    content = _checked(layout, data, len(pages), sum(sizes))
     index = torch.tensor(pages, dtype=torch.int64, device=parts[0].device)
     start = 0
-    for part in parts:
+    for part, size in zip(parts, sizes, strict=True):
         own = raw(part)
-        shape = (len(pages), *own.shape[1:])
-        size = torch.Size(shape).numel() * own.dtype.itemsize
         if size:
-            given = torch.frombuffer(bytearray(content[start : start + size]), dtype=own.dtype).view(shape)
-            own.index_copy_(0, index, given.to(own.device))
+            given = torch.frombuffer(bytearray(content[start : start + size]), dtype=own.dtype)
+            own.index_copy_(0, index, given.view(len(pages), *own.shape[1:]).to(own.device))
         start += size
 
 
-def _checked(layout: PageLayout, data: bytes, count: int) -> memoryview:
-    """Return the content of an export that has ``layout`` and ``count`` pages. Raises ``PageFormatError``."""
+def _checked(layout: PageLayout, data: bytes, count: int, nbytes: int) -> memoryview:
+    """Return the content of an export that has ``layout`` and ``count`` pages, which take ``nbytes``. Raises
+    ``PageFormatError``."""
     if len(data) < _START.size:
         raise PageFormatError("truncated", f"the export has {len(data)} bytes; it begins with {_START.size}")
     magic, version, header_size, checksum, size = _START.unpack_from(data)
@@ -74,13 +74,18 @@ def _checked(layout: PageLayout, data: bytes, count: int) -> memoryview:
     rest = memoryview(data)[_START.size :]
     if zlib.crc32(rest) != checksum:
         raise PageFormatError("checksum", "the checksum of the export is wrong: it was changed after it was written")
-    header = msgspec.json.decode(rest[:header_size], type=_Header)
+    try:
+        header = msgspec.json.decode(rest[:header_size], type=_Header)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise PageFormatError("header", f"the header of the export cannot be read: {error}") from error
     if header.layout != layout:
         raise PageFormatError(
             "layout", f"the pages were written as {_text(header.layout)}; this store has {_text(layout)}"
         )
     if header.pages != count:
         raise PageFormatError("pages", f"the export has {header.pages} pages; {count} are to be written")
+    if size != nbytes:
+        raise PageFormatError("size", f"the content of the export has {size} bytes; {count} pages take {nbytes}")
     return rest[header_size:]
 
 
