@@ -316,6 +316,13 @@ def test_configs_that_are_not_implemented_are_refused(case: str) -> None:
     assert str(describe(WRONG[case], IntegerConfig())).startswith(("quantization_config", "["))
 
 
+def test_scales_of_keys_and_values_may_be_declared_beside_integers() -> None:
+    scheme = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False}
+    assert read_format(changed(PACKED, kv_cache_scheme=scheme), IntegerConfig()) == read_format(
+        PACKED.config, IntegerConfig()
+    )
+
+
 def test_modules_may_be_stored_otherwise() -> None:
     """Rules for modules are those of GPTQModel and compressed-tensors: the first one that matches."""
     overrides = {"-:.*k_proj": {}, r"+:.*\.1\..*up_proj": {"bits": 8, "group_size": -1}, ".*q_proj": {"group_size": 64}}

@@ -19,7 +19,7 @@ from dovetail.interfaces.store import KVStoreFactory, StoreContext
 from dovetail.memory.pool import make_arena
 from dovetail.testing.store import KVStoreSuite
 from dovetail_cache.config import PagedConfig, ScaledConfig
-from dovetail_cache.scales import declares_scales, refuses
+from dovetail_cache.scales import declares_kv_scales, refuses
 from dovetail_cache.stores import PagedStores, ScaledStores
 
 FP8 = torch.float8_e4m3fn
@@ -106,7 +106,7 @@ STATIC = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False
     ],
 )
 def test_auto_takes_scales_that_a_checkpoint_declares(checkpoint: dict | None, declared: bool) -> None:
-    assert declares_scales(checkpoint) is declared
+    assert declares_kv_scales(checkpoint) is declared
     assert (refuses(checkpoint, ScaledConfig(), False) is None) is declared
     assert refuses(checkpoint, ScaledConfig(), True) is None
     context = StoreContext(16, FP8, torch.device("cpu"), checkpoint)

@@ -231,7 +231,7 @@ class MemorySection(Section):
     )
     kv_dtype: Literal["auto", "float32", "bfloat16", "float16", "fp8_e4m3", "fp8_e5m2"] = Field(
         default="auto",
-        description="`auto` is the model's dtype. The fp8 dtypes hold twice as many tokens as 16 bits. Store `paged` keeps keys and values unscaled, which saturate at 448 or 57344; store `scaled` keeps `fp8_e4m3` with scales (docs/stores.md). On CUDA `fp8_e4m3` needs compute capability 8.9.",
+        description="`auto` is `fp8_e4m3` with the checkpoint's scales where the checkpoint has scales of keys and values (docs/stores.md), otherwise the model's dtype. The fp8 dtypes hold twice as many tokens as 16 bits. Store `paged` keeps keys and values unscaled, which saturate at 448 or 57344; store `scaled` keeps `fp8_e4m3` with scales (docs/stores.md). On CUDA `fp8_e4m3` needs compute capability 8.9.",
     )
     state_snapshot_tokens: int | None = Field(
         default=None,

@@ -12,8 +12,9 @@ from functools import partial
 import torch
 from torch import nn
 
+from dovetail.config.kv_scales import KV_SCALE
 from dovetail.engine.declared import check_declared
-from dovetail.engine.shards import KV_SCALE, check_filled, transformed
+from dovetail.engine.shards import check_filled, transformed
 from dovetail.errors import ConfigError, WeightsError
 from dovetail.interfaces.experts import ExpertsBackend
 from dovetail.interfaces.mesh import SINGLE, Mesh

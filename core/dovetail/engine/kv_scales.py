@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING
 
 from safetensors import safe_open
 
+from dovetail.config.kv_scales import KV_SCALE
 from dovetail.engine.build import as_module
-from dovetail.engine.shards import KV_SCALE, stored_tensors
+from dovetail.engine.shards import stored_tensors
 from dovetail.engine.weights import checkpoint_files
 from dovetail.errors import ConfigError
 from dovetail.layers.attention import SelfAttention

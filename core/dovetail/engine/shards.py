@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from io import RawIOBase
@@ -81,11 +80,6 @@ def cut(tensor: StoredTensor, shares: Sequence[TensorShare]) -> StoredTensor:
     outer = {dim: math.prod(shape[:dim]) for dim in strides}  # the number of pieces
     runs = tuple((nbytes // outer[dim], stride) for dim, stride in strides.items() if outer[dim] > 1)
     return replace(tensor, shape=tuple(shape), offset=offset, nbytes=nbytes, runs=runs)
-
-
-KV_SCALE = re.compile(r"(?:.*\.)?layers\.(\d+)\..*\.([kv])_scale")
-"""Matches the name of a tensor that is a scale of the keys or values of a layer: ``model.layers.0.self_attn.k_scale``
-(compressed-tensors), ``model.layers.0.self_attn.k_proj.k_scale`` (ModelOpt)."""
 
 
 def stored_tensors(file: Path) -> list[StoredTensor]:

@@ -20,6 +20,7 @@ from dovetail.registry.api_choice import choose_served
 from dovetail.registry.candidates import Slot, Tuning, call_hook, open_slot, tuned_names
 from dovetail.registry.installed import Registry
 from dovetail.registry.kinds import Kinds
+from dovetail.registry.kv_dtype import LEFT, TAKEN, check_kv_dtype, why_unscaled, with_fp8, with_note
 from dovetail.registry.machine import Machine
 from dovetail.registry.model_choice import ModelChoice, choose_model
 from dovetail.registry.parser_choice import Parsers, choose_parsers
@@ -40,8 +41,6 @@ from dovetail.registry.targets import load_attribute
 from dovetail.registry.tuning import Tuned, record_for, tuned_for
 
 Slots = Mapping[str, Slot]
-FP8_E4M3 = (8, 9)
-"""The lowest compute capability of CUDA devices that convert to fp8_e4m3."""
 INVARIANT = ((9, 0),)
 """The compute capabilities of the CUDA devices on which ``batch_invariant`` has been shown to hold."""
 INVARIANT_DTYPES = ("bfloat16", "float16")
@@ -59,8 +58,40 @@ def resolve(config: Config, registry: Registry, machine: Machine, *, tuning: Tun
     """
     shipped = record_for(machine)
     model = choose_model(config, registry, machine, tuning if tuning is not None else shipped.slots if shipped else {})
+    resolved = _with_checkpoint_scales(config, registry, machine, model, tuning)
+    for resolution in (one for one in resolved.resolutions if one.concerned):
+        logger.info("%s: %s, %s%s", *_logged(resolution))
+    if resolved.sampling_defaults:
+        logger.info("sampling defaults: %s (model.generation_config)", dict(resolved.sampling_defaults))
+    call_hook(registry.hooks, "on_resolved", resolved=resolved)
+    return resolved
+
+
+def _with_checkpoint_scales(
+    config: Config, registry: Registry, machine: Machine, model: ModelChoice, tuning: Tuning | None
+) -> Resolved:
+    """Choose the components. If config leaves the dtype of keys and values open, it is FP8 if the checkpoint has scales for
+    them and a combination of components uses these."""
+    scaled = with_fp8(config, machine, model)
+    why = scaled if isinstance(scaled, str) else ""
+    if not isinstance(scaled, str):
+        try:
+            resolved = _choose(config, registry, machine, scaled, tuning)
+            why = why_unscaled(resolved)
+            if not why:
+                return with_note(resolved, TAKEN)
+        except ResolutionError as error:
+            why = " ".join(str(error).split())
+    resolved = _choose(config, registry, machine, model, tuning)
+    return with_note(resolved, f"{LEFT}{why}") if why else resolved
+
+
+def _choose(
+    config: Config, registry: Registry, machine: Machine, model: ModelChoice, tuning: Tuning | None
+) -> Resolved:
+    """Choose every component for a model whose dtypes are known."""
     tuned = _tuned(config, registry, machine, model, tuning)
-    _check_kv_dtype(model.kv_dtype, machine)
+    check_kv_dtype(model.kv_dtype, machine)
     _check_adapters(config)
     _check_batch_invariant(config, machine, model.dtype)
     _check_expert_load(config, model)
@@ -74,13 +105,7 @@ def resolve(config: Config, registry: Registry, machine: Machine, *, tuning: Tun
         raise registry.with_absent(error) from None
     _mark_candidates(slots, combo, _overlap_values(config, machine), negotiation)
     _check(config, slots, combo, registry.kinds)
-    resolved = _resolved(config, registry, machine, model, slots, combo, tuned, parsers)
-    for resolution in (one for one in resolved.resolutions if one.concerned):
-        logger.info("%s: %s, %s%s", *_logged(resolution))
-    if resolved.sampling_defaults:
-        logger.info("sampling defaults: %s (model.generation_config)", dict(resolved.sampling_defaults))
-    call_hook(registry.hooks, "on_resolved", resolved=resolved)
-    return resolved
+    return _resolved(config, registry, machine, model, slots, combo, tuned, parsers)
 
 
 def _tuned(config: Config, registry: Registry, machine: Machine, model: ModelChoice, given: Tuning | None) -> Tuned:
@@ -163,17 +188,6 @@ def _overlap_values(config: Config, machine: Machine) -> list[bool]:
     if config.scheduler.overlap != "auto":
         return [config.scheduler.overlap]
     return [True, False] if machine.device_type == "cuda" else [False, True]
-
-
-def _check_kv_dtype(kv_dtype: str, machine: Machine) -> None:
-    """Check that the device can convert to the pool's dtype. The kernels that write the pool need this with every
-    attention backend. Raises ``ConfigError``."""
-    have = machine.compute_capability
-    if kv_dtype == "fp8_e4m3" and have is not None and have < FP8_E4M3:
-        raise ConfigError(
-            f"memory.kv_dtype is fp8_e4m3, which needs compute capability {'.'.join(map(str, FP8_E4M3))}; "
-            f"{machine.device_name} has {'.'.join(map(str, have))}. Set memory.kv_dtype to fp8_e5m2 or auto"
-        )
 
 
 def _check_expert_load(config: Config, model: ModelChoice) -> None:

@@ -7,13 +7,13 @@ from typing import cast
 
 from pydantic import BaseModel
 
+from dovetail.config.kv_scales import declares_kv_scales
 from dovetail.errors import ConfigError
 from dovetail.interfaces.cache import CacheGroup, CacheGroupKind
 from dovetail.interfaces.store import KVStore, KVStoreFactory, PageBytes, SlabMemory, StoreContext
 from dovetail.memory.pool import ArenaKVPool, LatentArenaPool, make_pool, plain_page_bytes
 from dovetail.memory.scaled import ScaledArenaKVPool, ScaledKVPool, scaled_page_bytes
 from dovetail_cache.config import ScaledConfig
-from dovetail_cache.scales import declares_scales
 
 
 class PagedStores(KVStoreFactory):
@@ -43,7 +43,7 @@ class ScaledStores(KVStoreFactory):
     def __init__(self, config: BaseModel, context: StoreContext) -> None:
         scales = cast("ScaledConfig", config).scales
         self._context = context
-        self._computed = not declares_scales(context.checkpoint) if scales == "auto" else scales == "token_head"
+        self._computed = not declares_kv_scales(context.checkpoint) if scales == "auto" else scales == "token_head"
 
     def page_bytes(self, group: CacheGroup, page_size: int) -> PageBytes:
         """See ``KVStoreFactory.page_bytes``."""

@@ -13,7 +13,15 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from dovetail.errors import ConfigError
-from dovetail_quantization.checkpoint import allow_only, any_of, listed, modules_left_out, names_of, refuse_ignore
+from dovetail_quantization.checkpoint import (
+    allow_only,
+    any_of,
+    check_kv_scheme,
+    listed,
+    modules_left_out,
+    names_of,
+    refuse_ignore,
+)
 from dovetail_quantization.config import IntegerConfig
 
 LARGEST_GROUP = 1 << 20
@@ -210,7 +218,8 @@ def _gptq_scheme(given: Mapping[str, Any], base: Scheme) -> Scheme:
 
 
 def _read_compressed(given: Mapping[str, Any]) -> IntegerFormat:
-    for key in ("kv_cache_scheme", "sparsity_config", "transform_config"):
+    check_kv_scheme(given)
+    for key in ("sparsity_config", "transform_config"):
         allow_only(given, key, (None, {}))
     groups = given.get("config_groups")
     if not isinstance(groups, Mapping) or not groups:
