@@ -353,11 +353,13 @@ def gated_delta(
     precision = "tf32x3" if qkv.dtype == torch.float32 else "tf32"
     constants = _constants(shape, gates) | {"CHUNK": rows.chunk, "PRECISION": precision}
     block_v = _block(value_dim, 64)
+    # in tiles of 16 columns, Triton 3.6 lets 8 warps read beyond the shared memory of a program
+    warps = 8 if min(key_dim, value_dim) > 16 else 4
     launch(
         _solve, (chunks, heads),
         qkv, gates.a, gates.b, gates.rate, gates.bias, totals, reads, changes, rows.indptr, rows.chunk_rows,
         rows.chunk_starts, qkv.stride(0), gates.a.stride(0), gates.b.stride(0), heads,
-        **constants, SUB=_SUB, BLOCK_V=block_v, num_warps=8,
+        **constants, SUB=_SUB, BLOCK_V=block_v, num_warps=warps,
     )  # fmt: skip
     narrow = _block(value_dim, 32)
     launch(
