@@ -76,8 +76,9 @@ def likelihoods(llm: LLM, text: list[int], begin: int) -> tuple[torch.Tensor, to
     """Return the largest log-probability and that of the token in ``text``, at each position from ``begin`` on."""
     params = SamplingParams(max_new_tokens=1, prompt_logprobs=1, prompt_logprobs_start=begin)
     (output,) = llm.generate([text], params)
-    largest = torch.tensor([entry.top[0][1] for entry in output.prompt_logprobs])
-    return largest, torch.tensor([entry.logprob for entry in output.prompt_logprobs])
+    entries = output.prompt_logprobs
+    assert entries is not None
+    return torch.tensor([entry.top[0][1] for entry in entries]), torch.tensor([entry.logprob for entry in entries])
 
 
 def answers(directory: Path, graphs: str, speculative: str | dict[str, Any]) -> list[Output]:
