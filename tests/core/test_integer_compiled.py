@@ -58,13 +58,16 @@ def check(code: Any, file: Path) -> None:
 def test_products_of_few_rows_compile(
     rows: int, bits: int, zeros: bool, dtype: str, group: int, tmp_path: Path
 ) -> None:
-    tile = integer_rows.integer_tile(rows, 4096, 4096, group)
+    four = bits == 4
+    tile = integer_rows.plane_tile(rows, 4096, 4096) if four else integer_rows.integer_tile(rows, 4096, 4096, group)
     assert tile is not None
-    constants: dict[str, Any] = {"FOUR": bits == 4, "ZEROS": zeros, "GATED": 0, "BIAS": False, "bias": None}
+    own = {"GROUPS": integers.planes_with_groups(4096, group)} if four else {"FOUR": False}
+    constants: dict[str, Any] = {**own, "ZEROS": zeros, "GATED": 0, "BIAS": False, "bias": None}
     constants |= {"BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "BLOCK_K": tile.block_k, "SPLIT": tile.split}
     constants |= {"IN_PARTS": False} | ({} if zeros else {"zeros": None})
-    types = {"x": dtype, "y": dtype, "w": "*u8" if bits == 4 else "*i8"}
-    code = compiled(integer_rows._few_integer_rows, constants, types, tile.warps, tile.stages)
+    types = {"x": dtype, "y": dtype, "w": "*i16" if four else "*i8"}
+    kernel = integer_rows._few_plane_rows if four else integer_rows._few_integer_rows
+    code = compiled(kernel, constants, types, tile.warps, tile.stages)
     check(code, tmp_path / "kernel.cubin")
     assert "L2::cache_hint" in code["ptx"].split("cp.async", 1)[-1], "codes are not read ahead"
     assert "mma" in code["ptx"]
@@ -78,6 +81,7 @@ def test_experts_compile(bits: int, gated: bool, tokens: int, tmp_path: Path) ->
     tile = integers.integer_expert_tile(tiles.gate_up if gated else tiles.down, tiles.block_m, 128)
     constants: dict[str, Any] = {
         "FOUR": bits == 4,
+        "GROUPS": integers.planes_with_groups(2048, 128) if bits == 4 else 0,
         "ZEROS": False,
         "zero": None,
         "GATED": gated,
@@ -86,7 +90,7 @@ def test_experts_compile(bits: int, gated: bool, tokens: int, tmp_path: Path) ->
     }
     constants |= {"SCALED": False, "BIAS": False, "LIMITED": False, "IN_PARTS": False, "ONE": tokens == 1}
     constants |= {"BLOCK_M": tiles.block_m, "BLOCK_N": tile.block_n, "BLOCK_K": tile.block_k}
-    types = {"w": "*u8" if bits == 4 else "*i8", "scale": "*fp16", "weights": "*fp32", "order": "*i32"}
+    types = {"w": "*i16" if bits == 4 else "*i8", "scale": "*fp16", "weights": "*fp32", "order": "*i32"}
     types |= {"blocks": "*i32", "used": "*i32"} | dict.fromkeys(("alpha", "limit", "offset"), "fp32")
     code = compiled(integers._integer_product, constants, types, tile.warps, tile.stages)
     check(code, tmp_path / "kernel.cubin")
@@ -94,6 +98,9 @@ def test_experts_compile(bits: int, gated: bool, tokens: int, tmp_path: Path) ->
 
 @pytest.mark.parametrize("bits", [4, 8])
 def test_weights_compile(bits: int, tmp_path: Path) -> None:
-    constants = {"FOUR": bits == 4, "ZEROS": True, "BLOCK_N": 32, "BLOCK_K": 128}
-    code = compiled(integer_rows._plain_weight, constants, {"w": "*u8" if bits == 4 else "*i8"}, 4, 3)
+    if bits == 4:
+        code = compiled(integer_rows._plain_planes, {"ZEROS": True, "BLOCK_N": 64}, {"w": "*i16"}, 4, 3)
+    else:
+        constants = {"FOUR": False, "ZEROS": True, "BLOCK_N": 32, "BLOCK_K": 128}
+        code = compiled(integer_rows._plain_weight, constants, {"w": "*i8"}, 4, 3)
     check(code, tmp_path / "kernel.cubin")

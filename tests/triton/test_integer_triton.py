@@ -11,7 +11,7 @@ import torch
 from dovetail.ops.activation import GATES
 from dovetail.ops.integers import Integers, dequantize
 from dovetail_quantization.integer_products import Int8Product, IntegerProduct, narrowed
-from dovetail_quantization.triton.integer_rows import MOST_ROWS, integer_rows, integer_tile, plain_weight
+from dovetail_quantization.triton.integer_rows import MOST_ROWS, integer_rows, plain_weight, tile_of
 
 TOLERANCES = {torch.float32: 1e-5, torch.float16: 4e-3}
 
@@ -53,7 +53,7 @@ def test_products_of_few_rows_are_those_of_the_numbers(
     assert (rows.forward(x, None).double() - exact).abs().max() <= 4 * bound
     assert (rows.forward(x, bias).double() - exact - bias.double()).abs().max() <= 4 * bound
     parts = rows.parts(x)
-    tile = integer_tile(m, n, k, group)
+    tile = tile_of(m, weight)
     assert tile is not None
     assert (parts is None) == (tile.split == 1)
     if parts is not None:

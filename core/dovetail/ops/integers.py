@@ -1,8 +1,10 @@
 """Convert weights that are stored as integers of 4 or 8 bits, with a scale for each group of columns of a row.
 
-Dovetail holds integers of 8 bits as int8, and those of 4 bits as uint8 with two numbers in a byte: of 32 columns, the low
-bits of 16 bytes are the first 16 columns and the high bits the others, as in ``ops.mxfp4``. A number of 4 bits stands for
-its value minus 8. Scales are ``[groups, out]``, so that those of many rows are contiguous. Zero points are uint8 numbers
+Dovetail holds integers of 8 bits as int8, and those of 4 bits as uint8 with two numbers in a byte. If the number of columns is a
+multiple of ``PLANES``, that many columns are 32 words of 16 bits, little endian: word j has column j in its lowest bits, then columns 32 + j,
+64 + j and 96 + j. Kernels take the same bits of all words with few instructions, and each such plane is 32 columns. Otherwise,
+of 32 columns, the low bits of 16 bytes are the first 16 columns and the high bits the others, as in ``ops.mxfp4``. A number of
+4 bits stands for its value minus 8. Scales are ``[groups, out]``, so that those of many rows are contiguous. Zero points are uint8 numbers
 in the same order; the number in the middle, 8 or 128, stands for 0.
 """
 
@@ -13,7 +15,9 @@ from typing import NamedTuple
 import torch
 
 BLOCK = 32
-"""The number of columns of 4 bits that are held in 16 bytes. Groups are multiples of it."""
+"""Groups of columns of 4 bits are multiples of this number."""
+PLANES = 128
+"""The number of columns of 4 bits in one block of words, in rows of a multiple of it."""
 _ROWS = 4096
 """The number of rows that are held in float32 at a time."""
 
@@ -46,16 +50,23 @@ def held(numbers: torch.Tensor, bits: int) -> torch.Tensor:
     """Return unsigned numbers (uint8 ``[..., in]``) as codes. For 4 bits the columns are a multiple of ``BLOCK``."""
     if bits == 8:
         return (numbers ^ 128).view(torch.int8)
-    halves = numbers.unflatten(-1, (-1, 2, BLOCK // 2))
-    return (halves[..., 0, :] | halves[..., 1, :] << 4).flatten(-2)
+    if numbers.shape[-1] % PLANES:
+        halves = numbers.unflatten(-1, (-1, 2, BLOCK // 2))
+        return (halves[..., 0, :] | halves[..., 1, :] << 4).flatten(-2)
+    bytes_of = numbers.unflatten(-1, (-1, 4, PLANES // 4))
+    low, high = bytes_of[..., 0, :] | bytes_of[..., 1, :] << 4, bytes_of[..., 2, :] | bytes_of[..., 3, :] << 4
+    return torch.stack((low, high), -1).flatten(-3)
 
 
 def numbers_of(codes: torch.Tensor) -> torch.Tensor:
     """Return the unsigned numbers (uint8 ``[..., in]``) of codes."""
     if codes.dtype is torch.int8:
         return codes.view(torch.uint8) ^ 128
-    halves = codes.unflatten(-1, (-1, BLOCK // 2))
-    return torch.stack((halves & 15, halves >> 4), -2).flatten(-3)
+    if codes.shape[-1] * 2 % PLANES:
+        halves = codes.unflatten(-1, (-1, BLOCK // 2))
+        return torch.stack((halves & 15, halves >> 4), -2).flatten(-3)
+    low, high = codes.unflatten(-1, (-1, PLANES // 4, 2)).unbind(-1)
+    return torch.stack((low & 15, low >> 4, high & 15, high >> 4), -2).flatten(-3)
 
 
 def dequantize(weight: Integers, dtype: torch.dtype) -> torch.Tensor:

@@ -2,7 +2,8 @@
 CUDA.
 
 Integers are exact in 16 bits: tensor cores multiply them, and the sums of a block of columns that has one scale are multiplied
-by it. The order of the work for experts, and the order of operands, is that of ``mxfp4``.
+by it. The order of the work for experts, and the order of operands, is that of ``mxfp4``. Codes of 4 bits in planes take three
+instructions for two numbers, which is what bounds products of few rows.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from dovetail.interfaces.expert_shapes import ExpertWeights, Routing
+from dovetail.ops.integers import PLANES
 from dovetail.ops.triton.experts import pairs_of_block
 from dovetail.ops.triton.launch import INTERPRETED, launch
 from dovetail.ops.triton.mxfp4 import store_gated
@@ -21,7 +23,9 @@ from dovetail.ops.triton.routing import sort_by_expert
 
 HALF = tl.constexpr(16)
 """The columns of a block whose codes are in the low bits, and in the high bits, of 16 bytes."""
-_PLAIN = tl.constexpr(INTERPRETED)  # the interpreter has no numbers of 16 bits by their bits
+PLANE = tl.constexpr(PLANES // 4)
+"""The columns of a plane: those that the same bits of adjacent words of 16 bits are."""
+_PLAIN = tl.constexpr(INTERPRETED)  # the interpreter has no numbers of 16 bits by their bits, and no assembly
 
 
 @triton.jit
@@ -61,11 +65,125 @@ def integer_sums(codes, zeros, tokens, present, FOUR: tl.constexpr, DTYPE: tl.co
     return found
 
 
+@triton.jit
+def of_groups(place, start, group, rows, GROUPS: tl.constexpr):
+    """Return what the planes of the columns from ``start`` on have at ``place [groups, rows]``. GROUPS (1, 2 or 4) of them may
+    differ: each ``4 / GROUPS`` planes are columns of one group."""
+    first = tl.load(place + start // group * rows)
+    second, third, fourth = first, first, first
+    if GROUPS >= 2:
+        third = tl.load(place + (start + 2 * PLANE) // group * rows)
+        fourth = third
+    if GROUPS == 4:
+        second = tl.load(place + (start + PLANE) // group * rows)
+        fourth = tl.load(place + (start + 3 * PLANE) // group * rows)
+    return first, second, third, fourth
+
+
+@triton.jit
+def _plane(codes, middle, INDEX: tl.constexpr, DTYPE: tl.constexpr):
+    return ((codes >> 4 * INDEX & 15).to(tl.float32) - middle.to(tl.float32)[:, None]).to(DTYPE)
+
+
+@triton.jit
+def _middles(middle, like, BITS: tl.constexpr):
+    return tl.broadcast_to((middle.to(tl.int16) | BITS)[:, None], like.shape)
+
+
+@triton.jit
+def _planes_of(codes, m0, m1, m2, m3, DTYPE: tl.constexpr, APART: tl.constexpr):
+    """Return the numbers in the four planes of ``codes`` (int16 ``[BLOCK_N, PLANE]``), less their middles (uint8 ``[BLOCK_N]``). With APART
+    they are plus 128 instead. The bits of a number become the last ones of 128 (bfloat16) or 1024 (float16)."""
+    if _PLAIN or DTYPE.is_fp32():
+        return (
+            _plane(codes, m0, 0, DTYPE), _plane(codes, m1, 1, DTYPE), _plane(codes, m2, 2, DTYPE), _plane(codes, m3, 3, DTYPE)
+        )  # fmt: skip
+    elif APART:
+        return tl.inline_asm_elementwise(
+            """{ .reg .b32 s;
+            lop3.b32 $0, $4, 0x000F000F, 0x43004300, 0xea;
+            shr.b32 s, $4, 4;  lop3.b32 $1, s, 0x000F000F, 0x43004300, 0xea;
+            shr.b32 s, $4, 8;  lop3.b32 $2, s, 0x000F000F, 0x43004300, 0xea;
+            shr.b32 s, $4, 12; lop3.b32 $3, s, 0x000F000F, 0x43004300, 0xea; }""",
+            "=r,=r,=r,=r,r", [codes], dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16), is_pure=True, pack=2,
+        )  # fmt: skip
+    elif DTYPE.is_bf16():
+        return tl.inline_asm_elementwise(
+            """{ .reg .b32 s, t;
+            lop3.b32 t, $4, 0x000F000F, 0x43004300, 0xea; sub.rn.bf16x2 $0, t, $5;
+            shr.b32 s, $4, 4;  lop3.b32 t, s, 0x000F000F, 0x43004300, 0xea; sub.rn.bf16x2 $1, t, $6;
+            shr.b32 s, $4, 8;  lop3.b32 t, s, 0x000F000F, 0x43004300, 0xea; sub.rn.bf16x2 $2, t, $7;
+            shr.b32 s, $4, 12; lop3.b32 t, s, 0x000F000F, 0x43004300, 0xea; sub.rn.bf16x2 $3, t, $8; }""",
+            "=r,=r,=r,=r,r,r,r,r,r",
+            [codes, _middles(m0, codes, 0x4300), _middles(m1, codes, 0x4300), _middles(m2, codes, 0x4300), _middles(m3, codes, 0x4300)],
+            dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16), is_pure=True, pack=2,
+        )  # fmt: skip
+    else:
+        return tl.inline_asm_elementwise(
+            """{ .reg .b32 s, t;
+            lop3.b32 t, $4, 0x000F000F, 0x64006400, 0xea; sub.rn.f16x2 $0, t, $5;
+            shr.b32 s, $4, 4;  lop3.b32 t, s, 0x000F000F, 0x64006400, 0xea; sub.rn.f16x2 $1, t, $6;
+            shr.b32 s, $4, 8;  lop3.b32 t, s, 0x000F000F, 0x64006400, 0xea; sub.rn.f16x2 $2, t, $7;
+            shr.b32 s, $4, 12; lop3.b32 t, s, 0x000F000F, 0x64006400, 0xea; sub.rn.f16x2 $3, t, $8; }""",
+            "=r,=r,=r,=r,r,r,r,r,r",
+            [codes, _middles(m0, codes, 0x6400), _middles(m1, codes, 0x6400), _middles(m2, codes, 0x6400), _middles(m3, codes, 0x6400)],
+            dtype=(tl.float16, tl.float16, tl.float16, tl.float16), is_pure=True, pack=2,
+        )  # fmt: skip
+
+
+@triton.jit
+def _scaled(sums, of_x, scale, middle, APART: tl.constexpr):
+    if APART:
+        sums -= of_x * (middle.to(tl.float32) + 128.0)[:, None]
+    return sums * scale.to(tl.float32)[:, None]
+
+
+@triton.jit
+def plane_sums(
+    codes, s0, s1, s2, s3, m0, m1, m2, m3, tokens, present, total,
+    GROUPS: tl.constexpr, APART: tl.constexpr, DTYPE: tl.constexpr,
+):  # fmt: skip
+    """Return ``total [BLOCK_N, BLOCK_M]`` plus the products of the planes of ``codes`` (int16 ``[BLOCK_N, PLANE]``), times their scales, and
+    of the columns of ``x`` at ``tokens [PLANE, BLOCK_M]``. See ``of_groups`` for scales and middles. With APART (bfloat16 only), products of
+    ``x`` and ones are multiplied by the middles: of few rows they take less time than subtracting the middle from each number."""
+    apart: tl.constexpr = APART and not _PLAIN
+    p0, p1, p2, p3 = _planes_of(codes, m0, m1, m2, m3, DTYPE, apart)
+    x0 = tl.load(tokens, present, 0.0)
+    x1 = tl.load(tokens + PLANE, present, 0.0)
+    x2 = tl.load(tokens + 2 * PLANE, present, 0.0)
+    x3 = tl.load(tokens + 3 * PLANE, present, 0.0)
+    nothing = tl.zeros(total.shape, tl.float32)
+    of_x = nothing
+    one = tl.full(codes.shape, 1.0, DTYPE)
+    sums = tl.dot(p0, x0, input_precision="ieee")
+    if apart:
+        of_x = tl.dot(one, x0)
+    if GROUPS == 4:
+        total += _scaled(sums, of_x, s0, m0, apart)
+        sums, of_x = nothing, nothing
+    sums = tl.dot(p1, x1, sums, input_precision="ieee")
+    if apart:
+        of_x = tl.dot(one, x1, of_x)
+    if GROUPS >= 2:
+        total += _scaled(sums, of_x, s1, m1, apart)
+        sums, of_x = nothing, nothing
+    sums = tl.dot(p2, x2, sums, input_precision="ieee")
+    if apart:
+        of_x = tl.dot(one, x2, of_x)
+    if GROUPS == 4:
+        total += _scaled(sums, of_x, s2, m2, apart)
+        sums, of_x = nothing, nothing
+    sums = tl.dot(p3, x3, sums, input_precision="ieee")
+    if apart:
+        of_x = tl.dot(one, x3, of_x)
+    return total + _scaled(sums, of_x, s3, m3, apart)
+
+
 @triton.jit(do_not_specialize=["tiles", "tokens", "first"])
 def _integer_product(
     x, w, scale, zero, bias, out, weights, order, blocks, used, tiles, tokens, first, experts, k, width, group,
     alpha, limit, offset,
-    FOUR: tl.constexpr, ZEROS: tl.constexpr, GATED: tl.constexpr, TOP_K: tl.constexpr, SCALED: tl.constexpr,
+    FOUR: tl.constexpr, GROUPS: tl.constexpr, ZEROS: tl.constexpr, GATED: tl.constexpr, TOP_K: tl.constexpr, SCALED: tl.constexpr,
     BIAS: tl.constexpr, LIMITED: tl.constexpr, IN_PARTS: tl.constexpr, ONE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
 ) -> None:  # fmt: skip
@@ -91,20 +209,33 @@ def _integer_product(
     inside = column < width
     wide = 2 * width if GATED else width
     held = tl.minimum(column, width - 1) + local // columns * width
-    packed: tl.constexpr = 2 if FOUR else 1
+    packed: tl.constexpr = (4 if GROUPS else 2) if FOUR else 1
     at = tl.arange(0, BLOCK_K // packed)
-    source = pair // TOP_K if GATED else row
-    rows = x + source.to(tl.int64)[:, None] * k + (at + at // HALF * HALF if FOUR else at)[None, :]
+    source = (pair // TOP_K if GATED else row).to(tl.int64) * k
     stored = w + (expert * wide + held[:, None]) * (k // packed) + at[None, :]
     of_expert = expert * wide * (k // group) + held
     dtype: tl.constexpr = x.dtype.element_ty
     total = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
-    for start in range(0, k, BLOCK_K):
-        own = of_expert + start // group * wide
-        codes = tl.load(stored + start // packed)
-        middle = tl.load(zero + own)[:, None] if ZEROS else tl.full([BLOCK_N, 1], 8 if FOUR else 128, tl.uint8)
-        found = integer_sums(codes, middle, rows + start, present[:, None], FOUR, dtype)
-        total += found * tl.load(scale + own).to(tl.float32)[:, None]
+    if GROUPS:
+        tokens_at = x + source[None, :] + at[:, None]
+        m0 = tl.full([BLOCK_N], 8, tl.uint8)
+        m1, m2, m3 = m0, m0, m0
+        for start in range(0, k, BLOCK_K):
+            codes = tl.load(stored + start // packed)
+            s0, s1, s2, s3 = of_groups(scale + of_expert, start, group, wide, GROUPS)
+            if ZEROS:
+                m0, m1, m2, m3 = of_groups(zero + of_expert, start, group, wide, GROUPS)
+            total = plane_sums(
+                codes, s0, s1, s2, s3, m0, m1, m2, m3, tokens_at + start, present[None, :], total, GROUPS, False, dtype
+            )
+    else:
+        rows = x + source[:, None] + (at + at // HALF * HALF if FOUR else at)[None, :]
+        for start in range(0, k, BLOCK_K):
+            own = of_expert + start // group * wide
+            codes = tl.load(stored + start // packed)
+            middle = tl.load(zero + own)[:, None] if ZEROS else tl.full([BLOCK_N, 1], 8 if FOUR else 128, tl.uint8)
+            found = integer_sums(codes, middle, rows + start, present[:, None], FOUR, dtype)
+            total += found * tl.load(scale + own).to(tl.float32)[:, None]
     if GATED:
         store_gated(
             out, total, bias, expert * wide, weights, row, present, pair, tile, width, alpha, limit, offset,
@@ -143,18 +274,25 @@ def pair_results(x: torch.Tensor, routing: Routing, weights: ExpertWeights, *, i
         assert scale is not None
         columns, width = given.shape[1], out.shape[-1]
         group = columns // scale.shape[1]
-        own = integer_expert_tile(tile, tiles.block_m, group)
+        groups = planes_with_groups(columns, group) if four else 0
+        own = integer_expert_tile(tile, tiles.block_m, PLANES if groups else group)
         programs = triton.cdiv(width, own.block_n // 2 if gated else own.block_n)
         launch(
             _integer_product, (blocks * programs,),
-            given, w, scale, zero, bias, out, routing.weights, *order, programs, tokens, weights.first, count, columns,
-            width, group, activation.alpha, activation.limit or 0.0, activation.offset,
-            FOUR=four, ZEROS=zero is not None, GATED=gated, TOP_K=top_k, SCALED=weights.scaled_input,
+            given, w.view(torch.int16) if groups else w, scale, zero, bias, out, routing.weights, *order, programs, tokens,
+            weights.first, count, columns, width, group, activation.alpha, activation.limit or 0.0, activation.offset,
+            FOUR=four, GROUPS=groups, ZEROS=zero is not None, GATED=gated, TOP_K=top_k, SCALED=weights.scaled_input,
             BIAS=bias is not None, LIMITED=activation.limit is not None, IN_PARTS=in_parts, ONE=one,
             BLOCK_M=tiles.block_m, BLOCK_N=own.block_n, BLOCK_K=own.block_k,
             num_warps=own.warps, num_stages=own.stages,
         )  # fmt: skip
     return results
+
+
+def planes_with_groups(columns: int, group: int) -> int:
+    """Return how many of the four planes of a block of 4-bit codes may have scales of their own (1, 2 or 4), or 0 if rows of this
+    number of columns are not held in planes."""
+    return 0 if columns % PLANES else PLANES // min(group & -group, PLANES)
 
 
 def integer_expert_tile(tile: Mxfp4Tile, block_m: int, group: int) -> Mxfp4Tile:

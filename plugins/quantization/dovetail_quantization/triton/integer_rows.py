@@ -2,8 +2,9 @@
 
 Few rows take about the time to read the codes: tensor cores multiply the integers, which are exact in 16 bits, as the left
 operand of a product (see ``dovetail.ops.triton.matmul``, whose structure this kernel has), and the sums of a block of columns
-that has one scale are multiplied by it. Of codes of 4 bits, two products take the low and the high bits of the same bytes,
-with the columns of ``x`` that belong to each. For many rows, ``plain_weight`` writes the weight in 16 bits.
+that has one scale are multiplied by it. Codes of 4 bits in planes have a kernel of their own, whose scales are loaded one block
+ahead. Of other codes of 4 bits, two products take the low and the high bits of the same bytes, with the columns of ``x`` that
+belong to each. For many rows, ``plain_weight`` writes the weight in 16 bits.
 """
 
 from __future__ import annotations
@@ -16,8 +17,17 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from dovetail.ops.activation import Activation
-from dovetail.ops.integers import Integers
-from dovetail.ops.triton.integers import HALF, from_eight_bits, from_four_bits, integer_sums
+from dovetail.ops.integers import PLANES, Integers
+from dovetail.ops.triton.integers import (
+    HALF,
+    PLANE,
+    from_eight_bits,
+    from_four_bits,
+    integer_sums,
+    of_groups,
+    plane_sums,
+    planes_with_groups,
+)
 from dovetail.ops.triton.launch import launch
 from dovetail.ops.triton.matmul import GATE_KINDS, finish_rows, rows_of, workspace
 from dovetail.ops.triton.tuning import MAX_PARTS, MAX_TILES
@@ -39,7 +49,7 @@ class IntegerTile(NamedTuple):
 
 def integer_tile(rows: int, n: int, k: int, group: int) -> IntegerTile | None:
     """Return the tile for ``rows`` rows and a weight ``[n, k]`` with groups of ``group`` columns, or None if there is none.
-    Not measured yet: those of the kernel for FP8, with as many bytes in flight."""
+    Those of the kernel for FP8, with as many bytes in flight."""
     block_k = min(group & -group, 128)
     if block_k < 32 or not n:
         return None
@@ -83,6 +93,83 @@ def _few_integer_rows(
     finish_rows(total, y, bias, parts, arrived, rows, tile, part, m, n, GATED, BIAS, BLOCK_M, BLOCK_N, SPLIT, IN_PARTS)
 
 
+def plane_tile(rows: int, n: int, k: int) -> IntegerTile:
+    """Return the tile for ``rows`` rows and a weight ``[n, k]`` of 4 bits in planes: the fastest for the sizes of an 8B model in groups of 128
+    columns on an H200, of those that ``benchmarks/integer_gpu.py`` tries."""
+    block_m = next(size for size in (8, 16, 32, 64) if rows <= size)
+    tiles, split = -(-n // 64), 1
+    while split < 8 and k % (2 * split * PLANES) == 0 and tiles * split < (192 if block_m == 64 else 384):
+        split *= 2
+    if split > 1 and (tiles * split * 64 * block_m > MAX_PARTS or tiles > MAX_TILES):
+        split = 1
+    return IntegerTile(block_m, 64, PLANES, 2 if block_m == 8 else 4, 6 if block_m <= 16 else 4, split)
+
+
+@triton.jit(do_not_specialize=["m"])
+def _few_plane_rows(
+    x, w, scales, zeros, bias, y, parts, arrived, m, n, k, span, group,
+    GROUPS: tl.constexpr, ZEROS: tl.constexpr, GATED: tl.constexpr, BIAS: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    SPLIT: tl.constexpr, IN_PARTS: tl.constexpr, PDL: tl.constexpr,
+) -> None:  # fmt: skip
+    """Multiply with codes ``w`` (int16 ``[n, k / 4]``) in planes."""
+    tile, part = tl.program_id(0), tl.program_id(1)
+    rows = rows_of(tile, n, GATED, BLOCK_N)
+    token = tl.arange(0, BLOCK_M)
+    at = tl.arange(0, PLANE)
+    begin = part * span
+    source = w + rows.to(tl.int64)[:, None] * (k // 4) + begin // 4 + at[None, :]
+    tokens = x + token[None, :] * k + begin + at[:, None]
+    present = token[None, :] < m
+    dtype: tl.constexpr = x.dtype.element_ty
+    apart: tl.constexpr = BLOCK_M == 8 and dtype.is_bf16()
+    m0 = tl.full([BLOCK_N], 8, tl.uint8)
+    m1, m2, m3 = m0, m0, m0
+    s0, s1, s2, s3 = of_groups(scales + rows, begin, group, n, GROUPS)
+    if ZEROS:
+        m0, m1, m2, m3 = of_groups(zeros + rows, begin, group, n, GROUPS)
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    total = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+    for start in range(0, span, BLOCK_K):
+        codes = tl.load(source + start // 4, eviction_policy="evict_first")
+        following = begin + tl.minimum(start + BLOCK_K, span - BLOCK_K)
+        t0, t1, t2, t3 = of_groups(scales + rows, following, group, n, GROUPS)
+        if ZEROS:
+            n0, n1, n2, n3 = of_groups(zeros + rows, following, group, n, GROUPS)
+        total = plane_sums(codes, s0, s1, s2, s3, m0, m1, m2, m3, tokens + start, present, total, GROUPS, apart, dtype)
+        s0, s1, s2, s3 = t0, t1, t2, t3
+        if ZEROS:
+            m0, m1, m2, m3 = n0, n1, n2, n3
+    finish_rows(total, y, bias, parts, arrived, rows, tile, part, m, n, GATED, BIAS, BLOCK_M, BLOCK_N, SPLIT, IN_PARTS)
+
+
+@triton.jit
+def _plain_planes(
+    w, scales, zeros, out, n, k, group,
+    ZEROS: tl.constexpr, BLOCK_N: tl.constexpr, PDL: tl.constexpr,
+) -> None:  # fmt: skip
+    row = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    begin = tl.program_id(1) * (4 * PLANE)
+    at = tl.arange(0, PLANE)
+    inside = row < n
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    place = row.to(tl.int64)[:, None]
+    codes = tl.load(w + place * (k // 4) + begin // 4 + at[None, :], inside[:, None], 0)
+    for plane in tl.static_range(4):
+        column = begin + plane * PLANE
+        own = column // group * n + row
+        scale = tl.load(scales + own, inside, 0.0).to(tl.float32)[:, None]
+        middle = tl.full([BLOCK_N, 1], 8.0, tl.float32)
+        if ZEROS:
+            middle = tl.load(zeros + own, inside, 0).to(tl.float32)[:, None]
+        number = ((codes >> 4 * plane & 15).to(tl.float32) - middle) * scale
+        tl.store(out + place * k + column + at[None, :], number.to(out.dtype.element_ty), inside[:, None])
+
+
 @triton.jit
 def _plain_weight(
     w, scales, zeros, out, n, k, group,
@@ -121,6 +208,12 @@ def plain_weight(weight: Integers, dtype: torch.dtype) -> torch.Tensor:
     """Compute ``ops.integers.dequantize``. Groups are multiples of 32."""
     (codes, scales, zeros), (n, k) = weight, (len(weight.codes), weight.columns)
     out = torch.empty(n, k, dtype=dtype, device=codes.device)
+    if weight.bits == 4 and not k % PLANES:
+        launch(
+            _plain_planes, (triton.cdiv(n, 64), k // PLANES),
+            codes.view(torch.int16), scales, zeros, out, n, k, weight.group, ZEROS=zeros is not None, BLOCK_N=64,
+        )  # fmt: skip
+        return out
     block_k = min(weight.group & -weight.group, 128)
     launch(
         _plain_weight, (triton.cdiv(n, 32), k // block_k),
@@ -131,13 +224,13 @@ def plain_weight(weight: Integers, dtype: torch.dtype) -> torch.Tensor:
 
 
 class IntegerRows:
-    """Multiply up to ``MOST_ROWS`` rows with one weight ``[n, k]``."""
+    """Multiply up to ``MOST_ROWS`` rows with one weight ``[n, k]``. ``tiles`` has the tile for each number of rows."""
 
     def __init__(self, weight: Integers) -> None:
         self._weight, self._shape = weight, (len(weight.codes), weight.columns)
         self._space = workspace(weight.codes.device)
-        tiles = [integer_tile(rows, *self._shape, weight.group) for rows in range(1, MOST_ROWS + 1)]
-        self._tiles = [None, *tiles]
+        self._groups = planes_with_groups(weight.columns, weight.group) if weight.bits == 4 else 0
+        self.tiles = [None, *(tile_of(rows, weight) for rows in range(1, MOST_ROWS + 1))]
 
     def forward(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """Compute ``LinearProduct.forward``."""
@@ -149,7 +242,7 @@ class IntegerRows:
 
     def parts(self, x: torch.Tensor) -> torch.Tensor | None:
         """Compute ``LinearProduct.parts``."""
-        tile = self._tiles[x.shape[0]]
+        tile = self.tiles[x.shape[0]]
         return None if tile is None or tile.split == 1 else self._compute(x, None, in_parts=True)
 
     def _compute(
@@ -157,17 +250,21 @@ class IntegerRows:
     ) -> torch.Tensor:
         assert x.is_contiguous()
         m, (n, k), weight = x.shape[0], self._shape, self._weight
-        tile = self._tiles[m]
+        tile = self.tiles[m]
         assert tile is not None
         if in_parts:
             y = torch.empty(tile.split, m, n, dtype=torch.float32, device=x.device)
         else:
             y = torch.empty(m, n // 2 if gated else n, dtype=x.dtype, device=x.device)
+        if self._groups:
+            kernel, codes, own = _few_plane_rows, weight.codes.view(torch.int16), {"GROUPS": self._groups}
+        else:
+            kernel, codes, own = _few_integer_rows, weight.codes, {"FOUR": weight.bits == 4}
         launch(
-            _few_integer_rows, (triton.cdiv(n, tile.block_n), tile.split),
-            x, weight.codes, weight.scales, weight.zeros, bias, y, self._space.parts, self._space.arrived,
+            kernel, (triton.cdiv(n, tile.block_n), tile.split),
+            x, codes, weight.scales, weight.zeros, bias, y, self._space.parts, self._space.arrived,
             m, n, k, k // tile.split, weight.group,
-            FOUR=weight.bits == 4, ZEROS=weight.zeros is not None, GATED=gated, BIAS=bias is not None,
+            **own, ZEROS=weight.zeros is not None, GATED=gated, BIAS=bias is not None,
             BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, BLOCK_K=tile.block_k,
             SPLIT=tile.split, IN_PARTS=in_parts, num_warps=tile.warps, num_stages=tile.stages,
         )  # fmt: skip
@@ -176,5 +273,12 @@ class IntegerRows:
 
 def integer_rows(weight: Integers) -> IntegerRows | None:
     """Return the products of ``weight`` with few rows, or None if its sizes have none."""
-    fits = weight.codes.is_contiguous() and integer_tile(1, len(weight.codes), weight.columns, weight.group) is not None
-    return IntegerRows(weight) if fits else None
+    return IntegerRows(weight) if weight.codes.is_contiguous() and tile_of(1, weight) is not None else None
+
+
+def tile_of(rows: int, weight: Integers) -> IntegerTile | None:
+    """Return the tile for ``rows`` rows, or None if there is none."""
+    n, k = len(weight.codes), weight.columns
+    if weight.bits == 4 and n and planes_with_groups(k, weight.group):
+        return plane_tile(rows, n, k)
+    return integer_tile(rows, n, k, weight.group)

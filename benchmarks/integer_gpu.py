@@ -1,0 +1,128 @@
+"""Measure products with weights of 4 bits on one GPU, next to the time of reading their bytes.
+
+    python benchmarks/integer_gpu.py [--rows 1 16 64] [--group 128] [--tune]
+
+Results are first compared with float32. Weights are cold: calls rotate over several copies. ``floor`` is the time of reading codes and
+scales at ``ops_gpu.READ``, ``bf16`` that of cuBLAS with a weight in bfloat16. With ``--tune`` other tiles compete, and the fastest are
+printed, for ``plane_tile`` in ``dovetail_quantization/triton/integer_rows.py``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import multiprocessing
+from collections.abc import Iterator
+
+import torch
+from torch.nn import functional
+
+from dovetail.ops.integers import PLANES, Integers, dequantize
+from dovetail_quantization.triton.integer_rows import IntegerRows, IntegerTile, plane_tile
+from ops_gpu import COLD, READ, per_call, randn
+
+SHAPES = {"qkv": (6144, 4096), "o": (4096, 4096), "gate_up": (28672, 4096), "down": (4096, 14336)}
+PROGRAMS = (96, 1800)
+"""The least and the greatest number of programs that is tried."""
+
+
+def weights(n: int, k: int, group: int) -> list[Integers]:
+    """Return random weights that do not fit the L2 cache together."""
+    count = max(2, -(-int(COLD) // (n * k // 2)))
+    scales = (torch.rand(k // group, n, device="cuda") * 0.01).half()
+    return [
+        Integers(torch.randint(0, 256, (n, k // 2), dtype=torch.uint8, device="cuda"), scales) for _ in range(count)
+    ]
+
+
+def candidates(rows: int, n: int, k: int) -> Iterator[IntegerTile]:
+    """Yield tiles that may be fast."""
+    least = next(size for size in (8, 16, 32, 64) if rows <= size)
+    sizes = [
+        (64, 2, 4),
+        (64, 2, 6),
+        (64, 2, 8),
+        (128, 4, 4),
+        (128, 4, 6),
+        (64, 4, 4),
+        (64, 4, 6),
+        (32, 1, 6),
+        (32, 2, 6),
+    ]
+    for (block_n, warps, stages), split in itertools.product(sizes, (1, 2, 4, 8, 16)):
+        programs = -(-n // block_n) * split
+        if k % (split * PLANES) == 0 and PROGRAMS[0] <= programs <= PROGRAMS[1]:
+            yield IntegerTile(least, block_n, PLANES, warps, stages, split)
+
+
+def compile_tile(job: tuple[int, str, int, IntegerTile]) -> str | None:
+    """Compile a kernel into Triton's cache, in a process of its own. Return what is wrong, if anything is."""
+    rows, name, group, tile = job
+    n, k = SHAPES[name]
+    try:
+        multiply(weights(n, k, group)[0], randn(rows, k), tile)
+        torch.cuda.synchronize()
+    except Exception as error:
+        return f"{name} {rows} {tuple(tile)}: {type(error).__name__}: {error}"
+    return None
+
+
+def multiply(weight: Integers, x: torch.Tensor, tile: IntegerTile | None = None) -> torch.Tensor:
+    """Return the product, with a tile of its own if one is given."""
+    rows = IntegerRows(weight)
+    if tile is not None:
+        rows.tiles[len(x)] = tile
+    return rows.forward(x, None)
+
+
+def main() -> None:
+    """Print a line for each shape and number of rows."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
+    parser.add_argument("--rows", type=int, nargs="+", default=[1, 16, 64])
+    parser.add_argument("--group", type=int, default=128)
+    parser.add_argument("--tune", action="store_true")
+    args = parser.parse_args()
+    if args.tune:
+        jobs = [
+            (rows, name, args.group, tile)
+            for rows in args.rows
+            for name, shape in SHAPES.items()
+            for tile in candidates(rows, *shape)
+        ]
+        with multiprocessing.get_context("spawn").Pool(12) as pool:
+            for wrong in filter(None, pool.imap_unordered(compile_tile, jobs, chunksize=4)):
+                print(wrong)
+    print(f"{'':16}{'rows':>6}{'us':>9}{'floor':>9}{'bf16':>9}{'share of READ':>15}")
+    for name, (n, k) in SHAPES.items():
+        copies = weights(n, k, args.group)
+        plain = [randn(n, k) for _ in range(max(2, -(-int(COLD) // (n * k * 2))))]
+        floor = (n * k / 2 + n * k / args.group * 2) / READ * 1e6
+        for rows in args.rows:
+            x = randn(rows, k)
+            exact = x.float() @ dequantize(copies[0], torch.float32).T
+            error = (multiply(copies[0], x).float() - exact).square().mean().sqrt() / exact.square().mean().sqrt()
+            assert error < 6e-3, f"{name}: the relative error is {error:.1e}"
+            took = measured(copies, x)
+            dense = per_call([lambda weight=weight, x=x: functional.linear(x, weight) for weight in plain])
+            print(f"{name:16}{rows:6}{took:9.1f}{floor:9.1f}{dense:9.1f}{floor / took:15.2f}", flush=True)
+            if args.tune:
+                found = sorted((measured(copies, x, tile), tuple(tile)) for tile in candidates(rows, n, k))
+                print(
+                    "   ",
+                    ", ".join(f"{time:.1f} {tile}" for time, tile in found[:6]),
+                    "; now",
+                    tuple(plane_tile(rows, n, k)),
+                )
+
+
+def measured(copies: list[Integers], x: torch.Tensor, tile: IntegerTile | None = None) -> float:
+    """Return microseconds of a product."""
+    products = [IntegerRows(each) for each in copies]
+    if tile is not None:
+        for each in products:
+            each.tiles[len(x)] = tile
+    return per_call([lambda each=each: each.forward(x, None) for each in products])
+
+
+if __name__ == "__main__":
+    main()
