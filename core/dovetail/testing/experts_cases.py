@@ -129,8 +129,13 @@ class ExpertsStep:
             numbers = torch.randint(0, 1 << bits, (count, out, columns), generator=self._generator)
             of_groups = numbers.unflatten(2, (-1, 64)) - zeros.mT[..., None]
             exact = (of_groups * scales.double().mT[..., None]).flatten(2)
-            halves = numbers.unflatten(2, (-1, 2, 16))  # the columns 0 to 15 of 32 are the low bits
-            packed = (halves[..., 0, :] + 16 * halves[..., 1, :]).flatten(2).to(torch.uint8)
+            if numbers.shape[2] % 128 == 0:  # the columns j, 32 + j, 64 + j and 96 + j of 128 are a word
+                first, second, third, fourth = numbers.long().unflatten(2, (-1, 4, 32)).unbind(3)
+                words = first + 16 * second + 256 * third + 4096 * fourth
+                packed = torch.stack((words % 256, words // 256), -1).flatten(2).to(torch.uint8)
+            else:  # the columns 0 to 15 of 32 are the low bits
+                halves = numbers.unflatten(2, (-1, 2, 16))
+                packed = (halves[..., 0, :] + 16 * halves[..., 1, :]).flatten(2).to(torch.uint8)
             codes = packed if bits == 4 else (numbers - 128).to(torch.int8)
             found.append((codes.to(self.device), scales.to(self.device), zeros.to(self.device, torch.uint8), exact))
         (gate_up, gate_up_scale, gate_up_zero, first), (down, down_scale, down_zero, second) = found
