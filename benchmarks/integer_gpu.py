@@ -29,7 +29,7 @@ PROGRAMS = (96, 1800)
 def weights(n: int, k: int, group: int) -> list[Integers]:
     """Return random weights that do not fit the L2 cache together."""
     count = max(2, -(-int(COLD) // (n * k // 2)))
-    scales = (torch.rand(k // group, n, device="cuda") * 0.01).half()
+    scales = torch.rand(k // group, n, device="cuda") * 0.01
     return [
         Integers(torch.randint(0, 256, (n, k // 2), dtype=torch.uint8, device="cuda"), scales) for _ in range(count)
     ]
@@ -96,7 +96,7 @@ def main() -> None:
     for name, (n, k) in SHAPES.items():
         copies = weights(n, k, args.group)
         plain = [randn(n, k) for _ in range(max(2, -(-int(COLD) // (n * k * 2))))]
-        floor = (n * k / 2 + n * k / args.group * 2) / READ * 1e6
+        floor = (n * k / 2 + n * k / args.group * 4) / READ * 1e6
         for rows in args.rows:
             x = randn(rows, k)
             exact = x.float() @ dequantize(copies[0], torch.float32).T

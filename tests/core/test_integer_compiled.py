@@ -61,16 +61,20 @@ def test_products_of_few_rows_compile(
     four = bits == 4
     tile = integer_rows.plane_tile(rows, 4096, 4096) if four else integer_rows.integer_tile(rows, 4096, 4096, group)
     assert tile is not None
-    own = {"GROUPS": integers.planes_with_groups(4096, group)} if four else {"FOUR": False}
+    planes = {"GROUPS": integers.planes_with_groups(4096, group), "STAGES": tile.stages}
+    own = planes if four else {"FOUR": False}
     constants: dict[str, Any] = {**own, "ZEROS": zeros, "GATED": 0, "BIAS": False, "bias": None}
-    constants |= {"BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "BLOCK_K": tile.block_k, "SPLIT": tile.split}
+    constants |= {"BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "BLOCK_K": tile.block_k, "SPLIT": 1}
     constants |= {"IN_PARTS": False} | ({} if zeros else {"zeros": None})
     types = {"x": dtype, "y": dtype, "w": "*i16" if four else "*i8"}
+    types |= dict.fromkeys(("scales", "zeros"), "*fp32") if four else {}
     kernel = integer_rows._few_plane_rows if four else integer_rows._few_integer_rows
     code = compiled(kernel, constants, types, tile.warps, tile.stages)
     check(code, tmp_path / "kernel.cubin")
     assert "L2::cache_hint" in code["ptx"].split("cp.async", 1)[-1], "codes are not read ahead"
     assert "mma" in code["ptx"]
+    if four:
+        assert code["ptx"].count("ld.global") == 0, "scales are not read ahead"
 
 
 @pytest.mark.parametrize("tokens", [*(pytest.param(tokens, marks=pytest.mark.full) for tokens in (1, 64)), 4096])

@@ -10,8 +10,15 @@ import torch
 
 from dovetail.ops.activation import GATES
 from dovetail.ops.integers import Integers, dequantize
-from dovetail_quantization.integer_products import Int8Product, IntegerProduct, narrowed
-from dovetail_quantization.triton.integer_rows import MOST_ROWS, integer_rows, plain_weight, tile_of
+from dovetail_quantization.integer_products import Int8Product, IntegerProduct
+from dovetail_quantization.triton.integer_rows import (
+    MOST_ROWS,
+    integer_rows,
+    narrowed,
+    plain_weight,
+    tile_of,
+    with_words,
+)
 
 TOLERANCES = {torch.float32: 1e-5, torch.float16: 4e-3}
 
@@ -46,7 +53,7 @@ def test_products_of_few_rows_are_those_of_the_numbers(
     torch.manual_seed(0)
     weight = random_weight(n, k, bits, group, zeros=zeros)
     x, bias = torch.randn(m, k).to(dtype), torch.randn(n).to(dtype)
-    rows = integer_rows(weight)
+    rows = integer_rows(with_words(weight))
     assert rows is not None
     exact = x.double() @ dequantize(weight, torch.float64).T
     bound = TOLERANCES[dtype] * float(exact.square().mean().sqrt())

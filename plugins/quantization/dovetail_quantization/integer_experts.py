@@ -11,9 +11,8 @@ from dovetail.interfaces.expert_shapes import ExpertWeights
 from dovetail.interfaces.model import WeightTarget
 from dovetail.interfaces.quantization import ExpertsMethod, ExpertWeightsShape, ParameterShape, QuantizationContext
 from dovetail_quantization.integer_formats import IntegerActivations, IntegerLayout, Scheme
-from dovetail_quantization.integer_products import narrowed
 from dovetail_quantization.integer_stored import matrix_targets, rounded_targets, sizes_target
-from dovetail_quantization.integer_tensors import InOrder, check_input_scales, fits_blocks
+from dovetail_quantization.integer_tensors import InOrder, check_input_scales, fits_blocks, narrowed
 
 
 class IntegerExperts(ExpertsMethod):

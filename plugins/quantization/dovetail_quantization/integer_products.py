@@ -60,7 +60,7 @@ class IntegerProduct(LinearProduct):
     def __init__(self, weight: Integers, order: torch.Tensor | None) -> None:
         from dovetail_quantization.triton import integer_rows
 
-        self._weight = weight = Integers(weight.codes, narrowed(weight.scales), weight.zeros)
+        self._weight = weight = integer_rows.with_words(weight)
         self._order = order
         self._rows = integer_rows.integer_rows(weight)
         self._most = 0 if self._rows is None else integer_rows.MOST_ROWS
@@ -92,14 +92,6 @@ class IntegerProduct(LinearProduct):
         """See ``LinearProduct``."""
         few = f"up to {self._most} rows triton, more " if self._most else ""
         return f"integers of {self._weight.bits} bits, groups of {self._weight.group}, {few}dequantized in each step and cuBLAS"
-
-
-def narrowed(scales: torch.Tensor) -> torch.Tensor:
-    """Return scales in a dtype of 16 bits if it has all of them, otherwise as they are."""
-    for dtype in (torch.float16, torch.bfloat16):
-        if scales.equal(scales.to(dtype).to(scales.dtype)):
-            return scales.to(dtype)
-    return scales
 
 
 class Int8Product(LinearProduct):

@@ -257,3 +257,11 @@ def check_input_scales(scales: torch.Tensor) -> str | None:
 def fits_blocks(columns: int, bits: int) -> bool:
     """Return whether rows of ``columns`` numbers can be held."""
     return bits == 8 or columns % BLOCK == 0
+
+
+def narrowed(scales: torch.Tensor) -> torch.Tensor:
+    """Return scales in a dtype of 16 bits if it has all of them, otherwise as they are."""
+    for dtype in (torch.float16, torch.bfloat16):
+        if scales.equal(scales.to(dtype).to(scales.dtype)):
+            return scales.to(dtype)
+    return scales

@@ -92,7 +92,7 @@ def _middles(middle, like, BITS: tl.constexpr):
 
 @triton.jit
 def _planes_of(codes, m0, m1, m2, m3, DTYPE: tl.constexpr, APART: tl.constexpr):
-    """Return the numbers in the four planes of ``codes`` (int16 ``[BLOCK_N, PLANE]``), less their middles (uint8 ``[BLOCK_N]``). With APART
+    """Return the numbers in the four planes of ``codes`` (int16 ``[BLOCK_N, PLANE]``), less their middles (``[BLOCK_N]``). With APART
     they are plus 128 instead. The bits of a number become the last ones of 128 (bfloat16) or 1024 (float16)."""
     if _PLAIN or DTYPE.is_fp32():
         return (

@@ -287,9 +287,10 @@ def sort_by_expert(ids: torch.Tensor, first: int, experts: int, block_m: int) ->
     block_e = triton.next_power_of_2(experts)
     if pairs <= ONE_KERNEL:
         size = next(size for size in (64, 256, ONE_KERNEL) if pairs <= size)  # few sizes, which are compiled each
+        bins = max(block_e, 32)  # Triton 3.6 compiles histograms of 64 keys in 4 bins to misaligned accesses
         launch(
             _sort, (1 + triton.cdiv(pairs, OWN),),
-            ids, *order[:3], pairs, first, experts, SIZE=size, OWN=OWN, BLOCK_M=block_m, BLOCK_E=block_e, num_warps=4,
+            ids, *order[:3], pairs, first, experts, SIZE=size, OWN=OWN, BLOCK_M=block_m, BLOCK_E=bins, num_warps=4,
         )  # fmt: skip
         return order
     chunks = triton.cdiv(pairs, CHUNK)

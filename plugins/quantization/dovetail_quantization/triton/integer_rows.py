@@ -2,8 +2,8 @@
 
 Few rows take about the time to read the codes: tensor cores multiply the integers, which are exact in 16 bits, as the left
 operand of a product (see ``dovetail.ops.triton.matmul``, whose structure this kernel has), and the sums of a block of columns
-that has one scale are multiplied by it. Codes of 4 bits in planes have a kernel of their own, whose scales are loaded one block
-ahead. Of other codes of 4 bits, two products take the low and the high bits of the same bytes, with the columns of ``x`` that
+that has one scale are multiplied by it. Codes of 4 bits in planes have a kernel of their own, which reads scales ahead too. Of
+other codes of 4 bits, two products take the low and the high bits of the same bytes, with the columns of ``x`` that
 belong to each. For many rows, ``plain_weight`` writes the weight in 16 bits.
 """
 
@@ -31,6 +31,7 @@ from dovetail.ops.triton.integers import (
 from dovetail.ops.triton.launch import launch
 from dovetail.ops.triton.matmul import GATE_KINDS, finish_rows, rows_of, workspace
 from dovetail.ops.triton.tuning import MAX_PARTS, MAX_TILES
+from dovetail_quantization.integer_tensors import narrowed
 
 MOST_ROWS = 64
 """Up to this number of rows the kernel for few rows is used."""
@@ -97,12 +98,13 @@ def plane_tile(rows: int, n: int, k: int) -> IntegerTile:
     """Return the tile for ``rows`` rows and a weight ``[n, k]`` of 4 bits in planes: the fastest for the sizes of an 8B model in groups of 128
     columns on an H200, of those that ``benchmarks/integer_gpu.py`` tries."""
     block_m = next(size for size in (8, 16, 32, 64) if rows <= size)
+    block_k, programs = 2 * PLANES if k % (2 * PLANES) == 0 else PLANES, {8: 448, 16: 384, 32: 192, 64: 192}[block_m]
     tiles, split = -(-n // 64), 1
-    while split < 8 and k % (2 * split * PLANES) == 0 and tiles * split < (192 if block_m == 64 else 384):
+    while split < 8 and k % (2 * split * block_k) == 0 and tiles * split < programs:
         split *= 2
     if split > 1 and (tiles * split * 64 * block_m > MAX_PARTS or tiles > MAX_TILES):
         split = 1
-    return IntegerTile(block_m, 64, PLANES, 2 if block_m == 8 else 4, 6 if block_m <= 16 else 4, split)
+    return IntegerTile(block_m, 64, block_k, 2 if block_m == 8 else 4, 4 if block_m <= 16 else 3, split)
 
 
 @triton.jit(do_not_specialize=["m"])
@@ -110,38 +112,37 @@ def _few_plane_rows(
     x, w, scales, zeros, bias, y, parts, arrived, m, n, k, span, group,
     GROUPS: tl.constexpr, ZEROS: tl.constexpr, GATED: tl.constexpr, BIAS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    SPLIT: tl.constexpr, IN_PARTS: tl.constexpr, PDL: tl.constexpr,
+    SPLIT: tl.constexpr, IN_PARTS: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Multiply with codes ``w`` (int16 ``[n, k / 4]``) in planes."""
+    """Multiply with codes ``w`` (int16 ``[n, k / 4]``) in planes. ``scales`` and ``zeros`` are float32, so that each is a word that can be
+    read ahead like codes; a loop without a number of stages of its own would read ahead what is multiplied only."""
     tile, part = tl.program_id(0), tl.program_id(1)
     rows = rows_of(tile, n, GATED, BLOCK_N)
     token = tl.arange(0, BLOCK_M)
     at = tl.arange(0, PLANE)
     begin = part * span
-    source = w + rows.to(tl.int64)[:, None] * (k // 4) + begin // 4 + at[None, :]
+    words = tl.multiple_of(k // 4, PLANE)
+    source = w + rows.to(tl.int64)[:, None] * words + tl.multiple_of(begin // 4, PLANE) + at[None, :]
     tokens = x + token[None, :] * k + begin + at[:, None]
     present = token[None, :] < m
     dtype: tl.constexpr = x.dtype.element_ty
     apart: tl.constexpr = BLOCK_M == 8 and dtype.is_bf16()
-    m0 = tl.full([BLOCK_N], 8, tl.uint8)
+    m0 = tl.full([BLOCK_N], 8.0, tl.float32)
     m1, m2, m3 = m0, m0, m0
-    s0, s1, s2, s3 = of_groups(scales + rows, begin, group, n, GROUPS)
-    if ZEROS:
-        m0, m1, m2, m3 = of_groups(zeros + rows, begin, group, n, GROUPS)
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
     total = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
-    for start in range(0, span, BLOCK_K):
-        codes = tl.load(source + start // 4, eviction_policy="evict_first")
-        following = begin + tl.minimum(start + BLOCK_K, span - BLOCK_K)
-        t0, t1, t2, t3 = of_groups(scales + rows, following, group, n, GROUPS)
-        if ZEROS:
-            n0, n1, n2, n3 = of_groups(zeros + rows, following, group, n, GROUPS)
-        total = plane_sums(codes, s0, s1, s2, s3, m0, m1, m2, m3, tokens + start, present, total, GROUPS, apart, dtype)
-        s0, s1, s2, s3 = t0, t1, t2, t3
-        if ZEROS:
-            m0, m1, m2, m3 = n0, n1, n2, n3
+    for start in tl.range(0, span, BLOCK_K, num_stages=STAGES):
+        for block in tl.static_range(BLOCK_K // (4 * PLANE)):
+            here = start + block * (4 * PLANE)
+            s0, s1, s2, s3 = of_groups(scales + rows, begin + here, group, n, GROUPS)
+            if ZEROS:
+                m0, m1, m2, m3 = of_groups(zeros + rows, begin + here, group, n, GROUPS)
+            codes = tl.load(source + here // 4, eviction_policy="evict_first")
+            total = plane_sums(
+                codes, s0, s1, s2, s3, m0, m1, m2, m3, tokens + here, present, total, GROUPS, apart, dtype
+            )
     finish_rows(total, y, bias, parts, arrived, rows, tile, part, m, n, GATED, BIAS, BLOCK_M, BLOCK_N, SPLIT, IN_PARTS)
 
 
@@ -229,7 +230,7 @@ class IntegerRows:
     def __init__(self, weight: Integers) -> None:
         self._weight, self._shape = weight, (len(weight.codes), weight.columns)
         self._space = workspace(weight.codes.device)
-        self._groups = planes_with_groups(weight.columns, weight.group) if weight.bits == 4 else 0
+        self._groups = groups_of(weight)
         self.tiles = [None, *(tile_of(rows, weight) for rows in range(1, MOST_ROWS + 1))]
 
     def forward(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
@@ -257,7 +258,8 @@ class IntegerRows:
         else:
             y = torch.empty(m, n // 2 if gated else n, dtype=x.dtype, device=x.device)
         if self._groups:
-            kernel, codes, own = _few_plane_rows, weight.codes.view(torch.int16), {"GROUPS": self._groups}
+            own = {"GROUPS": self._groups, "STAGES": tile.stages}
+            kernel, codes = _few_plane_rows, weight.codes.view(torch.int16)
         else:
             kernel, codes, own = _few_integer_rows, weight.codes, {"FOUR": weight.bits == 4}
         launch(
@@ -276,9 +278,22 @@ def integer_rows(weight: Integers) -> IntegerRows | None:
     return IntegerRows(weight) if weight.codes.is_contiguous() and tile_of(1, weight) is not None else None
 
 
+def groups_of(weight: Integers) -> int:
+    """Return ``planes_with_groups`` of a weight, 0 unless it is of 4 bits in planes."""
+    return planes_with_groups(weight.columns, weight.group) if weight.bits == 4 else 0
+
+
+def with_words(weight: Integers) -> Integers:
+    """Return a weight whose scales and zero points have the dtypes that the kernels read: float32 for planes, otherwise scales of 16 bits
+    if these hold all of them."""
+    if not groups_of(weight):
+        return weight._replace(scales=narrowed(weight.scales))
+    return weight._replace(scales=weight.scales.float(), zeros=None if weight.zeros is None else weight.zeros.float())
+
+
 def tile_of(rows: int, weight: Integers) -> IntegerTile | None:
     """Return the tile for ``rows`` rows, or None if there is none."""
     n, k = len(weight.codes), weight.columns
-    if weight.bits == 4 and n and planes_with_groups(k, weight.group):
+    if n and groups_of(weight):
         return plane_tile(rows, n, k)
     return integer_tile(rows, n, k, weight.group)
