@@ -58,11 +58,11 @@ def check(code: Any, file: Path) -> None:
 def test_products_of_few_rows_compile(
     rows: int, bits: int, zeros: bool, dtype: str, group: int, tmp_path: Path
 ) -> None:
-    four = bits == 4
-    tile = integer_rows.plane_tile(rows, 4096, 4096) if four else integer_rows.integer_tile(rows, 4096, 4096, group)
+    four, groups = bits == 4, integers.planes_with_groups(4096, group)
+    plane, other = integer_rows.plane_tile(rows, 4096, 4096, groups), integer_rows.integer_tile(rows, 4096, 4096, group)
+    tile = plane if four else other
     assert tile is not None
-    planes = {"GROUPS": integers.planes_with_groups(4096, group), "STAGES": tile.stages}
-    own = planes if four else {"FOUR": False}
+    own = {"GROUPS": groups, "STAGES": tile.stages} if four else {"FOUR": False}
     constants: dict[str, Any] = {**own, "ZEROS": zeros, "GATED": 0, "BIAS": False, "bias": None}
     constants |= {"BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "BLOCK_K": tile.block_k, "SPLIT": 1}
     constants |= {"IN_PARTS": False} | ({} if zeros else {"zeros": None})

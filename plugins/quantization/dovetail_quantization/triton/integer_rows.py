@@ -94,11 +94,14 @@ def _few_integer_rows(
     finish_rows(total, y, bias, parts, arrived, rows, tile, part, m, n, GATED, BIAS, BLOCK_M, BLOCK_N, SPLIT, IN_PARTS)
 
 
-def plane_tile(rows: int, n: int, k: int) -> IntegerTile:
-    """Return the tile for ``rows`` rows and a weight ``[n, k]`` of 4 bits in planes: the fastest for the sizes of an 8B model in groups of 128
+def plane_tile(rows: int, n: int, k: int, groups: int = 1) -> IntegerTile:
+    """Return the tile for ``rows`` rows and a weight ``[n, k]`` of 4 bits in planes with ``groups`` (``planes_with_groups``): the fastest for the sizes of an 8B model in groups of 128
     columns on an H200, of those that ``benchmarks/integer_gpu.py`` tries."""
     block_m = next(size for size in (8, 16, 32, 64) if rows <= size)
-    block_k, programs = 2 * PLANES if k % (2 * PLANES) == 0 else PLANES, {8: 448, 16: 384, 32: 192, 64: 192}[block_m]
+    block_k, programs = (
+        PLANES if groups == 4 or k % (2 * PLANES) else 2 * PLANES,
+        {8: 448, 16: 384, 32: 192, 64: 192}[block_m],
+    )
     tiles, split = -(-n // 64), 1
     while split < 8 and k % (2 * split * block_k) == 0 and tiles * split < programs:
         split *= 2
@@ -294,6 +297,6 @@ def with_words(weight: Integers) -> Integers:
 def tile_of(rows: int, weight: Integers) -> IntegerTile | None:
     """Return the tile for ``rows`` rows, or None if there is none."""
     n, k = len(weight.codes), weight.columns
-    if n and groups_of(weight):
-        return plane_tile(rows, n, k)
+    if n and (groups := groups_of(weight)):
+        return plane_tile(rows, n, k, groups)
     return integer_tile(rows, n, k, weight.group)
