@@ -107,7 +107,8 @@ def plane_tile(rows: int, n: int, k: int, groups: int = 1) -> IntegerTile:
         split *= 2
     if split > 1 and (tiles * split * 64 * block_m > MAX_PARTS or tiles > MAX_TILES):
         split = 1
-    return IntegerTile(block_m, 64, block_k, 2 if block_m == 8 else 4, 4 if block_m <= 16 else 3, split)
+    warps = 2 if block_m == 8 and groups < 4 else 4
+    return IntegerTile(block_m, 64, block_k, warps, 4 if block_m <= 16 else 3, split)
 
 
 @triton.jit(do_not_specialize=["m"])
