@@ -151,6 +151,14 @@ def test_damaged_files_are_refused(tmp_path, name, content, text):
         read_adapter(tmp_path)
 
 
+def test_a_config_of_any_size_is_not_read(tmp_path):
+    write_adapter(tmp_path, SHAPES)
+    with (tmp_path / "adapter_config.json").open("r+b") as opened:
+        opened.truncate(1 << 40)  # a sparse file
+    with pytest.raises(WeightsError, match="has 1099511627776 bytes; allowed: at most"):
+        read_adapter(tmp_path)
+
+
 def test_pickled_adapters_are_not_read(tmp_path):
     write_adapter(tmp_path, SHAPES)
     (tmp_path / "adapter_model.safetensors").rename(tmp_path / "adapter_model.bin")

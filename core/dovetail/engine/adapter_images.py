@@ -74,7 +74,10 @@ class AdapterImages:
         stamp = stamp_of(directory)
         if expected and stamp != expected:
             raise WeightsError(f"the files in {directory} have changed since the adapter was loaded; load it again")
-        return self._adapters.read(directory), stamp
+        image = self._adapters.read(directory)
+        if stamp_of(directory) != stamp:
+            raise WeightsError(f"the files in {directory} changed while they were read; load it again")
+        return image, stamp
 
     def _poll(self) -> list[list[Any]]:
         ended = [(key, future) for key, future in self._reading.items() if future.done()]

@@ -9,14 +9,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
 
 import numpy as np
 import torch
-from safetensors import SafetensorError, safe_open
 
 from dovetail.engine.build import as_list, as_module
 from dovetail.engine.peft import LowRank, PeftAdapter, read_adapter
+from dovetail.engine.shards import StoredTensor
 from dovetail.errors import WeightsError
 from dovetail.interfaces.model import ModelArchitecture, TensorShare, WeightTarget, WeightTransform
 from dovetail.layers.adapters import AdaptedTokens, LinearAdapters
@@ -209,13 +209,14 @@ class EngineAdapters:
         ranks = np.zeros(self.num_parts, np.int32)
         file = next(iter(adapter.modules.values())).a.file
         try:
-            with safe_open(file, framework="pt") as opened:
+            with file.open("rb") as opened:
                 for pair, places in placed:
-                    a, b = (opened.get_tensor(one.name).float() for one in (pair.a, pair.b))
+                    a, b = (_read_tensor(opened, one).float() for one in (pair.a, pair.b))
+                    a, b = a.to(self._dtype), (b * pair.scale).to(self._dtype)
                     _check_finite(pair, a, b)
                     for place in places:
-                        self._fill(elements, ranks, place, a, b * pair.scale)
-        except (OSError, SafetensorError) as error:
+                        self._fill(elements, ranks, place, a, b)
+        except OSError as error:
             raise WeightsError(f"{file} cannot be read: {error}") from error
         return AdapterImage(elements, ranks)
 
@@ -379,7 +380,22 @@ def _kind(layer: Any) -> str:
             return "no linear layer"
 
 
+def _read_tensor(opened: BinaryIO, stored: StoredTensor) -> torch.Tensor:
+    """Read a tensor. The file is not mapped to memory: the process would end if it became shorter meanwhile."""
+    data = bytearray(stored.nbytes)
+    opened.seek(stored.offset)
+    if opened.readinto(data) != stored.nbytes:  # pyright: ignore[reportAttributeAccessIssue]
+        raise WeightsError(
+            f"{stored.file} ends before the end of tensor {stored.name:.200}; it changed while it was read"
+        )
+    assert isinstance(stored.dtype, torch.dtype)
+    return torch.frombuffer(data, dtype=stored.dtype).view(stored.shape)
+
+
 def _check_finite(pair: LowRank, a: torch.Tensor, b: torch.Tensor) -> None:
     for tensor, stored in ((a, pair.a), (b, pair.b)):
         if not bool(torch.isfinite(tensor).all()):
-            raise WeightsError(f"{stored.file}: tensor {stored.name:.200} has numbers that are not finite")
+            raise WeightsError(
+                f"{stored.file}: tensor {stored.name:.200} has numbers that are not finite, or not in {tensor.dtype} once they are "
+                "multiplied by the scale of the adapter"
+            )

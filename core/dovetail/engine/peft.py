@@ -23,6 +23,8 @@ from dovetail.stop_regex import StopRegexError, StopRegexes
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
 MOST_RANK = 256
 """The largest rank of an adapter."""
+MOST_CONFIG_BYTES = 16 << 20
+"""The largest size of adapter_config.json."""
 MOST_PATTERNS = 1024
 """The largest number of modules or patterns that one field of adapter_config.json may list."""
 MOST_EXPRESSIONS = 32
@@ -172,6 +174,12 @@ def read_adapter(directory: Path) -> PeftAdapter:
 
 def read_config(directory: Path) -> PeftConfig:
     """Read adapter_config.json. Raises ``WeightsError``."""
+    try:
+        size = (directory / CONFIG).stat().st_size
+    except (OSError, ValueError):
+        size = 0  # the error below says why it cannot be read
+    if size > MOST_CONFIG_BYTES:
+        raise WeightsError(f"{directory / CONFIG} has {size} bytes; allowed: at most {MOST_CONFIG_BYTES}")
     try:
         tree = read_json(directory, CONFIG)
     except ConfigError as error:

@@ -34,6 +34,7 @@ class _Reading:
     left: int
     call_id: str = ""
     error: str = ""
+    stamp: str = ""
 
 
 class AdapterLoader:
@@ -48,6 +49,8 @@ class AdapterLoader:
         self._stamps: dict[int, str] = {}
         self._retired: list[KnownAdapter] = []
         self._next_poll = 0.0
+        self.max_rank: int = self._call("describe")[0][0]
+        """The largest rank of an adapter that a slot can hold."""
         for name, directory in section.load.items():
             stamp, error = self._call("check", directory)[0]
             if error:
@@ -120,10 +123,12 @@ class AdapterLoader:
             reading = self._reading.get(key)
             if reading is None:  # dropped meanwhile
                 continue
+            if reading.stamp and stamp and stamp != reading.stamp:
+                error = f"the files in {reading.adapter.directory} changed while they were read; load it again"
             reading.left, reading.error = reading.left - 1, reading.error or error
+            reading.stamp = reading.stamp or stamp
             if not reading.left:
                 del self._reading[key]
-                self._stamps.setdefault(key, stamp)
                 answers += self._was_read(reading)
         self._next_poll = time.monotonic() + POLL_SECONDS
         return answers
@@ -131,6 +136,7 @@ class AdapterLoader:
     def _was_read(self, reading: _Reading) -> list[Answer]:
         adapter, error = reading.adapter, reading.error
         if not error:
+            self._stamps.setdefault(adapter.key, reading.stamp)
             self._host[adapter.key] = adapter
             if not reading.call_id:
                 return []
@@ -142,7 +148,6 @@ class AdapterLoader:
         self._table.totals.failures += 1
         self._table.give_up(adapter)
         if reading.call_id:
-            self._stamps.pop(adapter.key, None)
             return [CommandReply(reading.call_id, False, error)]
         return self._scheduler.refuse_adapter(adapter, f"adapter {adapter.name} could not be read: {error}")
 

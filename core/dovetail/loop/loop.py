@@ -223,7 +223,8 @@ class Loop:
     @property
     def info(self) -> dict[str, Any]:
         """Return what /server_info reports about the engine, as JSON."""
-        return info_of(self.resolved, self.executor, self.overlap)
+        found = info_of(self.resolved, self.executor, self.overlap)
+        return found if self._adapters is None else {**found, "adapters_max_rank": self._adapters.max_rank}
 
     def close(self) -> None:
         """Stop the grammar workers and the executor. The loop must not be used again."""

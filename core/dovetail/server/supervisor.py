@@ -6,7 +6,7 @@ import asyncio
 import logging
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
@@ -83,7 +83,7 @@ class SupervisedEngine:
         while self._may_restart():
             await asyncio.sleep(self._pause())
             self._restarts.append(time.monotonic())
-            client = EngineClient(self._config, self._target)
+            client = EngineClient(_without_adapters(self._config, self._client.info), self._target)
             try:
                 await client.start()
             except (ConfigError, EngineError) as error:
@@ -209,3 +209,13 @@ def _sum(stats: EngineStats, more: EngineStats) -> EngineStats:
         else:
             sums[name] = value if isinstance(value, str) else value + other
     return EngineStats(**sums)
+
+
+def _without_adapters(config: Config, info: Mapping[str, Any]) -> Config:
+    """Return the config of an engine that is started again. It knows no adapter before a request names its directory: those of
+    the config may have been replaced, unloaded, or damaged since. Slots are as large as before."""
+    if not config.adapters.enabled:
+        return config
+    rank = info.get("adapters_max_rank", config.adapters.max_rank)
+    section = config.adapters.model_copy(update={"load": {}, "max_rank": rank})
+    return config.model_copy(update={"adapters": section})
