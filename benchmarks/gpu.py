@@ -60,7 +60,7 @@ def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
     )
     add("--work", metavar="DIR", type=Path, help="models and logs; by default a temporary directory")
     args = parser.parse_args(given)
-    if variant(args.model).uniform_routing and "http" in (args.rows or ()):
+    if variant(args.model).routing and "http" in (args.rows or ()):
         parser.error(f"{args.model}: a server's routers cannot be replaced; leave http out of --rows")
     return args
 

@@ -284,13 +284,13 @@ CONFIGS["8b-gguf-q4-k-m"] = {**CONFIGS["8b"], "quantization_config": q4_k_m(32)}
 
 
 class Variant(NamedTuple):
-    """Describe a model that is measured: its shape in CONFIGS, the number of ranks, settings of the config, and whether
-    its routers choose all experts equally often, which only workers of one rank can do."""
+    """Describe a model that is measured: its shape in CONFIGS, the number of ranks, settings of the config, and the kind of
+    routing (a key of ``routing.KINDS``) that replaces the choices of its routers, which only workers of one rank can do."""
 
     shape: str
     ranks: int = 1
     settings: Mapping[str, Any] = MappingProxyType({})
-    uniform_routing: bool = False
+    routing: str | None = None
 
 
 VARIANTS = {
@@ -299,10 +299,13 @@ VARIANTS = {
     "8b-fp8": Variant("8b", settings={"quantization": "fp8"}),
     "8b-gguf-q4-k-m": Variant("8b-gguf-q4-k-m"),
     "qwen3-30b-a3b": Variant("qwen3-30b-a3b"),
-    "qwen3-30b-a3b-uniform": Variant("qwen3-30b-a3b", uniform_routing=True),
+    "qwen3-30b-a3b-uniform": Variant("qwen3-30b-a3b", routing="uniform"),
+    "qwen3-30b-a3b-tp2": Variant("qwen3-30b-a3b", 2, settings={"parallel.experts": "tp"}),
+    "qwen3-30b-a3b-ep2": Variant("qwen3-30b-a3b", 2, settings={"parallel.experts": "ep"}),
     "gpt-oss-20b": Variant("gpt-oss-20b"),
     "gemma-3-4b": Variant("gemma-3-4b"),
     "deepseek-v2-lite": Variant("deepseek-v2-lite"),
+    "deepseek-v2-lite-same": Variant("deepseek-v2-lite", routing="same"),
     "qwen3-next-12": Variant("qwen3-next-12"),
     "8b-int4": Variant("8b", settings={"quantization": {"kind": "integer", "bits": 4, "group_size": 128}}),
     "8b-half-32k": Variant("8b-half"),
@@ -319,9 +322,12 @@ TITLES = {
     "8b-gguf-q4-k-m": "Llama-3.1-8B shape, GGUF Q4_K_M",
     "qwen3-30b-a3b": "Qwen3-30B-A3B shape",
     "qwen3-30b-a3b-uniform": "Qwen3-30B-A3B shape, uniform routing",
+    "qwen3-30b-a3b-tp2": "Qwen3-30B-A3B shape, 2 GPUs, experts divided",
+    "qwen3-30b-a3b-ep2": "Qwen3-30B-A3B shape, 2 GPUs, whole experts",
     "gpt-oss-20b": "gpt-oss-20b shape, MXFP4",
     "gemma-3-4b": "Gemma-3-4B text shape",
     "deepseek-v2-lite": "DeepSeek-V2-Lite shape",
+    "deepseek-v2-lite-same": "DeepSeek-V2-Lite shape, all tokens use the same experts",
     "qwen3-next-12": "Qwen3-Next shape, 12 of its 48 layers",
     "8b-int4": "Llama-3.1-8B shape, INT4 in groups of 128",
     "8b-half-32k": "Llama-3.1-8B shape, 16 of its 32 layers",

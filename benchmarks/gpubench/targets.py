@@ -72,6 +72,8 @@ TARGETS: dict[tuple[str, str, str], Target] = {
     ("qwen3-30b-a3b", "gsp", ""): Target(9233, 15000),
     ("qwen3-30b-a3b-uniform", "decode", "bs 1"): Target(floor=1.41),
     ("qwen3-30b-a3b-uniform", "decode", "bs 64"): Target(floor=13.7),
+    ("qwen3-30b-a3b-tp2", "indep", ""): Target(50 * 128),
+    ("qwen3-30b-a3b-ep2", "indep", ""): Target(50 * 128),
     ("gpt-oss-20b", "decode", "bs 1"): Target(3.04, 1.2, 0.6),
     ("gpt-oss-20b", "decode", "bs 16"): Target(3.51, 2.4),
     ("gpt-oss-20b", "decode", "bs 64"): Target(5.39, 4.0),
@@ -109,6 +111,11 @@ TARGETS: dict[tuple[str, str, str], Target] = {
     ("8b-int4", "decode", "bs 16"): Target(2.2),
     ("8b-int4", "decode", "bs 64"): Target(5.74),
     ("8b-int4", "prefill", "8k"): Target(210),
+}
+TARGETS |= {
+    ("deepseek-v2-lite-same", row, case): found
+    for (model, row, case), found in TARGETS.items()
+    if model == "deepseek-v2-lite"
 }
 
 DIGITS = {"ms": 2, "s": 1, "tok/s": 0, "hit": 3, "ratio": 3}

@@ -30,10 +30,10 @@ def main() -> None:
     send(channel, {"begin": "start"})
     task = "start"
     try:
-        if variant(job.model).uniform_routing:
-            from gpubench.uniform import use_uniform_routing
+        if routing := variant(job.model).routing:
+            from gpubench.routing import replace_routing
 
-            use_uniform_routing()
+            replace_routing(routing)
         handle, facts = HANDLERS[job.kind](job)
         send(channel, {"done": "start", "result": facts})
         for task in tasks:
