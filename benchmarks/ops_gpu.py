@@ -55,7 +55,8 @@ Product = Callable[[str, torch.Tensor, torch.Tensor], torch.Tensor | Parts]
 
 
 class Model(NamedTuple):
-    """Describe the sizes of a dense decoder."""
+    """Describe the sizes of a dense decoder, or of the share that one rank computes. With ``inner`` 0, what follows attention is
+    left out, as for models with experts."""
 
     layers: int
     hidden: int
@@ -70,11 +71,11 @@ class Model(NamedTuple):
     def matrices(self) -> dict[str, tuple[int, int]]:
         """Return (out, in) of a layer's matrices and of the head."""
         width = self.heads * self.head_dim
+        mlp = {"gate_up": (2 * self.inner, self.hidden), "down": (self.hidden, self.inner)}
         return {
             "qkv": (width + 2 * self.kv_heads * self.head_dim, self.hidden),
             "o": (self.hidden, width),
-            "gate_up": (2 * self.inner, self.hidden),
-            "down": (self.hidden, self.inner),
+            **(mlp if self.inner else {}),
             "head": (self.vocab, self.hidden),
         }
 
@@ -83,7 +84,12 @@ MODELS = {
     "8b": Model(32, 4096, 32, 8, 128, 14336, 128256, False),
     "3b": Model(28, 3072, 24, 8, 128, 8192, 128256, True),
     "small": Model(28, 1024, 16, 8, 128, 3072, 151936, True),
+    "32b-tp2": Model(64, 5120, 32, 4, 128, 12800, 75968, True),
+    "30b-a3b": Model(48, 2048, 32, 4, 128, 0, 151936, True),
+    "30b-a3b-tp2": Model(48, 2048, 16, 2, 128, 0, 75968, True),
 }
+USUAL = ["8b", "3b", "small"]
+"""The models that run unless others are named."""
 
 
 def per_call(calls: Sequence[Callable[[], object]], rounds: int = 5) -> float:
@@ -148,8 +154,10 @@ class Step:
             q = rotate_and_store(
                 qkv, model.heads, model.kv_heads, self.table, places, self.qk_norm, self.keys, self.values, places
             )
-            normed, residual = self.add(product("o", q.view(rows, -1), layer["o"]), residual)
-            x = product("down", whole(product("gate_up", normed, layer["gate_up"])), layer["down"])
+            x = product("o", q.view(rows, -1), layer["o"])
+            if self.model.inner:
+                normed, residual = self.add(x, residual)
+                x = product("down", whole(product("gate_up", normed, layer["gate_up"])), layer["down"])
         normed, _ = self.add(x, residual)
         return whole(product("head", normed, self.head)) if head else normed
 
@@ -251,6 +259,8 @@ def small_ops(model: Model, rows: int) -> None:
             rotate_bytes,
         ),
     }
+    if not model.inner:
+        del cases["silu_mul"]
     for name, (ours, theirs, size) in cases.items():
         us, torch_us = per_call([ours] * 20), per_call([theirs] * 20)
         print(
@@ -324,7 +334,7 @@ def matrices_only(step: Step, rows: int, product: Product) -> None:
 def main() -> None:
     """Print the tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", nargs="*", default=list(MODELS), choices=list(MODELS))
+    parser.add_argument("--models", nargs="*", default=USUAL, choices=list(MODELS))
     parser.add_argument("--rows", nargs="*", type=int, default=[1, 2, 4, 8, 16, 32, 64])
     args = parser.parse_args()
     torch.manual_seed(0)

@@ -1,27 +1,32 @@
 """Find the table of ``dovetail.ops.triton.tuning``: tiles of matrix products with few rows, compared with cuBLAS.
 
-    python benchmarks/tune_matmul.py [--models 8b small] [--rows 1 16 32 64 128 256] [--top 8]
+    python benchmarks/tune_matmul.py [--models 8b small] [--rows 1 16 32 64 128 256] [--top 8] [--known] [--seconds 150]
 
 Every tile that fits a shape is checked against float32 and timed on cold weights. The fastest tiles then compete in the
 step of ``ops_gpu.Step``, one matrix after the other, because the effect of prefetching weights appears only among other
 kernels. Tiles that load weights early are better the less they disturb each other, which appears only there too: all of
 them compete. The results and the table are printed.
+
+With ``--known``, only tiles that are in the table for another shape are tried, with which a model takes a minute or less. After
+``--seconds`` nothing further is tried, and the table has what was found by then.
 """
 
 from __future__ import annotations
 
 import argparse
 import itertools
+import math
 import time
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from typing import NamedTuple
 
 import torch
 from torch.nn import functional
 
 from dovetail.ops.triton.matmul import Workspace, matmul
-from dovetail.ops.triton.tuning import MAX_PARTS, MAX_TILES, ProductTile
-from ops_gpu import COLD, MODELS, Independent, Model, Step, per_call, randn, torch_product
+from dovetail.ops.triton.tuning import MAX_PARTS, MAX_TILES, MEASURED, ProductTile
+from ops_gpu import COLD, MODELS, USUAL, Independent, Model, Step, per_call, randn, torch_product
 
 SHARED_MEMORY = 227 * 1024
 SMS = 132
@@ -48,8 +53,29 @@ EARLY = 16
 Choice = ProductTile | None
 
 
+class Search(NamedTuple):
+    """Describe what is tried: with ``known``, only tiles that are in the table for another shape; and until ``deadline``
+    (``time.monotonic``)."""
+
+    known: bool = False
+    deadline: float = math.inf
+
+    @property
+    def over(self) -> bool:
+        """Return whether nothing further is tried."""
+        return time.monotonic() > self.deadline
+
+    def tiles(self, block_m: int, n: int, k: int) -> list[ProductTile]:
+        """Return the tiles to try."""
+        found = candidates(block_m, n, k)
+        if not self.known:
+            return found
+        table = {tile._replace(ahead=0) for tiles in MEASURED.values() for tile in tiles.values() if tile is not None}
+        return [tile for tile in found if tile in table]
+
+
 def candidates(block_m: int, n: int, k: int) -> list[ProductTile]:
-    """Return the tiles to try."""
+    """Return all tiles that fit."""
     if block_m == 1:
         return [
             ProductTile(1, rows, width, warps, per_sm=per_sm)
@@ -113,7 +139,7 @@ def compile_all(cases: Iterable[tuple[ProductTile, bool]], space: Workspace) -> 
 
 
 def tune_alone(
-    name: str, n: int, k: int, buckets: Sequence[int], space: Workspace, top: int
+    name: str, n: int, k: int, buckets: Sequence[int], space: Workspace, top: int, search: Search
 ) -> dict[int, list[Choice]]:
     """Return the best tiles of one shape by number of rows; None stands for cuBLAS."""
     weights = [randn(n, k, scale=0.02) for _ in range(max(2, -(-int(COLD) // (2 * n * k))))]
@@ -124,7 +150,9 @@ def tune_alone(
         found: list[tuple[float, Choice]] = [
             (per_call([lambda x=x, w=w: functional.linear(x, w) for w in weights]), None)
         ]
-        for tile in candidates(m, n, k) + (candidates(16, n, k) if m == 1 else []):
+        for tile in search.tiles(m, n, k) + (search.tiles(16, n, k) if m == 1 else []):
+            if search.over:
+                break
             if not right(x, weights[0], exact[:m], tile, space):
                 print("WRONG", name, m, tile, flush=True)
                 continue
@@ -142,19 +170,20 @@ def tune_alone(
 
 
 def tune_together(
-    model: Model, m: int, best: dict[str, list[Choice]], space: Workspace, step: Step
+    model: Model, m: int, best: dict[str, list[Choice]], space: Workspace, step: Step, search: Search
 ) -> dict[str, Choice]:
     """Choose the tile of each matrix of a layer in the step where it is used."""
-    pairs = [
-        tile for tile in best["gate_up"] if tile is None or tile.block_n > 1
-    ]  # tiles that can hold a gate and its value
-    best = {**best, "gate_up": pairs}
+    if "gate_up" in best:  # tiles that can hold a gate and its value
+        best = {**best, "gate_up": [tile for tile in best["gate_up"] if tile is None or tile.block_n > 1]}
+    chosen = {name: choices[0] for name, choices in best.items()}
+    if search.over:
+        print(f"  m={m}: not tried in a step, because the time is over")
+        return chosen
     trials = ((name, choice) for name, choices in best.items() for choice in choices if choice is not None)
     compile_all(
         ((choice._replace(ahead=ahead), name == "gate_up") for name, choice in trials for ahead in aheads(choice)),
         space,
     )
-    chosen = {name: choices[0] for name, choices in best.items()}
 
     def measure(name: str, choice: Choice) -> float:
         return whole({**chosen, name: choice}, name == "head")
@@ -174,6 +203,8 @@ def tune_together(
         now = measure(name, chosen[name])
         for choice in choices:
             for ahead in aheads(choice):
+                if search.over:
+                    continue
                 tile = choice and choice._replace(ahead=ahead)
                 us = measure(name, tile)
                 if us < now * GAIN or (chosen[name] is None and us < now):
@@ -192,29 +223,43 @@ def tune_together(
 def main() -> None:
     """Tune the shapes."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", nargs="*", default=list(MODELS), choices=list(MODELS))
+    parser.add_argument("--models", nargs="*", default=USUAL, choices=list(MODELS))
     parser.add_argument("--rows", nargs="*", type=int, default=[1, 16, 32, 64, 128, 256])
     parser.add_argument("--top", type=int, default=8)
+    parser.add_argument("--known", action="store_true")
+    parser.add_argument("--seconds", type=float, default=math.inf)
     args = parser.parse_args()
+    search = Search(args.known, time.monotonic() + args.seconds)
     torch.manual_seed(0)
     space, table = Workspace(torch.device("cuda")), {}
     with torch.inference_mode():
         shapes = {shape for name in args.models for shape in MODELS[name].matrices.values()}
-        tiles = (tile for m, shape in itertools.product(args.rows, shapes) for tile in candidates(m, *shape))
+        tiles = (tile for m, shape in itertools.product(args.rows, shapes) for tile in search.tiles(m, *shape))
         compile_all(((tile, False) for tile in tiles), space)
         for name in args.models:
             model = MODELS[name]
             best = {
-                part: tune_alone(f"{name} {part}", *shape, args.rows, space, args.top)
+                part: tune_alone(f"{name} {part}", *shape, args.rows, space, args.top, search)
                 for part, shape in model.matrices.items()
             }
             step = Step(model, 8 if model.hidden >= 4096 else model.layers)
             for m in args.rows:
-                chosen = tune_together(model, m, {part: found[m] for part, found in best.items()}, space, step)
+                chosen = tune_together(model, m, {part: found[m] for part, found in best.items()}, space, step, search)
                 for part, tile in chosen.items():
-                    table.setdefault(model.matrices[part], {})[m] = tile and tuple(tile)
+                    table.setdefault(model.matrices[part], {})[m] = tile
     for shape, tiles in table.items():
-        print(f"    {shape}: {tiles},")
+        lines = "".join(f"        {m}: {source(tile)},\n" for m, tile in tiles.items())
+        print(f"    {shape}: {{\n{lines}    }},")
+
+
+def source(tile: Choice) -> str:
+    """Return the Python text of a tile, as in the table."""
+    if tile is None:
+        return "None"
+    given = [*map(str, tile[:4]), *([str(tile.stages)] if tile.stages > 1 else [])]
+    given += [f"split={tile.split}"] if tile.split > 1 else []
+    given += [f"{name}={getattr(tile, name)}" for name in ("ahead", "per_sm", "early") if getattr(tile, name)]
+    return f"ProductTile({', '.join(given)})"
 
 
 if __name__ == "__main__":

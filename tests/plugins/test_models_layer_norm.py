@@ -89,6 +89,7 @@ class TestQwen(HuggingFaceSuite):
     configs: ClassVar = {"plain": {"num_key_value_heads": 4}}
 
     def write_checkpoint(self, config: Mapping[str, Any], directory: Path) -> None:
+        sizes = {**self.small, **config}
         super().write_checkpoint(config, directory / "qwen2")
         tensors = read_tensors(directory / "qwen2")
         named: dict[str, torch.Tensor] = {"lm_head.weight": tensors["lm_head.weight"]}
@@ -112,11 +113,8 @@ class TestQwen(HuggingFaceSuite):
             "use_dynamic_ntk": True,
             "use_logn_attn": True,
             "no_bias": True,
-            **{
-                key: TWO_LAYERS[key]
-                for key in ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")
-            },
-            "intermediate_size": 2 * TWO_LAYERS["intermediate_size"],
+            **{key: sizes[key] for key in ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")},
+            "intermediate_size": 2 * sizes["intermediate_size"],
             "max_position_embeddings": 1024,
         }
         (directory / "config.json").write_text(json.dumps(given))
