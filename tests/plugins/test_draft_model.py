@@ -6,6 +6,7 @@ Run: python -m pytest tests/plugins/test_draft_model.py
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import LlamaForCausalLM
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "e2e"))
@@ -26,6 +28,7 @@ from dovetail.errors import ConfigError
 from dovetail.interfaces.mesh import SINGLE
 from dovetail.interfaces.speculative import Drafter, DrafterContext
 from dovetail.testing.drafter import MAX_CONTEXT, VOCAB_SIZE, DrafterSuite, text_of
+from fp8_checkpoints import by_block
 
 PAGE = 4
 
@@ -188,12 +191,48 @@ def test_another_vocabulary_is_refused(small, tmp_path):
         make_llm(small, {"kind": "draft_model", "path": str(tmp_path / "other")})
 
 
-def test_a_quantized_checkpoint_is_refused(small, tmp_path):
-    checkpoints.save_target(tmp_path / "fp8", vocab_size=VOCAB_SIZE)
-    file = tmp_path / "fp8" / "config.json"
-    file.write_text(json.dumps({**json.loads(file.read_text()), "quantization_config": {"quant_method": "fp8"}}))
-    with pytest.raises(ConfigError, match=r"config\.json has a quantization_config; .*Give an unquantized checkpoint"):
-        make_llm(small, {"kind": "draft_model", "path": str(tmp_path / "fp8")})
+def fp8_pair(directory: Path, size: int = 16) -> tuple[Path, Path]:
+    """Write a model in FP8 by blocks, and the model that its numbers stand for."""
+    stored, exact = directory / "stored", directory / "exact"
+    checkpoints.save_target(exact, vocab_size=VOCAB_SIZE)
+    shutil.copytree(exact, stored)
+    tensors = by_block(load_file(exact / "model.safetensors"), size)
+    for path, part in zip((stored, exact), tensors, strict=True):
+        save_file(part, path / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((stored / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "fp8", "weight_block_size": [size, size]}
+    (stored / "config.json").write_text(json.dumps(config))
+    return stored, exact
+
+
+def test_a_quantized_checkpoint_drafts_what_its_numbers_stand_for(tmp_path):
+    """Also if the target is not quantized, in which case no quantization was chosen for it."""
+    stored, exact = fp8_pair(tmp_path)
+    drafted = [
+        record(make_llm(exact, {"kind": "draft_model", "path": str(path)}), prompts_of(5)) for path in (stored, exact)
+    ]
+    assert drafted[0] == drafted[1]
+    llm = make_llm(exact, {"kind": "draft_model", "path": str(stored)})
+    (model,) = llm.loop.executor.rank.engine._draft_runtime._models
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.float8_e4m3fn, torch.float32}
+    llm.generate(prompts_of(5), SamplingParams(max_new_tokens=20, temperature=0))
+    stats = llm.loop.stats()
+    assert stats.accepted_tokens > 0.95 * stats.drafted_tokens > 0  # it drafts for itself
+
+
+def test_a_quantized_checkpoint_that_cannot_be_loaded_is_refused(small, tmp_path):
+    checkpoints.save_target(tmp_path / "other", vocab_size=VOCAB_SIZE)
+    file = tmp_path / "other" / "config.json"
+    before = json.loads(file.read_text())
+    drafter = {"kind": "draft_model", "path": str(tmp_path / "other")}
+    file.write_text(json.dumps({**before, "quantization_config": {"quant_method": "bitsandbytes"}}))
+    with pytest.raises(
+        ConfigError, match=r"(?s)other/config\.json has a quantization_config that no .*'fp8'.*'bitsandbytes'"
+    ):
+        make_llm(small, drafter)
+    file.write_text(json.dumps({**before, "quantization_config": 8}))
+    with pytest.raises(ConfigError, match=r"quantization_config is 8; allowed: an object, null"):
+        make_llm(small, drafter)
 
 
 def test_a_missing_checkpoint_is_named(small):

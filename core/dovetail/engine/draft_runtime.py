@@ -26,7 +26,10 @@ from dovetail.interfaces.attention import AttentionBackend, AttentionContext
 from dovetail.interfaces.cache import CacheGroupKind
 from dovetail.interfaces.experts import ExpertsBackend, ExpertsContext
 from dovetail.interfaces.features import Feature
+from dovetail.interfaces.quantization import QuantizationContext
 from dovetail.interfaces.speculative import DraftCache, DraftPass, DraftRuntime, DraftSteps
+from dovetail.registry.model_choice import read_quantization
+from dovetail.registry.quantizations import choose, expert_feature
 from dovetail.registry.ranks import check_ranks
 from dovetail.registry.stages import kernel_dims, latent_reasons
 from dovetail.registry.targets import load_attribute
@@ -256,24 +259,37 @@ class EngineDraftRuntime(DraftRuntime):
 
     def load(self, model: ModelClass, info: ModelInfo, directory: Path, load_format: str) -> ModelArchitecture:
         """See ``DraftRuntime``. Raises ``ConfigError`` too if the engine has no memory for a cache group of the model."""
+        stored = directory == self.directory and self._stored is not None
+        chosen, checkpoint = self._resolved.quantization if stored else None, self._resolved.model_info.quantization
+        experts = self._experts(info, expert_feature(chosen, checkpoint))
+        return self._load(model, info, directory, load_format, self._stored if stored else None, experts)
+
+    def _load(
+        self,
+        model: ModelClass,
+        info: ModelInfo,
+        directory: Path,
+        load_format: str,
+        quantization: Quantization | None,
+        experts: ExpertsBackend | None,
+    ) -> ModelArchitecture:
         _check_groups(info)
         check_ranks(info, self._mesh.tp.size, "the drafter's model")
-        experts = None if info.expert_sizes is None else self._experts(info)
-        quantization = self._stored if directory == self.directory else None
         built = build_model(model, info, self._device, self.dtype, self._mesh, quantization, experts, may_be_plain=True)
         seed, shown = self._resolved.config.model.seed, self._mesh.tp.rank == 0
         load_weights(built, directory, load_format, seed, shown=shown)
         self._models.append(built)
         return built
 
-    def _experts(self, info: ModelInfo) -> ExpertsBackend | None:
-        """Return the backend that was chosen for the target's experts, for a drafter's model with experts. If the target
-        has none, the products of ``ops.experts`` are used. Raises ``ConfigError`` if the backend lacks a feature."""
+    def _experts(self, info: ModelInfo, stored: Feature) -> ExpertsBackend | None:
+        """Return the backend that was chosen for the target's experts, for a drafter's model with experts, whose weights it
+        must multiply as they are ``stored``. If the target has none, the products of ``ops.experts`` are used. Raises
+        ``ConfigError`` if the backend lacks a feature."""
         chosen = self._resolved.experts
-        if chosen is None:
+        if info.expert_sizes is None or chosen is None:
             return None
         needs = {feature for feature in info.needs if feature.partition(".")[0] == str(chosen.spec.kind)}
-        missing = {Feature.EXPERTS_PLAIN, *needs} - chosen.spec.offers
+        missing = {stored, *needs} - chosen.spec.offers
         if missing:
             raise ConfigError(
                 f"the drafter's model needs {', '.join(sorted(missing))}, which experts {chosen.name!r} does not offer: select "
@@ -292,17 +308,17 @@ class EngineDraftRuntime(DraftRuntime):
             raise ConfigError(
                 f"{file} has architectures {architectures}; installed models implement {', '.join(known)}"
             )
-        if checkpoint.get("quantization_config") is not None:
-            raise ConfigError(
-                f"{file} has a quantization_config; models of drafters are implemented without quantization. Give an "
-                "unquantized checkpoint"
-            )
         spec, label = found[0].spec, found[0].label
         assert spec.describe is not None, "every model spec has a description"
         info = load_attribute(spec.describe, label)(checkpoint)
         served = self._resolved.config.model.context_len or info.context_len
-        info = replace(info, context_len=min(info.context_len, served))
-        return self.load(load_attribute(spec.target, label), info, directory, load_format)
+        info = replace(info, context_len=min(info.context_len, served), quantization=read_quantization(checkpoint))
+        chosen = None if info.quantization is None else choose(self._resolved, info.quantization, info, str(file))
+        context = QuantizationContext(info.quantization, self.dtype, self._device)
+        quantization = None if chosen is None else chosen.build(context)
+        experts = self._experts(info, expert_feature(chosen, info.quantization))
+        model = load_attribute(spec.target, label)
+        return self._load(model, info, directory, load_format, quantization, experts)
 
     @property
     def weight_bytes(self) -> int:

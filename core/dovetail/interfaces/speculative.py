@@ -170,10 +170,11 @@ class DraftRuntime(ABC):
 
     @abstractmethod
     def open(self, directory: Path, load_format: str) -> ModelArchitecture:
-        """Load a complete model, with the installed architecture that its config.json names.
+        """Load a complete model, with the installed architecture that its config.json names, and with the installed
+        quantization that can load its ``quantization_config``, if it has one.
 
         ``model.info.vocab_size`` of the returned model is the size of its own vocabulary, which may differ from the
-        target's. Raises ``ConfigError`` if there is no config.json or no installed architecture fits, and
+        target's. Raises ``ConfigError`` if there is no config.json or no installed architecture or quantization fits, and
         ``WeightsError`` like ``load``.
         """
 

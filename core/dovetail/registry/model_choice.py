@@ -61,7 +61,7 @@ def choose_model(config: Config, registry: Registry, machine: Machine, tuning: T
             candidate.verdict = CandidateVerdict.CHOSEN
             rule = ChoiceRule.EXPLICIT if explicit else ChoiceRule.PRIORITY
             resolution = Resolution("model", ComponentKind.MODEL, candidate.spec.name, rule, tuple(candidates))
-            info = replace(info, quantization=_quantization(checkpoint))
+            info = replace(info, quantization=read_quantization(checkpoint))
             dtype, kv_dtype = _dtypes(config, machine, info)
             return ModelChoice(directory, info, candidate, dtype, kv_dtype, resolution)
     raise ResolutionError("\n".join([f"no model component can serve {directory}:", *map(_refused, candidates)]))
@@ -128,7 +128,8 @@ def _dtypes(config: Config, machine: Machine, info: ModelInfo) -> tuple[str, str
     return dtype, dtype if config.memory.kv_dtype == "auto" else config.memory.kv_dtype
 
 
-def _quantization(checkpoint: dict[str, Any]) -> Mapping[str, Any] | None:
+def read_quantization(checkpoint: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """Return the ``quantization_config`` of a config.json, if it has one. Raises ``ConfigError``."""
     given = checkpoint.get("quantization_config")
     if given is not None and not isinstance(given, Mapping):
         raise ConfigError(f"config.json: quantization_config is {given!r:.80}; allowed: an object, null")

@@ -197,7 +197,8 @@ class Resolved:
     """Hold every choice; nothing is built yet. ``config`` is new and concrete: no ``auto`` is left where a value is needed.
 
     ``parts`` are the chosen components by slot, including those of third-party kinds. ``models`` are all model
-    components that can be used, for drafters that open a separate model. ``runtime`` are the features of the runtime
+    components that can be used, for drafters that open a separate model, and ``quantizations`` what may load its weights (empty
+    without a drafter). ``runtime`` are the features of the runtime
     under this config. ``sampling_defaults`` are the model's values for sampling parameters that a request does not set. The object does not cross process boundaries: another process resolves the same config again,
     with the same result on the same machine.
     """
@@ -207,6 +208,7 @@ class Resolved:
     model_dir: Path
     model_info: ModelInfo
     models: tuple[RegisteredComponent, ...]
+    quantizations: tuple[Candidate, ...]
     parts: Mapping[str, tuple[Chosen, ...]]
     runtime: frozenset[Feature]
     sampling_defaults: Mapping[str, Any]

@@ -24,6 +24,7 @@ from dovetail.registry.kv_dtype import LEFT, TAKEN, check_kv_dtype, why_unscaled
 from dovetail.registry.machine import Machine
 from dovetail.registry.model_choice import ModelChoice, choose_model
 from dovetail.registry.parser_choice import Parsers, choose_parsers
+from dovetail.registry.quantizations import for_drafters
 from dovetail.registry.ranks import divisions, expert_division
 from dovetail.registry.resolution import (
     Candidate,
@@ -35,7 +36,7 @@ from dovetail.registry.resolution import (
     ResolveRequest,
     Stage,
 )
-from dovetail.registry.specs import KindDescriptor, Selects
+from dovetail.registry.specs import ComponentKind, KindDescriptor, Selects
 from dovetail.registry.stages import probe
 from dovetail.registry.targets import load_attribute
 from dovetail.registry.tuning import Tuned, record_for, tuned_for
@@ -389,6 +390,9 @@ def _resolved(
         model_dir=model.directory,
         model_info=model.info,
         models=tuple(c for c in registry.components(model.resolution.kind) if c.incompatible is None),
+        quantizations=for_drafters(registry, slots[ComponentKind.QUANTIZATION].request)
+        if parts[ComponentKind.DRAFTER]
+        else (),
         parts={slot: parts[slot] for slot in order},
         runtime=fit.runtime_offers(overlap),
         sampling_defaults=sampling_defaults(config.model.generation_config, model.directory),

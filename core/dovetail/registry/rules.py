@@ -13,6 +13,7 @@ from dovetail.interfaces.model import ModelInfo
 from dovetail.registry.candidates import Slot
 from dovetail.registry.fit import Combination, Need, Situation, show
 from dovetail.registry.negotiable import BATCH_INVARIANT, MIN_PROBABILITY, TENSOR_PARALLEL
+from dovetail.registry.quantizations import cannot_load, expert_feature
 from dovetail.registry.ranks import indivisible
 from dovetail.registry.resolution import Candidate, Reason, ResolveRequest
 from dovetail.registry.specs import ComponentKind
@@ -81,17 +82,12 @@ def screen_quantization(candidate: Candidate, request: ResolveRequest, named: bo
     """Require a component that can load the checkpoint. An unquantized checkpoint is quantized only if config names the
     component."""
     assert request.model_info is not None
-    assert candidate.spec.describe is not None
     checkpoint, name = request.model_info.quantization, candidate.spec.name
     if checkpoint is None and not named:
         expected = "auto takes it for a checkpoint with a quantization_config that it can load"
         yield Reason("quantization.checkpoint", expected, "the checkpoint is not quantized", f"quantization: {name}")
         return
-    describe = load_attribute(candidate.spec.describe, candidate.component.label)
-    try:
-        reason = describe(checkpoint, candidate.config)
-    except Exception as error:  # of a plugin: it must not hide the components that can load the checkpoint
-        reason = f"{candidate.spec.describe} raised {type(error).__name__}: {error}"
+    reason = cannot_load(candidate.component, candidate.config, checkpoint)
     if reason is not None:
         yield Reason("quantization.checkpoint", "it must be able to load the checkpoint", reason)
 
@@ -136,12 +132,10 @@ def experts(situation: Situation) -> Iterator[Need | Reason]:
         yield Reason("experts.none", f"{needed_by} has experts and needs a backend of kind experts", "experts is none")
         return
     quantization = situation.candidate(ComponentKind.QUANTIZATION)
-    if quantization is None or quantization.spec.expert_format is None:
-        yield from situation.needs(Feature.EXPERTS_PLAIN, needed_by, "its experts are not quantized")
-        return
-    read = load_attribute(quantization.spec.expert_format, quantization.component.label)
-    stored = Feature(f"experts.{read(situation.model.quantization, quantization.config)}")
-    yield from situation.needs(stored, needed_by, f"quantization {show(quantization)} stores its experts so")
+    stored = expert_feature(quantization, situation.model.quantization)
+    plain = stored is Feature.EXPERTS_PLAIN
+    how = "its experts are not quantized" if plain else f"quantization {show(quantization)} stores its experts so"
+    yield from situation.needs(stored, needed_by, how)
 
 
 def check_experts(config: Config, slots: Mapping[str, Slot], combo: Combination) -> None:
