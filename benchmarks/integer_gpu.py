@@ -4,7 +4,8 @@
 
 Results are first compared with float32. Weights are cold: calls rotate over several copies. ``floor`` is the time of reading codes and
 scales at ``ops_gpu.READ``, ``bf16`` that of cuBLAS with a weight in bfloat16. With ``--tune`` other tiles compete, and the fastest are
-printed, for ``plane_tile`` in ``dovetail_quantization/triton/integer_rows.py``.
+printed, for ``plane_tile`` in ``dovetail_quantization/triton/integer_rows.py`` and ``one_row_tile`` in ``integer_one_row.py``. One row is
+also measured with the kernel for several rows.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import torch
 from torch.nn import functional
 
 from dovetail.ops.integers import PLANES, Integers, dequantize
+from dovetail_quantization.triton.integer_one_row import OneRowTile
 from dovetail_quantization.triton.integer_rows import IntegerRows, IntegerTile, plane_tile
 from ops_gpu import COLD, READ, per_call, randn
 
@@ -35,8 +37,17 @@ def weights(n: int, k: int, group: int) -> list[Integers]:
     ]
 
 
-def candidates(rows: int, n: int, k: int) -> Iterator[IntegerTile]:
+Tile = IntegerTile | OneRowTile
+
+
+def candidates(rows: int, n: int, k: int) -> Iterator[Tile]:
     """Yield tiles that may be fast."""
+    if rows == 1:
+        block_k = 1 << (k - 1).bit_length()
+        for block_n, width, programs in itertools.product((2, 4, 8, 16), (512, 1024, 2048), (8, 12, 16, 24, 32)):
+            warps = min(block_k // width, 16)
+            if 2 <= warps <= programs and block_n * width <= 16384:
+                yield OneRowTile(block_n, block_k, warps, programs // warps)
     least = next(size for size in (8, 16, 32, 64) if rows <= size)
     sizes = [
         (64, 2, 4),
@@ -55,7 +66,7 @@ def candidates(rows: int, n: int, k: int) -> Iterator[IntegerTile]:
             yield IntegerTile(least, block_n, PLANES, warps, stages, split)
 
 
-def compile_tile(job: tuple[int, str, int, IntegerTile]) -> str | None:
+def compile_tile(job: tuple[int, str, int, Tile]) -> str | None:
     """Compile a kernel into Triton's cache, in a process of its own. Return what is wrong, if anything is."""
     rows, name, group, tile = job
     n, k = SHAPES[name]
@@ -67,12 +78,20 @@ def compile_tile(job: tuple[int, str, int, IntegerTile]) -> str | None:
     return None
 
 
-def multiply(weight: Integers, x: torch.Tensor, tile: IntegerTile | None = None) -> torch.Tensor:
+def multiply(weight: Integers, x: torch.Tensor, tile: Tile | None = None) -> torch.Tensor:
     """Return the product, with a tile of its own if one is given."""
-    rows = IntegerRows(weight)
-    if tile is not None:
-        rows.tiles[len(x)] = tile
-    return rows.forward(x, None)
+    return with_tile(weight, len(x), tile).forward(x, None)
+
+
+def with_tile(weight: Integers, rows: int, tile: Tile | None) -> IntegerRows:
+    """Return the products of a weight, with a tile of its own for a number of rows if one is given."""
+    found = IntegerRows(weight)
+    if isinstance(tile, OneRowTile):
+        found.one_row = tile
+    elif tile is not None:
+        found.one_row = None
+        found.tiles[rows] = tile
+    return found
 
 
 def main() -> None:
@@ -112,15 +131,13 @@ def main() -> None:
                     ", ".join(f"{time:.1f} {tile}" for time, tile in found[:6]),
                     "; now",
                     tuple(plane_tile(rows, n, k)),
+                    IntegerRows(copies[0]).one_row,
                 )
 
 
-def measured(copies: list[Integers], x: torch.Tensor, tile: IntegerTile | None = None) -> float:
+def measured(copies: list[Integers], x: torch.Tensor, tile: Tile | None = None) -> float:
     """Return microseconds of a product."""
-    products = [IntegerRows(each) for each in copies]
-    if tile is not None:
-        for each in products:
-            each.tiles[len(x)] = tile
+    products = [with_tile(each, len(x), tile) for each in copies]
     return per_call([lambda each=each: each.forward(x, None) for each in products])
 
 

@@ -19,7 +19,7 @@ from triton.compiler import ASTSource
 from dovetail.ops.triton import integers
 from dovetail.ops.triton.launch import INTERPRETED
 from dovetail.ops.triton.mxfp4_tiles import tiles_of
-from dovetail_quantization.triton import integer_rows
+from dovetail_quantization.triton import integer_one_row, integer_rows
 
 pytestmark = pytest.mark.skipif(INTERPRETED, reason="kernels are interpreted, not compiled")
 POINTERS = {"x": "*bf16", "out": "*bf16", "y": "*bf16", "bias": "*bf16", "scales": "*fp16", "zeros": "*u8", "w": "*u8"}
@@ -75,6 +75,19 @@ def test_products_of_few_rows_compile(
     assert "mma" in code["ptx"]
     if four:
         assert code["ptx"].count("ld.global") == 0, "scales are not read ahead"
+
+
+@pytest.mark.parametrize("zeros", [False, pytest.param(True, marks=pytest.mark.full)])
+@pytest.mark.parametrize("k", [4096, pytest.param(14336, marks=pytest.mark.full)])
+def test_the_product_of_one_row_compiles(k: int, zeros: bool, tmp_path: Path) -> None:
+    tile = integer_one_row.one_row_tile(4096, k, 128)
+    assert tile is not None
+    constants: dict[str, Any] = {"BFLOAT16": True, "ZEROS": zeros, "GATED": 0, "BIAS": False, "bias": None}
+    constants |= {"BLOCK_N": tile.block_n, "BLOCK_K": tile.block_k} | ({} if zeros else {"zeros": None})
+    types = {"x": "*i32", "w": "*i32", "scales": "*fp32", "zeros": "*fp32"}
+    code = compiled(integer_one_row.one_plane_row, constants, types, tile.warps, 3)
+    check(code, tmp_path / "kernel.cubin")
+    assert "L2::cache_hint.v4" in code["ptx"], "codes are not read in words of 16 bytes"
 
 
 @pytest.mark.parametrize("tokens", [*(pytest.param(tokens, marks=pytest.mark.full) for tokens in (1, 64)), 4096])

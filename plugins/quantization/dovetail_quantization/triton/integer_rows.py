@@ -4,7 +4,7 @@ Few rows take about the time to read the codes: tensor cores multiply the intege
 operand of a product (see ``dovetail.ops.triton.matmul``, whose structure this kernel has), and the sums of a block of columns
 that has one scale are multiplied by it. Codes of 4 bits in planes have a kernel of their own, which reads scales ahead too. Of
 other codes of 4 bits, two products take the low and the high bits of the same bytes, with the columns of ``x`` that
-belong to each. For many rows, ``plain_weight`` writes the weight in 16 bits.
+belong to each. For many rows, ``plain_weight`` writes the weight in 16 bits. One row has a kernel in ``integer_one_row``.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from dovetail.ops.triton.launch import launch
 from dovetail.ops.triton.matmul import GATE_KINDS, finish_rows, rows_of, workspace
 from dovetail.ops.triton.tuning import MAX_PARTS, MAX_TILES
 from dovetail_quantization.integer_tensors import narrowed
+from dovetail_quantization.triton.integer_one_row import multiply_one, one_row_tile
 
 MOST_ROWS = 64
 """Up to this number of rows the kernel for few rows is used."""
@@ -229,12 +230,14 @@ def plain_weight(weight: Integers, dtype: torch.dtype) -> torch.Tensor:
 
 
 class IntegerRows:
-    """Multiply up to ``MOST_ROWS`` rows with one weight ``[n, k]``. ``tiles`` has the tile for each number of rows."""
+    """Multiply up to ``MOST_ROWS`` rows with one weight ``[n, k]``. ``one_row`` is the tile of one row of 16 bits, if that has a
+    kernel of its own, and ``tiles`` those of all numbers of rows."""
 
     def __init__(self, weight: Integers) -> None:
         self._weight, self._shape = weight, (len(weight.codes), weight.columns)
         self._space = workspace(weight.codes.device)
         self._groups = groups_of(weight)
+        self.one_row = one_row_tile(*self._shape, weight.group) if self._groups else None
         self.tiles = [None, *(tile_of(rows, weight) for rows in range(1, MOST_ROWS + 1))]
 
     def forward(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
@@ -248,7 +251,13 @@ class IntegerRows:
     def parts(self, x: torch.Tensor) -> torch.Tensor | None:
         """Compute ``LinearProduct.parts``."""
         tile = self.tiles[x.shape[0]]
-        return None if tile is None or tile.split == 1 else self._compute(x, None, in_parts=True)
+        if tile is None or tile.split == 1 or self._has_own_kernel(x):
+            return None
+        return self._compute(x, None, in_parts=True)
+
+    def _has_own_kernel(self, x: torch.Tensor) -> bool:
+        """Return True if ``x`` is one row of 16 bits with a kernel of its own, which rounds more than float32 does."""
+        return self.one_row is not None and len(x) == 1 and x.dtype is not torch.float32
 
     def _compute(
         self, x: torch.Tensor, bias: torch.Tensor | None, gated: int = False, *, in_parts: bool = False
@@ -261,6 +270,9 @@ class IntegerRows:
             y = torch.empty(tile.split, m, n, dtype=torch.float32, device=x.device)
         else:
             y = torch.empty(m, n // 2 if gated else n, dtype=x.dtype, device=x.device)
+        if self.one_row is not None and self._has_own_kernel(x):
+            multiply_one(x, weight, bias, y, gated, self.one_row)
+            return y
         if self._groups:
             own = {"GROUPS": self._groups, "STAGES": tile.stages}
             kernel, codes = _few_plane_rows, weight.codes.view(torch.int16)

@@ -51,7 +51,7 @@ def one_row_tile(n: int, k: int, packing: PackedType) -> PackedRowTile | None:
     warps = max(1, min(16, block_k // 1024))
     small = packing.bits == 8 or n < 16 * 132 * 16 // warps
     per_sm = max(1, (32 if small and packing.bits == 4 else 16) // warps)
-    return PackedRowTile(4 if small else 8, block_k, warps, per_sm)
+    return PackedRowTile(4 if small or block_k > 8192 else 8, block_k, warps, per_sm)
 
 
 def few_rows_tile(rows: int, n: int, k: int, packing: PackedType) -> PackedTile:

@@ -42,11 +42,12 @@ def _factors(
 ):  # fmt: skip
     """Return the scales of the units of BLOCK_K columns from ``begin`` on, float32 ``[rows, BLOCK_K / UNIT]``. GROUP 0 stands
     for no multipliers."""
-    column = begin + tl.arange(0, BLOCK_K // UNIT) * UNIT
-    inside = (column < k)[None, :]
-    found = tl.load(scale + rows[:, None] * (words * 2) + (column // WHOLE)[None, :], inside, 0.0).to(tl.float32)
+    at = begin // UNIT + tl.arange(0, BLOCK_K // UNIT)
+    # Columns are multiples of those of a scale. The compiler uses this for loads of several numbers at a time.
+    inside = (at < tl.multiple_of(k // WHOLE * (WHOLE // UNIT), WHOLE // UNIT))[None, :]
+    found = tl.load(scale + rows[:, None] * (words * 2) + (at // (WHOLE // UNIT))[None, :], inside, 0.0).to(tl.float32)
     if GROUP:
-        place = multiplier + rows[:, None] * (words * 4) + (column // GROUP)[None, :]
+        place = multiplier + rows[:, None] * (words * 4) + (at // (GROUP // UNIT))[None, :]
         found *= tl.load(place, inside, 0).to(tl.float32)
     return found
 
@@ -111,7 +112,7 @@ def few_rows_kernel(
 
 
 @triton.jit
-def _rounded(numbers, inverse):
+def rounded(numbers, inverse):
     """Return integers of 16 bits as their high bytes, which are signed, and what these lack, -128 to 127."""
     whole = tl.floor(numbers * inverse + 0.5).to(tl.int32)
     high = (whole + 128) >> 8
@@ -119,7 +120,7 @@ def _rounded(numbers, inverse):
 
 
 @triton.jit
-def _byte_sums(codes, numbers, total):
+def byte_sums(codes, numbers, total):
     """Return ``total`` plus the sum of the products of the four bytes of ``codes``, unsigned, and of ``numbers``, signed."""
     if _PLAIN:
         for byte in tl.static_range(4):
@@ -143,7 +144,7 @@ def _packed_row(x, k, inverse, HALF: tl.constexpr, BITS: tl.constexpr, STEP: tl.
     whole = tl.zeros([BLOCK_K // each], tl.int32)
     for byte in tl.static_range(4):
         place = column + STEP * (byte * (each // 4) + HALF)
-        first, second = _rounded(tl.load(x + place, place < k, 0.0).to(tl.float32), inverse)
+        first, second = rounded(tl.load(x + place, place < k, 0.0).to(tl.float32), inverse)
         whole += first * 256 + second
         high |= (first & 255) << (8 * byte)
         low |= (second & 255) << (8 * byte)
@@ -163,11 +164,15 @@ def one_row_kernel(
     unit: tl.constexpr = STEP * each
     units: tl.constexpr = BLOCK_K // unit
     at = tl.arange(0, BLOCK_K // each)
-    inside = (at * each < k)[None, :]
+    inside = (at < tl.multiple_of(k // each, 4))[None, :]
     rows = rows_of(index, n, GATED, BLOCK_N).to(tl.int64)
     if PDL:
         gdc_launch_dependents()
     codes = tl.load(w + rows[:, None] * words + at[None, :], inside, 0, eviction_policy="evict_first")
+    factor = _factors(scale, multiplier, rows, words, 0, k, unit, WHOLE, GROUP, BLOCK_K)
+    less = factor
+    if OFFSET:
+        less = _factors(offset, offset_multiplier, rows, words, 0, k, unit, WHOLE, GROUP, BLOCK_K)
     if PDL:
         gdc_wait()
     column = at // STEP * unit + at % STEP
@@ -187,26 +192,29 @@ def one_row_kernel(
     of_x = whole.to(tl.float32) * most
     for tile in range(index, tiles, programs):
         following = rows_of(tile + programs, n, GATED, BLOCK_N).to(tl.int64)
-        ahead = (at * each)[None, :] < tl.where(tile + programs < tiles, k, 0)
+        left = tl.where(tile + programs < tiles, k, 0)
+        ahead = (at < tl.multiple_of(left // each, 4))[None, :]
         codes_ahead = tl.load(w + following[:, None] * words + at[None, :], ahead, 0, eviction_policy="evict_first")
-        factor = _factors(scale, multiplier, rows, words, 0, k, unit, WHOLE, GROUP, BLOCK_K)
+        factor_ahead = _factors(scale, multiplier, following, words, 0, left, unit, WHOLE, GROUP, BLOCK_K)
+        less_ahead = factor_ahead
+        if OFFSET:
+            less_ahead = _factors(offset, offset_multiplier, following, words, 0, left, unit, WHOLE, GROUP, BLOCK_K)
         first = tl.zeros([BLOCK_N, BLOCK_K // each], tl.int32)
         second = tl.zeros([BLOCK_N, BLOCK_K // each], tl.int32)
         if BITS == 4:
-            first = _byte_sums(codes & 0x0F0F0F0F, high[None, :], first)
-            second = _byte_sums(codes & 0x0F0F0F0F, low[None, :], second)
-            first = _byte_sums(codes >> 4 & 0x0F0F0F0F, high_after[None, :], first)
-            second = _byte_sums(codes >> 4 & 0x0F0F0F0F, low_after[None, :], second)
+            first = byte_sums(codes & 0x0F0F0F0F, high[None, :], first)
+            second = byte_sums(codes & 0x0F0F0F0F, low[None, :], second)
+            first = byte_sums(codes >> 4 & 0x0F0F0F0F, high_after[None, :], first)
+            second = byte_sums(codes >> 4 & 0x0F0F0F0F, low_after[None, :], second)
         else:
-            first = _byte_sums(codes, high[None, :], first)
-            second = _byte_sums(codes, low[None, :], second)
+            first = byte_sums(codes, high[None, :], first)
+            second = byte_sums(codes, low[None, :], second)
         sums = tl.sum(tl.reshape(first * 256 + second, [BLOCK_N, units, STEP]), 2)
         total = (sums - (whole * ZERO)[None, :]).to(tl.float32) * most[None, :] * factor
         if OFFSET:
-            less = _factors(offset, offset_multiplier, rows, words, 0, k, unit, WHOLE, GROUP, BLOCK_K)
             total -= of_x[None, :] * less
         finish_row(y, bias, rows, total, tile, n, GATED, BIAS, BLOCK_N)
-        codes, rows = codes_ahead, following
+        codes, factor, less, rows = codes_ahead, factor_ahead, less_ahead, following
 
 
 @triton.jit
