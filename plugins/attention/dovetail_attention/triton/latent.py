@@ -63,36 +63,38 @@ def _times(acc, factors, FLIP: tl.constexpr):
 
 @triton.jit
 def _blocks(
-    top, total, acc, q_tile, q_rest, low, high, kv, pages, place, tree_rows, tree_ok, prefix, tree_width, scale,
+    q_tile, q_rest, low, high, kv, pages, limit, tree_rows, tree_ok, prefix, tree_width, scale,
     PAGE: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_V: tl.constexpr, REST: tl.constexpr, BLOCK_REST: tl.constexpr,
-    TOKEN: tl.constexpr, KEYS: tl.constexpr, FLIP: tl.constexpr, CAUSAL: tl.constexpr, TREE: tl.constexpr,
-    MASKED: tl.constexpr,
+    TOKEN: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, FLIP: tl.constexpr, TREE: tl.constexpr,
 ):  # fmt: skip
-    """Attend to keys ``[low, high)``. Unless MASKED, they are whole blocks that every query sees."""
+    """Attend to keys ``[low, high)``. Pair m of the tile sees those before ``limit[m]``; with a tree, also those of
+    its own queries that are marked."""
     at, at_r = tl.arange(0, BLOCK_V), tl.arange(0, BLOCK_REST)
+    top = tl.full([ROWS], -1e30, tl.float32)  # finite, so that rows that see no key do not become NaN
+    total = tl.zeros([ROWS], tl.float32)
+    acc = tl.zeros([BLOCK_V, ROWS] if FLIP else [ROWS, BLOCK_V], tl.float32)
+    # Keys beyond the row may be NaN, which a product with 0 does not remove: the last key is read in their place.
+    last = tl.maximum(high - 1, 0)
+    next_page = tl.load(pages + tl.minimum(low + tl.arange(0, KEYS), last) // PAGE)
     for start in range(low, high, KEYS):
         key = start + tl.arange(0, KEYS)
-        inside = key < high
-        page = tl.load(pages + key // PAGE, inside, 0) if MASKED else tl.load(pages + key // PAGE)
-        from_k = kv + ((page.to(tl.int64) * PAGE + key % PAGE) * TOKEN)[:, None]
-        if MASKED:  # keys beyond the row may be NaN, which a product with 0 does not remove: they are not even loaded
-            keys = tl.load(from_k + at[None, :], inside[:, None] & (at < VALUE_DIM)[None, :], 0.0)
-        elif VALUE_DIM != BLOCK_V:
-            keys = tl.load(from_k + at[None, :], (at < VALUE_DIM)[None, :], 0.0)
-        else:
+        page = next_page  # read one block earlier, so that the compiler reads latents several blocks ahead
+        next_page = tl.load(pages + tl.minimum(key + KEYS, last) // PAGE)
+        from_k = kv + ((page.to(tl.int64) * PAGE + tl.minimum(key, last) % PAGE) * TOKEN)[:, None]
+        if VALUE_DIM == BLOCK_V:
             keys = tl.load(from_k + at[None, :])
+        else:
+            keys = tl.load(from_k + at[None, :], (at < VALUE_DIM)[None, :], 0.0)
         keys = keys.to(q_tile.dtype)
         if FLIP:
             scores = tl.dot(keys, tl.trans(q_tile), input_precision="ieee")
         else:
             scores = tl.dot(q_tile, tl.trans(keys), input_precision="ieee")
         if REST:
-            if MASKED:
-                rest = tl.load(from_k + VALUE_DIM + at_r[None, :], inside[:, None] & (at_r < REST)[None, :], 0.0)
-            elif REST != BLOCK_REST:
-                rest = tl.load(from_k + VALUE_DIM + at_r[None, :], (at_r < REST)[None, :], 0.0)
-            else:
+            if REST == BLOCK_REST:
                 rest = tl.load(from_k + VALUE_DIM + at_r[None, :])
+            else:
+                rest = tl.load(from_k + VALUE_DIM + at_r[None, :], (at_r < REST)[None, :], 0.0)
             rest = rest.to(q_tile.dtype)
             if FLIP:
                 scores = tl.dot(rest, tl.trans(q_rest), scores, input_precision="ieee")
@@ -100,16 +102,12 @@ def _blocks(
                 scores = tl.dot(q_rest, tl.trans(rest), scores, input_precision="ieee")
         if FLIP:
             scores = tl.trans(scores)
-        scores *= scale
-        if MASKED:
-            seen = inside[None, :]
-            if TREE:
-                in_tree = inside & (key >= prefix) & (key - prefix < tree_width)
-                marks = tl.load(tree_rows[:, None] + (key - prefix)[None, :], tree_ok[:, None] & in_tree[None, :], 0)
-                seen = seen & ((key < prefix)[None, :] | (marks != 0))
-            elif CAUSAL:
-                seen = seen & (key[None, :] <= place[:, None])
-            scores = tl.where(seen, scores, float("-inf"))
+        seen = key[None, :] < limit[:, None]
+        if TREE:
+            in_tree = (key < high) & (key >= prefix) & (key - prefix < tree_width)
+            marks = tl.load(tree_rows[:, None] + (key - prefix)[None, :], tree_ok[:, None] & in_tree[None, :], 0)
+            seen = seen | (marks != 0)
+        scores = tl.where(seen, scores * scale, float("-inf"))
         higher = tl.maximum(top, tl.max(scores, 1))
         weights = tl.exp2(scores - higher[:, None])
         shrink = tl.exp2(top - higher)
@@ -121,27 +119,6 @@ def _blocks(
             acc = tl.dot(weights, keys, _times(acc, shrink, False), input_precision="ieee")
         top = higher
     return top, total, acc
-
-
-@triton.jit
-def _both(
-    low, middle, high, q_tile, q_rest, kv, pages, place, tree_rows, tree_ok, prefix, tree_width, scale,
-    PAGE: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_V: tl.constexpr, REST: tl.constexpr, BLOCK_REST: tl.constexpr,
-    TOKEN: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, FLIP: tl.constexpr, CAUSAL: tl.constexpr,
-    TREE: tl.constexpr,
-):  # fmt: skip
-    """Attend to keys ``[low, middle)``, which every query sees, and to keys ``[middle, high)``."""
-    top = tl.full([ROWS], -1e30, tl.float32)  # finite, so that rows that see no key do not become NaN
-    total = tl.zeros([ROWS], tl.float32)
-    acc = tl.zeros([BLOCK_V, ROWS] if FLIP else [ROWS, BLOCK_V], tl.float32)
-    top, total, acc = _blocks(
-        top, total, acc, q_tile, q_rest, low, middle, kv, pages, place, tree_rows, tree_ok, prefix, tree_width, scale,
-        PAGE, VALUE_DIM, BLOCK_V, REST, BLOCK_REST, TOKEN, KEYS, FLIP, CAUSAL, TREE, False,
-    )  # fmt: skip
-    return _blocks(
-        top, total, acc, q_tile, q_rest, middle, high, kv, pages, place, tree_rows, tree_ok, prefix, tree_width, scale,
-        PAGE, VALUE_DIM, BLOCK_V, REST, BLOCK_REST, TOKEN, KEYS, FLIP, CAUSAL, TREE, True,
-    )  # fmt: skip
 
 
 @triton.jit
@@ -174,12 +151,11 @@ def _item(
         q_rest = tl.load(from_q + VALUE_DIM + at_r[None, :], real[:, None] & (at_r < REST)[None, :], 0.0)
 
     prefix = length - queries
-    place = prefix + m // GROUP
-    free = high
+    limit = tl.zeros([ROWS], tl.int32) + high
     if TREE:
-        free = tl.minimum(high, prefix)
+        limit = tl.minimum(limit, prefix)
     elif CAUSAL:
-        free = tl.minimum(high, prefix + first_m // GROUP + 1)
+        limit = tl.minimum(limit, prefix + m // GROUP + 1)
     tree_rows = tree + token * tree_row
     if CHUNK:
         top = tl.full([ROWS], -1e30, tl.float32)
@@ -187,10 +163,9 @@ def _item(
         acc = tl.zeros([BLOCK_V, ROWS] if FLIP else [ROWS, BLOCK_V], tl.float32)
         for first in range(low // CHUNK * CHUNK, high, CHUNK):
             begin, end = tl.maximum(low, first), tl.minimum(high, first + CHUNK)
-            middle = begin + tl.maximum(tl.minimum(free, end) - begin, 0) // KEYS * KEYS
-            top_c, total_c, acc_c = _both(
-                begin, middle, end, q_tile, q_rest, kv, pages, place, tree_rows, real, prefix, tree_width, scale,
-                PAGE, VALUE_DIM, BLOCK_V, REST, BLOCK_REST, TOKEN, ROWS, KEYS, FLIP, CAUSAL, TREE,
+            top_c, total_c, acc_c = _blocks(
+                q_tile, q_rest, begin, end, kv, pages, tl.minimum(limit, end), tree_rows, real, prefix, tree_width, scale,
+                PAGE, VALUE_DIM, BLOCK_V, REST, BLOCK_REST, TOKEN, ROWS, KEYS, FLIP, TREE,
             )  # fmt: skip
             sum_c = tl.where(total_c > 0, total_c, 1.0)
             found = acc_c / sum_c[None, :] if FLIP else acc_c / sum_c[:, None]
@@ -201,10 +176,9 @@ def _item(
             total = total * shrink + weight
             top = higher
     else:
-        middle = low + tl.maximum(free - low, 0) // KEYS * KEYS
-        top, total, acc = _both(
-            low, middle, high, q_tile, q_rest, kv, pages, place, tree_rows, real, prefix, tree_width, scale,
-            PAGE, VALUE_DIM, BLOCK_V, REST, BLOCK_REST, TOKEN, ROWS, KEYS, FLIP, CAUSAL, TREE,
+        top, total, acc = _blocks(
+            q_tile, q_rest, low, high, kv, pages, limit, tree_rows, real, prefix, tree_width, scale,
+            PAGE, VALUE_DIM, BLOCK_V, REST, BLOCK_REST, TOKEN, ROWS, KEYS, FLIP, TREE,
         )  # fmt: skip
 
     sum_or_1 = tl.where(total > 0, total, 1.0)
