@@ -99,6 +99,7 @@ def test_tiles_compile(heads: int, form: str, pool: str, tmp_path: Path) -> None
         dots = "warp_group_dot " if tile.flip or tile.rows == 64 else "tt.dot "  # Hopper's take 64 rows at a time
         assert body.count(dots) == 3, "both parts of the keys, and the values"
         assert body.count("async_copy_global_to_local") >= 2
+        assert int(re.findall(r"memdesc<(\d+)x\d+x512xbf16", text)[0]) >= 2, "blocks of latents in shared memory"
     assert spilled(found, tmp_path) <= 1024, "what is spilled is computed before the loop and read in it"
 
 
