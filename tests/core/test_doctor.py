@@ -291,3 +291,36 @@ def test_a_config_file_and_flags_are_taken_as_by_serve(call, tmp_path):
     assert status == 0
     assert "grammar outlines" in out
     assert "executor workers" in out
+
+
+MIXTRAL = {
+    "architectures": ["MixtralForCausalLM"], "vocab_size": 97, "hidden_size": 48, "intermediate_size": 80,
+    "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "num_local_experts": 8,
+    "num_experts_per_tok": 2, "max_position_embeddings": 64, "rms_norm_eps": 1e-5,
+}  # fmt: skip
+MAMBA2 = {
+    "architectures": ["Mamba2ForCausalLM"], "vocab_size": 97, "hidden_size": 32, "num_hidden_layers": 2, "num_heads": 8,
+    "head_dim": 8, "state_size": 16, "n_groups": 1, "conv_kernel": 4, "expand": 2, "layer_norm_epsilon": 1e-5,
+}  # fmt: skip
+
+
+@pytest.mark.usefixtures("no_gpu")
+@pytest.mark.parametrize(("kind", "model"), [("experts", MIXTRAL), ("mixer", MAMBA2)])
+def test_backends_that_only_some_models_have(call, tmp_path, kind, model):
+    """Backends of experts and of layers with a state are shown for models that have these layers."""
+    (tmp_path / "config.json").write_text(json.dumps(model))
+    status, out = call(PLAIN, str(tmp_path), "--json")
+    data = json.loads(out)
+    assert status == 0, data
+    found = {row["what"]: row["status"] for row in data["components"]}
+    assert (found[f"{kind}/torch_native"], found[f"{kind}/triton"]) == ("ready", "unneeded")
+    assert f", {kind} torch_native" in data["summary"]
+    others = {"experts", "mixer"} - {kind}
+    assert not others & {what.partition("/")[0] for what in found}
+
+
+@pytest.mark.usefixtures("no_gpu")
+def test_the_quantization_is_named(call):
+    status, out = call(PLAIN, "--quantization", "fp8")
+    assert status == 0
+    assert "quantization fp8" in out

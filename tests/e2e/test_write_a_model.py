@@ -226,7 +226,7 @@ class TestTheModelThatIsWatched(ModelSuite):
 
     def new_model(self, info: ModelInfo, dtype: torch.dtype = torch.float32, mesh: Any = SINGLE) -> ModelArchitecture:
         made: dict[str, Any] = {"__name__": "watched"}
-        exec(python_blocks()[1], made)
+        exec(python_blocks()[2], made)
         members = {name: made["WatchedModel"].__dict__[name] for name in ("forward", "attend")}
         members["blocks"] = property(lambda model: list(model.layers))
         return build_model(type("Watched", (DenseModel,), members), info, torch.device("cpu"), dtype, mesh)

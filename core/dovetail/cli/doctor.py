@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from dovetail.registry import Resolution, Resolved
     from dovetail.registry.resolution import Candidate
 
-KINDS = ("attention", "grammar", "executor")
+KINDS = ("attention", "experts", "mixer", "grammar", "executor")
 """The kinds whose candidates are shown: they depend on what is installed and on the machine."""
 USES = {
     "chosen": "used",
@@ -30,8 +30,8 @@ USES = {
 
 def _doctor(words: Words = None, sets: Sets = None, as_json: Json = False, **given: Any) -> None:
     """Show what this machine has and what it lacks: Python, torch and the driver, GPUs, kernels, compilers, caches and
-    limits; the attention backends, grammar backends and executors that a config can use here; plugins with problems. Each
-    with the command that helps. The arguments are those of `dovetail serve`. The exit status is 1 if something is
+    limits; the backends of attention, experts, layers with a state and grammars, and the executors, that a config can use
+    here; plugins with problems. Each with the command that helps. The arguments are those of `dovetail serve`. The exit status is 1 if something is
     broken."""
     from dovetail.cli.doctor_checks import machine_findings
     from dovetail.cli.doctor_facts import read_machine
@@ -79,17 +79,18 @@ def _plugins(words: Sequence[str], sets: Sequence[str], given: Mapping[str, Any]
 def _headline(resolved: Resolved) -> str:
     chosen = [resolved.attention_prefill.name, resolved.attention_decode.name]
     attention = " and ".join(dict.fromkeys(chosen))
+    optional = ("quantization", "experts", "mixer")  # models have them or not
+    named = {slot: part.name for slot in optional if (part := resolved.part(slot)) is not None}
     grammar = ", ".join(part.name for part in resolved.grammars) or "none"
-    return (
-        f"`dovetail serve` runs {resolved.config.model.name} on {resolved.machine.device_name} "
-        f"with attention {attention}, grammar {grammar}, executor {resolved.executor.name}."
-    )
+    parts = {"attention": attention, **named, "grammar": grammar, "executor": resolved.executor.name}
+    listed = ", ".join(f"{slot} {name}" for slot, name in parts.items())
+    return f"`dovetail serve` runs {resolved.config.model.name} on {resolved.machine.device_name} with {listed}."
 
 
 def _candidates(resolved: Resolved) -> Iterator[Finding]:
     seen: set[Finding] = set()
     for resolution in resolved.resolutions:
-        if str(resolution.kind) not in KINDS:
+        if str(resolution.kind) not in KINDS or not resolution.concerned:
             continue
         for candidate in resolution.candidates:
             finding = _candidate(resolution, candidate, resolved.machine.device_type)
