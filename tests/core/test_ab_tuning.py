@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import json
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -24,6 +25,7 @@ from dovetail.experiment.result import (
     WorkloadSummary,
 )
 from dovetail.experiment.tuning import tuning_records
+from dovetail.interfaces.features import Feature
 from dovetail.registry import ComponentKind, Machine, resolve
 from dovetail.registry.measured import (
     MeasuredPart,
@@ -288,6 +290,40 @@ def test_what_teaches_nothing_says_why(a, b, comparisons, outcome, reason):
     assert reason in text
 
 
+def with_experts(fakes, setting, file):
+    """Return the resolution of a model with experts that two ranks divide."""
+    features = frozenset({Feature.MODEL_TENSOR_PARALLEL})
+    sizes = (("num_experts", 8), ("moe_intermediate_size", 18))
+    others = [spec for spec in fakes.basics() if spec.kind != K.MODEL]
+    others.append(fakes.spec(K.EXPERTS, "grouped", offers=frozenset({Feature.EXPERTS_PLAIN})))
+    model = fakes.model(num_heads=12, num_kv_heads=12, expert_sizes=sizes, offers=features)
+    registry = fakes.registry(model, *others, basics=False)
+    config = fakes.config(registry, "parallel.tp=2", f"parallel.experts={setting}", f"tuning.path={file}")
+    return resolve(config, registry, CPU)
+
+
+def test_how_ranks_divide_experts_is_recorded_and_used(fakes, tmp_path):
+    file = tmp_path / "tuning.json"
+    assert with_experts(fakes, "auto", file).config.parallel.experts == "tp"
+    base = make_arm("a", (), ("device=cpu",), (), {})
+    arms = [replace(base, name=way, resolved=with_experts(fakes, way, file)) for way in ("tp", "ep")]
+    (found,), reasons = tuning_records(*arms, experiment(comparison("throughput", "faster", 2.0, "higher")))
+    assert not reasons
+    assert (found.slot, found.winner.name, found.loser.name) == ("parallel.experts", "ep", "tp")
+    assert found.model.endswith(", 2 ranks")
+    add_records(file, [found])
+    chosen = with_experts(fakes, "auto", file)
+    assert chosen.config.parallel.experts == "ep"
+    assert chosen.resolution("experts").note.startswith("parallel.experts is ep, 2.00x (1.80 to 2.20) as fast as tp")
+    old = found.model_copy(update={"winner": found.winner.model_copy(update={"version": "0.0"})})
+    file.unlink()
+    add_records(file, [old])
+    chosen = with_experts(fakes, "auto", file)
+    assert chosen.config.parallel.experts == "tp"
+    (unused,) = chosen.resolution("experts").unused
+    assert "stale: measured with ep (dovetail 0.0)" in unused
+
+
 def test_prompts_and_decode_are_judged_by_their_own_metric(fakes):
     """A backend that is faster for prompts and slower for decode wins one slot and loses the other."""
     registry = fakes.registry(*(fakes.spec(K.ATTENTION, name) for name in ("one", "two")))
@@ -295,8 +331,6 @@ def test_prompts_and_decode_are_judged_by_their_own_metric(fakes):
     def arm(name, kind):
         resolved = resolve(fakes.config(registry, f"attention={kind}"), registry, CPU)
         base = make_arm(name, (), ("device=cpu",), (f"attention={'torch_native'}",), {})
-        from dataclasses import replace
-
         return replace(base, resolved=resolved)
 
     found, _ = tuning_records(

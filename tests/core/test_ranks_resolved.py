@@ -19,6 +19,7 @@ from dovetail.interfaces.features import Feature
 from dovetail.interfaces.model import ModelInfo
 from dovetail.registry import ComponentKind, Machine, Resolved, resolve
 from dovetail.registry.ranks import check_ranks, divisions, expert_division
+from dovetail.registry.tuning import MeasuredDivision, TuningRecord, records
 
 OFFERS = frozenset({Feature.MODEL_TENSOR_PARALLEL})
 INFO = ModelInfo(
@@ -80,6 +81,54 @@ def test_ranks_divide_the_experts_or_each_of_them() -> None:
     with pytest.raises(ConfigError, match=r"has no experts; allowed for it: auto and tp"):
         expert_division("ep", INFO, 2)
     assert expert_division("auto", INFO, 2) == "tp"
+
+
+def test_what_was_measured_to_be_faster_divides_the_experts_if_it_can() -> None:
+    info = dataclasses.replace(INFO, num_heads=48, num_kv_heads=48, split_sizes=(), expert_sizes=EXPERTS)
+    assert [expert_division("auto", info, tp, ["ep", "tp"]) for tp in divisions(info)] == [
+        "ep",
+        "ep",
+        "tp",
+        "ep",
+        "tp",
+        "ep",
+    ]
+    assert [expert_division("auto", info, tp, ["tp", "ep"]) for tp in (2, 4)] == ["tp", "ep"]
+    assert expert_division("tp", info, 2, ["ep", "tp"]) == "tp"
+
+
+def test_the_most_similar_measurement_of_the_device_counts(monkeypatch: pytest.MonkeyPatch, fakes: Any) -> None:
+    def measured(ranks: int, experts: int, size: int, best: str) -> MeasuredDivision:
+        other = "tp" if best == "ep" else "ep"
+        return MeasuredDivision(ranks, experts, size, (best, other), f"{best} 2 ms, {other} 3", "2026-11-28, a command")
+
+    divisions = measured(2, 8, 18, "ep"), measured(2, 8, 26, "tp"), measured(3, 8, 18, "ep")
+    shipped = TuningRecord("H", (9, 0), "2026-11-21, another", {}, divisions=divisions)
+    monkeypatch.setattr("dovetail.registry.tuning.records", lambda: (shipped,))
+    machine = Machine("cuda", (9, 0), "H", "cuda", num_devices=4)
+    given = {"num_heads": 12, "num_kv_heads": 12, "offers": OFFERS}
+
+    def chosen(tp: int, number: int, size: int, setting: str = "auto") -> tuple[str, str]:
+        sizes = (("num_experts", number), ("moe_intermediate_size", size))
+        found = resolved(fakes, tp, machine, setting, expert_sizes=sizes, **given)
+        return found.config.parallel.experts, found.resolution("experts").note
+
+    why = "parallel.experts is ep, measured on H, 2026-11-28, a command, 8 experts of 18, 2 ranks: ep 2 ms, tp 3"
+    assert chosen(2, 8, 18) == ("ep", why)
+    assert chosen(2, 12, 20)[0] == "ep"
+    assert chosen(2, 8, 24)[0] == "tp"
+    assert chosen(2, 8, 24)[1].startswith("parallel.experts is tp, measured on H")
+    assert chosen(2, 64, 18) == ("tp", "")  # nothing similar was measured
+    assert chosen(4, 8, 20) == ("tp", "")
+    assert chosen(2, 7, 18)[0] == "tp"  # 7 experts cannot be divided
+    assert chosen(2, 8, 18, "tp") == ("tp", "")
+
+
+def test_shipped_measurements_name_both_ways() -> None:
+    for record in records():
+        for one in record.divisions:
+            assert sorted(one.best_first) == ["ep", "tp"]
+            assert one.ranks > 1
 
 
 def resolved(fakes: Any, tp: int, machine: Machine | None = None, experts: str = "auto", **given: Any) -> Resolved:

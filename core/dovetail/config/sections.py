@@ -255,7 +255,7 @@ class ParallelSection(Section):
     )
     experts: Literal["auto", "tp", "ep"] = Field(
         default="auto",
-        description="How the ranks divide the experts of a mixture of experts: `tp` gives each rank a share of every expert, `ep` whole experts. `auto` is `tp` if the number of ranks divides the size of an expert, otherwise `ep`. One of the two numbers must be a multiple of the ranks.",
+        description="How the ranks divide the experts of a mixture of experts: `tp` gives each rank a share of every expert, `ep` whole experts. `auto` is what was measured to be faster (docs/parallel.md), otherwise `tp`, if the ranks can divide the experts so. The number or the size of the experts must be a multiple of the ranks.",
     )
 
 

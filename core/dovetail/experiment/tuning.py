@@ -1,4 +1,5 @@
-"""Write tuning records for ``auto``: for each slot in which the arms differ, which component was faster."""
+"""Write tuning records for ``auto``: for each slot in which the arms differ, which component was faster, and how ranks
+divide experts fastest."""
 
 from __future__ import annotations
 
@@ -7,7 +8,15 @@ from collections.abc import Mapping, Sequence
 from dovetail.config.tree import component_keys
 from dovetail.experiment.arms import ResolvedArm, differences
 from dovetail.experiment.result import Comparison, ExperimentRecord
-from dovetail.registry.measured import MeasuredRecord, device_key, measured_part, model_key
+from dovetail.registry.measured import (
+    EXPERT_DIVISION,
+    MeasuredPart,
+    MeasuredRecord,
+    device_key,
+    division_part,
+    measured_part,
+    model_key,
+)
 from dovetail.registry.resolution import Chosen
 
 METRIC_OF: Mapping[str, str] = {"attention.prefill": "ttft_p50", "attention.decode": "tpot_mean"}
@@ -20,13 +29,12 @@ def tuning_records(a: ResolvedArm, b: ResolvedArm, found: ExperimentRecord) -> t
     objection = _objection(a, b, found)
     if objection:
         return [], [objection]
-    records, reasons = list[MeasuredRecord](), list[str]()
-    for slot, (mine, theirs) in _differing(a, b).items():
-        made = _record(slot, mine, theirs, a, found)
-        if isinstance(made, MeasuredRecord):
-            records.append(made)
-        else:
-            reasons.append(f"{slot}: {made}")
+    made = {slot: _of_components(slot, *pair, a, found) for slot, pair in _differing(a, b).items()}
+    if _divisions_differ(a, b):
+        mine, theirs = division_part(_division(a)), division_part(_division(b))
+        made[EXPERT_DIVISION] = _record(EXPERT_DIVISION, mine, theirs, a, found)
+    records = [one for one in made.values() if isinstance(one, MeasuredRecord)]
+    reasons = [f"{slot}: {one}" for slot, one in made.items() if isinstance(one, str)]
     return records, reasons
 
 
@@ -38,10 +46,14 @@ def _objection(a: ResolvedArm, b: ResolvedArm, found: ExperimentRecord) -> str:
         return (
             "no record is written: with batch_invariant components use other kernels, and `auto` reads no records then"
         )
-    if not _differing(a, b):
+    if not _differing(a, b) and not _divisions_differ(a, b):
         return "no record is written: `auto` chooses components, and the arms have the same ones"
     keys = component_keys(a.resolved.config)
-    others = [d.key for d in differences(a, b) if d.intended and d.key.partition(".")[0] not in keys]
+    others = [
+        d.key
+        for d in differences(a, b)
+        if d.intended and d.key.partition(".")[0] not in keys and d.key != EXPERT_DIVISION
+    ]
     if others:
         return f"no record is written: the arms also differ in {', '.join(others)}, which `auto` does not choose"
     return ""
@@ -52,32 +64,52 @@ def _differing(a: ResolvedArm, b: ResolvedArm) -> dict[str, tuple[Chosen | None,
     return {slot: pair for slot, pair in pairs.items() if _name(pair[0]) != _name(pair[1])}
 
 
+def _division(arm: ResolvedArm) -> str:
+    return arm.resolved.config.parallel.experts
+
+
+def _divisions_differ(a: ResolvedArm, b: ResolvedArm) -> bool:
+    return _division(a) != _division(b)
+
+
 def _name(chosen: Chosen | None) -> str | None:
     return chosen.name if chosen else None
 
 
-def _record(
+def _of_components(
     slot: str, a: Chosen | None, b: Chosen | None, arm: ResolvedArm, found: ExperimentRecord
 ) -> MeasuredRecord | str:
     """Return the record of a slot, or why there is none."""
     if a is None or b is None:
         return "one arm has no component there, which `auto` cannot choose"
+    made = _record(slot, measured_part(a.component), measured_part(b.component), arm, found)
+    if isinstance(made, MeasuredRecord):
+        winner = a if made.winner.name == a.name else b
+        if winner.config != type(winner.config)(kind=winner.name):
+            return (
+                f"{winner.name} was faster with its own settings, but `auto` uses the defaults; name it in the config"
+            )
+    return made
+
+
+def _record(
+    slot: str, a: MeasuredPart, b: MeasuredPart, arm: ResolvedArm, found: ExperimentRecord
+) -> MeasuredRecord | str:
+    """Return the record that one of two parts is faster, or why there is none."""
     decided = _deciding(slot, found.primary)
     if isinstance(decided, str):
         return decided
     winner, loser = (b, a) if decided.verdict == "faster" else (a, b)
-    if winner.config != type(winner.config)(kind=winner.name):
-        return f"{winner.name} was faster with its own settings, but `auto` uses the defaults; name it in the config"
     ratio, low, high = speed_up(decided)
     resolved, workload = arm.resolved, found.workload
     section = resolved.config
     assert section.model.dtype != "auto", "a resolved config names the dtype"
     return MeasuredRecord(
         slot=slot,
-        winner=measured_part(winner.component),
-        loser=measured_part(loser.component),
+        winner=winner,
+        loser=loser,
         device=device_key(resolved.machine),
-        model=model_key(resolved.model_info, section.model.dtype, section.memory.kv_dtype),
+        model=model_key(resolved.model_info, section.model.dtype, section.memory.kv_dtype, section.parallel.tp),
         workload=workload.name,
         shape=(
             f"{workload.requests} calls, on average {workload.prompt_tokens:.0f} prompt and {workload.output_tokens:.0f} output tokens, "

@@ -9,6 +9,7 @@ over, with the reason.
 from __future__ import annotations
 
 import functools
+import importlib.metadata
 import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -27,6 +28,8 @@ from dovetail.registry.machine import Machine
 
 SCHEMA_VERSION = 1
 FILE_NAME = "tuning.json"
+EXPERT_DIVISION = "parallel.experts"
+"""The slot of records that say how ranks divide experts: its names are ``tp`` and ``ep``."""
 
 
 class MeasuredPart(BaseModel):
@@ -173,20 +176,32 @@ def _objection(record: MeasuredRecord, registry: Registry, device: str, model: s
         return f"foreign: measured on {record.device}, this is {device}"
     if record.model != model:
         return f"foreign: measured with {record.model}, this is {model}"
-    kind = record.slot.partition(".")[0]
-    components = registry.components(kind) if kind in registry.kinds else ()
-    found = {component.spec.name: component for component in components}
+    found = _installed_parts(record.slot, registry)
     for part in (record.winner, record.loser):
         if part.name not in found:
             return f"stale: {part} is not installed"
-        if measured_part(found[part.name]) != part:
-            return f"stale: measured with {part}, installed is {measured_part(found[part.name])}; measure again"
+        if found[part.name] != part:
+            return f"stale: measured with {part}, installed is {found[part.name]}; measure again"
     return None
+
+
+def _installed_parts(slot: str, registry: Registry) -> dict[str, MeasuredPart]:
+    """Return what may be chosen in a slot, by name."""
+    if slot == EXPERT_DIVISION:
+        return {name: division_part(name) for name in ("tp", "ep")}
+    kind = slot.partition(".")[0]
+    components = registry.components(kind) if kind in registry.kinds else ()
+    return {component.spec.name: measured_part(component) for component in components}
 
 
 def measured_part(component: RegisteredComponent) -> MeasuredPart:
     """Return a component in the form in which records name it."""
     return MeasuredPart(name=component.spec.name, distribution=component.distribution, version=component.version)
+
+
+def division_part(name: str) -> MeasuredPart:
+    """Return a division of experts in the form in which records name it: it is code of Dovetail itself."""
+    return MeasuredPart(name=name, distribution="dovetail", version=importlib.metadata.version("dovetail"))
 
 
 def device_key(machine: Machine) -> str:
@@ -197,11 +212,13 @@ def device_key(machine: Machine) -> str:
     return "cpu" if machine.assumed else _processor()
 
 
-def model_key(info: ModelInfo, dtype: str, kv_dtype: str) -> str:
-    """Return a model's architecture, shapes and dtypes: models of the same key cost the same."""
+def model_key(info: ModelInfo, dtype: str, kv_dtype: str, ranks: int = 1) -> str:
+    """Return a model's architecture, shapes and dtypes, and how many ranks divide it: models of the same key cost the
+    same."""
     heads = f"{info.num_heads}/{info.num_kv_heads} heads of {info.head_dim}"
     sizes = f"{info.num_layers} layers, hidden {info.hidden_size}, {heads}, vocabulary {info.vocab_size}"
-    return f"{info.architecture}, {sizes}, {dtype}, KV {kv_dtype}"
+    divided = f", {ranks} ranks" if ranks > 1 else ""
+    return f"{info.architecture}, {sizes}, {dtype}, KV {kv_dtype}{divided}"
 
 
 @functools.cache

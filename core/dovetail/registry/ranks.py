@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Literal
 
 from dovetail.config.sections import MOST_TP
@@ -41,9 +41,12 @@ def indivisible(info: ModelInfo, tp: int) -> Iterator[tuple[str, str]]:
         yield f"tokens for each of {tp} ranks in vocab_size", str(info.vocab_size)
 
 
-def expert_division(setting: Literal["auto", "tp", "ep"], info: ModelInfo, tp: int) -> Literal["tp", "ep"]:
+def expert_division(
+    setting: Literal["auto", "tp", "ep"], info: ModelInfo, tp: int, best_first: Sequence[str] = ()
+) -> Literal["tp", "ep"]:
     """Return how ``tp`` ranks divide the experts of the model ``info`` by the setting ``parallel.experts``: ``auto`` is
-    ``tp`` if that is possible. Raises ``ConfigError`` if the ranks cannot divide the experts as the setting says."""
+    the first of ``best_first``, which were measured, and then of ``tp`` and ``ep``, that is possible. Raises ``ConfigError``
+    if the ranks cannot divide the experts as the setting says."""
     if info.expert_sizes is None:
         if setting == "ep":
             raise ConfigError(
@@ -51,14 +54,16 @@ def expert_division(setting: Literal["auto", "tp", "ep"], info: ModelInfo, tp: i
             )
         return "tp"
     (experts, number), (name, size) = info.expert_sizes
+    ways: dict[Literal["tp", "ep"], bool] = {"tp": size % tp == 0, "ep": number % tp == 0}
     if setting == "auto":
-        return "ep" if size % tp and not number % tp else "tp"
-    needed, got = (name, size) if setting == "tp" else (experts, number)
-    if got % tp:
-        possible = (number if setting == "tp" else size) % tp == 0
+        order = [*best_first, *ways]
+        possible: list[Literal["tp", "ep"]] = [way for way, fits in ways.items() if fits]
+        return min(possible, key=order.index, default="tp")
+    if not ways[setting]:
+        needed, got, other = (name, size, "ep") if setting == "tp" else (experts, number, "tp")
         raise ConfigError(
             f"parallel.experts is {setting} and parallel.tp is {tp}, which needs a multiple of {tp} as {needed}; "
-            f"{info.architecture} has {got}. Set {'parallel.experts: auto' if possible else f'parallel.tp to a divisor of {got}'}"
+            f"{info.architecture} has {got}. Set {'parallel.experts: auto' if ways[other] else f'parallel.tp to a divisor of {got}'}"
         )
     return setting
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Mapping, Sequence
+from typing import Literal
 
 from dovetail.config import Config, PluginConfig, Section, Selection
 from dovetail.config.generation import sampling_defaults
@@ -18,6 +19,7 @@ from dovetail.errors import ConfigError, ResolutionError
 from dovetail.registry import fit, negotiable
 from dovetail.registry.api_choice import choose_served
 from dovetail.registry.candidates import Slot, Tuning, call_hook, open_slot, tuned_names
+from dovetail.registry.divisions import divide_experts, note_division
 from dovetail.registry.installed import Registry
 from dovetail.registry.kinds import Kinds
 from dovetail.registry.kv_dtype import LEFT, TAKEN, check_kv_dtype, why_unscaled, with_fp8, with_note
@@ -25,7 +27,7 @@ from dovetail.registry.machine import Machine
 from dovetail.registry.model_choice import ModelChoice, choose_model
 from dovetail.registry.parser_choice import Parsers, choose_parsers
 from dovetail.registry.quantizations import for_drafters
-from dovetail.registry.ranks import divisions, expert_division
+from dovetail.registry.ranks import divisions
 from dovetail.registry.resolution import (
     Candidate,
     CandidateVerdict,
@@ -382,10 +384,13 @@ def _resolved(
             slot = str(descriptor.kind)
             parts[slot], resolutions[slot] = choose_served(descriptor.kind, config, registry)
             named[slot] = [part.config for part in parts[slot]]
+    division = divide_experts(config, model.info, tuned)
+    experts = str(ComponentKind.EXPERTS)
+    resolutions[experts] = note_division(config, division, tuned, resolutions[experts])
     order = [slot for descriptor in registry.kinds.in_order for slot in descriptor.slots]
     overlap, graphs = bool(combo[negotiable.OVERLAP]), bool(combo[negotiable.GRAPHS])
     return Resolved(
-        config=_concrete(config, machine, model, registry.kinds, named, overlap, graphs),
+        config=_concrete(config, machine, model, registry.kinds, named, overlap, graphs, division),
         machine=machine,
         model_dir=model.directory,
         model_info=model.info,
@@ -435,6 +440,7 @@ def _concrete(
     named: Mapping[str, Sequence[PluginConfig]],
     overlap: bool,
     graphs: bool,
+    division: Literal["tp", "ep"],
 ) -> Config:
     """Return a new config that leaves no choice to the engine. ``named`` holds, by slot, the settings of the components
     that serve requests that name none."""
@@ -453,7 +459,6 @@ def _concrete(
         "chunk_size": config.scheduler.chunk_size or (8192 if on_cuda else 2048),
     }
     selections = {d.section.key: _selected(config, d, d.section, named) for d in kinds if d.section is not None}
-    experts = expert_division(config.parallel.experts, model.info, config.parallel.tp)
     open_kinds = {key: selection for key, selection in selections.items() if key not in type(config).model_fields}
     return config.model_copy(
         update={
@@ -463,7 +468,7 @@ def _concrete(
             "kinds": open_kinds,
             "scheduler": config.scheduler.model_copy(update=scheduler),
             "graphs": config.graphs.model_copy(update={"decode": graphs}),
-            "parallel": config.parallel.model_copy(update={"experts": experts}),
+            "parallel": config.parallel.model_copy(update={"experts": division}),
             "memory": config.memory.model_copy(update={"kv_dtype": model.kv_dtype}),
         }
     )

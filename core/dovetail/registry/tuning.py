@@ -3,14 +3,17 @@ the records that ship with Dovetail for some devices. ``auto`` prefers them, and
 
 A shipped record is a JSON file in ``assets/tuning``. It holds ``device`` (its name in CUDA), ``compute_capability``,
 ``measured`` (date and command), and for each slot the names, best first, with a description of the results.
+``expert_divisions`` says for numbers of ranks and sizes of experts which division of experts was faster, ``tp`` or ``ep``
+(``parallel.experts``).
 """
 
 from __future__ import annotations
 
 import functools
 import json
+import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from dovetail.config import Config
@@ -18,6 +21,7 @@ from dovetail.interfaces.model import ModelInfo
 from dovetail.registry.installed import Registry
 from dovetail.registry.machine import Machine
 from dovetail.registry.measured import (
+    EXPERT_DIVISION,
     MeasuredRecord,
     Unused,
     best_first,
@@ -31,20 +35,61 @@ from dovetail.registry.measured import (
 FOLDER = Path(__file__).parent.parent / "assets" / "tuning"
 
 
+MOST_APART = 1.0
+"""A measured division of experts counts for sizes and numbers of experts whose ratios to the measured ones are, multiplied, at
+most 2 to this power."""
+
+
+@dataclass(frozen=True, slots=True)
+class MeasuredDivision:
+    """Hold which division of layers of experts was faster (``best_first``) for ``ranks`` ranks and ``experts`` experts of ``size``
+    intermediate values, with a description of the results (``seen``) and when and how they were ``measured``."""
+
+    ranks: int
+    experts: int
+    size: int
+    best_first: tuple[str, ...]
+    seen: str
+    measured: str
+
+    def distance(self, experts: int, size: int) -> float:
+        """Return how far the measured sizes are from these, in powers of two."""
+        return abs(math.log2(self.experts / experts)) + abs(math.log2(self.size / size))
+
+
 @dataclass(frozen=True, slots=True)
 class TuningRecord:
     """Hold a shipped record. ``slots`` maps a slot (``attention.decode``) to names, best first; ``seen`` maps it to a
-    description of the results."""
+    description of the results. ``divisions`` are the measured divisions of experts, and ``division`` the one that counts for a
+    model."""
 
     device: str
     compute_capability: tuple[int, int]
     measured: str
     slots: Mapping[str, Sequence[str]]
     seen: Mapping[str, str] = field(default_factory=dict)
+    divisions: tuple[MeasuredDivision, ...] = ()
+    division: MeasuredDivision | None = None
 
     def why(self, slot: str) -> str:
         """Return the reason that ``explain`` shows."""
+        one = self.division
+        if slot == EXPERT_DIVISION and one is not None:
+            what = f"{one.experts} experts of {one.size}, {one.ranks} ranks"
+            return f"measured on {self.device}, {one.measured}, {what}: {one.seen}"
         return f"measured on {self.device}, {self.measured}: {self.seen.get(slot, 'fastest')}"
+
+    def for_experts(self, info: ModelInfo, ranks: int) -> TuningRecord:
+        """Return the record with a slot for the division of the experts of the model ``info`` among ``ranks`` ranks, if one
+        was measured for this number of ranks and similar experts: the most similar ones."""
+        if info.expert_sizes is None:
+            return self
+        (_, experts), (_, size) = info.expert_sizes
+        measured = [one for one in self.divisions if one.ranks == ranks and one.distance(experts, size) <= MOST_APART]
+        if not measured:
+            return self
+        nearest = min(measured, key=lambda one: one.distance(experts, size))
+        return replace(self, slots={**self.slots, EXPERT_DIVISION: nearest.best_first}, division=nearest)
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,10 +133,12 @@ def tuned_for(
     """Return the tuning records for this device and model. Raises ``ConfigError`` for a file of records that cannot be
     read."""
     shipped = record_for(machine)
+    if shipped is not None:
+        shipped = shipped.for_experts(info, config.parallel.tp)
     slots = dict(shipped.slots) if shipped else {}
     if not config.tuning.use:
         return Tuned(slots, shipped)
-    device, model = device_key(machine), model_key(info, dtype, kv_dtype)
+    device, model = device_key(machine), model_key(info, dtype, kv_dtype, config.parallel.tp)
     own, unused = sort_records(read_records(tuning_file(config)), config, registry, device, model)
     for slot in {record.slot for record in own}:
         slots[slot] = list(dict.fromkeys([*best_first(own, slot), *slots.get(slot, ())]))
@@ -103,4 +150,8 @@ def _read(file: Path) -> TuningRecord:
     major, minor = data["compute_capability"]
     slots = {slot: entry["best_first"] for slot, entry in data["slots"].items()}
     seen = {slot: entry["seen"] for slot, entry in data["slots"].items()}
-    return TuningRecord(data["device"], (major, minor), data["measured"], slots, seen)
+    divisions = tuple(
+        MeasuredDivision(**{**entry, "best_first": tuple(entry["best_first"])})
+        for entry in data.get("expert_divisions", ())
+    )
+    return TuningRecord(data["device"], (major, minor), data["measured"], slots, seen, divisions)
