@@ -3,8 +3,8 @@
     python benchmarks/gguf_gpu.py [--rows 1 2 16 64] [--tune]
 
 Weights are cold: calls rotate over several copies. ``file`` is the time of reading the blocks as the file stores them, ``packed`` that of
-the packed rows, both at ``ops_gpu.READ``; ``bf16`` is the product with the weight in bfloat16. With ``--tune`` other tiles compete,
-and the fastest are printed.
+the packed rows, both at ``ops_gpu.READ``; ``bf16`` is the product with the weight in bfloat16. One row is also multiplied in parts, as
+before a norm that adds them up. With ``--tune`` other tiles compete, and the fastest are printed.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from dovetail.gguf.block_types import TYPES
 from dovetail.ops.linear import few_rows
 from dovetail_quantization.gguf_blocks import fill_random
 from dovetail_quantization.gguf_packed import PackedWeight, pack
-from dovetail_quantization.triton.packed_product import PackedRows, PackedRowTile, PackedTile
+from dovetail_quantization.triton.packed_product import PackedRows, PackedRowTile, PackedTile, split_of
 from ops_gpu import COLD, READ, per_call, randn
 
 SHAPES = {
@@ -59,14 +59,21 @@ def case(name: str, kind: str) -> Case:
     return Case(name, kind, copies, stored, packed)
 
 
-def measure(given: Case, m: int) -> float:
-    """Return the microseconds of a product of ``m`` rows, with the gate if it has one."""
+def measure(given: Case, m: int, *, in_parts: bool = False) -> float:
+    """Return the microseconds of a product of ``m`` rows, with the gate if it has one, or of its parts."""
     n, k = SHAPES[given.name]
-    gated = given.name == "gate_up"
-    x, y = randn(m, k), torch.empty(m, n // 2 if gated else n, device="cuda", dtype=torch.bfloat16)
+    gate = "silu" if gated(given) else None
+    x, y = randn(m, k), torch.empty(m, n // 2 if gate else n, device="cuda", dtype=torch.bfloat16)
     count = max(len(given.copies), 20)
     rows = [given.copies[index % len(given.copies)] for index in range(count)]
-    return per_call([lambda one=one: one.multiply(x, None, y, "silu" if gated else None) for one in rows])
+    if in_parts:
+        return per_call([lambda one=one: one.parts(x) for one in rows])
+    return per_call([lambda one=one: one.multiply(x, None, y, gate) for one in rows])
+
+
+def gated(given: Case) -> bool:
+    """Return whether a product is followed by a gate."""
+    return given.name == "gate_up"
 
 
 def dense(name: str, m: int) -> float:
@@ -92,6 +99,10 @@ def tiles(given: Case, m: int) -> Iterator[PackedRowTile | PackedTile]:
             warps = block_k // per_warp
             if 1 <= warps <= 32 and (per_sm := round(16 * programs / warps)) >= 1:
                 yield PackedRowTile(block_n, block_k, warps, per_sm)
+        split = split_of(k)
+        for block_n, warps, programs in itertools.product((2, 4, 8, 16), (1, 2, 4), (12, 16, 24, 32)):
+            if split > 1 and not gated(given):
+                yield PackedRowTile(block_n, k // split, warps, programs // warps, split)
         return
     block_m = first.few_rows[m].block_m
     for block_n, block_k, warps, stages, split in itertools.product(
@@ -106,13 +117,14 @@ def tune(given: Case, m: int) -> list[tuple[float, PackedRowTile | PackedTile]]:
     """Return the times of other tiles, the shortest first."""
     found = []
     for tile in set(tiles(given, m)):
+        in_parts = isinstance(tile, PackedRowTile) and tile.split > 1
         for rows in given.copies:
             if isinstance(tile, PackedRowTile):
-                rows.one_row = tile
+                rows.one_row, rows.one_row_in_parts = tile._replace(split=1), tile
             else:
                 rows.few_rows[m] = tile
         try:
-            found.append((measure(given, m), tile))
+            found.append((measure(given, m, in_parts=in_parts), tile))
         except Exception as error:
             print("FAILED", tile, repr(error)[:100], flush=True)
     return sorted(found, key=lambda one: one[0])
@@ -132,6 +144,8 @@ def main() -> None:
             took, packed = measure(given, m), given.packed / READ * 1e6
             line = f"{took:9.1f}{given.stored / READ * 1e6:9.1f}{packed:9.1f}{dense(name, m):9.1f}{packed / took:15.2f}"
             print(f"{name + ' ' + kind:16}{m:6}{line}", flush=True)
+            if m == 1 and not gated(given) and given.copies[0].one_row_in_parts is not None:
+                print(f"{'  in parts':16}{m:6}{measure(given, m, in_parts=True):9.1f}", flush=True)
             for time, tile in tune(given, m)[: args.top] if args.tune else []:
                 print(f"{'':22}{time:9.1f}  {tile}", flush=True)
 

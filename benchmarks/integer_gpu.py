@@ -5,7 +5,7 @@
 Results are first compared with float32. Weights are cold: calls rotate over several copies. ``floor`` is the time of reading codes and
 scales at ``ops_gpu.READ``, ``bf16`` that of cuBLAS with a weight in bfloat16. With ``--tune`` other tiles compete, and the fastest are
 printed, for ``plane_tile`` in ``dovetail_quantization/triton/integer_rows.py`` and ``one_row_tile`` in ``integer_one_row.py``. One row is
-also measured with the kernel for several rows.
+also measured with the kernel for several rows, and in parts, as before a norm that adds them up.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ import torch
 from torch.nn import functional
 
 from dovetail.ops.integers import PLANES, Integers, dequantize
-from dovetail_quantization.triton.integer_one_row import OneRowTile
+from dovetail.ops.triton.tuning import MAX_PARTS
+from dovetail_quantization.triton.integer_one_row import OneRowTile, split_of
 from dovetail_quantization.triton.integer_rows import IntegerRows, IntegerTile, plane_tile
 from ops_gpu import COLD, READ, per_call, randn
 
@@ -48,6 +49,10 @@ def candidates(rows: int, n: int, k: int) -> Iterator[Tile]:
             warps = min(block_k // width, 16)
             if 2 <= warps <= programs and block_n * width <= 16384:
                 yield OneRowTile(block_n, block_k, warps, programs // warps)
+        split = split_of(k)
+        for block_n, warps, programs in itertools.product((2, 4, 8, 16), (1, 2, 4), (12, 16, 24, 32)):
+            if split > 1:
+                yield OneRowTile(block_n, k // split, warps, programs // warps, split)
     least = next(size for size in (8, 16, 32, 64) if rows <= size)
     sizes = [
         (64, 2, 4),
@@ -62,7 +67,8 @@ def candidates(rows: int, n: int, k: int) -> Iterator[Tile]:
     ]
     for (block_n, warps, stages), split in itertools.product(sizes, (1, 2, 4, 8, 16)):
         programs = -(-n // block_n) * split
-        if k % (split * PLANES) == 0 and PROGRAMS[0] <= programs <= PROGRAMS[1]:
+        fits = split == 1 or -(-n // block_n) * split * block_n * least <= MAX_PARTS
+        if k % (split * PLANES) == 0 and PROGRAMS[0] <= programs <= PROGRAMS[1] and fits:
             yield IntegerTile(least, block_n, PLANES, warps, stages, split)
 
 
@@ -71,23 +77,24 @@ def compile_tile(job: tuple[int, str, int, Tile]) -> str | None:
     rows, name, group, tile = job
     n, k = SHAPES[name]
     try:
-        multiply(weights(n, k, group)[0], randn(rows, k), tile)
+        call(with_tile(weights(n, k, group)[0], rows, tile), randn(rows, k), tile)
         torch.cuda.synchronize()
     except Exception as error:
         return f"{name} {rows} {tuple(tile)}: {type(error).__name__}: {error}"
     return None
 
 
-def multiply(weight: Integers, x: torch.Tensor, tile: Tile | None = None) -> torch.Tensor:
-    """Return the product, with a tile of its own if one is given."""
-    return with_tile(weight, len(x), tile).forward(x, None)
+def call(product: IntegerRows, x: torch.Tensor, tile: Tile | None) -> torch.Tensor | None:
+    """Compute a product, or its parts if the tile is of those."""
+    in_parts = isinstance(tile, OneRowTile) and tile.split > 1
+    return product.parts(x) if in_parts else product.forward(x, None)
 
 
 def with_tile(weight: Integers, rows: int, tile: Tile | None) -> IntegerRows:
     """Return the products of a weight, with a tile of its own for a number of rows if one is given."""
     found = IntegerRows(weight)
     if isinstance(tile, OneRowTile):
-        found.one_row = tile
+        found.one_row, found.one_row_in_parts = tile._replace(split=1), tile
     elif tile is not None:
         found.one_row = None
         found.tiles[rows] = tile
@@ -119,11 +126,15 @@ def main() -> None:
         for rows in args.rows:
             x = randn(rows, k)
             exact = x.float() @ dequantize(copies[0], torch.float32).T
-            error = (multiply(copies[0], x).float() - exact).square().mean().sqrt() / exact.square().mean().sqrt()
+            error = (
+                IntegerRows(copies[0]).forward(x, None).float() - exact
+            ).square().mean().sqrt() / exact.square().mean().sqrt()
             assert error < 6e-3, f"{name}: the relative error is {error:.1e}"
             took = measured(copies, x)
             dense = per_call([lambda weight=weight, x=x: functional.linear(x, weight) for weight in plain])
             print(f"{name:16}{rows:6}{took:9.1f}{floor:9.1f}{dense:9.1f}{floor / took:15.2f}", flush=True)
+            if rows == 1 and (parts := IntegerRows(copies[0]).one_row_in_parts) is not None:
+                print(f"{'  in parts':16}{rows:6}{measured(copies, x, parts):9.1f}", flush=True)
             if args.tune:
                 found = sorted((measured(copies, x, tile), tuple(tile)) for tile in candidates(rows, n, k))
                 print(
@@ -138,7 +149,7 @@ def main() -> None:
 def measured(copies: list[Integers], x: torch.Tensor, tile: Tile | None = None) -> float:
     """Return microseconds of a product."""
     products = [with_tile(each, len(x), tile) for each in copies]
-    return per_call([lambda each=each: each.forward(x, None) for each in products])
+    return per_call([lambda each=each: call(each, x, tile) for each in products])
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from dovetail.interfaces.expert_shapes import Routing, RoutingRule
 from dovetail.ops.triton.launch import launch
 
-ONE_KERNEL = 1024
+ONE_KERNEL = 4096
 """The largest number of pairs that one kernel sorts."""
 OWN = 8
 """The number of pairs that a program of this kernel places: the fastest of 8, 16 and 32 on an H200."""
@@ -159,17 +159,6 @@ def _keys(ids, start, pairs, first, experts, SIZE: tl.constexpr):
 
 
 @triton.jit
-def _count_keys(ids, start, end, pairs, first, experts, BLOCK_E: tl.constexpr):
-    """Return the number of pairs in ``[start, end)`` of each expert."""
-    expert = tl.arange(0, BLOCK_E)
-    counts = tl.zeros([BLOCK_E], tl.int32)
-    for step in range(start, end, _STEP):
-        key = _keys(ids, step, pairs, first, experts, _STEP)
-        counts += tl.sum((key[:, None] == expert[None, :]).to(tl.int32), 0)
-    return counts
-
-
-@triton.jit
 def _place_keys(ids, order, start, end, base, pairs, first, experts, BLOCK_E: tl.constexpr) -> None:
     """Write the pairs in ``[start, end)`` to their places. ``base`` has the place of each expert's next pair."""
     expert, local = tl.arange(0, BLOCK_E), tl.arange(0, _STEP)
@@ -229,7 +218,8 @@ def _count_chunk(
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
-    found = _count_keys(ids, chunk * CHUNK, (chunk + 1) * CHUNK, pairs, first, experts, BLOCK_E)
+    key = _keys(ids, chunk * CHUNK, pairs, first, experts, CHUNK)
+    found = tl.histogram(tl.maximum(key, 0), BLOCK_E, key >= 0)
     tl.store(counts + chunk * experts + expert, found, expert < experts)
 
 
@@ -285,9 +275,11 @@ def sort_by_expert(ids: torch.Tensor, first: int, experts: int, block_m: int) ->
         block_m,
     )
     block_e = triton.next_power_of_2(experts)
+    bins = max(block_e, 32)  # Triton 3.6 compiles histograms of 64 keys in 4 bins to misaligned accesses
     if pairs <= ONE_KERNEL:
-        size = next(size for size in (64, 256, ONE_KERNEL) if pairs <= size)  # few sizes, which are compiled each
-        bins = max(block_e, 32)  # Triton 3.6 compiles histograms of 64 keys in 4 bins to misaligned accesses
+        size = next(
+            size for size in (64, 256, 1024, 2048, ONE_KERNEL) if pairs <= size
+        )  # few sizes, which are compiled each
         launch(
             _sort, (1 + triton.cdiv(pairs, OWN),),
             ids, *order[:3], pairs, first, experts, SIZE=size, OWN=OWN, BLOCK_M=block_m, BLOCK_E=bins, num_warps=4,
@@ -296,7 +288,7 @@ def sort_by_expert(ids: torch.Tensor, first: int, experts: int, block_m: int) ->
     chunks = triton.cdiv(pairs, CHUNK)
     counts = torch.empty(chunks, experts, dtype=torch.int32, device=device)
     totals = torch.empty(experts, dtype=torch.int32, device=device)
-    launch(_count_chunk, (chunks,), ids, counts, pairs, first, experts, CHUNK=CHUNK, BLOCK_E=block_e)
+    launch(_count_chunk, (chunks,), ids, counts, pairs, first, experts, CHUNK=CHUNK, BLOCK_E=bins)
     launch(_add_chunks, (experts,), counts, totals, chunks, experts, BLOCK=256)
     launch(
         _place_chunk, (chunks,),

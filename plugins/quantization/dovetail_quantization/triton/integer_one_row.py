@@ -2,7 +2,7 @@
 
 Tensor cores would be idle for seven of eight rows. Therefore the row is rounded to integers of 16 bits with a scale for each 128
 columns, which is finer than bfloat16 by a factor of 64, and instructions that add up four products of bytes (dp4a) multiply it with the
-codes as they are stored, as for GGUF (``packed_rows``). Sums of 128 columns are exact. A program rounds the row once, and then
+codes as they are stored, as for GGUF (``packed_rows``). Sums of 128 columns are exact. A program rounds its part of the row once, and then
 computes one tile of the weight after another; codes and scales of the next tile are read ahead.
 """
 
@@ -26,22 +26,31 @@ WORDS = tl.constexpr(16)  # words of 32 bits in a block of planes
 
 
 class OneRowTile(NamedTuple):
-    """Describe how the product is divided: rows of the weight of a tile, columns, warps of a program, and programs of a
-    multiprocessor."""
+    """Describe how the product is divided: rows of the weight of a tile, at least the columns of a part, warps of a program, programs
+    of a multiprocessor, and parts of the columns."""
 
     block_n: int
     block_k: int
     warps: int
     per_sm: int
+    split: int = 1
 
 
-def one_row_tile(n: int, k: int, group: int) -> OneRowTile | None:
-    """Return the tile of a weight ``[n, k]`` with groups of ``group`` columns, or None if there is none."""
-    if not n or group % PLANES or k > MOST_COLUMNS:
+def one_row_tile(n: int, k: int, group: int, *, in_parts: bool = False) -> OneRowTile | None:
+    """Return the tile of a weight ``[n, k]`` with groups of ``group`` columns, or None if there is none. ``in_parts``: it divides the
+    columns."""
+    split = split_of(k) if in_parts else 1
+    if not n or group % PLANES or k // split > MOST_COLUMNS or (in_parts and split == 1):
         return None
-    block_k = max(triton.next_power_of_2(k), 1024)
+    block_k = max(triton.next_power_of_2(k // split), 1024)
     warps = max(1, min(16, block_k // 1024))
-    return OneRowTile(8, block_k, warps, max(1, 16 // warps))
+    return OneRowTile(8, block_k, warps, max(1, 16 // warps), split)
+
+
+def split_of(k: int) -> int:
+    """Return into how many parts the columns of a row are divided: parts of 2048, so that no thread has less to do than others
+    where their number is no power of two."""
+    return k // 2048 if k % 2048 == 0 else 1
 
 
 @triton.jit
@@ -80,18 +89,23 @@ def _of_blocks(words, BLOCK_K: tl.constexpr):
 
 @triton.jit(do_not_specialize=["tiles"])
 def one_plane_row(
-    x, w, scales, zeros, bias, y, n, k, group, tiles,
+    x, w, scales, zeros, bias, y, n, k, span, group, tiles,
     BFLOAT16: tl.constexpr, ZEROS: tl.constexpr, GATED: tl.constexpr, BIAS: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Multiply one row of at most BLOCK_K columns, ``x`` (int32 ``[k / 2]``), with codes ``w`` (int32 ``[n, k / 8]``)."""
-    index, programs = tl.program_id(0), tl.num_programs(0)
+    """Multiply one row, ``x`` (int32 ``[k / 2]``), with codes ``w`` (int32 ``[n, k / 8]``). A part has ``span`` columns, at most BLOCK_K;
+    if there are several, ``y`` is ``[parts, n]``."""
+    index, programs, part = tl.program_id(0), tl.num_programs(0), tl.program_id(1)
     at = tl.arange(0, BLOCK_K // 8)
     block = tl.arange(0, BLOCK_K // 8 // WORDS)
-    blocks = k // (8 * WORDS)
-    words = tl.multiple_of(blocks * WORDS, WORDS)
-    own = (block * (8 * WORDS) // group * n)[None, :]
-    inside = at < words
+    blocks = span // (8 * WORDS)
+    words = tl.multiple_of(k // 8, WORDS)
+    begin = tl.multiple_of(part * blocks * WORDS, WORDS)
+    own = ((part * span + block * (8 * WORDS)) // group * n)[None, :]
+    inside = at < tl.multiple_of(blocks * WORDS, WORDS)
+    x += begin * 4
+    w += begin
+    y += part * n
     rows = rows_of(index, n, GATED, BLOCK_N)
     if PDL:
         gdc_launch_dependents()
@@ -144,12 +158,12 @@ def multiply_one(
     x: torch.Tensor, weight: Integers, bias: torch.Tensor | None, y: torch.Tensor, gated: int, tile: OneRowTile
 ) -> None:
     """Write the product of ``x [1, k]``, of 16 bits, and a weight with the words of ``with_words`` to ``y [1, n]``, or its
-    gate to ``y [1, n / 2]``."""
+    gate to ``y [1, n / 2]``. With a tile that divides the columns, write the parts of the product to ``y [split, 1, n]``."""
     n, k = len(weight.codes), weight.columns
     tiles = triton.cdiv(n, tile.block_n)
     launch(
-        one_plane_row, (min(tiles, tile.per_sm * processors(x.device)),),
-        x.view(torch.int32), weight.codes.view(torch.int32), weight.scales, weight.zeros, bias, y, n, k, weight.group, tiles,
+        one_plane_row, (min(tiles, max(1, tile.per_sm * processors(x.device) // tile.split)), tile.split),
+        x.view(torch.int32), weight.codes.view(torch.int32), weight.scales, weight.zeros, bias, y, n, k, k // tile.split, weight.group, tiles,
         BFLOAT16=x.dtype is torch.bfloat16, ZEROS=weight.zeros is not None, GATED=gated, BIAS=bias is not None,
         BLOCK_N=tile.block_n, BLOCK_K=tile.block_k, num_warps=tile.warps,
     )  # fmt: skip

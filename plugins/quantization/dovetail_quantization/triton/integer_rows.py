@@ -231,13 +231,14 @@ def plain_weight(weight: Integers, dtype: torch.dtype) -> torch.Tensor:
 
 class IntegerRows:
     """Multiply up to ``MOST_ROWS`` rows with one weight ``[n, k]``. ``one_row`` is the tile of one row of 16 bits, if that has a
-    kernel of its own, and ``tiles`` those of all numbers of rows."""
+    kernel of its own, ``one_row_in_parts`` that with which its product stays in parts, and ``tiles`` those of all numbers of rows."""
 
     def __init__(self, weight: Integers) -> None:
         self._weight, self._shape = weight, (len(weight.codes), weight.columns)
         self._space = workspace(weight.codes.device)
         self._groups = groups_of(weight)
         self.one_row = one_row_tile(*self._shape, weight.group) if self._groups else None
+        self.one_row_in_parts = self.one_row and one_row_tile(*self._shape, weight.group, in_parts=True)
         self.tiles = [None, *(tile_of(rows, weight) for rows in range(1, MOST_ROWS + 1))]
 
     def forward(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
@@ -250,14 +251,18 @@ class IntegerRows:
 
     def parts(self, x: torch.Tensor) -> torch.Tensor | None:
         """Compute ``LinearProduct.parts``."""
+        if self.one_row is not None and self._is_one(x):
+            if (one := self.one_row_in_parts) is None:
+                return None
+            y = torch.empty(one.split, 1, self._shape[0], dtype=torch.float32, device=x.device)
+            multiply_one(x, self._weight, None, y, 0, one)
+            return y
         tile = self.tiles[x.shape[0]]
-        if tile is None or tile.split == 1 or self._has_own_kernel(x):
-            return None
-        return self._compute(x, None, in_parts=True)
+        return None if tile is None or tile.split == 1 else self._compute(x, None, in_parts=True)
 
-    def _has_own_kernel(self, x: torch.Tensor) -> bool:
-        """Return True if ``x`` is one row of 16 bits with a kernel of its own, which rounds more than float32 does."""
-        return self.one_row is not None and len(x) == 1 and x.dtype is not torch.float32
+    def _is_one(self, x: torch.Tensor) -> bool:
+        """Return True if ``x`` is one row of 16 bits. The kernel for it rounds more than float32 does."""
+        return len(x) == 1 and x.dtype is not torch.float32
 
     def _compute(
         self, x: torch.Tensor, bias: torch.Tensor | None, gated: int = False, *, in_parts: bool = False
@@ -270,7 +275,7 @@ class IntegerRows:
             y = torch.empty(tile.split, m, n, dtype=torch.float32, device=x.device)
         else:
             y = torch.empty(m, n // 2 if gated else n, dtype=x.dtype, device=x.device)
-        if self.one_row is not None and self._has_own_kernel(x):
+        if self.one_row is not None and self._is_one(x):
             multiply_one(x, weight, bias, y, gated, self.one_row)
             return y
         if self._groups:

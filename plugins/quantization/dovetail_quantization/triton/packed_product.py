@@ -21,13 +21,14 @@ MOST_COLUMNS = 16384
 
 
 class PackedRowTile(NamedTuple):
-    """Describe how the product of one row is divided: rows of the weight of a tile, columns, warps of a program, and programs of a
-    multiprocessor."""
+    """Describe how the product of one row is divided: rows of the weight of a tile, at least the columns of a part, warps of a program,
+    programs of a multiprocessor, and parts of the columns."""
 
     block_n: int
     block_k: int
     warps: int
     per_sm: int
+    split: int = 1
 
 
 class PackedTile(NamedTuple):
@@ -42,16 +43,23 @@ class PackedTile(NamedTuple):
     span: int
 
 
-def one_row_tile(n: int, k: int, packing: PackedType) -> PackedRowTile | None:
-    """Return the tile of one row and a weight ``[n, k]``, or None if there is none. Not measured yet: a warp loads 1024 columns
-    of 4 or 8 rows, and few rows where there would be few tiles for each program."""
-    if k > MOST_COLUMNS:
+def one_row_tile(k: int, packing: PackedType, *, in_parts: bool = False) -> PackedRowTile | None:
+    """Return the tile of one row and a weight of ``k`` columns, or None if there is none. ``in_parts``: it divides the columns. Of the tiles
+    that ``benchmarks/gguf_gpu.py`` tries, those of one part are the fastest for the sizes of an 8B model on an H200."""
+    split = split_of(k) if in_parts else 1
+    if k // split > MOST_COLUMNS or (in_parts and split == 1):
         return None
-    block_k = max(triton.next_power_of_2(k), 64)
+    block_k = max(triton.next_power_of_2(k // split), 64)
+    if packing.bits == 8 and block_k > 8192:
+        return PackedRowTile(4, block_k, 32, 1, split)
     warps = max(1, min(16, block_k // 1024))
-    small = packing.bits == 8 or n < 16 * 132 * 16 // warps
-    per_sm = max(1, (32 if small and packing.bits == 4 else 16) // warps)
-    return PackedRowTile(4 if small or block_k > 8192 else 8, block_k, warps, per_sm)
+    return PackedRowTile(4, block_k, warps, max(1, 16 // warps), split)
+
+
+def split_of(k: int) -> int:
+    """Return into how many parts the columns of a row are divided: parts of 2048, so that no thread has less to do than others
+    where their number is no power of two."""
+    return k // 2048 if k % 2048 == 0 else 1
 
 
 def few_rows_tile(rows: int, n: int, k: int, packing: PackedType) -> PackedTile:
@@ -70,7 +78,7 @@ def few_rows_tile(rows: int, n: int, k: int, packing: PackedType) -> PackedTile:
 
 class PackedRows:
     """Multiply up to ``MOST_ROWS`` rows with one weight ``[n, k]``, or write it in 16 bits. ``one_row`` is the tile of one row of 16
-    bits, ``few_rows`` those of all numbers of rows."""
+    bits, ``one_row_in_parts`` that with which its product stays in parts, and ``few_rows`` those of all numbers of rows."""
 
     def __init__(self, weight: PackedWeight) -> None:
         self._weight, self._packing = weight, weight.packing
@@ -85,7 +93,8 @@ class PackedRows:
             "GROUP": packing.group or 0, "OFFSET": packing.offset,
         }  # fmt: skip
         self._space = workspace(weight.rows.device)
-        self.one_row = one_row_tile(n, k, packing)
+        self.one_row = one_row_tile(k, packing)
+        self.one_row_in_parts = one_row_tile(k, packing, in_parts=True)
         self.few_rows = [few_rows_tile(max(rows, 1), n, k, packing) for rows in range(MOST_ROWS + 1)]
 
     def multiply(
@@ -101,8 +110,14 @@ class PackedRows:
 
     def parts(self, x: torch.Tensor) -> torch.Tensor | None:
         """Compute ``LinearProduct.parts``."""
+        if self._tile_of_one(x) is not None:
+            if (one := self.one_row_in_parts) is None:
+                return None
+            y = torch.empty(one.split, 1, self.shape[0], dtype=torch.float32, device=x.device)
+            self._multiply_one(x, None, y, 0, one)
+            return y
         tile = self.few_rows[len(x)]
-        if tile.split == 1 or self._tile_of_one(x) is not None:
+        if tile.split == 1:
             return None
         y = torch.empty(tile.split, len(x), self.shape[0], dtype=torch.float32, device=x.device)
         self._multiply_few(x, None, y, 0, in_parts=True)
@@ -118,8 +133,8 @@ class PackedRows:
         n, k = self.shape
         tiles = triton.cdiv(n, tile.block_n)
         launch(
-            one_row_kernel, (min(tiles, tile.per_sm * processors(x.device)),),
-            x, *self._sections, bias, y, n, k, self._words, tiles,
+            one_row_kernel, (min(tiles, max(1, tile.per_sm * processors(x.device) // tile.split)), tile.split),
+            x, *self._sections, bias, y, n, k, k // tile.split, self._words, tiles,
             **self._constants, GATED=gated, BIAS=bias is not None, BLOCK_N=tile.block_n, BLOCK_K=tile.block_k,
             num_warps=tile.warps,
         )  # fmt: skip

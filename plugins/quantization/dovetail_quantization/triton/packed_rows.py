@@ -3,7 +3,7 @@
 One row: tensor cores would be idle for seven of eight rows, and converting each code takes longer than reading it. Therefore the
 row is rounded to integers of 16 bits with a scale for each unit, which is finer than bfloat16 by a factor of 64, and each
 is divided into two bytes. Instructions that add up four products of bytes (dp4a) multiply both with the codes as they are stored, and
-sums of a unit are exact. A program rounds the row once, and then computes one tile of the weight after another.
+sums of a unit are exact. A program rounds its part of the row once, and then computes one tile of the weight after another.
 
 Up to ``MOST_ROWS`` rows: tensor cores multiply dequantized tiles, which are the left operand of the product in registers (see
 ``dovetail.ops.triton.matmul``, whose structure this kernel has). The integers become floating-point numbers by their bits: 4
@@ -153,52 +153,59 @@ def _packed_row(x, k, inverse, HALF: tl.constexpr, BITS: tl.constexpr, STEP: tl.
 
 @triton.jit(do_not_specialize=["tiles"])
 def one_row_kernel(
-    x, w, scale, multiplier, offset, offset_multiplier, bias, y, n, k, words, tiles,
+    x, w, scale, multiplier, offset, offset_multiplier, bias, y, n, k, span, words, tiles,
     BITS: tl.constexpr, STEP: tl.constexpr, ZERO: tl.constexpr, WHOLE: tl.constexpr, GROUP: tl.constexpr,
     OFFSET: tl.constexpr, GATED: tl.constexpr, BIAS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Multiply one row ``x [k]`` of at most BLOCK_K columns. ``words`` are the words of a row of the weight."""
-    index, programs = tl.program_id(0), tl.num_programs(0)
+    """Multiply one row ``x [k]``. ``words`` are the words of a row of the weight. A part has ``span`` columns, at most BLOCK_K; if there are
+    several, ``y`` is ``[parts, n]``."""
+    index, programs, part = tl.program_id(0), tl.num_programs(0), tl.program_id(1)
     each: tl.constexpr = 32 // BITS
     unit: tl.constexpr = STEP * each
     units: tl.constexpr = BLOCK_K // unit
     at = tl.arange(0, BLOCK_K // each)
-    inside = (at < tl.multiple_of(k // each, 4))[None, :]
+    begin = tl.multiple_of(part * span, unit)
+    end = begin + span
+    inside = (at < tl.multiple_of(span // each, 4))[None, :]
+    w += begin // each
+    x += begin
+    y += part * n
     rows = rows_of(index, n, GATED, BLOCK_N).to(tl.int64)
     if PDL:
         gdc_launch_dependents()
     codes = tl.load(w + rows[:, None] * words + at[None, :], inside, 0, eviction_policy="evict_first")
-    factor = _factors(scale, multiplier, rows, words, 0, k, unit, WHOLE, GROUP, BLOCK_K)
+    factor = _factors(scale, multiplier, rows, words, begin, end, unit, WHOLE, GROUP, BLOCK_K)
     less = factor
     if OFFSET:
-        less = _factors(offset, offset_multiplier, rows, words, 0, k, unit, WHOLE, GROUP, BLOCK_K)
+        less = _factors(offset, offset_multiplier, rows, words, begin, end, unit, WHOLE, GROUP, BLOCK_K)
     if PDL:
         gdc_wait()
     column = at // STEP * unit + at % STEP
     largest = tl.zeros([BLOCK_K // each], tl.float32)
     for number in tl.static_range(each):
         place = column + number * STEP
-        largest = tl.maximum(largest, tl.abs(tl.load(x + place, place < k, 0.0).to(tl.float32)))
+        largest = tl.maximum(largest, tl.abs(tl.load(x + place, place < span, 0.0).to(tl.float32)))
     most = tl.maximum(tl.max(tl.reshape(largest, [units, STEP]), 1), 1e-30)
     # 32512 = 127 * 256: the high byte of a rounded number is signed
     inverse = tl.reshape(tl.broadcast_to((32512.0 / most)[:, None], [units, STEP]), [BLOCK_K // each])
-    high, low, whole = _packed_row(x, k, inverse, 0, BITS, STEP, BLOCK_K)
+    high, low, whole = _packed_row(x, span, inverse, 0, BITS, STEP, BLOCK_K)
     if BITS == 4:
-        high_after, low_after, more = _packed_row(x, k, inverse, 1, BITS, STEP, BLOCK_K)
+        high_after, low_after, more = _packed_row(x, span, inverse, 1, BITS, STEP, BLOCK_K)
         whole += more
     whole = tl.sum(tl.reshape(whole, [units, STEP]), 1)
     most *= 1.0 / 32512.0
     of_x = whole.to(tl.float32) * most
     for tile in range(index, tiles, programs):
         following = rows_of(tile + programs, n, GATED, BLOCK_N).to(tl.int64)
-        left = tl.where(tile + programs < tiles, k, 0)
-        ahead = (at < tl.multiple_of(left // each, 4))[None, :]
+        more_tiles = tile + programs < tiles
+        ahead = (at < tl.multiple_of(tl.where(more_tiles, span // each, 0), 4))[None, :]
+        last = tl.where(more_tiles, end, begin)
         codes_ahead = tl.load(w + following[:, None] * words + at[None, :], ahead, 0, eviction_policy="evict_first")
-        factor_ahead = _factors(scale, multiplier, following, words, 0, left, unit, WHOLE, GROUP, BLOCK_K)
+        factor_ahead = _factors(scale, multiplier, following, words, begin, last, unit, WHOLE, GROUP, BLOCK_K)
         less_ahead = factor_ahead
         if OFFSET:
-            less_ahead = _factors(offset, offset_multiplier, following, words, 0, left, unit, WHOLE, GROUP, BLOCK_K)
+            less_ahead = _factors(offset, offset_multiplier, following, words, begin, last, unit, WHOLE, GROUP, BLOCK_K)
         first = tl.zeros([BLOCK_N, BLOCK_K // each], tl.int32)
         second = tl.zeros([BLOCK_N, BLOCK_K // each], tl.int32)
         if BITS == 4:
