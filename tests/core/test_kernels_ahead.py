@@ -4,12 +4,14 @@ capability 9.0, which needs no GPU.
 .venv/bin/python -m pytest -q tests/core/test_kernels_ahead.py
 """
 
+import json
 import logging
 import os
 import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import BrokenExecutor, Executor, Future
 from dataclasses import replace
 
 import pytest
@@ -32,7 +34,7 @@ from dovetail.ops.triton import (
     verify,
 )
 from dovetail.ops.triton.ahead import KernelsAhead
-from dovetail.ops.triton.compile_worker import AbsentDevice
+from dovetail.ops.triton.compile_worker import AbsentDevice, Task, WaitingTasks
 from dovetail.ops.triton.kernel_cache import cache_directory
 from dovetail.ops.triton.launch import INTERPRETED
 from dovetail.ops.triton.tuning import ProductTile
@@ -167,6 +169,76 @@ def test_a_launch_waits_for_the_process_that_compiles_its_kernel(device, hits):
         assert hits == [("_few_rows", True), ("_rms_norm", True), ("_rms_norm", True)]
         assert ahead.waited > 0
         assert ahead.counts == (3, 3, 0)
+    finally:
+        ahead.close()
+
+
+class Pool(Executor):
+    """Stand in for processes, which finish what they have got when ``finish`` is called."""
+
+    def __init__(self, broken=None):
+        self.submitted, self.futures, self.broken = [], [], broken
+
+    def submit(self, function, *task):
+        if self.broken is not None:
+            raise self.broken
+        self.submitted.append(task[1])
+        self.futures.append(Future())
+        return self.futures[-1]
+
+    def finish(self, error=None):
+        future = self.futures.pop(0)
+        future.set_exception(error) if error is not None else future.set_result(1.0)
+
+
+def reported(capsys):
+    return [(line["task"][1], line["error"]) for line in map(json.loads, capsys.readouterr().out.splitlines())]
+
+
+def test_what_a_launch_waits_for_is_compiled_next(capsys):
+    tasks = WaitingTasks(pool := Pool(), 2)
+    for name in "abcdef":
+        tasks.add([Task("module", name, "{}")])
+    assert pool.submitted == ["a", "b"], "others could not be brought forward"
+    tasks.bring_forward([Task("module", name, "{}") for name in "eaf"])
+    pool.finish()
+    assert pool.submitted[2:] == ["e"]
+    waiter = threading.Thread(target=tasks.wait, daemon=True)
+    waiter.start()
+    for _ in range(4):
+        pool.finish()
+    assert waiter.is_alive(), "one task is not finished"
+    pool.finish()
+    waiter.join(10)
+    assert not waiter.is_alive()
+    assert pool.submitted == ["a", "b", "e", "f", "c", "d"]
+    assert reported(capsys) == [(name, None) for name in "abefcd"]
+
+
+def test_all_tasks_are_reported_if_a_process_is_killed(capsys):
+    tasks = WaitingTasks(pool := Pool(), 1)
+    tasks.add([Task("module", name, "{}") for name in "abc"])
+    pool.broken = BrokenExecutor("killed")
+    pool.finish(pool.broken)
+    tasks.add([Task("module", "d", "{}")])
+    tasks.wait()
+    assert reported(capsys) == [(name, "BrokenExecutor('killed')") for name in "abcd"]
+
+
+def test_a_launch_is_not_behind_everything_that_was_noted(device, hits):
+    """The processes say that they compile it next."""
+    ahead = KernelsAhead(90, "many kernels", processes=1)
+    try:
+        with ahead.noting():
+            for size in (128, 256, 512, 1024):
+                kernels(size)
+        first, last = ahead._queue[0], ahead._queue[-2:]
+        assert first.ended.wait(SECONDS)
+        with ahead._instead("compile"):
+            kernels(1024)
+        assert all(one.ended.is_set() for one in last)
+        assert not ahead.wait(0.0), "kernels that were noted before are still to be compiled"
+        assert [cached for _, cached in hits] == [True] * 3
     finally:
         ahead.close()
 

@@ -16,7 +16,7 @@ from dovetail import LLM
 from dovetail.engine import engine
 from dovetail.engine.captures import NO_UPDATES, larger_sizes
 from dovetail.engine.graphs import GraphKey
-from dovetail.engine.warmup import BUSY_TOKENS, LAYERS, WarmUp, likely_keys
+from dovetail.engine.warmup import BUSY_TOKENS, LAYERS, VARIANTS, WarmUp, likely_keys
 from dovetail.errors import RankLostError, WeightsError
 from dovetail.interfaces.expert_shapes import ExpertsShape, RoutingRule
 from dovetail.interfaces.experts import ExpertsBackend
@@ -283,7 +283,7 @@ def test_an_engine_that_cannot_be_built_ends_the_processes_that_compile(monkeypa
 def test_one_row_comes_first_among_the_kernels():
     _, graphs = make(True)
     keys = list(likely_keys(graphs))
-    assert keys[:4] == [GraphKey(rows, False) for rows in (1, 8, 4, 2)]
+    assert keys[:8] == [GraphKey(rows, shared) for rows in (1, 8, 4, 2) for shared in (False, True)]
     assert len(keys) == len(set(keys)) == 16
 
 
@@ -313,12 +313,77 @@ def test_idle_moments_capture_what_is_compiled_and_wait_for_nothing(monkeypatch)
     warm_up.note_decode(graphs)
     order = [key for what, key in graphs.events if what == "note"]
     assert not warm_up.capture_next([graphs])
-    for done, key in enumerate(order[: len(SIZES)], 1):
-        kernels.done = done
+    for kernels.done, key in enumerate(order[: 2 * len(SIZES)], 1):
+        if key.shared:  # of these, none is missing
+            continue
         assert warm_up.capture_next([graphs])
         assert not warm_up.capture_next([graphs]), "a capture would wait for a kernel"
         assert graphs.captured[-1] == key.rows
     assert graphs.captured == [1, 8, 4, 2], "in the order in which kernels are compiled"
+
+
+def test_likely_steps_are_captured_while_other_kernels_are_compiled(monkeypatch):
+    """In the order in which their kernels are compiled, which is that of the steps that many requests meet."""
+    warm_up, graphs = make(True)
+    kernels = warm_up._kernels = graphs.kernels = Compiling(True)
+    rehearse = graphs.rehearse
+
+    def noted(key, layers, *, attend):
+        kernels.position += kernels.mode == "note"
+        return rehearse(key, layers, attend=attend)
+
+    monkeypatch.setattr(graphs, "rehearse", noted)
+    warm_up.note_decode(graphs)
+    assert not warm_up.start(graphs), "it captures only if all kernels are compiled"
+    for done in range(1 + 2 * len(SIZES)):
+        kernels.done = done
+        for _ in range(2):
+            warm_up.between_steps(graphs, step(BUSY_TOKENS))
+        assert len(graphs.captured) == done, "a capture would wait for a kernel"
+    keys = [key for what, key in graphs.events if what == "capture"]
+    assert keys == list(likely_keys(graphs))[: 2 * len(SIZES)]
+    assert graphs.loaded == set(keys)
+
+
+class FakeDrafts(FakeGraphs):
+    """Stand in for graphs of a drafter's passes, whose keys are numbers."""
+
+    def likely(self, variants):
+        assert variants == VARIANTS
+        return [3, 1]
+
+    def missing(self):
+        return (key for key in (1, 2, 3) if ("capture", key) not in self.events)
+
+    def rehearse(self, key):
+        assert not torch.empty(8, dtype=torch.int64).any(), "torch would take what a kernel did not write for tokens"
+        self.kernels.position += 1
+        self.events.append((self.kernels.mode, key))
+
+    def capture(self, key):
+        self.events.append(("capture", key))
+
+
+def test_a_drafters_passes_are_captured_once_their_kernels_are_compiled():
+    warm_up, _ = make(True)
+    kernels = warm_up._kernels = Compiling(True)
+    drafts = FakeDrafts(kernels)
+    warm_up.note_drafts(drafts)
+    assert drafts.events == [("note", 3), ("note", 1)]
+    assert not warm_up.capture_next([drafts])
+    for kernels.done, captured in ((1, 3), (2, 1), (2, 2)):
+        assert warm_up.capture_next([drafts])
+        assert drafts.events[-1] == ("capture", captured)
+
+
+def test_drafts_are_not_noted_if_something_would_read_what_kernels_write():
+    warm_up, _ = make(True, attends=False)
+    drafts = FakeDrafts(warm_up._kernels)
+    warm_up.note_drafts(drafts)
+    warm_up, _ = make(True)
+    warm_up.leave_out_experts(torch.nn.Module())
+    warm_up.note_drafts(drafts)
+    assert drafts.events == []
 
 
 def test_graphs_whose_kernels_are_not_noted_wait_for_all():

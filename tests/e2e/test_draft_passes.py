@@ -17,6 +17,7 @@ from engine_runs import make_llm, paged, prompts_of
 from dovetail import SamplingParams
 from dovetail.engine import draft_graphs
 from dovetail.engine.draft_graphs import DraftGraphs, DraftLimits
+from dovetail.engine.dry_run import ZeroedMemory
 from dovetail.interfaces.attention import AttentionBackend
 from dovetail.testing.drafter import text_of
 
@@ -184,6 +185,29 @@ def test_replayed_passes_draft_what_others_do(model, name, page_size, monkeypatc
     assert graphs.runs > 10
     assert graphs.num_captured > 3
     assert not graphs.refused
+
+
+@pytest.mark.parametrize("name", DRAFTERS)
+def test_passes_are_rehearsed_in_page_0_alone(model, name, monkeypatch):
+    """As if every kernel wrote zeros. Drafts are the same afterwards."""
+    monkeypatch.setattr(draft_graphs, "GraphRecorder", Repeats)
+    prompts, params = prompts_of((4, 9), seed=1), SamplingParams(max_new_tokens=20, temperature=0)
+    llm = engine(model, DRAFTERS[name])
+    graphs = replaying(llm)
+    texts, expected = drafted(llm, prompts, params)
+    llm = engine(model, DRAFTERS[name])
+    graphs = replaying(llm)
+    memory = graphs._pool.k, graphs._pool.v
+    before = [tensor.clone() for tensor in memory]
+    keys = graphs.likely((0, 1))
+    assert {(key.steps, key.kind) for key in keys} == {(key.steps, key.kind) for key in graphs.missing()}
+    assert {key.rows for key in keys} == {1, 2, 4, ROWS}
+    for key in keys:
+        with ZeroedMemory():
+            graphs.rehearse(key)
+    assert all(tensor[:, 1:].equal(old[:, 1:]) for tensor, old in zip(memory, before, strict=True))
+    assert graphs.num_captured == 0
+    assert drafted(llm, prompts, params) == (texts, expected)
 
 
 @pytest.mark.parametrize("name", DRAFTERS)

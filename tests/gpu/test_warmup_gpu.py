@@ -74,6 +74,41 @@ def test_the_kernels_of_verify_steps_are_compiled_elsewhere(tmp_path):
     assert run["progress"]["graphs_refused"] == 0
 
 
+DRAFTING = """
+import json, sys
+from triton import knobs
+misses = []
+from dovetail import LLM, SamplingParams
+scheduler = {"max_running": 16, "draft": "always"}
+llm = LLM("tiny", device="cuda", grammar="none", attention="triton", scheduler=scheduler, speculative=sys.argv[1])
+engine = llm.loop.executor.rank.engine
+assert engine.warm_up._kernels.wait(120.0)
+knobs.compilation.listener = lambda *, src, cache_hit, **_: None if cache_hit else misses.append(src.name)
+captured = 0
+for graphs in engine._draft_runtime.graphs:
+    for key in graphs.likely((0,)):
+        graphs.capture(key)
+        captured += 1
+outputs = llm.generate("Once upon a time", SamplingParams(temperature=0, max_new_tokens=40, ignore_eos=True))
+stats = llm.loop.stats()
+found = {"misses": misses, "captured": captured, "accepted": stats.accepted_tokens, "errors": llm.loop.drafter_errors}
+print(json.dumps(found))
+"""
+
+
+@pytest.mark.parametrize("drafter", ["draft_model", "eagle3_tree", "mtp", "dflash"])
+def test_the_kernels_of_a_drafters_passes_are_compiled_elsewhere(drafter, tmp_path):
+    env = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path)}
+    words = [sys.executable, "-c", DRAFTING, drafter]
+    ended = subprocess.run(words, env=env, capture_output=True, text=True, timeout=300, check=False)
+    assert ended.returncode == 0, ended.stderr[-3000:]
+    found = json.loads(ended.stdout.splitlines()[-1])
+    assert found["captured"] >= 4
+    assert found["misses"] == []
+    assert found["accepted"] > 0
+    assert found["errors"] == 0
+
+
 def test_steps_in_larger_graphs_give_the_same_tokens():
     eager = LLM("tiny", device="cuda", model={"dtype": "float32"}, grammar="none", graphs={"decode": False})
     expected = [o.token_ids for o in eager.generate(TEXTS, GREEDY)]

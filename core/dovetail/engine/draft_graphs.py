@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -32,6 +32,10 @@ if TYPE_CHECKING:
     from dovetail.types import IntArray
 
 log = logging.getLogger(__name__)
+
+LIKELY_ROWS = (1, 2, 4, 8, 16, 32, 64, 128)
+"""Passes of these numbers of rows, and those of the most rows, launch nearly all kernels that passes of other numbers of rows
+launch: products have kernels for these sizes, and other kernels fewer."""
 
 State = tuple[torch.Tensor, ...]
 
@@ -115,6 +119,19 @@ class DraftGraphs:
             for kind in range(len(one.widths))
         )
         return (key for key in keys if key not in self._captured and key not in self.refused)
+
+    def likely(self, variants: Sequence[int]) -> list[DraftKey]:
+        """Return the keys of passes that together launch nearly all kernels, the most rows first. ``variants`` are those
+        of the backend for passes with one token in each row."""
+        return [
+            DraftKey(at, kind, rows, variant)
+            for variant in variants
+            for at, (one, sizes) in enumerate(zip(self._steps, self._sizes, strict=True))
+            for rows in reversed(sizes)
+            if rows in LIKELY_ROWS or rows == sizes[-1]
+            for kind, width in enumerate(one.widths)
+            if width == 1 or variant == 0
+        ]
 
     def larger(self, key: DraftKey) -> Iterator[DraftKey]:
         """See ``Captures``. A pass runs only in its own graph, because all passes of a step have the same rows."""
@@ -203,7 +220,23 @@ class DraftGraphs:
     @torch.inference_mode()
     def capture(self, key: DraftKey) -> None:
         """Capture the pass of ``key``. This takes a fraction of a second."""
-        start, steps = time.perf_counter(), self._steps[key.steps]
+        start = time.perf_counter()
+        batch, run, kept = self._prepared(key)
+        graph, _ = self._recorder.record(run)
+        self._captured[key] = CapturedPass(batch, self._steps[key.steps].widths[key.kind], graph, kept)
+        self.seconds += time.perf_counter() - start
+        log.debug("captured a pass of a drafter, %s: %.2f s", key, time.perf_counter() - start)
+
+    @torch.inference_mode()
+    def rehearse(self, key: DraftKey) -> None:
+        """Launch the kernels of the pass of ``key``, in order to note them (see ``ops.triton.ahead``). Only page 0 of the
+        draft cache is written, and the state that graphs share."""
+        self._prepared(key)[1]()
+
+    def _prepared(self, key: DraftKey) -> tuple[Batch, Callable[[], torch.Tensor], tuple[torch.Tensor | None, ...]]:
+        """Return the batch of the pass of ``key``, which is planned for a capture, a function that runs the pass, and the
+        tensors that it reads beside those of this object."""
+        steps = self._steps[key.steps]
         width = steps.widths[key.kind]
         packed = pack(padding(key.rows * width, width))
         state = tuple(tensor[: key.rows] for tensor in self._state(key.steps))
@@ -222,10 +255,7 @@ class DraftGraphs:
 
         self._buffer[: len(packed)].copy_(to_device(packed, self._inputs.device))
         self._table[:, 0].zero_()
-        graph, _ = self._recorder.record(run)
-        self._captured[key] = CapturedPass(batch, width, graph, (index, mask, *state))
-        self.seconds += time.perf_counter() - start
-        log.debug("captured a pass of a drafter, %s: %.2f s", key, time.perf_counter() - start)
+        return batch, run, (index, mask, *state)
 
     def _static_batch(self, key: DraftKey, width: int) -> tuple[Batch, torch.Tensor]:
         """Return the batch that is planned and captured, and ``Placed.which`` of its tokens. On the host, each row has

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from dovetail.engine.captures import NO_UPDATES
 from dovetail.engine.grouped import backends_of, pools_of, states_of
@@ -78,6 +79,27 @@ def first_layers(model: ModelArchitecture, batch: Batch, layers: int, *, attend:
         return end.like.new_zeros(len(batch.input_ids), model.info.hidden_size)
     finally:
         batch.attn = attn
+
+
+class ZeroedMemory(TorchDispatchMode):
+    """Fill tensors that torch allocates with zeros. Kernels of Triton that are only noted write nothing: without this,
+    torch's kernels would read whatever was in their results, for example as the ids of tokens."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        return result.zero_() if func in _ALLOCATING else result
+
+
+_aten = torch.ops.aten
+_ALLOCATING = {
+    _aten.empty.memory_format,
+    _aten.empty_strided.default,
+    _aten.empty_like.default,
+    _aten.new_empty.default,
+    _aten.new_empty_strided.default,
+}
 
 
 class _EnoughLayers(Exception):

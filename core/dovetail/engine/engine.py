@@ -151,6 +151,8 @@ class Engine:
         self._build_runners(resolved)
         if self.drafter is not None and resolved.drafter is not None:
             self.expect_drafts(self.drafter.max_draft_tokens, trees=captures_trees(resolved))
+            for graphs in self._draft_runtime.graphs:
+                self.warm_up.note_drafts(graphs)
 
     def close(self) -> None:
         """End the processes that compile kernels. The device's memory stays allocated while the engine is referenced."""

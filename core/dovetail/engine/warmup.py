@@ -17,7 +17,7 @@ from torch import nn
 
 from dovetail.engine.captures import try_capture
 from dovetail.engine.device import first_line, lost_device
-from dovetail.engine.dry_run import every_filter, first_layers, prompts
+from dovetail.engine.dry_run import ZeroedMemory, every_filter, first_layers, prompts
 from dovetail.engine.graphs import GraphKey
 from dovetail.errors import RankLostError
 from dovetail.interfaces.executor import WarmUpProgress
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from dovetail.engine.captures import Captures
+    from dovetail.engine.draft_graphs import DraftGraphs
     from dovetail.engine.graphs import DecodeGraphs
     from dovetail.engine.grouped import Pools
     from dovetail.engine.verify_graphs import VerifyGraphs
@@ -173,6 +174,20 @@ class WarmUp:
 
         self._note(step)
 
+    def note_drafts(self, graphs: DraftGraphs) -> None:
+        """Note the kernels of a drafter's passes. After ``release``, and for backends that read what kernels write, do
+        nothing."""
+        if not self._attend_decode or self._without_experts is not None:
+            return
+
+        def step() -> None:
+            for key in graphs.likely(VARIANTS):
+                with ZeroedMemory():
+                    graphs.rehearse(key)
+                self._record(key)
+
+        self._note(step)
+
     def start(self, graphs: DecodeGraphs) -> bool:
         """If all kernels of decode steps are compiled, on all ranks, load them onto the device and capture the steps
         that are most likely. Return True if this is done. It takes about a second."""
@@ -187,22 +202,28 @@ class WarmUp:
         return True
 
     def between_steps(self, graphs: DecodeGraphs | None, batch: Batch) -> None:
-        """Capture one of the most likely steps, if their kernels are compiled and ``batch``, which was launched last,
-        keeps the device busy for longer than that takes. Ranks of one model do this at the start only, because their
-        captures must not depend on when their kernels are compiled."""
+        """Capture one of the most likely steps whose kernels are compiled, if ``batch``, which was launched last, keeps
+        the device busy for longer than that takes. Other kernels may still be compiled. Ranks of one model do this at the
+        start only, because their captures must not depend on when their kernels are compiled."""
         if not self._likely or graphs is None or batch.num_extend == 0 or self._mesh.tp.size > 1:
             return
-        if batch.num_tokens >= BUSY_TOKENS and self._kernels is not None and self._kernels.wait(0.0):
+        if batch.num_tokens >= BUSY_TOKENS and self._kernels is not None:
             self._prepare_next(graphs)
 
     def _prepare_next(self, graphs: DecodeGraphs) -> bool:
-        """Load the kernels of the next one of the most likely steps, and capture it. Return False if none is left."""
-        assert self._kernels is not None
-        while self._likely:
-            key = self._likely.pop(0)
+        """Load the kernels of the first of the most likely steps whose kernels are compiled, and capture it. Return False
+        if there is none."""
+        kernels = self._kernels
+        assert kernels is not None
+        last = kernels.position
+        for key in tuple(self._likely):
             if graphs.is_captured(key) or key in graphs.refused:
+                self._likely.remove(key)
                 continue
-            with self._experts_left_out(), self._kernels.loading():
+            if not kernels.has_compiled(self._positions.get(key, last)):
+                continue
+            self._likely.remove(key)
+            with self._experts_left_out(), kernels.loading():
                 loaded = self._try(lambda: self._rehearse(graphs, key))  # noqa: B023 (called at once)
             # otherwise the backend plans, or computes experts, in the run before the capture
             if loaded and self._attend_decode and self._without_experts is None:
@@ -242,8 +263,8 @@ class WarmUp:
         self._positions[key] = self._kernels.position
 
     def _first_compiled(self, missing: Sequence[tuple[Captures[Any], Any]]) -> tuple[Captures[Any], Any] | None:
-        """Return the first of ``missing`` whose kernels are compiled, or None. Other graphs than those of decode and
-        verify steps wait for all kernels. Ranks must capture the same: they wait until all kernels are compiled on all of
+        """Return the first of ``missing`` whose kernels are compiled, or None. Graphs whose kernels were not noted, such as
+        those of steps with prompts, wait for all kernels. Ranks must capture the same: they wait until all kernels are compiled on all of
         them."""
         kernels, ranks = self._kernels, self._mesh.tp
         if ranks.size > 1:
@@ -350,9 +371,10 @@ def draw(logits: torch.Tensor) -> None:
 
 def likely_keys(graphs: DecodeGraphs) -> Iterator[GraphKey]:
     """Return the keys of all decode steps, likely ones first: one row, and then sizes from the largest to the smallest,
-    because many requests that arrive together end one by one."""
+    because many requests that arrive together end one by one. Steps of a size with and without shared prefixes follow each
+    other: they have all kernels but those of attention in common, and either may come first."""
     sizes = [1, *(size for size in reversed(graphs.sizes) if size > 1)]
-    return (GraphKey(rows, shared, variant) for shared in graphs.shared for variant in VARIANTS for rows in sizes)
+    return (GraphKey(rows, shared, variant) for variant in VARIANTS for rows in sizes for shared in graphs.shared)
 
 
 def _kernels_ahead(device: torch.device, kernel_set: str, ranks: int) -> KernelsAhead | None:

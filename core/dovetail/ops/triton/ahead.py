@@ -2,7 +2,8 @@
 
 Which kernels a step needs is not listed anywhere: the step is run once while this module notes the kernels instead of
 launching them. Kernels that Triton's cache does not have are then compiled by processes (``compile_worker``), on as
-many processors as there are. If a kernel is launched while a process compiles it, the launch waits for the process.
+many processors as there are, in the order in which they were noted. If a kernel is launched before it is compiled, it is
+compiled next, with those that were noted after it, and the launch waits for the process.
 """
 
 from __future__ import annotations
@@ -57,6 +58,7 @@ class KernelTask(NamedTuple):
 class _Pending:
     """Hold a kernel that ``compiler`` compiles. ``mark`` is the file that is written when the cache has the kernel."""
 
+    task: KernelTask
     mark: Path
     compiler: subprocess.Popen[str]
     ended: threading.Event = field(default_factory=threading.Event)
@@ -99,7 +101,7 @@ class KernelsAhead:
         self._pending: dict[KernelTask, _Pending] = {}
         self._queue: list[_Pending] = []  # all that had to be compiled, in the order in which they were noted
         self._first = 0  # those before it are compiled
-        self._lock = threading.Lock()
+        self._lock, self._sending = threading.Lock(), threading.Lock()
         self._ended = self._failed = 0
         self._compiler: subprocess.Popen[str] | None = None
         self._reader: threading.Thread | None = None
@@ -212,6 +214,7 @@ class KernelsAhead:
         pending = self._pending.get(task)
         if pending is not None and not pending.ended.is_set():
             start = time.perf_counter()
+            self._bring_forward(pending)
             in_time = pending.ended.wait(WAIT_SECONDS)
             self.waited += time.perf_counter() - start
             if not in_time:
@@ -230,14 +233,28 @@ class KernelsAhead:
             return
         compiler = self.start()
         with self._lock:
-            self._pending[task] = _Pending(file, compiler)
+            self._pending[task] = _Pending(task, file, compiler)
             self._queue.append(self._pending[task])
+        if not self._send(compiler, {"last": [task]}):
+            self._end(task, "the process has ended")
+
+    def _bring_forward(self, pending: _Pending) -> None:
+        """Have a kernel compiled next. The processes that it leaves compile those that were noted after it: the step that
+        launches it needs some of them as well."""
+        first = self._queue.index(pending)
+        likely = self._queue[first : first + self._processes]
+        self._send(pending.compiler, {"first": [one.task for one in likely if not one.ended.is_set()]})
+
+    def _send(self, compiler: subprocess.Popen[str], message: dict[str, list[KernelTask]]) -> bool:
+        """Send a line to the processes. Return False if they have ended."""
         assert compiler.stdin is not None
         try:
-            compiler.stdin.write(json.dumps(task) + "\n")
-            compiler.stdin.flush()
-        except (OSError, ValueError):  # ValueError: the reader has closed it
-            self._end(task, "the process has ended")
+            with self._sending:
+                compiler.stdin.write(json.dumps(message) + "\n")
+                compiler.stdin.flush()
+        except (OSError, ValueError):  # ValueError: it is closed
+            return False
+        return True
 
     # -- the processes -----------------------------------------------------------------------------------------------
 
@@ -303,19 +320,20 @@ class KernelsAhead:
         """End the processes once they have compiled everything that was noted. Nothing can be noted afterwards."""
         with self._lock:
             self._releasing = True
-            compiler = self._compiler
-        if compiler is not None and compiler.stdin is not None:
-            with suppress(OSError):
-                compiler.stdin.close()
         self._end_if_complete()
 
     def _end_if_complete(self) -> None:
-        """If everything that was noted is compiled, and nothing more will be noted, remove the hook and say so."""
+        """If everything that was noted is compiled, and nothing more will be noted, end the processes, remove the hook and
+        say so."""
         with self._lock:
             if not self._releasing or self._pending or not self._active:
                 return
             self._active = False
             self._hooked(self._hook, None)
+            compiler = self._compiler
+        if compiler is not None and compiler.stdin is not None:
+            with self._sending, suppress(OSError):
+                compiler.stdin.close()
         if not self._failed:
             self._touch(self._complete)
         if self._ended:

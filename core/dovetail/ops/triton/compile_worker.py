@@ -3,8 +3,10 @@
 torch is not imported, because that takes seconds in which nothing is compiled: modules with kernels get a stand-in,
 which is enough to import them. If a module needs more, its kernels are compiled by the engine.
 
-``main`` reads one task per line from its standard input, and has processes compile them that it forks once everything
-is imported. It writes one line for each finished task to its standard output, and ends with its standard input.
+``main`` reads tasks from its standard input, and has processes compile them that it forks once everything is imported, in
+this order. A line is ``{"last": tasks}`` for new tasks, or ``{"first": tasks}``, which has those of them that still wait compiled
+before all others. It writes one line for each finished task to its standard output, and ends with its standard input, once all
+tasks are finished.
 """
 
 from __future__ import annotations
@@ -18,11 +20,14 @@ import json
 import os
 import signal
 import sys
+import threading
 import time
-from concurrent.futures import Future, ProcessPoolExecutor
+from collections import OrderedDict
+from collections.abc import Sequence
+from concurrent.futures import BrokenExecutor, Executor, Future, ProcessPoolExecutor
 from multiprocessing import get_context
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.driver import CudaDriver, CudaLauncher
@@ -32,6 +37,14 @@ NICENESS = 5
 """Requests come first: the processes leave the processors to the engine if there are not enough of them."""
 
 _PR_SET_PDEATHSIG = 1
+
+
+class Task(NamedTuple):
+    """Identify a kernel, as ``ahead.KernelTask`` does, which cannot be imported here."""
+
+    module: str
+    name: str
+    specialization: str
 
 
 class _Anything:
@@ -140,15 +153,74 @@ def main(capability: int, processes: int, modules: str) -> None:
     with ProcessPoolExecutor(
         processes, mp_context=fork, initializer=prepare, initargs=(capability, os.getpid())
     ) as pool:
+        tasks = WaitingTasks(pool, processes)
         for line in sys.stdin:
-            task = json.loads(line)
-            future = pool.submit(compile_kernel, *task)
-            future.add_done_callback(lambda done, task=task: _report(task, done))
+            message: dict[str, list[list[str]]] = json.loads(line)
+            tasks.bring_forward([Task(*task) for task in message.get("first", ())])
+            tasks.add([Task(*task) for task in message.get("last", ())])
+        tasks.wait()
 
 
-def _report(task: list[str], done: Future[float]) -> None:
-    error = done.exception()
-    answer = {"task": task, "seconds": 0.0 if error else done.result(), "error": None if error is None else repr(error)}
+class WaitingTasks:
+    """Give tasks to the processes of ``pool``, as many at a time as there are processes. The pool itself could not change
+    their order."""
+
+    def __init__(self, pool: Executor, processes: int) -> None:
+        self._pool, self._processes, self._idle = pool, processes, processes
+        self._waiting: OrderedDict[Task, None] = OrderedDict()
+        self._changed = threading.Condition()
+
+    def add(self, tasks: Sequence[Task]) -> None:
+        """Have tasks compiled after all others."""
+        with self._changed:
+            self._waiting.update(dict.fromkeys(tasks))
+        self._submit()
+
+    def bring_forward(self, tasks: Sequence[Task]) -> None:
+        """Have those of ``tasks`` that still wait compiled before all others, in this order."""
+        with self._changed:
+            for task in reversed(tasks):
+                if task in self._waiting:
+                    self._waiting.move_to_end(task, last=False)
+
+    def wait(self) -> None:
+        """Wait until all tasks are finished."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self._waiting and self._idle == self._processes)
+
+    def _submit(self) -> None:
+        """Give tasks to idle processes."""
+        while True:
+            with self._changed:
+                if not self._idle or not self._waiting:
+                    return
+                task, _ = self._waiting.popitem(last=False)
+                self._idle -= 1
+            try:
+                future = self._pool.submit(compile_kernel, *task)
+            except BrokenExecutor as error:
+                future = Future[float]()
+                future.set_exception(error)
+            future.add_done_callback(lambda done, task=task: self._finish(task, done))
+
+    def _finish(self, task: Task, done: Future[float]) -> None:
+        error = done.exception()
+        _report(task, 0.0 if error else done.result(), error)
+        broken = isinstance(error, BrokenExecutor)  # a process was killed, and the others with it
+        with self._changed:
+            left = list(self._waiting) if broken else []
+            if broken:
+                self._waiting.clear()
+            self._idle += 1
+            self._changed.notify_all()
+        for other in left:
+            _report(other, 0.0, error)
+        if not broken:  # a broken pool calls this while it holds its own lock
+            self._submit()
+
+
+def _report(task: Task, seconds: float, error: BaseException | None) -> None:
+    answer = {"task": task, "seconds": seconds, "error": None if error is None else repr(error)}
     with contextlib.suppress(BrokenPipeError):
         sys.stdout.write(json.dumps(answer) + "\n")
         sys.stdout.flush()
