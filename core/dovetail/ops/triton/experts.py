@@ -9,6 +9,8 @@ computed on the tiles, and results of pairs are written by token, so that a last
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -196,9 +198,9 @@ def _gate_up_one(
     place = tl.program_id(1)
     column = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     at = tl.arange(0, BLOCK_K)
-    if PDL:
-        gdc_launch_dependents()
+    if PDL:  # in this order: a leader, see ``launch``, so that ``_down_early`` may read the choice of experts early
         gdc_wait()
+        gdc_launch_dependents()
     expert = (tl.load(ids + place) - first).to(tl.int64)
     if (expert < 0) | (expert >= experts):
         return
@@ -264,6 +266,52 @@ def _down_one(
     tl.store(out + tl.program_id(1) * hidden + column, result, inside)
 
 
+@triton.jit(do_not_specialize=["first"])
+def _down_early(
+    x, w, bias, out, ids, factors, first, experts, hidden, size,
+    SCALED: tl.constexpr, BIAS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
+) -> None:  # fmt: skip
+    """Write the result of one expert. A program fetches its rows of the weight, whole, before ``x`` is written: the kernel before
+    this one is a leader."""
+    place = tl.program_id(1)
+    column = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    at, inside = tl.arange(0, BLOCK_K), column < hidden
+    if PDL:
+        gdc_launch_dependents()
+    expert = (tl.load(ids + place, cache_modifier=".cg") - first).to(tl.int64)
+    own = (expert >= 0) & (expert < experts)
+    expert = tl.where(own, expert, 0)
+    source = w + (expert * hidden + tl.minimum(column, hidden - 1))[:, None] * size + at[None, :]
+    rows = tl.load(source, (at < tl.where(own, size, 0))[None, :], 0.0, eviction_policy="evict_first")
+    if PDL:
+        gdc_wait()
+    given = tl.load(x + place * size + at, at < size, 0.0).to(tl.float32)
+    total = tl.sum(rows.to(tl.float32) * given[None, :], 1)
+    if BIAS:
+        total += tl.load(bias + expert * hidden + column, inside, 0.0).to(tl.float32)
+    if not SCALED:
+        total *= tl.load(factors + place)
+    tl.store(out + place * hidden + column, total.to(out.dtype.element_ty), column < tl.where(own, hidden, 0))
+
+
+class OneTile(NamedTuple):
+    """Describe how one token is computed: a program multiplies ``gate_n`` columns of gate and as many of up, ``gate_k`` of their
+    rows at a time, or ``down_n`` columns of an expert's ``down``."""
+
+    gate_n: int
+    gate_k: int
+    gate_warps: int
+    down_n: int
+    down_warps: int
+    early: bool
+
+
+ONE = OneTile(2, 1024, 2, 4, 2, False)
+"""The fastest for Qwen3-30B-A3B on an H200."""
+_MOST_EARLY = 4096
+"""Up to this number of columns of ``down`` a program holds whole rows."""
+
+
 def add_up_pairs(
     results: torch.Tensor, routing: Routing, weights: ExpertWeights, shared: torch.Tensor | None
 ) -> torch.Tensor:
@@ -290,10 +338,24 @@ def pair_results(
     tiles = tiles or tiles_of(tokens, count, top_k, hidden, size, count / weights.whole, x.element_size())
     order = sort_by_expert(routing.ids, weights.first, count, tiles.block_m)
     inner = torch.empty(tokens * top_k, size, dtype=x.dtype, device=x.device)
-    _launch_gate_up(x, inner, routing, weights, order, tiles.gate_up)
+    launch_gate_up(x, inner, routing, weights, order, tiles.gate_up)
+    return launch_down(inner, routing, weights, order, tiles.down, in_parts=in_parts)
+
+
+def launch_down(
+    inner: torch.Tensor,
+    routing: Routing,
+    weights: ExpertWeights,
+    order: ExpertOrder,
+    tile: ExpertTile,
+    *,
+    in_parts: bool,
+) -> torch.Tensor:
+    """Return what ``pair_results`` returns, from the activations of pairs ``inner [pairs, size]`` in ``order``."""
+    (tokens, top_k), (hidden, size) = routing.ids.shape, weights.down.shape[1:]
     shape = (top_k, tokens, hidden) if in_parts else (tokens, top_k, hidden)
-    results = torch.empty(shape, dtype=torch.float32 if in_parts else x.dtype, device=x.device)
-    tile, programs = tiles.down, triton.cdiv(hidden, tiles.down.block_n)
+    results = torch.empty(shape, dtype=torch.float32 if in_parts else inner.dtype, device=inner.device)
+    programs = triton.cdiv(hidden, tile.block_n)
     launch(
         _down, (len(order.blocks) * programs,),
         inner, weights.down, weights.down_bias, results, routing.weights, *order[:3], programs, tokens, hidden, size,
@@ -304,9 +366,10 @@ def pair_results(
     return results
 
 
-def _launch_gate_up(
+def launch_gate_up(
     x: torch.Tensor, inner: torch.Tensor, routing: Routing, weights: ExpertWeights, order: ExpertOrder, tile: ExpertTile
 ) -> None:
+    """Write the activations of pairs in ``order`` to ``inner [pairs, size]``."""
     hidden, size = x.shape[1], inner.shape[1]
     programs, activation = triton.cdiv(size, tile.block_n), weights.activation
     launch(
@@ -323,23 +386,32 @@ def _launch_gate_up(
 def one_token(
     x: torch.Tensor, routing: Routing, weights: ExpertWeights, shared: torch.Tensor | None, *, in_parts: bool
 ) -> torch.Tensor:
-    """Return what ``experts`` or ``expert_parts`` of ``expert_layers`` returns, for one token. The tiles are the fastest for Qwen3-30B-A3B on an
-    H200."""
+    """Return what ``experts`` or ``expert_parts`` of ``expert_layers`` returns, for one token."""
     count, hidden, size = weights.down.shape
-    top_k, activation, gate_n, down_n = routing.ids.shape[1], weights.activation, 2, 4
+    top_k, activation, tile = routing.ids.shape[1], weights.activation, ONE
     inner = torch.empty(top_k, size, dtype=x.dtype, device=x.device)
     launch(
-        _gate_up_one, (triton.cdiv(size, gate_n), top_k),
+        _gate_up_one, (triton.cdiv(size, tile.gate_n), top_k),
         x, weights.gate_up, weights.gate_up_bias, inner, *routing, weights.first, count, hidden, size,
         activation.alpha, activation.limit or 0.0, activation.offset,
         SCALED=weights.scaled_input, BIAS=weights.gate_up_bias is not None, LIMITED=activation.limit is not None,
-        UNGATED=weights.ungated, BLOCK_N=gate_n, BLOCK_K=min(1024, triton.next_power_of_2(hidden)), num_warps=2,
+        UNGATED=weights.ungated, BLOCK_N=tile.gate_n, BLOCK_K=min(tile.gate_k, triton.next_power_of_2(hidden)),
+        num_warps=tile.gate_warps,
     )  # fmt: skip
     out = torch.empty(top_k, 1, hidden, dtype=torch.float32, device=x.device) if in_parts else torch.empty_like(x)
+    if in_parts and tile.early and size <= _MOST_EARLY:
+        launch(
+            _down_early, (triton.cdiv(hidden, tile.down_n), top_k),
+            inner, weights.down, weights.down_bias, out, *routing, weights.first, count, hidden, size,
+            SCALED=weights.scaled_input, BIAS=weights.down_bias is not None, BLOCK_N=tile.down_n,
+            BLOCK_K=triton.next_power_of_2(size), num_warps=tile.down_warps,
+        )  # fmt: skip
+        return out
     launch(
-        _down_one, (triton.cdiv(hidden, down_n), top_k if in_parts else 1),
+        _down_one, (triton.cdiv(hidden, tile.down_n), top_k if in_parts else 1),
         inner, weights.down, weights.down_bias, shared, out, *routing, weights.first, count, hidden, size,
         PLACES=1 if in_parts else top_k, SCALED=weights.scaled_input, BIAS=weights.down_bias is not None,
-        SHARED=shared is not None, BLOCK_N=down_n, BLOCK_K=min(1024, triton.next_power_of_2(size)), num_warps=2,
+        SHARED=shared is not None, BLOCK_N=tile.down_n, BLOCK_K=min(1024, triton.next_power_of_2(size)),
+        num_warps=tile.down_warps,
     )  # fmt: skip
     return out
