@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from dovetail.cli import main
-from dovetail.cli.serve_flags import FLAGS, REFUSED, SERVER, ServeFlag
+from dovetail.cli.serve_flags import FLAGS, SERVER, ServeFlag
+from dovetail.cli.serve_refused import REFUSED
 from dovetail.config import dump
 
 NEEDS = {

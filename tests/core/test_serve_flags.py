@@ -18,7 +18,8 @@ import pytest
 
 from dovetail.cli import EXIT_STATUS, main
 from dovetail.cli.serve_docs import cli_docs
-from dovetail.cli.serve_flags import ALWAYS, FLAGS, REFUSED, ServeFlag
+from dovetail.cli.serve_flags import ALWAYS, FLAGS, ServeFlag
+from dovetail.cli.serve_refused import INSTEAD, REFUSED
 from dovetail.cli.serve_values import KEYS_VARIABLE, settings_of
 from dovetail.config import config_hash, dump
 from dovetail.config.tenants import KeyFile, key_digest, load_keys
@@ -141,21 +142,33 @@ def test_parsers_have_the_names_of_sglang_and_vllm(flag: str, names: dict[str, s
     assert found == names
 
 
-@pytest.mark.parametrize("name", ["awq", "gptq_marlin"])
-def test_formats_of_integers_have_the_names_of_vllm(name: str, monkeypatch, capsys) -> None:
-    status, config, error = run(monkeypatch, capsys, "tiny", "--quantization", name)
+@pytest.mark.parametrize(
+    ("flag", "name", "value"),
+    [
+        ("--quantization", "awq", "integer"),
+        ("--quantization", "gptq_marlin", "integer"),
+        ("--quantization", "fbgemm_fp8", "fp8"),
+        ("--quantization", "compressed-tensors", "auto"),
+        ("--load-format", "gguf", "safetensors"),
+        ("--load-format", "auto", "safetensors"),
+    ],
+)
+def test_formats_have_the_names_of_sglang_and_vllm(flag: str, name: str, value: str, monkeypatch, capsys) -> None:
+    (key,) = (known.key for known in FLAGS if flag in known.names)
+    status, config, error = run(monkeypatch, capsys, "tiny", flag, name)
     assert (status, error) == (0, "")
-    assert kind_of(value_of(config, "quantization")) == "integer"
+    assert kind_of(value_of(config, key)) == value
 
 
 def test_names_are_not_given_twice() -> None:
     names = [name for flag in FLAGS for name in flag.names]
     assert len(names) == len(set(names))
     assert not set(names) & set(REFUSED)
+    assert len(REFUSED) == sum(map(len, INSTEAD.values()))
     assert len({flag.parameter for flag in FLAGS}) == len(FLAGS)
 
 
-@pytest.mark.parametrize("name", REFUSED)
+@pytest.mark.parametrize("name", [names[0] for names in INSTEAD.values()])
 def test_other_flags_say_what_to_use_instead(name: str, monkeypatch, capsys) -> None:
     for words in ([name, "x"], [f"{name}=x"], ["--" + name[2:].replace("-", "_")]):
         status, config, error = run(monkeypatch, capsys, "tiny", *words)

@@ -10,7 +10,8 @@ from typing import Any
 from typer.core import TyperCommand
 
 from dovetail.cli.serve import as_declared
-from dovetail.cli.serve_flags import FLAGS, REFUSED, SERVER, ServeFlag
+from dovetail.cli.serve_flags import FLAGS, SERVER, ServeFlag
+from dovetail.cli.serve_refused import REFUSED
 from dovetail.cli.serve_values import settings_of
 from dovetail.cli.sources import shortcuts
 from dovetail.errors import ConfigError

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer.core import TyperCommand
 
-from dovetail.cli.serve_flags import ALWAYS, FLAGS, REFUSED, ServeFlag
+from dovetail.cli.serve_flags import ALWAYS, FLAGS, ServeFlag
+from dovetail.cli.serve_refused import REFUSED
 from dovetail.cli.serve_values import KEYS_VARIABLE, key_file, settings_of
 from dovetail.cli.sources import Sets, load, shortcuts
 from dovetail.errors import ConfigError

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from dovetail.cli import EXIT_STATUS
-from dovetail.cli.serve_flags import FLAGS, REFUSED
+from dovetail.cli.serve_flags import FLAGS
+from dovetail.cli.serve_refused import REFUSED
 
 _INTRODUCTION = """\
 # Command line

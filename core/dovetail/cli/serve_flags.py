@@ -47,7 +47,11 @@ def _switch(names: tuple[str, ...], group: str, help: str, sets: Mapping[str, An
 
 _DTYPES = {"half": "float16", "float": "float32", "bf16": "bfloat16", "fp16": "float16"}
 _KV_DTYPES = {**_DTYPES, "fp8": "fp8_e4m3"}
-_QUANTIZATIONS = {"w8a8_fp8": "fp8", **dict.fromkeys(("awq", "awq_marlin", "gptq", "gptq_marlin"), "integer")}
+_QUANTIZATIONS = {
+    **dict.fromkeys(("w8a8_fp8", "fbgemm_fp8"), "fp8"),
+    **dict.fromkeys(("awq", "awq_marlin", "gptq", "gptq_marlin"), "integer"),
+    "compressed-tensors": "auto",  # which component loads such a checkpoint depends on its formats
+}
 _ATTENTION = {
     "fa3": "flash_attn",
     "FLASH_ATTN": "flash_attn",
@@ -94,6 +98,22 @@ FLAGS: tuple[ServeFlag, ...] = (
         "Count the tokens of each expert in /metrics.",
         {"metrics.expert_load": "experts"},
     ),
+    ServeFlag(
+        ("--max-logprobs",),
+        "server.max_logprobs",
+        SERVER,
+        "Log-probabilities that a request may ask for at each position.",
+        int,
+        7,
+    ),
+    ServeFlag(
+        ("--shutdown-timeout",),
+        "server.drain_seconds",
+        SERVER,
+        "Seconds that running requests have to finish after SIGTERM.",
+        float,
+        5.0,
+    ),
     ServeFlag(("--log-level",), "server.log_level", SERVER, "The lowest level that is logged.", example="debug"),
     ServeFlag(
         ("--allowed-origins",),
@@ -138,7 +158,7 @@ FLAGS: tuple[ServeFlag, ...] = (
         MODEL,
         "How weights are read; `dummy`: random ones.",
         example="dummy",
-        values={"auto": "safetensors"},
+        values=dict.fromkeys(("auto", "gguf"), "safetensors"),  # GGUF files are recognized by their names
     ),
     ServeFlag(
         ("--max-model-len", "--context-length"),
@@ -183,7 +203,7 @@ FLAGS: tuple[ServeFlag, ...] = (
     ),
     ServeFlag(("--device",), "device", MODEL, "cpu, cuda, or cuda:N.", example="cpu"),
     ServeFlag(
-        ("--mem-fraction-static", "--gpu-memory-utilization"),
+        ("--mem-fraction-static", "--gpu-memory-utilization", "--device-memory-utilization"),
         "memory.fraction",
         MEMORY,
         "Share of the device's memory for weights, KV pool and workspaces together.",
@@ -219,7 +239,14 @@ FLAGS: tuple[ServeFlag, ...] = (
         int,
         9,
     ),
-    ServeFlag(("--max-queued-requests",), "scheduler.max_waiting", STEPS, "Requests that may wait.", int, 77),
+    ServeFlag(
+        ("--max-queued-requests", "--max-num-queued-reqs"),
+        "scheduler.max_waiting",
+        STEPS,
+        "Requests that may wait.",
+        int,
+        77,
+    ),
     ServeFlag(
         ("--schedule-policy", "--scheduling-policy"),
         "policy",
@@ -240,6 +267,12 @@ FLAGS: tuple[ServeFlag, ...] = (
         STEPS,
         "Let steps with prompt chunks have decode rows too: the default.",
         {"scheduler.mixed": True},
+    ),
+    _switch(
+        ("--enable-deterministic-inference",),
+        STEPS,
+        "Give a token the same logits whatever else is in its step, at the cost of speed.",
+        {"batch_invariant": True},
     ),
     _switch(
         ("--enforce-eager", "--disable-cuda-graph"),
@@ -422,58 +455,3 @@ FLAGS: tuple[ServeFlag, ...] = (
         )
     ),
 )
-
-_REPLICAS = "one server is one replica; start several, and a proxy before them"
-_TLS = "the server speaks plain HTTP; terminate TLS in a proxy before it"
-_DEFAULTS = "write the values into a generation_config.json, and give its directory with --generation-config"
-_ROUTE = "it is one process here; send several servers' traffic through a proxy"
-
-REFUSED: Mapping[str, str] = {
-    "--trust-remote-code": "code of checkpoints is never run; leave it out. `dovetail explain` shows which plugin implements the model",
-    "--dp": _REPLICAS,
-    "--dp-size": _REPLICAS,
-    "--data-parallel-size": _REPLICAS,
-    "--pp": "pipelines of ranks are not supported yet; use --tp",
-    "--pp-size": "pipelines of ranks are not supported yet; use --tp",
-    "--pipeline-parallel-size": "pipelines of ranks are not supported yet; use --tp",
-    "--ep": "the ranks of --tp divide the experts; use --tp with --enable-expert-parallel",
-    "--ep-size": "the ranks of --tp divide the experts; use --tp with --enable-expert-parallel",
-    "--expert-distribution-recorder-mode": "use --enable-expert-distribution-metrics, and GET /expert_load",
-    "--enable-eplb": "experts are not moved between ranks; --enable-expert-distribution-metrics shows their load",
-    "--nnodes": "all ranks are on one host; use --tp with the devices of this host",
-    "--node-rank": "all ranks are on one host; use --tp with the devices of this host",
-    "--dist-init-addr": "all ranks are on one host; use --tp with the devices of this host",
-    "--distributed-executor-backend": "the executor is chosen by the number of ranks; set --set executor=workers or local",
-    "--max-total-tokens": "the KV pool is counted in pages; use --num-gpu-blocks-override, which is memory.num_pages, or --set memory.kv_gib=...",
-    "--swap-space": "KV is not swapped to the host: retracted requests are computed again; leave it out",
-    "--cpu-offload-gb": "weights are not offloaded; use --tp, or a smaller model",
-    "--revision": "give the revision after the name: org/name@REVISION",
-    "--download-dir": "hub files are in the cache of huggingface-hub; set HF_HOME",
-    "--tokenizer-mode": "tokenizer.json is read; give a directory that has one with --tokenizer",
-    "--override-generation-config": _DEFAULTS,
-    "--preferred-sampling-params": _DEFAULTS,
-    "--skip-tokenizer-init": "the server needs the tokenizer; use LLM for token ids only",
-    "--no-enable-chunked-prefill": "prompts are always chunked; give --chunked-prefill-size the context length",
-    "--enable-trace": "use --otlp-traces-endpoint, which traces requests",
-    "--collect-detailed-traces": "traces always have the phases of requests; leave it out",
-    "--disable-log-stats": "statistics are not logged; GET /metrics has them. Leave it out",
-    "--uvicorn-log-level": "use --log-level",
-    "--log-level-http": "use --log-level",
-    "--ssl-keyfile": _TLS,
-    "--ssl-certfile": _TLS,
-    "--root-path": "give the path to the proxy before the server",
-    "--api-server-count": _ROUTE,
-    "--tokenizer-worker-num": _ROUTE,
-    "--is-embedding": "embeddings are served next to generation; leave it out",
-    "--task": "generation, embeddings and scores are served together; leave it out",
-    "--runner": "generation, embeddings and scores are served together; leave it out",
-    "--torch-compile-max-bs": "CUDA graphs take its place; use --cuda-graph-max-bs",
-    "--enable-torch-compile": "CUDA graphs take its place; use --cuda-graph-max-bs",
-    "--compilation-config": "CUDA graphs take its place; set graphs.* (docs/config.md)",
-    "--sampling-backend": "one sampler serves all requests; leave it out",
-    "--stream-interval": "tokens are sent as they are read; leave it out",
-    "--kv-transfer-config": "prefill and decode on separate workers are not supported yet",
-    "--disaggregation-mode": "prefill and decode on separate workers are not supported yet",
-    "--enable-hierarchical-cache": "a cache in host memory is not supported yet; use a larger memory.fraction",
-}
-"""Say what to use instead of a flag that means nothing here or is not supported."""
