@@ -32,8 +32,9 @@ def save_llama(directory: Path, **overrides) -> Path:
     return directory
 
 
-def save(directory: Path, config: type[PretrainedConfig], **overrides: object) -> Path:
-    """Save a two-layer model of another architecture, tied, with head_dim != hidden / heads where that can be set."""
+def save(directory: Path, config: type[PretrainedConfig], vectors: float = 0.0, **overrides: object) -> Path:
+    """Save a two-layer model of another architecture, tied, with head_dim != hidden / heads where that can be set. Random
+    numbers as large as ``vectors`` are added to parameters with one dimension, such as norms and biases."""
     torch.manual_seed(8)
     settings: dict[str, object] = {
         "vocab_size": VOCAB,
@@ -49,7 +50,12 @@ def save(directory: Path, config: type[PretrainedConfig], **overrides: object) -
         "bos_token_id": None,
         "pad_token_id": None,
     }
-    AutoModelForCausalLM.from_config(config(**(settings | overrides))).save_pretrained(directory)
+    model = AutoModelForCausalLM.from_config(config(**(settings | overrides)))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if vectors and parameter.ndim == 1:
+                parameter.add_(torch.randn_like(parameter) * vectors)
+    model.save_pretrained(directory)
     return directory
 
 

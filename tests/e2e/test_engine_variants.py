@@ -17,7 +17,12 @@ from dovetail import LLM, SamplingParams
 
 STEPS = 24
 GREEDY = SamplingParams(max_new_tokens=STEPS, temperature=0)
-TYPES = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 24, "num_key_value_heads": 2}
+TYPES = {
+    "layer_types": ["sliding_attention", "full_attention"],
+    "sliding_window": 24,
+    "num_key_value_heads": 2,
+    "tie_word_embeddings": False,  # tied, Gemma would repeat one token
+}
 CAPS = {"attn_logit_softcapping": 5.0, "final_logit_softcapping": 9.0}
 MADE = {
     "gemma2": (Gemma2Config, TYPES | CAPS | {"head_dim": 24, "query_pre_attn_scalar": 20}),

@@ -31,7 +31,8 @@ WINDOW, STEPS = 24, 90
 MADE = {
     "alternating": (
         Gemma2Config,
-        {"layer_types": ["sliding_attention", "full_attention"], "head_dim": 24, "num_key_value_heads": 2},
+        {"layer_types": ["sliding_attention", "full_attention"], "head_dim": 24, "num_key_value_heads": 2}
+        | {"tie_word_embeddings": False},  # tied, it would repeat one token
     ),
     "all": (MistralConfig, {"num_key_value_heads": 2}),
 }
