@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from dovetail.engine.declared import check_declared
-from dovetail.errors import PluginLoadError
+from dovetail.errors import PageFormatError, PluginLoadError
 from dovetail.interfaces.cache import CacheGroup, CacheGroupKind
 from dovetail.interfaces.mesh import SINGLE
 from dovetail.interfaces.mixer_shapes import CONV_NEEDS, StateShape
@@ -63,6 +63,50 @@ def test_a_fill_reaches_every_state() -> None:
     pool.fill(float("nan"), [1, 2])
     states = [state for layer in pool.memory for state in layer]
     assert all(state[1:].isnan().all() and not state[0].any() for state in states)
+
+
+def random_pool(
+    num_slots: int, more: int = 0, dtype: torch.dtype = torch.bfloat16, group: CacheGroup = GROUP
+) -> StatePool:
+    memory = torch.zeros(num_slots, bytes_per_slot(group, dtype) + more, dtype=torch.uint8)
+    pool = StatePool(group, memory, dtype)
+    for state in flat(pool):
+        state.copy_(torch.randn(state.shape))
+    return pool
+
+
+def flat(pool: StatePool) -> list[torch.Tensor]:
+    return [state for layer in pool.memory for state in layer]
+
+
+def test_exported_slots_give_another_pool_the_same_states() -> None:
+    """The slots of the other pool have another distance. Only the named slots change."""
+    source, target = random_pool(5), random_pool(4, more=64)
+    before = [state.clone() for state in flat(target)]
+    target.import_slots(source.export_slots([4, 2]), [1, 3])
+    for own, theirs, old in zip(flat(target), flat(source), before, strict=True):
+        assert own.equal(torch.stack([old[0], theirs[4], old[2], theirs[2]]))
+    target.import_slots(source.export_slots([]), [])
+
+
+def test_damaged_exports_are_refused_before_anything_is_written() -> None:
+    pool = random_pool(4)
+    before = [state.clone() for state in flat(pool)]
+    data = pool.export_slots([1, 2])
+    others = [random_pool(4, dtype=torch.float32), random_pool(4, group=CacheGroup.of_states(3, GROUP.states))]
+    others.append(random_pool(4, group=CacheGroup.of_states(2, GROUP.states[:3])))
+    cases = {"truncated": data[:-1], "checksum": data[:-1] + bytes([data[-1] ^ 1]), "magic": b"x" + data[1:]}
+    for fault, damaged in cases.items():
+        with pytest.raises(PageFormatError) as caught:
+            pool.import_slots(damaged, [1, 3])
+        assert caught.value.fault == fault
+    with pytest.raises(PageFormatError, match="the export has 2 pages; 1 are to be written"):
+        pool.import_slots(data, [1])
+    for other in others:
+        with pytest.raises(PageFormatError) as caught:
+            pool.import_slots(other.export_slots([1, 2]), [1, 3])
+        assert caught.value.fault == "layout"
+    assert all(state.equal(old) for state, old in zip(flat(pool), before, strict=True))
 
 
 def test_groups_of_states_have_no_heads_and_others_no_states() -> None:

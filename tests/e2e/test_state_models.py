@@ -10,13 +10,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from engine_runs import Traffic, TreeDrafter, check_idle, drafting, make_llm, prompts_of, results, varied_params
 from state_models import MODELS, TOLERANCE, StateReference, engine_of, poison, save
 
 from dovetail import LLM, SamplingParams
-from dovetail.engine.grouped import pools_of
+from dovetail.engine.grouped import pools_of, states_of
 from dovetail.llm import Output
 from dovetail.memory.state_pool import bytes_per_slot
 from dovetail.sampling_params import Pooling, PoolingKind
@@ -121,6 +122,36 @@ def test_little_memory_and_retraction(model: Model, monkeypatch: pytest.MonkeyPa
         model.check(llm.generate(prompts, replace(GREEDY, max_new_tokens=50)))
     assert llm.loop.stats().retractions > 0 or not has_pages
     llm.close()
+
+
+def test_snapshots_move_between_engines(model: Model) -> None:
+    """Pages and a snapshot that one engine has exported give another one the answer of the first, bit for bit, as if it had
+    computed them."""
+    first, second = model.engine(), model.engine()
+    (prompt,) = prompts_of([45], seed=3)
+    first.generate([prompt], GREEDY)
+    (expected,) = first.generate([prompt], GREEDY)
+    second.generate([prompt], replace(GREEDY, max_new_tokens=1))
+    places = []
+    for llm in (first, second):
+        match = llm.loop.scheduler.ledger.cache.match(np.array(prompt[:-1], np.int32))
+        assert match.states is not None
+        places.append((match.length, match.pages.tolist(), match.states.tolist()))
+    (length, *ours), (same, *theirs) = places
+    assert length == same > 0
+    pools = [(pools_of(engine_of(llm).pool), states_of(engine_of(llm).pool)) for llm in (first, second)]
+    for source, target, own, other in zip(pools[0][0], pools[1][0], ours[0], theirs[0], strict=True):
+        target.poison(other)
+        target.import_pages(source.export_pages(own), other)
+    for source, target, slot, other in zip(pools[0][1], pools[1][1], ours[1], theirs[1], strict=True):
+        target.fill(float("nan"), [other])
+        target.import_slots(source.export_slots([slot]), [other])
+    (again,) = model.check(second.generate([prompt], GREEDY))
+    assert again.cached_tokens == length
+    assert again.token_ids == expected.token_ids
+    assert gap(again, expected) == 0
+    for llm in (first, second):
+        llm.close()
 
 
 @pytest.mark.full

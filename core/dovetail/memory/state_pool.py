@@ -7,12 +7,14 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from dovetail.memory.page_format import export_parts, import_parts, layout_of
 from dovetail.ops.mixers import TorchMixer
 
 if TYPE_CHECKING:
     from dovetail.interfaces.cache import CacheGroup
     from dovetail.interfaces.mixer import MixerBackend
     from dovetail.interfaces.mixer_shapes import StateShape
+    from dovetail.interfaces.store import PageLayout
 
 ALIGNMENT = 16
 """Slots begin at multiples of this number of bytes, which is the size of the words in which they are copied."""
@@ -43,6 +45,7 @@ class StatePool:
             self._kinds[index] = own.unflatten(1, (group.num_layers, *kind.shape))
             start += size
         states = range(len(group.states))
+        self._parts = [self._kinds[each] for each in states]  # each [num_slots, num_layers, *shape]
         self.memory = tuple(tuple(self._kinds[each][:, layer] for each in states) for layer in range(group.num_layers))
 
     @classmethod
@@ -57,6 +60,21 @@ class StatePool:
         """Copy the states of all layers from the slots ``source [n]`` to ``target [n]`` (int64), as if all were read before
         any is written. Mutates the pool."""
         self._words.index_copy_(0, target, self._words.index_select(0, source))
+
+    @property
+    def layout(self) -> PageLayout:
+        """Return what an exported slot consists of: each state of ``group.states``, of all layers."""
+        return layout_of("states", 1, self._parts)
+
+    def export_slots(self, slots: Sequence[int]) -> bytes:
+        """Return the states in ``slots`` as bytes with their layout and a checksum, in the format of exported pages, of which
+        a slot is one."""
+        return export_parts(self.layout, self._parts, slots)
+
+    def import_slots(self, data: bytes, slots: Sequence[int]) -> None:
+        """Write an export to ``slots``, of the same or another pool with the same layout, whatever the distance of its slots.
+        Raises ``PageFormatError`` before anything is written. Mutates the pool."""
+        import_parts(self.layout, self._parts, data, slots)
 
     def fill(self, value: float, slots: Sequence[int] | slice = slice(None)) -> None:
         """Set all numbers of ``slots``. Tests poison the pool in this way."""
