@@ -2,6 +2,10 @@
 is too small.
 
     python benchmarks/soak.py --seconds 300 --device cuda --json soak.json
+    python benchmarks/soak.py --seconds 300 --device cuda --model latent
+
+The model is the embedded one, or one with random weights for each kind of cache group (``soak_models.py``): ``sliding``,
+``windows``, ``latent``, ``state`` and ``states``. Before the run, all memory of keys, values and states is filled with NaN.
 
 After a warm-up (a fifth of the time) the load runs in rounds. After each round all requests have finished and the
 prefix cache is flushed.
@@ -27,6 +31,7 @@ import math
 import os
 import random
 import sys
+import tempfile
 import time
 from dataclasses import asdict
 from pathlib import Path
@@ -34,8 +39,10 @@ from pathlib import Path
 from rich.console import Console
 
 from dovetail import LLM, GrammarKind, GrammarSpec, SamplingParams
+from dovetail.engine.grouped import pools_of, states_of
 from dovetail.messages import AbortMsg, CommandReply, FlushCacheMsg, GenerateMsg, RequestFailed, TokenOutput
 from soak_checks import REGEX, Memory, Sent, Tally, broken, faults, growth, judge, memory
+from soak_models import SHAPES, write
 
 console = Console(stderr=True)
 FULL_LOAD = 96
@@ -178,8 +185,9 @@ class Soak:
             self.take(answer)
         if not self._replies or not self._replies.pop().ok:
             self.tally.wrong.append("the cache could not be flushed")
-        if ledger.allocator.num_free != ledger.allocator.num_total:
-            self.tally.wrong.append(f"{ledger.allocator.num_total - ledger.allocator.num_free} pages are lost")
+        held = ledger.allocator.num_held
+        if any(held) or ledger.allocator.num_free < ledger.allocator.num_total:
+            self.tally.wrong.append(f"{' and '.join(map(str, held))} pages are lost")
         if ledger.table.num_free != loop.scheduler.limits.max_running:
             self.tally.wrong.append("slots of the request table are lost")
 
@@ -187,11 +195,10 @@ class Soak:
 def run(llm: LLM, seconds: float, soak: Soak) -> list[Memory]:
     """Warm up, then run the rounds."""
     pool = llm.loop.executor.rank.engine.pool
-    for values in (
-        pool.k,
-        pool.v,
-    ):  # a host allocates memory when it is written, and unwritten memory must not be read
-        values[:, 1:].fill_(math.nan)
+    for states in states_of(pool):  # unwritten memory must not be read, and a host allocates it when it is written
+        states.fill(math.nan, slice(1, None))
+    for store in pools_of(pool):
+        store.poison(range(1, store.num_pages))
     llm.loop.finish_idle_work()
     end = time.monotonic() + seconds
     soak.round(0.2 * seconds)
@@ -214,6 +221,7 @@ def arguments() -> argparse.Namespace:
     length = parser.add_mutually_exclusive_group()
     length.add_argument("--seconds", type=float, default=300.0)
     length.add_argument("--minutes", type=lambda text: 60 * float(text), dest="seconds", help="the same in minutes")
+    parser.add_argument("--model", choices=["tiny", *SHAPES], default="tiny")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--dtype", default="auto", help="auto, float32, bfloat16 or float16")
     parser.add_argument("--overlap", choices=["auto", "true", "false"], default="auto")
@@ -223,15 +231,18 @@ def arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def main() -> None:
-    """Run the load, judge it, and report."""
-    args = arguments()
-    os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "64")  # kernels by shape; read when torch first needs one
-    llm = LLM(
-        "tiny",
+def open_engine(args: argparse.Namespace, work: Path) -> LLM:
+    """Return an engine with too little memory for the load. The checkpoint of a model with random weights is written to
+    ``work``."""
+    path = "tiny" if args.model == "tiny" else str(write(args.model, work / args.model))
+    num_pages = (
+        SHAPES[args.model].num_pages if args.model in SHAPES else 400
+    )  # 80 requests would take three times as many
+    return LLM(
+        path,
         device=args.device,
         model={"dtype": args.dtype},
-        memory={"page_size": 16, "num_pages": 400},  # 80 running requests would take three times as many
+        memory={"page_size": 16, "num_pages": num_pages},
         scheduler={
             "max_running": 80,
             "chunk_size": 512,
@@ -239,10 +250,19 @@ def main() -> None:
         },
         graphs={"max_rows": 64, "piecewise_tokens": 256 if args.device.startswith("cuda") else None},
     )
+
+
+def main() -> None:
+    """Run the load, judge it, and report."""
+    args = arguments()
+    os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "64")  # kernels by shape; read when torch first needs one
+    with tempfile.TemporaryDirectory() as work:
+        llm = open_engine(args, Path(work))
     soak = Soak(llm, random.Random(args.seed), args.longest)
     rounds = run(llm, args.seconds, soak)
     tally, retractions = soak.tally, llm.loop.stats().retractions
-    problems = judge(tally, rounds, retractions, llm.resolved.config.model.dtype == "float32")
+    grows = args.model not in SHAPES or SHAPES[args.model].grows
+    problems = judge(tally, rounds, retractions, llm.resolved.config.model.dtype == "float32", grows)
     grown = {name: growth([getattr(found, name) for found in rounds]) for name in ("host", "device", "objects")}
     report = {
         "verdict": "FAIL" if problems else "PASS",

@@ -38,6 +38,7 @@ MODELS = {
     "latent": (LATENT, STATE, STATE),
     "all": (STATE, FULL, WINDOW, STATE),
 }
+STATELESS = {"pages": (FULL,), "sliding": (WINDOW,), "latents": (LATENT,), "pages and windows": (FULL, WINDOW)}
 PAGES = {CacheGroupKind.FULL: (6, 8), CacheGroupKind.LATENT: (6, 6), CacheGroupKind.SLIDING: (3, 4)}
 SLOTS = 2  # of a slab
 
@@ -102,7 +103,7 @@ class StateDevice(Device):
             drafts = batch.drafts.row(row)[0] if batch.drafts else []
             new = [self.last[slot], *drafts] if row >= batch.num_extend else req.token_ids[start : start + count]
             new = [int(token) for token in new]
-            working = np.array(req.state_slots)
+            working = np.array(req.state_slots, np.int64)
             assert len(working) == len(groups)
             assert (working > 0).all()
             text = np.array(self.texts[req.uid][:start]) if row >= batch.num_extend else req.token_ids[:start]
@@ -138,14 +139,14 @@ class StateDevice(Device):
         """Fail in the middle of a plan: what it would write is unknown."""
         batch = self.receive(plan)
         for req in batch.reqs:
-            self.hashes[np.arange(len(self.hashes)), np.array(req.state_slots)] = -7
+            self.hashes[np.arange(len(self.hashes)), np.array(req.state_slots, np.int64)] = -7
         if plan.state_copies is not None:
             self.hashes[plan.state_copies.groups, plan.state_copies.targets] = -7
 
 
 def build(model="full", slabs=14, page_size=4, cache="radix", clock=time.monotonic, **limits):
-    """Return a scheduler and a device of a model."""
-    groups = MODELS[model]
+    """Return a scheduler and a device of a model of ``MODELS`` or ``STATELESS``."""
+    groups = (MODELS | STATELESS)[model]
     settings = {
         "max_running": 5,
         "max_waiting": 100,
