@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from dovetail.engine.plans import PlanRunner
-from dovetail.types import PageUpdates
+from dovetail.types import Committed, PageUpdates
 
 sys.path.insert(0, str(Path(__file__).parent))
 from pretended import Run, build
@@ -37,3 +37,30 @@ def test_a_launch_brings_the_page_updates_of_its_own_plan_also_after_drafts_were
     repeated = PageUpdates(*(np.concatenate([part, part], axis=-1) for part in plan.page_updates[:3]))
     runner.launch(replace(plan, page_updates=repeated))
     assert launched[0].page_updates is repeated
+
+
+def test_captures_of_ranks_are_compared_after_everything_that_may_capture_passes_of_a_drafter():
+    """Otherwise the passes of the next call would add up tensors of different numbers of rows."""
+    calls = []
+    engine = SimpleNamespace(
+        page_table=np.zeros((1, 6, 30), np.int32),
+        device=torch.device("cpu"),
+        drafter=SimpleNamespace(
+            propose=lambda batch: calls.append("propose"), observe=lambda *given: calls.append("observe")
+        ),
+        adapters=None,
+        inputs=SimpleNamespace(states=None),
+        launch=lambda batch: calls.append("launch"),
+        sample=lambda *given: calls.append("sample"),
+        wait=lambda *given: calls.append("wait"),
+        check_captures=lambda: calls.append("compare"),
+    )
+    scheduler, _ = build(draft_width=3)
+    Run(scheduler, None).add("a", [1, 2, 3], max_new_tokens=4)
+    runner, plan = PlanRunner(engine), scheduler.schedule()
+    runner.propose(plan)
+    runner.launch(plan)
+    runner.sample(plan, None)
+    runner.wait(plan)
+    runner.observe(plan, Committed(np.array([4], np.int32), np.array([False])))
+    assert calls == ["propose", "compare", "launch", "sample", "wait", "observe", "compare"]

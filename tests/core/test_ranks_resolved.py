@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dovetail.cli.explain import _headline
+from dovetail.cli.explain import _headline, _ranks, _ranks_line
 from dovetail.errors import ConfigError, ResolutionError
 from dovetail.interfaces.cache import CacheGroup
 from dovetail.interfaces.features import Feature
@@ -145,6 +145,16 @@ def test_resolve_says_how_the_experts_are_divided(fakes: Any) -> None:
     found = resolved(fakes, 4, **given)
     assert found.config.parallel.experts == "ep"
     assert "x 4 (tensor parallel, experts ep)" in _headline(found)
+    assert _ranks_line(found) == (
+        "ranks on cpu, cpu, cpu, cpu; each has 3 of 12 heads, 1 of 4 KV heads, "
+        f"{EXPERTS[0][1] // 4} of {EXPERTS[0][1]} experts, {EXPERTS[1][1]} of {EXPERTS[1][1]} channels of an expert; parallel.tp may be 1, 2, 4"
+    )
+    assert _ranks(resolved(fakes, 2, **given))["of_each"] == {
+        "heads": [6, 12],
+        "kv_heads": [2, 4],
+        "experts": [EXPERTS[0][1]] * 2,
+        "expert_size": [EXPERTS[1][1] // 2, EXPERTS[1][1]],
+    }
     with pytest.raises(ConfigError, match=r"parallel.experts is tp and parallel.tp is 4"):
         resolved(fakes, 4, experts="tp", **given)
     with pytest.raises(ConfigError, match="has no experts"):

@@ -46,6 +46,13 @@ def checkpoint(tmp_path_factory):
     return models.save_llama(tmp_path_factory.mktemp("llama"))
 
 
+@pytest.fixture(scope="module")
+def checkpoint_of_three(tmp_path_factory):
+    """A checkpoint that three ranks can divide."""
+    sizes = {"hidden_size": 48, "num_attention_heads": 6, "num_key_value_heads": 3}
+    return models.save_llama(tmp_path_factory.mktemp("of_three"), **sizes)
+
+
 @contextmanager
 def opened(checkpoint, tp, **sections):
     llm = make_llm(checkpoint, parallel={"tp": tp}, threads=1, **sections)
@@ -63,13 +70,23 @@ def jobs(count=14, seed=0):
     return prompts, [varied_params(rng) for _ in prompts]
 
 
-@pytest.mark.parametrize(("name", "tp"), [*((name, 2) for name in CONFIGS), ("retraction", 4)])
-def test_several_ranks_generate_what_one_does(checkpoint, monkeypatch, name, tp):
+@pytest.mark.parametrize(
+    ("name", "tp"),
+    [
+        *((name, 2) for name in CONFIGS),
+        ("retraction", 4),
+        ("ngram overlapped", 3),
+        pytest.param("retraction", 3, marks=pytest.mark.full),
+    ],
+)
+def test_several_ranks_generate_what_one_does(checkpoint, checkpoint_of_three, monkeypatch, name, tp):
     """Prompts in chunks, prefix hits, penalties, drafts, retraction: the tokens are the same, and log-probabilities differ
     by rounding only. The second round reuses prefixes. The model has two KV heads, so with four ranks two of them hold the
     same one."""
     monkeypatch.setattr(admission, "DECODE_HEADROOM", 0)
     sections = CONFIGS[name]
+    if tp == 3:
+        checkpoint = checkpoint_of_three
     with opened(checkpoint, 1, **sections) as one, opened(checkpoint, tp, **sections) as several:
         assert [entry["rank"] for entry in several.loop.executor.describe()["ranks"]] == list(range(tp))
         for seed in (0, 1, 0):

@@ -44,7 +44,11 @@ def _explain(
     machine = Machine.assume(assume) if assume else Machine.detect(config.device)
     resolved = resolve(config, registry, machine)
     if as_json:
-        more = {"cache_groups": _cache_groups(resolved), "kernel_cache": _kernel_cache(resolved)}
+        more = {
+            "ranks": _ranks(resolved),
+            "cache_groups": _cache_groups(resolved),
+            "kernel_cache": _kernel_cache(resolved),
+        }
         typer.echo(json.dumps({**resolved.to_json(), **more}, indent=2))
     else:
         _print(resolved)
@@ -59,6 +63,8 @@ def _print(resolved: Resolved) -> None:
 
     out = console()
     out.print(_headline(resolved), soft_wrap=True)
+    if resolved.config.parallel.tp > 1:
+        out.print(_ranks_line(resolved), soft_wrap=True, markup=False, highlight=False)
     out.print(_sampling_line(resolved), soft_wrap=True, markup=False, highlight=False)
     if (format_line := _gguf_line(resolved)) is not None:
         out.print(format_line, soft_wrap=True, markup=False, highlight=False)
@@ -98,6 +104,34 @@ def _cache_groups(resolved: Resolved) -> list[dict[str, Any]]:
         }
         for group in resolved.model_info.cache_groups
     ]
+
+
+def _ranks(resolved: Resolved) -> dict[str, Any]:
+    """Return how many ranks there are, their devices, what each of them has of the model, and how many there may be."""
+    from dovetail.engine.mesh import rank_device
+    from dovetail.registry.ranks import divisions
+
+    info, parallel = resolved.model_info, resolved.config.parallel
+    tp = parallel.tp
+    own = {
+        "heads": [info.num_heads // tp, info.num_heads],
+        "kv_heads": [max(1, info.num_kv_heads // tp), info.num_kv_heads],
+    }
+    if info.expert_sizes is not None:
+        (_, number), (_, size) = info.expert_sizes
+        own["experts"] = [number // tp if parallel.experts == "ep" else number, number]
+        own["expert_size"] = [size if parallel.experts == "ep" else size // tp, size]
+    devices = [str(rank_device(resolved.machine.device, rank)) for rank in range(tp)]
+    return {"tp": tp, "devices": devices, "of_each": own, "possible": divisions(info)}
+
+
+def _ranks_line(resolved: Resolved) -> str:
+    """Return the line that describes the ranks."""
+    found = _ranks(resolved)
+    names = {"heads": "heads", "kv_heads": "KV heads", "experts": "experts", "expert_size": "channels of an expert"}
+    parts = [f"{own:,} of {count:,} {names[name]}" for name, (own, count) in found["of_each"].items()]
+    where, possible = ", ".join(found["devices"]), ", ".join(map(str, found["possible"]))
+    return f"ranks on {where}; each has {', '.join(parts)}; parallel.tp may be {possible}"
 
 
 def _kernel_cache(resolved: Resolved) -> dict[str, Any] | None:

@@ -185,6 +185,7 @@ class PlanRunner(RankEngine):
         """See ``RankEngine``."""
         if self.drafter is not None and self._waited is not None:
             self.drafter.observe(*self._waited, committed)
+            self.engine.check_captures()  # the drafter may have captured its passes
 
     def forget(self, departed: Sequence[DepartedRequest]) -> None:
         """See ``RankEngine``."""
