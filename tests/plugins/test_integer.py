@@ -254,6 +254,17 @@ def test_tensors_that_cannot_be_right_are_refused_by_name(tmp_path: Path, case: 
     assert BODY in str(error.value)
 
 
+def test_a_weight_that_is_not_stored_as_the_config_says_is_refused_by_name(tmp_path: Path) -> None:
+    exact = write(tmp_path, FORMATS["awq"])
+    tensors = load_file(tmp_path / "model.safetensors")
+    kept = {name: tensor for name, tensor in tensors.items() if BODY not in name}
+    save_file({**kept, f"{BODY}.weight": exact[f"{BODY}.weight"].contiguous()}, tmp_path / "model.safetensors")
+    with pytest.raises(
+        WeightsError, match=rf"has tensor {BODY}.weight, and its quantization stores that weight in .*{BODY}.qweight"
+    ):
+        load(tmp_path)
+
+
 def test_a_list_of_groups_that_begins_below_zero_is_refused(tmp_path: Path) -> None:
     """A list of -1 stands for none; -1 within a list is no group."""
     module = "model.layers.0.self_attn.o_proj"

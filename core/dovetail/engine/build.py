@@ -116,25 +116,43 @@ def _refuse_plain(model: ModelArchitecture, quantization: Quantization) -> None:
 
 def expanded_targets(model: ModelArchitecture) -> dict[str, list[WeightTarget]]:
     """Return the targets of every tensor of the checkpoint, those of quantized layers included."""
-    methods: dict[str, Callable[[str, WeightTarget], Iterator[tuple[str, WeightTarget]]]] = {}
-    for name, layer in as_module(model).named_modules():
-        if isinstance(layer, Linear) and layer.method is not None:
-            methods[f"{name}.weight"] = partial(_linear_targets, layer.method)
-        elif isinstance(layer, Experts) and layer.method is not None:
-            methods |= {f"{name}.{own}": layer.method.targets for own in EXPERT_WEIGHTS}
+    methods = _target_functions(model)
     found: dict[str, list[WeightTarget]] = {}
     for theirs, entry in model.weights_map().items():
         targets = as_list(entry)
         if not targets:
             found[theirs] = []
         for target in targets:
-            if target.parameter not in methods:
-                found.setdefault(theirs, []).append(target)
-                continue
-            layer, _, weight = target.parameter.rpartition(".")
-            for tensor, own in methods[target.parameter](theirs, target._replace(parameter=weight)):
-                found.setdefault(tensor, []).append(own._replace(parameter=f"{layer}.{own.parameter}"))
+            for tensor, own in _stored_as(theirs, target, methods):
+                found.setdefault(tensor, []).append(own)
     return found
+
+
+TargetFunction = Callable[[str, WeightTarget], Iterator[tuple[str, WeightTarget]]]
+
+
+def _target_functions(model: ModelArchitecture) -> dict[str, TargetFunction]:
+    """Return the function ``targets`` of each quantized weight's method, by the parameter that it has in an unquantized
+    model."""
+    methods: dict[str, TargetFunction] = {}
+    for name, layer in as_module(model).named_modules():
+        if isinstance(layer, Linear) and layer.method is not None:
+            methods[f"{name}.weight"] = partial(_linear_targets, layer.method)
+        elif isinstance(layer, Experts) and layer.method is not None:
+            methods |= {f"{name}.{own}": layer.method.targets for own in EXPERT_WEIGHTS}
+    return methods
+
+
+def _stored_as(
+    name: str, target: WeightTarget, methods: Mapping[str, TargetFunction]
+) -> Iterator[tuple[str, WeightTarget]]:
+    """Yield the tensors of the checkpoint that fill ``target`` of an unquantized model's tensor ``name``, with their targets."""
+    if target.parameter not in methods:
+        yield name, target
+        return
+    layer, _, weight = target.parameter.rpartition(".")
+    for tensor, own in methods[target.parameter](name, target._replace(parameter=weight)):
+        yield tensor, own._replace(parameter=f"{layer}.{own.parameter}")
 
 
 def _linear_targets(method: LinearMethod, name: str, weight: WeightTarget) -> Iterator[tuple[str, WeightTarget]]:
@@ -180,9 +198,18 @@ class WeightFiller:
             return False
         if KV_SCALE.fullmatch(name):  # a store reads it, if it has scales
             return False
+        stored = self._stored_instead(name)
         raise WeightsError(
             f"the checkpoint has tensor {name}, which the model does not know; check that config.json belongs to this checkpoint"
+            if not stored
+            else f"the checkpoint has tensor {name}, and its quantization stores that weight in {', '.join(stored)}; if the checkpoint "
+            "does not quantize this module, its quantization_config must leave it out"
         )
+
+    def _stored_instead(self, name: str) -> list[str]:
+        """Return the tensors that a quantization reads in place of the tensor ``name``, if it does."""
+        entry, methods = self.model.weights_map().get(name, []), _target_functions(self.model)
+        return [tensor for target in as_list(entry) for tensor, _ in _stored_as(name, target, methods)]
 
     def places_for(
         self, name: str, shape: Sequence[int], dtype: torch.dtype | str

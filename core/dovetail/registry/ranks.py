@@ -58,7 +58,7 @@ def expert_division(
     if setting == "auto":
         order = [*best_first, *ways]
         possible: list[Literal["tp", "ep"]] = [way for way, fits in ways.items() if fits]
-        return min(possible, key=order.index, default="tp")
+        return min(possible, key=lambda way: order.index(way)) if possible else "tp"
     if not ways[setting]:
         needed, got, other = (name, size, "ep") if setting == "tp" else (experts, number, "tp")
         raise ConfigError(
