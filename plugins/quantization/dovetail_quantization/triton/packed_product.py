@@ -12,7 +12,7 @@ from dovetail.ops.triton.launch import launch, processors
 from dovetail.ops.triton.matmul import GATE_KINDS, workspace
 from dovetail.ops.triton.tuning import MAX_PARTS, MAX_TILES
 from dovetail_quantization.gguf_packed import PackedType, PackedWeight
-from dovetail_quantization.triton.packed_rows import few_rows_kernel, one_row_kernel, plain_weight_kernel
+from dovetail_quantization.triton.packed_rows import PART_COLUMNS, few_rows_kernel, one_row_kernel, plain_weight_kernel
 
 MOST_ROWS = 64
 """Up to this number of rows the kernels of few rows are used."""
@@ -57,9 +57,9 @@ def one_row_tile(k: int, packing: PackedType, *, in_parts: bool = False) -> Pack
 
 
 def split_of(k: int) -> int:
-    """Return into how many parts the columns of a row are divided: parts of 2048, so that no thread has less to do than others
-    where their number is no power of two."""
-    return k // 2048 if k % 2048 == 0 else 1
+    """Return into how many parts the columns of a row are divided. Then no thread has less to do than others where the number of
+    columns is no power of two."""
+    return k // PART_COLUMNS if k % PART_COLUMNS == 0 else 1
 
 
 def few_rows_tile(rows: int, n: int, k: int, packing: PackedType) -> PackedTile:

@@ -21,7 +21,10 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from dovetail.ops.triton.launch import INTERPRETED
 from dovetail.ops.triton.matmul import finish_row, finish_rows, rows_of
 
+PART_COLUMNS = 2048
+"""One row is divided into parts of this number of columns, if it is divided."""
 _PLAIN = tl.constexpr(INTERPRETED)  # the interpreter has no assembly
+_PART = tl.constexpr(PART_COLUMNS)
 
 
 @triton.jit
@@ -38,11 +41,11 @@ def _number(words, INDEX: tl.constexpr, BITS: tl.constexpr):
 @triton.jit
 def _factors(
     scale, multiplier, rows, words, begin, k,
-    UNIT: tl.constexpr, WHOLE: tl.constexpr, GROUP: tl.constexpr, BLOCK_K: tl.constexpr,
+    UNIT: tl.constexpr, WHOLE: tl.constexpr, GROUP: tl.constexpr, BLOCK_K: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
-    """Return the scales of the units of BLOCK_K columns from ``begin`` on, float32 ``[rows, BLOCK_K / UNIT]``. GROUP 0 stands
-    for no multipliers."""
-    at = begin // UNIT + tl.arange(0, BLOCK_K // UNIT)
+    """Return the scales of the units of BLOCK_K columns from ``begin`` on, a multiple of ALIGNED, float32 ``[rows, BLOCK_K / UNIT]``.
+    GROUP 0 stands for no multipliers."""
+    at = tl.multiple_of(begin // UNIT, ALIGNED // UNIT) + tl.arange(0, BLOCK_K // UNIT)
     # Columns are multiples of those of a scale. The compiler uses this for loads of several numbers at a time.
     inside = (at < tl.multiple_of(k // WHOLE * (WHOLE // UNIT), WHOLE // UNIT))[None, :]
     found = tl.load(scale + rows[:, None] * (words * 2) + (at // (WHOLE // UNIT))[None, :], inside, 0.0).to(tl.float32)
@@ -93,10 +96,12 @@ def few_rows_kernel(
         else:
             inside = (begin + start + column < k)[None, :]
             codes = tl.load(source + start // each, inside, 0, eviction_policy="evict_first")
-        factor = _factors(scale, multiplier, wide, words, begin + start, k, unit, WHOLE, GROUP, BLOCK_K)
+        factor = _factors(scale, multiplier, wide, words, begin + start, k, unit, WHOLE, GROUP, BLOCK_K, BLOCK_K)
         less = factor * middle
         if OFFSET:
-            less += _factors(offset, offset_multiplier, wide, words, begin + start, k, unit, WHOLE, GROUP, BLOCK_K)
+            less += _factors(
+                offset, offset_multiplier, wide, words, begin + start, k, unit, WHOLE, GROUP, BLOCK_K, BLOCK_K
+            )
         factor = _spread(factor, BLOCK_N, units, STEP)
         less = _spread(less, BLOCK_N, units, STEP)
         for index in tl.static_range(each):
@@ -165,7 +170,7 @@ def one_row_kernel(
     unit: tl.constexpr = STEP * each
     units: tl.constexpr = BLOCK_K // unit
     at = tl.arange(0, BLOCK_K // each)
-    begin = tl.multiple_of(part * span, unit)
+    begin = tl.multiple_of(part * span, _PART)
     end = begin + span
     inside = (at < tl.multiple_of(span // each, 4))[None, :]
     w += begin // each
@@ -175,10 +180,10 @@ def one_row_kernel(
     if PDL:
         gdc_launch_dependents()
     codes = tl.load(w + rows[:, None] * words + at[None, :], inside, 0, eviction_policy="evict_first")
-    factor = _factors(scale, multiplier, rows, words, begin, end, unit, WHOLE, GROUP, BLOCK_K)
+    factor = _factors(scale, multiplier, rows, words, begin, end, unit, WHOLE, GROUP, BLOCK_K, _PART)
     less = factor
     if OFFSET:
-        less = _factors(offset, offset_multiplier, rows, words, begin, end, unit, WHOLE, GROUP, BLOCK_K)
+        less = _factors(offset, offset_multiplier, rows, words, begin, end, unit, WHOLE, GROUP, BLOCK_K, _PART)
     if PDL:
         gdc_wait()
     column = at // STEP * unit + at % STEP
@@ -202,10 +207,12 @@ def one_row_kernel(
         ahead = (at < tl.multiple_of(tl.where(more_tiles, span // each, 0), 4))[None, :]
         last = tl.where(more_tiles, end, begin)
         codes_ahead = tl.load(w + following[:, None] * words + at[None, :], ahead, 0, eviction_policy="evict_first")
-        factor_ahead = _factors(scale, multiplier, following, words, begin, last, unit, WHOLE, GROUP, BLOCK_K)
+        factor_ahead = _factors(scale, multiplier, following, words, begin, last, unit, WHOLE, GROUP, BLOCK_K, _PART)
         less_ahead = factor_ahead
         if OFFSET:
-            less_ahead = _factors(offset, offset_multiplier, following, words, begin, last, unit, WHOLE, GROUP, BLOCK_K)
+            less_ahead = _factors(
+                offset, offset_multiplier, following, words, begin, last, unit, WHOLE, GROUP, BLOCK_K, _PART
+            )
         first = tl.zeros([BLOCK_N, BLOCK_K // each], tl.int32)
         second = tl.zeros([BLOCK_N, BLOCK_K // each], tl.int32)
         if BITS == 4:
@@ -244,10 +251,10 @@ def plain_weight_kernel(
         gdc_wait()
     codes = tl.load(w + wide[:, None] * words + begin // each + at[None, :], inside, 0)
     factor = _spread(
-        _factors(scale, multiplier, wide, words, begin, k, unit, WHOLE, GROUP, BLOCK_K), BLOCK_N, units, STEP
+        _factors(scale, multiplier, wide, words, begin, k, unit, WHOLE, GROUP, BLOCK_K, BLOCK_K), BLOCK_N, units, STEP
     )
     if OFFSET:
-        less = _factors(offset, offset_multiplier, wide, words, begin, k, unit, WHOLE, GROUP, BLOCK_K)
+        less = _factors(offset, offset_multiplier, wide, words, begin, k, unit, WHOLE, GROUP, BLOCK_K, BLOCK_K)
         less = _spread(less, BLOCK_N, units, STEP)
     middle: tl.constexpr = ZERO + (16 if BITS == 4 else 256)
     place = out + row.to(tl.int64)[:, None] * k + column[None, :]
