@@ -259,6 +259,7 @@ class EngineStats(msgspec.Struct, tag=True, frozen=True):
     group_cached_tokens: list[
         int
     ] = []  # of several cache groups: prompt tokens that each alone had in the prefix cache
+    group_limited: list[int] = []  # of several cache groups: prompts of which each had fewer tokens there than another
     adapters_known: int = 0
     adapters_resident: int = 0  # on the device
     adapters_running: int = 0  # on the device, and used by running requests

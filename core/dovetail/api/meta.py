@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from dovetail.interfaces.cache_groups import limiting_group
 from dovetail.types import FinishKind, FinishReason, TokenLogprob
 
 
@@ -27,8 +28,8 @@ def cached_json(cached: int, groups: Sequence[int]) -> dict[str, Any]:
     details: dict[str, Any] = {"device": cached, "host": 0}
     if groups:
         details["groups"] = list(groups)
-        if min(groups) < max(groups):
-            details["limited_by"] = groups.index(min(groups))
+        if (limiting := limiting_group(groups)) is not None:
+            details["limited_by"] = limiting
     return details
 
 

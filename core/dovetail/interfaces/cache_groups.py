@@ -15,6 +15,12 @@ if TYPE_CHECKING:
     from dovetail.interfaces.cache import GroupDescriptor
 
 
+def limiting_group(reached: Sequence[int]) -> int | None:
+    """Return the group that alone had the fewest tokens of a prompt in the prefix cache, if another one had more.
+    ``reached`` has the tokens of each group."""
+    return reached.index(min(reached)) if reached and min(reached) < max(reached) else None
+
+
 def acceptable(group: GroupDescriptor, present: NDArray[np.bool_], page_size: int) -> NDArray[np.bool_]:
     """Return for n columns which of the lengths 0, ``page_size``, ..., ``n * page_size`` the group can resume at:
     bool ``[n + 1]``, of which the first is always True.

@@ -32,6 +32,7 @@ def stats_of(
         prompt_tokens=totals.prompt_tokens,
         cached_tokens=totals.cached_tokens,
         group_cached_tokens=list(totals.group_cached_tokens),
+        group_limited=list(totals.group_limited),
         generated_tokens=totals.generated_tokens,
         steps=times.steps,
         retractions=totals.retractions,

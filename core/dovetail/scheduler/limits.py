@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
+from dovetail.interfaces.cache_groups import limiting_group
+
 if TYPE_CHECKING:
     from pydantic import BaseModel
 
@@ -84,6 +86,9 @@ class Totals:
     prompt_tokens: int = 0
     cached_tokens: int = 0
     group_cached_tokens: list[int] = field(default_factory=list)  # of several cache groups: sums of Match.reached
+    group_limited: list[int] = field(
+        default_factory=list
+    )  # of several cache groups: prompts whose match each has limited
     generated_tokens: int = 0
     retractions: int = 0
     pins_taken: int = 0
@@ -100,3 +105,7 @@ class Totals:
         """Add the prompt tokens that each cache group alone had in the prefix cache."""
         before = self.group_cached_tokens or [0] * len(reached)
         self.group_cached_tokens = [total + own for total, own in zip(before, reached, strict=True)]
+        if not self.group_limited:
+            self.group_limited = [0] * len(reached)
+        if (limiting := limiting_group(reached)) is not None:
+            self.group_limited[limiting] += 1

@@ -281,15 +281,23 @@ class _EngineCollector(Collector):
         for backend, count in stats.grammar_requests.items():
             by_backend.add_metric([backend], count)
         yield by_backend
-        if stats.group_cached_tokens:
-            by_group = CounterMetricFamily(
+        for name, text, counts in (
+            (
                 "dovetail_group_cached_prompt_tokens",
                 "Prompt tokens that a cache group alone had in the prefix cache. What is found is what all groups have.",
-                labels=["group"],
-            )
-            for group, count in enumerate(stats.group_cached_tokens):
-                by_group.add_metric([str(group)], count)
-            yield by_group
+                stats.group_cached_tokens,
+            ),
+            (
+                "dovetail_group_limited_prompts",
+                "Prompts of which a cache group had the fewest tokens in the prefix cache, and another one more.",
+                stats.group_limited,
+            ),
+        ):
+            if counts:
+                by_group = CounterMetricFamily(name, text, labels=["group"])
+                for group, count in enumerate(counts):
+                    by_group.add_metric([str(group)], count)
+                yield by_group
         usage = stats.pages_used / max(stats.pages_total, 1)
         yield GaugeMetricFamily(
             "dovetail_kv_usage", "Share of the KV pool's pages that running requests hold.", value=usage

@@ -8,6 +8,7 @@ import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from itertools import zip_longest
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -206,6 +207,8 @@ def _sum(stats: EngineStats, more: EngineStats) -> EngineStats:
         other = getattr(more, name)
         if isinstance(value, dict):
             sums[name] = {key: value.get(key, 0) + other.get(key, 0) for key in {**value, **other}}
+        elif isinstance(value, list):
+            sums[name] = [own + before for own, before in zip_longest(value, other, fillvalue=0)]
         else:
             sums[name] = value if isinstance(value, str) else value + other
     return EngineStats(**sums)

@@ -7,6 +7,7 @@ from typing import Any
 
 from dovetail.api.meta import cached_json
 from dovetail.interfaces.api import ApiProblem, Choice, Usage
+from dovetail.interfaces.cache_groups import limiting_group
 from dovetail.tokenizer import Tokenizer
 from dovetail.types import FinishKind, FinishReason, TokenLogprob
 
@@ -51,7 +52,12 @@ def choice_usage(choice: Choice) -> dict[str, Any]:
 
 def _prompt_details(cached: int, groups: Sequence[int]) -> dict[str, Any]:
     """Return the prompt tokens found in the prefix cache and, with several cache groups, those that each group alone had."""
-    return {"cached_tokens": cached, **({"cached_tokens_by_group": list(groups)} if groups else {})}
+    details: dict[str, Any] = {"cached_tokens": cached}
+    if groups:
+        details["cached_tokens_by_group"] = list(groups)
+        if (limiting := limiting_group(groups)) is not None:
+            details["limited_by_group"] = limiting
+    return details
 
 
 def cached_details(usage: Usage) -> dict[str, Any]:
