@@ -12,6 +12,8 @@ from triton import knobs
 from triton.runtime import driver
 
 from dovetail import LLM
+from dovetail.engine.draft_graphs import DraftGraphs, DraftLimits
+from dovetail.engine.dry_run import ZeroedMemory
 from dovetail.engine.graphs import DecodeGraphs
 from dovetail.engine.warmup import WarmUp, likely_keys
 from dovetail.interfaces.attention import AttentionContext
@@ -45,7 +47,8 @@ class NoStaging:
 
 
 @pytest.fixture
-def graphs(monkeypatch, tmp_path):
+def absent(monkeypatch, tmp_path):
+    """Have kernels compiled for a device that this machine need not have, into an empty cache."""
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     options = {"PDL": True, "launch_pdl": True}
     monkeypatch.setattr(
@@ -53,21 +56,37 @@ def graphs(monkeypatch, tmp_path):
     )
     monkeypatch.setattr("dovetail.engine.graphs.GraphRecorder", NoRecorder)
     monkeypatch.setattr("dovetail.engine.graphs.Staging", NoStaging)
+    monkeypatch.setattr("dovetail.engine.draft_graphs.GraphRecorder", NoRecorder)
     before = driver._active
     driver.set_active(AbsentDevice(90))
-    memory = {"num_pages": 32, "page_size": 4}
-    engine = LLM(
-        "tiny", device="cpu", model={"dtype": "bfloat16"}, grammar="none", memory=memory
-    ).loop.executor.rank.engine
-    info = engine.info
-    context = AttentionContext(
-        device=engine.device, dtype=torch.bfloat16, num_heads=info.num_heads, num_kv_heads=info.num_kv_heads,
-        head_dim=info.head_dim, pool=engine.pool, max_rows=ROWS, max_context=engine.context_len,
-    )  # fmt: skip
-    backend = TritonAttention(None, context)
-    counts = engine.counts
-    yield DecodeGraphs(engine.model, engine.inputs, engine.pool, backend, ROWS, engine.context_len, True, counts=counts)
+    yield
     driver._active = before
+
+
+def built(**sections):
+    """Return the runner of an engine on the CPU."""
+    memory = {"num_pages": 32, "page_size": 4}
+    llm = LLM("tiny", device="cpu", model={"dtype": "bfloat16"}, grammar="none", memory=memory, **sections)
+    return llm.loop.executor.rank
+
+
+def attention(info, pool, max_context):
+    """Return Triton's attention over ``pool``."""
+    context = AttentionContext(
+        device=pool.device, dtype=torch.bfloat16, num_heads=info.num_heads, num_kv_heads=info.num_kv_heads,
+        head_dim=info.head_dim, pool=pool, max_rows=ROWS, max_context=max_context,
+    )  # fmt: skip
+    return TritonAttention(None, context)
+
+
+@pytest.fixture
+def graphs(absent):
+    engine = built().engine
+    backend = attention(engine.info, engine.pool, engine.context_len)
+    counts = engine.counts
+    return DecodeGraphs(
+        engine.model, engine.inputs, engine.pool, backend, ROWS, engine.context_len, True, counts=counts
+    )
 
 
 def test_the_kernels_of_a_step_are_found_and_compiled(graphs, monkeypatch):
@@ -98,6 +117,36 @@ def test_the_kernels_of_a_step_are_found_and_compiled(graphs, monkeypatch):
     finally:
         ahead.close()
     assert torch.equal(graphs._inputs.last_token, before)
+
+
+def test_the_kernels_of_a_drafters_passes_are_found_and_compiled(absent, monkeypatch):
+    """Its passes with trees attend by masks, which decode steps do not."""
+    rank = built(speculative="eagle3_tree")
+    cache, engine = rank.drafter.cache, rank.engine
+    limits = DraftLimits(ROWS, 8 * ROWS, engine.context_len, wide=True)
+    backend = attention(cache.info, cache._pool, engine.context_len)
+    drafts = DraftGraphs(cache._steps, engine.inputs, cache._pool, backend, limits, pages=cache._pages)
+    warm_up = WarmUp(torch.device("cpu"), engine.info, SINGLE)
+    warm_up._kernels = ahead = KernelsAhead(90, "tiny drafts", processes=2)
+    hits = []
+    monkeypatch.setattr(
+        knobs.compilation, "listener", lambda *, src, cache_hit, **_: hits.append((src.name, cache_hit))
+    )
+    try:
+        warm_up.note_drafts(drafts)
+        warm_up.release()
+        assert warm_up._positions.keys() == set(drafts.likely((0, 1)))
+        assert ahead.wait(300)
+        assert ahead.counts.noted > 1
+        assert ahead.counts.failed == 0
+        assert hits == []
+        with ahead._instead("compile"), ZeroedMemory():
+            for key in drafts.missing():
+                drafts.rehearse(key)
+        assert hits, "no kernel was launched"
+        assert all(hit for _, hit in hits), "a kernel of the passes was not found before"
+    finally:
+        ahead.close()
 
 
 def test_attention_that_reads_what_triton_writes_is_left_out(graphs, monkeypatch):
