@@ -70,6 +70,66 @@ def test_a_row_does_not_depend_on_the_others(block):
     assert torch.equal(narrow, exact.bfloat16())
 
 
+tiles = pytest.mark.skipif(
+    library(BLOCKS).handle is None or not kernels().has_tiles, reason="the processor has no AMX with bfloat16"
+)
+
+
+def rounded_product(x, weight):
+    """Return the product of inputs and weights rounded to bfloat16, in float64, and the bound of the error of its sums in float32."""
+    a, b = x.bfloat16().double(), weight.bfloat16().double()
+    return a @ b.T, 1e-5 * (a.abs() @ b.abs().T) + 1e-6
+
+
+@tiles
+@each_block
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_products_of_tiles_are_those_of_numbers_rounded_to_bfloat16(block, dtype):
+    own = kernels(dtype)
+    for columns in sizes(block):
+        blocks = random_blocks(
+            block, 83, columns
+        )  # tiles of 16 rows in pairs, a last tile of 3 rows in a part of its own
+        rows = BlockRows([(blocks[:47], block), (blocks[47:48], block), (blocks[48:], block)], columns)
+        for count in (1, 15, 16, 17, 32, 50):
+            x, bias = torch.randn(count, columns, dtype=dtype), torch.randn(83, dtype=dtype)
+            expected, bound = rounded_product(x, dequantize(blocks, TYPES[block]))
+            for added in (None, bias):
+                got = own.tiles(x, rows, added).double()
+                wanted = expected if added is None else expected + added.double()
+                allowed = bound if dtype is torch.float32 else bound + wanted.abs() / 256
+                # a weight whose exact number lies between two of bfloat16 may be rounded to either: one unit in 256
+                spare = x.double().abs() @ dequantize(blocks, TYPES[block]).double().abs().T / 256 / columns**0.5
+                assert ((got - wanted).abs() <= allowed + spare).all()
+
+
+@tiles
+def test_a_row_of_tiles_does_not_depend_on_the_others():
+    blocks, x = random_blocks("Q4_K", 75, 512), torch.randn(41, 512)
+    rows = BlockRows([(blocks, "Q4_K")], 512)
+    together = kernels().tiles(x, rows, None)
+    for row in (0, 15, 16, 31, 40):
+        assert torch.equal(kernels().tiles(x[row : row + 1], rows, None), together[row : row + 1])
+
+
+@tiles
+def test_tiles_do_not_hide_values_that_are_no_numbers():
+    x = torch.randn(20, 96)
+    x[17, 40] = float("nan")
+    got = kernels().tiles(x, BlockRows([(random_blocks("Q4_1", 3, 96), "Q4_1")], 96), None)
+    assert got[17].isnan().all()
+    assert got[:17].isfinite().all()
+    assert got[18:].isfinite().all()
+
+
+@tiles
+def test_many_inputs_and_rows_are_multiplied_in_parts():
+    blocks, x = random_blocks("Q4_0", 1500, 1024), torch.randn(70, 1024)
+    expected, bound = rounded_product(x, dequantize(blocks, TYPES["Q4_0"]))
+    got = kernels().tiles(x, BlockRows([(blocks, "Q4_0")], 1024), None)
+    assert ((got - expected).abs() <= bound + 0.01 * expected.abs().mean()).all()
+
+
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
 def test_values_that_are_no_numbers_are_not_hidden(value):
     x = torch.randn(2, 96)

@@ -13,6 +13,7 @@ from dovetail.errors import ConfigError
 from dovetail.gguf.block_types import TYPES
 from dovetail.gguf.blocks import dequantize
 from dovetail.interfaces.quantization import LinearShape, QuantizationContext
+from dovetail.ops.cpu.blocks import block_kernels
 from dovetail.testing.quantization import QuantizationSuite
 from dovetail_quantization import gguf_products
 from dovetail_quantization.config import GgufConfig
@@ -25,6 +26,11 @@ MIXED = {"q": "Q4_1", "k": "Q8_0", "v": "Q5_0", "gate": "Q4_0", "up": "IQ4_NL", 
 
 def checkpoint(kinds):
     return {"quant_method": "gguf", "types": {f"body.{name}_proj.weight": kind for name, kind in kinds.items()}}
+
+
+def has_tiles():
+    found = block_kernels(torch.float32)
+    return found is not None and found.has_tiles
 
 
 class Blocks(QuantizationSuite):
@@ -54,11 +60,24 @@ class TestDequantized(Blocks):
         monkeypatch.setattr(gguf_products, "block_kernels", lambda dtype: None)
 
 
+@pytest.mark.skipif(not has_tiles(), reason="the processor has no AMX")
+class TestTiles(Blocks):
+    """Products of all rows are those of tiles."""
+
+    tolerance = 0.012
+
+    @pytest.fixture(autouse=True)
+    def from_one_row_on(self, monkeypatch):
+        monkeypatch.setattr(gguf_products, "_MOST_ROWS_BEFORE_TILES", -1)
+
+
 class TestManyRows(Blocks):
     """Products of many rows are those of the dequantized weights."""
 
     @pytest.fixture(autouse=True)
     def from_one_row_on(self, monkeypatch):
+        for kernels in filter(None, map(block_kernels, (torch.float32, torch.bfloat16))):
+            monkeypatch.setattr(kernels, "has_tiles", False)
         monkeypatch.setattr(gguf_products, "_MOST_ROWS", {torch.float32: -1, torch.bfloat16: -1})
         monkeypatch.setattr(gguf_products, "_CHUNK", 48)
 

@@ -16,6 +16,8 @@ from dovetail.ops.cpu.blocks import FORMATS, BlockKernels, BlockRows, block_kern
 
 _MOST_ROWS = {torch.bfloat16: 24, torch.float32: 64}
 """The numbers of rows up to which products of integers are faster than dequantizing the weight, measured on a processor with AMX."""
+_MOST_ROWS_BEFORE_TILES = 4
+"""The number of rows up to which they are faster than products of tiles."""
 _CHUNK = 512
 """The number of rows of a weight that are dequantized at a time."""
 
@@ -44,17 +46,19 @@ def dequantized(weights: Sequence[BlockWeight], dtype: torch.dtype) -> torch.Ten
 
 class BlockProduct(LinearProduct):
     """Multiply on a CPU, from the blocks: up to some rows with inputs that are quantized to 8 bits, by sums of integers; more
-    rows with a part of the weight after another in the dtype of activations."""
+    rows with tiles in bfloat16 where the processor has AMX, otherwise with a part of the weight after another in the dtype of activations."""
 
     def __init__(self, weights: Sequence[BlockWeight], kernels: BlockKernels) -> None:
         self._weights, self._kernels = tuple(weights), kernels
         self._rows = BlockRows([(weight.blocks, weight.kind.name) for weight in weights], weights[0].columns)
-        self._most_rows = _MOST_ROWS[kernels.dtype]
+        self._most_rows = _MOST_ROWS_BEFORE_TILES if kernels.has_tiles else _MOST_ROWS[kernels.dtype]
 
     def forward(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """See ``LinearProduct``."""
         if x.shape[0] <= self._most_rows:
             return self._kernels.product(x, self._rows, bias)
+        if self._kernels.has_tiles:
+            return self._kernels.tiles(x, self._rows, bias)
         out = torch.empty(x.shape[0], self._rows.rows, dtype=x.dtype)
         start = 0
         for weight in self._weights:
@@ -79,9 +83,8 @@ class BlockProduct(LinearProduct):
     @property
     def describe(self) -> str:
         """See ``LinearProduct``."""
-        return (
-            f"{kinds_of(self._weights)} in blocks, by integers up to {self._most_rows} rows, by dequantized parts above"
-        )
+        more = "in bfloat16 (AMX)" if self._kernels.has_tiles else "by dequantized parts"
+        return f"{kinds_of(self._weights)} in blocks, by integers up to {self._most_rows} rows, {more} above"
 
 
 def can_multiply(weights: Sequence[BlockWeight], dtype: torch.dtype) -> BlockKernels | None:

@@ -4,6 +4,8 @@
 // offset m, so that a weight is d * u + m. Inputs are quantized to signed 8-bit codes q with one scale for each 32 columns, as
 // llama.cpp does. The product of a group is then d * scale * sum(u * q) + m * scale * sum(q), whose sums are exact integers.
 //
+// With many inputs, weights are decoded to bfloat16 and multiplied by AMX, where the processor has it, with inputs rounded to bfloat16.
+//
 // Every row is computed separately and in one order, so a result does not depend on the other rows of the batch. The Python
 // side (dovetail/ops/cpu/blocks.py) documents and checks the arguments.
 
@@ -14,6 +16,9 @@
 #include <immintrin.h>
 #include <limits>
 #include <omp.h>
+#include <sys/syscall.h>
+#include <type_traits>
+#include <unistd.h>
 #include <vector>
 
 #if !defined(__AVX2__) || !defined(__FMA__) || !defined(__F16C__)
@@ -476,7 +481,254 @@ void product(const Segment* segments, int64_t count, const T* x, const T* bias, 
     }
 }
 
+// Many rows: weights are decoded to bfloat16 in tiles, which AMX multiplies with inputs in bfloat16. Sums are in float. A tile of
+// weights is what the instruction reads: 16 pairs of columns, for 16 rows of the weight.
+
+#if defined(__AMX_TILE__) && defined(__AMX_BF16__) && defined(__AVX512BF16__) && defined(__AVX512BW__)
+
+constexpr int kTile = 16;                  // rows of a tile
+constexpr int kTileSize = kTile * kGroup;  // elements of a tile
+constexpr int64_t kDecoded = 1 << 19;      // elements of decoded weights that are multiplied together, so that caches hold them
+
+// Asks the system for the registers of AMX. Returns whether they may be used.
+bool tiles_allowed() {
+    static const bool allowed = syscall(SYS_arch_prctl, 0x1023 /* ARCH_REQ_XCOMP_PERM */, 18 /* tile data */) == 0;
+    return allowed;
+}
+
+struct alignas(64) TileConfig {
+    uint8_t palette = 1, start = 0, reserved[14] = {};
+    uint16_t columns[16] = {};
+    uint8_t rows[16] = {};
+    TileConfig() {
+        for (int i = 0; i < 8; ++i) columns[i] = 64, rows[i] = kTile;
+    }
+};
+
+// Returns number j of 8 numbers of 16 rows, for each j. `rows` are 16 times 32 bytes, `stride` bytes apart.
+inline void transposed(const void* rows, int stride, __m512i out[8]) {
+    const char* from = static_cast<const char*>(rows);
+    __m512i both[8], pairs[8], fours[8];
+#pragma GCC unroll 8
+    for (int i = 0; i < 8; ++i) {
+        const int row = i % 4 + i / 4 * 8;
+        const __m256i first = _mm256_load_si256(reinterpret_cast<const __m256i*>(from + row * stride));
+        const __m256i second = _mm256_load_si256(reinterpret_cast<const __m256i*>(from + (row + 4) * stride));
+        both[i] = _mm512_inserti64x4(_mm512_castsi256_si512(first), second, 1);
+    }
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; ++i) {
+        pairs[2 * i] = _mm512_unpacklo_epi32(both[2 * i], both[2 * i + 1]);
+        pairs[2 * i + 1] = _mm512_unpackhi_epi32(both[2 * i], both[2 * i + 1]);
+    }
+#pragma GCC unroll 2
+    for (int i = 0; i < 2; ++i) {  // fours[4 * i + j]: number j of the first half of a row, and of the second
+        fours[4 * i] = _mm512_unpacklo_epi64(pairs[4 * i], pairs[4 * i + 2]);
+        fours[4 * i + 1] = _mm512_unpackhi_epi64(pairs[4 * i], pairs[4 * i + 2]);
+        fours[4 * i + 2] = _mm512_unpacklo_epi64(pairs[4 * i + 1], pairs[4 * i + 3]);
+        fours[4 * i + 3] = _mm512_unpackhi_epi64(pairs[4 * i + 1], pairs[4 * i + 3]);
+    }
+#pragma GCC unroll 4
+    for (int j = 0; j < 4; ++j) {
+        out[j] = _mm512_shuffle_i32x4(fours[j], fours[4 + j], 0x88);
+        out[4 + j] = _mm512_shuffle_i32x4(fours[j], fours[4 + j], 0xdd);
+    }
+}
+
+// Writes two pairs of columns of a tile. `codes` has 4 codes of each of 16 rows.
+inline void decode_pairs(__m512i codes, __m512 d, __m512 m, uint16_t* to) {
+    const __m512i byte = _mm512_set1_epi32(255);
+    const __m512i interleaved = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7, 22, 6, 21, 5, 20, 4,
+                                                 19, 3, 18, 2, 17, 1, 16, 0);
+    __m512 values[4];
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; ++i) {
+        const __m512i code = i == 3 ? _mm512_srli_epi32(codes, 24) : _mm512_and_si512(_mm512_srli_epi32(codes, 8 * i), byte);
+        values[i] = _mm512_fmadd_ps(d, _mm512_cvtepi32_ps(code), m);
+    }
+#pragma GCC unroll 2
+    for (int i = 0; i < 2; ++i) {
+        const __m512bh both = _mm512_cvtne2ps_pbh(values[2 * i + 1], values[2 * i]);
+        __m512i words;
+        std::memcpy(&words, &both, 64);
+        _mm512_store_si512(to + i * 2 * kTile, _mm512_permutexvar_epi16(interleaved, words));
+    }
+}
+
+// Decodes `count` rows of weights, at most 16, to a tile for each group. What follows them in a tile has no meaning.
+template <typename F>
+void decode(const uint8_t* weights, int64_t bytes, int count, int64_t groups, uint16_t* to) {
+    alignas(64) float d[kTile][kHalves] = {}, m[kTile][kHalves] = {};
+    alignas(64) uint8_t codes[kTile][kGroup];
+    __m512i scales[2][8], offsets[2][8];
+    const uint8_t* rows[kTile];
+    for (int i = 0; i < kTile; ++i) rows[i] = weights + std::min(i, count - 1) * bytes;
+    for (int64_t begin = 0; begin < groups; begin += kGroups) {
+        const int here = static_cast<int>(std::min<int64_t>(kGroups, groups - begin));
+        const int64_t offset = begin * kGroup / F::columns * F::bytes;
+        for (int i = 0; i < kTile; ++i) F::scales(rows[i] + offset, here, d[i], m[i]);
+        for (int i = 0; i <= F::halves; ++i) {
+            transposed(d[0] + 8 * i, sizeof d[0], scales[i]);
+            transposed(m[0] + 8 * i, sizeof m[0], offsets[i]);
+        }
+        for (int g = 0; g < here; ++g, to += kTileSize) {
+            for (int i = 0; i < kTile; ++i) {
+                _mm256_store_si256(reinterpret_cast<Codes*>(codes[i]), F::codes(rows[i] + offset, g));
+                _mm_prefetch(reinterpret_cast<const char*>(rows[i] + offset + F::bytes * kGroups * kGroup / F::columns), _MM_HINT_T0);
+            }
+            __m512i four[8];
+            transposed(codes, kGroup, four);
+            const __m512* first = reinterpret_cast<const __m512*>(scales[0]);
+            const __m512* least = reinterpret_cast<const __m512*>(offsets[0]);
+#pragma GCC unroll 8
+            for (int j = 0; j < 8; ++j) {
+                const int at = F::halves ? 2 * g + j / 4 : g;
+                decode_pairs(four[j], first[at], least[at], to + j * 4 * kTile);
+            }
+        }
+    }
+}
+
+// Writes `x` as bfloat16, [rows, columns], from row `begin` to `end`.
+template <typename T>
+void to_bf16(const T* x, uint16_t* out, int64_t begin, int64_t end, int64_t columns) {
+    if constexpr (std::is_same_v<T, bf16>)
+        std::memcpy(out + begin * columns, x + begin * columns, (end - begin) * columns * 2);
+    else
+        for (int64_t i = begin * columns; i < end * columns; i += kGroup) {
+            const __m512bh both = _mm512_cvtne2ps_pbh(_mm512_loadu_ps(x + i + 16), _mm512_loadu_ps(x + i));
+            std::memcpy(out + i, &both, 64);
+        }
+}
+
+// Where a product of tiles is written: `out` is the first element of [rows, stride], of which `columns` columns from `column` on
+// exist.
+template <typename T>
+struct Target {
+    T* out;
+    const T* bias;
+    int64_t rows, stride;
+};
+
+template <int Number>
+inline void stored(void* to, int64_t stride) {  // the numbers of tiles are written in the instructions
+    if constexpr (Number == 0) _tile_stored(0, to, stride);
+    if constexpr (Number == 1) _tile_stored(1, to, stride);
+    if constexpr (Number == 2) _tile_stored(2, to, stride);
+    if constexpr (Number == 3) _tile_stored(3, to, stride);
+}
+
+template <typename T, int Number>
+void store_tile(const Target<T>& to, int64_t row, int64_t column, int64_t columns) {
+    const int64_t count = std::min<int64_t>(kTile, to.rows - row);
+    if constexpr (std::is_same_v<T, float>)
+        if (to.bias == nullptr && count == kTile && columns == kTile) {
+            stored<Number>(to.out + row * to.stride + column, to.stride * 4);
+            return;
+        }
+    alignas(64) float sums[kTile][kTile];
+    stored<Number>(sums, 64);
+    for (int64_t i = 0; i < count; ++i)
+        for (int64_t j = 0; j < columns; ++j)
+            put(to.out + (row + i) * to.stride + column + j, sums[i][j] + (to.bias ? wide(to.bias[column + j]) : 0.0f));
+}
+
+// Multiplies 16 rows of inputs, or 32, with 16 rows of weights, or 32.
+template <typename T, bool TwoInputs, bool TwoWeights>
+void multiply_tiles(const uint16_t* x, const uint16_t* weights, int64_t groups, const Target<T>& to, int64_t row, int64_t column,
+                    int64_t columns) {
+    const int64_t bytes = groups * kGroup * 2;
+    const uint16_t* more = x + kTile * groups * kGroup;
+    const uint16_t* others = weights + groups * kTileSize;
+    _tile_zero(0);
+    if constexpr (TwoWeights) _tile_zero(1);
+    if constexpr (TwoInputs) _tile_zero(2);
+    if constexpr (TwoInputs && TwoWeights) _tile_zero(3);
+    for (int64_t g = 0; g < groups; ++g) {
+        _tile_loadd(4, x + g * kGroup, bytes);
+        _tile_loadd(6, weights + g * kTileSize, 64);
+        _tile_dpbf16ps(0, 4, 6);
+        if constexpr (TwoWeights) {
+            _tile_loadd(7, others + g * kTileSize, 64);
+            _tile_dpbf16ps(1, 4, 7);
+        }
+        if constexpr (TwoInputs) {
+            _tile_loadd(5, more + g * kGroup, bytes);
+            _tile_dpbf16ps(2, 5, 6);
+            if constexpr (TwoWeights) _tile_dpbf16ps(3, 5, 7);
+        }
+    }
+    store_tile<T, 0>(to, row, column, std::min<int64_t>(columns, kTile));
+    if constexpr (TwoWeights) store_tile<T, 1>(to, row, column + kTile, columns - kTile);
+    if constexpr (TwoInputs) store_tile<T, 2>(to, row + kTile, column, std::min<int64_t>(columns, kTile));
+    if constexpr (TwoInputs && TwoWeights) store_tile<T, 3>(to, row + kTile, column + kTile, columns - kTile);
+}
+
+// Computes rows [begin, end) of a segment for all inputs, which are bfloat16. `memory` holds decoded weights.
+template <typename F, typename T>
+void multiply_decoded(const uint8_t* weights, const uint16_t* x, const Target<T>& to, int64_t begin, int64_t end, int64_t place,
+                      int64_t columns, std::vector<uint16_t>& memory) {
+    const int64_t groups = columns / kGroup, bytes = columns / F::columns * F::bytes;
+    const int64_t most = to.rows <= 2 * kTile ? 1 : std::max<int64_t>(kDecoded / (2 * kTile * columns), 1);  // pairs of tiles
+    memory.resize(most * 2 * kTile * columns + kTileSize);
+    uint16_t* decoded = reinterpret_cast<uint16_t*>((reinterpret_cast<uintptr_t>(memory.data()) + 63) / 64 * 64);
+    for (int64_t first = begin; first < end; first += most * 2 * kTile) {
+        const int64_t last = std::min(end, first + most * 2 * kTile);
+        for (int64_t row = first; row < last; row += kTile)
+            decode<F>(weights + row * bytes, bytes, static_cast<int>(std::min<int64_t>(kTile, last - row)), groups,
+                      decoded + (row - first) * columns);
+        for (int64_t input = 0; input < to.rows; input += 2 * kTile)
+            for (int64_t row = first; row < last; row += 2 * kTile) {
+                const bool inputs = to.rows - input > kTile, rows = last - row > kTile;
+                const auto call = inputs ? (rows ? multiply_tiles<T, true, true> : multiply_tiles<T, true, false>)
+                                         : (rows ? multiply_tiles<T, false, true> : multiply_tiles<T, false, false>);
+                call(x + input * columns, decoded + (row - first) * columns, groups, to, input, place + row,
+                     std::min<int64_t>(2 * kTile, last - row));
+            }
+    }
+}
+
+// Computes the products of all segments as `product` does, for many inputs.
+template <typename T>
+void tile_product(const Segment* segments, int64_t count, const T* x, const T* bias, T* out, int64_t m, int64_t n, int64_t columns) {
+    static thread_local std::vector<uint16_t> inputs;
+    const int64_t padded = (m + kTile - 1) / kTile * kTile;
+    inputs.resize(padded * columns);
+    uint16_t* all = inputs.data();
+    std::fill(inputs.begin() + m * columns, inputs.end(), 0);
+    const Target<T> target{out, bias, m, n};
+    static const TileConfig config;
+#pragma omp parallel if (n * columns * m > kSerial)
+    {
+        static thread_local std::vector<uint16_t> memory;
+        const int64_t threads = omp_get_num_threads(), own = omp_get_thread_num();
+        to_bf16(x, all, m * own / threads, m * (own + 1) / threads, columns);
+#pragma omp barrier
+        asm volatile("ldtilecfg %0" ::"m"(config));  // of GCC before 14, _tile_loadconfig reads 8 bytes only
+        const int64_t units = (n + kTile - 1) / kTile;
+        const int64_t first = units * own / threads * kTile, last = std::min(n, units * (own + 1) / threads * kTile);
+        int64_t place = 0;
+        for (const Segment* segment = segments; segment < segments + count; place += segment->rows, ++segment) {
+            const int64_t begin = std::max<int64_t>(first - place, 0), end = std::min(last - place, segment->rows);
+            if (begin < end)
+                with_format(segment->format, [&](auto f) {
+                    multiply_decoded<decltype(f)>(segment->weights, all, target, begin, end, place, columns, memory);
+                });
+        }
+        _tile_release();
+    }
+}
+#else
+bool tiles_allowed() { return false; }
+
+template <typename T>
+void tile_product(const Segment*, int64_t, const T*, const T*, T*, int64_t, int64_t, int64_t) {}
+#endif
+
 }  // namespace
+
+// Returns whether `tiles_...` may be called.
+extern "C" int32_t has_tiles() { return tiles_allowed(); }
 
 #define EXPORT(T, NAME)                                                                                                      \
     extern "C" void quantize_##NAME(const T* x, int8_t* codes, float* scales, float* sums, int64_t rows, int64_t columns,     \
@@ -486,6 +738,10 @@ void product(const Segment* segments, int64_t count, const T* x, const T* bias, 
     extern "C" void product_##NAME(const Segment* segments, const T* x, const T* bias, T* out, int64_t count, int64_t m,          \
                                    int64_t n, int64_t columns) {                                                             \
         product(segments, count, x, bias, out, m, n, columns);                                                               \
+    }                                                                                                                        \
+    extern "C" void tiles_##NAME(const Segment* segments, const T* x, const T* bias, T* out, int64_t count, int64_t m,            \
+                                 int64_t n, int64_t columns) {                                                               \
+        tile_product(segments, count, x, bias, out, m, n, columns);                                                          \
     }                                                                                                                        \
     extern "C" void weight_##NAME(const uint8_t* weights, T* out, int64_t format, int64_t n, int64_t columns) {               \
         with_format(format, [&](auto f) { weight<decltype(f)>(weights, out, n, columns); });                                 \

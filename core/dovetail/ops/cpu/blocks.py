@@ -1,7 +1,8 @@
 """Multiply with weights in the block formats of GGUF on the CPU, by compiled kernels.
 
 Inputs are quantized to 8-bit codes with one scale for each 32 columns, as llama.cpp does, so that the sums of a group are those
-of integers. A result differs from that of the exact inputs by about 0.5 % of its typical size.
+of integers. A result differs from that of the exact inputs by about 0.5 % of its typical size. On processors with AMX, products of
+many rows round inputs and weights to bfloat16 instead, and differ by about 0.3 %.
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ _P, _I = ctypes.c_void_p, ctypes.c_int64
 _SIGNATURES = {
     "quantize": (_P, _P, _P, _P, _I, _I, _I),
     "product": (_P, _P, _P, _P, _I, _I, _I, _I),
+    "tiles": (_P, _P, _P, _P, _I, _I, _I, _I),
     "weight": (_P, _P, _I, _I, _I),
 }
 _DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
@@ -73,9 +75,11 @@ class BlockKernels:
 
     def __init__(self, handle: ctypes.CDLL, dtype: torch.dtype) -> None:
         self.dtype = dtype
-        self._quantize, self._product, self._weight = (
-            _function(handle, name, _DTYPES[dtype]) for name in ("quantize", "product", "weight")
+        self._quantize, self._product, self._tiles, self._weight = (
+            _function(handle, name, _DTYPES[dtype]) for name in _SIGNATURES
         )
+        self.has_tiles = bool(handle.has_tiles())
+        """Whether ``tiles`` may be called: the processor has AMX with bfloat16."""
 
     def quantize(self, x: torch.Tensor) -> BlockInputs:
         """Quantize ``x [rows, columns]``, of a multiple of 32 columns. A group with a value that is infinite or NaN has
@@ -94,6 +98,17 @@ class BlockKernels:
     def product(self, x: torch.Tensor, weight: BlockRows, bias: torch.Tensor | None) -> torch.Tensor:
         """Return ``x @ weight.T + bias`` of ``x [rows, columns]``, which is quantized first. The result of a row does not depend
         on the other rows."""
+        return self._call(self._product, x, weight, bias)
+
+    def tiles(self, x: torch.Tensor, weight: BlockRows, bias: torch.Tensor | None) -> torch.Tensor:
+        """Return ``x @ weight.T + bias`` of ``x [rows, columns]``. Inputs and weights are rounded to bfloat16, and sums are computed in
+        float32. The result of a row does not depend on the other rows. Must not be called unless ``has_tiles``."""
+        assert self.has_tiles
+        return self._call(self._tiles, x, weight, bias)
+
+    def _call(
+        self, function: Callable[..., None], x: torch.Tensor, weight: BlockRows, bias: torch.Tensor | None
+    ) -> torch.Tensor:
         rows, columns = x.shape
         assert x.dtype is self.dtype
         assert x.is_contiguous()
@@ -101,7 +116,7 @@ class BlockKernels:
         out = torch.empty(rows, weight.rows, dtype=self.dtype)
         added = None if bias is None else bias.data_ptr()
         sizes = len(weight.segments), rows, weight.rows, columns
-        self._product(weight.segments, x.data_ptr(), added, out.data_ptr(), *sizes)
+        function(weight.segments, x.data_ptr(), added, out.data_ptr(), *sizes)
         return out
 
     def weight(self, weight: torch.Tensor, block: str, out: torch.Tensor) -> None:
