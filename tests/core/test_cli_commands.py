@@ -16,6 +16,7 @@ import pytest
 import typer
 import yaml
 
+from dovetail import LLM
 from dovetail.cli import main
 from dovetail.cli.serve import read_arguments
 from dovetail.engine.kernel_set import kernel_set
@@ -125,6 +126,32 @@ def test_explain_shows_the_bytes_of_states(cli, fakes):
     assert f"1,024 bytes per token, states of {size:,} bytes per request and snapshot" in out
     tree = json.loads(cli("explain", *given, "--json")[1])
     assert tree["cache_groups"][1] == {"kind": "state", "layers": 3, "bytes_per_snapshot": size}
+
+
+def test_explain_shows_what_fits(cli, fakes):
+    given = ("--model", str(fakes.directory), "--assume", "sm90")
+    fakes.model(cache_groups=(CacheGroup(2, 2, 64),))  # 1,024 bytes for a token, page 0 of 16 tokens
+    assert "each GiB of memory holds 1,048,576 tokens" in cli("explain", *given)[1]
+    assert f"2.00 GiB of memory hold {2**21 - 16:,} tokens" in cli("explain", *given, "--set", "memory.kv_gib=2")[1]
+    fakes.model(cache_groups=(CacheGroup(2, 2, 64), CacheGroup.of_states(3, (StateShape((8, 3), None, ((4, 2),)),))))
+    out = cli("explain", *given)[1]
+    assert " tokens in all layers; alone " in out
+    assert " tokens in layers of kind full, or " in out
+    assert " states or snapshots" in out
+    memory = json.loads(cli("explain", *given, "--json")[1])["memory"]
+    assert (memory["per_gib"], memory["bytes"], memory["groups"][0]["most_tokens"]) == (True, 2**30, 2**20)
+
+
+def test_explain_shows_what_an_engine_has(capsys):
+    """With a size in the config, the numbers are those of the engine that starts with it."""
+    given = ["tiny", "--set", "grammar=none", "--set", "memory.kv_gib=0.125", "--set", "device=cpu"]
+    with pytest.raises(SystemExit, match="0"):
+        main(["explain", *given, "--json"])
+    memory = json.loads(capsys.readouterr().out)["memory"]
+    with LLM("tiny", grammar="none", device="cpu", memory={"kv_gib": 0.125}) as llm:
+        (group,) = llm.loop.executor.describe()["cache_groups"]
+        assert memory["groups"] == [{"kind": "full", "most_tokens": group["most_tokens"]}]
+        assert memory["tokens"] == group["most_tokens"]
 
 
 def test_explain_shows_the_kernel_cache_and_whether_a_start_finds_it_filled(cli, fakes, tmp_path, monkeypatch):

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from dovetail.cli.explain_memory import explain_memory, memory_line
 from dovetail.cli.serve import Words, read_arguments, with_flags
 from dovetail.cli.sources import Json, Sets
 from dovetail.interfaces.cache import CacheGroupKind
@@ -47,6 +48,7 @@ def _explain(
         more = {
             "ranks": _ranks(resolved),
             "cache_groups": _cache_groups(resolved),
+            "memory": explain_memory(resolved),
             "kernel_cache": _kernel_cache(resolved),
         }
         typer.echo(json.dumps({**resolved.to_json(), **more}, indent=2))
@@ -65,6 +67,7 @@ def _print(resolved: Resolved) -> None:
     out.print(_headline(resolved), soft_wrap=True)
     if resolved.config.parallel.tp > 1:
         out.print(_ranks_line(resolved), soft_wrap=True, markup=False, highlight=False)
+    out.print(memory_line(explain_memory(resolved)), soft_wrap=True, markup=False, highlight=False)
     out.print(_sampling_line(resolved), soft_wrap=True, markup=False, highlight=False)
     if (format_line := _gguf_line(resolved)) is not None:
         out.print(format_line, soft_wrap=True, markup=False, highlight=False)

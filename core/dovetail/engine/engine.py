@@ -22,7 +22,7 @@ from dovetail.engine.grouped import Pools, grouped_attention, grouped_pools, poo
 from dovetail.engine.inputs import Inputs
 from dovetail.engine.kernel_set import kernel_set
 from dovetail.engine.kv_scales import load_kv_scales
-from dovetail.engine.memory import agreed_budget, budget_for, describe_groups, group_bytes, with_arena
+from dovetail.engine.memory import agreed_budget, budget_for, describe_groups, group_bytes, share_memory, with_arena
 from dovetail.engine.mesh import local_info, rank_device
 from dovetail.engine.needs import GraphNeeds, affordable_pieces, captures_trees, measure_needs, verify_sizes
 from dovetail.engine.outputs import fetched, step_result
@@ -38,7 +38,7 @@ from dovetail.engine.warmup import WarmUp
 from dovetail.engine.weights import build_model, load_weights
 from dovetail.errors import ConfigError
 from dovetail.interfaces.attention import AttentionBackend, AttentionContext
-from dovetail.interfaces.cache import CacheGroup, CacheGroupKind
+from dovetail.interfaces.cache import CacheGroupKind
 from dovetail.interfaces.executor import WarmUpProgress
 from dovetail.interfaces.experts import ExpertsContext
 from dovetail.interfaces.features import Feature
@@ -54,8 +54,6 @@ from dovetail.memory.state_pool import StatePool
 from dovetail.registry.sharing import why_not_shared
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from dovetail.config.sections import Config
     from dovetail.engine.captures import Captures
     from dovetail.interfaces.model import ModelArchitecture
@@ -192,9 +190,8 @@ class Engine:
         sizes = [group_bytes(group, self.stores, self.page_size, self._dtype) for group in groups]
         divide = functools.partial(budget_for, config, sizes, self.device, self.context_len, needs, draft_bytes)
         budget = agreed_budget(divide, self.mesh)
-        paged = len(groups) > 1 and not draft_bytes and all(g.kind is not CacheGroupKind.LATENT for g in groups)
-        shares_memory = _has_states(groups) or (paged and Feature.STORE_SLABS in resolved.store.spec.offers)
-        self.budget = with_arena(budget, config, sizes, draft_bytes) if shares_memory else budget
+        shared = share_memory(groups, resolved.store.spec.offers, draft_bytes)
+        self.budget = with_arena(budget, config, sizes, draft_bytes) if shared else budget
         log.info("%s", self.budget)
         self.num_pages = self.budget.num_pages
         arena = self.budget.arena
@@ -461,10 +458,6 @@ class Engine:
     def progress(self) -> WarmUpProgress:
         """Return how far the preparation of the engine is."""
         return self.warm_up.progress(self.captures)
-
-
-def _has_states(groups: Sequence[CacheGroup]) -> bool:
-    return any(group.kind is CacheGroupKind.STATE for group in groups)
 
 
 def _check_experts(model: ModelArchitecture) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import asdict, dataclass, replace
 from fractions import Fraction
 from typing import TYPE_CHECKING, Any
@@ -15,6 +15,7 @@ from dovetail.engine.progress import size_text
 from dovetail.errors import ConfigError
 from dovetail.interfaces.cache import CacheGroupKind
 from dovetail.interfaces.executor import ArenaLayout
+from dovetail.interfaces.features import Feature
 from dovetail.interfaces.store import PageBytes
 from dovetail.memory.arena import make_layout
 from dovetail.memory.state_pool import bytes_per_slot
@@ -170,6 +171,15 @@ def group_bytes(group: CacheGroup, stores: KVStoreFactory, page_size: int, dtype
     if group.kind is CacheGroupKind.STATE:
         return PageBytes(bytes_per_slot(group, dtype), 0)
     return stores.page_bytes(group, page_size)
+
+
+def share_memory(groups: Sequence[CacheGroup], store_offers: Container[Feature], draft_page_bytes: int = 0) -> bool:
+    """Return whether the cache groups draw from one memory: if one of them keeps states, or if there are several and the
+    store can, unless one keeps latents or a drafter has pages too."""
+    if any(group.kind is CacheGroupKind.STATE for group in groups):
+        return True
+    paged = len(groups) > 1 and not draft_page_bytes and all(g.kind is not CacheGroupKind.LATENT for g in groups)
+    return paged and Feature.STORE_SLABS in store_offers
 
 
 def agreed_budget(divide: Callable[[], Budget], mesh: Mesh) -> Budget:
