@@ -136,6 +136,64 @@ def test_a_short_prompt_is_not_cut_at_the_end_of_a_step_of_several_tenants():
     assert prompt_tokens_of_steps(run) == [150, 30], "the fifth has 8 of 128 tokens left, and needs 30"
 
 
+def prompts_of_steps(run: Run, count: int) -> list[Counter[str]]:
+    """Run ``count`` steps, and return the prompt tokens of each tenant in each."""
+    found: list[Counter[str]] = []
+    for _ in range(count):
+        before = {req.uid for req in run.scheduler.running}
+        run.step()
+        new = [req for req in run.scheduler.running if req.uid not in before]
+        found.append(Counter({req.tenant: 0 for req in new}))
+        for req in new:
+            found[-1][req.tenant] += req.prompt_len
+    return found
+
+
+def test_a_short_prompt_has_a_step_of_its_own_after_one_of_a_tenant_with_many():
+    """A step of the tenant with many requests follows, also while others come one after the other."""
+    scheduler, device = build(num_pages=900, max_running=64, chunk_size=512)
+    run = Run(scheduler, device)
+    more = {"max_new_tokens": 90, "ignore_eos": True}
+    for i in range(40):
+        run.add(f"a{i}", [i] * 16, {"tenant": "a"}, **more)
+    run.add("b0", [45] * 16, {"tenant": "b"}, **more)
+    assert prompts_of_steps(run, 1) == [{"a": 112, "b": 16}], "the first step says nothing about who has had one"
+    assert prompts_of_steps(run, 1) == [{"a": 128}]
+    run.add("b1", [46] * 16, {"tenant": "b"}, **more)
+    assert prompts_of_steps(run, 1) == [{"b": 16}]
+    run.add("b2", [47] * 16, {"tenant": "b"}, **more)
+    assert prompts_of_steps(run, 1) == [{"a": 112, "b": 16}], "a tenant is not held twice in a row"
+    run.add("b3", [48] * 16, {"tenant": "b"}, **more)
+    run.add("c0", [49] * 16, {"tenant": "c"}, **more)
+    assert prompts_of_steps(run, 1) == [{"b": 16, "c": 16}]
+
+
+def test_a_tenant_is_not_held_for_one_that_cannot_be_admitted():
+    scheduler, device = build(num_pages=200, max_running=16, chunk_size=512)
+    run = Run(scheduler, device)
+    more = {"max_new_tokens": 8, "ignore_eos": True}
+    for i in range(12):
+        run.add(f"a{i}", [i] * 16, {"tenant": "a"}, **more)
+    assert prompts_of_steps(run, 1)[0]["a"] == 12 * 16
+    for i in range(12, 20):
+        run.add(f"a{i}", [i] * 16, {"tenant": "a"}, **more)
+    run.add("b0", [45] * 16, {"tenant": "b"}, **more)
+    scheduler._admission._waits.is_waiting = lambda req: req.tenant == "b"  # for a prefix that another request computes
+    assert prompts_of_steps(run, 1) == [{"a": 32}], "14 of 16 slots may be a's"
+
+
+def test_tenants_with_about_as_many_requests_share_steps():
+    turns = TenantTurns(limits(2048), False, lambda: 0.0)
+    for tenant in "ab":
+        turns.arrived(tenant)
+    reqs = [request(i, "aaaab"[i % 5], 0) for i in range(5)]
+    turns.chosen([(reqs[0], 9)], reqs[1:])
+    turns.order(reqs, [])
+    assert turns.take_held() == {"a"}
+    turns.order(reqs[1:], [])
+    assert turns.take_held() == frozenset()
+
+
 @given(st.lists(st.tuples(st.sampled_from("abc"), st.integers(1, 40)), min_size=1, max_size=12), st.integers(1, 200))
 def test_no_step_has_more_prompt_tokens_than_a_chunk(prompts: list[tuple[str, int]], chunk_size: int):
     scheduler, device = build(num_pages=400, max_running=16, chunk_size=chunk_size)

@@ -92,7 +92,9 @@ class Admission:
             waits.begin(prefilling + [r for r in decoding if r.known_len == r.prompt_len])
         claims: int | None = None
         full: set[str] = set()
-        for req in self._candidates(waiting, prefilling + decoding):
+        candidates = self._candidates(waiting, prefilling + decoding)
+        held = self.turns.take_held()
+        for req in candidates:
             if (
                 budget <= 0
                 or len(prefilling) + len(decoding) >= self.limits.max_running
@@ -100,6 +102,8 @@ class Admission:
             ):
                 break
             if waits is not None and waits.is_waiting(req):
+                continue
+            if rows and req.tenant in held:
                 continue
             if req.tenant in full or not self.turns.may_run(req, prefilling, decoding):
                 full.add(req.tenant)
@@ -115,6 +119,8 @@ class Admission:
             if not self._try_to_admit(req, match, claims) and not (alone and self._admit_uncached(req)):
                 break
             claims += self._claim(req)
+            if req.tenant in held:
+                held = frozenset()  # nothing else can be admitted
             if waits is not None:
                 waits.add(req)
             prefilling.append(req)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import chain
 from typing import TYPE_CHECKING
 
@@ -20,6 +20,9 @@ CONTENDED_SECONDS = 10.0
 
 LEAST_TOKENS = 128
 """The prompt tokens that a step may always have, because fewer take hardly less time."""
+
+HELD_RATIO = 4
+"""How many times as many requests as another tenant a tenant has waiting that is held for a step."""
 
 _RESERVED = 8
 """The part of the slots, one of this number, that a tenant leaves to others."""
@@ -58,7 +61,12 @@ class StepBudget:
 
 class TenantTurns:
     """Order requests so that tenants take turns, and keep slots free for tenants that have none. With one tenant it changes
-    nothing."""
+    nothing.
+
+    While steps have fewer prompt tokens because several tenants send requests, a tenant is held if it had prompts in the
+    last step, and has ``HELD_RATIO`` times as many requests waiting as a tenant that had none: the next step admits the
+    latter's prompts alone, so that they do not take the time of a full step. No tenant is held twice in a row, because it
+    was not in the last step then. A step that can admit nothing else admits requests of held tenants."""
 
     def __init__(self, limits: SchedulerLimits, by_priority: bool, clock: Callable[[], float] = time.monotonic) -> None:
         """If ``by_priority``, the policy orders by priority, and turns are taken among requests of equal priority only."""
@@ -70,6 +78,8 @@ class TenantTurns:
         self._by_priority = by_priority
         self._clock = clock
         self._seen: dict[str, float] = {}
+        self._last: frozenset[str] = frozenset()
+        self._held: frozenset[str] = frozenset()
 
     def arrived(self, tenant: str) -> None:
         """Note that a tenant has sent a request."""
@@ -78,16 +88,24 @@ class TenantTurns:
     def order(self, ordered: list[Req], running: Sequence[Req]) -> list[Req]:
         """Return ``ordered`` such that a tenant with fewer requests running or before goes first. The requests of one tenant
         keep their order, and so do the priorities at each place if the policy orders by priority."""
+        self._held = frozenset()
         if len(self._seen) < 2:
             return ordered
-        self._remember({req.tenant for req in ordered})
+        number = Counter(req.tenant for req in ordered)
+        self._remember(set(number))
+        self._held = self._to_hold(number)
         counts = Counter(req.tenant for req in running)
-        ranked: dict[int, list[tuple[float, Req]]] = defaultdict(list)
+        ranked: dict[int, list[tuple[bool, float, Req]]] = defaultdict(list)
         for req in ordered:
             counts[req.tenant] += 1
-            ranked[self._class(req)].append((counts[req.tenant] / req.weight, req))
-        turns = {one: iter(sorted(reqs, key=lambda pair: pair[0])) for one, reqs in ranked.items()}
-        return [next(turns[self._class(req)])[1] for req in ordered]
+            ranked[self._class(req)].append((req.tenant in self._held, counts[req.tenant] / req.weight, req))
+        turns = {one: iter(sorted(reqs, key=lambda entry: entry[:2])) for one, reqs in ranked.items()}
+        return [next(turns[self._class(req)])[2] for req in ordered]
+
+    def take_held(self) -> frozenset[str]:
+        """Return the tenants that are held, as of the last call of ``order``, and hold them no longer."""
+        held, self._held = self._held, frozenset()
+        return held
 
     @property
     def contended(self) -> bool:
@@ -103,8 +121,10 @@ class TenantTurns:
         return self._chunk_size if step is None or not self.contended else step.tokens(self._clock())
 
     def chosen(self, rows: Sequence[tuple[Req, int]], waiting: Sequence[Req]) -> None:
-        """Note the prompt tokens of a step, if more are left for the next one."""
+        """Note the tenants of a step's prompts, and their tokens if more are left for the next one."""
         step = self._step
+        if len(self._seen) > 1:
+            self._last = frozenset(req.tenant for req, _ in rows)
         if step is not None and self.contended and (waiting or any(req.extend_len > count for req, count in rows)):
             step.chosen(sum(count for _, count in rows), self._clock())
 
@@ -131,6 +151,13 @@ class TenantTurns:
             budget -= part * waits
         _give(given, begun, budget - sum(given.values()))
         return [(req, given[req.uid]) for req in begun if given[req.uid]]
+
+    def _to_hold(self, number: Mapping[str, int]) -> frozenset[str]:
+        """Return the tenants to hold, given the number of waiting requests of each tenant."""
+        others = [count for tenant, count in number.items() if tenant not in self._last]
+        if not others or self._step is None or not self.contended:
+            return frozenset()
+        return frozenset(tenant for tenant in self._last if number.get(tenant, 0) >= HELD_RATIO * min(others))
 
     def _class(self, req: Req) -> int:
         return req.priority if self._by_priority else 0
