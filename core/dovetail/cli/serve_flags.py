@@ -46,6 +46,7 @@ def _switch(names: tuple[str, ...], group: str, help: str, sets: Mapping[str, An
 
 
 _DTYPES = {"half": "float16", "float": "float32", "bf16": "bfloat16", "fp16": "float16"}
+_IMPLEMENTATIONS = {"vllm": "dovetail", "sglang": "dovetail"}
 _KV_DTYPES = {**_DTYPES, "fp8": "fp8_e4m3"}
 _QUANTIZATIONS = {
     **dict.fromkeys(("w8a8_fp8", "fbgemm_fp8"), "fp8"),
@@ -148,6 +149,14 @@ FLAGS: tuple[ServeFlag, ...] = (
         MODEL,
         "A file with the chat template, in Jinja.",
         example="template.jinja",
+    ),
+    ServeFlag(
+        ("--model-impl",),
+        "model.implementation",
+        MODEL,
+        "What computes the model: a component written for it, or the modules of transformers.",
+        example="transformers",
+        values=_IMPLEMENTATIONS,
     ),
     ServeFlag(
         ("--dtype",), "model.dtype", MODEL, "Data type of weights and activations.", example="float32", values=_DTYPES

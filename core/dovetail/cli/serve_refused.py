@@ -149,7 +149,6 @@ INSTEAD: Mapping[str, tuple[str, ...]] = {
     "config.json is read from the model; change keys with --hf-overrides": (
         "--hf-config-path",
         "--config-format",
-        "--model-impl",
         "--model-config-parser",
     ),
     "weights are read in parts while they are copied to the device; leave it out": (

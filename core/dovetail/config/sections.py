@@ -47,8 +47,11 @@ class ModelSection(Section):
         description="`tiny` (the embedded model), a local directory in Hugging Face layout, a GGUF file, a model of `dovetail pull`, or a hub name: `org/name`, `org/name@revision`, `org/name:Q4_K_M` or `org/name/file.gguf`.",
     )
     arch: str = Field(
+        default="auto", description="Model component; `auto` takes one that implements config.json's `architectures`."
+    )
+    implementation: Literal["auto", "dovetail", "transformers"] = Field(
         default="auto",
-        description="Model component; `auto` takes the one that implements config.json's `architectures`.",
+        description="What computes the model: `dovetail`, a component written for its architecture; `transformers`, the modules of transformers with Dovetail's attention and linear layers, which are slower; `auto` takes the second only for an architecture that no component lists.",
     )
     served_name: str | tuple[str, ...] | None = Field(
         default=None,
@@ -65,9 +68,7 @@ class ModelSection(Section):
         default="safetensors", description="`dummy` fills random weights, for benchmarks."
     )
     context_len: int | None = Field(
-        default=None,
-        ge=8,
-        description="Upper bound on prompt plus output. At most the model's own context length, which is the default.",
+        default=None, ge=8, description="Upper bound on prompt plus output; by default, and at most, the model's own."
     )
     tokenizer: str | None = Field(default=None, description="Directory of tokenizer.json, if not the model's.")
     chat_template: str | None = Field(

@@ -300,21 +300,26 @@ def check_complete(
             raise WeightsError(
                 f"weights_map sends {theirs} to {parameter}, which is not a parameter of the model{hint}"
             )
-        shape = parameters[parameter].shape
-        rows = shape[0] if size is None else size
+        shape = tuple(parameters[parameter].shape)
+        rows = _rows(parameters[parameter]) if size is None else size
         ranges[parameter].append((start or 0, rows))
-        _check_shares(theirs, target, (rows, *shape[1:]))
+        _check_shares(theirs, target, (rows, *shape[1:]) if shape else shape)
     for name, parts in ranges.items():
         end = 0
         for start, size in sorted(parts):
             if start != end:
                 break
             end += size
-        if end != parameters[name].shape[0] or end != sum(size for _, size in parts):
+        if end != _rows(parameters[name]) or end != sum(size for _, size in parts):
             raise WeightsError(
-                f"weights_map fills parameter {name} of {parameters[name].shape[0]} rows with (start, size) "
+                f"weights_map fills parameter {name} of {_rows(parameters[name])} rows with (start, size) "
                 f"{sorted(parts)}: every row must be filled once"
             )
+
+
+def _rows(parameter: torch.Tensor) -> int:
+    """Return the size of dimension 0, or 1 for a single number, which has none."""
+    return parameter.shape[0] if parameter.ndim else 1
 
 
 def _check_shares(theirs: str, target: WeightTarget, filled: tuple[int, ...]) -> None:

@@ -28,7 +28,8 @@ class ModelInfo:
     must divide evenly, in models that offer ``model.tensor_parallel``; heads are always among them. ``expert_sizes``, in
     mixtures of experts, are names and values of the number of experts and of the intermediate values of one expert: the
     ranks must divide one of the two (``parallel.experts``). ``quantization`` is the ``quantization_config`` of
-    config.json, or None; Dovetail sets it, and components of kind ``quantization`` read it.
+    config.json, or None; Dovetail sets it, and components of kind ``quantization`` read it. ``notes`` are sentences about
+    how the model is computed, which ``dovetail explain``, the log and /server_info show.
     """
 
     architecture: str
@@ -48,6 +49,7 @@ class ModelInfo:
     expert_sizes: tuple[tuple[str, int], tuple[str, int]] | None = None
     config: Any = field(default=None, repr=False)
     quantization: Mapping[str, Any] | None = field(default=None, repr=False)
+    notes: tuple[str, ...] = ()
 
 
 class TensorShare(NamedTuple):

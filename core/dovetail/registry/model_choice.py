@@ -60,24 +60,62 @@ def choose_model(config: Config, registry: Registry, machine: Machine, tuning: T
         if info is not None:
             candidate.verdict = CandidateVerdict.CHOSEN
             rule = ChoiceRule.EXPLICIT if explicit else ChoiceRule.PRIORITY
-            resolution = Resolution("model", ComponentKind.MODEL, candidate.spec.name, rule, tuple(candidates))
+            note = ". ".join(info.notes)
+            resolution = Resolution("model", ComponentKind.MODEL, candidate.spec.name, rule, tuple(candidates), note)
             info = replace(info, quantization=read_quantization(checkpoint))
             dtype, kv_dtype = _dtypes(config, machine, info)
             return ModelChoice(directory, info, candidate, dtype, kv_dtype, resolution)
-    raise ResolutionError("\n".join([f"no model component can serve {directory}:", *map(_refused, candidates)]))
+    raise ResolutionError("\n".join(_refusal(config, checkpoint, registry, directory, candidates)))
+
+
+def _refusal(
+    config: Config, checkpoint: dict[str, Any], registry: Registry, directory: Path, candidates: Sequence[Candidate]
+) -> list[str]:
+    """Return the lines of the error for a checkpoint that every candidate refuses."""
+    refused = [f"no model component can serve {directory}:", *map(_refused, candidates)]
+    if config.model.arch != "auto" or config.model.implementation != "auto":
+        return refused
+    if all(candidate.spec.fallback for candidate in candidates):
+        unknown = _unknown(checkpoint.get("architectures") or [], registry, directory)
+        return [f"{unknown}. Components that read any architecture:", *refused[1:]]
+    if any(component.spec.fallback for component in registry.components(ComponentKind.MODEL)):
+        refused.append("To let transformers' modules compute it, set model.implementation: transformers")
+    return refused
 
 
 def _components(
     config: Config, checkpoint: dict[str, Any], registry: Registry, directory: Path, tuning: Tuning
 ) -> list[RegisteredComponent]:
+    """Return the components that may implement the checkpoint, in order: those that list one of its architectures, or, if there
+    are none or config names them, those that read any architecture. Raises ``ResolutionError`` if there are none."""
+    implementation = config.model.implementation
     if config.model.arch != "auto":
-        return [registry.get(ComponentKind.MODEL, config.model.arch)]
+        named = registry.get(ComponentKind.MODEL, config.model.arch)
+        if implementation not in ("auto", implementation_of(named)):
+            raise ResolutionError(
+                f"model.arch is {config.model.arch!r}, and model.implementation {implementation!r}; allowed with this component: "
+                f"auto, {implementation_of(named)}"
+            )
+        return [named]
     architectures = checkpoint.get("architectures") or []
     found = {c.spec.name: c for arch in architectures for c in registry.aliased(ComponentKind.MODEL, arch)}
-    if not found:
-        raise ResolutionError(_unknown(architectures, registry, directory))
     preferred = tuned_names(tuning, "model")
-    return sorted(found.values(), key=lambda component: preference(component, preferred))
+    written = sorted(found.values(), key=lambda component: preference(component, preferred))
+    fallbacks = [component for component in registry.components(ComponentKind.MODEL) if component.spec.fallback]
+    chosen = fallbacks if implementation == "transformers" or not (written or implementation == "dovetail") else written
+    if not chosen:
+        raise ResolutionError(_unknown(architectures, registry, directory))
+    return chosen
+
+
+def implementation_of(component: RegisteredComponent) -> str:
+    """Return the value of ``model.implementation`` that allows ``component``."""
+    return "transformers" if component.spec.fallback else "dovetail"
+
+
+def chosen_model(component: RegisteredComponent) -> dict[str, str]:
+    """Return the keys of the section ``model`` that name ``component``."""
+    return {"arch": component.spec.name, "implementation": implementation_of(component)}
 
 
 def _unknown(architectures: Sequence[str], registry: Registry, directory: Path) -> str:

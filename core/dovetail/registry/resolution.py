@@ -348,6 +348,7 @@ class Resolved:
                 "head_dim": info.head_dim,
                 "checkpoint_dtype": info.dtype,
                 "needs": sorted(map(str, info.needs)),
+                "notes": list(info.notes),
             },
             "runtime": sorted(map(str, self.runtime)),
             "sampling_defaults": dict(self.sampling_defaults),

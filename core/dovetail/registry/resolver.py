@@ -24,7 +24,7 @@ from dovetail.registry.installed import Registry
 from dovetail.registry.kinds import Kinds
 from dovetail.registry.kv_dtype import LEFT, TAKEN, check_kv_dtype, why_unscaled, with_fp8, with_note
 from dovetail.registry.machine import Machine
-from dovetail.registry.model_choice import ModelChoice, choose_model
+from dovetail.registry.model_choice import ModelChoice, choose_model, chosen_model
 from dovetail.registry.parser_choice import Parsers, choose_parsers
 from dovetail.registry.quantizations import for_drafters
 from dovetail.registry.ranks import divisions
@@ -446,7 +446,7 @@ def _concrete(
     that serve requests that name none."""
     section = config.model.model_copy(
         update={
-            "arch": model.candidate.spec.name,
+            **chosen_model(model.candidate.component),
             "dtype": model.dtype,
             "context_len": _context_len(config, model),
             "served_name": config.model.served_name or config.model.name,

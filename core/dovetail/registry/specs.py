@@ -200,7 +200,8 @@ class ComponentSpec:
     returns None, or the reason why the component cannot work here; it is called only for candidates that passed every
     other stage. It may take the arguments ``section`` (the component's own config) and ``config`` (the whole config).
     ``template`` of a parser is a regular expression that matches the chat templates of the models whose outputs the
-    parser reads; ``auto`` chooses by it.
+    parser reads; ``auto`` chooses by it. A model that is a ``fallback`` reads checkpoints of any architecture: it is
+    chosen if no component lists the architecture in its ``aliases``.
     """
 
     kind: ComponentKind
@@ -222,3 +223,4 @@ class ComponentSpec:
     replace: str | None = None
     probe: str | None = None
     template: str | None = None
+    fallback: bool = False

@@ -323,3 +323,9 @@ class NemotronHConfig(PluginConfig):
     """Select the Nemotron-H architecture."""
 
     kind: Literal["nemotron_h"] = "nemotron_h"  # pyright: ignore[reportIncompatibleVariableOverride]
+
+
+class TransformersConfig(PluginConfig):
+    """Select the modules of transformers, for an architecture that no other component implements."""
+
+    kind: Literal["transformers"] = "transformers"  # pyright: ignore[reportIncompatibleVariableOverride]

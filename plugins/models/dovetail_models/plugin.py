@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 from dovetail.registry.hookspecs import hookimpl
 from dovetail.registry.specs import ComponentSpec
-from dovetail_models.specs import MODELS
+from dovetail_models.specs import FALLBACK, MODELS
 
 
 @hookimpl
 def register_components() -> Sequence[ComponentSpec]:
     """Return the specs of the models."""
-    return MODELS
+    return (*MODELS, FALLBACK)

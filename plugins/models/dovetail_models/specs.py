@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dovetail.registry.specs import ComponentKind, ComponentSpec
+from dovetail.registry.specs import ComponentKind, ComponentSpec, Requirement
 
 _HEADS = ("ForCausalLM", "LMHeadModel")
 
@@ -438,3 +438,14 @@ MODELS = (
     ),
 )
 """Hold the specs of all models of this package."""
+
+FALLBACK = ComponentSpec(
+    kind=ComponentKind.MODEL,
+    name="transformers",
+    target="dovetail_models.fallback.model:TransformersModel",
+    config="dovetail_models.config:TransformersConfig",
+    describe="dovetail_models.fallback.describe:describe_transformers",
+    summary="Any other architecture, through the modules of transformers: slower.",
+    requires=(Requirement("transformers", ">=5", "pip install 'dovetail[transformers]'"),),
+    fallback=True,
+)
