@@ -1,12 +1,15 @@
 """Measure layers of experts on one GPU, without a model.
 
-    python benchmarks/experts_gpu.py [--sizes qwen3-30b-a3b gpt-oss-20b] [--tokens 1 16 64 256 1024 8192] [--format fp8_blocks] [--tune]
+    python benchmarks/experts_gpu.py [--sizes qwen3-30b-a3b gpt-oss-20b] [--tokens 1 16 64 256 1024 8192] [--format fp8_blocks] [--tune] [--compare]
 
 Results are first compared with float32. A row of the table is one layer: routing from logits, both products, and the sum of each
 token's experts. Times are medians of graph replays; each replay runs ``ROUNDS`` different choices of experts, so that the weights of
 a few tokens are not in the L2 cache. ``floor`` is the time of reading the weights of the chosen experts once, or of multiplying, whichever
 is longer. ``torch`` is ``grouped_mm`` for both products of pairs that are sorted already, without activation and sums. With uniform
 routing all experts are chosen equally often, with skewed routing their frequencies are lognormal, as in trained models.
+
+``parts`` is the layer as decode steps compute it, whose sums are left to the norm that follows. With ``--compare``, layers with many pairs for each
+expert are measured a second time without the kernels of ``experts_many``.
 
 ``--format mxfp4`` measures weights in MXFP4; ``torch`` multiplies their values in bfloat16. With ``fp8_rows`` and ``fp8_blocks``, ``torch`` multiplies
 FP8 with scales by row, without quantizing activations. ``--tune`` tries tiles, and prints the fastest of each number of tokens, for
@@ -27,14 +30,15 @@ from torch.nn import functional
 
 from dovetail.interfaces.expert_shapes import SILU, ExpertWeights, Routing, RoutingRule, SwiGLU
 from dovetail.ops.expert_formats import dequantized
-from dovetail.ops.experts import experts
+from dovetail.ops.experts import MOST_IN_PARTS, expert_parts, experts
 from dovetail.ops.mxfp4 import quantize
 from dovetail.ops.routing import route
-from dovetail.ops.triton import expert_layers
+from dovetail.ops.triton import expert_layers, experts_many
 from dovetail.ops.triton import experts as plain_kernels
 from dovetail.ops.triton import experts_fp8 as fp8_kernels
 from dovetail.ops.triton import mxfp4 as mxfp4_kernels
 from dovetail.ops.triton.expert_tiles import ExpertTile, ExpertTiles
+from dovetail.ops.triton.mxfp4_plain import MEAN_PAIRS
 from dovetail.ops.triton.mxfp4_tiles import MOST_SHARED, Mxfp4Tile, Mxfp4Tiles, reads_ahead, shared_bytes
 
 READ = 4.45e12
@@ -153,7 +157,7 @@ def check(size: Size, weights: ExpertWeights) -> None:
         gate_up_bias=None if weights.gate_up_bias is None else weights.gate_up_bias.float(),
         down_bias=None if weights.down_bias is None else weights.down_bias.float(),
     )
-    for tokens in (1, 2, 16, 33, 300):
+    for tokens in (1, 2, 16, 33, 300, 5000):
         x = torch.randn(tokens, size.hidden, device="cuda").bfloat16()
         routing = route(logits_of(size, tokens, "skewed"), size.rule)
         expected = one_by_one(x.float(), routing, wide)
@@ -207,11 +211,28 @@ def library_time(calls: list[Callable[[], object]]) -> float:
         return float("nan")
 
 
-def layer_calls(size: Size, weights: ExpertWeights, tokens: int, routing: str) -> list[Callable[[], object]]:
+def layer_calls(
+    size: Size, weights: ExpertWeights, tokens: int, routing: str, compute: Callable[..., object] = experts
+) -> list[Callable[[], object]]:
     """Return ``ROUNDS`` calls of the layer with different choices of experts."""
     x = torch.randn(tokens, size.hidden, device="cuda").bfloat16()
     given = [logits_of(size, tokens, routing) for _ in range(ROUNDS)]
-    return [lambda logits=logits: experts(x, route(logits, size.rule), weights) for logits in given]
+    return [lambda logits=logits: compute(x, route(logits, size.rule), weights) for logits in given]
+
+
+def other_times(size: Size, weights: ExpertWeights, tokens: int, routing: str, compare: bool) -> str:
+    """Return the times of other ways to compute a layer, for the line of its row."""
+    if tokens <= MOST_IN_PARTS:
+        return f"   parts {microseconds(layer_calls(size, weights, tokens, routing, expert_parts)):9.1f}"
+    mean = tokens * size.rule.top_k / size.rule.num_experts
+    if not compare or mean < MEAN_PAIRS or weights.format not in ("plain", "mxfp4"):
+        return ""
+    usual = experts_many.fits
+    experts_many.fits = lambda *_: False
+    try:
+        return f"   without experts_many {microseconds(layer_calls(size, weights, tokens, routing)):9.1f}"
+    finally:
+        experts_many.fits = usual
 
 
 def fp8_products(rows: torch.Tensor, inner: torch.Tensor, weights: ExpertWeights, ends: torch.Tensor) -> None:
@@ -312,6 +333,7 @@ def main() -> None:
     parser.add_argument("--read", type=float, default=READ, help="bytes per second")
     parser.add_argument("--format", choices=KERNELS, default="plain")
     parser.add_argument("--tune", action="store_true")
+    parser.add_argument("--compare", action="store_true")
     given = parser.parse_args()
     torch.manual_seed(0)
     print(torch.cuda.get_device_name(), torch.__version__)
@@ -329,9 +351,10 @@ def main() -> None:
             for routing in ("uniform", "skewed"):
                 ours = microseconds(layer_calls(size, weights, tokens, routing))
                 products = library_time(torch_calls(size, values, given.format, tokens, routing))
+                others = other_times(size, weights, tokens, routing, given.compare)
                 least = floor(size, given.format, tokens, routing, given.read)
                 print(
-                    f"  {tokens:5} tokens, {routing}: {ours:9.1f}   floor {least:9.1f} ({ours / least:.2f}x)   torch {products:9.1f}",
+                    f"  {tokens:5} tokens, {routing}: {ours:9.1f}   floor {least:9.1f} ({ours / least:.2f}x)   torch {products:9.1f}{others}",
                     flush=True,
                 )
 

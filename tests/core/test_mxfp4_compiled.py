@@ -18,7 +18,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from dovetail.ops.mxfp4 import VALUES
-from dovetail.ops.triton import mxfp4
+from dovetail.ops.triton import mxfp4, mxfp4_numbers
 from dovetail.ops.triton.launch import INTERPRETED
 from dovetail.ops.triton.mxfp4_tiles import tiles_of
 
@@ -107,7 +107,11 @@ def test_the_assembly_widens_every_code(name: str) -> None:
     """Four numbers are made of four bytes, in their order: those in the low or the high bits, times the smallest normal
     number of the type."""
     bf16 = name == "bf16"
-    halves = (mxfp4._LOW_BF16, mxfp4._HIGH_BF16) if bf16 else (mxfp4._LOW_FP16, mxfp4._HIGH_FP16)
+    halves = (
+        (mxfp4_numbers._LOW_BF16, mxfp4_numbers._HIGH_BF16)
+        if bf16
+        else (mxfp4_numbers._LOW_FP16, mxfp4_numbers._HIGH_FP16)
+    )
     values = [*VALUES, *(-value for value in VALUES)]
     for first in range(256):
         given = [(first + 71 * i) % 256 for i in range(4)]

@@ -131,7 +131,7 @@ def test_ranks_with_some_experts_add_up() -> None:
         torch.testing.assert_close(total, expected, atol=1e-4, rtol=1e-4)
 
 
-@pytest.mark.parametrize("tokens", [1, 16, 300])
+@pytest.mark.parametrize("tokens", [1, 16, 300, 3000])
 def test_a_graph_follows_every_choice(tokens: int) -> None:
     rule, weights = RULES["qwen3"], layer("qwen3", 256, 128, torch.bfloat16)
     x, logits = torch.randn(tokens, 256, device="cuda").bfloat16(), torch.randn(tokens, 128, device="cuda")
@@ -151,9 +151,9 @@ def test_a_graph_follows_every_choice(tokens: int) -> None:
 
 
 @pytest.mark.parametrize("experts", [32, 128])
-@pytest.mark.parametrize("tokens", [1, 9, 32, 64, 128, 300])
+@pytest.mark.parametrize("tokens", [1, 9, 32, 64, 128, 300, 513, 1000, 9000])
 def test_pairs_are_sorted_stably(tokens: int, experts: int) -> None:
-    """Up to 128 tokens are sorted by one kernel. The rank has the second half of the experts."""
+    """Up to 512 tokens are sorted by one kernel. The rank has the second half of the experts."""
     half = experts // 2
     for skew in (0, 3):
         scores = torch.rand(tokens, experts, device="cuda") + skew * torch.arange(experts, device="cuda") / experts

@@ -18,7 +18,7 @@ from dovetail.ops.expert_formats import dequantized
 from dovetail.ops.experts import expert_parts, experts
 from dovetail.ops.mxfp4 import dequantize, powers
 from dovetail.ops.routing import route
-from dovetail.ops.triton import mxfp4
+from dovetail.ops.triton import mxfp4_numbers
 
 pytestmark = [
     pytest.mark.gpu,
@@ -26,7 +26,7 @@ pytestmark = [
 ]
 TOLERANCES = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 EXPERTS = 32
-kernels: Any = mxfp4
+numbers: Any = mxfp4_numbers
 
 
 @pytest.fixture(autouse=True)
@@ -40,10 +40,10 @@ def _dequantize(codes, scales, low, high, HALF_K: tl.constexpr, BLOCK_N: tl.cons
     dtype: tl.constexpr = low.dtype.element_ty
     tile = tl.load(codes + row[:, None] * HALF_K + at[None, :])
     own = tl.load(scales + group[:, None] * BLOCK_N + row[None, :])
-    factors = kernels._factors(own, dtype, BLOCK_N, HALF_K, ASSEMBLY)
+    factors = numbers.scale_factors(own, dtype, BLOCK_N, HALF_K, ASSEMBLY)
     place = row[:, None] * HALF_K + at[None, :]
-    tl.store(low + place, kernels._dequantized(tile, factors, False, dtype, ASSEMBLY))
-    tl.store(high + place, kernels._dequantized(tile, factors, True, dtype, ASSEMBLY))
+    tl.store(low + place, numbers.dequantized_codes(tile, factors, False, dtype, ASSEMBLY))
+    tl.store(high + place, numbers.dequantized_codes(tile, factors, True, dtype, ASSEMBLY))
 
 
 @pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
@@ -105,7 +105,7 @@ def routed(tokens: int) -> Routing:
 
 @pytest.mark.parametrize(("dtype", "tolerance"), TOLERANCES.items(), ids=str)
 @pytest.mark.parametrize(("hidden", "size", "bias"), [(512, 256, False), (736, 352, True), (96, 64, True)])
-@pytest.mark.parametrize("tokens", [1, 2, 8, 9, 16, 33, 200, 700, 2000])
+@pytest.mark.parametrize("tokens", [1, 2, 8, 9, 16, 33, 200, 700, 1024, 3000])
 def test_layers_equal_float64(
     tokens: int, hidden: int, size: int, bias: bool, dtype: torch.dtype, tolerance: float
 ) -> None:
@@ -135,7 +135,7 @@ def test_ranks_with_some_experts_add_up(tokens: int) -> None:
     torch.testing.assert_close(total, expected, atol=1e-4, rtol=1e-4)
 
 
-@pytest.mark.parametrize("tokens", [1, 16, 300])
+@pytest.mark.parametrize("tokens", [1, 16, 300, 2000])
 def test_a_graph_follows_every_choice(tokens: int) -> None:
     weights, x = weights_of(256, 128, torch.bfloat16, bias=True), torch.randn(tokens, 256, device="cuda").bfloat16()
     rule, logits = RoutingRule(EXPERTS, 4, after_choice=True), torch.randn(tokens, EXPERTS, device="cuda")

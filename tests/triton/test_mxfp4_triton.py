@@ -17,10 +17,11 @@ from dovetail.interfaces.expert_shapes import SILU, ExpertWeights, Routing, SwiG
 from dovetail.ops import experts as torch_experts
 from dovetail.ops.mxfp4 import dequantize, powers
 from dovetail.ops.triton import expert_layers as layers
-from dovetail.ops.triton import mxfp4
+from dovetail.ops.triton import experts_many, mxfp4, mxfp4_numbers, mxfp4_plain
 from dovetail.ops.triton.mxfp4_tiles import MOST_SHARED, Mxfp4Tile, Mxfp4Tiles, reads_ahead, shared_bytes, tiles_of
 
 kernels: Any = mxfp4
+numbers: Any = mxfp4_numbers
 TOLERANCES = {torch.float32: 1e-5, torch.float16: 4e-3}
 
 
@@ -73,10 +74,12 @@ def _dequantize(codes, scales, low, high, HALF_K: tl.constexpr, BLOCK_N: tl.cons
     row, at, group = tl.arange(0, BLOCK_N), tl.arange(0, HALF_K), tl.arange(0, HALF_K // 16)
     dtype: tl.constexpr = low.dtype.element_ty
     tile = tl.load(codes + row[:, None] * HALF_K + at[None, :])
-    factors = kernels._factors(tl.load(scales + group[:, None] * BLOCK_N + row[None, :]), dtype, BLOCK_N, HALF_K, False)
+    factors = numbers.scale_factors(
+        tl.load(scales + group[:, None] * BLOCK_N + row[None, :]), dtype, BLOCK_N, HALF_K, False
+    )
     place = row[:, None] * HALF_K + at[None, :]
-    tl.store(low + place, kernels._dequantized(tile, factors, False, dtype, False))
-    tl.store(high + place, kernels._dequantized(tile, factors, True, dtype, False))
+    tl.store(low + place, numbers.dequantized_codes(tile, factors, False, dtype, False))
+    tl.store(high + place, numbers.dequantized_codes(tile, factors, True, dtype, False))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
@@ -140,6 +143,37 @@ def test_products_equal_those_in_double_precision(
         parts = layers.expert_parts(x, given, weights)
         assert parts.shape == (top_k, tokens, hidden)
         assert ((parts.double().sum(0) - exact).abs() <= TOLERANCES[dtype] * (exact.abs() + 1)).all()
+
+
+@pytest.mark.parametrize("kind", ["bias", "scaled", "some experts"])
+def test_many_tokens_are_multiplied_with_dequantized_weights(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    monkeypatch.setattr(mxfp4_plain, "MEAN_PAIRS", 4)
+    monkeypatch.setattr(experts_many, "processors", lambda _: 3)
+    experts, hidden, size, top_k, tokens = 3, 96, 64, 2, 19
+    more = {"scaled_input": True} if kind == "scaled" else {"first": 3, "whole": 9} if kind == "some experts" else {}
+    weights = weights_of(experts, hidden, size, torch.float16, bias=kind == "bias", **more)
+    given, x = (
+        Routing(choose(tokens, weights.whole, top_k), torch.rand(tokens, top_k)),
+        torch.randn(tokens, hidden).half(),
+    )
+    assert mxfp4_plain.pays(x, top_k, weights)
+    assert not mxfp4_plain.pays(x.float(), top_k, weights)
+    held = mxfp4_plain.scratch_of(weights)
+    exact = torch_experts.experts(x.double() / 8, given, double(weights))
+    got = layers.experts(x / 8, given, weights)
+    assert ((got.double() - exact).abs() <= TOLERANCES[torch.float16] * (exact.abs() + 1)).all()
+    other = weights_of(experts, hidden, size, torch.float16, bias=False)
+    assert mxfp4_plain.scratch_of(other) is held, "layers of one size share their memory"
+
+
+def test_every_code_and_scale_of_a_layer_is_dequantized_exactly() -> None:
+    weights = weights_of(3, 160, 352, torch.float16, bias=False)
+    scratch = mxfp4_plain.scratch_of(weights)
+    for codes, scale in ((weights.gate_up, weights.gate_up_scale), (weights.down, weights.down_scale)):
+        assert scale is not None
+        for dtype in (torch.float16, torch.bfloat16):
+            got = mxfp4_plain.dequantize(codes, scale, torch.empty(0, dtype=dtype), scratch)
+            assert torch.equal(got.float(), dequantize(codes, scale, torch.float32))
 
 
 def test_no_tokens_and_tiles_of_the_rule() -> None:

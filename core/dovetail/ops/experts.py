@@ -66,6 +66,7 @@ class GroupedProduct(ExpertsProduct):
             weights = dequantized(weights, dtype)
         self._weights = weights
         self._experts = _triton().experts if weights.gate_up.is_cuda else _on_host
+        self._memory = _triton().shared_memory(weights) if weights.gate_up.is_cuda else None
 
     def forward(self, x: torch.Tensor, routing: Routing, shared: torch.Tensor | None) -> torch.Tensor:
         """See ``ExpertsProduct``."""

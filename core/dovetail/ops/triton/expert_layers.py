@@ -8,7 +8,7 @@ import torch
 
 from dovetail.interfaces.expert_shapes import ExpertFormat, ExpertWeights, Routing
 from dovetail.ops.triton import experts as plain
-from dovetail.ops.triton import experts_fp8, integers, mxfp4
+from dovetail.ops.triton import experts_fp8, experts_one, integers, mxfp4, mxfp4_plain
 from dovetail.ops.triton.expert_tiles import ExpertTiles
 
 _PAIR_RESULTS: dict[ExpertFormat, Callable[..., torch.Tensor]] = {
@@ -19,6 +19,11 @@ _PAIR_RESULTS: dict[ExpertFormat, Callable[..., torch.Tensor]] = {
     "int4": integers.pair_results,
     "int8": integers.pair_results,
 }
+
+
+def shared_memory(weights: ExpertWeights) -> object:
+    """Return what a layer must hold so that all layers of its size share memory between their steps, or None."""
+    return mxfp4_plain.scratch_of(weights) if weights.format == "mxfp4" else None
 
 
 def experts(
@@ -37,7 +42,7 @@ def experts(
     if tiles is not None:
         results = plain.pair_results(x, routing, weights, tiles, in_parts=False)
     elif x.shape[0] == 1 and weights.format == "plain":
-        return plain.one_token(x, routing, weights, shared, in_parts=False)
+        return experts_one.one_token(x, routing, weights, shared, in_parts=False)
     else:
         results = _PAIR_RESULTS[weights.format](x, routing, weights, in_parts=False)
     return plain.add_up_pairs(results, routing, weights, shared)
@@ -47,5 +52,5 @@ def expert_parts(x: torch.Tensor, routing: Routing, weights: ExpertWeights) -> t
     """Return the weighted results of each token's experts, float32 ``[top_k, tokens, hidden]``, of which ``experts`` is
     the sum over the first dimension. All experts are this rank's, and there is at least one token."""
     if x.shape[0] == 1 and weights.format == "plain":
-        return plain.one_token(x, routing, weights, None, in_parts=True)
+        return experts_one.one_token(x, routing, weights, None, in_parts=True)
     return _PAIR_RESULTS[weights.format](x, routing, weights, in_parts=True)

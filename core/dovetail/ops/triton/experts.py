@@ -1,15 +1,13 @@
 """Compute layers of experts on CUDA, without the host waiting for the choice of experts.
 
-One token: each program multiplies some rows of one of the token's experts, and the product with ``down`` adds up the
-experts. More tokens: the pairs of a token and an expert are sorted by expert (``routing.sort_by_expert``), and programs
-multiply blocks of pairs of one expert with tiles of its weight. Rows of ``x`` are read where they are, the activation is
-computed on the tiles, and results of pairs are written by token, so that a last kernel, or the norm that follows
-(``ops.parts``), adds up each token's experts in their order. No result depends on which program was first.
+The pairs of a token and an expert are sorted by expert (``routing.sort_by_expert``), and programs multiply blocks of pairs
+of one expert with tiles of its weight. Rows of ``x`` are read where they are, the activation is computed on the tiles, and
+results of pairs are written by token, so that a last kernel, or the norm that follows (``ops.parts``), adds up each token's
+experts in their order. No result depends on which program was first. With many pairs for each expert the products are those of
+``experts_many``, if they fit the device and the layer. One token: see ``experts_one``.
 """
 
 from __future__ import annotations
-
-from typing import NamedTuple
 
 import torch
 import triton
@@ -17,52 +15,11 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from dovetail.interfaces.expert_shapes import ExpertWeights, Routing
+from dovetail.ops.triton import experts_many
+from dovetail.ops.triton.expert_pairs import NARROW, activate, pairs_of_block, scaled_and_biased, square_of_positive
 from dovetail.ops.triton.expert_tiles import ExpertTile, ExpertTiles, tiles_of
 from dovetail.ops.triton.launch import launch
 from dovetail.ops.triton.routing import ExpertOrder, sort_by_expert
-
-NARROW = tl.constexpr(32)
-"""Blocks of up to this number of rows are the right operand of a product, and the weight is the left one: tensor cores
-multiply at least 64 rows at once."""
-
-
-@triton.jit
-def activate(gate, up, alpha, limit, offset, LIMITED: tl.constexpr):
-    if LIMITED:
-        gate = tl.minimum(gate, limit)
-        up = tl.minimum(tl.maximum(up, -limit), limit)
-    return gate * tl.sigmoid(alpha * gate) * (up + offset)
-
-
-@triton.jit
-def square_of_positive(x):
-    x = tl.maximum(x, 0.0)
-    return x * x
-
-
-@triton.jit
-def pairs_of_block(order, blocks, block, BLOCK_M: tl.constexpr):
-    """Return the expert of a block, and of each of its pairs the place in the order by expert, the index, and whether it
-    exists. See ``routing.sort_by_expert``."""
-    expert = tl.load(blocks + block * 3).to(tl.int64)
-    row = tl.load(blocks + block * 3 + 1) + tl.arange(0, BLOCK_M)
-    present = row < tl.load(blocks + block * 3 + 2)
-    return expert, row, tl.load(order + row, present, 0), present
-
-
-@triton.jit
-def scaled_and_biased(
-    gate, up, factors, bias, expert, pair, column, present, inside, size, SCALED: tl.constexpr, BIAS: tl.constexpr
-):  # fmt: skip
-    """Return gate and up ``[pairs, columns]`` of an expert times ``factors``, which scale inputs, and with ``bias``."""
-    if SCALED:
-        factor = tl.load(factors + pair, present, 0.0)[:, None]
-        gate, up = gate * factor, up * factor
-    if BIAS:
-        own = bias + expert * 2 * size + column
-        gate += tl.load(own, inside, 0.0).to(tl.float32)[None, :]
-        up += tl.load(own + size, inside, 0.0).to(tl.float32)[None, :]
-    return gate, up
 
 
 @triton.jit
@@ -189,129 +146,6 @@ def _add_up(
     tl.store(out + token * hidden + column, total.to(out.dtype.element_ty), inside)
 
 
-@triton.jit(do_not_specialize=["first"])
-def _gate_up_one(
-    x, w, bias, out, ids, factors, first, experts, hidden, size, alpha, limit, offset,
-    SCALED: tl.constexpr, BIAS: tl.constexpr, LIMITED: tl.constexpr, UNGATED: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
-) -> None:  # fmt: skip
-    place = tl.program_id(1)
-    column = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    at = tl.arange(0, BLOCK_K)
-    if PDL:  # in this order: a leader, see ``launch``, so that ``_down_early`` may read the choice of experts early
-        gdc_wait()
-        gdc_launch_dependents()
-    expert = (tl.load(ids + place) - first).to(tl.int64)
-    if (expert < 0) | (expert >= experts):
-        return
-    per_expert = size if UNGATED else 2 * size
-    source = w + (expert * per_expert + tl.minimum(column, size - 1))[:, None] * hidden + at[None, :]
-    gates, ups = tl.zeros([BLOCK_N, BLOCK_K], tl.float32), tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
-    for start in range(0, hidden, BLOCK_K):
-        more = start + at < hidden
-        factor = tl.load(x + start + at, more, 0.0).to(tl.float32)[None, :]
-        gates += tl.load(source + start, more[None, :], 0.0, eviction_policy="evict_first").to(tl.float32) * factor
-        if not UNGATED:
-            up_rows = tl.load(source + start + size * hidden, more[None, :], 0.0, eviction_policy="evict_first")
-            ups += up_rows.to(tl.float32) * factor
-    gate, up = tl.sum(gates, 1), tl.sum(ups, 1)
-    if SCALED:
-        weight = tl.load(factors + place)
-        gate, up = gate * weight, up * weight
-    if BIAS:
-        own = bias + expert * 2 * size + column
-        gate += tl.load(own, column < size, 0.0).to(tl.float32)
-        up += tl.load(own + size, column < size, 0.0).to(tl.float32)
-    if UNGATED:
-        result = square_of_positive(gate).to(out.dtype.element_ty)
-    else:
-        result = activate(gate, up, alpha, limit, offset, LIMITED).to(out.dtype.element_ty)
-    tl.store(out + place * size + column, result, column < size)
-
-
-@triton.jit(do_not_specialize=["first"])
-def _down_one(
-    x, w, bias, shared, out, ids, factors, first, experts, hidden, size,
-    PLACES: tl.constexpr, SCALED: tl.constexpr, BIAS: tl.constexpr, SHARED: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
-) -> None:  # fmt: skip
-    column = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    first_place = tl.program_id(1) * PLACES
-    inside = column < hidden
-    at = tl.arange(0, BLOCK_K)
-    if PDL:
-        gdc_launch_dependents()
-        gdc_wait()
-    total = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
-    added = tl.zeros([BLOCK_N], tl.float32)
-    for place in range(first_place, first_place + PLACES):
-        expert = (tl.load(ids + place) - first).to(tl.int64)
-        own = (expert >= 0) & (expert < experts)
-        weight = 1.0
-        if not SCALED:
-            weight = tl.load(factors + place)
-        expert = tl.where(own, expert, 0)
-        source = w + (expert * hidden + tl.minimum(column, hidden - 1))[:, None] * size + at[None, :]
-        for start in range(0, size, BLOCK_K):
-            more = start + at < tl.where(own, size, 0)
-            factor = tl.load(x + place * size + start + at, more, 0.0).to(tl.float32) * weight
-            rows = tl.load(source + start, more[None, :], 0.0, eviction_policy="evict_first")
-            total += rows.to(tl.float32) * factor[None, :]
-        if BIAS:
-            rows_bias = tl.load(bias + expert * hidden + column, column < tl.where(own, hidden, 0), 0.0)
-            added += rows_bias.to(tl.float32) * weight
-    if SHARED:
-        added += tl.load(shared + column, inside, 0.0).to(tl.float32)
-    result = (tl.sum(total, 1) + added).to(out.dtype.element_ty)
-    tl.store(out + tl.program_id(1) * hidden + column, result, inside)
-
-
-@triton.jit(do_not_specialize=["first"])
-def _down_early(
-    x, w, bias, out, ids, factors, first, experts, hidden, size,
-    SCALED: tl.constexpr, BIAS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
-) -> None:  # fmt: skip
-    """Write the result of one expert. A program fetches its rows of the weight, whole, before ``x`` is written: the kernel before
-    this one is a leader."""
-    place = tl.program_id(1)
-    column = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    at, inside = tl.arange(0, BLOCK_K), column < hidden
-    if PDL:
-        gdc_launch_dependents()
-    expert = (tl.load(ids + place, cache_modifier=".cg") - first).to(tl.int64)
-    own = (expert >= 0) & (expert < experts)
-    expert = tl.where(own, expert, 0)
-    source = w + (expert * hidden + tl.minimum(column, hidden - 1))[:, None] * size + at[None, :]
-    rows = tl.load(source, (at < tl.where(own, size, 0))[None, :], 0.0, eviction_policy="evict_first")
-    if PDL:
-        gdc_wait()
-    given = tl.load(x + place * size + at, at < size, 0.0).to(tl.float32)
-    total = tl.sum(rows.to(tl.float32) * given[None, :], 1)
-    if BIAS:
-        total += tl.load(bias + expert * hidden + column, inside, 0.0).to(tl.float32)
-    if not SCALED:
-        total *= tl.load(factors + place)
-    tl.store(out + place * hidden + column, total.to(out.dtype.element_ty), column < tl.where(own, hidden, 0))
-
-
-class OneTile(NamedTuple):
-    """Describe how one token is computed: a program multiplies ``gate_n`` columns of gate and as many of up, ``gate_k`` of their
-    rows at a time, or ``down_n`` columns of an expert's ``down``."""
-
-    gate_n: int
-    gate_k: int
-    gate_warps: int
-    down_n: int
-    down_warps: int
-    early: bool
-
-
-ONE = OneTile(2, 1024, 2, 4, 2, False)
-"""The fastest for Qwen3-30B-A3B on an H200."""
-_MOST_EARLY = 4096
-"""Up to this number of columns of ``down`` a program holds whole rows."""
-
-
 def add_up_pairs(
     results: torch.Tensor, routing: Routing, weights: ExpertWeights, shared: torch.Tensor | None
 ) -> torch.Tensor:
@@ -335,11 +169,14 @@ def pair_results(
     ``in_parts`` what ``expert_layers.expert_parts`` returns."""
     (tokens, hidden), top_k = x.shape, routing.ids.shape[1]
     count, size = len(weights.gate_up), weights.down.shape[2]
-    tiles = tiles or tiles_of(tokens, count, top_k, hidden, size, count / weights.whole, x.element_size())
+    fits = experts_many.fits(x, weights)
+    tiles = tiles or tiles_of(tokens, count, top_k, hidden, size, count / weights.whole, x.element_size(), fits)
     order = sort_by_expert(routing.ids, weights.first, count, tiles.block_m)
     inner = torch.empty(tokens * top_k, size, dtype=x.dtype, device=x.device)
-    launch_gate_up(x, inner, routing, weights, order, tiles.gate_up)
-    return launch_down(inner, routing, weights, order, tiles.down, in_parts=in_parts)
+    gate_up = launch_gate_up if tiles.gate_up.per_sm is None else experts_many.launch_gate_up
+    down = launch_down if tiles.down.per_sm is None else experts_many.launch_down
+    gate_up(x, inner, routing, weights, order, tiles.gate_up)
+    return down(inner, routing, weights, order, tiles.down, in_parts=in_parts)
 
 
 def launch_down(
@@ -381,37 +218,3 @@ def launch_gate_up(
         BLOCK_M=order.block_m, BLOCK_N=tile.block_n, BLOCK_K=tile.block_k,
         EVEN=hidden % tile.block_k == 0, num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
-
-
-def one_token(
-    x: torch.Tensor, routing: Routing, weights: ExpertWeights, shared: torch.Tensor | None, *, in_parts: bool
-) -> torch.Tensor:
-    """Return what ``experts`` or ``expert_parts`` of ``expert_layers`` returns, for one token."""
-    count, hidden, size = weights.down.shape
-    top_k, activation, tile = routing.ids.shape[1], weights.activation, ONE
-    inner = torch.empty(top_k, size, dtype=x.dtype, device=x.device)
-    launch(
-        _gate_up_one, (triton.cdiv(size, tile.gate_n), top_k),
-        x, weights.gate_up, weights.gate_up_bias, inner, *routing, weights.first, count, hidden, size,
-        activation.alpha, activation.limit or 0.0, activation.offset,
-        SCALED=weights.scaled_input, BIAS=weights.gate_up_bias is not None, LIMITED=activation.limit is not None,
-        UNGATED=weights.ungated, BLOCK_N=tile.gate_n, BLOCK_K=min(tile.gate_k, triton.next_power_of_2(hidden)),
-        num_warps=tile.gate_warps,
-    )  # fmt: skip
-    out = torch.empty(top_k, 1, hidden, dtype=torch.float32, device=x.device) if in_parts else torch.empty_like(x)
-    if in_parts and tile.early and size <= _MOST_EARLY:
-        launch(
-            _down_early, (triton.cdiv(hidden, tile.down_n), top_k),
-            inner, weights.down, weights.down_bias, out, *routing, weights.first, count, hidden, size,
-            SCALED=weights.scaled_input, BIAS=weights.down_bias is not None, BLOCK_N=tile.down_n,
-            BLOCK_K=triton.next_power_of_2(size), num_warps=tile.down_warps,
-        )  # fmt: skip
-        return out
-    launch(
-        _down_one, (triton.cdiv(hidden, tile.down_n), top_k if in_parts else 1),
-        inner, weights.down, weights.down_bias, shared, out, *routing, weights.first, count, hidden, size,
-        PLACES=1 if in_parts else top_k, SCALED=weights.scaled_input, BIAS=weights.down_bias is not None,
-        SHARED=shared is not None, BLOCK_N=tile.down_n, BLOCK_K=min(1024, triton.next_power_of_2(size)),
-        num_warps=tile.down_warps,
-    )  # fmt: skip
-    return out

@@ -23,8 +23,8 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from dovetail.interfaces.expert_shapes import ExpertWeights, Routing
+from dovetail.ops.triton.expert_pairs import NARROW, activate, scaled_and_biased
 from dovetail.ops.triton.expert_tiles import ExpertTiles
-from dovetail.ops.triton.experts import NARROW, activate, scaled_and_biased
 from dovetail.ops.triton.fp8 import divided, rounded, scale_of
 from dovetail.ops.triton.fp8_tiles import tiles_of
 from dovetail.ops.triton.launch import INTERPRETED, launch

@@ -15,7 +15,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from dovetail.interfaces.expert_shapes import ExpertWeights, Routing
 from dovetail.ops.integers import PLANES
-from dovetail.ops.triton.experts import pairs_of_block
+from dovetail.ops.triton.expert_pairs import pairs_of_block
 from dovetail.ops.triton.launch import INTERPRETED, launch
 from dovetail.ops.triton.mxfp4 import store_gated
 from dovetail.ops.triton.mxfp4_tiles import Mxfp4Tile, tiles_of

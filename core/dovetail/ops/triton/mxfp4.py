@@ -6,10 +6,8 @@ needs no sorting: each of its experts is a block.
 
 The weight is the left operand of every product: its tiles are dequantized in registers, where tensor cores read left
 operands, and never written to shared memory. Two products take the low and the high bits of the same bytes, with the
-columns of ``x`` that belong to each. An E2M1 number has the sign, the exponent and the mantissa in the order of a wider
-floating-point number; shifted to the end of its exponent, it is a number that is too small by a power of two (the number 0.5
-is subnormal in both). Multiplication by the scale of its block, which is a power of two too, makes up for that, as far as
-the range of ``x.dtype`` allows; the sum is multiplied by the rest. Nothing is rounded.
+columns of ``x`` that belong to each. ``mxfp4_numbers`` dequantizes; sums are multiplied by what it leaves out. Many tokens: see
+``mxfp4_plain``.
 """
 
 from __future__ import annotations
@@ -20,84 +18,12 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from dovetail.interfaces.expert_shapes import ExpertWeights, Routing
-from dovetail.ops.triton.experts import activate, pairs_of_block
+from dovetail.ops.triton import mxfp4_plain
+from dovetail.ops.triton.expert_pairs import activate, pairs_of_block
 from dovetail.ops.triton.launch import INTERPRETED, launch
+from dovetail.ops.triton.mxfp4_numbers import HALF, dequantized_codes, scale_factors, unscaled
 from dovetail.ops.triton.mxfp4_tiles import tiles_of
 from dovetail.ops.triton.routing import sort_by_expert
-
-_HALF = tl.constexpr(16)
-"""Half of the columns of a block that has one scale."""
-
-
-def _place_pair(result: str, pair: str, at: int, mantissa: int) -> str:
-    """Return assembly that makes two 16-bit numbers of the codes at bits ``at`` of both halves of the register
-    ``pair``. ``mantissa`` is the bit of the wider number's mantissa that stands for a half."""
-    shift, mask = mantissa - at, 7 << mantissa
-    if mantissa + 4 <= 12:  # one multiplication shifts a code to both places, which do not overlap
-        return f"""
-        and.b32 t, {pair}, {(15 << at) * 0x10001:#x};
-        mul.lo.u32 t, t, {1 << shift | 1 << 12 - at:#x};
-        and.b32 {result}, t, {(0x8000 | mask) * 0x10001:#x};"""
-    return f"""
-        shl.b32 t, {pair}, {shift};
-        and.b32 t, t, {mask * 0x10001:#x};
-        shl.b32 q, {pair}, {12 - at};
-        lop3.b32 {result}, q, 0x80008000, t, 0xEA;"""
-
-
-def _assembly(at: int, mantissa: int) -> tl.constexpr:
-    """Return assembly that makes four 16-bit numbers of the codes at bits ``at`` of four bytes."""
-    return tl.constexpr(f"""{{
-        .reg .b32 u, v, t, q;
-        prmt.b32 u, $2, 0, 0x4140;
-        prmt.b32 v, $2, 0, 0x4342;
-        {_place_pair("$0", "u", at, mantissa)}
-        {_place_pair("$1", "v", at, mantissa)}
-        }}""")
-
-
-_LOW_BF16, _HIGH_BF16 = _assembly(0, 6), _assembly(4, 6)
-_LOW_FP16, _HIGH_FP16 = _assembly(0, 9), _assembly(4, 9)
-
-
-@triton.jit
-def _factors(scales, DTYPE: tl.constexpr, BLOCK_N: tl.constexpr, HALF_K: tl.constexpr, ASSEMBLY: tl.constexpr):
-    """Return the second argument of ``_dequantized`` for ``scales [HALF_K / 16, BLOCK_N]``."""
-    if ASSEMBLY and DTYPE.is_bf16():
-        factor = ((scales.to(tl.uint16) + 63) << 7).to(tl.bfloat16, bitcast=True)
-    elif ASSEMBLY:
-        factor = ((scales.to(tl.uint32) + 14) << 23).to(tl.float32, bitcast=True).to(tl.float16)
-    else:
-        added: tl.constexpr = 126 if DTYPE.is_fp16() else 63
-        factor = ((scales.to(tl.uint32) + added) << 23).to(tl.float32, bitcast=True)
-    whole = tl.broadcast_to(tl.trans(factor)[:, :, None], [BLOCK_N, HALF_K // _HALF, _HALF])
-    return tl.reshape(whole, [BLOCK_N, HALF_K])
-
-
-@triton.jit
-def _dequantized(codes, factors, HIGH: tl.constexpr, DTYPE: tl.constexpr, ASSEMBLY: tl.constexpr):
-    """Return the weights in the low or high bits of ``codes``, times 2 ** -63 unless DTYPE is float16. With ASSEMBLY two
-    codes are shifted at once, to 16-bit numbers, otherwise one to a float32 number."""
-    if ASSEMBLY:
-        # a branch for each type: the assembly's dtype may not be a parameter
-        if DTYPE.is_bf16():
-            text: tl.constexpr = _HIGH_BF16 if HIGH else _LOW_BF16
-            numbers = tl.inline_asm_elementwise(text, "=&r,=&r,r", [codes], dtype=tl.bfloat16, is_pure=True, pack=4)
-        else:
-            text: tl.constexpr = _HIGH_FP16 if HIGH else _LOW_FP16
-            numbers = tl.inline_asm_elementwise(text, "=&r,=&r,r", [codes], dtype=tl.float16, is_pure=True, pack=4)
-    else:
-        code = codes.to(tl.uint32) >> (4 if HIGH else 0)
-        numbers = (((code & 8) << 28) | ((code & 7) << 22)).to(tl.float32, bitcast=True)
-    return (numbers * factors).to(DTYPE)
-
-
-@triton.jit
-def _rest(total, DTYPE: tl.constexpr):
-    """Return sums of products with what ``_dequantized`` returns as sums of products with weights."""
-    if DTYPE.is_fp16():
-        return total
-    return total * 9223372036854775808.0
 
 
 @triton.jit
@@ -107,10 +33,10 @@ def _add_product(
 ):  # fmt: skip
     """Return ``total [BLOCK_N, BLOCK_M]`` plus the products of the weight and the columns of ``x`` that its low and high
     bits belong to, ``[BLOCK_M, HALF_K]`` each."""
-    factors = _factors(scales, DTYPE, BLOCK_N, HALF_K, ASSEMBLY)
-    left = _dequantized(codes, factors, False, DTYPE, ASSEMBLY)
+    factors = scale_factors(scales, DTYPE, BLOCK_N, HALF_K, ASSEMBLY)
+    left = dequantized_codes(codes, factors, False, DTYPE, ASSEMBLY)
     total = tl.dot(left, tl.trans(low), total, input_precision="ieee")
-    left = _dequantized(codes, factors, True, DTYPE, ASSEMBLY)
+    left = dequantized_codes(codes, factors, True, DTYPE, ASSEMBLY)
     return tl.dot(left, tl.trans(high), total, input_precision="ieee")
 
 
@@ -163,11 +89,11 @@ def _product(
     wide = 2 * width if GATED else width
     held = tl.minimum(column, width - 1) + local // columns * width
     half_k: tl.constexpr = BLOCK_K // 2
-    at, group = tl.arange(0, half_k), tl.arange(0, half_k // _HALF)
+    at, group = tl.arange(0, half_k), tl.arange(0, half_k // HALF)
     source = pair // TOP_K if GATED else row
-    rows = x + source.to(tl.int64)[:, None] * (2 * half) + (at + at // _HALF * _HALF)[None, :]
+    rows = x + source.to(tl.int64)[:, None] * (2 * half) + (at + at // HALF * HALF)[None, :]
     stored = w + expert * wide * half + held[:, None] * half + at[None, :]
-    scales = scale + expert * wide * (half // _HALF) + group[:, None] * wide
+    scales = scale + expert * wide * (half // HALF) + group[:, None] * wide
     scales += (column + local // columns * width)[None, :]
     dtype: tl.constexpr = x.dtype.element_ty
     total = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
@@ -175,17 +101,17 @@ def _product(
         if EVEN:
             codes = tl.load(stored + start)
             low = tl.load(rows + 2 * start, present[:, None], 0.0)
-            high = tl.load(rows + 2 * start + _HALF, present[:, None], 0.0)
-            own_scales = tl.load(scales + start // _HALF * wide, inside[None, :], 0)
+            high = tl.load(rows + 2 * start + HALF, present[:, None], 0.0)
+            own_scales = tl.load(scales + start // HALF * wide, inside[None, :], 0)
         else:
             more = (start + at < half)[None, :]
             codes = tl.load(stored + start, more, 0)
             low = tl.load(rows + 2 * start, present[:, None] & more, 0.0)
-            high = tl.load(rows + 2 * start + _HALF, present[:, None] & more, 0.0)
-            more_scales = (group + start // _HALF < half // _HALF)[:, None] & inside[None, :]
-            own_scales = tl.load(scales + start // _HALF * wide, more_scales, 0)
+            high = tl.load(rows + 2 * start + HALF, present[:, None] & more, 0.0)
+            more_scales = (group + start // HALF < half // HALF)[:, None] & inside[None, :]
+            own_scales = tl.load(scales + start // HALF * wide, more_scales, 0)
         total = _add_product(total, codes, own_scales, low, high, dtype, BLOCK_N, half_k, ASSEMBLY)
-    total = _rest(total, dtype)
+    total = unscaled(total, dtype)
     if GATED:
         store_gated(
             out, total, bias, expert * wide, weights, row, present, pair, tile, width, alpha, limit, offset,
@@ -205,6 +131,8 @@ def _product(
 def pair_results(x: torch.Tensor, routing: Routing, weights: ExpertWeights, *, in_parts: bool) -> torch.Tensor:
     """Compute ``ops.triton.experts.pair_results``, also of one token."""
     (tokens, hidden), top_k = x.shape, routing.ids.shape[1]
+    if mxfp4_plain.pays(x, top_k, weights):
+        return mxfp4_plain.pair_results(x, routing, weights, in_parts=in_parts)
     count, _, half = weights.down.shape
     size, one = 2 * half, tokens == 1
     tiles = tiles_of(tokens, count, top_k, hidden, size, count / weights.whole, x.element_size())

@@ -159,18 +159,6 @@ def _keys(ids, start, pairs, first, experts, SIZE: tl.constexpr):
 
 
 @triton.jit
-def _place_keys(ids, order, start, end, base, pairs, first, experts, BLOCK_E: tl.constexpr) -> None:
-    """Write the pairs in ``[start, end)`` to their places. ``base`` has the place of each expert's next pair."""
-    expert, local = tl.arange(0, BLOCK_E), tl.arange(0, _STEP)
-    for step in range(start, end, _STEP):
-        key = _keys(ids, step, pairs, first, experts, _STEP)
-        matches = (key[:, None] == expert[None, :]).to(tl.int32)
-        before = tl.sum(((key[:, None] == key[None, :]) & (local[None, :] < local[:, None])).to(tl.int32), 1)
-        tl.store(order + tl.sum(matches * base[None, :], 1) + before, step + local, key >= 0)
-        base += tl.sum(matches, 0)
-
-
-@triton.jit
 def _write_blocks(counts, blocks, used, experts, BLOCK_M: tl.constexpr, BLOCK_E: tl.constexpr) -> None:
     expert = tl.arange(0, BLOCK_E)
     starts = tl.cumsum(counts, 0) - counts
@@ -252,7 +240,13 @@ def _place_chunk(
     if chunk == 0:
         _write_blocks(total, blocks, used, experts, BLOCK_M, BLOCK_E)
     base = tl.cumsum(total, 0) - total + tl.load(counts + chunk * experts + expert, expert < experts, 0)
-    _place_keys(ids, order, chunk * CHUNK, (chunk + 1) * CHUNK, base, pairs, first, experts, BLOCK_E)
+    start = chunk * CHUNK
+    key, at = _keys(ids, start, pairs, first, experts, CHUNK), tl.arange(0, CHUNK)
+    for step in range(0, CHUNK, _STEP):
+        own, own_at = _keys(ids, start + step, pairs, first, experts, _STEP), step + tl.arange(0, _STEP)
+        before = tl.sum(((own[:, None] == key[None, :]) & (at[None, :] < own_at[:, None])).to(tl.int32), 1)
+        place = tl.gather(base, tl.maximum(own, 0), 0) + before
+        tl.store(order + place, start + own_at, own >= 0)
 
 
 def most_blocks(tokens: int, top_k: int, experts: int, block_m: int) -> int:
@@ -274,8 +268,8 @@ def sort_by_expert(ids: torch.Tensor, first: int, experts: int, block_m: int) ->
         torch.empty(1, dtype=torch.int32, device=device),
         block_m,
     )
-    block_e = triton.next_power_of_2(experts)
-    bins = max(block_e, 32)  # Triton 3.6 compiles histograms of 64 keys in 4 bins to misaligned accesses
+    # Triton 3.6 compiles histograms of 64 keys in 4 bins to misaligned accesses
+    bins = max(triton.next_power_of_2(experts), 32)
     if pairs <= ONE_KERNEL:
         size = next(
             size for size in (64, 256, 1024, 2048, ONE_KERNEL) if pairs <= size
@@ -292,6 +286,6 @@ def sort_by_expert(ids: torch.Tensor, first: int, experts: int, block_m: int) ->
     launch(_add_chunks, (experts,), counts, totals, chunks, experts, BLOCK=256)
     launch(
         _place_chunk, (chunks,),
-        ids, *order[:3], counts, totals, pairs, first, experts, CHUNK=CHUNK, BLOCK_M=block_m, BLOCK_E=block_e,
+        ids, *order[:3], counts, totals, pairs, first, experts, CHUNK=CHUNK, BLOCK_M=block_m, BLOCK_E=bins,
     )  # fmt: skip
     return order

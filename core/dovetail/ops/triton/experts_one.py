@@ -1,0 +1,163 @@
+"""Compute layers of experts for one token, on CUDA.
+
+Each program multiplies some rows of one of the token's experts. The product with ``down`` adds up the experts, or leaves that
+to the norm that follows (``ops.parts``). Nothing needs to be sorted.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from dovetail.interfaces.expert_shapes import ExpertWeights, Routing
+from dovetail.ops.triton.expert_pairs import activate, square_of_positive
+from dovetail.ops.triton.launch import launch
+
+
+@triton.jit(do_not_specialize=["first"])
+def _gate_up_one(
+    x, w, bias, out, ids, factors, first, experts, hidden, size, alpha, limit, offset,
+    SCALED: tl.constexpr, BIAS: tl.constexpr, LIMITED: tl.constexpr, UNGATED: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
+) -> None:  # fmt: skip
+    place = tl.program_id(1)
+    column = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    at = tl.arange(0, BLOCK_K)
+    if PDL:  # in this order: a leader, see ``launch``, so that ``_down_early`` may read the choice of experts early
+        gdc_wait()
+        gdc_launch_dependents()
+    expert = (tl.load(ids + place) - first).to(tl.int64)
+    if (expert < 0) | (expert >= experts):
+        return
+    per_expert = size if UNGATED else 2 * size
+    source = w + (expert * per_expert + tl.minimum(column, size - 1))[:, None] * hidden + at[None, :]
+    gates, ups = tl.zeros([BLOCK_N, BLOCK_K], tl.float32), tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
+    for start in range(0, hidden, BLOCK_K):
+        more = start + at < hidden
+        factor = tl.load(x + start + at, more, 0.0).to(tl.float32)[None, :]
+        gates += tl.load(source + start, more[None, :], 0.0, eviction_policy="evict_first").to(tl.float32) * factor
+        if not UNGATED:
+            up_rows = tl.load(source + start + size * hidden, more[None, :], 0.0, eviction_policy="evict_first")
+            ups += up_rows.to(tl.float32) * factor
+    gate, up = tl.sum(gates, 1), tl.sum(ups, 1)
+    if SCALED:
+        weight = tl.load(factors + place)
+        gate, up = gate * weight, up * weight
+    if BIAS:
+        own = bias + expert * 2 * size + column
+        gate += tl.load(own, column < size, 0.0).to(tl.float32)
+        up += tl.load(own + size, column < size, 0.0).to(tl.float32)
+    if UNGATED:
+        result = square_of_positive(gate).to(out.dtype.element_ty)
+    else:
+        result = activate(gate, up, alpha, limit, offset, LIMITED).to(out.dtype.element_ty)
+    tl.store(out + place * size + column, result, column < size)
+
+
+@triton.jit(do_not_specialize=["first"])
+def _down_one(
+    x, w, bias, shared, out, ids, factors, first, experts, hidden, size,
+    PLACES: tl.constexpr, SCALED: tl.constexpr, BIAS: tl.constexpr, SHARED: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
+) -> None:  # fmt: skip
+    column = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    first_place = tl.program_id(1) * PLACES
+    inside = column < hidden
+    at = tl.arange(0, BLOCK_K)
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    total = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
+    added = tl.zeros([BLOCK_N], tl.float32)
+    for place in range(first_place, first_place + PLACES):
+        expert = (tl.load(ids + place) - first).to(tl.int64)
+        own = (expert >= 0) & (expert < experts)
+        weight = 1.0
+        if not SCALED:
+            weight = tl.load(factors + place)
+        expert = tl.where(own, expert, 0)
+        source = w + (expert * hidden + tl.minimum(column, hidden - 1))[:, None] * size + at[None, :]
+        for start in range(0, size, BLOCK_K):
+            more = start + at < tl.where(own, size, 0)
+            factor = tl.load(x + place * size + start + at, more, 0.0).to(tl.float32) * weight
+            rows = tl.load(source + start, more[None, :], 0.0, eviction_policy="evict_first")
+            total += rows.to(tl.float32) * factor[None, :]
+        if BIAS:
+            rows_bias = tl.load(bias + expert * hidden + column, column < tl.where(own, hidden, 0), 0.0)
+            added += rows_bias.to(tl.float32) * weight
+    if SHARED:
+        added += tl.load(shared + column, inside, 0.0).to(tl.float32)
+    result = (tl.sum(total, 1) + added).to(out.dtype.element_ty)
+    tl.store(out + tl.program_id(1) * hidden + column, result, inside)
+
+
+@triton.jit(do_not_specialize=["first"])
+def _down_early(
+    x, w, bias, out, ids, factors, first, experts, hidden, size,
+    SCALED: tl.constexpr, BIAS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
+) -> None:  # fmt: skip
+    """Write the result of one expert. A program fetches its rows of the weight, whole, before ``x`` is written: the kernel before
+    this one is a leader."""
+    place = tl.program_id(1)
+    column = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    at, inside = tl.arange(0, BLOCK_K), column < hidden
+    if PDL:
+        gdc_launch_dependents()
+    expert = (tl.load(ids + place, cache_modifier=".cg") - first).to(tl.int64)
+    own = (expert >= 0) & (expert < experts)
+    expert = tl.where(own, expert, 0)
+    source = w + (expert * hidden + tl.minimum(column, hidden - 1))[:, None] * size + at[None, :]
+    rows = tl.load(source, (at < tl.where(own, size, 0))[None, :], 0.0, eviction_policy="evict_first")
+    if PDL:
+        gdc_wait()
+    given = tl.load(x + place * size + at, at < size, 0.0).to(tl.float32)
+    total = tl.sum(rows.to(tl.float32) * given[None, :], 1)
+    if BIAS:
+        total += tl.load(bias + expert * hidden + column, inside, 0.0).to(tl.float32)
+    if not SCALED:
+        total *= tl.load(factors + place)
+    tl.store(out + place * hidden + column, total.to(out.dtype.element_ty), column < tl.where(own, hidden, 0))
+
+
+_GATE_N, _GATE_K, _DOWN_N = 2, 1024, 4
+"""A program multiplies this number of columns of gate and as many of up, ``_GATE_K`` of their rows at a time, or columns of
+``down``. With two warps for each program they are the fastest for Qwen3-30B-A3B on an H200."""
+_MOST_EARLY = 4096
+"""Up to this number of columns of ``down`` a program holds whole rows."""
+
+
+def one_token(
+    x: torch.Tensor, routing: Routing, weights: ExpertWeights, shared: torch.Tensor | None, *, in_parts: bool
+) -> torch.Tensor:
+    """Return what ``experts`` or ``expert_parts`` of ``expert_layers`` returns, for one token."""
+    count, hidden, size = weights.down.shape
+    top_k, activation = routing.ids.shape[1], weights.activation
+    inner = torch.empty(top_k, size, dtype=x.dtype, device=x.device)
+    launch(
+        _gate_up_one, (triton.cdiv(size, _GATE_N), top_k),
+        x, weights.gate_up, weights.gate_up_bias, inner, *routing, weights.first, count, hidden, size,
+        activation.alpha, activation.limit or 0.0, activation.offset,
+        SCALED=weights.scaled_input, BIAS=weights.gate_up_bias is not None, LIMITED=activation.limit is not None,
+        UNGATED=weights.ungated, BLOCK_N=_GATE_N, BLOCK_K=min(_GATE_K, triton.next_power_of_2(hidden)),
+        num_warps=2,
+    )  # fmt: skip
+    out = torch.empty(top_k, 1, hidden, dtype=torch.float32, device=x.device) if in_parts else torch.empty_like(x)
+    if in_parts and size <= _MOST_EARLY:
+        columns = triton.next_power_of_2(size)
+        launch(
+            _down_early, (triton.cdiv(hidden, _DOWN_N), top_k),
+            inner, weights.down, weights.down_bias, out, *routing, weights.first, count, hidden, size,
+            SCALED=weights.scaled_input, BIAS=weights.down_bias is not None, BLOCK_N=_DOWN_N,
+            BLOCK_K=columns, num_warps=max(2, columns // 512),
+        )  # fmt: skip
+        return out
+    launch(
+        _down_one, (triton.cdiv(hidden, _DOWN_N), top_k if in_parts else 1),
+        inner, weights.down, weights.down_bias, shared, out, *routing, weights.first, count, hidden, size,
+        PLACES=1 if in_parts else top_k, SCALED=weights.scaled_input, BIAS=weights.down_bias is not None,
+        SHARED=shared is not None, BLOCK_N=_DOWN_N, BLOCK_K=min(1024, triton.next_power_of_2(size)),
+        num_warps=2,
+    )  # fmt: skip
+    return out

@@ -1,0 +1,118 @@
+"""Compute layers of experts with MXFP4 weights for many tokens on CUDA: each weight is dequantized in each step, and then multiplied
+by the kernels of ``experts_many``.
+
+The dequantized weight is written to memory that all layers of one size share. It stays allocated: it is counted with what the
+largest step leaves behind when memory is planned, and captured graphs may read it.
+"""
+
+from __future__ import annotations
+
+import math
+import weakref
+from dataclasses import replace
+
+import torch
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from dovetail.interfaces.expert_shapes import ExpertWeights, Routing
+from dovetail.ops.triton import experts_many
+from dovetail.ops.triton.expert_tiles import many_tiles
+from dovetail.ops.triton.launch import INTERPRETED, launch
+from dovetail.ops.triton.mxfp4_numbers import HALF, dequantized_codes, scale_factors, unscaled
+from dovetail.ops.triton.routing import sort_by_expert
+
+MEAN_PAIRS = 128
+"""From this mean number of pairs of an expert on, weights are dequantized first. On an H200 with gpt-oss-20b and 1,024 tokens, products
+of codes take 1,059 us for a layer (1,344 with skewed routing), those of dequantized weights 456 (701), and writing 1.6 GB takes about 450."""
+_ROWS, _HALF_K = 32, 128
+"""A program dequantizes this number of rows, and this number of bytes of each. Numbers of rows are those of columns of the other
+weight, and therefore multiples of a block of columns that has one scale, 32."""
+
+
+@triton.jit
+def _dequantize(
+    codes, scales, out, rows, half,
+    BLOCK_N: tl.constexpr, HALF_K: tl.constexpr, ASSEMBLY: tl.constexpr, PDL: tl.constexpr,
+) -> None:  # fmt: skip
+    expert = tl.program_id(2).to(tl.int64)
+    row = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    start = tl.program_id(0) * HALF_K
+    at, group = start + tl.arange(0, HALF_K), start // HALF + tl.arange(0, HALF_K // HALF)
+    inside = (at < half)[None, :]
+    if PDL:
+        gdc_launch_dependents()
+    place = expert * rows + row[:, None]
+    own = tl.load(codes + place * half + at[None, :], inside, 0)
+    own_scales = tl.load(
+        scales + (expert * (half // HALF) + group[:, None]) * rows + row[None, :],
+        (group < half // HALF)[:, None], 0,
+    )  # fmt: skip
+    if PDL:
+        gdc_wait()
+    dtype: tl.constexpr = out.dtype.element_ty
+    factors = scale_factors(own_scales, dtype, BLOCK_N, HALF_K, ASSEMBLY)
+    low = unscaled(dequantized_codes(own, factors, False, dtype, ASSEMBLY).to(tl.float32), dtype).to(dtype)
+    high = unscaled(dequantized_codes(own, factors, True, dtype, ASSEMBLY).to(tl.float32), dtype).to(dtype)
+    target = out + place * (2 * half) + (at + at // HALF * HALF)[None, :]
+    tl.store(target, low, inside)
+    tl.store(target + HALF, high, inside)
+
+
+class Scratch:
+    """Hold memory for a dequantized weight of up to ``numel`` elements of 16 bits. It is allocated when it is first used."""
+
+    def __init__(self, numel: int) -> None:
+        self._numel = numel
+        self._memory: torch.Tensor | None = None
+
+    def take(self, shape: tuple[int, ...], like: torch.Tensor) -> torch.Tensor:
+        """Return a tensor of ``shape`` with the dtype and on the device of ``like``, which is valid until the next call."""
+        if self._memory is None:
+            self._memory = torch.empty(self._numel, dtype=torch.int16, device=like.device)
+        return self._memory[: math.prod(shape)].view(like.dtype).view(shape)
+
+
+_SHARED: weakref.WeakValueDictionary[tuple[torch.device, int], Scratch] = weakref.WeakValueDictionary()
+
+
+def scratch_of(weights: ExpertWeights) -> Scratch:
+    """Return the memory that layers of the size of ``weights`` share as long as one of them holds it."""
+    numel = 2 * max(weights.gate_up.numel(), weights.down.numel())
+    key = (weights.gate_up.device, numel)
+    found = _SHARED.get(key)
+    if found is None:
+        found = _SHARED[key] = Scratch(numel)
+    return found
+
+
+def dequantize(codes: torch.Tensor, scales: torch.Tensor, like: torch.Tensor, scratch: Scratch) -> torch.Tensor:
+    """Return the weights ``[experts, out, in]`` of ``codes`` and ``scales`` (see ``ExpertWeights``), in the dtype of ``like``, 16 bits.
+    They are exact. The result is valid until ``scratch`` is used again."""
+    experts, rows, half = codes.shape
+    out = scratch.take((experts, rows, 2 * half), like)
+    launch(
+        _dequantize, (triton.cdiv(half, _HALF_K), triton.cdiv(rows, _ROWS), experts),
+        codes, scales, out, rows, half, BLOCK_N=_ROWS, HALF_K=_HALF_K, ASSEMBLY=not INTERPRETED,
+    )  # fmt: skip
+    return out
+
+
+def pays(x: torch.Tensor, top_k: int, weights: ExpertWeights) -> bool:
+    """Return whether dequantizing the weights first takes less time than multiplying with codes, for ``x [tokens, hidden]``."""
+    return x.shape[0] * top_k >= MEAN_PAIRS * weights.whole and experts_many.fits(x, weights)
+
+
+def pair_results(x: torch.Tensor, routing: Routing, weights: ExpertWeights, *, in_parts: bool) -> torch.Tensor:
+    """Compute ``ops.triton.experts.pair_results``, if ``experts_many.fits``."""
+    pairs, size, scratch = routing.ids.numel(), weights.gate_up.shape[1] // 2, scratch_of(weights)
+    assert weights.gate_up_scale is not None
+    assert weights.down_scale is not None
+    tiles = many_tiles(x.shape[1], size, x.element_size())
+    order = sort_by_expert(routing.ids, weights.first, len(weights.down), tiles.block_m)
+    inner = torch.empty(pairs, size, dtype=x.dtype, device=x.device)
+    gate_up = dequantize(weights.gate_up, weights.gate_up_scale, x, scratch)
+    experts_many.launch_gate_up(x, inner, routing, replace(weights, gate_up=gate_up), order, tiles.gate_up)
+    down = dequantize(weights.down, weights.down_scale, x, scratch)
+    return experts_many.launch_down(inner, routing, replace(weights, down=down), order, tiles.down, in_parts=in_parts)
