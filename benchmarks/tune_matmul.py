@@ -226,6 +226,7 @@ def main() -> None:
     parser.add_argument("--models", nargs="*", default=USUAL, choices=list(MODELS))
     parser.add_argument("--rows", nargs="*", type=int, default=[1, 16, 32, 64, 128, 256])
     parser.add_argument("--top", type=int, default=8)
+    parser.add_argument("--shapes", nargs="*", default=[], metavar="OUTxIN", help="tune these alone, instead of models")
     parser.add_argument("--known", action="store_true")
     parser.add_argument("--seconds", type=float, default=math.inf)
     args = parser.parse_args()
@@ -233,10 +234,15 @@ def main() -> None:
     torch.manual_seed(0)
     space, table = Workspace(torch.device("cuda")), {}
     with torch.inference_mode():
-        shapes = {shape for name in args.models for shape in MODELS[name].matrices.values()}
+        alone = [(int(n), int(k)) for n, k in (shape.split("x") for shape in args.shapes)]
+        models = [] if alone else args.models
+        shapes = {*alone, *(shape for name in models for shape in MODELS[name].matrices.values())}
         tiles = (tile for m, shape in itertools.product(args.rows, shapes) for tile in search.tiles(m, *shape))
         compile_all(((tile, False) for tile in tiles), space)
-        for name in args.models:
+        for shape in alone:
+            found = tune_alone("", *shape, args.rows, space, args.top, search)
+            table[shape] = {m: fastest(choices) for m, choices in found.items()}
+        for name in models:
             model = MODELS[name]
             best = {
                 part: tune_alone(f"{name} {part}", *shape, args.rows, space, args.top, search)
@@ -250,6 +256,12 @@ def main() -> None:
     for shape, tiles in table.items():
         lines = "".join(f"        {m}: {source(tile)},\n" for m, tile in tiles.items())
         print(f"    {shape}: {{\n{lines}    }},")
+
+
+def fastest(choices: Sequence[Choice]) -> Choice:
+    """Return the fastest choice, of tiles that can hold a gate and its value, without those that are early: how fast they are
+    appears in a step only."""
+    return next(tile for tile in choices if tile is None or (tile.block_n > 1 and not tile.early))
 
 
 def source(tile: Choice) -> str:
