@@ -31,6 +31,6 @@ class ExpandedAttention(Protocol):
         num_heads, size of values]``, which are not in the pool: ``[tokens, num_heads, size of values]``, contiguous.
 
         The model calls this once per layer, with the batch that was given to ``plan_expanded``. ``layer`` has neither a
-        window nor a soft cap nor sinks. ``v`` is contiguous except in the first two dimensions. Mutates nothing.
+        window nor a soft cap nor sinks. ``k`` and ``v`` are contiguous except in the first two dimensions. Mutates nothing.
         """
         ...

@@ -151,7 +151,7 @@ class LatentAttention(Layer):
         queries, latents = self.qkv_a.forward(x).split(self._widths, 1)
         q, plain = self._queries(queries), shape.qk_nope_head_dim
         expanded = batch.expanded if last is None else None
-        width = shape.latent_dim if expanded is None else shape.qk_rope_head_dim
+        width = shape.latent_dim if expanded is None else shape.head_dim
         made = q.new_empty(len(q), self.num_heads, width)  # the last part of each head is the rotated part of a query
         rotation.rotate_and_store_latents(
             q[..., plain:],
@@ -179,24 +179,35 @@ class LatentAttention(Layer):
         return torch.bmm(attended.transpose(0, 1), self._w_uv).transpose(0, 1).flatten(1)
 
     def _attend_expanded(
-        self, plain: torch.Tensor, rotated: torch.Tensor, batch: Batch, rows: ExpandedRows
+        self, plain: torch.Tensor, queries: torch.Tensor, batch: Batch, rows: ExpandedRows
     ) -> torch.Tensor:
         """Attend in prompts over the keys and values that the latents of their rows are expanded to, in other rows over
-        latents. ``plain`` and ``rotated [tokens, heads, ...]`` are the two parts of queries."""
+        latents. ``plain [tokens, heads, qk_nope_head_dim]`` are the parts of queries that are not rotated. ``queries [tokens, heads,
+        head_dim]`` has the rotated parts at the end of each head, and its other numbers are overwritten."""
         shape, count = self.shape, rows.num_tokens
-        memory = batch.kv[self.group].keys(self.constants.layer_id)
-        latents = raw(memory).flatten(0, 2).index_select(0, rows.locations).view(memory.dtype).to(plain.dtype)
-        latent, key = latents.split((shape.kv_lora_rank, shape.qk_rope_head_dim), 1)
-        kv = self.kv_b.forward(latent.contiguous()).unflatten(1, (self.num_heads, -1))
-        k, v = kv.split((shape.qk_nope_head_dim, shape.v_head_dim), 2)
-        k = torch.cat((k, key[:, None].expand(-1, self.num_heads, -1)), 2)
-        q = torch.cat((plain[:count], rotated[:count]), 2)
-        attended = rows.attends.forward_expanded(q, k, v, self.constants, rows.prompts).flatten(1)
+        queries[:count, :, : shape.qk_nope_head_dim] = plain[:count]
+        k, v = self._expand(batch, rows.locations, plain.dtype)
+        attended = rows.attends.forward_expanded(queries[:count], k, v, self.constants, rows.prompts).flatten(1)
         if rows.rest is None:
             return attended
         absorbed = plain.new_empty(len(plain) - count, self.num_heads, shape.latent_dim)
-        absorbed[..., shape.kv_lora_rank :] = rotated[count:]
+        absorbed[..., shape.kv_lora_rank :] = queries[count:, :, shape.qk_nope_head_dim :]
         return torch.cat((attended, self._attend_absorbed(plain[count:], absorbed, rows.rest)))
+
+    def _expand(self, batch: Batch, locations: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the keys and the values, ``[keys, heads, ...]``, of the latents at ``locations``: views of one tensor, to which
+        the products write, so that the rotated part of a key, which all heads share, is all that is copied."""
+        shape = self.shape
+        memory = batch.kv[self.group].keys(self.constants.layer_id)
+        latents = raw(memory).flatten(0, 2).index_select(0, locations).view(memory.dtype).to(dtype)
+        latent, key = latents.split((shape.kv_lora_rank, shape.qk_rope_head_dim), 1)
+        made = latents.new_empty(len(latents), self.num_heads, shape.v_head_dim + shape.head_dim)
+        v, plain, rotated = made.split((shape.v_head_dim, shape.qk_nope_head_dim, shape.qk_rope_head_dim), 2)
+        each = latent.expand(self.num_heads, -1, -1)
+        torch.bmm(each, self._w_uv, out=v.transpose(0, 1))
+        torch.bmm(each, self._w_uk.transpose(1, 2), out=plain.transpose(0, 1))
+        rotated.copy_(key[:, None].expand_as(rotated))
+        return made[..., shape.v_head_dim :], v
 
     def _queries(self, x: torch.Tensor) -> torch.Tensor:
         """Return the queries ``[tokens, heads, head_dim]``, before they are rotated."""

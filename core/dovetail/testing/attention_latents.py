@@ -81,9 +81,8 @@ class LatentCases(AttentionChecks):
         backend = cast(ExpandedAttention, self.make(AttentionStep(case, self.find_device()).context()))
         made = AttentionStep(replace(case, head_dim=head_dim, value_dim=value_dim), self.find_device())
         keys, random = sum(made.lens), torch.Generator().manual_seed(1)
-        k = torch.randn(keys, case.heads, head_dim, generator=random).to(made.device, made.case.dtype)
-        wide = torch.randn(keys, case.heads, 8 + value_dim, generator=random).to(made.device, made.case.dtype)
-        v = wide[..., 8:]  # a view, as models pass it
+        wide = torch.randn(keys, case.heads, value_dim + head_dim, generator=random).to(made.device, made.case.dtype)
+        v, k = wide.split((value_dim, head_dim), 2)  # views, as models pass them
         indptr = torch.tensor([0, *made.lens]).cumsum(0).to(made.device, torch.int32)
         backend.plan_expanded(made.batch, indptr)
         for _ in range(2):  # as in two layers

@@ -157,6 +157,7 @@ FLASH_ATTN_MLA = ComponentSpec(
             Feature.ATTN_EXPANDED,
             Feature.ATTN_GRAPH,
             Feature.ATTN_VERIFY_GRAPH,
+            Feature.ATTN_SHARED_PREFIX,
         }
     ),
     constraints=Constraints(
@@ -167,7 +168,7 @@ FLASH_ATTN_MLA = ComponentSpec(
         kv_dtypes=("bfloat16", "float16"),
         latent_dims=((576, 512),),
     ),
-    priority=5,  # below triton, until it was measured
+    priority=20,
     probe="dovetail_attention.flash_attn.latent:probe",
 )
 

@@ -97,7 +97,7 @@ class FlashInferLatent(AttentionBackend):
             )
             self._copied.record()
             self._planned_prompts = layer.scale
-        return self._ragged.run(q, k, v.contiguous())
+        return self._ragged.run(q, k.contiguous(), v.contiguous())
 
 
 def _scale_of(layer: AttentionLayer) -> float:

@@ -36,18 +36,16 @@ class AttentionTile(NamedTuple):
 
 
 LATENT_TILES = {
-    16: AttentionTile(16, 64, 8, 3, 1),
+    16: AttentionTile(16, 32, 4, 3, 2),
     32: AttentionTile(32, 64, 8, 2, 1, flip=True),
-    64: AttentionTile(64, 32, 8, 3, 1),
+    64: AttentionTile(64, 64, 8, 2, 1),
 }
-"""The tiles for latents in 16 bits, by the number of rows: those with which two blocks of latents or more are in flight
-while another one is multiplied, and fit into shared memory beside the rows and a tree mask. Chosen by the registers and the
-shared memory that the compiler reports, not measured; ``benchmarks/latent_gpu.py --tune`` compares them. An accumulator of 64
-rows and 512 numbers takes half of the registers of a multiprocessor."""
+"""The tiles for latents in 16 bits, by the number of rows, measured with ``benchmarks/latent_gpu.py --tune`` on an H200, except that of 32
+rows, which was chosen by the registers and the shared memory that the compiler reports. An accumulator of 64 rows and 512 numbers takes
+half of the registers of a multiprocessor."""
 
-CONVERTED_TILES = {16: AttentionTile(16, 64, 8, 3, 1), 64: AttentionTile(64, 64, 8, 2, 1)}
-"""The tiles for latents in 8 bits, which become 16 bits in registers. Only with 64 rows the compiler reads them ahead, and
-then few heads have the same tile. Chosen by what the compiler reports, not measured."""
+CONVERTED_TILES = {16: AttentionTile(16, 64, 8, 3, 1), 64: AttentionTile(64, 64, 8, 3, 1)}
+"""The tiles for latents in 8 bits, which become 16 bits in registers, measured likewise."""
 
 EXPANDED_TILES = {64: AttentionTile(64, 64, 4, 3, 1), 128: AttentionTile(128, 64, 8, 3, 1)}
 """The tiles for expanded prompts in 16 bits, by the number of rows, measured with ``benchmarks/latent_gpu.py --tune``."""
@@ -99,7 +97,7 @@ def choose_latent(
     if not large_memory:
         return AttentionTile(min(wanted, 32), 16, 8, 2, 1)
     if pool != dtype:
-        return CONVERTED_TILES[16 if two else 64]
+        return CONVERTED_TILES[16 if wanted <= 16 else 64]
     return LATENT_TILES[min(wanted, 64)]
 
 
