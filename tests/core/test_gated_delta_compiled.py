@@ -6,6 +6,7 @@ use no more shared memory than there is, and spill no registers. That needs no G
 
 from __future__ import annotations
 
+import re
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -16,30 +17,42 @@ from triton.backends import nvidia as backends
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from dovetail.ops.triton import gated_delta, short_conv
+from dovetail.ops.triton import delta_chunks, gated_delta, kda_chunks, short_conv
 from dovetail.ops.triton.launch import INTERPRETED
 
 pytestmark = pytest.mark.skipif(INTERPRETED, reason="kernels are interpreted, not compiled")
-FLOATS = ("rate", "bias", "totals", "state")
+FLOATS = ("rate", "bias", "totals", "fades", "decays", "state")
 INTEGERS = ("slots", "indptr", "fresh", "chunk_rows", "chunk_starts", "first_chunks", "starts", "counts")
 HALVES = ("qkv", "a", "b", "reads", "changes", "before", "out", "x", "weight")
 TYPES: dict[str, str] = {"scale": "fp32"}
 TYPES |= dict.fromkeys(FLOATS, "*fp32") | dict.fromkeys(INTEGERS, "*i32") | dict.fromkeys(HALVES, "*bf16")
-KERNELS = {
-    "_step": ({"BLOCK_V": 32}, 4, 3),
-    "_advance": ({"BLOCK_V": 32}, 4, 3),
-    "_pass": ({"BLOCK_V": 32, "CHUNK": 64, "PRECISION": "tf32", "WRITES": True}, 4, 2),
-    "_outputs": ({"BLOCK_V": 64, "CHUNK": 64, "PRECISION": "tf32", "SUB": 16}, 8, 3),
-    "_solve": ({"BLOCK_V": 64, "CHUNK": 64, "PRECISION": "tf32", "SUB": 16}, 8, 3),
+STEPS = {"_step": {"BLOCK_V": 32}, "_advance": {"BLOCK_V": 32}}
+CHUNKS = {"CHUNK": 64, "PRECISION": "tf32"}
+TILES = gated_delta.TILES
+BY_HEAD = {
+    "solve": ({"BLOCK_V": 128, "DOUBLINGS": 5}, TILES.solve_warps, 2),
+    "pass_states": ({"BLOCK_V": TILES.pass_columns, "WRITES": True}, TILES.pass_warps, TILES.pass_stages),
+    "outputs": ({"BLOCK_V": TILES.output_columns}, TILES.output_warps, 2),
 }
+BY_CHANNEL = {
+    "solve": ({"BLOCK_V": 64, "SUB": 16, "DOUBLINGS": 5}, 8, 3),
+    "pass_states": ({"BLOCK_V": 32, "WRITES": True}, 4, 2),
+    "outputs": ({"BLOCK_V": 64, "SUB": 16}, 8, 3),
+}
+SIZES = {"GROUP": 2, "KEY": 128, "VALUE": 128, "BLOCK_K": 128}
+SPILLED = 64
+"""The bytes of registers that a kernel may spill: a few that are needed again at its end."""
 CONVOLUTIONS = {
     "_step": {"BLOCK": 512, "WIDTH": 4, "SILU": True, "BIAS": False},
     "_advance": {"BLOCK": 256, "BEFORE": 3},
-    "_chunks": {"BLOCK": 64, "WIDTH": 4, "SILU": True, "BIAS": False, "CHUNK": 64, "WRITES": True},
+    "_chunks": {"BLOCK": 64, "WIDTH": 4, "SILU": True, "BIAS": False, "CHUNK": 64, "WRITES": True, "TAPS": 4},
 }
 
 
-def check_compiled(kernel: Any, constants: dict[str, Any], warps: int, stages: int, folder: Path) -> None:
+def check_compiled(
+    kernel: Any, constants: dict[str, Any], warps: int, stages: int, folder: Path, spilled: int = 0
+) -> str:
+    """Assert that a kernel fits, and return its PTX."""
     constants = {**constants, "PDL": True}
     signature = {arg: "constexpr" if arg in constants else TYPES.get(arg, "i32") for arg in kernel.arg_names}
     attrs = {
@@ -56,23 +69,35 @@ def check_compiled(kernel: Any, constants: dict[str, Any], warps: int, stages: i
     file.write_bytes(found.asm["cubin"])
     usage = [Path(backends.__file__).parent / "bin" / "cuobjdump", "-res-usage", file]
     printed = subprocess.run(usage, capture_output=True, text=True, check=True).stdout
-    assert "STACK:0 " in printed, f"registers are spilled: {printed}"
+    stack = re.search(r"STACK:(\d+) ", printed)
+    assert stack is not None
+    assert int(stack[1]) <= spilled, f"registers are spilled: {printed}"
+    return found.asm["ptx"]
 
 
 @pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")
-@pytest.mark.parametrize(
-    ("name", "by_channel"),
-    [
-        ("_step", False),
-        ("_advance", False),
-        ("_pass", False),
-        *[pytest.param(name, by_channel, marks=pytest.mark.full) for name in KERNELS for by_channel in (False, True)],
-    ],
-)
-def test_kernels_compile_and_fit(name: str, by_channel: bool, tmp_path: Path) -> None:
-    own, warps, stages = KERNELS[name]
-    sizes = {"GROUP": 2, "KEY": 128, "VALUE": 128, "BY_CHANNEL": by_channel, "BLOCK_K": 128}
-    check_compiled(getattr(gated_delta, name), sizes | own, warps, stages, tmp_path)
+@pytest.mark.parametrize("by_channel", [False, pytest.param(True, marks=pytest.mark.full)])
+@pytest.mark.parametrize("name", STEPS)
+def test_decode_steps_compile_and_fit(name: str, by_channel: bool, tmp_path: Path) -> None:
+    constants = SIZES | STEPS[name] | {"BY_CHANNEL": by_channel}
+    check_compiled(getattr(gated_delta, name), constants, 4, 3, tmp_path)
+
+
+@pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")
+@pytest.mark.parametrize("name", ["pass_states", "outputs", pytest.param("solve", marks=pytest.mark.full)])
+def test_kernels_of_prompts_compile_fit_and_use_tensor_cores(name: str, tmp_path: Path) -> None:
+    own, warps, stages = BY_HEAD[name]
+    ptx = check_compiled(getattr(delta_chunks, name), SIZES | CHUNKS | own, warps, stages, tmp_path, SPILLED)
+    assert "wgmma.mma_async" in ptx
+    assert "mma.sync" not in ptx
+
+
+@pytest.mark.full
+@pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")
+@pytest.mark.parametrize("name", BY_CHANNEL)
+def test_kernels_of_prompts_with_decays_of_channels_compile_and_fit(name: str, tmp_path: Path) -> None:
+    own, warps, stages = BY_CHANNEL[name]
+    check_compiled(getattr(kda_chunks, name), SIZES | CHUNKS | own, warps, stages, tmp_path, SPILLED)
 
 
 @pytest.mark.full

@@ -55,8 +55,8 @@ def _advance(
 @triton.jit
 def _chunks(
     x, weight, bias, state, out, slots, indptr, fresh, chunk_rows, chunk_starts, channels, x_stride, state_stride,
-    BIAS: tl.constexpr, SILU: tl.constexpr, WIDTH: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
-    WRITES: tl.constexpr, PDL: tl.constexpr,
+    BIAS: tl.constexpr, SILU: tl.constexpr, WIDTH: tl.constexpr, TAPS: tl.constexpr, CHUNK: tl.constexpr,
+    BLOCK: tl.constexpr, WRITES: tl.constexpr, PDL: tl.constexpr,
 ) -> None:  # fmt: skip
     """The program of a row's first chunk also writes the state, because it is the only one that reads the old one."""
     channel = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -71,26 +71,25 @@ def _chunks(
     slot = tl.load(slots + row).to(tl.int64)
     known = tl.where((tl.load(fresh + row) == 0) & (slot != 0), before, 0)  # inputs that the state holds
     own = state + slot * state_stride + channel * before
-    at = start + tl.arange(0, CHUNK)
+    step = tl.arange(0, CHUNK)
+    at = start + step
+    here = x + start.to(tl.int64) * x_stride + channel[None, :]
+    tap = tl.arange(0, TAPS)[None, :]
+    weights = tl.load(weight + channel[:, None] * WIDTH + tap, inside[:, None] & (tap < WIDTH), 0.0).to(tl.float32)
     total = tl.zeros([CHUNK, BLOCK], tl.float32)
     if BIAS:
         total += tl.load(bias + channel, inside, 0.0).to(tl.float32)[None, :]
     for i in tl.static_range(WIDTH):
         source = at - before + i
-        addend = tl.load(
-            x + source.to(tl.int64)[:, None] * x_stride + channel[None, :],
-            ((source >= begin) & (source < end))[:, None] & inside[None, :], 0.0,
-        ).to(tl.float32)  # fmt: skip
-        if start == begin:
-            back = source - begin  # negative: index from the end of the state
-            addend += tl.load(
-                own[None, :] + (back + before)[:, None],
-                ((back < 0) & (back + known >= 0))[:, None] & inside[None, :],
-                0.0,
-            ).to(tl.float32)
-        total += addend * tl.load(weight + channel * WIDTH + i, inside, 0.0).to(tl.float32)[None, :]
-    token = at.to(tl.int64)[:, None] * channels + channel[None, :]
-    tl.store(out + token, _activated(total, SILU).to(out.dtype.element_ty), (at < end)[:, None] & inside[None, :])
+        real = ((source >= begin) & (source < end))[:, None] & inside[None, :]
+        addend = tl.load(here + (step - before + i)[:, None] * x_stride, real, 0.0).to(tl.float32)
+        total += addend * tl.sum(tl.where(tap == i, weights, 0.0), 1)[None, :]
+    if (start == begin) & (known > 0):
+        for i in tl.static_range(before):
+            kept = tl.load(own[None, :] + (step + i)[:, None], (step + i < before)[:, None] & inside[None, :], 0.0)
+            total += kept.to(tl.float32) * tl.sum(tl.where(tap == i, weights, 0.0), 1)[None, :]
+    token = out + start.to(tl.int64) * channels + channel[None, :] + step[:, None] * channels
+    tl.store(token, _activated(total, SILU).to(out.dtype.element_ty), (at < end)[:, None] & inside[None, :])
     if WRITES:  # noqa: SIM102 a constant
         if (start == begin) & (slot != 0):
             _shift(x, own, channel, begin, end - begin, known, x_stride, inside, before)
@@ -140,7 +139,8 @@ def short_conv(
             _chunks, (len(rows.chunk_rows), triton.cdiv(x.shape[1], 64)),
             x, weight, bias, state, out, rows.slots, rows.indptr, rows.fresh, rows.chunk_rows, rows.chunk_starts,
             x.shape[1], x.stride(0), state.stride(0),
-            BIAS=bias is not None, SILU=activation == "silu", WIDTH=weight.shape[1], CHUNK=rows.chunk, BLOCK=64, WRITES=rows.writes, num_warps=8,
+            BIAS=bias is not None, SILU=activation == "silu", WIDTH=weight.shape[1],
+            TAPS=triton.next_power_of_2(weight.shape[1]), CHUNK=rows.chunk, BLOCK=64, WRITES=rows.writes, num_warps=8,
         )  # fmt: skip
     return out
 
