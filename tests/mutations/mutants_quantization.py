@@ -10,6 +10,7 @@ import torch
 from mutant import Mutant, Suite
 
 from dovetail.interfaces.expert_shapes import ExpertWeights
+from dovetail.interfaces.features import Feature
 from dovetail.interfaces.model import WeightTarget
 from dovetail.interfaces.quantization import (
     Activation,
@@ -128,6 +129,31 @@ class LosesAPart(Dequantized):
 class SaysNoParts(Dequantized):
     def parts(self, x: torch.Tensor) -> torch.Tensor:
         return self.forward(x, None)[None]
+
+
+class RowAfterRow(Dequantized):
+    """Multiply rows one after the other, so that they do not depend on each other."""
+
+    def forward(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        return torch.cat([torch.nn.functional.linear(row, self._weight, bias) for row in x.split(1)])
+
+    def gated(self, x: torch.Tensor, bias: torch.Tensor | None, activation: Activation) -> torch.Tensor:
+        return activations.GATES[activation](self.forward(x, bias))
+
+
+class FewRowsInFloat64(RowAfterRow):
+    def forward(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        if len(x) > 8:
+            return super().forward(x, bias)
+        whole = x.double() @ self._weight.double().T
+        return (whole if bias is None else whole + bias.double()).to(x.dtype)
+
+
+class FewRowsInParts(RowAfterRow):
+    in_parts = True
+
+    def parts(self, x: torch.Tensor) -> torch.Tensor | None:
+        return self.forward(x, None).float()[None] if len(x) < 16 else None
 
 
 class ByRow(ActivationQuantizer):
@@ -257,6 +283,7 @@ def suite(
     experts_method: type[Fp8Experts] = Fp8Experts,
     *,
     precise_too: bool = False,
+    invariant: bool = False,
     describe: str = "dovetail_quantization.fp8_formats:describe",
 ) -> Suite:
     class Made(Fp8):
@@ -273,7 +300,8 @@ def suite(
 
         @property
         def spec(self) -> ComponentSpec:
-            return dataclasses.replace(super().spec, describe=describe)
+            offers = {*super().spec.offers, *([Feature.QUANTIZATION_BATCH_INVARIANT] if invariant else [])}
+            return dataclasses.replace(super().spec, describe=describe, offers=frozenset(offers))
 
         def store(
             self, checkpoint: Mapping[str, Any], module: str, weight: torch.Tensor
@@ -285,10 +313,17 @@ def suite(
         def make(self, checkpoint: Mapping[str, Any] | None, dtype: torch.dtype = torch.float32) -> Quantization:
             return Made(Fp8Config(), QuantizationContext(checkpoint, dtype, torch.device("cpu")))
 
+        def make_invariant(
+            self, checkpoint: Mapping[str, Any] | None, dtype: torch.dtype, device: torch.device
+        ) -> Quantization:
+            return self.make(checkpoint, dtype)
+
     return Suite
 
 
 SOUND, QUANTIZING = suite(), suite(multiplying_by(OfQuantizedInputs))
+INVARIANT = suite(multiplying_by(RowAfterRow), invariant=True)
+INVARIANCE, IN_FLOAT32 = "test_batch_invariance", [("by row", torch.float32)]
 PRODUCTS, GATES = "test_products_are_those_of_the_weights", "test_gates_and_parts_are_those_of_the_product"
 INPUTS = "test_inputs_may_be_quantized_before"
 EXPERTS = "test_experts_are_those_of_the_weights"
@@ -309,6 +344,8 @@ MUTANTS = [
     Mutant("does not write the sum of input and residual", INPUTS, suite(multiplying_by(of_inputs(LeavesItsInput()))), QUANTIZING, STORED, "overwrite"),
     Mutant("quantizes the norm without the residual", INPUTS, suite(multiplying_by(of_inputs(ForgetsTheResidual()))), QUANTIZING, STORED),
     Mutant("quantizes each gate as SwiGLU", INPUTS, suite(multiplying_by(of_inputs(OneActivation()))), QUANTIZING, STORED),
+    Mutant("multiplies few rows in another way", INVARIANCE, suite(multiplying_by(FewRowsInFloat64), invariant=True), INVARIANT, IN_FLOAT32, "other bits alone"),
+    Mutant("has parts of few rows only", INVARIANCE, suite(multiplying_by(FewRowsInParts), invariant=True), INVARIANT, IN_FLOAT32, "only some steps have parts"),
     Mutant("declares a parameter that nothing fills", "test_every_element_is_filled", suite(FillsLess), SOUND, ONE_RANK, "zero_point"),
     Mutant("keeps the first product", "test_other_weights_give_other_products", suite(KeepsTheFirst), SOUND, STORED),
     Mutant("does not read the scales", "test_a_missing_tensor_is_named", suite(ReadsNoScales), SOUND, STORED),

@@ -114,7 +114,8 @@ class Engine:
         self.stores: KVStoreFactory = resolved.store.build(context)
         quantization = None
         if (chosen := resolved.quantization) is not None:
-            quantization = chosen.build(QuantizationContext(info.quantization, self._dtype, self.device))
+            stored_as = QuantizationContext(info.quantization, self._dtype, self.device, config.batch_invariant)
+            quantization = chosen.build(stored_as)
         experts = None
         if (backend := resolved.experts) is not None:
             experts = backend.build(ExpertsContext(self.device, self._dtype, config.batch_invariant))

@@ -29,11 +29,14 @@ Activation = Literal["silu", "gelu_tanh"]
 @dataclass(frozen=True, slots=True)
 class QuantizationContext:
     """Describe the model that is built. ``checkpoint`` is the ``quantization_config`` of config.json, or None if the
-    checkpoint is not quantized. ``dtype`` is the dtype of activations and of the layers that are not quantized."""
+    checkpoint is not quantized. ``dtype`` is the dtype of activations and of the layers that are not quantized. If
+    ``batch_invariant`` is set, which only components that offer ``quantization.batch_invariant`` see, the bits of a row of a product
+    must not depend on the other rows, nor on how many there are."""
 
     checkpoint: Mapping[str, Any] | None
     dtype: torch.dtype
     device: torch.device
+    batch_invariant: bool = False
 
 
 @dataclass(frozen=True, slots=True)

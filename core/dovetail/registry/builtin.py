@@ -178,7 +178,10 @@ QUANTIZATION = KindDescriptor(
     ComponentKind.QUANTIZATION,
     "quantizations of weights",
     "dovetail.interfaces.quantization:Quantization",
-    api=(1, 3),  # experts_method; quantizer, check_modules; LinearMethod.dequantized
+    api=(
+        1,
+        4,
+    ),  # experts_method; quantizer, check_modules; LinearMethod.dequantized; QuantizationContext.batch_invariant
     section=kinds.QUANTIZATION,
     screen=f"{_RULES}:screen_quantization",
     namespaces=("quantization",),

@@ -167,6 +167,7 @@ QUANTIZATION = KindTemplate(
     "A quantization of weights for Dovetail in plain torch: 8-bit integers with a scale for each group of a row, from "
     "checkpoints or while loading.",
     setting={"group_size": 16},
+    offers=(Feature.QUANTIZATION_BATCH_INVARIANT,),
 )
 EXPERTS = KindTemplate(
     FOLDER / "experts",

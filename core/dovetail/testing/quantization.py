@@ -23,6 +23,7 @@ from dovetail.engine.build import as_module, build_model
 from dovetail.engine.weights import load_weights
 from dovetail.errors import ConfigError, WeightsError
 from dovetail.interfaces.cache import CacheGroup
+from dovetail.interfaces.features import Feature
 from dovetail.interfaces.mesh import SINGLE, Mesh
 from dovetail.interfaces.model import ModelArchitecture, ModelInfo, WeightTarget, WeightTransform
 from dovetail.interfaces.quantization import (
@@ -122,6 +123,12 @@ class QuantizationSuite(QuantizedExpertsSuite):
     def make(self, checkpoint: Mapping[str, Any] | None, dtype: torch.dtype = torch.float32) -> Quantization:
         """Return the component for a checkpoint, with activations of ``dtype``."""
         return self.build(QuantizationContext(checkpoint, dtype, CPU))
+
+    def make_invariant(
+        self, checkpoint: Mapping[str, Any] | None, dtype: torch.dtype, device: torch.device
+    ) -> Quantization:
+        """Return the component for a checkpoint, with products in which rows do not depend on each other."""
+        return self.build(QuantizationContext(checkpoint, dtype, device, batch_invariant=True))
 
     def model(
         self,
@@ -270,6 +277,29 @@ class QuantizationSuite(QuantizedExpertsSuite):
                     found = layer.product.forward(cast("torch.Tensor", got), layer.bias)
                     assert relative_error(found, expected) <= 0.01, f"{what} before {name}"
 
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+    @torch.inference_mode()
+    def test_batch_invariance(self, case: str, dtype: torch.dtype, tmp_path: Path) -> None:
+        """With ``batch_invariant``, the bits of a row do not depend on the other rows of a step: in products, gates and parts,
+        and whether there are parts does not either. Tested on CUDA if there is a device."""
+        self.require(Feature.QUANTIZATION_BATCH_INVARIANT)
+        self.write(case, tmp_path)
+        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        made = self.make_invariant(self.checkpoints[case], dtype, device)
+        model = build_model(LayersOfAModel, INFO, device, dtype, SINGLE, made)
+        load_weights(model, tmp_path)
+        quantized = {name: layer for name, layer in _layers(model).items() if layer.method is not None}
+        for name, layer in quantized.items():
+            x = torch.randn(150, layer.in_features, generator=torch.Generator().manual_seed(1)).to(device, dtype)
+            whole = _outputs(layer, x)
+            for start, stop in ((0, 1), (149, 150), (7, 9), (3, 20), (50, 114)):
+                for got, expected in zip(_outputs(layer, x[start:stop]), whole, strict=True):
+                    assert (got is None) == (expected is None), f"{name}: only some steps have parts"
+                    if got is not None and expected is not None:
+                        assert got.equal(expected[..., start:stop, :]), (
+                            f"{name}: rows {start} to {stop} have other bits alone"
+                        )
+
     @each_size
     def test_every_element_is_filled(self, case: str, size: int, tmp_path: Path) -> None:
         """No element of a parameter keeps what was in its memory."""
@@ -354,6 +384,17 @@ def _dense(
     save_file({name: tensor.contiguous() for name, tensor in exact.items()}, folder / "model.safetensors")
     load_weights(model, folder)
     return model
+
+
+def _outputs(layer: Linear, x: torch.Tensor) -> list[torch.Tensor | None]:
+    """Return what a layer's product computes of rows that enter as norms and gates give them to it."""
+    product = layer.product
+    quantizer = product.quantizer
+    entering = x if quantizer is None or len(x) <= quantizer.few_rows else quantizer.quantize(x)
+    gated = (
+        [product.gated(entering, layer.bias, activation) for activation in GATES] if layer.out_features % 2 == 0 else []
+    )
+    return [product.forward(entering, layer.bias), *gated, product.parts(entering)]
 
 
 def _quantized_inputs(
