@@ -84,13 +84,13 @@ def candidates(block_m: int, n: int, k: int) -> list[ProductTile]:
         ]
     found = []
     for (block_n, block_k, warps, stages), split in itertools.product(
-        FEW_ROWS if block_m <= 64 else MANY_ROWS, (1, 2, 3, 4, 6, 7, 8)
+        FEW_ROWS if block_m <= 64 else MANY_ROWS, (1, 2, 3, 4, 5, 6, 7, 8, 9)
     ):
         programs = -(-n // block_n) * split
         if (
             k % (block_k * split) == 0
             and 2 * (block_n + block_m) * block_k * stages <= SHARED_MEMORY
-            and (programs >= SMS // 2 or split == 8)
+            and (programs >= SMS // 2 or split >= 8)
             and (
                 split == 1
                 or (programs <= SMS * 8 and programs * block_n * block_m <= MAX_PARTS and programs <= MAX_TILES)

@@ -12,6 +12,7 @@ import torch
 from dovetail.interfaces.cache import CacheGroupKind
 from dovetail.layers.attention import SelfAttention
 from dovetail.layers.base import Layer
+from dovetail.layers.experts import Experts
 from dovetail.layers.latent import LatentAttention
 from dovetail.layers.mamba import Mamba2Shape
 from dovetail.layers.mlp import MLP, GatedMLP
@@ -21,7 +22,6 @@ from dovetail.layers.states import StateMixer, step_states
 
 if TYPE_CHECKING:
     from dovetail.interfaces.model import ModelInfo
-    from dovetail.layers.experts import Experts
     from dovetail.layers.rotary import Rotation
     from dovetail.ops.parts import Addend
     from dovetail.types import Batch
