@@ -181,22 +181,6 @@ def test_without_kernels_nothing_is_captured_until_they_are_compiled():
     assert graphs.captured == [8, 8, 4, 4, 2, 2, 1, 1]
 
 
-def test_small_models_are_captured_after_longer_prompts_only():
-    """Their steps take the device less time than a capture takes the host."""
-    warm_up, graphs = make(False)
-    assert not warm_up.start(graphs, 6000.0)
-    warm_up._kernels.compiled = True
-    warm_up.between_steps(graphs, step(5999))
-    assert graphs.events == []
-    warm_up.between_steps(graphs, step(6000))
-    assert len(graphs.captured) == 1
-    warm_up, graphs = make(False)
-    warm_up.start(graphs, 10.0)
-    warm_up._kernels.compiled = True
-    warm_up.between_steps(graphs, step(BUSY_TOKENS - 1))
-    assert graphs.events == []
-
-
 def test_what_fails_is_left_to_the_steps_that_need_it(caplog):
     warm_up, graphs = make(True, impossible=(4,), broken=(2,))
     assert warm_up.start(graphs)

@@ -27,7 +27,7 @@ from dovetail.engine.mesh import local_info, rank_device
 from dovetail.engine.needs import GraphNeeds, affordable_pieces, captures_trees, measure_needs, verify_sizes
 from dovetail.engine.outputs import fetched, step_result
 from dovetail.engine.penalties import TokenCounts
-from dovetail.engine.pieces import PiecewiseGraphs, hidden_tokens, launch_bound
+from dovetail.engine.pieces import PiecewiseGraphs, launch_bound
 from dovetail.engine.processors import RowProcessors
 from dovetail.engine.runners import DecodeGraphRunner, EagerRunner, EagerSampler, Launched, Runner, VerifyGraphRunner
 from dovetail.engine.sampler import Sampler
@@ -311,7 +311,7 @@ class Engine:
         if config.graphs.capture == "start":
             capture_all(graphs, "decode steps", self.mesh)
         else:
-            self.warm_up.start(graphs, min(hidden_tokens(self.model, self.mesh), config.scheduler.chunk))
+            self.warm_up.start(graphs)
         return graphs
 
     def _build_pieces(self, config: Config) -> PiecewiseGraphs | None:

@@ -48,14 +48,9 @@ graph per layer, whose captures take longer than that of a decode step, and save
 
 
 def launch_bound(model: ModelArchitecture, mesh: Mesh) -> int:
-    """Return the number of tokens up to which steps should be captured in pieces: that of ``hidden_tokens``, rounded down
-    to a multiple of 128, and at most ``MOST_TOKENS``, because every captured size takes memory."""
-    return min(int(hidden_tokens(model, mesh)) // 128 * 128, MOST_TOKENS)
-
-
-def hidden_tokens(model: ModelArchitecture, mesh: Mesh) -> float:
-    """Return the number of tokens whose step takes the device as long as the host needs to launch a step kernel by kernel,
-    or to capture it. With fewer tokens, the device would wait for the host."""
+    """Return the number of tokens up to which the device would wait for the host if steps were launched kernel by
+    kernel. It is rounded down to a multiple of 128 and is at most ``MOST_TOKENS``, because every captured size takes
+    memory."""
     rows = mesh.tp.ragged_share(model.info.vocab_size)[1]
     module = as_module(model)
     layers = layers_of_experts(module)
@@ -64,7 +59,7 @@ def hidden_tokens(model: ModelArchitecture, mesh: Mesh) -> float:
     dense = max(model.info.num_layers - len(layers), 0)
     quantized = any(isinstance(layer, Linear) and layer.method is not None for layer in module.modules())
     seconds = dense * (MORE_LAUNCH_SECONDS if quantized else LAUNCH_SECONDS) + len(layers) * MORE_LAUNCH_SECONDS
-    return seconds * OPERATIONS_PER_SECOND / (2 * weights)
+    return min(int(seconds * OPERATIONS_PER_SECOND / (2 * weights)) // 128 * 128, MOST_TOKENS)
 
 
 def _weights_of(parameter: torch.Tensor) -> float:

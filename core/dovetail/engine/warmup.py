@@ -60,7 +60,8 @@ MOST_PROCESSES = 32
 """There are at most this many processes that compile kernels, and about as many as processors."""
 
 BUSY_TOKENS = 1024
-"""A capture follows only steps with prompts of at least this number of tokens, however large the model is."""
+"""Steps with prompts of at least this number of tokens take the device longer than a capture takes the host, or about
+as long."""
 
 
 class WarmUp:
@@ -89,7 +90,6 @@ class WarmUp:
             from dovetail.ops.triton.kernel_cache import cache_directory
 
             self._kernel_cache = str(cache_directory())
-        self._busy_tokens: float = BUSY_TOKENS
         self._likely: list[GraphKey] = []  # steps to capture as soon as their kernels are compiled
         self._positions: dict[Any, int] = {}  # of the kernels of each key, see ``KernelsAhead.position``
         self._idle: IdleCaptures | None = None  # while graphs are missing that were begun to be captured
@@ -188,11 +188,9 @@ class WarmUp:
 
         self._note(step)
 
-    def start(self, graphs: DecodeGraphs, hidden_tokens: float = 0) -> bool:
+    def start(self, graphs: DecodeGraphs) -> bool:
         """If all kernels of decode steps are compiled, on all ranks, load them onto the device and capture the steps
-        that are most likely. Return True if this is done. It takes about a second. Otherwise ``between_steps`` does this,
-        after steps of at least ``hidden_tokens`` tokens, which take the device as long as a capture takes the host."""
-        self._busy_tokens = max(BUSY_TOKENS, hidden_tokens)
+        that are most likely. Return True if this is done. It takes about a second."""
         self._likely = [GraphKey(rows, shared) for rows in reversed(graphs.sizes) for shared in graphs.shared]
         compiled = self._kernels is not None and self._kernels.wait(0.0)
         if not self._mesh.tp.agree(compiled):
@@ -209,7 +207,7 @@ class WarmUp:
         start only, because their captures must not depend on when their kernels are compiled."""
         if not self._likely or graphs is None or batch.num_extend == 0 or self._mesh.tp.size > 1:
             return
-        if batch.num_tokens >= self._busy_tokens and self._kernels is not None:
+        if batch.num_tokens >= BUSY_TOKENS and self._kernels is not None:
             self._prepare_next(graphs)
 
     def _prepare_next(self, graphs: DecodeGraphs) -> bool:
