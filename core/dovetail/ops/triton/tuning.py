@@ -177,6 +177,72 @@ MEASURED: dict[tuple[int, int], dict[int, ProductTile | None]] = {
         64: ProductTile(64, 128, 128, 8, 4),
         128: ProductTile(128, 256, 64, 8, 4),
     },
+    (2880, 4096): {
+        1: ProductTile(1, 2, 2048, 4, per_sm=6),
+        16: ProductTile(16, 64, 256, 4, 3, split=2),
+        32: ProductTile(32, 64, 256, 4, 3, split=2),
+    },
+    (5120, 2048): {
+        1: ProductTile(1, 4, 512, 2),
+    },
+    (128, 2048): {
+        1: ProductTile(1, 2, 2048, 4),
+    },
+    (3648, 2048): {
+        1: ProductTile(1, 2, 2048, 4, per_sm=6),
+        16: ProductTile(16, 64, 256, 4, 3, split=2),
+    },
+    (2048, 2048): {
+        1: ProductTile(1, 2, 1024, 4),
+        16: ProductTile(16, 64, 128, 4, 6, split=4),
+    },
+    (21888, 2048): {
+        1: ProductTile(1, 2, 1024, 2, per_sm=12),
+        16: ProductTile(16, 64, 128, 4, 4),
+    },
+    (5632, 2048): {
+        1: ProductTile(1, 2, 2048, 4, per_sm=6),
+        16: ProductTile(16, 64, 128, 4, 4),
+        32: ProductTile(32, 64, 128, 4, 4),
+        64: ProductTile(64, 64, 64, 4, 8),
+    },
+    (102400, 2048): {
+        1: ProductTile(1, 4, 256, 1),
+        16: ProductTile(16, 64, 128, 4, 4),
+        32: ProductTile(32, 64, 128, 4, 4),
+    },
+    (12288, 2048): {
+        1: ProductTile(1, 4, 1024, 2, per_sm=8),
+        32: ProductTile(32, 128, 128, 4, 3),
+    },
+    (64, 2048): {
+        1: ProductTile(1, 2, 2048, 4),
+    },
+    (512, 2048): {
+        1: ProductTile(1, 2, 2048, 4),
+    },
+    (2048, 512): {
+        1: ProductTile(1, 4, 512, 2),
+        16: ProductTile(16, 64, 128, 4, 6, split=4),
+    },
+    (9216, 2048): {
+        1: ProductTile(1, 4, 256, 1),
+    },
+    (4096, 2560): {
+        1: ProductTile(1, 4, 512, 2),
+        16: ProductTile(16, 64, 256, 4, 3, split=2),
+    },
+    (2560, 2048): {
+        1: ProductTile(1, 4, 1024, 4),
+    },
+    (20480, 2560): {
+        1: ProductTile(1, 4, 256, 1),
+        16: ProductTile(16, 64, 128, 4, 6),
+        32: ProductTile(32, 64, 128, 4, 6),
+    },
+    (2560, 10240): {
+        1: ProductTile(1, 4, 1024, 4),
+    },
 }
 """Map (n, k) of the weight and a number of rows to the tile for up to that many rows. If the entry is None or missing,
 torch's product (cuBLAS) is faster."""
