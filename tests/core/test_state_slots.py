@@ -112,6 +112,7 @@ def test_random_histories_without_states(model):
 
 
 @pytest.mark.full
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize("model", ["pages", "sliding", "latents", "states", "pages and windows", "all"])
 def test_pages_that_are_taken_and_given_back_100_000_times_lose_no_byte(model, monkeypatch):
     """Requests come, are aborted, retracted and fail, beside drafts that are accepted and rejected, in memory for few of them."""
@@ -132,7 +133,7 @@ def test_pages_that_are_taken_and_given_back_100_000_times_lose_no_byte(model, m
     seed = 0
     while count < 100_000:
         drafts = seed % 3 == 2
-        history(seed, model, seed % 3 == 1, 500, drafts, failures=0.0 if drafts else 0.05)
+        history(seed, model, seed % 3 == 1, 120, drafts, failures=0.0 if drafts else 0.05)
         seed += 1
 
 
