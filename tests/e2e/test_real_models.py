@@ -151,10 +151,17 @@ def test_the_tokenizer_is_that_of_transformers(real: str) -> None:
 @pytest.fixture(scope="module")
 def client(real: str, folders: Path) -> Iterator[Callable[..., httpx.Response]]:
     command = [DOVETAIL, "serve", real, "--port", "0", "--set", "model.context_len=1024"]
+    if Tokenizer.from_dir(locate(real)).has_chat_template:  # SmolLM2's names no format of calls
+        command += ["--set", "tool_parser=hermes"]
     with served(command, real, env=dict(os.environ)) as url, httpx.Client(base_url=url, timeout=300) as client:
 
         def post(route: str, **body: Any) -> httpx.Response:
-            return client.post(route, json={"model": real, "temperature": 0, **body}).raise_for_status()
+            defaults: dict[str, Any] = {} if route == "/generate" else {"model": real}
+            if route.startswith("/v1/") and route != "/v1/embeddings":
+                defaults["temperature"] = 0
+            answer = client.post(route, json={**defaults, **body})
+            assert answer.status_code == 200, answer.text
+            return answer
 
         yield post
 
@@ -199,3 +206,69 @@ def test_a_chat_uses_the_template_of_the_file(real: str, client: Callable[..., h
     answer = client("/v1/chat/completions", **body).json()
     assert answer["choices"][0]["message"]["content"].strip()
     assert answer["usage"]["prompt_tokens"] > 25
+
+
+def has_chat(real: str) -> bool:
+    return bool(Tokenizer.from_dir(locate(real)).has_chat_template)
+
+
+def test_a_required_call_has_arguments_of_its_schema(real: str, client: Callable[..., httpx.Response]) -> None:
+    if not has_chat(real):
+        pytest.skip(f"{real} is a base model without a chat template")
+    parameters = {
+        "type": "object",
+        "properties": {
+            "city": {"type": "string", "enum": ["Paris", "Rome"]},
+            "days": {"type": "integer", "minimum": 1, "maximum": 7},
+        },
+        "required": ["city", "days"],
+        "additionalProperties": False,
+    }
+    tool = {"type": "function", "function": {"name": "get_weather", "parameters": parameters}}
+    body = {
+        "messages": [{"role": "user", "content": "What will the weather in Rome be in the next three days?"}],
+        "tools": [tool],
+        "tool_choice": "required",
+        "parallel_tool_calls": False,
+        "max_tokens": 100,
+    }
+    choice = client("/v1/chat/completions", **body).json()["choices"][0]
+    (call,) = choice["message"]["tool_calls"]
+    assert choice["finish_reason"] == "tool_calls"
+    assert call["function"]["name"] == "get_weather"
+    arguments = json.loads(call["function"]["arguments"])
+    assert arguments["city"] in ("Paris", "Rome")
+    assert 1 <= arguments["days"] <= 7
+
+
+def test_every_api_gives_the_same_text(real: str, client: Callable[..., httpx.Response]) -> None:
+    prompt = "The capital of France is"
+    expected = client("/v1/completions", prompt=prompt, max_tokens=8).json()["choices"][0]["text"]
+    native = client("/generate", text=prompt, sampling_params={"temperature": 0, "max_new_tokens": 8}).json()
+    ollama = client(
+        "/api/generate", prompt=prompt, raw=True, stream=False, options={"temperature": 0, "num_predict": 8}
+    )
+    assert native["text"] == ollama.json()["response"] == expected
+    ids = client("/tokenize", prompt=prompt).json()["tokens"]
+    assert client("/detokenize", tokens=ids).json()["prompt"].endswith(prompt)
+    vectors = client("/v1/embeddings", input=[prompt, TEXT]).json()["data"]
+    assert len(vectors[0]["embedding"]) == len(vectors[1]["embedding"]) > 500
+    if not has_chat(real):
+        return
+    talk = [{"role": "user", "content": "Name the capital of France."}]
+    chat = client("/v1/chat/completions", messages=talk, max_tokens=12).json()["choices"][0]["message"]["content"]
+    messages = client("/v1/messages", messages=talk, max_tokens=12).json()["content"][0]["text"]
+    responses = client("/v1/responses", input=talk, max_output_tokens=12).json()["output"][0]["content"][0]["text"]
+    theirs = client("/api/chat", messages=talk, stream=False, options={"temperature": 0, "num_predict": 12}).json()
+    assert messages == responses == theirs["message"]["content"] == chat
+    assert "Paris" in chat
+
+
+def test_drafts_of_ngrams_change_no_token(real: str, dequantized: LLM) -> None:
+    prompt = f"{TEXT}\n\n{TEXT[:200]}"
+    greedy = SamplingParams(temperature=0.0, max_new_tokens=48, ignore_eos=True)
+    (expected,) = dequantized.generate([prompt], greedy)
+    with LLM(real, quantization="none", model=SHORT, speculative="ngram") as llm:
+        (output,) = llm.generate([prompt], greedy)
+    assert output.token_ids == expected.token_ids
+    assert output.accepted > 10

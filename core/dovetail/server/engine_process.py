@@ -36,6 +36,7 @@ from dovetail.messages import (
     encode,
 )
 from dovetail.tokenizer import load_tokenizer
+from dovetail.waiting_threads import limit_spinning
 
 if TYPE_CHECKING:
     from dovetail.config import Config
@@ -75,6 +76,7 @@ EngineTarget = Callable[["Config", Endpoints], None]
 
 def run_engine(config: Config, endpoints: Endpoints) -> None:
     """Run the engine of ``config``. This is the default ``EngineTarget``."""
+    limit_spinning()
     serve_loop(lambda: open_loop(config), endpoints, config.server.log_level)
 
 
