@@ -20,7 +20,9 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import os
 import statistics
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -37,6 +39,7 @@ from dovetail.ops.triton import expert_layers, experts_many
 from dovetail.ops.triton import experts as plain_kernels
 from dovetail.ops.triton import experts_fp8 as fp8_kernels
 from dovetail.ops.triton import mxfp4 as mxfp4_kernels
+from dovetail.ops.triton.ahead import KernelsAhead
 from dovetail.ops.triton.expert_tiles import ExpertTile, ExpertTiles
 from dovetail.ops.triton.mxfp4_plain import MEAN_PAIRS
 from dovetail.ops.triton.mxfp4_tiles import MOST_SHARED, Mxfp4Tile, Mxfp4Tiles, reads_ahead, shared_bytes
@@ -47,6 +50,8 @@ MULTIPLY = {"plain": 7e14, "mxfp4": 7e14, "fp8_rows": 1.3e15, "fp8_blocks": 1.3e
 """The operations per second that large products in bfloat16 and in FP8 reach."""
 FP8 = torch.float8_e4m3fn
 ROUNDS = 8
+CHECKED = (1, 2, 16, 33, 64, 300, 5000)
+"""The numbers of tokens whose results are compared with float32."""
 
 
 class Size(NamedTuple):
@@ -157,7 +162,7 @@ def check(size: Size, weights: ExpertWeights) -> None:
         gate_up_bias=None if weights.gate_up_bias is None else weights.gate_up_bias.float(),
         down_bias=None if weights.down_bias is None else weights.down_bias.float(),
     )
-    for tokens in (1, 2, 16, 33, 300, 5000):
+    for tokens in CHECKED:
         x = torch.randn(tokens, size.hidden, device="cuda").bfloat16()
         routing = route(logits_of(size, tokens, "skewed"), size.rule)
         expected = one_by_one(x.float(), routing, wide)
@@ -165,6 +170,22 @@ def check(size: Size, weights: ExpertWeights) -> None:
             error = ((got.float() - expected).norm() / expected.norm()).item()
             allowed = 0.1 if weights.format.startswith("fp8") else 0.01  # activations are quantized too
             assert error < allowed, f"{tokens} tokens: the relative error is {error:.4f}"
+
+
+def compile_ahead(size: Size, weights: ExpertWeights, numbers: list[int]) -> None:
+    """Compile the kernels for these numbers of tokens, and those of ``check``, in processes on all cores."""
+    major, minor = torch.cuda.get_device_capability()
+    ahead = KernelsAhead(10 * major + minor, f"experts-{time.time_ns()}", os.cpu_count() or 4)
+    if ahead.is_active:
+        with ahead.noting():
+            for tokens in sorted({*CHECKED, *numbers}):
+                x = torch.randn(tokens, size.hidden, device="cuda").bfloat16()
+                routing = route(logits_of(size, tokens, "skewed"), size.rule)
+                experts(x, routing, weights)
+                if tokens in CHECKED:
+                    expert_layers.expert_parts(x, routing, weights)
+        ahead.wait(120)
+    ahead.close()
 
 
 def one_by_one(x: torch.Tensor, routing: Routing, weights: ExpertWeights) -> torch.Tensor:
@@ -340,6 +361,7 @@ def main() -> None:
     for name in given.sizes:
         size = SIZES[name]
         weights = weights_of(size, given.format)
+        compile_ahead(size, weights, given.tokens)
         check(size, weights)
         fp8 = given.format.startswith("fp8")
         values = weights if fp8 else dequantized(weights, torch.bfloat16)

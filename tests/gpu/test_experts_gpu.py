@@ -28,6 +28,7 @@ RULES = {
     "glm4": RoutingRule(160, 8, "sigmoid", renormalize=True, corrected=True, scale=2.5),
     "deepseek3": RoutingRule(256, 8, "sigmoid", renormalize=True, corrected=True, groups=8, groups_kept=4),
     "phimoe": RoutingRule(16, 2, "sparsemixer"),
+    "olmoe": RoutingRule(64, 8, float32=True),
 }
 
 
@@ -173,7 +174,7 @@ def test_pairs_are_sorted_stably(tokens: int, experts: int) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize(("name", "hidden"), [("qwen3", 2048), ("gpt-oss", 2880), ("glm4", 5120)])
+@pytest.mark.parametrize(("name", "hidden"), [("qwen3", 2048), ("gpt-oss", 2880), ("glm4", 5120), ("olmoe", 2048)])
 def test_norm_and_choice_of_one_token_equal_kernels_of_their_own(name: str, hidden: int, dtype: torch.dtype) -> None:
     """Also in a graph whose inputs change. Two experts have the same logits."""
     rule = RULES[name]

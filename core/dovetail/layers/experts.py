@@ -62,7 +62,9 @@ class Router(Layer):
     def prepare(self) -> None:
         """See ``Layer.prepare``."""
         gate = self.gate
-        self._follows_norm = type(gate) is Linear and gate.method is None and can_norm_and_route(gate.weight, self.rule)
+        self._follows_norm = (
+            type(gate) in (Linear, Float32Linear) and gate.method is None and can_norm_and_route(gate.weight, self.rule)
+        )
         super().prepare()
 
     def after_norm(

@@ -49,8 +49,8 @@ def route(logits: torch.Tensor, rule: RoutingRule, correction: torch.Tensor | No
 
 
 def can_norm_and_route(gate: torch.Tensor, rule: RoutingRule) -> bool:
-    """Return whether there is a ``norm_and_route`` for a router of weight ``gate [experts, hidden]``: on CUDA, for rules without
-    groups whose logits have 16 bits."""
+    """Return whether there is a ``norm_and_route`` for a router of weight ``gate [experts, hidden]``: on CUDA, in 16 bits, for
+    rules without groups. By ``rule.float32`` its products, which are exact, are added up in float32, and not rounded."""
     return gate.is_cuda and gate.element_size() == 2 and _triton_norm_route().fits(gate, rule)
 
 

@@ -46,7 +46,7 @@ def _norm_and_route(
     logit = tl.sum(gate_row.to(tl.float32) * result.to(tl.float32), 0)
     if BIAS:
         logit += tl.load(bias + expert).to(tl.float32)
-    tl.store(logits + expert, logit.to(dtype))
+    tl.store(logits + expert, logit.to(logits.dtype.element_ty))
     tl.debug_barrier()
     if tl.atomic_add(arrived, 1, sem="acq_rel") == experts - 1:
         each, place = tl.arange(0, BLOCK_E), tl.arange(0, BLOCK_K)
@@ -76,7 +76,7 @@ def _norm_and_route(
 
 def fits(gate: torch.Tensor, rule: RoutingRule) -> bool:
     """Return whether ``norm_and_route`` computes the logits with ``gate [experts, hidden]`` and chooses by ``rule``."""
-    return rule.groups == 1 and rule.scoring != "sparsemixer" and not rule.float32 and gate.shape[1] <= _MOST_COLUMNS
+    return rule.groups == 1 and rule.scoring != "sparsemixer" and gate.shape[1] <= _MOST_COLUMNS
 
 
 def norm_and_route(
@@ -94,7 +94,7 @@ def norm_and_route(
     assert gate.is_contiguous()
     experts, size = gate.shape
     normed, total = torch.empty_like(residual), torch.empty_like(residual)
-    logits = torch.empty(experts, dtype=x.dtype, device=x.device)
+    logits = torch.empty(experts, dtype=torch.float32 if rule.float32 else x.dtype, device=x.device)
     ids = torch.empty(1, rule.top_k, dtype=torch.int32, device=x.device)
     weights = torch.empty(1, rule.top_k, dtype=torch.float32, device=x.device)
     block = triton.next_power_of_2(size)
