@@ -17,7 +17,7 @@ from triton.backends import nvidia as backends
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from dovetail.ops.triton import experts_many, experts_one, mxfp4_plain, norm_route, routing
+from dovetail.ops.triton import experts_many, experts_one, mxfp4_plain, routing
 from dovetail.ops.triton.expert_tiles import many_tiles
 from dovetail.ops.triton.launch import INTERPRETED
 
@@ -98,19 +98,3 @@ def test_sorting_many_pairs_compiles(experts: int, tmp_path: Path) -> None:
 def test_dequantizing_a_layer_compiles(tmp_path: Path) -> None:
     constants = {"BLOCK_N": mxfp4_plain._ROWS, "HALF_K": mxfp4_plain._HALF_K, "ASSEMBLY": True}
     compiled(mxfp4_plain._dequantize, constants, {}, tmp_path / "kernel.cubin", 4)
-
-
-@pytest.mark.parametrize(("hidden", "experts"), [(2048, 128), pytest.param(8192, 256, marks=pytest.mark.full)])
-def test_norm_and_choice_of_one_token_read_weights_before_they_wait(hidden: int, experts: int, tmp_path: Path) -> None:
-    constants = {
-        "TOP_K": 8, "SCORING": 0, "AFTER": False, "RENORMALIZE": True, "CORRECTED": False, "correction": None, "BIAS": False,
-        "bias": None, "BLOCK": hidden, "BLOCK_E": experts, "BLOCK_K": 8,
-    }  # fmt: skip
-    types = dict.fromkeys(("residual", "norm_weight", "gate", "normed", "total", "logits"), "*bf16")
-    types |= {"arrived": "*i32", "eps": "fp32", "scale": "fp32"}
-    code = compiled(norm_route._norm_and_route, constants, types, tmp_path / "kernel.cubin", hidden // 1024)
-    before, after = code["ptx"].split("griddepcontrol.wait")
-    assert "ld.global" in before
-    assert "atom" not in before
-    assert "st.global" not in before
-    assert "atom" in after

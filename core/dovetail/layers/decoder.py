@@ -13,7 +13,6 @@ from dovetail.interfaces.attention import AttentionLayer
 from dovetail.interfaces.model import WeightTarget
 from dovetail.layers.attention import AttentionShape, SelfAttention
 from dovetail.layers.base import Layer
-from dovetail.layers.experts import Experts
 from dovetail.layers.latent import LatentAttention, LatentShape, latent_targets
 from dovetail.layers.linear import Linear
 from dovetail.layers.mlp import GatedMLP
@@ -23,6 +22,7 @@ from dovetail.layers.quantized import quantize_output
 
 if TYPE_CHECKING:
     from dovetail.interfaces.mesh import Mesh
+    from dovetail.layers.experts import Experts
     from dovetail.layers.layer_norm import LayerNorm
     from dovetail.layers.rotary import Rotation
     from dovetail.ops.parts import Addend
@@ -98,8 +98,6 @@ class DecoderLayer(Layer):
         if last is not None:
             assert batch.logit_rows is not None
             stream = stream.index_select(0, batch.logit_rows)
-        if isinstance(self.mlp, Experts):
-            return self.mlp.normed_parts_forward(self.mlp_norm, added, stream)
         x, stream = self.mlp_norm.add_forward(added, stream)
         return self.mlp.parts_forward(x), stream
 

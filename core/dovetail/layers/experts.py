@@ -16,17 +16,15 @@ from dovetail.interfaces.experts import ExpertsProduct
 from dovetail.layers.base import Layer, deferrable_parameter, parameter
 from dovetail.layers.linear import Float32Linear, Linear
 from dovetail.layers.mlp import GatedMLP
-from dovetail.layers.norm import RMSNorm
 from dovetail.ops.experts import GroupedProduct
 from dovetail.ops.parts import Parts, RankAddend
-from dovetail.ops.routing import can_norm_and_route, norm_and_route, route
+from dovetail.ops.routing import route
 
 if TYPE_CHECKING:
     from dovetail.interfaces.expert_shapes import ExpertsShape, Routing, RoutingRule
     from dovetail.interfaces.experts import ExpertsBackend
     from dovetail.interfaces.mesh import Mesh
     from dovetail.interfaces.quantization import ExpertsMethod
-    from dovetail.layers.layer_norm import LayerNorm
     from dovetail.ops.parts import Addend
 
 
@@ -42,7 +40,6 @@ class Router(Layer):
     def __init__(self, hidden_size: int, rule: RoutingRule, *, bias: bool = False) -> None:
         super().__init__()
         self.rule = rule
-        self._follows_norm = False
         kind = Float32Linear if rule.float32 else Linear
         self.gate = kind(hidden_size, rule.num_experts, bias=bias)
         self.gate.precise = True
@@ -58,30 +55,6 @@ class Router(Layer):
         if self.keeps:
             self.chosen = routing.ids
         return routing
-
-    def prepare(self) -> None:
-        """See ``Layer.prepare``."""
-        gate = self.gate
-        self._follows_norm = (
-            type(gate) in (Linear, Float32Linear) and gate.method is None and can_norm_and_route(gate.weight, self.rule)
-        )
-        super().prepare()
-
-    def after_norm(
-        self, norm: RMSNorm | LayerNorm, added: Addend, residual: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor, Routing] | None:
-        """Return what ``norm.add_forward`` returns, and the experts of its result, all computed in one kernel. Return None if
-        there is none for this norm, rule or number of tokens. Mutates nothing."""
-        if not self.prepared:
-            self.prepare()
-        gate, operands = self.gate, norm.operands if isinstance(norm, RMSNorm) else None
-        plain = self._follows_norm and gate.adapters is None and not gate.batch_invariant
-        if operands is None or not plain or not isinstance(added, torch.Tensor) or len(added) != 1:
-            return None
-        found = norm_and_route(added, residual, *operands, gate.weight, gate.bias, self.rule, self.correction)
-        if self.keeps:
-            self.chosen = found[2].ids
-        return found
 
 
 class Experts(Layer):
@@ -191,23 +164,7 @@ class Experts(Layer):
     def parts_forward(self, x: torch.Tensor) -> Addend:
         """Compute ``forward``, but leave it to ``RMSNorm.add_forward`` to add up the results of a token's experts, if the
         kernel does not, and the addends of the ranks."""
-        return self._routed_parts(x, self._route(x))
-
-    def normed_parts_forward(
-        self, norm: RMSNorm | LayerNorm, added: Addend, residual: torch.Tensor
-    ) -> tuple[Addend, torch.Tensor]:
-        """Return ``parts_forward`` of the norm of ``added + residual``, and that sum. ``added`` may be overwritten, as by
-        ``norm.add_forward``."""
-        if not self.prepared:
-            self.prepare()
-        found = self.router.after_norm(norm, added, residual)
-        if found is None:
-            x, total = norm.add_forward(added, residual)
-            return self.parts_forward(x), total
-        x, total, routing = found
-        return self._routed_parts(x, routing), total
-
-    def _routed_parts(self, x: torch.Tensor, routing: Routing) -> Addend:
+        routing = self._route(x)
         one_rank = self._tp.size == 1
         if self.shared is None and (one_rank or self._tp.adds_parts):
             parts = self._product.parts(x, routing)

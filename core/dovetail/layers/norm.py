@@ -46,13 +46,6 @@ class RMSNorm(Layer):
         self._add_parts_rms_norm, self._after_ranks = ops.add_parts_rms_norm, None
         super().prepare()
 
-    @property
-    def operands(self) -> tuple[torch.Tensor, float] | None:
-        """Return the weight and epsilon, for kernels that include the norm, or None if its results are quantized."""
-        if not self.prepared:
-            self.prepare()
-        return None if self._after_ranks is not None else self._operands
-
     def quantize_with(self, quantizer: ActivationQuantizer) -> None:
         """Return ``QuantizedActivations`` in place of norms of more rows than ``quantizer.few_rows``, until the layer is
         prepared again."""

@@ -22,13 +22,6 @@ def _triton() -> ModuleType:
     return routing
 
 
-@functools.cache
-def _triton_norm_route() -> ModuleType:
-    from dovetail.ops.triton import norm_route
-
-    return norm_route
-
-
 def route(logits: torch.Tensor, rule: RoutingRule, correction: torch.Tensor | None = None) -> Routing:
     """Return what ``rule`` chooses by ``logits [tokens, experts]``. ``correction`` is the bias for the choice, float32
     ``[experts]``. The experts of a token are in descending order of the scores by which they were chosen."""
@@ -46,27 +39,6 @@ def route(logits: torch.Tensor, rule: RoutingRule, correction: torch.Tensor | No
     if rule.after_choice:
         weights = _scores(weights, rule)
     return Routing(ids.int(), _finished(weights, rule))
-
-
-def can_norm_and_route(gate: torch.Tensor, rule: RoutingRule) -> bool:
-    """Return whether there is a ``norm_and_route`` for a router of weight ``gate [experts, hidden]``: on CUDA, in 16 bits, for
-    rules without groups. By ``rule.float32`` its products, which are exact, are added up in float32, and not rounded."""
-    return gate.is_cuda and gate.element_size() == 2 and _triton_norm_route().fits(gate, rule)
-
-
-def norm_and_route(
-    x: torch.Tensor,
-    residual: torch.Tensor,
-    norm_weight: torch.Tensor,
-    eps: float,
-    gate: torch.Tensor,
-    bias: torch.Tensor | None,
-    rule: RoutingRule,
-    correction: torch.Tensor | None,
-) -> tuple[torch.Tensor, torch.Tensor, Routing]:
-    """Return ``rms_norm(x + residual)`` and ``x + residual`` of one token, ``[1, hidden]`` each, and what ``route`` chooses by the
-    logits ``linear(rms_norm(x + residual), gate, bias)``. Mutates nothing."""
-    return _triton_norm_route().norm_and_route(x, residual, norm_weight, eps, gate, bias, rule, correction)
 
 
 def _scores(logits: torch.Tensor, rule: RoutingRule) -> torch.Tensor:

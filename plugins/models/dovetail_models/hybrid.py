@@ -94,8 +94,6 @@ class MixerLayer(Layer):
             added = self.mixer.parts_forward(x, rotation, batch, last)
         if rows is not None:
             stream = stream.index_select(0, rows)
-        if isinstance(self.mlp, Experts):
-            return self.mlp.normed_parts_forward(self.mlp_norm, added, stream)
         x, stream = self.mlp_norm.add_forward(added, stream)
         return self.mlp.parts_forward(x), stream
 

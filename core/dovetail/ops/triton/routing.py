@@ -26,7 +26,7 @@ CHUNK = 256
 """The number of pairs that a program sorts if there are more."""
 _STEP = tl.constexpr(32)
 
-SCORINGS = {"softmax": 0, "sigmoid": 1, "sparsemixer": 2}
+_SCORINGS = {"softmax": 0, "sigmoid": 1, "sparsemixer": 2}
 _SOFTMAX, _SIGMOID, _SPARSEMIXER = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 
 
@@ -64,15 +64,19 @@ def _in_kept_groups(
 
 
 @triton.jit
-def chosen_experts(
-    logit, correction, experts, scale, jitter,
+def _route(
+    logits, correction, ids, weights, experts, scale, jitter,
     TOP_K: tl.constexpr, SCORING: tl.constexpr, AFTER: tl.constexpr, RENORMALIZE: tl.constexpr, CORRECTED: tl.constexpr,
     GROUPS: tl.constexpr, KEPT: tl.constexpr, GROUP_TOP: tl.constexpr,
-    BLOCK_E: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_K: tl.constexpr,
-):  # fmt: skip
-    """Return the TOP_K experts of a token, and their weights, from its logits (float32, -inf from ``experts`` on)."""
+    BLOCK_E: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
+) -> None:  # fmt: skip
+    token = tl.program_id(0).to(tl.int64)
     at, place = tl.arange(0, BLOCK_E), tl.arange(0, BLOCK_K)
     inside = at < experts
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    logit = tl.load(logits + token * experts + at, inside, float("-inf")).to(tl.float32)
     logit = tl.where(logit == logit, logit, float("-inf"))  # NaN is chosen last, so that indices stay valid
     scores = logit
     if not AFTER:
@@ -109,28 +113,8 @@ def chosen_experts(
     chosen = tl.where(place < TOP_K, chosen, 0.0)
     if RENORMALIZE:
         chosen = chosen / (tl.sum(chosen, 0) + 1e-20)
-    return chosen_ids, chosen * scale
-
-
-@triton.jit
-def _route(
-    logits, correction, ids, weights, experts, scale, jitter,
-    TOP_K: tl.constexpr, SCORING: tl.constexpr, AFTER: tl.constexpr, RENORMALIZE: tl.constexpr, CORRECTED: tl.constexpr,
-    GROUPS: tl.constexpr, KEPT: tl.constexpr, GROUP_TOP: tl.constexpr,
-    BLOCK_E: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
-) -> None:  # fmt: skip
-    token = tl.program_id(0).to(tl.int64)
-    at, place = tl.arange(0, BLOCK_E), tl.arange(0, BLOCK_K)
-    if PDL:
-        gdc_launch_dependents()
-        gdc_wait()
-    logit = tl.load(logits + token * experts + at, at < experts, float("-inf")).to(tl.float32)
-    chosen_ids, chosen = chosen_experts(
-        logit, correction, experts, scale, jitter, TOP_K, SCORING, AFTER, RENORMALIZE, CORRECTED, GROUPS, KEPT, GROUP_TOP,
-        BLOCK_E, BLOCK_G, BLOCK_K,
-    )  # fmt: skip
     tl.store(ids + token * TOP_K + place, chosen_ids, place < TOP_K)
-    tl.store(weights + token * TOP_K + place, chosen, place < TOP_K)
+    tl.store(weights + token * TOP_K + place, chosen * scale, place < TOP_K)
 
 
 def route(logits: torch.Tensor, rule: RoutingRule, correction: torch.Tensor | None = None) -> Routing:
@@ -144,7 +128,7 @@ def route(logits: torch.Tensor, rule: RoutingRule, correction: torch.Tensor | No
         launch(
             _route, (tokens,),
             logits, correction, ids, weights, experts, rule.scale, rule.jitter,
-            TOP_K=rule.top_k, SCORING=SCORINGS[rule.scoring], AFTER=rule.after_choice, RENORMALIZE=rule.renormalize,
+            TOP_K=rule.top_k, SCORING=_SCORINGS[rule.scoring], AFTER=rule.after_choice, RENORMALIZE=rule.renormalize,
             CORRECTED=correction is not None, GROUPS=rule.groups, KEPT=rule.groups_kept, GROUP_TOP=rule.group_top,
             BLOCK_E=block, BLOCK_G=triton.next_power_of_2(rule.groups), BLOCK_K=triton.next_power_of_2(rule.top_k),
             num_warps=1 if block <= 256 else 4,
