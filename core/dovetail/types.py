@@ -29,8 +29,7 @@ FloatArray = np.ndarray[Any, np.dtype[np.float32]]
 
 
 class Attends(Protocol):
-    """Describe the object through which layers attend. ``interfaces.attention.AttentionBackend`` documents the
-    contract."""
+    """Describe the object through which layers attend. Its contract is that of ``interfaces.attention.AttentionBackend``."""
 
     def forward(self, q: torch.Tensor, layer: Any, batch: Batch) -> torch.Tensor: ...
 
@@ -220,8 +219,7 @@ def _chain_parents(rows: int, width: int) -> IntArray:
 
 class PageUpdates(NamedTuple):
     """Hold the entries of the page table that are new since the last step: ``page_table[slot, column] = page``. The
-    arrays are int32 ``[updates]`` unless noted. The request table numbers its updates: those with the same ``version`` are
-    the same. Version 0 means no number."""
+    arrays are int32 ``[updates]`` unless noted. Updates with the same ``version`` are the same; 0 means no number."""
 
     slots: IntArray
     columns: IntArray
@@ -235,6 +233,16 @@ class StateCopies(NamedTuple):
 
     groups: IntArray
     sources: IntArray
+    targets: IntArray
+
+
+class StateSaves(NamedTuple):
+    """Name states that are kept while a prompt passes: in state group ``groups[i]``, the state of row ``rows[i]`` after the
+    first ``lens[i]`` of its tokens in the step is written to slot ``targets[i]`` too. Int32 ``[n]`` each."""
+
+    rows: IntArray
+    lens: IntArray  # multiples of ``interfaces.state_rows.CHUNK``, less than the tokens of the row
+    groups: IntArray
     targets: IntArray
 
 
@@ -260,8 +268,7 @@ class SharedPrefixes:
 
     @property
     def saved(self) -> int:
-        """Return the number of KV tokens that need not be read, compared with every row reading all of its keys and
-        values."""
+        """Return the number of KV tokens that need not be read, compared with rows that read all of their own."""
         return int(((np.diff(self.starts) - 1) * self.lens).sum())
 
 
@@ -289,8 +296,7 @@ class AdmittedRequest:
 
 
 class DepartedRequest(NamedTuple):
-    """Name a request that has given its slot back, because it has ended or was retracted. The host knew its first
-    ``known_len`` tokens then."""
+    """Name a request that has ended or was retracted, so that its slot is free. The host knew its first ``known_len`` tokens."""
 
     uid: int
     known_len: int
@@ -323,6 +329,7 @@ class StepPlan:
     shared: SharedPrefixes | None = None  # of a decode batch; None if there is nothing worth sharing
     drafts: DraftTree | None = None
     state_copies: StateCopies | None = None
+    state_saves: StateSaves | None = None
 
 
 class LogitRows(NamedTuple):
@@ -345,11 +352,10 @@ class LogitRows(NamedTuple):
 
 
 class Masks(NamedTuple):
-    """Hold the grammar bitmasks of a step: ``bits[i]`` (int32 ``[n, ceil(V / 32)]``) masks row ``logit_rows[i]`` of the
-    logits. Logits that are not named allow every token."""
+    """Hold the grammar bitmasks of a step. Logits that are not named allow every token."""
 
-    bits: IntArray
-    logit_rows: Int64Array
+    bits: IntArray  # [n, ceil(V / 32)] int32, for the n logits
+    logit_rows: Int64Array  # [n]
 
 
 class Committed(NamedTuple):
@@ -384,6 +390,7 @@ class Batch:
     rows_version: int = 0
     known_lens: IntArray | None = None
     adapters: IntArray | None = None  # [rows] slots of adapters, set by the engine's caller; None: no row has one
+    state_saves: StateSaves | None = None  # set by the engine's caller
 
     # set by Inputs.prepare or a graph (device tensors, int32 unless noted)
     input_ids: torch.Tensor = field(init=False)  # int64 [tokens]

@@ -66,7 +66,8 @@ class StateDevice(Device):
         self.windows = [groups[group].window for group in self.paged]
         self.tables = np.zeros((len(self.paged), *self.table.shape), np.int64)
         self.memories = np.full((len(self.paged), most * page_size), -1)
-        self.copies = 0
+        self.copies = self.saves = 0
+        self.state_chunk = 0
         self.texts = {}  # by uid
 
     def receive(self, plan):
@@ -117,12 +118,27 @@ class StateDevice(Device):
                     break
                 accepted.append(next_token([*text, *new[: i + 2]]))
             kept = new[: len(accepted)] if row >= batch.num_extend else new
+            self.save(plan, row, new, before)
             self.hashes[groups, working] = hash_of(kept, before)
             self.texts[req.uid] = [*text, *kept, accepted[-1]]
             if batch.samples[row]:
                 self.last[slot] = accepted[-1]
                 rows.append(accepted)
         return result_of(rows)
+
+    def save(self, plan, row, new, before):
+        """Keep the states within a prompt."""
+        if plan.state_saves is None:
+            return
+        assert {array.dtype for array in plan.state_saves} == {np.dtype(np.int32)}
+        for at, length, group, target in np.stack(plan.state_saves, 1).tolist():
+            if at == row:
+                assert row < plan.num_extend
+                assert 0 < length < len(new)
+                assert length % self.state_chunk == 0
+                assert target > 0
+                self.hashes[group, target] = hash_of(new[:length], before)
+                self.saves += 1
 
     def write(self, slot, text, new):
         """Write the tokens ``new`` to the pages of a row, and check what its next token sees of ``text``."""
@@ -140,8 +156,9 @@ class StateDevice(Device):
         batch = self.receive(plan)
         for req in batch.reqs:
             self.hashes[np.arange(len(self.hashes)), np.array(req.state_slots, np.int64)] = -7
-        if plan.state_copies is not None:
-            self.hashes[plan.state_copies.groups, plan.state_copies.targets] = -7
+        for changed in (plan.state_copies, plan.state_saves):
+            if changed is not None:
+                self.hashes[changed.groups, changed.targets] = -7
 
 
 def build(model="full", slabs=14, page_size=4, cache="radix", clock=time.monotonic, **limits):
@@ -166,6 +183,7 @@ def build(model="full", slabs=14, page_size=4, cache="radix", clock=time.monoton
     constraints = RequestConstraints(GrammarService(None), VOCAB, [EOS])
     scheduler = Scheduler(SchedulerLimits(**settings), ledger, policy, constraints, None, frozenset([EOS]), clock)
     device = StateDevice(settings["max_running"], columns, groups, layout, page_size)
+    device.state_chunk = settings.get("state_chunk", 0)
     return scheduler, device
 
 

@@ -22,7 +22,7 @@ from dovetail.ops.triton.launch import INTERPRETED
 
 pytestmark = pytest.mark.skipif(INTERPRETED, reason="kernels are interpreted, not compiled")
 FLOATS = ("rate", "bias", "totals", "fades", "decays", "state")
-INTEGERS = ("slots", "indptr", "fresh", "chunk_rows", "chunk_starts", "first_chunks", "starts", "counts")
+INTEGERS = ("slots", "indptr", "fresh", "chunk_rows", "chunk_starts", "first_chunks", "saves", "starts", "counts")
 HALVES = ("qkv", "a", "b", "reads", "changes", "before", "out", "x", "weight")
 TYPES: dict[str, str] = {"scale": "fp32"}
 TYPES |= dict.fromkeys(FLOATS, "*fp32") | dict.fromkeys(INTEGERS, "*i32") | dict.fromkeys(HALVES, "*bf16")
@@ -31,12 +31,16 @@ CHUNKS = {"CHUNK": 64, "PRECISION": "tf32"}
 TILES = gated_delta.TILES
 BY_HEAD = {
     "solve": ({"BLOCK_V": 128, "DOUBLINGS": 5}, TILES.solve_warps, 2),
-    "pass_states": ({"BLOCK_V": TILES.pass_columns, "WRITES": True}, TILES.pass_warps, TILES.pass_stages),
+    "pass_states": (
+        {"BLOCK_V": TILES.pass_columns, "WRITES": True, "SAVES": True},
+        TILES.pass_warps,
+        TILES.pass_stages,
+    ),
     "outputs": ({"BLOCK_V": TILES.output_columns}, TILES.output_warps, 2),
 }
 BY_CHANNEL = {
     "solve": ({"BLOCK_V": 64, "SUB": 16, "DOUBLINGS": 5}, 8, 3),
-    "pass_states": ({"BLOCK_V": 32, "WRITES": True}, 4, 2),
+    "pass_states": ({"BLOCK_V": 32, "WRITES": True, "SAVES": True}, 4, 2),
     "outputs": ({"BLOCK_V": 64, "SUB": 16}, 8, 3),
 }
 SIZES = {"GROUP": 2, "KEY": 128, "VALUE": 128, "BLOCK_K": 128}
@@ -45,7 +49,16 @@ SPILLED = 64
 CONVOLUTIONS = {
     "_step": {"BLOCK": 512, "WIDTH": 4, "SILU": True, "BIAS": False},
     "_advance": {"BLOCK": 256, "BEFORE": 3},
-    "_chunks": {"BLOCK": 64, "WIDTH": 4, "SILU": True, "BIAS": False, "CHUNK": 64, "WRITES": True, "TAPS": 4},
+    "_chunks": {
+        "BLOCK": 64,
+        "WIDTH": 4,
+        "SILU": True,
+        "BIAS": False,
+        "CHUNK": 64,
+        "WRITES": True,
+        "TAPS": 4,
+        "SAVES": True,
+    },
 }
 
 

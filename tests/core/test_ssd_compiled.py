@@ -18,17 +18,17 @@ from dovetail.ops.triton.launch import INTERPRETED
 
 pytestmark = pytest.mark.skipif(INTERPRETED, reason="kernels are interpreted, not compiled")
 FLOATS = ("a", "d", "dt_bias", "state", "states", "totals", "sizes")
-INTEGERS = ("slots", "indptr", "fresh", "chunk_rows", "chunk_starts", "first_chunks", "starts", "counts")
+INTEGERS = ("slots", "indptr", "fresh", "chunk_rows", "chunk_starts", "first_chunks", "saves", "starts", "counts")
 TYPES: dict[str, str] = dict.fromkeys(("low", "high"), "fp32") | dict.fromkeys(FLOATS, "*fp32")
 TYPES |= dict.fromkeys(INTEGERS, "*i32") | dict.fromkeys(("x", "dt", "b", "c", "out", "entering"), "*bf16")
 KERNELS: dict[str, tuple[Any, dict[str, Any], int]] = {
     "ssd advance": (ssd._advance, {"BLOCK_P": 64, "BLOCK_N": 128}, 4),
     "ssd step": (ssd._step, {"BLOCK_P": 64, "BLOCK_N": 128}, 4),
-    "ssd drafts": (ssd._pass_states, {"CHUNK": 64, "BLOCK": 1024, "WRITES": False}, 4),
-    "ssd prompts": (ssd._pass_states, {"CHUNK": 64, "BLOCK": 1024, "WRITES": True}, 4),
+    "ssd drafts": (ssd._pass_states, {"CHUNK": 64, "BLOCK": 1024, "WRITES": False, "SAVES": False}, 4),
+    "ssd prompts": (ssd._pass_states, {"CHUNK": 64, "BLOCK": 1024, "WRITES": True, "SAVES": True}, 4),
     "scan advance": (selective_scan._advance_rows, {"BLOCK_C": 32, "BLOCK_N": 16}, 1),
     "scan step": (selective_scan._step, {"BLOCK_C": 32, "BLOCK_N": 16}, 1),
-    "scan passes": (selective_scan._pass_ends, {"BLOCK_C": 32, "BLOCK_N": 16, "WRITES": True}, 1),
+    "scan passes": (selective_scan._pass_ends, {"BLOCK_C": 32, "BLOCK_N": 16, "WRITES": True, "SAVES": True}, 1),
     "scan drafts": (
         selective_scan._chunk_outputs, {"WHOLE": True, "CHUNK": 64, "BLOCK_C": 32, "BLOCK_N": 16, "WRITES": False}, 1,
     ),

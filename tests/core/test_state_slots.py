@@ -42,12 +42,13 @@ def short_texts(monkeypatch):
     monkeypatch.setattr(snapshots, "LEAST_SHARED", 5)
 
 
-def history(seed, model, lag, requests=30, drafts=False, failures=0.0, cache="radix", jumps=False):
+def history(seed, model, lag, requests=30, drafts=False, failures=0.0, cache="radix", jumps=False, state_chunk=0):
     """Run random requests, of which some are aborted, in little memory. With ``jumps``, some jump forward."""
     rng = random.Random(seed)
     limits = {"mixed": bool(seed % 2), "chunk_size": rng.choice([5, 9, 64]), "wait_for_prefix": rng.random() < 0.5}
     limits["pin_seconds"], limits["pin_pages"] = 3600.0, 20
-    limits["state_snapshot_tokens"] = rng.choice([None, 1, 9])
+    limits["state_snapshot_tokens"] = rng.choice([None, 8 if state_chunk else 1, 9])
+    limits["state_chunk"] = state_chunk
     if drafts:
         limits["draft_width"] = 3
     scheduler, device = build(model, least_slabs(model) + rng.choice([0, 2, 9]), cache=cache, **limits)
@@ -75,7 +76,7 @@ def history(seed, model, lag, requests=30, drafts=False, failures=0.0, cache="ra
     scheduler.flush_cache()
     scheduler.check_integrity()
     allocator = scheduler.ledger.allocator
-    assert model in STATELESS or not scheduler._snapshots._copied
+    assert model in STATELESS or not (scheduler._snapshots._copied or scheduler._snapshots._saved)
     assert not any(allocator.num_held), "slots or pages were lost"
     assert allocator.allocatable([0] * len((MODELS | STATELESS)[model]), 1) >= allocator.num_total
     return scheduler, device
@@ -94,6 +95,18 @@ def test_random_histories(model):
     assert hits > 0
 
 
+@pytest.mark.parametrize("model", MODELS)
+def test_random_histories_of_steps_that_keep_states_within_prompts(model):
+    saves = hits = 0
+    for seed, lag, drafts in ((7, False, False), (8, True, False), (9, False, True)):
+        failures = 0.0 if drafts else 0.05
+        scheduler, device = history(seed, model, lag, 20, drafts, failures, jumps=not drafts, state_chunk=8)
+        saves += device.saves
+        hits += scheduler.totals.cached_tokens
+    assert saves > 0
+    assert hits > 0
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("lag", [False, True], ids=["at-once", "one-step-late"])
 @pytest.mark.parametrize("cache", ["radix", "pairs", "none"])
@@ -103,6 +116,7 @@ def test_many_random_histories(model, cache, lag):
         drafts = not lag and seed % 3 == 0
         failures = 0.0 if drafts else 0.05 * (seed % 2)
         history(seed, model, lag, 40, drafts, failures, cache, jumps=not drafts and seed > 2)
+        history(seed, model, lag, 40, drafts, failures, cache, jumps=not drafts and seed > 2, state_chunk=8)
 
 
 @pytest.mark.parametrize("model", STATELESS)
@@ -256,3 +270,12 @@ def test_points_of_prompts():
         assert points(1024, 1152, 1504) == [], "the tail of the turn before is not a junction"
         assert points(0, 0, 4096, every=1000) == [1008, 2016, 3024, 4032]
         assert points(2016, 2500 // 16 * 16, 4096, every=1000) == [2496, 3024, 4032]
+        within = functools.partial(points, unit=64)
+        assert within(0, 0, 1008) == [960]
+        assert within(0, 0, 8176) == [4032, 8128]
+        assert within(16, 0, 8176) == [16 + 4032, 16 + 8128]
+        assert within(0, 96, 1696) == [96, 1696], "after a junction, states are kept from there on"
+        assert within(0, 4096, 1696) == [1664], "what is known further on is no junction"
+        assert within(0, 0, 400, expected=True) == [384]
+        assert within(0, 0, 4096, every=1000) == [1024, 2048, 3072, 4096]
+        assert within(0, 0, 48, every=16) == [16, 32]

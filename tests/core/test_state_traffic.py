@@ -148,13 +148,13 @@ def test_sessions_that_append_turns(model: str, units: int, least: float, all_bu
     assert found >= possible - all_but
 
 
-def varying(together: bool) -> tuple[list[float], Service]:
+def varying(together: bool, **limits: Any) -> tuple[list[float], Service]:
     """Serve a prompt of 1,700 tokens, then 64 that share 1,400 to 1,600 tokens with it. Return the part of what it shares that
     each of these found."""
     rng = random.Random(1500)
     base = ids(rng, 1700)
     shared = [rng.randint(1400, 1600) for _ in range(64)]
-    service = Service("full", 40_000, lag=together)
+    service = Service("full", 40_000, lag=together, **limits)
     service.serve([base])
     for number, length in enumerate(shared):
         service.add(f"x{number}", [*base[:length], *[40_000 + rng.randrange(1000) for _ in range(200)]], 8)
@@ -193,4 +193,31 @@ def test_prompts_that_share_a_short_prefix() -> None:
     rng = random.Random(0)
     service, common = Service("full", 40_000), ids(rng, 100)
     assert service.serve([[*common, *ids(rng, 300)] for _ in range(20)]) == [0, 0] + [96] * 18
+    service.close()
+
+
+def test_states_within_prompts_cost_no_step() -> None:
+    """Prompts are one step if it has space for them. The states that are kept within them are found."""
+    rng = random.Random(0)
+    service = Service("full", 20_000, chunk_size=8192, state_chunk=64)
+    for length, steps in ((30, 1), (1000, 1), (1700, 1), (8192, 1), (9000, 2)):
+        service.steps, prompt = 0, ids(rng, length)
+        service.add(str(length), prompt, 1)
+        service.finish()
+        assert service.steps == steps, length
+        if length > 500:
+            service.add(f"{length} again", prompt, 1)
+            service.finish()
+            assert length - 80 < service.found[f"{length} again"] < length
+            service.add(f"{length} in part", [*prompt[: length * 3 // 5], *ids(rng, 50)], 1)
+            service.finish()
+            assert length < 1100 or service.found[f"{length} in part"] > length * 2 // 5
+    service.close()
+
+
+def test_prefixes_that_vary_are_found_with_states_within_prompts() -> None:
+    found, service = varying(together=False, state_chunk=64)
+    assert min(found) > 0.5
+    assert sum(found) / len(found) > 0.93
+    assert service.cuts <= 16
     service.close()

@@ -85,6 +85,22 @@ def test_chunks_mixed_steps_and_prefix_hits(model: Model, overlap: bool) -> None
     llm.close()
 
 
+def test_states_are_kept_within_prompts(model: Model) -> None:
+    """Prompts that enter in one step beside others leave snapshots, from which the same prompts and others resume."""
+    llm = model.engine(1200, scheduler={"chunk_size": 512}, memory={"state_snapshot_tokens": 64})
+    prompts = prompts_of([140, 200, 70], seed=4)
+    cold = model.check(llm.generate(prompts, GREEDY))
+    warm = model.check(llm.generate(prompts, GREEDY))
+    for before, after, length in zip(cold, warm, (128, 192, 64), strict=True):
+        assert after.cached_tokens >= length
+        assert after.token_ids == before.token_ids
+        assert gap(before, after) <= 1e-5
+    parts = model.check(llm.generate([[*prompt[:130], 3, 4, 5] for prompt in prompts[:2]], GREEDY))
+    assert [output.cached_tokens for output in parts] == [128, 128]
+    check_idle(llm)
+    llm.close()
+
+
 @pytest.mark.full
 def test_every_cached_length(model: Model) -> None:
     """Resume from every multiple of the page size: a prompt is cached up to there, and then asked for in full."""

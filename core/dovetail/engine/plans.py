@@ -162,6 +162,7 @@ class PlanRunner(RankEngine):
             adapters = None if self.adapters is None else adapter_slots(reqs)
             self._rows = plan.rows_version, reqs, adapters
         batch = Batch.of(plan, reqs)
+        batch.state_saves = plan.state_saves
         if adapters is not None:
             batch.adapters = adapters
         return batch

@@ -21,7 +21,7 @@ from dovetail.ops.transfer import to_device
 if TYPE_CHECKING:
     from dovetail.memory.state_pool import StatePool
     from dovetail.registry.resolution import Resolved
-    from dovetail.types import AdmittedRequest, Batch, ForwardOutput, IntArray, StateCopies
+    from dovetail.types import AdmittedRequest, Batch, ForwardOutput, IntArray, StateCopies, StateSaves
 
 
 class StateSlots:
@@ -60,21 +60,32 @@ class StateSlots:
         """Plan the state groups of a step that is launched kernel by kernel, and return their entries of
         ``Batch.attn``."""
         split, slots = batch.num_extend, self._on_host[:, batch.slots]
-        found = tuple(self._rows(batch, pool, own, split) for pool, own in zip(self.pools, slots, strict=True))
+        pools = enumerate(zip(self.pools, slots, strict=True))
+        found = tuple(self._rows(batch, group, pool, own, split) for group, (pool, own) in pools)
         for states in found:
             states.backend.plan(states.rows)
         return found
 
-    def _rows(self, batch: Batch, pool: StatePool, slots: IntArray, split: int) -> StepStates:
+    def _rows(self, batch: Batch, group: int, pool: StatePool, slots: IntArray, split: int) -> StepStates:
         lens, prompts, drafts = batch.extend_lens, None, None
         if split:
             fresh = batch.prefix_lens[:split] == 0
-            prompts = StateRows.of(slots[:split], lens[:split], fresh, self.device)
+            prompts = StateRows.of(
+                slots[:split], lens[:split], fresh, self.device, saves=_saves_of(batch.state_saves, group)
+            )
         rest = slots[split:]
         if batch.drafts is not None and len(rest):
             drafts = StateRows.of(rest, lens[split:], np.zeros(len(rest), np.bool_), self.device, writes=False)
             rest = rest[:0]
         return StepStates(pool.memory, prompts, to_device(rest, self.device), drafts, pool.mixer)
+
+
+def _saves_of(saves: StateSaves | None, group: int) -> list[tuple[int, int, int]]:
+    """Return row, length and slot of each state that a step keeps in a state group."""
+    if saves is None:
+        return []
+    own = saves.groups == group
+    return list(zip(saves.rows[own].tolist(), saves.lens[own].tolist(), saves.targets[own].tolist(), strict=True))
 
 
 def build_mixer(resolved: Resolved, device: torch.device, dtype: torch.dtype) -> MixerBackend | None:

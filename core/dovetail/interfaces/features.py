@@ -204,6 +204,9 @@ class Feature(str):
     MIXER_DRAFTS = _feature(
         "mixer.drafts", "computes rows of drafts without writing states, and writes the states after accepted ones"
     )
+    MIXER_SNAPSHOTS = _feature(
+        "mixer.snapshots", "writes the states after chunks within a prompt to slots of snapshots"
+    )
     MIXER_GRAPH = _feature("mixer.graph", "every operation can be captured and replayed with other rows")
 
     # executors

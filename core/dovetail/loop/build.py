@@ -15,6 +15,7 @@ from dovetail.interfaces.cache import CacheContext, CacheGroupKind, GroupDescrip
 from dovetail.interfaces.features import Feature
 from dovetail.interfaces.grammar import GrammarContext
 from dovetail.interfaces.policy import PolicyContext
+from dovetail.interfaces.state_rows import CHUNK
 from dovetail.memory.allocator import PageAllocator
 from dovetail.memory.arena import ArenaAllocator
 from dovetail.memory.ledger import PageLedger
@@ -98,6 +99,7 @@ def build_scheduler(
 ) -> Scheduler:
     """Build the scheduler, with a page ledger for the executor's pool."""
     section, model, engine = resolved.config.scheduler, resolved.model_info, executor.info
+    mixer = resolved.mixer
     ahead, page_size = engine.tokens_ahead, engine.page_size
     groups = _descriptors(resolved, engine)
     cache = with_lookahead(resolved.cache.build, CacheContext(page_size, groups), ahead)
@@ -132,6 +134,7 @@ def build_scheduler(
         adapter_slots=resolved.config.adapters.max_resident if resolved.config.adapters.enabled else 0,
         pin_pages=int(section.pin_fraction * (engine.num_pages - 1)),
         state_snapshot_tokens=resolved.config.memory.state_snapshot_tokens,
+        state_chunk=CHUNK if mixer is not None and Feature.MIXER_SNAPSHOTS in mixer.spec.offers else 0,
     )
     policy = resolved.policy.build(PolicyContext(cache))
     return Scheduler(limits, ledger, policy, constraints, tokenizer, eos)

@@ -47,6 +47,7 @@ def gated_delta(
         inside = tokens < rows.indptr[live + 1, None]
         padded = [_padded(part, tokens, inside) for part in parts]
         found, states[live] = _chunk(padded, states[live])
+        rows.save(state, chunk, states[live])
         out[tokens[inside]] = found.transpose(1, 2)[inside].to(out.dtype)
     rows.store(state, states)
     return out

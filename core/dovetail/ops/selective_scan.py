@@ -43,6 +43,8 @@ def selective_scan(
         own = states[: int(np.count_nonzero(lens > t))]
         at = begin[: len(own)] + t
         out[at] = _advance(own, values[at], sizes[at], keys[at], queries[at], channels).to(x.dtype)
+        if rows.saves is not None and (t + 1) % rows.chunk == 0:
+            rows.save(state, rows.first_chunks[:-1].long()[order][: len(own)] + t // rows.chunk, own)
     last = torch.empty_like(states)
     last[order] = states
     rows.store(state, last)

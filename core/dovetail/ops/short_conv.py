@@ -42,6 +42,10 @@ def short_conv(
     out = _convolved([inputs[place - before + i] for i in range(before + 1)], weight, bias, activation)
     last = rows.indptr[1:, None] + row[:, None] * before + column
     rows.store(state, inputs[last].transpose(1, 2))
+    if rows.saves is not None:
+        saved = rows.saves.nonzero().flatten()
+        latest = (rows.chunk_starts[saved, None] + rows.chunk - before + column).long()
+        rows.save(state, saved, x[latest].transpose(1, 2))
     return out
 
 

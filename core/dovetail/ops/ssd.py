@@ -41,9 +41,10 @@ def ssd(
     states = rows.initial(state)
     sizes = head_step_sizes(dt, heads)
     ends = rows.indptr.tolist()[1:]
-    for row, start in zip(rows.chunk_rows.tolist(), rows.chunk_starts.tolist(), strict=True):
+    for chunk, (row, start) in enumerate(zip(rows.chunk_rows.tolist(), rows.chunk_starts.tolist(), strict=True)):
         at = slice(start, min(start + rows.chunk, ends[row]))
         out[at] = _chunk(x[at].float(), sizes[at], b[at].float(), c[at].float(), heads, states[row])
+        rows.save(state, torch.tensor([chunk], device=x.device), states[row, None])
     rows.store(state, states)
     return out
 

@@ -218,6 +218,7 @@ MIXER = KindDescriptor(
     ComponentKind.MIXER,
     "backends of layers with a state",
     "dovetail.interfaces.mixer:MixerBackend",
+    api=(1, 1),  # StateRows.saves
     section=kinds.MIXER,
     concerns=f"{_RULES}:concerns_mixer",
     namespaces=("mixer",),

@@ -35,7 +35,8 @@ class SchedulerLimits:
     (0: they are not made shorter). ``embeds`` is true if the model offers model.embed. Groups and sessions keep prefixes
     locked for ``pin_seconds``, at most ``pin_pages`` pages in all. ``processors`` are the logits processors by name.
     ``adapter_slots`` is the number of adapters that the device holds. ``state_snapshot_tokens`` is the distance of
-    snapshots of states (see ``scheduler.snapshots``).
+    snapshots of states (see ``scheduler.snapshots``), and a step can keep the states of a prompt after every
+    ``state_chunk`` of its tokens in the step (0: only those with which a step begins).
     """
 
     max_running: int
@@ -57,6 +58,7 @@ class SchedulerLimits:
     pin_seconds: float = 60.0
     pin_pages: int = 0
     state_snapshot_tokens: int | None = None
+    state_chunk: int = 0
     processors: Mapping[str, ProcessorEntry] = field(default_factory=dict)
     adapter_slots: int = 0
 

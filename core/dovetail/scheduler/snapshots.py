@@ -9,16 +9,20 @@ A request can resume only where a snapshot was made. Snapshots are made at multi
 - end: the last full page before the prompt's last token, for the same prompt and for the next turn of a conversation.
 - middle: for prompts that depart from this one earlier, while nothing is known about where.
 - tail: the latest copy while the request decodes, for the next turn.
+
+A step can keep states within a prompt, after each chunk of its tokens in the step. Middle and end are at such places, so that they
+cost no step of their own. Elsewhere a prompt is cut, and the next step copies the state with which it begins.
 """
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left, insort
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from dovetail.types import StateCopies
+from dovetail.types import StateCopies, StateSaves
 
 if TYPE_CHECKING:
     from dovetail.interfaces.cache import Match
@@ -31,39 +35,59 @@ TAIL_TOKENS = 128
 """Set the number of tokens after which a request that decodes copies its states again."""
 
 LEAST_TOKENS = 512
-"""Set the number of tokens that a snapshot must save at least, if nothing suggests that it will be used. A prompt is cut at
-its snapshots, and each cut costs a step."""
+"""Set the number of tokens that a snapshot must save at least, if nothing suggests that it will be used. Where a prompt is cut
+at its snapshots, each cut costs a step."""
 
 LEAST_SHARED = 64
 """The same for a snapshot that others are known to need."""
 
 
 def choose_points(
-    begin: int, common: int, end: int, page_size: int, *, every: int | None = None, expected: bool = False
+    begin: int,
+    common: int,
+    end: int,
+    page_size: int,
+    *,
+    unit: int = 0,
+    every: int | None = None,
+    expected: bool = False,
 ) -> list[int]:
     """Return the lengths at which a prompt that resumes after ``begin`` tokens makes snapshots, in ascending order.
 
     The cache knows its first ``common`` tokens, and ``end`` is its last full page. All are multiples of the page size. With
-    ``every``, there is a snapshot after that number of tokens, rounded up to full pages, instead of one in the middle. With
-    ``expected``, the end is known to be used.
+    ``every``, there is a snapshot after that number of tokens, rounded up to full pages or units, instead of one in the middle. With
+    ``expected``, the end is known to be used. A ``unit``, a multiple of the page size, is the number of tokens after which a
+    step can keep states: all points but the junction are multiples of it after the point at which the prompt is cut before, or
+    after ``begin``, unless ``every`` is less.
     """
-    points = []
+    if every is not None and every < unit:
+        unit = 0
+    grain, points = unit or page_size, list[int]()
     if every is not None:
-        step = -(-every // page_size) * page_size
-        points = list(range(begin - begin % step + step, end, step))
+        step = -(-every // grain) * grain
+        points = list(range(begin + step if unit else begin - begin % step + step, end, step))
+    if unit and common >= end:
+        common = end = _after(begin, end, unit)
     junction = min(common, end)
     # what the cache knows ends after the tail of its request: this is no junction
     if junction - begin >= (TAIL_TOKENS + page_size if begin else LEAST_SHARED):
         if junction not in points:
             insort(points, junction)
-    elif every is None:
-        middle = (begin + end) // 2 // page_size * page_size
-        if min(middle - begin, end - middle) >= LEAST_TOKENS:
+        end = _after(junction, end, unit)
+    else:
+        end = _after(begin, end, unit)
+        middle = _after(begin if unit else 0, (begin + end) // 2, grain)
+        if every is None and min(middle - begin, end - middle) >= LEAST_TOKENS:
             points.append(middle)
     latest = points[-1] if points else begin
     if end - latest >= (LEAST_SHARED if expected else LEAST_TOKENS):
         points.append(end)
     return points
+
+
+def _after(begin: int, end: int, unit: int) -> int:
+    """Return the last length up to ``end`` that is a multiple of ``unit`` after ``begin``; ``end`` without a unit."""
+    return begin + max(0, end - begin) // unit * unit if unit else end
 
 
 class Snapshots:
@@ -72,11 +96,13 @@ class Snapshots:
     def __init__(self, limits: SchedulerLimits, ledger: PageLedger) -> None:
         """``ledger`` is that of a model with state groups."""
         assert ledger.states is not None
-        self._ledger, self._page_size = ledger.states, ledger.page_size
+        self._ledger, self._pages, self._page_size = ledger.states, ledger, ledger.page_size
+        self._unit = math.lcm(limits.state_chunk, ledger.page_size) if limits.state_chunk else 0
         self._keeps, self._every = limits.reuses_prefixes, limits.state_snapshot_tokens
         self._ahead = max(1, ledger.tokens_ahead)  # tokens after a prefix without which it is not found
         # by the number of a plan that is not committed: the requests that it copies for, with their states and lengths
         self._copied: dict[int, list[tuple[Req, RequestStates, int]]] = {}
+        self._saved: dict[int, list[tuple[Req, RequestStates, int]]] = {}  # the same of what is kept within prompts
 
     def admit(self, req: Req, match: Match) -> None:
         """Choose the points of a request that has got its slots. A request that was retracted has none: its prefixes are not
@@ -86,21 +112,27 @@ class Snapshots:
         size, pooling = self._page_size, req.params.pooling is not None
         end = (req.device_len - self._ahead) // size * size
         expected = not pooling and (req.prefill_only or req.group_size > 1 or bool(req.session))
-        req.states.points = choose_points(match.length, match.common, end, size, every=self._every, expected=expected)
+        req.states.points = choose_points(
+            match.length, match.common, end, size, unit=self._unit, every=self._every, expected=expected
+        )
 
     def limit(self, req: Req, count: int) -> int:
-        """Return how many of the next ``count`` tokens of a prompt enter one step: those up to its next point."""
-        ahead = [point for point in req.states.points if point > req.cached_len]
-        return min(count, ahead[0] - req.cached_len) if ahead else count
+        """Return how many of the next ``count`` tokens of a prompt enter one step: those up to its next point at which the step
+        cannot keep states."""
+        begin, unit = req.cached_len, self._unit
+        ahead = [point for point in req.states.points if point > begin and not (unit and (point - begin) % unit == 0)]
+        return min(count, ahead[0] - begin) if ahead else count
 
     def cut(self, req: Req, count: int) -> int:
         """Return how many of the next ``count`` tokens of a prompt enter the step that is made now. A chunk that does not
-        complete the prompt ends with a page, and a snapshot is made there if the prompt is twice as long as at the last one:
-        it costs no step."""
+        complete the prompt ends with a page, if possible where a step that goes on could keep states, and a snapshot is made
+        there if the prompt is twice as long as at the last one: it costs no step."""
         states: RequestStates = req.states
         count, size = self.limit(req, count), self._page_size
         end = req.cached_len + count
         whole = end - end % size
+        if self._unit and count >= self._unit and req.cached_len % size == 0 and end not in states.points:
+            whole = end - count % self._unit
         if end >= req.device_len or whole <= req.cached_len:
             return count
         if self._keeps and self._every is None and not req.num_retractions and whole not in states.points:
@@ -143,8 +175,28 @@ class Snapshots:
             self._copied[plan.number] = made
         if copies:
             plan.state_copies = _packed(copies)
+        if self._unit and self._keeps:
+            self._fill_saves(plan, reqs)
         if plan.draft_limits is not None and self._keeps:
             self._limit_drafts(plan, plan.draft_limits, reqs)
+
+    def _fill_saves(self, plan: StepPlan, reqs: list[Req]) -> None:
+        """Set ``state_saves`` of a plan: for each point within the tokens of a prompt that enter."""
+        saves: list[tuple[int, int, IntArray]] = []
+        made: list[tuple[Req, RequestStates, int]] = []
+        for row in range(plan.num_extend):
+            req, begin = reqs[row], int(plan.prefix_lens[row])
+            states: RequestStates = req.states
+            inside = [point for point in states.points if begin < point < begin + plan.extend_lens[row]]
+            for point in inside:
+                states.points.remove(point)
+                slots = self._ledger.copy(req, point)
+                if slots is not None:
+                    saves.append((row, point - begin, slots))
+                    made.append((req, states, point))
+        if made:
+            self._saved[plan.number] = made
+            plan.state_saves = _packed_saves(saves)
 
     def _is_due(self, states: RequestStates, length: int) -> bool:
         if length >= states.end:
@@ -173,10 +225,15 @@ class Snapshots:
         """Offer the snapshots of a plan that is committed to the cache."""
         for req, states, length in self._copied.pop(number, ()):
             self._ledger.confirm(req, states, length)
+        for req, states, length in self._saved.pop(number, ()):
+            if req.states is states:  # the pages of these tokens are computed now
+                self._pages.share(req, length)
+                self._ledger.confirm(req, states, length)
 
     def failed(self, number: int) -> None:
         """Forget the copies of a plan that has failed. Their slots are freed with their requests."""
         self._copied.pop(number, None)
+        self._saved.pop(number, None)
 
 
 def _packed(copies: list[tuple[IntArray, IntArray]]) -> StateCopies:
@@ -184,3 +241,14 @@ def _packed(copies: list[tuple[IntArray, IntArray]]) -> StateCopies:
     sources, targets = (np.stack(slots, axis=1, dtype=np.int32) for slots in zip(*copies, strict=True))
     groups = np.repeat(np.arange(len(sources), dtype=np.int32), len(copies))
     return StateCopies(groups, sources.ravel(), targets.ravel())
+
+
+def _packed_saves(saves: list[tuple[int, int, IntArray]]) -> StateSaves:
+    """Return saves in all state groups: of a row, after a number of its tokens, to the slots of the groups."""
+    rows, lens, slots = zip(*saves, strict=True)
+    targets = np.stack(slots, axis=1, dtype=np.int32)
+    count = len(targets)
+    groups = np.repeat(np.arange(count, dtype=np.int32), len(saves))
+    return StateSaves(
+        np.tile(np.array(rows, np.int32), count), np.tile(np.array(lens, np.int32), count), groups, targets.ravel()
+    )

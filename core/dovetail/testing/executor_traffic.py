@@ -21,6 +21,7 @@ from dovetail.types import (
     PageUpdates,
     SharedPrefixes,
     StateCopies,
+    StateSaves,
     StepPlan,
 )
 
@@ -125,6 +126,7 @@ class PlanTraffic:
             draft_limits=self._limits(len(prompts), decode) if self.draft_width else None,
             shared=self._shared(len(rows)) if not prompts and not self.draft_width else None,
             state_copies=_state_copies(rows, len(admitted)),
+            state_saves=_state_saves(counts),
         )
         for r, n, sampled in zip(rows, lens.tolist(), samples.tolist(), strict=True):
             r.cached += n
@@ -278,3 +280,9 @@ def _state_copies(rows: list[_Running], count: int) -> StateCopies | None:
         return None
     sources = np.array(slots, np.int32)
     return StateCopies(np.zeros_like(sources), sources, sources + 100)
+
+
+def _state_saves(counts: list[int]) -> StateSaves | None:
+    """Return a state to save in the middle of each prompt that has two tokens or more."""
+    found = [(row, count // 2, row % 2, row + 200) for row, count in enumerate(counts) if count > 1]
+    return StateSaves(*np.array(found, np.int32).T) if found else None

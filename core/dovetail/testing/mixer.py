@@ -174,6 +174,28 @@ class MixerSuite(ComponentSuite):
         _close(torch.cat(found), expected, TOLERANCES[op.dtype], "an output depends on how the row is divided")
         _close(parts.state[4], whole.state[4], TOLERANCES[op.dtype], "the state depends on how the row is divided")
 
+    @each_operation
+    @torch.inference_mode()
+    def test_states_within_prompts_are_saved(self, operation: str) -> None:
+        """The states after chunks of rows are written to the slots that ``StateRows.saves`` names, and outputs and last states
+        are as without them."""
+        self.require(Feature.MIXER_SNAPSHOTS)
+        op = self.operation(operation)
+        prompts = [SlotRow(3, 2 * CHUNK + 1), SlotRow(1, 5), SlotRow(6, CHUNK + 9, fresh=True)]
+        saves = [(0, CHUNK, 2), (0, 2 * CHUNK, 7), (2, CHUNK, 4)]
+        backend, memory = self.backend(op), SlotMemory(op, prompts)
+        inputs, rows = op.inputs(sum(row.tokens for row in prompts)), _rows(prompts, op.device, saves=saves)
+        before = memory.exact()
+        expected, last = reference(op, inputs, before, prompts)
+        begins = np.cumsum([0] + [row.tokens for row in prompts]).tolist()
+        for row, length, slot in saves:
+            own = tuple(each[begins[row] : begins[row] + length] for each in inputs)
+            _, states = reference(op, own, before, [SlotRow(prompts[row].slot, length, prompts[row].fresh)])
+            last[slot] = states[prompts[row].slot]
+        backend.plan(MixerStep(rows, _ints([], op.device)))
+        _close(op.prompt(backend, inputs, memory.state, rows), expected, TOLERANCES[op.dtype], "an output is wrong")
+        memory.check(last, [*(row.slot for row in prompts), *(slot for _, _, slot in saves)], _of_state(op))
+
     @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
     @each_operation
     def test_inputs_may_have_16_bits(self, operation: str, dtype: torch.dtype) -> None:
@@ -314,10 +336,16 @@ def accepted(
     return states
 
 
-def _rows(rows: Sequence[SlotRow], device: torch.device, *, writes: bool = True) -> StateRows:
+def _rows(
+    rows: Sequence[SlotRow],
+    device: torch.device,
+    *,
+    writes: bool = True,
+    saves: Sequence[tuple[int, int, int]] = (),
+) -> StateRows:
     slots, lens = (np.array(each, np.int32) for each in zip(*((row.slot, row.tokens) for row in rows), strict=True))
     fresh = np.array([row.fresh for row in rows])
-    return StateRows.of(slots, lens, fresh, device, CHUNK if writes else DRAFT_CHUNK, writes)
+    return StateRows.of(slots, lens, fresh, device, CHUNK if writes else DRAFT_CHUNK, writes, saves)
 
 
 def _copy_rows(target: StateRows, source: StateRows) -> None:

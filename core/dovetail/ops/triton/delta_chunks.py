@@ -89,12 +89,13 @@ def solve(
 
 @triton.jit
 def pass_states(
-    qkv, fades, decays, reads, changes, before, state, slots, indptr, fresh, first_chunks, qkv_stride, state_stride,
-    heads, GROUP: tl.constexpr, KEY: tl.constexpr, VALUE: tl.constexpr, CHUNK: tl.constexpr, BLOCK_K: tl.constexpr,
-    BLOCK_V: tl.constexpr, PRECISION: tl.constexpr, WRITES: tl.constexpr, PDL: tl.constexpr,
+    qkv, fades, decays, reads, changes, before, state, slots, indptr, fresh, first_chunks, saves, qkv_stride,
+    state_stride, heads, GROUP: tl.constexpr, KEY: tl.constexpr, VALUE: tl.constexpr, CHUNK: tl.constexpr, BLOCK_K: tl.constexpr,
+    BLOCK_V: tl.constexpr, PRECISION: tl.constexpr, WRITES: tl.constexpr, SAVES: tl.constexpr,
+    PDL: tl.constexpr,
 ) -> None:  # fmt: skip
     """Store the state before every chunk of a row, overwrite ``changes`` with those that the state before allows, and
-    write the state after the row."""
+    write the state after the row. With ``SAVES``, write the states after chunks to the slots ``saves`` too."""
     place = tl.program_id(0) * BLOCK_V + tl.arange(0, BLOCK_V)
     head, row = tl.program_id(1), tl.program_id(2)
     channel = tl.arange(0, BLOCK_K)
@@ -127,6 +128,10 @@ def pass_states(
         change -= tl.dot(read, rounded, input_precision=PRECISION)
         tl.store(changes + value, change.to(changes.dtype.element_ty), inside[:, None] & real)
         S = tl.dot(tl.trans(k), (change * fade).to(k.dtype), S * decay, input_precision=PRECISION)
+        if SAVES:
+            target = tl.load(saves + chunk).to(tl.int64)
+            kept = (channel < tl.where(target != 0, KEY, 0))[:, None] & real
+            tl.store(state + target * state_stride + head * KEY * VALUE + within, S, kept)
         chunk += 1
     if WRITES:
         written = tl.where((slot != 0) & (end > start), KEY, 0)

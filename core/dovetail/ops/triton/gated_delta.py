@@ -15,7 +15,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from dovetail.ops.triton import delta_chunks, kda_chunks
 from dovetail.ops.triton.launch import launch
-from dovetail.ops.triton.ssd import softplus
+from dovetail.ops.triton.ssd import saved_slots, softplus
 
 if TYPE_CHECKING:
     from dovetail.interfaces.mixer_shapes import DeltaGates, DeltaShape
@@ -160,8 +160,8 @@ def _by_head(
     launch(
         delta_chunks.pass_states, (triton.cdiv(value_dim, narrow), heads, len(rows.lens)),
         qkv, fades, decays, reads, changes, before, state, rows.slots, rows.indptr, rows.fresh, rows.first_chunks,
-        qkv.stride(0), state.stride(0), heads,
-        **constants, BLOCK_V=narrow, WRITES=rows.writes, num_warps=tiles.pass_warps, num_stages=tiles.pass_stages,
+        saved_slots(rows), qkv.stride(0), state.stride(0), heads,
+        **constants, BLOCK_V=narrow, WRITES=rows.writes, SAVES=rows.saves is not None, num_warps=tiles.pass_warps, num_stages=tiles.pass_stages,
     )  # fmt: skip
     launch(
         delta_chunks.outputs, (heads, chunks),
@@ -195,8 +195,8 @@ def _by_channel(
     launch(
         kda_chunks.pass_states, (triton.cdiv(value_dim, narrow), heads, len(rows.lens)),
         qkv, totals, reads, changes, before, state, rows.slots, rows.indptr, rows.fresh, rows.first_chunks,
-        rows.chunk_starts, qkv.stride(0), state.stride(0), heads,
-        **constants, BLOCK_V=narrow, WRITES=rows.writes, num_stages=2,
+        rows.chunk_starts, saved_slots(rows), qkv.stride(0), state.stride(0), heads,
+        **constants, BLOCK_V=narrow, WRITES=rows.writes, SAVES=rows.saves is not None, num_stages=2,
     )  # fmt: skip
     launch(
         kda_chunks.outputs, (chunks, heads, triton.cdiv(value_dim, block_v)),

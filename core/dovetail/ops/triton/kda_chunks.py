@@ -101,12 +101,13 @@ def solve(
 
 @triton.jit
 def pass_states(
-    qkv, totals, reads, changes, before, state, slots, indptr, fresh, first_chunks, chunk_starts, qkv_stride, state_stride,
-    heads, GROUP: tl.constexpr, KEY: tl.constexpr, VALUE: tl.constexpr, CHUNK: tl.constexpr,
-    BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, PRECISION: tl.constexpr, WRITES: tl.constexpr, PDL: tl.constexpr,
+    qkv, totals, reads, changes, before, state, slots, indptr, fresh, first_chunks, chunk_starts, saves, qkv_stride,
+    state_stride, heads, GROUP: tl.constexpr, KEY: tl.constexpr, VALUE: tl.constexpr, CHUNK: tl.constexpr,
+    BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, PRECISION: tl.constexpr, WRITES: tl.constexpr, SAVES: tl.constexpr,
+    PDL: tl.constexpr,
 ) -> None:  # fmt: skip
     """Store the state before every chunk of a row, overwrite ``changes`` with those that the state before allows, and
-    write the state after the row."""
+    write the state after the row, and those after chunks to the slots ``saves``."""
     place = tl.program_id(0) * BLOCK_V + tl.arange(0, BLOCK_V)
     head, row = tl.program_id(1), tl.program_id(2)
     channel = tl.arange(0, BLOCK_K)
@@ -145,6 +146,10 @@ def pass_states(
         k *= tl.exp(tl.minimum(whole[None, :] - total, 0.0))
         S *= tl.exp(whole)[:, None]
         S += tl.dot(tl.trans(k.to(read.dtype)), rounded, input_precision=PRECISION)
+        if SAVES:
+            target = tl.load(saves + chunk).to(tl.int64)
+            place_of = target * state_stride + head * KEY * VALUE + channel[:, None] * VALUE + place[None, :]
+            tl.store(state + place_of, S, (channel < tl.where(target != 0, KEY, 0))[:, None] & real)
     if WRITES:
         written = tl.where((slot != 0) & (last > first), KEY, 0)
         tl.store(state + own, S, (channel < written)[:, None] & real)

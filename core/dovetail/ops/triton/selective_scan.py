@@ -16,7 +16,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from dovetail.ops.triton.launch import launch
-from dovetail.ops.triton.ssd import ROWS, chunk_bounds, softplus
+from dovetail.ops.triton.ssd import ROWS, chunk_bounds, saved_slots, softplus
 
 if TYPE_CHECKING:
     from dovetail.interfaces.state_rows import StateRows
@@ -64,10 +64,11 @@ def _chunk_ends(
 
 @triton.jit(do_not_specialize_on_alignment=ROWS)
 def _pass_ends(
-    a, state, states, totals, slots, indptr, fresh, first_chunks, channels, width, state_stride,
-    BLOCK_C: tl.constexpr, BLOCK_N: tl.constexpr, WRITES: tl.constexpr, PDL: tl.constexpr,
+    a, state, states, totals, slots, indptr, fresh, first_chunks, saves, channels, width, state_stride,
+    BLOCK_C: tl.constexpr, BLOCK_N: tl.constexpr, WRITES: tl.constexpr, SAVES: tl.constexpr, PDL: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Replace the state after each chunk by that before it, and write to the row's slot the last state."""
+    """Replace the state after each chunk by that before it, and write to the row's slot the last state, and to the slots
+    ``saves`` those after chunks."""
     row = tl.program_id(0)
     i = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
     n = tl.arange(0, BLOCK_N)
@@ -90,6 +91,10 @@ def _pass_ends(
         tl.debug_barrier()
         tl.store(place, value, mask)
         value = value * tl.exp(tl.load(totals + own, inside, 0.0)[:, None] * rates) + added
+        if SAVES:
+            target = tl.load(saves + chunk).to(tl.int64)
+            copy = state + target * state_stride + i[:, None] * width + n[None, :]
+            tl.store(copy, value, (i < tl.where(target != 0, channels, 0))[:, None] & (n < width)[None, :])
     if WRITES:
         tl.store(kept, value, (i < tl.where(first < stop, stored, 0))[:, None] & (n < width)[None, :])
 
@@ -223,8 +228,9 @@ def selective_scan(
         )  # fmt: skip
         launch(
             _pass_ends, (len(rows.lens), blocks),
-            channels.a, state, states, totals, rows.slots, rows.indptr, rows.fresh, rows.first_chunks, count, width,
-            state.stride(0), BLOCK_C=BLOCK, BLOCK_N=block_n, WRITES=rows.writes, num_warps=1,
+            channels.a, state, states, totals, rows.slots, rows.indptr, rows.fresh, rows.first_chunks, saved_slots(rows),
+            count, width, state.stride(0), BLOCK_C=BLOCK, BLOCK_N=block_n, WRITES=rows.writes,
+            SAVES=rows.saves is not None, num_warps=1,
         )  # fmt: skip
     launch(
         _chunk_outputs, (chunks, blocks),

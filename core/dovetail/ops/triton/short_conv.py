@@ -11,6 +11,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from dovetail.ops.triton.launch import launch
+from dovetail.ops.triton.ssd import saved_slots
 
 if TYPE_CHECKING:
     from dovetail.interfaces.mixer import ConvActivation
@@ -54,11 +55,12 @@ def _advance(
 
 @triton.jit
 def _chunks(
-    x, weight, bias, state, out, slots, indptr, fresh, chunk_rows, chunk_starts, channels, x_stride, state_stride,
-    BIAS: tl.constexpr, SILU: tl.constexpr, WIDTH: tl.constexpr, TAPS: tl.constexpr, CHUNK: tl.constexpr,
-    BLOCK: tl.constexpr, WRITES: tl.constexpr, PDL: tl.constexpr,
+    x, weight, bias, state, out, slots, indptr, fresh, chunk_rows, chunk_starts, saves, channels, x_stride,
+    state_stride, BIAS: tl.constexpr, SILU: tl.constexpr, WIDTH: tl.constexpr, TAPS: tl.constexpr, CHUNK: tl.constexpr,
+    BLOCK: tl.constexpr, WRITES: tl.constexpr, SAVES: tl.constexpr, PDL: tl.constexpr,
 ) -> None:  # fmt: skip
-    """The program of a row's first chunk also writes the state, because it is the only one that reads the old one."""
+    """The program of a row's first chunk also writes the state, because it is the only one that reads the old one. That of a
+    chunk that is saved writes the chunk's last inputs to the slot of ``saves``."""
     channel = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = channel < channels
     before: tl.constexpr = WIDTH - 1
@@ -90,6 +92,13 @@ def _chunks(
             total += kept.to(tl.float32) * tl.sum(tl.where(tap == i, weights, 0.0), 1)[None, :]
     token = out + start.to(tl.int64) * channels + channel[None, :] + step[:, None] * channels
     tl.store(token, _activated(total, SILU).to(out.dtype.element_ty), (at < end)[:, None] & inside[None, :])
+    if SAVES:
+        target = tl.load(saves + chunk).to(tl.int64)
+        if target != 0:
+            for i in tl.static_range(before):
+                last = tl.load(here + (CHUNK - before + i) * x_stride, inside[None, :], 0.0)
+                place = state + target * state_stride + channel[None, :] * before + i
+                tl.store(place, last.to(state.dtype.element_ty), inside[None, :])
     if WRITES:  # noqa: SIM102 a constant
         if (start == begin) & (slot != 0):
             _shift(x, own, channel, begin, end - begin, known, x_stride, inside, before)
@@ -138,9 +147,10 @@ def short_conv(
         launch(
             _chunks, (len(rows.chunk_rows), triton.cdiv(x.shape[1], 64)),
             x, weight, bias, state, out, rows.slots, rows.indptr, rows.fresh, rows.chunk_rows, rows.chunk_starts,
-            x.shape[1], x.stride(0), state.stride(0),
+            saved_slots(rows), x.shape[1], x.stride(0), state.stride(0),
             BIAS=bias is not None, SILU=activation == "silu", WIDTH=weight.shape[1],
-            TAPS=triton.next_power_of_2(weight.shape[1]), CHUNK=rows.chunk, BLOCK=64, WRITES=rows.writes, num_warps=8,
+            TAPS=triton.next_power_of_2(weight.shape[1]), CHUNK=rows.chunk, BLOCK=64, WRITES=rows.writes,
+            SAVES=rows.saves is not None, num_warps=8,
         )  # fmt: skip
     return out
 

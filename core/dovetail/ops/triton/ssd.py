@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from dovetail.interfaces.state_rows import StateRows
     from dovetail.interfaces.state_space import SSDHeads
 
-ROWS = ["slots", "indptr", "fresh", "chunk_rows", "chunk_starts", "first_chunks"]
+ROWS = ["slots", "indptr", "fresh", "chunk_rows", "chunk_starts", "first_chunks", "saves"]
 
 
 @triton.jit
@@ -87,10 +87,11 @@ def _chunk_states(
 
 @triton.jit(do_not_specialize=["tokens"], do_not_specialize_on_alignment=ROWS)
 def _pass_states(
-    state, states, entering, totals, slots, indptr, fresh, chunk_starts, first_chunks, tokens, heads, numbers, state_stride,
-    CHUNK: tl.constexpr, BLOCK: tl.constexpr, WRITES: tl.constexpr, PDL: tl.constexpr,
+    state, states, entering, totals, slots, indptr, fresh, chunk_starts, first_chunks, saves, tokens, heads, numbers,
+    state_stride, CHUNK: tl.constexpr, BLOCK: tl.constexpr, WRITES: tl.constexpr, SAVES: tl.constexpr, PDL: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Write for each chunk of a row the state with which it begins, and to the row's slot the last state."""
+    """Write for each chunk of a row the state with which it begins, to the row's slot the last state, and to the slots
+    ``saves`` those after chunks."""
     row, head = tl.program_id(0), tl.program_id(1)
     at = tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)
     inside = at < numbers
@@ -109,6 +110,10 @@ def _pass_states(
         tl.store(entering + own, value.to(entering.dtype.element_ty), inside)
         last = tl.minimum(tl.load(chunk_starts + chunk).to(tl.int64) + CHUNK, end) - 1
         value = value * tl.exp(tl.load(totals + head.to(tl.int64) * tokens + last)) + added
+        if SAVES:
+            target = tl.load(saves + chunk).to(tl.int64)
+            place = state + target * state_stride + head * numbers + at
+            tl.store(place, value, at < tl.where(target != 0, numbers, 0))
     if WRITES:
         tl.store(kept, value, at < tl.where(first < stop, stored, 0))
 
@@ -251,6 +256,11 @@ def _advance(
         tl.store(kept, value, mask)
 
 
+def saved_slots(rows: StateRows) -> torch.Tensor:
+    """Return ``rows.saves`` for a kernel, which does not read it if it is None."""
+    return rows.slots if rows.saves is None else rows.saves
+
+
 def ssd(
     x: torch.Tensor,
     dt: torch.Tensor,
@@ -283,7 +293,8 @@ def ssd(
     launch(
         _pass_states, (len(rows.lens), count, triton.cdiv(dim * width, 1024)),
         state, states, entering, totals, rows.slots, rows.indptr, rows.fresh, rows.chunk_starts, rows.first_chunks,
-        tokens, count, dim * width, state.stride(0), CHUNK=chunk, BLOCK=1024, WRITES=rows.writes,
+        saved_slots(rows), tokens, count, dim * width, state.stride(0), CHUNK=chunk, BLOCK=1024, WRITES=rows.writes,
+        SAVES=rows.saves is not None,
     )  # fmt: skip
     launch(
         _scores, (chunks, groups, (chunk // tile) ** 2),

@@ -23,6 +23,7 @@ from dovetail.types import (
     PageUpdates,
     SharedPrefixes,
     StateCopies,
+    StateSaves,
     StepPlan,
     StepResult,
 )
@@ -105,6 +106,7 @@ class _Plan(msgspec.Struct, array_like=True, gc=False):
     shared: _Shared | None
     drafts: _Drafts | None
     state_copies: StateCopies | None
+    state_saves: StateSaves | None
 
 
 class _Sample(msgspec.Struct, array_like=True, gc=False):
@@ -243,6 +245,7 @@ class PlanSender:
             None if shared is None else _Shared(shared.starts, shared.lens),
             _drafts_out(plan.drafts),
             plan.state_copies,
+            plan.state_saves,
         )
         return self._packer.pack(wire)
 
@@ -339,6 +342,7 @@ class PlanReceiver:
             None if shared is None else SharedPrefixes(shared.starts, shared.lens),
             _drafts_in(wire.drafts),
             wire.state_copies,
+            wire.state_saves,
         )
         self._proposed = plan
         return plan
