@@ -13,8 +13,8 @@ import torch
 
 from dovetail import LLM, SamplingParams
 from dovetail.config.checkpoint import locate
-from dovetail.ops.adapter_weights import LowRankWeights, TokenSlots, TokenTiles
-from dovetail.ops.low_rank import LARGE_TILE, SMALL_TILE, add_low_rank, token_tiles
+from dovetail.ops.adapter_weights import LowRankWeights, TokenSlots
+from dovetail.ops.low_rank import LARGE_TILE, SMALL_TILE, add_low_rank, packed_tiles, unpacked_tiles
 from lora_adapters import module_shapes, write_adapter
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")]
@@ -36,7 +36,8 @@ def test_products_are_those_of_the_numbers(tokens: int, tile: int, rank: int) ->
     device = torch.device("cuda")
     weights = LowRankWeights(a, b, parts, ranks, torch.from_numpy(ranks).cuda(), row_blocks(parts, device))
     own = random.integers(-1, slots, tokens).astype(np.int32)
-    order, tiles = (torch.from_numpy(array).cuda() for array in token_tiles(own, tile, most=tokens + 2))
+    packed = torch.from_numpy(packed_tiles(own, tile, tokens, tokens + 2)).cuda()
+    tiles = unpacked_tiles(packed, tile, tokens, tokens)
     x = torch.randn(tokens, inputs, device="cuda", dtype=torch.bfloat16)
     out = torch.randn(tokens, 6120, device="cuda", dtype=torch.bfloat16)
     exact = out.float()
@@ -45,7 +46,7 @@ def test_products_are_those_of_the_numbers(tokens: int, tile: int, rank: int) ->
             r = int(ranks[slot, part])
             low = a[slot, part, :r].float() @ x[token].float()
             exact[token, start : start + size] += b[slot, start : start + size, :r].float() @ low
-    got = add_low_rank(out, x, weights, TokenSlots(tokens, (), TokenTiles(order, tiles, tile)))
+    got = add_low_rank(out, x, weights, TokenSlots(tokens, (), tiles))
     assert ((got.float() - exact).square().mean() / exact.square().mean()).sqrt() < 6e-3
 
 

@@ -454,6 +454,8 @@ class WithTokens(Replayed):
 @torch.inference_mode()
 def test_captured_steps_add_the_adapters_of_their_rows(monkeypatch):
     """Graphs are replayed with other adapters in other rows, and with fewer rows than they have."""
+    monkeypatch.setattr("dovetail.ops.triton.low_rank_few.INPUT_BLOCK", 64)
+    monkeypatch.setattr("dovetail.ops.triton.low_rank_few.STEP", 16)
     stand_in(monkeypatch)
     memory = {"num_pages": 96, "page_size": PAGE}
     settings = {"device": "cpu", "model": {"dtype": "float32"}, "grammar": "none", "memory": memory}

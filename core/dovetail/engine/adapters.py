@@ -24,14 +24,15 @@ from dovetail.layers.embedding import Embedding, LMHead
 from dovetail.layers.experts import Experts
 from dovetail.layers.linear import Linear
 from dovetail.layers.transforms import Transpose
-from dovetail.ops.adapter_weights import LowRankWeights, TokenSlots, TokenTiles
+from dovetail.ops.adapter_weights import LowRankWeights, TokenSlots
 from dovetail.ops.low_rank import (
     LARGE_TILE,
     SMALL_STEP,
     SMALL_TILE,
     most_tiles,
+    packed_tiles,
     token_groups,
-    token_tiles,
+    unpacked_tiles,
 )
 from dovetail.ops.transfer import to_device
 
@@ -110,9 +111,9 @@ class EngineAdapters:
         self._device_ranks = torch.from_numpy(self._ranks.copy()).to(device) if self._kernels else None
         for region in self._regions.values():
             region.layer.adapters = LinearAdapters(self._weights(region), self.tokens)
-        self._most_tiles = most_tiles(max_rows, slots)
-        # of captured steps: first the tiles, then the order of tokens
-        self._static = torch.zeros(3 * self._most_tiles + max_rows, dtype=torch.int32, device=device)
+        self._most_rows, self._most_tiles = max_rows, most_tiles(max_rows, slots)
+        # of captured steps: see ``packed_tiles``
+        self._static = torch.zeros(1 + 2 * max_rows + 3 * self._most_tiles, dtype=torch.int32, device=device)
         self._sent = (0, -1)  # ``rows_version`` and number of rows of what ``_static`` holds
         self._known: tuple[int, TokenSlots | None] = 0, None  # of the decode rows with a ``rows_version``
 
@@ -168,7 +169,9 @@ class EngineAdapters:
         if self._device_ranks is None:
             return LowRankWeights(a, b, region.parts, self._ranks[:, own])
         from dovetail.ops.triton.low_rank import row_blocks
+        from dovetail.ops.triton.low_rank_few import arrivals
 
+        arrivals(self._device)  # allocated before anything is captured
         blocks = row_blocks(region.parts, self._device)
         return LowRankWeights(a, b, region.parts, self._ranks[:, own], self._device_ranks[:, own], blocks)
 
@@ -306,9 +309,9 @@ class EngineAdapters:
         before = self.tokens.current
         self._static.zero_()  # no tile has tokens: those of an earlier step may be beyond these rows
         self._sent = (0, -1)
-        tiles = self._static[: 3 * self._most_tiles].view(-1, 3)[: most_tiles(rows, len(self._slots))]
-        order = self._static[3 * self._most_tiles :][:rows]
-        self.tokens.current = TokenSlots(rows, (), TokenTiles(order, tiles, SMALL_TILE)) if rows else None
+        most = most_tiles(rows, len(self._slots))
+        tiles = unpacked_tiles(self._static, SMALL_TILE, self._most_rows, rows, most)
+        self.tokens.current = TokenSlots(rows, (), tiles) if rows else None
         try:
             yield
         finally:
@@ -320,10 +323,7 @@ class EngineAdapters:
         if batch.rows_version and self._sent == state:
             return
         rows: Any = batch.adapters
-        order, tiles = token_tiles(rows.astype(np.int32) - 1, SMALL_TILE, self._most_tiles)
-        sent = np.zeros(len(self._static), np.int32)
-        sent[: tiles.size] = tiles.reshape(-1)
-        sent[tiles.size :][: len(order)] = order
+        sent = packed_tiles(rows.astype(np.int32) - 1, SMALL_TILE, self._most_rows, self._most_tiles)
         self._static.copy_(to_device(sent, self._device), non_blocking=True)
         self._sent = state
 
@@ -333,9 +333,8 @@ class EngineAdapters:
         if not self._kernels:
             return TokenSlots(len(slots), token_groups(slots))
         size = SMALL_TILE if len(slots) <= SMALL_STEP else LARGE_TILE
-        order, tiles = token_tiles(slots, size)
-        sent = to_device(np.concatenate([order, tiles.reshape(-1)]), self._device)
-        return TokenSlots(len(slots), (), TokenTiles(sent[: len(order)], sent[len(order) :].view(-1, 3), size))
+        sent = to_device(packed_tiles(slots, size), self._device)
+        return TokenSlots(len(slots), (), unpacked_tiles(sent, size, len(slots), len(slots)))
 
 
 def build_adapters(

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from dovetail.interfaces.quantization import LinearProduct
+from dovetail.layers.linear import DenseProduct
 from dovetail.ops.activation import GATES
 from dovetail.ops.adapter_weights import LowRankWeights, TokenSlots
 from dovetail.ops.low_rank import add_low_rank
@@ -45,21 +46,37 @@ class AdaptedProduct(LinearProduct):
     def __init__(self, product: LinearProduct, weights: LowRankWeights, tokens: AdaptedTokens) -> None:
         self._product, self._weights, self._tokens = product, weights, tokens
         self.in_parts = product.in_parts
+        self._rows = product.adapted_rows(weights) if isinstance(product, DenseProduct) else None
 
     def forward(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """See ``LinearProduct``."""
-        out, tokens = self._product.forward(x, bias), self._tokens.current
-        return out if tokens is None else add_low_rank(out, x, self._weights, tokens)
+        tokens = self._tokens.current
+        if tokens is None:
+            return self._product.forward(x, bias)
+        if self._rows is not None and tokens.tiles is not None and self._rows.can(tokens.tiles, len(x)):
+            return self._rows(x, bias, tokens.tiles)
+        return add_low_rank(self._product.forward(x, bias), x, self._weights, tokens)
 
     def gated(self, x: torch.Tensor, bias: torch.Tensor | None, activation: Activation) -> Any:
         """See ``LinearProduct``."""
-        if self._tokens.current is None:
+        tokens = self._tokens.current
+        if tokens is None:
             return self._product.gated(x, bias, activation)
+        if self._rows is not None and tokens.tiles is not None and self._rows.can(tokens.tiles, len(x), gated=True):
+            return self._rows(x, bias, tokens.tiles, activation)
         return GATES[activation](self.forward(x, bias))
 
     def parts(self, x: torch.Tensor) -> torch.Tensor | None:
-        """See ``LinearProduct``. With adapters there are no parts."""
-        return self._product.parts(x) if self._tokens.current is None else None
+        """See ``LinearProduct``. What the adapters add is in the first part."""
+        tokens = self._tokens.current
+        if tokens is None:
+            return self._product.parts(x)
+        if self._rows is not None and tokens.tiles is not None and self._rows.can(tokens.tiles, len(x), parts=True):
+            return self._rows(x, None, tokens.tiles, in_parts=True)
+        parts = self._product.parts(x)
+        if parts is not None:
+            add_low_rank(parts[0], x, self._weights, tokens)
+        return parts
 
     @property
     def describe(self) -> str:

@@ -32,8 +32,10 @@ from dovetail.ops.parts import Parts, RankAddend
 if TYPE_CHECKING:
     from dovetail.interfaces.mesh import Mesh
     from dovetail.layers.adapters import LinearAdapters
+    from dovetail.ops.adapter_weights import LowRankWeights
     from dovetail.ops.parts import Addend
     from dovetail.ops.triton.invariant import InvariantRows
+    from dovetail.ops.triton.low_rank_few import AdaptedRows
     from dovetail.ops.triton.matmul import FewRows
 
 NO_TRANSFORMS: Mapping[str, WeightTransform] = MappingProxyType({})
@@ -75,6 +77,15 @@ class DenseProduct(LinearProduct):
             parts = self._few_rows.parts(x)
             return None if parts is None else parts.addends
         return None
+
+    def adapted_rows(self, weights: LowRankWeights) -> AdaptedRows | None:
+        """Return kernels that compute this product of few rows and add what adapters make of them, or None if this product
+        has none."""
+        if self._few_rows is None or self._batch_invariant:
+            return None
+        from dovetail.ops.triton.low_rank_few import AdaptedRows
+
+        return AdaptedRows(self._weight, weights)
 
     @property
     def describe(self) -> str:

@@ -17,7 +17,7 @@ class LowRankWeights:
 
     The layer holds ``parts``, (start, size) of their rows, such as the projections of queries, keys and values. ``a`` is
     ``[slots, parts, rank, in]`` and ``b`` ``[slots, out, rank]``; of part p of slot s only the first ``ranks[s, p]`` of
-    ``rank`` are used. ``ranks`` is in host memory, ``device_ranks`` its copy on CUDA, or None. ``blocks`` (int32
+    ``rank`` are used, and those up to the next multiple of 16 are finite. ``ranks`` is in host memory, ``device_ranks`` its copy on CUDA, or None. ``blocks`` (int32
     ``[blocks, 3]``: part, first row, last row + 1) divides the rows among the programs of a kernel.
     """
 
@@ -32,11 +32,14 @@ class LowRankWeights:
 class TokenTiles(NamedTuple):
     """Hold the tokens of a step in an order in which those of one slot are adjacent, on CUDA: ``order`` int32 ``[tokens]``, of
     which only those with an adapter count, and ``tiles`` int32 ``[tiles, 3]``: slot, start in ``order``, and number of
-    tokens, which is 0 in tiles that pad a graph. A tile has at most ``size`` tokens."""
+    tokens, which is 0 in tiles that pad a graph. A tile has at most ``size`` tokens. ``places`` int32 ``[tokens]`` has the tile
+    of each token, or -1, and ``used`` int32 ``[1]`` the number of tiles that do not pad."""
 
     order: torch.Tensor
     tiles: torch.Tensor
     size: int
+    places: torch.Tensor
+    used: torch.Tensor
 
 
 class TokenSlots(NamedTuple):

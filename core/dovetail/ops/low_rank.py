@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from torch.nn import functional
 
-from dovetail.ops.adapter_weights import LowRankWeights, TokenSlots
+from dovetail.ops.adapter_weights import LowRankWeights, TokenSlots, TokenTiles
 
 if TYPE_CHECKING:
     from dovetail.types import IntArray
@@ -23,9 +23,7 @@ def add_low_rank(out: torch.Tensor, x: torch.Tensor, weights: LowRankWeights, to
     """Add to ``out [tokens, out]`` what the adapters make of contiguous ``x [tokens, in]``, and return it."""
     assert len(x) == tokens.num_tokens, "an adapted layer computes all tokens of the step"
     if tokens.tiles is not None:
-        from dovetail.ops.triton.low_rank import add_low_rank as add_on_cuda
-
-        return add_on_cuda(out, x, weights, tokens.tiles)
+        return _add_on_cuda(out, x, weights, tokens.tiles)
     for slot, index in tokens.groups:
         rows = x if index is None else x.index_select(0, index)
         for part, (start, size) in enumerate(weights.parts):
@@ -40,6 +38,14 @@ def add_low_rank(out: torch.Tensor, x: torch.Tensor, weights: LowRankWeights, to
     return out
 
 
+def _add_on_cuda(out: torch.Tensor, x: torch.Tensor, weights: LowRankWeights, tokens: TokenTiles) -> torch.Tensor:
+    from dovetail.ops.triton import low_rank, low_rank_few
+
+    if len(x) <= low_rank_few.MAX_ROWS and tokens.size == SMALL_TILE:
+        return low_rank_few.expand(out, low_rank_few.shrink(x, weights, tokens), weights, tokens)
+    return low_rank.add_low_rank(out, x, weights, tokens)
+
+
 def token_groups(slots: IntArray) -> tuple[tuple[int, torch.Tensor | None], ...]:
     """Return ``TokenSlots.groups`` of ``slots`` (int32 ``[tokens]``), in which -1 stands for no adapter."""
     found = np.unique(slots)
@@ -48,19 +54,32 @@ def token_groups(slots: IntArray) -> tuple[tuple[int, torch.Tensor | None], ...]
     return tuple((int(slot), torch.from_numpy(np.flatnonzero(slots == slot))) for slot in found[found >= 0])
 
 
-def token_tiles(slots: IntArray, size: int, most: int | None = None) -> tuple[IntArray, IntArray]:
-    """Return ``TokenTiles.order`` and ``TokenTiles.tiles`` of ``slots`` (int32 ``[tokens]``), in which -1 stands for no adapter.
-    ``tiles`` is padded to ``most`` tiles."""
+def packed_tiles(slots: IntArray, size: int, rows: int | None = None, most: int | None = None) -> IntArray:
+    """Return the arrays of ``TokenTiles`` of ``slots`` (int32 ``[tokens]``), in which -1 stands for no adapter, in one array, which
+    ``unpacked_tiles`` divides. It is padded to ``rows`` tokens and ``most`` tiles."""
     order = np.argsort(slots, kind="stable").astype(np.int32)
     tiles: list[tuple[int, int, int]] = []
     found, starts, counts = np.unique(slots[order], return_index=True, return_counts=True)
     for slot, start, count in zip(found.tolist(), starts.tolist(), counts.tolist(), strict=True):
         if slot >= 0:
             tiles += [(slot, at, min(size, start + count - at)) for at in range(start, start + count, size)]
-    padded: np.ndarray[Any, np.dtype[np.int32]] = np.zeros((most or len(tiles), 3), np.int32)
+    rows, most = len(slots) if rows is None else rows, max(1, len(tiles)) if most is None else most
+    packed = np.zeros(1 + 2 * rows + 3 * most, np.int32)
+    packed[0] = len(tiles)
+    packed[1 : 1 + len(slots)] = order
+    places = packed[1 + rows : 1 + 2 * rows]
+    places[:] = -1
+    for index, (_, start, count) in enumerate(tiles):
+        places[order[start : start + count]] = index
     if tiles:
-        padded[: len(tiles)] = tiles
-    return order, padded
+        packed[1 + 2 * rows :][: 3 * len(tiles)] = np.array(tiles, np.int32).reshape(-1)
+    return packed
+
+
+def unpacked_tiles(packed: torch.Tensor, size: int, rows: int, tokens: int, most: int | None = None) -> TokenTiles:
+    """Return views of what ``packed_tiles`` returned for ``rows`` rows, for the first ``tokens`` of them and ``most`` tiles."""
+    tiles = packed[1 + 2 * rows :].view(-1, 3)[:most]
+    return TokenTiles(packed[1:][:tokens], tiles, size, packed[1 + rows :][:tokens], packed[:1])
 
 
 def most_tiles(tokens: int, slots: int) -> int:
