@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from dovetail.interfaces.quantization import LinearProduct
-from dovetail.layers.linear import DenseProduct
 from dovetail.ops.activation import GATES
 from dovetail.ops.adapter_weights import LowRankWeights, TokenSlots
 from dovetail.ops.low_rank import add_low_rank
 
 if TYPE_CHECKING:
     from dovetail.interfaces.quantization import Activation
+    from dovetail.ops.triton.low_rank_few import AdaptedRows
 
 
 @dataclass(slots=True, eq=False)
@@ -33,9 +33,9 @@ class LinearAdapters:
     weights: LowRankWeights
     tokens: AdaptedTokens
 
-    def around(self, product: LinearProduct) -> LinearProduct:
-        """Return ``product`` with what the adapters add to it."""
-        return AdaptedProduct(product, self.weights, self.tokens)
+    def around(self, product: LinearProduct, rows: AdaptedRows | None = None) -> LinearProduct:
+        """Return ``product`` with what the adapters add to it. ``rows`` computes both for few rows."""
+        return AdaptedProduct(product, self.weights, self.tokens, rows)
 
 
 class AdaptedProduct(LinearProduct):
@@ -43,10 +43,12 @@ class AdaptedProduct(LinearProduct):
     adapter, every method is that of ``product``. The input is not quantized before it arrives, because adapters need it
     as it is: ``product`` quantizes it itself."""
 
-    def __init__(self, product: LinearProduct, weights: LowRankWeights, tokens: AdaptedTokens) -> None:
+    def __init__(
+        self, product: LinearProduct, weights: LowRankWeights, tokens: AdaptedTokens, rows: AdaptedRows | None
+    ) -> None:
         self._product, self._weights, self._tokens = product, weights, tokens
         self.in_parts = product.in_parts
-        self._rows = product.adapted_rows(weights) if isinstance(product, DenseProduct) else None
+        self._rows = rows
 
     def forward(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """See ``LinearProduct``."""
