@@ -2,6 +2,7 @@
 time between tokens of running requests while other adapters are loaded.
 
     python benchmarks/adapters_gpu.py [--model 8b] [--batch 64] [--rank 16] [--known 1000] [--json FILE]
+    python benchmarks/adapters_gpu.py --kernels  # the kernels of one layer, in microseconds, in half a minute
 
 Two engines with random weights are in one process: one without adapters, and one that knows ``--known`` adapters and has slots for
 ``--batch`` of them. They are measured in turns, so that ratios do not depend on the state of the device. All adapters have matrices for every
@@ -28,6 +29,7 @@ from safetensors.torch import save_file
 import dovetail
 from dovetail.generation.expansion import expand
 from dovetail.messages import Answer, CommandReply, GenerateMsg, LoadAdapterMsg, RequestFailed, TokenOutput
+from gpubench.adapter_kernels import measure
 from gpubench.models import shape, write
 from gpubench.plan import SIZES, Sizes
 from gpubench.subject import TEMPERATURE
@@ -196,6 +198,7 @@ def arguments() -> argparse.Namespace:
     add("--kv-gib", type=float, default=12.0, help="memory of each engine's KV pool")
     add("--device", default="auto")
     add("--json", type=Path)
+    add("--kernels", action="store_true", help="measure the kernels of one layer only")
     add("--tiny-shapes", action="store_true", help="a tiny model, only to check that everything runs")
     args = parser.parse_args()
     if args.tiny_shapes:
@@ -206,6 +209,13 @@ def arguments() -> argparse.Namespace:
 def main() -> None:
     """Measure, print, write."""
     args = arguments()
+    if args.kernels:
+        found = measure(args.model, args.batch, args.rank)
+        if args.json:
+            args.json.write_text(
+                json.dumps({"microseconds": found, "arguments": {k: str(v) for k, v in vars(args).items()}})
+            )
+        return
     sizes, result = (
         SIZES[args.model],
         dict[str, Any](date=datetime.datetime.now(datetime.UTC).isoformat("T", "seconds")),

@@ -50,6 +50,58 @@ def test_products_are_those_of_the_numbers(tokens: int, tile: int, rank: int) ->
     assert ((got.float() - exact).square().mean() / exact.square().mean()).sqrt() < 6e-3
 
 
+@pytest.mark.parametrize(
+    ("outputs", "inputs", "parts", "form"),
+    [
+        (6144, 4096, ((0, 4096), (4096, 1024), (5120, 1024)), "whole"),
+        (4096, 4096, ((0, 4096),), "parts"),
+        (28672, 4096, ((0, 14336), (14336, 14336)), "gated"),
+        (4096, 14336, ((0, 4096),), "parts"),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize(("tokens", "own_slots"), [(1, 1), (16, 3), (64, 1), (64, 64)])
+def test_products_add_adapters_beside_the_kernel_that_multiplies_first(outputs, inputs, parts, form, tokens, own_slots):
+    """Each input is written just before it is read, and differs from the one before at the same address."""
+    from dovetail.ops.activation import GATES
+    from dovetail.ops.triton.low_rank import row_blocks
+    from dovetail.ops.triton.low_rank_few import AdaptedRows
+    from dovetail.ops.triton.norm import rms_norm
+
+    torch.manual_seed(0)
+    device, rank, random = torch.device("cuda"), 16, np.random.default_rng(0)
+    ranks = random.integers(0, rank + 1, (own_slots, len(parts))).astype(np.int32)
+    kind = {"device": device, "dtype": torch.bfloat16}
+    a = torch.randn(own_slots, len(parts), rank, inputs, **kind) / inputs**0.5
+    b = torch.randn(own_slots, outputs, rank, **kind) / 4
+    weights = LowRankWeights(a, b, parts, ranks, torch.from_numpy(ranks).cuda(), row_blocks(parts, device))
+    weight = torch.randn(outputs, inputs, **kind) / inputs**0.5
+    slots = random.integers(-1, own_slots, tokens) if own_slots < tokens else np.arange(tokens)
+    packed = torch.from_numpy(packed_tiles(slots.astype(np.int32), SMALL_TILE, tokens, tokens)).cuda()
+    tiles, product = unpacked_tiles(packed, SMALL_TILE, tokens, tokens), AdaptedRows(weight, weights)
+    gated, in_parts = form == "gated", form == "parts"
+    if not product.can(tiles, tokens, gated=gated, parts=in_parts):
+        pytest.skip("no kernel for these rows")
+    merged = torch.zeros(own_slots + 1, outputs, rank * len(parts), device=device)
+    for slot in range(own_slots):
+        for part, (start, size) in enumerate(parts):
+            r = int(ranks[slot, part])
+            merged[slot, start : start + size, part * rank : part * rank + r] = b[
+                slot, start : start + size, :r
+            ].float()
+    ones, inputs_made, results = torch.ones(inputs, **kind), torch.randn(20, tokens, inputs, **kind), []
+    for given in inputs_made:
+        x = rms_norm(given, ones, 1e-6)
+        results.append(product(x, None, tiles, "silu" if gated else None, in_parts=in_parts))
+        del x  # the next input gets its memory
+    for given, result in zip(inputs_made, results, strict=True):
+        x = rms_norm(given, ones, 1e-6).float()
+        low = torch.einsum("tk,tprk->tpr", x, a.float()[np.maximum(slots, 0)]).flatten(1)
+        exact = x @ weight.float().T + torch.einsum("tr,tnr->tn", low, merged[slots])
+        exact, got = GATES["silu"](exact) if gated else exact, result.sum(0) if in_parts else result
+        assert ((got.float() - exact).square().mean() / exact.square().mean()).sqrt() < 1e-2
+
+
 @pytest.fixture(scope="module")
 def adapters(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     directory: Path = tmp_path_factory.mktemp("adapters")
