@@ -1,6 +1,6 @@
 """Measure products with packed blocks of GGUF on one GPU, next to the time of reading their bytes.
 
-    python benchmarks/gguf_gpu.py [--rows 1 2 16 64] [--tune]
+    python benchmarks/gguf_gpu.py [--rows 1 2 16 64] [--shapes gate_up down] [--tune]
 
 Weights are cold: calls rotate over several copies. ``file`` is the time of reading the blocks as the file stores them, ``packed`` that of
 the packed rows, both at ``ops_gpu.READ``; ``bf16`` is the product with the weight in bfloat16. One row is also multiplied in parts, as
@@ -17,6 +17,7 @@ from typing import NamedTuple
 import torch
 
 from dovetail.gguf.block_types import TYPES
+from dovetail.ops.activation import Activation
 from dovetail.ops.linear import few_rows
 from dovetail_quantization.gguf_blocks import fill_random
 from dovetail_quantization.gguf_packed import PackedWeight, pack
@@ -62,7 +63,7 @@ def case(name: str, kind: str) -> Case:
 def measure(given: Case, m: int, *, in_parts: bool = False) -> float:
     """Return the microseconds of a product of ``m`` rows, with the gate if it has one, or of its parts."""
     n, k = SHAPES[given.name]
-    gate = "silu" if gated(given) else None
+    gate: Activation | None = "silu" if gated(given) else None
     x, y = randn(m, k), torch.empty(m, n // 2 if gate else n, device="cuda", dtype=torch.bfloat16)
     count = max(len(given.copies), 20)
     rows = [given.copies[index % len(given.copies)] for index in range(count)]
@@ -95,12 +96,12 @@ def tiles(given: Case, m: int) -> Iterator[PackedRowTile | PackedTile]:
     if m == 1:
         assert first.one_row is not None
         block_k = first.one_row.block_k
-        for block_n, per_warp, programs in itertools.product((2, 4, 8, 16), (512, 1024, 2048), (0.5, 1, 1.5, 2, 3)):
+        for block_n, per_warp, programs in itertools.product((2, 4, 8), (1024, 2048), (0.5, 1, 1.5, 2)):
             warps = block_k // per_warp
             if 1 <= warps <= 32 and (per_sm := round(16 * programs / warps)) >= 1:
                 yield PackedRowTile(block_n, block_k, warps, per_sm)
         split = split_of(k)
-        for block_n, warps, programs in itertools.product((2, 4, 8, 16), (1, 2, 4), (12, 16, 24, 32)):
+        for block_n, warps, programs in itertools.product((4, 8), (2, 4), (12, 16, 24)):
             if split > 1 and not gated(given):
                 yield PackedRowTile(block_n, k // split, warps, programs // warps, split)
         return
@@ -134,11 +135,12 @@ def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 2, 16, 64])
+    parser.add_argument("--shapes", nargs="+", choices=list(SHAPES), default=list(SHAPES))
     parser.add_argument("--tune", action="store_true")
     parser.add_argument("--top", type=int, default=4)
     args = parser.parse_args()
     print(f"{'':16}{'rows':>6}{'us':>9}{'file':>9}{'packed':>9}{'bf16':>9}{'share of READ':>15}")
-    for name, kind in ((name, kind) for name, kinds in KINDS.items() for kind in kinds):
+    for name, kind in ((shape, kind) for shape in args.shapes for kind in KINDS[shape]):
         given = case(name, kind)
         for m in args.rows:
             took, packed = measure(given, m), given.packed / READ * 1e6

@@ -39,20 +39,40 @@ def _number(words, INDEX: tl.constexpr, BITS: tl.constexpr):
 
 
 @triton.jit
+def _stored_factors(
+    scale, multiplier, rows, words, begin, k,
+    UNIT: tl.constexpr, WHOLE: tl.constexpr, GROUP: tl.constexpr, BLOCK_K: tl.constexpr, ALIGNED: tl.constexpr,
+):  # fmt: skip
+    """Return the scales and the multipliers of the units of BLOCK_K columns from ``begin`` on, a multiple of ALIGNED, both ``[rows, BLOCK_K / UNIT]``,
+    as they are stored. With GROUP 0 there are no multipliers, and the second result is the first."""
+    at = tl.multiple_of(begin // UNIT, ALIGNED // UNIT) + tl.arange(0, BLOCK_K // UNIT)
+    # Columns are multiples of those of a scale. The compiler uses this for loads of several numbers at a time.
+    inside = (at < tl.multiple_of(k // WHOLE * (WHOLE // UNIT), WHOLE // UNIT))[None, :]
+    found = tl.load(scale + rows[:, None] * (words * 2) + (at // (WHOLE // UNIT))[None, :], inside, 0.0)
+    times = found
+    if GROUP:
+        place = multiplier + rows[:, None] * (words * 4) + (at // (GROUP // UNIT))[None, :]
+        times = tl.load(place, inside, 0)
+    return found, times
+
+
+@triton.jit
+def _product_of(scale, multiplier, GROUP: tl.constexpr):
+    """Return the scales of units from what is stored, in float32."""
+    found = scale.to(tl.float32)
+    if GROUP:
+        found *= multiplier.to(tl.float32)
+    return found
+
+
+@triton.jit
 def _factors(
     scale, multiplier, rows, words, begin, k,
     UNIT: tl.constexpr, WHOLE: tl.constexpr, GROUP: tl.constexpr, BLOCK_K: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
-    """Return the scales of the units of BLOCK_K columns from ``begin`` on, a multiple of ALIGNED, float32 ``[rows, BLOCK_K / UNIT]``.
-    GROUP 0 stands for no multipliers."""
-    at = tl.multiple_of(begin // UNIT, ALIGNED // UNIT) + tl.arange(0, BLOCK_K // UNIT)
-    # Columns are multiples of those of a scale. The compiler uses this for loads of several numbers at a time.
-    inside = (at < tl.multiple_of(k // WHOLE * (WHOLE // UNIT), WHOLE // UNIT))[None, :]
-    found = tl.load(scale + rows[:, None] * (words * 2) + (at // (WHOLE // UNIT))[None, :], inside, 0.0).to(tl.float32)
-    if GROUP:
-        place = multiplier + rows[:, None] * (words * 4) + (at // (GROUP // UNIT))[None, :]
-        found *= tl.load(place, inside, 0).to(tl.float32)
-    return found
+    """Return the scales of units in float32, see ``_stored_factors``."""
+    stored, times = _stored_factors(scale, multiplier, rows, words, begin, k, UNIT, WHOLE, GROUP, BLOCK_K, ALIGNED)
+    return _product_of(stored, times, GROUP)
 
 
 @triton.jit
@@ -180,10 +200,14 @@ def one_row_kernel(
     if PDL:
         gdc_launch_dependents()
     codes = tl.load(w + rows[:, None] * words + at[None, :], inside, 0, eviction_policy="evict_first")
-    factor = _factors(scale, multiplier, rows, words, begin, end, unit, WHOLE, GROUP, BLOCK_K, _PART)
-    less = factor
+    factor, factor_times = _stored_factors(
+        scale, multiplier, rows, words, begin, end, unit, WHOLE, GROUP, BLOCK_K, _PART
+    )
+    less, less_times = factor, factor_times
     if OFFSET:
-        less = _factors(offset, offset_multiplier, rows, words, begin, end, unit, WHOLE, GROUP, BLOCK_K, _PART)
+        less, less_times = _stored_factors(
+            offset, offset_multiplier, rows, words, begin, end, unit, WHOLE, GROUP, BLOCK_K, _PART
+        )
     if PDL:
         gdc_wait()
     column = at // STEP * unit + at % STEP
@@ -207,10 +231,13 @@ def one_row_kernel(
         ahead = (at < tl.multiple_of(tl.where(more_tiles, span // each, 0), 4))[None, :]
         last = tl.where(more_tiles, end, begin)
         codes_ahead = tl.load(w + following[:, None] * words + at[None, :], ahead, 0, eviction_policy="evict_first")
-        factor_ahead = _factors(scale, multiplier, following, words, begin, last, unit, WHOLE, GROUP, BLOCK_K, _PART)
-        less_ahead = factor_ahead
+        # These are not multiplied here, which would wait for them.
+        factor_ahead, factor_times_ahead = _stored_factors(
+            scale, multiplier, following, words, begin, last, unit, WHOLE, GROUP, BLOCK_K, _PART
+        )
+        less_ahead, less_times_ahead = factor_ahead, factor_times_ahead
         if OFFSET:
-            less_ahead = _factors(
+            less_ahead, less_times_ahead = _stored_factors(
                 offset, offset_multiplier, following, words, begin, last, unit, WHOLE, GROUP, BLOCK_K, _PART
             )
         first = tl.zeros([BLOCK_N, BLOCK_K // each], tl.int32)
@@ -224,11 +251,14 @@ def one_row_kernel(
             first = byte_sums(codes, high[None, :], first)
             second = byte_sums(codes, low[None, :], second)
         sums = tl.sum(tl.reshape(first * 256 + second, [BLOCK_N, units, STEP]), 2)
-        total = (sums - (whole * ZERO)[None, :]).to(tl.float32) * most[None, :] * factor
+        total = (
+            (sums - (whole * ZERO)[None, :]).to(tl.float32) * most[None, :] * _product_of(factor, factor_times, GROUP)
+        )
         if OFFSET:
-            total -= of_x[None, :] * less
+            total -= of_x[None, :] * _product_of(less, less_times, GROUP)
         finish_row(y, bias, rows, total, tile, n, GATED, BIAS, BLOCK_N)
         codes, factor, less, rows = codes_ahead, factor_ahead, less_ahead, following
+        factor_times, less_times = factor_times_ahead, less_times_ahead
 
 
 @triton.jit
