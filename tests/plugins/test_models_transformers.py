@@ -83,7 +83,7 @@ MORE: Mapping[str, Mapping[str, Any]] = {
     "olmo": {**SMALL, "clip_qkv": 2.0},
     "persimmon": ALL_HEADS,
     "llama": {**SMALL, "tie_word_embeddings": True, "mlp_bias": True, "attention_bias": True},
-    "cohere": SMALL,
+    "cohere": {**SMALL, "use_qk_norm": True},
     "phi3": SMALL,
     "olmo2": SMALL,
     "gpt2": GPT,

@@ -49,9 +49,7 @@ def check_tensors(tree: PreTrainedModel) -> None:
             f"{type(tree).__name__} has constants that no checkpoint contains: {', '.join(constants[:3])}"
         )
     compute_buffers(tree, torch.device("cpu"))
-    embedding = tree.get_input_embeddings()
-    assert isinstance(embedding, nn.Embedding)
-    embedding_scale(embedding)
+    embedding_scale(tree)
     fix_frequencies(tree, 1)
     use_parameters(tree)
     checkpoint_names(tree, [name for name, _ in tree.named_parameters(remove_duplicate=False)])

@@ -34,6 +34,7 @@ def describe_transformers(config: dict[str, Any]) -> ModelInfo:
 def _describe(text: str) -> ModelInfo:
     from dovetail_models.fallback.checks import check_tensors, check_tree
     from dovetail_models.fallback.plan import read_plan, split_sizes
+    from dovetail_models.fallback.ranks import why_undivided
     from dovetail_models.fallback.trace import AttentionTrace
     from dovetail_models.fallback.tree import TRACED_ATTENTION, new_tree
 
@@ -46,6 +47,8 @@ def _describe(text: str) -> ModelInfo:
     head = tree.get_output_embeddings()
     assert head is not None  # check_tree refuses models without one
     split = split_sizes(tree, plan, layers)
+    facts = TransformersSizes(config, layers, plan)
+    undivided = undivided or why_undivided(tree, facts, split)
     check_tensors(tree)
     needs = {feature for field, feature in _NEEDS if any(getattr(layer, field) is not None for layer in layers)}
     windows = tuple(layer.window for layer in layers)
@@ -64,7 +67,7 @@ def _describe(text: str) -> ModelInfo:
         needs=frozenset(needs),
         offers=frozenset({Feature.MODEL_EMBED} | (set() if undivided else {Feature.MODEL_TENSOR_PARALLEL})),
         split_sizes=split,
-        config=TransformersSizes(config, layers, plan),
+        config=facts,
         notes=_notes(undivided),
     )
 

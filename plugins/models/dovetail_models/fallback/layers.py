@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 
 import torch
@@ -28,7 +29,15 @@ Targets = Iterator[tuple[str, WeightTarget | list[WeightTarget]]]
 """Yield the names of a module's parameters in transformers, without that of the module, and the targets of their tensors."""
 
 
-class Projection(Layer):
+class Replacement(Layer, ABC):
+    """Take the place of a module of transformers."""
+
+    @abstractmethod
+    def targets(self, path: str) -> Targets:
+        """Yield the targets of the module's parameters. ``path`` is the name of this layer in the model."""
+
+
+class Projection(Replacement):
     """Compute a linear layer for inputs of any number of dimensions, ``[..., in]``."""
 
     def __init__(self, linear: Linear) -> None:
@@ -41,7 +50,7 @@ class Projection(Layer):
         return y.view(*x.shape[:-1], y.shape[-1])
 
     def targets(self, path: str) -> Targets:
-        """Yield the targets of weight and bias. ``path`` is the name of this layer in the model."""
+        """See ``Replacement``."""
         for field in ("weight", "bias"):
             if field == "weight" or self.linear.bias is not None:
                 yield field, self.target(f"{path}.linear.{field}")
@@ -108,7 +117,7 @@ class SplitProjection(Projection):
         return super().forward(x.narrow(-1, self._start, self._size))
 
 
-class TokenEmbedding(Layer):
+class TokenEmbedding(Replacement):
     """Look up embeddings for ids of any number of dimensions, and multiply them by ``scale`` if it is not 1."""
 
     def __init__(self, embedding: Embedding, scale: float) -> None:
@@ -123,7 +132,7 @@ class TokenEmbedding(Layer):
         return found.view(*input_ids.shape, -1)
 
     def targets(self, path: str) -> Targets:
-        """See ``Projection``."""
+        """See ``Replacement``."""
         yield "weight", self.embedding.target(f"{path}.embedding.weight")
 
 

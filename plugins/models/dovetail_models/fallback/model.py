@@ -9,29 +9,22 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutputWithPastAndCrossAttentions
-from transformers.pytorch_utils import Conv1D
 
 from dovetail.errors import ConfigError
 from dovetail.interfaces.mesh import Mesh
 from dovetail.interfaces.model import ModelArchitecture, ModelInfo, WeightTarget
 from dovetail.layers.base import Layer
-from dovetail.layers.embedding import Embedding, LMHead
-from dovetail.layers.linear import Linear
+from dovetail.layers.embedding import LMHead
 from dovetail.types import Batch
-from dovetail_models.describe import group_layers
-from dovetail_models.fallback.attention import ATTRIBUTE, CurrentStep, PagedAttention
+from dovetail_models.fallback.attention import CurrentStep
 from dovetail_models.fallback.facts import TransformersSizes
 from dovetail_models.fallback.layers import (
-    HeadProjection,
-    Projection,
+    Replacement,
     Targets,
-    TokenEmbedding,
-    TransposedProjection,
-    new_projection,
 )
 from dovetail_models.fallback.names import checkpoint_names
+from dovetail_models.fallback.replaced import replace_modules
 from dovetail_models.fallback.tree import (
-    TokenModules,
     body_of,
     compute_buffers,
     embedding_scale,
@@ -78,9 +71,7 @@ class TransformersModel(Layer, ModelArchitecture):
         self._vocabulary = vocabulary_of(tree)
         self._ignored = (*NOT_WEIGHTS, *(f".*({p}).*" for p in tree._keys_to_ignore_on_load_unexpected or ()))
         self._step = CurrentStep()
-        _replace_vocabulary(tree, self._vocabulary, mesh)
-        _replace_linear_layers(tree, sizes, mesh)
-        _replace_attention(tree, sizes, self._step, mesh)
+        replace_modules(tree, sizes, self._step, embedding_scale(tree), mesh)
         _allocate(tree, device)
         self._prefix = tree.base_model_prefix
         self.body = f"{self._prefix}."
@@ -130,7 +121,7 @@ class TransformersModel(Layer, ModelArchitecture):
 
 def _targets(module: nn.Module, ours: str, theirs: str) -> Targets:
     """Yield the names of the parameters of ``module``, which transformers calls ``theirs``, and their targets."""
-    if isinstance(module, Projection | TokenEmbedding):
+    if isinstance(module, Replacement):
         for field, target in module.targets(ours):
             yield f"{theirs}.{field}", target
         return
@@ -142,38 +133,6 @@ def _targets(module: nn.Module, ours: str, theirs: str) -> Targets:
 
 def _join(prefix: str, name: str) -> str:
     return f"{prefix}.{name}" if prefix else name
-
-
-def _replace_vocabulary(tree: PreTrainedModel, names: TokenModules, mesh: Mesh) -> None:
-    """Let the ranks divide the embedding and the head of ``tree`` by tokens."""
-    theirs, linear = tree.get_submodule(names.embedding), tree.get_submodule(names.head)
-    assert isinstance(theirs, nn.Embedding)
-    assert isinstance(linear, nn.Linear)
-    scale = embedding_scale(theirs)
-    embedding = Embedding(theirs.num_embeddings, theirs.embedding_dim, mesh)
-    tied = embedding if linear.weight is theirs.weight else None
-    head = LMHead(linear.in_features, linear.out_features, mesh, tied=tied, bias=linear.bias is not None)
-    tree.set_submodule(names.embedding, TokenEmbedding(embedding, scale))
-    tree.set_submodule(names.head, HeadProjection(head))
-
-
-def _replace_linear_layers(tree: PreTrainedModel, sizes: TransformersSizes, mesh: Mesh) -> None:
-    for name, module in list(tree.named_modules()):
-        if type(module) is nn.Linear:
-            tree.set_submodule(name, new_projection(name, module, sizes.plan, sizes.attention, mesh))
-        elif type(module) is Conv1D:
-            tree.set_submodule(name, TransposedProjection(Linear(module.nx, module.nf, bias=True)))
-
-
-def _replace_attention(tree: PreTrainedModel, sizes: TransformersSizes, step: CurrentStep, mesh: Mesh) -> None:
-    places = group_layers(sizes.windows)
-    for facts, place in zip(sizes.attention, places, strict=True):
-        module = tree.get_submodule(facts.module)
-        attention = PagedAttention(facts, place, step, mesh)
-        if facts.sinks is not None:
-            holder, _, name = facts.sinks.rpartition(".")
-            attention.use_sinks(tree.get_submodule(holder), name)
-        setattr(module, ATTRIBUTE, attention)
 
 
 def _allocate(tree: PreTrainedModel, device: torch.device) -> None:
@@ -195,8 +154,10 @@ def _allocate(tree: PreTrainedModel, device: torch.device) -> None:
 
 
 def _dtype_of(tree: PreTrainedModel, name: str, dtype: torch.dtype) -> torch.dtype:
-    """Return float32 for a parameter that transformers keeps in it, whatever the model's dtype."""
+    """Return the dtype of a parameter: as in transformers the model's, but float32 for what transformers keeps in it."""
+    if not dtype.is_floating_point:
+        return dtype
     kept = {*(tree._keep_in_fp32_modules_strict or ())}
-    if dtype == torch.float16:
+    if torch.get_default_dtype() == torch.float16:
         kept |= {*(tree._keep_in_fp32_modules or ())}
-    return torch.float32 if kept & {*name.split(".")} else dtype
+    return torch.float32 if kept & {*name.split(".")} else torch.get_default_dtype()

@@ -19,6 +19,8 @@ COLUMN, ROW, COLUMN_GATHERED, ROW_SPLIT, COLUMN_PACKED = (
 )
 DIVIDED = frozenset({COLUMN, ROW, COLUMN_GATHERED, ROW_SPLIT, COLUMN_PACKED})
 """The styles of linear layers that are implemented. Their names are transformers'."""
+LOCAL = "local_params"
+"""The style of modules whose own parameters are divided like the heads."""
 WHOLE = frozenset({"replicated_with_grad_allreduce", "replicate"})
 """The styles of modules that every rank has as a whole."""
 VOCABULARY = frozenset({"embedding_rowwise", "embedding_colwise", COLUMN_GATHERED, COLUMN})
@@ -31,18 +33,22 @@ def read_plan(tree: PreTrainedModel, attention: Sequence[AttentionFacts]) -> tup
     patterns: Mapping[str, str] = tree.tp_plan or {}
     if not patterns:
         return {}, "transformers has no plan of tensor parallelism for it"
+    sinks = {facts.sinks for facts in attention}
     vocabulary = {id(tree.get_input_embeddings()), id(tree.get_output_embeddings())}
     found: dict[str, str] = {}
     for name, module in tree.named_modules():
         style = patterns.get(re.sub(r"\.\d+(?=\.|$)", ".*", name))
         if style is None or style in WHOLE or (id(module) in vocabulary and style in VOCABULARY):
             continue
+        own = {f"{name}.{key}" for key, _ in module.named_parameters(recurse=False)}
+        if style == LOCAL and own <= sinks:
+            continue  # attention takes the sinks of its own heads
         if type(module) is not nn.Linear or style not in DIVIDED:
             return {}, f"its plan has {name} ({type(module).__name__}) {style}, which is not implemented"
         found[name] = style
     for name, _ in tree.named_parameters():
         style = patterns.get(re.sub(r"\.\d+(?=\.|$)", ".*", name))
-        if style is not None and style not in WHOLE and name not in {facts.sinks for facts in attention}:
+        if style is not None and style not in WHOLE and name not in sinks:
             return {}, f"its plan has the parameter {name} {style}, which is not implemented"
     return found, None
 

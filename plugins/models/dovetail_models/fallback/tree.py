@@ -87,7 +87,7 @@ def new_tree(config: Mapping[str, Any], attention: str = ATTENTION) -> PreTraine
         ) from error
     for module in tree.modules():
         if getattr(getattr(module, "config", None), "pad_token_id", None) is not None:
-            setattr(module.config, "pad_token_id", None)  # noqa: B010  # with one, models look for padding on the host
+            vars(module.config)["pad_token_id"] = None  # with one, models look for padding on the host
     return tree.eval()
 
 
@@ -119,9 +119,11 @@ def vocabulary_of(tree: PreTrainedModel) -> TokenModules:
     return TokenModules(*found)
 
 
-def embedding_scale(embedding: nn.Embedding) -> float:
-    """Return the number by which ``embedding``, whose buffers are computed, multiplies the rows of its weight, in its dtype.
-    Raises ``ConfigError`` if it does something else with them."""
+def embedding_scale(tree: PreTrainedModel) -> float:
+    """Return the number by which the embedding of ``tree``, whose buffers are computed, multiplies the rows of its weight, in
+    its dtype. Raises ``ConfigError`` if it does something else with them."""
+    embedding = tree.get_input_embeddings()
+    assert isinstance(embedding, nn.Embedding)
     if type(embedding) is nn.Embedding:
         return 1.0
     weight = embedding.weight
