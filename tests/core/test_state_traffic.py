@@ -148,6 +148,28 @@ def test_sessions_that_append_turns(model: str, units: int, least: float, all_bu
     assert found >= possible - all_but
 
 
+def test_windows_of_the_last_snapshots_stay() -> None:
+    """The next turn resumes at the last snapshot of a text, so the window before it stays where memory holds those of all
+    sessions, but not all that they have computed."""
+    _, found, possible = converse("window", 4_000, sessions=20, turns=4, lag=True)
+    assert found == possible
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_answers_longer_than_a_window_are_found(model: str) -> None:
+    """A request keeps the window before its tail while it generates, so that the next turn resumes there."""
+    rng = random.Random(0)
+    service = Service(model, 24_000, lag=True)
+    for number in range(4):
+        service.add(f"{number}.0", ids(rng, 200), 1100 + 97 * number)
+        service.finish()
+        text = service.texts[f"{number}.0"]
+        service.add(f"{number}.1", [*text, *ids(rng, 50)], 2)
+        service.finish()
+        assert len(text) - service.found[f"{number}.1"] <= 128 + PAGE
+    service.close()
+
+
 def varying(together: bool, **limits: Any) -> tuple[list[float], Service]:
     """Serve a prompt of 1,700 tokens, then 64 that share 1,400 to 1,600 tokens with it. Return the part of what it shares that
     each of these found."""

@@ -119,6 +119,47 @@ def test_pages_behind_windows_are_not_needed():
     assert lengths(model, (0,) * 12) == [12]
 
 
+def test_the_window_of_the_last_snapshot_is_needed_although_the_text_goes_on():
+    """The window of a text's end begins after the one of its last snapshot, at which the next turn resumes."""
+    model = model_of(sliding(9), STATE)
+    add(model, *[0] * 6)
+    add(model, *[0] * 12)
+    model.insert(key(*[0] * 14), model.fresh(14))
+    model.evict_unneeded((99, 9))
+    assert model.cache.total == (2, 1)
+    assert lengths(model, (0,) * 14) == [12]
+    model.evict((0, 1))
+    assert model.cache.total == (0, 0)
+
+
+@pytest.mark.parametrize("layout", ["full, sliding", "full, state", "sliding, state", MIXED])
+def test_what_is_not_needed_changes_no_match(layout: str):
+    """Texts grow, some from where another one has branched, and have snapshots at some of their lengths. Dropping what is not
+    needed does not change how much is found of those that the cache knows and that do not go on in another one."""
+    rng = random.Random(2)
+    for _ in range(6):
+        model = model_of(*LAYOUTS[layout])
+        texts: list[tuple[int, ...]] = [(0,)]
+        all_of_it = (10**6,) * len(model.groups)
+        for _ in range(30):
+            at = rng.randrange(len(texts))
+            text = (*texts[at], *[rng.randrange(3) for _ in range(rng.randint(1, 5))])
+            if rng.random() < 0.2:
+                texts.append(text)
+            else:
+                texts[at] = text
+            states = model.fresh_states() if rng.random() < 0.6 else None
+            model.insert(key(*text), model.fresh(len(text)), states=states)
+            if rng.random() < 0.3:
+                known = [text for text in texts if model.match(key(*text)).common == 4 * len(text)]
+                ends = [text for text in known if sum(other[: len(text)] == text for other in known) == 1]
+                before = lengths(model, *ends)
+                model.evict_unneeded(all_of_it)
+                assert lengths(model, *ends) == before
+                assert model.cache.evict_unneeded(all_of_it) == []
+        model.cache.check_integrity()
+
+
 def test_what_saves_more_per_byte_stays_longer():
     model = model_of(FULL, STATE)
     add(model, 1, *[0] * 20)

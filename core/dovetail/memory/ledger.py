@@ -180,7 +180,10 @@ class PageLedger:
         need to resume after the full pages of ``length``: the request may end before it fills another one. The KV of the
         first ``length`` tokens is computed, and no rollback goes behind them. Steps in flight may still read these pages,
         because steps run in order. The request's own pages are freed. Those of the cache are unlocked when a quarter of
-        a window has left: the request's tokens are then offered to the cache, and the lock moves on."""
+        a window has left: the request's tokens are then offered to the cache, and the lock moves on. In models with states,
+        the pages stay that are needed to resume at the tail of the request (``memory.states``)."""
+        if self.states is not None:
+            length = min(length, self.states.tail_length(req, length))
         for at, group in self._sliding:
             assert group.window is not None
             first = first_needed(group, length - length % self.page_size, self.page_size)

@@ -134,6 +134,11 @@ class StateLedger:
             self._give_up(snapshot)
         req.states = None
 
+    def tail_length(self, req: Req, default: int) -> int:
+        """Return the length of the request's tail, which is where the next turn resumes; ``default`` without one."""
+        tail = req.states.tail
+        return default if tail is None else tail.length
+
     def drop_tail(self) -> bool:
         """Give back the slots of the tail that was begun first. Return False if no request has one."""
         if not self._tails:

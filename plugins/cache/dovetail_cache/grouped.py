@@ -60,6 +60,8 @@ class GroupedRadixTree(RadixTree):
             StatePart(number, row, len(sliding) + row, context.groups[number], self._page_size, order)
             for row, number in enumerate(states)
         ]
+        for part in self._states:
+            part.windows = self._sliding
         self._parts: list[Part] = [*self._sliding, *self._states]
         self._num_all = len(context.groups)
         self._queue.rank = lambda node: (not self._is_dead(node), *rank(node))
@@ -183,7 +185,8 @@ class GroupedRadixTree(RadixTree):
                     break
                 node, dropped = taken
                 freed.add(part.number, dropped)
-                self._drop_dead(node, freed)
+                if part.is_dead(node):
+                    self._drop_dead(node, freed)
         return freed.result() if any(freed.counts) else []
 
     def shared_prefixes(self, handles: Sequence[Handle]) -> list[tuple[list[int], int]]:

@@ -10,7 +10,7 @@ import heapq
 import itertools
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -231,9 +231,17 @@ class SlidingPart(Part):
         return held, held - len(free)
 
     def requeue(self, node: Node) -> None:
-        """Correct the queue: the windows of the nodes above may have ended at ``node``."""
-        end = node.end
-        while node.parent is not None and node.end > end - (self.group.window or 0):
+        """Correct the queue: what the nodes above were needed for may have been the window of ``node``, or that of the
+        last place before at which requests can resume. What is after such a place may not be needed any more."""
+        if node.parent is not None:
+            for step in _chain(node):
+                self.queue.push(step)
+                if step is not node and _has_states(step):
+                    break
+        begin = None
+        while node.parent is not None and (begin is None or node.end > begin):
+            if begin is None and _has_states(node):
+                begin = node.end - (self.group.window or 0)
             self.queue.push(node)
             node = node.parent
             if len(node.children) > 1:
@@ -259,11 +267,17 @@ class SlidingPart(Part):
         return np.flatnonzero(node.pages[self.row, : max(self._protected(node) - self._first(node), 0)])
 
     def _needed(self, node: Node) -> int:
-        """Return the first column of a node that is needed at the next leaf or fork."""
-        step = node
-        while len(step.children) == 1 and step.end < node.end + (self.group.window or 0):
-            (step,) = step.children.values()
-        return first_needed(self.group, step.end, self.page_size) - self._first(node)
+        """Return the first column of a node that is needed at the next leaf or fork. With state groups, requests resume at
+        the last snapshots before it, and what is after the last snapshots of a text is not needed."""
+        last, step, far = None, node, node.end + (self.group.window or 0)
+        for step in _chain(node):
+            if _has_states(step):
+                last = step.end
+                if last >= far:
+                    break
+        if last is None and not step.children and _follows_states(node):
+            return node.num_pages
+        return first_needed(self.group, last or step.end, self.page_size) - self._first(node)
 
     def _drop(self, node: Node, columns: NDArray[np.intp]) -> IntArray:
         pages = node.pages[self.row, columns]
@@ -273,7 +287,10 @@ class SlidingPart(Part):
 
 
 class StatePart(Part):
-    """Keep the snapshots of a state group. They are at the ends of nodes."""
+    """Keep the snapshots of a state group. They are at the ends of nodes. Set ``windows`` to the sliding groups: which of
+    their pages are needed depends on the snapshots."""
+
+    windows: Sequence[SlidingPart] = ()
 
     def put(self, node: Node, snapshot: int) -> None:
         """Take a snapshot at the end of ``node`` if the node has none."""
@@ -284,6 +301,10 @@ class StatePart(Part):
             self.locked += parts.state_locks[self.row] > 0
             self.queue.push(node)
             self.requeue(node)
+            assert node.parent is not None
+            for window in self.windows:
+                window.requeue(node)
+                window.requeue(node.parent)
 
     def present(self, path: Sequence[Node], pages: IntArray) -> NDArray[np.bool_]:
         present = np.zeros(pages.shape[1] + 1, np.bool_)
@@ -355,4 +376,30 @@ class StatePart(Part):
     def _drop(self, node: Node) -> IntArray:
         snapshot, node.parts.states[self.row] = node.parts.states[self.row], 0
         self.total -= snapshot != 0
+        if snapshot:
+            for window in self.windows:
+                window.requeue(node)
         return np.array([snapshot] if snapshot else [], np.int32)
+
+
+def _chain(node: Node) -> Iterator[Node]:
+    """Yield ``node`` and the nodes below it, up to the next leaf or fork."""
+    yield node
+    while len(node.children) == 1:
+        (node,) = node.children.values()
+        yield node
+
+
+def _has_states(node: Node) -> bool:
+    """Return True if all state groups have snapshots at the end of ``node``, or if there are no such groups."""
+    return all(node.parts.states)
+
+
+def _follows_states(node: Node) -> bool:
+    """Return True if there are snapshots at the end of a node above ``node``, and no fork between the two."""
+    above = node.parent
+    while above is not None and above.parent is not None and len(above.children) == 1:
+        if _has_states(above):
+            return True
+        above = above.parent
+    return False
