@@ -79,9 +79,12 @@ def arms(args: argparse.Namespace, dequantized: Path) -> dict[str, tuple[Arm, Se
 def dequantize(model: Path, folder: Path) -> Path:
     """Write the checkpoint that transformers reads from a GGUF file, in float32."""
     import torch
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM, GgufConfig
 
-    loaded: Any = AutoModelForCausalLM.from_pretrained(model.parent, gguf_file=model.name, dtype=torch.float32)
+    plain = GgufConfig(dequantize=True)
+    loaded: Any = AutoModelForCausalLM.from_pretrained(
+        model.parent, gguf_file=model.name, dtype=torch.float32, quantization_config=plain
+    )
     loaded.save_pretrained(folder)
     return folder
 
