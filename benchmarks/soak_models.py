@@ -42,8 +42,8 @@ DELTA = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_hea
 
 
 class Shape(NamedTuple):
-    """Hold the model component, the settings of config.json beside ``COMMON``, and the pages of 16 tokens of the memory: so few that requests
-    are retracted, if they do not have windows and states only, so that they do not grow (``grows``)."""
+    """Describe a model: the component, and the settings of config.json beside ``COMMON``. ``num_pages`` pages of 16 tokens are so few that
+    requests are retracted, if the memory of a request ``grows`` with its length: that of windows and states does not."""
 
     component: str
     config: Mapping[str, Any]
@@ -82,7 +82,7 @@ SHAPES: Mapping[str, Shape] = {
         grows=False,
     ),
 }  # fmt: skip
-"""Name a model for each kind of cache group: ``sliding`` and ``state`` beside a full one, the others alone."""
+"""A model for each kind of cache group: ``sliding`` and ``state`` have a full group too, the others have one group."""
 
 
 def write(name: str, directory: Path) -> Path:
@@ -94,6 +94,7 @@ def write(name: str, directory: Path) -> Path:
     config = COMMON | dict(shape.config)
     (directory / "config.json").write_text(json.dumps(config))
     component = installed().get(ComponentKind.MODEL, shape.component)
+    assert component.spec.describe is not None, "every model spec has a description"
     describe, target = (
         load_attribute(own, component.label) for own in (component.spec.describe, component.spec.target)
     )

@@ -1,10 +1,11 @@
-"""Measure whether two servers on the same processors slow each other down more than they must: tokens per second of a server alone, and of two servers at
-the same time.
+"""Measure whether two servers on the same processors slow each other down more than they must.
+
+It prints the tokens per second of a server alone, and of two servers at the same time.
 
     python benchmarks/two_servers.py MODEL [--threads 2] [--rounds 5] [--tokens 64] [--set KEY=VALUE]... [--env NAME=VALUE]...
 
 Each server has one greedy request at a time. Rounds alternate between the first server alone, the second alone, and both. ``--env OMP_WAIT_POLICY=active`` or
-``--env GOMP_SPINCOUNT=300000`` (OpenMP's default) in a second run shows what the engine's own setting changes.
+``--env GOMP_SPINCOUNT=300000`` (OpenMP's default) in a second run shows the effect of the engine's own setting.
 """
 
 from __future__ import annotations

@@ -46,7 +46,7 @@ INSTEAD: Mapping[str, tuple[str, ...]] = {
         "--master-port",
         "--nccl-port",
     ),
-    "the executor is chosen by the number of ranks; set --set executor=workers or local": (
+    "the executor is chosen by the number of ranks; use --set executor=workers or --set executor=local": (
         "--distributed-executor-backend",
     ),
     "the KV pool is counted in pages; use --num-gpu-blocks-override, which is memory.num_pages, or --set memory.kv_gib=...": (
@@ -85,7 +85,7 @@ INSTEAD: Mapping[str, tuple[str, ...]] = {
         "--root-path",
         "--fastapi-root-path",
     ),
-    "it is one process here; send several servers' traffic through a proxy": (
+    "one process parses and tokenizes requests; for more, start several servers, and a proxy before them": (
         "--api-server-count",
         "--tokenizer-worker-num",
     ),
@@ -169,7 +169,7 @@ INSTEAD: Mapping[str, tuple[str, ...]] = {
         "--allowed-local-media-path",
         "--language-model-only",
     ),
-    "adapters are computed by kernels that the device decides about; leave it out": (
+    "the kernels of adapters are chosen by the device; leave it out": (
         "--lora-backend",
         "--max-lora-chunk-size",
         "--lora-dtype",
@@ -177,7 +177,7 @@ INSTEAD: Mapping[str, tuple[str, ...]] = {
         "--specialize-active-lora",
     ),
     "an adapter may have matrices for all linear layers; leave it out": ("--lora-target-modules",),
-    "the adapter that was used least recently gives way; leave it out": ("--lora-eviction-policy",),
+    "the adapter that was used least recently leaves the device first; leave it out": ("--lora-eviction-policy",),
     "adapters that change the vocabulary are not supported": ("--lora-extra-vocab-size",),
     "the KV pool is counted in pages or GiB; use --num-gpu-blocks-override, or --set memory.kv_gib=...": (
         "--kv-cache-memory-bytes",
@@ -263,7 +263,7 @@ INSTEAD: Mapping[str, tuple[str, ...]] = {
         "--speculative-accept-threshold-acc",
         "--speculative-use-rejection-sampling",
     ),
-    "use --grammar-backend; a schema decides about white space": (
+    "use --grammar-backend; max_whitespace in the section grammar limits white space (docs/config.md)": (
         "--structured-outputs-config",
         "--constrained-json-disable-any-whitespace",
         "--constrained-json-whitespace-pattern",
@@ -279,7 +279,7 @@ INSTEAD: Mapping[str, tuple[str, ...]] = {
     ),
     "each request decides; see chat_template_kwargs in docs/apis.md": ("--default-chat-template-kwargs",),
     "the form of content is that of the chat template; leave it out": ("--chat-template-content-format",),
-    "each request asks with stream_options": (
+    "each request sets stream_options": (
         "--enable-force-include-usage",
         "--stream-response-default-include-usage",
     ),
@@ -303,8 +303,7 @@ INSTEAD: Mapping[str, tuple[str, ...]] = {
     ),
     "the server has its own routes; add one with an API plugin (docs/apis.md)": ("--middleware",),
 }
-
-"""Say what to use instead of flags that mean nothing here or are not supported."""
+"""Map what to use instead to the flags that mean nothing here or are not supported."""
 
 REFUSED: Mapping[str, str] = {flag: text for text, flags in INSTEAD.items() for flag in flags}
-"""Name what to use instead, by the flag."""
+"""Map each of these flags to what to use instead."""

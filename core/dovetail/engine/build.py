@@ -129,6 +129,7 @@ def expanded_targets(model: ModelArchitecture) -> dict[str, list[WeightTarget]]:
 
 
 TargetFunction = Callable[[str, WeightTarget], Iterator[tuple[str, WeightTarget]]]
+"""Yield the tensors that a quantization stores for the tensor of an unquantized checkpoint, with their targets."""
 
 
 def _target_functions(model: ModelArchitecture) -> dict[str, TargetFunction]:

@@ -1,5 +1,5 @@
-"""Prepare an engine for the steps that it will meet: have their Triton kernels compiled in other processes, load them,
-and say how far this and the captures are."""
+"""Prepare an engine for the steps that it will run: have their Triton kernels compiled in other processes, load them,
+and report the progress of this and of the captures."""
 
 from __future__ import annotations
 
@@ -55,6 +55,7 @@ EXPERT_TOKENS = (4096, 1024, 256)
 (``ops.triton.expert_tiles``)."""
 
 VARIANTS = (0, 1)
+"""The variants of the attention backend's decode steps whose kernels are noted (``GraphKey.variant``)."""
 
 MOST_PROCESSES = 32
 """There are at most this many processes that compile kernels, and about as many as processors."""
@@ -92,7 +93,7 @@ class WarmUp:
             self._kernel_cache = str(cache_directory())
         self._likely: list[GraphKey] = []  # steps to capture as soon as their kernels are compiled
         self._positions: dict[Any, int] = {}  # of the kernels of each key, see ``KernelsAhead.position``
-        self._idle: IdleCaptures | None = None  # while graphs are missing that were begun to be captured
+        self._idle: IdleCaptures | None = None  # from the first to the last capture of idle moments
         self._without_experts: nn.Module | None = None
         self._layers = LAYERS_WITH_WINDOWS if Feature.ATTN_SLIDING_WINDOW in info.needs else LAYERS
         self._kernels = _kernels_ahead(device, kernel_set, mesh.tp.size)
@@ -264,8 +265,8 @@ class WarmUp:
 
     def _first_compiled(self, missing: Sequence[tuple[Captures[Any], Any]]) -> tuple[Captures[Any], Any] | None:
         """Return the first of ``missing`` whose kernels are compiled, or None. Graphs whose kernels were not noted, such as
-        those of steps with prompts, wait for all kernels. Ranks must capture the same: they wait until all kernels are compiled on all of
-        them."""
+        those of steps with prompts, wait for all kernels. Ranks must capture the same graphs: they wait until all kernels
+        are compiled on all ranks."""
         kernels, ranks = self._kernels, self._mesh.tp
         if ranks.size > 1:
             return missing[0] if ranks.agree(kernels is None or kernels.wait(0.0)) else None
@@ -275,7 +276,7 @@ class WarmUp:
         return next((one for one in missing if kernels.has_compiled(self._positions.get(one[1], last))), None)
 
     def progress(self, captures: Sequence[Captures[Any]]) -> WarmUpProgress:
-        """Return how far kernels and graphs are."""
+        """Return the numbers of kernels and graphs that are ready and that are missing."""
         counts = (0, 0, 0) if self._kernels is None else self._kernels.counts
         captured = sum(graphs.num_captured for graphs in captures)
         missing = sum(1 for graphs in captures for _ in graphs.missing())

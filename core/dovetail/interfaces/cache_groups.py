@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 
 
 def limiting_group(reached: Sequence[int]) -> int | None:
-    """Return the group that alone had the fewest tokens of a prompt in the prefix cache, if another one had more.
-    ``reached`` has the tokens of each group."""
+    """Return the index of the cache group that had the fewest tokens of a prompt in the prefix cache, or None if all groups had
+    the same number. ``reached`` has the tokens that each group alone had."""
     return reached.index(min(reached)) if reached and min(reached) < max(reached) else None
 
 

@@ -195,8 +195,8 @@ class LatentAttention(Layer):
         return torch.cat((attended, self._attend_absorbed(plain[count:], absorbed, rows.rest)))
 
     def _expand(self, batch: Batch, locations: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the keys and the values, ``[keys, heads, ...]``, of the latents at ``locations``: views of one tensor, to which
-        the products write, so that the rotated part of a key, which all heads share, is all that is copied."""
+        """Return the keys and the values, ``[keys, heads, ...]``, of the latents at ``locations``. They are views of one tensor, to
+        which the products write. Only the rotated part of a key, which all heads share, is copied."""
         shape = self.shape
         memory = batch.kv[self.group].keys(self.constants.layer_id)
         latents = raw(memory).flatten(0, 2).index_select(0, locations).view(memory.dtype).to(dtype)

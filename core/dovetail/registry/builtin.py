@@ -178,10 +178,8 @@ QUANTIZATION = KindDescriptor(
     ComponentKind.QUANTIZATION,
     "quantizations of weights",
     "dovetail.interfaces.quantization:Quantization",
-    api=(
-        1,
-        4,
-    ),  # experts_method; quantizer, check_modules; LinearMethod.dequantized; QuantizationContext.batch_invariant
+    # experts_method; quantizer, check_modules; LinearMethod.dequantized; QuantizationContext.batch_invariant
+    api=(1, 4),
     section=kinds.QUANTIZATION,
     screen=f"{_RULES}:screen_quantization",
     namespaces=("quantization",),

@@ -1,4 +1,4 @@
-"""Find the quantizations that can load a checkpoint. That of a drafter is read when the engine is built, after the
+"""Find the quantizations that can load a checkpoint. The checkpoint of a drafter is read when the engine is built, after the
 components of the target were chosen."""
 
 from __future__ import annotations

@@ -36,8 +36,8 @@ FOLDER = Path(__file__).parent.parent / "assets" / "tuning"
 
 
 MOST_APART = 1.0
-"""A measured division of experts counts for sizes and numbers of experts whose ratios to the measured ones are, multiplied, at
-most 2 to this power."""
+"""The largest ``MeasuredDivision.distance`` at which a measurement is used for a model: 1 stands for twice as many experts, or for
+experts of twice the size."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +53,7 @@ class MeasuredDivision:
     measured: str
 
     def distance(self, experts: int, size: int) -> float:
-        """Return how far the measured sizes are from these, in powers of two."""
+        """Return how many doublings or halvings of the number and the size of experts are between the measured ones and these."""
         return abs(math.log2(self.experts / experts)) + abs(math.log2(self.size / size))
 
 

@@ -22,7 +22,7 @@ LEAST_TOKENS = 128
 """The prompt tokens that a step may always have, because fewer take hardly less time."""
 
 HELD_RATIO = 4
-"""How many times as many requests as another tenant a tenant has waiting that is held for a step."""
+"""A tenant is held for a step only if it has at least this many times the waiting requests of another tenant."""
 
 _RESERVED = 8
 """The part of the slots, one of this number, that a tenant leaves to others."""

@@ -171,7 +171,7 @@ class KernelsAhead:
 
     @property
     def counts(self) -> KernelCounts:
-        """Return how far it is."""
+        """Return the numbers of kernels that are noted, compiled and failed so far."""
         with self._lock:
             waiting = len(self._pending)
             return KernelCounts(len(self._known), len(self._known) - waiting - self._failed, self._failed)
@@ -324,7 +324,7 @@ class KernelsAhead:
 
     def _end_if_complete(self) -> None:
         """If everything that was noted is compiled, and nothing more will be noted, end the processes, remove the hook and
-        say so."""
+        log the number of kernels."""
         with self._lock:
             if not self._releasing or self._pending or not self._active:
                 return

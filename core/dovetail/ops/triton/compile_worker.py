@@ -3,10 +3,10 @@
 torch is not imported, because that takes seconds in which nothing is compiled: modules with kernels get a stand-in,
 which is enough to import them. If a module needs more, its kernels are compiled by the engine.
 
-``main`` reads tasks from its standard input, and has processes compile them that it forks once everything is imported, in
-this order. A line is ``{"last": tasks}`` for new tasks, or ``{"first": tasks}``, which has those of them that still wait compiled
-before all others. It writes one line for each finished task to its standard output, and ends with its standard input, once all
-tasks are finished.
+``main`` reads tasks from its standard input. Processes that it forks once everything is imported compile them in this order. A
+line ``{"last": tasks}`` adds tasks, and a line ``{"first": tasks}`` moves those of them that are still waiting before all others.
+``main`` writes one line for each finished task to its standard output. It returns when its standard input has ended and all tasks
+are finished.
 """
 
 from __future__ import annotations

@@ -12,6 +12,7 @@ multiply at least 64 rows at once."""
 
 @triton.jit
 def activate(gate, up, alpha, limit, offset, LIMITED: tl.constexpr):
+    """Return the activation of experts with a gate, see ``SwiGLU`` in ``interfaces.expert_shapes``."""
     if LIMITED:
         gate = tl.minimum(gate, limit)
         up = tl.minimum(tl.maximum(up, -limit), limit)
@@ -20,6 +21,7 @@ def activate(gate, up, alpha, limit, offset, LIMITED: tl.constexpr):
 
 @triton.jit
 def square_of_positive(x):
+    """Return the activation of experts without a gate, ``relu(x) ** 2``."""
     x = tl.maximum(x, 0.0)
     return x * x
 

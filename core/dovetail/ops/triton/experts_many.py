@@ -2,13 +2,15 @@
 capability 9.0).
 
 The order of the work and the results are those of ``experts``. A tile of the product with gate and up is one product: its right
-operand is as many rows of gate as of up, which one copy brings, since gate and up of an expert are two slices of a tensor
+operand has as many rows of gate as of up. One copy reads both, because gate and up of an expert are two slices of a tensor
 ``[2 * experts, size, hidden]``. The rows of ``x`` are gathered by pointers. The rows of pairs that ``down`` reads are contiguous
 in the order by expert. There are ``span`` programs: each computes every ``span``-th tile, and fetches the next one while it writes
 a result.
 """
 
 from __future__ import annotations
+
+import functools
 
 import torch
 import triton
@@ -87,11 +89,16 @@ def _down(
 
 
 def fits(x: torch.Tensor, weights: ExpertWeights) -> bool:
-    """Return whether the kernels here compute a layer of plain weights, or of weights that are dequantized to the dtype of ``x``: on
-    Hopper, where they were measured, in 16 bits, with a gate and with rows that descriptors can address."""
+    """Return True if the kernels here can compute a layer of plain weights, or of weights that are dequantized to the dtype of ``x``:
+    on Hopper, where they were measured, in 16 bits, with a gate, and with rows that descriptors can address."""
     hidden, size = x.shape[1], weights.gate_up.shape[1] // 2
-    capable = not x.is_cuda or torch.cuda.get_device_capability(x.device)[0] == 9
-    return capable and not weights.ungated and x.element_size() == 2 and not (hidden % 8 or size % 8)
+    return not weights.ungated and x.element_size() == 2 and not (hidden % 8 or size % 8) and _capable(x.device)
+
+
+@functools.cache
+def _capable(device: torch.device) -> bool:
+    """Return True for devices of compute capability 9.0, and for the CPU, on which kernels are interpreted."""
+    return device.type != "cuda" or torch.cuda.get_device_capability(device)[0] == 9
 
 
 def launch_gate_up(

@@ -1,8 +1,8 @@
-"""Compute layers of experts with MXFP4 weights for many tokens on CUDA: each weight is dequantized in each step, and then multiplied
-by the kernels of ``experts_many``.
+"""Compute layers of experts with MXFP4 weights for many tokens on CUDA: dequantize each weight in each step, and multiply it by the
+kernels of ``experts_many``.
 
-The dequantized weight is written to memory that all layers of one size share. It stays allocated: it is counted with what the
-largest step leaves behind when memory is planned, and captured graphs may read it.
+The dequantized weight is written to memory that all layers of one size share, and that stays allocated as long as one of these layers
+exists, because captured graphs may read it. The largest step, which is run when memory is planned, allocates it, so that it is counted.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ MEAN_PAIRS = 128
 """From this mean number of pairs of an expert on, weights are dequantized first. On an H200 with gpt-oss-20b and 1,024 tokens, products
 of codes take 1,059 us for a layer (1,344 with skewed routing), those of dequantized weights 456 (701), and writing 1.6 GB takes about 450."""
 _ROWS, _HALF_K = 32, 128
-"""A program dequantizes this number of rows, and this number of bytes of each. Numbers of rows are those of columns of the other
-weight, and therefore multiples of a block of columns that has one scale, 32."""
+"""A program dequantizes this number of rows, and this number of bytes of each. Rows are not masked: each weight has as many rows as the
+other one has columns, or twice as many, and columns are multiples of 32, because 32 columns have one scale."""
 
 
 @triton.jit
@@ -100,7 +100,7 @@ def dequantize(codes: torch.Tensor, scales: torch.Tensor, like: torch.Tensor, sc
 
 
 def pays(x: torch.Tensor, top_k: int, weights: ExpertWeights) -> bool:
-    """Return whether dequantizing the weights first takes less time than multiplying with codes, for ``x [tokens, hidden]``."""
+    """Return True if it takes less time to dequantize the weights first than to multiply with codes, for ``x [tokens, hidden]``."""
     return x.shape[0] * top_k >= MEAN_PAIRS * weights.whole and experts_many.fits(x, weights)
 
 

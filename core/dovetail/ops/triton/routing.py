@@ -1,9 +1,9 @@
 """Choose the experts of each token, and sort the pairs of a token and an expert by expert.
 
 The host does not see what was chosen: grids have as many programs as any choice can need, and the programs that have
-nothing to do end at once. Up to ``ONE_KERNEL`` pairs are sorted by one kernel, whose programs each compare some of the
-pairs with all of them; more by three kernels that divide them into chunks. Pairs of one expert stay in the order of their tokens, and no kernel here uses atomic operations, so that
-results are the same every time.
+nothing to do end at once. One kernel sorts up to ``ONE_KERNEL`` pairs: each of its programs compares some of the pairs with
+all of them. Three kernels sort more pairs, which they divide into chunks. Pairs of one expert stay in the order of their
+tokens, and no kernel here uses atomic operations, so that results are the same every time.
 """
 
 from __future__ import annotations
@@ -20,10 +20,12 @@ from dovetail.ops.triton.launch import launch
 
 ONE_KERNEL = 4096
 """The largest number of pairs that one kernel sorts."""
+_SORTED = (64, 256, 1024, 2048, ONE_KERNEL)
+"""The numbers of pairs for which this kernel is compiled."""
 OWN = 8
 """The number of pairs that a program of this kernel places: the fastest of 8, 16 and 32 on an H200."""
 CHUNK = 256
-"""The number of pairs that a program sorts if there are more."""
+"""The number of pairs in a chunk, if there are more than ``ONE_KERNEL``."""
 _STEP = tl.constexpr(32)
 
 _SCORINGS = {"softmax": 0, "sigmoid": 1, "sparsemixer": 2}
@@ -271,9 +273,7 @@ def sort_by_expert(ids: torch.Tensor, first: int, experts: int, block_m: int) ->
     # Triton 3.6 compiles histograms of 64 keys in 4 bins to misaligned accesses
     bins = max(triton.next_power_of_2(experts), 32)
     if pairs <= ONE_KERNEL:
-        size = next(
-            size for size in (64, 256, 1024, 2048, ONE_KERNEL) if pairs <= size
-        )  # few sizes, which are compiled each
+        size = next(size for size in _SORTED if pairs <= size)
         launch(
             _sort, (1 + triton.cdiv(pairs, OWN),),
             ids, *order[:3], pairs, first, experts, SIZE=size, OWN=OWN, BLOCK_M=block_m, BLOCK_E=bins, num_warps=4,

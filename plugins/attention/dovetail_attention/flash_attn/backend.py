@@ -83,8 +83,11 @@ class FlashAttention(AttentionBackend):
     def shares(self, batch: Batch) -> bool:
         """Return True if reading the saved bytes would take longer than one more call and the merge."""
         assert batch.shared is not None
-        token_bytes = 2 * self._kv_heads * self._head_dim * self._pool.keys(0).element_size()
-        return batch.shared.saved * token_bytes / BYTES_PER_SECOND > SHARING_SECONDS
+        return batch.shared.saved * self._token_bytes() / BYTES_PER_SECOND > SHARING_SECONDS
+
+    def _token_bytes(self) -> int:
+        """Return the bytes that a layer reads of one token."""
+        return 2 * self._kv_heads * self._head_dim * self._pool.keys(0).element_size()
 
     def plan(self, batch: Batch) -> None:
         """Divide the rows into calls. Copies nothing and does not wait for the device."""

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from dovetail.errors import ConfigError
-from dovetail_attention.flash_attn.backend import BYTES_PER_SECOND, SHARING_SECONDS, CallRows, FlashAttention
+from dovetail_attention.flash_attn.backend import CallRows, FlashAttention
 from dovetail_attention.flash_attn.providers import AttentionCall, RaggedCall, open_first, open_ragged
 
 if TYPE_CHECKING:
@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 LATENT, ROTATED = 512, 64
 """The sizes of latents and rotated keys for which there are kernels: those of DeepSeek-V2 and its descendants."""
 
-MAX_SPLITS, QUERY_TILE = 128, 64
-"""The largest number of parts of a row's keys, and the pairs of a query and a head that one tile holds."""
+LATENT_SPLITS, LATENT_TILE = 128, 64
+"""The largest number of parts of a row's latents, and the number of pairs of a query and a head in one tile."""
 
 
 class FlashAttentionLatent(FlashAttention):
@@ -42,15 +42,13 @@ class FlashAttentionLatent(FlashAttention):
         self._attend_ragged = open_ragged(self.provider, config.library)
         self._expanded: tuple[torch.Tensor, int, int] | None = None
 
-    def shares(self, batch: Batch) -> bool:
-        """See ``FlashAttention.shares``. A latent is read once, as key and value."""
-        assert batch.shared is not None
-        token_bytes = self._head_dim * self._pool.keys(0).element_size()
-        return batch.shared.saved * token_bytes / BYTES_PER_SECOND > SHARING_SECONDS
+    def _token_bytes(self) -> int:
+        """See ``FlashAttention._token_bytes``. A latent is read once, as key and value."""
+        return self._head_dim * self._pool.keys(0).element_size()
 
     def _splits(self, rows: int) -> int:
-        """See ``FlashAttention._splits``. All heads of a row read the same latents, in tiles."""
-        return min(MAX_SPLITS, max(1, self._processors // (rows * -(-self._heads // QUERY_TILE))))
+        """See ``FlashAttention._splits``. The heads of a row are divided into tiles, each of which reads the row's latents."""
+        return min(LATENT_SPLITS, max(1, self._processors // (rows * -(-self._heads // LATENT_TILE))))
 
     def plan_expanded(self, batch: Batch, kv_indptr: torch.Tensor) -> None:
         """See ``ExpandedAttention``. Copies nothing and does not wait."""
