@@ -188,6 +188,9 @@ def test_a_file_without_records_stops_with_what_to_do(tuned):
     with pytest.raises(ConfigError, match=r"holds no tuning records.*Delete it"):
         tuned.resolve()
     assert tuned.resolve("tuning.use=false").cache.name == "a"
+    tuned.file.write_bytes(b"\x1f\x8b\xff")
+    with pytest.raises(ConfigError, match=r"holds no tuning records.*can't decode.*Delete it"):
+        tuned.resolve()
     tuned.file.write_text(json.dumps({"schema_version": 2, "records": []}))
     with pytest.raises(ConfigError, match="schema version 1"):
         tuned.resolve()

@@ -6,6 +6,8 @@ Run: python -m pytest tests/core/test_state_pool.py
 from __future__ import annotations
 
 import re
+import struct
+import zlib
 from types import SimpleNamespace
 from typing import Any
 
@@ -107,6 +109,16 @@ def test_damaged_exports_are_refused_before_anything_is_written() -> None:
             pool.import_slots(other.export_slots([1, 2]), [1, 3])
         assert caught.value.fault == "layout"
     assert all(state.equal(old) for state, old in zip(flat(pool), before, strict=True))
+
+
+def test_a_header_of_any_json_is_refused() -> None:
+    """The checksum is right, because whoever writes an export can compute it."""
+    pool = random_pool(4)
+    for header in (b"[" * 9, b'{"x":' + b"[" * 100_000 + b"]" * 100_000 + b"}", b'{"layout":1}', b'"\xff"', b""):
+        start = struct.pack("<4sHIIQ", b"DTKV", 1, len(header), zlib.crc32(header), 0)
+        with pytest.raises(PageFormatError) as caught:
+            pool.import_slots(start + header, [1])
+        assert caught.value.fault == "header"
 
 
 def test_groups_of_states_have_no_heads_and_others_no_states() -> None:

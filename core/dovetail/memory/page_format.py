@@ -76,7 +76,7 @@ def _checked(layout: PageLayout, data: bytes, count: int, nbytes: int) -> memory
         raise PageFormatError("checksum", "the checksum of the export is wrong: it was changed after it was written")
     try:
         header = msgspec.json.decode(rest[:header_size], type=_Header)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise PageFormatError("header", f"the header of the export cannot be read: {error}") from error
     if header.layout != layout:
         raise PageFormatError(

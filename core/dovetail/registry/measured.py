@@ -117,15 +117,15 @@ def read_records(file: Path) -> tuple[MeasuredRecord, ...]:
         return ()
     try:
         return TuningFile.model_validate_json(file.read_text(encoding="utf-8")).records
-    except (OSError, ValidationError) as error:
+    except (OSError, UnicodeDecodeError, ValidationError) as error:
         raise ConfigError(
             f"{file} holds no tuning records of schema version {SCHEMA_VERSION}: {_first(error)}. Delete it (`dovetail ab "
             "--write-tuning` writes a new one), or set tuning.path to another, or tuning.use: false"
         ) from error
 
 
-def _first(error: OSError | ValidationError) -> str:
-    if isinstance(error, OSError):
+def _first(error: OSError | UnicodeDecodeError | ValidationError) -> str:
+    if not isinstance(error, ValidationError):
         return str(error)
     problem = error.errors(include_url=False)[0]
     return ": ".join(filter(None, [".".join(map(str, problem["loc"])), problem["msg"]]))

@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 from dovetail.errors import ConfigError
 from dovetail_models.fallback.attention import ATTRIBUTE
 from dovetail_models.fallback.facts import AttentionFacts
+from dovetail_models.fallback.model import ComputedBody
 from dovetail_models.fallback.tree import ATTENTION, RequestedMask, body_of
 
 TOKENS = 29
@@ -75,7 +76,28 @@ class AttentionTrace(TorchDispatchMode):
             raise ConfigError(
                 f"{self._what}: its body returns {list(hidden.shape)}; needed: a hidden state for each token"
             )
+        self._run_head(masked[0])
         return tuple(traced.values())
+
+    def _run_head(self, hidden: torch.Tensor) -> None:
+        """Run the model's code for logits as steps do, with ``hidden`` in the place of its body. Raises ``ConfigError`` if that
+        code needs more of the body than hidden states."""
+        body, computed = body_of(self._tree), ComputedBody()
+        computed.hidden = hidden
+        setattr(self._tree, self._tree.base_model_prefix, computed)
+        try:
+            with torch.no_grad(), self:
+                logits = self._tree(input_ids=None, use_cache=False).logits
+        except ConfigError:
+            raise
+        except Exception as error:
+            raise ConfigError(
+                f"{self._what}: its code for logits needs more of its body than hidden states: {type(error).__name__}: {error}"
+            ) from error
+        finally:
+            setattr(self._tree, self._tree.base_model_prefix, body)
+        if logits.shape[:2] != (1, TOKENS):
+            raise ConfigError(f"{self._what}: its head returns {list(logits.shape)}; needed: logits for each token")
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """See torch. Notice counters of the tokens of the step, which are not positions, and operations over tokens."""
