@@ -76,13 +76,6 @@ def test_a_refused_architecture_has_both_reasons(tmp_path: Path) -> None:
         resolved(tmp_path, DOGE)
 
 
-def test_a_head_that_needs_parts_of_the_body_is_refused_before_weights_are_read(tmp_path: Path) -> None:
-    config = {"model_type": "opt", "architectures": ["OPTForCausalLM"], "vocab_size": 97, "hidden_size": 48, "ffn_dim": 80}
-    config |= {"word_embed_proj_dim": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
-    with pytest.raises(ResolutionError, match=r"OPTForCausalLM: its code for logits needs more of its body.*'decoder'"):
-        resolved(tmp_path, config, "model.implementation=transformers")
-
-
 def test_transformers_is_imported_only_if_it_is_chosen(tmp_path: Path) -> None:
     """Run in a process of its own, because other tests import it."""
     (tmp_path / "config.json").write_text(json.dumps(LLAMA))

@@ -112,7 +112,7 @@ def test_damaged_exports_are_refused_before_anything_is_written() -> None:
 
 
 def test_a_header_of_any_json_is_refused() -> None:
-    """The checksum is right, because whoever writes an export can compute it."""
+    """The checksum is right: a client can compute it as well."""
     pool = random_pool(4)
     for header in (b"[" * 9, b'{"x":' + b"[" * 100_000 + b"]" * 100_000 + b"}", b'{"layout":1}', b'"\xff"', b""):
         start = struct.pack("<4sHIIQ", b"DTKV", 1, len(header), zlib.crc32(header), 0)

@@ -32,7 +32,8 @@ REFUSED: dict[str, tuple[str, str, dict[str, Any], str]] = {
     "an encoder's attention": ("bert", "BertLMHeadModel", {}, "does not attend causally"),
     "an encoder": ("t5", "T5ForConditionalGeneration", {}, "attention interface|has an encoder"),
     "a mask of its own": ("doge", "DogeForCausalLM", {}, "DogeForCausalLM: its code cannot run"),
-    "frequencies by length": ("llama", "LlamaForCausalLM", DYNAMIC, "cannot run|frequencies depend on the length"),
+    "frequencies by length": ("llama", "LlamaForCausalLM", DYNAMIC, "rope_type is 'dynamic', whose frequencies depend"),
+    "a head that reads the body's parts": ("opt", "OPTForCausalLM", {}, "code for logits needs more of its body.*'decoder'"),
     "experts": ("mixtral", "MixtralForCausalLM", {}, "gate_up_proj is a tensor of 3 dimensions"),
     "images": ("gemma3", "Gemma3ForConditionalGeneration", {}, r"is multimodal \(vision_config\)"),
     "an unknown class": ("llama", "MyForCausalLM", {"auto_map": {}}, r"\['MyForCausalLM'\], which transformers .* does not"),
@@ -63,6 +64,16 @@ def test_the_description_is_what_the_code_gives_to_attention() -> None:
     assert [group.window for group in info.cache_groups] == [None, 7]
     assert info.needs == {Feature.ATTN_SLIDING_WINDOW, Feature.ATTN_SOFT_CAP}
     assert (info.num_heads, info.num_kv_heads, info.head_dim, info.context_len) == (4, 2, 12, 256)
+
+
+def test_longrope_has_the_factors_of_the_context() -> None:
+    """Without that, modules would choose factors by the positions of a step, which is refused."""
+    own = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 6, "long_factor": [2.0] * 6}
+    config = transformers.Phi3Config(
+        **SMALL, pad_token_id=0, rope_parameters={**own, "original_max_position_embeddings": 64}
+    )
+    info = describe_transformers({**config.to_dict(), "architectures": ["Phi3ForCausalLM"]})
+    assert info.context_len == 256
 
 
 def test_modules_that_need_all_heads_have_one_rank_and_say_why() -> None:

@@ -36,11 +36,14 @@ def _describe(text: str) -> ModelInfo:
     from dovetail_models.fallback.plan import read_plan, split_sizes
     from dovetail_models.fallback.ranks import why_undivided
     from dovetail_models.fallback.trace import AttentionTrace
-    from dovetail_models.fallback.tree import TRACED_ATTENTION, new_tree
+    from dovetail_models.fallback.tree import TRACED_ATTENTION, fix_frequencies, new_tree
 
     config: dict[str, Any] = json.loads(text)
     tree = new_tree(config, TRACED_ATTENTION)
     check_tree(tree)
+    fix_frequencies(
+        tree, _context_len(tree.config)
+    )  # before the trace, in which modules would choose them by positions
     layers = AttentionTrace(tree).run()
     sizes = _head_sizes(tree, layers)
     plan, undivided = read_plan(tree, layers)
