@@ -19,7 +19,7 @@ from triton.compiler import ASTSource
 from dovetail.ops.triton import integers
 from dovetail.ops.triton.launch import INTERPRETED
 from dovetail.ops.triton.mxfp4_tiles import tiles_of
-from dovetail_quantization.triton import integer_one_row, integer_resident, integer_rows
+from dovetail_quantization.triton import integer_one_row, integer_rows
 
 pytestmark = pytest.mark.skipif(INTERPRETED, reason="kernels are interpreted, not compiled")
 POINTERS = {"x": "*bf16", "out": "*bf16", "y": "*bf16", "bias": "*bf16", "scales": "*fp16", "zeros": "*u8", "w": "*u8"}
@@ -88,26 +88,6 @@ def test_the_product_of_one_row_compiles(k: int, zeros: bool, tmp_path: Path) ->
     code = compiled(integer_one_row.one_plane_row, constants, types, tile.warps, 3)
     check(code, tmp_path / "kernel.cubin")
     assert "L2::cache_hint.v4" in code["ptx"], "codes are not read in words of 16 bytes"
-
-
-@pytest.mark.parametrize("zeros", [False, pytest.param(True, marks=pytest.mark.full)])
-@pytest.mark.parametrize("rows", [8, 16])
-@pytest.mark.parametrize("in_parts", [False, True])
-def test_rows_that_are_held_compile(in_parts: bool, rows: int, zeros: bool, tmp_path: Path) -> None:
-    """Codes go from memory to tensor cores without shared memory, whose barriers belong to sums only."""
-    tile = integer_resident.resident_tile(rows, 4096, 128, in_parts=in_parts)
-    assert tile is not None
-    constants: dict[str, Any] = {"ZEROS": zeros, "GATED": 0, "BIAS": False, "bias": None} | (
-        {} if zeros else {"zeros": None}
-    )
-    constants |= {"BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "WARPS": tile.warps, "BLOCKS": tile.blocks}
-    types = {"w": "*i16", "scales": "*fp32", "zeros": "*fp32", "y": "*fp32" if in_parts else "*bf16"}
-    code = compiled(integer_resident.resident_rows, constants, types, tile.warps, 1)
-    (tmp_path / "kernel.cubin").write_bytes(code["cubin"])
-    assert "L2::cache_hint.v4" in code["ptx"], "codes are not read in words of 16 bytes"
-    assert "mma.sync.aligned.m16n8k16" in code["ptx"]
-    assert "ldmatrix" not in code["ptx"].split("mma.sync")[-2], "codes are moved between threads"
-    assert code["ptx"].count("bar.sync") <= 12
 
 
 @pytest.mark.parametrize("tokens", [*(pytest.param(tokens, marks=pytest.mark.full) for tokens in (1, 64)), 4096])

@@ -92,6 +92,8 @@ def test_logits_of_a_router_in_float32_equal_float64(tokens: int, dtype: torch.d
     expected = x.double() @ gate.weight.double().T + gate.bias.double()
     assert got.dtype is torch.float32
     torch.testing.assert_close(got.double(), expected, atol=2e-3, rtol=1e-5)
+    if not tokens:
+        return  # torch warns of graphs in which nothing is launched
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         captured = gate.forward(x)

@@ -7,13 +7,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-import triton.language as tl
 
 from dovetail.ops.activation import GATES
 from dovetail.ops.integers import Integers, dequantize
 from dovetail_quantization.integer_products import Int8Product, IntegerProduct
-from dovetail_quantization.triton import integer_resident
-from dovetail_quantization.triton.integer_resident import ResidentTile, multiply_resident
 from dovetail_quantization.triton.integer_rows import (
     MOST_ROWS,
     integer_rows,
@@ -70,9 +67,7 @@ def test_products_of_few_rows_are_those_of_the_numbers(
     parts = rows.parts(x)
     tile = tile_of(m, weight)
     assert tile is not None
-    if dtype is not torch.float32 and m <= 16 and rows.resident[m] is not None:
-        assert (parts is None) == (rows.resident_in_parts[m] is None)
-    elif rows.one_row is None or m > 1 or dtype is torch.float32:
+    if rows.one_row is None or m > 1 or dtype is torch.float32:
         assert (parts is None) == (tile.split == 1)
     else:
         assert (parts is None) == (k % 2048 > 0)
@@ -81,35 +76,6 @@ def test_products_of_few_rows_are_those_of_the_numbers(
     gated = GATES["silu"](exact + bias.double())
     error = (rows.gated(x, bias, "silu").double() - gated).abs().max()
     assert error <= 4 * TOLERANCES[dtype] * float(gated.square().mean().sqrt()) + 4 * bound
-
-
-@pytest.mark.parametrize("reversed_axes", [False, True])
-@pytest.mark.parametrize(
-    ("m", "k", "group", "tile"),
-    [
-        (3, 384, 128, ResidentTile(8, 16, 4, 1, 1)),
-        (13, 2048, 256, ResidentTile(16, 32, 4, 2, 1, 2)),
-        *sweep((16, 4096, 128, ResidentTile(16, 16, 16, 2, 1)), (1, 1024, 512, ResidentTile(8, 16, 4, 1, 1, 2))),
-    ],
-)
-@pytest.mark.parametrize("zeros", [True, *sweep(False)])
-def test_rows_that_are_held_in_registers(
-    m: int, k: int, group: int, tile: ResidentTile, zeros: bool, reversed_axes: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Axes are tested in both orders in which versions of Triton give them to threads."""
-    monkeypatch.setattr(integer_resident, "_REVERSED", tl.constexpr(reversed_axes))
-    torch.manual_seed(0)
-    n = 70
-    weight, x = random_weight(n, k, 4, group, zeros=zeros), torch.randn(m, k).half()
-    exact = x.double() @ dequantize(weight, torch.float64).T
-    y = torch.empty(tile.split, m, n)
-    multiply_resident(x, with_words(weight), None, y, 0, tile)
-    assert (y.double().sum(0) - exact).abs().max() <= 1e-3 * float(exact.square().mean().sqrt())
-    if tile.split == 1:
-        y, bias = torch.empty(m, n // 2), torch.randn(n).half()
-        multiply_resident(x, with_words(weight), bias, y, 1, tile)
-        gated = GATES["silu"](exact + bias.double())
-        assert (y.double() - gated).abs().max() <= 1e-3 * float(gated.square().mean().sqrt())
 
 
 @each_dtype

@@ -4,8 +4,7 @@ Few rows take about the time to read the codes: tensor cores multiply the intege
 operand of a product (see ``dovetail.ops.triton.matmul``, whose structure this kernel has), and the sums of a block of columns
 that has one scale are multiplied by it. Codes of 4 bits in planes have a kernel of their own, which reads scales ahead too. Of
 other codes of 4 bits, two products take the low and the high bits of the same bytes, with the columns of ``x`` that
-belong to each. For many rows, ``plain_weight`` writes the weight in 16 bits. One row has a kernel in ``integer_one_row``, and up to 16 rows one in
-``integer_resident``, if groups are whole blocks of planes.
+belong to each. For many rows, ``plain_weight`` writes the weight in 16 bits. One row has a kernel in ``integer_one_row``.
 """
 
 from __future__ import annotations
@@ -34,8 +33,6 @@ from dovetail.ops.triton.matmul import GATE_KINDS, finish_rows, rows_of, workspa
 from dovetail.ops.triton.tuning import MAX_PARTS, MAX_TILES
 from dovetail_quantization.integer_tensors import narrowed
 from dovetail_quantization.triton.integer_one_row import multiply_one, one_row_tile
-from dovetail_quantization.triton.integer_resident import MOST_ROWS as MOST_RESIDENT_ROWS
-from dovetail_quantization.triton.integer_resident import ResidentTile, multiply_resident, resident_tile
 
 MOST_ROWS = 64
 """Up to this number of rows the kernel for few rows is used."""
@@ -102,15 +99,15 @@ def plane_tile(rows: int, n: int, k: int, groups: int = 1) -> IntegerTile:
     """Return the tile for ``rows`` rows and a weight ``[n, k]`` of 4 bits in planes with ``groups`` (``planes_with_groups``): the fastest for the sizes of an 8B model in groups of 128
     columns on an H200, of those that ``benchmarks/integer_gpu.py`` tries."""
     block_m = next(size for size in (8, 16, 32, 64) if rows <= size)
-    block_k, programs = (
-        PLANES if groups == 4 or k % (2 * PLANES) else 2 * PLANES,
-        {8: 448, 16: 384, 32: 192, 64: 192}[block_m],
-    )
+    small = block_m == 16 or groups == 4 or k % (2 * PLANES) > 0
+    block_k, programs = PLANES if small else 2 * PLANES, {8: 448, 16: 384, 32: 192, 64: 192}[block_m]
     tiles, split = -(-n // 64), 1
     while split < 8 and k % (2 * split * block_k) == 0 and tiles * split < programs:
         split *= 2
     if split > 1 and (tiles * split * 64 * block_m > MAX_PARTS or tiles > MAX_TILES):
         split = 1
+    if block_m == 16 and groups < 4:
+        return IntegerTile(block_m, 64, block_k, *((4, 4) if split == 1 else (2, 6)), split)
     warps = 2 if block_m == 8 and groups < 4 else 4
     return IntegerTile(block_m, 64, block_k, warps, 4 if block_m <= 16 else 3, split)
 
@@ -234,8 +231,7 @@ def plain_weight(weight: Integers, dtype: torch.dtype) -> torch.Tensor:
 
 class IntegerRows:
     """Multiply up to ``MOST_ROWS`` rows with one weight ``[n, k]``. ``one_row`` is the tile of one row of 16 bits, if that has a
-    kernel of its own, ``one_row_in_parts`` that with which its product stays in parts; ``resident`` and ``resident_in_parts`` are the tiles of the kernel
-    that holds rows of 16 bits, by their number, and ``tiles`` those of all numbers of rows."""
+    kernel of its own, ``one_row_in_parts`` that with which its product stays in parts, and ``tiles`` those of all numbers of rows."""
 
     def __init__(self, weight: Integers) -> None:
         self._weight, self._shape = weight, (len(weight.codes), weight.columns)
@@ -243,18 +239,7 @@ class IntegerRows:
         self._groups = groups_of(weight)
         self.one_row = one_row_tile(*self._shape, weight.group) if self._groups else None
         self.one_row_in_parts = self.one_row and one_row_tile(*self._shape, weight.group, in_parts=True)
-        self.resident = self._resident_tiles(in_parts=False)
-        self.resident_in_parts = self._resident_tiles(in_parts=True)
         self.tiles = [None, *(tile_of(rows, weight) for rows in range(1, MOST_ROWS + 1))]
-
-    def _resident_tiles(self, *, in_parts: bool) -> list[ResidentTile | None]:
-        """Return the tiles of the kernel that holds rows, by their number. One row has a kernel of its own."""
-        if not self._groups:
-            return [None] * (MOST_RESIDENT_ROWS + 1)
-        k, group = self._shape[1], self._weight.group
-        first = 1 if self.one_row is None else 2
-        found = [resident_tile(rows, k, group, in_parts=in_parts) for rows in range(first, MOST_RESIDENT_ROWS + 1)]
-        return [None] * first + found
 
     def forward(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """Compute ``LinearProduct.forward``."""
@@ -266,22 +251,14 @@ class IntegerRows:
 
     def parts(self, x: torch.Tensor) -> torch.Tensor | None:
         """Compute ``LinearProduct.parts``."""
-        m, n = len(x), self._shape[0]
-        held = m <= MOST_RESIDENT_ROWS and x.dtype is not torch.float32
-        if held and (tile := self.resident_in_parts[m]) is not None:
-            y = torch.empty(tile.split, m, n, dtype=torch.float32, device=x.device)
-            multiply_resident(x, self._weight, None, y, 0, tile)
-            return y
-        if held and self.resident[m] is not None:
-            return None
         if self.one_row is not None and self._is_one(x):
             if (one := self.one_row_in_parts) is None:
                 return None
-            y = torch.empty(one.split, 1, n, dtype=torch.float32, device=x.device)
+            y = torch.empty(one.split, 1, self._shape[0], dtype=torch.float32, device=x.device)
             multiply_one(x, self._weight, None, y, 0, one)
             return y
-        few = self.tiles[m]
-        return None if few is None or few.split == 1 else self._compute(x, None, in_parts=True)
+        tile = self.tiles[x.shape[0]]
+        return None if tile is None or tile.split == 1 else self._compute(x, None, in_parts=True)
 
     def _is_one(self, x: torch.Tensor) -> bool:
         """Return True if ``x`` is one row of 16 bits. The kernel for it rounds more than float32 does."""
@@ -298,9 +275,6 @@ class IntegerRows:
             y = torch.empty(tile.split, m, n, dtype=torch.float32, device=x.device)
         else:
             y = torch.empty(m, n // 2 if gated else n, dtype=x.dtype, device=x.device)
-        if not in_parts and m <= MOST_RESIDENT_ROWS and x.dtype is not torch.float32 and self.resident[m] is not None:
-            multiply_resident(x, weight, bias, y, gated, self.resident[m])
-            return y
         if self.one_row is not None and self._is_one(x):
             multiply_one(x, weight, bias, y, gated, self.one_row)
             return y
