@@ -17,7 +17,6 @@ EVERY_OPERATION = frozenset(
         Feature.MIXER_SSD,
         Feature.MIXER_SELECTIVE_SCAN,
         Feature.MIXER_DRAFTS,
-        Feature.MIXER_SNAPSHOTS,
     }
 )
 
@@ -28,6 +27,7 @@ TRITON = ComponentSpec(
     config="dovetail_mixers.config:TritonMixerConfig",
     summary="Dovetail's own kernels on CUDA: prompts in chunks, decode steps that read and write each state once.",
     requires=(Requirement("triton", install="pip install triton"),),
+    # Its kernels write states within prompts too. It does not offer MIXER_SNAPSHOTS until that is tested on a GPU.
     offers=EVERY_OPERATION | {Feature.MIXER_GRAPH},
     constraints=Constraints(devices=("cuda",), dtypes=DTYPES),
     priority=20,
@@ -39,7 +39,7 @@ TORCH_NATIVE = ComponentSpec(
     target="dovetail_mixers.torch_native:TorchMixers",
     config="dovetail_mixers.config:TorchMixerConfig",
     summary="PyTorch on any device; the reference of other backends. It cannot be captured.",
-    offers=EVERY_OPERATION,
+    offers=EVERY_OPERATION | {Feature.MIXER_SNAPSHOTS},
     constraints=Constraints(devices=("cpu", "cuda"), dtypes=DTYPES),
     priority=10,
 )
