@@ -13,16 +13,15 @@ from typing import Any
 import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
 from dovetail.errors import ConfigError
 from dovetail_models.fallback.attention import ATTRIBUTE
 from dovetail_models.fallback.facts import AttentionFacts
 from dovetail_models.fallback.model import ComputedBody
+from dovetail_models.fallback.per_token import mixes_tokens, token_count
 from dovetail_models.fallback.tree import ATTENTION, RequestedMask, body_of
-
-TOKENS = 29
-"""The number of tokens of the pass. It should be no other size of a model."""
 
 KNOWN = frozenset({"scaling", "sliding_window", "softcap", "s_aux"})
 WITHOUT_EFFECT = frozenset(
@@ -30,10 +29,6 @@ WITHOUT_EFFECT = frozenset(
     | {"position_embeddings", "is_causal", "layer_idx", "output_router_logits", "return_dict", "target_dtype"}
 )
 """Arguments of the attention interface that change nothing in the steps of an engine."""
-
-_MIXING = frozenset(
-    {"convolution", "cumsum", "cumprod", "cummax", "logcumsumexp", "roll", "flip", "_fft_r2c", "_fft_c2c"}
-)
 
 
 class AttentionTrace(TorchDispatchMode):
@@ -47,14 +42,30 @@ class AttentionTrace(TorchDispatchMode):
         self._what = type(tree).__name__
         self._parameters = {id(parameter): name for name, parameter in tree.named_parameters()}
         self._counted: list[torch.Tensor] = []
+        self._tokens = _tokens_for(tree)
+        self._running: list[str] = []
+        """The names of the modules that are running, the innermost one last."""
         for name, module in tree.named_modules():
             setattr(module, ATTRIBUTE, _TracedAttention(self, name, module))
 
     def run(self) -> tuple[AttentionFacts, ...]:
         """Return the attention layers in the order of their calls. Raises ``ConfigError``."""
+        hooks = [hook for name, module in self._tree.named_modules() for hook in self._follow(name, module)]
+        try:
+            return self._run()
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def _follow(self, name: str, module: nn.Module) -> tuple[RemovableHandle, RemovableHandle]:
+        """Note when ``module`` runs, so that a refusal names it."""
+        before = module.register_forward_pre_hook(lambda *_: self._running.append(name))
+        return before, module.register_forward_hook(lambda *_: _drop_last(self._running))
+
+    def _run(self) -> tuple[AttentionFacts, ...]:
         with torch.device("meta"):
-            ids = torch.zeros(1, TOKENS, dtype=torch.int64)
-            mask = torch.ones(1, TOKENS, dtype=torch.bool)
+            ids = torch.zeros(1, self._tokens, dtype=torch.int64)
+            mask = torch.ones(1, self._tokens, dtype=torch.bool)
         try:
             with torch.no_grad(), self:
                 masked = body_of(self._tree)(input_ids=ids, position_ids=ids, attention_mask=mask, use_cache=False)
@@ -72,7 +83,7 @@ class AttentionTrace(TorchDispatchMode):
         if list(self.calls) != list(traced):
             raise ConfigError(f"{self._what}: the layers that attend depend on the mask")
         hidden = masked[0]
-        if hidden.shape[:2] != (1, TOKENS):
+        if hidden.shape[:2] != (1, self._tokens):
             raise ConfigError(
                 f"{self._what}: its body returns {list(hidden.shape)}; needed: a hidden state for each token"
             )
@@ -96,21 +107,25 @@ class AttentionTrace(TorchDispatchMode):
             ) from error
         finally:
             setattr(self._tree, self._tree.base_model_prefix, body)
-        if logits.shape[:2] != (1, TOKENS):
+        if logits.shape[:2] != (1, self._tokens):
             raise ConfigError(f"{self._what}: its head returns {list(logits.shape)}; needed: logits for each token")
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """See torch. Notice counters of the tokens of the step, which are not positions, and operations over tokens."""
         name = func.overloadpacket.__name__
-        if name in _MIXING and any(isinstance(x, torch.Tensor) and TOKENS in x.shape for x in args):
-            raise ConfigError(f"{self._what} computes {name} over the tokens of a step, outside of attention")
         flat = [x for x in args if isinstance(x, torch.Tensor)]
         if any(x is counted for x in flat for counted in self._counted):
             raise ConfigError(
                 f"{self._what} counts the tokens of a step itself ({name}) and does not use the positions that it is given"
             )
         result = func(*args, **(kwargs or {}))
-        if name == "arange" and isinstance(result, torch.Tensor) and result.shape == (TOKENS,):
+        if mixes_tokens(func, args, kwargs or {}, result, self._tokens):
+            where = (self._running or [""])[-1] or "its code"
+            raise ConfigError(
+                f"{self._what}: {where} computes {name} over the tokens of a step, outside of attention, or in a way that is not "
+                "known to keep them apart"
+            )
+        if name == "arange" and isinstance(result, torch.Tensor) and result.shape == (self._tokens,):
             self._counted.append(result)
         return result
 
@@ -119,7 +134,7 @@ class AttentionTrace(TorchDispatchMode):
         q, k, v = tensors
         if name in self.calls:
             raise ConfigError(f"{self._what}: {name} attends several times in one pass")
-        if q.shape[::2] != (1, TOKENS) or k.shape[::2] != (1, TOKENS) or k.shape[:3] != v.shape[:3]:
+        if q.shape[::2] != (1, self._tokens) or k.shape[::2] != (1, self._tokens) or k.shape[:3] != v.shape[:3]:
             shapes = ", ".join(str(list(tensor.shape)) for tensor in tensors)
             raise ConfigError(
                 f"{self._what}: {name} attends with q, k, v {shapes}; needed: [1, heads, tokens, head_dim]"
@@ -164,6 +179,20 @@ class AttentionTrace(TorchDispatchMode):
         raise ConfigError(
             f"{self._what}: {name} attends with a mask that is neither causal nor a window before the query"
         )
+
+
+def _tokens_for(tree: PreTrainedModel) -> int:
+    """Return a number of tokens that is no size of ``tree``. Raises ``ConfigError`` if there is none."""
+    shapes = [tensor.shape for tensor in (*tree.parameters(), *tree.buffers())]
+    count = token_count(size for shape in shapes for size in shape)
+    if count is None:
+        raise ConfigError(f"{type(tree).__name__}: its sizes have too many prime factors to tell tokens from channels")
+    return count
+
+
+def _drop_last(names: list[str]) -> None:
+    """Remove the last of ``names``. A hook that returns something would replace the result of its module."""
+    names.pop()
 
 
 class _TracedAttention:
