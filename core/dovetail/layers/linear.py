@@ -165,10 +165,9 @@ class Linear(Layer):
             names = self.method.parameters()
             self._product = self.method.prepare({name: getattr(self, name).detach() for name in names})
         if self.adapters is not None:
-            own, weights = self._product, self.adapters.weights
-            self._product = self.adapters.around(
-                own, own.adapted_rows(weights) if isinstance(own, DenseProduct) else None
-            )
+            own = self._product
+            rows = own.adapted_rows(self.adapters.weights) if isinstance(own, DenseProduct) else None
+            self._product = self.adapters.around(own, rows)
         self._added = self.bias
         self._in_parts = self._product.in_parts and self.bias is None
         super().prepare()
