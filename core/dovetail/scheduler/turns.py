@@ -65,8 +65,8 @@ class TenantTurns:
 
     While steps have fewer prompt tokens because several tenants send requests, a tenant is held if it had prompts in the
     last step, and has ``HELD_RATIO`` times as many requests waiting as a tenant that had none: the next step admits the
-    latter's prompts alone, so that they do not take the time of a full step. No tenant is held twice in a row, because it
-    was not in the last step then. A step that can admit nothing else admits requests of held tenants."""
+    latter's prompts alone, so that they do not take the time of a full step. A tenant that was held is not
+    held in the next step, unless a prompt of it that began earlier continued meanwhile. A step that can admit nothing else admits requests of held tenants."""
 
     def __init__(self, limits: SchedulerLimits, by_priority: bool, clock: Callable[[], float] = time.monotonic) -> None:
         """If ``by_priority``, the policy orders by priority, and turns are taken among requests of equal priority only."""
