@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import resource
 import time
 from collections.abc import Sequence
 from typing import Any, ClassVar
@@ -176,16 +177,21 @@ class PolicySuite(ComponentSuite):
 
     def test_order_does_not_block(self) -> None:
         """The scheduler calls ``order`` in every step: it neither sleeps nor waits for anything, with few requests and
-        with many."""
-        policy, blocked = self.make(make_cache(PREFERRED)), []
+        with many.
+
+        Voluntary context switches of the thread count its waits, whatever else the machine computes meanwhile; the
+        smallest of some calls counts, because the interpreter's lock may be waited for too.
+        """
+        if not hasattr(resource, "RUSAGE_THREAD"):
+            pytest.skip("this system does not count the context switches of a thread")
+        policy = self.make(make_cache(PREFERRED))
         for waiting, running in ((make_queue(1), []), (make_queue(3), make_queue(0))):
-            waited = []
-            for _ in range(10):  # the smallest: another process may have had the CPU in some calls
-                wall, cpu = time.perf_counter(), time.thread_time()
+            waits = []
+            for _ in range(10):
+                before = resource.getrusage(resource.RUSAGE_THREAD).ru_nvcsw
                 policy.order(list(waiting), list(running))
-                waited.append(time.perf_counter() - wall - (time.thread_time() - cpu))
-            blocked.append(min(waited))
-        assert max(blocked) < 0.002, f"order waits {1000 * max(blocked):.1f} ms without computing"
+                waits.append(resource.getrusage(resource.RUSAGE_THREAD).ru_nvcsw - before)
+            assert min(waits) == 0, f"order waits {min(waits)} times in each call without computing"
 
     def test_equals_are_served_in_order_of_arrival(self) -> None:
         """Requests that differ only in their arrival are served in the order of arrival."""
