@@ -232,7 +232,7 @@ def test_names_that_exist_are_accepted():
         "grammar.timeout",
         "attention.verify_graph",
         "derive_seed",
-        "types.Req",
+        "fit.Negotiation",
         "/generate",
         "dovetail ab --write-tuning",
         "max_new_tokens = 0",

@@ -16,7 +16,7 @@ import torch
 from dovetail.cli import main as command_line
 from dovetail.cli.serve import split_words
 from dovetail.config.checkpoint import locate, read_json
-from dovetail.config.sections import ModelSection
+from dovetail.config.model import ModelSection
 from dovetail.engine.build import as_module, build_model
 from dovetail.engine.weights import load_weights
 from dovetail.errors import ConfigError, WeightsError

@@ -23,7 +23,7 @@ from dovetail.cli import main as command_line
 from dovetail.config.checkpoint import EMBEDDED, locate
 from dovetail.config.hub import hub_model
 from dovetail.config.hub_files import HubName, parse_hub_name
-from dovetail.config.sections import ModelSection
+from dovetail.config.model import ModelSection
 from dovetail.errors import ConfigError
 from dovetail.gguf.directory import gguf_files
 

@@ -11,8 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from dovetail.config import Config
-from dovetail.config.sections import MemorySection, ModelSection, SchedulerSection
+from dovetail.config import Config, MemorySection, ModelSection, SchedulerSection
 from dovetail.engine.memory import Budget, Needs, agreed_budget, budget_for, measure_peak, module_bytes, with_arena
 from dovetail.errors import ConfigError
 from dovetail.interfaces.cache import CacheGroup

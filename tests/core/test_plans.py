@@ -28,11 +28,14 @@ UNKNOWN = -9
 OTHERS = [name for name in AdmittedRequest.__dataclass_fields__ if name != "token_ids"]
 
 
+PLAIN = ("dovetail.types.plan", "dovetail.types.drafts", "dovetail.types.outputs", "dovetail.sampling_params")
+
+
 class Plain(pickle.Unpickler):
-    """Read arrays, numbers, and the structs of ``dovetail.types`` and ``dovetail.sampling_params``; refuse the rest."""
+    """Read arrays, numbers, and the structs of plans, drafts, results and sampling parameters; refuse the rest."""
 
     def find_class(self, module, name):
-        assert module.split(".")[0] == "numpy" or module in ("dovetail.types", "dovetail.sampling_params"), module
+        assert module.split(".")[0] == "numpy" or module in PLAIN, module
         assert name != "Req"
         return super().find_class(module, name)
 

@@ -95,6 +95,10 @@ class Slot:
         return list(dict.fromkeys([usable, *fewer, ()]))
 
 
+Slots = Mapping[str, Slot]
+"""The slots of a config by their names."""
+
+
 def open_slot(
     request: ResolveRequest, selection: Selection, registry: Registry, *, optional: bool, tuning: Tuning
 ) -> Slot:

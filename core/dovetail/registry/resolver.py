@@ -9,25 +9,25 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Mapping, Sequence
-from typing import Literal
+from collections.abc import Sequence
 
-from dovetail.config import Config, PluginConfig, Section, Selection
+from dovetail.config import Config, Selection
 from dovetail.config.generation import sampling_defaults
 from dovetail.config.kinds import KindSection
 from dovetail.errors import ConfigError, ResolutionError
 from dovetail.registry import fit, negotiable
 from dovetail.registry.api_choice import choose_served
-from dovetail.registry.candidates import Slot, Tuning, call_hook, open_slot, tuned_names
+from dovetail.registry.candidates import Slot, Slots, Tuning, call_hook, open_slot, tuned_names
+from dovetail.registry.concrete import concrete_config
 from dovetail.registry.divisions import divide_experts, note_division
 from dovetail.registry.installed import Registry
 from dovetail.registry.kinds import Kinds
-from dovetail.registry.kv_dtype import LEFT, TAKEN, check_kv_dtype, why_unscaled, with_fp8, with_note
+from dovetail.registry.kv_dtype import LEFT, TAKEN, why_unscaled, with_fp8, with_note
 from dovetail.registry.machine import Machine
-from dovetail.registry.model_choice import ModelChoice, choose_model, chosen_model
+from dovetail.registry.misfits import misfit, refuse_empty
+from dovetail.registry.model_choice import ModelChoice, choose_model
 from dovetail.registry.parser_choice import Parsers, choose_parsers
 from dovetail.registry.quantizations import for_drafters
-from dovetail.registry.ranks import divisions
 from dovetail.registry.resolution import (
     Candidate,
     CandidateVerdict,
@@ -38,15 +38,11 @@ from dovetail.registry.resolution import (
     ResolveRequest,
     Stage,
 )
+from dovetail.registry.setting_checks import check_settings
 from dovetail.registry.specs import ComponentKind, KindDescriptor, Selects
 from dovetail.registry.stages import probe
 from dovetail.registry.targets import load_attribute
 from dovetail.registry.tuning import Tuned, record_for, tuned_for
-
-Slots = Mapping[str, Slot]
-INVARIANT = ((9, 0),)
-"""The compute capabilities of the CUDA devices on which ``batch_invariant`` has been shown to hold."""
-INVARIANT_DTYPES = ("bfloat16", "float16")
 
 logger = logging.getLogger("dovetail.registry")
 
@@ -94,11 +90,7 @@ def _choose(
 ) -> Resolved:
     """Choose every component for a model whose dtypes are known."""
     tuned = _tuned(config, registry, machine, model, tuning)
-    check_kv_dtype(model.kv_dtype, machine)
-    _check_adapters(config)
-    _check_batch_invariant(config, machine, model.dtype)
-    _check_expert_load(config, model)
-    _check_devices(config, machine)
+    check_settings(config, machine, model)
     parsers = choose_parsers(config, registry, machine, model)
     slots = _open_slots(config, registry, machine, model, tuned.slots)
     negotiation = fit.Negotiation(registry.kinds, model.info)
@@ -159,11 +151,11 @@ def _search(slots: Slots, config: Config, machine: Machine, negotiation: fit.Neg
     """Return the most preferred combination that fits and whose probes succeed. Only components that are about to be
     chosen are probed."""
     while True:
-        _refuse_empty(slots)
+        refuse_empty(slots)
         domains = _domains(slots, config, machine)
         combo = negotiation.search(domains)
         if combo is None:
-            raise _misfit(slots, domains, negotiation)
+            raise misfit(slots, domains, negotiation)
         used = [c for name, slot in slots.items() for c in (*fit.candidates_of(combo[name]), *slot.others(combo[name]))]
         unprobed = [c for c in used if c.spec.probe and c.stage is not Stage.PROBE]
         if machine.assumed or not unprobed:
@@ -193,57 +185,6 @@ def _overlap_values(config: Config, machine: Machine) -> list[bool]:
     return [True, False] if machine.device_type == "cuda" else [False, True]
 
 
-def _check_expert_load(config: Config, model: ModelChoice) -> None:
-    """Refuse ``metrics.expert_load`` for a model without experts. Raises ``ConfigError``."""
-    if config.metrics.expert_load is not None and model.info.expert_sizes is None:
-        raise ConfigError(
-            f"metrics.expert_load is {config.metrics.expert_load}, and {model.info.architecture} has no experts; leave it out"
-        )
-
-
-def _check_adapters(config: Config) -> None:
-    """Refuse adapters with ``batch_invariant``, and those that have a name of the model. Raises ``ConfigError``."""
-    if not config.adapters.enabled:
-        return
-    if config.batch_invariant:
-        raise ConfigError(
-            "batch_invariant is true and adapters.enabled is true; the products of adapters depend on the other rows of a step. "
-            "Set one of them to false"
-        )
-    taken = next((name for name in config.adapters.load if config.model.is_served(name)), None)
-    if taken is not None:
-        raise ConfigError(f"adapters.load has {taken!r:.80}, which is also a name of the model; choose another one")
-
-
-def _check_batch_invariant(config: Config, machine: Machine, dtype: str) -> None:
-    """Refuse ``batch_invariant`` on devices on which the results of its kernels were not compared bit by bit, and for
-    other dtypes. Raises ``ConfigError``."""
-    have = machine.compute_capability
-    if config.batch_invariant and have not in INVARIANT:
-        allowed = ", ".join(".".join(map(str, capability)) for capability in INVARIANT)
-        got = f"{machine.device_name} has {'.'.join(map(str, have))}" if have else f"device is {machine.device}"
-        raise ConfigError(
-            f"batch_invariant is true, which needs CUDA of compute capability {allowed}, where it has been shown to hold; "
-            f"{got}. Set batch_invariant: false"
-        )
-    if config.batch_invariant and dtype not in INVARIANT_DTYPES:
-        raise ConfigError(
-            f"batch_invariant is true and model.dtype is {dtype}; allowed: {', '.join(INVARIANT_DTYPES)}. Set model.dtype: bfloat16, or "
-            "batch_invariant: false"
-        )
-
-
-def _check_devices(config: Config, machine: Machine) -> None:
-    """Check that there is a CUDA device for each rank. Raises ``ConfigError``."""
-    tp, count = config.parallel.tp, machine.num_devices
-    first = int(machine.device.partition(":")[2] or 0)
-    if tp > 1 and count is not None and first + tp > count:
-        raise ConfigError(
-            f"parallel.tp is {tp} and device is {machine.device}; the ranks need {tp} consecutive CUDA devices from there on, and "
-            f"torch sees {count} in all. Set parallel.tp to at most {max(1, count - first)}, or device: cpu"
-        )
-
-
 def _check(config: Config, slots: Slots, combo: fit.Combination, kinds: Kinds) -> None:
     """Apply the checks of all kinds to what was chosen. Raises ``ConfigError``."""
     for descriptor in kinds.in_order:
@@ -264,70 +205,6 @@ def _graphs(config: Config, machine: Machine) -> list[bool]:
     if config.graphs.decode != "auto":
         return [config.graphs.decode]
     return [True, False] if machine.device_type == "cuda" else [False]
-
-
-def _refuse_empty(slots: Slots) -> None:
-    """Raise one ``ResolutionError`` for all slots that must be filled, because config names a component or the engine
-    needs one, and for which no candidate is left."""
-    empty: dict[tuple[str, ...], list[str]] = {}
-    for slot in slots.values():
-        if not slot.options():
-            empty.setdefault(_rejections(slot), []).append(slot.name)
-    if empty:
-        texts = [line for lines, names in empty.items() for line in (f"{', '.join(names)}: {lines[0]}", *lines[1:])]
-        raise ResolutionError("\n".join(texts))
-
-
-def _rejections(slot: Slot) -> tuple[str, ...]:
-    lines = _refused(slot)
-    given = "what config names" if slot.explicit else "any installed component"
-    others = [fit.show(option) for option in slot.alternatives() if option is not None]
-    if lines and others:
-        lines.append(f"  - or name another that can be used here: {slot.request.kind}: {', '.join(others)}")
-    return (f"cannot use {given}", *(lines or ["  - none is installed; `dovetail plugins doctor` shows why"]))
-
-
-def _refused(slot: Slot) -> list[str]:
-    """Return a line for each reason why a component that was asked for cannot be used."""
-    return [
-        f"  - {candidate.component.label}, at stage {candidate.stage}: {reason}"
-        for candidate in slot.candidates
-        if candidate.asked
-        for reason in candidate.reasons
-    ]
-
-
-def _misfit(slots: Slots, domains: fit.Domains, negotiation: fit.Negotiation) -> ResolutionError:
-    combo = negotiation.closest(domains)
-    alternatives: dict[str, Sequence[fit.Option]] = {
-        negotiable.OVERLAP: [False, True],
-        negotiable.MIXED: [False, True],
-        negotiable.GRAPHS: [False, True],
-        negotiable.BATCH_INVARIANT: [False],
-        negotiable.MIN_PROBABILITY: [0],
-        negotiable.TENSOR_PARALLEL: divisions(negotiation.model),
-    }
-    by_preference = sorted(slots.values(), key=lambda slot: slot.descriptor.search_order)
-    for slot in by_preference[:1]:  # the component that the search gives up last is the first that could change
-        alternatives[slot.name] = slot.alternatives()
-    for name, slot in slots.items():
-        if slot.request.phase is not None and name == slot.descriptor.slots[-1]:
-            alternatives[str(slot.descriptor.kind)] = slot.alternatives()
-    alternatives |= {name: slot.alternatives() for name, slot in slots.items() if name not in alternatives}
-    lines = ["the chosen parts do not fit together:"]
-    broken = negotiation.violations(combo)
-    lines += [f"  - {reason}" for reason in broken]
-    for name, slot in slots.items():
-        if any(reason.code == f"{name}.none" for reason in broken) and (refused := _refused(slot)):
-            lines += [f"{name} is none because no component can be used:", *refused]
-    changes = negotiation.repairs(combo, alternatives)
-    lines.append(
-        "to fix it, set one of:"
-        if changes
-        else "no change of one or two settings fixes this; `dovetail plugins list` shows the other components"
-    )
-    lines += [f"  - {change}" for change in changes]
-    return ResolutionError("\n".join(lines))
 
 
 def _mark_candidates(
@@ -390,7 +267,7 @@ def _resolved(
     order = [slot for descriptor in registry.kinds.in_order for slot in descriptor.slots]
     overlap, graphs = bool(combo[negotiable.OVERLAP]), bool(combo[negotiable.GRAPHS])
     return Resolved(
-        config=_concrete(config, machine, model, registry.kinds, named, overlap, graphs, division),
+        config=concrete_config(config, machine, model, registry.kinds, named, overlap, graphs, division),
         machine=machine,
         model_dir=model.directory,
         model_info=model.info,
@@ -430,71 +307,3 @@ def _note(slot: Slot, chosen: Sequence[Candidate], tuned: Tuned) -> str:
         return f"deprecated: {'; '.join(deprecated)}"
     first = chosen[0]
     return tuned.why(slot.name, first.spec.name) if slot.rule(first) is ChoiceRule.TUNING else ""
-
-
-def _concrete(
-    config: Config,
-    machine: Machine,
-    model: ModelChoice,
-    kinds: Kinds,
-    named: Mapping[str, Sequence[PluginConfig]],
-    overlap: bool,
-    graphs: bool,
-    division: Literal["tp", "ep"],
-) -> Config:
-    """Return a new config that leaves no choice to the engine. ``named`` holds, by slot, the settings of the components
-    that serve requests that name none."""
-    section = config.model.model_copy(
-        update={
-            **chosen_model(model.candidate.component),
-            "dtype": model.dtype,
-            "context_len": _context_len(config, model),
-            "served_name": config.model.served_name or config.model.name,
-        }
-    )
-    on_cuda = machine.device_type == "cuda"
-    scheduler = {
-        "overlap": overlap,
-        "max_running": config.scheduler.max_running or (512 if on_cuda else 256),
-        "chunk_size": config.scheduler.chunk_size or (8192 if on_cuda else 2048),
-    }
-    selections = {d.section.key: _selected(config, d, d.section, named) for d in kinds if d.section is not None}
-    open_kinds = {key: selection for key, selection in selections.items() if key not in type(config).model_fields}
-    return config.model_copy(
-        update={
-            "model": section,
-            "device": machine.device,
-            **{key: selection for key, selection in selections.items() if key not in open_kinds},
-            "kinds": open_kinds,
-            "scheduler": config.scheduler.model_copy(update=scheduler),
-            "graphs": config.graphs.model_copy(update={"decode": graphs}),
-            "parallel": config.parallel.model_copy(update={"experts": division}),
-            "memory": config.memory.model_copy(update={"kv_dtype": model.kv_dtype}),
-        }
-    )
-
-
-def _selected(
-    config: Config, descriptor: KindDescriptor, section: KindSection, named: Mapping[str, Sequence[PluginConfig]]
-) -> Section:
-    """Return the selection of exactly the components that were chosen."""
-    given = config.selection(section)
-    if isinstance(given, Selection):
-        return _exactly(given, named[str(descriptor.kind)])
-    phases = {phase: f"{descriptor.kind}.{phase}" for phase in section.phases}
-    update = {phase: _exactly(getattr(given, phase), named[slot]) for phase, slot in phases.items()}
-    return given.model_copy(update=update)
-
-
-def _exactly(selection: Selection, chosen: Sequence[PluginConfig]) -> Selection:
-    return selection.model_copy(update={"candidates": tuple(chosen), "disabled": not chosen})
-
-
-def _context_len(config: Config, model: ModelChoice) -> int:
-    given, own = config.model.context_len, model.info.context_len
-    if given is not None and given > own:
-        raise ConfigError(
-            f"model.context_len is {given}; allowed: at most {own}, the limit in config.json. For a model that is known to reach "
-            "further, set model.overrides: {max_position_embeddings: ...}"
-        )
-    return given or own

@@ -17,7 +17,7 @@ import prometheus_client
 from prometheus_client import CollectorRegistry
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from dovetail.config.sections import LimitsSection
+from dovetail.config.server import LimitsSection
 from dovetail.server.memory import MemoryTrimmer
 
 logger = logging.getLogger("dovetail.server")

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from prometheus_client import CollectorRegistry
 
-from dovetail.config.sections import ServerSection
+from dovetail.config.server import ServerSection
 from dovetail.config.tenants import ENVIRONMENT, KeyFile, TenantLimits, load_keys
 from dovetail.errors import AuthenticationError, ConfigError, PermissionDeniedError
 from dovetail.server.tenants.keys import Caller, Headers, KeyRing
