@@ -19,8 +19,8 @@ import torch
 from dovetail.gguf.block_types import TYPES
 from dovetail.ops.activation import Activation
 from dovetail.ops.linear import few_rows
+from dovetail.ops.packed_blocks import PACKED, PackedWeight, pack
 from dovetail_quantization.gguf_blocks import fill_random
-from dovetail_quantization.gguf_packed import PackedWeight, pack
 from dovetail_quantization.triton.packed_product import PackedRows, PackedRowTile, PackedTile, split_of
 from ops_gpu import COLD, READ, per_call, randn
 
@@ -56,7 +56,7 @@ def case(name: str, kind: str) -> Case:
         fill_random(blocks.view(-1, one.nbytes), one, 0.02, generator)
         rows = pack(blocks, one)
         packed = rows.nbytes
-        copies.append(PackedRows(PackedWeight(rows, one, k)))
+        copies.append(PackedRows(PackedWeight(rows, PACKED[kind], k)))
     return Case(name, kind, copies, stored, packed)
 
 

@@ -15,9 +15,12 @@ from tests.tiny_gguf import write_tiny
 from dovetail import LLM, SamplingParams
 from dovetail.gguf.block_types import TYPES
 from dovetail.gguf.blocks import dequantize
+from dovetail.interfaces.expert_shapes import ExpertBlocks, ExpertWeights, Routing
 from dovetail.ops.activation import GATES
+from dovetail.ops.experts import experts
+from dovetail.ops.packed_blocks import PACKED, PackedWeight, pack
+from dovetail.ops.triton import expert_layers
 from dovetail_quantization.gguf_cuda import PackedProduct
-from dovetail_quantization.gguf_packed import PACKED, PackedWeight, pack
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")]
 
@@ -27,7 +30,7 @@ SHAPES = [(256, 512), (1030, 768), (4096, 4096), (1024, 14336), (512, 20480)]
 def weight_of(kind: str, n: int, k: int) -> tuple[PackedWeight, torch.Tensor]:
     """Return a packed weight of random blocks, and its elements in float32."""
     blocks = random_blocks(kind, n, k, 1e-3).cuda()
-    return PackedWeight(pack(blocks, TYPES[kind]), TYPES[kind], k), dequantize(blocks, TYPES[kind])
+    return PackedWeight(pack(blocks, TYPES[kind]), PACKED[kind], k), dequantize(blocks, TYPES[kind])
 
 
 def error(got: torch.Tensor, exact: torch.Tensor) -> float:
@@ -116,3 +119,30 @@ def test_a_model_computes_with_packed_blocks(tmp_path: Path) -> None:
             assert got.logprobs[index].logprob == pytest.approx(exact.logprobs[index].logprob, abs=0.25)
         if equal < len(pairs):  # two tokens that are about equally likely
             assert got.logprobs[equal].logprob == pytest.approx(exact.logprobs[equal].logprob, abs=0.25)
+
+
+@pytest.mark.parametrize("kinds", [("Q4_K", "Q6_K"), *((kind, kind) for kind in PACKED)], ids=str)
+def test_experts_are_those_of_the_dequantized_weights(kinds: tuple[str, str]) -> None:
+    """Layers of experts in packed blocks, also captured, for one token and for many."""
+    torch.manual_seed(0)
+    count, hidden, size, top_k = 16, 1024, 768, 4
+    given, exact = [], []
+    for kind, rows, columns in ((kinds[0], 2 * size, hidden), (kinds[1], hidden, size)):
+        weight, elements = weight_of(kind, count * rows, columns)
+        given.append(weight.rows.view(count, rows, -1))
+        exact.append(elements.view(count, rows, columns))
+    weights = ExpertWeights(*given, format="gguf", blocks=ExpertBlocks(*kinds, packed=True), whole=count)
+    plain = ExpertWeights(*(tensor.cpu().double() for tensor in exact), whole=count)
+    for tokens in (1, 2, 40, 700):
+        x = inputs(tokens, hidden, exact[0])
+        routing = Routing(
+            torch.rand(tokens, count, device="cuda").topk(top_k, 1).indices.int(), torch.rand(tokens, top_k).cuda()
+        )
+        expected = experts(x.cpu().double(), Routing(routing.ids.cpu(), routing.weights.cpu()), plain).cuda()
+        assert error(expert_layers.experts(x, routing, weights), expected) < 1e-2, tokens
+        assert error(expert_layers.expert_parts(x, routing, weights).sum(0), expected) < 1e-2, tokens
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            captured = expert_layers.experts(x, routing, weights)
+        graph.replay()
+        assert error(captured, expected) < 1e-2, tokens

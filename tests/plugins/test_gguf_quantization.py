@@ -3,6 +3,7 @@
 .venv/bin/python -m pytest -q tests/plugins/test_gguf_quantization.py
 """
 
+import re
 from typing import ClassVar
 
 import pytest
@@ -13,6 +14,7 @@ from dovetail.errors import ConfigError
 from dovetail.gguf.block_types import TYPES
 from dovetail.gguf.blocks import dequantize
 from dovetail.interfaces.quantization import LinearShape, QuantizationContext
+from dovetail.ops import block_products, experts
 from dovetail.ops.cpu.blocks import block_kernels
 from dovetail.testing.quantization import QuantizationSuite
 from dovetail_quantization import gguf_products
@@ -25,7 +27,10 @@ MIXED = {"q": "Q4_1", "k": "Q8_0", "v": "Q5_0", "gate": "Q4_0", "up": "IQ4_NL", 
 
 
 def checkpoint(kinds):
-    return {"quant_method": "gguf", "types": {f"body.{name}_proj.weight": kind for name, kind in kinds.items()}}
+    types = {f"body.{name}_proj.weight": kind for name, kind in kinds.items()}
+    parts = {"gate": kinds.get("gate"), "up": kinds.get("gate"), "down": kinds.get("down")}
+    experts = {f"body.experts.*.{name}_proj.weight": kind for name, kind in parts.items() if kind}
+    return {"quant_method": "gguf", "types": types | experts}
 
 
 def has_tiles():
@@ -41,7 +46,7 @@ class Blocks(QuantizationSuite):
     }
 
     def store(self, checkpoint, module, weight):
-        kind = checkpoint["types"][f"{module}.weight"]
+        kind = checkpoint["types"][re.sub(r"\.\d+\.", ".*.", f"{module}.weight")]
         with torch.random.fork_rng():
             torch.manual_seed(int(weight.abs().sum() * 1000))
             blocks = random_blocks(kind, *weight.shape)
@@ -57,7 +62,8 @@ class TestDequantized(Blocks):
 
     @pytest.fixture(autouse=True)
     def no_kernels(self, monkeypatch):
-        monkeypatch.setattr(gguf_products, "block_kernels", lambda dtype: None)
+        for module in (gguf_products, experts):
+            monkeypatch.setattr(module, "block_kernels", lambda dtype: None)
 
 
 @pytest.mark.skipif(not has_tiles(), reason="the processor has no AMX")
@@ -68,7 +74,7 @@ class TestTiles(Blocks):
 
     @pytest.fixture(autouse=True)
     def from_one_row_on(self, monkeypatch):
-        monkeypatch.setattr(gguf_products, "_MOST_ROWS_BEFORE_TILES", -1)
+        monkeypatch.setattr(block_products, "_MOST_ROWS_BEFORE_TILES", -1)
 
 
 class TestManyRows(Blocks):
@@ -78,8 +84,8 @@ class TestManyRows(Blocks):
     def from_one_row_on(self, monkeypatch):
         for kernels in filter(None, map(block_kernels, (torch.float32, torch.bfloat16))):
             monkeypatch.setattr(kernels, "has_tiles", False)
-        monkeypatch.setattr(gguf_products, "_MOST_ROWS", {torch.float32: -1, torch.bfloat16: -1})
-        monkeypatch.setattr(gguf_products, "_CHUNK", 48)
+        monkeypatch.setattr(block_products, "_MOST_ROWS", {torch.float32: -1, torch.bfloat16: -1})
+        monkeypatch.setattr(block_products, "_CHUNK", 48)
 
 
 @pytest.mark.parametrize("name", [name for name in TYPES if name not in ("F32", "F16", "BF16")])

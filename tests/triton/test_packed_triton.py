@@ -12,9 +12,9 @@ from tests.gguf_blocks import random_blocks
 from dovetail.gguf.block_types import TYPES
 from dovetail.gguf.blocks import dequantize
 from dovetail.ops.activation import GATES
+from dovetail.ops.packed_blocks import PACKED, PackedWeight, pack
 from dovetail_quantization import gguf_cuda
 from dovetail_quantization.gguf_cuda import PackedProduct
-from dovetail_quantization.gguf_packed import PACKED, PackedWeight, pack
 from dovetail_quantization.triton.packed_product import MOST_ROWS, PackedRows, few_rows_tile, one_row_tile
 
 TOLERANCES = {torch.float32: 2e-5, torch.float16: 4e-3}
@@ -24,7 +24,7 @@ LIKELY = ("Q4_K", "Q6_K")
 def weight_of(kind: str, n: int, k: int, scale: float = 0.01) -> tuple[PackedWeight, torch.Tensor]:
     """Return a packed weight of random blocks, and its elements in float64."""
     blocks = random_blocks(kind, n, k, scale)
-    return PackedWeight(pack(blocks, TYPES[kind]), TYPES[kind], k), dequantize(blocks, TYPES[kind]).double()
+    return PackedWeight(pack(blocks, TYPES[kind]), PACKED[kind], k), dequantize(blocks, TYPES[kind]).double()
 
 
 def close(got: torch.Tensor, exact: torch.Tensor, tolerance: float) -> None:

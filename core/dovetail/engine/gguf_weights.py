@@ -45,7 +45,7 @@ def load_gguf(
         raise WeightsError(str(error)) from error
     filler = WeightFiller(model)
     device = next(as_module(model).parameters()).device
-    fills = {tensor.name: list(_fills(filler, tensor)) for tensor in tensors if filler.uses(tensor.name)}
+    fills = {tensor.name: list(_fills(filler, tensor)) for tensor in tensors if _is_read(filler, tensor)}
     filler.check_present(fills)
     total = sum(fill.mapped.nbytes for entry in fills.values() for fill in entry)
     with bytes_progress("weights", total, shown=shown) as advance:
@@ -56,6 +56,10 @@ def load_gguf(
             if progress is not None:
                 progress(len(filler.used), len(fills))
     filler.finish()
+
+
+def _is_read(filler: WeightFiller, tensor: MappedTensor) -> bool:
+    return tensor.name in filler.targets if tensor.optional else filler.uses(tensor.name)
 
 
 def _fills(filler: WeightFiller, tensor: MappedTensor) -> Iterator[_Fill]:

@@ -16,7 +16,7 @@ from dovetail.errors import ConfigError
 from dovetail.folders import cache_folder
 from dovetail.gguf.files import PIECE, SHARD, piece_files, shard_files
 
-LAYOUT = 3
+LAYOUT = 4
 """The number of the layout of these directories. A change of what is written must change it."""
 
 MARKER = "gguf.json"

@@ -26,12 +26,13 @@ _EXPERT = re.compile(r"\.experts\.\d+\.")
 @dataclass(frozen=True)
 class MappedTensor:
     """Describe a tensor of the checkpoint: its name, its shape, and what ``change`` makes it of; without a change it is
-    the only one of ``sources`` as it is."""
+    the only one of ``sources`` as it is. If ``optional``, a model reads other tensors with the same numbers instead."""
 
     name: str
     shape: tuple[int, ...]
     sources: tuple[GgufTensor, ...]
     change: Change | None = None
+    optional: bool = False
 
     @property
     def nbytes(self) -> int:
@@ -65,7 +66,8 @@ def mapped_tensors(checkpoint: GgufFile) -> list[MappedTensor]:
                     f"{tensor.file}: {tensor.name} and {found[one.name].sources[0].name} are both {one.name}"
                 )
             found[one.name] = one
-    return [*found.values(), *_tied_head(family, found)]
+    single = list(_single_experts(found))
+    return [*found.values(), *single, *_tied_head(family, found)]
 
 
 def _tied_head(family: Family, found: Mapping[str, MappedTensor]) -> Iterator[MappedTensor]:
@@ -73,6 +75,25 @@ def _tied_head(family: Family, found: Mapping[str, MappedTensor]) -> Iterator[Ma
     head, embedding = f"{family.top.get('output')}.weight", found.get(f"{family.top.get('token_embd')}.weight")
     if head not in found and embedding is not None and embedding.sources[0].type.name not in PLAIN_TYPES:
         yield replace(embedding, name=head)
+
+
+def expert_name(name: str, index: int | str, part: str) -> str:
+    """Return the name of the matrix ``part`` (``gate_proj``, ``up_proj`` or ``down_proj``) of one of the experts of which the checkpoint has
+    the tensor ``name`` of all. A model can read the blocks of such matrices."""
+    parent = name.removesuffix(".weight").rpartition(".")[0]
+    return f"{parent.removesuffix('.experts')}.experts.{index}.{part}.weight"
+
+
+def _single_experts(found: dict[str, MappedTensor]) -> Iterator[MappedTensor]:
+    """Yield the matrices of each expert of tensors of all experts. Both become optional."""
+    for name, mapped in list(found.items()):
+        parts = ("gate_proj", "up_proj") if len(mapped.sources) == 2 else ("down_proj",)
+        stacks = [re.fullmatch(r"blk\.\d+\.ffn_(gate|up|down)_exps\.weight", source.name) for source in mapped.sources]
+        if all(stacks):
+            found[name] = replace(mapped, optional=True)
+            for part, source in zip(parts, mapped.sources, strict=True):
+                for one in _experts(source, expert_name(name, "{}", part)):
+                    yield replace(one, optional=True)
 
 
 def block_types(tensors: list[MappedTensor]) -> dict[str, Any] | None:

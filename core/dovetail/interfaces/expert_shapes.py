@@ -136,8 +136,17 @@ class Routing(NamedTuple):
     weights: torch.Tensor
 
 
-ExpertFormat = Literal["plain", "fp8_rows", "fp8_blocks", "mxfp4", "int4", "int8"]
+ExpertFormat = Literal["plain", "fp8_rows", "fp8_blocks", "mxfp4", "int4", "int8", "gguf"]
 """Name a form of the weights of experts, see ``ExpertWeights``."""
+
+
+class ExpertBlocks(NamedTuple):
+    """Name the types of the blocks (``gguf.block_types.TYPES``) of gate and up, and of down. If ``packed``, rows are packed for
+    kernels on CUDA (``ops.packed_blocks``); otherwise they are the blocks of a GGUF file."""
+
+    gate_up: str
+    down: str
+    packed: bool = False
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -158,6 +167,8 @@ class ExpertWeights:
     - ``int4``, ``int8``: codes uint8 ``[experts, out, in / 2]`` or int8 ``[experts, out, in]``; scales in a floating-point dtype
       ``[experts, groups, out]``, one for each group of columns of a row; ``gate_up_zero`` and ``down_zero`` (uint8) of that
       shape, or None (``ops.integers``). Activations are not quantized.
+    - ``gguf``: uint8 ``[experts, out, bytes of a row]``: rows of blocks, of the types and in the form of ``blocks``. They contain their scales.
+      On a CPU products quantize activations (``ops.cpu.blocks``).
 
     The experts are those from index ``first`` on, of
     ``whole`` experts of all ranks, and ``size`` may be a rank's share of the
@@ -183,3 +194,4 @@ class ExpertWeights:
     gate_up_zero: torch.Tensor | None = None
     down_zero: torch.Tensor | None = None
     ungated: bool = False
+    blocks: ExpertBlocks | None = None

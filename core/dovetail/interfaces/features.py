@@ -182,6 +182,7 @@ class Feature(str):
     EXPERTS_MXFP4 = _feature("experts.mxfp4", "multiplies MXFP4 weights")
     EXPERTS_INT4 = _feature("experts.int4", "multiplies integer weights of 4 bits")
     EXPERTS_INT8 = _feature("experts.int8", "multiplies integer weights of 8 bits")
+    EXPERTS_GGUF = _feature("experts.gguf", "multiplies weights in blocks of GGUF")
     EXPERTS_BIAS = _feature("experts.bias", "adds the biases of gate, up and down")
     EXPERTS_SWIGLU = _feature("experts.swiglu", "computes every SwiGLU, with a factor, a limit and an offset")
     EXPERTS_SCALED_INPUT = _feature("experts.scaled_input", "multiplies the input of an expert by its weight")

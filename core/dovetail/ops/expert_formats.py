@@ -9,16 +9,21 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from dovetail.ops import integers, mxfp4
+from dovetail.gguf.block_types import TYPES
+from dovetail.ops import block_products, integers, mxfp4
+from dovetail.ops.block_products import BlockWeight
+from dovetail.ops.packed_blocks import PACKED, PackedWeight
 
 if TYPE_CHECKING:
-    from dovetail.interfaces.expert_shapes import ExpertFormat, ExpertWeights
+    from dovetail.interfaces.expert_shapes import ExpertBlocks, ExpertFormat, ExpertWeights
 
 
 def dequantized(weights: ExpertWeights, dtype: torch.dtype) -> ExpertWeights:
     """Return ``weights`` in the format ``plain``, in ``dtype``. Plain weights are returned as they are."""
     if weights.format == "plain":
         return weights
+    if weights.blocks is not None:
+        return _of_blocks(weights, weights.blocks, dtype)
     assert weights.gate_up_scale is not None
     assert weights.down_scale is not None
     one = _DEQUANTIZE[weights.format]
@@ -31,6 +36,21 @@ def dequantized(weights: ExpertWeights, dtype: torch.dtype) -> ExpertWeights:
         weights, gate_up=gate_up, down=down, gate_up_scale=None, down_scale=None, gate_up_zero=None, down_zero=None,
         format="plain",
     )  # fmt: skip
+
+
+def _of_blocks(weights: ExpertWeights, blocks: ExpertBlocks, dtype: torch.dtype) -> ExpertWeights:
+    """Dequantize rows of blocks of GGUF, which may be packed."""
+    (count, hidden, _), rows = weights.down.shape, weights.gate_up.shape[1]
+    found = []
+    for stored, kind, columns in ((weights.gate_up, blocks.gate_up, hidden), (weights.down, blocks.down, rows // 2)):
+        flat = stored.flatten(0, 1)
+        whole = (
+            PackedWeight(flat, PACKED[kind], columns).dequantized(dtype)
+            if blocks.packed
+            else block_products.dequantized([BlockWeight(flat, TYPES[kind])], dtype)
+        )
+        found.append(whole.view(count, -1, columns))
+    return replace(weights, gate_up=found[0], down=found[1], format="plain", blocks=None)
 
 
 Dequantize = Callable[[torch.Tensor, torch.Tensor, tuple[int, int], torch.Tensor | None], torch.Tensor]

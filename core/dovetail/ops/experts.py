@@ -9,9 +9,12 @@ from types import ModuleType
 import torch
 from torch.nn import functional
 
+from dovetail.gguf.block_types import TYPES
 from dovetail.interfaces.expert_shapes import SILU, ExpertFormat, ExpertWeights, Routing, SwiGLU
 from dovetail.interfaces.experts import ExpertsProduct
 from dovetail.ops.activation import silu_mul
+from dovetail.ops.block_products import BlockMatrix, BlockWeight
+from dovetail.ops.cpu.blocks import block_kernels
 from dovetail.ops.cpu.kernels import kernels
 from dovetail.ops.expert_formats import dequantized
 from dovetail.ops.mxfp4 import dequantize
@@ -24,10 +27,10 @@ _MOST_MXFP4 = 48
 MOST_IN_PARTS = 64
 """Up to this number of tokens, on CUDA, the experts' results are left to the norm that follows to add up."""
 FORMATS: dict[str, tuple[ExpertFormat, ...]] = {
-    "cuda": ("plain", "fp8_rows", "fp8_blocks", "mxfp4", "int4", "int8"),
-    "cpu": ("plain", "mxfp4"),
+    "cuda": ("plain", "fp8_rows", "fp8_blocks", "mxfp4", "int4", "int8", "gguf"),
+    "cpu": ("plain", "mxfp4", "gguf"),
 }
-"""The formats of weights that can be multiplied on a type of device."""
+"""The formats of weights that can be multiplied on a type of device. Those of GGUF need compiled kernels on a CPU."""
 
 
 @functools.cache
@@ -62,7 +65,7 @@ class GroupedProduct(ExpertsProduct):
 
     def __init__(self, weights: ExpertWeights, dtype: torch.dtype) -> None:
         self._stored = weights.format
-        if weights.format not in FORMATS[weights.gate_up.device.type]:
+        if not _multiplied(weights, dtype):
             weights = dequantized(weights, dtype)
         self._weights = weights
         self._experts = _triton().experts if weights.gate_up.is_cuda else _on_host
@@ -84,6 +87,8 @@ class GroupedProduct(ExpertsProduct):
             return "triton, grouped by expert" + ("" if form == "plain" else f", {form}")
         if self._weights.format == "mxfp4":
             return "torch, expert by expert, mxfp4"
+        if self._weights.blocks is not None:
+            return f"compiled, expert by expert, {' and '.join(dict.fromkeys(self._weights.blocks[:2]))} in blocks"
         few = kernels(self._weights.gate_up.dtype) if self._weights.gate_up.dtype is torch.bfloat16 else None
         loaded = "" if self._stored == "plain" else f"{self._stored}, dequantized when loaded; "
         return f"{loaded}torch, grouped by expert" + (
@@ -113,6 +118,13 @@ class InvariantProduct(ExpertsProduct):
         return "triton, grouped by expert, the same for any number of tokens"
 
 
+def _multiplied(weights: ExpertWeights, dtype: torch.dtype) -> bool:
+    """Return whether there are kernels that multiply activations of ``dtype`` with ``weights`` as they are stored."""
+    device = weights.gate_up.device.type
+    compiled = weights.format != "gguf" or device != "cpu" or block_kernels(dtype) is not None
+    return weights.format in FORMATS[device] and compiled
+
+
 def _on_host(x: torch.Tensor, routing: Routing, weights: ExpertWeights, shared: torch.Tensor | None) -> torch.Tensor:
     first, (tokens, top_k) = weights.first, routing.ids.shape
     ids, factors = routing.ids.flatten(), routing.weights.flatten()
@@ -124,9 +136,17 @@ def _on_host(x: torch.Tensor, routing: Routing, weights: ExpertWeights, shared: 
     if weights.scaled_input:
         rows = (rows * factors).to(x.dtype)
     held = None if weights.gate_up_bias is None and weights.down_bias is None else ids[pairs] - first
-    gate_up = _products(rows, weights.gate_up, weights.gate_up_scale, weights.gate_up_bias, counts, held)
+    gate_up = (
+        _products(rows, weights.gate_up, weights.gate_up_scale, weights.gate_up_bias, counts, held)
+        if weights.blocks is None
+        else _block_products(rows, weights.gate_up, weights.blocks.gate_up, weights.gate_up_bias, counts)
+    )
     inner = gate_up.relu_().square_() if weights.ungated else _activated(gate_up, weights.activation)
-    found = _products(inner, weights.down, weights.down_scale, weights.down_bias, counts, held)
+    found = (
+        _products(inner, weights.down, weights.down_scale, weights.down_bias, counts, held)
+        if weights.blocks is None
+        else _block_products(inner, weights.down, weights.blocks.down, weights.down_bias, counts)
+    )
     found = found if found.dtype is torch.float64 else found.float()
     if not weights.scaled_input:
         found = found * factors
@@ -196,6 +216,22 @@ def _mxfp4_products(
                 else compiled.mxfp4_weight(codes[expert], scale[expert])
             )
             result[start:end] = functional.linear(rows, weight, added)
+    return result
+
+
+def _block_products(
+    x: torch.Tensor, blocks: torch.Tensor, kind: str, bias: torch.Tensor | None, counts: list[int]
+) -> torch.Tensor:
+    """Compute ``_products`` with blocks of GGUF of one type, of which only those of experts with rows are read."""
+    compiled = block_kernels(x.dtype)
+    assert compiled is not None, "weights are dequantized where there are no kernels"
+    result = torch.empty(len(x), blocks.shape[1], dtype=x.dtype)
+    end = 0
+    for expert, count in enumerate(counts):
+        if count:
+            start, end = end, end + count
+            matrix = BlockMatrix([BlockWeight(blocks[expert], TYPES[kind])], compiled)
+            result[start:end] = matrix.multiply(x[start:end], None if bias is None else bias[expert])
     return result
 
 

@@ -39,8 +39,11 @@ FORMATS: dict[ExpertFormat, Feature] = {
     "mxfp4": Feature.EXPERTS_MXFP4,
     "int4": Feature.EXPERTS_INT4,
     "int8": Feature.EXPERTS_INT8,
+    "gguf": Feature.EXPERTS_GGUF,
 }
-LOSSES: dict[ExpertFormat, float] = {"fp8_rows": 0.08, "fp8_blocks": 0.08, "mxfp4": 0.03, "int4": 0.03, "int8": 0.03}
+LOSSES: dict[ExpertFormat, float] = {
+    "fp8_rows": 0.08, "fp8_blocks": 0.08, "mxfp4": 0.03, "int4": 0.03, "int8": 0.03, "gguf": 0.03,
+}  # fmt: skip
 """The relative error (root mean square) that is allowed. With FP8 weights activations may be quantized too."""
 
 each_variant = pytest.mark.parametrize("variant", VARIANTS)

@@ -7,7 +7,9 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from dovetail.interfaces.expert_shapes import SILU, ExpertFormat, ExpertWeights, Routing, SwiGLU
+from dovetail.gguf.block_types import TYPES
+from dovetail.interfaces.expert_shapes import SILU, ExpertBlocks, ExpertFormat, ExpertWeights, Routing, SwiGLU
+from dovetail.ops.packed_blocks import pack
 
 TOLERANCES = {torch.float32: 1e-5, torch.float16: 5e-3, torch.bfloat16: 3e-2}
 """Map the dtype of activations to the difference from float64 that is allowed, relative to the root mean square."""
@@ -72,6 +74,8 @@ class ExpertsStep:
         """Return other weights of the same sizes in the format, and keep the values that they stand for."""
         if self.case.format in ("int4", "int8"):
             return self._of_integers(plain)
+        if self.case.format == "gguf":
+            return self._of_blocks(plain)
         make = self._mxfp4 if self.case.format == "mxfp4" else self._fp8
         found = [make(tensor) for tensor in (plain.gate_up, plain.down)]
         self._exact = found[0][2], found[1][2]
@@ -144,6 +148,30 @@ class ExpertsStep:
             plain, gate_up=gate_up, down=down, gate_up_scale=gate_up_scale, down_scale=down_scale,
             gate_up_zero=gate_up_zero, down_zero=down_zero, format=self.case.format,
         )  # fmt: skip
+
+    def _of_blocks(self, plain: ExpertWeights) -> ExpertWeights:
+        """Return weights in blocks of type Q8_0 and Q4_0, on CUDA packed, and keep the values that they stand for. A block is a scale in
+        float16, then 32 integers: of 8 bits, or of 4 bits less 8, of which those of the low bits are the first."""
+        found, packed = list[tuple[torch.Tensor, torch.Tensor]](), self.device.type == "cuda"
+        for weight, kind in ((plain.gate_up, "Q8_0"), (plain.down, "Q4_0")):
+            count, out, columns = weight.shape
+            most = 128 if kind == "Q8_0" else 8
+            scales = torch.rand(count, out, columns // 32, 1, generator=self._generator) + 0.2
+            scales = (scales / most * columns**-0.5).half()
+            numbers = torch.randint(-most, most, (count, out, columns // 32, 32), generator=self._generator)
+            first, second = (numbers + 8).chunk(2, 3)
+            codes = (
+                numbers.to(torch.int8).view(torch.uint8) if kind == "Q8_0" else (first + 16 * second).to(torch.uint8)
+            )
+            blocks = torch.cat((scales.view(torch.uint8), codes), 3).flatten(2)
+            exact = (numbers * scales.double()).flatten(2)
+            if packed:
+                blocks = pack(blocks.flatten(0, 1), TYPES[kind]).view(count, out, -1)
+            found.append((blocks.to(self.device), exact))
+        (gate_up, first), (down, second) = found
+        self._exact = first, second
+        blocks_of = ExpertBlocks("Q8_0", "Q4_0", packed)
+        return replace(plain, gate_up=gate_up, down=down, format="gguf", blocks=blocks_of)
 
     @property
     def exact(self) -> tuple[torch.Tensor, torch.Tensor]:

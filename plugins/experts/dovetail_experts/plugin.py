@@ -17,6 +17,7 @@ EVERY_LAYER = frozenset(
         Feature.EXPERTS_MXFP4,
         Feature.EXPERTS_INT4,
         Feature.EXPERTS_INT8,
+        Feature.EXPERTS_GGUF,
         Feature.EXPERTS_BIAS,
         Feature.EXPERTS_SWIGLU,
         Feature.EXPERTS_SCALED_INPUT,

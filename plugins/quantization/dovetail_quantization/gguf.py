@@ -11,6 +11,8 @@ from dovetail.errors import ConfigError
 from dovetail.gguf.block_types import TYPES, BlockType
 from dovetail.interfaces.model import WeightTarget
 from dovetail.interfaces.quantization import (
+    ExpertsMethod,
+    ExpertWeightsShape,
     LinearMethod,
     LinearProduct,
     LinearShape,
@@ -19,23 +21,27 @@ from dovetail.interfaces.quantization import (
     QuantizationContext,
 )
 from dovetail.layers.linear import DenseProduct
+from dovetail.ops.block_products import BlockWeight, dequantized
 from dovetail_quantization.checkpoint import listed
 from dovetail_quantization.gguf_blocks import check_columns, fill_random, in_bytes
 from dovetail_quantization.gguf_cuda import PackedLinear
-from dovetail_quantization.gguf_formats import module_types
-from dovetail_quantization.gguf_products import BlockProduct, BlockWeight, can_multiply, dequantized, kinds_of
+from dovetail_quantization.gguf_experts import GgufExperts, Mxfp4GgufExperts, layer_of
+from dovetail_quantization.gguf_formats import expert_format, expert_types, module_types
+from dovetail_quantization.gguf_products import BlockProduct, can_multiply, kinds_of
 
 if TYPE_CHECKING:
     from dovetail_quantization.config import GgufConfig
 
 
 class Gguf(Quantization):
-    """Keep the weights of linear layers in the blocks of a GGUF file. Modules that the file stores as numbers are not
+    """Keep the weights of linear layers and of experts in the blocks of a GGUF file. Modules that the file stores as numbers are not
     quantized."""
 
     def __init__(self, config: GgufConfig, context: QuantizationContext) -> None:
         assert context.checkpoint is not None, "describe has refused the checkpoint"
         self._types, self._context = module_types(context.checkpoint), context
+        self._experts = expert_types(context.checkpoint)
+        self._mxfp4 = expert_format(context.checkpoint, config) == "mxfp4"
 
     def stores_tied(self, module: str) -> bool:
         """See ``Quantization``. A head reads the blocks of the embedding."""
@@ -60,6 +66,18 @@ class Gguf(Quantization):
                 )
         layer = PackedLinear if self._context.device.type == "cuda" else GgufLinear
         return layer(shape, [TYPES[kind] for kind in kinds], self._context)
+
+    def experts_method(self, shape: ExpertWeightsShape) -> ExpertsMethod | None:
+        """See ``Quantization``. Experts of which all layers are MXFP4 have the kernels of that format."""
+        kinds = self._experts.get(layer_of(shape.names[0]))
+        if kinds is None:
+            return None
+        gate_up, down = kinds
+        return (
+            Mxfp4GgufExperts(shape, self._context)
+            if self._mxfp4
+            else GgufExperts(shape, TYPES[gate_up], TYPES[down], self._context)
+        )
 
 
 class GgufLinear(LinearMethod):

@@ -20,8 +20,8 @@ from dovetail.interfaces.quantization import (
 )
 from dovetail.ops.activation import GATES, Activation
 from dovetail.ops.linear import linear
+from dovetail.ops.packed_blocks import PACKED, PackedWeight, pack, row_bytes
 from dovetail_quantization.gguf_blocks import check_columns, fill_random, in_bytes
-from dovetail_quantization.gguf_packed import PackedWeight, pack, row_bytes
 from dovetail_quantization.integer_tensors import ordered
 
 _MOST_ELEMENTS = 1 << 28
@@ -90,7 +90,7 @@ class PackedLinear(LinearMethod):
 
     def _weights(self, parameters: Mapping[str, torch.Tensor]) -> list[PackedWeight]:
         return [
-            PackedWeight(parameters[f"packed_{index}"], kind, self.shape.in_features)
+            PackedWeight(parameters[f"packed_{index}"], PACKED[kind.name], self.shape.in_features)
             for index, (kind, _) in enumerate(self._runs)
         ]
 
@@ -124,7 +124,7 @@ class PackedProduct(LinearProduct):
     def __init__(self, weights: Sequence[PackedWeight]) -> None:
         from dovetail_quantization.triton.packed_product import MOST_ROWS, PackedRows
 
-        self._kinds = ", ".join(dict.fromkeys(weight.kind.name for weight in weights))
+        self._kinds = ", ".join(dict.fromkeys(weight.packing.name for weight in weights))
         self._rows, self._most = [PackedRows(weight) for weight in weights], MOST_ROWS
         self._widths = [len(weight.rows) for weight in weights]
         self._out, self._columns = sum(self._widths), weights[0].columns

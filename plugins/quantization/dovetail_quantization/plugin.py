@@ -52,8 +52,10 @@ GGUF = ComponentSpec(
     target="dovetail_quantization.gguf:Gguf",
     config="dovetail_quantization.config:GgufConfig",
     describe="dovetail_quantization.gguf_formats:describe",
-    summary="Weights of linear layers in the blocks of GGUF files.",
+    expert_format="dovetail_quantization.gguf_formats:expert_format",
+    summary="Weights of linear layers and experts in the blocks of GGUF files.",
     api=(1, 1),
+    offers=frozenset({Feature.QUANTIZATION_EXPERTS}),
 )
 
 

@@ -8,7 +8,7 @@ import torch
 
 from dovetail.interfaces.expert_shapes import ExpertFormat, ExpertWeights, Routing
 from dovetail.ops.triton import experts as plain
-from dovetail.ops.triton import experts_fp8, experts_one, integers, mxfp4, mxfp4_plain
+from dovetail.ops.triton import experts_fp8, experts_one, integers, mxfp4, mxfp4_plain, packed_experts
 from dovetail.ops.triton.expert_tiles import ExpertTiles
 
 _PAIR_RESULTS: dict[ExpertFormat, Callable[..., torch.Tensor]] = {
@@ -18,6 +18,7 @@ _PAIR_RESULTS: dict[ExpertFormat, Callable[..., torch.Tensor]] = {
     "mxfp4": mxfp4.pair_results,
     "int4": integers.pair_results,
     "int8": integers.pair_results,
+    "gguf": packed_experts.pair_results,
 }
 
 

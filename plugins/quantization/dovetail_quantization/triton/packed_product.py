@@ -8,10 +8,10 @@ import torch
 import triton
 
 from dovetail.ops.activation import Activation
+from dovetail.ops.packed_blocks import PackedType, PackedWeight
 from dovetail.ops.triton.launch import launch, processors
 from dovetail.ops.triton.matmul import GATE_KINDS, workspace
 from dovetail.ops.triton.tuning import MAX_PARTS, MAX_TILES
-from dovetail_quantization.gguf_packed import PackedType, PackedWeight
 from dovetail_quantization.triton.packed_rows import PART_COLUMNS, few_rows_kernel, one_row_kernel, plain_weight_kernel
 
 MOST_ROWS = 64

@@ -1,4 +1,4 @@
-"""Multiply rows with weights in packed blocks of GGUF (``dovetail_quantization.gguf_packed``).
+"""Multiply rows with weights in packed blocks of GGUF (``dovetail.ops.packed_blocks``).
 
 One row: tensor cores would be idle for seven of eight rows, and converting each code takes longer than reading it. Therefore the
 row is rounded to integers of 16 bits with a scale for each unit, which is finer than bfloat16 by a factor of 64, and each
@@ -20,65 +20,12 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from dovetail.ops.triton.launch import INTERPRETED
 from dovetail.ops.triton.matmul import finish_row, finish_rows, rows_of
+from dovetail.ops.triton.packed_numbers import code_number, factors_of, product_of, spread, stored_factors
 
 PART_COLUMNS = 2048
 """One row is divided into parts of this number of columns, if it is divided."""
 _PLAIN = tl.constexpr(INTERPRETED)  # the interpreter has no assembly
 _PART = tl.constexpr(PART_COLUMNS)
-
-
-@triton.jit
-def _number(words, INDEX: tl.constexpr, BITS: tl.constexpr):
-    """Return code number INDEX of each word plus 16 (BITS 4) or 256 (BITS 8), in float32."""
-    mantissa: tl.constexpr = 23 - BITS if BITS == 4 else 15
-    shift: tl.constexpr = mantissa - BITS * INDEX
-    moved = (words << shift) if shift >= 0 else (words >> -shift)
-    mask: tl.constexpr = 0x00780000 if BITS == 4 else 0x007F8000
-    exponent: tl.constexpr = 0x41800000 if BITS == 4 else 0x43800000
-    return ((moved & mask) | exponent).to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def _stored_factors(
-    scale, multiplier, rows, words, begin, k,
-    UNIT: tl.constexpr, WHOLE: tl.constexpr, GROUP: tl.constexpr, BLOCK_K: tl.constexpr, ALIGNED: tl.constexpr,
-):  # fmt: skip
-    """Return the scales and the multipliers of the units of BLOCK_K columns from ``begin`` on, a multiple of ALIGNED, both ``[rows, BLOCK_K / UNIT]``,
-    as they are stored. With GROUP 0 there are no multipliers, and the second result is the first."""
-    at = tl.multiple_of(begin // UNIT, ALIGNED // UNIT) + tl.arange(0, BLOCK_K // UNIT)
-    # Columns are multiples of those of a scale. The compiler uses this for loads of several numbers at a time.
-    inside = (at < tl.multiple_of(k // WHOLE * (WHOLE // UNIT), WHOLE // UNIT))[None, :]
-    found = tl.load(scale + rows[:, None] * (words * 2) + (at // (WHOLE // UNIT))[None, :], inside, 0.0)
-    times = found
-    if GROUP:
-        place = multiplier + rows[:, None] * (words * 4) + (at // (GROUP // UNIT))[None, :]
-        times = tl.load(place, inside, 0)
-    return found, times
-
-
-@triton.jit
-def _product_of(scale, multiplier, GROUP: tl.constexpr):
-    """Return the scales of units from what is stored, in float32."""
-    found = scale.to(tl.float32)
-    if GROUP:
-        found *= multiplier.to(tl.float32)
-    return found
-
-
-@triton.jit
-def _factors(
-    scale, multiplier, rows, words, begin, k,
-    UNIT: tl.constexpr, WHOLE: tl.constexpr, GROUP: tl.constexpr, BLOCK_K: tl.constexpr, ALIGNED: tl.constexpr,
-):  # fmt: skip
-    """Return the scales of units in float32, see ``_stored_factors``."""
-    stored, times = _stored_factors(scale, multiplier, rows, words, begin, k, UNIT, WHOLE, GROUP, BLOCK_K, ALIGNED)
-    return _product_of(stored, times, GROUP)
-
-
-@triton.jit
-def _spread(factors, ROWS: tl.constexpr, UNITS: tl.constexpr, STEP: tl.constexpr):
-    """Return ``factors [ROWS, UNITS]`` for each word, ``[ROWS, UNITS * STEP]``."""
-    return tl.reshape(tl.broadcast_to(factors[:, :, None], [ROWS, UNITS, STEP]), [ROWS, UNITS * STEP])
 
 
 @triton.jit(do_not_specialize=["m"])
@@ -116,16 +63,16 @@ def few_rows_kernel(
         else:
             inside = (begin + start + column < k)[None, :]
             codes = tl.load(source + start // each, inside, 0, eviction_policy="evict_first")
-        factor = _factors(scale, multiplier, wide, words, begin + start, k, unit, WHOLE, GROUP, BLOCK_K, BLOCK_K)
+        factor = factors_of(scale, multiplier, wide, words, begin + start, k, unit, WHOLE, GROUP, BLOCK_K, BLOCK_K)
         less = factor * middle
         if OFFSET:
-            less += _factors(
+            less += factors_of(
                 offset, offset_multiplier, wide, words, begin + start, k, unit, WHOLE, GROUP, BLOCK_K, BLOCK_K
             )
-        factor = _spread(factor, BLOCK_N, units, STEP)
-        less = _spread(less, BLOCK_N, units, STEP)
+        factor = spread(factor, BLOCK_N, units, STEP)
+        less = spread(less, BLOCK_N, units, STEP)
         for index in tl.static_range(each):
-            left = (_number(codes, index, BITS) * factor - less).to(dtype)
+            left = (code_number(codes, index, BITS) * factor - less).to(dtype)
             if EVEN:
                 right = tl.load(tokens + start + index * STEP, present, 0.0)
             else:
@@ -200,12 +147,12 @@ def one_row_kernel(
     if PDL:
         gdc_launch_dependents()
     codes = tl.load(w + rows[:, None] * words + at[None, :], inside, 0, eviction_policy="evict_first")
-    factor, factor_times = _stored_factors(
+    factor, factor_times = stored_factors(
         scale, multiplier, rows, words, begin, end, unit, WHOLE, GROUP, BLOCK_K, _PART
     )
     less, less_times = factor, factor_times
     if OFFSET:
-        less, less_times = _stored_factors(
+        less, less_times = stored_factors(
             offset, offset_multiplier, rows, words, begin, end, unit, WHOLE, GROUP, BLOCK_K, _PART
         )
     if PDL:
@@ -232,12 +179,12 @@ def one_row_kernel(
         last = tl.where(more_tiles, end, begin)
         codes_ahead = tl.load(w + following[:, None] * words + at[None, :], ahead, 0, eviction_policy="evict_first")
         # These are not multiplied here, which would wait for them.
-        factor_ahead, factor_times_ahead = _stored_factors(
+        factor_ahead, factor_times_ahead = stored_factors(
             scale, multiplier, following, words, begin, last, unit, WHOLE, GROUP, BLOCK_K, _PART
         )
         less_ahead, less_times_ahead = factor_ahead, factor_times_ahead
         if OFFSET:
-            less_ahead, less_times_ahead = _stored_factors(
+            less_ahead, less_times_ahead = stored_factors(
                 offset, offset_multiplier, following, words, begin, last, unit, WHOLE, GROUP, BLOCK_K, _PART
             )
         first = tl.zeros([BLOCK_N, BLOCK_K // each], tl.int32)
@@ -252,10 +199,10 @@ def one_row_kernel(
             second = byte_sums(codes, low[None, :], second)
         sums = tl.sum(tl.reshape(first * 256 + second, [BLOCK_N, units, STEP]), 2)
         total = (
-            (sums - (whole * ZERO)[None, :]).to(tl.float32) * most[None, :] * _product_of(factor, factor_times, GROUP)
+            (sums - (whole * ZERO)[None, :]).to(tl.float32) * most[None, :] * product_of(factor, factor_times, GROUP)
         )
         if OFFSET:
-            total -= of_x[None, :] * _product_of(less, less_times, GROUP)
+            total -= of_x[None, :] * product_of(less, less_times, GROUP)
         finish_row(y, bias, rows, total, tile, n, GATED, BIAS, BLOCK_N)
         codes, factor, less, rows = codes_ahead, factor_ahead, less_ahead, following
         factor_times, less_times = factor_times_ahead, less_times_ahead
@@ -280,17 +227,17 @@ def plain_weight_kernel(
         gdc_launch_dependents()
         gdc_wait()
     codes = tl.load(w + wide[:, None] * words + begin // each + at[None, :], inside, 0)
-    factor = _spread(
-        _factors(scale, multiplier, wide, words, begin, k, unit, WHOLE, GROUP, BLOCK_K, BLOCK_K), BLOCK_N, units, STEP
+    factor = spread(
+        factors_of(scale, multiplier, wide, words, begin, k, unit, WHOLE, GROUP, BLOCK_K, BLOCK_K), BLOCK_N, units, STEP
     )
     if OFFSET:
-        less = _factors(offset, offset_multiplier, wide, words, begin, k, unit, WHOLE, GROUP, BLOCK_K, BLOCK_K)
-        less = _spread(less, BLOCK_N, units, STEP)
+        less = factors_of(offset, offset_multiplier, wide, words, begin, k, unit, WHOLE, GROUP, BLOCK_K, BLOCK_K)
+        less = spread(less, BLOCK_N, units, STEP)
     middle: tl.constexpr = ZERO + (16 if BITS == 4 else 256)
     place = out + row.to(tl.int64)[:, None] * k + column[None, :]
     present = inside & (row < n)[:, None]
     for index in tl.static_range(each):
-        value = (_number(codes, index, BITS) - middle) * factor
+        value = (code_number(codes, index, BITS) - middle) * factor
         if OFFSET:
             value -= less
         tl.store(place + index * STEP, value.to(out.dtype.element_ty), present)

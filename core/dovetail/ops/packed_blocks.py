@@ -28,15 +28,18 @@ _CHUNK = 4 << 20
 
 @dataclass(frozen=True, slots=True)
 class PackedType:
-    """Describe how rows of a type are packed. ``bits`` are those of a code, and ``zero`` is subtracted from it. ``whole`` columns
-    have one scale, and one offset if there are offsets; with ``group``, that many columns have a multiplier of each."""
+    """Describe how rows of a type are packed. ``bits`` are those of a code, and ``zero`` is subtracted from it; with a ``table``, the code is the
+    place of a number there instead. ``whole`` columns have one scale, and one offset if there are offsets; with ``group``, that many columns have a
+    multiplier of each."""
 
+    name: str
     bits: int
     zero: int
     whole: int
     group: int | None = None
     offset: bool = False
     scale: torch.dtype = torch.float16
+    table: tuple[float, ...] | None = None
 
     @property
     def each(self) -> int:
@@ -55,7 +58,7 @@ class PackedType:
 
     def sections(self, columns: int) -> dict[str, tuple[int, int, torch.dtype]]:
         """Return where the sections of a row of ``columns`` columns begin, their bytes and what they contain."""
-        scales = (columns // self.whole * 2, self.scale)
+        scales = (columns // self.whole * self.scale.itemsize, self.scale)
         wanted = {"codes": (columns * self.bits // 8, torch.int32), "scale": scales}
         if self.offset:
             wanted["offset"] = scales
@@ -75,21 +78,21 @@ class PackedType:
         return -(-(start + size) // _ROW) * _ROW
 
 
-PACKED: Mapping[str, PackedType] = MappingProxyType({
-    "Q4_0": PackedType(4, 8, 32),
-    "Q4_1": PackedType(4, 0, 32, offset=True),
-    "Q5_0": PackedType(8, 16, 32),
-    "Q5_1": PackedType(8, 0, 32, offset=True),
-    "Q8_0": PackedType(8, 128, 32),
-    "Q2_K": PackedType(4, 0, 256, 16, offset=True),
-    "Q3_K": PackedType(4, 4, 256, 16),
-    "Q4_K": PackedType(4, 0, 256, 32, offset=True),
-    "Q5_K": PackedType(8, 0, 256, 32, offset=True),
-    "Q6_K": PackedType(8, 32, 256, 16),
-    "IQ4_NL": PackedType(8, 128, 32),
-    "IQ4_XS": PackedType(8, 128, 256, 32),
-    "MXFP4": PackedType(8, 128, 32, scale=torch.bfloat16),
-})  # fmt: skip
+PACKED: Mapping[str, PackedType] = MappingProxyType({one.name: one for one in (
+    PackedType("Q4_0", 4, 8, 32),
+    PackedType("Q4_1", 4, 0, 32, offset=True),
+    PackedType("Q5_0", 8, 16, 32),
+    PackedType("Q5_1", 8, 0, 32, offset=True),
+    PackedType("Q8_0", 8, 128, 32),
+    PackedType("Q2_K", 4, 0, 256, 16, offset=True),
+    PackedType("Q3_K", 4, 4, 256, 16),
+    PackedType("Q4_K", 4, 0, 256, 32, offset=True),
+    PackedType("Q5_K", 8, 0, 256, 32, offset=True),
+    PackedType("Q6_K", 8, 32, 256, 16),
+    PackedType("IQ4_NL", 8, 128, 32),
+    PackedType("IQ4_XS", 8, 128, 256, 32),
+    PackedType("MXFP4", 8, 128, 32, scale=torch.bfloat16),
+)})  # fmt: skip
 """How each type is packed. Codes of 5 and 6 bits take 8, and so do those of types that choose from a table of 16 numbers."""
 
 
@@ -98,13 +101,8 @@ class PackedWeight:
     """Hold packed rows of one type, uint8 ``[out, bytes]``, for a weight with ``columns`` columns."""
 
     rows: torch.Tensor
-    kind: BlockType
+    packing: PackedType
     columns: int
-
-    @property
-    def packing(self) -> PackedType:
-        """Return how the rows are packed."""
-        return PACKED[self.kind.name]
 
     def section(self, name: str) -> torch.Tensor | None:
         """Return a view of a section of all rows, ``[out, numbers]``, or None if there is none."""
@@ -116,7 +114,7 @@ class PackedWeight:
         out = torch.empty(len(self.rows), self.columns, dtype=dtype, device=self.rows.device)
         step = max(1, _CHUNK // self.columns)
         for rows, part in zip(self.rows.split(step), out.split(step), strict=True):
-            part.copy_(_elements(PackedWeight(rows, self.kind, self.columns)))
+            part.copy_(_elements(PackedWeight(rows, self.packing, self.columns)))
         return out
 
 

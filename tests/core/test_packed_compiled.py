@@ -1,0 +1,87 @@
+"""Test that the kernels of weights in packed blocks compile for compute capability 9.0 and spill no registers. That needs no GPU.
+
+.venv/bin/python -m pytest -q tests/core/test_packed_compiled.py
+"""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import triton
+from triton.backends import nvidia as backends
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from dovetail.ops.packed_blocks import PACKED, PackedType
+from dovetail.ops.triton import packed_experts
+from dovetail.ops.triton.launch import INTERPRETED
+
+pytestmark = pytest.mark.skipif(INTERPRETED, reason="kernels are interpreted, not compiled")
+POINTERS = {
+    "x": "*bf16",
+    "out": "*bf16",
+    "y": "*bf16",
+    "bias": "*bf16",
+    "w": "*i32",
+    "weights": "*fp32",
+    "order": "*i32",
+}
+POINTERS |= {"blocks": "*i32", "used": "*i32", "multiplier": "*i8", "offset_multiplier": "*i8"}
+POINTERS |= dict.fromkeys(("alpha", "limit", "added"), "fp32")
+full = pytest.mark.full
+
+
+def check(kernel: Any, constants: dict[str, Any], packing: PackedType, warps: int, stages: int, file: Path) -> str:
+    """Compile a kernel for a type, check it, and return its assembly. Arguments without a type are integers."""
+    constants |= {"BITS": packing.bits, "STEP": packing.step, "ZERO": packing.zero, "WHOLE": packing.whole}
+    constants |= {"GROUP": packing.group or 0, "OFFSET": packing.offset, "PDL": True}
+    absent = {"multiplier": packing.group is None, "offset": not packing.offset}
+    absent["offset_multiplier"] = absent["multiplier"] or absent["offset"]
+    constants |= {name: None for name, is_absent in absent.items() if is_absent}
+    known = POINTERS | dict.fromkeys(("scale", "offset"), "*fp16")
+    signature = {name: "constexpr" if name in constants else known.get(name, "i32") for name in kernel.arg_names}
+    attrs = {
+        (index,): [["tt.divisibility", 16]]
+        for index, name in enumerate(kernel.arg_names)
+        if signature[name].startswith("*") or name in ("n", "k", "span", "words", "width")
+    }
+    source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attrs)
+    options = {"num_warps": warps, "num_stages": stages, "launch_pdl": True, "enable_fp_fusion": True}
+    code = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options).asm
+    file.write_bytes(code["cubin"])
+    usage = [Path(backends.__file__).parent / "bin" / "cuobjdump", "-res-usage", file]
+    found = subprocess.run(usage, capture_output=True, text=True, check=True).stdout
+    assert "STACK:0 " in found, f"registers are spilled: {found}"
+    return code["ptx"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "tokens", "gated"),
+    [
+        ("Q4_K", 1, True),
+        ("Q6_K", 4096, False),
+        *(pytest.param(kind, tokens, True, marks=full) for kind in PACKED for tokens in (1, 512, 4096)),
+    ],
+)
+def test_experts_compile(kind: str, tokens: int, gated: bool, tmp_path: Path) -> None:
+    packing = PACKED[kind]
+    tile = packed_experts.tile_of(2048, packing)
+    constants: dict[str, Any] = {
+        "GATED": gated,
+        "TOP_K": 8,
+        "bias": None,
+        "SCALED": False,
+        "BIAS": False,
+        "LIMITED": False,
+    }
+    constants |= {"IN_PARTS": False, "ONE": tokens == 1, "EVEN": True}
+    constants |= {
+        "BLOCK_M": packed_experts.block_of(tokens, 128, 8, 1.0),
+        "BLOCK_N": tile.block_n,
+        "BLOCK_K": tile.block_k,
+    }
+    ptx = check(packed_experts._packed_product, constants, packing, tile.warps, tile.stages, tmp_path / "kernel.cubin")
+    assert "mma" in ptx
