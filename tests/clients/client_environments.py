@@ -1,6 +1,6 @@
 """Install clients of other projects, each group in a virtual environment of its own, which later runs reuse.
 
-They are kept in the folder DOVETAIL_CLIENTS, by default ~/.cache/dovetail-clients. A client that the package index does
+They are kept in the folder CLIENT_ENVIRONMENTS, by default ~/.cache/dovetail-clients. A client that the package index does
 not have, or an index that cannot be reached, skips its tests and says so.
 """
 
@@ -20,7 +20,7 @@ from typing import Any
 
 import pytest
 
-FOLDER = Path(os.environ.get("DOVETAIL_CLIENTS") or Path.home() / ".cache" / "dovetail-clients")
+FOLDER = Path(os.environ.get("CLIENT_ENVIRONMENTS") or Path.home() / ".cache" / "dovetail-clients")
 HERE = Path(__file__).parent
 _PIP = ["-m", "pip", "--disable-pip-version-check", "install", "--quiet", "--retries", "1"]
 _INSTALL_SECONDS = 900
@@ -72,6 +72,11 @@ class Client:
         if done.returncode:
             errors = [line for line in done.stderr.splitlines() if line.startswith("ERROR")] or ["pip failed"]
             pytest.skip(f"the clients of {self.name} cannot be installed from the package index: {errors[-1][:300]}")
+
+    def package(self, name: str) -> Path:
+        """Return the folder of one of its packages."""
+        own = sysconfig.get_path("purelib", vars={"base": str(self.python().parents[1])})
+        return Path(own, name)
 
     def run(self, *arguments: str | Path, folder: Path, seconds: float = 600, **env: str) -> str:
         """Run Python in it, in ``folder``. Returns its standard output."""

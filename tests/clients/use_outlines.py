@@ -34,15 +34,17 @@ def use(adapter: str) -> dict[str, Any]:
     make = getattr(outlines, adapter)
     model = make(openai.OpenAI(**GIVEN), "tiny")
     later = make(openai.AsyncOpenAI(**GIVEN), "tiny")
-    found = {}
-    for name, kind in {**TYPES, "grammar": CFG(GRAMMARS[adapter])}.items():
-        given = {"temperature": 0, "max_tokens": 40}
+    kinds = {**TYPES, "grammar": CFG(GRAMMARS[adapter])}
+    given = {"temperature": 0, "max_tokens": 40}
 
-        async def ask(kind: Any = kind, given: Any = given) -> str:
-            return await later(FRANCE, kind, **given)
+    async def ask() -> list[str]:
+        """Return the outputs of the asynchronous client, whose connections belong to one event loop."""
+        return [await later(FRANCE, kind, **given) for kind in kinds.values()]
 
-        found[name] = [model(FRANCE, kind, **given), "".join(model.stream(FRANCE, kind, **given)), asyncio.run(ask())]
-    return found
+    return {
+        name: [model(FRANCE, kind, **given), "".join(model.stream(FRANCE, kind, **given)), output]
+        for (name, kind), output in zip(kinds.items(), asyncio.run(ask()), strict=True)
+    }
 
 
 sys.stdout.write(json.dumps({adapter: use(adapter) for adapter in GRAMMARS}))

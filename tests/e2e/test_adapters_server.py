@@ -115,7 +115,20 @@ def test_every_api_selects_an_adapter_by_its_name(client):
     assert several == [adapted, plain, text_of(client, "beta")]
     body = {"text": PROMPT, "sampling_params": sampling, "lora_name": "alpha"}
     assert answered(client.post("/generate", json=body))["text"] == adapted
+    assert text_of(client, "tiny:alpha") == text_of(client, "default:alpha") == adapted
+    answer = completion(client, None, prompt=[PROMPT] * 3, lora_path=["alpha", None, "tiny"])
+    assert [choice["text"] for choice in answer["choices"]] == [adapted, plain, plain]
     chat = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 8, "temperature": 0}
+    named, by_path = (
+        answered(client.post("/v1/chat/completions", json=chat | {field: "beta"}))["choices"][0]["message"]
+        for field in ("model", "lora_path")
+    )
+    assert named == by_path
+    vectors = [
+        answered(client.post("/v1/embeddings", json={"input": PROMPT, **more}))["data"][0]["embedding"]
+        for more in ({"model": "alpha"}, {"lora_path": ["alpha"]}, {})
+    ]
+    assert vectors[0] == vectors[1] != vectors[2]
     given = [
         answered(client.post("/v1/chat/completions", json={**chat, "model": "beta"})),
         answered(client.post("/v1/messages", json={**chat, "model": "beta"})),
@@ -130,8 +143,12 @@ def test_unknown_adapters_are_refused(client):
     response = client.post("/v1/completions", json={"model": "missing", "prompt": "a"})
     assert response.status_code == 404
     assert "2 adapters (GET /v1/models)" in response.text
-    response = client.post("/generate", json={"text": "a", "lora_path": "missing"})
-    assert response.status_code == 404
+    for path, body in (
+        ("/generate", {"text": "a", "lora_path": "missing"}),
+        ("/v1/completions", {"prompt": "a", "lora_path": "missing"}),
+        ("/v1/completions", {"prompt": "a", "model": "tiny:missing"}),
+    ):
+        assert client.post(path, json=body).status_code == 404
     response = client.post("/generate", json={"text": ["a", "b"], "lora_path": ["alpha"]})
     assert (response.status_code, "1 entries for 2 prompts" in response.text) == (400, True)
 
@@ -142,6 +159,11 @@ def test_tenants_use_the_adapters_that_they_may(client):
     assert client.post("/v1/completions", json=body, headers=some).status_code == 200
     for path, refused in (
         ("/v1/completions", {**body, "model": "beta"}),
+        ("/v1/completions", {**body, "model": "tiny:beta"}),
+        ("/v1/completions", {**body, "model": None, "lora_path": ["beta"]}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}], "lora_path": "beta"}),
+        ("/v1/embeddings", {"input": "a", "lora_path": "beta"}),
+        ("/encode", {"text": "a", "lora_path": "beta"}),
         ("/generate", {"text": "a", "lora_path": "beta"}),
     ):
         response = client.post(path, json=refused, headers=some)

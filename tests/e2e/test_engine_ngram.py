@@ -137,6 +137,10 @@ def test_usage_meta_info_and_metrics_agree(client):
     assert details["rejected_prediction_tokens"] == drafts["drafted_tokens"] - drafts["accepted_tokens"]
     assert drafts["acceptance_rate"] == drafts["accepted_tokens"] / drafts["drafted_tokens"]
     assert drafts["acceptance_length"] == 1 + drafts["accepted_tokens"] / drafts["verify_steps"]
+    answer = client.post("/v1/completions", json=body | {"return_spec_tokens_details": True}).json()
+    each, total = answer["sglext"]["spec_tokens_details"], answer["usage"]["speculation"]
+    assert sum(one["spec_num_proposed_drafts"] for one in each) == total["drafted_tokens"]
+    assert sum(one["spec_num_correct_drafts"] for one in each) == total["accepted_tokens"]
     for m in meta:
         assert m["spec_accept_length"] == 1 + m["spec_accept_token_num"] / m["spec_verify_ct"]
         assert m["spec_accept_rate"] == m["spec_accept_token_num"] / m["spec_draft_token_num"]

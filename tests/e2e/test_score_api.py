@@ -75,6 +75,15 @@ def test_softmax_is_over_the_labels(tiny, tokenizer, probabilities):
     answer = posted(tiny, "/v1/score", query=ids[0], items=ids[1:], label_token_ids=LABELS, apply_softmax=True)
     wanted = [probabilities(ids[0] + item)[LABELS] for item in ids[1:]]
     np.testing.assert_allclose(answer["scores"], [row / row.sum() for row in wanted], rtol=1e-3)
+    own = [[LABELS[0], number] for number in range(20, 20 + len(ids) - 1)]
+    answer = posted(
+        tiny, "/v1/score", query=ids[0], items=ids[1:], label_token_ids=own, apply_softmax=True, temperature=2.0,
+        return_token_logprobs=True,
+    )  # fmt: skip
+    wanted = [probabilities(ids[0] + item)[labels] for item, labels in zip(ids[1:], own, strict=True)]
+    np.testing.assert_allclose(answer["token_logprobs"], np.log(wanted), rtol=1e-3)
+    warm = np.sqrt(wanted)
+    np.testing.assert_allclose(answer["scores"], warm / warm.sum(1, keepdims=True), rtol=1e-3)
 
 
 def test_the_query_is_computed_once(tiny, tokenizer):

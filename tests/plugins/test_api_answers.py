@@ -384,6 +384,19 @@ def test_details_of_cached_tokens():
         assert "sglext" not in answer(path, body)
 
 
+def test_ids_of_chats_in_the_extensions():
+    body = {"messages": TALK, "n": 2, "max_tokens": 3, "return_input_ids_in_sglext": True}
+    assert answer(CHAT, body)["sglext"].keys() == {"input_ids"}
+    body |= {"return_output_ids_in_sglext": True, "return_token_ids": True}
+    whole = answer(CHAT, body)
+    expected = {
+        "input_ids": whole["choices"][0]["prompt_token_ids"],
+        "output_ids": [choice["token_ids"] for choice in whole["choices"]],
+    }
+    assert len(expected["output_ids"][1]) == 3
+    assert whole["sglext"] == events(CHAT, body)[-1]["sglext"] == expected
+
+
 def test_details_of_completions_have_no_chunk_of_their_own():
     """SGLang's bench_serving reads the text of a choice in every chunk that it receives without include_usage."""
     body = {"prompt": [TEXT, TEXT], "n": 2, "return_cached_tokens_details": True}
@@ -407,6 +420,10 @@ def test_namespaces():
     assert len(set(names)) == 5
     assert names[:2] == ["", "a"]
     assert namespace(GENERATE, extra_key="a") == names[2]
+    for path, prompts in ((GENERATE, {"text": [TEXT, "One"]}), (COMPLETIONS, {"prompt": [TEXT, "One"]})):
+        _, got = sent(path, {**prompts, "extra_key": ["a", None], "cache_salt": "a"})
+        assert [msg.namespace for msg in got] == [namespace(cache_salt="a", extra_key="a"), "a"]
+    refused(COMPLETIONS, {"prompt": [TEXT, "One"], "cache_salt": ["a"]}, "cache_salt has 1 entries for 2 prompts")
 
 
 def test_truncated_ids_and_chats():

@@ -83,7 +83,8 @@ VALUES: dict[str, Any] = {
     "apply_softmax": True, "top_n": 1, "return_documents": False, "query": "q", "text_1": "a", "text_2": "b",
     "instructions": "Be brief.", "store": False, "background": True, "include": ["message.output_text.logprobs"],
     "max_output_tokens": 3, "top_logprobs": 2, "text_format": None, "metadata": {"a": "b"}, "user": "me",
-    "max_tool_calls": 3, "truncation": "disabled",
+    "max_tool_calls": 3, "truncation": "disabled", "return_spec_tokens_details": True, "return_input_ids_in_sglext": True,
+    "return_output_ids_in_sglext": True,
 }  # fmt: skip
 """A value of each field that requests something."""
 
@@ -108,8 +109,19 @@ OWN: dict[tuple[str, str], dict[str, Any]] = {
     (RERANK.title, "documents"): {"documents": ["a", {"text": "b"}]},
     **{
         (SCORE.title, name): {"text_1": None, "text_2": None, "query": "q", "items": ["a"], "label_token_ids": [5]}
-        | ({name: True} if name in ("apply_softmax", "item_first") else {})
-        for name in ("query", "items", "label_token_ids", "apply_softmax", "item_first")
+        | ({name: True} if name in ("apply_softmax", "item_first", "return_token_logprobs") else {})
+        | ({"temperature": 0.5, "apply_softmax": True} if name == "temperature" else {})
+        for name in (
+            *(
+                "query",
+                "items",
+                "label_token_ids",
+                "apply_softmax",
+                "item_first",
+                "return_token_logprobs",
+                "temperature",
+            ),
+        )
     },
     **{
         (title, name): {"regex": "a+", name: "xgrammar"}

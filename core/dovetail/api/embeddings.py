@@ -38,11 +38,12 @@ def cosine(a: FloatArray, b: FloatArray) -> float:
     return float(unit(a).astype(np.float64) @ unit(b).astype(np.float64))
 
 
-def label_probabilities(logprobs: FloatArray, *, among_labels: bool) -> list[float]:
+def label_probabilities(logprobs: FloatArray, *, among_labels: bool, temperature: float = 1.0) -> list[float]:
     """Convert log-probabilities to probabilities: relative to the whole vocabulary, or, with ``among_labels``, relative
-    to the labels only."""
+    to the labels only, with a ``temperature``."""
     values = logprobs.astype(np.float64)
     if among_labels:
+        values = (values - values.max()) / temperature
         values = values - np.logaddexp.reduce(values)
     return np.exp(values).tolist()
 

@@ -3,28 +3,50 @@ prefixes."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated
 
 import msgspec
 from pydantic import Field
 
 from dovetail.api.body import ApiModel, CacheSalt, Int32, Session
+from dovetail.errors import RequestError
+
+ExtraKey = Annotated[str, Field(max_length=1024)] | None
+"""Type of SGLang's name for a salt."""
+
+
+def _namespace(salt: str, key: str | None) -> str:
+    return msgspec.json.encode([salt, key]).decode() if key else salt
 
 
 class PlacementFields(ApiModel):
     """Declare the priority of a request and what separates its cached prefixes from those of other requests."""
 
     priority: Int32 | None = Field(None, description="Requests with a larger number are admitted first.")
-    cache_salt: CacheSalt = None
-    extra_key: Annotated[str, Field(max_length=1024)] | None = Field(
+    cache_salt: CacheSalt | list[CacheSalt] = None
+    extra_key: ExtraKey | list[ExtraKey] = Field(
         None, description="SGLang's name for a salt. With both, requests share prefixes if both are the same."
     )
 
     @property
     def namespace(self) -> str:
-        """Return the namespace of the request's cached prefixes."""
-        salt = self.cache_salt or ""
-        return msgspec.json.encode([salt, self.extra_key]).decode() if self.extra_key else salt
+        """Return the namespace of the request's cached prefixes. Raises ``RequestError`` if prompts have namespaces of
+        their own and there are several."""
+        return self.namespaces(1)[0]
+
+    def namespaces(self, count: int) -> list[str]:
+        """Return the namespace of each of ``count`` prompts. Raises ``RequestError`` for a list of another length."""
+        salts, keys = (self._each(name, count) for name in ("cache_salt", "extra_key"))
+        return [_namespace(salt or "", key) for salt, key in zip(salts, keys, strict=True)]
+
+    def _each(self, name: str, count: int) -> Sequence[str | None]:
+        given: str | list[str | None] | None = getattr(self, name)
+        if not isinstance(given, list):
+            return [given] * count
+        if len(given) != count:
+            raise RequestError(f"{name} has {len(given)} entries for {count} prompts", param=name)
+        return given
 
 
 class SessionFields(PlacementFields):

@@ -55,12 +55,14 @@ class ChatReader(Protocol):
 class Prompt:
     """Hold the token ids of a prompt and the parameters for its continuation. ``params.n`` outputs are generated.
     ``rid`` is their public id if it is not that of the request; they can be aborted by both. ``adapter`` is a name that
-    ``ApiHost.check_adapter`` has accepted; by default it is the adapter that the request names as its model, if any."""
+    ``ApiHost.check_adapter`` has accepted; by default it is the adapter that the request names as its model, if any.
+    ``namespace`` is by default that of the request."""
 
     ids: list[int]
     params: SamplingParams
     rid: str = ""
     adapter: str = ""
+    namespace: str | None = None
 
 
 class AdapterCard(NamedTuple):
@@ -290,7 +292,7 @@ class ApiHost(ABC):
     @abstractmethod
     def check_model(self, name: str | None) -> None:
         """Raise ``UnknownModelError`` if ``name`` is neither the model that this server serves nor one of its adapters. None
-        and "" stand for the served model. If it is an adapter, ``submit`` uses it for this HTTP request, and ``model_name`` is
+        and "" stand for the served model. SGLang's ``model:adapter`` names an adapter, too. If it is an adapter, ``submit`` uses it for this HTTP request, and ``model_name`` is
         its name."""
 
     def check_adapter(self, name: str) -> None:

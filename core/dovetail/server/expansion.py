@@ -57,7 +57,7 @@ def _outputs(
         prompt.ids,
         prompt.params,
         [f"{scope}{prompt.rid or request.rid}/{next(_serial)}" for _ in range(prompt.params.n)],
-        namespace=request.namespace,
+        namespace=request.namespace if prompt.namespace is None else prompt.namespace,
         priority=request.priority,
         group=request.group,
         group_size=group_size,

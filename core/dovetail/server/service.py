@@ -213,8 +213,10 @@ class Service(ApiHost):
         model, scope = self.config.model, request_scope()
         scope.adapter = ""
         if name and not model.is_served(name):
-            self.check_adapter(name)
-            scope.adapter = name
+            base, _, adapter = name.partition(":")
+            of_base = model.is_served(base) and name not in self.served_adapters.cards
+            scope.adapter = adapter if of_base and adapter in self.served_adapters.cards else name
+            self.check_adapter(scope.adapter)
         trace = current_trace()
         if trace is not None:
             trace.model = name or None

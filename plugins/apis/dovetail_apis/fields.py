@@ -123,6 +123,9 @@ _TEXT_ONLY = "the served model reads and writes text only"
 _ONE_ENGINE = "one engine computes prompts and outputs, without transfers between engines"
 _INTERNALS = "the server does not report the model's internal state; /v1/embeddings returns hidden states as vectors"
 _ADAPTERS = "name the adapter as the model"
+_WATERMARKS = "outputs are not marked"
+_SUPPORTS = "the server does not report from which tokens it has chosen; use logprobs"
+_FLAT = "log-probabilities are lists of objects"
 _PROCESSORS = "requests cannot contain code; name a processor of this server in logits_processors"
 _LABELS = "metrics have no labels of requests; use API keys, which separate tenants"
 _DISTRIBUTION = (
@@ -147,10 +150,10 @@ _LIMITS = (
     ),
 )
 _REFUSED_SAMPLING = (
-    _refused("S", _ADAPTERS, lora_path=None),
     _refused("S", _PROCESSORS, custom_logit_processor=None, custom_params=(None, {})),
     _refused("V", "use logits_processors", vllm_xargs=(None, {})),
-    _refused("V", "outputs are not marked", watermarking=(None, False)),
+    _refused("V", _WATERMARKS, watermarking=(None, False)),
+    _refused("S", _WATERMARKS, watermark=None),
     _refused("V", "use repetition_penalty, or a stop string", repetition_detection=None),
     _refused("VS", "the tokens of each step are sent at once", stream_interval=(None, 1)),
     _refused("S", _INTERNALS, return_hidden_states=False, return_routed_experts=False, routed_experts_start_len=0),
@@ -160,14 +163,16 @@ _REFUSED_SAMPLING = (
         "S", "send the whole conversation, with session; its cached part is not computed again", session_params=None
     ),
     _refused("S", "drafters have no corpora of requests", ngram_corpus_id=None),
+    _refused("V", "the weights of this server do not change", return_weight_versions=(None, False)),
     _refused("S", _TEXT_ONLY, images_config=None),
+    _refused("VS", _TEXT_ONLY, mm_processor_kwargs=(None, {})),
     _refused("S", _LABELS, custom_labels=(None, {})),
 )
 _NOTHING_TO_DO = (
     _no_effect(
         "VS", "Special tokens are always written without additional spaces.", spaces_between_special_tokens=True
     ),
-    _no_effect("V", "It concerns requests that are only rendered.", return_mm_kwargs=True),
+    _no_effect("V", "They concern requests that are only rendered.", return_mm_kwargs=True, mm_payload="tensors"),
 )
 _ACCOUNTING = _no_effect(
     "O", "OpenAI's accounting, storage and routing.", user=None, metadata=None, store=None, service_tier=(None, "auto"),
@@ -184,14 +189,19 @@ _TOKEN_IDS = (
     _honoured(
         "S", "Add `sglext.cached_tokens_details`: tokens by where they were cached.", return_cached_tokens_details=False
     ),
+    _honoured(
+        "S", "Add `sglext.spec_tokens_details`: the draft tokens of each choice, if there were any.",
+        return_spec_tokens_details=(None, False),
+    ),
     _honoured("V", "Log-probabilities of the prompt, by token id. Not with `stream`.", prompt_logprobs=None),
-)
+)  # fmt: skip
 _STREAM = _honoured(
     "OVS", "`include_usage`: a last chunk has the token counts. `continuous_usage_stats`: every chunk has those of its "
     "choice. `include_obfuscation` has no effect.", stream_options=None,
 )  # fmt: skip
 _GENERATION = (
     *_SAMPLING,
+    _honoured("S", "The name of an adapter (LoRA), or one for each prompt ([adapters.md](adapters.md)).", lora_path=None),
     *_LIMITS, _STREAM, *_STOPS, *_CONSTRAINTS, *_PLACEMENT, _IDS, _SESSION, _TRUNCATION, *_TOKEN_IDS,
     *_REFUSED_SAMPLING, *_BEAMS, *_DISTRIBUTION, _DISTRIBUTION_OF_VLLM, *_NOTHING_TO_DO, _ACCOUNTING,
 )  # fmt: skip
@@ -233,14 +243,21 @@ CHAT = RequestFields("/v1/chat/completions", "Chat", (
     _honoured("V", "The text of the last message precedes the answer, if it is the assistant's.", echo=False),
     _honoured("V", "Add `prompt_text`, the rendered conversation.", return_prompt_text=None),
     _honoured("S", "Add `prompt_token_ids` to each choice.", return_prompt_token_ids=False),
+    _honoured(
+        "S", "Add `sglext.input_ids` and `sglext.output_ids`.", return_input_ids_in_sglext=(None, False),
+        return_output_ids_in_sglext=(None, False),
+    ),
     _honoured("S", "Token ids of the prompt, which replace the rendered conversation.", input_ids=None),
     *_GENERATION,
     _refused("V", "the chat template has the special tokens", add_special_tokens=False),
     _refused("V", "requests cannot contain templates; set model.chat_template in the config, or give chat_template_kwargs", chat_template=None),
     _refused("O", "use tools and tool_choice", functions=(None, []), function_call=(None, "none")),
     _refused("O", _TEXT_ONLY, audio=None, modalities=(None, ["text"])),
-    _refused("V", _TEXT_ONLY, media_io_kwargs=(None, {}), mm_processor_kwargs=(None, {})),
-    _refused("S", _TEXT_ONLY, max_dynamic_patch=None, min_dynamic_patch=None, use_audio_in_video=False),
+    _refused("V", _TEXT_ONLY, media_io_kwargs=(None, {})),
+    _refused("S", _TEXT_ONLY, max_dynamic_patch=None, min_dynamic_patch=None, use_audio_in_video=False, video_config=(None, {})),
+    _refused("S", _SUPPORTS, return_sampling_mask=(None, False), sampling_logprobs_mode=None),
+    _refused("S", _FLAT, return_flat_raw_output_top_logprobs=(None, False)),
+    _no_effect("S", "It concerns `return_flat_raw_output_top_logprobs`.", return_flat_raw_top_logprobs_b64=True),
     _refused("O", "the server has no hosted tools; declare functions in tools", web_search_options=None),
     _refused("O", "the server does not moderate", moderation=None),
     _refused("O", "say in a message how long the answer should be", verbosity=(None, "medium")),
@@ -276,13 +293,18 @@ GENERATE = RequestFields("/generate", "Native", (
     _refused("S", "send the whole conversation, with session; its cached part is not computed again", session_params=None),
     _refused("S", _PROCESSORS, custom_logit_processor=None),
     _refused("S", _INTERNALS, return_hidden_states=False, return_routed_experts=False, routed_experts_start_len=0),
-    _refused("S", _INTERNALS, return_indexer_topk=False, return_sampling_mask=(None, False), return_entropy=False),
+    _refused("S", _INTERNALS, return_indexer_topk=False, return_entropy=False),
+    _refused("S", "the server does not report from which tokens it has chosen; use return_logprob", return_sampling_mask=(None, False),
+             sampling_logprobs_mode=None),
     _refused("S", "log-probabilities are lists; use return_logprob", return_flat_raw_top_logprobs=False,
-             return_flat_raw_top_logprobs_b64=False),
+             return_flat_raw_output_top_logprobs=False, return_flat_raw_top_logprobs_b64=False),
+    _refused("S", _WATERMARKS, watermark=None),
+    _refused("S", _TEXT_ONLY, mm_processor_kwargs=(None, {})),
+    _refused("S", "/v1/score returns the probabilities of labels", token_indices_to_pool=None),
     _refused("S", "/v1/score scores several items", multi_item_delimiter_indices=None),
     _refused("S", "the chat routes separate reasoning", require_reasoning=False),
     *_DISTRIBUTION,
-    _refused("S", _ONE_ENGINE, bootstrap_pair_key=None, decode_tp_size=None, kv_router_hint=None),
+    _refused("S", _ONE_ENGINE, bootstrap_pair_key=None, decode_tp_size=None, kv_router_hint=None, kv_hints=None),
     _refused("S", _LABELS, custom_labels=(None, {})),
     _refused("S", "outputs are text", return_bytes=False),
     _refused("S", "it is internal to SGLang", http_worker_ipc=None),
@@ -306,6 +328,7 @@ SAMPLING_PARAMS = RequestFields("/generate", "Native: `sampling_params`", (
     _refused("S", _PROCESSORS, custom_params=(None, {})),
     _refused("S", "the tokens of each step are sent at once", stream_interval=(None, 1)),
     _refused("S", "there is no beam search; use n", beam_width=(None, 1)),
+    _refused("S", _WATERMARKS, watermark=None),
 ))  # fmt: skip
 
 _INPUTS = (
@@ -313,7 +336,6 @@ _INPUTS = (
     *_PLACEMENT,
     _no_effect("OV", "OpenAI's accounting.", user=None),
     _refused("V", _TEXT_ONLY, mm_processor_kwargs=(None, {})),
-    _refused("S", _ADAPTERS, lora_path=None),
 )
 
 EMBEDDINGS = RequestFields("/v1/embeddings", "Embeddings", (
@@ -323,6 +345,7 @@ EMBEDDINGS = RequestFields("/v1/embeddings", "Embeddings", (
     _honoured("D", "`last` or `mean`.", pooling=None),
     _TRUNCATION,
     *_INPUTS,
+    _honoured("S", "The name of an adapter (LoRA), or one for each text ([adapters.md](adapters.md)).", lora_path=None),
     _refused("V", "vectors are float32 in little-endian order", embed_dtype=(None, "float32"),
              endianness=(None, "native", "little")),
     _refused("V", "prompts are not padded", padding=(None, "do_not_pad")),
@@ -331,20 +354,29 @@ EMBEDDINGS = RequestFields("/v1/embeddings", "Embeddings", (
     _refused("S", "give texts or token ids", embed_override_token_id=None, embed_overrides=None),
 ))  # fmt: skip
 
+_INSTRUCTION = "write the instruction into the query, or into the template of the config"
 _PAIRS = (
     _TRUNCATION,
     *_INPUTS,
     _honoured("D", "How texts are embedded: `last` or `mean`.", pooling=None),
     _refused("V", "scores are cosines or probabilities; scale them in the client", use_activation=(None, True)),
     _refused("V", "prompts are not padded", padding=(None, "do_not_pad")),
+    _refused("S", _ADAPTERS, lora_path=None),
+    _refused("V", "use truncate_prompt_tokens", max_tokens_per_query=(None, 0)),
+    _refused("VC", "use truncate_prompt_tokens", max_tokens_per_doc=(None, 0)),
+    _refused("V", _INSTRUCTION, instruction=None, chat_template_kwargs=(None, {})),
 )
 
 SCORE = RequestFields("/v1/score", "Scores", (
     _honoured("VS", _SAME, model=None, text_1=None, text_2=None),
     _honoured("V", "Other names of `text_1`.", queries=None, data_1=None),
     _honoured("V", "Other names of `text_2`.", documents=None, data_2=None),
-    _honoured("S", _SAME, query=None, items=None, label_token_ids=None, apply_softmax=False, item_first=False),
+    _honoured("S", _SAME, query=None, items=None, apply_softmax=False, item_first=False),
+    _honoured("S", "Token ids, the same for all items or a list for each.", label_token_ids=None),
+    _honoured("S", "It divides the log-probabilities before `apply_softmax`, which it needs.", temperature=(None, 1.0)),
+    _honoured("S", "Add `token_logprobs`: the log-probabilities of the labels.", return_token_logprobs=(None, False)),
     *_PAIRS,
+    _refused("S", "the labels follow each item; give one item for each position", score_extraction_token=None),
     _refused("S", "give texts or token ids", embed_override_token_id=None, query_embed_overrides=None,
              item_embed_overrides=None),
     _refused("S", "use /v1/embeddings", return_pooled_hidden_states=False),
@@ -354,8 +386,8 @@ RERANK = RequestFields("/v1/rerank", "Reranking", (
     _honoured("VSC", _SAME, model=None, query=None, documents=None, return_documents=True),
     _honoured("VSC", "0: all documents.", top_n=(None, 0)),
     *_PAIRS,
-    _refused("S", "write the instruction into the query, or into the template of the config", instruct=None),
-    _refused("C", "use truncate_prompt_tokens", max_tokens_per_doc=None, max_chunks_per_doc=None),
+    _refused("S", _INSTRUCTION, instruct=None),
+    _refused("C", "use truncate_prompt_tokens", max_chunks_per_doc=None),
     _refused("C", "give each document as a text", rank_fields=None),
 ))  # fmt: skip
 
@@ -369,6 +401,8 @@ RESPONSES = RequestFields("/v1/responses", "Responses", (
     _honoured("VS", _SAME, top_k=None, min_p=None, repetition_penalty=None, frequency_penalty=0.0, presence_penalty=0.0),
     _honoured("VS", _SAME, logit_bias=None, seed=None, stop=(None, []), ignore_eos=False, skip_special_tokens=True),
     _honoured("V", "Keep the stop string in the text.", include_stop_str_in_output=False),
+    _honoured("V", _SAME, stop_token_ids=(None, [])),
+    _honoured("V", "False: the answer has no item with the reasoning.", include_reasoning=True),
     _honoured("VS", "Variables of the chat template.", chat_template_kwargs=None),
     _honoured("V", "As in chats. Not together with `text.format`.", structured_outputs=None),
     _honoured("VS", "The id of the response.", request_id=None),
@@ -380,7 +414,10 @@ RESPONSES = RequestFields("/v1/responses", "Responses", (
     _refused("O", "the whole conversation is given to the model", context_management=None),
     _refused("O", "the server does not moderate", moderation=None),
     _refused("O", "the server has no hosted tools", access_programs=None, image=None),
-    _refused("V", _TEXT_ONLY, mm_processor_kwargs=(None, {})),
+    *_NOTHING_TO_DO,
+    _refused("V", _TEXT_ONLY, mm_processor_kwargs=(None, {}), media_io_kwargs=(None, {})),
+    _refused("V", _WATERMARKS, watermarking=(None, False)),
+    *_DISTRIBUTION, _DISTRIBUTION_OF_VLLM,
     _refused("V", "/tokenize returns the rendered conversation", enable_response_messages=False),
     _refused("V", "use previous_response_id, or give the items as input", previous_input_messages=None, previous_response=None),
     _refused("V", _PROCESSORS, vllm_xargs=(None, {})),

@@ -39,6 +39,7 @@ from dovetail.interfaces.api import (
     Route,
 )
 from dovetail.sampling_params import SamplingParams
+from dovetail_apis.adapters import AdapterNames, adapters_of
 from dovetail_apis.fields import GENERATE, SAMPLING_PARAMS
 
 _DEFAULT_MAX_NEW_TOKENS = 128  # SGLang's
@@ -115,9 +116,7 @@ class NativeRequest(SessionFields):
     )
     return_text_in_logprobs: bool = False
     return_prompt_token_ids: bool = False
-    lora_path: str | list[str | None] | None = Field(
-        None, description="The name of an adapter (LoRA); a list has one entry for each prompt, null for none."
-    )
+    lora_path: AdapterNames = None
     lora_name: str | list[str | None] | None = Field(None, description="Another name of `lora_path`.")
     max_thinking_tokens: Int32 | None = Field(None, description="The largest number of tokens of the reasoning.")
     group: Rid | None = Field(
@@ -173,15 +172,15 @@ async def _parsed(host: ApiHost, body: NativeRequest) -> ApiRequest:
         check_logprobs(host, params, {**_NAMES, "prompt_logprobs": "top_logprobs_num"})
     rid, names = request_names(body.rid, len(prompts), "")
     adapters = _adapters(host, body, len(prompts))
+    namespaces = body.namespaces(len(prompts))
     ids = await for_each(prompts, partial(_encoded, host))
     items = tuple(
-        Prompt(tokens, with_output_limit(params, host.output_limit(tokens, _DEFAULT_MAX_NEW_TOKENS)), name, adapter)
-        for tokens, params, name, adapter in zip(ids, chosen, names, adapters, strict=True)
+        Prompt(tokens, with_output_limit(params, host.output_limit(tokens, _DEFAULT_MAX_NEW_TOKENS)), *where)
+        for tokens, params, *where in zip(ids, chosen, names, adapters, namespaces, strict=True)
     )
     return ApiRequest(
         rid,
         items,
-        namespace=body.namespace,
         priority=body.priority or 0,
         group=body.group or "",
         group_size=body.group_size or 0,
@@ -194,11 +193,7 @@ def _adapters(host: ApiHost, body: NativeRequest, count: int) -> list[str]:
     if body.lora_path is not None and body.lora_name is not None and body.lora_path != body.lora_name:
         raise RequestError("lora_path and lora_name differ; give one of them", param="lora_name")
     field = "lora_path" if body.lora_name is None else "lora_name"
-    names = [body.of_prompt(field, index, count) or "" for index in range(count)]
-    names = ["" if host.config.model.is_served(name) else name for name in names]
-    for name in {*names} - {""}:
-        host.check_adapter(name)
-    return names
+    return adapters_of(host, getattr(body, field), field, count)
 
 
 async def _encoded(host: ApiHost, prompt: str | list[int]) -> list[int]:

@@ -72,7 +72,10 @@ class TenantHost(ApiHost):
             if len(prompts) == INPUTS_OF_PART:
                 yield
         own = replace(
-            request, namespace=tenant.namespace(request.namespace), priority=tenant.priority(request.priority)
+            request,
+            prompts=tuple(map(self._own, request.prompts)),
+            namespace=tenant.namespace(request.namespace),
+            priority=tenant.priority(request.priority),
         )
         lease = tenant.admit(request.num_outputs, prompt_tokens, new_tokens)
         seconds = server.max_seconds if tenant.limits.max_seconds is None else tenant.limits.max_seconds
@@ -101,6 +104,12 @@ class TenantHost(ApiHost):
     async def fresh_stats(self) -> EngineStats:
         """See ``Service.fresh_stats``."""
         return await self._service.fresh_stats()
+
+    def _own(self, prompt: Prompt) -> Prompt:
+        """Return ``prompt`` with its namespace within the tenant's, if it has one of its own."""
+        if prompt.namespace is None:
+            return prompt
+        return replace(prompt, namespace=self._tenant.namespace(prompt.namespace))
 
     def _most_new(self, prompt: Prompt) -> int:
         free = max(self.context_len - len(prompt.ids), 0)
@@ -148,8 +157,8 @@ class TenantHost(ApiHost):
     def check_model(self, name: str | None) -> None:
         """See ``Service.check_model``. Raises ``PermissionDeniedError`` for an adapter that the tenant may not use."""
         self._service.check_model(name)
-        if name and request_scope().adapter:
-            self.check_adapter(name)
+        if adapter := request_scope().adapter:
+            self.check_adapter(adapter)
 
     @property
     def model_name(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride]

@@ -19,6 +19,7 @@ from dovetail.api.truncation import TruncationFields
 from dovetail.errors import RequestError
 from dovetail.interfaces.api import Api, ApiHost, ApiProblem, ApiRequest, Generation, Route
 from dovetail.types import FloatArray
+from dovetail_apis.adapters import AdapterNames, placed
 from dovetail_apis.embeddings.encode import ClassifyRequest, EncodeRequest, classify, encode
 from dovetail_apis.embeddings.pooling import as_prompts, input_usage, pooled, pooling_params
 from dovetail_apis.fields import EMBEDDINGS
@@ -47,6 +48,7 @@ class EmbeddingsRequest(TruncationFields, PlacementFields):
     add_special_tokens: bool = Field(True, description="Let the tokenizer add its special tokens to texts.")
     use_activation: bool | None = Field(None, description="vLLM's name of `normalize`.")
     rid: Rid | Rids | None = None
+    lora_path: AdapterNames = None
     request_id: Rid | None = None
 
     ignored = EMBEDDINGS.ignored
@@ -81,10 +83,11 @@ async def embeddings(host: ApiHost, request: Request) -> Response:
     check_dimensions(body.dimensions, host.embedding["size"])
     inputs = _inputs(body)
     rid, names = request_names(body.rid or body.request_id, len(inputs), "embd-")
-    prompts = await as_prompts(
+    found = await as_prompts(
         host, inputs, params, "input", body, add_special_tokens=body.add_special_tokens, names=names
     )
-    api_request = ApiRequest(rid, tuple(prompts), True, body.namespace, body.priority or 0)
+    prompts = placed(found, host, body.lora_path, body)
+    api_request = ApiRequest(rid, tuple(prompts), True, priority=body.priority or 0)
     return await whole(request, await host.submit_in_parts(api_request), lambda outputs: _answer(host, body, outputs))
 
 

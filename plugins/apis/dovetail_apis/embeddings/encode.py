@@ -8,17 +8,19 @@ from typing import Any, ClassVar
 from starlette.requests import Request
 from starlette.responses import Response
 
-from dovetail.api.body import ApiModel, CacheSalt, Ids, Int32, Rid, Texts, examples, parse
+from dovetail.api.body import ApiModel, Ids, Rid, Rids, Texts, examples, parse
 from dovetail.api.embeddings import embedding, pooling_kind
 from dovetail.api.meta import finish_json
-from dovetail.api.requests import new_id
+from dovetail.api.placement import PlacementFields
+from dovetail.api.requests import request_names
 from dovetail.api.responses import whole
 from dovetail.errors import RequestError
 from dovetail.interfaces.api import ApiHost, ApiRequest, Choice, Generation
+from dovetail_apis.adapters import AdapterNames, placed
 from dovetail_apis.embeddings.pooling import as_prompts, pooled, pooling_params
 
 
-class EncodeRequest(ApiModel):
+class EncodeRequest(PlacementFields):
     """Describe the body of POST /encode: one prompt or several, as text or token ids."""
 
     model_config = examples({"text": "A text"}, {"input_ids": [[5, 6, 7], [8, 9]]})
@@ -26,12 +28,11 @@ class EncodeRequest(ApiModel):
     model: str | None = None
     text: str | Texts | None = None
     input_ids: Ids | list[Ids] | None = None
-    priority: Int32 | None = None
-    cache_salt: CacheSalt = None
-    rid: Rid | None = None
+    lora_path: AdapterNames = None
+    rid: Rid | Rids | None = None
 
     ignored: ClassVar[frozenset[str]] = frozenset({"log_metrics", "background", "sampling_params"})
-    refused: ClassVar = {"image_data": (), "audio_data": (), "video_data": (), "lora_path": ()}
+    refused: ClassVar = {"image_data": (), "audio_data": (), "video_data": ()}
 
 
 class ClassifyRequest(ApiModel):
@@ -64,13 +65,12 @@ async def encode(host: ApiHost, request: Request) -> Response:
     params = pooling_params(pooling_kind(None, host.embedding))
     given, single = _inputs(body)
     param = "text" if body.text is not None else "input_ids"
-    prompts = await as_prompts(host, given, params, param)
-    api_request = ApiRequest(
-        body.rid or new_id("embd-"), tuple(prompts), True, body.cache_salt or "", body.priority or 0
-    )
+    rid, names = request_names(body.rid, len(given), "embd-")
+    prompts = placed(await as_prompts(host, given, params, param, names=names), host, body.lora_path, body)
+    api_request = ApiRequest(rid, tuple(prompts), True, priority=body.priority or 0)
 
     def answer(outputs: Generation) -> object:
-        answers = [_answer(outputs, choice, single) for choice in outputs.choices]
+        answers = [_answer(outputs, choice, single, names[choice.index]) for choice in outputs.choices]
         return answers[0] if single else answers
 
     return await whole(request, await host.submit_in_parts(api_request), answer)
@@ -87,9 +87,9 @@ def _inputs(body: EncodeRequest) -> tuple[Sequence[str | list[int]], bool]:
     return ([given] if single else given), single
 
 
-def _answer(outputs: Generation, choice: Choice, single: bool) -> dict[str, Any]:
+def _answer(outputs: Generation, choice: Choice, single: bool, name: str) -> dict[str, Any]:
     meta = {
-        "id": outputs.rid if single else f"{outputs.rid}_{choice.index}",
+        "id": outputs.rid if single else name or f"{outputs.rid}_{choice.index}",
         "finish_reason": finish_json(choice.finish, 0),
         "prompt_tokens": len(choice.prompt_ids),
         "cached_tokens": choice.cached_tokens,

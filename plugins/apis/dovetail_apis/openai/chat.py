@@ -15,6 +15,7 @@ from dovetail.api.responses import streamed, whole
 from dovetail.chat.requests import plain_message, read_tool_choice, template_tools
 from dovetail.errors import RequestError
 from dovetail.interfaces.api import ApiHost, ApiRequest, ChatPlan, Prompt
+from dovetail_apis.adapters import adapters_of
 from dovetail_apis.chat_input import ChatInput
 from dovetail_apis.openai.chat_format import ChatFormat
 from dovetail_apis.openai.types import ChatCompletionRequest
@@ -58,11 +59,13 @@ async def _parsed(host: ApiHost, body: ChatCompletionRequest) -> ParsedChat:
         plan = host.plan_chat(params, text, chat_input.calls, body.separate_reasoning is not False)
     ids = await body.encoded(host, text if body.input_ids is None else body.input_ids, False, params.max_new_tokens)
     rid, _ = body.names(1, "chatcmpl-")
-    copies = params.n + 1 if body.return_token_ids or body.return_prompt_token_ids else 0
+    (adapter,) = adapters_of(host, body.lora_path, "lora_path", 1)
+    returned = body.return_token_ids or body.return_prompt_token_ids or body.return_input_ids_in_sglext
+    copies = params.n + 1 if returned else 0
     more = ID_BYTES * copies * len(ids) + (len(text) if body.return_prompt_text else 0)
     request = ApiRequest(
         rid,
-        (Prompt(ids, plan.params),),
+        (Prompt(ids, plan.params, adapter=adapter),),
         bool(chat_input.opening),
         body.namespace,
         body.priority or 0,

@@ -13,10 +13,10 @@ from dovetail.api.responses import SSE, event
 from dovetail.chat.calls import call_json, whole_calls
 from dovetail.interfaces.api import ApiHost, ApiProblem, ChatDelta, ChatPlan, Choice, Delta, Generation
 from dovetail_apis.openai.format import (
-    cached_details,
     chat_logprobs,
     choice_usage,
     error_json,
+    extensions,
     finish_name,
     prompt_logprobs_json,
     stop_fields,
@@ -147,7 +147,12 @@ class ChatFormat:
         return {"prompt_logprobs": prompt_logprobs_json(self._tokenizer, self._outputs.choices[0], top)}
 
     def _details(self) -> dict[str, Any]:
-        return cached_details(self._outputs.usage) if self._body.return_cached_tokens_details else {}
+        more: dict[str, Any] = {}
+        if self._body.return_input_ids_in_sglext:
+            more["input_ids"] = self._outputs.choices[0].prompt_ids
+        if self._body.return_output_ids_in_sglext:
+            more["output_ids"] = [choice.token_ids for choice in self._outputs.choices]
+        return extensions(self._body, self._outputs, more)
 
     def _delta(self, delta: Delta) -> bytes:
         choice, logprobs, more = delta.choice, b"null", {}

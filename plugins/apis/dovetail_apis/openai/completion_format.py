@@ -15,9 +15,9 @@ from dovetail.interfaces.api import ApiHost, ApiProblem, Choice, Delta, Generati
 from dovetail.types import TokenLogprob
 from dovetail_apis.openai.format import (
     CompletionLogprobs,
-    cached_details,
     choice_usage,
     error_json,
+    extensions,
     finish_name,
     prompt_logprobs_json,
     stop_fields,
@@ -149,7 +149,7 @@ class CompletionFormat:
         return {} if top is None else {"prompt_logprobs": prompt_logprobs_json(self._tokenizer, choice, top)}
 
     def _details(self) -> dict[str, Any]:
-        return cached_details(self._outputs.usage) if self._body.return_cached_tokens_details else {}
+        return extensions(self._body, self._outputs)
 
     def _echoed_logprobs(self, choice: Choice) -> list[TokenLogprob]:
         """Return the log-probabilities of the echoed prompt. ``prompt_logprobs`` may have required more of them."""

@@ -16,6 +16,7 @@ from dovetail.api.responses import streamed, whole
 from dovetail.errors import RequestError
 from dovetail.interfaces.api import ApiHost, ApiRequest, Prompt
 from dovetail.sampling_params import SamplingParams
+from dovetail_apis.adapters import placed
 from dovetail_apis.openai.completion_format import CompletionFormat
 from dovetail_apis.openai.infill import infill_prompt
 from dovetail_apis.openai.types import CompletionRequest
@@ -57,9 +58,10 @@ async def _parsed(host: ApiHost, body: CompletionRequest, texts: Sequence[Any]) 
 
     found = await for_each(texts, prompt_of)
     prompts = [replace(prompt, rid=name) for prompt, name in zip(found, names, strict=True)]
+    prompts = placed(prompts, host, body.lora_path, body)
     session = body.session_of(len(prompts) * params.n)
     more = ID_BYTES * params.n * sum(len(prompt.ids) for prompt in prompts) if body.return_token_ids else 0
-    return ApiRequest(rid, tuple(prompts), True, body.namespace, body.priority or 0, session=session, more_bytes=more)
+    return ApiRequest(rid, tuple(prompts), True, priority=body.priority or 0, session=session, more_bytes=more)
 
 
 async def _encoded(host: ApiHost, body: CompletionRequest, text: str | list[int], params: SamplingParams) -> list[int]:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from dovetail.api.meta import cached_json
-from dovetail.interfaces.api import ApiProblem, Choice, Usage
+from dovetail.interfaces.api import Acceptance, ApiProblem, Choice, Generation, Usage
 from dovetail.interfaces.cache_groups import limiting_group
 from dovetail.tokenizer import Tokenizer
 from dovetail.types import FinishKind, FinishReason, TokenLogprob
+from dovetail_apis.openai.types import OpenAIFields
 
 
 def usage_json(usage: Usage, reasoning: bool = False) -> dict[str, Any]:
@@ -61,8 +62,34 @@ def _prompt_details(cached: int, groups: Sequence[int]) -> dict[str, Any]:
 
 
 def cached_details(usage: Usage) -> dict[str, Any]:
-    """Return SGLang's fields for the place where the cached tokens of the prompts were found (see ``cached_json``)."""
-    return {"sglext": {"cached_tokens_details": cached_json(usage.cached, usage.cached_groups)}}
+    """Return SGLang's field for the place where the cached tokens of the prompts were found (see ``cached_json``)."""
+    return {"cached_tokens_details": cached_json(usage.cached, usage.cached_groups)}
+
+
+def spec_details(choices: Sequence[Choice]) -> dict[str, Any]:
+    """Return SGLang's field for the draft tokens of each output that had any; a list if there are several."""
+    found = [_speculation(choice.acceptance) for choice in choices if choice.acceptance.drafted]
+    return {"spec_tokens_details": found[0] if len(found) == 1 else found} if found else {}
+
+
+def _speculation(acceptance: Acceptance) -> dict[str, Any]:
+    return {
+        "spec_accept_rate": acceptance.rate,
+        "spec_accept_length": acceptance.length,
+        "spec_num_correct_drafts": acceptance.accepted,
+        "spec_num_proposed_drafts": acceptance.drafted,
+        "spec_verify_ct": acceptance.steps,
+    }
+
+
+def extensions(body: OpenAIFields, outputs: Generation, more: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """Return SGLang's object ``sglext`` with what the request asks for and ``more``, or nothing."""
+    found = dict(more or {})
+    if body.return_cached_tokens_details:
+        found |= cached_details(outputs.usage)
+    if body.return_spec_tokens_details:
+        found |= spec_details(outputs.choices)
+    return {"sglext": found} if found else {}
 
 
 def stop_fields(finish: FinishReason | None, stop_token_ids: Sequence[int] | None) -> dict[str, Any]:

@@ -10,7 +10,9 @@ from dovetail.api.body import ApiModel, Int32
 from dovetail.errors import RequestError
 
 Effort = (
-    Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | Annotated[float, Field(ge=0, le=0.99)] | None
+    Literal["none", "minimal", "low", "medium", "high", "xhigh", "ultra", "max"]
+    | Annotated[float, Field(ge=0, le=0.99)]
+    | None
 )
 """Type of an effort: a word, or SGLang's number. ``none`` switches reasoning off."""
 

@@ -14,6 +14,7 @@ from dovetail.api.truncation import TruncationFields
 from dovetail.chat.requests import NamedTool, ToolSpec
 from dovetail.errors import RequestError
 from dovetail.sampling_params import SamplingParams
+from dovetail_apis.adapters import AdapterNames
 from dovetail_apis.fields import CHAT, COMPLETIONS
 from dovetail_apis.openai.reasoning import ReasoningFields
 from dovetail_apis.structured import StructuredFields
@@ -56,6 +57,8 @@ class OpenAIFields(StructuredFields, TruncationFields, SessionFields):
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
     return_cached_tokens_details: bool | None = None
+    return_spec_tokens_details: bool | None = None
+    lora_path: AdapterNames = None
 
     @property
     def include_usage(self) -> bool:
@@ -178,6 +181,8 @@ class ChatCompletionRequest(OpenAIFields, ReasoningFields):
     echo: bool | None = Field(None, description="The last message precedes the answer, if it is the assistant's.")
     return_prompt_text: bool | None = None
     return_prompt_token_ids: bool | None = None
+    return_input_ids_in_sglext: bool | None = None
+    return_output_ids_in_sglext: bool | None = None
     input_ids: Ids | None = Field(None, description="Token ids of the prompt, instead of the rendered conversation.")
 
     @property

@@ -29,6 +29,7 @@ class ResponseBuilder:
         self._tokenizer = host.tokenizer
         self._fields = _fields(host, body)
         self._with_logprobs = body.logprobs is not None
+        self._with_reasoning = body.include_reasoning is not False
         self._logprobs: list[Any] = []
         self._status = "in_progress"
         self._error: dict[str, Any] | None = None
@@ -96,8 +97,10 @@ class ResponseBuilder:
 
     def _part(self, part: ChatDelta) -> list[Event]:
         events: list[Event] = []
-        if part.reasoning:
+        if part.reasoning and self._with_reasoning:
             events += self._text("reasoning", part.reasoning)
+        elif part.reasoning:
+            self._logprobs.clear()
         if part.content:
             events += self._text("message", part.content)
         for call in part.calls:

@@ -102,7 +102,7 @@ class Reasoning(ApiModel):
     """Configure reasoning. The chat template receives it as ``enable_thinking`` (true for every effort except ``none``)
     and ``reasoning_effort``."""
 
-    effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
+    effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "ultra", "max"] | None = None
     summary: Literal["auto"] | None = Field(
         None, description="The reasoning itself is returned; there are no summaries."
     )
@@ -183,9 +183,11 @@ class ResponsesRequest(SessionFields):
     presence_penalty: float | None = None
     logit_bias: dict[str, float] | None = None
     stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
     include_stop_str_in_output: bool | None = None
+    include_reasoning: bool | None = Field(None, description="If false, the answer has no item with the reasoning.")
     structured_outputs: StructuredOutputs | None = None
     request_id: Rid | None = Field(None, description="The id of the response.")
 
@@ -214,6 +216,7 @@ class ResponsesRequest(SessionFields):
             "logprobs": self.logprobs,
             "logit_bias": token_biases(self.logit_bias),
             "stop": stop_strings(self.stop),
+            "stop_token_ids": tuple(self.stop_token_ids) if self.stop_token_ids else None,
             "include_stop": self.include_stop_str_in_output,
             "grammar": self._grammar(),
         }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from starlette.requests import Request
@@ -83,9 +84,11 @@ def _has_labels(body: ScoreRequest) -> bool:
     missing = [name for name in (_PAIRS if pairs else _LABELS) if name not in pairs + labels]
     if missing:
         raise RequestError(f"{missing[0]} is missing; give {allowed}", param=missing[0], code="missing_field")
-    for name in ("apply_softmax", "item_first"):
+    for name in ("apply_softmax", "item_first", "return_token_logprobs"):
         if pairs and getattr(body, name):
             raise RequestError(f"{name} needs query, items and label_token_ids; text_1 was given", param=name)
+    if body.temperature not in (None, 1) and not body.apply_softmax:
+        raise RequestError("temperature needs apply_softmax: true", param="temperature")
     if labels and body.pooling is not None:
         raise RequestError("pooling needs text_1 and text_2; query was given", param="pooling")
     return bool(labels)
@@ -109,10 +112,25 @@ def _texts(name: str, given: str | list[str] | None) -> tuple[str, list[str]]:
 
 
 async def _score_labels(host: ApiHost, request: Request, body: ScoreRequest) -> Response:
-    params = pooling_params(PoolingKind.LABELS, tuple(body.label_token_ids or ()))
-    prompts = await as_prompts(host, _joined(body), params, "items", body)
+    texts = _joined(body)
+    labels = _labels(body, len(texts))
+    found = await as_prompts(host, texts, pooling_params(PoolingKind.LABELS, labels[0]), "items", body)
+    prompts = [
+        replace(prompt, params=pooling_params(PoolingKind.LABELS, ids))
+        for prompt, ids in zip(found, labels, strict=True)
+    ]
     outputs = await host.submit_in_parts(api_request(body, prompts, together=not body.item_first))
     return await whole(request, outputs, lambda outputs: _label_answer(host, body, outputs))
+
+
+def _labels(body: ScoreRequest, count: int) -> list[tuple[int, ...]]:
+    """Return the label tokens of each of ``count`` items. Raises ``RequestError``."""
+    given: Any = body.label_token_ids or ()
+    if not (given and isinstance(given[0], list)):
+        return [tuple(given)] * count
+    if len(given) != count:
+        raise RequestError(f"label_token_ids has {len(given)} lists for {count} items", param="label_token_ids")
+    return [tuple(ids) for ids in given]
 
 
 def _joined(body: ScoreRequest) -> list[str] | list[list[int]]:
@@ -129,12 +147,16 @@ def _joined(body: ScoreRequest) -> list[str] | list[list[int]]:
 
 
 def _label_answer(host: ApiHost, body: ScoreRequest, outputs: Generation) -> dict[str, Any]:
-    scores = [label_probabilities(pooled(choice), among_labels=body.apply_softmax) for choice in outputs.choices]
+    logprobs = [pooled(choice) for choice in outputs.choices]
+    heat = 1.0 if body.temperature is None else body.temperature
+    scores = [label_probabilities(one, among_labels=body.apply_softmax, temperature=heat) for one in logprobs]
+    more = {"token_logprobs": [one.tolist() for one in logprobs]} if body.return_token_logprobs else {}
     return {
         "id": outputs.rid,
         "object": "scoring",
         "model": host.model_name,
         "scores": scores,
+        **more,
         "usage": input_usage(outputs.usage),
     }
 

@@ -40,10 +40,15 @@ class ScoreRequest(ScoreFields):
     data_2: str | list[str] | None = None
     query: str | list[int] | None = Field(None, description="Text or token ids before each item.")
     items: str | Texts | list[Ids] | None = None
-    label_token_ids: list[int] | None = Field(
+    label_token_ids: Ids | list[Ids] | None = Field(
         None,
-        description="The answer contains the probability of each of these tokens as the next one after query and item.",
+        description="The answer contains the probability of each of these tokens as the next one after query and item. A list "
+        "of lists has one for each item.",
     )
+    temperature: float | None = Field(
+        None, gt=0, allow_inf_nan=False, description="Divides the log-probabilities before `apply_softmax`."
+    )
+    return_token_logprobs: bool | None = Field(None, description="Return the log-probabilities of the labels, too.")
     apply_softmax: bool = Field(
         False, description="Return probabilities relative to the labels only, which add up to 1."
     )
