@@ -241,6 +241,10 @@ def test_sigterm_with_an_engine_that_hangs(tmp_path: Path, temporary: Path):
             thread.join(PATIENCE)
         assert process.wait(PATIENCE) == 70
         assert is_gone(pid)
+        assert process.stdout
+        log = process.stdout.read()
+    assert "did not respond any more" in log
+    assert "started again" not in log
     for path, (_, field) in FORMATS.items():
         (answer,) = answers[path]
         assert answer.status_code == 503, path

@@ -169,7 +169,7 @@ class EngineClient:
             try:
                 await asyncio.wait_for(self._ping(), seconds)
             except TimeoutError:
-                self._end_hung(f"it did not respond within {seconds:g} s")
+                self._end_hung(f"it did not respond within {seconds:g} s" if seconds else "it did not respond any more")
 
     @property
     def pid(self) -> int | None:

@@ -163,7 +163,9 @@ class SupervisedEngine:
         await self._over.wait()
 
     async def end_if_hung(self, seconds: float) -> None:
-        """See ``EngineClient.end_if_hung``."""
+        """See ``EngineClient.end_if_hung``. The server is about to end: the engine is not started again after this call."""
+        if self._watch is not None:
+            self._watch.cancel()
         await self._client.end_if_hung(seconds)
 
     # requests and commands
