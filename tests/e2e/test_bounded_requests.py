@@ -4,6 +4,7 @@ and the bytes of bodies that are held at the same time.
 .venv/bin/python -m pytest -q -p no:xdist tests/e2e/test_bounded_requests.py
 """
 
+import base64
 import json
 import select
 import socket
@@ -11,6 +12,7 @@ import time
 from collections.abc import Iterator
 
 import httpx
+import numpy as np
 import pytest
 from fake_engine import run_fake_engine
 from hypothesis import given
@@ -150,6 +152,45 @@ def test_bodies_that_are_held_are_bounded(bounded: httpx.Client):
         refused, _, _ = select.select([one, two], [], [], 30)  # whichever arrived last
         assert [connection.recv(1000)[:12] for connection in refused] == [b"HTTP/1.1 503"]
     assert bounded.post("/v1/completions", json={"prompt": "one", "max_tokens": 1}).status_code == 200
+
+
+@pytest.mark.parametrize("encoding", ["float", "base64"])
+def test_the_estimate_of_vectors_follows_their_encoding(
+    bounded: httpx.Client, encoding: str, monkeypatch: pytest.MonkeyPatch
+):
+    """Numbers in JSON take four times what they take in base64."""
+    found: list[int] = []
+    check = AnswerLimit.check
+
+    def noted(self: AnswerLimit, request: ApiRequest, outputs: int) -> int:
+        found.append(check(self, request, outputs))
+        return found[-1]
+
+    monkeypatch.setattr(AnswerLimit, "check", noted)
+    vector = np.random.default_rng(0).normal(size=bounded.get("/server_info").json()["engine"]["embedding"]["size"])
+    body = {"input": ["a text"] * 8, "encoding_format": encoding}
+    answer = bounded.post("/v1/embeddings", json=body)
+    assert answer.status_code == 200, answer.text
+    entries = answer.json()["data"]
+    assert len(entries) == 8
+    numbers = vector.astype("<f4")
+    shown = base64.b64encode(numbers.tobytes()) if encoding == "base64" else json.dumps(numbers.tolist()).encode()
+    assert len(shown) * 8 <= found[-1] <= 2 * len(shown) * 8
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"query": "a" * 20_000, "items": ["b"] * 500, "label_token_ids": [5]},
+        {"query": [5] * 5_000, "items": [[6]] * 500, "label_token_ids": [5]},
+    ],
+    ids=["text", "ids"],
+)
+def test_a_query_that_is_repeated_for_many_items_is_bounded(bounded: httpx.Client, body: dict):
+    """A body of 1 MiB asked for 8 GiB of joined texts."""
+    answer = bounded.post("/v1/score", json=body)
+    assert answer.status_code == 400
+    assert "for each of 500 items makes" in answer.json()["error"]["message"]
 
 
 def test_the_estimate_is_not_below_what_an_answer_has(bounded: httpx.Client):

@@ -25,6 +25,10 @@ if TYPE_CHECKING:
     from dovetail.types import FinishReason, FloatArray, TokenLogprob
 
 
+JSON_NUMBER_BYTES = 22
+"""The size of a float32 that is written in JSON with all its digits, a comma included."""
+
+
 class ChatDelta(NamedTuple):
     """Hold the reasoning, the content and the parts of tool calls that were found in new text of a chat's output."""
 
@@ -81,7 +85,7 @@ class ApiRequest:
     it starts anew (a chat). ``reader`` makes a reader for one output; it is set for chats. ``namespace`` separates the
     cached prefixes of this request from the prefixes of other namespaces. ``group`` and ``session`` are hints for the
     engine (see ``messages.GenerateMsg``). ``more_bytes`` is the size, in bytes, of what the answer contains besides its
-    outputs; the server counts it before it accepts the request. A group has ``group_size`` outputs; 0 stands for the number of outputs of
+    outputs, and ``number_bytes`` the size of one number of its vectors; the server counts both before it accepts the request. A group has ``group_size`` outputs; 0 stands for the number of outputs of
     this request. If ``group`` is empty, the outputs of one prompt form a group.
     """
 
@@ -95,6 +99,7 @@ class ApiRequest:
     group_size: int = 0
     session: str = ""
     more_bytes: int = 0
+    number_bytes: int = JSON_NUMBER_BYTES
 
     @property
     def num_outputs(self) -> int:

@@ -311,8 +311,13 @@ class ColumnLinear(Linear):
             before += parts[name]
 
     def target(self, parameter: str, part: str | None = None) -> WeightTarget:
-        """See ``Linear.target``. ``part`` is the name of one of the projections."""
-        assert part is not None, "the parameters of this layer hold several projections"
+        """See ``Linear.target``. ``part`` is the name of one of the projections, and may be left out if there is only one."""
+        if part is None and len(self._places) == 1:
+            (part,) = self._places
+        if part not in self._places:
+            raise ValueError(
+                f"the target of {parameter!r} is one of several projections; part is {part!r}; allowed: {', '.join(self._places)}"
+            )
         return WeightTarget(parameter, *self._places[part])
 
     def fused_targets(self, parameter: str) -> list[WeightTarget]:

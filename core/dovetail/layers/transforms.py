@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from dovetail.interfaces.model import WeightTransform
+from dovetail.interfaces.model import WeightTarget, WeightTransform
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +52,15 @@ class Transpose(WeightTransform):
     def apply(self, tensor: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
         """See ``WeightTransform``."""
         return tensor.T
+
+
+def transposed(target: WeightTarget) -> WeightTarget:
+    """Return the target of a checkpoint that has a weight ``[in, out]``: what ``target`` reads of the rows of ``[out, in]`` it
+    reads of the columns, and the other way round. The target of a bias is returned as it is."""
+    if not target.parameter.endswith("weight"):
+        return target
+    shares = tuple(share._replace(dim=1 - share.dim) for share in target.shares)
+    return target._replace(shares=shares, transform=Transpose())
 
 
 @dataclass(frozen=True, slots=True)

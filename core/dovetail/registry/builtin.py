@@ -138,7 +138,7 @@ API = KindDescriptor(
     ComponentKind.API,
     "protocols over HTTP",
     "dovetail.interfaces.api:Api",
-    api=(1, 1),  # Prompt.adapter, Prompt.namespace
+    api=(1, 1),  # Prompt.adapter, Prompt.namespace, ApiRequest.number_bytes
     section=kinds.API,
     selects=Selects.SERVED,
     suite="dovetail.testing.api:ApiSuite",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dovetail.errors import RequestError
-from dovetail.interfaces.api import ApiRequest, Prompt
+from dovetail.interfaces.api import JSON_NUMBER_BYTES, ApiRequest, Prompt
 from dovetail.sampling_params import PoolingKind, SamplingParams
 
 ENTRY_BYTES = 64
@@ -11,9 +11,6 @@ ENTRY_BYTES = 64
 
 TOKEN_BYTES = 16
 """The JSON of a generated token: its text and its id."""
-
-NUMBER_BYTES = 6
-"""The JSON of one number of a vector, in base64."""
 
 SURE_TOKENS = 4096
 """Outputs are estimated with at most this number of tokens: clients that set no limit rarely mean the rest of a long
@@ -41,15 +38,15 @@ class AnswerLimit:
             raise self._error(request, size)
         return size
 
-    def outputs(self, prompt: Prompt) -> int:
+    def outputs(self, prompt: Prompt, number_bytes: int = JSON_NUMBER_BYTES) -> int:
         """Return the estimated size of the outputs of ``prompt``."""
-        return prompt.params.n * self._output(prompt)
+        return prompt.params.n * self._output(prompt, number_bytes)
 
-    def _output(self, prompt: Prompt) -> int:
+    def _output(self, prompt: Prompt, number_bytes: int) -> int:
         params, length = prompt.params, len(prompt.ids)
         if params.pooling is not None:
             labels = params.pooling.kind is PoolingKind.LABELS
-            return NUMBER_BYTES * (len(params.pooling.token_ids) if labels else self._vector_size)
+            return number_bytes * (len(params.pooling.token_ids) if labels else self._vector_size)
         free = max(self._context_len - length, 0)
         made = free if params.max_new_tokens is None else min(params.max_new_tokens, free)
         size = min(made, SURE_TOKENS) * bytes_per_token(params.logprobs, params)

@@ -126,7 +126,7 @@ class Service(ApiHost):
             for prompt in prompts:
                 check_prompt(prompt.ids, prompt.params, self.context_len, self.vocab_size)
                 check_logprobs(self, prompt.params)
-            size += sum(map(self._answers.outputs, prompts))
+            size += sum(self._answers.outputs(prompt, request.number_bytes) for prompt in prompts)
             if len(prompts) == INPUTS_OF_PART:
                 yield
         request_scope().expect_answer(self._answers.check(request, size))

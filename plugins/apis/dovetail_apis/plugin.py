@@ -10,7 +10,7 @@ from dovetail.registry.specs import ComponentKind, ComponentSpec
 
 def _api(name: str, target: str, config: str, summary: str) -> ComponentSpec:
     return ComponentSpec(
-        ComponentKind.API, name, f"dovetail_apis.{target}", f"dovetail_apis.config:{config}", summary, api=(1, 0)
+        ComponentKind.API, name, f"dovetail_apis.{target}", f"dovetail_apis.config:{config}", summary, api=(1, 1)
     )
 
 

@@ -10,7 +10,7 @@ import torch
 from dovetail.interfaces.model import ModelInfo, WeightTarget
 from dovetail.layers.base import parameter
 from dovetail.layers.mlp import MLP
-from dovetail.layers.transforms import Transpose
+from dovetail.layers.transforms import transposed
 from dovetail_models.layer_norm_model import LayerNormModel
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ class GPT2Model(LayerNormModel):
         yield from self.norms(index, ("ln_1", "ln_2"), theirs, ours)
         for field in ("weight", "bias"):
             fused = layer.attn.qkv.fused_targets(f"{ours}.attn.qkv.{field}")
-            yield f"{theirs}.attn.c_attn.{field}", [_transposed(target) for target in fused]
+            yield f"{theirs}.attn.c_attn.{field}", [transposed(target) for target in fused]
         yield from _conv_targets(layer.attn.out, f"{theirs}.attn.c_proj", f"{ours}.attn.out")
         yield from _conv_targets(layer.mlp.up, f"{theirs}.mlp.c_fc", f"{ours}.mlp.up", "up")
         yield from _conv_targets(layer.mlp.down, f"{theirs}.mlp.c_proj", f"{ours}.mlp.down")
@@ -61,12 +61,4 @@ class GPT2Model(LayerNormModel):
 
 def _conv_targets(layer: Linear, theirs: str, ours: str, part: str | None = None) -> Targets:
     for field in ("weight", "bias"):
-        yield f"{theirs}.{field}", _transposed(layer.target(f"{ours}.{field}", part))
-
-
-def _transposed(target: WeightTarget) -> WeightTarget:
-    """Return ``target`` for a checkpoint that has the transpose of a weight."""
-    if not target.parameter.endswith("weight"):
-        return target
-    shares = tuple(share._replace(dim=1 - share.dim) for share in target.shares)
-    return target._replace(shares=shares, transform=Transpose())
+        yield f"{theirs}.{field}", transposed(layer.target(f"{ours}.{field}", part))

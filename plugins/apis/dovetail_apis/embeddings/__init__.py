@@ -17,13 +17,15 @@ from dovetail.api.requests import request_names
 from dovetail.api.responses import whole
 from dovetail.api.truncation import TruncationFields
 from dovetail.errors import RequestError
-from dovetail.interfaces.api import Api, ApiHost, ApiProblem, ApiRequest, Generation, Route
+from dovetail.interfaces.api import JSON_NUMBER_BYTES, Api, ApiHost, ApiProblem, ApiRequest, Generation, Route
 from dovetail.types import FloatArray
 from dovetail_apis.adapters import AdapterNames, placed
 from dovetail_apis.embeddings.encode import ClassifyRequest, EncodeRequest, classify, encode
 from dovetail_apis.embeddings.pooling import as_prompts, input_usage, pooled, pooling_params
 from dovetail_apis.fields import EMBEDDINGS
 from dovetail_apis.openai.format import error_json
+
+_BASE64_NUMBER_BYTES = 6
 
 
 class EmbeddingsRequest(TruncationFields, PlacementFields):
@@ -87,7 +89,8 @@ async def embeddings(host: ApiHost, request: Request) -> Response:
         host, inputs, params, "input", body, add_special_tokens=body.add_special_tokens, names=names
     )
     prompts = placed(found, host, body.lora_path, body)
-    api_request = ApiRequest(rid, tuple(prompts), True, priority=body.priority or 0)
+    number_bytes = _BASE64_NUMBER_BYTES if body.encoding_format == "base64" else JSON_NUMBER_BYTES
+    api_request = ApiRequest(rid, tuple(prompts), True, priority=body.priority or 0, number_bytes=number_bytes)
     return await whole(request, await host.submit_in_parts(api_request), lambda outputs: _answer(host, body, outputs))
 
 

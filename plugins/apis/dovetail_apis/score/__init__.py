@@ -19,7 +19,7 @@ from dovetail.sampling_params import PoolingKind
 from dovetail_apis.config import ScoreConfig
 from dovetail_apis.embeddings.pooling import as_prompts, input_usage, pooled, pooling_params
 from dovetail_apis.openai.format import error_json
-from dovetail_apis.score.pairs import Pair, Scoring, api_request, score_pairs
+from dovetail_apis.score.pairs import Pair, Scoring, api_request, check_repeated, score_pairs
 from dovetail_apis.score.types import RerankRequest, ScoreRequest
 
 _PAIRS = ("text_1", "text_2")
@@ -112,7 +112,7 @@ def _texts(name: str, given: str | list[str] | None) -> tuple[str, list[str]]:
 
 
 async def _score_labels(host: ApiHost, request: Request, body: ScoreRequest) -> Response:
-    texts = _joined(body)
+    texts = _joined(host, body)
     labels = _labels(body, len(texts))
     found = await as_prompts(host, texts, pooling_params(PoolingKind.LABELS, labels[0]), "items", body)
     prompts = [
@@ -133,7 +133,7 @@ def _labels(body: ScoreRequest, count: int) -> list[tuple[int, ...]]:
     return [tuple(ids) for ids in given]
 
 
-def _joined(body: ScoreRequest) -> list[str] | list[list[int]]:
+def _joined(host: ApiHost, body: ScoreRequest) -> list[str] | list[list[int]]:
     """Return query and item joined, for each item. Texts are joined before they are tokenized."""
     query: Any = body.query
     items: Any = [body.items] if isinstance(body.items, str) else body.items
@@ -143,6 +143,7 @@ def _joined(body: ScoreRequest) -> list[str] | list[list[int]]:
         raise RequestError(
             "query and items are of different kinds; allowed: texts, or lists of token ids", param="items"
         )
+    check_repeated(host, query, items, "items")
     return [item + query if body.item_first else query + item for item in items]
 
 

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from dovetail.api.embeddings import cosine, label_probabilities, pooling_kind
 from dovetail.api.requests import check_count, new_id
-from dovetail.errors import ConfigError
+from dovetail.errors import ConfigError, RequestError
 from dovetail.interfaces.api import ApiHost, ApiRequest, Generation, Prompt
 from dovetail.sampling_params import PoolingKind
 from dovetail_apis.config import ScoreConfig
@@ -66,6 +66,8 @@ async def by_template(
     1. The common prefix of the prompts is computed once."""
     assert config.template is not None
     params = pooling_params(PoolingKind.LABELS, (_token(host, config.yes), _token(host, config.no)))
+    longest = max((query for query, _ in pairs), key=len, default="")
+    check_repeated(host, longest, [document for _, document in pairs], param)
     texts = [fill_template(config.template, *pair) for pair in pairs]
     prompts = await as_prompts(host, texts, params, param, body, add_special_tokens=False)
 
@@ -73,6 +75,22 @@ async def by_template(
         return [label_probabilities(pooled(choice), among_labels=True)[0] for choice in outputs.choices]
 
     return Scoring(api_request(body, prompts, together=True), read, 0.0)
+
+
+def check_repeated(host: ApiHost, query: str | list[int], items: Sequence[str | list[int]], param: str) -> None:
+    """Raise ``RequestError`` if ``query`` joined with each of ``items`` makes more than a request body may have: a body is
+    bounded, and what it expands to would otherwise be thousands of times as large."""
+    size = _bytes(query) * len(items) + sum(map(_bytes, items))
+    if size > host.max_body:
+        raise RequestError(
+            f"{param}: the query for each of {len(items)} items makes {size / 2**20:.0f} MiB; allowed: "
+            f"{host.max_body / 2**20:g} MiB, as for a body (server.max_body_mib). Send fewer items at a time",
+            param=param,
+        )
+
+
+def _bytes(text: str | list[int]) -> int:
+    return len(text) if isinstance(text, str) else 4 * len(text)
 
 
 def fill_template(template: str, query: str, document: str) -> str:

@@ -13,7 +13,7 @@ from dovetail.interfaces.model import WeightTarget
 from dovetail.layers.base import Layer
 from dovetail.layers.embedding import Embedding, LMHead
 from dovetail.layers.linear import ColumnLinear, Linear, row_linear
-from dovetail.layers.transforms import Transpose
+from dovetail.layers.transforms import transposed
 from dovetail_models.fallback.facts import AttentionFacts
 from dovetail_models.fallback.plan import (
     COLUMN,
@@ -66,7 +66,7 @@ class TransposedProjection(Projection):
     def target(self, parameter: str) -> WeightTarget | list[WeightTarget]:
         """See ``Projection``."""
         target = self.linear.target(parameter)
-        return target._replace(transform=Transpose()) if parameter.endswith("weight") else target
+        return transposed(target)
 
 
 class HeadProjection(Projection):
