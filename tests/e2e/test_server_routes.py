@@ -203,6 +203,7 @@ def test_encode_returns_vectors_and_classify_refuses(server: httpx.Client) -> No
     assert sum(x * x for x in one["embedding"]) == pytest.approx(1)
     several = server.post("/encode", json={"input_ids": [[5, 6], [7]]}).json()
     assert [entry["meta_info"]["prompt_tokens"] for entry in several] == [2, 1]
+    assert server.post("/v1/classify", json={"input": "a text"}).status_code == 400
     refused = server.post("/classify", json={"model": "mine", "input": "a text"})
     assert refused.status_code == 400
     assert "classification head" in refused.text

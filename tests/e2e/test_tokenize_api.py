@@ -54,6 +54,23 @@ def test_a_conversation_as_the_model_sees_it(fake, library, opened):
     assert answer["tokens"] == library.encode(text, add_special_tokens=False).ids
 
 
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"reasoning_effort": "high"},
+        {"enable_thinking": False},
+        {"tools": [{"type": "function", "function": {"name": "f"}}]},
+        {"tools": [{"type": "function", "function": {"name": "f"}}], "tool_choice": "none"},
+        {"continue_final_message": True, "add_generation_prompt": False},
+    ],
+)
+def test_a_conversation_has_the_tokens_of_the_chat(tiny, fields):
+    messages = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "He"}]
+    counted = posted(tiny, "/tokenize", messages=messages, **fields)["tokens"]
+    chat = posted(tiny, "/v1/chat/completions", messages=messages, max_tokens=1, return_prompt_token_ids=True, **fields)
+    assert counted == chat["choices"][0]["prompt_token_ids"]
+
+
 def test_longer_than_the_context_is_counted_all_the_same(fake):
     answer = posted(fake, "/tokenize", prompt="word " * 5000)
     assert answer["count"] > answer["max_model_len"]
@@ -65,6 +82,7 @@ def test_longer_than_the_context_is_counted_all_the_same(fake):
         ("/tokenize", {}, "give one of prompt and messages"),
         ("/tokenize", {"prompt": "a", "messages": [{"role": "user", "content": "a"}]}, "give one of"),
         ("/tokenize", {"messages": []}, "at least 1"),
+        ("/tokenize", {"prompt": "a", "chat_template": "x"}, "requests cannot contain templates"),
         ("/detokenize", {"tokens": [-1]}, "outside of"),
         ("/detokenize", {"tokens": [[10**6]]}, "outside of"),
         ("/detokenize", {"tokens": "a"}, "valid list"),

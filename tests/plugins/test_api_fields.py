@@ -106,7 +106,7 @@ OWN: dict[tuple[str, str], dict[str, Any]] = {
     (SCORE.title, "data_1"): {"text_1": None, "data_1": "a"},
     (SCORE.title, "documents"): {"text_2": None, "documents": ["a"]},
     (SCORE.title, "data_2"): {"text_2": None, "data_2": "b"},
-    (RERANK.title, "documents"): {"documents": ["a", {"text": "b"}]},
+    (RERANK.title, "documents"): {"documents": {"text": "b"}},
     **{
         (SCORE.title, name): {"text_1": None, "text_2": None, "query": "q", "items": ["a"], "label_token_ids": [5]}
         | ({name: True} if name in ("apply_softmax", "item_first", "return_token_logprobs") else {})

@@ -9,6 +9,7 @@ from typing import Any
 
 from dovetail.api.placement import SessionFields
 from dovetail.chat.requests import Arguments
+from dovetail.errors import RequestError
 from dovetail.interfaces.api import ApiHost, ApiRequest, ChatPlan, Prompt
 from dovetail.interfaces.parsers import ToolRequest
 from dovetail.sampling_params import SamplingParams
@@ -83,6 +84,35 @@ def within_context(host: ApiHost, ids: Sequence[int], params: SamplingParams) ->
     """Return ``params`` with ``max_new_tokens`` reduced to what fits into the context after ``ids``."""
     most = params.max_new_tokens
     return replace(params, max_new_tokens=host.output_limit(ids, most)) if most else params
+
+
+def turn_of(
+    messages: Sequence[dict[str, Any]], continue_final: bool, add_generation_prompt: bool | None
+) -> tuple[Sequence[dict[str, Any]], str, bool]:
+    """Return the messages of a conversation, the text with which the assistant's turn begins, and whether the turn is
+    opened, by the fields ``continue_final_message`` and ``add_generation_prompt``. Raises ``RequestError``."""
+    if not continue_final:
+        return messages, "", add_generation_prompt is not False
+    if add_generation_prompt:
+        raise RequestError(
+            "continue_final_message and add_generation_prompt cannot both be true: a message is continued, or a new "
+            "one is begun",
+            param="continue_final_message",
+        )
+    return *_without_final(messages), True
+
+
+def _without_final(messages: Sequence[dict[str, Any]]) -> tuple[list[dict[str, Any]], str]:
+    """Return the messages before the last one, and the text of the last one, which the answer continues. Raises
+    ``RequestError`` if it cannot be continued."""
+    *before, last = messages
+    if last["role"] != "assistant" or last.get("tool_calls") or not last["content"]:
+        raise RequestError(
+            f"continue_final_message needs a last message with the role assistant and a text; it has the role "
+            f"{last['role']}{' and tool_calls' if last.get('tool_calls') else ''}",
+            param="continue_final_message",
+        )
+    return before, last["content"]
 
 
 def thinking(on: bool, effort: str | None = None) -> dict[str, Any]:

@@ -61,14 +61,14 @@ class EmbeddingsRequest(TruncationFields, PlacementFields):
 class Embeddings(Api):
     """Serve OpenAI's embeddings: https://platform.openai.com/docs/api-reference/embeddings"""
 
-    claims = ("/v1/embeddings", "/encode", "/classify")
+    claims = ("/v1/embeddings", "/encode", "/classify", "/v1/classify")
 
     def routes(self) -> Sequence[Route]:
         """Return the routes of OpenAI and of SGLang."""
         return (
             Route(["POST"], "/v1/embeddings", embeddings, EmbeddingsRequest),
             Route(["POST"], "/encode", encode, EncodeRequest),
-            Route(["POST"], "/classify", classify, ClassifyRequest),
+            *(Route(["POST"], path, classify, ClassifyRequest) for path in ("/classify", "/v1/classify")),
         )
 
     def error(self, problem: ApiProblem) -> object:

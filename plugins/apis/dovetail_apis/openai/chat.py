@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -16,7 +15,7 @@ from dovetail.chat.requests import plain_message, read_tool_choice, template_too
 from dovetail.errors import RequestError
 from dovetail.interfaces.api import ApiHost, ApiRequest, ChatPlan, Prompt
 from dovetail_apis.adapters import adapters_of
-from dovetail_apis.chat_input import ChatInput
+from dovetail_apis.chat_input import ChatInput, turn_of
 from dovetail_apis.openai.chat_format import ChatFormat
 from dovetail_apis.openai.types import ChatCompletionRequest
 
@@ -81,31 +80,9 @@ def _chat_input(body: ChatCompletionRequest) -> ChatInput:
     calls = read_tool_choice(body.tools or (), body.tool_choice, body.parallel_tool_calls is not False)
     documents = {} if body.documents is None else {"documents": body.documents}
     variables = {**documents, **body.reasoning_variables(), **(body.chat_template_kwargs or {})}
-    opened = body.add_generation_prompt is not False
-    opening = ""
-    if body.continue_final_message:
-        if body.add_generation_prompt:
-            raise RequestError(
-                "continue_final_message and add_generation_prompt cannot both be true: a message is continued, or a new "
-                "one is begun",
-                param="continue_final_message",
-            )
-        messages, opening = _without_final(messages)
-        opened = True
+    continued = bool(body.continue_final_message)
+    messages, opening, opened = turn_of(messages, continued, body.add_generation_prompt)
     return ChatInput(messages, template_tools(body.tools or ()), calls, variables, opening, opened)
-
-
-def _without_final(messages: Sequence[dict[str, Any]]) -> tuple[list[dict[str, Any]], str]:
-    """Return the messages before the last one, and the text of the last one, which the answer continues. Raises
-    ``RequestError`` if it cannot be continued."""
-    *before, last = messages
-    if last["role"] != "assistant" or last.get("tool_calls") or not last["content"]:
-        raise RequestError(
-            f"continue_final_message needs a last message with the role assistant and a text; it has the role "
-            f"{last['role']}{' and tool_calls' if last.get('tool_calls') else ''}",
-            param="continue_final_message",
-        )
-    return before, last["content"]
 
 
 def _echoed(body: ChatCompletionRequest) -> str:

@@ -64,7 +64,8 @@ class Score(Api):
             raise RequestError("documents is empty; give at least one", param="documents")
         if body.top_n is not None and body.top_n < 0:
             raise RequestError(f"top_n is {body.top_n}; allowed: at least 1, or 0 for all", param="top_n")
-        texts = [document if isinstance(document, str) else document.text for document in body.documents]
+        documents = body.documents if isinstance(body.documents, list) else [body.documents]
+        texts = [document if isinstance(document, str) else document.text for document in documents]
         scoring = await score_pairs(host, self._config, [(body.query, text) for text in texts], body, "documents")
         return await whole(
             request,

@@ -80,7 +80,7 @@ class RerankRequest(ScoreFields):
     model_config = examples({"model": "tiny", "query": "A question", "documents": ["An answer", "Another one"]})
 
     query: str
-    documents: list[str | ScoreDocument]
+    documents: str | ScoreDocument | list[str | ScoreDocument]
     top_n: Int32 | None = Field(
         None, description="Number of the most relevant documents that are returned; by default, and with 0, all."
     )

@@ -6,7 +6,7 @@ import asyncio
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, Literal, TypeVar
 
 from pydantic import BaseModel, Field
 from starlette.requests import ClientDisconnect, Request
@@ -14,14 +14,16 @@ from starlette.responses import Response
 
 from dovetail.api.body import ApiModel, Ids, examples, parse
 from dovetail.api.responses import json_response
-from dovetail.chat.requests import ToolSpec, plain_message, template_tools
+from dovetail.chat.requests import NamedTool, ToolSpec, plain_message, read_tool_choice, template_tools
 from dovetail.errors import RequestError
 from dovetail.interfaces.api import Api, ApiHost, Route
 from dovetail.token_checks import check_token_ids
+from dovetail_apis.chat_input import ChatInput, turn_of
+from dovetail_apis.openai.reasoning import ReasoningFields
 from dovetail_apis.openai.types import ChatMessage
 
 
-class TokenizeRequest(ApiModel):
+class TokenizeRequest(ReasoningFields):
     """Describe the body of POST /tokenize: one text, several texts, or a conversation."""
 
     model_config = examples(
@@ -31,8 +33,11 @@ class TokenizeRequest(ApiModel):
     model: str | None = None
     prompt: str | list[str] | None = None
     messages: list[ChatMessage] | None = Field(None, min_length=1, max_length=4096)
-    tools: list[ToolSpec] | None = None
-    add_generation_prompt: bool = Field(True, description="Begin the assistant's turn after `messages`.")
+    tools: list[ToolSpec] | None = Field(None, max_length=256)
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    add_generation_prompt: bool | None = Field(None, description="Begin the assistant's turn after `messages`: true.")
+    continue_final_message: bool | None = Field(None, description="The last message is not ended.")
+    documents: list[dict[str, Any]] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     add_special_tokens: bool | None = Field(
         None,
@@ -41,6 +46,16 @@ class TokenizeRequest(ApiModel):
     return_token_strs: bool = False
 
     ignored: ClassVar[frozenset[str]] = frozenset({"user"})
+    refused: ClassVar = {
+        "chat_template": (),
+        "media_io_kwargs": ({},),
+        "mm_processor_kwargs": ({},),
+    }
+    reasons: ClassVar = {
+        "chat_template": "requests cannot contain templates; set model.chat_template in the config",
+        "media_io_kwargs": "the served model reads and writes text only",
+        "mm_processor_kwargs": "the served model reads and writes text only",
+    }
 
 
 class DetokenizeRequest(ApiModel):
@@ -114,8 +129,11 @@ def _tokenized(rendered: str, host: ApiHost, body: TokenizeRequest) -> dict[str,
 
 async def _rendered(host: ApiHost, body: TokenizeRequest) -> str:
     messages = [plain_message(message.model_dump(), i) for i, message in enumerate(body.messages or ())]
-    tools, extra = template_tools(body.tools or ()), body.chat_template_kwargs or {}
-    return await host.render_chat(messages, tools, extra, body.add_generation_prompt)
+    messages, opening, opened = turn_of(messages, bool(body.continue_final_message), body.add_generation_prompt)
+    documents = {} if body.documents is None else {"documents": body.documents}
+    variables = {**documents, **body.reasoning_variables(), **(body.chat_template_kwargs or {})}
+    calls = read_tool_choice(body.tools or (), body.tool_choice, True)
+    return await ChatInput(messages, template_tools(body.tools or ()), calls, variables, opening, opened).prompt(host)
 
 
 def _name(host: ApiHost, token: int) -> str:
