@@ -40,13 +40,12 @@ def prepared(llm: Any) -> Prepared:
     """Return what the engine of ``llm`` has prepared so far. The seconds are known in this process only."""
     executor = llm.loop.executor
     progress = executor.progress
-    rank = getattr(executor, "_engine", None)
+    rank = getattr(executor, "rank", None)  # of an executor of one rank, which is in this process
     if rank is None:
         return Prepared(progress.kernels, progress.kernels_compiled, progress.graphs_captured, 0.0, 0.0)
     engine = rank.engine
-    kernels = engine.warm_up._kernels
-    waited = 0.0 if kernels is None else kernels.waited
-    captures = sum(getattr(graphs, "seconds", 0.0) for graphs in engine.captures)
+    captures = sum(graphs.seconds for graphs in engine.captures)
+    waited = engine.warm_up.wait_seconds
     return Prepared(progress.kernels, progress.kernels_compiled, progress.graphs_captured, waited, captures)
 
 

@@ -21,7 +21,8 @@ from dovetail.ops.activation import Activation
 from dovetail.ops.linear import few_rows
 from dovetail.ops.packed_blocks import PACKED, PackedWeight, pack
 from dovetail_quantization.gguf_blocks import fill_random
-from dovetail_quantization.triton.packed_product import PackedRows, PackedRowTile, PackedTile, split_of
+from dovetail_quantization.triton.one_row import OneRowTile, split_of
+from dovetail_quantization.triton.packed_product import PackedRows, PackedTile
 from ops_gpu import COLD, READ, per_call, randn
 
 SHAPES = {
@@ -89,7 +90,7 @@ def dense(name: str, m: int) -> float:
     return per_call((calls * 20)[:20])
 
 
-def tiles(given: Case, m: int) -> Iterator[PackedRowTile | PackedTile]:
+def tiles(given: Case, m: int) -> Iterator[OneRowTile | PackedTile]:
     """Yield other tiles."""
     first = given.copies[0]
     n, k = SHAPES[given.name]
@@ -99,11 +100,11 @@ def tiles(given: Case, m: int) -> Iterator[PackedRowTile | PackedTile]:
         for block_n, per_warp, programs in itertools.product((2, 4, 8), (1024, 2048), (0.5, 1, 1.5, 2)):
             warps = block_k // per_warp
             if 1 <= warps <= 32 and (per_sm := round(16 * programs / warps)) >= 1:
-                yield PackedRowTile(block_n, block_k, warps, per_sm)
+                yield OneRowTile(block_n, block_k, warps, per_sm)
         split = split_of(k)
         for block_n, warps, programs in itertools.product((4, 8), (2, 4), (12, 16, 24)):
             if split > 1 and not gated(given):
-                yield PackedRowTile(block_n, k // split, warps, programs // warps, split)
+                yield OneRowTile(block_n, k // split, warps, programs // warps, split)
         return
     block_m = first.few_rows[m].block_m
     for block_n, block_k, warps, stages, split in itertools.product(
@@ -114,13 +115,13 @@ def tiles(given: Case, m: int) -> Iterator[PackedRowTile | PackedTile]:
             yield PackedTile(block_m, block_n, block_k, warps, stages, split, span)
 
 
-def tune(given: Case, m: int) -> list[tuple[float, PackedRowTile | PackedTile]]:
+def tune(given: Case, m: int) -> list[tuple[float, OneRowTile | PackedTile]]:
     """Return the times of other tiles, the shortest first."""
     found = []
     for tile in set(tiles(given, m)):
-        in_parts = isinstance(tile, PackedRowTile) and tile.split > 1
+        in_parts = isinstance(tile, OneRowTile) and tile.split > 1
         for rows in given.copies:
-            if isinstance(tile, PackedRowTile):
+            if isinstance(tile, OneRowTile):
                 rows.one_row, rows.one_row_in_parts = tile._replace(split=1), tile
             else:
                 rows.few_rows[m] = tile

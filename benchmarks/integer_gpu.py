@@ -20,8 +20,8 @@ from torch.nn import functional
 
 from dovetail.ops.integers import PLANES, Integers, dequantize
 from dovetail.ops.triton.tuning import MAX_PARTS
-from dovetail_quantization.triton.integer_one_row import OneRowTile, split_of
 from dovetail_quantization.triton.integer_rows import IntegerRows, IntegerTile, plane_tile
+from dovetail_quantization.triton.one_row import OneRowTile, split_of
 from ops_gpu import COLD, READ, per_call, randn
 
 SHAPES = {"qkv": (6144, 4096), "o": (4096, 4096), "gate_up": (28672, 4096), "down": (4096, 14336)}

@@ -25,7 +25,7 @@ class LlamaCpp:
         self._engine = ctypes.c_void_p(self._library.shim_open(setup.model.encode(), *sizes))
         if not self._engine:
             raise RuntimeError(f"llama.cpp did not load {setup.model}")
-        self._version = setup.options.get("version", "unknown")
+        self._version = version_of(build)
 
     def generate(self, prompts: list[list[int]], output_lens: list[int]) -> list[list[int]]:
         flat = [token for prompt in prompts for token in prompt]
@@ -46,6 +46,13 @@ class LlamaCpp:
 
     def versions(self) -> dict[str, str]:
         return {"llama.cpp": self._version}
+
+
+def version_of(build: Path) -> str:
+    """Return the version and the commit that ggml, which llama.cpp contains, was built from. libllama itself states none."""
+    library = ctypes.CDLL(str(build / "bin" / "libggml-base.so"))
+    library.ggml_version.restype = library.ggml_commit.restype = ctypes.c_char_p
+    return f"ggml {library.ggml_version().decode()} ({library.ggml_commit().decode()})"
 
 
 def compiled(source: Path, build: Path) -> Path:

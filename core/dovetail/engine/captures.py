@@ -71,9 +71,11 @@ def larger_sizes(sizes: Sequence[int], size: int) -> Iterator[int]:
 
 class Captures(Protocol[K]):
     """Capture graphs by key. Keys whose capture failed are in ``refused``, and ``missing`` does not return them.
-    ``larger`` returns the keys of graphs in which a step of the given key may run as well, the fastest first."""
+    ``larger`` returns the keys of graphs in which a step of the given key may run as well, the fastest first. ``seconds`` is
+    the time that captures have taken."""
 
     refused: set[K]
+    seconds: float
 
     @property
     def num_captured(self) -> int: ...

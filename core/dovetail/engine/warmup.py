@@ -275,6 +275,11 @@ class WarmUp:
         last = kernels.position
         return next((one for one in missing if kernels.has_compiled(self._positions.get(one[1], last))), None)
 
+    @property
+    def wait_seconds(self) -> float:
+        """Return the seconds for which launches have waited for processes that compile."""
+        return 0.0 if self._kernels is None else self._kernels.waited
+
     def progress(self, captures: Sequence[Captures[Any]]) -> WarmUpProgress:
         """Return the numbers of kernels and graphs that are ready and that are missing."""
         counts = (0, 0, 0) if self._kernels is None else self._kernels.counts

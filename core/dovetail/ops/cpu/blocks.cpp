@@ -601,8 +601,8 @@ void to_bf16(const T* x, uint16_t* out, int64_t begin, int64_t end, int64_t colu
         }
 }
 
-// Where a product of tiles is written: `out` is the first element of [rows, stride], of which `columns` columns from `column` on
-// exist.
+// Where a product of tiles is written: `out` is the first element of [rows, stride]. `bias`, if it is not null, has a number for
+// each of its columns.
 template <typename T>
 struct Target {
     T* out;
@@ -618,6 +618,7 @@ inline void stored(void* to, int64_t stride) {  // the numbers of tiles are writ
     if constexpr (Number == 3) _tile_stored(3, to, stride);
 }
 
+// Writes tile `Number` to the rows from `row` on that exist, and to `columns` columns (at most 16 are written) from `column` on.
 template <typename T, int Number>
 void store_tile(const Target<T>& to, int64_t row, int64_t column, int64_t columns) {
     const int64_t count = std::min<int64_t>(kTile, to.rows - row);
