@@ -103,7 +103,7 @@ def test_the_most_similar_measurement_of_the_device_counts(monkeypatch: pytest.M
         return MeasuredDivision(ranks, experts, size, (best, other), f"{best} 2 ms, {other} 3", "2026-11-28, a command")
 
     divisions = measured(2, 8, 18, "ep"), measured(2, 8, 26, "tp"), measured(3, 8, 18, "ep")
-    shipped = TuningRecord("H", (9, 0), "2026-11-21, another", {}, divisions=divisions)
+    shipped = TuningRecord("H", (9, 0), {}, {}, divisions=divisions)
     monkeypatch.setattr("dovetail.registry.tuning.records", lambda: (shipped,))
     machine = Machine("cuda", (9, 0), "H", "cuda", num_devices=4)
     given = {"num_heads": 12, "num_kv_heads": 12, "offers": OFFERS}

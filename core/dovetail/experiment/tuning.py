@@ -1,21 +1,22 @@
-"""Write tuning records for ``auto``: for each slot in which the arms differ, which component was faster, and how ranks
-divide experts fastest."""
+"""Write tuning records for ``auto``: which component was faster for each slot in which the arms differ, and which value for
+each setting of ``MEASURED_SETTINGS``."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 
 from dovetail.config.tree import component_keys
 from dovetail.experiment.arms import ResolvedArm, differences
 from dovetail.experiment.result import Comparison, ExperimentRecord
 from dovetail.registry.measured import (
-    EXPERT_DIVISION,
+    MEASURED_SETTINGS,
     MeasuredPart,
     MeasuredRecord,
     device_key,
-    division_part,
     measured_part,
     model_key,
+    setting_part,
 )
 from dovetail.registry.resolution import Chosen
 
@@ -30,9 +31,8 @@ def tuning_records(a: ResolvedArm, b: ResolvedArm, found: ExperimentRecord) -> t
     if objection:
         return [], [objection]
     made = {slot: _of_components(slot, *pair, a, found) for slot, pair in _differing(a, b).items()}
-    if _divisions_differ(a, b):
-        mine, theirs = division_part(_division(a)), division_part(_division(b))
-        made[EXPERT_DIVISION] = _record(EXPERT_DIVISION, mine, theirs, a, found)
+    for key, (mine, theirs) in _settings(a, b).items():
+        made[key] = _record(key, setting_part(mine), setting_part(theirs), a, found)
     records = [one for one in made.values() if isinstance(one, MeasuredRecord)]
     reasons = [f"{slot}: {one}" for slot, one in made.items() if isinstance(one, str)]
     return records, reasons
@@ -46,14 +46,11 @@ def _objection(a: ResolvedArm, b: ResolvedArm, found: ExperimentRecord) -> str:
         return (
             "no record is written: with batch_invariant components use other kernels, and `auto` reads no records then"
         )
-    if not _differing(a, b) and not _divisions_differ(a, b):
+    if not _differing(a, b) and not _settings(a, b):
         return "no record is written: `auto` chooses components, and the arms have the same ones"
     keys = component_keys(a.resolved.config)
-    others = [
-        d.key
-        for d in differences(a, b)
-        if d.intended and d.key.partition(".")[0] not in keys and d.key != EXPERT_DIVISION
-    ]
+    intended = [d.key for d in differences(a, b) if d.intended]
+    others = [key for key in intended if key.partition(".")[0] not in keys and key not in MEASURED_SETTINGS]
     if others:
         return f"no record is written: the arms also differ in {', '.join(others)}, which `auto` does not choose"
     return ""
@@ -64,12 +61,13 @@ def _differing(a: ResolvedArm, b: ResolvedArm) -> dict[str, tuple[Chosen | None,
     return {slot: pair for slot, pair in pairs.items() if _name(pair[0]) != _name(pair[1])}
 
 
-def _division(arm: ResolvedArm) -> str:
-    return arm.resolved.config.parallel.experts
+def _settings(a: ResolvedArm, b: ResolvedArm) -> dict[str, tuple[str, str]]:
+    pairs = {key: (_value(a, key), _value(b, key)) for key in MEASURED_SETTINGS}
+    return {key: pair for key, pair in pairs.items() if pair[0] != pair[1]}
 
 
-def _divisions_differ(a: ResolvedArm, b: ResolvedArm) -> bool:
-    return _division(a) != _division(b)
+def _value(arm: ResolvedArm, key: str) -> str:
+    return str(functools.reduce(getattr, key.split("."), arm.resolved.config))
 
 
 def _name(chosen: Chosen | None) -> str | None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import importlib.metadata
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -29,7 +29,8 @@ from dovetail.registry.machine import Machine
 SCHEMA_VERSION = 1
 FILE_NAME = "tuning.json"
 EXPERT_DIVISION = "parallel.experts"
-"""The slot of records that say how ranks divide experts: its names are ``tp`` and ``ep``."""
+MEASURED_SETTINGS: Mapping[str, tuple[str, ...]] = {EXPERT_DIVISION: ("tp", "ep")}
+"""The settings that have records as slots have them, and the values that these records name in place of components."""
 
 
 class MeasuredPart(BaseModel):
@@ -187,8 +188,8 @@ def _objection(record: MeasuredRecord, registry: Registry, device: str, model: s
 
 def _installed_parts(slot: str, registry: Registry) -> dict[str, MeasuredPart]:
     """Return what may be chosen in a slot, by name."""
-    if slot == EXPERT_DIVISION:
-        return {name: division_part(name) for name in ("tp", "ep")}
+    if slot in MEASURED_SETTINGS:
+        return {value: setting_part(value) for value in MEASURED_SETTINGS[slot]}
     kind = slot.partition(".")[0]
     components = registry.components(kind) if kind in registry.kinds else ()
     return {component.spec.name: measured_part(component) for component in components}
@@ -199,9 +200,9 @@ def measured_part(component: RegisteredComponent) -> MeasuredPart:
     return MeasuredPart(name=component.spec.name, distribution=component.distribution, version=component.version)
 
 
-def division_part(name: str) -> MeasuredPart:
-    """Return a division of experts in the form in which records name it: it is code of Dovetail itself."""
-    return MeasuredPart(name=name, distribution="dovetail", version=importlib.metadata.version("dovetail"))
+def setting_part(value: str) -> MeasuredPart:
+    """Return a value of a setting in the form in which records name it: what it selects is code of Dovetail itself."""
+    return MeasuredPart(name=value, distribution="dovetail", version=importlib.metadata.version("dovetail"))
 
 
 def device_key(machine: Machine) -> str:

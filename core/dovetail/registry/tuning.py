@@ -52,6 +52,11 @@ class MeasuredDivision:
     seen: str
     measured: str
 
+    @property
+    def result(self) -> str:
+        """Return when, how and for which experts the division was measured, and the results."""
+        return f"{self.measured}, {self.experts} experts of {self.size}, {self.ranks} ranks: {self.seen}"
+
     def distance(self, experts: int, size: int) -> float:
         """Return how many doublings or halvings of the number and the size of experts are between the measured ones and these."""
         return abs(math.log2(self.experts / experts)) + abs(math.log2(self.size / size))
@@ -59,25 +64,19 @@ class MeasuredDivision:
 
 @dataclass(frozen=True, slots=True)
 class TuningRecord:
-    """Hold a shipped record. ``slots`` maps a slot (``attention.decode``) to names, best first; ``seen`` maps it to a
-    description of the results. ``divisions`` are the measured divisions of experts, and ``division`` the one that counts for a
-    model."""
+    """Hold a shipped record. ``slots`` maps a slot (``attention.decode``) or a setting of ``MEASURED_SETTINGS`` to names, best
+    first; ``results`` says for each when and how it was measured, and with which results. ``divisions`` are the measured
+    divisions of experts, of which ``for_experts`` takes the one that counts for a model."""
 
     device: str
     compute_capability: tuple[int, int]
-    measured: str
     slots: Mapping[str, Sequence[str]]
-    seen: Mapping[str, str] = field(default_factory=dict)
+    results: Mapping[str, str]
     divisions: tuple[MeasuredDivision, ...] = ()
-    division: MeasuredDivision | None = None
 
     def why(self, slot: str) -> str:
         """Return the reason that ``explain`` shows."""
-        one = self.division
-        if slot == EXPERT_DIVISION and one is not None:
-            what = f"{one.experts} experts of {one.size}, {one.ranks} ranks"
-            return f"measured on {self.device}, {one.measured}, {what}: {one.seen}"
-        return f"measured on {self.device}, {self.measured}: {self.seen.get(slot, 'fastest')}"
+        return f"measured on {self.device}, {self.results[slot]}"
 
     def for_experts(self, info: ModelInfo, ranks: int) -> TuningRecord:
         """Return the record with a slot for the division of the experts of the model ``info`` among ``ranks`` ranks, if one
@@ -89,7 +88,11 @@ class TuningRecord:
         if not measured:
             return self
         nearest = min(measured, key=lambda one: one.distance(experts, size))
-        return replace(self, slots={**self.slots, EXPERT_DIVISION: nearest.best_first}, division=nearest)
+        return replace(
+            self,
+            slots={**self.slots, EXPERT_DIVISION: nearest.best_first},
+            results={**self.results, EXPERT_DIVISION: nearest.result},
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,9 +152,9 @@ def _read(file: Path) -> TuningRecord:
     data = json.loads(file.read_text(encoding="utf-8"))
     major, minor = data["compute_capability"]
     slots = {slot: entry["best_first"] for slot, entry in data["slots"].items()}
-    seen = {slot: entry["seen"] for slot, entry in data["slots"].items()}
+    results = {slot: f"{data['measured']}: {entry['seen']}" for slot, entry in data["slots"].items()}
     divisions = tuple(
         MeasuredDivision(**{**entry, "best_first": tuple(entry["best_first"])})
         for entry in data.get("expert_divisions", ())
     )
-    return TuningRecord(data["device"], (major, minor), data["measured"], slots, seen, divisions)
+    return TuningRecord(data["device"], (major, minor), slots, results, divisions)
