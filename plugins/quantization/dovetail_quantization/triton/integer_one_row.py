@@ -8,40 +8,25 @@ computes one tile of the weight after another; codes and scales of the next tile
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from dovetail.ops.integers import PLANES, Integers
-from dovetail.ops.triton.launch import launch, processors
+from dovetail.ops.triton.launch import launch
 from dovetail.ops.triton.matmul import finish_row, rows_of
-from dovetail_quantization.triton.packed_product import split_of
+from dovetail_quantization.triton.one_row import OneRowTile, parts_of
 from dovetail_quantization.triton.packed_rows import byte_sums, rounded
 
-MOST_COLUMNS = 16384
-"""Up to this number of columns there is a kernel, which holds the whole row in registers."""
 WORDS = tl.constexpr(16)  # words of 32 bits in a block of planes
-
-
-class OneRowTile(NamedTuple):
-    """Describe how the product is divided: rows of the weight of a tile, at least the columns of a part, warps of a program, programs
-    of a multiprocessor, and parts of the columns."""
-
-    block_n: int
-    block_k: int
-    warps: int
-    per_sm: int
-    split: int = 1
 
 
 def one_row_tile(n: int, k: int, group: int, *, in_parts: bool = False) -> OneRowTile | None:
     """Return the tile of a weight ``[n, k]`` with groups of ``group`` columns, or None if there is none. ``in_parts``: it divides the
     columns. Of the tiles that ``benchmarks/integer_gpu.py`` tries, these are the fastest for the sizes of an 8B model on an H200."""
-    split = split_of(k) if in_parts else 1
-    if not n or group % PLANES or k // split > MOST_COLUMNS or (in_parts and split == 1):
+    split = parts_of(k, in_parts=in_parts)
+    if not n or group % PLANES or split is None:
         return None
     block_k = max(triton.next_power_of_2(k // split), 1024)
     warps = max(1, min(16, block_k // 512))
@@ -157,10 +142,10 @@ def multiply_one(
     """Write the product of ``x [1, k]``, of 16 bits, and a weight with the words of ``with_words`` to ``y [1, n]``, or its
     gate to ``y [1, n / 2]``. With a tile that divides the columns, write the parts of the product to ``y [split, 1, n]``."""
     n, k = len(weight.codes), weight.columns
-    tiles = triton.cdiv(n, tile.block_n)
     launch(
-        one_plane_row, (min(tiles, max(1, tile.per_sm * processors(x.device) // tile.split)), tile.split),
-        x.view(torch.int32), weight.codes.view(torch.int32), weight.scales, weight.zeros, bias, y, n, k, k // tile.split, weight.group, tiles,
+        one_plane_row, tile.grid(n, x.device),
+        x.view(torch.int32), weight.codes.view(torch.int32), weight.scales, weight.zeros, bias, y, n, k, k // tile.split, weight.group,
+        triton.cdiv(n, tile.block_n),
         BFLOAT16=x.dtype is torch.bfloat16, ZEROS=weight.zeros is not None, GATED=gated, BIAS=bias is not None,
         BLOCK_N=tile.block_n, BLOCK_K=tile.block_k, num_warps=tile.warps,
     )  # fmt: skip

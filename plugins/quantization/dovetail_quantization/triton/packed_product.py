@@ -9,26 +9,14 @@ import triton
 
 from dovetail.ops.activation import Activation
 from dovetail.ops.packed_blocks import PackedType, PackedWeight
-from dovetail.ops.triton.launch import launch, processors
+from dovetail.ops.triton.launch import launch
 from dovetail.ops.triton.matmul import GATE_KINDS, workspace
 from dovetail.ops.triton.tuning import MAX_PARTS, MAX_TILES
-from dovetail_quantization.triton.packed_rows import PART_COLUMNS, few_rows_kernel, one_row_kernel, plain_weight_kernel
+from dovetail_quantization.triton.one_row import OneRowTile, parts_of
+from dovetail_quantization.triton.packed_rows import few_rows_kernel, one_row_kernel, plain_weight_kernel
 
 MOST_ROWS = 64
 """Up to this number of rows the kernels of few rows are used."""
-MOST_COLUMNS = 16384
-"""Up to this number of columns there is a kernel for one row, which holds the whole row in registers."""
-
-
-class PackedRowTile(NamedTuple):
-    """Describe how the product of one row is divided: rows of the weight of a tile, at least the columns of a part, warps of a program,
-    programs of a multiprocessor, and parts of the columns."""
-
-    block_n: int
-    block_k: int
-    warps: int
-    per_sm: int
-    split: int = 1
 
 
 class PackedTile(NamedTuple):
@@ -43,23 +31,17 @@ class PackedTile(NamedTuple):
     span: int
 
 
-def one_row_tile(k: int, packing: PackedType, *, in_parts: bool = False) -> PackedRowTile | None:
+def one_row_tile(k: int, packing: PackedType, *, in_parts: bool = False) -> OneRowTile | None:
     """Return the tile of one row and a weight of ``k`` columns, or None if there is none. ``in_parts``: it divides the columns. Of the tiles
     that ``benchmarks/gguf_gpu.py`` tries, those of one part are the fastest for the sizes of an 8B model on an H200."""
-    split = split_of(k) if in_parts else 1
-    if k // split > MOST_COLUMNS or (in_parts and split == 1):
+    split = parts_of(k, in_parts=in_parts)
+    if split is None:
         return None
     block_k = max(triton.next_power_of_2(k // split), 64)
     if packing.bits == 8 and block_k > 8192:
-        return PackedRowTile(4, block_k, 32, 1, split)
+        return OneRowTile(4, block_k, 32, 1, split)
     warps = max(1, min(16, block_k // 1024))
-    return PackedRowTile(4, block_k, warps, max(1, 16 // warps), split)
-
-
-def split_of(k: int) -> int:
-    """Return into how many parts the columns of a row are divided. Then no thread has less to do than others where the number of
-    columns is no power of two."""
-    return k // PART_COLUMNS if k % PART_COLUMNS == 0 else 1
+    return OneRowTile(4, block_k, warps, max(1, 16 // warps), split)
 
 
 def few_rows_tile(rows: int, n: int, k: int, packing: PackedType) -> PackedTile:
@@ -123,18 +105,17 @@ class PackedRows:
         self._multiply_few(x, None, y, 0, in_parts=True)
         return y
 
-    def _tile_of_one(self, x: torch.Tensor) -> PackedRowTile | None:
+    def _tile_of_one(self, x: torch.Tensor) -> OneRowTile | None:
         """Return the tile of one row if ``x`` is one, of 16 bits: the kernel rounds more than float32 does."""
         return self.one_row if len(x) == 1 and x.dtype is not torch.float32 else None
 
     def _multiply_one(
-        self, x: torch.Tensor, bias: torch.Tensor | None, y: torch.Tensor, gated: int, tile: PackedRowTile
+        self, x: torch.Tensor, bias: torch.Tensor | None, y: torch.Tensor, gated: int, tile: OneRowTile
     ) -> None:
         n, k = self.shape
-        tiles = triton.cdiv(n, tile.block_n)
         launch(
-            one_row_kernel, (min(tiles, max(1, tile.per_sm * processors(x.device) // tile.split)), tile.split),
-            x, *self._sections, bias, y, n, k, k // tile.split, self._words, tiles,
+            one_row_kernel, tile.grid(n, x.device),
+            x, *self._sections, bias, y, n, k, k // tile.split, self._words, triton.cdiv(n, tile.block_n),
             **self._constants, GATED=gated, BIAS=bias is not None, BLOCK_N=tile.block_n, BLOCK_K=tile.block_k,
             num_warps=tile.warps,
         )  # fmt: skip
