@@ -1,4 +1,5 @@
-"""Provide what the kernels of layers of experts share: the pairs of a block, and the activation of experts."""
+"""Provide what the kernels of layers of experts share: the pairs of a block, the activation of experts, and what is done with the
+product of pairs before it is written."""
 
 from __future__ import annotations
 
@@ -45,7 +46,37 @@ def scaled_and_biased(
         factor = tl.load(factors + pair, present, 0.0)[:, None]
         gate, up = gate * factor, up * factor
     if BIAS:
-        own = bias + expert * 2 * size + column
+        own = bias + expert * (2 * size) + column
         gate += tl.load(own, inside, 0.0).to(tl.float32)[None, :]
         up += tl.load(own + size, inside, 0.0).to(tl.float32)[None, :]
     return gate, up
+
+
+@triton.jit
+def store_gated(
+    out, total, bias, expert, factors, row, present, pair, tile, size, alpha, limit, offset,
+    SCALED: tl.constexpr, BIAS: tl.constexpr, LIMITED: tl.constexpr, BLOCK_M: tl.constexpr, COLUMNS: tl.constexpr,
+) -> None:  # fmt: skip
+    """Write the activation of ``total [2 * COLUMNS, pairs]``, whose rows are COLUMNS of gate, then as many of up."""
+    gate, up = tl.split(tl.permute(tl.reshape(total, [2, COLUMNS, BLOCK_M]), (2, 1, 0)))
+    column = tile * COLUMNS + tl.arange(0, COLUMNS)
+    inside = column < size
+    gate, up = scaled_and_biased(gate, up, factors, bias, expert, pair, column, present, inside, size, SCALED, BIAS)
+    result = activate(gate, up, alpha, limit, offset, LIMITED).to(out.dtype.element_ty)
+    tl.store(out + row.to(tl.int64)[:, None] * size + column[None, :], result, present[:, None] & inside[None, :])
+
+
+@triton.jit
+def store_down(
+    out, total, bias, expert, factors, present, pair, column, inside, tokens, hidden,
+    TOP_K: tl.constexpr, SCALED: tl.constexpr, BIAS: tl.constexpr, IN_PARTS: tl.constexpr,
+) -> None:  # fmt: skip
+    """Write the products of pairs of an expert with ``down``, ``total [pairs, columns]``, with ``bias``, and times ``factors`` unless
+    these scale inputs. Rows of ``out`` are those of pairs, or if IN_PARTS of ``[TOP_K, tokens]``."""
+    if BIAS:
+        total += tl.load(bias + expert * hidden + column, inside, 0.0).to(tl.float32)[None, :]
+    if not SCALED:
+        total *= tl.load(factors + pair, present, 0.0)[:, None]
+    place = (pair % TOP_K).to(tl.int64) * tokens + pair // TOP_K if IN_PARTS else pair.to(tl.int64)
+    result = total.to(out.dtype.element_ty)
+    tl.store(out + place[:, None] * hidden + column[None, :], result, present[:, None] & inside[None, :])

@@ -16,7 +16,14 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from dovetail.interfaces.expert_shapes import ExpertWeights, Routing
 from dovetail.ops.triton import experts_many
-from dovetail.ops.triton.expert_pairs import NARROW, activate, pairs_of_block, scaled_and_biased, square_of_positive
+from dovetail.ops.triton.expert_pairs import (
+    NARROW,
+    activate,
+    pairs_of_block,
+    scaled_and_biased,
+    square_of_positive,
+    store_down,
+)
 from dovetail.ops.triton.expert_tiles import ExpertTile, ExpertTiles, tiles_of
 from dovetail.ops.triton.launch import launch
 from dovetail.ops.triton.routing import ExpertOrder, sort_by_expert
@@ -114,15 +121,9 @@ def _down(
         total = _multiply(left, right, total, narrow)
     if narrow:
         total = tl.trans(total)
-    if BIAS:
-        total += tl.load(bias + expert * hidden + column, inside, 0.0).to(tl.float32)[None, :]
-    if not SCALED:
-        total *= tl.load(factors + pair, present, 0.0)[:, None]
-    place = pair.to(tl.int64)
-    if IN_PARTS:
-        place = (pair % TOP_K).to(tl.int64) * tokens + pair // TOP_K
-    result = total.to(out.dtype.element_ty)
-    tl.store(out + place[:, None] * hidden + column[None, :], result, present[:, None] & inside[None, :])
+    store_down(
+        out, total, bias, expert, factors, present, pair, column, inside, tokens, hidden, TOP_K, SCALED, BIAS, IN_PARTS
+    )
 
 
 @triton.jit(do_not_specialize=["first"])

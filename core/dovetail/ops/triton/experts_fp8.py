@@ -23,7 +23,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from dovetail.interfaces.expert_shapes import ExpertWeights, Routing
-from dovetail.ops.triton.expert_pairs import NARROW, activate, scaled_and_biased
+from dovetail.ops.triton.expert_pairs import NARROW, activate, scaled_and_biased, store_down
 from dovetail.ops.triton.expert_tiles import ExpertTiles
 from dovetail.ops.triton.fp8 import divided, rounded, scale_of
 from dovetail.ops.triton.fp8_tiles import tiles_of
@@ -221,13 +221,9 @@ def _down(
         total = tl.trans(total)
     if not BY_BLOCK:
         total *= tl.load(of_w)[None, :]
-    if BIAS:
-        total += tl.load(bias + expert * hidden + column, inside, 0.0).to(tl.float32)[None, :]
-    if not SCALED:
-        total *= tl.load(factors + pair, present, 0.0)[:, None]
-    target = (pair % TOP_K).to(tl.int64) * tokens + pair // TOP_K if IN_PARTS else pair.to(tl.int64)
-    result = total.to(out.dtype.element_ty)
-    tl.store(out + target[:, None] * hidden + column[None, :], result, present[:, None] & inside[None, :])
+    store_down(
+        out, total, bias, expert, factors, present, pair, column, inside, tokens, hidden, TOP_K, SCALED, BIAS, IN_PARTS
+    )
 
 
 @triton.jit

@@ -19,7 +19,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from dovetail.interfaces.expert_shapes import ExpertWeights, Routing
-from dovetail.ops.triton.expert_pairs import activate, pairs_of_block, scaled_and_biased
+from dovetail.ops.triton.expert_pairs import activate, pairs_of_block, scaled_and_biased, store_down
 from dovetail.ops.triton.expert_tiles import ExpertTile
 from dovetail.ops.triton.launch import launch, processors
 from dovetail.ops.triton.routing import ExpertOrder
@@ -78,14 +78,24 @@ def _down(
         pair = tl.load(order + row, present, 0)
         column = tile * BLOCK_N + tl.arange(0, BLOCK_N)
         inside = column < hidden
-        if BIAS:
-            total += tl.load(bias + expert.to(tl.int64) * hidden + column, inside, 0.0).to(tl.float32)[None, :]
-        if not SCALED:
-            total *= tl.load(factors + pair, present, 0.0)[:, None]
-        result = total.to(out.dtype.element_ty)
-        stored = present[:, None] & inside[None, :]
-        place = (pair % TOP_K).to(tl.int64) * tokens + pair // TOP_K if IN_PARTS else pair.to(tl.int64)
-        tl.store(out + place[:, None] * hidden + column[None, :], result, stored)
+        of_expert = expert.to(tl.int64)
+        store_down(
+            out,
+            total,
+            bias,
+            of_expert,
+            factors,
+            present,
+            pair,
+            column,
+            inside,
+            tokens,
+            hidden,
+            TOP_K,
+            SCALED,
+            BIAS,
+            IN_PARTS,
+        )
 
 
 def fits(x: torch.Tensor, weights: ExpertWeights) -> bool:

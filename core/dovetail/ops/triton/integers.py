@@ -15,9 +15,8 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from dovetail.interfaces.expert_shapes import ExpertWeights, Routing
 from dovetail.ops.integers import PLANES
-from dovetail.ops.triton.expert_pairs import pairs_of_block
+from dovetail.ops.triton.expert_pairs import pairs_of_block, store_down, store_gated
 from dovetail.ops.triton.launch import INTERPRETED, launch
-from dovetail.ops.triton.mxfp4 import store_gated
 from dovetail.ops.triton.mxfp4_tiles import Mxfp4Tile, tiles_of
 from dovetail.ops.triton.routing import sort_by_expert
 
@@ -238,18 +237,14 @@ def _integer_product(
             total += found * tl.load(scale + own).to(tl.float32)[:, None]
     if GATED:
         store_gated(
-            out, total, bias, expert * wide, weights, row, present, pair, tile, width, alpha, limit, offset,
+            out, total, bias, expert, weights, row, present, pair, tile, width, alpha, limit, offset,
             SCALED, BIAS, LIMITED, BLOCK_M, columns,
         )  # fmt: skip
     else:
-        place = (pair % TOP_K).to(tl.int64) * tokens + pair // TOP_K if IN_PARTS else pair.to(tl.int64)
-        total = tl.trans(total)
-        if BIAS:
-            total += tl.load(bias + expert * width + column, inside, 0.0).to(tl.float32)[None, :]
-        if not SCALED:
-            total *= tl.load(weights + pair, present, 0.0)[:, None]
-        result = total.to(out.dtype.element_ty)
-        tl.store(out + place[:, None] * width + column[None, :], result, present[:, None] & inside[None, :])
+        store_down(
+            out, tl.trans(total), bias, expert, weights, present, pair, column, inside, tokens, width,
+            TOP_K, SCALED, BIAS, IN_PARTS,
+        )  # fmt: skip
 
 
 def pair_results(x: torch.Tensor, routing: Routing, weights: ExpertWeights, *, in_parts: bool) -> torch.Tensor:

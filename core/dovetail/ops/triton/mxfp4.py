@@ -19,7 +19,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from dovetail.interfaces.expert_shapes import ExpertWeights, Routing
 from dovetail.ops.triton import mxfp4_plain
-from dovetail.ops.triton.expert_pairs import activate, pairs_of_block
+from dovetail.ops.triton.expert_pairs import pairs_of_block, store_down, store_gated
 from dovetail.ops.triton.launch import INTERPRETED, launch
 from dovetail.ops.triton.mxfp4_numbers import HALF, dequantized_codes, scale_factors, unscaled
 from dovetail.ops.triton.mxfp4_tiles import tiles_of
@@ -38,25 +38,6 @@ def _add_product(
     total = tl.dot(left, tl.trans(low), total, input_precision="ieee")
     left = dequantized_codes(codes, factors, True, DTYPE, ASSEMBLY)
     return tl.dot(left, tl.trans(high), total, input_precision="ieee")
-
-
-@triton.jit
-def store_gated(
-    out, total, bias, of_expert, weights, row, present, pair, tile, size, alpha, limit, offset,
-    SCALED: tl.constexpr, BIAS: tl.constexpr, LIMITED: tl.constexpr, BLOCK_M: tl.constexpr, COLUMNS: tl.constexpr,
-) -> None:  # fmt: skip
-    """Write the activation of ``total``, ``COLUMNS`` rows of gate and as many of up."""
-    gate, up = tl.split(tl.permute(tl.reshape(total, [2, COLUMNS, BLOCK_M]), (2, 1, 0)))
-    column = tile * COLUMNS + tl.arange(0, COLUMNS)
-    inside = column < size
-    if SCALED:
-        factor = tl.load(weights + pair, present, 0.0)[:, None]
-        gate, up = gate * factor, up * factor
-    if BIAS:
-        gate += tl.load(bias + of_expert + column, inside, 0.0).to(tl.float32)[None, :]
-        up += tl.load(bias + of_expert + size + column, inside, 0.0).to(tl.float32)[None, :]
-    result = activate(gate, up, alpha, limit, offset, LIMITED).to(out.dtype.element_ty)
-    tl.store(out + row.to(tl.int64)[:, None] * size + column[None, :], result, present[:, None] & inside[None, :])
 
 
 @triton.jit(do_not_specialize=["tiles", "tokens", "first"])
@@ -114,18 +95,14 @@ def _product(
     total = unscaled(total, dtype)
     if GATED:
         store_gated(
-            out, total, bias, expert * wide, weights, row, present, pair, tile, width, alpha, limit, offset,
+            out, total, bias, expert, weights, row, present, pair, tile, width, alpha, limit, offset,
             SCALED, BIAS, LIMITED, BLOCK_M, columns,
         )  # fmt: skip
     else:
-        place = (pair % TOP_K).to(tl.int64) * tokens + pair // TOP_K if IN_PARTS else pair.to(tl.int64)
-        total = tl.trans(total)
-        if BIAS:
-            total += tl.load(bias + expert * width + column, inside, 0.0).to(tl.float32)[None, :]
-        if not SCALED:
-            total *= tl.load(weights + pair, present, 0.0)[:, None]
-        result = total.to(out.dtype.element_ty)
-        tl.store(out + place[:, None] * width + column[None, :], result, present[:, None] & inside[None, :])
+        store_down(
+            out, tl.trans(total), bias, expert, weights, present, pair, column, inside, tokens, width,
+            TOP_K, SCALED, BIAS, IN_PARTS,
+        )  # fmt: skip
 
 
 def pair_results(x: torch.Tensor, routing: Routing, weights: ExpertWeights, *, in_parts: bool) -> torch.Tensor:

@@ -16,9 +16,8 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from dovetail.interfaces.expert_shapes import ExpertWeights, Routing
 from dovetail.ops.packed_blocks import PACKED, PackedType, PackedWeight
-from dovetail.ops.triton.expert_pairs import pairs_of_block
+from dovetail.ops.triton.expert_pairs import pairs_of_block, store_down, store_gated
 from dovetail.ops.triton.launch import launch
-from dovetail.ops.triton.mxfp4 import store_gated
 from dovetail.ops.triton.packed_numbers import code_number, factors_of, spread
 from dovetail.ops.triton.routing import sort_by_expert
 
@@ -94,18 +93,14 @@ def _packed_product(
             total = tl.dot(left, tl.trans(right), total, input_precision="ieee")
     if GATED:
         store_gated(
-            out, total, bias, expert * wide, weights, row, present, pair, tile, width, alpha, limit, added,
+            out, total, bias, expert, weights, row, present, pair, tile, width, alpha, limit, added,
             SCALED, BIAS, LIMITED, BLOCK_M, columns,
         )  # fmt: skip
     else:
-        place = (pair % TOP_K).to(tl.int64) * tokens + pair // TOP_K if IN_PARTS else pair.to(tl.int64)
-        total = tl.trans(total)
-        if BIAS:
-            total += tl.load(bias + expert * width + column, inside, 0.0).to(tl.float32)[None, :]
-        if not SCALED:
-            total *= tl.load(weights + pair, present, 0.0)[:, None]
-        result = total.to(out.dtype.element_ty)
-        tl.store(out + place[:, None] * width + column[None, :], result, present[:, None] & inside[None, :])
+        store_down(
+            out, tl.trans(total), bias, expert, weights, present, pair, column, inside, tokens, width,
+            TOP_K, SCALED, BIAS, IN_PARTS,
+        )  # fmt: skip
 
 
 def block_of(tokens: int, experts: int, top_k: int, share: float) -> int:
