@@ -213,6 +213,12 @@ def test_reasoning(client: openai.OpenAI):
     final = check_stream(events_of(client, "What is 2 + 3?", reasoning={"effort": "low"}), REASONED, MESSAGE)
     assert without(final) == without(made.to_dict())
     assert make(client, "What is 2 + 3?", reasoning={"effort": "none"}).output[0].type == "message"
+    hidden = {"reasoning": {"effort": "low"}, "extra_body": {"include_reasoning": False}}
+    quiet = make(client, "What is 2 + 3?", **hidden)
+    assert quiet.usage
+    assert quiet.usage.output_tokens == made.usage.output_tokens
+    assert [item.type for item in quiet.output] == ["message"]
+    assert without(check_stream(events_of(client, "What is 2 + 3?", **hidden), MESSAGE)) == without(quiet.to_dict())
     make(client, [*made.output, {"role": "user", "content": "Sure?"}], max_output_tokens=4)
 
 
