@@ -80,3 +80,49 @@ def merged_checkpoint(model: Path, directory: Path, deltas: dict[str, torch.Tens
         weights[f"{name}.weight"] += delta
     save_file({name: tensor.float() for name, tensor in weights.items()}, directory / "model.safetensors")
     return directory
+
+
+def write_tensors(directory: Path, tensors: dict[str, torch.Tensor], **config: object) -> None:
+    """Write an adapter with given ``tensors``, whose names lack the prefix of PEFT's models."""
+    directory.mkdir(parents=True, exist_ok=True)
+    named = {f"base_model.model.{name}": tensor.contiguous() for name, tensor in tensors.items()}
+    save_file(named, directory / "adapter_model.safetensors")
+    given = {"peft_type": "LORA", "bias": "none", "task_type": "CAUSAL_LM", "peft_version": "0.21.2", **config}
+    (directory / "adapter_config.json").write_text(json.dumps(given))
+
+
+def random_pair(
+    shape: tuple[int, int], rank: int, random: torch.Generator, size: float = 0.3
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return random matrices ``[rank, in]`` and ``[out, rank]`` for a weight of ``shape`` [out, in]."""
+    a = torch.randn(rank, shape[1], generator=random) / math.sqrt(shape[1])
+    return a, torch.randn(shape[0], rank, generator=random) * size
+
+
+def table_tensors(
+    module: str, shape: tuple[int, int], rank: int, scale: float, random: torch.Generator
+) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+    """Return the tensors that PEFT writes for the embedding ``module`` of ``shape`` [vocabulary, hidden], and what they add to it."""
+    a, b = random_pair(shape[::-1], rank, random, size=2.0)
+    return {f"{module}.lora_embedding_A": a, f"{module}.lora_embedding_B": b}, scale * (b.double() @ a.double()).T
+
+
+def stacked_tensors(
+    module: str,
+    shape: tuple[int, int, int],
+    rank: int,
+    scale: float,
+    random: torch.Generator,
+    *,
+    exchanged: bool = False,
+) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+    """Return the tensors that PEFT writes for a parameter of experts of ``shape`` [experts, out, in], and what they add to it.
+    ``exchanged``: as PEFT before 0.20 writes them for parameters in this order."""
+    experts, outputs, inputs = shape
+    first, second = (outputs, inputs) if exchanged else (inputs, outputs)
+    a, b = random_pair((second, first), rank * experts, random)
+    of_expert = torch.einsum(
+        "ore,eri->eoi", b.double().view(second, rank, experts), a.double().view(experts, rank, first)
+    )
+    names = {f"{module}.lora_A.weight": a, f"{module}.lora_B.weight": b}
+    return names, scale * (of_expert.mT if exchanged else of_expert)

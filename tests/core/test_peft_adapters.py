@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from dovetail.engine.peft import read_adapter
 from dovetail.errors import WeightsError
-from lora_adapters import write_adapter
+from lora_adapters import write_adapter, write_tensors
 
 Q, DOWN = "model.layers.0.self_attn.q_proj", "model.layers.0.mlp.down_proj"
 SHAPES = {Q: (12, 8), DOWN: (8, 20)}
@@ -71,7 +71,7 @@ def test_ranks_from_1_to_256_are_read(tmp_path, rank):
         ("modules_to_save", ["lm_head"], "modules_to_save"),
         ("layer_replication", [[0, 2]], "layer_replication"),
         ("trainable_token_indices", [1], "trainable_token_indices"),
-        ("target_parameters", ["mlp.experts.gate_up_proj"], "target_parameters"),
+        ("target_parameters", [1], "target_parameters"),
         ("init_lora_weights", "pissa_niter_16", "path_initial_model_for_weight_conversion"),
         ("peft_type", "LOHA", "peft_type 'LOHA'"),
         ("peft_type", None, "peft_type None"),
@@ -112,7 +112,11 @@ def test_expressions_cannot_take_long(tmp_path):
     ("change", "text"),
     [
         (lambda t: t.update({"base_model.model.lm_head.weight": torch.ones(2, 2)}), "lm_head.weight.*whole module"),
-        (lambda t: t.update({"base_model.model.model.embed_tokens.lora_embedding_A": torch.ones(2, 2)}), "embedding"),
+        (
+            lambda t: t.update({"base_model.model.embed.lora_embedding_A": torch.ones(2, 2)}),
+            "lacks the other matrix of embed",
+        ),
+        (lambda t: t.update({"base_model.model.lm_head.base_layer.weight": torch.ones(2, 2)}), "no matrices of it"),
         (lambda t: t.update({f"base_model.model.{Q}.lora_magnitude_vector": torch.ones(2)}), "DoRA"),
         (lambda t: t.pop(f"base_model.model.{Q}.lora_B.weight"), "lacks the other matrix of"),
         (lambda t: t.update({f"base_model.model.{Q}.lora_A.weight": torch.ones(4, 8, dtype=torch.int32)}), "int32"),
@@ -172,3 +176,31 @@ def test_names_of_early_versions_are_read(tmp_path):
     renamed = {name.replace(".weight", ".default.weight"): tensor for name, tensor in tensors.items()}
     save_file(renamed, tmp_path / "adapter_model.safetensors")
     assert set(read_adapter(tmp_path).modules) == set(SHAPES)
+
+
+def test_parameters_of_experts_are_distinguished_from_modules(tmp_path):
+    tensors = {
+        "m.experts.base_layer.lora_A.weight": torch.ones(12, 5),
+        "m.experts.base_layer.lora_B.weight": torch.ones(8, 12),
+        "m.experts.lora_A.weight": torch.ones(6, 4),
+        "m.experts.lora_B.weight": torch.ones(5, 6),
+        "m.gate.lora_A.weight": torch.ones(2, 5),
+        "m.gate.lora_B.weight": torch.ones(3, 2),
+        "embed.lora_embedding_A": torch.ones(2, 9),
+        "embed.lora_embedding_B": torch.ones(5, 2),
+        "embed.base_layer.weight": torch.ones(9, 5),
+    }
+    names = ["down_proj", "gate.weight", "gate_up_proj"]
+    patterns = {"rank_pattern": {r".*\.gate_up_proj": 4}, "alpha_pattern": {"gate.weight": 6}}
+    write_tensors(tmp_path, tensors, r=2, lora_alpha=2, target_parameters=names, target_modules=["embed"], **patterns)
+    adapter = read_adapter(tmp_path)
+    assert {name: (pair.rank, pair.scale) for name, pair in adapter.modules.items()} == {
+        "m.gate": (2, 3.0),
+        "embed": (2, 1.0),
+    }
+    assert {name: [pair.a.shape for pair in pairs] for name, pairs in adapter.stacked.items()} == {
+        "m.experts": [(12, 5), (6, 4)]
+    }
+    assert list(adapter.copies) == ["embed"]
+    assert adapter.rank == 4
+    assert adapter.config.version == (0, 21)

@@ -75,13 +75,29 @@ def kind_of(value: Any) -> Any:
 def expected(flag: ServeFlag, key: str) -> Any:
     if flag.type is bool:
         return flag.sets[key]
-    known: dict[str, Any] = {"server.keys": f"env:{KEYS_VARIABLE}", "speculative": "ngram"}
+    known: dict[str, Any] = {
+        "server.keys": f"env:{KEYS_VARIABLE}",
+        "speculative": "ngram",
+        "adapters.modules": ["embedding"],
+    }
     if key == "adapters.load":
         return {flag.example.partition("=")[0]: "/adapters/mine"}
     known["speculative.num_draft_tokens"] = 7  # the flag counts the token before the drafts
     if flag.json and key not in known:
         return json.loads(flag.example)
     return known.get(key, flag.values.get(flag.example, flag.example))
+
+
+def test_modules_of_adapters_have_the_names_of_sglang(monkeypatch, capsys) -> None:
+    for names, kinds in (
+        (("q_proj", "down_proj", "lm_head"), ["linear", "head"]),
+        (("all",), ["linear", "experts", "embedding", "head"]),
+        (("experts", "embed_tokens"), ["experts", "embedding"]),
+    ):
+        words = [word for name in names for word in ("--lora-target-modules", name)]
+        status, config, error = run(monkeypatch, capsys, *words)
+        assert (status, error) == (0, "")
+        assert config.adapters.modules == kinds
 
 
 @pytest.mark.parametrize("flag", FLAGS, ids=lambda flag: flag.names[0])

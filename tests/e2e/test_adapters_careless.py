@@ -9,7 +9,7 @@ import random
 import pytest
 from safetensors.torch import load_file, save_file
 
-from dovetail.engine import adapters as engine_adapters
+from dovetail.engine import adapter_files
 from dovetail.errors import EngineError, RequestError
 from dovetail.llm import LLM
 from dovetail.messages import AbortMsg, CommandReply, GenerateMsg, LoadAdapterMsg, TokenOutput, UnloadAdapterMsg
@@ -54,7 +54,7 @@ def test_files_that_could_not_be_read_at_first_may_not_change_after_they_were_re
 @pytest.mark.parametrize("change", ["other", "shorter"])
 def test_files_that_change_while_they_are_read_are_refused(tmp_path, monkeypatch, change):
     write_adapter(tmp_path, SHAPES, seed=1)
-    read_header = engine_adapters.read_adapter
+    read_header = adapter_files.read_adapter
 
     def changed(directory):
         adapter = read_header(directory)
@@ -65,7 +65,7 @@ def test_files_that_change_while_they_are_read_are_refused(tmp_path, monkeypatch
         return adapter
 
     with serve() as llm:
-        monkeypatch.setattr(engine_adapters, "read_adapter", changed)
+        monkeypatch.setattr(adapter_files, "read_adapter", changed)
         with pytest.raises(RequestError, match="changed while"):
             llm.load_adapter("a", tmp_path)
         assert generate(llm, None).token_ids, "the engine goes on"

@@ -77,7 +77,9 @@ def test_adapters_of_all_linear_layers_equal_merged_checkpoints(tmp_path, config
         outputs, plain = llm.generate(PROMPTS, PARAMS, adapter="mine"), llm.generate(PROMPTS, PARAMS)
         for module in (m for m in stored if m.split(".")[-2] in refused and m.removesuffix(".weight") not in shapes):
             write_adapter(tmp_path / "other", {module.removesuffix(".weight"): tuple(stored[module].shape)})
-            with pytest.raises(RequestError, match="adapters of it are not implemented"):
+            with pytest.raises(
+                RequestError, match=r"adapters of it are not implemented|slots have no memory for these"
+            ):
                 llm.load_adapter("other", tmp_path / "other")
     with LLM(str(merged(model, tmp_path / "merged", deltas)), **SETTINGS) as llm:
         references = llm.generate(PROMPTS, PARAMS)

@@ -435,6 +435,15 @@ FLAGS: tuple[ServeFlag, ...] = (
         repeatable=True,
     ),
     ServeFlag(
+        ("--lora-target-modules",),
+        "adapters.modules",
+        ADAPTERS,
+        "What adapters may have matrices of: embed_tokens, lm_head, experts, all, or names such as q_proj, which stand for all linear "
+        "layers. Repeat the flag for several.",
+        example="embed_tokens",
+        repeatable=True,
+    ),
+    ServeFlag(
         ("--max-loras", "--max-loras-per-batch"),
         "adapters.max_resident",
         ADAPTERS,

@@ -176,7 +176,6 @@ INSTEAD: Mapping[str, tuple[str, ...]] = {
         "--fully-sharded-loras",
         "--specialize-active-lora",
     ),
-    "an adapter may have matrices for all linear layers; leave it out": ("--lora-target-modules",),
     "the adapter that was used least recently leaves the device first; leave it out": ("--lora-eviction-policy",),
     "adapters that change the vocabulary are not supported": ("--lora-extra-vocab-size",),
     "the KV pool is counted in pages or GiB; use --num-gpu-blocks-override, or --set memory.kv_gib=...": (

@@ -70,11 +70,24 @@ def _settings(flag: ServeFlag, value: Any) -> Mapping[str, Any]:
         return {flag.key: f"env:{KEYS_VARIABLE}"}
     if flag.key == "adapters.load":
         return {flag.key: dict(map(_adapter, value)), "adapters.enabled": True}
+    if flag.key == "adapters.modules":
+        kinds = (kind for name in value for kind in _ADAPTED.get(name, ("linear",)))
+        return {flag.key: list(dict.fromkeys(kinds))}
     if flag.repeatable and len(value) == 1:
         return {flag.key: value[0]}
     if flag.json:
         return {flag.key: _json(flag.names[0], value)}
     return {flag.key: flag.values.get(value, value) if isinstance(value, str) else value}
+
+
+_ADAPTED: Mapping[str, tuple[str, ...]] = {
+    "all": ("linear", "experts", "embedding", "head"),
+    "all-linear": ("linear", "experts"),
+    "experts": ("experts",),
+    "embed_tokens": ("embedding",),
+    "lm_head": ("head",),
+}
+"""The kinds of modules that names in ``--lora-target-modules`` stand for; other names stand for linear layers."""
 
 
 def _adapter(text: str) -> tuple[str, str]:

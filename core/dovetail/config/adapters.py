@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import re
+from typing import Literal
 
 from pydantic import Field, model_validator
 
 from dovetail.config.plugin import Section
 
 MOST_SLOTS = 1024
+AdaptedKind = Literal["linear", "experts", "embedding", "head"]
+"""Name the kinds of modules that may have adapters."""
 ADAPTER_NAME = re.compile(r"[^\s\x00-\x1f\x7f@][^\x00-\x1f\x7f@]{0,255}")
 """The names of adapters. ``@`` is left out because it separates names from versions in namespaces of cached prefixes."""
 
@@ -22,6 +25,11 @@ class AdaptersSection(Section):
     load: dict[str, str] = Field(
         default_factory=dict,
         description="Adapters that are known from the start: directories saved by PEFT, by the names that requests give. Their headers are checked at the start; a request brings them to the device.",
+    )
+    modules: list[AdaptedKind] | None = Field(
+        default=None,
+        min_length=1,
+        description="What may have adapters, and has memory in each slot: `linear` layers, `experts`, the `embedding` of tokens, the `head`. By default linear layers, and what the adapters in `load` have matrices of.",
     )
     max_resident: int = Field(
         default=8,

@@ -13,7 +13,8 @@ from dovetail.engine.peft import CONFIG, TENSORS
 from dovetail.errors import WeightsError
 
 if TYPE_CHECKING:
-    from dovetail.engine.adapters import AdapterImage, EngineAdapters
+    from dovetail.engine.adapter_files import AdapterImage
+    from dovetail.engine.adapters import EngineAdapters
     from dovetail.types import AdmittedRequest, IntArray
 
 

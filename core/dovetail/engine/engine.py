@@ -278,6 +278,7 @@ class Engine:
             batch_invariant=self._batch_invariant,
             load=self.expert_load,
             expansion=Expansion.of(resolved, self.model),
+            adapters=self.adapters,
         )
         self._order_runners()
 

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
@@ -39,7 +40,6 @@ _REFUSED = {
     "modules_to_save": "modules_to_save, whole modules beside the low-rank matrices",
     "layer_replication": "layer_replication",
     "trainable_token_indices": "trainable_token_indices",
-    "target_parameters": "target_parameters, adapters of parameters such as fused experts",
     "alora_invocation_tokens": "activated LoRA (alora_invocation_tokens)",
     "arrow_config": "Arrow routing (arrow_config)",
     "megatron_config": "layers of Megatron (megatron_config)",
@@ -48,7 +48,13 @@ _REFUSED = {
 _CHANGED_BASES = ("pissa", "olora", "corda", "loftq", "lora_ga", "mclr")
 """Values of ``init_lora_weights`` with which PEFT changes the base weights too, unless the adapter was converted."""
 _PREFIXES = ("base_model.model.", "base_model.")
-_NAME = re.compile(r"(?P<module>.+)\.lora_(?P<side>[AB])(\.default)?\.weight")
+_NAME = re.compile(
+    r"(?P<module>.+)\.(lora_(?P<side>[AB])(\.default)?\.weight|lora_embedding_(?P<table>[AB])(\.default)?)"
+)
+_COPY = re.compile(r"(?P<module>.+)\.base_layer\.weight")
+_NESTED = ".base_layer"
+_EXPERTS = "experts"
+"""The name of the modules of transformers that hold the weights of all experts as parameters."""
 _PLAIN = re.compile(r"[\w.-]+")
 
 T = TypeVar("T")
@@ -66,6 +72,15 @@ class LowRank(NamedTuple):
     def rank(self) -> int:
         """Return the number of rows of ``a``."""
         return self.a.shape[0]
+
+
+class StackedLowRank(NamedTuple):
+    """Hold the matrices that PEFT writes for a parameter of all experts (``target_parameters``): of each expert ``rank`` rows of ``a
+    [experts * rank, x]``, one expert after the other, and ``rank`` columns of ``b [y, rank * experts]``, in which those of all experts
+    alternate. Which parameter it is, and whether ``a`` belongs to its inputs or to its outputs, shapes tell."""
+
+    a: StoredTensor
+    b: StoredTensor
 
 
 class ModulePatterns(Generic[T]):
@@ -109,7 +124,9 @@ def _ends_with(module: str, name: str) -> bool:
 @dataclass(frozen=True, slots=True)
 class PeftConfig:
     """Hold what adapter_config.json says of the matrices. ``targets`` are the names of modules, or None if a regular
-    expression or ``all-linear`` selects them: the tensors then tell which modules have matrices."""
+    expression or ``all-linear`` selects them: the tensors then tell which modules have matrices. ``parameters`` are the names in
+    ``target_parameters``, and ``version`` is that of PEFT, which is empty before 0.18. With ``ties`` (``ensure_weight_tying``), the module
+    that is tied to one of them has matrices too."""
 
     rank: int
     alpha: float
@@ -118,6 +135,9 @@ class PeftConfig:
     ranks: ModulePatterns[int]
     alphas: ModulePatterns[float]
     base_model: str
+    parameters: tuple[str, ...] = ()
+    version: tuple[int, ...] = ()
+    ties: bool = False
 
     def rank_of(self, module: str) -> int:
         """Return the rank of a module's matrices."""
@@ -132,17 +152,36 @@ class PeftConfig:
         """Return False if the config lists modules and ``module`` is none of them."""
         return self.targets is None or any(_ends_with(module, name) for name in self.targets)
 
+    def parameters_of(self, module: str) -> list[str]:
+        """Return the full names of the parameters of ``module`` that ``target_parameters`` names."""
+        found: list[str] = []
+        for name in self.parameters:
+            owner, _, field = name.rpartition(".")
+            if _ends_with(module, owner) if owner else field != "weight" and module.rpartition(".")[2] == _EXPERTS:
+                found.append(f"{module}.{field}")
+        return found
+
 
 class PeftAdapter(NamedTuple):
-    """Hold the config of an adapter and the matrices of its modules, by the names of the modules in the base model."""
+    """Hold the config of an adapter and the matrices of its modules, by the names of the modules in the base model. ``stacked`` are those
+    of parameters of all experts, and ``copies`` the base weights that PEFT saves beside the matrices of embeddings and heads."""
 
     config: PeftConfig
     modules: Mapping[str, LowRank]
+    stacked: Mapping[str, Sequence[StackedLowRank]] = MappingProxyType({})
+    copies: Mapping[str, StoredTensor] = MappingProxyType({})
 
     @property
     def rank(self) -> int:
         """Return the largest rank."""
-        return max(pair.rank for pair in self.modules.values())
+        own = [self.config.rank_of(name) for module in self.stacked for name in self.config.parameters_of(module)]
+        return max([pair.rank for pair in self.modules.values()] + own)
+
+    @property
+    def file(self) -> Path:
+        """Return the file of the tensors."""
+        first = next(iter(self.modules.values()), None) or next(iter(self.stacked.values()))[0]
+        return first.a.file
 
 
 def read_adapter(directory: Path) -> PeftAdapter:
@@ -160,16 +199,40 @@ def read_adapter(directory: Path) -> PeftAdapter:
                 else ""
             )
         )
+    sides, copies = _sides(file)
+    modules: dict[str, LowRank] = {}
+    stacked: dict[str, list[StackedLowRank]] = {}
+    for module, found in sides.items():
+        own, pair = module.replace(_NESTED, ""), _matrices(module, found)
+        key, *_ = *config.parameters_of(own), module
+        if key == module or (key.endswith(".weight") and pair.a.shape[0] == config.rank_of(key)):
+            modules[module] = _pair(module, pair, config, key)
+        else:
+            stacked.setdefault(own, []).append(pair)
+    _check_targets(file, config, modules)
+    return PeftAdapter(config, modules, stacked, copies)
+
+
+def _sides(file: Path) -> tuple[dict[str, dict[str, StoredTensor]], dict[str, StoredTensor]]:
+    """Return the matrices of each module by their sides, "A" and "B", and the copies of base weights. Raises ``WeightsError``."""
     sides: dict[str, dict[str, StoredTensor]] = {}
+    copies: dict[str, StoredTensor] = {}
     for tensor in stored_tensors(file):
+        if (copy := _COPY.fullmatch(_own_name(tensor.name))) is not None:
+            copies[copy["module"]] = tensor
+            continue
         module, side = _place(tensor)
         if side in sides.setdefault(module, {}):
             raise WeightsError(f"{file} has the matrix {side} of {module} twice, the second time as {tensor.name}")
         sides[module][side] = tensor
     if not sides:
-        raise WeightsError(f"{file} has no tensors")
-    _check_targets(file, config, sides)
-    return PeftAdapter(config, {module: _pair(module, found, config) for module, found in sides.items()})
+        raise WeightsError(f"{file} has no tensors of adapters")
+    alone = next((module for module in copies if module not in sides), None)
+    if alone is not None:
+        raise WeightsError(
+            f"{file} has the weight of {alone:.200} and no matrices of it; whole modules (modules_to_save) are not implemented"
+        )
+    return sides, copies
 
 
 def read_config(directory: Path) -> PeftConfig:
@@ -211,6 +274,9 @@ def read_config(directory: Path) -> PeftConfig:
         ranks=_patterns(tree, "rank_pattern", where, _rank),
         alphas=_patterns(tree, "alpha_pattern", where, _number),
         base_model=base[:512] if isinstance(base, str) else "",
+        parameters=_targets(tree.get("target_parameters") or [], f"{where}: target_parameters") or (),
+        ties=_flag(tree.get("ensure_weight_tying") or False, f"{where}: ensure_weight_tying"),
+        version=tuple(int(number) for number in re.findall(r"\d{1,9}", str(tree.get("peft_version") or "")[:64])[:2]),
     )
 
 
@@ -250,41 +316,48 @@ def _flag(value: Any, what: str) -> bool:
 def _place(tensor: StoredTensor) -> tuple[str, str]:
     """Return the module and the side ("A" or "B") of a tensor. Raises ``WeightsError``."""
     name = tensor.name
-    own = next((name.removeprefix(prefix) for prefix in _PREFIXES if name.startswith(prefix)), name)
-    found = _NAME.fullmatch(own)
+    found = _NAME.fullmatch(_own_name(name))
     if found is None:
         what = "is not implemented"
-        if "lora_embedding_" in name:
-            what = "is an adapter of an embedding, which is not implemented"
-        elif "lora_magnitude_vector" in name:
+        if "lora_magnitude_vector" in name:
             what = "belongs to DoRA, which is not implemented"
         elif ".lora_" not in name:
             what = "is a whole module (modules_to_save), which is not implemented"
         raise WeightsError(
-            f"{tensor.file} has tensor {name:.200}, which {what}; implemented: lora_A.weight and lora_B.weight"
+            f"{tensor.file} has tensor {name:.200}, which {what}; implemented: lora_A.weight, lora_B.weight, lora_embedding_A and lora_embedding_B"
         )
     if tensor.dtype not in FLOATS:
         allowed = ", ".join(str(dtype).removeprefix("torch.") for dtype in FLOATS)
         raise WeightsError(f"{tensor.file}: tensor {name:.200} is {tensor.dtype}; allowed: {allowed}")
     if len(tensor.shape) != 2 or 0 in tensor.shape:
         raise WeightsError(f"{tensor.file}: tensor {name:.200} has shape {list(tensor.shape)}; allowed: two dimensions")
-    return found["module"], found["side"]
+    return found["module"], found["side"] or found["table"]
 
 
-def _pair(module: str, found: Mapping[str, StoredTensor], config: PeftConfig) -> LowRank:
+def _own_name(name: str) -> str:
+    """Return the name of a tensor without the prefix of PEFT's models."""
+    return next((name.removeprefix(prefix) for prefix in _PREFIXES if name.startswith(prefix)), name)
+
+
+def _matrices(module: str, found: Mapping[str, StoredTensor]) -> StackedLowRank:
     if len(found) < 2:
         (present,) = found.values()
         raise WeightsError(f"{present.file} has {present.name:.200}, and lacks the other matrix of {module:.200}")
-    a, b, rank = found["A"], found["B"], config.rank_of(module)
+    return StackedLowRank(found["A"], found["B"])
+
+
+def _pair(module: str, pair: StackedLowRank, config: PeftConfig, key: str) -> LowRank:
+    """Return the matrices of one module, whose rank and scale the config has for ``key``. Raises ``WeightsError``."""
+    (a, b), rank = pair, config.rank_of(key)
     if a.shape[0] != rank or b.shape[1] != rank:
         raise WeightsError(
             f"{a.file}: {module:.200} has matrices of {list(a.shape)} and {list(b.shape)}; the rank in {CONFIG} is {rank}"
         )
-    return LowRank(a, b, config.scale_of(module))
+    return LowRank(a, b, config.scale_of(key))
 
 
 def _check_targets(file: Path, config: PeftConfig, modules: Mapping[str, Any]) -> None:
     """Check that the tensors are those of the modules that the config lists. Raises ``WeightsError``."""
-    unexpected = next((module for module in modules if not config.selects(module)), None)
-    if unexpected is not None:
+    unexpected = next((name for name in modules if not config.selects(name) and not config.parameters_of(name)), None)
+    if unexpected is not None and not config.ties:
         raise WeightsError(f"{file} has matrices of {unexpected:.200}, which target_modules in {CONFIG} does not name")

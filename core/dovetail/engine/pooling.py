@@ -13,7 +13,7 @@ from dovetail.ops.transfer import to_device
 from dovetail.sampling_params import PoolingKind
 
 if TYPE_CHECKING:
-    from dovetail.interfaces.model import ModelArchitecture
+    from dovetail.engine.row_logits import RowLogits
     from dovetail.types import AdmittedRequest, Batch
 
 _MODE = "pooling_mode_"
@@ -22,7 +22,7 @@ LABEL_ROWS = 64
 """The number of prompts whose logits are in memory at one time."""
 
 
-def pooled(model: ModelArchitecture, batch: Batch, hidden: torch.Tensor) -> list[tuple[int, torch.Tensor]]:
+def pooled(logits: RowLogits, batch: Batch, hidden: torch.Tensor) -> list[tuple[int, torch.Tensor]]:
     """Return the row and a float32 vector of each extend row whose request pools. For a mean, the vector is the sum
     over the tokens of this chunk. For the other kinds it is the complete result, and only the chunk that ends the
     prompt has one. ``hidden`` are the hidden states of all tokens of the batch, after the final norm."""
@@ -44,17 +44,18 @@ def pooled(model: ModelArchitecture, batch: Batch, hidden: torch.Tensor) -> list
         else:
             labelled.append((row, end - 1))
     for i in range(0, len(labelled), LABEL_ROWS):
-        found += _label_logprobs(model, batch, hidden, labelled[i : i + LABEL_ROWS])
+        found += _label_logprobs(logits, batch, hidden, labelled[i : i + LABEL_ROWS])
     return found
 
 
 def _label_logprobs(
-    model: ModelArchitecture, batch: Batch, hidden: torch.Tensor, labelled: list[tuple[int, int]]
+    logits: RowLogits, batch: Batch, hidden: torch.Tensor, labelled: list[tuple[int, int]]
 ) -> list[tuple[int, torch.Tensor]]:
     """Return the row and the log-probabilities of its labels as the next token. ``labelled`` has (row, index in
     ``hidden`` of the last token of its prompt)."""
     ends = to_device(np.array([token for _, token in labelled], np.int64), hidden.device)
-    logprobs = torch.log_softmax(model.logits(hidden.index_select(0, ends)).float(), dim=-1)
+    rows = np.array([row for row, _ in labelled], np.int32)
+    logprobs = torch.log_softmax(logits.of(batch, hidden.index_select(0, ends), rows).float(), dim=-1)
     return [
         (row, logprobs[i].index_select(0, _labels(batch.reqs[row], hidden.device)))
         for i, (row, _) in enumerate(labelled)

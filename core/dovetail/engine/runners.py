@@ -17,6 +17,7 @@ from dovetail.engine.node_rows import NodeRows
 from dovetail.engine.pieces import PIECES_NEEDED
 from dovetail.engine.pooling import pooled
 from dovetail.engine.prompt_logprobs import prompt_logprobs
+from dovetail.engine.row_logits import RowLogits
 from dovetail.engine.sampler import decode_numbers, verify_numbers
 from dovetail.engine.states import advance_states
 from dovetail.interfaces.attention import AttentionBackend
@@ -26,6 +27,7 @@ from dovetail.types import ForwardOutput
 if TYPE_CHECKING:
     import torch
 
+    from dovetail.engine.adapters import EngineAdapters
     from dovetail.engine.expansion import Expansion
     from dovetail.engine.expert_load import ExpertLoad
     from dovetail.engine.graphs import DecodeGraph, DecodeGraphs
@@ -173,15 +175,17 @@ class EagerRunner(Runner[AttentionBackend]):
         batch_invariant: bool = False,
         load: ExpertLoad | None = None,
         expansion: Expansion | None = None,
+        adapters: EngineAdapters | None = None,
     ) -> None:
         """``prefill`` attends in batches with prompt tokens, ``decode`` in others. ``watched`` is ``Batch.watch``. ``load``
-        counts the tokens of experts. ``expansion`` chooses the steps whose prompts expand latents; ``prefill`` then offers
+        counts the tokens of experts. ``adapters`` are those that a batch may have. ``expansion`` chooses the steps whose prompts expand latents; ``prefill`` then offers
         ``attention.expanded``."""
         self.prefill, self.decode = prefill, decode
         self._model, self._inputs, self._pools, self._sampler = model, inputs, pools_of(pool), sampler
         self._pieces, self._captures = pieces, None if pieces is None else CaptureOnDemand(pieces, PIECES_NEEDED)
         self._watched, self._batch_invariant, self._load = watched, batch_invariant, load
         self._expansion = expansion
+        self._logits = RowLogits(model, adapters)
         # a drafter that watches the output of the last layer needs it for all tokens
         all_rows = max(watched, default=0) >= model.info.num_layers
         self._narrows = Feature.MODEL_LAST_ROWS in model.info.offers and not all_rows
@@ -210,9 +214,9 @@ class EagerRunner(Runner[AttentionBackend]):
         if states is not None:
             batch.attn = (*attends, *states.of_step(batch))
         hidden = self._forward(batch)
-        found, vectors = prompt_logprobs(self._model, batch, hidden), pooled(self._model, batch, hidden)
+        found, vectors = prompt_logprobs(self._logits, batch, hidden), pooled(self._logits, batch, hidden)
         sampled_only = batch.logit_rows is None or batch.last is not None
-        logits = self._model.logits(hidden if sampled_only else hidden[batch.logit_rows])
+        logits = self._logits.of(batch, hidden if sampled_only else hidden[batch.logit_rows])
         return Launched(self, graph, logits, found, vectors)
 
     def _expands(self, batch: Batch) -> bool:

@@ -15,10 +15,14 @@ from dovetail.layers.linear import Linear
 if TYPE_CHECKING:
     from dovetail.interfaces.mesh import Mesh
     from dovetail.interfaces.quantization import LinearInput
+    from dovetail.layers.adapters import EmbeddingAdapters
 
 
 class Embedding(Layer):
-    """Look up rows of ``weight``, which holds this rank's share of the rows ``[vocab_size, hidden_size]``."""
+    """Look up rows of ``weight``, which holds this rank's share of the rows ``[vocab_size, hidden_size]``. ``adapters`` are
+    added to them."""
+
+    adapters: EmbeddingAdapters | None = None
 
     def __init__(self, vocab_size: int, hidden_size: int, mesh: Mesh) -> None:
         super().__init__()
@@ -30,10 +34,15 @@ class Embedding(Layer):
     def forward(self, token_ids: torch.Tensor) -> torch.Tensor:
         """Map int64 ``token_ids [tokens]`` to embeddings ``[tokens, hidden_size]``, a new tensor."""
         if self._tp is None:
-            return self.weight.index_select(0, token_ids)
+            found = self.weight.index_select(0, token_ids)
+            if self.adapters is not None:
+                self.adapters.add(found, token_ids)
+            return found
         rows = token_ids - self._start
         outside = (rows < 0) | (rows >= self._size)
         found = self.weight.index_select(0, rows.masked_fill_(outside, 0))
+        if self.adapters is not None:
+            self.adapters.add(found, rows)
         return self._tp.all_reduce(found.masked_fill_(outside[:, None], 0))
 
     def target(self, parameter: str) -> WeightTarget:
@@ -48,7 +57,6 @@ class LMHead(Linear):
     an embedding, it shares that layer's weight, of which a checkpoint has one copy."""
 
     precise = True
-    adaptable = False
 
     def __init__(
         self, hidden_size: int, vocab_size: int, mesh: Mesh, *, tied: Embedding | None = None, bias: bool = False

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from dovetail.interfaces.experts import ExpertsBackend
     from dovetail.interfaces.mesh import Mesh
     from dovetail.interfaces.quantization import ExpertsMethod
+    from dovetail.layers.adapters import ExpertsAdapters
     from dovetail.ops.parts import Addend
 
 
@@ -69,7 +70,7 @@ class Experts(Layer):
     rows' biases. If a quantization gives the layer a ``method``, the method's parameters take the place of ``gate_up``
     and ``down``. ``shared`` is the shared expert, which the ranks divide like every ``GatedMLP``, or None.
     ``dovetail.layers.expert_targets`` names their tensors in checkpoints. ``backend`` makes what multiplies; without one, the
-    products of ``ops.experts`` do. Raises ``ConfigError`` if the ranks cannot divide the experts.
+    products of ``ops.experts`` do. ``adapters`` are added to the products of each expert. Raises ``ConfigError`` if the ranks cannot divide the experts.
     """
 
     def __init__(self, shape: ExpertsShape, mesh: Mesh) -> None:
@@ -90,6 +91,7 @@ class Experts(Layer):
         self._dtype = torch.get_default_dtype()
         self._weights: ExpertWeights
         self.backend: ExpertsBackend | None = None
+        self.adapters: ExpertsAdapters | None = None
         self._product: ExpertsProduct
 
     def allocate(self, method: ExpertsMethod | None, device: torch.device, dtype: torch.dtype) -> None:
@@ -133,6 +135,8 @@ class Experts(Layer):
         )
         weights, backend = self._weights, self.backend
         self._product = GroupedProduct(weights, self._dtype) if backend is None else backend.product(weights)
+        if self.adapters is not None:
+            self._product = self.adapters.around(self._product, weights)
         super().prepare()
 
     @property

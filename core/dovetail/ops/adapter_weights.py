@@ -29,6 +29,26 @@ class LowRankWeights:
     blocks: torch.Tensor | None = None
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class EmbeddingLowRank(LowRankWeights):
+    """Hold the matrices that the adapters of all slots have for an embedding: ``a [slots, tokens of the vocabulary, rank]`` has a
+    row for each token that this rank holds, ``b [slots, out, rank]`` has one part."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ExpertLowRank(LowRankWeights):
+    """Hold the matrices that the adapters of all slots have for one product of the experts that this rank holds: ``a [slots,
+    experts, parts, rank, in]``, ``b [slots, experts, out, rank]``, ranks ``[slots, experts * parts]``. ``parts`` and
+    ``blocks`` are those of one expert."""
+
+
+class ExpertPairLowRank(NamedTuple):
+    """Hold the matrices of both products of a layer of experts: ``gate_up``, whose parts are gate and up, and ``down``."""
+
+    gate_up: ExpertLowRank
+    down: ExpertLowRank
+
+
 class TokenTiles(NamedTuple):
     """Hold the tokens of a step in an order in which those of one slot are adjacent, on CUDA: ``order`` int32 ``[tokens]``, of
     which only those with an adapter count, and ``tiles`` int32 ``[tiles, 3]``: slot, start in ``order``, and number of
@@ -44,8 +64,9 @@ class TokenTiles(NamedTuple):
 
 class TokenSlots(NamedTuple):
     """Assign the tokens of a step to slots. ``groups`` are the slots that occur, each with the indices of its tokens (int64,
-    None: all tokens), or empty on CUDA, where ``tiles`` take their place."""
+    None: all tokens), and ``slots`` (int64 ``[tokens]``) has the slot of each token, or -1. On CUDA, ``tiles`` take their place."""
 
     num_tokens: int
     groups: tuple[tuple[int, torch.Tensor | None], ...] = ()
     tiles: TokenTiles | None = None
+    slots: torch.Tensor | None = None

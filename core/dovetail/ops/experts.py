@@ -13,10 +13,12 @@ from dovetail.gguf.block_types import TYPES
 from dovetail.interfaces.expert_shapes import SILU, ExpertFormat, ExpertWeights, Routing, SwiGLU
 from dovetail.interfaces.experts import ExpertsProduct
 from dovetail.ops.activation import silu_mul
+from dovetail.ops.adapter_weights import ExpertPairLowRank, TokenSlots
 from dovetail.ops.block_products import BlockMatrix, BlockWeight
 from dovetail.ops.cpu.blocks import block_kernels
 from dovetail.ops.cpu.kernels import kernels
 from dovetail.ops.expert_formats import dequantized
+from dovetail.ops.low_rank import add_low_rank_pairs
 from dovetail.ops.mxfp4 import dequantize
 
 _FEW_ROWS, _MOST_COMPILED = 2, 4
@@ -31,6 +33,8 @@ FORMATS: dict[str, tuple[ExpertFormat, ...]] = {
     "cpu": ("plain", "mxfp4", "gguf"),
 }
 """The formats of weights that can be multiplied on a type of device. Those of GGUF need compiled kernels on a CPU."""
+ADAPTED_FORMATS: dict[str, tuple[ExpertFormat, ...]] = {"cuda": ("plain",), "cpu": FORMATS["cpu"]}
+"""The formats of weights that can be multiplied together with adapters."""
 
 
 @functools.cache
@@ -70,6 +74,11 @@ class GroupedProduct(ExpertsProduct):
         self._weights = weights
         self._experts = _triton().experts if weights.gate_up.is_cuda else _on_host
         self._memory = _triton().shared_memory(weights) if weights.gate_up.is_cuda else None
+
+    @property
+    def weights(self) -> ExpertWeights:
+        """Return the weights that are multiplied with."""
+        return self._weights
 
     def forward(self, x: torch.Tensor, routing: Routing, shared: torch.Tensor | None) -> torch.Tensor:
         """See ``ExpertsProduct``."""
@@ -125,7 +134,31 @@ def _multiplied(weights: ExpertWeights, dtype: torch.dtype) -> bool:
     return weights.format in FORMATS[device] and compiled
 
 
-def _on_host(x: torch.Tensor, routing: Routing, weights: ExpertWeights, shared: torch.Tensor | None) -> torch.Tensor:
+def adapted_experts(
+    x: torch.Tensor,
+    routing: Routing,
+    weights: ExpertWeights,
+    shared: torch.Tensor | None,
+    low_rank: ExpertPairLowRank,
+    tokens: TokenSlots,
+) -> torch.Tensor:
+    """Compute ``experts`` with what the adapters of the tokens add to the products of each expert. On CUDA the weights are
+    plain."""
+    assert len(x) == tokens.num_tokens, "an adapted layer computes all tokens of the step"
+    if tokens.tiles is not None:
+        return _triton().adapted_experts(x, routing, weights, shared, low_rank, tokens.tiles)
+    assert tokens.slots is not None
+    return _on_host(x, routing, weights, shared, (low_rank, tokens.slots))
+
+
+def _on_host(
+    x: torch.Tensor,
+    routing: Routing,
+    weights: ExpertWeights,
+    shared: torch.Tensor | None,
+    adapted: tuple[ExpertPairLowRank, torch.Tensor] | None = None,
+) -> torch.Tensor:
+    """Compute ``experts``, or, with ``adapted``, ``adapted_experts`` of these matrices and slots of tokens."""
     first, (tokens, top_k) = weights.first, routing.ids.shape
     ids, factors = routing.ids.flatten(), routing.weights.flatten()
     counts = torch.bincount(ids, minlength=first + len(weights.gate_up)).tolist()
@@ -136,17 +169,22 @@ def _on_host(x: torch.Tensor, routing: Routing, weights: ExpertWeights, shared: 
     if weights.scaled_input:
         rows = (rows * factors).to(x.dtype)
     held = None if weights.gate_up_bias is None and weights.down_bias is None else ids[pairs] - first
+    keys = None if adapted is None else (adapted[1][pairs // top_k], ids[pairs].long() - first)
     gate_up = (
         _products(rows, weights.gate_up, weights.gate_up_scale, weights.gate_up_bias, counts, held)
         if weights.blocks is None
         else _block_products(rows, weights.gate_up, weights.blocks.gate_up, weights.gate_up_bias, counts)
     )
+    if adapted is not None and keys is not None:
+        add_low_rank_pairs(gate_up, rows, adapted[0].gate_up, *keys)
     inner = gate_up.relu_().square_() if weights.ungated else _activated(gate_up, weights.activation)
     found = (
         _products(inner, weights.down, weights.down_scale, weights.down_bias, counts, held)
         if weights.blocks is None
         else _block_products(inner, weights.down, weights.blocks.down, weights.down_bias, counts)
     )
+    if adapted is not None and keys is not None:
+        add_low_rank_pairs(found, inner, adapted[0].down, *keys)
     found = found if found.dtype is torch.float64 else found.float()
     if not weights.scaled_input:
         found = found * factors

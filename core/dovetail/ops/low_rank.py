@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch.nn import functional
 
-from dovetail.ops.adapter_weights import LowRankWeights, TokenSlots, TokenTiles
+from dovetail.ops.adapter_weights import EmbeddingLowRank, ExpertLowRank, LowRankWeights, TokenSlots, TokenTiles
 
 if TYPE_CHECKING:
     from dovetail.types import IntArray
@@ -38,6 +38,45 @@ def add_low_rank(out: torch.Tensor, x: torch.Tensor, weights: LowRankWeights, to
     return out
 
 
+def add_embedding(
+    out: torch.Tensor, token_ids: torch.Tensor, weights: EmbeddingLowRank, tokens: TokenSlots
+) -> torch.Tensor:
+    """Add to the embeddings ``out [tokens, out]`` what the adapters add to the rows ``token_ids`` (int64 ``[tokens]``) of the
+    table, and return it."""
+    assert len(token_ids) == tokens.num_tokens, "an adapted embedding looks up all tokens of the step"
+    if tokens.tiles is not None:
+        from dovetail.ops.triton import low_rank
+
+        return low_rank.add_embedding(out, token_ids, weights, tokens.tiles)
+    for slot, index in tokens.groups:
+        rank = int(weights.ranks[slot, 0])
+        if rank:
+            rows = token_ids if index is None else token_ids.index_select(0, index)
+            own = functional.linear(weights.a[slot, :, :rank].index_select(0, rows), weights.b[slot, :, :rank])
+            out.add_(own) if index is None else out.index_add_(0, index, own)
+    return out
+
+
+def add_low_rank_pairs(
+    out: torch.Tensor, x: torch.Tensor, weights: ExpertLowRank, slots: torch.Tensor, experts: torch.Tensor
+) -> torch.Tensor:
+    """Add to ``out [pairs, out]`` what the adapters make of ``x [pairs, in]``, on the CPU, and return it. A pair has a slot in
+    ``slots``, or -1, and an expert in ``experts``, counted from the first one of this rank (both int64 ``[pairs]``)."""
+    count, num_parts = weights.a.shape[1], len(weights.parts)
+    keys = torch.where(slots < 0, -1, slots * count + experts).numpy()
+    for slot, index in token_groups(keys):
+        slot, expert = divmod(slot, count)
+        rows = x if index is None else x.index_select(0, index)
+        for part, (start, size) in enumerate(weights.parts):
+            rank = int(weights.ranks[slot, expert * num_parts + part])
+            if rank:
+                low = functional.linear(rows, weights.a[slot, expert, part, :rank])
+                own = functional.linear(low, weights.b[slot, expert, start : start + size, :rank])
+                place = out[:, start : start + size]
+                place.add_(own) if index is None else place.index_add_(0, index, own.to(out.dtype))
+    return out
+
+
 def _add_on_cuda(out: torch.Tensor, x: torch.Tensor, weights: LowRankWeights, tokens: TokenTiles) -> torch.Tensor:
     from dovetail.ops.triton import low_rank, low_rank_few
 
@@ -46,8 +85,13 @@ def _add_on_cuda(out: torch.Tensor, x: torch.Tensor, weights: LowRankWeights, to
     return low_rank.add_low_rank(out, x, weights, tokens)
 
 
-def token_groups(slots: IntArray) -> tuple[tuple[int, torch.Tensor | None], ...]:
-    """Return ``TokenSlots.groups`` of ``slots`` (int32 ``[tokens]``), in which -1 stands for no adapter."""
+def token_slots(slots: IntArray) -> TokenSlots:
+    """Return what the CPU needs of ``slots`` (int32 ``[tokens]``), in which -1 stands for no adapter."""
+    return TokenSlots(len(slots), token_groups(slots), None, torch.from_numpy(slots.astype(np.int64)))
+
+
+def token_groups(slots: Any) -> tuple[tuple[int, torch.Tensor | None], ...]:
+    """Return ``TokenSlots.groups`` of ``slots`` (an array of integers, ``[tokens]``), in which -1 stands for no adapter."""
     found = np.unique(slots)
     if len(found) == 1:
         return ((int(found[0]), None),) if found[0] >= 0 else ()

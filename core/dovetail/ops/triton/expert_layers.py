@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -10,6 +11,9 @@ from dovetail.interfaces.expert_shapes import ExpertFormat, ExpertWeights, Routi
 from dovetail.ops.triton import experts as plain
 from dovetail.ops.triton import experts_fp8, experts_one, integers, mxfp4, mxfp4_plain, packed_experts
 from dovetail.ops.triton.expert_tiles import ExpertTiles
+
+if TYPE_CHECKING:
+    from dovetail.ops.adapter_weights import ExpertPairLowRank, TokenTiles
 
 _PAIR_RESULTS: dict[ExpertFormat, Callable[..., torch.Tensor]] = {
     "plain": plain.pair_results,
@@ -46,6 +50,22 @@ def experts(
         return experts_one.one_token(x, routing, weights, shared, in_parts=False)
     else:
         results = _PAIR_RESULTS[weights.format](x, routing, weights, in_parts=False)
+    return plain.add_up_pairs(results, routing, weights, shared)
+
+
+def adapted_experts(
+    x: torch.Tensor,
+    routing: Routing,
+    weights: ExpertWeights,
+    shared: torch.Tensor | None,
+    low_rank: ExpertPairLowRank,
+    tokens: TokenTiles,
+) -> torch.Tensor:
+    """Compute ``ops.experts.adapted_experts`` with plain weights."""
+    assert x.is_contiguous()
+    if not x.shape[0]:
+        return torch.empty_like(x)
+    results = plain.adapted_pair_results(x, routing, weights, low_rank, tokens)
     return plain.add_up_pairs(results, routing, weights, shared)
 
 

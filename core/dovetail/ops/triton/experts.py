@@ -9,6 +9,8 @@ experts in their order. No result depends on which program was first. With many 
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 import triton
 import triton.language as tl
@@ -16,6 +18,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from dovetail.interfaces.expert_shapes import ExpertWeights, Routing
 from dovetail.ops.triton import experts_many
+from dovetail.ops.triton.expert_low_rank import expand_pairs, shrink_pairs
 from dovetail.ops.triton.expert_pairs import (
     NARROW,
     activate,
@@ -27,6 +30,9 @@ from dovetail.ops.triton.expert_pairs import (
 from dovetail.ops.triton.expert_tiles import ExpertTile, ExpertTiles, tiles_of
 from dovetail.ops.triton.launch import launch
 from dovetail.ops.triton.routing import ExpertOrder, sort_by_expert
+
+if TYPE_CHECKING:
+    from dovetail.ops.adapter_weights import ExpertPairLowRank, TokenTiles
 
 
 @triton.jit
@@ -42,8 +48,8 @@ def _multiply(left, right, total, NARROW_ROWS: tl.constexpr):
 
 @triton.jit(do_not_specialize=["tiles"])
 def _gate_up(
-    x, w, bias, out, factors, order, blocks, used, tiles, hidden, size, alpha, limit, offset,
-    TOP_K: tl.constexpr, SCALED: tl.constexpr, BIAS: tl.constexpr, LIMITED: tl.constexpr, UNGATED: tl.constexpr,
+    x, w, bias, added, out, factors, order, blocks, used, tiles, hidden, size, alpha, limit, offset,
+    TOP_K: tl.constexpr, SCALED: tl.constexpr, BIAS: tl.constexpr, ADDED: tl.constexpr, LIMITED: tl.constexpr, UNGATED: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EVEN: tl.constexpr, PDL: tl.constexpr,
 ) -> None:  # fmt: skip
     tile, block = tl.program_id(0) % tiles, tl.program_id(0) // tiles
@@ -80,6 +86,11 @@ def _gate_up(
             up = _multiply(left, right_up, up, narrow)
     if narrow:
         gate, up = tl.trans(gate), tl.trans(up)
+    if ADDED:
+        own, real = added + row.to(tl.int64)[:, None] * per_expert + column[None, :], present[:, None] & inside[None, :]
+        gate += tl.load(own, real, 0.0).to(tl.float32)
+        if not UNGATED:
+            up += tl.load(own + size, real, 0.0).to(tl.float32)
     gate, up = scaled_and_biased(gate, up, factors, bias, expert, pair, column, present, inside, size, SCALED, BIAS)
     if UNGATED:
         result = square_of_positive(gate).to(out.dtype.element_ty)
@@ -180,6 +191,27 @@ def pair_results(
     return down(inner, routing, weights, order, tiles.down, in_parts=in_parts)
 
 
+def adapted_pair_results(
+    x: torch.Tensor, routing: Routing, weights: ExpertWeights, low_rank: ExpertPairLowRank, tokens: TokenTiles
+) -> torch.Tensor:
+    """Return ``pair_results`` with what the adapters of the tokens add to both products. The kernels are those above for any number
+    of tokens."""
+    (count, hidden), top_k = x.shape, routing.ids.shape[1]
+    held, rows, size = *weights.gate_up.shape[:2], weights.down.shape[2]
+    tiles = tiles_of(count, held, top_k, hidden, size, held / weights.whole, x.element_size())
+    order = sort_by_expert(routing.ids, weights.first, held, tiles.block_m)
+    pairs, given = count * top_k, (order, tokens, top_k)
+    low = shrink_pairs(x, low_rank.gate_up, *given, by_pair=False)
+    added = torch.empty(pairs, rows, dtype=x.dtype, device=x.device)
+    expand_pairs(added, low, low_rank.gate_up, *given, onto=False)
+    inner = torch.empty(pairs, size, dtype=x.dtype, device=x.device)
+    launch_gate_up(x, inner, routing, weights, order, tiles.gate_up, added)
+    results = launch_down(inner, routing, weights, order, tiles.down, in_parts=False)
+    low = shrink_pairs(inner, low_rank.down, *given, by_pair=True)
+    factors = None if weights.scaled_input else routing.weights
+    return expand_pairs(results, low, low_rank.down, *given, factors, onto=True)
+
+
 def launch_down(
     inner: torch.Tensor,
     routing: Routing,
@@ -205,17 +237,24 @@ def launch_down(
 
 
 def launch_gate_up(
-    x: torch.Tensor, inner: torch.Tensor, routing: Routing, weights: ExpertWeights, order: ExpertOrder, tile: ExpertTile
+    x: torch.Tensor,
+    inner: torch.Tensor,
+    routing: Routing,
+    weights: ExpertWeights,
+    order: ExpertOrder,
+    tile: ExpertTile,
+    added: torch.Tensor | None = None,
 ) -> None:
-    """Write the activations of pairs in ``order`` to ``inner [pairs, size]``."""
+    """Write the activations of pairs in ``order`` to ``inner [pairs, size]``. ``added [pairs, rows of an expert]`` is added to the
+    products of gate and up."""
     hidden, size = x.shape[1], inner.shape[1]
     programs, activation = triton.cdiv(size, tile.block_n), weights.activation
     launch(
         _gate_up, (len(order.blocks) * programs,),
-        x, weights.gate_up, weights.gate_up_bias, inner, routing.weights, *order[:3], programs, hidden, size,
+        x, weights.gate_up, weights.gate_up_bias, added, inner, routing.weights, *order[:3], programs, hidden, size,
         activation.alpha, activation.limit or 0.0, activation.offset,
         TOP_K=routing.ids.shape[1], SCALED=weights.scaled_input, BIAS=weights.gate_up_bias is not None,
-        LIMITED=activation.limit is not None, UNGATED=weights.ungated,
+        ADDED=added is not None, LIMITED=activation.limit is not None, UNGATED=weights.ungated,
         BLOCK_M=order.block_m, BLOCK_N=tile.block_n, BLOCK_K=tile.block_k,
         EVEN=hidden % tile.block_k == 0, num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip

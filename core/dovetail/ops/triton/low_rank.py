@@ -17,7 +17,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from dovetail.ops.triton.launch import launch
 
 if TYPE_CHECKING:
-    from dovetail.ops.adapter_weights import LowRankWeights, TokenTiles
+    from dovetail.ops.adapter_weights import EmbeddingLowRank, LowRankWeights, TokenTiles
 
 RANK_BLOCK = 16
 ROW_BLOCK = 64
@@ -104,24 +104,65 @@ def _expand(
 
 def add_low_rank(out: torch.Tensor, x: torch.Tensor, weights: LowRankWeights, tokens: TokenTiles) -> torch.Tensor:
     """Compute ``dovetail.ops.low_rank.add_low_rank`` for ``tokens``."""
-    a, b, ranks, blocks = weights.a, weights.b, weights.device_ranks, weights.blocks
+    a, ranks = weights.a, weights.device_ranks
     assert ranks is not None
-    assert blocks is not None
     num_parts, rank, inputs = a.shape[1:]
     splits = triton.cdiv(inputs, SPLIT_INPUTS)
     low = torch.empty(splits, len(x), num_parts, rank, dtype=torch.float32, device=x.device)
-    step = ranks, ranks.stride(0), tokens.order, tokens.tiles
-    sizes = {"RANK": rank, "TILE": tokens.size, "RANK_BLOCK": RANK_BLOCK}
     grid = (len(tokens.tiles), num_parts * (rank // RANK_BLOCK), splits)
     launch(
-        _shrink, grid, x, x.stride(0), inputs, a, a.stride(0), *step, low, len(x), num_parts,
-        **sizes, INPUT_BLOCK=INPUT_BLOCK, SPLIT=SPLIT_INPUTS,
+        _shrink, grid, x, x.stride(0), inputs, a, a.stride(0), ranks, ranks.stride(0), tokens.order, tokens.tiles, low, len(x), num_parts,
+        RANK=rank, TILE=tokens.size, RANK_BLOCK=RANK_BLOCK, INPUT_BLOCK=INPUT_BLOCK, SPLIT=SPLIT_INPUTS,
     )  # fmt: skip
+    return _expanded(out, low, weights, tokens)
+
+
+def _expanded(out: torch.Tensor, low: torch.Tensor, weights: LowRankWeights, tokens: TokenTiles) -> torch.Tensor:
+    """Add the products of ``low``, float32 ``[splits, tokens, parts, rank]`` to be added up, and the second matrices."""
+    b, ranks, blocks = weights.b, weights.device_ranks, weights.blocks
+    assert ranks is not None
+    assert blocks is not None
+    splits, count, num_parts, rank = low.shape
     launch(
-        _expand, (len(tokens.tiles), len(blocks)), out, out.stride(0), low, len(x), num_parts, b, b.stride(0), *step, blocks,
-        **sizes, ROW_BLOCK=ROW_BLOCK, SPLITS=splits,
+        _expand, (len(tokens.tiles), len(blocks)),
+        out, out.stride(0), low, count, num_parts, b, b.stride(0), ranks, ranks.stride(0), tokens.order, tokens.tiles, blocks,
+        RANK=rank, TILE=tokens.size, RANK_BLOCK=RANK_BLOCK, ROW_BLOCK=ROW_BLOCK, SPLITS=splits,
     )  # fmt: skip
     return out
+
+
+@triton.jit(do_not_specialize_on_alignment=["ranks", "places", "tiles"])
+def _look_up(
+    ids, a, a_stride, ranks, rank_stride, places, tiles, low, RANK: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
+):  # fmt: skip
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    token = tl.program_id(0).to(tl.int64)
+    place = tl.load(places + token)
+    row = tl.load(ids + token)
+    if place >= 0:
+        slot = tl.load(tiles + place * 3).to(tl.int64)
+        rank = tl.load(ranks + slot * rank_stride)
+        r = tl.arange(0, BLOCK)
+        found = tl.load(a + slot * a_stride + row * RANK + r, r < rank, 0.0)
+        tl.store(low + token * RANK + r, found.to(low.dtype.element_ty), r < RANK)
+
+
+def add_embedding(
+    out: torch.Tensor, token_ids: torch.Tensor, weights: EmbeddingLowRank, tokens: TokenTiles
+) -> torch.Tensor:
+    """Compute ``dovetail.ops.low_rank.add_embedding`` for ``tokens``."""
+    a, ranks, count = weights.a, weights.device_ranks, len(token_ids)
+    assert ranks is not None
+    rank = a.shape[2]
+    low = torch.empty(1, count, 1, rank, dtype=torch.float32, device=out.device)
+    launch(
+        _look_up, (count,),
+        token_ids, a, a.stride(0), ranks, ranks.stride(0), tokens.places, tokens.tiles, low,
+        RANK=rank, BLOCK=triton.next_power_of_2(rank), num_warps=1,
+    )  # fmt: skip
+    return _expanded(out, low, weights, tokens)
 
 
 def row_blocks(parts: tuple[tuple[int, int], ...], device: torch.device) -> torch.Tensor:

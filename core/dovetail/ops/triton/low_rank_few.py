@@ -145,6 +145,25 @@ def add_step(
 
 
 @triton.jit
+def _add_own(
+    total, at, slot, columns, others, local, rows, low, b, b_stride, place, present, own, num_parts,
+    GATED: tl.constexpr, RANK: tl.constexpr, STEP: tl.constexpr, BLOCK_M: tl.constexpr,
+):  # fmt: skip
+    """Compute ``add_step`` for all rows of a tile, which are of part ``own``, or if GATED, in turn of gate (``columns``) and up
+    (``others``)."""
+    inside = local % 2 == 0 if GATED else local >= 0
+    total = add_step(
+        total, at, slot, columns, rows, inside, low, b, b_stride, place, present, own, num_parts, RANK, STEP, BLOCK_M
+    )
+    if GATED:
+        inside = local % 2 == 1
+        total = add_step(
+            total, at, slot, others, rows, inside, low, b, b_stride, place, present, 1, num_parts, RANK, STEP, BLOCK_M
+        )
+    return total
+
+
+@triton.jit
 def prefetch_step(
     b, b_stride, w, rows, at, used, part, tiles, ranks, rank_stride,
     RANK: tl.constexpr, STEP: tl.constexpr,
@@ -195,86 +214,14 @@ def _adapted_rows(
         total = tl.dot(left, tl.trans(right), total, input_precision="ieee")
     if PDL:
         gdc_wait()  # for ``low``; ``x`` was complete before this kernel started
-    inside = local % 2 == 0 if GATED else local >= 0
+    step = local, rows, low, b, b_stride, place, token < m, own, num_parts
     if first < used * RANK:
-        total = add_step(
-            total,
-            first,
-            slot,
-            columns,
-            rows,
-            inside,
-            low,
-            b,
-            b_stride,
-            place,
-            token < m,
-            own,
-            num_parts,
-            RANK,
-            STEP,
-            BLOCK_M,
-        )
-        if GATED:
-            total = add_step(
-                total,
-                first,
-                slot,
-                others,
-                rows,
-                local % 2 == 1,
-                low,
-                b,
-                b_stride,
-                place,
-                token < m,
-                1,
-                num_parts,
-                RANK,
-                STEP,
-                BLOCK_M,
-            )
+        total = _add_own(total, first, slot, columns, others, *step, GATED, RANK, STEP, BLOCK_M)
         for later in tl.range(first + SPLIT * STEP, used * RANK, SPLIT * STEP, num_stages=2):
             slot = slots_of_step(later, used, tiles, RANK, STEP)
             columns = used_of_step(later, used, slot, own, ranks, rank_stride, RANK, STEP)
-            total = add_step(
-                total,
-                later,
-                slot,
-                columns,
-                rows,
-                inside,
-                low,
-                b,
-                b_stride,
-                place,
-                token < m,
-                own,
-                num_parts,
-                RANK,
-                STEP,
-                BLOCK_M,
-            )
-            if GATED:
-                others = used_of_step(later, used, slot, 1, ranks, rank_stride, RANK, STEP)
-                total = add_step(
-                    total,
-                    later,
-                    slot,
-                    others,
-                    rows,
-                    local % 2 == 1,
-                    low,
-                    b,
-                    b_stride,
-                    place,
-                    token < m,
-                    1,
-                    num_parts,
-                    RANK,
-                    STEP,
-                    BLOCK_M,
-                )
+            others = used_of_step(later, used, slot, 1, ranks, rank_stride, RANK, STEP) if GATED else columns
+            total = _add_own(total, later, slot, columns, others, *step, GATED, RANK, STEP, BLOCK_M)
     finish_rows(total, y, bias, parts, arrived, rows, tile, part, m, n, GATED, BIAS, BLOCK_M, BLOCK_N, SPLIT, IN_PARTS)
 
 
@@ -306,44 +253,14 @@ def _expand(
         before = tl.load(to, mask=real, other=0.0)
         total = tl.zeros([ROW_BLOCK, BLOCK_M], tl.float32)
         total = add_step(
-            total,
-            0,
-            slot,
-            columns,
-            rows,
-            inside,
-            low,
-            b,
-            b_stride,
-            place,
-            token < m,
-            part,
-            num_parts,
-            RANK,
-            STEP,
-            BLOCK_M,
-        )
+            total, 0, slot, columns, rows, inside, low, b, b_stride, place, token < m, part, num_parts, RANK, STEP, BLOCK_M
+        )  # fmt: skip
         for later in tl.range(STEP, used * RANK, STEP, num_stages=3):
             slot = slots_of_step(later, used, tiles, RANK, STEP)
             columns = used_of_step(later, used, slot, part, ranks, rank_stride, RANK, STEP)
             total = add_step(
-                total,
-                later,
-                slot,
-                columns,
-                rows,
-                inside,
-                low,
-                b,
-                b_stride,
-                place,
-                token < m,
-                part,
-                num_parts,
-                RANK,
-                STEP,
-                BLOCK_M,
-            )
+                total, later, slot, columns, rows, inside, low, b, b_stride, place, token < m, part, num_parts, RANK, STEP, BLOCK_M
+            )  # fmt: skip
         tl.store(to, (before.to(tl.float32) + total).to(out.dtype.element_ty), mask=real)
 
 
