@@ -119,7 +119,7 @@ def test_bad_prompts(fake: httpx.Client, prompt: object, words: list[str]):
         ({}, "messages", ["missing"]),
         ({"messages": []}, "messages", ["at least 1"]),
         ({"messages": "hi"}, "messages", ["list"]),
-        ({"messages": [{"content": "hi"}]}, "messages", ["messages.0.role"]),
+        ({"messages": [{"content": "hi"}]}, "messages", ["messages.0.role is missing"]),
         ({"messages": [{"role": "robot", "content": "hi"}]}, "messages", ["'robot'", "'assistant'"]),
         ({"messages": [{"role": "user", "content": 5}]}, "messages", ["5"]),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages", ["image_url", "text"]),

@@ -279,9 +279,10 @@ def _explain(error: ValidationError, model: type[Model]) -> RequestError:
         return RequestError(
             f"{field:.80} is not a field of this request; allowed: {known}", param=field, code="unknown_field"
         )
-    if first["type"] == "missing" and len(first["loc"]) == 1:
-        return RequestError(f"{field} is missing", param=field, code="missing_field")
     same = [problem for problem in problems if problem["loc"][:1] == first["loc"][:1]]
+    if first["type"] == "missing" and len(same) == 1:
+        where = ".".join(str(part) for part in first["loc"])
+        return RequestError(f"{where} is missing", param=field, code="missing_field")
     allowed = " or ".join(dict.fromkeys(problem["msg"][:1].lower() + problem["msg"][1:] for problem in same))
     where = ".".join(str(part) for part in first["loc"]) if len(same) == 1 else field
     given = repr(first["input"])

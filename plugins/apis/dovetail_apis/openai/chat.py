@@ -99,7 +99,7 @@ def _max_tokens(body: ChatCompletionRequest) -> int | None:
             f"max_tokens is {old} and max_completion_tokens is {new}; give one of them", param="max_tokens"
         )
     given = new if new is not None else old
-    if given == 0:
+    if given is not None and given < 1:
         name = "max_tokens" if new is None else "max_completion_tokens"
-        raise RequestError(f"{name} is 0; allowed: an integer of at least 1", param=name)
+        raise RequestError(f"{name} is {given}; allowed: an integer of at least 1", param=name)
     return given
