@@ -362,14 +362,11 @@ def test_the_loop_goes_on_while_a_compilation_spins(make: Make) -> None:
     service = make(seconds=3.0)
     pid_of(service, "warm")
     ticket = service.submit(regex("spin 600"))
-    gaps, last = [], time.perf_counter()
+    turns = 0
     while not ticket.ready:
         time.sleep(0.001)
-        now = time.perf_counter()
-        gaps.append(now - last)
-        last = now
-    gaps.sort()
-    assert gaps[len(gaps) // 2] < 0.02
+        turns += 1
+    assert turns > 100, "one or two where the lock is held, thousands on an idle machine"
     with pytest.raises(GrammarError, match="longer than 3 s"):
         ticket.matcher()
 

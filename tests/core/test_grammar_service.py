@@ -262,10 +262,10 @@ def test_nesting_is_counted_outside_of_strings_and_classes(kind: GrammarKind, te
 
 @pytest.mark.parametrize("kind", GrammarKind)
 def test_counting_takes_linear_time_whatever_the_text(kind: GrammarKind) -> None:
-    start = time.perf_counter()
+    start = time.thread_time()
     for text in ('"', "[", "(", "\\", '"\\', "[^", "[\\]", '"\n', '{"'):
         nesting(GrammarSpec(kind, text * (MAX_TEXT_BYTES // len(text))))
-    assert time.perf_counter() - start < 10
+    assert time.thread_time() - start < 10
 
 
 def test_deep_nesting_is_refused_before_the_backend_reads_it(backend: FakeBackend) -> None:

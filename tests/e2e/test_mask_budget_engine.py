@@ -62,9 +62,9 @@ def test_a_request_whose_masks_grow_ends_and_its_constraint_is_refused_while_oth
     added = False
     while len(traffic.ends) < 3 + 3 * added or not added:
         assert time.monotonic() < end
-        start = time.perf_counter()
+        start = time.process_time()
         traffic.step()
-        steps.append(time.perf_counter() - start)
+        steps.append(time.process_time() - start)
         if not added and any(traffic.tokens.values()):
             added = True
             for rid, prompt in prompts.items():

@@ -163,10 +163,10 @@ def test_hostile_constraints_end_soon() -> None:
         (GrammarKind.EBNF, "root ::= a{1000}\na ::= b{1000}\nb ::= [a-z]{1000}"),
     ]  # fmt: skip
     for kind, text in hostile:
-        start = time.monotonic()
+        start = time.process_time()
         with contextlib.suppress(GrammarError):
             backend().compile(GrammarSpec(kind, text))
-        assert time.monotonic() - start < 5, text[:60]
+        assert time.process_time() - start < 5, text[:60]
 
 
 def test_two_tokens_of_one_text_are_both_allowed() -> None:

@@ -185,7 +185,9 @@ def real_cases(folder: Path) -> Iterator[Case]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("cases", "refused_at_most", "valid_at_least"), [(suite_cases, 0.45, 0.91), (real_cases, 0.22, 0.96)]
+    ("cases", "refused_at_most", "valid_at_least"),
+    # test_grammar_corpora.py tests a sample of both in the usual run
+    [(suite_cases, 0.45, 0.91), pytest.param(real_cases, 0.22, 0.96, marks=pytest.mark.full)],
 )
 def test_no_invalid_instance_passes(cases: Any, refused_at_most: float, valid_at_least: float) -> None:
     folder = os.environ.get("GRAMMAR_CORPORA")
@@ -214,7 +216,7 @@ def test_no_invalid_instance_passes(cases: Any, refused_at_most: float, valid_at
 def test_long_enums_are_read_in_time_that_grows_with_their_length() -> None:
     """Each value was formerly compared with all others, so that 6,000 values took seconds."""
     values = [f"value {i}" for i in range(6000)]
-    start = time.perf_counter()
+    start = time.thread_time()
     written = rewrite({"enum": values, "maxLength": 9}, strict=False)
-    assert time.perf_counter() - start < 3
+    assert time.thread_time() - start < 3
     assert written["enum"] == values[:1000]

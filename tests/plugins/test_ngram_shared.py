@@ -205,8 +205,8 @@ def test_the_same_history_makes_the_same_drafts():
 
 
 def test_the_cost_is_small():
-    """Measure a step of 64 rows, each two tokens longer than before. The bound is far above the need of an idle
-    machine (15 us a row)."""
+    """Measure the processor time of a step of 64 rows, each two tokens longer than before. The bound is far above the
+    need (15 us a row)."""
     drafter, rng = make(), np.random.default_rng(0)
     reqs = [request(uid, rng.integers(0, 50, 200).tolist()) for uid in range(64)]
     seconds = []
@@ -214,10 +214,10 @@ def test_the_cost_is_small():
         for req in reqs:
             req.known_len = known
         batch, committed = make_decode_batch(reqs, [4] * 64), make_committed(reqs)
-        start = time.perf_counter()
+        start = time.thread_time()
         drafter.propose(batch)
         drafter.observe(batch, NOTHING, committed)
-        seconds.append(time.perf_counter() - start)
+        seconds.append(time.thread_time() - start)
     assert np.median(seconds) / 64 < 100e-6
 
 

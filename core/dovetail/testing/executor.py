@@ -33,6 +33,10 @@ from dovetail.testing.executor_traffic import MASK_WIDTH
 from dovetail.types import StepPlan
 
 each_size = pytest.mark.parametrize("size", [1, 3])
+ATTEMPTS = 5
+"""How often a call is made whose shortest time is that of the call: a busy machine may delay each of them."""
+ENDS_WITHIN = 8.0
+"""The seconds within which processes that have no reason to run any more must have ended."""
 
 
 class ExecutorSuite(ExecutorCase):
@@ -63,18 +67,26 @@ class ExecutorSuite(ExecutorCase):
                 run.compare_journals()
 
     def test_a_launch_does_not_wait_for_the_step_before(self) -> None:
-        """While the device computes a step, the next one is launched on it."""
+        """While the device computes a step, the next one is launched on it.
+
+        The quickest of some launches counts, because other processes may have the processors.
+        """
         with self.drive(RankScript(step_seconds=0.5)) as run:
-            first = run.schedule()
-            run.launch(first)
-            run.sample(first)
-            second = run.schedule()
-            start = time.monotonic()
-            run.launch(second)
-            assert time.monotonic() - start < 0.4, "launch waits for the step before"
-            run.commit(first)
-            run.sample(second)
-            run.commit(second)
+            before, seconds = run.schedule(), 1.0
+            run.launch(before)
+            run.sample(before)
+            for _ in range(ATTEMPTS):
+                plan = run.schedule()
+                start = time.monotonic()
+                run.launch(plan)
+                seconds = min(seconds, time.monotonic() - start)
+                run.commit(before)
+                run.sample(plan)
+                before = plan
+                if seconds < 0.4:
+                    break
+            run.commit(before)
+            assert seconds < 0.4, "launch waits for the step before"
             launched, *_ = run.executor.call("waits")[0]
             assert launched == 2, "the second step was launched after the first was waited for"
 
@@ -168,13 +180,18 @@ class ExecutorSuite(ExecutorCase):
             assert await_true(lambda: run.executor.progress == WarmUpProgress(7, 7, 0, 3), 2.0)
             assert run.executor.idle()
             assert await_true(lambda: run.executor.progress == WarmUpProgress(7, 7, 1, 2), 2.0), "it is not up to date"
-            plan = run.schedule()
-            run.launch(plan)
-            run.sample(plan)
-            start = time.monotonic()
-            assert run.executor.progress == WarmUpProgress(7, 7, 1, 2)
-            assert time.monotonic() - start < 0.5, "it waits for the step"
-            run.commit(plan)
+            seconds = 1.0
+            for _ in range(ATTEMPTS):
+                plan = run.schedule()
+                run.launch(plan)
+                run.sample(plan)
+                start = time.monotonic()
+                assert run.executor.progress == WarmUpProgress(7, 7, 1, 2)
+                seconds = min(seconds, time.monotonic() - start)
+                run.commit(plan)
+                if seconds < 0.5:
+                    break
+            assert seconds < 0.5, "it waits for the step"
 
     # -- errors ------------------------------------------------------------------------------------------------------
 
@@ -370,7 +387,7 @@ class ExecutorSuite(ExecutorCase):
             with pytest.raises(RankLostError) as caught:
                 within(self.patience, calls[at])
             assert "rank " in (run.executor.lost(caught.value) or "")
-            assert await_true(lambda: all(map(has_ended, pids)), 3.0)
+            assert await_true(lambda: all(map(has_ended, pids)), ENDS_WITHIN)
 
     def test_it_says_why_a_rank_could_not_be_built(self) -> None:
         """The error of the rank is raised, with its whole text."""
@@ -419,7 +436,7 @@ class ExecutorSuite(ExecutorCase):
         for call in (executor.idle, lambda: executor.call("echo"), lambda: executor.launch(run.traffic.plan())):
             with pytest.raises(RankLostError):
                 within(self.patience, call)
-        assert await_true(lambda: all(map(has_ended, pids)), 3.0), "a rank runs on after the group was lost"
+        assert await_true(lambda: all(map(has_ended, pids)), ENDS_WITHIN), "a rank runs on after the group was lost"
 
     # -- the end -----------------------------------------------------------------------------------------------------
 
@@ -450,9 +467,11 @@ class ExecutorSuite(ExecutorCase):
             parent, pids = self.start_in_another_process(busy)
             try:
                 os.killpg(parent, number)
-                assert await_true(lambda: has_ended(parent), 5.0), "the process does not end"
-                assert await_true(lambda: all(map(has_ended, pids)), 3.0), "a rank runs on after its parent has ended"
-                assert await_true(lambda: not os.listdir(folder), 1.0), "a file was left behind"
+                assert await_true(lambda: has_ended(parent), ENDS_WITHIN), "the process does not end"
+                assert await_true(lambda: all(map(has_ended, pids)), ENDS_WITHIN), (
+                    "a rank runs on after its parent has ended"
+                )
+                assert await_true(lambda: not os.listdir(folder), ENDS_WITHIN), "a file was left behind"
                 assert not unused_shared_memory() - shared, "shared memory was left behind"
             finally:
                 os.waitpid(parent, 0)
