@@ -26,6 +26,8 @@ test: run-tests
 # With the sweeps over every model and feature.
 test-full: run-tests
 
+# Every worker and every process that a test starts compiles what it imports, unless one of them may keep it for the others.
+run-tests: export PYTHONDONTWRITEBYTECODE :=
 run-tests: setup
 	$(BIN)/python -m pytest -n 3 --dist loadscope --no-loadscope-reorder -q $(WHICH) --ignore tests/triton $(NO_GPU)
 	TRITON_INTERPRET=1 $(BIN)/python -m pytest -n 2 -p no:schemathesis -q $(WHICH) tests/triton

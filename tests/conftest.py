@@ -20,6 +20,7 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 from quick_engines import _engines_are_built_quickly, _what_is_there_is_set_apart  # noqa: F401
+from usual_run import add_full
 
 # The same examples in every run, so that a failure is repeatable; `make fuzz` searches for new examples.
 settings.register_profile("repeatable", derandomize=True, deadline=None)
@@ -30,8 +31,10 @@ LONG = ("test_parsers_enforced.py",)
 """Files that take half a minute and would be the last of a run, with nothing left for the other workers."""
 
 
+@pytest.hookimpl(tryfirst=True)  # before tests are selected by their marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Move these files to the front."""
+    """Mark what the usual run leaves out, and move ``LONG`` to the front."""
+    add_full(items)
     items.sort(key=lambda item: item.path.name not in LONG)
 
 

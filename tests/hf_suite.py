@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar
@@ -58,6 +59,13 @@ def random_parameters(model: torch.nn.Module) -> None:
             parameter.mul_(3)
 
 
+@functools.lru_cache(8)
+def transformers_model(directory: Path, written: int) -> torch.nn.Module:
+    """Return the model of transformers for a checkpoint. Tests of one class share it, as they share the checkpoint, which
+    was ``written`` at this time."""
+    return transformers.AutoModelForCausalLM.from_pretrained(directory, attn_implementation="eager").eval()
+
+
 class HuggingFaceSuite(ModelSuite):
     """Take checkpoints and logits from transformers."""
 
@@ -73,7 +81,7 @@ class HuggingFaceSuite(ModelSuite):
         model.save_pretrained(directory)
 
     def reference(self, directory: Path) -> Reference | None:
-        model = transformers.AutoModelForCausalLM.from_pretrained(directory, attn_implementation="eager").eval()
+        model = transformers_model(directory, (directory / "config.json").stat().st_mtime_ns)
 
         @torch.no_grad()
         def logits(tokens: Any) -> torch.Tensor:

@@ -10,6 +10,7 @@ import torch
 import transformers
 
 from dovetail.testing.model import ModelSuite, Reference
+from hf_suite import transformers_model
 
 SMALL = {
     "vocab_size": 100,
@@ -60,7 +61,7 @@ class MoeSuite(ModelSuite):
         model.save_pretrained(directory)
 
     def reference(self, directory: Path) -> Reference | None:
-        model = transformers.AutoModelForCausalLM.from_pretrained(directory, attn_implementation="eager").eval()
+        model = transformers_model(directory, (directory / "config.json").stat().st_mtime_ns)
 
         @torch.no_grad()
         def logits(tokens: Any) -> torch.Tensor:

@@ -34,6 +34,8 @@ CONFIGS = {
     "ngram": paged(16, 3200, speculative="ngram", scheduler={"draft": "always", "overlap": False}),
     "ngram overlapped": paged(4, 400, speculative="ngram", scheduler={"draft": "always", "overlap": True}),
 }
+MORE = ("plain", 2), ("ngram overlapped", 2), ("retraction", 3), ("retraction", 4)
+"""Names of configs and numbers of ranks for the full run."""
 SCHEMA = {
     "type": "object",
     "properties": {"name": {"type": "string"}, "age": {"type": "integer"}},
@@ -73,10 +75,12 @@ def jobs(count=14, seed=0):
 @pytest.mark.parametrize(
     ("name", "tp"),
     [
-        *((name, 2) for name in CONFIGS),
-        ("retraction", 4),
+        ("plain", 4),
+        ("overlapped chunks", 2),
+        ("retraction", 2),
+        ("ngram", 2),
         ("ngram overlapped", 3),
-        pytest.param("retraction", 3, marks=pytest.mark.full),
+        *(pytest.param(*case, marks=pytest.mark.full) for case in MORE),
     ],
 )
 def test_several_ranks_generate_what_one_does(checkpoint, checkpoint_of_three, monkeypatch, name, tp):
@@ -103,8 +107,17 @@ def test_several_ranks_generate_what_one_does(checkpoint, checkpoint_of_three, m
         assert (stats.drafted_tokens > 0) == name.startswith("ngram")
 
 
-@pytest.mark.parametrize("overlap", [False, True])
-@pytest.mark.parametrize("drafter", ["none", "draft_model", "eagle3_tree", "mtp", "dflash"])
+DRAFTERS = {"none": True, "draft_model": False, "eagle3_tree": True, "mtp": False, "dflash": True}
+"""Whether steps overlap in the usual run, by drafter."""
+
+
+@pytest.mark.parametrize(
+    ("drafter", "overlap"),
+    [
+        *DRAFTERS.items(),
+        *(pytest.param(name, not overlap, marks=pytest.mark.full) for name, overlap in DRAFTERS.items()),
+    ],
+)
 def test_the_embedded_model_with_grammars_and_drafters(drafter, overlap):
     """Drafters that run a model are divided too. Grammars reach the ranks as masks."""
     outputs = []
@@ -173,8 +186,15 @@ def test_an_error_in_the_process_of_a_rank_is_that_of_one_rank(checkpoint):
     assert str(caught.value) == str(alone.value)
 
 
-@pytest.mark.parametrize("rank", [0, 1])
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+@pytest.mark.parametrize(
+    ("rank", "number"),
+    [
+        (0, signal.SIGKILL),
+        (1, signal.SIGTERM),
+        pytest.param(1, signal.SIGKILL, marks=pytest.mark.full),
+        pytest.param(0, signal.SIGTERM, marks=pytest.mark.full),
+    ],
+)
 def test_a_killed_rank_ends_the_loop(checkpoint, rank, number):
     """SIGKILL ends a rank, and with it the requests and the loop; SIGTERM, which Ctrl-C-like tools send to all processes of
     a group, is for the parent to handle."""

@@ -17,6 +17,7 @@ from dovetail.testing.attention import AttentionSuite
 from dovetail.testing.attention_cases import STEPS
 
 
+@pytest.mark.sample(13)  # test_mutations.py runs what a mutant names on this backend too
 class TestSound(Sound):
     """Test that everything passes without a flaw; otherwise the list of flaws would prove nothing."""
 

@@ -35,7 +35,7 @@ from dovetail.testing.grammar_corpora import (
 )
 from dovetail.tokenizer import Tokenizer
 
-SECONDS = 3.0
+SECONDS = 1.0
 LEAST = 6
 LONGEST = 6000
 TINY = Path(__file__).parents[2] / "core" / "dovetail" / "assets" / "tiny"

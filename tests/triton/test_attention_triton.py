@@ -73,7 +73,9 @@ def is_slow(test: str, params: Mapping[str, Any]) -> bool:
     )
 
 
+@pytest.mark.sample(5)
 class TestTriton(AttentionSuite):
+    is_slow = staticmethod(is_slow)
     name = "triton"
     device = "cpu"
     dtypes = (torch.float32, torch.float16)

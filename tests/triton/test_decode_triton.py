@@ -34,6 +34,7 @@ def expected(q, keys, values, table, kv_lens, scale, window, soft_cap, sinks):
     return torch.stack(outs), torch.stack(logs, 1)
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize(("splits", "long"), [(1, False), (3, False), (8, False), (8, True)])
 @pytest.mark.parametrize(("heads", "kv_heads", "size", "page"), [(4, 2, 16, 1), (6, 1, 24, 16), (2, 2, 128, 4)])
 @pytest.mark.parametrize(
@@ -59,6 +60,7 @@ def test_rows_of_many_lengths(splits, long, heads, kv_heads, size, page, window,
     torch.testing.assert_close(lse.double(), wanted_lse, atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("splits", [1, 3])
 @pytest.mark.parametrize("whole", [8, 64], ids=["keys in two parts", "keys in one"])
 @pytest.mark.parametrize("heads", [20, 6])

@@ -74,7 +74,7 @@ def use_tile(monkeypatch: pytest.MonkeyPatch, rows: int, *, flip: bool, processo
 @FLIPPED
 @pytest.mark.parametrize(
     ("level", "slots"),
-    [(True, 4), (True, 20), (False, 4), pytest.param(True, 1, marks=FULL), pytest.param(False, 20, marks=FULL)],
+    [(True, 4), (False, 4), *(pytest.param(*case, marks=FULL) for case in ((True, 20), (True, 1), (False, 20)))],
 )
 def test_rows_of_many_lengths_by_any_number_of_programs(
     monkeypatch: pytest.MonkeyPatch, level: bool, slots: int, flip: bool

@@ -158,6 +158,7 @@ def test_8_bits_saturate(pool_dtype: torch.dtype) -> None:
         assert not places.float()[0].any()
 
 
+@pytest.mark.sample(3)
 @each_dtype
 @pytest.mark.parametrize("with_norm", [False, True])
 @pytest.mark.parametrize("pool_dtype", [torch.float32, torch.float16])
@@ -198,6 +199,7 @@ def test_nothing_to_do_launches_nothing() -> None:
     assert rotate_and_store(empty, 2, 1, torch.zeros(4, 2, 8), at, None, pool, pool, at).shape == (0, 2, 8)
 
 
+@pytest.mark.sample(5)
 @each_dtype
 @pytest.mark.parametrize("with_bias", [False, True])
 @pytest.mark.parametrize("gated", [None, "silu", "gelu_tanh"])
@@ -251,6 +253,7 @@ def test_products_in_parts_are_added_up_by_the_norm(dtype: torch.dtype, toleranc
         assert residual.equal(kept)
 
 
+@pytest.mark.sample(7)
 @each_dtype
 @pytest.mark.parametrize("with_bias", [False, True])
 @pytest.mark.parametrize("gated", [None, "silu", "gelu_tanh"])

@@ -67,11 +67,11 @@ VARIANTS: Mapping[str, tuple[dict[str, Any], tuple[Feature, ...]]] = {
     "pages of 1": ({"page_size": 1}, ()),
     "pages of 4": ({"page_size": 4}, ()),
     "pages of 16": ({"page_size": 16}, ()),
+    "window": ({"page_size": 16, "window": 40}, (WINDOW, Feature.ATTN_INVARIANT_WINDOW)),
     "bfloat16": ({"page_size": 16, "dtype": torch.bfloat16, "heads": 8}, ()),
     "float16": ({"page_size": 16, "dtype": torch.float16, "heads": 7, "kv_heads": 1}, ()),
     "fp8_e4m3": ({"page_size": 16, "dtype": torch.bfloat16, "kv_dtype": torch.float8_e4m3fn}, ()),
     "head_dim 128": ({"page_size": 16, "head_dim": 128}, ()),
-    "window": ({"page_size": 16, "window": 40}, (WINDOW, Feature.ATTN_INVARIANT_WINDOW)),
     "soft cap": ({"soft_cap": 1.5, "scale": 0.5}, (SOFT_CAP,)),
     "sinks": ({"sinks": True}, (SINKS,)),
 }

@@ -46,6 +46,7 @@ PROMPT, STEPS = 23, 16
 LONG_TEXT, LONG_CHUNK = 200, 64
 SEEDS = 4
 MOST_RANKS = 4
+_CHECKPOINTS = pytest.StashKey[dict[tuple[type, str], Path]]()
 
 
 class ModelSuite(ComponentSuite):
@@ -150,10 +151,15 @@ class ModelSuite(ComponentSuite):
         torch.set_num_threads(threads)
 
     @pytest.fixture
-    def checkpoint(self, case: str, tmp_path: Path) -> Path:
-        """Return a directory that holds the case's checkpoint."""
-        self.write_checkpoint(self.configs[case], tmp_path)
-        return tmp_path
+    def checkpoint(self, request: pytest.FixtureRequest, case: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+        """Return a directory that holds the case's checkpoint. It is written once for all tests of a class, which must
+        not change it."""
+        written = request.session.stash.setdefault(_CHECKPOINTS, {})
+        if (type(self), case) not in written:
+            directory = tmp_path_factory.mktemp("checkpoint")
+            self.write_checkpoint(self.configs[case], directory)
+            written[type(self), case] = directory
+        return written[type(self), case]
 
     def test_its_checkpoints_select_it(self, case: str, checkpoint: Path) -> None:
         """The ``architectures`` of config.json, if it has any, are among the component's ``aliases``, by which a config
