@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import triton
 from triton.backends import nvidia as backends
 from triton.backends.compiler import GPUTarget
@@ -18,6 +19,9 @@ from triton.compiler import ASTSource
 from dovetail.ops.packed_blocks import PACKED, PackedType
 from dovetail.ops.triton import packed_experts
 from dovetail.ops.triton.launch import INTERPRETED
+from dovetail_quantization.bnb_tensors import TABLES
+from dovetail_quantization.triton.packed_product import few_rows_tile
+from dovetail_quantization.triton.packed_rows import few_rows_kernel, plain_weight_kernel
 
 pytestmark = pytest.mark.skipif(INTERPRETED, reason="kernels are interpreted, not compiled")
 POINTERS = {
@@ -30,6 +34,7 @@ POINTERS = {
     "order": "*i32",
 }
 POINTERS |= {"blocks": "*i32", "used": "*i32", "multiplier": "*i8", "offset_multiplier": "*i8"}
+POINTERS |= {"table": "*fp32", "parts": "*fp32", "arrived": "*i32"}
 POINTERS |= dict.fromkeys(("alpha", "limit", "added"), "fp32")
 full = pytest.mark.full
 
@@ -41,7 +46,8 @@ def check(kernel: Any, constants: dict[str, Any], packing: PackedType, warps: in
     absent = {"multiplier": packing.group is None, "offset": not packing.offset}
     absent["offset_multiplier"] = absent["multiplier"] or absent["offset"]
     constants |= {name: None for name, is_absent in absent.items() if is_absent}
-    known = POINTERS | dict.fromkeys(("scale", "offset"), "*fp16")
+    scale = "*fp32" if packing.scale is torch.float32 else "*fp16"
+    known = POINTERS | dict.fromkeys(("scale", "offset"), scale)
     signature = {name: "constexpr" if name in constants else known.get(name, "i32") for name in kernel.arg_names}
     attrs = {
         (index,): [["tt.divisibility", 16]]
@@ -85,3 +91,22 @@ def test_experts_compile(kind: str, tokens: int, gated: bool, tmp_path: Path) ->
     }
     ptx = check(packed_experts._packed_product, constants, packing, tile.warps, tile.stages, tmp_path / "kernel.cubin")
     assert "mma" in ptx
+
+
+@pytest.mark.parametrize("rows", [1, *(pytest.param(rows, marks=full) for rows in (32, 64))])
+def test_products_with_numbers_of_a_table_compile(rows: int, tmp_path: Path) -> None:
+    packing = PackedType("NF4", 4, 0, 64, scale=torch.float32, table=TABLES["nf4"])
+    tile = few_rows_tile(rows, 4096, 4096, packing)
+    constants: dict[str, Any] = {
+        "TABLE": True,
+        "GATED": 0,
+        "bias": None,
+        "BIAS": False,
+        "EVEN": True,
+        "IN_PARTS": False,
+    }
+    constants |= {"BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "BLOCK_K": tile.block_k, "SPLIT": tile.split}
+    ptx = check(few_rows_kernel, constants, packing, tile.warps, tile.stages, tmp_path / "kernel.cubin")
+    assert "mma" in ptx
+    plain = {"TABLE": True, "BLOCK_N": 32, "BLOCK_K": 256}
+    check(plain_weight_kernel, plain, packing, 4, 3, tmp_path / "weight.cubin")

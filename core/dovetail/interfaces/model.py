@@ -90,6 +90,12 @@ class WeightTransform(ABC):
         floating-point numbers, or the parameter's dtype."""
         return ()
 
+    @property
+    def any_shape(self) -> bool:
+        """Return True if the shape of the tensor cannot be known before it is read, such as that of a text. The loader then does not check
+        it, and ``apply`` refuses tensors that do not fit. The target has no shares."""
+        return False
+
     @abstractmethod
     def source_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """Return the shape of the tensor of which ``apply`` makes one of ``shape``."""

@@ -57,3 +57,13 @@ class GgufConfig(PluginConfig):
     """Keep weights in the blocks in which a GGUF file stores them."""
 
     kind: Literal["gguf"] = "gguf"  # pyright: ignore[reportIncompatibleVariableOverride]
+
+
+class BitsandbytesConfig(PluginConfig):
+    """Read weights of 4 bits (NF4, FP4) or int8 from a checkpoint that was written with bitsandbytes."""
+
+    kind: Literal["bitsandbytes"] = "bitsandbytes"  # pyright: ignore[reportIncompatibleVariableOverride]
+    block_size: Literal[32, 64, 128, 256, 512, 1024, 2048, 4096] = Field(
+        default=64,
+        description="Numbers of 4 bits that have one scale. The checkpoint does not say it before its tensors are read.",
+    )

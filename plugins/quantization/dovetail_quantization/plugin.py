@@ -58,8 +58,18 @@ GGUF = ComponentSpec(
     offers=frozenset({Feature.QUANTIZATION_EXPERTS}),
 )
 
+BITSANDBYTES = ComponentSpec(
+    kind=ComponentKind.QUANTIZATION,
+    name="bitsandbytes",
+    target="dovetail_quantization.bnb:Bitsandbytes",
+    config="dovetail_quantization.config:BitsandbytesConfig",
+    describe="dovetail_quantization.bnb_formats:describe",
+    summary="Weights of 4 bits (NF4, FP4) and of LLM.int8 from checkpoints written with bitsandbytes.",
+    api=(1, 1),
+)
+
 
 @hookimpl
 def register_components() -> Sequence[ComponentSpec]:
-    """Return the specs of ``fp8``, ``mxfp4``, ``integer`` and ``gguf``."""
-    return (FP8, MXFP4, INTEGER, GGUF)
+    """Return the specs of ``fp8``, ``mxfp4``, ``integer``, ``gguf`` and ``bitsandbytes``."""
+    return (FP8, MXFP4, INTEGER, GGUF, BITSANDBYTES)

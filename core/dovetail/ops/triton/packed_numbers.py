@@ -18,16 +18,23 @@ def code_number(words, INDEX: tl.constexpr, BITS: tl.constexpr):
 
 
 @triton.jit
+def table_number(words, table, INDEX: tl.constexpr):
+    """Return the numbers in ``table [16]`` that the codes of 4 bits number INDEX of words stand for."""
+    return tl.load(table + (words >> 4 * INDEX & 15))
+
+
+@triton.jit
 def stored_factors(
     scale, multiplier, rows, words, begin, k,
     UNIT: tl.constexpr, WHOLE: tl.constexpr, GROUP: tl.constexpr, BLOCK_K: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
     """Return the scales and the multipliers of the units of BLOCK_K columns from ``begin`` on, a multiple of ALIGNED, both ``[rows, BLOCK_K / UNIT]``,
-    as they are stored. With GROUP 0 there are no multipliers, and the second result is the first."""
+    as they are stored, in 16 or 32 bits. With GROUP 0 there are no multipliers, and the second result is the first."""
     at = tl.multiple_of(begin // UNIT, ALIGNED // UNIT) + tl.arange(0, BLOCK_K // UNIT)
     # Columns are multiples of those of a scale. The compiler uses this for loads of several numbers at a time.
     inside = (at < tl.multiple_of(k // WHOLE * (WHOLE // UNIT), WHOLE // UNIT))[None, :]
-    found = tl.load(scale + rows[:, None] * (words * 2) + (at // (WHOLE // UNIT))[None, :], inside, 0.0)
+    each: tl.constexpr = 32 // scale.dtype.element_ty.primitive_bitwidth
+    found = tl.load(scale + rows[:, None] * (words * each) + (at // (WHOLE // UNIT))[None, :], inside, 0.0)
     times = found
     if GROUP:
         place = multiplier + rows[:, None] * (words * 4) + (at // (GROUP // UNIT))[None, :]

@@ -1,0 +1,250 @@
+"""Store weights as bitsandbytes does: codes of 4 bits (NF4, FP4) with scales of blocks, or int8 with scales of rows (LLM.int8)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from dovetail.errors import ConfigError
+from dovetail.interfaces.model import TensorShare, WeightTarget, WeightTransform
+from dovetail.interfaces.quantization import (
+    LinearMethod,
+    LinearProduct,
+    LinearShape,
+    ParameterShape,
+    Quantization,
+    QuantizationContext,
+)
+from dovetail.layers.linear import DenseProduct
+from dovetail.ops.integers import Integers, dequantize
+from dovetail.ops.packed_blocks import PackedType, PackedWeight
+from dovetail_quantization.bnb_formats import BnbFormat, read_format
+from dovetail_quantization.bnb_tensors import (
+    TABLES,
+    MatrixPart,
+    NestedScales,
+    PackedCodes,
+    QuantState,
+    ScaleCodes,
+    Scales,
+    Table,
+    check_scales,
+)
+from dovetail_quantization.checkpoint import leaves_out
+from dovetail_quantization.gguf_cuda import PackedProduct
+from dovetail_quantization.integer_formats import IntegerActivations
+from dovetail_quantization.integer_products import make_product
+
+if TYPE_CHECKING:
+    from dovetail_quantization.config import BitsandbytesConfig
+
+
+class Bitsandbytes(Quantization):
+    """Choose the format of the checkpoint for every linear layer that it does not leave out."""
+
+    def __init__(self, config: BitsandbytesConfig, context: QuantizationContext) -> None:
+        self._format, self._context = read_format(context.checkpoint, config), context
+
+    def method(self, shape: LinearShape) -> LinearMethod | None:
+        """See ``Quantization``."""
+        if leaves_out(shape.names, self._format.ignored):
+            return None
+        layer = RowInt8Linear if self._format.kind == "int8" else FourBitLinear
+        return layer(shape, self._format, self._context)
+
+
+class BnbLinear(LinearMethod):
+    """Store one layer of a checkpoint of bitsandbytes."""
+
+    def __init__(self, shape: LinearShape, form: BnbFormat, context: QuantizationContext) -> None:
+        self.shape, self.form, self.context = shape, form, context
+
+    def index(self, weight: WeightTarget) -> int:
+        """Return the place of the module that ``weight`` is of among those of the layer."""
+        starts = [sum(self.shape.rows[:index]) for index in range(len(self.shape.rows))]
+        return starts.index(weight.start or 0)
+
+    def refuse_transform(self, name: str, weight: WeightTarget) -> None:
+        """Raise ``ConfigError`` for a transform that changes more than the order of rows."""
+        if weight.transform is not None and not weight.transform.orders_rows:
+            raise ConfigError(f"{name} is read through {weight.transform}, which is not implemented for bitsandbytes")
+
+
+class FourBitLinear(BnbLinear):
+    """Store codes in packed rows (``ops.packed_blocks``), whose scales ``prepare`` writes: parameter ``packed``. ``scale [out, blocks]`` has the
+    scales of the checkpoint; if these are codes of 8 bits, their numbers are in ``scale_table`` of each module, their scales in ``nested``, and
+    ``offset`` is added."""
+
+    def __init__(self, shape: LinearShape, form: BnbFormat, context: QuantizationContext) -> None:
+        super().__init__(shape, form, context)
+        if shape.in_features % form.block:
+            raise ConfigError(
+                f"{shape.names[0]} has {shape.in_features} columns on this rank, which blocks of {form.block} do not divide; implemented: blocks "
+                "that end with a row. Set parallel.tp to a smaller number if ranks divide the columns"
+            )
+        self._packing = PackedType(form.kind.upper(), 4, 0, form.block, scale=torch.float32, table=TABLES[form.kind])
+
+    def parameters(self) -> Mapping[str, ParameterShape]:
+        """See ``LinearMethod``."""
+        rows, columns, modules = self.shape.out_features, self.shape.in_features, len(self.shape.names)
+        scales = (rows, columns // self.form.block)
+        found = {
+            "packed": ParameterShape((rows, self._packing.row_bytes(columns)), torch.uint8),
+            "scale": ParameterShape(scales, torch.uint8 if self.form.double else torch.float32),
+            "table": ParameterShape((modules, 16), torch.float32),
+            "offset": ParameterShape((modules, 1), torch.float32),
+        }
+        if self.form.double:
+            found["nested"] = ParameterShape(scales, torch.float32)
+            found["scale_table"] = ParameterShape((modules, 256), torch.float32)
+        return found
+
+    def targets(self, name: str, weight: WeightTarget) -> Iterator[tuple[str, WeightTarget]]:
+        """See ``LinearMethod``."""
+        self.refuse_transform(name, weight)
+        form, place, own = self.form, self.index(weight), f"{name}.weight"
+        size = self.shape.rows[place]
+        shares = {share.dim: share for share in weight.shares}
+        rows, columns = shares.get(0), shares.get(1)
+        rows = rows or TensorShare(0, 0, size, size)
+        columns = columns or TensorShare(1, 0, self.shape.in_features, self.shape.in_features)
+        if columns.start % form.block or columns.whole % form.block:
+            raise ConfigError(
+                f"{name} has {columns.whole} columns, of which this rank takes {columns.size} from column {columns.start} on, and these cut "
+                f"a block of {form.block}; set parallel.tp to a smaller number"
+            )
+
+        def part(tensor: str) -> MatrixPart:
+            return MatrixPart(tensor, rows, columns, weight.transform)
+
+        def filled(parameter: str, transform: WeightTransform) -> WeightTarget:
+            return WeightTarget(parameter, weight.start, weight.size, transform=transform)
+
+        def one(parameter: str, transform: WeightTransform) -> WeightTarget:
+            return WeightTarget(parameter, place, 1, transform=transform)
+
+        scales, state = f"{own}.absmax", f"{own}.quant_state.bitsandbytes__{form.kind}"
+        yield own, filled("packed", PackedCodes(part(own), self._packing))
+        yield f"{own}.quant_map", one("table", Table(f"{own}.quant_map", 16, form.kind))
+        yield state, one("offset", QuantState(part(state), form.kind, form.block, form.double))
+        if not form.double:
+            yield scales, filled("scale", Scales(part(scales), form.block))._replace(check=check_scales)
+            return
+        yield scales, filled("scale", ScaleCodes(part(scales), form.block))
+        nested, numbers = f"{own}.nested_absmax", f"{own}.nested_quant_map"
+        yield nested, filled("nested", NestedScales(part(nested), form.block))._replace(check=check_scales)
+        yield numbers, one("scale_table", Table(numbers, 256))._replace(check=check_scales)
+
+    def fill_dummy(self, parameters: Mapping[str, torch.Tensor], limit: float, generator: torch.Generator) -> None:
+        """See ``LinearMethod``."""
+        parameters["packed"].random_(0, 256, generator=generator)
+        parameters["scale"].fill_(0 if self.form.double else limit)
+        parameters["table"].copy_(parameters["table"].new_tensor(TABLES[self.form.kind]))
+        parameters["offset"].fill_(0.0)
+        if self.form.double:
+            parameters["nested"].fill_(limit)
+            parameters["scale_table"].fill_(1.0)
+
+    def prepare(self, parameters: Mapping[str, torch.Tensor]) -> LinearProduct:
+        """See ``LinearMethod``."""
+        weight = self._weight(parameters)
+        if weight.rows.is_cuda:
+            return PackedProduct([weight])
+        return DequantizedPacked(weight, self.context.dtype)
+
+    def dequantized(self, parameters: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """See ``LinearMethod``."""
+        return self._weight(parameters).dequantized(self.context.dtype)
+
+    def _weight(self, parameters: Mapping[str, torch.Tensor]) -> PackedWeight:
+        """Return the packed rows with the scales of the checkpoint."""
+        weight = PackedWeight(parameters["packed"], self._packing, self.shape.in_features)
+        place = weight.section("scale")
+        assert place is not None
+        if not self.form.double:
+            place.copy_(parameters["scale"])
+            return weight
+        rows = list(self.shape.rows)
+        nested, codes = parameters["nested"].split(rows), parameters["scale"].split(rows)
+        for index, own in enumerate(place.split(rows)):
+            table = parameters["scale_table"][index]
+            own.copy_(table[codes[index].int()] * nested[index] + parameters["offset"][index])
+        return weight
+
+
+class DequantizedPacked(DenseProduct):
+    """Multiply on a CPU, with a copy of the weight in the dtype of activations."""
+
+    def __init__(self, weight: PackedWeight, dtype: torch.dtype) -> None:
+        self._name = weight.packing.name
+        super().__init__(weight.dequantized(dtype))
+
+    @property
+    def describe(self) -> str:
+        """See ``LinearProduct``."""
+        return f"{self._name}, dequantized when loaded; {super().describe}"
+
+
+class RowInt8Linear(BnbLinear):
+    """Store int8 numbers with a scale for each row (LLM.int8): 127 stands for ``SCB``. Activations are not quantized, so that there
+    are no outliers to compute apart."""
+
+    def parameters(self) -> Mapping[str, ParameterShape]:
+        """See ``LinearMethod``."""
+        rows, columns = self.shape.out_features, self.shape.in_features
+        return {
+            "weight": ParameterShape((rows, columns), torch.int8),
+            "scale": ParameterShape((rows,), torch.float32),
+            "form": ParameterShape((len(self.shape.names),), torch.uint8),
+        }
+
+    def targets(self, name: str, weight: WeightTarget) -> Iterator[tuple[str, WeightTarget]]:
+        """See ``LinearMethod``."""
+        self.refuse_transform(name, weight)
+        rows = tuple(share for share in weight.shares if share.dim == 0)
+        yield f"{name}.weight", weight
+        yield f"{name}.SCB", weight._replace(parameter="scale", shares=rows, check=check_scales)
+        form = WeightTarget("form", self.index(weight), 1, transform=RowMajor(), check=_check_form, default=0.0)
+        yield f"{name}.weight_format", form
+
+    def fill_dummy(self, parameters: Mapping[str, torch.Tensor], limit: float, generator: torch.Generator) -> None:
+        """See ``LinearMethod``."""
+        parameters["weight"].random_(-127, 128, generator=generator)
+        parameters["scale"].fill_(limit)
+        parameters["form"].fill_(0)
+
+    def prepare(self, parameters: Mapping[str, torch.Tensor]) -> LinearProduct:
+        """See ``LinearMethod``."""
+        return make_product(self._weight(parameters), None, IntegerActivations.WHOLE, None, self.context.dtype)
+
+    def dequantized(self, parameters: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """See ``LinearMethod``."""
+        return dequantize(self._weight(parameters), self.context.dtype)
+
+    def _weight(self, parameters: Mapping[str, torch.Tensor]) -> Integers:
+        return Integers(parameters["weight"], parameters["scale"][None, :] / 127, None)
+
+
+@dataclass(frozen=True, slots=True)
+class RowMajor(WeightTransform):
+    """Read the number of the order in which int8 weights are stored."""
+
+    @property
+    def reads(self) -> tuple[torch.dtype, ...]:
+        """See ``WeightTransform``."""
+        return (torch.uint8,)
+
+    def source_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """See ``WeightTransform``."""
+        return ()
+
+    def apply(self, tensor: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
+        """See ``WeightTransform``."""
+        return tensor.view(shape)
+
+
+def _check_form(form: torch.Tensor) -> str | None:
+    return "is the number of another order than that of rows (0)" if form.any() else None

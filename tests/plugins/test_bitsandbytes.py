@@ -1,0 +1,177 @@
+"""Test weights of bitsandbytes: the conformance suite, models against transformers with the dequantized weights, refusals, and, where it
+is installed, the functions of bitsandbytes itself.
+
+Run: python -m pytest tests/plugins/test_bitsandbytes.py
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from tests.bnb_checkpoints import MAPS, config, store
+
+from dovetail.errors import ConfigError, WeightsError
+from dovetail.interfaces.model import WeightTarget
+from dovetail.interfaces.quantization import LinearShape, QuantizationContext
+from dovetail.testing.quantization import QuantizationSuite
+from dovetail_quantization.bnb import Bitsandbytes
+from dovetail_quantization.bnb_formats import describe
+from dovetail_quantization.bnb_tensors import TABLES
+from dovetail_quantization.config import BitsandbytesConfig
+
+FORMATS: dict[str, dict[str, Any]] = {
+    "nf4, double": config("nf4", double=True),
+    "fp4": config("fp4", llm_int8_skip_modules=["lm_head"]),
+    "int8": config("int8"),
+}
+
+
+class TestBitsandbytes(QuantizationSuite):
+    name = "bitsandbytes"
+    checkpoints: ClassVar = FORMATS
+    optional = ("weight_format",)
+
+    def store(self, checkpoint: dict[str, Any], module: str, weight: torch.Tensor) -> Any:
+        return store(checkpoint, module, weight)
+
+
+def shape_of(columns: int = 128, **more: Any) -> LinearShape:
+    return LinearShape(("body.q_proj", "body.k_proj"), (64, 32), columns, **more)
+
+
+def method(given: dict[str, Any], shape: LinearShape) -> Any:
+    return Bitsandbytes(BitsandbytesConfig(), QuantizationContext(given, torch.float32, torch.device("cpu"))).method(
+        shape
+    )
+
+
+def test_what_is_left_out_and_what_is_refused() -> None:
+    given = config("nf4", llm_int8_skip_modules=["q_proj", "k_proj"])
+    assert method(given, shape_of()) is None
+    assert method(config("nf4"), LinearShape(("lm_head",), (64,), 128)) is None
+    with pytest.raises(ConfigError, match=r"leaves out body\.q_proj, but not .*body\.k_proj"):
+        method(config("nf4", llm_int8_skip_modules=["q_proj"]), shape_of())
+    with pytest.raises(
+        ConfigError, match=r"body\.q_proj has 96 columns on this rank, which blocks of 64 do not divide"
+    ):
+        method(config("nf4"), shape_of(96))
+    for wrong, reason in (
+        (None, "not quantized"),
+        ({"quant_method": "gptq"}, "quant_method is 'gptq'"),
+        (config("nf4", bnb_4bit_quant_type="af4"), "bnb_4bit_quant_type is 'af4'"),
+        (config("nf4", load_in_8bit=True), "load_in_4bit is True and load_in_8bit is True"),
+        (config("int8", llm_int8_has_fp16_weight=True), "llm_int8_has_fp16_weight is True"),
+    ):
+        assert reason in str(describe(wrong, BitsandbytesConfig()))
+
+
+SIZES = {"vocab_size": 97, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4,
+         "num_key_value_heads": 2, "max_position_embeddings": 256, "initializer_range": 0.1}  # fmt: skip
+
+
+def write(directory: Path, form: str) -> Any:
+    """Write a random model in a format, and return transformers' model with the weights that the checkpoint stands for."""
+    import transformers
+
+    torch.manual_seed(0)
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES))
+    model.save_pretrained(directory / "exact")
+    tensors = load_file(directory / "exact" / "model.safetensors")
+    stored = dict(tensors)
+    for key in [key for key in tensors if re.fullmatch(r".*_proj\.weight", key)]:
+        del stored[key]
+        made, tensors[key] = store(FORMATS[form], key.removesuffix(".weight"), tensors[key])
+        stored |= made
+    save_file(tensors, directory / "exact" / "model.safetensors", {"format": "pt"})
+    save_file({key: tensor.contiguous() for key, tensor in stored.items()}, directory / "model.safetensors")
+    text = json.loads((directory / "exact" / "config.json").read_text()) | {"quantization_config": FORMATS[form]}
+    (directory / "config.json").write_text(json.dumps(text))
+    return transformers.AutoModelForCausalLM.from_pretrained(directory / "exact", attn_implementation="eager").eval()
+
+
+@torch.inference_mode()
+def compare(directory: Path, model: Any, **sections: Any) -> None:
+    """Compare the log-probabilities of greedy outputs with those of transformers."""
+    from dovetail import LLM, SamplingParams
+
+    memory = {"page_size": 8, "num_pages": 60}
+    llm = LLM(str(directory), memory=memory, threads=1, device="cpu", grammar="none", **sections)
+    try:
+        prompts = [[5, 17, 3], list(range(40))]
+        outputs = llm.generate(prompts, SamplingParams(max_new_tokens=6, temperature=0, logprobs=1, ignore_eos=True))
+    finally:
+        llm.close()
+    for prompt, output in zip(prompts, outputs, strict=True):
+        expected = (
+            model(torch.tensor([prompt + list(output.token_ids)])).logits[0].log_softmax(-1)[len(prompt) - 1 : -1]
+        )
+        assert list(output.token_ids) == expected.argmax(-1).tolist()
+        assert [entry.logprob for entry in output.logprobs] == pytest.approx(expected.max(-1).values.tolist(), abs=1e-4)
+
+
+@pytest.mark.parametrize(
+    "form", ["nf4, double", *(pytest.param(form, marks=pytest.mark.full) for form in ("fp4", "int8"))]
+)
+def test_models_compute_with_the_weights_of_the_checkpoint(tmp_path: Path, form: str) -> None:
+    compare(tmp_path, write(tmp_path, form))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("form", FORMATS)
+def test_two_ranks_divide_a_checkpoint(tmp_path: Path, form: str) -> None:
+    compare(tmp_path, write(tmp_path, form), parallel={"tp": 2})
+
+
+def test_tensors_that_do_not_fit_are_refused_by_name(tmp_path: Path) -> None:
+    from dovetail import LLM
+
+    write(tmp_path, "nf4, double")
+    file, name = tmp_path / "model.safetensors", "model.layers.1.mlp.down_proj.weight"
+    tensors = load_file(file)
+    bad = {
+        f"{name}.quant_map": (MAPS["fp4"], "has other numbers than those of nf4"),
+        f"{name}.nested_absmax": (tensors[f"{name}.nested_absmax"] / 0, "has scales that are infinite or NaN"),
+        f"{name}.absmax": (
+            tensors[f"{name}.absmax"][::2],
+            r"has 256 numbers; a weight of 128 x 256 has 512.*quantization\.block_size",
+        ),
+        f"{name}.quant_state.bitsandbytes__nf4": (
+            torch.tensor([123, 34], dtype=torch.uint8),
+            "is no text that describes",
+        ),
+        name: (tensors[name][1:], r"has \d+ numbers; a weight of 128 x 256 has 16384"),
+    }
+    for key, (tensor, message) in bad.items():
+        save_file(tensors | {key: tensor.contiguous()}, file)
+        with pytest.raises(WeightsError, match=rf"{re.escape(key)} {message}"):
+            LLM(str(tmp_path), device="cpu", grammar="none", threads=1)
+    other, _ = store(FORMATS["nf4, double"], name.removesuffix(".weight"), torch.randn(128, 256), block=128)
+    save_file(tensors | {key: tensor.contiguous() for key, tensor in other.items()}, file)
+    with pytest.raises(WeightsError, match=r"quantization\.block_size"):
+        LLM(str(tmp_path), device="cpu", grammar="none", threads=1)
+
+
+def test_tables_and_codes_are_those_of_bitsandbytes() -> None:
+    functional = pytest.importorskip("bitsandbytes.functional", reason="bitsandbytes is not installed")
+    weight = torch.randn(96, 128) * 0.1
+    for kind in ("nf4", "fp4"):
+        assert torch.equal(functional.get_4bit_type(kind, device="cpu"), torch.tensor(TABLES[kind]))
+        for double in (False, True):
+            data, state = functional.quantize_4bit(weight, blocksize=64, quant_type=kind, compress_statistics=double)
+            tensors = {"q.weight": data} | {
+                f"q.weight.{name}": value for name, value in state.as_dict(packed=True).items()
+            }
+            shape = LinearShape(("q",), (96,), 128)
+            own = method(config(kind, double=double, llm_int8_skip_modules=[]), shape)
+            parameters = {name: torch.empty(size, dtype=dtype) for name, (size, dtype) in own.parameters().items()}
+            for name, target in own.targets("q", WeightTarget("weight", 0, 96)):
+                place = parameters[target.parameter][target.start : target.start + target.size]
+                place.copy_(target.transform.apply(tensors[name], tuple(place.shape)))
+            expected = functional.dequantize_4bit(data, state)
+            torch.testing.assert_close(own.dequantized(parameters), expected, rtol=1e-6, atol=1e-8)
