@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import shutil
+from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file, save_file
 
 NF4 = [-1.0, -0.6961928, -0.52507305, -0.39491749, -0.28444138, -0.18477343, -0.09105004, 0.0, 0.0795803, 0.1609302, 0.2461123, 0.33791524,
        0.44070983, 0.562617, 0.72295684, 1.0]  # fmt: skip
@@ -56,3 +59,20 @@ def store(
     }
     packed = (high * 16 + low).to(torch.uint8)[:, None]
     return {f"{module}.weight": packed, **{f"{module}.weight.{name}": tensor for name, tensor in stored.items()}}, exact
+
+
+def quantize_directory(directory: Path, given: dict[str, Any]) -> Path:
+    """Quantize the projections of a checkpoint in place, and return a directory with the weights for which they stand."""
+    exact = directory.with_name(f"{directory.name}-exact")
+    shutil.copytree(directory, exact)
+    tensors = load_file(exact / "model.safetensors")
+    stored = dict(tensors)
+    for key in [key for key in tensors if key.endswith("_proj.weight")]:
+        del stored[key]
+        made, tensors[key] = store(given, key.removesuffix(".weight"), tensors[key])
+        stored |= made
+    save_file(tensors, exact / "model.safetensors")
+    save_file({key: tensor.contiguous() for key, tensor in stored.items()}, directory / "model.safetensors")
+    text = json.loads((directory / "config.json").read_text()) | {"quantization_config": given}
+    (directory / "config.json").write_text(json.dumps(text))
+    return exact

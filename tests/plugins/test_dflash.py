@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "e2e"))
@@ -20,6 +20,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "e2e"))
 import plain_drafters
 from plain_drafters import EPS, PlainTensors, Spy, attend, check_best, drafts_of, rotate
 
+import bnb_checkpoints
 from dovetail import LLM, SamplingParams
 from dovetail.errors import ConfigError, ResolutionError, WeightsError
 from dovetail.interfaces.cache import CacheGroup
@@ -169,6 +170,16 @@ def test_drafts_are_those_of_the_paper(target: Path, tmp_path: Path, case: str, 
     spy = drafts_of(llm, VOCAB, longest=23, shared=20)
     assert spy.asked >= 4 * 11 / (DRAFTER | CASES[case])["block_size"]
     check_best(spy, plain.logits)
+
+
+def test_a_quantized_drafter_computes_with_the_weights_of_its_checkpoint(target: Path, tmp_path: Path) -> None:
+    save_drafter(tmp_path / "drafter")
+    exact = bnb_checkpoints.quantize_directory(
+        tmp_path / "drafter", bnb_checkpoints.config("int8", llm_int8_skip_modules=["fc"])
+    )
+    plain = Plain(target, DRAFTER, load_file(exact / "model.safetensors"))
+    llm = make_llm(target, 8, {"kind": "dflash", "path": str(tmp_path / "drafter")}, chunk_size=5)
+    check_best(drafts_of(llm, VOCAB, longest=23, shared=20), plain.logits)
 
 
 TARGET_INFO = ModelInfo("Target", VOCAB, HIDDEN, 3, 4, 2, 12, 256, (CacheGroup(3, 2, 12),))

@@ -23,6 +23,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "e2e"))
 import drafter_checkpoints as checkpoints
 from plain_drafters import attend, norm, rotate
 
+import bnb_checkpoints
 from dovetail import LLM, SamplingParams
 from dovetail.errors import ConfigError, ResolutionError, WeightsError
 from dovetail.testing.drafter import text_of
@@ -294,6 +295,26 @@ def test_biases_are_found_in_the_checkpoint(target, tmp_path):
     save_file(tensors, directory / "model.safetensors")
     proposals = record(make_llm(target, {"kind": "eagle", "topk": 1, "path": str(directory)}), prompts_of(20))
     check_chains(proposals, PlainEagle(directory, target), 5)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", HEADS)
+def test_quantized_heads_compute_with_the_weights_of_their_checkpoint(target, tmp_path, name):
+    save = checkpoints.save_eagle if name == "eagle" else checkpoints.save_eagle3
+    directory = save(tmp_path / "head")
+    given = bnb_checkpoints.config("int8", llm_int8_skip_modules=["fc", "lm_head"])
+    exact = bnb_checkpoints.quantize_directory(directory, given)
+    llm = make_llm(
+        target,
+        {"kind": name, "topk": 1, "path": str(directory)}
+        if name == "eagle"
+        else {"kind": name, "path": str(directory)},
+    )
+    check_chains(record(llm, prompts_of(20)), HEADS[name](exact, target), 5 if name == "eagle" else 4)
+    text = json.loads((directory / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps(text | {"quantization_config": given | {"quant_method": "none"}}))
+    with pytest.raises(ConfigError, match="no installed component of kind quantization can load"):
+        make_llm(target, {"kind": name, "path": str(directory)})
 
 
 # -- checkpoints that do not fit -------------------------------------------------------------------------------------

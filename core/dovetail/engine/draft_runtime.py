@@ -259,6 +259,8 @@ class EngineDraftRuntime(DraftRuntime):
 
     def load(self, model: ModelClass, info: ModelInfo, directory: Path, load_format: str) -> ModelArchitecture:
         """See ``DraftRuntime``. Raises ``ConfigError`` too if the engine has no memory for a cache group of the model."""
+        if directory != self.directory and info.quantization is not None:
+            return self._load_quantized(model, info, directory, load_format)
         stored = directory == self.directory and self._stored is not None
         chosen, checkpoint = self._resolved.quantization if stored else None, self._resolved.model_info.quantization
         experts = self._experts(info, expert_feature(chosen, checkpoint))
@@ -313,11 +315,17 @@ class EngineDraftRuntime(DraftRuntime):
         info = load_attribute(spec.describe, label)(checkpoint)
         served = self._resolved.config.model.context_len or info.context_len
         info = replace(info, context_len=min(info.context_len, served), quantization=read_quantization(checkpoint))
-        chosen = None if info.quantization is None else choose(self._resolved, info.quantization, info, str(file))
+        return self._load_quantized(load_attribute(spec.target, label), info, directory, load_format)
+
+    def _load_quantized(
+        self, model: ModelClass, info: ModelInfo, directory: Path, load_format: str
+    ) -> ModelArchitecture:
+        """Load a drafter's checkpoint of its own, as ``info.quantization`` says. Raises ``ConfigError`` if no component can."""
+        what = str(directory / "config.json")
+        chosen = None if info.quantization is None else choose(self._resolved, info.quantization, info, what)
         context = QuantizationContext(info.quantization, self.dtype, self._device)
         quantization = None if chosen is None else chosen.build(context)
         experts = self._experts(info, expert_feature(chosen, info.quantization))
-        model = load_attribute(spec.target, label)
         return self._load(model, info, directory, load_format, quantization, experts)
 
     @property

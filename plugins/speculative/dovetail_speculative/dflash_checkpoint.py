@@ -23,7 +23,6 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "hidden_act": ("silu",),
     "input_embedding_scale": (1,),
     "projector_type": ("dflash",),
-    "quantization_config": (),
     "sample_from_anchor": (False,),
     "shift_label": (False,),
     "target_hidden_size": (),
@@ -93,6 +92,7 @@ def describe_dflash(
         offers=frozenset({Feature.MODEL_TENSOR_PARALLEL}),
         split_sizes=(("intermediate_size", shape.decoder.intermediate_size),),
         needs=frozenset({Feature.ATTN_SLIDING_WINDOW}) if any(shape.windows) else frozenset(),
+        quantization=_quantization(config),
         config=shape,
     )
 
@@ -108,6 +108,13 @@ def _section(config: Mapping[str, Any]) -> Mapping[str, Any]:
             "mask_token_id, as DFlash checkpoints have it"
         )
     return section
+
+
+def _quantization(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    found = config.get("quantization_config")
+    if found is not None and not isinstance(found, Mapping):
+        raise ConfigError(f"config.json of the drafter: quantization_config is {found!r:.80}; allowed: an object, null")
+    return found
 
 
 def _refuse_unread(given: Mapping[str, Any]) -> None:

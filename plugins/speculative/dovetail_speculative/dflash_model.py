@@ -61,7 +61,7 @@ class DFlashModel(Layer, ModelArchitecture):
         self._counts = attention[0].counts
         queries = self._counts.queries * self.info.head_dim
         context = Linear(self.info.hidden_size, 0, bias=attention[0].qkv.bias is not None)
-        context.weight = _joined([attn.qkv.weight[queries:] for attn in attention])
+        context.weight = _joined([attn.qkv.dense_weight()[queries:] for attn in attention])
         if context.bias is not None:
             context.bias = _joined([attn.qkv.bias[queries:] for attn in attention if attn.qkv.bias is not None])
         norms = [attn.qk_norm for attn in attention if attn.qk_norm is not None]

@@ -47,7 +47,7 @@ class EagleConfigJson(BaseModel):
     max_position_embeddings: int = 2048
     hidden_act: Literal["silu", "swish"] = "silu"
     mlp_bias: Literal[False] | None = None
-    quantization_config: None = None
+    quantization_config: dict[str, Any] | None = None
     sliding_window: None = None
 
 
@@ -136,6 +136,7 @@ def describe(
         cache_groups=(CacheGroup(1, kv_heads, head_dim),),
         offers=frozenset({Feature.MODEL_TENSOR_PARALLEL}),
         split_sizes=(("intermediate_size", head.intermediate_size),),
+        quantization=head.quantization_config,
         config=HeadShape(
             names, head.intermediate_size, head.rms_norm_eps, rope, context.runtime.target.info.hidden_size, *norms
         ),
