@@ -24,19 +24,20 @@ from dovetail.ops.packed_blocks import PackedType, PackedWeight
 from dovetail_quantization.bnb_formats import BnbFormat, read_format
 from dovetail_quantization.bnb_tensors import (
     TABLES,
+    BlockScales,
     MatrixPart,
     NestedScales,
     PackedCodes,
     QuantState,
     ScaleCodes,
-    Scales,
     Table,
     check_scales,
 )
 from dovetail_quantization.checkpoint import leaves_out
-from dovetail_quantization.gguf_cuda import PackedProduct
+from dovetail_quantization.gguf_cuda import packed_product
 from dovetail_quantization.integer_formats import IntegerActivations
 from dovetail_quantization.integer_products import make_product
+from dovetail_quantization.invariant_products import InvariantLinear
 
 if TYPE_CHECKING:
     from dovetail_quantization.config import BitsandbytesConfig
@@ -131,7 +132,7 @@ class FourBitLinear(BnbLinear):
         yield f"{own}.quant_map", one("table", Table(f"{own}.quant_map", 16, form.kind))
         yield state, one("offset", QuantState(part(state), form.kind, form.block, form.double))
         if not form.double:
-            yield scales, filled("scale", Scales(part(scales), form.block))._replace(check=check_scales)
+            yield scales, filled("scale", BlockScales(part(scales), form.block))._replace(check=check_scales)
             return
         yield scales, filled("scale", ScaleCodes(part(scales), form.block))
         nested, numbers = f"{own}.nested_absmax", f"{own}.nested_quant_map"
@@ -152,7 +153,10 @@ class FourBitLinear(BnbLinear):
         """See ``LinearMethod``."""
         weight = self._weight(parameters)
         if weight.rows.is_cuda:
-            return PackedProduct([weight])
+            return packed_product([weight], self.context)
+        if self.context.batch_invariant:
+            plain = weight.dequantized(self.context.dtype)
+            return InvariantLinear(lambda _: plain, self.context.dtype, weight.packing.name)
         return DequantizedPacked(weight, self.context.dtype)
 
     def dequantized(self, parameters: Mapping[str, torch.Tensor]) -> torch.Tensor:
@@ -218,7 +222,8 @@ class RowInt8Linear(BnbLinear):
 
     def prepare(self, parameters: Mapping[str, torch.Tensor]) -> LinearProduct:
         """See ``LinearMethod``."""
-        return make_product(self._weight(parameters), None, IntegerActivations.WHOLE, None, self.context.dtype)
+        weight, invariant = self._weight(parameters), self.context.batch_invariant
+        return make_product(weight, None, IntegerActivations.WHOLE, None, self.context.dtype, batch_invariant=invariant)
 
     def dequantized(self, parameters: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """See ``LinearMethod``."""

@@ -96,7 +96,7 @@ class PackedCodes(FlatTransform):
 
 
 @dataclass(frozen=True, slots=True)
-class Scales(FlatTransform):
+class BlockScales(FlatTransform):
     """Read the scales of blocks of ``block`` numbers: in float32."""
 
     block: int
@@ -107,7 +107,7 @@ class Scales(FlatTransform):
 
 
 @dataclass(frozen=True, slots=True)
-class ScaleCodes(Scales):
+class ScaleCodes(BlockScales):
     """Read the scales of blocks as codes of 8 bits."""
 
     dtypes: ClassVar[tuple[torch.dtype, ...]] = (torch.uint8,)

@@ -28,6 +28,7 @@ from dovetail_quantization.gguf_cuda import PackedLinear
 from dovetail_quantization.gguf_experts import GgufExperts, Mxfp4GgufExperts, layer_of
 from dovetail_quantization.gguf_formats import expert_format, expert_types, module_types
 from dovetail_quantization.gguf_products import BlockProduct, can_multiply, kinds_of
+from dovetail_quantization.invariant_products import InvariantLinear
 
 if TYPE_CHECKING:
     from dovetail_quantization.config import GgufConfig
@@ -121,6 +122,9 @@ class GgufLinear(LinearMethod):
     def prepare(self, parameters: Mapping[str, torch.Tensor]) -> LinearProduct:
         """See ``LinearMethod``."""
         weights, dtype = self._weights(parameters), self.context.dtype
+        if self.context.batch_invariant:
+            plain = dequantized(weights, dtype)
+            return InvariantLinear(lambda _: plain, dtype, kinds_of(weights))
         kernels = can_multiply(weights, dtype)
         return DequantizedBlocks(weights, dtype) if kernels is None else BlockProduct(weights, kernels)
 

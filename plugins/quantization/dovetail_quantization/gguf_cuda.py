@@ -23,6 +23,7 @@ from dovetail.ops.linear import linear
 from dovetail.ops.packed_blocks import PACKED, PackedWeight, pack, row_bytes
 from dovetail_quantization.gguf_blocks import check_columns, fill_random, in_bytes
 from dovetail_quantization.integer_tensors import ordered
+from dovetail_quantization.invariant_products import InvariantLinear
 
 _MOST_ELEMENTS = 1 << 28
 """The largest number of elements of a weight that are dequantized at a time."""
@@ -82,7 +83,7 @@ class PackedLinear(LinearMethod):
 
     def prepare(self, parameters: Mapping[str, torch.Tensor]) -> LinearProduct:
         """See ``LinearMethod``."""
-        return PackedProduct(self._weights(parameters))
+        return packed_product(self._weights(parameters), self.context)
 
     def dequantized(self, parameters: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """See ``LinearMethod``."""
@@ -117,6 +118,14 @@ class Packed(WeightTransform):
         return pack(ordered(self.inner, tensor), TYPES[self.kind])
 
 
+def packed_product(weights: Sequence[PackedWeight], context: QuantizationContext) -> LinearProduct:
+    """Return the product with weights in packed rows on CUDA, one after another."""
+    product = PackedProduct(weights)
+    if not context.batch_invariant:
+        return product
+    return InvariantLinear(product.weight, context.dtype, ", ".join(dict.fromkeys(one.packing.name for one in weights)))
+
+
 class PackedProduct(LinearProduct):
     """Multiply on CUDA with weights in packed rows, one after another. Few rows are multiplied from the codes (``triton.packed_rows``),
     many with the weight that a kernel dequantizes each time."""
@@ -127,7 +136,7 @@ class PackedProduct(LinearProduct):
         self._kinds = ", ".join(dict.fromkeys(weight.packing.name for weight in weights))
         self._rows, self._most = [PackedRows(weight) for weight in weights], MOST_ROWS
         self._widths = [len(weight.rows) for weight in weights]
-        self._out, self._columns = sum(self._widths), weights[0].columns
+        self._out, self._columns, self._device = sum(self._widths), weights[0].columns, weights[0].rows.device
         self._single = self._rows[0] if len(weights) == 1 else None
         self.in_parts = self._single is not None
 
@@ -146,12 +155,16 @@ class PackedProduct(LinearProduct):
             rows.multiply(x, own, part)
         return y
 
+    def weight(self, dtype: torch.dtype) -> torch.Tensor:
+        """Return the weight ``[out, in]``, dequantized by a kernel."""
+        weight = torch.empty(self._out, self._columns, dtype=dtype, device=self._device)
+        for rows, part in zip(self._rows, weight.split(self._widths), strict=True):
+            rows.write(part)
+        return weight
+
     def _many_rows(self, x: torch.Tensor, bias: torch.Tensor | None, y: torch.Tensor) -> torch.Tensor:
         if self._out * self._columns <= _MOST_ELEMENTS:
-            weight = x.new_empty(self._out, self._columns)
-            for rows, part in zip(self._rows, weight.split(self._widths), strict=True):
-                rows.write(part)
-            return linear(x, weight, bias)
+            return linear(x, self.weight(x.dtype), bias)
         before, step = 0, max(1, _MOST_ELEMENTS // self._columns)
         for rows, width in zip(self._rows, self._widths, strict=True):
             for start in range(0, width, step):

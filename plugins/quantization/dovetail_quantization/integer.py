@@ -135,7 +135,10 @@ class IntegerLinear(LinearMethod):
         """See ``LinearMethod``."""
         static = parameters["input_scale"].max() if "input_scale" in parameters else None
         weight, order = self._held(parameters)
-        return make_product(weight, order, self.scheme.activations, static, self.context.dtype)
+        invariant = self.context.batch_invariant
+        return make_product(
+            weight, order, self.scheme.activations, static, self.context.dtype, batch_invariant=invariant
+        )
 
     def dequantized(self, parameters: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """See ``LinearMethod``."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from torch.nn import functional
 
 from dovetail.interfaces.quantization import LinearProduct
 from dovetail.layers.linear import DenseProduct
@@ -10,6 +11,7 @@ from dovetail.ops.activation import GATES, Activation
 from dovetail.ops.integers import BLOCK, Integers, dequantize
 from dovetail.ops.linear import linear
 from dovetail_quantization.integer_formats import IntegerActivations
+from dovetail_quantization.invariant_products import InvariantLinear
 
 _FEWEST = 16
 """Up to this number of rows, CUDA has no products of int8 numbers: they are multiplied with activations of 16 bits."""
@@ -21,14 +23,31 @@ def make_product(
     activations: IntegerActivations,
     static: torch.Tensor | None,
     dtype: torch.dtype,
+    *,
+    batch_invariant: bool = False,
 ) -> LinearProduct:
     """Return the product with ``weight``, whose columns belong to the inputs in ``order``. Activations in ``dtype`` are
-    quantized as ``activations`` says, with the scale ``static`` if the checkpoint has one."""
+    quantized as ``activations`` says, with the scale ``static`` if the checkpoint has one. With ``batch_invariant``, the bits of a row do
+    not depend on the other rows."""
     if activations is not IntegerActivations.WHOLE:
-        return Int8Product(weight, static)
+        return Int8Product(weight, static, batch_invariant=batch_invariant)
+    if batch_invariant:
+        return _invariant(weight, order, dtype)
     if not weight.codes.is_cuda:
         return DequantizedIntegers(weight, order, dtype)
     return IntegerProduct(weight, order)
+
+
+def _invariant(weight: Integers, order: torch.Tensor | None, dtype: torch.dtype) -> LinearProduct:
+    what = f"integers of {weight.bits} bits"
+    if not weight.codes.is_cuda:
+        plain = in_order(dequantize(weight, dtype), order)
+        return InvariantLinear(lambda _: plain, dtype, what)
+    from dovetail_quantization.triton import integer_rows
+
+    held = integer_rows.with_words(weight)
+    write = dequantize if weight.group % BLOCK else integer_rows.plain_weight
+    return InvariantLinear(lambda dtype: write(held, dtype), dtype, what, order)
 
 
 class DequantizedIntegers(DenseProduct):
@@ -96,12 +115,15 @@ class IntegerProduct(LinearProduct):
 
 class Int8Product(LinearProduct):
     """Multiply int8 activations with int8 weights that have a scale for each row, and add up in int32. Activations are
-    quantized with a scale for each token, or the ``static`` one; on CUDA those of up to ``_FEWEST`` rows are not."""
+    quantized with a scale for each token, or the ``static`` one; on CUDA those of up to ``_FEWEST`` rows are not, unless the product is
+    ``batch_invariant``: rows of zeros are then added. Sums of integers are exact, so that the bits of a row do not depend on the others."""
 
-    def __init__(self, weight: Integers, static: torch.Tensor | None) -> None:
+    def __init__(self, weight: Integers, static: torch.Tensor | None, *, batch_invariant: bool = False) -> None:
         self._weight, self._scale = weight.codes.T, weight.scales.reshape(1, -1).float()
         self._static = static
-        self._few = IntegerProduct(weight, None) if weight.codes.is_cuda else None
+        few = weight.codes.is_cuda and not batch_invariant
+        self._few = IntegerProduct(weight, None) if few else None
+        self._fewest = 2 * _FEWEST if weight.codes.is_cuda else 0
 
     def forward(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """See ``LinearProduct``."""
@@ -110,7 +132,8 @@ class Int8Product(LinearProduct):
         if self._few is not None and len(x) <= _FEWEST:
             return self._few.forward(x, bias)
         codes, scales = quantized(x, self._static)
-        result = (torch._int_mm(codes, self._weight).float() * scales).mul_(self._scale)
+        codes = functional.pad(codes, (0, 0, 0, max(0, self._fewest - len(x))))
+        result = (torch._int_mm(codes, self._weight)[: len(x)].float() * scales).mul_(self._scale)
         return (result if bias is None else result.add_(bias)).to(x.dtype)
 
     def gated(self, x: torch.Tensor, bias: torch.Tensor | None, activation: Activation) -> torch.Tensor:

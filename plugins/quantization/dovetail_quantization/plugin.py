@@ -43,7 +43,7 @@ INTEGER = ComponentSpec(
     expert_format="dovetail_quantization.integer_formats:expert_format",
     summary="Integer weights of 4 or 8 bits from AWQ, GPTQ and compressed-tensors checkpoints, or rounded while loading.",
     api=(1, 1),
-    offers=frozenset({Feature.QUANTIZATION_EXPERTS}),
+    offers=frozenset({Feature.QUANTIZATION_EXPERTS, Feature.QUANTIZATION_BATCH_INVARIANT}),
 )
 
 GGUF = ComponentSpec(
@@ -55,7 +55,7 @@ GGUF = ComponentSpec(
     expert_format="dovetail_quantization.gguf_formats:expert_format",
     summary="Weights of linear layers and experts in the blocks of GGUF files.",
     api=(1, 1),
-    offers=frozenset({Feature.QUANTIZATION_EXPERTS}),
+    offers=frozenset({Feature.QUANTIZATION_EXPERTS, Feature.QUANTIZATION_BATCH_INVARIANT}),
 )
 
 BITSANDBYTES = ComponentSpec(
@@ -66,6 +66,7 @@ BITSANDBYTES = ComponentSpec(
     describe="dovetail_quantization.bnb_formats:describe",
     summary="Weights of 4 bits (NF4, FP4) and of LLM.int8 from checkpoints written with bitsandbytes.",
     api=(1, 1),
+    offers=frozenset({Feature.QUANTIZATION_BATCH_INVARIANT}),
 )
 
 
