@@ -79,8 +79,10 @@ def measure_nf4(tokens: list[int]) -> None:
             x = randn(count, k)
             close(copies[0][0].forward(x, None), x.float() @ copies[0][1].dequantized(torch.float32).T)
             ours = per_call([partial(product.forward, x, None) for product, _ in copies])
-            wide = dense is None or count > dense.most_rows
-            theirs = per_call([partial(torch.mm, x, plain.T) if wide else partial(dense, x, None)] * 4)
+            theirs = (
+                partial(torch.mm, x, plain.T) if dense is None or count > dense.most_rows else partial(dense, x, None)
+            )
+            theirs = per_call([theirs] * 4)
             print(
                 f"nf4 {name:8}{count:6} rows: {ours:9.1f} us   stored {stored / READ * 1e6:7.1f}   bf16 (warm) {theirs:9.1f}",
                 flush=True,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -37,8 +38,8 @@ class TestBitsandbytes(QuantizationSuite):
     checkpoints: ClassVar = FORMATS
     optional = ("weight_format",)
 
-    def store(self, checkpoint: dict[str, Any], module: str, weight: torch.Tensor) -> Any:
-        return store(checkpoint, module, weight)
+    def store(self, checkpoint: Mapping[str, Any], module: str, weight: torch.Tensor) -> Any:
+        return store(dict(checkpoint), module, weight)
 
 
 def shape_of(columns: int = 128, **more: Any) -> LinearShape:
