@@ -193,6 +193,23 @@ def test_a_query_that_is_repeated_for_many_items_is_bounded(bounded: httpx.Clien
     assert "for each of 500 items makes" in answer.json()["error"]["message"]
 
 
+@pytest.mark.parametrize(
+    ("path", "more"),
+    [
+        ("/separate_reasoning", {"reasoning_parser": "qwen3"}),
+        (
+            "/parse_function_call",
+            {"tool_call_parser": "hermes", "tools": [{"type": "function", "function": {"name": "f"}}]},
+        ),
+    ],
+)
+def test_texts_that_no_model_can_have_written_are_not_parsed(bounded: httpx.Client, path: str, more: dict):
+    """A text of 3.5 MB occupied a thread for more than a minute, which outlasted the server."""
+    answer = bounded.post(path, json={"text": "<think>a" * 100_000, **more})
+    assert answer.status_code == 400, answer.text[:500]
+    assert "800000 characters, which are more than 2048 tokens" in answer.json()["error"]["message"]
+
+
 def test_the_estimate_is_not_below_what_an_answer_has(bounded: httpx.Client):
     for body in (logprobs(1, 100, 20), logprobs(2, 50, 5, 8)):
         params = SamplingParams(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from typing import Any
 
 from pydantic import Field
@@ -10,15 +9,19 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from dovetail.api.body import ApiModel, examples, parse
+from dovetail.api.offload import offloaded
 from dovetail.api.responses import json_response
 from dovetail.chat.parsing import OutputParsers
 from dovetail.chat.requests import ToolSpec, read_tool_choice
-from dovetail.errors import RequestError, UnknownComponentError
+from dovetail.errors import ContextLengthError, RequestError, UnknownComponentError
 from dovetail.interfaces.api import ApiHost
-from dovetail.interfaces.parsers import CallDelta, ToolParser, ToolRequest
+from dovetail.interfaces.parsers import CallDelta, ReasoningParser, ToolParser, ToolRequest
 from dovetail.registry.specs import ComponentKind
 from dovetail.server.service import Service
 from dovetail.server.tenants.host import TenantHost
+
+_LARGE = 4096
+"""The length of texts from which on they are parsed on a thread: parsers take some microseconds for each character."""
 
 
 class ReasoningRequest(ApiModel):
@@ -50,10 +53,7 @@ async def separate_reasoning(host: ApiHost, request: Request) -> Response:
     """Separate the reasoning in a text from the answer."""
     body = await parse(request, ReasoningRequest, host.max_body)
     parser = _parser(host, ComponentKind.REASONING_PARSER, body.reasoning_parser)
-    stream = parser.stream("")
-    parts = await asyncio.to_thread(lambda: [stream.feed(body.text), stream.finish()])
-    reasoning, text = ("".join(part[i] for part in parts) for i in range(2))
-    return json_response({"reasoning_text": reasoning, "text": text})
+    return json_response(await offloaded(len(body.text) >= _LARGE, _separated, host, parser, body.text))
 
 
 async def parse_function_call(host: ApiHost, request: Request) -> Response:
@@ -62,10 +62,29 @@ async def parse_function_call(host: ApiHost, request: Request) -> Response:
     parser = _parser(host, ComponentKind.TOOL_PARSER, body.tool_call_parser)
     tools = read_tool_choice(body.tools, None, True)
     assert tools is not None, "there is at least one tool"
-    return json_response(await asyncio.to_thread(_called, parser, tools, body.text))
+    return json_response(await offloaded(len(body.text) >= _LARGE, _called, host, parser, tools, body.text))
 
 
-def _called(parser: ToolParser, tools: ToolRequest, text: str) -> dict[str, Any]:
+def _check_length(host: ApiHost, text: str) -> None:
+    """Raise ``ContextLengthError`` for a text that no output of the model can be."""
+    if host.tokenizer.surely_exceeds(text, host.context_len):
+        raise ContextLengthError(
+            f"text has {len(text)} characters, which are more than {host.context_len} tokens; no output of the model "
+            "is longer than its context",
+            param="text",
+        )
+
+
+def _separated(host: ApiHost, parser: ReasoningParser, text: str) -> dict[str, str]:
+    _check_length(host, text)
+    stream = parser.stream("")
+    parts = [stream.feed(text), stream.finish()]
+    reasoning, rest = ("".join(part[i] for part in parts) for i in range(2))
+    return {"reasoning_text": reasoning, "text": rest}
+
+
+def _called(host: ApiHost, parser: ToolParser, tools: ToolRequest, text: str) -> dict[str, Any]:
+    _check_length(host, text)
     stream = parser.stream(tools.tools)
     parts = [stream.feed(text), stream.finish()]
     calls: dict[int, dict[str, Any]] = {}

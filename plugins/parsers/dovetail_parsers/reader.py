@@ -186,7 +186,7 @@ class MarkFinder:
         for mark in self._marks:
             if self._tail.endswith(mark):
                 return mark
-        held = max((_overlap(self._tail, mark) for mark in self._marks), default=0)
+        held = max((overlap(self._tail, mark) for mark in self._marks), default=0)
         self._tail = self._tail[len(self._tail) - held :]
         return None
 
@@ -196,6 +196,6 @@ class MarkFinder:
         return len(self._tail)
 
 
-def _overlap(text: str, mark: str) -> int:
+def overlap(text: str, mark: str) -> int:
     """Return the length of the longest suffix of ``text`` that is a prefix of ``mark``."""
     return next((n for n in range(min(len(text), len(mark)), 0, -1) if mark.startswith(text[-n:])), 0)

@@ -8,7 +8,7 @@ import re
 from pydantic import BaseModel
 
 from dovetail.interfaces.parsers import ConstraintGate, ParserContext, ReasoningDelta, ReasoningParser, ReasoningStream
-from dovetail_parsers.reader import MarkFinder
+from dovetail_parsers.reader import overlap
 
 OPEN, CLOSE = "<think>", "</think>"
 _OPENS = re.compile(r"""<think>(\\n|\s)*['"]\s*-?\}\}""")
@@ -41,7 +41,6 @@ class ThinkStream(ReasoningStream):
         self._at_start = state is not ThinkState.ANSWER
         self._held = ""  # text that may belong to a mark, or whitespace that may be next to one
         self._skip_space = state is ThinkState.ANSWER
-        self._finder = MarkFinder((CLOSE,))
 
     def feed(self, text: str) -> ReasoningDelta:
         """See ``ReasoningStream``."""
@@ -85,23 +84,14 @@ class ThinkStream(ReasoningStream):
         if self._skip_space:
             text = text.lstrip()
             self._skip_space = not text
-        if not self._finder.held and CLOSE[0] not in text:
-            self._held += text
-            return self._sure()
-        for at, char in enumerate(text):
-            self._held += char
-            if self._finder.feed(char):
-                reasoning = self._held.removesuffix(CLOSE).rstrip()
-                self._state, self._held, self._skip_space = ThinkState.ANSWER, "", True
-                return reasoning, text[at + 1 :]
-        return self._sure()
-
-    def _sure(self) -> tuple[str, str]:
-        """Return the reasoning that is final, and no text after it. Whitespace and the beginning of a mark at the end
-        are held back."""
-        sure = len(self._held[: len(self._held) - self._finder.held].rstrip())
-        reasoning, self._held = self._held[:sure], self._held[sure:]
-        return reasoning, ""
+        reasoning, mark, answer = (self._held + text).partition(CLOSE)
+        if mark:
+            self._state, self._held, self._skip_space = ThinkState.ANSWER, "", True
+            return reasoning.rstrip(), answer
+        # whitespace and the beginning of a mark at the end are held back
+        sure = len(reasoning[: len(reasoning) - overlap(reasoning, CLOSE)].rstrip())
+        self._held = reasoning[sure:]
+        return reasoning[:sure], ""
 
     def _answer(self, text: str) -> str:
         if self._skip_space:
