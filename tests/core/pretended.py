@@ -15,7 +15,8 @@ from dovetail.interfaces.policy import PolicyContext
 from dovetail.memory.allocator import PageAllocator
 from dovetail.memory.ledger import PageLedger
 from dovetail.memory.lookahead import with_lookahead
-from dovetail.memory.table import RequestTable
+from dovetail.memory.pools import PoolLedgers
+from dovetail.memory.table import RequestTable, pool_of
 from dovetail.messages import GenerateMsg, TokenOutput
 from dovetail.sampling_params import SamplingParams
 from dovetail.scheduler.limits import SchedulerLimits
@@ -86,9 +87,10 @@ class Device:
     """Hold a pool of locations with one token each and a separate page table, which the updates of plans fill. All that
     it knows of requests is what plans contain. It checks that plans come in their order and keep their contract."""
 
-    def __init__(self, num_slots, max_pages, num_pages, page_size):
+    def __init__(self, num_slots, max_pages, num_pages, page_size, num_pools=1):
         self.table = np.zeros((num_slots + 1, max_pages), np.int64)
-        self.places = np.full(num_pages * page_size, -1)
+        self.num_pools, self.pool_size = num_pools, num_pages * page_size
+        self.places = np.full(num_pools * self.pool_size, -1)
         self.last = np.zeros(num_slots + 1, np.int64)
         self.page_size = page_size
         self.number = 0  # of the plan that was received last
@@ -165,6 +167,8 @@ class Device:
             where = np.arange(start + count)
             where = self.table[slot, where // self.page_size] * self.page_size + where % self.page_size
             assert (where >= self.page_size).all(), "page 0 belongs to no request"
+            assert (where < self.pool_size).all(), "pages are those of one pool"
+            where += pool_of(slot, self.num_pools) * self.pool_size
             self.places[where[start:]] = new
             if batch.samples[row]:
                 text = self.places[where]
@@ -192,7 +196,8 @@ class Device:
             assert (rows == rows[0]).all()
 
 
-def build(page_size=4, num_pages=40, cache="radix", clock=time.monotonic, **limits):
+def build(page_size=4, num_pages=40, cache="radix", clock=time.monotonic, pools=1, **limits):
+    """Return a scheduler and a device with ``pools`` pools of ``num_pages``."""
     settings = {
         "max_running": 5,
         "max_waiting": 100,
@@ -203,13 +208,19 @@ def build(page_size=4, num_pages=40, cache="radix", clock=time.monotonic, **limi
     } | limits
     ahead = {"pairs": 1, "triples": 2}.get(cache, 0)
     kind, config = (NoCache, NoneConfig) if cache == "none" else (RadixCache, RadixConfig)
-    index = with_lookahead(lambda context: kind(config(), context), CacheContext(page_size), ahead)
-    table = RequestTable(np.zeros((1, settings["max_running"] + 1, -(-CONTEXT // page_size) + 1), np.int32))
-    ledger = PageLedger(PageAllocator(num_pages), index, table, page_size, ahead)
-    policy = Fcfs(FcfsConfig(), PolicyContext(index))
+    table = RequestTable(np.zeros((1, settings["max_running"] + 1, -(-CONTEXT // page_size) + 1), np.int32), pools)
+    caches = [
+        with_lookahead(lambda context: kind(config(), context), CacheContext(page_size), ahead) for _ in range(pools)
+    ]
+    members = [
+        PageLedger(PageAllocator(num_pages), index, table, page_size, ahead, pool=pool)
+        for pool, index in enumerate(caches)
+    ]
+    ledger = members[0] if pools == 1 else PoolLedgers(members, table)
+    policy = Fcfs(FcfsConfig(), PolicyContext(caches[0]))
     constraints = RequestConstraints(GrammarService(None), VOCAB, [EOS])
     scheduler = Scheduler(SchedulerLimits(**settings), ledger, policy, constraints, None, frozenset([EOS]), clock)
-    return scheduler, Device(settings["max_running"], table.pages.shape[2], num_pages, page_size)
+    return scheduler, Device(settings["max_running"], table.pages.shape[2], num_pages, page_size, pools)
 
 
 class Run:
@@ -302,7 +313,7 @@ class Run:
         self.finish_requests(bound)
         ledger = self.scheduler.ledger
         self.scheduler.release_pins()
-        assert ledger.available == ledger.allocator.num_total
+        assert all(member.available == member.allocator.num_total for member in ledger.members)
         assert ledger.table.num_free == self.scheduler.limits.max_running
 
 

@@ -174,7 +174,7 @@ def test_a_request_that_was_retracted_between_its_chunks_begins_anew(checkpoint,
         answers += loop.step()
         if step == after:
             assert loop.scheduler.prefilling
-            loop.scheduler._retract_one()
+            loop.scheduler._retract_one(loop.scheduler.running[0])
     (answer,) = answers
     close(np.frombuffer(answer.pooled, "<f4"), reference.pooled(prompt, "mean"))
     assert loop.stats().retractions == 1

@@ -103,7 +103,7 @@ def _cache_groups(resolved: Resolved) -> list[dict[str, Any]]:
             "kind": str(group.kind),
             "layers": group.num_layers,
             **({} if group.window is None else {"window": group.window}),
-            **size(group.share(config.parallel.tp)),
+            **size(group.share(config.parallel.head_ranks)),
         }
         for group in resolved.model_info.cache_groups
     ]
@@ -115,10 +115,10 @@ def _ranks(resolved: Resolved) -> dict[str, Any]:
     from dovetail.registry.ranks import divisions
 
     info, parallel = resolved.model_info, resolved.config.parallel
-    tp = parallel.tp
+    tp, head_ranks = parallel.tp, parallel.head_ranks
     own = {
-        "heads": [info.num_heads // tp, info.num_heads],
-        "kv_heads": [max(1, info.num_kv_heads // tp), info.num_kv_heads],
+        "heads": [info.num_heads // head_ranks, info.num_heads],
+        "kv_heads": [max(1, info.num_kv_heads // head_ranks), info.num_kv_heads],
     }
     if info.expert_sizes is not None:
         (_, number), (_, size) = info.expert_sizes
@@ -212,12 +212,15 @@ def _headline(resolved: Resolved) -> str:
     overlap = "on" if config.scheduler.overlap else "off"
     tp = config.parallel.tp
     experts = f", experts {config.parallel.experts}" if info.expert_sizes is not None else ""
-    ranks = f" x {tp} (tensor parallel{experts})" if tp > 1 else ""
+    attention = ", attention data" if config.parallel.attention == "data" else ""
+    ranks = f" x {tp} (tensor parallel{experts}{attention})" if tp > 1 else ""
     groups = _cache_groups(resolved)
     kv_bytes = sum(group.get("bytes_per_token", 0) for group in groups)
     states = sum(group.get("bytes_per_snapshot", 0) for group in groups)
     sliding = sum(group["bytes_per_token"] for group in groups if "window" in group)
-    per = ("token and rank" if tp > 1 else "token") + (f", {sliding:,} in layers with a window" if sliding else "")
+    per = ("token and rank" if config.parallel.head_ranks > 1 else "token") + (
+        f", {sliding:,} in layers with a window" if sliding else ""
+    )
     per += f", states of {states:,} bytes per request and snapshot" if states else ""
     return (
         f"[bold]{info.architecture}[/] ({config.model.name}) on [bold]{resolved.machine.device_name}[/]{ranks}, "

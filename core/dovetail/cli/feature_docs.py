@@ -108,6 +108,7 @@ def feature_rows(registry: Registry) -> Iterator[Row]:
     for dtype in ("fp8_e4m3", "fp8_e5m2"):
         yield Row(f"`memory.kv_dtype: {dtype}`", {"memory": {"kv_dtype": dtype}})
     yield Row("tensor parallelism (`parallel.tp: 2`)", {"parallel": {"tp": 2}})
+    yield Row("data-parallel attention (`parallel.attention: data`)", {"parallel": {"tp": 2, "attention": "data"}})
     for component in registry.components(ComponentKind.GRAMMAR):
         yield Row(f"`grammar: {component.spec.name}`", {"grammar": component.spec.name})
     for component in registry.components(ComponentKind.DRAFTER):

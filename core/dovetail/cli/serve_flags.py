@@ -374,6 +374,12 @@ FLAGS: tuple[ServeFlag, ...] = (
         "Give each rank whole experts instead of a share of every expert.",
         {"parallel.experts": "ep"},
     ),
+    _switch(
+        ("--enable-dp-attention",),
+        PARALLEL,
+        "Let each rank of --tp attend for requests of its own.",
+        {"parallel.attention": "data"},
+    ),
     ServeFlag(
         ("--speculative-algorithm",),
         "speculative",

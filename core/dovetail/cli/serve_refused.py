@@ -11,10 +11,12 @@ INSTEAD: Mapping[str, tuple[str, ...]] = {
     "code of checkpoints is never run; leave it out. `dovetail explain` shows which plugin implements the model": (
         "--trust-remote-code",
     ),
-    "one server is one replica; start several, and a proxy before them": (
+    "one server is one replica; start several, and a proxy before them. With --enable-dp-attention leave it out: all ranks of --tp take part": (
         "--dp",
         "--dp-size",
         "--data-parallel-size",
+    ),
+    "one server is one replica; start several, and a proxy before them": (
         "--data-parallel-size-local",
         "--data-parallel-rank",
         "--data-parallel-address",
@@ -122,7 +124,6 @@ INSTEAD: Mapping[str, tuple[str, ...]] = {
         "--moe-a2a-backend",
         "--deepep-mode",
         "--all2all-backend",
-        "--enable-dp-attention",
         "--enable-two-batch-overlap",
         "--enable-dbo",
     ),

@@ -27,6 +27,7 @@ from dovetail.config.kinds import (
     KindSection,
 )
 from dovetail.config.model import ModelSection
+from dovetail.config.parallel import ParallelSection
 from dovetail.config.plugin import AttentionSelection, GrammarSelection, Section, Selection
 from dovetail.config.scheduler import SchedulerSection
 from dovetail.config.server import ServerSection
@@ -83,25 +84,6 @@ class MemorySection(Section):
         default=None,
         ge=1,
         description="For models with states (Mamba, gated delta nets): a prompt makes a snapshot of them after each this many tokens, rounded up to full pages, from which later prompts resume. Each costs a step and the memory of a slot. By default there is one in the middle of prompts of 1,024 new tokens and more, and at ends of chunks. In both cases there are others where prompts are known to branch, at the end of the prompt, and while answers are generated (docs/cache.md).",
-    )
-
-
-MOST_TP = 64
-"""The largest number of ranks of one host."""
-
-
-class ParallelSection(Section):
-    """Configure how the ranks of one host divide the model. A rank is one process with one device."""
-
-    tp: int = Field(
-        default=1,
-        ge=1,
-        le=MOST_TP,
-        description="Ranks of tensor parallelism: each computes a share of every layer, and the ranks add up their results. It must divide `num_attention_heads` and `intermediate_size`, and divide `num_key_value_heads` or be a multiple of it. On CUDA the ranks use consecutive devices from `device` on.",
-    )
-    experts: Literal["auto", "tp", "ep"] = Field(
-        default="auto",
-        description="How the ranks divide the experts of a mixture of experts: `tp` gives each rank a share of every expert, `ep` whole experts. `auto` is what was measured to be faster (docs/parallel.md), otherwise `tp`, if the ranks can divide the experts so. The number or the size of the experts must be a multiple of the ranks.",
     )
 
 

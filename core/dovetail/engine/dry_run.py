@@ -66,8 +66,9 @@ def first_layers(model: ModelArchitecture, batch: Batch, layers: int, *, attend:
     """Run the first ``layers`` layers of a batch, up to the attention, or the states, of the next one. Return hidden states ``[tokens,
     hidden_size]``: those of the whole model if it has no more layers, and zeros otherwise. The batch must be planned,
     unless ``attend`` is False: attention is then left out, and its results are undefined."""
-    attn, left = batch.attn, itertools.count(layers, -1)
-    batch.attn = tuple(
+    own = batch if batch.own is None else batch.own.batch
+    attn, left = own.attn, itertools.count(layers, -1)
+    own.attn = tuple(
         replace(attends, memory=_FirstStates(attends.memory, left))
         if isinstance(attends, StepStates)
         else _FirstLayers(attends if attend else _LeftOut(), left)
@@ -78,7 +79,7 @@ def first_layers(model: ModelArchitecture, batch: Batch, layers: int, *, attend:
     except _EnoughLayers as end:
         return end.like.new_zeros(len(batch.input_ids), model.info.hidden_size)
     finally:
-        batch.attn = attn
+        own.attn = attn
 
 
 class ZeroedMemory(TorchDispatchMode):

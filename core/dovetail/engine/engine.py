@@ -26,6 +26,7 @@ from dovetail.engine.memory import agreed_budget, budget_for, describe_groups, g
 from dovetail.engine.mesh import local_info, rank_device
 from dovetail.engine.needs import GraphNeeds, affordable_pieces, captures_trees, measure_needs, verify_sizes
 from dovetail.engine.outputs import fetched, step_result
+from dovetail.engine.own_rows import OwnRowsOfSteps
 from dovetail.engine.penalties import TokenCounts
 from dovetail.engine.pieces import PiecewiseGraphs, launch_bound
 from dovetail.engine.processors import RowProcessors
@@ -139,7 +140,7 @@ class Engine:
         self.watched = self._draft_runtime.watched
         requested = config.graphs.piecewise_tokens
         self._piece_tokens = mesh.tp.min(self._useful_pieces()) if requested is None else requested
-        if backend is not None and Feature.EXPERTS_GRAPH not in backend.spec.offers:
+        if mesh.attention == "data" or (backend is not None and Feature.EXPERTS_GRAPH not in backend.spec.offers):
             self._piece_tokens = 0
         # before the pool, which gets what memory is left
         self.counts = TokenCounts(config.scheduler.rows + 1, info.vocab_size, self.device)
@@ -203,7 +204,7 @@ class Engine:
         )
         with_mixer(self.pool, self._mixer)
         if self.stores.reads_scales:
-            load_kv_scales(pools_of(self.pool), self.model, resolved, self.mesh)
+            load_kv_scales(pools_of(self.pool), self.model, resolved, self.mesh.of_attention)
         self.keeps_all = draft_bytes > 0
         pools, states = pools_of(self.pool), states_of(self.pool)
         if pools:
@@ -279,6 +280,7 @@ class Engine:
             load=self.expert_load,
             expansion=Expansion.of(resolved, self.model),
             adapters=self.adapters,
+            own_rows=OwnRowsOfSteps.of(self.mesh, self.inputs),
         )
         self._order_runners()
 

@@ -23,6 +23,7 @@ from dovetail.engine.captures import NO_UPDATES, GraphRecorder, Staging, ladder,
 from dovetail.engine.dry_run import first_layers
 from dovetail.engine.grouped import backends_of, pools_of, states_of
 from dovetail.engine.inputs import DecodeTensors, Inputs, decode_arrays, pack, unpack
+from dovetail.engine.own_graphs import OwnRowsOfGraphs
 from dovetail.engine.sampler_graphs import SamplerGraphs, Sampling
 from dovetail.engine.states import capture_states, replay_states
 from dovetail.interfaces.mesh import SINGLE, Mesh
@@ -44,24 +45,27 @@ log = logging.getLogger(__name__)
 
 class GraphKey(NamedTuple):
     """Identify a captured step by its number of rows, by whether it reads shared prefixes once, by the attention
-    backend's variant, and by whether rows may have adapters."""
+    backend's variant, by whether rows may have adapters, and, with data-parallel attention, by the level of its own rows
+    (see ``OwnRowsOfGraphs``)."""
 
     rows: int
     shared: bool
     variant: int = 0
     adapters: bool = False
+    own: int = 0
 
 
 @dataclass(slots=True, eq=False)
 class DecodeGraph:
     """Hold one captured step. ``batch`` has the host lengths of the step that is being replayed, and tensors of fixed
-    address."""
+    address. With data-parallel attention, the step has ``own`` rows of this rank."""
 
     rows: int
     batch: Batch
     tensors: DecodeTensors
     forward: torch.cuda.CUDAGraph
     logits: torch.Tensor
+    own: int = 0
     _views: dict[int, _Views] = field(default_factory=dict)  # by the number of rows that are not padding
 
     def give(self, batch: Batch) -> torch.Tensor:
@@ -124,7 +128,9 @@ class DecodeGraphs:
         groups = len(inputs.other_pages), len(states_of(pool))
         self._keeps_states = groups[1] > 0
         self._tensors = DecodeTensors(max_rows, inputs.pages.shape[1], device, shares, *groups)
-        self._staging = Staging(len(pack(_padding(max_rows))), device)
+        self._own, self._levels = OwnRowsOfGraphs.of(mesh, inputs, self.sizes), [0]  # the levels that have occurred
+        largest = GraphKey(max_rows, shared=False, own=-1)
+        self._staging = Staging(len(pack(self._padding(largest))), device)
         self._recorder = GraphRecorder(device, mesh)
         self._counts = counts
         self._samplers = SamplerGraphs(max_rows, self._recorder, device, counts)
@@ -138,17 +144,30 @@ class DecodeGraphs:
         """Return the keys that are not captured yet, in the order in which they are captured: steps without shared
         prefixes and with few rows come first, and variants of the backend in the order in which they have occurred."""
         keys = (
-            GraphKey(rows, shared, variant, adapted)
+            GraphKey(rows, shared, variant, adapted, level)
+            for level in self._levels
             for adapted in self._kinds
             for variant in self._variants
             for shared in self.shared
             for rows in self.sizes
+            if level < len(self._own_counts(rows))
         )
         return (key for key in keys if key not in self._graphs and key not in self.refused)
 
     def larger(self, key: GraphKey) -> Iterator[GraphKey]:
         """See ``Captures``."""
-        return (key._replace(rows=rows) for rows in larger_sizes(self.sizes, key.rows))
+        least = self._own_counts(key.rows)[key.own]
+        found = (
+            key._replace(rows=rows, own=level)
+            for rows in (key.rows, *larger_sizes(self.sizes, key.rows))
+            for level, count in enumerate(self._own_counts(rows))
+            if count >= least
+        )
+        return (larger for larger in found if larger != key)
+
+    def _own_counts(self, rows: int) -> list[int]:
+        """Return the number of own rows at each level of a step of ``rows`` rows, 0 if there are none."""
+        return [0] if self._own is None else self._own.levels(rows)
 
     def key_for(self, batch: Batch) -> GraphKey | None:
         """Return the key of the graph that a decode batch needs, or None if the batch has more rows than any graph."""
@@ -162,7 +181,10 @@ class DecodeGraphs:
             return None
         if adapted not in self._kinds:
             self._kinds.append(adapted)
-        return GraphKey(self.sizes[at], batch.shared is not None, batch.variant, adapted)
+        level = 0 if self._own is None else self._own.level_for(batch, self.sizes[at])
+        if level not in self._levels:
+            self._levels.append(level)
+        return GraphKey(self.sizes[at], batch.shared is not None, batch.variant, adapted, level)
 
     def is_captured(self, key: GraphKey) -> bool:
         """Return True if the graph exists."""
@@ -175,14 +197,17 @@ class DecodeGraphs:
     def launch(self, graph: DecodeGraph, batch: Batch, uniform: Array | None) -> torch.Tensor:
         """Replay the forward pass for ``batch`` and set its engine fields. Return its logits
         ``[rows of the batch, V]``, valid until the next launch."""
-        self._staging.send_step(self._inputs, decode_arrays(batch, graph.rows, uniform), batch.page_updates)
+        arrays = decode_arrays(batch, graph.rows, uniform)
+        if self._own is not None:
+            arrays += self._own.arrays(batch, graph.rows, graph.own)
+        self._staging.send_step(self._inputs, arrays, batch.page_updates)
         static, real = graph.batch, len(batch.slots)
         static.prefix_lens[:real], static.prefix_lens[real:] = batch.prefix_lens, 0
         if batch.shared is not None and static.shared is not None:
             static.shared.starts, static.shared.lens = batch.shared.starts, batch.shared.lens
         if batch.adapters is not None and self._adapters is not None:
             self._adapters.send(batch)
-        self._backend.plan_replay(static)
+        self._backend.plan_replay(static if self._own is None else self._own.follow(static, batch))
         if self._keeps_states:
             replay_states(static)
         graph.forward.replay()
@@ -213,19 +238,23 @@ class DecodeGraphs:
         """Capture the step of ``key`` and return its graph. The host needs about the time in which it launches the step
         twice."""
         start = time.perf_counter()
-        batch, tensors = self._planned(key)
+        batch, tensors, own = self._planned(key)
 
         def step() -> torch.Tensor:
             tensors.compute(self._inputs, shared=key.shared)
+            if own is not None:
+                own.compute(self._inputs, shared=False)
             hidden = self._model.forward(batch)
             if self._load is not None:
                 self._load.add(batch)
             return self._model.logits(hidden)
 
-        self._staging.send(pack(_padding(key.rows)))
+        self._staging.send(pack(self._padding(key)))
         with self._adapted(key):
             forward, logits = self._recorder.record(step, loaded=key in self.loaded)
-        graph = self._graphs[key] = DecodeGraph(key.rows, batch, tensors, forward, logits)
+        graph = self._graphs[key] = DecodeGraph(
+            key.rows, batch, tensors, forward, logits, self._own_counts(key.rows)[key.own]
+        )
         self.seconds += time.perf_counter() - start
         log.debug("captured a decode step, %s: %.3f s", key, time.perf_counter() - start)
         return graph
@@ -235,8 +264,10 @@ class DecodeGraphs:
         """Launch the kernels of the step of ``key``, of the first ``layers`` layers only, in order to note or to load
         them (see ``ops.triton.ahead``). Return the logits, whose values are undefined. The inputs of the step are those
         of the last step of this kind. With ``attend`` False, leave attention out."""
-        batch, tensors = self._planned(key, plan=attend)
+        batch, tensors, own = self._planned(key, plan=attend)
         tensors.compute(self._inputs, shared=key.shared)
+        if own is not None:
+            own.compute(self._inputs, shared=False)
         with self._adapted(key):
             return self._model.logits(first_layers(self._model, batch, layers, attend=attend))
 
@@ -244,18 +275,31 @@ class DecodeGraphs:
         """Let the layers compute the adapters that ``EngineAdapters.send`` sends, if rows of ``key`` may have adapters."""
         return nullcontext() if self._adapters is None else self._adapters.captured(key.rows if key.adapters else 0)
 
-    def _planned(self, key: GraphKey, *, plan: bool = True) -> tuple[Batch, DecodeTensors]:
-        """Return the batch of ``key`` and its tensors. With ``plan``, attention is planned for it."""
-        tensors = self._tensors.narrow(key.rows)
-        tensors.read(unpack(self._staging.buffer, _padding(key.rows)))
-        batch = self._static_batch(key, tensors)
+    def _planned(self, key: GraphKey, *, plan: bool = True) -> tuple[Batch, DecodeTensors, DecodeTensors | None]:
+        """Return the batch of ``key``, its tensors, and those of its own rows. With ``plan``, attention is planned for it."""
+        tensors, own = self._tensors.narrow(key.rows), None
+        first = len(_padding(key.rows))
+        sent = unpack(self._staging.buffer, self._padding(key))
+        tensors.read(sent[:first])
+        batch = attends = self._static_batch(key, tensors)
+        if self._own is not None:
+            count = self._own_counts(key.rows)[key.own]
+            own = self._own.tensors(sent[first:], count)
+            attends = self._static_batch(key._replace(rows=count), own)
+            batch.own = self._own.own_rows(attends, sent[first:])
         if plan:
-            self._backend.plan_capture(batch)
+            self._backend.plan_capture(attends)
             capture_states(batch)
-        return batch, tensors
+        return batch, tensors, own
+
+    def _padding(self, key: GraphKey) -> tuple[Array, ...]:
+        """Return the arrays of a step of ``key`` in which every row is padding."""
+        if self._own is None:
+            return _padding(key.rows)
+        return _padding(key.rows) + self._own.padding(key.rows, self._own_counts(key.rows)[key.own])
 
     def _static_batch(self, key: GraphKey, tensors: DecodeTensors) -> Batch:
-        rows, shared, variant, _ = key
+        rows, shared, variant, *_ = key
         longest = np.full(rows, self._context_len - 1, np.int32)
         batch = Batch(
             reqs=[],

@@ -16,7 +16,7 @@ def kernel_set(resolved: Resolved) -> str:
     config, info = resolved.config, resolved.model_info
     parts = {
         "model": {one.name: getattr(info, one.name) for one in fields(info) if one.repr},
-        "tp": [config.parallel.tp, config.parallel.experts],
+        "tp": [config.parallel.tp, config.parallel.experts, config.parallel.attention],
         "dtype": [config.model.dtype, config.memory.kv_dtype],
         "batch_invariant": config.batch_invariant,
         "attention": [resolved.attention_prefill.name, resolved.attention_decode.name],

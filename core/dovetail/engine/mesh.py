@@ -31,12 +31,13 @@ def connect(
     rendezvous: Path | int,
     timeout: float = TIMEOUT,
     experts: Literal["tp", "ep"] = "tp",
+    attention: Literal["heads", "data"] = "heads",
 ) -> Mesh:
     """Connect this process, rank ``rank`` of ``size``, with the other ranks on this host, and return their mesh.
 
     ``rendezvous`` is the same for all ranks: a file that does not exist yet, or a free port of 127.0.0.1. On CUDA the
     function makes ``device`` the current device, and the tensors of the collectives must be there. Every wait ends
-    after ``timeout`` seconds. ``experts``: see ``Mesh``. Raises ``RankLostError`` if the ranks do not find each other.
+    after ``timeout`` seconds. ``experts`` and ``attention``: see ``Mesh``. Raises ``RankLostError`` if the ranks do not find each other.
     """
     if size == 1:
         return SINGLE
@@ -60,7 +61,7 @@ def connect(
     _warm_up(collectives, device)
     if device.type == "cuda":
         collectives = peer_collectives(collectives, PrefixStore("peer", store), device, timeout)
-    return Mesh(collectives, experts)
+    return Mesh(collectives, experts, attention)
 
 
 def _warm_up(collectives: Collectives, device: torch.device) -> None:
@@ -76,7 +77,7 @@ def _warm_up(collectives: Collectives, device: torch.device) -> None:
 def local_info(info: ModelInfo, mesh: Mesh) -> ModelInfo:
     """Return ``info`` with the heads and the KV heads that this rank computes and stores. All other numbers are those of
     the whole model."""
-    tp = mesh.tp
+    tp = mesh.of_attention.tp
     if tp.size == 1:
         return info
     return replace(

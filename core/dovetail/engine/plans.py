@@ -78,6 +78,7 @@ class PlanRunner(RankEngine):
             observes=drafter is not None and getattr(drafter.observe, "__func__", None) is not Drafter.observe,
             arena=engine.budget.arena,
             keeps_all=engine.keeps_all,
+            num_pools=engine.mesh.tp.size if engine.mesh.attention == "data" else 1,
         )
 
     @property

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from dovetail.engine.graphs import DecodeGraph, DecodeGraphs
     from dovetail.engine.grouped import Pools
     from dovetail.engine.inputs import Inputs
+    from dovetail.engine.own_rows import OwnRowsOfSteps
     from dovetail.engine.pieces import PiecewiseGraphs
     from dovetail.engine.sampler import Sampler
     from dovetail.engine.verify_graphs import VerifyGraphs, VerifyKey
@@ -176,19 +177,20 @@ class EagerRunner(Runner[AttentionBackend]):
         load: ExpertLoad | None = None,
         expansion: Expansion | None = None,
         adapters: EngineAdapters | None = None,
+        own_rows: OwnRowsOfSteps | None = None,
     ) -> None:
         """``prefill`` attends in batches with prompt tokens, ``decode`` in others. ``watched`` is ``Batch.watch``. ``load``
         counts the tokens of experts. ``adapters`` are those that a batch may have. ``expansion`` chooses the steps whose prompts expand latents; ``prefill`` then offers
-        ``attention.expanded``."""
+        ``attention.expanded``. ``own_rows`` finds the rows of this rank, with data-parallel attention."""
         self.prefill, self.decode = prefill, decode
         self._model, self._inputs, self._pools, self._sampler = model, inputs, pools_of(pool), sampler
         self._pieces, self._captures = pieces, None if pieces is None else CaptureOnDemand(pieces, PIECES_NEEDED)
         self._watched, self._batch_invariant, self._load = watched, batch_invariant, load
-        self._expansion = expansion
+        self._expansion, self._own_rows = expansion, own_rows
         self._logits = RowLogits(model, adapters)
         # a drafter that watches the output of the last layer needs it for all tokens
         all_rows = max(watched, default=0) >= model.info.num_layers
-        self._narrows = Feature.MODEL_LAST_ROWS in model.info.offers and not all_rows
+        self._narrows = Feature.MODEL_LAST_ROWS in model.info.offers and not all_rows and own_rows is None
 
     def backend_for(self, batch: Batch) -> AttentionBackend:
         """Return the backend that attends in this batch."""
@@ -201,6 +203,21 @@ class EagerRunner(Runner[AttentionBackend]):
     def launch(self, batch: Batch, graph: AttentionBackend) -> Launched[AttentionBackend]:
         """See ``Runner``."""
         self._inputs.prepare(batch)
+        if self._own_rows is None:
+            self._plan(batch)
+        else:
+            batch.own = self._own_rows.of_step(batch, self._plan)
+            batch.attn, batch.kv = backends_of(graph), self._pools
+        batch.watch = self._watched
+        hidden = self._forward(batch)
+        found, vectors = prompt_logprobs(self._logits, batch, hidden), pooled(self._logits, batch, hidden)
+        sampled_only = batch.logit_rows is None or batch.last is not None
+        logits = self._logits.of(batch, hidden if sampled_only else hidden[batch.logit_rows])
+        return Launched(self, graph, logits, found, vectors)
+
+    def _plan(self, batch: Batch) -> None:
+        """Plan the attention of a prepared batch, and set ``batch.attn`` and ``batch.kv``."""
+        graph = self.backend_for(batch)
         attends: tuple[Attends, ...] = backends_of(graph)
         states = self._inputs.states
         if self._batch_invariant and batch.tree_mask is not None:
@@ -210,14 +227,9 @@ class EagerRunner(Runner[AttentionBackend]):
             self._expansion.plan(batch, self.prefill, self.decode, self._inputs.page_size)
         else:
             graph.plan(batch)
-        batch.attn, batch.kv, batch.watch = attends, self._pools, self._watched
+        batch.attn, batch.kv = attends, self._pools
         if states is not None:
             batch.attn = (*attends, *states.of_step(batch))
-        hidden = self._forward(batch)
-        found, vectors = prompt_logprobs(self._logits, batch, hidden), pooled(self._logits, batch, hidden)
-        sampled_only = batch.logit_rows is None or batch.last is not None
-        logits = self._logits.of(batch, hidden if sampled_only else hidden[batch.logit_rows])
-        return Launched(self, graph, logits, found, vectors)
 
     def _expands(self, batch: Batch) -> bool:
         """Return True if the prompts of this batch expand latents."""

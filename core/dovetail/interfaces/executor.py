@@ -76,7 +76,9 @@ class ExecutorInfo(NamedTuple):
     ``launch`` can surface in ``wait``, when later plans were made: until a step was waited for, the KV that it computes
     must not be given to other requests. ``arena`` divides the memory of models with several cache groups; None means that
     every group has ``num_pages`` pages. ``keeps_all`` means that no page of a request may be given to others while it
-    runs, also where no layer sees its tokens any more: a drafter's cache has the same pages.
+    runs, also where no layer sees its tokens any more: a drafter's cache has the same pages. ``num_pools`` is the number of
+    ranks with data-parallel attention, of which each has ``num_pages`` pages (or an ``arena``) for the requests in its own
+    slots, and 1 if all ranks have the same pages.
     """
 
     context_len: int
@@ -90,6 +92,7 @@ class ExecutorInfo(NamedTuple):
     fails_late: bool = False
     arena: ArenaLayout | None = None
     keeps_all: bool = False
+    num_pools: int = 1
 
 
 class WarmUpProgress(NamedTuple):

@@ -232,6 +232,10 @@ class Feature(str):
     MODEL_TENSOR_PARALLEL = _feature(
         "model.tensor_parallel", "builds its layers with the mesh, so that ranks hold a share of each"
     )
+    MODEL_DATA_ATTENTION = _feature(
+        "model.data_attention",
+        "attends with SelfAttention or LatentAttention only, so that each rank can attend for requests of its own",
+    )
     MODEL_BATCH_INVARIANT = _feature(
         "model.batch_invariant", "computes every product with Linear, and everything else token by token"
     )

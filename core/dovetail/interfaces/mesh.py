@@ -129,11 +129,19 @@ class Mesh:
     """Hold the place of this process among the ranks. ``tp`` are the ranks of tensor parallelism.
 
     ``experts`` is how they divide layers of experts: ``tp`` gives each rank a share of every expert, ``ep`` some whole
-    experts. In both cases all ranks have all tokens, and add up what they compute.
+    experts. ``attention`` is how they divide attention: ``heads`` gives each rank some heads of all requests, ``data`` all
+    heads of some requests, whose keys and values only this rank keeps. In all cases all ranks have all tokens between the
+    layers, and add up what they compute.
     """
 
     tp: Collectives
     experts: Literal["tp", "ep"] = "tp"
+    attention: Literal["heads", "data"] = "heads"
+
+    @property
+    def of_attention(self) -> Mesh:
+        """Return the mesh that divides the heads of attention. With ``data``, every rank has all of them."""
+        return self if self.attention == "heads" else SINGLE
 
 
 SINGLE = Mesh(OneRank())

@@ -64,6 +64,7 @@ class SelfAttention(Layer):
 
     def __init__(self, shape: AttentionShape, constants: AttentionLayer, mesh: Mesh, group: int = 0) -> None:
         super().__init__()
+        divides_rows, mesh = mesh.attention == "data", mesh.of_attention
         head_dim = shape.head_dim
         queries, keys = shape.num_heads * head_dim, shape.num_kv_heads * head_dim
         widths = {"q": queries, "k": keys, "v": keys}
@@ -78,6 +79,7 @@ class SelfAttention(Layer):
             self.qkv = NormedProjections(inputs, widths, mesh, eps, bias=bias, unit=head_dim, transforms=order)
         else:
             self.qkv = ColumnLinear(inputs, widths, mesh, bias=bias, unit=head_dim, transforms=order)
+        self.qkv.reads_selected = divides_rows
         self.out = row_linear(queries, shape.hidden_size, mesh, bias=shape.out_bias)
         first, heads = mesh.tp.share(shape.num_heads)
         kv_heads = mesh.tp.share(shape.num_kv_heads)[1]
@@ -106,14 +108,18 @@ class SelfAttention(Layer):
     def forward(self, x: torch.Tensor, rotation: Rotation, batch: Batch, last: Batch | None = None) -> torch.Tensor:
         """Map ``x [tokens, input_size]`` to ``[tokens, hidden_size]``. Writes K and V of the step to the pool. With
         ``last``, only the tokens ``batch.logit_rows`` attend, as the rows of ``last``, and the result is ``[rows of
-        last, hidden_size]``.
+        last, hidden_size]``. With ``batch.own``, which excludes ``last``, this rank attends in its own rows only.
         """
-        return self.out.forward(self._attend(x, rotation, batch, last))
+        if batch.own is not None:
+            return batch.own.sum_over_ranks(self, x, rotation)
+        return self.out.forward(self.attend(x, rotation, batch, last))
 
     def parts_forward(self, x: torch.Tensor, rotation: Rotation, batch: Batch, last: Batch | None = None) -> Addend:
         """Compute ``forward``, but leave it to ``RMSNorm.add_forward`` to add up parts (see
         ``Linear.parts_forward``)."""
-        return self.out.parts_forward(self._attend(x, rotation, batch, last))
+        if batch.own is not None:
+            return batch.own.addend(self, x, rotation)
+        return self.out.parts_forward(self.attend(x, rotation, batch, last))
 
     def sinks_target(self, parameter: str) -> WeightTarget:
         """Return where the checkpoint's sinks of all heads go. ``parameter`` is the full name of ``sinks`` in the
@@ -129,7 +135,7 @@ class SelfAttention(Layer):
         found = (query, self.qkv.target(parameter, "gate"))
         return [each._replace(shares=tuple(_doubled(share) for share in each.shares)) for each in found]
 
-    def _attend(self, x: torch.Tensor, rotation: Rotation, batch: Batch, last: Batch | None) -> torch.Tensor:
+    def attend(self, x: torch.Tensor, rotation: Rotation, batch: Batch, last: Batch | None = None) -> torch.Tensor:
         """Return the attended values, which are the input of the output projection."""
         tokens = x.shape[0]
         heads, head_dim = self._heads

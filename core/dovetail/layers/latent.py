@@ -99,6 +99,7 @@ class LatentAttention(Layer):
 
     def __init__(self, shape: LatentShape, constants: AttentionLayer, mesh: Mesh, group: int = 0) -> None:
         super().__init__()
+        divides_rows, mesh = mesh.attention == "data", mesh.of_attention
         self.shape, self.constants, self.group = shape, constants, group
         self.num_heads = mesh.tp.share(shape.num_heads)[1]
         whole, queries = shape.num_heads, shape.num_heads * shape.head_dim
@@ -106,6 +107,7 @@ class LatentAttention(Layer):
         parts, unit = {**first, "kv_a": shape.latent_dim}, shape.head_dim
         undivided = ("q_a", "kv_a")
         self.qkv_a = ColumnLinear(shape.hidden_size, parts, mesh, bias=shape.bias, unit=unit, whole=undivided)
+        self.qkv_a.reads_selected = divides_rows
         self.q_norm = self.q_b = None
         if shape.q_lora_rank is not None:
             self.q_norm = RMSNorm(shape.q_lora_rank, shape.norm_eps)
@@ -135,15 +137,19 @@ class LatentAttention(Layer):
     def forward(self, x: torch.Tensor, rotation: Rotation, batch: Batch, last: Batch | None = None) -> torch.Tensor:
         """Map ``x [tokens, hidden_size]`` to the same shape. Writes the latents of the step to the pool. With ``last``,
         only the tokens ``batch.logit_rows`` attend, as the rows of ``last``, and the result is ``[rows of last,
-        hidden_size]``."""
-        return self.out.forward(self._attend(x, rotation, batch, last))
+        hidden_size]``. With ``batch.own``, which excludes ``last``, this rank attends in its own rows only."""
+        if batch.own is not None:
+            return batch.own.sum_over_ranks(self, x, rotation)
+        return self.out.forward(self.attend(x, rotation, batch, last))
 
     def parts_forward(self, x: torch.Tensor, rotation: Rotation, batch: Batch, last: Batch | None = None) -> Addend:
         """Compute ``forward``, but leave it to ``RMSNorm.add_forward`` to add up parts (see
         ``Linear.parts_forward``)."""
-        return self.out.parts_forward(self._attend(x, rotation, batch, last))
+        if batch.own is not None:
+            return batch.own.addend(self, x, rotation)
+        return self.out.parts_forward(self.attend(x, rotation, batch, last))
 
-    def _attend(self, x: torch.Tensor, rotation: Rotation, batch: Batch, last: Batch | None) -> torch.Tensor:
+    def attend(self, x: torch.Tensor, rotation: Rotation, batch: Batch, last: Batch | None = None) -> torch.Tensor:
         """Return the attended values, which are the input of the output projection."""
         if not self.prepared:
             self.prepare()

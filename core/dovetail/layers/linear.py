@@ -126,13 +126,15 @@ class Linear(Layer):
 
     If a quantization gives the layer a ``method``, the method's parameters take the place of ``weight``. Layers that
     are ``precise`` keep their weight when an unquantized checkpoint is quantized. ``adapters`` are added to the product of
-    a layer that has them; layers whose weight is used in other ways than by the product have ``adaptable`` False.
+    a layer that has them; layers whose weight is used in other ways than by the product have ``adaptable`` False. With
+    ``reads_selected``, the input consists of rows that were selected of what the layer before it returns.
     """
 
     batch_invariant = False
     activation: Activation = "silu"
     precise = False
     adaptable = True
+    reads_selected = False
     adapters: LinearAdapters | None = None
 
     def __init__(self, in_features: int, out_features: int, *, bias: bool = False) -> None:

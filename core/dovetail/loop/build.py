@@ -20,6 +20,7 @@ from dovetail.memory.allocator import PageAllocator
 from dovetail.memory.arena import ArenaAllocator
 from dovetail.memory.ledger import PageLedger
 from dovetail.memory.lookahead import with_lookahead
+from dovetail.memory.pools import PoolCaches, PoolLedgers
 from dovetail.memory.table import RequestTable
 from dovetail.scheduler.limits import ProcessorEntry, SchedulerLimits
 from dovetail.scheduler.scheduler import Scheduler
@@ -97,18 +98,21 @@ def build_scheduler(
     tokenizer: Tokenizer | None,
     eos: frozenset[int],
 ) -> Scheduler:
-    """Build the scheduler, with a page ledger for the executor's pool."""
+    """Build the scheduler, with a page ledger for each pool of the executor."""
     section, model, engine = resolved.config.scheduler, resolved.model_info, executor.info
     mixer = resolved.mixer
     ahead, page_size = engine.tokens_ahead, engine.page_size
     groups = _descriptors(resolved, engine)
-    cache = with_lookahead(resolved.cache.build, CacheContext(page_size, groups), ahead)
-    table = RequestTable(executor.page_table)
-    if engine.arena is not None:
-        allocator = ArenaAllocator(engine.arena)
-    else:
-        allocator = PageAllocator(engine.num_pages, len(groups))
-    ledger = PageLedger(allocator, cache, table, page_size, ahead, groups)
+    table = RequestTable(executor.page_table, engine.num_pools)
+    members: list[PageLedger] = []
+    for pool in range(engine.num_pools):
+        cache = with_lookahead(resolved.cache.build, CacheContext(page_size, groups), ahead)
+        if engine.arena is not None:
+            allocator = ArenaAllocator(engine.arena)
+        else:
+            allocator = PageAllocator(engine.num_pages, len(groups))
+        members.append(PageLedger(allocator, cache, table, page_size, ahead, groups, pool))
+    ledger = members[0] if len(members) == 1 else PoolLedgers(members, table)
     limits = SchedulerLimits(
         max_running=section.rows,
         max_waiting=section.max_waiting,
@@ -136,5 +140,6 @@ def build_scheduler(
         state_snapshot_tokens=resolved.config.memory.state_snapshot_tokens,
         state_chunk=CHUNK if mixer is not None and Feature.MIXER_SNAPSHOTS in mixer.spec.offers else 0,
     )
-    policy = resolved.policy.build(PolicyContext(cache))
+    caches = [member.cache for member in members]
+    policy = resolved.policy.build(PolicyContext(caches[0] if len(caches) == 1 else PoolCaches(caches)))
     return Scheduler(limits, ledger, policy, constraints, tokenizer, eos)

@@ -52,6 +52,7 @@ def _build_here(resolved: Resolved, eos_token_ids: frozenset[int], rank: int, si
 def _engine(resolved: Resolved, eos_token_ids: frozenset[int], rank: int, size: int, rendezvous: str) -> Engine:
     device = rank_device(resolved.machine.device, rank)
     experts = expert_division(resolved.config.parallel.experts, resolved.model_info, size)
-    mesh = connect(rank, size, device, Path(urlsplit(rendezvous).path), experts=experts)
+    attention = resolved.config.parallel.attention
+    mesh = connect(rank, size, device, Path(urlsplit(rendezvous).path), experts=experts, attention=attention)
     with explained(resolved.config):
         return Engine(resolved, eos_token_ids, mesh)

@@ -41,10 +41,13 @@ class PageLedger:
         page_size: int,
         tokens_ahead: int = 0,
         groups: Sequence[GroupDescriptor] = (),
+        pool: int = 0,
     ) -> None:
         """Store the three owners of pages. ``tokens_ahead`` is the number of tokens after a page that are part of the
         page's key in ``cache``; see ``memory.lookahead``. ``groups`` are those that ``cache`` was built for; without them,
-        every group keeps all pages. With state groups, the allocator is an ``ArenaAllocator``."""
+        every group keeps all pages. With state groups, the allocator is an ``ArenaAllocator``. The ledger
+        manages the requests in the slots of ``pool`` (see ``memory.pools``)."""
+        self.pool = pool
         self.allocator = allocator
         self.cache = cache
         self.table = table
@@ -68,6 +71,20 @@ class PageLedger:
         self.release_pinned: Callable[[int], bool] = lambda short: False
         """Release cached pages that are locked only for speed. Called with the number of missing pages; returns False
         if releasing cannot provide them. The scheduler replaces it by ``Pins.release_pinned``."""
+
+    @property
+    def members(self) -> tuple[PageLedger, ...]:
+        """Return the ledger of each pool: this one is the only one."""
+        return (self,)
+
+    def of(self, req: Req) -> PageLedger:
+        """Return the ledger that manages the pages of a running request."""
+        return self
+
+    @property
+    def num_free_slots(self) -> int:
+        """Return the number of requests that can still be admitted."""
+        return self.table.num_free_of(self.pool)
 
     @property
     def available(self) -> int:
@@ -112,7 +129,7 @@ class PageLedger:
         """Give the request a slot whose row begins with the matched pages, and slots for its states. The caller has locked
         ``match.handle``; from now on the lock belongs to the request. Slots must be available, together with the pages for
         all tokens of the request (``ensure_available``)."""
-        req.slot = self.table.take_slot()
+        req.slot = self.table.take_slot(self.pool)
         req.cache_handle = match.handle
         req.cached_len = match.length
         req.num_pages = req.shared_pages = match.pages.shape[1]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 
@@ -12,34 +12,50 @@ from dovetail.types import IntArray, PageUpdates
 
 PADDING_SLOT = 0
 
+Slots = TypeVar("Slots", int, IntArray)
+
+
+def pool_of(slots: Slots, num_pools: int) -> Slots:
+    """Return the pool to which slots of requests belong. With data-parallel attention each rank has a pool, and the number of
+    a pool is that of its rank. The pools divide the slots evenly."""
+    return (slots - 1) % num_pools
+
 
 class RequestTable:
     """Keep the slots of running requests and their page tables, on the host.
 
     ``pages`` is int32 ``[groups, slots, max_pages]``, the memory that the constructor was given. Every change is also
     recorded, so that ``take_updates`` can return the difference since the last step, which the engine sends to the
-    device. Slot 0 belongs to padding rows.
+    device. Slot 0 belongs to padding rows. If several ranks have pools of their own, every slot belongs to one of them
+    (``pool_of``).
     """
 
-    def __init__(self, pages: IntArray) -> None:
+    def __init__(self, pages: IntArray, num_pools: int = 1) -> None:
         self.pages = pages
-        self._free = list(range(pages.shape[1] - 1, PADDING_SLOT, -1))
+        self._num_pools = num_pools
+        self._free: list[list[int]] = [[] for _ in range(num_pools)]
+        for slot in range(pages.shape[1] - 1, PADDING_SLOT, -1):
+            self.free_slot(slot)
         self._updates: list[PageUpdates] = []
         self._runs: list[_Run] = []  # written after ``_updates``
         self._versions = itertools.count(1)
 
     @property
     def num_free(self) -> int:
-        """Return the number of slots that ``take_slot`` can still return."""
-        return len(self._free)
+        """Return the number of slots that ``take_slot`` can still return, of all pools."""
+        return sum(map(len, self._free))
 
-    def take_slot(self) -> int:
-        """Return a free slot. There must be one."""
-        return self._free.pop()
+    def num_free_of(self, pool: int) -> int:
+        """Return the number of slots of ``pool`` that ``take_slot`` can still return."""
+        return len(self._free[pool])
+
+    def take_slot(self, pool: int = 0) -> int:
+        """Return a free slot of ``pool``. There must be one."""
+        return self._free[pool].pop()
 
     def free_slot(self, slot: int) -> None:
         """Return a slot to the free slots. From now on the content of its row in the page table is undefined."""
-        self._free.append(slot)
+        self._free[pool_of(slot, self._num_pools)].append(slot)
 
     def write(self, slot: int, column: int, pages: IntArray) -> None:
         """Set ``pages [groups, n]`` in a slot's row, from ``column`` on. The caller must not change ``pages``

@@ -28,7 +28,7 @@ NEGOTIATED = (Selects.ONE, Selects.ONE_AND_OTHERS, Selects.LIST)
 MOST_PAIRS = 6
 """The largest number of pairs of changes that an error lists."""
 
-Option = Candidate | tuple[Candidate, ...] | bool | float | None
+Option = Candidate | tuple[Candidate, ...] | bool | float | str | None
 Combination = Mapping[str, Option]
 Domains = Mapping[str, Sequence[Option]]
 

@@ -50,6 +50,7 @@ def misfit(slots: Slots, domains: fit.Domains, negotiation: fit.Negotiation) -> 
         negotiable.BATCH_INVARIANT: [False],
         negotiable.MIN_PROBABILITY: [0],
         negotiable.TENSOR_PARALLEL: divisions(negotiation.model),
+        negotiable.ATTENTION_DIVISION: ["heads"],
     }
     by_preference = sorted(slots.values(), key=lambda slot: slot.descriptor.search_order)
     for slot in by_preference[:1]:  # the component that the search gives up last is the first that could change

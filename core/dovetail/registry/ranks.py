@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Literal
 
-from dovetail.config.sections import MOST_TP
+from dovetail.config.parallel import MOST_TP
 from dovetail.errors import ConfigError
 from dovetail.interfaces.features import Feature
 

@@ -175,6 +175,7 @@ def _domains(slots: Slots, config: Config, machine: Machine) -> dict[str, Sequen
         negotiable.BATCH_INVARIANT: [config.batch_invariant],
         negotiable.MIN_PROBABILITY: [config.scheduler.min_draft_probability],
         negotiable.TENSOR_PARALLEL: [config.parallel.tp],
+        negotiable.ATTENTION_DIVISION: [config.parallel.attention],
     }
 
 

@@ -12,7 +12,7 @@ from dovetail.interfaces.features import Feature
 from dovetail.interfaces.model import ModelInfo
 from dovetail.registry.candidates import Slot
 from dovetail.registry.fit import Combination, Need, Situation, show
-from dovetail.registry.negotiable import BATCH_INVARIANT, MIN_PROBABILITY, TENSOR_PARALLEL
+from dovetail.registry.negotiable import ATTENTION_DIVISION, BATCH_INVARIANT, MIN_PROBABILITY, TENSOR_PARALLEL
 from dovetail.registry.quantizations import cannot_load, expert_feature
 from dovetail.registry.ranks import indivisible
 from dovetail.registry.resolution import Candidate, Reason, ResolveRequest
@@ -62,6 +62,8 @@ def model(situation: Situation) -> Iterator[Need | Reason]:
             "the engine runs models with cache groups, of which those of states are the last",
             f"model {situation.model.architecture!r} has groups of kind {', '.join(kinds) or 'none'}",
         )
+    if situation.combo[ATTENTION_DIVISION] == "data":
+        yield from _data_attention(situation)
     tp = situation.combo[TENSOR_PARALLEL]
     assert isinstance(tp, int)
     if tp == 1:
@@ -76,6 +78,26 @@ def model(situation: Situation) -> Iterator[Need | Reason]:
             f"{BATCH_INVARIANT} needs {TENSOR_PARALLEL} 1 (ranks add up their results in an order that may depend on the rows)",
             f"{TENSOR_PARALLEL} is {tp}",
         )
+
+
+def _data_attention(situation: Situation) -> Iterator[Need | Reason]:
+    """Require for data-parallel attention several ranks, and a model whose layers can attend for some of the requests. Refuse
+    states, which ranks divide by heads, and drafters, whose steps and caches have the rows of all requests."""
+    setting = f"{ATTENTION_DIVISION} data"
+    yield from situation.needs(Feature.MODEL_DATA_ATTENTION, setting)
+    if situation.combo[TENSOR_PARALLEL] == 1:
+        expected = f"{setting} needs {TENSOR_PARALLEL} 2 or more"
+        yield Reason(f"{ATTENTION_DIVISION}.ranks", expected, f"{TENSOR_PARALLEL} is 1")
+    if any(group.kind is CacheGroupKind.STATE for group in situation.model.cache_groups):
+        yield Reason(
+            f"{ATTENTION_DIVISION}.states",
+            f"{setting} needs a model that keeps no states",
+            f"model {situation.model.architecture!r} has groups of kind {CacheGroupKind.STATE}",
+        )
+    drafter = situation.candidate(DRAFTER)
+    if drafter is not None:
+        expected = f"{setting} needs speculative none (a rank has no drafts of the requests of others)"
+        yield Reason(f"{ATTENTION_DIVISION}.drafts", expected, f"speculative is {show(drafter)!r}")
 
 
 def screen_quantization(candidate: Candidate, request: ResolveRequest, named: bool) -> Iterator[Reason]:

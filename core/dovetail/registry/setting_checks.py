@@ -17,6 +17,7 @@ def check_settings(config: Config, machine: Machine, model: ModelChoice) -> None
     """Refuse settings that no choice of components makes right. Raises ``ConfigError``."""
     check_kv_dtype(model.kv_dtype, machine)
     _check_adapters(config)
+    _check_data_attention(config)
     _check_batch_invariant(config, machine, model.dtype)
     _check_expert_load(config, model)
     _check_devices(config, machine)
@@ -70,4 +71,22 @@ def _check_devices(config: Config, machine: Machine) -> None:
         raise ConfigError(
             f"parallel.tp is {tp} and device is {machine.device}; the ranks need {tp} consecutive CUDA devices from there on, and "
             f"torch sees {count} in all. Set parallel.tp to at most {max(1, count - first)}, or device: cpu"
+        )
+
+
+def _check_data_attention(config: Config) -> None:
+    """Refuse with ``parallel.attention: data`` what runs the rows of all requests in the layers of attention. Raises
+    ``ConfigError``."""
+    if config.parallel.attention != "data":
+        return
+    if config.adapters.enabled:
+        raise ConfigError(
+            "parallel.attention is data and adapters.enabled is true; layers of attention then have rows of one rank, and adapters "
+            "those of all. Set parallel.attention: heads, or adapters.enabled: false"
+        )
+    if config.graphs.piecewise_tokens:
+        raise ConfigError(
+            f"parallel.attention is data and graphs.piecewise_tokens is {config.graphs.piecewise_tokens}; a step then has another number of "
+            "tokens on each rank, for which no pieces are captured. Leave graphs.piecewise_tokens out or set it to 0, or set "
+            "parallel.attention: heads"
         )

@@ -25,6 +25,7 @@ def why_not_shared(resolved: Resolved) -> str | None:
         not in cache.offers,
         f"attention.decode {attention.name!r} does not offer {Feature.ATTN_SHARED_PREFIX}": Feature.ATTN_SHARED_PREFIX
         not in attention.offers,
+        "parallel.attention is data": config.parallel.attention == "data",
         "layers of the model have a sliding window": windows,
         f"the model has {len(model.cache_groups)} cache groups": len(model.cache_groups) != 1,
         "layers of the model keep states instead of the past": any(

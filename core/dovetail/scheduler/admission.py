@@ -10,12 +10,14 @@ from dovetail.scheduler.adapters import AdapterTable
 from dovetail.scheduler.groups import group_adjacent
 from dovetail.scheduler.outcome import prompt_scored
 from dovetail.scheduler.policy_guard import PolicyGuard
+from dovetail.scheduler.pool_choice import Place, best_first
 from dovetail.scheduler.turns import LEAST_TOKENS, TenantTurns
 from dovetail.scheduler.waits import PrefixWaits
 
 if TYPE_CHECKING:
     from dovetail.interfaces.policy import SchedulePolicy
     from dovetail.memory.ledger import PageLedger
+    from dovetail.memory.pools import PoolLedgers
     from dovetail.scheduler.groups import Groups
     from dovetail.scheduler.limits import SchedulerLimits, Totals
     from dovetail.scheduler.plans import Plans
@@ -35,7 +37,7 @@ class Admission:
     def __init__(
         self,
         limits: SchedulerLimits,
-        ledger: PageLedger,
+        ledger: PageLedger | PoolLedgers,
         plans: Plans,
         policy: SchedulePolicy,
         totals: Totals,
@@ -50,11 +52,13 @@ class Admission:
         self.turns = TenantTurns(limits, policy.by_priority)
         self.totals = totals
         self._plans, self._groups, self._snapshots = plans, groups, snapshots
-        self._waits = PrefixWaits(
-            ledger.page_size,
-            only_groups=not limits.wait_for_prefix,
-            ahead=ledger.tokens_ahead,
-            reach=None if snapshots is None else snapshots.reach,
+        reach = None if snapshots is None else snapshots.reach
+        # one for each pool: a prefix that is computed in one pool is of no use in another
+        self._waits = tuple(
+            PrefixWaits(
+                ledger.page_size, only_groups=not limits.wait_for_prefix, ahead=ledger.tokens_ahead, reach=reach
+            )
+            for _ in ledger.members
         )
 
     def select(self, waiting: list[Req], prefilling: list[Req], decoding: list[Req]) -> list[tuple[Req, int]]:
@@ -77,7 +81,8 @@ class Admission:
 
     def forget(self, req: Req) -> None:
         """Forget a request that has left the waiting queue without being admitted."""
-        self._waits.forget(req)
+        for waits in self._waits:
+            waits.forget(req)
         if not req.num_retractions:
             self._groups.left_queue(req)
 
@@ -87,10 +92,12 @@ class Admission:
         """Admit requests while ``budget`` lasts. The last one may have up to ``spare`` tokens more if it needs no others:
         otherwise its first token would wait for one more step, because of a few tokens."""
         rows: list[tuple[Req, int]] = []
-        waits = self._waits if self.limits.reuses_prefixes else None
-        if waits is not None:
-            waits.begin(prefilling + [r for r in decoding if r.known_len == r.prompt_len])
-        claims: int | None = None
+        waits = self._waits if self.limits.reuses_prefixes else ()
+        computing = prefilling + [r for r in decoding if r.known_len == r.prompt_len] if waits else []
+        for pool, own in enumerate(waits):
+            own.begin(self._of_pool(computing, pool))
+        counts = [len(self._of_pool(prefilling + decoding, member.pool)) for member in self.ledger.members]
+        claims: list[int] | None = None
         full: set[str] = set()
         candidates = self._candidates(waiting, prefilling + decoding)
         held = self.turns.take_held()
@@ -101,7 +108,7 @@ class Admission:
                 or not self.ledger.table.num_free
             ):
                 break
-            if waits is not None and waits.is_waiting(req):
+            if any(own.is_waiting(req) for own in waits):
                 continue
             if rows and req.tenant in held:
                 continue
@@ -110,19 +117,21 @@ class Admission:
                 continue
             if req.adapter is not None and not self.adapters.may_run(req):
                 continue
-            match = self._match(req)
-            if waits is not None and not _reads_prompt(req) and waits.start_waiting(req, match.length):
+            places = self._places(req, counts)
+            pool = places[0].ledger.pool
+            if waits and not _reads_prompt(req) and waits[pool].start_waiting(req, places[0].match.length):
                 continue
             if claims is None:
-                claims = sum(map(self._claim, prefilling + decoding))
-            alone = not prefilling and not decoding
-            if not self._try_to_admit(req, match, claims) and not (alone and self._admit_uncached(req)):
+                claims = self._claims(prefilling + decoding)
+            if not self._admit_to_one(req, places, claims):
                 break
-            claims += self._claim(req)
+            pool = self.ledger.of(req).pool
+            claims[pool] += self._claim(req)
+            counts[pool] += 1
             if req.tenant in held:
                 held = frozenset()  # nothing else can be admitted
-            if waits is not None:
-                waits.add(req)
+            if waits:
+                waits[pool].add(req)
             prefilling.append(req)
             count = req.extend_len if req.extend_len <= budget + spare else budget
             rows.append((req, count if self._snapshots is None else self._snapshots.limit(req, count)))
@@ -147,43 +156,66 @@ class Admission:
         ordered = group_adjacent(ordered) if any(req.group for req in ordered) else ordered
         return retracted + self.turns.order(ordered, running)
 
-    def _match(self, req: Req) -> Match:
-        """Return the cached prefix of ``req``. The prefix ends before the last token, whose logits are needed, and
+    def _of_pool(self, reqs: list[Req], pool: int) -> list[Req]:
+        """Return the running requests among ``reqs`` that belong to a pool."""
+        return reqs if len(self.ledger.members) == 1 else [req for req in reqs if self.ledger.of(req).pool == pool]
+
+    def _places(self, req: Req, counts: list[int]) -> list[Place]:
+        """Return the pools that have a slot for the request, the best one first. There must be one. ``counts`` are the
+        numbers of running requests of all pools."""
+        free = [member for member in self.ledger.members if member.num_free_slots]
+        places = [Place(member, self._match(req, member), counts[member.pool]) for member in free]
+        return places if len(places) == 1 else best_first(places, counts)
+
+    def _match(self, req: Req, ledger: PageLedger) -> Match:
+        """Return the cached prefix of ``req`` in the pool of ``ledger``. The prefix ends before the last token, whose logits are needed, and
         before the first prompt token that must be computed for log-probabilities or a pooled vector."""
         length = min(_first_read(req) if _reads_prompt(req) else req.device_len, req.device_len) - 1
-        known = min(length + self.ledger.tokens_ahead, req.device_len)
-        return self.ledger.cache.match(req.token_ids[:known], req.namespace)
+        known = min(length + ledger.tokens_ahead, req.device_len)
+        return ledger.cache.match(req.token_ids[:known], req.namespace)
 
     def _claim(self, req: Req) -> int:
         """Return the number of pages that a running request is likely to need soon, beyond those it has."""
         length = min(req.device_len + DECODE_HEADROOM, req.max_device_len)
         return max(0, self.ledger.pages_for(length) - req.num_pages)
 
-    def _try_to_admit(self, req: Req, match: Match, claims: int) -> bool:
+    def _claims(self, running: list[Req]) -> list[int]:
+        """Return the sums of the claims of the running requests of each pool."""
+        return [sum(map(self._claim, self._of_pool(running, member.pool))) for member in self.ledger.members]
+
+    def _admit_to_one(self, req: Req, places: list[Place], claims: list[int]) -> bool:
+        """Admit the request to the first of ``places`` that has enough memory. ``claims`` are those of each pool. Return True
+        if it was admitted."""
+        return any(
+            self._try_to_admit(req, ledger, match, claims[ledger.pool])
+            or (not running and self._admit_uncached(req, ledger))
+            for ledger, match, running in places
+        )
+
+    def _try_to_admit(self, req: Req, ledger: PageLedger, match: Match, claims: int) -> bool:
         """Admit the request if enough memory is left for all its tokens and its states, and for the ``claims`` of the running
         requests. Return True if it was admitted."""
-        ledger = self.ledger
         need = ledger.pages_for(req.device_len) - match.pages.shape[1]
         ledger.cache.lock(match.handle)  # before anything is evicted for the other pages
         if not ledger.ensure_available(need + claims, 0 if ledger.states is None else 1):
             ledger.cache.unlock(match.handle)
             return False
-        self._enter_table(req, match)
+        self._enter_table(req, ledger, match)
         return True
 
-    def _admit_uncached(self, req: Req) -> bool:
+    def _admit_uncached(self, req: Req, ledger: PageLedger) -> bool:
         """Admit a request that nothing runs beside, without its cached prefix: what that keeps from eviction may be what is
         missing. Return True if it was admitted."""
-        return self._try_to_admit(req, self.ledger.cache.match(req.token_ids[:0], req.namespace), 0)
+        return self._try_to_admit(req, ledger, ledger.cache.match(req.token_ids[:0], req.namespace), 0)
 
-    def _enter_table(self, req: Req, match: Match) -> None:
-        self.ledger.admit(req, match)
+    def _enter_table(self, req: Req, ledger: PageLedger, match: Match) -> None:
+        ledger.admit(req, match)
         if self._snapshots is not None:
             self._snapshots.admit(req, match)
         self._plans.admit(req)
         if req.adapter is not None:
             self.adapters.entered(req)
-        reserved = self.ledger.reserve(req, req.device_len)
+        reserved = ledger.reserve(req, req.device_len)
         assert reserved, "pages counted as available could not be reserved"
         if not req.num_retractions:
             self._groups.left_queue(req)

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from dovetail.memory.ledger import PageLedger
+    from dovetail.memory.pools import PoolLedgers
     from dovetail.scheduler.plans import Plans
     from dovetail.types import IntArray, Req, StepPlan
 
@@ -23,9 +24,11 @@ class Decoding:
     this list, or changes which cached pages its requests read.
     """
 
-    def __init__(self, ledger: PageLedger, plans: Plans, reqs: list[Req], *, shares_prefixes: bool) -> None:
+    def __init__(
+        self, ledger: PageLedger | PoolLedgers, plans: Plans, reqs: list[Req], *, shares_prefixes: bool
+    ) -> None:
         """Store the list of decoding requests. With ``shares_prefixes``, decode rows are grouped by the prefixes that
-        they share in the prefix cache."""
+        they share in the prefix cache, of which there is one then."""
         self.reqs = reqs
         self.rows: DecodeRows | None = None  # None: the rows must be built again
         self._ledger, self._plans, self._shares_prefixes = ledger, plans, shares_prefixes
@@ -55,25 +58,25 @@ class Decoding:
         """Return the plan in which the next token of each row enters the forward pass. The caller has reserved the
         pages of up to ``width`` drafts. Makes rows that share a prefix adjacent."""
         if self._shares_prefixes and rows.grouping is None:
-            grouping = group_rows(rows.reqs, self._ledger.cache)
+            grouping = group_rows(rows.reqs, self._ledger.members[0].cache)
             self.rows = rows = DecodeRows(grouping.reqs, self._ledger.page_size, grouping)
         plan = self._plans.decode(rows, self._ledger.table.take_updates(), width)
         rows.advance()
         return plan
 
-    def reserve(self, width: int, retract: Callable[[], None]) -> DecodeRows:
+    def reserve(self, width: int, retract: Callable[[Req], None]) -> DecodeRows:
         """Reserve pages for the next token of each row and, while pages are left, for up to ``width`` drafts of each
         row. Return the rows.
 
-        Calls ``retract`` until there are pages for all next tokens.
+        Calls ``retract`` with a request that lacks pages until there are pages for all next tokens.
         """
         rows = self.current()
         if width:
             rows.set_draft_limits(width)
         if not rows.short_of_pages(width):
             return rows
-        while not self._reserve_next(rows):
-            retract()
+        while (lacking := self._reserve_next(rows)) is not None:
+            retract(lacking)
             rows = self.current()
         if width:
             self._reserve_drafts(rows, width)
@@ -93,21 +96,22 @@ class Decoding:
             self.rows = DecodeRows([r for r in reqs if r.remain_len > 0], self._ledger.page_size)
         return self.rows
 
-    def _reserve_next(self, rows: DecodeRows) -> bool:
+    def _reserve_next(self, rows: DecodeRows) -> Req | None:
         """Reserve a page for the next token of each row that needs one. If too few pages are left, first give back the
-        pages that were reserved for drafts. Return False if a row is still left without a page; a request must then be
-        retracted."""
+        pages that were reserved for drafts. Return the request of a row that is still left without a page, if there is one;
+        a request must then be retracted."""
         short = rows.short_of_pages()
         reqs = [rows.reqs[row] for row in short]
         if reqs and not self._ledger.reserve_one_each(reqs):
             for req in rows.reqs:
                 self._ledger.trim(req, req.device_len)
-            if not all(self._ledger.reserve(r, r.device_len) for r in reqs):
+            lacking = next((r for r in reqs if not self._ledger.reserve(r, r.device_len)), None)
+            if lacking is not None:
                 self.rows = None
-                return False
+                return lacking
             short = list(range(len(rows.reqs)))
         rows.update_capacity(short)
-        return True
+        return None
 
     def _reserve_drafts(self, rows: DecodeRows, width: int) -> None:
         """Reserve pages for the drafts of each row. If too few pages are left, a row gets as many drafts as its pages
@@ -116,7 +120,7 @@ class Decoding:
         short = rows.short_of_pages(width)
         for row in short:
             req = rows.reqs[row]
-            most = (req.num_pages + self._ledger.available) * self._ledger.page_size
+            most = (req.num_pages + self._ledger.of(req).available) * self._ledger.page_size
             self._ledger.reserve(req, min(req.device_len + int(rows.draft_limits[row]), most))
         rows.update_capacity(short)
         rows.limit_drafts_to_pages()
@@ -131,7 +135,7 @@ class Decoding:
         short = rows.short_of_pages(width)
         for row in short:
             req, length = rows.reqs[row], int(rows.lens[row] + rows.draft_limits[row])
-            if self._ledger.pages_for(length) - req.num_pages <= self._ledger.allocator.num_free:
+            if self._ledger.pages_for(length) - req.num_pages <= self._ledger.of(req).allocator.num_free:
                 self._ledger.reserve(req, length)
         if short:
             rows.update_capacity(short)

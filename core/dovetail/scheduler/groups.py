@@ -21,6 +21,7 @@ from dovetail.scheduler.waits import common_length
 
 if TYPE_CHECKING:
     from dovetail.scheduler.pins import Pins
+    from dovetail.scheduler.pool_pins import PoolPins
     from dovetail.types import IntArray, Req
 
 MAX_GROUPS = 1024
@@ -39,7 +40,7 @@ class _Group:
 class Groups:
     """Track the groups that have members which have not arrived or have not been admitted."""
 
-    def __init__(self, pins: Pins, page_size: int, seconds: float, ahead: int = 0) -> None:
+    def __init__(self, pins: Pins | PoolPins, page_size: int, seconds: float, ahead: int = 0) -> None:
         """Track no groups yet. A group is dropped ``seconds`` after a member last arrived or was admitted. ``ahead`` is
         the number of tokens after a page that are part of the page's key in the cache."""
         self._pins, self._page_size, self._seconds, self._ahead = pins, page_size, seconds, ahead

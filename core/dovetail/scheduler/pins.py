@@ -47,7 +47,7 @@ class Pins:
     def __init__(
         self, limits: SchedulerLimits, ledger: PageLedger, totals: Totals, clock: Clock = time.monotonic
     ) -> None:
-        self.clock = clock
+        self.clock, self.members = clock, (self,)
         self.pages = 0  # the number of pages that at least one pin holds
         self._seconds, self._bound = limits.pin_seconds, limits.pin_pages
         self._cache, self._allocator, self._table, self._totals = ledger.cache, ledger.allocator, ledger.table, totals
@@ -79,6 +79,10 @@ class Pins:
         self._holders[pages] += 1
         self._pins[key] = _Pin(match.handle, held, self.clock() + self._seconds)
         self._totals.pins_taken += 1
+
+    def cached(self, key: PinKey, tokens: IntArray) -> int:
+        """Return the number of ``tokens`` that the cache has for ``key``."""
+        return self._cache.match(tokens, key.namespace).length
 
     def renew(self, key: PinKey) -> None:
         """Extend the pin of ``key``, if there is one, as if it were taken now."""

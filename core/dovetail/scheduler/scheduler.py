@@ -38,6 +38,7 @@ from dovetail.scheduler.outcome import (
 )
 from dovetail.scheduler.pins import Clock, PinKey, Pins
 from dovetail.scheduler.plans import Plans
+from dovetail.scheduler.pool_pins import PoolPins
 from dovetail.scheduler.results import logprobs_of, tokens_of
 from dovetail.scheduler.rows import DecodeRows
 from dovetail.scheduler.snapshots import Snapshots
@@ -50,6 +51,7 @@ if TYPE_CHECKING:
     from dovetail.constraints.requests import RequestConstraints
     from dovetail.interfaces.policy import SchedulePolicy
     from dovetail.memory.ledger import PageLedger
+    from dovetail.memory.pools import PoolLedgers
     from dovetail.scheduler.adapters import KnownAdapter
     from dovetail.tokenizer import Tokenizer
     from dovetail.types import DraftTree, IntArray, Masks, PageUpdates
@@ -61,7 +63,7 @@ class Scheduler:
     def __init__(
         self,
         limits: SchedulerLimits,
-        ledger: PageLedger,
+        ledger: PageLedger | PoolLedgers,
         policy: SchedulePolicy,
         constraints: RequestConstraints,
         tokenizer: Tokenizer | None,
@@ -80,10 +82,9 @@ class Scheduler:
         shares_prefixes = limits.shared_prefixes and not limits.draft_width
         self._plans = Plans()
         self._rows = Decoding(ledger, self._plans, self.decoding, shares_prefixes=shares_prefixes)
-        self.pins = Pins(limits, ledger, self.totals, clock)
-        ledger.release_pinned = self.pins.release_pinned
+        self.pins = _pins_of(limits, ledger, self.totals, clock)
         self.groups = Groups(self.pins, ledger.page_size, limits.pin_seconds, ledger.tokens_ahead)
-        self._snapshots = None if ledger.states is None else Snapshots(limits, ledger)
+        self._snapshots = None if ledger.states is None else Snapshots(limits, ledger.members[0])
         self._admission = Admission(limits, ledger, self._plans, policy, self.totals, self.groups, self._snapshots)
         self.adapters = self._admission.adapters
         self._departed: list[DepartedRequest] = []
@@ -183,12 +184,15 @@ class Scheduler:
         self._rows.reserve_ahead(self.limits.draft_width)
         return self.ledger.table.next_updates()
 
-    def _retract_one(self) -> None:
+    def _retract_one(self, lacking: Req) -> None:
         """Move the running request that was added last, of the tenant that holds the most pages, back to the waiting
-        queue. Its tokens are kept; its pages are freed or given to the prefix cache."""
+        queue. Its tokens are kept; its pages are freed or given to the prefix cache. ``lacking`` is a request that lacks
+        pages, of whose pool they must be."""
         self._rows.invalidate()
-        tenant = largest_tenant(self.running)
-        victim = max((r for r in self.running if tenant in (None, r.tenant)), key=lambda r: r.uid)
+        ledger = self.ledger.of(lacking)
+        concerned = [r for r in self.running if self.ledger.of(r) is ledger]
+        tenant = largest_tenant(concerned)
+        victim = max((r for r in concerned if tenant in (None, r.tenant)), key=lambda r: r.uid)
         (self.prefilling if victim in self.prefilling else self.decoding).remove(victim)
         self._release(victim)
         victim.cached_len = 0
@@ -429,11 +433,14 @@ class Scheduler:
             req.adapter.requests -= 1
 
     def page_counts(self) -> PageCounts:
-        """Return how the pages of the pool are used now."""
-        ledger, total = self.ledger, self.ledger.allocator.num_total
-        unread = self.pins.count_unread(self.running)
-        used = ledger.allocator.used([own + more for own, more in zip(ledger.cache.evictable, unread, strict=True)])
-        return PageCounts(total, used, ledger.cache.total[0], self.pins.pages)
+        """Return how the pages of all pools are used now."""
+        total, used, cached = 0, 0, 0
+        for ledger, pins in zip(self.ledger.members, self.pins.members, strict=True):
+            unread = pins.count_unread([r for r in self.running if self.ledger.of(r) is ledger])
+            evictable = [own + more for own, more in zip(ledger.cache.evictable, unread, strict=True)]
+            total, used = total + ledger.allocator.num_total, used + ledger.allocator.used(evictable)
+            cached += ledger.cache.total[0]
+        return PageCounts(total, used, cached, self.pins.pages)
 
     def check_integrity(self) -> None:
         """Assert that queues, slots and pages are consistent. The loop calls this when it is idle."""
@@ -442,3 +449,13 @@ class Scheduler:
         for req in self.running:
             assert 0 <= req.cached_len <= req.device_len <= req.max_device_len + 1, req.rid
             assert req.num_pages * self.ledger.page_size >= req.cached_len, req.rid
+
+
+def _pins_of(
+    limits: SchedulerLimits, ledger: PageLedger | PoolLedgers, totals: Totals, clock: Clock
+) -> Pins | PoolPins:
+    """Return the pins of the prefix caches, which are released when their pool lacks pages."""
+    members = [Pins(limits, member, totals, clock) for member in ledger.members]
+    for member, pins in zip(ledger.members, members, strict=True):
+        member.release_pinned = pins.release_pinned
+    return members[0] if len(members) == 1 else PoolPins(members)

@@ -29,7 +29,7 @@ from dovetail.interfaces.mesh import SINGLE, Mesh
 from dovetail.interfaces.model import ModelArchitecture, ModelInfo
 from dovetail.interfaces.store import KVStore
 from dovetail.layers.base import Layer
-from dovetail.registry.ranks import divisions
+from dovetail.registry.ranks import divisions, expert_division
 from dovetail.registry.specs import ComponentKind
 from dovetail.registry.targets import load_attribute
 from dovetail.testing.component import ComponentSuite
@@ -355,6 +355,33 @@ class ModelSuite(ComponentSuite):
             for logits in results:
                 assert (logits - expected).abs().max() < self.tolerance
                 assert logits.equal(results[0])
+
+    def test_ranks_attend_for_requests_of_their_own(self, case: str, checkpoint: Path) -> None:
+        """With data-parallel attention, each rank has keys and values of its own rows only. All ranks return the logits that
+        one rank computes, also of rows of other ranks, and in steps in which a rank has no rows."""
+        whole = self.load(checkpoint)
+        if Feature.MODEL_DATA_ATTENTION not in whole.info.offers:
+            pytest.skip("the model does not offer model.data_attention")
+        count = next((count for count in divisions(whole.info) if 1 < count <= MOST_RANKS), None)
+        if count is None:
+            pytest.skip(f"2 to {MOST_RANKS} ranks cannot divide this config evenly")
+        self.proves(Feature.MODEL_DATA_ATTENTION)
+        meshes = thread_meshes(count, expert_division("auto", whole.info, count), "data")
+        lens, models = [PROMPT] * 3, [self.load(checkpoint, mesh=mesh) for mesh in meshes]
+        places = [self.rows(m, lens, mesh=mesh) for m, mesh in zip(models, meshes, strict=True)]
+        texts = [random_tokens(whole.info, PROMPT, seed) for seed in range(3)]
+        steps = [
+            {0: texts[0][:9], 1: texts[1][:2]},
+            {0: texts[0][9:10]},
+            {2: texts[2][:7], 0: texts[0][10:11], 1: texts[1][2:3]},
+        ]
+        results = run_ranks(meshes, lambda rows: [rows.enter(step) for step in steps], places)
+        alone = self.rows(whole, lens)
+        for number, expected in enumerate(map(alone.enter, steps)):
+            for row, logits in expected.items():
+                for found in (result[number][row] for result in results):
+                    assert (found - logits).abs().max() < self.tolerance
+                    assert found.equal(results[0][number][row])
 
     def test_logits_depend_on_every_tensor(self, case: str, checkpoint: Path) -> None:
         """Logits change with every tensor of the checkpoint that the model does not ignore. A tensor that does not matter

@@ -5,16 +5,19 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 
 from dovetail.engine.build import as_module
 from dovetail.engine.grouped import backends_of, grouped_attention
 from dovetail.engine.mesh import local_info
+from dovetail.engine.own_rows import tokens_of
 from dovetail.interfaces.attention import AttentionBackend
 from dovetail.interfaces.cache import CacheGroup, CacheGroupKind
 from dovetail.interfaces.mesh import SINGLE, Mesh
 from dovetail.interfaces.model import ModelArchitecture
 from dovetail.interfaces.store import KVStore
+from dovetail.layers.own_rows import OwnRows
 from dovetail.memory.pool import make_pool
 from dovetail.testing.batches import make_batch, make_page_table
 from dovetail.testing.eager import EagerAttention
@@ -27,7 +30,8 @@ MakeAttention = Callable[[ModelArchitecture, KVStore], AttentionBackend]
 class ModelRows:
     """Run a model over its own pools, one for each cache group, with different pages in each. Tokens of rows enter in
     pieces of any size, and their logits are returned. Entries of the pools that were never written are NaN. The states
-    of a group of states are kept here too."""
+    of a group of states are kept here too. With data-parallel attention, row r belongs to rank r modulo the number of ranks,
+    and ``enter`` runs a step of all ranks."""
 
     def __init__(
         self,
@@ -38,7 +42,7 @@ class ModelRows:
         make_attention: MakeAttention = lambda model, pool: EagerAttention(pool),
     ) -> None:
         """Rows have up to ``lens`` tokens. ``model`` was built with ``mesh``."""
-        self.model = model
+        self.model, self._mesh = model, mesh
         self._page_size = page_size
         parameter = next(as_module(model).parameters())
         self._device, num_pages = parameter.device, 1 + sum(-(-n // page_size) for n in lens)
@@ -90,10 +94,26 @@ class ModelRows:
         rows = sorted(pieces, key=lambda row: -len(pieces[row]))  # extend rows first
         lens = [len(pieces[row]) for row in rows]
         batch = self._batch(rows, lens, [token for row in rows for token in pieces[row]])
-        self._attention.plan(batch)
+        if self._mesh.attention == "data":
+            batch.own = self._own_rows(batch, rows, pieces)
+        else:
+            self._attention.plan(batch)
         logits = self.model.logits(self.model.forward(batch)).split(lens)
         self._advance(pieces)
         return dict(zip(rows, logits, strict=True))
+
+    def _own_rows(self, batch: Batch, rows: Sequence[int], pieces: Mapping[int, Sequence[int]]) -> OwnRows:
+        """Return the rows of this rank among ``rows``, the rows of ``batch``, with planned attention."""
+        tp, own = self._mesh.tp, None
+        places = np.array([at for at, row in enumerate(rows) if row % tp.size == tp.rank], np.int64)
+        if len(places):
+            mine = [rows[at] for at in places.tolist()]
+            own = self._batch(
+                mine, [len(pieces[row]) for row in mine], [token for row in mine for token in pieces[row]]
+            )
+            self._attention.plan(own)
+        tokens = torch.from_numpy(tokens_of(batch, places)).to(self._device)
+        return OwnRows(own, tokens, tokens, tp)
 
     @torch.inference_mode()
     def enter_for(self, sampled: Sequence[int], pieces: Mapping[int, Sequence[int]]) -> torch.Tensor:

@@ -61,11 +61,13 @@ class ThreadCollectives(UnfusedCollectives):
         return result
 
 
-def thread_meshes(size: int, experts: Literal["tp", "ep"] = "tp") -> list[Mesh]:
-    """Return the meshes of ``size`` ranks, for ``run_ranks``. ``experts``: see ``Mesh``."""
+def thread_meshes(
+    size: int, experts: Literal["tp", "ep"] = "tp", attention: Literal["heads", "data"] = "heads"
+) -> list[Mesh]:
+    """Return the meshes of ``size`` ranks, for ``run_ranks``. ``experts`` and ``attention``: see ``Mesh``."""
     values: list[Any] = [None] * size
     barrier = threading.Barrier(size, timeout=SECONDS)
-    return [Mesh(ThreadCollectives(rank, values, barrier), experts) for rank in range(size)]
+    return [Mesh(ThreadCollectives(rank, values, barrier), experts, attention) for rank in range(size)]
 
 
 def run_ranks(meshes: Sequence[Mesh], work: Callable[[T], R], given: Sequence[T]) -> list[R]:

@@ -87,6 +87,7 @@ class Batch:
     kv: tuple[StoresKV, ...] = field(init=False)  # one pool per cache group
     views: tuple[Batch, ...] = field(init=False, default=())  # of the cache groups after the first, see ``view``
     expanded: Any = field(init=False, default=None)  # layers.latent.ExpandedRows, if prompts expand their latents
+    own: Any = field(init=False, default=None)  # layers.own_rows.OwnRows, with data-parallel attention
 
     @classmethod
     def of(cls, plan: StepPlan, reqs: Sequence[AdmittedRequest]) -> Batch:

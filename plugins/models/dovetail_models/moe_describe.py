@@ -111,6 +111,7 @@ def moe_info(
     # products in float32, and norms over whole projections, add in an order that depends on the number of tokens
     varies = own.experts.routing.float32 or own.qk_norm_across_heads
     offers = OFFERS - {Feature.MODEL_BATCH_INVARIANT} if varies else OFFERS
+    offers |= {Feature.MODEL_DATA_ATTENTION}
     info = make_info(config, architecture, sizes, context_len, own, needs=needs, offers=offers)
     offers = info.offers if predicts else info.offers - {Feature.MODEL_MTP_HEAD}
     split: list[tuple[str, int]] = []

@@ -1,0 +1,133 @@
+"""Test captured decode steps with data-parallel attention: on each rank, they compute and write what steps do that are launched
+kernel by kernel, however the requests are divided. Graphs are replaced by the steps themselves, and the other rank adds
+nothing.
+
+Run: TRITON_INTERPRET=1 python -m pytest tests/triton/test_own_rows_triton.py
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import Qwen3MoeConfig
+
+sys.path.append(str(Path(__file__).parent))
+
+from test_runners_triton import attention, stand_in
+
+from dovetail.engine.captures import NEEDED_BEFORE_CAPTURE, NO_UPDATES, STEPS_BETWEEN_CAPTURES
+from dovetail.engine.engine import Engine
+from dovetail.engine.graphs import DecodeGraphs, GraphKey
+from dovetail.engine.own_rows import OwnRowsOfSteps
+from dovetail.engine.penalties import TokenCounts
+from dovetail.engine.runners import DecodeGraphRunner, EagerRunner, EagerSampler
+from dovetail.engine.sampler import Sampler
+from dovetail.interfaces.mesh import Mesh, OneRank
+from dovetail.registry.machine import Machine
+from dovetail.registry.resolver import resolve
+from dovetail.registry.setup import setup
+from dovetail.sampling_params import SamplingParams
+from dovetail.types import AdmittedRequest, Batch
+
+VOCAB, ROWS, PAGE, PAGES = 199, 16, 4, 60
+
+
+class Alone(OneRank):
+    """Stand in for the collectives of two ranks, of which the other adds nothing."""
+
+    size = 2
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+
+    def all_gather(self, x: torch.Tensor, width: int | None = None) -> torch.Tensor:
+        return torch.cat([x, x], 1)[:, :width].contiguous()
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("moe")
+    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "num_key_value_heads": 1}
+    names = {"architectures": ["Qwen3MoeForCausalLM"], "vocab_size": VOCAB, "eos_token_id": None}
+    Qwen3MoeConfig(**sizes, **experts, **names, head_dim=16, max_position_embeddings=128).save_pretrained(directory)
+    return directory
+
+
+def built(checkpoint: Path, rank: int) -> Engine:
+    arguments = {
+        "model": {"path": str(checkpoint), "dtype": "float32", "load_format": "dummy"},
+        "parallel": {"tp": 2, "attention": "data"},
+        "scheduler": {"max_running": ROWS},
+        "memory": {"num_pages": PAGES - 1, "page_size": PAGE},
+        "grammar": "none",
+        "device": "cpu",
+    }
+    config, registry = setup((), arguments=arguments)
+    resolved = resolve(config, registry, Machine.detect("cpu"))
+    return Engine(resolved, frozenset(), Mesh(Alone(rank), attention="data"))
+
+
+def batch_of(engine: Engine, slots: list[int], seed: int) -> Batch:
+    """Return decode rows of ``slots``, with random tokens and pages."""
+    rng, rows = np.random.default_rng(seed), len(slots)
+    engine.inputs.page_table[1:] = rng.integers(1, PAGES, engine.inputs.page_table[1:].shape)
+    engine.inputs.last_token.copy_(torch.from_numpy(rng.integers(0, VOCAB, ROWS + 1)))
+    prefix = rng.integers(0, 9, rows).astype(np.int32)
+    text, params = np.zeros(16, np.int32), SamplingParams(temperature=0)
+    reqs = [AdmittedRequest(slot, slot, params, 0, 8, text, 9) for slot in slots]
+    ones = np.ones(rows, np.int32)
+    return Batch(reqs, 0, np.array(slots, np.int32), prefix, ones, ones > 0, NO_UPDATES)
+
+
+STEPS = {
+    "evenly": [3, 2, 1, 4, 6, 5, 8],
+    "one rank has more": [1, 3, 5, 7, 9, 2, 4, 11, 13],
+    "one rank has all": [1, 3, 5, 7],
+    "the other rank has the only row": [2],
+}
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@torch.inference_mode()
+def test_captured_steps_attend_in_the_rows_of_the_rank(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch, rank: int
+) -> None:
+    stand_in(monkeypatch)
+    engine = built(checkpoint, rank)
+    model, inputs, mesh = engine.model, engine.inputs, engine.mesh
+    pool: Any = engine.pool
+    counts = TokenCounts(ROWS + 1, VOCAB, engine.device)
+    sampler = EagerSampler(Sampler(VOCAB, frozenset(), engine.device, counts), inputs)
+    graphs = DecodeGraphs(model, inputs, pool, attention(engine), ROWS, 64, False, counts=counts, mesh=mesh)
+    own = OwnRowsOfSteps.of(mesh, inputs)
+    backends = attention(engine), attention(engine)
+    eager: Any = EagerRunner(model, inputs, pool, *backends, sampler, own_rows=own)
+    runner: Any = DecodeGraphRunner(graphs, sampler)
+    pool.k.normal_(), pool.v.normal_()
+    for seed, slots in enumerate([*STEPS.values(), STEPS["evenly"]]):
+        results = []
+        before = pool.k.clone(), pool.v.clone()
+        for run in (runner, eager):
+            batch = batch_of(engine, slots, seed)
+            found = run.can_run(batch)
+            for _ in range(NEEDED_BEFORE_CAPTURE + STEPS_BETWEEN_CAPTURES):
+                found = run.can_run(batch) if found is None else found
+            pool.k.copy_(before[0]), pool.v.copy_(before[1])
+            launched = run.launch(batch, found)
+            logits = launched.logits.clone()
+            tokens = run.sample(batch, launched, None).token_ids[:, 0].tolist()
+            assert inputs.last_token[torch.tensor(slots)].tolist() == tokens
+            results.append((logits, pool.k[:, 1:].clone(), pool.v[:, 1:].clone(), torch.tensor(tokens)))
+        for found, expected in zip(*results, strict=True):
+            torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+        changed = (before[0][:, 1:] != results[0][1]).flatten(2).any(2).any(0)
+        assert bool(changed.any()) == any((slot - 1) % 2 == rank for slot in slots), "only own rows are written"
+    keys = {(key.rows, graphs.get(key).own) for key in graphs._graphs}
+    assert keys == {(8, 4), (16, 8), (1, 1)}, "four rows of one rank run in the graph of eight rows, four of each"
+    assert next(graphs.larger(GraphKey(8, shared=False))) == GraphKey(8, shared=False, own=1)
