@@ -224,9 +224,9 @@ def test_a_request_that_leaves_while_it_waits_is_forgotten():
     for rid in "ab":
         service.add(rid, [7] * 512, 4)
     service.step()
-    assert len(service.scheduler._admission._waits._waits) == 1
+    assert len(service.scheduler._admission._waits[0]._waits) == 1
     service.scheduler.abort("b", "")
-    assert service.scheduler._admission._waits._waits == {}
+    assert service.scheduler._admission._waits[0]._waits == {}
 
 
 @each_lag
