@@ -12,7 +12,7 @@ import pytest
 
 from dovetail.interfaces.cache import Match
 from dovetail.memory.pools import PoolCaches
-from dovetail.scheduler.pool_choice import Place, best_first
+from dovetail.scheduler.pool_choice import PoolPlace, best_first
 from dovetail.types import FinishKind
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -116,7 +116,7 @@ def test_a_request_is_retracted_from_the_pool_that_lacks_pages():
 def test_places_are_ordered_by_crowding_then_by_prefix_then_by_requests():
     def order(counts, lengths):
         pages = np.zeros((1, 0), np.int32)
-        made = [Place(pool, Match(length, pages, None), count) for pool, (length, count) in enumerate(zip(lengths, counts, strict=True))]  # fmt: skip
+        made = [PoolPlace(pool, Match(length, pages, None), count) for pool, (length, count) in enumerate(zip(lengths, counts, strict=True))]  # fmt: skip
         return [place.ledger for place in best_first(made, counts)]
 
     assert order([3, 3], [0, 8]) == [1, 0]

@@ -178,7 +178,9 @@ def test_a_tenant_is_not_held_for_one_that_cannot_be_admitted():
     for i in range(12, 20):
         run.add(f"a{i}", [i] * 16, {"tenant": "a"}, **more)
     run.add("b0", [45] * 16, {"tenant": "b"}, **more)
-    scheduler._admission._waits[0].is_waiting = lambda req: req.tenant == "b"  # for a prefix that another request computes
+    scheduler._admission._waits[0].is_waiting = lambda req: (
+        req.tenant == "b"
+    )  # for a prefix that another request computes
     assert prompts_of_steps(run, 1) == [{"a": 32}], "14 of 16 slots may be a's"
 
 

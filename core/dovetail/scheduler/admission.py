@@ -10,7 +10,7 @@ from dovetail.scheduler.adapters import AdapterTable
 from dovetail.scheduler.groups import group_adjacent
 from dovetail.scheduler.outcome import prompt_scored
 from dovetail.scheduler.policy_guard import PolicyGuard
-from dovetail.scheduler.pool_choice import Place, best_first
+from dovetail.scheduler.pool_choice import PoolPlace, best_first
 from dovetail.scheduler.turns import LEAST_TOKENS, TenantTurns
 from dovetail.scheduler.waits import PrefixWaits
 
@@ -160,11 +160,11 @@ class Admission:
         """Return the running requests among ``reqs`` that belong to a pool."""
         return reqs if len(self.ledger.members) == 1 else [req for req in reqs if self.ledger.of(req).pool == pool]
 
-    def _places(self, req: Req, counts: list[int]) -> list[Place]:
+    def _places(self, req: Req, counts: list[int]) -> list[PoolPlace]:
         """Return the pools that have a slot for the request, the best one first. There must be one. ``counts`` are the
         numbers of running requests of all pools."""
         free = [member for member in self.ledger.members if member.num_free_slots]
-        places = [Place(member, self._match(req, member), counts[member.pool]) for member in free]
+        places = [PoolPlace(member, self._match(req, member), counts[member.pool]) for member in free]
         return places if len(places) == 1 else best_first(places, counts)
 
     def _match(self, req: Req, ledger: PageLedger) -> Match:
@@ -183,7 +183,7 @@ class Admission:
         """Return the sums of the claims of the running requests of each pool."""
         return [sum(map(self._claim, self._of_pool(running, member.pool))) for member in self.ledger.members]
 
-    def _admit_to_one(self, req: Req, places: list[Place], claims: list[int]) -> bool:
+    def _admit_to_one(self, req: Req, places: list[PoolPlace], claims: list[int]) -> bool:
         """Admit the request to the first of ``places`` that has enough memory. ``claims`` are those of each pool. Return True
         if it was admitted."""
         return any(

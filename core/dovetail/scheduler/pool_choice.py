@@ -15,7 +15,7 @@ EXCESS = 8
 least by one. A step takes as long as the rank that has the most to attend to."""
 
 
-class Place(NamedTuple):
+class PoolPlace(NamedTuple):
     """Hold a pool that has a slot for a request, the request's cached prefix there, and the number of requests that run
     there."""
 
@@ -24,7 +24,7 @@ class Place(NamedTuple):
     running: int
 
 
-def best_first(places: Iterable[Place], running: Sequence[int]) -> list[Place]:
+def best_first(places: Iterable[PoolPlace], running: Sequence[int]) -> list[PoolPlace]:
     """Return ``places`` with the best first: pools that are not crowded before others, then those with more of the prefix,
     then those with fewer requests. ``running`` has the number of running requests of every pool."""
     most = min(running) + max(1, sum(running) // EXCESS)
