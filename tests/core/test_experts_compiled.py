@@ -17,7 +17,7 @@ from triton.backends import nvidia as backends
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from dovetail.ops.triton import experts_many, experts_one, mxfp4_plain, routing
+from dovetail.ops.triton import expert_low_rank, experts_many, experts_one, mxfp4_plain, routing
 from dovetail.ops.triton.expert_tiles import many_tiles
 from dovetail.ops.triton.launch import INTERPRETED
 
@@ -98,3 +98,20 @@ def test_sorting_many_pairs_compiles(experts: int, tmp_path: Path) -> None:
 def test_dequantizing_a_layer_compiles(tmp_path: Path) -> None:
     constants = {"BLOCK_N": mxfp4_plain._ROWS, "HALF_K": mxfp4_plain._HALF_K, "ASSEMBLY": True}
     compiled(mxfp4_plain._dequantize, constants, {}, tmp_path / "kernel.cubin", 4)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("rows", [16, 64, 128])
+def test_adapters_of_experts_compile(rows: int, tmp_path: Path) -> None:
+    types = (
+        dict.fromkeys(("a", "b"), "*bf16")
+        | dict.fromkeys(("ranks", "places", "tiles", "rows"), "*i32")
+        | {"low": "*fp32"}
+    )
+    shared = {"TOP_K": 8, "RANK": 64, "RANK_BLOCK": 16, "BLOCK_M": rows}
+    file, warps = tmp_path / "kernel.cubin", expert_low_rank.warps_of(rows)
+    for by_pair in (False, True):
+        constants = shared | {"BY_PAIR": by_pair, "BLOCK_K": expert_low_rank.INPUT_BLOCK}
+        compiled(expert_low_rank._shrink, constants, types, file, warps)
+        constants = shared | {"ONTO": by_pair, "SCALED": False, "ROW_BLOCK": expert_low_rank.ROW_BLOCK}
+        compiled(expert_low_rank._expand, constants, types, file, warps)

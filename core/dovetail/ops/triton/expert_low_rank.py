@@ -121,6 +121,11 @@ def _expand(
         tl.store(out + row.to(tl.int64)[:, None] * outputs + n[None, :], total.to(out.dtype.element_ty), real)
 
 
+def warps_of(block_m: int) -> int:
+    """Return the number of warps of a program that multiplies blocks of ``block_m`` pairs: with fewer, registers are spilled."""
+    return 4 if block_m <= 64 else 8
+
+
 def shrink_pairs(
     x: torch.Tensor,
     weights: ExpertLowRank,
@@ -141,6 +146,7 @@ def shrink_pairs(
         _shrink, (len(order.blocks), num_parts * (rank // RANK_BLOCK)),
         x, inputs, a, a.stride(0), ranks, ranks.stride(0), *order[:3], tokens.places, tokens.tiles, low, num_parts,
         TOP_K=top_k, BY_PAIR=by_pair, RANK=rank, RANK_BLOCK=RANK_BLOCK, BLOCK_M=order.block_m, BLOCK_K=INPUT_BLOCK,
+        num_warps=warps_of(order.block_m),
     )  # fmt: skip
     return low
 
@@ -166,6 +172,6 @@ def expand_pairs(
         out, out.shape[-1], low, b, b.stride(0), ranks, ranks.stride(0), *order[:3], tokens.places, tokens.tiles, factors, rows,
         low.shape[1],
         TOP_K=top_k, ONTO=onto, SCALED=factors is None, RANK=low.shape[2], RANK_BLOCK=RANK_BLOCK, BLOCK_M=order.block_m,
-        ROW_BLOCK=ROW_BLOCK,
+        ROW_BLOCK=ROW_BLOCK, num_warps=warps_of(order.block_m),
     )  # fmt: skip
     return out
