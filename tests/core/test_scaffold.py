@@ -34,7 +34,8 @@ KINDS = [descriptor.kind for descriptor in builtin.KINDS]
 NAMES = {kind: f"scaffolded_{kind}"[:LONGEST_NAME] for kind in KINDS}
 LEFT_OUT = (
     "test_outputs_are_those_of_decoding_without_drafts or test_a_drafter_that_raises_costs_drafts_only or (fp8 and not quantized) "
-    "or test_chunk_after_a_large_prefix or (test_agrees_with_a_dictionary and not 1-1) or test_calls_are_found_in_any_pieces"
+    "or test_chunk_after_a_large_prefix or (test_agrees_with_a_dictionary and not 1-1) or test_calls_are_found_in_any_pieces "
+    "or test_grouped_heads or test_head_dims or test_softmax_in_float32 or test_shared_prefixes_of_grouped_heads"
 )
 """Cases that take longest; tests/e2e/test_scaffold_venv.py has drafts, and the built-in parts' own tests have all."""
 
@@ -93,7 +94,7 @@ def run(arguments: list[str], site: Path | None, directory: Path, **env: str) ->
         "PYTHONDONTWRITEBYTECODE": "1",
         **env,
     }
-    return run_python(arguments, directory, given)
+    return run_python(arguments, directory, given, seconds=1100)
 
 
 def dovetail(*words: str) -> list[str]:
@@ -217,6 +218,7 @@ def test_the_help_lists_every_kind() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1200)  # it needs less than a minute of a processor, which takes longer on a busy machine
 def test_it_passes_its_suite_and_proves_what_it_claims(
     registry: Registry, sources: dict[ComponentKind, Path], site: Path, tmp_path: Path
 ) -> None:

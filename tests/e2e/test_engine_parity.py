@@ -52,6 +52,7 @@ def check(llm, reference, prompts, rounds=1):
     assert not llm.loop.has_work
 
 
+@pytest.mark.sample(4)  # each size once
 @pytest.mark.parametrize("page_size", [1, 16, 64])
 @pytest.mark.parametrize("chunk_size", [1, 7, 64])
 def test_page_and_chunk_sizes_with_mixed_batches(checkpoint, reference, page_size, chunk_size):
