@@ -18,6 +18,7 @@ from state_models import MODELS, TOLERANCE, StateReference, engine_of, poison, s
 
 from dovetail import LLM, SamplingParams
 from dovetail.engine.grouped import pools_of, states_of
+from dovetail.errors import ConfigError
 from dovetail.llm import Output
 from dovetail.memory.state_pool import bytes_per_slot
 from dovetail.sampling_params import Pooling, PoolingKind
@@ -263,6 +264,28 @@ def test_memory_is_reported(model: Model) -> None:
     assert group["kind"] == "state"
     assert group["bytes_per_snapshot"] == bytes_per_slot(state, torch.float32)
     assert group["most_snapshots"] >= 2 * 8, "each row has a slot, and one for a snapshot"
+    llm.close()
+
+
+def test_states_in_bfloat16(model: Model) -> None:
+    """With states in bfloat16 log-probabilities are near those of transformers in float32, with a prefix hit too. A model whose
+    states are all copies of inputs is refused."""
+    memory = {"state_dtype": "bfloat16"}
+    if model.name == "lfm2":
+        with pytest.raises(ConfigError, match=r"memory.state_dtype is bfloat16, and Lfm2ForCausalLM keeps no states"):
+            model.engine(memory=memory)
+        return
+    llm = model.engine(memory=memory)
+    own = states_of(engine_of(llm).pool)[0].group
+    assert {state.dtype for state in own.states} == {"bfloat16", None}
+    assert engine_of(llm).cache_groups[-1]["bytes_per_snapshot"] == bytes_per_slot(own, torch.float32)
+    cold = llm.generate(prompts_of([40, 33], shared=20), GREEDY)
+    (warm,) = llm.generate([cold[0].prompt_ids], GREEDY)
+    assert warm.cached_tokens > 0
+    for output in (*cold, warm):
+        text, begin = [*output.prompt_ids, *output.token_ids], len(output.prompt_ids)
+        expected = model.reference.logprobs(text)[begin - 1 : -1][torch.arange(STEPS), torch.tensor(text[begin:])]
+        assert 0 < (expected - chosen(output)).abs().mean() < 0.1
     llm.close()
 
 

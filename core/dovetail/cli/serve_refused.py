@@ -193,11 +193,6 @@ INSTEAD: Mapping[str, tuple[str, ...]] = {
         "--disable-hybrid-swa-memory",
         "--disable-hybrid-kv-cache-manager",
     ),
-    "states have the dtype that the model's layers declare; leave it out": (
-        "--mamba-ssm-dtype",
-        "--mamba-cache-dtype",
-        "--mamba-ssm-cache-dtype",
-    ),
     "one backend computes prompts, decode steps and drafts; use --mixer-backend": (
         "--linear-attn-prefill-backend",
         "--linear-attn-decode-backend",

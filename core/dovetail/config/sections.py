@@ -80,6 +80,10 @@ class MemorySection(Section):
         default="auto",
         description="`auto` is `fp8_e4m3` with the checkpoint's scales where the checkpoint has scales of keys and values (docs/stores.md), otherwise the model's dtype. The fp8 dtypes hold twice as many tokens as 16 bits. Store `paged` keeps keys and values unscaled, which saturate at 448 or 57344; store `scaled` keeps `fp8_e4m3` with scales (docs/stores.md). On CUDA `fp8_e4m3` needs compute capability 8.9.",
     )
+    state_dtype: Literal["float32", "bfloat16"] = Field(
+        default="float32",
+        description="For models with recurrences (Mamba, gated delta nets, Kimi delta attention): in which dtype their states are kept between steps. `bfloat16` halves their memory, and decode steps read and write half as much, but each step rounds them; sums are computed in float32 in both cases. States of convolutions have the model's dtype. Needs `mixer.bfloat16_states` (docs/mixers.md).",
+    )
     state_snapshot_tokens: int | None = Field(
         default=None,
         ge=1,

@@ -69,8 +69,13 @@ def _check_states(model: nn.Module, info: ModelInfo, ranks: int) -> None:
 
 
 def _equal(declared: Sequence[tuple[StateShape, ...]], kept: Sequence[tuple[StateShape, ...]]) -> bool:
-    """Return True if the shapes and dtypes are equal. Layers need not say how ranks divide them."""
-    return [[s[:2] for s in layer] for layer in declared] == [[s[:2] for s in layer] for layer in kept]
+    """Return True if the shapes are equal, and the same states have the model's dtype: ``memory.state_dtype`` decides that of the
+    others. Layers need not say how ranks divide them."""
+
+    def own(layers: Sequence[tuple[StateShape, ...]]) -> list[list[tuple[tuple[int, ...], bool]]]:
+        return [[(state.shape, state.dtype is None) for state in layer] for layer in layers]
+
+    return own(declared) == own(kept)
 
 
 def _shapes(layers: Sequence[tuple[StateShape, ...]]) -> str:

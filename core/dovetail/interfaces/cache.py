@@ -60,6 +60,12 @@ class CacheGroup:
         states = tuple(state.share(ranks) for state in self.states)
         return replace(self, num_kv_heads=-(-self.num_kv_heads // ranks), states=states)
 
+    def with_state_dtype(self, dtype: str) -> CacheGroup:
+        """Return the group with the states of recurrences, which are those in float32, in ``dtype``. States that are copies of
+        inputs keep the dtype of the model."""
+        states = tuple(state._replace(dtype=dtype) if state.dtype == "float32" else state for state in self.states)
+        return replace(self, states=states)
+
     def __post_init__(self) -> None:
         sliding, window = self.kind is CacheGroupKind.SLIDING, self.window
         if sliding != (window is not None) or (window is not None and window < 1):

@@ -208,6 +208,7 @@ class Feature(str):
     MIXER_SNAPSHOTS = _feature(
         "mixer.snapshots", "writes the states after chunks within a prompt to slots of snapshots"
     )
+    MIXER_BFLOAT16_STATES = _feature("mixer.bfloat16_states", "keeps the states of recurrences in bfloat16 too")
     MIXER_GRAPH = _feature("mixer.graph", "every operation can be captured and replayed with other rows")
 
     # executors

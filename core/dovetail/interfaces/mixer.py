@@ -24,7 +24,8 @@ ConvActivation = Literal["silu", "none"]
 @dataclass(frozen=True, slots=True)
 class MixerContext:
     """Describe what a backend is built for: the layers with states of one model on one device. ``dtype`` is that of inputs
-    and outputs; recurrences keep their states in float32."""
+    and outputs; recurrences compute with their states in float32, and keep them in float32, or in bfloat16 if config says so
+    (``mixer.bfloat16_states``)."""
 
     device: torch.device
     dtype: torch.dtype
@@ -123,7 +124,7 @@ class MixerBackend(ABC):
 
         The decay of a token is ``d = exp(-rate * softplus(a + bias))`` and its strength ``beta = sigmoid(b)``. Queries and
         keys are divided by the square root of the sum of their squares plus 1e-6. They change the state S and read it:
-        ``S = d * S;  S = S + beta * k (v - k S);  out = q S / sqrt(key_dim)``. States are float32 ``[slots,
+        ``S = d * S;  S = S + beta * k (v - k S);  out = q S / sqrt(key_dim)``. States are float32 or bfloat16 ``[slots,
         *shape.state]``. A decay is one number for each value head (``mixer.gated_delta``), or one for each of its key
         channels (``gates.by_channel``: Kimi delta attention, arXiv 2510.26692, which needs ``mixer.kda``).
         """
@@ -165,7 +166,7 @@ class MixerBackend(ABC):
         shape and dtype, with ``dt [tokens, heads]``, ``b`` and ``c [tokens, groups, state_size]``.
 
         Head h has the step size ``dt' = clamp(softplus(dt + dt_bias), limits)``, the group ``h // (heads / groups)`` and
-        the state ``H = exp(dt' * a) * H + dt' * outer(x, b)``. Its output is ``H @ c + d * x``. States are float32
+        the state ``H = exp(dt' * a) * H + dt' * outer(x, b)``. Its output is ``H @ c + d * x``. States are float32 or bfloat16
         ``[slots, heads, head_dim, state_size]``. Needs ``mixer.ssd``.
         """
         raise NotImplementedError(f"{type(self).__name__} does not offer mixer.ssd")
@@ -211,7 +212,7 @@ class MixerBackend(ABC):
         dtype, with ``dt [tokens, channels]``, ``b`` and ``c [tokens, state_size]``.
 
         A channel has the step size ``dt' = softplus(dt + dt_bias)`` and the state ``h = exp(dt' * a) * h + dt' * x * b``.
-        Its output is ``h @ c + d * x``. States are float32 ``[slots, channels, state_size]``. Needs
+        Its output is ``h @ c + d * x``. States are float32 or bfloat16 ``[slots, channels, state_size]``. Needs
         ``mixer.selective_scan``.
         """
         raise NotImplementedError(f"{type(self).__name__} does not offer mixer.selective_scan")

@@ -31,13 +31,13 @@ def gated_delta(
     to its slot.
 
     ``qkv [tokens, shape.width]`` has the queries of all key heads, the keys, and the values of all value heads, and is
-    contiguous except in the token dimension. ``state`` is float32 ``[slots, *shape.state]``, contiguous except in the slot
+    contiguous except in the token dimension. ``state`` is float32 or bfloat16 ``[slots, *shape.state]``, contiguous except in the slot
     dimension. ``StateRows``
     describes with which state a row begins. Mutates ``state`` only.
     """
     parts = _parts(qkv, gates, shape)
     out = qkv.new_empty(len(qkv), shape.value_heads, shape.value_dim)
-    states = rows.initial(state)
+    states = rows.initial(state).float()
     counts = rows.first_chunks.diff()
     for index in range(int(counts.max()) if len(counts) else 0):
         live = (counts > index).nonzero().flatten()
@@ -59,11 +59,11 @@ def gated_delta_step(
     """Compute ``gated_delta`` for rows of one token each, none of which is fresh: token r belongs to the state in slot
     ``slots[r]`` (int32 ``[tokens]``). For slot 0 see ``StateRows``."""
     q, k, v, log_decay, beta = _parts(qkv, gates, shape)
-    old, real = state[slots.long()], (slots != 0).view(-1, 1, 1, 1)
+    old, real = state[slots.long()].float(), (slots != 0).view(-1, 1, 1, 1)
     kept = torch.where(real, old, 0) * log_decay.exp()[..., None]
     change = (v - (k[..., None, :] @ kept).squeeze(-2)) * beta
     kept += k[..., None] * change[..., None, :]
-    state[slots.long()] = torch.where(real, kept, old)
+    state[slots.long()] = torch.where(real, kept, old).to(state.dtype)
     return (q[..., None, :] @ kept).squeeze(-2).to(qkv.dtype)
 
 

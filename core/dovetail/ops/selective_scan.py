@@ -31,14 +31,14 @@ def selective_scan(
     of ``state``.
 
     ``x`` and ``dt`` are ``[tokens, channels]``, ``b`` and ``c [tokens, state_size]``; they are contiguous except in the
-    token dimension. ``state`` is float32 ``[slots, channels, state_size]``, contiguous except in the slot dimension; rows begin and end as
+    token dimension. ``state`` is float32 or bfloat16 ``[slots, channels, state_size]``, contiguous except in the slot dimension; rows begin and end as
     ``StateRows`` describes. Sums are computed in float32. Mutates ``state`` only.
     """
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     sizes, values, keys, queries = channel_step_sizes(dt, channels), x.float(), b.float(), c.float()
     longest = np.argsort(-rows.lens, kind="stable")  # rows that have a token at place t come first
     lens, order = rows.lens[longest], torch.from_numpy(longest).to(x.device)
-    states, begin = rows.initial(state)[order], rows.indptr[:-1].long()[order]
+    states, begin = rows.initial(state)[order].float(), rows.indptr[:-1].long()[order]
     for t in range(int(lens.max(initial=0))):
         own = states[: int(np.count_nonzero(lens > t))]
         at = begin[: len(own)] + t
@@ -70,10 +70,10 @@ def selective_scan_step(
 ) -> torch.Tensor:
     """Compute ``selective_scan`` for rows of one token each, none of which is fresh: token r belongs to the state in slot
     ``slots[r]`` (int32 ``[tokens]``). Each state is read once and written once. For slot 0 see ``StateRows``."""
-    old, real = state[slots.long()], (slots != 0).view(-1, 1, 1)
+    old, real = state[slots.long()].float(), (slots != 0).view(-1, 1, 1)
     new = torch.where(real, old, 0)
     out = _advance(new, x.float(), channel_step_sizes(dt, channels), b.float(), c.float(), channels)
-    state[slots.long()] = torch.where(real, new, old)
+    state[slots.long()] = torch.where(real, new, old).to(state.dtype)
     return out.to(x.dtype)
 
 

@@ -33,12 +33,12 @@ def ssd(
     its slot of ``state``.
 
     ``x`` is ``[tokens, heads, head_dim]``, ``dt [tokens, heads]``, ``b`` and ``c [tokens, groups, state_size]``; they
-    are contiguous except in the token dimension. Head h belongs to group ``h // (heads / groups)``. ``state`` is float32
+    are contiguous except in the token dimension. Head h belongs to group ``h // (heads / groups)``. ``state`` is float32 or bfloat16
     ``[slots, heads, head_dim, state_size]``, contiguous except in the slot dimension; rows begin and end as ``StateRows`` describes. Sums are
     computed in float32. Mutates ``state`` only.
     """
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    states = rows.initial(state)
+    states = rows.initial(state).float()
     sizes = head_step_sizes(dt, heads)
     ends = rows.indptr.tolist()[1:]
     for chunk, (row, start) in enumerate(zip(rows.chunk_rows.tolist(), rows.chunk_starts.tolist(), strict=True)):
@@ -79,13 +79,13 @@ def ssd_step(
     """Compute ``ssd`` for rows of one token each, none of which is fresh: token r belongs to the state in slot
     ``slots[r]`` (int32 ``[tokens]``). Each state is read once and written once. For slot 0 see ``StateRows``."""
     sizes = head_step_sizes(dt, heads)
-    old, real = state[slots.long()], (slots != 0).view(-1, 1, 1, 1)
+    old, real = state[slots.long()].float(), (slots != 0).view(-1, 1, 1, 1)
     new = torch.where(real, old, 0)
     share = x.shape[1] // b.shape[1]
     b, c = (each.float().repeat_interleave(share, 1)[:, :, None] for each in (b, c))  # [tokens, heads, 1, state_size]
     values = x.float()
     new.mul_((sizes * heads.a).exp()[..., None, None]).addcmul_((values * sizes[..., None])[..., None], b)
-    state[slots.long()] = torch.where(real, new, old)
+    state[slots.long()] = torch.where(real, new, old).to(state.dtype)
     return ((new * c).sum(-1) + values * heads.d[:, None]).to(x.dtype)
 
 

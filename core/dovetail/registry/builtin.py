@@ -217,7 +217,7 @@ MIXER = KindDescriptor(
     ComponentKind.MIXER,
     "backends of layers with a state",
     "dovetail.interfaces.mixer:MixerBackend",
-    api=(1, 1),  # StateRows.saves
+    api=(1, 2),  # StateRows.saves; states in bfloat16
     section=kinds.MIXER,
     concerns=f"{_RULES}:concerns_mixer",
     namespaces=("mixer",),

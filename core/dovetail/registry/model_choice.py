@@ -11,6 +11,7 @@ from typing import Any
 from dovetail.config import Config
 from dovetail.config.checkpoint import locate, read_json
 from dovetail.errors import ConfigError, ResolutionError
+from dovetail.interfaces.features import Feature
 from dovetail.interfaces.model import ModelInfo
 from dovetail.registry.candidates import Tuning, default_candidate, preference, tuned_names
 from dovetail.registry.installed import RegisteredComponent, Registry
@@ -62,7 +63,9 @@ def choose_model(config: Config, registry: Registry, machine: Machine, tuning: T
             rule = ChoiceRule.EXPLICIT if explicit else ChoiceRule.PRIORITY
             note = ". ".join(info.notes)
             resolution = Resolution("model", ComponentKind.MODEL, candidate.spec.name, rule, tuple(candidates), note)
-            info = replace(info, quantization=read_quantization(checkpoint))
+            info = replace(
+                _with_state_dtype(info, config.memory.state_dtype), quantization=read_quantization(checkpoint)
+            )
             dtype, kv_dtype = _dtypes(config, machine, info)
             return ModelChoice(directory, info, candidate, dtype, kv_dtype, resolution)
     raise ResolutionError("\n".join(_refusal(config, checkpoint, registry, directory, candidates)))
@@ -164,6 +167,19 @@ def _dtypes(config: Config, machine: Machine, info: ModelInfo) -> tuple[str, str
     default = info.dtype if machine.device_type == "cuda" else "float32"
     dtype = default if config.model.dtype == "auto" else config.model.dtype
     return dtype, dtype if config.memory.kv_dtype == "auto" else config.memory.kv_dtype
+
+
+def _with_state_dtype(info: ModelInfo, dtype: str) -> ModelInfo:
+    """Return ``info`` with the states of recurrences in ``memory.state_dtype``. Raises ``ConfigError`` if the model has none and
+    config does not leave this at its default."""
+    if dtype == "float32":
+        return info
+    groups = tuple(group.with_state_dtype(dtype) for group in info.cache_groups)
+    if groups == info.cache_groups:
+        raise ConfigError(
+            f"memory.state_dtype is {dtype}, and {info.architecture} keeps no states of recurrences; leave it out"
+        )
+    return replace(info, cache_groups=groups, needs=info.needs | {Feature.MIXER_BFLOAT16_STATES})
 
 
 def read_quantization(checkpoint: Mapping[str, Any]) -> Mapping[str, Any] | None:

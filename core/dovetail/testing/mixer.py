@@ -204,6 +204,26 @@ class MixerSuite(ComponentSuite):
             self.operation(operation, dtype), (SlotRow(3, 37), SlotRow(5, 70, fresh=True), SlotRow(0, 3))
         )
 
+    @each_operation
+    @torch.inference_mode()
+    def test_states_may_be_bfloat16(self, operation: str) -> None:
+        """With states in bfloat16 outputs are as near to those of float64 as with float32, and states are those of float64,
+        rounded once for each call."""
+        self.require(Feature.MIXER_BFLOAT16_STATES)
+        op = self.operation(operation)
+        op.narrow = True
+        self._check_prompts(op, (SlotRow(3, 37), SlotRow(5, 130, fresh=True), SlotRow(0, 3)))
+        rows, memory = [SlotRow(4, 1), SlotRow(0, 1)], SlotMemory(op, [SlotRow(4, 1)])
+        backend, slots, inputs = self.backend(op), _ints([4, 0], op.device), op.inputs(2)
+        expected, last = reference(op, inputs, memory.exact(), rows)
+        backend.plan(MixerStep(None, slots))
+        _close(op.step(backend, inputs, memory.state, slots), expected, TOLERANCES[op.dtype], "an output is wrong")
+        memory.check(last, [4], _of_state(op))
+        if Feature.MIXER_DRAFTS in self.spec.offers:
+            before = memory.exact()
+            op.advance(backend, inputs, memory.state, slots[:1], _ints([0], op.device), _ints([2], op.device))
+            memory.check(accepted(op, inputs, before, [SlotRow(4, 2)], [2]), [4], _of_state(op))
+
     def test_convolutions_have_any_width_and_may_have_no_activation(self) -> None:
         """Convolutions have from 2 columns on, a bias or none, and SiLU or nothing as their activation."""
         for width in (2, 3, 4):
@@ -380,7 +400,7 @@ def _capture(device: torch.device, compute: Callable[[], torch.Tensor]) -> Calla
 
 def _of_state(op: MixerOperation) -> float:
     """Return the tolerance of states, 0 for those that are copies of inputs."""
-    return 0.0 if isinstance(op, ShortConv) else TOLERANCES[op.dtype]
+    return 0.0 if isinstance(op, ShortConv) else TOLERANCES[op.state_dtype if op.narrow else op.dtype]
 
 
 def _close(got: torch.Tensor, expected: torch.Tensor, tolerance: float, what: str) -> None:

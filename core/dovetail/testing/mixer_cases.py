@@ -30,6 +30,9 @@ class MixerOperation(ABC):
     exact: bool = False
     """True if states are copies of inputs, in the dtype of inputs, and not computed in float32."""
 
+    narrow: bool = False
+    """True if states that are not ``exact`` are kept in bfloat16."""
+
     def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
         """Make parameters on ``device``. ``dtype`` is that of inputs."""
         self.device, self.dtype = device, dtype
@@ -49,7 +52,7 @@ class MixerOperation(ABC):
     @property
     def state_dtype(self) -> torch.dtype:
         """Return the dtype of states."""
-        return self.dtype if self.exact else torch.float32
+        return self.dtype if self.exact else torch.bfloat16 if self.narrow else torch.float32
 
     @abstractmethod
     def inputs(self, tokens: int) -> Tensors:

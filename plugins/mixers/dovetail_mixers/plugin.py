@@ -17,6 +17,7 @@ EVERY_OPERATION = frozenset(
         Feature.MIXER_SSD,
         Feature.MIXER_SELECTIVE_SCAN,
         Feature.MIXER_DRAFTS,
+        Feature.MIXER_BFLOAT16_STATES,
     }
 )
 

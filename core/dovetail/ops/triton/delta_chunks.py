@@ -109,7 +109,7 @@ def pass_states(
     inside_state = (channel < KEY)[:, None] & real
     within = channel[:, None] * VALUE + place[None, :]
     own = slot * state_stride + head * KEY * VALUE + within
-    S = tl.load(state + own, (channel < known)[:, None] & real, 0.0)
+    S = tl.load(state + own, (channel < known)[:, None] & real, 0.0).to(tl.float32)
     keys = qkv + heads // GROUP * KEY + head // GROUP * KEY + channel[None, :]
     step = tl.arange(0, CHUNK)
     chunk = tl.load(first_chunks + row).to(tl.int64)

@@ -15,7 +15,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from dovetail.ops.triton import delta_chunks, kda_chunks
 from dovetail.ops.triton.launch import launch
-from dovetail.ops.triton.ssd import saved_slots, softplus
+from dovetail.ops.triton.ssd import STATE_DTYPES, saved_slots, softplus
 
 if TYPE_CHECKING:
     from dovetail.interfaces.mixer_shapes import DeltaGates, DeltaShape
@@ -79,7 +79,7 @@ def _advance(
     if (slot != 0) & (count > 0):
         first = tl.load(starts + row).to(tl.int64)
         own = state + slot * state_stride + head * KEY * VALUE + channel[:, None] * VALUE + place[None, :]
-        S = tl.load(own, key[:, None] & real[None, :], 0.0)
+        S = tl.load(own, key[:, None] & real[None, :], 0.0).to(tl.float32)
         key_width = heads // GROUP * KEY
         for index in range(count):
             token = first + index
@@ -107,7 +107,7 @@ def _step(
     known = tl.where(slot != 0, KEY, 0)
     own = state + slot * state_stride + head * KEY * VALUE + channel[:, None] * VALUE + place[None, :]
     kept = (channel < known)[:, None] & real[None, :]
-    S = tl.load(own, kept, 0.0)
+    S = tl.load(own, kept, 0.0).to(tl.float32)
     key_width = heads // GROUP * KEY
     source = qkv + token * qkv_stride
     q = tl.load(source + head // GROUP * KEY + channel, key, 0.0).to(tl.float32)
@@ -268,7 +268,8 @@ def _sizes(shape: DeltaShape) -> dict[str, int]:
 def _check(qkv: torch.Tensor, gates: DeltaGates, state: torch.Tensor, shape: DeltaShape) -> None:
     assert qkv.stride(1) == gates.b.stride(1) == gates.a.stride(-1) == 1
     assert gates.a.ndim == 2 or gates.a.stride(1) == shape.key_dim
-    assert gates.rate.dtype == gates.bias.dtype == state.dtype == torch.float32
+    assert gates.rate.dtype == gates.bias.dtype == torch.float32
+    assert state.dtype in STATE_DTYPES
     assert gates.bias.is_contiguous()
     assert state[0].is_contiguous()
     assert state.shape[1:] == shape.state

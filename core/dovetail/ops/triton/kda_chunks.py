@@ -120,7 +120,7 @@ def pass_states(
     real = (place < VALUE)[None, :]
     inside_state = (channel < KEY)[:, None] & real
     own = slot * state_stride + head * KEY * VALUE + channel[:, None] * VALUE + place[None, :]
-    S = tl.load(state + own, (channel < known)[:, None] & real, 0.0)
+    S = tl.load(state + own, (channel < known)[:, None] & real, 0.0).to(tl.float32)
     key_width = heads // GROUP * KEY
     step = tl.arange(0, CHUNK)
     for index in range(last - first):

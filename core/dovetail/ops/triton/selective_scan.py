@@ -16,7 +16,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from dovetail.ops.triton.launch import launch
-from dovetail.ops.triton.ssd import ROWS, chunk_bounds, saved_slots, softplus
+from dovetail.ops.triton.ssd import ROWS, STATE_DTYPES, chunk_bounds, saved_slots, softplus
 
 if TYPE_CHECKING:
     from dovetail.interfaces.state_rows import StateRows
@@ -83,7 +83,7 @@ def _pass_ends(
     kept = state + slot * state_stride + i[:, None] * width + n[None, :]
     stored = tl.where(slot != 0, channels, 0)
     continued = tl.where(tl.load(fresh + row) == 0, stored, 0)
-    value = tl.load(kept, (i < continued)[:, None] & (n < width)[None, :], 0.0)
+    value = tl.load(kept, (i < continued)[:, None] & (n < width)[None, :], 0.0).to(tl.float32)
     for chunk in range(first, stop):
         own = chunk * channels + i
         place = states + own[:, None] * width + n[None, :]
@@ -125,7 +125,7 @@ def _chunk_outputs(
     stored = tl.where(slot != 0, channels, 0)
     if WHOLE:
         continued = tl.where(tl.load(fresh + row) == 0, stored, 0)
-        value = tl.load(kept, (i < continued)[:, None] & (n < width)[None, :], 0.0)
+        value = tl.load(kept, (i < continued)[:, None] & (n < width)[None, :], 0.0).to(tl.float32)
     else:
         value = tl.load(states + (chunk.to(tl.int64) * channels + i[:, None]) * width + n[None, :], mask, 0.0)
     for t in range(start, end):
@@ -156,7 +156,7 @@ def _step(
     slot = tl.load(slots + row).to(tl.int64)
     kept = state + slot * state_stride + i[:, None] * width + n[None, :]
     stored = (i < tl.where(slot != 0, channels, 0))[:, None] & (n < width)[None, :]
-    value = tl.load(kept, stored, 0.0)
+    value = tl.load(kept, stored, 0.0).to(tl.float32)
     rates = tl.load(a + i[:, None] * width + n[None, :], mask, 0.0)
     size = softplus(tl.load(dt + row * dt_stride + i, inside, 0.0).to(tl.float32) + tl.load(dt_bias + i, inside, 0.0))
     values = tl.load(x + row * x_stride + i, inside, 0.0).to(tl.float32)
@@ -186,7 +186,7 @@ def _advance_rows(
     if (slot != 0) & (count > 0):
         first = tl.load(starts + row).to(tl.int64)
         kept = state + slot * state_stride + i[:, None] * width + n[None, :]
-        value = tl.load(kept, mask, 0.0)
+        value = tl.load(kept, mask, 0.0).to(tl.float32)
         rates = tl.load(a + i[:, None] * width + n[None, :], mask, 0.0)
         bias = tl.load(dt_bias + i, inside, 0.0)
         for index in range(count):
@@ -290,6 +290,6 @@ def _check(
 ) -> None:
     assert x.stride(1) == dt.stride(1) == b.stride(1) == c.stride(1) == 1
     assert channels.a.is_contiguous()
-    assert state.dtype == torch.float32
+    assert state.dtype in STATE_DTYPES
     assert state[0].is_contiguous()
     assert state.shape[1:] == (x.shape[1], b.shape[1]) == channels.a.shape

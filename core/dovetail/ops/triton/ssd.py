@@ -17,6 +17,9 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from dovetail.ops.triton.launch import launch, processors
 
+STATE_DTYPES = torch.float32, torch.bfloat16
+"""The dtypes in which states of recurrences may be kept. Kernels compute with them in float32."""
+
 if TYPE_CHECKING:
     from dovetail.interfaces.state_rows import StateRows
     from dovetail.interfaces.state_space import SSDHeads
@@ -103,7 +106,7 @@ def _pass_states(
     first, stop = tl.load(first_chunks + row).to(tl.int64), tl.load(first_chunks + row + 1).to(tl.int64)
     kept = state + slot * state_stride + head * numbers + at
     stored = tl.where(slot != 0, numbers, 0)
-    value = tl.load(kept, at < tl.where(tl.load(fresh + row) == 0, stored, 0), 0.0)
+    value = tl.load(kept, at < tl.where(tl.load(fresh + row) == 0, stored, 0), 0.0).to(tl.float32)
     for chunk in range(first, stop):
         own = (chunk * heads + head) * numbers + at
         added = tl.load(states + own, inside, 0.0)
@@ -215,7 +218,7 @@ def _step(
     slot = tl.load(slots + row).to(tl.int64)
     kept = state + slot * state_stride + (head * dim + p[:, None]) * width + n[None, :]
     mask = (p < tl.where(slot != 0, dim, 0))[:, None] & (n < width)[None, :]
-    value = tl.load(kept, mask, 0.0)
+    value = tl.load(kept, mask, 0.0).to(tl.float32)
     size = _step_size(tl.load(dt + row * dt_stride + head), tl.load(dt_bias + head), low, high)
     group = (head // share) * width
     key = tl.load(b + row * b_stride + group + n, n < width, 0.0).to(tl.float32)
@@ -245,7 +248,7 @@ def _advance(
         first = tl.load(starts + row).to(tl.int64)
         kept = state + slot * state_stride + (head * dim + p[:, None]) * width + n[None, :]
         mask = (p < dim)[:, None] & (n < width)[None, :]
-        value = tl.load(kept, mask, 0.0)
+        value = tl.load(kept, mask, 0.0).to(tl.float32)
         rate, bias = tl.load(a + head), tl.load(dt_bias + head)
         for index in range(count):
             token = first + index
@@ -367,6 +370,6 @@ def _check(x: torch.Tensor, dt: torch.Tensor, b: torch.Tensor, c: torch.Tensor, 
     assert b.stride()[1:] == c.stride()[1:] == (b.shape[2], 1)
     assert dt.stride(1) == 1
     assert x.shape[1] % b.shape[1] == 0
-    assert state.dtype == torch.float32
+    assert state.dtype in STATE_DTYPES
     assert state[0].is_contiguous()
     assert state.shape[1:] == (*x.shape[1:], b.shape[2])
