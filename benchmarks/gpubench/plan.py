@@ -27,6 +27,8 @@ USUAL_ROWS = {
     "gemma-3-4b": ("decode", "prefill", "mixed"),
     "deepseek-v2-lite": ("decode", "prefill", "mixed", "gsp"),
     "deepseek-v2-lite-same": ("decode", "prefill", "mixed", "gsp"),
+    "deepseek-v2-lite-tp2": ("decode", "prefill", "mixed", "gsp"),
+    "deepseek-v2-lite-dp2": ("decode", "prefill", "mixed", "gsp"),
     "qwen3-next-12": ("decode", "prefill", "mixed"),
     "8b-int4": ("decode", "prefill"),
     "8b-half-32k": ("decode",),
