@@ -78,7 +78,9 @@ _SHARED: weakref.WeakValueDictionary[tuple[torch.device, int], Scratch] = weakre
 
 
 def scratch_of(weights: ExpertWeights) -> Scratch:
-    """Return the memory that layers of the size of ``weights`` share as long as one of them holds it."""
+    """Return the memory that layers of the size of ``weights`` share as long as one of them holds it. Only steps on one stream may
+    share it: engines launch on the current stream, which is the default one of the device unless a caller sets another, so that
+    callers that run two engines of one process on streams of their own would overwrite each other's weights."""
     numel = 2 * max(weights.gate_up.numel(), weights.down.numel())
     key = (weights.gate_up.device, numel)
     found = _SHARED.get(key)
