@@ -18,7 +18,7 @@ from prometheus_client import CollectorRegistry
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from dovetail.config.server import LimitsSection
-from dovetail.server.memory import MemoryTrimmer
+from dovetail.server.memory import MemoryTrimmer, collect_if_due
 
 logger = logging.getLogger("dovetail.server")
 
@@ -117,6 +117,11 @@ class ConnectionGuard:
 
     def __len__(self) -> int:
         return len(self._all)
+
+    @property
+    def is_answering(self) -> bool:
+        """Return True while a request is answered."""
+        return any(connection.state is ConnectionState.ANSWERING for connection in self._all)
 
     def start(self) -> None:
         """Begin to watch the time."""
@@ -233,6 +238,8 @@ class ConnectionGuard:
     def _tick(self) -> None:
         self.start()
         self.sweep()
+        if not self.is_answering:
+            collect_if_due()
         self._trimmer.poll()
 
     # state

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import gc
 import ipaddress
 import logging
 import os
@@ -33,6 +32,7 @@ from dovetail.server.app import build_app
 from dovetail.server.connections import ConnectionGuard, raise_descriptors
 from dovetail.server.engine_process import EngineTarget, run_engine
 from dovetail.server.engines import EngineHandle
+from dovetail.server.memory import defer_collections
 from dovetail.server.metrics import Metrics
 from dovetail.server.parts import Prepare, single_engine
 from dovetail.server.protocol import bounded_protocol
@@ -67,17 +67,13 @@ def serve(
     sys.setswitchinterval(_SWITCH_SECONDS)
     with _bind(config) as listener, asyncio.Runner(loop_factory=_loop_factory()) as runner:
         try:
-            failure = runner.run(_serve(config, registry, target, prepare, listener, started, lambda _: _freeze()))
+            failure = runner.run(
+                _serve(config, registry, target, prepare, listener, started, lambda _: defer_collections())
+            )
         except asyncio.CancelledError:  # by _cancelled_by_signal
             return
     if failure is not None:
         raise EngineDeadError(f"the engine process had ended: {failure}")
-
-
-def _freeze() -> None:
-    """Exclude what exists now from garbage collection, which would otherwise stop all requests for tens of milliseconds."""
-    gc.collect()
-    gc.freeze()
 
 
 @contextlib.contextmanager
