@@ -54,7 +54,7 @@ class FakeLoop:
         model = {"vocab_size": tokenizer.vocab_size}
         embedding = {"size": 4, "pooling": "last"}
         resolved = {"model": model, "chosen": chosen, "lists": {}}
-        self.info = {"context_len": 2048, "embedding": embedding, "resolved": resolved}
+        self.info = {"context_len": 2048, "embedding": embedding, "max_running": 256, "resolved": resolved}
 
     def idle(self) -> bool:
         return False

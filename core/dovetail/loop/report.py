@@ -70,4 +70,5 @@ def stats_of(
 
 def info_of(resolved: Resolved, executor: StepVerbs, overlap: bool) -> dict[str, Any]:
     """Return the engine's device, memory, graphs and components, as JSON."""
-    return {**executor.describe(), "overlap": overlap, "resolved": resolved.to_json()}
+    rows = resolved.config.scheduler.rows
+    return {**executor.describe(), "overlap": overlap, "max_running": rows, "resolved": resolved.to_json()}

@@ -9,7 +9,7 @@ import multiprocessing
 import os
 import shutil
 import signal
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from multiprocessing.process import BaseProcess
 from typing import TYPE_CHECKING, Any, cast
@@ -58,8 +58,8 @@ _KILL_SECONDS = 10.0
 _LEFTOVER_SECONDS = 2.0
 _SHUTDOWN = "shutdown"
 _FRAMES_AT_ONCE = 16
-_MOST_RUNNING = 512
-"""The largest default of ``scheduler.max_running``."""
+_WINDOW = 2
+"""A tenant has this many times ``scheduler.max_running`` requests in the engine at most: enough to replace those that end."""
 
 
 class EngineClient:
@@ -87,9 +87,7 @@ class EngineClient:
         self._heartbeat = Heartbeat(config.supervision.stall_seconds)
         self._watch: asyncio.Task[None] | None = None
         self._children: list[RunningProcess] = []
-        scheduler = config.scheduler
-        window = 2 * (scheduler.max_running or _MOST_RUNNING)
-        self._sender = FairSender(self._send, lambda call: self._loop.call_soon(call), window, scheduler.max_waiting)
+        self._sender = FairSender(self._send, self._later, 1, config.scheduler.max_waiting)
         self.died = asyncio.Event()
         self.failure: str | None = None
         self.info: dict[str, Any] = {}
@@ -116,6 +114,7 @@ class EngineClient:
             await self._ping()
             shutil.rmtree(self._folder, ignore_errors=True)  # both sockets are connected and need no names
             self.info = info
+            self._sender.window = _WINDOW * (self._config.scheduler.max_running or info["max_running"])
         except BaseException as error:
             await self.stop()
             if isinstance(error, EngineDeadError):
@@ -286,6 +285,13 @@ class EngineClient:
             self._outbox.send(encode(msg), zmq.NOBLOCK)
         except zmq.Again:
             raise EngineDeadError("the engine process does not take messages") from None
+
+    def _later(self, seconds: float, call: Callable[[], None]) -> None:
+        """Call ``call`` after some seconds, and after other work of the event loop."""
+        if seconds:
+            self._loop.call_later(seconds, call)
+        else:
+            self._loop.call_soon(call)
 
     def _on_readable(self) -> None:
         """Read until nothing is left, because the descriptor is edge-triggered. Yield to the event loop after some frames."""
