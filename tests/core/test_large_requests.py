@@ -4,16 +4,18 @@
 """
 
 import asyncio
-from collections.abc import Callable, Coroutine
+import threading
+from collections.abc import Callable, Coroutine, Iterator
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import BaseModel
 
-from dovetail.api import json_parts
+from dovetail.api import json_parts, offload, responses
 from dovetail.api.json_parts import encode_in_parts
 from dovetail.api.offload import INPUTS_OF_PART, Intake, Parts, RequestScope, entered, in_parts
 from dovetail.errors import QueueFullError, RequestError
@@ -22,6 +24,7 @@ from dovetail.sampling_params import Pooling, PoolingKind, SamplingParams
 from dovetail.server import outputs
 from dovetail.testing.api_server import EchoServer
 from dovetail_apis.embeddings import Embeddings
+from dovetail_apis.ollama import Ollama
 
 PROMPTS = 20 * INPUTS_OF_PART
 
@@ -187,3 +190,44 @@ def test_no_part_is_long(monkeypatch: pytest.MonkeyPatch, value: object):
     monkeypatch.setattr(json_parts, "_LONG", 0.0)  # every call is too long
     assert encode_in_parts(value) == msgspec.json.encode(value)
     assert max(sizes) <= 8 * 500
+
+
+def test_arrays_are_written_as_lists():
+    vector = np.linspace(0, 1, 9).astype(np.float32)
+    value = {"data": [{"index": i, "embedding": vector + i} for i in range(5)]}
+    plain = {"data": [{"index": i, "embedding": (vector + i).tolist()} for i in range(5)]}
+    assert encode_in_parts(value) == msgspec.json.encode(plain)
+    assert responses.json_response(value).body == msgspec.json.encode(plain)
+    with pytest.raises(TypeError, match="a range is in an answer"):
+        responses.json_response({"a": range(3)})
+
+
+@pytest.mark.parametrize(
+    ("api", "path", "field"),
+    [(Embeddings, "/v1/embeddings", "input"), (Embeddings, "/encode", "text"), (Ollama, "/api/embed", "input")],
+)
+def test_a_large_answer_of_vectors_is_written_on_a_thread_and_never_a_list_of_all_their_numbers(
+    monkeypatch: pytest.MonkeyPatch, api: type[Any], path: str, field: str
+):
+    """To free such a list stops all threads for as long as it takes."""
+    seen: list[tuple[bool, object]] = []
+
+    def noted(value: object) -> memoryview:
+        seen.append((threading.current_thread() is threading.main_thread(), value))
+        return encode_in_parts(value)
+
+    monkeypatch.setattr(offload, "LARGE_ANSWER", 0)
+    monkeypatch.setattr(responses, "encode_in_parts", noted)
+    body = {"model": "tiny", field: ["one", "two", "three"]}
+    answer = asyncio.run(EchoServer(api(NoConfig())).request("POST", path, body))
+    assert answer.status == 200
+    ((on_loop, value),) = seen
+    assert not on_loop
+    assert not [one for one in _lists(value) if any(isinstance(item, float) for item in one)]
+
+
+def _lists(value: object) -> Iterator[list[Any]]:
+    if isinstance(value, list):
+        yield value
+    for inner in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
+        yield from _lists(inner)

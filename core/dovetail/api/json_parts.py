@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import msgspec
+import numpy as np
 
 _LONG = 0.002
 """Seconds that the encoding of a part may take. The encoder is one call, during which no other Python thread runs."""
@@ -17,11 +18,25 @@ _FEW = 4
 _DEPTH = 4
 """The depth to which objects and lists are divided."""
 
-_encoder = msgspec.json.Encoder()
+
+def _as_list(value: object) -> object:
+    """Return the numbers of an array. A list of millions of numbers, which would be freed without a pause, is never made
+    of arrays that are in different parts."""
+    if isinstance(value, np.ndarray):
+        return value.tolist()
+    raise TypeError(f"a {type(value).__name__} is in an answer; allowed: what JSON has, and arrays of numpy")
+
+
+_encoder = msgspec.json.Encoder(enc_hook=_as_list)
+
+
+def encode_json(value: object) -> bytes:
+    """Return ``value`` as JSON. Arrays of numpy are written as lists of their numbers."""
+    return _encoder.encode(value)
 
 
 def encode_in_parts(value: object) -> memoryview:
-    """Return ``msgspec.json.encode(value)``, made of parts. Between two parts other threads run."""
+    """Return ``encode_json(value)``, made of parts. Between two parts other threads run."""
     buffer = bytearray()
     _append(buffer, value, 0)
     return memoryview(buffer)

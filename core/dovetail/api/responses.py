@@ -7,13 +7,12 @@ import logging
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, Protocol, TypeVar
 
-import msgspec
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from dovetail.api.json_parts import encode_in_parts
-from dovetail.api.offload import offloaded, request_scope
+from dovetail.api.json_parts import encode_in_parts, encode_json
+from dovetail.api.offload import INPUTS_OF_PART, offloaded, request_scope
 from dovetail.api.problems import problem_of
 from dovetail.errors import DovetailError
 from dovetail.interfaces.api import ApiProblem, Delta, Generation
@@ -65,8 +64,8 @@ NDJSON = "application/x-ndjson"
 
 
 def json_response(content: object, status: int = 200) -> Response:
-    """Return a response with ``content`` as JSON."""
-    return Response(msgspec.json.encode(content), status, media_type="application/json")
+    """Return a response with ``content`` as JSON. Arrays of numpy are written as lists of their numbers."""
+    return Response(encode_json(content), status, media_type="application/json")
 
 
 async def whole(request: Request, outputs: Generation, render: Callable[[Generation], object]) -> Response:
@@ -75,7 +74,7 @@ async def whole(request: Request, outputs: Generation, render: Callable[[Generat
         await until_disconnect(request.receive, outputs.wait())
         if request_scope().answer_bytes:
             return await offloaded(True, lambda: LargeResponse(encode_in_parts(render(outputs))))
-        return json_response(render(outputs))
+        return await offloaded(len(outputs.choices) > INPUTS_OF_PART, lambda: json_response(render(outputs)))
 
 
 class LargeResponse(Response):
@@ -90,6 +89,7 @@ class LargeResponse(Response):
             more = start + _PIECE < len(self.body)
             piece = bytes(self.body[start : start + _PIECE])
             await send({"type": "http.response.body", "body": piece, "more_body": more})
+            await asyncio.sleep(0)  # a client that reads fast would let the event loop do nothing else
 
 
 async def streamed(request: Request, outputs: Generation, formatter: Formatter) -> Response:

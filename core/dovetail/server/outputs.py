@@ -107,6 +107,7 @@ class RequestOutputs:
         self.metrics = metrics
         self._terms = terms
         self._closed = False
+        self._final: Usage | None = None  # the usage once closed, because there may be thousands of choices to count
         self._late = False
         self.most_bytes: float | None = None
         """The largest size of the answer, in bytes; ``AnswerLimit`` has estimated it, but not outputs of any length."""
@@ -214,6 +215,14 @@ class RequestOutputs:
     @property
     def usage(self) -> Usage:
         """Return the token counts so far."""
+        if self._final is not None:
+            return self._final
+        usage = self._count()
+        if self._closed:
+            self._final = usage
+        return usage
+
+    def _count(self) -> Usage:
         firsts = [self.choices[i] for i in self._first]
         return Usage(
             sum(len(choice.prompt_ids) for choice in firsts),

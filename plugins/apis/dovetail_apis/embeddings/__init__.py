@@ -104,14 +104,10 @@ def _inputs(body: EmbeddingsRequest) -> Sequence[str | list[int]]:
 def _answer(host: ApiHost, body: EmbeddingsRequest, outputs: Generation) -> Mapping[str, Any]:
     normalize = body.normalize and body.use_activation is not False
     vectors = [embedding(pooled(choice), body.dimensions, normalize=normalize) for choice in outputs.choices]
-    shown = _base64 if body.encoding_format == "base64" else _numbers
-    data = [{"object": "embedding", "index": i, "embedding": shown(vector)} for i, vector in enumerate(vectors)]
+    shown = list(map(_base64, vectors)) if body.encoding_format == "base64" else vectors
+    data = [{"object": "embedding", "index": i, "embedding": vector} for i, vector in enumerate(shown)]
     return {"object": "list", "data": data, "model": host.model_name, "usage": input_usage(outputs.usage)}
 
 
 def _base64(vector: FloatArray) -> str:
     return base64.b64encode(vector.astype("<f4").tobytes()).decode()
-
-
-def _numbers(vector: FloatArray) -> list[float]:
-    return vector.tolist()

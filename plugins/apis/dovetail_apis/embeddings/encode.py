@@ -95,4 +95,4 @@ def _answer(outputs: Generation, choice: Choice, single: bool, name: str) -> dic
         "cached_tokens": choice.cached_tokens,
         "e2e_latency": outputs.elapsed,
     }
-    return {"embedding": embedding(pooled(choice)).tolist(), "meta_info": meta}
+    return {"embedding": embedding(pooled(choice)), "meta_info": meta}

@@ -11,9 +11,9 @@ from dovetail.api.body import parse
 from dovetail.api.embeddings import check_dimensions, embedding, pooling_kind
 from dovetail.api.offload import for_each
 from dovetail.api.requests import check_count, new_id
-from dovetail.api.responses import json_response, until_disconnect
+from dovetail.api.responses import json_response, whole
 from dovetail.errors import ContextLengthError
-from dovetail.interfaces.api import ApiHost, ApiRequest
+from dovetail.interfaces.api import ApiHost, ApiRequest, Generation
 from dovetail_apis.embeddings.pooling import as_prompts, pooled, pooling_params
 from dovetail_apis.ollama.format import RequestTimes
 from dovetail_apis.ollama.model import check_model, check_options, refuse_unload
@@ -30,9 +30,16 @@ async def embed(host: ApiHost, request: Request) -> Response:
         refuse_unload(body.keep_alive)
         return json_response({"model": body.model, "embeddings": []})
     check_count(host, len(texts), "input")
-    vectors, count = await _vectors(host, request, body, texts, body.dimensions, body.truncate is not False)
-    counts = {"prompt_eval_count": count, "total_duration": times.elapsed(), "load_duration": 0}
-    return json_response({"model": body.model, "embeddings": vectors, **counts})
+
+    def answer(outputs: Generation) -> object:
+        vectors = [embedding(pooled(choice), body.dimensions) for choice in outputs.choices]
+        count = outputs.usage.prompt
+        counts = {"prompt_eval_count": count, "total_duration": times.elapsed(), "load_duration": 0}
+        return {"model": body.model, "embeddings": vectors, **counts}
+
+    return await whole(
+        request, await _submitted(host, body, texts, body.dimensions, body.truncate is not False), answer
+    )
 
 
 async def embeddings(host: ApiHost, request: Request) -> Response:
@@ -42,21 +49,14 @@ async def embeddings(host: ApiHost, request: Request) -> Response:
     if not body.prompt:
         refuse_unload(body.keep_alive)
         return json_response({"embedding": []})
-    ((vector,), _) = await _vectors(host, request, body, [body.prompt], None, False, normalize=False)
-    return json_response({"embedding": vector})
+    outputs = await _submitted(host, body, [body.prompt], None, False)
+    return await whole(request, outputs, lambda outputs: {"embedding": pooled(outputs.choices[0])})
 
 
-async def _vectors(
-    host: ApiHost,
-    request: Request,
-    body: EmbedFields,
-    texts: list[str],
-    dimensions: int | None,
-    truncate: bool,
-    *,
-    normalize: bool = True,
-) -> tuple[list[list[float]], int]:
-    """Return one vector for each text, and the number of tokens of all texts. Raises ``RequestError``."""
+async def _submitted(
+    host: ApiHost, body: EmbedFields, texts: list[str], dimensions: int | None, truncate: bool
+) -> Generation:
+    """Send ``texts`` to the engine, and return their outputs. Raises ``RequestError``."""
     check_options(host, body.options)
     params = pooling_params(pooling_kind(None, host.embedding))
     assert host.embedding is not None, "pooling_kind refuses a model without embeddings"
@@ -64,10 +64,7 @@ async def _vectors(
     given = await for_each(texts, partial(_shortened, host)) if truncate else texts
     prompts = await as_prompts(host, given, params, "input")
     api_request = ApiRequest(new_id("ollama-"), tuple(prompts), True, body.namespace, body.priority or 0)
-    with await host.submit_in_parts(api_request) as outputs:
-        await until_disconnect(request.receive, outputs.wait())
-        found = [embedding(pooled(choice), dimensions, normalize=normalize) for choice in outputs.choices]
-        return [vector.tolist() for vector in found], outputs.usage.prompt
+    return await host.submit_in_parts(api_request)
 
 
 async def _shortened(host: ApiHost, text: str) -> list[int]:
