@@ -1,4 +1,4 @@
-"""Test that tenants take turns in the scheduler, at the grammar compilers and on the way to the engine.
+"""Test that tenants take turns in the scheduler and at the grammar compilers.
 
 Run: .venv/bin/python -m pytest -q -p no:xdist tests/core/test_tenant_turns.py
 """
@@ -20,7 +20,6 @@ from dovetail.messages import GenerateMsg
 from dovetail.sampling_params import SamplingParams
 from dovetail.scheduler.limits import SchedulerLimits
 from dovetail.scheduler.turns import LEAST_TOKENS, StepBudget, TenantTurns
-from dovetail.server.fair_sender import AT_ONCE, FairSender
 from dovetail.types import Req
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -133,7 +132,7 @@ def test_a_short_prompt_is_not_cut_at_the_end_of_a_step_of_several_tenants():
     run = Run(scheduler, device)
     for i in range(6):
         run.add(f"r{i}", [i] * 30, {"tenant": "ab"[i % 2]}, max_new_tokens=1)
-    assert prompt_tokens_of_steps(run) == [150, 30], "the fifth has 8 of 128 tokens left, and needs 30"
+    assert prompt_tokens_of_steps(run) == [90, 90], "the third has 4 of 64 tokens left, and needs 30"
 
 
 def prompts_of_steps(run: Run, count: int) -> list[Counter[str]]:
@@ -151,21 +150,39 @@ def prompts_of_steps(run: Run, count: int) -> list[Counter[str]]:
 
 def test_a_short_prompt_has_a_step_of_its_own_after_one_of_a_tenant_with_many():
     """A step of the tenant with many requests follows, also while others come one after the other."""
-    scheduler, device = build(num_pages=900, max_running=64, chunk_size=512)
+    scheduler, device = build(num_pages=900, max_running=64, chunk_size=256)
     run = Run(scheduler, device)
     more = {"max_new_tokens": 90, "ignore_eos": True}
     for i in range(40):
         run.add(f"a{i}", [i] * 16, {"tenant": "a"}, **more)
     run.add("b0", [45] * 16, {"tenant": "b"}, **more)
-    assert prompts_of_steps(run, 1) == [{"a": 112, "b": 16}], "the first step says nothing about who has had one"
-    assert prompts_of_steps(run, 1) == [{"a": 128}]
+    assert prompts_of_steps(run, 1) == [{"a": 48, "b": 16}], "the first step says nothing about who has had one"
+    assert prompts_of_steps(run, 1) == [{"a": 64}]
     run.add("b1", [46] * 16, {"tenant": "b"}, **more)
     assert prompts_of_steps(run, 1) == [{"b": 16}]
     run.add("b2", [47] * 16, {"tenant": "b"}, **more)
-    assert prompts_of_steps(run, 1) == [{"a": 112, "b": 16}], "a tenant is not held twice in a row"
+    assert prompts_of_steps(run, 1) == [{"a": 48, "b": 16}], "a tenant is not held twice in a row"
     run.add("b3", [48] * 16, {"tenant": "b"}, **more)
     run.add("c0", [49] * 16, {"tenant": "c"}, **more)
     assert prompts_of_steps(run, 1) == [{"b": 16, "c": 16}]
+    for i in range(4, 7):
+        run.add(f"b{i}", [40 + i] * 48, {"tenant": "b"}, max_new_tokens=60, ignore_eos=True)
+    assert prompts_of_steps(run, 2) == [{"b": 144, "a": 32}, {"a": 64}], (
+        "b may have twice 64 tokens, and a has half of them"
+    )
+
+
+@pytest.mark.parametrize(
+    ("running", "first"), [({}, "b"), ({"b": 3}, "b"), ({"b": 4}, "a"), ({"b": 4, "a": 9}, "b")], ids=str
+)
+def test_a_tenant_with_few_requests_goes_first_unless_it_runs_more_than_its_part(running: dict[str, int], first: str):
+    """It has few waiting also if it has all slots, and others would then never have one."""
+    turns = TenantTurns(limits(2048), False, lambda: 0.0)
+    for tenant in "ab":
+        turns.arrived(tenant)
+    waiting = [request(i, "aaaaaaaab"[i], 0) for i in range(9)]
+    runs = [request(9 + i, tenant, 0) for i, tenant in enumerate(Counter(running).elements())]
+    assert next(iter(turns.order(waiting, runs))).tenant == first
 
 
 def test_a_tenant_is_not_held_for_one_that_cannot_be_admitted():
@@ -238,7 +255,7 @@ def test_turns_permute_and_keep_each_tenants_order(found: list[tuple[str, int]],
     turns = TenantTurns(limits(64), by_priority)
     for req in reqs:
         turns.arrived(req.tenant)
-    ordered = turns.order(reqs, [])
+    ordered = list(turns.order(reqs, []))
     assert sorted(req.uid for req in ordered) == list(range(len(reqs)))
     for tenant in "abc":
         assert [r.uid for r in ordered if r.tenant == tenant] == [r.uid for r in reqs if r.tenant == tenant]
@@ -289,7 +306,7 @@ def test_steps_approach_their_duration_within_their_bounds(chunk_size: int, per_
         tokens = budget.tokens(now)
         budget.chosen(tokens, now)
         now += fixed + per_token * tokens
-    least = min(chunk_size, max(chunk_size // 16, LEAST_TOKENS))
+    least = min(chunk_size, max(chunk_size // 32, LEAST_TOKENS))
     most = max(chunk_size // 4, least)
     assert least <= tokens <= most <= chunk_size
     if least < tokens < most:
@@ -305,6 +322,15 @@ def test_a_step_that_was_not_filled_says_nothing_about_time():
     assert budget.tokens(0.002) > before
 
 
+def test_a_step_with_more_tokens_than_usual_does_not_make_the_next_ones_shorter():
+    budget = StepBudget(1024, 0.01)
+    for now in (0.0, 0.01):
+        assert budget.tokens(now) == 64
+        budget.chosen(64, now)
+    budget.chosen(128, 0.02)
+    assert budget.tokens(0.04) == 64
+
+
 def test_steps_are_shorter_while_several_tenants_send_and_only_then():
     now = 0.0
     turns = TenantTurns(limits(8192), False, lambda: now)
@@ -314,11 +340,11 @@ def test_steps_are_shorter_while_several_tenants_send_and_only_then():
     turns.arrived("a")
     assert turns.budget() == 8192
     turns.arrived("b")  # the other tenant is still active, although it has been alone for long
-    assert turns.budget() == 512
+    assert turns.budget() == 256
     now += 30.0
     assert turns.budget() == 8192
     turns.order([request(0, "a", 0), request(1, "b", 0)], [])
-    assert turns.budget() == 512, "tenants whose requests wait are not forgotten"
+    assert turns.budget() == 256, "tenants whose requests wait are not forgotten"
 
 
 def test_steps_keep_their_tokens_if_config_says_so():
@@ -328,85 +354,6 @@ def test_steps_keep_their_tokens_if_config_says_so():
     assert turns.budget() == 8192
     turns.chosen([(request(0, "a", 0), 8192)], [request(1, "b", 0)])
     assert turns.budget() == 8192
-
-
-# the way to the engine
-
-
-class Outbox:
-    """Collect what a sender sends, and call what it puts off when ``run`` is called."""
-
-    def __init__(self, window: int = 4, most: int = 100) -> None:
-        self.sent: list[str] = []
-        self.later: list = []
-        self.sender = FairSender(lambda msg: self.sent.append(msg.rid), self.later.append, window, most)
-
-    def run(self) -> None:
-        while self.later:
-            self.later.pop(0)()
-
-
-def test_requests_beyond_the_window_wait_and_others_pass_them():
-    box = Outbox(window=4)
-    box.sender.put(many("a", 50))
-    assert box.sent == ["a0", "a1", "a2", "a3"]
-    box.sender.put(many("b", 2))
-    assert box.sent[4:] == ["b0", "b1"]
-    box.sender.finished("a2")
-    assert box.sent[6:] == ["a4"]
-    assert len(box.sender) == 45
-
-
-def test_many_messages_are_sent_in_parts():
-    box = Outbox(window=1000, most=1000)
-    box.sender.put(many("a", 500))
-    assert len(box.sent) == AT_ONCE
-    box.sender.put(many("b", 1))
-    box.later.pop(0)()
-    assert "b0" in box.sent[: 2 * AT_ONCE]
-    box.run()
-    assert len(box.sent) == 501
-
-
-def test_priority_goes_first_within_a_tenant():
-    box = Outbox(window=1)
-    box.sender.put([message("a", "a")])
-    box.sender.put([message("low", "a", -1), message("high", "a", 5), message("normal", "a")])
-    for rid in ("a", "high", "normal"):
-        box.sender.finished(rid)
-    assert box.sent == ["a", "high", "normal", "low"]
-
-
-def test_what_is_dropped_is_not_sent_and_what_was_sent_is_not_dropped():
-    box = Outbox(window=2)
-    box.sender.put(many("a", 4))
-    assert box.sender.drop("a2")
-    assert not box.sender.drop("a0")
-    box.sender.finished("a0")
-    assert box.sent == ["a0", "a1", "a3"]
-    box.sender.finished("unknown")
-    assert len(box.sender) == 0
-
-
-def test_a_tenant_that_fills_the_queue_is_refused_and_others_are_not():
-    box = Outbox(window=1, most=10)
-    box.sender.check("a", 9)
-    box.sender.put(many("a", 9))
-    with pytest.raises(QueueFullError, match=r"scheduler\.max_waiting"):
-        box.sender.check("a", 9)
-    box.sender.check("b", 9)
-    box.sender.put(many("b", 9))
-    box.sender.check("c", 3)
-
-
-def test_after_the_engine_has_ended_nothing_is_sent():
-    box = Outbox(window=100)
-    box.sender.put(many("a", 99))
-    box.sender.clear()
-    box.run()
-    assert len(box.sent) == AT_ONCE
-    box.sender.put([message("new", "a")])
-    assert box.sent[-1] == "new"
 
 
 # the compilers

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterable
+from itertools import chain
 from typing import TYPE_CHECKING
 
 from dovetail.interfaces.cache import Match
@@ -67,13 +69,13 @@ class Admission:
         if not waiting and not prefilling:
             return []
         budget = self.turns.budget()
-        spare = min(self.limits.chunk_size - budget, LEAST_TOKENS)
         rows, snapshots = self.turns.divide(budget, waiting, prefilling), self._snapshots
         if snapshots is not None:
             rows = [(req, snapshots.limit(req, count)) for req, count in rows]
-        budget -= sum(count for _, count in rows)
+        used = sum(count for _, count in rows)
+        budget -= used
         if budget > 0 and waiting and len(prefilling) + len(decoding) < self.limits.max_running:
-            rows += self._admit(waiting, prefilling, decoding, budget, spare)
+            rows += self._admit(waiting, prefilling, decoding, budget, self.limits.chunk_size - used)
         if snapshots is not None:
             rows = [(req, snapshots.cut(req, count)) for req, count in rows]
         self.turns.chosen(rows, waiting)
@@ -87,10 +89,12 @@ class Admission:
             self._groups.left_queue(req)
 
     def _admit(
-        self, waiting: list[Req], prefilling: list[Req], decoding: list[Req], budget: int, spare: int
+        self, waiting: list[Req], prefilling: list[Req], decoding: list[Req], budget: int, left: int
     ) -> list[tuple[Req, int]]:
-        """Admit requests while ``budget`` lasts. The last one may have up to ``spare`` tokens more if it needs no others:
-        otherwise its first token would wait for one more step, because of a few tokens."""
+        """Admit requests while ``budget`` lasts. The last one may have up to ``LEAST_TOKENS`` more if it needs no others:
+        otherwise its first token would wait for one more step, because of a few tokens. They never have more than ``left``
+        in all."""
+        spare = LEAST_TOKENS if budget < left else 0
         rows: list[tuple[Req, int]] = []
         waits = self._waits if self.limits.reuses_prefixes else ()
         computing = prefilling + [r for r in decoding if r.known_len == r.prompt_len] if waits else []
@@ -100,17 +104,21 @@ class Admission:
         claims: list[int] | None = None
         full: set[str] = set()
         candidates = self._candidates(waiting, prefilling + decoding)
-        held = self.turns.take_held()
+        held, few = self.turns.take_held(), self.turns.few
+        more, kept = (budget, (budget + 1) // 2) if few else (0, 0)
+        budget += more  # for tenants with few requests, whose prompts would otherwise wait for several steps
         for req in candidates:
+            if kept and req.tenant not in few:
+                budget, kept = max(budget - more, kept), 0
+            if budget <= 0 and kept:
+                continue
             if (
                 budget <= 0
                 or len(prefilling) + len(decoding) >= self.limits.max_running
                 or not self.ledger.table.num_free
             ):
                 break
-            if any(own.is_waiting(req) for own in waits):
-                continue
-            if rows and req.tenant in held:
+            if any(own.is_waiting(req) for own in waits) or (rows and req.tenant in held):
                 continue
             if req.tenant in full or not self.turns.may_run(req, prefilling, decoding):
                 full.add(req.tenant)
@@ -133,14 +141,14 @@ class Admission:
             if waits:
                 waits[pool].add(req)
             prefilling.append(req)
-            count = req.extend_len if req.extend_len <= budget + spare else budget
+            count = min(req.extend_len if req.extend_len <= budget + spare else budget, left)
             rows.append((req, count if self._snapshots is None else self._snapshots.limit(req, count)))
-            budget -= rows[-1][1]
+            budget, left = budget - rows[-1][1], left - rows[-1][1]
         if rows:
             waiting[:] = [req for req in waiting if req.slot < 0]
         return rows
 
-    def _candidates(self, waiting: list[Req], running: list[Req]) -> list[Req]:
+    def _candidates(self, waiting: list[Req], running: list[Req]) -> Iterable[Req]:
         """Return the requests that may be admitted, in the order in which to admit them.
 
         Retracted requests come first, the oldest of them first. Then come the others in the policy's order, except that
@@ -154,7 +162,7 @@ class Admission:
             return retracted
         ordered = self.guard.order(fresh, running)
         ordered = group_adjacent(ordered) if any(req.group for req in ordered) else ordered
-        return retracted + self.turns.order(ordered, running)
+        return chain(retracted, self.turns.order(ordered, running))
 
     def _of_pool(self, reqs: list[Req], pool: int) -> list[Req]:
         """Return the running requests among ``reqs`` that belong to a pool."""

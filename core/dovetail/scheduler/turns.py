@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import heapq
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from typing import TYPE_CHECKING
 
@@ -18,11 +19,11 @@ RECENT_SECONDS = 60.0
 CONTENDED_SECONDS = 10.0
 """While a second tenant has sent a request within this time, steps have fewer prompt tokens."""
 
-LEAST_TOKENS = 128
-"""The prompt tokens that a step may always have, because fewer take hardly less time."""
+LEAST_TOKENS = 64
+"""The prompt tokens that a step may always have."""
 
-HELD_RATIO = 4
-"""A tenant is held for a step only if it has at least this many times the waiting requests of another tenant."""
+MANY_RATIO = 4
+"""A tenant has many requests if it has at least this many times the waiting requests of another tenant."""
 
 _RESERVED = 8
 """The part of the slots, one of this number, that a tenant leaves to others."""
@@ -32,45 +33,49 @@ class StepBudget:
     """Choose how many prompt tokens a step has while several tenants send requests: a new request waits for the step that is
     computed, whichever tokens it has.
 
-    The number follows the time that steps take, between a sixteenth (at least ``LEAST_TOKENS``) and a quarter of
+    The number follows the time that steps take, between a thirty-second (at least ``LEAST_TOKENS``) and a quarter of
     ``chunk_size``. Only steps that have all the tokens that they may have, and are followed by another, are measured.
     """
 
     def __init__(self, chunk_size: int, seconds: float) -> None:
         """``seconds`` is the time that steps approach."""
         self._seconds = seconds
-        self._least = min(chunk_size, max(chunk_size // 16, LEAST_TOKENS))
+        self._least = min(chunk_size, max(chunk_size // 32, LEAST_TOKENS))
         self._most = max(chunk_size // 4, self._least)
         self._tokens = float(self._least)
-        self._filled_at: float | None = None
+        self._filled: tuple[int, float] | None = None  # the tokens of the last step, and when it was chosen
 
     def tokens(self, now: float) -> int:
         """Return the number of tokens for a step that is chosen at the time ``now``."""
-        if self._filled_at is not None:
-            seconds = max(now - self._filled_at, 1e-6)
-            wanted = self._tokens * min(max(self._seconds / seconds, 0.5), 1.25)
+        if self._filled is not None:
+            tokens, begin = self._filled
+            wanted = tokens * self._seconds / max(now - begin, 1e-6)
+            wanted = min(max(wanted, 0.5 * self._tokens), 1.25 * self._tokens)
             self._tokens = min(max(wanted, self._least), self._most)
-            self._filled_at = None
+            self._filled = None
         return int(self._tokens)
 
     def chosen(self, tokens: int, now: float) -> None:
         """Note that the step has ``tokens``."""
         if tokens >= int(self._tokens):
-            self._filled_at = now
+            self._filled = tokens, now
 
 
 class TenantTurns:
     """Order requests so that tenants take turns, and keep slots free for tenants that have none. With one tenant it changes
     nothing.
 
-    While steps have fewer prompt tokens because several tenants send requests, a tenant is held if it had prompts in the
-    last step, and has ``HELD_RATIO`` times as many requests waiting as a tenant that had none: the next step admits the
-    latter's prompts alone, so that they do not take the time of a full step. A tenant that was held is not
-    held in the next step, unless a prompt of it that began earlier continued meanwhile. A step that can admit nothing else admits requests of held tenants."""
+    While steps have fewer prompt tokens because several tenants send requests, those of a tenant that has few waiting, and
+    that runs no more than its part of the slots, go before those of tenants that have many (``MANY_RATIO``). A tenant with
+    many that had prompts in the last step is held: the next step admits the prompts of tenants with few alone, so that they do
+    not take the time of a full step. They may have twice as many prompt tokens as a step has otherwise, and in a step in which no
+    tenant is held, tenants with many get at least half as many. A tenant that was held is not held in the next step, unless a prompt of it that began earlier
+    continued meanwhile. A step that can admit nothing else admits requests of held tenants."""
 
     def __init__(self, limits: SchedulerLimits, by_priority: bool, clock: Callable[[], float] = time.monotonic) -> None:
         """If ``by_priority``, the policy orders by priority, and turns are taken among requests of equal priority only."""
         most = limits.max_running
+        self._slots = most
         self._most = most - max(most // _RESERVED, 1) if most > 1 else 1
         self._chunk_size = limits.chunk_size
         seconds = limits.tenants_step_seconds
@@ -80,32 +85,42 @@ class TenantTurns:
         self._seen: dict[str, float] = {}
         self._last: frozenset[str] = frozenset()
         self._held: frozenset[str] = frozenset()
+        self._few: frozenset[str] = frozenset()
 
     def arrived(self, tenant: str) -> None:
         """Note that a tenant has sent a request."""
         self._seen[tenant] = self._clock()
 
-    def order(self, ordered: list[Req], running: Sequence[Req]) -> list[Req]:
+    def order(self, ordered: list[Req], running: Sequence[Req]) -> Iterable[Req]:
         """Return ``ordered`` such that a tenant with fewer requests running or before goes first. The requests of one tenant
-        keep their order, and so do the priorities at each place if the policy orders by priority."""
-        self._held = frozenset()
+        keep their order, and so do the priorities at each place if the policy orders by priority. What is not read of the
+        result costs little: a step admits a few of thousands."""
+        self._held = self._few = frozenset()
         if len(self._seen) < 2:
             return ordered
-        number = Counter(req.tenant for req in ordered)
-        self._remember(set(number))
-        self._held = self._to_hold(number)
-        counts = Counter(req.tenant for req in running)
-        ranked: dict[int, list[tuple[bool, float, Req]]] = defaultdict(list)
+        queues: dict[str, list[Req]] = defaultdict(list)
         for req in ordered:
-            counts[req.tenant] += 1
-            ranked[self._class(req)].append((req.tenant in self._held, counts[req.tenant] / req.weight, req))
-        turns = {one: iter(sorted(reqs, key=lambda entry: entry[:2])) for one, reqs in ranked.items()}
-        return [next(turns[self._class(req)])[2] for req in ordered]
+            queues[req.tenant].append(req)
+        self._remember(set(queues))
+        counts = Counter(req.tenant for req in running)
+        self._compare({tenant: len(queue) for tenant, queue in queues.items()}, counts)
+        if not self._by_priority:
+            return _merged(queues, counts, self._few)
+        ranked: dict[int, dict[str, list[Req]]] = defaultdict(lambda: defaultdict(list))
+        for req in ordered:
+            ranked[req.priority][req.tenant].append(req)
+        turns = {one: _merged(queues, counts, self._few) for one, queues in ranked.items()}
+        return (next(turns[req.priority]) for req in ordered)
 
     def take_held(self) -> frozenset[str]:
         """Return the tenants that are held, as of the last call of ``order``, and hold them no longer."""
         held, self._held = self._held, frozenset()
         return held
+
+    @property
+    def few(self) -> frozenset[str]:
+        """Return the tenants with few requests, which go before others, as of the last call of ``order``."""
+        return self._few
 
     @property
     def contended(self) -> bool:
@@ -152,21 +167,43 @@ class TenantTurns:
         _give(given, begun, budget - sum(given.values()))
         return [(req, given[req.uid]) for req in begun if given[req.uid]]
 
-    def _to_hold(self, number: Mapping[str, int]) -> frozenset[str]:
-        """Return the tenants to hold, given the number of waiting requests of each tenant."""
-        others = [count for tenant, count in number.items() if tenant not in self._last]
-        if not others or self._step is None or not self.contended:
-            return frozenset()
-        return frozenset(tenant for tenant in self._last if number.get(tenant, 0) >= HELD_RATIO * min(others))
-
-    def _class(self, req: Req) -> int:
-        return req.priority if self._by_priority else 0
+    def _compare(self, waiting: Mapping[str, int], running: Mapping[str, int]) -> None:
+        """Find the tenants that have few requests and those to hold, given the numbers of all tenants."""
+        if self._step is None or len(waiting) < 2 or not self.contended:
+            return
+        part, most = self._slots // len(waiting), max(waiting.values()) // MANY_RATIO
+        few = {tenant: count for tenant, count in waiting.items() if count <= most and running.get(tenant, 0) < part}
+        self._few = frozenset(few)
+        if few:
+            many = MANY_RATIO * min(few.values())
+            self._held = frozenset(one for one in self._last - self._few if waiting.get(one, 0) >= many)
 
     def _remember(self, tenants: set[str]) -> None:
         """Keep ``tenants``, which wait, and those that have sent a request within ``RECENT_SECONDS``."""
         now = self._clock()
         self._seen = {tenant: at for tenant, at in self._seen.items() if now - at < RECENT_SECONDS}
         self._seen.update(dict.fromkeys(tenants, now))
+
+
+def _merged(queues: Mapping[str, list[Req]], counts: Counter[str], few: frozenset[str]) -> Iterator[Req]:
+    """Yield the requests of ``queues``: those of the tenants ``few`` first, and among these and among the others those of a
+    tenant that has fewer in ``counts``, for its weight. Counts what it yields."""
+    tenants = {i: (tenant, iter(queue)) for i, (tenant, queue) in enumerate(queues.items())}
+    heap: list[tuple[bool, float, int, Req]] = []
+
+    def push(i: int) -> None:
+        tenant, queue = tenants[i]
+        req = next(queue, None)
+        if req is not None:
+            heapq.heappush(heap, (tenant not in few, (counts[tenant] + 1) / req.weight, i, req))
+
+    for i in tenants:
+        push(i)
+    while heap:
+        *_, i, req = heapq.heappop(heap)
+        counts[req.tenant] += 1
+        yield req
+        push(i)
 
 
 def _give(given: dict[int, int], reqs: Iterable[Req], budget: int) -> None:
