@@ -16,7 +16,8 @@ import torch
 from transformers import Gemma3TextConfig, Qwen3MoeConfig
 
 from dovetail import LLM
-from dovetail.engine.adapters import AdapterImage, EngineAdapters
+from dovetail.engine.adapter_files import AdapterImage
+from dovetail.engine.adapters import EngineAdapters
 from dovetail.engine.captures import NEEDED_BEFORE_CAPTURE, NO_UPDATES, STEPS_BETWEEN_CAPTURES, Staging
 from dovetail.engine.dry_run import first_layers
 from dovetail.engine.expert_load import ExpertLoad
