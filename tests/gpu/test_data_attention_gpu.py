@@ -35,12 +35,18 @@ COMMON: dict[str, Any] = {
     "bos_token_id": None,
     "pad_token_id": None,
 }
-LATENT = {"kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128, "q_lora_rank": None}
+LATENT: dict[str, Any] = {
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "q_lora_rank": None,
+}
 MODELS: dict[str, Any] = {
     "deepseek": DeepseekV2Config(
-        **COMMON, **LATENT, num_key_value_heads=8, n_routed_experts=8, n_shared_experts=1, first_k_dense_replace=1
+        **COMMON | LATENT, num_key_value_heads=8, n_routed_experts=8, n_shared_experts=1, first_k_dense_replace=1
     ),
-    "qwen3": Qwen3MoeConfig(**COMMON, num_key_value_heads=2, head_dim=64, num_experts=8),
+    "qwen3": Qwen3MoeConfig(**COMMON | {"head_dim": 64}, num_key_value_heads=2, num_experts=8),
 }
 
 

@@ -52,10 +52,16 @@ class Alone(OneRank):
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("moe")
-    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+    sizes: Any = {
+        "head_dim": 16,
+        "hidden_size": 32,
+        "intermediate_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+    }
     experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "num_key_value_heads": 1}
     names = {"architectures": ["Qwen3MoeForCausalLM"], "vocab_size": VOCAB, "eos_token_id": None}
-    Qwen3MoeConfig(**sizes, **experts, **names, head_dim=16, max_position_embeddings=128).save_pretrained(directory)
+    Qwen3MoeConfig(**sizes, **experts, **names, max_position_embeddings=128).save_pretrained(directory)
     return directory
 
 
