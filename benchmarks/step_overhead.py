@@ -52,6 +52,7 @@ class StubEngine(Engine):
 
     def __init__(self, resolved: Resolved, eos_token_ids: frozenset[int], mesh: Mesh) -> None:
         config = resolved.config
+        self.mesh = mesh
         self.info, self.directory = resolved.model_info, resolved.model_dir
         self.device = torch.device("cpu")
         self._local, self._config, self._dtype = self.info, config, torch.float32
