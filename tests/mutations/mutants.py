@@ -13,6 +13,7 @@ import mutants_api
 import mutants_attention
 import mutants_cache
 import mutants_cache_groups
+import mutants_data_attention
 import mutants_drafter
 import mutants_executor
 import mutants_expert_backends
@@ -71,6 +72,7 @@ MUTANTS: list[Mutant] = [
     *mutants_grammar.MUTANTS,
     *mutants_drafter.MUTANTS,
     *mutants_model.MUTANTS,
+    *mutants_data_attention.MUTANTS,
     *mutants_experts.MUTANTS,
     *mutants_policy.MUTANTS,
     *mutants_parsers.MUTANTS,

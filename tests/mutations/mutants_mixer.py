@@ -96,6 +96,11 @@ class KeepsTheFirstPlan(TorchMixer):
         return super().ssd(x, dt, b, c, heads, state, self.first)  # type: ignore[arg-type]
 
 
+class WritesOnlyFloat32(TorchMixer):
+    def ssd(self, x: Any, dt: Any, b: Any, c: Any, heads: Any, state: Any, rows: Any) -> Any:
+        return super().ssd(x, dt, b, c, heads, state.float(), rows)  # a copy, unless they are float32
+
+
 class SavesNothing(TorchMixer):
     def ssd(self, x: Any, dt: Any, b: Any, c: Any, heads: Any, state: Any, rows: Any) -> Any:
         return super().ssd(x, dt, b, c, heads, state, dataclasses.replace(rows, saves=None))
@@ -156,6 +161,7 @@ MUTANTS = [
     Mutant("writes to the slot of padding", "test_decode_steps_are_the_recurrence", suite(WritesPadding), SOUND, CONV, "a slot was changed"),
     Mutant("begins every row with zeros", "test_rows_may_be_divided", suite(AlwaysFresh), SOUND, SSD, "divided"),
     Mutant("saves nothing", "test_states_within_prompts_are_saved", suite(SavesNothing), SOUND, SSD, "a state is wrong"),
+    Mutant("writes only states of float32", "test_states_may_be_bfloat16", suite(WritesOnlyFloat32), SOUND, SSD, "a state is wrong"),
     Mutant("answers in float32", "test_inputs_may_have_16_bits", suite(AnswersInFloat32), SOUND, [("ssd", torch.bfloat16)]),
     Mutant("always activates", "test_convolutions_have_any_width_and_may_have_no_activation", suite(AlwaysActivates), SOUND),
     Mutant("writes the states of drafts", DRAFTS, suite(WritesDrafts), SOUND, SOME, "a slot was changed"),
