@@ -277,6 +277,10 @@ def test_modules_without_memory_in_slots_and_wrong_matrices_are_refused_by_name(
     short, _ = table_tensors("model.embed_tokens", (7, 32), 3, 2.0, seeded(1))
     changed = {"model.embed_tokens.base_layer.weight": embedding + 1}
     grown = {"model.embed_tokens.base_layer.weight": torch.cat([embedding, embedding[:1]])}
+    whole = {"model.embed_tokens.base_layer.weight": embedding.int()}
+    expert = "model.layers.0.mlp.experts.3.gate_proj"
+    beside = {f"{expert}.lora_A.weight": torch.ones(3, 32), f"{expert}.lora_B.weight": torch.ones(24, 3)}
+    beside[f"{expert}.base_layer.weight"] = weights[f"{expert}.weight"]
     square, _ = stacked_tensors("model.layers.0.mlp.experts", (4, 32, 30), 2, 1.0, seeded(1))
     one, _ = stacked_tensors("model.layers.0.mlp.experts", (4, 32, 24), 2, 1.0, seeded(1))
     given = {"r": 3, "lora_alpha": 3, "target_modules": ["embed_tokens"]}
@@ -286,6 +290,8 @@ def test_modules_without_memory_in_slots_and_wrong_matrices_are_refused_by_name(
         (tables | changed, given, "differs from the weight of the model"),
         (tables | grown, given, "change the vocabulary"),
         (changed, given, "no tensors of adapters"),
+        (tables | whole, given, "of dtype torch.int32, a base weight"),
+        (beside, given | {"target_modules": ["gate_proj"]}, "a base weight; allowed beside the matrices"),
         (square, experts, r"the model has 32 and 48 \(gate_up_proj\) and 24 and 32 \(down_proj\)"),
         (one, experts | {"r": 3}, "the rank in adapter_config.json is 3, and the model has 4 experts"),
         (one, experts | {"target_parameters": ["mlp.experts.gate_up_proj"]}, "target_parameters does not name"),

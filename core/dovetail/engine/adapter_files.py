@@ -11,7 +11,7 @@ import torch
 
 from dovetail.engine.adapter_places import NAMES, AdaptedModules, Place, RegionShape
 from dovetail.engine.adapter_stacks import ExpertStack, Side, expert_matrices, sides_of
-from dovetail.engine.peft import PeftAdapter, read_adapter
+from dovetail.engine.peft import FLOATS, PeftAdapter, read_adapter
 from dovetail.engine.shards import StoredTensor, cut
 from dovetail.errors import WeightsError
 from dovetail.interfaces.model import TensorShare
@@ -230,7 +230,13 @@ class AdapterReader:
     def _check_copy(self, module: str, tensor: StoredTensor) -> None:
         """Check that a base weight in an adapter may be that of the model. Raises ``WeightsError``."""
         own = own_name(self._modules, self._body, module)
-        kind, (inputs, outputs) = self._modules.kinds.get(own), self._modules.widths.get(own, (0, 0))
+        kind = self._modules.kinds.get(own)
+        if kind not in ("embedding", "head") or tensor.dtype not in FLOATS:
+            raise WeightsError(
+                f"{tensor.file} has tensor {tensor.name:.200} of dtype {tensor.dtype}, a base weight; allowed beside the matrices: those of "
+                "embeddings and heads, in float32, float16 or bfloat16"
+            )
+        inputs, outputs = self._modules.widths[own]
         expected = (inputs, outputs) if kind == "embedding" else (outputs, inputs)
         if tensor.shape != expected:
             raise WeightsError(

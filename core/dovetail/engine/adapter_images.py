@@ -67,9 +67,9 @@ class AdapterImages:
     def _check(self, directory: str) -> list[str]:
         try:
             self._adapters.check(directory)
+            return [stamp_of(directory), ""]
         except WeightsError as error:
             return ["", str(error)]
-        return [stamp_of(directory), ""]
 
     def _read(self, directory: str, expected: str) -> tuple[AdapterImage, str]:
         stamp = stamp_of(directory)
