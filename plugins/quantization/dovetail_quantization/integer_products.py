@@ -123,7 +123,7 @@ class Int8Product(LinearProduct):
         self._static = static
         few = weight.codes.is_cuda and not batch_invariant
         self._few = IntegerProduct(weight, None) if few else None
-        self._fewest = 2 * _FEWEST if weight.codes.is_cuda else 0
+        self._fewest = 2 * _FEWEST if weight.codes.is_cuda and batch_invariant else 0
 
     def forward(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """See ``LinearProduct``."""
@@ -132,7 +132,8 @@ class Int8Product(LinearProduct):
         if self._few is not None and len(x) <= _FEWEST:
             return self._few.forward(x, bias)
         codes, scales = quantized(x, self._static)
-        codes = functional.pad(codes, (0, 0, 0, max(0, self._fewest - len(x))))
+        if len(x) < self._fewest:
+            codes = functional.pad(codes, (0, 0, 0, self._fewest - len(x)))
         result = (torch._int_mm(codes, self._weight)[: len(x)].float() * scales).mul_(self._scale)
         return (result if bias is None else result.add_(bias)).to(x.dtype)
 
