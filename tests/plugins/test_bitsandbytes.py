@@ -18,12 +18,13 @@ from safetensors.torch import load_file, save_file
 from tests.bnb_checkpoints import MAPS, config, store
 
 from dovetail.errors import ConfigError, WeightsError
-from dovetail.interfaces.model import WeightTarget
+from dovetail.interfaces.model import TensorShare, WeightTarget
 from dovetail.interfaces.quantization import LinearShape, QuantizationContext
+from dovetail.ops.packed_blocks import PackedType
 from dovetail.testing.quantization import QuantizationSuite
 from dovetail_quantization.bnb import Bitsandbytes
 from dovetail_quantization.bnb_formats import describe
-from dovetail_quantization.bnb_tensors import TABLES
+from dovetail_quantization.bnb_tensors import TABLES, MatrixPart, PackedCodes, QuantState
 from dovetail_quantization.config import BitsandbytesConfig
 
 FORMATS: dict[str, dict[str, Any]] = {
@@ -156,6 +157,29 @@ def test_tensors_that_do_not_fit_are_refused_by_name(tmp_path: Path) -> None:
     save_file(tensors | {key: tensor.contiguous() for key, tensor in other.items()}, file)
     with pytest.raises(WeightsError, match=r"quantization\.block_size"):
         LLM(str(tmp_path), device="cpu", grammar="none", threads=1)
+
+
+def test_texts_and_codes_of_any_shape_are_checked_before_they_are_used() -> None:
+    part = MatrixPart("w", TensorShare(0, 0, 2, 2), TensorShare(1, 0, 64, 64))
+    given = {"quant_type": "nf4", "blocksize": 64, "shape": [2, 64], "nested_blocksize": 256, "nested_offset": 0.5}
+
+    def read(state: Any) -> torch.Tensor:
+        text = torch.tensor(list(json.dumps(state).encode()), dtype=torch.uint8)
+        return QuantState(part, "nf4", 64, True).apply(text, (1, 1))
+
+    assert read(given).item() == 0.5
+    for offset in (1e300, -1e300, float("nan"), float("inf")):
+        with pytest.raises(WeightsError, match="a finite number of float32"):
+            read(given | {"nested_offset": offset})
+    with pytest.raises(WeightsError, match="has at most 65536"):
+        read(given | {"other": "x" * 70000})
+    packing = PackedType("NF4", 4, 0, 64, scale=torch.float32, table=TABLES["nf4"])
+    codes, size = torch.arange(64, dtype=torch.uint8), (2, packing.row_bytes(64))
+    expected = PackedCodes(part, packing).apply(codes, size)
+    for dtype in (torch.int8, torch.bfloat16, torch.float32, torch.float64):
+        assert torch.equal(PackedCodes(part, packing).apply(codes.view(dtype)[:, None], size), expected)
+    with pytest.raises(WeightsError, match="has 4 numbers; a weight of 2 x 64 has 64"):
+        PackedCodes(part, packing).apply(torch.tensor(1.0), size)
 
 
 def test_tables_and_codes_are_those_of_bitsandbytes() -> None:

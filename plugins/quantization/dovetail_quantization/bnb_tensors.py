@@ -16,6 +16,8 @@ from dovetail_quantization.integer_tensors import ordered
 
 NESTED_BLOCK = 256
 """The number of scales of 8 bits that have one scale themselves."""
+MOST_STATE_BYTES = 1 << 16
+"""The largest size of the text that describes a weight, of which bitsandbytes writes some hundred bytes."""
 TABLES = {
     "nf4": (
         -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334,
@@ -84,11 +86,18 @@ class PackedCodes(FlatTransform):
     be stored as numbers of another dtype (``bnb_4bit_quant_storage``)."""
 
     packing: PackedType
-    dtypes: ClassVar[tuple[torch.dtype, ...]] = (torch.uint8, torch.bfloat16, torch.float16, torch.float32)
+    dtypes: ClassVar[tuple[torch.dtype, ...]] = (
+        torch.uint8,
+        torch.int8,
+        torch.bfloat16,
+        torch.float16,
+        torch.float32,
+        torch.float64,
+    )
 
     def apply(self, tensor: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
         """See ``WeightTransform``."""
-        stored = self.part.of(tensor.contiguous().view(torch.uint8), 2)
+        stored = self.part.of(tensor.flatten().view(torch.uint8), 2)
         packed = torch.zeros(shape, dtype=torch.uint8, device=tensor.device)
         for some, place in zip(stored.split(4096), packed.split(4096), strict=True):
             pack_codes(torch.stack((some >> 4, some & 15), -1).flatten(1), self.packing, place)
@@ -141,6 +150,10 @@ class QuantState(FlatTransform):
 
     def apply(self, tensor: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
         """See ``WeightTransform``."""
+        if tensor.numel() > MOST_STATE_BYTES:
+            raise WeightsError(
+                f"tensor {self.part.name} has {tensor.numel()} bytes; a text that describes a weight has at most {MOST_STATE_BYTES}"
+            )
         try:
             state = json.loads(bytes(tensor.flatten().tolist()))
             found = {name: state.get(name) for name in ("quant_type", "blocksize", "shape")}
@@ -155,10 +168,10 @@ class QuantState(FlatTransform):
                 f"tensor {self.part.name} describes {found!r:.300}; expected {wanted}. Set quantization.block_size to the block size "
                 "of the checkpoint, or check that config.json belongs to it"
             )
-        if self.double and (nested != (NESTED_BLOCK, "float32") or not abs(offset) < float("inf")):
+        if self.double and (nested != (NESTED_BLOCK, "float32") or not abs(offset) <= torch.finfo(torch.float32).max):
             raise WeightsError(
                 f"tensor {self.part.name} has nested_blocksize {nested[0]}, nested_dtype {nested[1]} and nested_offset {offset}; "
-                f"implemented: {NESTED_BLOCK}, float32 and a finite number"
+                f"implemented: {NESTED_BLOCK}, float32 and a finite number of float32"
             )
         return torch.tensor([[offset]], dtype=torch.float32, device=tensor.device)
 
