@@ -106,10 +106,10 @@ def _answer(llm: LLM, job: ArmJob) -> ArmOutputs:
 
 
 def use_low_pages_last(llm: LLM) -> None:
-    """Hand out the first ``LOW_PAGES`` pages of the pool last, if it has more."""
-    allocator = llm.loop.scheduler.ledger.allocator
-    if allocator.num_free > LOW_PAGES:
-        allocator.postpone(LOW_PAGES)
+    """Hand out the first ``LOW_PAGES`` pages of each pool last, if it has more."""
+    for ledger in llm.loop.scheduler.ledger.members:
+        if ledger.allocator.num_free > LOW_PAGES:
+            ledger.allocator.postpone(LOW_PAGES)
 
 
 def _facts(llm: LLM) -> dict[str, str]:
