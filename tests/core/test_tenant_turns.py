@@ -11,7 +11,7 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from dovetail.constraints.fair_pool import FairPool
@@ -119,7 +119,9 @@ def prompt_tokens_of_steps(run: Run) -> list[int]:
     def noted():
         plan = schedule()
         if plan is not None and plan.num_extend:
-            tokens.append(int(plan.extend_lens[: plan.num_extend].sum()))
+            counts = plan.extend_lens[: plan.num_extend]
+            assert counts.min() > 0, "a prompt without tokens must not enter a step"
+            tokens.append(int(counts.sum()))
         return plan
 
     run.scheduler.schedule = noted
@@ -214,6 +216,8 @@ def test_tenants_with_about_as_many_requests_share_steps():
 
 
 @given(st.lists(st.tuples(st.sampled_from("abc"), st.integers(1, 40)), min_size=1, max_size=12), st.integers(1, 200))
+@example([("a", 16)] * 8 + [("b", 40)] * 2, 64)
+@example([("a", 16)] * 16 + [("b", 40)] * 4, 140)
 def test_no_step_has_more_prompt_tokens_than_a_chunk(prompts: list[tuple[str, int]], chunk_size: int):
     scheduler, device = build(num_pages=400, max_running=16, chunk_size=chunk_size)
     run = Run(scheduler, device)

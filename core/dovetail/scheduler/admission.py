@@ -105,11 +105,11 @@ class Admission:
         full: set[str] = set()
         candidates = self._candidates(waiting, prefilling + decoding)
         held, few = self.turns.take_held(), self.turns.few
-        more, kept = (budget, (budget + 1) // 2) if few else (0, 0)
+        more, kept = (min(budget, left - budget), (budget + 1) // 2) if few else (0, 0)
         budget += more  # for tenants with few requests, whose prompts would otherwise wait for several steps
         for req in candidates:
             if kept and req.tenant not in few:
-                budget, kept = max(budget - more, kept), 0
+                budget, kept = min(max(budget - more, kept), left), 0
             if budget <= 0 and kept:
                 continue
             if (
