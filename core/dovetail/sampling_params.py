@@ -63,11 +63,12 @@ class GrammarGate:
 
 @dataclass(frozen=True, slots=True)
 class ThinkingSpan:
-    """Describe the reasoning of an output, in token ids. It begins after the tokens ``lead``, or with the output if
-    ``lead`` is empty, and ends with the token ``until``."""
+    """Describe the reasoning of an output, in token ids. It begins with the output if ``begun``, and after the tokens
+    ``lead`` (empty: never again), and ends with the token ``until``."""
 
     lead: tuple[int, ...]
     until: int
+    begun: bool
 
 
 class PoolingKind(enum.StrEnum):
@@ -163,7 +164,7 @@ class SamplingParams:
       a space, are not completed. ``allowed_token_ids`` are the only tokens that the output may have. Both hold in
       addition to a constraint.
     - ``thinking_budget`` is the largest number of tokens of the reasoning. Then the token that ends the reasoning is
-      forced. The server sets ``thinking_span``, from the model's reasoning parser.
+      forced, and reasoning does not begin again. The server sets ``thinking_span``, from the model's reasoning parser.
     - ``token_ids_logprob`` are tokens whose log-probabilities are returned at each position, of the output and, if
       ``prompt_logprobs`` is set, of the prompt; ``TokenLogprob.given`` holds them.
     - ``logits_processors`` are components that change the logits, in this order: mappings with a ``name`` and the

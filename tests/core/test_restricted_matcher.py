@@ -71,18 +71,26 @@ def expected(params: SamplingParams, words: list[list[int]], inner: bool, tokens
         found = {token for token in found if Even().allows(token)}
     span, budget = params.thinking_span, params.thinking_budget
     if span is not None and budget is not None:
-        lead = list(span.lead)
-        places = [i + len(lead) for i in range(len(tokens)) if tokens[i : i + len(lead)] == lead] if lead else [0]
-        if places and UNTIL not in tokens[places[0] :] and len(tokens) - places[0] >= budget:
+        inside, ended, used = span.begun, False, 0
+        for i, token in enumerate(tokens):
+            used += inside
+            if inside and token == UNTIL:
+                inside, ended = False, True
+            elif not inside:
+                inside = bool(span.lead) and tuple(tokens[: i + 1][-len(span.lead) :]) == span.lead
+        if inside and used >= budget:
             found &= {UNTIL}
+        elif ended and used >= budget and len(span.lead) == 1:
+            found -= {*span.lead}
     return found
 
 
 @settings(max_examples=300, deadline=None)
 @given(words=WORDS, allowed=st.none() | st.sets(st.integers(0, VOCAB - 1), min_size=4), inner=st.booleans(),
-       budget=st.none() | st.integers(0, 4), lead=st.booleans(), data=st.data())  # fmt: skip
-def test_it_allows_what_the_definitions_allow(words, allowed, inner: bool, budget, lead: bool, data):
-    span = None if budget is None else ThinkingSpan(LEAD if lead else (), UNTIL)
+       budget=st.none() | st.integers(0, 4), lead=st.sampled_from([(), LEAD[:1], LEAD]), begun=st.booleans(),
+       data=st.data())  # fmt: skip
+def test_it_allows_what_the_definitions_allow(words, allowed, inner: bool, budget, lead, begun: bool, data):
+    span = None if budget is None else ThinkingSpan(lead, UNTIL, begun or not lead)
     ids = None if allowed is None else tuple(sorted(allowed))
     params = SamplingParams(bad_words=tuple("".join(map(str, word)) for word in words), allowed_token_ids=ids,
                             thinking_budget=budget, thinking_span=span)  # fmt: skip
@@ -109,7 +117,7 @@ def test_it_allows_what_the_definitions_allow(words, allowed, inner: bool, budge
         forbidden = sorted(set(range(VOCAB)) - may)
         if forbidden:
             assert not matcher.accept(data.draw(st.sampled_from(forbidden)))
-        token = data.draw(st.sampled_from([t for t in (*LEAD, 1, 2, 3) if t in may] or sorted(may)))
+        token = data.draw(st.sampled_from([t for t in (*LEAD, UNTIL, 1, 2, 3) if t in may] or sorted(may)))
         assert matcher.accept(token)
         tokens.append(token)
         if data.draw(st.integers(0, 3)) == 0:

@@ -179,6 +179,11 @@ def test_reasoning_ends_with_its_budget():
             [{"role": "user", "content": "Hi"}], SamplingParams(**free, thinking_budget=3), chat_template_kwargs=THINK
         )
         assert [place for place, token in enumerate(chat.token_ids) if token == end] == [3]
+        begin = llm.tokenizer.token_to_id("<think>")
+        again = SamplingParams(**free | {"logit_bias": {begin: 100.0, end: -100.0}}, thinking_budget=3)
+        ids = llm.generate("Hi <think>\n", again)[0].token_ids
+        assert ids[:4] == [begin, begin, begin, end]
+        assert not {begin, end} & {*ids[4:]}, "it reasons again"
         llm.close()
 
 

@@ -129,7 +129,8 @@ class OutputParsers:
                 param="thinking_budget",
                 code="unsupported_parameter",
             )
-        return replace(params, thinking_span=ThinkingSpan(self._encoded(gate.lead), until))
+        lead = self._encoded(gate.lead or self.reasoning.opening)
+        return replace(params, thinking_span=ThinkingSpan(lead, until, begun=not gate.lead))
 
     def _tool_parser(self) -> ToolParser:
         if self.tool is None:

@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from dovetail.tokenizer import Tokenizer
     from dovetail.types import IntArray
 
-_BEFORE, _AFTER = -1, -2
-"""States of reasoning that has not begun and that has ended. While it goes on, the state is the number of its tokens."""
+_BEFORE = ~0
+"""The state of reasoning that has not begun: outside, and nothing is used."""
 
 
 class Restrictions(NamedTuple):
@@ -85,14 +85,18 @@ class RestrictedMatcher(Matcher):
     """Match what ``restrictions`` allow and, if there is an ``inner`` matcher, what it allows too.
 
     The words that must not occur are those of the output: the prompt is not part of the text.
+
+    Reasoning may begin again after its end. It then goes on with what is left of the budget, of which the token that
+    ended it has used one. Once nothing is left, a single token that would begin it again is forbidden; reasoning that
+    several tokens begin is ended at once.
     """
 
     def __init__(self, restrictions: Restrictions, inner: Matcher | None = None) -> None:
         self._restrictions, self._inner = restrictions, inner
         self._tokens: list[int] = []
         span = restrictions.span
-        start = _AFTER if span is None else _BEFORE if span.lead else 0
-        self._thought = [start]  # the state of the reasoning before each token, and after the last one
+        # the used budget before each token, and after the last one; outside of the reasoning its complement
+        self._used = [0 if span is not None and span.begun else _BEFORE]
 
     @property
     def inner(self) -> Matcher | None:
@@ -102,13 +106,17 @@ class RestrictedMatcher(Matcher):
     def _forced(self) -> int | None:
         """Return the token that must follow, because the reasoning has used its budget."""
         span, budget = self._restrictions.span, self._restrictions.budget
-        return span.until if span is not None and self._thought[-1] >= budget else None
+        return span.until if span is not None and self._used[-1] >= budget else None
 
     def _forbidden(self) -> list[int]:
-        """Return the tokens that would complete a word that must not occur."""
-        tokens = self._tokens
+        """Return the tokens that would complete a word that must not occur, and the one that would begin the reasoning
+        again after its budget was used."""
+        tokens, span, used = self._tokens, self._restrictions.span, self._used[-1]
         endings = self._restrictions.endings.get(tokens[-1], ()) if tokens else ()
-        return [last for prefix, last in endings if tuple(tokens[-len(prefix) :]) == prefix]
+        found = [last for prefix, last in endings if tuple(tokens[-len(prefix) :]) == prefix]
+        if span is not None and len(span.lead) == 1 and used < _BEFORE and ~used >= self._restrictions.budget:
+            found.append(span.lead[0])
+        return found
 
     def fill_bitmask(self, bitmask: IntArray, row: int) -> None:
         """See ``Matcher``. Raises ``RequestError`` if no token is left."""
@@ -139,23 +147,24 @@ class RestrictedMatcher(Matcher):
         if self._inner is not None and not self._inner.accept(token_id):
             return False
         self._tokens.append(token_id)
-        self._thought.append(self._after(token_id))
+        self._used.append(self._after(token_id))
         return True
 
     def _after(self, token: int) -> int:
-        """Return the state of the reasoning after ``token``, the newest one."""
-        span, state = self._restrictions.span, self._thought[-1]
-        if span is None or state == _AFTER:
-            return _AFTER
-        if state == _BEFORE:
-            return 0 if tuple(self._tokens[-len(span.lead) :]) == span.lead else _BEFORE
-        return _AFTER if token == span.until else state + 1
+        """Return the used budget after ``token``, the newest one; outside of the reasoning its complement."""
+        span, used = self._restrictions.span, self._used[-1]
+        if span is None:
+            return used
+        if used < 0:
+            begins = span.lead and token == span.lead[-1] and tuple(self._tokens[-len(span.lead) :]) == span.lead
+            return ~used if begins else used
+        return ~(used + 1) if token == span.until else used + 1
 
     def rollback(self, num_tokens: int) -> None:
         """See ``Matcher``."""
         if not num_tokens:
             return
-        del self._tokens[-num_tokens:], self._thought[-num_tokens:]
+        del self._tokens[-num_tokens:], self._used[-num_tokens:]
         if self._inner is not None:
             self._inner.rollback(num_tokens)
 

@@ -194,6 +194,10 @@ class ReasoningParser(ABC):
     special_tokens: tuple[str, ...] = ()
     """List the special tokens that the parser must see; see ``ToolParser.special_tokens``."""
 
+    opening: str = ""
+    """The text with which an output may begin reasoning again after a prompt that has opened it, so that
+    ``thinking_budget`` holds for all of it. Empty: it cannot."""
+
     def __init__(self, config: BaseModel, context: ParserContext) -> None:
         """Store what the parser needs of ``config``, which is this parser's own config section, and of ``context``."""
 

@@ -126,6 +126,7 @@ REASONING_PARSER = KindDescriptor(
     ComponentKind.REASONING_PARSER,
     "parsers of reasoning",
     "dovetail.interfaces.parsers:ReasoningParser",
+    api=(1, 1),  # opening
     section=kinds.REASONING_PARSER,
     selects=Selects.BY_TEMPLATE,
     suite="dovetail.testing.parsers:ReasoningParserSuite",

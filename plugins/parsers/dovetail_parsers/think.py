@@ -104,6 +104,7 @@ class Qwen3(ReasoningParser):
     """Read the output of a model that may reason or not."""
 
     special_tokens = (OPEN, CLOSE)
+    opening = OPEN
     otherwise = ThinkState.UNDECIDED
 
     def __init__(self, config: BaseModel, context: ParserContext) -> None:
