@@ -15,7 +15,9 @@ from safetensors.torch import load_file, save_file
 from transformers import GptOssConfig, GraniteMoeConfig, MixtralConfig, Qwen3MoeConfig
 
 from dovetail import LLM, SamplingParams
+from dovetail.engine.dry_run import dry_run
 from dovetail.errors import RequestError, WeightsError
+from dovetail.layers import adapters as adapted_layers
 from dovetail.layers.experts import layers_of_experts
 from lora_adapters import random_pair, stacked_tensors, table_tensors, write_tensors
 
@@ -267,6 +269,30 @@ def test_adapters_are_added_to_experts_of_quantized_weights(moe):
     with LLM(str(directory / "model"), **settings, adapters={"enabled": True, "load": {"a": str(target)}}) as llm:
         for output, reference in zip(llm.generate(PROMPTS, PARAMS, adapter="a"), references, strict=True):
             assert_same(output, reference, 1e-3)
+
+
+def test_the_step_whose_memory_is_measured_computes_adapters_of_all_kinds(moe, monkeypatch):
+    directory, _ = moe
+    called = []
+    for name in ("add_low_rank", "add_embedding", "adapted_experts"):
+        kept = getattr(adapted_layers, name)
+
+        def noted(*args, kept=kept, name=name):
+            called.append(name)
+            return kept(*args)
+
+        monkeypatch.setattr(adapted_layers, name, noted)
+    section = {"enabled": True, "modules": ["linear", "embedding", "experts", "head"]}
+    with LLM(str(directory / "model"), **SETTINGS, adapters=section) as llm:
+        engine, lens = llm.loop.executor.rank.engine, [20, 9, 1]
+        layers = len(layers_of_experts(engine.model))
+        with engine.adapters.rehearsed(sum(lens), 6):
+            dry_run(engine.model, engine.eager_runner.prefill, engine.pool, lens, 6)
+        assert {name: called.count(name) for name in set(called)} == {
+            "add_embedding": 1, "adapted_experts": layers, "add_low_rank": 1 + 3 * layers
+        }  # fmt: skip
+        dry_run(engine.model, engine.eager_runner.prefill, engine.pool, lens, 6)
+        assert called.count("add_embedding") == 1, "the next step has no adapter"
 
 
 def test_modules_without_memory_in_slots_and_wrong_matrices_are_refused_by_name(moe, tmp_path):

@@ -174,6 +174,17 @@ class EngineAdapters:
             self.tokens.current = None
 
     @contextmanager
+    def rehearsed(self, tokens: int, rows: int) -> Iterator[None]:
+        """Let the layers compute the adapter of the first slot for all ``tokens`` of a step that answers no request, and the head for ``rows`` rows,
+        so that the step takes the memory of one with adapters."""
+        self.tokens.current = self._on_device(np.zeros(tokens, np.int32))
+        self.tokens.sampled = self._on_device(np.zeros(rows, np.int32)) if self._samples else None
+        try:
+            yield
+        finally:
+            self.tokens.current = self.tokens.sampled = None
+
+    @contextmanager
     def captured(self, rows: int) -> Iterator[None]:
         """Let the layers read the slots of ``rows`` tokens from memory of fixed address, which ``send`` fills, while a decode step is
         captured. With 0 rows, no token has an adapter."""

@@ -186,7 +186,9 @@ class Engine:
         graphs = GraphNeeds(draft_tokens, len(self.watched), self._piece_tokens, self._dtype.itemsize)
         attention = functools.partial(self._attention, resolved.attention_prefill, one_page)
         with self.warm_up.measuring():
-            needs = measure_needs(resolved, self.model, self._local, one_page, self.context_len, attention, graphs)
+            needs = measure_needs(
+                resolved, self.model, self._local, one_page, self.context_len, attention, graphs, self.adapters
+            )
         needs = replace(needs, weights=needs.weights + runtime.weight_bytes)
         draft_bytes = runtime.page_bytes(self.page_size, self.stores)
         sizes = [group_bytes(group, self.stores, self.page_size, self._dtype) for group in groups]

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from dovetail.config.sections import Config
+    from dovetail.engine.adapters import EngineAdapters
     from dovetail.engine.grouped import Pools
     from dovetail.interfaces.attention import AttentionBackend
     from dovetail.interfaces.model import ModelArchitecture, ModelInfo
@@ -49,10 +50,11 @@ def measure_needs(
     context_len: int,
     attention: Callable[[], AttentionBackend],
     graphs: GraphNeeds,
+    adapters: EngineAdapters | None = None,
 ) -> Needs:
     """Run the largest step over ``pool``, which has one page besides page 0. Return the memory that it takes in
-    addition to weights and pool, expanded latents included, and an estimate of what graphs will take. On a CPU only the
-    weights are counted.
+    addition to weights and pool, expanded latents included, and an estimate of what graphs will take. With ``adapters``, the step runs
+    without and with an active adapter, and the larger number counts. On a CPU only the weights are counted.
     ``local`` describes this rank's share of the model, and ``attention`` builds the backend that attends in steps with
     prompts."""
     config, weights = resolved.config, module_bytes(as_module(model))
@@ -62,7 +64,14 @@ def measure_needs(
     whole, rest = divmod(config.scheduler.chunk, context_len)
     lens = [context_len] * whole + [rest] * (rest > 0) + [1] * (rows * config.scheduler.mixed)
     backend = attention()
-    peak = measure_peak(lambda: dry_run(model, backend, pool, lens, rows), pool.device)
+
+    def largest_steps() -> None:
+        dry_run(model, backend, pool, lens, rows)
+        if adapters is not None:
+            with adapters.rehearsed(sum(lens), rows):
+                dry_run(model, backend, pool, lens, rows)
+
+    peak = measure_peak(largest_steps, pool.device)
     expansion = Expansion.of(resolved, model)
     if expansion is not None:  # the step that was measured had no prefix
         peak += expansion.needed_bytes(rows * context_len)
