@@ -19,7 +19,7 @@ from dovetail.sampling_params import PoolingKind
 from dovetail_apis.config import ScoreConfig
 from dovetail_apis.embeddings.pooling import as_prompts, input_usage, pooled, pooling_params
 from dovetail_apis.openai.format import error_json
-from dovetail_apis.score.pairs import Pair, Scoring, api_request, check_repeated, score_pairs
+from dovetail_apis.score.pairs import Pair, Scoring, api_request, check_joined, score_pairs
 from dovetail_apis.score.types import RerankRequest, ScoreRequest
 
 _PAIRS = ("text_1", "text_2")
@@ -144,7 +144,7 @@ def _joined(host: ApiHost, body: ScoreRequest) -> list[str] | list[list[int]]:
         raise RequestError(
             "query and items are of different kinds; allowed: texts, or lists of token ids", param="items"
         )
-    check_repeated(host, query, items, "items")
+    check_joined(host, [(query, item) for item in items], "items")
     return [item + query if body.item_first else query + item for item in items]
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import NamedTuple
 
 from dovetail.api.embeddings import cosine, label_probabilities, pooling_kind
@@ -66,8 +66,7 @@ async def by_template(
     1. The common prefix of the prompts is computed once."""
     assert config.template is not None
     params = pooling_params(PoolingKind.LABELS, (_token(host, config.yes), _token(host, config.no)))
-    longest = max((query for query, _ in pairs), key=len, default="")
-    check_repeated(host, longest, [document for _, document in pairs], param)
+    check_joined(host, pairs, param)
     texts = [fill_template(config.template, *pair) for pair in pairs]
     prompts = await as_prompts(host, texts, params, param, body, add_special_tokens=False)
 
@@ -77,13 +76,13 @@ async def by_template(
     return Scoring(api_request(body, prompts, together=True), read, 0.0)
 
 
-def check_repeated(host: ApiHost, query: str | list[int], items: Sequence[str | list[int]], param: str) -> None:
-    """Raise ``RequestError`` if ``query`` joined with each of ``items`` makes more than a request body may have: a body is
-    bounded, and what it expands to would otherwise be thousands of times as large."""
-    size = _bytes(query) * len(items) + sum(map(_bytes, items))
+def check_joined(host: ApiHost, pairs: Collection[tuple[str | list[int], str | list[int]]], param: str) -> None:
+    """Raise ``RequestError`` if queries joined with their items make more than a request body may have: a body is
+    bounded, and one query for each of thousands of items would otherwise expand to thousands of times as much."""
+    size = sum(_bytes(query) + _bytes(item) for query, item in pairs)
     if size > host.max_body:
         raise RequestError(
-            f"{param}: the query for each of {len(items)} items makes {size / 2**20:.0f} MiB; allowed: "
+            f"{param}: the query for each of {len(pairs)} items makes {size / 2**20:.0f} MiB; allowed: "
             f"{host.max_body / 2**20:g} MiB, as for a body (server.max_body_mib). Send fewer items at a time",
             param=param,
         )
