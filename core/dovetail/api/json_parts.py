@@ -20,8 +20,8 @@ _DEPTH = 4
 
 
 def _as_list(value: object) -> object:
-    """Return the numbers of an array. A list of millions of numbers, which would be freed without a pause, is never made
-    of arrays that are in different parts."""
+    """Return the numbers of an array. An array becomes a list only when it is written, because Python frees a list of all
+    the numbers of an answer in one go, which takes many milliseconds."""
     if isinstance(value, np.ndarray):
         return value.tolist()
     raise TypeError(f"a {type(value).__name__} is in an answer; allowed: what JSON has, and arrays of numpy")

@@ -286,7 +286,7 @@ class DecodeGraphs:
             count = self._own_counts(key.rows)[key.own]
             own = self._own.tensors(sent[first:], count)
             attends = self._static_batch(key._replace(rows=count), own)
-            batch.own = self._own.own_rows(attends, sent[first:])
+            batch.own = self._own.of_graph(attends, sent[first:])
         if plan:
             self._backend.plan_capture(attends)
             capture_states(batch)

@@ -74,7 +74,7 @@ class OwnRowsOfGraphs:
         own.read(sent[:_SENT])
         return own
 
-    def own_rows(self, batch: Batch, sent: Sequence[torch.Tensor]) -> OwnRows:
+    def of_graph(self, batch: Batch, sent: Sequence[torch.Tensor]) -> OwnRows:
         """Return the own rows ``batch`` of a captured step."""
         tokens, targets = sent[_SENT:]
         return OwnRows(batch, tokens, targets, self._tp, spare=1)
