@@ -27,7 +27,7 @@ class ParallelSection(Section):
     )
     attention: Literal["heads", "data"] = Field(
         default="heads",
-        description="How the ranks divide attention: `heads` gives each rank some heads of all requests, `data` all heads of some requests, whose keys and values only this rank keeps (data-parallel attention). With `data` the ranks together hold `tp` times the tokens of a model with latent attention (MLA), or of one with fewer KV heads than ranks, and each rank has the whole weights of attention.",
+        description="How the ranks divide attention: `heads` gives each rank some heads of all requests, `data` all heads of some requests, whose keys and values only this rank keeps (data-parallel attention). With `data` the ranks together hold `tp` times the tokens of a model with latent attention (MLA), or `tp` / KV heads times those of one with fewer KV heads than ranks, less what the weights take: each rank has the whole weights of attention.",
     )
 
     @property

@@ -29,7 +29,7 @@ class SchedulerSection(Section):
     tenants_step_ms: float = Field(
         default=10.0,
         ge=0,
-        description="While several tenants send requests, steps have as many prompt tokens as take about this time (milliseconds), between a thirty-second and a quarter of `chunk_size`: requests of other tenants begin sooner, and long prompts take longer. 0: steps have `chunk_size` tokens then too.",
+        description="While several tenants send requests, steps have as many prompt tokens as take about this time (milliseconds), between a thirty-second (at least 64) and a quarter of `chunk_size`, and up to twice as many for tenants with few requests: requests of other tenants begin sooner, and long prompts take longer. 0: steps have `chunk_size` tokens then too.",
     )
     mixed: bool = Field(default=True, description="Let steps with prompt chunks have decode rows too.")
     overlap: Literal["auto"] | bool = Field(
