@@ -115,6 +115,25 @@ def test_a_quantization_says_in_which_format_it_stores_experts(fakes: Any) -> No
         run(fakes, "quantization=fp8", backends={"first": PLAIN}, more=[quantization])
 
 
+def test_adapters_of_quantized_experts_are_refused_on_cuda(fakes: Any) -> None:
+    quantization = fakes.spec(
+        ComponentKind.QUANTIZATION,
+        "int",
+        describe=fakes.put("accept", lambda checkpoint, config: None),
+        expert_format=fakes.put("format", lambda checkpoint, config: "int4"),
+        offers=frozenset({Feature.QUANTIZATION_EXPERTS}),
+        api=(1, 1),
+    )
+    both, given = {"all": GRAPH | {Feature.EXPERTS_INT4}}, "quantization=int"
+    adapted = ("adapters.enabled=true", "adapters.modules=[linear, experts]")
+    with pytest.raises(ConfigError, match=r"modules has experts, and quantization int stores those of \w+ as int4"):
+        run(fakes, given, *adapted, backends=both, machine=H100, more=[quantization])
+    run(fakes, given, *adapted, backends=both, more=[quantization])  # on a CPU
+    run(fakes, *adapted, backends=both, machine=H100, more=[quantization])  # not quantized
+    run(fakes, given, *adapted, backends={}, machine=H100, more=[quantization], expert_sizes=None)
+    run(fakes, given, adapted[0], "adapters.modules=[linear]", backends=both, machine=H100, more=[quantization])
+
+
 def test_graphs_need_a_backend_that_can_be_captured(fakes: Any) -> None:
     both = {"captured": GRAPH, "waits": PLAIN}
     found = run(fakes, backends=both, machine=H100)

@@ -10,7 +10,7 @@ import torch
 from torch.nn import functional
 
 from dovetail.gguf.block_types import TYPES
-from dovetail.interfaces.expert_shapes import SILU, ExpertFormat, ExpertWeights, Routing, SwiGLU
+from dovetail.interfaces.expert_shapes import ADAPTED_ON_CUDA, SILU, ExpertFormat, ExpertWeights, Routing, SwiGLU
 from dovetail.interfaces.experts import ExpertsProduct
 from dovetail.ops.activation import silu_mul
 from dovetail.ops.adapter_weights import ExpertPairLowRank, TokenSlots
@@ -33,7 +33,7 @@ FORMATS: dict[str, tuple[ExpertFormat, ...]] = {
     "cpu": ("plain", "mxfp4", "gguf"),
 }
 """The formats of weights that can be multiplied on a type of device. Those of GGUF need compiled kernels on a CPU."""
-ADAPTED_FORMATS: dict[str, tuple[ExpertFormat, ...]] = {"cuda": ("plain",), "cpu": FORMATS["cpu"]}
+ADAPTED_FORMATS: dict[str, tuple[ExpertFormat, ...]] = {"cuda": ADAPTED_ON_CUDA, "cpu": FORMATS["cpu"]}
 """The formats of weights that can be multiplied together with adapters."""
 
 

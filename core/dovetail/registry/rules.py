@@ -8,10 +8,11 @@ from dovetail.config import Config, PluginConfig
 from dovetail.errors import ConfigError
 from dovetail.gguf.block_types import QUANT_METHOD as GGUF
 from dovetail.interfaces.cache import CacheGroupKind
+from dovetail.interfaces.expert_shapes import ADAPTED_ON_CUDA
 from dovetail.interfaces.features import Feature
 from dovetail.interfaces.model import ModelInfo
 from dovetail.registry.candidates import Slot
-from dovetail.registry.fit import Combination, Need, Situation, show
+from dovetail.registry.fit import Combination, Need, Option, Situation, show
 from dovetail.registry.negotiable import ATTENTION_DIVISION, BATCH_INVARIANT, MIN_PROBABILITY, TENSOR_PARALLEL
 from dovetail.registry.quantizations import cannot_load, expert_feature
 from dovetail.registry.ranks import indivisible
@@ -161,13 +162,30 @@ def experts(situation: Situation) -> Iterator[Need | Reason]:
 
 
 def check_experts(config: Config, slots: Mapping[str, Slot], combo: Combination) -> None:
-    """Refuse ``graphs.piecewise_tokens`` with a backend of experts that cannot be captured. Raises ``ConfigError``."""
+    """Refuse ``graphs.piecewise_tokens`` with a backend of experts that cannot be captured, and adapters of experts in a format whose kernels do
+    not compute them. Raises ``ConfigError``."""
     chosen = combo[ComponentKind.EXPERTS]
+    _check_adapted_experts(config, slots[ComponentKind.EXPERTS].request, combo[ComponentKind.QUANTIZATION])
     captured = not isinstance(chosen, Candidate) or Feature.EXPERTS_GRAPH in chosen.spec.offers
     if config.graphs.piecewise_tokens and not captured:
         raise ConfigError(
             f"graphs.piecewise_tokens is {config.graphs.piecewise_tokens}, and experts {show(chosen)!r} does not offer "
             f"{Feature.EXPERTS_GRAPH}; allowed with it: 0, null. Set graphs.piecewise_tokens: 0, or another backend of experts"
+        )
+
+
+def _check_adapted_experts(config: Config, request: ResolveRequest, quantization: Option) -> None:
+    """Refuse ``experts`` in ``adapters.modules`` on CUDA if ``quantization`` stores experts in a format without such kernels."""
+    model, adapters = request.model_info, config.adapters
+    wanted = adapters.enabled and adapters.modules is not None and "experts" in adapters.modules
+    if not wanted or request.machine.device_type != "cuda" or model is None or not concerns_experts(model):
+        return
+    chosen = quantization if isinstance(quantization, Candidate) else None
+    stored = expert_feature(chosen, model.quantization).removeprefix("experts.")
+    if stored not in ADAPTED_ON_CUDA:
+        raise ConfigError(
+            f"adapters.modules has experts, and quantization {show(quantization)} stores those of {model.architecture} as {stored}; allowed with "
+            f"adapters on CUDA: {', '.join(ADAPTED_ON_CUDA)}. Leave experts out of adapters.modules, or load a checkpoint without quantized experts"
         )
 
 
