@@ -21,10 +21,7 @@ def test_of_another_machine():
 
 
 def test_what_was_skipped_for_a_missing_tool_is_summed_up(tmp_path: Path) -> None:
-    (tmp_path / "conftest.py").write_text((Path(__file__).parents[1] / "conftest.py").read_text())
-    (tmp_path / "quick_engines.py").write_text(
-        "import pytest\n\n\n@pytest.fixture\ndef _engines_are_built_quickly():\n    pass\n\n\n_what_is_there_is_set_apart = _engines_are_built_quickly\n"
-    )
+    (tmp_path / "conftest.py").write_text((Path(__file__).parents[1] / "missing_tools.py").read_text())
     (tmp_path / "test_skipped.py").write_text(SKIPPING)
     command = [
         sys.executable,
