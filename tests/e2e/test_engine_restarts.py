@@ -277,6 +277,18 @@ def test_a_signal_while_the_engine_starts(tmp_path: Path, temporary: Path, numbe
     eventually(lambda: all(is_gone(child.pid) for child in children))
 
 
+@pytest.mark.parametrize("module", ["click", "uvicorn"])
+def test_sigterm_while_python_imports(module: str):
+    command = [sys.executable, "-X", "importtime", "-m", "dovetail", "serve", "tiny", "--device", "cpu", "--port", "0"]
+    with killed_at_end(subprocess.Popen(command, stderr=subprocess.PIPE, text=True)) as process:
+        assert process.stderr
+        assert any(line.rpartition("|")[2].strip() == module for line in process.stderr)
+        process.send_signal(signal.SIGTERM)
+        rest = process.stderr.read()
+        assert process.wait(PATIENCE) == 0
+    assert "Traceback" not in rest
+
+
 def test_processes_that_outlive_the_engine_are_ended():
     with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"]) as child:
         (found,) = [process for process in descendants(os.getpid()) if process.pid == child.pid]

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import signal
 import sys
+import threading
 import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from dovetail.errors import ConfigError, DovetailError, PluginError
 
@@ -29,9 +33,10 @@ def main(arguments: list[str] | None = None) -> None:
     show_traceback = "--traceback" in given
     given = [word for word in given if word != "--traceback"]
     try:
-        from dovetail.cli.app import build_app
+        with _sigterm_ends(given[:1] == ["serve"]):
+            from dovetail.cli.app import build_app
 
-        build_app(given)(given, prog_name="dovetail")
+            build_app(given)(given, prog_name="dovetail")
     except KeyboardInterrupt:
         sys.exit(INTERRUPTED)
     except DovetailError as error:
@@ -39,6 +44,20 @@ def main(arguments: list[str] | None = None) -> None:
             traceback.print_exc()
         _print_error(error)
         sys.exit(USER_ERROR if isinstance(error, ConfigError | PluginError) else FAILED)
+
+
+@contextmanager
+def _sigterm_ends(wanted: bool) -> Iterator[None]:
+    """Let SIGTERM end the block with status 0, if ``wanted``: it may come while a server still imports. ``server.launch`` has
+    handlers of its own for a server that starts or serves."""
+    if not wanted or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    previous = signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, previous)
 
 
 def _print_error(error: DovetailError) -> None:
