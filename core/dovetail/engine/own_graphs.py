@@ -21,9 +21,6 @@ if TYPE_CHECKING:
     from dovetail.engine.inputs import Array, Inputs
     from dovetail.interfaces.mesh import Collectives, Mesh
 
-_SENT = 6
-"""The number of arrays of ``decode_arrays``."""
-
 
 class OwnRowsOfGraphs:
     """Give a captured step a fixed number of own rows, which is the same on all ranks: the rows of a step are seldom divided
@@ -71,12 +68,12 @@ class OwnRowsOfGraphs:
     def tensors(self, sent: Sequence[torch.Tensor], count: int) -> DecodeTensors:
         """Return the tensors of ``count`` own rows. ``sent`` are the arrays of ``arrays`` on the device."""
         own = self._tensors.narrow(count)
-        own.read(sent[:_SENT])
+        own.read(sent[:-2])
         return own
 
     def of_graph(self, batch: Batch, sent: Sequence[torch.Tensor]) -> OwnRows:
         """Return the own rows ``batch`` of a captured step."""
-        tokens, targets = sent[_SENT:]
+        tokens, targets = sent[-2:]
         return OwnRows(batch, tokens, targets, self._tp, spare=1)
 
     def follow(self, static: Batch, batch: Batch) -> Batch:
