@@ -316,6 +316,11 @@ def test_modules_without_memory_in_slots_and_wrong_matrices_are_refused_by_name(
         (tables | changed, given, "differs from the weight of the model"),
         (tables | grown, given, "change the vocabulary"),
         (changed, given, "no tensors of adapters"),
+        (
+            tables,
+            given | {"target_modules": ["embed_tokens", "3.gate_proj"]},
+            r"3\.gate_proj, and there are no matrices of",
+        ),
         (tables | whole, given, "of dtype torch.int32, a base weight"),
         (beside, given | {"target_modules": ["gate_proj"]}, "a base weight; allowed beside the matrices"),
         (square, experts, r"the model has 32 and 48 \(gate_up_proj\) and 24 and 32 \(down_proj\)"),

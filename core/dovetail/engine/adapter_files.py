@@ -182,12 +182,11 @@ class AdapterReader:
                 placed.append(_Placed(*pair, side.scale, _stack_places(stack, side), stack, side))
         for module, tensor in adapter.copies.items():
             self._check_copy(module, tensor)
+        named, used = _by_ending(self.modules), _by_ending(adapter.modules)
         for name in adapter.config.targets or ():
-            named = [module for module in self.modules if module == name or module.endswith(f".{name}")]
-            used = any(module == name or module.endswith(f".{name}") for module in adapter.modules)
-            if named and not used:
+            if name in named and name not in used:
                 raise WeightsError(
-                    f"{directory}: target_modules names {name:.80}, and there are no matrices of {named[0]}"
+                    f"{directory}: target_modules names {name:.80}, and there are no matrices of {named[name]}"
                 )
         return placed
 
@@ -279,6 +278,17 @@ def kinds_of(modules: AdaptedModules, body: str, adapters: Sequence[PeftAdapter]
     if any(adapter.stacked for adapter in adapters):
         found.add("experts")
     return [*found - {"linear"}]
+
+
+def _by_ending(modules: Iterable[str]) -> dict[str, str]:
+    """Return the first of ``modules`` for each name with which some of them end: the whole name, and what follows each dot."""
+    found: dict[str, str] = {}
+    for module in modules:
+        ending, dot = module, "."
+        while dot:
+            found.setdefault(ending, module)
+            _, dot, ending = ending.partition(".")
+    return found
 
 
 def _refusal(module: str, tensor: StoredTensor, why: str) -> WeightsError:
