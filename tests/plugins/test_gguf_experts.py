@@ -48,8 +48,11 @@ FILES: dict[str, tuple[str, str]] = {
 """The cases of ``test_gguf_families`` that are stored with blocks, and the types of gate and up, and of down."""
 
 
-def write(case: str, directory: Path, up: str | None = None, wide: Mapping[str, Any] = WIDE) -> tuple[Any, Path]:
-    """Write a file whose experts are random blocks, and return the suite of its model and the directory that presents it."""
+def write(
+    case: str, directory: Path, up: str | None = None, wide: Mapping[str, Any] = WIDE, more_down: int = 0
+) -> tuple[Any, Path]:
+    """Write a file whose experts are random blocks, and return the suite of its model and the directory that presents it. ``more_down`` are
+    experts beyond those of the model."""
     architecture, model_type, config, more = CASES[case]
     sizes = {key: value for key, value in wide.items() if key in config or key in ("hidden_size", "intermediate_size")}
     if "expert_feed_forward_length" in more:
@@ -62,7 +65,7 @@ def write(case: str, directory: Path, up: str | None = None, wide: Mapping[str, 
             kind = (
                 FILES[case][1] if found[1] == "down" else (up or FILES[case][0]) if found[1] == "up" else FILES[case][0]
             )
-            shape = tensors[name].shape
+            shape = (tensors[name].shape[0] + more_down * (found[1] == "down"), *tensors[name].shape[1:])
             blocks = random_blocks(kind, shape[0] * shape[1], shape[2], 0.01)
             tensors[name] = Stored(kind, shape, blocks.numpy().tobytes())
     folder = locate(str(write_gguf(directory / "model.gguf", metadata, tensors)))
@@ -153,3 +156,8 @@ def test_ranks_that_cut_a_block_are_refused_by_name(tmp_path: Path) -> None:
     ):
         load(suite, folder, thread_meshes(2, "tp")[0])
     load(suite, folder, thread_meshes(2, "ep")[0])
+
+
+def test_tensors_with_more_experts_than_the_model_are_refused_by_name(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"ffn_down_exps\.weight has shape \[\d+, .*expert_count is \d+"):
+        write("granitemoe", tmp_path, more_down=1)

@@ -66,7 +66,7 @@ def mapped_tensors(checkpoint: GgufFile) -> list[MappedTensor]:
                     f"{tensor.file}: {tensor.name} and {found[one.name].sources[0].name} are both {one.name}"
                 )
             found[one.name] = one
-    single = list(_single_experts(found))
+    single = list(_single_experts(checkpoint, found))
     return [*found.values(), *single, *_tied_head(family, found)]
 
 
@@ -84,14 +84,21 @@ def expert_name(name: str, index: int | str, part: str) -> str:
     return f"{parent.removesuffix('.experts')}.experts.{index}.{part}.weight"
 
 
-def _single_experts(found: dict[str, MappedTensor]) -> Iterator[MappedTensor]:
-    """Yield the matrices of each expert of tensors of all experts. Both become optional."""
+def _single_experts(checkpoint: GgufFile, found: dict[str, MappedTensor]) -> Iterator[MappedTensor]:
+    """Yield the matrices of each expert of tensors of all experts. Both become optional. Raises ``ConfigError`` if a tensor has more or fewer
+    experts than the file says: a model that reads single matrices would ignore the others."""
+    count = checkpoint.metadata.get(f"{checkpoint.architecture}.expert_count")
     for name, mapped in list(found.items()):
         parts = ("gate_proj", "up_proj") if len(mapped.sources) == 2 else ("down_proj",)
         stacks = [re.fullmatch(r"blk\.\d+\.ffn_(gate|up|down)_exps\.weight", source.name) for source in mapped.sources]
         if all(stacks):
             found[name] = replace(mapped, optional=True)
             for part, source in zip(parts, mapped.sources, strict=True):
+                if source.shape[:1] != (count,):
+                    raise ConfigError(
+                        f"{source.file}: tensor {source.name} has shape {list(source.shape)}, and {checkpoint.architecture}.expert_count is "
+                        f"{count!s:.20}; convert the checkpoint again"
+                    )
                 for one in _experts(source, expert_name(name, "{}", part)):
                     yield replace(one, optional=True)
 
