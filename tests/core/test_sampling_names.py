@@ -21,7 +21,7 @@ VLLM = {
     "top_k": -1, "min_p": 0.1, "seed": 5, "stop": "x", "stop_token_ids": [3], "bad_words": ["no"], "ignore_eos": True,
     "max_tokens": 7, "min_tokens": 2, "logprobs": 3, "prompt_logprobs": 1, "detokenize": True, "skip_special_tokens": False,
     "spaces_between_special_tokens": True, "include_stop_str_in_output": True, "logit_bias": {"4": 1.5},
-    "allowed_token_ids": [1, 2], "structured_outputs": {"regex": "a+", "json": None},
+    "allowed_token_ids": [1, 2], "structured_outputs": {"regex": "a+", "json": None, "disable_any_whitespace": False},
 }  # fmt: skip
 SGLANG = {
     "max_new_tokens": 7, "min_new_tokens": 2, "stop": ["x", "y"], "stop_token_ids": [3], "stop_regex": "a+b", "top_k": 4,
@@ -62,6 +62,11 @@ def test_the_constructor_takes_other_names_too():
         ({"max_tokens": 1, "max_new_tokens": 1}, "max_new_tokens", "given twice, as max_tokens and max_new_tokens"),
         ({"detokenize": False}, "detokenize", "allowed: True"),
         ({"structured_outputs": {"xml": "a"}}, "structured_outputs", "has xml; allowed: json, regex"),
+        (
+            {"structured_outputs": {"regex": "a", "disable_any_whitespace": True}},
+            "structured_outputs.disable_any_whitespace",
+            "not supported.*max_whitespace",
+        ),
         ({"regex": "a", "ebnf": "b"}, "ebnf", "only one constraint"),
         ({"logit_bias": {"x": 1}}, "logit_bias", "token ids"),
         ({"stop": 5}, "stop", "stop is 5"),

@@ -239,6 +239,28 @@ def test_what_is_refused_is_named_with_what_to_use(servers: Servers, table: Requ
     assert (answer.status, message) == (400, f"{name} is not supported by this server: {table.reasons[name]}")
 
 
+@pytest.mark.parametrize(
+    ("option", "value", "instead"),
+    [
+        ("whitespace_pattern", " ", "write it into the constraint as a regex or a grammar"),
+        ("disable_any_whitespace", True, "max_whitespace in the section grammar"),
+        ("disable_additional_properties", True, "additionalProperties: false"),
+        ("disable_fallback", True, "grammar_backend"),
+    ],
+)
+@pytest.mark.parametrize("table", [CHAT, COMPLETIONS, RESPONSES], ids=lambda table: table.title)
+def test_options_of_structured_outputs(servers: Servers, table: RequestFields, option: str, value: Any, instead: str):
+    body = {**BASE[table.title], "structured_outputs": {"json": SCHEMA, option: value}}
+    response = servers.send(table, body)
+    error = response.json()["error"]
+    assert (response.status, error["code"]) == (400, "unsupported_parameter")
+    assert error["message"].startswith(f"structured_outputs.{option} is not supported by this server: ")
+    assert instead in error["message"]
+    for nothing in (None, False):
+        body["structured_outputs"][option] = nothing
+        assert servers.send(table, body).status == 200
+
+
 @pytest.mark.parametrize("table", TABLES, ids=lambda table: table.title)
 def test_unknown_fields(servers: Servers, table: RequestFields):
     base = BASE[table.title]

@@ -269,8 +269,10 @@ def _names(model: type[ApiModel]) -> tuple[frozenset[str], frozenset[str]]:
 def _explain(error: ValidationError, model: type[Model]) -> RequestError:
     """Return an error for the first wrong field, with every reason that pydantic gives for it (a union has one for each
     member)."""
-    problems = error.errors(include_url=False, include_context=False)
+    problems = error.errors(include_url=False)
     first = problems[0]
+    if isinstance(raised := first.get("ctx", {}).get("error"), RequestError):  # by a validator
+        return raised
     if not first["loc"]:
         return RequestError(f"the body is invalid: {first['msg'][:1].lower() + first['msg'][1:]}", code="invalid_type")
     field = str(first["loc"][0])

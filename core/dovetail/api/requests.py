@@ -32,6 +32,14 @@ _MEANING = {
 }
 """Map vLLM's names of constraints to those in ``CONSTRAINTS``. A ``grammar`` is ``ebnf`` or ``lark``."""
 
+_REFUSED_OPTIONS = {
+    "disable_any_whitespace": "max_whitespace in the section grammar of the server's config limits white space",
+    "disable_additional_properties": "write additionalProperties: false into the objects of the schema",
+    "whitespace_pattern": "write it into the constraint as a regex or a grammar",
+    "disable_fallback": "name the backend in grammar_backend; no other is then used",
+}
+"""Map options of vLLM's ``structured_outputs`` to what to use instead."""
+
 _LONGEST_ID = 100
 """Limit the number of digits of a token id. Python refuses to convert several thousand digits."""
 
@@ -94,6 +102,18 @@ def grammar_of(given: Mapping[str, Any], backend: str | None = None) -> GrammarS
         spec = _response_format(value) if name == "response_format" else _constraint(name, value)
         return spec and dataclasses.replace(spec, backend=backend)
     return None
+
+
+def without_options(outputs: Mapping[str, Any]) -> dict[str, Any]:
+    """Return vLLM's ``structured_outputs`` without its options. Raises ``RequestError`` for an option that is neither None
+    nor False."""
+    for name, instead in _REFUSED_OPTIONS.items():
+        if (value := outputs.get(name)) is not None and value is not False:
+            field = f"structured_outputs.{name}"
+            raise RequestError(
+                f"{field} is not supported by this server: {instead}", param=field, code="unsupported_parameter"
+            )
+    return {name: value for name, value in outputs.items() if name not in _REFUSED_OPTIONS}
 
 
 def _constraint(name: str, value: Any) -> GrammarSpec:

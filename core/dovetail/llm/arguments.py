@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from numbers import Integral
 from typing import Any, NamedTuple, ParamSpec, Protocol, TypeAlias, TypeVar
 
-from dovetail.api.requests import CONSTRAINTS, grammar_of, token_biases
+from dovetail.api.requests import CONSTRAINTS, grammar_of, token_biases, without_options
 from dovetail.errors import ConfigError, RequestError
 from dovetail.sampling_names import OTHER_NAMES
 from dovetail.sampling_params import SamplingParams
@@ -158,7 +158,9 @@ def sampling_params_of(params: Params, defaults: Mapping[str, Any] = {}) -> Samp
     if not isinstance(structured, Mapping):
         raise RequestError(f"structured_outputs is {structured!r:.80}; allowed: a mapping", param="structured_outputs")
     constraints: dict[str, Any] = {
-        _STRUCTURED.get(str(name), str(name)): value for name, value in structured.items() if value is not None
+        _STRUCTURED.get(str(name), str(name)): value
+        for name, value in without_options(structured).items()
+        if value is not None
     }
     constraints |= {name: given.pop(name) for name in CONSTRAINTS if name in given}
     if unknown := constraints.keys() - {*CONSTRAINTS, "response_format"}:

@@ -109,7 +109,9 @@ _CONSTRAINTS = (
     _honoured("VSD", "Constraints.", regex=None, ebnf=None, json_schema=None, lark=None, choice=None, structural_tag=None),
     _honoured(
         "V", "An object with one of `json`, `regex`, `choice`, `grammar`, `json_object`, `structural_tag`. A `grammar` "
-        "with `::=` is read as `ebnf`, another one as `lark`.", structured_outputs=None,
+        "with `::=` is read as `ebnf`, another one as `lark`. Its options `disable_any_whitespace`, "
+        "`disable_additional_properties`, `whitespace_pattern` and `disable_fallback` are refused unless null or false.",
+        structured_outputs=None,
     ),
     _honoured("V", "As in `structured_outputs`.", guided_json=None, guided_regex=None, guided_choice=None, guided_grammar=None),
     _honoured(

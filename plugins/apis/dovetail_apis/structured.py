@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from dovetail.api.body import ApiModel
-from dovetail.api.requests import CONSTRAINTS
+from dovetail.api.requests import CONSTRAINTS, without_options
 from dovetail.api.sampling import SamplingFields
 from dovetail.errors import RequestError
 
@@ -24,6 +24,11 @@ class StructuredOutputs(ApiModel):
     grammar: str | None = Field(None, description="Read as `ebnf` if it contains `::=`, otherwise as `lark`.")
     json_object: bool | None = None
     structural_tag: str | dict[str, Any] | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse_options(cls, value: Any) -> Any:
+        return without_options(value) if isinstance(value, dict) else value
 
     def given(self) -> dict[str, Any]:
         """Return the constraints by the names of their fields, without those that are not given."""
