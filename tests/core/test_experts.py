@@ -124,7 +124,8 @@ def test_rules_that_contradict_themselves_are_refused(changes: dict[str, Any], w
         replace(RULES["olmoe"], **changes)
 
 
-INFO = ModelInfo("OneLayer", 8, HIDDEN, 1, 1, 1, HIDDEN, 16, (CacheGroup(1, 1, HIDDEN),))
+SIZES = (("num_experts", 8), ("size", 12))
+INFO = ModelInfo("OneLayer", 8, HIDDEN, 1, 1, 1, HIDDEN, 16, (CacheGroup(1, 1, HIDDEN),), expert_sizes=SIZES)
 GPT_OSS = FusedLayout(transposed=True, interleaved=True)
 LAYOUTS = {
     "mixtral": None,
@@ -416,4 +417,7 @@ def test_models_declare_what_their_experts_need() -> None:
     with pytest.raises(
         PluginLoadError, match=r"does not declare experts\.swiglu, which its layer of experts experts needs"
     ):
+        build_model(OneLayer, info, CPU, torch.float32)
+    info = replace(INFO, config=(shape, None), needs=shape.needs, expert_sizes=None)
+    with pytest.raises(PluginLoadError, match=r"layer of experts experts, and its ModelInfo has no expert_sizes"):
         build_model(OneLayer, info, CPU, torch.float32)

@@ -17,9 +17,11 @@ from torch import nn
 
 from dovetail.engine.declared import check_declared
 from dovetail.errors import PageFormatError, PluginLoadError
+from dovetail.interfaces.attention import AttentionLayer
 from dovetail.interfaces.cache import CacheGroup, CacheGroupKind
 from dovetail.interfaces.mesh import SINGLE
 from dovetail.interfaces.mixer_shapes import CONV_NEEDS, StateShape
+from dovetail.layers.attention import AttentionShape, SelfAttention
 from dovetail.layers.short_conv import GatedShortConv
 from dovetail.memory.state_pool import StatePool, bytes_per_slot
 
@@ -146,4 +148,18 @@ def test_a_model_whose_layers_keep_other_states_than_it_declares_is_refused() ->
     with pytest.raises(PluginLoadError, match=needed):
         check_declared(model, info, 1)
     info.needs = CONV_NEEDS
+    check_declared(model, info, 1)
+
+
+def test_an_attention_layer_whose_place_its_group_does_not_have_is_refused() -> None:
+    layer = SelfAttention(AttentionShape(8, 2, 1, 4), AttentionLayer(2, 0.5), SINGLE)
+    groups = (CacheGroup(2, 1, 4), CacheGroup(1, 1, 4))
+    info: Any = SimpleNamespace(architecture="Fake", needs=frozenset(), cache_groups=groups)
+    model = nn.ModuleList([layer])
+    for place in ((0, 2), (1, 1), (2, 0)):
+        layer.set_place(*place)
+        message = f"layer 0 is number {place[1]} of cache group {place[0]}, and the cache groups of the ModelInfo have [2, 1] layers"
+        with pytest.raises(PluginLoadError, match=re.escape(message)):
+            check_declared(model, info, 1)
+    layer.set_place(1, 0)
     check_declared(model, info, 1)

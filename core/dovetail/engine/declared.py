@@ -13,7 +13,9 @@ from dovetail.interfaces.cache import CacheGroupKind
 from dovetail.interfaces.features import Feature
 from dovetail.interfaces.mixer_shapes import StateShape
 from dovetail.interfaces.model import ModelInfo
+from dovetail.layers.attention import SelfAttention
 from dovetail.layers.experts import Experts
+from dovetail.layers.latent import LatentAttention
 from dovetail.layers.states import StateLayer
 
 _NEEDS = (
@@ -25,8 +27,9 @@ _NEEDS = (
 
 def check_declared(model: nn.Module, info: ModelInfo, ranks: int) -> None:
     """Raise ``PluginLoadError`` if an ``AttentionLayer``, a layer of experts or one with a state of ``model``, the share of one
-    of ``ranks`` ranks, needs a feature that ``info.needs`` does not name, or if layers keep other states than ``info.cache_groups``
-    says.
+    of ``ranks`` ranks, needs a feature that ``info.needs`` does not name, if layers keep other states than ``info.cache_groups``
+    says, if there are experts and ``info`` has no ``expert_sizes``, or if an attention layer of ``dovetail.layers`` has a place
+    that its cache group does not have.
 
     The resolver chooses backends by ``info.needs``. A backend without the feature would ignore it, and every
     output would be wrong. Layers are found in the attributes of the model's modules, and in lists and tuples there.
@@ -38,11 +41,20 @@ def check_declared(model: nn.Module, info: ModelInfo, ranks: int) -> None:
                 f"{type(model).__name__} ({info.architecture}) does not declare {', '.join(sorted(missing))}, which its layer of "
                 f"experts {name} needs; add ExpertsShape.needs to the needs of the ModelInfo that its describe function returns"
             )
+        if isinstance(module, Experts) and info.expert_sizes is None:
+            routing, size = module.shape.routing, module.shape.size
+            raise PluginLoadError(
+                f"{type(model).__name__} ({info.architecture}) has a layer of experts {name}, and its ModelInfo has no expert_sizes, "
+                "without which no backend of experts is chosen; set them to the names and values of the number of experts and of "
+                f'the size of one, such as (("num_local_experts", {routing.num_experts}), ("intermediate_size", {size}))'
+            )
         if isinstance(module, StateLayer) and (missing := module.needs - info.needs):
             raise PluginLoadError(
                 f"{type(model).__name__} ({info.architecture}) does not declare {', '.join(sorted(missing))}, which its layer {name} "
                 f"needs; add {type(module).__name__}.needs to the needs of the ModelInfo that its describe function returns"
             )
+        if isinstance(module, SelfAttention | LatentAttention):
+            _check_place(model, info, name, module)
         for attribute, layer in _layers(module):
             for field, constant, feature in _NEEDS:
                 if getattr(layer, field) is not None and feature not in info.needs:
@@ -52,6 +64,17 @@ def check_declared(model: nn.Module, info: ModelInfo, ranks: int) -> None:
                         f"(layer_id {layer.layer_id}) needs for its {field}; add Feature.{constant} to the needs of the "
                         "ModelInfo that its describe function returns"
                     )
+
+
+def _check_place(model: nn.Module, info: ModelInfo, name: str, layer: SelfAttention | LatentAttention) -> None:
+    group, index = layer.group, layer.constants.layer_id
+    sizes = [each.num_layers for each in info.cache_groups]
+    if group >= len(sizes) or index >= sizes[group]:
+        raise PluginLoadError(
+            f"{type(model).__name__} ({info.architecture}): layer {name} is number {index} of cache group {group}, and the cache "
+            f"groups of the ModelInfo have {sizes} layers. Numbers count from 0 within a group: layer_id of AttentionLayer is the "
+            "number in group 0; call set_place(group, number) for a layer of another group"
+        )
 
 
 def _check_states(model: nn.Module, info: ModelInfo, ranks: int) -> None:
