@@ -31,7 +31,9 @@ from dovetail.testing.ranks import run_ranks, thread_meshes
 CPU = torch.device("cpu")
 EXPERTS, HIDDEN, SIZE = 4, 64, 128
 SHAPE = ExpertsShape(HIDDEN, SIZE, RoutingRule(EXPERTS, 2, renormalize=True), bias=True)
-INFO = ModelInfo("OneLayer", 8, HIDDEN, 1, 1, 1, HIDDEN, 16, (CacheGroup(1, 1, HIDDEN),), needs=SHAPE.needs)
+SIZES = (("num_experts", EXPERTS), ("size", SIZE))
+GROUP = CacheGroup(1, 1, HIDDEN)
+INFO = ModelInfo("OneLayer", 8, HIDDEN, 1, 1, 1, HIDDEN, 16, (GROUP,), needs=SHAPE.needs, expert_sizes=SIZES)
 DUMMY = 1e-3
 
 Divided = Literal["one", "tp", "ep"]
