@@ -431,7 +431,7 @@ def test_auto_follows_the_checkpoint(tmp_path: Path) -> None:
 
 def test_an_unknown_method_is_refused_with_what_is_known(tmp_path: Path) -> None:
     write(tmp_path, {**CONFIG, "quantization_config": {"quant_method": "mystery"}}, dense_tensors())
-    reason = r"quantization is none because no component.*\n.*fp8.*quant_method is 'mystery'; implemented: 'fp8'"
+    reason = r"(?s)quantization is none because no component.*\n.*fp8.*quant_method is 'mystery'; implemented: 'fp8'"
     with pytest.raises(ResolutionError, match=reason):
         LLM(tmp_path)
     with pytest.raises(ResolutionError, match=r"quant_method 'mystery'") as found:
