@@ -72,8 +72,21 @@ def test_a_conversation_has_the_tokens_of_the_chat(tiny, fields):
 
 
 def test_longer_than_the_context_is_counted_all_the_same(fake):
-    answer = posted(fake, "/tokenize", prompt="word " * 5000)
+    answer = posted(fake, "/tokenize", prompt="word " * 4000)
     assert answer["count"] > answer["max_model_len"]
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"prompt": ["a", "word " * 40_000]},
+        {"messages": [{"role": "user", "content": "word " * 40_000}]},
+    ],
+)
+def test_what_no_request_could_use_is_not_tokenized(fake, body):
+    answer = fake.post("/tokenize", json=body)
+    assert answer.status_code == 400
+    assert "holds 2048 tokens" in answer.json()["error"]["message"]
 
 
 @pytest.mark.parametrize(

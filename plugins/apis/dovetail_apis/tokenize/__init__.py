@@ -15,7 +15,7 @@ from starlette.responses import Response
 from dovetail.api.body import ApiModel, Ids, examples, parse
 from dovetail.api.responses import json_response
 from dovetail.chat.requests import NamedTool, ToolSpec, plain_message, read_tool_choice, template_tools
-from dovetail.errors import RequestError
+from dovetail.errors import ContextLengthError, RequestError
 from dovetail.interfaces.api import Api, ApiHost, Route
 from dovetail.token_checks import check_token_ids
 from dovetail_apis.chat_input import ChatInput, turn_of
@@ -116,7 +116,10 @@ class Tokenize(Api):
 def _tokenized(rendered: str, host: ApiHost, body: TokenizeRequest) -> dict[str, Any]:
     given = body.prompt if body.prompt is not None else rendered
     special = body.prompt is not None if body.add_special_tokens is None else body.add_special_tokens
-    found = [host.tokenizer.encode(text, special) for text in ([given] if isinstance(given, str) else given)]
+    texts = [given] if isinstance(given, str) else given
+    for text in texts:
+        _check_length(host, text, "messages" if body.prompt is None else "prompt")
+    found = [host.tokenizer.encode(text, special) for text in texts]
     names = [[_name(host, token) for token in ids] for ids in found] if body.return_token_strs else None
     single = isinstance(given, str)
     return {
@@ -125,6 +128,16 @@ def _tokenized(rendered: str, host: ApiHost, body: TokenizeRequest) -> dict[str,
         "max_model_len": host.context_len,
         "token_strs": names and (names[0] if single else names),
     }
+
+
+def _check_length(host: ApiHost, text: str, param: str) -> None:
+    """Raise ``ContextLengthError`` for a text that is far longer than the context."""
+    if host.tokenizer.surely_exceeds(text, host.context_len):
+        raise ContextLengthError(
+            f"a text has {len(text)} characters, which are far more than the context holds; the context holds "
+            f"{host.context_len} tokens; tokenize the text in parts",
+            param=param,
+        )
 
 
 async def _rendered(host: ApiHost, body: TokenizeRequest) -> str:
