@@ -51,13 +51,17 @@ class Expansion:
     @classmethod
     def of(cls, resolved: Resolved, model: ModelArchitecture) -> Expansion | None:
         """Return the choice for ``model``, or None if it has no latent attention, several cache groups, or layers of
-        different shapes, or if its attention backend for prompts does not offer ``attention.expanded``."""
+        different shapes, or values wider than keys, or if its attention backend for prompts does not offer
+        ``attention.expanded``."""
         if Feature.ATTN_EXPANDED not in resolved.attention_prefill.spec.offers or resolved.config.batch_invariant:
             return None
         layers = [module for module in as_module(model).modules() if isinstance(module, LatentAttention)]
         if not layers or len(model.info.cache_groups) > 1 or any(layer.shape != layers[0].shape for layer in layers):
             return None
-        return cls(layers[0].shape, layers[0].num_heads, getattr(torch, resolved.config.model.dtype).itemsize)
+        shape = layers[0].shape
+        if shape.v_head_dim > shape.head_dim:
+            return None
+        return cls(shape, layers[0].num_heads, getattr(torch, resolved.config.model.dtype).itemsize)
 
     def needed_bytes(self, most_keys: int) -> int:
         """Return the bytes that a step takes to expand latents, if its prompts never have more than ``most_keys`` keys."""

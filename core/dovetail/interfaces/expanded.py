@@ -28,7 +28,8 @@ class ExpandedAttention(Protocol):
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: AttentionLayer, batch: Batch
     ) -> torch.Tensor:
         """Return the causal attention of ``q [tokens, num_heads, d]`` over ``k [keys, num_heads, d]`` and ``v [keys,
-        num_heads, size of values]``, which are not in the pool: ``[tokens, num_heads, size of values]``, contiguous.
+        num_heads, size of values]``, which are not in the pool: ``[tokens, num_heads, size of values]``, contiguous. Values are
+        not wider than keys.
 
         The model calls this once per layer, with the batch that was given to ``plan_expanded``. ``layer`` has neither a
         window nor a soft cap nor sinks. ``k`` and ``v`` are contiguous except in the first two dimensions. Mutates nothing.
