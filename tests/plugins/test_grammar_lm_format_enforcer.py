@@ -180,7 +180,9 @@ def test_utf8_of_ranges() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("cases", "covered_at_least"), [(suite_schemas, 0.5), (real_schemas, 0.7)])
+@pytest.mark.parametrize(
+    ("cases", "covered_at_least"), [(suite_schemas, 0.5), pytest.param(real_schemas, 0.7, marks=pytest.mark.full)]
+)
 def test_no_invalid_instance_passes(cases: Any, covered_at_least: float) -> None:
     folder = os.environ.get("GRAMMAR_CORPORA")
     if not folder:
