@@ -102,7 +102,7 @@ def test_a_request_that_is_retracted_and_admitted_at_once_is_drafted_again(said,
     def retracting(width, retract):
         if len(drafted) == 3 and rows.reqs:
             drafted.append("retracted")
-            retract()
+            retract(rows.reqs[0])
         return reserve(width, retract)
 
     def watched(batch):
