@@ -263,9 +263,9 @@ def test_tiles_follow_from_the_device_and_the_pool():
         64,
     ]
     assert tiles.choose_latent(32, *sizes, large_memory=True).flip
-    converted = tiles.choose_latent(16, torch.bfloat16, torch.float8_e4m3fn, large_memory=True)
-    assert converted.rows == 64
-    assert not converted.flip
+    converted = [tiles.choose_latent(n, torch.bfloat16, torch.float8_e4m3fn, large_memory=True) for n in (16, 20, 512)]
+    assert [tile.rows for tile in converted] == [16, 64, 64]
+    assert not any(tile.flip for tile in converted)
     assert tiles.choose_latent(128, *sizes, large_memory=True, two=True).rows == 16
     small = tiles.choose_latent(128, *sizes, large_memory=False)
     assert (small.rows + 2 * small.keys) * 576 * 2 <= 99 << 10, "the rows and the blocks in flight fit on any device"
