@@ -17,8 +17,8 @@ AT_ONCE = 64
 
 AT_ONCE_SHARED = 32
 PAUSE_SECONDS = 0.005
-"""While several tenants send requests, ``AT_ONCE_SHARED`` messages of each are sent within this time: the engine reads all that
-have arrived before its next step, and a request of another tenant would wait until it has taken thousands."""
+"""While several tenants send requests, a tenant whose ``AT_ONCE_SHARED``-th message was sent waits for at most this time: the engine reads
+all that have arrived before its next step, and a request of another tenant would wait until it has taken thousands."""
 
 SHARED_SECONDS = 10.0
 """How long after requests of two tenants have followed each other several tenants count as sending requests."""
@@ -32,8 +32,8 @@ class FairSender:
     queue nor stops the event loop while it is sent.
 
     At most ``window`` requests of one tenant are in the engine, which is enough to fill its steps. The others wait here, in turns
-    for tenants, those of one tenant by priority and then by arrival. While several tenants send requests, each sends
-    ``AT_ONCE_SHARED`` in ``PAUSE_SECONDS`` at most. At most ``most`` wait: beyond that a request is refused,
+    for tenants, those of one tenant by priority and then by arrival. While several tenants send requests, each of them
+    sends at most ``AT_ONCE_SHARED`` until all may send again, ``PAUSE_SECONDS`` after the first has sent as many. At most ``most`` wait: beyond that a request is refused,
     unless its tenant has none here or less than an equal share.
     """
 
@@ -62,7 +62,7 @@ class FairSender:
         self._sent: dict[str, str] = {}  # tenants by the ids of requests that are in the engine
         self._waiting: Counter[str] = Counter()
         self._in_engine: Counter[str] = Counter()
-        self._burst: Counter[str] = Counter()  # what was sent within PAUSE_SECONDS
+        self._burst: Counter[str] = Counter()  # messages sent since the last pause
         self._pumping = self._pausing = False
 
     def __len__(self) -> int:
@@ -150,7 +150,7 @@ class FairSender:
         return msg
 
     def _count(self, tenant: str) -> None:
-        """Count a message of ``tenant`` for ``PAUSE_SECONDS``."""
+        """Count a message of ``tenant``, and let all send again in ``PAUSE_SECONDS`` if these are enough."""
         self._burst[tenant] += 1
         if self._burst[tenant] >= AT_ONCE_SHARED and not self._pausing:
             self._pausing = True

@@ -18,7 +18,6 @@ from dovetail.interfaces.quantization import (
     Quantization,
     QuantizationContext,
 )
-from dovetail.layers.linear import DenseProduct
 from dovetail.ops.integers import Integers, dequantize
 from dovetail.ops.packed_blocks import PackedType, PackedWeight
 from dovetail_quantization.bnb_formats import BnbFormat, read_format
@@ -33,7 +32,8 @@ from dovetail_quantization.bnb_tensors import (
     Table,
     check_scales,
 )
-from dovetail_quantization.checkpoint import leaves_out
+from dovetail_quantization.checkpoint import leaves_out, module_index
+from dovetail_quantization.dequantized import DequantizedLinear
 from dovetail_quantization.gguf_cuda import packed_product
 from dovetail_quantization.integer_formats import IntegerActivations
 from dovetail_quantization.integer_products import make_product
@@ -62,11 +62,6 @@ class BnbLinear(LinearMethod):
 
     def __init__(self, shape: LinearShape, form: BnbFormat, context: QuantizationContext) -> None:
         self.shape, self.form, self.context = shape, form, context
-
-    def index(self, weight: WeightTarget) -> int:
-        """Return the place of the module that ``weight`` is of among those of the layer."""
-        starts = [sum(self.shape.rows[:index]) for index in range(len(self.shape.rows))]
-        return starts.index(weight.start or 0)
 
     def refuse_transform(self, name: str, weight: WeightTarget) -> None:
         """Raise ``ConfigError`` for a transform that changes more than the order of rows."""
@@ -106,7 +101,7 @@ class FourBitLinear(BnbLinear):
     def targets(self, name: str, weight: WeightTarget) -> Iterator[tuple[str, WeightTarget]]:
         """See ``LinearMethod``."""
         self.refuse_transform(name, weight)
-        form, place, own = self.form, self.index(weight), f"{name}.weight"
+        form, place, own = self.form, module_index(self.shape, weight), f"{name}.weight"
         size = self.shape.rows[place]
         shares = {share.dim: share for share in weight.shares}
         rows, columns = shares.get(0), shares.get(1)
@@ -157,7 +152,7 @@ class FourBitLinear(BnbLinear):
         if self.context.batch_invariant:
             plain = weight.dequantized(self.context.dtype)
             return InvariantLinear(lambda _: plain, self.context.dtype, weight.packing.name)
-        return DequantizedPacked(weight, self.context.dtype)
+        return DequantizedLinear(weight.dequantized(self.context.dtype), weight.packing.name)
 
     def dequantized(self, parameters: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """See ``LinearMethod``."""
@@ -179,19 +174,6 @@ class FourBitLinear(BnbLinear):
         return weight
 
 
-class DequantizedPacked(DenseProduct):
-    """Multiply on a CPU, with a copy of the weight in the dtype of activations."""
-
-    def __init__(self, weight: PackedWeight, dtype: torch.dtype) -> None:
-        self._name = weight.packing.name
-        super().__init__(weight.dequantized(dtype))
-
-    @property
-    def describe(self) -> str:
-        """See ``LinearProduct``."""
-        return f"{self._name}, dequantized when loaded; {super().describe}"
-
-
 class RowInt8Linear(BnbLinear):
     """Store int8 numbers with a scale for each row (LLM.int8): 127 stands for ``SCB``. Activations are not quantized, so that there
     are no outliers to compute apart."""
@@ -211,7 +193,9 @@ class RowInt8Linear(BnbLinear):
         rows = tuple(share for share in weight.shares if share.dim == 0)
         yield f"{name}.weight", weight
         yield f"{name}.SCB", weight._replace(parameter="scale", shares=rows, check=check_scales)
-        form = WeightTarget("form", self.index(weight), 1, transform=RowMajor(), check=_check_form, default=0.0)
+        form = WeightTarget(
+            "form", module_index(self.shape, weight), 1, transform=RowMajor(), check=_check_form, default=0.0
+        )
         yield f"{name}.weight_format", form
 
     def fill_dummy(self, parameters: Mapping[str, torch.Tensor], limit: float, generator: torch.Generator) -> None:

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from dovetail.errors import ConfigError
+
+if TYPE_CHECKING:
+    from dovetail.interfaces.model import WeightTarget
+    from dovetail.interfaces.quantization import LinearShape
 
 
 def allow_only(given: Mapping[str, Any], key: str, allowed: Sequence[Any]) -> None:
@@ -86,6 +90,12 @@ def leaves_out(names: Sequence[str], ignored: re.Pattern[str]) -> bool:
             "them or none can be quantized"
         )
     return bool(matching)
+
+
+def module_index(shape: LinearShape, weight: WeightTarget) -> int:
+    """Return the place of the module that ``weight`` is of among those of the layer of ``shape``."""
+    starts = [sum(shape.rows[:index]) for index in range(len(shape.rows))]
+    return starts.index(weight.start or 0)
 
 
 def listed(names: Sequence[str]) -> str:

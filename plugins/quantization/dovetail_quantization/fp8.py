@@ -19,7 +19,7 @@ from dovetail.interfaces.quantization import (
     Quantization,
     QuantizationContext,
 )
-from dovetail_quantization.checkpoint import leaves_out, refuse_unused
+from dovetail_quantization.checkpoint import leaves_out, module_index, refuse_unused
 from dovetail_quantization.fp8_experts import Fp8Experts
 from dovetail_quantization.fp8_formats import Activations, Fp8Format, Scales, read_format
 from dovetail_quantization.fp8_products import dequantize, make_product
@@ -106,11 +106,14 @@ class Fp8Linear(LinearMethod):
         yield f"{name}.weight", weight._replace(check=check_codes)
         yield f"{name}.{self.format.scale_name}", self._scale_target(name, weight)._replace(check=check_scales)
         if self.format.activations is Activations.STATIC:
-            yield f"{name}.input_scale", WeightTarget("input_scale", self._index(weight), 1, check=check_input_scales)
+            yield (
+                f"{name}.input_scale",
+                WeightTarget("input_scale", module_index(self.shape, weight), 1, check=check_input_scales),
+            )
 
     def _scale_target(self, name: str, weight: WeightTarget) -> WeightTarget:
         if self.format.scales is Scales.TENSOR:
-            return WeightTarget("weight_scale", self._index(weight), 1)
+            return WeightTarget("weight_scale", module_index(self.shape, weight), 1)
         if self.format.scales is Scales.ROW:
             shares = tuple(share for share in weight.shares if share.dim == 0)
             return weight._replace(parameter="weight_scale", shares=shares)
@@ -118,11 +121,6 @@ class Fp8Linear(LinearMethod):
         block = self.format.block
         shares = tuple(block_share(name, share, block[share.dim]) for share in weight.shares)
         return WeightTarget("weight_scale", start // block[0], blocks_of(rows, block[0]), shares)
-
-    def _index(self, weight: WeightTarget) -> int:
-        """Return the place of the module that ``weight`` is of among those of the layer."""
-        starts = [sum(self.shape.rows[:index]) for index in range(len(self.shape.rows))]
-        return starts.index(weight.start or 0)
 
     def fill_dummy(self, parameters: Mapping[str, torch.Tensor], limit: float, generator: torch.Generator) -> None:
         """See ``LinearMethod``."""

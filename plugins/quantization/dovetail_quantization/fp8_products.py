@@ -7,9 +7,9 @@ from abc import abstractmethod
 import torch
 
 from dovetail.interfaces.quantization import LinearInput, LinearProduct, QuantizedActivations
-from dovetail.layers.linear import DenseProduct
 from dovetail.ops.activation import GATES, Activation
 from dovetail.ops.expert_formats import fp8_weight
+from dovetail_quantization.dequantized import DequantizedLinear
 from dovetail_quantization.fp8_activations import Fp8Quantizer
 
 
@@ -25,7 +25,7 @@ def make_product(
     ``block``. ``static`` is the scale of activations if the checkpoint has one. Activations above ``bound`` count as
     ``bound``."""
     if not has_kernels(weight.device):
-        return Dequantized(weight, scale, block, dtype)
+        return DequantizedLinear(dequantize(weight, scale, block, dtype), "fp8")
     return RowScaled(weight, scale, static, bound) if block is None else BlockScaled(weight, scale, block)
 
 
@@ -39,21 +39,6 @@ def dequantize(
 ) -> torch.Tensor:
     """Return the weight ``[out, in]`` in ``dtype``."""
     return fp8_weight(weight, scale, block).to(dtype)
-
-
-class Dequantized(DenseProduct):
-    """Multiply on a CPU, with a copy of the weight in the dtype of activations: no CPU kernel here multiplies FP8.
-    Activations are not quantized."""
-
-    def __init__(
-        self, weight: torch.Tensor, scale: torch.Tensor, block: tuple[int, int] | None, dtype: torch.dtype
-    ) -> None:
-        super().__init__(dequantize(weight, scale, block, dtype))
-
-    @property
-    def describe(self) -> str:
-        """See ``LinearProduct``."""
-        return f"fp8, dequantized when loaded; {super().describe}"
 
 
 class Scaled(LinearProduct):

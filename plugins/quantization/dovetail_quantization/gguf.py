@@ -20,9 +20,9 @@ from dovetail.interfaces.quantization import (
     Quantization,
     QuantizationContext,
 )
-from dovetail.layers.linear import DenseProduct
 from dovetail.ops.block_products import BlockWeight, dequantized
-from dovetail_quantization.checkpoint import listed
+from dovetail_quantization.checkpoint import listed, module_index
+from dovetail_quantization.dequantized import DequantizedLinear
 from dovetail_quantization.gguf_blocks import check_columns, fill_random, in_bytes
 from dovetail_quantization.gguf_cuda import PackedLinear
 from dovetail_quantization.gguf_experts import GgufExperts, Mxfp4GgufExperts, layer_of
@@ -99,7 +99,7 @@ class GgufLinear(LinearMethod):
 
     def targets(self, name: str, weight: WeightTarget) -> Iterator[tuple[str, WeightTarget]]:
         """See ``LinearMethod``."""
-        index = self._index(weight)
+        index = module_index(self.shape, weight)
         if weight.transform is not None and not weight.transform.orders_rows:
             raise ConfigError(f"{name} is read through {weight.transform}, which is not implemented for blocks of GGUF")
         kind = self.types[index]
@@ -108,11 +108,6 @@ class GgufLinear(LinearMethod):
                 check_columns(name, share.start, kind)
         shares = tuple(in_bytes(share, kind) if share.dim == 1 else share for share in weight.shares)
         yield f"{name}.weight", weight._replace(parameter=f"blocks_{index}", start=None, size=None, shares=shares)
-
-    def _index(self, weight: WeightTarget) -> int:
-        """Return the place of the module that ``weight`` is of among those of the layer."""
-        starts = [sum(self.shape.rows[:index]) for index in range(len(self.shape.rows))]
-        return starts.index(weight.start or 0)
 
     def fill_dummy(self, parameters: Mapping[str, torch.Tensor], limit: float, generator: torch.Generator) -> None:
         """See ``LinearMethod``."""
@@ -126,7 +121,9 @@ class GgufLinear(LinearMethod):
             plain = dequantized(weights, dtype)
             return InvariantLinear(lambda _: plain, dtype, kinds_of(weights))
         kernels = can_multiply(weights, dtype)
-        return DequantizedBlocks(weights, dtype) if kernels is None else BlockProduct(weights, kernels)
+        if kernels is None:
+            return DequantizedLinear(dequantized(weights, dtype), kinds_of(weights))
+        return BlockProduct(weights, kernels)
 
     def dequantized(self, parameters: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """See ``LinearMethod``."""
@@ -134,16 +131,3 @@ class GgufLinear(LinearMethod):
 
     def _weights(self, parameters: Mapping[str, torch.Tensor]) -> list[BlockWeight]:
         return [BlockWeight(parameters[f"blocks_{index}"], kind) for index, kind in enumerate(self.types)]
-
-
-class DequantizedBlocks(DenseProduct):
-    """Multiply where no kernel reads the blocks, with a copy of the weight in the dtype of activations."""
-
-    def __init__(self, weights: list[BlockWeight], dtype: torch.dtype) -> None:
-        super().__init__(dequantized(weights, dtype))
-        self._kinds = kinds_of(weights)
-
-    @property
-    def describe(self) -> str:
-        """See ``LinearProduct``."""
-        return f"{self._kinds}, dequantized when loaded; {super().describe}"

@@ -20,7 +20,7 @@ from dovetail.interfaces.quantization import (
     QuantizationContext,
 )
 from dovetail.ops.integers import BLOCK, Integers, dequantize, held, numbers_of
-from dovetail_quantization.checkpoint import refuse_unused
+from dovetail_quantization.checkpoint import module_index, refuse_unused
 from dovetail_quantization.integer_experts import IntegerExperts
 from dovetail_quantization.integer_formats import IntegerActivations, IntegerLayout, Scheme, read_format
 from dovetail_quantization.integer_products import in_order, make_product
@@ -113,12 +113,10 @@ class IntegerLinear(LinearMethod):
         """See ``LinearMethod``."""
         yield from stored_targets(name, weight, self.scheme, self.shape, all_groups=self._all_groups)
         if self.scheme.activations is IntegerActivations.STATIC:
-            yield f"{name}.input_scale", WeightTarget("input_scale", self._index(weight), 1, check=check_input_scales)
-
-    def _index(self, weight: WeightTarget) -> int:
-        """Return the place of the module that ``weight`` is of among those of the layer."""
-        starts = [sum(self.shape.rows[:index]) for index in range(len(self.shape.rows))]
-        return starts.index(weight.start or 0)
+            yield (
+                f"{name}.input_scale",
+                WeightTarget("input_scale", module_index(self.shape, weight), 1, check=check_input_scales),
+            )
 
     def fill_dummy(self, parameters: Mapping[str, torch.Tensor], limit: float, generator: torch.Generator) -> None:
         """See ``LinearMethod``."""

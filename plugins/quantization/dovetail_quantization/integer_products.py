@@ -6,10 +6,10 @@ import torch
 from torch.nn import functional
 
 from dovetail.interfaces.quantization import LinearProduct
-from dovetail.layers.linear import DenseProduct
 from dovetail.ops.activation import GATES, Activation
 from dovetail.ops.integers import BLOCK, Integers, dequantize
 from dovetail.ops.linear import linear
+from dovetail_quantization.dequantized import DequantizedLinear
 from dovetail_quantization.integer_formats import IntegerActivations
 from dovetail_quantization.invariant_products import InvariantLinear
 
@@ -34,7 +34,8 @@ def make_product(
     if batch_invariant:
         return _invariant(weight, order, dtype)
     if not weight.codes.is_cuda:
-        return DequantizedIntegers(weight, order, dtype)
+        plain = in_order(dequantize(weight, dtype), order)
+        return DequantizedLinear(plain, f"integers of {weight.bits} bits")
     return IntegerProduct(weight, order)
 
 
@@ -48,19 +49,6 @@ def _invariant(weight: Integers, order: torch.Tensor | None, dtype: torch.dtype)
     held = integer_rows.with_words(weight)
     write = dequantize if weight.group % BLOCK else integer_rows.plain_weight
     return InvariantLinear(lambda dtype: write(held, dtype), dtype, what, order)
-
-
-class DequantizedIntegers(DenseProduct):
-    """Multiply on a CPU, with a copy of the weight in the dtype of activations."""
-
-    def __init__(self, weight: Integers, order: torch.Tensor | None, dtype: torch.dtype) -> None:
-        self._bits = weight.bits
-        super().__init__(in_order(dequantize(weight, dtype), order))
-
-    @property
-    def describe(self) -> str:
-        """See ``LinearProduct``."""
-        return f"integers of {self._bits} bits, dequantized when loaded; {super().describe}"
 
 
 def in_order(weight: torch.Tensor, order: torch.Tensor | None) -> torch.Tensor:

@@ -9,6 +9,7 @@ import torch
 from dovetail.errors import ConfigError
 from dovetail.interfaces.model import TensorShare, WeightTarget, WeightTransform
 from dovetail.interfaces.quantization import LinearShape
+from dovetail_quantization.checkpoint import module_index
 from dovetail_quantization.integer_formats import IntegerLayout, Scheme
 from dovetail_quantization.integer_tensors import (
     Index,
@@ -39,14 +40,14 @@ def stored_targets(name: str, weight: WeightTarget, scheme: Scheme, shape: Linea
     if scheme.indexed:
         columns = tuple(share._replace(dim=0) for share in weight.shares if share.dim == 1)
         first = 0 if all_groups else _first_group(columns, scheme)
-        module = _module(weight, shape)
+        module = module_index(shape, weight)
         tensor = f"{name}.g_idx" if scheme.layout is IntegerLayout.GPTQ else f"{name}.weight_g_idx"
         default = None if scheme.ordered else -1.0
         yield tensor, WeightTarget("group_of", module, 1, columns, Index(first), default=default)
         yield tensor, WeightTarget("order", module, 1, columns, Index(sorts=True), default=default)
     if scheme.layout is IntegerLayout.PACKED:
         rows, columns = shape.out_features if weight.size is None else weight.size, shape.in_features
-        yield sizes_target(name, weight, "sizes", _module(weight, shape), (rows, columns))
+        yield sizes_target(name, weight, "sizes", module_index(shape, weight), (rows, columns))
 
 
 def matrix_targets(
@@ -114,11 +115,6 @@ def _group_share(name: str, share: TensorShare, scheme: Scheme) -> TensorShare |
 
 def _first_group(columns: tuple[TensorShare, ...], scheme: Scheme) -> int:
     return columns[0].start // scheme.group if columns and scheme.group else 0
-
-
-def _module(weight: WeightTarget, shape: LinearShape) -> int:
-    """Return the place of the module that ``weight`` is of among those of the layer."""
-    return [sum(shape.rows[:index]) for index in range(len(shape.rows))].index(weight.start or 0)
 
 
 def sizes_target(

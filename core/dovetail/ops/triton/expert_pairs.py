@@ -38,6 +38,15 @@ def pairs_of_block(order, blocks, block, BLOCK_M: tl.constexpr):
 
 
 @triton.jit
+def rows_of_tile(tile, width, columns: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Return of each of the BLOCK_N rows of a tile the column of the output, whether it exists, and the row of the weight of an expert,
+    which exists always. With a gate, a tile has ``columns`` rows of gate, then those of up of the same columns of the output."""
+    local = tl.arange(0, BLOCK_N)
+    column = tile * columns + local % columns
+    return column, column < width, tl.minimum(column, width - 1) + local // columns * width
+
+
+@triton.jit
 def scaled_and_biased(
     gate, up, factors, bias, expert, pair, column, present, inside, size, SCALED: tl.constexpr, BIAS: tl.constexpr
 ):  # fmt: skip

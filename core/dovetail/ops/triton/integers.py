@@ -15,7 +15,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from dovetail.interfaces.expert_shapes import ExpertWeights, Routing
 from dovetail.ops.integers import PLANES
-from dovetail.ops.triton.expert_pairs import pairs_of_block, store_down, store_gated
+from dovetail.ops.triton.expert_pairs import pairs_of_block, rows_of_tile, store_down, store_gated
 from dovetail.ops.triton.launch import INTERPRETED, launch
 from dovetail.ops.triton.mxfp4_tiles import Mxfp4Tile, tiles_of
 from dovetail.ops.triton.routing import sort_by_expert
@@ -201,13 +201,9 @@ def _integer_product(
         if block >= tl.load(used):
             return
         expert, row, pair, present = pairs_of_block(order, blocks, block, BLOCK_M)
-    # the rows of a tile: if GATED, those of gate, then those of up
     columns: tl.constexpr = BLOCK_N // 2 if GATED else BLOCK_N
-    local = tl.arange(0, BLOCK_N)
-    column = tile * columns + local % columns
-    inside = column < width
+    column, inside, held = rows_of_tile(tile, width, columns, BLOCK_N)
     wide = 2 * width if GATED else width
-    held = tl.minimum(column, width - 1) + local // columns * width
     packed: tl.constexpr = (4 if GROUPS else 2) if FOUR else 1
     at = tl.arange(0, BLOCK_K // packed)
     source = (pair // TOP_K if GATED else row).to(tl.int64) * k

@@ -19,7 +19,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from dovetail.interfaces.expert_shapes import ExpertWeights, Routing
 from dovetail.ops.triton import mxfp4_plain
-from dovetail.ops.triton.expert_pairs import pairs_of_block, store_down, store_gated
+from dovetail.ops.triton.expert_pairs import pairs_of_block, rows_of_tile, store_down, store_gated
 from dovetail.ops.triton.launch import INTERPRETED, launch
 from dovetail.ops.triton.mxfp4_numbers import HALF, dequantized_codes, scale_factors, unscaled
 from dovetail.ops.triton.mxfp4_tiles import tiles_of
@@ -62,20 +62,16 @@ def _product(
         if block >= tl.load(used):
             return
         expert, row, pair, present = pairs_of_block(order, blocks, block, BLOCK_M)
-    # the rows of a tile: if GATED, those of gate, then those of up
     columns: tl.constexpr = BLOCK_N // 2 if GATED else BLOCK_N
-    local = tl.arange(0, BLOCK_N)
-    column = tile * columns + local % columns
-    inside = column < width
+    column, inside, held = rows_of_tile(tile, width, columns, BLOCK_N)
     wide = 2 * width if GATED else width
-    held = tl.minimum(column, width - 1) + local // columns * width
     half_k: tl.constexpr = BLOCK_K // 2
     at, group = tl.arange(0, half_k), tl.arange(0, half_k // HALF)
     source = pair // TOP_K if GATED else row
     rows = x + source.to(tl.int64)[:, None] * (2 * half) + (at + at // HALF * HALF)[None, :]
     stored = w + expert * wide * half + held[:, None] * half + at[None, :]
     scales = scale + expert * wide * (half // HALF) + group[:, None] * wide
-    scales += (column + local // columns * width)[None, :]
+    scales += (column + tl.arange(0, BLOCK_N) // columns * width)[None, :]
     dtype: tl.constexpr = x.dtype.element_ty
     total = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
     for start in range(0, half, half_k):

@@ -16,7 +16,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from dovetail.interfaces.expert_shapes import ExpertWeights, Routing
 from dovetail.ops.packed_blocks import PACKED, PackedType, PackedWeight
-from dovetail.ops.triton.expert_pairs import pairs_of_block, store_down, store_gated
+from dovetail.ops.triton.expert_pairs import pairs_of_block, rows_of_tile, store_down, store_gated
 from dovetail.ops.triton.launch import launch
 from dovetail.ops.triton.packed_numbers import code_number, factors_of, spread
 from dovetail.ops.triton.routing import sort_by_expert
@@ -55,13 +55,10 @@ def _packed_product(
         if block >= tl.load(used):
             return
         expert, row, pair, present = pairs_of_block(order, blocks, block, BLOCK_M)
-    # the rows of a tile: if GATED, those of gate, then those of up
     columns: tl.constexpr = BLOCK_N // 2 if GATED else BLOCK_N
-    local = tl.arange(0, BLOCK_N)
-    column = tile * columns + local % columns
-    inside = column < width
+    column, inside, held = rows_of_tile(tile, width, columns, BLOCK_N)
     wide = 2 * width if GATED else width
-    held = expert * wide + tl.minimum(column, width - 1) + local // columns * width
+    held += expert * wide
     each: tl.constexpr = 32 // BITS
     unit: tl.constexpr = STEP * each
     units: tl.constexpr = BLOCK_K // unit
