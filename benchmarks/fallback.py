@@ -58,8 +58,7 @@ def new_engine(directory: Path, arm: str, options: argparse.Namespace) -> doveta
         "dtype": options.dtype,
         "tokenizer": "tiny",
     }
-    more: dict[str, Any] = {"memory": {"kv_gib": 1}} if options.device == "cpu" else {"memory": {"fraction": 0.4}}
-    return dovetail.LLM(model=model, device=options.device, grammar="none", **more)
+    return dovetail.LLM(model=model, device=options.device, grammar="none", memory={"kv_gib": options.kv_gib})
 
 
 def seconds(llm: dovetail.LLM, requests: int, prompt: int, tokens: int, seed: int) -> float:
@@ -113,6 +112,7 @@ def main() -> None:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--kv-gib", type=float, default=1, help="memory of each engine's KV pool")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     print(f"{datetime.date.today()} {options.model} {options.device} {options.dtype}, torch {torch.__version__}")
