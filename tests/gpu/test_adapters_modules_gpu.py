@@ -202,6 +202,7 @@ def test_mixed_batches_equal_merged_checkpoints(models, decode: bool) -> None:
 def test_quantized_experts_are_refused_with_adapters(models) -> None:
     settings = {"device": "cuda", "quantization": "fp8", "grammar": "none", "memory": {"kv_gib": 0.5}}
     with pytest.raises(
-        ConfigError, match="adapters.modules has experts, and quantization fp8 stores those of Qwen3MoeForCausalLM as fp8_rows"
+        ConfigError,
+        match=r"adapters.modules has experts, and quantization fp8 stores those of Qwen3MoeForCausalLM as fp8_rows",
     ):
         LLM(models[None], **settings, adapters={"enabled": True, "modules": ["linear", "experts"]})
