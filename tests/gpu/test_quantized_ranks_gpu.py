@@ -62,7 +62,7 @@ def scored(checkpoint: Path, quantization: Any, ranks: int) -> torch.Tensor:
     ) as llm:  # fmt: skip
         outputs = llm.generate(prompts, params)
         llm.loop.scheduler.check_integrity()
-    return torch.tensor([one.logprob for output in outputs for one in output.prompt_logprobs[1:]])
+    return torch.tensor([one.logprob for output in outputs for one in (output.prompt_logprobs or [])[1:]])
 
 
 @pytest.mark.parametrize("name", MODELS)
