@@ -4,8 +4,11 @@
 """
 
 import asyncio
+import json
+import sys
 import threading
 from collections.abc import Callable, Coroutine, Iterator
+from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -18,13 +21,22 @@ from pydantic import BaseModel
 from dovetail.api import json_parts, offload, responses
 from dovetail.api.json_parts import encode_in_parts
 from dovetail.api.offload import INPUTS_OF_PART, Intake, Parts, RequestScope, entered, in_parts
+from dovetail.config import ServerSection
+from dovetail.config.tenants import key_digest
 from dovetail.errors import QueueFullError, RequestError
-from dovetail.interfaces.api import ApiRequest, Prompt
+from dovetail.interfaces.api import Api, ApiRequest, Prompt
 from dovetail.sampling_params import Pooling, PoolingKind, SamplingParams
 from dovetail.server import outputs
+from dovetail.server.tenants.host import TenantHost
+from dovetail.server.tenants.keys import Caller
+from dovetail.server.tenants.tenancy import Tenancy
 from dovetail.testing.api_server import EchoServer
+from dovetail_apis.config import OpenAIConfig, ScoreConfig
 from dovetail_apis.embeddings import Embeddings
+from dovetail_apis.native import Native
 from dovetail_apis.ollama import Ollama
+from dovetail_apis.openai import OpenAIApi
+from dovetail_apis.score import Score
 
 PROMPTS = 20 * INPUTS_OF_PART
 
@@ -55,6 +67,33 @@ def cycles_during(work: Callable[[], Coroutine[Any, Any, object]]) -> int:
     return cycles
 
 
+def most_calls_during(work: Callable[[], Coroutine[Any, Any, object]]) -> int:
+    """Return the largest number of calls of functions between two turns of the event loop while ``work`` is done."""
+    calls = [0]
+
+    def count(frame: object, event: str, arg: object) -> None:
+        calls[-1] += event in ("call", "c_call")
+
+    async def scenario() -> None:
+        task = asyncio.ensure_future(work())
+        while not task.done():
+            await asyncio.sleep(0)
+            calls.append(0)
+        await task
+
+    before = sys.getprofile()
+    sys.setprofile(count)
+    try:
+        asyncio.run(scenario())
+    finally:
+        sys.setprofile(before)
+    return max(calls)
+
+
+def full_queue(group: str, msgs: object) -> None:
+    raise QueueFullError("full")
+
+
 def test_others_run_while_a_large_request_is_prepared():
     async def submit() -> None:
         service = EchoServer(Embeddings(NoConfig())).service
@@ -69,6 +108,50 @@ def test_others_run_while_a_large_request_is_prepared():
             await generation.wait()
 
     assert cycles_during(submit) >= cycles_during(at_once) + 2 * PROMPTS // INPUTS_OF_PART - 2
+
+
+MANY = 1000
+TEXTS = [f"text {i}" for i in range(MANY)]
+LABELS = {"query": "a", "items": TEXTS}
+
+
+@pytest.mark.parametrize(
+    ("api", "path", "body"),
+    [
+        (Score(ScoreConfig()), "/v1/score", LABELS | {"label_token_ids": [5, 6]}),
+        (Score(ScoreConfig()), "/v1/score", LABELS | {"label_token_ids": [[5, 6, i] for i in range(MANY)]}),
+        (Embeddings(NoConfig()), "/v1/embeddings", {"input": TEXTS, "cache_salt": TEXTS, "lora_path": [""] * MANY}),
+        (OpenAIApi(OpenAIConfig()), "/v1/completions", {"prompt": TEXTS}),
+        (Native(NoConfig()), "/generate", {"text": TEXTS, "sampling_params": [{"max_new_tokens": 2}] * MANY}),
+    ],
+)
+def test_prompts_are_made_one_after_the_other_while_others_run(
+    monkeypatch: pytest.MonkeyPatch, api: Api, path: str, body: dict[str, Any]
+):
+    """Between two turns of the event loop there are few calls for each prompt of a request (such as to measure its length), and
+    not the many that make or check an object."""
+    server = EchoServer(api)
+    monkeypatch.setattr(server.engine, "open", full_queue)
+
+    async def refused() -> None:
+        assert (await server.request("POST", path, body)).status == 503
+
+    assert most_calls_during(refused) <= 10 * MANY
+
+
+def test_prompts_of_tenants_get_their_namespaces_while_others_run(monkeypatch: pytest.MonkeyPatch):
+    server = EchoServer(Embeddings(NoConfig()))
+    monkeypatch.setattr(server.engine, "open", full_queue)
+    keys = json.dumps({"tenants": {"one": {"keys": [key_digest(b"a key")]}}})
+    tenancy = Tenancy(ServerSection(keys="env:KEYS"), {"KEYS": keys})
+    host = TenantHost(server.service, tenancy, Caller("one", False, ""), "/v1/embeddings", counted=True)
+    prompts = tuple(replace(prompt, namespace="salt") for prompt in request(MANY).prompts)
+
+    async def refused() -> None:
+        with pytest.raises(QueueFullError):
+            await host.submit_in_parts(ApiRequest("r", prompts))
+
+    assert most_calls_during(refused) <= 10 * MANY
 
 
 def test_a_small_request_is_prepared_without_a_pause():

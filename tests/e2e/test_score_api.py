@@ -17,7 +17,7 @@ from dovetail.errors import ConfigError, RequestError
 from dovetail.registry import setup
 from dovetail.server.launch import running_server
 from dovetail.tokenizer import Tokenizer
-from dovetail_apis.score.pairs import check_joined, fill_template
+from dovetail_apis.score.pairs import check_pairs, fill_template
 
 QUERY = "What is the capital of France?"
 DOCUMENTS = ["Bananas are yellow.", "Paris is the capital of France.", "The capital is far away.", "Seven."]
@@ -169,9 +169,9 @@ def test_a_template_without_a_place_is_refused():
 def test_the_size_of_joined_texts_is_that_of_each_query_with_its_item():
     """One long query of many does not count for the items of the others."""
     host: Any = SimpleNamespace(max_body=1000)
-    check_joined(host, [("a" * 900, "b"), *[("a", "b")] * 40], "text_2")
+    check_pairs(host, [("a" * 900, "b"), *[("a", "b")] * 40], "text_2")
     with pytest.raises(RequestError, match="for each of 41 items"):
-        check_joined(host, [("a" * 30, "b")] * 41, "text_2")
+        check_pairs(host, [("a" * 30, "b")] * 41, "text_2")
 
 
 LABELLED = {"query": "a", "items": ["b"], "label_token_ids": [1]}

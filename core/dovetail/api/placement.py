@@ -37,6 +37,9 @@ class PlacementFields(ApiModel):
 
     def namespaces(self, count: int) -> list[str]:
         """Return the namespace of each of ``count`` prompts. Raises ``RequestError`` for a list of another length."""
+        salt, key = self.cache_salt, self.extra_key
+        if not isinstance(salt, list) and not isinstance(key, list):
+            return [_namespace(salt or "", key)] * count
         salts, keys = (self._each(name, count) for name in ("cache_salt", "extra_key"))
         return [_namespace(salt or "", key) for salt, key in zip(salts, keys, strict=True)]
 

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
-from typing import Annotated
+from typing import Annotated, NamedTuple
 
 from pydantic import Field
 
 from dovetail.api.placement import PlacementFields
 from dovetail.errors import RequestError
-from dovetail.interfaces.api import ApiHost, Prompt
+from dovetail.interfaces.api import ApiHost
 
 AdapterNames = Annotated[
     str | list[str | None] | None,
@@ -22,19 +21,28 @@ AdapterNames = Annotated[
 def adapters_of(host: ApiHost, given: str | list[str | None] | None, field: str, count: int) -> list[str]:
     """Return the adapter of each of ``count`` prompts, or "". ``given`` is the value of ``field``. Raises
     ``RequestError``."""
-    names = given if isinstance(given, list) else [given] * count
-    if len(names) != count:
-        raise RequestError(f"{field} has {len(names)} entries for {count} prompts", param=field)
-    adapters = ["" if not name or host.config.model.is_served(name) else name for name in names]
-    for name in {*adapters} - {""}:
-        host.check_adapter(name)
-    return adapters
+    if not isinstance(given, list):
+        return [_adapter(host, given)] * count
+    if len(given) != count:
+        raise RequestError(f"{field} has {len(given)} entries for {count} prompts", param=field)
+    adapters = {name: _adapter(host, name) for name in dict.fromkeys(given)}
+    return [adapters[name] for name in given]
 
 
-def placed(
-    prompts: Sequence[Prompt], host: ApiHost, lora_path: str | list[str | None] | None, body: PlacementFields
-) -> list[Prompt]:
-    """Return ``prompts`` with their adapters and namespaces. Raises ``RequestError``."""
-    adapters = adapters_of(host, lora_path, "lora_path", len(prompts))
-    where = zip(prompts, adapters, body.namespaces(len(prompts)), strict=True)
-    return [replace(prompt, adapter=adapter, namespace=namespace) for prompt, adapter, namespace in where]
+def _adapter(host: ApiHost, name: str | None) -> str:
+    if not name or host.config.model.is_served(name):
+        return ""
+    host.check_adapter(name)
+    return name
+
+
+class Placement(NamedTuple):
+    """Hold the adapter and the namespace of each prompt of a request."""
+
+    adapters: Sequence[str]
+    namespaces: Sequence[str]
+
+
+def placement(host: ApiHost, lora_path: str | list[str | None] | None, body: PlacementFields, count: int) -> Placement:
+    """Return the adapters and namespaces of ``count`` prompts. Raises ``RequestError``."""
+    return Placement(adapters_of(host, lora_path, "lora_path", count), body.namespaces(count))

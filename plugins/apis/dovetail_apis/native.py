@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import partial
+from collections.abc import Callable, Sequence
 from typing import Annotated, Any
 
 import msgspec
@@ -167,20 +166,22 @@ async def _parsed(host: ApiHost, body: NativeRequest) -> ApiRequest:
     check_count(host, len(prompts), param)
     if not all(prompts):
         raise RequestError(f"{param} has an empty prompt; give at least one token", param=param, code="empty_prompt")
-    chosen = _sampling(host, body, len(prompts))
-    for params in chosen:
-        check_logprobs(host, params, {**_NAMES, "prompt_logprobs": "top_logprobs_num"})
+    params_of = _sampling(host, body, len(prompts))
     rid, names = request_names(body.rid, len(prompts), "")
     adapters = _adapters(host, body, len(prompts))
     namespaces = body.namespaces(len(prompts))
-    ids = await for_each(prompts, partial(_encoded, host))
-    items = tuple(
-        Prompt(tokens, with_output_limit(params, host.output_limit(tokens, _DEFAULT_MAX_NEW_TOKENS)), *where)
-        for tokens, params, *where in zip(ids, chosen, names, adapters, namespaces, strict=True)
-    )
+
+    async def prompt_of(given: tuple[int, str | list[int], str, str, str]) -> Prompt:
+        index, prompt, *own = given
+        params = params_of(index)
+        ids = await host.encode(prompt, add_special_tokens=True) if isinstance(prompt, str) else prompt
+        return Prompt(ids, with_output_limit(params, host.output_limit(ids, _DEFAULT_MAX_NEW_TOKENS)), *own)
+
+    inputs = zip(range(len(prompts)), prompts, names, adapters, namespaces, strict=True)
+    items = await for_each(list(inputs), prompt_of)
     return ApiRequest(
         rid,
-        items,
+        tuple(items),
         priority=body.priority or 0,
         group=body.group or "",
         group_size=body.group_size or 0,
@@ -196,20 +197,17 @@ def _adapters(host: ApiHost, body: NativeRequest, count: int) -> list[str]:
     return adapters_of(host, getattr(body, field), field, count)
 
 
-async def _encoded(host: ApiHost, prompt: str | list[int]) -> list[int]:
-    return await host.encode(prompt, add_special_tokens=True) if isinstance(prompt, str) else prompt
-
-
-def _sampling(host: ApiHost, body: NativeRequest, count: int) -> list[SamplingParams]:
+def _sampling(host: ApiHost, body: NativeRequest, count: int) -> Callable[[int], SamplingParams]:
+    """Return a function that returns the parameters of the prompt with a given index. Both raise ``RequestError``."""
     given = body.sampling_params or {}
     if isinstance(given, list) and len(given) != count:
         raise RequestError(f"sampling_params has {len(given)} entries for {count} prompts", param="sampling_params")
     if isinstance(given, list):
-        return [_params(host, body, validate(one, NativeSampling), i, count) for i, one in enumerate(given)]
-    params = validate(given, NativeSampling)
-    if any(isinstance(getattr(body, name), list) for name in _LISTS):
-        return [_params(host, body, params, i, count) for i in range(count)]
-    return [_params(host, body, params, 0, count)] * count
+        return lambda index: _params(host, body, validate(given[index], NativeSampling), index, count)
+    sampling = validate(given, NativeSampling)
+    first = _params(host, body, sampling, 0, count)
+    each = any(isinstance(getattr(body, name), list) for name in _LISTS)
+    return lambda index: _params(host, body, sampling, index, count) if each else first
 
 
 def _params(host: ApiHost, body: NativeRequest, given: NativeSampling, index: int, count: int) -> SamplingParams:
@@ -230,7 +228,9 @@ def _params(host: ApiHost, body: NativeRequest, given: NativeSampling, index: in
         "token_ids_logprob": tuple(token_ids) if returned and token_ids else None,
         "thinking_budget": body.max_thinking_tokens,
     }
-    return sampling_params(values, _NAMES, host.sampling_defaults)
+    params = sampling_params(values, _NAMES, host.sampling_defaults)
+    check_logprobs(host, params, {**_NAMES, "prompt_logprobs": "top_logprobs_num"})
+    return params
 
 
 def _one(given: NativeSampling, name: str, other: str) -> Any:

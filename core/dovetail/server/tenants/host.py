@@ -66,14 +66,16 @@ class TenantHost(ApiHost):
         if not self._counted:
             tenant.arrive()
         prompt_tokens = new_tokens = 0
+        placed: list[Prompt] = []
         for prompts in slices_of(request.prompts):
             prompt_tokens += sum(len(prompt.ids) for prompt in prompts)
             new_tokens += sum(map(self._most_new, prompts))
+            placed += map(self._own, prompts)
             if len(prompts) == INPUTS_OF_PART:
                 yield
         own = replace(
             request,
-            prompts=tuple(map(self._own, request.prompts)),
+            prompts=tuple(placed),
             namespace=tenant.namespace(request.namespace),
             priority=tenant.priority(request.priority),
         )

@@ -19,7 +19,7 @@ from dovetail.api.truncation import TruncationFields
 from dovetail.errors import RequestError
 from dovetail.interfaces.api import JSON_NUMBER_BYTES, Api, ApiHost, ApiProblem, ApiRequest, Generation, Route
 from dovetail.types import FloatArray
-from dovetail_apis.adapters import AdapterNames, placed
+from dovetail_apis.adapters import AdapterNames, placement
 from dovetail_apis.embeddings.encode import ClassifyRequest, EncodeRequest, classify, encode
 from dovetail_apis.embeddings.pooling import as_prompts, input_usage, pooled, pooling_params
 from dovetail_apis.fields import EMBEDDINGS
@@ -85,10 +85,11 @@ async def embeddings(host: ApiHost, request: Request) -> Response:
     check_dimensions(body.dimensions, host.embedding["size"])
     inputs = _inputs(body)
     rid, names = request_names(body.rid or body.request_id, len(inputs), "embd-")
-    found = await as_prompts(
-        host, inputs, params, "input", body, add_special_tokens=body.add_special_tokens, names=names
+    where = placement(host, body.lora_path, body, len(inputs))
+    special = body.add_special_tokens
+    prompts = await as_prompts(
+        host, inputs, params, "input", body, add_special_tokens=special, names=names, where=where
     )
-    prompts = placed(found, host, body.lora_path, body)
     number_bytes = _BASE64_NUMBER_BYTES if body.encoding_format == "base64" else JSON_NUMBER_BYTES
     api_request = ApiRequest(rid, tuple(prompts), True, priority=body.priority or 0, number_bytes=number_bytes)
     return await whole(request, await host.submit_in_parts(api_request), lambda outputs: _answer(host, body, outputs))

@@ -16,7 +16,7 @@ from dovetail.api.requests import request_names
 from dovetail.api.responses import whole
 from dovetail.errors import RequestError
 from dovetail.interfaces.api import ApiHost, ApiRequest, Choice, Generation
-from dovetail_apis.adapters import AdapterNames, placed
+from dovetail_apis.adapters import AdapterNames, placement
 from dovetail_apis.embeddings.pooling import as_prompts, pooled, pooling_params
 
 
@@ -66,7 +66,8 @@ async def encode(host: ApiHost, request: Request) -> Response:
     given, single = _inputs(body)
     param = "text" if body.text is not None else "input_ids"
     rid, names = request_names(body.rid, len(given), "embd-")
-    prompts = placed(await as_prompts(host, given, params, param, names=names), host, body.lora_path, body)
+    where = placement(host, body.lora_path, body, len(given))
+    prompts = await as_prompts(host, given, params, param, names=names, where=where)
     api_request = ApiRequest(rid, tuple(prompts), True, priority=body.priority or 0)
 
     def answer(outputs: Generation) -> object:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from dovetail.api.offload import for_each
@@ -13,6 +13,7 @@ from dovetail.interfaces.api import ApiHost, Choice, Prompt, Usage
 from dovetail.sampling_params import Pooling, PoolingKind, SamplingParams
 from dovetail.token_checks import check_token_ids
 from dovetail.types import FloatArray
+from dovetail_apis.adapters import Placement
 
 
 def pooling_params(kind: PoolingKind, token_ids: tuple[int, ...] = ()) -> SamplingParams:
@@ -23,19 +24,23 @@ def pooling_params(kind: PoolingKind, token_ids: tuple[int, ...] = ()) -> Sampli
 async def as_prompts(
     host: ApiHost,
     texts: Sequence[str | list[int]],
-    params: SamplingParams,
+    params: SamplingParams | Callable[[int], SamplingParams],
     param: str,
     truncation: TruncationFields | None = None,
     *,
     add_special_tokens: bool = True,
     names: Sequence[str] | None = None,
+    where: Placement | None = None,
 ) -> list[Prompt]:
-    """Return prompts of texts or token ids, cut as ``truncation`` requires, with the public ids ``names``. Raises a
-    ``RequestError`` that names ``param`` for a text without tokens and for invalid token ids."""
-    check_count(host, len(texts), param)
+    """Return prompts of texts or token ids, cut as ``truncation`` requires, with the public ids ``names``, adapters and
+    namespaces. ``params`` may be a function that returns those of the text with a given index: there may be thousands, and
+    it is called for one after the other while the event loop does other work. Raises a ``RequestError`` that names ``param``
+    for a text without tokens and for invalid token ids."""
+    count = len(texts)
+    check_count(host, count, param)
 
-    async def as_prompt(named: tuple[str, str | list[int]]) -> Prompt:
-        name, text = named
+    async def as_prompt(given: tuple[int, str | list[int], str, str, str | None]) -> Prompt:
+        index, text, name, adapter, namespace = given
         if truncation is not None:
             ids = await truncation.encoded(host, text, add_special_tokens, 0)
         else:
@@ -43,9 +48,11 @@ async def as_prompts(
         if not ids:
             raise RequestError(f"{param} has an empty text; give at least one token", param=param, code="empty_prompt")
         check_token_ids(param, ids, host.vocab_size)
-        return Prompt(ids, params, name)
+        return Prompt(ids, params(index) if callable(params) else params, name, adapter, namespace)
 
-    return await for_each(list(zip(names or [""] * len(texts), texts, strict=True)), as_prompt)
+    adapters, namespaces = where or ([""] * count, [None] * count)
+    inputs = zip(range(count), texts, names or [""] * count, adapters, namespaces, strict=True)
+    return await for_each(list(inputs), as_prompt)
 
 
 def pooled(choice: Choice) -> FloatArray:

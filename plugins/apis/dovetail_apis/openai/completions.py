@@ -16,7 +16,7 @@ from dovetail.api.responses import streamed, whole
 from dovetail.errors import RequestError
 from dovetail.interfaces.api import ApiHost, ApiRequest, Prompt
 from dovetail.sampling_params import SamplingParams
-from dovetail_apis.adapters import placed
+from dovetail_apis.adapters import placement
 from dovetail_apis.openai.completion_format import CompletionFormat
 from dovetail_apis.openai.infill import infill_prompt
 from dovetail_apis.openai.types import CompletionRequest
@@ -50,15 +50,15 @@ async def _parsed(host: ApiHost, body: CompletionRequest, texts: Sequence[Any]) 
     check_logprobs(host, params)
     rid, names = body.names(len(texts), "cmpl-")
 
-    async def prompt_of(text: str | list[int]) -> Prompt:
+    async def prompt_of(given: tuple[str | list[int], str, str, str]) -> Prompt:
+        text, *own = given
         if not text:
             raise RequestError("the prompt is empty; give at least one token", param="prompt", code="empty_prompt")
         ids = await _encoded(host, body, text, params)
-        return Prompt(ids, with_output_limit(params, host.output_limit(ids, _DEFAULT_MAX_TOKENS)))
+        return Prompt(ids, with_output_limit(params, host.output_limit(ids, _DEFAULT_MAX_TOKENS)), *own)
 
-    found = await for_each(texts, prompt_of)
-    prompts = [replace(prompt, rid=name) for prompt, name in zip(found, names, strict=True)]
-    prompts = placed(prompts, host, body.lora_path, body)
+    where = placement(host, body.lora_path, body, len(texts))
+    prompts = await for_each(list(zip(texts, names, *where, strict=True)), prompt_of)
     session = body.session_of(len(prompts) * params.n)
     more = ID_BYTES * params.n * sum(len(prompt.ids) for prompt in prompts) if body.return_token_ids else 0
     return ApiRequest(rid, tuple(prompts), True, priority=body.priority or 0, session=session, more_bytes=more)

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from starlette.requests import Request
@@ -15,7 +14,7 @@ from dovetail.api.embeddings import label_probabilities
 from dovetail.api.responses import whole
 from dovetail.errors import RequestError
 from dovetail.interfaces.api import Api, ApiHost, ApiProblem, Generation, Route
-from dovetail.sampling_params import PoolingKind
+from dovetail.sampling_params import PoolingKind, SamplingParams
 from dovetail_apis.config import ScoreConfig
 from dovetail_apis.embeddings.pooling import as_prompts, input_usage, pooled, pooling_params
 from dovetail_apis.openai.format import error_json
@@ -114,24 +113,20 @@ def _texts(name: str, given: str | list[str] | None) -> tuple[str, list[str]]:
 
 async def _score_labels(host: ApiHost, request: Request, body: ScoreRequest) -> Response:
     texts = _joined(host, body)
-    labels = _labels(body, len(texts))
-    found = await as_prompts(host, texts, pooling_params(PoolingKind.LABELS, labels[0]), "items", body)
-    prompts = [
-        replace(prompt, params=pooling_params(PoolingKind.LABELS, ids))
-        for prompt, ids in zip(found, labels, strict=True)
-    ]
+    prompts = await as_prompts(host, texts, _label_params(body, len(texts)), "items", body)
     outputs = await host.submit_in_parts(api_request(body, prompts, together=not body.item_first))
     return await whole(request, outputs, lambda outputs: _label_answer(host, body, outputs))
 
 
-def _labels(body: ScoreRequest, count: int) -> list[tuple[int, ...]]:
-    """Return the label tokens of each of ``count`` items. Raises ``RequestError``."""
+def _label_params(body: ScoreRequest, count: int) -> SamplingParams | Callable[[int], SamplingParams]:
+    """Return the parameters of ``count`` items with their label tokens, or a function that returns those of each. Raises
+    ``RequestError``."""
     given: Any = body.label_token_ids or ()
     if not (given and isinstance(given[0], list)):
-        return [tuple(given)] * count
+        return pooling_params(PoolingKind.LABELS, tuple(given))
     if len(given) != count:
         raise RequestError(f"label_token_ids has {len(given)} lists for {count} items", param="label_token_ids")
-    return [tuple(ids) for ids in given]
+    return lambda index: pooling_params(PoolingKind.LABELS, tuple(given[index]))
 
 
 def _joined(host: ApiHost, body: ScoreRequest) -> list[str] | list[list[int]]:
@@ -140,11 +135,12 @@ def _joined(host: ApiHost, body: ScoreRequest) -> list[str] | list[list[int]]:
     items: Any = [body.items] if isinstance(body.items, str) else body.items
     if not items:
         raise RequestError("items is empty; give at least one", param="items")
-    if any(isinstance(item, str) != isinstance(query, str) for item in items):
+    if set(map(type, items)) != {type(query)}:
         raise RequestError(
             "query and items are of different kinds; allowed: texts, or lists of token ids", param="items"
         )
-    check_joined(host, [(query, item) for item in items], "items")
+    length = len(items) * len(query) + sum(map(len, items))
+    check_joined(host, length if isinstance(query, str) else 4 * length, len(items), "items")
     return [item + query if body.item_first else query + item for item in items]
 
 

@@ -66,7 +66,7 @@ async def by_template(
     1. The common prefix of the prompts is computed once."""
     assert config.template is not None
     params = pooling_params(PoolingKind.LABELS, (_token(host, config.yes), _token(host, config.no)))
-    check_joined(host, pairs, param)
+    check_pairs(host, pairs, param)
     texts = [fill_template(config.template, *pair) for pair in pairs]
     prompts = await as_prompts(host, texts, params, param, body, add_special_tokens=False)
 
@@ -76,20 +76,21 @@ async def by_template(
     return Scoring(api_request(body, prompts, together=True), read, 0.0)
 
 
-def check_joined(host: ApiHost, pairs: Collection[tuple[str | list[int], str | list[int]]], param: str) -> None:
-    """Raise ``RequestError`` if queries joined with their items make more than a request body may have: a body is
-    bounded, and one query for each of thousands of items would otherwise expand to thousands of times as much."""
-    size = sum(_bytes(query) + _bytes(item) for query, item in pairs)
+def check_pairs(host: ApiHost, pairs: Collection[Pair], param: str) -> None:
+    """Raise ``RequestError`` if the pairs, each joined, make more than a request body may have."""
+    check_joined(host, sum(len(query) + len(text) for query, text in pairs), len(pairs), param)
+
+
+def check_joined(host: ApiHost, size: int, count: int, param: str) -> None:
+    """Raise ``RequestError`` if the queries joined with their ``count`` items make ``size`` bytes, and a request body may have
+    less: a body is bounded, and one query for each of thousands of items would otherwise expand to thousands of times
+    as much. A token id counts as 4 bytes."""
     if size > host.max_body:
         raise RequestError(
-            f"{param}: the query for each of {len(pairs)} items makes {size / 2**20:.0f} MiB; allowed: "
+            f"{param}: the query for each of {count} items makes {size / 2**20:.0f} MiB; allowed: "
             f"{host.max_body / 2**20:g} MiB, as for a body (server.max_body_mib). Send fewer items at a time",
             param=param,
         )
-
-
-def _bytes(text: str | list[int]) -> int:
-    return len(text) if isinstance(text, str) else 4 * len(text)
 
 
 def fill_template(template: str, query: str, document: str) -> str:
