@@ -32,9 +32,10 @@ from dovetail.ops.parts import Parts
 from dovetail.registry.specs import ComponentSpec
 from dovetail.testing.quantization import QuantizationSuite
 from dovetail_quantization.config import Fp8Config
+from dovetail_quantization.dequantized import DequantizedLinear
 from dovetail_quantization.fp8 import Fp8, Fp8Linear
 from dovetail_quantization.fp8_experts import Fp8Experts
-from dovetail_quantization.fp8_products import Dequantized
+from dovetail_quantization.fp8_products import dequantize
 
 BY_ROW = {"quant_method": "fbgemm_fp8", "modules_to_not_convert": ["lm_head", "body.router"]}
 
@@ -96,42 +97,42 @@ class LargeDummy(Fp8Linear):
         super().fill_dummy(parameters, limit * 10, generator)
 
 
-class AlwaysFloat32(Dequantized):
+class AlwaysFloat32(DequantizedLinear):
     def forward(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         return super().forward(x.float(), None if bias is None else bias.float())
 
 
-class NoBias(Dequantized):
+class NoBias(DequantizedLinear):
     def forward(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         return super().forward(x, None)
 
 
-class ChangesItsInput(Dequantized):
+class ChangesItsInput(DequantizedLinear):
     def forward(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         result = super().forward(x, bias)
         x.mul_(2)
         return result
 
 
-class GatesWithUp(Dequantized):
+class GatesWithUp(DequantizedLinear):
     def gated(self, x: torch.Tensor, bias: torch.Tensor | None, activation: Activation) -> torch.Tensor:
         gate, up = self.forward(x, bias).chunk(2, dim=1)
         return torch.nn.functional.silu(up) * gate
 
 
-class LosesAPart(Dequantized):
+class LosesAPart(DequantizedLinear):
     in_parts = True
 
     def parts(self, x: torch.Tensor) -> torch.Tensor:
         return self.forward(x, None)[None] * torch.tensor([0.5, 0.25])[:, None, None]
 
 
-class SaysNoParts(Dequantized):
+class SaysNoParts(DequantizedLinear):
     def parts(self, x: torch.Tensor) -> torch.Tensor:
         return self.forward(x, None)[None]
 
 
-class RowAfterRow(Dequantized):
+class RowAfterRow(DequantizedLinear):
     """Multiply rows one after the other, so that they do not depend on each other."""
 
     def forward(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
@@ -201,7 +202,7 @@ class OneActivation(ByRow):
         return super().gate(gate_up, "silu")
 
 
-class OfQuantizedInputs(Dequantized):
+class OfQuantizedInputs(DequantizedLinear):
     """Multiply with inputs that ``quantizer`` quantizes."""
 
     quantizer: ActivationQuantizer = ByRow()
@@ -220,7 +221,7 @@ class OfCodes(OfQuantizedInputs):
         return super().forward(x, bias)
 
 
-def of_inputs(quantizer: ActivationQuantizer) -> type[Dequantized]:
+def of_inputs(quantizer: ActivationQuantizer) -> type[DequantizedLinear]:
     return type("Made", (OfQuantizedInputs,), {"quantizer": quantizer})
 
 
@@ -268,10 +269,12 @@ class LargeDummyExperts(Fp8Experts):
         super().fill_dummy(parameters, limit * 10, generator)
 
 
-def multiplying_by(product: type[Dequantized]) -> type[Fp8Linear]:
+def multiplying_by(product: type[DequantizedLinear]) -> type[Fp8Linear]:
     class Method(Fp8Linear):
         def prepare(self, parameters: Mapping[str, torch.Tensor]) -> LinearProduct:
-            made = product(parameters["weight"], parameters["weight_scale"].view(-1), None, torch.float32)
+            made = product(
+                dequantize(parameters["weight"], parameters["weight_scale"].view(-1), None, torch.float32), "fp8"
+            )
             made.in_parts = product.in_parts
             return made
 
