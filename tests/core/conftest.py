@@ -130,8 +130,15 @@ class Fakes:
                 ComponentKind.STORE,
                 "pages",
                 offers=frozenset(
-                    {Feature.STORE_FULL, Feature.STORE_SLIDING, Feature.STORE_LATENT, Feature.STORE_SLABS}
+                    {
+                        Feature.STORE_FULL,
+                        Feature.STORE_SLIDING,
+                        Feature.STORE_LATENT,
+                        Feature.STORE_STATE,
+                        Feature.STORE_SLABS,
+                    }
                 ),
+                api=(1, 1),
             ),
             self.spec(ComponentKind.EXECUTOR, "ranks", offers=frozenset({Feature.EXECUTOR_RANKS})),
         ]

@@ -1,4 +1,5 @@
-"""Test how a backend of layers with a state is chosen: only for models with such layers, and by the operations that these need.
+"""Test how a backend of layers with a state is chosen, only for models with such layers and by the operations that these need, and that the
+store keeps states.
 
 .venv/bin/python -m pytest -q tests/core/test_mixer_resolved.py
 """
@@ -20,6 +21,7 @@ from dovetail.registry.resolution import Resolved
 
 CPU, H100 = Machine.assume("cpu"), Machine("cuda", (9, 0), "H100", "cuda:0", num_devices=1)
 STATES = (CacheGroup(2, 2, 64), CacheGroup.of_states(2, (StateShape((4, 8, 8), "float32"),)))
+STATELESS = frozenset({Feature.STORE_FULL, Feature.STORE_SLABS})
 ALL = SSD_NEEDS | {Feature.MIXER_DRAFTS, Feature.MIXER_GRAPH}
 ATTENTION = frozenset(
     {Feature.ATTN_EXTEND, Feature.ATTN_DECODE, Feature.ATTN_MIXED, Feature.ATTN_GRAPH, Feature.ATTN_VERIFY}
@@ -33,6 +35,7 @@ def run(
     model = {"cache_groups": STATES, "needs": SSD_NEEDS, **model}
     kinds = (ComponentKind.MODEL, ComponentKind.ATTENTION, ComponentKind.CACHE, ComponentKind.MIXER)
     others = [spec for spec in fakes.basics() if spec.kind not in kinds]
+    others.append(fakes.spec(ComponentKind.STORE, "stateless", offers=STATELESS, priority=1))
     others.append(fakes.spec(ComponentKind.ATTENTION, "plain", offers=ATTENTION, api=(1, 4)))
     others.append(fakes.spec(ComponentKind.CACHE, "tree", offers=frozenset({Feature.CACHE_GROUPS}), api=(2, 0)))
     others.append(fakes.spec(ComponentKind.DRAFTER, "chains", offers=frozenset({Feature.DRAFT_CHAIN})))
@@ -87,3 +90,16 @@ def test_drafts_need_a_backend_that_leaves_rejected_ones_out(fakes: Any) -> None
     assert found.mixer.name == "drafts"
     with pytest.raises(ResolutionError, match=r"speculative 'chains' needs mixer\.drafts"):
         run(fakes, "speculative=chains", "mixer=plain", backends=both)
+
+
+def test_a_model_with_states_needs_a_store_that_keeps_them(fakes: Any) -> None:
+    """A store that does not offer this serves other models; for this one it is refused by name, with one that does."""
+    without: dict[str, Any] = {"cache_groups": STATES[:1], "needs": frozenset()}
+    assert run(fakes, backends={"mine": ALL}, **without).store.name == "stateless"
+    found = run(fakes, backends={"mine": ALL})
+    assert found.store.name == "pages"
+    assert any("store.state" in str(cell) for column in _grid(found, narrow=False).columns for cell in column.cells)
+    needed = r"needs store\.state \(it has groups of kind state\); store is 'stateless'.*\n(.*\n)*.*- store: pages"
+    for groups in (STATES, STATES[1:]):
+        with pytest.raises(ResolutionError, match=needed):
+            run(fakes, "store=stateless", backends={"mine": ALL}, cache_groups=groups)

@@ -27,6 +27,7 @@ import mutants_parsers
 import mutants_policy
 import mutants_quantization
 import mutants_registration
+import mutants_state_store
 import mutants_store
 import mutants_workers
 from mutant import Mutant
@@ -85,6 +86,7 @@ MUTANTS: list[Mutant] = [
     *mutants_expert_backends.MUTANTS,
     *mutants_mixer.MUTANTS,
     *mutants_store.MUTANTS,
+    *mutants_state_store.MUTANTS,
 ]
 _GPU = "keeps the lengths of its capture: tried where there is a GPU, in tests/gpu"
 _INVARIANT = "gives other bits in graphs: tried where there is a GPU, by the backends that offer it"

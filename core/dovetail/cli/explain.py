@@ -86,16 +86,15 @@ def _cache_groups(resolved: Resolved) -> list[dict[str, Any]]:
 
     from dovetail.interfaces.store import StoreContext
     from dovetail.memory.pool import pool_dtype
-    from dovetail.memory.state_pool import bytes_per_slot
 
-    config = resolved.config
+    config, cpu = resolved.config, torch.device("cpu")
     dtype, own = pool_dtype(config.memory.kv_dtype), pool_dtype(config.model.dtype)
-    context = StoreContext(config.memory.page_size, dtype, torch.device("cpu"), resolved.model_info.quantization)
+    context = StoreContext(config.memory.page_size, dtype, cpu, resolved.model_info.quantization, own)
     stores = resolved.store.build(context)
 
     def size(group: CacheGroup) -> dict[str, int]:
         if group.kind is CacheGroupKind.STATE:
-            return {"bytes_per_snapshot": bytes_per_slot(group, own)}
+            return {"bytes_per_snapshot": stores.slot_bytes(group)}
         return {"bytes_per_token": stores.page_bytes(group, 1).page}
 
     return [

@@ -28,12 +28,11 @@ def explain_memory(resolved: Resolved) -> dict[str, Any]:
     from dovetail.memory.pool import pool_dtype
 
     config, cpu = resolved.config, torch.device("cpu")
-    memory, own = config.memory, pool_dtype(config.model.dtype)
-    stores = resolved.store.build(
-        StoreContext(memory.page_size, pool_dtype(memory.kv_dtype), cpu, resolved.model_info.quantization)
-    )
-    groups = [group.share(config.parallel.head_ranks) for group in resolved.model_info.cache_groups]
-    sizes = [group_bytes(group, stores, memory.page_size, own) for group in groups]
+    memory, info = config.memory, resolved.model_info
+    dtype, own = pool_dtype(memory.kv_dtype), pool_dtype(config.model.dtype)
+    stores = resolved.store.build(StoreContext(memory.page_size, dtype, cpu, info.quantization, own))
+    groups = [group.share(config.parallel.head_ranks) for group in info.cache_groups]
+    sizes = [group_bytes(group, stores, memory.page_size) for group in groups]
     if memory.num_pages is None and memory.kv_gib is None and resolved.machine.device_type != "cpu":
         return {**_per_gib(groups, sizes, memory.page_size), "pools": config.parallel.num_pools}
     assert config.model.context_len is not None, "resolve sets the context"
@@ -41,7 +40,7 @@ def explain_memory(resolved: Resolved) -> dict[str, Any]:
     if share_memory(groups, resolved.store.spec.offers):
         budget = with_arena(budget, config, sizes)
     keys = ("kind", "window", "most_tokens", "most_snapshots")
-    found = describe_groups(budget, groups, stores, memory.page_size, own)
+    found = describe_groups(budget, groups, stores, memory.page_size)
     shown = [{key: group[key] for key in keys if group.get(key) is not None} for group in found]
     pools = config.parallel.num_pools
     return {"per_gib": False, "bytes": budget.pool, "tokens": budget.pool_tokens, "groups": shown, "pools": pools}

@@ -13,7 +13,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dovetail.engine.captures import NO_UPDATES
-from dovetail.engine.grouped import backends_of, pools_of, states_of
+from dovetail.engine.grouped import backends_of, pools_of
 from dovetail.engine.states import padding
 from dovetail.layers.states import StepStates
 from dovetail.ops.sampling import Filters, sample
@@ -49,7 +49,7 @@ def prompts(backend: AttentionBackend, pool: Pools, lens: list[int], *, plan: bo
     batch.qo_indptr = torch.tensor([0, *np.cumsum(lens).tolist()], dtype=torch.int32, device=device)
     batch.kv_lens = torch.tensor(lens, dtype=torch.int32, device=device)
     batch.page_table = torch.zeros(count, -(-max(lens) // pool.page_size), dtype=torch.int32, device=device)
-    batch.attn, batch.kv = (*backends_of(backend), *padding(states_of(pool), lens)), pools_of(pool)
+    batch.attn, batch.kv = (*backends_of(backend), *padding(pool, lens)), pools_of(pool)
     batch.views = (batch,) * max(len(batch.kv) - 1, 0)  # page 0 is the same in all cache groups
     if plan:
         backend.plan(batch)

@@ -18,7 +18,7 @@ from dovetail.engine.draft_runtime import EngineDraftRuntime
 from dovetail.engine.expansion import Expansion
 from dovetail.engine.expert_load import ExpertLoad
 from dovetail.engine.graphs import DecodeGraphs
-from dovetail.engine.grouped import Pools, grouped_attention, grouped_pools, pools_of, states_of
+from dovetail.engine.grouped import Pools, grouped_attention, grouped_pools, pools_of
 from dovetail.engine.inputs import Inputs
 from dovetail.engine.kernel_set import kernel_set
 from dovetail.engine.kv_scales import load_kv_scales
@@ -32,7 +32,7 @@ from dovetail.engine.pieces import PiecewiseGraphs, launch_bound
 from dovetail.engine.processors import RowProcessors
 from dovetail.engine.runners import DecodeGraphRunner, EagerRunner, EagerSampler, Launched, Runner, VerifyGraphRunner
 from dovetail.engine.sampler import Sampler
-from dovetail.engine.states import build_mixer, with_mixer
+from dovetail.engine.states import StateSlots, build_mixer
 from dovetail.engine.verify import compact
 from dovetail.engine.verify_graphs import VerifyGraphs
 from dovetail.engine.warmup import WarmUp
@@ -50,8 +50,7 @@ from dovetail.interfaces.speculative import Drafter, DrafterContext
 from dovetail.interfaces.store import KVStoreFactory, StoreContext
 from dovetail.layers.experts import layers_of_experts
 from dovetail.layers.linear import Linear, make_batch_invariant
-from dovetail.memory.pool import make_arena, pool_dtype
-from dovetail.memory.state_pool import StatePool
+from dovetail.memory.pool import make_arena, make_states, pool_dtype
 from dovetail.registry.sharing import why_not_shared
 
 if TYPE_CHECKING:
@@ -111,7 +110,7 @@ class Engine:
     def _build(self, resolved: Resolved, eos_token_ids: frozenset[int]) -> None:
         """Load the model, allocate the KV pool, and build the runners of steps."""
         config, info, mesh = resolved.config, self.info, self.mesh
-        context = StoreContext(self.page_size, self._kv_dtype, self.device, info.quantization)
+        context = StoreContext(self.page_size, self._kv_dtype, self.device, info.quantization, self._dtype)
         self.stores: KVStoreFactory = resolved.store.build(context)
         quantization = None
         if (chosen := resolved.quantization) is not None:
@@ -191,7 +190,7 @@ class Engine:
             )
         needs = replace(needs, weights=needs.weights + runtime.weight_bytes)
         draft_bytes = runtime.page_bytes(self.page_size, self.stores)
-        sizes = [group_bytes(group, self.stores, self.page_size, self._dtype) for group in groups]
+        sizes = [group_bytes(group, self.stores, self.page_size) for group in groups]
         divide = functools.partial(budget_for, config, sizes, self.device, self.context_len, needs, draft_bytes)
         budget = agreed_budget(divide, self.mesh)
         shared = share_memory(groups, resolved.store.spec.offers, draft_bytes)
@@ -202,17 +201,17 @@ class Engine:
         self.pool = (
             self._make_pools(self.num_pages)
             if arena is None
-            else grouped_pools(*make_arena(groups, arena, self.stores, self._kv_dtype, self.device, self._dtype))
+            else grouped_pools(*make_arena(groups, arena, self.stores, self._kv_dtype, self.device), self._mixer)
         )
-        with_mixer(self.pool, self._mixer)
         if self.stores.reads_scales:
             load_kv_scales(pools_of(self.pool), self.model, resolved, self.mesh.of_attention)
         self.keeps_all = draft_bytes > 0
-        pools, states = pools_of(self.pool), states_of(self.pool)
+        pools = pools_of(self.pool)
         if pools:
             self.context_len = min(self.context_len, (self.num_pages - 1) * self.page_size)
         max_pages = -(-self.context_len // self.page_size) + 1
         self.page_table = np.zeros((len(pools), config.scheduler.rows + 1, max_pages), np.int32)
+        states = StateSlots.of(self.pool, config.scheduler.rows + 1)
         self.inputs = Inputs(self.page_table, self.page_size, self.device, states)
         if pools:
             pages = DraftPages(self.num_pages) if arena is None else DraftPages.in_arena(arena)
@@ -229,8 +228,8 @@ class Engine:
         paged = [group for group in self._local.cache_groups if group.kind is not CacheGroupKind.STATE]
         states = [group for group in self._local.cache_groups if group.kind is CacheGroupKind.STATE]
         own = [self.stores.make(group, num_pages) for group in paged]
-        slots = [StatePool.of_slots(group, num_pages, self._dtype, self.device) for group in states]
-        return with_mixer(grouped_pools(own, slots), self._mixer)
+        slots = [make_states(group, num_pages, self.stores, self.device) for group in states]
+        return grouped_pools(own, slots, self._mixer)
 
     def _note_prompts(self, resolved: Resolved) -> None:
         """Note the kernels of steps with prompts. This needs no weights: processes compile while they are loaded."""
@@ -358,7 +357,7 @@ class Engine:
     @property
     def cache_groups(self) -> list[dict[str, Any]]:
         """Return what ``describe_groups`` does."""
-        return describe_groups(self.budget, self._local.cache_groups, self.stores, self.page_size, self._dtype)
+        return describe_groups(self.budget, self._local.cache_groups, self.stores, self.page_size)
 
     @property
     def products(self) -> dict[str, str]:

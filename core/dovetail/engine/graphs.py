@@ -21,7 +21,7 @@ import torch
 
 from dovetail.engine.captures import NO_UPDATES, GraphRecorder, Staging, ladder, larger_sizes
 from dovetail.engine.dry_run import first_layers
-from dovetail.engine.grouped import backends_of, pools_of, states_of
+from dovetail.engine.grouped import backends_of, mixer_of, pools_of, states_of
 from dovetail.engine.inputs import DecodeTensors, Inputs, decode_arrays, pack, unpack
 from dovetail.engine.own_graphs import OwnRowsOfGraphs
 from dovetail.engine.sampler_graphs import SamplerGraphs, Sampling
@@ -313,8 +313,8 @@ class DecodeGraphs:
             variant=variant,
         )
         tensors.give(batch)
-        pools = zip(states_of(self._pool), tensors.state_slots, strict=True)
-        states = (StepStates(pool.memory, None, slots, backend=pool.mixer) for pool, slots in pools)
+        stores = zip(states_of(self._pool), tensors.state_slots, strict=True)
+        states = (StepStates(own.memory, None, slots, backend=mixer_of(self._pool)) for own, slots in stores)
         batch.attn = (*backends_of(self._backend), *states)
         batch.kv, batch.watch = pools_of(self._pool), self._watch
         return batch

@@ -10,7 +10,6 @@ import copy
 from typing import TYPE_CHECKING, TypeAlias
 
 from dovetail.interfaces.attention import AttentionBackend
-from dovetail.memory.state_pool import StatePool
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -18,7 +17,8 @@ if TYPE_CHECKING:
     import torch
 
     from dovetail.interfaces.attention import AttentionLayer
-    from dovetail.interfaces.store import KVStore
+    from dovetail.interfaces.mixer import MixerBackend
+    from dovetail.interfaces.store import KVStore, StateStore
     from dovetail.types import Batch
 
 
@@ -58,9 +58,12 @@ class GroupedPools:
     """Hold the pools of several cache groups, which have the same device and the same tokens per page. A model without keys
     and values has no ``page_size``: 1."""
 
-    def __init__(self, members: Sequence[KVStore], states: Sequence[StatePool] = ()) -> None:
-        """``members`` has the store of each group with pages, ``states`` the pool of each state group."""
-        self.members, self.states = tuple(members), tuple(states)
+    def __init__(
+        self, members: Sequence[KVStore], states: Sequence[StateStore] = (), mixer: MixerBackend | None = None
+    ) -> None:
+        """``members`` has the store of each group with pages, ``states`` that of each state group. ``mixer`` computes the
+        operations of layers with a state."""
+        self.members, self.states, self.mixer = tuple(members), tuple(states), mixer
         self.device = (*members, *states)[0].device
         self.page_size = members[0].page_size if members else 1
 
@@ -79,9 +82,16 @@ def pools_of(pool: Pools) -> tuple[KVStore, ...]:
     return pool.members if isinstance(pool, GroupedPools) else (pool,)
 
 
-def states_of(pool: Pools) -> tuple[StatePool, ...]:
-    """Return the pool of each state group."""
+def states_of(pool: Pools) -> tuple[StateStore, ...]:
+    """Return the store of each state group."""
     return pool.states if isinstance(pool, GroupedPools) else ()
+
+
+def mixer_of(pool: Pools) -> MixerBackend:
+    """Return the backend of layers with a state. The model must have a state group."""
+    assert isinstance(pool, GroupedPools)
+    assert pool.mixer is not None, "a model with a state group has a backend of such layers"
+    return pool.mixer
 
 
 def grouped_attention(members: Sequence[AttentionBackend]) -> AttentionBackend:
@@ -89,9 +99,11 @@ def grouped_attention(members: Sequence[AttentionBackend]) -> AttentionBackend:
     return members[0] if len(members) == 1 else GroupedAttention(members)
 
 
-def grouped_pools(members: Sequence[KVStore], states: Sequence[StatePool] = ()) -> Pools:
+def grouped_pools(
+    members: Sequence[KVStore], states: Sequence[StateStore] = (), mixer: MixerBackend | None = None
+) -> Pools:
     """Return the pools of all cache groups: the store itself if there is one, with pages."""
-    return members[0] if len(members) == 1 and not states else GroupedPools(members, states)
+    return members[0] if len(members) == 1 and not states else GroupedPools(members, states, mixer)
 
 
 def set_views(batch: Batch, others: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:

@@ -19,7 +19,6 @@ from dovetail.engine.states import StateSlots
 from dovetail.ops.transfer import to_device
 
 if TYPE_CHECKING:
-    from dovetail.memory.state_pool import StatePool
     from dovetail.types import Batch, DraftTree, Int64Array, IntArray, PageUpdates, SharedPrefixes
 
 Array = np.ndarray[Any, Any]
@@ -46,14 +45,14 @@ class Inputs:
     """
 
     def __init__(
-        self, page_tables: IntArray, page_size: int, device: torch.device, states: Sequence[StatePool] = ()
+        self, page_tables: IntArray, page_size: int, device: torch.device, states: StateSlots | None = None
     ) -> None:
         """``page_tables`` is int32 ``[groups, slots, max_pages]`` and contiguous, with slot 0 for rows that pad a step.
-        Without groups, page 0 holds all tokens of every request: nothing is stored there. ``states`` has the pool of each
-        state group."""
+        Without groups, page 0 holds all tokens of every request: nothing is stored there. ``states`` has the states of
+        requests if the model keeps some."""
         self.page_size = page_size
         self.device = device
-        self.states = StateSlots(states, page_tables.shape[1]) if states else None
+        self.states = states
         self._has_pages = len(page_tables) > 0
         if not self._has_pages:
             self.page_size, page_tables = ALL_TOKENS, np.zeros((1, page_tables.shape[1], 1), np.int32)

@@ -18,7 +18,6 @@ from dovetail.interfaces.executor import ArenaLayout
 from dovetail.interfaces.features import Feature
 from dovetail.interfaces.store import PageBytes
 from dovetail.memory.arena import make_layout
-from dovetail.memory.state_pool import bytes_per_slot
 
 if TYPE_CHECKING:
     from torch import nn
@@ -166,10 +165,10 @@ def budget_for(
     return Budget(total, needs, pages * page, pages, (pages - 1) * memory.page_size, left)
 
 
-def group_bytes(group: CacheGroup, stores: KVStoreFactory, page_size: int, dtype: torch.dtype) -> PageBytes:
-    """Return the bytes of a page of ``group``, or of a slot if it keeps states, in the dtype of the model."""
+def group_bytes(group: CacheGroup, stores: KVStoreFactory, page_size: int) -> PageBytes:
+    """Return the bytes of a page of ``group``, or of a slot if it keeps states."""
     if group.kind is CacheGroupKind.STATE:
-        return PageBytes(bytes_per_slot(group, dtype), 0)
+        return PageBytes(stores.slot_bytes(group), 0)
     return stores.page_bytes(group, page_size)
 
 
@@ -226,18 +225,18 @@ def with_arena(budget: Budget, config: Config, groups: Sequence[PageBytes], draf
 
 
 def describe_groups(
-    budget: Budget, groups: Sequence[CacheGroup], stores: KVStoreFactory, page_size: int, dtype: torch.dtype
+    budget: Budget, groups: Sequence[CacheGroup], stores: KVStoreFactory, page_size: int
 ) -> list[dict[str, Any]]:
     """Return for each cache group what it keeps, in how many layers, the bytes of a token on this rank, and the number of
     tokens that the group alone could keep in the memory. For a state group: the bytes of a snapshot, and the number of
-    running requests and snapshots together. ``dtype`` is that of the model."""
+    running requests and snapshots together."""
     arena, pages = budget.arena, [budget.num_pages - 1] * len(groups)
     if arena is not None:
         pages = [(arena.num_slabs - 1) * own for own in arena.pages]
 
     def sizes(group: CacheGroup, count: int) -> dict[str, int]:
         if group.kind is CacheGroupKind.STATE:
-            return {"bytes_per_snapshot": bytes_per_slot(group, dtype), "most_snapshots": count}
+            return {"bytes_per_snapshot": stores.slot_bytes(group), "most_snapshots": count}
         return {"bytes_per_token": stores.page_bytes(group, 1).page, "most_tokens": count * page_size}
 
     return [

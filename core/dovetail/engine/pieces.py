@@ -18,7 +18,7 @@ import torch
 
 from dovetail.engine.build import as_module
 from dovetail.engine.captures import NO_UPDATES, GraphRecorder, larger_sizes
-from dovetail.engine.grouped import pools_of, set_views, states_of
+from dovetail.engine.grouped import pools_of, set_views
 from dovetail.engine.states import padding
 from dovetail.layers.experts import layers_of_experts
 from dovetail.layers.linear import Linear
@@ -139,7 +139,7 @@ class PiecewiseGraphs:
         self.sizes = token_ladder(max_tokens)
         self.seconds = 0.0  # spent on captures
         self._model, self._pools, self._watch, self._load = model, pools_of(pool), watch, load
-        self._states = states_of(pool)
+        self._pool = pool
         device, rows = pool.device, 2 + max(len(self._pools), 1)
         self._ids, self._positions, *self._places = torch.zeros(rows, max_tokens, dtype=torch.int64, device=device)
         size = self._pools[0].values(0).shape[-1] if self._pools else 0
@@ -199,7 +199,7 @@ class PiecewiseGraphs:
         for static in (self._ids, self._positions, *self._places):
             static.zero_()
         batch = self._static_batch(size)
-        states, count = padding(self._states, [size]), len(self._pools)
+        states, count = padding(self._pool, [size]), len(self._pools)
         batch.attn = (*(_WarmUpAttention(self._attended[:size]),) * count, *states)
         self._recorder.warm_up(lambda: self._forward(batch))
         with self._recorder.beside():

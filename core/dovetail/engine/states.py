@@ -12,29 +12,35 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from dovetail.engine.grouped import Pools, states_of
+from dovetail.engine.grouped import Pools, mixer_of, states_of
 from dovetail.interfaces.mixer import MixerBackend, MixerContext
 from dovetail.interfaces.state_rows import CHUNK, StateRows
 from dovetail.layers.states import StepStates
 from dovetail.ops.transfer import to_device
 
 if TYPE_CHECKING:
-    from dovetail.memory.state_pool import StatePool
+    from dovetail.interfaces.store import StateStore
     from dovetail.registry.resolution import Resolved
     from dovetail.types import AdmittedRequest, Batch, ForwardOutput, IntArray, StateCopies, StateSaves
 
 
 class StateSlots:
-    """Hold the states of all requests, and the slots of each running request. ``pools`` has the pool of each state group.
+    """Hold the states of all requests, and the slots of each running request. ``stores`` has the store of each state group.
     ``slots`` (int32 ``[state groups, slots of requests]``, on the device) has the slot of each request's state; that of
     slot 0, to which padding rows belong, is 0."""
 
-    def __init__(self, pools: Sequence[StatePool], num_slots: int) -> None:
-        """``num_slots`` is the number of slots of requests, slot 0 included."""
-        self.pools, self.device = tuple(pools), pools[0].device
-        self._on_host = np.zeros((len(pools), num_slots), np.int32)
+    def __init__(self, stores: Sequence[StateStore], num_slots: int, mixer: MixerBackend) -> None:
+        """``num_slots`` is the number of slots of requests, slot 0 included. ``mixer`` computes the steps."""
+        self.stores, self.device, self._mixer = tuple(stores), stores[0].device, mixer
+        self._on_host = np.zeros((len(stores), num_slots), np.int32)
         on_host = torch.from_numpy(self._on_host)
         self.slots = on_host if self.device.type == "cpu" else on_host.to(self.device)
+
+    @classmethod
+    def of(cls, pool: Pools, num_slots: int) -> StateSlots | None:
+        """Return the states in ``pool``, or None if the model keeps none."""
+        stores = states_of(pool)
+        return cls(stores, num_slots, mixer_of(pool)) if stores else None
 
     def admit(self, requests: Iterable[AdmittedRequest]) -> None:
         """Record the slots of requests that were admitted. The host does not wait for the device."""
@@ -42,7 +48,7 @@ class StateSlots:
         if not found:
             return
         for slot, own in found:
-            assert len(own) == len(self.pools), f"a request has {len(own)} slots of states, not {len(self.pools)}"
+            assert len(own) == len(self.stores), f"a request has {len(own)} slots of states, not {len(self.stores)}"
             self._on_host[:, slot] = own
         if self.device.type != "cpu":
             self.slots.copy_(to_device(self._on_host.copy(), self.device))
@@ -50,23 +56,23 @@ class StateSlots:
     @torch.inference_mode()
     def copy(self, copies: StateCopies) -> None:
         """Copy states as a plan says. The host does not wait for the device."""
-        for group, pool in enumerate(self.pools):
+        for group, store in enumerate(self.stores):
             own = copies.groups == group
             if own.any():
                 pairs = np.stack([copies.sources[own], copies.targets[own]]).astype(np.int64)
-                pool.copy(*to_device(pairs, self.device).unbind(0))
+                store.copy(*to_device(pairs, self.device).unbind(0))
 
     def of_step(self, batch: Batch) -> tuple[StepStates, ...]:
         """Plan the state groups of a step that is launched kernel by kernel, and return their entries of
         ``Batch.attn``."""
         split, slots = batch.num_extend, self._on_host[:, batch.slots]
-        pools = enumerate(zip(self.pools, slots, strict=True))
-        found = tuple(self._rows(batch, group, pool, own, split) for group, (pool, own) in pools)
+        stores = enumerate(zip(self.stores, slots, strict=True))
+        found = tuple(self._rows(batch, group, store, own, split) for group, (store, own) in stores)
         for states in found:
             states.backend.plan(states.rows)
         return found
 
-    def _rows(self, batch: Batch, group: int, pool: StatePool, slots: IntArray, split: int) -> StepStates:
+    def _rows(self, batch: Batch, group: int, store: StateStore, slots: IntArray, split: int) -> StepStates:
         lens, prompts, drafts = batch.extend_lens, None, None
         if split:
             fresh = batch.prefix_lens[:split] == 0
@@ -77,7 +83,7 @@ class StateSlots:
         if batch.drafts is not None and len(rest):
             drafts = StateRows.of(rest, lens[split:], np.zeros(len(rest), np.bool_), self.device, writes=False)
             rest = rest[:0]
-        return StepStates(pool.memory, prompts, to_device(rest, self.device), drafts, pool.mixer)
+        return StepStates(store.memory, prompts, to_device(rest, self.device), drafts, self._mixer)
 
 
 def _saves_of(saves: StateSaves | None, group: int) -> list[tuple[int, int, int]]:
@@ -91,13 +97,6 @@ def _saves_of(saves: StateSaves | None, group: int) -> list[tuple[int, int, int]
 def build_mixer(resolved: Resolved, device: torch.device, dtype: torch.dtype) -> MixerBackend | None:
     """Build the backend of layers with a state, if the model has such layers."""
     return None if resolved.mixer is None else resolved.mixer.build(MixerContext(device, dtype))
-
-
-def with_mixer(pools: Pools, mixer: MixerBackend | None) -> Pools:
-    """Return ``pools``, whose state groups ``mixer`` computes from now on."""
-    for pool in states_of(pools):
-        pool.mixer = pool.mixer if mixer is None else mixer
-    return pools
 
 
 def capture_states(batch: Batch) -> None:
@@ -114,14 +113,14 @@ def replay_states(batch: Batch) -> None:
             states.backend.plan_replay(states.rows)
 
 
-def padding(pools: Sequence[StatePool], lens: Sequence[int]) -> tuple[StepStates, ...]:
+def padding(pool: Pools, lens: Sequence[int]) -> tuple[StepStates, ...]:
     """Return the entries of ``Batch.attn`` for the state groups in a step of prompts of ``lens`` tokens that answers no
     request: it writes no state."""
     nothing, found = np.zeros(len(lens), np.int32), []
-    for pool in pools:
-        rows = StateRows.of(nothing, np.array(lens, np.int32), nothing == 0, pool.device)
-        found.append(StepStates(pool.memory, rows, rows.slots[:0], backend=pool.mixer))
-        pool.mixer.plan(found[-1].rows)
+    for store in states_of(pool):
+        rows = StateRows.of(nothing, np.array(lens, np.int32), nothing == 0, store.device)
+        found.append(StepStates(store.memory, rows, rows.slots[:0], backend=mixer_of(pool)))
+        found[-1].backend.plan(found[-1].rows)
     return tuple(found)
 
 

@@ -21,7 +21,7 @@ import torch
 from dovetail.engine.captures import GraphRecorder, ladder, larger_sizes
 from dovetail.engine.draft_layout import wide_shape
 from dovetail.engine.dry_run import every_filter, first_layers, prompts
-from dovetail.engine.grouped import backends_of, pools_of, states_of
+from dovetail.engine.grouped import backends_of, mixer_of, pools_of, states_of
 from dovetail.engine.outputs import step_result
 from dovetail.engine.sampler_graphs import SamplerGraphs
 from dovetail.engine.settings import expand
@@ -122,7 +122,7 @@ class VerifyStep:
         """Set what the layers of the step attend and keep states with."""
         rows = [draft_rows(slots, self.tensors.indptr) for slots in self.tensors.state_slots]
         self.states = tuple(
-            StepStates(own.memory, None, drafts.slots[:0], drafts, own.mixer)
+            StepStates(own.memory, None, drafts.slots[:0], drafts, mixer_of(pool))
             for own, drafts in zip(states_of(pool), rows, strict=True)
         )
         self.batch.attn, self.batch.kv = (*backends_of(backend), *self.states), pools_of(pool)

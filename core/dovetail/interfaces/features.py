@@ -126,6 +126,9 @@ class Feature(str):
     STORE_FULL = _feature("store.full", "keeps groups of kind full")
     STORE_SLIDING = _feature("store.sliding", "keeps groups of kind sliding")
     STORE_LATENT = _feature("store.latent", "keeps groups of kind latent")
+    STORE_STATE = _feature(
+        "store.state", "keeps the states of groups of kind state: slot_bytes, make_states", since=(1, 1)
+    )
     STORE_SLABS = _feature("store.slabs", "keeps groups in memory that several groups share: make_shared")
 
     # KV state

@@ -2,7 +2,8 @@
 
 A ``KVStore`` owns the memory of one cache group, in pages, and knows its layout, its dtype and its scales. Everything else
 handles pages by their numbers: the scheduler, the prefix cache, and whatever moves pages to another memory. A
-``KVStoreFactory`` is the component that config selects; it makes the stores of all groups.
+``KVStoreFactory`` is the component that config selects; it makes the stores of all groups, those of states
+(``StateStore``) too.
 """
 
 from __future__ import annotations
@@ -21,6 +22,9 @@ if TYPE_CHECKING:
 
     from dovetail.interfaces.cache import CacheGroup
     from dovetail.interfaces.executor import ArenaLayout
+
+SLOT_ALIGNMENT = 16
+"""Slots begin at multiples of this number of bytes, which is the size of the words in which they are copied."""
 
 
 class KVScales(NamedTuple):
@@ -68,12 +72,19 @@ class PageLayout(msgspec.Struct, frozen=True):
 @dataclass(frozen=True, slots=True)
 class StoreContext:
     """Describe what stores are made for: the layers of one rank on one device. ``dtype`` is that of ``memory.kv_dtype``.
-    ``checkpoint`` is the ``quantization_config`` of the model's config.json, which may declare scales."""
+    ``checkpoint`` is the ``quantization_config`` of the model's config.json, which may declare scales. ``model_dtype`` is that
+    of states that name no other."""
 
     page_size: int
     dtype: torch.dtype
     device: torch.device
     checkpoint: Mapping[str, Any] | None = None
+    model_dtype: torch.dtype | None = None
+
+    @property
+    def state_dtype(self) -> torch.dtype:
+        """Return the dtype of states that name no other: ``model_dtype``, or ``dtype`` if it is None."""
+        return self.dtype if self.model_dtype is None else self.model_dtype
 
 
 class KVStore(ABC):
@@ -151,6 +162,51 @@ class KVStore(ABC):
         raise NotImplementedError(f"{type(self).__name__} reads no scales")
 
 
+class StateStore(ABC):
+    """Own the states of a state group, in slots. ``KVStoreFactory.make_states`` makes it.
+
+    A slot has the states of all layers for one running request, or for one snapshot. The scheduler decides what each slot
+    holds; a snapshot is taken, and restored, by a copy between slots. Slot 0 belongs to padding rows: no operation writes to
+    it.
+
+    ``memory[layer][index]`` is the state ``group.states[index]`` of a layer, ``[num_slots, *shape]``, in the dtype that the
+    shape names, or else in that of the model. Layers and mixer backends read and write these tensors directly in each step,
+    and graphs keep their addresses, so they are made once. All dimensions but the first are contiguous. No two of them share
+    a byte.
+    """
+
+    group: CacheGroup
+    num_slots: int
+    device: torch.device
+    memory: tuple[tuple[torch.Tensor, ...], ...]
+
+    @abstractmethod
+    def copy(self, source: torch.Tensor, target: torch.Tensor) -> None:
+        """Copy the states of all layers, bit for bit, from the slots ``source [n]`` to ``target [n]`` (int64, on the device),
+        as if all were read before any is written. The host does not wait for the device. The engine calls this to take and to
+        restore snapshots. Mutates the store."""
+
+    @property
+    @abstractmethod
+    def layout(self) -> PageLayout:
+        """Return the layout of the slots that ``export_slots`` returns, which does not depend on the distance of slots."""
+
+    @abstractmethod
+    def export_slots(self, slots: Sequence[int]) -> bytes:
+        """Return the states in ``slots`` as bytes, with their layout and a checksum. Waits for the device."""
+
+    @abstractmethod
+    def import_slots(self, data: bytes, slots: Sequence[int]) -> None:
+        """Write what ``export_slots`` returned to ``slots``, in the same order, bit for bit. Raises ``PageFormatError``, and
+        writes nothing, if ``data`` is no export, is truncated, was changed, or has another layout or another number of
+        slots. Mutates the store."""
+
+    @abstractmethod
+    def fill(self, value: float, slots: Sequence[int] | slice = slice(None)) -> None:
+        """Set all numbers of ``slots`` to ``value``. Tests fill slots with NaN, so that a state that is read before it was
+        written is seen in the results. Mutates the store."""
+
+
 class SlabMemory(ABC):
     """Provide the memory that several cache groups share, in slabs (see ``memory.arena``)."""
 
@@ -186,6 +242,17 @@ class KVStoreFactory(ABC):
         """Return a store in memory that several groups share, for the group with the number ``index`` in ``slabs.layout``.
         Needs ``store.slabs``; the engine gives components without it a memory of their own for each group."""
         raise NotImplementedError(f"{type(self).__name__} does not offer store.slabs")
+
+    def slot_bytes(self, group: CacheGroup) -> int:
+        """Return the bytes of a slot of a state group: the states of all layers for one request, or one snapshot of them. It
+        is a multiple of ``SLOT_ALIGNMENT``. Needs ``store.state``."""
+        raise NotImplementedError(f"{type(self).__name__} does not offer store.state")
+
+    def make_states(self, group: CacheGroup, memory: torch.Tensor) -> StateStore:
+        """Return the store of a state group, whose slots are the rows of ``memory``, uint8 ``[num_slots, stride]``, of which
+        ``stride`` is at least ``slot_bytes``. The engine allocates it, because states and pages share the memory of all
+        groups. Needs ``store.state``."""
+        raise NotImplementedError(f"{type(self).__name__} does not offer store.state")
 
     @property
     def reads_scales(self) -> bool:

@@ -10,9 +10,17 @@ import torch
 from dovetail.errors import ConfigError
 from dovetail.interfaces.cache import CacheGroup, CacheGroupKind
 from dovetail.interfaces.executor import ArenaLayout
-from dovetail.interfaces.store import KVScales, KVStore, KVStoreFactory, KVTensors, PageBytes, PageLayout, SlabMemory
+from dovetail.interfaces.store import (
+    KVScales,
+    KVStore,
+    KVStoreFactory,
+    KVTensors,
+    PageBytes,
+    PageLayout,
+    SlabMemory,
+    StateStore,
+)
 from dovetail.memory.page_format import export_parts, import_parts, layout_of
-from dovetail.memory.state_pool import StatePool
 from dovetail.ops.kv import store
 from dovetail.ops.kv_dtypes import raw
 
@@ -234,23 +242,28 @@ class ArenaMemory(SlabMemory):
         return self._beside[slab_bytes]
 
 
+def make_states(group: CacheGroup, num_slots: int, stores: KVStoreFactory, device: torch.device | str) -> StateStore:
+    """Return the store of a state group with memory of its own, ``num_slots`` slots. All states are 0 at first."""
+    memory = torch.zeros(num_slots, stores.slot_bytes(group), dtype=torch.uint8, device=device)
+    return stores.make_states(group, memory)
+
+
 def make_arena(
     groups: Sequence[CacheGroup],
     layout: ArenaLayout,
     stores: KVStoreFactory,
     dtype: torch.dtype,
     device: torch.device | str,
-    state_dtype: torch.dtype | None = None,
-) -> tuple[list[KVStore], list[StatePool]]:
-    """Allocate one memory and return the stores of ``groups`` in it: those with pages, and the pools of states. ``dtype`` is
-    that of keys and values, ``state_dtype`` that of the model (None: the same)."""
+) -> tuple[list[KVStore], list[StateStore]]:
+    """Allocate one memory and return the stores of ``groups`` in it: those with pages, and those of states. ``dtype`` is
+    that of keys and values."""
     slabs = ArenaMemory(layout, dtype, device)
     pools: list[KVStore] = []
-    states: list[StatePool] = []
+    states: list[StateStore] = []
     for index, group in enumerate(groups):
         if group.kind is CacheGroupKind.STATE:
             slots = slabs.bytes.view(layout.num_slabs * layout.pages[index], -1)
-            states.append(StatePool(group, slots, state_dtype or dtype))
+            states.append(stores.make_states(group, slots))
         else:
             pools.append(stores.make_shared(group, index, slabs))
     return pools, states

@@ -7,33 +7,23 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from dovetail.interfaces.store import SLOT_ALIGNMENT, StateStore
 from dovetail.memory.page_format import export_parts, import_parts, layout_of
-from dovetail.ops.mixers import TorchMixer
 
 if TYPE_CHECKING:
     from dovetail.interfaces.cache import CacheGroup
-    from dovetail.interfaces.mixer import MixerBackend
     from dovetail.interfaces.mixer_shapes import StateShape
     from dovetail.interfaces.store import PageLayout
 
-ALIGNMENT = 16
-"""Slots begin at multiples of this number of bytes, which is the size of the words in which they are copied."""
 
-
-class StatePool:
-    """Hold the states of a state group in slots. ``memory[state_id]`` are those of a layer, a view ``[num_slots, *shape]``
-    for each of its states, of which all dimensions but the first are contiguous. Slot 0 belongs to padding rows: no
-    operation writes to it.
-
-    All states of a slot are together, so that a copy is one operation, whatever the number of layers. ``mixer`` computes the
-    operations of the layers; the engine sets it to the backend that was chosen.
-    """
+class StatePool(StateStore):
+    """Hold the states of a state group as they are. All states of a slot are together, so that a copy is one operation,
+    whatever the number of layers."""
 
     def __init__(self, group: CacheGroup, memory: torch.Tensor, dtype: torch.dtype) -> None:
         """``memory`` (uint8 ``[num_slots, stride]``) has at least ``bytes_per_slot`` bytes for each slot. ``dtype`` is that
         of the model."""
         self.group, self.num_slots, self.device = group, len(memory), memory.device
-        self.mixer: MixerBackend = TorchMixer()
         self._words = memory.view(torch.int64)
         self._kinds: dict[int, torch.Tensor] = {}  # by the index of a state in ``group.states``, of all layers
         start = 0
@@ -57,27 +47,24 @@ class StatePool:
         return cls(group, memory, dtype)
 
     def copy(self, source: torch.Tensor, target: torch.Tensor) -> None:
-        """Copy the states of all layers from the slots ``source [n]`` to ``target [n]`` (int64), as if all were read before
-        any is written. Mutates the pool."""
+        """See ``StateStore.copy``."""
         self._words.index_copy_(0, target, self._words.index_select(0, source))
 
     @property
     def layout(self) -> PageLayout:
-        """Return what an exported slot consists of: each state of ``group.states``, of all layers."""
+        """See ``StateStore.layout``. A slot consists of each state of ``group.states``, of all layers."""
         return layout_of("states", 1, self._parts)
 
     def export_slots(self, slots: Sequence[int]) -> bytes:
-        """Return the states in ``slots`` as bytes with their layout and a checksum, in the format of exported pages, of which
-        a slot is one."""
+        """See ``StateStore.export_slots``. The format is that of exported pages, of which a slot is one."""
         return export_parts(self.layout, self._parts, slots)
 
     def import_slots(self, data: bytes, slots: Sequence[int]) -> None:
-        """Write an export to ``slots``, of the same or another pool with the same layout, whatever the distance of its slots.
-        Raises ``PageFormatError`` before anything is written. Mutates the pool."""
+        """See ``StateStore.import_slots``."""
         import_parts(self.layout, self._parts, data, slots)
 
     def fill(self, value: float, slots: Sequence[int] | slice = slice(None)) -> None:
-        """Set all numbers of ``slots``. Tests poison the pool in this way."""
+        """See ``StateStore.fill``."""
         for states in self._kinds.values():
             states[slots] = value
 
@@ -86,7 +73,7 @@ def bytes_per_slot(group: CacheGroup, dtype: torch.dtype) -> int:
     """Return the bytes of a slot of a state group: the states of all layers for one request, or one snapshot of them.
     ``dtype`` is that of the model."""
     one = sum(torch.Size(state.shape).numel() * dtype_of(state, dtype).itemsize for state in group.states)
-    return -(-group.num_layers * one // ALIGNMENT) * ALIGNMENT
+    return -(-group.num_layers * one // SLOT_ALIGNMENT) * SLOT_ALIGNMENT
 
 
 def dtype_of(state: StateShape, dtype: torch.dtype) -> torch.dtype:

@@ -235,6 +235,7 @@ STORE = KindDescriptor(
     ComponentKind.STORE,
     "stores of keys and values",
     "dovetail.interfaces.store:KVStoreFactory",
+    api=(1, 1),  # store.state
     section=kinds.STORE,
     screen=f"{_RULES}:screen_store",
     namespaces=("store",),

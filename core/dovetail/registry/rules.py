@@ -281,15 +281,16 @@ STORED = {
     CacheGroupKind.FULL: Feature.STORE_FULL,
     CacheGroupKind.SLIDING: Feature.STORE_SLIDING,
     CacheGroupKind.LATENT: Feature.STORE_LATENT,
+    CacheGroupKind.STATE: Feature.STORE_STATE,
 }
-"""What a store must offer for each kind of groups. States have pools of their own."""
+"""What a store must offer for each kind of groups."""
 
 
 def store(situation: Situation) -> Iterator[Need]:
     """Require a store that keeps the groups of the model."""
     needed_by = f"model {situation.model.architecture!r}"
     kinds = {group.kind for group in situation.model.cache_groups}
-    for kind in sorted(kinds & STORED.keys()):
+    for kind in sorted(kinds):
         yield from situation.needs(STORED[kind], needed_by, f"it has groups of kind {kind}")
     if CacheGroupKind.STATE in kinds and len(kinds) > 1:
         yield from situation.needs(Feature.STORE_SLABS, needed_by, "states share the memory of keys and values")

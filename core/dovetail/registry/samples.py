@@ -122,7 +122,7 @@ def for_store() -> StoreContext:
     """Return the context of an engine on the CPU."""
     import torch
 
-    return StoreContext(16, torch.float8_e4m3fn, torch.device("cpu"))
+    return StoreContext(16, torch.float8_e4m3fn, torch.device("cpu"), model_dtype=torch.bfloat16)
 
 
 def for_api() -> None:

@@ -6,24 +6,21 @@ class TestMine(KVStoreSuite):
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
-from typing import ClassVar
 
 import numpy as np
 import pytest
 import torch
 
-from dovetail.errors import PageFormatError
 from dovetail.interfaces.cache import CacheGroup, CacheGroupKind
 from dovetail.interfaces.features import Feature
-from dovetail.interfaces.store import KVStore, KVStoreFactory, StoreContext
+from dovetail.interfaces.store import KVStore, KVStoreFactory
 from dovetail.memory.arena import ArenaAllocator, make_layout
 from dovetail.memory.pool import make_arena, pool_dtype
-from dovetail.registry.specs import ComponentKind
-from dovetail.testing.component import ComponentSuite
+from dovetail.testing.store_checks import PAGE_SIZE, check_refused
+from dovetail.testing.store_states import StateStoreCases
 
-PAGE_SIZE, NUM_PAGES = 4, 7
+NUM_PAGES = 7
 GROUPS = {
     Feature.STORE_FULL: CacheGroup(3, 2, 16),
     Feature.STORE_SLIDING: CacheGroup(2, 3, 16, CacheGroupKind.SLIDING, 9),
@@ -39,27 +36,8 @@ each_group = pytest.mark.parametrize("feature", GROUPS, ids=str)
 Numbers = list[tuple[torch.Tensor, torch.Tensor]]
 
 
-class KVStoreSuite(ComponentSuite):
+class KVStoreSuite(StateStoreCases):
     """Test a KV store. Only ``name`` is required."""
-
-    kind: ClassVar[ComponentKind] = ComponentKind.STORE
-    device: ClassVar[str] = "cpu"
-    dtypes: ClassVar[Sequence[str]] = ("float32", "bfloat16", "fp8_e4m3")
-    """The values of ``memory.kv_dtype`` to test, of which the spec must allow at least one."""
-
-    def make(self, context: StoreContext) -> KVStoreFactory:
-        """Return a new factory. Override it to test a class that no plugin registers."""
-        return self.build(context)
-
-    def allowed(self) -> list[str]:
-        """Return those of ``dtypes`` that the component allows."""
-        allowed = self.spec.constraints.kv_dtypes
-        return [name for name in self.dtypes if not allowed or name in allowed]
-
-    def factory(self, dtype: str | None = None) -> KVStoreFactory:
-        """Return a factory of stores of pages of ``PAGE_SIZE`` tokens."""
-        named = self.allowed()[0] if dtype is None else dtype
-        return self.make(StoreContext(PAGE_SIZE, pool_dtype(named), torch.device(self.device)))
 
     def group(self, feature: Feature) -> CacheGroup:
         """Return the group whose store needs ``feature``. Skips if it is not offered."""
@@ -294,7 +272,4 @@ def all_numbers(store: KVStore) -> Numbers:
 
 def refused(store: KVStore, data: bytes, pages: list[int], fault: str | None = None) -> None:
     """Check that an export is refused, with this ``fault``."""
-    with pytest.raises(PageFormatError) as error:
-        store.import_pages(data, pages)
-    assert fault is None or error.value.fault == fault
-    assert str(error.value).startswith(error.value.fault)
+    check_refused(lambda: store.import_pages(data, pages), fault)

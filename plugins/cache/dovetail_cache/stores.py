@@ -1,26 +1,40 @@
-"""Make the stores of keys, values and latents."""
+"""Make the stores of keys, values, latents and states."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import cast
 
+import torch
 from pydantic import BaseModel
 
 from dovetail.config.kv_scales import declares_kv_scales
 from dovetail.errors import ConfigError
 from dovetail.interfaces.cache import CacheGroup, CacheGroupKind
-from dovetail.interfaces.store import KVStore, KVStoreFactory, PageBytes, SlabMemory, StoreContext
+from dovetail.interfaces.store import KVStore, KVStoreFactory, PageBytes, SlabMemory, StateStore, StoreContext
 from dovetail.memory.pool import ArenaKVPool, LatentArenaPool, make_pool, plain_page_bytes
 from dovetail.memory.scaled import ScaledArenaKVPool, ScaledKVPool, scaled_page_bytes
+from dovetail.memory.state_pool import StatePool, bytes_per_slot
 from dovetail_cache.config import ScaledConfig
 
 
-class PagedStores(KVStoreFactory):
-    """Keep keys and values, or latents, as they are, converted to the dtype of the memory."""
+class _WithStates(KVStoreFactory):
+    """Keep states as they are."""
 
     def __init__(self, config: BaseModel, context: StoreContext) -> None:
         self._context = context
+
+    def slot_bytes(self, group: CacheGroup) -> int:
+        """See ``KVStoreFactory.slot_bytes``."""
+        return bytes_per_slot(group, self._context.state_dtype)
+
+    def make_states(self, group: CacheGroup, memory: torch.Tensor) -> StateStore:
+        """See ``KVStoreFactory.make_states``."""
+        return StatePool(group, memory, self._context.state_dtype)
+
+
+class PagedStores(_WithStates):
+    """Keep keys and values, or latents, as they are, converted to the dtype of the memory."""
 
     def page_bytes(self, group: CacheGroup, page_size: int) -> PageBytes:
         """See ``KVStoreFactory.page_bytes``."""
@@ -37,12 +51,12 @@ class PagedStores(KVStoreFactory):
         return kind(group, index, slabs.layout, self._context.page_size, slabs.memory)
 
 
-class ScaledStores(KVStoreFactory):
+class ScaledStores(_WithStates):
     """Keep keys and values in 8 bits with scales."""
 
     def __init__(self, config: BaseModel, context: StoreContext) -> None:
         scales = cast("ScaledConfig", config).scales
-        self._context = context
+        super().__init__(config, context)
         self._computed = not declares_kv_scales(context.checkpoint) if scales == "auto" else scales == "token_head"
 
     def page_bytes(self, group: CacheGroup, page_size: int) -> PageBytes:
