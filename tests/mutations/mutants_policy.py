@@ -8,7 +8,7 @@ from typing import ClassVar
 
 from mutant import Mutant, Suite
 
-from dovetail.interfaces.cache import Match, PrefixCache
+from dovetail.interfaces.cache import CachedPrefixes, Match, PrefixCache
 from dovetail.interfaces.features import Feature
 from dovetail.interfaces.policy import PolicyContext, SchedulePolicy
 from dovetail.testing.policy import PolicySuite, make_cache
@@ -101,7 +101,7 @@ class LastComeFirstServed(Fcfs):
 class _OneNamespace:
     """Match a cache with the empty namespace."""
 
-    def __init__(self, cache: PrefixCache) -> None:
+    def __init__(self, cache: CachedPrefixes) -> None:
         self._cache = cache
 
     def match(self, tokens: IntArray, namespace: str = "") -> Match:

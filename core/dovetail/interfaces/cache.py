@@ -161,7 +161,30 @@ class CacheContext:
         return sum(group.paged for group in self.groups)
 
 
-class PrefixCache(ABC):
+class CachedPrefixes(ABC):
+    """Show what a prefix cache holds, without a way to change it. Schedule policies get this. With data-parallel attention
+    it shows the caches of all ranks together: a match is then the longest one, and its pages belong to one rank."""
+
+    @abstractmethod
+    def match(self, tokens: IntArray, namespace: str = "") -> Match:
+        """Return the longest cached prefix of ``tokens`` at which every group can resume. In its ``pages``, the columns
+        before ``first_needed`` of a group are holes. Updates the recency of what was found; locks nothing.
+
+        The scheduler calls this for waiting requests; prefix-aware policies call it too.
+        """
+
+    @property
+    @abstractmethod
+    def evictable(self) -> tuple[int, ...]:
+        """Return for each group the number of pages or snapshots that ``evict`` could return now."""
+
+    @property
+    @abstractmethod
+    def total(self) -> tuple[int, ...]:
+        """Return for each group the number of pages or snapshots that the cache owns, locked or not."""
+
+
+class PrefixCache(CachedPrefixes):
     """Map (namespace, tokens) to pages and snapshots. Uses the CPU only. Not thread-safe: the scheduler's thread makes
     all calls.
 
@@ -177,14 +200,6 @@ class PrefixCache(ABC):
 
     def __init__(self, config: BaseModel, context: CacheContext) -> None:
         """Store what the cache needs of ``config``, which is this cache's own config section, and of ``context``."""
-
-    @abstractmethod
-    def match(self, tokens: IntArray, namespace: str = "") -> Match:
-        """Return the longest cached prefix of ``tokens`` at which every group can resume. In its ``pages``, the columns
-        before ``first_needed`` of a group are holes. Updates the recency of what was found; locks nothing.
-
-        The scheduler calls this for waiting requests; prefix-aware policies call it too.
-        """
 
     @abstractmethod
     def insert(
@@ -257,16 +272,6 @@ class PrefixCache(ABC):
         Needs ``cache.shared_prefixes``. Returns no groups if any cache group can have holes.
         """
         return []
-
-    @property
-    @abstractmethod
-    def evictable(self) -> tuple[int, ...]:
-        """Return for each group the number of pages or snapshots that ``evict`` could return now."""
-
-    @property
-    @abstractmethod
-    def total(self) -> tuple[int, ...]:
-        """Return for each group the number of pages or snapshots that the cache owns, locked or not."""
 
     def check_integrity(self) -> None:
         """Assert the cache's own invariants. Called when the engine is idle and by tests. Takes time linear in the

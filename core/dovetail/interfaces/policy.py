@@ -10,15 +10,15 @@ from typing import TYPE_CHECKING, ClassVar
 if TYPE_CHECKING:
     from pydantic import BaseModel
 
-    from dovetail.interfaces.cache import PrefixCache
+    from dovetail.interfaces.cache import CachedPrefixes
     from dovetail.types import Req
 
 
 @dataclass(frozen=True, slots=True)
 class PolicyContext:
-    """Hold what a policy may read. The policy may match prefixes in ``cache`` but must not change it."""
+    """Hold what a policy may read: ``cache``, in which it may match prefixes."""
 
-    cache: PrefixCache
+    cache: CachedPrefixes
 
 
 class SchedulePolicy(ABC):

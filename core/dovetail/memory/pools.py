@@ -8,9 +8,9 @@ rank reads the rows of its own slots only.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from dovetail.interfaces.cache import Match, PrefixCache
+from dovetail.interfaces.cache import CachedPrefixes, Match
 from dovetail.memory.table import pool_of
 
 if TYPE_CHECKING:
@@ -76,10 +76,10 @@ class PoolLedgers:
             member.check_integrity([req for req in running if self.of(req) is member])
 
 
-class PoolCaches(PrefixCache):
-    """Show the prefix caches of several pools to a schedule policy, which may only match."""
+class PoolCaches(CachedPrefixes):
+    """Show the prefix caches of several pools together."""
 
-    def __init__(self, caches: Sequence[PrefixCache]) -> None:
+    def __init__(self, caches: Sequence[CachedPrefixes]) -> None:
         """Store the caches, of which each keeps pages of its own pool."""
         self._caches = tuple(caches)
 
@@ -96,25 +96,3 @@ class PoolCaches(PrefixCache):
     def total(self) -> tuple[int, ...]:
         """Return the sums over the pools."""
         return tuple(map(sum, zip(*(cache.total for cache in self._caches), strict=True)))
-
-    def insert(
-        self, tokens: IntArray, pages: IntArray, namespace: str = "", priority: int = 0, states: IntArray | None = None
-    ) -> Match:
-        """Refuse: pages belong to one pool."""
-        raise NotImplementedError("a policy must not change the prefix cache")
-
-    def lock(self, handle: Any) -> None:
-        """Refuse: a handle belongs to one pool."""
-        raise NotImplementedError("a policy must not change the prefix cache")
-
-    def unlock(self, handle: Any) -> None:
-        """Refuse: a handle belongs to one pool."""
-        raise NotImplementedError("a policy must not change the prefix cache")
-
-    def evict(self, short: Sequence[int]) -> list[IntArray]:
-        """Refuse: pages belong to one pool."""
-        raise NotImplementedError("a policy must not change the prefix cache")
-
-    def reset(self) -> list[IntArray]:
-        """Refuse: pages belong to one pool."""
-        raise NotImplementedError("a policy must not change the prefix cache")
