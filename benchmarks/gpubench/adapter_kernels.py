@@ -1,5 +1,6 @@
-"""Measure the kernels of adapters (LoRA) in one decoder layer: each product after a norm, without adapters and with one and
-many of them, and ``shrink`` and ``expand`` alone, in microseconds. See ``adapters_gpu.py --kernels``."""
+"""Measure the kernels of adapters (LoRA) in one decoder layer: each product after a norm, without adapters and with one, some and
+many of them, which the product adds itself or the kernel after it, and ``shrink`` and ``expand`` alone, in microseconds. See
+``adapters_gpu.py --kernels``."""
 
 from __future__ import annotations
 
@@ -11,9 +12,10 @@ import numpy as np
 import torch
 
 from dovetail.ops.adapter_weights import LowRankWeights, TokenTiles
-from dovetail.ops.low_rank import SMALL_TILE, packed_tiles, unpacked_tiles
+from dovetail.ops.low_rank import FEW_SLOTS, SMALL_TILE, most_tiles, packed_tiles, unpacked_tiles
+from dovetail.ops.triton.adapted_rows import AdaptedRows
 from dovetail.ops.triton.low_rank import row_blocks
-from dovetail.ops.triton.low_rank_few import AdaptedRows, expand, shrink
+from dovetail.ops.triton.low_rank_few import expand, shrink
 from dovetail.ops.triton.matmul import FewRows
 from dovetail.ops.triton.norm import rms_norm
 from gpubench.models import shape
@@ -21,6 +23,8 @@ from gpubench.models import shape
 COPIES = 4
 """Each product is measured with this number of weights in turns, so that the L2 cache does not hold them."""
 REPEATS = 5
+ACTIVE = (1, FEW_SLOTS, 2 * FEW_SLOTS)
+"""The numbers of adapters that are measured, and as many as there are rows. Up to twice ``FEW_SLOTS`` are added in both ways."""
 
 
 class Layer(NamedTuple):
@@ -45,10 +49,11 @@ def layers(model: str) -> list[Layer]:
     ]
 
 
-def tiles_of(slots: np.ndarray, most: int, device: str) -> TokenTiles:
+def tiles_of(slots: np.ndarray, device: str, *, few: bool) -> TokenTiles:
     """Return the tiles of rows with ``slots``, padded as in graphs."""
+    most = most_tiles(len(slots), max(FEW_SLOTS, len(set(slots.tolist()))) if few else len(slots))
     packed = torch.from_numpy(packed_tiles(slots.astype(np.int32), SMALL_TILE, len(slots), most)).to(device)
-    return unpacked_tiles(packed, SMALL_TILE, len(slots), len(slots))
+    return unpacked_tiles(packed, SMALL_TILE, len(slots), len(slots), few=few)
 
 
 def adapters_of(layer: Layer, slots: int, rank: int, device: str) -> LowRankWeights:
@@ -64,8 +69,14 @@ def adapters_of(layer: Layer, slots: int, rank: int, device: str) -> LowRankWeig
 
 def steps(layer: Layer, batch: int, rank: int, device: str, copies: int) -> dict[str, list[Callable[[], Any]]]:
     """Return what is measured, by its name: for each copy of the weights, a function that launches it."""
-    most = batch
-    one, many = tiles_of(np.zeros(batch), most, device), tiles_of(np.arange(batch), most, device)
+    cases = {
+        f"{count} active, {'in the product' if few else 'after it'}": tiles_of(
+            np.arange(batch) % count, device, few=few
+        )
+        for count in sorted({*ACTIVE, batch})
+        for few in (True, False)
+        if count <= batch and (not few or count in ACTIVE)
+    }
     x = torch.randn(batch, layer.inputs, device=device, dtype=torch.bfloat16)
     scale = torch.ones(layer.inputs, device=device, dtype=torch.bfloat16)
     norm = partial(rms_norm, x, scale, 1e-5)
@@ -76,21 +87,23 @@ def steps(layer: Layer, batch: int, rank: int, device: str, copies: int) -> dict
         weight = torch.randn(n, layer.inputs, device=device, dtype=torch.bfloat16) / layer.inputs**0.5
         adapters = adapters_of(layer, batch, rank, device)
         base, rows = FewRows(weight), AdaptedRows(weight, adapters)
-        low = shrink(x, adapters, one)
         gated, in_parts = layer.form == "gated", layer.form == "parts" and base.parts(x) is not None
         own = {"gated": partial(base.gated, bias=None), "parts": base.parts}.get(layer.form, partial(base, bias=None))
         found.setdefault("norm", []).append(norm)
         found.setdefault("base", []).append(lambda own=own: own(norm()))
-        for name, tiles in (("1", one), (str(batch), many)):
+        for name, tiles in cases.items():
             if rows.can(tiles, batch, gated=gated, parts=in_parts):
-                fused = partial(rows, bias=None, tokens=tiles, gated="silu" if gated else None, in_parts=in_parts)
-                found.setdefault(f"{name} active", []).append(lambda fused=fused: fused(norm()))
+                added = partial(rows, bias=None, tokens=tiles, gated="silu" if gated else None, in_parts=in_parts)
+                found.setdefault(name, []).append(lambda added=added: added(norm()))
+        for count in (1, batch):
+            tiles = tiles_of(np.arange(batch) % count, device, few=count == 1)
+            low = shrink(x, adapters, tiles)
             apart = partial(_apart, base, adapters, tiles)
-            found.setdefault(f"{name} active, own kernels", []).append(lambda apart=apart: apart(norm()))
-            found.setdefault(f"shrink {name}", []).append(
+            found.setdefault(f"{count} active, own kernels", []).append(lambda apart=apart: apart(norm()))
+            found.setdefault(f"shrink {count}", []).append(
                 lambda adapters=adapters, tiles=tiles: shrink(norm(), adapters, tiles, leads=True)
             )
-            found.setdefault(f"expand {name}", []).append(partial(expand, out, low, adapters, tiles))
+            found.setdefault(f"expand {count}", []).append(partial(expand, out, low, adapters, tiles))
     return found
 
 
@@ -128,5 +141,5 @@ def measure(model: str, batch: int, rank: int) -> dict[str, dict[str, float]]:
         found[layer.name] = times
         print(layer.name, flush=True)
         for name, time in times.items():
-            print(f"  {name:24} {time:8.2f} us  {time - times['base']:+8.2f}", flush=True)
+            print(f"  {name:32} {time:8.2f} us  {time - times['base']:+8.2f}", flush=True)
     return found

@@ -14,7 +14,7 @@ import torch
 from dovetail import LLM, SamplingParams
 from dovetail.config.checkpoint import locate
 from dovetail.ops.adapter_weights import LowRankWeights, TokenSlots
-from dovetail.ops.low_rank import LARGE_TILE, SMALL_TILE, add_low_rank, packed_tiles, unpacked_tiles
+from dovetail.ops.low_rank import FEW_SLOTS, LARGE_TILE, SMALL_TILE, add_low_rank, packed_tiles, unpacked_tiles
 from lora_adapters import module_shapes, write_adapter
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")]
@@ -22,9 +22,12 @@ NAMES = ["a", "b", None, "c", "a", "b"]
 PROMPTS = ["The capital of France is", "Alice walks beside", "Hello", "Sort the numbers", "A list of", "Once"]
 
 
-@pytest.mark.parametrize(("tokens", "tile"), [(1, SMALL_TILE), (64, SMALL_TILE), (2048, LARGE_TILE)])
+@pytest.mark.parametrize(
+    ("tokens", "tile", "few"),
+    [(1, SMALL_TILE, True), (64, SMALL_TILE, True), (64, SMALL_TILE, False), (2048, LARGE_TILE, True)],
+)
 @pytest.mark.parametrize("rank", [16, 64, 256])
-def test_products_are_those_of_the_numbers(tokens: int, tile: int, rank: int) -> None:
+def test_products_are_those_of_the_numbers(tokens: int, tile: int, few: bool, rank: int) -> None:
     from dovetail.ops.triton.low_rank import row_blocks
 
     torch.manual_seed(0)
@@ -37,7 +40,7 @@ def test_products_are_those_of_the_numbers(tokens: int, tile: int, rank: int) ->
     weights = LowRankWeights(a, b, parts, ranks, torch.from_numpy(ranks).cuda(), row_blocks(parts, device))
     own = random.integers(-1, slots, tokens).astype(np.int32)
     packed = torch.from_numpy(packed_tiles(own, tile, tokens, tokens + 2)).cuda()
-    tiles = unpacked_tiles(packed, tile, tokens, tokens)
+    tiles = unpacked_tiles(packed, tile, tokens, tokens, few=few)
     x = torch.randn(tokens, inputs, device="cuda", dtype=torch.bfloat16)
     out = torch.randn(tokens, 6120, device="cuda", dtype=torch.bfloat16)
     exact = out.float()
@@ -60,12 +63,12 @@ def test_products_are_those_of_the_numbers(tokens: int, tile: int, rank: int) ->
     ],
     ids=str,
 )
-@pytest.mark.parametrize(("tokens", "own_slots"), [(1, 1), (16, 3), (64, 1), (64, 64)])
+@pytest.mark.parametrize(("tokens", "own_slots"), [(1, 1), (16, 3), (64, 1), (64, 8), (64, 12), (64, 64)])
 def test_products_add_adapters_beside_the_kernel_that_multiplies_first(outputs, inputs, parts, form, tokens, own_slots):
     """Each input is written just before it is read, and differs from the one before at the same address."""
     from dovetail.ops.activation import GATES
+    from dovetail.ops.triton.adapted_rows import AdaptedRows
     from dovetail.ops.triton.low_rank import row_blocks
-    from dovetail.ops.triton.low_rank_few import AdaptedRows
     from dovetail.ops.triton.norm import rms_norm
 
     torch.manual_seed(0)
@@ -78,7 +81,8 @@ def test_products_add_adapters_beside_the_kernel_that_multiplies_first(outputs, 
     weight = torch.randn(outputs, inputs, **kind) / inputs**0.5
     slots = random.integers(-1, own_slots, tokens) if own_slots < tokens else np.arange(tokens)
     packed = torch.from_numpy(packed_tiles(slots.astype(np.int32), SMALL_TILE, tokens, tokens)).cuda()
-    tiles, product = unpacked_tiles(packed, SMALL_TILE, tokens, tokens), AdaptedRows(weight, weights)
+    tiles = unpacked_tiles(packed, SMALL_TILE, tokens, tokens, few=own_slots <= FEW_SLOTS)
+    product = AdaptedRows(weight, weights)
     gated, in_parts = form == "gated", form == "parts"
     if not product.can(tiles, tokens, gated=gated, parts=in_parts):
         pytest.skip("no kernel for these rows")

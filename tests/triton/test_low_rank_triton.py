@@ -13,9 +13,9 @@ from dovetail.ops import low_rank
 from dovetail.ops.activation import GATES
 from dovetail.ops.adapter_weights import LowRankWeights, TokenSlots
 from dovetail.ops.low_rank import add_low_rank, packed_tiles, token_groups, unpacked_tiles
+from dovetail.ops.triton import adapted_rows, tuning
 from dovetail.ops.triton import low_rank as kernels
 from dovetail.ops.triton import low_rank_few as few
-from dovetail.ops.triton.matmul import GATE_KINDS
 from dovetail.ops.triton.tuning import ProductTile
 
 INPUTS, PARTS, RANK, SLOTS = 136, ((0, 70), (70, 16), (86, 33)), 32, 3
@@ -34,12 +34,13 @@ def made_weights(ranks: np.ndarray, parts=PARTS, inputs: int = INPUTS) -> LowRan
     return LowRankWeights(a, b, parts, ranks, torch.from_numpy(ranks), blocks)
 
 
-def made_tiles(slots: np.ndarray, size: int, *, pads: bool):
-    """Return the tiles of ``slots``; with ``pads``, as a graph of more rows and tiles has them."""
+def made_tiles(slots: np.ndarray, size: int, *, pads: bool, many: bool = False):
+    """Return the tiles of ``slots``; with ``pads``, as a graph of more rows and tiles has them, and with ``many``, for the kernels of
+    many adapters."""
     tokens = len(slots)
     rows, most = (tokens + 3, low_rank.most_tiles(tokens, SLOTS) + 2) if pads else (tokens, None)
     packed = torch.from_numpy(packed_tiles(slots, size, rows, most))
-    return unpacked_tiles(packed, size, rows, tokens, most)
+    return unpacked_tiles(packed, size, rows, tokens, most, few=not many)
 
 
 def by_definition(out: torch.Tensor, x: torch.Tensor, weights: LowRankWeights, slots: np.ndarray) -> torch.Tensor:
@@ -53,43 +54,46 @@ def by_definition(out: torch.Tensor, x: torch.Tensor, weights: LowRankWeights, s
     return out
 
 
-@pytest.mark.parametrize("path", ["torch", "few tokens, tiles that pad", "many tokens"])
+@pytest.mark.parametrize(
+    "path", ["torch", "few tokens, tiles that pad", "few tokens, many adapters, tiles that pad", "many tokens"]
+)
 @pytest.mark.parametrize("slots", [[-1, 2, -1, 0, 2, 1, 0], [1] * 17 + [-1, 2], [-1] * 3], ids=str)
 def test_every_token_gets_what_its_adapter_adds(monkeypatch, path, slots):
     monkeypatch.setattr(kernels, "SPLIT_INPUTS", 64)  # several programs for the inputs of a tile
     monkeypatch.setattr(kernels, "INPUT_BLOCK", 32)
-    monkeypatch.setattr(few, "INPUT_BLOCK", 64)
-    monkeypatch.setattr(few, "STEP", 32)
-    monkeypatch.setattr(few, "processors", lambda device: 3)
+    monkeypatch.setattr(few, "INPUT_BLOCK", dict.fromkeys((True, False), 64))
     if path == "many tokens":
-        monkeypatch.setattr(few, "MAX_ROWS", 0)
+        monkeypatch.setattr(tuning, "MAX_ROWS", 0)
     given = np.array(slots, np.int32)
     weights = made_weights(RANKS)
     x, out = torch.randn(len(given), INPUTS), torch.randn(len(given), 119)
     expected = by_definition(out, x, weights, given)
     tokens = TokenSlots(len(given), token_groups(given))
     if path != "torch":
-        tokens = TokenSlots(len(given), (), made_tiles(given, low_rank.SMALL_TILE, pads="pad" in path))
+        tokens = TokenSlots(
+            len(given), (), made_tiles(given, low_rank.SMALL_TILE, pads="pad" in path, many="many" in path)
+        )
     torch.testing.assert_close(add_low_rank(out, x, weights, tokens).double(), expected, rtol=1e-5, atol=1e-4)
 
 
+@pytest.mark.parametrize("many", [False, True])
 @pytest.mark.parametrize(("form", "split"), [("whole", 1), ("bias", 2), ("gated", 1), ("gated", 2), ("parts", 2)])
 @pytest.mark.parametrize("slots", [[2], [1] * 17 + [-1, 2, 0]], ids=str)
-def test_products_add_the_adapters_themselves(monkeypatch, form, split, slots):
-    monkeypatch.setattr(few, "STEP", 32)
+def test_products_add_the_adapters(monkeypatch, form, split, slots, many):
+    monkeypatch.setattr(few, "INPUT_BLOCK", dict.fromkeys((True, False), 32))
+    monkeypatch.setattr(adapted_rows, "FIRST", 16)
+    monkeypatch.setattr(adapted_rows, "STEP", 32)
     tile = ProductTile(32, 64, 32, 4, 2, split)
-    monkeypatch.setattr(few, "tile_of", lambda rows, n, k: tile)
+    monkeypatch.setattr(adapted_rows, "tile_of", lambda rows, n, k: tile)
     parts = ((0, 64), (64, 64))
     given, k = np.array(slots, np.int32), 64
     weights = made_weights(RANKS[:, : len(parts)].copy(), parts, k)
     x, weight = torch.randn(len(given), k) * 0.05, torch.randn(128, k)
     bias = None if form in ("whole", "parts") else torch.randn(128)
-    product = few.AdaptedRows(weight, weights)
-    tiles = made_tiles(given, low_rank.SMALL_TILE, pads=True)
+    product = adapted_rows.AdaptedRows(weight, weights)
+    tiles = made_tiles(given, low_rank.SMALL_TILE, pads=True, many=many)
     assert product.can(tiles, len(x), gated=form == "gated", parts=form == "parts") == (form != "parts" or split > 1)
-    low = few.shrink(x, weights, tiles, leads=True)
-    kind = GATE_KINDS["silu"] if form == "gated" else False
-    got = product.product(x, bias, tile, low, tiles, kind, in_parts=form == "parts")
+    got = product(x, bias, tiles, "silu" if form == "gated" else None, in_parts=form == "parts")
     exact = x.double() @ weight.double().T + (0 if bias is None else bias.double())
     exact = by_definition(exact, x, weights, given)
     if form == "gated":
@@ -98,11 +102,11 @@ def test_products_add_the_adapters_themselves(monkeypatch, form, split, slots):
 
 
 def test_products_whose_tiles_hold_several_parts_are_left_to_other_kernels(monkeypatch):
-    monkeypatch.setattr(few, "tile_of", lambda rows, n, k: ProductTile(16, 128, 32, 4))
+    monkeypatch.setattr(adapted_rows, "tile_of", lambda rows, n, k: ProductTile(16, 128, 32, 4))
     tiles = made_tiles(np.array([0], np.int32), low_rank.SMALL_TILE, pads=False)
     for parts, gated in ((((0, 64), (64, 192)), False), (((0, 128),), False), (((0, 256),), True)):
         weights = made_weights(RANKS[:, : len(parts)].copy(), parts, 64)
-        assert not few.AdaptedRows(torch.randn(256, 64), weights).can(tiles, 1, gated=gated)
+        assert not adapted_rows.AdaptedRows(torch.randn(256, 64), weights).can(tiles, 1, gated=gated)
 
 
 def test_tiles_hold_every_token_with_an_adapter_once():
@@ -114,4 +118,5 @@ def test_tiles_hold_every_token_with_an_adapter_once():
         held = [(slot, token) for slot, start, count in tiles for token in order[start : start + count]]
         assert sorted(held) == sorted((int(slot), token) for token, slot in enumerate(slots) if slot >= 0)
         assert [tiles[place][0] if place >= 0 else -1 for place in places] == slots.tolist()
-        assert int(made.used) == sum(count > 0 for _, _, count in tiles)
+        assert made.used.tolist() == [sum(count > 0 for _, _, count in tiles), len(set(slots.tolist()) - {-1})]
+        assert [int(made.slots[group]) if group >= 0 else -1 for group in made.groups] == slots.tolist()

@@ -455,8 +455,8 @@ class WithTokens(Replayed):
 @torch.inference_mode()
 def test_captured_steps_add_the_adapters_of_their_rows(monkeypatch):
     """Graphs are replayed with other adapters in other rows, and with fewer rows than they have."""
-    monkeypatch.setattr("dovetail.ops.triton.low_rank_few.INPUT_BLOCK", 64)
-    monkeypatch.setattr("dovetail.ops.triton.low_rank_few.STEP", 16)
+    monkeypatch.setattr("dovetail.ops.triton.low_rank_few.INPUT_BLOCK", {True: 64, False: 64})
+    monkeypatch.setattr("dovetail.engine.adapters.FEW_SLOTS", 1)  # steps of two adapters have the kernels of many
     stand_in(monkeypatch)
     memory = {"num_pages": 96, "page_size": PAGE}
     settings = {"device": "cpu", "model": {"dtype": "float32"}, "grammar": "none", "memory": memory}
@@ -465,7 +465,7 @@ def test_captured_steps_add_the_adapters_of_their_rows(monkeypatch):
     random = torch.Generator().manual_seed(0)
     for slot in (1, 2, 3):
         elements = torch.randn(adapters.slot_bytes // 4, generator=random) * 0.05
-        ranks = np.random.default_rng(slot).integers(0, 17, adapters.num_parts).astype(np.int32)
+        ranks = np.random.default_rng(slot).integers(0, 17, adapters._regions.num_ranks).astype(np.int32)
         adapters.install(AdapterImage(elements, ranks), slot)
     prepare_layers(engine.model)
     monkeypatch.setattr("dovetail.engine.graphs.GraphRecorder", partial(WithTokens, adapters.tokens))
@@ -490,4 +490,4 @@ def test_captured_steps_add_the_adapters_of_their_rows(monkeypatch):
         torch.testing.assert_close(*adapted, rtol=1e-4, atol=1e-4)
         changed = (plain - logits[0]).abs().amax(1) > 1e-2
         assert changed.tolist() == [slot > 0 for slot in slots]
-    assert {key.adapters for key in graphs._graphs} == {True}
+    assert {key.adapters for key in graphs._graphs} == {1, 2}

@@ -34,6 +34,7 @@ from dovetail.ops.adapter_weights import (
     TokenSlots,
 )
 from dovetail.ops.low_rank import (
+    FEW_SLOTS,
     LARGE_TILE,
     SMALL_STEP,
     SMALL_TILE,
@@ -98,9 +99,10 @@ class EngineAdapters:
         self._attach()
         self._most_rows, self._most_tiles = max_rows, most_tiles(max_rows, slots)
         # of captured steps: see ``packed_tiles``
-        self._static = torch.zeros(1 + 2 * max_rows + 3 * self._most_tiles, dtype=torch.int32, device=device)
+        self._static = torch.zeros(2 + 4 * max_rows + 3 * self._most_tiles, dtype=torch.int32, device=device)
         self._sent = (0, -1)  # ``rows_version`` and number of rows of what ``_static`` holds
         self._known: tuple[int, TokenSlots | None] = 0, None  # of the decode rows with a ``rows_version``
+        self._level = 0, 0  # ``rows_version`` and what ``level`` returned for it
 
     # -- building ----------------------------------------------------------------------------------------------------
 
@@ -184,16 +186,26 @@ class EngineAdapters:
         finally:
             self.tokens.current = self.tokens.sampled = None
 
+    def level(self, batch: Batch) -> int:
+        """Return for which number of adapters the graph of a batch that has ``adapters`` is captured: 1 for up to ``FEW_SLOTS``, 2 for more."""
+        version, level = self._level
+        if not batch.rows_version or version != batch.rows_version:
+            rows: Any = batch.adapters
+            level = 1 if np.count_nonzero(np.unique(rows)) <= FEW_SLOTS else 2
+            self._level = batch.rows_version, level
+        return level
+
     @contextmanager
-    def captured(self, rows: int) -> Iterator[None]:
+    def captured(self, rows: int, level: int) -> Iterator[None]:
         """Let the layers read the slots of ``rows`` tokens from memory of fixed address, which ``send`` fills, while a decode step is
-        captured. With 0 rows, no token has an adapter."""
+        captured. With ``level`` 0, no token has an adapter (see ``level``)."""
         before = self.tokens.current
         self._static.zero_()  # no tile has tokens: those of an earlier step may be beyond these rows
         self._sent = (0, -1)
-        most = most_tiles(rows, len(self._slots))
-        tiles = unpacked_tiles(self._static, SMALL_TILE, self._most_rows, rows, most)
-        self.tokens.current = TokenSlots(rows, (), tiles) if rows else None
+        few, slots = level == 1, len(self._slots)
+        most = most_tiles(rows, min(slots, FEW_SLOTS) if few else slots)
+        tiles = unpacked_tiles(self._static, SMALL_TILE, self._most_rows, rows, most, few=few)
+        self.tokens.current = TokenSlots(rows, (), tiles) if level else None
         try:
             yield
         finally:
@@ -230,8 +242,11 @@ class EngineAdapters:
         if not self._kernels:
             return token_slots(slots)
         size = SMALL_TILE if len(slots) <= SMALL_STEP else LARGE_TILE
-        sent = to_device(packed_tiles(slots, size), self._device)
-        return TokenSlots(len(slots), (), unpacked_tiles(sent, size, len(slots), len(slots)))
+        packed = packed_tiles(slots, size)
+        tiles = unpacked_tiles(
+            to_device(packed, self._device), size, len(slots), len(slots), few=bool(packed[1] <= FEW_SLOTS)
+        )
+        return TokenSlots(len(slots), (), tiles)
 
 
 def build_adapters(

@@ -45,13 +45,13 @@ log = logging.getLogger(__name__)
 
 class GraphKey(NamedTuple):
     """Identify a captured step by its number of rows, by whether it reads shared prefixes once, by the attention
-    backend's variant, by whether rows may have adapters, and, with data-parallel attention, by the level of its own rows
-    (see ``OwnRowsOfGraphs``)."""
+    backend's variant, by how many adapters rows may have (``EngineAdapters.level``), and, with data-parallel attention, by the
+    level of its own rows (see ``OwnRowsOfGraphs``)."""
 
     rows: int
     shared: bool
     variant: int = 0
-    adapters: bool = False
+    adapters: int = 0
     own: int = 0
 
 
@@ -114,7 +114,7 @@ class DecodeGraphs:
         is ``Batch.watch``, ``counts`` the token counts that penalties read. ``load`` counts the tokens of experts.
         Batches may have ``adapters`` if these are given."""
         self._adapters = adapters
-        self._kinds = [False]  # whether rows have adapters, of the kinds of steps that have occurred
+        self._kinds = [0]  # the levels of adapters that have occurred
         self.sizes = ladder(max_rows)
         self.seconds = 0.0  # spent on captures
         self._model, self._inputs, self._pool, self._backend = model, inputs, pool, backend
@@ -176,9 +176,11 @@ class DecodeGraphs:
             return None
         if batch.variant not in self._variants:
             self._variants.append(batch.variant)
-        adapted = batch.adapters is not None
-        if adapted and self._adapters is None:
-            return None
+        adapted = 0
+        if batch.adapters is not None:
+            if self._adapters is None:
+                return None
+            adapted = self._adapters.level(batch)
         if adapted not in self._kinds:
             self._kinds.append(adapted)
         level = 0 if self._own is None else self._own.level_for(batch, self.sizes[at])
@@ -273,7 +275,7 @@ class DecodeGraphs:
 
     def _adapted(self, key: GraphKey) -> AbstractContextManager[None]:
         """Let the layers compute the adapters that ``EngineAdapters.send`` sends, if rows of ``key`` may have adapters."""
-        return nullcontext() if self._adapters is None else self._adapters.captured(key.rows if key.adapters else 0)
+        return nullcontext() if self._adapters is None else self._adapters.captured(key.rows, key.adapters)
 
     def _planned(self, key: GraphKey, *, plan: bool = True) -> tuple[Batch, DecodeTensors, DecodeTensors | None]:
         """Return the batch of ``key``, its tensors, and those of its own rows. With ``plan``, attention is planned for it."""

@@ -19,7 +19,7 @@ from dovetail.ops.low_rank import add_embedding, add_low_rank
 if TYPE_CHECKING:
     from dovetail.interfaces.expert_shapes import ExpertWeights, Routing
     from dovetail.interfaces.quantization import Activation
-    from dovetail.ops.triton.low_rank_few import AdaptedRows
+    from dovetail.ops.triton.adapted_rows import AdaptedRows
 
 
 @dataclass(slots=True, eq=False)

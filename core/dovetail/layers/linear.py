@@ -34,8 +34,8 @@ if TYPE_CHECKING:
     from dovetail.layers.adapters import LinearAdapters
     from dovetail.ops.adapter_weights import LowRankWeights
     from dovetail.ops.parts import Addend
+    from dovetail.ops.triton.adapted_rows import AdaptedRows
     from dovetail.ops.triton.invariant import InvariantRows
-    from dovetail.ops.triton.low_rank_few import AdaptedRows
     from dovetail.ops.triton.matmul import FewRows
 
 NO_TRANSFORMS: Mapping[str, WeightTransform] = MappingProxyType({})
@@ -83,7 +83,7 @@ class DenseProduct(LinearProduct):
         has none."""
         if self._few_rows is None or self._batch_invariant:
             return None
-        from dovetail.ops.triton.low_rank_few import AdaptedRows
+        from dovetail.ops.triton.adapted_rows import AdaptedRows
 
         return AdaptedRows(self._weight, weights)
 

@@ -53,13 +53,20 @@ class TokenTiles(NamedTuple):
     """Hold the tokens of a step in an order in which those of one slot are adjacent, on CUDA: ``order`` int32 ``[tokens]``, of
     which only those with an adapter count, and ``tiles`` int32 ``[tiles, 3]``: slot, start in ``order``, and number of
     tokens, which is 0 in tiles that pad a graph. A tile has at most ``size`` tokens. ``places`` int32 ``[tokens]`` has the tile
-    of each token, or -1, and ``used`` int32 ``[1]`` the number of tiles that do not pad."""
+    of each token, or -1.
+
+    ``slots`` int32 ``[tokens]`` are the slots that occur, each once, and ``groups`` int32 ``[tokens]`` has the index in ``slots`` of each
+    token, or -1. ``used`` int32 ``[2]`` is the number of tiles that do not pad, and of slots that occur. With ``few``, these are at
+    most ``low_rank.FEW_SLOTS`` slots: kernels are chosen by it when a step is captured."""
 
     order: torch.Tensor
     tiles: torch.Tensor
     size: int
     places: torch.Tensor
     used: torch.Tensor
+    groups: torch.Tensor
+    slots: torch.Tensor
+    few: bool
 
 
 class TokenSlots(NamedTuple):

@@ -17,6 +17,8 @@ SMALL_TILE, LARGE_TILE = 16, 64
 """The numbers of tokens that a program of the kernels multiplies at once, in steps of up to ``SMALL_STEP`` tokens and in
 larger ones."""
 SMALL_STEP = 512
+FEW_SLOTS = 8
+"""Up to this number of adapters in a step, the product of a layer adds what they make; with more, a kernel after it is faster."""
 
 
 def add_low_rank(out: torch.Tensor, x: torch.Tensor, weights: LowRankWeights, tokens: TokenSlots) -> torch.Tensor:
@@ -79,8 +81,9 @@ def add_low_rank_pairs(
 
 def _add_on_cuda(out: torch.Tensor, x: torch.Tensor, weights: LowRankWeights, tokens: TokenTiles) -> torch.Tensor:
     from dovetail.ops.triton import low_rank, low_rank_few
+    from dovetail.ops.triton.tuning import MAX_ROWS
 
-    if len(x) <= low_rank_few.MAX_ROWS and tokens.size == SMALL_TILE:
+    if len(x) <= MAX_ROWS and tokens.size == SMALL_TILE:
         return low_rank_few.expand(out, low_rank_few.shrink(x, weights, tokens), weights, tokens)
     return low_rank.add_low_rank(out, x, weights, tokens)
 
@@ -108,22 +111,29 @@ def packed_tiles(slots: IntArray, size: int, rows: int | None = None, most: int 
         if slot >= 0:
             tiles += [(slot, at, min(size, start + count - at)) for at in range(start, start + count, size)]
     rows, most = len(slots) if rows is None else rows, max(1, len(tiles)) if most is None else most
-    packed = np.zeros(1 + 2 * rows + 3 * most, np.int32)
-    packed[0] = len(tiles)
-    packed[1 : 1 + len(slots)] = order
-    places = packed[1 + rows : 1 + 2 * rows]
-    places[:] = -1
+    packed = np.zeros(2 + 4 * rows + 3 * most, np.int32)
+    used, per_row, rest = packed[:2], packed[2 : 2 + 4 * rows].reshape(4, rows), packed[2 + 4 * rows :]
+    own = found[found >= 0]
+    used[:] = len(tiles), len(own)
+    per_row[0, : len(slots)] = order
+    per_row[1:3] = -1
     for index, (_, start, count) in enumerate(tiles):
-        places[order[start : start + count]] = index
+        per_row[1, order[start : start + count]] = index
+    per_row[2, : len(slots)] = np.where(slots < 0, -1, np.searchsorted(own, slots))
+    per_row[3, : len(own)] = own
     if tiles:
-        packed[1 + 2 * rows :][: 3 * len(tiles)] = np.array(tiles, np.int32).reshape(-1)
+        rest[: 3 * len(tiles)] = np.array(tiles, np.int32).reshape(-1)
     return packed
 
 
-def unpacked_tiles(packed: torch.Tensor, size: int, rows: int, tokens: int, most: int | None = None) -> TokenTiles:
-    """Return views of what ``packed_tiles`` returned for ``rows`` rows, for the first ``tokens`` of them and ``most`` tiles."""
-    tiles = packed[1 + 2 * rows :].view(-1, 3)[:most]
-    return TokenTiles(packed[1:][:tokens], tiles, size, packed[1 + rows :][:tokens], packed[:1])
+def unpacked_tiles(
+    packed: torch.Tensor, size: int, rows: int, tokens: int, most: int | None = None, *, few: bool = False
+) -> TokenTiles:
+    """Return views of what ``packed_tiles`` returned for ``rows`` rows, for the first ``tokens`` of them and ``most`` tiles. See
+    ``TokenTiles`` for ``few``."""
+    order, places, groups, slots = packed[2 : 2 + 4 * rows].view(4, rows)[:, :tokens]
+    tiles = packed[2 + 4 * rows :].view(-1, 3)[:most]
+    return TokenTiles(order, tiles, size, places, packed[:2], groups, slots, few)
 
 
 def most_tiles(tokens: int, slots: int) -> int:

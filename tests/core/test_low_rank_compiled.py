@@ -1,0 +1,100 @@
+"""Test that the kernels of adapters (LoRA) compile for compute capability 9.0 without spilling registers, in the sizes of a model.
+That needs no GPU.
+
+.venv/bin/python -m pytest -q tests/core/test_low_rank_compiled.py
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import triton
+from triton.backends import nvidia as backends
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from dovetail.ops.triton import adapted_rows, low_rank_few
+from dovetail.ops.triton.launch import INTERPRETED
+from dovetail.ops.triton.tuning import tile_of
+
+pytestmark = [
+    pytest.mark.skipif(INTERPRETED, reason="kernels are interpreted, not compiled"),
+    pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION"),
+]
+POINTERS = dict.fromkeys(("x", "w", "y", "out", "low", "a", "b"), "*bf16") | {"sums": "*fp32", "parts": "*fp32"}
+POINTERS |= dict.fromkeys(
+    ("arrived", "ranks", "order", "tiles", "slots", "count", "groups", "places", "blocks"), "*i32"
+)
+UNALIGNED = {"ranks", "order", "tiles", "slots", "count", "groups", "places", "blocks", "m", "num_tiles", "num_parts"}
+
+
+def compiled(
+    kernel: Any,
+    file: Path,
+    constants: dict[str, Any],
+    warps: int = 4,
+    stages: int = 3,
+    types: dict[str, str] | None = None,
+) -> Any:
+    """Return the code of a kernel that spills no registers. Arguments without a type are integers."""
+    known, constants = POINTERS | (types or {}), {**constants, "PDL": True}
+    signature = {name: "constexpr" if name in constants else known.get(name, "i32") for name in kernel.arg_names}
+    attrs = {
+        (index,): [["tt.divisibility", 16]]
+        for index, name in enumerate(kernel.arg_names)
+        if signature[name] != "constexpr" and name not in UNALIGNED
+    }
+    source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attrs)
+    options = {"num_warps": warps, "num_stages": stages, "launch_pdl": True}
+    code = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options).asm
+    file.write_bytes(code["cubin"])
+    usage = [Path(backends.__file__).parent / "bin" / "cuobjdump", "-res-usage", file]
+    found = subprocess.run(usage, capture_output=True, text=True, check=True).stdout
+    stack = re.search(r"STACK:(\d+)", found)
+    assert stack is not None
+    assert int(stack[1]) == 0, f"registers are spilled: {found}"
+    return code
+
+
+@pytest.mark.parametrize(
+    ("kernel", "few"),
+    [("shrink", False), ("shrink", True), ("expand", False), ("expand", True), ("expand_gate", False)],
+)
+def test_kernels_of_matrices_compile(kernel: str, few: bool, tmp_path: Path) -> None:
+    common, block = {"RANK": 16, "TILE": 16}, low_rank_few.OUTPUT_BLOCK
+    if kernel != "expand_gate":
+        common["TOGETHER"] = few
+    chosen: dict[str, tuple[Any, dict[str, Any]]] = {
+        "shrink": (low_rank_few._shrink, {"INPUT_BLOCK": low_rank_few.INPUT_BLOCK[few], "SPLITS": 8, "LEADS": True}),
+        "expand": (low_rank_few._expand, {"BLOCK_N": 64 if few else block, "ROW_BLOCK": low_rank_few.ROW_BLOCK}),
+        "expand_gate": (low_rank_few._expand_gate, {"GATED": True, "BLOCK_N": block // 2}),
+    }
+    compiled(chosen[kernel][0], tmp_path / "kernel.cubin", common | chosen[kernel][1], stages=1)
+
+
+@pytest.mark.parametrize(
+    ("n", "k", "form"),
+    [
+        (28672, 4096, "gated"),
+        pytest.param(6144, 4096, "whole", marks=pytest.mark.full),
+        pytest.param(4096, 4096, "parts", marks=pytest.mark.full),
+        pytest.param(4096, 14336, "parts", marks=pytest.mark.full),
+    ],
+)
+def test_products_that_add_adapters_load_weights_before_they_wait(n: int, k: int, form: str, tmp_path: Path) -> None:
+    tile = tile_of(64, n, k)
+    assert tile is not None
+    constants = {
+        "bias": None, "ADDS": True, "GATED": form == "gated", "BIAS": False, "BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n,
+        "BLOCK_K": tile.block_k, "SPLIT": tile.split, "IN_PARTS": form == "parts", "RANK": 16, "FIRST": adapted_rows.FIRST, "STEP": adapted_rows.STEP,
+        "AHEAD": adapted_rows.AHEAD, "ROW_BLOCK": adapted_rows.ROW_BLOCK,
+    }  # fmt: skip
+    types = {"y": "*fp32"} if form == "parts" else {}
+    file = tmp_path / "kernel.cubin"
+    code = compiled(adapted_rows._adapted_rows, file, constants, tile.warps, tile.stages, types)
+    ptx = code["ptx"]
+    assert max(ptx.index("cp.async.cg"), ptx.index("prefetch.global.L2")) < ptx.index("griddepcontrol.wait")
