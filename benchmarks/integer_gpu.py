@@ -65,11 +65,20 @@ def candidates(rows: int, n: int, k: int) -> Iterator[Tile]:
         (32, 1, 6),
         (32, 2, 6),
     ]
-    for (block_n, warps, stages), split in itertools.product(sizes, (1, 2, 4, 8, 16)):
-        programs = -(-n // block_n) * split
-        fits = split == 1 or -(-n // block_n) * split * block_n * least <= MAX_PARTS
-        if k % (split * PLANES) == 0 and PROGRAMS[0] <= programs <= PROGRAMS[1] and fits:
-            yield IntegerTile(least, block_n, PLANES, warps, stages, split)
+    tiles = [IntegerTile(least, block_n, PLANES, warps, stages, 1) for block_n, warps, stages in sizes]
+    if least <= 32:
+        wide = [(32, 1), (64, 2), (64, 4), (128, 2), (128, 4), (128, 8), (256, 8)]
+        shapes = itertools.product(wide, ((PLANES, 4), (PLANES, 6), (2 * PLANES, 3)))
+        size = max(least, 16)
+        tiles += [
+            IntegerTile(size, block_n, block_k, warps, stages, 1, columns=True, ahead=4)
+            for (block_n, warps), (block_k, stages) in shapes
+        ]
+    for tile, split in itertools.product(tiles, (1, 2, 4, 8, 16)):
+        programs = -(-n // tile.block_n) * split
+        fits = split == 1 or programs * tile.block_n * tile.block_m <= MAX_PARTS
+        if k % (split * tile.block_k) == 0 and PROGRAMS[0] <= programs <= PROGRAMS[1] and fits:
+            yield tile._replace(split=split)
 
 
 def compile_tile(job: tuple[int, str, int, Tile]) -> str | None:

@@ -19,7 +19,7 @@ from triton.compiler import ASTSource
 from dovetail.ops.triton import integers
 from dovetail.ops.triton.launch import INTERPRETED
 from dovetail.ops.triton.mxfp4_tiles import tiles_of
-from dovetail_quantization.triton import integer_one_row, integer_rows
+from dovetail_quantization.triton import integer_columns, integer_one_row, integer_rows
 
 pytestmark = pytest.mark.skipif(INTERPRETED, reason="kernels are interpreted, not compiled")
 POINTERS = {"x": "*bf16", "out": "*bf16", "y": "*bf16", "bias": "*bf16", "scales": "*fp16", "zeros": "*u8", "w": "*u8"}
@@ -33,7 +33,7 @@ def compiled(kernel: Any, constants: dict[str, Any], types: dict[str, str], warp
     attrs = {
         (index,): [["tt.divisibility", 16]]
         for index, name in enumerate(kernel.arg_names)
-        if signature[name].startswith("*") or name in ("n", "k", "span", "group", "width")
+        if signature[name].startswith("*") or (name in ("n", "k", "span", "group", "width") and name not in constants)
     }
     source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attrs)
     options = {"num_warps": warps, "num_stages": stages, "launch_pdl": True, "enable_fp_fusion": True}
@@ -48,7 +48,16 @@ def check(code: Any, file: Path) -> None:
     assert code["ptx"].count("griddepcontrol.wait") == 1
 
 
-@pytest.mark.parametrize("rows", [1, *(pytest.param(rows, marks=pytest.mark.full) for rows in (32, 64))])
+@pytest.mark.parametrize(
+    ("rows", "n"),
+    [
+        (1, 4096),
+        *(
+            pytest.param(rows, n, marks=pytest.mark.full)
+            for rows, n in ((16, 4096), (16, 6144), (16, 28672), (32, 4096), (32, 6144), (32, 28672), (64, 4096))
+        ),
+    ],
+)
 @pytest.mark.parametrize("bits", [4, 8])
 @pytest.mark.parametrize("zeros", [False, pytest.param(True, marks=pytest.mark.full)])
 @pytest.mark.parametrize(
@@ -56,10 +65,10 @@ def check(code: Any, file: Path) -> None:
     [("*bf16", 128), *(pytest.param(*one, marks=pytest.mark.full) for one in (("*bf16", 32), ("*fp16", 128)))],
 )
 def test_products_of_few_rows_compile(
-    rows: int, bits: int, zeros: bool, dtype: str, group: int, tmp_path: Path
+    rows: int, n: int, bits: int, zeros: bool, dtype: str, group: int, tmp_path: Path
 ) -> None:
     four, groups = bits == 4, integers.planes_with_groups(4096, group)
-    plane, other = integer_rows.plane_tile(rows, 4096, 4096, groups), integer_rows.integer_tile(rows, 4096, 4096, group)
+    plane, other = integer_rows.plane_tile(rows, n, 4096, groups), integer_rows.integer_tile(rows, n, 4096, group)
     tile = plane if four else other
     assert tile is not None
     own = {"GROUPS": groups, "STAGES": tile.stages} if four else {"FOUR": False}
@@ -69,12 +78,18 @@ def test_products_of_few_rows_compile(
     types = {"x": dtype, "y": dtype, "w": "*i16" if four else "*i8"}
     types |= dict.fromkeys(("scales", "zeros"), "*fp32") if four else {}
     kernel = integer_rows._few_plane_rows if four else integer_rows._few_integer_rows
+    if tile.columns:
+        kernel, constants = integer_columns.plane_columns, {**constants, "group": group, "AHEAD": tile.ahead}
     code = compiled(kernel, constants, types, tile.warps, tile.stages)
     check(code, tmp_path / "kernel.cubin")
     assert "L2::cache_hint" in code["ptx"].split("cp.async", 1)[-1], "codes are not read ahead"
     assert "mma" in code["ptx"]
     if four:
         assert code["ptx"].count("ld.global") == 0, "scales are not read ahead"
+    assert tile.columns == (four and rows in {16, 32} and n > 4096 and groups < 4)
+    if tile.columns:
+        assert "versionMajor = 2" in code["ttgir"]
+        assert f"warpsPerCTA = [1, {tile.warps}], instrShape" in code["ttgir"], "warps compute the same columns"
 
 
 @pytest.mark.parametrize("zeros", [False, pytest.param(True, marks=pytest.mark.full)])

@@ -13,6 +13,8 @@ from dovetail.ops.integers import Integers, dequantize
 from dovetail_quantization.integer_products import Int8Product, IntegerProduct
 from dovetail_quantization.triton.integer_rows import (
     MOST_ROWS,
+    IntegerTile,
+    column_tile,
     integer_rows,
     narrowed,
     plain_weight,
@@ -76,6 +78,42 @@ def test_products_of_few_rows_are_those_of_the_numbers(
     gated = GATES["silu"](exact + bias.double())
     error = (rows.gated(x, bias, "silu").double() - gated).abs().max()
     assert error <= 4 * TOLERANCES[dtype] * float(gated.square().mean().sqrt()) + 4 * bound
+
+
+@each_dtype
+@pytest.mark.parametrize(("group", "zeros"), [(64, True), *sweep((32, True), (128, False), (256, True))])
+@pytest.mark.parametrize("split", [2, *sweep(1)])
+def test_rows_of_the_weight_may_be_the_columns_of_the_product(
+    group: int, zeros: bool, split: int, dtype: torch.dtype
+) -> None:
+    torch.manual_seed(0)
+    weight = random_weight(70, 512, 4, group, zeros=zeros)
+    x, bias = torch.randn(10, 512).to(dtype), torch.randn(70).to(dtype)
+    rows = integer_rows(with_words(weight))
+    assert rows is not None
+    rows.tiles[10] = IntegerTile(16, 64, 256, 4, 3, split, columns=True, ahead=4)
+    exact = x.double() @ dequantize(weight, torch.float64).T
+    bound = 4 * TOLERANCES[dtype] * float(exact.square().mean().sqrt())
+    assert (rows.forward(x, bias).double() - exact - bias.double()).abs().max() <= bound
+    parts = rows.parts(x)
+    assert (parts is None) == (split == 1)
+    assert parts is None or (parts.double().sum(0) - exact).abs().max() <= bound
+    gated = GATES["silu"](exact)
+    assert (rows.gated(x, None, "silu").double() - gated).abs().max() <= 2 * bound
+
+
+def test_large_weights_have_tiles_whose_columns_are_their_rows() -> None:
+    assert column_tile(16, 28672, 4096, 1) == (16, 128, 256, 4, 3, 2, True, 4)
+    assert column_tile(2, 6144, 4096, 2) == (16, 128, 128, 4, 6, 8, True, 4)
+    assert column_tile(32, 6144, 2048, 1) == (32, 128, 128, 4, 3, 4, True, 4)
+    for few in (
+        (33, 6144, 4096, 1),
+        (16, 4096, 4096, 1),
+        (16, 6144, 4096, 4),
+        (16, 6144, 2176, 1),
+        (16, 1 << 18, 4096, 1),
+    ):
+        assert column_tile(*few) is None
 
 
 @each_dtype

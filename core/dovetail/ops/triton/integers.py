@@ -81,17 +81,17 @@ def of_groups(place, start, group, rows, GROUPS: tl.constexpr):
 
 @triton.jit
 def _plane(codes, middle, INDEX: tl.constexpr, DTYPE: tl.constexpr):
-    return ((codes >> 4 * INDEX & 15).to(tl.float32) - middle.to(tl.float32)[:, None]).to(DTYPE)
+    return ((codes >> 4 * INDEX & 15).to(tl.float32) - middle.to(tl.float32)).to(DTYPE)
 
 
 @triton.jit
 def _middles(middle, like, BITS: tl.constexpr):
-    return tl.broadcast_to((middle.to(tl.int16) | BITS)[:, None], like.shape)
+    return tl.broadcast_to(middle.to(tl.int16) | BITS, like.shape)
 
 
 @triton.jit
-def _planes_of(codes, m0, m1, m2, m3, DTYPE: tl.constexpr, APART: tl.constexpr):
-    """Return the numbers in the four planes of ``codes`` (int16 ``[BLOCK_N, PLANE]``), less their middles (``[BLOCK_N]``). With APART
+def planes_of(codes, m0, m1, m2, m3, DTYPE: tl.constexpr, APART: tl.constexpr):
+    """Return the numbers in the four planes of ``codes`` (int16, of two dimensions), less their middles (broadcast). With APART
     they are plus 128 instead. The bits of a number become the last ones of 128 (bfloat16) or 1024 (float16)."""
     if _PLAIN or DTYPE.is_fp32():
         return (
@@ -146,7 +146,7 @@ def plane_sums(
     of the columns of ``x`` at ``tokens [PLANE, BLOCK_M]``. See ``of_groups`` for scales and middles. With APART (bfloat16 only), products of
     ``x`` and ones are multiplied by the middles: of few rows they take less time than subtracting the middle from each number."""
     apart: tl.constexpr = APART and not _PLAIN
-    p0, p1, p2, p3 = _planes_of(codes, m0, m1, m2, m3, DTYPE, apart)
+    p0, p1, p2, p3 = planes_of(codes, m0[:, None], m1[:, None], m2[:, None], m3[:, None], DTYPE, apart)
     x0 = tl.load(tokens, present, 0.0)
     x1 = tl.load(tokens + PLANE, present, 0.0)
     x2 = tl.load(tokens + 2 * PLANE, present, 0.0)

@@ -4,7 +4,7 @@ Few rows take about the time to read the codes: tensor cores multiply the intege
 operand of a product (see ``dovetail.ops.triton.matmul``, whose structure this kernel has), and the sums of a block of columns
 that has one scale are multiplied by it. Codes of 4 bits in planes have a kernel of their own, which reads scales ahead too. Of
 other codes of 4 bits, two products take the low and the high bits of the same bytes, with the columns of ``x`` that
-belong to each. For many rows, ``plain_weight`` writes the weight in 16 bits. One row has a kernel in ``integer_one_row``.
+belong to each. Up to 32 rows and a large weight in planes have the kernel of ``integer_columns``. For many rows, ``plain_weight`` writes the weight in 16 bits. One row has a kernel in ``integer_one_row``.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from dovetail.ops.triton.launch import launch
 from dovetail.ops.triton.matmul import GATE_KINDS, finish_rows, rows_of, workspace
 from dovetail.ops.triton.tuning import MAX_PARTS, MAX_TILES
 from dovetail_quantization.integer_tensors import narrowed
+from dovetail_quantization.triton.integer_columns import plane_columns
 from dovetail_quantization.triton.integer_one_row import multiply_one, one_row_tile
 
 MOST_ROWS = 64
@@ -39,7 +40,8 @@ MOST_ROWS = 64
 
 
 class IntegerTile(NamedTuple):
-    """Describe how a product is divided into tiles, see ``ops.triton.tuning.ProductTile``."""
+    """Describe how a product is divided into tiles, see ``ops.triton.tuning.ProductTile``. With ``columns``, the rows of the weight are
+    columns of the right operand (``integer_columns``), and ``ahead`` lines of each are fetched early."""
 
     block_m: int
     block_n: int
@@ -47,6 +49,8 @@ class IntegerTile(NamedTuple):
     warps: int
     stages: int
     split: int
+    columns: bool = False
+    ahead: int = 0
 
 
 def integer_tile(rows: int, n: int, k: int, group: int) -> IntegerTile | None:
@@ -95,9 +99,27 @@ def _few_integer_rows(
     finish_rows(total, y, bias, parts, arrived, rows, tile, part, m, n, GATED, BIAS, BLOCK_M, BLOCK_N, SPLIT, IN_PARTS)
 
 
+def column_tile(rows: int, n: int, k: int, groups: int) -> IntegerTile | None:
+    """Return the tile of the kernel for which the rows of the weight are the columns of the product, or None where the other kernel is
+    the faster one: for fewer rows of the weight, and more than 32 rows. Groups of 128 columns were measured, and those of 32 use the
+    other kernel."""
+    if rows > 32 or n < 6144 or groups == 4:
+        return None
+    if n < 16384:
+        size = (32, 128, PLANES, 4, 3, 4) if rows > 16 else (16, 128, PLANES, 4, 6, 8)
+    else:
+        size = (32, 64, PLANES, 2, 3, 1) if rows > 16 else (16, 128, 2 * PLANES, 4, 3, 2)
+    tile = IntegerTile(*size, columns=True, ahead=4)
+    tiles = -(-n // tile.block_n)
+    small = tiles <= MAX_TILES and tiles * tile.split * tile.block_n * tile.block_m <= MAX_PARTS
+    return tile if small and k % (tile.split * tile.block_k) == 0 else None
+
+
 def plane_tile(rows: int, n: int, k: int, groups: int = 1) -> IntegerTile:
     """Return the tile for ``rows`` rows and a weight ``[n, k]`` of 4 bits in planes with ``groups`` (``planes_with_groups``): the fastest for the sizes of an 8B model in groups of 128
     columns on an H200, of those that ``benchmarks/integer_gpu.py`` tries."""
+    if (tile := column_tile(rows, n, k, groups)) is not None:
+        return tile
     block_m = next(size for size in (8, 16, 32, 64) if rows <= size)
     small = block_m == 16 or groups == 4 or k % (2 * PLANES) > 0
     block_k, programs = PLANES if small else 2 * PLANES, {8: 448, 16: 384, 32: 192, 64: 192}[block_m]
@@ -278,9 +300,12 @@ class IntegerRows:
         if self.one_row is not None and self._is_one(x):
             multiply_one(x, weight, bias, y, gated, self.one_row)
             return y
+        own: dict[str, int]
         if self._groups:
             own = {"GROUPS": self._groups, "STAGES": tile.stages}
             kernel, codes = _few_plane_rows, weight.codes.view(torch.int16)
+            if tile.columns:
+                kernel, own = plane_columns, {**own, "AHEAD": tile.ahead}
         else:
             kernel, codes, own = _few_integer_rows, weight.codes, {"FOUR": weight.bits == 4}
         launch(
