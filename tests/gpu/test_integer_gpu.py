@@ -29,7 +29,7 @@ def error(got: torch.Tensor, exact: torch.Tensor) -> float:
 
 
 @pytest.mark.parametrize("tokens", [0, 1, 3, 16, 17, 64, 65, 1024])
-@pytest.mark.parametrize("shape", [(256, 512), (6144, 4096), (4096, 14336)])
+@pytest.mark.parametrize("shape", [(256, 512), (6144, 4096), (28672, 4096), (4096, 14336)])
 @pytest.mark.parametrize(("bits", "group", "zeros"), [(4, 128, False), (4, 32, True), (8, 128, True), (8, 512, False)])
 def test_products_are_those_of_the_numbers(
     tokens: int, shape: tuple[int, int], bits: int, group: int, zeros: bool
