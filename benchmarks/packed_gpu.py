@@ -19,10 +19,11 @@ from dovetail.interfaces.expert_shapes import ExpertBlocks, ExpertWeights, Routi
 from dovetail.ops.expert_formats import dequantized
 from dovetail.ops.experts import experts
 from dovetail.ops.linear import few_rows
-from dovetail.ops.packed_blocks import PackedType, PackedWeight, pack
+from dovetail.ops.packed_blocks import pack
 from dovetail_quantization.bnb_tensors import TABLES
 from dovetail_quantization.gguf_blocks import fill_random
-from dovetail_quantization.gguf_cuda import PackedProduct
+from dovetail_quantization.table_product import TableProduct
+from dovetail_quantization.table_weights import TableWeight, packed_codes, padded_scales
 from ops_gpu import COLD, READ, per_call, randn
 
 COUNT, TOP_K, HIDDEN, SIZE = 128, 8, 2048, 768
@@ -64,21 +65,17 @@ def measure_experts(tokens: list[int]) -> None:
 
 def measure_nf4(tokens: list[int]) -> None:
     for name, (n, k) in SHAPES.items():
-        packing = PackedType("NF4", 4, 0, 64, scale=torch.float32, table=TABLES["nf4"])
-        copies, stored = [], n * packing.row_bytes(k)
+        copies, stored = [], n * (k // 2 + k // 16)
         for _ in range(max(2, -(-int(COLD) // stored))):
-            rows = torch.randint(0, 256, (n, packing.row_bytes(k)), dtype=torch.uint8, device="cuda")
-            weight = PackedWeight(rows, packing, k)
-            scales = weight.section("scale")
-            assert scales is not None
-            scales.copy_(torch.rand_like(scales) * 0.02)
-            copies.append((PackedProduct([weight]), weight))
-        plain = copies[0][1].dequantized(torch.bfloat16)
+            codes = torch.randint(0, 16, (n, k), dtype=torch.uint8, device="cuda")
+            scales = padded_scales(torch.rand(n, k // 64, device="cuda") * 0.02, 64)
+            copies.append(TableProduct(TableWeight(packed_codes(codes), scales, TABLES["nf4"], k, 64, "NF4")))
+        plain = copies[0].weight(torch.bfloat16)
         dense = few_rows(plain)
         for count in tokens:
             x = randn(count, k)
-            close(copies[0][0].forward(x, None), x.float() @ copies[0][1].dequantized(torch.float32).T)
-            ours = per_call([partial(product.forward, x, None) for product, _ in copies])
+            close(copies[0].forward(x, None), x.float() @ copies[0].weight(torch.float32).T)
+            ours = per_call([partial(product.forward, x, None) for product in copies])
             theirs = (
                 partial(torch.mm, x, plain.T) if dense is None or count > dense.most_rows else partial(dense, x, None)
             )

@@ -17,11 +17,8 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from dovetail.ops.packed_blocks import PACKED, PackedType
-from dovetail.ops.triton import packed_experts
+from dovetail.ops.triton import packed_experts, packed_plain
 from dovetail.ops.triton.launch import INTERPRETED
-from dovetail_quantization.bnb_tensors import TABLES
-from dovetail_quantization.triton.packed_product import few_rows_tile
-from dovetail_quantization.triton.packed_rows import few_rows_kernel, plain_weight_kernel
 
 pytestmark = pytest.mark.skipif(INTERPRETED, reason="kernels are interpreted, not compiled")
 POINTERS = {
@@ -34,7 +31,7 @@ POINTERS = {
     "order": "*i32",
 }
 POINTERS |= {"blocks": "*i32", "used": "*i32", "multiplier": "*i8", "offset_multiplier": "*i8"}
-POINTERS |= {"table": "*fp32", "parts": "*fp32", "arrived": "*i32"}
+POINTERS |= {"parts": "*fp32", "arrived": "*i32"}
 POINTERS |= dict.fromkeys(("alpha", "limit", "added"), "fp32")
 full = pytest.mark.full
 
@@ -93,20 +90,8 @@ def test_experts_compile(kind: str, tokens: int, gated: bool, tmp_path: Path) ->
     assert "mma" in ptx
 
 
-@pytest.mark.parametrize("rows", [1, *(pytest.param(rows, marks=full) for rows in (32, 64))])
-def test_products_with_numbers_of_a_table_compile(rows: int, tmp_path: Path) -> None:
-    packing = PackedType("NF4", 4, 0, 64, scale=torch.float32, table=TABLES["nf4"])
-    tile = few_rows_tile(rows, 4096, 4096, packing)
-    constants: dict[str, Any] = {
-        "TABLE": True,
-        "GATED": 0,
-        "bias": None,
-        "BIAS": False,
-        "EVEN": True,
-        "IN_PARTS": False,
-    }
-    constants |= {"BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "BLOCK_K": tile.block_k, "SPLIT": tile.split}
-    ptx = check(few_rows_kernel, constants, packing, tile.warps, tile.stages, tmp_path / "kernel.cubin")
-    assert "mma" in ptx
-    plain = {"TABLE": True, "BLOCK_N": 32, "BLOCK_K": 256}
-    check(plain_weight_kernel, plain, packing, 4, 3, tmp_path / "weight.cubin")
+@pytest.mark.parametrize("kind", ["Q4_K", *(pytest.param(kind, marks=full) for kind in PACKED if kind != "Q4_K")])
+def test_weights_are_written_in_rows(kind: str, tmp_path: Path) -> None:
+    constants = {"BLOCK_N": packed_plain.BLOCK_N, "BLOCK_K": packed_plain.BLOCK_K}
+    ptx = check(packed_plain.write_kernel, constants, PACKED[kind], 4, 3, tmp_path / "kernel.cubin")
+    assert "st.global.v4" in ptx

@@ -18,9 +18,8 @@ from dovetail.gguf.blocks import dequantize
 from dovetail.interfaces.expert_shapes import ExpertBlocks, ExpertWeights, Routing
 from dovetail.ops.activation import GATES
 from dovetail.ops.experts import experts
-from dovetail.ops.packed_blocks import PACKED, PackedType, PackedWeight, pack, pack_codes
+from dovetail.ops.packed_blocks import PACKED, PackedWeight, pack
 from dovetail.ops.triton import expert_layers
-from dovetail_quantization.bnb_tensors import TABLES
 from dovetail_quantization.gguf_cuda import PackedProduct
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")]
@@ -147,29 +146,3 @@ def test_experts_are_those_of_the_dequantized_weights(kinds: tuple[str, str]) ->
             captured = expert_layers.experts(x, routing, weights)
         graph.replay()
         assert error(captured, expected) < 1e-2, tokens
-
-
-@pytest.mark.parametrize("kind", ["nf4", "fp4"])
-@pytest.mark.parametrize("shape", [(1030, 768), (4096, 4096), (1024, 14336)])
-def test_numbers_of_a_table(kind: str, shape: tuple[int, int]) -> None:
-    """Products with weights of bitsandbytes, which the kernels of packed blocks multiply."""
-    torch.manual_seed(0)
-    n, k = shape
-    packing = PackedType(kind.upper(), 4, 0, 64, scale=torch.float32, table=TABLES[kind])
-    weight = PackedWeight(torch.zeros(n, packing.row_bytes(k), dtype=torch.uint8, device="cuda"), packing, k)
-    codes = torch.randint(0, 16, shape, dtype=torch.uint8, device="cuda")
-    scales = torch.rand(n, k // 64, device="cuda") / 8
-    pack_codes(codes, packing, weight.rows)
-    place = weight.section("scale")
-    assert place is not None
-    place.copy_(scales)
-    elements = torch.tensor(TABLES[kind], device="cuda")[codes.int()] * scales.repeat_interleave(64, 1)
-    assert weight.dequantized(torch.float32).equal(elements)
-    product, bias = PackedProduct([weight]), torch.randn(n, device="cuda", dtype=torch.bfloat16)
-    for m in (1, 2, 16, 33, 64, 300):
-        x = inputs(m, k, elements)
-        plain = x.float() @ elements.T
-        assert error(product.forward(x, bias), plain + bias.float()) < 6e-3, m
-        assert error(product.gated(x, bias, "silu"), GATES["silu"](plain + bias.float())) < 1.5e-2, m
-        parts = product.parts(x)
-        assert parts is None or error(parts.sum(0), plain) < 6e-3, m

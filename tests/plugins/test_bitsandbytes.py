@@ -20,12 +20,12 @@ from tests.bnb_checkpoints import MAPS, config, store
 from dovetail.errors import ConfigError, WeightsError
 from dovetail.interfaces.model import TensorShare, WeightTarget
 from dovetail.interfaces.quantization import LinearShape, QuantizationContext
-from dovetail.ops.packed_blocks import PackedType
 from dovetail.testing.quantization import QuantizationSuite
 from dovetail_quantization.bnb import Bitsandbytes
 from dovetail_quantization.bnb_formats import describe
 from dovetail_quantization.bnb_tensors import TABLES, MatrixPart, PackedCodes, QuantState
 from dovetail_quantization.config import BitsandbytesConfig
+from dovetail_quantization.table_weights import code_bytes
 
 FORMATS: dict[str, dict[str, Any]] = {
     "nf4, double": config("nf4", double=True),
@@ -173,13 +173,12 @@ def test_texts_and_codes_of_any_shape_are_checked_before_they_are_used() -> None
             read(given | {"nested_offset": offset})
     with pytest.raises(WeightsError, match="has at most 65536"):
         read(given | {"other": "x" * 70000})
-    packing = PackedType("NF4", 4, 0, 64, scale=torch.float32, table=TABLES["nf4"])
-    codes, size = torch.arange(64, dtype=torch.uint8), (2, packing.row_bytes(64))
-    expected = PackedCodes(part, packing).apply(codes, size)
+    codes, size = torch.arange(64, dtype=torch.uint8), (2, code_bytes(64))
+    expected = PackedCodes(part).apply(codes, size)
     for dtype in (torch.int8, torch.bfloat16, torch.float32, torch.float64):
-        assert torch.equal(PackedCodes(part, packing).apply(codes.view(dtype)[:, None], size), expected)
+        assert torch.equal(PackedCodes(part).apply(codes.view(dtype)[:, None], size), expected)
     with pytest.raises(WeightsError, match="has 4 numbers; a weight of 2 x 64 has 64"):
-        PackedCodes(part, packing).apply(torch.tensor(1.0), size)
+        PackedCodes(part).apply(torch.tensor(1.0), size)
 
 
 def test_tables_and_codes_are_those_of_bitsandbytes() -> None:

@@ -12,9 +12,8 @@ from tests.gguf_blocks import random_blocks
 from dovetail.gguf.block_types import TYPES
 from dovetail.gguf.blocks import dequantize
 from dovetail.ops.activation import GATES
-from dovetail.ops.packed_blocks import PACKED, PackedType, PackedWeight, pack, pack_codes
+from dovetail.ops.packed_blocks import PACKED, PackedWeight, pack
 from dovetail_quantization import gguf_cuda
-from dovetail_quantization.bnb_tensors import TABLES
 from dovetail_quantization.gguf_cuda import PackedProduct
 from dovetail_quantization.triton.packed_product import MOST_ROWS, PackedRows, few_rows_tile, one_row_tile
 
@@ -139,27 +138,3 @@ def test_modules_of_several_types_share_a_layer(monkeypatch: pytest.MonkeyPatch)
         close(product.forward(x, bias), exact + bias.double(), 2e-5)
         monkeypatch.undo()
     assert product.forward(torch.empty(0, 256), None).shape == (0, 128)
-
-
-@pytest.mark.parametrize("kind", ["nf4", pytest.param("fp4", marks=pytest.mark.full)])
-@pytest.mark.parametrize(("n", "k", "block"), sweep((70, 576, 64), (64, 1024, 128), (33, 256, 32)))
-def test_numbers_of_a_table(kind: str, n: int, k: int, block: int) -> None:
-    """Codes of 4 bits that stand for numbers of a table, times scales in float32, as bitsandbytes stores them."""
-    torch.manual_seed(0)
-    packing = PackedType(kind.upper(), 4, 0, block, scale=torch.float32, table=TABLES[kind])
-    weight = PackedWeight(torch.zeros(n, packing.row_bytes(k), dtype=torch.uint8), packing, k)
-    codes, scales = torch.randint(0, 16, (n, k), dtype=torch.uint8), torch.rand(n, k // block) / 8
-    pack_codes(codes, packing, weight.rows)
-    place = weight.section("scale")
-    assert place is not None
-    place.copy_(scales)
-    elements = torch.tensor(TABLES[kind])[codes.int()] * scales.repeat_interleave(block, 1)
-    assert weight.dequantized(torch.float32).equal(elements)
-    product, bias = PackedProduct([weight]), torch.randn(n)
-    for m in (1, 5, MOST_ROWS + 1):
-        x = torch.randn(m, k)
-        exact = x.double() @ elements.double().T
-        close(product.forward(x, bias), exact + bias.double(), 2e-5)
-        close(product.gated(x, None, "silu"), GATES["silu"](exact), 2e-5) if n % 2 == 0 else None
-        assert (parts := product.parts(x)) is None or parts.sum(0).sub(exact).abs().max() < 1e-4
-        assert m > MOST_ROWS or product.forward(x.half(), None).double().sub(exact).abs().max() < 0.05

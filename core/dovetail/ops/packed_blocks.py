@@ -1,4 +1,4 @@
-"""Pack the blocks of GGUF, and other weights with scales of blocks, into rows that kernels on CUDA read well.
+"""Pack the blocks of GGUF into rows that kernels on CUDA read well.
 
 Blocks of 144 or 210 bytes, with 6-bit scales spread over several bytes, are read badly by a kernel. A packed row has what its
 blocks have, exactly, in sections one after another: first all codes, of 4 or 8 bits, then all scales, and so on
@@ -28,8 +28,7 @@ _CHUNK = 4 << 20
 
 @dataclass(frozen=True, slots=True)
 class PackedType:
-    """Describe how rows of a type are packed. ``bits`` are those of a code, and ``zero`` is subtracted from it; with a ``table``, the code is the
-    place of a number there instead. ``whole`` columns have one scale, and one offset if there are offsets; with ``group``, that many columns have a
+    """Describe how rows of a type are packed. ``bits`` are those of a code, and ``zero`` is subtracted from it. ``whole`` columns have one scale, and one offset if there are offsets; with ``group``, that many columns have a
     multiplier of each."""
 
     name: str
@@ -39,7 +38,6 @@ class PackedType:
     group: int | None = None
     offset: bool = False
     scale: torch.dtype = torch.float16
-    table: tuple[float, ...] | None = None
 
     @property
     def each(self) -> int:
@@ -131,12 +129,6 @@ def pack(blocks: torch.Tensor, kind: BlockType) -> torch.Tensor:
     return rows
 
 
-def pack_codes(codes: torch.Tensor, packing: PackedType, rows: torch.Tensor) -> None:
-    """Write codes (uint8 ``[out, columns]``) to packed rows, whose scales stay as they are."""
-    start, size, _ = packing.sections(codes.shape[1])["codes"]
-    rows[:, start : start + size] = _words(codes, packing).reshape(len(codes), -1)
-
-
 def row_bytes(kind: BlockType, columns: int) -> int:
     """Return the bytes of a packed row of a type."""
     return PACKED[kind.name].row_bytes(columns)
@@ -172,8 +164,7 @@ def _elements(weight: PackedWeight) -> torch.Tensor:
 
     scale, offset = factor("scale"), factor("offset")
     assert scale is not None
-    codes = _codes(words, packing)
-    numbers = codes - packing.zero if packing.table is None else codes.new_tensor(packing.table)[codes.int()]
+    numbers = _codes(words, packing) - packing.zero
     values = numbers.view(n, scale.shape[1], -1) * scale[:, :, None]
     return (values if offset is None else values - offset[:, :, None]).flatten(1)
 

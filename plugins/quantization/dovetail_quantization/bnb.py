@@ -19,7 +19,6 @@ from dovetail.interfaces.quantization import (
     QuantizationContext,
 )
 from dovetail.ops.integers import Integers, dequantize
-from dovetail.ops.packed_blocks import PackedType, PackedWeight
 from dovetail_quantization.bnb_formats import BnbFormat, read_format
 from dovetail_quantization.bnb_tensors import (
     TABLES,
@@ -34,10 +33,10 @@ from dovetail_quantization.bnb_tensors import (
 )
 from dovetail_quantization.checkpoint import leaves_out, module_index
 from dovetail_quantization.dequantized import DequantizedLinear
-from dovetail_quantization.gguf_cuda import packed_product
 from dovetail_quantization.integer_formats import IntegerActivations
 from dovetail_quantization.integer_products import make_product
 from dovetail_quantization.invariant_products import InvariantLinear
+from dovetail_quantization.table_weights import TableWeight, code_bytes, padded_scales
 
 if TYPE_CHECKING:
     from dovetail_quantization.config import BitsandbytesConfig
@@ -70,8 +69,7 @@ class BnbLinear(LinearMethod):
 
 
 class FourBitLinear(BnbLinear):
-    """Store codes in packed rows (``ops.packed_blocks``), whose scales ``prepare`` writes: parameter ``packed``. ``scale [out, blocks]`` has the
-    scales of the checkpoint; if these are codes of 8 bits, their numbers are in ``scale_table`` of each module, their scales in ``nested``, and
+    """Store codes in the words of ``table_weights``: parameter ``packed``. ``scale [out, blocks]`` has the scales of the checkpoint; if these are codes of 8 bits, their numbers are in ``scale_table`` of each module, their scales in ``nested``, and
     ``offset`` is added."""
 
     def __init__(self, shape: LinearShape, form: BnbFormat, context: QuantizationContext) -> None:
@@ -81,14 +79,13 @@ class FourBitLinear(BnbLinear):
                 f"{shape.names[0]} has {shape.in_features} columns on this rank, which blocks of {form.block} do not divide; implemented: blocks "
                 "that end with a row. Set parallel.tp to a smaller number if ranks divide the columns"
             )
-        self._packing = PackedType(form.kind.upper(), 4, 0, form.block, scale=torch.float32, table=TABLES[form.kind])
 
     def parameters(self) -> Mapping[str, ParameterShape]:
         """See ``LinearMethod``."""
         rows, columns, modules = self.shape.out_features, self.shape.in_features, len(self.shape.names)
         scales = (rows, columns // self.form.block)
         found = {
-            "packed": ParameterShape((rows, self._packing.row_bytes(columns)), torch.uint8),
+            "packed": ParameterShape((rows, code_bytes(columns)), torch.uint8),
             "scale": ParameterShape(scales, torch.uint8 if self.form.double else torch.float32),
             "table": ParameterShape((modules, 16), torch.float32),
             "offset": ParameterShape((modules, 1), torch.float32),
@@ -123,7 +120,7 @@ class FourBitLinear(BnbLinear):
             return WeightTarget(parameter, place, 1, transform=transform)
 
         scales, state = f"{own}.absmax", f"{own}.quant_state.bitsandbytes__{form.kind}"
-        yield own, filled("packed", PackedCodes(part(own), self._packing))
+        yield own, filled("packed", PackedCodes(part(own)))
         yield f"{own}.quant_map", one("table", Table(f"{own}.quant_map", 16, form.kind))
         yield state, one("offset", QuantState(part(state), form.kind, form.block, form.double))
         if not form.double:
@@ -146,32 +143,34 @@ class FourBitLinear(BnbLinear):
 
     def prepare(self, parameters: Mapping[str, torch.Tensor]) -> LinearProduct:
         """See ``LinearMethod``."""
-        weight = self._weight(parameters)
-        if weight.rows.is_cuda:
-            return packed_product([weight], self.context)
+        weight, dtype = self._weight(parameters), self.context.dtype
+        if weight.codes.is_cuda:
+            from dovetail_quantization.table_product import TableProduct
+
+            product = TableProduct(weight)
+            return InvariantLinear(product.weight, dtype, weight.kind) if self.context.batch_invariant else product
         if self.context.batch_invariant:
-            plain = weight.dequantized(self.context.dtype)
-            return InvariantLinear(lambda _: plain, self.context.dtype, weight.packing.name)
-        return DequantizedLinear(weight.dequantized(self.context.dtype), weight.packing.name)
+            plain = weight.dequantized(dtype)
+            return InvariantLinear(lambda _: plain, dtype, weight.kind)
+        return DequantizedLinear(weight.dequantized(dtype), weight.kind)
 
     def dequantized(self, parameters: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """See ``LinearMethod``."""
         return self._weight(parameters).dequantized(self.context.dtype)
 
-    def _weight(self, parameters: Mapping[str, torch.Tensor]) -> PackedWeight:
-        """Return the packed rows with the scales of the checkpoint."""
-        weight = PackedWeight(parameters["packed"], self._packing, self.shape.in_features)
-        place = weight.section("scale")
-        assert place is not None
-        if not self.form.double:
-            place.copy_(parameters["scale"])
-            return weight
-        rows = list(self.shape.rows)
-        nested, codes = parameters["nested"].split(rows), parameters["scale"].split(rows)
-        for index, own in enumerate(place.split(rows)):
-            table = parameters["scale_table"][index]
-            own.copy_(table[codes[index].int()] * nested[index] + parameters["offset"][index])
-        return weight
+    def _weight(self, parameters: Mapping[str, torch.Tensor]) -> TableWeight:
+        """Return the weight with the scales of the checkpoint."""
+        form, scales = self.form, parameters["scale"]
+        if form.double:
+            rows = list(self.shape.rows)
+            nested, codes = parameters["nested"].split(rows), scales.split(rows)
+            scales = torch.empty_like(parameters["nested"])
+            for index, own in enumerate(scales.split(rows)):
+                table = parameters["scale_table"][index]
+                own.copy_(table[codes[index].int()] * nested[index] + parameters["offset"][index])
+        held = padded_scales(scales, form.block)
+        columns = self.shape.in_features
+        return TableWeight(parameters["packed"], held, TABLES[form.kind], columns, form.block, form.kind.upper())
 
 
 class RowInt8Linear(BnbLinear):

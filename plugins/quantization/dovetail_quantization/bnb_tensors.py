@@ -11,8 +11,8 @@ import torch
 
 from dovetail.errors import WeightsError
 from dovetail.interfaces.model import TensorShare, WeightTransform
-from dovetail.ops.packed_blocks import PackedType, pack_codes
 from dovetail_quantization.integer_tensors import ordered
+from dovetail_quantization.table_weights import packed_codes
 
 NESTED_BLOCK = 256
 """The number of scales of 8 bits that have one scale themselves."""
@@ -82,10 +82,9 @@ class FlatTransform(WeightTransform):
 
 @dataclass(frozen=True, slots=True)
 class PackedCodes(FlatTransform):
-    """Read codes of 4 bits, two in a byte, of which the high bits are the first, into packed rows without their scales. The bytes may
-    be stored as numbers of another dtype (``bnb_4bit_quant_storage``)."""
+    """Read codes of 4 bits, two in a byte, of which the high bits are the first, into the words of ``table_weights``. The bytes may be
+    stored as numbers of another dtype (``bnb_4bit_quant_storage``)."""
 
-    packing: PackedType
     dtypes: ClassVar[tuple[torch.dtype, ...]] = (
         torch.uint8,
         torch.int8,
@@ -98,9 +97,9 @@ class PackedCodes(FlatTransform):
     def apply(self, tensor: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
         """See ``WeightTransform``."""
         stored = self.part.of(tensor.flatten().view(torch.uint8), 2)
-        packed = torch.zeros(shape, dtype=torch.uint8, device=tensor.device)
+        packed = torch.empty(shape, dtype=torch.uint8, device=tensor.device)
         for some, place in zip(stored.split(4096), packed.split(4096), strict=True):
-            pack_codes(torch.stack((some >> 4, some & 15), -1).flatten(1), self.packing, place)
+            place.copy_(packed_codes(torch.stack((some >> 4, some & 15), -1).flatten(1)))
         return packed
 
 

@@ -28,7 +28,7 @@ _PAIR_RESULTS: dict[ExpertFormat, Callable[..., torch.Tensor]] = {
 
 def shared_memory(weights: ExpertWeights) -> object:
     """Return what a layer must hold so that all layers of its size share memory between their steps, or None."""
-    return mxfp4_plain.scratch_of(weights) if weights.format == "mxfp4" else None
+    return mxfp4_plain.scratch_of(weights) if weights.format in ("mxfp4", "gguf") else None
 
 
 def experts(

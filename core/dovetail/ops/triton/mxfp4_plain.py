@@ -81,11 +81,11 @@ def scratch_of(weights: ExpertWeights) -> Scratch:
     """Return the memory that layers of the size of ``weights`` share as long as one of them holds it. Only steps on one stream may
     share it: engines launch on the current stream, which is the default one of the device unless a caller sets another, so that
     callers that run two engines of one process on streams of their own would overwrite each other's weights."""
-    numel = 2 * max(weights.gate_up.numel(), weights.down.numel())
-    key = (weights.gate_up.device, numel)
+    (experts, hidden), rows = weights.down.shape[:2], weights.gate_up.shape[1]
+    key = (weights.gate_up.device, experts * rows * hidden)
     found = _SHARED.get(key)
     if found is None:
-        found = _SHARED[key] = Scratch(numel)
+        found = _SHARED[key] = Scratch(key[1])
     return found
 
 
@@ -108,7 +108,8 @@ def pays(x: torch.Tensor, top_k: int, weights: ExpertWeights) -> bool:
 
 def pair_results(x: torch.Tensor, routing: Routing, weights: ExpertWeights, *, in_parts: bool) -> torch.Tensor:
     """Compute ``ops.triton.experts.pair_results``, if ``experts_many.fits``."""
-    pairs, size, scratch = routing.ids.numel(), weights.gate_up.shape[1] // 2, scratch_of(weights)
+    pairs, size = routing.ids.numel(), weights.gate_up.shape[1] // 2
+    scratch = scratch_of(weights)
     assert weights.gate_up_scale is not None
     assert weights.down_scale is not None
     tiles = many_tiles(x.shape[1], size, x.element_size())

@@ -16,6 +16,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from dovetail.interfaces.expert_shapes import ExpertWeights, Routing
 from dovetail.ops.packed_blocks import PACKED, PackedType, PackedWeight
+from dovetail.ops.triton import packed_plain
 from dovetail.ops.triton.expert_pairs import pairs_of_block, rows_of_tile, store_down, store_gated
 from dovetail.ops.triton.launch import launch
 from dovetail.ops.triton.packed_numbers import code_number, factors_of, spread
@@ -118,6 +119,8 @@ def tile_of(k: int, packing: PackedType) -> PackedExpertTile:
 def pair_results(x: torch.Tensor, routing: Routing, weights: ExpertWeights, *, in_parts: bool) -> torch.Tensor:
     """Compute ``ops.triton.experts.pair_results``, also of one token."""
     (tokens, hidden), top_k = x.shape, routing.ids.shape[1]
+    if packed_plain.pays(x, top_k, weights):
+        return packed_plain.pair_results(x, routing, weights, in_parts=in_parts)
     blocks_of = weights.blocks
     assert blocks_of is not None
     assert blocks_of.packed

@@ -18,12 +18,6 @@ def code_number(words, INDEX: tl.constexpr, BITS: tl.constexpr):
 
 
 @triton.jit
-def table_number(words, table, INDEX: tl.constexpr):
-    """Return the numbers in ``table [16]`` that the codes of 4 bits number INDEX of words stand for."""
-    return tl.load(table + (words >> 4 * INDEX & 15))
-
-
-@triton.jit
 def stored_factors(
     scale, multiplier, rows, words, begin, k,
     UNIT: tl.constexpr, WHOLE: tl.constexpr, GROUP: tl.constexpr, BLOCK_K: tl.constexpr, ALIGNED: tl.constexpr,

@@ -74,11 +74,9 @@ class PackedRows:
             "BITS": packing.bits, "STEP": packing.step, "ZERO": packing.zero, "WHOLE": packing.whole,
             "GROUP": packing.group or 0, "OFFSET": packing.offset,
         }  # fmt: skip
-        self._table = None if packing.table is None else weight.rows.new_tensor(packing.table, dtype=torch.float32)
         self._space = workspace(weight.rows.device)
-        integers = packing.table is None  # which the kernel of one row multiplies
-        self.one_row = one_row_tile(k, packing) if integers else None
-        self.one_row_in_parts = one_row_tile(k, packing, in_parts=True) if integers else None
+        self.one_row = one_row_tile(k, packing)
+        self.one_row_in_parts = one_row_tile(k, packing, in_parts=True)
         self.few_rows = [few_rows_tile(max(rows, 1), n, k, packing) for rows in range(MOST_ROWS + 1)]
 
     def multiply(
@@ -130,9 +128,9 @@ class PackedRows:
         tile = self.few_rows[m]
         launch(
             few_rows_kernel, (triton.cdiv(n, tile.block_n), tile.split),
-            x, *self._sections, self._table, bias, y, self._space.parts, self._space.arrived,
+            x, *self._sections, bias, y, self._space.parts, self._space.arrived,
             m, n, k, tile.span, self._words, y.stride(-2),
-            **self._constants, TABLE=self._table is not None, GATED=gated, BIAS=bias is not None, EVEN=tile.span * tile.split == k,
+            **self._constants, GATED=gated, BIAS=bias is not None, EVEN=tile.span * tile.split == k,
             BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, BLOCK_K=tile.block_k, SPLIT=tile.split, IN_PARTS=in_parts,
             num_warps=tile.warps, num_stages=tile.stages,
         )  # fmt: skip
@@ -144,5 +142,5 @@ class PackedRows:
         block_k = 256 if packing.bits == 4 else 128
         launch(
             plain_weight_kernel, (triton.cdiv(rows, 32), triton.cdiv(k, block_k)),
-            *sections, self._table, out, rows, k, self._words, **self._constants, TABLE=self._table is not None, BLOCK_N=32, BLOCK_K=block_k,
+            *sections, out, rows, k, self._words, **self._constants, BLOCK_N=32, BLOCK_K=block_k,
         )  # fmt: skip

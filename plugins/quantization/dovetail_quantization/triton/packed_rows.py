@@ -26,7 +26,6 @@ from dovetail.ops.triton.packed_numbers import (
     product_of,
     spread,
     stored_factors,
-    table_number,
 )
 
 PART_COLUMNS = 2048
@@ -37,9 +36,9 @@ _PART = tl.constexpr(PART_COLUMNS)
 
 @triton.jit(do_not_specialize=["m"])
 def few_rows_kernel(
-    x, w, scale, multiplier, offset, offset_multiplier, table, bias, y, parts, arrived, m, n, k, span, words, stride,
+    x, w, scale, multiplier, offset, offset_multiplier, bias, y, parts, arrived, m, n, k, span, words, stride,
     BITS: tl.constexpr, STEP: tl.constexpr, ZERO: tl.constexpr, WHOLE: tl.constexpr, GROUP: tl.constexpr,
-    OFFSET: tl.constexpr, TABLE: tl.constexpr, GATED: tl.constexpr, BIAS: tl.constexpr, EVEN: tl.constexpr,
+    OFFSET: tl.constexpr, GATED: tl.constexpr, BIAS: tl.constexpr, EVEN: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     SPLIT: tl.constexpr, IN_PARTS: tl.constexpr, PDL: tl.constexpr,
 ) -> None:  # fmt: skip
@@ -79,10 +78,7 @@ def few_rows_kernel(
         factor = spread(factor, BLOCK_N, units, STEP)
         less = spread(less, BLOCK_N, units, STEP)
         for index in tl.static_range(each):
-            if TABLE:
-                left = (table_number(codes, table, index) * factor).to(dtype)
-            else:
-                left = (code_number(codes, index, BITS) * factor - less).to(dtype)
+            left = (code_number(codes, index, BITS) * factor - less).to(dtype)
             if EVEN:
                 right = tl.load(tokens + start + index * STEP, present, 0.0)
             else:
@@ -220,9 +216,9 @@ def one_row_kernel(
 
 @triton.jit
 def plain_weight_kernel(
-    w, scale, multiplier, offset, offset_multiplier, table, out, n, k, words,
+    w, scale, multiplier, offset, offset_multiplier, out, n, k, words,
     BITS: tl.constexpr, STEP: tl.constexpr, ZERO: tl.constexpr, WHOLE: tl.constexpr, GROUP: tl.constexpr,
-    OFFSET: tl.constexpr, TABLE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
+    OFFSET: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
 ) -> None:  # fmt: skip
     """Write the weight ``[n, k]`` in the dtype of ``out``."""
     row = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -247,10 +243,7 @@ def plain_weight_kernel(
     place = out + row.to(tl.int64)[:, None] * k + column[None, :]
     present = inside & (row < n)[:, None]
     for index in tl.static_range(each):
-        if TABLE:
-            value = table_number(codes, table, index) * factor
-        else:
-            value = (code_number(codes, index, BITS) - middle) * factor
+        value = (code_number(codes, index, BITS) - middle) * factor
         if OFFSET:
             value -= less
         tl.store(place + index * STEP, value.to(out.dtype.element_ty), present)

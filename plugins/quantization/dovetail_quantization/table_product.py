@@ -1,0 +1,161 @@
+"""Multiply on CUDA with weights whose codes stand for numbers of a table."""
+
+from __future__ import annotations
+
+import torch
+import triton
+
+from dovetail.interfaces.quantization import LinearProduct
+from dovetail.ops.activation import GATES, Activation
+from dovetail.ops.integers import PLANES
+from dovetail.ops.linear import linear
+from dovetail.ops.triton.integers import planes_with_groups
+from dovetail.ops.triton.launch import INTERPRETED, launch
+from dovetail.ops.triton.matmul import GATE_KINDS, workspace
+from dovetail_quantization.table_weights import TableWeight
+from dovetail_quantization.triton.integer_one_row import one_row_tile
+from dovetail_quantization.triton.integer_rows import IntegerTile, plane_tile
+from dovetail_quantization.triton.one_row import OneRowTile
+from dovetail_quantization.triton.table_numbers import byte_words, pairs_assembly, whole_numbers
+from dovetail_quantization.triton.table_one_row import one_row_kernel
+from dovetail_quantization.triton.table_rows import few_kernel, plain_kernel
+
+MOST_ROWS = 64
+"""Up to this number of rows the kernels of few rows are used."""
+
+MOST_ELEMENTS = 1 << 28
+"""The largest number of elements of a weight that are dequantized at a time."""
+
+
+class TableProduct(LinearProduct):
+    """Multiply up to ``MOST_ROWS`` rows from the codes, and more with the weight that a kernel dequantizes each time. Blocks are multiples of 32
+    columns."""
+
+    def __init__(self, weight: TableWeight) -> None:
+        self._weight, self._shape = weight, (len(weight.codes), weight.columns)
+        n, k = self._shape
+        self._whole = weight.codes.shape[1] * 2
+        self._table = weight.scales.new_tensor(weight.table)
+        self._space = workspace(weight.codes.device)
+        numbers, self._factor = whole_numbers(weight.table)
+
+        def words(given: list[int]) -> torch.Tensor:
+            return torch.tensor(given, dtype=torch.int32, device=weight.codes.device)
+
+        self._numbers, self._bytes = words(numbers), words(byte_words(weight.table))
+        texts = {dtype: pairs_assembly(weight.table, dtype) for dtype in (torch.bfloat16, torch.float16)}
+        self._texts = {} if INTERPRETED else texts
+        self._groups = planes_with_groups(self._whole, weight.block)
+        one = k == self._whole and weight.block % (PLANES // 2) == 0
+        self.one_row = one_row_tile(n, k, PLANES) if one else None
+        self.one_row_in_parts = one_row_tile(n, k, PLANES, in_parts=True) if one else None
+        self.few_rows = [plane_tile(max(rows, 1), n, self._whole, self._groups) for rows in range(MOST_ROWS + 1)]
+        self.in_parts = True
+
+    def forward(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        """See ``LinearProduct``."""
+        return self._many_rows(x, bias) if len(x) > MOST_ROWS else self._compute(x, bias, 0)
+
+    def _many_rows(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        n, k = self._shape
+        if n * k <= MOST_ELEMENTS:
+            return linear(x, self.weight(x.dtype), bias)
+        y, step = x.new_empty(len(x), n), max(1, MOST_ELEMENTS // k // 64 * 64)
+        for start in range(0, n, step):
+            weight = x.new_empty(min(step, n - start), k)
+            self.write(weight, start)
+            places = slice(start, start + len(weight))
+            y[:, places] = linear(x, weight, None if bias is None else bias[places])
+        return y
+
+    def gated(self, x: torch.Tensor, bias: torch.Tensor | None, activation: Activation) -> torch.Tensor:
+        """See ``LinearProduct``."""
+        if not 0 < len(x) <= MOST_ROWS:
+            return GATES[activation](self.forward(x, bias))
+        return self._compute(x, bias, int(GATE_KINDS[activation]))
+
+    def parts(self, x: torch.Tensor) -> torch.Tensor | None:
+        """See ``LinearProduct``."""
+        if not 0 < len(x) <= MOST_ROWS:
+            return None
+        n = self._shape[0]
+        if self._is_one(x):
+            if (one := self.one_row_in_parts) is None:
+                return None
+            y = torch.empty(one.split, 1, n, dtype=torch.float32, device=x.device)
+            self._multiply_one(x, None, y, 0, one)
+            return y
+        tile = self.few_rows[len(x)]
+        if tile.split == 1:
+            return None
+        y = torch.empty(tile.split, len(x), n, dtype=torch.float32, device=x.device)
+        self._multiply_few(x, None, y, 0, tile, in_parts=True)
+        return y
+
+    def _is_one(self, x: torch.Tensor) -> bool:
+        """Return True if ``x`` is one row that the kernel of one row multiplies: it rounds more than float32 does."""
+        return len(x) == 1 and self.one_row is not None and x.dtype is not torch.float32
+
+    def _compute(self, x: torch.Tensor, bias: torch.Tensor | None, gated: int) -> torch.Tensor:
+        n = self._shape[0]
+        y = x.new_empty(len(x), n // 2 if gated else n)
+        if self._is_one(x):
+            assert self.one_row is not None
+            self._multiply_one(x, bias, y, gated, self.one_row)
+        elif len(x):
+            self._multiply_few(x, bias, y, gated, self.few_rows[len(x)], in_parts=False)
+        return y
+
+    def _multiply_one(
+        self, x: torch.Tensor, bias: torch.Tensor | None, y: torch.Tensor, gated: int, tile: OneRowTile
+    ) -> None:
+        (n, k), weight = self._shape, self._weight
+        launch(
+            one_row_kernel, tile.grid(n, x.device),
+            x.view(torch.int32), weight.codes.view(torch.int32), weight.scales, self._bytes, self._numbers, bias, y, n, k, k // tile.split, weight.block,
+            self._factor, triton.cdiv(n, tile.block_n),
+            BFLOAT16=x.dtype is torch.bfloat16, GATED=gated, BIAS=bias is not None,
+            BLOCK_N=tile.block_n, BLOCK_K=tile.block_k, num_warps=tile.warps,
+        )  # fmt: skip
+
+    def _multiply_few(
+        self,
+        x: torch.Tensor,
+        bias: torch.Tensor | None,
+        y: torch.Tensor,
+        gated: int,
+        tile: IntegerTile,
+        *,
+        in_parts: bool,
+    ) -> None:
+        assert x.is_contiguous()
+        (n, k), weight = self._shape, self._weight
+        launch(
+            few_kernel, (triton.cdiv(n, tile.block_n), tile.split),
+            x, weight.codes.view(torch.int16), weight.scales, self._table, bias, y, self._space.parts, self._space.arrived,
+            len(x), n, k, self._whole // 4, self._whole // tile.split, weight.block,
+            TEXT=self._texts.get(x.dtype), GROUPS=self._groups, GATED=gated, BIAS=bias is not None, EVEN=k == self._whole,
+            BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, BLOCK_K=tile.block_k, SPLIT=tile.split, IN_PARTS=in_parts,
+            STAGES=tile.stages, num_warps=tile.warps, num_stages=tile.stages,
+        )  # fmt: skip
+
+    def weight(self, dtype: torch.dtype) -> torch.Tensor:
+        """Return the weight ``[out, in]``, dequantized by a kernel."""
+        out = torch.empty(self._shape, dtype=dtype, device=self._table.device)
+        self.write(out)
+        return out
+
+    def write(self, out: torch.Tensor, start: int = 0, block_n: int = 64, blocks: int = 1, warps: int = 4) -> None:
+        """Write rows of the weight from row ``start`` on to contiguous ``out [rows, in]``, rounded to its dtype."""
+        (n, k), weight = out.shape, self._weight
+        codes, scales = weight.codes[start : start + n], weight.scales[:, start : start + n]
+        launch(
+            plain_kernel, (triton.cdiv(n, block_n), triton.cdiv(self._whole // PLANES, blocks)),
+            codes.view(torch.int16), scales, self._table, out, n, k, self._whole // 4, scales.stride(0), weight.block,
+            TEXT=None if out.dtype is torch.float32 else self._texts.get(torch.float16), EVEN=k == self._whole, BLOCK_N=block_n, BLOCKS=blocks, num_warps=warps,
+        )  # fmt: skip
+
+    @property
+    def describe(self) -> str:
+        """See ``LinearProduct``."""
+        return f"{self._weight.kind} in planes, up to {MOST_ROWS} rows triton, more dequantized in each step and cuBLAS"
