@@ -22,10 +22,9 @@ from triton.compiler import ASTSource
 from dovetail.ops.triton.launch import INTERPRETED
 from dovetail_quantization.bnb_tensors import TABLES
 from dovetail_quantization.triton import table_numbers
-from dovetail_quantization.triton.integer_one_row import one_row_tile
-from dovetail_quantization.triton.integer_rows import plane_tile
 from dovetail_quantization.triton.table_one_row import one_row_kernel
 from dovetail_quantization.triton.table_rows import few_kernel, plain_kernel
+from dovetail_quantization.triton.table_tiles import few_rows_tile, one_row_tile
 
 compiles = pytest.mark.skipif(INTERPRETED, reason="kernels are interpreted, not compiled")
 POINTERS = {
@@ -64,7 +63,7 @@ def compiled(kernel: Any, constants: dict[str, Any], warps: int, stages: int, fi
 @compiles
 @pytest.mark.parametrize("rows", [16, *(pytest.param(rows, marks=pytest.mark.full) for rows in (1, 32, 64))])
 def test_products_of_few_rows_look_up_codes_in_the_registers_of_the_product(rows: int, tmp_path: Path) -> None:
-    tile = plane_tile(rows, 4096, 4096, 2)
+    tile = few_rows_tile(rows, 4096, 4096)
     constants = NONE | {"TEXT": TEXT, "GROUPS": 2, "EVEN": True, "SPLIT": tile.split, "IN_PARTS": False}
     constants |= {"BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "BLOCK_K": tile.block_k, "STAGES": tile.stages}
     code = compiled(few_kernel, constants, tile.warps, tile.stages, tmp_path / "kernel.cubin")
@@ -78,11 +77,11 @@ def test_products_of_few_rows_look_up_codes_in_the_registers_of_the_product(rows
 
 @compiles
 def test_one_row_and_weights_compile(tmp_path: Path) -> None:
-    tile = one_row_tile(4096, 4096, 128)
+    tile = one_row_tile(4096, 4096)
     assert tile is not None
     constants = NONE | {"BFLOAT16": True, "BLOCK_N": tile.block_n, "BLOCK_K": tile.block_k}
     compiled(one_row_kernel, constants, tile.warps, 3, tmp_path / "kernel.cubin", x="*i32", w="*i32")
-    constants = {"TEXT": TEXT, "EVEN": True, "BLOCK_N": 64, "BLOCKS": 1}
+    constants = {"TEXT": TEXT, "EVEN": True, "BLOCK_N": 64}
     code = compiled(plain_kernel, constants, 4, 3, tmp_path / "kernel.cubin")
     assert "st.global.v4" in code["ptx"]
 

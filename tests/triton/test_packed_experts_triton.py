@@ -19,6 +19,7 @@ from dovetail.ops import experts as torch_experts
 from dovetail.ops.expert_formats import dequantized
 from dovetail.ops.packed_blocks import PACKED, pack
 from dovetail.ops.triton import expert_layers as layers
+from dovetail.ops.triton import experts_many, packed_plain
 from dovetail.ops.triton.packed_experts import block_of, tile_of
 
 TOLERANCES = {torch.float32: 4e-5, torch.float16: 4e-3}
@@ -88,6 +89,23 @@ def test_products_are_those_of_the_dequantized_weights(
     plain = dequantized(weights, torch.float32)
     torch.testing.assert_close(plain.gate_up.double(), exact.gate_up, rtol=1e-6, atol=1e-9)
     torch.testing.assert_close(plain.down.double(), exact.down, rtol=1e-6, atol=1e-9)
+
+
+def test_many_tokens_are_multiplied_with_dequantized_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    monkeypatch.setattr(packed_plain, "MEAN_PAIRS", 4)
+    monkeypatch.setattr(experts_many, "processors", lambda _: 3)
+    weights, exact = weights_of(("Q4_0", "Q8_0"), 3, 160, 96, torch.float16, bias=True, first=3, whole=9)
+    x = (torch.randn(19, 160) / float(exact.gate_up.abs().max()) / 8).half()
+    given = Routing(torch.rand(19, 9).topk(2, 1).indices.int(), torch.rand(19, 2))
+    assert packed_plain.pays(x, 2, weights)
+    assert not packed_plain.pays(x.float(), 2, weights)
+    held = layers.shared_memory(weights)
+    expected = torch_experts.experts(x.double(), given, exact)
+    got = layers.experts(x, given, weights)
+    allowed = TOLERANCES[torch.float16] * (1 + float(expected.square().mean().sqrt()))
+    assert (got.double() - expected).abs().max() <= allowed
+    assert layers.shared_memory(weights) is held, "layers of one size share their memory"
 
 
 def test_tiles_hold_whole_units_of_any_number_of_columns() -> None:

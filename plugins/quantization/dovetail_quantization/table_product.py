@@ -13,15 +13,12 @@ from dovetail.ops.triton.integers import planes_with_groups
 from dovetail.ops.triton.launch import INTERPRETED, launch
 from dovetail.ops.triton.matmul import GATE_KINDS, workspace
 from dovetail_quantization.table_weights import TableWeight
-from dovetail_quantization.triton.integer_one_row import one_row_tile
-from dovetail_quantization.triton.integer_rows import IntegerTile, plane_tile
+from dovetail_quantization.triton.integer_rows import IntegerTile
 from dovetail_quantization.triton.one_row import OneRowTile
 from dovetail_quantization.triton.table_numbers import byte_words, pairs_assembly, whole_numbers
 from dovetail_quantization.triton.table_one_row import one_row_kernel
 from dovetail_quantization.triton.table_rows import few_kernel, plain_kernel
-
-MOST_ROWS = 64
-"""Up to this number of rows the kernels of few rows are used."""
+from dovetail_quantization.triton.table_tiles import MOST_ROWS, few_rows_tile, one_row_tile
 
 MOST_ELEMENTS = 1 << 28
 """The largest number of elements of a weight that are dequantized at a time."""
@@ -47,9 +44,9 @@ class TableProduct(LinearProduct):
         self._texts = {} if INTERPRETED else texts
         self._groups = planes_with_groups(self._whole, weight.block)
         one = k == self._whole and weight.block % (PLANES // 2) == 0
-        self.one_row = one_row_tile(n, k, PLANES) if one else None
-        self.one_row_in_parts = one_row_tile(n, k, PLANES, in_parts=True) if one else None
-        self.few_rows = [plane_tile(max(rows, 1), n, self._whole, self._groups) for rows in range(MOST_ROWS + 1)]
+        self.one_row = one_row_tile(n, k) if one else None
+        self.one_row_in_parts = one_row_tile(n, k, in_parts=True) if one else None
+        self.few_rows = [few_rows_tile(max(rows, 1), n, self._whole) for rows in range(MOST_ROWS + 1)]
         self.in_parts = True
 
     def forward(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
@@ -145,14 +142,14 @@ class TableProduct(LinearProduct):
         self.write(out)
         return out
 
-    def write(self, out: torch.Tensor, start: int = 0, block_n: int = 64, blocks: int = 1, warps: int = 4) -> None:
+    def write(self, out: torch.Tensor, start: int = 0) -> None:
         """Write rows of the weight from row ``start`` on to contiguous ``out [rows, in]``, rounded to its dtype."""
         (n, k), weight = out.shape, self._weight
         codes, scales = weight.codes[start : start + n], weight.scales[:, start : start + n]
         launch(
-            plain_kernel, (triton.cdiv(n, block_n), triton.cdiv(self._whole // PLANES, blocks)),
+            plain_kernel, (triton.cdiv(n, 64), self._whole // PLANES),
             codes.view(torch.int16), scales, self._table, out, n, k, self._whole // 4, scales.stride(0), weight.block,
-            TEXT=None if out.dtype is torch.float32 else self._texts.get(torch.float16), EVEN=k == self._whole, BLOCK_N=block_n, BLOCKS=blocks, num_warps=warps,
+            TEXT=None if out.dtype is torch.float32 else self._texts.get(torch.float16), EVEN=k == self._whole, BLOCK_N=64,
         )  # fmt: skip
 
     @property

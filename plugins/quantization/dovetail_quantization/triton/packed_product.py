@@ -9,11 +9,12 @@ import triton
 
 from dovetail.ops.activation import Activation
 from dovetail.ops.packed_blocks import PackedType, PackedWeight
+from dovetail.ops.triton import packed_plain
 from dovetail.ops.triton.launch import launch
 from dovetail.ops.triton.matmul import GATE_KINDS, workspace
 from dovetail.ops.triton.tuning import MAX_PARTS, MAX_TILES
 from dovetail_quantization.triton.one_row import OneRowTile, parts_of
-from dovetail_quantization.triton.packed_rows import few_rows_kernel, one_row_kernel, plain_weight_kernel
+from dovetail_quantization.triton.packed_rows import few_rows_kernel, one_row_kernel
 
 MOST_ROWS = 64
 """Up to this number of rows the kernels of few rows are used."""
@@ -137,10 +138,5 @@ class PackedRows:
 
     def write(self, out: torch.Tensor, start: int = 0) -> None:
         """Write rows of the weight from row ``start`` on to contiguous ``out [rows, k]``, rounded to its dtype."""
-        (rows, k), packing = out.shape, self._packing
-        sections = [None if section is None else section[start : start + rows] for section in self._sections]
-        block_k = 256 if packing.bits == 4 else 128
-        launch(
-            plain_weight_kernel, (triton.cdiv(rows, 32), triton.cdiv(k, block_k)),
-            *sections, out, rows, k, self._words, **self._constants, BLOCK_N=32, BLOCK_K=block_k,
-        )  # fmt: skip
+        weight = self._weight
+        packed_plain.write(PackedWeight(weight.rows[start : start + len(out)], weight.packing, weight.columns), out)

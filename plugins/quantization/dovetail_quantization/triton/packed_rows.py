@@ -9,7 +9,7 @@ Up to ``MOST_ROWS`` rows: tensor cores multiply dequantized tiles, which are the
 ``dovetail.ops.triton.matmul``, whose structure this kernel has). The integers become floating-point numbers by their bits: 4
 bits at the end of the mantissa of 16.0 are 16 and their number. Weights are rounded to the dtype of ``x``.
 
-More rows: ``plain_weight`` writes the weight in 16 bits for cuBLAS.
+More rows: ``ops.triton.packed_plain`` writes the weight in 16 bits for cuBLAS.
 """
 
 from __future__ import annotations
@@ -212,38 +212,3 @@ def one_row_kernel(
         finish_row(y, bias, rows, total, tile, n, GATED, BIAS, BLOCK_N)
         codes, factor, less, rows = codes_ahead, factor_ahead, less_ahead, following
         factor_times, less_times = factor_times_ahead, less_times_ahead
-
-
-@triton.jit
-def plain_weight_kernel(
-    w, scale, multiplier, offset, offset_multiplier, out, n, k, words,
-    BITS: tl.constexpr, STEP: tl.constexpr, ZERO: tl.constexpr, WHOLE: tl.constexpr, GROUP: tl.constexpr,
-    OFFSET: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
-) -> None:  # fmt: skip
-    """Write the weight ``[n, k]`` in the dtype of ``out``."""
-    row = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    wide, begin = tl.minimum(row, n - 1).to(tl.int64), tl.program_id(1) * BLOCK_K
-    each: tl.constexpr = 32 // BITS
-    unit: tl.constexpr = STEP * each
-    units: tl.constexpr = BLOCK_K // unit
-    at = tl.arange(0, BLOCK_K // each)
-    column = begin + at // STEP * unit + at % STEP
-    inside = (column < k)[None, :]
-    if PDL:
-        gdc_launch_dependents()
-        gdc_wait()
-    codes = tl.load(w + wide[:, None] * words + begin // each + at[None, :], inside, 0)
-    factor = spread(
-        factors_of(scale, multiplier, wide, words, begin, k, unit, WHOLE, GROUP, BLOCK_K, BLOCK_K), BLOCK_N, units, STEP
-    )
-    if OFFSET:
-        less = factors_of(offset, offset_multiplier, wide, words, begin, k, unit, WHOLE, GROUP, BLOCK_K, BLOCK_K)
-        less = spread(less, BLOCK_N, units, STEP)
-    middle: tl.constexpr = ZERO + (16 if BITS == 4 else 256)
-    place = out + row.to(tl.int64)[:, None] * k + column[None, :]
-    present = inside & (row < n)[:, None]
-    for index in tl.static_range(each):
-        value = (code_number(codes, index, BITS) - middle) * factor
-        if OFFSET:
-            value -= less
-        tl.store(place + index * STEP, value.to(out.dtype.element_ty), present)

@@ -111,29 +111,29 @@ def _store_plane(numbers, scales, out, rows, inside, column, across, k, group, E
 @triton.jit
 def plain_kernel(
     w, scales, table, out, n, k, words, across, group,
-    TEXT: tl.constexpr, EVEN: tl.constexpr, BLOCK_N: tl.constexpr, BLOCKS: tl.constexpr, PDL: tl.constexpr,
+    TEXT: tl.constexpr, EVEN: tl.constexpr, BLOCK_N: tl.constexpr, PDL: tl.constexpr,
 ) -> None:  # fmt: skip
     """Write the weight ``[n, k]`` in the dtype of ``out``. With a TEXT, the numbers of the table are rounded to float16 first. Scales of
-    two blocks are ``across`` numbers apart. A program writes BLOCKS blocks of planes of each row."""
+    two blocks are ``across`` numbers apart. A program
+    writes a block of planes of each row."""
     row = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     at = tl.arange(0, PLANE)
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
-    for block in tl.static_range(BLOCKS):
-        begin = (tl.program_id(1) * BLOCKS + block) * (4 * PLANE)
-        there = row < tl.where(begin < k, n, 0)
-        source = w + row.to(tl.int64)[:, None] * tl.multiple_of(words, PLANE) + tl.multiple_of(begin // 4, PLANE)
-        if TEXT is None:
-            pairs = source + (at // 2 * 2)[None, :]
-            p0 = tl.load(table + plane_codes(pairs, there[:, None], 0))
-            p1 = tl.load(table + plane_codes(pairs, there[:, None], 1))
-            p2 = tl.load(table + plane_codes(pairs, there[:, None], 2))
-            p3 = tl.load(table + plane_codes(pairs, there[:, None], 3))
-        else:
-            codes = tl.load(source + at[None, :], there[:, None], 0, eviction_policy="evict_first")
-            p0, p1, p2, p3 = float16_planes(codes, TEXT)
-        _store_plane(p0, scales, out, row, there, begin, across, k, group, EVEN)
-        _store_plane(p1, scales, out, row, there, begin + PLANE, across, k, group, EVEN)
-        _store_plane(p2, scales, out, row, there, begin + 2 * PLANE, across, k, group, EVEN)
-        _store_plane(p3, scales, out, row, there, begin + 3 * PLANE, across, k, group, EVEN)
+    begin = tl.program_id(1) * (4 * PLANE)
+    there = row < n
+    source = w + row.to(tl.int64)[:, None] * tl.multiple_of(words, PLANE) + tl.multiple_of(begin // 4, PLANE)
+    if TEXT is None:
+        pairs = source + (at // 2 * 2)[None, :]
+        p0 = tl.load(table + plane_codes(pairs, there[:, None], 0))
+        p1 = tl.load(table + plane_codes(pairs, there[:, None], 1))
+        p2 = tl.load(table + plane_codes(pairs, there[:, None], 2))
+        p3 = tl.load(table + plane_codes(pairs, there[:, None], 3))
+    else:
+        codes = tl.load(source + at[None, :], there[:, None], 0, eviction_policy="evict_first")
+        p0, p1, p2, p3 = float16_planes(codes, TEXT)
+    _store_plane(p0, scales, out, row, there, begin, across, k, group, EVEN)
+    _store_plane(p1, scales, out, row, there, begin + PLANE, across, k, group, EVEN)
+    _store_plane(p2, scales, out, row, there, begin + 2 * PLANE, across, k, group, EVEN)
+    _store_plane(p3, scales, out, row, there, begin + 3 * PLANE, across, k, group, EVEN)
