@@ -1,5 +1,5 @@
 """Test that the kernels of the gated delta rule, and of short convolutions, compile for compute capability 9.0 in the sizes of Qwen3-Next and Kimi Linear,
-use no more shared memory than there is, and spill no registers. That needs no GPU.
+use no more shared memory than there is, spill no registers and read none that was not written, and the last in small sizes too. That needs no GPU.
 
 .venv/bin/python -m pytest -q tests/core/test_gated_delta_compiled.py
 """
@@ -7,18 +7,17 @@ use no more shared memory than there is, and spill no registers. That needs no G
 from __future__ import annotations
 
 import re
-import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
 import triton
-from triton.backends import nvidia as backends
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from dovetail.ops.triton import delta_chunks, gated_delta, kda_chunks, short_conv
 from dovetail.ops.triton.launch import INTERPRETED
+from sass import printed, unwritten
 
 pytestmark = pytest.mark.skipif(INTERPRETED, reason="kernels are interpreted, not compiled")
 FLOATS = ("rate", "bias", "totals", "fades", "decays", "state")
@@ -80,11 +79,11 @@ def check_compiled(
     assert found.asm["ptx"].count("griddepcontrol.wait") == 1
     file = folder / "kernel.cubin"
     file.write_bytes(found.asm["cubin"])
-    usage = [Path(backends.__file__).parent / "bin" / "cuobjdump", "-res-usage", file]
-    printed = subprocess.run(usage, capture_output=True, text=True, check=True).stdout
-    stack = re.search(r"STACK:(\d+) ", printed)
+    usage = printed("-res-usage", file)
+    stack = re.search(r"STACK:(\d+) ", usage)
     assert stack is not None
-    assert int(stack[1]) <= spilled, f"registers are spilled: {printed}"
+    assert int(stack[1]) <= spilled, f"registers are spilled: {usage}"
+    assert not unwritten(file)
     return found.asm["ptx"]
 
 
@@ -103,6 +102,21 @@ def test_kernels_of_prompts_compile_fit_and_use_tensor_cores(name: str, tmp_path
     ptx = check_compiled(getattr(delta_chunks, name), SIZES | CHUNKS | own, warps, stages, tmp_path, SPILLED)
     assert "wgmma.mma_async" in ptx
     assert "mma.sync" not in ptx
+
+
+@pytest.mark.full
+@pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")
+@pytest.mark.parametrize(("key", "value"), [(16, 20), (32, 32)])
+def test_kernels_of_small_prompts_compile(key: int, value: int, tmp_path: Path) -> None:
+    sizes, columns = {"GROUP": 2, "KEY": key, "VALUE": value, "BLOCK_K": key}, {"BLOCK_V": gated_delta.LEAST_COLUMNS}
+    narrow = {"BLOCK_V": 32}
+    for kernel, (own, warps, stages), block in (
+        (delta_chunks.solve, BY_HEAD["solve"], columns),
+        (delta_chunks.pass_states, BY_HEAD["pass_states"], narrow),
+        (delta_chunks.outputs, BY_HEAD["outputs"], narrow),
+        (kda_chunks.outputs, BY_CHANNEL["outputs"], columns),
+    ):
+        check_compiled(kernel, sizes | CHUNKS | own | block, warps, stages, tmp_path, SPILLED)
 
 
 @pytest.mark.full

@@ -40,12 +40,14 @@ def test_decode_steps_of_a_convolution_continue_and_padding_rows_write_nothing()
 
 
 SHAPES = (DeltaShape(2, 4, 128, 128), DeltaShape(3, 3, 64, 40))
+SMALL = (DeltaShape(2, 4, 16, 20), DeltaShape(1, 2, 32, 32), DeltaShape(2, 2, 48, 16))
+DELTA_DTYPES = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 3e-2}
 by_channel = pytest.mark.parametrize("by_channel", [False, True], ids=["by head", "by channel"])
 
 
 @by_channel
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-4), (torch.bfloat16, 3e-2)], ids=str)
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize(("dtype", "tolerance"), DELTA_DTYPES.items(), ids=str)
+@pytest.mark.parametrize("shape", SHAPES + SMALL, ids=str)
 def test_however_prompts_are_divided_the_gated_delta_rule_is_the_recurrence(shape, dtype, tolerance, by_channel):
     for cuts in ([1000], [5, 64, 2]):
         case = DeltaCase(by_channel, dtype=dtype, shape=shape)

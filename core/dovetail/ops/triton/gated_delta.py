@@ -22,6 +22,9 @@ if TYPE_CHECKING:
     from dovetail.interfaces.state_rows import StateRows
 
 _SUB = 16
+LEAST_COLUMNS = 64
+"""The least columns of values of 16 bits in tiles of ``delta_chunks.solve`` and ``kda_chunks.outputs``. With 32, the assembler of
+CUDA 12.8 (Triton 3.6) makes code for small heads that computes addresses of tiles from a register that nothing has written."""
 
 
 class DeltaTiles(NamedTuple):
@@ -153,8 +156,8 @@ def _by_head(
         delta_chunks.solve, (heads, chunks),
         qkv, gates.a, gates.b, gates.rate, gates.bias, totals, fades, decays, reads, changes, *bounds,
         qkv.stride(0), gates.a.stride(0), gates.b.stride(0), heads,
-        **constants, DOUBLINGS=_doublings(rows.chunk), BLOCK_V=_block(value_dim, 128), num_warps=tiles.solve_warps,
-        num_stages=2,
+        **constants, DOUBLINGS=_doublings(rows.chunk), BLOCK_V=_block(value_dim, 128, _least(qkv)),
+        num_warps=tiles.solve_warps, num_stages=2,
     )  # fmt: skip
     narrow = _block(value_dim, tiles.pass_columns)
     launch(
@@ -198,6 +201,7 @@ def _by_channel(
         rows.chunk_starts, saved_slots(rows), qkv.stride(0), state.stride(0), heads,
         **constants, BLOCK_V=narrow, WRITES=rows.writes, SAVES=rows.saves is not None, num_stages=2,
     )  # fmt: skip
+    block_v = _block(value_dim, 64, _least(qkv))
     launch(
         kda_chunks.outputs, (chunks, heads, triton.cdiv(value_dim, block_v)),
         qkv, totals, changes, before, out, *bounds, qkv.stride(0), heads, key_dim**-0.5,
@@ -244,8 +248,12 @@ def gated_delta_advance(
     )  # fmt: skip
 
 
-def _block(size: int, limit: int) -> int:
-    return min(limit, max(16, triton.next_power_of_2(size)))
+def _block(size: int, limit: int, least: int = 16) -> int:
+    return min(limit, max(least, triton.next_power_of_2(size)))
+
+
+def _least(qkv: torch.Tensor) -> int:
+    return 16 if qkv.dtype == torch.float32 else LEAST_COLUMNS
 
 
 def _doublings(chunk: int) -> int:

@@ -1,0 +1,46 @@
+"""Read the machine code of compiled kernels."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from pathlib import Path
+
+from triton.backends import nvidia as backends
+
+_INSTRUCTION = re.compile(r"\s+/\*[0-9a-f]+\*/\s+(?:@!?U?P\w+\s+)?(\S+)\s+(.*?);")
+
+
+def printed(option: str, cubin: Path) -> str:
+    """Return what ``cuobjdump`` prints about a cubin."""
+    command = [Path(backends.__file__).parent / "bin" / "cuobjdump", option, cubin]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+
+def unwritten(cubin: Path) -> list[str]:
+    """Return the instructions of compute capability 9.0 that read a uniform register that no instruction before them, in the
+    order of the code, has written. Descriptors of matrices in shared memory are in such registers."""
+    written: set[int] = set()
+    found = []
+    for operation, arguments in _INSTRUCTION.findall(printed("-sass", cubin)):
+        first, _, rest = arguments.partition(",")
+        writes = operation.startswith(("U", "R2UR", "S2UR"))
+        read = _descriptors(arguments) if "gdesc[" in arguments else _registers(rest if writes else arguments)
+        if not written.issuperset(read):
+            found.append(f"{operation} {arguments}")
+        if writes:
+            width = {".64": 2, ".128": 4}.get(next(iter(re.findall(r"\.(?:64|128)\b", operation)), ""), 1)
+            width = 2 if ".WIDE" in operation else width
+            written.update(number + more for number in _registers(first) for more in range(width))
+    return found
+
+
+def _registers(arguments: str) -> list[int]:
+    return [int(number) for number in re.findall(r"\bUR(\d+)", arguments)]
+
+
+def _descriptors(arguments: str) -> list[int]:
+    """Return the registers of both descriptors of a product, or of the second, if the first matrix is in registers."""
+    (first,) = _registers(arguments[arguments.index("gdesc[") :].partition("]")[0])
+    in_registers = re.search(r"\bR\d+, R\d+, gdesc\[", arguments)
+    return [first + 2, first + 3] if in_registers else [first, first + 1, first + 2, first + 3]
