@@ -28,8 +28,7 @@ TRITON = ComponentSpec(
     config="dovetail_mixers.config:TritonMixerConfig",
     summary="Dovetail's own kernels on CUDA: prompts in chunks, decode steps that read and write each state once.",
     requires=(Requirement("triton", install="pip install triton"),),
-    # Its kernels write states within prompts too. It does not offer MIXER_SNAPSHOTS until that is tested on a GPU.
-    offers=EVERY_OPERATION | {Feature.MIXER_GRAPH},
+    offers=EVERY_OPERATION | {Feature.MIXER_GRAPH, Feature.MIXER_SNAPSHOTS},
     constraints=Constraints(devices=("cuda",), dtypes=DTYPES),
     priority=20,
 )
