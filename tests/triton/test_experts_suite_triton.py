@@ -11,11 +11,26 @@ import dataclasses
 import pytest
 import torch
 
+from dovetail.gguf.block_types import TYPES
 from dovetail.interfaces.expert_shapes import ExpertWeights, Routing
 from dovetail.interfaces.experts import ExpertsBackend, ExpertsContext, ExpertsProduct
 from dovetail.ops import experts as ops
+from dovetail.ops.packed_blocks import pack
 from dovetail.registry.specs import ComponentSpec, Constraints
 from dovetail.testing.experts import ExpertsSuite
+
+
+def packed_as_on_cuda(weights: ExpertWeights) -> ExpertWeights:
+    """Return the weights with packed blocks, if they are blocks of GGUF."""
+    blocks = weights.blocks
+    if blocks is None:
+        return weights
+    gate_up, down = (
+        pack(tensor.flatten(0, 1), TYPES[kind]).view(*tensor.shape[:2], -1)
+        for tensor, kind in ((weights.gate_up, blocks.gate_up), (weights.down, blocks.down))
+    )
+    packed = blocks._replace(packed=True)
+    return dataclasses.replace(weights, gate_up=gate_up, down=down, blocks=packed)
 
 
 class Interpreted(ExpertsProduct):
@@ -24,7 +39,7 @@ class Interpreted(ExpertsProduct):
     describe = "interpreted"
 
     def __init__(self, weights: ExpertWeights) -> None:
-        self._weights, self._kernels = weights, ops._triton()
+        self._weights, self._kernels = packed_as_on_cuda(weights), ops._triton()
 
     def forward(self, x: torch.Tensor, routing: Routing, shared: torch.Tensor | None) -> torch.Tensor:
         return self._kernels.experts(x, routing, self._weights, shared)

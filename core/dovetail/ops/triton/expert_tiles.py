@@ -73,13 +73,20 @@ def _all_fitted(tiles: ExpertTiles, hidden: int, size: int, itemsize: int) -> Ex
     )
 
 
+_FEWEST_COLUMNS = 128
+"""The smallest number of columns of the result to which a tile is cut for a narrow weight. With tiles of 64 pairs and 32 columns in
+float32, the kernel that Triton 3.6 compiles for ``down`` writes to addresses that are not those of its columns."""
+
+
 def _fitted(tile: ExpertTile, n: int, k: int, itemsize: int) -> ExpertTile:
     """Return ``tile`` for a weight of n rows and k columns. The tiles of float32 have half as many columns of the
     weight, which are as many bytes."""
     block_k = tile.block_k * 2 // itemsize if itemsize > 2 else tile.block_k
     while block_k > 64 and k % block_k:
         block_k //= 2  # a column that is not a multiple needs masks
-    return tile._replace(block_n=min(tile.block_n, fitting_power(n)), block_k=min(block_k, fitting_power(k)))
+    return tile._replace(
+        block_n=min(tile.block_n, max(_FEWEST_COLUMNS, fitting_power(n))), block_k=min(block_k, fitting_power(k))
+    )
 
 
 def fitting_power(number: int) -> int:
