@@ -21,6 +21,7 @@ from dovetail.interfaces.cache import CacheGroup
 from dovetail.interfaces.features import BUILT_IN_FEATURES, Feature
 from dovetail.interfaces.model import ModelInfo
 from dovetail.memory.pool import plain_page_bytes
+from dovetail.memory.state_pool import bytes_per_slot
 from dovetail.registry import ComponentKind, ComponentSpec, Registry, builtin, hookimpl, load_plugins
 from dovetail.registry.targets import load_attribute
 
@@ -166,8 +167,9 @@ def _stub(kind: ComponentKind) -> object:
 
     members = {name: member(name) for name in interface.__abstractmethods__}
     if kind == ComponentKind.STORE:
-        members["__init__"] = lambda self, config, context: setattr(self, "dtype", context.dtype)
-        members["page_bytes"] = lambda self, group, page_size: plain_page_bytes(group, page_size, self.dtype)
+        members["__init__"] = lambda self, config, context: setattr(self, "context", context)
+        members["page_bytes"] = lambda self, group, page_size: plain_page_bytes(group, page_size, self.context.dtype)
+        members["slot_bytes"] = lambda self, group: bytes_per_slot(group, self.context.state_dtype)
     return type("Stub", (interface,), members)
 
 
