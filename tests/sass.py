@@ -22,9 +22,11 @@ def unwritten(cubin: Path) -> list[str]:
     order of the code, has written. Descriptors of matrices in shared memory are in such registers."""
     written: set[int] = set()
     found = []
-    for operation, arguments in _INSTRUCTION.findall(printed("-sass", cubin)):
+    instructions = _INSTRUCTION.findall(printed("-sass", cubin))
+    assert instructions, "cuobjdump printed no instructions that are known here"
+    for operation, arguments in instructions:
         first, _, rest = arguments.partition(",")
-        writes = operation.startswith(("U", "R2UR", "S2UR"))
+        writes = operation.startswith(("U", "R2UR", "S2UR", "VOTEU", "REDUX"))
         read = _descriptors(arguments) if "gdesc[" in arguments else _registers(rest if writes else arguments)
         if not written.issuperset(read):
             found.append(f"{operation} {arguments}")

@@ -174,7 +174,7 @@ class ShardReader:
         self._buffers = [torch.empty(CHUNK_BYTES, dtype=torch.uint8, pin_memory=pinned) for _ in range(2)]
         self._sent = [torch.cuda.Event() for _ in self._buffers] if pinned else []
 
-    @torch.inference_mode()  # this thread's own: the places may be inference tensors
+    @torch.inference_mode()  # it is a setting of each thread, and the places may be inference tensors
     def copy(self, tensor: StoredTensor, fills: Sequence[WeightFill], advance: Callable[[int], None]) -> None:
         """Fill the places with the tensor, and convert the dtype. If there are several, or a transform that reorders elements,
         the device holds the whole tensor a second time. Calls ``advance`` with the number of bytes after each chunk. On

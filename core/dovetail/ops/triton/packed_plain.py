@@ -24,6 +24,9 @@ MEAN_PAIRS = 40
 of codes take 824 us for a layer with 512 tokens (32 pairs) and 1,586 with 1,024; with weights that are dequantized first, 902 and 884."""
 BLOCK_N, BLOCK_K = 16, 256
 """The rows and the columns of a weight that a program dequantizes."""
+MOST_ELEMENTS = 1 << 30
+"""The largest number of elements of a layer's ``gate_up`` or ``down`` that are dequantized at once: 2 GiB in 16 bits, which all layers
+share. Larger layers are multiplied with codes."""
 
 
 @triton.jit
@@ -38,8 +41,8 @@ def write_kernel(
     OFFSET: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
 ) -> None:  # fmt: skip
     """Write the weight ``[n, k]`` in the dtype of ``out``, in rows of adjacent columns."""
-    row = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
-    wide, begin = tl.minimum(row, n - 1).to(tl.int64), tl.program_id(0) * BLOCK_K
+    row = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    wide, begin = tl.minimum(row, n - 1).to(tl.int64), tl.program_id(1) * BLOCK_K
     each: tl.constexpr = 32 // BITS
     unit: tl.constexpr = STEP * each
     units: tl.constexpr = BLOCK_K // unit
@@ -95,7 +98,7 @@ def write(weight: PackedWeight, out: torch.Tensor) -> None:
     (n, k), packing = out.shape, weight.packing
     sections = [weight.section(name) for name in ("codes", "scale", "multiplier", "offset", "offset_multiplier")]
     launch(
-        write_kernel, (triton.cdiv(k, BLOCK_K), triton.cdiv(n, BLOCK_N)),
+        write_kernel, (triton.cdiv(n, BLOCK_N), triton.cdiv(k, BLOCK_K)),  # the first dimension of a grid is not bounded by 65,535
         *sections, out, n, k, weight.rows.stride(0) // 4,
         BITS=packing.bits, STEP=packing.step, ZERO=packing.zero, WHOLE=packing.whole, GROUP=packing.group or 0,
         OFFSET=packing.offset, BLOCK_N=BLOCK_N, BLOCK_K=BLOCK_K,
@@ -104,7 +107,9 @@ def write(weight: PackedWeight, out: torch.Tensor) -> None:
 
 def pays(x: torch.Tensor, top_k: int, weights: ExpertWeights) -> bool:
     """Return True if it takes less time to dequantize the weights first than to multiply with codes, for ``x [tokens, hidden]``."""
-    return x.shape[0] * top_k >= MEAN_PAIRS * weights.whole and experts_many.fits(x, weights)
+    largest = max(weights.gate_up.shape[1] * x.shape[1], weights.down.shape[1] * weights.gate_up.shape[1] // 2)
+    fits = len(weights.down) * largest <= MOST_ELEMENTS and experts_many.fits(x, weights)
+    return fits and x.shape[0] * top_k >= MEAN_PAIRS * weights.whole
 
 
 def pair_results(x: torch.Tensor, routing: Routing, weights: ExpertWeights, *, in_parts: bool) -> torch.Tensor:

@@ -82,9 +82,9 @@ def check_pairs(host: ApiHost, pairs: Collection[Pair], param: str) -> None:
 
 
 def check_joined(host: ApiHost, size: int, count: int, param: str) -> None:
-    """Raise ``RequestError`` if the queries joined with their ``count`` items make ``size`` bytes, and a request body may have
-    less: a body is bounded, and one query for each of thousands of items would otherwise expand to thousands of times
-    as much. A token id counts as 4 bytes."""
+    """Raise ``RequestError`` if ``size`` is larger than a request body may be. It is the number of characters of the queries joined with
+    their ``count`` items, and 4 for each token id: a body is bounded, and one query for each of thousands of items would
+    otherwise expand to thousands of times as much."""
     if size > host.max_body:
         raise RequestError(
             f"{param}: the query for each of {count} items makes {size / 2**20:.0f} MiB; allowed: "
