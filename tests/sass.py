@@ -1,12 +1,16 @@
-"""Read the machine code of compiled kernels."""
+"""Compile kernels for compute capability 9.0, and read their machine code. That needs no GPU."""
 
 from __future__ import annotations
 
 import re
 import subprocess
 from pathlib import Path
+from typing import Any
 
+import triton
 from triton.backends import nvidia as backends
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
 
 _INSTRUCTION = re.compile(r"\s+/\*[0-9a-f]+\*/\s+(?:@!?U?P\w+\s+)?(\S+)\s+(.*?);")
 
@@ -15,6 +19,17 @@ def printed(option: str, cubin: Path) -> str:
     """Return what ``cuobjdump`` prints about a cubin."""
     command = [Path(backends.__file__).parent / "bin" / "cuobjdump", option, cubin]
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+
+def without_spills(source: ASTSource, options: dict[str, Any], cubin: Path) -> Any:
+    """Return the code of a kernel, of which the machine code is in the file ``cubin``, and assert that it spills no registers."""
+    code = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options).asm
+    cubin.write_bytes(code["cubin"])
+    usage = printed("-res-usage", cubin)
+    stack = re.search(r"STACK:(\d+)", usage)
+    assert stack is not None
+    assert int(stack[1]) == 0, f"registers are spilled: {usage}"
+    return code
 
 
 def unwritten(cubin: Path) -> list[str]:

@@ -275,7 +275,7 @@ def test_pools_of_an_arena_do_not_overlap(store: str, dtype: torch.dtype) -> Non
     """Every page of every group has its own memory, keys apart from values, in every layer, and scales apart from those of
     other pages; page 0 is zero."""
     groups = [CacheGroup(1, 2, 8), CacheGroup(3, 2, 8, CacheGroupKind.SLIDING, 7), CacheGroup(2, 1, 8)]
-    context = StoreContext(4, dtype, torch.device("cpu"))
+    context = StoreContext(4, dtype, torch.device("cpu"), model_dtype=dtype)
     plain = store == "paged"
     stores = PagedStores(PagedConfig(), context) if plain else ScaledStores(ScaledConfig(scales=store), context)  # type: ignore[arg-type]
     sizes = [PageBytes(bytes_per_page(g, 4, dtype), 4 * g.num_kv_heads * g.head_dim * dtype.itemsize) for g in groups]
@@ -312,7 +312,7 @@ def test_latents_of_an_arena_are_stored_once() -> None:
     groups = [latents, CacheGroup.of_states(2, (StateShape((4, 6)),))]
     page = bytes_per_page(latents, 4, torch.float32)
     assert page == 3 * 4 * 12 * 4
-    stores = PagedStores(PagedConfig(), StoreContext(4, torch.float32, torch.device("cpu")))
+    stores = PagedStores(PagedConfig(), StoreContext(4, torch.float32, torch.device("cpu"), model_dtype=torch.float32))
     layout = make_layout([PageBytes(page, page // 3), PageBytes(bytes_per_slot(groups[1], torch.float32), 0)], 0, 9, 2)
     (pool,), (states,) = make_arena(groups, layout, stores, torch.float32, "cpu")
     allocator = ArenaAllocator(layout)

@@ -6,20 +6,16 @@ That needs no GPU.
 
 from __future__ import annotations
 
-import re
-import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
-import triton
-from triton.backends import nvidia as backends
-from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from dovetail.ops.triton import adapted_rows, low_rank_few
 from dovetail.ops.triton.launch import INTERPRETED
 from dovetail.ops.triton.tuning import tile_of
+from sass import without_spills
 
 pytestmark = [
     pytest.mark.skipif(INTERPRETED, reason="kernels are interpreted, not compiled"),
@@ -50,14 +46,7 @@ def compiled(
     }
     source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attrs)
     options = {"num_warps": warps, "num_stages": stages, "launch_pdl": True}
-    code = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options).asm
-    file.write_bytes(code["cubin"])
-    usage = [Path(backends.__file__).parent / "bin" / "cuobjdump", "-res-usage", file]
-    found = subprocess.run(usage, capture_output=True, text=True, check=True).stdout
-    stack = re.search(r"STACK:(\d+)", found)
-    assert stack is not None
-    assert int(stack[1]) == 0, f"registers are spilled: {found}"
-    return code
+    return without_spills(source, options, file)
 
 
 @pytest.mark.parametrize(

@@ -8,15 +8,11 @@ from __future__ import annotations
 
 import random
 import struct
-import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import triton
-from triton.backends import nvidia as backends
-from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from dovetail.ops.triton.launch import INTERPRETED
@@ -25,6 +21,7 @@ from dovetail_quantization.triton import table_numbers
 from dovetail_quantization.triton.table_one_row import one_row_kernel
 from dovetail_quantization.triton.table_rows import few_kernel, plain_kernel
 from dovetail_quantization.triton.table_tiles import few_rows_tile, one_row_tile
+from sass import without_spills
 
 compiles = pytest.mark.skipif(INTERPRETED, reason="kernels are interpreted, not compiled")
 POINTERS = {
@@ -52,12 +49,7 @@ def compiled(kernel: Any, constants: dict[str, Any], warps: int, stages: int, fi
     }
     source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attrs)
     options = {"num_warps": warps, "num_stages": stages, "launch_pdl": True, "enable_fp_fusion": True}
-    code = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options).asm
-    file.write_bytes(code["cubin"])
-    usage = [Path(backends.__file__).parent / "bin" / "cuobjdump", "-res-usage", file]
-    found = subprocess.run(usage, capture_output=True, text=True, check=True).stdout
-    assert "STACK:0 " in found, "registers are spilled"
-    return code
+    return without_spills(source, options, file)
 
 
 @compiles

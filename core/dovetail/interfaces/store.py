@@ -83,8 +83,10 @@ class StoreContext:
 
     @property
     def state_dtype(self) -> torch.dtype:
-        """Return the dtype of states that name no other: ``model_dtype``, or ``dtype`` if it is None."""
-        return self.dtype if self.model_dtype is None else self.model_dtype
+        """Return the dtype of states that name no other. Raises ``ValueError`` if ``model_dtype`` is None."""
+        if self.model_dtype is None:
+            raise ValueError("StoreContext.model_dtype is None; stores that keep states need the dtype of the model")
+        return self.model_dtype
 
 
 class KVStore(ABC):

@@ -36,7 +36,7 @@ def one_row_tile(n: int, k: int, group: int, *, in_parts: bool = False) -> OneRo
 
 
 @triton.jit
-def _pair(x, place, inside, BFLOAT16: tl.constexpr):
+def adjacent(x, place, inside, BFLOAT16: tl.constexpr):
     """Return two adjacent numbers of 16 bits at each ``place``, in float32. ``x`` is int32."""
     both = tl.load(x + place, inside, 0)
     if BFLOAT16:
@@ -46,7 +46,7 @@ def _pair(x, place, inside, BFLOAT16: tl.constexpr):
 
 
 @triton.jit
-def _packed(a, b, c, d, inverse):
+def packed_bytes(a, b, c, d, inverse):
     """Return the high bytes and the low bytes of four numbers, rounded, in the bytes of a word each, and the sum of the four."""
     a_high, a_low = rounded(a, inverse)
     b_high, b_low = rounded(b, inverse)
@@ -58,13 +58,13 @@ def _packed(a, b, c, d, inverse):
 
 
 @triton.jit
-def _larger(a, b, c, d):
+def largest_of(a, b, c, d):
     """Return the largest absolute value of four."""
     return tl.maximum(tl.maximum(tl.abs(a), tl.abs(b)), tl.maximum(tl.abs(c), tl.abs(d)))
 
 
 @triton.jit
-def _of_blocks(words, BLOCK_K: tl.constexpr):
+def in_blocks(words, BLOCK_K: tl.constexpr):
     """Return ``words`` in rows that belong to the same block of planes."""
     return tl.reshape(words, [BLOCK_K // 8 // WORDS, WORDS])
 
@@ -100,18 +100,18 @@ def one_plane_row(
     if PDL:
         gdc_wait()
     place = at // WORDS * (4 * WORDS) + at % WORDS  # of the numbers that belong to the lowest bits of each word
-    a0, a1 = _pair(x, place, inside, BFLOAT16)
-    b0, b1 = _pair(x, place + WORDS, inside, BFLOAT16)
-    c0, c1 = _pair(x, place + 2 * WORDS, inside, BFLOAT16)
-    d0, d1 = _pair(x, place + 3 * WORDS, inside, BFLOAT16)
-    largest = tl.maximum(_larger(a0, a1, b0, b1), _larger(c0, c1, d0, d1))
-    most = tl.maximum(tl.max(_of_blocks(largest, BLOCK_K), 1), 1e-30)
+    a0, a1 = adjacent(x, place, inside, BFLOAT16)
+    b0, b1 = adjacent(x, place + WORDS, inside, BFLOAT16)
+    c0, c1 = adjacent(x, place + 2 * WORDS, inside, BFLOAT16)
+    d0, d1 = adjacent(x, place + 3 * WORDS, inside, BFLOAT16)
+    largest = tl.maximum(largest_of(a0, a1, b0, b1), largest_of(c0, c1, d0, d1))
+    most = tl.maximum(tl.max(in_blocks(largest, BLOCK_K), 1), 1e-30)
     # 32512 = 127 * 256: the high byte of a rounded number is signed
     inverse = tl.broadcast_to((32512.0 / most)[:, None], [BLOCK_K // 8 // WORDS, WORDS])
     inverse = tl.reshape(inverse, [BLOCK_K // 8])
-    high, low, whole = _packed(a0, c0, a1, c1, inverse)
-    high_after, low_after, more = _packed(b0, d0, b1, d1, inverse)
-    whole = tl.sum(_of_blocks(whole + more, BLOCK_K), 1).to(tl.float32)
+    high, low, whole = packed_bytes(a0, c0, a1, c1, inverse)
+    high_after, low_after, more = packed_bytes(b0, d0, b1, d1, inverse)
+    whole = tl.sum(in_blocks(whole + more, BLOCK_K), 1).to(tl.float32)
     most *= 1.0 / 32512.0
     for tile in range(index, tiles, programs):
         following = rows_of(tile + programs, n, GATED, BLOCK_N)

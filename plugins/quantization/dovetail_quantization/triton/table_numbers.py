@@ -14,11 +14,10 @@ import torch
 import triton
 import triton.language as tl
 
+from dovetail.ops.triton.integers import PLANE
 from dovetail.ops.triton.launch import INTERPRETED
 
 _PLAIN = tl.constexpr(INTERPRETED)  # the interpreter has no assembly
-PLANE = tl.constexpr(32)
-"""The columns of a plane, see ``table_weights``."""
 LARGEST = 32512
 """The largest whole number of 16 bits whose high byte, rounded, is at most 127."""
 

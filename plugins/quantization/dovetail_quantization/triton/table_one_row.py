@@ -12,7 +12,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from dovetail.ops.triton.matmul import finish_row, rows_of
-from dovetail_quantization.triton.integer_one_row import WORDS, _larger, _of_blocks, _packed, _pair
+from dovetail_quantization.triton.integer_one_row import WORDS, adjacent, in_blocks, largest_of, packed_bytes
 from dovetail_quantization.triton.table_numbers import read_words, signed_sums, word_bytes
 
 
@@ -58,17 +58,17 @@ def one_row_kernel(
     if PDL:
         gdc_wait()
     place = at // WORDS * (4 * WORDS) + at % WORDS  # of the numbers of the first plane
-    a0, a1 = _pair(x, place, inside, BFLOAT16)
-    b0, b1 = _pair(x, place + WORDS, inside, BFLOAT16)
-    c0, c1 = _pair(x, place + 2 * WORDS, inside, BFLOAT16)
-    d0, d1 = _pair(x, place + 3 * WORDS, inside, BFLOAT16)
-    largest = tl.maximum(_larger(a0, a1, b0, b1), _larger(c0, c1, d0, d1))
-    most = tl.maximum(tl.max(_of_blocks(largest, BLOCK_K), 1), 1e-30)
+    a0, a1 = adjacent(x, place, inside, BFLOAT16)
+    b0, b1 = adjacent(x, place + WORDS, inside, BFLOAT16)
+    c0, c1 = adjacent(x, place + 2 * WORDS, inside, BFLOAT16)
+    d0, d1 = adjacent(x, place + 3 * WORDS, inside, BFLOAT16)
+    largest = tl.maximum(largest_of(a0, a1, b0, b1), largest_of(c0, c1, d0, d1))
+    most = tl.maximum(tl.max(in_blocks(largest, BLOCK_K), 1), 1e-30)
     # 32512 = 127 * 256: the high byte of a rounded number is signed
     inverse = tl.broadcast_to((32512.0 / most)[:, None], [BLOCK_K // 8 // WORDS, WORDS])
     inverse = tl.reshape(inverse, [BLOCK_K // 8])
-    high, low, _ = _packed(a0, a1, b0, b1, inverse)
-    high_after, low_after, _ = _packed(c0, c1, d0, d1, inverse)
+    high, low, _ = packed_bytes(a0, a1, b0, b1, inverse)
+    high_after, low_after, _ = packed_bytes(c0, c1, d0, d1, inverse)
     most *= factor * (256.0 / 32512.0)
     for tile in range(index, tiles, programs):
         following = rows_of(tile + programs, n, GATED, BLOCK_N)

@@ -12,9 +12,9 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from dovetail.ops.triton.integers import of_groups
+from dovetail.ops.triton.integers import PLANE, of_groups
 from dovetail.ops.triton.matmul import finish_rows, rows_of
-from dovetail_quantization.triton.table_numbers import PLANE, bfloat16_planes, float16_planes, plane_codes
+from dovetail_quantization.triton.table_numbers import bfloat16_planes, float16_planes, plane_codes
 
 
 @triton.jit
