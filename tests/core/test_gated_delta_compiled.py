@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from dovetail.ops.triton import delta_chunks, gated_delta, kda_chunks, short_conv
+from dovetail.ops.triton import delta_chunks, gated_delta, kda_chunks, selective_scan, short_conv, ssd
 from dovetail.ops.triton.launch import INTERPRETED
 from sass import printed, unwritten
 
@@ -85,6 +86,16 @@ def check_compiled(
     assert int(stack[1]) <= spilled, f"registers are spilled: {usage}"
     assert not unwritten(file)
     return found.asm["ptx"]
+
+
+@pytest.mark.parametrize("module", [delta_chunks, gated_delta, kda_chunks, selective_scan, short_conv, ssd])
+def test_no_kernel_is_compiled_anew_for_other_numbers_of_rows_and_chunks(module: ModuleType) -> None:
+    """The arrays that describe rows are views of one packed copy, so that their addresses depend on these numbers."""
+    kernels = [kernel for kernel in vars(module).values() if isinstance(kernel, triton.JITFunction)]
+    own = [kernel for kernel in kernels if kernel.fn.__module__ == module.__name__ and "PDL" in kernel.arg_names]
+    found = [each for kernel in own for each in kernel.params if each.name in INTEGERS]
+    assert found
+    assert all(each.do_not_specialize_on_alignment for each in found)
 
 
 @pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from dovetail.ops.triton.ssd import softplus
+from dovetail.ops.triton.ssd import ROWS, softplus
 
 
 @triton.jit
@@ -40,7 +40,7 @@ def inverse(a, CHUNK: tl.constexpr, DOUBLINGS: tl.constexpr, PRECISION: tl.const
     return found
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=ROWS)
 def solve(
     qkv, a, b, rate, bias, totals, fades, decays, reads, changes, indptr, chunk_rows, chunk_starts, qkv_stride, a_stride,
     b_stride, heads, GROUP: tl.constexpr, KEY: tl.constexpr, VALUE: tl.constexpr, CHUNK: tl.constexpr,
@@ -87,7 +87,7 @@ def solve(
         tl.store(changes + (at[:, None] * heads + head) * VALUE + place, change.to(changes.dtype.element_ty), real)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=ROWS)
 def pass_states(
     qkv, fades, decays, reads, changes, before, state, slots, indptr, fresh, first_chunks, saves, qkv_stride,
     state_stride, heads, GROUP: tl.constexpr, KEY: tl.constexpr, VALUE: tl.constexpr, CHUNK: tl.constexpr, BLOCK_K: tl.constexpr,
@@ -138,7 +138,7 @@ def pass_states(
         tl.store(state + own, S, (channel < written)[:, None] & real)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=ROWS)
 def outputs(
     qkv, totals, changes, before, out, indptr, chunk_rows, chunk_starts, qkv_stride, heads, scale, GROUP: tl.constexpr,
     KEY: tl.constexpr, VALUE: tl.constexpr, CHUNK: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,

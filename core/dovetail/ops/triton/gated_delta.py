@@ -15,7 +15,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from dovetail.ops.triton import delta_chunks, kda_chunks
 from dovetail.ops.triton.launch import launch
-from dovetail.ops.triton.ssd import STATE_DTYPES, saved_slots, softplus
+from dovetail.ops.triton.ssd import ADVANCED, ROWS, STATE_DTYPES, saved_slots, softplus
 
 if TYPE_CHECKING:
     from dovetail.interfaces.mixer_shapes import DeltaGates, DeltaShape
@@ -64,7 +64,7 @@ def _changed(
     return S + k[:, None] * change[None, :]
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=ADVANCED)
 def _advance(
     qkv, a, b, rate, bias, state, slots, starts, counts, qkv_stride, a_stride, b_stride, state_stride, heads,
     GROUP: tl.constexpr, KEY: tl.constexpr, VALUE: tl.constexpr, BY_CHANNEL: tl.constexpr, BLOCK_K: tl.constexpr,
@@ -93,7 +93,7 @@ def _advance(
         tl.store(own, S, key[:, None] & real[None, :])
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=ROWS)
 def _step(
     qkv, a, b, rate, bias, state, out, slots, qkv_stride, a_stride, b_stride, state_stride, heads, scale,
     GROUP: tl.constexpr, KEY: tl.constexpr, VALUE: tl.constexpr, BY_CHANNEL: tl.constexpr, BLOCK_K: tl.constexpr,

@@ -11,7 +11,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from dovetail.ops.triton.delta_chunks import inverse, inverse_length
-from dovetail.ops.triton.ssd import softplus
+from dovetail.ops.triton.ssd import ROWS, softplus
 
 
 @triton.jit
@@ -51,7 +51,7 @@ def _totals(a, bias, rate, at, inside, a_stride, head, KEY: tl.constexpr, BLOCK_
     return tl.cumsum(tl.where(real, -tl.load(rate + head) * softplus(x), 0.0), 0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=ROWS)
 def solve(
     qkv, a, b, rate, bias, totals, reads, changes, indptr, chunk_rows, chunk_starts, qkv_stride, a_stride, b_stride,
     heads, GROUP: tl.constexpr, KEY: tl.constexpr, VALUE: tl.constexpr, CHUNK: tl.constexpr,
@@ -99,7 +99,7 @@ def solve(
         tl.store(changes + (at[:, None] * heads + head) * VALUE + place, change.to(changes.dtype.element_ty), real)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=ROWS)
 def pass_states(
     qkv, totals, reads, changes, before, state, slots, indptr, fresh, first_chunks, chunk_starts, saves, qkv_stride,
     state_stride, heads, GROUP: tl.constexpr, KEY: tl.constexpr, VALUE: tl.constexpr, CHUNK: tl.constexpr,
@@ -155,7 +155,7 @@ def pass_states(
         tl.store(state + own, S, (channel < written)[:, None] & real)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=ROWS)
 def outputs(
     qkv, totals, changes, before, out, indptr, chunk_rows, chunk_starts, qkv_stride, heads, scale,
     GROUP: tl.constexpr, KEY: tl.constexpr, VALUE: tl.constexpr, CHUNK: tl.constexpr,

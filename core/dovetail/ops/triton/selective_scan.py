@@ -16,7 +16,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from dovetail.ops.triton.launch import launch
-from dovetail.ops.triton.ssd import ROWS, STATE_DTYPES, chunk_bounds, saved_slots, softplus
+from dovetail.ops.triton.ssd import ADVANCED, ROWS, STATE_DTYPES, chunk_bounds, saved_slots, softplus
 
 if TYPE_CHECKING:
     from dovetail.interfaces.state_rows import StateRows
@@ -168,7 +168,7 @@ def _step(
     tl.store(out + row * channels + i, result.to(out.dtype.element_ty), inside)
 
 
-@triton.jit(do_not_specialize_on_alignment=["slots", "starts", "counts"])
+@triton.jit(do_not_specialize_on_alignment=ADVANCED)
 def _advance_rows(
     x, dt, b, a, dt_bias, state, slots, starts, counts, channels, width, x_stride, dt_stride, b_stride, state_stride,
     BLOCK_C: tl.constexpr, BLOCK_N: tl.constexpr, PDL: tl.constexpr,

@@ -11,7 +11,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from dovetail.ops.triton.launch import launch
-from dovetail.ops.triton.ssd import saved_slots
+from dovetail.ops.triton.ssd import ADVANCED, ROWS, saved_slots
 
 if TYPE_CHECKING:
     from dovetail.interfaces.mixer import ConvActivation
@@ -36,7 +36,7 @@ def _shift(x, own, channel, begin, length, known, x_stride, inside, BEFORE: tl.c
         tl.store(own + i, kept.to(own.dtype.element_ty), inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=ADVANCED)
 def _advance(
     x, state, slots, starts, counts, channels, x_stride, state_stride,
     BEFORE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
@@ -53,7 +53,7 @@ def _advance(
         _shift(x, own, channel, tl.load(starts + row), count, BEFORE, x_stride, channel < channels, BEFORE)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=ROWS)
 def _chunks(
     x, weight, bias, state, out, slots, indptr, fresh, chunk_rows, chunk_starts, saves, channels, x_stride,
     state_stride, BIAS: tl.constexpr, SILU: tl.constexpr, WIDTH: tl.constexpr, TAPS: tl.constexpr, CHUNK: tl.constexpr,
@@ -104,7 +104,7 @@ def _chunks(
             _shift(x, own, channel, begin, end - begin, known, x_stride, inside, before)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=ROWS)
 def _step(
     x, weight, bias, state, out, slots, channels, x_stride, state_stride,
     BIAS: tl.constexpr, SILU: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,

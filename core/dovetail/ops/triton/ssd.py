@@ -25,6 +25,10 @@ if TYPE_CHECKING:
     from dovetail.interfaces.state_space import SSDHeads
 
 ROWS = ["slots", "indptr", "fresh", "chunk_rows", "chunk_starts", "first_chunks", "saves"]
+ADVANCED = ["slots", "starts", "counts"]
+"""The arguments that kernels name in ``do_not_specialize_on_alignment`` (``ops.triton.launch``): views of a packed copy, whose
+addresses depend on the numbers of rows and chunks. Without that a kernel would be compiled anew, for a second or more,
+when a step first has another combination of these numbers."""
 
 
 @triton.jit
@@ -230,7 +234,7 @@ def _step(
     tl.store(out + (row * heads + head) * dim + p, result.to(out.dtype.element_ty), p < dim)
 
 
-@triton.jit(do_not_specialize_on_alignment=["slots", "starts", "counts"])
+@triton.jit(do_not_specialize_on_alignment=ADVANCED)
 def _advance(
     x, dt, b, a, dt_bias, low, high, state, slots, starts, counts,
     heads, share, dim, width, x_stride, dt_stride, b_stride, state_stride,
