@@ -45,15 +45,10 @@ def test_every_layer_has_states_of_its_own_with_contiguous_slots() -> None:
 
 
 def test_a_copy_reads_all_slots_before_it_writes_any() -> None:
-    pool = StatePool.of_slots(GROUP, 5, torch.float32)
-    for layer in pool.memory:
-        for state in layer:
-            state.copy_(torch.randn_like(state))
-    before = [[state.clone() for state in layer] for layer in pool.memory]
+    pool = random_pool(5, dtype=torch.float32)
+    before = [state.clone() for state in flat(pool)]
     pool.copy(torch.tensor([1, 2, 1]), torch.tensor([2, 1, 4]))
-    for layer, old in zip(pool.memory, before, strict=True):
-        for state, was in zip(layer, old, strict=True):
-            assert torch.equal(state, was[[0, 2, 1, 3, 1]])
+    assert all(state.equal(was[[0, 2, 1, 3, 1]]) for state, was in zip(flat(pool), before, strict=True))
 
 
 def test_the_bytes_of_a_slot_hold_all_states() -> None:
@@ -63,10 +58,11 @@ def test_the_bytes_of_a_slot_hold_all_states() -> None:
 
 
 def test_a_fill_reaches_every_state() -> None:
-    pool = StatePool.of_slots(GROUP, 3, torch.float32)
+    pool = random_pool(3)
+    before = [state[0].clone() for state in flat(pool)]
     pool.fill(float("nan"), [1, 2])
-    states = [state for layer in pool.memory for state in layer]
-    assert all(state[1:].isnan().all() and not state[0].any() for state in states)
+    assert all(state[1:].isnan().all() for state in flat(pool))
+    assert all(state[0].equal(first) for state, first in zip(flat(pool), before, strict=True))
 
 
 def random_pool(

@@ -38,14 +38,6 @@ class StatePool(StateStore):
         self._parts = [self._kinds[each] for each in states]  # each [num_slots, num_layers, *shape]
         self.memory = tuple(tuple(self._kinds[each][:, layer] for each in states) for layer in range(group.num_layers))
 
-    @classmethod
-    def of_slots(
-        cls, group: CacheGroup, num_slots: int, dtype: torch.dtype, device: torch.device | str = "cpu"
-    ) -> StatePool:
-        """Return a pool with memory of its own. All states are 0 at first."""
-        memory = torch.zeros(num_slots, bytes_per_slot(group, dtype), dtype=torch.uint8, device=device)
-        return cls(group, memory, dtype)
-
     def copy(self, source: torch.Tensor, target: torch.Tensor) -> None:
         """See ``StateStore.copy``."""
         self._words.index_copy_(0, target, self._words.index_select(0, source))

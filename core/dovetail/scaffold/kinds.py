@@ -210,10 +210,10 @@ STORE = KindTemplate(
     FOLDER / "store",
     "store",
     "Stores",
-    "Keys and values in one tensor for each layer, limited in size.",
+    "Keys and values in one tensor for each layer, limited in size, and states as they are.",
     "A KV store for Dovetail in plain torch: the keys and values of each layer are in one tensor, and numbers that are too "
-    "large become the largest that a setting allows.",
-    (Feature.STORE_FULL, Feature.STORE_SLIDING),
+    "large become the largest that a setting allows. States are kept as they are.",
+    (Feature.STORE_FULL, Feature.STORE_SLIDING, Feature.STORE_STATE),
     setting={"largest": 1000.0},
     rival="paged",
 )

@@ -12,7 +12,7 @@ from dovetail.interfaces.cache import CacheGroup
 from dovetail.interfaces.model import ModelArchitecture
 from dovetail.interfaces.state_rows import StateRows
 from dovetail.layers.states import StateLayer, StepStates
-from dovetail.memory.state_pool import StatePool
+from dovetail.memory.state_pool import StatePool, bytes_per_slot
 
 
 class RowStates:
@@ -25,7 +25,8 @@ class RowStates:
         layers = sorted(_state_layers(module), key=lambda layer: layer.state_id)
         assert [layer.state_id for layer in layers] == list(range(len(layers))), "state_id is an index without gaps"
         group = CacheGroup.of_states(len(layers), layers[0].state_shapes)
-        pool = StatePool.of_slots(group, rows + 1, dtype)
+        memory = torch.empty(rows + 1, bytes_per_slot(group, dtype), dtype=torch.uint8)
+        pool = StatePool(group, memory, dtype)
         pool.fill(float("nan"))
         self._memory = pool.memory
 
