@@ -85,7 +85,7 @@ def test_layer_norms(dtype: torch.dtype, tolerance: float, tokens: int, size: in
     whole = (parts[0] + parts[1] + parts[2]).to(dtype)
     got, total = add_parts_layer_norm(Parts(parts), residual, weight, bias, 1e-5)
     assert total.equal(whole + residual)
-    assert got.equal(add_layer_norm(whole, residual, weight, bias, 1e-5))
+    close(got, exact(total), 2 * tolerance)
 
 
 @each_dtype

@@ -224,7 +224,7 @@ def reference(step: AttentionStep) -> torch.Tensor:
         if row >= len(batch.reqs) - case.padding:
             break
         places = row_places(step.table[row], step.lens[row], case.page_size)
-        k, v = (x.repeat_interleave(case.heads // case.kv_heads, 1) for x in stored(step.pool, case.layer_id, places))
+        k, v = stored(step.pool, case.layer_id, places)
         for query in range(count):
             seen = torch.from_numpy(visible(step, row, query))
             out[token] = _attend_one(step.q[token].cpu().double(), k[seen], v[seen], step.layer)
@@ -243,14 +243,18 @@ def stored(pool: KVStore, layer_id: int, places: torch.Tensor) -> tuple[torch.Te
 
 
 def _attend_one(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: AttentionLayer) -> torch.Tensor:
-    scores = layer.scale * (q * k).sum(-1)  # [keys, heads]
+    """Return ``[heads, head_dim of values]`` of one query ``[heads, head_dim]`` over ``[keys, kv_heads, ...]``. Each head
+    of K and V serves neighbouring heads of the query."""
+    groups = q.unflatten(0, (k.shape[1], -1))
+    scores = layer.scale * torch.einsum("hgd,khd->khg", groups, k).flatten(1)  # [keys, heads]
     if layer.soft_cap is not None:
         scores = layer.soft_cap * torch.tanh(scores / layer.soft_cap)
     weights = torch.exp(scores)
     total = weights.sum(0)
     if layer.sinks is not None:
         total = total + torch.exp(layer.sinks.cpu().double())
-    return (weights[:, :, None] * v).sum(0) / total[:, None]
+    out = torch.einsum("khg,khd->hgd", weights.unflatten(1, groups.shape[:2]), v)
+    return out.flatten(0, 1) / total[:, None]
 
 
 def poisoned_equal(left: torch.Tensor, right: torch.Tensor) -> bool:
