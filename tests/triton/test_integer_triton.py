@@ -10,6 +10,7 @@ import torch
 
 from dovetail.ops.activation import GATES
 from dovetail.ops.integers import Integers, dequantize
+from dovetail_quantization import coded_product
 from dovetail_quantization.integer_products import Int8Product, IntegerProduct
 from dovetail_quantization.triton.integer_rows import (
     MOST_ROWS,
@@ -125,7 +126,7 @@ def test_weights_are_dequantized(n: int, k: int, group: int, bits: int, zeros: b
     assert plain_weight(weight, dtype).equal(dequantize(weight, dtype))
 
 
-def test_many_rows_are_multiplied_with_the_dequantized_weight() -> None:
+def test_many_rows_are_multiplied_with_the_dequantized_weight(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
     weight, order = random_weight(64, 128, 4, 32, zeros=True), torch.randperm(128).int()
     product, x = IntegerProduct(weight, order), torch.randn(MOST_ROWS + 1, 128)
@@ -136,6 +137,9 @@ def test_many_rows_are_multiplied_with_the_dequantized_weight() -> None:
     close(product.gated(x[:2].contiguous(), None, "silu"), GATES["silu"](expected[:2]))
     assert product.parts(x) is None
     assert product.forward(x[:0], None).shape == (0, 64)
+    monkeypatch.setattr(coded_product, "MOST_ELEMENTS", 24 * 128)
+    bias = torch.randn(64)
+    close(product.forward(x, bias), expected + bias)
     odd = random_weight(8, 40, 8, 40, zeros=False)
     x = torch.randn(3, 40)
     close(IntegerProduct(odd, None).forward(x, None), x @ dequantize(odd, torch.float32).T)

@@ -13,7 +13,7 @@ from dovetail.gguf.block_types import TYPES
 from dovetail.gguf.blocks import dequantize
 from dovetail.ops.activation import GATES
 from dovetail.ops.packed_blocks import PACKED, PackedWeight, pack
-from dovetail_quantization import gguf_cuda
+from dovetail_quantization import coded_product
 from dovetail_quantization.gguf_cuda import PackedProduct
 from dovetail_quantization.triton.packed_product import MOST_ROWS, PackedRows, few_rows_tile, one_row_tile
 
@@ -134,7 +134,7 @@ def test_modules_of_several_types_share_a_layer(monkeypatch: pytest.MonkeyPatch)
         close(product.forward(x, bias), exact + bias.double(), 2e-5)
         close(product.gated(x, None, "silu"), GATES["silu"](exact), 2e-5)
         assert product.parts(x) is None
-        monkeypatch.setattr(gguf_cuda, "_MOST_ELEMENTS", 40 * 256)
+        monkeypatch.setattr(coded_product, "MOST_ELEMENTS", 40 * 256)
         close(product.forward(x, bias), exact + bias.double(), 2e-5)
         monkeypatch.undo()
     assert product.forward(torch.empty(0, 256), None).shape == (0, 128)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from dovetail.ops.activation import GATES
-from dovetail_quantization import table_product
+from dovetail_quantization import coded_product
 from dovetail_quantization.bnb_tensors import TABLES
 from dovetail_quantization.table_product import MOST_ROWS, TableProduct
 from dovetail_quantization.table_weights import TableWeight, codes_of, packed_codes, padded_scales
@@ -60,6 +60,6 @@ def test_products_are_those_of_the_dequantized_weight(
             close(product.gated(short, None, "silu"), GATES["silu"](exact), 1e-3)
             if (parts := product.parts(short)) is not None:
                 close(parts.sum(0), exact, 1e-3)
-    monkeypatch.setattr(table_product, "MOST_ELEMENTS", k)
+    monkeypatch.setattr(coded_product, "MOST_ELEMENTS", 3 * k)
     close(product.forward(x, bias), x.double() @ elements.double().T + bias.double(), 2e-5)
     assert product.forward(x[:0], None).shape == (0, n)

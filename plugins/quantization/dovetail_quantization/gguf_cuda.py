@@ -18,15 +18,12 @@ from dovetail.interfaces.quantization import (
     ParameterShape,
     QuantizationContext,
 )
-from dovetail.ops.activation import GATES, Activation
-from dovetail.ops.linear import linear
+from dovetail.ops.activation import Activation
 from dovetail.ops.packed_blocks import PACKED, PackedWeight, pack, row_bytes
+from dovetail_quantization.coded_product import CodedProduct
 from dovetail_quantization.gguf_blocks import check_columns, fill_random, in_bytes
 from dovetail_quantization.integer_tensors import ordered
 from dovetail_quantization.invariant_products import InvariantLinear
-
-_MOST_ELEMENTS = 1 << 28
-"""The largest number of elements of a weight that are dequantized at a time."""
 
 
 class PackedLinear(LinearMethod):
@@ -126,70 +123,43 @@ def packed_product(weights: Sequence[PackedWeight], context: QuantizationContext
     return InvariantLinear(product.weight, context.dtype, ", ".join(dict.fromkeys(one.packing.name for one in weights)))
 
 
-class PackedProduct(LinearProduct):
-    """Multiply on CUDA with weights in packed rows, one after another. Few rows are multiplied from the codes (``triton.packed_rows``),
-    many with the weight that a kernel dequantizes each time."""
+class PackedProduct(CodedProduct):
+    """Multiply on CUDA with weights in packed rows, one after another (``triton.packed_rows``)."""
 
     def __init__(self, weights: Sequence[PackedWeight]) -> None:
         from dovetail_quantization.triton.packed_product import MOST_ROWS, PackedRows
 
-        self._kinds = ", ".join(dict.fromkeys(weight.packing.name for weight in weights))
-        self._rows, self._most = [PackedRows(weight) for weight in weights], MOST_ROWS
+        kinds = ", ".join(dict.fromkeys(weight.packing.name for weight in weights))
+        self._rows = [PackedRows(weight) for weight in weights]
         self._widths = [len(weight.rows) for weight in weights]
-        self._out, self._columns, self._device = sum(self._widths), weights[0].columns, weights[0].rows.device
-        self._single = self._rows[0] if len(weights) == 1 else None
-        self.in_parts = self._single is not None
+        self._device = weights[0].rows.device
+        shape = sum(self._widths), weights[0].columns
+        super().__init__(shape, MOST_ROWS, f"{kinds} in packed blocks", in_parts=len(weights) == 1)
 
-    def forward(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        """See ``LinearProduct``."""
-        y = x.new_empty(len(x), self._out)
-        if not len(x):
+    def few_rows(
+        self, x: torch.Tensor, bias: torch.Tensor | None, activation: Activation | None = None
+    ) -> torch.Tensor:
+        """See ``CodedProduct``."""
+        n = self._shape[0]
+        if len(self._rows) == 1:
+            y = x.new_empty(len(x), n if activation is None else n // 2)
+            self._rows[0].multiply(x, bias, y, activation)
             return y
-        if len(x) > self._most:
-            return self._many_rows(x, bias, y)
-        if self._single is not None:
-            self._single.multiply(x, bias, y)
-            return y
-        biases = [None] * len(self._rows) if bias is None else bias.split(self._widths)
+        y, biases = x.new_empty(len(x), n), [None] * len(self._rows) if bias is None else bias.split(self._widths)
         for rows, part, own in zip(self._rows, y.split(self._widths, 1), biases, strict=True):
             rows.multiply(x, own, part)
         return y
 
-    def weight(self, dtype: torch.dtype) -> torch.Tensor:
-        """Return the weight ``[out, in]``, dequantized by a kernel."""
-        weight = torch.empty(self._out, self._columns, dtype=dtype, device=self._device)
-        for rows, part in zip(self._rows, weight.split(self._widths), strict=True):
-            rows.write(part)
-        return weight
+    def few_rows_in_parts(self, x: torch.Tensor) -> torch.Tensor | None:
+        """See ``CodedProduct``."""
+        return self._rows[0].parts(x)
 
-    def _many_rows(self, x: torch.Tensor, bias: torch.Tensor | None, y: torch.Tensor) -> torch.Tensor:
-        if self._out * self._columns <= _MOST_ELEMENTS:
-            return linear(x, self.weight(x.dtype), bias)
-        before, step = 0, max(1, _MOST_ELEMENTS // self._columns)
-        for rows, width in zip(self._rows, self._widths, strict=True):
-            for start in range(0, width, step):
-                weight = x.new_empty(min(step, width - start), self._columns)
-                rows.write(weight, start)
-                places = slice(before + start, before + start + len(weight))
-                y[:, places] = linear(x, weight, None if bias is None else bias[places])
-            before += width
-        return y
-
-    def gated(self, x: torch.Tensor, bias: torch.Tensor | None, activation: Activation) -> torch.Tensor:
-        """See ``LinearProduct``."""
-        if self._single is None or not 0 < len(x) <= self._most:
-            return GATES[activation](self.forward(x, bias))
-        y = x.new_empty(len(x), self._out // 2)
-        self._single.multiply(x, bias, y, activation)
-        return y
-
-    def parts(self, x: torch.Tensor) -> torch.Tensor | None:
-        """See ``LinearProduct``."""
-        return self._single.parts(x) if self._single is not None and 0 < len(x) <= self._most else None
-
-    @property
-    def describe(self) -> str:
-        """See ``LinearProduct``."""
-        return (
-            f"{self._kinds} in packed blocks, up to {self._most} rows triton, more dequantized in each step and cuBLAS"
-        )
+    def dequantized(self, rows: slice, dtype: torch.dtype) -> torch.Tensor:
+        """See ``CodedProduct``."""
+        out, begin = torch.empty(rows.stop - rows.start, self._shape[1], dtype=dtype, device=self._device), 0
+        for own, width in zip(self._rows, self._widths, strict=True):
+            first, last = max(rows.start, begin), min(rows.stop, begin + width)
+            if first < last:
+                own.write(out[first - rows.start : last - rows.start], first - begin)
+            begin += width
+        return out

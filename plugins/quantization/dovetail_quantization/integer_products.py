@@ -8,7 +8,7 @@ from torch.nn import functional
 from dovetail.interfaces.quantization import LinearProduct
 from dovetail.ops.activation import GATES, Activation
 from dovetail.ops.integers import BLOCK, Integers, dequantize
-from dovetail.ops.linear import linear
+from dovetail_quantization.coded_product import CodedProduct
 from dovetail_quantization.dequantized import DequantizedLinear
 from dovetail_quantization.integer_formats import IntegerActivations
 from dovetail_quantization.invariant_products import InvariantLinear
@@ -60,45 +60,44 @@ def in_order(weight: torch.Tensor, order: torch.Tensor | None) -> torch.Tensor:
     return result.index_add_(1, order.long(), weight)
 
 
-class IntegerProduct(LinearProduct):
-    """Multiply on CUDA, with activations of 16 bits: few rows with the codes, many with the weight that a kernel dequantizes
-    each time. Both kernels are in ``triton.integer_rows``."""
+class IntegerProduct(CodedProduct):
+    """Multiply on CUDA, with activations of 16 bits. The kernels are in ``triton.integer_rows``."""
 
     def __init__(self, weight: Integers, order: torch.Tensor | None) -> None:
         from dovetail_quantization.triton import integer_rows
 
         self._weight = weight = integer_rows.with_words(weight)
         self._order = order
-        self._rows = integer_rows.integer_rows(weight)
-        self._most = 0 if self._rows is None else integer_rows.MOST_ROWS
+        self._rows = rows = integer_rows.integer_rows(weight)
         self._dequantize = dequantize if weight.group % BLOCK else integer_rows.plain_weight
-        self.in_parts = self._rows is not None
+        what = f"integers of {weight.bits} bits, groups of {weight.group}"
+        most = 0 if rows is None else integer_rows.MOST_ROWS
+        super().__init__((len(weight.codes), weight.columns), most, what, in_parts=rows is not None)
 
-    def forward(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        """See ``LinearProduct``."""
-        x = self._ordered(x)
-        if self._rows is not None and 0 < len(x) <= self._most:
-            return self._rows.forward(x, bias)
-        return linear(x, self._dequantize(self._weight, x.dtype), bias)
+    def few_rows(
+        self, x: torch.Tensor, bias: torch.Tensor | None, activation: Activation | None = None
+    ) -> torch.Tensor:
+        """See ``CodedProduct``."""
+        assert self._rows is not None
+        return self._rows.forward(x, bias) if activation is None else self._rows.gated(x, bias, activation)
 
-    def gated(self, x: torch.Tensor, bias: torch.Tensor | None, activation: Activation) -> torch.Tensor:
-        """See ``LinearProduct``."""
-        if self._rows is not None and 0 < len(x) <= self._most:
-            return self._rows.gated(self._ordered(x), bias, activation)
-        return GATES[activation](self.forward(x, bias))
+    def few_rows_in_parts(self, x: torch.Tensor) -> torch.Tensor | None:
+        """See ``CodedProduct``."""
+        assert self._rows is not None
+        return self._rows.parts(x)
 
-    def parts(self, x: torch.Tensor) -> torch.Tensor | None:
-        """See ``LinearProduct``."""
-        return self._rows.parts(self._ordered(x)) if self._rows is not None and 0 < len(x) <= self._most else None
+    def dequantized(self, rows: slice, dtype: torch.dtype) -> torch.Tensor:
+        """See ``CodedProduct``."""
+        weight = self._weight
+        if rows.stop - rows.start < len(weight.codes):
+            scales, zeros = (None if one is None else one[:, rows].contiguous() for one in weight[1:])
+            assert scales is not None
+            weight = Integers(weight.codes[rows], scales, zeros)
+        return self._dequantize(weight, dtype)
 
-    def _ordered(self, x: torch.Tensor) -> torch.Tensor:
+    def inputs(self, x: torch.Tensor) -> torch.Tensor:
+        """See ``CodedProduct``."""
         return x if self._order is None else x.index_select(1, self._order)
-
-    @property
-    def describe(self) -> str:
-        """See ``LinearProduct``."""
-        few = f"up to {self._most} rows triton, more " if self._most else ""
-        return f"integers of {self._weight.bits} bits, groups of {self._weight.group}, {few}dequantized in each step and cuBLAS"
 
 
 class Int8Product(LinearProduct):

@@ -5,13 +5,12 @@ from __future__ import annotations
 import torch
 import triton
 
-from dovetail.interfaces.quantization import LinearProduct
-from dovetail.ops.activation import GATES, Activation
+from dovetail.ops.activation import Activation
 from dovetail.ops.integers import PLANES
-from dovetail.ops.linear import linear
 from dovetail.ops.triton.integers import planes_with_groups
 from dovetail.ops.triton.launch import INTERPRETED, launch
 from dovetail.ops.triton.matmul import GATE_KINDS, workspace
+from dovetail_quantization.coded_product import CodedProduct
 from dovetail_quantization.table_weights import TableWeight
 from dovetail_quantization.triton.integer_rows import IntegerTile
 from dovetail_quantization.triton.one_row import OneRowTile
@@ -20,17 +19,14 @@ from dovetail_quantization.triton.table_one_row import one_row_kernel
 from dovetail_quantization.triton.table_rows import few_kernel, plain_kernel
 from dovetail_quantization.triton.table_tiles import MOST_ROWS, few_rows_tile, one_row_tile
 
-MOST_ELEMENTS = 1 << 28
-"""The largest number of elements of a weight that are dequantized at a time."""
 
-
-class TableProduct(LinearProduct):
-    """Multiply up to ``MOST_ROWS`` rows from the codes, and more with the weight that a kernel dequantizes each time. Blocks are multiples of 32
-    columns."""
+class TableProduct(CodedProduct):
+    """Multiply with weights whose blocks are multiples of 32 columns."""
 
     def __init__(self, weight: TableWeight) -> None:
-        self._weight, self._shape = weight, (len(weight.codes), weight.columns)
-        n, k = self._shape
+        n, k = len(weight.codes), weight.columns
+        super().__init__((n, k), MOST_ROWS, f"{weight.kind} in planes")
+        self._weight = weight
         self._whole = weight.codes.shape[1] * 2
         self._table = weight.scales.new_tensor(weight.table)
         self._space = workspace(weight.codes.device)
@@ -46,35 +42,23 @@ class TableProduct(LinearProduct):
         one = k == self._whole and weight.block % (PLANES // 2) == 0
         self.one_row = one_row_tile(n, k) if one else None
         self.one_row_in_parts = one_row_tile(n, k, in_parts=True) if one else None
-        self.few_rows = [few_rows_tile(max(rows, 1), n, self._whole) for rows in range(MOST_ROWS + 1)]
-        self.in_parts = True
+        self.tiles = [few_rows_tile(max(rows, 1), n, self._whole) for rows in range(MOST_ROWS + 1)]
 
-    def forward(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        """See ``LinearProduct``."""
-        return self._many_rows(x, bias) if len(x) > MOST_ROWS else self._compute(x, bias, 0)
-
-    def _many_rows(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        n, k = self._shape
-        if n * k <= MOST_ELEMENTS:
-            return linear(x, self.weight(x.dtype), bias)
-        y, step = x.new_empty(len(x), n), max(1, MOST_ELEMENTS // k // 64 * 64)
-        for start in range(0, n, step):
-            weight = x.new_empty(min(step, n - start), k)
-            self.write(weight, start)
-            places = slice(start, start + len(weight))
-            y[:, places] = linear(x, weight, None if bias is None else bias[places])
+    def few_rows(
+        self, x: torch.Tensor, bias: torch.Tensor | None, activation: Activation | None = None
+    ) -> torch.Tensor:
+        """See ``CodedProduct``."""
+        n, gated = self._shape[0], 0 if activation is None else int(GATE_KINDS[activation])
+        y = x.new_empty(len(x), n // 2 if gated else n)
+        if self._is_one(x):
+            assert self.one_row is not None
+            self._multiply_one(x, bias, y, gated, self.one_row)
+        else:
+            self._multiply_few(x, bias, y, gated, self.tiles[len(x)], in_parts=False)
         return y
 
-    def gated(self, x: torch.Tensor, bias: torch.Tensor | None, activation: Activation) -> torch.Tensor:
-        """See ``LinearProduct``."""
-        if not 0 < len(x) <= MOST_ROWS:
-            return GATES[activation](self.forward(x, bias))
-        return self._compute(x, bias, int(GATE_KINDS[activation]))
-
-    def parts(self, x: torch.Tensor) -> torch.Tensor | None:
-        """See ``LinearProduct``."""
-        if not 0 < len(x) <= MOST_ROWS:
-            return None
+    def few_rows_in_parts(self, x: torch.Tensor) -> torch.Tensor | None:
+        """See ``CodedProduct``."""
         n = self._shape[0]
         if self._is_one(x):
             if (one := self.one_row_in_parts) is None:
@@ -82,7 +66,7 @@ class TableProduct(LinearProduct):
             y = torch.empty(one.split, 1, n, dtype=torch.float32, device=x.device)
             self._multiply_one(x, None, y, 0, one)
             return y
-        tile = self.few_rows[len(x)]
+        tile = self.tiles[len(x)]
         if tile.split == 1:
             return None
         y = torch.empty(tile.split, len(x), n, dtype=torch.float32, device=x.device)
@@ -92,16 +76,6 @@ class TableProduct(LinearProduct):
     def _is_one(self, x: torch.Tensor) -> bool:
         """Return True if ``x`` is one row that the kernel of one row multiplies: it rounds more than float32 does."""
         return len(x) == 1 and self.one_row is not None and x.dtype is not torch.float32
-
-    def _compute(self, x: torch.Tensor, bias: torch.Tensor | None, gated: int) -> torch.Tensor:
-        n = self._shape[0]
-        y = x.new_empty(len(x), n // 2 if gated else n)
-        if self._is_one(x):
-            assert self.one_row is not None
-            self._multiply_one(x, bias, y, gated, self.one_row)
-        elif len(x):
-            self._multiply_few(x, bias, y, gated, self.few_rows[len(x)], in_parts=False)
-        return y
 
     def _multiply_one(
         self, x: torch.Tensor, bias: torch.Tensor | None, y: torch.Tensor, gated: int, tile: OneRowTile
@@ -136,23 +110,13 @@ class TableProduct(LinearProduct):
             STAGES=tile.stages, num_warps=tile.warps, num_stages=tile.stages,
         )  # fmt: skip
 
-    def weight(self, dtype: torch.dtype) -> torch.Tensor:
-        """Return the weight ``[out, in]``, dequantized by a kernel."""
-        out = torch.empty(self._shape, dtype=dtype, device=self._table.device)
-        self.write(out)
-        return out
-
-    def write(self, out: torch.Tensor, start: int = 0) -> None:
-        """Write rows of the weight from row ``start`` on to contiguous ``out [rows, in]``, rounded to its dtype."""
-        (n, k), weight = out.shape, self._weight
-        codes, scales = weight.codes[start : start + n], weight.scales[:, start : start + n]
+    def dequantized(self, rows: slice, dtype: torch.dtype) -> torch.Tensor:
+        """See ``CodedProduct``."""
+        codes, scales, k = self._weight.codes[rows], self._weight.scales[:, rows], self._shape[1]
+        out = torch.empty(len(codes), k, dtype=dtype, device=codes.device)
         launch(
-            plain_kernel, (triton.cdiv(n, 64), self._whole // PLANES),
-            codes.view(torch.int16), scales, self._table, out, n, k, self._whole // 4, scales.stride(0), weight.block,
-            TEXT=None if out.dtype is torch.float32 else self._texts.get(torch.float16), EVEN=k == self._whole, BLOCK_N=64,
+            plain_kernel, (triton.cdiv(len(out), 64), self._whole // PLANES),
+            codes.view(torch.int16), scales, self._table, out, len(out), k, self._whole // 4, scales.stride(0), self._weight.block,
+            TEXT=None if dtype is torch.float32 else self._texts.get(torch.float16), EVEN=k == self._whole, BLOCK_N=64,
         )  # fmt: skip
-
-    @property
-    def describe(self) -> str:
-        """See ``LinearProduct``."""
-        return f"{self._weight.kind} in planes, up to {MOST_ROWS} rows triton, more dequantized in each step and cuBLAS"
+        return out
