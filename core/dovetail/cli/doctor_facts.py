@@ -16,6 +16,8 @@ import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from dovetail.host_memory import meminfo, memory_limit
+
 Version = tuple[int, int]
 
 PACKAGES = ("triton", "flashinfer-python", "flash-attn-3", "sglang-kernel", "vllm", "huggingface-hub")
@@ -86,7 +88,7 @@ class HostFacts:
 
 def read_machine() -> HostFacts:
     """Return the facts of this machine. Imports torch; never raises for what is missing."""
-    memory = _meminfo()
+    memory = meminfo()
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     return HostFacts(
         python=sys.version_info[:3],
@@ -102,7 +104,7 @@ def read_machine() -> HostFacts:
         cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
         memory=memory.get("MemTotal"),
         available=memory.get("MemAvailable"),
-        memory_limit=_memory_limit(),
+        memory_limit=memory_limit(),
         descriptors=(soft, None if hard == resource.RLIM_INFINITY else hard),
         shared_memory=shutil.disk_usage("/dev/shm").total if Path("/dev/shm").is_dir() else None,
         temporary=tempfile.gettempdir() if _is_writable(Path(os.environ.get("TMPDIR") or "/tmp")) else "",
@@ -211,26 +213,6 @@ def _is_writable(folder: Path) -> bool:
             return True
     except OSError:
         return False
-
-
-def _meminfo() -> dict[str, int]:
-    """Return the fields of /proc/meminfo in bytes."""
-    try:
-        lines = Path("/proc/meminfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return {}
-    return {name: int(rest.split()[0]) * 1024 for name, _, rest in (line.partition(":") for line in lines)}
-
-
-def _memory_limit() -> int | None:
-    """Return the limit that a container sets (cgroup v2 or v1), None if there is none."""
-    for file in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
-        try:
-            text = Path(file).read_text(encoding="utf-8").strip()
-        except OSError:
-            continue
-        return int(text) if text.isdigit() and int(text) < 1 << 60 else None
-    return None
 
 
 def compiler_version(path: str) -> str:

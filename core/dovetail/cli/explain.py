@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from dovetail.cli.explain_adapters import adapters_line, explain_adapters
 from dovetail.cli.explain_memory import explain_memory, memory_line
 from dovetail.cli.serve import Words, read_arguments, with_flags
 from dovetail.cli.sources import Json, Sets
@@ -49,6 +50,7 @@ def _explain(
             "ranks": _ranks(resolved),
             "cache_groups": _cache_groups(resolved),
             "memory": explain_memory(resolved),
+            "adapters": explain_adapters(resolved),
             "kernel_cache": _kernel_cache(resolved),
         }
         typer.echo(json.dumps({**resolved.to_json(), **more}, indent=2))
@@ -68,6 +70,8 @@ def _print(resolved: Resolved) -> None:
     if resolved.config.parallel.tp > 1:
         out.print(_ranks_line(resolved), soft_wrap=True, markup=False, highlight=False)
     out.print(memory_line(explain_memory(resolved)), soft_wrap=True, markup=False, highlight=False)
+    if (adapters := explain_adapters(resolved)) is not None:
+        out.print(adapters_line(adapters), soft_wrap=True, markup=False, highlight=False)
     out.print(_sampling_line(resolved), soft_wrap=True, markup=False, highlight=False)
     if (format_line := _gguf_line(resolved)) is not None:
         out.print(format_line, soft_wrap=True, markup=False, highlight=False)

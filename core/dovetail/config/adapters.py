@@ -46,7 +46,12 @@ class AdaptersSection(Section):
     max_host: int = Field(
         default=32,
         ge=1,
-        description="Adapters that are kept in host memory, ready to be copied to the device. Others are read from their files again.",
+        description="The largest number of adapters that are kept in host memory, ready to be copied to the device. Others are read from their files again.",
+    )
+    host_gib: float | None = Field(
+        default=None,
+        gt=0,
+        description="Host memory for the adapters that are kept there, in GiB, of all ranks together. As many are kept as fit, up to `max_host`. By default a quarter of the memory of the machine or container, and always one adapter.",
     )
 
     @model_validator(mode="after")

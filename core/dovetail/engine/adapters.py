@@ -46,7 +46,7 @@ from dovetail.ops.low_rank import (
 from dovetail.ops.transfer import to_device
 
 if TYPE_CHECKING:
-    from dovetail.config.adapters import AdaptedKind
+    from dovetail.config.adapters import AdaptedKind, AdaptersSection
     from dovetail.config.sections import Config
     from dovetail.engine.adapter_files import AdapterImage
     from dovetail.types import Batch, IntArray
@@ -88,7 +88,7 @@ class EngineAdapters:
         self.tokens = AdaptedTokens()
         self._device = device
         self._kernels = device.type == "cuda" if kernels is None else kernels
-        rank = -(-max_rank // _RANK_UNIT) * _RANK_UNIT if self._kernels else max_rank
+        rank = rank_of_slots(max_rank, kernels=self._kernels)
         found = adapted_modules(model) if modules is None else modules
         self._regions = AdapterRegions(found, kinds, rank)
         self._reader = AdapterReader(found, self._regions, kinds, max_rank, model.body, device, dtype)
@@ -249,6 +249,21 @@ class EngineAdapters:
         return TokenSlots(len(slots), (), tiles)
 
 
+def rank_of_slots(max_rank: int, *, kernels: bool) -> int:
+    """Return the rank for which slots have memory. ``kernels`` means that Triton's kernels compute."""
+    return -(-max_rank // _RANK_UNIT) * _RANK_UNIT if kernels else max_rank
+
+
+def slots_for(
+    model: ModelArchitecture, modules: AdaptedModules, section: AdaptersSection
+) -> tuple[list[AdaptedKind], int]:
+    """Return the kinds of modules and the largest rank for which slots have memory. Raises ``WeightsError`` if an adapter in
+    ``adapters.load`` cannot be read."""
+    given = [read_adapter(Path(directory)) for directory in section.load.values()]
+    rank = section.max_rank or max([LEAST_RANK, *(adapter.rank for adapter in given)])
+    return section.modules or ["linear", *kinds_of(modules, model.body, given)], rank
+
+
 def build_adapters(
     model: ModelArchitecture, config: Config, device: torch.device, dtype: torch.dtype
 ) -> EngineAdapters | None:
@@ -258,8 +273,6 @@ def build_adapters(
     if not section.enabled:
         return None
     modules = adapted_modules(model)
-    given = [read_adapter(Path(directory)) for directory in section.load.values()]
-    rank = section.max_rank or max([LEAST_RANK, *(adapter.rank for adapter in given)])
-    kinds: list[AdaptedKind] = section.modules or ["linear", *kinds_of(modules, model.body, given)]
+    kinds, rank = slots_for(model, modules, section)
     rows = min(config.scheduler.rows, config.graphs.max_rows)
     return EngineAdapters(model, section.max_resident, rank, device, dtype, kinds=kinds, modules=modules, max_rows=rows)

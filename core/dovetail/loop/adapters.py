@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from dovetail.errors import ConfigError
+from dovetail.host_memory import usable_memory
 from dovetail.messages import AdapterCommand, Answer, CommandReply, LoadAdapterMsg, UnloadAdapterMsg
 
 if TYPE_CHECKING:
@@ -21,8 +22,26 @@ if TYPE_CHECKING:
     from dovetail.scheduler.adapters import KnownAdapter
     from dovetail.scheduler.scheduler import Scheduler
 
+GIB = 1 << 30
+HOST_SHARE = 4
+"""By default, adapters in host memory take at most one in this number of the bytes of the machine."""
 POLL_SECONDS = 0.005
 """The time between two questions to the ranks whether they have read an adapter. Each waits for the step in flight."""
+
+
+def most_in_host_memory(section: AdaptersSection, rank: int, size: int) -> int:
+    """Return how many adapters are kept in host memory. One of ``rank`` takes ``size`` bytes there, on all ranks together. Raises
+    ``ConfigError`` if ``adapters.host_gib`` is set and holds none."""
+    if section.host_gib is None:
+        usable = usable_memory()
+        return section.max_host if usable is None else min(section.max_host, max(1, usable // HOST_SHARE // size))
+    found = min(section.max_host, int(section.host_gib * GIB) // size)
+    if not found:
+        raise ConfigError(
+            f"adapters.host_gib is {section.host_gib:g}, and one adapter of rank {rank} takes {size / GIB:.3g} GiB in host memory, "
+            f"which is the least that is allowed; set a larger adapters.host_gib, a smaller adapters.max_rank, or fewer adapters.modules"
+        )
+    return found
 
 
 @dataclass(slots=True, eq=False)
@@ -42,15 +61,17 @@ class AdapterLoader:
 
     def __init__(self, section: AdaptersSection, scheduler: Scheduler, executor: Executor) -> None:
         """Raises ``ConfigError`` if an adapter in ``section.load`` cannot be used."""
-        self._scheduler, self._executor, self._most_host = scheduler, executor, section.max_host
+        self._scheduler, self._executor = scheduler, executor
         self._table = scheduler.adapters
         self._reading: dict[int, _Reading] = {}
         self._host: OrderedDict[int, KnownAdapter] = OrderedDict()  # read by all ranks; the last was used last
         self._stamps: dict[int, str] = {}
         self._retired: list[KnownAdapter] = []
         self._next_poll = 0.0
-        self.max_rank: int = self._call("describe")[0][0]
+        described = self._call("describe")
+        self.max_rank: int = described[0][0]
         """The largest rank of an adapter that a slot can hold."""
+        self._most_host = most_in_host_memory(section, self.max_rank, sum(size for _, size in described))
         for name, directory in section.load.items():
             stamp, error = self._call("check", directory)[0]
             if error:

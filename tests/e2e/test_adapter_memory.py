@@ -1,0 +1,76 @@
+"""Test how many adapters (LoRA) are kept in host memory, and what ``dovetail explain`` shows of it.
+
+.venv/bin/python -m pytest -q tests/e2e/test_adapter_memory.py
+"""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import pytest
+
+from dovetail import LLM, SamplingParams
+from dovetail.cli.explain_adapters import adapters_line, explain_adapters
+from dovetail.config.adapters import AdaptersSection
+from dovetail.errors import ConfigError
+from dovetail.loop import adapters as loading
+from dovetail.loop.adapters import GIB, most_in_host_memory
+from lora_adapters import write_adapter
+
+SHAPES = {"model.layers.0.self_attn.q_proj": (256, 256)}
+PARAMS = SamplingParams(max_new_tokens=2, temperature=0, ignore_eos=True)
+
+
+@pytest.mark.parametrize(
+    ("host_gib", "max_host", "usable", "most"),
+    [
+        (10.0, 32, None, 10),
+        (10.5, 4, None, 4),
+        (None, 32, 40 * GIB, 10),
+        (None, 4, 40 * GIB, 4),
+        (None, 32, GIB, 1),
+        (None, 32, None, 32),
+    ],
+)
+def test_the_smaller_of_both_bounds_holds(monkeypatch, host_gib, max_host, usable, most):
+    monkeypatch.setattr(loading, "usable_memory", lambda: usable)
+    assert most_in_host_memory(AdaptersSection(host_gib=host_gib, max_host=max_host), 16, GIB) == most
+
+
+def test_less_memory_than_for_one_adapter_is_refused():
+    with pytest.raises(
+        ConfigError, match=r"host_gib is 0.5, and one adapter of rank 16 takes 1 GiB .* set a larger adapters.host_gib"
+    ):
+        most_in_host_memory(AdaptersSection(host_gib=0.5), 16, GIB)
+    with pytest.raises(ValueError, match="host_gib"):
+        AdaptersSection(host_gib=0)
+
+
+def test_adapters_in_host_memory_take_no_more_than_the_config_allows(tmp_path):
+    load = {}
+    for seed, name in enumerate("abc"):
+        write_adapter(tmp_path / name, SHAPES, seed=seed)
+        load[name] = str(tmp_path / name)
+    plain = {"memory": {"kv_gib": 0.02}, "grammar": "none", "cache": "radix"}
+    section = {"enabled": True, "load": load, "max_resident": 1}
+    with LLM("tiny", **plain, adapters=section) as llm:
+        (size,) = (own for _, own in llm.loop.executor.call("adapters", ["describe"]))
+    with LLM("tiny", **plain, adapters={**section, "host_gib": 2.5 * size / GIB}) as llm:
+        for name in "abcab":
+            llm.generate([1, 2, 3], PARAMS, adapter=name)
+        loader, images = cast(Any, llm.loop)._adapters, cast(Any, llm.loop.executor).rank.adapters._images
+        assert [adapter.name for adapter in loader._host.values()] == ["a", "b"]
+        assert len(images) == 2
+
+
+def test_explain_shows_what_an_engine_takes_for_an_adapter():
+    sets = {"adapters": {"enabled": True, "max_rank": 8, "max_host": 3}, "memory": {"kv_gib": 0.02}, "grammar": "none"}
+    with LLM("tiny", **sets) as llm:
+        ((rank, size),) = llm.loop.executor.call("adapters", ["describe"])
+        shown = explain_adapters(llm.resolved)
+    assert shown is not None
+    assert (shown["rank"], shown["bytes"], shown["most_host"]) == (rank, size, 3)
+    assert adapters_line({**shown, "bytes": GIB >> 2, "ranks": 2}) == (
+        "an adapter of rank up to 8 of linear takes 0.25 GiB on each of 2 ranks: 8 on the device take 2 GiB on each of 2 ranks, "
+        "up to 3 in host memory 1.5 GiB"
+    )
