@@ -13,7 +13,7 @@ from dovetail.ops import low_rank
 from dovetail.ops.activation import GATES
 from dovetail.ops.adapter_weights import LowRankWeights, TokenSlots
 from dovetail.ops.low_rank import add_low_rank, packed_tiles, token_groups, unpacked_tiles
-from dovetail.ops.triton import adapted_rows, tuning
+from dovetail.ops.triton import adapted_rows
 from dovetail.ops.triton import low_rank as kernels
 from dovetail.ops.triton import low_rank_few as few
 from dovetail.ops.triton.tuning import ProductTile
@@ -63,7 +63,7 @@ def test_every_token_gets_what_its_adapter_adds(monkeypatch, path, slots):
     monkeypatch.setattr(kernels, "INPUT_BLOCK", 32)
     monkeypatch.setattr(few, "INPUT_BLOCK", dict.fromkeys((True, False), 64))
     if path == "many tokens":
-        monkeypatch.setattr(tuning, "MAX_ROWS", 0)
+        monkeypatch.setattr(low_rank, "MAX_ROWS", 0)
     given = np.array(slots, np.int32)
     weights = made_weights(RANKS)
     x, out = torch.randn(len(given), INPUTS), torch.randn(len(given), 119)

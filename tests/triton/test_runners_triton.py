@@ -456,7 +456,8 @@ class WithTokens(Replayed):
 def test_captured_steps_add_the_adapters_of_their_rows(monkeypatch):
     """Graphs are replayed with other adapters in other rows, and with fewer rows than they have."""
     monkeypatch.setattr("dovetail.ops.triton.low_rank_few.INPUT_BLOCK", {True: 64, False: 64})
-    monkeypatch.setattr("dovetail.engine.adapters.FEW_SLOTS", 1)  # steps of two adapters have the kernels of many
+    for module in ("engine.adapters", "ops.low_rank"):  # steps of two adapters have the kernels of many
+        monkeypatch.setattr(f"dovetail.{module}.FEW_SLOTS", 1)
     stand_in(monkeypatch)
     memory = {"num_pages": 96, "page_size": PAGE}
     settings = {"device": "cpu", "model": {"dtype": "float32"}, "grammar": "none", "memory": memory}

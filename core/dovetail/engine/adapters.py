@@ -38,6 +38,8 @@ from dovetail.ops.low_rank import (
     LARGE_TILE,
     SMALL_STEP,
     SMALL_TILE,
+    AdapterCount,
+    adapter_count,
     most_tiles,
     packed_tiles,
     token_slots,
@@ -102,7 +104,7 @@ class EngineAdapters:
         self._static = torch.zeros(2 + 4 * max_rows + 3 * self._most_tiles, dtype=torch.int32, device=device)
         self._sent = (0, -1)  # ``rows_version`` and number of rows of what ``_static`` holds
         self._known: tuple[int, TokenSlots | None] = 0, None  # of the decode rows with a ``rows_version``
-        self._level = 0, 0  # ``rows_version`` and what ``level`` returned for it
+        self._count = 0, AdapterCount.NONE  # ``rows_version`` and what ``count`` returned for it
 
     # -- building ----------------------------------------------------------------------------------------------------
 
@@ -186,26 +188,26 @@ class EngineAdapters:
         finally:
             self.tokens.current = self.tokens.sampled = None
 
-    def level(self, batch: Batch) -> int:
-        """Return for which number of adapters the graph of a batch that has ``adapters`` is captured: 1 for up to ``FEW_SLOTS``, 2 for more."""
-        version, level = self._level
+    def count(self, batch: Batch) -> AdapterCount:
+        """Return how many adapters the rows of a batch that has ``adapters`` have."""
+        version, count = self._count
         if not batch.rows_version or version != batch.rows_version:
             rows: Any = batch.adapters
-            level = 1 if np.count_nonzero(np.unique(rows)) <= FEW_SLOTS else 2
-            self._level = batch.rows_version, level
-        return level
+            count = adapter_count(rows - 1)
+            self._count = batch.rows_version, count
+        return count
 
     @contextmanager
-    def captured(self, rows: int, level: int) -> Iterator[None]:
+    def captured(self, rows: int, count: AdapterCount) -> Iterator[None]:
         """Let the layers read the slots of ``rows`` tokens from memory of fixed address, which ``send`` fills, while a decode step is
-        captured. With ``level`` 0, no token has an adapter (see ``level``)."""
+        captured. ``count`` says how many adapters they may have."""
         before = self.tokens.current
         self._static.zero_()  # no tile has tokens: those of an earlier step may be beyond these rows
         self._sent = (0, -1)
-        few, slots = level == 1, len(self._slots)
+        few, slots = count is AdapterCount.FEW, len(self._slots)
         most = most_tiles(rows, min(slots, FEW_SLOTS) if few else slots)
         tiles = unpacked_tiles(self._static, SMALL_TILE, self._most_rows, rows, most, few=few)
-        self.tokens.current = TokenSlots(rows, (), tiles) if level else None
+        self.tokens.current = TokenSlots(rows, (), tiles) if count else None
         try:
             yield
         finally:

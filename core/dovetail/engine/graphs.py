@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import logging
 import time
-from bisect import bisect_left
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -19,8 +18,9 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 import torch
 
-from dovetail.engine.captures import NO_UPDATES, GraphRecorder, Staging, ladder, larger_sizes
+from dovetail.engine.captures import NO_UPDATES, GraphRecorder, Staging, ladder
 from dovetail.engine.dry_run import first_layers
+from dovetail.engine.graph_keys import GraphKey, GraphKeys
 from dovetail.engine.grouped import backends_of, mixer_of, pools_of, states_of
 from dovetail.engine.inputs import DecodeTensors, Inputs, decode_arrays, pack, unpack
 from dovetail.engine.own_graphs import OwnRowsOfGraphs
@@ -41,18 +41,6 @@ if TYPE_CHECKING:
     from dovetail.interfaces.model import ModelArchitecture
 
 log = logging.getLogger(__name__)
-
-
-class GraphKey(NamedTuple):
-    """Identify a captured step by its number of rows, by whether it reads shared prefixes once, by the attention
-    backend's variant, by how many adapters rows may have (``EngineAdapters.level``), and, with data-parallel attention, by the
-    level of its own rows (see ``OwnRowsOfGraphs``)."""
-
-    rows: int
-    shared: bool
-    variant: int = 0
-    adapters: int = 0
-    own: int = 0
 
 
 @dataclass(slots=True, eq=False)
@@ -114,13 +102,10 @@ class DecodeGraphs:
         is ``Batch.watch``, ``counts`` the token counts that penalties read. ``load`` counts the tokens of experts.
         Batches may have ``adapters`` if these are given."""
         self._adapters = adapters
-        self._kinds = [0]  # the levels of adapters that have occurred
         self.sizes = ladder(max_rows)
         self.seconds = 0.0  # spent on captures
         self._model, self._inputs, self._pool, self._backend = model, inputs, pool, backend
         self._context_len, self._watch, self._load = context_len, watch, load
-        self.shared = (False, True) if shares else (False,)
-        self._variants = [0]  # those that have occurred
         self.refused: set[GraphKey] = set()
         self.loaded: set[GraphKey] = set()  # keys whose kernels are loaded onto the device
         self._graphs: dict[GraphKey, DecodeGraph] = {}
@@ -128,7 +113,9 @@ class DecodeGraphs:
         groups = len(inputs.other_pages), len(states_of(pool))
         self._keeps_states = groups[1] > 0
         self._tensors = DecodeTensors(max_rows, inputs.pages.shape[1], device, shares, *groups)
-        self._own, self._levels = OwnRowsOfGraphs.of(mesh, inputs, self.sizes), [0]  # the levels that have occurred
+        self._own = OwnRowsOfGraphs.of(mesh, inputs, self.sizes)
+        self._keys = GraphKeys(self.sizes, shares=shares, adapters=adapters, own=self._own)
+        self.shared = self._keys.shared
         largest = GraphKey(max_rows, shared=False, own=-1)
         self._staging = Staging(len(pack(self._padding(largest))), device)
         self._recorder = GraphRecorder(device, mesh)
@@ -141,52 +128,16 @@ class DecodeGraphs:
         return len(self._graphs)
 
     def missing(self) -> Iterator[GraphKey]:
-        """Return the keys that are not captured yet, in the order in which they are captured: steps without shared
-        prefixes and with few rows come first, and variants of the backend in the order in which they have occurred."""
-        keys = (
-            GraphKey(rows, shared, variant, adapted, level)
-            for level in self._levels
-            for adapted in self._kinds
-            for variant in self._variants
-            for shared in self.shared
-            for rows in self.sizes
-            if level < len(self._own_counts(rows))
-        )
-        return (key for key in keys if key not in self._graphs and key not in self.refused)
+        """Return the keys that are not captured yet, in the order of ``GraphKeys.possible``, in which they are captured."""
+        return (key for key in self._keys.possible() if key not in self._graphs and key not in self.refused)
 
     def larger(self, key: GraphKey) -> Iterator[GraphKey]:
         """See ``Captures``."""
-        least = self._own_counts(key.rows)[key.own]
-        found = (
-            key._replace(rows=rows, own=level)
-            for rows in (key.rows, *larger_sizes(self.sizes, key.rows))
-            for level, count in enumerate(self._own_counts(rows))
-            if count >= least
-        )
-        return (larger for larger in found if larger != key)
-
-    def _own_counts(self, rows: int) -> list[int]:
-        """Return the number of own rows at each level of a step of ``rows`` rows, 0 if there are none."""
-        return [0] if self._own is None else self._own.levels(rows)
+        return self._keys.larger(key)
 
     def key_for(self, batch: Batch) -> GraphKey | None:
-        """Return the key of the graph that a decode batch needs, or None if the batch has more rows than any graph."""
-        at = bisect_left(self.sizes, len(batch.slots))
-        if at == len(self.sizes):
-            return None
-        if batch.variant not in self._variants:
-            self._variants.append(batch.variant)
-        adapted = 0
-        if batch.adapters is not None:
-            if self._adapters is None:
-                return None
-            adapted = self._adapters.level(batch)
-        if adapted not in self._kinds:
-            self._kinds.append(adapted)
-        level = 0 if self._own is None else self._own.level_for(batch, self.sizes[at])
-        if level not in self._levels:
-            self._levels.append(level)
-        return GraphKey(self.sizes[at], batch.shared is not None, batch.variant, adapted, level)
+        """See ``GraphKeys``."""
+        return self._keys.key_for(batch)
 
     def is_captured(self, key: GraphKey) -> bool:
         """Return True if the graph exists."""
@@ -252,10 +203,10 @@ class DecodeGraphs:
             return self._model.logits(hidden)
 
         self._staging.send(pack(self._padding(key)))
-        with self._adapted(key):
+        with self._with_adapters(key):
             forward, logits = self._recorder.record(step, loaded=key in self.loaded)
         graph = self._graphs[key] = DecodeGraph(
-            key.rows, batch, tensors, forward, logits, self._own_counts(key.rows)[key.own]
+            key.rows, batch, tensors, forward, logits, self._keys.own_counts(key.rows)[key.own]
         )
         self.seconds += time.perf_counter() - start
         log.debug("captured a decode step, %s: %.3f s", key, time.perf_counter() - start)
@@ -270,10 +221,10 @@ class DecodeGraphs:
         tensors.compute(self._inputs, shared=key.shared)
         if own is not None:
             own.compute(self._inputs, shared=False)
-        with self._adapted(key):
+        with self._with_adapters(key):
             return self._model.logits(first_layers(self._model, batch, layers, attend=attend))
 
-    def _adapted(self, key: GraphKey) -> AbstractContextManager[None]:
+    def _with_adapters(self, key: GraphKey) -> AbstractContextManager[None]:
         """Let the layers compute the adapters that ``EngineAdapters.send`` sends, if rows of ``key`` may have adapters."""
         return nullcontext() if self._adapters is None else self._adapters.captured(key.rows, key.adapters)
 
@@ -285,7 +236,7 @@ class DecodeGraphs:
         tensors.read(sent[:first])
         batch = attends = self._static_batch(key, tensors)
         if self._own is not None:
-            count = self._own_counts(key.rows)[key.own]
+            count = self._keys.own_counts(key.rows)[key.own]
             own = self._own.tensors(sent[first:], count)
             attends = self._static_batch(key._replace(rows=count), own)
             batch.own = self._own.of_graph(attends, sent[first:])
@@ -298,7 +249,7 @@ class DecodeGraphs:
         """Return the arrays of a step of ``key`` in which every row is padding."""
         if self._own is None:
             return _padding(key.rows)
-        return _padding(key.rows) + self._own.padding(key.rows, self._own_counts(key.rows)[key.own])
+        return _padding(key.rows) + self._own.padding(key.rows, self._keys.own_counts(key.rows)[key.own])
 
     def _static_batch(self, key: GraphKey, tensors: DecodeTensors) -> Batch:
         rows, shared, variant, *_ = key

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from enum import IntEnum
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -9,6 +10,7 @@ import torch
 from torch.nn import functional
 
 from dovetail.ops.adapter_weights import EmbeddingLowRank, ExpertLowRank, LowRankWeights, TokenSlots, TokenTiles
+from dovetail.ops.triton.tuning import MAX_ROWS
 
 if TYPE_CHECKING:
     from dovetail.types import IntArray
@@ -19,6 +21,27 @@ larger ones."""
 SMALL_STEP = 512
 FEW_SLOTS = 8
 """Up to this number of adapters in a step, the product of a layer adds what they make; with more, a kernel after it is faster."""
+
+
+class AdapterCount(IntEnum):
+    """Say how many adapters the rows of a step have, as far as kernels depend on it: none, up to ``FEW_SLOTS``, or more. The kernels of
+    each also compute steps with fewer adapters, but not as fast."""
+
+    NONE = 0
+    FEW = 1
+    MANY = 2
+
+
+def adapter_count(slots: IntArray) -> AdapterCount:
+    """Return how many adapters occur in ``slots`` (``[rows]``), in which numbers below 0 stand for no adapter."""
+    occur = len(np.unique(slots[slots >= 0]))
+    return AdapterCount.NONE if not occur else AdapterCount.FEW if occur <= FEW_SLOTS else AdapterCount.MANY
+
+
+def captured_count(count: AdapterCount, rows: int) -> AdapterCount:
+    """Return with which count a step of ``rows`` rows is captured: products of more than ``MAX_ROWS`` rows have one kernel for any number of
+    adapters."""
+    return AdapterCount.MANY if count and rows > MAX_ROWS else count
 
 
 def add_low_rank(out: torch.Tensor, x: torch.Tensor, weights: LowRankWeights, tokens: TokenSlots) -> torch.Tensor:
@@ -81,7 +104,6 @@ def add_low_rank_pairs(
 
 def _add_on_cuda(out: torch.Tensor, x: torch.Tensor, weights: LowRankWeights, tokens: TokenTiles) -> torch.Tensor:
     from dovetail.ops.triton import low_rank, low_rank_few
-    from dovetail.ops.triton.tuning import MAX_ROWS
 
     if len(x) <= MAX_ROWS and tokens.size == SMALL_TILE:
         return low_rank_few.expand(out, low_rank_few.shrink(x, weights, tokens), weights, tokens)

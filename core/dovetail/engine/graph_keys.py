@@ -1,0 +1,98 @@
+"""Choose the captured decode step in which a batch runs, and list the steps that may be captured."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Iterator, Sequence
+from itertools import product
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
+
+from dovetail.engine.captures import larger_sizes
+from dovetail.ops.low_rank import AdapterCount, captured_count
+
+if TYPE_CHECKING:
+    from dovetail.engine.adapters import EngineAdapters
+    from dovetail.engine.own_graphs import OwnRowsOfGraphs
+    from dovetail.types import Batch
+
+T = TypeVar("T")
+
+
+class GraphKey(NamedTuple):
+    """Identify a captured step by its number of rows, by whether it reads shared prefixes once, by the attention
+    backend's variant, by how many adapters its rows may have, and, with data-parallel attention, by the level of its own
+    rows, an index in ``OwnRowsOfGraphs.levels``."""
+
+    rows: int
+    shared: bool
+    variant: int = 0
+    adapters: AdapterCount = AdapterCount.NONE
+    own: int = 0
+
+
+class GraphKeys:
+    """List the keys of captured decode steps: all numbers of rows in ``sizes``, with and without shared prefixes if ``shares``, and the
+    variants, numbers of adapters and levels of own rows that have occurred in batches."""
+
+    def __init__(
+        self, sizes: Sequence[int], *, shares: bool, adapters: EngineAdapters | None, own: OwnRowsOfGraphs | None
+    ) -> None:
+        self.sizes, self.shared = sizes, (False, True) if shares else (False,)
+        self._adapters, self._own = adapters, own
+        self._variants = [0]
+        self._adapter_counts = [AdapterCount.NONE]
+        self._own_levels = [0]
+
+    def key_for(self, batch: Batch) -> GraphKey | None:
+        """Return the key of the graph that a decode batch needs, or None if there can be none: the batch has more rows than any graph, or adapters
+        that graphs do not have. Note what occurs in the batch."""
+        at = bisect_left(self.sizes, len(batch.slots))
+        if at == len(self.sizes) or (batch.adapters is not None and self._adapters is None):
+            return None
+        rows, count, level = self.sizes[at], AdapterCount.NONE, 0
+        if batch.adapters is not None and self._adapters is not None:
+            count = self._adapters.count(batch)
+        if self._own is not None:
+            level = self._own.level_for(batch, rows)
+        _note(self._variants, batch.variant)
+        _note(self._adapter_counts, count)
+        _note(self._own_levels, level)
+        return GraphKey(rows, batch.shared is not None, batch.variant, captured_count(count, rows), level)
+
+    def possible(self) -> Iterator[GraphKey]:
+        """Yield all keys, each once: those without shared prefixes and with few rows come first, and variants, numbers of adapters and levels in the
+        order in which they have occurred."""
+        found: set[GraphKey] = set()
+        for level, count, variant, shared, rows in product(
+            self._own_levels, self._adapter_counts, self._variants, self.shared, self.sizes
+        ):
+            key = GraphKey(rows, shared, variant, captured_count(count, rows), level)
+            if level < len(self.own_counts(rows)) and key not in found:
+                found.add(key)
+                yield key
+
+    def larger(self, key: GraphKey) -> Iterator[GraphKey]:
+        """Yield the keys of other graphs in which the step of ``key`` may run, the fastest first: more rows, or more own rows, cost less than
+        kernels for many adapters."""
+        least = self.own_counts(key.rows)[key.own]
+        counts = [key.adapters]
+        if key.adapters is AdapterCount.FEW:
+            counts.append(AdapterCount.MANY)
+        sizes = (key.rows, *larger_sizes(self.sizes, key.rows))
+        found = (
+            key._replace(rows=rows, adapters=captured_count(count, rows), own=level)
+            for count in counts
+            for rows in sizes
+            for level, own in enumerate(self.own_counts(rows))
+            if own >= least
+        )
+        return (larger for larger in dict.fromkeys(found) if larger != key)
+
+    def own_counts(self, rows: int) -> list[int]:
+        """Return the number of own rows at each level of a step of ``rows`` rows, 0 if there are none."""
+        return [0] if self._own is None else self._own.levels(rows)
+
+
+def _note(occurred: list[T], value: T) -> None:
+    if value not in occurred:
+        occurred.append(value)

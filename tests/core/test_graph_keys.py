@@ -1,0 +1,73 @@
+"""Test in which captured decode steps a batch may run.
+
+.venv/bin/python -m pytest -q tests/core/test_graph_keys.py
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from dovetail.engine.graph_keys import GraphKey, GraphKeys
+from dovetail.ops.low_rank import FEW_SLOTS, AdapterCount, adapter_count
+from dovetail.ops.triton.tuning import MAX_ROWS
+
+NONE, FEW, MANY = AdapterCount
+SIZES = [1, 8, 64, MAX_ROWS, 2 * MAX_ROWS]
+ADAPTERS: Any = SimpleNamespace(count=lambda batch: adapter_count(batch.adapters - 1))
+
+
+def batch_of(rows: int, adapters: int = 0, **given: Any) -> Any:
+    """Return a batch whose rows have this number of different adapters; if there are more rows, some have none."""
+    own = (np.arange(rows) + (adapters == rows)) % (adapters + 1) if adapters else None
+    return SimpleNamespace(slots=np.zeros(rows), adapters=own, variant=0, shared=None, **given)
+
+
+def keys(adapters: Any = ADAPTERS) -> GraphKeys:
+    return GraphKeys(SIZES, shares=False, adapters=adapters, own=None)
+
+
+@pytest.mark.parametrize(
+    ("rows", "adapters", "key"),
+    [
+        (3, 0, GraphKey(8, False)),
+        (3, 2, GraphKey(8, False, adapters=FEW)),
+        (60, FEW_SLOTS, GraphKey(64, False, adapters=FEW)),
+        (60, FEW_SLOTS + 1, GraphKey(64, False, adapters=MANY)),
+        (MAX_ROWS + 1, 0, GraphKey(2 * MAX_ROWS, False)),
+        (MAX_ROWS + 1, 1, GraphKey(2 * MAX_ROWS, False, adapters=MANY)),
+        (2 * MAX_ROWS + 1, 0, None),
+    ],
+)
+def test_a_batch_runs_in_the_smallest_graph_of_its_number_of_adapters(rows, adapters, key):
+    assert keys().key_for(batch_of(rows, adapters)) == key
+
+
+def test_a_batch_with_adapters_runs_in_no_graph_that_has_none():
+    assert keys(None).key_for(batch_of(3, 1)) is None
+
+
+def test_graphs_of_many_adapters_hold_few_ones_too_and_the_reverse_is_false():
+    """More rows cost less than the kernels for many adapters."""
+    assert [*keys().larger(GraphKey(64, False, adapters=FEW))] == [
+        GraphKey(MAX_ROWS, False, adapters=FEW),
+        GraphKey(64, False, adapters=MANY),
+        GraphKey(MAX_ROWS, False, adapters=MANY),
+    ]
+    assert [*keys().larger(GraphKey(64, False, adapters=MANY))] == [GraphKey(MAX_ROWS, False, adapters=MANY)]
+    assert [*keys().larger(GraphKey(64, False))] == [GraphKey(MAX_ROWS, False)]
+
+
+def test_what_has_occurred_is_captured_once_for_each_number_of_rows():
+    given = keys()
+    plain = [GraphKey(rows, False) for rows in SIZES]
+    assert [*given.possible()] == plain
+    given.key_for(batch_of(1, 1))
+    few = [GraphKey(rows, False, adapters=FEW if rows <= MAX_ROWS else MANY) for rows in SIZES]
+    assert [*given.possible()] == plain + few
+    given.key_for(batch_of(MAX_ROWS, 20))
+    many = [GraphKey(rows, False, adapters=MANY) for rows in SIZES if rows <= MAX_ROWS]
+    assert [*given.possible()] == plain + few + many, "products of more rows have one kernel for any number of adapters"
