@@ -38,16 +38,17 @@ def compiled(
     chunk: int = 0,
     pool: str = "*bf16",
     leads: bool = False,
+    scaled: bool = False,
 ) -> Any:
     """Return the kernel for decode rows, or for trees or fixed chunks."""
     kernel = latent._latent
     constants: dict[str, Any] = {
-        "PAGE": 16, "VALUE_DIM": 512, "BLOCK_V": 512, "REST": 64, "BLOCK_REST": 64, "TOKEN": 576, "GROUP": group,
+        "PAGE": 16, "VALUE_DIM": 512, "BLOCK_V": 512, "REST": 64, "BLOCK_REST": 64, "TOKEN": 576, "SCALED": scaled, "GROUP": group,
         "ROWS": tile.rows, "KEYS": tile.keys, "FLIP": tile.flip, "CAUSAL": True, "TREE": tree, "CHUNK": chunk, "RECORD": 8,
-        "FEWER": True, "LEVEL": not tree and not chunk, "LEADS": leads, "AHEAD": not chunk and not leads, "PDL": True,
+        "FEWER": True, "LEVEL": not tree and not chunk, "LEADS": leads, "FETCH": 0 if chunk or leads else max(tile.keys, tile.ahead), "PDL": True,
     }  # fmt: skip
     fusion = {"enable_fp_fusion": False} if chunk else {}
-    return compile_kernel(kernel, constants, {"kv": pool}, tile, **fusion)
+    return compile_kernel(kernel, constants, {"kv": pool, "scales": "*bf16" if scaled else pool}, tile, **fusion)
 
 
 def compile_kernel(
@@ -84,14 +85,20 @@ def spilled(found: Any, folder: Path) -> int:
         (16, "decode", "*bf16"),
         (128, "decode", "*bf16"),
         *(pytest.param(heads, form, "*bf16", marks=FULL) for heads in (16, 32, 128) for form in ("trees", "chunks")),
-        *(pytest.param(heads, form, "*fp8e4nv", marks=FULL) for heads in (16, 128) for form in ("decode", "chunks")),
+        *(
+            pytest.param(heads, form, "*fp8e4nv", marks=FULL)
+            for heads in (16, 128)
+            for form in ("decode", "chunks", "scales")
+        ),
     ],
 )
 def test_tiles_compile(heads: int, form: str, pool: str, tmp_path: Path) -> None:
     """Latents are copied to shared memory ahead and stay there for both products, and few registers are spilled."""
     in_pool = torch.bfloat16 if pool == "*bf16" else torch.float8_e4m3fn
     tile = tiles.choose_latent(heads, torch.bfloat16, in_pool, large_memory=True, two=form == "chunks")
-    found = compiled(tile, heads, tree=form == "trees", chunk=256 * (form == "chunks"), pool=pool)
+    found = compiled(
+        tile, heads, tree=form == "trees", chunk=256 * (form == "chunks"), pool=pool, scaled=form == "scales"
+    )
     assert found.metadata.shared <= SHARED_MEMORY
     text = found.asm["ttgir"]
     if pool == "*bf16":

@@ -22,14 +22,18 @@ pytestmark = [
 ]
 
 
-@pytest.mark.parametrize(("heads", "interleaved", "pool"), [(16, True, "*bf16"), (128, False, "*fp8e4nv")])
-def test_the_kernel_compiles(heads: int, interleaved: bool, pool: str) -> None:
+@pytest.mark.parametrize(
+    ("heads", "interleaved", "pool", "scaled"),
+    [(16, True, "*bf16", False), (128, False, "*fp8e4nv", False), (16, True, "*fp8e4nv", True)],
+)
+def test_the_kernel_compiles(heads: int, interleaved: bool, pool: str, scaled: bool) -> None:
     kernel = latent._rotate_and_store_latents
     constants: dict[str, Any] = {
         "HEADS": heads, "RANK": 512, "SIZE": 64, "INTERLEAVED": interleaved, "LIMIT": 0.0 if pool == "*bf16" else 448.0,
-        "BLOCK_HEADS": 16, "BLOCK_HALF": 32, "BLOCK_RANK": 512, "PDL": True,
+        "SCALED": scaled, "LEAST": 2.0**-120, "BLOCK_HEADS": 16, "BLOCK_HALF": 32, "BLOCK_RANK": 512, "PDL": True,
     }  # fmt: skip
     types = dict.fromkeys(("q", "out", "latents", "weight"), "*bf16") | {"keys": pool, "table": "*fp32", "eps": "fp32"}
+    types["scales"] = "*bf16" if scaled else pool
     types |= dict.fromkeys(("positions", "out_loc"), "*i64")
     signature = {name: "constexpr" if name in constants else types.get(name, "i32") for name in kernel.arg_names}
     source = ASTSource(fn=kernel, signature=signature, constexprs=constants)

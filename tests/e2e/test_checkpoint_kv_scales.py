@@ -9,7 +9,8 @@ import json
 import shutil
 import sys
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, cast
 
 import pytest
 import torch
@@ -19,16 +20,21 @@ from safetensors.torch import load_file, save_file
 import dovetail
 from dovetail import SamplingParams
 from dovetail.cli.sources import load_registry
-from dovetail.config import read, validate
+from dovetail.config import Config, read, validate
 from dovetail.config.kv_scales import has_kv_scales
 from dovetail.engine.grouped import pools_of
 from dovetail.errors import ConfigError
+from dovetail.interfaces.cache import CacheGroup, CacheGroupKind
+from dovetail.registry.kv_dtype import with_fp8
 from dovetail.registry.machine import Machine
 from dovetail.registry.resolver import resolve
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from fp8_checkpoints import by_block
+
+if TYPE_CHECKING:
+    from dovetail.registry.model_choice import ModelChoice
 
 TINY = Path(dovetail.__file__).parent / "assets" / "tiny"
 STATIC = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False}
@@ -128,3 +134,12 @@ def test_the_engine_answers_as_with_the_dtype_named(checkpoint: Path) -> None:
                 assert scales[1].unique().item() == pytest.approx(0.02 + layer / 100)
             texts.append([output.token_ids for output in llm.generate(prompts, params)])
     assert texts[0] == texts[1]
+
+
+def test_latents_keep_the_dtype_of_the_model() -> None:
+    """Checkpoints declare scales of keys and values, which latents do not use."""
+    latents = CacheGroup(2, 1, 576, CacheGroupKind.LATENT, value_dim=512)
+    info = SimpleNamespace(quantization={"kv_cache_quant_algo": "FP8"}, cache_groups=(latents,))
+    found = with_fp8(Config(), Machine("cpu", None, "cpu", "cpu"), cast("ModelChoice", SimpleNamespace(info=info)))
+    assert isinstance(found, str)
+    assert found.startswith("the model keeps latents")

@@ -11,13 +11,14 @@ from typing import Any
 
 import engine_models as models
 import pytest
+import torch
 from drafter_checkpoints import save_eagle3
 from engine_runs import check_idle, make_llm, paged, prompts_of, results
 from mtp_dflash_checkpoints import save_dflash
 from safetensors.torch import load_file, save_file
 from transformers import DeepseekV2Config, DeepseekV3Config
 
-from dovetail import SamplingParams
+from dovetail import LLM, SamplingParams
 from dovetail.engine.expansion import Expansion
 from dovetail.scheduler import admission
 from dovetail.types import Batch
@@ -104,6 +105,46 @@ def test_prompts_expand_latents_where_this_takes_fewer_operations(
     if always:
         assert {(True, False), (True, True)} <= set(steps)
     llm.close()
+
+
+def prompt_logprobs(llm: LLM, prompt: list[int]) -> torch.Tensor:
+    """Return the logarithms of the probabilities of the tokens of a prompt, each of them given those before it."""
+    (output,) = llm.generate([prompt], SamplingParams(max_new_tokens=1, temperature=0, prompt_logprobs=0))
+    assert output.prompt_logprobs is not None
+    return torch.tensor([entry.logprob for entry in output.prompt_logprobs[1:]])
+
+
+@pytest.mark.parametrize("expanded", [False, True])
+def test_scales_keep_latents_in_8_bits_whose_rotated_keys_are_large(
+    expanded: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rotated keys are larger by 2 ** 9 and what meets them is smaller, so that nothing changes in float32. Without scales
+    they saturate. Prefixes in the cache keep their scales."""
+    if expanded:
+        monkeypatch.setattr(Expansion, "pays", lambda *_, **__: True)
+    config, settings = V2
+    models.save(tmp_path, config, **settings)
+    weights = load_file(tmp_path / "model.safetensors")
+    for name, weight in weights.items():
+        if name.endswith("kv_a_proj_with_mqa.weight"):
+            weight[COMMON["kv_lora_rank"] :] *= 2.0**9
+        if name.endswith("self_attn.q_proj.weight"):
+            size = COMMON["qk_nope_head_dim"] + COMMON["qk_rope_head_dim"]
+            weight.view(-1, size, weight.shape[1])[:, COMMON["qk_nope_head_dim"] :] *= 2.0**-9
+    save_file(weights, tmp_path / "model.safetensors", {"format": "pt"})
+    (prompt,) = prompts_of([90])
+    found = {}
+    for kv_dtype, store in (("float32", "paged"), ("fp8_e4m3", "scaled"), ("fp8_e4m3", "paged")):
+        memory = {"kv_dtype": kv_dtype, "page_size": 4}
+        llm = make_llm(tmp_path, memory=memory, store=store, scheduler={"chunk_size": 13}, threads=1)
+        first, found[kv_dtype, store] = prompt_logprobs(llm, prompt), prompt_logprobs(llm, prompt)
+        assert torch.equal(first, found[kv_dtype, store])
+        check_idle(llm)
+        llm.close()
+    exact = found["float32", "paged"]
+    errors = {key: float((value - exact).abs().mean()) for key, value in found.items()}
+    assert errors["fp8_e4m3", "scaled"] < 0.6, errors  # 0.44; 0.46 where no key is large
+    assert errors["fp8_e4m3", "paged"] > 4 * errors["fp8_e4m3", "scaled"], errors  # 2.37
 
 
 def test_overlap_and_several_outputs_change_no_token(checkpoints) -> None:

@@ -15,9 +15,13 @@ RANK, ROPE, NOPE = 512, 64, 128
 
 @pytest.mark.parametrize("interleaved", [True, False])
 @pytest.mark.parametrize(("tokens", "heads"), [(1, 16), (5, 128), (2000, 16)])
-@pytest.mark.parametrize("pool_dtype", [torch.bfloat16, torch.float8_e4m3fn], ids=str)
+@pytest.mark.parametrize(
+    ("pool_dtype", "scaled"),
+    [(torch.bfloat16, False), (torch.float8_e4m3fn, False), (torch.float8_e4m3fn, True)],
+    ids=["bfloat16", "fp8", "fp8 with scales"],
+)
 def test_rotates_queries_and_stores_latents(
-    pool_dtype: torch.dtype, tokens: int, heads: int, interleaved: bool
+    pool_dtype: torch.dtype, scaled: bool, tokens: int, heads: int, interleaved: bool
 ) -> None:
     torch.manual_seed(0)
     table = rotary_table(RopeConfig(ROPE, 1e4, 4096, 4096), torch.device("cuda"))
@@ -27,6 +31,7 @@ def test_rotates_queries_and_stores_latents(
     first = torch.randn(tokens, 16 + RANK + ROPE, device="cuda").bfloat16()
     weight = (torch.rand(RANK, device="cuda") + 0.5).bfloat16()
     keys = torch.full((2400, 1, RANK + ROPE), 7.0, device="cuda").to(pool_dtype)
+    scales = torch.full((2400, 1), 7.0, device="cuda", dtype=torch.bfloat16) if scaled else None
     out = torch.full((tokens, heads, RANK + ROPE), 7.0, device="cuda", dtype=torch.bfloat16)
     rotate_and_store_latents(
         q[..., NOPE:],
@@ -37,6 +42,7 @@ def test_rotates_queries_and_stores_latents(
         positions,
         keys,
         places,
+        scales=scales,
         interleaved=interleaved,
     )
     rows = table[positions].double()
@@ -53,6 +59,11 @@ def test_rotates_queries_and_stores_latents(
     normed = latent / (latent.square().mean(-1, keepdim=True) + 1e-6).sqrt() * weight.double()
     stored = torch.cat((normed, turned(first[:, None, 16 + RANK :])[:, 0]), 1)
     rough = 0.01 if pool_dtype is torch.bfloat16 else 0.07
-    torch.testing.assert_close(keys[places, 0].double(), stored, atol=2 * rough, rtol=rough)
+    read = keys[places, 0].double()
+    if scales is not None:
+        largest = stored.abs().amax(1, keepdim=True)
+        torch.testing.assert_close(scales[places].double(), largest / 448, atol=0, rtol=0.01)
+        read = read * scales[places].double()
+    torch.testing.assert_close(read, stored, atol=2 * rough, rtol=rough)
     others = torch.ones(2400, dtype=torch.bool, device="cuda").index_fill_(0, places, False)
     assert (keys[others].float() == 7).all()

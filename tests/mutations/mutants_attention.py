@@ -264,6 +264,14 @@ MUTANTS = [
     ),
     _of("ignores scales", "test_scales", "decode", "token_head", says=WRONG),
     _of("knows one scale for all heads", "test_scales", "mixed", "head", says=WRONG),
+    _of("ignores scales", "test_scales_of_latents", "mixed", fault="ignores scales of latents", says=WRONG),
+    _of(
+        "ignores scales",
+        "test_scales_of_latents_in_16_bits",
+        BF16,
+        fault="ignores scales of latents in 16 bits",
+        says=WRONG,
+    ),
     _of("multiplies in 16 bits", "test_scales_in_16_bits", "token_head", torch.float16, says=WRONG),
     _of(
         "loses a part of long rows",

@@ -16,6 +16,7 @@ from dovetail.engine.memory import Budget, Needs, with_arena
 from dovetail.errors import PageFormatError
 from dovetail.interfaces.cache import CacheGroup, CacheGroupKind
 from dovetail.interfaces.store import KVStoreFactory, StoreContext
+from dovetail.memory.arena import ArenaAllocator, make_layout
 from dovetail.memory.pool import make_arena
 from dovetail.testing.store import KVStoreSuite
 from dovetail_cache.config import PagedConfig, ScaledConfig
@@ -39,6 +40,45 @@ def test_how_many_tokens_fit(scales: str, factor: float) -> None:
     page = scaled(scales).page_bytes(group, 16)
     assert half.page == 32 * 2 * 16 * 8 * 256
     assert half.page / page.page == factor >= 1.95
+
+
+def test_how_many_latents_fit() -> None:
+    """A latent has one scale, whatever the setting is."""
+    group = CacheGroup(27, 1, 576, CacheGroupKind.LATENT, value_dim=512)
+    half = PagedStores(PagedConfig(), StoreContext(16, torch.bfloat16, torch.device("cpu"))).page_bytes(group, 16)
+    assert half.page == 16 * 31_104
+    for scales in ("token_head", "checkpoint"):
+        page = scaled(scales).page_bytes(group, 16)
+        assert page.page == 16 * 27 * (576 + 2)
+        assert half.page / page.page > 1.99
+
+
+def test_latents_and_keys_share_slabs_with_scales() -> None:
+    """Latents in slabs have one scale each, in the memory that is beside the slabs."""
+    groups = [CacheGroup(2, 1, 24, CacheGroupKind.LATENT, value_dim=16), CacheGroup(1, 2, 12)]
+    factory = scaled(page_size=4)
+    sizes = [factory.page_bytes(group, 4) for group in groups]
+    layout = make_layout([size._replace(page=size.page - size.beside) for size in sizes], 0, 6)
+    (latents, keys), _ = make_arena(groups, layout, factory, FP8, "cpu")
+    allocator = ArenaAllocator(layout)
+    pages = allocator.alloc(3)
+    assert pages is not None
+    random = torch.Generator().manual_seed(0)
+    places = [torch.from_numpy(own.astype("int64"))[:, None] * 4 + torch.arange(4) for own in pages]
+    wide, k, v = (torch.randn(12, heads, size, generator=random) * 900 for heads, size in ((1, 24), (2, 12), (2, 12)))
+    for layer in range(2):
+        latents.store(layer, wide + layer, None, places[0].flatten())
+    keys.store(0, k, v, places[1].flatten())
+    for layer in range(2):
+        tensors = latents.tensors(layer)
+        assert tensors.scales is not None
+        assert tensors.scales.keys.data_ptr() == tensors.scales.values.data_ptr()
+        read = tensors.keys.float() * tensors.scales.keys.float()[..., None]
+        torch.testing.assert_close(read.flatten(0, 1)[places[0].flatten()], wide + layer, rtol=0.07, atol=5)
+    tensors = keys.tensors(0)
+    assert tensors.scales is not None
+    read = tensors.keys.float() * tensors.scales.keys.float()[..., None]
+    torch.testing.assert_close(read.flatten(0, 1)[places[1].flatten()], k, rtol=0.07, atol=5)
 
 
 def test_scales_are_a_part_of_the_shared_memory() -> None:

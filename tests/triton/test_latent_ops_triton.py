@@ -10,6 +10,7 @@ import torch
 
 from dovetail.layers.rope import RopeConfig
 from dovetail.layers.rotary import rotary_table
+from dovetail.ops.kv_scales import token_scales
 from dovetail.ops.triton.latent import rotate_and_store_latents
 
 EPS = 1e-6
@@ -57,6 +58,42 @@ def test_rotates_queries_and_stores_latents(
     torch.testing.assert_close(keys[places, 0].double(), stored, atol=tolerance, rtol=tolerance)
     untouched = torch.tensor([1, 3, 4])
     assert (keys[untouched] == 7).all()
+
+
+@pytest.mark.parametrize("interleaved", [True, False])
+@pytest.mark.parametrize(("rank", "rope"), [(24, 8), (13, 6)])
+def test_latents_with_scales(rank: int, rope: int, interleaved: bool) -> None:
+    """The largest number of a latent, wherever it is, becomes about the largest number of the dtype, and zeros stay zeros.
+    What is stored is what a store keeps of the normalised latent and the rotated key."""
+    torch.manual_seed(0)
+    tokens, places = 5, torch.tensor([5, 0, 2, 1, 6])
+    latents = torch.randn(tokens, rank + rope)
+    latents[1, rank:] *= 5000
+    latents[2, rank:] = 0
+    latents[3] = 0
+    weight, positions = torch.rand(rank) + 0.5, torch.tensor([0, 3, 17, 2, 9])
+    table = rotary_table(RopeConfig(rope, 10000.0, 32, 32), torch.device("cpu"))
+    keys, scales = (
+        torch.zeros(8, 1, rank + rope, dtype=torch.float8_e4m3fn),
+        torch.full((8, 1), 7.0, dtype=torch.bfloat16),
+    )
+    q = torch.randn(tokens, 2, rope)
+    rotate_and_store_latents(
+        q, q, latents, (weight, EPS), table, positions, keys, places, scales=scales, interleaved=interleaved
+    )
+    latent = latents[:, :rank].double()
+    normed = latent / (latent.square().mean(-1, keepdim=True) + EPS).sqrt() * weight.double()
+    key = turned(latents[:, None, rank:], positions, interleaved=interleaved)[:, 0]
+    exact = torch.cat((normed, key), 1).float()
+    own = token_scales(exact[:, None], keys.dtype)
+    torch.testing.assert_close(scales[places], own, atol=0, rtol=2**-7)
+    read = keys[places, 0].float() * scales[places].float()
+    bound = 1.02 * (2**-4 * exact.abs() + 2**-9 * exact.abs().amax(1, keepdim=True) / 448)
+    right = (read - exact).abs() <= bound
+    assert right.float().mean() >= 0.95, "all but those that the interpreter does not round up to a power of two"
+    assert torch.where(right, exact, 2 * read).sub(exact).abs().le(2 * bound).all()
+    assert (scales[[3, 4, 7]] == 7).all()
+    assert not keys[[3, 4, 7]].float().any()
 
 
 def test_queries_are_rotated_in_place() -> None:

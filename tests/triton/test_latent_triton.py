@@ -38,6 +38,13 @@ FORMS: dict[str, dict[str, Any]] = {
     "fp16": {"dtype": torch.float16},
     "odd sizes": {"head_dim": 19, "value_dim": 12, "page_size": 7},
     "fp8 pool": {"kv_dtype": torch.float8_e4m3fn, "heads": 3},
+    "scales": {"kv_dtype": torch.float8_e4m3fn, "heads": 3, "scales": "token_head", "key_scale": 2.0**-9},
+    "scales, fp16": {
+        "kv_dtype": torch.float8_e4m3fn,
+        "scales": "token_head",
+        "key_scale": 2.0**-9,
+        "dtype": torch.float16,
+    },
 }
 LENGTHS = [150, 3, 0, 80, 16, 15, 33, 1]
 FULL = pytest.mark.full
@@ -145,6 +152,8 @@ def test_equal_spans(lens: list[int], slots: int):
         ("mixed", "fp16"),
         ("trees and extend", "odd sizes"),
         ("mixed", "fp8 pool"),
+        ("mixed", "scales"),
+        ("decode", "scales, fp16"),
         *(
             pytest.param(step, form, marks=FULL)
             for step in ("decode", "extend after a prefix", "verify chains", "trees and extend")

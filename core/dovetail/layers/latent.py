@@ -204,8 +204,11 @@ class LatentAttention(Layer):
         """Return the keys and the values, ``[keys, heads, ...]``, of the latents at ``locations``. They are views of one tensor, to
         which the products write. Only the rotated part of a key, which all heads share, is copied."""
         shape = self.shape
-        memory = batch.kv[self.group].keys(self.constants.layer_id)
-        latents = raw(memory).flatten(0, 2).index_select(0, locations).view(memory.dtype).to(dtype)
+        memory, _, scales = batch.kv[self.group].tensors(self.constants.layer_id)
+        latents = raw(memory).flatten(0, 2).index_select(0, locations).view(memory.dtype)
+        if scales is not None:
+            latents = latents.float() * scales.keys.flatten().index_select(0, locations).float()[:, None]
+        latents = latents.to(dtype)
         latent, key = latents.split((shape.kv_lora_rank, shape.qk_rope_head_dim), 1)
         made = latents.new_empty(len(latents), self.num_heads, shape.v_head_dim + shape.head_dim)
         v, plain, rotated = made.split((shape.v_head_dim, shape.qk_nope_head_dim, shape.qk_rope_head_dim), 2)

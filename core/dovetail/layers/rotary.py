@@ -112,6 +112,7 @@ class TableRotation(NamedTuple):
     def rotate_and_store_latents(self, q: torch.Tensor, out: torch.Tensor, latents: Latents, place: KVPlace) -> None:
         """See ``Rotation.rotate_and_store_latents``."""
         norm, (pool, layer_id, out_loc) = latents.norm, place
+        keys, _, scales = pool.tensors(layer_id)
         rotate_and_store_latents(
             q,
             out,
@@ -119,8 +120,9 @@ class TableRotation(NamedTuple):
             (norm.weight, norm.eps),
             self.table,
             self.positions,
-            pool.keys(layer_id),
+            keys,
             out_loc,
+            scales=None if scales is None else scales.keys,
             interleaved=latents.interleaved,
         )
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from dovetail.config.kv_scales import declares_kv_scales, has_kv_scales
 from dovetail.errors import ConfigError
+from dovetail.interfaces.cache import CacheGroupKind
 from dovetail.interfaces.features import Feature
 
 if TYPE_CHECKING:
@@ -34,6 +35,8 @@ def with_fp8(config: Config, machine: Machine, model: ModelChoice) -> ModelChoic
     Otherwise return why not; nothing if config names a dtype or the checkpoint declares no scales."""
     if config.memory.kv_dtype != "auto" or not declares_kv_scales(model.info.quantization):
         return ""
+    if any(group.kind is CacheGroupKind.LATENT for group in model.info.cache_groups):
+        return "the model keeps latents, which have scales of their own. memory.kv_dtype fp8_e4m3 keeps them in 8 bits"
     if why := _why_not_fp8(machine):
         return f"FP8 {why}"
     if config.model.load_format != "dummy" and not has_kv_scales(model.directory):

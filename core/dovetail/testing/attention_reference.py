@@ -13,7 +13,7 @@ from dovetail.interfaces.attention import AttentionContext, AttentionLayer
 from dovetail.interfaces.cache import CacheGroup, CacheGroupKind
 from dovetail.interfaces.store import KVStore
 from dovetail.memory.pool import PagedKVPool, make_pool
-from dovetail.memory.scaled import ScaledKVPool
+from dovetail.memory.scaled import ScaledKVPool, ScaledLatentPool
 from dovetail.testing.batches import make_batch, make_page_table, share_prefixes
 from dovetail.types import DraftTree, IntArray
 
@@ -157,6 +157,8 @@ class AttentionStep:
         sizes, dtype = (group, self.num_pages, case.page_size), case.kv_dtype or case.dtype
         if case.scales is None:
             pool = make_pool(*sizes, dtype, self.device)
+        elif case.value_dim is not None:
+            pool = ScaledLatentPool(*sizes, dtype, self.device)
         else:
             pool = ScaledKVPool(*sizes, dtype, self.device, computed=case.scales == "token_head")
         pool.poison()

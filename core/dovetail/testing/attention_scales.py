@@ -9,7 +9,7 @@ import torch
 
 from dovetail.interfaces.features import Feature
 from dovetail.memory.pool import pool_dtype
-from dovetail.testing.attention_cases import DECODE, EXTEND, SHARED_PREFIX, SHARED_STEPS, STEPS
+from dovetail.testing.attention_cases import DECODE, EXTEND, LATENT, SHARED_PREFIX, SHARED_STEPS, STEPS
 from dovetail.testing.attention_checks import AttentionChecks
 from dovetail.testing.attention_reference import AttentionCase
 
@@ -45,6 +45,25 @@ class ScaleCases(AttentionChecks):
         for step, value_scale in (("decode", 2.0**-8), ("mixed", 1.0)):
             case, features = STEPS[step]
             self.check(replace(over_scales(case, scales), dtype=dtype, value_scale=value_scale), *features, SCALES)
+
+    @pytest.mark.parametrize("step", STEPS)
+    def test_scales_of_latents(self, step: str) -> None:
+        """A latent has one scale, as a key and as a value."""
+        self.skip_kv_dtype("fp8_e4m3")
+        case, features = STEPS[step]
+        sizes = {"heads": 6, "kv_heads": 1, "head_dim": 24, "value_dim": 16, "scale": 0.1}
+        self.check(replace(over_scales(case, "token_head"), **sizes), *features, LATENT, SCALES)
+
+    @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+    def test_scales_of_latents_in_16_bits(self, dtype: torch.dtype) -> None:
+        """Latents of 512 and 64 numbers that are far from 1."""
+        self.skip_dtype(dtype)
+        self.skip_kv_dtype("fp8_e4m3")
+        sizes = {"heads": 16, "kv_heads": 1, "head_dim": 576, "value_dim": 512}
+        for step, key_scale in (("decode", 2.0**-6), ("extend after a prefix", 2.0**-1)):
+            case, features = STEPS[step]
+            case = replace(over_scales(case, "token_head"), dtype=dtype, key_scale=key_scale, **sizes)
+            self.check(case, *features, LATENT, SCALES)
 
     @each_scale
     def test_long_rows_of_scales(self, scales: str) -> None:

@@ -61,8 +61,16 @@ SCALED = ComponentSpec(
     name="scaled",
     target="dovetail_cache.stores:ScaledStores",
     config="dovetail_cache.config:ScaledConfig",
-    summary="Keys and values in FP8 with scales: the checkpoint's, or one for each token and head.",
-    offers=frozenset({Feature.STORE_FULL, Feature.STORE_SLIDING, Feature.STORE_STATE, Feature.STORE_SLABS}),
+    summary="Keys and values, or latents, in FP8 with scales: the checkpoint's, or one for each token and head.",
+    offers=frozenset(
+        {
+            Feature.STORE_FULL,
+            Feature.STORE_SLIDING,
+            Feature.STORE_LATENT,
+            Feature.STORE_STATE,
+            Feature.STORE_SLABS,
+        }
+    ),
     needs=frozenset({Feature.ATTN_SCALES}),
     api=(1, 1),
     constraints=Constraints(kv_dtypes=("fp8_e4m3",)),

@@ -9,11 +9,16 @@ import torch
 from pydantic import BaseModel
 
 from dovetail.config.kv_scales import declares_kv_scales
-from dovetail.errors import ConfigError
 from dovetail.interfaces.cache import CacheGroup, CacheGroupKind
 from dovetail.interfaces.store import KVStore, KVStoreFactory, PageBytes, SlabMemory, StateStore, StoreContext
 from dovetail.memory.pool import ArenaKVPool, LatentArenaPool, make_pool, plain_page_bytes
-from dovetail.memory.scaled import ScaledArenaKVPool, ScaledKVPool, scaled_page_bytes
+from dovetail.memory.scaled import (
+    ScaledArenaKVPool,
+    ScaledKVPool,
+    ScaledLatentArenaPool,
+    ScaledLatentPool,
+    scaled_page_bytes,
+)
 from dovetail.memory.state_pool import StatePool, bytes_per_slot
 from dovetail_cache.config import ScaledConfig
 
@@ -52,7 +57,8 @@ class PagedStores(_WithStates):
 
 
 class ScaledStores(_WithStates):
-    """Keep keys and values in 8 bits with scales."""
+    """Keep keys and values, or latents, in 8 bits with scales. Those of latents are always computed: no checkpoint has
+    some."""
 
     def __init__(self, config: BaseModel, context: StoreContext) -> None:
         scales = cast("ScaledConfig", config).scales
@@ -64,14 +70,17 @@ class ScaledStores(_WithStates):
         return scaled_page_bytes(group, page_size, self._context.dtype, computed=self._computed)
 
     def make(self, group: CacheGroup, num_pages: int) -> KVStore:
-        """See ``KVStoreFactory.make``. Raises ``ConfigError`` for a group of latents."""
-        if group.kind is CacheGroupKind.LATENT:
-            raise ConfigError("store scaled keeps keys and values, not latents; allowed for latents: store paged")
+        """See ``KVStoreFactory.make``."""
         own = self._context
-        return ScaledKVPool(group, num_pages, own.page_size, own.dtype, own.device, computed=self._computed)
+        sizes = group, num_pages, own.page_size, own.dtype, own.device
+        if group.kind is CacheGroupKind.LATENT:
+            return ScaledLatentPool(*sizes)
+        return ScaledKVPool(*sizes, computed=self._computed)
 
     def make_shared(self, group: CacheGroup, index: int, slabs: SlabMemory) -> KVStore:
         """See ``KVStoreFactory.make_shared``."""
+        if group.kind is CacheGroupKind.LATENT:
+            return ScaledLatentArenaPool(group, index, self._context.page_size, slabs)
         return ScaledArenaKVPool(group, index, self._context.page_size, slabs, computed=self._computed)
 
     @property

@@ -9,8 +9,9 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from dovetail.ops.kv_dtypes import limit
+from dovetail.ops.kv_dtypes import LEAST_SCALE, limit
 from dovetail.ops.triton.kv import saturated
+from dovetail.ops.triton.kv_scales import computed_scale
 from dovetail.ops.triton.launch import launch
 
 PAIRS = 512
@@ -36,9 +37,9 @@ def _rotated(source, table, position, at, inside, present, SIZE: tl.constexpr, I
 
 @triton.jit(do_not_specialize_on_alignment=["positions", "out_loc"])
 def _rotate_and_store_latents(
-    q, out, latents, keys, weight, table, positions, out_loc, eps, q_token, q_head, out_token, out_head, latent_token,
+    q, out, latents, keys, scales, weight, table, positions, out_loc, eps, q_token, q_head, out_token, out_head, latent_token,
     HEADS: tl.constexpr, RANK: tl.constexpr, SIZE: tl.constexpr, INTERLEAVED: tl.constexpr, LIMIT: tl.constexpr,
-    BLOCK_HEADS: tl.constexpr, BLOCK_HALF: tl.constexpr, BLOCK_RANK: tl.constexpr, PDL: tl.constexpr,
+    SCALED: tl.constexpr, LEAST: tl.constexpr, BLOCK_HEADS: tl.constexpr, BLOCK_HALF: tl.constexpr, BLOCK_RANK: tl.constexpr, PDL: tl.constexpr,
 ) -> None:  # fmt: skip
     half: tl.constexpr = SIZE // 2
     token = tl.program_id(0).to(tl.int64)
@@ -47,18 +48,26 @@ def _rotate_and_store_latents(
         gdc_wait()
     position = tl.load(positions + token)
     if tl.program_id(1) == 0:
-        place = keys + tl.load(out_loc + token) * (RANK + SIZE)
+        location = tl.load(out_loc + token)
+        place = keys + location * (RANK + SIZE)
         column = tl.arange(0, BLOCK_RANK)
         real_column = column < RANK
         latent = tl.load(latents + token * latent_token + column, real_column, 0.0).to(tl.float32)
         scale = tl.rsqrt(tl.sum(latent * latent, 0) / RANK + eps)
         normed = latent * scale * tl.load(weight + column, real_column, 0.0).to(tl.float32)
         normed = normed.to(latents.dtype.element_ty).to(tl.float32)
-        tl.store(place + column, saturated(normed, LIMIT).to(keys.dtype.element_ty), real_column)
         pair = tl.arange(0, BLOCK_HALF)
         real = pair < half
         key = latents + token * latent_token + RANK
         key_low, key_high = _rotated(key, table, position, pair, real, real, SIZE, INTERLEAVED)
+        if SCALED:
+            largest = tl.maximum(tl.max(tl.abs(key_low), 0), tl.max(tl.abs(key_high), 0))
+            largest = tl.maximum(largest, tl.max(tl.abs(normed), 0))
+            own = computed_scale(largest, LIMIT, LEAST)
+            tl.store(scales + location, own)
+            own = own.to(tl.float32)
+            normed, key_low, key_high = normed / own, key_low / own, key_high / own
+        tl.store(place + column, saturated(normed, LIMIT).to(keys.dtype.element_ty), real_column)
         tl.store(place + RANK + pair, saturated(key_low, LIMIT).to(keys.dtype.element_ty), real)
         tl.store(place + RANK + half + pair, saturated(key_high, LIMIT).to(keys.dtype.element_ty), real)
     else:
@@ -83,6 +92,7 @@ def rotate_and_store_latents(
     keys: torch.Tensor,
     out_loc: torch.Tensor,
     *,
+    scales: torch.Tensor | None = None,
     interleaved: bool,
 ) -> None:
     """Compute ``ops.latent.rotate_and_store_latents``."""
@@ -92,6 +102,7 @@ def rotate_and_store_latents(
     assert keys.shape[-1] == rank + size
     assert q.stride(2) == out.stride(2) == latents.stride(1) == 1
     assert keys.is_contiguous()
+    assert scales is None or scales.is_contiguous()
     assert table.is_contiguous()
     assert table.shape[1:] == (2, size)
     if tokens:
@@ -100,8 +111,8 @@ def rotate_and_store_latents(
         block_heads = min(triton.next_power_of_2(heads), max(1, PAIRS // block_half))
         launch(
             _rotate_and_store_latents, (tokens, 1 + triton.cdiv(heads, block_heads)),
-            q, out, latents, keys, weight, table, positions, out_loc, eps,
+            q, out, latents, keys, keys if scales is None else scales, weight, table, positions, out_loc, eps,
             q.stride(0), q.stride(1), out.stride(0), out.stride(1), latents.stride(0),
             HEADS=heads, RANK=rank, SIZE=size, INTERLEAVED=interleaved, LIMIT=limit(keys.dtype) or 0.0,
-            BLOCK_HEADS=block_heads, BLOCK_HALF=block_half, BLOCK_RANK=triton.next_power_of_2(rank), num_warps=4,
+            SCALED=scales is not None, LEAST=LEAST_SCALE, BLOCK_HEADS=block_heads, BLOCK_HALF=block_half, BLOCK_RANK=triton.next_power_of_2(rank), num_warps=4,
         )  # fmt: skip

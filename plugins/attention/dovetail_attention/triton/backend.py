@@ -292,7 +292,7 @@ class TritonAttention(AttentionBackend):
             fill(schedule, entries, self._group, layer.window, partial=partial)
         kv = self._pool.tensors(layer.layer_id)
         if self._latent and layer.window is None and layer.soft_cap is None and layer.sinks is None:
-            latents = LatentPages(kv.keys, self._value_dim)
+            latents = LatentPages(kv.keys, self._value_dim, None if kv.scales is None else kv.scales.keys)
             attend_latents(q, latents, entries, schedule, layer.scale, out, memory.partial, leads=leads)
         else:
             attend(q, kv, entries, schedule, layer, batch.positions, out, memory.partial, leads=leads)

@@ -27,11 +27,12 @@ from dovetail_attention.triton.schedule import RECORD, Schedule, ScheduleEntries
 
 
 class LatentPages(NamedTuple):
-    """Hold the pages of a layer, ``[pages, page_size, 1, size]``, and the number of first elements that are the
-    value."""
+    """Hold the pages of a layer, ``[pages, page_size, 1, size]``, the number of first elements that are the value, and the
+    scales of latents, ``[pages, page_size, 1]``, if they have some."""
 
     pages: torch.Tensor
     value_dim: int
+    scales: torch.Tensor | None = None
 
     def constants(self) -> dict[str, int]:
         """Return the constants of kernels that read the pages. Tokens must follow each other within the pool.
@@ -39,11 +40,13 @@ class LatentPages(NamedTuple):
         - PAGE
         - VALUE_DIM and REST elements of a key are read in blocks of BLOCK_V and BLOCK_REST
         - TOKEN: elements from one token to the next
+        - SCALED: there are scales
         """
         page_size, kv_heads, size = self.pages.shape[1:]
         assert kv_heads == 1
         assert self.pages.stride(3) == 1
         assert self.pages.stride(0) == page_size * self.pages.stride(1)
+        assert self.scales is None or self.scales.is_contiguous()
         rest = size - self.value_dim
         return {
             "PAGE": page_size,
@@ -52,6 +55,7 @@ class LatentPages(NamedTuple):
             "REST": rest,
             "BLOCK_REST": block(rest),
             "TOKEN": self.pages.stride(1),
+            "SCALED": self.scales is not None,
         }
 
 
@@ -63,12 +67,13 @@ def _times(acc, factors, FLIP: tl.constexpr):
 
 @triton.jit
 def _blocks(
-    q_tile, q_rest, low, high, kv, pages, limit, tree_rows, tree_ok, prefix, tree_width, scale,
+    q_tile, q_rest, low, high, kv, scales, pages, limit, tree_rows, tree_ok, prefix, tree_width, scale,
     PAGE: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_V: tl.constexpr, REST: tl.constexpr, BLOCK_REST: tl.constexpr,
-    TOKEN: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, FLIP: tl.constexpr, TREE: tl.constexpr,
+    TOKEN: tl.constexpr, SCALED: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, FLIP: tl.constexpr, TREE: tl.constexpr,
 ):  # fmt: skip
     """Attend to keys ``[low, high)``. Pair m of the tile sees those before ``limit[m]``; with a tree, also those of
     its own queries that are marked."""
+    MULTIPLIED: tl.constexpr = SCALED and q_tile.dtype == tl.float16  # weights times scales could be too small for it
     at, at_r = tl.arange(0, BLOCK_V), tl.arange(0, BLOCK_REST)
     top = tl.full([ROWS], -1e30, tl.float32)  # finite, so that rows that see no key do not become NaN
     total = tl.zeros([ROWS], tl.float32)
@@ -80,11 +85,16 @@ def _blocks(
         key = start + tl.arange(0, KEYS)
         page = next_page  # read one block earlier, so that the compiler reads latents several blocks ahead
         next_page = tl.load(pages + tl.minimum(key + KEYS, last) // PAGE)
-        from_k = kv + ((page.to(tl.int64) * PAGE + tl.minimum(key, last) % PAGE) * TOKEN)[:, None]
+        place = page.to(tl.int64) * PAGE + tl.minimum(key, last) % PAGE
+        from_k = kv + (place * TOKEN)[:, None]
         if VALUE_DIM == BLOCK_V:
             keys = tl.load(from_k + at[None, :])
         else:
             keys = tl.load(from_k + at[None, :], (at < VALUE_DIM)[None, :], 0.0)
+        if SCALED:
+            own = tl.load(scales + place).to(tl.float32)
+        if MULTIPLIED:
+            keys = keys.to(tl.float32) * own[:, None]
         keys = keys.to(q_tile.dtype)
         if FLIP:
             scores = tl.dot(keys, tl.trans(q_tile), input_precision="ieee")
@@ -95,6 +105,8 @@ def _blocks(
                 rest = tl.load(from_k + VALUE_DIM + at_r[None, :])
             else:
                 rest = tl.load(from_k + VALUE_DIM + at_r[None, :], (at_r < REST)[None, :], 0.0)
+            if MULTIPLIED:
+                rest = rest.to(tl.float32) * own[:, None]
             rest = rest.to(q_tile.dtype)
             if FLIP:
                 scores = tl.dot(rest, tl.trans(q_rest), scores, input_precision="ieee")
@@ -102,6 +114,8 @@ def _blocks(
                 scores = tl.dot(q_rest, tl.trans(rest), scores, input_precision="ieee")
         if FLIP:
             scores = tl.trans(scores)
+        if SCALED and not MULTIPLIED:
+            scores *= own[None, :]
         seen = key[None, :] < limit[:, None]
         if TREE:
             in_tree = (key < high) & (key >= prefix) & (key - prefix < tree_width)
@@ -112,6 +126,8 @@ def _blocks(
         weights = tl.exp2(scores - higher[:, None])
         shrink = tl.exp2(top - higher)
         total = total * shrink + tl.sum(weights, 1)
+        if SCALED and not MULTIPLIED:
+            weights *= own[None, :]
         weights = weights.to(q_tile.dtype)
         if FLIP:
             acc = tl.dot(tl.trans(keys), tl.trans(weights), _times(acc, shrink, True), input_precision="ieee")
@@ -123,10 +139,10 @@ def _blocks(
 
 @triton.jit
 def _item(
-    item, q, kv, out, partial, lse, records, table, tree, q_token, q_head, table_row, tree_row, tree_width, scale,
+    item, q, kv, scales, out, partial, lse, records, table, tree, q_token, q_head, table_row, tree_row, tree_width, scale,
     PAGE: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_V: tl.constexpr, REST: tl.constexpr, BLOCK_REST: tl.constexpr,
-    TOKEN: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, FLIP: tl.constexpr,
-    CAUSAL: tl.constexpr, TREE: tl.constexpr, CHUNK: tl.constexpr, RECORD: tl.constexpr, WAIT: tl.constexpr,
+    TOKEN: tl.constexpr, SCALED: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, FLIP: tl.constexpr,
+    CAUSAL: tl.constexpr, TREE: tl.constexpr, CHUNK: tl.constexpr, RECORD: tl.constexpr, FETCH: tl.constexpr,
 ):  # fmt: skip
     record = records + item * RECORD
     entry, first_m = tl.load(record, cache_modifier=".cg"), tl.load(record + 1, cache_modifier=".cg")
@@ -134,10 +150,12 @@ def _item(
     first_query, queries = tl.load(record + 4, cache_modifier=".cg"), tl.load(record + 5, cache_modifier=".cg")
     length, base = tl.load(record + 6, cache_modifier=".cg"), tl.load(record + 7, cache_modifier=".cg")
     pages = table + entry.to(tl.int64) * table_row
-    if WAIT:
-        key = low + tl.arange(0, KEYS)
-        page = tl.load(pages + key // PAGE, key < high, 0)
-        prefetch_rows(kv, page, key, 0, PAGE, 1, VALUE_DIM + REST, BLOCK_V, TOKEN)
+    if FETCH:
+        key = tl.minimum(low + tl.arange(0, FETCH), tl.maximum(high - 1, low))
+        page = tl.load(pages + key // PAGE)
+        prefetch_rows(kv, page, key, 0, PAGE, 1, VALUE_DIM, BLOCK_V, TOKEN)
+        if REST:
+            prefetch_rows(kv + VALUE_DIM, page, key, 0, PAGE, 1, REST, BLOCK_REST, TOKEN)
         gdc_wait()
 
     m = first_m + tl.arange(0, ROWS)
@@ -164,8 +182,8 @@ def _item(
         for first in range(low // CHUNK * CHUNK, high, CHUNK):
             begin, end = tl.maximum(low, first), tl.minimum(high, first + CHUNK)
             top_c, total_c, acc_c = _blocks(
-                q_tile, q_rest, begin, end, kv, pages, tl.minimum(limit, end), tree_rows, real, prefix, tree_width, scale,
-                PAGE, VALUE_DIM, BLOCK_V, REST, BLOCK_REST, TOKEN, ROWS, KEYS, FLIP, TREE,
+                q_tile, q_rest, begin, end, kv, scales, pages, tl.minimum(limit, end), tree_rows, real, prefix, tree_width, scale,
+                PAGE, VALUE_DIM, BLOCK_V, REST, BLOCK_REST, TOKEN, SCALED, ROWS, KEYS, FLIP, TREE,
             )  # fmt: skip
             sum_c = tl.where(total_c > 0, total_c, 1.0)
             found = acc_c / sum_c[None, :] if FLIP else acc_c / sum_c[:, None]
@@ -177,8 +195,8 @@ def _item(
             top = higher
     else:
         top, total, acc = _blocks(
-            q_tile, q_rest, low, high, kv, pages, limit, tree_rows, real, prefix, tree_width, scale,
-            PAGE, VALUE_DIM, BLOCK_V, REST, BLOCK_REST, TOKEN, ROWS, KEYS, FLIP, TREE,
+            q_tile, q_rest, low, high, kv, scales, pages, limit, tree_rows, real, prefix, tree_width, scale,
+            PAGE, VALUE_DIM, BLOCK_V, REST, BLOCK_REST, TOKEN, SCALED, ROWS, KEYS, FLIP, TREE,
         )  # fmt: skip
 
     sum_or_1 = tl.where(total > 0, total, 1.0)
@@ -198,18 +216,18 @@ def _item(
     do_not_specialize_on_alignment=["table", "tree"],
 )
 def _latent(
-    q, kv, out, partial, lse, records, count, span_starts, table, tree,
+    q, kv, scales, out, partial, lse, records, count, span_starts, table, tree,
     q_token, q_head, table_row, tree_row, tree_width, scale,
     PAGE: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_V: tl.constexpr, REST: tl.constexpr, BLOCK_REST: tl.constexpr,
-    TOKEN: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, FLIP: tl.constexpr,
+    TOKEN: tl.constexpr, SCALED: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, FLIP: tl.constexpr,
     CAUSAL: tl.constexpr, TREE: tl.constexpr, CHUNK: tl.constexpr, RECORD: tl.constexpr, FEWER: tl.constexpr,
-    LEVEL: tl.constexpr, LEADS: tl.constexpr, AHEAD: tl.constexpr, PDL: tl.constexpr,
+    LEVEL: tl.constexpr, LEADS: tl.constexpr, FETCH: tl.constexpr, PDL: tl.constexpr,
 ) -> None:  # fmt: skip
     if PDL:
         if LEADS:  # in this order, so that the schedule is complete before the next kernel starts
             gdc_wait()
         gdc_launch_dependents()
-        if not AHEAD:
+        if not FETCH:
             gdc_wait()
     first, step = tl.program_id(0), tl.num_programs(0)
     end = tl.load(count, cache_modifier=".cg")
@@ -222,19 +240,19 @@ def _latent(
     if FEWER:
         for item in range(first, end, step):
             _item(
-                item, q, kv, out, partial, lse, records, table, tree,
+                item, q, kv, scales, out, partial, lse, records, table, tree,
                 q_token, q_head, table_row, tree_row, tree_width, scale,
-                PAGE, VALUE_DIM, BLOCK_V, REST, BLOCK_REST, TOKEN, GROUP, ROWS, KEYS, FLIP, CAUSAL, TREE, CHUNK,
-                RECORD, PDL and AHEAD,
+                PAGE, VALUE_DIM, BLOCK_V, REST, BLOCK_REST, TOKEN, SCALED, GROUP, ROWS, KEYS, FLIP, CAUSAL, TREE, CHUNK,
+                RECORD, FETCH if PDL else 0,
             )  # fmt: skip
     elif first < end:
         _item(
-            first, q, kv, out, partial, lse, records, table, tree,
+            first, q, kv, scales, out, partial, lse, records, table, tree,
             q_token, q_head, table_row, tree_row, tree_width, scale,
-            PAGE, VALUE_DIM, BLOCK_V, REST, BLOCK_REST, TOKEN, GROUP, ROWS, KEYS, FLIP, CAUSAL, TREE, CHUNK,
-            RECORD, PDL and AHEAD,
+            PAGE, VALUE_DIM, BLOCK_V, REST, BLOCK_REST, TOKEN, SCALED, GROUP, ROWS, KEYS, FLIP, CAUSAL, TREE, CHUNK,
+            RECORD, FETCH if PDL else 0,
         )  # fmt: skip
-    if PDL and AHEAD:
+    if PDL and FETCH:
         gdc_wait()  # also in programs that have no item
 
 
@@ -255,14 +273,15 @@ def attend_latents(
     assert q.stride(2) == 1
     assert out.is_contiguous()
     tile, tree = entries.tile, entries.tree
+    early = entries.fewer and not entries.chunk and not leads
     launch(
         _latent, (entries.programs,),
-        q, latents.pages, out, *partial, schedule.records, schedule.count, schedule.span_starts, entries.table,
+        q, latents.pages, latents.pages if latents.scales is None else latents.scales, out, *partial, schedule.records, schedule.count, schedule.span_starts, entries.table,
         entries.table if tree is None else tree,
         q.stride(0), q.stride(1), entries.table.stride(0), 0 if tree is None else tree.stride(0),
         0 if tree is None else tree.shape[1], scale * LOG2_E,
         **latents.constants(), GROUP=q.shape[1], ROWS=tile.rows, KEYS=tile.keys, FLIP=tile.flip,
         CAUSAL=entries.causal, TREE=tree is not None, CHUNK=entries.chunk, RECORD=RECORD, FEWER=entries.fewer,
-        LEVEL=entries.level, LEADS=leads, AHEAD=entries.fewer and not entries.chunk and not leads,
+        LEVEL=entries.level, LEADS=leads, FETCH=max(tile.keys, tile.ahead) if early else 0,
         num_warps=tile.num_warps, num_stages=tile.num_stages, as_written=entries.chunk > 0,
     )  # fmt: skip

@@ -24,7 +24,8 @@ LEAST_ROWS = 16
 class AttentionTile(NamedTuple):
     """Describe a tile: a program attends with ``rows`` pairs of a query and a head to ``keys`` keys at a time.
 
-    ``resident`` programs keep a multiprocessor busy. For ``flip`` see ``latent``.
+    ``resident`` programs keep a multiprocessor busy. For ``flip`` see ``latent``. While the kernel before it still runs, a
+    program for latents prefetches ``ahead`` keys, at least those of one block.
     """
 
     rows: int
@@ -33,6 +34,7 @@ class AttentionTile(NamedTuple):
     num_stages: int
     resident: int
     flip: bool = False
+    ahead: int = 0
 
 
 LATENT_TILES = {
