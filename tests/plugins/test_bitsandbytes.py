@@ -73,20 +73,30 @@ def test_what_is_left_out_and_what_is_refused() -> None:
         assert reason in str(describe(wrong, BitsandbytesConfig()))
 
 
-SIZES = {"vocab_size": 97, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4,
+SIZES: dict[str, Any] = {"vocab_size": 97, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4,
          "num_key_value_heads": 2, "max_position_embeddings": 256, "initializer_range": 0.1}  # fmt: skip
 
 
-def write(directory: Path, form: str) -> Any:
+EVERY = r".*_proj\.weight|.*\.mlp\.gate\.weight"
+"""The weights of linear layers; in version 4 of transformers routers and experts consist of such layers."""
+LATER = r".*self_attn.*_proj\.weight"
+"""Those of a model with experts in version 5."""
+
+
+def write(directory: Path, form: str, quantized: str = EVERY, *, experts: bool = False) -> Any:
     """Write a random model in a format, and return transformers' model with the weights that the checkpoint stands for."""
     import transformers
 
     torch.manual_seed(0)
-    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES))
+    shape = transformers.LlamaConfig(**SIZES)
+    if experts:
+        own: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "head_dim": 32}
+        shape = transformers.Qwen3MoeConfig(**SIZES, **own, norm_topk_prob=True)
+    model = transformers.AutoModelForCausalLM.from_config(shape, dtype=torch.float32)
     model.save_pretrained(directory / "exact")
     tensors = load_file(directory / "exact" / "model.safetensors")
     stored = dict(tensors)
-    for key in [key for key in tensors if re.fullmatch(r".*_proj\.weight", key)]:
+    for key in [key for key in tensors if re.fullmatch(quantized, key)]:
         del stored[key]
         made, tensors[key] = store(FORMATS[form], key.removesuffix(".weight"), tensors[key])
         stored |= made
@@ -122,6 +132,34 @@ def compare(directory: Path, model: Any, **sections: Any) -> None:
 )
 def test_models_compute_with_the_weights_of_the_checkpoint(tmp_path: Path, form: str) -> None:
     compare(tmp_path, write(tmp_path, form))
+
+
+@pytest.mark.parametrize(
+    ("form", "quantized"),
+    [
+        ("nf4, double", EVERY),
+        ("nf4, double", LATER),
+        *(pytest.param(form, EVERY, marks=pytest.mark.full) for form in ("fp4", "int8")),
+    ],
+)
+def test_experts_are_what_the_checkpoint_has(tmp_path: Path, form: str, quantized: str) -> None:
+    compare(tmp_path, write(tmp_path, form, quantized, experts=True))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("experts", ["tp", "ep"])
+def test_two_ranks_divide_experts(tmp_path: Path, experts: str) -> None:
+    kept = r".*_proj\.weight"  # with routers in 16 bits, which version 4 has for some models
+    model = write(tmp_path, "int8" if experts == "tp" else "nf4, double", kept, experts=True)
+    compare(tmp_path, model, parallel={"tp": 2, "experts": experts})
+
+
+def test_a_layer_of_which_some_experts_are_quantized_is_refused(tmp_path: Path) -> None:
+    from dovetail import LLM
+
+    write(tmp_path, "int8", r".*_proj\.weight(?<!experts.3.down_proj.weight)", experts=True)
+    with pytest.raises(ConfigError, match=r"some modules of a layer, but not for .*experts\.3\.down_proj"):
+        LLM(str(tmp_path), device="cpu", grammar="none", memory={"num_pages": 8})
 
 
 @pytest.mark.full

@@ -8,6 +8,7 @@ import re
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
+from itertools import accumulate
 
 import torch
 from torch import nn
@@ -195,7 +196,7 @@ class WeightFiller:
         tensor, or if the tensor belongs to a module of another rank. Raises ``WeightsError`` if it does neither."""
         if name in self.targets:
             return True
-        if name.rpartition(".")[0] in self._others or any(pattern.fullmatch(name) for pattern in self._ignored):
+        if self._belongs_to_others(name) or any(pattern.fullmatch(name) for pattern in self._ignored):
             return False
         if KV_SCALE.fullmatch(name):  # a store reads it, if it has scales
             return False
@@ -206,6 +207,10 @@ class WeightFiller:
             else f"the checkpoint has tensor {name}, and its quantization stores that weight in {', '.join(stored)}; if the checkpoint "
             "does not quantize this module, its quantization_config must leave it out"
         )
+
+    def _belongs_to_others(self, name: str) -> bool:
+        """Return True if a tensor belongs to a module of another rank, also one such as ``module.weight.absmax``."""
+        return any(part in self._others for part in accumulate(name.split(".")[:-1], "{}.{}".format))
 
     def _stored_instead(self, name: str) -> list[str]:
         """Return the tensors that a quantization reads in place of the tensor ``name``, if it does."""

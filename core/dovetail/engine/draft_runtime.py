@@ -20,7 +20,7 @@ from dovetail.engine.grouped import Pools, backends_of, grouped_attention, group
 from dovetail.engine.inputs import Inputs, largest, ragged
 from dovetail.engine.memory import module_bytes
 from dovetail.engine.mesh import local_info
-from dovetail.engine.weights import load_weights
+from dovetail.engine.weights import load_weights, names_reader
 from dovetail.errors import ConfigError
 from dovetail.interfaces.attention import AttentionBackend, AttentionContext
 from dovetail.interfaces.cache import CacheGroupKind
@@ -323,7 +323,8 @@ class EngineDraftRuntime(DraftRuntime):
         """Load a drafter's checkpoint of its own, as ``info.quantization`` says. Raises ``ConfigError`` if no component can."""
         what = str(directory / "config.json")
         chosen = None if info.quantization is None else choose(self._resolved, info.quantization, info, what)
-        context = QuantizationContext(info.quantization, self.dtype, self._device)
+        names = names_reader(directory, load_format)
+        context = QuantizationContext(info.quantization, self.dtype, self._device, tensor_names=names)
         quantization = None if chosen is None else chosen.build(context)
         experts = self._experts(info, expert_feature(chosen, info.quantization))
         return self._load(model, info, directory, load_format, quantization, experts)

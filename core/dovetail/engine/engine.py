@@ -36,7 +36,7 @@ from dovetail.engine.states import StateSlots, build_mixer
 from dovetail.engine.verify import compact
 from dovetail.engine.verify_graphs import VerifyGraphs
 from dovetail.engine.warmup import WarmUp
-from dovetail.engine.weights import build_model, load_weights
+from dovetail.engine.weights import build_model, load_weights, names_reader
 from dovetail.errors import ConfigError
 from dovetail.interfaces.attention import AttentionBackend, AttentionContext
 from dovetail.interfaces.cache import CacheGroupKind
@@ -114,7 +114,8 @@ class Engine:
         self.stores: KVStoreFactory = resolved.store.build(context)
         quantization = None
         if (chosen := resolved.quantization) is not None:
-            stored_as = QuantizationContext(info.quantization, self._dtype, self.device, config.batch_invariant)
+            names = names_reader(resolved.model_dir, config.model.load_format)
+            stored_as = QuantizationContext(info.quantization, self._dtype, self.device, config.batch_invariant, names)
             quantization = chosen.build(stored_as)
         experts = None
         if (backend := resolved.experts) is not None:

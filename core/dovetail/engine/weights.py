@@ -85,6 +85,14 @@ def load_weights(
         _load_checkpoint(model, directory, progress, shown=shown)
 
 
+def names_reader(directory: Path, load_format: str) -> Callable[[], frozenset[str]] | None:
+    """Return what reads the names of the tensors of a checkpoint, or None if weights are not read from safetensors files. Raises
+    ``WeightsError`` when it is called."""
+    if load_format != "safetensors" or is_gguf_directory(directory):
+        return None
+    return lambda: frozenset(tensor.name for file in checkpoint_files(directory) for tensor in stored_tensors(file))
+
+
 def checkpoint_files(directory: Path) -> list[Path]:
     """Return the safetensors files of a checkpoint: one file, or the shards that its index names. Raises
     ``WeightsError``."""

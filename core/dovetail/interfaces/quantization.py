@@ -10,7 +10,7 @@ and their ``weights_map`` are those of the unquantized model.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
 
@@ -31,12 +31,15 @@ class QuantizationContext:
     """Describe the model that is built. ``checkpoint`` is the ``quantization_config`` of config.json, or None if the
     checkpoint is not quantized. ``dtype`` is the dtype of activations and of the layers that are not quantized. If
     ``batch_invariant`` is set, which only components that offer ``quantization.batch_invariant`` see, the bits of a row of a product
-    must not depend on the other rows, nor on how many there are."""
+    must not depend on the other rows, nor on how many there are. ``tensor_names`` reads the names of the tensors of the
+    checkpoint, for formats in which ``checkpoint`` does not say which layers are quantized; it is None if weights are not read from
+    safetensors files."""
 
     checkpoint: Mapping[str, Any] | None
     dtype: torch.dtype
     device: torch.device
     batch_invariant: bool = False
+    tensor_names: Callable[[], Collection[str]] | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 import torch
@@ -11,6 +12,8 @@ import torch
 from dovetail.errors import ConfigError
 from dovetail.interfaces.model import TensorShare, WeightTarget, WeightTransform
 from dovetail.interfaces.quantization import (
+    ExpertsMethod,
+    ExpertWeightsShape,
     LinearMethod,
     LinearProduct,
     LinearShape,
@@ -19,6 +22,7 @@ from dovetail.interfaces.quantization import (
     QuantizationContext,
 )
 from dovetail.ops.integers import Integers, dequantize
+from dovetail_quantization.bnb_experts import DequantizedExperts
 from dovetail_quantization.bnb_formats import BnbFormat, read_format
 from dovetail_quantization.bnb_tensors import (
     TABLES,
@@ -31,7 +35,7 @@ from dovetail_quantization.bnb_tensors import (
     Table,
     check_scales,
 )
-from dovetail_quantization.checkpoint import leaves_out, module_index
+from dovetail_quantization.checkpoint import leaves_out, listed, module_index
 from dovetail_quantization.dequantized import DequantizedLinear
 from dovetail_quantization.integer_formats import IntegerActivations
 from dovetail_quantization.integer_products import make_product
@@ -43,17 +47,45 @@ if TYPE_CHECKING:
 
 
 class Bitsandbytes(Quantization):
-    """Choose the format of the checkpoint for every linear layer that it does not leave out."""
+    """Choose the format of the checkpoint for every linear layer that it does not leave out. Version 4 of transformers has quantized routers
+    and experts with the other layers, and version 5 does not; the config of both is the same. So the tensors of the checkpoint decide.
+    Where there are none, experts are quantized, and routers are not."""
 
     def __init__(self, config: BitsandbytesConfig, context: QuantizationContext) -> None:
         self._format, self._context = read_format(context.checkpoint, config), context
+        self._layer = RowInt8Linear if self._format.kind == "int8" else FourBitLinear
+
+    @cached_property
+    def _tensors(self) -> Collection[str] | None:
+        return None if self._context.tensor_names is None else self._context.tensor_names()
 
     def method(self, shape: LinearShape) -> LinearMethod | None:
         """See ``Quantization``."""
         if leaves_out(shape.names, self._format.ignored):
             return None
-        layer = RowInt8Linear if self._format.kind == "int8" else FourBitLinear
-        return layer(shape, self._format, self._context)
+        if shape.precise and not self._stores(shape.names, or_else=False):
+            return None
+        return self._layer(shape, self._format, self._context)
+
+    def experts_method(self, shape: ExpertWeightsShape) -> ExpertsMethod | None:
+        """See ``Quantization``."""
+        if not self._stores(shape.names, or_else=True):
+            return None
+        return DequantizedExperts(shape, lambda own: self._layer(own, self._format, self._context))
+
+    def _stores(self, modules: Sequence[str], *, or_else: bool) -> bool:
+        """Return whether the checkpoint has scales for the weights of these modules, or ``or_else`` if its tensors are not known. Raises
+        ``ConfigError`` if it has them for some only."""
+        if self._tensors is None:
+            return or_else
+        scales = "SCB" if self._format.kind == "int8" else "weight.absmax"
+        lacking = [name for name in modules if f"{name}.{scales}" not in self._tensors]
+        if lacking and len(lacking) < len(modules):
+            raise ConfigError(
+                f"the checkpoint has scales of bitsandbytes for some modules of a layer, but not for {listed(lacking)}; all of them or none "
+                "can be quantized. Download it again, or write it again with transformers"
+            )
+        return not lacking
 
 
 class BnbLinear(LinearMethod):

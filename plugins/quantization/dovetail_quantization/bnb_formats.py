@@ -35,6 +35,11 @@ def describe(checkpoint: Mapping[str, Any] | None, config: BitsandbytesConfig) -
     return None
 
 
+def expert_format(checkpoint: Mapping[str, Any] | None, config: BitsandbytesConfig) -> str:
+    """Return the ``ExpertFormat`` of experts, which are dequantized when they are loaded."""
+    return "plain"
+
+
 def read_format(checkpoint: Mapping[str, Any] | None, config: BitsandbytesConfig) -> BnbFormat:
     """Return the format of a checkpoint. Raises ``ConfigError`` for one of another method, or that is not implemented."""
     if checkpoint is None:

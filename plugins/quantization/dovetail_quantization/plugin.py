@@ -64,9 +64,10 @@ BITSANDBYTES = ComponentSpec(
     target="dovetail_quantization.bnb:Bitsandbytes",
     config="dovetail_quantization.config:BitsandbytesConfig",
     describe="dovetail_quantization.bnb_formats:describe",
+    expert_format="dovetail_quantization.bnb_formats:expert_format",
     summary="Weights of 4 bits (NF4, FP4) and of LLM.int8 from checkpoints written with bitsandbytes.",
     api=(1, 1),
-    offers=frozenset({Feature.QUANTIZATION_BATCH_INVARIANT}),
+    offers=frozenset({Feature.QUANTIZATION_EXPERTS, Feature.QUANTIZATION_BATCH_INVARIANT}),
 )
 
 
