@@ -182,6 +182,10 @@ MEASURED: dict[tuple[int, int], dict[int, ProductTile | None]] = {
         16: ProductTile(16, 64, 256, 4, 3, split=2),
         32: ProductTile(32, 64, 256, 4, 3, split=2),
     },
+    (201088, 2880): {
+        16: ProductTile(16, 64, 64, 4, 8),
+        64: ProductTile(64, 256, 64, 8, 4),
+    },
     (5120, 2048): {
         1: ProductTile(1, 4, 512, 2),
     },
