@@ -9,7 +9,14 @@ import pytest
 import torch
 
 from dovetail.ops.triton import decode, pages
-from dovetail.ops.triton.decode import LARGE_TILE_RESIDENT, decode_splits, long_splits, paged_decode, tiling
+from dovetail.ops.triton.decode import (
+    LARGE_TILE_RESIDENT,
+    decode_splits,
+    is_measured,
+    long_splits,
+    paged_decode,
+    tiling,
+)
 
 LENS = [1, 7, 64, 65, 130]
 
@@ -77,6 +84,24 @@ def test_values_may_be_the_first_part_of_keys(splits, whole, heads, large, monke
     torch.testing.assert_close(lse.double(), wanted_lse, atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.parametrize("pool", [torch.float8_e4m3fn, torch.float8_e5m2], ids=str)
+@pytest.mark.parametrize(("splits", "whole"), [(1, 256), (3, 8)], ids=["keys in one part", "keys in two"])
+@pytest.mark.parametrize("unit", [1.0, 2.0**-60, 2.0**60])
+def test_pools_of_8_bits(pool, splits, whole, unit, monkeypatch):
+    """Products are in float16. Queries of any magnitude keep their bits, and so do values below the normal numbers of e4m3."""
+    monkeypatch.setattr(pages, "WHOLE", whole)
+    torch.manual_seed(0)
+    tiny = torch.ones(24)
+    tiny[::5] = 2.0**-12
+    keys, values = (torch.randn(2, 24, 8, 2, 24) * 8 * tiny).to(pool).unbind(0)
+    table, kv_lens = torch.randperm(24, dtype=torch.int32).view(3, 8), torch.tensor([1, 37, 64], dtype=torch.int32)
+    q = torch.randn(3, 4, 24).bfloat16() * unit / 8
+    out, lse = paged_decode(q, keys, values, table, kv_lens, 1 / unit, splits=splits)
+    wanted, wanted_lse = expected(q, keys.double(), values.double(), table, kv_lens, 1 / unit, None, None, None)
+    assert ((out.double() - wanted).abs() / (8 * tiny)).max() < 1e-2
+    torch.testing.assert_close(lse.double(), wanted_lse, atol=1e-4, rtol=1e-4)
+
+
 @pytest.mark.parametrize("splits", [1, 4])
 def test_a_row_without_keys(splits):
     pool = torch.full((2, 3, 4, 2, 16), float("nan"))
@@ -98,7 +123,7 @@ def test_parts_end_in_as_few_rounds_as_possible(processors, kv_heads):
 
     for rows in range(1, 3 * processors // kv_heads + 1):
         tiles = rows * kv_heads
-        found = decode_splits(rows, kv_heads, processors, 256)
+        found = decode_splits(rows, kv_heads, processors, True)
         if tiling(256, 256, tiles, processors).keys == 128:
             assert all(time(rows, found) <= time(rows, splits) for splits in (2, 3, max(2, 4 * processors // tiles)))
     splits = long_splits(kv_heads, processors)
@@ -107,5 +132,11 @@ def test_parts_end_in_as_few_rounds_as_possible(processors, kv_heads):
 
 
 def test_parts_of_steps_that_were_measured():
-    assert [decode_splits(rows, 8, 132, 256) for rows in (1, 8, 16, 32, 48, 64, 256)] == [32, 8, 3, 3, 2, 1, 1]
-    assert decode_splits(32, 8, 132, 128) == 2, "for keys of other sizes another number of programs is resident"
+    assert [decode_splits(rows, 8, 132, True) for rows in (1, 8, 16, 32, 48, 64, 256)] == [32, 8, 3, 3, 2, 1, 1]
+    assert decode_splits(32, 8, 132, False) == 2, "for keys of other sizes another number of programs is resident"
+    assert [is_measured(256, 256), is_measured(256, 128), is_measured(128, 128), is_measured(512, 256)] == [
+        True,
+        True,
+        False,
+        False,
+    ]

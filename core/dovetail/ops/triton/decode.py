@@ -17,6 +17,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from dovetail.ops.triton.halves import half_pairs, half_rows, power_of_rows
 from dovetail.ops.triton.launch import launch, processors
 from dovetail.ops.triton.pages import layout
 
@@ -37,16 +38,24 @@ class DecodeTile(NamedTuple):
 LARGE_TILE = DecodeTile(128, 2, 4)
 """The tile with the most bytes in flight: one program for each multiprocessor reads at 0.6 of the bandwidth of the
 device."""
+LARGE_TILE_8_BITS = DecodeTile(128, 5, 4)
+"""The same for pools of 8 bits: twice as many keys are in flight (H200, 32 rows of 32,768 keys: 521 us, with ``LARGE_TILE`` 567)."""
 LARGE_TILE_RESIDENT = 3
-"""The number of programs with ``LARGE_TILE`` that a multiprocessor of Hopper runs at the same time, if keys are split."""
-MEASURED_KEY_BYTES = 256
-"""The bytes of a key of one head for which the rules that count resident programs were measured."""
+"""The number of programs with either tile that a multiprocessor of Hopper runs at the same time, if keys are split."""
+MEASURED_ROW_BYTES = 256
 
 
 @functools.cache
-def decode_splits(rows: int, kv_heads: int, processors: int, key_bytes: int) -> int:
-    """Return the number of parts of each row's keys that keeps ``processors`` multiprocessors busy. ``key_bytes`` are
-    the bytes of a key of one head in the pool.
+def is_measured(row_bytes: int, key_bytes: int) -> bool:
+    """Return True for the keys for which the rules that count resident programs were measured: 128 numbers of 16 bits, which are in
+    16 or in 8 bits in the pool. See ``tiling`` for the arguments."""
+    return row_bytes == MEASURED_ROW_BYTES and key_bytes in (row_bytes, row_bytes // 2)
+
+
+@functools.cache
+def decode_splits(rows: int, kv_heads: int, processors: int, measured: bool) -> int:
+    """Return the number of parts of each row's keys that keeps ``processors`` multiprocessors busy. ``measured``: see
+    ``is_measured``.
 
     Programs run in waves of as many as the device runs at the same time. A last wave with few programs would read at a
     fraction of the bandwidth, so the number of parts is the one whose last wave is fullest (H200, 32 rows of 8,192
@@ -56,7 +65,7 @@ def decode_splits(rows: int, kv_heads: int, processors: int, key_bytes: int) -> 
     if tiles > 3 * processors:
         return 1
     most = min(MAX_SPLITS, max(2, 4 * processors // tiles))
-    if key_bytes != MEASURED_KEY_BYTES or 2 * tiles <= processors:
+    if not measured or 2 * tiles <= processors:
         return most
     return max(range(2, most + 2), key=lambda splits: (_fullness(tiles * splits, places), -splits))
 
@@ -76,7 +85,7 @@ def _fullness(programs: int, places: int) -> float:
 def tiling(row_bytes: int, key_bytes: int, tiles: int, processors: int, *, long: bool = False) -> DecodeTile:
     """Return the tile for keys of one head that take ``key_bytes`` in the pool and, as operands of a product or as
     values, at most ``row_bytes``. ``tiles`` is the number of rows times the number of key heads. ``long``: return
-    ``LARGE_TILE`` if ``row_bytes`` allows it.
+    ``LARGE_TILE``, or ``LARGE_TILE_8_BITS``, if ``row_bytes`` allows it.
 
     If there are few tiles, each runs alone on a multiprocessor and reads far ahead. If there are many, several tiles
     share one. If there are very few, they leave shared memory to the next kernel, a product that has begun to fetch its
@@ -85,11 +94,13 @@ def tiling(row_bytes: int, key_bytes: int, tiles: int, processors: int, *, long:
     """
     if row_bytes > 2048:
         return DecodeTile(16, 1, 4)
-    if row_bytes > MEASURED_KEY_BYTES:
+    if row_bytes > MEASURED_ROW_BYTES:
         return DecodeTile(32, 2, 4)
+    if key_bytes < row_bytes == MEASURED_ROW_BYTES:
+        return LARGE_TILE_8_BITS if long or 2 * tiles > processors else DecodeTile(64, 5, 4)
     if long:
         return LARGE_TILE
-    one_wave = key_bytes == MEASURED_KEY_BYTES and 5 * processors < tiles <= 8 * processors
+    one_wave = key_bytes == MEASURED_ROW_BYTES and 5 * processors < tiles <= 8 * processors
     if one_wave or tiles >= 10 * processors:  # 8 of these programs run on a multiprocessor, 5 of the next
         return DecodeTile(32, 2, 2)
     if tiles > 4 * processors:
@@ -112,10 +123,12 @@ def _decode(
     q_row, q_head, table_row, splits, heads, rows,
     PAGE: tl.constexpr, KV_HEADS: tl.constexpr, KEY_DIM: tl.constexpr, BLOCK_K: tl.constexpr, REST: tl.constexpr,
     BLOCK_REST: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_V: tl.constexpr, K_HEAD: tl.constexpr,
-    V_HEAD: tl.constexpr, SAME: tl.constexpr,
+    V_HEAD: tl.constexpr, SAME: tl.constexpr, PAIRS: tl.constexpr,
     GROUP: tl.constexpr, BLOCK_HEADS: tl.constexpr, HEAD_BLOCKS: tl.constexpr, BLOCK_N: tl.constexpr,
     WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr, SINKS: tl.constexpr, SPLIT: tl.constexpr, PDL: tl.constexpr,
 ) -> None:  # fmt: skip
+    """With PAIRS, ``values`` are 16-bit integers of two neighbouring numbers of the dtype of ``keys`` each, and products are
+    in float16."""
     row, part = tl.program_id(1).to(tl.int64), tl.program_id(2)
     kv_head = tl.program_id(0) // HEAD_BLOCKS
     if PDL:
@@ -140,9 +153,20 @@ def _decode(
     if REST:
         at_r = tl.arange(0, BLOCK_REST)
         query_r = tl.load(from_q + KEY_DIM + at_r[None, :], real[:, None] & (at_r < REST)[None, :], 0.0)
+    if PAIRS:
+        power = power_of_rows(query)
+        if REST:
+            power = tl.maximum(power, power_of_rows(query_r))
+            query_r = half_rows(query_r, power)
+        query = half_rows(query, power)
+        scale *= (power / 8192.0)[:, None]
+        at_2 = tl.arange(0, BLOCK_V // 2)
+        even = tl.zeros([BLOCK_HEADS, BLOCK_V // 2], tl.float32)
+        odd = tl.zeros([BLOCK_HEADS, BLOCK_V // 2], tl.float32)
+    else:
+        result = tl.zeros([BLOCK_HEADS, BLOCK_V], tl.float32)
     top = tl.full([BLOCK_HEADS], -1e30, tl.float32)  # finite, because padding rows may read NaN
     total = tl.zeros([BLOCK_HEADS], tl.float32)
-    result = tl.zeros([BLOCK_HEADS, BLOCK_V], tl.float32)
     for start in range(begin, end, BLOCK_N):
         token = start + tl.arange(0, BLOCK_N)
         there = token < end
@@ -161,14 +185,23 @@ def _decode(
         best = tl.maximum(top, tl.max(score, 1))
         weight = tl.exp2(score - best[:, None])
         factor = tl.exp2(top - best)
-        if SAME:
-            value = tl.trans(key)
+        if PAIRS:
+            from_v = values + (place * (V_HEAD // 2))[:, None] + at_2[None, :]
+            pairs = tl.load(from_v, there[:, None] & (at_2 < VALUE_DIM // 2)[None, :], 0)
+            value_even, value_odd = half_pairs(pairs, keys.dtype.element_ty)
+            even = tl.dot(weight.to(tl.float16), value_even, even * factor[:, None])
+            odd = tl.dot(weight.to(tl.float16), value_odd, odd * factor[:, None])
         else:
-            from_v = values + (place * V_HEAD)[:, None] + at_v[None, :]
-            value = tl.load(from_v, there[:, None] & (at_v < VALUE_DIM)[None, :], 0.0).to(query.dtype)
-        result = tl.dot(weight.to(query.dtype), value, result * factor[:, None], input_precision="ieee")
+            if SAME:
+                value = tl.trans(key)
+            else:
+                from_v = values + (place * V_HEAD)[:, None] + at_v[None, :]
+                value = tl.load(from_v, there[:, None] & (at_v < VALUE_DIM)[None, :], 0.0).to(query.dtype)
+            result = tl.dot(weight.to(query.dtype), value, result * factor[:, None], input_precision="ieee")
         total = total * factor + tl.sum(weight, 1)
         top = best
+    if PAIRS:
+        result = tl.interleave(even, odd)
     if SINKS:  # noqa: SIM102 (a constant decides whether the code is compiled)
         if part == 0:
             sink = tl.load(sinks + head, real, 0.0) * 1.4426950408889634
@@ -258,11 +291,12 @@ def paged_decode(
     head_blocks = triton.cdiv(group, block_heads)
     row_bytes, key_bytes = q.element_size() * max(size, v_size), keys.element_size() * size
     tile = tiling(row_bytes, key_bytes, rows * kv_heads, processors(q.device), long=long)
+    pairs = keys.element_size() == 1 and q.element_size() == 2 and not found["SAME"] and v_size % 2 == 0
     launch(
         _decode, (kv_heads * head_blocks, rows, splits),
-        q, keys, values, table, kv_lens, sinks, out, part_lse, parts, scale, soft_cap or 0.0, window or 0,
+        q, keys, values.view(torch.int16) if pairs else values, table, kv_lens, sinks, out, part_lse, parts, scale, soft_cap or 0.0, window or 0,
         q.stride(0), q.stride(1), table.stride(0), splits, heads, rows,
-        **found, GROUP=group, BLOCK_HEADS=block_heads, HEAD_BLOCKS=head_blocks, BLOCK_N=tile.keys, WINDOW=window is not None, SOFT_CAP=soft_cap is not None,
+        **found, PAIRS=pairs, GROUP=group, BLOCK_HEADS=block_heads, HEAD_BLOCKS=head_blocks, BLOCK_N=tile.keys, WINDOW=window is not None, SOFT_CAP=soft_cap is not None,
         SINKS=sinks is not None, SPLIT=splits > 1, num_warps=tile.num_warps, num_stages=tile.num_stages,
     )  # fmt: skip
     if splits > 1:

@@ -20,6 +20,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from dovetail.interfaces.attention import AttentionLayer
 from dovetail.interfaces.store import KVTensors
+from dovetail.ops.triton.halves import half_pairs, half_rows, power_of_rows
 from dovetail.ops.triton.launch import launch
 from dovetail.ops.triton.pages import layout, prefetch_rows
 from dovetail_attention.triton.schedule import RECORD, Schedule, ScheduleEntries
@@ -27,6 +28,9 @@ from dovetail_attention.triton.schedule import RECORD, Schedule, ScheduleEntries
 LOG2_E = math.log2(math.e)
 FIXED, COMPUTED = tl.constexpr(1), tl.constexpr(2)
 """The kinds of scales: one for each head, or one for each token and head."""
+WARP_GROUP_ROWS = 64
+"""Products of at least this number of rows read values in shared memory. Others read them into registers, where transposed numbers of
+8 bits would be read one by one: they take two neighbouring values (PAIRS) at once."""
 
 
 class PartialResults(NamedTuple):
@@ -52,12 +56,15 @@ def _blocks(
     first_query, tree_width, window, scale, cap,
     PAGE: tl.constexpr, KV_HEADS: tl.constexpr, KEY_DIM: tl.constexpr, BLOCK_K: tl.constexpr, REST: tl.constexpr,
     BLOCK_REST: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_V: tl.constexpr, K_HEAD: tl.constexpr,
-    V_HEAD: tl.constexpr, SAME: tl.constexpr, SCALED: tl.constexpr,
+    V_HEAD: tl.constexpr, SAME: tl.constexpr, SCALED: tl.constexpr, HALF: tl.constexpr, PAIRS: tl.constexpr,
     KEYS: tl.constexpr,
     CAUSAL: tl.constexpr, TREE: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """Attend to keys ``[low, high)``. Unless MASKED, they are whole blocks that every query sees."""
     at_k, at_r, at_v = tl.arange(0, BLOCK_K), tl.arange(0, BLOCK_REST), tl.arange(0, BLOCK_V)
+    if PAIRS:
+        at_2 = tl.arange(0, BLOCK_V // 2)
+        even, odd = tl.split(acc.reshape(acc.shape[0], BLOCK_V // 2, 2))
     for start in range(low, high, KEYS):
         key = start + tl.arange(0, KEYS)
         if MASKED:  # keys beyond the row may be NaN, which a product with 0 does not remove: they are not even loaded
@@ -71,7 +78,8 @@ def _blocks(
             mask_r = (at_r < REST)[None, :]
         where = page.to(tl.int64) * PAGE + key % PAGE
         from_k = k + ((where * KV_HEADS + head) * K_HEAD)[:, None] + at_k[None, :]
-        from_v = v + ((where * KV_HEADS + head) * V_HEAD)[:, None] + at_v[None, :]
+        if not PAIRS:
+            from_v = v + ((where * KV_HEADS + head) * V_HEAD)[:, None] + at_v[None, :]
         keys = tl.load(from_k, mask_k, 0.0) if MASKED or KEY_DIM != BLOCK_K else tl.load(from_k)
         keys = keys.to(q_tile.dtype)
         scores = tl.dot(q_tile, tl.trans(keys), input_precision="ieee")
@@ -84,9 +92,6 @@ def _blocks(
             k_scale = tl.load(k_scales + at_scale, inside, 0.0) if MASKED else tl.load(k_scales + at_scale)
             v_scale = tl.load(v_scales + at_scale, inside, 0.0) if MASKED else tl.load(v_scales + at_scale)
             scores *= k_scale.to(tl.float32)[None, :]
-        elif SCALED == FIXED:
-            v_scale = tl.full([KEYS], 1.0, tl.float32) * tl.load(v_scales + head)
-            scores *= tl.load(k_scales + head)
         if CAP:
             grown = tl.exp2(tl.minimum(scores * scale, 100.0))  # e^(2x) of tanh(x) = 1 - 2 / (1 + e^(2x))
             scores = cap - 2 * cap / (1 + grown)
@@ -116,15 +121,34 @@ def _blocks(
         weights = tl.exp2(scores - higher[:, None])
         shrink = tl.exp2(top - higher)
         total = total * shrink + tl.sum(weights, 1)
-        values = keys
-        if not SAME:
-            values = tl.load(from_v, mask_v, 0.0) if MASKED or VALUE_DIM != BLOCK_V else tl.load(from_v)
-        if SCALED and q_tile.dtype == tl.float16:  # weights times scales could be too small for it
-            values = (values.to(tl.float32) * v_scale.to(tl.float32)[:, None]).to(tl.float16)
-        elif SCALED:
-            weights *= v_scale.to(tl.float32)[None, :]
-        acc = tl.dot(weights.to(q_tile.dtype), values.to(q_tile.dtype), acc * shrink[:, None], input_precision="ieee")
+        if PAIRS:
+            from_v = v + ((where * KV_HEADS + head) * (V_HEAD // 2))[:, None] + at_2[None, :]
+            mask_2 = (at_2 < VALUE_DIM // 2)[None, :]
+            pairs = tl.load(from_v, inside[:, None] & mask_2 if MASKED else mask_2, 0)
+            values_even, values_odd = half_pairs(pairs, k.dtype.element_ty)
+            if SCALED == COMPUTED:  # scales of any size: the largest product of a row becomes 1 to 2 in float16
+                weights *= v_scale.to(tl.float32)[None, :]
+                unit = power_of_rows(weights)
+                weights = (weights / unit[:, None]).to(tl.float16)
+                even = even * shrink[:, None] + unit[:, None] * tl.dot(weights, values_even)
+                odd = odd * shrink[:, None] + unit[:, None] * tl.dot(weights, values_odd)
+            else:
+                even = tl.dot(weights.to(tl.float16), values_even, even * shrink[:, None])
+                odd = tl.dot(weights.to(tl.float16), values_odd, odd * shrink[:, None])
+        else:
+            values = keys
+            if not SAME:
+                values = tl.load(from_v, mask_v, 0.0) if MASKED or VALUE_DIM != BLOCK_V else tl.load(from_v)
+            if SCALED == COMPUTED and q_tile.dtype == tl.float16:  # weights times scales could be too small for it
+                values = (values.to(tl.float32) * v_scale.to(tl.float32)[:, None]).to(tl.float16)
+            elif SCALED == COMPUTED:
+                weights *= v_scale.to(tl.float32)[None, :]
+            acc = tl.dot(
+                weights.to(q_tile.dtype), values.to(q_tile.dtype), acc * shrink[:, None], input_precision="ieee"
+            )
         top = higher
+    if PAIRS:
+        acc = tl.interleave(even, odd)
     return top, total, acc
 
 
@@ -134,7 +158,7 @@ def _both(
     first_query, tree_width, window, scale, cap,
     PAGE: tl.constexpr, KV_HEADS: tl.constexpr, KEY_DIM: tl.constexpr, BLOCK_K: tl.constexpr, REST: tl.constexpr,
     BLOCK_REST: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_V: tl.constexpr, K_HEAD: tl.constexpr,
-    V_HEAD: tl.constexpr, SAME: tl.constexpr, SCALED: tl.constexpr,
+    V_HEAD: tl.constexpr, SAME: tl.constexpr, SCALED: tl.constexpr, HALF: tl.constexpr, PAIRS: tl.constexpr,
     KEYS: tl.constexpr, CAUSAL: tl.constexpr, TREE: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr,
 ):  # fmt: skip
     """Attend to keys ``[low, middle)``, which every query sees, and to keys ``[middle, high)``."""
@@ -142,13 +166,13 @@ def _both(
         top, total, acc = _blocks(
             top, total, acc, q_tile, q_rest, low, middle, head, k, v, k_scales, v_scales, pages, place, position, tree_rows, tree_ok, positions, prefix,
             first_query, tree_width, window, scale, cap,
-            PAGE, KV_HEADS, KEY_DIM, BLOCK_K, REST, BLOCK_REST, VALUE_DIM, BLOCK_V, K_HEAD, V_HEAD, SAME, SCALED,
+            PAGE, KV_HEADS, KEY_DIM, BLOCK_K, REST, BLOCK_REST, VALUE_DIM, BLOCK_V, K_HEAD, V_HEAD, SAME, SCALED, HALF, PAIRS,
             KEYS, CAUSAL, TREE, WINDOW, CAP, False,
         )  # fmt: skip
     return _blocks(
         top, total, acc, q_tile, q_rest, middle, high, head, k, v, k_scales, v_scales, pages, place, position, tree_rows, tree_ok, positions, prefix,
         first_query, tree_width, window, scale, cap,
-        PAGE, KV_HEADS, KEY_DIM, BLOCK_K, REST, BLOCK_REST, VALUE_DIM, BLOCK_V, K_HEAD, V_HEAD, SAME, SCALED,
+        PAGE, KV_HEADS, KEY_DIM, BLOCK_K, REST, BLOCK_REST, VALUE_DIM, BLOCK_V, K_HEAD, V_HEAD, SAME, SCALED, HALF, PAIRS,
         KEYS, CAUSAL, TREE, WINDOW, CAP, True,
     )  # fmt: skip
 
@@ -159,7 +183,7 @@ def _item(
     q_token, q_head, table_row, tree_row, tree_width, window, scale, cap,
     PAGE: tl.constexpr, KV_HEADS: tl.constexpr, KEY_DIM: tl.constexpr, BLOCK_K: tl.constexpr, REST: tl.constexpr,
     BLOCK_REST: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_V: tl.constexpr, K_HEAD: tl.constexpr,
-    V_HEAD: tl.constexpr, SAME: tl.constexpr, SCALED: tl.constexpr,
+    V_HEAD: tl.constexpr, SAME: tl.constexpr, SCALED: tl.constexpr, HALF: tl.constexpr, PAIRS: tl.constexpr,
     GROUP: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
     CAUSAL: tl.constexpr, TREE: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr, SINKS: tl.constexpr,
     CHUNK: tl.constexpr, RECORD: tl.constexpr, WAIT: tl.constexpr,
@@ -174,7 +198,9 @@ def _item(
         key = low + tl.arange(0, KEYS)
         page = tl.load(pages + key // PAGE, key < high, 0)
         prefetch_rows(k, page, key, head, PAGE, KV_HEADS, KEY_DIM, BLOCK_K, K_HEAD)
-        if not SAME:
+        if PAIRS:
+            prefetch_rows(v, page, key, head, PAGE, KV_HEADS, VALUE_DIM // 2, BLOCK_V // 2, V_HEAD // 2)
+        elif not SAME:
             prefetch_rows(v, page, key, head, PAGE, KV_HEADS, VALUE_DIM, BLOCK_V, V_HEAD)
         gdc_wait()
 
@@ -189,6 +215,15 @@ def _item(
     if REST:
         at_r = tl.arange(0, BLOCK_REST)
         q_rest = tl.load(from_q + KEY_DIM + at_r[None, :], real[:, None] & (at_r < REST)[None, :], 0.0)
+    if SCALED == FIXED:
+        scale *= tl.load(k_scales + head)
+    if HALF:
+        power = power_of_rows(q_tile)
+        if REST:
+            power = tl.maximum(power, power_of_rows(q_rest))
+            q_rest = half_rows(q_rest, power)
+        q_tile = half_rows(q_tile, power)
+        scale *= (power / 8192.0)[:, None]
 
     prefix = length - queries
     place = prefix + m // GROUP
@@ -220,7 +255,7 @@ def _item(
             top_c, total_c, acc_c = _both(
                 top_c, total_c, acc_c, q_tile, q_rest, begin, middle, end, head, k, v, k_scales, v_scales, pages, place, position, tree_rows, real,
                 positions, prefix, first_query, tree_width, window, scale, cap,
-                PAGE, KV_HEADS, KEY_DIM, BLOCK_K, REST, BLOCK_REST, VALUE_DIM, BLOCK_V, K_HEAD, V_HEAD, SAME, SCALED,
+                PAGE, KV_HEADS, KEY_DIM, BLOCK_K, REST, BLOCK_REST, VALUE_DIM, BLOCK_V, K_HEAD, V_HEAD, SAME, SCALED, HALF, PAIRS,
                 KEYS, CAUSAL, TREE, WINDOW, CAP,
             )  # fmt: skip
             sum_c = tl.where(total_c > 0, total_c, 1.0)
@@ -236,10 +271,12 @@ def _item(
         top, total, acc = _both(
             top, total, acc, q_tile, q_rest, low, middle, high, head, k, v, k_scales, v_scales, pages, place, position, tree_rows, real,
             positions, prefix, first_query, tree_width, window, scale, cap,
-            PAGE, KV_HEADS, KEY_DIM, BLOCK_K, REST, BLOCK_REST, VALUE_DIM, BLOCK_V, K_HEAD, V_HEAD, SAME, SCALED,
+            PAGE, KV_HEADS, KEY_DIM, BLOCK_K, REST, BLOCK_REST, VALUE_DIM, BLOCK_V, K_HEAD, V_HEAD, SAME, SCALED, HALF, PAIRS,
             KEYS, CAUSAL, TREE, WINDOW, CAP,
         )  # fmt: skip
 
+    if SCALED == FIXED:
+        acc *= tl.load(v_scales + head)
     mask = real[:, None] & (at_v < VALUE_DIM)[None, :]
     if base < 0:
         if SINKS and not CHUNK:
@@ -267,7 +304,7 @@ def _attend(
     q_token, q_head, table_row, tree_row, tree_width, window, scale, cap,
     PAGE: tl.constexpr, KV_HEADS: tl.constexpr, KEY_DIM: tl.constexpr, BLOCK_K: tl.constexpr, REST: tl.constexpr,
     BLOCK_REST: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_V: tl.constexpr, K_HEAD: tl.constexpr,
-    V_HEAD: tl.constexpr, SAME: tl.constexpr, SCALED: tl.constexpr,
+    V_HEAD: tl.constexpr, SAME: tl.constexpr, SCALED: tl.constexpr, HALF: tl.constexpr, PAIRS: tl.constexpr,
     GROUP: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
     CAUSAL: tl.constexpr, TREE: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr, SINKS: tl.constexpr,
     CHUNK: tl.constexpr, RECORD: tl.constexpr, FEWER: tl.constexpr, LEADS: tl.constexpr, AHEAD: tl.constexpr,
@@ -287,14 +324,14 @@ def _attend(
             _item(
                 item, head, q, k, v, k_scales, v_scales, out, partial, lse, records, table, positions, tree, sinks,
                 q_token, q_head, table_row, tree_row, tree_width, window, scale, cap,
-                PAGE, KV_HEADS, KEY_DIM, BLOCK_K, REST, BLOCK_REST, VALUE_DIM, BLOCK_V, K_HEAD, V_HEAD, SAME, SCALED,
+                PAGE, KV_HEADS, KEY_DIM, BLOCK_K, REST, BLOCK_REST, VALUE_DIM, BLOCK_V, K_HEAD, V_HEAD, SAME, SCALED, HALF, PAIRS,
                 GROUP, ROWS, KEYS, CAUSAL, TREE, WINDOW, CAP, SINKS, CHUNK, RECORD, PDL and AHEAD,
             )  # fmt: skip
     elif first < items:
         _item(
             first, head, q, k, v, k_scales, v_scales, out, partial, lse, records, table, positions, tree, sinks,
             q_token, q_head, table_row, tree_row, tree_width, window, scale, cap,
-            PAGE, KV_HEADS, KEY_DIM, BLOCK_K, REST, BLOCK_REST, VALUE_DIM, BLOCK_V, K_HEAD, V_HEAD, SAME, SCALED,
+            PAGE, KV_HEADS, KEY_DIM, BLOCK_K, REST, BLOCK_REST, VALUE_DIM, BLOCK_V, K_HEAD, V_HEAD, SAME, SCALED, HALF, PAIRS,
             GROUP, ROWS, KEYS, CAUSAL, TREE, WINDOW, CAP, SINKS, CHUNK, RECORD, PDL and AHEAD,
         )  # fmt: skip
     if PDL and AHEAD:
@@ -314,7 +351,8 @@ def attend(
     leads: bool,
 ) -> None:
     """Fill the rows of ``out [tokens, heads, value_dim]`` and ``partial`` that the schedule names. ``kv`` are a layer's
-    pages. Logits are multiplied by the scales of keys, and the softmax's weights by those of values, in float32.
+    pages. Logits are multiplied by the scales of keys, and the softmax's weights by those of values, in float32. Products with
+    numbers of 8 bits are in float16 (see ``ops.triton.halves``), except those of many queries with keys that have scales of their own.
 
     ``leads``: this launch is a leader (see ``launch``), the first after ``fill``. Other launches read the schedule and
     the page tables before they wait for the previous kernel, if there may be ``fewer`` programs than items: this makes
@@ -327,15 +365,18 @@ def attend(
     assert q.stride(2) == 1
     assert out.is_contiguous()
     tile, tree, cap = entries.tile, entries.tree, layer.soft_cap
+    eight_bits = keys.element_size() == 1 and q.element_size() == 2 and not found["SAME"]
+    pairs = eight_bits and tile.rows < WARP_GROUP_ROWS and values.shape[3] % 2 == 0
+    half = pairs or (eight_bits and scaled != COMPUTED.value)
     ahead = entries.fewer and not entries.chunk and not leads
     scale = layer.scale * LOG2_E if cap is None else 2 * LOG2_E * layer.scale / cap
     launch(
         _attend, (entries.programs * kv_heads,),
-        q, keys, values, *(scales or (None, None)), out, *partial, schedule.records, schedule.count, entries.table, positions,
+        q, keys, values.view(torch.int16) if pairs else values, *(scales or (None, None)), out, *partial, schedule.records, schedule.count, entries.table, positions,
         positions if tree is None else tree, q if layer.sinks is None else layer.sinks,
         q.stride(0), q.stride(1), entries.table.stride(0), 0 if tree is None else tree.stride(0),
         0 if tree is None else tree.shape[1], layer.window or 0, scale, 0.0 if cap is None else cap * LOG2_E,
-        **found, SCALED=scaled, GROUP=q.shape[1] // kv_heads,
+        **found, SCALED=scaled, HALF=half, PAIRS=pairs, GROUP=q.shape[1] // kv_heads,
         ROWS=tile.rows, KEYS=tile.keys, CAUSAL=entries.causal, TREE=tree is not None, WINDOW=layer.window is not None,
         CAP=cap is not None, SINKS=layer.sinks is not None, CHUNK=entries.chunk, RECORD=RECORD,
         FEWER=entries.fewer, LEADS=leads, AHEAD=ahead, num_warps=tile.num_warps, num_stages=tile.num_stages, as_written=entries.chunk > 0,

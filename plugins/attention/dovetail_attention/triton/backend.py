@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from dovetail.interfaces.attention import AttentionBackend, AttentionContext, AttentionLayer
-from dovetail.ops.triton.decode import LARGE_TILE, MEASURED_KEY_BYTES, decode_splits, long_splits, paged_decode, tiling
+from dovetail.ops.triton.decode import LARGE_TILE, decode_splits, is_measured, long_splits, paged_decode, tiling
 from dovetail_attention.triton import tiles
 from dovetail_attention.triton.attend import PartialResults, attend
 from dovetail_attention.triton.expanded import ExpandedPrompts
@@ -123,6 +123,8 @@ class TritonAttention(AttentionBackend):
         self._group = context.num_heads // context.num_kv_heads
         self._value_dim = context.pool.values(0).shape[3]
         self._key_bytes = self._head_dim * context.pool.keys(0).element_size()
+        self._row_bytes = context.dtype.itemsize * max(self._head_dim, self._value_dim)
+        self._measured = is_measured(self._row_bytes, self._key_bytes)
         self._latent = context.value_dim is not None and self._kv_heads == 1
         self._scaled = context.pool.tensors(0).scales is not None
         self._token_bytes = self._key_bytes if self._latent else 2 * self._kv_heads * self._key_bytes
@@ -169,16 +171,15 @@ class TritonAttention(AttentionBackend):
         if bytes_read >= LONG_BYTES and self._few(rows):
             return UNEVEN
         tiles = rows * self._kv_heads
-        sizes = self._dtype.itemsize * max(self._head_dim, self._value_dim), self._key_bytes
-        tile = tiling(*sizes, tiles, self._processors)
-        measured = tile == LARGE_TILE and self._key_bytes == MEASURED_KEY_BYTES
-        each = int(lens[lens.argmax()]) / decode_splits(rows, self._kv_heads, self._processors, self._key_bytes)
+        tile = tiling(self._row_bytes, self._key_bytes, tiles, self._processors)
+        measured = tile.keys == LARGE_TILE.keys and self._measured
+        each = int(lens[lens.argmax()]) / decode_splits(rows, self._kv_heads, self._processors, self._measured)
         longest = each * (LARGE_TILE_SECONDS_PER_KEY if measured else SECONDS_PER_KEY)
         return EVEN if longest < bytes_read / BYTES_PER_SECOND + EVEN_SLACK else UNEVEN
 
     def _few(self, rows: int) -> bool:
         """Return True if ``UNEVEN`` reads these rows in parts instead of using a schedule."""
-        return FEW_ROWS * rows * self._kv_heads <= self._processors and self._key_bytes == MEASURED_KEY_BYTES
+        return FEW_ROWS * rows * self._kv_heads <= self._processors and self._measured
 
     def plan(self, batch: Batch) -> None:
         """Divide the rows into those that extend and those that decode or verify. Copies nothing and does not wait."""
@@ -209,7 +210,7 @@ class TritonAttention(AttentionBackend):
         if self._long:
             self._even = long_splits(self._kv_heads, self._processors)
         elif batch.variant == EVEN and in_parts:
-            self._even = decode_splits(rows, self._kv_heads, self._processors, self._key_bytes)
+            self._even = decode_splits(rows, self._kv_heads, self._processors, self._measured)
         else:
             self._even = 0
         shared = None if batch.shared is None else self._shared_launch(batch.shared, rows)
