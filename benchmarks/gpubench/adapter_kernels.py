@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from dovetail.ops.adapter_weights import LowRankWeights, TokenTiles
-from dovetail.ops.low_rank import FEW_SLOTS, SMALL_TILE, most_tiles, packed_tiles, unpacked_tiles
+from dovetail.ops.adapter_weights import AdapterCount, LowRankWeights, TokenTiles
+from dovetail.ops.low_rank import FEW_SLOTS, SEVERAL_SLOTS, SMALL_TILE, most_tiles, packed_tiles, unpacked_tiles
 from dovetail.ops.triton.adapted_rows import AdaptedRows
 from dovetail.ops.triton.low_rank import row_blocks
 from dovetail.ops.triton.low_rank_few import expand, shrink
@@ -23,8 +23,13 @@ from gpubench.models import shape
 COPIES = 4
 """Each product is measured with this number of weights in turns, so that the L2 cache does not hold them."""
 REPEATS = 5
-ACTIVE = (1, FEW_SLOTS, 2 * FEW_SLOTS)
-"""The numbers of adapters that are measured, and as many as there are rows. Up to twice ``FEW_SLOTS`` are added in both ways."""
+ACTIVE = (1, FEW_SLOTS, 2 * FEW_SLOTS, SEVERAL_SLOTS)
+"""The numbers of adapters that are measured, and as many as there are rows, which the product does not add."""
+WAYS = {
+    AdapterCount.FEW: "in the product",
+    AdapterCount.SEVERAL: "in a second loop of it",
+    AdapterCount.MANY: "after it",
+}
 
 
 class Layer(NamedTuple):
@@ -49,11 +54,12 @@ def layers(model: str) -> list[Layer]:
     ]
 
 
-def tiles_of(slots: np.ndarray, device: str, *, few: bool) -> TokenTiles:
-    """Return the tiles of rows with ``slots``, padded as in graphs."""
-    most = most_tiles(len(slots), max(FEW_SLOTS, len(set(slots.tolist()))) if few else len(slots))
+def tiles_of(slots: np.ndarray, device: str, count: AdapterCount) -> TokenTiles:
+    """Return the tiles of rows with ``slots``, padded as in graphs of steps with ``count`` adapters."""
+    least = {AdapterCount.FEW: FEW_SLOTS, AdapterCount.SEVERAL: SEVERAL_SLOTS}.get(count, len(slots))
+    most = most_tiles(len(slots), max(least, len(set(slots.tolist()))))
     packed = torch.from_numpy(packed_tiles(slots.astype(np.int32), SMALL_TILE, len(slots), most)).to(device)
-    return unpacked_tiles(packed, SMALL_TILE, len(slots), len(slots), few=few)
+    return unpacked_tiles(packed, SMALL_TILE, len(slots), len(slots), count=count)
 
 
 def adapters_of(layer: Layer, slots: int, rank: int, device: str) -> LowRankWeights:
@@ -70,12 +76,10 @@ def adapters_of(layer: Layer, slots: int, rank: int, device: str) -> LowRankWeig
 def steps(layer: Layer, batch: int, rank: int, device: str, copies: int) -> dict[str, list[Callable[[], Any]]]:
     """Return what is measured, by its name: for each copy of the weights, a function that launches it."""
     cases = {
-        f"{count} active, {'in the product' if few else 'after it'}": tiles_of(
-            np.arange(batch) % count, device, few=few
-        )
-        for count in sorted({*ACTIVE, batch})
-        for few in (True, False)
-        if count <= batch and (not few or count in ACTIVE)
+        f"{number} active, {way}": tiles_of(np.arange(batch) % number, device, count)
+        for number in sorted({*ACTIVE, batch})
+        for count, way in WAYS.items()
+        if number <= batch and (count is not AdapterCount.FEW or number in ACTIVE)
     }
     x = torch.randn(batch, layer.inputs, device=device, dtype=torch.bfloat16)
     scale = torch.ones(layer.inputs, device=device, dtype=torch.bfloat16)
@@ -96,7 +100,7 @@ def steps(layer: Layer, batch: int, rank: int, device: str, copies: int) -> dict
                 added = partial(rows, bias=None, tokens=tiles, gated="silu" if gated else None, in_parts=in_parts)
                 found.setdefault(name, []).append(lambda added=added: added(norm()))
         for count in (1, batch):
-            tiles = tiles_of(np.arange(batch) % count, device, few=count == 1)
+            tiles = tiles_of(np.arange(batch) % count, device, AdapterCount.FEW if count == 1 else AdapterCount.MANY)
             low = shrink(x, adapters, tiles)
             apart = partial(_apart, base, adapters, tiles)
             found.setdefault(f"{count} active, own kernels", []).append(lambda apart=apart: apart(norm()))

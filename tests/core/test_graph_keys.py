@@ -12,12 +12,13 @@ import numpy as np
 import pytest
 
 from dovetail.engine.graph_keys import GraphKey, GraphKeys
-from dovetail.ops.low_rank import FEW_SLOTS, AdapterCount, adapter_count
+from dovetail.ops.adapter_weights import AdapterCount
+from dovetail.ops.low_rank import FEW_SLOTS, SEVERAL_SLOTS, adapter_count
 from dovetail.ops.triton.tuning import MAX_ROWS
 
-NONE, FEW, MANY = AdapterCount
+NONE, FEW, SEVERAL, MANY = AdapterCount
 SIZES = [1, 8, 64, MAX_ROWS, 2 * MAX_ROWS]
-ADAPTERS: Any = SimpleNamespace(count=lambda batch: adapter_count(batch.adapters - 1))
+ADAPTERS: Any = SimpleNamespace(count=lambda batch: adapter_count(len({*batch.adapters} - {0})))
 
 
 def batch_of(rows: int, adapters: int = 0, **given: Any) -> Any:
@@ -36,7 +37,9 @@ def keys(adapters: Any = ADAPTERS) -> GraphKeys:
         (3, 0, GraphKey(8, False)),
         (3, 2, GraphKey(8, False, adapters=FEW)),
         (60, FEW_SLOTS, GraphKey(64, False, adapters=FEW)),
-        (60, FEW_SLOTS + 1, GraphKey(64, False, adapters=MANY)),
+        (60, FEW_SLOTS + 1, GraphKey(64, False, adapters=SEVERAL)),
+        (60, SEVERAL_SLOTS + 1, GraphKey(64, False, adapters=MANY)),
+        (MAX_ROWS, FEW_SLOTS + 1, GraphKey(MAX_ROWS, False, adapters=MANY)),
         (MAX_ROWS + 1, 0, GraphKey(2 * MAX_ROWS, False)),
         (MAX_ROWS + 1, 1, GraphKey(2 * MAX_ROWS, False, adapters=MANY)),
         (2 * MAX_ROWS + 1, 0, None),
@@ -51,11 +54,16 @@ def test_a_batch_with_adapters_runs_in_no_graph_that_has_none():
 
 
 def test_graphs_of_many_adapters_hold_few_ones_too_and_the_reverse_is_false():
-    """More rows cost less than the kernels for many adapters."""
+    """More rows cost less than the kernels for more adapters."""
     assert [*keys().larger(GraphKey(64, False, adapters=FEW))] == [
         GraphKey(MAX_ROWS, False, adapters=FEW),
-        GraphKey(64, False, adapters=MANY),
+        GraphKey(64, False, adapters=SEVERAL),
         GraphKey(MAX_ROWS, False, adapters=MANY),
+        GraphKey(64, False, adapters=MANY),
+    ]
+    assert [*keys().larger(GraphKey(64, False, adapters=SEVERAL))] == [
+        GraphKey(MAX_ROWS, False, adapters=MANY),
+        GraphKey(64, False, adapters=MANY),
     ]
     assert [*keys().larger(GraphKey(64, False, adapters=MANY))] == [GraphKey(MAX_ROWS, False, adapters=MANY)]
     assert [*keys().larger(GraphKey(64, False))] == [GraphKey(MAX_ROWS, False)]
@@ -68,6 +76,6 @@ def test_what_has_occurred_is_captured_once_for_each_number_of_rows():
     given.key_for(batch_of(1, 1))
     few = [GraphKey(rows, False, adapters=FEW if rows <= MAX_ROWS else MANY) for rows in SIZES]
     assert [*given.possible()] == plain + few
-    given.key_for(batch_of(MAX_ROWS, 20))
+    given.key_for(batch_of(MAX_ROWS, SEVERAL_SLOTS + 1))
     many = [GraphKey(rows, False, adapters=MANY) for rows in SIZES if rows <= MAX_ROWS]
     assert [*given.possible()] == plain + few + many, "products of more rows have one kernel for any number of adapters"

@@ -6,6 +6,7 @@ That needs no GPU.
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from triton.compiler import ASTSource
 from dovetail.ops.triton import adapted_rows, low_rank_few
 from dovetail.ops.triton.launch import INTERPRETED
 from dovetail.ops.triton.tuning import tile_of
-from sass import without_spills
+from sass import unwritten, without_spills
 
 pytestmark = [
     pytest.mark.skipif(INTERPRETED, reason="kernels are interpreted, not compiled"),
@@ -65,6 +66,7 @@ def test_kernels_of_matrices_compile(kernel: str, few: bool, tmp_path: Path) -> 
     compiled(chosen[kernel][0], tmp_path / "kernel.cubin", common | chosen[kernel][1], stages=1)
 
 
+@pytest.mark.parametrize("several", [False, True])
 @pytest.mark.parametrize(
     ("n", "k", "form"),
     [
@@ -74,16 +76,24 @@ def test_kernels_of_matrices_compile(kernel: str, few: bool, tmp_path: Path) -> 
         pytest.param(4096, 14336, "parts", marks=pytest.mark.full),
     ],
 )
-def test_products_that_add_adapters_load_weights_before_they_wait(n: int, k: int, form: str, tmp_path: Path) -> None:
+def test_products_that_add_adapters_load_weights_before_they_wait(
+    n: int, k: int, form: str, several: bool, tmp_path: Path
+) -> None:
     tile = tile_of(64, n, k)
     assert tile is not None
     constants = {
-        "bias": None, "ADDS": True, "GATED": form == "gated", "BIAS": False, "BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n,
-        "BLOCK_K": tile.block_k, "SPLIT": tile.split, "IN_PARTS": form == "parts", "RANK": 16, "FIRST": adapted_rows.FIRST, "STEP": adapted_rows.STEP,
-        "AHEAD": adapted_rows.AHEAD, "ROW_BLOCK": adapted_rows.ROW_BLOCK,
+        "bias": None, "GATED": form == "gated", "BIAS": False, "BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n,
+        "BLOCK_K": tile.block_k, "SPLIT": tile.split, "IN_PARTS": form == "parts", "RANK": 16, "ROW_BLOCK": adapted_rows.ROW_BLOCK,
     }  # fmt: skip
+    kernel = adapted_rows._product_then_adapters if several else adapted_rows._adapted_rows
+    if several:
+        constants |= {name: getattr(adapted_rows, f"SEVERAL_{name}") for name in ("STEP", "DEPTH", "AHEAD")}
+    else:
+        constants |= {"ADDS": True, **{name: getattr(adapted_rows, name) for name in ("FIRST", "STEP", "AHEAD")}}
     types = {"y": "*fp32"} if form == "parts" else {}
     file = tmp_path / "kernel.cubin"
-    code = compiled(adapted_rows._adapted_rows, file, constants, tile.warps, tile.stages, types)
-    ptx = code["ptx"]
+    ptx = compiled(kernel, file, constants, tile.warps, tile.stages, types)["ptx"]
     assert max(ptx.index("cp.async.cg"), ptx.index("prefetch.global.L2")) < ptx.index("griddepcontrol.wait")
+    loops = [left for left in re.findall(r"cp\.async\.wait_group\s+(\d+)", ptx) if int(left) > 0]
+    assert len(loops) == (2 if several else 1), "each loop waits for the oldest part of what it has requested"
+    assert unwritten(file) == []

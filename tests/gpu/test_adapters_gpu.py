@@ -13,8 +13,16 @@ import torch
 
 from dovetail import LLM, SamplingParams
 from dovetail.config.checkpoint import locate
-from dovetail.ops.adapter_weights import LowRankWeights, TokenSlots
-from dovetail.ops.low_rank import FEW_SLOTS, LARGE_TILE, SMALL_TILE, add_low_rank, packed_tiles, unpacked_tiles
+from dovetail.ops.adapter_weights import AdapterCount, LowRankWeights, TokenSlots
+from dovetail.ops.low_rank import (
+    LARGE_TILE,
+    SMALL_TILE,
+    adapter_count,
+    add_low_rank,
+    kernel_count,
+    packed_tiles,
+    unpacked_tiles,
+)
 from lora_adapters import module_shapes, write_adapter
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")]
@@ -23,11 +31,16 @@ PROMPTS = ["The capital of France is", "Alice walks beside", "Hello", "Sort the 
 
 
 @pytest.mark.parametrize(
-    ("tokens", "tile", "few"),
-    [(1, SMALL_TILE, True), (64, SMALL_TILE, True), (64, SMALL_TILE, False), (2048, LARGE_TILE, True)],
+    ("tokens", "tile", "count"),
+    [
+        (1, SMALL_TILE, AdapterCount.FEW),
+        (64, SMALL_TILE, AdapterCount.FEW),
+        (64, SMALL_TILE, AdapterCount.MANY),
+        (2048, LARGE_TILE, AdapterCount.MANY),
+    ],
 )
 @pytest.mark.parametrize("rank", [16, 64, 256])
-def test_products_are_those_of_the_numbers(tokens: int, tile: int, few: bool, rank: int) -> None:
+def test_products_are_those_of_the_numbers(tokens: int, tile: int, count: AdapterCount, rank: int) -> None:
     from dovetail.ops.triton.low_rank import row_blocks
 
     torch.manual_seed(0)
@@ -40,7 +53,7 @@ def test_products_are_those_of_the_numbers(tokens: int, tile: int, few: bool, ra
     weights = LowRankWeights(a, b, parts, ranks, torch.from_numpy(ranks).cuda(), row_blocks(parts, device))
     own = random.integers(-1, slots, tokens).astype(np.int32)
     packed = torch.from_numpy(packed_tiles(own, tile, tokens, tokens + 2)).cuda()
-    tiles = unpacked_tiles(packed, tile, tokens, tokens, few=few)
+    tiles = unpacked_tiles(packed, tile, tokens, tokens, count=count)
     x = torch.randn(tokens, inputs, device="cuda", dtype=torch.bfloat16)
     out = torch.randn(tokens, 6120, device="cuda", dtype=torch.bfloat16)
     exact = out.float()
@@ -63,7 +76,7 @@ def test_products_are_those_of_the_numbers(tokens: int, tile: int, few: bool, ra
     ],
     ids=str,
 )
-@pytest.mark.parametrize(("tokens", "own_slots"), [(1, 1), (16, 3), (64, 1), (64, 8), (64, 12), (64, 64)])
+@pytest.mark.parametrize(("tokens", "own_slots"), [(1, 1), (16, 3), (64, 1), (64, 8), (64, 12), (64, 24), (64, 64)])
 def test_products_add_adapters_beside_the_kernel_that_multiplies_first(outputs, inputs, parts, form, tokens, own_slots):
     """Each input is written just before it is read, and differs from the one before at the same address."""
     from dovetail.ops.activation import GATES
@@ -81,7 +94,8 @@ def test_products_add_adapters_beside_the_kernel_that_multiplies_first(outputs, 
     weight = torch.randn(outputs, inputs, **kind) / inputs**0.5
     slots = random.integers(-1, own_slots, tokens) if own_slots < tokens else np.arange(tokens)
     packed = torch.from_numpy(packed_tiles(slots.astype(np.int32), SMALL_TILE, tokens, tokens)).cuda()
-    tiles = unpacked_tiles(packed, SMALL_TILE, tokens, tokens, few=own_slots <= FEW_SLOTS)
+    count = kernel_count(adapter_count(own_slots), tokens)
+    tiles = unpacked_tiles(packed, SMALL_TILE, tokens, tokens, count=count)
     product = AdaptedRows(weight, weights)
     gated, in_parts = form == "gated", form == "parts"
     if not product.can(tiles, tokens, gated=gated, parts=in_parts):

@@ -11,7 +11,7 @@ import torch
 
 from dovetail.ops import low_rank
 from dovetail.ops.activation import GATES
-from dovetail.ops.adapter_weights import LowRankWeights, TokenSlots
+from dovetail.ops.adapter_weights import AdapterCount, LowRankWeights, TokenSlots
 from dovetail.ops.low_rank import add_low_rank, packed_tiles, token_groups, unpacked_tiles
 from dovetail.ops.triton import adapted_rows
 from dovetail.ops.triton import low_rank as kernels
@@ -34,13 +34,12 @@ def made_weights(ranks: np.ndarray, parts=PARTS, inputs: int = INPUTS) -> LowRan
     return LowRankWeights(a, b, parts, ranks, torch.from_numpy(ranks), blocks)
 
 
-def made_tiles(slots: np.ndarray, size: int, *, pads: bool, many: bool = False):
-    """Return the tiles of ``slots``; with ``pads``, as a graph of more rows and tiles has them, and with ``many``, for the kernels of
-    many adapters."""
+def made_tiles(slots: np.ndarray, size: int, *, pads: bool, count: AdapterCount = AdapterCount.FEW):
+    """Return the tiles of ``slots``, for the kernels for ``count`` adapters; with ``pads``, as a graph of more rows and tiles has them."""
     tokens = len(slots)
     rows, most = (tokens + 3, low_rank.most_tiles(tokens, SLOTS) + 2) if pads else (tokens, None)
     packed = torch.from_numpy(packed_tiles(slots, size, rows, most))
-    return unpacked_tiles(packed, size, rows, tokens, most, few=not many)
+    return unpacked_tiles(packed, size, rows, tokens, most, count=count)
 
 
 def by_definition(out: torch.Tensor, x: torch.Tensor, weights: LowRankWeights, slots: np.ndarray) -> torch.Tensor:
@@ -71,18 +70,27 @@ def test_every_token_gets_what_its_adapter_adds(monkeypatch, path, slots):
     tokens = TokenSlots(len(given), token_groups(given))
     if path != "torch":
         tokens = TokenSlots(
-            len(given), (), made_tiles(given, low_rank.SMALL_TILE, pads="pad" in path, many="many" in path)
+            len(given),
+            (),
+            made_tiles(
+                given,
+                low_rank.SMALL_TILE,
+                pads="pad" in path,
+                count=AdapterCount.MANY if "many" in path else AdapterCount.FEW,
+            ),
         )
     torch.testing.assert_close(add_low_rank(out, x, weights, tokens).double(), expected, rtol=1e-5, atol=1e-4)
 
 
-@pytest.mark.parametrize("many", [False, True])
+@pytest.mark.parametrize("count", [AdapterCount.FEW, AdapterCount.SEVERAL, AdapterCount.MANY])
 @pytest.mark.parametrize(("form", "split"), [("whole", 1), ("bias", 2), ("gated", 1), ("gated", 2), ("parts", 2)])
 @pytest.mark.parametrize("slots", [[2], [1] * 17 + [-1, 2, 0]], ids=str)
-def test_products_add_the_adapters(monkeypatch, form, split, slots, many):
+def test_products_add_the_adapters(monkeypatch, form, split, slots, count):
     monkeypatch.setattr(few, "INPUT_BLOCK", dict.fromkeys((True, False), 32))
     monkeypatch.setattr(adapted_rows, "FIRST", 16)
     monkeypatch.setattr(adapted_rows, "STEP", 32)
+    monkeypatch.setattr(adapted_rows, "SEVERAL_STEP", 32)
+    monkeypatch.setattr(adapted_rows, "SEVERAL_BLOCK_M", 32)
     tile = ProductTile(32, 64, 32, 4, 2, split)
     monkeypatch.setattr(adapted_rows, "tile_of", lambda rows, n, k: tile)
     parts = ((0, 64), (64, 64))
@@ -91,7 +99,7 @@ def test_products_add_the_adapters(monkeypatch, form, split, slots, many):
     x, weight = torch.randn(len(given), k) * 0.05, torch.randn(128, k)
     bias = None if form in ("whole", "parts") else torch.randn(128)
     product = adapted_rows.AdaptedRows(weight, weights)
-    tiles = made_tiles(given, low_rank.SMALL_TILE, pads=True, many=many)
+    tiles = made_tiles(given, low_rank.SMALL_TILE, pads=True, count=count)
     assert product.can(tiles, len(x), gated=form == "gated", parts=form == "parts") == (form != "parts" or split > 1)
     got = product(x, bias, tiles, "silu" if form == "gated" else None, in_parts=form == "parts")
     exact = x.double() @ weight.double().T + (0 if bias is None else bias.double())

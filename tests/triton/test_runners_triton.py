@@ -30,6 +30,7 @@ from dovetail.engine.sampler import Sampler
 from dovetail.engine.verify_graphs import VerifyGraphs, VerifySizes
 from dovetail.interfaces.attention import AttentionContext
 from dovetail.layers.base import prepare_layers
+from dovetail.ops.adapter_weights import AdapterCount
 from dovetail.sampling_params import SamplingParams
 from dovetail.testing.batches import make_page_table
 from dovetail.types import AdmittedRequest, Batch, DraftTree, PageUpdates
@@ -456,8 +457,7 @@ class WithTokens(Replayed):
 def test_captured_steps_add_the_adapters_of_their_rows(monkeypatch):
     """Graphs are replayed with other adapters in other rows, and with fewer rows than they have."""
     monkeypatch.setattr("dovetail.ops.triton.low_rank_few.INPUT_BLOCK", {True: 64, False: 64})
-    for module in ("engine.adapters", "ops.low_rank"):  # steps of two adapters have the kernels of many
-        monkeypatch.setattr(f"dovetail.{module}.FEW_SLOTS", 1)
+    monkeypatch.setattr("dovetail.ops.low_rank.FEW_SLOTS", 1)  # steps of two adapters have the kernels of many
     stand_in(monkeypatch)
     memory = {"num_pages": 96, "page_size": PAGE}
     settings = {"device": "cpu", "model": {"dtype": "float32"}, "grammar": "none", "memory": memory}
@@ -491,4 +491,4 @@ def test_captured_steps_add_the_adapters_of_their_rows(monkeypatch):
         torch.testing.assert_close(*adapted, rtol=1e-4, atol=1e-4)
         changed = (plain - logits[0]).abs().amax(1) > 1e-2
         assert changed.tolist() == [slot > 0 for slot in slots]
-    assert {key.adapters for key in graphs._graphs} == {1, 2}
+    assert {key.adapters for key in graphs._graphs} == {AdapterCount.FEW, AdapterCount.MANY}

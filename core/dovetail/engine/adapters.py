@@ -27,6 +27,7 @@ from dovetail.layers.adapters import (
 )
 from dovetail.layers.embedding import LMHead
 from dovetail.ops.adapter_weights import (
+    AdapterCount,
     EmbeddingLowRank,
     ExpertLowRank,
     ExpertPairLowRank,
@@ -36,10 +37,11 @@ from dovetail.ops.adapter_weights import (
 from dovetail.ops.low_rank import (
     FEW_SLOTS,
     LARGE_TILE,
+    SEVERAL_SLOTS,
     SMALL_STEP,
     SMALL_TILE,
-    AdapterCount,
     adapter_count,
+    kernel_count,
     most_tiles,
     packed_tiles,
     token_slots,
@@ -57,6 +59,8 @@ LEAST_RANK = 16
 """The largest rank of adapters if neither the config nor the adapters known at the start require a larger one."""
 _RANK_UNIT = 16
 """On CUDA the rank of a slot is a multiple of this."""
+_MOST_SLOTS = {AdapterCount.NONE: 0, AdapterCount.FEW: FEW_SLOTS, AdapterCount.SEVERAL: SEVERAL_SLOTS}
+"""The largest number of adapters in steps of each count."""
 _WEIGHTS: dict[str, type[LowRankWeights]] = {
     "product": LowRankWeights,
     "embedding": EmbeddingLowRank,
@@ -193,7 +197,7 @@ class EngineAdapters:
         version, count = self._count
         if not batch.rows_version or version != batch.rows_version:
             rows: Any = batch.adapters
-            count = adapter_count(rows - 1)
+            count = adapter_count(int(np.count_nonzero(np.unique(rows))))
             self._count = batch.rows_version, count
         return count
 
@@ -204,9 +208,8 @@ class EngineAdapters:
         before = self.tokens.current
         self._static.zero_()  # no tile has tokens: those of an earlier step may be beyond these rows
         self._sent = (0, -1)
-        few, slots = count is AdapterCount.FEW, len(self._slots)
-        most = most_tiles(rows, min(slots, FEW_SLOTS) if few else slots)
-        tiles = unpacked_tiles(self._static, SMALL_TILE, self._most_rows, rows, most, few=few)
+        slots = min(len(self._slots), _MOST_SLOTS.get(count, len(self._slots)))
+        tiles = unpacked_tiles(self._static, SMALL_TILE, self._most_rows, rows, most_tiles(rows, slots), count=count)
         self.tokens.current = TokenSlots(rows, (), tiles) if count else None
         try:
             yield
@@ -245,9 +248,8 @@ class EngineAdapters:
             return token_slots(slots)
         size = SMALL_TILE if len(slots) <= SMALL_STEP else LARGE_TILE
         packed = packed_tiles(slots, size)
-        tiles = unpacked_tiles(
-            to_device(packed, self._device), size, len(slots), len(slots), few=bool(packed[1] <= FEW_SLOTS)
-        )
+        count = kernel_count(adapter_count(int(packed[1])), len(slots))
+        tiles = unpacked_tiles(to_device(packed, self._device), size, len(slots), len(slots), count=count)
         return TokenSlots(len(slots), (), tiles)
 
 

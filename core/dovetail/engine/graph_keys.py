@@ -8,7 +8,8 @@ from itertools import product
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from dovetail.engine.captures import larger_sizes
-from dovetail.ops.low_rank import AdapterCount, captured_count
+from dovetail.ops.adapter_weights import AdapterCount
+from dovetail.ops.low_rank import kernel_count
 
 if TYPE_CHECKING:
     from dovetail.engine.adapters import EngineAdapters
@@ -57,7 +58,7 @@ class GraphKeys:
         _note(self._variants, batch.variant)
         _note(self._adapter_counts, count)
         _note(self._own_levels, level)
-        return GraphKey(rows, batch.shared is not None, batch.variant, captured_count(count, rows), level)
+        return GraphKey(rows, batch.shared is not None, batch.variant, kernel_count(count, rows), level)
 
     def possible(self) -> Iterator[GraphKey]:
         """Yield all keys, each once: those without shared prefixes and with few rows come first, and variants, numbers of adapters and levels in the
@@ -66,21 +67,19 @@ class GraphKeys:
         for level, count, variant, shared, rows in product(
             self._own_levels, self._adapter_counts, self._variants, self.shared, self.sizes
         ):
-            key = GraphKey(rows, shared, variant, captured_count(count, rows), level)
+            key = GraphKey(rows, shared, variant, kernel_count(count, rows), level)
             if level < len(self.own_counts(rows)) and key not in found:
                 found.add(key)
                 yield key
 
     def larger(self, key: GraphKey) -> Iterator[GraphKey]:
         """Yield the keys of other graphs in which the step of ``key`` may run, the fastest first: more rows, or more own rows, cost less than
-        kernels for many adapters."""
+        kernels for more adapters."""
         least = self.own_counts(key.rows)[key.own]
-        counts = [key.adapters]
-        if key.adapters is AdapterCount.FEW:
-            counts.append(AdapterCount.MANY)
+        counts = [count for count in AdapterCount if count >= key.adapters] if key.adapters else [key.adapters]
         sizes = (key.rows, *larger_sizes(self.sizes, key.rows))
         found = (
-            key._replace(rows=rows, adapters=captured_count(count, rows), own=level)
+            key._replace(rows=rows, adapters=kernel_count(count, rows), own=level)
             for count in counts
             for rows in sizes
             for level, own in enumerate(self.own_counts(rows))

@@ -3,12 +3,23 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import IntEnum
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
     import torch
 
     from dovetail.types import IntArray
+
+
+class AdapterCount(IntEnum):
+    """Say how many adapters the rows of a step have, as far as kernels depend on it (``low_rank.adapter_count``). The kernels for each also
+    compute steps with fewer adapters, but not as fast."""
+
+    NONE = 0
+    FEW = 1
+    SEVERAL = 2
+    MANY = 3
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -56,8 +67,8 @@ class TokenTiles(NamedTuple):
     of each token, or -1.
 
     ``slots`` int32 ``[tokens]`` are the slots that occur, each once, and ``groups`` int32 ``[tokens]`` has the index in ``slots`` of each
-    token, or -1. ``used`` int32 ``[2]`` is the number of tiles that do not pad, and of slots that occur. With ``few``, these are at
-    most ``low_rank.FEW_SLOTS`` slots: kernels are chosen by it when a step is captured."""
+    token, or -1. ``used`` int32 ``[2]`` is the number of tiles that do not pad, and of slots that occur. Kernels are
+    chosen by ``count``, when a step is captured."""
 
     order: torch.Tensor
     tiles: torch.Tensor
@@ -66,7 +77,7 @@ class TokenTiles(NamedTuple):
     used: torch.Tensor
     groups: torch.Tensor
     slots: torch.Tensor
-    few: bool
+    count: AdapterCount
 
 
 class TokenSlots(NamedTuple):

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
-from enum import IntEnum
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch.nn import functional
 
-from dovetail.ops.adapter_weights import EmbeddingLowRank, ExpertLowRank, LowRankWeights, TokenSlots, TokenTiles
+from dovetail.ops.adapter_weights import (
+    AdapterCount,
+    EmbeddingLowRank,
+    ExpertLowRank,
+    LowRankWeights,
+    TokenSlots,
+    TokenTiles,
+)
 from dovetail.ops.triton.tuning import MAX_ROWS
 
 if TYPE_CHECKING:
@@ -19,29 +25,23 @@ SMALL_TILE, LARGE_TILE = 16, 64
 """The numbers of tokens that a program of the kernels multiplies at once, in steps of up to ``SMALL_STEP`` tokens and in
 larger ones."""
 SMALL_STEP = 512
-FEW_SLOTS = 8
-"""Up to this number of adapters in a step, the product of a layer adds what they make; with more, a kernel after it is faster."""
+FEW_SLOTS, SEVERAL_SLOTS = 8, 24
+"""Up to these numbers, adapters that occur in a step are few or several (see ``AdapterCount``)."""
+SEVERAL_ROWS = range(33, 65)
+"""The numbers of rows of a step for which kernels for several adapters were measured to be faster than those for many."""
 
 
-class AdapterCount(IntEnum):
-    """Say how many adapters the rows of a step have, as far as kernels depend on it: none, up to ``FEW_SLOTS``, or more. The kernels of
-    each also compute steps with fewer adapters, but not as fast."""
-
-    NONE = 0
-    FEW = 1
-    MANY = 2
+def adapter_count(occur: int) -> AdapterCount:
+    """Return the count of a step in which ``occur`` adapters occur."""
+    bounds = (AdapterCount.NONE, 0), (AdapterCount.FEW, FEW_SLOTS), (AdapterCount.SEVERAL, SEVERAL_SLOTS)
+    return next((count for count, most in bounds if occur <= most), AdapterCount.MANY)
 
 
-def adapter_count(slots: IntArray) -> AdapterCount:
-    """Return how many adapters occur in ``slots`` (``[rows]``), in which numbers below 0 stand for no adapter."""
-    occur = len(np.unique(slots[slots >= 0]))
-    return AdapterCount.NONE if not occur else AdapterCount.FEW if occur <= FEW_SLOTS else AdapterCount.MANY
-
-
-def captured_count(count: AdapterCount, rows: int) -> AdapterCount:
-    """Return with which count a step of ``rows`` rows is captured: products of more than ``MAX_ROWS`` rows have one kernel for any number of
-    adapters."""
-    return AdapterCount.MANY if count and rows > MAX_ROWS else count
+def kernel_count(count: AdapterCount, rows: int) -> AdapterCount:
+    """Return for which count the kernels of a step of ``rows`` rows are chosen. Those for several adapters are the fastest for a number of rows in ``SEVERAL_ROWS``
+    only, and products of more than ``MAX_ROWS`` rows have one kernel for any number of adapters."""
+    several = count is AdapterCount.SEVERAL and rows not in SEVERAL_ROWS
+    return AdapterCount.MANY if several or (count and rows > MAX_ROWS) else count
 
 
 def add_low_rank(out: torch.Tensor, x: torch.Tensor, weights: LowRankWeights, tokens: TokenSlots) -> torch.Tensor:
@@ -149,13 +149,18 @@ def packed_tiles(slots: IntArray, size: int, rows: int | None = None, most: int 
 
 
 def unpacked_tiles(
-    packed: torch.Tensor, size: int, rows: int, tokens: int, most: int | None = None, *, few: bool = False
+    packed: torch.Tensor,
+    size: int,
+    rows: int,
+    tokens: int,
+    most: int | None = None,
+    count: AdapterCount = AdapterCount.MANY,
 ) -> TokenTiles:
     """Return views of what ``packed_tiles`` returned for ``rows`` rows, for the first ``tokens`` of them and ``most`` tiles. See
-    ``TokenTiles`` for ``few``."""
+    ``TokenTiles`` for ``count``."""
     order, places, groups, slots = packed[2 : 2 + 4 * rows].view(4, rows)[:, :tokens]
     tiles = packed[2 + 4 * rows :].view(-1, 3)[:most]
-    return TokenTiles(order, tiles, size, places, packed[:2], groups, slots, few)
+    return TokenTiles(order, tiles, size, places, packed[:2], groups, slots, count)
 
 
 def most_tiles(tokens: int, slots: int) -> int:

@@ -1,23 +1,24 @@
 """Compute the product of a layer and few tokens beside ``low_rank_few.shrink``, and add what their adapters make of them.
 
 Both kernels read ``x``, which is complete when the product starts, because ``shrink`` is a leader (see ``launch``). The product waits
-for ``shrink`` when its loop has ended. If few adapters occur, it then continues its loop: the second matrix of each adapter
-is a block of further columns of the weight, and the row of ``x`` of a token has its results of ``shrink`` in the columns of its
-adapter, and zeros in those of the others. Each adapter that occurs costs every program a step, so that if many occur, ``expand`` is
-faster: the product adds nothing, and the kernel after it does.
+for ``shrink`` when its loop has ended, and then adds the second matrices as further columns of the weight (see ``adapted_columns``). There are two kernels for it: if
+few adapters occur, the first columns are in registers then; if several occur, a second loop requests all columns ahead. If many occur, ``expand``
+is faster: the product adds nothing, and the kernel after it does.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from dovetail.ops.adapter_weights import AdapterCount
 from dovetail.ops.low_rank import SMALL_TILE
-from dovetail.ops.triton.launch import launch, prefetch
+from dovetail.ops.triton.adapted_columns import add_columns, addresses, column_of, columns_at, prefetch_columns
+from dovetail.ops.triton.launch import launch
 from dovetail.ops.triton.low_rank import ROW_BLOCK
 from dovetail.ops.triton.low_rank_few import RANK_BLOCK, expand, expand_gate, shrink
 from dovetail.ops.triton.matmul import GATE_KINDS, finish_rows, rows_of, workspace
@@ -32,36 +33,10 @@ FIRST, STEP = 32, 64
 32 for the gate and the gated values. With a larger first step, one adapter costs more, with smaller later steps, 8 cost more."""
 AHEAD = 128
 """The number of columns that are prefetched when the product begins."""
-
-
-@triton.jit
-def _columns(at, end, m, slots, own, ranks, rank_stride, GATED: tl.constexpr, RANK: tl.constexpr, SIZE: tl.constexpr):
-    """Describe the SIZE columns from ``at`` on, in blocks of RANK_BLOCK: return the slot of each block, and the rank that its adapter has,
-    0 from column ``end`` on. The load of ``slots`` does not wait for ``end``."""
-    block = at // RANK_BLOCK + tl.arange(0, SIZE // RANK_BLOCK)
-    group, part, _ = _column_of(block, own, GATED, RANK)
-    slot = tl.load(slots + tl.minimum(group, m - 1), cache_modifier=".cg").to(tl.int64)
-    there = block * RANK_BLOCK < end
-    return slot, tl.load(ranks + slot * rank_stride + part, mask=there, other=0, cache_modifier=".cg")
-
-
-@triton.jit
-def _column_of(block, own, GATED: tl.constexpr, RANK: tl.constexpr):
-    """Return the index in ``TokenTiles.slots``, the part, and the first rank of a block of columns: those of an adapter are adjacent,
-    and if GATED, first those of the gates."""
-    per_part: tl.constexpr = RANK // RANK_BLOCK
-    per_slot: tl.constexpr = per_part * 2 if GATED else per_part
-    part = block % per_slot // per_part if GATED else own
-    return block // per_slot, part, block % per_part * RANK_BLOCK
-
-
-@triton.jit
-def _addresses(block, slot, rank, rows, local, b, b_stride, own, GATED: tl.constexpr, RANK: tl.constexpr):
-    """Return the addresses of the second matrices ``[rows, blocks of columns]``, and which of them are used."""
-    _, part, first = _column_of(block, own, GATED, RANK)
-    address = b + (slot * b_stride + first)[None] + rows.to(tl.int64)[:, None] * RANK
-    used = (first < rank)[None] & (rows >= 0)[:, None]
-    return address, used & ((local % 2)[:, None] == part[None]) if GATED else used
+SEVERAL_STEP, SEVERAL_DEPTH, SEVERAL_AHEAD = 128, 4, 256
+"""If several adapters occur: the number of columns that are added at once, the number of such steps in the pipeline, and the columns that are prefetched."""
+SEVERAL_BLOCK_M = 64
+"""The number of rows of tiles for which the second loop was measured to be faster than ``expand``."""
 
 
 @triton.jit
@@ -70,7 +45,7 @@ def _matrices(
 ):
     """Return the columns from ``at`` on, ``[rows, STEP]``."""
     block = at // RANK_BLOCK + tl.arange(0, STEP // RANK_BLOCK)
-    address, used = _addresses(block, slot, rank, rows, local, b, b_stride, own, GATED, RANK)
+    address, used = addresses(block, slot, rank, rows, local, b, b_stride, own, GATED, RANK)
     inner = tl.arange(0, RANK_BLOCK)[None, None]
     left = tl.load(address[:, :, None] + inner, mask=used[:, :, None], other=0.0, cache_modifier=".cg")
     return tl.reshape(left, [rows.shape[0], STEP])
@@ -84,7 +59,7 @@ def _add(
     """Add to ``total [rows, tokens]`` the products of the columns ``left`` from ``at`` on. ``group`` has the index in ``TokenTiles.slots`` of
     each token."""
     block = at // RANK_BLOCK + tl.arange(0, STEP // RANK_BLOCK)
-    place, part, first = _column_of(block, own, GATED, RANK)
+    place, part, first = column_of(block, own, GATED, RANK)
     inner = tl.arange(0, RANK_BLOCK)[None, None]
     token = tl.arange(0, BLOCK_M)
     part += tl.zeros_like(block)
@@ -116,16 +91,12 @@ def _adapted_rows(
         end = tl.load(count + 1, cache_modifier=".cg") * per_slot
         group = tl.load(groups + token, mask=token < m, other=-1, cache_modifier=".cg")
         own = 0 if GATED else tl.load(blocks + tile * BLOCK_N // ROW_BLOCK * 3)
-        slot, rank = _columns(part * FIRST, end, m, slots, own, ranks, rank_stride, GATED, RANK, FIRST)
+        slot, rank = columns_at(part * FIRST, end, m, slots, own, ranks, rank_stride, GATED, RANK, FIRST)
         if PDL:
-            column = tl.arange(0, AHEAD // RANK_BLOCK) * RANK_BLOCK
-            near, near_rank = _columns(0, end, m, slots, own, ranks, rank_stride, GATED, RANK, AHEAD)
-            adds = tl.where(column < SPLIT * FIRST, column // FIRST, (column - SPLIT * FIRST) // STEP % SPLIT)
-            near_rank = tl.where(adds == part, near_rank, 0)
-            address, used = _addresses(
-                column // RANK_BLOCK, near, near_rank, rows, local, b, b_stride, own, GATED, RANK
-            )
-            prefetch(tl.where(used, address, (w + rows.to(tl.int64) * k + part * span)[:, None]))
+            prefetch_columns(
+                part, end, m, slots, own, ranks, rank_stride, rows, local, b, b_stride, w + rows.to(tl.int64) * k + part * span,
+                GATED, RANK, SPLIT, FIRST, STEP, AHEAD,
+            )  # fmt: skip
     for start in range(0, span, BLOCK_K):
         left = tl.load(source + start, eviction_policy="evict_first")
         right = tl.load(tokens + start, present, 0.0, cache_modifier=".cg")
@@ -137,11 +108,47 @@ def _adapted_rows(
         if part * FIRST < end:
             total = _add(total, matrices, part * FIRST, rank, low, group, own, num_parts, GATED, RANK, FIRST, BLOCK_M)
             for later in tl.range(SPLIT * FIRST + part * STEP, end, SPLIT * STEP, num_stages=1):
-                more, its_rank = _columns(later, end, m, slots, own, ranks, rank_stride, GATED, RANK, STEP)
+                more, its_rank = columns_at(later, end, m, slots, own, ranks, rank_stride, GATED, RANK, STEP)
                 columns = _matrices(later, more, its_rank, rows, local, b, b_stride, own, GATED, RANK, STEP)
                 total = _add(total, columns, later, its_rank, low, group, own, num_parts, GATED, RANK, STEP, BLOCK_M)
     elif PDL:
         gdc_wait()
+    finish_rows(total, y, bias, parts, arrived, rows, tile, part, m, n, GATED, BIAS, BLOCK_M, BLOCK_N, SPLIT, IN_PARTS)
+
+
+@triton.jit(do_not_specialize=["m"], do_not_specialize_on_alignment=["ranks", "slots", "count", "groups", "blocks"])
+def _product_then_adapters(
+    x, w, bias, y, parts, arrived, m, n, k, span,
+    low, b, b_stride, ranks, rank_stride, slots, count, groups, blocks, num_parts,
+    GATED: tl.constexpr, BIAS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SPLIT: tl.constexpr,
+    IN_PARTS: tl.constexpr, RANK: tl.constexpr, STEP: tl.constexpr, DEPTH: tl.constexpr, AHEAD: tl.constexpr, ROW_BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+) -> None:  # fmt: skip
+    tile, part = tl.program_id(0), tl.program_id(1)
+    rows = rows_of(tile, n, GATED, BLOCK_N)
+    local, token, at = tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_K)
+    own_k = w + rows.to(tl.int64) * k + part * span
+    source, tokens = own_k[:, None] + at[None, :], x + token[:, None] * k + part * span + at[None, :]
+    if PDL:
+        gdc_launch_dependents()
+    end = tl.load(count + 1, cache_modifier=".cg") * RANK * (2 if GATED else 1)
+    group = tl.load(groups + token, mask=token < m, other=-1, cache_modifier=".cg")
+    own = 0 if GATED else tl.load(blocks + tile * BLOCK_N // ROW_BLOCK * 3)
+    if PDL:
+        prefetch_columns(
+            part, end, m, slots, own, ranks, rank_stride, rows, local, b, b_stride, own_k, GATED, RANK, SPLIT, STEP, STEP, AHEAD
+        )  # fmt: skip
+    total = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+    for start in range(0, span, BLOCK_K):
+        left = tl.load(source + start, eviction_policy="evict_first")
+        right = tl.load(tokens + start, token[:, None] < m, 0.0, cache_modifier=".cg")
+        total = tl.dot(left, tl.trans(right), total, input_precision="ieee")
+    if PDL:
+        gdc_wait()  # for ``low``; ``x`` was complete before this kernel started
+    total = add_columns(
+        total, part * STEP, SPLIT * STEP, end, m, low, b, b_stride, ranks, rank_stride, slots, group, rows, local, own, num_parts,
+        GATED, RANK, STEP, DEPTH,
+    )  # fmt: skip
     finish_rows(total, y, bias, parts, arrived, rows, tile, part, m, n, GATED, BIAS, BLOCK_M, BLOCK_N, SPLIT, IN_PARTS)
 
 
@@ -180,14 +187,20 @@ class AdaptedRows:
         in_parts: bool = False,
     ) -> torch.Tensor:
         """Compute what ``matmul.matmul`` computes, with the adapters of ``tokens``. ``can`` must be True."""
-        low = shrink(x, self._low_rank, tokens, leads=True)
-        if tokens.few:
-            return self.product(x, bias, low, tokens, GATE_KINDS[gated] if gated else False, in_parts=in_parts)
+        low, kind = shrink(x, self._low_rank, tokens, leads=True), GATE_KINDS[gated] if gated else False
+        if tokens.count <= AdapterCount.FEW:
+            return self.product(x, bias, low, tokens, kind, in_parts=in_parts)
+        if tokens.count is AdapterCount.SEVERAL and self._has_second_loop(len(x)):
+            return self.product(x, bias, low, tokens, kind, in_parts=in_parts, second_loop=True)
         y = self.product(x, bias, low, tokens, in_parts=in_parts, adds=False)
         if gated:
             return expand_gate(y, low, self._low_rank, tokens, gated)
         expand(y[0] if in_parts else y, low, self._low_rank, tokens)
         return y
+
+    def _has_second_loop(self, rows: int) -> bool:
+        tile = self._tiles[rows]
+        return tile is not None and tile.block_m == SEVERAL_BLOCK_M
 
     def product(
         self,
@@ -199,8 +212,10 @@ class AdaptedRows:
         *,
         in_parts: bool = False,
         adds: bool = True,
+        second_loop: bool = False,
     ) -> torch.Tensor:
-        """Launch the kernel after ``shrink``, which returned ``low``. Without ``adds``, it adds nothing for adapters."""
+        """Launch the kernel after ``shrink``, which returned ``low``. Without ``adds``, it adds nothing for adapters. With ``second_loop``, it
+        is the one for several adapters."""
         tile = self._tiles[len(x)]
         assert tile is not None
         assert x.is_contiguous()
@@ -210,13 +225,20 @@ class AdaptedRows:
             y = torch.empty(tile.split, m, n, dtype=torch.float32, device=x.device)
         else:
             y = torch.empty(m, n // 2 if gated else n, dtype=x.dtype, device=x.device)
-        launch(
-            _adapted_rows, (triton.cdiv(n, tile.block_n), tile.split),
+        given: tuple[Any, ...] = (
             x, self._weight, bias, y, self._space.parts, self._space.arrived, m, n, k, k // tile.split,
             low, weights.b, weights.b.stride(0), weights.device_ranks, weights.device_ranks.stride(0),
             tokens.slots, tokens.used, tokens.groups, weights.blocks, low.shape[1],
-            ADDS=adds, GATED=gated, BIAS=bias is not None, BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, BLOCK_K=tile.block_k,
-            SPLIT=tile.split, IN_PARTS=in_parts, RANK=low.shape[2], FIRST=FIRST, STEP=STEP, AHEAD=AHEAD, ROW_BLOCK=ROW_BLOCK,
-            num_warps=tile.warps, num_stages=tile.stages,
         )  # fmt: skip
+        constants: dict[str, Any] = {
+            "GATED": gated, "BIAS": bias is not None, "BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "BLOCK_K": tile.block_k,
+            "SPLIT": tile.split, "IN_PARTS": in_parts, "RANK": low.shape[2], "ROW_BLOCK": ROW_BLOCK, "num_warps": tile.warps,
+            "num_stages": tile.stages,
+        }  # fmt: skip
+        grid = triton.cdiv(n, tile.block_n), tile.split
+        if second_loop:
+            own = {"STEP": SEVERAL_STEP, "DEPTH": SEVERAL_DEPTH, "AHEAD": SEVERAL_AHEAD}
+            launch(_product_then_adapters, grid, *given, **constants, **own)
+        else:
+            launch(_adapted_rows, grid, *given, **constants, ADDS=adds, FIRST=FIRST, STEP=STEP, AHEAD=AHEAD)
         return y

@@ -20,6 +20,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from dovetail.ops.adapter_weights import AdapterCount
 from dovetail.ops.triton.launch import launch
 from dovetail.ops.triton.low_rank import ROW_BLOCK
 from dovetail.ops.triton.matmul import GATE_KINDS, gate
@@ -232,7 +233,8 @@ def shrink(x: torch.Tensor, weights: LowRankWeights, tokens: TokenTiles, *, lead
     a, ranks = weights.a, weights.device_ranks
     assert ranks is not None
     num_parts, rank, inputs = a.shape[1:]
-    block = INPUT_BLOCK[tokens.few]
+    together = tokens.count <= AdapterCount.FEW
+    block = INPUT_BLOCK[together]
     splits, units = triton.cdiv(inputs, block), num_parts * (rank // RANK_BLOCK.value)
     num_tiles = len(tokens.tiles)
     low = torch.empty(len(x), num_parts, rank, dtype=x.dtype, device=x.device)
@@ -244,7 +246,7 @@ def shrink(x: torch.Tensor, weights: LowRankWeights, tokens: TokenTiles, *, lead
         _shrink, (num_tiles, units, splits),
         x, x.stride(0), inputs, a, a.stride(0), ranks, ranks.stride(0), tokens.order, tokens.tiles, low, sums,
         arrivals(x.device), num_parts,
-        TOGETHER=tokens.few, RANK=rank, TILE=tokens.size, INPUT_BLOCK=block, SPLITS=splits, LEADS=leads, num_stages=1,
+        TOGETHER=together, RANK=rank, TILE=tokens.size, INPUT_BLOCK=block, SPLITS=splits, LEADS=leads, num_stages=1,
     )  # fmt: skip
     return low
 
@@ -254,11 +256,12 @@ def expand(out: torch.Tensor, low: torch.Tensor, weights: LowRankWeights, tokens
     b, ranks, blocks = weights.b, weights.device_ranks, weights.blocks
     assert ranks is not None
     assert blocks is not None
-    size = output_block(weights.parts, few=tokens.few)
+    together = tokens.count <= AdapterCount.FEW
+    size = output_block(weights.parts, few=together)
     launch(
         _expand, (len(blocks) * ROW_BLOCK // size, len(tokens.tiles)),
         out, out.stride(0), low, b, b.stride(0), ranks, ranks.stride(0), tokens.order, tokens.tiles, blocks, low.shape[1],
-        TOGETHER=tokens.few, RANK=low.shape[2], TILE=tokens.size, BLOCK_N=size, ROW_BLOCK=ROW_BLOCK,
+        TOGETHER=together, RANK=low.shape[2], TILE=tokens.size, BLOCK_N=size, ROW_BLOCK=ROW_BLOCK,
     )  # fmt: skip
     return out
 
