@@ -4,8 +4,8 @@
 
 Results are first compared with float32. Weights are cold: calls rotate over several copies. ``floor`` is the time of reading codes and
 scales at ``ops_gpu.READ``, ``bf16`` that of cuBLAS with a weight in bfloat16. With ``--tune`` other tiles compete, and the fastest are
-printed, for ``plane_tile`` in ``dovetail_quantization/triton/integer_rows.py`` and ``one_row_tile`` in ``integer_one_row.py``. One row is
-also measured with the kernel for several rows, and in parts, as before a norm that adds them up.
+printed, for ``bytes_tile`` in ``dovetail_quantization/triton/integer_bytes.py``, ``plane_tile`` in ``integer_rows.py`` and ``one_row_tile`` in
+``integer_one_row.py``. One row is also measured with the kernel for several rows, and in parts, as before a norm that adds them up.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from torch.nn import functional
 
 from dovetail.ops.integers import PLANES, Integers, dequantize
 from dovetail.ops.triton.tuning import MAX_PARTS
-from dovetail_quantization.triton.integer_rows import IntegerRows, IntegerTile, plane_tile
+from dovetail_quantization.triton.integer_bytes import ROWS, BytesTile
+from dovetail_quantization.triton.integer_rows import IntegerRows, IntegerTile
 from dovetail_quantization.triton.one_row import OneRowTile, split_of
 from ops_gpu import COLD, READ, per_call, randn
 
@@ -38,10 +39,10 @@ def weights(n: int, k: int, group: int) -> list[Integers]:
     ]
 
 
-Tile = IntegerTile | OneRowTile
+Tile = IntegerTile | BytesTile | OneRowTile
 
 
-def candidates(rows: int, n: int, k: int) -> Iterator[Tile]:
+def candidates(rows: int, n: int, k: int, group: int) -> Iterator[Tile]:
     """Yield tiles that may be fast."""
     if rows == 1:
         block_k = 1 << (k - 1).bit_length()
@@ -65,7 +66,9 @@ def candidates(rows: int, n: int, k: int) -> Iterator[Tile]:
         (32, 1, 6),
         (32, 2, 6),
     ]
-    tiles = [IntegerTile(least, block_n, PLANES, warps, stages, 1) for block_n, warps, stages in sizes]
+    tiles: list[IntegerTile | BytesTile] = [
+        IntegerTile(least, block_n, PLANES, warps, stages, 1) for block_n, warps, stages in sizes
+    ]
     if least <= 32:
         wide = [(32, 1), (64, 2), (64, 4), (128, 2), (128, 4), (128, 8), (256, 8)]
         shapes = itertools.product(wide, ((PLANES, 4), (PLANES, 6), (2 * PLANES, 3)))
@@ -74,9 +77,16 @@ def candidates(rows: int, n: int, k: int) -> Iterator[Tile]:
             IntegerTile(size, block_n, block_k, warps, stages, 1, columns=True, ahead=4)
             for (block_n, warps), (block_k, stages) in shapes
         ]
-    for tile, split in itertools.product(tiles, (1, 2, 4, 8, 16)):
+    if 1 < rows <= ROWS.value and group % PLANES == 0:
+        wide = [(64, 2), (64, 4), (128, 4), (128, 8), (256, 8)]
+        shapes = itertools.product(wide, ((PLANES, 3), (PLANES, 4), (PLANES, 6), (2 * PLANES, 3)))
+        tiles += [
+            BytesTile(block_n, block_k, warps, stages, 1, ahead=4) for (block_n, warps), (block_k, stages) in shapes
+        ]
+    for tile, split in itertools.product(tiles, (1, 2, 4, 7, 8, 14, 16)):
         programs = -(-n // tile.block_n) * split
-        fits = split == 1 or programs * tile.block_n * tile.block_m <= MAX_PARTS
+        height = ROWS.value if isinstance(tile, BytesTile) else tile.block_m
+        fits = split == 1 or programs * tile.block_n * height <= MAX_PARTS
         if k % (split * tile.block_k) == 0 and PROGRAMS[0] <= programs <= PROGRAMS[1] and fits:
             yield tile._replace(split=split)
 
@@ -104,8 +114,10 @@ def with_tile(weight: Integers, rows: int, tile: Tile | None) -> IntegerRows:
     found = IntegerRows(weight)
     if isinstance(tile, OneRowTile):
         found.one_row, found.one_row_in_parts = tile._replace(split=1), tile
+    elif isinstance(tile, BytesTile):
+        found.byte_tiles[rows] = tile
     elif tile is not None:
-        found.one_row = None
+        found.one_row, found.byte_tiles[rows] = None, None
         found.tiles[rows] = tile
     return found
 
@@ -122,7 +134,7 @@ def main() -> None:
             (rows, name, args.group, tile)
             for rows in args.rows
             for name, shape in SHAPES.items()
-            for tile in candidates(rows, *shape)
+            for tile in candidates(rows, *shape, args.group)
         ]
         with multiprocessing.get_context("spawn").Pool(12) as pool:
             for wrong in filter(None, pool.imap_unordered(compile_tile, jobs, chunksize=4)):
@@ -145,12 +157,12 @@ def main() -> None:
             if rows == 1 and (parts := IntegerRows(copies[0]).one_row_in_parts) is not None:
                 print(f"{'  in parts':16}{rows:6}{measured(copies, x, parts):9.1f}", flush=True)
             if args.tune:
-                found = sorted((measured(copies, x, tile), tuple(tile)) for tile in candidates(rows, n, k))
+                found = sorted((measured(copies, x, tile), tuple(tile)) for tile in candidates(rows, n, k, args.group))
                 print(
                     "   ",
                     ", ".join(f"{time:.1f} {tile}" for time, tile in found[:6]),
                     "; now",
-                    tuple(plane_tile(rows, n, k)),
+                    IntegerRows(copies[0]).tile(x),
                     IntegerRows(copies[0]).one_row,
                 )
 

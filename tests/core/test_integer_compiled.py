@@ -11,15 +11,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import triton
 from triton.backends import nvidia as backends
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from dovetail.ops.integers import Integers
 from dovetail.ops.triton import integers
 from dovetail.ops.triton.launch import INTERPRETED
 from dovetail.ops.triton.mxfp4_tiles import tiles_of
-from dovetail_quantization.triton import integer_columns, integer_one_row, integer_rows
+from dovetail_quantization.triton import integer_bytes, integer_columns, integer_one_row, integer_rows
 
 pytestmark = pytest.mark.skipif(INTERPRETED, reason="kernels are interpreted, not compiled")
 POINTERS = {"x": "*bf16", "out": "*bf16", "y": "*bf16", "bias": "*bf16", "scales": "*fp16", "zeros": "*u8", "w": "*u8"}
@@ -92,14 +94,39 @@ def test_products_of_few_rows_compile(
         assert f"warpsPerCTA = [1, {tile.warps}], instrShape" in code["ttgir"], "warps compute the same columns"
 
 
+def test_products_of_bytes_compile(tmp_path: Path) -> None:
+    scales, codes = torch.ones(32, 28672, device="meta"), torch.empty(28672, 2048, dtype=torch.uint8, device="meta")
+    tile = integer_bytes.bytes_tile(32, Integers(codes, scales))
+    assert tile is not None
+    assert tile == (128, 128, 4, 4, 2, 4)
+    constants: dict[str, Any] = {"group": 128, "GATED": 1, "BIAS": False, "bias": None, "IN_PARTS": False}
+    constants |= {"BLOCK_N": tile.block_n, "BLOCK_K": tile.block_k, "SPLIT": tile.split}
+    constants |= {"STAGES": tile.stages, "AHEAD": tile.ahead}
+    types = {"x": "*i8", "w": "*i8", "x_scales": "*fp32", "scales": "*fp32"}
+    code = compiled(integer_bytes.plane_bytes, constants, types, tile.warps, tile.stages)
+    check(code, tmp_path / "kernel.cubin")
+    assert "mma.sync.aligned.m16n8k32.row.col" in code["ptx"]
+    assert "L2::cache_hint" in code["ptx"].split("cp.async", 1)[-1], "codes are not read ahead"
+    code = compiled(integer_bytes.bytes_of_rows, {"BLOCKS": 4}, {"out": "*i8", "scales": "*fp32"}, 2, 3)
+    check(code, tmp_path / "kernel.cubin")
+
+
 @pytest.mark.parametrize("zeros", [False, pytest.param(True, marks=pytest.mark.full)])
 @pytest.mark.parametrize("k", [4096, pytest.param(14336, marks=pytest.mark.full)])
-def test_the_product_of_one_row_compiles(k: int, zeros: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize("tiled", [True, pytest.param(False, marks=pytest.mark.full)])
+def test_the_product_of_one_row_compiles(k: int, zeros: bool, tiled: bool, tmp_path: Path) -> None:
     tile = integer_one_row.one_row_tile(4096, k, 128)
     assert tile is not None
-    constants: dict[str, Any] = {"BFLOAT16": True, "ZEROS": zeros, "GATED": 0, "BIAS": False, "bias": None}
+    constants: dict[str, Any] = {
+        "BFLOAT16": True,
+        "TILED": tiled,
+        "ZEROS": zeros,
+        "GATED": 0,
+        "BIAS": False,
+        "bias": None,
+    }
     constants |= {"BLOCK_N": tile.block_n, "BLOCK_K": tile.block_k} | ({} if zeros else {"zeros": None})
-    types = {"x": "*i32", "w": "*i32", "scales": "*fp32", "zeros": "*fp32"}
+    types = {"x": "*i32", "w": "*i32", "scales": "*bf16" if tiled else "*fp32", "zeros": "*fp32"}
     code = compiled(integer_one_row.one_plane_row, constants, types, tile.warps, 3)
     check(code, tmp_path / "kernel.cubin")
     assert "L2::cache_hint.v4" in code["ptx"], "codes are not read in words of 16 bytes"

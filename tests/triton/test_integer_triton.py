@@ -12,6 +12,8 @@ from dovetail.ops.activation import GATES
 from dovetail.ops.integers import Integers, dequantize
 from dovetail_quantization import coded_product
 from dovetail_quantization.integer_products import Int8Product, IntegerProduct
+from dovetail_quantization.triton import integer_one_row
+from dovetail_quantization.triton.integer_bytes import BytesTile
 from dovetail_quantization.triton.integer_rows import (
     MOST_ROWS,
     IntegerTile,
@@ -19,7 +21,6 @@ from dovetail_quantization.triton.integer_rows import (
     integer_rows,
     narrowed,
     plain_weight,
-    tile_of,
     with_words,
 )
 
@@ -68,7 +69,7 @@ def test_products_of_few_rows_are_those_of_the_numbers(
     assert (rows.forward(x, None).double() - exact).abs().max() <= 4 * bound
     assert (rows.forward(x, bias).double() - exact - bias.double()).abs().max() <= 4 * bound
     parts = rows.parts(x)
-    tile = tile_of(m, weight)
+    tile = rows.tile(x)
     assert tile is not None
     if rows.one_row is None or m > 1 or dtype is torch.float32:
         assert (parts is None) == (tile.split == 1)
@@ -93,6 +94,7 @@ def test_rows_of_the_weight_may_be_the_columns_of_the_product(
     rows = integer_rows(with_words(weight))
     assert rows is not None
     rows.tiles[10] = IntegerTile(16, 64, 256, 4, 3, split, columns=True, ahead=4)
+    rows.byte_tiles[10] = None
     exact = x.double() @ dequantize(weight, torch.float64).T
     bound = 4 * TOLERANCES[dtype] * float(exact.square().mean().sqrt())
     assert (rows.forward(x, bias).double() - exact - bias.double()).abs().max() <= bound
@@ -101,6 +103,61 @@ def test_rows_of_the_weight_may_be_the_columns_of_the_product(
     assert parts is None or (parts.double().sum(0) - exact).abs().max() <= bound
     gated = GATES["silu"](exact)
     assert (rows.gated(x, None, "silu").double() - gated).abs().max() <= 2 * bound
+
+
+@pytest.mark.parametrize(
+    ("m", "k", "group", "split"), [(17, 256, 128, 2), *sweep((32, 768, 384, 3), (20, 512, 256, 1))]
+)
+def test_rows_are_multiplied_in_bytes(m: int, k: int, group: int, split: int) -> None:
+    torch.manual_seed(0)
+    weight = random_weight(70, k, 4, group, zeros=False)
+    x, bias = torch.randn(m, k).half() + 1, torch.randn(70).half()
+    x[:, 5] *= 100
+    x[0] = 0
+    rows = integer_rows(with_words(weight))
+    assert rows is not None
+    rows.byte_tiles[m] = BytesTile(64, 128, 2, 3, split, 4)
+    exact = x.double() @ dequantize(weight, torch.float64).T
+    got = rows.forward(x, bias)
+    assert not got[0].sub(bias).any()
+    torch.testing.assert_close(got.double(), exact + bias.double(), rtol=2e-3, atol=2e-2)
+    parts = rows.parts(x)
+    assert (parts is None) == (split == 1)
+    if parts is not None:  # rounded to integers of 16 bits, more exact than x is
+        assert (parts.double().sum(0) - exact).abs().max() <= 1e-3 * float(exact.square().mean().sqrt())
+    gated = GATES["silu"](exact)
+    torch.testing.assert_close(rows.gated(x, None, "silu").double(), gated, rtol=4e-3, atol=4e-2)
+
+
+def test_17_to_32_rows_of_16_bits_and_a_large_weight_have_tiles_of_bytes() -> None:
+    def of_bytes(
+        m: int, dtype: torch.dtype = torch.half, n: int = 16384, group: int = 128, *, zeros: bool = False
+    ) -> bool:
+        rows = integer_rows(with_words(random_weight(n, 256, 4, group, zeros=zeros)))
+        assert rows is not None
+        return isinstance(rows.tile(torch.zeros(m, 256, dtype=dtype)), BytesTile)
+
+    assert of_bytes(17)
+    assert of_bytes(32, torch.bfloat16)
+    assert not any((of_bytes(16), of_bytes(33), of_bytes(17, torch.float32)))
+    assert not any((of_bytes(17, n=16383), of_bytes(17, group=64), of_bytes(17, zeros=True)))
+
+
+@pytest.mark.parametrize("zeros", [True, *sweep(False)])
+@pytest.mark.parametrize("dtype", [torch.float16, *sweep(torch.float32)])
+def test_scales_in_tiles_give_the_same_bits(zeros: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    weight = random_weight(128, 256, 4, 128, zeros=zeros)
+    weight = with_words(weight._replace(scales=weight.scales.to(dtype)))
+    x = torch.randn(1, 256).half()
+    plain = integer_rows(weight)
+    monkeypatch.setattr(integer_one_row, "LEAST_OUT", 64)
+    tiled = integer_rows(weight)
+    assert plain is not None
+    assert tiled is not None
+    scales = integer_one_row.with_scales_in_tiles(weight).scales
+    assert (scales.shape, scales.dtype) == ((2, 2, 64), dtype)
+    assert tiled.gated(x, None, "silu").equal(plain.gated(x, None, "silu"))
 
 
 def test_large_weights_have_tiles_whose_columns_are_their_rows() -> None:

@@ -16,10 +16,15 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from dovetail.ops.integers import PLANES, Integers
 from dovetail.ops.triton.launch import launch
 from dovetail.ops.triton.matmul import finish_row, rows_of
+from dovetail_quantization.integer_tensors import narrowed
 from dovetail_quantization.triton.one_row import OneRowTile, parts_of
 from dovetail_quantization.triton.packed_rows import byte_sums, rounded
 
 WORDS = tl.constexpr(16)  # words of 32 bits in a block of planes
+SCALE_ROWS = tl.constexpr(64)
+"""The rows of a tile of scales, see ``with_scales_in_tiles``."""
+LEAST_OUT = 16384
+"""From this number of rows of the weight on, scales are in tiles: on an H200, smaller weights gained nothing."""
 
 
 def one_row_tile(n: int, k: int, group: int, *, in_parts: bool = False) -> OneRowTile | None:
@@ -33,6 +38,24 @@ def one_row_tile(n: int, k: int, group: int, *, in_parts: bool = False) -> OneRo
     if in_parts:
         return OneRowTile(16, block_k, warps, 4, split)
     return OneRowTile(8, block_k, warps, max(1, 24 // warps), split)
+
+
+def with_scales_in_tiles(weight: Integers) -> Integers:
+    """Return a weight whose scales are ``[out / SCALE_ROWS, groups, SCALE_ROWS]``, in 16 bits if these hold all of them, if it is
+    large; otherwise the same weight. A program reads the scales of a few rows and all groups, which are close to each other then."""
+    n, scales = len(weight.codes), weight.scales
+    if n < LEAST_OUT or n % SCALE_ROWS.value:
+        return weight
+    tiles = narrowed(scales).unflatten(1, (-1, SCALE_ROWS.value)).transpose(0, 1).contiguous()
+    return weight._replace(scales=tiles)
+
+
+@triton.jit
+def scale_place(rows, groups, TILED: tl.constexpr):
+    """Return where the scales of ``rows`` begin. Those of the next group are SCALE_ROWS later, or, unless TILED, as many as the rows are."""
+    if TILED:
+        return rows // SCALE_ROWS * (groups * SCALE_ROWS) + rows % SCALE_ROWS
+    return rows
 
 
 @triton.jit
@@ -72,18 +95,22 @@ def in_blocks(words, BLOCK_K: tl.constexpr):
 @triton.jit(do_not_specialize=["tiles"])
 def one_plane_row(
     x, w, scales, zeros, bias, y, n, k, span, group, tiles,
-    BFLOAT16: tl.constexpr, ZEROS: tl.constexpr, GATED: tl.constexpr, BIAS: tl.constexpr,
+    BFLOAT16: tl.constexpr, TILED: tl.constexpr, ZEROS: tl.constexpr, GATED: tl.constexpr, BIAS: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
 ) -> None:  # fmt: skip
     """Multiply one row, ``x`` (int32 ``[k / 2]``), with codes ``w`` (int32 ``[n, k / 8]``). A part has ``span`` columns, at most BLOCK_K;
-    if there are several, ``y`` is ``[parts, n]``."""
+    if there are several, ``y`` is ``[parts, n]``. TILED: scales are those of ``with_scales_in_tiles``."""
     index, programs, part = tl.program_id(0), tl.num_programs(0), tl.program_id(1)
     at = tl.arange(0, BLOCK_K // 8)
     block = tl.arange(0, BLOCK_K // 8 // WORDS)
     blocks = span // (8 * WORDS)
     words = tl.multiple_of(k // 8, WORDS)
     begin = tl.multiple_of(part * blocks * WORDS, 16 * WORDS)  # there is one part, or each has 16 blocks
-    own = ((part * span + block * (8 * WORDS)) // group * n)[None, :]
+    own = ((part * span + block * (8 * WORDS)) // group)[None, :]
+    groups = k // group
+    scales += own * (SCALE_ROWS if TILED else n)
+    if ZEROS:
+        zeros += own * n
     inside = at < tl.multiple_of(blocks * WORDS, WORDS)
     x += begin * 4
     w += begin
@@ -93,10 +120,10 @@ def one_plane_row(
         gdc_launch_dependents()
     source = w + rows.to(tl.int64)[:, None] * words + at[None, :]
     codes = tl.load(source, inside[None, :], 0, eviction_policy="evict_first")
-    scale = tl.load(scales + own + rows[:, None], (block < blocks)[None, :], 0.0)
+    scale = tl.load(scales + scale_place(rows, groups, TILED)[:, None], (block < blocks)[None, :], 0.0).to(tl.float32)
     middle = tl.full([BLOCK_N, BLOCK_K // 8 // WORDS], 8.0, tl.float32)
     if ZEROS:
-        middle = tl.load(zeros + own + rows[:, None], (block < blocks)[None, :], 0.0)
+        middle = tl.load(zeros + rows[:, None], (block < blocks)[None, :], 0.0)
     if PDL:
         gdc_wait()
     place = at // WORDS * (4 * WORDS) + at % WORDS  # of the numbers that belong to the lowest bits of each word
@@ -120,10 +147,10 @@ def one_plane_row(
         needed = (at < tl.multiple_of(left * WORDS, WORDS))[None, :]
         codes_ahead = tl.load(source, needed, 0, eviction_policy="evict_first")
         remains = (block < left)[None, :]
-        scale_ahead = tl.load(scales + own + following[:, None], remains, 0.0)
+        scale_ahead = tl.load(scales + scale_place(following, groups, TILED)[:, None], remains, 0.0).to(tl.float32)
         middle_ahead = middle
         if ZEROS:
-            middle_ahead = tl.load(zeros + own + following[:, None], remains, 0.0)
+            middle_ahead = tl.load(zeros + following[:, None], remains, 0.0)
         first = tl.zeros([BLOCK_N, BLOCK_K // 8], tl.int32)
         second = tl.zeros([BLOCK_N, BLOCK_K // 8], tl.int32)
         first = byte_sums(codes & 0x0F0F0F0F, high[None, :], first)
@@ -139,13 +166,13 @@ def one_plane_row(
 def multiply_one(
     x: torch.Tensor, weight: Integers, bias: torch.Tensor | None, y: torch.Tensor, gated: int, tile: OneRowTile
 ) -> None:
-    """Write the product of ``x [1, k]``, of 16 bits, and a weight with the words of ``with_words`` to ``y [1, n]``, or its
-    gate to ``y [1, n / 2]``. With a tile that divides the columns, write the parts of the product to ``y [split, 1, n]``."""
+    """Write the product of ``x [1, k]``, of 16 bits, and a weight of ``with_scales_in_tiles`` to ``y [1, n]``, or its gate to
+    ``y [1, n / 2]``. With a tile that divides the columns, write the parts of the product to ``y [split, 1, n]``."""
     n, k = len(weight.codes), weight.columns
     launch(
         one_plane_row, tile.grid(n, x.device),
         x.view(torch.int32), weight.codes.view(torch.int32), weight.scales, weight.zeros, bias, y, n, k, k // tile.split, weight.group,
         triton.cdiv(n, tile.block_n),
-        BFLOAT16=x.dtype is torch.bfloat16, ZEROS=weight.zeros is not None, GATED=gated, BIAS=bias is not None,
+        BFLOAT16=x.dtype is torch.bfloat16, TILED=weight.scales.dim() == 3, ZEROS=weight.zeros is not None, GATED=gated, BIAS=bias is not None,
         BLOCK_N=tile.block_n, BLOCK_K=tile.block_k, num_warps=tile.warps,
     )  # fmt: skip

@@ -4,7 +4,7 @@ Few rows take about the time to read the codes: tensor cores multiply the intege
 operand of a product (see ``dovetail.ops.triton.matmul``, whose structure this kernel has), and the sums of a block of columns
 that has one scale are multiplied by it. Codes of 4 bits in planes have a kernel of their own, which reads scales ahead too. Of
 other codes of 4 bits, two products take the low and the high bits of the same bytes, with the columns of ``x`` that
-belong to each. Up to 32 rows and a large weight in planes have the kernel of ``integer_columns``. For many rows, ``plain_weight`` writes the weight in 16 bits. One row has a kernel in ``integer_one_row``.
+belong to each. Up to 32 rows and a large weight in planes have the kernel of ``integer_columns``, or those of ``integer_bytes``. For many rows, ``plain_weight`` writes the weight in 16 bits. One row has a kernel in ``integer_one_row``.
 """
 
 from __future__ import annotations
@@ -32,8 +32,9 @@ from dovetail.ops.triton.launch import launch
 from dovetail.ops.triton.matmul import GATE_KINDS, finish_rows, rows_of, workspace
 from dovetail.ops.triton.tuning import MAX_PARTS, MAX_TILES
 from dovetail_quantization.integer_tensors import narrowed
+from dovetail_quantization.triton.integer_bytes import BytesTile, bytes_tile, multiply_bytes
 from dovetail_quantization.triton.integer_columns import plane_columns
-from dovetail_quantization.triton.integer_one_row import multiply_one, one_row_tile
+from dovetail_quantization.triton.integer_one_row import multiply_one, one_row_tile, with_scales_in_tiles
 
 MOST_ROWS = 64
 """Up to this number of rows the kernel for few rows is used."""
@@ -253,15 +254,18 @@ def plain_weight(weight: Integers, dtype: torch.dtype) -> torch.Tensor:
 
 class IntegerRows:
     """Multiply up to ``MOST_ROWS`` rows with one weight ``[n, k]``. ``one_row`` is the tile of one row of 16 bits, if that has a
-    kernel of its own, ``one_row_in_parts`` that with which its product stays in parts, and ``tiles`` those of all numbers of rows."""
+    kernel of its own, ``one_row_in_parts`` that with which its product stays in parts, ``tiles`` those of all numbers of rows, and
+    ``byte_tiles`` those of rows of 16 bits that are multiplied in bytes."""
 
     def __init__(self, weight: Integers) -> None:
         self._weight, self._shape = weight, (len(weight.codes), weight.columns)
         self._space = workspace(weight.codes.device)
         self._groups = groups_of(weight)
         self.one_row = one_row_tile(*self._shape, weight.group) if self._groups else None
+        self._one_weight = weight if self.one_row is None else with_scales_in_tiles(weight)
         self.one_row_in_parts = self.one_row and one_row_tile(*self._shape, weight.group, in_parts=True)
         self.tiles = [None, *(tile_of(rows, weight) for rows in range(1, MOST_ROWS + 1))]
+        self.byte_tiles = [bytes_tile(rows, weight) for rows in range(MOST_ROWS + 1)]
 
     def forward(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """Compute ``LinearProduct.forward``."""
@@ -277,10 +281,15 @@ class IntegerRows:
             if (one := self.one_row_in_parts) is None:
                 return None
             y = torch.empty(one.split, 1, self._shape[0], dtype=torch.float32, device=x.device)
-            multiply_one(x, self._weight, None, y, 0, one)
+            multiply_one(x, self._one_weight, None, y, 0, one)
             return y
-        tile = self.tiles[x.shape[0]]
+        tile = self.tile(x)
         return None if tile is None or tile.split == 1 else self._compute(x, None, in_parts=True)
+
+    def tile(self, x: torch.Tensor) -> IntegerTile | BytesTile | None:
+        """Return the tile for several rows. The kernels for bytes round more than float32 does."""
+        in_bytes = None if x.dtype is torch.float32 else self.byte_tiles[len(x)]
+        return self.tiles[len(x)] if in_bytes is None else in_bytes
 
     def _is_one(self, x: torch.Tensor) -> bool:
         """Return True if ``x`` is one row of 16 bits. The kernel for it rounds more than float32 does."""
@@ -291,14 +300,17 @@ class IntegerRows:
     ) -> torch.Tensor:
         assert x.is_contiguous()
         m, (n, k), weight = x.shape[0], self._shape, self._weight
-        tile = self.tiles[m]
+        tile = self.tile(x)
         assert tile is not None
         if in_parts:
             y = torch.empty(tile.split, m, n, dtype=torch.float32, device=x.device)
         else:
             y = torch.empty(m, n // 2 if gated else n, dtype=x.dtype, device=x.device)
         if self.one_row is not None and self._is_one(x):
-            multiply_one(x, weight, bias, y, gated, self.one_row)
+            multiply_one(x, self._one_weight, bias, y, gated, self.one_row)
+            return y
+        if isinstance(tile, BytesTile):
+            multiply_bytes(x, weight, bias, y, gated, tile, self._space, in_parts=in_parts)
             return y
         own: dict[str, int]
         if self._groups:
