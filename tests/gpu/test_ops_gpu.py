@@ -15,7 +15,7 @@ from dovetail.layers.linear import Linear
 from dovetail.layers.norm import RMSNorm
 from dovetail.layers.rope import RopeConfig
 from dovetail.layers.rotary import rotary_table
-from dovetail.ops.activation import gelu_tanh_mul, sigmoid_mul, silu_mul, soft_cap
+from dovetail.ops.activation import gate_rows, gelu_tanh_mul, sigmoid_mul, silu_mul, soft_cap
 from dovetail.ops.kv import store
 from dovetail.ops.layer_norm import add_layer_norm, add_parts_layer_norm, layer_norm
 from dovetail.ops.linear import describe, few_rows, invariant_rows
@@ -351,3 +351,10 @@ def test_a_gate_opens_by_its_sigmoid(dtype: torch.dtype, tolerance: float) -> No
     whole = randn(3, 2500, dtype=dtype)
     x, gate = whole[:, 100:1300], whole[:, 1300:]
     close(sigmoid_mul(x, gate), gate.double().sigmoid() * x.double(), tolerance)
+
+
+@each_dtype
+@pytest.mark.parametrize(("size", "width"), [(2048, 2048), (5000, 1300)])
+def test_each_row_has_a_gate_of_its_own(dtype: torch.dtype, tolerance: float, size: int, width: int) -> None:
+    x, y, weight = randn(30, size, dtype=dtype), randn(30, width, dtype=dtype), randn(1, size, dtype=dtype) / 50
+    close(gate_rows(x, weight, y), (x.double() @ weight.double().T).sigmoid() * y.double(), tolerance)

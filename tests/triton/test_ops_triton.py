@@ -16,7 +16,7 @@ from dovetail.layers.rotary import rotary_table
 from dovetail.ops.activation import Activation
 from dovetail.ops.triton import invariant
 from dovetail.ops.triton import matmul as matmul_module
-from dovetail.ops.triton.activation import gelu_tanh_mul, sigmoid_mul, silu_mul, soft_cap
+from dovetail.ops.triton.activation import gate_rows, gelu_tanh_mul, sigmoid_mul, silu_mul, soft_cap
 from dovetail.ops.triton.kv import store
 from dovetail.ops.triton.matmul import GATE_KINDS, Workspace, matmul
 from dovetail.ops.triton.norm import add_parts_layer_norm, add_parts_rms_norm, layer_norm, rms_norm
@@ -303,3 +303,11 @@ def test_a_gate_opens_by_its_sigmoid(dtype: torch.dtype, tolerance: float) -> No
     whole = torch.randn(3, 2500).to(dtype)
     x, gate = whole[:, 100:1300], whole[:, 1300:]
     close(sigmoid_mul(x, gate), gate.double().sigmoid() * x.double(), tolerance)
+
+
+@each_dtype
+@pytest.mark.parametrize(("size", "width"), [(96, 96), (5000, 1300)])
+def test_each_row_has_a_gate_of_its_own(dtype: torch.dtype, tolerance: float, size: int, width: int) -> None:
+    x, y, weight = torch.randn(3, size).to(dtype), torch.randn(3, width).to(dtype), torch.randn(1, size) / size**0.5
+    weight = weight.to(dtype)
+    close(gate_rows(x, weight, y), (x.double() @ weight.double().T).sigmoid() * y.double(), tolerance)

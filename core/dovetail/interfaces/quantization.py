@@ -191,6 +191,11 @@ class LinearProduct(ABC):
         or None if it is not computed in parts. The norm that follows then adds them up (``ops.parts.Parts``)."""
         return None
 
+    def gate_rows(self, x: Any, y: torch.Tensor) -> torch.Tensor | None:
+        """Return ``sigmoid(forward(x, None)) * y`` with ``y [tokens, width]``, for a weight ``[1, in]``, or None if it is not
+        computed together. Mutates nothing."""
+        return None
+
     @property
     @abstractmethod
     def describe(self) -> str:

@@ -188,7 +188,7 @@ class Experts(Layer):
         if self.shared is not None:
             shared = self.shared.addend_forward(x)
             if self.shared_gate is not None:
-                shared = torch.sigmoid(self.shared_gate.forward(x)) * shared
+                shared = self.shared_gate.gate_rows_forward(x, shared)
         return self._product.forward(x, routing, shared)
 
 

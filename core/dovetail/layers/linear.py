@@ -14,7 +14,7 @@ from dovetail.errors import ConfigError
 from dovetail.interfaces.model import TensorShare, WeightTarget, WeightTransform
 from dovetail.interfaces.quantization import ActivationQuantizer, LinearInput, LinearMethod, LinearProduct
 from dovetail.layers.base import Layer, deferrable_parameter, parameter
-from dovetail.ops.activation import GATES, Activation
+from dovetail.ops.activation import GATES, Activation, gate_rows
 from dovetail.ops.cpu.kernels import kernels
 from dovetail.ops.linear import (
     compiled_rows,
@@ -77,6 +77,10 @@ class DenseProduct(LinearProduct):
             parts = self._few_rows.parts(x)
             return None if parts is None else parts.addends
         return None
+
+    def gate_rows(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor | None:
+        """See ``LinearProduct``."""
+        return gate_rows(x, self._weight, y) if x.is_cuda and len(self._weight) == 1 else None
 
     def adapted_rows(self, weights: LowRankWeights) -> AdaptedRows | None:
         """Return kernels that compute this product of few rows and add what adapters make of them, or None if this product
@@ -216,6 +220,12 @@ class Linear(Layer):
         if not self.prepared:
             self.prepare()
         return self._product.gated(x, self._added, self.activation)
+
+    def gate_rows_forward(self, x: LinearInput, y: torch.Tensor) -> torch.Tensor:
+        """Return ``sigmoid(forward(x)) * y`` for a layer of one output: each row of ``y [tokens, width]`` has its own gate.
+        Mutates nothing."""
+        gated = self.product.gate_rows(x, y) if self._added is None else None
+        return torch.sigmoid(self.forward(x)) * y if gated is None else gated
 
     def dense_weight(self) -> torch.Tensor:
         """Return the weight ``[out, in]`` in a floating-point dtype of at least 16 bits: the parameter itself, or, if a

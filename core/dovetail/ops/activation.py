@@ -12,7 +12,7 @@ from torch.nn import functional
 from dovetail.interfaces.quantization import Activation
 from dovetail.ops.cpu.kernels import kernels
 
-__all__ = ["GATES", "Activation", "gelu_tanh_mul", "sigmoid_mul", "silu_mul", "soft_cap"]
+__all__ = ["GATES", "Activation", "gate_rows", "gelu_tanh_mul", "sigmoid_mul", "silu_mul", "soft_cap"]
 
 
 @functools.cache
@@ -60,6 +60,14 @@ def sigmoid_mul(x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
     if x.is_cuda:
         return _triton().sigmoid_mul(x, gate)
     return (gate.float().sigmoid_() * x).to(x.dtype)
+
+
+def gate_rows(x: torch.Tensor, weight: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """Return ``sigmoid(x @ weight.T) * y``, ``[tokens, width]`` in the dtype of ``y [tokens, width]``: a gate for each row of contiguous
+    ``x [tokens, n]``, with ``weight [1, n]``. Sums are float32, rounded once. Mutates nothing."""
+    if x.is_cuda:
+        return _triton().gate_rows(x, weight, y)
+    return (functional.linear(x.float(), weight.float()).sigmoid_() * y).to(y.dtype)
 
 
 def soft_cap(x: torch.Tensor, cap: float) -> torch.Tensor:

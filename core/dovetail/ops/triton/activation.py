@@ -59,6 +59,26 @@ def _sigmoid_mul(x, gate, out, width, x_stride, gate_stride, BLOCK: tl.constexpr
 
 
 @triton.jit
+def _gate_rows(x, weight, y, out, size, width, BLOCK: tl.constexpr, PDL: tl.constexpr) -> None:
+    token = tl.program_id(0).to(tl.int64)
+    at = tl.arange(0, BLOCK)
+    w = tl.load(weight + at, at < size, 0.0).to(tl.float32)
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    total = w * tl.load(x + token * size + at, at < size, 0.0).to(tl.float32)
+    for first in range(BLOCK, size, BLOCK):
+        inside = first + at < size
+        w = tl.load(weight + first + at, inside, 0.0).to(tl.float32)
+        total += w * tl.load(x + token * size + first + at, inside, 0.0).to(tl.float32)
+    opened = tl.sigmoid(tl.sum(total, 0))
+    for first in range(0, width, BLOCK):
+        inside = first + at < width
+        value = tl.load(y + token * width + first + at, inside, 0.0).to(tl.float32)
+        tl.store(out + token * width + first + at, (opened * value).to(out.dtype.element_ty), inside)
+
+
+@triton.jit
 def _soft_cap(x, count, cap, BLOCK: tl.constexpr, PDL: tl.constexpr) -> None:
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     if PDL:
@@ -95,6 +115,30 @@ def _gate(kernel: object, gate_up: torch.Tensor) -> torch.Tensor:
     if tokens:
         block = min(BLOCK, triton.next_power_of_2(width))
         launch(kernel, (tokens, triton.cdiv(width, block)), gate_up, out, width, BLOCK=block, num_warps=4)
+    return out
+
+
+def gate_rows(x: torch.Tensor, weight: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """Compute ``ops.activation.gate_rows``."""
+    assert x.is_contiguous()
+    assert y.is_contiguous()
+    assert weight.shape == (1, x.shape[1])
+    assert weight.is_contiguous()
+    out = torch.empty_like(y)
+    if len(x):
+        block = min(4096, triton.next_power_of_2(x.shape[1]))
+        launch(
+            _gate_rows,
+            (len(x),),
+            x,
+            weight,
+            y,
+            out,
+            x.shape[1],
+            y.shape[1],
+            BLOCK=block,
+            num_warps=8 if block > 2048 else 4,
+        )
     return out
 
 
