@@ -20,7 +20,7 @@ from dovetail.server.metrics import Metrics, RequestMetrics
 from dovetail.types import FinishKind, FinishReason
 
 SERVERS = ["vllm", "sglang"]
-INFO = {"context_len": 120, "page_size": 16, "num_pages": 64}
+INFO = {"context_len": 120, "page_size": 16, "num_pages": 32, "num_pools": 2}
 STATS = EngineStats(
     running=3,
     waiting=4,

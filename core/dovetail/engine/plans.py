@@ -78,7 +78,7 @@ class PlanRunner(RankEngine):
             observes=drafter is not None and getattr(drafter.observe, "__func__", None) is not Drafter.observe,
             arena=engine.budget.arena,
             keeps_all=engine.keeps_all,
-            num_pools=engine.mesh.tp.size if engine.mesh.attention == "data" else 1,
+            num_pools=_num_pools(engine),
         )
 
     @property
@@ -215,6 +215,7 @@ class PlanRunner(RankEngine):
             "context_len": engine.context_len,
             "page_size": engine.page_size,
             "num_pages": engine.num_pages - 1,
+            "num_pools": _num_pools(engine),
             "memory": engine.budget.to_json(),
             "cache_groups": engine.cache_groups,
             "graphs": engine.graphs is not None and engine.graphs.sizes,
@@ -271,3 +272,8 @@ class PlanRunner(RankEngine):
             self._sampled.clear()
             self.drafter = self.adapters = None
             del self.engine
+
+
+def _num_pools(engine: Engine) -> int:
+    """Return the number of pools of ``engine.num_pages`` pages: with data-parallel attention each rank has one of its own."""
+    return engine.mesh.tp.size if engine.mesh.attention == "data" else 1

@@ -169,7 +169,7 @@ class CompatMetrics(Collector):
         self._rate = _Rate(clock)
         self._info = {
             "block_size": str(self._page_size),
-            "num_gpu_blocks": str(info.get("num_pages", 0)),
+            "num_gpu_blocks": str(info.get("num_pages", 0) * info.get("num_pools", 1)),
             "engine": "0",
         }
         self._histograms = {row.own: self._histogram(row, self._context_len, registry) for row in HISTOGRAMS[server]}
