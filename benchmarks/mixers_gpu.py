@@ -4,8 +4,8 @@ bfloat16.
     python benchmarks/mixers_gpu.py            # results compared with float32 on shorter rows, then tables of times
     python benchmarks/mixers_gpu.py --tune     # the gated delta rule with each of CANDIDATES
 
-The first table has the microseconds of every kernel for prompts, the second those of operations for decode rows, of which each has
-a state of its own. *Floor* is the time of reading the inputs and writing the outputs once (for decode rows: the states) at
+The first table has the microseconds of every kernel for prompts, the others those of operations for decode rows, of which each has
+a state of its own, in float32 and in bfloat16. *Floor* is the time of reading the inputs and writing the outputs once (for decode rows: the states) at
 4.2 TB/s, about what an H200 reaches. States and inputs exceed the caches, except for one row.
 """
 
@@ -49,9 +49,9 @@ def random(*shape: int, dtype: torch.dtype = DTYPE) -> torch.Tensor:
 
 
 class Layer:
-    """Hold inputs and states of ``tokens`` tokens and ``slots`` slots."""
+    """Hold inputs and states of ``tokens`` tokens and ``slots`` slots. The states of recurrences have the dtype ``states``."""
 
-    def __init__(self, tokens: int, slots: int) -> None:
+    def __init__(self, tokens: int, slots: int, states: torch.dtype = torch.float32) -> None:
         self.projected = random(tokens, DELTA.width + GATE)
         self.gates = DeltaGates(
             random(tokens, DELTA.value_heads),
@@ -61,12 +61,12 @@ class Layer:
         )
         self.conv_weight, self.norm_weight = random(DELTA.width, 4), random(GATE)
         self.conv_state = random(slots, DELTA.width, 3)
-        self.delta_state = random(slots, *DELTA.state, dtype=torch.float32)
+        self.delta_state = random(slots, *DELTA.state, dtype=states)
         self.x, self.dt = random(tokens, HEADS, HEAD_DIM), random(tokens, HEADS)
         self.b, self.c = random(2, tokens, GROUPS, STATE)
         a, d, bias = (random(HEADS, dtype=torch.float32) for _ in range(3))
         self.heads = SSDHeads(-a.exp(), d, bias, (0.0, float("inf")))
-        self.ssd_state = random(slots, HEADS, HEAD_DIM, STATE, dtype=torch.float32)
+        self.ssd_state = random(slots, HEADS, HEAD_DIM, STATE, dtype=states)
         self.mixed = self.projected[:, : DELTA.width]
         self.outputs = random(tokens, GATE)
 
@@ -193,10 +193,12 @@ def main() -> None:
         layer = Layer(sum(lens), len(lens) + 1)
         show(title, layer.prompt(rows_of(lens)), layer, lens)
         del layer
-    for rows in DECODES:
-        layer = Layer(rows, rows + 1)
-        slots = torch.arange(1, rows + 1, dtype=torch.int32, device="cuda")
-        show(f"decode {rows}", layer.decode(slots), layer, None)
+    for states in (torch.float32, torch.bfloat16):
+        print(f"states in {states}")
+        for rows in DECODES:
+            layer = Layer(rows, rows + 1, states)
+            slots = torch.arange(1, rows + 1, dtype=torch.int32, device="cuda")
+            show(f"decode {rows}", layer.decode(slots), layer, None)
 
 
 if __name__ == "__main__":

@@ -112,10 +112,13 @@ TARGETS: dict[tuple[str, str, str], Target] = {
     ("8b-int4", "decode", "bs 64"): Target(5.74),
     ("8b-int4", "prefill", "8k"): Target(210),
 }
+SAME_TARGETS = {"deepseek-v2-lite-same": "deepseek-v2-lite", "qwen3-next-12-bf16-states": "qwen3-next-12"}
+"""Map models to others with the same targets. The peer keeps the states of Qwen3-Next in bfloat16."""
 TARGETS |= {
-    ("deepseek-v2-lite-same", row, case): found
+    (name, row, case): found
+    for name, other in SAME_TARGETS.items()
     for (model, row, case), found in TARGETS.items()
-    if model == "deepseek-v2-lite"
+    if model == other
 }
 
 DIGITS = {"ms": 2, "s": 1, "tok/s": 0, "hit": 3, "ratio": 3}

@@ -12,11 +12,21 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from dovetail.ops.triton import delta_chunks, gated_delta, kda_chunks, selective_scan, short_conv, ssd
+from dovetail.ops.triton import (
+    delta_chunks,
+    delta_steps,
+    gated_delta,
+    kda_chunks,
+    selective_scan,
+    short_conv,
+    short_conv_few,
+    ssd,
+)
 from dovetail.ops.triton.launch import INTERPRETED
 from sass import printed, unwritten
 
@@ -26,7 +36,10 @@ INTEGERS = ("slots", "indptr", "fresh", "chunk_rows", "chunk_starts", "first_chu
 HALVES = ("qkv", "a", "b", "reads", "changes", "before", "out", "x", "weight")
 TYPES: dict[str, str] = {"scale": "fp32"}
 TYPES |= dict.fromkeys(FLOATS, "*fp32") | dict.fromkeys(INTEGERS, "*i32") | dict.fromkeys(HALVES, "*bf16")
-STEPS = {"_step": {"BLOCK_V": 32}, "_advance": {"BLOCK_V": 32}}
+STEPS = {
+    "_step": (delta_steps, {"BLOCK_V": 32, "TILES": 1}),
+    "_advance": (gated_delta, {"BLOCK_V": 32}),
+}
 CHUNKS = {"CHUNK": 64, "PRECISION": "tf32"}
 TILES = gated_delta.TILES
 BY_HEAD = {
@@ -47,18 +60,26 @@ SIZES = {"GROUP": 2, "KEY": 128, "VALUE": 128, "BLOCK_K": 128}
 SPILLED = 64
 """The bytes of registers that a kernel may spill: a few that are needed again at its end."""
 CONVOLUTIONS = {
-    "_step": {"BLOCK": 512, "WIDTH": 4, "SILU": True, "BIAS": False},
-    "_advance": {"BLOCK": 256, "BEFORE": 3},
-    "_chunks": {
-        "BLOCK": 64,
-        "WIDTH": 4,
-        "SILU": True,
-        "BIAS": False,
-        "CHUNK": 64,
-        "WRITES": True,
-        "TAPS": 4,
-        "SAVES": True,
-    },
+    "_step": (short_conv, {"BLOCK": 512, "WIDTH": 4, "SILU": True, "BIAS": False}, 4),
+    "_advance": (short_conv, {"BLOCK": 256, "BEFORE": 3}, 4),
+    "_chunks": (
+        short_conv,
+        {"BLOCK": 64, "WIDTH": 4, "SILU": True, "BIAS": False, "CHUNK": 64, "WRITES": True, "TAPS": 4, "SAVES": True},
+        8,
+    ),
+    "step": (short_conv_few, {"BLOCK": short_conv.STEP_WORDS, "SILU": True, "BIAS": False}, 4),
+    "chunks": (
+        short_conv_few,
+        {
+            "BLOCK": 512,
+            "SILU": True,
+            "BIAS": False,
+            "CHUNK": 64,
+            "WRITES": True,
+            "SAVES": True,
+        },
+        short_conv.WARPS,
+    ),
 }
 
 
@@ -71,7 +92,7 @@ def check_compiled(
     attrs = {
         (index,): [["tt.divisibility", 16]]
         for index, arg in enumerate(kernel.arg_names)
-        if signature[arg].startswith("*") or arg.endswith("stride")
+        if signature[arg].startswith("*") or arg.endswith("stride") or arg in ("channels", "words")
     }
     source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attrs)
     options = {"num_warps": warps, "num_stages": stages, "launch_pdl": True}
@@ -88,7 +109,9 @@ def check_compiled(
     return found.asm["ptx"]
 
 
-@pytest.mark.parametrize("module", [delta_chunks, gated_delta, kda_chunks, selective_scan, short_conv, ssd])
+@pytest.mark.parametrize(
+    "module", [delta_chunks, delta_steps, gated_delta, kda_chunks, selective_scan, short_conv, short_conv_few, ssd]
+)
 def test_no_kernel_is_compiled_anew_for_other_numbers_of_rows_and_chunks(module: ModuleType) -> None:
     """The arrays that describe rows are views of one packed copy, so that their addresses depend on these numbers."""
     kernels = [kernel for kernel in vars(module).values() if isinstance(kernel, triton.JITFunction)]
@@ -102,8 +125,18 @@ def test_no_kernel_is_compiled_anew_for_other_numbers_of_rows_and_chunks(module:
 @pytest.mark.parametrize("by_channel", [False, pytest.param(True, marks=pytest.mark.full)])
 @pytest.mark.parametrize("name", STEPS)
 def test_decode_steps_compile_and_fit(name: str, by_channel: bool, tmp_path: Path) -> None:
-    constants = SIZES | STEPS[name] | {"BY_CHANNEL": by_channel}
-    check_compiled(getattr(gated_delta, name), constants, 4, 3, tmp_path)
+    module, own = STEPS[name]
+    check_compiled(getattr(module, name), SIZES | own | {"BY_CHANNEL": by_channel}, 4, 3, tmp_path)
+
+
+@pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")
+def test_many_decode_rows_with_states_in_bfloat16_compile_and_fit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tiles = delta_steps.step_tiles(256, torch.bfloat16)
+    monkeypatch.setitem(TYPES, "state", "*bf16")
+    constants = SIZES | {"BLOCK_V": tiles.columns, "TILES": tiles.tiles, "BY_CHANNEL": False}
+    check_compiled(delta_steps._step, constants, tiles.warps, 3, tmp_path)
 
 
 @pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")
@@ -142,4 +175,5 @@ def test_kernels_of_prompts_with_decays_of_channels_compile_and_fit(name: str, t
 @pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")
 @pytest.mark.parametrize("name", CONVOLUTIONS)
 def test_convolutions_compile_and_fit(name: str, tmp_path: Path) -> None:
-    check_compiled(getattr(short_conv, name), CONVOLUTIONS[name], 8 if name == "_chunks" else 4, 3, tmp_path)
+    module, constants, warps = CONVOLUTIONS[name]
+    check_compiled(getattr(module, name), constants, warps, 3, tmp_path)

@@ -9,6 +9,8 @@ import pytest
 import torch
 
 from dovetail.interfaces.mixer_shapes import DeltaShape
+from dovetail.ops.triton import delta_steps
+from dovetail.ops.triton.delta_steps import StepTiles
 from dovetail.ops.triton.gated_delta import gated_delta, gated_delta_advance, gated_delta_step
 from state_rows_cases import DeltaCase, check_drafts
 
@@ -35,6 +37,24 @@ def test_decode_steps_continue_and_padding_rows_write_nothing(by_channel: bool) 
     assert state[0].isnan().all()
     state[0] = case.before[0]
     case.check(outs, state, 1e-5)
+
+
+@pytest.mark.parametrize("shape", [DeltaShape(1, 2, 24, 72), DeltaShape(2, 2, 16, 100)])
+def test_programs_of_several_tiles_are_those_of_one(shape: DeltaShape, monkeypatch: pytest.MonkeyPatch) -> None:
+    case = DeltaCase(False, (2,) * 5, shape=shape)
+    found = []
+    for tiles in (StepTiles(32, 1, 4), StepTiles(16, 8, 4), StepTiles(32, 4, 4)):
+        state = case.before.clone()
+        state[0] = torch.nan
+        monkeypatch.setattr(delta_steps, "step_tiles", lambda *_, tiles=tiles: tiles)
+        outs = case.rows.run_each(
+            lambda args, slots, state=state: gated_delta_step(args[0], case.gates(args), state, slots, shape)
+        )
+        assert state[0].isnan().all()
+        found.append((torch.cat([each.flatten() for each in outs]), state[1:]))
+    for outs, states in found[1:]:
+        torch.testing.assert_close(outs, found[0][0], atol=1e-6, rtol=1e-6)
+        torch.testing.assert_close(states, found[0][1], atol=1e-6, rtol=1e-6, equal_nan=True)
 
 
 @by_channel

@@ -33,6 +33,25 @@ def test_decode_steps_continue_and_padding_rows_write_nothing() -> None:
     check_conv(rows, outs, state, weight, bias, before, True, 1e-5)
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize(("bias", "activation"), [(False, "silu"), (True, "none")])
+def test_decode_steps_in_words_of_four_numbers_are_the_formula(dtype, bias, activation) -> None:
+    weight, given = torch.randn(40, 4).to(dtype), torch.randn(40).to(dtype) if bias else None
+    memory, x = torch.randn(7, 140).to(dtype), torch.randn(5, 64).to(dtype)[:, 4:44]
+    state, slots = memory[:, 4:124].unflatten(1, (40, 3)), torch.tensor([3, 0, 6, 1, 0], dtype=torch.int32)
+    memory[0], memory[2] = torch.nan, torch.nan
+    before = memory.clone()
+    old = before[:, 4:124].unflatten(1, (40, 3))[slots].masked_fill((slots == 0).view(-1, 1, 1), 0)
+    out = short_conv_step(x, weight, given, state, slots, activation)
+    seen = torch.cat((old, x.unsqueeze(2)), 2)
+    expected = (seen.double() * weight.double()).sum(2) + (0 if given is None else given.double())
+    expected = torch.nn.functional.silu(expected) if activation == "silu" else expected
+    torch.testing.assert_close(out.double(), expected, atol=1e-2, rtol=1e-2)
+    real = slots != 0
+    before[slots[real], 4:124] = seen[real, :, 1:].flatten(1)
+    assert memory.nan_to_num(7).equal(before.nan_to_num(7))
+
+
 def test_padding_rows_of_prompts_begin_with_zeros_and_write_nothing() -> None:
     whole, weight, state = torch.randn(9, 20), torch.randn(6, 4), torch.full((3, 6, 3), torch.nan)
     x = whole[:, 5:11]

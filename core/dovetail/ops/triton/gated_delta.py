@@ -1,7 +1,7 @@
 """Compute the gated delta rule.
 
 Prompts take three kernels: those of ``delta_chunks``, or of ``kda_chunks`` if there is a decay for each key channel. Decode
-rows take one kernel, which reads and writes each state once. Programs hold whole keys.
+rows take one kernel (``delta_steps``), which reads and writes each state once. Programs hold whole keys.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from dovetail.ops.triton import delta_chunks, kda_chunks
+from dovetail.ops.triton import delta_chunks, delta_steps, kda_chunks
 from dovetail.ops.triton.launch import launch
-from dovetail.ops.triton.ssd import ADVANCED, ROWS, STATE_DTYPES, saved_slots, softplus
+from dovetail.ops.triton.ssd import ADVANCED, STATE_DTYPES, saved_slots, softplus
 
 if TYPE_CHECKING:
     from dovetail.interfaces.mixer_shapes import DeltaGates, DeltaShape
@@ -91,37 +91,6 @@ def _advance(
                 channel, place, key, real, key_width, GROUP, KEY, VALUE, BY_CHANNEL,
             )  # fmt: skip
         tl.store(own, S, key[:, None] & real[None, :])
-
-
-@triton.jit(do_not_specialize_on_alignment=ROWS)
-def _step(
-    qkv, a, b, rate, bias, state, out, slots, qkv_stride, a_stride, b_stride, state_stride, heads, scale,
-    GROUP: tl.constexpr, KEY: tl.constexpr, VALUE: tl.constexpr, BY_CHANNEL: tl.constexpr, BLOCK_K: tl.constexpr,
-    BLOCK_V: tl.constexpr, PDL: tl.constexpr,
-) -> None:  # fmt: skip
-    place = tl.program_id(0) * BLOCK_V + tl.arange(0, BLOCK_V)
-    head, token = tl.program_id(1), tl.program_id(2).to(tl.int64)
-    channel = tl.arange(0, BLOCK_K)
-    key, real = channel < KEY, place < VALUE
-    if PDL:
-        gdc_launch_dependents()
-        gdc_wait()
-    slot = tl.load(slots + token).to(tl.int64)
-    known = tl.where(slot != 0, KEY, 0)
-    own = state + slot * state_stride + head * KEY * VALUE + channel[:, None] * VALUE + place[None, :]
-    kept = (channel < known)[:, None] & real[None, :]
-    S = tl.load(own, kept, 0.0).to(tl.float32)
-    key_width = heads // GROUP * KEY
-    source = qkv + token * qkv_stride
-    q = tl.load(source + head // GROUP * KEY + channel, key, 0.0).to(tl.float32)
-    q *= tl.rsqrt(tl.sum(q * q, 0) + 1e-6) * scale
-    S = _changed(
-        S, source + key_width, a + token * a_stride, b + token * b_stride, rate, bias, head, channel, place,
-        key, real, key_width, GROUP, KEY, VALUE, BY_CHANNEL,
-    )  # fmt: skip
-    tl.store(own, S, kept)
-    result = tl.sum(S * q[:, None], 0)
-    tl.store(out + (token * heads + head) * VALUE + place, result.to(out.dtype.element_ty), real)
 
 
 def gated_delta(
@@ -213,18 +182,10 @@ def gated_delta_step(
     qkv: torch.Tensor, gates: DeltaGates, state: torch.Tensor, slots: torch.Tensor, shape: DeltaShape
 ) -> torch.Tensor:
     """Compute ``ops.gated_delta.gated_delta_step``."""
-    heads, key_dim, value_dim = shape.state
-    out = torch.empty(len(qkv), heads, value_dim, dtype=qkv.dtype, device=qkv.device)
-    if len(qkv):
-        _check(qkv, gates, state, shape)
-        block_v = _block(value_dim, 32)
-        launch(
-            _step, (triton.cdiv(value_dim, block_v), heads, len(qkv)),
-            qkv, gates.a, gates.b, gates.rate, gates.bias, state, out, slots, qkv.stride(0), gates.a.stride(0),
-            gates.b.stride(0), state.stride(0), heads, key_dim**-0.5,
-            **_constants(shape, gates), BLOCK_V=block_v,
-        )  # fmt: skip
-    return out
+    if not len(qkv):
+        return torch.empty(0, shape.value_heads, shape.value_dim, dtype=qkv.dtype, device=qkv.device)
+    _check(qkv, gates, state, shape)
+    return delta_steps.step(qkv, gates, state, slots, shape)
 
 
 def gated_delta_advance(

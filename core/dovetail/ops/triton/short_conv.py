@@ -1,5 +1,6 @@
 """Compute causal convolutions over a few tokens: of prompts, one program for each chunk of a row and block of channels,
-and of decode rows, one for each block of channels of a few rows."""
+and of decode rows, one for each row and block of channels. Those over four tokens have kernels of their own
+(``short_conv_few``), decode rows only in 16 bits."""
 
 from __future__ import annotations
 
@@ -10,7 +11,9 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from dovetail.ops.triton import short_conv_few as few
 from dovetail.ops.triton.launch import launch
+from dovetail.ops.triton.short_conv_few import activated, shift
 from dovetail.ops.triton.ssd import ADVANCED, ROWS, saved_slots
 
 if TYPE_CHECKING:
@@ -18,22 +21,13 @@ if TYPE_CHECKING:
     from dovetail.interfaces.state_rows import StateRows
 
 
-@triton.jit
-def _activated(total, SILU: tl.constexpr):
-    return total * tl.sigmoid(total) if SILU else total
+STEP_WORDS, WARPS = 128, 4
+"""The groups of four channels of a program of ``short_conv_few.step``, and the warps of programs of ``short_conv_few``."""
 
 
-@triton.jit
-def _shift(x, own, channel, begin, length, known, x_stride, inside, BEFORE: tl.constexpr):
-    """Write the state after ``length`` tokens from ``begin`` on to ``own``, of which ``known`` inputs are read."""
-    for i in tl.static_range(BEFORE):  # place i is read before it is written: its source is never before it
-        source = length + i + tl.zeros_like(channel)  # from the beginning of the state on
-        old = tl.load(own + source, inside & (source < known), 0.0)
-        place = x + (begin + source - BEFORE).to(tl.int64) * x_stride + channel
-        new = tl.load(place, inside & (source >= BEFORE), 0.0)
-        kept = tl.where(source < BEFORE, old.to(tl.float32), new.to(tl.float32))
-        tl.debug_barrier()  # other threads may have read the state before
-        tl.store(own + i, kept.to(own.dtype.element_ty), inside)
+def chunk_channels(chunks: int) -> int:
+    """Return the channels of a program of ``short_conv_few.chunks``: the more programs, the fewer chunks there are."""
+    return 512 if chunks >= 64 else 256
 
 
 @triton.jit(do_not_specialize_on_alignment=ADVANCED)
@@ -50,7 +44,7 @@ def _advance(
     count = tl.load(counts + row)
     if (slot != 0) & (count > 0):
         own = state + slot * state_stride + channel * BEFORE
-        _shift(x, own, channel, tl.load(starts + row), count, BEFORE, x_stride, channel < channels, BEFORE)
+        shift(x, own, channel, tl.load(starts + row), count, BEFORE, x_stride, channel < channels, BEFORE)
 
 
 @triton.jit(do_not_specialize_on_alignment=ROWS)
@@ -91,7 +85,7 @@ def _chunks(
             kept = tl.load(own[None, :] + (step + i)[:, None], (step + i < before)[:, None] & inside[None, :], 0.0)
             total += kept.to(tl.float32) * tl.sum(tl.where(tap == i, weights, 0.0), 1)[None, :]
     token = out + start.to(tl.int64) * channels + channel[None, :] + step[:, None] * channels
-    tl.store(token, _activated(total, SILU).to(out.dtype.element_ty), (at < end)[:, None] & inside[None, :])
+    tl.store(token, activated(total, SILU).to(out.dtype.element_ty), (at < end)[:, None] & inside[None, :])
     if SAVES:
         target = tl.load(saves + chunk).to(tl.int64)
         if target != 0:
@@ -101,7 +95,7 @@ def _chunks(
                 tl.store(place, last.to(state.dtype.element_ty), inside[None, :])
     if WRITES:  # noqa: SIM102 a constant
         if (start == begin) & (slot != 0):
-            _shift(x, own, channel, begin, end - begin, known, x_stride, inside, before)
+            shift(x, own, channel, begin, end - begin, known, x_stride, inside, before)
 
 
 @triton.jit(do_not_specialize_on_alignment=ROWS)
@@ -129,7 +123,7 @@ def _step(
         if i > 0:
             tl.store(own + i - 1, kept, real)
     tl.store(own + before - 1, last.to(state.dtype.element_ty), real)
-    tl.store(out + row * channels + channel, _activated(total, SILU).to(out.dtype.element_ty), inside)
+    tl.store(out + row * channels + channel, activated(total, SILU).to(out.dtype.element_ty), inside)
 
 
 def short_conv(
@@ -143,7 +137,16 @@ def short_conv(
     """Compute ``ops.short_conv.short_conv``."""
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     _check(x, weight, state)
-    if len(x):
+    if len(x) and weight.shape[1] == few.WIDTH:
+        block = chunk_channels(len(rows.chunk_rows))
+        launch(
+            few.chunks, (triton.cdiv(x.shape[1], block), len(rows.chunk_rows)),
+            x, weight, bias, state, out, rows.slots, rows.indptr, rows.fresh, rows.chunk_rows, rows.chunk_starts,
+            saved_slots(rows), x.shape[1], x.stride(0), state.stride(0),
+            BIAS=bias is not None, SILU=activation == "silu", CHUNK=rows.chunk, BLOCK=block,
+            WRITES=rows.writes, SAVES=rows.saves is not None, num_warps=WARPS,
+        )  # fmt: skip
+    elif len(x):
         launch(
             _chunks, (len(rows.chunk_rows), triton.cdiv(x.shape[1], 64)),
             x, weight, bias, state, out, rows.slots, rows.indptr, rows.fresh, rows.chunk_rows, rows.chunk_starts,
@@ -166,7 +169,14 @@ def short_conv_step(
     """Compute ``ops.short_conv.short_conv_step``."""
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     _check(x, weight, state)
-    if len(x):
+    if len(x) and _in_words(x, weight, bias, state):
+        words = x.shape[1] // 4
+        launch(
+            few.step, (triton.cdiv(words, STEP_WORDS), len(x)),
+            x, weight, bias, state, out, slots, words, x.stride(0), state.stride(0),
+            BIAS=bias is not None, SILU=activation == "silu", BLOCK=STEP_WORDS, num_warps=WARPS,
+        )  # fmt: skip
+    elif len(x):
         launch(
             _step, (len(x), triton.cdiv(x.shape[1], 512)),
             x, weight, bias, state, out, slots, x.shape[1], x.stride(0), state.stride(0),
@@ -185,6 +195,16 @@ def short_conv_advance(
         _advance, (len(slots), triton.cdiv(x.shape[1], 256)),
         x, state, slots, starts, counts, x.shape[1], x.stride(0), state.stride(0), BEFORE=state.shape[2], BLOCK=256,
     )  # fmt: skip
+
+
+def _in_words(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, state: torch.Tensor) -> bool:
+    """Return whether all that a decode step reads and writes consists of whole words of four numbers."""
+    tensors = [x, weight, state, *([] if bias is None else [bias])]
+    return (
+        weight.shape[1] == few.WIDTH
+        and all(each.dtype == x.dtype and each.element_size() == 2 and each.data_ptr() % 8 == 0 for each in tensors)
+        and not any(number % 4 for number in (x.shape[1], x.stride(0), state.stride(0)))
+    )
 
 
 def _check(x: torch.Tensor, weight: torch.Tensor, state: torch.Tensor) -> None:
