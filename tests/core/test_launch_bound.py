@@ -22,6 +22,7 @@ from dovetail.interfaces.quantization import QuantizationContext
 from dovetail.testing.ranks import thread_meshes
 from dovetail_models.dense import DenseModel
 from dovetail_models.dense_describe import describe_llama
+from dovetail_models.fallback.describe import describe_transformers
 from dovetail_models.moe import MoeModel
 from dovetail_models.moe_describe import describe_mixtral, describe_qwen3_moe
 from dovetail_quantization.config import Fp8Config, Mxfp4Config
@@ -80,6 +81,14 @@ def fp8():
 def test_prompts_are_captured_where_launching_takes_longer_than_computing(hidden, inner, layers, tokens):
     """The shapes are those of 8B, of 0.6B, and of 70B, where no step of a hundred tokens is that quick."""
     assert bound(DenseModel, llama(hidden, inner, layers)) == tokens
+
+
+def test_models_whose_layers_take_longer_to_launch_are_captured_for_more_tokens():
+    """Without the factor it is 481 before it is rounded down. Transformers' modules have one."""
+    assert bound(DenseModel, replace(llama(4096, 14336, 32), launch_factor=2.0)) == 896
+    config = {"architectures": ["SeedOssForCausalLM"], "model_type": "seed_oss", "vocab_size": 97, "hidden_size": 32}
+    config |= {"intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1}
+    assert describe_transformers(config | {"head_dim": 16, "max_position_embeddings": 64}).launch_factor > 1.5
 
 
 def test_weights_of_one_byte_are_multiplied_at_twice_the_rate():

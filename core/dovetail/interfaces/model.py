@@ -29,7 +29,9 @@ class ModelInfo:
     mixtures of experts, are names and values of the number of experts and of the intermediate values of one expert: the
     ranks must divide one of the two (``parallel.experts``). ``quantization`` is the ``quantization_config`` of
     config.json, or None; Dovetail sets it, and components of kind ``quantization`` read it. ``notes`` are sentences about
-    how the model is computed, which ``dovetail explain``, the log and /server_info show.
+    how the model is computed, which ``dovetail explain``, the log and /server_info show. ``launch_factor`` is the time in which
+    the host launches a layer of the model kernel by kernel, divided by that of a layer made of ``dovetail.layers``: a higher number
+    lets the engine capture longer steps with prompts.
     """
 
     architecture: str
@@ -50,6 +52,7 @@ class ModelInfo:
     config: Any = field(default=None, repr=False)
     quantization: Mapping[str, Any] | None = field(default=None, repr=False)
     notes: tuple[str, ...] = ()
+    launch_factor: float = 1.0
 
 
 class TensorShare(NamedTuple):

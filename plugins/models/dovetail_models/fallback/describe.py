@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
 _LENGTHS = ("max_position_embeddings", "n_positions", "max_sequence_length", "max_seq_len", "seq_length")
+_LAUNCH_FACTOR = 2.0
+"""A layer of a Llama of 8B took 0.78 ms to launch kernel by kernel, and one of its own component 0.40 ms, on the host of an H200."""
 _NEEDS = (
     ("window", Feature.ATTN_SLIDING_WINDOW),
     ("soft_cap", Feature.ATTN_SOFT_CAP),
@@ -72,6 +74,7 @@ def _describe(text: str) -> ModelInfo:
         split_sizes=split,
         config=facts,
         notes=_notes(undivided),
+        launch_factor=_LAUNCH_FACTOR,
     )
 
 
