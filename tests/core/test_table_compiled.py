@@ -53,10 +53,13 @@ def compiled(kernel: Any, constants: dict[str, Any], warps: int, stages: int, fi
 
 
 @compiles
-@pytest.mark.parametrize("rows", [16, *(pytest.param(rows, marks=pytest.mark.full) for rows in (1, 32, 64))])
-def test_products_of_few_rows_look_up_codes_in_the_registers_of_the_product(rows: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize("gated", [0, pytest.param(1, marks=pytest.mark.full)])
+@pytest.mark.parametrize("rows", [16, *(pytest.param(rows, marks=pytest.mark.full) for rows in (1, 32, 64, 128))])
+def test_products_of_few_rows_look_up_codes_in_the_registers_of_the_product(
+    rows: int, gated: int, tmp_path: Path
+) -> None:
     tile = few_rows_tile(rows, 4096, 4096)
-    constants = NONE | {"TEXT": TEXT, "GROUPS": 2, "EVEN": True, "SPLIT": tile.split, "IN_PARTS": False}
+    constants = NONE | {"GATED": gated, "TEXT": TEXT, "GROUPS": 2, "EVEN": True, "SPLIT": tile.split, "IN_PARTS": False}
     constants |= {"BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "BLOCK_K": tile.block_k, "STAGES": tile.stages}
     code = compiled(few_kernel, constants, tile.warps, tile.stages, tmp_path / "kernel.cubin")
     lines = [line for line in code["ttgir"].splitlines() if "elementwise_inline_asm" in line]

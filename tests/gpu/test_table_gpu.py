@@ -38,7 +38,7 @@ def test_products_are_those_of_the_dequantized_weight(kind: str, n: int, k: int,
     for dtype, tolerance in TOLERANCES.items():
         assert error(product.weight(dtype), elements) < tolerance
         bias = torch.randn(n, device="cuda", dtype=dtype)
-        for m in (1, 2, 16, 33, 64, 300):
+        for m in (1, 2, 16, 33, 64, 65, 128, 300):
             x = torch.randn(m, k, device="cuda").mul_(0.1).to(dtype)
             exact = x.float() @ elements.T
             assert error(product.forward(x, bias), exact + bias.float()) < tolerance, (dtype, m)

@@ -26,15 +26,19 @@ class CodedProduct(LinearProduct):
     def few_rows(
         self, x: torch.Tensor, bias: torch.Tensor | None, activation: Activation | None = None
     ) -> torch.Tensor:
-        """Compute ``forward`` of 1 to ``most_rows`` rows, or ``gated`` if there is an ``activation``."""
+        """Compute ``forward`` of rows that are few, or ``gated`` if there is an ``activation``."""
 
     @abstractmethod
     def few_rows_in_parts(self, x: torch.Tensor) -> torch.Tensor | None:
-        """Compute ``parts`` of 1 to ``most_rows`` rows."""
+        """Compute ``parts`` of rows that are few."""
 
     @abstractmethod
     def dequantized(self, rows: slice, dtype: torch.dtype) -> torch.Tensor:
         """Return ``rows`` of the weight, rounded to ``dtype``. Start and stop are numbers of rows that exist."""
+
+    def is_few(self, x: torch.Tensor) -> bool:
+        """Return True if ``few_rows`` multiplies ``x``."""
+        return 0 < len(x) <= self._most_rows
 
     def inputs(self, x: torch.Tensor) -> torch.Tensor:
         """Return ``x`` with its columns in the order of those of the weight."""
@@ -49,7 +53,7 @@ class CodedProduct(LinearProduct):
         if not len(x):
             return x.new_empty(0, self._shape[0])
         x = self.inputs(x)
-        return self._many_rows(x, bias) if len(x) > self._most_rows else self.few_rows(x, bias)
+        return self.few_rows(x, bias) if self.is_few(x) else self._many_rows(x, bias)
 
     def _many_rows(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         n, k = self._shape
@@ -63,13 +67,13 @@ class CodedProduct(LinearProduct):
 
     def gated(self, x: torch.Tensor, bias: torch.Tensor | None, activation: Activation) -> torch.Tensor:
         """See ``LinearProduct``."""
-        if not self.in_parts or not 0 < len(x) <= self._most_rows:
+        if not self.in_parts or not self.is_few(x):
             return GATES[activation](self.forward(x, bias))
         return self.few_rows(self.inputs(x), bias, activation)
 
     def parts(self, x: torch.Tensor) -> torch.Tensor | None:
         """See ``LinearProduct``."""
-        if not self.in_parts or not 0 < len(x) <= self._most_rows:
+        if not self.in_parts or not self.is_few(x):
             return None
         return self.few_rows_in_parts(self.inputs(x))
 

@@ -17,7 +17,7 @@ from dovetail_quantization.triton.one_row import OneRowTile
 from dovetail_quantization.triton.table_numbers import byte_words, pairs_assembly, whole_numbers
 from dovetail_quantization.triton.table_one_row import one_row_kernel
 from dovetail_quantization.triton.table_rows import few_kernel, plain_kernel
-from dovetail_quantization.triton.table_tiles import MOST_ROWS, few_rows_tile, one_row_tile
+from dovetail_quantization.triton.table_tiles import FEWER_ROWS, MOST_ROWS, few_rows_tile, one_row_tile
 
 
 class TableProduct(CodedProduct):
@@ -25,7 +25,8 @@ class TableProduct(CodedProduct):
 
     def __init__(self, weight: TableWeight) -> None:
         n, k = len(weight.codes), weight.columns
-        super().__init__((n, k), MOST_ROWS, f"{weight.kind} in planes")
+        most = MOST_ROWS if weight.block >= PLANES // 2 else FEWER_ROWS
+        super().__init__((n, k), most, f"{weight.kind} in planes")
         self._weight = weight
         self._whole = weight.codes.shape[1] * 2
         self._table = weight.scales.new_tensor(weight.table)
@@ -43,6 +44,10 @@ class TableProduct(CodedProduct):
         self.one_row = one_row_tile(n, k) if one else None
         self.one_row_in_parts = one_row_tile(n, k, in_parts=True) if one else None
         self.tiles = [few_rows_tile(max(rows, 1), n, self._whole) for rows in range(MOST_ROWS + 1)]
+
+    def is_few(self, x: torch.Tensor) -> bool:
+        """See ``CodedProduct``."""
+        return super().is_few(x) and (len(x) <= FEWER_ROWS or x.dtype is not torch.float32)
 
     def few_rows(
         self, x: torch.Tensor, bias: torch.Tensor | None, activation: Activation | None = None

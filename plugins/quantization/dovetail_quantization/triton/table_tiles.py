@@ -10,8 +10,10 @@ from dovetail.ops.triton.tuning import MAX_PARTS, MAX_TILES
 from dovetail_quantization.triton.integer_rows import IntegerTile
 from dovetail_quantization.triton.one_row import OneRowTile, parts_of
 
-MOST_ROWS = 64
-"""Up to this number of rows the kernels of few rows are used."""
+MOST_ROWS = 128
+"""Up to this number of rows of 16 bits the kernels of few rows are used."""
+FEWER_ROWS = 64
+"""The same where tiles of more rows would spill registers: for float32, and for blocks of less than 64 columns."""
 _WIDE = 6144
 """From this number of rows of a weight on, a tile of up to 16 rows of activations has 128 of them."""
 
@@ -30,8 +32,9 @@ def one_row_tile(n: int, k: int, *, in_parts: bool = False) -> OneRowTile | None
 
 def few_rows_tile(rows: int, n: int, k: int) -> IntegerTile:
     """Return the tile of several rows and a weight ``[n, k]``, where ``k`` is a multiple of ``PLANES``."""
-    block_m = next(size for size in (16, 32, 64) if rows <= size)
-    block_n, block_k, stages, programs = 64, PLANES, 4, {16: 384, 32: 384, 64: 256}[block_m]
+    block_m = next(size for size in (16, 32, 64, 128) if rows <= size)
+    block_n, block_k, programs = 64, PLANES, {16: 384, 32: 384, 64: 256, 128: 192}[block_m]
+    stages = 3 if block_m == 128 else 4
     if block_m == 16 and n >= _WIDE:
         block_n = 128
     elif block_m == 16 and k % (2 * PLANES) == 0:
