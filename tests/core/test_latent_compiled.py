@@ -18,7 +18,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from dovetail.ops.triton.launch import INTERPRETED
-from dovetail_attention.triton import expanded, latent, tiles
+from dovetail_attention.triton import expanded, latent, merge, tiles
 
 pytestmark = [
     pytest.mark.skipif(INTERPRETED, reason="kernels are interpreted, not compiled"),
@@ -45,7 +45,7 @@ def compiled(
     constants: dict[str, Any] = {
         "PAGE": 16, "VALUE_DIM": 512, "BLOCK_V": 512, "REST": 64, "BLOCK_REST": 64, "TOKEN": 576, "SCALED": scaled, "GROUP": group,
         "ROWS": tile.rows, "KEYS": tile.keys, "FLIP": tile.flip, "CAUSAL": True, "TREE": tree, "CHUNK": chunk, "RECORD": 8,
-        "FEWER": True, "LEVEL": not tree and not chunk, "LEADS": leads, "FETCH": 0 if chunk or leads else max(tile.keys, tile.ahead), "PDL": True,
+        "FEWER": True, "LEVEL": not tree and not chunk, "LEADS": leads, "AHEAD": not chunk and not leads, "PDL": True,
     }  # fmt: skip
     fusion = {"enable_fp_fusion": False} if chunk else {}
     return compile_kernel(kernel, constants, {"kv": pool, "scales": "*bf16" if scaled else pool}, tile, **fusion)
@@ -108,6 +108,21 @@ def test_tiles_compile(heads: int, form: str, pool: str, tmp_path: Path) -> None
         assert body.count("async_copy_global_to_local") >= 2
         assert int(re.findall(r"memdesc<(\d+)x\d+x512xbf16", text)[0]) >= 2, "blocks of latents in shared memory"
     assert spilled(found, tmp_path) <= 1024, "what is spilled is computed before the loop and read in it"
+
+
+@pytest.mark.parametrize(("share", "block"), [(1, 32), (16, 128)])
+def test_merges_of_long_values_compile(share: int, block: int, tmp_path: Path) -> None:
+    """Partial results are read 16 bytes at a time, and no register is spilled."""
+    constants = {
+        "HEADS": 16, "DIM": 512, "SHARE": share, "BLOCK": block, "PARTS": merge.LONG_TILE // (share * block), "TOKEN": 4,
+        "SHARED": False, "PDL": True,
+    }  # fmt: skip
+    types: dict[str, str] = dict.fromkeys(("own", "own_lse", "shared", "shared_lse"), "*fp32")
+    types |= dict.fromkeys(("own_tokens", "shared_tokens"), "*i32")
+    tile = tiles.AttentionTile(16, 16, 4, 3, 1)
+    found = compile_kernel(merge._merge_long, constants, types, tile)
+    assert len(re.findall(r"ld\.global\S*\.v4", found.asm["ptx"])) >= 8
+    assert spilled(found, tmp_path) == 0
 
 
 @pytest.mark.parametrize("rows", [128, pytest.param(64, marks=FULL)])

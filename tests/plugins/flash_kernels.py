@@ -14,6 +14,29 @@ Tensor? q_descale, Tensor? k_descale, Tensor? v_descale, float softmax_scale, bo
 int window_right, float softcap, bool is_rotary_interleaved, Tensor? scheduler_metadata, int num_splits, bool? pack_gqa,
 int sm_margin, Tensor? s_aux, int cp_world_size, int cp_rank, Tensor? cp_tot_seqused_k) -> Tensor[]"""
 
+SCHEDULE_SCHEMA = """get_scheduler_metadata(int batch_size, int max_seqlen_q, int max_seqlen_k, int num_heads, int num_heads_k,
+int headdim, int headdim_v, ScalarType qkv_dtype, Tensor seqused_k, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k,
+Tensor? cu_seqlens_k_new, Tensor? seqused_q, Tensor? leftpad_k, int? page_size, int max_seqlen_k_new, bool is_causal,
+int window_left, int window_right, bool has_softcap, int num_splits, bool? pack_gqa, int sm_margin) -> Tensor"""
+schedules: list[tuple] = []
+
+
+def library_schedule(rows, max_q, max_k, heads, kv_heads, dim, value_dim, dtype, used_k, cu_q, cu_k, cu_new, used_q, leftpad,
+                     page_size, max_new, causal, left, right, has_cap, splits, pack, margin):  # fmt: skip
+    """Return what ``library_fwd`` compares with its arguments: the number of this schedule, and the lengths."""
+    assert cu_k is cu_new is used_q is leftpad is pack is None
+    assert max_new == margin == 0
+    assert rows == len(used_k)
+    key = (max_q, max_k, heads, kv_heads, dim, value_dim, dtype, page_size, causal, left, right, has_cap, splits)
+    schedules.append(key)
+    return torch.cat((torch.tensor([len(schedules) - 1], dtype=torch.int32), used_k))
+
+
+def check_schedule(metadata, key, used_k):
+    """Assert that a schedule was made for a call with these arguments and lengths."""
+    assert schedules[int(metadata[0])] == key
+    assert torch.equal(metadata[1:], used_k)
+
 
 def attend(q, keys, values, *, cu_q, used_k, table, scale, causal, window, cap, sinks=None, nothing=float("-inf"),
            max_q=None, max_k=None, splits=0, qv=None):  # fmt: skip
@@ -95,7 +118,6 @@ def library_fwd(q, k, v, k_new, v_new, q_v, out, cu_q, cu_k, cu_k_new, used_q, u
         qd,
         kd,
         vd,
-        metadata,
         lengths,
     )
     assert all(value is None for value in given)
@@ -107,6 +129,12 @@ def library_fwd(q, k, v, k_new, v_new, q_v, out, cu_q, cu_k, cu_k_new, used_q, u
         assert causal
         return [ragged(q, k, v, cu_q, cu_k, max_q, max_k, scale)]
     assert cu_k is None
+    if metadata is not None:
+        wide = v if q_v is not None else k
+        longest = 1 if cu_q is None else max_q
+        keys = table.shape[1] * k.shape[1] if cu_q is None else max_k
+        check_schedule(metadata, (longest, keys, q.shape[-2], k.shape[2], q.shape[-1], wide.shape[3], q.dtype, k.shape[1], causal,
+                                  left, right, cap > 0, splits), used_k)  # fmt: skip
     return list(attend(q, k, v, cu_q=cu_q, used_k=used_k, table=table, scale=scale, causal=causal, window=(left, right),
                        cap=cap, sinks=sinks, max_q=max_q, max_k=max_k, splits=splits, qv=q_v))  # fmt: skip
 

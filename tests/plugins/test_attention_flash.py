@@ -40,12 +40,14 @@ from dovetail_attention.flash_attn.providers import LIBRARY, open_first
 
 sys.path.insert(0, str(Path(__file__).parent))
 from flash_kernels import (
+    SCHEDULE_SCHEMA,
     SCHEMA,
     calls,
     kvcache_2,
     kvcache_3,
     kvcache_sgl,
     library_fwd,
+    library_schedule,
     varlen_2,
     varlen_3,
     varlen_sgl,
@@ -61,6 +63,8 @@ def op():
     with torch.library._scoped_library("_vllm_fa3_C", "DEF") as library:
         library.define(SCHEMA.replace("\n", " "))
         library.impl("fwd", library_fwd, "CPU")
+        library.define(SCHEDULE_SCHEMA.replace("\n", " "))
+        library.impl("get_scheduler_metadata", library_schedule, "CPU")
         yield
 
 

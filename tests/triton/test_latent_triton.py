@@ -87,7 +87,7 @@ def test_rows_of_many_lengths_by_any_number_of_programs(
     monkeypatch: pytest.MonkeyPatch, level: bool, slots: int, flip: bool
 ):
     """Decode rows through page tables: keys are cut anywhere, and rows without keys get nothing. Values are merged whole
-    or, as large ones are, in pieces."""
+    or, as large ones are, in pieces, small or large shares."""
     monkeypatch.setattr(merge_module, "PIECE", 4 if flip else 128)
     case = latent(AttentionCase(LENGTHS, [1] * len(LENGTHS), page_size=16))
     step = AttentionStep(case, CPU)
@@ -104,8 +104,13 @@ def test_rows_of_many_lengths_by_any_number_of_programs(
     fill(schedule, entries, heads, None, partial=False)
     latents = LatentPages(step.pool.keys(case.layer_id), 16)
     attend_latents(step.q, latents, entries, schedule, step.layer.scale, out, partial, leads=True)
-    merge(out, range(rows), [(schedule, partial)], None)
-    torch.testing.assert_close(out.double(), reference(step), atol=3e-5, rtol=3e-5)
+    expected = reference(step)
+    for few, many in ((0, 1 << 40), (1 << 40, 1 << 40), (0, 1)) if flip else ((0, 0),):
+        monkeypatch.setattr(merge_module, "LONG_FEW", few)
+        monkeypatch.setattr(merge_module, "LONG_MANY", many)
+        merged = out.clone()
+        merge(merged, range(rows), [(schedule, partial)], None)
+        torch.testing.assert_close(merged.double(), expected, atol=3e-5, rtol=3e-5)
 
 
 @pytest.mark.parametrize("slots", [1, 7, 100])

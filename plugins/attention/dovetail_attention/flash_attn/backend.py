@@ -10,7 +10,7 @@ import torch
 from dovetail.errors import ConfigError
 from dovetail.interfaces.attention import AttentionBackend, AttentionContext, AttentionLayer
 from dovetail.ops.merge import merge_states
-from dovetail_attention.flash_attn.providers import AttentionCall, open_first
+from dovetail_attention.flash_attn.providers import AttentionCall, open_first, open_schedule
 
 if TYPE_CHECKING:
     from dovetail.config import Config
@@ -72,6 +72,9 @@ class FlashAttention(AttentionBackend):
         if opened is None:
             raise ConfigError(f"attention {config.kind} has no kernels: {'; '.join(reasons)}")
         self.provider, self._attend = opened
+        self._make_schedule = open_schedule(self.provider, config.library)
+        self._leaders: dict[tuple[int, bool], int] = {}
+        self._schedules: dict[tuple[int, bool], torch.Tensor] = {}
         log.info("attention %s uses the kernels of %s", config.kind, self.provider)
         self._pool = context.pool
         self._heads, self._kv_heads, self._head_dim = context.num_heads, context.num_kv_heads, context.head_dim
@@ -91,6 +94,7 @@ class FlashAttention(AttentionBackend):
 
     def plan(self, batch: Batch) -> None:
         """Divide the rows into calls. Copies nothing and does not wait for the device."""
+        self._leaders = {}
         if self._invariant:
             self._parts = [self._all_rows(batch)]
             return
@@ -140,6 +144,7 @@ class FlashAttention(AttentionBackend):
         The number of parts is chosen so that the smallest number of verify rows that the tokens can form keeps the
         device busy.
         """
+        self._leaders = {}
         if self._invariant:
             self._parts = [self._all_rows(batch)]
             return
@@ -182,7 +187,7 @@ class FlashAttention(AttentionBackend):
     def _call(
         self, q: torch.Tensor, layer: AttentionLayer, rows: CallRows, *, causal: bool, sinks: bool = True
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        return self._attend(
+        return self._run(
             AttentionCall(
                 q,
                 self._pool.keys(layer.layer_id),
@@ -198,8 +203,20 @@ class FlashAttention(AttentionBackend):
                 layer.soft_cap,
                 layer.sinks.to(q.dtype) if sinks and layer.sinks is not None else None,
                 rows.splits,
-            )
+            ),
+            layer,
         )
+
+    def _run(self, call: AttentionCall, layer: AttentionLayer) -> tuple[torch.Tensor, torch.Tensor]:
+        """Run a call. If it has one query per row and reads keys in several parts, the first layer of a plan computes how
+        the keys are divided, and the other layers use that: a microsecond less in each layer on H200. Other calls would
+        gain nothing."""
+        if self._make_schedule is None or call.cu_q is not None or call.splits <= 1 or call.window is not None:
+            return self._attend(call)
+        key = call.used_k.data_ptr(), call.soft_cap is not None
+        if self._leaders.setdefault(key, layer.layer_id) == layer.layer_id:
+            self._schedules[key] = self._make_schedule(call)
+        return self._attend(call._replace(schedule=self._schedules[key]))
 
 
 def probe(section: FlashAttnConfig, config: Config) -> str | None:

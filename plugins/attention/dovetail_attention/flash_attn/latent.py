@@ -71,7 +71,7 @@ class FlashAttentionLatent(FlashAttention):
                 "attention flash_attn_mla has neither windows nor soft caps nor sinks; set attention to triton"
             )
         entries = self._pool.keys(layer.layer_id)
-        return self._attend(
+        return self._run(
             AttentionCall(
                 q[..., LATENT:],
                 entries[..., LATENT:],
@@ -85,7 +85,8 @@ class FlashAttentionLatent(FlashAttention):
                 causal,
                 splits=rows.splits,
                 qv=q[..., :LATENT],
-            )
+            ),
+            layer,
         )
 
 

@@ -29,7 +29,8 @@ class AttentionCall(NamedTuple):
     ``used_k[r]`` keys of its pages ``table[r]``. No row has more than ``max_q`` queries or ``max_k`` keys. ``window``
     has the same meaning as in ``AttentionLayer``. ``splits`` is the largest number of parts in which the keys of a row
     are read at the same time; 0 lets the kernel decide. ``qv`` is the part of queries that meets the values, if these
-    are latents (see ``flash_attn.latent``).
+    are latents (see ``flash_attn.latent``). ``schedule`` says how the kernel divides the keys, if that was computed before
+    (see ``open_schedule``).
     """
 
     q: torch.Tensor
@@ -47,6 +48,7 @@ class AttentionCall(NamedTuple):
     sinks: torch.Tensor | None = None
     splits: int = 0
     qv: torch.Tensor | None = None
+    schedule: torch.Tensor | None = None
 
     @property
     def queries(self) -> torch.Tensor:
@@ -81,6 +83,7 @@ class RaggedCall(NamedTuple):
 
 Attend = Callable[[AttentionCall], tuple[torch.Tensor, torch.Tensor]]
 AttendRagged = Callable[[RaggedCall], torch.Tensor]
+MakeSchedule = Callable[[AttentionCall], torch.Tensor]
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,6 +211,32 @@ def _library_function(library: Path | None) -> Any:
     return torch.ops._vllm_fa3_C.fwd
 
 
+def open_schedule(name: str, library: Path | None = None) -> MakeSchedule | None:
+    """Return the function of an opened provider that computes on the device how a call divides the keys of its rows, or
+    None if the provider computes that in every call. All calls with the same lengths may use what it returns; they must
+    follow each other, because the kernels count in it.
+    """
+    if name != "vllm":
+        return None
+    _library_function(library)
+    compute = getattr(torch.ops._vllm_fa3_C, "get_scheduler_metadata", None)
+    if compute is None:
+        return None
+
+    def schedule(call: AttentionCall) -> torch.Tensor:
+        left, right = call.window_size
+        values = call.keys if call.qv is None else call.values
+        one_each = call.cu_q is None  # then the library takes the width of the table for the longest row
+        longest = call.table.shape[1] * call.keys.shape[1] if one_each else call.max_k
+        return compute(
+            len(call.used_k), call.max_q, longest, call.q.shape[1], call.keys.shape[2], call.q.shape[2], values.shape[3],
+            call.q.dtype, call.used_k, call.cu_q, None, None, None, None, call.keys.shape[1], 0, call.causal, left, right,
+            bool(call.soft_cap), call.splits, None, 0,
+        )  # fmt: skip
+
+    return schedule
+
+
 def open_ragged(name: str, library: Path | None = None) -> AttendRagged:
     """Return the function of an opened provider of FlashAttention-3 that attends over keys which are not in pages."""
     if name == "vllm":
@@ -257,7 +286,7 @@ def _open_library(library: Path | None) -> Attend:
         out, lse, *_ = fwd(
             call.queries, call.keys, call.values, None, None, call.value_queries, None, call.cu_q, None, None, None, call.used_k,
             *bounds, call.table, None, None, *rotary, *scales, call.scale, call.causal, left, right,
-            call.soft_cap or 0.0, False, None, call.splits, None, 0, call.sinks, 1, 0, None,
+            call.soft_cap or 0.0, False, call.schedule, call.splits, None, 0, call.sinks, 1, 0, None,
         )  # fmt: skip
         return _by_token(call, out, lse)
 

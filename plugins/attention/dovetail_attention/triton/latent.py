@@ -142,7 +142,7 @@ def _item(
     item, q, kv, scales, out, partial, lse, records, table, tree, q_token, q_head, table_row, tree_row, tree_width, scale,
     PAGE: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_V: tl.constexpr, REST: tl.constexpr, BLOCK_REST: tl.constexpr,
     TOKEN: tl.constexpr, SCALED: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, FLIP: tl.constexpr,
-    CAUSAL: tl.constexpr, TREE: tl.constexpr, CHUNK: tl.constexpr, RECORD: tl.constexpr, FETCH: tl.constexpr,
+    CAUSAL: tl.constexpr, TREE: tl.constexpr, CHUNK: tl.constexpr, RECORD: tl.constexpr, WAIT: tl.constexpr,
 ):  # fmt: skip
     record = records + item * RECORD
     entry, first_m = tl.load(record, cache_modifier=".cg"), tl.load(record + 1, cache_modifier=".cg")
@@ -150,12 +150,10 @@ def _item(
     first_query, queries = tl.load(record + 4, cache_modifier=".cg"), tl.load(record + 5, cache_modifier=".cg")
     length, base = tl.load(record + 6, cache_modifier=".cg"), tl.load(record + 7, cache_modifier=".cg")
     pages = table + entry.to(tl.int64) * table_row
-    if FETCH:
-        key = tl.minimum(low + tl.arange(0, FETCH), tl.maximum(high - 1, low))
-        page = tl.load(pages + key // PAGE)
-        prefetch_rows(kv, page, key, 0, PAGE, 1, VALUE_DIM, BLOCK_V, TOKEN)
-        if REST:
-            prefetch_rows(kv + VALUE_DIM, page, key, 0, PAGE, 1, REST, BLOCK_REST, TOKEN)
+    if WAIT:
+        key = low + tl.arange(0, KEYS)
+        page = tl.load(pages + key // PAGE, key < high, 0)
+        prefetch_rows(kv, page, key, 0, PAGE, 1, VALUE_DIM + REST, BLOCK_V, TOKEN)
         gdc_wait()
 
     m = first_m + tl.arange(0, ROWS)
@@ -221,13 +219,13 @@ def _latent(
     PAGE: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_V: tl.constexpr, REST: tl.constexpr, BLOCK_REST: tl.constexpr,
     TOKEN: tl.constexpr, SCALED: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, FLIP: tl.constexpr,
     CAUSAL: tl.constexpr, TREE: tl.constexpr, CHUNK: tl.constexpr, RECORD: tl.constexpr, FEWER: tl.constexpr,
-    LEVEL: tl.constexpr, LEADS: tl.constexpr, FETCH: tl.constexpr, PDL: tl.constexpr,
+    LEVEL: tl.constexpr, LEADS: tl.constexpr, AHEAD: tl.constexpr, PDL: tl.constexpr,
 ) -> None:  # fmt: skip
     if PDL:
         if LEADS:  # in this order, so that the schedule is complete before the next kernel starts
             gdc_wait()
         gdc_launch_dependents()
-        if not FETCH:
+        if not AHEAD:
             gdc_wait()
     first, step = tl.program_id(0), tl.num_programs(0)
     end = tl.load(count, cache_modifier=".cg")
@@ -243,16 +241,16 @@ def _latent(
                 item, q, kv, scales, out, partial, lse, records, table, tree,
                 q_token, q_head, table_row, tree_row, tree_width, scale,
                 PAGE, VALUE_DIM, BLOCK_V, REST, BLOCK_REST, TOKEN, SCALED, GROUP, ROWS, KEYS, FLIP, CAUSAL, TREE, CHUNK,
-                RECORD, FETCH if PDL else 0,
+                RECORD, PDL and AHEAD,
             )  # fmt: skip
     elif first < end:
         _item(
             first, q, kv, scales, out, partial, lse, records, table, tree,
             q_token, q_head, table_row, tree_row, tree_width, scale,
             PAGE, VALUE_DIM, BLOCK_V, REST, BLOCK_REST, TOKEN, SCALED, GROUP, ROWS, KEYS, FLIP, CAUSAL, TREE, CHUNK,
-            RECORD, FETCH if PDL else 0,
+            RECORD, PDL and AHEAD,
         )  # fmt: skip
-    if PDL and FETCH:
+    if PDL and AHEAD:
         gdc_wait()  # also in programs that have no item
 
 
@@ -273,7 +271,6 @@ def attend_latents(
     assert q.stride(2) == 1
     assert out.is_contiguous()
     tile, tree = entries.tile, entries.tree
-    early = entries.fewer and not entries.chunk and not leads
     launch(
         _latent, (entries.programs,),
         q, latents.pages, latents.pages if latents.scales is None else latents.scales, out, *partial, schedule.records, schedule.count, schedule.span_starts, entries.table,
@@ -282,6 +279,6 @@ def attend_latents(
         0 if tree is None else tree.shape[1], scale * LOG2_E,
         **latents.constants(), GROUP=q.shape[1], ROWS=tile.rows, KEYS=tile.keys, FLIP=tile.flip,
         CAUSAL=entries.causal, TREE=tree is not None, CHUNK=entries.chunk, RECORD=RECORD, FEWER=entries.fewer,
-        LEVEL=entries.level, LEADS=leads, FETCH=max(tile.keys, tile.ahead) if early else 0,
+        LEVEL=entries.level, LEADS=leads, AHEAD=entries.fewer and not entries.chunk and not leads,
         num_warps=tile.num_warps, num_stages=tile.num_stages, as_written=entries.chunk > 0,
     )  # fmt: skip

@@ -24,8 +24,7 @@ LEAST_ROWS = 16
 class AttentionTile(NamedTuple):
     """Describe a tile: a program attends with ``rows`` pairs of a query and a head to ``keys`` keys at a time.
 
-    ``resident`` programs keep a multiprocessor busy. For ``flip`` see ``latent``. While the kernel before it still runs, a
-    program for latents prefetches ``ahead`` keys, at least those of one block.
+    ``resident`` programs keep a multiprocessor busy. For ``flip`` see ``latent``.
     """
 
     rows: int
@@ -34,7 +33,6 @@ class AttentionTile(NamedTuple):
     num_stages: int
     resident: int
     flip: bool = False
-    ahead: int = 0
 
 
 LATENT_TILES = {
@@ -46,7 +44,7 @@ LATENT_TILES = {
 rows, which was chosen by the registers and the shared memory that the compiler reports. An accumulator of 64 rows and 512 numbers takes
 half of the registers of a multiprocessor."""
 
-CONVERTED_TILES = {16: AttentionTile(16, 64, 8, 3, 1), 64: AttentionTile(64, 64, 8, 3, 1)}
+CONVERTED_TILES = {16: AttentionTile(16, 32, 4, 3, 2), 64: AttentionTile(64, 64, 8, 3, 1)}
 """The tiles for latents in 8 bits, which become 16 bits in registers, measured likewise."""
 
 EXPANDED_TILES = {64: AttentionTile(64, 64, 4, 3, 1), 128: AttentionTile(128, 64, 8, 3, 1)}
