@@ -91,8 +91,10 @@ def check_compiled(
     signature = {arg: "constexpr" if arg in constants else TYPES.get(arg, "i32") for arg in kernel.arg_names}
     attrs = {
         (index,): [["tt.divisibility", 16]]
-        for index, arg in enumerate(kernel.arg_names)
-        if signature[arg].startswith("*") or arg.endswith("stride") or arg in ("channels", "words")
+        for index, (arg, given) in enumerate(zip(kernel.arg_names, kernel.params, strict=True))
+        if (signature[arg].startswith("*") and not given.do_not_specialize_on_alignment)
+        or arg.endswith("stride")
+        or arg in ("channels", "words")
     }
     source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attrs)
     options = {"num_warps": warps, "num_stages": stages, "launch_pdl": True}
@@ -150,14 +152,15 @@ def test_kernels_of_prompts_compile_fit_and_use_tensor_cores(name: str, tmp_path
 
 @pytest.mark.full
 @pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")
-@pytest.mark.parametrize(("key", "value"), [(16, 20), (32, 32)])
+@pytest.mark.parametrize(("key", "value"), [(16, 20), (32, 32), (48, 16)])
 def test_kernels_of_small_prompts_compile(key: int, value: int, tmp_path: Path) -> None:
-    sizes, columns = {"GROUP": 2, "KEY": key, "VALUE": value, "BLOCK_K": key}, {"BLOCK_V": gated_delta.LEAST_COLUMNS}
-    narrow = {"BLOCK_V": 32}
+    block = triton.next_power_of_2(key)
+    sizes, columns = {"GROUP": 2, "KEY": key, "VALUE": value, "BLOCK_K": block}, {"BLOCK_V": gated_delta.LEAST_COLUMNS}
+    narrow = {"BLOCK_V": gated_delta._block(value, gated_delta.TILES.pass_columns)}
     for kernel, (own, warps, stages), block in (
         (delta_chunks.solve, BY_HEAD["solve"], columns),
         (delta_chunks.pass_states, BY_HEAD["pass_states"], narrow),
-        (delta_chunks.outputs, BY_HEAD["outputs"], narrow),
+        (delta_chunks.outputs, BY_HEAD["outputs"], columns),
         (kda_chunks.outputs, BY_CHANNEL["outputs"], columns),
     ):
         check_compiled(kernel, sizes | CHUNKS | own | block, warps, stages, tmp_path, SPILLED)

@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 
 _SUB = 16
 LEAST_COLUMNS = 64
-"""The least columns of values of 16 bits in tiles of ``delta_chunks.solve`` and ``kda_chunks.outputs``. With 32, the assembler of
-CUDA 12.8 (Triton 3.6) makes code for small heads that computes addresses of tiles from a register that nothing has written."""
+"""The least columns of values of 16 bits in tiles of ``solve`` and ``outputs`` of ``delta_chunks``, and of ``kda_chunks.outputs``. With
+fewer, the assembler of CUDA 12.8 (Triton 3.6) makes code for small heads that computes addresses of tiles from a register that nothing has written."""
 
 
 class DeltaTiles(NamedTuple):
@@ -138,7 +138,7 @@ def _by_head(
     launch(
         delta_chunks.outputs, (heads, chunks),
         qkv, totals, changes, before, out, *bounds, qkv.stride(0), heads, key_dim**-0.5,
-        **constants, BLOCK_V=_block(value_dim, tiles.output_columns), num_warps=tiles.output_warps, num_stages=2,
+        **constants, BLOCK_V=_block(value_dim, tiles.output_columns, _least(qkv)), num_warps=tiles.output_warps, num_stages=2,
     )  # fmt: skip
 
 
