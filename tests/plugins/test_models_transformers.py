@@ -93,6 +93,7 @@ MORE: Mapping[str, Mapping[str, Any]] = {
 class TestArchitectures(HuggingFaceSuite):
     name = "transformers"
     configs: ClassVar = {**USUAL, **MORE}
+    model_type = next(iter(USUAL))
     without_effect = (
         r".*\.Wk\.bias",  # of keys that are not rotated
         r".*\.act_fn\.eps",  # a number near 0

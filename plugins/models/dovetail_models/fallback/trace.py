@@ -49,10 +49,12 @@ class AttentionTrace(TorchDispatchMode):
             setattr(module, ATTRIBUTE, _TracedAttention(self, name, module))
 
     def run(self) -> tuple[AttentionFacts, ...]:
-        """Return the attention layers in the order of their calls. Raises ``ConfigError``."""
+        """Return the attention layers in the order of their calls. Raises ``ConfigError``. In inference mode torch would show
+        other operations than those that are known to keep tokens apart, so that it is left."""
         hooks = [hook for name, module in self._tree.named_modules() for hook in self._follow(name, module)]
         try:
-            return self._run()
+            with torch.inference_mode(False):
+                return self._run()
         finally:
             for hook in hooks:
                 hook.remove()
