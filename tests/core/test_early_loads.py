@@ -112,7 +112,7 @@ def attend(leads, ahead):
     constants = {
         "PAGE": 16, "KV_HEADS": 8, "KEY_DIM": 128, "BLOCK_K": 128, "REST": 0, "BLOCK_REST": 16, "VALUE_DIM": 128, "BLOCK_V": 128,
         "K_HEAD": 128, "V_HEAD": 128, "SAME": False, "GROUP": 3, "ROWS": 32, "KEYS": 64, "CAUSAL": True, "TREE": False,
-        "WINDOW": False, "CAP": False, "SINKS": False, "SCALED": False, "CHUNK": 0, "RECORD": 8, "FEWER": True, "LEADS": leads, "AHEAD": ahead, "PDL": True,
+        "WINDOW": False, "CAP": False, "SINKS": False, "SCALED": False, "HALF": False, "PAIRS": False, "CHUNK": 0, "RECORD": 8, "FEWER": True, "LEADS": leads, "AHEAD": ahead, "PDL": True,
         "k_scales": None, "v_scales": None,
     }  # fmt: skip
     signature = pointers | numbers | {"scale": "fp32", "cap": "fp32"} | dict.fromkeys(constants, "constexpr")

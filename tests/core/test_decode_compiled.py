@@ -1,0 +1,49 @@
+"""Test that decode attention over pools of 8 bits compiles for compute capability 9.0 without conversions to bfloat16, which take longer than
+reading the pool, and without loads of single bytes. That needs no GPU.
+
+.venv/bin/python -m pytest -q tests/core/test_decode_compiled.py
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from triton.compiler import ASTSource
+
+from dovetail.ops.triton import decode
+from dovetail.ops.triton.launch import INTERPRETED
+from sass import printed, unwritten, without_spills
+
+pytestmark = pytest.mark.skipif(INTERPRETED, reason="kernels are interpreted, not compiled")
+POINTERS = {"q": "*bf16", "keys": "*fp8e4nv", "values": "*i16", "table": "*i32", "kv_lens": "*i32", "sinks": "*fp32"}
+TYPES = POINTERS | {"out": "*bf16", "lse": "*fp32", "parts": "*fp32", "scale": "fp32", "soft_cap": "fp32"}
+CONSTANTS = {
+    "PAGE": 16, "KV_HEADS": 8, "KEY_DIM": 128, "BLOCK_K": 128, "REST": 0, "BLOCK_REST": 16, "VALUE_DIM": 128, "BLOCK_V": 128,
+    "K_HEAD": 128, "V_HEAD": 128, "SAME": False, "PAIRS": True, "GROUP": 4, "BLOCK_HEADS": 16, "HEAD_BLOCKS": 1, "WINDOW": False,
+    "SOFT_CAP": False, "SINKS": False, "SPLIT": True, "PDL": True,
+}  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")
+@pytest.mark.parametrize("rows", [1, 256])
+def test_pools_of_8_bits_are_converted_by_pairs(rows: int, tmp_path: Path) -> None:
+    tile = decode.tiling(256, 128, rows * 8, 132)
+    constants = CONSTANTS | {"BLOCK_N": tile.keys}
+    signature = {arg: "constexpr" if arg in constants else TYPES.get(arg, "i32") for arg in decode._decode.arg_names}
+    attrs = {
+        (index,): [["tt.divisibility", 16]]
+        for index, arg in enumerate(decode._decode.params)
+        if arg.name in ("q_row", "q_head")
+        or (signature[arg.name].startswith("*") and not arg.do_not_specialize_on_alignment)
+    }
+    source = ASTSource(fn=decode._decode, signature=signature, constexprs=constants, attrs=attrs)
+    file = tmp_path / "kernel.cubin"
+    options = {"num_warps": tile.num_warps, "num_stages": tile.num_stages, "launch_pdl": True}
+    found = without_spills(source, options, file)
+    code = printed("-sass", file)
+    assert "F2FP.F16.E4M3" in code
+    assert "F2F." not in code
+    assert "LDS.U8" not in code
+    assert found["ptx"].count("ld.global.b16") == 0
+    assert not unwritten(file)
