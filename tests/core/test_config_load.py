@@ -155,6 +155,12 @@ def test_errors_in_the_grammar_section_name_the_key(registry, given, message):
     assert message in problems(registry, given)
 
 
+@pytest.mark.parametrize("key", ["memory.kv_gib", "adapters.host_gib"])
+@pytest.mark.parametrize("given", [".inf", ".nan", "1.0e+308"])
+def test_memory_is_a_number_of_bytes(registry, key, given):
+    assert "allowed: a number less than or equal to 1048576" in problems(registry, f"{key}={given}")
+
+
 def test_settings_before_the_name_of_their_component_are_kept(registry):
     (drafter,) = load(registry, "speculative.depth=9", "speculative=draft").speculative.candidates
     assert drafter.depth == 9

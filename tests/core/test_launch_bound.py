@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -89,6 +90,25 @@ def test_models_whose_layers_take_longer_to_launch_are_captured_for_more_tokens(
     config = {"architectures": ["SeedOssForCausalLM"], "model_type": "seed_oss", "vocab_size": 97, "hidden_size": 32}
     config |= {"intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1}
     assert describe_transformers(config | {"head_dim": 16, "max_position_embeddings": 64}).launch_factor > 1.5
+
+
+@pytest.mark.parametrize("factor", [0.0, -1.0, float("nan"), float("inf")])
+def test_a_factor_that_is_no_positive_number_is_refused(factor):
+    with pytest.raises(ValueError, match=r"launch_factor of .* allowed: a number greater than 0"):
+        replace(llama(4096, 14336, 32), launch_factor=factor)
+
+
+class OnlyVocabulary(torch.nn.Module):
+    """Have no weights besides those of the vocabulary."""
+
+    def __init__(self, info):
+        super().__init__()
+        self.info, self.embedding = info, torch.nn.Embedding(info.vocab_size, 8, device=META)
+
+
+def test_a_model_that_multiplies_with_nothing_is_launch_bound():
+    model: Any = OnlyVocabulary(llama(4096, 14336, 32))
+    assert launch_bound(model, SINGLE) == 2048
 
 
 def test_weights_of_one_byte_are_multiplied_at_twice_the_rate():

@@ -51,6 +51,7 @@ class AdaptersSection(Section):
     host_gib: float | None = Field(
         default=None,
         gt=0,
+        le=1 << 20,
         description="Host memory for the adapters that are kept there, in GiB, of all ranks together. As many are kept as fit, up to `max_host`. By default a quarter of the memory of the machine or container, and always one adapter.",
     )
 

@@ -68,6 +68,7 @@ class MemorySection(Section):
     kv_gib: float | None = Field(
         default=None,
         gt=0,
+        le=1 << 20,
         description="Memory for the pool. Default on CUDA: `fraction` of free memory after loading; on CPU: 1 GiB.",
     )
     fraction: float = Field(

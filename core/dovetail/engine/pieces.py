@@ -60,7 +60,7 @@ def launch_bound(model: ModelArchitecture, mesh: Mesh) -> int:
     quantized = any(isinstance(layer, Linear) and layer.method is not None for layer in module.modules())
     seconds = dense * (MORE_LAUNCH_SECONDS if quantized else LAUNCH_SECONDS) + len(layers) * MORE_LAUNCH_SECONDS
     seconds *= model.info.launch_factor
-    return min(int(seconds * OPERATIONS_PER_SECOND / (2 * weights)) // 128 * 128, MOST_TOKENS)
+    return min(int(seconds * OPERATIONS_PER_SECOND / (2 * max(weights, 1))) // 128 * 128, MOST_TOKENS)
 
 
 def _weights_of(parameter: torch.Tensor) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -53,6 +54,12 @@ class ModelInfo:
     quantization: Mapping[str, Any] | None = field(default=None, repr=False)
     notes: tuple[str, ...] = ()
     launch_factor: float = 1.0
+
+    def __post_init__(self) -> None:
+        if not 0 < self.launch_factor < math.inf:
+            raise ValueError(
+                f"launch_factor of {self.architecture} is {self.launch_factor}; allowed: a number greater than 0"
+            )
 
 
 class TensorShare(NamedTuple):
