@@ -102,6 +102,19 @@ def test_pools_of_8_bits(pool, splits, whole, unit, monkeypatch):
     torch.testing.assert_close(lse.double(), wanted_lse, atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.parametrize(("size", "first"), [(25, 0), (26, 1), (24, 0)])
+def test_values_of_8_bits_may_be_at_odd_places(size, first):
+    """Then two neighbouring values are not one integer of 16 bits."""
+    torch.manual_seed(0)
+    keys = torch.randn(8, 4, 1, size).to(torch.float8_e4m3fn)
+    values = keys[..., first : first + 12]
+    table, kv_lens = torch.randperm(8, dtype=torch.int32).view(2, 4), torch.tensor([3, 16], dtype=torch.int32)
+    q = torch.randn(2, 4, size).half()
+    out, _ = paged_decode(q, keys, values, table, kv_lens, 0.2, splits=1)
+    wanted, _ = expected(q, keys.double(), values.double(), table, kv_lens, 0.2, None, None, None)
+    torch.testing.assert_close(out.double(), wanted, atol=3e-3, rtol=3e-3)
+
+
 @pytest.mark.parametrize("splits", [1, 4])
 def test_a_row_without_keys(splits):
     pool = torch.full((2, 3, 4, 2, 16), float("nan"))

@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from dovetail.ops.triton.halves import half_pairs, half_rows, power_of_rows
+from dovetail.ops.triton.halves import are_pairs, half_pairs, half_rows, power_of_rows
 from dovetail.ops.triton.launch import launch, processors
 from dovetail.ops.triton.pages import layout
 
@@ -291,7 +291,8 @@ def paged_decode(
     head_blocks = triton.cdiv(group, block_heads)
     row_bytes, key_bytes = q.element_size() * max(size, v_size), keys.element_size() * size
     tile = tiling(row_bytes, key_bytes, rows * kv_heads, processors(q.device), long=long)
-    pairs = keys.element_size() == 1 and q.element_size() == 2 and not found["SAME"] and v_size % 2 == 0
+    eight_bits = keys.element_size() == 1 and q.element_size() == 2 and not found["SAME"]
+    pairs = eight_bits and are_pairs(values, found["V_HEAD"])
     launch(
         _decode, (kv_heads * head_blocks, rows, splits),
         q, keys, values.view(torch.int16) if pairs else values, table, kv_lens, sinks, out, part_lse, parts, scale, soft_cap or 0.0, window or 0,

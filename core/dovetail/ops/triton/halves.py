@@ -5,11 +5,18 @@ number, which compute capability 9.0 executes at a quarter of the usual rate: it
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 
 LEAST_POWER = tl.constexpr(2.0**-100)
 """Rows with smaller numbers are not made larger."""
+
+
+def are_pairs(values: torch.Tensor, head: int) -> bool:
+    """Return True if the numbers of ``values``, which have 8 bits and are ``head`` numbers apart from one head to the next, can be read as
+    integers of 16 bits."""
+    return values.shape[-1] % 2 == head % 2 == values.storage_offset() % 2 == 0
 
 
 @triton.jit

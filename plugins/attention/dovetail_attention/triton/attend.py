@@ -20,7 +20,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from dovetail.interfaces.attention import AttentionLayer
 from dovetail.interfaces.store import KVTensors
-from dovetail.ops.triton.halves import half_pairs, half_rows, power_of_rows
+from dovetail.ops.triton.halves import are_pairs, half_pairs, half_rows, power_of_rows
 from dovetail.ops.triton.launch import launch
 from dovetail.ops.triton.pages import layout, prefetch_rows
 from dovetail_attention.triton.schedule import RECORD, Schedule, ScheduleEntries
@@ -366,7 +366,7 @@ def attend(
     assert out.is_contiguous()
     tile, tree, cap = entries.tile, entries.tree, layer.soft_cap
     eight_bits = keys.element_size() == 1 and q.element_size() == 2 and not found["SAME"]
-    pairs = eight_bits and tile.rows < WARP_GROUP_ROWS and values.shape[3] % 2 == 0
+    pairs = eight_bits and tile.rows < WARP_GROUP_ROWS and are_pairs(values, found["V_HEAD"])
     half = pairs or (eight_bits and scaled != COMPUTED.value)
     ahead = entries.fewer and not entries.chunk and not leads
     scale = layer.scale * LOG2_E if cap is None else 2 * LOG2_E * layer.scale / cap
