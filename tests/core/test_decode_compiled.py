@@ -28,7 +28,7 @@ CONSTANTS = {
 @pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")
 @pytest.mark.parametrize("rows", [1, 256])
 def test_pools_of_8_bits_are_converted_by_pairs(rows: int, tmp_path: Path) -> None:
-    tile = decode.tiling(256, 128, rows * 8, 132)
+    tile = decode.tiling(256, 128, rows * 8, 132, eight_bits=True)
     constants = CONSTANTS | {"BLOCK_N": tile.keys}
     signature = {arg: "constexpr" if arg in constants else TYPES.get(arg, "i32") for arg in decode._decode.arg_names}
     attrs = {

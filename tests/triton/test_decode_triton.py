@@ -147,9 +147,6 @@ def test_parts_end_in_as_few_rounds_as_possible(processors, kv_heads):
 def test_parts_of_steps_that_were_measured():
     assert [decode_splits(rows, 8, 132, True) for rows in (1, 8, 16, 32, 48, 64, 256)] == [32, 8, 3, 3, 2, 1, 1]
     assert decode_splits(32, 8, 132, False) == 2, "for keys of other sizes another number of programs is resident"
-    assert [is_measured(256, 256), is_measured(256, 128), is_measured(128, 128), is_measured(512, 256)] == [
-        True,
-        True,
-        False,
-        False,
-    ]
+    sizes = [(128, 128, 2, 2), (128, 128, 2, 1), (64, 64, 2, 2), (64, 128, 2, 2), (128, 128, 4, 2)]
+    assert [is_measured(*each) for each in sizes] == [True, True, False, False, False]
+    assert tiling(256, 128, 256, 132).num_stages == 2, "keys of 64 and values of 128 numbers of 16 bits"

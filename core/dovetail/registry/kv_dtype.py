@@ -36,7 +36,7 @@ def with_fp8(config: Config, machine: Machine, model: ModelChoice) -> ModelChoic
     if config.memory.kv_dtype != "auto" or not declares_kv_scales(model.info.quantization):
         return ""
     if any(group.kind is CacheGroupKind.LATENT for group in model.info.cache_groups):
-        return "the model keeps latents, which have scales of their own. memory.kv_dtype fp8_e4m3 keeps them in 8 bits"
+        return "a latent (MLA) gets a scale computed when it is stored. Set memory.kv_dtype to fp8_e4m3 to keep latents in 8 bits"
     if why := _why_not_fp8(machine):
         return f"FP8 {why}"
     if config.model.load_format != "dummy" and not has_kv_scales(model.directory):

@@ -90,4 +90,5 @@ class ScaledStores(_WithStates):
 
     def describe(self) -> Mapping[str, str]:
         """See ``KVStoreFactory.describe``."""
-        return {"scales": "token and head, computed" if self._computed else "from the checkpoint"}
+        scales = "token and head, computed" if self._computed else "from the checkpoint; those of latents, computed"
+        return {"scales": scales}

@@ -69,7 +69,7 @@ class Bitsandbytes(Quantization):
 
     def experts_method(self, shape: ExpertWeightsShape) -> ExpertsMethod | None:
         """See ``Quantization``."""
-        if not self._stores(shape.names, or_else=True):
+        if leaves_out(shape.names, self._format.ignored) or not self._stores(shape.names, or_else=True):
             return None
         return DequantizedExperts(shape, lambda own: self._layer(own, self._format, self._context))
 

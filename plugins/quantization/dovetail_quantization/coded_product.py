@@ -59,7 +59,8 @@ class CodedProduct(LinearProduct):
         n, k = self._shape
         if n * k <= MOST_ELEMENTS:
             return linear(x, self.weight(x.dtype), bias)
-        y, step = x.new_empty(len(x), n), max(1, MOST_ELEMENTS // k)
+        y, most = x.new_empty(len(x), n), max(1, MOST_ELEMENTS // k)
+        step = most // 64 * 64 or most  # addresses of all pieces are aligned
         for start in range(0, n, step):
             rows = slice(start, min(start + step, n))
             y[:, rows] = linear(x, self.dequantized(rows, x.dtype), None if bias is None else bias[rows])

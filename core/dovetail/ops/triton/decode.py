@@ -43,19 +43,19 @@ LARGE_TILE_8_BITS = DecodeTile(128, 5, 4)
 LARGE_TILE_RESIDENT = 3
 """The number of programs with either tile that a multiprocessor of Hopper runs at the same time, if keys are split."""
 MEASURED_ROW_BYTES = 256
+"""The bytes of a key of one head, as an operand, for which tiles and numbers of resident programs were measured."""
 
 
-@functools.cache
-def is_measured(row_bytes: int, key_bytes: int) -> bool:
-    """Return True for the keys for which the rules that count resident programs were measured: 128 numbers of 16 bits, which are in
-    16 or in 8 bits in the pool. See ``tiling`` for the arguments."""
-    return row_bytes == MEASURED_ROW_BYTES and key_bytes in (row_bytes, row_bytes // 2)
+def is_measured(head_dim: int, value_dim: int, itemsize: int, pool_itemsize: int) -> bool:
+    """Return True if ``LARGE_TILE_RESIDENT`` holds: for keys and values of 128 numbers of 16 bits, which are in 16 or in 8 bits in
+    the pool. Sizes of numbers are in bytes."""
+    return head_dim == value_dim == 128 and itemsize == 2 and pool_itemsize in (1, 2)
 
 
 @functools.cache
 def decode_splits(rows: int, kv_heads: int, processors: int, measured: bool) -> int:
-    """Return the number of parts of each row's keys that keeps ``processors`` multiprocessors busy. ``measured``: see
-    ``is_measured``.
+    """Return the number of parts of each row's keys that keeps ``processors`` multiprocessors busy. ``measured``: the number
+    of resident programs is known (``is_measured``).
 
     Programs run in waves of as many as the device runs at the same time. A last wave with few programs would read at a
     fraction of the bandwidth, so the number of parts is the one whose last wave is fullest (H200, 32 rows of 8,192
@@ -82,10 +82,12 @@ def _fullness(programs: int, places: int) -> float:
 
 
 @functools.cache
-def tiling(row_bytes: int, key_bytes: int, tiles: int, processors: int, *, long: bool = False) -> DecodeTile:
+def tiling(
+    row_bytes: int, key_bytes: int, tiles: int, processors: int, *, long: bool = False, eight_bits: bool = False
+) -> DecodeTile:
     """Return the tile for keys of one head that take ``key_bytes`` in the pool and, as operands of a product or as
     values, at most ``row_bytes``. ``tiles`` is the number of rows times the number of key heads. ``long``: return
-    ``LARGE_TILE``, or ``LARGE_TILE_8_BITS``, if ``row_bytes`` allows it.
+    ``LARGE_TILE``, or ``LARGE_TILE_8_BITS``, if ``row_bytes`` allows it. ``eight_bits``: the pool has numbers of 8 bits.
 
     If there are few tiles, each runs alone on a multiprocessor and reads far ahead. If there are many, several tiles
     share one. If there are very few, they leave shared memory to the next kernel, a product that has begun to fetch its
@@ -96,7 +98,7 @@ def tiling(row_bytes: int, key_bytes: int, tiles: int, processors: int, *, long:
         return DecodeTile(16, 1, 4)
     if row_bytes > MEASURED_ROW_BYTES:
         return DecodeTile(32, 2, 4)
-    if key_bytes < row_bytes == MEASURED_ROW_BYTES:
+    if eight_bits and row_bytes == MEASURED_ROW_BYTES:
         return LARGE_TILE_8_BITS if long or 2 * tiles > processors else DecodeTile(64, 5, 4)
     if long:
         return LARGE_TILE
@@ -290,9 +292,9 @@ def paged_decode(
     block_heads = LEAST_TILE if v_size > LARGE else max(LEAST_TILE, triton.next_power_of_2(group))
     head_blocks = triton.cdiv(group, block_heads)
     row_bytes, key_bytes = q.element_size() * max(size, v_size), keys.element_size() * size
-    tile = tiling(row_bytes, key_bytes, rows * kv_heads, processors(q.device), long=long)
-    eight_bits = keys.element_size() == 1 and q.element_size() == 2 and not found["SAME"]
-    pairs = eight_bits and are_pairs(values, found["V_HEAD"])
+    eight_bits = keys.element_size() == 1
+    tile = tiling(row_bytes, key_bytes, rows * kv_heads, processors(q.device), long=long, eight_bits=eight_bits)
+    pairs = eight_bits and q.element_size() == 2 and not found["SAME"] and are_pairs(values, found["V_HEAD"])
     launch(
         _decode, (kv_heads * head_blocks, rows, splits),
         q, keys, values.view(torch.int16) if pairs else values, table, kv_lens, sinks, out, part_lse, parts, scale, soft_cap or 0.0, window or 0,

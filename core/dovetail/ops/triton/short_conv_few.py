@@ -49,7 +49,7 @@ def chunks(
     state_stride, BIAS: tl.constexpr, SILU: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
     WRITES: tl.constexpr, SAVES: tl.constexpr, PDL: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Compute a chunk of a row for a block of channels, four tokens at a time, of which the inputs are read together. The last
+    """Compute a chunk of a row for a block of channels, eight tokens at a time, of which the inputs are read together. The last
     three inputs stay in registers. The program of a row's first chunk also writes the state, because it is the only
     one that reads the old one. That of a chunk that is saved writes the chunk's last inputs to the slot of ``saves``."""
     channel = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)

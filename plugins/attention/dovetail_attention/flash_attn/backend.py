@@ -73,8 +73,8 @@ class FlashAttention(AttentionBackend):
             raise ConfigError(f"attention {config.kind} has no kernels: {'; '.join(reasons)}")
         self.provider, self._attend = opened
         self._make_schedule = open_schedule(self.provider, config.library)
-        self._leaders: dict[tuple[int, bool], int] = {}
-        self._schedules: dict[tuple[int, bool], torch.Tensor] = {}
+        self._schedules: dict[tuple[int, bool], tuple[int, torch.Tensor]] = {}
+        """The divisions of keys of the present plan, each with the layer that computes it."""
         log.info("attention %s uses the kernels of %s", config.kind, self.provider)
         self._pool = context.pool
         self._heads, self._kv_heads, self._head_dim = context.num_heads, context.num_kv_heads, context.head_dim
@@ -94,7 +94,7 @@ class FlashAttention(AttentionBackend):
 
     def plan(self, batch: Batch) -> None:
         """Divide the rows into calls. Copies nothing and does not wait for the device."""
-        self._leaders = {}
+        self._schedules = {}
         if self._invariant:
             self._parts = [self._all_rows(batch)]
             return
@@ -144,7 +144,7 @@ class FlashAttention(AttentionBackend):
         The number of parts is chosen so that the smallest number of verify rows that the tokens can form keeps the
         device busy.
         """
-        self._leaders = {}
+        self._schedules = {}
         if self._invariant:
             self._parts = [self._all_rows(batch)]
             return
@@ -214,9 +214,10 @@ class FlashAttention(AttentionBackend):
         if self._make_schedule is None or call.cu_q is not None or call.splits <= 1 or call.window is not None:
             return self._attend(call)
         key = call.used_k.data_ptr(), call.soft_cap is not None
-        if self._leaders.setdefault(key, layer.layer_id) == layer.layer_id:
-            self._schedules[key] = self._make_schedule(call)
-        return self._attend(call._replace(schedule=self._schedules[key]))
+        found = self._schedules.get(key)
+        if found is None or found[0] == layer.layer_id:
+            found = self._schedules[key] = layer.layer_id, self._make_schedule(call)
+        return self._attend(call._replace(schedule=found[1]))
 
 
 def probe(section: FlashAttnConfig, config: Config) -> str | None:

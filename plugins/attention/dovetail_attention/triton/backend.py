@@ -122,9 +122,10 @@ class TritonAttention(AttentionBackend):
         self._kv_heads, self._head_dim = context.num_kv_heads, context.head_dim
         self._group = context.num_heads // context.num_kv_heads
         self._value_dim = context.pool.values(0).shape[3]
-        self._key_bytes = self._head_dim * context.pool.keys(0).element_size()
+        pool_itemsize = context.pool.keys(0).element_size()
+        self._key_bytes, self._eight_bits = self._head_dim * pool_itemsize, pool_itemsize == 1
         self._row_bytes = context.dtype.itemsize * max(self._head_dim, self._value_dim)
-        self._measured = is_measured(self._row_bytes, self._key_bytes)
+        self._measured = is_measured(self._head_dim, self._value_dim, context.dtype.itemsize, pool_itemsize)
         self._latent = context.value_dim is not None and self._kv_heads == 1
         self._scaled = context.pool.tensors(0).scales is not None
         self._token_bytes = self._key_bytes if self._latent else 2 * self._kv_heads * self._key_bytes
@@ -171,7 +172,7 @@ class TritonAttention(AttentionBackend):
         if bytes_read >= LONG_BYTES and self._few(rows):
             return UNEVEN
         tiles = rows * self._kv_heads
-        tile = tiling(self._row_bytes, self._key_bytes, tiles, self._processors)
+        tile = tiling(self._row_bytes, self._key_bytes, tiles, self._processors, eight_bits=self._eight_bits)
         measured = tile.keys == LARGE_TILE.keys and self._measured
         each = int(lens[lens.argmax()]) / decode_splits(rows, self._kv_heads, self._processors, self._measured)
         longest = each * (LARGE_TILE_SECONDS_PER_KEY if measured else SECONDS_PER_KEY)

@@ -49,8 +49,8 @@ class AttentionTrace(TorchDispatchMode):
             setattr(module, ATTRIBUTE, _TracedAttention(self, name, module))
 
     def run(self) -> tuple[AttentionFacts, ...]:
-        """Return the attention layers in the order of their calls. Raises ``ConfigError``. In inference mode torch would show
-        other operations than those that are known to keep tokens apart, so that it is left."""
+        """Return the attention layers in the order of their calls. Raises ``ConfigError``. Runs outside
+        inference mode, in which torch dispatches other operations than those that are known to keep tokens apart."""
         hooks = [hook for name, module in self._tree.named_modules() for hook in self._follow(name, module)]
         try:
             with torch.inference_mode(False):
