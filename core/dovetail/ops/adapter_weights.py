@@ -68,7 +68,7 @@ class TokenTiles(NamedTuple):
 
     ``slots`` int32 ``[tokens]`` are the slots that occur, each once, and ``groups`` int32 ``[tokens]`` has the index in ``slots`` of each
     token, or -1. ``used`` int32 ``[2]`` is the number of tiles that do not pad, and of slots that occur. Kernels are
-    chosen by ``count``, when a step is captured."""
+    chosen by ``adapters``, when a step is captured."""
 
     order: torch.Tensor
     tiles: torch.Tensor
@@ -77,7 +77,7 @@ class TokenTiles(NamedTuple):
     used: torch.Tensor
     groups: torch.Tensor
     slots: torch.Tensor
-    count: AdapterCount
+    adapters: AdapterCount
 
 
 class TokenSlots(NamedTuple):

@@ -188,9 +188,9 @@ class AdaptedRows:
     ) -> torch.Tensor:
         """Compute what ``matmul.matmul`` computes, with the adapters of ``tokens``. ``can`` must be True."""
         low, kind = shrink(x, self._low_rank, tokens, leads=True), GATE_KINDS[gated] if gated else False
-        if tokens.count <= AdapterCount.FEW:
+        if tokens.adapters <= AdapterCount.FEW:
             return self.product(x, bias, low, tokens, kind, in_parts=in_parts)
-        if tokens.count is AdapterCount.SEVERAL and self._has_second_loop(len(x)):
+        if tokens.adapters is AdapterCount.SEVERAL and self._has_second_loop(len(x)):
             return self.product(x, bias, low, tokens, kind, in_parts=in_parts, second_loop=True)
         y = self.product(x, bias, low, tokens, in_parts=in_parts, adds=False)
         if gated:

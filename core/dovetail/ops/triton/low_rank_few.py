@@ -233,7 +233,7 @@ def shrink(x: torch.Tensor, weights: LowRankWeights, tokens: TokenTiles, *, lead
     a, ranks = weights.a, weights.device_ranks
     assert ranks is not None
     num_parts, rank, inputs = a.shape[1:]
-    together = tokens.count <= AdapterCount.FEW
+    together = tokens.adapters <= AdapterCount.FEW
     block = INPUT_BLOCK[together]
     splits, units = triton.cdiv(inputs, block), num_parts * (rank // RANK_BLOCK.value)
     num_tiles = len(tokens.tiles)
@@ -256,7 +256,7 @@ def expand(out: torch.Tensor, low: torch.Tensor, weights: LowRankWeights, tokens
     b, ranks, blocks = weights.b, weights.device_ranks, weights.blocks
     assert ranks is not None
     assert blocks is not None
-    together = tokens.count <= AdapterCount.FEW
+    together = tokens.adapters <= AdapterCount.FEW
     size = output_block(weights.parts, few=together)
     launch(
         _expand, (len(blocks) * ROW_BLOCK // size, len(tokens.tiles)),
