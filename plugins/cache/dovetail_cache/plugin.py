@@ -38,21 +38,24 @@ NONE = ComponentSpec(
 )
 
 
+EVERY_GROUP = frozenset(
+    {
+        Feature.STORE_FULL,
+        Feature.STORE_SLIDING,
+        Feature.STORE_LATENT,
+        Feature.STORE_STATE,
+        Feature.STORE_SLABS,
+    }
+)
+"""The features of stores that keep every kind of cache group, also in shared slabs."""
+
 PAGED = ComponentSpec(
     kind=ComponentKind.STORE,
     name="paged",
     target="dovetail_cache.stores:PagedStores",
     config="dovetail_cache.config:PagedConfig",
     summary="Keys and values, or latents, as they are, converted to memory.kv_dtype.",
-    offers=frozenset(
-        {
-            Feature.STORE_FULL,
-            Feature.STORE_SLIDING,
-            Feature.STORE_LATENT,
-            Feature.STORE_STATE,
-            Feature.STORE_SLABS,
-        }
-    ),
+    offers=EVERY_GROUP,
     api=(1, 1),
 )
 
@@ -62,15 +65,7 @@ SCALED = ComponentSpec(
     target="dovetail_cache.stores:ScaledStores",
     config="dovetail_cache.config:ScaledConfig",
     summary="Keys and values, or latents, in FP8 with scales: the checkpoint's, or one for each token and head.",
-    offers=frozenset(
-        {
-            Feature.STORE_FULL,
-            Feature.STORE_SLIDING,
-            Feature.STORE_LATENT,
-            Feature.STORE_STATE,
-            Feature.STORE_SLABS,
-        }
-    ),
+    offers=EVERY_GROUP,
     needs=frozenset({Feature.ATTN_SCALES}),
     api=(1, 1),
     constraints=Constraints(kv_dtypes=("fp8_e4m3",)),

@@ -118,7 +118,7 @@ def step(
         _step, (heads * per_head // count, len(qkv)),
         qkv, gates.a, gates.b, gates.rate, gates.bias, state, out, slots, qkv.stride(0), gates.a.stride(0),
         gates.b.stride(0), state.stride(0), heads, key_dim**-0.5,
-        **_sizes(shape, gates), BLOCK_V=columns, TILES=count, num_warps=tiles.warps,
+        **kernel_sizes(shape), BY_CHANNEL=gates.by_channel, BLOCK_V=columns, TILES=count, num_warps=tiles.warps,
     )  # fmt: skip
     return out
 
@@ -129,11 +129,11 @@ def _columns(value_dim: int, limit: int) -> tuple[int, int]:
     return columns, triton.cdiv(value_dim, columns)
 
 
-def _sizes(shape: DeltaShape, gates: DeltaGates) -> dict[str, int]:
+def kernel_sizes(shape: DeltaShape) -> dict[str, int]:
+    """Return the sizes that every kernel of the gated delta rule is compiled for."""
     return {
         "GROUP": shape.value_heads // shape.key_heads,
         "KEY": shape.key_dim,
         "VALUE": shape.value_dim,
         "BLOCK_K": max(16, triton.next_power_of_2(shape.key_dim)),
-        "BY_CHANNEL": gates.by_channel,
     }

@@ -120,7 +120,7 @@ def _by_head(
     before = torch.empty(chunks, heads, key_dim, value_dim, dtype=qkv.dtype, device=qkv.device)
     bounds = rows.indptr, rows.chunk_rows, rows.chunk_starts
     tiles = EXACT_TILES if exact and min(key_dim, value_dim) > 16 else TILES
-    constants = _sizes(shape) | {"CHUNK": rows.chunk, "PRECISION": "tf32x3" if exact else "tf32"}
+    constants = delta_steps.kernel_sizes(shape) | {"CHUNK": rows.chunk, "PRECISION": "tf32x3" if exact else "tf32"}
     launch(
         delta_chunks.solve, (heads, chunks),
         qkv, gates.a, gates.b, gates.rate, gates.bias, totals, fades, decays, reads, changes, *bounds,
@@ -153,7 +153,7 @@ def _by_channel(
     before = torch.empty(chunks, heads, key_dim, value_dim, dtype=qkv.dtype, device=qkv.device)
     bounds = rows.indptr, rows.chunk_rows, rows.chunk_starts
     precision = "tf32x3" if qkv.dtype == torch.float32 else "tf32"
-    constants = _sizes(shape) | {"CHUNK": rows.chunk, "PRECISION": precision}
+    constants = delta_steps.kernel_sizes(shape) | {"CHUNK": rows.chunk, "PRECISION": precision}
     block_v = _block(value_dim, 64)
     # in tiles of 16 columns, Triton 3.6 lets 8 warps read beyond the shared memory of a program
     warps = 8 if min(key_dim, value_dim) > 16 else 4
@@ -222,16 +222,7 @@ def _doublings(chunk: int) -> int:
 
 
 def _constants(shape: DeltaShape, gates: DeltaGates) -> dict[str, Any]:
-    return _sizes(shape) | {"BY_CHANNEL": gates.by_channel}
-
-
-def _sizes(shape: DeltaShape) -> dict[str, int]:
-    return {
-        "GROUP": shape.value_heads // shape.key_heads,
-        "KEY": shape.key_dim,
-        "VALUE": shape.value_dim,
-        "BLOCK_K": max(16, triton.next_power_of_2(shape.key_dim)),
-    }
+    return delta_steps.kernel_sizes(shape) | {"BY_CHANNEL": gates.by_channel}
 
 
 def _check(qkv: torch.Tensor, gates: DeltaGates, state: torch.Tensor, shape: DeltaShape) -> None:
