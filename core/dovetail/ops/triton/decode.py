@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from dovetail.ops.triton.halves import are_pairs, half_pairs, half_rows, power_of_rows
+from dovetail.ops.triton.halves import are_pairs, half_pairs, half_queries
 from dovetail.ops.triton.launch import launch, processors
 from dovetail.ops.triton.pages import layout
 
@@ -152,16 +152,12 @@ def _decode(
     real = member < GROUP
     from_q = q + row * q_row + head[:, None] * q_head
     query = tl.load(from_q + at[None, :], real[:, None] & (at < KEY_DIM)[None, :], 0.0)
+    query_r = query
     if REST:
         at_r = tl.arange(0, BLOCK_REST)
         query_r = tl.load(from_q + KEY_DIM + at_r[None, :], real[:, None] & (at_r < REST)[None, :], 0.0)
     if PAIRS:
-        power = power_of_rows(query)
-        if REST:
-            power = tl.maximum(power, power_of_rows(query_r))
-            query_r = half_rows(query_r, power)
-        query = half_rows(query, power)
-        scale *= (power / 8192.0)[:, None]
+        query, query_r, scale = half_queries(query, query_r, scale, REST)
         at_2 = tl.arange(0, BLOCK_V // 2)
         even = tl.zeros([BLOCK_HEADS, BLOCK_V // 2], tl.float32)
         odd = tl.zeros([BLOCK_HEADS, BLOCK_V // 2], tl.float32)

@@ -35,6 +35,17 @@ def half_rows(x, power):
 
 
 @triton.jit
+def half_queries(query, rest, scale, REST: tl.constexpr):
+    """Return both parts of queries in float16 (``rest`` unchanged without REST), and the ``scale`` of their logits for each row
+    ``[rows, 1]``, which undoes the power of two by which the row was multiplied."""
+    power = power_of_rows(query)
+    if REST:
+        power = tl.maximum(power, power_of_rows(rest))
+        rest = half_rows(rest, power)
+    return half_rows(query, power), rest, scale * (power / 8192.0)[:, None]
+
+
+@triton.jit
 def half_pairs(pairs, dtype: tl.constexpr):
     """Return the even and the odd elements of two neighbouring numbers of ``dtype``, which has 8 bits, in each 16-bit
     integer of ``pairs``, as two float16 tensors."""

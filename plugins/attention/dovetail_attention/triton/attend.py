@@ -20,7 +20,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from dovetail.interfaces.attention import AttentionLayer
 from dovetail.interfaces.store import KVTensors
-from dovetail.ops.triton.halves import are_pairs, half_pairs, half_rows, power_of_rows
+from dovetail.ops.triton.halves import are_pairs, half_pairs, half_queries, power_of_rows
 from dovetail.ops.triton.launch import launch
 from dovetail.ops.triton.pages import layout, prefetch_rows
 from dovetail_attention.triton.schedule import RECORD, Schedule, ScheduleEntries
@@ -218,12 +218,7 @@ def _item(
     if SCALED == FIXED:
         scale *= tl.load(k_scales + head)
     if HALF:
-        power = power_of_rows(q_tile)
-        if REST:
-            power = tl.maximum(power, power_of_rows(q_rest))
-            q_rest = half_rows(q_rest, power)
-        q_tile = half_rows(q_tile, power)
-        scale *= (power / 8192.0)[:, None]
+        q_tile, q_rest, scale = half_queries(q_tile, q_rest, scale, REST)
 
     prefix = length - queries
     place = prefix + m // GROUP
