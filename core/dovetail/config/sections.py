@@ -63,7 +63,10 @@ class MemorySection(Section):
 
     page_size: int = Field(default=16, ge=1, le=1024, description="Tokens per page.")
     num_pages: int | None = Field(
-        default=None, ge=2, description="Pages in the pool; by default as many as fit into `kv_gib` or `fraction`."
+        default=None,
+        ge=2,
+        le=(1 << 31) - 1,
+        description="Pages in the pool; by default as many as fit into `kv_gib` or `fraction`.",
     )
     kv_gib: float | None = Field(
         default=None,
@@ -79,7 +82,7 @@ class MemorySection(Section):
     )
     kv_dtype: Literal["auto", "float32", "bfloat16", "float16", "fp8_e4m3", "fp8_e5m2"] = Field(
         default="auto",
-        description="`auto` is `fp8_e4m3` with the checkpoint's scales where the checkpoint has scales of keys and values (docs/stores.md), otherwise the model's dtype. The fp8 dtypes hold twice as many tokens as 16 bits. Store `paged` keeps keys and values unscaled, which saturate at 448 or 57344; store `scaled` keeps `fp8_e4m3` with scales (docs/stores.md). On CUDA `fp8_e4m3` needs compute capability 8.9.",
+        description="`auto` is `fp8_e4m3` with the checkpoint's scales where the checkpoint has scales of keys and values (docs/stores.md), otherwise the model's dtype; latents (MLA) have the model's dtype unless `fp8_e4m3` is named. The fp8 dtypes hold twice as many tokens as 16 bits. Store `paged` keeps keys and values unscaled, which saturate at 448 or 57344; store `scaled` keeps `fp8_e4m3` with scales (docs/stores.md). On CUDA `fp8_e4m3` needs compute capability 8.9.",
     )
     state_dtype: Literal["float32", "bfloat16"] = Field(
         default="float32",

@@ -74,7 +74,7 @@ def explained(config: Config) -> Iterator[None]:
 def _too_small(config: Config, error: BaseException) -> str:
     section, memory = config.scheduler, config.memory
     pool = {"memory.num_pages": memory.num_pages, "memory.kv_gib": memory.kv_gib}
-    chosen = ", ".join(f"{name} ({value:g})" for name, value in pool.items() if value is not None)
+    chosen = ", ".join(f"{name} ({value})" for name, value in pool.items() if value is not None)
     return (
         f"there is too little memory to build the engine: {first_line(error)} To need less memory, set "
         + (f"a lower {chosen}; " if chosen else "")

@@ -29,7 +29,8 @@ class ScaledConfig(PluginConfig):
         default="auto",
         description="`checkpoint`: a scale for each layer, or for each of its heads, from the checkpoint's k_scale and v_scale. "
         "`token_head`: a scale of 16 bits for each token and head, computed when the token is stored. `auto`: those of the "
-        "checkpoint if its config.json declares some, otherwise `token_head`.",
+        "checkpoint if its config.json declares some, otherwise `token_head`. Scales of latents (MLA) are computed with each setting, "
+        "because no checkpoint has some.",
     )
 
 
