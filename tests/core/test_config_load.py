@@ -155,6 +155,12 @@ def test_errors_in_the_grammar_section_name_the_key(registry, given, message):
     assert message in problems(registry, given)
 
 
+def test_pages_have_numbers_of_32_bits(registry):
+    assert "allowed: a number less than or equal to 2147483647" in problems(
+        registry, "memory.num_pages=4611686018427387904"
+    )
+
+
 @pytest.mark.parametrize("key", ["memory.kv_gib", "adapters.host_gib"])
 @pytest.mark.parametrize("given", [".inf", ".nan", "1.0e+308"])
 def test_memory_is_a_number_of_bytes(registry, key, given):
