@@ -145,7 +145,7 @@ def test_products_equal_those_in_double_precision(
         assert ((parts.double().sum(0) - exact).abs() <= TOLERANCES[dtype] * (exact.abs() + 1)).all()
 
 
-# rows of a tile without a pair are read from memory that nobody wrote, multiplied, and not stored
+# rows of a tile without a pair are read from memory that was never written, multiplied, and not stored
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 @pytest.mark.parametrize("kind", ["bias", "scaled", "some experts"])
 def test_many_tokens_are_multiplied_with_dequantized_weights(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
