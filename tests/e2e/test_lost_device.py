@@ -27,9 +27,9 @@ def test_what_a_step_can_do_to_a_server(tmp_path: Path, overlap: bool):
 
 def test_a_pool_that_does_not_fit(tmp_path: Path):
     """Memory that the system refuses is no wrong setting by itself; a size that fits no two pages is."""
-    too_large = troubled.serve(tmp_path / "large", DEVICE, "memory.num_pages=100000000000")
+    too_large = troubled.serve(tmp_path / "large", DEVICE, "memory.num_pages=2000000000")
     too_small = troubled.serve(tmp_path / "small", DEVICE, "memory.kv_gib=1e-9")
-    texts = "too little memory to build the engine", "you tried to allocate", "memory.num_pages (1e+11)"
+    texts = "too little memory to build the engine", "you tried to allocate", "memory.num_pages (2000000000)"
     troubled.check_start_up_failure(too_large, *texts)
     troubled.check_start_up_failure(too_small, "needs at least two pages", "raise memory.kv_gib (1e-09)", expected=2)
 
