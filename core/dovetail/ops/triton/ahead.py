@@ -72,12 +72,20 @@ class KernelCounts(NamedTuple):
     failed: int = 0
 
 
-def _make_driver() -> None:
-    """Have Triton make what launches kernels on the device. With an empty cache, this compiles C."""
-    from triton.runtime import driver
+def _prepare_triton(made: threading.Event) -> None:
+    """Have Triton make what launches kernels on the device (with an empty cache, this compiles C) and set ``made``. Then
+    have it read its own files, whose digest is part of the key of each kernel in its cache and takes most of a second."""
+    try:
+        from triton.runtime import driver
 
-    with suppress(Exception):  # the first launch raises what is wrong
-        driver.active.get_current_target()
+        with suppress(Exception):  # the first launch raises what is wrong
+            driver.active.get_current_target()
+    finally:
+        made.set()
+    with suppress(ImportError, OSError):
+        from triton.runtime.cache import triton_key
+
+        triton_key()
 
 
 class KernelsAhead:
@@ -107,14 +115,16 @@ class KernelsAhead:
         self._reader: threading.Thread | None = None
         self._mode: tuple[int, str] | None = None  # the thread that notes or loads, and which of these it does
         self._complete = mark_file(capability, what)
-        self._driver: threading.Thread | None = None
+        self._driver_made = threading.Event()
         self._releasing = self._closed = False
         self._began = time.perf_counter()
         self._active = not INTERPRETED and self._hooked(None, self._hook)
-        if self._active and not self._complete.exists():
-            self.start()
-            self._driver = threading.Thread(target=_make_driver, name="triton-driver", daemon=True)
-            self._driver.start()
+        if self._active:
+            if not self._complete.exists():
+                self.start()
+            threading.Thread(
+                target=_prepare_triton, args=(self._driver_made,), name="triton-driver", daemon=True
+            ).start()
 
     # -- noting ------------------------------------------------------------------------------------------------------
 
@@ -137,8 +147,8 @@ class KernelsAhead:
     def _instead(self, mode: str) -> Iterator[None]:
         from triton.runtime.jit import JITFunction
 
-        if self._driver is not None:
-            self._driver.join()
+        if self._active:
+            self._driver_made.wait()
         owner = threading.get_ident()
 
         def run(kernel: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
