@@ -91,7 +91,7 @@ def test_dequantizing_a_layer_compiles(tmp_path: Path) -> None:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("rows", [16, 64, 128])
+@pytest.mark.parametrize("rows", [8, 16, 32, 64, 128])
 def test_adapters_of_experts_compile(rows: int, tmp_path: Path) -> None:
     types = (
         dict.fromkeys(("a", "b"), "*bf16")

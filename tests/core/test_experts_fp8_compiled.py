@@ -21,6 +21,7 @@ from triton.compiler import ASTSource
 from dovetail.ops.triton import experts_fp8
 from dovetail.ops.triton.fp8_tiles import tiles_of
 from dovetail.ops.triton.launch import INTERPRETED
+from sass import unwritten
 
 pytestmark = [
     pytest.mark.skipif(INTERPRETED, reason="kernels are interpreted, not compiled"),
@@ -28,7 +29,7 @@ pytestmark = [
 ]
 SIZES = (128, 8, 2048, 768)  # Qwen3-30B-A3B
 TYPES = dict.fromkeys(("w",), "*fp8e4nv") | dict.fromkeys(("x_scale", "w_scale", "out_scale", "factors"), "*fp32")
-TYPES |= dict.fromkeys(("order", "blocks", "used"), "*i32") | {"bias": "*bf16"}
+TYPES |= dict.fromkeys(("order", "blocks", "used"), "*i32") | {"bias": "*bf16", "added": "*bf16"}
 TYPES |= dict.fromkeys(("alpha", "limit", "offset", "bound"), "fp32")
 QUICK = {(1, "gate_up", False), (16, "gate_up", True), (8192, "gate_up", False), (8192, "down", True)}
 CASES = [
@@ -39,16 +40,28 @@ CASES = [
 
 @pytest.mark.parametrize(("tokens", "product", "by_block"), CASES)
 def test_tiles_of_qwen3_compile(tokens: int, product: str, by_block: bool, tmp_path: Path) -> None:
-    """Weights and activations are copied to shared memory ahead, tensor cores multiply FP8 with FP8, and registers are not
+    check(tokens, product, tmp_path / "kernel.cubin", by_block=by_block)
+
+
+@pytest.mark.parametrize("tokens", [256, *(pytest.param(tokens, marks=pytest.mark.full) for tokens in (2, 8192))])
+@pytest.mark.parametrize("by_block", [False, pytest.param(True, marks=pytest.mark.full)])
+def test_gate_and_up_with_adapters_compile(tokens: int, by_block: bool, tmp_path: Path) -> None:
+    check(tokens, "gate_up", tmp_path / "kernel.cubin", by_block=by_block, adapted=True)
+    assert not unwritten(tmp_path / "kernel.cubin")
+
+
+def check(tokens: int, product: str, cubin: Path, *, by_block: bool, adapted: bool = False) -> None:
+    """Check that weights and activations are copied to shared memory ahead, tensor cores multiply FP8 with FP8, and registers are not
     spilled in the loop."""
     tiles = tiles_of(tokens, *SIZES, 1.0, 128, by_block)
     tile, gated, one = tiles.gate_up if product == "gate_up" else tiles.down, product == "gate_up", tokens == 1
-    coded = tiles.gate_up.block_n == 128
+    coded = tiles.gate_up.block_n == 128 and not adapted
     constants: dict[str, Any] = {
         "TOP_K": 8, "SCALED": False, "BIAS": False, "ONE": one, "BY_BLOCK": by_block,
         "ONE_SCALE": True, "CODED": coded, "BLOCK_M": tiles.block_m, "BLOCK_N": tile.block_n, "GROUP": 128, "EVEN": True,
-        "ARITHMETIC": False, "PDL": True, **({"DTYPE": tl.bfloat16, "LIMITED": False} if gated else {"IN_PARTS": False}),
+        "ARITHMETIC": False, "PDL": True, **({"DTYPE": tl.bfloat16, "LIMITED": False, "ADDED": adapted} if gated else {"IN_PARTS": False}),
     }  # fmt: skip
+    constants |= {} if adapted or not gated else {"added": None}
     kernel = experts_fp8._gate_up if gated else experts_fp8._down
     stored = "*fp8e4nv" if coded else "*bf16"
     types = TYPES | {"x": ("*bf16" if one else "*fp8e4nv") if gated else stored, "out": stored if gated else "*bf16"}
@@ -68,10 +81,10 @@ def test_tiles_of_qwen3_compile(tokens: int, product: str, by_block: bool, tmp_p
     if not one:  # tiles of one token have too few rows
         assert set(re.findall(r"wgmma\.mma_async\.\S*f32\.(\S+)", code["ptx"])) == {"e4m3.e4m3"}
         assert "mma.sync" not in code["ptx"]
-    (tmp_path / "kernel.cubin").write_bytes(code["cubin"])
-    usage = [Path(backends.__file__).parent / "bin" / "cuobjdump", "-res-usage", tmp_path / "kernel.cubin"]
+    cubin.write_bytes(code["cubin"])
+    usage = [Path(backends.__file__).parent / "bin" / "cuobjdump", "-res-usage", cubin]
     found = subprocess.run(usage, capture_output=True, text=True, check=True).stdout
     stack = re.search(r"STACK:(\d+)", found)
     assert stack is not None
-    behind_the_loop = 256 if tiles.block_m == 128 and gated else 0
+    behind_the_loop = (384 if adapted else 256) if tiles.block_m == 128 and gated else 0
     assert int(stack[1]) <= behind_the_loop, "registers are spilled"

@@ -12,7 +12,7 @@ import pytest
 from dovetail.cli.explain import _grid
 from dovetail.errors import ConfigError, ResolutionError
 from dovetail.interfaces.features import Feature
-from dovetail.registry import ComponentKind, resolve
+from dovetail.registry import ComponentKind, resolve, rules
 from dovetail.registry.machine import Machine
 from dovetail.registry.resolution import Resolved
 
@@ -115,7 +115,9 @@ def test_a_quantization_says_in_which_format_it_stores_experts(fakes: Any) -> No
         run(fakes, "quantization=fp8", backends={"first": PLAIN}, more=[quantization])
 
 
-def test_adapters_of_quantized_experts_are_refused_on_cuda(fakes: Any) -> None:
+def test_adapters_of_experts_in_formats_without_such_kernels_are_refused_on_cuda(
+    fakes: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     quantization = fakes.spec(
         ComponentKind.QUANTIZATION,
         "int",
@@ -126,6 +128,8 @@ def test_adapters_of_quantized_experts_are_refused_on_cuda(fakes: Any) -> None:
     )
     both, given = {"all": GRAPH | {Feature.EXPERTS_INT4}}, "quantization=int"
     adapted = ("adapters.enabled=true", "adapters.modules=[linear, experts]")
+    run(fakes, given, *adapted, backends=both, machine=H100, more=[quantization])
+    monkeypatch.setattr(rules, "ADAPTED_ON_CUDA", ("plain", "int8"))
     with pytest.raises(ConfigError, match=r"modules has experts, and quantization int stores those of \w+ as int4"):
         run(fakes, given, *adapted, backends=both, machine=H100, more=[quantization])
     run(fakes, given, *adapted, backends=both, more=[quantization])  # on a CPU

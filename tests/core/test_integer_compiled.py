@@ -22,9 +22,19 @@ from dovetail.ops.triton import integers
 from dovetail.ops.triton.launch import INTERPRETED
 from dovetail.ops.triton.mxfp4_tiles import tiles_of
 from dovetail_quantization.triton import integer_bytes, integer_columns, integer_one_row, integer_rows
+from sass import unwritten
 
 pytestmark = pytest.mark.skipif(INTERPRETED, reason="kernels are interpreted, not compiled")
-POINTERS = {"x": "*bf16", "out": "*bf16", "y": "*bf16", "bias": "*bf16", "scales": "*fp16", "zeros": "*u8", "w": "*u8"}
+POINTERS = {
+    "x": "*bf16",
+    "added": "*bf16",
+    "out": "*bf16",
+    "y": "*bf16",
+    "bias": "*bf16",
+    "scales": "*fp16",
+    "zeros": "*u8",
+    "w": "*u8",
+}
 POINTERS |= {"parts": "*fp32", "arrived": "*i32"}
 
 
@@ -136,6 +146,20 @@ def test_the_product_of_one_row_compiles(k: int, zeros: bool, tiled: bool, tmp_p
 @pytest.mark.parametrize("gated", [False, pytest.param(True, marks=pytest.mark.full)])
 @pytest.mark.parametrize("bits", [4, 8])
 def test_experts_compile(bits: int, gated: bool, tokens: int, tmp_path: Path) -> None:
+    check_experts(bits, tokens, tmp_path / "kernel.cubin", gated=gated)
+
+
+@pytest.mark.parametrize(
+    "tokens", [64, *(pytest.param(tokens, marks=pytest.mark.full) for tokens in (1, 128, 256, 4096))]
+)
+@pytest.mark.parametrize("bits", [4, pytest.param(8, marks=pytest.mark.full)])
+def test_gate_and_up_with_adapters_compile(bits: int, tokens: int, tmp_path: Path) -> None:
+    check_experts(bits, tokens, tmp_path / "kernel.cubin", gated=True, adapted=True)
+    assert not unwritten(tmp_path / "kernel.cubin")
+
+
+def check_experts(bits: int, tokens: int, cubin: Path, *, gated: bool, adapted: bool = False) -> None:
+    """Compile the kernel of experts. With adapters, one token is sorted like several."""
     tiles = tiles_of(tokens, 128, 8, 2048, 768, 1.0, 2)
     tile = integers.integer_expert_tile(tiles.gate_up if gated else tiles.down, tiles.block_m, 128)
     constants: dict[str, Any] = {
@@ -144,15 +168,23 @@ def test_experts_compile(bits: int, gated: bool, tokens: int, tmp_path: Path) ->
         "ZEROS": False,
         "zero": None,
         "GATED": gated,
+        "ADDED": adapted,
         "TOP_K": 8,
         "bias": None,
     }
-    constants |= {"SCALED": False, "BIAS": False, "LIMITED": False, "IN_PARTS": False, "ONE": tokens == 1}
+    constants |= {
+        "SCALED": False,
+        "BIAS": False,
+        "LIMITED": False,
+        "IN_PARTS": False,
+        "ONE": tokens == 1 and not adapted,
+    }
+    constants |= {} if adapted else {"added": None}
     constants |= {"BLOCK_M": tiles.block_m, "BLOCK_N": tile.block_n, "BLOCK_K": tile.block_k}
     types = {"w": "*i16" if bits == 4 else "*i8", "scale": "*fp16", "weights": "*fp32", "order": "*i32"}
     types |= {"blocks": "*i32", "used": "*i32"} | dict.fromkeys(("alpha", "limit", "offset"), "fp32")
     code = compiled(integers._integer_product, constants, types, tile.warps, tile.stages)
-    check(code, tmp_path / "kernel.cubin")
+    check(code, cubin)
 
 
 @pytest.mark.parametrize("bits", [4, 8])

@@ -21,13 +21,14 @@ from dovetail.ops.mxfp4 import VALUES
 from dovetail.ops.triton import mxfp4, mxfp4_numbers
 from dovetail.ops.triton.launch import INTERPRETED
 from dovetail.ops.triton.mxfp4_tiles import tiles_of
+from sass import unwritten
 
 pytestmark = [
     pytest.mark.skipif(INTERPRETED, reason="kernels are interpreted, not compiled"),
     pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION"),
 ]
 SIZES = (32, 4, 2880, 2880)
-POINTERS = dict.fromkeys(("x", "bias", "out"), "*bf16") | dict.fromkeys(("w", "scale"), "*u8")
+POINTERS = dict.fromkeys(("x", "added", "bias", "out"), "*bf16") | dict.fromkeys(("w", "scale"), "*u8")
 POINTERS |= dict.fromkeys(("order", "blocks", "used"), "*i32") | {"weights": "*fp32"}
 NUMBERS = dict.fromkeys(("tiles", "tokens", "first", "experts"), "i32") | dict.fromkeys(
     ("alpha", "limit", "offset"), "fp32"
@@ -47,14 +48,27 @@ NUMBERS = dict.fromkeys(("tiles", "tokens", "first", "experts"), "i32") | dict.f
     ],
 )
 def test_tiles_of_gpt_oss_compile(tokens: int, gated: bool, tmp_path: Path) -> None:
-    """Few registers are spilled, and everything that the loop multiplies is copied to shared memory ahead."""
+    check(tokens, tmp_path / "kernel.cubin", gated=gated)
+
+
+@pytest.mark.parametrize(
+    "tokens", [64, *(pytest.param(tokens, marks=pytest.mark.full) for tokens in (1, 96, 128, 256, 4096))]
+)
+def test_gate_and_up_with_adapters_compile(tokens: int, tmp_path: Path) -> None:
+    """One token is sorted like several."""
+    check(tokens, tmp_path / "kernel.cubin", gated=True, adapted=True)
+
+
+def check(tokens: int, cubin: Path, *, gated: bool, adapted: bool = False) -> None:
+    """Check that few registers are spilled, and that everything that the loop multiplies is copied to shared memory ahead."""
     tiles = tiles_of(tokens, *SIZES, 1.0, 2)
     tile = tiles.gate_up if gated else tiles.down
     constants: dict[str, Any] = {
-        "GATED": bool(gated), "TOP_K": 4, "SCALED": False, "BIAS": True, "LIMITED": True, "IN_PARTS": not gated,
-        "ONE": tokens == 1, "BLOCK_M": tiles.block_m, "BLOCK_N": tile.block_n, "BLOCK_K": tile.block_k,
+        "GATED": bool(gated), "ADDED": adapted, "TOP_K": 4, "SCALED": False, "BIAS": True, "LIMITED": True, "IN_PARTS": not gated,
+        "ONE": tokens == 1 and not adapted, "BLOCK_M": tiles.block_m, "BLOCK_N": tile.block_n, "BLOCK_K": tile.block_k,
         "EVEN": False, "ASSEMBLY": True, "PDL": True,
     }  # fmt: skip
+    constants |= {} if adapted else {"added": None}
     kernel = mxfp4._product
     types = POINTERS | {"out": "*bf16" if gated else "*fp32"} | NUMBERS
     signature = {name: "constexpr" if name in constants else types.get(name, "i32") for name in kernel.arg_names}
@@ -69,12 +83,13 @@ def test_tiles_of_gpt_oss_compile(tokens: int, gated: bool, tmp_path: Path) -> N
     body = code["ttgir"].split("scf.for", 1)[1].split("scf.yield", 1)[0]
     assert body.count("async_copy_global_to_local") == 4, "codes, scales and both halves of x"
     assert "tt.load" not in body
-    (tmp_path / "kernel.cubin").write_bytes(code["cubin"])
-    usage = [Path(backends.__file__).parent / "bin" / "cuobjdump", "-res-usage", tmp_path / "kernel.cubin"]
+    cubin.write_bytes(code["cubin"])
+    usage = [Path(backends.__file__).parent / "bin" / "cuobjdump", "-res-usage", cubin]
     found = subprocess.run(usage, capture_output=True, text=True, check=True).stdout
     stack = re.search(r"STACK:(\d+)", found)
     assert stack is not None
     assert int(stack[1]) <= 256, "registers are spilled: 200 bytes are, in the tile that is the fastest on an H200"
+    assert not adapted or not unwritten(cubin)
 
 
 def run(assembly: str, word: int) -> tuple[int, int]:

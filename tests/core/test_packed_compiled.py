@@ -19,6 +19,7 @@ from triton.compiler import ASTSource
 from dovetail.ops.packed_blocks import PACKED, PackedType
 from dovetail.ops.triton import packed_experts, packed_plain
 from dovetail.ops.triton.launch import INTERPRETED
+from sass import unwritten
 
 pytestmark = pytest.mark.skipif(INTERPRETED, reason="kernels are interpreted, not compiled")
 POINTERS = {
@@ -26,13 +27,14 @@ POINTERS = {
     "out": "*bf16",
     "y": "*bf16",
     "bias": "*bf16",
+    "added": "*bf16",
     "w": "*i32",
     "weights": "*fp32",
     "order": "*i32",
 }
 POINTERS |= {"blocks": "*i32", "used": "*i32", "multiplier": "*i8", "offset_multiplier": "*i8"}
 POINTERS |= {"parts": "*fp32", "arrived": "*i32"}
-POINTERS |= dict.fromkeys(("alpha", "limit", "added"), "fp32")
+POINTERS |= dict.fromkeys(("alpha", "limit", "up_offset"), "fp32")
 full = pytest.mark.full
 
 
@@ -70,23 +72,39 @@ def check(kernel: Any, constants: dict[str, Any], packing: PackedType, warps: in
     ],
 )
 def test_experts_compile(kind: str, tokens: int, gated: bool, tmp_path: Path) -> None:
+    check_experts(kind, tokens, tmp_path / "kernel.cubin", gated=gated)
+
+
+@pytest.mark.parametrize(
+    ("kind", "tokens"),
+    [("Q4_K", 512), *(pytest.param(kind, tokens, marks=full) for kind in PACKED for tokens in (1, 512, 4096))],
+)
+def test_gate_and_up_with_adapters_compile(kind: str, tokens: int, tmp_path: Path) -> None:
+    check_experts(kind, tokens, tmp_path / "kernel.cubin", gated=True, adapted=True)
+    assert not unwritten(tmp_path / "kernel.cubin")
+
+
+def check_experts(kind: str, tokens: int, cubin: Path, *, gated: bool, adapted: bool = False) -> None:
+    """Compile the kernel of experts. With adapters, one token is sorted like several."""
     packing = PACKED[kind]
     tile = packed_experts.tile_of(2048, packing)
     constants: dict[str, Any] = {
         "GATED": gated,
+        "ADDED": adapted,
         "TOP_K": 8,
         "bias": None,
         "SCALED": False,
         "BIAS": False,
         "LIMITED": False,
     }
-    constants |= {"IN_PARTS": False, "ONE": tokens == 1, "EVEN": True}
+    constants |= {"IN_PARTS": False, "ONE": tokens == 1 and not adapted, "EVEN": True}
     constants |= {
         "BLOCK_M": packed_experts.block_of(tokens, 128, 8, 1.0),
         "BLOCK_N": tile.block_n,
         "BLOCK_K": tile.block_k,
     }
-    ptx = check(packed_experts._packed_product, constants, packing, tile.warps, tile.stages, tmp_path / "kernel.cubin")
+    constants |= {} if adapted else {"added": None}
+    ptx = check(packed_experts._packed_product, constants, packing, tile.warps, tile.stages, cubin)
     assert "mma" in ptx
 
 

@@ -1,5 +1,5 @@
-"""Test adapters (LoRA) of experts, embeddings and heads on a GPU: the kernels against float32 mathematics, and an engine, with and without
-graphs, against checkpoints into which adapters are merged.
+"""Test adapters (LoRA) of experts, also of quantized ones, of embeddings and of heads on a GPU: the kernels against float32 mathematics, and
+an engine, with and without graphs, against checkpoints into which adapters are merged.
 
 Run: python -m pytest tests/gpu/test_adapters_modules_gpu.py
 """
@@ -7,18 +7,20 @@ Run: python -m pytest tests/gpu/test_adapters_modules_gpu.py
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from dovetail import LLM, SamplingParams
-from dovetail.errors import ConfigError
-from dovetail.interfaces.expert_shapes import ExpertWeights, Routing
+from dovetail.interfaces.expert_shapes import ExpertFormat, ExpertWeights, Routing, SwiGLU
 from dovetail.ops.adapter_weights import EmbeddingLowRank, ExpertLowRank, ExpertPairLowRank, TokenSlots
 from dovetail.ops.experts import adapted_experts
 from dovetail.ops.low_rank import LARGE_TILE, SMALL_STEP, SMALL_TILE, add_embedding, packed_tiles, unpacked_tiles
+from dovetail.ops.mxfp4 import dequantize, quantize
+from dovetail.testing.experts_cases import ExpertsCase, ExpertsStep
 from lora_adapters import random_pair, stacked_tensors, table_tensors, write_tensors
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")]
@@ -81,6 +83,65 @@ def test_experts_get_what_adapters_add(
                 exact.index_add_(0, pairs[:, 0], result * routing.weights[pairs[:, 0], pairs[:, 1], None])
     got = adapted_experts(x, routing, weights, None, low_rank, tiles_of(slots))
     assert ((got.float() - exact).square().mean() / exact.square().mean()).sqrt() < 1.5e-2
+
+
+def rounded(x: torch.Tensor, group: int) -> torch.Tensor:
+    """Return what ``x [rows, columns]`` stands for once each ``group`` columns of a row are quantized to FP8 (E4M3)."""
+    groups = x.bfloat16().float().unflatten(1, (-1, group))
+    scale = (groups.abs().amax(2, keepdim=True) / 448).clamp(min=1e-30)
+    return ((groups / scale).to(torch.float8_e4m3fn).float() * scale).flatten(1)
+
+
+GPT_OSS: dict[str, Any] = {"activation": SwiGLU(1.702, 7.0, 1.0), "bias": True}
+QUANTIZED: dict[ExpertFormat, dict[str, Any]] = {
+    "int4": {"scaled_input": True}, "int8": {}, "mxfp4": GPT_OSS, "gguf": {}, "fp8_rows": GPT_OSS, "fp8_blocks": {},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("tokens", [1, 7, 64, 700])
+@pytest.mark.parametrize("format", QUANTIZED)
+def test_quantized_experts_get_what_adapters_add(format: ExpertFormat, tokens: int) -> None:
+    """Products in FP8 quantize the inputs of both products with weights, but not what adapters read."""
+    torch.manual_seed(0)
+    hidden, size, experts, rank, random, fp8 = 2048, 768, 8, 32, np.random.default_rng(0), format.startswith("fp8")
+    case = ExpertsCase(
+        tokens, experts, 4, hidden, size, torch.bfloat16, format=format, held=experts, **QUANTIZED[format]
+    )
+    step = ExpertsStep(case, DEVICE)
+    up = matrices(((0, size), (size, size)), hidden, experts, rank, random)
+    low_rank = ExpertPairLowRank(up, matrices(((0, hidden),), size, experts, rank, random))
+    slots = random.integers(-1, SLOTS, tokens).astype(np.int32)
+    slots[0] = 2
+    weights, routing, activation = step.weights, step.routing, step.weights.activation
+    gate_up, down = (one.to(DEVICE, torch.float32) for one in step.exact)
+    exact = torch.zeros(tokens, hidden, device=DEVICE)
+    for slot in range(-1, SLOTS):
+        for expert in range(experts):
+            pairs = ((routing.ids == expert) & torch.from_numpy(slots == slot).to(DEVICE)[:, None]).nonzero()
+            if not len(pairs):
+                continue
+            x, factors = step.x[pairs[:, 0]].float(), routing.weights[pairs[:, 0], pairs[:, 1], None]
+            given = rounded(x, hidden if format == "fp8_rows" else 128) if fp8 else x
+            both = given @ gate_up[expert].T
+            if slot >= 0:
+                both += x @ delta(up, slot, expert).T
+            if case.scaled_input:
+                both *= factors
+            if weights.gate_up_bias is not None:
+                both += weights.gate_up_bias[expert]
+            gate, linear = both.chunk(2, 1)
+            if activation.limit is not None:
+                gate, linear = gate.clamp(max=activation.limit), linear.clamp(-activation.limit, activation.limit)
+            inner = gate * torch.sigmoid(activation.alpha * gate) * (linear + activation.offset)
+            result = (rounded(inner, 128) if fp8 else inner) @ down[expert].T
+            if slot >= 0:
+                result += inner @ delta(low_rank.down, slot, expert).T
+            if weights.down_bias is not None:
+                result += weights.down_bias[expert]
+            exact.index_add_(0, pairs[:, 0], result if case.scaled_input else result * factors)
+    got = adapted_experts(step.x, routing, weights, None, low_rank, tiles_of(slots))
+    # an activation whose last bit differs may be rounded to the next FP8 number
+    assert ((got.float() - exact).square().mean() / exact.square().mean()).sqrt() < (3e-2 if fp8 else 1.5e-2)
 
 
 @pytest.mark.parametrize("tokens", [1, 100, 2000])
@@ -199,10 +260,30 @@ def test_mixed_batches_equal_merged_checkpoints(models, decode: bool) -> None:
     np.testing.assert_allclose(logprobs(plain), logprobs(expected[None]), atol=1e-2)
 
 
-def test_quantized_experts_are_refused_with_adapters(models) -> None:
-    settings = {"device": "cuda", "quantization": "fp8", "grammar": "none", "memory": {"kv_gib": 0.5}}
-    with pytest.raises(
-        ConfigError,
-        match=r"adapters.modules has experts, and quantization fp8 stores those of Qwen3MoeForCausalLM as fp8_rows",
-    ):
-        LLM(models[None], **settings, adapters={"enabled": True, "modules": ["linear", "experts"]})
+def test_adapters_of_quantized_experts_equal_merged_checkpoints(models, tmp_path) -> None:
+    """The reference is a model whose experts are not quantized, but have the numbers for which codes stand."""
+    base, merged = (load_file(f"{path}/model.safetensors") for path in (models[None], models["stacked"]))
+    stored = {name: dequantize(*quantize(one), torch.float32) for name, one in base.items() if ".experts." in name}
+    checkpoints = {
+        None: save(tmp_path / "plain", base | stored),
+        "stacked": save(tmp_path / "merged", base | {n: one + merged[n] - base[n] for n, one in stored.items()}),
+    }
+    settings = {
+        "device": "cuda",
+        "model": {"dtype": "float32"},
+        "grammar": "none",
+        "memory": {"kv_gib": 0.5},
+        "cache": "none",
+    }
+    expected = {}
+    for name, path in checkpoints.items():
+        with LLM(path, **settings) as llm:
+            expected[name] = llm.generate(PROMPTS, PARAMS)
+    names = [None if name == "tables" else name for name in NAMES]
+    section = {"enabled": True, "load": {"stacked": f"{models[None].removesuffix('model')}stacked"}}
+    references = [expected[name][i] for i, name in enumerate(names)]
+    with LLM(models[None], **settings, quantization="mxfp4", adapters=section) as llm:
+        for _ in range(3):  # graphs are captured on demand
+            outputs = llm.generate(PROMPTS, PARAMS, adapter=names)
+            assert [output.token_ids for output in outputs] == [output.token_ids for output in references]
+            np.testing.assert_allclose(logprobs(outputs), logprobs(references), atol=1e-2)

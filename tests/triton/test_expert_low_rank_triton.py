@@ -5,16 +5,21 @@ Run: TRITON_INTERPRET=1 python -m pytest tests/triton/test_expert_low_rank_trito
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
 
+from dovetail.gguf.block_types import TYPES
 from dovetail.interfaces.expert_shapes import SILU, ExpertWeights, Routing, SwiGLU
 from dovetail.ops.adapter_weights import EmbeddingLowRank, ExpertLowRank, ExpertPairLowRank, TokenSlots
 from dovetail.ops.experts import adapted_experts
 from dovetail.ops.low_rank import SMALL_TILE, add_embedding, packed_tiles, token_slots, unpacked_tiles
-from dovetail.ops.triton import expert_low_rank
+from dovetail.ops.packed_blocks import pack
+from dovetail.ops.triton import expert_low_rank, mxfp4_plain, packed_plain
 from dovetail.ops.triton.low_rank import row_blocks
+from dovetail.testing.experts_cases import ExpertsCase, ExpertsStep
 
 HIDDEN, SIZE, HELD, WHOLE, FIRST, SLOTS, RANK = 40, 24, 3, 4, 1, 3, 32
 CPU = torch.device("cpu")
@@ -46,18 +51,24 @@ def delta(weights: ExpertLowRank, slot: int, expert: int) -> torch.Tensor:
     return found
 
 
-def by_definition(x, routing, weights, low_rank, slots, shared):
+def unquantized(row):
+    return row
+
+
+def by_definition(x, routing, weights, low_rank, slots, shared, quantized=(unquantized, unquantized)):
+    """Return the result in float64. ``quantized`` are functions that quantize the inputs of both products with weights, but not those of
+    products with adapters."""
     out = shared.double().clone()
     for token, slot in enumerate(slots):
         for expert, factor in zip(routing.ids[token].tolist(), routing.weights[token].double(), strict=True):
             if not FIRST <= expert < FIRST + HELD:
                 continue
             own = expert - FIRST
-            up, down = weights.gate_up[own].double(), weights.down[own].double()
+            given = x[token].double()
+            inner = weights.gate_up[own].double() @ quantized[0](given)
             if slot >= 0:
-                up, down = up + delta(low_rank.gate_up, slot, own), down + delta(low_rank.down, slot, own)
-            given = x[token].double() * (factor if weights.scaled_input else 1)
-            inner = up @ given
+                inner = inner + delta(low_rank.gate_up, slot, own) @ given
+            inner = inner * (factor if weights.scaled_input else 1)
             if weights.gate_up_bias is not None:
                 inner = inner + weights.gate_up_bias[own].double()
             if weights.ungated:
@@ -67,7 +78,9 @@ def by_definition(x, routing, weights, low_rank, slots, shared):
                 if form.limit is not None:
                     gate, linear = gate.clamp(max=form.limit), linear.clamp(-form.limit, form.limit)
                 inner = gate * torch.sigmoid(form.alpha * gate) * (linear + form.offset)
-            result = down @ inner
+            result = weights.down[own].double() @ quantized[1](inner)
+            if slot >= 0:
+                result = result + delta(low_rank.down, slot, own) @ inner
             if weights.down_bias is not None:
                 result = result + weights.down_bias[own].double()
             out[token] += result * (1 if weights.scaled_input else factor)
@@ -82,7 +95,7 @@ FORMS = {
 }
 
 
-SLOTS_OF_TOKENS = [[-1, 2, -1, 0], [1], [2] * 20 + [-1, 0]]
+SLOTS_OF_TOKENS = [[-1, 2, -1, 0], [2], [2] * 20 + [-1, 0]]
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -116,6 +129,64 @@ def test_every_pair_gets_what_the_adapter_of_its_token_adds(monkeypatch, path, s
         own = TokenSlots(tokens, (), unpacked_tiles(packed, SMALL_TILE, tokens + 3, tokens, tokens + 2))
     got = adapted_experts(x, routing, weights, shared, low_rank, own)
     torch.testing.assert_close(got.double(), expected, rtol=1e-4, atol=1e-4)
+
+
+def rounded(group):
+    """Return a function that returns what a row stands for once each ``group`` columns are quantized to FP8 (E4M3)."""
+
+    def of_row(row):
+        groups = row.float().unflatten(0, (-1, group))
+        scale = groups.abs().amax(1, keepdim=True) / 448
+        return ((groups / scale).to(torch.float8_e4m3fn).float() * scale).flatten().double()
+
+    return of_row
+
+
+def packed_on_cuda(weights):
+    """Return weights in blocks of GGUF as they are packed on CUDA, and others as they are."""
+    if weights.blocks is None:
+        return weights
+    pairs = ((weights.gate_up, weights.blocks.gate_up), (weights.down, weights.blocks.down))
+    up, down = (pack(rows.flatten(0, 1), TYPES[kind]).view(*rows.shape[:2], -1) for rows, kind in pairs)
+    return replace(weights, gate_up=up, down=down, blocks=weights.blocks._replace(packed=True))
+
+
+GPT_OSS, SCALED = {"activation": SwiGLU(1.702, 7.0, 1.0), "bias": True}, {"scaled_input": True}
+QUANTIZED = {"int4": SCALED, "int8": {}, "mxfp4": GPT_OSS, "gguf": {}, "fp8_rows": SCALED, "fp8_blocks": GPT_OSS}
+QUICK = {("int4", 0), ("int8", 1), ("mxfp4", 0), ("gguf", 1), ("fp8_rows", 2), ("fp8_blocks", 1)}
+
+
+@pytest.mark.parametrize(
+    ("format", "slots"),
+    [
+        pytest.param(name, slots, marks=[pytest.mark.full] * ((name, i) not in QUICK))
+        for name in QUANTIZED
+        for i, slots in enumerate(SLOTS_OF_TOKENS)
+    ],
+    ids=str,
+)
+def test_quantized_experts_get_what_adapters_add(monkeypatch, format, slots):
+    for kernels in (mxfp4_plain, packed_plain):
+        monkeypatch.setattr(kernels, "pays", lambda *_: True)  # adapters are not implemented there
+    torch.manual_seed(0)
+    random, tokens, fp8 = np.random.default_rng(0), len(slots), format.startswith("fp8")
+    hidden, size = 128, 128 if fp8 else 64
+    case = ExpertsCase(
+        tokens, WHOLE, 2, hidden, size, first=FIRST, held=HELD, shared=True, format=format, **QUANTIZED[format]
+    )
+    step = ExpertsStep(case, CPU)
+    low_rank = ExpertPairLowRank(
+        matrices(((0, size), (size, size)), hidden, random), matrices(((0, hidden),), size, random)
+    )
+    given = np.array(slots, np.int32)
+    packed = torch.from_numpy(packed_tiles(given, SMALL_TILE, tokens + 3, tokens + 2))
+    own = TokenSlots(tokens, (), unpacked_tiles(packed, SMALL_TILE, tokens + 3, tokens, tokens + 2))
+    got = adapted_experts(step.x, step.routing, packed_on_cuda(step.weights), step.shared, low_rank, own)
+    gate_up, down = step.exact
+    exact, how = replace(step.weights, gate_up=gate_up, down=down), (rounded(128),) * 2 if fp8 else (unquantized,) * 2
+    expected = by_definition(step.x, step.routing, exact, low_rank, slots, step.shared, how)
+    # a number that differs in its last bit may be rounded to the next FP8 number
+    assert (got.double() - expected).norm() / expected.norm() < (2e-3 if fp8 else 1e-5)
 
 
 @pytest.mark.parametrize("path", ["torch", "triton"])

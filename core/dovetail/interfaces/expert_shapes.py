@@ -138,7 +138,7 @@ class Routing(NamedTuple):
 
 ExpertFormat = Literal["plain", "fp8_rows", "fp8_blocks", "mxfp4", "int4", "int8", "gguf"]
 """Name a form of the weights of experts, see ``ExpertWeights``."""
-ADAPTED_ON_CUDA: tuple[ExpertFormat, ...] = ("plain",)
+ADAPTED_ON_CUDA: tuple[ExpertFormat, ...] = ("plain", "fp8_rows", "fp8_blocks", "mxfp4", "int4", "int8", "gguf")
 """The formats of weights that are multiplied together with adapters on CUDA."""
 
 

@@ -137,7 +137,7 @@ class ExpertsAdapters:
         if weights.format not in allowed:
             raise ConfigError(
                 f"adapters.modules has experts, and the weights of experts are stored as {weights.format}; allowed with adapters on "
-                f"this device: {', '.join(allowed)}. Leave experts out of adapters.modules, or load a checkpoint without quantized experts"
+                f"this device: {', '.join(allowed)}. Leave experts out of adapters.modules, or load a checkpoint whose experts are stored so"
             )
         return AdaptedExperts(product, weights, self.low_rank, self.tokens)
 

@@ -142,8 +142,8 @@ def adapted_experts(
     low_rank: ExpertPairLowRank,
     tokens: TokenSlots,
 ) -> torch.Tensor:
-    """Compute ``experts`` with what the adapters of the tokens add to the products of each expert. On CUDA the weights are
-    plain."""
+    """Compute ``experts`` with what the adapters of the tokens add to the products of each expert. The format of the weights is one of
+    ``ADAPTED_FORMATS``. Mutates nothing."""
     assert len(x) == tokens.num_tokens, "an adapted layer computes all tokens of the step"
     if tokens.tiles is not None:
         return _triton().adapted_experts(x, routing, weights, shared, low_rank, tokens.tiles)

@@ -185,7 +185,7 @@ def _check_adapted_experts(config: Config, request: ResolveRequest, quantization
     if stored not in ADAPTED_ON_CUDA:
         raise ConfigError(
             f"adapters.modules has experts, and quantization {show(quantization)} stores those of {model.architecture} as {stored}; allowed with "
-            f"adapters on CUDA: {', '.join(ADAPTED_ON_CUDA)}. Leave experts out of adapters.modules, or load a checkpoint without quantized experts"
+            f"adapters on CUDA: {', '.join(ADAPTED_ON_CUDA)}. Leave experts out of adapters.modules, or load a checkpoint whose experts are stored so"
         )
 
 

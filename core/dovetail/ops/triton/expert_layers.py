@@ -10,6 +10,7 @@ import torch
 from dovetail.interfaces.expert_shapes import ExpertFormat, ExpertWeights, Routing
 from dovetail.ops.triton import experts as plain
 from dovetail.ops.triton import experts_fp8, experts_one, integers, mxfp4, mxfp4_plain, packed_experts
+from dovetail.ops.triton.adapted_pairs import PairAdapters
 from dovetail.ops.triton.expert_tiles import ExpertTiles
 
 if TYPE_CHECKING:
@@ -61,11 +62,12 @@ def adapted_experts(
     low_rank: ExpertPairLowRank,
     tokens: TokenTiles,
 ) -> torch.Tensor:
-    """Compute ``ops.experts.adapted_experts`` with plain weights."""
+    """Compute ``ops.experts.adapted_experts``."""
     assert x.is_contiguous()
     if not x.shape[0]:
         return torch.empty_like(x)
-    results = plain.adapted_pair_results(x, routing, weights, low_rank, tokens)
+    adapters = PairAdapters(low_rank, tokens)
+    results = _PAIR_RESULTS[weights.format](x, routing, weights, in_parts=False, adapters=adapters)
     return plain.add_up_pairs(results, routing, weights, shared)
 
 

@@ -47,6 +47,16 @@ def rows_of_tile(tile, width, columns: tl.constexpr, BLOCK_N: tl.constexpr):
 
 
 @triton.jit
+def with_added(gate, up, added, row, column, present, inside, size):
+    """Return gate and up ``[pairs, columns]`` plus what adapters add to them, which ``added [pairs, 2 * size]`` has in the order by
+    expert."""
+    own, real = added + row.to(tl.int64)[:, None] * (2 * size) + column[None, :], present[:, None] & inside[None, :]
+    gate += tl.load(own, real, 0.0).to(tl.float32)
+    up += tl.load(own + size, real, 0.0).to(tl.float32)
+    return gate, up
+
+
+@triton.jit
 def scaled_and_biased(
     gate, up, factors, bias, expert, pair, column, present, inside, size, SCALED: tl.constexpr, BIAS: tl.constexpr
 ):  # fmt: skip
@@ -63,13 +73,15 @@ def scaled_and_biased(
 
 @triton.jit
 def store_gated(
-    out, total, bias, expert, factors, row, present, pair, tile, size, alpha, limit, offset,
-    SCALED: tl.constexpr, BIAS: tl.constexpr, LIMITED: tl.constexpr, BLOCK_M: tl.constexpr, COLUMNS: tl.constexpr,
+    out, total, added, bias, expert, factors, row, present, pair, tile, size, alpha, limit, offset,
+    ADDED: tl.constexpr, SCALED: tl.constexpr, BIAS: tl.constexpr, LIMITED: tl.constexpr, BLOCK_M: tl.constexpr, COLUMNS: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Write the activation of ``total [2 * COLUMNS, pairs]``, whose rows are COLUMNS of gate, then as many of up."""
+    """Write the activation of ``total [2 * COLUMNS, pairs]``, whose rows are COLUMNS of gate, then as many of up. With ADDED, see ``with_added``."""
     gate, up = tl.split(tl.permute(tl.reshape(total, [2, COLUMNS, BLOCK_M]), (2, 1, 0)))
     column = tile * COLUMNS + tl.arange(0, COLUMNS)
     inside = column < size
+    if ADDED:
+        gate, up = with_added(gate, up, added, row, column, present, inside, size)
     gate, up = scaled_and_biased(gate, up, factors, bias, expert, pair, column, present, inside, size, SCALED, BIAS)
     result = activate(gate, up, alpha, limit, offset, LIMITED).to(out.dtype.element_ty)
     tl.store(out + row.to(tl.int64)[:, None] * size + column[None, :], result, present[:, None] & inside[None, :])

@@ -9,8 +9,6 @@ experts in their order. No result depends on which program was first. With many 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 import triton
 import triton.language as tl
@@ -18,7 +16,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from dovetail.interfaces.expert_shapes import ExpertWeights, Routing
 from dovetail.ops.triton import experts_many
-from dovetail.ops.triton.expert_low_rank import expand_pairs, shrink_pairs
+from dovetail.ops.triton.adapted_pairs import PairAdapters, adapted_pairs
 from dovetail.ops.triton.expert_pairs import (
     NARROW,
     activate,
@@ -30,9 +28,6 @@ from dovetail.ops.triton.expert_pairs import (
 from dovetail.ops.triton.expert_tiles import ExpertTile, ExpertTiles, tiles_of
 from dovetail.ops.triton.launch import launch
 from dovetail.ops.triton.routing import ExpertOrder, sort_by_expert
-
-if TYPE_CHECKING:
-    from dovetail.ops.adapter_weights import ExpertPairLowRank, TokenTiles
 
 
 @triton.jit
@@ -175,41 +170,32 @@ def add_up_pairs(
 
 
 def pair_results(
-    x: torch.Tensor, routing: Routing, weights: ExpertWeights, tiles: ExpertTiles | None = None, *, in_parts: bool
+    x: torch.Tensor,
+    routing: Routing,
+    weights: ExpertWeights,
+    tiles: ExpertTiles | None = None,
+    *,
+    in_parts: bool,
+    adapters: PairAdapters | None = None,
 ) -> torch.Tensor:
     """Return the weighted results of pairs, ``[tokens, top_k, hidden]``, undefined for other ranks' experts, or if
-    ``in_parts`` what ``expert_layers.expert_parts`` returns."""
+    ``in_parts`` what ``expert_layers.expert_parts`` returns. With ``adapters``, which need results that are not in parts, the kernels are
+    those for any number of tokens."""
     (tokens, hidden), top_k = x.shape, routing.ids.shape[1]
     count, size = len(weights.gate_up), weights.down.shape[2]
-    fits = experts_many.fits(x, weights)
+    fits = adapters is None and experts_many.fits(x, weights)
     tiles = tiles or tiles_of(tokens, count, top_k, hidden, size, count / weights.whole, x.element_size(), fits)
     order = sort_by_expert(routing.ids, weights.first, count, tiles.block_m)
+    adapted = adapted_pairs(adapters, order, routing, weights)
+    added = None if adapted is None else adapted.gate_up(x)
     inner = torch.empty(tokens * top_k, size, dtype=x.dtype, device=x.device)
-    gate_up = launch_gate_up if tiles.gate_up.per_sm is None else experts_many.launch_gate_up
+    if tiles.gate_up.per_sm is None:
+        launch_gate_up(x, inner, routing, weights, order, tiles.gate_up, added)
+    else:
+        experts_many.launch_gate_up(x, inner, routing, weights, order, tiles.gate_up)
     down = launch_down if tiles.down.per_sm is None else experts_many.launch_down
-    gate_up(x, inner, routing, weights, order, tiles.gate_up)
-    return down(inner, routing, weights, order, tiles.down, in_parts=in_parts)
-
-
-def adapted_pair_results(
-    x: torch.Tensor, routing: Routing, weights: ExpertWeights, low_rank: ExpertPairLowRank, tokens: TokenTiles
-) -> torch.Tensor:
-    """Return ``pair_results`` with what the adapters of the tokens add to both products. The kernels are those above for any number
-    of tokens."""
-    (count, hidden), top_k = x.shape, routing.ids.shape[1]
-    held, rows, size = *weights.gate_up.shape[:2], weights.down.shape[2]
-    tiles = tiles_of(count, held, top_k, hidden, size, held / weights.whole, x.element_size())
-    order = sort_by_expert(routing.ids, weights.first, held, tiles.block_m)
-    pairs, given = count * top_k, (order, tokens, top_k)
-    low = shrink_pairs(x, low_rank.gate_up, *given, by_pair=False)
-    added = torch.empty(pairs, rows, dtype=x.dtype, device=x.device)
-    expand_pairs(added, low, low_rank.gate_up, *given, onto=False)
-    inner = torch.empty(pairs, size, dtype=x.dtype, device=x.device)
-    launch_gate_up(x, inner, routing, weights, order, tiles.gate_up, added)
-    results = launch_down(inner, routing, weights, order, tiles.down, in_parts=False)
-    low = shrink_pairs(inner, low_rank.down, *given, by_pair=True)
-    factors = None if weights.scaled_input else routing.weights
-    return expand_pairs(results, low, low_rank.down, *given, factors, onto=True)
+    results = down(inner, routing, weights, order, tiles.down, in_parts=in_parts)
+    return results if adapted is None else adapted.add_down(results, inner)
 
 
 def launch_down(

@@ -8,7 +8,8 @@ Tensor cores multiply FP8 with FP8, so activations are quantized, with a scale f
 magnitude divided by the largest FP8 number. Only the input of gate and up has one scale for the whole row if the weights
 have scales by row. What is quantized does not depend on the number of tokens, where it is quantized does: the input of
 gate and up by a kernel of its own, that of one token by each program; the input of ``down`` by the kernel of gate and up if
-its tiles have ``GROUP`` columns, otherwise by each program of ``down``. Sums of ``GROUP`` products are multiplied by both
+its tiles have ``GROUP`` columns, otherwise by each program of ``down``. Adapters of ``down`` read its input as it is, so that with
+adapters a kernel of its own takes the place of the former. Sums of ``GROUP`` products are multiplied by both
 scales and added up in float32. Only where a row has one scale, tensor cores add up all products; Hopper's keep about 14 bits
 of a sum of FP8 products, far more than FP8 has.
 """
@@ -23,12 +24,12 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from dovetail.interfaces.expert_shapes import ExpertWeights, Routing
-from dovetail.ops.triton.expert_pairs import NARROW, activate, scaled_and_biased, store_down
+from dovetail.ops.triton.adapted_pairs import PairAdapters, blocks_of_pairs
+from dovetail.ops.triton.expert_pairs import NARROW, activate, scaled_and_biased, store_down, with_added
 from dovetail.ops.triton.expert_tiles import ExpertTiles
 from dovetail.ops.triton.fp8 import divided, rounded, scale_of
 from dovetail.ops.triton.fp8_tiles import tiles_of
 from dovetail.ops.triton.launch import INTERPRETED, launch
-from dovetail.ops.triton.routing import sort_by_expert
 
 _GROUP = 128
 """The number of columns that share a scale of the input of ``down`` if the scales of weights are by row."""
@@ -91,9 +92,9 @@ def _pairs_of(order, blocks, used, block, first, experts, ONE: tl.constexpr, BLO
 
 @triton.jit(do_not_specialize=["tiles", "first"])
 def _gate_up(
-    x, x_scale, w, w_scale, bias, out, out_scale, factors, order, blocks, used, tiles, first, experts, hidden, size,
+    x, x_scale, w, w_scale, added, bias, out, out_scale, factors, order, blocks, used, tiles, first, experts, hidden, size,
     alpha, limit, offset, bound, block_rows,
-    TOP_K: tl.constexpr, SCALED: tl.constexpr, BIAS: tl.constexpr, LIMITED: tl.constexpr, ONE: tl.constexpr,
+    TOP_K: tl.constexpr, SCALED: tl.constexpr, BIAS: tl.constexpr, ADDED: tl.constexpr, LIMITED: tl.constexpr, ONE: tl.constexpr,
     BY_BLOCK: tl.constexpr, ONE_SCALE: tl.constexpr, CODED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GROUP: tl.constexpr,
     EVEN: tl.constexpr, ARITHMETIC: tl.constexpr, DTYPE: tl.constexpr, PDL: tl.constexpr,
 ) -> None:  # fmt: skip
@@ -161,6 +162,8 @@ def _gate_up(
         up = _scaled(up, of_x, tl.load(of_up), narrow, False)
     if narrow:
         gate, up = tl.trans(gate), tl.trans(up)
+    if ADDED:
+        gate, up = with_added(gate, up, added, row, column, present, inside, size)
     gate, up = scaled_and_biased(gate, up, factors, bias, expert, pair, column, present, inside, size, SCALED, BIAS)
     result = activate(gate, up, alpha, limit, offset, LIMITED).to(DTYPE)
     stored = present[:, None] & inside[None, :]
@@ -259,61 +262,66 @@ def quantize_rows(x: torch.Tensor, group: int | None, bound: float) -> tuple[tor
     return codes, scales
 
 
-def pair_results(x: torch.Tensor, routing: Routing, weights: ExpertWeights, *, in_parts: bool) -> torch.Tensor:
+def pair_results(
+    x: torch.Tensor, routing: Routing, weights: ExpertWeights, *, in_parts: bool, adapters: PairAdapters | None = None
+) -> torch.Tensor:
     """Compute ``ops.triton.experts.pair_results``, also of one token."""
     (tokens, hidden), top_k = x.shape, routing.ids.shape[1]
-    count, size, one = len(weights.gate_up), weights.down.shape[2], tokens == 1
+    count, size, one = len(weights.gate_up), weights.down.shape[2], tokens == 1 and adapters is None
     by_block = weights.format == "fp8_blocks"
     group = weights.block[1] if by_block else _GROUP
     bound = math.inf if weights.input_bound is None else weights.input_bound
-    tiles = tiles_of(tokens, count, top_k, hidden, size, count / weights.whole, group, by_block)
-    if one:
-        order, blocks = (routing.ids, routing.ids, routing.ids), top_k
-    else:
-        found = sort_by_expert(routing.ids, weights.first, count, tiles.block_m)
-        order, blocks = found[:3], len(found.blocks)
-    inner, inner_scale = _gates(x, routing, weights, order, blocks, tiles, group, bound)
+    tiles = tiles_of(1 if one else max(2, tokens), count, top_k, hidden, size, count / weights.whole, group, by_block)
+    order, blocks, adapted = blocks_of_pairs(routing, weights, tiles.block_m, adapters)
+    added = None if adapted is None else adapted.gate_up(x)
+    inner, inner_scale = _gates(x, routing, weights, added, order, blocks, tiles, group, bound, one=one)
+    given = inner
+    if adapted is not None and tiles.gate_up.block_n == group:
+        given, inner_scale = quantize_rows(inner, group, bound)
     shape = (top_k, tokens, hidden) if in_parts else (tokens, top_k, hidden)
     results = torch.empty(shape, dtype=torch.float32 if in_parts else x.dtype, device=x.device)
     programs = triton.cdiv(hidden, tiles.down.block_n)
     launch(
         _down, (blocks * programs,),
-        inner, inner_scale, weights.down, weights.down_scale, weights.down_bias, results, routing.weights, *order,
+        given, inner_scale, weights.down, weights.down_scale, weights.down_bias, results, routing.weights, *order,
         programs, tokens, weights.first, count, hidden, size, bound, weights.block[0],
         TOP_K=top_k, SCALED=weights.scaled_input, BIAS=weights.down_bias is not None, IN_PARTS=in_parts, ONE=one,
         BY_BLOCK=by_block, ONE_SCALE=weights.block[0] % tiles.down.block_n == 0, CODED=inner_scale is not None, BLOCK_M=tiles.block_m, BLOCK_N=tiles.down.block_n,
         GROUP=group, EVEN=size % group == 0, ARITHMETIC=INTERPRETED,
         num_warps=tiles.down.warps, num_stages=tiles.down.stages,
     )  # fmt: skip
-    return results
+    return results if adapted is None else adapted.add_down(results, inner)
 
 
 def _gates(
     x: torch.Tensor,
     routing: Routing,
     weights: ExpertWeights,
+    added: torch.Tensor | None,
     order: tuple[torch.Tensor, ...],
     blocks: int,
     tiles: ExpertTiles,
     group: int,
     bound: float,
+    *,
+    one: bool,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Return the activations of all pairs, sorted, ``[pairs, size]``: in the dtype of ``x``, or codes and their scales
-    ``[pairs, groups]``."""
-    (tokens, hidden), pairs, size = x.shape, routing.ids.numel(), weights.down.shape[2]
-    one, by_block, tile, activation = tokens == 1, weights.format == "fp8_blocks", tiles.gate_up, weights.activation
-    coded = tile.block_n == group and not one
+    ``[pairs, groups]``. With what adapters have ``added``, which need them as they are, they are not quantized."""
+    hidden, pairs, size = x.shape[1], routing.ids.numel(), weights.down.shape[2]
+    by_block, tile, activation = weights.format == "fp8_blocks", tiles.gate_up, weights.activation
+    coded = tile.block_n == group and not one and added is None
     codes, scales = (x, None) if one else quantize_rows(x, group if by_block else None, bound)
     inner = torch.empty(pairs, size, dtype=_CODES if coded else x.dtype, device=x.device)
     inner_scale = torch.empty(pairs, triton.cdiv(size, group), dtype=torch.float32, device=x.device) if coded else None
     programs = triton.cdiv(size, tile.block_n)
     launch(
         _gate_up, (blocks * programs,),
-        codes, scales, weights.gate_up, weights.gate_up_scale, weights.gate_up_bias, inner, inner_scale,
+        codes, scales, weights.gate_up, weights.gate_up_scale, added, weights.gate_up_bias, inner, inner_scale,
         routing.weights, *order, programs, weights.first, len(weights.gate_up), hidden, size,
         activation.alpha, activation.limit or 0.0, activation.offset, bound, weights.block[0],
         TOP_K=routing.ids.shape[1], SCALED=weights.scaled_input, BIAS=weights.gate_up_bias is not None,
-        LIMITED=activation.limit is not None, ONE=one, BY_BLOCK=by_block,
+        ADDED=added is not None, LIMITED=activation.limit is not None, ONE=one, BY_BLOCK=by_block,
         ONE_SCALE=weights.block[0] % tile.block_n == 0, CODED=coded,
         BLOCK_M=tiles.block_m, BLOCK_N=tile.block_n, GROUP=group, EVEN=hidden % group == 0, ARITHMETIC=INTERPRETED,
         DTYPE=_DTYPES[x.dtype], num_warps=tile.warps, num_stages=tile.stages,

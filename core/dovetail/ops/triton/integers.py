@@ -15,10 +15,10 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from dovetail.interfaces.expert_shapes import ExpertWeights, Routing
 from dovetail.ops.integers import PLANES
+from dovetail.ops.triton.adapted_pairs import PairAdapters, blocks_of_pairs
 from dovetail.ops.triton.expert_pairs import pairs_of_block, rows_of_tile, store_down, store_gated
 from dovetail.ops.triton.launch import INTERPRETED, launch
 from dovetail.ops.triton.mxfp4_tiles import Mxfp4Tile, tiles_of
-from dovetail.ops.triton.routing import sort_by_expert
 
 HALF = tl.constexpr(16)
 """The columns of a block whose codes are in the low bits, and in the high bits, of 16 bytes."""
@@ -180,10 +180,10 @@ def plane_sums(
 
 @triton.jit(do_not_specialize=["tiles", "tokens", "first"])
 def _integer_product(
-    x, w, scale, zero, bias, out, weights, order, blocks, used, tiles, tokens, first, experts, k, width, group,
+    x, w, scale, zero, added, bias, out, weights, order, blocks, used, tiles, tokens, first, experts, k, width, group,
     alpha, limit, offset,
-    FOUR: tl.constexpr, GROUPS: tl.constexpr, ZEROS: tl.constexpr, GATED: tl.constexpr, TOP_K: tl.constexpr, SCALED: tl.constexpr,
-    BIAS: tl.constexpr, LIMITED: tl.constexpr, IN_PARTS: tl.constexpr, ONE: tl.constexpr,
+    FOUR: tl.constexpr, GROUPS: tl.constexpr, ZEROS: tl.constexpr, GATED: tl.constexpr, ADDED: tl.constexpr, TOP_K: tl.constexpr,
+    SCALED: tl.constexpr, BIAS: tl.constexpr, LIMITED: tl.constexpr, IN_PARTS: tl.constexpr, ONE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
 ) -> None:  # fmt: skip
     tile, block = tl.program_id(0) % tiles, tl.program_id(0) // tiles
@@ -233,8 +233,8 @@ def _integer_product(
             total += found * tl.load(scale + own).to(tl.float32)[:, None]
     if GATED:
         store_gated(
-            out, total, bias, expert, weights, row, present, pair, tile, width, alpha, limit, offset,
-            SCALED, BIAS, LIMITED, BLOCK_M, columns,
+            out, total, added, bias, expert, weights, row, present, pair, tile, width, alpha, limit, offset,
+            ADDED, SCALED, BIAS, LIMITED, BLOCK_M, columns,
         )  # fmt: skip
     else:
         store_down(
@@ -243,17 +243,16 @@ def _integer_product(
         )  # fmt: skip
 
 
-def pair_results(x: torch.Tensor, routing: Routing, weights: ExpertWeights, *, in_parts: bool) -> torch.Tensor:
+def pair_results(
+    x: torch.Tensor, routing: Routing, weights: ExpertWeights, *, in_parts: bool, adapters: PairAdapters | None = None
+) -> torch.Tensor:
     """Compute ``ops.triton.experts.pair_results``, also of one token. Groups are multiples of 32 columns."""
     (tokens, hidden), top_k = x.shape, routing.ids.shape[1]
     four = weights.format == "int4"
-    count, size, one = len(weights.down), weights.gate_up.shape[1] // 2, tokens == 1
+    count, size, one = len(weights.down), weights.gate_up.shape[1] // 2, tokens == 1 and adapters is None
     tiles = tiles_of(tokens, count, top_k, hidden, size, count / weights.whole, x.element_size())
-    if one:
-        order, blocks = (routing.ids, routing.ids, routing.ids), top_k
-    else:
-        found = sort_by_expert(routing.ids, weights.first, count, tiles.block_m)
-        order, blocks = found[:3], len(found.blocks)
+    order, blocks, adapted = blocks_of_pairs(routing, weights, tiles.block_m, adapters)
+    added = None if adapted is None else adapted.gate_up(x)
     inner = torch.empty(tokens * top_k, size, dtype=x.dtype, device=x.device)
     shape = (top_k, tokens, hidden) if in_parts else (tokens, top_k, hidden)
     results = torch.empty(shape, dtype=torch.float32 if in_parts else x.dtype, device=x.device)
@@ -270,14 +269,14 @@ def pair_results(x: torch.Tensor, routing: Routing, weights: ExpertWeights, *, i
         programs = triton.cdiv(width, own.block_n // 2 if gated else own.block_n)
         launch(
             _integer_product, (blocks * programs,),
-            given, w.view(torch.int16) if groups else w, scale, zero, bias, out, routing.weights, *order, programs, tokens,
-            weights.first, count, columns, width, group, activation.alpha, activation.limit or 0.0, activation.offset,
-            FOUR=four, GROUPS=groups, ZEROS=zero is not None, GATED=gated, TOP_K=top_k, SCALED=weights.scaled_input,
-            BIAS=bias is not None, LIMITED=activation.limit is not None, IN_PARTS=in_parts, ONE=one,
+            given, w.view(torch.int16) if groups else w, scale, zero, added if gated else None, bias, out, routing.weights, *order,
+            programs, tokens, weights.first, count, columns, width, group, activation.alpha, activation.limit or 0.0, activation.offset,
+            FOUR=four, GROUPS=groups, ZEROS=zero is not None, GATED=gated, ADDED=gated and added is not None, TOP_K=top_k,
+            SCALED=weights.scaled_input, BIAS=bias is not None, LIMITED=activation.limit is not None, IN_PARTS=in_parts, ONE=one,
             BLOCK_M=tiles.block_m, BLOCK_N=own.block_n, BLOCK_K=own.block_k,
             num_warps=own.warps, num_stages=own.stages,
         )  # fmt: skip
-    return results
+    return results if adapted is None else adapted.add_down(results, inner)
 
 
 def planes_with_groups(columns: int, group: int) -> int:

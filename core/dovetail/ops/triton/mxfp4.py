@@ -19,11 +19,11 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from dovetail.interfaces.expert_shapes import ExpertWeights, Routing
 from dovetail.ops.triton import mxfp4_plain
+from dovetail.ops.triton.adapted_pairs import PairAdapters, blocks_of_pairs
 from dovetail.ops.triton.expert_pairs import pairs_of_block, rows_of_tile, store_down, store_gated
 from dovetail.ops.triton.launch import INTERPRETED, launch
 from dovetail.ops.triton.mxfp4_numbers import HALF, dequantized_codes, scale_factors, unscaled
 from dovetail.ops.triton.mxfp4_tiles import tiles_of
-from dovetail.ops.triton.routing import sort_by_expert
 
 
 @triton.jit
@@ -42,8 +42,8 @@ def _add_product(
 
 @triton.jit(do_not_specialize=["tiles", "tokens", "first"])
 def _product(
-    x, w, scale, bias, out, weights, order, blocks, used, tiles, tokens, first, experts, half, width, alpha, limit, offset,
-    GATED: tl.constexpr, TOP_K: tl.constexpr, SCALED: tl.constexpr, BIAS: tl.constexpr, LIMITED: tl.constexpr,
+    x, w, scale, added, bias, out, weights, order, blocks, used, tiles, tokens, first, experts, half, width, alpha, limit, offset,
+    GATED: tl.constexpr, ADDED: tl.constexpr, TOP_K: tl.constexpr, SCALED: tl.constexpr, BIAS: tl.constexpr, LIMITED: tl.constexpr,
     IN_PARTS: tl.constexpr, ONE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     EVEN: tl.constexpr, ASSEMBLY: tl.constexpr, PDL: tl.constexpr,
 ) -> None:  # fmt: skip
@@ -91,8 +91,8 @@ def _product(
     total = unscaled(total, dtype)
     if GATED:
         store_gated(
-            out, total, bias, expert, weights, row, present, pair, tile, width, alpha, limit, offset,
-            SCALED, BIAS, LIMITED, BLOCK_M, columns,
+            out, total, added, bias, expert, weights, row, present, pair, tile, width, alpha, limit, offset,
+            ADDED, SCALED, BIAS, LIMITED, BLOCK_M, columns,
         )  # fmt: skip
     else:
         store_down(
@@ -101,19 +101,18 @@ def _product(
         )  # fmt: skip
 
 
-def pair_results(x: torch.Tensor, routing: Routing, weights: ExpertWeights, *, in_parts: bool) -> torch.Tensor:
+def pair_results(
+    x: torch.Tensor, routing: Routing, weights: ExpertWeights, *, in_parts: bool, adapters: PairAdapters | None = None
+) -> torch.Tensor:
     """Compute ``ops.triton.experts.pair_results``, also of one token."""
     (tokens, hidden), top_k = x.shape, routing.ids.shape[1]
-    if mxfp4_plain.pays(x, top_k, weights):
+    if adapters is None and mxfp4_plain.pays(x, top_k, weights):
         return mxfp4_plain.pair_results(x, routing, weights, in_parts=in_parts)
     count, _, half = weights.down.shape
-    size, one = 2 * half, tokens == 1
+    size, one = 2 * half, tokens == 1 and adapters is None
     tiles = tiles_of(tokens, count, top_k, hidden, size, count / weights.whole, x.element_size())
-    if one:
-        order, blocks = (routing.ids, routing.ids, routing.ids), top_k
-    else:
-        found = sort_by_expert(routing.ids, weights.first, count, tiles.block_m)
-        order, blocks = found[:3], len(found.blocks)
+    order, blocks, adapted = blocks_of_pairs(routing, weights, tiles.block_m, adapters)
+    added = None if adapted is None else adapted.gate_up(x)
     inner = torch.empty(tokens * top_k, size, dtype=x.dtype, device=x.device)
     shape = (top_k, tokens, hidden) if in_parts else (tokens, top_k, hidden)
     results = torch.empty(shape, dtype=torch.float32 if in_parts else x.dtype, device=x.device)
@@ -126,11 +125,11 @@ def pair_results(x: torch.Tensor, routing: Routing, weights: ExpertWeights, *, i
         programs = triton.cdiv(width, tile.block_n // 2 if gated else tile.block_n)
         launch(
             _product, (blocks * programs,),
-            given, w, scale, bias, out, routing.weights, *order, programs, tokens, weights.first, count, columns // 2,
+            given, w, scale, added if gated else None, bias, out, routing.weights, *order, programs, tokens, weights.first, count, columns // 2,
             width, activation.alpha, activation.limit or 0.0, activation.offset,
-            GATED=gated, TOP_K=top_k, SCALED=weights.scaled_input, BIAS=bias is not None,
+            GATED=gated, ADDED=gated and added is not None, TOP_K=top_k, SCALED=weights.scaled_input, BIAS=bias is not None,
             LIMITED=activation.limit is not None, IN_PARTS=in_parts, ONE=one,
             BLOCK_M=tiles.block_m, BLOCK_N=tile.block_n, BLOCK_K=tile.block_k, EVEN=columns % tile.block_k == 0,
             ASSEMBLY=not INTERPRETED and x.element_size() == 2, num_warps=tile.warps, num_stages=tile.stages,
         )  # fmt: skip
-    return results
+    return results if adapted is None else adapted.add_down(results, inner)

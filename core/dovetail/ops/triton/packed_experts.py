@@ -17,10 +17,10 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from dovetail.interfaces.expert_shapes import ExpertWeights, Routing
 from dovetail.ops.packed_blocks import PACKED, PackedType, PackedWeight
 from dovetail.ops.triton import packed_plain
+from dovetail.ops.triton.adapted_pairs import PairAdapters, blocks_of_pairs
 from dovetail.ops.triton.expert_pairs import pairs_of_block, rows_of_tile, store_down, store_gated
 from dovetail.ops.triton.launch import launch
 from dovetail.ops.triton.packed_numbers import code_number, factors_of, spread
-from dovetail.ops.triton.routing import sort_by_expert
 
 
 class PackedExpertTile(NamedTuple):
@@ -34,10 +34,10 @@ class PackedExpertTile(NamedTuple):
 
 @triton.jit(do_not_specialize=["tiles", "tokens", "first"])
 def _packed_product(
-    x, w, scale, multiplier, offset, offset_multiplier, bias, out, weights, order, blocks, used, tiles, tokens, first,
-    experts, k, width, words, alpha, limit, added,
+    x, w, scale, multiplier, offset, offset_multiplier, added, bias, out, weights, order, blocks, used, tiles, tokens, first,
+    experts, k, width, words, alpha, limit, up_offset,
     BITS: tl.constexpr, STEP: tl.constexpr, ZERO: tl.constexpr, WHOLE: tl.constexpr, GROUP: tl.constexpr,
-    OFFSET: tl.constexpr, GATED: tl.constexpr, TOP_K: tl.constexpr, SCALED: tl.constexpr, BIAS: tl.constexpr,
+    OFFSET: tl.constexpr, GATED: tl.constexpr, ADDED: tl.constexpr, TOP_K: tl.constexpr, SCALED: tl.constexpr, BIAS: tl.constexpr,
     LIMITED: tl.constexpr, IN_PARTS: tl.constexpr, ONE: tl.constexpr, EVEN: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
 ) -> None:  # fmt: skip
@@ -91,8 +91,8 @@ def _packed_product(
             total = tl.dot(left, tl.trans(right), total, input_precision="ieee")
     if GATED:
         store_gated(
-            out, total, bias, expert, weights, row, present, pair, tile, width, alpha, limit, added,
-            SCALED, BIAS, LIMITED, BLOCK_M, columns,
+            out, total, added, bias, expert, weights, row, present, pair, tile, width, alpha, limit, up_offset,
+            ADDED, SCALED, BIAS, LIMITED, BLOCK_M, columns,
         )  # fmt: skip
     else:
         store_down(
@@ -116,21 +116,20 @@ def tile_of(k: int, packing: PackedType) -> PackedExpertTile:
     return PackedExpertTile(64, block_k, 4, 3)
 
 
-def pair_results(x: torch.Tensor, routing: Routing, weights: ExpertWeights, *, in_parts: bool) -> torch.Tensor:
+def pair_results(
+    x: torch.Tensor, routing: Routing, weights: ExpertWeights, *, in_parts: bool, adapters: PairAdapters | None = None
+) -> torch.Tensor:
     """Compute ``ops.triton.experts.pair_results``, also of one token."""
     (tokens, hidden), top_k = x.shape, routing.ids.shape[1]
-    if packed_plain.pays(x, top_k, weights):
+    if adapters is None and packed_plain.pays(x, top_k, weights):
         return packed_plain.pair_results(x, routing, weights, in_parts=in_parts)
     blocks_of = weights.blocks
     assert blocks_of is not None
     assert blocks_of.packed
-    count, size, one = len(weights.down), weights.gate_up.shape[1] // 2, tokens == 1
+    count, size, one = len(weights.down), weights.gate_up.shape[1] // 2, tokens == 1 and adapters is None
     block_m = block_of(tokens, count, top_k, count / weights.whole)
-    if one:
-        order, blocks = (routing.ids, routing.ids, routing.ids), top_k
-    else:
-        found = sort_by_expert(routing.ids, weights.first, count, block_m)
-        order, blocks = found[:3], len(found.blocks)
+    order, blocks, adapted = blocks_of_pairs(routing, weights, block_m, adapters)
+    added = None if adapted is None else adapted.gate_up(x)
     inner = torch.empty(tokens * top_k, size, dtype=x.dtype, device=x.device)
     shape = (top_k, tokens, hidden) if in_parts else (tokens, top_k, hidden)
     results = torch.empty(shape, dtype=torch.float32 if in_parts else x.dtype, device=x.device)
@@ -146,11 +145,12 @@ def pair_results(x: torch.Tensor, routing: Routing, weights: ExpertWeights, *, i
         programs = triton.cdiv(width, tile.block_n // 2 if gated else tile.block_n)
         launch(
             _packed_product, (blocks * programs,),
-            given, *sections, bias, out, routing.weights, *order, programs, tokens, weights.first, count, columns, width,
+            given, *sections, added if gated else None, bias, out, routing.weights, *order, programs, tokens, weights.first, count, columns, width,
             weight.rows.stride(0) // 4, activation.alpha, activation.limit or 0.0, activation.offset,
             BITS=packing.bits, STEP=packing.step, ZERO=packing.zero, WHOLE=packing.whole, GROUP=packing.group or 0,
-            OFFSET=packing.offset, GATED=gated, TOP_K=top_k, SCALED=weights.scaled_input, BIAS=bias is not None,
+            OFFSET=packing.offset, GATED=gated, ADDED=gated and added is not None, TOP_K=top_k,
+            SCALED=weights.scaled_input, BIAS=bias is not None,
             LIMITED=activation.limit is not None, IN_PARTS=in_parts, ONE=one, EVEN=columns % tile.block_k == 0,
             BLOCK_M=block_m, BLOCK_N=tile.block_n, BLOCK_K=tile.block_k, num_warps=tile.warps, num_stages=tile.stages,
         )  # fmt: skip
-    return results
+    return results if adapted is None else adapted.add_down(results, inner)
