@@ -20,3 +20,11 @@ def _independent_rows() -> Iterator[None]:
 
     with independent_rows():
         yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _quick_interpreter() -> Iterator[None]:
+    from quick_interpreter import quick_interpreter
+
+    with quick_interpreter():
+        yield

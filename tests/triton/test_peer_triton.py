@@ -148,4 +148,8 @@ def run_rank(rank: int, ranks: int, folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    run_rank(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]))
+    sys.path.insert(0, str(Path(__file__).parents[1]))
+    from quick_interpreter import quick_interpreter
+
+    with quick_interpreter():
+        run_rank(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]))

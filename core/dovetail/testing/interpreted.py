@@ -35,6 +35,11 @@ def independent_rows() -> Iterator[None]:
 class _Numpy:
     """Forward every attribute to numpy except ``matmul``, which is ``product``."""
 
+    def __init__(self) -> None:
+        vars(self).update(
+            (name, value) for name, value in vars(np).items() if name != "matmul"
+        )  # the interpreter reads many
+
     def __getattr__(self, name: str) -> Any:
         return getattr(np, name)
 
