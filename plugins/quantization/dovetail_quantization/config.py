@@ -47,6 +47,10 @@ class IntegerConfig(PluginConfig):
         default="model",
         description="`int8` also quantizes activations of an unquantized checkpoint, with a scale for each token (W8A8); it needs `bits: 8` and `group_size: null`.",
     )
+    products: Literal["triton", "humming"] = Field(
+        default="triton",
+        description="What multiplies with linear weights of 4 bits on CUDA: Dovetail's kernels, or those of the package humming-kernels, which are faster with 17 rows and more, slower with one, and not deterministic.",
+    )
     ignore: tuple[str, ...] = Field(
         default=(),
         description="Regular expressions of modules of an unquantized checkpoint that are not quantized, such as `model\\.layers\\.0\\..*`. The head and routers are never quantized.",

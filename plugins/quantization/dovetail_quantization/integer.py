@@ -20,9 +20,16 @@ from dovetail.interfaces.quantization import (
     QuantizationContext,
 )
 from dovetail.ops.integers import BLOCK, Integers, dequantize, held, numbers_of
+from dovetail_quantization import humming_products
 from dovetail_quantization.checkpoint import module_index, refuse_unused
 from dovetail_quantization.integer_experts import IntegerExperts
-from dovetail_quantization.integer_formats import IntegerActivations, IntegerLayout, Scheme, read_format
+from dovetail_quantization.integer_formats import (
+    IntegerActivations,
+    IntegerLayout,
+    Scheme,
+    has_humming,
+    read_format,
+)
 from dovetail_quantization.integer_products import in_order, make_product
 from dovetail_quantization.integer_stored import stored_targets
 from dovetail_quantization.integer_tensors import check_input_scales, fits_blocks
@@ -37,6 +44,9 @@ class Integer(Quantization):
     def __init__(self, config: IntegerConfig, context: QuantizationContext) -> None:
         self._format = read_format(context.checkpoint, config)
         self._context, self._ignore = context, config.ignore
+        self._humming = config.products == "humming"
+        if self._humming:
+            humming_products.check_device(context.device, context.dtype)
 
     def check_modules(self, names: Collection[str]) -> None:
         """See ``Quantization``."""
@@ -45,7 +55,7 @@ class Integer(Quantization):
     def method(self, shape: LinearShape) -> LinearMethod | None:
         """See ``Quantization``."""
         scheme = self._format.scheme_of(shape.names, precise=shape.precise)
-        return None if scheme is None else IntegerLinear(shape, scheme, self._context)
+        return None if scheme is None else IntegerLinear(shape, scheme, self._context, humming=self._humming)
 
     def experts_method(self, shape: ExpertWeightsShape) -> ExpertsMethod | None:
         """See ``Quantization``."""
@@ -59,10 +69,17 @@ class IntegerLinear(LinearMethod):
     If groups of columns may be in any order (act-order), ``group_of`` has the group of each column for each module, and
     ``order`` the columns in the order of groups. ``prepare`` sorts the columns of the codes once, in place. A rank that has
     a part of the inputs then holds the scales of all groups.
+
+    With ``humming``, ``prepare`` also brings the codes into the order of humming-kernels, in place, if it has products for the
+    weight; ``_sample`` has some of these codes, by which ``_codes`` knows whether they are in that order.
     """
 
-    def __init__(self, shape: LinearShape, scheme: Scheme, context: QuantizationContext) -> None:
+    def __init__(
+        self, shape: LinearShape, scheme: Scheme, context: QuantizationContext, *, humming: bool = False
+    ) -> None:
         self.shape, self.scheme, self.context = shape, scheme, context
+        self._humming = humming and has_humming(scheme)
+        self._sample: torch.Tensor | None = None
         group = scheme.group or shape.in_features
         divided = shape.whole_inputs not in (None, shape.in_features)
         whole = shape.whole_inputs or shape.in_features
@@ -133,6 +150,8 @@ class IntegerLinear(LinearMethod):
         """See ``LinearMethod``."""
         static = parameters["input_scale"].max() if "input_scale" in parameters else None
         weight, order = self._held(parameters)
+        if self._humming and humming_products.fits(weight):
+            return self._humming_product(weight, order, parameters["weight"])
         invariant = self.context.batch_invariant
         return make_product(
             weight, order, self.scheme.activations, static, self.context.dtype, batch_invariant=invariant
@@ -143,13 +162,29 @@ class IntegerLinear(LinearMethod):
         weight, order = self._held(parameters)
         return in_order(dequantize(weight, self.context.dtype), order)
 
+    def _humming_product(self, weight: Integers, order: torch.Tensor | None, stored: torch.Tensor) -> LinearProduct:
+        """Return the product, whose codes take the place of those in ``stored`` unless columns were added."""
+        words = humming_products.words_of(weight.codes)
+        if weight.codes.shape == stored.shape:
+            place = stored.view(-1).view(torch.int32).view_as(words)
+            words = place.copy_(words)
+            self._sample = _sample_of(stored).clone()
+        return humming_products.HummingProduct(words, weight.scales, weight.zeros, order, self.context.dtype)
+
+    def _codes(self, parameters: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """Return the codes as ``ops.integers`` holds them: those in the parameter, or a copy."""
+        codes = parameters["weight"]
+        if self._sample is None or not _sample_of(codes).equal(self._sample):
+            return codes
+        return humming_products.codes_of(codes.view(-1).view(torch.int32).view(codes.shape[1] // 8, -1))
+
     def _held(self, parameters: Mapping[str, torch.Tensor]) -> tuple[Integers, torch.Tensor | None]:
         """Return the weight with sorted columns, and the columns of the input in that order, or None if they were sorted."""
         scales, zeros = parameters["scale"].mT.contiguous(), parameters.get("zero")
         if zeros is not None:
             middle = 1 << self.scheme.bits - 1
             zeros = None if (zeros == middle).all() else zeros.mT.contiguous()
-        codes, group_of = parameters["weight"], self._group_of(parameters)
+        codes, group_of = self._codes(parameters), self._group_of(parameters)
         if group_of is None:
             return Integers(codes, scales, zeros), None
         order = parameters["order"][0]
@@ -215,6 +250,11 @@ def padded(weight: Integers, group_of: torch.Tensor, order: torch.Tensor | None)
     of_blocks = owners[::BLOCK]
     own_zeros = None if zeros is None else zeros[of_blocks]
     return Integers(held(numbers, weight.bits), scales[of_blocks], own_zeros), inputs
+
+
+def _sample_of(codes: torch.Tensor) -> torch.Tensor:
+    flat = codes.view(-1)
+    return flat[:: max(1, len(flat) // 4096)]
 
 
 def _ascending(tensor: torch.Tensor) -> bool:

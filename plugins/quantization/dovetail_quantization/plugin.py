@@ -41,6 +41,7 @@ INTEGER = ComponentSpec(
     config="dovetail_quantization.config:IntegerConfig",
     describe="dovetail_quantization.integer_formats:describe",
     expert_format="dovetail_quantization.integer_formats:expert_format",
+    probe="dovetail_quantization.integer_formats:probe",
     summary="Integer weights of 4 or 8 bits from AWQ, GPTQ and compressed-tensors checkpoints, or rounded while loading.",
     api=(1, 1),
     offers=frozenset({Feature.QUANTIZATION_EXPERTS, Feature.QUANTIZATION_BATCH_INVARIANT}),
