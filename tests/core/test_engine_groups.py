@@ -17,7 +17,7 @@ from dovetail.interfaces.cache import CacheGroup
 from dovetail.memory.pool import make_pool
 from dovetail.memory.table import RequestTable
 from dovetail.testing.batches import make_batch
-from dovetail.types import DraftTree, ForwardOutput
+from dovetail.types import DraftTree, ForwardOutput, SharedPrefixes
 
 PAGE, GROUPS, SLOTS, WIDTH = 4, 3, 6, 12
 
@@ -68,6 +68,34 @@ def test_each_group_has_its_own_pages_and_locations(inputs):
     check(batch_of(inputs, slots, prefix, extend, drafts), inputs, slots, prefix, extend)
 
 
+def test_shared_prefixes_are_those_of_the_first_group(inputs):
+    """Two rows share eight tokens, whose pages in the other groups differ. Layers of those read each row's own pages."""
+    slots, prefix = [3, 1, 5], [9, 30, 2]
+    inputs.page_table[1, :2] = inputs.page_table[3, :2]
+    batch = make_batch(PAGE, np.zeros((3, WIDTH), np.int32), prefix, [1, 1, 1])
+    batch.slots, batch.shared = (
+        np.array(slots, np.int32),
+        SharedPrefixes(np.array([0, 2, 3], np.int32), np.array([8, 0], np.int32)),
+    )
+    inputs.prepare(batch)
+    groups, table = batch.shared, inputs.page_table
+    assert groups is not None
+    assert groups.indptr.tolist() == [0, 2, 3, 3]
+    assert groups.group_lens.tolist() == [8, 0, 0]
+    assert groups.group_table[0, :2].tolist() == table[3, :2].tolist()
+    assert groups.own_lens.tolist() == [2, 23, 3]
+    assert batch.page_table is groups.own_table
+    for row, (slot, first, end) in enumerate([(3, 2, 3), (1, 2, 8), (5, 0, 1)]):
+        assert groups.own_table[row, : end - first].tolist() == table[slot, first:end].tolist()
+    expected = [int(table[slot, n // PAGE]) * PAGE + n % PAGE for slot, n in zip(slots, prefix, strict=True)]
+    assert batch.out_loc.tolist() == expected
+    for group, other in enumerate(inputs.other_tables, 1):
+        view = batch.view(group)
+        assert view.shared is None
+        for row, (slot, count) in enumerate([(3, 3), (1, 8), (5, 1)]):
+            assert view.page_table[row, :count].tolist() == other[slot, :count].tolist()
+
+
 class Planned(AttentionBackend):
     """Keep the batch that was planned."""
 
@@ -97,6 +125,20 @@ def test_the_backend_of_each_group_plans_what_it_sees(inputs):
         assert member.batch is last.view(group)
         assert torch.equal(member.batch.page_table, batch.view(group).page_table[1:])
         assert member.batch.out_loc.tolist() == batch.view(group).out_loc[11:].tolist()
+
+
+def test_the_backend_of_the_first_group_decides_whether_prefixes_are_shared(inputs):
+    class Shares(Planned):
+        def shares(self, batch):
+            assert batch.shared is not None
+            return batch.shared.saved > 8
+
+    backend = grouped_attention([Shares(), Planned(), Planned()])
+    batch = batch_of(inputs, [3, 1], [9, 30], [1, 1])
+    for length, pays in ((8, False), (12, True)):
+        batch.shared = SharedPrefixes(np.array([0, 2], np.int32), np.array([length], np.int32))
+        assert backend.shares(batch) == pays
+    assert not GroupedAttention([]).shares(batch)
 
 
 def test_updates_reach_the_table_of_each_group():

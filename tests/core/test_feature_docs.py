@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from dovetail.interfaces.features import Feature
 from dovetail.registry import ComponentKind, Machine, Registry, resolve
 from dovetail.registry.sharing import why_not_shared
 
+FIRST_GROUP = "the first cache group of the model is of kind {}; a prefix is read once in full and latent groups"
 PAGE = Path(__file__).parents[2] / "docs" / "features.md"
 
 
@@ -66,9 +68,11 @@ def test_a_cell_names_every_reason_of_the_refusal(registry: Registry, tmp_path: 
         ("LlamaForCausalLM", {"batch_invariant": True}, "batch_invariant is true"),
         ("LlamaForCausalLM", {"speculative": "ngram"}, "speculative is not none"),
         ("LlamaForCausalLM", {"cache": "none"}, f"cache 'none' does not offer {Feature.CACHE_SHARED_PREFIXES}"),
-        ("MistralForCausalLM", {}, "layers of the model have a sliding window"),
-        ("KimiLinearForCausalLM", {}, "the model has 2 cache groups"),
-        ("Mamba2ForCausalLM", {}, "layers of the model keep states instead of the past"),
+        ("Gemma3ForCausalLM", {}, None),
+        ("Qwen3NextForCausalLM", {}, None),
+        ("KimiLinearForCausalLM", {}, None),
+        ("MistralForCausalLM", {}, FIRST_GROUP.format("sliding")),
+        ("Mamba2ForCausalLM", {}, FIRST_GROUP.format("state")),
     ],
 )
 def test_why_shared_prefixes_are_not_read_once(
@@ -78,3 +82,17 @@ def test_why_shared_prefixes_are_not_read_once(
     chosen = {"model": {"path": str(tmp_path)}, "attention": "triton", "policy": "fcfs", "grammar": "none"}
     config = validate(read((), (), {}, chosen | settings), registry)
     assert why_not_shared(resolve(config, registry, Machine.assume("sm90"))) == reason
+
+
+def test_layers_with_a_window_in_a_full_group_read_every_row(registry: Registry, tmp_path: Path) -> None:
+    """A model may keep all tokens for layers with a window, in its only cache group."""
+    write_config(tmp_path, "MistralForCausalLM", **MODELS["MistralForCausalLM"])
+    chosen = {"model": {"path": str(tmp_path)}, "attention": "triton", "policy": "fcfs", "grammar": "none"}
+    resolved = resolve(validate(read((), (), {}, chosen), registry), registry, Machine.assume("sm90"))
+    (group,) = resolved.model_info.cache_groups
+    info = replace(resolved.model_info, cache_groups=(replace(group, kind=CacheGroupKind.FULL, window=None),))
+    assert (
+        why_not_shared(replace(resolved, model_info=info)) == "layers with a sliding window are in a full cache group"
+    )
+    plain = replace(info, needs=info.needs - {Feature.ATTN_SLIDING_WINDOW})
+    assert why_not_shared(replace(resolved, model_info=plain)) is None

@@ -19,6 +19,7 @@ from dovetail.engine.declared import check_declared
 from dovetail.errors import PageFormatError, PluginLoadError
 from dovetail.interfaces.attention import AttentionLayer
 from dovetail.interfaces.cache import CacheGroup, CacheGroupKind
+from dovetail.interfaces.features import Feature
 from dovetail.interfaces.mesh import SINGLE
 from dovetail.interfaces.mixer_shapes import CONV_NEEDS, StateShape
 from dovetail.layers.attention import AttentionShape, SelfAttention
@@ -158,4 +159,21 @@ def test_an_attention_layer_whose_place_its_group_does_not_have_is_refused() -> 
         with pytest.raises(PluginLoadError, match=re.escape(message)):
             check_declared(model, info, 1)
     layer.set_place(1, 0)
+    check_declared(model, info, 1)
+
+
+def test_a_layer_with_a_window_is_in_a_sliding_group_if_there_is_one() -> None:
+    """Layers of the first group may read shared prefixes once, which layers with a window cannot."""
+    layer = SelfAttention(AttentionShape(8, 2, 1, 4), AttentionLayer(0, 0.5, window=16), SINGLE)
+    model, full, slides = nn.ModuleList([layer]), CacheGroup(1, 1, 4), CacheGroup(1, 1, 4, CacheGroupKind.SLIDING, 16)
+    info: Any = SimpleNamespace(
+        architecture="Fake", needs=frozenset({Feature.ATTN_SLIDING_WINDOW}), cache_groups=(full, slides)
+    )
+    message = "layer 0 has a window of 16 tokens, and its cache group 0 is of kind full; the kinds of all groups are full, sliding"
+    with pytest.raises(PluginLoadError, match=message):
+        check_declared(model, info, 1)
+    layer.set_place(1, 0)
+    check_declared(model, info, 1)
+    layer.set_place(0, 0)
+    info.cache_groups = (full,)
     check_declared(model, info, 1)

@@ -200,19 +200,30 @@ def test_what_the_host_has_written_is_fetched_with_new_pages() -> None:
     assert table.flatten().tolist() == [0] * 7 + [90, 0, 0, 0, 91, 0, 0, 0]
 
 
-def test_each_group_has_its_own_pages_and_locations():
+@pytest.mark.parametrize("shared", [False, True], ids=["alone", "shared"])
+def test_each_group_has_its_own_pages_and_locations(shared):
+    """Only the first group has tables of shared and of own pages."""
     pages = np.random.default_rng(0).permutation(2 * 7 * 40).astype(np.int32).reshape(2, 7, 40) + 1
     pages[:, 0] = 0
     inputs = Inputs(pages, 4, torch.device("cpu"))
     inputs.last_token[:] = torch.arange(7) + 100
-    batch = decode_batch([3, 1, 6], [0, 3, 159])
-    tensors = DecodeTensors(5, 40, inputs.device, False, 1)
+    pages[0, 6, :2] = pages[0, 1, :2]
+    groups = SharedPrefixes(np.array([0, 1, 3], np.int32), np.array([0, 8], np.int32)) if shared else None
+    prefix = [0, 9 if shared else 3, 159]
+    batch = decode_batch([3, 1, 6], prefix, groups)
+    tensors = DecodeTensors(5, 40, inputs.device, shared, 1)
     arrays = decode_arrays(batch, 5)
     tensors.read(unpack(torch.from_numpy(pack(arrays)), arrays))
-    tensors.compute(inputs, shared=False)
+    tensors.compute(inputs, shared=shared)
     tensors.narrow(3).give(batch)
-    for group in range(2):
-        check_group(batch.view(group), pages[group], [3, 1, 6], [0, 3, 159])
+    for group in range(int(shared), 2):
+        check_group(batch.view(group), pages[group], [3, 1, 6], prefix)
+    assert batch.view(1).shared is None
+    if groups is not None:
+        assert groups.group_table[1, :2].tolist() == pages[0, 1, :2].tolist()
+        assert groups.own_lens.tolist() == [1, 2, 152]
+        assert groups.own_table[1, 0] == pages[0, 1, 2]
+        assert groups.own_table[2, :38].tolist() == pages[0, 6, 2:].tolist()
     assert batch.view(1).kv_lens is batch.kv_lens
 
 

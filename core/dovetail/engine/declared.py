@@ -29,7 +29,7 @@ def check_declared(model: nn.Module, info: ModelInfo, ranks: int) -> None:
     """Raise ``PluginLoadError`` if an ``AttentionLayer``, a layer of experts or one with a state of ``model``, the share of one
     of ``ranks`` ranks, needs a feature that ``info.needs`` does not name, if layers keep other states than ``info.cache_groups``
     says, if there are experts and ``info`` has no ``expert_sizes``, or if an attention layer of ``dovetail.layers`` has a place
-    that its cache group does not have.
+    that its cache group does not have, or a window in a full group although other groups slide.
 
     The resolver chooses backends by ``info.needs``. A backend without the feature would ignore it, and every
     output would be wrong. Layers are found in the attributes of the model's modules, and in lists and tuples there.
@@ -74,6 +74,15 @@ def _check_place(model: nn.Module, info: ModelInfo, name: str, layer: SelfAttent
             f"{type(model).__name__} ({info.architecture}): layer {name} is number {index} of cache group {group}, and the cache "
             f"groups of the ModelInfo have {sizes} layers. Numbers count from 0 within a group: layer_id of AttentionLayer is the "
             "number in group 0; call set_place(group, number) for a layer of another group"
+        )
+    kinds = [each.kind for each in info.cache_groups]
+    window = layer.constants.window
+    if window is not None and CacheGroupKind.SLIDING in kinds and kinds[group] is not CacheGroupKind.SLIDING:
+        raise PluginLoadError(
+            f"{type(model).__name__} ({info.architecture}): layer {name} has a window of {window} tokens, and its cache group "
+            f"{group} is of kind {kinds[group]}; the kinds of all groups are {', '.join(kinds)}. If one group is of kind sliding, "
+            "layers with a window must be in groups of that kind, because layers of the first group may read prefixes "
+            "that rows share once: add a group for this window to the ModelInfo and call set_place(group, number)"
         )
 
 

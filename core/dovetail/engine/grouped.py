@@ -39,6 +39,10 @@ class GroupedAttention(AttentionBackend):
         """See ``AttentionBackend``. Layers call the backend of their own group instead."""
         raise NotImplementedError("a layer attends with the backend of its cache group")
 
+    def shares(self, batch: Batch) -> bool:
+        """Return what the backend of the first group returns. The layers of other groups read the keys of each row."""
+        return bool(self.members) and self.members[0].shares(batch)
+
     def variant(self, batch: Batch) -> int:
         """Return the variant that is best for the first group. All groups use it."""
         return self.members[0].variant(batch) if self.members else 0
@@ -108,11 +112,12 @@ def grouped_pools(
 
 def set_views(batch: Batch, others: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
     """Set ``Batch.views`` from the ``page_table`` and ``out_loc`` of each cache group after the first. The other fields
-    that an attention backend reads must be set already. The views share the arrays of ``batch``."""
+    that an attention backend reads must be set already. The views share the arrays of ``batch``, but not ``shared``, which
+    describes pages of the first group."""
     batch.views = ()
     views: list[Batch] = []
     for page_table, out_loc in others:
         view = copy.copy(batch)
-        view.page_table, view.out_loc = page_table, out_loc
+        view.page_table, view.out_loc, view.shared = page_table, out_loc, None
         views.append(view)
     batch.views = tuple(views)

@@ -98,6 +98,8 @@ class Inputs:
         batch.positions, batch.out_loc, batch.kv_lens, batch.page_table = map(torch.from_numpy, arrays)
         batch.input_ids = self.last_token[slots]
         batch.logit_rows = None
+        if batch.shared is not None:
+            _divide_tables(batch, table, self.page_size)
         if self.other_tables:
             others = [other[batch.slots, : table.shape[1]] for other in self.other_tables]
             located = [self.locate(row_of, places, other) for other in others]
@@ -192,6 +194,21 @@ def _decode_rows(batch: Batch) -> tuple[Int64Array, torch.Tensor, torch.Tensor]:
     rows = len(batch.slots)
     indptr = torch.arange(rows + 1, dtype=torch.int32)
     return np.arange(rows), torch.from_numpy(batch.slots.astype(np.int64)), indptr
+
+
+def _divide_tables(batch: Batch, table: IntArray, page_size: int) -> None:
+    """Set the tensors of ``batch.shared`` on the CPU, and ``batch.page_table`` to the pages of each row after the shared
+    ones. ``table`` (int32 ``[rows, pages]``) has the pages of each row."""
+    groups, width = batch.shared, table.shape[1]
+    assert groups is not None
+    _, _, _, indptr, group_lens, row_lens = decode_arrays(batch, len(table))
+    group_table = np.zeros_like(table)
+    group_table[: len(groups.lens)] = table[groups.starts[:-1]]
+    columns = np.minimum(np.arange(width) + row_lens[:, None] // page_size, width - 1)
+    arrays = indptr, group_lens, group_table, np.take_along_axis(table, columns, 1)
+    groups.indptr, groups.group_lens, groups.group_table, groups.own_table = map(torch.from_numpy, arrays)
+    groups.own_lens = batch.kv_lens - torch.from_numpy(row_lens)
+    batch.page_table = groups.own_table
 
 
 class DecodeTensors:

@@ -100,8 +100,8 @@ class AttentionBackend(ABC):
 
         The engine calls this before ``plan``, for decode batches of backends that offer ``attention.shared_prefix``.
         The method is a cost model that uses lengths on the host only. If it returns False, the engine clears
-        ``batch.shared``; otherwise ``plan`` and ``forward`` see it. Batches of models that have layers with a window
-        never have ``batch.shared``.
+        ``batch.shared``; otherwise ``plan`` and ``forward`` see it. If a model has several cache groups, only the
+        backend of the first group, which is full or latent, sees it. No layer with a window gets a batch with ``shared``.
         """
         return False
 

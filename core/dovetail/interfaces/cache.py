@@ -267,9 +267,10 @@ class PrefixCache(CachedPrefixes):
 
         ``handles`` has one entry per decode row; each path is locked once per entry. Each group is a list of two or
         more indices into ``handles``, and the number of tokens (a multiple of ``page_size``) that all rows of the group
-        hold in the same pages. An index is in at most one group. The groups are those that save the most reads: they
-        maximise the sum of (rows - 1) * tokens. The scheduler calls this when the decode rows or their pages change.
-        Needs ``cache.shared_prefixes``. Returns no groups if any cache group can have holes.
+        hold in the same pages of every full and latent cache group; pages of sliding groups do not count. An index is in
+        at most one group. The groups are those that save the most reads: they maximise the sum of (rows - 1) * tokens.
+        The scheduler calls this when the decode rows or their pages change. Needs ``cache.shared_prefixes``. Returns no
+        groups if no cache group is full or latent.
         """
         return []
 

@@ -10,13 +10,16 @@ from dovetail.registry.resolution import Resolved
 def why_not_shared(resolved: Resolved) -> str | None:
     """Return why the scheduler does not order decode rows by the prefixes that they share, or None if it does.
 
-    The config must enable it, the prefix cache report shared prefixes, and the attention backend read them once. Every layer
-    must read the whole past, in one cache group. With a drafter, rows have several queries. With ``batch_invariant``, the
-    bits of a row must not depend on what other rows share.
+    The config must enable it, the prefix cache report shared prefixes, and the attention backend read them once. It reads
+    them once in the first cache group of the model, whose layers must read the whole past: the group is full or latent.
+    In other groups it reads the keys of each row, which are those of its window. With a drafter, rows have several
+    queries. With ``batch_invariant``, the bits of a row must not depend on what other rows share.
     """
     config, model = resolved.config, resolved.model_info
     attention, cache = resolved.attention_decode.spec, resolved.cache.spec
-    windows = Feature.ATTN_SLIDING_WINDOW in model.needs
+    kinds = [group.kind for group in model.cache_groups]
+    first = kinds[0] if kinds else None
+    windows = Feature.ATTN_SLIDING_WINDOW in model.needs and CacheGroupKind.SLIDING not in kinds
     missing = {
         "scheduler.shared_prefixes is false": not config.scheduler.shared_prefixes,
         "batch_invariant is true": config.batch_invariant,
@@ -26,10 +29,8 @@ def why_not_shared(resolved: Resolved) -> str | None:
         f"attention.decode {attention.name!r} does not offer {Feature.ATTN_SHARED_PREFIX}": Feature.ATTN_SHARED_PREFIX
         not in attention.offers,
         "parallel.attention is data": config.parallel.attention == "data",
-        "layers of the model have a sliding window": windows,
-        f"the model has {len(model.cache_groups)} cache groups": len(model.cache_groups) != 1,
-        "layers of the model keep states instead of the past": any(
-            group.kind is CacheGroupKind.STATE for group in model.cache_groups
-        ),
+        f"the first cache group of the model is of kind {first}; a prefix is read once in full and latent groups": first
+        not in (CacheGroupKind.FULL, CacheGroupKind.LATENT),
+        "layers with a sliding window are in a full cache group": windows,
     }
     return next((reason for reason, holds in missing.items() if holds), None)

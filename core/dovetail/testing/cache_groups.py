@@ -22,6 +22,7 @@ from dovetail.interfaces.cache import CacheContext, GroupDescriptor, PrefixCache
 from dovetail.interfaces.features import Feature
 from dovetail.testing.cache_machine import tokens_of
 from dovetail.testing.cache_model import FULL, LATENT, STATE, CacheModel, sliding
+from dovetail.testing.cache_sharing import check_groups, most_saved, saved
 from dovetail.testing.cache_traffic import Traffic
 from dovetail.testing.component import ComponentSuite
 
@@ -267,6 +268,36 @@ class GroupedCacheCases(ComponentSuite):
             model.unlock(-2)
         model.check()
         model.close()
+
+    @pytest.mark.parametrize("layout", [MIXED, "full, sliding", "full, state", "sliding, state"])
+    def test_rows_share_the_pages_of_full_and_latent_groups(self, layout: str) -> None:
+        """Rows share as much as the pages of full and latent groups allow, whatever the other groups keep of their paths."""
+        self.require(Feature.CACHE_SHARED_PREFIXES)
+        rng = random.Random(len(layout))
+        context = CacheContext(4, LAYOUTS[layout])
+        for _ in range(self.examples):
+            model = self.grouped(context)
+            for _ in range(rng.randrange(1, 7)):
+                kinds = [rng.choice([0, 0, 1, 2]) for _ in range(rng.randrange(1, 7))]
+                holes = [(rng.randrange(len(model.paged)), column) for column in range(len(kinds) - 1)]
+                states = model.fresh_states() if rng.random() < 0.5 else None
+                model.insert(tokens_of(kinds, 4), model.fresh(len(kinds), holes), states=states)
+                model.lock(model.found[-1])
+            for _ in range(rng.randrange(len(model.locked))):
+                model.unlock(rng.randrange(len(model.locked)))
+            model.evict([rng.randrange(4) for _ in context.groups])
+            dense = [model.held[group] for group in model.paged if context.groups[group].dense]
+            paths = [
+                np.array([[pages[prefix] for prefix in held.prefixes] for pages in dense], np.int32)
+                for held in model.locked
+            ]
+            groups = model.cache.shared_prefixes([held.handle for held in model.locked])
+            if dense:
+                check_groups(groups, paths, 4)
+                assert saved(groups) == most_saved(paths, 4), "other groups save more"
+            else:
+                assert not groups, "there is no group whose pages are all kept"
+            model.close()
 
     @pytest.mark.parametrize("layout", [MIXED, "full, sliding", "sliding, state"])
     def test_requests_lose_no_page(self, layout: str) -> None:

@@ -51,7 +51,7 @@ class SharedPrefixes:
     """Describe prefixes that several rows of a decode batch share, so that attention may read each prefix once.
 
     Group g consists of rows ``[starts[g], starts[g + 1])``. The first ``lens[g]`` tokens of these rows are in the same
-    pages. A row that shares nothing is a group of one row with ``lens[g] = 0``. The scheduler sets ``starts`` and
+    pages of the first cache group, which is full or latent. A row that shares nothing is a group of one row with ``lens[g] = 0``. The scheduler sets ``starts`` and
     ``lens``; ``Inputs.prepare`` sets the device tensors. All are int32. The device tensors have space for as many
     groups as there are rows; groups after the last one are empty (no rows, length 0).
     """

@@ -190,8 +190,8 @@ class GroupedRadixTree(RadixTree):
         return freed.result() if any(freed.counts) else []
 
     def shared_prefixes(self, handles: Sequence[Handle]) -> list[tuple[list[int], int]]:
-        """Return no groups: the rows of a group would need the same holes."""
-        return []
+        """Return the groups of the full and latent groups, whose pages have no holes (see ``RadixTree``)."""
+        return super().shared_prefixes(handles) if self._dense else []
 
     def _accepted(self, path: list[Node], pages: IntArray) -> tuple[np.ndarray, tuple[int, ...]]:
         """Return at which of the columns of a path all groups can resume, and how far each group alone can."""
