@@ -67,6 +67,7 @@ class StateDevice(Device):
         self.tables = np.zeros((len(self.paged), *self.table.shape), np.int64)
         self.memories = np.full((len(self.paged), most * page_size), -1)
         self.copies = self.saves = 0
+        self.shared = 0  # tokens of shared prefixes that need not be read
         self.state_chunk = 0
         self.texts = {}  # by uid
 
@@ -96,6 +97,9 @@ class StateDevice(Device):
 
     def forward(self, plan):
         batch = self.receive(plan)
+        if batch.shared is not None:
+            self.check_shared(batch)
+            self.shared += batch.shared.saved
         rows, groups = [], np.arange(len(self.hashes))
         used = [slot for req in batch.reqs for slot in enumerate(req.state_slots)]
         assert len(set(used)) == len(used), "two rows have one slot"

@@ -49,6 +49,7 @@ def history(seed, model, lag, requests=30, drafts=False, failures=0.0, cache="ra
     limits["pin_seconds"], limits["pin_pages"] = 3600.0, 20
     limits["state_snapshot_tokens"] = rng.choice([None, 8 if state_chunk else 1, 9])
     limits["state_chunk"] = state_chunk
+    limits["shared_prefixes"] = not drafts
     if drafts:
         limits["draft_width"] = 3
     scheduler, device = build(model, least_slabs(model) + rng.choice([0, 2, 9]), cache=cache, **limits)
@@ -85,13 +86,15 @@ def history(seed, model, lag, requests=30, drafts=False, failures=0.0, cache="ra
 @pytest.mark.parametrize("model", MODELS)
 def test_random_histories(model):
     """At once and one step late, with steps that fail and forced tokens; with drafts that are accepted and rejected."""
-    copies = hits = 0
+    copies = hits = shared = 0
     for lag, drafts, jumps in ((False, False, True), (True, False, True), (False, True, False)):
         scheduler, device = history(7, model, lag, 20, drafts, failures=0.0 if drafts else 0.05, jumps=jumps)
         assert not jumps or scheduler.totals.jumped_tokens > 0
         copies += device.copies
+        shared += device.shared
         hits += scheduler.totals.cached_tokens
     assert copies > 0
+    assert (shared > 0) == any(group.dense for group in MODELS[model])
     assert hits > 0
 
 
@@ -122,7 +125,8 @@ def test_many_random_histories(model, cache, lag):
 @pytest.mark.parametrize("model", STATELESS)
 def test_random_histories_without_states(model):
     for lag, drafts in ((False, False), (True, False), (False, True)):
-        history(5, model, lag, 20, drafts, failures=0.0 if drafts else 0.05)
+        _, device = history(5, model, lag, 20, drafts, failures=0.0 if drafts else 0.05)
+        assert (device.shared > 0) == (not drafts and any(group.dense for group in STATELESS[model]))
 
 
 @pytest.mark.full

@@ -11,14 +11,14 @@ def why_not_shared(resolved: Resolved) -> str | None:
     """Return why the scheduler does not order decode rows by the prefixes that they share, or None if it does.
 
     The config must enable it, the prefix cache report shared prefixes, and the attention backend read them once. It reads
-    them once in the first cache group of the model, whose layers must read the whole past: the group is full or latent.
-    In other groups it reads the keys of each row, which are those of its window. With a drafter, rows have several
+    them once in the first cache group of the model that has pages, whose layers must read the whole past: the group is
+    full or latent. In other groups it reads the keys of each row, which are those of its window. With a drafter, rows have several
     queries. With ``batch_invariant``, the bits of a row must not depend on what other rows share.
     """
     config, model = resolved.config, resolved.model_info
     attention, cache = resolved.attention_decode.spec, resolved.cache.spec
-    kinds = [group.kind for group in model.cache_groups]
-    first = kinds[0] if kinds else None
+    kinds = [group.kind for group in model.cache_groups if group.kind is not CacheGroupKind.STATE]
+    whole = [kind in (CacheGroupKind.FULL, CacheGroupKind.LATENT) for kind in kinds]
     windows = Feature.ATTN_SLIDING_WINDOW in model.needs and CacheGroupKind.SLIDING not in kinds
     missing = {
         "scheduler.shared_prefixes is false": not config.scheduler.shared_prefixes,
@@ -29,8 +29,8 @@ def why_not_shared(resolved: Resolved) -> str | None:
         f"attention.decode {attention.name!r} does not offer {Feature.ATTN_SHARED_PREFIX}": Feature.ATTN_SHARED_PREFIX
         not in attention.offers,
         "parallel.attention is data": config.parallel.attention == "data",
-        f"the first cache group of the model is of kind {first}; a prefix is read once in full and latent groups": first
-        not in (CacheGroupKind.FULL, CacheGroupKind.LATENT),
+        "the model has no full or latent cache group": not any(whole),
+        "a sliding cache group of the model comes before the full or latent one": any(whole) and not whole[0],
         "layers with a sliding window are in a full cache group": windows,
     }
     return next((reason for reason, holds in missing.items() if holds), None)
