@@ -128,7 +128,6 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("tiny", {}, "parallel.attention data needs model.data_attention"),
     ("qwen3", {"parallel": {"tp": 1, "attention": "data"}}, "parallel.attention data needs parallel.tp 2 or more"),
     ("qwen3", {"speculative": "ngram"}, "parallel.attention data needs speculative none"),
-    ("qwen3", {"adapters": {"enabled": True}}, "parallel.attention is data and adapters.enabled is true"),
     ("qwen3", {"graphs": {"piecewise_tokens": 64}}, "parallel.attention is data and graphs.piecewise_tokens is 64"),
     ("qwen3", {"executor": "local"}, "parallel.tp 2 needs executor.ranks"),
 ]

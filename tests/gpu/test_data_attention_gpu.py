@@ -1,20 +1,23 @@
 """Test data-parallel attention on two GPUs: in float32 and with captured decode steps, the tokens are those of ranks that divide
-the heads, with few requests and with many, of which ranks have different numbers.
+the heads, with few requests and with many, of which ranks have different numbers, without and with adapters (LoRA).
 
 Run on a machine with two GPUs: python -m pytest tests/gpu/test_data_attention_gpu.py
 """
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, DeepseekV2Config, Qwen3MoeConfig
 
 from dovetail import LLM, SamplingParams
+from lora_adapters import write_adapter
 
 pytestmark = [
     pytest.mark.gpu,
@@ -50,20 +53,27 @@ MODELS: dict[str, Any] = {
 }
 
 
-def generated(checkpoint: Path, attention: str, counts: list[int]) -> list[list[int]]:
+def generated(
+    checkpoint: Path, attention: str, counts: list[int], adapters: dict[str, str] | None = None
+) -> list[list[int]]:
     """Return the tokens of rounds of ``counts`` requests each. Later rounds find graphs of their sizes captured, and prefixes
-    cached."""
+    cached. Requests have one of ``adapters``, or none."""
     parallel = {"tp": 2, "attention": attention}
     model = {"dtype": "float32"}
-    llm = LLM(str(checkpoint), device="cuda:0", parallel=parallel, model=model, grammar="none", memory={"kv_gib": 1})
+    sections: dict[str, Any] = {"parallel": parallel, "model": model, "grammar": "none", "memory": {"kv_gib": 1}}
+    if adapters:
+        sections["adapters"] = {"enabled": True, "load": adapters}
+    llm = LLM(str(checkpoint), device="cuda:0", **sections)
     rng, found = np.random.default_rng(0), []
     try:
         for count in counts:
             prompts = [rng.integers(0, VOCAB, int(size)).tolist() for size in rng.integers(3, 300, count)]
             lengths = rng.integers(8, 48, count).tolist()
             params = [SamplingParams(max_new_tokens=n, temperature=0, ignore_eos=True) for n in lengths]
+            chosen = rng.integers(0, 3, count)
+            names = [[None, *adapters][i] for i in chosen] if adapters else None
             for _ in range(2):
-                found += [list(output.token_ids) for output in llm.generate(prompts, params)]
+                found += [list(output.token_ids) for output in llm.generate(prompts, params, adapter=names)]
         llm.loop.scheduler.check_integrity()
     finally:
         llm.close()
@@ -79,4 +89,28 @@ def test_two_devices_generate_what_ranks_of_heads_do(name: str, tmp_path: Path) 
     same = sum(a == b for a, b in zip(data, heads, strict=True))
     assert same >= 0.9 * len(heads), (
         f"{same} of {len(heads)} texts are the same: more than near ties of two tokens differ"
+    )
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_adapters_are_those_of_ranks_of_heads(name: str, tmp_path: Path) -> None:
+    """One adapter is of attention only, the other one of the layers between, experts included."""
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(MODELS[name]).save_pretrained(tmp_path / "model")
+    weights, adapters = load_file(tmp_path / "model" / "model.safetensors"), {}
+    patterns = {"attention": r"self_attn\.(?!kv_b_proj|.*norm)", "between": r"mlp\.(?!gate\.)"}
+    for seed, (own, pattern) in enumerate(patterns.items()):
+        names = [key for key in weights if re.search(pattern, key)]
+        shapes = {key.removesuffix(".weight"): (weights[key].shape[0], weights[key].shape[1]) for key in names}
+        write_adapter(tmp_path / own, shapes, rank=8, seed=seed)
+        adapters[own] = str(tmp_path / own)
+    counts = [1, 7, 40]
+    data, heads = (generated(tmp_path / "model", attention, counts, adapters) for attention in ("data", "heads"))
+    plain = generated(tmp_path / "model", "heads", counts)
+    same = sum(a == b for a, b in zip(data, heads, strict=True))
+    assert same >= 0.9 * len(heads), (
+        f"{same} of {len(heads)} texts are the same: more than near ties of two tokens differ"
+    )
+    assert sum(a == b for a, b in zip(plain, heads, strict=True)) < 0.6 * len(heads), (
+        "otherwise this test shows nothing"
     )

@@ -1,5 +1,5 @@
 """Test captured decode steps with data-parallel attention: on each rank, they compute and write what steps do that are launched
-kernel by kernel, however the requests are divided. Graphs are replaced by the steps themselves, and the other rank adds
+kernel by kernel, however the requests are divided, and each row gets what its adapter (LoRA) adds. Graphs are replaced by the steps themselves, and the other rank adds
 nothing.
 
 Run: TRITON_INTERPRET=1 python -m pytest tests/triton/test_own_rows_triton.py
@@ -8,6 +8,9 @@ Run: TRITON_INTERPRET=1 python -m pytest tests/triton/test_own_rows_triton.py
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +21,11 @@ from transformers import Qwen3MoeConfig
 
 sys.path.append(str(Path(__file__).parent))
 
-from test_runners_triton import attention, stand_in
+from test_runners_triton import WithTokens, attention, stand_in
 
+from dovetail.engine.adapter_files import AdapterImage
+from dovetail.engine.adapters import EngineAdapters
+from dovetail.engine.build import as_module
 from dovetail.engine.captures import NEEDED_BEFORE_CAPTURE, NO_UPDATES, STEPS_BETWEEN_CAPTURES
 from dovetail.engine.engine import Engine
 from dovetail.engine.graphs import DecodeGraphs, GraphKey
@@ -28,6 +34,9 @@ from dovetail.engine.penalties import TokenCounts
 from dovetail.engine.runners import DecodeGraphRunner, EagerRunner, EagerSampler
 from dovetail.engine.sampler import Sampler
 from dovetail.interfaces.mesh import Mesh, OneRank
+from dovetail.layers.base import prepare_layers
+from dovetail.layers.linear import Linear
+from dovetail.ops.adapter_weights import AdapterCount
 from dovetail.registry.machine import Machine
 from dovetail.registry.resolver import resolve
 from dovetail.registry.setup import setup
@@ -70,7 +79,7 @@ def built(checkpoint: Path, rank: int) -> Engine:
         "model": {"path": str(checkpoint), "dtype": "float32", "load_format": "dummy"},
         "parallel": {"tp": 2, "attention": "data"},
         "scheduler": {"max_running": ROWS},
-        "memory": {"num_pages": PAGES - 1, "page_size": PAGE},
+        "memory": {"num_pages": PAGES, "page_size": PAGE},
         "grammar": "none",
         "device": "cpu",
     }
@@ -137,3 +146,103 @@ def test_captured_steps_attend_in_the_rows_of_the_rank(
     keys = {(key.rows, graphs.get(key).own) for key in graphs._graphs}
     assert keys == {(8, 4), (16, 8), (1, 1)}, "four rows of one rank run in the graph of eight rows, four of each"
     assert next(graphs.larger(GraphKey(8, shared=False))) == GraphKey(8, shared=False, own=1)
+
+
+ADAPTED_STEPS = {
+    "one adapter": ([2, 1, 4], [0, 3, 3]),
+    "both ranks have adapters": ([3, 2, 1, 4, 6, 5, 8], [2, 1, 0, 2, 3, 0, 1]),
+    "only one rank has adapters, the same graph": ([3, 2, 1, 4, 6, 5, 8], [0, 3, 0, 0, 1, 0, 2]),
+    "one rank has all rows": ([1, 3, 5, 7], [1, 0, 2, 1]),
+}
+
+
+def adapters_of(engine: Engine) -> EngineAdapters:
+    """Return three random adapters of all linear layers, for Triton's kernels."""
+    options: Any = {"kernels": True, "max_rows": ROWS, "mesh": engine.mesh}
+    adapters = EngineAdapters(engine.model, 3, 16, engine.device, torch.float32, **options)
+    for slot in (1, 2, 3):
+        rng = np.random.default_rng(slot)
+        ranks = rng.integers(1, 17, adapters._regions.num_ranks).astype(np.int32)
+        elements = torch.from_numpy(rng.normal(0, 0.2, adapters.slot_bytes // 4).astype(np.float32))
+        adapters.install(AdapterImage(elements, ranks), slot)
+    prepare_layers(as_module(engine.model))
+    return adapters
+
+
+def row_of(batch: Batch, row: int) -> Batch:
+    """Return one decode row of a batch, without adapters."""
+    arrays = (each[[row]] for each in (batch.slots, batch.prefix_lens, batch.extend_lens, batch.samples))
+    return Batch([batch.reqs[row]], 0, *arrays, NO_UPDATES)
+
+
+@contextmanager
+def merged(engine: Engine, slot: int) -> Iterator[None]:
+    """Add the matrices in ``slot`` to the weights of all linear layers, for rows without adapters."""
+    layers = [layer for layer in as_module(engine.model).modules() if isinstance(layer, Linear) and layer.adapters]
+    kept = [layer.weight.detach().clone() for layer in layers]
+    for layer in layers if slot else ():
+        weights = layer.adapters.weights  # pyright: ignore[reportOptionalMemberAccess]
+        for part, (start, size) in enumerate(weights.parts):
+            own, rank = slice(start, start + size), weights.ranks[slot - 1, part]
+            layer.weight[own] += weights.b[slot - 1, own, :rank] @ weights.a[slot - 1, part, :rank]
+    prepare_layers(as_module(engine.model))
+    yield
+    for layer, weight in zip(layers, kept, strict=True):
+        layer.weight.copy_(weight)
+    prepare_layers(as_module(engine.model))
+
+
+@pytest.mark.parametrize("rank", [0, pytest.param(1, marks=pytest.mark.full)])
+@torch.inference_mode()
+def test_captured_steps_add_the_adapters_of_own_rows_in_attention_and_of_all_rows_elsewhere(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch, rank: int
+) -> None:
+    """The reference runs each row alone, with weights into which its adapter is merged. Graphs are replayed with adapters in other
+    rows, also when this rank has rows without adapters only."""
+    monkeypatch.setattr("dovetail.ops.triton.low_rank_few.INPUT_BLOCK", {True: 32, False: 32})
+    monkeypatch.setattr("dovetail.ops.low_rank.FEW_SLOTS", 1)  # steps of two adapters have the kernels of many
+    stand_in(monkeypatch)
+    engine = built(checkpoint, rank)
+    model, inputs, mesh = engine.model, engine.inputs, engine.mesh
+    pool: Any = engine.pool
+    adapters = adapters_of(engine)
+    monkeypatch.setattr("dovetail.engine.graphs.GraphRecorder", partial(WithTokens, adapters.tokens))
+    counts = TokenCounts(ROWS + 1, VOCAB, engine.device)
+    sampler = EagerSampler(Sampler(VOCAB, frozenset(), engine.device, counts), inputs)
+    shape: Any = ROWS, 64, False
+    graphs = DecodeGraphs(model, inputs, pool, attention(engine), *shape, counts=counts, mesh=mesh, adapters=adapters)
+    own = OwnRowsOfSteps.of(mesh, inputs)
+    backends = attention(engine), attention(engine)
+    eager: Any = EagerRunner(model, inputs, pool, *backends, sampler, adapters=adapters, own_rows=own)
+    runner: Any = DecodeGraphRunner(graphs, sampler)
+    pool.k.normal_(), pool.v.normal_()
+    before = pool.k.clone(), pool.v.clone()
+
+    def launched(run: Any, batch: Batch) -> torch.Tensor:
+        """Return logits and what was written to the pool."""
+        found = run.can_run(batch)
+        for _ in range(NEEDED_BEFORE_CAPTURE + STEPS_BETWEEN_CAPTURES):
+            found = run.can_run(batch) if found is None else found
+        pool.k.copy_(before[0]), pool.v.copy_(before[1])
+        return run.launch(batch, found).logits.clone()
+
+    for version, (slots, names) in enumerate(ADAPTED_STEPS.values(), 1):
+        batch = batch_of(engine, slots, version)
+        pages = np.random.default_rng(version).permutation(np.arange(1, PAGES))
+        inputs.page_table[1:, :3] = pages[: 3 * ROWS].reshape(ROWS, 3)  # no two rows share a page
+        results = []
+        for run in (runner, eager):
+            batch.adapters, batch.rows_version = np.array(names, np.int32), version
+            with adapters.active(batch):
+                results.append((launched(run, batch), pool.k[:, 1:].clone(), pool.v[:, 1:].clone()))
+        logits = torch.empty_like(results[0][0])
+        written: Any = tuple(each[:, 1:].clone() for each in before)
+        for row, name in enumerate(names):
+            with merged(engine, name):
+                logits[row] = launched(eager, row_of(batch, row))[0]
+            for all_rows, found, kept in zip(written, (pool.k, pool.v), before, strict=True):
+                all_rows += (found - kept)[:, 1:]
+        for found in results:
+            for own_result, expected in zip(found, (logits, *written), strict=True):
+                torch.testing.assert_close(own_result, expected, rtol=1e-3, atol=1e-3)
+    assert {key.adapters for key in graphs._graphs} == {AdapterCount.FEW, AdapterCount.MANY}

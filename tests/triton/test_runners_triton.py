@@ -441,12 +441,13 @@ class WithTokens(Replayed):
         self.tokens = tokens
 
     def record(self, step, *, loaded=False):
-        captured = self.tokens.current
+        captured = self.tokens.current, self.tokens.own
 
         def again():
-            before, self.tokens.current = self.tokens.current, captured
+            before = self.tokens.current, self.tokens.own
+            self.tokens.current, self.tokens.own = captured
             result = step()
-            self.tokens.current = before
+            self.tokens.current, self.tokens.own = before
             return result
 
         return super().record(again, loaded=loaded)

@@ -39,7 +39,8 @@ def explain_adapters(resolved: Resolved) -> dict[str, Any] | None:
     if not section.enabled:
         return None
     dtype = pool_dtype(config.model.dtype)
-    mesh = Mesh(_OneOf(parallel.tp), expert_division(parallel.experts, resolved.model_info, parallel.tp))
+    experts = expert_division(parallel.experts, resolved.model_info, parallel.tp)
+    mesh = Mesh(_OneOf(parallel.tp), experts, parallel.attention)
     model = build_model(resolved.model.load(), resolved.model_info, torch.device("meta"), dtype, mesh)
     found = adapted_modules(model)
     kinds, rank = slots_for(model, found, section)

@@ -109,6 +109,9 @@ def feature_rows(registry: Registry) -> Iterator[Row]:
         yield Row(f"`memory.kv_dtype: {dtype}`", {"memory": {"kv_dtype": dtype}})
     yield Row("tensor parallelism (`parallel.tp: 2`)", {"parallel": {"tp": 2}})
     yield Row("data-parallel attention (`parallel.attention: data`)", {"parallel": {"tp": 2, "attention": "data"}})
+    adapters = {"adapters": {"enabled": True}}
+    yield Row("adapters (LoRA, `adapters.enabled`)", adapters)
+    yield Row("adapters and data-parallel attention", {**adapters, "parallel": {"tp": 2, "attention": "data"}})
     for component in registry.components(ComponentKind.GRAMMAR):
         yield Row(f"`grammar: {component.spec.name}`", {"grammar": component.spec.name})
     for component in registry.components(ComponentKind.DRAFTER):

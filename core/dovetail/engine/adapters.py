@@ -16,16 +16,22 @@ import torch
 
 from dovetail.engine.adapter_files import AdapterReader, AdapterRegions, Region, kinds_of
 from dovetail.engine.adapter_places import AdaptedModules, adapted_modules
+from dovetail.engine.build import as_module
+from dovetail.engine.captured_slots import CapturedSlots
+from dovetail.engine.own_rows import own_rows
 from dovetail.engine.peft import read_adapter
+from dovetail.interfaces.mesh import SINGLE, Mesh
 from dovetail.interfaces.model import ModelArchitecture
 from dovetail.layers.adapters import (
     AdaptedTokens,
     EmbeddingAdapters,
     ExpertsAdapters,
     LinearAdapters,
+    OwnTokens,
     SampledTokens,
 )
 from dovetail.layers.embedding import LMHead
+from dovetail.layers.own_rows import layers_of_own_rows
 from dovetail.ops.adapter_weights import (
     AdapterCount,
     EmbeddingLowRank,
@@ -35,14 +41,11 @@ from dovetail.ops.adapter_weights import (
     TokenSlots,
 )
 from dovetail.ops.low_rank import (
-    FEW_SLOTS,
     LARGE_TILE,
-    SEVERAL_SLOTS,
     SMALL_STEP,
     SMALL_TILE,
     adapter_count,
     kernel_count,
-    most_tiles,
     packed_tiles,
     token_slots,
     unpacked_tiles,
@@ -59,8 +62,6 @@ LEAST_RANK = 16
 """The largest rank of adapters if neither the config nor the adapters known at the start require a larger one."""
 _RANK_UNIT = 16
 """On CUDA the rank of a slot is a multiple of this."""
-_MOST_SLOTS = {AdapterCount.NONE: 0, AdapterCount.FEW: FEW_SLOTS, AdapterCount.SEVERAL: SEVERAL_SLOTS}
-"""The largest number of adapters in steps of each count."""
 _WEIGHTS: dict[str, type[LowRankWeights]] = {
     "product": LowRankWeights,
     "embedding": EmbeddingLowRank,
@@ -73,6 +74,9 @@ class EngineAdapters:
 
     The constructor allocates the slots and gives each layer its share of them; the layers must be prepared afterwards. A
     method that reads files may run on another thread; the others must not run during a step.
+
+    With data-parallel attention, the layers of attention compute the adapters of the rows of this rank, and the other layers those
+    of all rows.
     """
 
     def __init__(
@@ -87,9 +91,10 @@ class EngineAdapters:
         modules: AdaptedModules | None = None,
         kernels: bool | None = None,
         max_rows: int = 0,
+        mesh: Mesh = SINGLE,
     ) -> None:
-        """``modules`` are those of ``model``. ``kernels`` means that Triton's kernels compute, by default on CUDA. Captured steps have
-        up to ``max_rows`` rows."""
+        """``modules`` are those of ``model``, which was built with ``mesh``. ``kernels`` means that Triton's kernels compute, by default
+        on CUDA. Captured steps have up to ``max_rows`` rows."""
         self.max_rank = max_rank
         self.tokens = AdaptedTokens()
         self._device = device
@@ -102,18 +107,18 @@ class EngineAdapters:
         self._ranks = np.zeros((slots, self._regions.num_ranks), np.int32)
         self._device_ranks = torch.from_numpy(self._ranks.copy()).to(device) if self._kernels else None
         self._samples = "head" in kinds
-        self._attach()
-        self._most_rows, self._most_tiles = max_rows, most_tiles(max_rows, slots)
-        # of captured steps: see ``packed_tiles``
-        self._static = torch.zeros(2 + 4 * max_rows + 3 * self._most_tiles, dtype=torch.int32, device=device)
-        self._sent = (0, -1)  # ``rows_version`` and number of rows of what ``_static`` holds
-        self._known: tuple[int, TokenSlots | None] = 0, None  # of the decode rows with a ``rows_version``
+        self._attach(layers_of_own_rows(as_module(model)))
+        self._tp = mesh.tp if mesh.attention == "data" else None
+        self._captured = CapturedSlots(max_rows, slots, device)
+        self._captured_own = None if self._tp is None else CapturedSlots(max_rows, slots, device)
+        # of the decode rows with a ``rows_version``: of all rows, and of the own rows of this rank
+        self._known: tuple[int, TokenSlots | None, TokenSlots | None] = 0, None, None
         self._count = 0, AdapterCount.NONE  # ``rows_version`` and what ``count`` returned for it
 
     # -- building ----------------------------------------------------------------------------------------------------
 
-    def _attach(self) -> None:
-        """Give each layer its share of the slots."""
+    def _attach(self, of_own_rows: Collection[Any]) -> None:
+        """Give each layer its share of the slots. The layers ``of_own_rows`` compute the tokens of ``Batch.own``."""
         experts: dict[Any, dict[str, ExpertLowRank]] = {}
         for name, region in self._regions.items():
             layer, weights = region.shape.layer, self._weights(region)
@@ -122,8 +127,8 @@ class EngineAdapters:
             elif isinstance(weights, EmbeddingLowRank):
                 layer.adapters = EmbeddingAdapters(weights, self.tokens)
             else:
-                head = isinstance(layer, LMHead)
-                layer.adapters = LinearAdapters(weights, SampledTokens(self.tokens) if head else self.tokens)
+                tokens = SampledTokens(self.tokens) if isinstance(layer, LMHead) else self.tokens
+                layer.adapters = LinearAdapters(weights, OwnTokens(self.tokens) if layer in of_own_rows else tokens)
         for layer, own in experts.items():
             layer.adapters = ExpertsAdapters(ExpertPairLowRank(own["gate_up"], own["down"]), self.tokens)
 
@@ -171,26 +176,27 @@ class EngineAdapters:
     @contextmanager
     def active(self, batch: Batch) -> Iterator[None]:
         """Let the layers add the adapters of a batch that has ``adapters``, for the time of its forward pass."""
-        version, tokens = self._known
+        version, tokens, own = self._known
         if tokens is None or not batch.rows_version or version != batch.rows_version or batch.drafts is not None:
-            tokens = self._token_slots(batch)
-            self._known = (batch.rows_version, tokens) if batch.drafts is None else (0, None)
-        self.tokens.current = tokens
+            tokens, own = self._token_slots(batch), self._own_slots(batch)
+            self._known = (batch.rows_version, tokens, own) if batch.drafts is None else (0, None, None)
+        self.tokens.current, self.tokens.own = tokens, own
         try:
             yield
         finally:
-            self.tokens.current = None
+            self.tokens.current = self.tokens.own = None
 
     @contextmanager
     def rehearsed(self, tokens: int, rows: int) -> Iterator[None]:
         """Let the layers compute the adapter of the first slot for all ``tokens`` of a step that answers no request, and the head for ``rows`` rows,
         so that the step takes the memory of one with adapters."""
-        self.tokens.current = self._on_device(np.zeros(tokens, np.int32))
+        # a step that answers no request has no own rows: layers of attention compute all tokens
+        self.tokens.current = self.tokens.own = self._on_device(np.zeros(tokens, np.int32))
         self.tokens.sampled = self._on_device(np.zeros(rows, np.int32)) if self._samples else None
         try:
             yield
         finally:
-            self.tokens.current = self.tokens.sampled = None
+            self.tokens.current = self.tokens.own = self.tokens.sampled = None
 
     def count(self, batch: Batch) -> AdapterCount:
         """Return how many adapters the rows of a batch that has ``adapters`` have."""
@@ -202,29 +208,25 @@ class EngineAdapters:
         return count
 
     @contextmanager
-    def captured(self, rows: int, count: AdapterCount) -> Iterator[None]:
+    def captured(self, rows: int, count: AdapterCount, own: int = 0) -> Iterator[None]:
         """Let the layers read the slots of ``rows`` tokens from memory of fixed address, which ``send`` fills, while a decode step is
-        captured. ``count`` says how many adapters they may have."""
-        before = self.tokens.current
-        self._static.zero_()  # no tile has tokens: those of an earlier step may be beyond these rows
-        self._sent = (0, -1)
-        slots = min(len(self._slots), _MOST_SLOTS.get(count, len(self._slots)))
-        tiles = unpacked_tiles(self._static, SMALL_TILE, self._most_rows, rows, most_tiles(rows, slots), count=count)
-        self.tokens.current = TokenSlots(rows, (), tiles) if count else None
+        captured. ``count`` says how many adapters they may have. ``own`` is the number of own rows, with data-parallel attention."""
+        before = self.tokens.current, self.tokens.own
+        self.tokens.current = self._captured.of_rows(rows, count)
+        self.tokens.own = None if self._captured_own is None else self._captured_own.of_rows(own, count)
         try:
             yield
         finally:
-            self.tokens.current = before
+            self.tokens.current, self.tokens.own = before
 
     def send(self, batch: Batch) -> None:
         """Send the slots of the rows of a decode batch to the memory that captured steps read."""
-        state = batch.rows_version, len(batch.slots)
-        if batch.rows_version and self._sent == state:
-            return
-        rows: Any = batch.adapters
-        sent = packed_tiles(rows.astype(np.int32) - 1, SMALL_TILE, self._most_rows, self._most_tiles)
-        self._static.copy_(to_device(sent, self._device), non_blocking=True)
-        self._sent = state
+        state, slots = (batch.rows_version, len(batch.slots)), batch.adapters
+        assert slots is not None, "a step with adapters is replayed"
+        if not self._captured.is_sent(*state):
+            self._captured.send(slots, *state)
+        if self._captured_own is not None and self._tp is not None and not self._captured_own.is_sent(*state):
+            self._captured_own.send(slots[own_rows(batch, self._tp)], *state)
 
     @contextmanager
     def sampled(self, batch: Batch, rows: IntArray) -> Iterator[None]:
@@ -242,6 +244,14 @@ class EngineAdapters:
     def _token_slots(self, batch: Batch) -> TokenSlots:
         rows: Any = batch.adapters
         return self._on_device(np.repeat(rows, batch.extend_lens).astype(np.int32) - 1)
+
+    def _own_slots(self, batch: Batch) -> TokenSlots | None:
+        """Return the slots of the tokens of this rank's rows, with data-parallel attention; None if none has an adapter."""
+        slots: Any = batch.adapters
+        rows = None if self._tp is None else own_rows(batch, self._tp)
+        if rows is None or not slots[rows].any():
+            return None
+        return self._on_device(np.repeat(slots[rows], batch.extend_lens[rows]).astype(np.int32) - 1)
 
     def _on_device(self, slots: IntArray) -> TokenSlots:
         if not self._kernels:
@@ -269,14 +279,16 @@ def slots_for(
 
 
 def build_adapters(
-    model: ModelArchitecture, config: Config, device: torch.device, dtype: torch.dtype
+    model: ModelArchitecture, config: Config, device: torch.device, dtype: torch.dtype, mesh: Mesh
 ) -> EngineAdapters | None:
-    """Allocate the slots of adapters, before the weights are loaded and the layers are prepared. Return None if the config does
-    not enable adapters. Raises ``WeightsError`` if an adapter in ``adapters.load`` cannot be read."""
+    """Allocate the slots of adapters, before the weights are loaded and the layers are prepared. ``model`` was built with ``mesh``.
+    Return None if the config does not enable adapters. Raises ``WeightsError`` if an adapter in ``adapters.load`` cannot be read."""
     section = config.adapters
     if not section.enabled:
         return None
     modules = adapted_modules(model)
     kinds, rank = slots_for(model, modules, section)
     rows = min(config.scheduler.rows, config.graphs.max_rows)
-    return EngineAdapters(model, section.max_resident, rank, device, dtype, kinds=kinds, modules=modules, max_rows=rows)
+    return EngineAdapters(
+        model, section.max_resident, rank, device, dtype, kinds=kinds, modules=modules, max_rows=rows, mesh=mesh
+    )

@@ -226,7 +226,9 @@ class DecodeGraphs:
 
     def _with_adapters(self, key: GraphKey) -> AbstractContextManager[None]:
         """Let the layers compute the adapters that ``EngineAdapters.send`` sends, if rows of ``key`` may have adapters."""
-        return nullcontext() if self._adapters is None else self._adapters.captured(key.rows, key.adapters)
+        if self._adapters is None:
+            return nullcontext()
+        return self._adapters.captured(key.rows, key.adapters, self._keys.own_counts(key.rows)[key.own])
 
     def _planned(self, key: GraphKey, *, plan: bool = True) -> tuple[Batch, DecodeTensors, DecodeTensors | None]:
         """Return the batch of ``key``, its tensors, and those of its own rows. With ``plan``, attention is planned for it."""

@@ -70,4 +70,6 @@ def rows_of(batch: Batch, rows: Int64Array) -> Batch:
         page_updates=NO_UPDATES,
     )
     own.variant = batch.variant
+    if batch.adapters is not None and batch.adapters[rows].any():
+        own.adapters = batch.adapters[rows]
     return own

@@ -25,10 +25,12 @@ if TYPE_CHECKING:
 @dataclass(slots=True, eq=False)
 class AdaptedTokens:
     """Hold the slots of the tokens of the forward pass that runs, or None if no token has an adapter. All layers of a model
-    share it. ``sampled`` are those of the tokens whose logits are computed, or None if they are all tokens."""
+    share it. ``sampled`` are those of the tokens whose logits are computed, or None if they are all tokens. ``own`` are those of
+    the tokens of ``Batch.own``, or None if none of them has an adapter, with data-parallel attention."""
 
     current: TokenSlots | None = None
     sampled: TokenSlots | None = None
+    own: TokenSlots | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -45,11 +47,27 @@ class SampledTokens:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class OwnTokens:
+    """Give the layers of attention the slots of the tokens of this rank's requests, with data-parallel attention."""
+
+    tokens: AdaptedTokens
+
+    @property
+    def current(self) -> TokenSlots | None:
+        """Return the slots of the tokens in which this rank attends, or None if none has an adapter."""
+        return self.tokens.own
+
+
+LayerTokens = AdaptedTokens | SampledTokens | OwnTokens
+"""What gives a layer the slots of the tokens that it computes: ``current``."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class LinearAdapters:
     """Hold the adapters of one layer, in slots, and which of them the tokens of a step have."""
 
     weights: LowRankWeights
-    tokens: AdaptedTokens | SampledTokens
+    tokens: LayerTokens
 
     def around(self, product: LinearProduct, rows: AdaptedRows | None = None) -> LinearProduct:
         """Return ``product`` with what the adapters add to it. ``rows`` computes both for few rows."""
@@ -65,7 +83,7 @@ class AdaptedProduct(LinearProduct):
         self,
         product: LinearProduct,
         weights: LowRankWeights,
-        tokens: AdaptedTokens | SampledTokens,
+        tokens: LayerTokens,
         rows: AdaptedRows | None,
     ) -> None:
         self._product, self._weights, self._tokens = product, weights, tokens

@@ -59,12 +59,13 @@ class SelfAttention(Layer):
     Its parameters are ``qkv`` (one for the three projections), ``out``, with a norm ``qk_norm``, and with sinks
     ``sinks`` (float32, whatever the model's dtype). Every rank computes its share of the heads, ``counts``, and has
     their sinks. If there are fewer KV heads than ranks, several ranks compute the same one. ``group`` is the cache
-    group that contains the layer, ``constants.layer_id`` its index in the group's pool.
+    group that contains the layer, ``constants.layer_id`` its index in the group's pool. With ``divides_rows``, it computes the tokens
+    of ``Batch.own`` only.
     """
 
     def __init__(self, shape: AttentionShape, constants: AttentionLayer, mesh: Mesh, group: int = 0) -> None:
         super().__init__()
-        divides_rows, mesh = mesh.attention == "data", mesh.of_attention
+        self.divides_rows, mesh = mesh.attention == "data", mesh.of_attention
         head_dim = shape.head_dim
         queries, keys = shape.num_heads * head_dim, shape.num_kv_heads * head_dim
         widths = {"q": queries, "k": keys, "v": keys}
@@ -79,7 +80,7 @@ class SelfAttention(Layer):
             self.qkv = NormedProjections(inputs, widths, mesh, eps, bias=bias, unit=head_dim, transforms=order)
         else:
             self.qkv = ColumnLinear(inputs, widths, mesh, bias=bias, unit=head_dim, transforms=order)
-        self.qkv.reads_selected = divides_rows
+        self.qkv.reads_selected = self.divides_rows
         self.out = row_linear(queries, shape.hidden_size, mesh, bias=shape.out_bias)
         first, heads = mesh.tp.share(shape.num_heads)
         kv_heads = mesh.tp.share(shape.num_kv_heads)[1]

@@ -94,12 +94,13 @@ class LatentAttention(Layer):
     Its parameters are ``qkv_a`` (the products of the input: queries or what ``q_b`` makes queries of, and latents with the
     rotated key), ``q_norm`` and ``q_b`` with ``q_lora_rank``, ``kv_norm``, ``kv_b`` and ``out``. Every rank computes its
     share of the heads, and all latents. ``group`` is the cache group that contains the layer, ``constants.layer_id`` its
-    index in the group's pool. Rotation and pool are those of ``qk_rope_head_dim`` and ``latent_dim`` numbers.
+    index in the group's pool. Rotation and pool are those of ``qk_rope_head_dim`` and ``latent_dim`` numbers. With
+    ``divides_rows``, it computes the tokens of ``Batch.own`` only.
     """
 
     def __init__(self, shape: LatentShape, constants: AttentionLayer, mesh: Mesh, group: int = 0) -> None:
         super().__init__()
-        divides_rows, mesh = mesh.attention == "data", mesh.of_attention
+        self.divides_rows, mesh = mesh.attention == "data", mesh.of_attention
         self.shape, self.constants, self.group = shape, constants, group
         self.num_heads = mesh.tp.share(shape.num_heads)[1]
         whole, queries = shape.num_heads, shape.num_heads * shape.head_dim
@@ -107,7 +108,7 @@ class LatentAttention(Layer):
         parts, unit = {**first, "kv_a": shape.latent_dim}, shape.head_dim
         undivided = ("q_a", "kv_a")
         self.qkv_a = ColumnLinear(shape.hidden_size, parts, mesh, bias=shape.bias, unit=unit, whole=undivided)
-        self.qkv_a.reads_selected = divides_rows
+        self.qkv_a.reads_selected = self.divides_rows
         self.q_norm = self.q_b = None
         if shape.q_lora_rank is not None:
             self.q_norm = RMSNorm(shape.q_lora_rank, shape.norm_eps)

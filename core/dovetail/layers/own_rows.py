@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 import torch
+from torch import nn
 
 from dovetail.ops.parts import RankAddend
 
@@ -26,11 +27,20 @@ if TYPE_CHECKING:
 
 
 class AttendsInRows(Protocol):
-    """Describe a layer of attention: ``attend`` returns the input of the projection ``out`` for each token of a batch."""
+    """Describe a layer of attention: ``attend`` returns the input of the projection ``out`` for each token of a batch.
+    ``divides_rows`` is True with data-parallel attention."""
 
     out: Linear
+    divides_rows: bool
 
     def attend(self, x: torch.Tensor, rotation: Rotation, batch: Batch, last: Batch | None = None) -> torch.Tensor: ...
+
+
+def layers_of_own_rows(model: nn.Module) -> set[nn.Module]:
+    """Return the layers of ``model`` that compute the tokens of ``Batch.own`` only: those within its layers of attention, if
+    attention is data-parallel."""
+    divided = (module for module in model.modules() if getattr(module, "divides_rows", False))
+    return {layer for module in divided for layer in module.modules()}
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -79,11 +79,6 @@ def _check_data_attention(config: Config) -> None:
     ``ConfigError``."""
     if config.parallel.attention != "data":
         return
-    if config.adapters.enabled:
-        raise ConfigError(
-            "parallel.attention is data and adapters.enabled is true; layers of attention then have rows of one rank, and adapters "
-            "those of all. Set parallel.attention: heads, or adapters.enabled: false"
-        )
     if config.graphs.piecewise_tokens:
         raise ConfigError(
             f"parallel.attention is data and graphs.piecewise_tokens is {config.graphs.piecewise_tokens}; a step then has another number of "
