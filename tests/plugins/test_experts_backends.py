@@ -12,10 +12,11 @@ import pytest
 import torch
 
 from dovetail.errors import ConfigError, ResolutionError
-from dovetail.interfaces.expert_shapes import RoutingRule
+from dovetail.interfaces.expert_shapes import ExpertWeights, RoutingRule
 from dovetail.interfaces.experts import ExpertsContext
 from dovetail.layers.experts import Router
 from dovetail.layers.linear import make_batch_invariant
+from dovetail.ops.experts import GroupedProduct
 from dovetail.registry import stages
 from dovetail.registry.machine import Machine
 from dovetail.registry.resolver import resolve
@@ -63,6 +64,21 @@ def test_each_device_has_its_backend(tmp_path: Path, monkeypatch: pytest.MonkeyP
         chosen(tmp_path, "sm90", "experts=triton", mlp_only_layers=[0, 1])
     with pytest.raises(ConfigError, match="TritonExperts computes on cuda, and the device is cpu"):
         TritonExperts(TritonExpertsConfig(), ExpertsContext(torch.device("cpu"), torch.float32))
+
+
+def test_layers_share_memory_for_dequantized_weights_with_those_of_their_model_only() -> None:
+    weights, context = (
+        ExpertWeights(torch.ones(2, 8, 4), torch.ones(2, 4, 4)),
+        ExpertsContext(torch.device("cuda"), torch.float32),
+    )
+    first, second = (TritonExperts(TritonExpertsConfig(), context) for _ in range(2))
+    one, other = first.product(weights), first.product(weights)
+    of_another_model = second.product(weights)
+    assert isinstance(one, GroupedProduct)
+    assert isinstance(other, GroupedProduct)
+    assert isinstance(of_another_model, GroupedProduct)
+    assert one._scratch is other._scratch is not None
+    assert of_another_model._scratch not in (one._scratch, None)
 
 
 def test_models_whose_routers_compute_in_float32_are_not_batch_invariant(

@@ -15,6 +15,7 @@ import triton.language as tl
 
 from dovetail.interfaces.expert_shapes import SILU, ExpertWeights, Routing, SwiGLU
 from dovetail.ops import experts as torch_experts
+from dovetail.ops.expert_scratch import ExpertScratch
 from dovetail.ops.mxfp4 import dequantize, powers
 from dovetail.ops.triton import expert_layers as layers
 from dovetail.ops.triton import experts_many, mxfp4, mxfp4_numbers, mxfp4_plain
@@ -160,21 +161,30 @@ def test_many_tokens_are_multiplied_with_dequantized_weights(monkeypatch: pytest
     )
     assert mxfp4_plain.pays(x, top_k, weights)
     assert not mxfp4_plain.pays(x.float(), top_k, weights)
-    held = mxfp4_plain.scratch_of(weights)
+    scratch = ExpertScratch()
     exact = torch_experts.experts(x.double() / 8, given, double(weights))
-    got = layers.experts(x / 8, given, weights)
+    got = layers.experts(x / 8, given, weights, scratch=scratch)
     assert ((got.double() - exact).abs() <= TOLERANCES[torch.float16] * (exact.abs() + 1)).all()
-    other = weights_of(experts, hidden, size, torch.float16, bias=False)
-    assert mxfp4_plain.scratch_of(other) is held, "layers of one size share their memory"
+    assert [*scratch._memory] == [experts * 2 * size * hidden]
+    assert torch.equal(layers.experts(x / 8, given, weights), got)  # in memory of the call
+
+
+def test_layers_of_one_size_share_memory_until_the_last_use() -> None:
+    scratch, like = ExpertScratch(), torch.empty(0, dtype=torch.bfloat16)
+    first, second = scratch.take(24, (2, 3, 4), like), scratch.take(24, (3, 4), like)
+    assert (first.shape, first.dtype, second.shape) == ((2, 3, 4), torch.bfloat16, (3, 4))
+    assert first.data_ptr() == second.data_ptr()
+    assert scratch.take(12, (3, 4), like).data_ptr() != first.data_ptr()
+    assert ExpertScratch().take(24, (2, 3, 4), like).data_ptr() != first.data_ptr()
 
 
 def test_every_code_and_scale_of_a_layer_is_dequantized_exactly() -> None:
     weights = weights_of(3, 160, 352, torch.float16, bias=False)
-    scratch = mxfp4_plain.scratch_of(weights)
     for codes, scale in ((weights.gate_up, weights.gate_up_scale), (weights.down, weights.down_scale)):
         assert scale is not None
         for dtype in (torch.float16, torch.bfloat16):
-            got = mxfp4_plain.dequantize(codes, scale, torch.empty(0, dtype=dtype), scratch)
+            out = torch.full((*codes.shape[:2], 2 * codes.shape[2]), torch.nan, dtype=dtype)
+            got = mxfp4_plain.dequantize(codes, scale, out)
             assert torch.equal(got.float(), dequantize(codes, scale, torch.float32))
 
 

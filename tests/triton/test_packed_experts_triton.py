@@ -17,6 +17,7 @@ from dovetail.gguf.blocks import dequantize
 from dovetail.interfaces.expert_shapes import SILU, ExpertBlocks, ExpertWeights, Routing, SwiGLU
 from dovetail.ops import experts as torch_experts
 from dovetail.ops.expert_formats import dequantized
+from dovetail.ops.expert_scratch import ExpertScratch
 from dovetail.ops.packed_blocks import PACKED, pack
 from dovetail.ops.triton import expert_layers as layers
 from dovetail.ops.triton import experts_many, packed_plain
@@ -100,12 +101,12 @@ def test_many_tokens_are_multiplied_with_dequantized_weights(monkeypatch: pytest
     given = Routing(torch.rand(19, 9).topk(2, 1).indices.int(), torch.rand(19, 2))
     assert packed_plain.pays(x, 2, weights)
     assert not packed_plain.pays(x.float(), 2, weights)
-    held = layers.shared_memory(weights)
+    scratch = ExpertScratch()
     expected = torch_experts.experts(x.double(), given, exact)
-    got = layers.experts(x, given, weights)
+    got = layers.experts(x, given, weights, scratch=scratch)
     allowed = TOLERANCES[torch.float16] * (1 + float(expected.square().mean().sqrt()))
     assert (got.double() - expected).abs().max() <= allowed
-    assert layers.shared_memory(weights) is held, "layers of one size share their memory"
+    assert [*scratch._memory] == [3 * 2 * 96 * 160]
 
 
 def test_tiles_hold_whole_units_of_any_number_of_columns() -> None:

@@ -18,6 +18,7 @@ from dovetail.ops.block_products import BlockMatrix, BlockWeight
 from dovetail.ops.cpu.blocks import block_kernels
 from dovetail.ops.cpu.kernels import kernels
 from dovetail.ops.expert_formats import dequantized
+from dovetail.ops.expert_scratch import ExpertScratch
 from dovetail.ops.low_rank import add_low_rank_pairs
 from dovetail.ops.mxfp4 import dequantize
 
@@ -55,25 +56,29 @@ def experts(
     return _on_host(x, routing, weights, shared)
 
 
-def expert_parts(x: torch.Tensor, routing: Routing, weights: ExpertWeights) -> torch.Tensor | None:
+def expert_parts(
+    x: torch.Tensor, routing: Routing, weights: ExpertWeights, scratch: ExpertScratch | None = None
+) -> torch.Tensor | None:
     """Return ``experts`` as addends that are not added up yet, one for each of a token's experts: float32 ``[top_k,
-    tokens, hidden]``. Return None if the result is not computed in parts for this number of tokens."""
+    tokens, hidden]``. Return None if the result is not computed in parts for this number of tokens. Weights that are
+    dequantized in each step are written to ``scratch``, or without it to memory of this call."""
     if not x.is_cuda or len(weights.gate_up) != weights.whole or not 1 <= x.shape[0] <= MOST_IN_PARTS:
         return None
-    return _triton().expert_parts(x, routing, weights)
+    return _triton().expert_parts(x, routing, weights, scratch)
 
 
 class GroupedProduct(ExpertsProduct):
     """Compute ``experts`` and ``expert_parts`` with the weights of one layer. Where there are no kernels for their format,
-    they are dequantized to ``dtype``, that of activations."""
+    they are dequantized to ``dtype``, that of activations. Kernels on CUDA that dequantize them in each step write them to ``scratch``,
+    which the layers of a model share, or without it to memory of each call."""
 
-    def __init__(self, weights: ExpertWeights, dtype: torch.dtype) -> None:
+    def __init__(self, weights: ExpertWeights, dtype: torch.dtype, scratch: ExpertScratch | None = None) -> None:
         self._stored = weights.format
         if not _multiplied(weights, dtype):
             weights = dequantized(weights, dtype)
         self._weights = weights
-        self._experts = _triton().experts if weights.gate_up.is_cuda else _on_host
-        self._memory = _triton().shared_memory(weights) if weights.gate_up.is_cuda else None
+        self._scratch = scratch
+        self._experts = functools.partial(_triton().experts, scratch=scratch) if weights.gate_up.is_cuda else _on_host
 
     @property
     def weights(self) -> ExpertWeights:
@@ -86,7 +91,7 @@ class GroupedProduct(ExpertsProduct):
 
     def parts(self, x: torch.Tensor, routing: Routing) -> torch.Tensor | None:
         """See ``ExpertsProduct``."""
-        return expert_parts(x, routing, self._weights)
+        return expert_parts(x, routing, self._weights, self._scratch)
 
     @property
     def describe(self) -> str:

@@ -9,6 +9,7 @@ from pydantic import BaseModel
 from dovetail.errors import ConfigError
 from dovetail.interfaces.expert_shapes import ExpertWeights
 from dovetail.interfaces.experts import ExpertsBackend, ExpertsContext, ExpertsProduct
+from dovetail.ops.expert_scratch import ExpertScratch
 from dovetail.ops.experts import GroupedProduct, InvariantProduct
 
 
@@ -38,14 +39,16 @@ class TorchExperts(GroupedExperts):
 
 class TritonExperts(GroupedExperts):
     """Multiply with the kernels of ``dovetail.ops.triton.experts`` on CUDA. With ``batch_invariant`` there is one tile for any
-    number of tokens."""
+    number of tokens. The layers of the model share the memory for weights that are dequantized in each step."""
 
     device_type = "cuda"
 
     def __init__(self, config: BaseModel, context: ExpertsContext) -> None:
         super().__init__(config, context)
-        self._batch_invariant = context.batch_invariant
+        self._batch_invariant, self._scratch = context.batch_invariant, ExpertScratch()
 
     def product(self, weights: ExpertWeights) -> ExpertsProduct:
         """See ``ExpertsBackend``."""
-        return InvariantProduct(weights, self._dtype) if self._batch_invariant else super().product(weights)
+        if self._batch_invariant:
+            return InvariantProduct(weights, self._dtype)
+        return GroupedProduct(weights, self._dtype, self._scratch)

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import ModuleType
 from typing import TYPE_CHECKING
 
 import torch
 
 from dovetail.interfaces.expert_shapes import ExpertFormat, ExpertWeights, Routing
+from dovetail.ops.expert_scratch import ExpertScratch
 from dovetail.ops.triton import experts as plain
-from dovetail.ops.triton import experts_fp8, experts_one, integers, mxfp4, mxfp4_plain, packed_experts
+from dovetail.ops.triton import experts_fp8, experts_one, integers, mxfp4, mxfp4_plain, packed_experts, packed_plain
 from dovetail.ops.triton.adapted_pairs import PairAdapters
 from dovetail.ops.triton.expert_tiles import ExpertTiles
 
@@ -25,11 +27,17 @@ _PAIR_RESULTS: dict[ExpertFormat, Callable[..., torch.Tensor]] = {
     "int8": integers.pair_results,
     "gguf": packed_experts.pair_results,
 }
+_DEQUANTIZED: dict[ExpertFormat, ModuleType] = {"mxfp4": mxfp4_plain, "gguf": packed_plain}
+"""The kernels that dequantize weights first, which take less time for many tokens."""
 
 
-def shared_memory(weights: ExpertWeights) -> object:
-    """Return what a layer must hold so that all layers of its size share memory between their steps, or None."""
-    return mxfp4_plain.scratch_of(weights) if weights.format in ("mxfp4", "gguf") else None
+def _pair_results(
+    x: torch.Tensor, routing: Routing, weights: ExpertWeights, scratch: ExpertScratch | None, *, in_parts: bool
+) -> torch.Tensor:
+    kernels = _DEQUANTIZED.get(weights.format)
+    if kernels is not None and kernels.pays(x, routing.ids.shape[1], weights):
+        return kernels.pair_results(x, routing, weights, scratch or ExpertScratch(), in_parts=in_parts)
+    return _PAIR_RESULTS[weights.format](x, routing, weights, in_parts=in_parts)
 
 
 def experts(
@@ -38,10 +46,11 @@ def experts(
     weights: ExpertWeights,
     shared: torch.Tensor | None = None,
     tiles: ExpertTiles | None = None,
+    scratch: ExpertScratch | None = None,
 ) -> torch.Tensor:
     """Compute ``ops.experts.experts``. With ``tiles``, which a caller gives for every number of tokens, weights are plain, and
     the bits of a token do not depend on the others: its products are added up along their columns in one order, then its
-    experts in their order."""
+    experts in their order. Weights that are dequantized in each step are written to ``scratch``, or without it to memory of this call."""
     assert x.is_contiguous()
     if not x.shape[0]:
         return torch.empty_like(x)
@@ -50,7 +59,7 @@ def experts(
     elif x.shape[0] == 1 and weights.format == "plain":
         return experts_one.one_token(x, routing, weights, shared, in_parts=False)
     else:
-        results = _PAIR_RESULTS[weights.format](x, routing, weights, in_parts=False)
+        results = _pair_results(x, routing, weights, scratch, in_parts=False)
     return plain.add_up_pairs(results, routing, weights, shared)
 
 
@@ -71,9 +80,11 @@ def adapted_experts(
     return plain.add_up_pairs(results, routing, weights, shared)
 
 
-def expert_parts(x: torch.Tensor, routing: Routing, weights: ExpertWeights) -> torch.Tensor:
+def expert_parts(
+    x: torch.Tensor, routing: Routing, weights: ExpertWeights, scratch: ExpertScratch | None = None
+) -> torch.Tensor:
     """Return the weighted results of each token's experts, float32 ``[top_k, tokens, hidden]``, of which ``experts`` is
-    the sum over the first dimension. All experts are this rank's, and there is at least one token."""
+    the sum over the first dimension. ``scratch`` is as in ``experts``. All experts are this rank's, and there is at least one token."""
     if x.shape[0] == 1 and weights.format == "plain":
         return experts_one.one_token(x, routing, weights, None, in_parts=True)
-    return _PAIR_RESULTS[weights.format](x, routing, weights, in_parts=True)
+    return _pair_results(x, routing, weights, scratch, in_parts=True)

@@ -18,7 +18,6 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from dovetail.interfaces.expert_shapes import ExpertWeights, Routing
-from dovetail.ops.triton import mxfp4_plain
 from dovetail.ops.triton.adapted_pairs import PairAdapters, blocks_of_pairs
 from dovetail.ops.triton.expert_pairs import pairs_of_block, rows_of_tile, store_down, store_gated
 from dovetail.ops.triton.launch import INTERPRETED, launch
@@ -106,8 +105,6 @@ def pair_results(
 ) -> torch.Tensor:
     """Compute ``ops.triton.experts.pair_results``, also of one token."""
     (tokens, hidden), top_k = x.shape, routing.ids.shape[1]
-    if adapters is None and mxfp4_plain.pays(x, top_k, weights):
-        return mxfp4_plain.pair_results(x, routing, weights, in_parts=in_parts)
     count, _, half = weights.down.shape
     size, one = 2 * half, tokens == 1 and adapters is None
     tiles = tiles_of(tokens, count, top_k, hidden, size, count / weights.whole, x.element_size())

@@ -1,14 +1,12 @@
 """Compute layers of experts with MXFP4 weights for many tokens on CUDA: dequantize each weight in each step, and multiply it by the
 kernels of ``experts_many``.
 
-The dequantized weight is written to memory that all layers of one size share, and that stays allocated as long as one of these layers
-exists, because captured graphs may read it. The largest step, which is run when memory is planned, allocates it, so that it is counted.
+The dequantized weight is written to memory that all layers of one size of a model share (``ops.expert_scratch``). The largest step, which is
+run when memory is planned, allocates it, so that it is counted.
 """
 
 from __future__ import annotations
 
-import math
-import weakref
 from dataclasses import replace
 
 import torch
@@ -17,6 +15,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from dovetail.interfaces.expert_shapes import ExpertWeights, Routing
+from dovetail.ops.expert_scratch import ExpertScratch
 from dovetail.ops.triton import experts_many
 from dovetail.ops.triton.expert_tiles import many_tiles
 from dovetail.ops.triton.launch import INTERPRETED, launch
@@ -60,40 +59,10 @@ def _dequantize(
     tl.store(target + HALF, high, inside)
 
 
-class Scratch:
-    """Hold memory for a dequantized weight of up to ``numel`` elements of 16 bits. It is allocated when it is first used."""
-
-    def __init__(self, numel: int) -> None:
-        self._numel = numel
-        self._memory: torch.Tensor | None = None
-
-    def take(self, shape: tuple[int, ...], like: torch.Tensor) -> torch.Tensor:
-        """Return a tensor of ``shape`` with the dtype and on the device of ``like``, which is valid until the next call."""
-        if self._memory is None:
-            self._memory = torch.empty(self._numel, dtype=torch.int16, device=like.device)
-        return self._memory[: math.prod(shape)].view(like.dtype).view(shape)
-
-
-_SHARED: weakref.WeakValueDictionary[tuple[torch.device, int], Scratch] = weakref.WeakValueDictionary()
-
-
-def scratch_of(weights: ExpertWeights) -> Scratch:
-    """Return the memory that layers of the size of ``weights`` share as long as one of them holds it. Only steps on one stream may
-    share it: engines launch on the current stream, which is the default one of the device unless a caller sets another, so that
-    callers that run two engines of one process on streams of their own would overwrite each other's weights."""
-    (experts, hidden), rows = weights.down.shape[:2], weights.gate_up.shape[1]
-    key = (weights.gate_up.device, experts * rows * hidden)
-    found = _SHARED.get(key)
-    if found is None:
-        found = _SHARED[key] = Scratch(key[1])
-    return found
-
-
-def dequantize(codes: torch.Tensor, scales: torch.Tensor, like: torch.Tensor, scratch: Scratch) -> torch.Tensor:
-    """Return the weights ``[experts, out, in]`` of ``codes`` and ``scales`` (see ``ExpertWeights``), in the dtype of ``like``, 16 bits.
-    They are exact. The result is valid until ``scratch`` is used again."""
+def dequantize(codes: torch.Tensor, scales: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+    """Write the weights of ``codes`` and ``scales`` (see ``ExpertWeights``) to ``out [experts, out, in]``, which has a dtype of 16 bits, and
+    return it. They are exact."""
     experts, rows, half = codes.shape
-    out = scratch.take((experts, rows, 2 * half), like)
     launch(
         _dequantize, (triton.cdiv(half, _HALF_K), triton.cdiv(rows, _ROWS), experts),
         codes, scales, out, rows, half, BLOCK_N=_ROWS, HALF_K=_HALF_K, ASSEMBLY=not INTERPRETED,
@@ -106,16 +75,18 @@ def pays(x: torch.Tensor, top_k: int, weights: ExpertWeights) -> bool:
     return x.shape[0] * top_k >= MEAN_PAIRS * weights.whole and experts_many.fits(x, weights)
 
 
-def pair_results(x: torch.Tensor, routing: Routing, weights: ExpertWeights, *, in_parts: bool) -> torch.Tensor:
-    """Compute ``ops.triton.experts.pair_results``, if ``experts_many.fits``."""
-    pairs, size = routing.ids.numel(), weights.gate_up.shape[1] // 2
-    scratch = scratch_of(weights)
+def pair_results(
+    x: torch.Tensor, routing: Routing, weights: ExpertWeights, scratch: ExpertScratch, *, in_parts: bool
+) -> torch.Tensor:
+    """Compute ``ops.triton.experts.pair_results``, if ``experts_many.fits``. Weights are dequantized to ``scratch``."""
+    pairs, (count, rows, _), hidden = routing.ids.numel(), weights.gate_up.shape, x.shape[1]
+    size, numel = rows // 2, count * rows * hidden
     assert weights.gate_up_scale is not None
     assert weights.down_scale is not None
-    tiles = many_tiles(x.shape[1], size, x.element_size())
+    tiles = many_tiles(hidden, size, x.element_size())
     order = sort_by_expert(routing.ids, weights.first, len(weights.down), tiles.block_m)
     inner = torch.empty(pairs, size, dtype=x.dtype, device=x.device)
-    gate_up = dequantize(weights.gate_up, weights.gate_up_scale, x, scratch)
+    gate_up = dequantize(weights.gate_up, weights.gate_up_scale, scratch.take(numel, (count, rows, hidden), x))
     experts_many.launch_gate_up(x, inner, routing, replace(weights, gate_up=gate_up), order, tiles.gate_up)
-    down = dequantize(weights.down, weights.down_scale, x, scratch)
+    down = dequantize(weights.down, weights.down_scale, scratch.take(numel, (count, hidden, size), x))
     return experts_many.launch_down(inner, routing, replace(weights, down=down), order, tiles.down, in_parts=in_parts)

@@ -16,7 +16,6 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from dovetail.interfaces.expert_shapes import ExpertWeights, Routing
 from dovetail.ops.packed_blocks import PACKED, PackedType, PackedWeight
-from dovetail.ops.triton import packed_plain
 from dovetail.ops.triton.adapted_pairs import PairAdapters, blocks_of_pairs
 from dovetail.ops.triton.expert_pairs import pairs_of_block, rows_of_tile, store_down, store_gated
 from dovetail.ops.triton.launch import launch
@@ -121,8 +120,6 @@ def pair_results(
 ) -> torch.Tensor:
     """Compute ``ops.triton.experts.pair_results``, also of one token."""
     (tokens, hidden), top_k = x.shape, routing.ids.shape[1]
-    if adapters is None and packed_plain.pays(x, top_k, weights):
-        return packed_plain.pair_results(x, routing, weights, in_parts=in_parts)
     blocks_of = weights.blocks
     assert blocks_of is not None
     assert blocks_of.packed

@@ -1,5 +1,5 @@
 """Dequantize weights in packed blocks of GGUF (``ops.packed_blocks``) on CUDA, and compute layers of experts that have them for many tokens: each
-weight is dequantized in each step, and multiplied by the kernels of ``experts_many``. See ``mxfp4_plain`` for the memory it is written to."""
+weight is dequantized in each step, and multiplied by the kernels of ``experts_many``. See ``ops.expert_scratch`` for the memory it is written to."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from dovetail.interfaces.expert_shapes import ExpertWeights, Routing
+from dovetail.ops.expert_scratch import ExpertScratch
 from dovetail.ops.packed_blocks import PACKED, PackedWeight
 from dovetail.ops.triton import experts_many
 from dovetail.ops.triton.expert_tiles import many_tiles
 from dovetail.ops.triton.launch import launch
-from dovetail.ops.triton.mxfp4_plain import scratch_of
 from dovetail.ops.triton.packed_numbers import code_number, factors_of, spread
 from dovetail.ops.triton.routing import sort_by_expert
 
@@ -112,14 +112,16 @@ def pays(x: torch.Tensor, top_k: int, weights: ExpertWeights) -> bool:
     return fits and x.shape[0] * top_k >= MEAN_PAIRS * weights.whole
 
 
-def pair_results(x: torch.Tensor, routing: Routing, weights: ExpertWeights, *, in_parts: bool) -> torch.Tensor:
-    """Compute ``ops.triton.experts.pair_results``, if ``experts_many.fits``."""
+def pair_results(
+    x: torch.Tensor, routing: Routing, weights: ExpertWeights, scratch: ExpertScratch, *, in_parts: bool
+) -> torch.Tensor:
+    """Compute ``ops.triton.experts.pair_results``, if ``experts_many.fits``. Weights are dequantized to ``scratch``."""
     kinds, hidden, wide = weights.blocks, x.shape[1], weights.gate_up.shape[1]
     assert kinds is not None
-    scratch = scratch_of(weights)
+    numel = len(weights.down) * wide * hidden
 
     def plain(stored: torch.Tensor, kind: str, columns: int) -> torch.Tensor:
-        out = scratch.take((*stored.shape[:2], columns), x)
+        out = scratch.take(numel, (*stored.shape[:2], columns), x)
         write(PackedWeight(stored.flatten(0, 1), PACKED[kind], columns), out.flatten(0, 1))
         return out
 
