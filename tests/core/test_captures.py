@@ -297,7 +297,7 @@ def pools(monkeypatch):
     monkeypatch.setattr(torch.cuda, "CUDAGraph", found.graph)
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", found.handle)
     monkeypatch.setattr(torch._C, "_cuda_endAllocateToPool", found.end_on_device, raising=False)
-    for name in ("Stream", "synchronize", "empty_cache", "current_device"):
+    for name in ("Stream", "current_stream", "default_stream", "synchronize", "empty_cache", "current_device"):
         monkeypatch.setattr(torch.cuda, name, lambda *_: None)
     return found
 

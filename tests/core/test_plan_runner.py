@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import numpy as np
 import torch
 
+from dovetail.engine.device import EngineStream
 from dovetail.engine.plans import PlanRunner
 from dovetail.types import Committed, PageUpdates
 
@@ -64,3 +65,47 @@ def test_captures_of_ranks_are_compared_after_everything_that_may_capture_passes
     runner.wait(plan)
     runner.observe(plan, Committed(np.array([4], np.int32), np.array([False])))
     assert calls == ["propose", "compare", "launch", "sample", "wait", "observe", "compare"]
+
+
+def test_everything_that_reaches_the_device_runs_on_the_stream_of_the_engine(monkeypatch):
+    """On the stream that is current otherwise, the default one, the device does not wait for the engine's stream."""
+    current, seen = ["default"], {}
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: SimpleNamespace(device=device))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: current[-1])
+    monkeypatch.setattr(torch.cuda, "set_stream", lambda stream: current.__setitem__(-1, stream))
+    stream = EngineStream(torch.device("cuda", 0))
+
+    def see(name):
+        return lambda *given: seen.__setitem__(name, current[-1])
+
+    drafter = SimpleNamespace(**{name: see(name) for name in ("propose", "observe", "forget")})
+    engine = SimpleNamespace(
+        page_table=np.zeros((1, 6, 30), np.int32),
+        device=torch.device("cpu"),
+        drafter=drafter,
+        adapters=None,
+        inputs=SimpleNamespace(states=SimpleNamespace(admit=see("admit"), copy=see("copy"))),
+        check_captures=lambda: None,
+        mesh=SimpleNamespace(tp=SimpleNamespace(rank=0)),
+        expert_load=SimpleNamespace(read=lambda: see("call")() or {}),
+        **{name: see(name) for name in ("launch", "sample", "idle")},
+    )
+    engine.wait = lambda *given: None
+    scheduler, _ = build(draft_width=3)
+    Run(scheduler, None).add("a", [1, 2, 3], max_new_tokens=4)
+    runner, plan = PlanRunner(engine, stream), replace(scheduler.schedule(), state_copies=object())
+    runner.propose(plan)
+    runner.launch(plan)
+    runner.sample(plan, None)
+    runner.wait(plan)
+    runner.observe(plan, Committed(np.array([4], np.int32), np.array([False])))
+    runner.forget([object()])
+    runner.idle()
+    runner.call("expert_load", None)
+    with stream, stream:
+        pass
+    assert current == ["default"], "the stream of the caller is current again"
+    own = {id(one) for one in seen.values()}
+    assert set(seen) == {"admit", "propose", "copy", "launch", "sample", "observe", "forget", "idle", "call"}
+    assert len(own) == 1
+    assert "default" not in seen.values()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO, NamedTuple
 
@@ -309,9 +310,13 @@ def _to_host(tensor: torch.Tensor) -> torch.Tensor:
     """Return a copy in host memory of a tensor that no step writes, without waiting for the steps that run."""
     if not tensor.is_cuda:
         return tensor
-    stream = torch.cuda.Stream(tensor.device)
-    with torch.cuda.stream(stream):
+    with torch.cuda.stream(_copy_stream(tensor.device)):
         return tensor.cpu()
+
+
+@cache
+def _copy_stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)
 
 
 def _read_tensor(opened: BinaryIO, stored: StoredTensor) -> torch.Tensor:

@@ -168,8 +168,8 @@ def capture_all(graphs: Captures[K], what: str, mesh: Mesh = SINGLE, console: Co
 
 
 class GraphRecorder:
-    """Capture whole steps as graphs that share one pool of memory. All ranks of ``mesh`` record the same steps in the
-    same order."""
+    """Capture whole steps as graphs that share one pool of memory, on the stream that is current when the recorder is made, or
+    on a new one if that is the default stream. All ranks of ``mesh`` record the same steps in the same order."""
 
     def __init__(self, device: torch.device, mesh: Mesh = SINGLE) -> None:
         self._tp = mesh.tp
@@ -179,7 +179,9 @@ class GraphRecorder:
         self._kept: list[torch.cuda.CUDAGraph] = []
         self._is_new = True  # whether nothing was captured into the pool yet
         self._device = device
-        self._stream = torch.cuda.Stream(device)
+        # nothing can be captured on the default stream
+        current, default = torch.cuda.current_stream(device), torch.cuda.default_stream(device)
+        self._stream = torch.cuda.Stream(device) if current == default else current
         self._warm = False  # whether something has run on the recorder's stream, which allocates its workspaces
 
     def record(

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 from dovetail.engine.adapter_images import AdapterImages, adapter_slots
-from dovetail.engine.device import lost_device
+from dovetail.engine.device import EngineStream, lost_device
 from dovetail.engine.masks import PinnedMappings
 from dovetail.engine.pooling import default_pooling
 from dovetail.engine.profiling import RankProfiler
@@ -44,11 +45,13 @@ class PlanRunner(RankEngine):
     steps.
     """
 
-    def __init__(self, engine: Engine, *, mirrors_pages: bool = False) -> None:
-        """``mirrors_pages`` means that the scheduler writes to another page table than ``page_table``, because it is in
+    def __init__(self, engine: Engine, stream: EngineStream | None = None, *, mirrors_pages: bool = False) -> None:
+        """``stream`` is the one on which ``engine`` was built, and on which its work runs. By default, work runs on the stream
+        that is current when a method is called. ``mirrors_pages`` means that the scheduler writes to another page table than ``page_table``, because it is in
         another process: the page updates of each plan are then copied to ``page_table`` first."""
         self.engine = engine
         self.drafter: Drafter | None = engine.drafter
+        self._stream: AbstractContextManager[None] = nullcontext() if stream is None else stream
         self._mirrors_pages = mirrors_pages
         self._pinned = PinnedMappings(engine.device)
         self._slots: list[AdmittedRequest | None] = [None] * engine.page_table.shape[1]
@@ -95,6 +98,10 @@ class PlanRunner(RankEngine):
 
     def launch(self, plan: StepPlan) -> None:
         """See ``RankEngine``."""
+        with self._stream:
+            self._launch(plan)
+
+    def _launch(self, plan: StepPlan) -> None:
         self._launched = None
         batch, self._proposed = self._proposed, None
         if batch is None or plan.number != self._opened:
@@ -113,7 +120,8 @@ class PlanRunner(RankEngine):
         assert number == plan.number, f"plan {plan.number} is sampled, but plan {number} was launched last"
         if len(self._sampled) > 1:  # a step that failed is never waited for
             self._sampled = {n: step for n, step in self._sampled.items() if n >= number - 1}
-        self._sampled[number] = batch, self.engine.sample(batch, forward, masks)
+        with self._stream:
+            self._sampled[number] = batch, self.engine.sample(batch, forward, masks)
 
     def ready(self, plan: StepPlan) -> bool:
         """See ``RankEngine``."""
@@ -143,7 +151,8 @@ class PlanRunner(RankEngine):
 
     def idle(self) -> bool:
         """See ``RankEngine``."""
-        return self.engine.idle()
+        with self._stream:
+            return self.engine.idle()
 
     def _batch(self, plan: StepPlan) -> Batch:
         """Return the batch of ``plan``, after admitting its new requests."""
@@ -178,22 +187,25 @@ class PlanRunner(RankEngine):
         """See ``RankEngine``."""
         if self.drafter is None:
             return None
-        self._proposed = self._batch(plan)
-        tree = self.drafter.propose(self._proposed)
+        with self._stream:
+            self._proposed = self._batch(plan)
+            tree = self.drafter.propose(self._proposed)
         self.engine.check_captures()  # the drafter may have captured its passes
         return tree
 
     def observe(self, plan: StepPlan, committed: Committed) -> None:
         """See ``RankEngine``."""
         if self.drafter is not None and self._waited is not None:
-            self.drafter.observe(*self._waited, committed)
+            with self._stream:
+                self.drafter.observe(*self._waited, committed)
             self.engine.check_captures()  # the drafter may have captured its passes
 
     def forget(self, departed: Sequence[DepartedRequest]) -> None:
         """See ``RankEngine``."""
         if self.drafter is not None:
-            for request in departed:
-                self.drafter.forget(request)
+            with self._stream:
+                for request in departed:
+                    self.drafter.forget(request)
 
     # -- the engine --------------------------------------------------------------------------------------------------
 
@@ -228,6 +240,10 @@ class PlanRunner(RankEngine):
     def call(self, name: str, args: Any) -> Any:
         """See ``RankEngine``. ``start_profile`` and ``stop_profile`` are those of ``RankProfiler``;
         ``adapters`` runs a command of ``AdapterImages``, and ``expert_load`` returns what ``ExpertLoad.read`` returns, as pairs, on rank 0, because all ranks choose alike."""
+        with self._stream:
+            return self._call(name, args)
+
+    def _call(self, name: str, args: Any) -> Any:
         rank = self.engine.mesh.tp.rank
         if self._profiler is None:
             self._profiler = RankProfiler(rank)

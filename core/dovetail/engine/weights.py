@@ -166,11 +166,13 @@ def _read_all(moves: Sequence[_Move], device: torch.device, advance: Advance, ar
     """Read the tensors, for a GPU in several threads, which all call ``advance`` and ``arrived``. The first error
     cancels the tensors that no thread has begun to read, and is raised."""
     own = threading.local()
+    stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
 
     def read(move: _Move) -> None:
         if not hasattr(own, "reader"):
             own.reader = ShardReader(device)
-        own.reader.copy(*move, advance)
+        with torch.cuda.stream(stream):  # each thread has a current stream of its own
+            own.reader.copy(*move, advance)
         arrived(move)
 
     if (count := _num_readers(device)) == 1:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
-from dovetail.engine.device import explained
+from dovetail.engine.device import EngineStream, explained
 from dovetail.engine.engine import Engine
 from dovetail.engine.mesh import connect, rank_device
 from dovetail.engine.plans import PlanRunner
@@ -42,17 +42,22 @@ def build_rank(description: bytes, rank: int, size: int, rendezvous: str) -> Ran
     ``build_executor`` has put there."""
     config, eos_token_ids = pickle.loads(description)
     resolved = resolve(config, load_plugins(config.plugins), Machine.detect(config.device))
-    return PlanRunner(_engine(resolved, eos_token_ids, rank, size, rendezvous), mirrors_pages=True)
+    return _runner(resolved, eos_token_ids, rank, size, rendezvous, mirrors_pages=True)
 
 
 def _build_here(resolved: Resolved, eos_token_ids: frozenset[int], rank: int, size: int, rendezvous: str) -> RankEngine:
-    return PlanRunner(_engine(resolved, eos_token_ids, rank, size, rendezvous))
+    return _runner(resolved, eos_token_ids, rank, size, rendezvous, mirrors_pages=False)
 
 
-def _engine(resolved: Resolved, eos_token_ids: frozenset[int], rank: int, size: int, rendezvous: str) -> Engine:
+def _runner(
+    resolved: Resolved, eos_token_ids: frozenset[int], rank: int, size: int, rendezvous: str, *, mirrors_pages: bool
+) -> PlanRunner:
     device = rank_device(resolved.machine.device, rank)
     experts = expert_division(resolved.config.parallel.experts, resolved.model_info, size)
     attention = resolved.config.parallel.attention
     mesh = connect(rank, size, device, Path(urlsplit(rendezvous).path), experts=experts, attention=attention)
     with explained(resolved.config):
-        return Engine(resolved, eos_token_ids, mesh)
+        stream = EngineStream(device)
+        with stream:
+            engine = Engine(resolved, eos_token_ids, mesh)
+    return PlanRunner(engine, stream, mirrors_pages=mirrors_pages)
