@@ -23,7 +23,7 @@ from dovetail.cli import main
 from dovetail.errors import ConfigError, ResolutionError
 from dovetail.memory.table import pool_of
 from dovetail.sampling_params import GrammarKind, GrammarSpec
-from dovetail.scheduler import admission
+from dovetail.scheduler import admission, scheduler
 
 EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 48}
 MODELS: dict[str, tuple[Any, dict[str, Any]]] = {
@@ -105,6 +105,46 @@ def test_two_ranks_generate_what_one_does(
         one.close()
 
 
+@pytest.mark.parametrize(
+    ("name", "experts", "sections"),
+    [
+        ("deepseek", "tp", paged(4, 110, scheduler={"draft": "always", "chunk_size": 20, "max_running": 8})),
+        pytest.param("qwen3", "ep", paged(16, scheduler={"draft": "always", "mixed": False}), marks=pytest.mark.full),
+        pytest.param("qwen3", "tp", paged(1, 110, scheduler={"draft": "always"}), marks=pytest.mark.full),
+    ],
+)
+def test_each_rank_verifies_the_drafts_of_its_requests(
+    checkpoints: dict[str, Path], monkeypatch: pytest.MonkeyPatch, name: str, experts: str, sections: dict[str, Any]
+) -> None:
+    """What ngram drafts is accepted in the second round, which repeats the first, by requests of both ranks. Outputs are those of
+    one rank without drafts."""
+    monkeypatch.setattr(admission, "DECODE_HEADROOM", 0)
+    one, two = (
+        make_llm(checkpoints[name], threads=1),
+        two_ranks(checkpoints[name], experts, speculative="ngram", **sections),
+    )
+    accepted, settle = [0, 0], scheduler.settle_drafts
+
+    def counted(plan: Any, sampled: list[Any], tokens: list[list[int]], *others: Any) -> None:
+        for req, new in zip(sampled, tokens, strict=True):
+            accepted[pool_of(req.slot, 2)] += len(new) - 1
+        settle(plan, sampled, tokens, *others)
+
+    monkeypatch.setattr(scheduler, "settle_drafts", counted)
+    try:
+        for seed, count in ((0, 1), (1, 13), (1, 13)):
+            prompts, params = jobs(count, seed)
+            check_same(two.generate(prompts, params), one.generate(prompts, params))
+        check_idle(two)
+        stats = two.loop.stats()
+        assert min(accepted) > 20
+        assert stats.drafter_errors == 0
+        assert (stats.retractions > 0) == (sections["memory"]["num_pages"] < 120)
+    finally:
+        two.close()
+        one.close()
+
+
 def test_grammars_reach_the_rows_of_all_ranks(tmp_path: Path) -> None:
     """A model with the tokenizer of the embedded one generates what one rank does, of which some follow a regular expression."""
     config, settings = MODELS["qwen3"]
@@ -127,7 +167,11 @@ def test_grammars_reach_the_rows_of_all_ranks(tmp_path: Path) -> None:
 REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("tiny", {}, "parallel.attention data needs model.data_attention"),
     ("qwen3", {"parallel": {"tp": 1, "attention": "data"}}, "parallel.attention data needs parallel.tp 2 or more"),
-    ("qwen3", {"speculative": "ngram"}, "parallel.attention data needs speculative none"),
+    (
+        "qwen3",
+        {"speculative": {"kind": "draft_model", "path": "tiny"}},
+        "data needs speculative none, or a drafter of chains",
+    ),
     ("qwen3", {"graphs": {"piecewise_tokens": 64}}, "parallel.attention is data and graphs.piecewise_tokens is 64"),
     ("qwen3", {"executor": "local"}, "parallel.tp 2 needs executor.ranks"),
 ]

@@ -50,6 +50,7 @@ KINDS = {
     "all": f"{ATTENTION}|{REST}",
 }
 NAMES = ["attention", None, "all", "rest", "all", None]
+DRAFTS = {"speculative": "ngram", "scheduler": {"draft": "always"}}
 ROUNDS = [  # indices of prompts: two ranks with adapters of their own; one rank without rows; one rank without adapters
     ([0, 1, 2, 3, 4, 5], NAMES),
     ([2], ["all"]),
@@ -116,7 +117,7 @@ def check_same(output, expected):
     ("saved", "experts", "sections"),
     [
         ("deepseek", "ep", {"scheduler": {"chunk_size": 7}}),
-        pytest.param("deepseek", "tp", {}, marks=pytest.mark.full),
+        pytest.param("deepseek", "tp", DRAFTS, marks=pytest.mark.full),
         pytest.param("qwen3", "ep", {}, marks=pytest.mark.full),
         pytest.param("qwen3", "tp", {"scheduler": {"chunk_size": 7, "overlap": False}}, marks=pytest.mark.full),
     ],

@@ -121,6 +121,7 @@ def feature_rows(registry: Registry) -> Iterator[Row]:
     yield Row("drafts and a grammar", {**drafts, "grammar": "xgrammar"})
     yield Row("drafts and `scheduler.overlap`", {**drafts, "scheduler": {"overlap": True}})
     yield Row("drafts and `batch_invariant`", {**drafts, "batch_invariant": True})
+    yield Row("drafts and data-parallel attention", {**drafts, "parallel": {"tp": 2, "attention": "data"}})
 
 
 def feature_docs(registry: Registry) -> str:

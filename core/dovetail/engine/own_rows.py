@@ -11,7 +11,7 @@ from dovetail.engine.captures import NO_UPDATES
 from dovetail.layers.own_rows import OwnRows
 from dovetail.memory.table import pool_of
 from dovetail.ops.transfer import to_device
-from dovetail.types import Batch
+from dovetail.types import Batch, DraftTree
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -72,4 +72,7 @@ def rows_of(batch: Batch, rows: Int64Array) -> Batch:
     own.variant = batch.variant
     if batch.adapters is not None and batch.adapters[rows].any():
         own.adapters = batch.adapters[rows]
+    drafts = batch.drafts
+    if drafts is not None and drafts.lens[rows].any():
+        own.drafts = DraftTree(drafts.token_ids[rows], drafts.parents[rows], drafts.lens[rows])
     return own
