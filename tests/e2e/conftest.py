@@ -11,6 +11,7 @@ import pytest
 
 from dovetail.config import Config
 from dovetail.server.launch import running_server
+from forked_ranks import fork_ranks
 from fresh import heavy_imported
 
 sys.path.insert(0, str(Path(__file__).parent))  # the engine process imports fake_engine by its name
@@ -23,12 +24,13 @@ def config_with(**server: object) -> Config:
 
 @pytest.fixture(scope="module", autouse=True)
 def _engines_are_forked() -> Iterator[Callable[..., Any]]:
-    """Fork the processes that tests would spawn from one that has imported torch. test_server_command.py spawns them
+    """Fork the processes that tests would spawn, and the ranks of their engines, from one that has imported torch. test_server_command.py spawns them
     as ``dovetail serve`` does. Yields the function that finds contexts otherwise."""
     usual = multiprocessing.get_context
     with pytest.MonkeyPatch.context() as patch:
         forked = heavy_imported()
         patch.setattr(multiprocessing, "get_context", lambda kind=None: forked if kind == "spawn" else usual(kind))
+        fork_ranks(patch)
         yield usual
 
 
