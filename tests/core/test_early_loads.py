@@ -49,6 +49,7 @@ def compiled(tile, form, in_order):
     return found["ttgir"], found["ptx"]
 
 
+@pytest.mark.sample(5)
 @pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")
 @pytest.mark.parametrize("in_order", [False, True])
 @pytest.mark.parametrize("form", ["whole", "gated", "parts"])
@@ -75,6 +76,7 @@ def compiled_fp8(tile, form, blocks):
     return found["ttgir"], found["ptx"]
 
 
+@pytest.mark.sample(5)
 @pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")
 @pytest.mark.parametrize("form", ["whole", "gated", "parts"])
 @pytest.mark.parametrize("blocks", [False, True])

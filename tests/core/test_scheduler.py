@@ -20,6 +20,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from pretended import CONTEXT, EOS, VOCAB, Run, build, half_right, reqs_of
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("lag", [False, True])
 @pytest.mark.parametrize("cache", ["radix", "pairs", "triples", "none"])
 @pytest.mark.parametrize("page_size", [1, 4, 16])
@@ -46,6 +47,7 @@ def test_random_traffic_in_little_memory(page_size, cache, lag, seed):
             assert run.texts[rid][-1] == EOS
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("ahead", [False, True], ids=["", "ahead"])
 @pytest.mark.parametrize("cache", ["radix", "pairs", "triples"])
 @pytest.mark.parametrize("page_size", [1, 4])

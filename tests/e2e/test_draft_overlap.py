@@ -325,6 +325,7 @@ def engine_of(target, name, cut, **scheduler):
 # -- tests -----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("cut", CUTS)
 @pytest.mark.parametrize("name", DRAFTERS)
 def test_random_traffic(target, jobs, said, monkeypatch, name, cut):

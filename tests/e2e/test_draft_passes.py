@@ -168,7 +168,7 @@ def drafted(llm, prompts, params):
     return texts, seen
 
 
-@pytest.mark.parametrize("page_size", [1, 16])
+@pytest.mark.parametrize("page_size", [pytest.param(1, marks=pytest.mark.full), 16])
 @pytest.mark.parametrize("name", DRAFTERS)
 def test_replayed_passes_draft_what_others_do(model, name, page_size, monkeypatch):
     """Of requests of many lengths, more at times than graphs have rows, limited to few drafts near their ends."""

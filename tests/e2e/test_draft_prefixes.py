@@ -69,6 +69,7 @@ def drafted(llm):
     return found
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("page_size", [1, 16, STEM])
 @pytest.mark.parametrize("name", DRAFTERS)
 def test_drafts_behind_a_cached_prefix_are_those_behind_one_that_was_read(targets, name, page_size):

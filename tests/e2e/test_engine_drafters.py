@@ -70,6 +70,7 @@ def expected(target):
     return [results(llm.generate(*job)) for job in jobs()]
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("cut", CUTS)
 @pytest.mark.parametrize("name", DRAFTERS)
 def test_texts_are_those_without_a_drafter(target, expected, monkeypatch, name, cut):
@@ -85,6 +86,7 @@ def test_texts_are_those_without_a_drafter(target, expected, monkeypatch, name, 
     check_idle(llm)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", ["eagle", "eagle3_tree"])
 def test_unlikely_drafts_are_not_verified(target, expected, name):
     """Fewer drafts are verified, and the texts are the same."""
@@ -147,6 +149,7 @@ def said_alone(target):
     return [o.token_ids for o in make_llm(target, **paged(16, 20000)).generate(prompts, params)]
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", DRAFTERS)
 def test_random_traffic(target, said_alone, monkeypatch, name):
     """Requests of every sort run in little memory, are aborted at random, and some have no drafts: each ends once, and

@@ -48,6 +48,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, models.R
     return directory, models.Reference(directory)
 
 
+@pytest.mark.full  # tests/core/test_scaffold.py runs it with those of the other kinds
 def test_it_passes_its_suite(begun: Environment) -> None:
     said = begun.run("-m", "pytest", "-q", "-p", "no:cacheprovider", "mine/tests")
     assert " passed" in said

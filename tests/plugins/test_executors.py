@@ -86,6 +86,7 @@ class TestLocal(ExecutorSuite):
     name = "local"
 
 
+@pytest.mark.sample(3)
 class TestWorkers(ExecutorSuite):
     name = "workers"
     settings: ClassVar[Mapping[str, Any]] = {"step_seconds": 3.0}

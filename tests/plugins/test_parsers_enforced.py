@@ -98,6 +98,14 @@ FORMATS: dict[str, tuple[Any, Any, str, str]] = {  # class, config, chat templat
     ),
 }
 LARK_ALONE = {("llama3_json", "strict"), *(("gpt_oss", mode) for mode in MODES)}
+CASES = [
+    pytest.param(
+        name, special, id=f"{name}-{'special' if special else 'text'}", marks=() if usual else pytest.mark.full
+    )
+    for index, name in enumerate(FORMATS)
+    for special, usual in ((bool(index % 2), True), (not index % 2, False))
+]
+"""Each format with marks that are text, or with special tokens, and in the full run with both."""
 PARALLEL = ("hermes", "mistral", "mistral, named", "deepseek", "pythonic")
 
 
@@ -171,8 +179,7 @@ def read(plan: OutputPlan, text: str) -> list[tuple[str, str]]:
     return [(name, arguments) for name, arguments in found]
 
 
-@pytest.mark.parametrize("special", [False, True], ids=["text", "special"])
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize(("name", "special"), CASES)
 def test_what_the_masks_allow_is_what_was_asked_for(name: str, special: bool, tmp_path: Path):
     setting, rng = Setting(name, special, tmp_path), np.random.default_rng(1)
     for mode, request in MODES.items():
