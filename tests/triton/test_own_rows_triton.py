@@ -164,7 +164,7 @@ def adapters_of(engine: Engine) -> EngineAdapters:
         rng = np.random.default_rng(slot)
         ranks = rng.integers(1, 17, adapters._regions.num_ranks).astype(np.int32)
         elements = torch.from_numpy(rng.normal(0, 0.2, adapters.slot_bytes // 4).astype(np.float32))
-        adapters.install(AdapterImage(elements, ranks), slot)
+        adapters.install(AdapterImage([elements], ranks), slot)
     prepare_layers(as_module(engine.model))
     return adapters
 

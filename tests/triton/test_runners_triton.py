@@ -468,7 +468,7 @@ def test_captured_steps_add_the_adapters_of_their_rows(monkeypatch):
     for slot in (1, 2, 3):
         elements = torch.randn(adapters.slot_bytes // 4, generator=random) * 0.05
         ranks = np.random.default_rng(slot).integers(0, 17, adapters._regions.num_ranks).astype(np.int32)
-        adapters.install(AdapterImage(elements, ranks), slot)
+        adapters.install(AdapterImage([elements], ranks), slot)
     prepare_layers(engine.model)
     monkeypatch.setattr("dovetail.engine.graphs.GraphRecorder", partial(WithTokens, adapters.tokens))
     runners = built(engine, adapters=adapters)

@@ -95,10 +95,16 @@ class AdapterRegions:
         ranks[region.ranks + place.expert * parts + place.part] = rank
 
 
-class AdapterImage(NamedTuple):
-    """Hold an adapter in host memory: what is copied to a slot, and the ranks of each region."""
+PIECE_BYTES = 4 << 20
+"""The size of the pieces in which an adapter is pinned. No thread can launch kernels while the driver pins memory, which takes
+tens of milliseconds for a whole adapter of an 8B model."""
 
-    elements: torch.Tensor
+
+class AdapterImage(NamedTuple):
+    """Hold an adapter in host memory: what is copied to a slot, in pieces that follow one another, and the ranks of each
+    region."""
+
+    pieces: Sequence[torch.Tensor]
     ranks: IntArray
 
 
@@ -154,7 +160,7 @@ class AdapterReader:
         """See ``EngineAdapters.read``."""
         adapter = read_adapter(Path(directory))
         placed = self._fit(adapter, directory)
-        elements = torch.zeros(self._regions.size, dtype=self._dtype, pin_memory=self._device.type == "cuda")
+        elements = torch.zeros(self._regions.size, dtype=self._dtype)
         ranks = np.zeros(self._regions.num_ranks, np.int32)
         try:
             with adapter.file.open("rb") as opened:
@@ -168,7 +174,7 @@ class AdapterReader:
                         self._regions.fill(elements, ranks, place, matrices)
         except OSError as error:
             raise WeightsError(f"{adapter.file} cannot be read: {error}") from error
-        return AdapterImage(elements, ranks)
+        return AdapterImage(_pinned(elements) if self._device.type == "cuda" else (elements,), ranks)
 
     def _fit(self, adapter: PeftAdapter, directory: str) -> list[_Placed]:
         """Return the places of all matrices. Raises ``WeightsError`` if one of them has none, or has another shape."""
@@ -304,6 +310,12 @@ def _stack_places(stack: ExpertStack, side: Side) -> list[Place]:
     for part, rows in enumerate(stack.parts):
         places.append(Place(stack.up, part, part * len(rows), len(rows), rows=rows))
     return places
+
+
+def _pinned(elements: torch.Tensor) -> list[torch.Tensor]:
+    """Return a copy of ``elements`` in pinned memory, in pieces of ``PIECE_BYTES``."""
+    parts = elements.split(PIECE_BYTES // elements.itemsize)
+    return [torch.empty_like(part, pin_memory=True).copy_(part) for part in parts]
 
 
 def _to_host(tensor: torch.Tensor) -> torch.Tensor:

@@ -166,7 +166,9 @@ class EngineAdapters:
 
     def install(self, image: AdapterImage, slot: int) -> None:
         """Copy an adapter to ``slot`` (from 1 on). Does not wait for the device."""
-        self._slots[slot - 1].copy_(image.elements, non_blocking=True)
+        targets = self._slots[slot - 1].split([len(piece) for piece in image.pieces])
+        for target, piece in zip(targets, image.pieces, strict=True):
+            target.copy_(piece, non_blocking=True)
         self._ranks[slot - 1] = image.ranks
         if self._device_ranks is not None:
             self._device_ranks[slot - 1].copy_(to_device(image.ranks, self._device), non_blocking=True)
