@@ -1,5 +1,5 @@
 """Test data-parallel attention on two GPUs: in float32 and with captured decode steps, the tokens are those of ranks that divide
-the heads, with few requests and with many, of which ranks have different numbers, without and with adapters (LoRA).
+the heads, with few requests and with many, of which ranks have different numbers, without and with adapters (LoRA) and drafts.
 
 Run on a machine with two GPUs: python -m pytest tests/gpu/test_data_attention_gpu.py
 """
@@ -54,13 +54,18 @@ MODELS: dict[str, Any] = {
 
 
 def generated(
-    checkpoint: Path, attention: str, counts: list[int], adapters: dict[str, str] | None = None
+    checkpoint: Path, attention: str, counts: list[int], adapters: dict[str, str] | None = None, **others: Any
 ) -> list[list[int]]:
     """Return the tokens of rounds of ``counts`` requests each. Later rounds find graphs of their sizes captured, and prefixes
     cached. Requests have one of ``adapters``, or none."""
     parallel = {"tp": 2, "attention": attention}
     model = {"dtype": "float32"}
-    sections: dict[str, Any] = {"parallel": parallel, "model": model, "grammar": "none", "memory": {"kv_gib": 1}}
+    sections: dict[str, Any] = {
+        "parallel": parallel,
+        "model": model,
+        "grammar": "none",
+        "memory": {"kv_gib": 1},
+    } | others
     if adapters:
         sections["adapters"] = {"enabled": True, "load": adapters}
     llm = LLM(str(checkpoint), device="cuda:0", **sections)
@@ -113,4 +118,18 @@ def test_adapters_are_those_of_ranks_of_heads(name: str, tmp_path: Path) -> None
     )
     assert sum(a == b for a, b in zip(plain, heads, strict=True)) < 0.6 * len(heads), (
         "otherwise this test shows nothing"
+    )
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_drafts_change_no_tokens(name: str, tmp_path: Path) -> None:
+    """Rounds are repeated, so that ngram drafts what it has seen. Verify steps are captured."""
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(MODELS[name]).save_pretrained(tmp_path)
+    counts = [1, 7, 7, 20]
+    drafts: dict[str, Any] = {"speculative": "ngram", "scheduler": {"draft": "always"}}
+    data, heads = generated(tmp_path, "data", counts, **drafts), generated(tmp_path, "heads", counts)
+    same = sum(a == b for a, b in zip(data, heads, strict=True))
+    assert same >= 0.9 * len(heads), (
+        f"{same} of {len(heads)} texts are the same: more than near ties of two tokens differ"
     )

@@ -1,4 +1,4 @@
-"""Test captured decode steps with data-parallel attention: on each rank, they compute and write what steps do that are launched
+"""Test captured decode and verify steps with data-parallel attention: on each rank, they compute and write what steps do that are launched
 kernel by kernel, however the requests are divided, and each row gets what its adapter (LoRA) adds. Graphs are replaced by the steps themselves, and the other rank adds
 nothing.
 
@@ -31,8 +31,9 @@ from dovetail.engine.engine import Engine
 from dovetail.engine.graphs import DecodeGraphs, GraphKey
 from dovetail.engine.own_rows import OwnRowsOfSteps
 from dovetail.engine.penalties import TokenCounts
-from dovetail.engine.runners import DecodeGraphRunner, EagerRunner, EagerSampler
+from dovetail.engine.runners import DecodeGraphRunner, EagerRunner, EagerSampler, VerifyGraphRunner
 from dovetail.engine.sampler import Sampler
+from dovetail.engine.verify_graphs import VerifyGraphs, VerifySizes
 from dovetail.interfaces.mesh import Mesh, OneRank
 from dovetail.layers.base import prepare_layers
 from dovetail.layers.linear import Linear
@@ -41,7 +42,7 @@ from dovetail.registry.machine import Machine
 from dovetail.registry.resolver import resolve
 from dovetail.registry.setup import setup
 from dovetail.sampling_params import SamplingParams
-from dovetail.types import AdmittedRequest, Batch
+from dovetail.types import AdmittedRequest, Batch, DraftTree
 
 VOCAB, ROWS, PAGE, PAGES = 199, 16, 4, 60
 
@@ -170,9 +171,12 @@ def adapters_of(engine: Engine) -> EngineAdapters:
 
 
 def row_of(batch: Batch, row: int) -> Batch:
-    """Return one decode row of a batch, without adapters."""
+    """Return one decode or verify row of a batch, without adapters."""
     arrays = (each[[row]] for each in (batch.slots, batch.prefix_lens, batch.extend_lens, batch.samples))
-    return Batch([batch.reqs[row]], 0, *arrays, NO_UPDATES)
+    alone = Batch([batch.reqs[row]], 0, *arrays, NO_UPDATES)
+    if batch.drafts is not None:
+        alone.drafts = DraftTree.chains(batch.drafts.token_ids[[row]], batch.drafts.lens[[row]])
+    return alone
 
 
 @contextmanager
@@ -246,3 +250,74 @@ def test_captured_steps_add_the_adapters_of_own_rows_in_attention_and_of_all_row
             for own_result, expected in zip(found, (logits, *written), strict=True):
                 torch.testing.assert_close(own_result, expected, rtol=1e-3, atol=1e-3)
     assert {key.adapters for key in graphs._graphs} == {AdapterCount.FEW, AdapterCount.MANY}
+
+
+DRAFTED_STEPS = {  # slots, and the number of drafts of each row
+    "few, evenly": ([3, 2], [1, 2]),
+    "one rank has all rows": ([5, 1, 7], [1, 3, 0]),
+    "evenly": ([3, 2, 1, 4], [2, 3, 0, 0]),
+    "one rank has more, the same number of tokens": ([1, 3, 2], [3, 2, 0]),
+    "the other rank has all rows": ([2, 6], [3, 2]),
+    "no row of one rank has drafts": ([3, 2, 1, 4], [0, 2, 0, 3]),
+}
+
+
+@pytest.mark.parametrize("rank", [0, pytest.param(1, marks=pytest.mark.full)])
+@torch.inference_mode()
+def test_captured_verify_steps_attend_in_the_rows_of_the_rank(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch, rank: int
+) -> None:
+    """The reference runs each row alone."""
+    stand_in(monkeypatch)
+    engine = built(checkpoint, rank)
+    model, inputs, mesh = engine.model, engine.inputs, engine.mesh
+    pool: Any = engine.pool
+    counts = TokenCounts(ROWS + 1, VOCAB, engine.device)
+    sampler = EagerSampler(Sampler(VOCAB, frozenset(), engine.device, counts), inputs)
+    graphs = VerifyGraphs(model, inputs, pool, attention(engine), VerifySizes(16, 4, False, 64), mesh=mesh)
+    backends = attention(engine), attention(engine)
+    eager: Any = EagerRunner(model, inputs, pool, *backends, sampler, own_rows=OwnRowsOfSteps.of(mesh, inputs))
+    runner: Any = VerifyGraphRunner(graphs, sampler)
+    pool.k.normal_(), pool.v.normal_()
+    before = pool.k.clone(), pool.v.clone()
+
+    def launched(run: Any, batch: Batch) -> tuple[torch.Tensor, Any]:
+        found = run.can_run(batch)
+        for _ in range(NEEDED_BEFORE_CAPTURE + STEPS_BETWEEN_CAPTURES):
+            found = run.can_run(batch) if found is None else found
+        pool.k.copy_(before[0]), pool.v.copy_(before[1])
+        result = run.launch(batch, found)
+        return result.logits.clone(), result
+
+    for seed, (slots, drafted) in enumerate(DRAFTED_STEPS.values()):
+        batch = batch_of(engine, slots, seed)
+        last, rng, lens = inputs.last_token.clone(), np.random.default_rng(seed), np.array(drafted, np.int32)
+        batch.extend_lens = batch.extend_lens + lens
+        batch.drafts = DraftTree.chains(rng.integers(0, VOCAB, (len(slots), 3)).astype(np.int32), lens)
+        inputs.page_table[1:, :3] = rng.permutation(np.arange(1, PAGES))[: 3 * ROWS].reshape(ROWS, 3)
+        alone, written = [], [each[:, 1:].clone() for each in before]
+        for row in range(len(slots)):
+            alone.append(launched(eager, row_of(batch, row))[0])
+            for all_rows, found, kept in zip(written, (pool.k, pool.v), before, strict=True):
+                all_rows += (found - kept)[:, 1:]
+        accepted = []
+        for run in (runner, eager):
+            inputs.last_token.copy_(last)
+            logits, result = launched(run, batch)
+            found = logits, pool.k[:, 1:].clone(), pool.v[:, 1:].clone()
+            for own, expected in zip(found, (torch.cat(alone), *written), strict=True):
+                torch.testing.assert_close(own, expected, rtol=1e-4, atol=1e-4)
+            output = run.sample(batch, result, None)
+            accepted.append((output.accept_lens.tolist(), inputs.last_token[torch.tensor(slots)].tolist()))
+        assert accepted[0] == accepted[1]
+        planned, mine = (
+            graphs._graphs[runner.can_run(batch)].step.attending,
+            [row for row in range(len(slots)) if (slots[row] - 1) % 2 == rank],
+        )
+        for own, expected in ((planned.prefix_lens, batch.prefix_lens), (planned.extend_lens, batch.extend_lens)):
+            assert own[: len(mine)].tolist() == expected[mine].tolist()
+        assert planned.extend_lens.sum() == len(planned.input_ids)
+    own = {(key.tokens, graphs._own_counts(key.tokens)[key.own]) for key in graphs._graphs}
+    assert own == {(8, 4), (8, 8), (16, 8)}
+    for key in graphs._graphs:
+        graphs.rehearse(key, 1)  # launches kernels with the inputs of another step

@@ -248,12 +248,12 @@ def test_what_the_device_may_not_have_read_is_waited_for(engine):
 def test_steps_go_to_the_smallest_graph_that_holds_them(engine):
     graphs = VerifyGraphs.__new__(VerifyGraphs)
     graphs.sizes, graphs._limits = [1, 2, 4, 8, 16], VerifySizes(16, WIDTH, trees=False, context_len=100)
-    graphs._graphs, graphs.refused = {}, set()
+    graphs._graphs, graphs.refused, graphs._own, graphs._own_levels = {}, set(), None, [0]
     assert graphs.key_for(verify_batch(engine, [3, 9], [[-1, 0], [-1]], 0)) == VerifyKey(8, False)
     assert graphs.key_for(verify_batch(engine, [3, 9], [[-1, 0], [-1, -1]], 0)) is None, "trees are not captured"
     assert graphs.key_for(verify_batch(engine, [3], [[-1, 0, 1, 2, 3]], 0)) is None, "more drafts than were announced"
     assert graphs.key_for(verify_batch(engine, [3] * 6, [[-1, 0]] * 6, 0)) is None, "more tokens than any graph holds"
-    assert list(graphs.missing()) == [(1, False), (2, False), (4, False), (8, False), (16, False)]
+    assert list(graphs.missing()) == [VerifyKey(tokens, False) for tokens in (1, 2, 4, 8, 16)]
 
 
 @pytest.mark.parametrize("trees", [False, True], ids=["chains", "trees"])

@@ -265,9 +265,7 @@ class Engine:
         self.graphs = self._build_graphs(config, decode) if config.graphs.decode is True else None
         self.verify_graphs: VerifyGraphs | None = None
         self._captures_verify = (
-            self.graphs is not None
-            and Feature.ATTN_VERIFY_GRAPH in resolved.attention_decode.spec.offers
-            and self.mesh.attention == "heads"  # graphs of verify steps have no own rows
+            self.graphs is not None and Feature.ATTN_VERIFY_GRAPH in resolved.attention_decode.spec.offers
         )
         self.pieces = self._build_pieces(config)
         self._eager_sampler = EagerSampler(self.sampler, self.inputs)
@@ -339,8 +337,7 @@ class Engine:
 
     def expect_drafts(self, most: int, *, trees: bool) -> None:
         """Expect rows with up to ``most`` drafts from now on, in chains or, with ``trees``, in trees. Their steps are
-        captured if decode steps are captured, the attention backend offers attention.verify_graph and attention is not
-        data-parallel."""
+        captured if decode steps are captured and the attention backend offers attention.verify_graph."""
         if not self._captures_verify:
             return
         config, decode = self._config, self.eager_runner.decode

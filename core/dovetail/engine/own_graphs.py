@@ -22,12 +22,17 @@ if TYPE_CHECKING:
     from dovetail.interfaces.mesh import Collectives, Mesh
 
 
+def own_levels(sizes: Sequence[int], count: int, ranks: int) -> list[int]:
+    """Return the numbers of own rows, or tokens, with which a step of ``count`` of them is captured, its *levels*, ascending: the
+    ``sizes`` of the ladder that hold an even share and the next larger one, and all of the step."""
+    share = -(-count // ranks)
+    return sorted({*[size for size in sizes if share <= size <= count][:2], count})
+
+
 class OwnRowsOfGraphs:
     """Give a captured step a fixed number of own rows, which is the same on all ranks: the rows of a step are seldom divided
-    evenly, and a rank that has fewer rows pads them.
-
-    A step of a number of rows is captured with one of a few numbers of own rows, its *levels*: the sizes of the ladder that
-    hold an even share and the next larger one, and all rows of the step.
+    evenly, and a rank that has fewer rows pads them. A step of a number of rows is captured with one of its levels (see
+    ``own_levels``).
     """
 
     def __init__(self, tp: Collectives, inputs: Inputs, sizes: Sequence[int]) -> None:
@@ -44,8 +49,7 @@ class OwnRowsOfGraphs:
 
     def levels(self, rows: int) -> list[int]:
         """Return the numbers of own rows with which a step of ``rows`` rows is captured, ascending."""
-        share = -(-rows // self._tp.size)
-        return sorted({*[size for size in self._sizes if share <= size <= rows][:2], rows})
+        return own_levels(self._sizes, rows, self._tp.size)
 
     def level_for(self, batch: Batch, rows: int) -> int:
         """Return the level at which every rank has space for its rows of ``batch``, in a step of ``rows`` rows."""

@@ -23,6 +23,7 @@ from dovetail.engine.draft_layout import wide_shape
 from dovetail.engine.dry_run import every_filter, first_layers, prompts
 from dovetail.engine.grouped import backends_of, mixer_of, pools_of, states_of
 from dovetail.engine.outputs import step_result
+from dovetail.engine.own_verify import OwnVerifyRows, OwnVerifyStep
 from dovetail.engine.sampler_graphs import SamplerGraphs
 from dovetail.engine.settings import expand
 from dovetail.engine.states import capture_states, draft_rows, replay_states
@@ -59,10 +60,12 @@ GB."""
 
 
 class VerifyKey(NamedTuple):
-    """Identify a captured verify step by its number of tokens and by whether drafts may be trees."""
+    """Identify a captured verify step by its number of tokens, by whether drafts may be trees, and, with data-parallel
+    attention, by the level of its own tokens, an index in ``OwnVerifyRows.levels``."""
 
     tokens: int
     tree: bool
+    own: int = 0
 
 
 class VerifySizes(NamedTuple):
@@ -84,17 +87,30 @@ class VerifySizes(NamedTuple):
 class VerifyStep:
     """Run a verify step whose tensors have fixed addresses, in a graph or without one.
 
-    The backend must have planned ``batch`` before ``run``.
+    The backend must have planned ``attending`` before ``run``: the batch, or with data-parallel attention its ``own`` rows.
     """
 
-    def __init__(self, shape: VerifyShape, inputs: Inputs, memory: VerifyMemory, context_len: int) -> None:
-        self._inputs = inputs
+    def __init__(
+        self,
+        shape: VerifyShape,
+        inputs: Inputs,
+        memory: VerifyMemory,
+        context_len: int,
+        own: OwnVerifyStep | None = None,
+    ) -> None:
+        self._inputs, self._own = inputs, own
         self.tensors = VerifyTensors(shape, memory)
         self.batch = static_batch(shape, context_len)
         self.states: tuple[StepStates, ...] = ()  # those of ``batch.attn``
         self._lens = -1, -1  # rows and tokens of the step whose lengths ``batch`` has
         self._views: dict[int, tuple[Accepted, ForwardOutput, StepResult]] = {}  # of the result, by rows
         self.tensors.give(self.batch, shape.tokens, shape.tokens)
+        self.batch.own = None if own is None else own.rows
+
+    @property
+    def attending(self) -> Batch:
+        """Return the batch whose attention is planned."""
+        return self.batch if self._own is None else self._own.batch
 
     def write(self, batch: Batch, tokens: int, numbers: Floats | None = None) -> None:
         """Write what the host sends for ``batch``, which has ``tokens`` tokens, and set the host lengths of the planned
@@ -106,17 +122,31 @@ class VerifyStep:
         else:
             set_lens(self.batch, batch, tokens)
             self._lens = rows, tokens
+        if self._own is not None:
+            self._own.write(batch)
+
+    def write_padding(self) -> None:
+        """Write a step in which every token is padding. The host lengths of the planned batch stay the largest."""
+        self.tensors.write(empty_batch(), self._inputs)
+        if self._own is not None:
+            self._own.write_padding()
 
     def run(self, model: ModelArchitecture, load: ExpertLoad | None = None) -> torch.Tensor:
         """Launch the kernels that fill the inputs and the forward pass. Return the logits of every token. ``load`` counts
         the tokens of experts."""
-        self.tensors.compute(self._inputs)
+        self.compute()
         for states in self.states:
             states.kept.clear()
         hidden = model.forward(self.batch)
         if load is not None:
             load.add(self.batch)
         return model.logits(hidden)
+
+    def compute(self) -> None:
+        """Launch the kernels that fill the inputs."""
+        self.tensors.compute(self._inputs)
+        if self._own is not None:
+            self._own.compute()
 
     def attend(self, backend: AttentionBackend, pool: Pools) -> None:
         """Set what the layers of the step attend and keep states with."""
@@ -126,6 +156,7 @@ class VerifyStep:
             for own, drafts in zip(states_of(pool), rows, strict=True)
         )
         self.batch.attn, self.batch.kv = (*backends_of(backend), *self.states), pools_of(pool)
+        self.attending.attn, self.attending.kv = self.batch.attn, self.batch.kv
 
     def advance(self) -> torch.Tensor:
         """Write the states after the accepted drafts, whose numbers are in ``tensors.accept_lens``, and return these."""
@@ -200,6 +231,8 @@ class VerifyGraphs:
         largest = VerifyShape(sizes.tokens, sizes.width, sizes.trees)
         groups = len(inputs.other_pages), len(states_of(pool))
         self._memory = VerifyMemory(largest, inputs.pages.shape[1], inputs.device, *groups)
+        self._own = OwnVerifyRows.of(mesh, inputs, largest, self.sizes)
+        self._own_levels = [0]  # those that have occurred in batches
         self._recorder = GraphRecorder(inputs.device, mesh)
         self._samplers = SamplerGraphs(sizes.tokens, self._recorder, inputs.device)
         self._unread: Batch | None = None  # the batch that was written last, if the device may not have read it
@@ -214,12 +247,27 @@ class VerifyGraphs:
         """Return the keys that are not captured yet, in the order in which they are captured: trees before chains, then
         few tokens before many."""
         kinds = (True, False) if self._limits.trees else (False,)
-        keys = (VerifyKey(tokens, tree) for tree in kinds for tokens in self.sizes)
+        keys = (
+            VerifyKey(tokens, tree, own)
+            for own in self._own_levels
+            for tree in kinds
+            for tokens in self.sizes
+            if own < len(self._own_counts(tokens))
+        )
         return (key for key in keys if key not in self._graphs and key not in self.refused)
 
     def larger(self, key: VerifyKey) -> Iterator[VerifyKey]:
         """See ``Captures``."""
-        return (key._replace(tokens=tokens) for tokens in larger_sizes(self.sizes, key.tokens))
+        if self._own is None:
+            return (key._replace(tokens=tokens) for tokens in larger_sizes(self.sizes, key.tokens))
+        least, sizes = self._own_counts(key.tokens)[key.own], (key.tokens, *larger_sizes(self.sizes, key.tokens))
+        found = (
+            key._replace(tokens=tokens, own=own)
+            for tokens in sizes
+            for own, count in enumerate(self._own_counts(tokens))
+            if count >= least
+        )
+        return (larger for larger in found if larger != key)
 
     def key_for(self, batch: Batch) -> VerifyKey | None:
         """Return the key of the graph that a batch of verify rows needs, or None if the batch is too large for any
@@ -229,7 +277,18 @@ class VerifyGraphs:
         if batch.drafts.token_ids.shape[1] >= self._limits.width or (tree and not self._limits.trees):
             return None
         at = bisect_left(self.sizes, total)
-        return VerifyKey(self.sizes[at], tree) if at < len(self.sizes) else None
+        if at == len(self.sizes):
+            return None
+        if self._own is None:
+            return VerifyKey(self.sizes[at], tree)
+        own = self._own.level_for(batch, self.sizes[at])
+        if own not in self._own_levels:
+            self._own_levels.append(own)
+        return VerifyKey(self.sizes[at], tree, own)
+
+    def _own_counts(self, tokens: int) -> list[int]:
+        """Return the number of own tokens at each level of a step of ``tokens`` tokens, 0 if there are none."""
+        return [0] if self._own is None else self._own.levels(tokens)
 
     def is_captured(self, key: VerifyKey) -> bool:
         """Return True if the graph exists."""
@@ -245,7 +304,7 @@ class VerifyGraphs:
         self._wait_until_read()
         self._unread = batch
         step.write(batch, tokens, numbers)
-        self._backend.plan_replay(step.batch)
+        self._backend.plan_replay(step.attending)
         if step.states:
             replay_states(step.batch)
         graph.replay()
@@ -285,7 +344,7 @@ class VerifyGraphs:
         start = time.perf_counter()
         step = self._planned(key)
         self._wait_until_read()
-        step.tensors.write(empty_batch(), self._inputs)
+        step.write_padding()
         self._unread = step.batch
         graph, logits = self._recorder.record(lambda: self._kept(step.run(self._model, self._load)))
         step.tensors.accept_lens.zero_()
@@ -300,7 +359,7 @@ class VerifyGraphs:
         verify in the usual ways, in order to note them (see ``ops.triton.ahead``). With ``attend`` False, leave
         attention out."""
         step = self._planned(key, plan=attend)
-        step.tensors.compute(self._inputs)
+        step.compute()
         logits = self._model.logits(first_layers(self._model, step.batch, layers, attend=attend))
         filters = every_filter(key.tokens, logits.device)
         for chosen in (None, Filters(filters.temperature), filters):
@@ -328,13 +387,13 @@ class VerifyGraphs:
     def _planned(self, key: VerifyKey, *, plan: bool = True) -> VerifyStep:
         """Return a step for ``key``. With ``plan``, attention is planned for it."""
         limits = self._limits
-        step = VerifyStep(
-            VerifyShape(key.tokens, limits.width, key.tree), self._inputs, self._memory, limits.context_len
-        )
+        shape = VerifyShape(key.tokens, limits.width, key.tree)
+        own = None if self._own is None else self._own.step(key.tokens, key.own, limits.context_len)
+        step = VerifyStep(shape, self._inputs, self._memory, limits.context_len, own)
         step.attend(self._backend, self._pool)
         step.batch.watch = self._watch
         if plan:
-            self._backend.plan_capture(step.batch)
+            self._backend.plan_capture(step.attending)
             capture_states(step.batch)
         return step
 
