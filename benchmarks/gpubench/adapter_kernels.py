@@ -15,7 +15,7 @@ from dovetail.ops.adapter_weights import AdapterCount, LowRankWeights, TokenTile
 from dovetail.ops.low_rank import FEW_SLOTS, SEVERAL_SLOTS, SMALL_TILE, most_tiles, packed_tiles, unpacked_tiles
 from dovetail.ops.triton.adapted_rows import AdaptedRows
 from dovetail.ops.triton.low_rank import row_blocks
-from dovetail.ops.triton.low_rank_few import expand, shrink
+from dovetail.ops.triton.low_rank_few import arrivals, expand, shrink
 from dovetail.ops.triton.matmul import FewRows
 from dovetail.ops.triton.norm import rms_norm
 from gpubench.models import shape
@@ -70,7 +70,9 @@ def adapters_of(layer: Layer, slots: int, rank: int, device: str) -> LowRankWeig
     b = torch.randn(slots, sum(layer.parts), rank, device=device, dtype=torch.bfloat16)
     ranks = np.full((slots, len(parts)), rank, np.int32)
     blocks = row_blocks(parts, torch.device(device))
-    return LowRankWeights(a, b, parts, ranks, torch.from_numpy(ranks).to(device), blocks)
+    return LowRankWeights(
+        a, b, parts, ranks, torch.from_numpy(ranks).to(device), blocks, arrivals(torch.device(device))
+    )
 
 
 def steps(layer: Layer, batch: int, rank: int, device: str, copies: int) -> dict[str, list[Callable[[], Any]]]:

@@ -42,6 +42,7 @@ PROMPTS = ["The capital of France is", "Alice walks beside", "Hello", "Sort the 
 @pytest.mark.parametrize("rank", [16, 64, 256])
 def test_products_are_those_of_the_numbers(tokens: int, tile: int, count: AdapterCount, rank: int) -> None:
     from dovetail.ops.triton.low_rank import row_blocks
+    from dovetail.ops.triton.low_rank_few import arrivals
 
     torch.manual_seed(0)
     slots, parts, inputs = 5, ((0, 4096), (4096, 1024), (5120, 1000)), 4096
@@ -50,7 +51,9 @@ def test_products_are_those_of_the_numbers(tokens: int, tile: int, count: Adapte
     a = torch.randn(slots, len(parts), rank, inputs, device="cuda", dtype=torch.bfloat16) / inputs**0.5
     b = torch.randn(slots, 6120, rank, device="cuda", dtype=torch.bfloat16)
     device = torch.device("cuda")
-    weights = LowRankWeights(a, b, parts, ranks, torch.from_numpy(ranks).cuda(), row_blocks(parts, device))
+    weights = LowRankWeights(
+        a, b, parts, ranks, torch.from_numpy(ranks).cuda(), row_blocks(parts, device), arrivals(device)
+    )
     own = random.integers(-1, slots, tokens).astype(np.int32)
     packed = torch.from_numpy(packed_tiles(own, tile, tokens, tokens + 2)).cuda()
     tiles = unpacked_tiles(packed, tile, tokens, tokens, count=count)
@@ -82,6 +85,7 @@ def test_products_add_adapters_beside_the_kernel_that_multiplies_first(outputs, 
     from dovetail.ops.activation import GATES
     from dovetail.ops.triton.adapted_rows import AdaptedRows
     from dovetail.ops.triton.low_rank import row_blocks
+    from dovetail.ops.triton.low_rank_few import arrivals
     from dovetail.ops.triton.norm import rms_norm
 
     torch.manual_seed(0)
@@ -90,7 +94,9 @@ def test_products_add_adapters_beside_the_kernel_that_multiplies_first(outputs, 
     kind = {"device": device, "dtype": torch.bfloat16}
     a = torch.randn(own_slots, len(parts), rank, inputs, **kind) / inputs**0.5
     b = torch.randn(own_slots, outputs, rank, **kind) / 4
-    weights = LowRankWeights(a, b, parts, ranks, torch.from_numpy(ranks).cuda(), row_blocks(parts, device))
+    weights = LowRankWeights(
+        a, b, parts, ranks, torch.from_numpy(ranks).cuda(), row_blocks(parts, device), arrivals(device)
+    )
     weight = torch.randn(outputs, inputs, **kind) / inputs**0.5
     slots = random.integers(-1, own_slots, tokens) if own_slots < tokens else np.arange(tokens)
     packed = torch.from_numpy(packed_tiles(slots.astype(np.int32), SMALL_TILE, tokens, tokens)).cuda()

@@ -31,7 +31,7 @@ def made_weights(ranks: np.ndarray, parts=PARTS, inputs: int = INPUTS) -> LowRan
             beyond = -(-rank // 16) * 16
             a[slot, part, beyond:] = b[slot, start : start + size, beyond:] = float("nan")  # is not read
     blocks = kernels.row_blocks(parts, torch.device("cpu"))
-    return LowRankWeights(a, b, parts, ranks, torch.from_numpy(ranks), blocks)
+    return LowRankWeights(a, b, parts, ranks, torch.from_numpy(ranks), blocks, few.arrivals(torch.device("cpu")))
 
 
 def made_tiles(slots: np.ndarray, size: int, *, pads: bool, count: AdapterCount = AdapterCount.FEW):

@@ -6,6 +6,7 @@ Run: TRITON_INTERPRET=1 python -m pytest tests/triton/test_ops_triton.py
 from __future__ import annotations
 
 import functools
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -230,6 +231,20 @@ def test_products_of_few_rows(
         for _ in range(2):  # the second finds what the first left in the workspace
             close(matmul(x, weight, bias, tile, space, kind), exact, 4 * tolerance)
             assert not space.arrived.any()
+
+
+def test_products_of_two_streams_share_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels of different streams run at the same time, also those of two engines on one device."""
+    device, current = torch.device("cuda", 0), SimpleNamespace(cuda_stream=1)
+    monkeypatch.setattr(matmul_module, "Workspace", lambda device: Workspace(torch.device("cpu")))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: current)
+    first, again = matmul_module.workspace(device), matmul_module.workspace(device)
+    current.cuda_stream = 2
+    other = matmul_module.workspace(device)
+    matmul_module._workspace.cache_clear()
+    assert first is again
+    assert other.parts.data_ptr() != first.parts.data_ptr()
+    assert other.arrived.data_ptr() != first.arrived.data_ptr()
 
 
 @each_dtype

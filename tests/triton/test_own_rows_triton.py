@@ -319,3 +319,19 @@ def test_captured_verify_steps_attend_in_the_rows_of_the_rank(
         assert planned.extend_lens.sum() == len(planned.input_ids)
     own = {(key.tokens, graphs._own_counts(key.tokens)[key.own]) for key in graphs._graphs}
     assert own == {(8, 4), (8, 8), (16, 8)}
+
+
+def test_engines_share_no_counters_of_adapters(checkpoint: Path) -> None:
+    """Kernels of two engines run at the same time, on streams of their own; those of the layers of one engine do not."""
+    counters = [
+        [
+            layer.adapters.weights.arrived
+            for layer in as_module(engine.model).modules()
+            if isinstance(layer, Linear) and layer.adapters is not None
+        ]
+        for engine in (built(checkpoint, 0), built(checkpoint, 0))
+        if adapters_of(engine)
+    ]
+    first, second = ({each.data_ptr() for each in own if each is not None} for own in counters)
+    assert len(first) == len(second) == 1
+    assert first.isdisjoint(second)

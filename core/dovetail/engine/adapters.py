@@ -106,6 +106,7 @@ class EngineAdapters:
         self._slots = torch.zeros(slots, self._regions.size, dtype=dtype, device=device)
         self._ranks = np.zeros((slots, self._regions.num_ranks), np.int32)
         self._device_ranks = torch.from_numpy(self._ranks.copy()).to(device) if self._kernels else None
+        self._arrived = self._counters()
         self._samples = "head" in kinds
         self._attach(layers_of_own_rows(as_module(model)))
         self._tp = mesh.tp if mesh.attention == "data" else None
@@ -138,11 +139,17 @@ class EngineAdapters:
         if self._device_ranks is None:
             return _WEIGHTS[shape.kind](a, b, shape.parts, self._ranks[:, own])
         from dovetail.ops.triton.low_rank import row_blocks
+
+        given = row_blocks(shape.parts, self._device), self._arrived
+        return _WEIGHTS[shape.kind](a, b, shape.parts, self._ranks[:, own], self._device_ranks[:, own], *given)
+
+    def _counters(self) -> torch.Tensor | None:
+        """Return the counters that all layers share, because they run one after the other; None without Triton's kernels."""
+        if not self._kernels:
+            return None
         from dovetail.ops.triton.low_rank_few import arrivals
 
-        arrivals(self._device)  # allocated before anything is captured
-        blocks = row_blocks(shape.parts, self._device)
-        return _WEIGHTS[shape.kind](a, b, shape.parts, self._ranks[:, own], self._device_ranks[:, own], blocks)
+        return arrivals(self._device)
 
     # -- adapters ----------------------------------------------------------------------------------------------------
 

@@ -29,7 +29,8 @@ class LowRankWeights:
     The layer holds ``parts``, (start, size) of their rows, such as the projections of queries, keys and values. ``a`` is
     ``[slots, parts, rank, in]`` and ``b`` ``[slots, out, rank]``; of part p of slot s only the first ``ranks[s, p]`` of
     ``rank`` are used, and those up to the next multiple of 16 are finite. ``ranks`` is in host memory, ``device_ranks`` its copy on CUDA, or None. ``blocks`` (int32
-    ``[blocks, 3]``: part, first row, last row + 1) divides the rows among the programs of a kernel.
+    ``[blocks, 3]``: part, first row, last row + 1) divides the rows among the programs of a kernel. ``arrived`` (int32, zeros, from
+    ``triton.low_rank_few.arrivals``) counts parts of sums on CUDA; only layers whose kernels run one after the other may share it.
     """
 
     a: torch.Tensor
@@ -38,6 +39,7 @@ class LowRankWeights:
     ranks: IntArray
     device_ranks: torch.Tensor | None = None
     blocks: torch.Tensor | None = None
+    arrived: torch.Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -211,9 +211,9 @@ def _expand_gate(
         tl.store(to, gate(opens, up, GATED).to(y.dtype.element_ty), mask=mask)
 
 
-@functools.cache
 def arrivals(device: torch.device) -> torch.Tensor:
-    """Return the counters of ``shrink``. The product that runs at the same time has its own (``matmul.Workspace``)."""
+    """Return new counters of ``shrink`` (``LowRankWeights.arrived``). The product that runs at the same time has its own
+    (``matmul.Workspace``)."""
     return torch.zeros(MAX_SUMS, dtype=torch.int32, device=device)
 
 
@@ -232,6 +232,7 @@ def shrink(x: torch.Tensor, weights: LowRankWeights, tokens: TokenTiles, *, lead
     With ``leads``, the kernel is a leader (see ``launch``). What the result holds of tokens without an adapter, and beyond the ranks of the adapters, is undefined."""
     a, ranks = weights.a, weights.device_ranks
     assert ranks is not None
+    assert weights.arrived is not None
     num_parts, rank, inputs = a.shape[1:]
     together = tokens.adapters <= AdapterCount.FEW
     block = INPUT_BLOCK[together]
@@ -245,7 +246,7 @@ def shrink(x: torch.Tensor, weights: LowRankWeights, tokens: TokenTiles, *, lead
     launch(
         _shrink, (num_tiles, units, splits),
         x, x.stride(0), inputs, a, a.stride(0), ranks, ranks.stride(0), tokens.order, tokens.tiles, low, sums,
-        arrivals(x.device), num_parts,
+        weights.arrived, num_parts,
         TOGETHER=together, RANK=rank, TILE=tokens.size, INPUT_BLOCK=block, SPLITS=splits, LEADS=leads, num_stages=1,
     )  # fmt: skip
     return low

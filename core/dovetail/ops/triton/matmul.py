@@ -217,16 +217,21 @@ GATE_KINDS: dict[Activation, int] = {"silu": True, "gelu_tanh": 2}
 
 
 class Workspace:
-    """Hold the parts of split products of one device. Products that share a workspace must not run at the same time."""
+    """Hold the parts of split products. Products that share a workspace must not run at the same time."""
 
     def __init__(self, device: torch.device) -> None:
         self.parts = torch.empty(MAX_PARTS, dtype=torch.float32, device=device)
         self.arrived = torch.zeros(MAX_TILES, dtype=torch.int32, device=device)
 
 
-@functools.cache
 def workspace(device: torch.device) -> Workspace:
-    """Return the workspace of a device. Its forward passes run on one stream."""
+    """Return the workspace of the current stream of ``device``. Kernels of one stream run one after the other, and each engine has a
+    stream of its own, on which it is built."""
+    return _workspace(device, torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0)
+
+
+@functools.cache
+def _workspace(device: torch.device, stream: int) -> Workspace:
     return Workspace(device)
 
 
