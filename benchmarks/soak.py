@@ -195,10 +195,11 @@ class Soak:
 def run(llm: LLM, seconds: float, soak: Soak) -> list[Memory]:
     """Warm up, then run the rounds."""
     pool = llm.loop.executor.rank.engine.pool
-    for states in states_of(pool):  # unwritten memory must not be read, and a host allocates it when it is written
-        states.fill(math.nan, slice(1, None))
-    for store in pools_of(pool):
-        store.poison(range(1, store.num_pages))
+    with llm.loop.executor.rank.stream:
+        for states in states_of(pool):  # unwritten memory must not be read, and a host allocates it when it is written
+            states.fill(math.nan, slice(1, None))
+        for store in pools_of(pool):
+            store.poison(range(1, store.num_pages))
     llm.loop.finish_idle_work()
     end = time.monotonic() + seconds
     soak.round(0.2 * seconds)

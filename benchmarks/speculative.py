@@ -244,7 +244,8 @@ class Bench:
         if decode is None or verify is None:
             console.print("a decode step or a verify step was not captured")
             return {}
-        return {"decode": replay_ms(decode.forward), "verify": replay_ms(verify.graph)}
+        with llm.loop.executor.rank.stream:
+            return {"decode": replay_ms(decode.forward), "verify": replay_ms(verify.graph)}
 
     # -- methods -----------------------------------------------------------------------------------------------------
 

@@ -202,8 +202,9 @@ def test_replays_write_to_no_page_but_their_rows_own(model, name):
     llm = make(model, (CHAINS | WIDE)[name], "triton", "float32", graphs={"capture": "start"}, cache="none")
     expected = generate(make(model, "none", "triton", "float32", graphs={"decode": False}))
     pool = cache_of(llm)._pool
-    for memory in (pool.k, pool.v):
-        memory[:, 1:] = torch.nan
+    with llm.loop.executor.rank.stream:
+        for memory in (pool.k, pool.v):
+            memory[:, 1:] = torch.nan
     assert generate(llm) == expected
     assert pool.k[:, 0].isfinite().all()
     touched = ~pool.k[:, 1:].isnan().flatten(2).all(2).all(0)

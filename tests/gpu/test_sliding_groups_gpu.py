@@ -42,16 +42,17 @@ def checkpoint(directory: Path, settings: dict) -> Path:
 def poison(llm: LLM) -> None:
     """Fill the pages that are given back with large numbers from now on. Kernels may multiply what they do not see by zero,
     so that it must be finite."""
-    ledger, pools = llm.loop.scheduler.ledger, pools_of(llm.loop.executor.rank.engine.pool)
-    free = ledger.allocator.free
+    ledger, rank = llm.loop.scheduler.ledger, llm.loop.executor.rank
+    pools, free = pools_of(rank.engine.pool), ledger.allocator.free
 
     def freed(pages):
         free(pages)
-        for pool, own in zip(pools, pages, strict=True):
-            index = torch.from_numpy(own[own > 0]).long().to(pool.device)
-            for layer in range(pool.group.num_layers):
-                pool.keys(layer)[index] = 50.0
-                pool.values(layer)[index] = 50.0
+        with rank.stream:  # steps in flight may still read these pages
+            for pool, own in zip(pools, pages, strict=True):
+                index = torch.from_numpy(own[own > 0]).long().to(pool.device)
+                for layer in range(pool.group.num_layers):
+                    pool.keys(layer)[index] = 50.0
+                    pool.values(layer)[index] = 50.0
 
     ledger.allocator.free = freed
 

@@ -43,10 +43,11 @@ def poison(llm: LLM) -> None:
 
     def freed(pages: Any) -> None:
         free(pages)
-        for group, pool in zip(engine.budget.arena.states, states_of(engine.pool), strict=True):
-            slots = pages[group][pages[group] > 0].tolist()
-            if slots:
-                pool.fill(50.0, slots)
+        with executor.rank.stream:  # steps in flight may still use these slots
+            for group, pool in zip(engine.budget.arena.states, states_of(engine.pool), strict=True):
+                slots = pages[group][pages[group] > 0].tolist()
+                if slots:
+                    pool.fill(50.0, slots)
 
     allocator.free = freed
 

@@ -94,7 +94,8 @@ def draft_with(llm, drafter):
     """Run the engine with this drafter in place of none."""
     llm.loop.executor.rank.drafter = drafter
     llm.loop.scheduler.limits = replace(llm.loop.scheduler.limits, draft_width=WIDTH)
-    llm.loop.executor.rank.engine.expect_drafts(WIDTH, trees=not drafter.chain)
+    with llm.loop.executor.rank.stream:
+        llm.loop.executor.rank.engine.expect_drafts(WIDTH, trees=not drafter.chain)
 
 
 @pytest.fixture(scope="module")
@@ -188,8 +189,9 @@ def test_a_graph_writes_to_no_page_but_its_rows_own(expected):
     llm = make("start", grammar="none", cache="none")
     draft_with(llm, Guesser(0.5, chain=False, futures=futures, vocab=vocab))
     pool = llm.loop.executor.rank.engine.pool
-    for memory in (pool.k, pool.v):
-        memory[:, 1:] = torch.nan
+    with llm.loop.executor.rank.stream:
+        for memory in (pool.k, pool.v):
+            memory[:, 1:] = torch.nan
     assert run(llm, GREEDY) == outputs
     assert pool.k[:, 0].isfinite().all()
     touched = ~pool.k[:, 1:].isnan().flatten(2).all(2).all(0)

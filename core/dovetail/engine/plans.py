@@ -42,7 +42,8 @@ class PlanRunner(RankEngine):
     """Turn plans into batches, and run them on ``engine``. Not thread-safe.
 
     Keeps the requests that have a slot, and the steps that are in flight. ``drafter`` can be replaced between two
-    steps.
+    steps. Kernels that others launch on the engine's memory must be launched within ``with stream:``, because nothing else orders
+    them with steps.
     """
 
     def __init__(self, engine: Engine, stream: EngineStream | None = None, *, mirrors_pages: bool = False) -> None:
@@ -51,7 +52,7 @@ class PlanRunner(RankEngine):
         another process: the page updates of each plan are then copied to ``page_table`` first."""
         self.engine = engine
         self.drafter: Drafter | None = engine.drafter
-        self._stream: AbstractContextManager[None] = nullcontext() if stream is None else stream
+        self.stream: AbstractContextManager[None] = nullcontext() if stream is None else stream
         self._mirrors_pages = mirrors_pages
         self._pinned = PinnedMappings(engine.device)
         self._slots: list[AdmittedRequest | None] = [None] * engine.page_table.shape[1]
@@ -98,7 +99,7 @@ class PlanRunner(RankEngine):
 
     def launch(self, plan: StepPlan) -> None:
         """See ``RankEngine``."""
-        with self._stream:
+        with self.stream:
             self._launch(plan)
 
     def _launch(self, plan: StepPlan) -> None:
@@ -120,7 +121,7 @@ class PlanRunner(RankEngine):
         assert number == plan.number, f"plan {plan.number} is sampled, but plan {number} was launched last"
         if len(self._sampled) > 1:  # a step that failed is never waited for
             self._sampled = {n: step for n, step in self._sampled.items() if n >= number - 1}
-        with self._stream:
+        with self.stream:
             self._sampled[number] = batch, self.engine.sample(batch, forward, masks)
 
     def ready(self, plan: StepPlan) -> bool:
@@ -151,7 +152,7 @@ class PlanRunner(RankEngine):
 
     def idle(self) -> bool:
         """See ``RankEngine``."""
-        with self._stream:
+        with self.stream:
             return self.engine.idle()
 
     def _batch(self, plan: StepPlan) -> Batch:
@@ -187,7 +188,7 @@ class PlanRunner(RankEngine):
         """See ``RankEngine``."""
         if self.drafter is None:
             return None
-        with self._stream:
+        with self.stream:
             self._proposed = self._batch(plan)
             tree = self.drafter.propose(self._proposed)
         self.engine.check_captures()  # the drafter may have captured its passes
@@ -196,14 +197,14 @@ class PlanRunner(RankEngine):
     def observe(self, plan: StepPlan, committed: Committed) -> None:
         """See ``RankEngine``."""
         if self.drafter is not None and self._waited is not None:
-            with self._stream:
+            with self.stream:
                 self.drafter.observe(*self._waited, committed)
             self.engine.check_captures()  # the drafter may have captured its passes
 
     def forget(self, departed: Sequence[DepartedRequest]) -> None:
         """See ``RankEngine``."""
         if self.drafter is not None:
-            with self._stream:
+            with self.stream:
                 for request in departed:
                     self.drafter.forget(request)
 
@@ -240,7 +241,7 @@ class PlanRunner(RankEngine):
     def call(self, name: str, args: Any) -> Any:
         """See ``RankEngine``. ``start_profile`` and ``stop_profile`` are those of ``RankProfiler``;
         ``adapters`` runs a command of ``AdapterImages``, and ``expert_load`` returns what ``ExpertLoad.read`` returns, as pairs, on rank 0, because all ranks choose alike."""
-        with self._stream:
+        with self.stream:
             return self._call(name, args)
 
     def _call(self, name: str, args: Any) -> Any:
