@@ -333,6 +333,13 @@ def test_several_threads_fill_what_one_would(tmp_path: Path, dtype: torch.dtype,
         assert as_module(model).get_parameter(f"layers.{i}.weight").equal(given)
 
 
+def test_reading_for_a_cpu_does_not_initialize_cuda(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_single(tmp_path, make_tensors())
+    for name in ("stream", "current_stream", "current_device"):
+        monkeypatch.setattr(torch.cuda, name, lambda *given, name=name: pytest.fail(f"torch.cuda.{name} was called"))
+    load_weights(new_model(), tmp_path)
+
+
 @pytest.mark.usefixtures("several_readers")
 def test_an_error_in_a_thread_is_raised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_single(tmp_path, make_tensors())

@@ -10,6 +10,7 @@ import zlib
 from collections import Counter
 from collections.abc import Callable, Container, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
@@ -171,7 +172,8 @@ def _read_all(moves: Sequence[_Move], device: torch.device, advance: Advance, ar
     def read(move: _Move) -> None:
         if not hasattr(own, "reader"):
             own.reader = ShardReader(device)
-        with torch.cuda.stream(stream):  # each thread has a current stream of its own
+        # each thread has a current stream of its own; torch.cuda.stream(None) would initialize CUDA
+        with nullcontext() if stream is None else torch.cuda.stream(stream):
             own.reader.copy(*move, advance)
         arrived(move)
 
