@@ -69,11 +69,17 @@ def test_captures_of_ranks_are_compared_after_everything_that_may_capture_passes
 
 def test_everything_that_reaches_the_device_runs_on_the_stream_of_the_engine(monkeypatch):
     """On the stream that is current otherwise, the default one, the device does not wait for the engine's stream."""
-    current, seen = ["default"], {}
+    current, seen, device = ["default"], {}, [0]
+
+    def set_stream(stream):
+        current[-1], device[0] = stream, 1  # as torch does: the device of the stream becomes the current one
+
     monkeypatch.setattr(torch.cuda, "Stream", lambda device: SimpleNamespace(device=device))
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: current[-1])
-    monkeypatch.setattr(torch.cuda, "set_stream", lambda stream: current.__setitem__(-1, stream))
-    stream = EngineStream(torch.device("cuda", 0))
+    monkeypatch.setattr(torch.cuda, "set_stream", set_stream)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: device[0])
+    monkeypatch.setattr(torch.cuda, "set_device", lambda index: device.__setitem__(0, index))
+    stream = EngineStream(torch.device("cuda", 1))
 
     def see(name):
         return lambda *given: seen.__setitem__(name, current[-1])
@@ -105,6 +111,7 @@ def test_everything_that_reaches_the_device_runs_on_the_stream_of_the_engine(mon
     with stream, stream:
         pass
     assert current == ["default"], "the stream of the caller is current again"
+    assert device == [0], "the device of the caller is current again"
     own = {id(one) for one in seen.values()}
     assert set(seen) == {"admit", "propose", "copy", "launch", "sample", "observe", "forget", "idle", "call"}
     assert len(own) == 1

@@ -17,8 +17,8 @@ _CPU_OUT_OF_MEMORY = "can't allocate memory"  # torch's CPU allocator raises a R
 
 
 class EngineStream:
-    """Make the one stream of an engine on ``device`` the current one of this thread while the context is entered. On a CPU,
-    do nothing. Contexts may be nested.
+    """Make the one stream of an engine on ``device`` the current one of this thread, and ``device`` the current device, while the
+    context is entered. On a CPU, do nothing. Contexts may be nested.
 
     Steps run, and graphs are captured, on the same stream, and not on the default stream with a stream for each kind of graphs:
     with several streams and several captured sizes, an H200 goes from one kernel of a graph to the next 0.18 us later
@@ -27,16 +27,21 @@ class EngineStream:
 
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self._before: list[torch.cuda.Stream] = []
+        self._before: list[
+            tuple[int, torch.cuda.Stream]
+        ] = []  # the current device, and the current stream of ``device``
 
     def __enter__(self) -> None:
         if self._stream is not None:
-            self._before.append(torch.cuda.current_stream(self._stream.device))
-            torch.cuda.set_stream(self._stream)
+            self._before.append((torch.cuda.current_device(), torch.cuda.current_stream(self._stream.device)))
+            torch.cuda.set_stream(self._stream)  # which changes the current device, too
 
     def __exit__(self, *error: object) -> None:
         if self._stream is not None:
-            torch.cuda.set_stream(self._before.pop())
+            device, stream = self._before.pop()
+            torch.cuda.set_stream(stream)
+            if device != self._stream.device.index:
+                torch.cuda.set_device(device)
 
 
 def lost_device(error: BaseException) -> str | None:
