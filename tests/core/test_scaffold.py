@@ -35,6 +35,8 @@ NAMES = {kind: f"scaffolded_{kind}"[:LONGEST_NAME] for kind in KINDS}
 LEFT_OUT = (
     "test_outputs_are_those_of_decoding_without_drafts or test_a_drafter_that_raises_costs_drafts_only or (fp8 and not quantized) "
     "or test_chunk_after_a_large_prefix or (test_agrees_with_a_dictionary and not 1-1) or test_calls_are_found_in_any_pieces "
+    "or test_pieces_do_not_matter or (test_batch_invariance_of_divided_rows and 1580) "
+    "or (test_batch_invariance and (biases or clamped or scaled)) "
     "or test_grouped_heads or test_head_dims or test_softmax_in_float32 or test_shared_prefixes_of_grouped_heads"
 )
 """Cases that take longest; tests/e2e/test_scaffold_venv.py has drafts, and the built-in parts' own tests have all."""

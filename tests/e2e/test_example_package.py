@@ -135,6 +135,8 @@ def test_it_passes_the_suites_of_every_kind(installed: Path, monkeypatch: pytest
         *("-p", "no:cacheprovider", "-p", "no:xdist"),
         "-p",
         "quick_engines",
+        "-k",
+        "not (test_outputs_are_those_of_decoding_without_drafts and 1-2048 or test_agrees_with_a_dictionary and not 1-1)",
         "tests",
     ]
     printed = run(installed, arguments, EXAMPLE)
