@@ -24,6 +24,9 @@ from typing import IO
 HEAVY = (
     *("torch", "scipy.stats", "tokenizers", "pytest"),
     *("dovetail.cli.app", "dovetail.llm.engine", "dovetail.loop.build", "dovetail_attention.torch_native"),
+    *("dovetail.server.app", "dovetail.server.engine_process", "dovetail.engine.engine", "dovetail_executors.local"),
+    *("transformers.modeling_utils", "dovetail_cache.radix", "dovetail_models.dense", "dovetail_policies.lpm"),
+    "set_apart",
 )
 
 
