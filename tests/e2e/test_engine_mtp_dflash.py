@@ -80,6 +80,7 @@ def expected(drafter):
     return results(make_llm(drafter[0]).generate(*requests()))
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("cut", CUTS)
 def test_outputs_are_those_without_drafts(drafter, expected, cut, monkeypatch):
     if "retraction" in cut:

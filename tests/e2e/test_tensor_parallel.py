@@ -34,7 +34,14 @@ CONFIGS = {
     "ngram": paged(16, 3200, speculative="ngram", scheduler={"draft": "always", "overlap": False}),
     "ngram overlapped": paged(4, 400, speculative="ngram", scheduler={"draft": "always", "overlap": True}),
 }
-MORE = ("plain", 2), ("ngram overlapped", 2), ("retraction", 3), ("retraction", 4)
+MORE = (
+    ("plain", 2),
+    ("overlapped chunks", 2),
+    ("ngram", 2),
+    ("ngram overlapped", 2),
+    ("retraction", 3),
+    ("retraction", 4),
+)
 """Names of configs and numbers of ranks for the full run."""
 SCHEMA = {
     "type": "object",
@@ -76,9 +83,7 @@ def jobs(count=14, seed=0):
     ("name", "tp"),
     [
         ("plain", 4),
-        ("overlapped chunks", 2),
         ("retraction", 2),
-        ("ngram", 2),
         ("ngram overlapped", 3),
         *(pytest.param(*case, marks=pytest.mark.full) for case in MORE),
     ],

@@ -125,6 +125,7 @@ class OnCpu(AttentionSuite):
         return backend
 
 
+@pytest.mark.sample(3)
 class TestOfVllm(OnCpu):
     provider = "vllm"
 
@@ -134,6 +135,7 @@ class TestOfTheOfficialPackage(OnCpu):
     provider = "flash_attn_interface"
 
 
+@pytest.mark.sample(3)
 class TestLatentsOfVllm(OnCpu):
     name = "flash_attn_mla"
     provider = "vllm"

@@ -231,6 +231,7 @@ def library(monkeypatch):
         del sys.modules[name]
 
 
+@pytest.mark.sample(3)
 class TestFlashInfer(AttentionSuite):
     name = "flashinfer"
     not_invariant = ("kv_dtype",)
@@ -238,6 +239,7 @@ class TestFlashInfer(AttentionSuite):
     settings: ClassVar = {"workspace_mib": 16}
 
 
+@pytest.mark.sample(3)
 class TestLatents(AttentionSuite):
     name = "flashinfer_mla"
     device = "cpu"

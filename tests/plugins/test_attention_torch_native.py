@@ -25,7 +25,7 @@ class TestTorchNative(AttentionSuite):
 SMALL = PlannerCosts(in_place=1 << 11, gather=1 << 13, waste=1 << 11, mask=256, short=8, shared=1)
 
 
-@pytest.mark.sample(5)
+@pytest.mark.sample(11)
 class TestTorchNativeWithoutACompiler(AttentionSuite):
     """Test PyTorch's kernels alone."""
 
@@ -37,7 +37,7 @@ class TestTorchNativeWithoutACompiler(AttentionSuite):
         monkeypatch.setattr(torch_native, "kernels", lambda dtype: None)
 
 
-@pytest.mark.sample(5)
+@pytest.mark.sample(11)
 class TestTorchNativeInPieces(AttentionSuite):
     """Test with limits so small that long rows are cut, groups are split, and soft caps and sinks are computed in
     blocks."""
@@ -52,7 +52,7 @@ class TestTorchNativeInPieces(AttentionSuite):
         monkeypatch.setattr(kernels, "_SCORES", 1 << 9)
 
 
-@pytest.mark.sample(5)
+@pytest.mark.sample(11)
 class TestTorchNativeAsOnCuda(AttentionSuite):
     """Test the code paths for a page table that the host does not see, and for kernels that PyTorch chooses."""
 

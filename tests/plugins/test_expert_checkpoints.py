@@ -146,6 +146,7 @@ FLAWS: dict[str, Callable[[Tensors, str], Tensors]] = {
 }
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("rank", ["one rank", "tp", "ep"])
 def test_each_flaw_of_each_tensor_is_refused_by_its_name(checkpoint, rank: str, tmp_path: Path) -> None:
     config, tensors = checkpoint

@@ -34,6 +34,7 @@ WITH_WORDS = GrammarContext(300, [*CONTEXT.token_bytes, *(word.encode() for word
 BACKEND = LMFormatEnforcerBackend(LMFormatEnforcerConfig(), CONTEXT)
 
 
+@pytest.mark.sample(2)
 class TestLMFormatEnforcer(GrammarSuite):
     name = "lm_format_enforcer"
 

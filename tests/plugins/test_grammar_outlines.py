@@ -27,6 +27,7 @@ CONTEXT = GrammarContext(257, [*(bytes([i]) for i in range(256)), None], (EOS,),
 BACKEND = OutlinesBackend(OutlinesConfig(), CONTEXT)
 
 
+@pytest.mark.sample(2)
 class TestOutlines(GrammarSuite):
     name = "outlines"
     recursive = False

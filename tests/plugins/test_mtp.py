@@ -208,6 +208,7 @@ def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     return directory, Plain(directory, settings["layout"], settings.get("layers", 1))
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(("page_size", "chunk"), [(4, 64), (8, 5), (16, 1), (8, 3)])
 def test_drafts_are_those_of_the_paper(case: tuple[Path, Plain], page_size: int, chunk: int) -> None:
     directory, plain = case

@@ -48,6 +48,7 @@ class TestMistral(ToolParserSuite):
         return f"{content}[TOOL_CALLS] [{', '.join(map(as_text, calls))}]"
 
 
+@pytest.mark.sample(5)
 class TestMistralNamed(ToolParserSuite):
     name = "mistral"
 
@@ -63,6 +64,7 @@ class TestLlama3Json(ToolParserSuite):
         return "; ".join(as_text(call, "parameters") for call in calls)
 
 
+@pytest.mark.sample(5)
 class TestLlama3Tagged(ToolParserSuite):
     name = "llama3_json"
 
@@ -81,6 +83,7 @@ class TestDeepseekV3(ToolParserSuite):
         return f"{content}<｜tool▁calls▁begin｜>{made}<｜tool▁calls▁end｜>"
 
 
+@pytest.mark.sample(5)
 class TestDeepseekV31(ToolParserSuite):
     name = "deepseek"
 
@@ -99,6 +102,7 @@ class TestPythonic(ToolParserSuite):
         return f"[{', '.join(_python(call) for call in calls)}]"
 
 
+@pytest.mark.sample(5)
 class TestPythonicMarked(ToolParserSuite):
     name = "pythonic"
     context = ParserContext(special_tokens=frozenset({"<|python_start|>", "<|python_end|>"}))
@@ -117,6 +121,7 @@ class TestGptOss(ToolParserSuite):
         )
 
 
+@pytest.mark.sample(5)
 class TestGptOssOtherHeader(ToolParserSuite):
     name = "gpt_oss"
 
