@@ -3,8 +3,9 @@
 Each test of each suite is in the usual run, at least once for each class. What is left out are the other cases of
 
 - models: of a class with several configs, the usual run has all tests of the first, and of the others those of ``EVERY_CONFIG``;
-- classes and tests with ``pytest.mark.sample(n)``: suites that run again for a component that another class tests whole, and
-  kernels that are slow where they are interpreted;
+- classes and tests with ``pytest.mark.sample(n)``: suites that run again for a component that another class tests whole, or for one of
+  several backends or ranks; kernels that are slow where they are interpreted or compiled; and combinations of drafters, ways to cut
+  prompts and random traffic, of which each value is in a case;
 - backends of attention: the types of numbers that the component does not allow, and what ``is_slow`` of a class names, all of
   which would be skipped.
 """
