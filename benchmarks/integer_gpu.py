@@ -1,11 +1,12 @@
 """Measure products with weights of 4 bits on one GPU, next to the time of reading their bytes.
 
-    python benchmarks/integer_gpu.py [--rows 1 16 64] [--group 128] [--tune]
+    python benchmarks/integer_gpu.py [--rows 1 16 64] [--group 128] [--zeros] [--tune]
 
 Results are first compared with float32. Weights are cold: calls rotate over several copies. ``floor`` is the time of reading codes and
 scales at ``ops_gpu.READ``, ``bf16`` that of cuBLAS with a weight in bfloat16. With ``--tune`` other tiles compete, and the fastest are
-printed, for ``bytes_tile`` in ``dovetail_quantization/triton/integer_bytes.py``, ``plane_tile`` in ``integer_rows.py`` and ``one_row_tile`` in
-``integer_one_row.py``. One row is also measured with the kernel for several rows, and in parts, as before a norm that adds them up.
+printed, for ``bytes_tile`` in ``dovetail_quantization/triton/integer_bytes.py``, ``plane_tile`` in ``integer_rows.py``, ``many_tile`` in
+``integer_many.py`` and ``one_row_tile`` in ``integer_one_row.py``. Rows that no kernel of ours takes are multiplied by cuBLAS with the
+weight that a kernel dequantizes. One row is also measured with the kernel for several rows, and in parts, as before a norm that adds them up.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ from torch.nn import functional
 from dovetail.ops.integers import PLANES, Integers, dequantize
 from dovetail.ops.triton.tuning import MAX_PARTS
 from dovetail_quantization.triton.integer_bytes import ROWS, BytesTile
-from dovetail_quantization.triton.integer_rows import IntegerRows, IntegerTile
+from dovetail_quantization.triton.integer_many import FEWEST_MANY, ManyTile
+from dovetail_quantization.triton.integer_rows import IntegerRows, IntegerTile, plain_weight
 from dovetail_quantization.triton.one_row import OneRowTile, split_of
 from ops_gpu import COLD, READ, per_call, randn
 
@@ -30,20 +32,25 @@ PROGRAMS = (96, 1800)
 """The least and the greatest number of programs that is tried."""
 
 
-def weights(n: int, k: int, group: int) -> list[Integers]:
+def weights(n: int, k: int, group: int, *, zeros: bool = False) -> list[Integers]:
     """Return random weights that do not fit the L2 cache together."""
     count = max(2, -(-int(COLD) // (n * k // 2)))
     scales = torch.rand(k // group, n, device="cuda") * 0.01
+    middles = torch.randint(0, 16, (k // group, n), device="cuda").float() if zeros else None
     return [
-        Integers(torch.randint(0, 256, (n, k // 2), dtype=torch.uint8, device="cuda"), scales) for _ in range(count)
+        Integers(torch.randint(0, 256, (n, k // 2), dtype=torch.uint8, device="cuda"), scales, middles)
+        for _ in range(count)
     ]
 
 
-Tile = IntegerTile | BytesTile | OneRowTile
+Tile = IntegerTile | BytesTile | ManyTile | OneRowTile
 
 
 def candidates(rows: int, n: int, k: int, group: int) -> Iterator[Tile]:
     """Yield tiles that may be fast."""
+    if rows >= FEWEST_MANY:
+        yield from many_candidates(rows, n, k)
+        return
     if rows == 1:
         block_k = 1 << (k - 1).bit_length()
         for block_n, width, programs in itertools.product((2, 4, 8, 16), (512, 1024, 2048), (8, 12, 16, 24, 32)):
@@ -91,21 +98,46 @@ def candidates(rows: int, n: int, k: int, group: int) -> Iterator[Tile]:
             yield tile._replace(split=split)
 
 
+def many_candidates(rows: int, n: int, k: int) -> Iterator[ManyTile]:
+    """Yield tiles that may be fast for many rows: those whose programs fit the registers and the shared memory of a multiprocessor."""
+    sizes = [
+        (64, 64, 4),
+        (64, 128, 4),
+        (64, 128, 8),
+        (64, 256, 8),
+        (128, 64, 4),
+        (128, 128, 4),
+        (128, 128, 8),
+        (128, 256, 8),
+        (256, 128, 8),
+    ]
+    for (block_m, block_n, warps), stages, split in itertools.product(sizes, (2, 3, 4, 5), (1, 2, 3, 4, 5, 6, 8)):
+        tiles = -(-n // block_n) * -(-rows // block_m)
+        fits = split == 1 or tiles * split * block_m * block_n <= MAX_PARTS
+        bytes_ahead = stages * (block_m * 2 * PLANES + block_n * PLANES // 2)
+        enough = PROGRAMS[0] <= tiles * split <= 560 or (split == 1 and tiles > PROGRAMS[0])
+        if fits and enough and bytes_ahead <= 224 << 10 and block_m < 2 * rows:
+            yield ManyTile(block_m, block_n, warps, stages, split)
+
+
 def compile_tile(job: tuple[int, str, int, Tile]) -> str | None:
     """Compile a kernel into Triton's cache, in a process of its own. Return what is wrong, if anything is."""
     rows, name, group, tile = job
     n, k = SHAPES[name]
     try:
-        call(with_tile(weights(n, k, group)[0], rows, tile), randn(rows, k), tile)
+        weight = weights(n, k, group)[0]
+        call(weight, with_tile(weight, rows, tile), randn(rows, k), tile)
         torch.cuda.synchronize()
     except Exception as error:
         return f"{name} {rows} {tuple(tile)}: {type(error).__name__}: {error}"
     return None
 
 
-def call(product: IntegerRows, x: torch.Tensor, tile: Tile | None) -> torch.Tensor | None:
+def call(weight: Integers, product: IntegerRows, x: torch.Tensor, tile: Tile | None) -> torch.Tensor | None:
     """Compute a product, or its parts if the tile is of those."""
     in_parts = isinstance(tile, OneRowTile) and tile.split > 1
+    if not product.is_few(x):
+        return functional.linear(x, plain_weight(weight, x.dtype))
     return product.parts(x) if in_parts else product.forward(x, None)
 
 
@@ -116,6 +148,8 @@ def with_tile(weight: Integers, rows: int, tile: Tile | None) -> IntegerRows:
         found.one_row, found.one_row_in_parts = tile._replace(split=1), tile
     elif isinstance(tile, BytesTile):
         found.byte_tiles[rows] = tile
+    elif isinstance(tile, ManyTile):
+        found.many_tiles[rows] = tile
     elif tile is not None:
         found.one_row, found.byte_tiles[rows] = None, None
         found.tiles[rows] = tile
@@ -127,6 +161,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 16, 64])
     parser.add_argument("--group", type=int, default=128)
+    parser.add_argument("--zeros", action="store_true", help="weights with zero points")
     parser.add_argument("--tune", action="store_true")
     args = parser.parse_args()
     if args.tune:
@@ -141,15 +176,15 @@ def main() -> None:
                 print(wrong)
     print(f"{'':16}{'rows':>6}{'us':>9}{'floor':>9}{'bf16':>9}{'share of READ':>15}")
     for name, (n, k) in SHAPES.items():
-        copies = weights(n, k, args.group)
+        copies = weights(n, k, args.group, zeros=args.zeros)
         plain = [randn(n, k) for _ in range(max(2, -(-int(COLD) // (n * k * 2))))]
         floor = (n * k / 2 + n * k / args.group * 4) / READ * 1e6
         for rows in args.rows:
             x = randn(rows, k)
             exact = x.float() @ dequantize(copies[0], torch.float32).T
-            error = (
-                IntegerRows(copies[0]).forward(x, None).float() - exact
-            ).square().mean().sqrt() / exact.square().mean().sqrt()
+            got = call(copies[0], IntegerRows(copies[0]), x, None)
+            assert got is not None
+            error = (got.float() - exact).square().mean().sqrt() / exact.square().mean().sqrt()
             assert error < 6e-3, f"{name}: the relative error is {error:.1e}"
             took = measured(copies, x)
             dense = per_call([lambda weight=weight, x=x: functional.linear(x, weight) for weight in plain])
@@ -162,15 +197,15 @@ def main() -> None:
                     "   ",
                     ", ".join(f"{time:.1f} {tile}" for time, tile in found[:6]),
                     "; now",
-                    IntegerRows(copies[0]).tile(x),
+                    IntegerRows(copies[0]).tile(x) if IntegerRows(copies[0]).is_few(x) else "dequantized",
                     IntegerRows(copies[0]).one_row,
                 )
 
 
 def measured(copies: list[Integers], x: torch.Tensor, tile: Tile | None = None) -> float:
     """Return microseconds of a product."""
-    products = [with_tile(each, len(x), tile) for each in copies]
-    return per_call([lambda each=each: call(each, x, tile) for each in products])
+    products = [(each, with_tile(each, len(x), tile)) for each in copies]
+    return per_call([lambda each=each: call(*each, x, tile) for each in products])
 
 
 if __name__ == "__main__":

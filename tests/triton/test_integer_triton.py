@@ -14,6 +14,7 @@ from dovetail_quantization import coded_product
 from dovetail_quantization.integer_products import Int8Product, IntegerProduct
 from dovetail_quantization.triton import integer_one_row
 from dovetail_quantization.triton.integer_bytes import BytesTile
+from dovetail_quantization.triton.integer_many import FEWEST_MANY, MOST_MANY, MOST_MANY_GROUPS, ManyTile, many_tile
 from dovetail_quantization.triton.integer_rows import (
     MOST_ROWS,
     IntegerTile,
@@ -127,6 +128,63 @@ def test_rows_are_multiplied_in_bytes(m: int, k: int, group: int, split: int) ->
         assert (parts.double().sum(0) - exact).abs().max() <= 1e-3 * float(exact.square().mean().sqrt())
     gated = GATES["silu"](exact)
     torch.testing.assert_close(rows.gated(x, None, "silu").double(), gated, rtol=4e-3, atol=4e-2)
+
+
+@pytest.mark.parametrize(
+    ("m", "group", "split", "zeros"),
+    [(40, 64, 2, True), *sweep((33, 128, 1, False), (70, 32, 3, True), (48, 256, 3, False), (64, 384, 2, True))],
+)
+def test_many_rows_are_multiplied_from_the_codes(m: int, group: int, split: int, zeros: bool) -> None:
+    torch.manual_seed(0)
+    k = 768 if group >= 256 else 384
+    weight = random_weight(70, k, 4, group, zeros=zeros)
+    x, bias = torch.randn(m, k).half(), torch.randn(70).half()
+    rows = integer_rows(with_words(weight))
+    assert rows is not None
+    rows.many_tiles[m] = ManyTile(16, 32, 4, 3, split)
+    rows._space.parts.fill_(torch.nan)
+    exact = x.double() @ dequantize(weight, torch.float64).T
+    bound = 4 * TOLERANCES[torch.float16] * float(exact.square().mean().sqrt())
+    for _ in range(2):  # counters of finished programs are zeros again
+        assert (rows.forward(x, bias).double() - exact - bias.double()).abs().max() <= bound
+    parts = rows.parts(x)
+    assert (parts is None) == (split == 1)
+    assert parts is None or (parts.double().sum(0) - exact).abs().max() <= bound
+    gated = GATES["silu"](exact + bias.double())
+    assert (rows.gated(x, bias, "silu").double() - gated).abs().max() <= 2 * bound
+
+
+def test_many_rows_of_16_bits_and_planes_have_tiles_of_their_own() -> None:
+    for bits, k, group, zeros, most in (
+        (4, 256, 128, False, MOST_MANY),
+        (4, 256, 128, True, MOST_MANY_GROUPS),
+        (4, 256, 64, False, MOST_MANY_GROUPS),
+        (4, 96, 32, False, MOST_ROWS),
+        (8, 256, 128, False, MOST_ROWS),
+    ):
+        rows = integer_rows(with_words(random_weight(64, k, bits, group, zeros=zeros)))
+        assert rows is not None
+        assert rows.most_rows == most
+        for m in (0, 1, FEWEST_MANY - 1, FEWEST_MANY, MOST_ROWS, MOST_ROWS + 1, most, most + 1):
+            x = torch.zeros(m, k, dtype=torch.half)
+            assert rows.is_few(x) == (0 < m <= most)
+            assert rows.is_few(x.float()) == (0 < m <= MOST_ROWS)
+            if 0 < m <= most:
+                assert isinstance(rows.tile(x), ManyTile) == (m >= FEWEST_MANY and most > MOST_ROWS)
+            if 0 < m <= MOST_ROWS:
+                assert not isinstance(rows.tile(x.float()), ManyTile)
+
+
+def test_tiles_of_many_rows_fill_two_programs_on_each_multiprocessor() -> None:
+    def tile(rows: int, n: int, k: int = 4096, *, one_scale: bool = True) -> tuple[int, int, int]:
+        found = many_tile(rows, n, k, one_scale=one_scale)
+        return found.block_m, found.block_n, found.split
+
+    assert [tile(64, n) for n in (4096, 6144, 28672)] == [(64, 64, 4), (64, 64, 2), (64, 128, 1)]
+    assert [tile(65, n) for n in (4096, 6144, 28672)] == [(128, 64, 4), (128, 64, 2), (128, 128, 1)]
+    assert [tile(512, n) for n in (4096, 6144, 28672)] == [(128, 128, 2), (128, 128, 1), (128, 128, 1)]
+    assert tile(128, 28672, one_scale=False) == (128, 64, 1)
+    assert tile(33, 64, 256) == (64, 64, 2)
 
 
 def test_17_to_32_rows_of_16_bits_and_a_large_weight_have_tiles_of_bytes() -> None:

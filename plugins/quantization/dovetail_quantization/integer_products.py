@@ -71,8 +71,12 @@ class IntegerProduct(CodedProduct):
         self._rows = rows = integer_rows.integer_rows(weight)
         self._dequantize = dequantize if weight.group % BLOCK else integer_rows.plain_weight
         what = f"integers of {weight.bits} bits, groups of {weight.group}"
-        most = 0 if rows is None else integer_rows.MOST_ROWS
+        most = 0 if rows is None else rows.most_rows
         super().__init__((len(weight.codes), weight.columns), most, what, in_parts=rows is not None)
+
+    def is_few(self, x: torch.Tensor) -> bool:
+        """See ``CodedProduct``."""
+        return self._rows is not None and self._rows.is_few(x)
 
     def few_rows(
         self, x: torch.Tensor, bias: torch.Tensor | None, activation: Activation | None = None

@@ -4,7 +4,9 @@ Few rows take about the time to read the codes: tensor cores multiply the intege
 operand of a product (see ``dovetail.ops.triton.matmul``, whose structure this kernel has), and the sums of a block of columns
 that has one scale are multiplied by it. Codes of 4 bits in planes have a kernel of their own, which reads scales ahead too. Of
 other codes of 4 bits, two products take the low and the high bits of the same bytes, with the columns of ``x`` that
-belong to each. Up to 32 rows and a large weight in planes have the kernel of ``integer_columns``, or those of ``integer_bytes``. For many rows, ``plain_weight`` writes the weight in 16 bits. One row has a kernel in ``integer_one_row``.
+belong to each. Up to 32 rows and a large weight in planes have the kernel of ``integer_columns``, or those of ``integer_bytes``; more rows
+of 16 bits and a weight in planes have that of ``integer_many``. For yet more rows, ``plain_weight`` writes the weight in 16 bits. One row
+has a kernel in ``integer_one_row``.
 """
 
 from __future__ import annotations
@@ -30,14 +32,22 @@ from dovetail.ops.triton.integers import (
 )
 from dovetail.ops.triton.launch import launch
 from dovetail.ops.triton.matmul import GATE_KINDS, finish_rows, rows_of, workspace
-from dovetail.ops.triton.tuning import MAX_PARTS, MAX_TILES
+from dovetail.ops.triton.tuning import MAX_PARTS, MAX_ROWS, MAX_TILES
 from dovetail_quantization.integer_tensors import narrowed
 from dovetail_quantization.triton.integer_bytes import BytesTile, bytes_tile, multiply_bytes
 from dovetail_quantization.triton.integer_columns import plane_columns
+from dovetail_quantization.triton.integer_many import (
+    FEWEST_MANY,
+    MOST_MANY,
+    MOST_MANY_GROUPS,
+    ManyTile,
+    many_tile,
+    multiply_many,
+)
 from dovetail_quantization.triton.integer_one_row import multiply_one, one_row_tile, with_scales_in_tiles
 
 MOST_ROWS = 64
-"""Up to this number of rows the kernel for few rows is used."""
+"""Up to this number of rows the kernel for few rows is used, where none of ``integer_many`` takes them."""
 
 
 class IntegerTile(NamedTuple):
@@ -253,19 +263,33 @@ def plain_weight(weight: Integers, dtype: torch.dtype) -> torch.Tensor:
 
 
 class IntegerRows:
-    """Multiply up to ``MOST_ROWS`` rows with one weight ``[n, k]``. ``one_row`` is the tile of one row of 16 bits, if that has a
-    kernel of its own, ``one_row_in_parts`` that with which its product stays in parts, ``tiles`` those of all numbers of rows, and
-    ``byte_tiles`` those of rows of 16 bits that are multiplied in bytes."""
+    """Multiply rows with one weight ``[n, k]``: up to ``MOST_ROWS``, or more rows of 16 bits with a weight in planes (``most_rows``). ``one_row`` is the
+    tile of one row of 16 bits, if that has a kernel of its own, ``one_row_in_parts`` that with which its product stays in parts, ``tiles``
+    those of all numbers of rows up to ``MOST_ROWS``, ``byte_tiles`` those of rows of 16 bits that are multiplied in bytes, and
+    ``many_tiles`` those of many rows of 16 bits, which are chosen when they are first used."""
 
     def __init__(self, weight: Integers) -> None:
         self._weight, self._shape = weight, (len(weight.codes), weight.columns)
         self._space = workspace(weight.codes.device)
         self._groups = groups_of(weight)
+        self._one_scale = self._groups == 1 and weight.zeros is None
         self.one_row = one_row_tile(*self._shape, weight.group) if self._groups else None
         self._one_weight = weight if self.one_row is None else with_scales_in_tiles(weight)
         self.one_row_in_parts = self.one_row and one_row_tile(*self._shape, weight.group, in_parts=True)
         self.tiles = [None, *(tile_of(rows, weight) for rows in range(1, MOST_ROWS + 1))]
         self.byte_tiles = [bytes_tile(rows, weight) for rows in range(MOST_ROWS + 1)]
+        self.many_tiles: dict[int, ManyTile] = {}
+
+    @property
+    def most_rows(self) -> int:
+        """Return the greatest number of rows of 16 bits that a kernel here multiplies."""
+        if not self._groups:
+            return MOST_ROWS
+        return MOST_MANY if self._one_scale else MOST_MANY_GROUPS
+
+    def is_few(self, x: torch.Tensor) -> bool:
+        """Return True if a kernel here multiplies the rows of ``x``."""
+        return 0 < len(x) <= (MOST_ROWS if x.dtype is torch.float32 else self.most_rows)
 
     def forward(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """Compute ``LinearProduct.forward``."""
@@ -284,12 +308,19 @@ class IntegerRows:
             multiply_one(x, self._one_weight, None, y, 0, one)
             return y
         tile = self.tile(x)
-        return None if tile is None or tile.split == 1 else self._compute(x, None, in_parts=True)
+        return None if tile is None or tile.split == 1 or len(x) > MAX_ROWS else self._compute(x, None, in_parts=True)
 
-    def tile(self, x: torch.Tensor) -> IntegerTile | BytesTile | None:
-        """Return the tile for several rows. The kernels for bytes round more than float32 does."""
-        in_bytes = None if x.dtype is torch.float32 else self.byte_tiles[len(x)]
-        return self.tiles[len(x)] if in_bytes is None else in_bytes
+    def tile(self, x: torch.Tensor) -> IntegerTile | BytesTile | ManyTile | None:
+        """Return the tile for several rows. The kernels for bytes and for many rows round more than float32 does."""
+        rows = len(x)
+        if x.dtype is torch.float32:
+            return self.tiles[rows]
+        if self._groups and rows >= FEWEST_MANY:
+            if rows not in self.many_tiles:
+                self.many_tiles[rows] = many_tile(rows, *self._shape, one_scale=self._one_scale)
+            return self.many_tiles[rows]
+        in_bytes = self.byte_tiles[rows]
+        return self.tiles[rows] if in_bytes is None else in_bytes
 
     def _is_one(self, x: torch.Tensor) -> bool:
         """Return True if ``x`` is one row of 16 bits. The kernel for it rounds more than float32 does."""
@@ -311,6 +342,9 @@ class IntegerRows:
             return y
         if isinstance(tile, BytesTile):
             multiply_bytes(x, weight, bias, y, gated, tile, self._space, in_parts=in_parts)
+            return y
+        if isinstance(tile, ManyTile):
+            multiply_many(x, weight, bias, y, gated, tile, self._space, in_parts=in_parts)
             return y
         own: dict[str, int]
         if self._groups:
