@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import gc
 import io
 import itertools
 import logging
@@ -325,6 +326,26 @@ def test_a_failed_capture_is_repeated_and_leaves_the_others_usable(pools, invali
     earlier.clear()
     del graph
     assert recorder.record(lambda: "later", loaded=True)[1] == "later", "all earlier graphs are gone"
+
+
+def test_no_garbage_is_collected_during_a_capture(pools):
+    recorder, seen = PoolRecorder(), []
+
+    def step():
+        seen.append((pools.capturing, gc.isenabled()))
+        if len(seen) == 1:
+            raise RuntimeError("not allowed in a capture")
+        return "result"
+
+    recorder.record(step, loaded=True)
+    assert seen == [(True, False), (False, True), (True, False)]
+    assert gc.isenabled()
+    gc.disable()
+    try:
+        recorder.record(step, loaded=True)
+        assert not gc.isenabled(), "it was disabled before"
+    finally:
+        gc.enable()
 
 
 def test_a_capture_that_cannot_begin_or_end_leaves_the_recorder_usable(pools):

@@ -3,6 +3,7 @@ bring arrays to them."""
 
 from __future__ import annotations
 
+import gc
 import logging
 import warnings
 from collections import Counter
@@ -182,6 +183,7 @@ class GraphRecorder:
         # nothing can be captured on the default stream
         current, default = torch.cuda.current_stream(device), torch.cuda.default_stream(device)
         self._stream = torch.cuda.Stream(device) if current == default else current
+        self._collects = False  # whether garbage was collected before the capture
         self._warm = False  # whether something has run on the recorder's stream, which allocates its workspaces
 
     def record(
@@ -237,8 +239,13 @@ class GraphRecorder:
 
         ``torch.cuda.graph`` would wait for the device and return all unused memory to it before each capture, and the
         next steps would allocate that memory again.
+
+        Until the capture ends, no garbage is collected: if pinned memory that earlier steps have read were freed now, torch would
+        record an event on this stream, which would become part of the graph and could never be queried.
         """
         graph = torch.cuda.CUDAGraph()
+        self._collects = gc.isenabled()
+        gc.disable()
         try:
             graph.capture_begin(pool=self._memory, capture_error_mode="thread_local")
         except BaseException:
@@ -255,6 +262,7 @@ class GraphRecorder:
         except BaseException:
             self.abandon(graph)
             raise
+        self._collect_again()
         if self._is_new:
             self._kept.append(graph)
             self._is_new = False
@@ -272,6 +280,12 @@ class GraphRecorder:
             with suppress(RuntimeError):
                 torch._C._cuda_endAllocateToPool(torch.cuda.current_device(), self._memory)
             self._memory, self._is_new = torch.cuda.graph_pool_handle(), True
+        finally:
+            self._collect_again()
+
+    def _collect_again(self) -> None:
+        if self._collects:
+            gc.enable()
 
     @contextmanager
     def beside(self) -> Iterator[None]:
