@@ -99,7 +99,8 @@ def _run(
     os.chdir(directory)
     os.environ.clear()
     os.environ.update(env)
-    os.environ.setdefault("PYTEST_ADDOPTS", "-p no:schemathesis")  # it takes a second to import, and no suite uses it
+    # schemathesis takes a second to import, and no suite uses it; anyio, a plugin of pytest, is imported already
+    os.environ.setdefault("PYTEST_ADDOPTS", "-p no:schemathesis -W ignore::pytest.PytestAssertRewriteWarning")
     for number, file in enumerate(files, 1):
         opened = os.open(file, os.O_CREAT | os.O_WRONLY | os.O_APPEND)
         os.dup2(opened, number)
