@@ -1,8 +1,11 @@
 """Choose the cases of conformance suites that `make test` leaves to `make test-full`: they get the mark ``full``.
 
-Each test of each suite is in the usual run, at least once for each class. What is left out are the other cases of
+Each test of each suite is in the usual run, at least once for each class except those of models. What is left out are the other
+cases of
 
 - models: of a class with several configs, the usual run has all tests of the first, and of the others those of ``EVERY_CONFIG``;
+- models: the first class of a file has all tests of the suite, and each of the others has those of ``EVERY_CONFIG``, its own, and a
+  third of the rest, such that each test is in a third of these classes;
 - classes and tests with ``pytest.mark.sample(n)``: suites that run again for a component that another class tests whole, or for one of
   several backends or ranks; kernels that are slow where they are interpreted or compiled; and combinations of drafters, ways to cut
   prompts and random traffic, of which each value is in a case;
@@ -26,13 +29,15 @@ EVERY_CONFIG = {
     "test_the_weight_map_is_complete",
 }
 """Tests of models that every config has: which component reads it, the mathematics, and its tensors."""
+SHARED_BY = 3
+"""Of the classes of a file after the first, one of this number has each of the other tests."""
 CHUNKS = (LONG_CHUNK, 7)
 """The chunks in which the logits of every config are computed."""
 
 
 def add_full(items: Sequence[pytest.Item]) -> None:
     """Mark what the usual run leaves out as ``full``."""
-    for chosen in (_other_configs, _skipped, _not_sampled):
+    for chosen in (_other_configs, _other_models, _skipped, _not_sampled):
         for item in chosen([item for item in items if item.get_closest_marker("full") is None]):
             item.add_marker(pytest.mark.full)
 
@@ -42,6 +47,19 @@ def _other_configs(items: Sequence[pytest.Item]) -> Iterator[pytest.Item]:
         if params.get("case", first := next(iter(suite.configs), None)) == first:
             continue
         if item.originalname not in EVERY_CONFIG or params.get("chunk", LONG_CHUNK) not in CHUNKS:
+            yield item
+
+
+def _other_models(items: Sequence[pytest.Item]) -> Iterator[pytest.Item]:
+    """Take the tests of ``ModelSuite`` that a class of a model leaves to others of its file: other ones for each class."""
+    models: dict[object, dict[type, dict[str, int]]] = {}
+    for item, suite, _ in _of(items, ModelSuite):
+        of_file = models.setdefault(item.path, {})
+        names = of_file.setdefault(suite, {})
+        place, number = list(of_file).index(suite), names.setdefault(item.originalname, len(names))
+        if item.originalname in EVERY_CONFIG or not hasattr(ModelSuite, item.originalname):
+            continue
+        if place and (place + number) % SHARED_BY:
             yield item
 
 

@@ -159,6 +159,7 @@ def server(line: str, folder: Path) -> Iterator[str]:
         yield url
 
 
+@pytest.mark.sample(2)
 @pytest.mark.slow
 @pytest.mark.parametrize("line", SERVERS)
 def test_a_server_starts_answers_and_stops(line: str, folder: Path) -> None:
