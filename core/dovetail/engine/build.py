@@ -50,13 +50,14 @@ def build_model(
     are not loaded. ``quantization`` chooses how its linear layers store their weights, and ``experts`` makes the
     products of its layers of experts. Raises ``PluginLoadError`` if its
     layers need features, or keep states, that ``info`` does not declare, and ``ConfigError`` for a layer that cannot be
-    quantized, and, unless ``may_be_plain``, if no layer is quantized."""
+    quantized, and, unless ``may_be_plain``, if no layer is quantized or ``quantization`` refuses its layers."""
     with torch.device(device), _default_dtype(dtype), nullcontext() if quantization is None else deferred_weights():
         model = model_class(info, mesh)
     if quantization is not None:
         allocate(model, quantization, device, dtype)
         if not may_be_plain:
             _refuse_plain(model, quantization)
+            quantization.check_layers()
     if experts is not None:
         use_backend(as_module(model), experts)
     as_module(model).eval().requires_grad_(False)

@@ -295,6 +295,10 @@ class Quantization(ABC):
         """Return the method of a layer, or None for a layer that is not quantized. Raises ``ConfigError`` if only some
         of the modules of a layer are quantized, or if its sizes are not possible."""
 
+    def check_layers(self) -> None:
+        """Raise ``ConfigError`` if the component's config has a setting that applies to no layer. Called once, after the last ``method``
+        and ``experts_method`` of the served model; not for models of drafters."""
+
     def stores_tied(self, module: str) -> bool:
         """Return True if module ``module``, whose weight the model ties to that of another one, is to be read from the
         checkpoint and stored by its own method. The default returns False."""

@@ -180,8 +180,8 @@ QUANTIZATION = KindDescriptor(
     ComponentKind.QUANTIZATION,
     "quantizations of weights",
     "dovetail.interfaces.quantization:Quantization",
-    # experts_method; quantizer, check_modules; LinearMethod.dequantized; QuantizationContext.batch_invariant
-    api=(1, 4),
+    # experts_method; quantizer, check_modules; LinearMethod.dequantized; QuantizationContext.batch_invariant; check_layers
+    api=(1, 5),
     section=kinds.QUANTIZATION,
     screen=f"{_RULES}:screen_quantization",
     namespaces=("quantization",),

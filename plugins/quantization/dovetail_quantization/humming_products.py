@@ -19,14 +19,12 @@ from dovetail.errors import ConfigError
 from dovetail.interfaces.quantization import LinearProduct
 from dovetail.ops.activation import GATES, Activation
 from dovetail.ops.integers import Integers, held, numbers_of
-from dovetail_quantization.integer_formats import HUMMING_GROUPS
+from dovetail_quantization.humming_requirements import broken, fits_groups, fits_sizes, installation_fault
 
 BOUNDS = (8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
 """Up to each of these numbers of rows, and for more, a product has a kernel of its own."""
 _MOST = 2048
 """The number of rows for which the last kernel is chosen."""
-_MULTIPLE = 128
-"""The rows and the columns of a weight are multiples of this number."""
 _ROWS = 4096
 """The number of rows whose codes are reordered at a time."""
 _LOCKS = 2048
@@ -38,9 +36,7 @@ _launched: set[tuple[Any, ...]] = set()
 
 def fits(weight: Integers) -> bool:
     """Return True if the kernels multiply with ``weight``."""
-    rows, columns = len(weight.codes), weight.columns
-    whole = rows > 0 and not rows % _MULTIPLE and not columns % _MULTIPLE
-    return weight.bits == 4 and whole and weight.group in HUMMING_GROUPS
+    return fits_groups(weight.bits, weight.group) and fits_sizes(len(weight.codes), weight.columns)
 
 
 def words_of(codes: torch.Tensor) -> torch.Tensor:
@@ -82,25 +78,14 @@ def zeros_of(zeros: torch.Tensor) -> torch.Tensor:
     return (placed[..., 0] | placed[..., 1] << 4).view(torch.int32)
 
 
-def check_device(device: torch.device, dtype: torch.dtype) -> None:
-    """Raise ``ConfigError`` if there are no products on this device, or for activations of ``dtype``."""
-    if device.type != "cuda" or torch.cuda.get_device_capability(device) < (8, 0):
-        raise ConfigError(
-            f"quantization.products is humming, and the device is {device}; allowed: CUDA of compute capability 8.0 or more. Set it to triton"
-        )
-    if dtype not in (torch.bfloat16, torch.float16):
-        raise ConfigError(
-            f"quantization.products is humming, and model.dtype is {str(dtype).removeprefix('torch.')}; allowed: bfloat16, float16. Set "
-            "quantization.products to triton"
-        )
-
-
 @functools.cache
 def kernels_of(
     rows: int, columns: int, group: int, zeros: bool, dtype: torch.dtype, device: torch.device
 ) -> torch.Tensor:
     """Compile the kernels of all weights of this kind, and return what names them to ``launch_kernel``: int64 on the CPU, for each interval
-    of rows its bounds, a kernel and its number of programs (0: all processors)."""
+    of rows its bounds, a kernel and its number of programs (0: all processors). Raises ``ConfigError``."""
+    if (fault := installation_fault()) is not None:
+        raise ConfigError(fault)
     from humming import dtypes
     from humming.kernel.humming import HummingKernel
     from humming.schema import HummingWeightSchema
@@ -121,6 +106,8 @@ def kernels_of(
         chosen.append((below, bound, schedule))
     try:
         return HummingKernel.prepare_kernels(layer.to_str(), None, chosen, device)
+    except OSError as error:  # a library of the package cannot be loaded
+        raise ConfigError(broken(error)) from error
     except RuntimeError as error:
         raise ConfigError(
             f"humming-kernels cannot compile products of [{rows}, {columns}]: {error}. It needs NVRTC or nvcc with the headers of CUDA (CUDA_HOME, "

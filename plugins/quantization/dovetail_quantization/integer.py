@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Collection, Iterator, Mapping
 from typing import TYPE_CHECKING
 
@@ -22,12 +23,12 @@ from dovetail.interfaces.quantization import (
 from dovetail.ops.integers import BLOCK, Integers, dequantize, held, numbers_of
 from dovetail_quantization import humming_products
 from dovetail_quantization.checkpoint import module_index, refuse_unused
+from dovetail_quantization.humming_requirements import MULTIPLE, fits_groups, fits_sizes, listed_groups
 from dovetail_quantization.integer_experts import IntegerExperts
 from dovetail_quantization.integer_formats import (
     IntegerActivations,
     IntegerLayout,
     Scheme,
-    has_humming,
     read_format,
 )
 from dovetail_quantization.integer_products import in_order, make_product
@@ -37,6 +38,8 @@ from dovetail_quantization.integer_tensors import check_input_scales, fits_block
 if TYPE_CHECKING:
     from dovetail_quantization.config import IntegerConfig
 
+logger = logging.getLogger("dovetail.quantization")
+
 
 class Integer(Quantization):
     """Choose integers for every linear layer and layer of experts that the checkpoint, or config, does not exclude."""
@@ -45,8 +48,7 @@ class Integer(Quantization):
         self._format = read_format(context.checkpoint, config)
         self._context, self._ignore = context, config.ignore
         self._humming = config.products == "humming"
-        if self._humming:
-            humming_products.check_device(context.device, context.dtype)
+        self._linear: list[IntegerLinear] = []  # with these products, the layers that may have them
 
     def check_modules(self, names: Collection[str]) -> None:
         """See ``Quantization``."""
@@ -55,7 +57,31 @@ class Integer(Quantization):
     def method(self, shape: LinearShape) -> LinearMethod | None:
         """See ``Quantization``."""
         scheme = self._format.scheme_of(shape.names, precise=shape.precise)
-        return None if scheme is None else IntegerLinear(shape, scheme, self._context, humming=self._humming)
+        if scheme is None:
+            return None
+        method = IntegerLinear(shape, scheme, self._context, humming=self._humming)
+        if self._humming:
+            self._linear.append(method)
+        return method
+
+    def check_layers(self) -> None:
+        """See ``Quantization``."""
+        if not self._humming:
+            return
+        others = [method for method in self._linear if not method.humming]
+        if len(others) == len(self._linear):
+            first = f"the first one is {others[0].text}" if others else "none is quantized"
+            raise ConfigError(
+                f"quantization.products is humming, which can be used for no linear layer of the model; {first}. Allowed: multiples of "
+                f"{MULTIPLE} rows and columns on a rank, 4 bits with scales for each {listed_groups()} columns, and no columns in any order "
+                "(act-order) that ranks divide. Set quantization.products to triton"
+            )
+        logger.info(
+            "quantization.products is humming: %d linear layers have the products of humming-kernels, and %d those of triton",
+            len(self._linear) - len(others),
+            len(others),
+        )
+        self._linear.clear()
 
     def experts_method(self, shape: ExpertWeightsShape) -> ExpertsMethod | None:
         """See ``Quantization``."""
@@ -70,15 +96,14 @@ class IntegerLinear(LinearMethod):
     ``order`` the columns in the order of groups. ``prepare`` sorts the columns of the codes once, in place. A rank that has
     a part of the inputs then holds the scales of all groups.
 
-    With ``humming``, ``prepare`` also brings the codes into the order of humming-kernels, in place, if it has products for the
-    weight; ``_sample`` has some of these codes, by which ``_codes`` knows whether they are in that order.
+    With ``humming``, if the sizes of the weight allow it, ``prepare`` also brings the codes into the order of humming-kernels, in
+    place; ``_sample`` has some of these codes, by which ``_codes`` knows whether they are in that order.
     """
 
     def __init__(
         self, shape: LinearShape, scheme: Scheme, context: QuantizationContext, *, humming: bool = False
     ) -> None:
         self.shape, self.scheme, self.context = shape, scheme, context
-        self._humming = humming and has_humming(scheme)
         self._sample: torch.Tensor | None = None
         group = scheme.group or shape.in_features
         divided = shape.whole_inputs not in (None, shape.in_features)
@@ -104,7 +129,15 @@ class IntegerLinear(LinearMethod):
                 "of 8. Set parallel.tp to a smaller number, or leave the modules out"
             )
         self._all_groups = scheme.ordered and scheme.group is not None and divided
+        fits = fits_groups(scheme.bits, scheme.group) and fits_sizes(shape.out_features, shape.in_features)
+        self.humming = humming and fits and not self._all_groups
         self.groups = (whole if self._all_groups else shape.in_features) // group if scheme.group else 1
+
+    @property
+    def text(self) -> str:
+        """Return the modules, the sizes and the scheme for errors."""
+        shape = self.shape
+        return f"{', '.join(shape.names)}, {shape.out_features} x {shape.in_features} on this rank, stored as {self.scheme}"
 
     def parameters(self) -> Mapping[str, ParameterShape]:
         """See ``LinearMethod``."""
@@ -150,7 +183,12 @@ class IntegerLinear(LinearMethod):
         """See ``LinearMethod``."""
         static = parameters["input_scale"].max() if "input_scale" in parameters else None
         weight, order = self._held(parameters)
-        if self._humming and humming_products.fits(weight):
+        if self.humming:
+            if not humming_products.fits(weight):
+                raise ConfigError(
+                    f"quantization.products is humming, and {self.shape.names[0]} lists groups with different numbers of columns (g_idx), for "
+                    "which it has no products; set it to triton"
+                )
             return self._humming_product(weight, order, parameters["weight"])
         invariant = self.context.batch_invariant
         return make_product(

@@ -7,14 +7,10 @@ compressed-tensors (``pack-quantized`` and ``int-quantized``).
 from __future__ import annotations
 
 import enum
-import importlib.metadata
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
-
-from packaging.specifiers import SpecifierSet
-from packaging.version import Version
+from typing import Any
 
 from dovetail.errors import ConfigError
 from dovetail_quantization.checkpoint import (
@@ -27,15 +23,8 @@ from dovetail_quantization.checkpoint import (
     refuse_ignore,
 )
 from dovetail_quantization.config import IntegerConfig
+from dovetail_quantization.humming_requirements import fits_groups, listed_groups
 
-if TYPE_CHECKING:
-    from dovetail.config import Config
-
-HUMMING = "humming-kernels"
-HUMMING_VERSIONS = SpecifierSet("==0.1.20")
-"""The distribution that ``IntegerConfig.products`` may name, and the versions whose order of codes is known."""
-HUMMING_GROUPS = (32, 64, 128)
-"""The numbers of columns with one scale for which its products are used."""
 LARGEST_GROUP = 1 << 20
 """The largest number of columns of a group that a config may name."""
 
@@ -132,37 +121,13 @@ def describe(checkpoint: Mapping[str, Any] | None, config: IntegerConfig) -> str
         form = read_format(checkpoint, config)
     except ConfigError as error:
         return str(error)
-    if config.products == "humming" and not any(has_humming(scheme) for scheme in form.schemes):
+    if config.products == "humming" and not any(fits_groups(scheme.bits, scheme.group) for scheme in form.schemes):
         stored = "; ".join(dict.fromkeys(map(str, form.schemes)))
         return (
             f"quantization.products is humming, and linear layers are stored as {stored}; it multiplies 4 bits with scales for each "
-            f"{_listed_groups()} columns. Set quantization.products to triton"
+            f"{listed_groups()} columns. Set quantization.products to triton"
         )
     return None
-
-
-def has_humming(scheme: Scheme) -> bool:
-    """Return True if humming-kernels has products for weights that are stored like this."""
-    return scheme.bits == 4 and scheme.group in HUMMING_GROUPS
-
-
-def probe(section: IntegerConfig, config: Config) -> str | None:
-    """Return why the products that ``section`` names cannot be used, or None."""
-    if section.products != "humming":
-        return None
-    try:
-        found = importlib.metadata.version(HUMMING)
-    except importlib.metadata.PackageNotFoundError:
-        return f"quantization.products is humming, and {HUMMING} is not installed; pip install 'dovetail[humming]', or set it to triton"
-    if Version(found) not in HUMMING_VERSIONS:
-        return f"quantization.products is humming, and {HUMMING} {found} is installed; implemented for {HUMMING_VERSIONS}: pip install '{HUMMING}{HUMMING_VERSIONS}'"
-    if config.batch_invariant:
-        return "quantization.products is humming, whose results are not batch invariant; set it to triton, or batch_invariant to false"
-    return None
-
-
-def _listed_groups() -> str:
-    return ", ".join(map(str, HUMMING_GROUPS[:-1])) + f" or {HUMMING_GROUPS[-1]}"
 
 
 def expert_format(checkpoint: Mapping[str, Any] | None, config: IntegerConfig) -> str:

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from dovetail.interfaces.features import Feature
 from dovetail.registry.hookspecs import hookimpl
 from dovetail.registry.specs import ComponentKind, ComponentSpec, Constraints
+
+if TYPE_CHECKING:
+    from dovetail.registry.hookspecs import Candidate, ResolveRequest
 
 FP8 = ComponentSpec(
     kind=ComponentKind.QUANTIZATION,
@@ -41,7 +45,7 @@ INTEGER = ComponentSpec(
     config="dovetail_quantization.config:IntegerConfig",
     describe="dovetail_quantization.integer_formats:describe",
     expert_format="dovetail_quantization.integer_formats:expert_format",
-    probe="dovetail_quantization.integer_formats:probe",
+    probe="dovetail_quantization.humming_requirements:probe",
     summary="Integer weights of 4 or 8 bits from AWQ, GPTQ and compressed-tensors checkpoints, or rounded while loading.",
     api=(1, 1),
     offers=frozenset({Feature.QUANTIZATION_EXPERTS, Feature.QUANTIZATION_BATCH_INVARIANT}),
@@ -76,3 +80,21 @@ BITSANDBYTES = ComponentSpec(
 def register_components() -> Sequence[ComponentSpec]:
     """Return the specs of ``fp8``, ``mxfp4``, ``integer``, ``gguf`` and ``bitsandbytes``."""
     return (FP8, MXFP4, INTEGER, GGUF, BITSANDBYTES)
+
+
+@hookimpl
+def adjust_candidates(kind: ComponentKind, request: ResolveRequest, candidates: list[Candidate]) -> None:
+    """Veto ``integer`` if its products cannot be used on the machine, which may be assumed, or with the config."""
+    if kind != ComponentKind.QUANTIZATION:
+        return
+    from dovetail_quantization.config import IntegerConfig
+    from dovetail_quantization.humming_requirements import refusal
+
+    machine = request.machine
+    for candidate in candidates:
+        if isinstance(candidate.config, IntegerConfig):
+            reason = refusal(
+                candidate.config, request.config, machine.compute_capability, machine.device_name, request.dtype
+            )
+            if reason is not None:
+                candidate.veto(reason)
