@@ -19,7 +19,7 @@ serve-real: setup
 	$(BIN)/dovetail pull smollm2
 	$(BIN)/dovetail serve smollm2
 
-# What a newcomer runs: less than 25 minutes on two cores.
+# What a newcomer runs: 17 minutes on two cores.
 test: WHICH := -m "not full"
 test: run-tests
 
