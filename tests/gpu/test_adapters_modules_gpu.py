@@ -228,26 +228,34 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str | None, str]:
     return found
 
 
+SETTINGS = {
+    "device": "cuda",
+    "model": {"dtype": "float32"},
+    "grammar": "none",
+    "memory": {"kv_gib": 0.5},
+    "cache": "none",
+}
+
+
+def answers(checkpoints) -> dict[str | None, list]:
+    """Return what each checkpoint answers without adapters."""
+    expected = {}
+    for name, path in checkpoints.items():
+        with LLM(path, **SETTINGS) as llm:
+            expected[name] = llm.generate(PROMPTS, PARAMS)
+    return expected
+
+
 def logprobs(outputs) -> list[list[float]]:
     return [[entry.logprob for entry in output.logprobs] for output in outputs]
 
 
 @pytest.mark.parametrize("decode", [True, False], ids=["graphs", "kernel by kernel"])
 def test_mixed_batches_equal_merged_checkpoints(models, decode: bool) -> None:
-    settings = {
-        "device": "cuda",
-        "model": {"dtype": "float32"},
-        "grammar": "none",
-        "memory": {"kv_gib": 0.5},
-        "cache": "none",
-    }
-    expected = {}
-    for name, path in models.items():
-        with LLM(path, **settings) as llm:
-            expected[name] = llm.generate(PROMPTS, PARAMS)
+    expected = answers(models)
     directory = models[None].removesuffix("model")
     section = {"enabled": True, "load": {name: f"{directory}{name}" for name in ("stacked", "tables")}}
-    with LLM(models[None], **settings, graphs={"decode": decode}, adapters=section) as llm:
+    with LLM(models[None], **SETTINGS, graphs={"decode": decode}, adapters=section) as llm:
         outputs = []
         for _ in range(3):  # graphs are captured on demand
             outputs = llm.generate(PROMPTS, PARAMS, adapter=NAMES)
@@ -268,21 +276,11 @@ def test_adapters_of_quantized_experts_equal_merged_checkpoints(models, tmp_path
         None: save(tmp_path / "plain", base | stored),
         "stacked": save(tmp_path / "merged", base | {n: one + merged[n] - base[n] for n, one in stored.items()}),
     }
-    settings = {
-        "device": "cuda",
-        "model": {"dtype": "float32"},
-        "grammar": "none",
-        "memory": {"kv_gib": 0.5},
-        "cache": "none",
-    }
-    expected = {}
-    for name, path in checkpoints.items():
-        with LLM(path, **settings) as llm:
-            expected[name] = llm.generate(PROMPTS, PARAMS)
+    expected = answers(checkpoints)
     names = [None if name == "tables" else name for name in NAMES]
     section = {"enabled": True, "load": {"stacked": f"{models[None].removesuffix('model')}stacked"}}
     references = [expected[name][i] for i, name in enumerate(names)]
-    with LLM(models[None], **settings, quantization="mxfp4", adapters=section) as llm:
+    with LLM(models[None], **SETTINGS, quantization="mxfp4", adapters=section) as llm:
         for _ in range(3):  # graphs are captured on demand
             outputs = llm.generate(PROMPTS, PARAMS, adapter=names)
             assert [output.token_ids for output in outputs] == [output.token_ids for output in references]

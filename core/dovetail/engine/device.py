@@ -27,9 +27,8 @@ class EngineStream:
 
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self._before: list[
-            tuple[int, torch.cuda.Stream]
-        ] = []  # the current device, and the current stream of ``device``
+        # the current device and the current stream of ``device`` before each context
+        self._before: list[tuple[int, torch.cuda.Stream]] = []
 
     def __enter__(self) -> None:
         if self._stream is not None:

@@ -48,8 +48,9 @@ class PlanRunner(RankEngine):
 
     def __init__(self, engine: Engine, stream: EngineStream | None = None, *, mirrors_pages: bool = False) -> None:
         """``stream`` is the one on which ``engine`` was built, and on which its work runs. By default, work runs on the stream
-        that is current when a method is called. ``mirrors_pages`` means that the scheduler writes to another page table than ``page_table``, because it is in
-        another process: the page updates of each plan are then copied to ``page_table`` first."""
+        that is current when a method is called. ``mirrors_pages`` means that the scheduler writes to another page table than
+        ``page_table``, because it is in another process: the page updates of each plan are then copied to ``page_table``
+        first."""
         self.engine = engine
         self.drafter: Drafter | None = engine.drafter
         self.stream: AbstractContextManager[None] = nullcontext() if stream is None else stream

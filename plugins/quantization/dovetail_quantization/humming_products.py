@@ -86,11 +86,11 @@ def kernels_of(
     of rows its bounds, a kernel and its number of programs (0: all processors). Raises ``ConfigError``."""
     if (fault := installation_fault()) is not None:
         raise ConfigError(fault)
-    from humming import dtypes
-    from humming.kernel.humming import HummingKernel
-    from humming.schema import HummingWeightSchema
-    from humming.transform import prepare_layer_config
-    from humming.tune import get_heuristics_config
+    from humming import dtypes  # pyright: ignore[reportMissingImports]
+    from humming.kernel.humming import HummingKernel  # pyright: ignore[reportMissingImports]
+    from humming.schema import HummingWeightSchema  # pyright: ignore[reportMissingImports]
+    from humming.transform import prepare_layer_config  # pyright: ignore[reportMissingImports]
+    from humming.tune import get_heuristics_config  # pyright: ignore[reportMissingImports]
 
     schema = HummingWeightSchema(
         b_dtype=dtypes.uint4,

@@ -25,12 +25,7 @@ from dovetail_quantization import humming_products
 from dovetail_quantization.checkpoint import module_index, refuse_unused
 from dovetail_quantization.humming_requirements import MULTIPLE, fits_groups, fits_sizes, listed_groups
 from dovetail_quantization.integer_experts import IntegerExperts
-from dovetail_quantization.integer_formats import (
-    IntegerActivations,
-    IntegerLayout,
-    Scheme,
-    read_format,
-)
+from dovetail_quantization.integer_formats import IntegerActivations, IntegerLayout, Scheme, read_format
 from dovetail_quantization.integer_products import in_order, make_product
 from dovetail_quantization.integer_stored import stored_targets
 from dovetail_quantization.integer_tensors import check_input_scales, fits_blocks
