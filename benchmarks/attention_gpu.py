@@ -1,11 +1,13 @@
 """Time attention backends on the decisive shapes: one layer of 32 query and 8 key heads of 128, pages of 16, bfloat16.
 
     python benchmarks/attention_gpu.py triton flash_attn
+    python benchmarks/attention_gpu.py --tiles
 
 Decode steps are replayed as graphs (the median of many replays); prompts run as the engine runs them. Each row shows
 its time as a rate: the bytes of KV that a perfect kernel reads once, divided by the time, or the floating-point
 operations divided by it. Rows have scattered pages. What they read of four layers in turn exceeds the caches, except in
-the smallest steps.
+the smallest steps. With ``--tiles``, decode steps of 64 to 256 rows are timed with each tile of ``triton``'s decode kernel, rows in one part,
+and with a schedule.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ import statistics
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -94,6 +97,12 @@ SHAPES = (
     Shape("mixed: prompt 1024, 64 x 600", [0] + [599] * 64, [1024] + [1] * 64),
 )
 
+TILE_SHAPES = tuple(
+    shape
+    for rows in (64, 80, 96, 112, 128, 160, 256)
+    for shape in (decode(rows, 600), decode(rows, 1500), *(uneven(rows, *ends) for ends in ((100, 1024), (100, 2048))))
+)
+
 
 class Bench:
     """Hold a pool and time backends on it."""
@@ -126,8 +135,8 @@ class Bench:
         return batch
 
     @torch.inference_mode()
-    def seconds(self, backend: AttentionBackend, shape: Shape) -> float:
-        """Return the seconds of one layer.
+    def seconds(self, backend: AttentionBackend, shape: Shape, variant: int = 0) -> float:
+        """Return the seconds of one layer, of a decode step in a variant of the backend.
 
         They are the slope between few layers and many, so that work done once per step does not count.
         """
@@ -143,7 +152,7 @@ class Bench:
         if not decodes:
             backend.plan(batch)
             return median(lambda: run(20), turns=5) / 20
-        prefix = batch.prefix_lens
+        prefix, batch.variant = batch.prefix_lens, variant
         batch.prefix_lens = np.full_like(prefix, MAX_CONTEXT - 1)
         backend.plan_capture(batch)
         batch.prefix_lens = prefix
@@ -180,6 +189,21 @@ def median(step: Callable[[], None], turns: int = 20) -> float:
     return statistics.median(times)
 
 
+def compare_tiles(bench: Bench) -> None:
+    """Print a line per shape of ``TILE_SHAPES``: the microseconds with each tile, and with a schedule."""
+    from dovetail.ops.triton import decode as kernels
+    from dovetail_attention.triton.backend import UNEVEN
+
+    for shape in TILE_SHAPES:
+        times = dict[str, float]()
+        for tile in kernels.RESIDENT:
+            with patch.object(kernels, "tiling", lambda *_, tile=tile, **__: tile):
+                times[f"{tile.keys} keys"] = bench.seconds(build("triton", bench.context()), shape)
+        times["schedule"] = bench.seconds(build("triton", bench.context()), shape, UNEVEN)
+        found = "  ".join(f"{name} {seconds * 1e6:.1f}" for name, seconds in times.items())
+        print(f"{shape.title:24} bytes {shape.bytes / 4e6:.1f}  {found}", flush=True)
+
+
 def build(name: str, context: AttentionContext) -> AttentionBackend:
     """Build a backend with its default settings."""
     component = installed().get("attention", name)
@@ -203,4 +227,8 @@ def report(bench: Bench, names: Sequence[str]) -> None:
 
 
 if __name__ == "__main__":
-    report(Bench(), sys.argv[1:] or ["triton"])
+    if sys.argv[1:] == ["--tiles"]:
+        SHAPES = TILE_SHAPES  # whose pages the pool must hold
+        compare_tiles(Bench())
+    else:
+        report(Bench(), sys.argv[1:] or ["triton"])

@@ -283,11 +283,51 @@ def test_a_draft_whose_values_overflow_harms_no_query_before_it(one_by_one: bool
 )
 def test_the_variant_follows_from_lengths(monkeypatch, lens, kv_dtype, expected):
     """Shapes of an H200, with 8 key heads of 128."""
+    assert chosen(monkeypatch, lens, kv_dtype) == expected
+
+
+@pytest.mark.parametrize("rows", [96, 112, 128])
+def test_the_variant_is_the_faster_of_those_that_were_measured(monkeypatch, rows):
+    """docs/benchmarks.md has the times of both."""
+    random = np.random.default_rng(0)
+    for shortest, longest in ((100, 1024), (100, 2048), (900, 2048)):
+        lens = random.integers(shortest, longest, rows, endpoint=True)
+        assert chosen(monkeypatch, lens, None) == backend.UNEVEN
+        assert chosen(monkeypatch, np.full(rows, longest), None) == backend.EVEN
+
+
+@pytest.mark.parametrize("rows", [160, 256])
+def test_rows_of_several_rounds_are_even_if_the_longest_start_first(monkeypatch, rows):
+    lens = np.random.default_rng(0).integers(100, 1024, rows, endpoint=True)
+    assert chosen(monkeypatch, lens, None) == backend.UNEVEN
+    assert chosen(monkeypatch, np.sort(lens)[::-1], None) == backend.EVEN
+
+
+def test_the_variant_follows_from_the_tile_of_the_graph(monkeypatch):
+    """98 rows have the largest tile, of which two rounds run. A graph of 112 rows has the smallest one, all of which run at once."""
+    lens = np.sort(np.random.default_rng(0).integers(900, 2048, 98, endpoint=True))[::-1]
+    assert chosen(monkeypatch, lens, None) == backend.EVEN
+    assert chosen(monkeypatch, lens, None, captured=(64, 112, 128)) == backend.UNEVEN
+    assert chosen(monkeypatch, lens, None, captured=(64,)) == backend.EVEN
+
+
+def test_rows_start_in_the_place_that_is_free_first():
+    lens = np.array([9, 4, 6, 5, 5, 1, 2], np.int32)
+    assert sorted(backend.keys_of_places(lens, 3)) == [10, 11, 11]  # 9 + 1, 4 + 5 + 2, 6 + 5
+    assert backend.keys_of_places(lens, 7).tolist() == lens.tolist()
+    assert backend.keys_of_places(lens, 1).tolist() == [lens.sum()]
+    assert lens.tolist() == [9, 4, 6, 5, 5, 1, 2], "the lengths of the batch are not changed"
+
+
+def chosen(monkeypatch, lens, kv_dtype, captured=()):
+    """Return the variant of a decode step of rows of these lengths on an H200, after graphs of ``captured`` rows."""
     monkeypatch.setattr(backend, "CPU_PROCESSORS", 132)
     case = AttentionCase([3], [1], heads=32, kv_heads=8, head_dim=128, dtype=torch.float16, kv_dtype=kv_dtype)
     step = AttentionStep(case, CPU)
     built = backend.TritonAttention(TritonConfig(), step.context())
+    for rows in captured:
+        built.plan_capture(AttentionStep(replace(case, prefix=[3] * rows, extend=[1] * rows), CPU).batch)
     batch = step.batch
     batch.prefix_lens = np.array(lens, np.int32) - 1
     batch.slots = np.arange(len(lens), dtype=np.int32)
-    assert built.variant(batch) == expected
+    return built.variant(batch)

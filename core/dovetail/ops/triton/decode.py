@@ -41,7 +41,11 @@ device."""
 LARGE_TILE_8_BITS = DecodeTile(128, 5, 4)
 """The same for pools of 8 bits: twice as many keys are in flight (H200, 32 rows of 32,768 keys: 521 us, with ``LARGE_TILE`` 567)."""
 LARGE_TILE_RESIDENT = 3
-"""The number of programs with either tile that a multiprocessor of Hopper runs at the same time, if keys are split."""
+"""The number of programs with either tile that a multiprocessor of Hopper runs at the same time."""
+MIDDLE_TILE, SMALL_TILE = DecodeTile(64, 2, 4), DecodeTile(32, 2, 2)
+RESIDENT = {LARGE_TILE: LARGE_TILE_RESIDENT, MIDDLE_TILE: 5, SMALL_TILE: 8}
+"""The number of programs with each tile that a multiprocessor of Hopper runs at the same time, for keys of ``MEASURED_ROW_BYTES``. The
+larger the tile, the faster is a program, and the fewer of them keep the device busy at the end of a step."""
 MEASURED_ROW_BYTES = 256
 """The bytes of a key of one head, as an operand, for which tiles and numbers of resident programs were measured."""
 
@@ -90,9 +94,10 @@ def tiling(
     ``LARGE_TILE``, or ``LARGE_TILE_8_BITS``, if ``row_bytes`` allows it. ``eight_bits``: the pool has numbers of 8 bits.
 
     If there are few tiles, each runs alone on a multiprocessor and reads far ahead. If there are many, several tiles
-    share one. If there are very few, they leave shared memory to the next kernel, a product that has begun to fetch its
-    weights. With ``long``, contexts are long enough that reading them faster gains more. Measured on an H200; the case
-    of very few tiles was measured within whole steps.
+    share one, and programs run in waves: the tile is the one whose last wave is fullest (``RESIDENT``; H200, 96 rows of 8 key heads:
+    65 us with ``LARGE_TILE``, 76 and 71 with the others). If there are very few, they leave shared memory to the next kernel, a
+    product that has begun to fetch its weights. With ``long``, contexts are long enough that reading them faster gains more. Measured
+    on an H200; the case of very few tiles was measured within whole steps.
     """
     if row_bytes > 2048:
         return DecodeTile(16, 1, 4)
@@ -102,12 +107,11 @@ def tiling(
         return LARGE_TILE_8_BITS if long or 2 * tiles > processors else DecodeTile(64, 5, 4)
     if long:
         return LARGE_TILE
-    one_wave = key_bytes == MEASURED_ROW_BYTES and 5 * processors < tiles <= 8 * processors
-    if one_wave or tiles >= 10 * processors:  # 8 of these programs run on a multiprocessor, 5 of the next
-        return DecodeTile(32, 2, 2)
-    if tiles > 4 * processors:
-        return DecodeTile(64, 2, 4)
-    return LARGE_TILE if 2 * tiles > processors else DecodeTile(64, 2, 4)
+    if tiles <= 4 * processors:
+        return LARGE_TILE if 2 * tiles > processors else MIDDLE_TILE
+    if key_bytes == MEASURED_ROW_BYTES:
+        return max(RESIDENT, key=lambda tile: _fullness(tiles, RESIDENT[tile] * processors))
+    return SMALL_TILE if tiles >= 10 * processors else MIDDLE_TILE
 
 
 @triton.jit

@@ -5,13 +5,25 @@ Lengths on the host decide sizes only.
 
 from __future__ import annotations
 
+from bisect import insort
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
 
 from dovetail.interfaces.attention import AttentionBackend, AttentionContext, AttentionLayer
-from dovetail.ops.triton.decode import LARGE_TILE, decode_splits, is_measured, long_splits, paged_decode, tiling
+from dovetail.ops.triton.decode import (
+    LARGE_TILE,
+    LARGE_TILE_8_BITS,
+    MIDDLE_TILE,
+    RESIDENT,
+    SMALL_TILE,
+    decode_splits,
+    is_measured,
+    long_splits,
+    paged_decode,
+    tiling,
+)
 from dovetail_attention.triton import tiles
 from dovetail_attention.triton.attend import PartialResults, attend
 from dovetail_attention.triton.expanded import ExpandedPrompts
@@ -23,6 +35,7 @@ if TYPE_CHECKING:
     from pydantic import BaseModel
 
     from dovetail.types import Batch, SharedPrefixes
+    from dovetail.types.arrays import IntArray
 
 SHARING_BYTES = 24 << 20
 """The bytes of KV that must be saved to pay for a second launch and the merge of every row: about 6 us of reading on
@@ -34,12 +47,13 @@ rows have similar lengths. ``UNEVEN`` uses a schedule. For few rows it reads eac
 device instead, with more bytes in flight than ``EVEN``: this is faster for long contexts too (H200: one row of 32,768
 keys takes 43 us per layer instead of 55)."""
 
-SECONDS_PER_KEY, LARGE_TILE_SECONDS_PER_KEY = 42e-9, 30e-9
+SECONDS_PER_KEY = {LARGE_TILE: 30e-9, LARGE_TILE_8_BITS: 30e-9, MIDDLE_TILE: 42e-9, SMALL_TILE: 63e-9}
+OTHER_SECONDS_PER_KEY = 42e-9
 BYTES_PER_SECOND = 4e12
-EVEN_SLACK = 10e-6
-"""Numbers for the choice of the variant (H200, head_dim 128, bfloat16). A single program takes ``SECONDS_PER_KEY`` for
-each key of one head, or ``LARGE_TILE_SECONDS_PER_KEY`` with ``LARGE_TILE``. The whole device reads ``BYTES_PER_SECOND``. If a
-step waits longer than ``EVEN_SLACK`` for its longest row, a schedule is worth the time that it takes."""
+EVEN_SLACK = 8e-6
+"""Numbers for the choice of the variant (H200, head_dim 128, 16 bits). A single program takes ``SECONDS_PER_KEY`` of its tile for
+each key of one head, and ``OTHER_SECONDS_PER_KEY`` for keys of other sizes. The whole device reads ``BYTES_PER_SECOND``. If a step
+waits longer than ``EVEN_SLACK`` for its longest rows, a schedule is worth the time that it takes."""
 
 LONG_BYTES = 64 << 20
 """The bytes of KV of a layer from which on few rows are read by ``UNEVEN``. With fewer bytes, its programs would hold
@@ -104,6 +118,18 @@ class AttendGroup(NamedTuple):
     shared: Launch | None = None
 
 
+def keys_of_places(lens: IntArray, places: int) -> IntArray:
+    """Return the number of keys that is read in each of the ``places`` in which rows of ``lens`` keys run at the same time, int32
+    ``[min(rows, places)]``: rows start in their order, each in the place that becomes free first."""
+    places = max(1, places)
+    keys = lens[:places]
+    for start in range(places, len(lens), places):
+        more = lens[start : start + places]
+        keys = np.sort(keys)
+        keys[: len(more)] += more
+    return keys
+
+
 class TritonAttention(AttentionBackend):
     """Run the Triton kernels. All work that depends on a value is computed on the device, so graphs need nothing from
     the host.
@@ -146,6 +172,7 @@ class TritonAttention(AttentionBackend):
         if self._invariant:  # allocated now, because there may not be enough memory later
             self._invariant_memory(self._cut_tokens, self._chunks)
         self._steps: list[AttendGroup] = []
+        self._sizes: list[int] = []  # the numbers of rows of the decode steps that were captured, ascending
         self._even = 0  # the parts of every row's keys in a step that reads them in parts; 0: another kind of step
         self._long = False  # whether such a step is of the variant UNEVEN
         self._shared: Launch | None = None  # the launch for the prefixes that groups share, in such a step
@@ -171,12 +198,23 @@ class TritonAttention(AttentionBackend):
         bytes_read = int(lens.sum()) * self._token_bytes
         if bytes_read >= LONG_BYTES and self._few(rows):
             return UNEVEN
-        tiles = rows * self._kv_heads
+        return EVEN if self._waits(lens) < EVEN_SLACK else UNEVEN
+
+    def _waits(self, lens: IntArray) -> float:
+        """Return the seconds that a step of the variant ``EVEN`` with rows of ``lens [rows]`` keys takes longer than the device needs to
+        read all keys: at its end, the few programs that are left do not use the whole bandwidth."""
+        rows = next((size for size in self._sizes if size >= len(lens)), len(lens))
+        parts, tiles = decode_splits(rows, self._kv_heads, self._processors, self._measured), rows * self._kv_heads
         tile = tiling(self._row_bytes, self._key_bytes, tiles, self._processors, eight_bits=self._eight_bits)
-        measured = tile.keys == LARGE_TILE.keys and self._measured
-        each = int(lens[lens.argmax()]) / decode_splits(rows, self._kv_heads, self._processors, self._measured)
-        longest = each * (LARGE_TILE_SECONDS_PER_KEY if measured else SECONDS_PER_KEY)
-        return EVEN if longest < bytes_read / BYTES_PER_SECOND + EVEN_SLACK else UNEVEN
+        seconds = SECONDS_PER_KEY.get(tile, OTHER_SECONDS_PER_KEY) if self._measured else OTHER_SECONDS_PER_KEY
+        each, keys = self._token_bytes / BYTES_PER_SECOND, lens
+        if parts == 1 and self._measured and tile in RESIDENT:
+            keys = keys_of_places(lens, RESIDENT[tile] * self._processors // self._kv_heads)
+            busy = int(seconds / each)
+            if busy < len(keys):  # until this number of places is left, all share the bandwidth
+                keys = np.partition(keys, -busy - 1)[-busy - 1 :]
+                keys = keys - keys[0]
+        return int(keys.max()) / parts * seconds - int(keys.sum()) * each
 
     def _few(self, rows: int) -> bool:
         """Return True if ``UNEVEN`` reads these rows in parts instead of using a schedule."""
@@ -188,7 +226,7 @@ class TritonAttention(AttentionBackend):
         rows, split = len(batch.slots), batch.num_extend
         self._even = 0
         if not split and batch.drafts is None:
-            self.plan_capture(batch)
+            self._plan_decode(batch)
             return
         if self._invariant:
             self._steps = [self._invariant_step(batch, captured=False)]
@@ -198,6 +236,11 @@ class TritonAttention(AttentionBackend):
 
     def plan_capture(self, batch: Batch) -> None:
         """Plan the launches of this number of rows. Their memory is also used by all other decode steps."""
+        if batch.drafts is None and len(batch.slots) not in self._sizes:
+            insort(self._sizes, len(batch.slots))
+        self._plan_decode(batch)
+
+    def _plan_decode(self, batch: Batch) -> None:
         self._leaders = {}
         if self._invariant:
             self._even, self._steps, self._shared = 0, [self._invariant_step(batch, captured=True)], None
