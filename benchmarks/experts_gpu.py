@@ -35,7 +35,7 @@ from dovetail.ops.expert_formats import dequantized
 from dovetail.ops.experts import MOST_IN_PARTS, expert_parts, experts
 from dovetail.ops.mxfp4 import quantize
 from dovetail.ops.routing import route
-from dovetail.ops.triton import expert_layers, experts_many
+from dovetail.ops.triton import expert_layers, experts_many, mxfp4_words
 from dovetail.ops.triton import experts as plain_kernels
 from dovetail.ops.triton import experts_fp8 as fp8_kernels
 from dovetail.ops.triton import mxfp4 as mxfp4_kernels
@@ -329,6 +329,7 @@ def tune(name: str, size: Size, weights: ExpertWeights, tokens: int) -> None:
     calls = layer_calls(size, weights, tokens, "skewed")
     kernels = KERNELS[weights.format]
     tiles_of = kernels.tiles_of
+    mxfp4_words.pays = lambda *_: False  # its kernels have tiles of their own
     tried = {"plain": candidates, "mxfp4": mxfp4_candidates}.get(weights.format, fp8_candidates)(tokens)
 
     def time_of(tiles: Any) -> float:

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 import struct
 import subprocess
@@ -18,10 +19,10 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from dovetail.ops.mxfp4 import VALUES
-from dovetail.ops.triton import mxfp4, mxfp4_numbers
+from dovetail.ops.triton import mxfp4, mxfp4_numbers, mxfp4_words
 from dovetail.ops.triton.launch import INTERPRETED
 from dovetail.ops.triton.mxfp4_tiles import tiles_of
-from sass import unwritten
+from sass import printed, unwritten
 
 pytestmark = [
     pytest.mark.skipif(INTERPRETED, reason="kernels are interpreted, not compiled"),
@@ -92,14 +93,52 @@ def check(tokens: int, cubin: Path, *, gated: bool, adapted: bool = False) -> No
     assert not adapted or not unwritten(cubin)
 
 
+@pytest.mark.parametrize("gated", [True, pytest.param(False, marks=pytest.mark.full)])
+def test_products_of_words_compile(gated: bool, tmp_path: Path) -> None:
+    """Everything that the loops multiply is copied to shared memory ahead, codes go from there to the registers of tensor cores, and products
+    end before their registers are overwritten."""
+    tile = mxfp4_words.GATE_UP if gated else mxfp4_words.DOWN
+    constants: dict[str, Any] = {
+        "GATED": gated, "TOP_K": 4, "SCALED": False, "BIAS": True, "LIMITED": True, "IN_PARTS": not gated,
+        "BLOCK_N": tile.block_n, "STAGES": tile.stages, "PDL": True,
+    }  # fmt: skip
+    kernel = mxfp4_words._product
+    types = POINTERS | {"w": "*i16", "out": "*bf16" if gated else "*fp32"} | NUMBERS
+    signature = {name: "constexpr" if name in constants else types.get(name, "i32") for name in kernel.arg_names}
+    attrs = {
+        (index,): [["tt.divisibility", 16]]
+        for index, name in enumerate(kernel.arg_names)
+        if signature[name].startswith("*") or name in ("k", "width")
+    }
+    source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attrs)
+    options = {"num_warps": tile.warps, "num_stages": tile.stages, "launch_pdl": True}
+    options |= {} if tile.registers is None else {"maxnreg": tile.registers}
+    found = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+    bodies = [loop.split("scf.yield", 1)[0] for loop in found.asm["ttgir"].split("scf.for")[1:]]
+    assert len(bodies) == 3, "one loop for blocks of up to 16, 32 and 64 pairs each"
+    for body in bodies:
+        assert body.count("async_copy_global_to_local") == 3, "codes, scales and x"
+        assert "tt.load" not in body
+        assert "ttg.local_store" not in body, "the numbers of the weight go through shared memory"
+    waits = re.findall(r"wgmma.wait_group.sync.aligned (\d+);", found.asm["ptx"])
+    assert waits == ["0"] * 3, "products of a chunk wait for each other, or run on when their registers are overwritten"
+    assert (found.metadata.shared + 1024) * 3 <= 228 << 10, "three programs do not fit a multiprocessor"
+    cubin = tmp_path / "kernel.cubin"
+    cubin.write_bytes(found.asm["cubin"])
+    stack = re.search(r"STACK:(\d+)", printed("-res-usage", cubin))
+    assert stack is not None
+    assert int(stack[1]) <= 160, "registers are spilled"
+    assert not unwritten(cubin)
+
+
 def run(assembly: str, word: int) -> tuple[int, int]:
-    """Return what ``assembly`` writes to ``$0`` and ``$1`` if ``$2`` is ``word``."""
-    registers = {"$2": word}
+    """Return what ``assembly`` writes to ``$0`` and ``$1``, or 0, if ``$2`` is ``word``."""
+    registers = {"$1": 0, "$2": word}
 
     def value(name: str) -> int:
         return registers[name] if name in registers else int(name, 0)
 
-    for operation, given in re.findall(r"(prmt|shl|and|lop3|mul)\.(?:b32|lo\.u32) ([^;]+);", assembly):
+    for operation, given in re.findall(r"(prmt|shl|shr|and|lop3|mul)\.(?:b32|lo\.u32) ([^;]+);", assembly):
         to, *names = (name.strip() for name in given.split(","))
         a, b, *more = map(value, names)
         if operation == "prmt":
@@ -109,8 +148,8 @@ def run(assembly: str, word: int) -> tuple[int, int]:
             c, table = more
             assert table == 0xEA
             found = a & b | c
-        elif operation == "shl":
-            found = a << b
+        elif operation in ("shl", "shr"):
+            found = a << b if operation == "shl" else a >> b
         else:
             found = a & b if operation == "and" else a * b
         registers[to] = found & 0xFFFFFFFF
@@ -118,23 +157,35 @@ def run(assembly: str, word: int) -> tuple[int, int]:
 
 
 @pytest.mark.parametrize("name", ["bf16", "fp16"])
+def test_the_assembly_widens_every_code_of_words(name: str) -> None:
+    """Two numbers are made of two words of 16 bits, of the codes in one of four planes."""
+    values = [*VALUES, *(-value for value in VALUES)]
+    for plane in range(4):
+        text = getattr(mxfp4_numbers, f"_P{plane}_{name.upper()}").value.replace("$1", "$2")
+        for codes in itertools.product(range(16), range(16)):
+            words = [(0x9C35 + 0x3A7 * plane) & ~(15 << 4 * plane) & 0xFFFF | code << 4 * plane for code in codes]
+            got = run(text, words[0] | words[1] << 16)[0]
+            assert numbers_of(got, name) == [values[code] for code in codes]
+
+
+def numbers_of(word: int, name: str) -> list[float]:
+    """Return the two numbers in a register, divided by the smallest normal number of their type."""
+    bits = [word >> shift & 0xFFFF for shift in (0, 16)]
+    if name == "bf16":
+        return [struct.unpack("<f", struct.pack("<I", one << 16))[0] * 2.0**126 for one in bits]
+    return [struct.unpack("<e", struct.pack("<H", one))[0] * 2.0**14 for one in bits]
+
+
+@pytest.mark.parametrize("name", ["bf16", "fp16"])
 def test_the_assembly_widens_every_code(name: str) -> None:
     """Four numbers are made of four bytes, in their order: those in the low or the high bits, times the smallest normal
     number of the type."""
-    bf16 = name == "bf16"
-    halves = (
-        (mxfp4_numbers._LOW_BF16, mxfp4_numbers._HIGH_BF16)
-        if bf16
-        else (mxfp4_numbers._LOW_FP16, mxfp4_numbers._HIGH_FP16)
-    )
+    kind = name.upper()
+    halves = [getattr(mxfp4_numbers, f"_{half}_{kind}") for half in ("LOW", "HIGH")]
     values = [*VALUES, *(-value for value in VALUES)]
     for first in range(256):
         given = [(first + 71 * i) % 256 for i in range(4)]
         for high, text in enumerate(halves):
             words = run(text.value, int.from_bytes(given, "little"))
-            bits = [word >> shift & 0xFFFF for word in words for shift in (0, 16)]
-            if bf16:
-                got = [struct.unpack("<f", struct.pack("<I", one << 16))[0] * 2.0**126 for one in bits]
-            else:
-                got = [struct.unpack("<e", struct.pack("<H", one))[0] * 2.0**14 for one in bits]
+            got = [number for word in words for number in numbers_of(word, name)]
             assert got == [values[byte >> 4 * high & 15] for byte in given]

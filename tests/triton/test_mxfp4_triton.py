@@ -5,7 +5,6 @@ Run: TRITON_INTERPRET=1 python -m pytest tests/triton/test_mxfp4_triton.py
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 import pytest
@@ -13,61 +12,22 @@ import torch
 import triton
 import triton.language as tl
 
-from dovetail.interfaces.expert_shapes import SILU, ExpertWeights, Routing, SwiGLU
+from dovetail.interfaces.expert_shapes import Routing
 from dovetail.ops import experts as torch_experts
 from dovetail.ops.expert_scratch import ExpertScratch
 from dovetail.ops.mxfp4 import dequantize, powers
 from dovetail.ops.triton import expert_layers as layers
 from dovetail.ops.triton import experts_many, mxfp4, mxfp4_numbers, mxfp4_plain
 from dovetail.ops.triton.mxfp4_tiles import MOST_SHARED, Mxfp4Tile, Mxfp4Tiles, reads_ahead, shared_bytes, tiles_of
+from mxfp4_layers import TOLERANCES, choose, double, weights_of
 
 kernels: Any = mxfp4
 numbers: Any = mxfp4_numbers
-TOLERANCES = {torch.float32: 1e-5, torch.float16: 4e-3}
 
 
 @pytest.fixture(autouse=True)
 def _seed() -> None:
     torch.manual_seed(0)
-
-
-def weights_of(
-    experts: int, hidden: int, size: int, dtype: torch.dtype, *, bias: bool, **more: object
-) -> ExpertWeights:
-    def codes(out: int, columns: int) -> torch.Tensor:
-        return torch.randint(256, (experts, out, columns // 2), dtype=torch.uint8)
-
-    def scale(out: int, columns: int) -> torch.Tensor:
-        return torch.randint(121, 126, (experts, columns // 32, out), dtype=torch.uint8)
-
-    return ExpertWeights(
-        gate_up=codes(2 * size, hidden),
-        down=codes(hidden, size),
-        activation=SwiGLU(1.702, 0.8, 1.0) if bias else SILU,
-        gate_up_bias=torch.randn(experts, 2 * size).to(dtype) if bias else None,
-        down_bias=torch.randn(experts, hidden).to(dtype) if bias else None,
-        format="mxfp4",
-        gate_up_scale=scale(2 * size, hidden),
-        down_scale=scale(hidden, size),
-        **{"whole": experts, **more},  # pyright: ignore[reportArgumentType]
-    )
-
-
-def double(weights: ExpertWeights) -> ExpertWeights:
-    assert weights.gate_up_scale is not None
-    assert weights.down_scale is not None
-    biases = {
-        name: bias.double() for name in ("gate_up_bias", "down_bias") if (bias := getattr(weights, name)) is not None
-    }
-    return dataclasses.replace(
-        weights,
-        gate_up=dequantize(weights.gate_up, weights.gate_up_scale, torch.float32).double(),
-        down=dequantize(weights.down, weights.down_scale, torch.float32).double(),
-        gate_up_scale=None,
-        down_scale=None,
-        format="plain",
-        **biases,
-    )
 
 
 @triton.jit
@@ -102,10 +62,6 @@ def test_every_code_and_scale_is_exact(dtype: torch.dtype) -> None:
     expected = dequantize(codes, torch.full_like(scale, 127), torch.float64)
     expected *= powers(scale, torch.float64).T.repeat_interleave(32, 1)
     assert torch.equal(got, expected)
-
-
-def choose(tokens: int, experts: int, top_k: int) -> torch.Tensor:
-    return torch.rand(tokens, experts).topk(top_k, 1).indices.int()
 
 
 EVEN, UNEVEN = Mxfp4Tile(32, 32, 4, 2), Mxfp4Tile(64, 64, 4, 2)

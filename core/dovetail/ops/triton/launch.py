@@ -60,21 +60,25 @@ def launch(
     num_warps: int = 4,
     num_stages: int = 3,
     as_written: bool = False,
+    registers: int | None = None,
     **constants: Any,
 ) -> None:
     """Run ``kernel`` over ``grid`` with its arguments and constants. The kernel has one more constant, ``PDL``. With
     ``as_written``, the compiler does not fuse a multiplication and an addition into one operation. Whether it fuses
-    them otherwise depends on which operations it finds next to each other.
+    them otherwise depends on which operations it finds next to each other. With ``registers``, a thread has at most that number of
+    registers, so that more programs share a multiprocessor.
     """
-    kernel[grid](*args, **constants, **_options(num_warps, num_stages, as_written))
+    kernel[grid](*args, **constants, **_options(num_warps, num_stages, as_written, registers))
 
 
 @functools.cache
-def _options(num_warps: int, num_stages: int, as_written: bool) -> dict[str, Any]:
+def _options(num_warps: int, num_stages: int, as_written: bool, registers: int | None) -> dict[str, Any]:
     found: dict[str, Any] = {"PDL": False, "num_warps": num_warps, "num_stages": num_stages}
     if not INTERPRETED:
         if torch.cuda.get_device_capability()[0] >= 9:
             found.update(PDL=True, launch_pdl=True)
         if as_written:
             found.update(enable_fp_fusion=False)
+        if registers is not None:
+            found.update(maxnreg=registers)
     return found

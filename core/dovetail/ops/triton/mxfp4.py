@@ -6,8 +6,8 @@ needs no sorting: each of its experts is a block.
 
 The weight is the left operand of every product: its tiles are dequantized in registers, where tensor cores read left
 operands, and never written to shared memory. Two products take the low and the high bits of the same bytes, with the
-columns of ``x`` that belong to each. ``mxfp4_numbers`` dequantizes; sums are multiplied by what it leaves out. Many tokens: see
-``mxfp4_plain``.
+columns of ``x`` that belong to each. ``mxfp4_numbers`` dequantizes; sums are multiplied by what it leaves out. More pairs of each
+expert: see ``mxfp4_words``, and for many tokens ``mxfp4_plain``.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from dovetail.interfaces.expert_shapes import ExpertWeights, Routing
+from dovetail.ops.triton import mxfp4_words
 from dovetail.ops.triton.adapted_pairs import PairAdapters, blocks_of_pairs
 from dovetail.ops.triton.expert_pairs import pairs_of_block, rows_of_tile, store_down, store_gated
 from dovetail.ops.triton.launch import INTERPRETED, launch
@@ -104,6 +105,8 @@ def pair_results(
     x: torch.Tensor, routing: Routing, weights: ExpertWeights, *, in_parts: bool, adapters: PairAdapters | None = None
 ) -> torch.Tensor:
     """Compute ``ops.triton.experts.pair_results``, also of one token."""
+    if adapters is None and mxfp4_words.pays(x, routing.ids.shape[1], weights):
+        return mxfp4_words.pair_results(x, routing, weights, in_parts=in_parts)
     (tokens, hidden), top_k = x.shape, routing.ids.shape[1]
     count, _, half = weights.down.shape
     size, one = 2 * half, tokens == 1 and adapters is None

@@ -46,9 +46,30 @@ _LOW_BF16, _HIGH_BF16 = _assembly(0, 6), _assembly(4, 6)
 _LOW_FP16, _HIGH_FP16 = _assembly(0, 9), _assembly(4, 9)
 
 
+def _plane_assembly(plane: int, mantissa: int) -> tl.constexpr:
+    """Return assembly that makes two 16-bit numbers of the codes at bits ``4 * plane`` of two words of 16 bits."""
+    return tl.constexpr(f"""{{
+        .reg .b32 u, t, q;
+        shr.b32 u, $1, {plane // 2 * 8};
+        {_place_pair("$0", "u", plane % 2 * 4, mantissa)}
+        }}""")
+
+
+_P0_BF16, _P1_BF16, _P2_BF16, _P3_BF16 = (_plane_assembly(plane, 6) for plane in range(4))
+_P0_FP16, _P1_FP16, _P2_FP16, _P3_FP16 = (_plane_assembly(plane, 9) for plane in range(4))
+
+
 @triton.jit
 def scale_factors(scales, DTYPE: tl.constexpr, BLOCK_N: tl.constexpr, HALF_K: tl.constexpr, ASSEMBLY: tl.constexpr):
     """Return the second argument of ``dequantized_codes`` for ``scales [HALF_K / 16, BLOCK_N]``."""
+    return word_factors(scales, DTYPE, BLOCK_N, HALF_K, HALF, ASSEMBLY)
+
+
+@triton.jit
+def word_factors(
+    scales, DTYPE: tl.constexpr, BLOCK_N: tl.constexpr, WORDS: tl.constexpr, GROUP: tl.constexpr, ASSEMBLY: tl.constexpr
+):
+    """Return the second argument of ``plane_of_words`` for ``scales [WORDS / GROUP, BLOCK_N]``, each of GROUP words."""
     if ASSEMBLY and DTYPE.is_bf16():
         factor = ((scales.to(tl.uint16) + 63) << 7).to(tl.bfloat16, bitcast=True)
     elif ASSEMBLY:
@@ -56,8 +77,8 @@ def scale_factors(scales, DTYPE: tl.constexpr, BLOCK_N: tl.constexpr, HALF_K: tl
     else:
         added: tl.constexpr = 126 if DTYPE.is_fp16() else 63
         factor = ((scales.to(tl.uint32) + added) << 23).to(tl.float32, bitcast=True)
-    whole = tl.broadcast_to(tl.trans(factor)[:, :, None], [BLOCK_N, HALF_K // HALF, HALF])
-    return tl.reshape(whole, [BLOCK_N, HALF_K])
+    whole = tl.broadcast_to(tl.trans(factor)[:, :, None], [BLOCK_N, WORDS // GROUP, GROUP])
+    return tl.reshape(whole, [BLOCK_N, WORDS])
 
 
 @triton.jit
@@ -74,6 +95,22 @@ def dequantized_codes(codes, factors, HIGH: tl.constexpr, DTYPE: tl.constexpr, A
             numbers = tl.inline_asm_elementwise(text, "=&r,=&r,r", [codes], dtype=tl.float16, is_pure=True, pack=4)
     else:
         code = codes.to(tl.uint32) >> (4 if HIGH else 0)
+        numbers = (((code & 8) << 28) | ((code & 7) << 22)).to(tl.float32, bitcast=True)
+    return (numbers * factors).to(DTYPE)
+
+
+@triton.jit
+def plane_of_words(words, factors, PLANE: tl.constexpr, DTYPE: tl.constexpr, ASSEMBLY: tl.constexpr):
+    """Return the weights at bits ``4 * PLANE`` of words of 16 bits, as ``dequantized_codes`` does. DTYPE has 16 bits if ASSEMBLY."""
+    if ASSEMBLY:
+        if DTYPE.is_bf16():
+            text: tl.constexpr = (_P0_BF16, _P1_BF16, _P2_BF16, _P3_BF16)[PLANE]
+            numbers = tl.inline_asm_elementwise(text, "=r,r", [words], dtype=tl.bfloat16, is_pure=True, pack=2)
+        else:
+            text: tl.constexpr = (_P0_FP16, _P1_FP16, _P2_FP16, _P3_FP16)[PLANE]
+            numbers = tl.inline_asm_elementwise(text, "=r,r", [words], dtype=tl.float16, is_pure=True, pack=2)
+    else:
+        code = words.to(tl.uint32) >> (4 * PLANE)
         numbers = (((code & 8) << 28) | ((code & 7) << 22)).to(tl.float32, bitcast=True)
     return (numbers * factors).to(DTYPE)
 

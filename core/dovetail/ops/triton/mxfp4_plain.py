@@ -16,15 +16,16 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from dovetail.interfaces.expert_shapes import ExpertWeights, Routing
 from dovetail.ops.expert_scratch import ExpertScratch
-from dovetail.ops.triton import experts_many
+from dovetail.ops.triton import experts_many, mxfp4_words
 from dovetail.ops.triton.expert_tiles import many_tiles
 from dovetail.ops.triton.launch import INTERPRETED, launch
 from dovetail.ops.triton.mxfp4_numbers import HALF, dequantized_codes, scale_factors, unscaled
 from dovetail.ops.triton.routing import sort_by_expert
 
-MEAN_PAIRS = 128
-"""From this mean number of pairs of an expert on, weights are dequantized first. On an H200 with gpt-oss-20b and 1,024 tokens, products
-of codes take 1,059 us for a layer (1,344 with skewed routing), those of dequantized weights 456 (701), and writing 1.6 GB takes about 450."""
+MEAN_PAIRS, MEAN_PAIRS_OF_WORDS = 128, 384
+"""From this mean number of pairs of an expert on, weights are dequantized first: from the second number on if ``mxfp4_words`` can compute the layer. On
+an H200 with gpt-oss-20b and 2,048 tokens (256 pairs), products of words take 1,250 us for a layer (1,289 with skewed routing), and 2,423 (2,483) with 4,096
+tokens; those of weights that are dequantized first 1,494 (1,651) and 2,146 (2,298)."""
 _ROWS, _HALF_K = 32, 128
 """A program dequantizes this number of rows, and this number of bytes of each. Rows are not masked: each weight has as many rows as the
 other one has columns, or twice as many, and columns are multiples of 32, because 32 columns have one scale."""
@@ -72,7 +73,8 @@ def dequantize(codes: torch.Tensor, scales: torch.Tensor, out: torch.Tensor) -> 
 
 def pays(x: torch.Tensor, top_k: int, weights: ExpertWeights) -> bool:
     """Return True if it takes less time to dequantize the weights first than to multiply with codes, for ``x [tokens, hidden]``."""
-    return x.shape[0] * top_k >= MEAN_PAIRS * weights.whole and experts_many.fits(x, weights)
+    least = MEAN_PAIRS_OF_WORDS if mxfp4_words.fits(x, weights) else MEAN_PAIRS
+    return x.shape[0] * top_k >= least * weights.whole and experts_many.fits(x, weights)
 
 
 def pair_results(

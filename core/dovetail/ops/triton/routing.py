@@ -177,7 +177,7 @@ def _write_blocks(counts, blocks, used, experts, BLOCK_M: tl.constexpr, BLOCK_E:
 
 
 @triton.jit(do_not_specialize=["pairs", "first"])
-def _sort(
+def sort_pairs(
     ids, order, blocks, used, pairs, first, experts,
     SIZE: tl.constexpr, OWN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_E: tl.constexpr, PDL: tl.constexpr,
 ) -> None:  # fmt: skip
@@ -258,27 +258,36 @@ def most_blocks(tokens: int, top_k: int, experts: int, block_m: int) -> int:
     return min(pairs, experts * triton.cdiv(tokens, block_m), pairs // block_m + experts)
 
 
+def empty_order(ids: torch.Tensor, experts: int, block_m: int) -> ExpertOrder:
+    """Allocate an order of the pairs of ``ids`` (int32 ``[tokens, top_k]``) for a rank with ``experts`` experts."""
+    sizes = (ids.numel(),), (most_blocks(*ids.shape, experts, block_m), 3), (1,)
+    return ExpertOrder(*(torch.empty(size, dtype=torch.int32, device=ids.device) for size in sizes), block_m)
+
+
+def _bins(experts: int) -> int:
+    return max(
+        triton.next_power_of_2(experts), 32
+    )  # Triton 3.6 compiles histograms of 64 keys in 4 bins to misaligned accesses
+
+
+def sort_pairs_constants(pairs: int, experts: int, block_m: int) -> dict[str, int]:
+    """Return the constants of ``sort_pairs`` for at most ``ONE_KERNEL`` pairs."""
+    size = next(size for size in _SORTED if pairs <= size)
+    return {"SIZE": size, "OWN": OWN, "BLOCK_M": block_m, "BLOCK_E": _bins(experts)}
+
+
 def sort_by_expert(ids: torch.Tensor, first: int, experts: int, block_m: int) -> ExpertOrder:
     """Sort the pairs of ``ids`` (int32 ``[tokens, top_k]``, at least one token) by expert. This rank has ``experts``
     experts from index ``first`` on."""
     assert ids.is_contiguous()
-    pairs, device = ids.numel(), ids.device
-    blocks = torch.empty(most_blocks(*ids.shape, experts, block_m), 3, dtype=torch.int32, device=device)
-    order = ExpertOrder(
-        torch.empty(pairs, dtype=torch.int32, device=device),
-        blocks,
-        torch.empty(1, dtype=torch.int32, device=device),
-        block_m,
-    )
-    # Triton 3.6 compiles histograms of 64 keys in 4 bins to misaligned accesses
-    bins = max(triton.next_power_of_2(experts), 32)
+    pairs, device, order = ids.numel(), ids.device, empty_order(ids, experts, block_m)
     if pairs <= ONE_KERNEL:
-        size = next(size for size in _SORTED if pairs <= size)
         launch(
-            _sort, (1 + triton.cdiv(pairs, OWN),),
-            ids, *order[:3], pairs, first, experts, SIZE=size, OWN=OWN, BLOCK_M=block_m, BLOCK_E=bins, num_warps=4,
+            sort_pairs, (1 + triton.cdiv(pairs, OWN),),
+            ids, *order[:3], pairs, first, experts, **sort_pairs_constants(pairs, experts, block_m), num_warps=4,
         )  # fmt: skip
         return order
+    bins = _bins(experts)
     chunks = triton.cdiv(pairs, CHUNK)
     counts = torch.empty(chunks, experts, dtype=torch.int32, device=device)
     totals = torch.empty(experts, dtype=torch.int32, device=device)
