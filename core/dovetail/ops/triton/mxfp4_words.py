@@ -40,7 +40,8 @@ GROUP = tl.constexpr(8)
 BLOCK_M = tl.constexpr(64)
 """The most pairs of a block."""
 MEAN_PAIRS = 6
-"""The kernels are used for a larger mean number of pairs of an expert."""
+"""The kernels are used from this mean number of pairs of an expert on. On an H200 with gpt-oss-20b and 48 tokens (6 pairs), a layer takes 114 us with the
+routing of dummy weights, 154 with skewed and 183 with exactly uniform routing, and with the kernels of ``mxfp4`` 145, 166 and 151."""
 
 
 @triton.jit
@@ -178,15 +179,16 @@ def _product(
     if block >= tl.load(used):
         return
     count = tl.load(blocks + block * 3 + 2) - tl.load(blocks + block * 3 + 1)
+    # what rows of fewer pairs leave of the shared memory holds more chunks of the weight
     if count <= 16:
         _multiply_block(
             x, w, scale, bias, out, weights, order, blocks, block, tile, tokens, k, width, alpha, limit, offset,
-            GATED, TOP_K, SCALED, BIAS, LIMITED, IN_PARTS, 16, BLOCK_N, STAGES,
+            GATED, TOP_K, SCALED, BIAS, LIMITED, IN_PARTS, 16, BLOCK_N, STAGES + 2,
         )  # fmt: skip
     elif count <= 32:
         _multiply_block(
             x, w, scale, bias, out, weights, order, blocks, block, tile, tokens, k, width, alpha, limit, offset,
-            GATED, TOP_K, SCALED, BIAS, LIMITED, IN_PARTS, 32, BLOCK_N, STAGES,
+            GATED, TOP_K, SCALED, BIAS, LIMITED, IN_PARTS, 32, BLOCK_N, STAGES + 1,
         )  # fmt: skip
     else:
         _multiply_block(
@@ -206,7 +208,7 @@ class WordTile(NamedTuple):
 
 
 GATE_UP, DOWN = WordTile(128, 4, 3, 168), WordTile(128, 4, 3, None)
-"""The tiles, of which two or three share a multiprocessor."""
+"""The fastest of 15 pairs of tiles for 64 tokens of gpt-oss-20b on an H200. Two or three programs share a multiprocessor."""
 
 
 def fits(x: torch.Tensor, weights: ExpertWeights) -> bool:
@@ -223,7 +225,7 @@ def _capable(device: torch.device) -> bool:
 
 def pays(x: torch.Tensor, top_k: int, weights: ExpertWeights) -> bool:
     """Return True if the kernels here are faster than those of ``mxfp4`` for ``x [tokens, hidden]``."""
-    return x.shape[0] * top_k > MEAN_PAIRS * weights.whole and fits(x, weights)
+    return x.shape[0] * top_k >= MEAN_PAIRS * weights.whole and fits(x, weights)
 
 
 def pair_results(x: torch.Tensor, routing: Routing, weights: ExpertWeights, *, in_parts: bool) -> torch.Tensor:
