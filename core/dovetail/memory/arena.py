@@ -19,7 +19,7 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 
@@ -28,6 +28,8 @@ from dovetail.interfaces.store import PageBytes
 
 if TYPE_CHECKING:
     from dovetail.types import Int64Array, IntArray
+
+Index = TypeVar("Index", int, "IntArray")
 
 MOST_SLABS = 1 << 14
 LEAST_SLABS = 64
@@ -102,7 +104,7 @@ class ArenaAllocator:
         self._heaps: list[list[tuple[int, int]]] = [[] for _ in groups]  # (free pages, slab), partly out of date
         self._num_free = [0 for _ in groups]  # in slabs of the group
         self._num_held = [0 for _ in groups]
-        self._held = [np.zeros(layout.num_slabs * own, np.bool_) for own in layout.pages]
+        self._held = [bytearray(layout.num_slabs * own) for own in layout.pages]  # 1: the page is handed out
         self._columns: int | None = None  # ``num_free``, until it changes
 
     @property
@@ -214,10 +216,11 @@ class ArenaAllocator:
             del free[-count:]
             self._push(group, slab)
             self._num_free[group] -= count
-        pages = np.array(taken, np.int32)
+        held = self._held[group]
+        for page in taken:
+            held[self._index(group, page)] = 1
         self._num_held[group] += n
-        self._held[group][self._index(group, pages)] = True
-        return pages
+        return np.array(taken, np.int32)
 
     def _fullest(self, group: int) -> int:
         """Return the slab of a group that has the fewest free pages, but at least one. Draws one if there is none."""
@@ -245,23 +248,26 @@ class ArenaAllocator:
         assert len(pages) == len(self._pages), f"{len(pages)} groups of pages given back, not {len(self._pages)}"
         self._columns = None
         for group, own in enumerate(pages):
-            own = own[own > 0]
             if len(own):
-                self._give_back(group, own)
+                self._give_back(group, own.tolist())
 
-    def _give_back(self, group: int, pages: IntArray) -> None:
-        index, held = self._index(group, pages), self._held[group]
-        assert held[index].all(), "a page was freed that is not held"
-        held[index] = False
-        assert len(np.unique(index)) == len(index), "a page was freed twice in one call"
-        self._num_held[group] -= len(pages)
+    def _give_back(self, group: int, pages: Sequence[int]) -> None:
+        """Give back pages of one group. A request frees a few pages or a single slot at a time, for which a loop takes less time
+        than operations on arrays."""
+        held, blocks = self._held[group], self.layout.blocks[group]
+        by_slab: dict[int, list[int]] = {}
+        for page in pages:
+            if page > 0:
+                index = self._index(group, page)
+                assert held[index], "a page was freed that is not held, or twice in one call"
+                held[index] = 0
+                by_slab.setdefault(page // blocks, []).append(page)
         slabs, size = self._pages[group], self.layout.pages[group]
-        slab_of = pages // self.layout.blocks[group]
-        for slab in np.unique(slab_of).tolist():
-            free = slabs[slab]
-            before = len(free)
-            free += pages[slab_of == slab].tolist()
-            self._num_free[group] += len(free) - before
+        for slab in sorted(by_slab):
+            free, own = slabs[slab], by_slab[slab]
+            free += own
+            self._num_held[group] -= len(own)
+            self._num_free[group] += len(own)
             if len(free) == size:
                 del slabs[slab]
                 self._num_free[group] -= size
@@ -269,14 +275,15 @@ class ArenaAllocator:
             else:
                 self._push(group, slab)
 
-    def _index(self, group: int, pages: IntArray) -> IntArray:
-        """Return the index of each page in ``_held``."""
-        slab, page = np.divmod(pages, self.layout.blocks[group])
-        return slab * self.layout.pages[group] + page
+    def _index(self, group: int, page: Index) -> Index:
+        """Return the index of a page in ``_held``."""
+        blocks = self.layout.blocks[group]
+        return page // blocks * self.layout.pages[group] + page % blocks
 
     def are_held(self, pages: IntArray | Sequence[IntArray]) -> bool:
         """Return True if none of the pages of each group is free. Holes are ignored."""
-        return all(self._held[group][self._index(group, own[own > 0])].all() for group, own in enumerate(pages))
+        held = [np.frombuffer(own, np.bool_) for own in self._held]
+        return all(held[group][self._index(group, own[own > 0])].all() for group, own in enumerate(pages))
 
     def check_integrity(self, held: Sequence[IntArray]) -> None:
         """Assert that ``held`` are the pages of each group that are handed out, each once, that every slab has one owner, and
@@ -285,7 +292,7 @@ class ArenaAllocator:
         assert sorted([*owned, *self._free_slabs]) == list(range(1, self.layout.num_slabs)), "a slab has not one owner"
         for group, own in enumerate(held):
             slabs, size = self._pages[group], self.layout.pages[group]
-            assert len(own) == self._num_held[group] == self._held[group].sum(), "held pages are counted wrong"
+            assert len(own) == self._num_held[group] == sum(self._held[group]), "held pages are counted wrong"
             assert self.are_held([own if g == group else own[:0] for g in range(len(held))]), "a held page is free"
             assert len(np.unique(own)) == len(own), "a page is held twice"
             assert self._num_free[group] == sum(map(len, slabs.values())) == len(slabs) * size - len(own), (

@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from dovetail.interfaces.cache import CacheContext, Match, first_needed
-from dovetail.interfaces.cache_groups import acceptable
 from dovetail.types import IntArray
 from dovetail_cache.config import RadixConfig
 from dovetail_cache.eviction import RANKS, Rank
@@ -132,7 +131,7 @@ class GroupedRadixTree(RadixTree):
         for node in path:
             node.priority = max(node.priority, priority)
         self._use(path, end)
-        return self._result(path, end, held, self._accepted(path, held)[1])
+        return self._result(path, end, held, self._reached(path, held))
 
     def lock(self, handle: Handle) -> None:
         """Protect what is needed to resume at the end of ``handle``. If the handle ends inside a node, split it."""
@@ -198,10 +197,17 @@ class GroupedRadixTree(RadixTree):
         reached = [pages.shape[1] * self._page_size] * self._num_all
         common = np.ones(pages.shape[1] + 1, np.bool_)
         for part in self._parts:
-            accepted = acceptable(part.group, part.present(path, pages), self._page_size)
+            accepted = part.accepted(path, pages)
             reached[part.number] = int(np.flatnonzero(accepted)[-1]) * self._page_size
             common &= accepted
         return common, tuple(reached)
+
+    def _reached(self, path: list[Node], pages: IntArray) -> tuple[int, ...]:
+        """Return how far each group alone can resume, as ``_accepted`` does."""
+        reached = [pages.shape[1] * self._page_size] * self._num_all
+        for part in self._parts:
+            reached[part.number] = part.reached(path, pages)
+        return tuple(reached)
 
     def _pages_of(self, path: list[Node], length: int) -> IntArray:
         """Return a copy of the pages of the first ``length`` tokens of a path."""

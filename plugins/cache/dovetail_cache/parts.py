@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dovetail.interfaces.cache import GroupDescriptor, first_needed
+from dovetail.interfaces.cache_groups import acceptable
 from dovetail.types import IntArray
 from dovetail_cache.node import Node, PartRank
 
@@ -99,6 +100,14 @@ class Part(ABC):
     @abstractmethod
     def present(self, path: Sequence[Node], pages: IntArray) -> NDArray[np.bool_]:
         """Return what ``acceptable`` takes, for a path whose first columns are ``pages [paged groups, n]``."""
+
+    def accepted(self, path: Sequence[Node], pages: IntArray) -> NDArray[np.bool_]:
+        """Return at which of the columns of a path the group can resume, see ``acceptable``."""
+        return acceptable(self.group, self.present(path, pages), self.page_size)
+
+    def reached(self, path: Sequence[Node], pages: IntArray) -> int:
+        """Return the largest length at which the group can resume."""
+        return int(np.flatnonzero(self.accepted(path, pages))[-1]) * self.page_size
 
     @abstractmethod
     def use(self, path: Sequence[Node], length: int, saved: int) -> None:
@@ -312,6 +321,10 @@ class StatePart(Part):
             if node.parts.states[self.row] and node.end <= pages.shape[1] * self.page_size:
                 present[node.end // self.page_size] = True
         return present
+
+    def reached(self, path: Sequence[Node], pages: IntArray) -> int:
+        end = pages.shape[1] * self.page_size
+        return next((node.end for node in reversed(path) if node.end <= end and node.parts.states[self.row]), 0)
 
     def use(self, path: Sequence[Node], length: int, saved: int) -> None:
         for node in reversed(path):
