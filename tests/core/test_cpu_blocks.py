@@ -71,7 +71,7 @@ def test_a_row_does_not_depend_on_the_others(block):
 
 
 tiles = pytest.mark.skipif(
-    library(BLOCKS).handle is None or not kernels().has_tiles, reason="the processor has no AMX with bfloat16"
+    library(BLOCKS).handle is None or not kernels().tile_kind, reason="the processor has no products of bfloat16"
 )
 
 

@@ -15,7 +15,7 @@ from dovetail.gguf.block_types import TYPES
 from dovetail.gguf.blocks import dequantize
 from dovetail.interfaces.quantization import LinearShape, QuantizationContext
 from dovetail.ops import block_products, experts
-from dovetail.ops.cpu.blocks import block_kernels
+from dovetail.ops.cpu.blocks import TileKind, block_kernels
 from dovetail.testing.quantization import QuantizationSuite
 from dovetail_quantization import gguf_products
 from dovetail_quantization.config import GgufConfig
@@ -35,7 +35,7 @@ def checkpoint(kinds):
 
 def has_tiles():
     found = block_kernels(torch.float32)
-    return found is not None and found.has_tiles
+    return found is not None and found.tile_kind
 
 
 class Blocks(QuantizationSuite):
@@ -66,7 +66,7 @@ class TestDequantized(Blocks):
             monkeypatch.setattr(module, "block_kernels", lambda dtype: None)
 
 
-@pytest.mark.skipif(not has_tiles(), reason="the processor has no AMX")
+@pytest.mark.skipif(not has_tiles(), reason="the processor has no products of bfloat16")
 class TestTiles(Blocks):
     """Products of all rows are those of tiles."""
 
@@ -74,7 +74,7 @@ class TestTiles(Blocks):
 
     @pytest.fixture(autouse=True)
     def from_one_row_on(self, monkeypatch):
-        monkeypatch.setattr(block_products, "_MOST_ROWS_BEFORE_TILES", -1)
+        monkeypatch.setattr(block_products, "_MOST_ROWS_BEFORE_TILES", dict.fromkeys(TileKind, -1))
 
 
 class TestManyRows(Blocks):
@@ -83,7 +83,7 @@ class TestManyRows(Blocks):
     @pytest.fixture(autouse=True)
     def from_one_row_on(self, monkeypatch):
         for kernels in filter(None, map(block_kernels, (torch.float32, torch.bfloat16))):
-            monkeypatch.setattr(kernels, "has_tiles", False)
+            monkeypatch.setattr(kernels, "tile_kind", TileKind.NONE)
         monkeypatch.setattr(block_products, "_MOST_ROWS", {torch.float32: -1, torch.bfloat16: -1})
         monkeypatch.setattr(block_products, "_CHUNK", 48)
 

@@ -10,12 +10,12 @@ from torch.nn import functional
 
 from dovetail.gguf.block_types import BlockType
 from dovetail.gguf.blocks import dequantize
-from dovetail.ops.cpu.blocks import BlockKernels, BlockRows
+from dovetail.ops.cpu.blocks import BlockKernels, BlockRows, TileKind
 
 _MOST_ROWS = {torch.bfloat16: 24, torch.float32: 64}
-"""The numbers of rows up to which products of integers are faster than dequantizing the weight, measured on a processor with AMX."""
-_MOST_ROWS_BEFORE_TILES = 4
-"""The number of rows up to which they are faster than products of tiles."""
+"""The numbers of rows up to which products of integers are faster than dequantizing the weight."""
+_MOST_ROWS_BEFORE_TILES = {TileKind.AMX: 4, TileKind.AVX512: 7}
+"""The numbers of rows up to which they are faster than products of tiles."""
 _CHUNK = 512
 """The number of rows of a weight that are dequantized at a time."""
 
@@ -44,19 +44,19 @@ def dequantized(weights: Sequence[BlockWeight], dtype: torch.dtype) -> torch.Ten
 
 class BlockMatrix:
     """Multiply with the weights of several modules, one after another, from the blocks: up to ``most_rows`` rows with inputs
-    that are quantized to 8 bits, by sums of integers; more rows with tiles in bfloat16 where the processor has AMX, otherwise
+    that are quantized to 8 bits, by sums of integers; more rows with tiles in bfloat16 where the processor multiplies them, otherwise
     with a part of the weight after another in the dtype of activations."""
 
     def __init__(self, weights: Sequence[BlockWeight], kernels: BlockKernels) -> None:
         self._weights, self._kernels = tuple(weights), kernels
         self._rows = BlockRows([(weight.blocks, weight.kind.name) for weight in weights], weights[0].columns)
-        self.most_rows = _MOST_ROWS_BEFORE_TILES if kernels.has_tiles else _MOST_ROWS[kernels.dtype]
+        self.most_rows = _MOST_ROWS_BEFORE_TILES.get(kernels.tile_kind, _MOST_ROWS[kernels.dtype])
 
     def multiply(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """Map contiguous ``x [rows, in]`` to ``[rows, out]``, with ``bias [out]`` added."""
         if x.shape[0] <= self.most_rows:
             return self._kernels.product(x, self._rows, bias)
-        if self._kernels.has_tiles:
+        if self._kernels.tile_kind:
             return self._kernels.tiles(x, self._rows, bias)
         out = torch.empty(x.shape[0], self._rows.rows, dtype=x.dtype)
         start = 0

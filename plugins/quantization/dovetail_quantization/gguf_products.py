@@ -9,14 +9,16 @@ import torch
 from dovetail.interfaces.quantization import LinearProduct
 from dovetail.ops.activation import GATES, Activation
 from dovetail.ops.block_products import BlockMatrix, BlockWeight
-from dovetail.ops.cpu.blocks import FORMATS, BlockKernels, block_kernels
+from dovetail.ops.cpu.blocks import FORMATS, BlockKernels, TileKind, block_kernels
+
+_TILES = {TileKind.AMX: "AMX", TileKind.AVX512: "AVX-512"}
 
 
 class BlockProduct(LinearProduct):
     """Multiply from the blocks, see ``BlockMatrix``."""
 
     def __init__(self, weights: Sequence[BlockWeight], kernels: BlockKernels) -> None:
-        self._kinds, self._has_tiles = kinds_of(weights), kernels.has_tiles
+        self._kinds, self._tiles = kinds_of(weights), kernels.tile_kind
         self._matrix = BlockMatrix(weights, kernels)
 
     def forward(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
@@ -30,7 +32,7 @@ class BlockProduct(LinearProduct):
     @property
     def describe(self) -> str:
         """See ``LinearProduct``."""
-        more = "in bfloat16 (AMX)" if self._has_tiles else "by dequantized parts"
+        more = f"in bfloat16 ({_TILES[self._tiles]})" if self._tiles else "by dequantized parts"
         return f"{self._kinds} in blocks, by integers up to {self._matrix.most_rows} rows, {more} above"
 
 

@@ -4,7 +4,8 @@
 // offset m, so that a weight is d * u + m. Inputs are quantized to signed 8-bit codes q with one scale for each 32 columns, as
 // llama.cpp does. The product of a group is then d * scale * sum(u * q) + m * scale * sum(q), whose sums are exact integers.
 //
-// With many inputs, weights are decoded to bfloat16 and multiplied by AMX, where the processor has it, with inputs rounded to bfloat16.
+// With many inputs, weights are decoded to bfloat16 and multiplied with inputs rounded to bfloat16, by AMX where the processor has it,
+// otherwise by the products of bfloat16 of AVX-512.
 //
 // Every row is computed separately and in one order, so a result does not depend on the other rows of the batch. The Python
 // side (dovetail/ops/cpu/blocks.py) documents and checks the arguments.
@@ -481,19 +482,23 @@ void product(const Segment* segments, int64_t count, const T* x, const T* bias, 
     }
 }
 
-// Many rows: weights are decoded to bfloat16 in tiles, which AMX multiplies with inputs in bfloat16. Sums are in float. A tile of
-// weights is what the instruction reads: 16 pairs of columns, for 16 rows of the weight.
+// Many rows: weights are decoded to bfloat16 in tiles, which are multiplied with inputs in bfloat16. Sums are in float. A tile of
+// weights is what an instruction of AMX reads: 16 pairs of columns, for 16 rows of the weight. AVX-512 reads one pair of all rows.
 
-#if defined(__AMX_TILE__) && defined(__AMX_BF16__) && defined(__AVX512BF16__) && defined(__AVX512BW__)
+enum TileKind : int32_t { kNoTiles, kAmxTiles, kVectorTiles };
+
+#if defined(__AVX512BF16__) && defined(__AVX512BW__)
 
 constexpr int kTile = 16;                  // rows of a tile
 constexpr int kTileSize = kTile * kGroup;  // elements of a tile
 constexpr int64_t kDecoded = 1 << 19;      // elements of decoded weights that are multiplied together, so that caches hold them
+constexpr int kVectorInputs = 12;          // inputs that are multiplied together by AVX-512: their sums with two tiles fill its registers
 
+#if defined(__AMX_TILE__) && defined(__AMX_BF16__)
 // Asks the system for the registers of AMX. Returns whether they may be used.
-bool tiles_allowed() {
+TileKind tile_kind() {
     static const bool allowed = syscall(SYS_arch_prctl, 0x1023 /* ARCH_REQ_XCOMP_PERM */, 18 /* tile data */) == 0;
-    return allowed;
+    return allowed ? kAmxTiles : kVectorTiles;
 }
 
 struct alignas(64) TileConfig {
@@ -504,6 +509,9 @@ struct alignas(64) TileConfig {
         for (int i = 0; i < 8; ++i) columns[i] = 64, rows[i] = kTile;
     }
 };
+#else
+TileKind tile_kind() { return kVectorTiles; }
+#endif
 
 // Returns number j of 8 numbers of 16 rows, for each j. `rows` are 16 times 32 bytes, `stride` bytes apart.
 inline void transposed(const void* rows, int stride, __m512i out[8]) {
@@ -610,6 +618,49 @@ struct Target {
     int64_t rows, stride;
 };
 
+// Multiplies `kVectorInputs` rows of inputs with 16 rows of weights, or 32.
+template <typename T, bool TwoWeights>
+void multiply_vectors(const uint16_t* x, const uint16_t* weights, int64_t groups, const Target<T>& to, int64_t row, int64_t column,
+                      int64_t columns) {
+    constexpr int tiles = TwoWeights ? 2 : 1;
+    const int64_t stride = groups * kGroup;
+    const uint16_t* others = weights + groups * kTileSize;
+    __m512 sums[kVectorInputs][tiles];
+#pragma GCC unroll 12
+    for (int i = 0; i < kVectorInputs; ++i)
+        for (int j = 0; j < tiles; ++j) sums[i][j] = _mm512_setzero_ps();
+    for (int64_t at = 0; at < groups * (kGroup / 2); ++at) {
+        __m512bh first, second;
+        std::memcpy(&first, weights + at * 2 * kTile, 64);
+        if constexpr (TwoWeights) std::memcpy(&second, others + at * 2 * kTile, 64);
+#pragma GCC unroll 12
+        for (int i = 0; i < kVectorInputs; ++i) {
+            int32_t pair;
+            std::memcpy(&pair, x + i * stride + 2 * at, 4);
+            const __m512i all = _mm512_set1_epi32(pair);
+            __m512bh inputs;
+            std::memcpy(&inputs, &all, 64);
+            sums[i][0] = _mm512_dpbf16_ps(sums[i][0], first, inputs);
+            if constexpr (TwoWeights) sums[i][1] = _mm512_dpbf16_ps(sums[i][1], second, inputs);
+        }
+    }
+    const int64_t count = std::min<int64_t>(kVectorInputs, to.rows - row);
+    for (int64_t i = 0; i < count; ++i)
+        for (int j = 0; j < tiles; ++j) {
+            const int64_t here = std::min<int64_t>(kTile, columns - j * kTile), from = column + j * kTile;
+            T* out = to.out + (row + i) * to.stride + from;
+            if constexpr (std::is_same_v<T, float>)
+                if (to.bias == nullptr && here == kTile) {
+                    _mm512_storeu_ps(out, sums[i][j]);
+                    continue;
+                }
+            alignas(64) float values[kTile];
+            _mm512_store_ps(values, sums[i][j]);
+            for (int64_t k = 0; k < here; ++k) put(out + k, values[k] + (to.bias ? wide(to.bias[from + k]) : 0.0f));
+        }
+}
+
+#if defined(__AMX_TILE__) && defined(__AMX_BF16__)
 template <int Number>
 inline void stored(void* to, int64_t stride) {  // the numbers of tiles are written in the instructions
     if constexpr (Number == 0) _tile_stored(0, to, stride);
@@ -664,6 +715,25 @@ void multiply_tiles(const uint16_t* x, const uint16_t* weights, int64_t groups, 
     if constexpr (TwoInputs) store_tile<T, 2>(to, row + kTile, column, std::min<int64_t>(columns, kTile));
     if constexpr (TwoInputs && TwoWeights) store_tile<T, 3>(to, row + kTile, column + kTile, columns - kTile);
 }
+#endif
+
+// Multiplies the inputs from row `input` on with 16 rows of decoded weights, or 32. Returns the number of inputs.
+template <typename T>
+int64_t multiply_some(const uint16_t* x, const uint16_t* weights, int64_t groups, const Target<T>& to, int64_t input, int64_t column,
+                      int64_t columns) {
+    const bool rows = columns > kTile;
+#if defined(__AMX_TILE__) && defined(__AMX_BF16__)
+    if (tile_kind() == kAmxTiles) {
+        const bool inputs = to.rows - input > kTile;
+        const auto call = inputs ? (rows ? multiply_tiles<T, true, true> : multiply_tiles<T, true, false>)
+                                 : (rows ? multiply_tiles<T, false, true> : multiply_tiles<T, false, false>);
+        call(x, weights, groups, to, input, column, columns);
+        return 2 * kTile;
+    }
+#endif
+    (rows ? multiply_vectors<T, true> : multiply_vectors<T, false>)(x, weights, groups, to, input, column, columns);
+    return kVectorInputs;
+}
 
 // Computes rows [begin, end) of a segment for all inputs, which are bfloat16. `memory` holds decoded weights.
 template <typename F, typename T>
@@ -678,14 +748,10 @@ void multiply_decoded(const uint8_t* weights, const uint16_t* x, const Target<T>
         for (int64_t row = first; row < last; row += kTile)
             decode<F>(weights + row * bytes, bytes, static_cast<int>(std::min<int64_t>(kTile, last - row)), groups,
                       decoded + (row - first) * columns);
-        for (int64_t input = 0; input < to.rows; input += 2 * kTile)
-            for (int64_t row = first; row < last; row += 2 * kTile) {
-                const bool inputs = to.rows - input > kTile, rows = last - row > kTile;
-                const auto call = inputs ? (rows ? multiply_tiles<T, true, true> : multiply_tiles<T, true, false>)
-                                         : (rows ? multiply_tiles<T, false, true> : multiply_tiles<T, false, false>);
-                call(x + input * columns, decoded + (row - first) * columns, groups, to, input, place + row,
-                     std::min<int64_t>(2 * kTile, last - row));
-            }
+        for (int64_t input = 0, next = 0; input < to.rows; input = next)
+            for (int64_t row = first; row < last; row += 2 * kTile)
+                next = input + multiply_some<T>(x + input * columns, decoded + (row - first) * columns, groups, to, input, place + row,
+                                                std::min<int64_t>(2 * kTile, last - row));
     }
 }
 
@@ -693,19 +759,21 @@ void multiply_decoded(const uint8_t* weights, const uint16_t* x, const Target<T>
 template <typename T>
 void tile_product(const Segment* segments, int64_t count, const T* x, const T* bias, T* out, int64_t m, int64_t n, int64_t columns) {
     static thread_local std::vector<uint16_t> inputs;
-    const int64_t padded = (m + kTile - 1) / kTile * kTile;
+    const int64_t together = tile_kind() == kAmxTiles ? kTile : kVectorInputs, padded = (m + together - 1) / together * together;
     inputs.resize(padded * columns);
     uint16_t* all = inputs.data();
     std::fill(inputs.begin() + m * columns, inputs.end(), 0);
     const Target<T> target{out, bias, m, n};
-    static const TileConfig config;
 #pragma omp parallel if (n * columns * m > kSerial)
     {
         static thread_local std::vector<uint16_t> memory;
         const int64_t threads = omp_get_num_threads(), own = omp_get_thread_num();
         to_bf16(x, all, m * own / threads, m * (own + 1) / threads, columns);
 #pragma omp barrier
-        asm volatile("ldtilecfg %0" ::"m"(config));  // of GCC before 14, _tile_loadconfig reads 8 bytes only
+#if defined(__AMX_TILE__) && defined(__AMX_BF16__)
+        static const TileConfig config;
+        if (tile_kind() == kAmxTiles) asm volatile("ldtilecfg %0" ::"m"(config));  // of GCC before 14, _tile_loadconfig reads 8 bytes only
+#endif
         const int64_t units = (n + kTile - 1) / kTile;
         const int64_t first = units * own / threads * kTile, last = std::min(n, units * (own + 1) / threads * kTile);
         int64_t place = 0;
@@ -716,11 +784,13 @@ void tile_product(const Segment* segments, int64_t count, const T* x, const T* b
                     multiply_decoded<decltype(f)>(segment->weights, all, target, begin, end, place, columns, memory);
                 });
         }
-        _tile_release();
+#if defined(__AMX_TILE__) && defined(__AMX_BF16__)
+        if (tile_kind() == kAmxTiles) _tile_release();
+#endif
     }
 }
 #else
-bool tiles_allowed() { return false; }
+TileKind tile_kind() { return kNoTiles; }
 
 template <typename T>
 void tile_product(const Segment*, int64_t, const T*, const T*, T*, int64_t, int64_t, int64_t) {}
@@ -728,8 +798,8 @@ void tile_product(const Segment*, int64_t, const T*, const T*, T*, int64_t, int6
 
 }  // namespace
 
-// Returns whether `tiles_...` may be called.
-extern "C" int32_t has_tiles() { return tiles_allowed(); }
+// Returns how `tiles_...` multiplies, or `kNoTiles` if it must not be called.
+extern "C" int32_t tile_kind_of_processor() { return tile_kind(); }
 
 #define EXPORT(T, NAME)                                                                                                      \
     extern "C" void quantize_##NAME(const T* x, int8_t* codes, float* scales, float* sums, int64_t rows, int64_t columns,     \

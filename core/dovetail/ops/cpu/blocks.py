@@ -1,8 +1,8 @@
 """Multiply with weights in the block formats of GGUF on the CPU, by compiled kernels.
 
 Inputs are quantized to 8-bit codes with one scale for each 32 columns, as llama.cpp does, so that the sums of a group are those
-of integers. A result differs from that of the exact inputs by about 0.5 % of its typical size. On processors with AMX, products of
-many rows round inputs and weights to bfloat16 instead, and differ by about 0.3 %.
+of integers. A result differs from that of the exact inputs by about 0.5 % of its typical size. On processors with products
+of bfloat16 (AMX or AVX-512), products of many rows round inputs and weights to bfloat16 instead, and differ by about 0.3 %.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import functools
 from collections.abc import Callable, Sequence
+from enum import IntEnum
 from typing import NamedTuple
 
 import torch
@@ -45,6 +46,14 @@ _SIGNATURES = {
 _DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 
 
+class TileKind(IntEnum):
+    """How a processor multiplies decoded weights in bfloat16."""
+
+    NONE = 0
+    AMX = 1
+    AVX512 = 2
+
+
 class BlockInputs(NamedTuple):
     """Hold quantized inputs. Each row has ``columns`` codes and zeros after them, in groups of 32."""
 
@@ -78,8 +87,7 @@ class BlockKernels:
         self._quantize, self._product, self._tiles, self._weight = (
             _function(handle, name, _DTYPES[dtype]) for name in _SIGNATURES
         )
-        self.has_tiles = bool(handle.has_tiles())
-        """Whether ``tiles`` may be called: the processor has AMX with bfloat16."""
+        self.tile_kind = TileKind(handle.tile_kind_of_processor())
 
     def quantize(self, x: torch.Tensor) -> BlockInputs:
         """Quantize ``x [rows, columns]``, of a multiple of 32 columns. A group with a value that is infinite or NaN has
@@ -102,8 +110,9 @@ class BlockKernels:
 
     def tiles(self, x: torch.Tensor, weight: BlockRows, bias: torch.Tensor | None) -> torch.Tensor:
         """Return ``x @ weight.T + bias`` of ``x [rows, columns]``. Inputs and weights are rounded to bfloat16, and sums are computed in
-        float32. The result of a row does not depend on the other rows. Must not be called unless ``has_tiles``."""
-        assert self.has_tiles
+        float32. The result of a row does not depend on the other rows. Must not be called if ``tile_kind`` is
+        ``TileKind.NONE``."""
+        assert self.tile_kind
         return self._call(self._tiles, x, weight, bias)
 
     def _call(
