@@ -37,7 +37,7 @@ HALVES = ("qkv", "a", "b", "reads", "changes", "before", "out", "x", "weight")
 TYPES: dict[str, str] = {"scale": "fp32"}
 TYPES |= dict.fromkeys(FLOATS, "*fp32") | dict.fromkeys(INTEGERS, "*i32") | dict.fromkeys(HALVES, "*bf16")
 STEPS = {
-    "_step": (delta_steps, {"BLOCK_V": 32, "TILES": 1}),
+    "_step": (delta_steps, {"BLOCK_V": 64, "TILES": 1, "PRODUCTS": False}),
     "_advance": (gated_delta, {"BLOCK_V": 32}),
 }
 CHUNKS = {"CHUNK": 64, "PRECISION": "tf32"}
@@ -132,13 +132,14 @@ def test_decode_steps_compile_and_fit(name: str, by_channel: bool, tmp_path: Pat
 
 
 @pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")
-def test_many_decode_rows_with_states_in_bfloat16_compile_and_fit(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("rows", [64, 256])
+def test_decode_rows_with_states_in_bfloat16_compile_and_fit(
+    rows: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    tiles = delta_steps.step_tiles(256, torch.bfloat16)
+    tiles = delta_steps.step_tiles(rows, torch.bfloat16, products=True)
     monkeypatch.setitem(TYPES, "state", "*bf16")
-    constants = SIZES | {"BLOCK_V": tiles.columns, "TILES": tiles.tiles, "BY_CHANNEL": False}
-    check_compiled(delta_steps._step, constants, tiles.warps, 3, tmp_path)
+    constants = SIZES | {"BLOCK_V": tiles.columns, "TILES": tiles.tiles, "BY_CHANNEL": False, "PRODUCTS": True}
+    assert "wgmma.mma_async" in check_compiled(delta_steps._step, constants, tiles.warps, 3, tmp_path)
 
 
 @pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from dovetail.interfaces.mixer_shapes import DeltaShape
+from dovetail.ops.triton import delta_steps
 from dovetail.ops.triton.gated_delta import gated_delta, gated_delta_advance, gated_delta_step
 from dovetail.ops.triton.short_conv import short_conv, short_conv_advance, short_conv_step
 from state_rows_cases import DeltaCase, check_conv, check_conv_drafts, check_drafts, conv_case
@@ -71,6 +72,25 @@ def test_decode_steps_of_the_gated_delta_rule_continue(shape, by_channel) -> Non
         return gated_delta_step(args[0], case.gates(args), state, slots, case.shape)
 
     case.check(case.rows.run_each(step, "cuda"), state.cpu(), 1e-4)
+
+
+@pytest.mark.parametrize("shape", [DeltaShape(2, 4, 128, 128), DeltaShape(2, 2, 48, 64)], ids=str)
+def test_decode_rows_with_states_in_bfloat16_are_the_recurrence(shape) -> None:
+    case = DeltaCase(False, (4, 3, 1, 4), torch.bfloat16, shape)
+    case.before = case.before.bfloat16().float()
+    case.before[case.rows.slots[case.rows.fresh]] = 0
+    state = case.before.bfloat16().cuda()
+    state[0] = torch.nan
+
+    def step(args, slots):
+        args = [arg.bfloat16() for arg in args]
+        assert delta_steps.multiplies(args[0], case.gates(args), state, shape)
+        return gated_delta_step(args[0], case.gates(args), state, slots, shape)
+
+    outs = case.rows.run_each(step, "cuda")
+    assert state[0].isnan().all()
+    state[0] = case.before[0].bfloat16()
+    case.check(outs, state.float().cpu(), 5e-2)
 
 
 @by_channel

@@ -68,7 +68,7 @@ def choose(tokens: int, experts: int, top_k: int, skew: float = 0.0) -> torch.Te
 
 @pytest.mark.parametrize("one_kernel", [True, False])
 @pytest.mark.parametrize(("first", "held"), [(0, 12), (4, 4), (8, 4)])
-@pytest.mark.parametrize(("tokens", "skew"), [(1, 0.0), (20, 1.0), (50, 3.0), (160, 1.0), (341, 2.0)])
+@pytest.mark.parametrize(("tokens", "skew"), [(1, 0.0), (20, 1.0), (50, 3.0), (160, 1.0), (341, 2.0), (850, 1.0)])
 def test_pairs_are_sorted_by_expert_in_blocks(
     monkeypatch: pytest.MonkeyPatch, tokens: int, skew: float, first: int, held: int, one_kernel: bool
 ) -> None:

@@ -57,6 +57,26 @@ def test_programs_of_several_tiles_are_those_of_one(shape: DeltaShape, monkeypat
         torch.testing.assert_close(states, found[0][1], atol=1e-6, rtol=1e-6, equal_nan=True)
 
 
+@pytest.mark.parametrize("shape", [DeltaShape(1, 2, 32, 64), DeltaShape(2, 2, 48, 128)])
+def test_products_with_states_of_16_bits_are_the_recurrence(shape: DeltaShape) -> None:
+    """Numbers in float16 stand for those in bfloat16, which the interpreter does not multiply."""
+    case = DeltaCase(False, (4, 3, 1), torch.float16, shape)
+    case.before = case.before.half().float()
+    case.before[case.rows.slots[case.rows.fresh]] = 0
+    state = case.before.half()
+    state[0] = torch.nan
+
+    def step(args: list[torch.Tensor], slots: torch.Tensor) -> torch.Tensor:
+        qkv, gates = args[0].half(), case.gates([arg.half() for arg in args])
+        assert delta_steps.multiplies(qkv, gates, state, shape)
+        return delta_steps.step(qkv, gates, state, slots, shape)
+
+    outs = case.rows.run_each(step)
+    assert state[0].isnan().all()
+    state[0] = case.before[0]
+    case.check(outs, state.float(), 6e-3)
+
+
 @by_channel
 @pytest.mark.parametrize("decay", [-30.0, 30.0])
 def test_extreme_gates_and_equal_keys_stay_exact(by_channel: bool, decay: float) -> None:

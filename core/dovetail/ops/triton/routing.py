@@ -66,6 +66,19 @@ def _in_kept_groups(
 
 
 @triton.jit
+def _ordered(values):
+    """Return the bits of float32 ``values`` as integers of the same order."""
+    bits = (values + 0.0).to(tl.int32, bitcast=True)  # 0 for both zeros
+    return tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
+
+
+@triton.jit
+def _value(ordered):
+    """Return the number that ``_ordered`` has mapped to ``ordered``."""
+    return tl.where(ordered < 0, ordered ^ 0x7FFFFFFF, ordered).to(tl.float32, bitcast=True)
+
+
+@triton.jit
 def _route(
     logits, correction, ids, weights, experts, scale, jitter,
     TOP_K: tl.constexpr, SCORING: tl.constexpr, AFTER: tl.constexpr, RENORMALIZE: tl.constexpr, CORRECTED: tl.constexpr,
@@ -97,9 +110,15 @@ def _route(
     left = inside
     chosen_ids = tl.zeros([BLOCK_K], tl.int32)
     chosen = tl.full([BLOCK_K], float("-inf"), tl.float32)
+    # one reduction finds the largest value and the lowest index of it
+    words = (_ordered(choice).to(tl.int64) << 32) | (BLOCK_E - 1 - at).to(tl.int64)
     for turn in tl.static_range(TOP_K):
-        index = _first(choice, left, at, 0, BLOCK_E)
-        score = tl.sum(tl.where(at == index, scores, 0.0), 0)
+        best = tl.max(tl.where(left, words, -0x8000000000000000), 0)
+        index = BLOCK_E - 1 - (best & 0xFFFFFFFF).to(tl.int32)
+        if CORRECTED or GROUPS > 1:
+            score = tl.sum(tl.where(at == index, scores, 0.0), 0)
+        else:
+            score = _value((best >> 32).to(tl.int32))
         if SCORING == _SPARSEMIXER:
             far = (score - logit) / tl.maximum(tl.abs(logit), score) > 2 * jitter
             score = 1.0 / tl.sum(tl.where(left & (far == 0), tl.exp(logit - score), 0.0), 0)
@@ -133,7 +152,7 @@ def route(logits: torch.Tensor, rule: RoutingRule, correction: torch.Tensor | No
             TOP_K=rule.top_k, SCORING=_SCORINGS[rule.scoring], AFTER=rule.after_choice, RENORMALIZE=rule.renormalize,
             CORRECTED=correction is not None, GROUPS=rule.groups, KEPT=rule.groups_kept, GROUP_TOP=rule.group_top,
             BLOCK_E=block, BLOCK_G=triton.next_power_of_2(rule.groups), BLOCK_K=triton.next_power_of_2(rule.top_k),
-            num_warps=1 if block <= 256 else 4,
+            num_warps=1 if block <= 512 else 4,
         )  # fmt: skip
     return Routing(ids, weights)
 
