@@ -3,6 +3,7 @@ time between tokens of running requests while other adapters are loaded.
 
     python benchmarks/adapters_gpu.py [--model 8b] [--batch 64] [--rank 16] [--known 1000] [--json FILE]
     python benchmarks/adapters_gpu.py --kernels  # the kernels of one layer, in microseconds, in half a minute
+    python benchmarks/adapters_gpu.py --traffic  # the time between tokens while adapters are loaded, in a minute
 
 Two engines with random weights are in one process: one without adapters, and one that knows ``--known`` adapters and has slots for
 ``--batch`` of them. They are measured in turns, so that ratios do not depend on the state of the device. All adapters have matrices for every
@@ -199,6 +200,7 @@ def arguments() -> argparse.Namespace:
     add("--device", default="auto")
     add("--json", type=Path)
     add("--kernels", action="store_true", help="measure the kernels of one layer only")
+    add("--traffic", action="store_true", help="measure the time between tokens while adapters are loaded only")
     add("--tiny-shapes", action="store_true", help="a tiny model, only to check that everything runs")
     args = parser.parse_args()
     if args.tiny_shapes:
@@ -206,15 +208,18 @@ def arguments() -> argparse.Namespace:
     return args
 
 
+def write_json(args: argparse.Namespace, result: dict[str, Any]) -> None:
+    """Write what was measured to the file ``--json``, if it is given."""
+    if args.json:
+        args.json.write_text(json.dumps({**result, "arguments": {k: str(v) for k, v in vars(args).items()}}, indent=1))
+
+
 def main() -> None:
     """Measure, print, write."""
     args = arguments()
     if args.kernels:
         found = measure(args.model, args.batch, args.rank)
-        if args.json:
-            args.json.write_text(
-                json.dumps({"microseconds": found, "arguments": {k: str(v) for k, v in vars(args).items()}})
-            )
+        write_json(args, {"microseconds": found})
         return
     sizes, result = (
         SIZES[args.model],
@@ -228,6 +233,11 @@ def main() -> None:
         model = {"path": str(write(args.model, folder)), "load_format": "dummy", "dtype": "bfloat16"}
         config: dict[str, Any] = {"model": model, "device": args.device, "memory": {"kv_gib": args.kv_gib}}
         section = {"enabled": True, "load": known, "max_resident": args.batch, "max_host": args.batch + LOADS}
+        if args.traffic:
+            adapted = Engine({**config, "adapters": section}, sizes)
+            result["traffic"] = traffic(adapted, args.batch, known, fresh)
+            write_json(args, result)
+            return
         plain, adapted = Engine(config, sizes), Engine({**config, "adapters": section}, sizes)
         prompts = sizes.prompts("adapters", [sizes.decode_prompt] * args.batch)
         none: Names = [None] * args.batch
@@ -253,8 +263,7 @@ def main() -> None:
             )
         result |= {"device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu", "tpot": times}
         result["traffic"] = traffic(adapted, args.batch, known, fresh)
-    if args.json:
-        args.json.write_text(json.dumps({**result, "arguments": {k: str(v) for k, v in vars(args).items()}}, indent=1))
+    write_json(args, result)
 
 
 if __name__ == "__main__":
