@@ -6,7 +6,8 @@ at its end (see ``adapted_rows``). ``expand`` adds the products of the results a
 
 The time of many adapters is that of reading their matrices, each of which is needed once. Programs therefore read one
 contiguous piece, and request it before they wait for the kernel before theirs. If few adapters occur (TOGETHER), the tokens of a tile are
-multiplied together by tensor cores, otherwise one by one: most tiles have one token then. The grids do not depend on which slots
+multiplied together by tensor cores, otherwise one by one: most tiles have one token then. Programs of ``shrink`` have whole rows of
+first matrices then, if they are not too long, so that none adds up the sums of others. The grids do not depend on which slots
 occur, so that they can be captured: programs of tiles that pad end at once.
 """
 
@@ -35,6 +36,10 @@ INPUT_BLOCK = {True: 512, False: 1024}
 """The number of inputs of one program of ``shrink``, by ``few``. The last program of a tile to finish adds up the sums of all."""
 OUTPUT_BLOCK = 512
 """The largest number of rows of second matrices that one program of ``expand`` reads if many adapters occur."""
+EACH_SIZE, EACH_WARPS = 1 << 15, 8
+"""The number of elements of first matrices that a program of ``shrink`` multiplies with one token after another, if many adapters occur, and of its warps."""
+EACH_INPUTS = 8192
+"""The largest number of inputs of a program that has whole rows of first matrices. Matrices with more are divided into blocks of inputs."""
 MAX_SUMS = 1 << 15
 
 
@@ -99,19 +104,78 @@ def _shrink(
             tl.store(to, total.to(low.dtype.element_ty), mask=real[:, None])
 
 
+@triton.jit(do_not_specialize_on_alignment=["ranks", "order", "tiles"])
+def _shrink_each(
+    x, x_stride, inputs, a, a_stride, ranks, rank_stride, order, tiles, low, num_parts,
+    RANK: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, LEADS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Multiply the tokens of a tile one by one with ROWS rows of the first matrix of their adapter. BLOCK holds all inputs."""
+    if PDL and not LEADS:
+        gdc_launch_dependents()
+    tile, unit = tl.program_id(0), tl.program_id(1)
+    part, first = unit // (RANK // ROWS), unit % (RANK // ROWS) * ROWS
+    slot = tl.load(tiles + tile * 3, cache_modifier=".cg").to(tl.int64)
+    start = tl.load(tiles + tile * 3 + 1, cache_modifier=".cg")
+    count = tl.load(tiles + tile * 3 + 2, cache_modifier=".cg")
+    rank = tl.where(count > 0, tl.load(ranks + slot * rank_stride + part, cache_modifier=".cg"), 0)
+    token = tl.load(order + start, cache_modifier=".cg").to(tl.int64)
+    k, r = tl.arange(0, BLOCK), first + tl.arange(0, ROWS)
+    rows = a + slot * a_stride + (part * RANK + r).to(tl.int64)[:, None] * inputs + k[None]
+    weight = tl.load(rows, mask=(r < rank)[:, None] & (k < inputs)[None], other=0.0)
+    if PDL:
+        gdc_wait()
+        if LEADS:
+            gdc_launch_dependents()
+    if first // RANK_BLOCK * RANK_BLOCK < rank:
+        given = tl.load(x + token * x_stride + k, mask=k < inputs, other=0.0)
+        for index in range(count):
+            if index > 0:
+                token = tl.load(order + start + index, cache_modifier=".cg").to(tl.int64)
+                given = tl.load(x + token * x_stride + k, mask=k < inputs, other=0.0)
+            total = tl.sum(weight.to(tl.float32) * given.to(tl.float32)[None], 1)
+            tl.store(low + (token * num_parts + part) * RANK + r, total.to(low.dtype.element_ty))
+
+
 @triton.jit
-def _products(weight, rows, source, rank, inside, token, num_parts, RANK: tl.constexpr):
+def _rows(address, n, end, WHOLE: tl.constexpr):
+    """Return what is at ``address`` of the rows ``n`` below ``end``, which are all of them if WHOLE."""
+    return tl.load(address) if WHOLE else tl.load(address, mask=n < end, other=0.0)
+
+
+@triton.jit
+def _matrix(rows, n, end, rank, WHOLE: tl.constexpr):
+    """Return the first RANK_BLOCK columns of the rows ``n`` of a second matrix, zeros if the adapter has no rank. See ``_rows``."""
+    if WHOLE:
+        return tl.load(rows, mask=(rank + tl.zeros_like(n))[:, None] > 0, other=0.0)
+    return tl.load(rows, mask=(n < tl.where(rank > 0, end, 0))[:, None], other=0.0)
+
+
+@triton.jit
+def _first_ranks(source, token, num_parts, RANK: tl.constexpr):
+    """Return the first RANK_BLOCK numbers that ``shrink`` made of ``token`` for a part of which the adapter has a rank."""
+    return tl.load(source + token * num_parts * RANK + tl.arange(0, RANK_BLOCK))
+
+
+@triton.jit
+def _products(weight, rows, source, rank, n, end, token, given, num_parts, RANK: tl.constexpr):
     """Return the products ``[rows]`` of the second matrix of one part and what ``shrink`` made of ``token``. ``weight`` has its first
-    RANK_BLOCK columns."""
-    r = tl.arange(0, RANK_BLOCK)
-    given = tl.load(source + token * num_parts * RANK + r, mask=r < rank, other=0.0)
+    RANK_BLOCK columns, and ``given`` what ``_first_ranks`` returned."""
     total = tl.sum(weight.to(tl.float32) * given.to(tl.float32)[None], 1)
     if RANK > RANK_BLOCK:
         for first in range(RANK_BLOCK, rank, RANK_BLOCK):
-            given = tl.load(source + token * num_parts * RANK + first + r, mask=first + r < rank, other=0.0)
-            more = tl.load(rows + first, mask=inside[:, None], other=0.0)
-            total += tl.sum(more.to(tl.float32) * given.to(tl.float32)[None], 1)
+            more_given = _first_ranks(source + first, token, num_parts, RANK)
+            more = tl.load(rows + first, mask=(n < end)[:, None], other=0.0)
+            total += tl.sum(more.to(tl.float32) * more_given.to(tl.float32)[None], 1)
     return total
+
+
+@triton.jit
+def _low_pair(low, token, gate_rank, up_rank, RANK: tl.constexpr):
+    """Return what ``_first_ranks`` does of both parts of a gate, zeros for one of which the adapter has no rank."""
+    r = tl.arange(0, RANK_BLOCK)
+    source = low + token * 2 * RANK + r
+    given = tl.load(source, mask=gate_rank + tl.zeros_like(r) > 0, other=0.0)
+    return given, tl.load(source + RANK, mask=up_rank + tl.zeros_like(r) > 0, other=0.0)
 
 
 @triton.jit
@@ -135,6 +199,8 @@ def _expand(
     TOGETHER: tl.constexpr, RANK: tl.constexpr, TILE: tl.constexpr, BLOCK_N: tl.constexpr, ROW_BLOCK: tl.constexpr, PDL: tl.constexpr,
 ) -> None:  # fmt: skip
     block, tile = tl.program_id(0) * (BLOCK_N // ROW_BLOCK), tl.program_id(1)
+    # blocks are larger than ROW_BLOCK only if all of their rows exist
+    whole: tl.constexpr = BLOCK_N > ROW_BLOCK
     if PDL:
         gdc_launch_dependents()
     slot = tl.load(tiles + tile * 3, cache_modifier=".cg").to(tl.int64)
@@ -142,41 +208,45 @@ def _expand(
     count = tl.load(tiles + tile * 3 + 2, cache_modifier=".cg")
     part = tl.load(blocks + block * 3)
     row = tl.load(blocks + block * 3 + 1)
+    row = tl.multiple_of(row, BLOCK_N) if whole else row
     n = row + tl.arange(0, BLOCK_N)
-    # blocks are larger than ROW_BLOCK only if all of their rows exist
-    end = tl.load(blocks + block * 3 + 2) if BLOCK_N == ROW_BLOCK else row + BLOCK_N
-    inside = n < end
+    end = row + BLOCK_N if whole else tl.load(blocks + block * 3 + 2)
     rank = tl.where(count > 0, tl.load(ranks + slot * rank_stride + part, cache_modifier=".cg"), 0)
+    token = tl.load(order + start, cache_modifier=".cg").to(tl.int64)
     rows = b + slot * b_stride + n.to(tl.int64)[:, None] * RANK + tl.arange(0, RANK_BLOCK)[None]
-    weight = tl.load(rows, mask=(n < tl.where(rank > 0, end, 0))[:, None], other=0.0)
+    weight = _matrix(rows, n, end, rank, whole)
     if PDL:
         gdc_wait()
     source = low + part * RANK
     if rank > 0:
         if TOGETHER:
-            m = tl.arange(0, TILE)
+            inside, m = n < end, tl.arange(0, TILE)
             real = m < count
-            token = tl.load(order + start + m, mask=real, other=0).to(tl.int64)
-            total = _tile_products(weight, rows, source, rank, inside, token, real, num_parts, RANK)
-            to, mask = out + token[:, None] * out_stride + n[None], real[:, None] & inside[None]
+            tokens = tl.load(order + start + m, mask=real, other=0).to(tl.int64)
+            total = _tile_products(weight, rows, source, rank, inside, tokens, real, num_parts, RANK)
+            to, mask = out + tokens[:, None] * out_stride + n[None], real[:, None] & inside[None]
             tl.store(to, (tl.load(to, mask=mask).to(tl.float32) + total).to(out.dtype.element_ty), mask=mask)
         else:
+            # what depends on the first token, most often the only one, is requested before the matrix is used
+            given = _first_ranks(source, token, num_parts, RANK)
+            before = _rows(out + token * out_stride + n, n, end, whole).to(tl.float32)
             for index in range(count):
-                one = tl.load(order + start + index).to(tl.int64)
-                total = _products(weight, rows, source, rank, inside, one, num_parts, RANK)
-                to = out + one * out_stride + n
-                tl.store(to, (tl.load(to, mask=inside).to(tl.float32) + total).to(out.dtype.element_ty), mask=inside)
+                if index > 0:
+                    token = tl.load(order + start + index).to(tl.int64)
+                    given = _first_ranks(source, token, num_parts, RANK)
+                    before = _rows(out + token * out_stride + n, n, end, whole).to(tl.float32)
+                total = before + _products(weight, rows, source, rank, n, end, token, given, num_parts, RANK)
+                tl.store(out + token * out_stride + n, total.to(out.dtype.element_ty), mask=None if whole else n < end)
 
 
 @triton.jit(do_not_specialize=["m", "num_tiles"], do_not_specialize_on_alignment=["ranks", "order", "tiles", "places"])
 def _expand_gate(
     x, y, m, half, low, b, b_stride, ranks, rank_stride, order, tiles, places, num_tiles,
-    GATED: tl.constexpr, RANK: tl.constexpr, TILE: tl.constexpr, BLOCK_N: tl.constexpr, PDL: tl.constexpr,
+    GATED: tl.constexpr, RANK: tl.constexpr, TILE: tl.constexpr, BLOCK_N: tl.constexpr, WHOLE: tl.constexpr, PDL: tl.constexpr,
 ) -> None:  # fmt: skip
     """Add to the gates and gated values ``x [m, 2 * half]``, and write the gate to ``y [m, half]``. The programs beyond
     ``num_tiles`` do so for tokens without an adapter."""
     n, tile = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N), tl.program_id(1)
-    inside = n < half
     if PDL:
         gdc_launch_dependents()
     place = tl.where(tile < num_tiles, tile, 0) * 3
@@ -185,30 +255,38 @@ def _expand_gate(
     count = tl.where(tile < num_tiles, tl.load(tiles + place + 2, cache_modifier=".cg"), 0)
     gate_rank = tl.where(count > 0, tl.load(ranks + slot * rank_stride, cache_modifier=".cg"), 0)
     up_rank = tl.where(count > 0, tl.load(ranks + slot * rank_stride + 1, cache_modifier=".cg"), 0)
-    gate_rows = b + slot * b_stride + n.to(tl.int64)[:, None] * RANK + tl.arange(0, RANK_BLOCK)[None]
-    up_rows = gate_rows + half.to(tl.int64) * RANK
-    gate_weight = tl.load(gate_rows, mask=(n < tl.where(gate_rank > 0, half, 0))[:, None], other=0.0)
-    up_weight = tl.load(up_rows, mask=(n < tl.where(up_rank > 0, half, 0))[:, None], other=0.0)
+    token = tl.load(order + start, cache_modifier=".cg").to(tl.int64)
+    rows = b + slot * b_stride + n.to(tl.int64)[:, None] * RANK + tl.arange(0, RANK_BLOCK)[None]
+    up_rows = rows + half.to(tl.int64) * RANK
+    gates, ups = _matrix(rows, n, half, gate_rank, WHOLE), _matrix(up_rows, n, half, up_rank, WHOLE)
     if PDL:
         gdc_wait()
-    t = tl.arange(0, TILE)
     if count > 0:
+        # what depends on the first token, most often the only one, is requested before the matrices are used
+        gate_given, up_given = _low_pair(low, token, gate_rank, up_rank, RANK)
+        opens = _rows(x + token * 2 * half + n, n, half, WHOLE).to(tl.float32)
+        up = _rows(x + token * 2 * half + n + half, n, half, WHOLE).to(tl.float32)
         for index in range(count):
-            token = tl.load(order + start + index).to(tl.int64)
-            opens = _products(gate_weight, gate_rows, low, gate_rank, inside, token, 2, RANK)
-            up = _products(up_weight, up_rows, low + RANK, up_rank, inside, token, 2, RANK)
-            given = x + token * 2 * half + n
-            opens += tl.load(given, mask=inside, other=0.0).to(tl.float32)
-            up += tl.load(given + half, mask=inside, other=0.0).to(tl.float32)
-            tl.store(y + token * half + n, gate(opens, up, GATED).to(y.dtype.element_ty), mask=inside)
+            if index > 0:
+                token = tl.load(order + start + index).to(tl.int64)
+                gate_given, up_given = _low_pair(low, token, gate_rank, up_rank, RANK)
+                opens = _rows(x + token * 2 * half + n, n, half, WHOLE).to(tl.float32)
+                up = _rows(x + token * 2 * half + n + half, n, half, WHOLE).to(tl.float32)
+            opens += _products(gates, rows, low, gate_rank, n, half, token, gate_given, 2, RANK)
+            up += _products(ups, up_rows, low + RANK, up_rank, n, half, token, up_given, 2, RANK)
+            result = gate(opens, up, GATED).to(y.dtype.element_ty)
+            tl.store(y + token * half + n, result, mask=None if WHOLE else n < half)
     elif tile >= num_tiles:
-        token = (tile - num_tiles) * TILE + t
-        real = (token < m) & (tl.load(places + token, mask=token < m, other=0) < 0)
-        given, mask = x + token.to(tl.int64)[:, None] * 2 * half + n[None], real[:, None] & inside[None]
-        opens = tl.load(given, mask=mask, other=0.0).to(tl.float32)
-        up = tl.load(given + half, mask=mask, other=0.0).to(tl.float32)
-        to = y + token.to(tl.int64)[:, None] * half + n[None]
-        tl.store(to, gate(opens, up, GATED).to(y.dtype.element_ty), mask=mask)
+        others = (tile - num_tiles) * TILE + tl.arange(0, TILE)
+        real = (others < m) & (tl.load(places + others, mask=others < m, other=0) < 0)
+        from_x, mask = x + others.to(tl.int64)[:, None] * 2 * half + n[None], real[:, None] & (n < half)[None]
+        plain = gate(
+            tl.load(from_x, mask=mask, other=0.0).to(tl.float32),
+            tl.load(from_x + half, mask=mask, other=0.0).to(tl.float32),
+            GATED,
+        )
+        to = y + others.to(tl.int64)[:, None] * half + n[None]
+        tl.store(to, plain.to(y.dtype.element_ty), mask=mask)
 
 
 def arrivals(device: torch.device) -> torch.Tensor:
@@ -229,16 +307,26 @@ def output_block(parts: tuple[tuple[int, int], ...], *, few: bool) -> int:
 
 def shrink(x: torch.Tensor, weights: LowRankWeights, tokens: TokenTiles, *, leads: bool = False) -> torch.Tensor:
     """Return ``[tokens, parts, rank]``: the products of ``x [tokens, in]`` and the first matrices of the adapters of the tokens.
-    With ``leads``, the kernel is a leader (see ``launch``). What the result holds of tokens without an adapter, and beyond the ranks of the adapters, is undefined."""
+    With ``leads``, the kernel is a leader (see ``launch``). Beyond the rank of an adapter, the result is 0 up
+    to the next multiple of RANK_BLOCK; what else it holds there, and of tokens without an adapter, is undefined."""
     a, ranks = weights.a, weights.device_ranks
     assert ranks is not None
     assert weights.arrived is not None
     num_parts, rank, inputs = a.shape[1:]
     together = tokens.adapters <= AdapterCount.FEW
+    low = torch.empty(len(x), num_parts, rank, dtype=x.dtype, device=x.device)
+    block = triton.next_power_of_2(inputs)
+    if not together and block <= EACH_INPUTS and 4 * inputs >= 3 * block:
+        rows = min(RANK_BLOCK.value, EACH_SIZE // block)
+        launch(
+            _shrink_each, (len(tokens.tiles), num_parts * (rank // rows)),
+            x, x.stride(0), inputs, a, a.stride(0), ranks, ranks.stride(0), tokens.order, tokens.tiles, low, num_parts,
+            RANK=rank, ROWS=rows, BLOCK=block, LEADS=leads, num_stages=1, num_warps=EACH_WARPS,
+        )  # fmt: skip
+        return low
     block = INPUT_BLOCK[together]
     splits, units = triton.cdiv(inputs, block), num_parts * (rank // RANK_BLOCK.value)
     num_tiles = len(tokens.tiles)
-    low = torch.empty(len(x), num_parts, rank, dtype=x.dtype, device=x.device)
     assert num_tiles * units <= MAX_SUMS
     sums = torch.empty(
         num_tiles * units * splits * tokens.size * RANK_BLOCK.value, dtype=torch.float32, device=x.device
@@ -276,9 +364,10 @@ def expand_gate(
     assert ranks is not None
     (m, n), num_tiles = x.shape, len(tokens.tiles)
     y = torch.empty(m, n // 2, dtype=x.dtype, device=x.device)
+    block = OUTPUT_BLOCK // 2
     launch(
-        _expand_gate, (triton.cdiv(n // 2, OUTPUT_BLOCK // 2), num_tiles + triton.cdiv(m, tokens.size)),
+        _expand_gate, (triton.cdiv(n // 2, block), num_tiles + triton.cdiv(m, tokens.size)),
         x, y, m, n // 2, low, b, b.stride(0), ranks, ranks.stride(0), tokens.order, tokens.tiles, tokens.places, num_tiles,
-        GATED=GATE_KINDS[activation], RANK=low.shape[2], TILE=tokens.size, BLOCK_N=OUTPUT_BLOCK // 2,
+        GATED=GATE_KINDS[activation], RANK=low.shape[2], TILE=tokens.size, BLOCK_N=block, WHOLE=n // 2 % block == 0,
     )  # fmt: skip
     return y
