@@ -26,6 +26,7 @@ REPEATS = 5
 ACTIVE = (1, FEW_SLOTS, 2 * FEW_SLOTS, SEVERAL_SLOTS)
 """The numbers of adapters that are measured, and as many as there are rows, which the product does not add."""
 WAYS = {
+    AdapterCount.ONE: "in one kernel",
     AdapterCount.FEW: "in the product",
     AdapterCount.SEVERAL: "in a second loop of it",
     AdapterCount.MANY: "after it",
@@ -56,7 +57,8 @@ def layers(model: str) -> list[Layer]:
 
 def tiles_of(slots: np.ndarray, device: str, count: AdapterCount) -> TokenTiles:
     """Return the tiles of rows with ``slots``, padded as in graphs of steps with ``count`` adapters."""
-    least = {AdapterCount.FEW: FEW_SLOTS, AdapterCount.SEVERAL: SEVERAL_SLOTS}.get(count, len(slots))
+    most_slots = {AdapterCount.ONE: 1, AdapterCount.FEW: FEW_SLOTS, AdapterCount.SEVERAL: SEVERAL_SLOTS}
+    least = most_slots.get(count, len(slots))
     most = most_tiles(len(slots), max(least, len(set(slots.tolist()))))
     packed = torch.from_numpy(packed_tiles(slots.astype(np.int32), SMALL_TILE, len(slots), most)).to(device)
     return unpacked_tiles(packed, SMALL_TILE, len(slots), len(slots), count=count)
@@ -81,7 +83,9 @@ def steps(layer: Layer, batch: int, rank: int, device: str, copies: int) -> dict
         f"{number} active, {way}": tiles_of(np.arange(batch) % number, device, count)
         for number in sorted({*ACTIVE, batch})
         for count, way in WAYS.items()
-        if number <= batch and (count is not AdapterCount.FEW or number in ACTIVE)
+        if number <= batch
+        and (count > AdapterCount.FEW or number in ACTIVE)
+        and (count > AdapterCount.ONE or number == 1)
     }
     x = torch.randn(batch, layer.inputs, device=device, dtype=torch.bfloat16)
     scale = torch.ones(layer.inputs, device=device, dtype=torch.bfloat16)

@@ -13,10 +13,10 @@ import pytest
 
 from dovetail.engine.graph_keys import GraphKey, GraphKeys
 from dovetail.ops.adapter_weights import AdapterCount
-from dovetail.ops.low_rank import FEW_SLOTS, SEVERAL_SLOTS, adapter_count
+from dovetail.ops.low_rank import FEW_SLOTS, ONE_ROWS, SEVERAL_SLOTS, adapter_count
 from dovetail.ops.triton.tuning import MAX_ROWS
 
-NONE, FEW, SEVERAL, MANY = AdapterCount
+NONE, ONE, FEW, SEVERAL, MANY = AdapterCount
 SIZES = [1, 8, 64, MAX_ROWS, 2 * MAX_ROWS]
 ADAPTERS: Any = SimpleNamespace(count=lambda batch: adapter_count(len({*batch.adapters} - {0})))
 
@@ -35,6 +35,9 @@ def keys(adapters: Any = ADAPTERS) -> GraphKeys:
     ("rows", "adapters", "key"),
     [
         (3, 0, GraphKey(8, False)),
+        (3, 1, GraphKey(8, False, adapters=ONE)),
+        (ONE_ROWS, 1, GraphKey(64, False, adapters=ONE)),
+        (ONE_ROWS + 1, 1, GraphKey(MAX_ROWS, False, adapters=FEW)),
         (3, 2, GraphKey(8, False, adapters=FEW)),
         (60, FEW_SLOTS, GraphKey(64, False, adapters=FEW)),
         (60, FEW_SLOTS + 1, GraphKey(64, False, adapters=SEVERAL)),
@@ -55,6 +58,13 @@ def test_a_batch_with_adapters_runs_in_no_graph_that_has_none():
 
 def test_graphs_of_many_adapters_hold_few_ones_too_and_the_reverse_is_false():
     """More rows cost less than the kernels for more adapters."""
+    assert [*keys().larger(GraphKey(64, False, adapters=ONE))] == [
+        GraphKey(MAX_ROWS, False, adapters=FEW),
+        GraphKey(64, False, adapters=FEW),
+        GraphKey(64, False, adapters=SEVERAL),
+        GraphKey(MAX_ROWS, False, adapters=MANY),
+        GraphKey(64, False, adapters=MANY),
+    ]
     assert [*keys().larger(GraphKey(64, False, adapters=FEW))] == [
         GraphKey(MAX_ROWS, False, adapters=FEW),
         GraphKey(64, False, adapters=SEVERAL),
@@ -74,8 +84,9 @@ def test_what_has_occurred_is_captured_once_for_each_number_of_rows():
     plain = [GraphKey(rows, False) for rows in SIZES]
     assert [*given.possible()] == plain
     given.key_for(batch_of(1, 1))
-    few = [GraphKey(rows, False, adapters=FEW if rows <= MAX_ROWS else MANY) for rows in SIZES]
-    assert [*given.possible()] == plain + few
+    counts = {rows: ONE if rows <= ONE_ROWS else FEW if rows <= MAX_ROWS else MANY for rows in SIZES}
+    one = [GraphKey(rows, False, adapters=count) for rows, count in counts.items()]
+    assert [*given.possible()] == plain + one
     given.key_for(batch_of(MAX_ROWS, SEVERAL_SLOTS + 1))
     many = [GraphKey(rows, False, adapters=MANY) for rows in SIZES if rows <= MAX_ROWS]
-    assert [*given.possible()] == plain + few + many, "products of more rows have one kernel for any number of adapters"
+    assert [*given.possible()] == plain + one + many, "products of more rows have one kernel for any number of adapters"

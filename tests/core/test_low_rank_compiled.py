@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 from triton.compiler import ASTSource
 
-from dovetail.ops.triton import adapted_rows, low_rank_few
+from dovetail.ops.triton import adapted_rows, low_rank_few, one_adapter
 from dovetail.ops.triton.launch import INTERPRETED
 from dovetail.ops.triton.tuning import tile_of
-from sass import unwritten, without_spills
+from sass import printed, unwritten, without_spills
 
 pytestmark = [
     pytest.mark.skipif(INTERPRETED, reason="kernels are interpreted, not compiled"),
@@ -52,16 +52,27 @@ def compiled(
 
 @pytest.mark.parametrize(
     ("kernel", "few"),
-    [("shrink", False), ("shrink", True), ("expand", False), ("expand", True), ("expand_gate", False)],
+    [
+        ("shrink", False),
+        ("shrink_each", False),
+        ("shrink", True),
+        ("expand", False),
+        ("expand", True),
+        ("expand_gate", False),
+    ],
 )
 def test_kernels_of_matrices_compile(kernel: str, few: bool, tmp_path: Path) -> None:
     common, block = {"RANK": 16, "TILE": 16}, low_rank_few.OUTPUT_BLOCK
+    if kernel == "shrink_each":
+        each = {"RANK": 16, "ROWS": low_rank_few.EACH_SIZE // 4096, "BLOCK": 4096, "LEADS": True}
+        compiled(low_rank_few._shrink_each, tmp_path / "kernel.cubin", each, low_rank_few.EACH_WARPS, 1)
+        return
     if kernel != "expand_gate":
         common["TOGETHER"] = few
     chosen: dict[str, tuple[Any, dict[str, Any]]] = {
         "shrink": (low_rank_few._shrink, {"INPUT_BLOCK": low_rank_few.INPUT_BLOCK[few], "SPLITS": 8, "LEADS": True}),
         "expand": (low_rank_few._expand, {"BLOCK_N": 64 if few else block, "ROW_BLOCK": low_rank_few.ROW_BLOCK}),
-        "expand_gate": (low_rank_few._expand_gate, {"GATED": True, "BLOCK_N": block // 2}),
+        "expand_gate": (low_rank_few._expand_gate, {"GATED": True, "BLOCK_N": block // 2, "WHOLE": True}),
     }
     compiled(chosen[kernel][0], tmp_path / "kernel.cubin", common | chosen[kernel][1], stages=1)
 
@@ -96,4 +107,28 @@ def test_products_that_add_adapters_load_weights_before_they_wait(
     assert max(ptx.index("cp.async.cg"), ptx.index("prefetch.global.L2")) < ptx.index("griddepcontrol.wait")
     loops = [left for left in re.findall(r"cp\.async\.wait_group\s+(\d+)", ptx) if int(left) > 0]
     assert len(loops) == (2 if several else 1), "each loop waits for the oldest part of what it has requested"
+    assert unwritten(file) == []
+
+
+@pytest.mark.parametrize(
+    ("n", "k", "form"), [(6144, 4096, "whole"), (4096, 4096, "parts"), (28672, 4096, "gated"), (4096, 14336, "parts")]
+)
+def test_products_with_the_only_adapter_do_not_wait_for_each_other(n: int, k: int, form: str, tmp_path: Path) -> None:
+    """With two accumulators, it easily happens that ptxas lets each product wait for the one before it."""
+    tile = one_adapter.one_adapter_tile(n, k, 16, gated=form == "gated", itemsize=2)
+    assert tile is not None
+    constants = {
+        "bias": None, "GATED": form == "gated", "BIAS": False, "BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n,
+        "BLOCK_K": tile.block_k, "SPLIT": tile.split, "AHEAD": tile.ahead, "IN_PARTS": form == "parts", "RANK": 16,
+        "ROW_BLOCK": one_adapter.ROW_BLOCK,
+    }  # fmt: skip
+    types, file = {"y": "*fp32"} if form == "parts" else {}, tmp_path / "kernel.cubin"
+    code = compiled(one_adapter._one_adapter, file, constants, tile.warps, tile.stages, types)
+    waits = printed("-sass", file).count("WARPGROUP.DEPBAR")
+    assert waits == 3, "once in the loop, behind it, and for the second matrix"
+    # a stage that is copied while a product runs has other memory than what the product reads
+    assert re.findall(r"local_alloc : \(\) -> !ttg\.memdesc<(\d+)x", code["ttgir"]) == [str(tile.stages)] * 3
+    before, after = code["ptx"].split("griddepcontrol.wait")
+    assert "cp.async" not in before, "the pipeline contains the inputs of the layer"
+    assert "cp.async" in after
     assert unwritten(file) == []

@@ -87,6 +87,7 @@ def test_every_token_gets_what_its_adapter_adds(monkeypatch, path, slots):
 @pytest.mark.parametrize("slots", [[2], [1] * 17 + [-1, 2, 0]], ids=str)
 def test_products_add_the_adapters(monkeypatch, form, split, slots, count):
     monkeypatch.setattr(few, "INPUT_BLOCK", dict.fromkeys((True, False), 32))
+    monkeypatch.setattr(few, "EACH_SIZE", 256)  # programs of 4 rows of first matrices
     monkeypatch.setattr(adapted_rows, "FIRST", 16)
     monkeypatch.setattr(adapted_rows, "STEP", 32)
     monkeypatch.setattr(adapted_rows, "SEVERAL_STEP", 32)
@@ -101,6 +102,28 @@ def test_products_add_the_adapters(monkeypatch, form, split, slots, count):
     product = adapted_rows.AdaptedRows(weight, weights)
     tiles = made_tiles(given, low_rank.SMALL_TILE, pads=True, count=count)
     assert product.can(tiles, len(x), gated=form == "gated", parts=form == "parts") == (form != "parts" or split > 1)
+    got = product(x, bias, tiles, "silu" if form == "gated" else None, in_parts=form == "parts")
+    exact = x.double() @ weight.double().T + (0 if bias is None else bias.double())
+    exact = by_definition(exact, x, weights, given)
+    if form == "gated":
+        exact = GATES["silu"](exact)
+    torch.testing.assert_close((got.sum(0) if form == "parts" else got).double(), exact, rtol=1e-4, atol=2e-3)
+
+
+@pytest.mark.parametrize(("form", "split"), [("whole", 1), ("bias", 2), ("gated", 1), ("gated", 2), ("parts", 2)])
+@pytest.mark.parametrize("slots", [[2], [1] * 17 + [-1, -1, 1], [-1, 0], [-1, -1]], ids=str)
+def test_products_add_the_only_adapter_without_another_kernel(monkeypatch, form, split, slots):
+    tile = ProductTile(32, 64, 32, 4, 2, split)
+    monkeypatch.setattr(adapted_rows, "tile_of", lambda rows, n, k: tile)
+    monkeypatch.setattr(adapted_rows, "one_adapter_tile", lambda *shape, **options: tile)
+    monkeypatch.setattr(adapted_rows, "shrink", None)
+    parts = ((0, 64), (64, 64))
+    given, k = np.array(slots, np.int32), 64
+    weights = made_weights(RANKS[:, : len(parts)].copy(), parts, k)
+    x, weight = torch.randn(len(given), k) * 0.05, torch.randn(128, k)
+    bias = None if form in ("whole", "parts") else torch.randn(128)
+    tiles = made_tiles(given, low_rank.SMALL_TILE, pads=True, count=AdapterCount.ONE)
+    product = adapted_rows.AdaptedRows(weight, weights)
     got = product(x, bias, tiles, "silu" if form == "gated" else None, in_parts=form == "parts")
     exact = x.double() @ weight.double().T + (0 if bias is None else bias.double())
     exact = by_definition(exact, x, weights, given)

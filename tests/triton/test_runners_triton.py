@@ -492,4 +492,4 @@ def test_captured_steps_add_the_adapters_of_their_rows(monkeypatch):
         torch.testing.assert_close(*adapted, rtol=1e-4, atol=1e-4)
         changed = (plain - logits[0]).abs().amax(1) > 1e-2
         assert changed.tolist() == [slot > 0 for slot in slots]
-    assert {key.adapters for key in graphs._graphs} == {AdapterCount.FEW, AdapterCount.MANY}
+    assert {key.adapters for key in graphs._graphs} == {AdapterCount.ONE, AdapterCount.MANY}

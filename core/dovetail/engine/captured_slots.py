@@ -21,7 +21,12 @@ from dovetail.ops.transfer import to_device
 if TYPE_CHECKING:
     from dovetail.types import IntArray
 
-_MOST_SLOTS = {AdapterCount.NONE: 0, AdapterCount.FEW: FEW_SLOTS, AdapterCount.SEVERAL: SEVERAL_SLOTS}
+_MOST_SLOTS = {
+    AdapterCount.NONE: 0,
+    AdapterCount.ONE: 1,
+    AdapterCount.FEW: FEW_SLOTS,
+    AdapterCount.SEVERAL: SEVERAL_SLOTS,
+}
 """The largest number of adapters in steps of each count."""
 
 

@@ -17,9 +17,10 @@ class AdapterCount(IntEnum):
     compute steps with fewer adapters, but not as fast."""
 
     NONE = 0
-    FEW = 1
-    SEVERAL = 2
-    MANY = 3
+    ONE = 1
+    FEW = 2
+    SEVERAL = 3
+    MANY = 4
 
 
 @dataclass(frozen=True, slots=True, eq=False)

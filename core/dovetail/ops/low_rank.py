@@ -27,21 +27,30 @@ larger ones."""
 SMALL_STEP = 512
 FEW_SLOTS, SEVERAL_SLOTS = 8, 24
 """Up to these numbers, adapters that occur in a step are few or several (see ``AdapterCount``)."""
+ONE_ROWS = 64
+"""The largest number of rows of a step for which there are kernels for one adapter."""
 SEVERAL_ROWS = range(33, 65)
 """The numbers of rows of a step for which kernels for several adapters were measured to be faster than those for many."""
 
 
 def adapter_count(occur: int) -> AdapterCount:
     """Return the count of a step in which ``occur`` adapters occur."""
-    bounds = (AdapterCount.NONE, 0), (AdapterCount.FEW, FEW_SLOTS), (AdapterCount.SEVERAL, SEVERAL_SLOTS)
-    return next((count for count, most in bounds if occur <= most), AdapterCount.MANY)
+    bounds = {
+        AdapterCount.NONE: 0,
+        AdapterCount.ONE: 1,
+        AdapterCount.FEW: FEW_SLOTS,
+        AdapterCount.SEVERAL: SEVERAL_SLOTS,
+    }
+    return next((count for count, most in bounds.items() if occur <= most), AdapterCount.MANY)
 
 
 def kernel_count(count: AdapterCount, rows: int) -> AdapterCount:
-    """Return for which count the kernels of a step of ``rows`` rows are chosen. Those for several adapters are the fastest for a number of rows in ``SEVERAL_ROWS``
-    only, and products of more than ``MAX_ROWS`` rows have one kernel for any number of adapters."""
+    """Return for which count the kernels of a step of ``rows`` rows are chosen. Those for one adapter compute up to ``ONE_ROWS`` rows, those for several adapters are the fastest for
+    a number of rows in ``SEVERAL_ROWS`` only, and products of more than ``MAX_ROWS`` rows have one kernel for any number of adapters."""
     several = count is AdapterCount.SEVERAL and rows not in SEVERAL_ROWS
-    return AdapterCount.MANY if several or (count and rows > MAX_ROWS) else count
+    if several or (count and rows > MAX_ROWS):
+        return AdapterCount.MANY
+    return AdapterCount.FEW if count is AdapterCount.ONE and rows > ONE_ROWS else count
 
 
 def add_low_rank(out: torch.Tensor, x: torch.Tensor, weights: LowRankWeights, tokens: TokenSlots) -> torch.Tensor:

@@ -1,4 +1,5 @@
-"""Compute the product of a layer and few tokens beside ``low_rank_few.shrink``, and add what their adapters make of them.
+"""Compute the product of a layer and few tokens, and add what their adapters make of them. If only one adapter occurs, one kernel does all (see ``one_adapter``).
+Otherwise the product runs beside ``low_rank_few.shrink``.
 
 Both kernels read ``x``, which is complete when the product starts, because ``shrink`` is a leader (see ``launch``). The product waits
 for ``shrink`` when its loop has ended, and then adds the second matrices as further columns of the weight (see ``adapted_columns``). There are two kernels for it: if
@@ -22,6 +23,7 @@ from dovetail.ops.triton.launch import launch
 from dovetail.ops.triton.low_rank import ROW_BLOCK
 from dovetail.ops.triton.low_rank_few import RANK_BLOCK, expand, expand_gate, shrink
 from dovetail.ops.triton.matmul import GATE_KINDS, finish_rows, rows_of, workspace
+from dovetail.ops.triton.one_adapter import one_adapter, one_adapter_tile
 from dovetail.ops.triton.tuning import MAX_ROWS, ProductTile, tile_of
 
 if TYPE_CHECKING:
@@ -163,6 +165,11 @@ class AdaptedRows:
         tiles = [tile_of(max(2, rows), n, k) for rows in range(MAX_ROWS + 1)]
         self._tiles = [tile if tile is not None and self._fits(tile) else None for tile in tiles]
         self._pairs = low_rank.parts == ((0, n // 2), (n // 2, n // 2))
+        one = {
+            gated: one_adapter_tile(n, k, low_rank.a.shape[2], gated=gated, itemsize=weight.element_size())
+            for gated in (False, True)
+        }
+        self._one = {gated: tile if tile is not None and self._fits(tile) else None for gated, tile in one.items()}
 
     def _fits(self, tile: ProductTile) -> bool:
         """Return True if every tile of rows lies in one part."""
@@ -187,7 +194,11 @@ class AdaptedRows:
         in_parts: bool = False,
     ) -> torch.Tensor:
         """Compute what ``matmul.matmul`` computes, with the adapters of ``tokens``. ``can`` must be True."""
-        low, kind = shrink(x, self._low_rank, tokens, leads=True), GATE_KINDS[gated] if gated else False
+        kind = GATE_KINDS[gated] if gated else False
+        one = self._one[gated is not None]
+        if tokens.adapters is AdapterCount.ONE and one is not None:
+            return one_adapter(x, self._weight, bias, self._low_rank, tokens, one, self._space, kind, in_parts=in_parts)
+        low = shrink(x, self._low_rank, tokens, leads=True)
         if tokens.adapters <= AdapterCount.FEW:
             return self.product(x, bias, low, tokens, kind, in_parts=in_parts)
         if tokens.adapters is AdapterCount.SEVERAL and self._has_second_loop(len(x)):
