@@ -86,7 +86,7 @@ _SHARED_BYTES = 224 << 10
 
 
 def one_adapter_tile(n: int, k: int, rank: int, *, gated: bool, itemsize: int) -> ProductTile | None:
-    """Return the tile for a weight ``[n, k]`` and slots of ``rank``, or None if the product of so many rows has no measured tile, or the first matrices have too many rows to be read
+    """Return the tile for a weight ``[n, k]`` and slots of ``rank``, or None if the product of ONE_ROWS rows has no measured tile, or the first matrices have too many rows to be read
     in every program."""
     tile = _TILES.get((n, k)) or _like_measured(tile_of(ONE_ROWS, n, k), k)
     columns = rank * 2 if gated else rank
