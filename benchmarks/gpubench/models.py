@@ -172,6 +172,38 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "eos_token_id": None,
         "torch_dtype": "bfloat16",
     },
+    "mistral-7b-v0.1": {
+        **_LLAMA,
+        "architectures": ["MistralForCausalLM"],
+        "model_type": "mistral",
+        "vocab_size": 32000,
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "max_position_embeddings": 32768,
+        "rope_theta": 10000.0,
+        "sliding_window": 4096,
+        "tie_word_embeddings": False,
+    },
+    "phi-3-mini": {
+        **_LLAMA,
+        "architectures": ["Phi3ForCausalLM"],
+        "model_type": "phi3",
+        "vocab_size": 32064,
+        "hidden_size": 3072,
+        "intermediate_size": 8192,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 32,
+        "max_position_embeddings": 4096,
+        "original_max_position_embeddings": 4096,
+        "rope_theta": 10000.0,
+        "sliding_window": 2047,
+        "tie_word_embeddings": False,
+    },
     "deepseek-v2-lite": {
         "architectures": ["DeepseekV2ForCausalLM"],
         "model_type": "deepseek_v2",
@@ -278,7 +310,8 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": False,
     },
 }
-"""The shapes of the models of TITLES, one for trying the benchmark itself, and one for checking attention."""
+"""The shapes of the models of TITLES, two whose layers all have windows (for ``shared_prefixes_gpu.py``), one for trying the benchmark
+itself, and one for checking attention."""
 CONFIGS["8b-half"] = {**CONFIGS["8b"], "num_hidden_layers": 16}
 CONFIGS["8b-gguf-q4-k-m"] = {**CONFIGS["8b"], "quantization_config": q4_k_m(32)}
 

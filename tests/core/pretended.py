@@ -182,8 +182,8 @@ class Device:
         return result_of(rows)
 
     def check_shared(self, batch):
-        """Check that groups cover the rows one after another, and that the rows of a group have its tokens in the same
-        pages."""
+        """Check that groups cover the rows one after another, and that all rows of a group have the shared tokens where
+        the group reads them."""
         starts, lens = batch.shared.starts.tolist(), batch.shared.lens.tolist()
         assert batch.num_extend == 0
         assert batch.shared.saved > 0
@@ -192,8 +192,12 @@ class Device:
             assert (length == 0) == (stop - start == 1)
             assert length % self.page_size == 0
             assert length < (batch.prefix_lens + batch.extend_lens)[start:stop].min()
-            rows = self.table[batch.slots[start:stop], : length // self.page_size]
-            assert (rows == rows[0]).all()
+            self.check_pages(batch, start, stop, length)
+
+    def check_pages(self, batch, start, stop, length):
+        """Check that the rows of a group have its tokens in the same pages."""
+        rows = self.table[batch.slots[start:stop], : length // self.page_size]
+        assert (rows == rows[0]).all()
 
 
 def build(page_size=4, num_pages=40, cache="radix", clock=time.monotonic, pools=1, **limits):

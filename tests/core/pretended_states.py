@@ -68,6 +68,7 @@ class StateDevice(Device):
         self.memories = np.full((len(self.paged), most * page_size), -1)
         self.copies = self.saves = 0
         self.shared = 0  # tokens of shared prefixes that need not be read
+        self.shared_windows = 0  # rows that saw shared tokens within a window
         self.state_chunk = 0
         self.texts = {}  # by uid
 
@@ -129,6 +130,19 @@ class StateDevice(Device):
                 self.last[slot] = accepted[-1]
                 rows.append(accepted)
         return result_of(rows)
+
+    def check_pages(self, batch, start, stop, length):
+        """Check that the pages of the shortest row have what each row sees of the shared tokens, in every group of pages."""
+        slot = batch.slots[start + int(batch.prefix_lens[start:stop].argmin())]
+        where = np.arange(length)
+        for table, memory, window in zip(self.tables, self.memories, self.windows, strict=True):
+            places = table[slot, where // self.page_size] * self.page_size + where % self.page_size
+            for row in range(start, stop):
+                first = 0 if window is None else max(0, int(batch.prefix_lens[row]) - window + 1)
+                text = np.asarray(self.texts[batch.reqs[row].uid][:length])
+                assert (places[first:] >= self.page_size).all(), "page 0 belongs to no request"
+                assert (memory[places[first:]] == text[first:]).all(), "a shared page has other tokens"
+                self.shared_windows += window is not None and first < length
 
     def save(self, plan, row, new, before):
         """Keep the states within a prompt."""

@@ -10,6 +10,7 @@ import torch
 from dovetail.engine.grouped import GroupedAttention, backends_of, grouped_attention, grouped_pools, set_views
 from dovetail.engine.inputs import Inputs
 from dovetail.engine.last import last_rows
+from dovetail.engine.sharing import PrefixSharing
 from dovetail.engine.verify import compact
 from dovetail.engine.verify_inputs import VerifyMemory, VerifyShape, VerifyTensors
 from dovetail.interfaces.attention import AttentionBackend
@@ -68,8 +69,8 @@ def test_each_group_has_its_own_pages_and_locations(inputs):
     check(batch_of(inputs, slots, prefix, extend, drafts), inputs, slots, prefix, extend)
 
 
-def test_shared_prefixes_are_those_of_the_first_group(inputs):
-    """Two rows share eight tokens, whose pages in the other groups differ. Layers of those read each row's own pages."""
+def test_groups_that_do_not_share_read_the_pages_of_each_row(inputs):
+    """Two rows share eight tokens in the first group. Layers of the others read each row's own pages."""
     slots, prefix = [3, 1, 5], [9, 30, 2]
     inputs.page_table[1, :2] = inputs.page_table[3, :2]
     batch = make_batch(PAGE, np.zeros((3, WIDTH), np.int32), prefix, [1, 1, 1])
@@ -94,6 +95,34 @@ def test_shared_prefixes_are_those_of_the_first_group(inputs):
         assert view.shared is None
         for row, (slot, count) in enumerate([(3, 3), (1, 8), (5, 1)]):
             assert view.page_table[row, :count].tolist() == other[slot, :count].tolist()
+
+
+def test_a_sliding_group_shares_the_pages_of_the_shortest_row(inputs):
+    """Of three rows that share 24 tokens, each has pages for its window of 20 only."""
+    slots, prefix, window = [3, 1, 5, 2], [45, 30, 39, 8], 20
+    table = inputs.other_tables[1]
+    shared_pages = table[3, :6].copy()
+    for slot, length in zip(slots[:3], prefix, strict=False):
+        table[slot, :6] = shared_pages
+        table[slot, : (length + 1 - window) // PAGE] = 0
+    batch = make_batch(PAGE, np.zeros((4, WIDTH), np.int32), prefix, [1] * 4)
+    batch.slots = np.array(slots, np.int32)
+    arrays = np.array([0, 3, 4], np.int32), np.array([24, 0], np.int32), batch.prefix_lens
+    batch.shared = PrefixSharing([None, None, window], [0, 2]).at(2, *arrays)
+    inputs.prepare(batch)
+    assert batch.view(1).shared is None
+    assert batch.view(1).page_table[0, :12].tolist() == inputs.other_tables[0][3].tolist()
+    view = batch.view(2)
+    groups = view.shared
+    assert groups is batch.shared.others[1]
+    assert groups.first_positions.tolist() == [30, 8, 0, 0]
+    assert groups.group_table[0, 2:6].tolist() == shared_pages[2:].tolist(), "those that the row at 30 sees"
+    assert groups.own_lens.tolist() == [22, 7, 16, 9]
+    assert view.page_table is groups.own_table
+    for row, (slot, first, end) in enumerate([(3, 6, 12), (1, 6, 8), (5, 6, 10), (2, 0, 3)]):
+        assert groups.own_table[row, : end - first].tolist() == table[slot, first:end].tolist()
+    expected = [int(table[slot, n // PAGE]) * PAGE + n % PAGE for slot, n in zip(slots, prefix, strict=True)]
+    assert view.out_loc.tolist() == expected
 
 
 class Planned(AttentionBackend):

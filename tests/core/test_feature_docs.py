@@ -16,6 +16,7 @@ import pytest
 from dovetail.cli.feature_docs import MODELS, Row, feature_docs, why_not
 from dovetail.cli.sources import load_registry
 from dovetail.config import read, validate
+from dovetail.engine.sharing import PrefixSharing
 from dovetail.interfaces.cache import CacheGroupKind
 from dovetail.interfaces.features import Feature
 from dovetail.registry import ComponentKind, Machine, Registry, resolve
@@ -70,8 +71,8 @@ def test_a_cell_names_every_reason_of_the_refusal(registry: Registry, tmp_path: 
         ("Gemma3ForCausalLM", {}, None),
         ("Qwen3NextForCausalLM", {}, None),
         ("KimiLinearForCausalLM", {}, None),
-        ("MistralForCausalLM", {}, "the model has no full or latent cache group"),
-        ("Mamba2ForCausalLM", {}, "the model has no full or latent cache group"),
+        ("MistralForCausalLM", {}, None),
+        ("Mamba2ForCausalLM", {}, "the model has no cache group with pages"),
     ],
 )
 def test_why_shared_prefixes_are_not_read_once(
@@ -81,6 +82,35 @@ def test_why_shared_prefixes_are_not_read_once(
     chosen = {"model": {"path": str(tmp_path)}, "attention": "triton", "policy": "fcfs", "grammar": "none"}
     config = validate(read((), (), {}, chosen | settings), registry)
     assert why_not_shared(resolve(config, registry, Machine.assume("sm90"))) == reason
+
+
+@pytest.mark.parametrize(
+    ("architecture", "window", "attention", "order", "reason"),
+    [
+        ("MistralForCausalLM", 1024, "triton", (0,), None),
+        ("MistralForCausalLM", 1023, "triton", (), "the first cache group has a window of 1023 tokens, less than 1024"),
+        ("MistralForCausalLM", 1024, "flash_attn", (), f"'flash_attn' does not offer {Feature.ATTN_SHARED_WINDOW}"),
+        ("Gemma3ForCausalLM", 1024, "triton", (0, 1), None),
+        ("Gemma3ForCausalLM", 1023, "triton", (0,), None),
+        ("Gemma3ForCausalLM", 1024, "flash_attn", (0,), None),
+    ],
+)
+def test_layers_with_windows_share_if_these_are_long_and_the_backend_can(
+    registry: Registry,
+    tmp_path: Path,
+    architecture: str,
+    window: int,
+    attention: str,
+    order: tuple[int, ...],
+    reason: str | None,
+) -> None:
+    """All layers of the first model have windows; the second one also has layers without, which share anyway."""
+    write_config(tmp_path, architecture, **{**MODELS[architecture], "sliding_window": window})
+    chosen = {"model": {"path": str(tmp_path)}, "attention": attention, "policy": "fcfs", "grammar": "none"}
+    resolved = resolve(validate(read((), (), {}, chosen), registry), registry, Machine.assume("sm90"))
+    assert PrefixSharing.of(resolved, resolved.model_info.cache_groups).order == order
+    found = why_not_shared(resolved)
+    assert found is None if reason is None else reason in (found or "")
 
 
 def test_layers_with_a_window_in_a_full_group_read_every_row(registry: Registry, tmp_path: Path) -> None:

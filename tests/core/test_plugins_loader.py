@@ -91,7 +91,7 @@ def test_wrong_api_version_is_incompatible_with_text(fakes, api, who):
     (record,) = registry.plugins
     assert record.status is PluginStatus.INCOMPATIBLE
     version = ".".join(map(str, api))
-    assert f"built for version {version} of the cache interface; this dovetail has 2.1: {who}" in record.reason
+    assert f"built for version {version} of the cache interface; this dovetail has 2.2: {who}" in record.reason
 
 
 def test_one_incompatible_component_leaves_its_plugin_loaded(fakes):

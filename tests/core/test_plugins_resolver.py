@@ -82,7 +82,7 @@ def test_version_ranges_are_checked_against_what_is_installed(fakes):
 
 def test_wrong_api_version_is_refused_with_both_versions(fakes):
     text = refusal(fakes, fakes.spec(K.CACHE, "ancient", api=(0, 1)), sets=["cache=ancient"])
-    assert "at stage api: interface version 2.1; it was built for version 0.1 of the cache interface" in text
+    assert "at stage api: interface version 2.2; it was built for version 0.1 of the cache interface" in text
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ and snapshots shows as a wrong hash.
 import functools
 import random
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +16,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent))
 import pretended_states
 from pretended import CONTEXT, VOCAB, next_token
-from pretended_states import MODELS, STATELESS, Forced, Jumps, StateRun, build, layout_of, right_and_wrong
+from pretended_states import MODELS, STATELESS, WINDOW, Forced, Jumps, StateRun, build, layout_of, right_and_wrong
 
 from dovetail.memory.arena import ArenaAllocator
 from dovetail.scheduler import snapshots
@@ -94,7 +95,7 @@ def test_random_histories(model):
         shared += device.shared
         hits += scheduler.totals.cached_tokens
     assert copies > 0
-    assert (shared > 0) == any(group.dense for group in MODELS[model])
+    assert (shared > 0) == any(group.paged for group in MODELS[model])
     assert hits > 0
 
 
@@ -126,7 +127,18 @@ def test_many_random_histories(model, cache, lag):
 def test_random_histories_without_states(model):
     for lag, drafts in ((False, False), (True, False), (False, True)):
         _, device = history(5, model, lag, 20, drafts, failures=0.0 if drafts else 0.05)
-        assert (device.shared > 0) == (not drafts and any(group.dense for group in STATELESS[model]))
+        assert (device.shared > 0) == (not drafts)
+
+
+@pytest.mark.parametrize("model", ["sliding", "pages and windows", "window", "all"])
+def test_the_shortest_row_has_the_pages_that_rows_of_a_group_see(model, monkeypatch):
+    """Windows are long enough that rows see what they share for a while, and short enough that rows leave it."""
+    wide = replace(WINDOW, window=25)
+    known = STATELESS if model in STATELESS else MODELS
+    monkeypatch.setitem(known, model, tuple(wide if group is WINDOW else group for group in known[model]))
+    devices = [history(seed, model, lag, 40, failures=0.05)[1] for seed, lag in ((11, False), (12, True), (13, False))]
+    assert sum(device.shared for device in devices) > 0
+    assert sum(device.shared_windows for device in devices) > 0
 
 
 @pytest.mark.full

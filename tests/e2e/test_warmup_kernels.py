@@ -15,6 +15,7 @@ from dovetail import LLM
 from dovetail.engine.draft_graphs import DraftGraphs, DraftLimits
 from dovetail.engine.dry_run import ZeroedMemory
 from dovetail.engine.graphs import DecodeGraphs
+from dovetail.engine.sharing import PrefixSharing
 from dovetail.engine.warmup import WarmUp, likely_keys
 from dovetail.interfaces.attention import AttentionContext
 from dovetail.interfaces.mesh import SINGLE
@@ -85,7 +86,14 @@ def graphs(absent):
     backend = attention(engine.info, engine.pool, engine.context_len)
     counts = engine.counts
     return DecodeGraphs(
-        engine.model, engine.inputs, engine.pool, backend, ROWS, engine.context_len, True, counts=counts
+        engine.model,
+        engine.inputs,
+        engine.pool,
+        backend,
+        ROWS,
+        engine.context_len,
+        PrefixSharing([None], [0]),
+        counts=counts,
     )
 
 

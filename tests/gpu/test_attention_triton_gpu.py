@@ -28,11 +28,6 @@ class TestTritonOnCuda(AttentionSuite):
     name = "triton"
     device = "cuda"
 
-    @pytest.mark.parametrize("step", SHARED_STEPS)
-    @pytest.mark.parametrize("window", [7, 20, 60])
-    def test_a_window_may_begin_before_in_or_behind_what_is_shared(self, step: str, window: int):
-        self.compare(replace(SHARED_STEPS[step], window=window))
-
     @pytest.mark.parametrize("few", [False, True], ids=["many", "few"])
     @pytest.mark.parametrize("variant", [backend.EVEN, backend.UNEVEN], ids=["even", "uneven"])
     @pytest.mark.parametrize("window", [None, 20], ids=["whole", "window"])

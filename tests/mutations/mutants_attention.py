@@ -81,6 +81,9 @@ class Flawed(AttentionBackend):
             q = q.to(self.pool.keys(layer_id).dtype).to(q.dtype)
         group = q.shape[1] // k.shape[1]
         k, v = (self.per_query_head(x, group) for x in (k, v))
+        seen = self.seen(row, tokens, len(places), length, layer)
+        if batch.shared is not None and layer.window is not None:
+            v = torch.where(seen.any(0)[:, None, None], v, 0)  # pages behind the window may be gone
         scale = q.shape[-1] ** -0.5 if flaw == "knows one scale" else layer.scale
         if flaw == "rounds depending on the size of the batch":
             scale *= 1 + 1e-6 * len(batch.reqs)
@@ -90,7 +93,7 @@ class Flawed(AttentionBackend):
         scores = scale * torch.einsum("qhd,khd->hqk", q.float(), k)
         if layer.soft_cap is not None and flaw != "no soft cap":
             scores = layer.soft_cap * torch.tanh(scores / layer.soft_cap)
-        scores = scores.masked_fill(~self.seen(row, tokens, len(places), length, layer), float("-inf"))
+        scores = scores.masked_fill(~seen, float("-inf"))
         if layer.soft_cap is not None and flaw == "caps what is masked":
             scores = layer.soft_cap * torch.tanh(scores / layer.soft_cap)
         return torch.einsum("hqk,khd->qhd", self.softmax(scores, q.dtype, layer), v).to(q.dtype)
@@ -138,6 +141,7 @@ class Flawed(AttentionBackend):
             return self.batch.page_table[row]
         group = 0 if self.flaw == "knows one group" else int((shared.indptr <= row).sum()) - 1
         count = int(shared.group_lens[group]) // self.pool.page_size
+        self.first_position = None if shared.window is None else int(shared.first_positions[group])
         return torch.cat([shared.group_table[group, :count], shared.own_table[row]])
 
     def per_query_head(self, x: torch.Tensor, group: int) -> torch.Tensor:
@@ -163,6 +167,11 @@ class Flawed(AttentionBackend):
         if layer.window is None or flaw == "no window":
             return seen & (key < length)
         place = key.clone()
+        shared = length - int(batch.shared.own_lens[row]) if batch.shared is not None else 0
+        if flaw == "no window in what is shared":
+            return seen & ((key < shared) | (key > position - layer.window))
+        if flaw == "takes all rows for the shortest" and shared:
+            position = torch.where(key < shared, self.first_position, position)
         if flaw != "windows count places":
             place[prefix:length] = batch.positions[tokens]
         return seen & (key < length) & (place > position - layer.window - int(flaw == "window one too wide"))
@@ -379,6 +388,27 @@ MUTANTS = [
         fault="overflows when results are merged with a shared prefix",
     ),
     _of("loses a part of long rows", "test_long_shared_prefixes", fault="loses a part of long shared prefixes"),
+    _of(
+        "no window in what is shared",
+        "test_shared_prefixes_in_windows",
+        "groups and single rows",
+        20,
+        fault="ignores windows in shared prefixes",
+    ),
+    _of(
+        "takes all rows for the shortest",
+        "test_shared_prefixes_in_windows",
+        "groups and single rows",
+        20,
+        fault="gives all rows of a group the window of the shortest",
+        says=WRONG,
+    ),
+    _of(
+        "loses a part of long rows",
+        "test_long_shared_prefixes_in_windows",
+        650,
+        fault="loses a part of long shared prefixes in windows",
+    ),
     _of(
         "loses a part of long rows",
         "test_chunk_after_a_large_prefix",

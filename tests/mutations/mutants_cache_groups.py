@@ -179,13 +179,6 @@ class SharesNothing(GroupedRadixTree):
         return []
 
 
-class SharesWithoutFullGroups(GroupedRadixTree):
-    """Report shared prefixes also if all groups can have holes."""
-
-    def shared_prefixes(self, handles: Sequence[Handle]) -> list[tuple[list[int], int]]:
-        return RadixTree.shared_prefixes(self, handles)
-
-
 def suite(cache_class: type[GroupedRadixTree] | None = None) -> Suite:
     class GroupedSuite(PrefixCacheSuite):
         name = "radix"
@@ -211,7 +204,7 @@ MACHINE = "test_groups_agree_with_a_dictionary"
 TRAFFIC = "test_requests_lose_no_page"
 WINDOW, HOLE = "test_no_page_behind_the_window_is_needed", "test_a_hole_is_filled"
 SNAPSHOT, LOCK = "test_a_snapshot_is_found_at_exactly_its_length", "test_a_lock_protects_the_window_and_the_snapshot"
-SHARED = "test_rows_share_the_pages_of_full_and_latent_groups"
+SHARED = "test_rows_share_the_pages_of_their_paths"
 SIMILAR = "test_similar_prompts_find_what_they_share"
 
 MUTANTS = [
@@ -234,7 +227,7 @@ MUTANTS = [
     _of("protects a shorter window", TakesWindowsToBeShorter, LOCK),
     _of("finds whole windows only", ResumesAtMultiplesOfTheWindow, SIMILAR, 100),
     _of("shares nothing if another group slides", SharesNothing, SHARED, "full, sliding"),
-    _of("shares windows", SharesWithoutFullGroups, SHARED, "sliding, state"),
+    _of("shares nothing if no group is full", SharesNothing, SHARED, "sliding, state"),
     _of("loses a window's page where a run is split", LosesPagesAtSplits, TRAFFIC, "full, sliding"),
     _of("takes holes for pages", TakesHolesForPages, TRAFFIC, MIXED),
     _of("gives snapshots back twice", GivesSnapshotsBackTwice, TRAFFIC, MIXED),

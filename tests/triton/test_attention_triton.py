@@ -97,11 +97,6 @@ class TestTriton(AttentionSuite):
         """A query sees the later tokens of its block, also those in the next tile."""
         self.compare(replace(STEPS["blocks in place of trees"][0], heads=heads, kv_heads=kv_heads))
 
-    @pytest.mark.parametrize("step", ["groups and single rows", "a group of one", "padding"])
-    @pytest.mark.parametrize("window", [7, 20, 60])
-    def test_a_window_may_begin_before_in_or_behind_what_is_shared(self, step: str, window: int):
-        self.compare(replace(SHARED_STEPS[step], window=window))
-
     @pytest.mark.parametrize("window", [5, 18])
     @pytest.mark.parametrize("step", ["extend after a prefix", "decode", "trees"])
     def test_pages_behind_the_window_may_be_gone(self, step: str, window: int):
@@ -185,12 +180,15 @@ class TestTriton(AttentionSuite):
         self.compare(replace(case, **{"heads": 20, "kv_heads": 1, **settings}))
 
     @pytest.mark.parametrize("variant", [backend.EVEN, backend.UNEVEN], ids=["even", "uneven"])
+    @pytest.mark.parametrize("window", [None, 150], ids=["whole", "window"])
     @pytest.mark.parametrize("shared", [False, True], ids=["alone", "shared"])
     @torch.inference_mode()
-    def test_one_plan_serves_all_lengths(self, monkeypatch: pytest.MonkeyPatch, shared: bool, variant: int):
+    def test_one_plan_serves_all_lengths(
+        self, monkeypatch: pytest.MonkeyPatch, shared: bool, window: int | None, variant: int
+    ):
         """A graph relies on this: after ``plan_capture``, lengths are read on the device."""
         monkeypatch.setattr(backend.TritonAttention, "_few", lambda *_: True)
-        base = AttentionCase([300] * GRAPH_ROWS, [1] * GRAPH_ROWS, padding=0, page_size=16)
+        base = AttentionCase([300] * GRAPH_ROWS, [1] * GRAPH_ROWS, padding=0, page_size=16, window=window)
         whole = AttentionStep(base, CPU)
         built = self.make(whole.context())
         static = AttentionStep(
@@ -232,10 +230,14 @@ class TestTriton(AttentionSuite):
 
 def test_sharing_must_pay():
     step = AttentionStep(AttentionCase([160] * 4, [1] * 4, groups=[(4, 160)], page_size=16), CPU)
-    built = TestTriton().make(step.context())
-    assert step.batch.shared is not None
+    built, shared = TestTriton().make(step.context()), step.batch.shared
+    assert shared is not None
     assert not built.shares(step.batch)
-    step.batch.shared.lens[:] = backend.SHARING_BYTES  # tokens
+    shared.lens[:] = backend.SHARING_BYTES  # tokens
+    assert built.shares(step.batch)
+    shared.window, shared.positions = 1000, shared.lens.repeat(4)
+    assert not built.shares(step.batch), "rows see few of these tokens"
+    shared.window = backend.SHARING_BYTES
     assert built.shares(step.batch)
 
 

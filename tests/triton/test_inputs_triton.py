@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from dovetail.engine.inputs import DecodeTensors, Inputs, decode_arrays, pack, unpack
+from dovetail.engine.sharing import PrefixSharing
 from dovetail.engine.verify_inputs import VerifyMemory, VerifyShape, VerifyTensors
 from dovetail.memory.table import RequestTable
 from dovetail.ops.triton.inputs import fetch, verify_inputs
@@ -28,10 +29,10 @@ def decode_batch(slots, prefix_lens, shared=None):
 
 
 def run(inputs, batch, rows):
-    tensors = DecodeTensors(rows, inputs.pages.shape[1], inputs.device, batch.shared is not None)
+    tensors = DecodeTensors(rows, inputs.pages.shape[1], inputs.device, [batch.shared is not None])
     arrays = decode_arrays(batch, rows)
     tensors.read(unpack(torch.from_numpy(pack(arrays)), arrays))
-    tensors.compute(inputs, shared=batch.shared is not None)
+    tensors.compute(inputs, batch.shared)
     tensors.give(batch)
     return batch
 
@@ -211,10 +212,10 @@ def test_each_group_has_its_own_pages_and_locations(shared):
     groups = SharedPrefixes(np.array([0, 1, 3], np.int32), np.array([0, 8], np.int32)) if shared else None
     prefix = [0, 9 if shared else 3, 159]
     batch = decode_batch([3, 1, 6], prefix, groups)
-    tensors = DecodeTensors(5, 40, inputs.device, shared, 1)
+    tensors = DecodeTensors(5, 40, inputs.device, [shared, False])
     arrays = decode_arrays(batch, 5)
     tensors.read(unpack(torch.from_numpy(pack(arrays)), arrays))
-    tensors.compute(inputs, shared=shared)
+    tensors.compute(inputs, groups)
     tensors.narrow(3).give(batch)
     for group in range(int(shared), 2):
         check_group(batch.view(group), pages[group], [3, 1, 6], prefix)
@@ -225,6 +226,48 @@ def test_each_group_has_its_own_pages_and_locations(shared):
         assert groups.own_table[1, 0] == pages[0, 1, 2]
         assert groups.own_table[2, :38].tolist() == pages[0, 6, 2:].tolist()
     assert batch.view(1).kv_lens is batch.kv_lens
+
+
+@pytest.mark.parametrize("many", [False, True], ids=["few rows", "many rows"])
+def test_a_sliding_group_shares_the_pages_of_the_shortest_row(many):
+    """The shortest row stands anywhere in its group, also behind more rows than a block of the kernel has."""
+    sizes = [3, 1, 300] if many else [2, 1, 4]
+    rows, window = sum(sizes), 12
+    rng = np.random.default_rng(many)
+    pages = rng.permutation(3 * (rows + 1) * 12).astype(np.int32).reshape(3, rows + 1, 12) + 1
+    pages[:, 0] = 0
+    inputs = Inputs(pages, 4, torch.device("cpu"))
+    starts, lens = np.cumsum([0, *sizes]).astype(np.int32), np.array([16, 0, 20], np.int32)
+    prefix = rng.integers(24, 45, rows)
+    for at in (1, sum(sizes) - 2):
+        prefix[at] = 21
+    slots = rng.permutation(rows) + 1
+    before = pages.copy()
+    for row in range(rows):
+        pages[2, slots[row], : (prefix[row] + 1 - window) // 4] = 0
+    batch = decode_batch(slots, prefix)
+    batch.shared = PrefixSharing([None, 9, window], [0, 2]).at(2, starts, lens, batch.prefix_lens)
+    tensors = DecodeTensors(rows + 2, 12, inputs.device, [True, False, True])
+    arrays = decode_arrays(batch, rows + 2)
+    tensors.read(unpack(torch.from_numpy(pack(arrays)), arrays))
+    tensors.compute(inputs, batch.shared)
+    tensors.narrow(rows).give(batch)
+    view, row_lens = batch.view(2), np.repeat(lens, sizes)
+    groups = view.shared
+    assert groups is batch.shared.others[1]
+    assert batch.view(1).shared is None
+    for group, shortest in ((0, 1), (2, rows - 2)):
+        assert groups.first_positions[group] == 21
+        seen = slice((21 + 1 - window) // 4, lens[group] // 4)
+        assert groups.group_table[group, seen].tolist() == before[2, slots[shortest], seen].tolist()
+        first = slots[starts[group]]
+        assert (
+            batch.shared.group_table[group, : lens[group] // 4].tolist() == pages[0, first, : lens[group] // 4].tolist()
+        )
+    assert groups.own_lens[:rows].tolist() == (prefix + 1 - row_lens).tolist()
+    for row, slot in enumerate(slots):
+        own = pages[2, slot, row_lens[row] // 4 : prefix[row] // 4 + 1].tolist()
+        assert view.page_table[row, : len(own)].tolist() == groups.own_table[row, : len(own)].tolist() == own
 
 
 @pytest.mark.parametrize("tree", [False, True], ids=["chains", "trees"])

@@ -33,6 +33,7 @@ from dovetail.engine.own_rows import OwnRowsOfSteps
 from dovetail.engine.penalties import TokenCounts
 from dovetail.engine.runners import DecodeGraphRunner, EagerRunner, EagerSampler, VerifyGraphRunner
 from dovetail.engine.sampler import Sampler
+from dovetail.engine.sharing import NO_SHARING
 from dovetail.engine.verify_graphs import VerifyGraphs, VerifySizes
 from dovetail.interfaces.mesh import Mesh, OneRank
 from dovetail.layers.base import prepare_layers
@@ -120,7 +121,7 @@ def test_captured_steps_attend_in_the_rows_of_the_rank(
     pool: Any = engine.pool
     counts = TokenCounts(ROWS + 1, VOCAB, engine.device)
     sampler = EagerSampler(Sampler(VOCAB, frozenset(), engine.device, counts), inputs)
-    graphs = DecodeGraphs(model, inputs, pool, attention(engine), ROWS, 64, False, counts=counts, mesh=mesh)
+    graphs = DecodeGraphs(model, inputs, pool, attention(engine), ROWS, 64, NO_SHARING, counts=counts, mesh=mesh)
     own = OwnRowsOfSteps.of(mesh, inputs)
     backends = attention(engine), attention(engine)
     eager: Any = EagerRunner(model, inputs, pool, *backends, sampler, own_rows=own)
@@ -213,7 +214,7 @@ def test_captured_steps_add_the_adapters_of_own_rows_in_attention_and_of_all_row
     monkeypatch.setattr("dovetail.engine.graphs.GraphRecorder", partial(WithTokens, adapters.tokens))
     counts = TokenCounts(ROWS + 1, VOCAB, engine.device)
     sampler = EagerSampler(Sampler(VOCAB, frozenset(), engine.device, counts), inputs)
-    shape: Any = ROWS, 64, False
+    shape: Any = ROWS, 64, NO_SHARING
     graphs = DecodeGraphs(model, inputs, pool, attention(engine), *shape, counts=counts, mesh=mesh, adapters=adapters)
     own = OwnRowsOfSteps.of(mesh, inputs)
     backends = attention(engine), attention(engine)

@@ -27,6 +27,7 @@ from dovetail.engine.penalties import TokenCounts
 from dovetail.engine.pieces import PiecewiseGraphs
 from dovetail.engine.runners import DecodeGraphRunner, EagerRunner, EagerSampler, VerifyGraphRunner
 from dovetail.engine.sampler import Sampler
+from dovetail.engine.sharing import NO_SHARING
 from dovetail.engine.verify_graphs import VerifyGraphs, VerifySizes
 from dovetail.interfaces.attention import AttentionContext
 from dovetail.layers.base import prepare_layers
@@ -108,7 +109,7 @@ def built(engine, load=None, adapters=None):
     model, inputs, pool = engine.model, engine.inputs, engine.pool
     counts = TokenCounts(len(inputs.pages), engine.info.vocab_size, engine.device)
     sampler = EagerSampler(Sampler(engine.info.vocab_size, frozenset(), engine.device, counts), inputs)
-    shape = ROWS, engine.context_len, False, WATCHED
+    shape = ROWS, engine.context_len, NO_SHARING, WATCHED
     decode = DecodeGraphs(model, inputs, pool, attention(engine), *shape, counts=counts, load=load, adapters=adapters)
     sizes = VerifySizes(TOKENS, WIDTH, True, engine.context_len)
     verify = VerifyGraphs(model, inputs, pool, attention(engine), sizes, WATCHED, load=load)

@@ -1,5 +1,5 @@
-"""Test engines whose rows read shared prefixes once in the full or latent cache group of models that also have windows or
-states. They attend with interpreted kernels and are compared with engines in which every row reads its own keys.
+"""Test engines whose rows read shared prefixes once, in the full or latent cache group of models that also have windows or
+states, and in layers with windows. They attend with interpreted kernels and are compared with engines in which every row reads its own keys.
 
 Run: TRITON_INTERPRET=1 python -m pytest tests/triton/test_shared_groups_triton.py
 """
@@ -32,14 +32,15 @@ from dovetail_attention.triton.backend import TritonAttention
 
 PAGE = 4
 MODELS: dict[str, Any] = {
+    "mistral": group_models,
     "gemma3": group_models,
     "gpt_oss": group_models,
     "qwen3_next": state_models,
     "kimi_linear": state_models,
 }
-"""The module that saves each model: one with full and sliding groups, one that also has sinks, one with full and state groups,
-and one with latent and state groups."""
-USUAL = {("gpt_oss", True), ("kimi_linear", True)}
+"""The module that saves each model: one with a sliding group, one with full and sliding groups, one that also has sinks, one
+with full and state groups, and one with latent and state groups."""
+USUAL = {("mistral", True), ("gpt_oss", True), ("kimi_linear", True)}
 CASES = [
     pytest.param(name, graphs, marks=() if (name, graphs) in USUAL else pytest.mark.full)
     for name in MODELS
@@ -77,7 +78,8 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> Seen:
     constraints = replace(TRITON.constraints, devices=("cpu",), min_compute_capability=None)
     spec = replace(TRITON, offers=TRITON.offers - graphs, constraints=constraints)
     monkeypatch.setattr("dovetail_attention.plugin.TRITON", spec)
-    monkeypatch.setattr(TritonAttention, "shares", lambda self, batch: True)
+    monkeypatch.setattr(TritonAttention, "shares", lambda self, batch: batch.shared.saved > 0)
+    monkeypatch.setattr("dovetail.registry.sharing.LEAST_WINDOW", group_models.WINDOW)
     stand_in(monkeypatch)
     return Seen(monkeypatch)
 
@@ -93,7 +95,7 @@ def build(path: Path, graphs: bool) -> LLM:
     assert llm.loop.scheduler.limits.shared_prefixes
     if graphs:
         args = engine.model, engine.inputs, engine.pool, engine.eager_runner.decode, 8, engine.context_len
-        engine.graphs = Planned(*args, engine.shares_prefixes, counts=engine.counts)
+        engine.graphs = Planned(*args, engine.sharing, counts=engine.counts)
         engine._order_runners()
     return llm
 
@@ -111,8 +113,12 @@ def check(reference: state_models.StateReference, outputs: list[Output], *, gree
 
 
 @pytest.mark.parametrize(("name", "graphs"), CASES)
-def test_groups_whose_layers_read_the_whole_past_share(name: str, graphs: bool, tmp_path: Path, seen: Seen) -> None:
-    """Three of four rows share seven pages, then a row is alone."""
+def test_rows_share_in_all_groups(name: str, graphs: bool, tmp_path: Path, seen: Seen) -> None:
+    """Three of four rows share seven pages, then a row is alone. Windows begin before what rows have of their own, and leave
+    what they share behind one after the other."""
+    expected: dict[int | None, tuple[int, int]] = {} if name == "mistral" else {None: (0, 2 * 28)}
+    if MODELS[name] is group_models:  # in a window, the rows see at first 18, 12 and 4 of the shared tokens
+        expected[group_models.WINDOW] = 0, 12 + 4
     path = MODELS[name].save(name, tmp_path)
     llm, reference = build(path, graphs), state_models.StateReference(path)
     for steps, prompts in (
@@ -121,13 +127,10 @@ def test_groups_whose_layers_read_the_whole_past_share(name: str, graphs: bool, 
     ):
         check(reference, llm.generate(prompts, SamplingParams(max_new_tokens=steps, temperature=0, logprobs=0)))
     check_idle(llm)
-    assert (min(seen.saved[None]), max(seen.saved[None])) == (0, 2 * 28)
-    assert {window: saved for window, saved in seen.saved.items() if window} == (
-        {group_models.WINDOW: {0}} if MODELS[name] is group_models else {}
-    )
+    assert {window: (min(saved), max(saved)) for window, saved in seen.saved.items()} == expected
     if graphs:
         captured = {(key.rows, key.shared) for key in state_models.engine_of(llm).graphs._graphs}
-        assert captured == {(4, True), (1, False)}
+        assert captured == {(4, len(expected)), (1, 0)}
     llm.close()
 
 
@@ -152,6 +155,9 @@ def test_forks_and_rows_that_come_and_go(name: str, tmp_path: Path, seen: Seen) 
         assert len({tuple(output.token_ids) for output in outputs[len(prompts) :]}) > 1
         check_idle(llm)
     assert any(output.cached_tokens > 0 for output in outputs)
-    assert len(seen.saved[None]) > 4, "rows formed several groups"
-    assert max(seen.saved[None]) == 2 * 40 + 2 * 44, "both prefixes are shared, in groups of their own"
+    if name != "mistral":
+        assert len(seen.saved[None]) > 4, "rows formed several groups"
+        assert max(seen.saved[None]) == 2 * 40 + 2 * 44, "both prefixes are shared, in groups of their own"
+    if MODELS[name] is group_models:
+        assert len(seen.saved[group_models.WINDOW]) > 4, "rows saw different parts of what they share"
     llm.close()

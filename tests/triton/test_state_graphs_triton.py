@@ -28,6 +28,7 @@ from dovetail.engine.penalties import TokenCounts
 from dovetail.engine.pieces import PiecewiseGraphs
 from dovetail.engine.runners import DecodeGraphRunner, EagerRunner, EagerSampler
 from dovetail.engine.sampler import Sampler
+from dovetail.engine.sharing import NO_SHARING
 from dovetail.engine.states import draft_rows
 from dovetail.interfaces.mixer_shapes import DeltaGates, DeltaShape
 from dovetail.interfaces.state_rows import StateRows
@@ -100,7 +101,7 @@ def test_captured_decode_steps_compute_and_write_the_same(engine: Any, monkeypat
     model, inputs, pool = engine.model, engine.inputs, engine.pool
     counts = TokenCounts(ROWS + 1, VOCAB, engine.device)
     sampler = EagerSampler(Sampler(VOCAB, frozenset(), engine.device, counts), inputs)
-    graphs = DecodeGraphs(model, inputs, pool, attention(engine), ROWS, 256, False, counts=counts)
+    graphs = DecodeGraphs(model, inputs, pool, attention(engine), ROWS, 256, NO_SHARING, counts=counts)
     runner, eager = DecodeGraphRunner(graphs, sampler), eager_runner(engine, sampler)
     found: Any = None
     for _ in range(NEEDED_BEFORE_CAPTURE + STEPS_BETWEEN_CAPTURES):

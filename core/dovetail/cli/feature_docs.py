@@ -55,8 +55,8 @@ _EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 256}
 MODELS: Mapping[str, Mapping[str, Any]] = {
     "LlamaForCausalLM": _SMALL,
     "MiMoForCausalLM": {**_SMALL, "num_nextn_predict_layers": 1},
-    "Gemma3ForCausalLM": {**_SMALL, "num_hidden_layers": 6, "sliding_window": 512},
-    "MistralForCausalLM": {**_SMALL, "sliding_window": 512},
+    "Gemma3ForCausalLM": {**_SMALL, "num_hidden_layers": 6, "sliding_window": 1024},
+    "MistralForCausalLM": {**_SMALL, "sliding_window": 1024},
     "DeepseekV3ForCausalLM": {
         **_SMALL,
         **_EXPERTS,

@@ -52,7 +52,7 @@ class SchedulerSection(Section):
     )
     shared_prefixes: bool = Field(
         default=True,
-        description="Group decode rows by the prefixes that they share, which attention then reads once if that is faster, in layers that attend to all earlier tokens; layers with a window read the window of each row. Has no effect with `batch_invariant`.",
+        description="Group decode rows by the prefixes that they share, which attention then reads once if that is faster: in layers that attend to all earlier tokens and, with backends that offer `attention.shared_window`, in layers with windows of 1,024 tokens and more. Has no effect with `batch_invariant`.",
     )
     pin_seconds: float = Field(
         default=60.0,

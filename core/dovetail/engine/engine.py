@@ -32,6 +32,7 @@ from dovetail.engine.pieces import PiecewiseGraphs, launch_bound
 from dovetail.engine.processors import RowProcessors
 from dovetail.engine.runners import DecodeGraphRunner, EagerRunner, EagerSampler, Launched, Runner, VerifyGraphRunner
 from dovetail.engine.sampler import Sampler
+from dovetail.engine.sharing import PrefixSharing
 from dovetail.engine.states import StateSlots, build_mixer
 from dovetail.engine.verify import compact
 from dovetail.engine.verify_graphs import VerifyGraphs
@@ -51,7 +52,6 @@ from dovetail.interfaces.store import KVStoreFactory, StoreContext
 from dovetail.layers.experts import layers_of_experts
 from dovetail.layers.linear import Linear, make_batch_invariant
 from dovetail.memory.pool import make_arena, make_states, pool_dtype
-from dovetail.registry.sharing import why_not_shared
 
 if TYPE_CHECKING:
     from dovetail.config.sections import Config
@@ -261,7 +261,8 @@ class Engine:
         config = resolved.config
         prefill = self._attention(resolved.attention_prefill, self.pool)
         decode = self._attention(resolved.attention_decode, self.pool)
-        self.shares_prefixes = why_not_shared(resolved) is None
+        self.sharing = PrefixSharing.of(resolved, self._local.cache_groups)
+        self.shares_prefixes = bool(self.sharing.order)
         self.graphs = self._build_graphs(config, decode) if config.graphs.decode is True else None
         self.verify_graphs: VerifyGraphs | None = None
         self._captures_verify = (
@@ -305,7 +306,7 @@ class Engine:
             decode,
             rows,
             self.context_len,
-            self.shares_prefixes,
+            self.sharing,
             self.watched,
             counts=self.counts,
             mesh=self.mesh,
@@ -401,11 +402,11 @@ class Engine:
         raise AssertionError("the last runner can run every batch")
 
     def _choose_attention(self, batch: Batch) -> None:
-        """Decide whether attention reads shared prefixes once, and which variant of the backend it uses for a decode
-        batch."""
+        """Decide in which cache groups attention reads shared prefixes once, and which variant of the backend it uses for a
+        decode batch."""
         backend = self.eager_runner.backend_for(batch)
-        if batch.shared is not None and not (self.shares_prefixes and backend.shares(batch)):
-            batch.shared = None
+        if batch.shared is not None:
+            batch.shared = self.sharing.choose(batch, backend) if self.shares_prefixes else None
         if not batch.num_extend and batch.drafts is None:
             batch.variant = backend.variant(batch)
 

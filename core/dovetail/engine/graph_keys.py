@@ -20,25 +20,30 @@ T = TypeVar("T")
 
 
 class GraphKey(NamedTuple):
-    """Identify a captured step by its number of rows, by whether it reads shared prefixes once, by the attention
-    backend's variant, by how many adapters its rows may have, and, with data-parallel attention, by the level of its own
+    """Identify a captured step by its number of rows, by the number of cache groups in which it reads shared prefixes once
+    (see ``PrefixSharing``), by the attention backend's variant, by how many adapters its rows may have, and, with data-parallel attention, by the level of its own
     rows, an index in ``OwnRowsOfGraphs.levels``."""
 
     rows: int
-    shared: bool
+    shared: int
     variant: int = 0
     adapters: AdapterCount = AdapterCount.NONE
     own: int = 0
 
 
 class GraphKeys:
-    """List the keys of captured decode steps: all numbers of rows in ``sizes``, with and without shared prefixes if ``shares``, and the
+    """List the keys of captured decode steps: all numbers of rows in ``sizes``, all levels of shared prefixes in ``shared``, and the
     variants, numbers of adapters and levels of own rows that have occurred in batches."""
 
     def __init__(
-        self, sizes: Sequence[int], *, shares: bool, adapters: EngineAdapters | None, own: OwnRowsOfGraphs | None
+        self,
+        sizes: Sequence[int],
+        *,
+        shared: Sequence[int],
+        adapters: EngineAdapters | None,
+        own: OwnRowsOfGraphs | None,
     ) -> None:
-        self.sizes, self.shared = sizes, (False, True) if shares else (False,)
+        self.sizes, self.shared = sizes, shared
         self._adapters, self._own = adapters, own
         self._variants = [0]
         self._adapter_counts = [AdapterCount.NONE]
@@ -58,7 +63,9 @@ class GraphKeys:
         _note(self._variants, batch.variant)
         _note(self._adapter_counts, count)
         _note(self._own_levels, level)
-        return GraphKey(rows, batch.shared is not None, batch.variant, kernel_count(count, rows), level)
+        return GraphKey(
+            rows, 0 if batch.shared is None else batch.shared.level, batch.variant, kernel_count(count, rows), level
+        )
 
     def possible(self) -> Iterator[GraphKey]:
         """Yield all keys, each once: those without shared prefixes and with few rows come first, and variants, numbers of adapters and levels in the

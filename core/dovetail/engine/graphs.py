@@ -28,7 +28,7 @@ from dovetail.engine.sampler_graphs import SamplerGraphs, Sampling
 from dovetail.engine.states import capture_states, replay_states
 from dovetail.interfaces.mesh import SINGLE, Mesh
 from dovetail.layers.states import StepStates
-from dovetail.types import Batch, ForwardOutput, SharedPrefixes
+from dovetail.types import Batch, ForwardOutput
 
 if TYPE_CHECKING:
     from dovetail.engine.adapters import EngineAdapters
@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from dovetail.engine.inputs import Array
     from dovetail.engine.penalties import TokenCounts
     from dovetail.engine.settings import RowSettings
+    from dovetail.engine.sharing import PrefixSharing
     from dovetail.interfaces.attention import AttentionBackend
     from dovetail.interfaces.model import ModelArchitecture
 
@@ -90,7 +91,7 @@ class DecodeGraphs:
         backend: AttentionBackend,
         max_rows: int,
         context_len: int,
-        shares: bool,
+        sharing: PrefixSharing,
         watch: tuple[int, ...] = (),
         *,
         counts: TokenCounts,
@@ -98,7 +99,7 @@ class DecodeGraphs:
         load: ExpertLoad | None = None,
         adapters: EngineAdapters | None = None,
     ) -> None:
-        """With ``shares``, batches may have ``shared``; the backend must then offer attention.shared_prefix. ``watch``
+        """Batches may have ``shared`` as ``sharing`` allows. ``watch``
         is ``Batch.watch``, ``counts`` the token counts that penalties read. ``load`` counts the tokens of experts.
         Batches may have ``adapters`` if these are given."""
         self._adapters = adapters
@@ -110,13 +111,14 @@ class DecodeGraphs:
         self.loaded: set[GraphKey] = set()  # keys whose kernels are loaded onto the device
         self._graphs: dict[GraphKey, DecodeGraph] = {}
         device = inputs.device
-        groups = len(inputs.other_pages), len(states_of(pool))
-        self._keeps_states = groups[1] > 0
-        self._tensors = DecodeTensors(max_rows, inputs.pages.shape[1], device, shares, *groups)
+        self._sharing, state_groups = sharing, len(states_of(pool))
+        self._keeps_states = state_groups > 0
+        may_share = [sharing.may_share(group) for group in range(1 + len(inputs.other_pages))]
+        self._tensors = DecodeTensors(max_rows, inputs.pages.shape[1], device, may_share, state_groups)
         self._own = OwnRowsOfGraphs.of(mesh, inputs, self.sizes)
-        self._keys = GraphKeys(self.sizes, shares=shares, adapters=adapters, own=self._own)
+        self._keys = GraphKeys(self.sizes, shared=sharing.levels, adapters=adapters, own=self._own)
         self.shared = self._keys.shared
-        largest = GraphKey(max_rows, shared=False, own=-1)
+        largest = GraphKey(max_rows, shared=0, own=-1)
         self._staging = Staging(len(pack(self._padding(largest))), device)
         self._recorder = GraphRecorder(device, mesh)
         self._counts = counts
@@ -157,7 +159,7 @@ class DecodeGraphs:
         static, real = graph.batch, len(batch.slots)
         static.prefix_lens[:real], static.prefix_lens[real:] = batch.prefix_lens, 0
         if batch.shared is not None and static.shared is not None:
-            static.shared.starts, static.shared.lens = batch.shared.starts, batch.shared.lens
+            static.shared.follow(batch.shared)
         if batch.adapters is not None and self._adapters is not None:
             self._adapters.send(batch)
         self._backend.plan_replay(static if self._own is None else self._own.follow(static, batch))
@@ -194,9 +196,9 @@ class DecodeGraphs:
         batch, tensors, own = self._planned(key)
 
         def step() -> torch.Tensor:
-            tensors.compute(self._inputs, shared=key.shared)
+            tensors.compute(self._inputs, batch.shared)
             if own is not None:
-                own.compute(self._inputs, shared=False)
+                own.compute(self._inputs, None)
             hidden = self._model.forward(batch)
             if self._load is not None:
                 self._load.add(batch)
@@ -218,9 +220,9 @@ class DecodeGraphs:
         them (see ``ops.triton.ahead``). Return the logits, whose values are undefined. The inputs of the step are those
         of the last step of this kind. With ``attend`` False, leave attention out."""
         batch, tensors, own = self._planned(key, plan=attend)
-        tensors.compute(self._inputs, shared=key.shared)
+        tensors.compute(self._inputs, batch.shared)
         if own is not None:
-            own.compute(self._inputs, shared=False)
+            own.compute(self._inputs, None)
         with self._with_adapters(key):
             return self._model.logits(first_layers(self._model, batch, layers, attend=attend))
 
@@ -264,7 +266,7 @@ class DecodeGraphs:
             extend_lens=np.ones(rows, np.int32),
             samples=np.ones(rows, np.bool_),
             page_updates=NO_UPDATES,
-            shared=SharedPrefixes(np.arange(rows + 1, dtype=np.int32), np.zeros(rows, np.int32)) if shared else None,
+            shared=self._sharing.at(shared, np.arange(rows + 1, dtype=np.int32), np.zeros(rows, np.int32), longest),
             variant=variant,
         )
         tensors.give(batch)

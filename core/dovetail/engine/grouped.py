@@ -40,7 +40,7 @@ class GroupedAttention(AttentionBackend):
         raise NotImplementedError("a layer attends with the backend of its cache group")
 
     def shares(self, batch: Batch) -> bool:
-        """Return what the backend of the first group returns. The layers of other groups read the keys of each row."""
+        """Return what the backend of the first group returns. ``engine.sharing`` asks the others themselves."""
         return bool(self.members) and self.members[0].shares(batch)
 
     def variant(self, batch: Batch) -> int:
@@ -112,12 +112,13 @@ def grouped_pools(
 
 def set_views(batch: Batch, others: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
     """Set ``Batch.views`` from the ``page_table`` and ``out_loc`` of each cache group after the first. The other fields
-    that an attention backend reads must be set already. The views share the arrays of ``batch``, but not ``shared``, which
-    describes pages of the first group."""
+    that an attention backend reads must be set already. The views share the arrays of ``batch``; each has its own ``shared``,
+    of ``batch.shared.others``."""
     batch.views = ()
+    shared = () if batch.shared is None else batch.shared.others
     views: list[Batch] = []
-    for page_table, out_loc in others:
+    for number, (page_table, out_loc) in enumerate(others):
         view = copy.copy(batch)
-        view.page_table, view.out_loc, view.shared = page_table, out_loc, None
+        view.page_table, view.out_loc, view.shared = page_table, out_loc, shared[number] if shared else None
         views.append(view)
     batch.views = tuple(views)

@@ -81,10 +81,11 @@ class Inputs:
         elif self.device.type == "cpu":
             self._prepare_decode_on_cpu(batch)
         else:
-            shared, others = batch.shared is not None, len(self.other_pages)
-            tensors = DecodeTensors(len(batch.slots), self.pages.shape[1], self.device, shared, others)
+            groups = 1 + len(self.other_pages)
+            sharing = [own is not None for own in shared_by_group(batch.shared, groups)]
+            tensors = DecodeTensors(len(batch.slots), self.pages.shape[1], self.device, sharing)
             tensors.read(self.upload(*decode_arrays(batch, len(batch.slots)), updates=batch.page_updates))
-            tensors.compute(self, shared=shared)
+            tensors.compute(self, batch.shared)
             tensors.give(batch)
 
     def _prepare_decode_on_cpu(self, batch: Batch) -> None:
@@ -98,12 +99,17 @@ class Inputs:
         batch.positions, batch.out_loc, batch.kv_lens, batch.page_table = map(torch.from_numpy, arrays)
         batch.input_ids = self.last_token[slots]
         batch.logit_rows = None
-        if batch.shared is not None:
-            _divide_tables(batch, table, self.page_size)
+        own, *of_others = shared_by_group(batch.shared, 1 + len(self.other_tables))
+        if own is not None:
+            batch.page_table = _divide_table(batch, own, table, self.page_size)
         if self.other_tables:
             others = [other[batch.slots, : table.shape[1]] for other in self.other_tables]
-            located = [self.locate(row_of, places, other) for other in others]
-            set_views(batch, [(torch.from_numpy(t), torch.from_numpy(o)) for t, o in zip(others, located, strict=True)])
+            located = [torch.from_numpy(self.locate(row_of, places, other)) for other in others]
+            tables = [
+                torch.from_numpy(other) if shared is None else _divide_table(batch, shared, other, self.page_size)
+                for other, shared in zip(others, of_others, strict=True)
+            ]
+            set_views(batch, zip(tables, located, strict=True))
 
     def _prepare_ragged(self, batch: Batch) -> None:
         kv_lens = batch.prefix_lens + batch.extend_lens
@@ -196,19 +202,46 @@ def _decode_rows(batch: Batch) -> tuple[Int64Array, torch.Tensor, torch.Tensor]:
     return np.arange(rows), torch.from_numpy(batch.slots.astype(np.int64)), indptr
 
 
-def _divide_tables(batch: Batch, table: IntArray, page_size: int) -> None:
-    """Set the tensors of ``batch.shared`` on the CPU, and ``batch.page_table`` to the pages of each row after the shared
-    ones. ``table`` (int32 ``[rows, pages]``) has the pages of each row."""
-    groups, width = batch.shared, table.shape[1]
-    assert groups is not None
+def shared_by_group(shared: SharedPrefixes | None, groups: int) -> tuple[SharedPrefixes | None, ...]:
+    """Return for each of the cache groups with pages what its layers read once in a batch with ``shared``, None if each row
+    reads its own keys."""
+    if shared is None:
+        return (None,) * groups
+    return shared, *(shared.others or (None,) * (groups - 1))
+
+
+def _divide_table(batch: Batch, groups: SharedPrefixes, table: IntArray, page_size: int) -> torch.Tensor:
+    """Set the tensors of ``groups``, what a cache group shares, on the CPU. Return the pages of each row after the shared
+    ones. ``table`` (int32 ``[rows, pages]``) has the pages of each row in the cache group."""
+    width = table.shape[1]
     _, _, _, indptr, group_lens, row_lens = decode_arrays(batch, len(table))
+    sources = groups.starts[:-1]
+    if groups.window is not None:  # only the shortest row still has all pages that rows of the group see
+        bounds = zip(groups.starts.tolist(), groups.starts.tolist()[1:], strict=False)
+        sources = np.array([start + batch.prefix_lens[start:stop].argmin() for start, stop in bounds])
+        first_positions = np.zeros(len(table), np.int32)
+        first_positions[: len(sources)] = batch.prefix_lens[sources]
+        groups.first_positions = torch.from_numpy(first_positions)
     group_table = np.zeros_like(table)
-    group_table[: len(groups.lens)] = table[groups.starts[:-1]]
+    group_table[: len(groups.lens)] = table[sources]
     columns = np.minimum(np.arange(width) + row_lens[:, None] // page_size, width - 1)
     arrays = indptr, group_lens, group_table, np.take_along_axis(table, columns, 1)
     groups.indptr, groups.group_lens, groups.group_table, groups.own_table = map(torch.from_numpy, arrays)
     groups.own_lens = batch.kv_lens - torch.from_numpy(row_lens)
-    batch.page_table = groups.own_table
+    return groups.own_table
+
+
+class GroupTensors(NamedTuple):
+    """Hold the device tensors of a decode step for one cache group with pages. ``table`` has the pages of each row, and
+    ``group_table`` those that a group of rows shares, if the cache group may share; ``table`` then has the others."""
+
+    table: torch.Tensor
+    out_loc: torch.Tensor
+    group_table: torch.Tensor
+
+    def narrow(self, rows: int) -> GroupTensors:
+        """Return views of the first rows."""
+        return GroupTensors(self.table[:rows], self.out_loc[:rows], self.group_table[:rows])
 
 
 class DecodeTensors:
@@ -224,22 +257,24 @@ class DecodeTensors:
         rows: int,
         max_pages: int,
         device: torch.device,
-        shared: bool,
-        other_groups: int = 0,
+        sharing: Sequence[bool],
         state_groups: int = 0,
     ) -> None:
-        """``other_groups`` is the number of cache groups with pages after the first. With ``state_groups``, the slots of
-        the rows' states are computed too; they are of steps of fixed addresses."""
+        """``sharing`` has an entry for each cache group with pages: True if batches may share prefixes there. With
+        ``state_groups``, the slots of the rows' states are computed too; they are of steps of fixed addresses."""
         self.rows = rows
         self.state_slots = torch.zeros(state_groups, rows, dtype=torch.int32, device=device)
-        self.input_ids, self.positions, self.out_loc = torch.zeros(3, rows, dtype=torch.int64, device=device).unbind(0)
+        places = torch.zeros(2 + len(sharing), rows, dtype=torch.int64, device=device)
+        self.input_ids, self.positions, *out_locs = places.unbind(0)
         self.kv_lens = torch.ones(rows, dtype=torch.int32, device=device)
         self.qo_indptr = torch.arange(rows + 1, dtype=torch.int32, device=device)
-        self.table = torch.zeros(rows, max_pages, dtype=torch.int32, device=device)
-        self.group_table = torch.zeros_like(self.table) if shared else self.table
         self.own_lens = torch.ones_like(self.kv_lens)
-        # ``page_table`` and ``out_loc`` of each other group
-        self.others = [(torch.zeros_like(self.table), torch.zeros_like(self.out_loc)) for _ in range(other_groups)]
+        self.first_positions = torch.empty_like(self.kv_lens)
+        tables = torch.zeros(len(sharing), rows, max_pages, dtype=torch.int32, device=device).unbind(0)
+        self.groups = [
+            GroupTensors(table, out_loc, torch.zeros_like(table) if shares else table)
+            for table, out_loc, shares in zip(tables, out_locs, sharing, strict=True)
+        ]
 
     def read(self, sent: Sequence[torch.Tensor]) -> None:
         """Refer to ``sent``, the arrays of ``decode_arrays`` on the device. For a graph they are views of a fixed
@@ -250,39 +285,45 @@ class DecodeTensors:
         """Return tensors for a step of ``rows`` rows. They are views of the first rows of these."""
         part = copy.copy(self)
         part.rows, part.qo_indptr = rows, self.qo_indptr[: rows + 1]
-        for name in ("input_ids", "positions", "out_loc", "kv_lens", "table", "group_table", "own_lens"):
+        for name in ("input_ids", "positions", "kv_lens", "own_lens", "first_positions"):
             setattr(part, name, getattr(self, name)[:rows])
-        part.others = [(table[:rows], out_loc[:rows]) for table, out_loc in self.others]
+        part.groups = [own.narrow(rows) for own in self.groups]
         part.state_slots = self.state_slots[:, :rows]
         return part
 
-    def compute(self, inputs: Inputs, *, shared: bool) -> None:
-        """Launch the kernel that fills the batch's tensors. It also reads the arrays of ``inputs`` that are indexed by
-        slot."""
+    def compute(self, inputs: Inputs, shared: SharedPrefixes | None) -> None:
+        """Launch the kernels that fill the tensors of a batch with ``shared``. They also read the arrays of ``inputs`` that are
+        indexed by slot."""
         from dovetail.ops.triton.inputs import decode_inputs
 
-        out = (self.input_ids, self.positions, self.out_loc, self.kv_lens, self.table)
-        groups = (self.row_lens, self.indptr, self.group_lens, self.group_table, self.own_lens) if shared else None
+        all_shared = shared_by_group(shared, len(self.groups))
         sent = self.slots, self.prefix_lens, inputs.last_token
-        decode_inputs(*sent, inputs.pages, inputs.page_size, out, groups)
-        for pages, (table, out_loc) in zip(inputs.other_pages, self.others, strict=True):
-            own = self.input_ids, self.positions, out_loc, self.kv_lens, table
-            decode_inputs(*sent, pages, inputs.page_size, own)
+        for pages, own, prefixes in zip((inputs.pages, *inputs.other_pages), self.groups, all_shared, strict=True):
+            out = self.input_ids, self.positions, own.out_loc, self.kv_lens, own.table
+            if prefixes is None:
+                decode_inputs(*sent, pages, inputs.page_size, out)
+                continue
+            groups = self.row_lens, self.indptr, self.group_lens, own.group_table, self.own_lens
+            first = None if prefixes.window is None else self.first_positions
+            decode_inputs(*sent, pages, inputs.page_size, out, groups, first)
         for group, slots in enumerate(self.state_slots):
             assert inputs.states is not None
             slots.copy_(inputs.states.slots[group].index_select(0, self.slots))
 
     def give(self, batch: Batch) -> None:
         """Set the batch's engine fields to these tensors."""
-        batch.input_ids, batch.positions, batch.out_loc = self.input_ids, self.positions, self.out_loc
-        batch.qo_indptr, batch.kv_lens, batch.page_table = self.qo_indptr, self.kv_lens, self.table
+        first, *others = self.groups
+        batch.input_ids, batch.positions, batch.out_loc = self.input_ids, self.positions, first.out_loc
+        batch.qo_indptr, batch.kv_lens, batch.page_table = self.qo_indptr, self.kv_lens, first.table
         batch.logit_rows = None
-        groups: SharedPrefixes | None = batch.shared
-        if groups is not None:
-            groups.indptr, groups.group_lens, groups.group_table = self.indptr, self.group_lens, self.group_table
-            groups.own_lens, groups.own_table = self.own_lens, self.table
-        if self.others:
-            set_views(batch, self.others)
+        if batch.shared is not None:
+            for shared, own in zip(shared_by_group(batch.shared, len(self.groups)), self.groups, strict=True):
+                if shared is not None:
+                    shared.indptr, shared.group_lens, shared.group_table = self.indptr, self.group_lens, own.group_table
+                    shared.own_lens, shared.own_table = self.own_lens, own.table
+                    shared.first_positions = self.first_positions
+        if others:
+            set_views(batch, [(own.table, own.out_loc) for own in others])
 
 
 def largest(lens: IntArray) -> int:

@@ -39,7 +39,7 @@ class OwnRowsOfGraphs:
         """``sizes`` are the ladder of rows of captured steps."""
         self._tp, self._sizes = tp, sizes
         self._tensors = DecodeTensors(
-            sizes[-1], inputs.pages.shape[1], inputs.device, shared=False, other_groups=len(inputs.other_pages)
+            sizes[-1], inputs.pages.shape[1], inputs.device, [False] * (1 + len(inputs.other_pages))
         )
 
     @classmethod

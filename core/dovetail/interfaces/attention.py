@@ -99,9 +99,10 @@ class AttentionBackend(ABC):
         """Return True if reading each prefix in ``batch.shared`` once per group is faster than reading it once per row.
 
         The engine calls this before ``plan``, for decode batches of backends that offer ``attention.shared_prefix``.
-        The method is a cost model that uses lengths on the host only. If it returns False, the engine clears
-        ``batch.shared``; otherwise ``plan`` and ``forward`` see it. If a model has several cache groups, only the
-        backend of the first group, which is full or latent, sees it. No layer with a window gets a batch with ``shared``.
+        The method is a cost model that uses lengths on the host only; ``batch.shared.saved`` is the number of tokens that need
+        not be read. If it returns False, the engine clears ``batch.shared``; otherwise ``plan`` and ``forward`` see it. If a model
+        has several cache groups, the engine calls the backend of each group with what that group shares. The backend of a sliding group
+        is called only if it offers ``attention.shared_window``; ``batch.shared.window`` is then the window of its layers.
         """
         return False
 

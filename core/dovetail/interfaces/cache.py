@@ -266,11 +266,12 @@ class PrefixCache(CachedPrefixes):
         """Return groups of paths that begin with the same pages.
 
         ``handles`` has one entry per decode row; each path is locked once per entry. Each group is a list of two or
-        more indices into ``handles``, and the number of tokens (a multiple of ``page_size``) that all rows of the group
-        hold in the same pages of every full and latent cache group; pages of sliding groups do not count. An index is in
-        at most one group. The groups are those that save the most reads: they maximise the sum of (rows - 1) * tokens.
+        more indices into ``handles``, and the number of tokens (a multiple of ``page_size``) with which all paths of the
+        group begin. All rows hold these tokens in the same pages of every full and latent cache group, and in the same
+        pages of every sliding one as far as they need them (``first_needed``). An index is in
+        at most one group. The groups are those that save the most reads where all tokens are read: they maximise the sum of (rows - 1) * tokens.
         The scheduler calls this when the decode rows or their pages change. Needs ``cache.shared_prefixes``. Returns no
-        groups if no cache group is full or latent.
+        groups if no cache group has pages.
         """
         return []
 

@@ -105,6 +105,11 @@ class Feature(str):
     ATTN_SHARED_PREFIX = _feature(
         "attention.shared_prefix", "reads a prefix that decode rows share once for all of them"
     )
+    ATTN_SHARED_WINDOW = _feature(
+        "attention.shared_window",
+        "reads a prefix that decode rows share once in layers with a sliding window too",
+        since=(1, 6),
+    )
     ATTN_BATCH_INVARIANT = _feature(
         # Version 1.3 is the first in which the feature also concerns the division of a row among steps.
         "attention.batch_invariant",

@@ -18,8 +18,8 @@ ATTENTION = KindDescriptor(
     "attention over the paged KV pool",
     "dovetail.interfaces.attention:AttentionBackend",
     # shares, shared prefixes, graph hooks as the engine calls them; graphs of verify rows; AttentionContext.batch_invariant;
-    # AttentionContext.value_dim, latents; KVTensors.scales
-    api=(1, 5),
+    # AttentionContext.value_dim, latents; KVTensors.scales; SharedPrefixes.window
+    api=(1, 6),
     section=kinds.ATTENTION,
     one_for_all_phases="batch_invariant",
     namespaces=("attention",),
@@ -42,7 +42,7 @@ CACHE = KindDescriptor(
     ComponentKind.CACHE,
     "prefix caches",
     "dovetail.interfaces.cache:PrefixCache",
-    api=(2, 1),  # 2.0: groups of all kinds; 2.1: evict_unneeded
+    api=(2, 2),  # 2.0: groups of all kinds; 2.1: evict_unneeded; 2.2: shared_prefixes without a full group
     section=kinds.CACHE,
     namespaces=("cache",),
     rules=f"{_RULES}:cache",

@@ -50,6 +50,9 @@ LONG = 1900
 """The number of keys of long rows, unless a suite lowers ``longest``."""
 
 
+IN_WINDOWS = DECODE, SHARED_PREFIX, WINDOW, Feature.ATTN_SHARED_WINDOW
+
+
 VERIFY_LENS = [200] * VERIFY_TOKENS, [VERIFY_WIDTH] * VERIFY_TOKENS
 """The largest prefixes and numbers of queries of the rows of graphs of verify steps."""
 
@@ -235,6 +238,19 @@ class AttentionSuite(InvarianceCases, LatentCases, ScaleCases):
         case = AttentionCase(prefix, [1] * len(prefix), page_size=16, groups=[(5, 1024), (4, 512)])
         self.check(case, DECODE, SHARED_PREFIX)
 
+    @each_shared_step
+    @pytest.mark.parametrize("window", [7, 20, 60])
+    def test_shared_prefixes_in_windows(self, step: str, window: int) -> None:
+        """Windows begin before, in or behind what is shared, and only the shortest row of a group has all pages that rows see."""
+        self.check(replace(SHARED_STEPS[step], window=window, page_size=4), *IN_WINDOWS)
+
+    @pytest.mark.parametrize("window", [650, 1200])
+    def test_long_shared_prefixes_in_windows(self, window: int) -> None:
+        """Prefixes long enough that every backend splits them, with many keys that all rows see, or some, or none."""
+        prefix = [1100, 1030, 1024, 1900, 1500, 600, 513, 512, 700, 3, 40]
+        case = AttentionCase(prefix, [1] * len(prefix), page_size=16, groups=[(5, 1024), (4, 512)], window=window)
+        self.check(case, *IN_WINDOWS)
+
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
     @pytest.mark.parametrize("page_size", [1, 16])
     @pytest.mark.parametrize("shared", [False, True], ids=["alone", "shared"])
@@ -257,6 +273,13 @@ class AttentionSuite(InvarianceCases, LatentCases, ScaleCases):
         self.replay(
             AttentionCase([300] * GRAPH_ROWS, [1] * GRAPH_ROWS, kv_dtype=pool_dtype(kv_dtype), page_size=16), shared
         )
+
+    def test_graphs_of_shared_prefixes_in_windows(self) -> None:
+        """Graphs of layers with a window, in the first dtype that is allowed."""
+        for feature in (*IN_WINDOWS, GRAPH):
+            self.require(feature)
+        case = AttentionCase([300] * GRAPH_ROWS, [1] * GRAPH_ROWS, page_size=16, window=150)
+        self.replay(case, shared=True)
 
     @pytest.mark.parametrize("shared", [False, True], ids=["alone", "shared"])
     def test_graphs_over_latents(self, shared: bool) -> None:

@@ -130,7 +130,7 @@ def copy_inputs(source: AttentionStep, target: AttentionStep) -> None:
         batch.tree_mask.zero_()
         batch.tree_mask[:, : mask.shape[1]].copy_(mask)
     if batch.shared is not None and given.shared is not None:
-        batch.shared.starts, batch.shared.lens = given.shared.starts, given.shared.lens
+        batch.shared.follow(given.shared)
 
 
 def _tensors(batch: Batch) -> list[torch.Tensor]:
@@ -138,4 +138,6 @@ def _tensors(batch: Batch) -> list[torch.Tensor]:
     if batch.shared is not None:
         shared = batch.shared
         found += [shared.indptr, shared.group_lens, shared.group_table, shared.own_lens]
+        if shared.window is not None:
+            found.append(shared.first_positions)
     return found

@@ -96,7 +96,7 @@ class AttentionStep:
             inside = np.arange(max(case.extend)) < np.repeat(case.extend, case.extend)[:, None]
             self.batch.tree_mask = torch.from_numpy(inside).to(device)
         if case.groups is not None:
-            share_prefixes(self.batch, self.table, *self._groups(len(owned)), case.page_size)
+            share_prefixes(self.batch, self.table, *self._groups(len(owned)), case.page_size, case.window)
         self.q = self._normal(sum(case.extend), case.heads, case.head_dim).to(device, case.dtype)
         sinks = self._normal(case.heads).to(device) if case.sinks else None
         scale = case.head_dim**-0.5 if case.scale is None else case.scale

@@ -91,20 +91,36 @@ def make_batch(
     return batch
 
 
-def share_prefixes(batch: Batch, table: IntArray, starts: Sequence[int], lens: Sequence[int], page_size: int) -> None:
+def share_prefixes(
+    batch: Batch,
+    table: IntArray,
+    starts: Sequence[int],
+    lens: Sequence[int],
+    page_size: int,
+    window: int | None = None,
+) -> None:
     """Set ``batch.shared`` (see ``SharedPrefixes``) of a decode batch whose rows have their pages in ``table``. Rows
     from ``starts[-1]`` on are padding. ``batch.page_table`` becomes the table of each row's pages after the shared
-    ones, as in the engine.
+    ones, as in the engine. With a ``window``, the pages before those that a row or a group sees are holes.
     """
-    shared = SharedPrefixes(np.asarray(starts, np.int32), np.asarray(lens, np.int32))
+    positions = None if window is None else batch.prefix_lens
+    shared = SharedPrefixes(np.asarray(starts, np.int32), np.asarray(lens, np.int32), window, positions)
     rows, groups, device = len(table), len(lens), batch.kv_lens.device
     indptr, group_lens, row_lens = np.full(rows + 1, rows, np.int32), np.zeros(rows, np.int32), np.zeros(rows, np.int32)
     indptr[: groups + 1], group_lens[:groups] = shared.starts, shared.lens
     row_lens[: starts[-1]] = np.repeat(shared.lens, np.diff(shared.starts))
     group_table, own_table = np.zeros_like(table), np.zeros_like(table)
+    if window is not None:
+        table, first_positions = table.copy(), np.zeros(rows, np.int32)
+        for row in range(rows):
+            table[row, : max(0, batch.prefix_lens[row] + 1 - window) // page_size] = 0
+        for group in range(groups):
+            first_positions[group] = batch.prefix_lens[starts[group] : starts[group + 1]].min()
+        shared.first_positions = torch.tensor(first_positions, device=device)
     for group in range(groups):
-        pages = lens[group] // page_size
-        group_table[group, :pages] = table[starts[group], :pages]
+        pages, first = lens[group] // page_size, starts[group]
+        source = first if window is None else first + batch.prefix_lens[first : starts[group + 1]].argmin()
+        group_table[group, :pages] = table[source, :pages]
     for row in range(rows):
         pages = row_lens[row] // page_size
         own_table[row, : table.shape[1] - pages] = table[row, pages:]

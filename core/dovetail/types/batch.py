@@ -61,7 +61,7 @@ class Batch:
     samples: BoolArray
     page_updates: PageUpdates
     draft_limits: IntArray | None = None
-    shared: SharedPrefixes | None = None  # in the first cache group; None in the views of other groups
+    shared: SharedPrefixes | None = None  # None: every row reads its own keys
     variant: int = 0  # of a decode batch, set by the engine: the result of AttentionBackend.variant
     drafts: DraftTree | None = None
     rows_version: int = 0

@@ -51,13 +51,19 @@ class SharedPrefixes:
     """Describe prefixes that several rows of a decode batch share, so that attention may read each prefix once.
 
     Group g consists of rows ``[starts[g], starts[g + 1])``. The first ``lens[g]`` tokens of these rows are in the same
-    pages of the first cache group, which is full or latent. A row that shares nothing is a group of one row with ``lens[g] = 0``. The scheduler sets ``starts`` and
-    ``lens``; ``Inputs.prepare`` sets the device tensors. All are int32. The device tensors have space for as many
+    pages of each cache group. A row that shares nothing is a group of one row with ``lens[g] = 0``. The scheduler sets ``starts`` and
+    ``lens``; the engine sets the other fields on the host, and ``Inputs.prepare`` the device tensors. All arrays are int32. The device tensors have space for as many
     groups as there are rows; groups after the last one are empty (no rows, length 0).
+
+    A batch, and each of its views, has one for its own cache group. In a sliding group, a row sees a shared key only where its window
+    includes it. The shared tokens before the window of the shortest row of a group may have no pages.
     """
 
     starts: IntArray  # [groups + 1]
     lens: IntArray  # [groups] tokens, multiples of the page size, less than the KV length of each row of the group
+    window: int | None = None  # of the layers of the cache group, if it is sliding
+    positions: IntArray | None = None  # [rows] the position of each row's query, if the cache group is sliding
+    others: tuple[SharedPrefixes | None, ...] = ()  # for each view, or empty; None: every row reads its own keys
 
     # set by Inputs.prepare
     indptr: torch.Tensor = field(init=False)  # [rows + 1] group g consists of rows [indptr[g], indptr[g + 1])
@@ -65,11 +71,30 @@ class SharedPrefixes:
     group_table: torch.Tensor = field(init=False)  # [rows, pages] pages of each group's shared tokens
     own_lens: torch.Tensor = field(init=False)  # [rows] KV tokens of each row after the shared ones, at least 1
     own_table: torch.Tensor = field(init=False)  # [rows, pages] pages of these tokens
+    first_positions: torch.Tensor = field(init=False)  # [rows] with ``window``: the least position in each group
 
     @property
     def saved(self) -> int:
         """Return the number of KV tokens that need not be read, compared with rows that read all of their own."""
-        return int(((np.diff(self.starts) - 1) * self.lens).sum())
+        counts = np.diff(self.starts)
+        if self.window is None:
+            return int(((counts - 1) * self.lens).sum())
+        assert self.positions is not None, "the engine sets the positions together with the window"
+        first = np.maximum(self.positions[: self.starts[-1]] + 1 - self.window, 0)  # the first key that each row sees
+        seen = np.maximum(np.repeat(self.lens, counts) - first, 0)
+        return int(seen.sum() - np.maximum.reduceat(seen, self.starts[:-1]).sum())
+
+    @property
+    def level(self) -> int:
+        """Return the number of cache groups in which rows read shared prefixes once."""
+        return 1 + sum(own is not None for own in self.others)
+
+    def follow(self, step: SharedPrefixes) -> None:
+        """Take the arrays of ``step``, in which the same cache groups share, for this object and ``others``."""
+        self.starts, self.lens, self.positions = step.starts, step.lens, step.positions
+        for mine, theirs in zip(self.others, step.others, strict=True):
+            if mine is not None and theirs is not None:
+                mine.follow(theirs)
 
 
 @dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)

@@ -77,7 +77,7 @@ TRITON = ComponentSpec(
     target="dovetail_attention.triton.backend:TritonAttention",
     config="dovetail_attention.config:TritonConfig",
     summary="Dovetail's own kernels, for any head dim, page size and mask, on every GPU from Ampere on that Triton supports.",
-    api=(1, 5),
+    api=(1, 6),
     requires=(Requirement("triton", install="pip install triton"),),
     offers=frozenset(
         {
@@ -96,6 +96,7 @@ TRITON = ComponentSpec(
             Feature.ATTN_GRAPH,
             Feature.ATTN_VERIFY_GRAPH,
             Feature.ATTN_SHARED_PREFIX,
+            Feature.ATTN_SHARED_WINDOW,
             Feature.ATTN_BATCH_INVARIANT,
             Feature.ATTN_INVARIANT_WINDOW,
         }

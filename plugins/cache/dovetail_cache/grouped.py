@@ -189,8 +189,9 @@ class GroupedRadixTree(RadixTree):
         return freed.result() if any(freed.counts) else []
 
     def shared_prefixes(self, handles: Sequence[Handle]) -> list[tuple[list[int], int]]:
-        """Return the groups of the full and latent groups, whose pages have no holes (see ``RadixTree``)."""
-        return super().shared_prefixes(handles) if self._dense else []
+        """Return the groups of paths, if they have pages (see ``RadixTree``). Two rows with the same path have the same page
+        of a sliding group where both see it, because locks protect it."""
+        return super().shared_prefixes(handles) if self._dense or self._sliding else []
 
     def _accepted(self, path: list[Node], pages: IntArray) -> tuple[np.ndarray, tuple[int, ...]]:
         """Return at which of the columns of a path all groups can resume, and how far each group alone can."""

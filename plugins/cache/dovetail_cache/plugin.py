@@ -23,7 +23,7 @@ RADIX = ComponentSpec(
             Feature.CACHE_SHARED_PREFIXES,
         }
     ),
-    api=(2, 1),
+    api=(2, 2),
     priority=10,
 )
 
@@ -34,7 +34,7 @@ NONE = ComponentSpec(
     config="dovetail_cache.config:NoneConfig",
     summary="Keeps no prefixes: every prompt is computed in full.",
     offers=frozenset({Feature.CACHE_GROUPS}),
-    api=(2, 1),
+    api=(2, 2),
 )
 
 

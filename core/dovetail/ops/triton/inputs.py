@@ -30,6 +30,7 @@ def _copy_pages(source, target, first, count, BLOCK: tl.constexpr):
         "indptr",
         "group_lens",
         "own_lens",
+        "first_positions",
     ]
 )
 def _decode_inputs(
@@ -49,8 +50,10 @@ def _decode_inputs(
     group_lens,
     group_table,
     own_lens,
+    first_positions,
     PAGE: tl.constexpr,
     SHARED: tl.constexpr,
+    WINDOW: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     row = tl.program_id(0)
@@ -69,9 +72,20 @@ def _decode_inputs(
         _copy_pages(pages, target, shared // PAGE, position // PAGE + 1 - shared // PAGE, BLOCK)
         length = tl.load(group_lens + row)  # the program of row g also serves group g
         if length > 0:
-            leader = tl.load(slots + tl.load(indptr + row))
-            source = page_table + leader * page_table_stride
-            _copy_pages(source, group_table + row.to(tl.int64) * table_stride, 0, length // PAGE, BLOCK)
+            begin = tl.load(indptr + row)
+            source = begin
+            if WINDOW:  # only the shortest row still has all pages that rows of the group see
+                end, least = tl.load(indptr + row + 1), position * 0 + 2147483647
+                for at in range(begin, end, BLOCK):
+                    member = at + tl.arange(0, BLOCK)
+                    places = tl.load(prefix_lens + member, member < end, 2147483647)
+                    found = tl.min(places, 0)
+                    source = tl.where(found < least, at + tl.argmin(places, 0), source)
+                    least = tl.minimum(found, least)
+                tl.store(first_positions + row, least)
+            leader = tl.load(slots + source)
+            leader_pages = page_table + leader * page_table_stride
+            _copy_pages(leader_pages, group_table + row.to(tl.int64) * table_stride, 0, length // PAGE, BLOCK)
     else:
         _copy_pages(pages, target, 0, position // PAGE + 1, BLOCK)
 
@@ -84,6 +98,7 @@ def decode_inputs(
     page_size: int,
     out: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor],
     shared: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor] | None = None,
+    first_positions: torch.Tensor | None = None,
 ) -> None:
     """Fill ``out`` = (input_ids, positions, out_loc int64 ``[rows]``, kv_lens int32 ``[rows]``, table int32 ``[rows, >=
     pages]``).
@@ -92,7 +107,7 @@ def decode_inputs(
     with its entry of ``last_token [slots]``. ``page_table [slots, pages]`` holds the pages of every slot; only the
     columns in use are copied from its rows. With ``shared`` = (row_lens, indptr, group_lens, group_table, own_lens)
     (see ``types.SharedPrefixes``; ``row_lens [rows]`` is the shared length of each row), ``table`` gets only the pages
-    after the shared ones.
+    after the shared ones. ``first_positions`` is given too if the layers have a window.
     """
     input_ids, positions, out_loc, kv_lens, table = out
     row_lens, indptr, group_lens, group_table, own_lens = shared or (kv_lens, kv_lens, kv_lens, table, kv_lens)
@@ -114,8 +129,10 @@ def decode_inputs(
         group_lens,
         group_table,
         own_lens,
+        kv_lens if first_positions is None else first_positions,
         PAGE=page_size,
         SHARED=shared is not None,
+        WINDOW=first_positions is not None,
         BLOCK=BLOCK,
         num_warps=4,
     )

@@ -261,6 +261,21 @@ def _item(
             acc = acc * shrink[:, None] + weight[:, None] * found
             total = total * shrink + weight
             top = higher
+    elif WINDOW and not CAUSAL:  # the keys that every query sees come last
+        all_see = tl.maximum(tl.max(position, 0) + 1 - window, low)
+        middle = high - tl.maximum(high - all_see, 0) // KEYS * KEYS
+        top, total, acc = _blocks(
+            top, total, acc, q_tile, q_rest, low, middle, head, k, v, k_scales, v_scales, pages, place, position, tree_rows, real,
+            positions, prefix, first_query, tree_width, window, scale, cap,
+            PAGE, KV_HEADS, KEY_DIM, BLOCK_K, REST, BLOCK_REST, VALUE_DIM, BLOCK_V, K_HEAD, V_HEAD, SAME, SCALED, HALF, PAIRS,
+            KEYS, CAUSAL, TREE, WINDOW, CAP, True,
+        )  # fmt: skip
+        top, total, acc = _blocks(
+            top, total, acc, q_tile, q_rest, middle, high, head, k, v, k_scales, v_scales, pages, place, position, tree_rows, real,
+            positions, prefix, first_query, tree_width, window, scale, cap,
+            PAGE, KV_HEADS, KEY_DIM, BLOCK_K, REST, BLOCK_REST, VALUE_DIM, BLOCK_V, K_HEAD, V_HEAD, SAME, SCALED, HALF, PAIRS,
+            KEYS, CAUSAL, TREE, WINDOW, CAP, False,
+        )  # fmt: skip
     else:
         middle = low + tl.maximum(free - low, 0) // KEYS * KEYS
         top, total, acc = _both(

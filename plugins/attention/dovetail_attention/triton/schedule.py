@@ -47,7 +47,8 @@ class ScheduleEntries(NamedTuple):
     """Describe the entries of a launch: entry e has queries ``[indptr[e], indptr[e + 1])`` and ``kv_lens[e]`` keys in
     ``table[e]``.
 
-    With ``causal`` the queries are the last of those keys; otherwise they come after all of them. With a ``tree``
+    With ``causal`` the queries are the last of those keys; otherwise they come after all of them, and for layers with a
+    window ``first_positions [entries]`` has the least position of each entry's queries. With a ``tree``
     (uint8 ``[tokens, w]``, see ``AttentionBackend.plan``), windows count depths.
 
     Keys are cut into chunks such that there are work items for ``slots`` programs per key head; with 0 ``slots`` they
@@ -69,6 +70,7 @@ class ScheduleEntries(NamedTuple):
     programs: int
     fewer: bool = False
     causal: bool = True
+    first_positions: torch.Tensor | None = None
     tree: torch.Tensor | None = None
     chunk: int = 0
     level: bool = False
@@ -92,9 +94,12 @@ def _end_spans(span_starts, used, slots, chunks, BLOCK: tl.constexpr) -> None:
         tl.store(span_starts + span, tl.zeros_like(span) + chunks, span <= slots)
 
 
-@triton.jit(do_not_specialize=["entries", "slots", "window"], do_not_specialize_on_alignment=["indptr", "kv_lens"])
+@triton.jit(
+    do_not_specialize=["entries", "slots", "window"],
+    do_not_specialize_on_alignment=["indptr", "kv_lens", "first_positions"],
+)
 def _schedule(
-    indptr, kv_lens, records, count, tokens, span_starts, entries, slots, window,
+    indptr, kv_lens, first_positions, records, count, tokens, span_starts, entries, slots, window,
     GROUP: tl.constexpr, CAUSAL: tl.constexpr, TREE: tl.constexpr, WINDOW: tl.constexpr, PARTIAL: tl.constexpr,
     ROWS: tl.constexpr, KEYS: tl.constexpr, CHUNK: tl.constexpr, LEVEL: tl.constexpr, ENTRIES: tl.constexpr, RECORD: tl.constexpr, TOKEN: tl.constexpr,
     BLOCK: tl.constexpr, PDL: tl.constexpr,
@@ -110,7 +115,7 @@ def _schedule(
     lens = tl.load(kv_lens + at, real, 0)
     first_key = tl.zeros_like(lens)
     if WINDOW:
-        first_place = lens - queries if CAUSAL else lens
+        first_place = lens - queries if CAUSAL else tl.load(first_positions + at, real, 0)
         first_key = tl.maximum(first_place + 1 - window, 0)
         if CHUNK:
             first_key = first_key // CHUNK * CHUNK
@@ -196,9 +201,11 @@ def fill(schedule: Schedule, entries: ScheduleEntries, group: int, window: int |
     With ``partial``, the results of single chunks become partial results too.
     """
     count = len(entries.kv_lens)
+    first_positions = entries.kv_lens if entries.causal or window is None else entries.first_positions
+    assert first_positions is not None, "layers with a window read shared keys of a sliding cache group"
     launch(
         _schedule, (count,),
-        entries.indptr, entries.kv_lens, *schedule, count, entries.slots, window or 0,
+        entries.indptr, entries.kv_lens, first_positions, *schedule, count, entries.slots, window or 0,
         GROUP=group, CAUSAL=entries.causal, TREE=entries.tree is not None, WINDOW=window is not None, PARTIAL=partial,
         ROWS=entries.tile.rows, KEYS=entries.tile.keys, CHUNK=entries.chunk, LEVEL=entries.level, ENTRIES=max(LEAST_ENTRIES, triton.next_power_of_2(count)), RECORD=RECORD, TOKEN=TOKEN,
         BLOCK=BLOCK,
