@@ -132,3 +132,14 @@ def test_products_with_the_only_adapter_do_not_wait_for_each_other(n: int, k: in
     assert "cp.async" not in before, "the pipeline contains the inputs of the layer"
     assert "cp.async" in after
     assert unwritten(file) == []
+
+
+def test_ranks_of_one_adapter():
+    """Other ranks have the kernels for few adapters. Rows of first matrices in one program are a power of two."""
+    ranks = (16, 32, 48, 64, 80)
+    tiles = {
+        gated: [one_adapter.one_adapter_tile(28672, 4096, rank, gated=gated, itemsize=2) for rank in ranks]
+        for gated in (False, True)
+    }
+    assert [tile is not None for tile in tiles[False]] == [True, True, False, True, False]
+    assert [tile is not None for tile in tiles[True]] == [True, True, False, False, False]

@@ -87,10 +87,10 @@ _SHARED_BYTES = 224 << 10
 
 def one_adapter_tile(n: int, k: int, rank: int, *, gated: bool, itemsize: int) -> ProductTile | None:
     """Return the tile for a weight ``[n, k]`` and slots of ``rank``, or None if the product of ONE_ROWS rows has no measured tile, or the first matrices have too many rows to be read
-    in every program."""
+    in every program, or not a power of two."""
     tile = _TILES.get((n, k)) or _like_measured(tile_of(ONE_ROWS, n, k), k)
     columns = rank * 2 if gated else rank
-    if tile is None or columns > max(32, tile.block_n // 4):
+    if tile is None or columns & (columns - 1) or columns > max(32, tile.block_n // 4):
         return None
     stages = _SHARED_BYTES // ((tile.block_m + tile.block_n + columns) * tile.block_k * itemsize)
     return tile._replace(stages=min(tile.stages, stages)) if stages > 1 else None
