@@ -56,7 +56,7 @@ def device(monkeypatch, tmp_path):
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     options = {"PDL": True, "launch_pdl": True}
     monkeypatch.setattr(
-        launch, "_options", lambda warps, stages, _: {**options, "num_warps": warps, "num_stages": stages}
+        launch, "_options", lambda warps, stages, *_: {**options, "num_warps": warps, "num_stages": stages}
     )
     before = driver._active
     driver.set_active(AbsentDevice(90))

@@ -53,7 +53,7 @@ def absent(monkeypatch, tmp_path):
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     options = {"PDL": True, "launch_pdl": True}
     monkeypatch.setattr(
-        launch, "_options", lambda warps, stages, _: {**options, "num_warps": warps, "num_stages": stages}
+        launch, "_options", lambda warps, stages, *_: {**options, "num_warps": warps, "num_stages": stages}
     )
     monkeypatch.setattr("dovetail.engine.graphs.GraphRecorder", NoRecorder)
     monkeypatch.setattr("dovetail.engine.graphs.Staging", NoStaging)
