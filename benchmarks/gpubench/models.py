@@ -21,6 +21,15 @@ _LLAMA = {
     "torch_dtype": "bfloat16",
 }
 
+_LAYERS_OF_8B = {
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+}
+
 _QWEN3 = {
     "architectures": ["Qwen3ForCausalLM"],
     "model_type": "qwen3",
@@ -60,13 +69,8 @@ def q4_k_m(layers: int) -> dict[str, Any]:
 CONFIGS: dict[str, dict[str, Any]] = {
     "8b": {
         **_LLAMA,
+        **_LAYERS_OF_8B,
         "vocab_size": 128256,
-        "hidden_size": 4096,
-        "intermediate_size": 14336,
-        "num_hidden_layers": 32,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "head_dim": 128,
         "max_position_embeddings": 131072,
         "rope_theta": 500000.0,
         "rope_scaling": {
@@ -174,15 +178,10 @@ CONFIGS: dict[str, dict[str, Any]] = {
     },
     "mistral-7b-v0.1": {
         **_LLAMA,
+        **_LAYERS_OF_8B,
         "architectures": ["MistralForCausalLM"],
         "model_type": "mistral",
         "vocab_size": 32000,
-        "hidden_size": 4096,
-        "intermediate_size": 14336,
-        "num_hidden_layers": 32,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "head_dim": 128,
         "max_position_embeddings": 32768,
         "rope_theta": 10000.0,
         "sliding_window": 4096,

@@ -21,8 +21,8 @@ T = TypeVar("T")
 
 class GraphKey(NamedTuple):
     """Identify a captured step by its number of rows, by the number of cache groups in which it reads shared prefixes once
-    (see ``PrefixSharing``), by the attention backend's variant, by how many adapters its rows may have, and, with data-parallel attention, by the level of its own
-    rows, an index in ``OwnRowsOfGraphs.levels``."""
+    (see ``PrefixSharing``), by the attention backend's variant, by how many adapters its rows may have, and, with
+    data-parallel attention, by the level of its own rows, an index in ``OwnRowsOfGraphs.levels``."""
 
     rows: int
     shared: int

@@ -488,13 +488,16 @@ void product(const Segment* segments, int64_t count, const T* x, const T* bias, 
 enum TileKind : int32_t { kNoTiles, kAmxTiles, kVectorTiles };
 
 #if defined(__AVX512BF16__) && defined(__AVX512BW__)
+#if defined(__AMX_TILE__) && defined(__AMX_BF16__)
+#define WITH_AMX
+#endif
 
 constexpr int kTile = 16;                  // rows of a tile
 constexpr int kTileSize = kTile * kGroup;  // elements of a tile
 constexpr int64_t kDecoded = 1 << 19;      // elements of decoded weights that are multiplied together, so that caches hold them
 constexpr int kVectorInputs = 12;          // inputs that are multiplied together by AVX-512: their sums with two tiles fill its registers
 
-#if defined(__AMX_TILE__) && defined(__AMX_BF16__)
+#ifdef WITH_AMX
 // Asks the system for the registers of AMX. Returns whether they may be used.
 TileKind tile_kind() {
     static const bool allowed = syscall(SYS_arch_prctl, 0x1023 /* ARCH_REQ_XCOMP_PERM */, 18 /* tile data */) == 0;
@@ -660,7 +663,7 @@ void multiply_vectors(const uint16_t* x, const uint16_t* weights, int64_t groups
         }
 }
 
-#if defined(__AMX_TILE__) && defined(__AMX_BF16__)
+#ifdef WITH_AMX
 template <int Number>
 inline void stored(void* to, int64_t stride) {  // the numbers of tiles are written in the instructions
     if constexpr (Number == 0) _tile_stored(0, to, stride);
@@ -722,7 +725,7 @@ template <typename T>
 int64_t multiply_some(const uint16_t* x, const uint16_t* weights, int64_t groups, const Target<T>& to, int64_t input, int64_t column,
                       int64_t columns) {
     const bool rows = columns > kTile;
-#if defined(__AMX_TILE__) && defined(__AMX_BF16__)
+#ifdef WITH_AMX
     if (tile_kind() == kAmxTiles) {
         const bool inputs = to.rows - input > kTile;
         const auto call = inputs ? (rows ? multiply_tiles<T, true, true> : multiply_tiles<T, true, false>)
@@ -770,7 +773,7 @@ void tile_product(const Segment* segments, int64_t count, const T* x, const T* b
         const int64_t threads = omp_get_num_threads(), own = omp_get_thread_num();
         to_bf16(x, all, m * own / threads, m * (own + 1) / threads, columns);
 #pragma omp barrier
-#if defined(__AMX_TILE__) && defined(__AMX_BF16__)
+#ifdef WITH_AMX
         static const TileConfig config;
         if (tile_kind() == kAmxTiles) asm volatile("ldtilecfg %0" ::"m"(config));  // of GCC before 14, _tile_loadconfig reads 8 bytes only
 #endif
@@ -784,7 +787,7 @@ void tile_product(const Segment* segments, int64_t count, const T* x, const T* b
                     multiply_decoded<decltype(f)>(segment->weights, all, target, begin, end, place, columns, memory);
                 });
         }
-#if defined(__AMX_TILE__) && defined(__AMX_BF16__)
+#ifdef WITH_AMX
         if (tile_kind() == kAmxTiles) _tile_release();
 #endif
     }
