@@ -139,7 +139,8 @@ def test_graphs_add_the_adapters_that_steps_launched_kernel_by_kernel_add(adapte
     answers = []
     for decode in (True, False):
         section = {"enabled": True, "load": adapters, "max_resident": 3}
-        with LLM("tiny", model={"dtype": "float32"}, graphs={"decode": decode}, adapters=section) as llm:
+        settings = {"model": {"dtype": "float32"}, "memory": {"kv_gib": 0.5}, "graphs": {"decode": decode}}
+        with LLM("tiny", device="cuda", adapters=section, **settings) as llm:
             for _ in range(3):  # graphs are captured on demand
                 outputs = llm.generate(PROMPTS, params, adapter=NAMES)
             if decode:

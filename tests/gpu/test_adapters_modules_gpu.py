@@ -250,9 +250,14 @@ def logprobs(outputs) -> list[list[float]]:
     return [[entry.logprob for entry in output.logprobs] for output in outputs]
 
 
+@pytest.fixture(scope="module")
+def expected(models) -> dict[str | None, list]:
+    """Return what ``models`` answer."""
+    return answers(models)
+
+
 @pytest.mark.parametrize("decode", [True, False], ids=["graphs", "kernel by kernel"])
-def test_mixed_batches_equal_merged_checkpoints(models, decode: bool) -> None:
-    expected = answers(models)
+def test_mixed_batches_equal_merged_checkpoints(models, expected, decode: bool) -> None:
     directory = models[None].removesuffix("model")
     section = {"enabled": True, "load": {name: f"{directory}{name}" for name in ("stacked", "tables")}}
     with LLM(models[None], **SETTINGS, graphs={"decode": decode}, adapters=section) as llm:

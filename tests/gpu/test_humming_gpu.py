@@ -143,6 +143,7 @@ def test_a_model_computes_nearly_the_same(tmp_path: Path) -> None:
         llm = LLM(
             str(tmp_path),
             device="cuda",
+            memory={"kv_gib": 0.5},
             model={"load_format": "dummy", "dtype": "bfloat16"},
             quantization={"kind": "integer", "products": products},
         )

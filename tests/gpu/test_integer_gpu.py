@@ -28,9 +28,18 @@ def error(got: torch.Tensor, exact: torch.Tensor) -> float:
     return float((got.float() - exact).square().mean().sqrt() / exact.square().mean().sqrt())
 
 
-@pytest.mark.parametrize("tokens", [0, 1, 3, 16, 17, 64, 65, 1024])
-@pytest.mark.parametrize("shape", [(256, 512), (6144, 4096), (28672, 4096), (4096, 14336)])
-@pytest.mark.parametrize(("bits", "group", "zeros"), [(4, 128, False), (4, 32, True), (8, 128, True), (8, 512, False)])
+SHAPES = [(256, 512), (6144, 4096), (28672, 4096), (4096, 14336)]
+PRODUCTS = [
+    (0, SHAPES[0], 4, 128, False),
+    *((tokens, shape, 4, 128, False) for tokens in (1, 3, 17, 64, 200, 400, 1024) for shape in SHAPES),
+    *((tokens, shape, 4, 32, True) for tokens in (1, 3, 17, 64, 200, 400) for shape in (*SHAPES[:2], SHAPES[3])),
+    *((tokens, shape, 8, 128, True) for tokens in (1, 17, 64, 200) for shape in SHAPES[:2]),
+    *((tokens, shape, 8, 512, False) for tokens in (1, 17, 64, 200) for shape in SHAPES[2:]),
+]
+"""Weights of 4 bits have kernels and tiles for 1, 2 to 16, 17 to 32, 33 to 64, 65 to 256, and, without zero points, 257 to 512 rows."""
+
+
+@pytest.mark.parametrize(("tokens", "shape", "bits", "group", "zeros"), PRODUCTS, ids=str)
 def test_products_are_those_of_the_numbers(
     tokens: int, shape: tuple[int, int], bits: int, group: int, zeros: bool
 ) -> None:
@@ -69,7 +78,7 @@ def test_a_model_computes_with_rounded_weights() -> None:
     params = SamplingParams(max_new_tokens=1, temperature=0, logprobs=1)
     found = []
     for quantization in ("none", {"kind": "integer", "bits": 8, "group_size": None}):
-        llm = LLM("tiny", device="cuda", quantization=quantization)
+        llm = LLM("tiny", device="cuda", memory={"kv_gib": 0.5}, quantization=quantization)
         (output,) = llm.generate([[5, 90, 33, 17]], params)
         found.append(output.logprobs[0].logprob)
         llm.close()

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 from pathlib import Path
 from typing import Any
@@ -68,7 +69,24 @@ class Watched:
         monkeypatch.setattr(TritonAttention, "forward", watched)
 
 
-def check(reference: state_models.StateReference, outputs: list[Output], *, greedy: bool) -> None:
+class Reference:
+    """Hold a model in ``path``, and compute its log-probabilities with transformers, of each text once."""
+
+    def __init__(self, name: str, directory: Path) -> None:
+        self.name, self.path = name, MODELS[name].save(name, directory)
+        model = state_models.StateReference(self.path)
+        self._logprobs = functools.cache(lambda text: model.logprobs(text))
+
+    def logprobs(self, text: list[int]) -> torch.Tensor:
+        return self._logprobs(tuple(text))
+
+
+@pytest.fixture(scope="module")
+def reference(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Reference:
+    return Reference(request.param, tmp_path_factory.mktemp("model"))
+
+
+def check(reference: Reference, outputs: list[Output], *, greedy: bool) -> None:
     """Compare the log-probabilities of outputs with transformers, and that greedy tokens are the most likely ones."""
     for output in outputs:
         text, count = [*output.prompt_ids, *output.token_ids], len(output.token_ids)
@@ -81,17 +99,13 @@ def check(reference: state_models.StateReference, outputs: list[Output], *, gree
 
 
 @pytest.mark.parametrize("graphs", GRAPHS)
-@pytest.mark.parametrize("name", MODELS)
-def test_answers_are_those_of_transformers(
-    tmp_path: Path, name: str, graphs: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize("reference", MODELS, indirect=True)
+def test_answers_are_those_of_transformers(reference: Reference, graphs: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Prefixes fork at several lengths, a prompt has several outputs, rows end one by one, and windows move on meanwhile, until
     rows see nothing of what they share. The second round finds all prefixes in the cache."""
-    watched = Watched(monkeypatch)
-    path = MODELS[name].save(name, tmp_path)
-    reference = state_models.StateReference(path)
+    watched, name = Watched(monkeypatch), reference.name
     llm = LLM(
-        str(path),
+        str(reference.path),
         device="cuda",
         attention="triton",
         grammar="none",

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -52,46 +53,75 @@ def poison(llm: LLM) -> None:
     allocator.free = freed
 
 
-@pytest.mark.parametrize("speculative", ["none", "ngram"])
-@pytest.mark.parametrize("graphs", GRAPHS)
-@pytest.mark.parametrize("name", MODELS)
-def test_answers_are_those_of_a_cpu(tmp_path: Path, name: str, graphs: str, speculative: str) -> None:
+class Reference:
+    """Compute log-probabilities with an engine on a CPU without a prefix cache, of each text once.
+
+    That engine is compared with transformers in tests/e2e; transformers 5.17 without the kernels of Mamba-2 computes other numbers.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.llm = LLM(
+            str(directory), device="cpu", grammar="none", cache="none", mixer="torch_native", model={"dtype": "float32"}
+        )
+        self._known: dict[tuple[int, ...], tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def likelihoods(self, text: list[int], begin: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the largest log-probability and that of the token in ``text``, at each position from ``begin`` on."""
+        if (key := (begin, *text)) not in self._known:
+            params = SamplingParams(max_new_tokens=1, prompt_logprobs=1, prompt_logprobs_start=begin)
+            (output,) = self.llm.generate([text], params)
+            entries = output.prompt_logprobs
+            assert entries is not None
+            tops, own = [entry.top[0][1] for entry in entries], [entry.logprob for entry in entries]
+            self._known[key] = torch.tensor(tops), torch.tensor(own)
+        return self._known[key]
+
+
+@pytest.fixture(scope="module")
+def reference(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Reference]:
+    """Save the model of this name, or the one for a drafter, and build its reference."""
+    directory = tmp_path_factory.mktemp("model") / "model"
+    if request.param in MODELS:
+        save(request.param, directory)
+    else:
+        DRAFTERS[request.param][0](directory)
+    made = Reference(directory)
+    yield made
+    made.llm.close()
+
+
+@pytest.mark.parametrize(
+    ("graphs", "speculative"), [("captured", "none"), ("captured", "ngram"), ("kernel by kernel", "none")]
+)
+@pytest.mark.parametrize("reference", MODELS, indirect=True)
+def test_answers_are_those_of_a_cpu(reference: Reference, graphs: str, speculative: str) -> None:
     """Two rounds: chunks and mixed steps first, then prompts that resume from snapshots, and drafts of earlier answers."""
-    outputs = answers(save(name, tmp_path), graphs, speculative)
+    outputs = answers(reference, graphs, speculative)
     if speculative == "ngram":
         assert sum(output.acceptance.accepted for output in outputs) > 0
 
 
 @pytest.mark.parametrize("graphs", GRAPHS)
-@pytest.mark.parametrize("name", DRAFTERS)
-def test_answers_with_a_drafter_that_keeps_keys_and_values(tmp_path: Path, name: str, graphs: str) -> None:
-    build, speculative = DRAFTERS[name]
-    build(tmp_path / "model")
-    outputs = answers(tmp_path / "model", graphs, speculative)
+@pytest.mark.parametrize(
+    ("reference", "speculative"),
+    [(name, speculative) for name, (_, speculative) in DRAFTERS.items()],
+    ids=DRAFTERS,
+    indirect=["reference"],
+)
+def test_answers_with_a_drafter_that_keeps_keys_and_values(
+    reference: Reference, speculative: dict[str, Any], graphs: str
+) -> None:
+    outputs = answers(reference, graphs, speculative)
     counts = [(output.acceptance.drafted, output.acceptance.accepted) for output in outputs]
     drafted, accepted = map(sum, zip(*counts, strict=True))
     assert drafted > accepted > 0
 
 
-def likelihoods(llm: LLM, text: list[int], begin: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the largest log-probability and that of the token in ``text``, at each position from ``begin`` on."""
-    params = SamplingParams(max_new_tokens=1, prompt_logprobs=1, prompt_logprobs_start=begin)
-    (output,) = llm.generate([text], params)
-    entries = output.prompt_logprobs
-    assert entries is not None
-    return torch.tensor([entry.top[0][1] for entry in entries]), torch.tensor([entry.logprob for entry in entries])
-
-
-def answers(directory: Path, graphs: str, speculative: str | dict[str, Any]) -> list[Output]:
-    """Assert that two rounds of outputs are those of an engine on a CPU without a prefix cache, and return the second.
-
-    That engine is compared with transformers in tests/e2e; transformers 5.17 without the kernels of Mamba-2 computes other numbers.
-    """
-    reference = LLM(
-        str(directory), device="cpu", grammar="none", cache="none", mixer="torch_native", model={"dtype": "float32"}
-    )
+def answers(reference: Reference, graphs: str, speculative: str | dict[str, Any]) -> list[Output]:
+    """Assert that two rounds of outputs are those of the reference, and return the second."""
     llm = LLM(
-        str(directory),
+        str(reference.directory),
         device="cuda",
         grammar="none",
         model={"dtype": "float32"},
@@ -109,7 +139,7 @@ def answers(directory: Path, graphs: str, speculative: str | dict[str, Any]) -> 
         check_idle(llm)
         for prompt, output in zip(prompts, outputs, strict=True):
             text = [*prompt, *output.token_ids]
-            largest, likely = likelihoods(reference, text, len(prompt))
+            largest, likely = reference.likelihoods(text, len(prompt))
             found = torch.tensor([entry.logprob for entry in output.logprobs])
             assert (largest - likely).max() <= TOLERANCE
             assert (likely - found).abs().max() <= TOLERANCE
@@ -119,5 +149,4 @@ def answers(directory: Path, graphs: str, speculative: str | dict[str, Any]) -> 
     for graph in executor.rank.engine._draft_runtime.graphs:
         assert graph.num_captured > 0
     llm.close()
-    reference.close()
     return outputs
