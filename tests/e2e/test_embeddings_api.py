@@ -118,7 +118,9 @@ def test_a_cached_prefix_is_counted(tiny):
         ({"encoding_format": "int8"}, "encoding_format", "float"),
         ({"pooling": "cls"}, "pooling", "last"),
         ({"model": "other"}, "model", "does not exist"),
-        ({"input": "word " * 20000}, "prompt", "context"),
+        ({"input": "word " * 20000}, "input", "context"),
+        ({"input": ["a", "word " * 3000]}, "input", "input.1 has 3001 tokens; the context holds 2048"),
+        ({"input": [[1], [2], ["a"]]}, "input", "input.2.0 is 'a': input should be a valid integer"),
     ],
 )
 def test_what_is_wrong_is_named(tiny: httpx.Client, change, param, message):

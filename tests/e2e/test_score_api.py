@@ -118,9 +118,13 @@ def test_rerank_orders_documents(tiny, cosine, path):
     order = np.argsort([-score for score in wanted]).tolist()
     answer = posted(tiny, path, query=QUERY, documents=[{"text": DOCUMENTS[0]}, *DOCUMENTS[1:]], model="tiny")
     assert [result["index"] for result in answer["results"]] == order
+    assert list(answer) == ["id", "model", "usage", "results"]
+    assert answer["id"].startswith("rerank-")
+    assert answer["usage"]["total_tokens"] == answer["usage"]["prompt_tokens"] > 0
     for result in answer["results"]:
         assert abs(result["relevance_score"] - (1 + wanted[result["index"]]) / 2) < 1e-4
         assert result["document"] == {"text": DOCUMENTS[result["index"]]}
+        assert list(result) == ["index", "document", "relevance_score"]
     best = posted(tiny, path, query=QUERY, documents=DOCUMENTS, top_n=2, return_documents=False)
     assert [result["index"] for result in best["results"]] == order[:2]
     assert best["results"][0].keys() == {"index", "relevance_score"}
@@ -198,7 +202,29 @@ LABELLED = {"query": "a", "items": ["b"], "label_token_ids": [1]}
         ("/v1/rerank", {"query": "a", "documents": []}, "documents", "documents is empty"),
         ("/v1/rerank", {"query": "a", "documents": ["b"], "top_n": -1}, "top_n", "at least 1"),
         ("/v1/rerank", {"documents": ["b"]}, "query", "query is missing"),
-        ("/rerank", {"query": "a", "documents": ["b", ""]}, "documents", "empty text"),
+        ("/rerank", {"query": "a", "documents": ["b", ""]}, "documents", "documents.1 has an empty text"),
+        ("/rerank", {"query": "", "documents": ["b", ""]}, "query", "query is empty"),
+        ("/rerank", {"query": "a", "documents": ["b", "c " * 3000]}, "documents", "documents.1 has 3001 tokens; the"),
+        (
+            "/rerank",
+            {"query": "c " * 3000, "documents": ["b", "a"]},
+            "query",
+            "query has 3001 tokens; the context holds",
+        ),
+        (
+            "/rerank",
+            {"query": "a", "documents": ["b", {"text": 7}]},
+            "documents",
+            "documents.1.text is 7: input should",
+        ),
+        ("/rerank", {"query": "a", "documents": ["b", {"id": 7}]}, "documents", "documents.1.text is missing"),
+        (
+            "/rerank",
+            {"query": "a", "documents": ["b", 7]},
+            "documents",
+            "documents.1 is 7: input should be a valid string or",
+        ),
+        ("/v1/score", {"text_1": "a", "text_2": ["b", "c " * 3000]}, "text_2", "text_2.1 has 3001 tokens; the context"),
     ],
 )
 def test_what_is_wrong_is_named(tiny, path, body, param, message):

@@ -59,6 +59,10 @@ def parse(parser: ReasoningParser, prompt: str, text: str) -> tuple[str, str]:
         (QWEN, OPENED, "<think>\nhm\n</think>yes", ("hm", "yes")),
         (QWEN, OPENED, "it breaks off </thin", ("it breaks off </thin", "")),
         (QWEN, f"<think> {BARE}", "x", ("", "x")),
+        (QWEN, OPENED, "a</think>\nb <think>c</think>d", ("a", "b <think>c</think>d")),
+        (QWEN, BARE, "<think>a</think><think>\nb</think>\n\nc", ("a", "<think>\nb</think>\n\nc")),
+        (QWEN, OPENED, "a <think>b</think></think>c", ("a <think>b", "</think>c")),
+        (R1, BARE, "a</think>b<think>c", ("a", "b<think>c")),
         (R1, BARE, "hm</think>yes", ("hm", "yes")),
         (R1, CLOSED, "yes", ("", "yes")),
         (GPT_OSS, "", "plain", ("", "plain")),
@@ -74,6 +78,9 @@ def parse(parser: ReasoningParser, prompt: str, text: str) -> tuple[str, str]:
 )
 def test_what_is_reasoning(parser: ReasoningParser, prompt: str, text: str, found: tuple[str, str]):
     assert parse(parser, prompt, text) == found
+    stream = parser.stream(prompt)
+    deltas = [*(stream.feed(character) for character in text), stream.finish()]
+    assert tuple("".join(delta[i] for delta in deltas) for i in range(2)) == found
 
 
 def test_gates():

@@ -10,7 +10,7 @@ from typing import Annotated, Any, ClassVar, TypeVar
 import msgspec
 import numpy as np
 from pydantic import ConfigDict, Field, GetCoreSchemaHandler, ValidationError
-from pydantic_core import CoreSchema, core_schema
+from pydantic_core import CoreSchema, ErrorDetails, core_schema
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 
@@ -173,7 +173,7 @@ def parse_query(request: Request, model: type[Query]) -> Query:
     try:
         return model.model_validate_strings(given)
     except ValidationError as error:
-        raise _explain(error, model) from None
+        raise _explain(error, model, given) from None
 
 
 def decode(body: bytes) -> dict[str, Any]:
@@ -245,7 +245,7 @@ def validate(raw: dict[str, Any], model: type[Model]) -> Model:
     try:
         return model.model_validate(known)
     except ValidationError as error:
-        raise _explain(error, model) from None
+        raise _explain(error, model, known) from None
 
 
 def _requests_nothing(value: object, neutral: Sequence[object]) -> bool:
@@ -266,9 +266,9 @@ def _names(model: type[ApiModel]) -> tuple[frozenset[str], frozenset[str]]:
     return optional, frozenset(fields)
 
 
-def _explain(error: ValidationError, model: type[Model]) -> RequestError:
-    """Return an error for the first wrong field, with every reason that pydantic gives for it (a union has one for each
-    member)."""
+def _explain(error: ValidationError, model: type[Model], given: Mapping[str, Any]) -> RequestError:
+    """Return an error for the first wrong field of ``given``. A union has a reason for each of its members; all those are shown that
+    concern the innermost, and among these the last, value that any member refused."""
     problems = error.errors(include_url=False)
     first = problems[0]
     if isinstance(raised := first.get("ctx", {}).get("error"), RequestError):  # by a validator
@@ -281,15 +281,38 @@ def _explain(error: ValidationError, model: type[Model]) -> RequestError:
         return RequestError(
             f"{field:.80} is not a field of this request; allowed: {known}", param=field, code="unknown_field"
         )
-    same = [problem for problem in problems if problem["loc"][:1] == first["loc"][:1]]
-    if first["type"] == "missing" and len(same) == 1:
-        where = ".".join(str(part) for part in first["loc"])
-        return RequestError(f"{where} is missing", param=field, code="missing_field")
-    allowed = " or ".join(dict.fromkeys(problem["msg"][:1].lower() + problem["msg"][1:] for problem in same))
-    where = ".".join(str(part) for part in first["loc"]) if len(same) == 1 else field
-    given = repr(first["input"])
-    shown = given if len(given) <= _SHOWN else given[:_SHOWN] + "..."
-    return RequestError(f"{where} is {shown}: {allowed}", param=field, code="invalid_type")
+    places = [(_place(given, problem), problem) for problem in problems if problem["loc"][0] == first["loc"][0]]
+    place, deepest = max(places, key=lambda found: _progress(found[0]))
+    where = ".".join(map(str, place))
+    if deepest["type"] == "missing":
+        return RequestError(f"{where:.200} is missing", param=field, code="missing_field")
+    allowed = " or ".join(dict.fromkeys(_reason(problem) for other, problem in places if other == place))
+    value = repr(deepest["input"])
+    shown = value if len(value) <= _SHOWN else value[:_SHOWN] + "..."
+    return RequestError(f"{where:.200} is {shown}: {allowed}", param=field, code="invalid_type")
+
+
+def _place(given: Any, problem: ErrorDetails) -> tuple[str | int, ...]:
+    """Return the keys and indices that lead to the value of ``problem``. Its location has names of members of unions as well."""
+    place: list[str | int] = []
+    for part in problem["loc"]:
+        if (isinstance(given, dict) and part in given) or (isinstance(given, list) and isinstance(part, int)):
+            given = given[part]
+            place.append(part)
+    if problem["type"] == "missing":
+        place.append(problem["loc"][-1])
+    return tuple(place)
+
+
+def _progress(place: tuple[str | int, ...]) -> tuple[int, tuple[int, ...]]:
+    """Return a key that orders places by their depth, and those of the same depth by their indices in lists."""
+    return len(place), tuple(part if isinstance(part, int) else -1 for part in place)
+
+
+def _reason(problem: ErrorDetails) -> str:
+    if problem["type"] in ("model_type", "dict_type"):
+        return "input should be an object"
+    return problem["msg"][:1].lower() + problem["msg"][1:]
 
 
 def _json_type(value: object) -> str:

@@ -8,7 +8,7 @@ from typing import Any
 from dovetail.api.offload import for_each
 from dovetail.api.requests import check_count
 from dovetail.api.truncation import TruncationFields
-from dovetail.errors import RequestError
+from dovetail.errors import ContextLengthError, RequestError
 from dovetail.interfaces.api import ApiHost, Choice, Prompt, Usage
 from dovetail.sampling_params import Pooling, PoolingKind, SamplingParams
 from dovetail.token_checks import check_token_ids
@@ -31,23 +31,31 @@ async def as_prompts(
     add_special_tokens: bool = True,
     names: Sequence[str] | None = None,
     where: Placement | None = None,
+    fields: Sequence[str] | None = None,
 ) -> list[Prompt]:
     """Return prompts of texts or token ids, cut as ``truncation`` requires, with the public ids ``names``, adapters and
     namespaces. ``params`` may be a function that returns those of the text with a given index: there may be thousands, and
-    it is called for one after the other while the event loop does other work. Raises a ``RequestError`` that names ``param``
-    for a text without tokens and for invalid token ids."""
+    it is called for one after the other while the event loop does other work. Raises a ``RequestError`` that names ``param``, or the one
+    of ``fields``, for a text without tokens, with more than the context holds, and for invalid token ids."""
     count = len(texts)
     check_count(host, count, param)
 
     async def as_prompt(given: tuple[int, str | list[int], str, str, str | None]) -> Prompt:
         index, text, name, adapter, namespace = given
-        if truncation is not None:
-            ids = await truncation.encoded(host, text, add_special_tokens, 0)
-        else:
-            ids = await host.encode(text, add_special_tokens) if isinstance(text, str) else text
+        field = fields[index] if fields is not None else param if count == 1 else f"{param}.{index}"
+        own = field.partition(".")[0]
+        try:
+            if truncation is not None:
+                ids = await truncation.encoded(host, text, add_special_tokens, 0)
+            else:
+                ids = await host.encode(text, add_special_tokens) if isinstance(text, str) else text
+        except ContextLengthError as error:
+            raise ContextLengthError(f"{field}: {error}", param=own) from None
         if not ids:
-            raise RequestError(f"{param} has an empty text; give at least one token", param=param, code="empty_prompt")
-        check_token_ids(param, ids, host.vocab_size)
+            raise RequestError(f"{field} has an empty text; give at least one token", param=own, code="empty_prompt")
+        if len(ids) > host.context_len:
+            raise ContextLengthError(f"{field} has {len(ids)} tokens; the context holds {host.context_len}", param=own)
+        check_token_ids(own, ids, host.vocab_size)
         return Prompt(ids, params(index) if callable(params) else params, name, adapter, namespace)
 
     adapters, namespaces = where or ([""] * count, [None] * count)

@@ -18,7 +18,7 @@ from dovetail.sampling_params import PoolingKind, SamplingParams
 from dovetail_apis.config import ScoreConfig
 from dovetail_apis.embeddings.pooling import as_prompts, input_usage, pooled, pooling_params
 from dovetail_apis.openai.format import error_json
-from dovetail_apis.score.pairs import Pair, Scoring, api_request, check_joined, score_pairs
+from dovetail_apis.score.pairs import Pair, Scoring, api_request, check_joined, named, score_pairs
 from dovetail_apis.score.types import RerankRequest, ScoreRequest
 
 _PAIRS = ("text_1", "text_2")
@@ -50,7 +50,8 @@ class Score(Api):
         host.check_model(body.model)
         if _has_labels(body):
             return await _score_labels(host, request, body)
-        scoring = await score_pairs(host, self._config, _pairs(body), body, "text_1")
+        pairs, fields = _pairs(body)
+        scoring = await score_pairs(host, self._config, pairs, body, fields)
         return await whole(
             request, await host.submit_in_parts(scoring.request), lambda outputs: _score_answer(host, scoring, outputs)
         )
@@ -61,11 +62,14 @@ class Score(Api):
         host.check_model(body.model)
         if not body.documents:
             raise RequestError("documents is empty; give at least one", param="documents")
+        if not body.query:
+            raise RequestError("query is empty; give a text", param="query", code="empty_prompt")
         if body.top_n is not None and body.top_n < 0:
             raise RequestError(f"top_n is {body.top_n}; allowed: at least 1, or 0 for all", param="top_n")
         documents = body.documents if isinstance(body.documents, list) else [body.documents]
         texts = [document if isinstance(document, str) else document.text for document in documents]
-        scoring = await score_pairs(host, self._config, [(body.query, text) for text in texts], body, "documents")
+        pairs, fields = [(body.query, text) for text in texts], named("query", 1, "documents", len(texts))
+        scoring = await score_pairs(host, self._config, pairs, body, fields)
         return await whole(
             request,
             await host.submit_in_parts(scoring.request),
@@ -94,7 +98,8 @@ def _has_labels(body: ScoreRequest) -> bool:
     return bool(labels)
 
 
-def _pairs(body: ScoreRequest) -> list[Pair]:
+def _pairs(body: ScoreRequest) -> tuple[list[Pair], list[Pair]]:
+    """Return the pairs, and the names of their texts."""
     (one, first), (other, second) = (_texts(*body.side(*names)) for names in _SIDES)
     for param, texts in ((one, first), (other, second)):
         if not texts or "" in texts:
@@ -104,7 +109,8 @@ def _pairs(body: ScoreRequest) -> list[Pair]:
             f"{one} has {len(first)} texts and {other} {len(second)}; allowed: one, or as many as {other}",
             param=one,
         )
-    return list(zip(first * (len(second) if len(first) == 1 else 1), second, strict=True))
+    pairs = list(zip(first * (len(second) if len(first) == 1 else 1), second, strict=True))
+    return pairs, named(one, len(first), other, len(second))
 
 
 def _texts(name: str, given: str | list[str] | None) -> tuple[str, list[str]]:
@@ -176,7 +182,6 @@ def _rerank_answer(
 ) -> dict[str, Any]:
     scores = [scoring.relevance(score) for score in scoring.read(outputs)]
     order = sorted(range(len(texts)), key=lambda i: -scores[i])[: body.top_n or None]
-    results: list[dict[str, Any]] = [{"index": i, "relevance_score": scores[i]} for i in order]
-    if body.return_documents:
-        results = [{**result, "document": {"text": texts[result["index"]]}} for result in results]
-    return {"id": outputs.rid, "model": host.model_name, "results": results, "usage": input_usage(outputs.usage)}
+    shown = [{"document": {"text": texts[i]}} if body.return_documents else {} for i in order]
+    results = [{"index": i, **own, "relevance_score": scores[i]} for i, own in zip(order, shown, strict=True)]
+    return {"id": outputs.rid, "model": host.model_name, "usage": input_usage(outputs.usage), "results": results}

@@ -33,23 +33,28 @@ class Scoring(NamedTuple):
 
 
 async def score_pairs(
-    host: ApiHost, config: ScoreConfig, pairs: Sequence[Pair], body: ScoreFields, param: str
+    host: ApiHost, config: ScoreConfig, pairs: Sequence[Pair], body: ScoreFields, fields: Sequence[Pair]
 ) -> Scoring:
-    """Score pairs by the template of ``config``, or by embeddings if there is none. ``param`` is the field that errors
-    name. Raises ``RequestError``."""
-    check_count(host, len(pairs), param)
+    """Score pairs by the template of ``config``, or by embeddings if there is none. ``fields`` are the names that errors give to
+    the texts of each pair, such as ``documents.3``. Raises ``RequestError``."""
+    check_count(host, len(pairs), param_of(fields[0][1]))
     by = by_embeddings if config.template is None else by_template
-    return await by(host, config, pairs, body, param)
+    return await by(host, config, pairs, body, fields)
 
 
 async def by_embeddings(
-    host: ApiHost, config: ScoreConfig, pairs: Sequence[Pair], body: ScoreFields, param: str
+    host: ApiHost, config: ScoreConfig, pairs: Sequence[Pair], body: ScoreFields, fields: Sequence[Pair]
 ) -> Scoring:
     """Score pairs by the cosine of the embeddings, from -1 to 1. Each text is embedded once, even if it is in several
     pairs."""
     params = pooling_params(pooling_kind(body.pooling, host.embedding))
-    texts = list(dict.fromkeys(text for pair in pairs for text in pair))
-    prompts = await as_prompts(host, texts, params, param, body)
+    named = {
+        text: field
+        for pair, of_pair in zip(pairs, fields, strict=True)
+        for text, field in zip(pair, of_pair, strict=True)
+    }
+    texts = list(named)
+    prompts = await as_prompts(host, texts, params, param_of(fields[0][1]), body, fields=list(named.values()))
     index = {text: i for i, text in enumerate(texts)}
 
     def read(outputs: Generation) -> list[float]:
@@ -60,12 +65,13 @@ async def by_embeddings(
 
 
 async def by_template(
-    host: ApiHost, config: ScoreConfig, pairs: Sequence[Pair], body: ScoreFields, param: str
+    host: ApiHost, config: ScoreConfig, pairs: Sequence[Pair], body: ScoreFields, fields: Sequence[Pair]
 ) -> Scoring:
     """Score pairs by the probability of ``config.yes`` against ``config.no`` as the token after the template, from 0 to
     1. The common prefix of the prompts is computed once."""
     assert config.template is not None
     params = pooling_params(PoolingKind.LABELS, (_token(host, config.yes), _token(host, config.no)))
+    param = param_of(fields[0][1])
     check_pairs(host, pairs, param)
     texts = [fill_template(config.template, *pair) for pair in pairs]
     prompts = await as_prompts(host, texts, params, param, body, add_special_tokens=False)
@@ -74,6 +80,16 @@ async def by_template(
         return [label_probabilities(pooled(choice), among_labels=True)[0] for choice in outputs.choices]
 
     return Scoring(api_request(body, prompts, together=True), read, 0.0)
+
+
+def named(one: str, count: int, other: str, others: int) -> list[Pair]:
+    """Return the names of the texts of ``others`` pairs of the fields ``one``, which has 1 or ``others`` texts, and ``other``."""
+    return [(one if count == 1 else f"{one}.{i}", other if others == 1 else f"{other}.{i}") for i in range(others)]
+
+
+def param_of(field: str) -> str:
+    """Return the field of the request of which ``field`` is an entry."""
+    return field.partition(".")[0]
 
 
 def check_pairs(host: ApiHost, pairs: Collection[Pair], param: str) -> None:
@@ -101,7 +117,7 @@ def fill_template(template: str, query: str, document: str) -> str:
 
 def api_request(body: ScoreFields, prompts: Sequence[Prompt], *, together: bool = False) -> ApiRequest:
     """Return the request for prompts. With ``together``, they form a group, because they share a prefix."""
-    rid = body.rid or body.request_id or new_id("score-")
+    rid = body.rid or body.request_id or new_id(body.id_prefix)
     group = rid if together else ""
     return ApiRequest(rid, tuple(prompts), True, body.namespace, body.priority or 0, group=group)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import ClassVar, Literal
 
 from pydantic import Field
 
@@ -14,7 +14,9 @@ from dovetail_apis.fields import RERANK, SCORE
 
 
 class ScoreFields(TruncationFields, PlacementFields):
-    """Describe the common fields of both bodies."""
+    """Describe the common fields of both bodies. ``id_prefix`` begins the ids of requests that have none."""
+
+    id_prefix: ClassVar[str] = "score-"
 
     model: str | None = None
     pooling: Literal["last", "mean"] | None = Field(
@@ -78,6 +80,7 @@ class RerankRequest(ScoreFields):
     """Describe the body of POST /v1/rerank, which sorts documents by their relevance to a query."""
 
     model_config = examples({"model": "tiny", "query": "A question", "documents": ["An answer", "Another one"]})
+    id_prefix = "rerank-"
 
     query: str
     documents: str | ScoreDocument | list[str | ScoreDocument]
