@@ -361,7 +361,7 @@ def test_texts_that_are_too_long_to_embed(client: ollama.Client):
         ("chat", {"model": None}, "model is None"),
         ("chat", {"nonsense": 1}, "nonsense is not a field"),
         ("chat", {"messages": [{"role": "robot", "content": "x"}]}, "messages.0.role"),
-        ("chat", {"messages": [{"role": "user", "content": "x", "images": ["AAAA"]}]}, "images"),
+        ("chat", {"messages": [{"role": "user", "content": "x", "images": ["AAAA"]}]}, "images is not supported"),
         ("chat", {"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "x"}}]}]}, "messages.0.tool_calls.0"),
         ("chat", {"tools": [{"type": "function"}]}, "tools.0.function"),
         ("chat", {"tools": [WEATHER], "format": "json"}, "tools"),

@@ -312,6 +312,11 @@ def _progress(place: tuple[str | int, ...]) -> tuple[int, tuple[int, ...]]:
 def _reason(problem: ErrorDetails) -> str:
     if problem["type"] in ("model_type", "dict_type"):
         return "input should be an object"
+    context = problem.get("ctx", {})
+    if problem["type"] == "too_short" and "min_length" in context:
+        return f"allowed: at least {context['min_length']} entries"
+    if problem["type"] == "too_long" and "max_length" in context:
+        return f"allowed: at most {context['max_length']} entries"
     return problem["msg"][:1].lower() + problem["msg"][1:]
 
 

@@ -122,6 +122,8 @@ def plain_message(message: Mapping[str, Any], index: int) -> dict[str, Any]:
     """Return a message in the form that chat templates expect: text content in one string, tool arguments parsed, no
     empty fields. ``index`` is its index among the messages. Raises ``RequestError``."""
     role = message.get("role")
+    if role not in ("assistant", "tool") and message.get("content") is None:
+        raise RequestError(f"messages.{index}.content is missing", param="messages", code="missing_field")
     plain: dict[str, Any] = {
         "role": "system" if role == "developer" else role,
         "content": _text(message.get("content"), index),
@@ -151,18 +153,28 @@ def _part(part: object, index: int) -> str:
 def _tool_calls(calls: Any, index: int) -> list[dict[str, Any]]:
     """Return the calls of an earlier turn. Their arguments can be used as an object and as a text, because some
     templates expect an object and some a text. Raises ``RequestError``."""
-    try:
-        return [{**call, "function": _parsed_arguments(call["function"])} for call in calls]
-    except (TypeError, KeyError, msgspec.DecodeError, RecursionError) as error:
-        raise RequestError(
-            f"messages.{index}.tool_calls is not a list of {{'function': {{'name': ..., 'arguments': JSON}}}}: {error!r}",
-            param="messages",
-        ) from None
+    if not isinstance(calls, list | tuple):
+        raise _wrong_call(f"messages.{index}.tool_calls", calls)
+    return [_plain_call(call, f"messages.{index}.tool_calls.{i}") for i, call in enumerate(calls)]
 
 
-def _parsed_arguments(function: dict[str, Any]) -> dict[str, Any]:
-    given = function["arguments"]
-    if not isinstance(given, str):
-        return {**function, "arguments": given}
-    parsed = msgspec.json.decode(given)
-    return {**function, "arguments": Arguments(parsed, given) if isinstance(parsed, dict) else parsed}
+def _plain_call(call: Any, where: str) -> dict[str, Any]:
+    function = call.get("function") if isinstance(call, Mapping) else None
+    if not (isinstance(function, Mapping) and isinstance(function.get("name"), str)):
+        raise _wrong_call(where, call)
+    given = function.get("arguments")
+    if given is None or given == "":  # how many clients write that there are none
+        given = "{}"
+    if isinstance(given, str):
+        try:
+            parsed = msgspec.json.decode(given)
+        except (msgspec.DecodeError, RecursionError) as error:
+            raise RequestError(f"{where}.function.arguments is not JSON: {error}", param="messages") from None
+        given = Arguments(parsed, given) if isinstance(parsed, dict) else parsed
+    return {**call, "function": {**function, "arguments": given}}
+
+
+def _wrong_call(where: str, given: object) -> RequestError:
+    shape = "{'function': {'name': 'f', 'arguments': '{}'}}"
+    allowed = shape if where[-1].isdigit() else f"[{shape}]"
+    return RequestError(f"{where} is {given!r:.80}; allowed: {allowed}", param="messages")

@@ -114,7 +114,7 @@ def _plain(message: OllamaMessage, index: int) -> dict[str, Any]:
     calls = [_past(call, f"messages.{index}.tool_calls.{i}") for i, call in enumerate(message.tool_calls or ())]
     given = {
         "role": message.role,
-        "content": message.content,
+        "content": message.content or "",
         "reasoning_content": message.thinking or None,
         "name": message.tool_name or message.name or None,
         "tool_call_id": message.tool_call_id or None,

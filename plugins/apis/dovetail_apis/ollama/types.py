@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, ClassVar, Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from dovetail.api.body import ApiModel, Int32, examples
 from dovetail.api.placement import PlacementFields, SessionFields
 from dovetail.chat.requests import ToolSpec
+from dovetail.errors import RequestError
 
 
 class Options(ApiModel):
@@ -79,13 +80,18 @@ class OllamaMessage(ApiModel):
     role: Literal["system", "user", "assistant", "tool"]
     content: str | None = None
     thinking: str | None = None
-    images: list[Any] | None = Field(
-        None, max_length=0, description="Must be empty or null: this server supports only text."
-    )
+    images: list[Any] | None = Field(None, description="Must be empty or null: this server supports only text.")
     tool_calls: list[dict[str, Any]] | None = None
     tool_name: str | None = None
     name: str | None = None
     tool_call_id: str | None = None
+
+    @field_validator("images")
+    @classmethod
+    def _are_none(cls, value: list[Any] | None) -> list[Any] | None:
+        if value:
+            raise RequestError("images is not supported by this server: it supports only text", param="messages")
+        return value
 
 
 class OllamaChatRequest(TextRequestFields):
