@@ -65,7 +65,7 @@ def test_what_is_wrong_is_named(message: dict[str, Any], error: str) -> None:
         ),
         ({"messages": [{"role": "user", "content": ["a"]}]}, "messages.0.content.0 is 'a': input should be an object"),
         ({"messages": [{"content": "a"}]}, "messages.0.role is missing"),
-        ({"messages": []}, "messages is []: allowed: at least 1 entries"),
+        ({"messages": []}, "messages is []: allowed: at least 1 entry"),
         ({"messages": {}}, "messages is {}: input should be a valid list"),
         (
             {"messages": [{"role": "user", "content": "a"}], "stop": ["a", 7]},

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from typing import Annotated, Any, ClassVar, TypeVar
 
 import msgspec
@@ -296,12 +296,19 @@ def _place(given: Any, problem: ErrorDetails) -> tuple[str | int, ...]:
     """Return the keys and indices that lead to the value of ``problem``. Its location has names of members of unions as well."""
     place: list[str | int] = []
     for part in problem["loc"]:
-        if (isinstance(given, dict) and part in given) or (isinstance(given, list) and isinstance(part, int)):
+        if part in _members(given):
             given = given[part]
             place.append(part)
     if problem["type"] == "missing":
         place.append(problem["loc"][-1])
     return tuple(place)
+
+
+def _members(value: Any) -> Container[Any]:
+    """Return the keys or indices of ``value``, if it has any."""
+    if isinstance(value, list):
+        return range(len(value))
+    return value if isinstance(value, dict) else ()
 
 
 def _progress(place: tuple[str | int, ...]) -> tuple[int, tuple[int, ...]]:
@@ -314,10 +321,14 @@ def _reason(problem: ErrorDetails) -> str:
         return "input should be an object"
     context = problem.get("ctx", {})
     if problem["type"] == "too_short" and "min_length" in context:
-        return f"allowed: at least {context['min_length']} entries"
+        return f"allowed: at least {_entries(context['min_length'])}"
     if problem["type"] == "too_long" and "max_length" in context:
-        return f"allowed: at most {context['max_length']} entries"
+        return f"allowed: at most {_entries(context['max_length'])}"
     return problem["msg"][:1].lower() + problem["msg"][1:]
+
+
+def _entries(count: int) -> str:
+    return "1 entry" if count == 1 else f"{count} entries"
 
 
 def _json_type(value: object) -> str:
