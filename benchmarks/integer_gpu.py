@@ -5,8 +5,9 @@
 Results are first compared with float32. Weights are cold: calls rotate over several copies. ``floor`` is the time of reading codes and
 scales at ``ops_gpu.READ``, ``bf16`` that of cuBLAS with a weight in bfloat16. With ``--tune`` other tiles compete, and the fastest are
 printed, for ``bytes_tile`` in ``dovetail_quantization/triton/integer_bytes.py``, ``plane_tile`` in ``integer_rows.py``, ``many_tile`` in
-``integer_many.py`` and ``one_row_tile`` in ``integer_one_row.py``. Rows that no kernel of ours takes are multiplied by cuBLAS with the
-weight that a kernel dequantizes. One row is also measured with the kernel for several rows, and in parts, as before a norm that adds them up.
+``integer_many.py``, ``slice_tile`` in ``integer_slices.py`` and ``one_row_tile`` in ``integer_one_row.py``. Rows that no kernel of ours takes are multiplied
+by cuBLAS with the weight that a kernel dequantizes. One row is also measured with the kernel for several rows. Up to 16 rows are also measured in parts,
+as before a norm that adds them up; tiles of slices for o and down are measured so.
 """
 
 from __future__ import annotations
@@ -24,10 +25,12 @@ from dovetail.ops.triton.tuning import MAX_PARTS
 from dovetail_quantization.triton.integer_bytes import ROWS, BytesTile
 from dovetail_quantization.triton.integer_many import FEWEST_MANY, ManyTile
 from dovetail_quantization.triton.integer_rows import IntegerRows, IntegerTile, plain_weight
+from dovetail_quantization.triton.integer_slices import FEWEST_SLICED, MOST_SLICED, SliceTile, slice_tile
 from dovetail_quantization.triton.one_row import OneRowTile, split_of
 from ops_gpu import COLD, READ, per_call, randn
 
 SHAPES = {"qkv": (6144, 4096), "o": (4096, 4096), "gate_up": (28672, 4096), "down": (4096, 14336)}
+IN_PARTS = (SHAPES["o"], SHAPES["down"])
 PROGRAMS = (96, 1800)
 """The least and the greatest number of programs that is tried."""
 
@@ -43,7 +46,7 @@ def weights(n: int, k: int, group: int, *, zeros: bool = False) -> list[Integers
     ]
 
 
-Tile = IntegerTile | BytesTile | ManyTile | OneRowTile
+Tile = IntegerTile | BytesTile | ManyTile | OneRowTile | SliceTile
 
 
 def candidates(rows: int, n: int, k: int, group: int) -> Iterator[Tile]:
@@ -61,6 +64,8 @@ def candidates(rows: int, n: int, k: int, group: int) -> Iterator[Tile]:
         for block_n, warps, programs in itertools.product((2, 4, 8, 16), (1, 2, 4), (12, 16, 24, 32)):
             if split > 1:
                 yield OneRowTile(block_n, k // split, warps, programs // warps, split)
+    if FEWEST_SLICED <= rows <= MOST_SLICED and group == PLANES:
+        yield from slice_candidates(rows, n, k)
     least = next(size for size in (8, 16, 32, 64) if rows <= size)
     sizes = [
         (64, 2, 4),
@@ -96,6 +101,21 @@ def candidates(rows: int, n: int, k: int, group: int) -> Iterator[Tile]:
         fits = split == 1 or programs * tile.block_n * height <= MAX_PARTS
         if k % (split * tile.block_k) == 0 and PROGRAMS[0] <= programs <= PROGRAMS[1] and fits:
             yield tile._replace(split=split)
+
+
+def slice_candidates(rows: int, n: int, k: int) -> Iterator[SliceTile]:
+    """Yield tiles of slices that may be fast: 16 warps on each multiprocessor, which compute one, two or four blocks each."""
+    tiles, blocks = n // 16, k // PLANES
+    for warps, units, stages in itertools.product((4, 8, 16), (1, 2, 4), (2, 3, 4, 5)):
+        if units * rows > 32 or (own := warps * units) > 32:
+            continue
+        own = next((count for count in range(own, own // 8 * 7 - 1, -1) if count and blocks % count == 0), 0)
+        split = blocks // own if own else 0
+        if not 0 < split <= (16 if (n, k) in IN_PARTS else 4):
+            continue
+        at_once = 132 * (16 // warps) // split
+        even = -(-tiles // -(-tiles // at_once))
+        yield from (SliceTile(warps, own, programs, stages, split) for programs in sorted({at_once, even}))
 
 
 def many_candidates(rows: int, n: int, k: int) -> Iterator[ManyTile]:
@@ -135,7 +155,8 @@ def compile_tile(job: tuple[int, str, int, Tile]) -> str | None:
 
 def call(weight: Integers, product: IntegerRows, x: torch.Tensor, tile: Tile | None) -> torch.Tensor | None:
     """Compute a product, or its parts if the tile is of those."""
-    in_parts = isinstance(tile, OneRowTile) and tile.split > 1
+    sliced = isinstance(tile, SliceTile) and (len(weight.codes), weight.columns) in IN_PARTS
+    in_parts = sliced or (isinstance(tile, OneRowTile) and tile.split > 1)
     if not product.is_few(x):
         return functional.linear(x, plain_weight(weight, x.dtype))
     return product.parts(x) if in_parts else product.forward(x, None)
@@ -150,8 +171,11 @@ def with_tile(weight: Integers, rows: int, tile: Tile | None) -> IntegerRows:
         found.byte_tiles[rows] = tile
     elif isinstance(tile, ManyTile):
         found.many_tiles[rows] = tile
+    elif isinstance(tile, SliceTile):
+        found.slices[rows] = found.slices_in_parts[rows] = tile
     elif tile is not None:
         found.one_row, found.byte_tiles[rows] = None, None
+        found.slices, found.slices_in_parts = {}, {}
         found.tiles[rows] = tile
     return found
 
@@ -189,7 +213,10 @@ def main() -> None:
             took = measured(copies, x)
             dense = per_call([lambda weight=weight, x=x: functional.linear(x, weight) for weight in plain])
             print(f"{name:16}{rows:6}{took:9.1f}{floor:9.1f}{dense:9.1f}{floor / took:15.2f}", flush=True)
-            if rows == 1 and (parts := IntegerRows(copies[0]).one_row_in_parts) is not None:
+            parts = IntegerRows(copies[0]).one_row_in_parts if rows == 1 else None
+            if (n, k) in IN_PARTS and rows > 1 and IntegerRows(copies[0]).slices_in_parts:
+                parts = slice_tile(rows, n, k, in_parts=True)
+            if parts is not None:
                 print(f"{'  in parts':16}{rows:6}{measured(copies, x, parts):9.1f}", flush=True)
             if args.tune:
                 found = sorted((measured(copies, x, tile), tuple(tile)) for tile in candidates(rows, n, k, args.group))

@@ -17,12 +17,20 @@ import triton
 from triton.backends import nvidia as backends
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from triton.experimental.gluon._runtime import GluonASTSource
 
 from dovetail.ops.integers import Integers
 from dovetail.ops.triton import integers
 from dovetail.ops.triton.launch import INTERPRETED
 from dovetail.ops.triton.mxfp4_tiles import tiles_of
-from dovetail_quantization.triton import integer_bytes, integer_columns, integer_many, integer_one_row, integer_rows
+from dovetail_quantization.triton import (
+    integer_bytes,
+    integer_columns,
+    integer_many,
+    integer_one_row,
+    integer_rows,
+    integer_slices,
+)
 from sass import unwritten
 
 pytestmark = pytest.mark.skipif(INTERPRETED, reason="kernels are interpreted, not compiled")
@@ -39,7 +47,14 @@ POINTERS = {
 POINTERS |= {"parts": "*fp32", "arrived": "*i32"}
 
 
-def compiled(kernel: Any, constants: dict[str, Any], types: dict[str, str], warps: int, stages: int) -> Any:
+def compiled(
+    kernel: Any,
+    constants: dict[str, Any],
+    types: dict[str, str],
+    warps: int,
+    stages: int,
+    registers: int | None = None,
+) -> Any:
     """Return the code of a kernel, and the bytes of its shared memory. Arguments without a type are integers."""
     known, constants = POINTERS | types, {**constants, "PDL": True}
     signature = {name: "constexpr" if name in constants else known.get(name, "i32") for name in kernel.arg_names}
@@ -48,8 +63,10 @@ def compiled(kernel: Any, constants: dict[str, Any], types: dict[str, str], warp
         for index, name in enumerate(kernel.arg_names)
         if signature[name].startswith("*") or (name in ("n", "k", "span", "group", "width") and name not in constants)
     }
-    source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attrs)
+    kind = GluonASTSource if kernel.is_gluon() else ASTSource
+    source = kind(fn=kernel, signature=signature, constexprs=constants, attrs=attrs)
     options = {"num_warps": warps, "num_stages": stages, "launch_pdl": True, "enable_fp_fusion": True}
+    options |= {} if registers is None else {"maxnreg": registers}
     found = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
     return {**found.asm, "shared": found.metadata.shared}
 
@@ -154,6 +171,37 @@ def test_products_of_many_rows_compile(
     assert waits == ["0"], "products of a block wait for each other, or run on when their registers are overwritten"
     assert "wgmma.wait_group" in after
     assert "L2::cache_hint" in code["ptx"].split("cp.async", 1)[-1], "codes are not read ahead"
+
+
+@pytest.mark.parametrize("dtype", ["*bf16", pytest.param("*fp16", marks=pytest.mark.full)])
+@pytest.mark.parametrize(
+    ("rows", "shape", "use"),
+    [
+        (8, (28672, 4096), "gated"),
+        *(
+            pytest.param(rows, shape, use, marks=pytest.mark.full)
+            for rows in (8, 16)
+            for shape, use in (((6144, 4096), "whole"), ((4096, 4096), "parts"), ((4096, 14336), "parts"))
+        ),
+    ],
+)
+def test_products_of_slices_compile(rows: int, shape: tuple[int, int], use: str, dtype: str, tmp_path: Path) -> None:
+    tile = integer_slices.slice_tile(rows, *shape, in_parts=use == "parts")
+    assert tile is not None
+    constants: dict[str, Any] = {"WARPS": tile.warps, "ROWS": 8 if rows <= 8 else 16, "BLOCKS": tile.blocks}
+    constants |= {"STAGES": tile.stages, "SPLIT": tile.split, "TILES": 16, "BIAS": False, "bias": None}
+    constants |= {"GATED": int(use == "gated"), "IN_PARTS": use == "parts"}
+    types = {"x": dtype, "y": "*fp32" if use == "parts" else dtype, "w": "*i16", "scales": "*fp32"}
+    code = compiled(integer_slices.slice_rows, constants, types, tile.warps, 3, integer_slices.REGISTERS)
+    check(code, tmp_path / "kernel.cubin", most_spilled=64)  # a few addresses
+    early, late = code["ptx"].split("griddepcontrol.wait")
+    assert "cp.async.cg" in early, "no codes are read before the kernel waits"
+    assert "ld.global" not in early, "x is read before the kernel waits"
+    words = 16 * tile.blocks * rows // (32 * tile.warps)  # of 16 bytes in a thread
+    found = re.findall(r"ld\.global\S*", late)
+    assert found.count("ld.global.v4.b32") == words, "x is not read in words of 16 bytes"
+    assert len(found) == words or tile.split > 1
+    assert "mma.sync.aligned.m16n8k16" in late
 
 
 def test_products_of_bytes_compile(tmp_path: Path) -> None:

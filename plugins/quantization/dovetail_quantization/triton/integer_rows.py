@@ -45,6 +45,7 @@ from dovetail_quantization.triton.integer_many import (
     multiply_many,
 )
 from dovetail_quantization.triton.integer_one_row import multiply_one, one_row_tile, with_scales_in_tiles
+from dovetail_quantization.triton.integer_slices import MOST_SLICED, SliceTile, fits_slices, multiply_slices, slice_tile
 
 MOST_ROWS = 64
 """Up to this number of rows the kernel for few rows is used, where none of ``integer_many`` takes them."""
@@ -279,6 +280,9 @@ class IntegerRows:
         self.tiles = [None, *(tile_of(rows, weight) for rows in range(1, MOST_ROWS + 1))]
         self.byte_tiles = [bytes_tile(rows, weight) for rows in range(MOST_ROWS + 1)]
         self.many_tiles: dict[int, ManyTile] = {}
+        sliced = range(MOST_SLICED + 1 if fits_slices(weight) else 0)
+        self.slices = {rows: slice_tile(rows, *self._shape, in_parts=False) for rows in sliced}
+        self.slices_in_parts = {rows: slice_tile(rows, *self._shape, in_parts=True) for rows in sliced}
 
     @property
     def most_rows(self) -> int:
@@ -301,6 +305,8 @@ class IntegerRows:
 
     def parts(self, x: torch.Tensor) -> torch.Tensor | None:
         """Compute ``LinearProduct.parts``."""
+        if (sliced := self.sliced(x, in_parts=True)) is not None:
+            return self._multiply_slices(x, None, 0, sliced, in_parts=True)
         if self.one_row is not None and self._is_one(x):
             if (one := self.one_row_in_parts) is None:
                 return None
@@ -322,6 +328,22 @@ class IntegerRows:
         in_bytes = self.byte_tiles[rows]
         return self.tiles[rows] if in_bytes is None else in_bytes
 
+    def sliced(self, x: torch.Tensor, *, in_parts: bool = False) -> SliceTile | None:
+        """Return the tile of ``integer_slices`` for rows of 16 bits, or None if that kernel does not multiply them."""
+        return None if x.dtype is torch.float32 else (self.slices_in_parts if in_parts else self.slices).get(len(x))
+
+    def _multiply_slices(
+        self, x: torch.Tensor, bias: torch.Tensor | None, gated: int, tile: SliceTile, *, in_parts: bool = False
+    ) -> torch.Tensor:
+        assert x.is_contiguous()
+        m, n = len(x), self._shape[0]
+        if in_parts:
+            y = torch.empty(tile.split, m, n, dtype=torch.float32, device=x.device)
+        else:
+            y = torch.empty(m, n // 2 if gated else n, dtype=x.dtype, device=x.device)
+        multiply_slices(x, self._weight, bias, y, gated, tile, self._space, in_parts=in_parts)
+        return y
+
     def _is_one(self, x: torch.Tensor) -> bool:
         """Return True if ``x`` is one row of 16 bits. The kernel for it rounds more than float32 does."""
         return len(x) == 1 and x.dtype is not torch.float32
@@ -329,6 +351,8 @@ class IntegerRows:
     def _compute(
         self, x: torch.Tensor, bias: torch.Tensor | None, gated: int = False, *, in_parts: bool = False
     ) -> torch.Tensor:
+        if not in_parts and (sliced := self.sliced(x)) is not None:
+            return self._multiply_slices(x, bias, gated, sliced)
         assert x.is_contiguous()
         m, (n, k), weight = x.shape[0], self._shape, self._weight
         tile = self.tile(x)
