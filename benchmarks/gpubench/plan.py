@@ -83,7 +83,7 @@ SIZES = {
     "deepseek-v2-lite-same": Sizes(decode_batches=(1, 16, 128, 256)),
     "qwen3-next-12": Sizes(decode_batches=(1, 64, 256)),
     "qwen3-next-12-bf16-states": Sizes(decode_batches=(1, 64, 256)),
-    "8b-int4": Sizes(decode_batches=(1, 16, 64, 128)),
+    "8b-int4": Sizes(decode_batches=(1, 8, 16, 64, 128), breakdown_batches=(1, 16, 64)),
     "8b-half-32k": Sizes(decode_batches=(32,), decode_prompt=32768),
     "8b-half-32k-fp8-kv": Sizes(decode_batches=(32,), decode_prompt=32768),
     "tiny": Sizes(
