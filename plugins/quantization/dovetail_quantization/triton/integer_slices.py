@@ -393,5 +393,5 @@ def multiply_slices(
         x, weight.codes.view(torch.int16), weight.scales, bias, y, space.parts, space.arrived, m, n, k, tiles,
         WARPS=tile.warps, ROWS=8 if m <= 8 else 16, BLOCKS=tile.blocks, STAGES=tile.stages, SPLIT=tile.split,
         TILES=triton.next_power_of_2(triton.cdiv(tiles, tile.programs)),
-        GATED=gated, BIAS=bias is not None, IN_PARTS=in_parts, num_warps=tile.warps, maxnreg=REGISTERS,
+        GATED=gated, BIAS=bias is not None, IN_PARTS=in_parts, num_warps=tile.warps, registers=REGISTERS,
     )  # fmt: skip
