@@ -48,7 +48,8 @@ def test_products_are_those_of_the_numbers(name: str, rows: int, dtype: torch.dt
     x[:, 3] *= 50
     bias = torch.randn(n, device="cuda").to(dtype)
     exact = x.float() @ dequantize(weight, torch.float32).T
-    bound, bound_of_parts = (3e-3, 1e-5) if dtype is torch.bfloat16 else (5e-4, 5e-5)
+    # sums are of codes plus 128 in bfloat16, plus 1024 in float16
+    bound, bound_of_parts = (3e-3, 1e-5) if dtype is torch.bfloat16 else (5e-4, 1e-4)
     space.parts.fill_(torch.nan)
     for given in (None, bias):
         y = torch.full((rows, n), torch.nan, device="cuda", dtype=dtype)
