@@ -97,7 +97,7 @@ def test_graphs_serve_requests_of_every_kind_together():
     found = []
     for graphs in (False, "auto"):
         sections = {"graphs": {"decode": graphs}, "attention": "triton", "model": {"dtype": "float32"}}
-        llm = LLM("tiny", device="cuda", **sections)
+        llm = LLM("tiny", device="cuda", memory={"kv_gib": 0.5}, **sections)
         prompts = [chat_ids(llm, text) for text in QUESTIONS]
         for _ in range(3):
             outputs = llm.generate(prompts, kinds)
@@ -109,7 +109,7 @@ def test_graphs_serve_requests_of_every_kind_together():
 
 def test_steps_in_graphs_wait_for_nothing():
     """With overlap the host waits for one event per step, and no kernel launch or copy of a decode step blocks it."""
-    llm = LLM("tiny", device="cuda", grammar="none", scheduler={"overlap": True})
+    llm = LLM("tiny", device="cuda", grammar="none", memory={"kv_gib": 0.5}, scheduler={"overlap": True})
     prompts = [chat_ids(llm, text) for text in QUESTIONS]
     params = SamplingParams(temperature=0.7, top_p=0.9, seed=1, ignore_eos=True, max_new_tokens=64)
     first = [o.token_ids for o in llm.generate(prompts, params)]
@@ -121,21 +121,21 @@ def test_steps_in_graphs_wait_for_nothing():
 
 
 def test_drafts_change_nothing(expected):
-    llm = LLM("tiny", device="cuda", model={"dtype": "float32"}, grammar="none", speculative="ngram")
+    llm = LLM(
+        "tiny", device="cuda", model={"dtype": "float32"}, grammar="none", memory={"kv_gib": 0.5}, speculative="ngram"
+    )
     assert run(llm, SamplingParams(temperature=0, max_new_tokens=48)) == expected
 
 
 def test_seeded_sampling_does_not_depend_on_overlap():
     params = SamplingParams(temperature=0.8, top_p=0.9, top_k=50, seed=3, max_new_tokens=32, frequency_penalty=0.2)
-    runs = [
-        run(LLM("tiny", device="cuda", model={"dtype": "float32"}, grammar="none", scheduler={"overlap": o}), params)
-        for o in (False, True)
-    ]
+    sections = {"model": {"dtype": "float32"}, "grammar": "none", "memory": {"kv_gib": 0.5}}
+    runs = [run(LLM("tiny", device="cuda", scheduler={"overlap": o}, **sections), params) for o in (False, True)]
     assert runs[0] == runs[1]
 
 
 def test_grammar_and_logprobs_under_overlap():
-    llm = LLM("tiny", device="cuda", scheduler={"overlap": True})
+    llm = LLM("tiny", device="cuda", memory={"kv_gib": 0.5}, scheduler={"overlap": True})
     grammar = GrammarSpec(GrammarKind.REGEX, "(yes|no), [0-9]{3}")
     params = SamplingParams(temperature=1.5, grammar=grammar, logprobs=2, max_new_tokens=32)
     for output in llm.generate([chat_ids(llm, q) for q in QUESTIONS], params):

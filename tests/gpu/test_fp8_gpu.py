@@ -129,7 +129,8 @@ def test_products_take_what_norms_quantized(block: tuple[int, int] | None, token
 
 
 def test_a_quantized_model_answers() -> None:
-    with LLM("tiny", quantization="fp8", device="cuda", model={"dtype": "bfloat16"}) as llm:
+    settings = {"model": {"dtype": "bfloat16"}, "memory": {"kv_gib": 0.5}}
+    with LLM("tiny", quantization="fp8", device="cuda", **settings) as llm:
         params = SamplingParams(temperature=0, max_new_tokens=24)
         text = llm.chat([{"role": "user", "content": "What is the capital of France?"}], params).text
     assert "Paris" in text
