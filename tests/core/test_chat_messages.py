@@ -13,6 +13,7 @@ from dovetail.api.body import validate
 from dovetail.chat.requests import plain_message
 from dovetail.errors import RequestError
 from dovetail_apis.openai.types import ChatCompletionRequest
+from dovetail_apis.responses.types import ResponsesRequest
 
 
 def called(**function: Any) -> dict[str, Any]:
@@ -66,6 +67,13 @@ def test_what_is_wrong_is_named(message: dict[str, Any], error: str) -> None:
         ({"messages": [{"role": "user", "content": ["a"]}]}, "messages.0.content.0 is 'a': input should be an object"),
         ({"messages": [{"content": "a"}]}, "messages.0.role is missing"),
         ({"messages": []}, "messages is []: allowed: at least 1 entry"),
+        (
+            {
+                "messages": [{"role": "user", "content": "a"}],
+                "tools": [{"type": "function", "function": {"name": "f f"}}],
+            },
+            "tools.0.function.name is 'f f': string should match pattern",
+        ),
         ({"messages": {}}, "messages is {}: input should be a valid list"),
         (
             {"messages": [{"role": "user", "content": "a"}], "stop": ["a", 7]},
@@ -87,3 +95,10 @@ def test_the_innermost_wrong_value_is_named(body: dict[str, Any], error: str) ->
         validate({"model": "m", **body}, ChatCompletionRequest)
     assert raised.value.param == next(name for name in reversed(body))
     assert str(raised.value).startswith(error)
+
+
+def test_a_wrong_tag_is_named_with_those_that_exist() -> None:
+    with pytest.raises(
+        RequestError, match=r"text.format is .*: 'type' should be one of 'text', 'json_object', 'json_schema'"
+    ):
+        validate({"input": "a", "text": {"format": {"type": "xml"}}}, ResponsesRequest)

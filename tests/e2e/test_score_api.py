@@ -108,6 +108,9 @@ def test_pairs_by_the_angle_of_their_embeddings(tiny, cosine):
     each = posted(tiny, "/score", text_1=DOCUMENTS, text_2=DOCUMENTS[::-1])
     wanted = [cosine(a, b) for a, b in zip(DOCUMENTS, DOCUMENTS[::-1], strict=True)]
     np.testing.assert_allclose([item["score"] for item in each["data"]], wanted, atol=1e-4)
+    for name in ("documents", "items"):  # vLLM's names
+        named = posted(tiny, "/v1/score", queries=QUERY, **{name: DOCUMENTS})
+        np.testing.assert_allclose([item["score"] for item in named["data"]], scores, atol=1e-5)
     single = posted(tiny, "/v1/score", text_1=QUERY, text_2=QUERY)
     assert abs(single["data"][0]["score"] - 1) < 1e-5
 
@@ -224,6 +227,9 @@ LABELLED = {"query": "a", "items": ["b"], "label_token_ids": [1]}
             "documents",
             "documents.1 is 7: input should be a valid string or",
         ),
+        ("/v1/score", {"queries": "a", "items": [[1]]}, "items", "beside queries they must be texts"),
+        ("/v1/score", {"queries": "a", "items": ["b"], "documents": ["b"]}, "items", "names of the same field"),
+        ("/v1/score", {"queries": "a", "items": ["b"], "query": "a"}, "query", "cannot be combined"),
         ("/v1/score", {"text_1": "a", "text_2": ["b", "c " * 3000]}, "text_2", "text_2.1 has 3001 tokens; the context"),
     ],
 )

@@ -320,6 +320,8 @@ def _reason(problem: ErrorDetails) -> str:
     if problem["type"] in ("model_type", "dict_type"):
         return "input should be an object"
     context = problem.get("ctx", {})
+    if problem["type"] == "union_tag_invalid":
+        return f"{context['discriminator']} should be one of {context['expected_tags']}"
     if problem["type"] == "too_short" and "min_length" in context:
         return f"allowed: at least {_entries(context['min_length'])}"
     if problem["type"] == "too_long" and "max_length" in context:

@@ -46,7 +46,7 @@ class Score(Api):
 
     async def score(self, host: ApiHost, request: Request) -> Response:
         """Return how well pairs of texts match, or how likely each label is after each item."""
-        body = await parse(request, ScoreRequest, host.max_body)
+        body = _items_as_texts(await parse(request, ScoreRequest, host.max_body))
         host.check_model(body.model)
         if _has_labels(body):
             return await _score_labels(host, request, body)
@@ -75,6 +75,17 @@ class Score(Api):
             await host.submit_in_parts(scoring.request),
             lambda outputs: _rerank_answer(host, body, texts, scoring, outputs),
         )
+
+
+def _items_as_texts(body: ScoreRequest) -> ScoreRequest:
+    """Return ``body`` with ``items`` under the name ``documents`` if they are the texts beside ``queries``, as in vLLM."""
+    if body.queries is None or body.items is None or body.query is not None or body.label_token_ids is not None:
+        return body
+    if body.documents is not None:
+        raise RequestError("documents and items are names of the same field; give one", param="items")
+    if any(not isinstance(item, str) for item in body.items):
+        raise RequestError("items has token ids; beside queries they must be texts", param="items")
+    return body.model_copy(update={"documents": body.items, "items": None})
 
 
 def _has_labels(body: ScoreRequest) -> bool:
