@@ -2,10 +2,11 @@
 
 It prints the tokens per second of a server alone, and of two servers at the same time.
 
-    python benchmarks/two_servers.py MODEL [--threads 2] [--rounds 5] [--tokens 64] [--set KEY=VALUE]... [--env NAME=VALUE]...
+    python benchmarks/two_servers.py MODEL [--rounds 5] [--tokens 64] [--set KEY=VALUE]... [--env NAME=VALUE]...
 
-Each server has one greedy request at a time. Rounds alternate between the first server alone, the second alone, and both. ``--env OMP_WAIT_POLICY=active`` or
-``--env GOMP_SPINCOUNT=300000`` (OpenMP's default) in a second run shows the effect of the engine's own setting.
+Each server has one greedy request at a time. Rounds alternate between the first server alone, the second alone, and both. ``--set threads=2`` in a second run shows what servers do
+that do not adapt their threads, and ``--env OMP_WAIT_POLICY=active`` or ``--env GOMP_SPINCOUNT=300000`` (OpenMP's default) the effect of the engine's own
+setting.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ class Server:
     """Hold a server that was started for the measurement."""
 
     def __init__(self, args: argparse.Namespace) -> None:
-        settings = [part for value in (f"threads={args.threads}", *args.sets) for part in ("--set", value)]
+        settings = [part for value in args.sets for part in ("--set", value)]
         command = [DOVETAIL, "serve", args.model, "--port", "0", *settings]
         env = {**os.environ, **dict(pair.split("=", 1) for pair in args.env)}
         self._process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=env)
@@ -74,7 +75,6 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n\n")[0])
     add = parser.add_argument
     add("model")
-    add("--threads", type=int, default=2)
     add("--rounds", type=int, default=5)
     add("--tokens", type=int, default=64)
     add("--set", dest="sets", action="append", default=[], metavar="KEY=VALUE")

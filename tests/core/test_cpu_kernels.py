@@ -310,3 +310,48 @@ def test_products_of_mxfp4_codes(dtype, rows, width):
     for m in (1, 4):
         assert ours.mxfp4_product(x[:m], codes, scale, bias).equal(whole[:m])
     assert ours.mxfp4_product(x[:0], codes, scale).shape == (0, rows)
+
+
+@pytest.fixture
+def numbers_of_threads():
+    """Return numbers of threads. Torch's own is restored."""
+    before = torch.get_num_threads()
+    yield 1, 2, 3, 5
+    torch.set_num_threads(before)
+
+
+@each_dtype
+def test_the_number_of_threads_changes_no_bit(dtype, numbers_of_threads):
+    """The engine changes it while it runs (``engine.adaptive_threads``)."""
+    ours, heads = kernels(dtype), torch.randn(70, 8, 64).to(dtype)
+    keys, values = (torch.randn(40, 16, 4, 64).to(dtype) for _ in range(2))
+    kv = PagedKV(keys, values, torch.randperm(40).int().view(4, 10))
+    spans = np.array([(0, 0, 1, 159), (1, 1, 1, 70), (2, 2, 4, 100), (3, 6, 64, 0)], np.int64)
+    x, weight, bias = torch.randn(9, 576).to(dtype), torch.randn(1000, 576).to(dtype), torch.randn(1000).to(dtype)
+    codes = torch.randint(256, (1000, 288), dtype=torch.uint8)
+    scale = torch.randint(115, 125, (18, 1000), dtype=torch.uint8)
+    wide, angles = torch.randn(70, 2 * 1024).to(dtype), torch.randn(70, 1, 64).to(dtype)
+
+    def attend(count):
+        out = torch.zeros_like(heads)
+        ours.attend(heads, kv, spans[:count], out, scale=0.1)
+        return out
+
+    def results():
+        return [
+            *(attend(count) for count in (1, 2, 3, 4)),
+            *(ours.product(x[:m], weight, bias) for m in (1, 4, 9)),
+            ours.mxfp4_product(x, codes, scale, bias),
+            ours.mxfp4_weight(codes, scale),
+            ours.rms_norm(wide.clone(), wide[0].contiguous(), 1e-5),
+            ours.rotary(heads, angles, angles),
+            ours.silu_mul(wide),
+            ours.gelu_tanh_mul(wide),
+        ]
+
+    found = []
+    for threads in numbers_of_threads:
+        torch.set_num_threads(threads)
+        found.append(results())
+    for other in found[1:]:
+        assert all(map(torch.equal, found[0], other))

@@ -135,7 +135,9 @@ class Config(Section):
         default="auto", pattern=r"^(auto|cpu|cuda(:\d+)?)$", description="`auto`: CUDA if there is one."
     )
     threads: int | None = Field(
-        default=None, ge=1, description="CPU threads of the engine; by default torch's own choice."
+        default=None,
+        ge=1,
+        description="CPU threads of the engine. By default those of torch, and on a CPU (one rank, Linux) fewer while other processes need the cores; then a few products of torch may round differently (docs/install.md).",
     )
     batch_invariant: bool = Field(
         default=False,

@@ -5,7 +5,10 @@ from __future__ import annotations
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from dovetail.engine.adapter_images import AdapterImages, adapter_slots
+from dovetail.engine.adaptive_threads import AdaptiveThreads
 from dovetail.engine.device import EngineStream, lost_device
 from dovetail.engine.masks import PinnedMappings
 from dovetail.engine.pooling import default_pooling
@@ -46,11 +49,13 @@ class PlanRunner(RankEngine):
     them with steps.
     """
 
-    def __init__(self, engine: Engine, stream: EngineStream | None = None, *, mirrors_pages: bool = False) -> None:
-        """``stream`` is the one on which ``engine`` was built, and on which its work runs. By default, work runs on the stream
-        that is current when a method is called. ``mirrors_pages`` means that the scheduler writes to another page table than
-        ``page_table``, because it is in another process: the page updates of each plan are then copied to ``page_table``
-        first."""
+    def __init__(
+        self, engine: Engine, stream: EngineStream | AdaptiveThreads | None = None, *, mirrors_pages: bool = False
+    ) -> None:
+        """``stream`` is the one on which ``engine`` was built, and on which its work runs; on a CPU it may be the threads that
+        compute. By default, work runs on the stream that is current when a method is called. ``mirrors_pages`` means that the
+        scheduler writes to another page table than ``page_table``, because it is in another process: the page updates of each
+        plan are then copied to ``page_table`` first."""
         self.engine = engine
         self.drafter: Drafter | None = engine.drafter
         self.stream: AbstractContextManager[None] = nullcontext() if stream is None else stream
@@ -225,6 +230,7 @@ class PlanRunner(RankEngine):
             "architecture": engine.info.architecture,
             "device": str(engine.device),
             "cpu_kernels": library().text if on_cpu else None,
+            "threads": self._threads() if on_cpu else None,
             "products": engine.products,
             "context_len": engine.context_len,
             "page_size": engine.page_size,
@@ -261,6 +267,11 @@ class PlanRunner(RankEngine):
                 return self.adapters.run(*args)
             case _:
                 return super().call(name, args)
+
+    def _threads(self) -> str:
+        if isinstance(self.stream, AdaptiveThreads):
+            return f"{self.stream.most}, fewer while other processes need the cores"
+        return str(torch.get_num_threads())
 
     def _embedding(self) -> dict[str, Any] | None:
         """Return the size of embeddings and the kind of pooling that applies unless a request sets another, or None if

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
+from dovetail.engine.adaptive_threads import adaptive_threads
 from dovetail.engine.device import EngineStream, explained
 from dovetail.engine.engine import Engine
 from dovetail.engine.mesh import connect, rank_device
@@ -60,4 +61,5 @@ def _runner(
         stream = EngineStream(device)
         with stream:
             engine = Engine(resolved, eos_token_ids, mesh)
-    return PlanRunner(engine, stream, mirrors_pages=mirrors_pages)
+    threads = adaptive_threads(resolved.config.threads, device, size)
+    return PlanRunner(engine, threads or stream, mirrors_pages=mirrors_pages)

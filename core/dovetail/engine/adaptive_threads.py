@@ -1,0 +1,165 @@
+"""Compute with fewer threads on a CPU while other processes need its cores.
+
+OpenMP divides a product equally among its threads, and each waits for the last one. If another process takes the core of one
+thread, all threads wait, and keep their cores busy meanwhile (``waiting_threads``). Two engines with as many threads as there are
+cores each lose most of their speed in this way. With half of the threads they lose little.
+
+Linux counts for each thread how long it was ready and waited for a core, and for each core how long it was idle. By these times
+``ThreadCount`` chooses the number of threads again and again while the engine works.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+log = logging.getLogger(__name__)
+
+WINDOW = 0.05
+"""The seconds of work after which the number of threads is chosen again. Linux counts idle time in units of 0.01 s."""
+PAUSE = 0.02
+"""The seconds without work after which a window begins again: cores that were idle then are not free for more threads."""
+WAITING = 0.4
+"""The threads that wait for a core, on average, from which on there are too many. On two cores an engine alone with two threads has
+0.1, because of the process that serves its requests, and two such engines have 0.85 each."""
+IDLE = 0.75
+"""The idle cores, on average, from which on more threads are tried."""
+HELD = 0.3
+"""The seconds after which added threads were of use. If some are removed before, the next ones are tried after twice the time."""
+SHORTEST, LONGEST = 0.05, 6.4
+"""The least and most seconds for which no threads are added after some were removed."""
+
+
+class ThreadCount:
+    """Choose the number of threads, between 1 and ``most``, by what was observed with the number before."""
+
+    def __init__(self, most: int) -> None:
+        self.most = self.number = most
+        self._added, self._delay, self._next = float("-inf"), SHORTEST, float("-inf")
+
+    def observe(self, now: float, waiting: float, idle: float) -> None:
+        """Choose ``number`` at the time ``now`` (seconds). On average since the last call, ``waiting`` threads of this process were
+        ready and had no core, and ``idle`` cores had nothing to do."""
+        if waiting >= WAITING:
+            if self.number > 1:
+                self._delay = min(LONGEST, 2 * self._delay) if now - self._added < HELD else SHORTEST
+                self._next = now + self._delay
+                self.number = max(1, self.number - max(1, round(waiting)))
+        elif idle >= IDLE and self.number < self.most and now >= self._next:
+            self.number = min(self.most, self.number + max(1, int(idle / 2)))
+            self._added = now
+
+
+class CoreTimes(Protocol):
+    """Read times in seconds, of which only differences mean anything."""
+
+    def waited(self) -> Mapping[str, float]:
+        """Return for each thread of this process how long it was ready and waited for a core."""
+        ...
+
+    def idle(self) -> float:
+        """Return how long the cores on which this process may run were idle, together."""
+        ...
+
+
+class LinuxCoreTimes:
+    """Read the times that Linux counts."""
+
+    def __init__(self) -> None:
+        """Raises ``OSError`` if the system does not count these times."""
+        with open("/proc/thread-self/schedstat", "rb", buffering=0) as file:
+            if not int(file.read().split()[0]):
+                raise OSError("this Linux does not count how long threads wait for a core")
+        if not self.idle():
+            raise OSError("/proc/stat does not list the cores of this process")
+
+    def waited(self) -> Mapping[str, float]:
+        """See ``CoreTimes``."""
+        times = {}
+        for thread in os.listdir("/proc/self/task"):
+            try:
+                with open(f"/proc/self/task/{thread}/schedstat", "rb", buffering=0) as file:
+                    times[thread] = int(file.read().split()[1]) / 1e9
+            except (FileNotFoundError, ProcessLookupError):  # the thread has ended
+                continue
+        return times
+
+    def idle(self) -> float:
+        """See ``CoreTimes``."""
+        cores = {b"cpu%d" % core for core in os.sched_getaffinity(0)}
+        ticks = 0
+        with open("/proc/stat", "rb") as file:
+            for line in file:
+                name, *fields = line.split()
+                if not name.startswith(b"cpu"):
+                    break
+                if name in cores:
+                    ticks += int(fields[3]) + int(fields[4])  # the second number: idle while a disk is waited for
+        return ticks / os.sysconf("SC_CLK_TCK")
+
+
+class AdaptiveThreads:
+    """Let torch compute with the threads that a ``ThreadCount`` chooses, and at most its own number, while the context is entered.
+
+    It is entered for each part of a step, and always by the same thread, because OpenMP has a number for each thread. Contexts may
+    be nested.
+    """
+
+    def __init__(self, count: ThreadCount, times: CoreTimes) -> None:
+        self._count, self._times = count, times
+        self._before: list[int] = []
+        self._left = self._start = float("-inf")
+        self._waited: Mapping[str, float] = {}
+        self._idle: float | None = None
+
+    @property
+    def most(self) -> int:
+        """Return the number of threads while no other process needs the cores."""
+        return self._count.most
+
+    def __enter__(self) -> None:
+        now = time.monotonic()
+        if not self._before and now - self._left > PAUSE:
+            self._begin(now, self._times.waited())
+        elif now - self._start >= WINDOW:
+            self._choose(now)
+        self._before.append(torch.get_num_threads())
+        torch.set_num_threads(min(self._count.number, self._before[-1]))
+
+    def __exit__(self, *error: object) -> None:
+        torch.set_num_threads(self._before.pop())
+        self._left = time.monotonic()
+
+    def _choose(self, now: float) -> None:
+        """Choose the number of threads by the window that ends at ``now``, and begin the next one."""
+        seconds, waited = now - self._start, self._times.waited()
+        total = sum(until_now - self._waited.get(thread, until_now) for thread, until_now in waited.items())
+        idle = 0.0 if self._idle is None else self._times.idle() - self._idle
+        self._count.observe(now, total / seconds, idle / seconds)
+        self._begin(now, waited)
+
+    def _begin(self, now: float, waited: Mapping[str, float]) -> None:
+        """Begin a window. The time of idle cores, which takes long to read with many cores, is only needed to add threads."""
+        self._start, self._waited = now, waited
+        self._idle = self._times.idle() if self._count.number < self._count.most else None
+
+
+def adaptive_threads(threads: int | None, device: torch.device, ranks: int) -> AdaptiveThreads | None:
+    """Return the context for the work of an engine on ``device``, or None if it always has the same number of threads: if the config
+    gives ``threads``, on CUDA, with one thread, if the system does not count the times that are needed, and if there are several
+    ``ranks``, which must round alike to choose the same tokens."""
+    most = torch.get_num_threads()
+    if threads is not None or device.type != "cpu" or ranks > 1 or most == 1:
+        return None
+    try:
+        return AdaptiveThreads(ThreadCount(most), LinuxCoreTimes())
+    except OSError as error:
+        log.info("always %d threads, also while other processes need the cores: %s", most, error)
+        return None
