@@ -90,3 +90,13 @@ def test_what_has_occurred_is_captured_once_for_each_number_of_rows():
     given.key_for(batch_of(MAX_ROWS, SEVERAL_SLOTS + 1))
     many = [GraphKey(rows, False, adapters=MANY) for rows in SIZES if rows <= MAX_ROWS]
     assert [*given.possible()] == plain + one + many, "products of more rows have one kernel for any number of adapters"
+
+
+def test_graphs_have_only_the_variants_that_batches_of_their_numbers_of_rows_can_have():
+    """A graph of 8 rows serves 2 rows too, and one of 64 rows serves at least 9."""
+    given = GraphKeys(SIZES, shared=[0], adapters=None, own=None, has_variant=lambda variant, rows: rows <= 2)
+    batch = batch_of(2)
+    batch.variant = 1
+    assert given.key_for(batch) == GraphKey(8, False, 1)
+    plain = [GraphKey(rows, False) for rows in SIZES]
+    assert [*given.possible()] == [*plain, GraphKey(1, False, 1), GraphKey(8, False, 1)]

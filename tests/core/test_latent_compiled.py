@@ -44,7 +44,8 @@ def compiled(
     kernel = latent._latent
     constants: dict[str, Any] = {
         "PAGE": 16, "VALUE_DIM": 512, "BLOCK_V": 512, "REST": 64, "BLOCK_REST": 64, "TOKEN": 576, "SCALED": scaled, "GROUP": group,
-        "ROWS": tile.rows, "KEYS": tile.keys, "FLIP": tile.flip, "CAUSAL": True, "TREE": tree, "CHUNK": chunk, "RECORD": 8,
+        "ROWS": tile.rows, "KEYS": tile.keys, "FLIP": tile.flip, "HALVES": tile.halves and not chunk,
+        "CAUSAL": True, "TREE": tree, "CHUNK": chunk, "RECORD": 8,
         "FEWER": True, "LEVEL": not tree and not chunk, "LEADS": leads, "AHEAD": not chunk and not leads, "PDL": True,
     }  # fmt: skip
     fusion = {"enable_fp_fusion": False} if chunk else {}
@@ -83,6 +84,7 @@ def spilled(found: Any, folder: Path) -> int:
     ("heads", "form", "pool"),
     [
         (16, "decode", "*bf16"),
+        (16, "few", "*bf16"),
         (128, "decode", "*bf16"),
         *(pytest.param(heads, form, "*bf16", marks=FULL) for heads in (16, 32, 128) for form in ("trees", "chunks")),
         *(
@@ -95,7 +97,9 @@ def spilled(found: Any, folder: Path) -> int:
 def test_tiles_compile(heads: int, form: str, pool: str, tmp_path: Path) -> None:
     """Latents are copied to shared memory ahead and stay there for both products, and few registers are spilled."""
     in_pool = torch.bfloat16 if pool == "*bf16" else torch.float8_e4m3fn
-    tile = tiles.choose_latent(heads, torch.bfloat16, in_pool, large_memory=True, two=form == "chunks")
+    tile = tiles.choose_latent(
+        heads, torch.bfloat16, in_pool, large_memory=True, two=form == "chunks", few=form == "few"
+    )
     found = compiled(
         tile, heads, tree=form == "trees", chunk=256 * (form == "chunks"), pool=pool, scaled=form == "scales"
     )
@@ -104,18 +108,20 @@ def test_tiles_compile(heads: int, form: str, pool: str, tmp_path: Path) -> None
     if pool == "*bf16":
         body = re.split(r"scf\.for", text)[-1].split("scf.yield", 1)[0]
         dots = "warp_group_dot " if tile.flip or tile.rows == 64 else "tt.dot "  # Hopper's take 64 rows at a time
-        assert body.count(dots) == 3, "both parts of the keys, and the values"
-        assert body.count("async_copy_global_to_local") >= 2
-        assert int(re.findall(r"memdesc<(\d+)x\d+x512xbf16", text)[0]) >= 2, "blocks of latents in shared memory"
+        halves = tile.halves and form != "chunks"
+        assert body.count(dots) == (5 if halves else 3), "both parts of the keys, and the values"
+        assert body.count("async_copy_global_to_local") >= (3 if halves else 2)
+        blocks = re.findall(rf"memdesc<(\d+)x\d+x{256 if halves else 512}xbf16", text)
+        assert int(blocks[0]) >= 2, "blocks of latents in shared memory"
     assert spilled(found, tmp_path) <= 1024, "what is spilled is computed before the loop and read in it"
 
 
-@pytest.mark.parametrize(("share", "block"), [(1, 32), (16, 128)])
-def test_merges_of_long_values_compile(share: int, block: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize("sizes", [merge.FEW_SIZES, merge.MANY_SIZES], ids=str)
+def test_merges_of_long_values_compile(sizes: tuple[int, int, int], tmp_path: Path) -> None:
     """Partial results are read 16 bytes at a time, and no register is spilled."""
     constants = {
-        "HEADS": 16, "DIM": 512, "SHARE": share, "BLOCK": block, "PARTS": merge.LONG_TILE // (share * block), "TOKEN": 4,
-        "SHARED": False, "PDL": True,
+        "HEADS": 16, "DIM": 512, "SHARE": sizes[0], "BLOCK": sizes[1], "PARTS": sizes[2], "TOKEN": 4, "SHARED": False,
+        "PDL": True,
     }  # fmt: skip
     types: dict[str, str] = dict.fromkeys(("own", "own_lse", "shared", "shared_lse"), "*fp32")
     types |= dict.fromkeys(("own_tokens", "shared_tokens"), "*i32")

@@ -62,7 +62,7 @@ class FakeKernels:
 class FakeGraphs:
     """Capture decode steps, and raise for the ``impossible`` sizes. ``events`` records what happens."""
 
-    shared = (False, True)
+    shared, most_rows = (False, True), max(SIZES)
 
     def __init__(self, kernels, impossible=(), broken=()):
         self.sizes, self.kernels, self.impossible, self.broken = SIZES, kernels, impossible, broken
@@ -78,6 +78,9 @@ class FakeGraphs:
         return (
             GraphKey(n, False) for n in self.sizes if n not in self.captured and GraphKey(n, False) not in self.refused
         )
+
+    def has_variant(self, variant, rows):
+        return variant == 0 or rows <= self.most_rows
 
     def larger(self, key):
         return (key._replace(rows=rows) for rows in larger_sizes(self.sizes, key.rows))
@@ -285,6 +288,10 @@ def test_one_row_comes_first_among_the_kernels():
     keys = list(likely_keys(graphs))
     assert keys[:8] == [GraphKey(rows, shared) for rows in (1, 8, 4, 2) for shared in (False, True)]
     assert len(keys) == len(set(keys)) == 16
+    graphs.most_rows = 2
+    assert list(likely_keys(graphs)) == keys[:8] + [
+        GraphKey(rows, shared, 1) for rows in (1, 2) for shared in (False, True)
+    ]
 
 
 class Compiling(FakeKernels):

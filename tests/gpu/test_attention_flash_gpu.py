@@ -10,7 +10,8 @@ import torch
 
 from dovetail.testing.attention import AttentionSuite
 from dovetail.testing.attention_divided import DividedRows
-from dovetail.testing.attention_reference import AttentionCase
+from dovetail.testing.attention_reference import AttentionCase, AttentionStep
+from dovetail_attention.flash_attn.latent import TRITON
 
 pytestmark = [
     pytest.mark.gpu,
@@ -38,6 +39,21 @@ class TestFlashAttentionLatent(AttentionSuite):
         opened, reasons = open_first(torch.cuda.get_device_capability(), page_size=16, latents=True)
         if opened is None:
             pytest.skip(f"no FlashAttention-3 here: {'; '.join(reasons)}")
+
+    @pytest.mark.parametrize("prefix", [[33_000], [9000, 3], [0]], ids=str)
+    @torch.inference_mode()
+    def test_few_rows(self, prefix: list[int]):
+        """Decode steps of few rows have kernels of another backend, also between steps of other kinds."""
+        latents = {"heads": 16, "kv_heads": 1, "head_dim": 576, "value_dim": 512, "scale": 192**-0.5}
+        case = AttentionCase(prefix, [1] * len(prefix), page_size=16, dtype=torch.bfloat16, **latents)
+        step = AttentionStep(case, torch.device("cuda"))
+        backend = self.make(step.context())
+        assert backend.variant(step.batch) == TRITON
+        for variant in (TRITON, 0, TRITON):
+            step.batch.variant = variant
+            for plan in (backend.plan, backend.plan_capture):
+                plan(step.batch)
+                self.compare_output(step, backend.forward(step.q, step.layer, step.batch))
 
 
 class TestFlashAttention(AttentionSuite):

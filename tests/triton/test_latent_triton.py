@@ -71,9 +71,17 @@ def _short_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(backend, "CHUNK", 64)
 
 
-def use_tile(monkeypatch: pytest.MonkeyPatch, rows: int, *, flip: bool, processors: int = 6, keys: int = 16) -> None:
+def use_tile(
+    monkeypatch: pytest.MonkeyPatch,
+    rows: int,
+    *,
+    flip: bool = False,
+    processors: int = 6,
+    keys: int = 16,
+    halves: bool = False,
+) -> None:
     """Make a backend choose a tile for latents, on a device of this number of processors."""
-    tile = tiles.AttentionTile(rows, keys, 4, 1, 1, flip)
+    tile = tiles.AttentionTile(rows, keys, 4, 1, 1, flip, halves)
     monkeypatch.setattr(tiles, "choose_latent", lambda *_, **__: tile)
     monkeypatch.setattr(backend, "CPU_PROCESSORS", processors)
 
@@ -169,6 +177,21 @@ def test_equal_spans(lens: list[int], slots: int):
 def test_phases(monkeypatch: pytest.MonkeyPatch, step: str, form: str, flip: bool):
     use_tile(monkeypatch, 32, flip=flip)
     SUITE.compare(latent(STEPS[step][0], **FORMS[form]))
+
+
+@pytest.mark.parametrize(
+    "step", ["decode", "trees and extend", *(pytest.param(step, marks=FULL) for step in ("verify chains", "mixed"))]
+)
+@pytest.mark.parametrize(
+    ("form", "halves"), [({}, True), ({"value_dim": 24}, False), (FORMS["fp8 pool"], False)], ids=str
+)
+def test_values_in_halves(monkeypatch: pytest.MonkeyPatch, step: str, form: dict[str, Any], halves: bool):
+    """Latents that would need padding or a conversion are read whole."""
+    use_tile(monkeypatch, 16, halves=True)
+    found, can_halve = set[bool](), LatentPages.can_halve
+    monkeypatch.setattr(LatentPages, "can_halve", lambda *given: found.add(can_halve(*given)) or can_halve(*given))
+    SUITE.compare(latent(STEPS[step][0], **{"head_dim": 48, "value_dim": 32, "dtype": torch.float16} | form))
+    assert found == {halves}
 
 
 @FLIPPED

@@ -18,6 +18,7 @@ import torch
 from dovetail.engine.captures import NO_UPDATES, CaptureOnDemand, GraphRecorder, ladder
 from dovetail.engine.draft_layout import Placed, one_each, padding, seen_by, set_lens, wide, wide_shape
 from dovetail.engine.draft_pages import DraftPages
+from dovetail.engine.graph_keys import fewest_rows
 from dovetail.engine.grouped import backends_of, pools_of
 from dovetail.engine.inputs import Inputs, pack, unpack
 from dovetail.interfaces.mesh import SINGLE, Mesh
@@ -130,7 +131,7 @@ class DraftGraphs:
             for rows in reversed(sizes)
             if rows in LIKELY_ROWS or rows == sizes[-1]
             for kind, width in enumerate(one.widths)
-            if width == 1 or variant == 0
+            if not variant or (width == 1 and self._backend.has_variant(variant, fewest_rows(sizes, rows)))
         ]
 
     def larger(self, key: DraftKey) -> Iterator[DraftKey]:

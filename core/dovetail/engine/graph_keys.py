@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import product
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
@@ -33,7 +33,7 @@ class GraphKey(NamedTuple):
 
 class GraphKeys:
     """List the keys of captured decode steps: all numbers of rows in ``sizes``, all levels of shared prefixes in ``shared``, and the
-    variants, numbers of adapters and levels of own rows that have occurred in batches."""
+    variants, numbers of adapters and levels of own rows that have occurred in batches. For ``has_variant`` see ``AttentionBackend``."""
 
     def __init__(
         self,
@@ -42,8 +42,10 @@ class GraphKeys:
         shared: Sequence[int],
         adapters: EngineAdapters | None,
         own: OwnRowsOfGraphs | None,
+        has_variant: Callable[[int, int], bool] = lambda variant, rows: True,
     ) -> None:
         self.sizes, self.shared = sizes, shared
+        self._has_variant = has_variant
         self._adapters, self._own = adapters, own
         self._variants = [0]
         self._adapter_counts = [AdapterCount.NONE]
@@ -75,7 +77,7 @@ class GraphKeys:
             self._own_levels, self._adapter_counts, self._variants, self.shared, self.sizes
         ):
             key = GraphKey(rows, shared, variant, kernel_count(count, rows), level)
-            if level < len(self.own_counts(rows)) and key not in found:
+            if level < len(self.own_counts(rows)) and key not in found and self.has_variant(variant, rows):
                 found.add(key)
                 yield key
 
@@ -94,9 +96,19 @@ class GraphKeys:
         )
         return (larger for larger in dict.fromkeys(found) if larger != key)
 
+    def has_variant(self, variant: int, rows: int) -> bool:
+        """Return True if a batch that needs a graph of ``rows`` rows may have this variant."""
+        return not variant or self._has_variant(variant, fewest_rows(self.sizes, rows))
+
     def own_counts(self, rows: int) -> list[int]:
         """Return the number of own rows at each level of a step of ``rows`` rows, 0 if there are none."""
         return [0] if self._own is None else self._own.levels(rows)
+
+
+def fewest_rows(sizes: Sequence[int], size: int) -> int:
+    """Return the smallest number of rows that need a graph of ``size`` rows, one of the ascending ``sizes``."""
+    at = bisect_left(sizes, size)
+    return sizes[at - 1] + 1 if at else 1
 
 
 def _note(occurred: list[T], value: T) -> None:

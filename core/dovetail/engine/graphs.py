@@ -116,7 +116,9 @@ class DecodeGraphs:
         may_share = [sharing.may_share(group) for group in range(1 + len(inputs.other_pages))]
         self._tensors = DecodeTensors(max_rows, inputs.pages.shape[1], device, may_share, state_groups)
         self._own = OwnRowsOfGraphs.of(mesh, inputs, self.sizes)
-        self._keys = GraphKeys(self.sizes, shared=sharing.levels, adapters=adapters, own=self._own)
+        self._keys = GraphKeys(
+            self.sizes, shared=sharing.levels, adapters=adapters, own=self._own, has_variant=backend.has_variant
+        )
         self.shared = self._keys.shared
         largest = GraphKey(max_rows, shared=0, own=-1)
         self._staging = Staging(len(pack(self._padding(largest))), device)
@@ -136,6 +138,10 @@ class DecodeGraphs:
     def larger(self, key: GraphKey) -> Iterator[GraphKey]:
         """See ``Captures``."""
         return self._keys.larger(key)
+
+    def has_variant(self, variant: int, rows: int) -> bool:
+        """See ``GraphKeys``."""
+        return self._keys.has_variant(variant, rows)
 
     def key_for(self, batch: Batch) -> GraphKey | None:
         """See ``GraphKeys``."""

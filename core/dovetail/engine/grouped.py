@@ -47,6 +47,10 @@ class GroupedAttention(AttentionBackend):
         """Return the variant that is best for the first group. All groups use it."""
         return self.members[0].variant(batch) if self.members else 0
 
+    def has_variant(self, variant: int, rows: int) -> bool:
+        """Return what the backend of the first group returns."""
+        return bool(self.members) and self.members[0].has_variant(variant, rows)
+
     def plan_capture(self, batch: Batch) -> None:
         """See ``AttentionBackend``."""
         for group, member in enumerate(self.members):

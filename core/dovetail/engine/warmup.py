@@ -380,7 +380,13 @@ def likely_keys(graphs: DecodeGraphs) -> Iterator[GraphKey]:
     because many requests that arrive together end one by one. Steps of a size with and without shared prefixes follow each
     other: they have all kernels but those of attention in common, and either may come first."""
     sizes = [1, *(size for size in reversed(graphs.sizes) if size > 1)]
-    return (GraphKey(rows, shared, variant) for variant in VARIANTS for rows in sizes for shared in graphs.shared)
+    return (
+        GraphKey(rows, shared, variant)
+        for variant in VARIANTS
+        for rows in sizes
+        if graphs.has_variant(variant, rows)
+        for shared in graphs.shared
+    )
 
 
 def _kernels_ahead(device: torch.device, kernel_set: str, ranks: int) -> KernelsAhead | None:

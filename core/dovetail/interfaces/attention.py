@@ -115,6 +115,11 @@ class AttentionBackend(ABC):
         """
         return 0
 
+    def has_variant(self, variant: int, rows: int) -> bool:
+        """Return False if ``variant`` never returns this number for decode batches of ``rows`` rows or more. The engine then
+        neither compiles kernels ahead nor captures graphs for them, unless a batch asks for one. 0 is always possible."""
+        return True
+
     def plan_capture(self, batch: Batch) -> None:
         """Plan a decode batch whose device tensors keep their addresses, for a graph of ``len(batch.slots)`` rows.
 

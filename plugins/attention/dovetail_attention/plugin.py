@@ -145,8 +145,9 @@ FLASH_ATTN_MLA = ComponentSpec(
     name="flash_attn_mla",
     target="dovetail_attention.flash_attn.latent:FlashAttentionLatent",
     config="dovetail_attention.config:FlashAttnMLAConfig",
-    summary="FlashAttention-3 over latents (MLA) of 512 numbers with rotated keys of 64, on Hopper.",
+    summary="FlashAttention-3 over latents (MLA) of 512 numbers with rotated keys of 64, on Hopper; few rows are decoded by triton's kernels.",
     api=(1, 4),
+    requires=(Requirement("triton", install="pip install triton"),),
     offers=frozenset(
         {
             Feature.ATTN_EXTEND,

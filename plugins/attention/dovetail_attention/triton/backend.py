@@ -63,6 +63,9 @@ FEW_ROWS = 4
 """Rows are few if their number times the key heads times this number is at most the number of multiprocessors. More
 rows keep the device busy with any tile."""
 
+FEW_LATENT_ROWS = 4
+"""The largest number of rows over latents for which ``tiles.FEW_LATENTS_TILE`` was faster on H200."""
+
 SHARED_PAIRS = 64
 """The number of pairs of a row and a head that read a shared prefix together."""
 
@@ -351,11 +354,13 @@ class TritonAttention(AttentionBackend):
         table, lens = batch.page_table, batch.kv_lens
         if groups is not None:
             table, lens = groups.own_table, groups.own_lens
-        tile = self._tile(self._group)
+        tile, most = self._tile(self._group), self._max_rows
+        if self._latent and rows <= FEW_LATENT_ROWS:
+            tile, most = self._latent_tile(self._group, few=True), FEW_LATENT_ROWS
         slots = self._slots(tile)
         entries = ScheduleEntries(batch.qo_indptr, lens, table, tile, slots, rows * self._tiles(1, tile) + slots)
         entries = self._in_spans(entries, 1)
-        return AttendGroup(range(rows), Launch(entries, self._keep("own", tile, self._max_rows)), shared)
+        return AttendGroup(range(rows), Launch(entries, self._keep("own", tile, most)), shared)
 
     def _in_spans(self, entries: ScheduleEntries, queries: int) -> ScheduleEntries:
         """Return ``entries`` with equal work for all programs, if these are latents and all entries of up to
@@ -469,9 +474,9 @@ class TritonAttention(AttentionBackend):
         sizes = pairs, self._head_dim, self._value_dim, self._dtype
         return tiles.choose(*sizes, tree=tree, large_memory=self._large_memory, few=few)
 
-    def _latent_tile(self, pairs: int, *, two: bool = False) -> tiles.AttentionTile:
+    def _latent_tile(self, pairs: int, *, two: bool = False, few: bool = False) -> tiles.AttentionTile:
         dtypes = self._dtype, self._pool.keys(0).dtype
-        return tiles.choose_latent(pairs, *dtypes, large_memory=self._large_memory, two=two)
+        return tiles.choose_latent(pairs, *dtypes, large_memory=self._large_memory, two=two, few=few)
 
     def _tiles(self, queries: int, tile: tiles.AttentionTile) -> int:
         return -(-queries * self._group // tile.rows)

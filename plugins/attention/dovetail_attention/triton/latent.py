@@ -8,6 +8,9 @@ operands must be powers of two.
 With ``flip``, latents are the left operand of both products and the accumulator is transposed: matrix units of Hopper
 multiply 64 rows of the left operand at a time, so that few heads do not fill them, but latents do.
 
+With ``halves``, latents are read in two halves, which takes fewer registers, and exponentials are summed per key until the end, because
+a sum over keys makes the warps of a program wait for each other. Programs with few rows wait for most of the time.
+
 Layers with a window, a soft cap or sinks use ``attend`` instead, which reads the same schedules.
 """
 
@@ -58,6 +61,12 @@ class LatentPages(NamedTuple):
             "SCALED": self.scales is not None,
         }
 
+    def can_halve(self, dtype: torch.dtype) -> bool:
+        """Return True if both halves of values, and the rest of keys, are operands of products with queries of ``dtype`` as they
+        are: they need neither padding nor a conversion."""
+        half, rest = self.value_dim // 2, self.pages.shape[3] - self.value_dim
+        return self.value_dim == 2 * block(half) and rest == block(rest) and self.pages.dtype == dtype
+
 
 @triton.jit
 def _times(acc, factors, FLIP: tl.constexpr):
@@ -66,13 +75,24 @@ def _times(acc, factors, FLIP: tl.constexpr):
 
 
 @triton.jit
+def _seen(key, high, limit, tree_rows, tree_ok, prefix, tree_width, TREE: tl.constexpr):
+    """Return which keys each pair m of the tile sees: those before ``limit[m]`` and, with a tree, those of its own queries that
+    are marked."""
+    seen = key[None, :] < limit[:, None]
+    if TREE:
+        in_tree = (key < high) & (key >= prefix) & (key - prefix < tree_width)
+        marks = tl.load(tree_rows[:, None] + (key - prefix)[None, :], tree_ok[:, None] & in_tree[None, :], 0)
+        seen = seen | (marks != 0)
+    return seen
+
+
+@triton.jit
 def _blocks(
     q_tile, q_rest, low, high, kv, scales, pages, limit, tree_rows, tree_ok, prefix, tree_width, scale,
     PAGE: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_V: tl.constexpr, REST: tl.constexpr, BLOCK_REST: tl.constexpr,
     TOKEN: tl.constexpr, SCALED: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, FLIP: tl.constexpr, TREE: tl.constexpr,
 ):  # fmt: skip
-    """Attend to keys ``[low, high)``. Pair m of the tile sees those before ``limit[m]``; with a tree, also those of
-    its own queries that are marked."""
+    """Attend to the keys of ``[low, high)`` that ``_seen`` returns."""
     MULTIPLIED: tl.constexpr = SCALED and q_tile.dtype == tl.float16  # weights times scales could be too small for it
     at, at_r = tl.arange(0, BLOCK_V), tl.arange(0, BLOCK_REST)
     top = tl.full([ROWS], -1e30, tl.float32)  # finite, so that rows that see no key do not become NaN
@@ -116,11 +136,7 @@ def _blocks(
             scores = tl.trans(scores)
         if SCALED and not MULTIPLIED:
             scores *= own[None, :]
-        seen = key[None, :] < limit[:, None]
-        if TREE:
-            in_tree = (key < high) & (key >= prefix) & (key - prefix < tree_width)
-            marks = tl.load(tree_rows[:, None] + (key - prefix)[None, :], tree_ok[:, None] & in_tree[None, :], 0)
-            seen = seen | (marks != 0)
+        seen = _seen(key, high, limit, tree_rows, tree_ok, prefix, tree_width, TREE)
         scores = tl.where(seen, scores * scale, float("-inf"))
         higher = tl.maximum(top, tl.max(scores, 1))
         weights = tl.exp2(scores - higher[:, None])
@@ -138,11 +154,58 @@ def _blocks(
 
 
 @triton.jit
+def _blocks_in_halves(
+    q_a, q_b, q_rest, low, high, kv, pages, limit, tree_rows, tree_ok, prefix, tree_width, scale,
+    PAGE: tl.constexpr, VALUE_DIM: tl.constexpr, REST: tl.constexpr, TOKEN: tl.constexpr, ROWS: tl.constexpr,
+    KEYS: tl.constexpr, TREE: tl.constexpr,
+):  # fmt: skip
+    """Do what ``_blocks`` does, with both halves of queries and of the accumulator."""
+    HALF: tl.constexpr = VALUE_DIM // 2
+    at, at_r = tl.arange(0, HALF)[None, :], tl.arange(0, REST)[None, :]
+    top = tl.full([ROWS], -1e30, tl.float32)
+    totals = tl.zeros([ROWS, KEYS], tl.float32)
+    acc_a, acc_b = tl.zeros([ROWS, HALF], tl.float32), tl.zeros([ROWS, HALF], tl.float32)
+    last = tl.maximum(high - 1, 0)
+    next_page = tl.load(pages + tl.minimum(low + tl.arange(0, KEYS), last) // PAGE)
+    for start in range(low, high, KEYS):
+        key = start + tl.arange(0, KEYS)
+        page = next_page
+        next_page = tl.load(pages + tl.minimum(key + KEYS, last) // PAGE)
+        place = page.to(tl.int64) * PAGE + tl.minimum(key, last) % PAGE
+        from_k = kv + (place * TOKEN)[:, None]
+        keys_a, keys_b, rest = tl.load(from_k + at), tl.load(from_k + HALF + at), tl.load(from_k + VALUE_DIM + at_r)
+        scores = tl.dot(q_a, tl.trans(keys_a), input_precision="ieee")
+        scores = tl.dot(q_b, tl.trans(keys_b), scores, input_precision="ieee")
+        scores = tl.dot(q_rest, tl.trans(rest), scores, input_precision="ieee")
+        seen = _seen(key, high, limit, tree_rows, tree_ok, prefix, tree_width, TREE)
+        scores = tl.where(seen, scores * scale, float("-inf"))
+        higher = tl.maximum(top, tl.max(scores, 1))
+        weights = tl.exp2(scores - higher[:, None])
+        shrink = tl.exp2(top - higher)
+        totals = totals * shrink[:, None] + weights
+        weights = weights.to(q_a.dtype)
+        acc_a = tl.dot(weights, keys_a, acc_a * shrink[:, None], input_precision="ieee")
+        acc_b = tl.dot(weights, keys_b, acc_b * shrink[:, None], input_precision="ieee")
+        top = higher
+    return top, tl.sum(totals, 1), acc_a, acc_b
+
+
+@triton.jit
+def _store(result, to_out, to_partial, base, mask) -> None:
+    """Store a result as an output or, with a ``base``, as a partial result."""
+    if base < 0:
+        tl.store(to_out, result.to(to_out.dtype.element_ty), mask)
+    else:
+        tl.store(to_partial, result, mask)
+
+
+@triton.jit
 def _item(
     item, q, kv, scales, out, partial, lse, records, table, tree, q_token, q_head, table_row, tree_row, tree_width, scale,
     PAGE: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_V: tl.constexpr, REST: tl.constexpr, BLOCK_REST: tl.constexpr,
     TOKEN: tl.constexpr, SCALED: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, FLIP: tl.constexpr,
-    CAUSAL: tl.constexpr, TREE: tl.constexpr, CHUNK: tl.constexpr, RECORD: tl.constexpr, WAIT: tl.constexpr,
+    HALVES: tl.constexpr, CAUSAL: tl.constexpr, TREE: tl.constexpr, CHUNK: tl.constexpr, RECORD: tl.constexpr,
+    WAIT: tl.constexpr,
 ):  # fmt: skip
     record = records + item * RECORD
     entry, first_m = tl.load(record, cache_modifier=".cg"), tl.load(record + 1, cache_modifier=".cg")
@@ -159,9 +222,11 @@ def _item(
     m = first_m + tl.arange(0, ROWS)
     real = m < queries * GROUP
     token, head = (first_query + m // GROUP).to(tl.int64), m % GROUP
-    at, at_r = tl.arange(0, BLOCK_V), tl.arange(0, BLOCK_REST)
+    at, at_r = tl.arange(0, BLOCK_V // 2 if HALVES else BLOCK_V), tl.arange(0, BLOCK_REST)
     from_q = q + (token * q_token + head * q_head)[:, None]
     q_tile = tl.load(from_q + at[None, :], real[:, None] & (at < VALUE_DIM)[None, :], 0.0)
+    if HALVES:
+        q_b = tl.load(from_q + VALUE_DIM // 2 + at[None, :], real[:, None], 0.0)
     q_rest = q_tile
     if REST:
         q_rest = tl.load(from_q + VALUE_DIM + at_r[None, :], real[:, None] & (at_r < REST)[None, :], 0.0)
@@ -173,7 +238,12 @@ def _item(
     elif CAUSAL:
         limit = tl.minimum(limit, prefix + m // GROUP + 1)
     tree_rows = tree + token * tree_row
-    if CHUNK:
+    if HALVES:
+        top, total, acc, acc_b = _blocks_in_halves(
+            q_tile, q_b, q_rest, low, high, kv, pages, limit, tree_rows, real, prefix, tree_width, scale,
+            PAGE, VALUE_DIM, REST, TOKEN, ROWS, KEYS, TREE,
+        )  # fmt: skip
+    elif CHUNK:
         top = tl.full([ROWS], -1e30, tl.float32)
         total = tl.zeros([ROWS], tl.float32)
         acc = tl.zeros([BLOCK_V, ROWS] if FLIP else [ROWS, BLOCK_V], tl.float32)
@@ -198,15 +268,14 @@ def _item(
         )  # fmt: skip
 
     sum_or_1 = tl.where(total > 0, total, 1.0)
-    result = tl.trans(acc / sum_or_1[None, :]) if FLIP else acc / sum_or_1[:, None]
-    mask = real[:, None] & (at < VALUE_DIM)[None, :]
-    if base < 0:
-        to = out + (token * GROUP + head)[:, None] * VALUE_DIM + at[None, :]
-        tl.store(to, result.to(out.dtype.element_ty), mask)
-    else:
-        row = (base + m).to(tl.int64)
+    row, mask = (base + m).to(tl.int64), real[:, None] & (at < VALUE_DIM)[None, :]
+    to_out = out + (token * GROUP + head)[:, None] * VALUE_DIM + at[None, :]
+    to_partial = partial + row[:, None] * VALUE_DIM + at[None, :]
+    if base >= 0:
         tl.store(lse + row, tl.where(total > 0, top + tl.log2(sum_or_1), float("-inf")), real)
-        tl.store(partial + row[:, None] * VALUE_DIM + at[None, :], result, mask)
+    _store(tl.trans(acc / sum_or_1[None, :]) if FLIP else acc / sum_or_1[:, None], to_out, to_partial, base, mask)
+    if HALVES:
+        _store(acc_b / sum_or_1[:, None], to_out + VALUE_DIM // 2, to_partial + VALUE_DIM // 2, base, mask)
 
 
 @triton.jit(
@@ -218,8 +287,8 @@ def _latent(
     q_token, q_head, table_row, tree_row, tree_width, scale,
     PAGE: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_V: tl.constexpr, REST: tl.constexpr, BLOCK_REST: tl.constexpr,
     TOKEN: tl.constexpr, SCALED: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, FLIP: tl.constexpr,
-    CAUSAL: tl.constexpr, TREE: tl.constexpr, CHUNK: tl.constexpr, RECORD: tl.constexpr, FEWER: tl.constexpr,
-    LEVEL: tl.constexpr, LEADS: tl.constexpr, AHEAD: tl.constexpr, PDL: tl.constexpr,
+    HALVES: tl.constexpr, CAUSAL: tl.constexpr, TREE: tl.constexpr, CHUNK: tl.constexpr, RECORD: tl.constexpr,
+    FEWER: tl.constexpr, LEVEL: tl.constexpr, LEADS: tl.constexpr, AHEAD: tl.constexpr, PDL: tl.constexpr,
 ) -> None:  # fmt: skip
     if PDL:
         if LEADS:  # in this order, so that the schedule is complete before the next kernel starts
@@ -240,14 +309,14 @@ def _latent(
             _item(
                 item, q, kv, scales, out, partial, lse, records, table, tree,
                 q_token, q_head, table_row, tree_row, tree_width, scale,
-                PAGE, VALUE_DIM, BLOCK_V, REST, BLOCK_REST, TOKEN, SCALED, GROUP, ROWS, KEYS, FLIP, CAUSAL, TREE, CHUNK,
+                PAGE, VALUE_DIM, BLOCK_V, REST, BLOCK_REST, TOKEN, SCALED, GROUP, ROWS, KEYS, FLIP, HALVES, CAUSAL, TREE, CHUNK,
                 RECORD, PDL and AHEAD,
             )  # fmt: skip
     elif first < end:
         _item(
             first, q, kv, scales, out, partial, lse, records, table, tree,
             q_token, q_head, table_row, tree_row, tree_width, scale,
-            PAGE, VALUE_DIM, BLOCK_V, REST, BLOCK_REST, TOKEN, SCALED, GROUP, ROWS, KEYS, FLIP, CAUSAL, TREE, CHUNK,
+            PAGE, VALUE_DIM, BLOCK_V, REST, BLOCK_REST, TOKEN, SCALED, GROUP, ROWS, KEYS, FLIP, HALVES, CAUSAL, TREE, CHUNK,
             RECORD, PDL and AHEAD,
         )  # fmt: skip
     if PDL and AHEAD:
@@ -278,6 +347,7 @@ def attend_latents(
         q.stride(0), q.stride(1), entries.table.stride(0), 0 if tree is None else tree.stride(0),
         0 if tree is None else tree.shape[1], scale * LOG2_E,
         **latents.constants(), GROUP=q.shape[1], ROWS=tile.rows, KEYS=tile.keys, FLIP=tile.flip,
+        HALVES=tile.halves and not entries.chunk and latents.can_halve(q.dtype),
         CAUSAL=entries.causal, TREE=tree is not None, CHUNK=entries.chunk, RECORD=RECORD, FEWER=entries.fewer,
         LEVEL=entries.level, LEADS=leads, AHEAD=entries.fewer and not entries.chunk and not leads,
         num_warps=tile.num_warps, num_stages=tile.num_stages, as_written=entries.chunk > 0,

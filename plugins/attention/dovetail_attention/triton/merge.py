@@ -26,8 +26,9 @@ LONG_FEW, LONG_MANY = 1 << 14, 1 << 21
 ``_merge_long`` merges values of more than 256 elements: on H200 one row of 16 heads over 131,072 latents takes 55 us
 instead of 63, and 256 rows over 1,024, of which few have something to merge, 95 instead of 112. Between the bounds
 ``_merge`` is up to 8 % faster."""
-LONG_TILE = 4096
-"""The number of elements of partial results that ``_merge_long`` reads at a time."""
+FEW_SIZES, MANY_SIZES = (1, 32, 256), (16, 128, 2)
+"""The numbers of heads, of elements of their values and of partial results that a program of ``_merge_long`` reads at a time, up to
+the first bound and from the second on. The parts of a single row are read at once."""
 
 
 @triton.jit
@@ -204,7 +205,7 @@ def merge(
     elements = len(tokens) * heads * dim
     long = dim > 2 * PIECE and kv_heads == 1 and sinks is None and not one_by_one
     if long and not LONG_FEW < elements < LONG_MANY:
-        _launch_long(out, tokens, parts, *((1, 32) if elements <= LONG_FEW else (16, 128)))
+        _launch_long(out, tokens, parts, *(FEW_SIZES if elements <= LONG_FEW else MANY_SIZES))
         return
     size = PIECE if dim > 2 * PIECE else triton.next_power_of_2(dim)
     pieces = triton.cdiv(dim, size)
@@ -219,14 +220,20 @@ def merge(
 
 
 def _launch_long(
-    out: torch.Tensor, tokens: range, parts: list[tuple[Schedule, PartialResults]], share: int, block: int
+    out: torch.Tensor,
+    tokens: range,
+    parts: list[tuple[Schedule, PartialResults]],
+    share: int,
+    block: int,
+    at_a_time: int,
 ) -> None:
-    """Launch ``_merge_long`` with programs that write ``block`` elements of the values of ``share`` heads."""
+    """Launch ``_merge_long`` with programs that write ``block`` elements of the values of ``share`` heads, and read ``at_a_time``
+    partial results at a time."""
     (schedule, partial), (schedule_s, partial_s) = parts[0], parts[-1]
     heads, dim = out.shape[1:]
     launch(
         _merge_long, (len(tokens) * triton.cdiv(heads, share) * triton.cdiv(dim, block),),
         out, *partial, schedule.tokens, *partial_s, schedule_s.tokens, tokens.start,
-        HEADS=heads, DIM=dim, SHARE=share, BLOCK=block, PARTS=LONG_TILE // (share * block), TOKEN=TOKEN,
+        HEADS=heads, DIM=dim, SHARE=share, BLOCK=block, PARTS=at_a_time, TOKEN=TOKEN,
         SHARED=len(parts) > 1, num_warps=4,
     )  # fmt: skip

@@ -24,7 +24,7 @@ LEAST_ROWS = 16
 class AttentionTile(NamedTuple):
     """Describe a tile: a program attends with ``rows`` pairs of a query and a head to ``keys`` keys at a time.
 
-    ``resident`` programs keep a multiprocessor busy. For ``flip`` see ``latent``.
+    ``resident`` programs keep a multiprocessor busy. For ``flip`` and ``halves`` see ``latent``.
     """
 
     rows: int
@@ -33,16 +33,21 @@ class AttentionTile(NamedTuple):
     num_stages: int
     resident: int
     flip: bool = False
+    halves: bool = False
 
 
 LATENT_TILES = {
-    16: AttentionTile(16, 32, 4, 3, 2),
+    16: AttentionTile(16, 32, 4, 3, 2, halves=True),
     32: AttentionTile(32, 64, 8, 2, 1, flip=True),
     64: AttentionTile(64, 64, 8, 2, 1),
 }
 """The tiles for latents in 16 bits, by the number of rows, measured with ``benchmarks/latent_gpu.py --tune`` on an H200, except that of 32
 rows, which was chosen by the registers and the shared memory that the compiler reports. An accumulator of 64 rows and 512 numbers takes
 half of the registers of a multiprocessor."""
+
+FEW_LATENTS_TILE = AttentionTile(16, 64, 8, 3, 1, halves=True)
+"""The tile for latents in 16 bits of few rows of up to 16 pairs, measured likewise: half as many partial results are merged, and
+the programs of the merge and of the next layer start before the last programs have ended."""
 
 CONVERTED_TILES = {16: AttentionTile(16, 32, 4, 3, 2), 64: AttentionTile(64, 64, 8, 3, 1)}
 """The tiles for latents in 8 bits, which become 16 bits in registers, measured likewise."""
@@ -87,10 +92,10 @@ def choose(
 
 
 def choose_latent(
-    wanted: int, dtype: torch.dtype, pool: torch.dtype, *, large_memory: bool, two: bool = False
+    wanted: int, dtype: torch.dtype, pool: torch.dtype, *, large_memory: bool, two: bool = False, few: bool = False
 ) -> AttentionTile:
     """Return the tile for latents of a ``pool`` and at most ``wanted`` pairs of a query and a head. ``two``: programs
-    keep two accumulators, which takes registers."""
+    keep two accumulators, which takes registers. ``few``: there are few rows."""
     if dtype.itemsize == 4:
         return AttentionTile(16, 16, 8, 1, 1)
     wanted = LEAST_ROWS if two else _power(wanted)
@@ -98,7 +103,7 @@ def choose_latent(
         return AttentionTile(min(wanted, 32), 16, 8, 2, 1)
     if pool != dtype:
         return CONVERTED_TILES[16 if wanted <= 16 else 64]
-    return LATENT_TILES[min(wanted, 64)]
+    return FEW_LATENTS_TILE if few and wanted == LEAST_ROWS else LATENT_TILES[min(wanted, 64)]
 
 
 def choose_expanded(wanted: int, dtype: torch.dtype, *, large_memory: bool) -> AttentionTile:
