@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 VOCAB = 199
 
@@ -118,3 +118,12 @@ def save_eagle3(directory: Path, seed: int = 3, layer: str = "midlayer", **overr
     if config.get("target_hidden_size"):
         tensors["embed_tokens.weight"] = random.matrix(vocab, hidden, 4.0)
     return write(directory, config, tensors)
+
+
+def say_first(directory: Path, count: int) -> None:
+    """Change an EAGLE-3 head that was saved: it drafts the first tokens of the vocabulary, of which the first ``count`` vary most."""
+    tensors = load_file(directory / "model.safetensors")
+    tensors["d2t"].zero_()
+    tensors["t2d"] = torch.arange(len(tensors["t2d"])) < len(tensors["d2t"])
+    tensors["lm_head.weight"][count:] = 0
+    save_file(tensors, directory / "model.safetensors")

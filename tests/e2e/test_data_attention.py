@@ -167,11 +167,6 @@ def test_grammars_reach_the_rows_of_all_ranks(tmp_path: Path) -> None:
 REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("tiny", {}, "parallel.attention data needs model.data_attention"),
     ("qwen3", {"parallel": {"tp": 1, "attention": "data"}}, "parallel.attention data needs parallel.tp 2 or more"),
-    (
-        "qwen3",
-        {"speculative": {"kind": "draft_model", "path": "tiny"}},
-        "data needs speculative none, or a drafter of chains",
-    ),
     ("qwen3", {"graphs": {"piecewise_tokens": 64}}, "parallel.attention is data and graphs.piecewise_tokens is 64"),
     ("qwen3", {"executor": "local"}, "parallel.tp 2 needs executor.ranks"),
 ]

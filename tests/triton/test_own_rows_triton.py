@@ -176,7 +176,9 @@ def row_of(batch: Batch, row: int) -> Batch:
     arrays = (each[[row]] for each in (batch.slots, batch.prefix_lens, batch.extend_lens, batch.samples))
     alone = Batch([batch.reqs[row]], 0, *arrays, NO_UPDATES)
     if batch.drafts is not None:
-        alone.drafts = DraftTree.chains(batch.drafts.token_ids[[row]], batch.drafts.lens[[row]])
+        drafts, count = batch.drafts, int(batch.drafts.lens[row])
+        parts = drafts.token_ids[[row], :count], drafts.parents[[row], :count]
+        alone.drafts = DraftTree(*parts, drafts.lens[[row]])
     return alone
 
 
@@ -263,10 +265,18 @@ DRAFTED_STEPS = {  # slots, and the number of drafts of each row
 }
 
 
-@pytest.mark.parametrize("rank", [0, pytest.param(1, marks=pytest.mark.full)])
+@pytest.mark.parametrize(
+    ("rank", "trees"),
+    [
+        (0, False),
+        (1, True),
+        pytest.param(1, False, marks=pytest.mark.full),
+        pytest.param(0, True, marks=pytest.mark.full),
+    ],
+)
 @torch.inference_mode()
 def test_captured_verify_steps_attend_in_the_rows_of_the_rank(
-    checkpoint: Path, monkeypatch: pytest.MonkeyPatch, rank: int
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch, rank: int, trees: bool
 ) -> None:
     """The reference runs each row alone."""
     stand_in(monkeypatch)
@@ -275,7 +285,7 @@ def test_captured_verify_steps_attend_in_the_rows_of_the_rank(
     pool: Any = engine.pool
     counts = TokenCounts(ROWS + 1, VOCAB, engine.device)
     sampler = EagerSampler(Sampler(VOCAB, frozenset(), engine.device, counts), inputs)
-    graphs = VerifyGraphs(model, inputs, pool, attention(engine), VerifySizes(16, 4, False, 64), mesh=mesh)
+    graphs = VerifyGraphs(model, inputs, pool, attention(engine), VerifySizes(16, 4, trees, 64), mesh=mesh)
     backends = attention(engine), attention(engine)
     eager: Any = EagerRunner(model, inputs, pool, *backends, sampler, own_rows=OwnRowsOfSteps.of(mesh, inputs))
     runner: Any = VerifyGraphRunner(graphs, sampler)
@@ -294,7 +304,11 @@ def test_captured_verify_steps_attend_in_the_rows_of_the_rank(
         batch = batch_of(engine, slots, seed)
         last, rng, lens = inputs.last_token.clone(), np.random.default_rng(seed), np.array(drafted, np.int32)
         batch.extend_lens = batch.extend_lens + lens
-        batch.drafts = DraftTree.chains(rng.integers(0, VOCAB, (len(slots), 3)).astype(np.int32), lens)
+        ids = rng.integers(0, VOCAB, (len(slots), max(drafted))).astype(np.int32)
+        batch.drafts = DraftTree.chains(ids, lens)
+        if trees:
+            parents = np.stack([rng.integers(-1, node, len(slots)) for node in range(max(drafted))], 1)
+            batch.drafts = DraftTree(ids, parents.astype(np.int32), lens)
         inputs.page_table[1:, :3] = rng.permutation(np.arange(1, PAGES))[: 3 * ROWS].reshape(ROWS, 3)
         alone, written = [], [each[:, 1:].clone() for each in before]
         for row in range(len(slots)):

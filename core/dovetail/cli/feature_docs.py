@@ -121,7 +121,10 @@ def feature_rows(registry: Registry) -> Iterator[Row]:
     yield Row("drafts and a grammar", {**drafts, "grammar": "xgrammar"})
     yield Row("drafts and `scheduler.overlap`", {**drafts, "scheduler": {"overlap": True}})
     yield Row("drafts and `batch_invariant`", {**drafts, "batch_invariant": True})
-    yield Row("drafts and data-parallel attention", {**drafts, "parallel": {"tp": 2, "attention": "data"}})
+    data = {"parallel": {"tp": 2, "attention": "data"}}
+    yield Row("drafts and data-parallel attention", {**drafts, **data})
+    for name, kind in (("mtp", "chains"), ("eagle3_tree", "trees")):
+        yield Row(f"`speculative: {name}` ({kind}) and data-parallel attention", {"speculative": name, **data})
 
 
 def feature_docs(registry: Registry) -> str:

@@ -21,6 +21,7 @@ from dovetail.engine.draft_pages import DraftPages
 from dovetail.engine.graph_keys import fewest_rows
 from dovetail.engine.grouped import backends_of, pools_of
 from dovetail.engine.inputs import Inputs, pack, unpack
+from dovetail.engine.own_drafts import OwnDraftRows, OwnPass, OwnShape, own_bytes, own_padding
 from dovetail.interfaces.mesh import SINGLE, Mesh
 from dovetail.ops.transfer import to_device
 from dovetail.types import Batch
@@ -42,13 +43,14 @@ State = tuple[torch.Tensor, ...]
 
 
 class DraftKey(NamedTuple):
-    """Identify a captured pass by the index of its ``DraftSteps`` in the cache, its kind, its number of rows, and the
-    attention backend's variant."""
+    """Identify a captured pass by the index of its ``DraftSteps`` in the cache, its kind, its number of rows, the attention
+    backend's variant, and, with data-parallel attention, the level of its own rows, an index in ``OwnDraftRows.levels``."""
 
     steps: int
     kind: int
     rows: int
     variant: int = 0
+    own: int = 0
 
 
 class DraftLimits(NamedTuple):
@@ -63,11 +65,14 @@ class DraftLimits(NamedTuple):
 
 
 class CapturedPass(NamedTuple):
-    """Hold a pass that can be replayed, with up to ``width`` tokens in each row. ``batch`` has the lengths on the host,
-    and tensors of fixed address. ``kept`` are other tensors that the graph reads, which must stay allocated."""
+    """Hold a pass of ``tokens`` tokens that can be replayed, with up to ``width`` of them in each row. ``batch`` is planned: it has the
+    lengths on the host, and tensors of fixed address. With data-parallel attention it has the ``own`` rows. ``kept`` are other
+    tensors that the graph reads, which must stay allocated."""
 
     batch: Batch
+    tokens: int
     width: int
+    own: OwnShape | None
     graph: torch.cuda.CUDAGraph
     kept: tuple[torch.Tensor | None, ...]
 
@@ -98,7 +103,11 @@ class DraftGraphs:
         )
         widest = max([width for one in self._steps for width in one.widths] + [1])
         device = inputs.device
-        self._buffer = torch.zeros(len(pack(padding(most, 2))), dtype=torch.uint8, device=device)
+        self._own = OwnDraftRows.of(mesh)
+        self._own_levels = [0]  # those that have occurred in passes
+        size = len(pack(padding(most, 2)))
+        size += 0 if self._own is None else len(own_padding(OwnShape(most, 2, most, 2)))
+        self._buffer = torch.zeros(size, dtype=torch.uint8, device=device)
         self._table = torch.zeros(most, inputs.pages.shape[1], dtype=torch.int32, device=device)
         self._mask = torch.zeros(most * widest, dtype=torch.bool, device=device)
         self._states: dict[int, State] = {}
@@ -114,9 +123,11 @@ class DraftGraphs:
     def missing(self) -> Iterator[DraftKey]:
         """Return the keys that are not captured yet. For each ``DraftSteps``, keys with few rows come first."""
         keys = (
-            DraftKey(at, kind, rows)
+            DraftKey(at, kind, rows, own=own)
+            for own in self._own_levels
             for at, (one, sizes) in enumerate(zip(self._steps, self._sizes, strict=True))
             for rows in sizes
+            if own < len(self._own_counts(at, rows))
             for kind in range(len(one.widths))
         )
         return (key for key in keys if key not in self._captured and key not in self.refused)
@@ -164,15 +175,21 @@ class DraftGraphs:
         table = self._pages.of(inputs.page_table[slots, : -(-longest // inputs.page_size)])
         captured = [self._captured[key] for key in keys]
         packed = self._packed(captured, table, passes, stride)
+        if self._own is not None:
+            mine = self._own.mine(slots)
+            table, own_passes = table[mine], [OwnPass.of(given, mine) for given in passes]
+            own = own_bytes(inputs, table, own_passes, [one.own for one in captured if one.own is not None])
+            packed = [np.concatenate(both) for both in zip(packed, own, strict=True)]
+            passes = [given for given, _ in own_passes]
         of_table = np.zeros(-(-table.nbytes // 8) * 8, np.uint8)
         of_table[: table.nbytes] = table.reshape(-1).view(np.uint8)
         sent = to_device(np.concatenate([of_table, *packed]), inputs.device)
-        self._table[: len(slots), : table.shape[1]].copy_(unpack(sent, [table])[0])
-        self._table[len(slots) :, 0].zero_()
+        self._table[: len(table), : table.shape[1]].copy_(unpack(sent, [table])[0])
+        self._table[len(table) :, 0].zero_()
         at = len(of_table)
-        for one, given, own in zip(captured, passes, packed, strict=True):
-            self._buffer[: len(own)].copy_(sent[at : at + len(own)])
-            at += len(own)
+        for one, given, its in zip(captured, passes, packed, strict=True):
+            self._buffer[: len(its)].copy_(sent[at : at + len(its)])
+            at += len(its)
             set_lens(one.batch, given)
             self._backend.plan_replay(one.batch)
             one.graph.replay()
@@ -182,10 +199,10 @@ class DraftGraphs:
     ) -> list[Bytes]:
         """Return the bytes that the host sends for each pass."""
         ones = [given for one, given in zip(captured, passes, strict=True) if one.width == 1]
-        rows = max((len(one.batch.slots) for one in captured if one.width == 1), default=0)
+        rows = max((one.tokens for one in captured if one.width == 1), default=0)
         packed = iter(one_each(self._inputs, table, ones, rows) if ones else [])
         return [
-            next(packed) if one.width == 1 else wide(self._inputs, table, given, len(one.batch.slots), stride)
+            next(packed) if one.width == 1 else wide(self._inputs, table, given, one.tokens, stride)
             for one, given in zip(captured, passes, strict=True)
         ]
 
@@ -201,11 +218,18 @@ class DraftGraphs:
         single = [steps.widths[one.kind] == 1 for one in passes]
         most = max((rows for rows, alone in zip(needed, single, strict=True) if alone), default=0)
         variant = self._variant(slots, passes[single.index(True)], most) if most else 0
-        sizes = self._sizes[at]
-        return [
-            DraftKey(at, one.kind, next(size for size in sizes if size >= (most if alone else rows)), variant * alone)
-            for one, rows, alone in zip(passes, needed, single, strict=True)
-        ]
+        sizes, keys = self._sizes[at], []
+        for one, rows, alone in zip(passes, needed, single, strict=True):
+            most_rows = most if alone else rows
+            size = next(size for size in sizes if size >= most_rows)
+            own = 0 if self._own is None else self._own.level_for(slots[:most_rows], sizes, size)
+            keys.append(DraftKey(at, one.kind, size, variant * alone, own))
+        self._own_levels += [own for own in dict.fromkeys(key.own for key in keys) if own not in self._own_levels]
+        return keys
+
+    def _own_counts(self, at: int, rows: int) -> list[int]:
+        """Return the number of own rows at each level of a pass of ``rows`` rows, 0 if there are none."""
+        return [0] if self._own is None else self._own.levels(self._sizes[at], rows)
 
     def _variant(self, slots: IntArray, given: DraftPass, rows: int) -> int:
         """Return the backend's variant for the first ``rows`` rows of a pass. The following passes use it as well,
@@ -222,9 +246,10 @@ class DraftGraphs:
     def capture(self, key: DraftKey) -> None:
         """Capture the pass of ``key``. This takes a fraction of a second."""
         start = time.perf_counter()
-        batch, run, kept = self._prepared(key)
+        batch, own, run, kept = self._prepared(key)
         graph, _ = self._recorder.record(run)
-        self._captured[key] = CapturedPass(batch, self._steps[key.steps].widths[key.kind], graph, kept)
+        width = self._steps[key.steps].widths[key.kind]
+        self._captured[key] = CapturedPass(batch, key.rows * width, width, own, graph, kept)
         self.seconds += time.perf_counter() - start
         log.debug("captured a pass of a drafter, %s: %.2f s", key, time.perf_counter() - start)
 
@@ -232,46 +257,54 @@ class DraftGraphs:
     def rehearse(self, key: DraftKey) -> None:
         """Launch the kernels of the pass of ``key``, in order to note them (see ``ops.triton.ahead``). Only page 0 of the
         draft cache is written, and the state that graphs share."""
-        self._prepared(key)[1]()
+        self._prepared(key)[2]()
 
-    def _prepared(self, key: DraftKey) -> tuple[Batch, Callable[[], torch.Tensor], tuple[torch.Tensor | None, ...]]:
-        """Return the batch of the pass of ``key``, which is planned for a capture, a function that runs the pass, and the
-        tensors that it reads beside those of this object."""
+    def _prepared(
+        self, key: DraftKey
+    ) -> tuple[Batch, OwnShape | None, Callable[[], torch.Tensor], tuple[torch.Tensor | None, ...]]:
+        """Return the batch of the pass of ``key`` that is planned for a capture, the shape of its own rows, a function that runs the
+        pass, and the tensors that it reads beside those of this object."""
         steps = self._steps[key.steps]
-        width = steps.widths[key.kind]
-        packed = pack(padding(key.rows * width, width))
+        width, stride = steps.widths[key.kind], max(steps.widths)
+        tokens, own = key.rows * width, None
+        packed = pack(padding(tokens, width))
         state = tuple(tensor[: key.rows] for tensor in self._state(key.steps))
-        batch, index = self._static_batch(key, width)
-        mask = steps.mask(state)
+        batch = attends = self._static_batch(tokens, width, key.variant)
+        placed = Placed.of(self._buffer, tokens, width, stride)
+        batch.positions, batch.out_loc, batch.kv_lens, index, batch.qo_indptr = placed
+        if self._own is not None:
+            own = OwnShape(self._own_counts(key.steps, key.rows)[key.own] * width, width, tokens, stride)
+            attends = self._static_batch(own.tokens, width, key.variant)
+            batch.own = self._own.rows(attends, self._buffer[len(packed) :], own)
+            packed = np.concatenate([packed, own_padding(own)])
+        mask, count = steps.mask(state), len(attends.slots)
         if mask is not None:
-            batch.tree_mask = self._mask[: len(index) * width].view(len(index), width)
-        self._backend.plan_capture(batch)
+            attends.tree_mask = self._mask[: count * width].view(count, width)
+        self._backend.plan_capture(attends)
 
         def run() -> torch.Tensor:
             if mask is not None:
-                assert batch.tree_mask is not None
-                batch.tree_mask.copy_(seen_by(mask, index, width))
+                assert attends.tree_mask is not None
+                seeing = index if batch.own is None else index.index_select(0, batch.own.tokens)
+                attends.tree_mask.copy_(seen_by(mask, seeing, width))
             steps.run(key.kind, batch, index, state)
             return index
 
         self._buffer[: len(packed)].copy_(to_device(packed, self._inputs.device))
         self._table[:, 0].zero_()
-        return batch, run, (index, mask, *state)
+        return attends, own, run, (index, mask, *state)
 
-    def _static_batch(self, key: DraftKey, width: int) -> tuple[Batch, torch.Tensor]:
-        """Return the batch that is planned and captured, and ``Placed.which`` of its tokens. On the host, each row has
-        the largest number of tokens and the longest context."""
-        tokens, stride = key.rows * width, max(self._steps[key.steps].widths)
-        positions, out_loc, kv_lens, index, indptr = Placed.of(self._buffer, tokens, width, stride)
+    def _static_batch(self, tokens: int, width: int, variant: int) -> Batch:
+        """Return a batch that is planned and captured, without the tensors of ``Placed``. On the host, each row has the largest
+        number of tokens and the longest context."""
         lens, slots = np.full(tokens, width, np.int32), np.zeros(tokens, np.int32)
-        batch = Batch([], 0, slots, self._context_len - lens, lens, slots == 0, NO_UPDATES, variant=key.variant)
-        batch.positions, batch.out_loc, batch.kv_lens, batch.qo_indptr = positions, out_loc, kv_lens, indptr
+        batch = Batch([], 0, slots, self._context_len - lens, lens, slots == 0, NO_UPDATES, variant=variant)
         batch.page_table = self._table[:tokens]
         batch.attn, batch.kv = backends_of(self._backend), pools_of(self._pool)
         batch.views = (batch,) * (len(batch.kv) - 1)
         if width > 1:
             batch.drafts = wide_shape(lens)
-        return batch, index
+        return batch
 
 
 def _most_rows(steps: DraftSteps, limits: DraftLimits) -> int:

@@ -89,7 +89,7 @@ class PassShape(NamedTuple):
 def _shape(counts: tuple[int, ...], tokens: int, stride: int) -> PassShape:
     """Return the shape of a pass. Shapes are cached, because most passes have the shape of an earlier one. ``stride``
     is the largest number of tokens that a row has in any pass."""
-    lens, total = np.array(counts), sum(counts)
+    lens, total = np.array(counts, np.int64), sum(counts)
     ends = np.cumsum(lens)
     row_of = np.repeat(np.arange(len(counts)), lens)
     nth = np.arange(total) - np.repeat(ends - lens, lens)

@@ -20,6 +20,7 @@ from dovetail.engine.grouped import Pools, backends_of, grouped_attention, group
 from dovetail.engine.inputs import Inputs, largest, ragged
 from dovetail.engine.memory import module_bytes
 from dovetail.engine.mesh import local_info
+from dovetail.engine.own_rows import own_rows, tokens_of
 from dovetail.engine.weights import load_weights, names_reader
 from dovetail.errors import ConfigError
 from dovetail.interfaces.attention import AttentionBackend, AttentionContext
@@ -28,6 +29,7 @@ from dovetail.interfaces.experts import ExpertsBackend, ExpertsContext
 from dovetail.interfaces.features import Feature
 from dovetail.interfaces.quantization import QuantizationContext
 from dovetail.interfaces.speculative import DraftCache, DraftPass, DraftRuntime, DraftSteps
+from dovetail.layers.own_rows import OwnRows
 from dovetail.registry.model_choice import read_quantization
 from dovetail.registry.quantizations import choose, expert_feature
 from dovetail.registry.ranks import check_ranks
@@ -110,7 +112,7 @@ class EngineDraftCache(DraftCache):
         """See ``DraftCache``."""
         positions, *masks = tree or (None,)
         batch, masks = self._located(slots, starts, counts, positions, *masks)
-        return self._planned(batch, *masks)
+        return self._planned(batch, positions, *masks)
 
     def register(self, steps: DraftSteps) -> None:
         """See ``DraftCache``."""
@@ -138,7 +140,7 @@ class EngineDraftCache(DraftCache):
         batch, (tokens,) = self._located(slots, starts, counts, given.positions, index)
         mask = steps.mask(state)
         seen = () if mask is None else (seen_by(mask, tokens, int(counts.max())),)
-        steps.run(given.kind, self._planned(batch, *seen), tokens, state)
+        steps.run(given.kind, self._planned(batch, given.positions, *seen), tokens, state)
 
     def _located(
         self, slots: IntArray, starts: IntArray, counts: IntArray, positions: Array | None, *others: Array
@@ -159,7 +161,23 @@ class EngineDraftCache(DraftCache):
         )
         return batch, sent
 
-    def _planned(self, batch: Batch, mask: torch.Tensor | None = None) -> Batch:
+    def _planned(self, batch: Batch, positions: Array | None, mask: torch.Tensor | None = None) -> Batch:
+        """Plan the attention of ``batch``, or with data-parallel attention of its own rows, and return it. For ``positions`` see
+        ``_located``, for ``mask`` see ``_plan``."""
+        tp = self._mesh.tp
+        if self._mesh.attention == "heads":
+            return self._plan(batch, mask)
+        rows = own_rows(batch, tp)
+        tokens = tokens_of(batch, rows)
+        own_positions = None if positions is None else positions[tokens]
+        arrays = batch.slots[rows], batch.prefix_lens[rows], batch.extend_lens[rows], own_positions, tokens
+        own, (index,) = self._located(*arrays) if len(rows) else (None, [batch.positions[:0]])
+        batch.own = OwnRows(own, index, index, tp)
+        if own is not None:
+            self._plan(own, None if mask is None else mask.index_select(0, index))
+        return batch
+
+    def _plan(self, batch: Batch, mask: torch.Tensor | None) -> Batch:
         """Plan ``batch`` and return it. With ``mask``, its rows are trees. Without, they are extend rows if one of them
         has several tokens, and decode rows otherwise."""
         pool, backends = self._pool, self._backends
@@ -313,6 +331,11 @@ class EngineDraftRuntime(DraftRuntime):
         spec, label = found[0].spec, found[0].label
         assert spec.describe is not None, "every model spec has a description"
         info = load_attribute(spec.describe, label)(checkpoint)
+        if self._mesh.attention == "data" and Feature.MODEL_DATA_ATTENTION not in info.offers:
+            raise ConfigError(
+                f"{file}: parallel.attention data needs a draft model that offers {Feature.MODEL_DATA_ATTENTION}; "
+                f"{info.architecture} does not. Select another draft model, or parallel.attention heads"
+            )
         served = self._resolved.config.model.context_len or info.context_len
         info = replace(info, context_len=min(info.context_len, served), quantization=read_quantization(checkpoint))
         return self._load_quantized(load_attribute(spec.target, label), info, directory, load_format)

@@ -417,7 +417,7 @@ class Engine:
         must be the step that was launched last."""
         output = launched.runner.sample(batch, launched, masks)
         if batch.tree_mask is not None:
-            compact(batch, output, self.pool)
+            compact(batch, output, self.pool, self.mesh)
         on_cuda = self.device.type == "cuda"
         if on_cuda and output.on_host is None:
             output.on_host = fetched(output)

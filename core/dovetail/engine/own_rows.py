@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from dovetail.engine.inputs import Inputs
     from dovetail.interfaces.mesh import Collectives, Mesh
-    from dovetail.types import Int64Array
+    from dovetail.types import Int64Array, IntArray
 
 
 class OwnRowsOfSteps:
@@ -51,7 +51,12 @@ def own_rows(batch: Batch, tp: Collectives) -> Int64Array:
 
 def tokens_of(batch: Batch, rows: Int64Array) -> Int64Array:
     """Return the indices of the tokens of ``rows`` among the tokens of ``batch``."""
-    lens = batch.extend_lens.astype(np.int64)
+    return tokens_within(batch.extend_lens, rows)
+
+
+def tokens_within(counts: IntArray, rows: Int64Array) -> Int64Array:
+    """Return the indices of the tokens of ``rows`` among the tokens of all rows, of which row r has ``counts[r]``."""
+    lens = counts.astype(np.int64)
     starts, own = np.cumsum(lens) - lens, lens[rows]
     ends = np.cumsum(own)
     return np.repeat(starts[rows] - (ends - own), own) + np.arange(ends[-1] if len(ends) else 0)
@@ -72,7 +77,8 @@ def rows_of(batch: Batch, rows: Int64Array) -> Batch:
     own.variant = batch.variant
     if batch.adapters is not None and batch.adapters[rows].any():
         own.adapters = batch.adapters[rows]
-    drafts = batch.drafts
-    if drafts is not None and drafts.lens[rows].any():
-        own.drafts = DraftTree(drafts.token_ids[rows], drafts.parents[rows], drafts.lens[rows])
+    drafts, lens = batch.drafts, None if batch.drafts is None else batch.drafts.lens[rows]
+    if drafts is not None and lens is not None and lens.any():
+        most = int(lens.max())
+        own.drafts = DraftTree(drafts.token_ids[rows, :most], drafts.parents[rows, :most], lens)
     return own

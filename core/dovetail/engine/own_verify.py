@@ -45,9 +45,9 @@ class OwnVerifyRows:
         most = int(np.bincount(pool_of(batch.slots, self._tp.size), weights=batch.extend_lens).max())
         return next(level for level, count in enumerate(self.levels(tokens)) if count >= most)
 
-    def step(self, tokens: int, level: int, context_len: int) -> OwnVerifyStep:
-        """Return the own rows of a step of ``tokens`` tokens."""
-        shape = VerifyShape(self.levels(tokens)[level], self._width, tree=False)
+    def step(self, tokens: int, level: int, context_len: int, *, tree: bool) -> OwnVerifyStep:
+        """Return the own rows of a step of ``tokens`` tokens. With ``tree``, drafts may be trees."""
+        shape = VerifyShape(self.levels(tokens)[level], self._width, tree)
         return OwnVerifyStep(self._tp, self._inputs, VerifyTensors(shape, self._memory), tokens, context_len)
 
 

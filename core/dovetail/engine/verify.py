@@ -15,9 +15,12 @@ import numpy as np
 import torch
 
 from dovetail.engine.grouped import pools_of
+from dovetail.interfaces.mesh import SINGLE
+from dovetail.memory.table import pool_of
 
 if TYPE_CHECKING:
     from dovetail.engine.grouped import Pools
+    from dovetail.interfaces.mesh import Mesh
     from dovetail.types import Batch, ForwardOutput
 
 
@@ -85,12 +88,16 @@ def _down_trees(
     return torch.cat(nodes, dim=1)
 
 
-def compact(batch: Batch, output: ForwardOutput, pool: Pools) -> None:
-    """Move the K and V of accepted drafts in trees to the locations of their positions. Mutates ``pool``."""
+def compact(batch: Batch, output: ForwardOutput, pool: Pools, mesh: Mesh = SINGLE) -> None:
+    """Move the K and V of accepted drafts in trees to the locations of their positions; with data-parallel attention, those of
+    the rows that this rank of ``mesh`` keeps. Mutates ``pool``."""
     assert output.nodes is not None
     device = batch.out_loc.device
     sampled = np.flatnonzero(batch.samples)
-    verify = torch.from_numpy(np.flatnonzero(sampled >= batch.num_extend)).to(device)
+    moving = sampled >= batch.num_extend
+    if mesh.attention == "data":
+        moving &= pool_of(batch.slots[sampled], mesh.tp.size) == mesh.tp.rank
+    verify = torch.from_numpy(np.flatnonzero(moving)).to(device)
     first = batch.qo_indptr[:-1].long()[torch.from_numpy(sampled).to(device)][verify]
     nodes = output.nodes[verify]
     step = torch.arange(nodes.shape[1], device=device)

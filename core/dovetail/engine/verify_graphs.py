@@ -388,7 +388,7 @@ class VerifyGraphs:
         """Return a step for ``key``. With ``plan``, attention is planned for it."""
         limits = self._limits
         shape = VerifyShape(key.tokens, limits.width, key.tree)
-        own = None if self._own is None else self._own.step(key.tokens, key.own, limits.context_len)
+        own = None if self._own is None else self._own.step(key.tokens, key.own, limits.context_len, tree=key.tree)
         step = VerifyStep(shape, self._inputs, self._memory, limits.context_len, own)
         step.attend(self._backend, self._pool)
         step.batch.watch = self._watch

@@ -162,6 +162,10 @@ class Feature(str):
     DRAFT_CHAIN = _feature("draft.chain", "proposes chains of draft tokens")
     DRAFT_TREE = _feature("draft.tree", "proposes trees of draft tokens")
     DRAFT_PROBS = _feature("draft.probs", "states the probabilities of its draft tokens: DraftTree.probs")
+    DRAFT_DATA_ATTENTION = _feature(
+        "draft.data_attention",
+        "its model attends with SelfAttention or LatentAttention only, so that each rank can attend for requests of its own",
+    )
 
     # schedule policies
     POLICY_PREFIX_AWARE = _feature("policy.prefix_aware", "orders requests by what the prefix cache holds")

@@ -101,7 +101,8 @@ class DraftCache(ABC):
         Row i has ``counts[i] >= 1`` tokens of the request in slot ``slots[i]``, at indices ``starts[i]``,
         ``starts[i] + 1`` and so on (all int32 ``[rows]``). It attends to the KV that this cache holds for the request's
         tokens before ``starts[i]``. The caller must set ``input_ids`` (int64 ``[tokens]``); all other fields that
-        ``ModelArchitecture.forward`` reads are set.
+        ``ModelArchitecture.forward`` reads are set. With data-parallel attention these include ``own``: layers of attention
+        compute, read and write the KV of these rows only.
 
         With ``tree`` = (positions int32 ``[tokens]``, mask bool ``[tokens, longest row]``) the tokens have these
         positions, and see those tokens of their own row that the mask allows, as in ``AttentionBackend.plan``.

@@ -71,7 +71,10 @@ DRAFTER = KindDescriptor(
     ComponentKind.DRAFTER,
     "drafters",
     "dovetail.interfaces.speculative:Drafter",
-    api=(1, 4),  # DraftRuntime, must_see_all; DraftCache.run; draft.probs, tokens_ahead; load builds model(info, mesh)
+    api=(
+        1,
+        5,
+    ),  # DraftRuntime, must_see_all; DraftCache.run; draft.probs, tokens_ahead; load builds model(info, mesh); Batch.own
     section=kinds.SPECULATIVE,
     namespaces=("draft",),
     rules=f"{_RULES}:drafter",

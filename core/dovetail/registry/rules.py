@@ -82,9 +82,8 @@ def model(situation: Situation) -> Iterator[Need | Reason]:
 
 
 def _data_attention(situation: Situation) -> Iterator[Need | Reason]:
-    """Require for data-parallel attention several ranks, and a model whose layers can attend for some of the requests. Refuse
-    states, which ranks divide by heads, and drafters with a model, whose passes and caches have the rows of all requests. Refuse
-    trees: the keys of accepted drafts are moved in the pools of all ranks."""
+    """Require for data-parallel attention several ranks, and a model whose layers can attend for some of the requests, as those of
+    the drafter's model must. Refuse states, which ranks divide by heads."""
     setting = f"{ATTENTION_DIVISION} data"
     yield from situation.needs(Feature.MODEL_DATA_ATTENTION, setting)
     if situation.combo[TENSOR_PARALLEL] == 1:
@@ -100,8 +99,8 @@ def _data_attention(situation: Situation) -> Iterator[Need | Reason]:
     if drafter is None:
         return
     runs_model = drafter.spec.needs & {Feature.KV_DRAFT_CACHE, Feature.MODEL_HIDDEN_STATES, Feature.MODEL_MTP_HEAD}
-    if runs_model or Feature.DRAFT_TREE in drafter.spec.offers:
-        expected = f"{setting} needs speculative none, or a drafter of chains without a model, such as ngram"
+    if runs_model and Feature.DRAFT_DATA_ATTENTION not in drafter.spec.offers:
+        expected = f"{setting} needs a drafter without a model, or one that offers {Feature.DRAFT_DATA_ATTENTION}"
         yield Reason(f"{ATTENTION_DIVISION}.drafts", expected, f"speculative is {show(drafter)!r}")
 
 

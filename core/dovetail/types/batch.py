@@ -101,6 +101,12 @@ class Batch:
         return self.views[group - 1] if group else self
 
     @property
+    def own_positions(self) -> torch.Tensor:
+        """Return the positions of the tokens that layers of attention compute on this rank, int64: those of ``own``, with
+        data-parallel attention, otherwise of all tokens. Their rotation is that of these positions."""
+        return self.positions if self.own is None else self.own.positions
+
+    @property
     def num_tokens(self) -> int:
         """Return the number of tokens that enter the forward pass."""
         return sum(self.extend_lens.tolist())

@@ -126,7 +126,7 @@ class DecoderModel(Layer, ModelArchitecture):
         """See ``ModelArchitecture.forward``."""
         x: Addend = self.embed_batch(batch)
         residual = None
-        rotation = self.rotary.forward(batch.positions if batch.own is None else batch.own.positions)
+        rotation = self.rotary.forward(batch.own_positions)
         watched: dict[int, torch.Tensor] = {}
         final = len(self._layers) - 1
         rotations = rotation.layers if isinstance(rotation, LayerRotation) else itertools.repeat(rotation)

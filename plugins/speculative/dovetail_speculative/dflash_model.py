@@ -74,7 +74,11 @@ class DFlashModel(Layer, ModelArchitecture):
 
     def store_context(self, batch: Batch, features: torch.Tensor) -> None:
         """Write the keys and values of tokens of the text, from ``features [tokens, watched layers * hidden_size]`` of
-        the target."""
+        the target. With ``batch.own``, write those of this rank's rows only."""
+        if batch.own is not None:
+            if batch.own.batch is not None:
+                self.store_context(batch.own.batch, features.index_select(0, batch.own.tokens))
+            return
         if not self.prepared:
             self.prepare()
         context = self.hidden_norm.forward(self.fc.forward(features))
@@ -89,7 +93,7 @@ class DFlashModel(Layer, ModelArchitecture):
         """Run the model over blocks. See ``ModelArchitecture.forward``."""
         x: Addend = self._embed(batch.input_ids)
         residual = None
-        rotation = self.rotary.forward(batch.positions)
+        rotation = self.rotary.forward(batch.own_positions)
         for layer in self._layers:
             x, residual = layer.forward(*layer.enter(x, residual), rotation, batch)
         assert residual is not None

@@ -124,7 +124,7 @@ class EagleHead(EagleModel):
         """Run the head. See ``EagleModel``."""
         assert batch.hidden is not None
         x = self.fc.forward(torch.cat((self._embed(batch.input_ids), batch.hidden), 1))
-        return self.layer.forward(x, x, self.rotary.forward(batch.positions), batch)
+        return self.layer.forward(x, x, self.rotary.forward(batch.own_positions), batch)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return logits of every token. See ``EagleModel.logits``."""
@@ -166,7 +166,7 @@ class Eagle3Head(EagleModel):
         normed = self.hidden_norm.forward(hidden)
         x = torch.cat((self.embed_norm.forward(self._embed(batch.input_ids)), normed), 1)
         residual = normed if self._norm_before_residual else hidden
-        return self.layer.forward(x, residual, self.rotary.forward(batch.positions), batch)
+        return self.layer.forward(x, residual, self.rotary.forward(batch.own_positions), batch)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return logits of the draft vocabulary. See ``EagleModel.logits``."""

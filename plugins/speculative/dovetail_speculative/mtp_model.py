@@ -76,7 +76,7 @@ class MtpModel(Layer, ModelArchitecture):
         embedding = self._embed(ids)
         if shape.layout.zero_first_embedding:
             embedding *= (batch.positions != 0)[:, None]
-        layer, rotation = self._layers[index], self.rotary.forward(batch.positions)
+        layer, rotation = self._layers[index], self.rotary.forward(batch.own_positions)
         added, residual = layer.forward(*layer.enter(entry.forward(embedding, hidden)), rotation, batch)
         if entry.final_norm is None:  # the sum alone, of whatever form ``added`` has
             return layer.mlp_norm.add_forward(added, residual)[1]

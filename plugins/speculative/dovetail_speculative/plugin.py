@@ -22,6 +22,8 @@ NGRAM = ComponentSpec(
     needs=frozenset({Feature.ATTN_VERIFY, Feature.KV_ROLLBACK}),
 )
 
+_CHAINS = frozenset({Feature.DRAFT_CHAIN, Feature.DRAFT_DATA_ATTENTION})
+_TREES = frozenset({Feature.DRAFT_TREE, Feature.DRAFT_PROBS, Feature.DRAFT_DATA_ATTENTION})
 _OWN_CACHE_NEEDS = frozenset({Feature.ATTN_VERIFY, Feature.KV_ROLLBACK, Feature.KV_DRAFT_CACHE})
 _HIDDEN_STATE_NEEDS = _OWN_CACHE_NEEDS | {Feature.MODEL_HIDDEN_STATES}
 
@@ -31,8 +33,9 @@ DFLASH = ComponentSpec(
     target="dovetail_speculative.dflash:DFlashDrafter",
     config="dovetail_speculative.config:DFlashConfig",
     summary="Block diffusion: a small model drafts a block in one pass over hidden states of the target.",
-    offers=frozenset({Feature.DRAFT_CHAIN}),
+    offers=_CHAINS,
     needs=_HIDDEN_STATE_NEEDS | {Feature.ATTN_TREE_MASK},
+    api=(1, 5),
     probe=_PROBE,
 )
 
@@ -43,8 +46,9 @@ MTP = ComponentSpec(
     config="dovetail_speculative.config:MtpConfig",
     summary="Multi-token prediction: layers of the target's own checkpoint draft chains.",
     aliases=("nextn", "deepseek_mtp"),
-    offers=frozenset({Feature.DRAFT_CHAIN}),
+    offers=_CHAINS,
     needs=_HIDDEN_STATE_NEEDS | {Feature.MODEL_MTP_HEAD},
+    api=(1, 5),
 )
 
 DRAFT_MODEL = ComponentSpec(
@@ -54,8 +58,9 @@ DRAFT_MODEL = ComponentSpec(
     config="dovetail_speculative.config:DraftModelConfig",
     summary="A smaller model of the same vocabulary drafts chains.",
     aliases=("standalone",),
-    offers=frozenset({Feature.DRAFT_CHAIN}),
+    offers=_CHAINS,
     needs=_OWN_CACHE_NEEDS,
+    api=(1, 5),
     probe=_PROBE,
 )
 
@@ -69,9 +74,9 @@ def _eagle(
         target=f"dovetail_speculative.eagle:{target}",
         config=f"dovetail_speculative.config:{config}",
         summary=summary,
-        offers=frozenset({Feature.DRAFT_TREE, Feature.DRAFT_PROBS} if trees else {Feature.DRAFT_CHAIN}),
+        offers=_TREES if trees else _CHAINS,
         needs=_HIDDEN_STATE_NEEDS | ({Feature.ATTN_TREE_MASK} if trees else frozenset()),
-        api=(1, 3),
+        api=(1, 5),
         aliases=aliases,
         probe=_PROBE_TREE if trees else _PROBE,
     )
