@@ -6,6 +6,7 @@ from. On each rank they draft and write what passes launched one by one do, howe
 
 from __future__ import annotations
 
+import gc
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,9 @@ import numpy as np
 import pytest
 import torch
 from test_draft_passes import PlainAttention, Repeats
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from transformers import Qwen3MoeConfig
 
 from dovetail.engine import draft_graphs
@@ -160,3 +164,61 @@ def test_replayed_passes_attend_in_the_rows_of_the_rank(
                 assert bool(changed.any()) == any((slot - 1) % 2 == rank for slot in slots), "only own rows are written"
     assert {key.own for key in graphs._captured} > {0}
     assert not graphs.refused
+
+
+class ReadTensors(TorchDispatchMode):
+    """Collect what operations read that none of them has allocated."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.made: set[int] = set()
+        self.read: list[StorageWeakRef] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = [each for each in storages((args, kwargs)) if each.nbytes() and each.data_ptr() not in self.made]
+        if func is not torch.ops.aten.lift_fresh.default:  # a new tensor of numbers of the host
+            self.read += [StorageWeakRef(each) for each in given]
+        result = func(*args, **(kwargs or {}))
+        self.made |= {each.data_ptr() for each in storages(result)}
+        return result
+
+
+def storages(tree: Any) -> list[Any]:
+    """Return the storages of the tensors in a tree, those without one left out."""
+    found = (each for each in tree_leaves(tree) if isinstance(each, torch.Tensor) and not each.is_mkldnn)
+    return [each.untyped_storage() for each in found]
+
+
+class Forgets:
+    """In place of ``GraphRecorder``: as a graph does, forget everything but the memory that a step reads."""
+
+    read: tuple[StorageWeakRef, ...] = ()
+
+    def __init__(self, device: Any, mesh: Any) -> None: ...
+
+    def record(self, step: Any, *, loaded: bool = False) -> tuple[Any, torch.Tensor]:
+        step()  # layers are prepared
+        with ReadTensors() as reads:
+            result = step()
+        Forgets.read += tuple(reads.read)
+        return None, result
+
+
+@pytest.mark.parametrize("name", DRAFTERS)
+@torch.inference_mode()
+def test_what_a_captured_pass_reads_stays_allocated(
+    targets: dict[str, Path], monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.setattr(draft_graphs, "GraphRecorder", Forgets)
+    monkeypatch.setattr(Forgets, "read", ())
+    engine = built(targets[name], 0, name)
+    drafter: Any = engine.drafter
+    cache = drafter.cache if hasattr(drafter, "cache") else drafter._cache
+    limits = DraftLimits(4, 64, CONTEXT, wide=True)
+    graphs = DraftGraphs(cache._steps, engine.inputs, cache._pool, PlainAttention(cache._pool), limits, engine.mesh)
+    keys = list(graphs.missing())
+    for key in keys:
+        graphs.capture(key)
+    gc.collect()
+    assert len(Forgets.read) > 10 * len(keys)
+    assert not any(storage.expired() for storage in Forgets.read)

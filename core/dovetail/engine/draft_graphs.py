@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -66,15 +66,15 @@ class DraftLimits(NamedTuple):
 
 class CapturedPass(NamedTuple):
     """Hold a pass of ``tokens`` tokens that can be replayed, with up to ``width`` of them in each row. ``batch`` is planned: it has the
-    lengths on the host, and tensors of fixed address. With data-parallel attention it has the ``own`` rows. ``kept`` are other
-    tensors that the graph reads, which must stay allocated."""
+    lengths on the host, and tensors of fixed address. With data-parallel attention it has the ``own`` rows. ``kept`` holds
+    other tensors that the graph reads, which must stay allocated: also the batch of all rows, if that is not ``batch``."""
 
     batch: Batch
     tokens: int
     width: int
     own: OwnShape | None
     graph: torch.cuda.CUDAGraph
-    kept: tuple[torch.Tensor | None, ...]
+    kept: tuple[Any, ...]
 
 
 class DraftGraphs:
@@ -259,11 +259,9 @@ class DraftGraphs:
         draft cache is written, and the state that graphs share."""
         self._prepared(key)[2]()
 
-    def _prepared(
-        self, key: DraftKey
-    ) -> tuple[Batch, OwnShape | None, Callable[[], torch.Tensor], tuple[torch.Tensor | None, ...]]:
+    def _prepared(self, key: DraftKey) -> tuple[Batch, OwnShape | None, Callable[[], torch.Tensor], tuple[Any, ...]]:
         """Return the batch of the pass of ``key`` that is planned for a capture, the shape of its own rows, a function that runs the
-        pass, and the tensors that it reads beside those of this object."""
+        pass, and what holds the tensors that it reads beside those of this object."""
         steps = self._steps[key.steps]
         width, stride = steps.widths[key.kind], max(steps.widths)
         tokens, own = key.rows * width, None
@@ -292,7 +290,7 @@ class DraftGraphs:
 
         self._buffer[: len(packed)].copy_(to_device(packed, self._inputs.device))
         self._table[:, 0].zero_()
-        return attends, own, run, (index, mask, *state)
+        return attends, own, run, (batch, index, mask, *state)
 
     def _static_batch(self, tokens: int, width: int, variant: int) -> Batch:
         """Return a batch that is planned and captured, without the tensors of ``Placed``. On the host, each row has the largest
