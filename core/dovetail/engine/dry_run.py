@@ -17,15 +17,14 @@ from dovetail.engine.grouped import backends_of, pools_of
 from dovetail.engine.states import padding
 from dovetail.layers.states import StepStates
 from dovetail.ops.sampling import Filters, sample
-from dovetail.types import Batch
+from dovetail.types import Attends, Batch
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from dovetail.engine.grouped import Pools
-    from dovetail.interfaces.attention import AttentionBackend, AttentionLayer
+    from dovetail.interfaces.attention import AttentionBackend, AttentionLayer, ProjectedRow
     from dovetail.interfaces.model import ModelArchitecture
-    from dovetail.types import Attends
 
 
 @torch.inference_mode()
@@ -111,14 +110,14 @@ class _EnoughLayers(Exception):
         self.like = like
 
 
-class _LeftOut:
+class _LeftOut(Attends):
     """Stand in for attention, and launch nothing."""
 
     def forward(self, q: torch.Tensor, layer: AttentionLayer, batch: Batch) -> torch.Tensor:
         return q.new_empty(*q.shape[:2], batch.kv[0].tensors(layer.layer_id).values.shape[-1])
 
 
-class _FirstLayers:
+class _FirstLayers(Attends):
     """Attend in the first layers, and then end the forward pass. ``left`` counts the layers that may still attend, those
     of all cache groups."""
 
@@ -129,6 +128,12 @@ class _FirstLayers:
         if next(self._left) <= 0:
             raise _EnoughLayers(q)
         return self._attends.forward(q, layer, batch)
+
+    def forward_projected(self, row: ProjectedRow, layer: AttentionLayer, batch: Batch) -> torch.Tensor | None:
+        attended = self._attends.forward_projected(row, layer, batch)
+        if attended is not None and next(self._left) <= 0:
+            raise _EnoughLayers(row.qkv)
+        return attended
 
 
 class _FirstStates(Sequence[tuple["torch.Tensor", ...]]):

@@ -14,7 +14,7 @@ import numpy as np
 from dovetail.engine.captures import NO_UPDATES
 from dovetail.engine.inputs import tree_mask
 from dovetail.ops.transfer import to_device
-from dovetail.types import Batch
+from dovetail.types import Attends, Batch
 
 if TYPE_CHECKING:
     import torch
@@ -56,7 +56,7 @@ def node_rows(batch: Batch) -> Batch:
     return found
 
 
-class NodeRows:
+class NodeRows(Attends):
     """Attend in a batch with trees, with a backend that is planned for the batch's ``node_rows``."""
 
     def __init__(self, backend: AttentionBackend, batch: Batch) -> None:

@@ -23,7 +23,7 @@ from dovetail.engine.states import padding
 from dovetail.layers.experts import layers_of_experts
 from dovetail.layers.linear import Linear
 from dovetail.layers.states import StepStates, step_states
-from dovetail.types import Batch
+from dovetail.types import Attends, Batch
 
 if TYPE_CHECKING:
     from dovetail.engine.expert_load import ExpertLoad
@@ -248,7 +248,7 @@ class PiecewiseGraphs:
         return batch
 
 
-class _WarmUpAttention:
+class _WarmUpAttention(Attends):
     """Replace attention while the model warms up: return the buffer of attention results as it is."""
 
     def __init__(self, attended: torch.Tensor) -> None:
@@ -293,7 +293,7 @@ class _PieceRecorder:
         return result
 
 
-class _GroupRecorder:
+class _GroupRecorder(Attends):
     """Record the attention calls of one cache group."""
 
     def __init__(self, recorder: _PieceRecorder, group: int) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
     import torch
@@ -60,6 +60,22 @@ class AttentionLayer:
     sinks: torch.Tensor | None = None
 
 
+class ProjectedRow(NamedTuple):
+    """Hold the projection ``qkv [1, heads of q, k and v, head_dim]`` of one token, and what follows before attention, on CUDA.
+
+    The heads of q and k are normalised if ``norm`` is set: the weights of both, ``[head_dim]``, and epsilon. Then they are
+    rotated: element i becomes ``x[i] * c[i] + x[(i + head_dim / 2) % head_dim] * s[i]``, where ``c`` and ``s`` are
+    ``table[positions[0]]``, of float32 ``[positions, 2, head_dim]``. K and V are written at ``out_loc`` (int64 ``[1]``) of the
+    pool.
+    """
+
+    qkv: torch.Tensor
+    table: torch.Tensor
+    positions: torch.Tensor
+    norm: tuple[torch.Tensor, torch.Tensor, float] | None
+    out_loc: torch.Tensor
+
+
 class AttentionBackend(ABC):
     """Compute attention over a paged KV pool. There is one instance per cache group and process.
 
@@ -94,6 +110,15 @@ class AttentionBackend(ABC):
         The model calls this once per layer of a planned batch. If the pool's values have another size than its keys,
         the output has the size of the values. Does not mutate ``q`` or the pool.
         """
+
+    def forward_projected(self, row: ProjectedRow, layer: AttentionLayer, batch: Batch) -> torch.Tensor | None:
+        """Compute all that is between the projection of a step's only token and its attention output ``[1, num_heads,
+        head_dim]``, with fewer kernels than one by one. Writes K and V of the token to the pool.
+
+        Return None, without writing anything, if there are no such kernels for the planned batch: the caller then does the same
+        in steps, and calls ``forward``.
+        """
+        return None
 
     def shares(self, batch: Batch) -> bool:
         """Return True if reading each prefix in ``batch.shared`` once per group is faster than reading it once per row.

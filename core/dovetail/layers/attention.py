@@ -138,15 +138,27 @@ class SelfAttention(Layer):
 
     def attend(self, x: torch.Tensor, rotation: Rotation, batch: Batch, last: Batch | None = None) -> torch.Tensor:
         """Return the attended values, which are the input of the output projection."""
-        tokens = x.shape[0]
+        return self.attend_projected(self.qkv.forward(x), rotation, batch, last)
+
+    def attend_projected(
+        self, projected: torch.Tensor, rotation: Rotation, batch: Batch, last: Batch | None = None
+    ) -> torch.Tensor:
+        """Compute ``attend`` from what ``qkv`` returns."""
+        tokens, gate = projected.shape[0], None
         heads, head_dim = self._heads
-        projected, gate = self.qkv.forward(x), None
         if self.gated:
             projected, gate = projected.split((heads * head_dim, self._out_width), 1)
         qkv = projected.view(tokens, heads, head_dim)
         constants, group = self.constants, self.group
         own = batch.view(group) if group else batch
         place = KVPlace(batch.kv[group], constants.layer_id, own.out_loc)
+        attended = None
+        if tokens == 1 and last is None:
+            row = rotation.projected(qkv, self.qk_norm, place)
+            attended = None if row is None else batch.attn[group].forward_projected(row, constants, own)
+        if attended is not None:
+            attended = attended.reshape(1, self._out_width)
+            return attended if gate is None else sigmoid_mul(attended, gate)
         q = rotation.rotate_and_store(qkv, self.counts, self.qk_norm, place)
         if last is not None:
             assert batch.logit_rows is not None

@@ -17,8 +17,10 @@ from dovetail.layers.latent import LatentAttention, LatentShape, latent_targets
 from dovetail.layers.linear import Linear
 from dovetail.layers.mlp import GatedMLP
 from dovetail.layers.norm import RMSNorm
+from dovetail.layers.one_row import OneRow, one_row
 from dovetail.layers.projection_norm import NormedProjections
 from dovetail.layers.quantized import quantize_output
+from dovetail.ops.parts import Summed
 
 if TYPE_CHECKING:
     from dovetail.interfaces.mesh import Mesh
@@ -68,18 +70,29 @@ class DecoderLayer(Layer):
             self.attn = SelfAttention(shape.attention, constants, mesh)
         self.mlp_norm: RMSNorm | LayerNorm = RMSNorm(hidden, shape.norm_eps)
         self.mlp = mlp or GatedMLP(hidden, shape.intermediate_size, mesh, bias=shape.mlp_bias)
+        self._one_row: OneRow | None = None
 
     def connect(self) -> None:
         """See ``Layer.connect``."""
         quantize_output(self.attn_norm, self.attn.qkv if isinstance(self.attn, SelfAttention) else self.attn.qkv_a)
         if isinstance(self.mlp, GatedMLP):
             quantize_output(self.mlp_norm, self.mlp.gate_up)
+        self._one_row = one_row(self.attn_norm, self.attn, self.mlp_norm, self.mlp)
+
+    def prepare(self) -> None:
+        """See ``Layer.prepare``."""
+        self._one_row = None
+        super().prepare()
 
     def enter(self, x: Addend, residual: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the inputs of ``forward``, both ``[tokens, hidden_size]``: the norm of ``x + residual``, and that sum,
         which later layers do not change. Overwrites ``x`` with the sum, unless ``x`` is not a tensor. Without
-        ``residual``, ``x`` itself is the sum.
+        ``residual``, ``x`` itself is the sum. For one token, both may be the sum: then ``forward`` computes the norm.
         """
+        if self._one_row is not None and self._one_row.takes(x, residual):
+            total = x.total if isinstance(x, Summed) else x
+            assert isinstance(total, torch.Tensor)
+            return total, total
         if residual is not None:
             return self.attn_norm.add_forward(x, residual)
         assert isinstance(x, torch.Tensor)
@@ -94,6 +107,11 @@ class DecoderLayer(Layer):
         stream before that is added. Both are ``[tokens, hidden_size]``; with ``last``, they have the rows of ``last``
         only (see ``SelfAttention.forward``).
         """
+        if x is stream:
+            assert self._one_row is not None
+            assert last is None, "steps of one token are not narrowed"
+            total = self._one_row.forward(stream, rotation, batch)
+            return Summed(total), total
         added = self.attn.parts_forward(x, rotation, batch, last)
         if last is not None:
             assert batch.logit_rows is not None

@@ -52,7 +52,11 @@ class Router(Layer):
 
     def forward(self, x: torch.Tensor) -> Routing:
         """Return the experts of each of the tokens ``x [tokens, hidden_size]``. Mutates nothing."""
-        routing = route(self.gate.forward(x), self.rule, self.correction)
+        return self.choose(self.gate.forward(x))
+
+    def choose(self, logits: torch.Tensor) -> Routing:
+        """Return the experts of each token by its ``logits [tokens, experts]``. Mutates nothing."""
+        routing = route(logits, self.rule, self.correction)
         if self.keeps:
             self.chosen = routing.ids
         return routing

@@ -9,7 +9,7 @@ import torch
 from dovetail.interfaces.model import WeightTarget
 from dovetail.layers.base import Layer, parameter
 from dovetail.ops.layer_norm import add_layer_norm, add_parts_layer_norm, added_up, layer_norm
-from dovetail.ops.parts import Addend, Parts, RankAddend
+from dovetail.ops.parts import Addend, Parts, RankAddend, Summed
 
 
 class LayerNorm(Layer):
@@ -40,6 +40,8 @@ class LayerNorm(Layer):
             self.prepare()
         if isinstance(x, Parts):
             return add_parts_layer_norm(x, residual, *self._operands)
+        if isinstance(x, Summed):
+            return layer_norm(x.total, *self._operands), x.total
         if isinstance(x, RankAddend):
             own = x.x if x.x.ndim == 2 else added_up(x.x, residual.dtype)
             x = x.tp.all_reduce(own)

@@ -92,6 +92,11 @@ class DenseProduct(LinearProduct):
         return AdaptedRows(self._weight, weights)
 
     @property
+    def fast_row(self) -> bool:
+        """Return whether a product of one row is computed by a kernel for one row, whose bits may depend on the number of rows."""
+        return self._few_rows is not None and not self._batch_invariant
+
+    @property
     def describe(self) -> str:
         """See ``LinearProduct``."""
         return describe(self._weight, batch_invariant=self._batch_invariant)

@@ -13,7 +13,7 @@ from dovetail.interfaces.quantization import ActivationQuantizer
 from dovetail.layers.base import Layer, parameter
 from dovetail.layers.transforms import AddOne, Chain
 from dovetail.ops import norm as ops
-from dovetail.ops.parts import Addend, Parts, RankAddend
+from dovetail.ops.parts import Addend, Parts, RankAddend, Summed
 
 
 def norm_weight(size: int, *, plus_one: bool = False) -> nn.Parameter:
@@ -66,8 +66,8 @@ class RMSNorm(Layer):
         return self._rms_norm(x, *self._operands)
 
     def add_forward(self, x: Addend, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return ``(norm(x + residual), x + residual)``, after adding up ``x`` if it is ``Parts`` or a ``RankAddend``.
-        Overwrites ``x`` with the sum, unless ``x`` is ``Parts``."""
+        """Return ``(norm(x + residual), x + residual)``, after adding up ``x`` if it is ``Parts`` or a ``RankAddend``. The
+        total of ``Summed`` is the sum. Overwrites ``x`` with the sum if it is a tensor."""
         if not self.prepared:
             self.prepare()
         if not isinstance(x, torch.Tensor):
@@ -80,7 +80,9 @@ class RMSNorm(Layer):
         transform = AddOne() if self.plus_one else None
         yield f"{checkpoint_prefix}.weight", WeightTarget(f"{parameter_prefix}.weight", transform=transform)
 
-    def _add_parts(self, x: Parts | RankAddend, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def _add_parts(self, x: Parts | RankAddend | Summed, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        if isinstance(x, Summed):
+            return self._rms_norm(x.total, *self._operands), x.total
         if isinstance(x, Parts):
             return self._add_parts_rms_norm(x, residual, *self._operands)
         normed, total = x.tp.all_reduce_norm(x.x, residual, *self._operands)

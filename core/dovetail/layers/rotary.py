@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 import torch
 from torch import nn
 
+from dovetail.interfaces.attention import ProjectedRow
 from dovetail.layers.base import Layer
 from dovetail.layers.rope import RopeConfig
 from dovetail.ops.latent import rotate_and_store_latents
@@ -55,6 +56,10 @@ class Rotation(Protocol):
         head_dim]``, and write keys and values to the pool. Return the queries ``[tokens, heads, head_dim]``."""
         ...
 
+    def projected(self, qkv: torch.Tensor, norm: HeadNorm | None, place: KVPlace) -> ProjectedRow | None:
+        """Return what an attention backend needs to do for one token what ``rotate_and_store`` does, or None if it depends on more."""
+        ...
+
     def rotate_and_store_latents(self, q: torch.Tensor, out: torch.Tensor, latents: Latents, place: KVPlace) -> None:
         """Rotate ``q [tokens, heads, rope]``, the rotated elements of the queries of latent attention, into ``out``, of
         the same shape. Normalise and rotate ``latents``, and write them to the pool. Does not change ``q``; both may be
@@ -80,6 +85,10 @@ class GatheredRotation(NamedTuple):
         pool, layer_id, out_loc = place
         pool.store(layer_id, k, v, out_loc)
         return q
+
+    def projected(self, qkv: torch.Tensor, norm: HeadNorm | None, place: KVPlace) -> ProjectedRow | None:
+        """See ``Rotation.projected``."""
+        return None
 
     def rotate_and_store_latents(self, q: torch.Tensor, out: torch.Tensor, latents: Latents, place: KVPlace) -> None:
         """See ``Rotation.rotate_and_store_latents``."""
@@ -108,6 +117,13 @@ class TableRotation(NamedTuple):
                 qkv, *counts, self.table, self.positions, weights, keys, values, scales, out_loc
             )
         return rotate_and_store(qkv, *counts, self.table, self.positions, weights, keys, values, out_loc)
+
+    def projected(self, qkv: torch.Tensor, norm: HeadNorm | None, place: KVPlace) -> ProjectedRow | None:
+        """See ``Rotation.projected``."""
+        if place.pool.tensors(place.layer_id).scales is not None:
+            return None
+        weights = None if norm is None else norm.operands
+        return ProjectedRow(qkv, self.table, self.positions, weights, place.out_loc)
 
     def rotate_and_store_latents(self, q: torch.Tensor, out: torch.Tensor, latents: Latents, place: KVPlace) -> None:
         """See ``Rotation.rotate_and_store_latents``."""
@@ -143,6 +159,10 @@ class NoRotation:
         pool.store(layer_id, k, v, out_loc)
         return q.contiguous() if q.is_cuda else q  # as the kernel of the other rotations returns them
 
+    def projected(self, qkv: torch.Tensor, norm: HeadNorm | None, place: KVPlace) -> ProjectedRow | None:
+        """See ``Rotation.projected``."""
+        return None
+
     def rotate_and_store_latents(self, q: torch.Tensor, out: torch.Tensor, latents: Latents, place: KVPlace) -> None:
         """See ``Rotation.rotate_and_store_latents``."""
         rank = latents.x.shape[1] - q.shape[2]
@@ -161,6 +181,10 @@ class LayerRotation(NamedTuple):
     ) -> torch.Tensor:
         """See ``Rotation.rotate_and_store``."""
         return self.layers[place.layer_id].rotate_and_store(qkv, counts, norm, place)
+
+    def projected(self, qkv: torch.Tensor, norm: HeadNorm | None, place: KVPlace) -> ProjectedRow | None:
+        """See ``Rotation.projected``."""
+        return self.layers[place.layer_id].projected(qkv, norm, place)
 
     def rotate_and_store_latents(self, q: torch.Tensor, out: torch.Tensor, latents: Latents, place: KVPlace) -> None:
         """See ``Rotation.rotate_and_store_latents``."""

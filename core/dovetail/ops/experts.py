@@ -93,6 +93,17 @@ class GroupedProduct(ExpertsProduct):
         """See ``ExpertsProduct``."""
         return expert_parts(x, routing, self._weights, self._scratch)
 
+    def adds_one_token(self, top_k: int) -> bool:
+        """Return whether there is a kernel for ``added`` with this number of experts for each token."""
+        weights = self._weights
+        if not weights.gate_up.is_cuda or weights.format != "plain" or top_k & (top_k - 1):
+            return False
+        return _triton().experts_one.adds_one_token(weights)
+
+    def added(self, x: torch.Tensor, routing: Routing, stream: torch.Tensor) -> torch.Tensor:
+        """Return the sum of ``stream [1, hidden]`` and ``forward(x, routing, None)``, for one token. ``adds_one_token`` holds."""
+        return _triton().experts_one.one_token_added(x, routing, self._weights, stream)
+
     @property
     def describe(self) -> str:
         """See ``ExpertsProduct``."""

@@ -1,4 +1,4 @@
-"""Hold products whose parts, or whose addends of other ranks, are not added up yet."""
+"""Hold what a layer adds to the residual stream in other forms than a tensor."""
 
 from __future__ import annotations
 
@@ -27,7 +27,14 @@ class RankAddend(NamedTuple):
     tp: Collectives
 
 
-Addend = torch.Tensor | Parts | RankAddend
+class Summed(NamedTuple):
+    """Hold the sum ``total [tokens, out]`` of the residual stream and of what a layer adds, which the layer has added
+    itself."""
+
+    total: torch.Tensor
+
+
+Addend = torch.Tensor | Parts | RankAddend | Summed
 """What a layer adds to the residual stream. Only ``add_forward`` of norms accepts the forms that are not tensors."""
 
 
@@ -37,8 +44,8 @@ def sum_addends(first: Addend, second: Addend) -> Addend:
     if isinstance(first, RankAddend) and isinstance(second, RankAddend):
         assert first.tp is second.tp
         return RankAddend(_sum(first.x, second.x), first.tp)
-    assert not isinstance(first, RankAddend)
-    assert not isinstance(second, RankAddend)
+    assert not isinstance(first, RankAddend | Summed)
+    assert not isinstance(second, RankAddend | Summed)
     x, y = (one.addends if isinstance(one, Parts) else one for one in (first, second))
     total = _sum(x, y)
     return Parts(total) if total.ndim == 3 else total

@@ -19,9 +19,14 @@ if TYPE_CHECKING:
 
 
 class Attends(Protocol):
-    """Describe the object through which layers attend. Its contract is that of ``interfaces.attention.AttentionBackend``."""
+    """Describe the object through which layers attend. Its contract is that of ``interfaces.attention.AttentionBackend``, whose
+    ``forward_projected`` a subclass of this class need not have."""
 
     def forward(self, q: torch.Tensor, layer: Any, batch: Batch) -> torch.Tensor: ...
+
+    def forward_projected(self, row: Any, layer: Any, batch: Batch) -> torch.Tensor | None:
+        """Return None: there are only kernels for the single operations."""
+        return None
 
 
 class StoresKV(Protocol):

@@ -121,17 +121,54 @@ def _down_early(
     tl.store(out + place * hidden + column, total.to(out.dtype.element_ty), column < tl.where(own, hidden, 0))
 
 
-_GATE_N, _GATE_K, _DOWN_N = 2, 1024, 4
+@triton.jit
+def _down_added(
+    x, w, stream, out, ids, factors, hidden,
+    SIZE: tl.constexpr, TOP_K: tl.constexpr, PIECE: tl.constexpr, SCALED: tl.constexpr, PDL: tl.constexpr,
+) -> None:  # fmt: skip
+    """Add the results of all experts to one column of the residual stream. A program fetches its rows of the weight before
+    ``x`` is written, up to three pieces of each to registers: the kernel before this one is a leader."""
+    column = tl.program_id(0)
+    at, place = tl.arange(0, PIECE), tl.arange(0, TOP_K)
+    pieces: tl.constexpr = SIZE // PIECE
+    if PDL:
+        gdc_launch_dependents()
+    expert = tl.load(ids + place, cache_modifier=".cg").to(tl.int64)
+    rows = w + (expert * hidden + column)[:, None] * SIZE + at[None, :]
+    first = tl.load(rows, eviction_policy="evict_first")
+    if pieces > 1:
+        second = tl.load(rows + PIECE, eviction_policy="evict_first")
+    if pieces > 2:
+        third = tl.load(rows + 2 * PIECE, eviction_policy="evict_first")
+    if PDL:
+        gdc_wait()
+    given = x + place[:, None] * SIZE + at[None, :]
+    total = first.to(tl.float32) * tl.load(given).to(tl.float32)
+    if pieces > 1:
+        total += second.to(tl.float32) * tl.load(given + PIECE).to(tl.float32)
+    if pieces > 2:
+        total += third.to(tl.float32) * tl.load(given + 2 * PIECE).to(tl.float32)
+    for piece in tl.static_range(3, pieces):
+        more = tl.load(rows + piece * PIECE, eviction_policy="evict_first")
+        total += more.to(tl.float32) * tl.load(given + piece * PIECE).to(tl.float32)
+    if not SCALED:
+        total *= tl.load(factors + place)[:, None]
+    added = tl.sum(tl.reshape(total, [TOP_K * PIECE]), 0).to(out.dtype.element_ty).to(tl.float32)
+    added += tl.load(stream + column).to(tl.float32)
+    tl.store(out + column, added.to(out.dtype.element_ty))
+
+
+_GATE_N, _GATE_K, _GATE_WARPS, _DOWN_N = 2, 1024, 2, 4
 """A program multiplies this number of columns of gate and as many of up, ``_GATE_K`` of their rows at a time, or columns of
 ``down``. With two warps for each program they are the fastest for Qwen3-30B-A3B on an H200."""
 _MOST_EARLY = 4096
 """Up to this number of columns of ``down`` a program holds whole rows."""
+_PIECE = 256
+"""The columns of ``down`` of one expert that ``_down_added`` loads at once, 16 bytes for each thread of a warp."""
 
 
-def one_token(
-    x: torch.Tensor, routing: Routing, weights: ExpertWeights, shared: torch.Tensor | None, *, in_parts: bool
-) -> torch.Tensor:
-    """Return what ``experts`` or ``expert_parts`` of ``expert_layers`` returns, for one token."""
+def _inner(x: torch.Tensor, routing: Routing, weights: ExpertWeights) -> torch.Tensor:
+    """Return the activations ``[top_k, size]`` of the token's experts."""
     count, hidden, size = weights.down.shape
     top_k, activation = routing.ids.shape[1], weights.activation
     inner = torch.empty(top_k, size, dtype=x.dtype, device=x.device)
@@ -141,8 +178,37 @@ def one_token(
         activation.alpha, activation.limit or 0.0, activation.offset,
         SCALED=weights.scaled_input, BIAS=weights.gate_up_bias is not None, LIMITED=activation.limit is not None,
         UNGATED=weights.ungated, BLOCK_N=_GATE_N, BLOCK_K=min(_GATE_K, triton.next_power_of_2(hidden)),
-        num_warps=2,
+        num_warps=_GATE_WARPS,
     )  # fmt: skip
+    return inner
+
+
+def adds_one_token(weights: ExpertWeights) -> bool:
+    """Return whether ``one_token_added`` multiplies with these weights: all experts, without a bias of ``down``, of a size that
+    its pieces divide."""
+    count, _, size = weights.down.shape
+    return count == weights.whole and weights.down_bias is None and size % _PIECE == 0
+
+
+def one_token_added(x: torch.Tensor, routing: Routing, weights: ExpertWeights, stream: torch.Tensor) -> torch.Tensor:
+    """Return the sum of ``stream [1, hidden]`` and what ``experts`` of ``expert_layers`` returns for one token. The number of
+    its experts is a power of two."""
+    hidden, size = weights.down.shape[1:]
+    inner, out = _inner(x, routing, weights), torch.empty_like(stream)
+    launch(
+        _down_added, (hidden,),
+        inner, weights.down, stream, out, *routing, hidden,
+        SIZE=size, TOP_K=routing.ids.shape[1], PIECE=_PIECE, SCALED=weights.scaled_input, num_warps=4,
+    )  # fmt: skip
+    return out
+
+
+def one_token(
+    x: torch.Tensor, routing: Routing, weights: ExpertWeights, shared: torch.Tensor | None, *, in_parts: bool
+) -> torch.Tensor:
+    """Return what ``experts`` or ``expert_parts`` of ``expert_layers`` returns, for one token."""
+    count, hidden, size = weights.down.shape
+    top_k, inner = routing.ids.shape[1], _inner(x, routing, weights)
     out = torch.empty(top_k, 1, hidden, dtype=torch.float32, device=x.device) if in_parts else torch.empty_like(x)
     if in_parts and size <= _MOST_EARLY:
         columns = triton.next_power_of_2(size)

@@ -1,0 +1,78 @@
+"""Test that kernels of layers of one token compile for compute capability 9.0 without spilling registers, in the sizes of models. That
+needs no GPU.
+
+.venv/bin/python -m pytest -q tests/core/test_one_row_compiled.py
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from triton.compiler import ASTSource
+
+from dovetail.ops.triton import decode_row, experts_one, one_row
+from dovetail.ops.triton.launch import INTERPRETED
+from sass import without_spills
+
+pytestmark = [
+    pytest.mark.skipif(INTERPRETED, reason="kernels are interpreted, not compiled"),
+    pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION"),
+]
+TYPES = dict.fromkeys(
+    ("x", "norm", "w", "y", "normed", "stream", "out", "qkv", "keys", "values", "q_norm", "k_norm"), "*bf16"
+)
+TYPES |= dict.fromkeys(("ids", "page_table", "kv_lens"), "*i32") | dict.fromkeys(("positions", "out_loc"), "*i64")
+TYPES |= dict.fromkeys(("table", "parts", "part_lse", "factors"), "*fp32") | dict.fromkeys(("eps", "scale"), "fp32")
+
+
+def compiled(kernel: Any, constants: dict[str, Any], file: Path, warps: int, stages: int = 3) -> Any:
+    """Return the code of a kernel that spills no registers. Arguments without a type are integers."""
+    constants = {**constants, "PDL": True}
+    signature = {name: "constexpr" if name in constants else TYPES.get(name, "i32") for name in kernel.arg_names}
+    attrs = {
+        (index,): [["tt.divisibility", 16]]
+        for index, name in enumerate(kernel.arg_names)
+        if signature[name].startswith("*") or name in ("n", "hidden")
+    }
+    source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attrs)
+    return without_spills(source, {"num_warps": warps, "num_stages": stages, "launch_pdl": True}, file)
+
+
+def before_wait(code: Any) -> str:
+    return code["ptx"].partition("griddepcontrol.wait")[0]
+
+
+@pytest.mark.parametrize("gated", [0, 1])
+@pytest.mark.parametrize("size", one_row.NORMED)
+def test_products_request_their_weights_before_the_wait(size: int, gated: int, tmp_path: Path) -> None:
+    constants = {"GATED": gated, "SIZE": size, "BLOCK_N": 8}
+    code = compiled(one_row._normed_product, constants, tmp_path / "product", max(2, size // 512))
+    assert before_wait(code).count("evict_first") == code["ptx"].count("evict_first") > 0
+    constants = {"K": 2 * size, "BLOCK_N": 2, "BLOCK_K": size, "AHEAD": 16}
+    code = compiled(one_row._added_product, constants, tmp_path / "added", 4)
+    assert "prefetch.global.L2" in before_wait(code)
+    compiled(one_row._normed_logits, {"SIZE": size, "BLOCK_N": 4}, tmp_path / "logits", 4)
+
+
+def test_experts_are_fetched_before_the_wait(tmp_path: Path) -> None:
+    constants = {"SIZE": 768, "TOP_K": 8, "PIECE": 256, "SCALED": False}
+    code = compiled(experts_one._down_added, constants, tmp_path / "down", 4)
+    assert before_wait(code).count("evict_first") == code["ptx"].count("evict_first") > 0
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "size", "norm"), [(32, 4, 128, True), (32, 8, 64, False)])
+@pytest.mark.parametrize("leads", [True, False])
+def test_a_projected_row_compiles(
+    heads: int, kv_heads: int, size: int, norm: bool, leads: bool, tmp_path: Path
+) -> None:
+    constants: dict[str, Any] = {
+        "HEADS": heads, "KV_HEADS": kv_heads, "SIZE": size, "PAGE": 16, "NORM": norm, "BLOCK_HEADS": 16,
+        "SPLITS": decode_row.SPLITS, "KEYS": decode_row.KEYS, "MORE_KEYS": decode_row.MORE_KEYS, "LEADS": leads,
+    }  # fmt: skip
+    code = compiled(decode_row._attend_row, constants, tmp_path / "attend", decode_row.WARPS, decode_row.STAGES)
+    early = "ld.global.cg" in before_wait(code)
+    assert early != leads, "a kernel that leads reads nothing early"
+    constants = {"SIZE": size, "SPLITS": decode_row.SPLITS, "KEYS": decode_row.KEYS, "WIDTH": decode_row.WIDTH}
+    compiled(decode_row._merge_row, constants, tmp_path / "merge", 1)

@@ -1,0 +1,135 @@
+"""Kernels of layers of one token, interpreted, against torch in float32.
+
+TRITON_INTERPRET=1 python -m pytest -q tests/triton/test_one_row_triton.py
+"""
+
+import pytest
+import torch
+from torch.nn import functional
+
+from dovetail.interfaces.attention import ProjectedRow
+from dovetail.interfaces.expert_shapes import ExpertWeights, Routing
+from dovetail.layers.rope import RopeConfig
+from dovetail.layers.rotary import rotary_table
+from dovetail.ops.triton import decode_row, experts_one, one_row
+
+EPS = 1e-6
+NAN = float("nan")
+
+
+@pytest.fixture(autouse=True)
+def _seed() -> None:
+    torch.manual_seed(0)
+
+
+def randn(*shape: int) -> torch.Tensor:
+    return torch.randn(shape).half()
+
+
+def normed(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    x = x.float()
+    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + EPS) * weight.float()
+
+
+@pytest.mark.parametrize("size", one_row.NORMED)
+@pytest.mark.parametrize("activation", [None, "silu", "gelu_tanh"])
+def test_products_compute_the_norm_before_them(size: int, activation: str | None) -> None:
+    x, norm, weight = randn(1, size) * 3, randn(size), randn(36, size) / 32
+    expected = normed(x, norm) @ weight.float().T
+    if activation is not None:
+        opens, up = expected.chunk(2, 1)
+        expected = (functional.silu(opens) if activation == "silu" else functional.gelu(opens, approximate="tanh")) * up
+    got = one_row.normed_product(x, (norm, EPS), weight, activation)
+    torch.testing.assert_close(got.float(), expected, atol=2e-3, rtol=2e-3)
+
+
+def test_a_router_gets_logits_and_experts_the_norm() -> None:
+    x, norm, weight = randn(1, 1024) * 3, randn(1024), randn(10, 1024) / 32
+    row, logits = one_row.normed_logits(x, (norm, EPS), weight)
+    expected = normed(x, norm)
+    torch.testing.assert_close(row.float(), expected, atol=2e-3, rtol=2e-3)
+    torch.testing.assert_close(logits.float(), row.float() @ weight.float().T, atol=2e-3, rtol=2e-3)
+
+
+@pytest.mark.parametrize("k", [1024, 2048, 3072, 4096])
+def test_products_are_added_to_the_residual_stream(k: int) -> None:
+    x, weight, stream = randn(1, k), randn(7, k) / 32, randn(1, 7)
+    before = stream.clone()
+    got = one_row.added_product(x, weight, stream)
+    torch.testing.assert_close(got.float(), stream.float() + x.float() @ weight.float().T, atol=4e-3, rtol=2e-3)
+    assert torch.equal(stream, before)
+
+
+@pytest.mark.parametrize(
+    ("size", "top_k", "scaled"), [(256, 2, False), (512, 1, True), (768, 4, False), (1280, 2, False)]
+)
+def test_experts_are_added_to_the_residual_stream(size: int, top_k: int, scaled: bool) -> None:
+    hidden, count = 24, 5
+    weights = ExpertWeights(
+        randn(count, 2 * size, hidden) / 4, randn(count, hidden, size) / 16, whole=count, scaled_input=scaled
+    )
+    assert experts_one.adds_one_token(weights)
+    routing = Routing(torch.randperm(count)[:top_k].int().view(1, -1), torch.rand(1, top_k))
+    x, stream = randn(1, hidden), randn(1, hidden)
+    expected = stream.float()
+    for expert, factor in zip(routing.ids[0].tolist(), routing.weights[0], strict=True):
+        gate, up = ((x.float() * (factor if scaled else 1)) @ weights.gate_up[expert].float().T).chunk(2, 1)
+        expected = expected + functional.silu(gate) * up @ weights.down[expert].float().T * (1 if scaled else factor)
+    got = experts_one.one_token_added(x, routing, weights, stream)
+    torch.testing.assert_close(got.float(), expected, atol=1e-2, rtol=4e-3)
+
+
+def test_experts_that_the_kernel_cannot_add_are_known() -> None:
+    gate_up, down = randn(2, 512, 16), randn(2, 16, 256)
+    assert experts_one.adds_one_token(ExpertWeights(gate_up, down, whole=2))
+    assert not experts_one.adds_one_token(ExpertWeights(gate_up, down, whole=4)), "other ranks have experts"
+    assert not experts_one.adds_one_token(ExpertWeights(gate_up, down, down_bias=randn(2, 16), whole=2))
+    assert not experts_one.adds_one_token(ExpertWeights(randn(2, 400, 16), randn(2, 16, 200), whole=2))
+
+
+@pytest.mark.parametrize("length", [1, 2, 32, 33, 64, 700, 1050])
+@pytest.mark.parametrize(("heads", "kv_heads", "size", "norm"), [(8, 1, 64, True), (4, 2, 128, False)])
+def test_a_projected_row_attends_and_is_stored(length: int, heads: int, kv_heads: int, size: int, norm: bool) -> None:
+    page_size, pages = 16, 72
+    keys, values = randn(pages, page_size, kv_heads, size), randn(pages, page_size, kv_heads, size)
+    used = -(-length // page_size)
+    table = torch.randperm(pages).int()[None]
+    position, place = length - 1, int(table[0, used - 1]) * page_size + (length - 1) % page_size
+    flat = (keys.view(-1, kv_heads, size), values.view(-1, kv_heads, size))
+    tokens = (table[0].long()[:, None] * page_size + torch.arange(page_size)).flatten()
+    for each in flat:
+        each[tokens[position:]] = NAN  # the token's place, and what belongs to no row
+    before = keys.clone(), values.clone()
+    qkv = randn(1, heads + 2 * kv_heads, size)
+    weights = (randn(size), randn(size), EPS) if norm else None
+    angles = rotary_table(
+        RopeConfig(head_dim=size, theta=1e4, original_len=2048, context_len=2048), torch.device("cpu")
+    )
+    row = ProjectedRow(qkv, angles, torch.tensor([position]), weights, torch.tensor([place]))
+
+    q, k, v = qkv[0].float().split((heads, kv_heads, kv_heads))
+    if weights is not None:
+        q, k = normed(q, weights[0]), normed(k, weights[1])
+    cos, sin = angles[position]
+    q, k = (x * cos + x.roll(size // 2, 1) * sin for x in (q, k))
+    past = [each[tokens[:position]].float() for each in flat]
+    all_k, all_v = torch.cat((past[0], k[None])), torch.cat((past[1], v[None]))
+    scores = torch.einsum("hgd,thd->hgt", q.view(kv_heads, -1, size), all_k) * size**-0.5
+    expected = torch.einsum("hgt,thd->hgd", scores.softmax(-1), all_v).reshape(1, heads, size)
+
+    lens = torch.tensor([length], dtype=torch.int32)
+    for leads in (True, False):
+        got = decode_row.attend_row(row, keys, values, table, lens, size**-0.5, leads=leads)
+        torch.testing.assert_close(got.float(), expected, atol=4e-3, rtol=4e-3)
+    for now, then, new in zip((keys, values), before, (k, v), strict=True):
+        stored = now.view(-1, kv_heads, size)[place]
+        torch.testing.assert_close(stored.float(), new, atol=2e-3, rtol=2e-3)
+        then.view(-1, kv_heads, size)[place] = stored
+        assert torch.equal(now.isnan(), then.isnan())
+        assert torch.equal(now.nan_to_num(), then.nan_to_num())
+
+
+def test_shapes_that_the_kernels_cannot_attend_with_are_known() -> None:
+    assert decode_row.fits(32, 4, 128)
+    assert not decode_row.fits(32, 1, 128)
+    assert not decode_row.fits(8, 8, 96)
