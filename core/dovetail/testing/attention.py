@@ -38,6 +38,7 @@ from dovetail.testing.attention_graphs import (
 )
 from dovetail.testing.attention_invariance import InvarianceCases
 from dovetail.testing.attention_latents import LatentCases, over_latents
+from dovetail.testing.attention_projected import ProjectedCases
 from dovetail.testing.attention_reference import AttentionCase, AttentionStep
 from dovetail.testing.attention_scales import ScaleCases, over_scales
 
@@ -62,7 +63,7 @@ def in_large_pool(case: AttentionCase) -> AttentionCase:
     return replace(case, num_layers=4, layer_id=3, min_pages=6000)
 
 
-class AttentionSuite(InvarianceCases, LatentCases, ScaleCases):
+class AttentionSuite(InvarianceCases, LatentCases, ProjectedCases, ScaleCases):
     """Test an attention backend. ``class TestMine(AttentionSuite): name = "mine"`` is a complete test file.
 
     Cases run on the first device and in the first dtype that the spec allows and this machine has, unless ``device``
