@@ -18,7 +18,7 @@ ATTENTION = KindDescriptor(
     "attention over the paged KV pool",
     "dovetail.interfaces.attention:AttentionBackend",
     # shares, shared prefixes, graph hooks as the engine calls them; graphs of verify rows; AttentionContext.batch_invariant;
-    # AttentionContext.value_dim, latents; KVTensors.scales; SharedPrefixes.window; forward_projected
+    # AttentionContext.value_dim, latents; KVTensors.scales; SharedPrefixes.window; forward_projected, has_variant
     api=(1, 7),
     section=kinds.ATTENTION,
     one_for_all_phases="batch_invariant",
