@@ -11,6 +11,7 @@ from dovetail.interfaces.attention import ProjectedRow
 from dovetail.interfaces.expert_shapes import ExpertWeights, Routing
 from dovetail.layers.rope import RopeConfig
 from dovetail.layers.rotary import rotary_table
+from dovetail.ops.activation import Activation
 from dovetail.ops.triton import decode_row, experts_one, one_row
 
 EPS = 1e-6
@@ -33,7 +34,7 @@ def normed(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("size", one_row.NORMED)
 @pytest.mark.parametrize("activation", [None, "silu", "gelu_tanh"])
-def test_products_compute_the_norm_before_them(size: int, activation: str | None) -> None:
+def test_products_compute_the_norm_before_them(size: int, activation: Activation | None) -> None:
     x, norm, weight = randn(1, size) * 3, randn(size), randn(36, size) / 32
     expected = normed(x, norm) @ weight.float().T
     if activation is not None:
