@@ -230,6 +230,10 @@ LABELLED = {"query": "a", "items": ["b"], "label_token_ids": [1]}
         ("/v1/score", {"queries": "a", "items": [[1]]}, "items", "beside queries they must be texts"),
         ("/v1/score", {"queries": "a", "items": ["b"], "documents": ["b"]}, "items", "names of the same field"),
         ("/v1/score", {"queries": "a", "items": ["b"], "query": "a"}, "query", "cannot be combined"),
+        ("/v1/score", {"queries": "a", "items": ["b", ""]}, "items", "items is empty, or one of its texts"),
+        ("/v1/score", {"queries": "a", "items": ["b"], "text_2": "b"}, "items", "text_2 and items are names of the"),
+        ("/v1/score", {"queries": ["a", "b"], "items": "c"}, "queries", "2 texts and items 1"),
+        ("/v1/score", {"queries": "a", "items": ["b", "c " * 3000]}, "items", "items.1 has 3001 tokens; the context"),
         ("/v1/score", {"text_1": "a", "text_2": ["b", "c " * 3000]}, "text_2", "text_2.1 has 3001 tokens; the context"),
     ],
 )

@@ -46,11 +46,12 @@ class Score(Api):
 
     async def score(self, host: ApiHost, request: Request) -> Response:
         """Return how well pairs of texts match, or how likely each label is after each item."""
-        body = _items_as_texts(await parse(request, ScoreRequest, host.max_body))
+        body = await parse(request, ScoreRequest, host.max_body)
         host.check_model(body.model)
-        if _has_labels(body):
+        sides = _sides(body)
+        if _has_labels(body, sides):
             return await _score_labels(host, request, body)
-        pairs, fields = _pairs(body)
+        pairs, fields = _pairs(body, sides)
         scoring = await score_pairs(host, self._config, pairs, body, fields)
         return await whole(
             request, await host.submit_in_parts(scoring.request), lambda outputs: _score_answer(host, scoring, outputs)
@@ -77,22 +78,22 @@ class Score(Api):
         )
 
 
-def _items_as_texts(body: ScoreRequest) -> ScoreRequest:
-    """Return ``body`` with ``items`` under the name ``documents`` if they are the texts beside ``queries``, as in vLLM."""
+def _sides(body: ScoreRequest) -> Sequence[Sequence[str]]:
+    """Return the names of the fields of both sides of pairs, of which ``items`` is one beside ``queries``, as in vLLM. Raises
+    ``RequestError``."""
     if body.queries is None or body.items is None or body.query is not None or body.label_token_ids is not None:
-        return body
-    if body.documents is not None:
-        raise RequestError("documents and items are names of the same field; give one", param="items")
+        return _SIDES
     if any(not isinstance(item, str) for item in body.items):
         raise RequestError("items has token ids; beside queries they must be texts", param="items")
-    return body.model_copy(update={"documents": body.items, "items": None})
+    one, other = _SIDES
+    return one, (*other, "items")
 
 
-def _has_labels(body: ScoreRequest) -> bool:
+def _has_labels(body: ScoreRequest, sides: Sequence[Sequence[str]]) -> bool:
     """Return true if the request scores labels, and false if it scores pairs. Raises ``RequestError`` if it has fields
     of both, or not all fields of one."""
-    labels = [name for name in _LABELS if getattr(body, name) is not None]
-    pairs = [standard for standard, names in zip(_PAIRS, _SIDES, strict=True) if body.side(*names)[1] is not None]
+    pairs = [standard for standard, names in zip(_PAIRS, sides, strict=True) if body.side(*names)[1] is not None]
+    labels = [name for name in _LABELS if getattr(body, name) is not None and name not in sides[1]]
     allowed = "either text_1 and text_2, or query, items and label_token_ids"
     if pairs and labels:
         raise RequestError(f"{pairs[0]} and {labels[0]} cannot be combined; give {allowed}", param=labels[0])
@@ -109,9 +110,9 @@ def _has_labels(body: ScoreRequest) -> bool:
     return bool(labels)
 
 
-def _pairs(body: ScoreRequest) -> tuple[list[Pair], list[Pair]]:
+def _pairs(body: ScoreRequest, sides: Sequence[Sequence[str]]) -> tuple[list[Pair], list[Pair]]:
     """Return the pairs, and the names of their texts."""
-    (one, first), (other, second) = (_texts(*body.side(*names)) for names in _SIDES)
+    (one, first), (other, second) = (_texts(*body.side(*names)) for names in sides)
     for param, texts in ((one, first), (other, second)):
         if not texts or "" in texts:
             raise RequestError(f"{param} is empty, or one of its texts; give at least one, not empty", param=param)
