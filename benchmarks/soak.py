@@ -195,7 +195,7 @@ class Soak:
 def run(llm: LLM, seconds: float, soak: Soak) -> list[Memory]:
     """Warm up, then run the rounds."""
     pool = llm.loop.executor.rank.engine.pool
-    with llm.loop.executor.rank.stream:
+    with llm.loop.executor.rank.context:
         for states in states_of(pool):  # unwritten memory must not be read, and a host allocates it when it is written
             states.fill(math.nan, slice(1, None))
         for store in pools_of(pool):

@@ -244,7 +244,7 @@ class Bench:
         if decode is None or verify is None:
             console.print("a decode step or a verify step was not captured")
             return {}
-        with llm.loop.executor.rank.stream:
+        with llm.loop.executor.rank.context:
             return {"decode": replay_ms(decode.forward), "verify": replay_ms(verify.graph)}
 
     # -- methods -----------------------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 import os
 import signal
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,8 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 # so two test processes with two threads each would wait for each other most of the time.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+import torch
+
 from missing_tools import pytest_terminal_summary  # noqa: F401
 from quick_engines import _engines_are_built_quickly, _what_is_there_is_set_apart  # noqa: F401
 from usual_run import add_full
@@ -29,6 +32,14 @@ settings.load_profile("repeatable")
 
 LONG = ("test_parsers_enforced.py",)
 """Files that take half a minute and would be the last of a run, with nothing left for the other workers."""
+
+
+@pytest.fixture
+def set_threads() -> Iterator[Callable[[int], None]]:
+    """Return a function that sets the number of torch's threads. It is restored after the test."""
+    before = torch.get_num_threads()
+    yield torch.set_num_threads
+    torch.set_num_threads(before)
 
 
 @pytest.hookimpl(tryfirst=True)  # before tests are selected by their marks

@@ -56,7 +56,7 @@ class Oracle(Drafter):
 def attach(llm: dovetail.LLM, drafter: Drafter) -> None:
     """Give the engine this drafter, and capture its steps."""
     use(llm, drafter)
-    with llm.loop.executor.rank.stream:
+    with llm.loop.executor.rank.context:
         llm.loop.executor.rank.engine.expect_drafts(drafter.max_draft_tokens, trees=False)
     llm.loop.finish_idle_work()
 

@@ -3,6 +3,9 @@
 Run: python -m pytest -q tests/core/test_adaptive_threads.py
 """
 
+import errno
+import os
+import resource
 import subprocess
 import sys
 from itertools import pairwise
@@ -30,11 +33,8 @@ CPU = torch.device("cpu")
 
 
 @pytest.fixture(autouse=True)
-def four_threads():
-    before = torch.get_num_threads()
-    torch.set_num_threads(4)
-    yield
-    torch.set_num_threads(before)
+def four_threads(set_threads):
+    set_threads(4)
 
 
 def observe(counts, cores, start, seconds, others=0):
@@ -100,12 +100,19 @@ class Times:
 
     def __init__(self, monkeypatch):
         self.now, self.threads, self.unused = 100.0, {"main": 5.0}, 50.0
+        self.unreadable = ()
         monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: self.now))
 
+    def _read(self, name):
+        if name in self.unreadable:
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
     def waited(self):
+        self._read("waited")
         return dict(self.threads)
 
     def idle(self):
+        self._read("idle")
         return self.unused
 
 
@@ -151,7 +158,7 @@ def test_threads_that_start_and_end_count_by_what_they_waited_in_the_window(monk
     assert work(context, times, 0.2, cores=4) == 4
 
 
-def test_contexts_may_be_nested_and_the_caller_may_use_fewer_threads(monkeypatch):
+def test_contexts_may_be_nested_and_the_caller_may_use_fewer_threads(monkeypatch, set_threads):
     times = Times(monkeypatch)
     context = AdaptiveThreads(ThreadCount(4), times)
     work(context, times, 0.1, cores=3)
@@ -159,19 +166,46 @@ def test_contexts_may_be_nested_and_the_caller_may_use_fewer_threads(monkeypatch
         with context:
             assert torch.get_num_threads() == 3
         assert torch.get_num_threads() == 3
-    torch.set_num_threads(2)
+    set_threads(2)
     with context:
         assert torch.get_num_threads() == 2
     assert torch.get_num_threads() == 2
 
 
-def test_a_number_that_is_given_is_kept_and_so_are_those_of_ranks_and_gpus(monkeypatch):
+@pytest.mark.parametrize("unreadable", [("waited",), ("idle",), ("waited", "idle")], ids=" ".join)
+def test_work_goes_on_with_the_same_threads_while_times_cannot_be_read(unreadable, monkeypatch, caplog):
+    times = Times(monkeypatch)
+    context = AdaptiveThreads(ThreadCount(4), times)
+    assert work(context, times, 0.3, cores=3) == 3
+    times.unreadable = unreadable
+    times.now += 2 * PAUSE  # a window begins with an error, and the next ones end with one
+    for cores in (3, 4):
+        assert work(context, times, 0.3, cores=cores) == 3
+    assert caplog.text.count("now 3, stays while the times of the cores cannot be read") == 1
+    assert "Too many open files" in caplog.text
+    times.unreadable = ()
+    assert work(context, times, 0.3, cores=4) == 4, "the times can be read again"
+    times.unreadable = unreadable
+    assert work(context, times, 0.3, cores=4) == 4
+    assert len(caplog.records) == 1
+
+
+def test_the_first_window_may_begin_without_times(monkeypatch):
+    times = Times(monkeypatch)
+    times.unreadable = ("waited",)
+    context = AdaptiveThreads(ThreadCount(4), times)
+    assert work(context, times, 0.3, cores=2) == 4
+    times.unreadable = ()
+    assert work(context, times, 0.3, cores=2) == 2
+
+
+def test_a_number_that_is_given_is_kept_and_so_are_those_of_ranks_and_gpus(monkeypatch, set_threads):
     monkeypatch.setattr(module, "LinuxCoreTimes", lambda: Times(monkeypatch))
     assert isinstance(adaptive_threads(None, CPU, 1), AdaptiveThreads)
     assert adaptive_threads(4, CPU, 1) is None
     assert adaptive_threads(None, torch.device("cuda", 0), 1) is None
     assert adaptive_threads(None, CPU, 2) is None
-    torch.set_num_threads(1)
+    set_threads(1)
     assert adaptive_threads(None, CPU, 1) is None
 
 
@@ -227,15 +261,39 @@ def test_linux_counts_the_time_for_which_two_processes_wait_for_one_core(tmp_pat
 
 
 @pytest.mark.skipif(not counted(), reason="the system does not count how long threads wait for cores")
-def test_an_engine_adapts_its_threads_unless_their_number_is_given():
+def test_a_process_without_free_file_descriptors_computes_on(caplog):
+    context = AdaptiveThreads(ThreadCount(4), LinuxCoreTimes())
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (0, hard))
+    try:
+        with context:
+            number = torch.get_num_threads()
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert number == 4
+    assert "Too many open files: '/proc/self/task'" in caplog.text
+
+
+def record_threads(monkeypatch, engine, name):
+    """Return a list that gets the number of threads at each call of the method, by the thread that calls it."""
+    numbers, method = [], getattr(engine, name)
+    monkeypatch.setattr(engine, name, lambda *given: numbers.append(torch.get_num_threads()) or method(*given))
+    return numbers
+
+
+@pytest.mark.skipif(not counted(), reason="the system does not count how long threads wait for cores")
+def test_an_engine_adapts_its_threads_unless_their_number_is_given(monkeypatch):
     with LLM(device="cpu", grammar="none") as llm:
         assert llm.loop.info["threads"] == "4, fewer while other processes need the cores"
-        context = llm.loop.executor.rank.stream
-        assert isinstance(context, AdaptiveThreads)
+        rank = llm.loop.executor.rank
+        seen = {name: record_threads(monkeypatch, rank.engine, name) for name in ("launch", "sample", "wait")}
         expected = llm.generate("Once upon a time", {"temperature": 0, "max_new_tokens": 8})
-        context._count.number = 1
+        monkeypatch.setattr(rank.context, "_count", ThreadCount(1))  # which stays at 1
+        for numbers in seen.values():
+            numbers.clear()
         got = llm.generate("Once upon a time", {"temperature": 0, "max_new_tokens": 8})
         assert got[0].token_ids == expected[0].token_ids
+        assert {name: set(numbers) for name, numbers in seen.items()} == {"launch": {1}, "sample": {1}, "wait": {4}}
         assert torch.get_num_threads() == 4
     with LLM(device="cpu", grammar="none", threads=3) as llm:
         assert llm.loop.info["threads"] == "3"

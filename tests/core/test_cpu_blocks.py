@@ -154,20 +154,19 @@ def test_parts_may_have_other_formats_and_no_rows():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_the_number_of_threads_changes_no_bit(dtype):
+def test_the_number_of_threads_changes_no_bit(dtype, set_threads):
     """The engine changes it while it runs (``engine.adaptive_threads``)."""
-    own, before = kernels(dtype), torch.get_num_threads()
+    own = kernels(dtype)
     blocks, other = random_blocks("Q4_1", 700, 768), random_blocks("Q6_K", 300, 768)
     rows, bias = BlockRows([(blocks, "Q4_1"), (other, "Q6_K")], 768), torch.randn(1000).to(dtype)
     x, found = torch.randn(70, 768).to(dtype), []
     for threads in (1, 2, 3, 5):
-        torch.set_num_threads(threads)
+        set_threads(threads)
         results = [own.product(x[:count], rows, bias) for count in (1, 5, 9)]
         if own.tile_kind:
             results += [own.tiles(x[:count], rows, bias) for count in (9, 70)]
         weight = torch.empty(700, 768, dtype=dtype)
         own.weight(blocks, "Q4_1", weight)
         found.append([*results, weight])
-    torch.set_num_threads(before)
     for other in found[1:]:
         assert all(map(torch.equal, found[0], other))

@@ -312,16 +312,8 @@ def test_products_of_mxfp4_codes(dtype, rows, width):
     assert ours.mxfp4_product(x[:0], codes, scale).shape == (0, rows)
 
 
-@pytest.fixture
-def numbers_of_threads():
-    """Return numbers of threads. Torch's own is restored."""
-    before = torch.get_num_threads()
-    yield 1, 2, 3, 5
-    torch.set_num_threads(before)
-
-
 @each_dtype
-def test_the_number_of_threads_changes_no_bit(dtype, numbers_of_threads):
+def test_the_number_of_threads_changes_no_bit(dtype, set_threads):
     """The engine changes it while it runs (``engine.adaptive_threads``)."""
     ours, heads = kernels(dtype), torch.randn(70, 8, 64).to(dtype)
     keys, values = (torch.randn(40, 16, 4, 64).to(dtype) for _ in range(2))
@@ -350,8 +342,8 @@ def test_the_number_of_threads_changes_no_bit(dtype, numbers_of_threads):
         ]
 
     found = []
-    for threads in numbers_of_threads:
-        torch.set_num_threads(threads)
+    for threads in (1, 2, 3, 5):
+        set_threads(threads)
         found.append(results())
     for other in found[1:]:
         assert all(map(torch.equal, found[0], other))

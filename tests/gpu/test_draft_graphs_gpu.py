@@ -202,7 +202,7 @@ def test_replays_write_to_no_page_but_their_rows_own(model, name):
     llm = make(model, (CHAINS | WIDE)[name], "triton", "float32", graphs={"capture": "start"}, cache="none")
     expected = generate(make(model, "none", "triton", "float32", graphs={"decode": False}))
     pool = cache_of(llm)._pool
-    with llm.loop.executor.rank.stream:
+    with llm.loop.executor.rank.context:
         for memory in (pool.k, pool.v):
             memory[:, 1:] = torch.nan
     assert generate(llm) == expected

@@ -47,7 +47,7 @@ def poison(llm: LLM) -> None:
 
     def freed(pages):
         free(pages)
-        with rank.stream:  # steps in flight may still read these pages
+        with rank.context:  # steps in flight may still read these pages
             for pool, own in zip(pools, pages, strict=True):
                 index = torch.from_numpy(own[own > 0]).long().to(pool.device)
                 for layer in range(pool.group.num_layers):

@@ -44,7 +44,7 @@ def poison(llm: LLM) -> None:
 
     def freed(pages: Any) -> None:
         free(pages)
-        with executor.rank.stream:  # steps in flight may still use these slots
+        with executor.rank.context:  # steps in flight may still use these slots
             for group, pool in zip(engine.budget.arena.states, states_of(engine.pool), strict=True):
                 slots = pages[group][pages[group] > 0].tolist()
                 if slots:

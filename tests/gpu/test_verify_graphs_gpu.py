@@ -94,7 +94,7 @@ def draft_with(llm, drafter):
     """Run the engine with this drafter in place of none."""
     llm.loop.executor.rank.drafter = drafter
     llm.loop.scheduler.limits = replace(llm.loop.scheduler.limits, draft_width=WIDTH)
-    with llm.loop.executor.rank.stream:
+    with llm.loop.executor.rank.context:
         llm.loop.executor.rank.engine.expect_drafts(WIDTH, trees=not drafter.chain)
 
 
@@ -189,7 +189,7 @@ def test_a_graph_writes_to_no_page_but_its_rows_own(expected):
     llm = make("start", grammar="none", cache="none")
     draft_with(llm, Guesser(0.5, chain=False, futures=futures, vocab=vocab))
     pool = llm.loop.executor.rank.engine.pool
-    with llm.loop.executor.rank.stream:
+    with llm.loop.executor.rank.context:
         for memory in (pool.k, pool.v):
             memory[:, 1:] = torch.nan
     assert run(llm, GREEDY) == outputs

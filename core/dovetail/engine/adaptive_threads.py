@@ -25,16 +25,16 @@ log = logging.getLogger(__name__)
 WINDOW = 0.05
 """The seconds of work after which the number of threads is chosen again. Linux counts idle time in units of 0.01 s."""
 PAUSE = 0.02
-"""The seconds without work after which a window begins again: cores that were idle then are not free for more threads."""
+"""The seconds without work after which a new window begins. Cores that were idle because there was no work are not free for more threads."""
 WAITING = 0.4
-"""The threads that wait for a core, on average, from which on there are too many. On two cores an engine alone with two threads has
-0.1, because of the process that serves its requests, and two such engines have 0.85 each."""
+"""If this many threads or more wait for a core on average, the number of threads is reduced. An engine with two threads that is alone
+on two cores has 0.1, because the process that serves its requests needs a core too. Two such engines have 0.85 each."""
 IDLE = 0.75
-"""The idle cores, on average, from which on more threads are tried."""
+"""If this many cores or more are idle on average, threads are added."""
 HELD = 0.3
-"""The seconds after which added threads were of use. If some are removed before, the next ones are tried after twice the time."""
+"""Added threads that stay this long (seconds) count as useful. If some are removed earlier, the time until threads are added again doubles."""
 SHORTEST, LONGEST = 0.05, 6.4
-"""The least and most seconds for which no threads are added after some were removed."""
+"""After some threads were removed, none are added for this many seconds, at least and at most."""
 
 
 class ThreadCount:
@@ -109,7 +109,7 @@ class AdaptiveThreads:
     """Let torch compute with the threads that a ``ThreadCount`` chooses, and at most its own number, while the context is entered.
 
     It is entered for each part of a step, and always by the same thread, because OpenMP has a number for each thread. Contexts may
-    be nested.
+    be nested. If times cannot be read, the number stays for that window, and the first such error is logged.
     """
 
     def __init__(self, count: ThreadCount, times: CoreTimes) -> None:
@@ -118,18 +118,20 @@ class AdaptiveThreads:
         self._left = self._start = float("-inf")
         self._waited: Mapping[str, float] = {}
         self._idle: float | None = None
+        self._failed = False
 
-    @property
-    def most(self) -> int:
-        """Return the number of threads while no other process needs the cores."""
-        return self._count.most
+    def __str__(self) -> str:
+        return f"{self._count.most}, fewer while other processes need the cores"
 
     def __enter__(self) -> None:
         now = time.monotonic()
-        if not self._before and now - self._left > PAUSE:
-            self._begin(now, self._times.waited())
-        elif now - self._start >= WINDOW:
-            self._choose(now)
+        try:
+            if not self._before and now - self._left > PAUSE:
+                self._begin(now, self._times.waited())
+            elif now - self._start >= WINDOW:
+                self._choose(now)
+        except OSError as error:  # for example, no file can be opened
+            self._skip(now, error)
         self._before.append(torch.get_num_threads())
         torch.set_num_threads(min(self._count.number, self._before[-1]))
 
@@ -149,6 +151,17 @@ class AdaptiveThreads:
         """Begin a window. The time of idle cores, which takes long to read with many cores, is only needed to add threads."""
         self._start, self._waited = now, waited
         self._idle = self._times.idle() if self._count.number < self._count.most else None
+
+    def _skip(self, now: float, error: OSError) -> None:
+        """Begin a window in which nothing is observed, so that the number of threads stays."""
+        self._start, self._waited, self._idle = now, {}, None
+        if not self._failed:
+            log.warning(
+                "the number of threads, now %d, stays while the times of the cores cannot be read: %s",
+                self._count.number,
+                error,
+            )
+        self._failed = True
 
 
 def adaptive_threads(threads: int | None, device: torch.device, ranks: int) -> AdaptiveThreads | None:

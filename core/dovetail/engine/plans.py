@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from dovetail.engine.adapter_images import AdapterImages, adapter_slots
-from dovetail.engine.adaptive_threads import AdaptiveThreads
-from dovetail.engine.device import EngineStream, lost_device
+from dovetail.engine.device import lost_device
 from dovetail.engine.masks import PinnedMappings
 from dovetail.engine.pooling import default_pooling
 from dovetail.engine.profiling import RankProfiler
@@ -45,20 +44,28 @@ class PlanRunner(RankEngine):
     """Turn plans into batches, and run them on ``engine``. Not thread-safe.
 
     Keeps the requests that have a slot, and the steps that are in flight. ``drafter`` can be replaced between two
-    steps. Kernels that others launch on the engine's memory must be launched within ``with stream:``, because nothing else orders
+    steps. Kernels that others launch on the engine's memory must be launched within ``with context:``, because nothing else orders
     them with steps.
     """
 
     def __init__(
-        self, engine: Engine, stream: EngineStream | AdaptiveThreads | None = None, *, mirrors_pages: bool = False
+        self,
+        engine: Engine,
+        context: AbstractContextManager[None] | None = None,
+        *,
+        threads: str | None = None,
+        mirrors_pages: bool = False,
     ) -> None:
-        """``stream`` is the one on which ``engine`` was built, and on which its work runs; on a CPU it may be the threads that
-        compute. By default, work runs on the stream that is current when a method is called. ``mirrors_pages`` means that the
-        scheduler writes to another page table than ``page_table``, because it is in another process: the page updates of each
-        plan are then copied to ``page_table`` first."""
+        """All work runs within ``context``, which is entered again and again, and may be nested: on CUDA it makes the stream
+        current on which ``engine`` was built, and on a CPU it may change the number of threads. By default, work runs on the
+        stream that is current when a method is called. ``threads`` is what ``describe`` returns as the number of threads of an
+        engine on a CPU, by default torch's own number. ``mirrors_pages`` means that the scheduler writes to another page table
+        than ``page_table``, because it is in another process: the page updates of each plan are then copied to ``page_table``
+        first."""
         self.engine = engine
         self.drafter: Drafter | None = engine.drafter
-        self.stream: AbstractContextManager[None] = nullcontext() if stream is None else stream
+        self.context: AbstractContextManager[None] = nullcontext() if context is None else context
+        self._threads = threads
         self._mirrors_pages = mirrors_pages
         self._pinned = PinnedMappings(engine.device)
         self._slots: list[AdmittedRequest | None] = [None] * engine.page_table.shape[1]
@@ -105,7 +112,7 @@ class PlanRunner(RankEngine):
 
     def launch(self, plan: StepPlan) -> None:
         """See ``RankEngine``."""
-        with self.stream:
+        with self.context:
             self._launch(plan)
 
     def _launch(self, plan: StepPlan) -> None:
@@ -127,7 +134,7 @@ class PlanRunner(RankEngine):
         assert number == plan.number, f"plan {plan.number} is sampled, but plan {number} was launched last"
         if len(self._sampled) > 1:  # a step that failed is never waited for
             self._sampled = {n: step for n, step in self._sampled.items() if n >= number - 1}
-        with self.stream:
+        with self.context:
             self._sampled[number] = batch, self.engine.sample(batch, forward, masks)
 
     def ready(self, plan: StepPlan) -> bool:
@@ -158,7 +165,7 @@ class PlanRunner(RankEngine):
 
     def idle(self) -> bool:
         """See ``RankEngine``."""
-        with self.stream:
+        with self.context:
             return self.engine.idle()
 
     def _batch(self, plan: StepPlan) -> Batch:
@@ -194,7 +201,7 @@ class PlanRunner(RankEngine):
         """See ``RankEngine``."""
         if self.drafter is None:
             return None
-        with self.stream:
+        with self.context:
             self._proposed = self._batch(plan)
             tree = self.drafter.propose(self._proposed)
         self.engine.check_captures()  # the drafter may have captured its passes
@@ -203,14 +210,14 @@ class PlanRunner(RankEngine):
     def observe(self, plan: StepPlan, committed: Committed) -> None:
         """See ``RankEngine``."""
         if self.drafter is not None and self._waited is not None:
-            with self.stream:
+            with self.context:
                 self.drafter.observe(*self._waited, committed)
             self.engine.check_captures()  # the drafter may have captured its passes
 
     def forget(self, departed: Sequence[DepartedRequest]) -> None:
         """See ``RankEngine``."""
         if self.drafter is not None:
-            with self.stream:
+            with self.context:
                 for request in departed:
                     self.drafter.forget(request)
 
@@ -230,7 +237,7 @@ class PlanRunner(RankEngine):
             "architecture": engine.info.architecture,
             "device": str(engine.device),
             "cpu_kernels": library().text if on_cpu else None,
-            "threads": self._threads() if on_cpu else None,
+            "threads": (self._threads or str(torch.get_num_threads())) if on_cpu else None,
             "products": engine.products,
             "context_len": engine.context_len,
             "page_size": engine.page_size,
@@ -248,7 +255,7 @@ class PlanRunner(RankEngine):
     def call(self, name: str, args: Any) -> Any:
         """See ``RankEngine``. ``start_profile`` and ``stop_profile`` are those of ``RankProfiler``;
         ``adapters`` runs a command of ``AdapterImages``, and ``expert_load`` returns what ``ExpertLoad.read`` returns, as pairs, on rank 0, because all ranks choose alike."""
-        with self.stream:
+        with self.context:
             return self._call(name, args)
 
     def _call(self, name: str, args: Any) -> Any:
@@ -267,11 +274,6 @@ class PlanRunner(RankEngine):
                 return self.adapters.run(*args)
             case _:
                 return super().call(name, args)
-
-    def _threads(self) -> str:
-        if isinstance(self.stream, AdaptiveThreads):
-            return f"{self.stream.most}, fewer while other processes need the cores"
-        return str(torch.get_num_threads())
 
     def _embedding(self) -> dict[str, Any] | None:
         """Return the size of embeddings and the kind of pooling that applies unless a request sets another, or None if

@@ -61,5 +61,7 @@ def _runner(
         stream = EngineStream(device)
         with stream:
             engine = Engine(resolved, eos_token_ids, mesh)
-    threads = adaptive_threads(resolved.config.threads, device, size)
-    return PlanRunner(engine, threads or stream, mirrors_pages=mirrors_pages)
+    adaptive = adaptive_threads(resolved.config.threads, device, size)
+    if adaptive is None:
+        return PlanRunner(engine, stream, mirrors_pages=mirrors_pages)
+    return PlanRunner(engine, adaptive, threads=str(adaptive), mirrors_pages=mirrors_pages)

@@ -71,10 +71,8 @@ DRAFTER = KindDescriptor(
     ComponentKind.DRAFTER,
     "drafters",
     "dovetail.interfaces.speculative:Drafter",
-    api=(
-        1,
-        5,
-    ),  # DraftRuntime, must_see_all; DraftCache.run; draft.probs, tokens_ahead; load builds model(info, mesh); Batch.own
+    # DraftRuntime, must_see_all; DraftCache.run; draft.probs, tokens_ahead; load builds model(info, mesh); draft.data_attention, Batch.own
+    api=(1, 5),
     section=kinds.SPECULATIVE,
     namespaces=("draft",),
     rules=f"{_RULES}:drafter",
