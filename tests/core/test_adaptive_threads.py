@@ -8,6 +8,7 @@ import os
 import resource
 import subprocess
 import sys
+import threading
 from itertools import pairwise
 from types import SimpleNamespace
 
@@ -170,6 +171,19 @@ def test_contexts_may_be_nested_and_the_caller_may_use_fewer_threads(monkeypatch
     with context:
         assert torch.get_num_threads() == 2
     assert torch.get_num_threads() == 2
+
+
+def test_threads_that_begin_meanwhile_have_the_number_of_the_process(monkeypatch):
+    """torch gives a thread, when it first computes, the number that was set last in any thread."""
+    times, found = Times(monkeypatch), []
+    context = AdaptiveThreads(ThreadCount(4), times)
+    work(context, times, 0.1, cores=1)
+    with context:
+        assert torch.get_num_threads() == 1
+        thread = threading.Thread(target=lambda: found.append(torch.get_num_threads()))
+        thread.start()
+        thread.join()
+    assert found == [4]
 
 
 @pytest.mark.parametrize("unreadable", [("waited",), ("idle",), ("waited", "idle")], ids=" ".join)

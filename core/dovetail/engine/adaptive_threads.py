@@ -10,6 +10,8 @@ Linux counts for each thread how long it was ready and waited for a core, and fo
 
 from __future__ import annotations
 
+import ctypes
+import functools
 import logging
 import os
 import time
@@ -18,7 +20,7 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping, Sequence
 
 log = logging.getLogger(__name__)
 
@@ -105,6 +107,27 @@ class LinuxCoreTimes:
         return ticks / os.sysconf("SC_CLK_TCK")
 
 
+@functools.cache
+def _setters() -> Sequence[Callable[[int], object]]:
+    """Return the functions of torch's OpenMP and, if it has that, MKL that set the number of threads of the thread that calls them.
+    Raises ``OSError`` if there are none."""
+    library, names = ctypes.PyDLL(torch._C.__file__), ["omp_set_num_threads"]
+    if torch.backends.mkl.is_available():
+        names.append("MKL_Set_Num_Threads_Local")
+    try:
+        return [getattr(library, name) for name in names]
+    except AttributeError as error:
+        raise OSError(f"this torch cannot set the number of threads of one thread: {error}") from None
+
+
+def set_own_threads(number: int) -> None:
+    """Set the number of threads with which torch computes for the calling thread. ``torch.set_num_threads`` also sets that of all
+    threads that use torch for the first time after it, which would keep it. Raises ``OSError`` if this torch
+    cannot do that."""
+    for setter in _setters():
+        setter(number)
+
+
 class AdaptiveThreads:
     """Let torch compute with the threads that a ``ThreadCount`` chooses, and at most its own number, while the context is entered.
 
@@ -133,10 +156,10 @@ class AdaptiveThreads:
         except OSError as error:  # for example, no file can be opened
             self._skip(now, error)
         self._before.append(torch.get_num_threads())
-        torch.set_num_threads(min(self._count.number, self._before[-1]))
+        set_own_threads(min(self._count.number, self._before[-1]))
 
     def __exit__(self, *error: object) -> None:
-        torch.set_num_threads(self._before.pop())
+        set_own_threads(self._before.pop())
         self._left = time.monotonic()
 
     def _choose(self, now: float) -> None:
@@ -166,12 +189,13 @@ class AdaptiveThreads:
 
 def adaptive_threads(threads: int | None, device: torch.device, ranks: int) -> AdaptiveThreads | None:
     """Return the context for the work of an engine on ``device``, or None if it always has the same number of threads: if the config
-    gives ``threads``, on CUDA, with one thread, if the system does not count the times that are needed, and if there are several
-    ``ranks``, which must round alike to choose the same tokens."""
+    gives ``threads``, on CUDA, with one thread, if the system does not count the times that are needed, if this torch cannot set the
+    number of threads of one thread, and if there are several ``ranks``, which must round alike to choose the same tokens."""
     most = torch.get_num_threads()
     if threads is not None or device.type != "cpu" or ranks > 1 or most == 1:
         return None
     try:
+        set_own_threads(most)
         return AdaptiveThreads(ThreadCount(most), LinuxCoreTimes())
     except OSError as error:
         log.info("always %d threads, also while other processes need the cores: %s", most, error)
