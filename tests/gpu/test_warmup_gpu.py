@@ -20,6 +20,7 @@ from dovetail.engine.warmup import LAYERS, likely_keys
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
+MEMORY = {"kv_gib": 0.5}
 GREEDY = SamplingParams(temperature=0, max_new_tokens=40, ignore_eos=True)
 TEXTS = ["One", "Two words", "Three more words"]
 
@@ -29,7 +30,8 @@ from triton import knobs
 misses = []
 knobs.compilation.listener = lambda *, src, cache_hit, **_: None if cache_hit else misses.append(src.name)
 from dovetail import LLM, SamplingParams
-llm = LLM("tiny", device="cuda", grammar="none", attention="triton", scheduler={"max_running": 16}, **json.loads(sys.argv[2]))
+sections = {"memory": {"kv_gib": 0.5}, "scheduler": {"max_running": 16}} | json.loads(sys.argv[2])
+llm = LLM("tiny", device="cuda", grammar="none", attention="triton", **sections)
 engine = llm.loop.executor.rank.engine
 started = engine.graphs.num_captured
 outputs = llm.generate(json.loads(sys.argv[1]), SamplingParams(temperature=0, max_new_tokens=40, ignore_eos=True))
@@ -79,8 +81,8 @@ import json, sys
 from triton import knobs
 misses = []
 from dovetail import LLM, SamplingParams
-scheduler = {"max_running": 16, "draft": "always"}
-llm = LLM("tiny", device="cuda", grammar="none", attention="triton", scheduler=scheduler, speculative=sys.argv[1])
+sections = {"memory": {"kv_gib": 0.5}, "scheduler": {"max_running": 16, "draft": "always"}}
+llm = LLM("tiny", device="cuda", grammar="none", attention="triton", speculative=sys.argv[1], **sections)
 engine = llm.loop.executor.rank.engine
 assert engine.warm_up._kernels.wait(120.0)
 knobs.compilation.listener = lambda *, src, cache_hit, **_: None if cache_hit else misses.append(src.name)
@@ -110,9 +112,11 @@ def test_the_kernels_of_a_drafters_passes_are_compiled_elsewhere(drafter, tmp_pa
 
 
 def test_steps_in_larger_graphs_give_the_same_tokens():
-    eager = LLM("tiny", device="cuda", model={"dtype": "float32"}, grammar="none", graphs={"decode": False})
+    eager = LLM(
+        "tiny", device="cuda", model={"dtype": "float32"}, grammar="none", graphs={"decode": False}, memory=MEMORY
+    )
     expected = [o.token_ids for o in eager.generate(TEXTS, GREEDY)]
-    llm = LLM("tiny", device="cuda", model={"dtype": "float32"}, grammar="none")
+    llm = LLM("tiny", device="cuda", model={"dtype": "float32"}, grammar="none", memory=MEMORY)
     graphs = llm.loop.executor.rank.engine.graphs
     assert graphs is not None
     graphs._graphs.clear()
@@ -127,7 +131,7 @@ def test_steps_in_larger_graphs_give_the_same_tokens():
 
 
 def test_a_failed_capture_is_repeated_and_leaves_the_memory_usable():
-    llm = LLM("tiny", device="cuda", model={"dtype": "float32"}, grammar="none")
+    llm = LLM("tiny", device="cuda", model={"dtype": "float32"}, grammar="none", memory=MEMORY)
     graphs = llm.loop.executor.rank.engine.graphs
     assert graphs is not None
     recorder, calls = graphs._recorder, []
@@ -150,7 +154,7 @@ def test_a_failed_capture_is_repeated_and_leaves_the_memory_usable():
 
 def test_rehearsals_launch_what_captures_need():
     """Captures of rehearsed steps need no step before them: nothing is compiled or loaded in them."""
-    llm = LLM("tiny", device="cuda", grammar="none", attention="triton")
+    llm = LLM("tiny", device="cuda", grammar="none", attention="triton", memory=MEMORY)
     graphs, warm_up = llm.loop.executor.rank.engine.graphs, llm.loop.executor.rank.engine.warm_up
     assert graphs is not None
     keys = list(likely_keys(graphs))
