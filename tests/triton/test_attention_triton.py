@@ -298,6 +298,14 @@ def test_the_variant_is_the_faster_of_those_that_were_measured(monkeypatch, rows
         assert chosen(monkeypatch, np.full(rows, longest), None) == backend.EVEN
 
 
+@pytest.mark.parametrize("rows", [56, 64])
+def test_few_rows_in_one_part_are_even_unless_one_of_them_is_very_long(monkeypatch, rows):
+    lens = np.sort(np.random.default_rng(0).integers(500, 1900, rows))[::-1]
+    for even in (lens, np.full(rows, 580)):
+        assert chosen(monkeypatch, even, None) == backend.EVEN
+        assert chosen(monkeypatch, [8_000, *even[1:]], None) == backend.UNEVEN
+
+
 @pytest.mark.parametrize("rows", [160, 256])
 def test_rows_of_several_rounds_are_even_if_the_longest_start_first(monkeypatch, rows):
     lens = np.random.default_rng(0).integers(100, 1024, rows, endpoint=True)

@@ -46,6 +46,8 @@ MIDDLE_TILE, SMALL_TILE = DecodeTile(64, 2, 4), DecodeTile(32, 2, 2)
 RESIDENT = {LARGE_TILE: LARGE_TILE_RESIDENT, MIDDLE_TILE: 5, SMALL_TILE: 8}
 """The number of programs with each tile that a multiprocessor of Hopper runs at the same time, for keys of ``MEASURED_ROW_BYTES``. The
 larger the tile, the faster is a program, and the fewer of them keep the device busy at the end of a step."""
+FEW_TILES = 4
+"""Rows are few if their number times the key heads is at most this number for each multiprocessor."""
 MEASURED_ROW_BYTES = 256
 """The bytes of a key of one head, as an operand, for which tiles and numbers of resident programs were measured."""
 
@@ -107,7 +109,7 @@ def tiling(
         return LARGE_TILE_8_BITS if long or 2 * tiles > processors else DecodeTile(64, 5, 4)
     if long:
         return LARGE_TILE
-    if tiles <= 4 * processors:
+    if tiles <= FEW_TILES * processors:
         return LARGE_TILE if 2 * tiles > processors else MIDDLE_TILE
     if key_bytes == MEASURED_ROW_BYTES:
         return max(RESIDENT, key=lambda tile: _fullness(tiles, RESIDENT[tile] * processors))

@@ -14,6 +14,7 @@ import torch
 from dovetail.interfaces.attention import AttentionBackend, AttentionContext, AttentionLayer, ProjectedRow
 from dovetail.ops.triton import decode_row
 from dovetail.ops.triton.decode import (
+    FEW_TILES,
     LARGE_TILE,
     LARGE_TILE_8_BITS,
     MIDDLE_TILE,
@@ -52,17 +53,15 @@ keys takes 43 us per layer instead of 55)."""
 SECONDS_PER_KEY = {LARGE_TILE: 30e-9, LARGE_TILE_8_BITS: 30e-9, MIDDLE_TILE: 42e-9, SMALL_TILE: 63e-9}
 OTHER_SECONDS_PER_KEY = 42e-9
 BYTES_PER_SECOND = 4e12
-EVEN_SLACK = 8e-6
-"""Numbers for the choice of the variant (H200, head_dim 128, 16 bits). A single program takes ``SECONDS_PER_KEY`` of its tile for
-each key of one head, and ``OTHER_SECONDS_PER_KEY`` for keys of other sizes. The whole device reads ``BYTES_PER_SECOND``. If a step
-waits longer than ``EVEN_SLACK`` for its longest rows, a schedule is worth the time that it takes."""
+EVEN_SLACK, UNDIVIDED_SLACK = 8e-6, 16e-6
+"""Numbers for the choice of the variant (H200, head_dim 128, 16 bits). A single program takes ``SECONDS_PER_KEY`` of its tile for each key of one
+head, and ``OTHER_SECONDS_PER_KEY`` for keys of other sizes. The whole device reads ``BYTES_PER_SECOND``. If a step waits longer than
+``EVEN_SLACK`` for its longest rows, or few rows in one part than ``UNDIVIDED_SLACK``, a schedule is worth the time that it takes."""
 
 LONG_BYTES = 64 << 20
-"""The bytes of KV of a layer from which on few rows are read by ``UNEVEN``. With fewer bytes, its programs would hold
-shared memory in which the next kernel fetches its weights."""
+"""The bytes of KV of a layer from which on few rows are read by ``UNEVEN``. With fewer bytes, its programs would hold shared memory in which the next kernel fetches its weights."""
 FEW_ROWS = 4
-"""Rows are few if their number times the key heads times this number is at most the number of multiprocessors. More
-rows keep the device busy with any tile."""
+"""Rows are few if their number times the key heads times this number is at most the number of multiprocessors. More rows keep the device busy with any tile."""
 
 FEW_LATENT_ROWS = 4
 """The largest number of rows over latents for which ``tiles.FEW_LATENTS_TILE`` was faster on H200."""
@@ -206,11 +205,11 @@ class TritonAttention(AttentionBackend):
         bytes_read = int(lens.sum()) * self._token_bytes
         if bytes_read >= LONG_BYTES and self._few(rows):
             return UNEVEN
-        return EVEN if self._waits(lens) < EVEN_SLACK else UNEVEN
+        return UNEVEN if self._waits(lens) else EVEN
 
-    def _waits(self, lens: IntArray) -> float:
-        """Return the seconds that a step of the variant ``EVEN`` with rows of ``lens [rows]`` keys takes longer than the device needs to
-        read all keys: at its end, the few programs that are left do not use the whole bandwidth."""
+    def _waits(self, lens: IntArray) -> bool:
+        """Return True if a schedule is worth its time, because a step of the variant ``EVEN`` with rows of ``lens [rows]`` keys takes longer than
+        the device needs to read all keys: at its end, the few programs that are left do not use the whole bandwidth."""
         rows = next((size for size in self._sizes if size >= len(lens)), len(lens))
         parts, tiles = decode_splits(rows, self._kv_heads, self._processors, self._measured), rows * self._kv_heads
         tile = tiling(self._row_bytes, self._key_bytes, tiles, self._processors, eight_bits=self._eight_bits)
@@ -222,7 +221,9 @@ class TritonAttention(AttentionBackend):
             if busy < len(keys):  # until this number of places is left, all share the bandwidth
                 keys = np.partition(keys, -busy - 1)[-busy - 1 :]
                 keys = keys - keys[0]
-        return int(keys.max()) / parts * seconds - int(keys.sum()) * each
+        few = tiles <= FEW_TILES * self._processors and self._measured and not self._eight_bits
+        slack = UNDIVIDED_SLACK if few and parts == 1 else EVEN_SLACK
+        return int(keys.max()) / parts * seconds - int(keys.sum()) * each >= slack
 
     def _few(self, rows: int) -> bool:
         """Return True if ``UNEVEN`` reads these rows in parts instead of using a schedule."""
