@@ -29,8 +29,15 @@ def test_calls_without_arguments_have_none(given: dict[str, Any]) -> None:
     assert dict(call["function"]["arguments"]) == {}
 
 
-@pytest.mark.parametrize("given", [{"role": "assistant"}, {"role": "assistant", "content": None, "tool_calls": []}])
-def test_an_assistant_may_say_nothing(given: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"role": "assistant"},
+        {"role": "assistant", "content": None, "tool_calls": []},
+        {"role": "tool", "content": None},
+    ],
+)
+def test_assistants_and_tools_may_say_nothing(given: dict[str, Any]) -> None:
     assert plain_message(given, 0)["content"] == ""
 
 
@@ -45,6 +52,10 @@ def test_an_assistant_may_say_nothing(given: dict[str, Any]) -> None:
         (called(name=7), "messages.3.tool_calls.0 is "),
         ({"role": "assistant", "tool_calls": ["f"]}, "messages.3.tool_calls.0 is 'f'; allowed: {'function': {'name': "),
         ({"role": "assistant", "tool_calls": {}}, "messages.3.tool_calls is {}; allowed: [{'function': {'name': "),
+        (
+            {"role": "assistant", "tool_calls": 7},
+            "messages.3.tool_calls is 7; allowed: [{'function': {'name': 'f', 'arguments': '{}'}}]",
+        ),
         ({"role": "user"}, "messages.3.content is missing"),
         ({"role": "user", "text": "Hello"}, "messages.3.content is missing"),
         ({"role": "system", "content": None}, "messages.3.content is missing"),

@@ -13,6 +13,8 @@ from dovetail.errors import RequestError
 from dovetail.interfaces.parsers import Tool, ToolRequest
 from dovetail.templates.chat_template import Arguments
 
+_CALL = "{'function': {'name': 'f', 'arguments': '{}'}}"
+
 
 class FunctionSpec(Bounded):
     """Describe a function that the model may call. Further fields are passed to the chat template."""
@@ -120,7 +122,8 @@ def _check_parameters(tool: Tool) -> None:
 
 def plain_message(message: Mapping[str, Any], index: int) -> dict[str, Any]:
     """Return a message in the form that chat templates expect: text content in one string, tool arguments parsed, no
-    empty fields. ``index`` is its index among the messages. Raises ``RequestError``."""
+    empty fields. ``index`` is its index among the messages. Raises ``RequestError``, also for a message without content
+    unless its role is assistant or tool; the content of these is then an empty text."""
     role = message.get("role")
     if role not in ("assistant", "tool") and message.get("content") is None:
         raise RequestError(f"messages.{index}.content is missing", param="messages", code="missing_field")
@@ -152,16 +155,17 @@ def _part(part: object, index: int) -> str:
 
 def _tool_calls(calls: Any, index: int) -> list[dict[str, Any]]:
     """Return the calls of an earlier turn. Their arguments can be used as an object and as a text, because some
-    templates expect an object and some a text. Raises ``RequestError``."""
+    templates expect an object and some a text; they are ``{}`` if they are missing, null or an empty text. Raises
+    ``RequestError``."""
     if not isinstance(calls, list | tuple):
-        raise _wrong_call(f"messages.{index}.tool_calls", calls)
+        raise _wrong_call(f"messages.{index}.tool_calls", calls, f"[{_CALL}]")
     return [_plain_call(call, f"messages.{index}.tool_calls.{i}") for i, call in enumerate(calls)]
 
 
 def _plain_call(call: Any, where: str) -> dict[str, Any]:
     function = call.get("function") if isinstance(call, Mapping) else None
     if not (isinstance(function, Mapping) and isinstance(function.get("name"), str)):
-        raise _wrong_call(where, call)
+        raise _wrong_call(where, call, _CALL)
     given = function.get("arguments")
     if given is None or given == "":  # how many clients write that there are none
         given = "{}"
@@ -174,7 +178,5 @@ def _plain_call(call: Any, where: str) -> dict[str, Any]:
     return {**call, "function": {**function, "arguments": given}}
 
 
-def _wrong_call(where: str, given: object) -> RequestError:
-    shape = "{'function': {'name': 'f', 'arguments': '{}'}}"
-    allowed = shape if where[-1].isdigit() else f"[{shape}]"
+def _wrong_call(where: str, given: object, allowed: str) -> RequestError:
     return RequestError(f"{where} is {given!r:.80}; allowed: {allowed}", param="messages")
