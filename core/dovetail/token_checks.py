@@ -30,13 +30,13 @@ def check_prompt(input_ids: Collection[int], params: SamplingParams, context_len
     check_token_ids("label_token_ids", params.pooling.token_ids if params.pooling else (), vocab_size)
 
 
-def check_token_ids(param: str, token_ids: Collection[int], vocab_size: int) -> None:
-    """Raise ``RequestError`` if the model has no token for one of ``token_ids``. ``param`` names the request field that
-    holds them."""
+def check_token_ids(field: str, token_ids: Collection[int], vocab_size: int, param: str | None = None) -> None:
+    """Raise ``RequestError`` if the model has no token for one of ``token_ids``. ``field`` names the request field that
+    holds them, or its entry, such as ``input.3``; then ``param`` is the name of the request field."""
     if token_ids and not 0 <= min(token_ids) <= max(token_ids) < vocab_size:
         wrong = next(token for token in token_ids if not 0 <= token < vocab_size)
         raise RequestError(
-            f"{param} has the token id {wrong}, which is outside of the model's vocabulary; token ids must be in "
+            f"{field} has the token id {wrong}, which is outside of the model's vocabulary; token ids must be in "
             f"[0, {vocab_size})",
-            param=param,
+            param=param or field,
         )

@@ -54,6 +54,13 @@ def test_what_it_refers_to_is_there(fake: httpx.Client) -> None:
     assert "$defs" not in text
 
 
+def test_it_says_that_messages_have_no_images(fake: httpx.Client) -> None:
+    schemas = fake.get("/openapi.json").json()["components"]["schemas"]
+    images = schemas["ollama.types.OllamaChatRequest.OllamaMessage"]["properties"]["images"]
+    for value, accepted in ((None, True), ([], True), (["AAAA"], False)):
+        assert jsonschema.Draft202012Validator(images).is_valid(value) == accepted
+
+
 def test_it_says_how_each_api_words_its_errors(fake: httpx.Client) -> None:
     paths = fake.get("/openapi.json").json()["paths"]
     for path, body in (("/v1/responses", {}), ("/v1/messages", {}), ("/api/chat", {}), ("/generate", {})):

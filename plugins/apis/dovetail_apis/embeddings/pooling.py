@@ -35,32 +35,40 @@ async def as_prompts(
 ) -> list[Prompt]:
     """Return prompts of texts or token ids, cut as ``truncation`` requires, with the public ids ``names``, adapters and
     namespaces. ``params`` may be a function that returns those of the text with a given index: there may be thousands, and
-    it is called for one after the other while the event loop does other work. Raises a ``RequestError`` that names ``param``, or the one
-    of ``fields``, for a text without tokens, with more than the context holds, and for invalid token ids."""
+    it is called for one after the other while the event loop does other work. ``fields`` are the names that errors give to
+    the texts; the default is ``param``, or with several texts ``param`` with an index, such as ``input.3``. Raises
+    ``RequestError`` for a text without tokens, with more than the context holds, and for invalid token ids."""
     count = len(texts)
     check_count(host, count, param)
+    if fields is None:
+        fields = [param] if count == 1 else [f"{param}.{index}" for index in range(count)]
 
-    async def as_prompt(given: tuple[int, str | list[int], str, str, str | None]) -> Prompt:
-        index, text, name, adapter, namespace = given
-        field = fields[index] if fields is not None else param if count == 1 else f"{param}.{index}"
-        own = field.partition(".")[0]
+    async def as_prompt(given: tuple[int, str | list[int], str, str, str, str | None]) -> Prompt:
+        index, text, field, name, adapter, namespace = given
         try:
             if truncation is not None:
                 ids = await truncation.encoded(host, text, add_special_tokens, 0)
             else:
                 ids = await host.encode(text, add_special_tokens) if isinstance(text, str) else text
         except ContextLengthError as error:
-            raise ContextLengthError(f"{field}: {error}", param=own) from None
+            raise ContextLengthError(f"{field}: {error}", param=param_of(field)) from None
         if not ids:
-            raise RequestError(f"{field} has an empty text; give at least one token", param=own, code="empty_prompt")
+            message = f"{field} has an empty text; give at least one token"
+            raise RequestError(message, param=param_of(field), code="empty_prompt")
         if len(ids) > host.context_len:
-            raise ContextLengthError(f"{field} has {len(ids)} tokens; the context holds {host.context_len}", param=own)
-        check_token_ids(own, ids, host.vocab_size)
+            message = f"{field} has {len(ids)} tokens; the context holds {host.context_len}"
+            raise ContextLengthError(message, param=param_of(field))
+        check_token_ids(field, ids, host.vocab_size, param_of(field))
         return Prompt(ids, params(index) if callable(params) else params, name, adapter, namespace)
 
     adapters, namespaces = where or ([""] * count, [None] * count)
-    inputs = zip(range(count), texts, names or [""] * count, adapters, namespaces, strict=True)
+    inputs = zip(range(count), texts, fields, names or [""] * count, adapters, namespaces, strict=True)
     return await for_each(list(inputs), as_prompt)
+
+
+def param_of(field: str) -> str:
+    """Return the request field of which ``field`` is an entry: ``documents`` for ``documents.3``."""
+    return field.partition(".")[0]
 
 
 def pooled(choice: Choice) -> FloatArray:

@@ -110,7 +110,13 @@ def _variables(body: TextRequestFields) -> dict[str, Any]:
 
 
 def _plain(message: OllamaMessage, index: int) -> dict[str, Any]:
-    """Return the message as chat templates expect it."""
+    """Return the message as chat templates expect it. Raises ``RequestError``."""
+    if message.images:
+        raise RequestError(
+            f"messages.{index}.images is not supported by this server: it supports only text",
+            param="messages",
+            code="unsupported_parameter",
+        )
     calls = [_past(call, f"messages.{index}.tool_calls.{i}") for i, call in enumerate(message.tool_calls or ())]
     given = {
         "role": message.role,

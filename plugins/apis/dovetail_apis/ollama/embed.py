@@ -37,9 +37,8 @@ async def embed(host: ApiHost, request: Request) -> Response:
         counts = {"prompt_eval_count": count, "total_duration": times.elapsed(), "load_duration": 0}
         return {"model": body.model, "embeddings": vectors, **counts}
 
-    return await whole(
-        request, await _submitted(host, body, texts, body.dimensions, body.truncate is not False), answer
-    )
+    outputs = await _submitted(host, body, texts, "input", body.dimensions, truncate=body.truncate is not False)
+    return await whole(request, outputs, answer)
 
 
 async def embeddings(host: ApiHost, request: Request) -> Response:
@@ -49,20 +48,21 @@ async def embeddings(host: ApiHost, request: Request) -> Response:
     if not body.prompt:
         refuse_unload(body.keep_alive)
         return json_response({"embedding": []})
-    outputs = await _submitted(host, body, [body.prompt], None, False)
+    outputs = await _submitted(host, body, [body.prompt], "prompt", None, truncate=False)
     return await whole(request, outputs, lambda outputs: {"embedding": pooled(outputs.choices[0])})
 
 
 async def _submitted(
-    host: ApiHost, body: EmbedFields, texts: list[str], dimensions: int | None, truncate: bool
+    host: ApiHost, body: EmbedFields, texts: list[str], param: str, dimensions: int | None, *, truncate: bool
 ) -> Generation:
-    """Send ``texts`` to the engine, and return their outputs. Raises ``RequestError``."""
+    """Send ``texts``, which are those of the request field ``param``, to the engine, and return their outputs. Raises
+    ``RequestError``."""
     check_options(host, body.options)
     params = pooling_params(pooling_kind(None, host.embedding))
     assert host.embedding is not None, "pooling_kind refuses a model without embeddings"
     check_dimensions(dimensions, host.embedding["size"])
     given = await for_each(texts, partial(_shortened, host)) if truncate else texts
-    prompts = await as_prompts(host, given, params, "input")
+    prompts = await as_prompts(host, given, params, param)
     api_request = ApiRequest(new_id("ollama-"), tuple(prompts), True, body.namespace, body.priority or 0)
     return await host.submit_in_parts(api_request)
 

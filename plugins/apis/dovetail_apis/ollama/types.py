@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, ClassVar, Literal
 
-from pydantic import Field, field_validator
+from pydantic import Field
 
 from dovetail.api.body import ApiModel, Int32, examples
 from dovetail.api.placement import PlacementFields, SessionFields
 from dovetail.chat.requests import ToolSpec
-from dovetail.errors import RequestError
 
 
 class Options(ApiModel):
@@ -80,18 +79,15 @@ class OllamaMessage(ApiModel):
     role: Literal["system", "user", "assistant", "tool"]
     content: str | None = None
     thinking: str | None = None
-    images: list[Any] | None = Field(None, description="Must be empty or null: this server supports only text.")
+    images: list[Any] | None = Field(
+        None,
+        description="Must be empty or null: this server supports only text.",
+        json_schema_extra={"maxItems": 0},  # not max_length, whose error would not say why
+    )
     tool_calls: list[dict[str, Any]] | None = None
     tool_name: str | None = None
     name: str | None = None
     tool_call_id: str | None = None
-
-    @field_validator("images")
-    @classmethod
-    def _are_none(cls, value: list[Any] | None) -> list[Any] | None:
-        if value:
-            raise RequestError("images is not supported by this server: it supports only text", param="messages")
-        return value
 
 
 class OllamaChatRequest(TextRequestFields):

@@ -18,7 +18,7 @@ from dovetail.sampling_params import PoolingKind, SamplingParams
 from dovetail_apis.config import ScoreConfig
 from dovetail_apis.embeddings.pooling import as_prompts, input_usage, pooled, pooling_params
 from dovetail_apis.openai.format import error_json
-from dovetail_apis.score.pairs import Pair, Scoring, api_request, check_joined, named, score_pairs
+from dovetail_apis.score.pairs import NamedPairs, Scoring, api_request, check_joined, field_names, score_pairs
 from dovetail_apis.score.types import RerankRequest, ScoreRequest
 
 _PAIRS = ("text_1", "text_2")
@@ -51,8 +51,7 @@ class Score(Api):
         sides = _sides(body)
         if _has_labels(body, sides):
             return await _score_labels(host, request, body)
-        pairs, fields = _pairs(body, sides)
-        scoring = await score_pairs(host, self._config, pairs, body, fields)
+        scoring = await score_pairs(host, self._config, _pairs(body, sides), body)
         return await whole(
             request, await host.submit_in_parts(scoring.request), lambda outputs: _score_answer(host, scoring, outputs)
         )
@@ -69,8 +68,8 @@ class Score(Api):
             raise RequestError(f"top_n is {body.top_n}; allowed: at least 1, or 0 for all", param="top_n")
         documents = body.documents if isinstance(body.documents, list) else [body.documents]
         texts = [document if isinstance(document, str) else document.text for document in documents]
-        pairs, fields = [(body.query, text) for text in texts], named("query", 1, "documents", len(texts))
-        scoring = await score_pairs(host, self._config, pairs, body, fields)
+        named = NamedPairs([(body.query, text) for text in texts], field_names("query", 1, "documents", len(texts)))
+        scoring = await score_pairs(host, self._config, named, body)
         return await whole(
             request,
             await host.submit_in_parts(scoring.request),
@@ -110,19 +109,19 @@ def _has_labels(body: ScoreRequest, sides: Sequence[Sequence[str]]) -> bool:
     return bool(labels)
 
 
-def _pairs(body: ScoreRequest, sides: Sequence[Sequence[str]]) -> tuple[list[Pair], list[Pair]]:
-    """Return the pairs, and the names of their texts."""
-    (one, first), (other, second) = (_texts(*body.side(*names)) for names in sides)
-    for param, texts in ((one, first), (other, second)):
+def _pairs(body: ScoreRequest, sides: Sequence[Sequence[str]]) -> NamedPairs:
+    """Return the pairs of the request. Raises ``RequestError``."""
+    (first, queries), (second, answers) = (_texts(*body.side(*names)) for names in sides)
+    for param, texts in ((first, queries), (second, answers)):
         if not texts or "" in texts:
             raise RequestError(f"{param} is empty, or one of its texts; give at least one, not empty", param=param)
-    if len(first) not in (1, len(second)):
+    if len(queries) not in (1, len(answers)):
         raise RequestError(
-            f"{one} has {len(first)} texts and {other} {len(second)}; allowed: one, or as many as {other}",
-            param=one,
+            f"{first} has {len(queries)} texts and {second} {len(answers)}; allowed: one, or as many as {second}",
+            param=first,
         )
-    pairs = list(zip(first * (len(second) if len(first) == 1 else 1), second, strict=True))
-    return pairs, named(one, len(first), other, len(second))
+    pairs = list(zip(queries * (len(answers) if len(queries) == 1 else 1), answers, strict=True))
+    return NamedPairs(pairs, field_names(first, len(queries), second, len(answers)))
 
 
 def _texts(name: str, given: str | list[str] | None) -> tuple[str, list[str]]:

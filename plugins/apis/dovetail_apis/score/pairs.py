@@ -12,11 +12,30 @@ from dovetail.errors import ConfigError, RequestError
 from dovetail.interfaces.api import ApiHost, ApiRequest, Generation, Prompt
 from dovetail.sampling_params import PoolingKind
 from dovetail_apis.config import ScoreConfig
-from dovetail_apis.embeddings.pooling import as_prompts, pooled, pooling_params
+from dovetail_apis.embeddings.pooling import as_prompts, param_of, pooled, pooling_params
 from dovetail_apis.score.types import ScoreFields
 
 Pair = tuple[str, str]
 """Type of a pair: a query, and a text that may answer it."""
+
+
+class FieldNames(NamedTuple):
+    """Hold the names that errors give to the two texts of a pair, such as ``query`` and ``documents.3``."""
+
+    first: str
+    second: str
+
+
+class NamedPairs(NamedTuple):
+    """Hold at least one pair, and the names of the texts of each pair."""
+
+    pairs: Sequence[Pair]
+    fields: Sequence[FieldNames]
+
+    @property
+    def param(self) -> str:
+        """Return the request field of the second texts, which errors about all pairs name."""
+        return param_of(self.fields[0].second)
 
 
 class Scoring(NamedTuple):
@@ -32,29 +51,24 @@ class Scoring(NamedTuple):
         return min(max((score - self.least) / (1 - self.least), 0.0), 1.0)
 
 
-async def score_pairs(
-    host: ApiHost, config: ScoreConfig, pairs: Sequence[Pair], body: ScoreFields, fields: Sequence[Pair]
-) -> Scoring:
-    """Score pairs by the template of ``config``, or by embeddings if there is none. ``fields`` are the names that errors give to
-    the texts of each pair, such as ``documents.3``. Raises ``RequestError``."""
-    check_count(host, len(pairs), param_of(fields[0][1]))
+async def score_pairs(host: ApiHost, config: ScoreConfig, named: NamedPairs, body: ScoreFields) -> Scoring:
+    """Score pairs by the template of ``config``, or by embeddings if there is none. Raises ``RequestError``."""
+    check_count(host, len(named.pairs), named.param)
     by = by_embeddings if config.template is None else by_template
-    return await by(host, config, pairs, body, fields)
+    return await by(host, config, named, body)
 
 
-async def by_embeddings(
-    host: ApiHost, config: ScoreConfig, pairs: Sequence[Pair], body: ScoreFields, fields: Sequence[Pair]
-) -> Scoring:
+async def by_embeddings(host: ApiHost, config: ScoreConfig, named: NamedPairs, body: ScoreFields) -> Scoring:
     """Score pairs by the cosine of the embeddings, from -1 to 1. Each text is embedded once, even if it is in several
-    pairs."""
+    pairs; errors give it its first name."""
     params = pooling_params(pooling_kind(body.pooling, host.embedding))
-    named = {
-        text: field
-        for pair, of_pair in zip(pairs, fields, strict=True)
-        for text, field in zip(pair, of_pair, strict=True)
-    }
-    texts = list(named)
-    prompts = await as_prompts(host, texts, params, param_of(fields[0][1]), body, fields=list(named.values()))
+    pairs = named.pairs
+    field_of_text: dict[str, str] = {}
+    for pair, fields in zip(pairs, named.fields, strict=True):
+        for text, field in zip(pair, fields, strict=True):
+            field_of_text.setdefault(text, field)
+    texts = list(field_of_text)
+    prompts = await as_prompts(host, texts, params, named.param, body, fields=list(field_of_text.values()))
     index = {text: i for i, text in enumerate(texts)}
 
     def read(outputs: Generation) -> list[float]:
@@ -64,17 +78,14 @@ async def by_embeddings(
     return Scoring(api_request(body, prompts), read, -1.0)
 
 
-async def by_template(
-    host: ApiHost, config: ScoreConfig, pairs: Sequence[Pair], body: ScoreFields, fields: Sequence[Pair]
-) -> Scoring:
+async def by_template(host: ApiHost, config: ScoreConfig, named: NamedPairs, body: ScoreFields) -> Scoring:
     """Score pairs by the probability of ``config.yes`` against ``config.no`` as the token after the template, from 0 to
     1. The common prefix of the prompts is computed once."""
     assert config.template is not None
     params = pooling_params(PoolingKind.LABELS, (_token(host, config.yes), _token(host, config.no)))
-    param = param_of(fields[0][1])
-    check_pairs(host, pairs, param)
-    texts = [fill_template(config.template, *pair) for pair in pairs]
-    prompts = await as_prompts(host, texts, params, param, body, add_special_tokens=False)
+    check_pairs(host, named.pairs, named.param)
+    texts = [fill_template(config.template, *pair) for pair in named.pairs]
+    prompts = await as_prompts(host, texts, params, named.param, body, add_special_tokens=False)
 
     def read(outputs: Generation) -> list[float]:
         return [label_probabilities(pooled(choice), among_labels=True)[0] for choice in outputs.choices]
@@ -82,14 +93,13 @@ async def by_template(
     return Scoring(api_request(body, prompts, together=True), read, 0.0)
 
 
-def named(one: str, count: int, other: str, others: int) -> list[Pair]:
-    """Return the names of the texts of ``others`` pairs of the fields ``one``, which has 1 or ``others`` texts, and ``other``."""
-    return [(one if count == 1 else f"{one}.{i}", other if others == 1 else f"{other}.{i}") for i in range(others)]
-
-
-def param_of(field: str) -> str:
-    """Return the field of the request of which ``field`` is an entry."""
-    return field.partition(".")[0]
+def field_names(first: str, first_count: int, second: str, second_count: int) -> list[FieldNames]:
+    """Return the names of the texts of ``second_count`` pairs. ``first`` and ``second`` are the request fields of their texts;
+    ``first`` has one text for all pairs, or as many as ``second``."""
+    return [
+        FieldNames(first if first_count == 1 else f"{first}.{i}", second if second_count == 1 else f"{second}.{i}")
+        for i in range(second_count)
+    ]
 
 
 def check_pairs(host: ApiHost, pairs: Collection[Pair], param: str) -> None:
