@@ -97,9 +97,14 @@ _PLACEMENT = (
         priority=(None, 0),
     ),
     _honoured("VS", "Prefixes are shared only with requests that have the same salt.", cache_salt=None),
-    _honoured("S", "Like `cache_salt`; if both are given, both must be the same.", extra_key=None),
+    _honoured("S", "Like `cache_salt`; with both, prefixes are shared only if both are the same.", extra_key=None),
 )
-_IDS = _honoured("VS", "The id of the request: of its answer, and for `/abort_request`.", rid=None, request_id=None)
+_IDS = _honoured(
+    "VS",
+    "The id of the request: of its answer, and for `/abort_request`. With both, it is `rid`.",
+    rid=None,
+    request_id=None,
+)
 _SESSION = _honoured(
     "VSD", "A hint that a next turn follows, so that this one stays cached ([language.md](language.md)).",
     session=None, session_id=None,
@@ -334,7 +339,7 @@ SAMPLING_PARAMS = RequestFields("/generate", "Native: `sampling_params`", (
 ))  # fmt: skip
 
 _INPUTS = (
-    _honoured("VS", "The id of the request, for `/abort_request`.", rid=None, request_id=None),
+    _honoured("VS", "The id of the request, for `/abort_request`. With both, it is `rid`.", rid=None, request_id=None),
     *_PLACEMENT,
     _no_effect("OV", "OpenAI's accounting.", user=None),
     _refused("V", _TEXT_ONLY, mm_processor_kwargs=(None, {})),
