@@ -93,20 +93,6 @@ def test_unlikely_drafts_are_left_out_where_the_drafter_says_which_they_are(fake
     assert run(fakes, *specs, sets=["speculative=auto", given]).drafter.name == "eagle"
 
 
-def test_data_attention_needs_a_drafter_whose_model_can_divide_requests(fakes):
-    own = DRAFT | {Feature.DRAFT_DATA_ATTENTION}
-    specs = [
-        fakes.spec(K.DRAFTER, "heads", offers=DRAFT, needs=frozenset({Feature.KV_DRAFT_CACHE})),
-        fakes.spec(K.DRAFTER, "own", offers=own, needs=frozenset({Feature.KV_DRAFT_CACHE})),
-        fakes.spec(K.DRAFTER, "ngram", offers=DRAFT),
-    ]
-    expected = "parallel.attention data needs a drafter without a model, or one that offers draft.data_attention"
-    for name in ("heads", "own", "ngram"):  # the model does not offer model.data_attention
-        sets = [f"speculative={name}", "parallel.tp=2", "parallel.attention=data"]
-        text = refusal(fakes, *specs, sets=sets)
-        assert (f"{expected}; speculative is 'heads'" in text) == (name == "heads"), text
-
-
 def test_overlap_auto_is_off_on_cpu_and_can_be_asked_for(fakes):
     assert run(fakes).config.scheduler.overlap is False
     assert run(fakes, sets=["scheduler.overlap=true"]).config.scheduler.overlap is True

@@ -120,7 +120,7 @@ def save_eagle3(directory: Path, seed: int = 3, layer: str = "midlayer", **overr
     return write(directory, config, tensors)
 
 
-def say_first(directory: Path, count: int) -> None:
+def draft_first_tokens(directory: Path, count: int) -> None:
     """Change an EAGLE-3 head that was saved: it drafts the first tokens of the vocabulary, of which the first ``count`` vary most."""
     tensors = load_file(directory / "model.safetensors")
     tensors["d2t"].zero_()

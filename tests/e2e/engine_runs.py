@@ -11,6 +11,7 @@ import numpy as np
 
 from dovetail import LLM, SamplingParams
 from dovetail.interfaces.speculative import Drafter
+from dovetail.memory.table import pool_of
 from dovetail.messages import AbortMsg, GenerateMsg, RequestFailed, TokenOutput
 from dovetail.types import DraftTree
 
@@ -84,6 +85,21 @@ class Traffic:
     def kind(self, rid):
         end = self.ends[rid]
         return end.status if isinstance(end, RequestFailed) else end.kind
+
+
+def run_with_aborts(llm: LLM, prompts, params, chance) -> tuple[Traffic, set[int]]:
+    """Add requests with up to three steps between them, abort an earlier one with this ``chance`` after each, and run them to their ends.
+    Return the traffic, in which request i is ``r{i}``, and those of two ranks that have kept requests, with data-parallel attention."""
+    rng, used, traffic = random.Random(1), set(), Traffic(llm)
+    for i, (prompt, own) in enumerate(zip(prompts, params, strict=True)):
+        traffic.add(f"r{i}", prompt, replace(own, seed=None), seed=own.seed or 0)
+        for _ in range(rng.choice([0, 0, 1, 3])):
+            traffic.step()
+        used |= {pool_of(req.slot, 2) for req in llm.loop.scheduler.running}
+        if rng.random() < chance:
+            traffic.abort(f"r{rng.randrange(i + 1)}")
+    traffic.finish()
+    return traffic, used
 
 
 def varied_params(rng: random.Random, most=40) -> SamplingParams:

@@ -11,23 +11,23 @@ import mtp_dflash_checkpoints
 from safetensors.torch import load_file, save_file
 from state_models import VOCAB, save
 
-SAID = 5
-"""Tokens that models and drafters say at all: drafts of random weights are right now and then."""
+GENERATED = 5
+"""The number of tokens that models and drafters generate: drafts of random weights are right now and then."""
 HIDDEN = 32
 
 
-def say_little(directory: Path) -> None:
-    """Let a model say the first ``SAID`` tokens only."""
+def limit_vocabulary(directory: Path) -> None:
+    """Change a model that was saved: it generates the first ``GENERATED`` tokens only."""
     saved = load_file(directory / "model.safetensors")
-    saved["lm_head.weight"][SAID:] = 0
-    saved["lm_head.weight"][:SAID] *= 4
+    saved["lm_head.weight"][GENERATED:] = 0
+    saved["lm_head.weight"][:GENERATED] *= 4
     save_file(saved, directory / "model.safetensors")
 
 
 def with_mtp(directory: Path) -> None:
     """Save a Qwen3-Next with a layer that predicts a further token."""
     mtp_dflash_checkpoints.save_qwen3_next(directory, layer_types=["linear_attention", "full_attention"])
-    say_little(directory)
+    limit_vocabulary(directory)
 
 
 def beside(name: str, drafter: str) -> Callable[[Path], None]:
@@ -35,17 +35,17 @@ def beside(name: str, drafter: str) -> Callable[[Path], None]:
 
     def build(directory: Path) -> None:
         save(name, directory, **({"num_hidden_layers": 4} if name == "falcon_h1" else {}))
-        say_little(directory)
+        limit_vocabulary(directory)
         if drafter == "dflash":
             mtp_dflash_checkpoints.save_dflash(directory / drafter, hidden=HIDDEN, head_dim=16, mask=VOCAB - 1)
         elif drafter == "eagle3":
             sizes: dict[str, Any] = {"hidden_size": HIDDEN, "draft_vocab_size": VOCAB, "max_position_embeddings": 512}
             sizes["eagle_config"] = {"eagle_aux_hidden_state_layer_ids": [0, 1, 2]}
             drafter_checkpoints.save_eagle3(directory / drafter, **sizes)
-            say_little(directory / drafter)
+            limit_vocabulary(directory / drafter)
         else:
             drafter_checkpoints.save_target(directory / drafter, num_hidden_layers=3)
-            say_little(directory / drafter)
+            limit_vocabulary(directory / drafter)
 
     return build
 

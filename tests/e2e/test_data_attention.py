@@ -15,7 +15,7 @@ from typing import Any
 
 import engine_models as models
 import pytest
-from engine_runs import Traffic, check_idle, make_llm, paged, prompts_of, results, varied_params
+from engine_runs import Traffic, check_idle, make_llm, paged, prompts_of, results, run_with_aborts, varied_params
 from transformers import DeepseekV2Config, Qwen3MoeConfig
 
 from dovetail import LLM, SamplingParams
@@ -197,18 +197,9 @@ def test_requests_that_come_and_are_aborted(checkpoints: dict[str, Path]) -> Non
     one = make_llm(checkpoints["deepseek"], threads=1)
     alone = [output.token_ids for output in one.generate(prompts, params)]
     one.close()
-    rng, used = random.Random(1), set()
     two = two_ranks(checkpoints["deepseek"], **paged(4, 300, scheduler={"chunk_size": 11, "max_running": 8}))
     try:
-        traffic = Traffic(two)
-        for i, (prompt, own) in enumerate(zip(prompts, params, strict=True)):
-            traffic.add(f"r{i}", prompt, replace(own, seed=None), seed=own.seed or 0)
-            for _ in range(rng.choice([0, 0, 1, 3])):
-                traffic.step()
-            used |= {pool_of(req.slot, 2) for req in two.loop.scheduler.running}
-            if rng.random() < 0.2:
-                traffic.abort(f"r{rng.randrange(i + 1)}")
-        traffic.finish()
+        traffic, used = run_with_aborts(two, prompts, params, 0.2)
         assert used == {0, 1}
         for i, tokens in enumerate(alone):
             got = traffic.tokens[f"r{i}"]

@@ -17,22 +17,21 @@ import drafter_checkpoints as heads
 import engine_models as models
 import mtp_dflash_checkpoints as checkpoints
 import pytest
-from engine_runs import Traffic, check_idle, make_llm, paged, prompts_of, results, varied_params
+from engine_runs import check_idle, make_llm, paged, prompts_of, results, run_with_aborts, varied_params
 from safetensors.torch import load_file, save_file
 from transformers import Qwen3MoeConfig
 
 from dovetail import LLM, SamplingParams
+from dovetail.cli import main
 from dovetail.config.checkpoint import EMBEDDED
-from dovetail.errors import ConfigError
-from dovetail.memory.table import pool_of
 from dovetail.sampling_params import GrammarKind, GrammarSpec
 from dovetail.scheduler import admission
 from dovetail.types import FinishKind
 
 VOCAB = 4096
 """The vocabulary of the embedded model, whose tokenizer the targets have, for grammars."""
-SAID = 3
-"""Tokens that the targets say without a grammar: drafts of random weights are right now and then."""
+GENERATED = 3
+"""The number of tokens that the targets generate without a grammar: drafts of random weights are right now and then."""
 HEAD: dict[str, Any] = {"vocab_size": VOCAB, "hidden_size": 64, "max_position_embeddings": 256}
 QWEN: dict[str, Any] = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "head_dim": 32}
 
@@ -42,14 +41,14 @@ def save_target(directory: Path, save: Callable[[Path], Any]) -> Path:
     save(directory)
     weights = load_file(directory / "model.safetensors")
     for name in [name for name in weights if name.endswith(("lm_head.weight", "shared_head.head.weight"))]:
-        weights[name][SAID:] = 0
-        weights[name][:SAID] *= 4
+        weights[name][GENERATED:] = 0
+        weights[name][:GENERATED] *= 4
     save_file(weights, directory / "model.safetensors")
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(EMBEDDED["tiny"] / name, directory)
     heads.save_eagle(directory / "eagle", **HEAD)
     heads.save_eagle3(directory / "eagle3", **HEAD, eagle_config={"eagle_aux_hidden_state_layer_ids": [0, 1, 2]})
-    heads.say_first(directory / "eagle3", SAID)
+    heads.draft_first_tokens(directory / "eagle3", GENERATED)
     checkpoints.save_dflash(directory / "dflash", hidden=64, head_dim=16, mask=VOCAB - 1)
     if (directory / "draft_model").exists():  # the first layers of the target
         kept = {
@@ -193,18 +192,9 @@ def test_requests_that_come_and_are_aborted(targets: Callable[[str], Path]) -> N
     one = make_llm(targets("deepseek"), threads=1)
     alone = [output.token_ids for output in one.generate(prompts, params)]
     one.close()
-    rng, used = random.Random(1), set()
     two = with_drafts(targets("deepseek"), 2, "mtp", **paged(4, 200, scheduler={"chunk_size": 11, "max_running": 8}))
     try:
-        traffic = Traffic(two)
-        for i, (prompt, own) in enumerate(zip(prompts, params, strict=True)):
-            traffic.add(f"r{i}", prompt, replace(own, seed=None), seed=own.seed or 0)
-            for _ in range(rng.choice([0, 0, 1, 3])):
-                traffic.step()
-            used |= {pool_of(req.slot, 2) for req in two.loop.scheduler.running}
-            if rng.random() < 0.3:
-                traffic.abort(f"r{rng.randrange(i + 1)}")
-        traffic.finish()
+        traffic, used = run_with_aborts(two, prompts, params, 0.3)
         assert used == {0, 1}
         kinds = [traffic.kind(f"r{i}") for i in range(len(alone))]
         assert FinishKind.ABORT in kinds
@@ -218,17 +208,35 @@ def test_requests_that_come_and_are_aborted(targets: Callable[[str], Path]) -> N
         two.close()
 
 
-def test_a_draft_model_whose_layers_cannot_divide_requests_is_refused(
-    targets: Callable[[str], Path], tmp_path: Path
+def test_a_draft_model_whose_layers_cannot_divide_requests_is_refused_by_explain(
+    targets: Callable[[str], Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """The model is refused wherever it is, also for a machine that is assumed, and with heads it is not. A folder that the assumed
+    machine may have is not needed here."""
+    target = targets("qwen3")
     models.save_llama(tmp_path / "llama", vocab_size=VOCAB)
-    with pytest.raises(
-        ConfigError, match=r"parallel.attention data needs a draft model that offers model.data_attention"
-    ):
-        LLM(
-            str(targets("qwen3")),
-            device="cpu",
-            grammar="none",
-            parallel={"tp": 2, "attention": "data"},
-            speculative={"kind": "draft_model", "path": str(tmp_path / "llama")},
-        )
+    shutil.copytree(target, tmp_path / "without", ignore=shutil.ignore_patterns("draft_model"))
+    shutil.copytree(tmp_path / "without", tmp_path / "beside")
+    shutil.copytree(tmp_path / "llama", tmp_path / "beside" / "draft_model")
+    outside = ["--set", f"speculative={{kind: draft_model, path: {tmp_path / 'llama'}}}"]
+    inside = ["--set", "speculative=draft_model"]
+    for device in ("--assume=cpu", "--assume=sm90", "--set=device=cpu"):
+        for directory, drafter, file in (
+            (target, outside, tmp_path / "llama"),
+            (tmp_path / "beside", inside, tmp_path / "beside" / "draft_model"),
+        ):
+            assert explained(directory, device, *drafter, attention="data") != 0
+            shown = " ".join(capsys.readouterr().err.split())
+            refused = "parallel.attention data needs a draft model that offers model.data_attention; LlamaForCausalLM does not"
+            assert f"{file / 'config.json'}: {refused}" in shown
+            assert explained(directory, device, *drafter, attention="heads") == 0
+        assert explained(target, device, *inside, attention="data") == 0
+    assert explained(tmp_path / "without", "--assume=sm90", *inside, attention="data") == 0
+
+
+def explained(directory: Path, *words: str, attention: str) -> int | str | None:
+    """Return the exit status of ``dovetail explain`` for two ranks."""
+    given = ["--tp", "2", "--set", f"parallel.attention={attention}", "--set", "grammar=none"]
+    with pytest.raises(SystemExit) as end:
+        main(["explain", str(directory), *given, *words])
+    return end.value.code

@@ -39,15 +39,15 @@ CUTS = {
     "pages of one": paged(1, 150, scheduler={"chunk_size": 11, "max_running": 8}),
     "switched": paged(1, 150, scheduler={"chunk_size": 30, "max_running": 8, "draft": "adaptive"}),
 }
-SAID = 7
-"""Tokens that the models say at all: drafts of random weights are right now and then."""
+GENERATED = 7
+"""The number of tokens that the models generate: drafts of random weights are right now and then."""
 NO_LUCK = RuntimeError("out of luck")
 
 
 @pytest.fixture(scope="module")
 def target(tmp_path_factory):
     """Save a target with a checkpoint for each drafter in its folder."""
-    directory = checkpoints.save_target(tmp_path_factory.mktemp("target") / "target", eos_token_id=SAID - 1)
+    directory = checkpoints.save_target(tmp_path_factory.mktemp("target") / "target", eos_token_id=GENERATED - 1)
     checkpoints.save_eagle3(directory / "eagle3")
     checkpoints.save_target(directory / "draft_model", num_hidden_layers=6)
     more_checkpoints.add_mtp(directory, 1)
@@ -57,8 +57,8 @@ def target(tmp_path_factory):
         if "d2t" in tensors:
             tensors["d2t"].zero_()  # its vocabulary starts with the target's
             tensors["t2d"][:] = torch.arange(VOCAB) < len(tensors["d2t"])
-        tensors["lm_head.weight"][SAID:] = 0
-        tensors["lm_head.weight"][:SAID] *= 4
+        tensors["lm_head.weight"][GENERATED:] = 0
+        tensors["lm_head.weight"][:GENERATED] *= 4
         save_file(tensors, folder / "model.safetensors")
     return directory
 

@@ -17,16 +17,16 @@ from dovetail import SamplingParams
 from dovetail.scheduler import admission
 from dovetail.types import FinishKind
 
-SAID = 5
-"""Tokens that the target says at all: drafts of random weights are right now and then."""
+GENERATED = 5
+"""The number of tokens that the target generates: drafts of random weights are right now and then."""
 
 
 def save_target(directory, layers):
     """Save a model with ``layers`` that predict further tokens, and a DFlash drafter in its folder."""
     models.save_llama(directory, head_dim=16)
     saved = load_file(directory / "model.safetensors")
-    saved["lm_head.weight"][SAID:] = 0
-    saved["lm_head.weight"][:SAID] *= 4
+    saved["lm_head.weight"][GENERATED:] = 0
+    saved["lm_head.weight"][:GENERATED] *= 4
     save_file(saved, directory / "model.safetensors")
     checkpoints.add_mtp(directory, layers)
     checkpoints.save_dflash(directory / "dflash", hidden=64, head_dim=16, mask=VOCAB - 1)

@@ -25,12 +25,13 @@ from transformers import Qwen3MoeConfig
 from dovetail.engine import draft_graphs
 from dovetail.engine.draft_graphs import DraftGraphs, DraftLimits
 from dovetail.engine.engine import Engine
-from dovetail.interfaces.mesh import Mesh, OneRank
+from dovetail.interfaces.mesh import Mesh
 from dovetail.interfaces.speculative import DraftPass
 from dovetail.registry.machine import Machine
 from dovetail.registry.resolver import resolve
 from dovetail.registry.setup import setup
 from dovetail_speculative.hidden import DraftRows
+from rank_alone import Alone
 
 VOCAB, ROWS, PAGE, PAGES, CONTEXT = 199, 16, 4, 200, 64
 DRAFTERS: dict[str, dict[str, Any]] = {
@@ -48,18 +49,6 @@ class Counted(DraftGraphs):
     def _replay(self, keys: Any, slots: Any, passes: Any, stride: int) -> None:
         self.runs += 1
         super()._replay(keys, slots, passes, stride)
-
-
-class Alone(OneRank):
-    """Stand in for the collectives of two ranks, of which the other adds nothing."""
-
-    size = 2
-
-    def __init__(self, rank: int) -> None:
-        self.rank = rank
-
-    def all_gather(self, x: torch.Tensor, width: int | None = None) -> torch.Tensor:
-        return torch.cat([x, x], 1)[:, :width].contiguous()
 
 
 @pytest.fixture(scope="module")

@@ -34,8 +34,8 @@ pytestmark = [
 ]
 DEVICE = "cuda:0"
 VOCAB, HIDDEN = 512, 256
-SAID = 6
-"""Tokens that the models say: drafts of random weights are right now and then."""
+GENERATED = 6
+"""The number of tokens that the models generate: drafts of random weights are right now and then."""
 COMMON: dict[str, Any] = {
     "vocab_size": VOCAB,
     "hidden_size": HIDDEN,
@@ -74,7 +74,7 @@ def save_qwen3(directory: Path) -> None:
     AutoModelForCausalLM.from_config(config).save_pretrained(directory)
     sizes: dict[str, Any] = {"vocab_size": VOCAB, "hidden_size": HIDDEN, "head_dim": 64}
     heads.save_eagle3(directory / "eagle3", **sizes, eagle_config={"eagle_aux_hidden_state_layer_ids": [0, 1, 2]})
-    heads.say_first(directory / "eagle3", SAID)
+    heads.draft_first_tokens(directory / "eagle3", GENERATED)
 
 
 @dataclass(frozen=True)
@@ -146,7 +146,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Model]:
             {"deepseek": save_deepseek, "qwen3": save_qwen3}[name](path)
             weights = load_file(path / "model.safetensors")
             for head in [key for key in weights if key.endswith(("lm_head.weight", "shared_head.head.weight"))]:
-                weights[head][SAID:] = 0
+                weights[head][GENERATED:] = 0
             save_file(weights, path / "model.safetensors")
             adapters = write_adapters(path)
             made[name] = Model(path, adapters, *generated(path, adapters, 1, named=True))

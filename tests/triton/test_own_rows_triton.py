@@ -35,7 +35,7 @@ from dovetail.engine.runners import DecodeGraphRunner, EagerRunner, EagerSampler
 from dovetail.engine.sampler import Sampler
 from dovetail.engine.sharing import NO_SHARING
 from dovetail.engine.verify_graphs import VerifyGraphs, VerifySizes
-from dovetail.interfaces.mesh import Mesh, OneRank
+from dovetail.interfaces.mesh import Mesh
 from dovetail.layers.base import prepare_layers
 from dovetail.layers.linear import Linear
 from dovetail.ops.adapter_weights import AdapterCount
@@ -44,20 +44,9 @@ from dovetail.registry.resolver import resolve
 from dovetail.registry.setup import setup
 from dovetail.sampling_params import SamplingParams
 from dovetail.types import AdmittedRequest, Batch, DraftTree
+from rank_alone import Alone
 
 VOCAB, ROWS, PAGE, PAGES = 199, 16, 4, 60
-
-
-class Alone(OneRank):
-    """Stand in for the collectives of two ranks, of which the other adds nothing."""
-
-    size = 2
-
-    def __init__(self, rank: int) -> None:
-        self.rank = rank
-
-    def all_gather(self, x: torch.Tensor, width: int | None = None) -> torch.Tensor:
-        return torch.cat([x, x], 1)[:, :width].contiguous()
 
 
 @pytest.fixture(scope="module")

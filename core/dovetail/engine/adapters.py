@@ -18,7 +18,7 @@ from dovetail.engine.adapter_files import AdapterReader, AdapterRegions, Region,
 from dovetail.engine.adapter_places import AdaptedModules, adapted_modules
 from dovetail.engine.build import as_module
 from dovetail.engine.captured_slots import CapturedSlots
-from dovetail.engine.own_rows import own_rows
+from dovetail.engine.own_rows import kept
 from dovetail.engine.peft import read_adapter
 from dovetail.interfaces.mesh import SINGLE, Mesh
 from dovetail.interfaces.model import ModelArchitecture
@@ -235,7 +235,7 @@ class EngineAdapters:
         if not self._captured.is_sent(*state):
             self._captured.send(slots, *state)
         if self._captured_own is not None and self._tp is not None and not self._captured_own.is_sent(*state):
-            self._captured_own.send(slots[own_rows(batch, self._tp)], *state)
+            self._captured_own.send(slots[kept(batch.slots, self._tp)], *state)
 
     @contextmanager
     def sampled(self, batch: Batch, rows: IntArray) -> Iterator[None]:
@@ -257,7 +257,7 @@ class EngineAdapters:
     def _own_slots(self, batch: Batch) -> TokenSlots | None:
         """Return the slots of the tokens of this rank's rows, with data-parallel attention; None if none has an adapter."""
         slots: Any = batch.adapters
-        rows = None if self._tp is None else own_rows(batch, self._tp)
+        rows = None if self._tp is None else kept(batch.slots, self._tp)
         if rows is None or not slots[rows].any():
             return None
         return self._on_device(np.repeat(slots[rows], batch.extend_lens[rows]).astype(np.int32) - 1)

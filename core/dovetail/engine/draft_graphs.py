@@ -176,20 +176,20 @@ class DraftGraphs:
         captured = [self._captured[key] for key in keys]
         packed = self._packed(captured, table, passes, stride)
         if self._own is not None:
-            mine = self._own.mine(slots)
-            table, own_passes = table[mine], [OwnPass.of(given, mine) for given in passes]
-            own = own_bytes(inputs, table, own_passes, [one.own for one in captured if one.own is not None])
-            packed = [np.concatenate(both) for both in zip(packed, own, strict=True)]
-            passes = [given for given, _ in own_passes]
+            rows = self._own.kept(slots)
+            table, own_parts = table[rows], [OwnPass.of(given, rows) for given in passes]
+            own_packed = own_bytes(inputs, table, own_parts, [one.own for one in captured if one.own is not None])
+            packed = [np.concatenate(both) for both in zip(packed, own_packed, strict=True)]
+            passes = [given for given, _ in own_parts]
         of_table = np.zeros(-(-table.nbytes // 8) * 8, np.uint8)
         of_table[: table.nbytes] = table.reshape(-1).view(np.uint8)
         sent = to_device(np.concatenate([of_table, *packed]), inputs.device)
         self._table[: len(table), : table.shape[1]].copy_(unpack(sent, [table])[0])
         self._table[len(table) :, 0].zero_()
         at = len(of_table)
-        for one, given, its in zip(captured, passes, packed, strict=True):
-            self._buffer[: len(its)].copy_(sent[at : at + len(its)])
-            at += len(its)
+        for one, given, given_bytes in zip(captured, passes, packed, strict=True):
+            self._buffer[: len(given_bytes)].copy_(sent[at : at + len(given_bytes)])
+            at += len(given_bytes)
             set_lens(one.batch, given)
             self._backend.plan_replay(one.batch)
             one.graph.replay()
@@ -220,9 +220,9 @@ class DraftGraphs:
         variant = self._variant(slots, passes[single.index(True)], most) if most else 0
         sizes, keys = self._sizes[at], []
         for one, rows, alone in zip(passes, needed, single, strict=True):
-            most_rows = most if alone else rows
-            size = next(size for size in sizes if size >= most_rows)
-            own = 0 if self._own is None else self._own.level_for(slots[:most_rows], sizes, size)
+            count = most if alone else rows
+            size = next(size for size in sizes if size >= count)
+            own = 0 if self._own is None else self._own.level_for(slots[:count], sizes, size)
             keys.append(DraftKey(at, one.kind, size, variant * alone, own))
         self._own_levels += [own for own in dict.fromkeys(key.own for key in keys) if own not in self._own_levels]
         return keys

@@ -20,7 +20,7 @@ from dovetail.engine.grouped import Pools, backends_of, grouped_attention, group
 from dovetail.engine.inputs import Inputs, largest, ragged
 from dovetail.engine.memory import module_bytes
 from dovetail.engine.mesh import local_info
-from dovetail.engine.own_rows import own_rows, tokens_of
+from dovetail.engine.own_rows import kept, tokens_of
 from dovetail.engine.weights import load_weights, names_reader
 from dovetail.errors import ConfigError
 from dovetail.interfaces.attention import AttentionBackend, AttentionContext
@@ -30,7 +30,7 @@ from dovetail.interfaces.features import Feature
 from dovetail.interfaces.quantization import QuantizationContext
 from dovetail.interfaces.speculative import DraftCache, DraftPass, DraftRuntime, DraftSteps
 from dovetail.layers.own_rows import OwnRows
-from dovetail.registry.model_choice import read_quantization
+from dovetail.registry.draft_models import draft_model
 from dovetail.registry.quantizations import choose, expert_feature
 from dovetail.registry.ranks import check_ranks
 from dovetail.registry.stages import kernel_dims, latent_reasons
@@ -167,7 +167,7 @@ class EngineDraftCache(DraftCache):
         tp = self._mesh.tp
         if self._mesh.attention == "heads":
             return self._plan(batch, mask)
-        rows = own_rows(batch, tp)
+        rows = kept(batch.slots, tp)
         tokens = tokens_of(batch, rows)
         own_positions = None if positions is None else positions[tokens]
         arrays = batch.slots[rows], batch.prefix_lens[rows], batch.extend_lens[rows], own_positions, tokens
@@ -319,26 +319,12 @@ class EngineDraftRuntime(DraftRuntime):
 
     def open(self, directory: Path, load_format: str) -> ModelArchitecture:
         """See ``DraftRuntime``."""
-        file = directory / "config.json"
-        checkpoint = read_json(directory, file.name)
-        architectures = checkpoint.get("architectures") or []
-        found = [c for c in self._resolved.models if set(architectures) & set(c.spec.aliases)]
-        if not found:
-            known = sorted({alias for c in self._resolved.models for alias in c.spec.aliases})
-            raise ConfigError(
-                f"{file} has architectures {architectures}; installed models implement {', '.join(known)}"
-            )
-        spec, label = found[0].spec, found[0].label
-        assert spec.describe is not None, "every model spec has a description"
-        info = load_attribute(spec.describe, label)(checkpoint)
-        if self._mesh.attention == "data" and Feature.MODEL_DATA_ATTENTION not in info.offers:
-            raise ConfigError(
-                f"{file}: parallel.attention data needs a draft model that offers {Feature.MODEL_DATA_ATTENTION}; "
-                f"{info.architecture} does not. Select another draft model, or parallel.attention heads"
-            )
+        component, info = draft_model(directory, self._resolved.models, self._resolved.config)
         served = self._resolved.config.model.context_len or info.context_len
-        info = replace(info, context_len=min(info.context_len, served), quantization=read_quantization(checkpoint))
-        return self._load_quantized(load_attribute(spec.target, label), info, directory, load_format)
+        info = replace(info, context_len=min(info.context_len, served))
+        return self._load_quantized(
+            load_attribute(component.spec.target, component.label), info, directory, load_format
+        )
 
     def _load_quantized(
         self, model: ModelClass, info: ModelInfo, directory: Path, load_format: str

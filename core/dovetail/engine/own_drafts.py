@@ -9,11 +9,10 @@ import torch
 
 from dovetail.engine.draft_layout import Placed, one_each, padding, wide
 from dovetail.engine.inputs import pack
-from dovetail.engine.own_graphs import own_levels
-from dovetail.engine.own_rows import tokens_within
+from dovetail.engine.own_graphs import level_of, own_levels
+from dovetail.engine.own_rows import kept, most_kept, tokens_within
 from dovetail.interfaces.speculative import DraftPass
 from dovetail.layers.own_rows import OwnRows
-from dovetail.memory.table import pool_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -52,12 +51,11 @@ class OwnDraftRows:
 
     def level_for(self, slots: IntArray, sizes: Sequence[int], rows: int) -> int:
         """Return the level at which every rank has space for its requests among ``slots``, in a pass of ``rows`` rows."""
-        most = int(np.bincount(pool_of(slots, self._tp.size)).max())
-        return next(level for level, count in enumerate(self.levels(sizes, rows)) if count >= most)
+        return level_of(self.levels(sizes, rows), most_kept(slots, self._tp))
 
-    def mine(self, slots: IntArray) -> Int64Array:
+    def kept(self, slots: IntArray) -> Int64Array:
         """Return the indices of the requests among ``slots`` that this rank keeps."""
-        return np.flatnonzero(pool_of(slots, self._tp.size) == self._tp.rank)
+        return kept(slots, self._tp)
 
     def rows(self, batch: Batch, buffer: torch.Tensor, shape: OwnShape) -> OwnRows:
         """Return the own rows of a captured pass, and give their ``batch`` its tensors: views of ``buffer``, which holds the bytes of
@@ -84,9 +82,9 @@ class OwnPass(NamedTuple):
 
 
 def own_bytes(inputs: Inputs, table: IntArray, passes: Sequence[OwnPass], shapes: Sequence[OwnShape]) -> list[Bytes]:
-    """Return the bytes that the host sends for the own rows of each pass, padded to its shape: where their tokens are in the pass, twice,
-    then how they are laid out (see ``Placed``). ``table`` has the pages of the own rows. All passes with one token in each row
-    have the same shape."""
+    """Return the bytes that the host sends for the own rows of each pass, padded to its shape: ``OwnRows.tokens`` and
+    ``OwnRows.targets``, then how their tokens are laid out (see ``Placed``). ``table`` has the pages of the own rows. All passes with
+    one token in each row have the same shape."""
     pairs = list(zip(passes, shapes, strict=True))
     ones = [own.given for own, shape in pairs if shape.width == 1]
     rows = next((shape.tokens for shape in shapes if shape.width == 1), 0)

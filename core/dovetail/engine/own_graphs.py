@@ -8,9 +8,8 @@ import numpy as np
 
 from dovetail.engine.captures import NO_UPDATES
 from dovetail.engine.inputs import DecodeTensors, decode_arrays
-from dovetail.engine.own_rows import own_rows, rows_of
+from dovetail.engine.own_rows import kept, most_kept, rows_of
 from dovetail.layers.own_rows import OwnRows
-from dovetail.memory.table import pool_of
 from dovetail.types import Batch
 
 if TYPE_CHECKING:
@@ -27,6 +26,11 @@ def own_levels(sizes: Sequence[int], count: int, ranks: int) -> list[int]:
     ``sizes`` of the ladder that hold an even share and the next larger one, and all of the step."""
     share = -(-count // ranks)
     return sorted({*[size for size in sizes if share <= size <= count][:2], count})
+
+
+def level_of(levels: Sequence[int], most: int) -> int:
+    """Return the index of the first of ``levels`` (see ``own_levels``) that is not below ``most``."""
+    return next(level for level, count in enumerate(levels) if count >= most)
 
 
 class OwnRowsOfGraphs:
@@ -53,13 +57,12 @@ class OwnRowsOfGraphs:
 
     def level_for(self, batch: Batch, rows: int) -> int:
         """Return the level at which every rank has space for its rows of ``batch``, in a step of ``rows`` rows."""
-        most = int(np.bincount(pool_of(batch.slots, self._tp.size)).max())
-        return next(level for level, count in enumerate(self.levels(rows)) if count >= most)
+        return level_of(self.levels(rows), most_kept(batch.slots, self._tp))
 
     def arrays(self, batch: Batch, rows: int, count: int) -> tuple[Array, ...]:
         """Return what the host sends for ``count`` own rows of ``batch``, in a step of ``rows`` rows: the arrays of
         ``decode_arrays``, and the tokens and targets of ``OwnRows``."""
-        mine = own_rows(batch, self._tp)
+        mine = kept(batch.slots, self._tp)
         tokens, targets = np.zeros(count, np.int64), np.full(count, rows, np.int64)
         tokens[: len(mine)] = targets[: len(mine)] = mine
         return (*decode_arrays(rows_of(batch, mine), count), tokens, targets)
@@ -83,6 +86,6 @@ class OwnRowsOfGraphs:
     def follow(self, static: Batch, batch: Batch) -> Batch:
         """Give the own rows of the captured step ``static`` the host lengths of those of ``batch``. Return them."""
         own = static.own.batch
-        mine = own_rows(batch, self._tp)
+        mine = kept(batch.slots, self._tp)
         own.prefix_lens[: len(mine)], own.prefix_lens[len(mine) :] = batch.prefix_lens[mine], 0
         return own

@@ -34,7 +34,7 @@ class OwnRowsOfSteps:
 
     def of_step(self, batch: Batch, plan: Callable[[Batch], None]) -> OwnRows:
         """Return the rows of this rank of the prepared ``batch``. ``plan`` plans their attention."""
-        rows = own_rows(batch, self._tp)
+        rows = kept(batch.slots, self._tp)
         tokens = to_device(tokens_of(batch, rows), self._inputs.device)
         own = None
         if len(rows):
@@ -44,9 +44,15 @@ class OwnRowsOfSteps:
         return OwnRows(own, tokens, tokens, self._tp)
 
 
-def own_rows(batch: Batch, tp: Collectives) -> Int64Array:
-    """Return the rows of ``batch`` whose requests this rank of ``tp`` keeps."""
-    return np.flatnonzero(pool_of(batch.slots, tp.size) == tp.rank)
+def kept(slots: IntArray, tp: Collectives) -> Int64Array:
+    """Return the indices of the requests in ``slots`` that this rank of ``tp`` keeps, ascending."""
+    return np.flatnonzero(pool_of(slots, tp.size) == tp.rank)
+
+
+def most_kept(slots: IntArray, tp: Collectives, counts: IntArray | None = None) -> int:
+    """Return the largest number of requests in ``slots`` that a rank of ``tp`` keeps; with ``counts``, the largest number of their tokens,
+    of which request i has ``counts[i]``."""
+    return int(np.bincount(pool_of(slots, tp.size), weights=counts).max())
 
 
 def tokens_of(batch: Batch, rows: Int64Array) -> Int64Array:
@@ -77,8 +83,9 @@ def rows_of(batch: Batch, rows: Int64Array) -> Batch:
     own.variant = batch.variant
     if batch.adapters is not None and batch.adapters[rows].any():
         own.adapters = batch.adapters[rows]
-    drafts, lens = batch.drafts, None if batch.drafts is None else batch.drafts.lens[rows]
-    if drafts is not None and lens is not None and lens.any():
-        most = int(lens.max())
-        own.drafts = DraftTree(drafts.token_ids[rows, :most], drafts.parents[rows, :most], lens)
+    if batch.drafts is not None:
+        lens = batch.drafts.lens[rows]
+        most = int(lens.max(initial=0))
+        if most:
+            own.drafts = DraftTree(batch.drafts.token_ids[rows, :most], batch.drafts.parents[rows, :most], lens)
     return own

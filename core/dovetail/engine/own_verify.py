@@ -7,11 +7,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from dovetail.engine.own_graphs import own_levels
-from dovetail.engine.own_rows import own_rows, rows_of, tokens_of
+from dovetail.engine.own_graphs import level_of, own_levels
+from dovetail.engine.own_rows import kept, most_kept, rows_of, tokens_of
 from dovetail.engine.verify_inputs import VerifyMemory, VerifyShape, VerifyTensors, empty_batch, set_lens, static_batch
 from dovetail.layers.own_rows import OwnRows
-from dovetail.memory.table import pool_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -42,8 +41,7 @@ class OwnVerifyRows:
 
     def level_for(self, batch: Batch, tokens: int) -> int:
         """Return the level at which every rank has space for its tokens of ``batch``, in a step of ``tokens`` tokens."""
-        most = int(np.bincount(pool_of(batch.slots, self._tp.size), weights=batch.extend_lens).max())
-        return next(level for level, count in enumerate(self.levels(tokens)) if count >= most)
+        return level_of(self.levels(tokens), most_kept(batch.slots, self._tp, batch.extend_lens))
 
     def step(self, tokens: int, level: int, context_len: int, *, tree: bool) -> OwnVerifyStep:
         """Return the own rows of a step of ``tokens`` tokens. With ``tree``, drafts may be trees."""
@@ -69,7 +67,7 @@ class OwnVerifyStep:
     def write(self, batch: Batch) -> None:
         """Write what the host sends for the own rows of ``batch``, and set the host lengths of the planned batch. The device must have
         read what the last call wrote."""
-        mine = own_rows(batch, self._tp)
+        mine = kept(batch.slots, self._tp)
         own = rows_of(batch, mine) if len(mine) else empty_batch()
         tokens = tokens_of(batch, mine)
         self._send(own, tokens)

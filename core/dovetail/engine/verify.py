@@ -15,8 +15,8 @@ import numpy as np
 import torch
 
 from dovetail.engine.grouped import pools_of
+from dovetail.engine.own_rows import kept
 from dovetail.interfaces.mesh import SINGLE
-from dovetail.memory.table import pool_of
 
 if TYPE_CHECKING:
     from dovetail.engine.grouped import Pools
@@ -94,10 +94,10 @@ def compact(batch: Batch, output: ForwardOutput, pool: Pools, mesh: Mesh = SINGL
     assert output.nodes is not None
     device = batch.out_loc.device
     sampled = np.flatnonzero(batch.samples)
-    moving = sampled >= batch.num_extend
+    moving = np.flatnonzero(sampled >= batch.num_extend)
     if mesh.attention == "data":
-        moving &= pool_of(batch.slots[sampled], mesh.tp.size) == mesh.tp.rank
-    verify = torch.from_numpy(np.flatnonzero(moving)).to(device)
+        moving = moving[kept(batch.slots[sampled[moving]], mesh.tp)]
+    verify = torch.from_numpy(moving).to(device)
     first = batch.qo_indptr[:-1].long()[torch.from_numpy(sampled).to(device)][verify]
     nodes = output.nodes[verify]
     step = torch.arange(nodes.shape[1], device=device)

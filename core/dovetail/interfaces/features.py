@@ -164,7 +164,7 @@ class Feature(str):
     DRAFT_PROBS = _feature("draft.probs", "states the probabilities of its draft tokens: DraftTree.probs")
     DRAFT_DATA_ATTENTION = _feature(
         "draft.data_attention",
-        "its model attends with SelfAttention or LatentAttention only, so that each rank can attend for requests of its own",
+        "its passes accept Batch.own, so that each rank can attend for requests of its own; a model that it opens must offer model.data_attention",
     )
 
     # schedule policies

@@ -71,8 +71,8 @@ DRAFTER = KindDescriptor(
     ComponentKind.DRAFTER,
     "drafters",
     "dovetail.interfaces.speculative:Drafter",
-    # DraftRuntime, must_see_all; DraftCache.run; draft.probs, tokens_ahead; load builds model(info, mesh); draft.data_attention, Batch.own
-    api=(1, 5),
+    # DraftRuntime, must_see_all; DraftCache.run; draft.probs, tokens_ahead; load builds model(info, mesh); draft.data_attention, Batch.own; ComponentSpec.opens
+    api=(1, 6),
     section=kinds.SPECULATIVE,
     namespaces=("draft",),
     rules=f"{_RULES}:drafter",

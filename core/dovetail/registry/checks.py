@@ -48,7 +48,7 @@ def _values(spec: ComponentSpec, kinds: Kinds) -> Iterator[str]:
         yield f"name is {spec.name!r}; expected lower-case letters, digits and underscores"
     if spec.name in descriptor.reserved:
         yield f"name is {spec.name!r}, a word that config sections of this kind already use"
-    for field in ("target", "config", "describe", "expert_format", "probe"):
+    for field in ("target", "config", "describe", "expert_format", "probe", "opens"):
         value = getattr(spec, field)
         if value is not None and not TARGET.fullmatch(value):
             yield f'{field} is {value!r}; expected "module:attribute"'

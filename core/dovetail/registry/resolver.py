@@ -20,7 +20,8 @@ from dovetail.registry.api_choice import choose_served
 from dovetail.registry.candidates import Slot, Slots, Tuning, call_hook, open_slot, tuned_names
 from dovetail.registry.concrete import concrete_config
 from dovetail.registry.divisions import divide_experts, note_division
-from dovetail.registry.installed import Registry
+from dovetail.registry.draft_models import check_draft_model
+from dovetail.registry.installed import RegisteredComponent, Registry
 from dovetail.registry.kinds import Kinds
 from dovetail.registry.kv_dtype import LEFT, TAKEN, why_unscaled, with_fp8, with_note
 from dovetail.registry.machine import Machine
@@ -100,6 +101,9 @@ def _choose(
         raise registry.with_absent(error) from None
     _mark_candidates(slots, combo, _overlap_values(config, machine), negotiation)
     _check(config, slots, combo, registry.kinds)
+    models = _models(registry)
+    for drafter in fit.candidates_of(combo[ComponentKind.DRAFTER]):
+        check_draft_model(drafter, models, config)
     return _resolved(config, registry, machine, model, slots, combo, tuned, parsers)
 
 
@@ -272,7 +276,7 @@ def _resolved(
         machine=machine,
         model_dir=model.directory,
         model_info=model.info,
-        models=tuple(c for c in registry.components(model.resolution.kind) if c.incompatible is None),
+        models=_models(registry),
         quantizations=for_drafters(registry, slots[ComponentKind.QUANTIZATION].request)
         if parts[ComponentKind.DRAFTER]
         else (),
@@ -283,6 +287,11 @@ def _resolved(
         kinds=registry.kinds,
         hooks=registry.hooks,
     )
+
+
+def _models(registry: Registry) -> tuple[RegisteredComponent, ...]:
+    """Return all model components that can be used."""
+    return tuple(c for c in registry.components(ComponentKind.MODEL) if c.incompatible is None)
 
 
 def _resolution(slot: Slot, option: fit.Option, tuned: Tuned) -> Resolution:

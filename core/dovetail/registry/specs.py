@@ -198,7 +198,9 @@ class ComponentSpec:
     drafter that drafts chains is an alias of the one that drafts trees with the same weights. For ``describe`` and ``expert_format`` of a quantization see ``interfaces.quantization``. ``offers`` and ``needs`` are registered features. ``replace`` names a
     distribution whose component of the same name this one overrides. ``probe`` is an optional "module:function" that
     returns None, or the reason why the component cannot work here; it is called only for candidates that passed every
-    other stage. It may take the arguments ``section`` (the component's own config) and ``config`` (the whole config).
+    other stage. It may take the arguments ``section`` (the component's own config) and ``config`` (the whole config). ``opens`` of a
+    drafter is the "module:function" that takes both arguments and returns the directory of the checkpoint that it passes to
+    ``DraftRuntime.open``, or None if there is none on this machine; None if the drafter opens none.
     ``template`` of a parser is a regular expression that matches the chat templates of the models whose outputs the
     parser reads; ``auto`` chooses by it. A model that is a ``fallback`` reads checkpoints of any architecture: it is
     chosen if no component lists the architecture in its ``aliases``.
@@ -224,3 +226,4 @@ class ComponentSpec:
     probe: str | None = None
     template: str | None = None
     fallback: bool = False
+    opens: str | None = None

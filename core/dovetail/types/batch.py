@@ -107,8 +107,8 @@ class Batch:
 
     @property
     def own_positions(self) -> torch.Tensor:
-        """Return the positions of the tokens that layers of attention compute on this rank, int64: those of ``own``, with
-        data-parallel attention, otherwise of all tokens. Their rotation is that of these positions."""
+        """Return the positions of the tokens that layers of attention compute on this rank, int64 ``[tokens]``: those of ``own``,
+        with data-parallel attention, otherwise of all tokens. Models give these positions to ``rotary.forward``."""
         return self.positions if self.own is None else self.own.positions
 
     @property

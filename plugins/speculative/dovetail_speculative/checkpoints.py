@@ -32,6 +32,14 @@ def find_checkpoint(runtime: DraftRuntime, section: CheckpointConfig) -> Path:
     return runtime.directory / section.folder
 
 
+def opened(section: CheckpointConfig, config: Config) -> Path | None:
+    """See ``ComponentSpec.opens``."""
+    if section.path != "auto":
+        return locate(section.path, "speculative.path")
+    target = locate(config.model.path)
+    return target / section.folder if _missing(target, section.folder) is None else None
+
+
 def probe(section: CheckpointConfig, config: Config) -> str | None:
     """See ``ComponentSpec.probe``."""
     return _missing(locate(config.model.path), section.folder) if section.path == "auto" else None

@@ -60,8 +60,9 @@ DRAFT_MODEL = ComponentSpec(
     aliases=("standalone",),
     offers=_CHAINS,
     needs=_OWN_CACHE_NEEDS,
-    api=(1, 5),
+    api=(1, 6),
     probe=_PROBE,
+    opens="dovetail_speculative.checkpoints:opened",
 )
 
 
