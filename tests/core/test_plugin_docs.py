@@ -23,6 +23,7 @@ from dovetail.testing.component import ComponentSuite
 PAGE = (Path(__file__).parents[2] / "docs" / "plugins.md").read_text("utf-8")
 METHODS = {
     "ModelSuite": {"reference", "write_checkpoint", "make_attention"},
+    "DrafterSuite": {"make_rank"},
     "ToolParserSuite": {"write"},
     "ReasoningParserSuite": {"write"},
     "ApiSuite": {"examples"},

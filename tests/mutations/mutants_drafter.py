@@ -12,7 +12,9 @@ import numpy as np
 import torch
 from mutant import Mutant, Suite
 
+from dovetail.engine.own_rows import kept
 from dovetail.interfaces.features import Feature
+from dovetail.interfaces.mesh import Mesh
 from dovetail.interfaces.speculative import Drafter, DrafterContext
 from dovetail.llm import LLM
 from dovetail.testing.drafter import DrafterSuite
@@ -154,6 +156,46 @@ class MustKnowWhatItForgets(NgramDrafter):
         self._known.remove(request.uid)
 
 
+class OfRanks(NgramDrafter):
+    """Draft for the requests of a rank, and get the drafts for the others from the ranks that keep them."""
+
+    def __init__(self, mesh: Mesh) -> None:
+        super().__init__(NgramConfig(shared=0), CONTEXT)
+        self._mesh = mesh
+
+    def propose(self, batch: Batch) -> DraftTree | None:
+        tree = super().propose(batch)
+        if tree is None:
+            return None
+        own = np.zeros_like(tree.token_ids)
+        rows = kept(batch.slots, self._mesh.tp)
+        own[rows] = tree.token_ids[rows]
+        return dataclasses.replace(tree, token_ids=self.add_up(torch.from_numpy(own)).numpy())
+
+    def add_up(self, own: torch.Tensor) -> torch.Tensor:
+        return self._mesh.tp.all_reduce(own)
+
+
+class DraftsForItsRows(OfRanks):
+    def add_up(self, own: torch.Tensor) -> torch.Tensor:
+        return own
+
+
+class Ranks(DrafterSuite):
+    name = "ngram"
+    drafter_class: type[OfRanks] = OfRanks
+
+    def offers(self, feature: Feature) -> bool:
+        return feature is Feature.DRAFT_DATA_ATTENTION or super().offers(feature)
+
+    def make_rank(self, mesh: Mesh) -> Drafter:
+        return self.drafter_class(mesh)
+
+
+class DraftsInRanks(Ranks):
+    drafter_class = DraftsForItsRows
+
+
 def suite(drafter_class: type[NgramDrafter], *more: Feature, **settings: int) -> Suite:
     class Suite(DrafterSuite):
         name = "ngram"
@@ -229,6 +271,7 @@ MUTANTS = [
     _of("drafts at random", Rolls, "test_the_same_texts_get_the_same_drafts"),
     _of("mixes rows up", MixesRowsUp, "test_rows_are_independent"),
     _of("is biased by another row", BiasedByAnotherRow, "test_rows_are_independent"),
+    Mutant("drafts for the rows of its rank only", "test_ranks_draft_what_one_does", DraftsInRanks, Ranks),
     _of("forgets nothing", ForgetsNothing, "test_what_is_forgotten_leaves_no_trace"),
     _of(
         "raises for a request it never saw", MustKnowWhatItForgets, "test_forgetting_the_unknown_is_nothing", "0", [()]

@@ -15,17 +15,18 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import LlamaForCausalLM
+from transformers import LlamaForCausalLM, Qwen3MoeConfig
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "e2e"))
 
 import drafter_checkpoints as checkpoints
+import engine_models
 
 from dovetail import LLM, SamplingParams
 from dovetail.engine.draft_pages import DraftPages
 from dovetail.engine.draft_runtime import EngineDraftRuntime
 from dovetail.errors import ConfigError
-from dovetail.interfaces.mesh import SINGLE
+from dovetail.interfaces.mesh import SINGLE, Mesh
 from dovetail.interfaces.speculative import Drafter, DrafterContext
 from dovetail.testing.drafter import MAX_CONTEXT, VOCAB_SIZE, DrafterSuite, text_of
 from fp8_checkpoints import by_block
@@ -49,6 +50,16 @@ def small(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
+def experts(tmp_path_factory):
+    """Return an engine of a model with experts and the suite's vocabulary, with a smaller model beside it."""
+    directory = tmp_path_factory.mktemp("experts")
+    sizes = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "head_dim": 16, "hidden_size": 32}
+    for own, layers in ((directory, 1), (directory / "draft_model", 2)):
+        engine_models.save(own, Qwen3MoeConfig, **sizes, vocab_size=VOCAB_SIZE, num_hidden_layers=layers)
+    return make_llm(directory, "none", scheduler={"max_running": 16}, memory={"page_size": PAGE, "num_pages": 1100})
+
+
+@pytest.fixture(scope="module")
 def llm(small):
     return make_llm(small, "none", scheduler={"max_running": 16}, memory={"page_size": PAGE, "num_pages": 1100})
 
@@ -58,15 +69,22 @@ class TestDraftModel(DrafterSuite):
     engine_settings = None
 
     @pytest.fixture(autouse=True)
-    def _engine(self, llm):
-        self.llm = llm
+    def _engines(self, llm, experts):
+        self.llm, self.experts = llm, experts
         pages = 1 + np.random.default_rng(0).permutation(16 * MAX_CONTEXT // PAGE)
-        llm.loop.executor.rank.engine.inputs.page_table[:16, : MAX_CONTEXT // PAGE] = pages.reshape(16, -1)
+        for each in (llm, experts):
+            each.loop.executor.rank.engine.inputs.page_table[:16, : MAX_CONTEXT // PAGE] = pages.reshape(16, -1)
 
     def make(self) -> Drafter:
         """Return a drafter with a cache over scattered pages of the engine. Slots are numbered as in the suite."""
-        engine = self.llm.loop.executor.rank.engine
-        runtime = EngineDraftRuntime(self.llm.loop.resolved, engine.model, engine.device, torch.float32, SINGLE)
+        return self.make_for(self.llm, SINGLE)
+
+    def make_rank(self, mesh: Mesh) -> Drafter:
+        return self.make_for(self.experts, mesh)
+
+    def make_for(self, llm: LLM, mesh: Mesh) -> Drafter:
+        engine = llm.loop.executor.rank.engine
+        runtime = EngineDraftRuntime(llm.loop.resolved, engine.model, engine.device, torch.float32, mesh)
         context = DrafterContext(engine.device, VOCAB_SIZE, 16, MAX_CONTEXT, runtime)
         drafter = self.build(context)
         runtime.allocate(engine.inputs, DraftPages(engine.num_pages), engine.stores, MAX_CONTEXT)
