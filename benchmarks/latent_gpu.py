@@ -32,7 +32,7 @@ from dovetail.ops.kv_dtypes import raw
 from dovetail.testing.batches import make_batch, make_page_table
 from dovetail.testing.installed import installed
 from dovetail.types import Batch
-from dovetail_attention.flash_attn.backend import FlashAttention
+from dovetail_attention.flash_attn.latent import FlashAttentionLatent
 from dovetail_attention.triton import tiles
 from dovetail_attention.triton.tiles import AttentionTile
 
@@ -349,12 +349,12 @@ def attempt(step: Callable[[], None], title: str) -> None:
 @contextmanager
 def fixed_splits(count: int) -> Iterator[None]:
     """Let FlashAttention read the keys of decode rows in at most ``count`` splits."""
-    before = FlashAttention._splits
-    FlashAttention._splits = lambda self, rows: count
+    before = FlashAttentionLatent._splits
+    FlashAttentionLatent._splits = lambda self, rows: count
     try:
         yield
     finally:
-        FlashAttention._splits = before
+        FlashAttentionLatent._splits = before
 
 
 @torch.inference_mode()

@@ -44,7 +44,7 @@ def compiled(
     kernel = latent._latent
     constants: dict[str, Any] = {
         "PAGE": 16, "VALUE_DIM": 512, "BLOCK_V": 512, "REST": 64, "BLOCK_REST": 64, "TOKEN": 576, "SCALED": scaled, "GROUP": group,
-        "ROWS": tile.rows, "KEYS": tile.keys, "FLIP": tile.flip, "HALVES": tile.halves and not chunk,
+        "ROWS": tile.rows, "KEYS": tile.keys, "FLIP": tile.flip, "HALVES": tile.halves and not chunk, "ALONE": tile.resident == 1,
         "CAUSAL": True, "TREE": tree, "CHUNK": chunk, "RECORD": 8,
         "FEWER": True, "LEVEL": not tree and not chunk, "LEADS": leads, "AHEAD": not chunk and not leads, "PDL": True,
     }  # fmt: skip
@@ -66,7 +66,12 @@ def compile_kernel(
         if (signature[name].startswith("*") and name not in single) or name in strides
     }
     source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attrs)
-    given = {"num_warps": tile.num_warps, "num_stages": tile.num_stages, "launch_pdl": True} | options
+    given = {
+        "num_warps": tile.num_warps,
+        "num_stages": tile.num_stages,
+        "launch_pdl": True,
+        "maxnreg": tile.registers,
+    } | options
     return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=given)
 
 

@@ -79,9 +79,10 @@ def use_tile(
     processors: int = 6,
     keys: int = 16,
     halves: bool = False,
+    resident: int = 1,
 ) -> None:
     """Make a backend choose a tile for latents, on a device of this number of processors."""
-    tile = tiles.AttentionTile(rows, keys, 4, 1, 1, flip, halves)
+    tile = tiles.AttentionTile(rows, keys, 4, 1, resident, flip, halves)
     monkeypatch.setattr(tiles, "choose_latent", lambda *_, **__: tile)
     monkeypatch.setattr(backend, "CPU_PROCESSORS", processors)
 
@@ -113,9 +114,11 @@ def test_rows_of_many_lengths_by_any_number_of_programs(
     latents = LatentPages(step.pool.keys(case.layer_id), 16)
     attend_latents(step.q, latents, entries, schedule, step.layer.scale, out, partial, leads=True)
     expected = reference(step)
-    for few, many in ((0, 1 << 40), (1 << 40, 1 << 40), (0, 1)) if flip else ((0, 0),):
+    bounds = ((0, 1 << 40, 8), (1 << 40, 1 << 40, 8), (1 << 40, 1 << 40, 2), (0, 1, 8)) if flip else ((0, 0, 8),)
+    for few, many, parts in bounds:
         monkeypatch.setattr(merge_module, "LONG_FEW", few)
         monkeypatch.setattr(merge_module, "LONG_MANY", many)
+        monkeypatch.setattr(merge_module, "FEW_SIZES", (2, 8, parts))
         merged = out.clone()
         merge(merged, range(rows), [(schedule, partial)], None)
         torch.testing.assert_close(merged.double(), expected, atol=3e-5, rtol=3e-5)
@@ -183,11 +186,15 @@ def test_phases(monkeypatch: pytest.MonkeyPatch, step: str, form: str, flip: boo
     "step", ["decode", "trees and extend", *(pytest.param(step, marks=FULL) for step in ("verify chains", "mixed"))]
 )
 @pytest.mark.parametrize(
-    ("form", "halves"), [({}, True), ({"value_dim": 24}, False), (FORMS["fp8 pool"], False)], ids=str
+    ("form", "halves", "resident"),
+    [({}, True, 1), ({}, True, 2), ({"value_dim": 24}, False, 1), (FORMS["fp8 pool"], False, 1)],
+    ids=str,
 )
-def test_values_in_halves(monkeypatch: pytest.MonkeyPatch, step: str, form: dict[str, Any], halves: bool):
+def test_values_in_halves(
+    monkeypatch: pytest.MonkeyPatch, step: str, form: dict[str, Any], halves: bool, resident: int
+):
     """Latents that would need padding or a conversion are read whole."""
-    use_tile(monkeypatch, 16, halves=True)
+    use_tile(monkeypatch, 16, halves=True, resident=resident)
     found, can_halve = set[bool](), LatentPages.can_halve
     monkeypatch.setattr(LatentPages, "can_halve", lambda *given: found.add(can_halve(*given)) or can_halve(*given))
     SUITE.compare(latent(STEPS[step][0], **{"head_dim": 48, "value_dim": 32, "dtype": torch.float16} | form))

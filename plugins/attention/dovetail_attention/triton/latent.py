@@ -9,7 +9,8 @@ With ``flip``, latents are the left operand of both products and the accumulator
 multiply 64 rows of the left operand at a time, so that few heads do not fill them, but latents do.
 
 With ``halves``, latents are read in two halves, which takes fewer registers, and exponentials are summed per key until the end, because
-a sum over keys makes the warps of a program wait for each other. Programs with few rows wait for most of the time.
+a sum over keys makes the warps of a program wait for each other. Programs with few rows wait for most of the time. If no other program runs
+on their multiprocessor meanwhile, the products of the halves do not wait for each other either: their sums are added.
 
 Layers with a window, a soft cap or sinks use ``attend`` instead, which reads the same schedules.
 """
@@ -157,28 +158,43 @@ def _blocks(
 def _blocks_in_halves(
     q_a, q_b, q_rest, low, high, kv, pages, limit, tree_rows, tree_ok, prefix, tree_width, scale,
     PAGE: tl.constexpr, VALUE_DIM: tl.constexpr, REST: tl.constexpr, TOKEN: tl.constexpr, ROWS: tl.constexpr,
-    KEYS: tl.constexpr, TREE: tl.constexpr,
+    KEYS: tl.constexpr, TREE: tl.constexpr, ALONE: tl.constexpr,
 ):  # fmt: skip
-    """Do what ``_blocks`` does, with both halves of queries and of the accumulator."""
+    """Do what ``_blocks`` does, with both halves of queries and of the accumulator. ``ALONE``: no other program runs on
+    the multiprocessor."""
     HALF: tl.constexpr = VALUE_DIM // 2
     at, at_r = tl.arange(0, HALF)[None, :], tl.arange(0, REST)[None, :]
     top = tl.full([ROWS], -1e30, tl.float32)
     totals = tl.zeros([ROWS, KEYS], tl.float32)
     acc_a, acc_b = tl.zeros([ROWS, HALF], tl.float32), tl.zeros([ROWS, HALF], tl.float32)
     last = tl.maximum(high - 1, 0)
-    next_page = tl.load(pages + tl.minimum(low + tl.arange(0, KEYS), last) // PAGE)
+    next_page = tl.load(pages + tl.minimum(low + tl.arange(0, KEYS), last).to(tl.uint32) // PAGE)
     for start in range(low, high, KEYS):
         key = start + tl.arange(0, KEYS)
         page = next_page
-        next_page = tl.load(pages + tl.minimum(key + KEYS, last) // PAGE)
-        place = page.to(tl.int64) * PAGE + tl.minimum(key, last) % PAGE
-        from_k = kv + (place * TOKEN)[:, None]
-        keys_a, keys_b, rest = tl.load(from_k + at), tl.load(from_k + HALF + at), tl.load(from_k + VALUE_DIM + at_r)
+        if ALONE:  # fewer operations with 64 bits, during which another program would compute
+            next_page = tl.load(pages + tl.minimum(key + KEYS, last).to(tl.uint32) // PAGE)
+            within = ((tl.minimum(key, last).to(tl.uint32) % PAGE).to(tl.int32) * TOKEN)[:, None]
+            from_page = (kv + page.to(tl.int64) * (PAGE * TOKEN))[:, None]
+            from_k = from_page + (within + at)
+            keys_a, keys_b = tl.load(from_k), tl.load(from_k + HALF)
+            rest = tl.load(from_page + (within + VALUE_DIM + at_r))
+        else:
+            next_page = tl.load(pages + tl.minimum(key + KEYS, last) // PAGE)
+            place = page.to(tl.int64) * PAGE + tl.minimum(key, last) % PAGE
+            from_k = kv + (place * TOKEN)[:, None]
+            keys_a, keys_b, rest = tl.load(from_k + at), tl.load(from_k + HALF + at), tl.load(from_k + VALUE_DIM + at_r)
         scores = tl.dot(q_a, tl.trans(keys_a), input_precision="ieee")
-        scores = tl.dot(q_b, tl.trans(keys_b), scores, input_precision="ieee")
-        scores = tl.dot(q_rest, tl.trans(rest), scores, input_precision="ieee")
+        if ALONE:
+            more = tl.dot(q_b, tl.trans(keys_b), input_precision="ieee")
+            others = tl.dot(q_rest, tl.trans(rest), input_precision="ieee")
+            # Sums without factors would become one product after the other again.
+            scores = scores * scale + (more * scale + others * scale)
+        else:
+            scores = tl.dot(q_b, tl.trans(keys_b), scores, input_precision="ieee")
+            scores = tl.dot(q_rest, tl.trans(rest), scores, input_precision="ieee") * scale
         seen = _seen(key, high, limit, tree_rows, tree_ok, prefix, tree_width, TREE)
-        scores = tl.where(seen, scores * scale, float("-inf"))
+        scores = tl.where(seen, scores, float("-inf"))
         higher = tl.maximum(top, tl.max(scores, 1))
         weights = tl.exp2(scores - higher[:, None])
         shrink = tl.exp2(top - higher)
@@ -204,7 +220,7 @@ def _item(
     item, q, kv, scales, out, partial, lse, records, table, tree, q_token, q_head, table_row, tree_row, tree_width, scale,
     PAGE: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_V: tl.constexpr, REST: tl.constexpr, BLOCK_REST: tl.constexpr,
     TOKEN: tl.constexpr, SCALED: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, FLIP: tl.constexpr,
-    HALVES: tl.constexpr, CAUSAL: tl.constexpr, TREE: tl.constexpr, CHUNK: tl.constexpr, RECORD: tl.constexpr,
+    HALVES: tl.constexpr, ALONE: tl.constexpr, CAUSAL: tl.constexpr, TREE: tl.constexpr, CHUNK: tl.constexpr, RECORD: tl.constexpr,
     WAIT: tl.constexpr,
 ):  # fmt: skip
     record = records + item * RECORD
@@ -241,7 +257,7 @@ def _item(
     if HALVES:
         top, total, acc, acc_b = _blocks_in_halves(
             q_tile, q_b, q_rest, low, high, kv, pages, limit, tree_rows, real, prefix, tree_width, scale,
-            PAGE, VALUE_DIM, REST, TOKEN, ROWS, KEYS, TREE,
+            PAGE, VALUE_DIM, REST, TOKEN, ROWS, KEYS, TREE, ALONE,
         )  # fmt: skip
     elif CHUNK:
         top = tl.full([ROWS], -1e30, tl.float32)
@@ -287,7 +303,7 @@ def _latent(
     q_token, q_head, table_row, tree_row, tree_width, scale,
     PAGE: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_V: tl.constexpr, REST: tl.constexpr, BLOCK_REST: tl.constexpr,
     TOKEN: tl.constexpr, SCALED: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, FLIP: tl.constexpr,
-    HALVES: tl.constexpr, CAUSAL: tl.constexpr, TREE: tl.constexpr, CHUNK: tl.constexpr, RECORD: tl.constexpr,
+    HALVES: tl.constexpr, ALONE: tl.constexpr, CAUSAL: tl.constexpr, TREE: tl.constexpr, CHUNK: tl.constexpr, RECORD: tl.constexpr,
     FEWER: tl.constexpr, LEVEL: tl.constexpr, LEADS: tl.constexpr, AHEAD: tl.constexpr, PDL: tl.constexpr,
 ) -> None:  # fmt: skip
     if PDL:
@@ -309,14 +325,14 @@ def _latent(
             _item(
                 item, q, kv, scales, out, partial, lse, records, table, tree,
                 q_token, q_head, table_row, tree_row, tree_width, scale,
-                PAGE, VALUE_DIM, BLOCK_V, REST, BLOCK_REST, TOKEN, SCALED, GROUP, ROWS, KEYS, FLIP, HALVES, CAUSAL, TREE, CHUNK,
+                PAGE, VALUE_DIM, BLOCK_V, REST, BLOCK_REST, TOKEN, SCALED, GROUP, ROWS, KEYS, FLIP, HALVES, ALONE, CAUSAL, TREE, CHUNK,
                 RECORD, PDL and AHEAD,
             )  # fmt: skip
     elif first < end:
         _item(
             first, q, kv, scales, out, partial, lse, records, table, tree,
             q_token, q_head, table_row, tree_row, tree_width, scale,
-            PAGE, VALUE_DIM, BLOCK_V, REST, BLOCK_REST, TOKEN, SCALED, GROUP, ROWS, KEYS, FLIP, HALVES, CAUSAL, TREE, CHUNK,
+            PAGE, VALUE_DIM, BLOCK_V, REST, BLOCK_REST, TOKEN, SCALED, GROUP, ROWS, KEYS, FLIP, HALVES, ALONE, CAUSAL, TREE, CHUNK,
             RECORD, PDL and AHEAD,
         )  # fmt: skip
     if PDL and AHEAD:
@@ -347,8 +363,8 @@ def attend_latents(
         q.stride(0), q.stride(1), entries.table.stride(0), 0 if tree is None else tree.stride(0),
         0 if tree is None else tree.shape[1], scale * LOG2_E,
         **latents.constants(), GROUP=q.shape[1], ROWS=tile.rows, KEYS=tile.keys, FLIP=tile.flip,
-        HALVES=tile.halves and not entries.chunk and latents.can_halve(q.dtype),
+        HALVES=tile.halves and not entries.chunk and latents.can_halve(q.dtype), ALONE=tile.resident == 1,
         CAUSAL=entries.causal, TREE=tree is not None, CHUNK=entries.chunk, RECORD=RECORD, FEWER=entries.fewer,
         LEVEL=entries.level, LEADS=leads, AHEAD=entries.fewer and not entries.chunk and not leads,
-        num_warps=tile.num_warps, num_stages=tile.num_stages, as_written=entries.chunk > 0,
+        num_warps=tile.num_warps, num_stages=tile.num_stages, as_written=entries.chunk > 0, registers=tile.registers,
     )  # fmt: skip

@@ -26,9 +26,10 @@ LONG_FEW, LONG_MANY = 1 << 14, 1 << 21
 ``_merge_long`` merges values of more than 256 elements: on H200 one row of 16 heads over 131,072 latents takes 55 us
 instead of 63, and 256 rows over 1,024, of which few have something to merge, 95 instead of 112. Between the bounds
 ``_merge`` is up to 8 % faster."""
-FEW_SIZES, MANY_SIZES = (1, 32, 256), (16, 128, 2)
+FEW_SIZES, MANY_SIZES = (1, 32, 128), (16, 128, 2)
 """The numbers of heads, of elements of their values and of partial results that a program of ``_merge_long`` reads at a time, up to
-the first bound and from the second on. The parts of a single row are read at once."""
+the first bound and from the second on. The parts of a single row are read at once, or nearly so: programs for 256 parts take 125 instead of
+72 registers, so that fewer of them start before the attention kernel has ended."""
 
 
 @triton.jit

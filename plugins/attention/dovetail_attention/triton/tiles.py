@@ -24,7 +24,7 @@ LEAST_ROWS = 16
 class AttentionTile(NamedTuple):
     """Describe a tile: a program attends with ``rows`` pairs of a query and a head to ``keys`` keys at a time.
 
-    ``resident`` programs keep a multiprocessor busy. For ``flip`` and ``halves`` see ``latent``.
+    ``resident`` programs keep a multiprocessor busy. For ``flip`` and ``halves`` see ``latent``, for ``registers`` ``ops.triton.launch``.
     """
 
     rows: int
@@ -34,6 +34,7 @@ class AttentionTile(NamedTuple):
     resident: int
     flip: bool = False
     halves: bool = False
+    registers: int | None = None
 
 
 LATENT_TILES = {
@@ -45,9 +46,10 @@ LATENT_TILES = {
 rows, which was chosen by the registers and the shared memory that the compiler reports. An accumulator of 64 rows and 512 numbers takes
 half of the registers of a multiprocessor."""
 
-FEW_LATENTS_TILE = AttentionTile(16, 64, 8, 3, 1, halves=True)
+FEW_LATENTS_TILE = AttentionTile(16, 64, 8, 3, 1, halves=True, registers=160)
 """The tile for latents in 16 bits of few rows of up to 16 pairs, measured likewise: half as many partial results are merged, and
-the programs of the merge and of the next layer start before the last programs have ended."""
+the programs of the merge and of the next layer start before the last programs have ended. Without a limit, the compiler keeps to 128
+registers, with which addresses of later latents are computed after the products instead of meanwhile."""
 
 CONVERTED_TILES = {16: AttentionTile(16, 32, 4, 3, 2), 64: AttentionTile(64, 64, 8, 3, 1)}
 """The tiles for latents in 8 bits, which become 16 bits in registers, measured likewise."""
