@@ -192,7 +192,7 @@ def test_products_of_slices_compile(rows: int, shape: tuple[int, int], use: str,
     constants |= {"STAGES": tile.stages, "SPLIT": tile.split, "TILES": 16, "BIAS": False, "bias": None}
     constants |= {"GATED": int(use == "gated"), "IN_PARTS": use == "parts"}
     types = {"x": dtype, "y": "*fp32" if use == "parts" else dtype, "w": "*i16", "scales": "*fp32"}
-    code = compiled(integer_slices.slice_rows, constants, types, tile.warps, 3, integer_slices.REGISTERS)
+    code = compiled(integer_slices.slice_rows, constants, types, tile.warps, 3, tile.registers)
     check(code, tmp_path / "kernel.cubin", most_spilled=64)  # a few addresses
     early, late = code["ptx"].split("griddepcontrol.wait")
     assert "cp.async.cg" in early, "no codes are read before the kernel waits"
@@ -202,6 +202,12 @@ def test_products_of_slices_compile(rows: int, shape: tuple[int, int], use: str,
     assert found.count("ld.global.v4.b32") == words, "x is not read in words of 16 bytes"
     assert len(found) == words or tile.split > 1
     assert "mma.sync.aligned.m16n8k16" in late
+    waits = late.split("cp.async.wait_group")
+    assert len(waits) == tile.stages + 1, "a wait for each tile in shared memory"
+    for one in waits[1:-1]:
+        assert len(re.findall(r"bar(?:rier)?\.(?:cta\.)?sync", one)) == 1, (
+            "warps wait for each other more than once for a tile"
+        )
 
 
 def test_products_of_bytes_compile(tmp_path: Path) -> None:

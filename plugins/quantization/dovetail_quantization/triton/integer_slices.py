@@ -2,8 +2,9 @@
 
 Each warp of a program multiplies a slice of the columns, whose numbers of ``x`` stay in its registers. All warps compute the same 16 rows of
 the weight, one tile after another, so that no number of ``x`` is read twice. The tiles that follow are copied to shared memory meanwhile, and the
-first of them before the program waits for the previous kernel. The sums of the warps are added up in shared memory, always in the same order. As
-many programs as a multiprocessor holds run from the beginning to the end: while the warps of one wait for each other, those of another compute.
+first of them before the program waits for the previous kernel. The sums of the warps are added up in shared memory, always in the same order, while the
+next tile is multiplied, so that the warps wait for each other once for each tile: every tile that is copied ahead has shared memory of its own name, by which the
+compiler knows that reading one and writing another need no barrier. As many programs as a multiprocessor holds run from the beginning to the end.
 
 If there are several parts, a norm adds them up, or the last program of the same tiles to finish does, once for all of its tiles.
 
@@ -15,6 +16,7 @@ The kernel is written in Gluon, which states the layouts of registers and shared
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -32,10 +34,8 @@ from dovetail.ops.triton.tuning import MAX_PARTS
 FEWEST_SLICED = 2
 MOST_SLICED = 16
 """The kernel is used for these numbers of rows."""
-REGISTERS = 128
-"""The greatest number of registers of a thread: 16 warps share a multiprocessor."""
 _WIDE = 16384
-"""From this number of rows of the weight on there are enough tiles for programs of 8 warps, which have fewer parts to add up."""
+"""From this number of rows of the weight on there are enough tiles for programs of 16 warps, which have no parts to add up."""
 _MOST_PARTS, _MOST_JOINED = 16, 4
 """The greatest number of parts that are left to a norm, and that the kernel adds up."""
 _MULTIPROCESSORS = 132
@@ -51,13 +51,20 @@ _barrier: Any = getattr(gl, "barrier", None) or gl.thread_barrier
 
 class SliceTile(NamedTuple):
     """Describe how a product is divided. A program of ``warps`` warps computes ``blocks`` blocks of 128 columns, as many as there are warps or up to four times as
-    many; ``split`` parts share the columns. Each part has ``programs`` programs, whose shared memory has ``stages`` tiles."""
+    many; ``split`` parts share the columns. Each part has ``programs`` programs, whose shared memory has ``stages`` tiles. A multiprocessor has registers for
+    ``on_each`` programs."""
 
     warps: int
     blocks: int
     programs: int
     stages: int
     split: int
+    on_each: int = 1
+
+    @property
+    def registers(self) -> int:
+        """Return the greatest number of registers of a thread."""
+        return min(255, 2048 // (self.warps * self.on_each) // 8 * 8)
 
 
 @gluon.constexpr_function
@@ -265,77 +272,74 @@ def slice_rows(
     scale_block = (begin + gl.arange(0, HELD, gl.SliceLayout(1, over)))[:, None]
     scale_held = gl.arange(0, _TILE, gl.SliceLayout(0, over))
     scale_place = scale_block * gl.multiple_of(n, 16) + (scale_held % 8 + scale_held // 8 * half)[None, :]
-    words = gl.allocate_shared_memory(
-        gl.int16, [STAGES, HELD, _TILE, _PLANE], gl.SwizzledSharedLayout(8, 1, 1, [2, 1, 0])
-    )
-    numbers = gl.allocate_shared_memory(gl.float32, [STAGES, HELD, _TILE], gl.SwizzledSharedLayout(4, 1, 1, [1, 0]))
-    codes, scales = w + first * 8 * stride, scales + first * 8
+    in_words: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 1, [2, 1, 0])
+    in_numbers: gl.constexpr = gl.SwizzledSharedLayout(4, 1, 1, [1, 0])
+    words, numbers, partial = (), (), ()
+    for _ in gl.static_range(STAGES):
+        words += (gl.allocate_shared_memory(gl.int16, [HELD, _TILE, _PLANE], in_words),)
+        numbers += (gl.allocate_shared_memory(gl.float32, [HELD, _TILE], in_numbers),)
+        partial += (gl.allocate_shared_memory(gl.float32, [WARPS, _TILE, ROWS], _between(WARPS, ROWS)),)
+    codes, own_scales = w + first * 8 * stride, scales + first * 8
     step, scale_step = programs * 8 * stride, programs * 8
     if PDL:
         gdc_launch_dependents()
     for stage in gl.static_range(STAGES - 1):
         if stage < count:
             _copy_tile(
-                words.index(stage),
-                numbers.index(stage),
-                codes,
-                place,
-                scales,
-                scale_place,
-                block,
-                scale_block,
-                end,
-                WHOLE,
+                words[stage], numbers[stage], codes, place, own_scales, scale_place, block, scale_block, end, WHOLE
             )
         async_copy.commit_group()
         codes += step
-        scales += scale_step
+        own_scales += scale_step
     if PDL:
         gdc_wait()
     held_x = _columns_of_x(x, m, k, begin, end, WARPS, ROWS, mma)
     for unit in gl.static_range(1, UNITS):
         held_x = held_x + _columns_of_x(x, m, k, begin + unit * WARPS, end, WARPS, ROWS, mma)
-    partial = gl.allocate_shared_memory(gl.float32, [WARPS, _TILE, ROWS], _between(WARPS, ROWS))
-    slot, before = 0, STAGES - 1
-    for index in range(count):
-        async_copy.wait_group(STAGES - 2)
-        total = gl.zeros([WARPS, _TILE, ROWS], gl.float32, mma)
-        for unit in gl.static_range(UNITS):
-            code = words.index(slot).slice(unit * WARPS, WARPS).load(gl.DotOperandLayout(0, mma, 8))
-            scale = numbers.index(slot).slice(unit * WARPS, WARPS).load(gl.SliceLayout(2, mma))
-            if unit == UNITS - 1:  # while tensor cores work: copies before codes are read would delay these
-                if index + STAGES - 1 < count:
-                    _copy_tile(
-                        words.index(before),
-                        numbers.index(before),
-                        codes,
-                        place,
-                        scales,
-                        scale_place,
-                        block,
-                        scale_block,
-                        end,
-                        WHOLE,
-                    )
-                async_copy.commit_group()
-                codes += step
-                scales += scale_step
-                before = slot
-            total = _add_block(
-                total, code, scale,
-                held_x[5 * unit], held_x[5 * unit + 1], held_x[5 * unit + 2], held_x[5 * unit + 3], held_x[5 * unit + 4],
-                begin + unit * WARPS, end, WARPS, WHOLE, mma,
-            )  # fmt: skip
-        partial.store(total)
-        sums = gl.sum(partial.load(_reading(WARPS, WARPS, ROWS)), 0)
-        tile = first + index * programs
-        if SPLIT == 1:
-            _finish(sums, y, bias, part, m, n, tile, GATED, BIAS)
-        else:
-            _finish(sums, y if IN_PARTS else parts, bias, part, m, n, tile, 0, False)
-        slot += 1
-        if slot == STAGES:
-            slot = 0
+    GATE: gl.constexpr = GATED if SPLIT == 1 else 0
+    ADDS: gl.constexpr = BIAS and SPLIT == 1
+    reading: gl.constexpr = _reading(WARPS, WARPS, ROWS)
+    out = y if SPLIT == 1 or IN_PARTS else parts
+    for start in range(0, count, STAGES):
+        for slot in gl.static_range(STAGES):
+            index = start + slot
+            if index < count:
+                async_copy.wait_group(STAGES - 2)
+                total = gl.zeros([WARPS, _TILE, ROWS], gl.float32, mma)
+                for unit in gl.static_range(UNITS):
+                    code = words[slot].slice(unit * WARPS, WARPS).load(gl.DotOperandLayout(0, mma, 8))
+                    scale = numbers[slot].slice(unit * WARPS, WARPS).load(gl.SliceLayout(2, mma))
+                    if unit == UNITS - 1:  # while tensor cores work: copies before codes are read would delay these
+                        if index + STAGES - 1 < count:
+                            _copy_tile(
+                                words[(slot + STAGES - 1) % STAGES],
+                                numbers[(slot + STAGES - 1) % STAGES],
+                                codes,
+                                place,
+                                own_scales,
+                                scale_place,
+                                block,
+                                scale_block,
+                                end,
+                                WHOLE,
+                            )
+                        async_copy.commit_group()
+                        codes += step
+                        own_scales += scale_step
+                    total = _add_block(
+                        total, code, scale,
+                        held_x[5 * unit], held_x[5 * unit + 1], held_x[5 * unit + 2], held_x[5 * unit + 3], held_x[5 * unit + 4],
+                        begin + unit * WARPS, end, WARPS, WHOLE, mma,
+                    )  # fmt: skip
+                if index > 0:
+                    sums = gl.sum(partial[(slot + STAGES - 1) % STAGES].load(reading), 0)
+                    _finish(sums, out, bias, part, m, n, first + (index - 1) * programs, GATE, ADDS)
+                partial[slot].store(total)
+    _barrier()
+    for slot in gl.static_range(STAGES):
+        if (count + STAGES - 1) % STAGES == slot:
+            sums = gl.sum(partial[slot].load(reading), 0)
+            _finish(sums, out, bias, part, m, n, first + (count - 1) * programs, GATE, ADDS)
     if SPLIT > 1 and not IN_PARTS:
         _barrier()
         if gl.atomic_add(arrived + first, 1, sem="acq_rel") == SPLIT - 1:
@@ -357,21 +361,26 @@ def slice_tile(rows: int, n: int, k: int, *, in_parts: bool) -> SliceTile | None
     8B model they are among the fastest of those that were tried on an H200; other sizes have similar ones."""
     if not FEWEST_SLICED <= rows <= MOST_SLICED or n < 4096 or n * k < 1 << 24 or k % PLANES:
         return None
-    if rows <= 8:
-        warps, most, on_each = 8, 16 if in_parts else 32, 2
-    elif n >= _WIDE:
-        warps, most, on_each = 8, 16, 2
-    else:
-        warps, most, on_each = 4, 8, 4
-    whole = k // PLANES
-    fitting = [blocks for blocks in range(most, 0, -1) if whole % blocks == 0 and _is_balanced(blocks, warps)]
-    split = whole // fitting[0] if fitting else 0
-    if not 0 < split <= (_MOST_PARTS if in_parts else _MOST_JOINED) or split * MOST_SLICED * n > MAX_PARTS:
-        return None
-    tiles, at_once = n // _TILE.value, on_each * _MULTIPROCESSORS
-    rounds = -(-tiles * split // at_once)
-    programs = -(-tiles // rounds) if rounds < 8 else at_once // split
-    return SliceTile(warps, fitting[0], programs, max(2, min(rounds, 4 if in_parts else 3)), split)
+    whole, tiles = k // PLANES, n // _TILE.value
+    for warps, most, on_each, stages in _sizes(rows, n, in_parts=in_parts):
+        fitting = [blocks for blocks in range(most, 0, -1) if whole % blocks == 0 and _is_balanced(blocks, warps)]
+        split = whole // fitting[0] if fitting else 0
+        if not 0 < split <= (_MOST_PARTS if in_parts else _MOST_JOINED) or split * MOST_SLICED * n > MAX_PARTS:
+            continue
+        at_once = on_each * _MULTIPROCESSORS
+        rounds = -(-tiles * split // at_once)
+        programs = -(-tiles // rounds) if rounds < 8 else at_once // split
+        return SliceTile(warps, fitting[0], programs, max(2, min(rounds, stages)), split, on_each)
+    return None
+
+
+def _sizes(rows: int, n: int, *, in_parts: bool) -> Iterator[tuple[int, int, int, int]]:
+    """Yield numbers of warps, of blocks at most, of programs on a multiprocessor and of stages, those that were the fastest first."""
+    few = rows <= 8
+    if n >= _WIDE or not (few or in_parts):
+        yield 16, 32, 1, 3 if few or n < _WIDE else 4
+    yield 8, 16, 2, 4 if few and in_parts else 3
+    yield 16, 32, 1, 3
 
 
 def _is_balanced(blocks: int, warps: int) -> bool:
@@ -393,5 +402,5 @@ def multiply_slices(
         x, weight.codes.view(torch.int16), weight.scales, bias, y, space.parts, space.arrived, m, n, k, tiles,
         WARPS=tile.warps, ROWS=8 if m <= 8 else 16, BLOCKS=tile.blocks, STAGES=tile.stages, SPLIT=tile.split,
         TILES=triton.next_power_of_2(triton.cdiv(tiles, tile.programs)),
-        GATED=gated, BIAS=bias is not None, IN_PARTS=in_parts, num_warps=tile.warps, registers=REGISTERS,
+        GATED=gated, BIAS=bias is not None, IN_PARTS=in_parts, num_warps=tile.warps, registers=tile.registers,
     )  # fmt: skip
