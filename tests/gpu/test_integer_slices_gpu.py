@@ -19,11 +19,11 @@ TILES = {
     "one part, one block in a warp": (1024, SliceTile(8, 8, 5, 3, 1)),
     "one part, two blocks": (1024, SliceTile(4, 8, 7, 2, 1)),
     "one part, four blocks": (4096, SliceTile(8, 32, 3, 3, 1)),
-    "16 warps": (4096, SliceTile(16, 32, 9, 5, 1)),
+    "16 warps": (4096, SliceTile(16, 32, 9, 4, 1)),
     "warps without a second block": (1792, SliceTile(8, 14, 6, 4, 1)),
     "two parts": (4096, SliceTile(8, 16, 6, 3, 2)),
     "parts of which warps have none": (3584, SliceTile(8, 7, 11, 3, 4)),
-    "more programs than tiles": (2048, SliceTile(8, 8, 40, 4, 2)),
+    "as many programs as tiles": (2048, SliceTile(8, 8, 33, 4, 2)),
 }
 
 

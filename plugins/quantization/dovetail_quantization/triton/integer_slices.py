@@ -252,7 +252,7 @@ def slice_rows(
     GATED: gl.constexpr, BIAS: gl.constexpr, IN_PARTS: gl.constexpr, PDL: gl.constexpr,
 ) -> None:  # fmt: skip
     """Multiply ``x [m, k]`` with codes ``w`` (int16 ``[n, k / 4]``) in planes, with ``scales`` (float32 ``[k / 128, n]``). ROWS is 8 or 16, and WARPS 4, 8 or
-    16. A program has at most TILES tiles. Unless IN_PARTS, the last program of the same tiles to finish adds up their parts."""
+    16. A program has at least one tile and at most TILES. Unless IN_PARTS, the last program of the same tiles to finish adds up their parts."""
     first, programs, part = gl.program_id(0), gl.num_programs(0), gl.program_id(1)
     UNITS: gl.constexpr = 1 if BLOCKS <= WARPS else 2 if BLOCKS <= 2 * WARPS else 4
     HELD: gl.constexpr = UNITS * WARPS
@@ -397,6 +397,7 @@ def multiply_slices(
     ``GATE_KINDS``), or float32 ``[split, m, n]`` if ``in_parts``. Mutates ``y`` and ``space``."""
     (m, k), n = x.shape, len(weight.codes)
     tiles = n // _TILE.value
+    assert tile.programs <= tiles, "a program has no tile"
     launch(
         slice_rows, (tile.programs, tile.split),
         x, weight.codes.view(torch.int16), weight.scales, bias, y, space.parts, space.arrived, m, n, k, tiles,
