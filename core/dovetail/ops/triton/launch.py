@@ -32,7 +32,11 @@ import torch
 import triton
 import triton.language as tl
 
+from dovetail.ops.triton.cache_keys import hash_callees_first
+
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+
+hash_callees_first()
 
 
 @triton.jit
