@@ -28,7 +28,7 @@ def batch_of(rows: int, adapters: int = 0, **given: Any) -> Any:
 
 
 def keys(adapters: Any = ADAPTERS) -> GraphKeys:
-    return GraphKeys(SIZES, shared=[0], adapters=adapters, own=None)
+    return GraphKeys(SIZES, shared=[0], adapters=adapters, own=None, has_variant=lambda variant, rows: True)
 
 
 @pytest.mark.parametrize(

@@ -79,8 +79,8 @@ class FakeGraphs:
             GraphKey(n, False) for n in self.sizes if n not in self.captured and GraphKey(n, False) not in self.refused
         )
 
-    def has_variant(self, variant, rows):
-        return variant == 0 or rows <= self.most_rows
+    def graph_has_variant(self, variant, size):
+        return variant == 0 or size <= self.most_rows
 
     def larger(self, key):
         return (key._replace(rows=rows) for rows in larger_sizes(self.sizes, key.rows))

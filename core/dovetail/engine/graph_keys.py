@@ -33,7 +33,7 @@ class GraphKey(NamedTuple):
 
 class GraphKeys:
     """List the keys of captured decode steps: all numbers of rows in ``sizes``, all levels of shared prefixes in ``shared``, and the
-    variants, numbers of adapters and levels of own rows that have occurred in batches. For ``has_variant`` see ``AttentionBackend``."""
+    variants, numbers of adapters and levels of own rows that have occurred in batches. ``has_variant`` is that of the ``AttentionBackend``."""
 
     def __init__(
         self,
@@ -42,7 +42,7 @@ class GraphKeys:
         shared: Sequence[int],
         adapters: EngineAdapters | None,
         own: OwnRowsOfGraphs | None,
-        has_variant: Callable[[int, int], bool] = lambda variant, rows: True,
+        has_variant: Callable[[int, int], bool],
     ) -> None:
         self.sizes, self.shared = sizes, shared
         self._has_variant = has_variant
@@ -77,7 +77,7 @@ class GraphKeys:
             self._own_levels, self._adapter_counts, self._variants, self.shared, self.sizes
         ):
             key = GraphKey(rows, shared, variant, kernel_count(count, rows), level)
-            if level < len(self.own_counts(rows)) and key not in found and self.has_variant(variant, rows):
+            if level < len(self.own_counts(rows)) and key not in found and self.graph_has_variant(variant, rows):
                 found.add(key)
                 yield key
 
@@ -96,9 +96,9 @@ class GraphKeys:
         )
         return (larger for larger in dict.fromkeys(found) if larger != key)
 
-    def has_variant(self, variant: int, rows: int) -> bool:
-        """Return True if a batch that needs a graph of ``rows`` rows may have this variant."""
-        return not variant or self._has_variant(variant, fewest_rows(self.sizes, rows))
+    def graph_has_variant(self, variant: int, size: int) -> bool:
+        """Return whether a batch that needs a graph of ``size`` rows may have this variant."""
+        return not variant or self._has_variant(variant, fewest_rows(self.sizes, size))
 
     def own_counts(self, rows: int) -> list[int]:
         """Return the number of own rows at each level of a step of ``rows`` rows, 0 if there are none."""

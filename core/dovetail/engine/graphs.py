@@ -139,9 +139,9 @@ class DecodeGraphs:
         """See ``Captures``."""
         return self._keys.larger(key)
 
-    def has_variant(self, variant: int, rows: int) -> bool:
+    def graph_has_variant(self, variant: int, size: int) -> bool:
         """See ``GraphKeys``."""
-        return self._keys.has_variant(variant, rows)
+        return self._keys.graph_has_variant(variant, size)
 
     def key_for(self, batch: Batch) -> GraphKey | None:
         """See ``GraphKeys``."""

@@ -384,7 +384,7 @@ def likely_keys(graphs: DecodeGraphs) -> Iterator[GraphKey]:
         GraphKey(rows, shared, variant)
         for variant in VARIANTS
         for rows in sizes
-        if graphs.has_variant(variant, rows)
+        if graphs.graph_has_variant(variant, rows)
         for shared in graphs.shared
     )
 

@@ -141,8 +141,9 @@ class AttentionBackend(ABC):
         return 0
 
     def has_variant(self, variant: int, rows: int) -> bool:
-        """Return False if ``variant`` never returns this number for decode batches of ``rows`` rows or more. The engine then
-        neither compiles kernels ahead nor captures graphs for them, unless a batch asks for one. 0 is always possible."""
+        """Return whether ``self.variant`` can return the number ``variant`` for a decode batch of at least ``rows`` rows. The engine does
+        not ask for 0, which is always possible. If the answer is False, it neither compiles kernels ahead nor captures graphs for such
+        batches before one occurs."""
         return True
 
     def plan_capture(self, batch: Batch) -> None:

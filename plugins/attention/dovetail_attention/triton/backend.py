@@ -244,7 +244,7 @@ class TritonAttention(AttentionBackend):
         self._steps = [self._ragged_step(batch, part) for part in parts]
 
     def plan_capture(self, batch: Batch) -> None:
-        """Plan the launches of this number of rows. Their memory is also used by all other decode steps."""
+        """Plan the launches of this number of rows. All decode steps that have the same tile use the same memory."""
         if batch.drafts is None and len(batch.slots) not in self._sizes:
             insort(self._sizes, len(batch.slots))
         self._plan_decode(batch)
@@ -370,8 +370,8 @@ class TritonAttention(AttentionBackend):
         if groups is not None:
             table, lens = groups.own_table, groups.own_lens
         tile, most = self._tile(self._group), self._max_rows
-        if self._latent and rows <= FEW_LATENT_ROWS:
-            tile, most = self._latent_tile(self._group, few=True), FEW_LATENT_ROWS
+        if self._latent and rows <= FEW_LATENT_ROWS and (few := self._latent_tile(self._group, few=True)) != tile:
+            tile, most = few, FEW_LATENT_ROWS
         slots = self._slots(tile)
         entries = ScheduleEntries(batch.qo_indptr, lens, table, tile, slots, rows * self._tiles(1, tile) + slots)
         entries = self._in_spans(entries, 1)
