@@ -25,7 +25,7 @@ from dovetail.ops.triton.tuning import MAX_PARTS
 from dovetail_quantization.triton.integer_bytes import ROWS, BytesTile
 from dovetail_quantization.triton.integer_many import FEWEST_MANY, ManyTile
 from dovetail_quantization.triton.integer_rows import IntegerRows, IntegerTile, plain_weight
-from dovetail_quantization.triton.integer_slices import FEWEST_SLICED, MOST_SLICED, SliceTile, slice_tile
+from dovetail_quantization.triton.integer_slices import FEWEST_SLICED, MOST_SLICED, SliceTile
 from dovetail_quantization.triton.one_row import OneRowTile, split_of
 from ops_gpu import COLD, READ, per_call, randn
 
@@ -165,6 +165,8 @@ def call(weight: Integers, product: IntegerRows, x: torch.Tensor, tile: Tile | N
 def with_tile(weight: Integers, rows: int, tile: Tile | None) -> IntegerRows:
     """Return the products of a weight, with a tile of its own for a number of rows if one is given."""
     found = IntegerRows(weight)
+    if tile is not None and not isinstance(tile, SliceTile):  # slices come before other tiles
+        found.slices, found.slices_in_parts = {}, {}
     if isinstance(tile, OneRowTile):
         found.one_row, found.one_row_in_parts = tile._replace(split=1), tile
     elif isinstance(tile, BytesTile):
@@ -175,7 +177,6 @@ def with_tile(weight: Integers, rows: int, tile: Tile | None) -> IntegerRows:
         found.slices[rows] = found.slices_in_parts[rows] = tile
     elif tile is not None:
         found.one_row, found.byte_tiles[rows] = None, None
-        found.slices, found.slices_in_parts = {}, {}
         found.tiles[rows] = tile
     return found
 
@@ -204,29 +205,35 @@ def main() -> None:
         plain = [randn(n, k) for _ in range(max(2, -(-int(COLD) // (n * k * 2))))]
         floor = (n * k / 2 + n * k / args.group * 4) / READ * 1e6
         for rows in args.rows:
-            x = randn(rows, k)
+            x, product = randn(rows, k), IntegerRows(copies[0])
             exact = x.float() @ dequantize(copies[0], torch.float32).T
-            got = call(copies[0], IntegerRows(copies[0]), x, None)
+            got = call(copies[0], product, x, None)
             assert got is not None
             error = (got.float() - exact).square().mean().sqrt() / exact.square().mean().sqrt()
             assert error < 6e-3, f"{name}: the relative error is {error:.1e}"
             took = measured(copies, x)
             dense = per_call([lambda weight=weight, x=x: functional.linear(x, weight) for weight in plain])
             print(f"{name:16}{rows:6}{took:9.1f}{floor:9.1f}{dense:9.1f}{floor / took:15.2f}", flush=True)
-            parts = IntegerRows(copies[0]).one_row_in_parts if rows == 1 else None
-            if (n, k) in IN_PARTS and rows > 1 and IntegerRows(copies[0]).slices_in_parts:
-                parts = slice_tile(rows, n, k, in_parts=True)
+            parts = product.one_row_in_parts if rows == 1 else None
+            if (n, k) in IN_PARTS and rows > 1:
+                parts = product.slices_in_parts.get(rows)
             if parts is not None:
                 print(f"{'  in parts':16}{rows:6}{measured(copies, x, parts):9.1f}", flush=True)
             if args.tune:
                 found = sorted((measured(copies, x, tile), tuple(tile)) for tile in candidates(rows, n, k, args.group))
-                print(
-                    "   ",
-                    ", ".join(f"{time:.1f} {tile}" for time, tile in found[:6]),
-                    "; now",
-                    IntegerRows(copies[0]).tile(x) if IntegerRows(copies[0]).is_few(x) else "dequantized",
-                    IntegerRows(copies[0]).one_row,
-                )
+                fastest = ", ".join(f"{time:.1f} {tile}" for time, tile in found[:6])
+                print("   ", fastest, "; now", in_use(product, x, in_parts=(n, k) in IN_PARTS))
+
+
+def in_use(product: IntegerRows, x: torch.Tensor, *, in_parts: bool) -> str:
+    """Return the tile with which ``x`` is multiplied, and if ``in_parts``, that with which the product stays in parts."""
+    if not product.is_few(x):
+        return "dequantized"
+    one = len(x) == 1 and product.one_row is not None
+    found = str(product.one_row if one else product.tile(x))
+    if in_parts and product.parts(x) is not None:
+        found += f", in parts {product.one_row_in_parts if one else product.tile(x, in_parts=True)}"
+    return found
 
 
 def measured(copies: list[Integers], x: torch.Tensor, tile: Tile | None = None) -> float:

@@ -4,7 +4,7 @@ Few rows take about the time to read the codes: tensor cores multiply the intege
 operand of a product (see ``dovetail.ops.triton.matmul``, whose structure this kernel has), and the sums of a block of columns
 that has one scale are multiplied by it. Codes of 4 bits in planes have a kernel of their own, which reads scales ahead too. Of
 other codes of 4 bits, two products take the low and the high bits of the same bytes, with the columns of ``x`` that
-belong to each. Up to 32 rows and a large weight in planes have the kernel of ``integer_columns``, or those of ``integer_bytes``; more rows
+belong to each. Up to 32 rows and a large weight in planes have the kernel of ``integer_columns``, or those of ``integer_bytes`` or ``integer_slices``; more rows
 of 16 bits and a weight in planes have that of ``integer_many``. For yet more rows, ``plain_weight`` writes the weight in 16 bits. One row
 has a kernel in ``integer_one_row``.
 """
@@ -266,7 +266,8 @@ def plain_weight(weight: Integers, dtype: torch.dtype) -> torch.Tensor:
 class IntegerRows:
     """Multiply rows with one weight ``[n, k]``: up to ``MOST_ROWS``, or more rows of 16 bits with a weight in planes (``most_rows``). ``one_row`` is the
     tile of one row of 16 bits, if that has a kernel of its own, ``one_row_in_parts`` that with which its product stays in parts, ``tiles``
-    those of all numbers of rows up to ``MOST_ROWS``, ``byte_tiles`` those of rows of 16 bits that are multiplied in bytes, and
+    those of all numbers of rows up to ``MOST_ROWS``, ``byte_tiles`` those of rows of 16 bits that are multiplied in bytes,
+    ``slices`` those of rows of 16 bits whose columns are divided among warps, ``slices_in_parts`` those with which such products stay in parts, and
     ``many_tiles`` those of many rows of 16 bits, which are chosen when they are first used."""
 
     def __init__(self, weight: Integers) -> None:
@@ -305,44 +306,31 @@ class IntegerRows:
 
     def parts(self, x: torch.Tensor) -> torch.Tensor | None:
         """Compute ``LinearProduct.parts``."""
-        if (sliced := self.sliced(x, in_parts=True)) is not None:
-            return self._multiply_slices(x, None, 0, sliced, in_parts=True)
         if self.one_row is not None and self._is_one(x):
             if (one := self.one_row_in_parts) is None:
                 return None
             y = torch.empty(one.split, 1, self._shape[0], dtype=torch.float32, device=x.device)
             multiply_one(x, self._one_weight, None, y, 0, one)
             return y
-        tile = self.tile(x)
-        return None if tile is None or tile.split == 1 or len(x) > MAX_ROWS else self._compute(x, None, in_parts=True)
+        tile = self.tile(x, in_parts=True)
+        if not isinstance(tile, SliceTile) and (tile is None or tile.split == 1 or len(x) > MAX_ROWS):
+            return None
+        return self._compute(x, None, in_parts=True)
 
-    def tile(self, x: torch.Tensor) -> IntegerTile | BytesTile | ManyTile | None:
-        """Return the tile for several rows. The kernels for bytes and for many rows round more than float32 does."""
+    def tile(self, x: torch.Tensor, *, in_parts: bool = False) -> IntegerTile | BytesTile | ManyTile | SliceTile | None:
+        """Return the tile for several rows, or that with which their product stays in parts. The kernel for slices of columns takes rows of 16
+        bits, and those for bytes and for many rows round more than float32 does."""
         rows = len(x)
         if x.dtype is torch.float32:
             return self.tiles[rows]
+        if (sliced := (self.slices_in_parts if in_parts else self.slices).get(rows)) is not None:
+            return sliced
         if self._groups and rows >= FEWEST_MANY:
             if rows not in self.many_tiles:
                 self.many_tiles[rows] = many_tile(rows, *self._shape, one_scale=self._one_scale)
             return self.many_tiles[rows]
         in_bytes = self.byte_tiles[rows]
         return self.tiles[rows] if in_bytes is None else in_bytes
-
-    def sliced(self, x: torch.Tensor, *, in_parts: bool = False) -> SliceTile | None:
-        """Return the tile of ``integer_slices`` for rows of 16 bits, or None if that kernel does not multiply them."""
-        return None if x.dtype is torch.float32 else (self.slices_in_parts if in_parts else self.slices).get(len(x))
-
-    def _multiply_slices(
-        self, x: torch.Tensor, bias: torch.Tensor | None, gated: int, tile: SliceTile, *, in_parts: bool = False
-    ) -> torch.Tensor:
-        assert x.is_contiguous()
-        m, n = len(x), self._shape[0]
-        if in_parts:
-            y = torch.empty(tile.split, m, n, dtype=torch.float32, device=x.device)
-        else:
-            y = torch.empty(m, n // 2 if gated else n, dtype=x.dtype, device=x.device)
-        multiply_slices(x, self._weight, bias, y, gated, tile, self._space, in_parts=in_parts)
-        return y
 
     def _is_one(self, x: torch.Tensor) -> bool:
         """Return True if ``x`` is one row of 16 bits. The kernel for it rounds more than float32 does."""
@@ -351,11 +339,9 @@ class IntegerRows:
     def _compute(
         self, x: torch.Tensor, bias: torch.Tensor | None, gated: int = False, *, in_parts: bool = False
     ) -> torch.Tensor:
-        if not in_parts and (sliced := self.sliced(x)) is not None:
-            return self._multiply_slices(x, bias, gated, sliced)
         assert x.is_contiguous()
         m, (n, k), weight = x.shape[0], self._shape, self._weight
-        tile = self.tile(x)
+        tile = self.tile(x, in_parts=in_parts)
         assert tile is not None
         if in_parts:
             y = torch.empty(tile.split, m, n, dtype=torch.float32, device=x.device)
@@ -363,6 +349,9 @@ class IntegerRows:
             y = torch.empty(m, n // 2 if gated else n, dtype=x.dtype, device=x.device)
         if self.one_row is not None and self._is_one(x):
             multiply_one(x, self._one_weight, bias, y, gated, self.one_row)
+            return y
+        if isinstance(tile, SliceTile):
+            multiply_slices(x, weight, bias, y, gated, tile, self._space, in_parts=in_parts)
             return y
         if isinstance(tile, BytesTile):
             multiply_bytes(x, weight, bias, y, gated, tile, self._space, in_parts=in_parts)

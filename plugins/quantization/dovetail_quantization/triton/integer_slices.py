@@ -312,17 +312,9 @@ def slice_rows(
                     if unit == UNITS - 1:  # while tensor cores work: copies before codes are read would delay these
                         if index + STAGES - 1 < count:
                             _copy_tile(
-                                words[(slot + STAGES - 1) % STAGES],
-                                numbers[(slot + STAGES - 1) % STAGES],
-                                codes,
-                                place,
-                                own_scales,
-                                scale_place,
-                                block,
-                                scale_block,
-                                end,
-                                WHOLE,
-                            )
+                                words[(slot + STAGES - 1) % STAGES], numbers[(slot + STAGES - 1) % STAGES], codes, place,
+                                own_scales, scale_place, block, scale_block, end, WHOLE,
+                            )  # fmt: skip
                         async_copy.commit_group()
                         codes += step
                         own_scales += scale_step
