@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 from dovetail import LLM
 from dovetail.engine import adaptive_threads as module
 from dovetail.engine.adaptive_threads import (
+    FORGOTTEN,
     HELD,
     LONGEST,
     PAUSE,
@@ -147,6 +148,17 @@ def test_cores_that_are_idle_because_there_is_no_work_are_not_free(monkeypatch):
         assert work(context, times, 0.07, cores=2) == 2
         times.now += 2 * PAUSE + WINDOW
         times.unused += 4 * (2 * PAUSE + WINDOW)
+
+
+def test_work_after_a_second_without_any_begins_with_all_threads(monkeypatch):
+    times = Times(monkeypatch)
+    context = AdaptiveThreads(ThreadCount(4), times)
+    assert work(context, times, 0.3, cores=1) == 1
+    times.now += FORGOTTEN - 0.02
+    assert work(context, times, 0.01, cores=1) == 1
+    times.now += FORGOTTEN + 0.01
+    assert work(context, times, 0.01, cores=1) == 4
+    assert work(context, times, 0.3, cores=1) == 1
 
 
 def test_threads_that_start_and_end_count_by_what_they_waited_in_the_window(monkeypatch):

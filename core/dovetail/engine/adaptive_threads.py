@@ -28,6 +28,8 @@ WINDOW = 0.05
 """The seconds of work after which the number of threads is chosen again. Linux counts idle time in units of 0.01 s."""
 PAUSE = 0.02
 """The seconds without work after which a new window begins. Cores that were idle because there was no work are not free for more threads."""
+FORGOTTEN = 1.0
+"""The seconds without work after which an engine begins with all threads again. What other processes needed before says little then."""
 WAITING = 0.4
 """If this many threads or more wait for a core on average, the number of threads is reduced. An engine with two threads that is alone
 on two cores has 0.1, because the process that serves its requests needs a core too. Two such engines have 0.85 each."""
@@ -44,6 +46,11 @@ class ThreadCount:
 
     def __init__(self, most: int) -> None:
         self.most = self.number = most
+        self.forget()
+
+    def forget(self) -> None:
+        """Begin with ``most`` threads again, as if nothing had been observed."""
+        self.number = self.most
         self._added, self._delay, self._next = float("-inf"), SHORTEST, float("-inf")
 
     def observe(self, now: float, waiting: float, idle: float) -> None:
@@ -148,6 +155,8 @@ class AdaptiveThreads:
 
     def __enter__(self) -> None:
         now = time.monotonic()
+        if not self._before and now - self._left > FORGOTTEN:
+            self._count.forget()
         try:
             if not self._before and now - self._left > PAUSE:
                 self._begin(now, self._times.waited())
