@@ -27,7 +27,7 @@ from rich.console import Console
 from dovetail.config import read
 from dovetail.errors import ConfigError
 from gpubench import tables
-from gpubench.models import TITLES, VARIANTS, variant, write
+from gpubench.models import TITLES, VARIANTS, settings, variant
 from gpubench.plan import ROWS, SIZES, USUAL_ROWS, Job, Measure, engine_tasks
 from gpubench.record import Record
 from gpubench.supervise import Deadline, Ended, run_tasks
@@ -200,10 +200,8 @@ class Bench:
     def config(self, model: str) -> dict[str, Any]:
         """Return Dovetail's config: the model, and the settings of the command line."""
         args = self.args
-        values = {"model.path": str(write(model, args.work)), "model.load_format": "dummy", "model.dtype": "bfloat16"}
-        chosen = variant(model)
-        values |= {**({"parallel.tp": chosen.ranks} if chosen.ranks > 1 else {}), **chosen.settings}
-        values |= {"device": args.device, **({"attention": args.attention} if args.attention else {})}
+        values = {**settings(model, args.work), "device": args.device}
+        values |= {"attention": args.attention} if args.attention else {}
         try:
             return read((), [*(f"{key}={json.dumps(value)}" for key, value in values.items()), *args.sets], {}).tree
         except ConfigError as error:

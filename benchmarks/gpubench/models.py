@@ -392,6 +392,13 @@ def write(name: str, work: Path) -> Path:
     return path
 
 
+def settings(name: str, work: Path) -> dict[str, Any]:
+    """Write the directory of a model under ``work``, and return the settings of its engine: random weights, ranks, and those of its variant."""
+    chosen = variant(name)
+    values = {"model.path": str(write(name, work)), "model.load_format": "dummy", "model.dtype": "bfloat16"}
+    return {**values, **({"parallel.tp": chosen.ranks} if chosen.ranks > 1 else {}), **chosen.settings}
+
+
 def write_tokenizer(name: str, work: Path) -> Path:
     """Write a directory with a tokenizer of made-up words, one for every id of a model.
 
