@@ -168,10 +168,9 @@ class DecodeGraphs:
             static.shared.follow(batch.shared)
         if batch.adapters is not None and self._adapters is not None:
             self._adapters.send(batch)
-        attends = static if self._own is None else self._own.follow(static, batch)
-        self._backend.plan_replay(attends)
+        self._backend.plan_replay(static if self._own is None else self._own.follow(static, batch))
         if self._keeps_states:
-            replay_states(attends)
+            replay_states(static)
         graph.forward.replay()
         return graph.give(batch)
 
@@ -253,7 +252,7 @@ class DecodeGraphs:
             batch.own = self._own.of_graph(attends, sent[first:])
         if plan:
             self._backend.plan_capture(attends)
-            capture_states(attends)
+            capture_states(batch)
         return batch, tensors, own
 
     def _padding(self, key: GraphKey) -> tuple[Array, ...]:

@@ -164,10 +164,31 @@ def _columns_of_x(x, m, k, block, end, WARPS: gl.constexpr, ROWS: gl.constexpr, 
 
 
 @gluon.jit
-def _copy_tile(words, numbers, codes, place, scales, scale_place, block, scale_block, end, there):
-    """Begin to copy the codes and the scales of a tile, if it is there: those of the blocks before ``end``."""
-    _copy(words, codes + place, (block + place * 0 < end) & there, eviction_policy="evict_first")
-    _copy(numbers, scales + scale_place, (scale_block + scale_place * 0 < end) & there)
+def _add_block(
+    total, code, scale, x0, x1, x2, x3, begins, block, end, WARPS: gl.constexpr, WHOLE: gl.constexpr, mma: gl.constexpr
+):
+    """Return ``total`` plus the products of a block for each warp. Unless WHOLE, blocks from ``end`` on do not count."""
+    p0, p1, p2, p3 = _planes(code, x0.dtype == gl.bfloat16)
+    sums = gl.expand_dims(begins, 1) + gl.zeros(total.shape, gl.float32, mma)
+    sums = mma_v2(p0, x0, sums)
+    sums = mma_v2(p1, x1, sums)
+    sums = mma_v2(p2, x2, sums)
+    sums = mma_v2(p3, x3, sums)
+    if not WHOLE:
+        warp = gl.arange(0, WARPS, gl.SliceLayout(1, gl.SliceLayout(2, mma)))
+        scale = gl.where((block + warp < end)[:, None], scale, 0.0)
+    return total + sums * gl.expand_dims(scale, 2)
+
+
+@gluon.jit
+def _copy_tile(words, numbers, codes, place, scales, scale_place, block, scale_block, end, WHOLE: gl.constexpr):
+    """Begin to copy the codes and the scales of a tile. Unless WHOLE, those of blocks from ``end`` on are not copied."""
+    if WHOLE:
+        _copy(words, codes + place, eviction_policy="evict_first")
+        _copy(numbers, scales + scale_place)
+    else:
+        _copy(words, codes + place, block + place * 0 < end, eviction_policy="evict_first")
+        _copy(numbers, scales + scale_place, scale_block + scale_place * 0 < end)
 
 
 @gluon.jit
@@ -183,20 +204,20 @@ def _gate(sums, GATED: gl.constexpr):
 
 
 @gluon.jit
-def _finish(sums, y, bias, part, m, n, tile, there, GATED: gl.constexpr, BIAS: gl.constexpr):
-    """Write the sums ``[_TILE, ROWS]`` of a tile, or their gate, to a part of ``y``, if the tile is there."""
+def _finish(sums, y, bias, part, m, n, tile, GATED: gl.constexpr, BIAS: gl.constexpr):
+    """Write the sums ``[_TILE, ROWS]`` of a tile, or their gate, to a part of ``y``."""
     out: gl.constexpr = sums.type.layout
     at = gl.arange(0, _TILE, gl.SliceLayout(1, out))
     row = gl.arange(0, sums.shape[1], gl.SliceLayout(0, out))
     column = tile * 8 + at % 8 + at // 8 * (n // 2)
     if BIAS:
-        sums += gl.load(bias + column, (at < _TILE) & there, 0.0).to(gl.float32)[:, None]
+        sums += gl.load(bias + column).to(gl.float32)[:, None]
     if GATED:
         place = y + (row * (n // 2))[None, :] + column[:, None]
-        gl.store(place, _gate(sums, GATED).to(y.dtype.element_ty), (row < m)[None, :] & (at < 8)[:, None] & there)
+        gl.store(place, _gate(sums, GATED).to(y.dtype.element_ty), (row < m)[None, :] & (at < 8)[:, None])
     else:
         place = y + ((part * m + row) * n)[None, :] + column[:, None]
-        gl.store(place, sums.to(y.dtype.element_ty), (row < m)[None, :] & (at < _TILE)[:, None] & there)
+        gl.store(place, sums.to(y.dtype.element_ty), (row < m)[None, :] & (at < _TILE)[:, None])
 
 
 @gluon.jit
@@ -263,9 +284,10 @@ def slice_rows(
     if PDL:
         gdc_launch_dependents()
     for stage in gl.static_range(STAGES - 1):
-        _copy_tile(
-            words[stage], numbers[stage], codes, place, own_scales, scale_place, block, scale_block, end, stage < count
-        )
+        if stage < count:
+            _copy_tile(
+                words[stage], numbers[stage], codes, place, own_scales, scale_place, block, scale_block, end, WHOLE
+            )
         async_copy.commit_group()
         codes += step
         own_scales += scale_step
@@ -283,48 +305,33 @@ def slice_rows(
             index = start + slot
             if index < count:
                 async_copy.wait_group(STAGES - 2)
-                planes, scale, sums = (), (), ()
-                for unit in gl.static_range(UNITS):
-                    code = words[slot].slice(unit * WARPS, WARPS).load(gl.DotOperandLayout(0, mma, 8))
-                    planes += (_planes(code, x.dtype.element_ty == gl.bfloat16),)
-                    scale += (numbers[slot].slice(unit * WARPS, WARPS).load(gl.SliceLayout(2, mma)),)
-                    begins = gl.expand_dims(held_x[5 * unit + 4], 1)
-                    sums += (begins + gl.zeros([WARPS, _TILE, ROWS], gl.float32, mma),)
-                _copy_tile(  # while tensor cores work: copies before codes are read would delay these
-                    words[(slot + STAGES - 1) % STAGES],
-                    numbers[(slot + STAGES - 1) % STAGES],
-                    codes,
-                    place,
-                    own_scales,
-                    scale_place,
-                    block,
-                    scale_block,
-                    end,
-                    index + STAGES - 1 < count,
-                )
-                async_copy.commit_group()
-                codes += step
-                own_scales += scale_step
-                for plane in gl.static_range(4):  # the products of one block wait for each other, not those of several
-                    following = ()
-                    for unit in gl.static_range(UNITS):
-                        following += (mma_v2(planes[unit][plane], held_x[5 * unit + plane], sums[unit]),)
-                    sums = following
                 total = gl.zeros([WARPS, _TILE, ROWS], gl.float32, mma)
                 for unit in gl.static_range(UNITS):
-                    factor = scale[unit]
-                    if not WHOLE:
-                        warp = gl.arange(0, WARPS, gl.SliceLayout(1, gl.SliceLayout(2, mma)))
-                        factor = gl.where((begin + unit * WARPS + warp < end)[:, None], factor, 0.0)
-                    total += sums[unit] * gl.expand_dims(factor, 2)
-                added = gl.sum(partial[(slot + STAGES - 1) % STAGES].load(reading), 0)
-                _finish(added, out, bias, part, m, n, first + (index - 1) * programs, index > 0, GATE, ADDS)
+                    code = words[slot].slice(unit * WARPS, WARPS).load(gl.DotOperandLayout(0, mma, 8))
+                    scale = numbers[slot].slice(unit * WARPS, WARPS).load(gl.SliceLayout(2, mma))
+                    if unit == UNITS - 1:  # while tensor cores work: copies before codes are read would delay these
+                        if index + STAGES - 1 < count:
+                            _copy_tile(
+                                words[(slot + STAGES - 1) % STAGES], numbers[(slot + STAGES - 1) % STAGES], codes, place,
+                                own_scales, scale_place, block, scale_block, end, WHOLE,
+                            )  # fmt: skip
+                        async_copy.commit_group()
+                        codes += step
+                        own_scales += scale_step
+                    total = _add_block(
+                        total, code, scale,
+                        held_x[5 * unit], held_x[5 * unit + 1], held_x[5 * unit + 2], held_x[5 * unit + 3], held_x[5 * unit + 4],
+                        begin + unit * WARPS, end, WARPS, WHOLE, mma,
+                    )  # fmt: skip
+                if index > 0:
+                    sums = gl.sum(partial[(slot + STAGES - 1) % STAGES].load(reading), 0)
+                    _finish(sums, out, bias, part, m, n, first + (index - 1) * programs, GATE, ADDS)
                 partial[slot].store(total)
     _barrier()
     for slot in gl.static_range(STAGES):
-        if count > 0 and (count - 1) % STAGES == slot:
-            added = gl.sum(partial[slot].load(reading), 0)
-            _finish(added, out, bias, part, m, n, first + (count - 1) * programs, True, GATE, ADDS)
+        if (count + STAGES - 1) % STAGES == slot:
+            sums = gl.sum(partial[slot].load(reading), 0)
+            _finish(sums, out, bias, part, m, n, first + (count - 1) * programs, GATE, ADDS)
     if SPLIT > 1 and not IN_PARTS:
         _barrier()
         if gl.atomic_add(arrived + first, 1, sem="acq_rel") == SPLIT - 1:
@@ -347,7 +354,7 @@ def slice_tile(rows: int, n: int, k: int, *, in_parts: bool) -> SliceTile | None
     if not FEWEST_SLICED <= rows <= MOST_SLICED or n < 4096 or n * k < 1 << 24 or k % PLANES:
         return None
     whole, tiles = k // PLANES, n // _TILE.value
-    for warps, most, on_each, stages in _sizes(rows, n, k, in_parts=in_parts):
+    for warps, most, on_each, stages in _sizes(rows, n, in_parts=in_parts):
         fitting = [blocks for blocks in range(most, 0, -1) if whole % blocks == 0 and _is_balanced(blocks, warps)]
         split = whole // fitting[0] if fitting else 0
         if not 0 < split <= (_MOST_PARTS if in_parts else _MOST_JOINED) or split * MOST_SLICED * n > MAX_PARTS:
@@ -359,15 +366,11 @@ def slice_tile(rows: int, n: int, k: int, *, in_parts: bool) -> SliceTile | None
     return None
 
 
-def _sizes(rows: int, n: int, k: int, *, in_parts: bool) -> Iterator[tuple[int, int, int, int]]:
+def _sizes(rows: int, n: int, *, in_parts: bool) -> Iterator[tuple[int, int, int, int]]:
     """Yield numbers of warps, of blocks at most, of programs on a multiprocessor and of stages, those that were the fastest first."""
     few = rows <= 8
-    if not few and (n >= _WIDE or not in_parts):
-        yield 8, 32, 1, 3
-    if n >= _WIDE:
-        yield 16, 32, 1, 3
-    if in_parts and not few and n * k < 1 << 25:
-        yield 8, 8, 3, 2
+    if n >= _WIDE or not (few or in_parts):
+        yield 16, 32, 1, 3 if few or n < _WIDE else 4
     yield 8, 16, 2, 4 if few and in_parts else 3
     yield 16, 32, 1, 3
 
