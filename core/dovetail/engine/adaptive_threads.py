@@ -31,8 +31,8 @@ PAUSE = 0.02
 FORGOTTEN = 1.0
 """The seconds without work after which an engine begins with all threads again. What other processes needed before says little then."""
 WAITING = 0.4
-"""If this many threads or more wait for a core on average, the number of threads is reduced. An engine with two threads that is alone
-on two cores has 0.1, because the process that serves its requests needs a core too. Two such engines have 0.85 each."""
+"""If this many threads or more wait for a core on average, the number of threads is reduced. Threads of an engine that is alone wait a
+little, too, because the process that serves its requests needs a core now and then."""
 IDLE = 0.75
 """If this many cores or more are idle on average, threads are added."""
 HELD = 0.3
@@ -45,7 +45,7 @@ class ThreadCount:
     """Choose the number of threads, between 1 and ``most``, by what was observed with the number before."""
 
     def __init__(self, most: int) -> None:
-        self.most = self.number = most
+        self.most = most
         self.forget()
 
     def forget(self) -> None:

@@ -84,6 +84,17 @@ def _plane(codes, middle, INDEX: tl.constexpr, DTYPE: tl.constexpr):
     return ((codes >> 4 * INDEX & 15).to(tl.float32) - middle.to(tl.float32)).to(DTYPE)
 
 
+def _planes_plus(first: str) -> str:
+    """Return instructions that write the numbers in the four planes of two words each, plus the number of 16 bits ``first`` (hexadecimal)."""
+    middle = f"0x000F000F, 0x{first}{first}, 0xea;"
+    others = [f"shr.b32 s, $4, {4 * plane}; lop3.b32 ${plane}, s, {middle}" for plane in (1, 2, 3)]
+    return "\n".join(["{ .reg .b32 s;", f"lop3.b32 $0, $4, {middle}", *others, "}"])
+
+
+PLANES_BFLOAT16, PLANES_FLOAT16 = tl.constexpr(_planes_plus("4300")), tl.constexpr(_planes_plus("6400"))
+"""Instructions of sm_90 for numbers plus 128 in bfloat16, and plus 1024 in float16."""
+
+
 @triton.jit
 def _middles(middle, like, BITS: tl.constexpr):
     return tl.broadcast_to(middle.to(tl.int16) | BITS, like.shape)
@@ -99,12 +110,7 @@ def planes_of(codes, m0, m1, m2, m3, DTYPE: tl.constexpr, APART: tl.constexpr):
         )  # fmt: skip
     elif APART:
         return tl.inline_asm_elementwise(
-            """{ .reg .b32 s;
-            lop3.b32 $0, $4, 0x000F000F, 0x43004300, 0xea;
-            shr.b32 s, $4, 4;  lop3.b32 $1, s, 0x000F000F, 0x43004300, 0xea;
-            shr.b32 s, $4, 8;  lop3.b32 $2, s, 0x000F000F, 0x43004300, 0xea;
-            shr.b32 s, $4, 12; lop3.b32 $3, s, 0x000F000F, 0x43004300, 0xea; }""",
-            "=r,=r,=r,=r,r", [codes], dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16), is_pure=True, pack=2,
+            PLANES_BFLOAT16, "=r,=r,=r,=r,r", [codes], dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16), is_pure=True, pack=2,
         )  # fmt: skip
     elif DTYPE.is_bf16():
         return tl.inline_asm_elementwise(

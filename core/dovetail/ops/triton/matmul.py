@@ -60,6 +60,12 @@ def finish_row(y, bias, rows, total, tile, n, GATED: tl.constexpr, BIAS: tl.cons
     out = tl.sum(total, 1)
     if BIAS:
         out += tl.load(bias + rows).to(tl.float32)
+    store_row(y, out, tile, n, GATED, BLOCK_N)
+
+
+@triton.jit
+def store_row(y, out, tile, n, GATED: tl.constexpr, BLOCK_N: tl.constexpr) -> None:
+    """Write the sums ``out [BLOCK_N]`` of one tile, or their gate, to ``y [n]``."""
     if GATED:
         opens, up = tl.split(tl.reshape(out, [BLOCK_N // 2, 2]))
         column = tile * (BLOCK_N // 2) + tl.arange(0, BLOCK_N // 2)

@@ -14,7 +14,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from dovetail.ops.activation import Activation
 from dovetail.ops.triton.launch import launch, prefetch
-from dovetail.ops.triton.matmul import GATE_KINDS, gate, rows_of
+from dovetail.ops.triton.matmul import GATE_KINDS, rows_of, store_row
 
 NORMED = (1024, 2048)
 """The sizes of rows whose norm is computed in the product."""
@@ -35,13 +35,7 @@ def _normed_product(
     row = tl.load(x + at).to(tl.float32)
     scale = tl.rsqrt(tl.sum(row * row, 0) / SIZE + eps)
     out = tl.sum(left.to(tl.float32) * (row * factor)[None, :], 1) * scale
-    if GATED:
-        opens, up = tl.split(tl.reshape(out, [BLOCK_N // 2, 2]))
-        column = tile * (BLOCK_N // 2) + tl.arange(0, BLOCK_N // 2)
-        tl.store(y + column, gate(opens, up, GATED).to(y.dtype.element_ty), column < n // 2)
-    else:
-        column = tile * BLOCK_N + tl.arange(0, BLOCK_N)
-        tl.store(y + column, out.to(y.dtype.element_ty), column < n)
+    store_row(y, out, tile, n, GATED, BLOCK_N)
 
 
 @triton.jit

@@ -27,6 +27,7 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from dovetail.ops.integers import PLANES, Integers
+from dovetail.ops.triton.integers import PLANES_BFLOAT16, PLANES_FLOAT16
 from dovetail.ops.triton.launch import INTERPRETED, launch
 from dovetail.ops.triton.matmul import Workspace
 from dovetail.ops.triton.tuning import MAX_PARTS
@@ -117,24 +118,11 @@ def _reading(depth, warps, rows):
 @gluon.jit
 def _planes(words, BFLOAT16: gl.constexpr):
     """Return the numbers in the four planes of ``words`` (int16) plus 128 (bfloat16) or 1024 (float16)."""
-    if BFLOAT16:
-        return gl.inline_asm_elementwise(
-            """{ .reg .b32 s;
-            lop3.b32 $0, $4, 0x000F000F, 0x43004300, 0xea;
-            shr.b32 s, $4, 4;  lop3.b32 $1, s, 0x000F000F, 0x43004300, 0xea;
-            shr.b32 s, $4, 8;  lop3.b32 $2, s, 0x000F000F, 0x43004300, 0xea;
-            shr.b32 s, $4, 12; lop3.b32 $3, s, 0x000F000F, 0x43004300, 0xea; }""",
-            "=r,=r,=r,=r,r", [words], dtype=(gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16), is_pure=True, pack=2,
-        )  # fmt: skip
-    else:
-        return gl.inline_asm_elementwise(
-            """{ .reg .b32 s;
-            lop3.b32 $0, $4, 0x000F000F, 0x64006400, 0xea;
-            shr.b32 s, $4, 4;  lop3.b32 $1, s, 0x000F000F, 0x64006400, 0xea;
-            shr.b32 s, $4, 8;  lop3.b32 $2, s, 0x000F000F, 0x64006400, 0xea;
-            shr.b32 s, $4, 12; lop3.b32 $3, s, 0x000F000F, 0x64006400, 0xea; }""",
-            "=r,=r,=r,=r,r", [words], dtype=(gl.float16, gl.float16, gl.float16, gl.float16), is_pure=True, pack=2,
-        )  # fmt: skip
+    kind: gl.constexpr = gl.bfloat16 if BFLOAT16 else gl.float16
+    return gl.inline_asm_elementwise(
+        PLANES_BFLOAT16 if BFLOAT16 else PLANES_FLOAT16,
+        "=r,=r,=r,=r,r", [words], dtype=(kind, kind, kind, kind), is_pure=True, pack=2,
+    )  # fmt: skip
 
 
 @gluon.jit
