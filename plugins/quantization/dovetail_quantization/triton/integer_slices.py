@@ -118,11 +118,14 @@ def _reading(depth, warps, rows):
 @gluon.jit
 def _planes(words, BFLOAT16: gl.constexpr):
     """Return the numbers in the four planes of ``words`` (int16) plus 128 (bfloat16) or 1024 (float16)."""
-    kind: gl.constexpr = gl.bfloat16 if BFLOAT16 else gl.float16
-    return gl.inline_asm_elementwise(
-        PLANES_BFLOAT16 if BFLOAT16 else PLANES_FLOAT16,
-        "=r,=r,=r,=r,r", [words], dtype=(kind, kind, kind, kind), is_pure=True, pack=2,
-    )  # fmt: skip
+    if BFLOAT16:
+        return gl.inline_asm_elementwise(
+            PLANES_BFLOAT16, "=r,=r,=r,=r,r", [words], dtype=(gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16), is_pure=True, pack=2
+        )  # fmt: skip
+    else:
+        return gl.inline_asm_elementwise(
+            PLANES_FLOAT16, "=r,=r,=r,=r,r", [words], dtype=(gl.float16, gl.float16, gl.float16, gl.float16), is_pure=True, pack=2
+        )  # fmt: skip
 
 
 @gluon.jit
