@@ -57,6 +57,9 @@ def test_products_request_their_weights_before_the_wait(size: int, gated: int, t
 
 
 def test_experts_are_fetched_before_the_wait(tmp_path: Path) -> None:
+    options = dict.fromkeys(("SCALED", "BIAS", "LIMITED", "UNGATED"), False)
+    constants: dict[str, Any] = {**options, "bias": None, "BLOCK_N": 2, "BLOCK_K": 2048, "WHOLE": True}
+    compiled(experts_one._gate_up_one, constants, tmp_path / "gate_up", 4)
     constants = {"SIZE": 768, "TOP_K": 8, "PIECE": 256, "SCALED": False}
     code = compiled(experts_one._down_added, constants, tmp_path / "down", 4)
     assert before_wait(code).count("evict_first") == code["ptx"].count("evict_first") > 0

@@ -62,12 +62,13 @@ def test_products_are_added_to_the_residual_stream(k: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("size", "top_k", "scaled"), [(256, 2, False), (512, 1, True), (768, 4, False), (1280, 2, False)]
+    ("hidden", "size", "top_k", "scaled"),
+    [(24, 256, 2, False), (24, 512, 1, True), (24, 768, 4, False), (24, 1280, 2, False), (2048, 256, 2, False)],
 )
-def test_experts_are_added_to_the_residual_stream(size: int, top_k: int, scaled: bool) -> None:
-    hidden, count = 24, 5
+def test_experts_are_added_to_the_residual_stream(hidden: int, size: int, top_k: int, scaled: bool) -> None:
+    count, divisor = 5, (16 if hidden < 1024 else 256) ** 0.5
     weights = ExpertWeights(
-        randn(count, 2 * size, hidden) / 4, randn(count, hidden, size) / 16, whole=count, scaled_input=scaled
+        randn(count, 2 * size, hidden) / divisor, randn(count, hidden, size) / 16, whole=count, scaled_input=scaled
     )
     assert experts_one.adds_one_token(weights)
     routing = Routing(torch.randperm(count)[:top_k].int().view(1, -1), torch.rand(1, top_k))

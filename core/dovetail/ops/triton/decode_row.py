@@ -1,9 +1,9 @@
 """Compute attention of one token, the only one of a step, from its projection: normalise and rotate its queries and its key,
 write key and value to a paged pool, and attend, in one kernel, and merge what its programs find in a second one.
 
-The programs of a key head read the keys in parts, as those of ``decode`` do. Before they wait for the projection, they load
-their first keys and values, which earlier steps have written; the key and the value of the token itself they take from the
-projection. Lengths, page tables and the place of the token are read early too, unless the kernel leads (see ``launch``).
+For each key head, one program attends to the token's own key and value, which it takes from the projection, and the others read the
+keys of earlier steps in parts, as those of ``decode`` do. Before they wait for the projection, they load their first keys and values.
+Lengths, page tables and the place of the token are read early too, unless the kernel leads (see ``launch``).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from dovetail.ops.triton.decode import LEAST_TILE, LOG2_E
 from dovetail.ops.triton.launch import launch
 
 SPLITS = 32
-"""The largest number of parts."""
+"""The largest number of parts, of which the first is the token itself."""
 KEYS = 32
 """The keys that a program reads before it waits, and the unit of parts. With 64, a step of one row and 600 keys took longer (H200)."""
 MORE_KEYS = 64
@@ -29,17 +29,24 @@ WIDTH = 32
 
 
 @triton.jit
-def _turned(source, there, norm, at, cos, sin, eps, SIZE: tl.constexpr, NORM: tl.constexpr):
-    """Return both halves of heads, normalised and rotated, in the dtype of ``source``. ``at`` is ``[1, SIZE / 2]``."""
-    half: tl.constexpr = SIZE // 2
-    low = tl.load(source + at, there, 0.0).to(tl.float32)
-    high = tl.load(source + half + at, there, 0.0).to(tl.float32)
+def _factors(angles, norm, at, other, SIZE: tl.constexpr, NORM: tl.constexpr):
+    """Return by what an element, and the ``other`` one of its pair, are multiplied: ``[1, SIZE]``. Each branch of the kernel loads
+    its own, because Triton 3.6 does not compile a kernel in which branches need the same tensor in several layouts."""
+    cos, sin = tl.load(angles), tl.load(angles + SIZE)
     if NORM:
-        scale = tl.rsqrt((tl.sum(low * low, 1) + tl.sum(high * high, 1)) / SIZE + eps)[:, None]
-        low *= scale * tl.load(norm + at).to(tl.float32)
-        high *= scale * tl.load(norm + half + at).to(tl.float32)
-    kind: tl.constexpr = source.dtype.element_ty
-    return (low * cos - high * sin).to(kind), (high * cos + low * sin).to(kind)
+        cos *= tl.load(norm + at).to(tl.float32)
+        sin *= tl.load(norm + other).to(tl.float32)
+    return cos, sin
+
+
+@triton.jit
+def _turned(source, there, cos, sin, at, other, eps, SIZE: tl.constexpr, NORM: tl.constexpr):
+    """Return heads, normalised and rotated, in the dtype of ``source``."""
+    x = tl.load(source + at, there, 0.0).to(tl.float32)
+    turned = x * cos + tl.load(source + other, there, 0.0).to(tl.float32) * sin
+    if NORM:
+        turned *= tl.rsqrt(tl.sum(x * x, 1) / SIZE + eps)[:, None]
+    return turned.to(source.dtype.element_ty)
 
 
 @triton.jit
@@ -47,23 +54,20 @@ def _tile(
     keys, values, table, start, end, kv_head,
     PAGE: tl.constexpr, KV_HEADS: tl.constexpr, SIZE: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
-    """Return both halves ``[SIZE / 2, KEYS]`` of keys, and values ``[KEYS, SIZE]``, from ``start`` on, and 0 from ``end`` on."""
-    token, at, at_v = start + tl.arange(0, KEYS), tl.arange(0, SIZE // 2), tl.arange(0, SIZE)
+    """Return keys ``[SIZE, KEYS]`` and values ``[KEYS, SIZE]`` from ``start`` on, and 0 from ``end`` on."""
+    token, at = start + tl.arange(0, KEYS), tl.arange(0, SIZE)
     there = token < end
     page = tl.load(table + token // PAGE, there, 0, cache_modifier=".cg")
     place = ((page.to(tl.int64) * PAGE + token % PAGE) * KV_HEADS + kv_head) * SIZE
-    source = keys + place[None, :] + at[:, None]
-    low = tl.load(source, there[None, :], 0.0, cache_modifier=".cg")
-    high = tl.load(source + SIZE // 2, there[None, :], 0.0, cache_modifier=".cg")
-    value = tl.load(values + place[:, None] + at_v[None, :], there[:, None], 0.0, cache_modifier=".cg")
-    return low, high, value
+    key = tl.load(keys + place[None, :] + at[:, None], there[None, :], 0.0, cache_modifier=".cg")
+    value = tl.load(values + place[:, None] + at[None, :], there[:, None], 0.0, cache_modifier=".cg")
+    return key, value
 
 
 @triton.jit
-def _attended(q_low, q_high, k_low, k_high, value, start, end, scale, top, total, result, KEYS: tl.constexpr):
+def _attended(q, key, value, start, end, scale, top, total, result, KEYS: tl.constexpr):
     """Return ``top``, ``total`` and ``result`` after a tile of keys."""
-    score = tl.dot(q_low, k_low, input_precision="ieee")
-    score = tl.dot(q_high, k_high, score, input_precision="ieee") * scale
+    score = tl.dot(q, key, input_precision="ieee") * scale
     score = tl.where((start + tl.arange(0, KEYS) < end)[None, :], score, float("-inf"))
     best = tl.maximum(top, tl.max(score, 1))
     weight, factor = tl.exp2(score - best[:, None]), tl.exp2(top - best)
@@ -72,9 +76,9 @@ def _attended(q_low, q_high, k_low, k_high, value, start, end, scale, top, total
 
 
 @triton.jit
-def _span(length, SPLITS: tl.constexpr, KEYS: tl.constexpr):
-    """Return the keys of a part."""
-    return tl.cdiv(tl.cdiv(length, SPLITS), KEYS) * KEYS
+def _span(before, SPLITS: tl.constexpr, KEYS: tl.constexpr):
+    """Return the keys of a part, if there are keys ``before`` the token."""
+    return tl.maximum(tl.cdiv(tl.cdiv(before, SPLITS - 1), KEYS), 1) * KEYS
 
 
 @triton.jit(do_not_specialize_on_alignment=["positions", "out_loc", "page_table", "kv_lens"])
@@ -85,57 +89,54 @@ def _attend_row(
     PDL: tl.constexpr,
 ) -> None:  # fmt: skip
     kv_head, part = tl.program_id(0), tl.program_id(1)
-    half: tl.constexpr = SIZE // 2
     if PDL:
         if LEADS:  # in this order, see ``launch``
             gdc_wait()
         gdc_launch_dependents()
-    length = tl.load(kv_lens, cache_modifier=".cg")
-    span = _span(length, SPLITS, KEYS)
-    begin = part * span
-    if begin >= length:
+    before = tl.load(kv_lens, cache_modifier=".cg") - 1
+    span = _span(before, SPLITS, KEYS)
+    begin = (part - 1) * span
+    if begin >= before:
         if PDL:
             gdc_wait()
         return
-    end = tl.minimum(length, begin + span)
-    written = tl.minimum(end, length - 1)
-    k_low, k_high, value = _tile(keys, values, page_table, begin, written, kv_head, PAGE, KV_HEADS, SIZE, KEYS)
-    at, at_v, head = tl.arange(0, half)[None, :], tl.arange(0, SIZE), tl.arange(0, BLOCK_HEADS)
-    angles = table + tl.load(positions, cache_modifier=".cg") * 2 * SIZE + half + at
-    cos, sin = tl.load(angles), tl.load(angles + SIZE)
-    place = tl.load(out_loc, cache_modifier=".cg")
-    if PDL:
-        gdc_wait()
+    at, head = tl.arange(0, SIZE)[None, :], tl.arange(0, BLOCK_HEADS)
+    other = (at + SIZE // 2) % SIZE
+    angles = table + tl.load(positions, cache_modifier=".cg") * 2 * SIZE + at
     group: tl.constexpr = HEADS // KV_HEADS
-    source = qkv + (kv_head * group + head)[:, None] * SIZE
-    q_low, q_high = _turned(source, (head < group)[:, None], q_norm, at, cos, sin, eps, SIZE, NORM)
-    top = tl.full([BLOCK_HEADS], -1e30, tl.float32)
-    total = tl.zeros([BLOCK_HEADS], tl.float32)
-    result = tl.zeros([BLOCK_HEADS, SIZE], tl.float32)
-    if end == length:  # the token's own key and value
-        one = tl.arange(0, 1)[:, None]
-        own = qkv + (HEADS + kv_head) * SIZE + one
-        own_low, own_high = _turned(own, one == 0, k_norm, at, cos, sin, eps, SIZE, NORM)
-        own_value = tl.load(qkv + (HEADS + KV_HEADS + kv_head) * SIZE + at_v)
-        target = (place * KV_HEADS + kv_head) * SIZE
-        tl.store(keys + target + one + at, own_low)
-        tl.store(keys + target + one + half + at, own_high)
-        tl.store(values + target + at_v, own_value)
-        product = q_low.to(tl.float32) * own_low.to(tl.float32) + q_high.to(tl.float32) * own_high.to(tl.float32)
-        top = tl.sum(product, 1) * scale
-        total += 1.0
-        result += own_value.to(tl.float32)[None, :]
-    top, total, result = _attended(q_low, q_high, k_low, k_high, value, begin, written, scale, top, total, result, KEYS)
-    for start in range(begin + KEYS, written, MORE_KEYS):
-        more_low, more_high, more_value = _tile(
-            keys, values, page_table, start, written, kv_head, PAGE, KV_HEADS, SIZE, MORE_KEYS
-        )
-        top, total, result = _attended(
-            q_low, q_high, more_low, more_high, more_value, start, written, scale, top, total, result, MORE_KEYS
-        )
+    source, there = qkv + (kv_head * group + head)[:, None] * SIZE, (head < group)[:, None]
     slot = (kv_head * group + head) * SPLITS + part
-    tl.store(parts + slot[:, None] * SIZE + at_v[None, :], result / total[:, None], (head < group)[:, None])
-    tl.store(part_lse + slot, top + tl.log2(total), head < group)
+    into = parts + slot[:, None] * SIZE + at
+    if part == 0:
+        cos, sin = _factors(angles, q_norm, at, other, SIZE, NORM)
+        k_cos, k_sin = _factors(angles, k_norm, at, other, SIZE, NORM)
+        target = (tl.load(out_loc, cache_modifier=".cg") * KV_HEADS + kv_head) * SIZE + at + 0 * head[:, None]
+        if PDL:
+            gdc_wait()
+        own = qkv + (HEADS + kv_head + 0 * head)[:, None] * SIZE  # the key in each row, so that no warp needs another
+        own_value = tl.load(own + KV_HEADS * SIZE + at)
+        own_q = _turned(source, there, cos, sin, at, other, eps, SIZE, NORM)
+        own_key = _turned(own, head[:, None] >= 0, k_cos, k_sin, at, other, eps, SIZE, NORM)
+        tl.store(into, own_value.to(tl.float32), there)
+        tl.store(keys + target, own_key, (head == 0)[:, None])
+        tl.store(values + target, own_value, (head == 0)[:, None])
+        tl.store(part_lse + slot, tl.sum(own_q.to(tl.float32) * own_key.to(tl.float32), 1) * scale, head < group)
+    else:
+        end = tl.minimum(before, begin + span)
+        key, value = _tile(keys, values, page_table, begin, end, kv_head, PAGE, KV_HEADS, SIZE, KEYS)
+        cos, sin = _factors(angles, q_norm, at, other, SIZE, NORM)
+        if PDL:
+            gdc_wait()
+        q = _turned(source, there, cos, sin, at, other, eps, SIZE, NORM)
+        top = tl.full([BLOCK_HEADS], -1e30, tl.float32)
+        total = tl.zeros([BLOCK_HEADS], tl.float32)
+        result = tl.zeros([BLOCK_HEADS, SIZE], tl.float32)
+        top, total, result = _attended(q, key, value, begin, end, scale, top, total, result, KEYS)
+        for start in range(begin + KEYS, end, MORE_KEYS):
+            more_key, more_value = _tile(keys, values, page_table, start, end, kv_head, PAGE, KV_HEADS, SIZE, MORE_KEYS)
+            top, total, result = _attended(q, more_key, more_value, start, end, scale, top, total, result, MORE_KEYS)
+        tl.store(into, result / total[:, None], there)
+        tl.store(part_lse + slot, top + tl.log2(total), head < group)
 
 
 @triton.jit(do_not_specialize_on_alignment=["kv_lens"])
@@ -146,8 +147,8 @@ def _merge_row(
     head, at, part = tl.program_id(0), tl.program_id(1) * WIDTH + tl.arange(0, WIDTH), tl.arange(0, SPLITS)
     if PDL:
         gdc_launch_dependents()
-    length = tl.load(kv_lens, cache_modifier=".cg")  # early: the kernel before leads, or one before that did
-    used = part < tl.cdiv(length, _span(length, SPLITS, KEYS))
+    before = tl.load(kv_lens, cache_modifier=".cg") - 1  # early: the kernel before leads, or one before that did
+    used = part <= tl.cdiv(before, _span(before, SPLITS, KEYS))
     slot = head * SPLITS + part
     if PDL:
         gdc_wait()

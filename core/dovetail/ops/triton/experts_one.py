@@ -20,8 +20,9 @@ from dovetail.ops.triton.launch import launch
 def _gate_up_one(
     x, w, bias, out, ids, factors, first, experts, hidden, size, alpha, limit, offset,
     SCALED: tl.constexpr, BIAS: tl.constexpr, LIMITED: tl.constexpr, UNGATED: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, WHOLE: tl.constexpr, PDL: tl.constexpr,
 ) -> None:  # fmt: skip
+    """Write the activations of some columns of one expert. With ``WHOLE``, rows have ``BLOCK_K`` numbers, which are loaded at once."""
     place = tl.program_id(1)
     column = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     at = tl.arange(0, BLOCK_K)
@@ -34,13 +35,20 @@ def _gate_up_one(
     per_expert = size if UNGATED else 2 * size
     source = w + (expert * per_expert + tl.minimum(column, size - 1))[:, None] * hidden + at[None, :]
     gates, ups = tl.zeros([BLOCK_N, BLOCK_K], tl.float32), tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
-    for start in range(0, hidden, BLOCK_K):
-        more = start + at < hidden
-        factor = tl.load(x + start + at, more, 0.0).to(tl.float32)[None, :]
-        gates += tl.load(source + start, more[None, :], 0.0, eviction_policy="evict_first").to(tl.float32) * factor
+    if WHOLE:
+        gate_rows = tl.load(source, eviction_policy="evict_first").to(tl.float32)
+        factor = tl.load(x + at).to(tl.float32)[None, :]
         if not UNGATED:
-            up_rows = tl.load(source + start + size * hidden, more[None, :], 0.0, eviction_policy="evict_first")
-            ups += up_rows.to(tl.float32) * factor
+            ups = tl.load(source + size * hidden, eviction_policy="evict_first").to(tl.float32) * factor
+        gates = gate_rows * factor
+    else:
+        for start in range(0, hidden, BLOCK_K):
+            more = start + at < hidden
+            factor = tl.load(x + start + at, more, 0.0).to(tl.float32)[None, :]
+            gates += tl.load(source + start, more[None, :], 0.0, eviction_policy="evict_first").to(tl.float32) * factor
+            if not UNGATED:
+                up_rows = tl.load(source + start + size * hidden, more[None, :], 0.0, eviction_policy="evict_first")
+                ups += up_rows.to(tl.float32) * factor
     gate, up = tl.sum(gates, 1), tl.sum(ups, 1)
     if SCALED:
         weight = tl.load(factors + place)
@@ -161,6 +169,8 @@ def _down_added(
 _GATE_N, _GATE_K, _GATE_WARPS, _DOWN_N = 2, 1024, 2, 4
 """A program multiplies this number of columns of gate and as many of up, ``_GATE_K`` of their rows at a time, or columns of
 ``down``. With two warps for each program they are the fastest for Qwen3-30B-A3B on an H200."""
+_WHOLE, _WHOLE_WARPS = 2048, 4
+"""Rows of gate and up of this size are loaded whole, with this number of warps."""
 _MOST_EARLY = 4096
 """Up to this number of columns of ``down`` a program holds whole rows."""
 _PIECE = 256
@@ -172,13 +182,14 @@ def _inner(x: torch.Tensor, routing: Routing, weights: ExpertWeights) -> torch.T
     count, hidden, size = weights.down.shape
     top_k, activation = routing.ids.shape[1], weights.activation
     inner = torch.empty(top_k, size, dtype=x.dtype, device=x.device)
+    whole = hidden == _WHOLE
     launch(
         _gate_up_one, (triton.cdiv(size, _GATE_N), top_k),
         x, weights.gate_up, weights.gate_up_bias, inner, *routing, weights.first, count, hidden, size,
         activation.alpha, activation.limit or 0.0, activation.offset,
         SCALED=weights.scaled_input, BIAS=weights.gate_up_bias is not None, LIMITED=activation.limit is not None,
-        UNGATED=weights.ungated, BLOCK_N=_GATE_N, BLOCK_K=min(_GATE_K, triton.next_power_of_2(hidden)),
-        num_warps=_GATE_WARPS,
+        UNGATED=weights.ungated, BLOCK_N=_GATE_N, BLOCK_K=hidden if whole else min(_GATE_K, triton.next_power_of_2(hidden)),
+        WHOLE=whole, num_warps=_WHOLE_WARPS if whole else _GATE_WARPS,
     )  # fmt: skip
     return inner
 
