@@ -140,7 +140,7 @@ MEASURED: dict[tuple[int, int], dict[int, ProductTile | None]] = {
         64: ProductTile(64, 64, 128, 4, 4, split=4),
     },
     (151936, 2048): {
-        1: ProductTile(1, 4, 1024, 4, ahead=16),
+        1: ProductTile(1, 2, 512, 1),
         16: ProductTile(16, 64, 128, 4, 4, early=True),
         64: ProductTile(64, 128, 128, 8, 4),
     },
