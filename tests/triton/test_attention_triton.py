@@ -306,7 +306,7 @@ def test_few_rows_in_one_part_are_even_unless_one_of_them_is_very_long(monkeypat
         assert chosen(monkeypatch, [8_000, *even[1:]], None) == backend.UNEVEN
 
 
-@pytest.mark.parametrize("rows", [160, 256])
+@pytest.mark.parametrize("rows", [160, 192, 224, 256])
 def test_rows_of_several_rounds_are_even_if_the_longest_start_first(monkeypatch, rows):
     lens = np.random.default_rng(0).integers(100, 1024, rows, endpoint=True)
     assert chosen(monkeypatch, lens, None) == backend.UNEVEN

@@ -46,8 +46,9 @@ MIDDLE_TILE, SMALL_TILE = DecodeTile(64, 2, 4), DecodeTile(32, 2, 2)
 RESIDENT = {LARGE_TILE: LARGE_TILE_RESIDENT, MIDDLE_TILE: 5, SMALL_TILE: 8}
 """The number of programs with each tile that a multiprocessor of Hopper runs at the same time, for keys of ``MEASURED_ROW_BYTES``. The
 larger the tile, the faster is a program, and the fewer of them keep the device busy at the end of a step."""
-FEW_TILES = 4
-"""Rows are few if their number times the key heads is at most this number for each multiprocessor."""
+FEW_TILES, MANY_TILES = 4, 10
+"""Rows are few if their number times the key heads is at most the first number for each multiprocessor, and many if it is at least
+the second."""
 MEASURED_ROW_BYTES = 256
 """The bytes of a key of one head, as an operand, for which tiles and numbers of resident programs were measured."""
 
@@ -97,9 +98,10 @@ def tiling(
 
     If there are few tiles, each runs alone on a multiprocessor and reads far ahead. If there are many, several tiles
     share one, and programs run in waves: the tile is the one whose last wave is fullest (``RESIDENT``; H200, 96 rows of 8 key heads:
-    65 us with ``LARGE_TILE``, 76 and 71 with the others). If there are very few, they leave shared memory to the next kernel, a
+    65 us with ``LARGE_TILE``, 76 and 71 with the others). If there are very many, rows of different lengths form no waves, and the
+    smallest tile is the fastest. If there are very few, they leave shared memory to the next kernel, a
     product that has begun to fetch its weights. With ``long``, contexts are long enough that reading them faster gains more. Measured
-    on an H200; the case of very few tiles was measured within whole steps.
+    on an H200; the cases of very few and of very many tiles were measured within whole steps.
     """
     if row_bytes > 2048:
         return DecodeTile(16, 1, 4)
@@ -111,9 +113,11 @@ def tiling(
         return LARGE_TILE
     if tiles <= FEW_TILES * processors:
         return LARGE_TILE if 2 * tiles > processors else MIDDLE_TILE
+    if tiles >= MANY_TILES * processors:
+        return SMALL_TILE
     if key_bytes == MEASURED_ROW_BYTES:
         return max(RESIDENT, key=lambda tile: _fullness(tiles, RESIDENT[tile] * processors))
-    return SMALL_TILE if tiles >= 10 * processors else MIDDLE_TILE
+    return MIDDLE_TILE
 
 
 @triton.jit
