@@ -89,7 +89,8 @@ class StateDevice(Device):
     def copy(self, copies):
         assert type(copies) is StateCopies
         assert {array.dtype for array in copies} == {np.dtype(np.int32)}
-        groups, sources, targets = copies
+        groups, sources, targets, pools = copies
+        assert not pools.any(), "there is one pool"
         assert (sources > 0).all()
         assert (targets > 0).all()
         assert len(set(zip(groups.tolist(), targets.tolist(), strict=True))) == len(groups), "two copies to one slot"

@@ -13,7 +13,7 @@ import pytest
 import torch
 from engine_runs import check_idle
 from safetensors.torch import load_file
-from transformers import DeepseekV2Config, Qwen3MoeConfig
+from transformers import DeepseekV2Config, Qwen3MoeConfig, Qwen3NextConfig
 
 from dovetail import LLM, SamplingParams
 from dovetail.cli.explain_adapters import explain_adapters
@@ -41,15 +41,30 @@ MODELS = {
             "topk_group": 1,
         },
     ),
+    "qwen3_next": (
+        Qwen3NextConfig,
+        {
+            "num_experts": 4,
+            "shared_expert_intermediate_size": 24,
+            "num_key_value_heads": 2,
+            "head_dim": 16,
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 4,
+            "linear_key_head_dim": 8,
+            "linear_value_head_dim": 12,
+            "layer_types": ["linear_attention", "full_attention"],
+        },
+    ),
 }
-ATTENTION = r"self_attn\.(?!kv_b_proj|.*norm)"
-REST = r"mlp\.(?!gate\.)|lm_head|embed_tokens"  # routers of DeepSeek compute in float32, without adapters
+ATTENTION = r"(self|linear)_attn\.(?!kv_b_proj|.*norm|conv)"
+REST = r"mlp\.(?!gate\.|shared_expert_gate)|lm_head|embed_tokens"  # routers of DeepSeek compute in float32, without adapters
 KINDS = {
     "attention": ATTENTION,
     "rest": REST,
     "all": f"{ATTENTION}|{REST}",
 }
 NAMES = ["attention", None, "all", "rest", "all", None]
+SNAPSHOTS = {"memory": SETTINGS["memory"] | {"state_snapshot_tokens": 4}, "scheduler": {"chunk_size": 7}}
 DRAFTS = {"speculative": "ngram", "scheduler": {"draft": "always"}}
 ROUNDS = [  # indices of prompts: two ranks with adapters of their own; one rank without rows; one rank without adapters
     ([0, 1, 2, 3, 4, 5], NAMES),
@@ -119,6 +134,7 @@ def check_same(output, expected):
         ("deepseek", "ep", {"scheduler": {"chunk_size": 7}}),
         pytest.param("deepseek", "tp", DRAFTS, marks=pytest.mark.full),
         pytest.param("qwen3", "ep", {}, marks=pytest.mark.full),
+        pytest.param("qwen3_next", "ep", SNAPSHOTS, marks=pytest.mark.full),
         pytest.param("qwen3", "tp", {"scheduler": {"chunk_size": 7, "overlap": False}}, marks=pytest.mark.full),
     ],
     indirect=["saved"],

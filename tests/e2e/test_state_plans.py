@@ -104,7 +104,7 @@ class Plans:
             admitted=tuple(self._describe(each) for each in self._admitted),
         )
         if copies:
-            plan.state_copies = StateCopies(*np.array(copies, np.int32).T)
+            plan.state_copies = StateCopies(*np.array([(*copy, 0) for copy in copies], np.int32).T)
         if drafts is not None:
             width = max(map(len, drafts))
             ids = np.zeros((len(rows), width), np.int32)

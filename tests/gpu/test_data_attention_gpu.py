@@ -64,6 +64,18 @@ def save_deepseek(directory: Path) -> None:
     checkpoints.save_deepseek(directory, **COMMON | LATENT)
 
 
+def save_qwen3_next(directory: Path) -> None:
+    """Save a model with gated delta nets, attention, experts, and one layer that predicts further tokens."""
+    delta = {
+        "linear_num_key_heads": 4,
+        "linear_num_value_heads": 8,
+        "linear_key_head_dim": 64,
+        "linear_value_head_dim": 64,
+    }
+    types = ["linear_attention", "full_attention"]
+    checkpoints.save_qwen3_next(directory, **COMMON, **delta, num_key_value_heads=2, head_dim=64, layer_types=types)
+
+
 def save_qwen3(directory: Path) -> None:
     """Save a model with few heads of keys and values, experts, and an EAGLE-3 head."""
     torch.manual_seed(0)
@@ -143,13 +155,14 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Model]:
     def model(name: str) -> Model:
         if name not in made:
             path = tmp_path_factory.mktemp(name)
-            {"deepseek": save_deepseek, "qwen3": save_qwen3}[name](path)
+            {"deepseek": save_deepseek, "qwen3": save_qwen3, "qwen3_next": save_qwen3_next}[name](path)
             weights = load_file(path / "model.safetensors")
             for head in [key for key in weights if key.endswith(("lm_head.weight", "shared_head.head.weight"))]:
                 weights[head][GENERATED:] = 0
             save_file(weights, path / "model.safetensors")
-            adapters = write_adapters(path)
-            made[name] = Model(path, adapters, *generated(path, adapters, 1, named=True))
+            adapters = {} if name == "qwen3_next" else write_adapters(path)
+            found = generated(path, adapters, 1, named=bool(adapters))
+            made[name] = Model(path, adapters, found[0], found[-1])
         return made[name]
 
     return model
@@ -166,6 +179,7 @@ CASES = {
     "deepseek, mtp": ("deepseek", {"kind": "mtp", "num_draft_tokens": 3}),
     "qwen3, trees": ("qwen3", {"kind": "eagle3_tree", "topk": 2, "depth": 3, "num_draft_tokens": 6}),
     "deepseek, ngram": ("deepseek", {"kind": "ngram"}),
+    "qwen3_next, mtp": ("qwen3_next", {"kind": "mtp", "num_draft_tokens": 3}),
     "qwen3, chains": ("qwen3", {"kind": "eagle3"}),
 }
 

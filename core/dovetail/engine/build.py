@@ -61,7 +61,7 @@ def build_model(
     if experts is not None:
         use_backend(as_module(model), experts)
     as_module(model).eval().requires_grad_(False)
-    check_declared(as_module(model), info, mesh.tp.size)
+    check_declared(as_module(model), info, mesh.of_attention.tp.size)
     return model
 
 

@@ -27,7 +27,7 @@ _NEEDS = (
 
 def check_declared(model: nn.Module, info: ModelInfo, ranks: int) -> None:
     """Raise ``PluginLoadError`` if an ``AttentionLayer``, a layer of experts or one with a state of ``model``, the share of one
-    of ``ranks`` ranks, needs a feature that ``info.needs`` does not name, if layers keep other states than ``info.cache_groups``
+    of ``ranks`` ranks that divide its heads, needs a feature that ``info.needs`` does not name, if layers keep other states than ``info.cache_groups``
     says, if there are experts and ``info`` has no ``expert_sizes``, or if an attention layer of ``dovetail.layers`` has a place
     that its cache group does not have, or a window in a full group although other groups slide.
 

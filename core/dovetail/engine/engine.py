@@ -212,7 +212,7 @@ class Engine:
             self.context_len = min(self.context_len, (self.num_pages - 1) * self.page_size)
         max_pages = -(-self.context_len // self.page_size) + 1
         self.page_table = np.zeros((len(pools), config.scheduler.rows + 1, max_pages), np.int32)
-        states = StateSlots.of(self.pool, config.scheduler.rows + 1)
+        states = StateSlots.of(self.pool, config.scheduler.rows + 1, self.mesh)
         self.inputs = Inputs(self.page_table, self.page_size, self.device, states)
         if pools:
             pages = DraftPages(self.num_pages) if arena is None else DraftPages.in_arena(arena)

@@ -168,9 +168,10 @@ class DecodeGraphs:
             static.shared.follow(batch.shared)
         if batch.adapters is not None and self._adapters is not None:
             self._adapters.send(batch)
-        self._backend.plan_replay(static if self._own is None else self._own.follow(static, batch))
+        attends = static if self._own is None else self._own.follow(static, batch)
+        self._backend.plan_replay(attends)
         if self._keeps_states:
-            replay_states(static)
+            replay_states(attends)
         graph.forward.replay()
         return graph.give(batch)
 
@@ -252,7 +253,7 @@ class DecodeGraphs:
             batch.own = self._own.of_graph(attends, sent[first:])
         if plan:
             self._backend.plan_capture(attends)
-            capture_states(batch)
+            capture_states(attends)
         return batch, tensors, own
 
     def _padding(self, key: GraphKey) -> tuple[Array, ...]:

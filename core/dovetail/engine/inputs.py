@@ -15,10 +15,10 @@ import numpy as np
 import torch
 
 from dovetail.engine.grouped import set_views
-from dovetail.engine.states import StateSlots
 from dovetail.ops.transfer import to_device
 
 if TYPE_CHECKING:
+    from dovetail.engine.states import StateSlots
     from dovetail.types import Batch, DraftTree, Int64Array, IntArray, PageUpdates, SharedPrefixes
 
 Array = np.ndarray[Any, Any]

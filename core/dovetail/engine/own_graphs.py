@@ -42,9 +42,11 @@ class OwnRowsOfGraphs:
     def __init__(self, tp: Collectives, inputs: Inputs, sizes: Sequence[int]) -> None:
         """``sizes`` are the ladder of rows of captured steps."""
         self._tp, self._sizes = tp, sizes
-        self._tensors = DecodeTensors(
-            sizes[-1], inputs.pages.shape[1], inputs.device, [False] * (1 + len(inputs.other_pages))
+        shares, states = (
+            [False] * (1 + len(inputs.other_pages)),
+            0 if inputs.states is None else len(inputs.states.stores),
         )
+        self._tensors = DecodeTensors(sizes[-1], inputs.pages.shape[1], inputs.device, shares, states)
 
     @classmethod
     def of(cls, mesh: Mesh, inputs: Inputs, sizes: Sequence[int]) -> OwnRowsOfGraphs | None:

@@ -11,7 +11,7 @@ from dovetail.engine.captures import NO_UPDATES
 from dovetail.layers.own_rows import OwnRows
 from dovetail.memory.table import pool_of
 from dovetail.ops.transfer import to_device
-from dovetail.types import Batch, DraftTree
+from dovetail.types import Batch, DraftTree, StateSaves
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -88,4 +88,8 @@ def rows_of(batch: Batch, rows: Int64Array) -> Batch:
         most = int(lens.max(initial=0))
         if most:
             own.drafts = DraftTree(batch.drafts.token_ids[rows, :most], batch.drafts.parents[rows, :most], lens)
+    saves = batch.state_saves
+    if saves is not None and (chosen := np.isin(saves.rows, rows)).any():
+        places = np.searchsorted(rows, saves.rows[chosen]).astype(np.int32)
+        own.state_saves = StateSaves(places, *(each[chosen] for each in saves[1:]))
     return own

@@ -27,8 +27,8 @@ class OwnVerifyRows:
     def __init__(self, tp: Collectives, inputs: Inputs, largest: VerifyShape, counts: Sequence[int]) -> None:
         """``counts`` are the ladder of tokens of captured steps, ``largest`` the shape of the largest one."""
         self._tp, self._inputs, self._counts, self._width = tp, inputs, counts, largest.width
-        groups = len(inputs.other_pages)
-        self._memory = VerifyMemory(largest, inputs.pages.shape[1], inputs.device, groups)
+        groups = len(inputs.other_pages), 0 if inputs.states is None else len(inputs.states.stores)
+        self._memory = VerifyMemory(largest, inputs.pages.shape[1], inputs.device, *groups)
 
     @classmethod
     def of(cls, mesh: Mesh, inputs: Inputs, largest: VerifyShape, counts: Sequence[int]) -> OwnVerifyRows | None:
@@ -57,7 +57,8 @@ class OwnVerifyStep:
         self, tp: Collectives, inputs: Inputs, tensors: VerifyTensors, step_tokens: int, context_len: int
     ) -> None:
         count = tensors.shape.tokens
-        self._tp, self._inputs, self._tensors, self._step_tokens = tp, inputs, tensors, step_tokens
+        self._tp, self._inputs, self._step_tokens, self.tensors = tp, inputs, step_tokens, tensors
+        self.mine = np.zeros(0, np.int64)  # the rows of this rank, in the batch that was written last
         self.batch = static_batch(tensors.shape, context_len)
         tensors.give(self.batch, count, count)
         # no row is sampled here: the memory of random numbers holds the index of each token in the step
@@ -67,7 +68,7 @@ class OwnVerifyStep:
     def write(self, batch: Batch) -> None:
         """Write what the host sends for the own rows of ``batch``, and set the host lengths of the planned batch. The device must have
         read what the last call wrote."""
-        mine = kept(batch.slots, self._tp)
+        self.mine = mine = kept(batch.slots, self._tp)
         own = rows_of(batch, mine) if len(mine) else empty_batch()
         tokens = tokens_of(batch, mine)
         self._send(own, tokens)
@@ -82,11 +83,11 @@ class OwnVerifyStep:
             len(self._places), self._step_tokens, np.int64
         )  # padding writes to a row after those of the step
         places[: len(tokens)] = tokens
-        self._tensors.write(own, self._inputs, places.view(np.float64))
+        self.tensors.write(own, self._inputs, places.view(np.float64))
 
     def compute(self) -> None:
         """Launch the kernels that fill the inputs. Indices stay within the step also when what the host sends belongs to another one, as
         in steps whose kernels are only noted."""
-        self._tensors.compute(self._inputs)
+        self.tensors.compute(self._inputs)
         torch.clamp(self._places, min=0, max=self._step_tokens, out=self.rows.targets)
         torch.clamp(self.rows.targets, max=self._step_tokens - 1, out=self.rows.tokens)

@@ -14,6 +14,7 @@ from dovetail.engine.captures import CaptureOnDemand
 from dovetail.engine.grouped import backends_of, pools_of
 from dovetail.engine.last import last_rows, narrows
 from dovetail.engine.node_rows import NodeRows
+from dovetail.engine.own_rows import kept
 from dovetail.engine.pieces import PIECES_NEEDED
 from dovetail.engine.pooling import pooled
 from dovetail.engine.prompt_logprobs import prompt_logprobs
@@ -22,6 +23,7 @@ from dovetail.engine.sampler import decode_numbers, verify_numbers
 from dovetail.engine.states import advance_states
 from dovetail.interfaces.attention import AttentionBackend
 from dovetail.interfaces.features import Feature
+from dovetail.ops.transfer import to_device
 from dovetail.types import ForwardOutput
 
 if TYPE_CHECKING:
@@ -262,6 +264,11 @@ class EagerRunner(Runner[AttentionBackend]):
         """See ``Runner``."""
         output = self._sampler.sample(batch, launched.logits, masks)
         output.prompt_logprobs, output.pooled = launched.prompt_logprobs, launched.pooled
-        if self._inputs.states is not None:
-            advance_states(batch, output)
+        if self._inputs.states is not None and batch.drafts is not None and output.accept_lens is not None:
+            accepted = output.accept_lens[batch.num_extend - len(batch.slots) :]
+            if batch.own is None:
+                advance_states(batch, accepted)
+            elif batch.own.batch is not None:
+                mine = kept(batch.slots, batch.own.tp) - batch.num_extend
+                advance_states(batch.own.batch, accepted[to_device(mine[mine >= 0], accepted.device)])
         return output

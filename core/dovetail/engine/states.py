@@ -19,9 +19,10 @@ from dovetail.layers.states import StepStates
 from dovetail.ops.transfer import to_device
 
 if TYPE_CHECKING:
+    from dovetail.interfaces.mesh import Mesh
     from dovetail.interfaces.store import StateStore
     from dovetail.registry.resolution import Resolved
-    from dovetail.types import AdmittedRequest, Batch, ForwardOutput, IntArray, StateCopies, StateSaves
+    from dovetail.types import AdmittedRequest, Batch, IntArray, StateCopies, StateSaves
 
 
 class StateSlots:
@@ -29,18 +30,21 @@ class StateSlots:
     ``slots`` (int32 ``[state groups, slots of requests]``, on the device) has the slot of each request's state; that of
     slot 0, to which padding rows belong, is 0."""
 
-    def __init__(self, stores: Sequence[StateStore], num_slots: int, mixer: MixerBackend) -> None:
-        """``num_slots`` is the number of slots of requests, slot 0 included. ``mixer`` computes the steps."""
-        self.stores, self.device, self._mixer = tuple(stores), stores[0].device, mixer
+    def __init__(self, stores: Sequence[StateStore], num_slots: int, mixer: MixerBackend, pool: int = 0) -> None:
+        """``num_slots`` is the number of slots of requests, slot 0 included. ``mixer`` computes the steps. ``pool`` is that of the
+        stores, see ``StateCopies``."""
+        self.stores, self.device, self._mixer, self._pool = tuple(stores), stores[0].device, mixer, pool
         self._on_host = np.zeros((len(stores), num_slots), np.int32)
         on_host = torch.from_numpy(self._on_host)
         self.slots = on_host if self.device.type == "cpu" else on_host.to(self.device)
 
     @classmethod
-    def of(cls, pool: Pools, num_slots: int) -> StateSlots | None:
-        """Return the states in ``pool``, or None if the model keeps none."""
+    def of(cls, pool: Pools, num_slots: int, mesh: Mesh) -> StateSlots | None:
+        """Return the states in ``pool``, or None if the model keeps none. This rank of ``mesh`` keeps those of its own requests
+        only, with data-parallel attention."""
         stores = states_of(pool)
-        return cls(stores, num_slots, mixer_of(pool)) if stores else None
+        number = mesh.tp.rank if mesh.attention == "data" else 0
+        return cls(stores, num_slots, mixer_of(pool), number) if stores else None
 
     def admit(self, requests: Iterable[AdmittedRequest]) -> None:
         """Record the slots of requests that were admitted. The host does not wait for the device."""
@@ -57,7 +61,7 @@ class StateSlots:
     def copy(self, copies: StateCopies) -> None:
         """Copy states as a plan says. The host does not wait for the device."""
         for group, store in enumerate(self.stores):
-            own = copies.groups == group
+            own = (copies.groups == group) & (copies.pools == self._pool)
             if own.any():
                 pairs = np.stack([copies.sources[own], copies.targets[own]]).astype(np.int64)
                 store.copy(*to_device(pairs, self.device).unbind(0))
@@ -134,11 +138,9 @@ def draft_rows(slots: torch.Tensor, indptr: torch.Tensor) -> StateRows:
     return StateRows(lens, slots, indptr, fresh, each[:-1], indptr[:-1], each, CHUNK, writes=False)
 
 
-def advance_states(batch: Batch, output: ForwardOutput) -> None:
-    """Write the states after the accepted drafts of a step that was launched kernel by kernel."""
-    if batch.drafts is None or output.accept_lens is None:
-        return
+def advance_states(batch: Batch, accepted: torch.Tensor) -> None:
+    """Write the states after the accepted drafts of a step that was launched kernel by kernel. ``accepted`` (``[rows]``) are the numbers of
+    new tokens of the rows of ``batch`` after its prompts."""
     for states in batch.attn:
         if isinstance(states, StepStates) and states.drafts is not None:
-            rows = len(states.drafts.lens)
-            states.advance(output.accept_lens[len(output.accept_lens) - rows :].int())
+            states.advance(accepted.int())

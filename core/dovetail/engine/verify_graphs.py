@@ -39,6 +39,7 @@ from dovetail.engine.verify_inputs import (
 from dovetail.interfaces.mesh import SINGLE, Mesh
 from dovetail.layers.states import StepStates
 from dovetail.ops.sampling import Filters, greedy, sample
+from dovetail.ops.transfer import to_device
 from dovetail.types import Batch, ForwardOutput, StepResult
 
 if TYPE_CHECKING:
@@ -148,9 +149,14 @@ class VerifyStep:
         if self._own is not None:
             self._own.compute()
 
+    @property
+    def _keeping(self) -> VerifyTensors:
+        """Return the tensors of the rows whose states this rank keeps."""
+        return self.tensors if self._own is None else self._own.tensors
+
     def attend(self, backend: AttentionBackend, pool: Pools) -> None:
         """Set what the layers of the step attend and keep states with."""
-        rows = [draft_rows(slots, self.tensors.indptr) for slots in self.tensors.state_slots]
+        rows = [draft_rows(slots, self._keeping.indptr) for slots in self._keeping.state_slots]
         self.states = tuple(
             StepStates(own.memory, None, drafts.slots[:0], drafts, mixer_of(pool))
             for own, drafts in zip(states_of(pool), rows, strict=True)
@@ -159,10 +165,20 @@ class VerifyStep:
         self.attending.attn, self.attending.kv = self.batch.attn, self.batch.kv
 
     def advance(self) -> torch.Tensor:
-        """Write the states after the accepted drafts, whose numbers are in ``tensors.accept_lens``, and return these."""
+        """Write the states after the accepted drafts, whose numbers ``accept`` has set, and return these."""
         for states in self.states:
-            states.advance(self.tensors.accept_lens)
-        return self.tensors.accept_lens
+            states.advance(self._keeping.accept_lens)
+        return self._keeping.accept_lens
+
+    def accept(self, lens: torch.Tensor | None) -> None:
+        """Set the number of new tokens of each row of the step that was written last, int ``[rows]``; None: no token of any row."""
+        accepted = self._keeping.accept_lens
+        accepted.zero_()
+        if lens is None:
+            return
+        if self._own is not None:
+            lens = lens.index_select(0, to_device(self._own.mine, lens.device))
+        accepted[: len(lens)] = lens
 
     def draw(self, logits: torch.Tensor, filters: Filters | None) -> torch.Tensor:
         """Sample at every token, verify the drafts, and keep the last token of each slot for the next step. ``filters``
@@ -306,7 +322,7 @@ class VerifyGraphs:
         step.write(batch, tokens, numbers)
         self._backend.plan_replay(step.attending)
         if step.states:
-            replay_states(step.batch)
+            replay_states(step.attending)
         graph.replay()
         step.give(batch, tokens)
         return logits[:tokens]
@@ -329,9 +345,7 @@ class VerifyGraphs:
         """Write the states after the accepted drafts of the step that was launched last, whose result is ``output``."""
         step, _, _, graph = self._graphs[key]
         if graph is not None and output.accept_lens is not None:
-            lens = step.tensors.accept_lens
-            lens.zero_()
-            lens[: len(output.accept_lens)] = output.accept_lens
+            step.accept(output.accept_lens)
             graph.replay()
 
     def _wait_until_read(self) -> None:
@@ -347,7 +361,7 @@ class VerifyGraphs:
         step.write_padding()
         self._unread = step.batch
         graph, logits = self._recorder.record(lambda: self._kept(step.run(self._model, self._load)))
-        step.tensors.accept_lens.zero_()
+        step.accept(None)
         advance = self._recorder.record(step.advance)[0] if step.states else None
         self._graphs[key] = CapturedVerify(step, graph, logits, advance)
         self.seconds += time.perf_counter() - start
@@ -394,7 +408,7 @@ class VerifyGraphs:
         step.batch.watch = self._watch
         if plan:
             self._backend.plan_capture(step.attending)
-            capture_states(step.batch)
+            capture_states(step.attending)
         return step
 
     def _kept(self, logits: torch.Tensor) -> torch.Tensor:

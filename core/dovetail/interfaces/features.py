@@ -247,7 +247,7 @@ class Feature(str):
     )
     MODEL_DATA_ATTENTION = _feature(
         "model.data_attention",
-        "attends with SelfAttention or LatentAttention only, so that each rank can attend for requests of its own",
+        "attends with SelfAttention or LatentAttention and keeps states with StateMixer only, so that each rank can compute these layers for requests of its own",
     )
     MODEL_BATCH_INVARIANT = _feature(
         "model.batch_invariant", "computes every product with Linear, and everything else token by token"

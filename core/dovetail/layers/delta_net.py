@@ -50,6 +50,7 @@ class GatedDeltaNet(StateMixer):
 
     def __init__(self, shape: DeltaNetShape, state_id: int, mesh: Mesh) -> None:
         super().__init__()
+        self.divides_rows, mesh = mesh.attention == "data", mesh.of_attention
         self.shape, self.state_id, heads = shape, state_id, shape.heads
         group = heads.value_heads // heads.key_heads
         self._first, count = mesh.tp.share(heads.key_heads)
@@ -60,6 +61,7 @@ class GatedDeltaNet(StateMixer):
         parts = {"q": keys, "k": keys, "v": values, "z": values}
         unit = {"q": heads.key_dim, "k": heads.key_dim, "v": group * heads.value_dim, "z": group * heads.value_dim}
         self.project = ColumnLinear(shape.hidden_size, parts, mesh, unit=unit)
+        self.project.reads_selected = self.divides_rows
         self.ba = ColumnLinear(shape.hidden_size, dict.fromkeys("ba", heads.value_heads), mesh, unit=group)
         self.ba.precise = True  # few rows, whose error grows with the recurrence
         self.conv_weight = parameter(self.local.width, shape.conv_width)

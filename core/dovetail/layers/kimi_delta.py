@@ -51,6 +51,7 @@ class KimiDeltaAttention(StateMixer):
 
     def __init__(self, shape: KimiDeltaShape, state_id: int, mesh: Mesh) -> None:
         super().__init__()
+        self.divides_rows, mesh = mesh.attention == "data", mesh.of_attention
         self.shape, self.state_id = shape, state_id
         size, inner = shape.head_dim, shape.num_heads * shape.head_dim
         self._first, self._heads = mesh.tp.share(shape.num_heads)
@@ -58,6 +59,7 @@ class KimiDeltaAttention(StateMixer):
         self.local = DeltaShape(self._heads, self._heads, size, size)
         parts = {"q": inner, "k": inner, "v": inner, "g_a": size}
         self.project = ColumnLinear(shape.hidden_size, parts, mesh, unit=size, whole=("g_a",))
+        self.project.reads_selected = self.divides_rows
         gates = {"b": shape.num_heads, "f_a": size}
         self.gates = ColumnLinear(shape.hidden_size, gates, mesh, whole=("f_a",))
         self.f_b, self.g_b = (ColumnLinear(size, {"all": inner}, mesh, unit=size) for _ in range(2))

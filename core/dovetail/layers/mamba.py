@@ -72,10 +72,12 @@ class Mamba2Mixer(StateMixer):
 
     def __init__(self, shape: Mamba2Shape, state_id: int, mesh: Mesh) -> None:
         super().__init__()
+        self.divides_rows, mesh = mesh.attention == "data", mesh.of_attention
         self.shape, self.state_id, self._tp = shape, state_id, mesh.tp
         parts, unit = shape.parts, {"gate": shape.head_dim, "x": shape.head_dim, "dt": 1}
         unit |= {"b": shape.state_size, "c": shape.state_size}
         self.project = ColumnLinear(shape.hidden_size, parts, mesh, bias=shape.in_bias, unit=unit)
+        self.project.reads_selected = self.divides_rows
         self.out = row_linear(shape.inner_size, shape.hidden_size, mesh, bias=shape.out_bias)
         self._first_head, self._heads = mesh.tp.share(shape.num_heads)
         self._groups = mesh.tp.share(shape.num_groups)[1]

@@ -53,10 +53,12 @@ class Mamba1Mixer(StateMixer):
 
     def __init__(self, shape: Mamba1Shape, state_id: int, mesh: Mesh) -> None:
         super().__init__()
+        self.divides_rows, mesh = mesh.attention == "data", mesh.of_attention
         self.shape, self.state_id = shape, state_id
         inner, width = shape.inner_size, shape.state_size
         self._first, self._count = mesh.tp.share(inner)
         self.project = ColumnLinear(shape.hidden_size, {"x": inner, "gate": inner}, mesh, bias=shape.bias)
+        self.project.reads_selected = self.divides_rows
         self.select = row_linear(inner, shape.rank + 2 * width, mesh)
         self.dt = ColumnLinear(shape.rank, {"dt": inner}, mesh)
         self.out = row_linear(inner, shape.hidden_size, mesh, bias=shape.bias)

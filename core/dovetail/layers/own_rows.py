@@ -1,4 +1,5 @@
-"""Attend in the rows of this rank only, and bring the results to all ranks (data-parallel attention).
+"""Attend, or compute layers with states, in the rows of this rank only, and bring the results to all ranks (data-parallel
+attention).
 
 Between the layers, every rank has the hidden states of all tokens of a step. With data-parallel attention, a rank computes
 all heads of attention for the requests whose keys and values it keeps, and nothing for the others:
@@ -20,6 +21,8 @@ from torch import nn
 from dovetail.ops.parts import RankAddend
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from dovetail.interfaces.mesh import Collectives
     from dovetail.layers.linear import Linear
     from dovetail.layers.rotary import Rotation
@@ -37,8 +40,8 @@ class AttendsInRows(Protocol):
 
 
 def layers_of_own_rows(model: nn.Module) -> set[nn.Module]:
-    """Return the layers of ``model`` that compute the tokens of ``Batch.own`` only: those within its layers of attention, if
-    attention is data-parallel."""
+    """Return the layers of ``model`` that compute the tokens of ``Batch.own`` only: those within its layers of attention and
+    with states, if attention is data-parallel."""
     divided = (module for module in model.modules() if getattr(module, "divides_rows", False))
     return {layer for module in divided for layer in module.modules()}
 
@@ -67,11 +70,17 @@ class OwnRows:
     def addend(self, layer: AttendsInRows, x: torch.Tensor, rotation: Rotation) -> RankAddend:
         """Return what this rank adds to the result of ``layer`` for ``x``, the input of all tokens of the step. ``rotation``
         is that of ``positions``."""
+        return self.addend_of(x, layer.out, lambda own, batch: layer.attend(own, rotation, batch))
+
+    def addend_of(
+        self, x: torch.Tensor, out: Linear, compute: Callable[[torch.Tensor, Batch], torch.Tensor]
+    ) -> RankAddend:
+        """Return what this rank adds to the result of a layer that ends with the projection ``out``, for ``x``, its input of all
+        tokens of the step. ``compute`` returns the input of ``out`` for the tokens of this rank, given those of ``x`` and the batch."""
         count = x.shape[0]
-        added = x.new_zeros(count + self.spare, layer.out.out_features)
+        added = x.new_zeros(count + self.spare, out.out_features)
         if self.batch is not None:
-            attended = layer.attend(x.index_select(0, self.tokens), rotation, self.batch)
-            added.index_copy_(0, self.targets, layer.out.forward(attended))
+            added.index_copy_(0, self.targets, out.forward(compute(x.index_select(0, self.tokens), self.batch)))
         return RankAddend(added[:count], self.tp)
 
     def sum_over_ranks(self, layer: AttendsInRows, x: torch.Tensor, rotation: Rotation) -> torch.Tensor:

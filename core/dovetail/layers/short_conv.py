@@ -29,8 +29,10 @@ class GatedShortConv(StateMixer):
 
     def __init__(self, hidden_size: int, width: int, state_id: int, mesh: Mesh, *, bias: bool = False) -> None:
         super().__init__()
+        self.divides_rows, mesh = mesh.attention == "data", mesh.of_attention
         self.state_id, self._channels = state_id, hidden_size
         self.project = ColumnLinear(hidden_size, dict.fromkeys(("b", "c", "x"), hidden_size), mesh, bias=bias)
+        self.project.reads_selected = self.divides_rows
         self.out = row_linear(hidden_size, hidden_size, mesh, bias=bias)
         self._first, count = mesh.tp.share(hidden_size)
         self.conv_weight = parameter(count, width)

@@ -122,9 +122,11 @@ class StepStates:
 
 class StateMixer(StateLayer):
     """Compute a layer with states between two projections, ``project`` and ``out``, in place of attention. Without
-    ``reads_once``, further products read the layer's input."""
+    ``reads_once``, further products read the layer's input. With ``divides_rows``, it computes the tokens of ``Batch.own``
+    only, and has all heads."""
 
     reads_once = True
+    divides_rows: bool
     project: ColumnLinear
     out: Linear
 
@@ -138,14 +140,20 @@ class StateMixer(StateLayer):
         """Yield the targets of the layer's tensors. Names in the checkpoint begin with ``checkpoint_prefix``, parameters of
         the model with ``parameter_prefix``."""
 
-    def parts_forward(self, x: torch.Tensor, states: StepStates, rows: torch.Tensor | None = None) -> Addend:
+    def parts_forward(self, x: torch.Tensor, batch: Batch, group: int, rows: torch.Tensor | None = None) -> Addend:
         """Map ``x [tokens, hidden_size]`` to ``[tokens, hidden_size]``, but leave it to ``RMSNorm.add_forward`` to add up
-        parts (see ``Linear.parts_forward``). For ``rows`` see ``mix``."""
-        return self.out.parts_forward(self.mix(x, states, rows))
+        parts (see ``Linear.parts_forward``). ``group`` is the cache group of states. For ``rows`` see ``mix``. With
+        ``batch.own``, which excludes ``rows``, this rank computes its own rows only."""
+        if batch.own is not None:
+            return batch.own.addend_of(x, self.out, lambda own, its: self.mix(own, step_states(its, group), None))
+        return self.out.parts_forward(self.mix(x, step_states(batch, group), rows))
 
-    def forward(self, x: torch.Tensor, states: StepStates, rows: torch.Tensor | None = None) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, batch: Batch, group: int, rows: torch.Tensor | None = None) -> torch.Tensor:
         """Compute ``parts_forward``, added up."""
-        return self.out.forward(self.mix(x, states, rows))
+        if batch.own is not None:
+            added = batch.own.addend_of(x, self.out, lambda own, its: self.mix(own, step_states(its, group), None))
+            return batch.own.tp.all_reduce(added.x)
+        return self.out.forward(self.mix(x, step_states(batch, group), rows))
 
 
 def step_states(batch: Batch, group: int) -> StepStates:

@@ -20,16 +20,15 @@ if TYPE_CHECKING:
 
 
 class PoolLedgers:
-    """Manage the pages of running requests in several pools. The methods have the contracts of ``PageLedger``, whose
+    """Manage the pages and states of running requests in several pools. The methods have the contracts of ``PageLedger``, whose
     methods they call for the pools of the requests."""
 
     def __init__(self, members: Sequence[PageLedger], table: RequestTable) -> None:
-        """``members`` are the ledgers of the pools, in order, which share ``table``. No group of theirs keeps states."""
+        """``members`` are the ledgers of the pools, in order, which share ``table``."""
         self.members = tuple(members)
         self.table = table
         first = self.members[0]
         self.page_size, self.tokens_ahead, self.slides = first.page_size, first.tokens_ahead, first.slides
-        self.states = None
 
     def of(self, req: Req) -> PageLedger:
         """See ``PageLedger.of``."""

@@ -83,18 +83,12 @@ def model(situation: Situation) -> Iterator[Need | Reason]:
 
 def _data_attention(situation: Situation) -> Iterator[Need | Reason]:
     """Require for data-parallel attention several ranks, and a model whose layers can attend for some of the requests, as those of
-    the drafter's model must. Refuse states, which ranks divide by heads."""
+    the drafter's model must."""
     setting = f"{ATTENTION_DIVISION} data"
     yield from situation.needs(Feature.MODEL_DATA_ATTENTION, setting)
     if situation.combo[TENSOR_PARALLEL] == 1:
         expected = f"{setting} needs {TENSOR_PARALLEL} 2 or more"
         yield Reason(f"{ATTENTION_DIVISION}.ranks", expected, f"{TENSOR_PARALLEL} is 1")
-    if any(group.kind is CacheGroupKind.STATE for group in situation.model.cache_groups):
-        yield Reason(
-            f"{ATTENTION_DIVISION}.states",
-            f"{setting} needs a model that keeps no states",
-            f"model {situation.model.architecture!r} has groups of kind {CacheGroupKind.STATE}",
-        )
     drafter = situation.candidate(DRAFTER)
     if drafter is None:
         return

@@ -84,7 +84,7 @@ class Scheduler:
         self._rows = Decoding(ledger, self._plans, self.decoding, shares_prefixes=shares_prefixes)
         self.pins = _pins_of(limits, ledger, self.totals, clock)
         self.groups = Groups(self.pins, ledger.page_size, limits.pin_seconds, ledger.tokens_ahead)
-        self._snapshots = None if ledger.states is None else Snapshots(limits, ledger.members[0])
+        self._snapshots = None if ledger.members[0].states is None else Snapshots(limits, ledger)
         self._admission = Admission(limits, ledger, self._plans, policy, self.totals, self.groups, self._snapshots)
         self.adapters = self._admission.adapters
         self._departed: list[DepartedRequest] = []

@@ -27,7 +27,8 @@ from dovetail.types import StateCopies, StateSaves
 if TYPE_CHECKING:
     from dovetail.interfaces.cache import Match
     from dovetail.memory.ledger import PageLedger
-    from dovetail.memory.states import RequestStates
+    from dovetail.memory.pools import PoolLedgers
+    from dovetail.memory.states import RequestStates, StateLedger
     from dovetail.scheduler.limits import SchedulerLimits
     from dovetail.types import IntArray, Req, StepPlan
 
@@ -93,16 +94,21 @@ def _after(begin: int, end: int, unit: int) -> int:
 class Snapshots:
     """Choose the lengths at which snapshots are made, and fill ``StepPlan.state_copies``."""
 
-    def __init__(self, limits: SchedulerLimits, ledger: PageLedger) -> None:
+    def __init__(self, limits: SchedulerLimits, ledger: PageLedger | PoolLedgers) -> None:
         """``ledger`` is that of a model with state groups."""
-        assert ledger.states is not None
-        self._ledger, self._pages, self._page_size = ledger.states, ledger, ledger.page_size
+        self._ledger, self._page_size = ledger, ledger.page_size
         self._unit = math.lcm(limits.state_chunk, ledger.page_size) if limits.state_chunk else 0
         self._keeps, self._every = limits.reuses_prefixes, limits.state_snapshot_tokens
         self._ahead = max(1, ledger.tokens_ahead)  # tokens after a prefix without which it is not found
         # by the number of a plan that is not committed: the requests that it copies for, with their states and lengths
         self._copied: dict[int, list[tuple[Req, RequestStates, int]]] = {}
         self._saved: dict[int, list[tuple[Req, RequestStates, int]]] = {}  # the same of what is kept within prompts
+
+    def _states(self, req: Req) -> StateLedger:
+        """Return what manages the states of a running request."""
+        states = self._ledger.of(req).states
+        assert states is not None, "the model keeps states"
+        return states
 
     def admit(self, req: Req, match: Match) -> None:
         """Choose the points of a request that has got its slots. A request that was retracted has none: its prefixes are not
@@ -159,17 +165,18 @@ class Snapshots:
     def fill(self, plan: StepPlan, reqs: list[Req]) -> None:
         """Set ``state_copies`` of a plan whose rows belong to ``reqs``: for requests that resume, and for those of which a
         snapshot is due. Where a tail is overdue, limits drafts so that the request stops at the next full page."""
-        size, copies, made = self._page_size, [], []
+        size, made = self._page_size, []
+        copies: list[tuple[IntArray, IntArray, int]] = []
         for row in np.flatnonzero(plan.prefix_lens % size == 0).tolist():
             req, length = reqs[row], int(plan.prefix_lens[row])
             states: RequestStates = req.states
             if states.source is not None:
-                copies.append((states.source, states.slots))
+                copies.append((states.source, states.slots, self._ledger.of(req).pool))
                 states.source = None
             elif length and self._keeps and self._is_due(states, length):
-                slots = self._ledger.copy(req, length)
+                slots = self._states(req).copy(req, length)
                 if slots is not None:
-                    copies.append((states.slots, slots))
+                    copies.append((states.slots, slots, self._ledger.of(req).pool))
                     made.append((req, states, length))
         if made:
             self._copied[plan.number] = made
@@ -190,7 +197,7 @@ class Snapshots:
             inside = [point for point in states.points if begin < point < begin + plan.extend_lens[row]]
             for point in inside:
                 states.points.remove(point)
-                slots = self._ledger.copy(req, point)
+                slots = self._states(req).copy(req, point)
                 if slots is not None:
                     saves.append((row, point - begin, slots))
                     made.append((req, states, point))
@@ -224,11 +231,12 @@ class Snapshots:
     def committed(self, number: int) -> None:
         """Offer the snapshots of a plan that is committed to the cache."""
         for req, states, length in self._copied.pop(number, ()):
-            self._ledger.confirm(req, states, length)
+            if req.states is states:  # otherwise the request has left the table
+                self._states(req).confirm(req, states, length)
         for req, states, length in self._saved.pop(number, ()):
             if req.states is states:  # the pages of these tokens are computed now
-                self._pages.share(req, length)
-                self._ledger.confirm(req, states, length)
+                self._ledger.share(req, length)
+                self._states(req).confirm(req, states, length)
 
     def failed(self, number: int) -> None:
         """Forget the copies of a plan that has failed. Their slots are freed with their requests."""
@@ -236,11 +244,12 @@ class Snapshots:
         self._saved.pop(number, None)
 
 
-def _packed(copies: list[tuple[IntArray, IntArray]]) -> StateCopies:
-    """Return copies in all state groups from the slots of each first array to those of the second."""
-    sources, targets = (np.stack(slots, axis=1, dtype=np.int32) for slots in zip(*copies, strict=True))
+def _packed(copies: list[tuple[IntArray, IntArray, int]]) -> StateCopies:
+    """Return copies in all state groups from the slots of each first array to those of the second, in a pool."""
+    of_sources, of_targets, pools = zip(*copies, strict=True)
+    sources, targets = (np.stack(slots, axis=1, dtype=np.int32) for slots in (of_sources, of_targets))
     groups = np.repeat(np.arange(len(sources), dtype=np.int32), len(copies))
-    return StateCopies(groups, sources.ravel(), targets.ravel())
+    return StateCopies(groups, sources.ravel(), targets.ravel(), np.tile(np.array(pools, np.int32), len(sources)))
 
 
 def _packed_saves(saves: list[tuple[int, int, IntArray]]) -> StateSaves:

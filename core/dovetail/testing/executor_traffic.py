@@ -279,7 +279,7 @@ def _state_copies(rows: list[_Running], count: int) -> StateCopies | None:
     if count % 2 == 0 or not slots:
         return None
     sources = np.array(slots, np.int32)
-    return StateCopies(np.zeros_like(sources), sources, sources + 100)
+    return StateCopies(np.zeros_like(sources), sources, sources + 100, sources % 2)
 
 
 def _state_saves(counts: list[int]) -> StateSaves | None:

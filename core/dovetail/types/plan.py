@@ -29,11 +29,13 @@ class PageUpdates(NamedTuple):
 
 class StateCopies(NamedTuple):
     """Name copies of states: before the forward pass of the step, the state in slot ``sources[i]`` of state group
-    ``groups[i]`` is copied to slot ``targets[i]``, as if all were read before any is written. Int32 ``[n]`` each."""
+    ``groups[i]`` is copied to slot ``targets[i]``, as if all were read before any is written. With data-parallel attention, the
+    slots are those of rank ``pools[i]``, which alone copies; otherwise it is 0. Int32 ``[n]`` each."""
 
     groups: IntArray
     sources: IntArray
     targets: IntArray
+    pools: IntArray
 
 
 class StateSaves(NamedTuple):

@@ -18,7 +18,6 @@ from dovetail.layers.decoder import attention_targets, mlp_targets
 from dovetail.layers.mamba import Mamba2Mixer
 from dovetail.layers.mlp import GatedMLP
 from dovetail.layers.norm import RMSNorm
-from dovetail.layers.states import step_states
 from dovetail.ops.activation import silu_mul
 from dovetail_models.decoder import DecoderModel
 from dovetail_models.dense import layer_shape
@@ -60,7 +59,7 @@ class FalconH1Layer(Layer):
     ) -> tuple[Addend, torch.Tensor]:
         """See ``Block``."""
         config, rows = self._config, None if last is None else batch.logit_rows
-        mixed = self.mixer.forward(x, step_states(batch, self._group), rows)
+        mixed = self.mixer.forward(x, batch, self._group, rows)
         added = self.attn.forward(x, rotation, batch, last).mul_(config.attention_out)
         if rows is not None:
             stream = stream.index_select(0, rows)

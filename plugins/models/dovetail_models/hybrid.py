@@ -18,7 +18,7 @@ from dovetail.layers.mamba import Mamba2Shape
 from dovetail.layers.mlp import MLP, GatedMLP
 from dovetail.layers.norm import RMSNorm
 from dovetail.layers.quantized import quantize_output
-from dovetail.layers.states import StateMixer, step_states
+from dovetail.layers.states import StateMixer
 
 if TYPE_CHECKING:
     from dovetail.interfaces.model import ModelInfo
@@ -89,7 +89,7 @@ class MixerLayer(Layer):
         """See ``Block``."""
         rows = None if last is None else batch.logit_rows
         if isinstance(self.mixer, StateMixer):
-            added = self.mixer.parts_forward(x, step_states(batch, self._group), rows)
+            added = self.mixer.parts_forward(x, batch, self._group, rows)
         else:
             added = self.mixer.parts_forward(x, rotation, batch, last)
         if rows is not None:
@@ -145,5 +145,5 @@ class OnePartLayer(Layer):
         if isinstance(self.mixer, SelfAttention):
             return self.mixer.parts_forward(x, rotation, batch, last), stream
         if isinstance(self.mixer, StateMixer):
-            return self.mixer.parts_forward(x, step_states(batch, self._group), rows), stream
+            return self.mixer.parts_forward(x, batch, self._group, rows), stream
         return self.mixer.parts_forward(x if rows is None else x.index_select(0, rows)), stream
