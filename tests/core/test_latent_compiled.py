@@ -122,10 +122,10 @@ def test_tiles_compile(heads: int, form: str, pool: str, tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("sizes", [merge.FEW_SIZES, merge.MANY_SIZES], ids=str)
-def test_merges_of_long_values_compile(sizes: tuple[int, int, int], tmp_path: Path) -> None:
+def test_merges_of_long_values_compile(sizes: tuple[int, int, int, int], tmp_path: Path) -> None:
     """Partial results are read 16 bytes at a time, and no register is spilled."""
     constants = {
-        "HEADS": 16, "DIM": 512, "SHARE": sizes[0], "BLOCK": sizes[1], "PARTS": sizes[2], "TOKEN": 4, "SHARED": False,
+        "HEADS": 16, "DIM": 512, "SHARE": sizes[0], "BLOCK": sizes[1], "PARTS": sizes[2], "MORE": sizes[3], "TOKEN": 4, "SHARED": False,
         "PDL": True,
     }  # fmt: skip
     types: dict[str, str] = dict.fromkeys(("own", "own_lse", "shared", "shared_lse"), "*fp32")

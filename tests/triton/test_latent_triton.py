@@ -118,7 +118,7 @@ def test_rows_of_many_lengths_by_any_number_of_programs(
     for few, many, parts in bounds:
         monkeypatch.setattr(merge_module, "LONG_FEW", few)
         monkeypatch.setattr(merge_module, "LONG_MANY", many)
-        monkeypatch.setattr(merge_module, "FEW_SIZES", (2, 8, parts))
+        monkeypatch.setattr(merge_module, "FEW_SIZES", (2, 8, parts, 1))
         merged = out.clone()
         merge(merged, range(rows), [(schedule, partial)], None)
         torch.testing.assert_close(merged.double(), expected, atol=3e-5, rtol=3e-5)

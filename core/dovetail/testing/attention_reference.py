@@ -14,6 +14,7 @@ from dovetail.interfaces.cache import CacheGroup, CacheGroupKind
 from dovetail.interfaces.store import KVStore
 from dovetail.memory.pool import PagedKVPool, make_pool
 from dovetail.memory.scaled import ScaledKVPool, ScaledLatentPool
+from dovetail.ops.kv_dtypes import raw
 from dovetail.testing.batches import make_batch, make_page_table, share_prefixes
 from dovetail.types import DraftTree, IntArray
 
@@ -238,10 +239,16 @@ def stored(pool: KVStore, layer_id: int, places: torch.Tensor) -> tuple[torch.Te
     """Return the keys and values at the locations ``places`` as they were stored, with their scales: float64
     ``[places, kv_heads, head_dim]`` each, on the CPU."""
     keys, values, scales = pool.tensors(layer_id)
-    k, v = (memory.cpu().flatten(0, 1)[places].double() for memory in (keys, values))
+    k, v = (_picked(memory, places) for memory in (keys, values))
     if scales is not None:
-        k, v = (x * own.cpu().flatten(0, 1)[places].double()[..., None] for x, own in zip((k, v), scales, strict=True))
+        k, v = (x * _picked(own, places)[..., None] for x, own in zip((k, v), scales, strict=True))
     return k, v
+
+
+def _picked(memory: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+    """Return what ``memory [pages, page_size, ...]`` holds at ``places``, in float64 on the CPU. The device picks it, because a
+    pool may be large."""
+    return raw(memory).flatten(0, 1)[places.to(memory.device)].view(memory.dtype).cpu().double()
 
 
 def _attend_one(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: AttentionLayer) -> torch.Tensor:

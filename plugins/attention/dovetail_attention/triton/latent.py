@@ -172,24 +172,23 @@ def _blocks_in_halves(
     for start in range(low, high, KEYS):
         key = start + tl.arange(0, KEYS)
         page = next_page
-        if ALONE:  # fewer operations with 64 bits, during which another program would compute
+        if ALONE:  # fewer operations with 64 bits, which others would hide
             next_page = tl.load(pages + tl.minimum(key + KEYS, last).to(tl.uint32) // PAGE)
             within = ((tl.minimum(key, last).to(tl.uint32) % PAGE).to(tl.int32) * TOKEN)[:, None]
             from_page = (kv + page.to(tl.int64) * (PAGE * TOKEN))[:, None]
-            from_k = from_page + (within + at)
-            keys_a, keys_b = tl.load(from_k), tl.load(from_k + HALF)
-            rest = tl.load(from_page + (within + VALUE_DIM + at_r))
+            from_k, from_rest = from_page + (within + at), from_page + (within + VALUE_DIM + at_r)
         else:
             next_page = tl.load(pages + tl.minimum(key + KEYS, last) // PAGE)
             place = page.to(tl.int64) * PAGE + tl.minimum(key, last) % PAGE
-            from_k = kv + (place * TOKEN)[:, None]
-            keys_a, keys_b, rest = tl.load(from_k + at), tl.load(from_k + HALF + at), tl.load(from_k + VALUE_DIM + at_r)
+            from_k, from_rest = kv + (place * TOKEN)[:, None] + at, kv + (place * TOKEN)[:, None] + VALUE_DIM + at_r
+        keys_a, keys_b, rest = tl.load(from_k), tl.load(from_k + HALF), tl.load(from_rest)
         scores = tl.dot(q_a, tl.trans(keys_a), input_precision="ieee")
         if ALONE:
             more = tl.dot(q_b, tl.trans(keys_b), input_precision="ieee")
             others = tl.dot(q_rest, tl.trans(rest), input_precision="ieee")
-            # Sums without factors would become one product after the other again.
-            scores = scores * scale + (more * scale + others * scale)
+            scores = scores * scale + (
+                more * scale + others * scale
+            )  # without factors, the compiler would make it one sum
         else:
             scores = tl.dot(q_b, tl.trans(keys_b), scores, input_precision="ieee")
             scores = tl.dot(q_rest, tl.trans(rest), scores, input_precision="ieee") * scale

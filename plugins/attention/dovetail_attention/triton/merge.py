@@ -26,10 +26,10 @@ LONG_FEW, LONG_MANY = 1 << 14, 1 << 21
 ``_merge_long`` merges values of more than 256 elements: on H200 one row of 16 heads over 131,072 latents takes 55 us
 instead of 63, and 256 rows over 1,024, of which few have something to merge, 95 instead of 112. Between the bounds
 ``_merge`` is up to 8 % faster."""
-FEW_SIZES, MANY_SIZES = (1, 32, 128), (16, 128, 2)
+FEW_SIZES, MANY_SIZES = (1, 32, 128, 8), (16, 128, 2, 0)
 """The numbers of heads, of elements of their values and of partial results that a program of ``_merge_long`` reads at a time, up to
-the first bound and from the second on. The parts of a single row are read at once, or nearly so: programs for 256 parts take 125 instead of
-72 registers, so that fewer of them start before the attention kernel has ended."""
+the first bound and from the second on. The last number are further partial results, so that those of a single row are read at once: H200
+has 132 multiprocessors. Programs for 256 would need twice as many registers, and start later."""
 
 
 @triton.jit
@@ -95,23 +95,42 @@ def _merge(
 
 
 @triton.jit
+def _read(partial, lse, base, stride, chunk, chunks, head, real, at, DIM: tl.constexpr):
+    """Return the log-sum-exps ``[chunk, head]`` and the results ``[chunk, head, at]`` of several heads that read one key head."""
+    row = (base + chunk * stride).to(tl.int64)[:, None] + head[None, :]
+    there = (chunk < chunks)[:, None] & real[None, :]
+    sums = tl.load(lse + row, there, float("-inf"))
+    mask = there[:, :, None] & (at < DIM)[None, None, :]
+    return sums, tl.load(partial + row[:, :, None] * DIM + at[None, None, :], mask, 0.0)
+
+
+@triton.jit
+def _weighted(sums, found, top):
+    """Return the sums of ``_read``'s weights and of its weighted results."""
+    weights = tl.exp2(sums - top[None, :])
+    found = tl.where((sums > float("-inf"))[:, :, None], weights[:, :, None] * found, 0.0)
+    return tl.sum(weights, 0), tl.sum(found, 0)
+
+
+@triton.jit
 def _add(
-    top, total, acc, partial, lse, base, stride, chunks, head, real, at, DIM: tl.constexpr, PARTS: tl.constexpr
+    top, total, acc, partial, lse, base, stride, chunks, head, real, at,
+    DIM: tl.constexpr, PARTS: tl.constexpr, MORE: tl.constexpr,
 ):  # fmt: skip
     """Do what ``_fold`` does, for several heads that read one key head."""
-    for start in range(0, chunks, PARTS):
-        chunk = start + tl.arange(0, PARTS)
-        row = (base + chunk * stride).to(tl.int64)[:, None] + head[None, :]
-        there = (chunk < chunks)[:, None] & real[None, :]
-        sums = tl.load(lse + row, there, float("-inf"))
-        mask = there[:, :, None] & (at < DIM)[None, None, :]
-        found = tl.load(partial + row[:, :, None] * DIM + at[None, None, :], mask, 0.0)
+    for start in range(0, chunks, PARTS + MORE):
+        sums, found = _read(partial, lse, base, stride, start + tl.arange(0, PARTS), chunks, head, real, at, DIM)
         higher = tl.maximum(top, tl.max(sums, 0))
-        shrink, weights = tl.exp2(top - higher), tl.exp2(sums - higher[None, :])
-        found = tl.where((sums > float("-inf"))[:, :, None], weights[:, :, None] * found, 0.0)
-        acc = acc * shrink[:, None] + tl.sum(found, 0)
-        total = total * shrink + tl.sum(weights, 0)
-        top = higher
+        if MORE:
+            chunk = start + PARTS + tl.arange(0, MORE)
+            more_sums, more_found = _read(partial, lse, base, stride, chunk, chunks, head, real, at, DIM)
+            higher = tl.maximum(higher, tl.max(more_sums, 0))
+        shrink = tl.exp2(top - higher)
+        own_total, own_acc = _weighted(sums, found, higher)
+        total, acc, top = total * shrink + own_total, acc * shrink[:, None] + own_acc, higher
+        if MORE:
+            own_total, own_acc = _weighted(more_sums, more_found, higher)
+            total, acc = total + own_total, acc + own_acc
     return top, total, acc
 
 
@@ -119,7 +138,7 @@ def _add(
 def _merge_long(
     out, own, own_lse, own_tokens, shared, shared_lse, shared_tokens, first,
     HEADS: tl.constexpr, DIM: tl.constexpr, SHARE: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr,
-    TOKEN: tl.constexpr, SHARED: tl.constexpr, PDL: tl.constexpr,
+    MORE: tl.constexpr, TOKEN: tl.constexpr, SHARED: tl.constexpr, PDL: tl.constexpr,
 ) -> None:  # fmt: skip
     """Merge what ``SHARE`` heads of a query have, all of which read one key head, in ``BLOCK`` elements of values."""
     if PDL:
@@ -135,11 +154,11 @@ def _merge_long(
     if SHARED or chunks > 1:  # the result of a single chunk is already in place
         top, total = tl.full([SHARE], -1e30, tl.float32), tl.zeros([SHARE], tl.float32)
         acc, real = tl.zeros([SHARE, BLOCK], tl.float32), head < HEADS
-        top, total, acc = _add(top, total, acc, own, own_lse, base, stride, chunks, head, real, at, DIM, PARTS)
+        top, total, acc = _add(top, total, acc, own, own_lse, base, stride, chunks, head, real, at, DIM, PARTS, MORE)
         if SHARED:
             base, stride, chunks = _where(shared_tokens + token * TOKEN)
             top, total, acc = _add(
-                top, total, acc, shared, shared_lse, base, stride, chunks, head, real, at, DIM, PARTS
+                top, total, acc, shared, shared_lse, base, stride, chunks, head, real, at, DIM, PARTS, MORE
             )
         result = (acc / tl.where(total > 0, total, 1.0)[:, None]).to(out.dtype.element_ty)
         to = out + (token.to(tl.int64) * HEADS + head)[:, None] * DIM + at[None, :]
@@ -227,14 +246,15 @@ def _launch_long(
     share: int,
     block: int,
     at_a_time: int,
+    more: int,
 ) -> None:
     """Launch ``_merge_long`` with programs that write ``block`` elements of the values of ``share`` heads, and read ``at_a_time``
-    partial results at a time."""
+    and ``more`` partial results at a time."""
     (schedule, partial), (schedule_s, partial_s) = parts[0], parts[-1]
     heads, dim = out.shape[1:]
     launch(
         _merge_long, (len(tokens) * triton.cdiv(heads, share) * triton.cdiv(dim, block),),
         out, *partial, schedule.tokens, *partial_s, schedule_s.tokens, tokens.start,
-        HEADS=heads, DIM=dim, SHARE=share, BLOCK=block, PARTS=at_a_time, TOKEN=TOKEN,
+        HEADS=heads, DIM=dim, SHARE=share, BLOCK=block, PARTS=at_a_time, MORE=more, TOKEN=TOKEN,
         SHARED=len(parts) > 1, num_warps=4,
     )  # fmt: skip
