@@ -56,10 +56,14 @@ def rows_of(slots: list[int], lens: list[int], *, fresh: bool = False, writes: b
     return StateRows.of(of_slots, of_lens, np.full(len(slots), fresh), chunk=64 if writes else 16, writes=writes)
 
 
+def forward(layer: Mixer, x: torch.Tensor, states: StepStates) -> torch.Tensor:
+    return layer.out.forward(layer.mix(x, states, None))
+
+
 @torch.no_grad()
 def alone(layer: Mixer, x: torch.Tensor) -> torch.Tensor:
     """Return the outputs of a whole row."""
-    return layer.forward(x, StepStates(memory_of(layer), rows_of([1], [len(x)], fresh=True), NONE))
+    return forward(layer, x, StepStates(memory_of(layer), rows_of([1], [len(x)], fresh=True), NONE))
 
 
 @torch.no_grad()
@@ -69,18 +73,18 @@ def test_rejected_drafts_leave_no_trace(name: str, accepted: list[int]) -> None:
     layer = make_layer(name)
     memory = memory_of(layer)
     prompts = [torch.randn(9, HIDDEN), torch.randn(70, HIDDEN)]
-    layer.forward(torch.cat(prompts), StepStates(memory, rows_of([3, 1], [9, 70], fresh=True), NONE))
+    forward(layer, torch.cat(prompts), StepStates(memory, rows_of([3, 1], [9, 70], fresh=True), NONE))
     drafts = [torch.randn(5, HIDDEN), torch.randn(4, HIDDEN)]
     newcomer = torch.randn(6, HIDDEN)
     step = StepStates(memory, rows_of([2], [6], fresh=True), NONE, rows_of([3, 1], [5, 4], writes=False))
-    out = layer.forward(torch.cat((newcomer, *drafts)), step).split([6, 5, 4])
+    out = forward(layer, torch.cat((newcomer, *drafts)), step).split([6, 5, 4])
     torch.testing.assert_close(out[0], alone(layer, newcomer), atol=1e-5, rtol=1e-5)
     for got, prompt, draft in zip(out[1:], prompts, drafts, strict=True):
         expected = alone(layer, torch.cat((prompt, draft)))[len(prompt) :]
         torch.testing.assert_close(got, expected, atol=1e-5, rtol=1e-5)
     step.advance(torch.tensor(accepted, dtype=torch.int32))
     following = torch.randn(2, HIDDEN)
-    got = layer.forward(following, StepStates(memory, None, torch.tensor([3, 1], dtype=torch.int32)))
+    got = forward(layer, following, StepStates(memory, None, torch.tensor([3, 1], dtype=torch.int32)))
     for index, count in enumerate(accepted):
         text = torch.cat((prompts[index], drafts[index][:count], following[index : index + 1]))
         torch.testing.assert_close(got[index], alone(layer, text)[-1], atol=1e-5, rtol=1e-5)
