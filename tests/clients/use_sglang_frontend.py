@@ -82,6 +82,7 @@ def main() -> None:
         num_threads=2,
     )
     branches = forked.run(backend=backend)
+    branches["end"]  # wait for its last call too
     backend.flush_cache()
     sys.stdout.write(
         "\n"
