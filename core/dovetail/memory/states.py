@@ -103,12 +103,10 @@ class StateLedger:
             states.copied.append(Snapshot(length, slots))
         return slots
 
-    def confirm(self, req: Req, states: RequestStates, length: int) -> None:
+    def confirm(self, req: Req, length: int) -> None:
         """Record that the step that copied the states after ``length`` tokens is committed. A snapshot of the prompt is
-        offered to the cache. ``states`` were those of the request when the step was made; if the request has left the
-        table meanwhile, nothing is left to do."""
-        if req.states is not states:
-            return
+        offered to the cache. The request must still have the slots that it had when the step was made."""
+        states: RequestStates = req.states
         if states.tail is not None and states.tail.length == length:
             states.tail.ready = True
         for snapshot in states.copied:

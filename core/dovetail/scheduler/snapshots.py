@@ -229,14 +229,14 @@ class Snapshots:
             plan.draft_limits.flags.writeable = False
 
     def committed(self, number: int) -> None:
-        """Offer the snapshots of a plan that is committed to the cache."""
+        """Offer the snapshots of a plan that is committed to the cache, except those of requests that have left the table since."""
         for req, states, length in self._copied.pop(number, ()):
-            if req.states is states:  # otherwise the request has left the table
-                self._states(req).confirm(req, states, length)
+            if req.states is states:
+                self._states(req).confirm(req, length)
         for req, states, length in self._saved.pop(number, ()):
-            if req.states is states:  # the pages of these tokens are computed now
-                self._ledger.share(req, length)
-                self._states(req).confirm(req, states, length)
+            if req.states is states:
+                self._ledger.share(req, length)  # the pages of these tokens are computed now
+                self._states(req).confirm(req, length)
 
     def failed(self, number: int) -> None:
         """Forget the copies of a plan that has failed. Their slots are freed with their requests."""
