@@ -16,7 +16,8 @@ from dovetail.interfaces.policy import PolicyContext
 from dovetail.memory.arena import ArenaAllocator
 from dovetail.memory.ledger import PageLedger
 from dovetail.memory.lookahead import with_lookahead
-from dovetail.memory.table import RequestTable
+from dovetail.memory.pools import PoolLedgers
+from dovetail.memory.table import RequestTable, pool_of
 from dovetail.scheduler.limits import SchedulerLimits
 from dovetail.scheduler.scheduler import Scheduler
 from dovetail.types import DraftTree, FinishKind, StateCopies
@@ -56,17 +57,17 @@ def hash_of(tokens, before=0):
 
 
 class StateDevice(Device):
-    """Keep the hash of each slot besides the tokens of the pages of the first paged group."""
+    """Keep the hash of each slot of each pool besides the tokens of the pages of the first paged group."""
 
-    def __init__(self, max_running, max_pages, groups, layout, page_size):
+    def __init__(self, max_running, max_pages, groups, layout, page_size, num_pools=1):
         self.paged = layout.paged
-        super().__init__(max_running, max_pages, layout.num_slabs * max(layout.blocks), page_size)
         most = layout.num_slabs * max(layout.blocks)
-        self.hashes = np.full((len(layout.states), most), -1, np.int64)
+        super().__init__(max_running, max_pages, most, page_size, num_pools)
+        self.hashes = np.full((num_pools, len(layout.states), most), -1, np.int64)
         self.windows = [groups[group].window for group in self.paged]
         self.tables = np.zeros((len(self.paged), *self.table.shape), np.int64)
-        self.memories = np.full((len(self.paged), most * page_size), -1)
-        self.copies = self.saves = 0
+        self.memories = np.full((num_pools, len(self.paged), most * page_size), -1)
+        self.copies, self.saves = np.zeros(num_pools, np.int64), 0
         self.shared = 0  # tokens of shared prefixes that need not be read
         self.shared_windows = 0  # rows that saw shared tokens within a window
         self.state_chunk = 0
@@ -86,24 +87,29 @@ class StateDevice(Device):
             self.copy(plan.state_copies)
         return batch
 
+    def pool(self, slot):
+        """Return the number of the pool that keeps the request in a slot."""
+        return int(pool_of(slot, self.num_pools))
+
     def copy(self, copies):
         assert type(copies) is StateCopies
         assert {array.dtype for array in copies} == {np.dtype(np.int32)}
         groups, sources, targets, pools = copies
-        assert not pools.any(), "there is one pool"
+        assert ((pools >= 0) & (pools < self.num_pools)).all()
         assert (sources > 0).all()
         assert (targets > 0).all()
-        assert len(set(zip(groups.tolist(), targets.tolist(), strict=True))) == len(groups), "two copies to one slot"
-        self.hashes[groups, targets] = self.hashes[groups, sources]
-        self.copies += len(groups)
+        places = set(zip(pools.tolist(), groups.tolist(), targets.tolist(), strict=True))
+        assert len(places) == len(groups), "two copies to one slot"
+        self.hashes[pools, groups, targets] = self.hashes[pools, groups, sources]
+        self.copies += np.bincount(pools, minlength=self.num_pools)
 
     def forward(self, plan):
         batch = self.receive(plan)
         if batch.shared is not None:
             self.check_shared(batch)
             self.shared += batch.shared.saved
-        rows, groups = [], np.arange(len(self.hashes))
-        used = [slot for req in batch.reqs for slot in enumerate(req.state_slots)]
+        rows, groups = [], np.arange(self.hashes.shape[1])
+        used = [(self.pool(req.slot), *slot) for req in batch.reqs for slot in enumerate(req.state_slots)]
         assert len(set(used)) == len(used), "two rows have one slot"
         for row, req in enumerate(batch.reqs):
             start, count, slot = int(batch.prefix_lens[row]), int(batch.extend_lens[row]), int(batch.slots[row])
@@ -116,7 +122,8 @@ class StateDevice(Device):
             text = np.array(self.texts[req.uid][:start]) if row >= batch.num_extend else req.token_ids[:start]
             before = hash_of(text)
             if start:
-                assert (self.hashes[groups, working] == before).all(), f"row {row}: not the state after {start} tokens"
+                found = self.hashes[self.pool(slot), groups, working]
+                assert (found == before).all(), f"row {row}: not the state after {start} tokens"
             self.write(slot, text, new)
             accepted = [next_token([*text, new[0]])] if row >= batch.num_extend else [next_token([*text, *new])]
             for i, draft in enumerate(drafts):
@@ -125,7 +132,7 @@ class StateDevice(Device):
                 accepted.append(next_token([*text, *new[: i + 2]]))
             kept = new[: len(accepted)] if row >= batch.num_extend else new
             self.save(plan, row, new, before)
-            self.hashes[groups, working] = hash_of(kept, before)
+            self.hashes[self.pool(slot), groups, working] = hash_of(kept, before)
             self.texts[req.uid] = [*text, *kept, accepted[-1]]
             if batch.samples[row]:
                 self.last[slot] = accepted[-1]
@@ -136,7 +143,7 @@ class StateDevice(Device):
         """Check that the pages of the shortest row have what each row sees of the shared tokens, in every group of pages."""
         slot = batch.slots[start + int(batch.prefix_lens[start:stop].argmin())]
         where = np.arange(length)
-        for table, memory, window in zip(self.tables, self.memories, self.windows, strict=True):
+        for table, memory, window in zip(self.tables, self.memories[self.pool(slot)], self.windows, strict=True):
             places = table[slot, where // self.page_size] * self.page_size + where % self.page_size
             for row in range(start, stop):
                 first = 0 if window is None else max(0, int(batch.prefix_lens[row]) - window + 1)
@@ -156,13 +163,13 @@ class StateDevice(Device):
                 assert 0 < length < len(new)
                 assert length % self.state_chunk == 0
                 assert target > 0
-                self.hashes[group, target] = hash_of(new[:length], before)
+                self.hashes[self.pool(plan.slots[row]), group, target] = hash_of(new[:length], before)
                 self.saves += 1
 
     def write(self, slot, text, new):
         """Write the tokens ``new`` to the pages of a row, and check what its next token sees of ``text``."""
         end = len(text) + len(new)
-        for table, memory, window in zip(self.tables, self.memories, self.windows, strict=True):
+        for table, memory, window in zip(self.tables, self.memories[self.pool(slot)], self.windows, strict=True):
             first = 0 if window is None else max(0, len(text) - window + 1)
             where = np.arange(end)
             where = table[slot, where // self.page_size] * self.page_size + where % self.page_size
@@ -174,14 +181,17 @@ class StateDevice(Device):
         """Fail in the middle of a plan: what it would write is unknown."""
         batch = self.receive(plan)
         for req in batch.reqs:
-            self.hashes[np.arange(len(self.hashes)), np.array(req.state_slots, np.int64)] = -7
-        for changed in (plan.state_copies, plan.state_saves):
-            if changed is not None:
-                self.hashes[changed.groups, changed.targets] = -7
+            working = np.array(req.state_slots, np.int64)
+            self.hashes[self.pool(req.slot), np.arange(len(working)), working] = -7
+        copies, saves = plan.state_copies, plan.state_saves
+        if copies is not None:
+            self.hashes[copies.pools, copies.groups, copies.targets] = -7
+        if saves is not None:
+            self.hashes[pool_of(plan.slots[saves.rows], self.num_pools), saves.groups, saves.targets] = -7
 
 
-def build(model="full", slabs=14, page_size=4, cache="radix", clock=time.monotonic, **limits):
-    """Return a scheduler and a device of a model of ``MODELS`` or ``STATELESS``."""
+def build(model="full", slabs=14, page_size=4, cache="radix", clock=time.monotonic, pools=1, **limits):
+    """Return a scheduler and a device of a model of ``MODELS`` or ``STATELESS``, with ``pools`` pools of ``slabs``."""
     groups = (MODELS | STATELESS)[model]
     settings = {
         "max_running": 5,
@@ -193,15 +203,22 @@ def build(model="full", slabs=14, page_size=4, cache="radix", clock=time.monoton
     } | limits
     kind, config = (NoCache, NoneConfig()) if cache == "none" else (RadixCache, RadixConfig())
     ahead = 1 if cache == "pairs" else 0
-    index = with_lookahead(lambda context: kind(config, context), CacheContext(page_size, groups), ahead)
+    caches = [
+        with_lookahead(lambda context: kind(config, context), CacheContext(page_size, groups), ahead)
+        for _ in range(pools)
+    ]
     layout = layout_of(groups, slabs)
     rows, columns = settings["max_running"] + 1, -(-CONTEXT // page_size) + 1
-    table = RequestTable(np.zeros((len(layout.paged), rows, columns), np.int32))
-    ledger = PageLedger(ArenaAllocator(layout), index, table, page_size, ahead, groups)
-    policy = Fcfs(FcfsConfig(), PolicyContext(index))
+    table = RequestTable(np.zeros((len(layout.paged), rows, columns), np.int32), pools)
+    members = [
+        PageLedger(ArenaAllocator(layout), index, table, page_size, ahead, groups, pool)
+        for pool, index in enumerate(caches)
+    ]
+    ledger = members[0] if pools == 1 else PoolLedgers(members, table)
+    policy = Fcfs(FcfsConfig(), PolicyContext(caches[0]))
     constraints = RequestConstraints(GrammarService(None), VOCAB, [EOS])
     scheduler = Scheduler(SchedulerLimits(**settings), ledger, policy, constraints, None, frozenset([EOS]), clock)
-    device = StateDevice(settings["max_running"], columns, groups, layout, page_size)
+    device = StateDevice(settings["max_running"], columns, groups, layout, page_size, pools)
     device.state_chunk = settings.get("state_chunk", 0)
     return scheduler, device
 
@@ -230,7 +247,7 @@ class Jumps(RequestConstraints):
         text = req.token_ids[: req.known_len].tolist()
         for _ in range(self.rng.randrange(1, 12)):
             text.append(next_token(text))
-        return text[req.known_len :]
+        return text[req.known_len : req.max_device_len]
 
 
 class StateRun(Run):

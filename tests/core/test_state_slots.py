@@ -43,17 +43,19 @@ def short_texts(monkeypatch):
     monkeypatch.setattr(snapshots, "LEAST_SHARED", 5)
 
 
-def history(seed, model, lag, requests=30, drafts=False, failures=0.0, cache="radix", jumps=False, state_chunk=0):
+def history(
+    seed, model, lag, requests=30, drafts=False, failures=0.0, cache="radix", jumps=False, state_chunk=0, pools=1
+):
     """Run random requests, of which some are aborted, in little memory. With ``jumps``, some jump forward."""
     rng = random.Random(seed)
     limits = {"mixed": bool(seed % 2), "chunk_size": rng.choice([5, 9, 64]), "wait_for_prefix": rng.random() < 0.5}
     limits["pin_seconds"], limits["pin_pages"] = 3600.0, 20
     limits["state_snapshot_tokens"] = rng.choice([None, 8 if state_chunk else 1, 9])
     limits["state_chunk"] = state_chunk
-    limits["shared_prefixes"] = not drafts
+    limits["shared_prefixes"] = not drafts and pools == 1
     if drafts:
         limits["draft_width"] = 3
-    scheduler, device = build(model, least_slabs(model) + rng.choice([0, 2, 9]), cache=cache, **limits)
+    scheduler, device = build(model, least_slabs(model) + rng.choice([0, 2, 9]), cache=cache, pools=pools, **limits)
     if jumps:
         scheduler.constraints = Jumps(rng)
     propose = right_and_wrong(device, rng, 3) if drafts else None
@@ -77,10 +79,10 @@ def history(seed, model, lag, requests=30, drafts=False, failures=0.0, cache="ra
     assert set(run.ends) == set(run.prompts)
     scheduler.flush_cache()
     scheduler.check_integrity()
-    allocator = scheduler.ledger.allocator
     assert model in STATELESS or not (scheduler._snapshots._copied or scheduler._snapshots._saved)
-    assert not any(allocator.num_held), "slots or pages were lost"
-    assert allocator.allocatable([0] * len((MODELS | STATELESS)[model]), 1) >= allocator.num_total
+    for allocator in (member.allocator for member in scheduler.ledger.members):
+        assert not any(allocator.num_held), "slots or pages were lost"
+        assert allocator.allocatable([0] * len((MODELS | STATELESS)[model]), 1) >= allocator.num_total
     return scheduler, device
 
 
@@ -91,7 +93,7 @@ def test_random_histories(model):
     for lag, drafts, jumps in ((False, False, True), (True, False, True), (False, True, False)):
         scheduler, device = history(7, model, lag, 20, drafts, failures=0.0 if drafts else 0.05, jumps=jumps)
         assert not jumps or scheduler.totals.jumped_tokens > 0
-        copies += device.copies
+        copies += device.copies.sum()
         shared += device.shared
         hits += scheduler.totals.cached_tokens
     assert copies > 0
@@ -111,6 +113,22 @@ def test_random_histories_of_steps_that_keep_states_within_prompts(model):
     assert hits > 0
 
 
+@pytest.mark.parametrize("model", MODELS)
+def test_random_histories_in_several_pools(model):
+    """With data-parallel attention: each request has its states, its snapshots and its pages in one pool."""
+    saves = hits = 0
+    for seed, pools, lag, drafts, chunk in ((7, 2, False, False, 8), (8, 3, True, False, 0), (9, 2, False, True, 8)):
+        failures = 0.0 if drafts else 0.05
+        scheduler, device = history(
+            seed, model, lag, 20, drafts, failures, jumps=not drafts, state_chunk=chunk, pools=pools
+        )
+        assert (device.copies > 0).all()
+        saves += device.saves
+        hits += scheduler.totals.cached_tokens
+    assert saves > 0
+    assert hits > 0
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("lag", [False, True], ids=["at-once", "one-step-late"])
 @pytest.mark.parametrize("cache", ["radix", "pairs", "none"])
@@ -121,6 +139,7 @@ def test_many_random_histories(model, cache, lag):
         failures = 0.0 if drafts else 0.05 * (seed % 2)
         history(seed, model, lag, 40, drafts, failures, cache, jumps=not drafts and seed > 2)
         history(seed, model, lag, 40, drafts, failures, cache, jumps=not drafts and seed > 2, state_chunk=8)
+        history(seed, model, lag, 40, drafts, failures, cache, jumps=not drafts and seed > 2, state_chunk=8, pools=2)
 
 
 @pytest.mark.parametrize("model", STATELESS)
