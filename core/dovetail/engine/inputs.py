@@ -74,6 +74,11 @@ class Inputs:
         self._located_version = 0
         self._entries: tuple[()] | tuple[Int64Array, IntArray] = ()  # of the updates with ``_located_version``
 
+    @property
+    def num_state_groups(self) -> int:
+        """Return the number of cache groups of states."""
+        return 0 if self.states is None else len(self.states.stores)
+
     def prepare(self, batch: Batch) -> None:
         """Set the batch's engine fields, and send its page updates to the device. Mutates ``batch``."""
         if batch.num_extend or batch.drafts is not None:

@@ -42,11 +42,8 @@ class OwnRowsOfGraphs:
     def __init__(self, tp: Collectives, inputs: Inputs, sizes: Sequence[int]) -> None:
         """``sizes`` are the ladder of rows of captured steps."""
         self._tp, self._sizes = tp, sizes
-        shares, states = (
-            [False] * (1 + len(inputs.other_pages)),
-            0 if inputs.states is None else len(inputs.states.stores),
-        )
-        self._tensors = DecodeTensors(sizes[-1], inputs.pages.shape[1], inputs.device, shares, states)
+        shares = [False] * (1 + len(inputs.other_pages))
+        self._tensors = DecodeTensors(sizes[-1], inputs.pages.shape[1], inputs.device, shares, inputs.num_state_groups)
 
     @classmethod
     def of(cls, mesh: Mesh, inputs: Inputs, sizes: Sequence[int]) -> OwnRowsOfGraphs | None:

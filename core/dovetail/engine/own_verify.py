@@ -27,7 +27,7 @@ class OwnVerifyRows:
     def __init__(self, tp: Collectives, inputs: Inputs, largest: VerifyShape, counts: Sequence[int]) -> None:
         """``counts`` are the ladder of tokens of captured steps, ``largest`` the shape of the largest one."""
         self._tp, self._inputs, self._counts, self._width = tp, inputs, counts, largest.width
-        groups = len(inputs.other_pages), 0 if inputs.states is None else len(inputs.states.stores)
+        groups = len(inputs.other_pages), inputs.num_state_groups
         self._memory = VerifyMemory(largest, inputs.pages.shape[1], inputs.device, *groups)
 
     @classmethod

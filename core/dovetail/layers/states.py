@@ -20,7 +20,8 @@ from dovetail.ops.mixers import TorchMixer
 
 if TYPE_CHECKING:
     from dovetail.layers.linear import ColumnLinear, Linear
-    from dovetail.ops.parts import Addend
+    from dovetail.layers.own_rows import OwnRows
+    from dovetail.ops.parts import Addend, RankAddend
     from dovetail.types import Batch
 
 
@@ -145,15 +146,18 @@ class StateMixer(StateLayer):
         parts (see ``Linear.parts_forward``). ``group`` is the cache group of states. For ``rows`` see ``mix``. With
         ``batch.own``, which excludes ``rows``, this rank computes its own rows only."""
         if batch.own is not None:
-            return batch.own.addend_of(x, self.out, lambda own, its: self.mix(own, step_states(its, group), None))
+            return self._addend(x, batch.own, group)
         return self.out.parts_forward(self.mix(x, step_states(batch, group), rows))
 
     def forward(self, x: torch.Tensor, batch: Batch, group: int, rows: torch.Tensor | None = None) -> torch.Tensor:
         """Compute ``parts_forward``, added up."""
         if batch.own is not None:
-            added = batch.own.addend_of(x, self.out, lambda own, its: self.mix(own, step_states(its, group), None))
-            return batch.own.tp.all_reduce(added.x)
+            return batch.own.tp.all_reduce(self._addend(x, batch.own, group).x)
         return self.out.forward(self.mix(x, step_states(batch, group), rows))
+
+    def _addend(self, x: torch.Tensor, own: OwnRows, group: int) -> RankAddend:
+        """Return what this rank adds to the result for ``x``: the results of its own rows."""
+        return own.addend_of(x, self.out, lambda part, batch: self.mix(part, step_states(batch, group), None))
 
 
 def step_states(batch: Batch, group: int) -> StepStates:
