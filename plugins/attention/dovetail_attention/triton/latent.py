@@ -172,7 +172,7 @@ def _blocks_in_halves(
     for start in range(low, high, KEYS):
         key = start + tl.arange(0, KEYS)
         page = next_page
-        if ALONE:  # fewer operations with 64 bits, which others would hide
+        if ALONE:  # fewer operations with 64 bits: no other program hides them
             next_page = tl.load(pages + tl.minimum(key + KEYS, last).to(tl.uint32) // PAGE)
             within = ((tl.minimum(key, last).to(tl.uint32) % PAGE).to(tl.int32) * TOKEN)[:, None]
             from_page = (kv + page.to(tl.int64) * (PAGE * TOKEN))[:, None]
@@ -186,9 +186,8 @@ def _blocks_in_halves(
         if ALONE:
             more = tl.dot(q_b, tl.trans(keys_b), input_precision="ieee")
             others = tl.dot(q_rest, tl.trans(rest), input_precision="ieee")
-            scores = scores * scale + (
-                more * scale + others * scale
-            )  # without factors, the compiler would make it one sum
+            # each product has its factor: otherwise the compiler makes them one sum, of which each waits for the one before
+            scores = scores * scale + (more * scale + others * scale)
         else:
             scores = tl.dot(q_b, tl.trans(keys_b), scores, input_precision="ieee")
             scores = tl.dot(q_rest, tl.trans(rest), scores, input_precision="ieee") * scale

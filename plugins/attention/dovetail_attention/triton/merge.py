@@ -27,9 +27,9 @@ LONG_FEW, LONG_MANY = 1 << 14, 1 << 21
 instead of 63, and 256 rows over 1,024, of which few have something to merge, 95 instead of 112. Between the bounds
 ``_merge`` is up to 8 % faster."""
 FEW_SIZES, MANY_SIZES = (1, 32, 128, 8), (16, 128, 2, 0)
-"""The numbers of heads, of elements of their values and of partial results that a program of ``_merge_long`` reads at a time, up to
-the first bound and from the second on. The last number are further partial results, so that those of a single row are read at once: H200
-has 132 multiprocessors. Programs for 256 would need twice as many registers, and start later."""
+"""The numbers of heads, of elements of their values, of partial results and of further partial results that a program of ``_merge_long``
+reads at a time, up to the first bound and from the second on. With the further ones, those of a single row are read at once: H200 has 132
+multiprocessors. A program that reads 256 needs twice as many registers, and starts later."""
 
 
 @triton.jit
