@@ -8,24 +8,27 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from engine_runs import Traffic, check_idle, make_llm, prompts_of, results, varied_params
+from engine_runs import check_idle, make_llm, prompts_of, results, run_with_aborts, varied_params
 from state_drafter_checkpoints import with_mtp
 from state_models import save
 
 from dovetail import LLM, SamplingParams
-from dovetail.memory.table import pool_of
-from dovetail.scheduler import admission
+from dovetail.scheduler import admission, snapshots
 from dovetail.types import FinishKind
 
 MTP = {"kind": "mtp", "num_draft_tokens": 3}
 LONG = SamplingParams(max_new_tokens=40, temperature=0, ignore_eos=True)
 CHUNKS: dict[str, Any] = {"scheduler": {"chunk_size": 7, "max_running": 8}}
 FEW: dict[str, Any] = {"scheduler": {"chunk_size": 40, "max_running": 8, "overlap": True}, "memory": {"num_pages": 100}}
+# steps keep states within prompts, after every 64 tokens
+WITHIN: dict[str, Any] = {
+    "scheduler": {"chunk_size": 150, "max_running": 8},
+    "memory": {"state_snapshot_tokens": 64},
+}
 
 
 def engine(path: Path, ranks: int, **sections: Any) -> LLM:
@@ -35,10 +38,10 @@ def engine(path: Path, ranks: int, **sections: Any) -> LLM:
     return make_llm(path, threads=1, memory=memory, scheduler=scheduler, **given, **sections)
 
 
-def jobs(count: int, seed: int) -> tuple[list[list[int]], list[SamplingParams]]:
+def jobs(count: int, seed: int, longest: int = 25) -> tuple[list[list[int]], list[SamplingParams]]:
     """Return prompts, half of which share a prefix, and parameters: every other row is greedy and long, others are of every sort."""
     rng = random.Random(seed)
-    lengths = [rng.randrange(1, 25) for _ in range(count)]
+    lengths = [rng.randrange(1, longest) for _ in range(count)]
     prompts = prompts_of(lengths[: count // 2], seed) + prompts_of(lengths[count // 2 :], seed + 1, shared=21)
     return prompts, [varied_params(rng, most=40) if row % 2 else LONG for row in range(count)]
 
@@ -63,6 +66,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 CASES = [
     ("qwen3_next, mtp", MTP, FEW),
     ("kimi_linear", "none", CHUNKS),
+    pytest.param("kimi_linear", "none", WITHIN, marks=pytest.mark.full),
     pytest.param("kimi_linear", "ngram", CHUNKS, marks=pytest.mark.full),
     pytest.param("qwen3_next, mtp", MTP, CHUNKS, marks=pytest.mark.full),
     pytest.param("jamba", "ngram", CHUNKS, marks=pytest.mark.full),
@@ -80,16 +84,17 @@ def test_two_ranks_generate_what_one_does(
 ) -> None:
     """First there is one request, so that the other rank has no rows. The second round of the same requests resumes at snapshots."""
     monkeypatch.setattr(admission, "DECODE_HEADROOM", 0)
+    pack, saved = snapshots._packed_saves, list[Any]()
+    monkeypatch.setattr(snapshots, "_packed_saves", lambda saves: saved.append(saves) or pack(saves))
     one, two = engine(models(name), 1), engine(models(name), 2, speculative=speculative, **sections)
     allocators: list[Any] = (
         [member.allocator for member in two.loop.scheduler.ledger.members] if sections is FEW else []
     )
     try:
-        kept: list[Any] = [
-            own.alloc(own.allocatable([0, 0], 5) - 26) for own in allocators
-        ]  # 26 pages and five slots are left
+        # 26 pages and five slots are left
+        kept: list[Any] = [own.alloc(own.allocatable([0, 0], 5) - 26) for own in allocators]
         for seed, count in ((0, 1), (1, 9), (1, 9)):
-            prompts, params = jobs(count, seed)
+            prompts, params = jobs(count, seed, longest=200 if sections is WITHIN else 25)
             assert results(two.generate(prompts, params)) == results(one.generate(prompts, params))
         for own, pages in zip(allocators, kept, strict=True):
             own.free([pages[0], pages[0][:0]])
@@ -97,6 +102,7 @@ def test_two_ranks_generate_what_one_does(
         stats = two.loop.stats()
         assert stats.drafter_errors == 0
         assert stats.cached_tokens > 0
+        assert bool(saved) == (sections is WITHIN)
         assert (stats.accepted_tokens > 0) == (speculative != "none")
         assert (stats.retractions > 0) == (sections is FEW)
     finally:
@@ -110,18 +116,9 @@ def test_requests_that_come_and_are_aborted(models: Callable[[str], Path]) -> No
     one = engine(models("kimi_linear"), 1)
     alone = [output.token_ids for output in one.generate(prompts, params)]
     one.close()
-    rng, used = random.Random(1), set()
     two = engine(models("kimi_linear"), 2, scheduler={"chunk_size": 11, "max_running": 8})
     try:
-        traffic = Traffic(two)
-        for i, (prompt, own) in enumerate(zip(prompts, params, strict=True)):
-            traffic.add(f"r{i}", prompt, replace(own, seed=None), seed=own.seed or 0)
-            for _ in range(rng.choice([0, 0, 1, 3])):
-                traffic.step()
-            used |= {pool_of(req.slot, 2) for req in two.loop.scheduler.running}
-            if rng.random() < 0.3:
-                traffic.abort(f"r{rng.randrange(i + 1)}")
-        traffic.finish()
+        traffic, used = run_with_aborts(two, prompts, params, 0.3)
         assert used == {0, 1}
         kinds = [traffic.kind(f"r{i}") for i in range(len(alone))]
         assert FinishKind.ABORT in kinds
