@@ -17,6 +17,9 @@ if TYPE_CHECKING:
     from dovetail.interfaces.quantization import LinearInput
     from dovetail.layers.adapters import EmbeddingAdapters
 
+_FEW = 16
+"""Up to this number of rows, torch's ``index_select`` reads one after the other on CUDA: 16 rows of 8 KiB take 7.8 us instead of 1.6 (H200)."""
+
 
 class Embedding(Layer):
     """Look up rows of ``weight``, which holds this rank's share of the rows ``[vocab_size, hidden_size]``. ``adapters`` are
@@ -34,13 +37,13 @@ class Embedding(Layer):
     def forward(self, token_ids: torch.Tensor) -> torch.Tensor:
         """Map int64 ``token_ids [tokens]`` to embeddings ``[tokens, hidden_size]``, a new tensor."""
         if self._tp is None:
-            found = self.weight.index_select(0, token_ids)
+            found = _rows(self.weight, token_ids)
             if self.adapters is not None:
                 self.adapters.add(found, token_ids)
             return found
         rows = token_ids - self._start
         outside = (rows < 0) | (rows >= self._size)
-        found = self.weight.index_select(0, rows.masked_fill_(outside, 0))
+        found = _rows(self.weight, rows.masked_fill_(outside, 0))
         if self.adapters is not None:
             self.adapters.add(found, rows)
         return self._tp.all_reduce(found.masked_fill_(outside[:, None], 0))
@@ -50,6 +53,11 @@ class Embedding(Layer):
         if self._tp is None:
             return WeightTarget(parameter)
         return WeightTarget(parameter, shares=(TensorShare(0, self._start, self._size, self._vocab_size),))
+
+
+def _rows(weight: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
+    """Return the rows of ``weight`` at ``indices``, a new tensor."""
+    return weight[indices] if weight.is_cuda and 1 < len(indices) <= _FEW else weight.index_select(0, indices)
 
 
 class LMHead(Linear):
