@@ -345,7 +345,7 @@ def slice_tile(rows: int, n: int, k: int, *, in_parts: bool) -> SliceTile | None
     if not FEWEST_SLICED <= rows <= MOST_SLICED or n < 4096 or n * k < 1 << 24 or k % PLANES:
         return None
     whole, tiles = k // PLANES, n // _TILE.value
-    for warps, most, on_each, stages in _sizes(rows, n, in_parts=in_parts):
+    for warps, most, on_each, stages in _sizes(rows, n, k, in_parts=in_parts):
         fitting = [blocks for blocks in range(most, 0, -1) if whole % blocks == 0 and _is_balanced(blocks, warps)]
         split = whole // fitting[0] if fitting else 0
         if not 0 < split <= (_MOST_PARTS if in_parts else _MOST_JOINED) or split * MOST_SLICED * n > MAX_PARTS:
@@ -357,11 +357,13 @@ def slice_tile(rows: int, n: int, k: int, *, in_parts: bool) -> SliceTile | None
     return None
 
 
-def _sizes(rows: int, n: int, *, in_parts: bool) -> Iterator[tuple[int, int, int, int]]:
+def _sizes(rows: int, n: int, k: int, *, in_parts: bool) -> Iterator[tuple[int, int, int, int]]:
     """Yield numbers of warps, of blocks at most, of programs on a multiprocessor and of stages, those that were the fastest first."""
     few = rows <= 8
     if n >= _WIDE or not (few or in_parts):
         yield 16, 32, 1, 3 if few or n < _WIDE else 4
+    if in_parts and not few and n * k < 1 << 25:
+        yield 8, 8, 2, 3
     yield 8, 16, 2, 4 if few and in_parts else 3
     yield 16, 32, 1, 3
 
