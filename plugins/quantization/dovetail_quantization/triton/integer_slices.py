@@ -361,7 +361,7 @@ def _sizes(rows: int, n: int, k: int, *, in_parts: bool) -> Iterator[tuple[int, 
     """Yield numbers of warps, of blocks at most, of programs on a multiprocessor and of stages, those that were the fastest first."""
     few = rows <= 8
     if n >= _WIDE or not (few or in_parts):
-        yield 16, 32, 1, 3 if few or n < _WIDE else 4
+        yield 16, 32, 1, 3
     if in_parts and not few and n * k < 1 << 25:
         yield 8, 8, 2, 3
     yield 8, 16, 2, 4 if few and in_parts else 3
