@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from dovetail.engine.dry_run import first_layers
-from dovetail.interfaces.attention import AttentionLayer, ProjectedRow
+from dovetail.interfaces.attention import AttentionLayer, ProjectedRows
 from dovetail.interfaces.model import ModelArchitecture
 from dovetail.types import Attends, Batch
 
@@ -27,18 +27,18 @@ class Counting(Attends):
         self.calls.append("forward")
         return q
 
-    def forward_projected(self, row: Any, layer: Any, batch: Batch) -> torch.Tensor | None:
+    def forward_projected(self, rows: Any, layer: Any, batch: Batch) -> torch.Tensor | None:
         if self.projected:
             self.calls.append("projected")
-        return row.qkv if self.projected else None
+        return rows.qkv if self.projected else None
 
 
 def forward(batch: Batch) -> torch.Tensor:
     x = torch.ones(1, 2, 4)
     for index in range(LAYERS):
         layer, attends = AttentionLayer(index, 1.0), batch.attn[0]
-        row = ProjectedRow(x, x, x, None, x)
-        found = attends.forward_projected(row, layer, batch)
+        rows = ProjectedRows(x, x, x, None, x)
+        found = attends.forward_projected(rows, layer, batch)
         x = attends.forward(x, layer, batch) if found is None else found
     return x
 

@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import triton
 from triton.compiler import ASTSource
 
-from dovetail.ops.triton import decode_row, experts_one, one_row
+from dovetail.ops.triton import decode_projected, experts_one, one_row
 from dovetail.ops.triton.launch import INTERPRETED
 from sass import without_spills
 
@@ -67,15 +68,22 @@ def test_experts_are_fetched_before_the_wait(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("heads", "kv_heads", "size", "norm"), [(32, 4, 128, True), (32, 8, 64, False)])
 @pytest.mark.parametrize("leads", [True, False])
-def test_a_projected_row_compiles(
-    heads: int, kv_heads: int, size: int, norm: bool, leads: bool, tmp_path: Path
+@pytest.mark.parametrize("tiles", [4, 8, 16, 32])
+def test_projected_rows_compile(
+    heads: int, kv_heads: int, size: int, norm: bool, leads: bool, tiles: int, tmp_path: Path
 ) -> None:
+    tile = decode_projected.tile_of(tiles)
     constants: dict[str, Any] = {
         "HEADS": heads, "KV_HEADS": kv_heads, "SIZE": size, "PAGE": 16, "NORM": norm, "BLOCK_HEADS": 16,
-        "SPLITS": decode_row.SPLITS, "KEYS": decode_row.KEYS, "MORE_KEYS": decode_row.MORE_KEYS, "LEADS": leads,
+        "KEYS": tile.keys, "MORE_KEYS": tile.more_keys, "LEADS": leads,
     }  # fmt: skip
-    code = compiled(decode_row._attend_row, constants, tmp_path / "attend", decode_row.WARPS, decode_row.STAGES)
+    code = compiled(decode_projected._attend_rows, constants, tmp_path / "attend", tile.num_warps, tile.num_stages)
     early = "ld.global.cg" in before_wait(code)
     assert early != leads, "a kernel that leads reads nothing early"
-    constants = {"SIZE": size, "SPLITS": decode_row.SPLITS, "KEYS": decode_row.KEYS, "WIDTH": decode_row.WIDTH}
-    compiled(decode_row._merge_row, constants, tmp_path / "merge", 1)
+    constants = {
+        "SIZE": size,
+        "BLOCK_SPLITS": triton.next_power_of_2(tile.splits),
+        "KEYS": tile.keys,
+        "WIDTH": decode_projected.WIDTH,
+    }
+    compiled(decode_projected._merge_rows, constants, tmp_path / "merge", 1)

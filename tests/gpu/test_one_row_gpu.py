@@ -14,7 +14,7 @@ from torch.nn import functional
 from dovetail import LLM, SamplingParams
 from dovetail.engine.build import ModelClass, WeightFiller
 from dovetail.engine.weights import build_model
-from dovetail.interfaces.attention import ProjectedRow
+from dovetail.interfaces.attention import ProjectedRows
 from dovetail.interfaces.expert_shapes import ExpertWeights, Routing
 from dovetail.interfaces.model import ModelInfo
 from dovetail.layers.rope import RopeConfig
@@ -96,26 +96,30 @@ def test_added_experts_equal_their_parts(hidden: int, size: int, count: int, top
     assert error(one_token_added(x, routing, weights, stream), stream.float() + parts.sum(0)) < 5e-3
 
 
-@pytest.mark.parametrize("length", [1, 31, 33, 600, 1025, 3000])
+@pytest.mark.parametrize("lengths", [(1,), (31,), (600,), (3000,), (20000,), (600, 33), (3000, 1, 33, 64)], ids=str)
 @pytest.mark.parametrize(("heads", "kv_heads", "size"), [(32, 4, 128), (32, 8, 128), (16, 8, 64)])
-def test_a_projected_row_equals_the_kernels_one_by_one(length: int, heads: int, kv_heads: int, size: int) -> None:
+def test_projected_rows_equal_the_kernels_one_by_one(
+    lengths: tuple[int, ...], heads: int, kv_heads: int, size: int
+) -> None:
     from dovetail.ops.triton.decode import paged_decode
-    from dovetail.ops.triton.decode_row import attend_row
+    from dovetail.ops.triton.decode_projected import attend_rows
 
-    pages, position = 256, length - 1
-    keys, values = randn(2, pages, 16, kv_heads, size)
-    table = torch.randperm(pages, device=CUDA).int()[None]
-    place = table[0, position // 16].long() * 16 + position % 16
+    rows, width = len(lengths), max(lengths) // 16 + 1
+    keys, values = randn(2, rows * width, 16, kv_heads, size)
+    table = torch.randperm(rows * width, device=CUDA).int().view(rows, width)
+    lens = torch.tensor(lengths, dtype=torch.int32, device=CUDA)
+    positions = (lens - 1).long()
+    places = table.long().gather(1, positions[:, None] // 16)[:, 0] * 16 + positions % 16
     for each in (keys, values):
-        each.view(-1, kv_heads, size)[place] = torch.nan
-    qkv, norm = randn(1, heads + 2 * kv_heads, size), (randn(size), randn(size), EPS)
-    angles = rotary_table(RopeConfig(head_dim=size, theta=1e4, original_len=4096, context_len=4096), CUDA)
-    positions, lens = torch.tensor([position], device=CUDA), torch.tensor([length], dtype=torch.int32, device=CUDA)
-    row, scale = ProjectedRow(qkv, angles, positions, norm, place[None]), size**-0.5
+        each.view(-1, kv_heads, size)[places] = torch.nan
+    qkv, norm = randn(rows, heads + 2 * kv_heads, size), (randn(size), randn(size), EPS)
+    rope = RopeConfig(head_dim=size, theta=1e4, original_len=32768, context_len=32768)
+    angles = rotary_table(rope, CUDA)
+    projected, scale = ProjectedRows(qkv, angles, positions, norm, places), size**-0.5
     theirs = keys.clone(), values.clone()
     for leads in (True, False):
-        got = attend_row(row, keys, values, table, lens, scale, leads=leads)
-        q = rotate_and_store(qkv, heads, kv_heads, angles, positions, norm, *theirs, place[None])
+        got = attend_rows(projected, keys, values, table, lens, scale, leads=leads)
+        q = rotate_and_store(qkv, heads, kv_heads, angles, positions, norm, *theirs, places)
         expected = paged_decode(q, *theirs, table, lens, scale, splits=32)[0]
         assert error(got, expected.float()) < 6e-3
         for ours, other in zip((keys, values), theirs, strict=True):
@@ -165,8 +169,8 @@ def test_models_compute_one_token_with_these_kernels_as_on_the_cpu(name: str, mo
     assert not calls, "there are no such kernels for float32"
 
 
-def test_the_engine_decodes_one_request_with_the_kernels_of_a_projected_row(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Greedy tokens of one request at a time equal those of the same engine without these kernels."""
+def test_the_engine_decodes_few_requests_with_the_kernels_of_projected_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Greedy tokens of one and of three requests at a time equal those of the same engine without these kernels."""
     from dovetail_attention.triton.backend import TritonAttention
 
     forward, found, taken = TritonAttention.forward_projected, [], [0, 0]
@@ -180,8 +184,14 @@ def test_the_engine_decodes_one_request_with_the_kernels_of_a_projected_row(monk
         monkeypatch.setattr(TritonAttention, "forward_projected", counted)
         llm = LLM("tiny", device="cuda", model={"dtype": "float32"}, attention="triton", grammar="none")
         params = SamplingParams(temperature=0, max_new_tokens=64, ignore_eos=True)
-        prompts = [[i + 5 for i in range(40)], list(range(60, 300, 4))]
-        found.append([llm.generate([prompt], params)[0].token_ids for prompt in prompts for _ in range(3)])
+        prompts = [[i + 5 for i in range(40)], list(range(60, 300, 4)), list(range(7, 20))]
+        found.append(
+            [
+                [output.token_ids for output in llm.generate(some, params)]
+                for some in (prompts[:1], prompts[1:2], prompts)
+                for _ in range(3)
+            ]
+        )
     assert taken[0] > 0
     assert taken[1] == 0
     assert found[0] == found[1]

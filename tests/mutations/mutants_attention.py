@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from mutant import Mutant
 
-from dovetail.interfaces.attention import AttentionBackend, AttentionContext, AttentionLayer, ProjectedRow
+from dovetail.interfaces.attention import AttentionBackend, AttentionContext, AttentionLayer, ProjectedRows
 from dovetail.interfaces.features import BUILT_IN_FEATURES, Feature
 from dovetail.registry.specs import ComponentKind, ComponentSpec
 from dovetail.testing.attention import AttentionSuite
@@ -52,19 +52,20 @@ class Flawed(AttentionBackend):
             self.pool.keys(layer.layer_id)[1] = 0
         return out.float() if self.flaw == "returns float32" else out
 
-    def forward_projected(self, row: ProjectedRow, layer: AttentionLayer, batch: Batch) -> torch.Tensor:
+    def forward_projected(self, rows: ProjectedRows, layer: AttentionLayer, batch: Batch) -> torch.Tensor:
         keys, values = (read(layer.layer_id).flatten(0, 1) for read in (self.pool.keys, self.pool.values))
-        *heads, v = row.qkv.float().tensor_split([row.qkv.shape[1] - 2 * keys.shape[1], -keys.shape[1]], 1)
-        if row.norm is not None and self.flaw != "does not normalise":
-            scales = [torch.rsqrt(x.square().mean(-1, keepdim=True) + row.norm[2]) for x in heads]
-            heads = [x * scale * weight for x, scale, weight in zip(heads, scales, row.norm, strict=False)]
-        cos, sin = row.table[row.positions[0]]
-        half = row.qkv.shape[2] // 2
+        *heads, v = rows.qkv.float().tensor_split([rows.qkv.shape[1] - 2 * keys.shape[1], -keys.shape[1]], 1)
+        if rows.norm is not None and self.flaw != "does not normalise":
+            scales = [torch.rsqrt(x.square().mean(-1, keepdim=True) + rows.norm[2]) for x in heads]
+            heads = [x * scale * weight for x, scale, weight in zip(heads, scales, rows.norm, strict=False)]
+        at = rows.positions[:1] if self.flaw == "rotates all rows as the first" else rows.positions
+        cos, sin = rows.table[at][:, :, None].unbind(1)
+        half = rows.qkv.shape[2] // 2
         q, k = (x * cos + x.roll(1 if self.flaw == "pairs adjacent elements" else half, -1) * sin for x in heads)
         if self.flaw != "does not store its key":
-            keys[row.out_loc] = k.to(keys.dtype)
-        values[row.out_loc] = v.to(values.dtype)
-        return self.forward(q.to(row.qkv.dtype), layer, batch)
+            keys[rows.out_loc] = k.to(keys.dtype)
+        values[rows.out_loc] = v.to(values.dtype)
+        return self.forward(q.to(rows.qkv.dtype), layer, batch)
 
     def plan_expanded(self, batch: Batch, kv_indptr: torch.Tensor) -> None:
         self.kv_starts = kv_indptr.tolist()
@@ -441,13 +442,14 @@ MUTANTS = [
     _of(
         "pairs adjacent elements",
         "test_projected_rows",
-        700,
+        (700,),
         True,
         fault="rotates adjacent elements",
         says="key or value",
     ),
-    _of("does not normalise", "test_projected_rows", 64, True, fault="ignores norms", says="key or value"),
-    _of("does not store its key", "test_projected_rows", 1, False, says="key or value"),
+    _of("does not normalise", "test_projected_rows", (64,), True, fault="ignores norms", says="key or value"),
+    _of("does not store its key", "test_projected_rows", (1,), False, says="key or value"),
+    _of("rotates all rows as the first", "test_projected_rows", (700, 0, 65, 300), False, says="key or value"),
     _of(
         "rounds depending on the size of the batch",
         "test_batch_invariance",

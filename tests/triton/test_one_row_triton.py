@@ -7,12 +7,12 @@ import pytest
 import torch
 from torch.nn import functional
 
-from dovetail.interfaces.attention import ProjectedRow
+from dovetail.interfaces.attention import ProjectedRows
 from dovetail.interfaces.expert_shapes import ExpertWeights, Routing
 from dovetail.layers.rope import RopeConfig
 from dovetail.layers.rotary import rotary_table
 from dovetail.ops.activation import Activation
-from dovetail.ops.triton import decode_row, experts_one, one_row
+from dovetail.ops.triton import decode_projected, experts_one, one_row
 
 EPS = 1e-6
 NAN = float("nan")
@@ -89,53 +89,59 @@ def test_experts_that_the_kernel_cannot_add_are_known() -> None:
     assert not experts_one.adds_one_token(ExpertWeights(randn(2, 400, 16), randn(2, 16, 200), whole=2))
 
 
-@pytest.mark.parametrize("length", [1, 2, 32, 33, 64, 700, 993, 994, 1050])  # 993: all parts, of the least size
-@pytest.mark.parametrize(("heads", "kv_heads", "size", "norm"), [(8, 1, 64, True), (4, 2, 128, False)])
-def test_a_projected_row_attends_and_is_stored(
-    monkeypatch: pytest.MonkeyPatch, length: int, heads: int, kv_heads: int, size: int, norm: bool
-) -> None:
-    page_size, pages = 16, 72
-    keys, values = randn(pages, page_size, kv_heads, size), randn(pages, page_size, kv_heads, size)
-    used = -(-length // page_size)
-    table = torch.randperm(pages).int()[None]
-    position, place = length - 1, int(table[0, used - 1]) * page_size + (length - 1) % page_size
-    flat = (keys.view(-1, kv_heads, size), values.view(-1, kv_heads, size))
-    tokens = (table[0].long()[:, None] * page_size + torch.arange(page_size)).flatten()
-    for each in flat:
-        each[tokens[position:]] = NAN  # the token's place, and what belongs to no row
-    before = keys.clone(), values.clone()
-    qkv = randn(1, heads + 2 * kv_heads, size)
-    weights = (randn(size), randn(size), EPS) if norm else None
-    angles = rotary_table(
-        RopeConfig(head_dim=size, theta=1e4, original_len=2048, context_len=2048), torch.device("cpu")
-    )
-    row = ProjectedRow(qkv, angles, torch.tensor([position]), weights, torch.tensor([place]))
+LENGTHS = [(1,), (33,), (64,), (1050,), (2, 600), (700, 1, 33, 65), (1, 40, 200, 90, 7, 33, 64, 3)]
 
-    q, k, v = qkv[0].float().split((heads, kv_heads, kv_heads))
+
+@pytest.mark.parametrize("lengths", LENGTHS, ids=str)
+@pytest.mark.parametrize(("heads", "kv_heads", "size", "norm"), [(8, 1, 64, True), (8, 4, 128, False)])
+def test_projected_rows_attend_and_are_stored(
+    monkeypatch: pytest.MonkeyPatch, lengths: tuple[int, ...], heads: int, kv_heads: int, size: int, norm: bool
+) -> None:
+    rows, page_size = len(lengths), 16
+    width = -(-max(lengths) // page_size) + 1
+    keys, values = (randn(rows * width + 3, page_size, kv_heads, size) for _ in range(2))
+    table = torch.randperm(rows * width + 3)[: rows * width].int().view(rows, width)
+    tokens = (table.long()[:, :, None] * page_size + torch.arange(page_size)).flatten(1)
+    positions = torch.tensor(lengths) - 1
+    places = tokens.gather(1, positions[:, None])[:, 0]
+    used = torch.cat([tokens[r, :position] for r, position in enumerate(positions)])
+    unused = torch.ones(keys.shape[0] * page_size, dtype=torch.bool).index_fill_(0, used, False)
+    flat = (keys.view(-1, kv_heads, size), values.view(-1, kv_heads, size))
+    for each in flat:
+        each[unused] = NAN  # the places of the tokens, and what belongs to no row
+    before = keys.clone(), values.clone()
+    qkv = randn(rows, heads + 2 * kv_heads + 1, size)[:, :-1]
+    weights = (randn(size), randn(size), EPS) if norm else None
+    rope = RopeConfig(head_dim=size, theta=1e4, original_len=2048, context_len=2048)
+    angles = rotary_table(rope, torch.device("cpu"))
+    projected = ProjectedRows(qkv, angles, positions, weights, places)
+
+    q, k, v = qkv.float().split((heads, kv_heads, kv_heads), 1)
     if weights is not None:
         q, k = normed(q, weights[0]), normed(k, weights[1])
-    cos, sin = angles[position]
-    q, k = (x * cos + x.roll(size // 2, 1) * sin for x in (q, k))
-    past = [each[tokens[:position]].float() for each in flat]
-    all_k, all_v = torch.cat((past[0], k[None])), torch.cat((past[1], v[None]))
-    scores = torch.einsum("hgd,thd->hgt", q.view(kv_heads, -1, size), all_k) * size**-0.5
-    expected = torch.einsum("hgt,thd->hgd", scores.softmax(-1), all_v).reshape(1, heads, size)
+    cos, sin = angles[positions][:, :, None].unbind(1)
+    q, k = (x * cos + x.roll(size // 2, 2) * sin for x in (q, k))
+    expected = torch.empty(rows, heads, size)
+    for r, position in enumerate(positions):
+        past = [each[tokens[r, :position]].float() for each in flat]
+        all_k, all_v = torch.cat((past[0], k[r, None])), torch.cat((past[1], v[r, None]))
+        scores = torch.einsum("hgd,thd->hgt", q[r].view(kv_heads, -1, size), all_k) * size**-0.5
+        expected[r] = torch.einsum("hgt,thd->hgd", scores.softmax(-1), all_v).reshape(heads, size)
 
-    lens = torch.tensor([length], dtype=torch.int32)
-    empty = torch.empty
+    lens, empty = torch.tensor(lengths, dtype=torch.int32), torch.empty
     monkeypatch.setattr(torch, "empty", lambda *shape, **kind: empty(*shape, **kind).fill_(NAN))
     for leads in (True, False):
-        got = decode_row.attend_row(row, keys, values, table, lens, size**-0.5, leads=leads)
+        got = decode_projected.attend_rows(projected, keys, values, table, lens, size**-0.5, leads=leads)
         torch.testing.assert_close(got.float(), expected, atol=4e-3, rtol=4e-3)
     for now, then, new in zip((keys, values), before, (k, v), strict=True):
-        stored = now.view(-1, kv_heads, size)[place]
+        stored = now.view(-1, kv_heads, size)[places]
         torch.testing.assert_close(stored.float(), new, atol=2e-3, rtol=2e-3)
-        then.view(-1, kv_heads, size)[place] = stored
+        then.view(-1, kv_heads, size)[places] = stored
         assert torch.equal(now.isnan(), then.isnan())
         assert torch.equal(now.nan_to_num(), then.nan_to_num())
 
 
 def test_shapes_that_the_kernels_cannot_attend_with_are_known() -> None:
-    assert decode_row.fits(32, 4, 128)
-    assert not decode_row.fits(32, 1, 128)
-    assert not decode_row.fits(8, 8, 96)
+    assert decode_projected.fits(32, 4, 128)
+    assert not decode_projected.fits(32, 1, 128)
+    assert not decode_projected.fits(8, 8, 96)

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from dovetail.engine.grouped import Pools
-    from dovetail.interfaces.attention import AttentionBackend, AttentionLayer, ProjectedRow
+    from dovetail.interfaces.attention import AttentionBackend, AttentionLayer, ProjectedRows
     from dovetail.interfaces.model import ModelArchitecture
 
 
@@ -129,10 +129,10 @@ class _FirstLayers(Attends):
             raise _EnoughLayers(q)
         return self._attends.forward(q, layer, batch)
 
-    def forward_projected(self, row: ProjectedRow, layer: AttentionLayer, batch: Batch) -> torch.Tensor | None:
-        attended = self._attends.forward_projected(row, layer, batch)
+    def forward_projected(self, rows: ProjectedRows, layer: AttentionLayer, batch: Batch) -> torch.Tensor | None:
+        attended = self._attends.forward_projected(rows, layer, batch)
         if attended is not None and next(self._left) <= 0:
-            raise _EnoughLayers(row.qkv)
+            raise _EnoughLayers(rows.qkv)
         return attended
 
 

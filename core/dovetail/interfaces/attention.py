@@ -60,13 +60,14 @@ class AttentionLayer:
     sinks: torch.Tensor | None = None
 
 
-class ProjectedRow(NamedTuple):
-    """Hold the projection ``qkv [1, heads of q, k and v, head_dim]`` of one token, and what follows before attention, on CUDA.
+class ProjectedRows(NamedTuple):
+    """Hold the projection ``qkv [rows, heads of q, k and v, head_dim]`` of rows with one token each, and what follows before attention, on
+    CUDA. Only the stride of its first dimension may be another than that of a contiguous tensor.
 
     The heads of q and k are normalised if ``norm`` is set: the weights of both, ``[head_dim]``, and epsilon. Then they are
     rotated: element i becomes ``x[i] * c[i] + x[(i + head_dim / 2) % head_dim] * s[i]``, where ``c`` and ``s`` are
-    ``table[positions[0]]``, of float32 ``[positions, 2, head_dim]``. K and V are written at ``out_loc`` (int64 ``[1]``) of the
-    pool.
+    ``table[positions[r]]`` for row r, of float32 ``[positions, 2, head_dim]``. K and V are written at ``out_loc`` (int64
+    ``[rows]``) of the pool.
     """
 
     qkv: torch.Tensor
@@ -111,9 +112,9 @@ class AttentionBackend(ABC):
         the output has the size of the values. Does not mutate ``q`` or the pool.
         """
 
-    def forward_projected(self, row: ProjectedRow, layer: AttentionLayer, batch: Batch) -> torch.Tensor | None:
-        """Compute all that is between the projection of a step's only token and its attention output ``[1, num_heads,
-        head_dim]``, with fewer kernels than one by one. Writes K and V of the token to the pool.
+    def forward_projected(self, rows: ProjectedRows, layer: AttentionLayer, batch: Batch) -> torch.Tensor | None:
+        """Compute all that is between the projection of a step with one token in each row and its attention output ``[rows,
+        num_heads, head_dim]``, with fewer kernels than one by one. Writes K and V of the tokens to the pool.
 
         Return None, without writing anything, if there are no such kernels for the planned batch: the caller then does the same
         in steps, and calls ``forward``.

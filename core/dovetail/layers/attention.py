@@ -153,11 +153,11 @@ class SelfAttention(Layer):
         own = batch.view(group) if group else batch
         place = KVPlace(batch.kv[group], constants.layer_id, own.out_loc)
         attended = None
-        if tokens == 1 and last is None:
-            row = rotation.projected(qkv, self.qk_norm, place)
-            attended = None if row is None else batch.attn[group].forward_projected(row, constants, own)
+        if tokens == len(batch.slots) and last is None:
+            rows = rotation.projected(qkv, self.qk_norm, place)
+            attended = None if rows is None else batch.attn[group].forward_projected(rows, constants, own)
         if attended is not None:
-            attended = attended.reshape(1, self._out_width)
+            attended = attended.reshape(tokens, self._out_width)
             return attended if gate is None else sigmoid_mul(attended, gate)
         q = rotation.rotate_and_store(qkv, self.counts, self.qk_norm, place)
         if last is not None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 import torch
 from torch import nn
 
-from dovetail.interfaces.attention import ProjectedRow
+from dovetail.interfaces.attention import ProjectedRows
 from dovetail.layers.base import Layer
 from dovetail.layers.rope import RopeConfig
 from dovetail.ops.latent import rotate_and_store_latents
@@ -56,8 +56,9 @@ class Rotation(Protocol):
         head_dim]``, and write keys and values to the pool. Return the queries ``[tokens, heads, head_dim]``."""
         ...
 
-    def projected(self, qkv: torch.Tensor, norm: HeadNorm | None, place: KVPlace) -> ProjectedRow | None:
-        """Return what an attention backend needs to do for one token what ``rotate_and_store`` does, or None if it depends on more."""
+    def projected(self, qkv: torch.Tensor, norm: HeadNorm | None, place: KVPlace) -> ProjectedRows | None:
+        """Return what an attention backend needs to do for one token of each row what ``rotate_and_store`` does, or None if it depends on
+        more."""
         ...
 
     def rotate_and_store_latents(self, q: torch.Tensor, out: torch.Tensor, latents: Latents, place: KVPlace) -> None:
@@ -86,7 +87,7 @@ class GatheredRotation(NamedTuple):
         pool.store(layer_id, k, v, out_loc)
         return q
 
-    def projected(self, qkv: torch.Tensor, norm: HeadNorm | None, place: KVPlace) -> ProjectedRow | None:
+    def projected(self, qkv: torch.Tensor, norm: HeadNorm | None, place: KVPlace) -> ProjectedRows | None:
         """See ``Rotation.projected``."""
         return None
 
@@ -118,12 +119,12 @@ class TableRotation(NamedTuple):
             )
         return rotate_and_store(qkv, *counts, self.table, self.positions, weights, keys, values, out_loc)
 
-    def projected(self, qkv: torch.Tensor, norm: HeadNorm | None, place: KVPlace) -> ProjectedRow | None:
+    def projected(self, qkv: torch.Tensor, norm: HeadNorm | None, place: KVPlace) -> ProjectedRows | None:
         """See ``Rotation.projected``."""
         if place.pool.tensors(place.layer_id).scales is not None:
             return None
         weights = None if norm is None else norm.operands
-        return ProjectedRow(qkv, self.table, self.positions, weights, place.out_loc)
+        return ProjectedRows(qkv, self.table, self.positions, weights, place.out_loc)
 
     def rotate_and_store_latents(self, q: torch.Tensor, out: torch.Tensor, latents: Latents, place: KVPlace) -> None:
         """See ``Rotation.rotate_and_store_latents``."""
@@ -159,7 +160,7 @@ class NoRotation:
         pool.store(layer_id, k, v, out_loc)
         return q.contiguous() if q.is_cuda else q  # as the kernel of the other rotations returns them
 
-    def projected(self, qkv: torch.Tensor, norm: HeadNorm | None, place: KVPlace) -> ProjectedRow | None:
+    def projected(self, qkv: torch.Tensor, norm: HeadNorm | None, place: KVPlace) -> ProjectedRows | None:
         """See ``Rotation.projected``."""
         return None
 
@@ -182,7 +183,7 @@ class LayerRotation(NamedTuple):
         """See ``Rotation.rotate_and_store``."""
         return self.layers[place.layer_id].rotate_and_store(qkv, counts, norm, place)
 
-    def projected(self, qkv: torch.Tensor, norm: HeadNorm | None, place: KVPlace) -> ProjectedRow | None:
+    def projected(self, qkv: torch.Tensor, norm: HeadNorm | None, place: KVPlace) -> ProjectedRows | None:
         """See ``Rotation.projected``."""
         return self.layers[place.layer_id].projected(qkv, norm, place)
 

@@ -18,8 +18,8 @@ ATTENTION = KindDescriptor(
     "attention over the paged KV pool",
     "dovetail.interfaces.attention:AttentionBackend",
     # shares, shared prefixes, graph hooks as the engine calls them; graphs of verify rows; AttentionContext.batch_invariant;
-    # AttentionContext.value_dim, latents; KVTensors.scales; SharedPrefixes.window; forward_projected, has_variant
-    api=(1, 7),
+    # AttentionContext.value_dim, latents; KVTensors.scales; SharedPrefixes.window; forward_projected, has_variant; ProjectedRows
+    api=(1, 8),
     section=kinds.ATTENTION,
     one_for_all_phases="batch_invariant",
     namespaces=("attention",),

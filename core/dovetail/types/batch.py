@@ -24,7 +24,7 @@ class Attends(Protocol):
 
     def forward(self, q: torch.Tensor, layer: Any, batch: Batch) -> torch.Tensor: ...
 
-    def forward_projected(self, row: Any, layer: Any, batch: Batch) -> torch.Tensor | None:
+    def forward_projected(self, rows: Any, layer: Any, batch: Batch) -> torch.Tensor | None:
         """Return None: there are only kernels for the single operations."""
         return None
 

@@ -77,7 +77,7 @@ TRITON = ComponentSpec(
     target="dovetail_attention.triton.backend:TritonAttention",
     config="dovetail_attention.config:TritonConfig",
     summary="Dovetail's own kernels, for any head dim, page size and mask, on every GPU from Ampere on that Triton supports.",
-    api=(1, 7),
+    api=(1, 8),
     requires=(Requirement("triton", install="pip install triton"),),
     offers=frozenset(
         {

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 import torch
 
-from dovetail.interfaces.attention import AttentionBackend, AttentionContext, AttentionLayer, ProjectedRow
-from dovetail.ops.triton import decode_row
+from dovetail.interfaces.attention import AttentionBackend, AttentionContext, AttentionLayer, ProjectedRows
+from dovetail.ops.triton import decode_projected
 from dovetail.ops.triton.decode import (
     FEW_TILES,
     LARGE_TILE,
@@ -178,8 +178,8 @@ class TritonAttention(AttentionBackend):
         self._steps: list[AttendGroup] = []
         self._sizes: list[int] = []  # the numbers of rows of the decode steps that were captured, ascending
         self._even = 0  # the parts of every row's keys in a step that reads them in parts; 0: another kind of step
-        rotates = decode_row.fits(context.num_heads, self._kv_heads, self._head_dim)
-        self._one_row = rotates and self._head_dim == self._value_dim and context.pool.keys(0).dtype == context.dtype
+        rotates = decode_projected.fits(context.num_heads, self._kv_heads, self._head_dim)
+        self._projects = rotates and self._head_dim == self._value_dim and context.pool.keys(0).dtype == context.dtype
         self._long = False  # whether such a step is of the variant UNEVEN
         self._shared: Launch | None = None  # the launch for the prefixes that groups share, in such a step
         self._prompts: ExpandedPrompts | None = None  # those of the last ``plan_expanded``
@@ -288,15 +288,16 @@ class TritonAttention(AttentionBackend):
                 merge(out, tokens, parts, layer.sinks, one_by_one=self._invariant)
         return out
 
-    def forward_projected(self, row: ProjectedRow, layer: AttentionLayer, batch: Batch) -> torch.Tensor | None:
-        """See ``AttentionBackend.forward_projected``. A step with one row that is read in parts, not shared, by full attention has
+    def forward_projected(self, rows: ProjectedRows, layer: AttentionLayer, batch: Batch) -> torch.Tensor | None:
+        """See ``AttentionBackend.forward_projected``. A step with few rows that are read in parts, not shared, by full attention has
         kernels for it."""
         plain = layer.window is None and layer.soft_cap is None and layer.sinks is None
-        if not self._one_row or self._long or not self._even or self._shared is not None or not plain:
+        few = len(rows.qkv) * self._kv_heads <= decode_projected.MOST_TILES
+        if not self._projects or self._long or not self._even or self._shared is not None or not plain or not few:
             return None
         keys, values = self._pool.keys(layer.layer_id), self._pool.values(layer.layer_id)
-        return decode_row.attend_row(
-            row, keys, values, batch.page_table, batch.kv_lens, layer.scale, leads=self._leads(layer)
+        return decode_projected.attend_rows(
+            rows, keys, values, batch.page_table, batch.kv_lens, layer.scale, leads=self._leads(layer)
         )
 
     def plan_expanded(self, batch: Batch, kv_indptr: torch.Tensor) -> None:

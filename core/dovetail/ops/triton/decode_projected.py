@@ -1,29 +1,54 @@
-"""Compute attention of one token, the only one of a step, from its projection: normalise and rotate its queries and its key,
-write key and value to a paged pool, and attend, in one kernel, and merge what its programs find in a second one.
+"""Compute attention of few rows with one token each from their projection: normalise and rotate queries and keys, write keys and values
+to a paged pool, and attend, in one kernel, and merge what its programs find in a second one.
 
-For each key head, one program attends to the token's own key and value, which it takes from the projection, and the others read the
+For each row and key head, one program attends to the token's own key and value, which it takes from the projection, and the others read the
 keys of earlier steps in parts, as those of ``decode`` do. Before they wait for the projection, they load their first keys and values.
-Lengths, page tables and the place of the token are read early too, unless the kernel leads (see ``launch``).
+Lengths, page tables and the places of tokens are read early too, unless the kernel leads (see ``launch``).
 """
 
 from __future__ import annotations
+
+import functools
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from dovetail.interfaces.attention import ProjectedRow
+from dovetail.interfaces.attention import ProjectedRows
 from dovetail.ops.triton.decode import LEAST_TILE, LOG2_E
 from dovetail.ops.triton.launch import launch
 
-SPLITS = 32
-"""The largest number of parts, of which the first is the token itself."""
-KEYS = 32
-"""The keys that a program reads before it waits, and the unit of parts. With 64, a step of one row and 600 keys took longer (H200)."""
-MORE_KEYS = 64
-"""The keys that a program reads at a time afterwards."""
-WARPS, STAGES = 8, 2
+
+class ProjectedTile(NamedTuple):
+    """Describe how the keys of a row are read: in up to ``splits`` parts, of which the first is the token itself. A program reads
+    ``keys`` keys, the unit of parts, before it waits, and ``more_keys`` at a time afterwards."""
+
+    splits: int
+    keys: int
+    more_keys: int
+    num_warps: int
+    num_stages: int
+
+
+MOST_TILES = 32
+"""The largest number of rows times key heads for which these kernels are faster than one by one (H200)."""
+
+
+@functools.cache
+def tile_of(tiles: int) -> ProjectedTile:
+    """Return the tile for ``tiles`` rows times key heads, up to ``MOST_TILES``. Measured on an H200 in chains of a projection, attention
+    and its output, with 600 keys of 128 numbers (one row of 4 key heads with up to 128,000)."""
+    if tiles <= 4:
+        return ProjectedTile(64, 32, 64, 8, 2)
+    if tiles <= 8:
+        return ProjectedTile(32, 64, 64, 8, 2)
+    if tiles <= 16:
+        return ProjectedTile(12, 64, 64, 4, 2)
+    return ProjectedTile(12, 32, 64, 4, 3)
+
+
 WIDTH = 32
 """The elements of a head that a program merges."""
 
@@ -76,25 +101,28 @@ def _attended(q, key, value, start, end, scale, top, total, result, KEYS: tl.con
 
 
 @triton.jit
-def _span(before, SPLITS: tl.constexpr, KEYS: tl.constexpr):
+def _span(before, splits, KEYS: tl.constexpr):
     """Return the keys of a part, if there are keys ``before`` the token."""
-    return tl.maximum(tl.cdiv(tl.cdiv(before, SPLITS - 1), KEYS), 1) * KEYS
+    return tl.maximum(tl.cdiv(tl.cdiv(before, splits - 1), KEYS), 1) * KEYS
 
 
-@triton.jit(do_not_specialize_on_alignment=["positions", "out_loc", "page_table", "kv_lens"])
-def _attend_row(
-    qkv, keys, values, table, positions, out_loc, page_table, kv_lens, q_norm, k_norm, parts, part_lse, eps, scale,
+@triton.jit(
+    do_not_specialize=["table_row", "splits"],
+    do_not_specialize_on_alignment=["positions", "out_loc", "page_table", "kv_lens"],
+)
+def _attend_rows(
+    qkv, keys, values, table, positions, out_loc, page_table, kv_lens, q_norm, k_norm, parts, part_lse, eps, scale, qkv_row, table_row, splits,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, SIZE: tl.constexpr, PAGE: tl.constexpr, NORM: tl.constexpr,
-    BLOCK_HEADS: tl.constexpr, SPLITS: tl.constexpr, KEYS: tl.constexpr, MORE_KEYS: tl.constexpr, LEADS: tl.constexpr,
+    BLOCK_HEADS: tl.constexpr, KEYS: tl.constexpr, MORE_KEYS: tl.constexpr, LEADS: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:  # fmt: skip
-    kv_head, part = tl.program_id(0), tl.program_id(1)
+    kv_head, part, row = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     if PDL:
         if LEADS:  # in this order, see ``launch``
             gdc_wait()
         gdc_launch_dependents()
-    before = tl.load(kv_lens, cache_modifier=".cg") - 1
-    span = _span(before, SPLITS, KEYS)
+    before = tl.load(kv_lens + row, cache_modifier=".cg") - 1
+    span = _span(before, splits, KEYS)
     begin = (part - 1) * span
     if begin >= before:
         if PDL:
@@ -102,18 +130,20 @@ def _attend_row(
         return
     at, head = tl.arange(0, SIZE)[None, :], tl.arange(0, BLOCK_HEADS)
     other = (at + SIZE // 2) % SIZE
-    angles = table + tl.load(positions, cache_modifier=".cg") * 2 * SIZE + at
+    angles = table + tl.load(positions + row, cache_modifier=".cg") * 2 * SIZE + at
     group: tl.constexpr = HEADS // KV_HEADS
-    source, there = qkv + (kv_head * group + head)[:, None] * SIZE, (head < group)[:, None]
-    slot = (kv_head * group + head) * SPLITS + part
+    source, there = qkv + row * qkv_row + (kv_head * group + head)[:, None] * SIZE, (head < group)[:, None]
+    slot = (row * HEADS + kv_head * group + head) * splits + part
     into = parts + slot[:, None] * SIZE + at
     if part == 0:
         cos, sin = _factors(angles, q_norm, at, other, SIZE, NORM)
         k_cos, k_sin = _factors(angles, k_norm, at, other, SIZE, NORM)
-        target = (tl.load(out_loc, cache_modifier=".cg") * KV_HEADS + kv_head) * SIZE + at + 0 * head[:, None]
+        target = (tl.load(out_loc + row, cache_modifier=".cg") * KV_HEADS + kv_head) * SIZE + at + 0 * head[:, None]
         if PDL:
             gdc_wait()
-        own = qkv + (HEADS + kv_head + 0 * head)[:, None] * SIZE  # the key in each row, so that no warp needs another
+        own = (
+            qkv + row * qkv_row + (HEADS + kv_head + 0 * head)[:, None] * SIZE
+        )  # the key in each row, so that no warp needs another
         own_value = tl.load(own + KV_HEADS * SIZE + at)
         own_q = _turned(source, there, cos, sin, at, other, eps, SIZE, NORM)
         own_key = _turned(own, head[:, None] >= 0, k_cos, k_sin, at, other, eps, SIZE, NORM)
@@ -123,6 +153,7 @@ def _attend_row(
         tl.store(part_lse + slot, tl.sum(own_q.to(tl.float32) * own_key.to(tl.float32), 1) * scale, head < group)
     else:
         end = tl.minimum(before, begin + span)
+        page_table += row * table_row
         key, value = _tile(keys, values, page_table, begin, end, kv_head, PAGE, KV_HEADS, SIZE, KEYS)
         cos, sin = _factors(angles, q_norm, at, other, SIZE, NORM)
         if PDL:
@@ -139,17 +170,19 @@ def _attend_row(
         tl.store(part_lse + slot, top + tl.log2(total), head < group)
 
 
-@triton.jit(do_not_specialize_on_alignment=["kv_lens"])
-def _merge_row(
-    parts, part_lse, out, kv_lens,
-    SIZE: tl.constexpr, SPLITS: tl.constexpr, KEYS: tl.constexpr, WIDTH: tl.constexpr, PDL: tl.constexpr,
+@triton.jit(do_not_specialize=["splits"], do_not_specialize_on_alignment=["kv_lens"])
+def _merge_rows(
+    parts, part_lse, out, kv_lens, splits,
+    SIZE: tl.constexpr, BLOCK_SPLITS: tl.constexpr, KEYS: tl.constexpr, WIDTH: tl.constexpr, PDL: tl.constexpr,
 ) -> None:  # fmt: skip
-    head, at, part = tl.program_id(0), tl.program_id(1) * WIDTH + tl.arange(0, WIDTH), tl.arange(0, SPLITS)
+    head, at, part = tl.program_id(0), tl.program_id(1) * WIDTH + tl.arange(0, WIDTH), tl.arange(0, BLOCK_SPLITS)
+    row = tl.program_id(2)
     if PDL:
         gdc_launch_dependents()
-    before = tl.load(kv_lens, cache_modifier=".cg") - 1  # early: the kernel before leads, or one before that did
-    used = part <= tl.cdiv(before, _span(before, SPLITS, KEYS))
-    slot = head * SPLITS + part
+    before = tl.load(kv_lens + row, cache_modifier=".cg") - 1  # early: the kernel before leads, or one before that did
+    used = part <= tl.cdiv(before, _span(before, splits, KEYS))
+    head += row * tl.num_programs(0)
+    slot = head * splits + part
     if PDL:
         gdc_wait()
     logs = tl.load(part_lse + slot, used, float("-inf"))
@@ -164,34 +197,36 @@ def fits(heads: int, kv_heads: int, size: int) -> bool:
     return heads // kv_heads <= LEAST_TILE and size in (64, 128)
 
 
-def attend_row(
-    row: ProjectedRow, keys: torch.Tensor, values: torch.Tensor, page_table: torch.Tensor, kv_lens: torch.Tensor,
+def attend_rows(
+    rows: ProjectedRows, keys: torch.Tensor, values: torch.Tensor, page_table: torch.Tensor, kv_lens: torch.Tensor,
     scale: float, *, leads: bool,
 ) -> torch.Tensor:  # fmt: skip
-    """Return the attention output ``[1, heads, d]`` of the token of ``row``, after writing its key and value. It sees the
-    ``kv_lens[0]`` (int32, at least 1) keys of the pages ``page_table[0]`` (int32) of ``keys [pages, page_size, kv_heads, d]`` and
-    ``values``, the last of which is its own. Both are contiguous and have the dtype of the projection, and ``fits`` holds.
+    """Return the attention output ``[rows, heads, d]`` of the tokens of ``rows``, after writing their keys and values. Row r sees the
+    ``kv_lens[r]`` (int32, at least 1) keys of the pages ``page_table[r]`` (int32) of ``keys [pages, page_size, kv_heads, d]`` and
+    ``values``, the last of which is its own. Both are contiguous and have the dtype of the projection, and ``fits`` holds. There are at
+    most ``MOST_TILES`` rows times key heads.
 
     ``leads``: nothing that earlier kernels of the step write is read early.
     """
     kv_heads, size = keys.shape[2:]
-    heads = row.qkv.shape[1] - 2 * kv_heads
-    assert row.qkv.is_contiguous()
+    count, heads = rows.qkv.shape[0], rows.qkv.shape[1] - 2 * kv_heads
+    assert rows.qkv.stride()[1:] == (size, 1)
     assert keys.is_contiguous()
     assert values.is_contiguous()
-    device = row.qkv.device
-    out = torch.empty(1, heads, size, dtype=row.qkv.dtype, device=device)
-    parts = torch.empty(heads, SPLITS, size, dtype=torch.float32, device=device)
-    part_lse = torch.empty(heads, SPLITS, dtype=torch.float32, device=device)
-    q_norm, k_norm, eps = row.norm or (None, None, 0.0)
+    tile, device = tile_of(count * kv_heads), rows.qkv.device
+    out = torch.empty(count, heads, size, dtype=rows.qkv.dtype, device=device)
+    parts = torch.empty(count, heads, tile.splits, size, dtype=torch.float32, device=device)
+    part_lse = torch.empty(count, heads, tile.splits, dtype=torch.float32, device=device)
+    q_norm, k_norm, eps = rows.norm or (None, None, 0.0)
     launch(
-        _attend_row, (kv_heads, SPLITS),
-        row.qkv, keys, values, row.table, row.positions, row.out_loc, page_table, kv_lens, q_norm, k_norm, parts, part_lse, eps, scale * LOG2_E,
-        HEADS=heads, KV_HEADS=kv_heads, SIZE=size, PAGE=keys.shape[1], NORM=row.norm is not None,
-        BLOCK_HEADS=LEAST_TILE, SPLITS=SPLITS, KEYS=KEYS, MORE_KEYS=MORE_KEYS, LEADS=leads, num_warps=WARPS, num_stages=STAGES,
+        _attend_rows, (kv_heads, tile.splits, count),
+        rows.qkv, keys, values, rows.table, rows.positions, rows.out_loc, page_table, kv_lens, q_norm, k_norm, parts, part_lse, eps, scale * LOG2_E,
+        rows.qkv.stride(0), page_table.stride(0), tile.splits,
+        HEADS=heads, KV_HEADS=kv_heads, SIZE=size, PAGE=keys.shape[1], NORM=rows.norm is not None,
+        BLOCK_HEADS=LEAST_TILE, KEYS=tile.keys, MORE_KEYS=tile.more_keys, LEADS=leads, num_warps=tile.num_warps, num_stages=tile.num_stages,
     )  # fmt: skip
     launch(
-        _merge_row, (heads, size // WIDTH), parts, part_lse, out, kv_lens,
-        SIZE=size, SPLITS=SPLITS, KEYS=KEYS, WIDTH=WIDTH, num_warps=1,
+        _merge_rows, (heads, size // WIDTH, count), parts, part_lse, out, kv_lens, tile.splits,
+        SIZE=size, BLOCK_SPLITS=triton.next_power_of_2(tile.splits), KEYS=tile.keys, WIDTH=WIDTH, num_warps=1,
     )  # fmt: skip
     return out
