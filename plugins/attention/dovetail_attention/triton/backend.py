@@ -289,11 +289,10 @@ class TritonAttention(AttentionBackend):
         return out
 
     def forward_projected(self, rows: ProjectedRows, layer: AttentionLayer, batch: Batch) -> torch.Tensor | None:
-        """See ``AttentionBackend.forward_projected``. A step with few rows that are read in parts, not shared, by full attention has
-        kernels for it."""
-        plain = layer.window is None and layer.soft_cap is None and layer.sinks is None
-        few = len(rows.qkv) * self._kv_heads <= decode_projected.MOST_TILES
-        if not self._projects or self._long or not self._even or self._shared is not None or not plain or not few:
+        """See ``AttentionBackend.forward_projected``. There are kernels for few rows, read in parts and not shared, and full attention."""
+        plain = layer.window is None and layer.soft_cap is None and layer.sinks is None and self._shared is None
+        projects = self._projects and len(rows.qkv) * self._kv_heads <= decode_projected.MOST_TILES
+        if not projects or not plain or self._long or not self._even:
             return None
         keys, values = self._pool.keys(layer.layer_id), self._pool.values(layer.layer_id)
         return decode_projected.attend_rows(
