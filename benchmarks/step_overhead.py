@@ -32,6 +32,7 @@ from dovetail.engine.memory import Needs, budget_for
 from dovetail.engine.penalties import TokenCounts
 from dovetail.engine.runners import Launched
 from dovetail.engine.sampler import Sampler
+from dovetail.engine.sharing import NO_SHARING
 from dovetail.engine.warmup import WarmUp
 from dovetail.interfaces.mesh import Mesh
 from dovetail.interfaces.store import StoreContext
@@ -68,7 +69,7 @@ class StubEngine(Engine):
         self.warm_up = WarmUp(self.device, self.info, mesh)
         self.graphs = None
         self.drafter = self.verify_graphs = self.pieces = self.adapters = None
-        self.shares_prefixes = self.keeps_all = False
+        self.sharing, self.keeps_all = NO_SHARING, False
         self.model = nn.Module()
         self.stores = resolved.store.build(StoreContext(self.page_size, torch.float32, self.device))
         sizes = [self.stores.page_bytes(group, self.page_size) for group in self.info.cache_groups]

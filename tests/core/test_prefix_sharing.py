@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from dovetail.engine.engine import Engine
 from dovetail.engine.grouped import grouped_attention
 from dovetail.engine.inputs import shared_by_group
 from dovetail.engine.sharing import NO_SHARING, PrefixSharing
@@ -122,3 +123,11 @@ def test_a_captured_step_follows_the_lengths_of_each_step() -> None:
     assert static.others[0] is None
     assert static.others[1] is not None
     assert static.others[1].saved == 19
+
+
+@pytest.mark.parametrize(("sharing", "shares"), [(NO_SHARING, False), (PrefixSharing([None, 20], [0]), True)])
+def test_an_engine_shares_prefixes_if_a_cache_group_may(sharing: PrefixSharing, shares: bool) -> None:
+    """It is derived from ``Engine.sharing``, so that an engine that stands in for another sets one of both."""
+    engine = Engine.__new__(Engine)
+    engine.sharing = sharing
+    assert engine.shares_prefixes is shares

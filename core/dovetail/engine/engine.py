@@ -262,7 +262,6 @@ class Engine:
         prefill = self._attention(resolved.attention_prefill, self.pool)
         decode = self._attention(resolved.attention_decode, self.pool)
         self.sharing = PrefixSharing.of(resolved, self._local.cache_groups)
-        self.shares_prefixes = bool(self.sharing.order)
         self.graphs = self._build_graphs(config, decode) if config.graphs.decode is True else None
         self.verify_graphs: VerifyGraphs | None = None
         self._captures_verify = (
@@ -357,6 +356,11 @@ class Engine:
         self._order_runners()
 
     @property
+    def shares_prefixes(self) -> bool:
+        """Return True if rows of a step may read the prefixes that they share once."""
+        return bool(self.sharing.order)
+
+    @property
     def cache_groups(self) -> list[dict[str, Any]]:
         """Return what ``describe_groups`` does."""
         return describe_groups(self.budget, self._local.cache_groups, self.stores, self.page_size)
@@ -406,7 +410,7 @@ class Engine:
         decode batch."""
         backend = self.eager_runner.backend_for(batch)
         if batch.shared is not None:
-            batch.shared = self.sharing.choose(batch, backend) if self.shares_prefixes else None
+            batch.shared = self.sharing.choose(batch, backend)
         if not batch.num_extend and batch.drafts is None:
             batch.variant = backend.variant(batch)
 
