@@ -87,7 +87,8 @@ class DecoderLayer(Layer):
     def enter(self, x: Addend, residual: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the inputs of ``forward``, both ``[tokens, hidden_size]``: the norm of ``x + residual``, and that sum,
         which later layers do not change. Overwrites ``x`` with the sum, unless ``x`` is not a tensor. Without
-        ``residual``, ``x`` itself is the sum. For one token, both may be the sum: then ``forward`` computes the norm.
+        ``residual``, ``x`` itself is the sum. If ``OneRow`` computes the layer of one token, both are the sum: then ``forward``
+        computes the norm.
         """
         if self._one_row is not None and self._one_row.takes(x, residual):
             total = x.total if isinstance(x, Summed) else x
@@ -107,10 +108,10 @@ class DecoderLayer(Layer):
         stream before that is added. Both are ``[tokens, hidden_size]``; with ``last``, they have the rows of ``last``
         only (see ``SelfAttention.forward``).
         """
-        if x is stream:
-            assert self._one_row is not None
+        one = self._one_row
+        if one is not None and x is stream:  # `enter` left the norm of one token to `OneRow`
             assert last is None, "steps of one token are not narrowed"
-            total = self._one_row.forward(stream, rotation, batch)
+            total = one.forward(stream, rotation, batch)
             return Summed(total), total
         added = self.attn.parts_forward(x, rotation, batch, last)
         if last is not None:
