@@ -375,6 +375,19 @@ def test_other_threads_launch_while_one_notes(device):
         ahead.close()
 
 
+def test_what_launches_kernels_is_made_on_the_device_of_the_engine(device, monkeypatch):
+    """A new thread of a rank that is not the first would ask the first device."""
+    current, asked = threading.local(), []
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: setattr(current, "device", device))
+    monkeypatch.setattr(
+        driver.active, "get_current_target", lambda: asked.append(getattr(current, "device", torch.device("cuda", 0)))
+    )
+    ahead = KernelsAhead(90, "ranks", 1, torch.device("cuda", 1))
+    assert ahead._driver_made.wait(SECONDS)
+    ahead.close()
+    assert asked == [torch.device("cuda", 1)]
+
+
 def test_a_hook_of_something_else_is_left_alone(device, monkeypatch):
     monkeypatch.setattr(knobs.runtime, "jit_cache_hook", print)
     ahead = KernelsAhead(90, "hooked", processes=1)

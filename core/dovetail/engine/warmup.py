@@ -396,5 +396,5 @@ def _kernels_ahead(device: torch.device, kernel_set: str, ranks: int) -> Kernels
 
     major, minor = torch.cuda.get_device_capability(device)
     processors = (len(os.sched_getaffinity(0)) - 1) // ranks  # the ranks compile the same kernels at the same time
-    kernels = KernelsAhead(10 * major + minor, kernel_set, max(1, min(MOST_PROCESSES, processors)))
+    kernels = KernelsAhead(10 * major + minor, kernel_set, max(1, min(MOST_PROCESSES, processors)), device)
     return kernels if kernels.is_active else None

@@ -22,6 +22,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
+import torch
+
 from dovetail.ops.triton.kernel_cache import cache_directory, mark_file
 from dovetail.ops.triton.launch import INTERPRETED
 
@@ -72,13 +74,15 @@ class KernelCounts(NamedTuple):
     failed: int = 0
 
 
-def _prepare_triton(made: threading.Event) -> None:
-    """Have Triton make what launches kernels on the device (with an empty cache, this compiles C) and set ``made``. Then
+def _prepare_triton(made: threading.Event, device: torch.device | None) -> None:
+    """Have Triton make what launches kernels on ``device`` (with an empty cache, this compiles C) and set ``made``. Then
     have it read its own files, whose digest is part of the key of each kernel in its cache and takes most of a second."""
     try:
         from triton.runtime import driver
 
         with suppress(Exception):  # the first launch raises what is wrong
+            if device is not None:
+                torch.cuda.set_device(device)  # that of a new thread is the first device
             driver.active.get_current_target()
     finally:
         made.set()
@@ -96,9 +100,9 @@ class KernelsAhead:
     be noted.
     """
 
-    def __init__(self, capability: int, what: str, processes: int) -> None:
-        """``capability`` is the device's compute capability (90 stands for 9.0), and ``what`` names the kernels that
-        will be noted. Up to ``processes`` processes start at once, unless all kernels of that name were compiled
+    def __init__(self, capability: int, what: str, processes: int, device: torch.device | None = None) -> None:
+        """``capability`` is the compute capability of ``device`` (90 stands for 9.0), by default of the first device, and
+        ``what`` names the kernels that will be noted. Up to ``processes`` processes start at once, unless all kernels of that name were compiled
         before."""
         self.waited = 0.0  # seconds for which launches have waited for processes
         self.directory = cache_directory()
@@ -122,9 +126,8 @@ class KernelsAhead:
         if self._active:
             if not self._complete.exists():
                 self.start()
-            threading.Thread(
-                target=_prepare_triton, args=(self._driver_made,), name="triton-driver", daemon=True
-            ).start()
+            given = self._driver_made, device
+            threading.Thread(target=_prepare_triton, args=given, name="triton-driver", daemon=True).start()
 
     # -- noting ------------------------------------------------------------------------------------------------------
 
