@@ -28,7 +28,7 @@ from dovetail.engine.draft_runtime import EngineDraftRuntime
 from dovetail.errors import ConfigError
 from dovetail.interfaces.mesh import SINGLE, Mesh
 from dovetail.interfaces.speculative import Drafter, DrafterContext
-from dovetail.testing.drafter import MAX_CONTEXT, VOCAB_SIZE, DrafterSuite, text_of
+from dovetail.testing.drafter import MAX_CONTEXT, VOCAB_SIZE, DrafterSuite, draft_of, make_decode_batch, text_of
 from fp8_checkpoints import by_block
 
 PAGE = 4
@@ -89,6 +89,17 @@ class TestDraftModel(DrafterSuite):
         drafter = self.build(context)
         runtime.allocate(engine.inputs, DraftPages(engine.num_pages), engine.stores, MAX_CONTEXT)
         return drafter
+
+    @pytest.mark.parametrize("follows", [0, 1, 2, 3])
+    def test_drafts_that_no_step_has_verified_may_be_what_follows(self, follows: int) -> None:
+        """An interrupt between a proposal and its step leaves the step without drafts. Its tokens are those of the model all the
+        same, and the draft cache has read them."""
+        drafter, req = self.make(), self.make_requests(3)[2]
+        draft = draft_of(drafter.propose(make_decode_batch([req], [9])), 0)
+        assert len(draft) > 3
+        req.append([token for token, _ in draft[:follows]])
+        batch = make_decode_batch([req], [9])
+        assert draft_of(drafter.propose(batch), 0) == draft_of(self.make().propose(batch), 0) != []
 
 
 # -- what it drafts --------------------------------------------------------------------------------------------------

@@ -33,11 +33,13 @@ class _Cursor:
     drafts: IntArray = field(default_factory=lambda: NO_DRAFTS)
 
     def advance(self, text: IntArray) -> None:
-        """Move ``place`` to the first token of ``text`` that differs from the drafts, and drop the drafts."""
+        """Move ``place`` to the first token of ``text`` that differs from the drafts, but not behind its last token, and drop
+        the drafts. The last token is read again if its KV is there, because what the model predicts after it is not: drafts that
+        no step has verified, because an interrupt came before, may be what follows."""
         new = text[self.place :]
         count = min(len(new), len(self.drafts))
         differs = np.flatnonzero(new[:count] != self.drafts[:count])
-        self.place += int(differs[0]) if len(differs) else count
+        self.place = min(self.place + (int(differs[0]) if len(differs) else count), len(text) - 1)
         self.drafts = NO_DRAFTS
 
 
