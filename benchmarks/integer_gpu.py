@@ -49,8 +49,8 @@ def weights(n: int, k: int, group: int, *, zeros: bool = False) -> list[Integers
 Tile = IntegerTile | BytesTile | ManyTile | OneRowTile | SliceTile
 
 
-def candidates(rows: int, n: int, k: int, group: int) -> Iterator[Tile]:
-    """Yield tiles that may be fast."""
+def candidates(rows: int, n: int, k: int, group: int, *, zeros: bool = False) -> Iterator[Tile]:
+    """Yield tiles that may be fast. Those of slices and of bytes serve no weights with ``zeros``."""
     if rows >= FEWEST_MANY:
         yield from many_candidates(rows, n, k)
         return
@@ -64,7 +64,7 @@ def candidates(rows: int, n: int, k: int, group: int) -> Iterator[Tile]:
         for block_n, warps, programs in itertools.product((2, 4, 8, 16), (1, 2, 4), (12, 16, 24, 32)):
             if split > 1:
                 yield OneRowTile(block_n, k // split, warps, programs // warps, split)
-    if FEWEST_SLICED <= rows <= MOST_SLICED and group == PLANES:
+    if FEWEST_SLICED <= rows <= MOST_SLICED and group == PLANES and not zeros:
         yield from slice_candidates(rows, n, k)
     least = next(size for size in (8, 16, 32, 64) if rows <= size)
     sizes = [
@@ -89,7 +89,7 @@ def candidates(rows: int, n: int, k: int, group: int) -> Iterator[Tile]:
             IntegerTile(size, block_n, block_k, warps, stages, 1, columns=True, ahead=4)
             for (block_n, warps), (block_k, stages) in shapes
         ]
-    if 1 < rows <= ROWS.value and group % PLANES == 0:
+    if 1 < rows <= ROWS.value and group % PLANES == 0 and not zeros:
         wide = [(64, 2), (64, 4), (128, 4), (128, 8), (256, 8)]
         shapes = itertools.product(wide, ((PLANES, 3), (PLANES, 4), (PLANES, 6), (2 * PLANES, 3)))
         tiles += [
@@ -140,12 +140,12 @@ def many_candidates(rows: int, n: int, k: int) -> Iterator[ManyTile]:
             yield ManyTile(block_m, block_n, warps, stages, split)
 
 
-def compile_tile(job: tuple[int, str, int, Tile]) -> str | None:
+def compile_tile(job: tuple[int, str, int, bool, Tile]) -> str | None:
     """Compile a kernel into Triton's cache, in a process of its own. Return what is wrong, if anything is."""
-    rows, name, group, tile = job
+    rows, name, group, zeros, tile = job
     n, k = SHAPES[name]
     try:
-        weight = weights(n, k, group)[0]
+        weight = weights(n, k, group, zeros=zeros)[0]
         call(weight, with_tile(weight, rows, tile), randn(rows, k), tile)
         torch.cuda.synchronize()
     except Exception as error:
@@ -191,10 +191,10 @@ def main() -> None:
     args = parser.parse_args()
     if args.tune:
         jobs = [
-            (rows, name, args.group, tile)
+            (rows, name, args.group, args.zeros, tile)
             for rows in args.rows
             for name, shape in SHAPES.items()
-            for tile in candidates(rows, *shape, args.group)
+            for tile in candidates(rows, *shape, args.group, zeros=args.zeros)
         ]
         with multiprocessing.get_context("spawn").Pool(12) as pool:
             for wrong in filter(None, pool.imap_unordered(compile_tile, jobs, chunksize=4)):
@@ -220,7 +220,8 @@ def main() -> None:
             if parts is not None:
                 print(f"{'  in parts':16}{rows:6}{measured(copies, x, parts):9.1f}", flush=True)
             if args.tune:
-                found = sorted((measured(copies, x, tile), tuple(tile)) for tile in candidates(rows, n, k, args.group))
+                tiles = candidates(rows, n, k, args.group, zeros=args.zeros)
+                found = sorted((measured(copies, x, tile), tuple(tile)) for tile in tiles)
                 fastest = ", ".join(f"{time:.1f} {tile}" for time, tile in found[:6])
                 print("   ", fastest, "; now", in_use(product, x, in_parts=(n, k) in IN_PARTS))
 

@@ -172,6 +172,16 @@ def test_the_host_time_of_steps_is_compared():
     assert all(value > 0 for value in found.values())
 
 
+@pytest.mark.parametrize("rows", [1, 8, 16, 64])
+def test_tiles_that_compete_for_weights_with_zero_points_serve_them(monkeypatch, rows):
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    integer_gpu = pytest.importorskip("integer_gpu", exc_type=ImportError)
+    without = set(integer_gpu.candidates(rows, 4096, 4096, 128))
+    serving = {tile for tile in without if not isinstance(tile, integer_gpu.SliceTile | integer_gpu.BytesTile)}
+    assert set(integer_gpu.candidates(rows, 4096, 4096, 128, zeros=True)) == serving
+    assert (serving < without) == (rows in (8, 16)), "tiles of slices and of bytes are those that do not"
+
+
 @pytest.mark.full
 def test_an_attack_is_run_and_its_row_printed():
     """Whether the times are kept depends on the machine; that no innocent request fails does not."""
