@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 import subprocess
+from collections.abc import Collection, Mapping
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +13,48 @@ import triton
 from triton.backends import nvidia as backends
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from triton.experimental.gluon._runtime import GluonASTSource
 
 _INSTRUCTION = re.compile(r"\s+/\*[0-9a-f]+\*/\s+(?:@!?U?P\w+\s+)?(\S+)\s+(.*?);")
+
+
+def source_of(
+    kernel: Any,
+    constants: Mapping[str, Any],
+    types: Mapping[str, str],
+    aligned: Collection[str] = (),
+    unaligned: Collection[str] = (),
+) -> ASTSource:
+    """Return the source of a kernel for these constants, and ``PDL``. Arguments without a type are integers. Pointers are multiples of
+    16, except ``unaligned`` ones and those of which the kernel leaves that open, and so are integers whose names match patterns
+    in ``aligned``."""
+    constants = {**constants, "PDL": True}
+    signature = {name: "constexpr" if name in constants else types.get(name, "i32") for name in kernel.arg_names}
+
+    def is_aligned(name: str, given: Any) -> bool:
+        if name in unaligned or name in constants:
+            return False
+        if signature[name].startswith("*"):
+            return not given.do_not_specialize_on_alignment
+        return any(fnmatchcase(name, pattern) for pattern in aligned)
+
+    pairs = enumerate(zip(kernel.arg_names, kernel.params, strict=True))
+    attrs = {(index,): [["tt.divisibility", 16]] for index, pair in pairs if is_aligned(*pair)}
+    kind = GluonASTSource if kernel.is_gluon() else ASTSource
+    return kind(fn=kernel, signature=signature, constexprs=constants, attrs=attrs)
+
+
+def compile_source(source: ASTSource, warps: int, stages: int = 3, registers: int | None = None, **options: Any) -> Any:
+    """Return a kernel that is compiled for compute capability 9.0. With ``registers``, a thread has at most that number of them."""
+    options |= {"num_warps": warps, "num_stages": stages, "launch_pdl": True, "maxnreg": registers}
+    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+
+
+def spilled_bytes(cubin: Path) -> int:
+    """Return the bytes of registers that a thread of the kernel in a cubin spills, or other bytes of its stack."""
+    stack = re.search(r"STACK:(\d+)", printed("-res-usage", cubin))
+    assert stack is not None
+    return int(stack[1])
 
 
 def printed(option: str, cubin: Path) -> str:
@@ -21,14 +63,11 @@ def printed(option: str, cubin: Path) -> str:
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 
-def without_spills(source: ASTSource, options: dict[str, Any], cubin: Path) -> Any:
+def without_spills(source: ASTSource, cubin: Path, warps: int, stages: int = 3, **options: Any) -> Any:
     """Return the code of a kernel, of which the machine code is in the file ``cubin``, and assert that it spills no registers."""
-    code = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options).asm
+    code = compile_source(source, warps, stages, **options).asm
     cubin.write_bytes(code["cubin"])
-    usage = printed("-res-usage", cubin)
-    stack = re.search(r"STACK:(\d+)", usage)
-    assert stack is not None
-    assert int(stack[1]) == 0, f"registers are spilled: {usage}"
+    assert spilled_bytes(cubin) == 0, f"registers are spilled: {printed('-res-usage', cubin)}"
     return code
 
 

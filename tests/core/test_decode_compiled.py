@@ -9,11 +9,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from triton.compiler import ASTSource
 
 from dovetail.ops.triton import decode
 from dovetail.ops.triton.launch import INTERPRETED
-from sass import printed, unwritten, without_spills
+from sass import printed, source_of, unwritten, without_spills
 
 pytestmark = pytest.mark.skipif(INTERPRETED, reason="kernels are interpreted, not compiled")
 POINTERS = {"q": "*bf16", "keys": "*fp8e4nv", "values": "*i16", "table": "*i32", "kv_lens": "*i32", "sinks": "*fp32"}
@@ -21,7 +20,7 @@ TYPES = POINTERS | {"out": "*bf16", "lse": "*fp32", "parts": "*fp32", "scale": "
 CONSTANTS = {
     "PAGE": 16, "KV_HEADS": 8, "KEY_DIM": 128, "BLOCK_K": 128, "REST": 0, "BLOCK_REST": 16, "VALUE_DIM": 128, "BLOCK_V": 128,
     "K_HEAD": 128, "V_HEAD": 128, "SAME": False, "PAIRS": True, "GROUP": 4, "BLOCK_HEADS": 16, "HEAD_BLOCKS": 1, "WINDOW": False,
-    "SOFT_CAP": False, "SINKS": False, "SPLIT": True, "PDL": True,
+    "SOFT_CAP": False, "SINKS": False, "SPLIT": True,
 }  # fmt: skip
 
 
@@ -29,18 +28,9 @@ CONSTANTS = {
 @pytest.mark.parametrize("rows", [1, 256])
 def test_pools_of_8_bits_are_converted_by_pairs(rows: int, tmp_path: Path) -> None:
     tile = decode.tiling(256, 128, rows * 8, 132, eight_bits=True)
-    constants = CONSTANTS | {"BLOCK_N": tile.keys}
-    signature = {arg: "constexpr" if arg in constants else TYPES.get(arg, "i32") for arg in decode._decode.arg_names}
-    attrs = {
-        (index,): [["tt.divisibility", 16]]
-        for index, arg in enumerate(decode._decode.params)
-        if arg.name in ("q_row", "q_head")
-        or (signature[arg.name].startswith("*") and not arg.do_not_specialize_on_alignment)
-    }
-    source = ASTSource(fn=decode._decode, signature=signature, constexprs=constants, attrs=attrs)
     file = tmp_path / "kernel.cubin"
-    options = {"num_warps": tile.num_warps, "num_stages": tile.num_stages, "launch_pdl": True}
-    found = without_spills(source, options, file)
+    source = source_of(decode._decode, CONSTANTS | {"BLOCK_N": tile.keys}, TYPES, ("q_row", "q_head"))
+    found = without_spills(source, file, tile.num_warps, tile.num_stages)
     code = printed("-sass", file)
     assert "F2FP.F16.E4M3" in code
     assert "F2F." not in code

@@ -11,12 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from triton.compiler import ASTSource
 
 from dovetail.ops.triton import expert_low_rank, experts_many, experts_one, mxfp4_plain, routing
 from dovetail.ops.triton.expert_tiles import many_tiles
 from dovetail.ops.triton.launch import INTERPRETED
-from sass import without_spills
+from sass import source_of, without_spills
 
 pytestmark = [
     pytest.mark.skipif(INTERPRETED, reason="kernels are interpreted, not compiled"),
@@ -32,16 +31,8 @@ def compiled(
     kernel: Any, constants: dict[str, Any], types: dict[str, str], file: Path, warps: int, stages: int = 3
 ) -> Any:
     """Return the code of a kernel that spills no registers. Arguments without a type are integers."""
-    known, constants = POINTERS | types, {**constants, "PDL": True}
-    signature = {name: "constexpr" if name in constants else known.get(name, "i32") for name in kernel.arg_names}
-    attrs = {
-        (index,): [["tt.divisibility", 16]]
-        for index, name in enumerate(kernel.arg_names)
-        if signature[name].startswith("*") or name in ("hidden", "size", "half", "rows")
-    }
-    source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attrs)
-    options = {"num_warps": warps, "num_stages": stages, "launch_pdl": True}
-    return without_spills(source, options, file)
+    source = source_of(kernel, constants, POINTERS | types, ("hidden", "size", "half", "rows"))
+    return without_spills(source, file, warps, stages)
 
 
 @pytest.mark.parametrize("product", ["gate_up", pytest.param("down", marks=pytest.mark.full)])

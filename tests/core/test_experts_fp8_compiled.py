@@ -7,21 +7,16 @@ from __future__ import annotations
 
 import itertools
 import re
-import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
-import triton
 import triton.language as tl
-from triton.backends import nvidia as backends
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
 
 from dovetail.ops.triton import experts_fp8
 from dovetail.ops.triton.fp8_tiles import tiles_of
 from dovetail.ops.triton.launch import INTERPRETED
-from sass import unwritten
+from sass import compile_source, source_of, spilled_bytes, unwritten
 
 pytestmark = [
     pytest.mark.skipif(INTERPRETED, reason="kernels are interpreted, not compiled"),
@@ -59,21 +54,14 @@ def check(tokens: int, product: str, cubin: Path, *, by_block: bool, adapted: bo
     constants: dict[str, Any] = {
         "TOP_K": 8, "SCALED": False, "BIAS": False, "ONE": one, "BY_BLOCK": by_block,
         "ONE_SCALE": True, "CODED": coded, "BLOCK_M": tiles.block_m, "BLOCK_N": tile.block_n, "GROUP": 128, "EVEN": True,
-        "ARITHMETIC": False, "PDL": True, **({"DTYPE": tl.bfloat16, "LIMITED": False, "ADDED": adapted} if gated else {"IN_PARTS": False}),
+        "ARITHMETIC": False, **({"DTYPE": tl.bfloat16, "LIMITED": False, "ADDED": adapted} if gated else {"IN_PARTS": False}),
     }  # fmt: skip
     constants |= {} if adapted or not gated else {"added": None}
     kernel = experts_fp8._gate_up if gated else experts_fp8._down
     stored = "*fp8e4nv" if coded else "*bf16"
     types = TYPES | {"x": ("*bf16" if one else "*fp8e4nv") if gated else stored, "out": stored if gated else "*bf16"}
-    signature = {name: "constexpr" if name in constants else types.get(name, "i32") for name in kernel.arg_names}
-    attrs = {
-        (index,): [["tt.divisibility", 16]]
-        for index, name in enumerate(kernel.arg_names)
-        if signature[name].startswith("*") or name in ("hidden", "size", "block_rows")
-    }
-    source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attrs)
-    options = {"num_warps": tile.warps, "num_stages": tile.stages, "launch_pdl": True}
-    code = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options).asm
+    source = source_of(kernel, constants, types, ("hidden", "size", "block_rows"))
+    code = compile_source(source, tile.warps, tile.stages).asm
     bodies = [part.split("scf.yield", 1)[0] for part in code["ttgir"].split("scf.for")[1:]]
     (body,) = [body for body in bodies if re.search(r"\b(warp_group_dot|dot) ", body)]
     assert body.count("async_copy_global_to_local") == 2 * gated + (not gated) + (not (one and gated))
@@ -82,9 +70,5 @@ def check(tokens: int, product: str, cubin: Path, *, by_block: bool, adapted: bo
         assert set(re.findall(r"wgmma\.mma_async\.\S*f32\.(\S+)", code["ptx"])) == {"e4m3.e4m3"}
         assert "mma.sync" not in code["ptx"]
     cubin.write_bytes(code["cubin"])
-    usage = [Path(backends.__file__).parent / "bin" / "cuobjdump", "-res-usage", cubin]
-    found = subprocess.run(usage, capture_output=True, text=True, check=True).stdout
-    stack = re.search(r"STACK:(\d+)", found)
-    assert stack is not None
     behind_the_loop = (384 if adapted else 256) if tiles.block_m == 128 and gated else 0
-    assert int(stack[1]) <= behind_the_loop, "registers are spilled"
+    assert spilled_bytes(cubin) <= behind_the_loop, "registers are spilled"

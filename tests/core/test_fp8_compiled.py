@@ -6,19 +6,15 @@ models. That needs no GPU.
 
 from __future__ import annotations
 
-import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
-import triton
-from triton.backends import nvidia as backends
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
 
 from dovetail.ops.triton.launch import INTERPRETED
 from dovetail.ops.triton.norm import norm_warps
 from dovetail_quantization.triton import norm, quantize
+from sass import compile_source, printed, source_of
 
 pytestmark = pytest.mark.skipif(INTERPRETED, reason="kernels are interpreted, not compiled")
 POINTERS = {
@@ -34,25 +30,15 @@ POINTERS |= {"static": "*fp32", "residual": "*bf16", "eps": "fp32", "bound": "fp
 
 def compiled(kernel: Any, warps: int, constants: dict[str, Any], types: dict[str, str] | None = None) -> Any:
     """Return the code of a kernel. Arguments without a type are integers."""
-    known = POINTERS | (types or {})
-    constants = {**constants, "PDL": True}
-    signature = {name: "constexpr" if name in constants else known.get(name, "i32") for name in kernel.arg_names}
-    attrs = {
-        (index,): [["tt.divisibility", 16]]
-        for index, name in enumerate(kernel.arg_names)
-        if signature[name].startswith("*") or name.endswith("stride") or name in {"size", "width"}
-    }
-    source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attrs)
-    options = {"num_warps": warps, "launch_pdl": True, "enable_fp_fusion": True}
-    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options).asm
+    source = source_of(kernel, constants, POINTERS | (types or {}), ("*stride", "size", "width"))
+    return compile_source(source, warps, enable_fp_fusion=True).asm
 
 
 def check(code: Any, file: Path) -> None:
     ptx = code["ptx"]
     assert "cvt.rn.satfinite.e4m3x2" in ptx
     file.write_bytes(code["cubin"])
-    usage = [Path(backends.__file__).parent / "bin" / "cuobjdump", "-res-usage", file]
-    found = subprocess.run(usage, capture_output=True, text=True, check=True).stdout
+    found = printed("-res-usage", file)
     assert "STACK:0 " in found, "registers are spilled"
     assert "LOCAL:0 " in found
     assert ptx.count("griddepcontrol.wait") == 1

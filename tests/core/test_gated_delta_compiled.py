@@ -6,7 +6,6 @@ use no more shared memory than there is, spill no registers and read none that w
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -14,8 +13,6 @@ from typing import Any
 import pytest
 import torch
 import triton
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
 
 from dovetail.ops.triton import (
     delta_chunks,
@@ -28,7 +25,7 @@ from dovetail.ops.triton import (
     ssd,
 )
 from dovetail.ops.triton.launch import INTERPRETED
-from sass import printed, unwritten
+from sass import compile_source, source_of, spilled_bytes, unwritten
 
 pytestmark = pytest.mark.skipif(INTERPRETED, reason="kernels are interpreted, not compiled")
 FLOATS = ("rate", "bias", "totals", "fades", "decays", "state")
@@ -87,26 +84,13 @@ def check_compiled(
     kernel: Any, constants: dict[str, Any], warps: int, stages: int, folder: Path, spilled: int = 0
 ) -> str:
     """Assert that a kernel fits, and return its PTX."""
-    constants = {**constants, "PDL": True}
-    signature = {arg: "constexpr" if arg in constants else TYPES.get(arg, "i32") for arg in kernel.arg_names}
-    attrs = {
-        (index,): [["tt.divisibility", 16]]
-        for index, (arg, given) in enumerate(zip(kernel.arg_names, kernel.params, strict=True))
-        if (signature[arg].startswith("*") and not given.do_not_specialize_on_alignment)
-        or arg.endswith("stride")
-        or arg in ("channels", "words")
-    }
-    source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attrs)
-    options = {"num_warps": warps, "num_stages": stages, "launch_pdl": True}
-    found = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+    source = source_of(kernel, constants, TYPES, ("*stride", "channels", "words"))
+    found = compile_source(source, warps, stages)
     assert found.metadata.shared <= 227 * 1024
     assert found.asm["ptx"].count("griddepcontrol.wait") == 1
     file = folder / "kernel.cubin"
     file.write_bytes(found.asm["cubin"])
-    usage = printed("-res-usage", file)
-    stack = re.search(r"STACK:(\d+) ", usage)
-    assert stack is not None
-    assert int(stack[1]) <= spilled, f"registers are spilled: {usage}"
+    assert spilled_bytes(file) <= spilled, "registers are spilled"
     assert not unwritten(file)
     return found.asm["ptx"]
 

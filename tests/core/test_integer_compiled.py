@@ -7,17 +7,11 @@ the sizes of models. That needs no GPU.
 from __future__ import annotations
 
 import re
-import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import triton
-from triton.backends import nvidia as backends
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
-from triton.experimental.gluon._runtime import GluonASTSource
 
 from dovetail.ops.integers import Integers
 from dovetail.ops.triton import integers
@@ -31,7 +25,7 @@ from dovetail_quantization.triton import (
     integer_rows,
     integer_slices,
 )
-from sass import unwritten
+from sass import compile_source, source_of, spilled_bytes, unwritten
 
 pytestmark = pytest.mark.skipif(INTERPRETED, reason="kernels are interpreted, not compiled")
 POINTERS = {
@@ -56,28 +50,14 @@ def compiled(
     registers: int | None = None,
 ) -> Any:
     """Return the code of a kernel, and the bytes of its shared memory. Arguments without a type are integers."""
-    known, constants = POINTERS | types, {**constants, "PDL": True}
-    signature = {name: "constexpr" if name in constants else known.get(name, "i32") for name in kernel.arg_names}
-    attrs = {
-        (index,): [["tt.divisibility", 16]]
-        for index, name in enumerate(kernel.arg_names)
-        if signature[name].startswith("*") or (name in ("n", "k", "span", "group", "width") and name not in constants)
-    }
-    kind = GluonASTSource if kernel.is_gluon() else ASTSource
-    source = kind(fn=kernel, signature=signature, constexprs=constants, attrs=attrs)
-    options = {"num_warps": warps, "num_stages": stages, "launch_pdl": True, "enable_fp_fusion": True}
-    options |= {} if registers is None else {"maxnreg": registers}
-    found = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+    source = source_of(kernel, constants, POINTERS | types, ("n", "k", "span", "group", "width"))
+    found = compile_source(source, warps, stages, registers, enable_fp_fusion=True)
     return {**found.asm, "shared": found.metadata.shared}
 
 
 def check(code: Any, file: Path, most_spilled: int = 0) -> None:
     file.write_bytes(code["cubin"])
-    usage = [Path(backends.__file__).parent / "bin" / "cuobjdump", "-res-usage", file]
-    found = subprocess.run(usage, capture_output=True, text=True, check=True).stdout
-    stack = re.search(r"STACK:(\d+) ", found)
-    assert stack is not None
-    assert int(stack[1]) <= most_spilled, "registers are spilled"
+    assert spilled_bytes(file) <= most_spilled, "registers are spilled"
     assert code["ptx"].count("griddepcontrol.wait") == 1
 
 

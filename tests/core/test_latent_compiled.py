@@ -12,13 +12,11 @@ from typing import Any
 
 import pytest
 import torch
-import triton
 from triton.backends import nvidia as backends
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
 
 from dovetail.ops.triton.launch import INTERPRETED
 from dovetail_attention.triton import expanded, latent, merge, tiles
+from sass import compile_source, source_of
 
 pytestmark = [
     pytest.mark.skipif(INTERPRETED, reason="kernels are interpreted, not compiled"),
@@ -56,23 +54,9 @@ def compile_kernel(
     kernel: Any, constants: dict[str, Any], types: dict[str, str], tile: tiles.AttentionTile, **options: bool
 ) -> Any:
     """Compile a kernel whose arguments have the alignment that they have on a device."""
-    types = POINTERS | {"scale": "fp32"} | types
-    signature = {name: "constexpr" if name in constants else types.get(name, "i32") for name in kernel.arg_names}
-    single = ("table", "tree", "firsts")
-    strides = ("q_token", "q_head", "k_token", "k_head", "v_token", "v_head")
-    attrs = {
-        (index,): [["tt.divisibility", 16]]
-        for index, name in enumerate(kernel.arg_names)
-        if (signature[name].startswith("*") and name not in single) or name in strides
-    }
-    source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attrs)
-    given = {
-        "num_warps": tile.num_warps,
-        "num_stages": tile.num_stages,
-        "launch_pdl": True,
-        "maxnreg": tile.registers,
-    } | options
-    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=given)
+    types, single = POINTERS | {"scale": "fp32"} | types, ("table", "tree", "firsts")
+    source = source_of(kernel, constants, types, ("[qkv]_token", "[qkv]_head"), single)
+    return compile_source(source, tile.num_warps, tile.num_stages, tile.registers, **options)
 
 
 def spilled(found: Any, folder: Path) -> int:

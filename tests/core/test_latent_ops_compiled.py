@@ -9,12 +9,10 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import triton
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
 
 from dovetail.ops.triton import latent
 from dovetail.ops.triton.launch import INTERPRETED
+from sass import compile_source, source_of
 
 pytestmark = [
     pytest.mark.skipif(INTERPRETED, reason="kernels are interpreted, not compiled"),
@@ -30,12 +28,9 @@ def test_the_kernel_compiles(heads: int, interleaved: bool, pool: str, scaled: b
     kernel = latent._rotate_and_store_latents
     constants: dict[str, Any] = {
         "HEADS": heads, "RANK": 512, "SIZE": 64, "INTERLEAVED": interleaved, "LIMIT": 0.0 if pool == "*bf16" else 448.0,
-        "SCALED": scaled, "LEAST": 2.0**-120, "BLOCK_HEADS": 16, "BLOCK_HALF": 32, "BLOCK_RANK": 512, "PDL": True,
+        "SCALED": scaled, "LEAST": 2.0**-120, "BLOCK_HEADS": 16, "BLOCK_HALF": 32, "BLOCK_RANK": 512,
     }  # fmt: skip
     types = dict.fromkeys(("q", "out", "latents", "weight"), "*bf16") | {"keys": pool, "table": "*fp32", "eps": "fp32"}
     types["scales"] = "*bf16" if scaled else pool
     types |= dict.fromkeys(("positions", "out_loc"), "*i64")
-    signature = {name: "constexpr" if name in constants else types.get(name, "i32") for name in kernel.arg_names}
-    source = ASTSource(fn=kernel, signature=signature, constexprs=constants)
-    options = {"num_warps": 4, "launch_pdl": True}
-    assert triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options).asm["cubin"]
+    assert compile_source(source_of(kernel, constants, types), 4).asm["cubin"]

@@ -11,12 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from triton.compiler import ASTSource
 
 from dovetail.ops.triton import adapted_rows, low_rank_few, one_adapter
 from dovetail.ops.triton.launch import INTERPRETED
 from dovetail.ops.triton.tuning import tile_of
-from sass import printed, unwritten, without_spills
+from sass import printed, source_of, unwritten, without_spills
 
 pytestmark = [
     pytest.mark.skipif(INTERPRETED, reason="kernels are interpreted, not compiled"),
@@ -38,16 +37,8 @@ def compiled(
     types: dict[str, str] | None = None,
 ) -> Any:
     """Return the code of a kernel that spills no registers. Arguments without a type are integers."""
-    known, constants = POINTERS | (types or {}), {**constants, "PDL": True}
-    signature = {name: "constexpr" if name in constants else known.get(name, "i32") for name in kernel.arg_names}
-    attrs = {
-        (index,): [["tt.divisibility", 16]]
-        for index, name in enumerate(kernel.arg_names)
-        if signature[name] != "constexpr" and name not in UNALIGNED
-    }
-    source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attrs)
-    options = {"num_warps": warps, "num_stages": stages, "launch_pdl": True}
-    return without_spills(source, options, file)
+    source = source_of(kernel, constants, POINTERS | (types or {}), ("*",), UNALIGNED)
+    return without_spills(source, file, warps, stages)
 
 
 @pytest.mark.parametrize(

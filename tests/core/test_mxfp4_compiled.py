@@ -8,21 +8,16 @@ from __future__ import annotations
 import itertools
 import re
 import struct
-import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
-import triton
-from triton.backends import nvidia as backends
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
 
 from dovetail.ops.mxfp4 import VALUES
 from dovetail.ops.triton import mxfp4, mxfp4_numbers, mxfp4_words
 from dovetail.ops.triton.launch import INTERPRETED
 from dovetail.ops.triton.mxfp4_tiles import tiles_of
-from sass import printed, unwritten
+from sass import compile_source, source_of, spilled_bytes, unwritten
 
 pytestmark = [
     pytest.mark.skipif(INTERPRETED, reason="kernels are interpreted, not compiled"),
@@ -67,29 +62,19 @@ def check(tokens: int, cubin: Path, *, gated: bool, adapted: bool = False) -> No
     constants: dict[str, Any] = {
         "GATED": bool(gated), "ADDED": adapted, "TOP_K": 4, "SCALED": False, "BIAS": True, "LIMITED": True, "IN_PARTS": not gated,
         "ONE": tokens == 1 and not adapted, "BLOCK_M": tiles.block_m, "BLOCK_N": tile.block_n, "BLOCK_K": tile.block_k,
-        "EVEN": False, "ASSEMBLY": True, "PDL": True,
+        "EVEN": False, "ASSEMBLY": True,
     }  # fmt: skip
     constants |= {} if adapted else {"added": None}
     kernel = mxfp4._product
     types = POINTERS | {"out": "*bf16" if gated else "*fp32"} | NUMBERS
-    signature = {name: "constexpr" if name in constants else types.get(name, "i32") for name in kernel.arg_names}
-    attrs = {
-        (index,): [["tt.divisibility", 16]]
-        for index, name in enumerate(kernel.arg_names)
-        if signature[name].startswith("*") or name in ("half", "width")
-    }
-    source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attrs)
-    options = {"num_warps": tile.warps, "num_stages": tile.stages, "launch_pdl": True}
-    code = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options).asm
+    code = compile_source(source_of(kernel, constants, types, ("half", "width")), tile.warps, tile.stages).asm
     body = code["ttgir"].split("scf.for", 1)[1].split("scf.yield", 1)[0]
     assert body.count("async_copy_global_to_local") == 4, "codes, scales and both halves of x"
     assert "tt.load" not in body
     cubin.write_bytes(code["cubin"])
-    usage = [Path(backends.__file__).parent / "bin" / "cuobjdump", "-res-usage", cubin]
-    found = subprocess.run(usage, capture_output=True, text=True, check=True).stdout
-    stack = re.search(r"STACK:(\d+)", found)
-    assert stack is not None
-    assert int(stack[1]) <= 256, "registers are spilled: 200 bytes are, in the tile that is the fastest on an H200"
+    assert spilled_bytes(cubin) <= 256, (
+        "registers are spilled: 200 bytes are, in the tile that is the fastest on an H200"
+    )
     assert not adapted or not unwritten(cubin)
 
 
@@ -100,20 +85,11 @@ def test_products_of_words_compile(gated: bool, tmp_path: Path) -> None:
     tile = mxfp4_words.GATE_UP if gated else mxfp4_words.DOWN
     constants: dict[str, Any] = {
         "GATED": gated, "TOP_K": 4, "SCALED": False, "BIAS": True, "LIMITED": True, "IN_PARTS": not gated,
-        "BLOCK_N": tile.block_n, "STAGES": tile.stages, "PDL": True,
+        "BLOCK_N": tile.block_n, "STAGES": tile.stages,
     }  # fmt: skip
     kernel = mxfp4_words._product
     types = POINTERS | {"w": "*i16", "out": "*bf16" if gated else "*fp32"} | NUMBERS
-    signature = {name: "constexpr" if name in constants else types.get(name, "i32") for name in kernel.arg_names}
-    attrs = {
-        (index,): [["tt.divisibility", 16]]
-        for index, name in enumerate(kernel.arg_names)
-        if signature[name].startswith("*") or name in ("k", "width")
-    }
-    source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attrs)
-    options = {"num_warps": tile.warps, "num_stages": tile.stages, "launch_pdl": True}
-    options |= {} if tile.registers is None else {"maxnreg": tile.registers}
-    found = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+    found = compile_source(source_of(kernel, constants, types, ("k", "width")), tile.warps, tile.stages, tile.registers)
     bodies = [loop.split("scf.yield", 1)[0] for loop in found.asm["ttgir"].split("scf.for")[1:]]
     assert len(bodies) == 3, "one loop for blocks of up to 16, 32 and 64 pairs each"
     for body in bodies:
@@ -125,9 +101,7 @@ def test_products_of_words_compile(gated: bool, tmp_path: Path) -> None:
     assert (found.metadata.shared + 1024) * 3 <= 228 << 10, "three programs do not fit a multiprocessor"
     cubin = tmp_path / "kernel.cubin"
     cubin.write_bytes(found.asm["cubin"])
-    stack = re.search(r"STACK:(\d+)", printed("-res-usage", cubin))
-    assert stack is not None
-    assert int(stack[1]) <= 160, "registers are spilled"
+    assert spilled_bytes(cubin) <= 160, "registers are spilled"
     assert not unwritten(cubin)
 
 

@@ -11,11 +11,10 @@ from typing import Any
 
 import pytest
 import triton
-from triton.compiler import ASTSource
 
 from dovetail.ops.triton import decode_projected, experts_one, one_row
 from dovetail.ops.triton.launch import INTERPRETED
-from sass import without_spills
+from sass import source_of, without_spills
 
 pytestmark = [
     pytest.mark.skipif(INTERPRETED, reason="kernels are interpreted, not compiled"),
@@ -30,15 +29,8 @@ TYPES |= dict.fromkeys(("table", "parts", "part_lse", "factors"), "*fp32") | dic
 
 def compiled(kernel: Any, constants: dict[str, Any], file: Path, warps: int, stages: int = 3) -> Any:
     """Return the code of a kernel that spills no registers. Arguments without a type are integers."""
-    constants = {**constants, "PDL": True}
-    signature = {name: "constexpr" if name in constants else TYPES.get(name, "i32") for name in kernel.arg_names}
-    attrs = {
-        (index,): [["tt.divisibility", 16]]
-        for index, name in enumerate(kernel.arg_names)
-        if signature[name].startswith("*") or name in ("n", "hidden")
-    }
-    source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attrs)
-    return without_spills(source, {"num_warps": warps, "num_stages": stages, "launch_pdl": True}, file)
+    source = source_of(kernel, constants, TYPES, ("n", "hidden"))
+    return without_spills(source, file, warps, stages)
 
 
 def before_wait(code: Any) -> str:

@@ -5,21 +5,16 @@
 
 from __future__ import annotations
 
-import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import triton
-from triton.backends import nvidia as backends
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
 
 from dovetail.ops.packed_blocks import PACKED, PackedType
 from dovetail.ops.triton import packed_experts, packed_plain
 from dovetail.ops.triton.launch import INTERPRETED
-from sass import unwritten
+from sass import source_of, unwritten, without_spills
 
 pytestmark = pytest.mark.skipif(INTERPRETED, reason="kernels are interpreted, not compiled")
 POINTERS = {
@@ -41,25 +36,14 @@ full = pytest.mark.full
 def check(kernel: Any, constants: dict[str, Any], packing: PackedType, warps: int, stages: int, file: Path) -> str:
     """Compile a kernel for a type, check it, and return its assembly. Arguments without a type are integers."""
     constants |= {"BITS": packing.bits, "STEP": packing.step, "ZERO": packing.zero, "WHOLE": packing.whole}
-    constants |= {"GROUP": packing.group or 0, "OFFSET": packing.offset, "PDL": True}
+    constants |= {"GROUP": packing.group or 0, "OFFSET": packing.offset}
     absent = {"multiplier": packing.group is None, "offset": not packing.offset}
     absent["offset_multiplier"] = absent["multiplier"] or absent["offset"]
     constants |= {name: None for name, is_absent in absent.items() if is_absent}
     scale = "*fp32" if packing.scale is torch.float32 else "*fp16"
     known = POINTERS | dict.fromkeys(("scale", "offset"), scale)
-    signature = {name: "constexpr" if name in constants else known.get(name, "i32") for name in kernel.arg_names}
-    attrs = {
-        (index,): [["tt.divisibility", 16]]
-        for index, name in enumerate(kernel.arg_names)
-        if signature[name].startswith("*") or name in ("n", "k", "span", "words", "width")
-    }
-    source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attrs)
-    options = {"num_warps": warps, "num_stages": stages, "launch_pdl": True, "enable_fp_fusion": True}
-    code = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options).asm
-    file.write_bytes(code["cubin"])
-    usage = [Path(backends.__file__).parent / "bin" / "cuobjdump", "-res-usage", file]
-    found = subprocess.run(usage, capture_output=True, text=True, check=True).stdout
-    assert "STACK:0 " in found, f"registers are spilled: {found}"
+    source = source_of(kernel, constants, known, ("n", "k", "span", "words", "width"))
+    code = without_spills(source, file, warps, stages, enable_fp_fusion=True)
     return code["ptx"]
 
 

@@ -9,12 +9,10 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import triton
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
 
 from dovetail.ops.triton import selective_scan, ssd
 from dovetail.ops.triton.launch import INTERPRETED
+from sass import compile_source, source_of
 
 pytestmark = pytest.mark.skipif(INTERPRETED, reason="kernels are interpreted, not compiled")
 FLOATS = ("a", "d", "dt_bias", "state", "states", "totals", "sizes")
@@ -45,14 +43,6 @@ ALWAYS = ("ssd advance", "scan advance")
 )
 def test_kernels_compile(name: str) -> None:
     kernel, constants, warps = KERNELS[name]
-    constants = {**constants, "PDL": True}
-    signature = {arg: "constexpr" if arg in constants else TYPES.get(arg, "i32") for arg in kernel.arg_names}
-    attrs = {
-        (index,): [["tt.divisibility", 16]]
-        for index, arg in enumerate(kernel.arg_names)
-        if signature[arg].startswith("*") or arg.endswith("stride")
-    }
-    source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attrs)
-    found = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": warps, "launch_pdl": True})
+    found = compile_source(source_of(kernel, constants, TYPES, ("*stride",)), warps)
     assert found.metadata.shared <= 227 * 1024
     assert found.asm["ptx"].count("griddepcontrol.wait") == 1

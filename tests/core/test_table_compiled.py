@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 import torch
-from triton.compiler import ASTSource
 
 from dovetail.ops.triton.launch import INTERPRETED
 from dovetail_quantization.bnb_tensors import TABLES
@@ -21,7 +20,7 @@ from dovetail_quantization.triton import table_numbers
 from dovetail_quantization.triton.table_one_row import one_row_kernel
 from dovetail_quantization.triton.table_rows import few_kernel, plain_kernel
 from dovetail_quantization.triton.table_tiles import few_rows_tile, one_row_tile
-from sass import without_spills
+from sass import source_of, without_spills
 
 compiles = pytest.mark.skipif(INTERPRETED, reason="kernels are interpreted, not compiled")
 POINTERS = {
@@ -40,16 +39,8 @@ NONE = {"GATED": 0, "bias": None, "BIAS": False}
 
 def compiled(kernel: Any, constants: dict[str, Any], warps: int, stages: int, file: Path, **types: str) -> Any:
     """Return the code of a kernel that spills no registers. Arguments without a type are integers."""
-    known, constants = POINTERS | types, {**constants, "PDL": True}
-    signature = {name: "constexpr" if name in constants else known.get(name, "i32") for name in kernel.arg_names}
-    attrs = {
-        (index,): [["tt.divisibility", 16]]
-        for index, name in enumerate(kernel.arg_names)
-        if signature[name].startswith("*") or name in ("n", "k", "span", "words", "across", "group")
-    }
-    source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attrs)
-    options = {"num_warps": warps, "num_stages": stages, "launch_pdl": True, "enable_fp_fusion": True}
-    return without_spills(source, options, file)
+    source = source_of(kernel, constants, POINTERS | types, ("n", "k", "span", "words", "across", "group"))
+    return without_spills(source, file, warps, stages, enable_fp_fusion=True)
 
 
 @compiles
