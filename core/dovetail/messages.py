@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import msgspec
 
-from dovetail.errors import DovetailError, EngineError, QueueFullError, RequestError
+from dovetail.errors import DovetailError, EngineError, GrammarError, QueueFullError, RequestError
 from dovetail.sampling_params import SamplingParams
 from dovetail.types import FinishReason, TokenLogprob
 
@@ -185,6 +185,14 @@ class RequestFailed(msgspec.Struct, tag=True, frozen=True):
     message: str
     code: str = "invalid_request"
     param: str | None = None
+
+    @classmethod
+    def refused(cls, rid: str, error: RequestError, params: SamplingParams) -> RequestFailed:
+        """Return the report of an error of a request with ``params``. An error of its constraint names the field that holds it."""
+        param, grammar = error.param, params.grammar
+        if grammar is not None and isinstance(error, GrammarError) and param == grammar.kind:
+            param = grammar.param or param
+        return cls(rid, 400, str(error), error.code, param)
 
     def error(self) -> DovetailError:
         """Return the exception that the client of the engine raises for this message."""

@@ -6,7 +6,7 @@ from __future__ import annotations
 import enum
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from dovetail.errors import RequestError
 from dovetail.sampling_names import MAX_PROCESSORS, LogitsProcessorCall, accepts_other_names
@@ -37,12 +37,14 @@ class GrammarSpec:
     array of the allowed texts for ``choice``; for ``structural_tag`` a JSON object ``{"structures": [{"begin",
     "schema", "end"}, ...], "triggers": [...]}``, which stands for free text in which every part that begins with a
     trigger must be one of the structures. ``backend`` names the grammar backend that must honour the constraint; if it
-    is None, the server chooses.
+    is None, the server chooses. ``param`` is the request field that holds the constraint, for errors; equal constraints of
+    different fields are compiled once.
     """
 
     kind: GrammarKind
     text: str = ""
     backend: str | None = None
+    param: str = field(default="", compare=False)
 
 
 @dataclass(frozen=True, slots=True)

@@ -148,7 +148,12 @@ def test_unknown_adapters_are_refused(client):
         ("/v1/completions", {"prompt": "a", "lora_path": "missing"}),
         ("/v1/completions", {"prompt": "a", "model": "tiny:missing"}),
     ):
-        assert client.post(path, json=body).status_code == 404
+        response = client.post(path, json=body)
+        assert response.status_code == 404
+        if "lora_path" in body:
+            assert "lora_path names the adapter 'missing', which does not exist; this server has 2" in response.text
+        if path == "/v1/completions":
+            assert response.json()["error"]["param"] == ("lora_path" if "lora_path" in body else "model")
     response = client.post("/generate", json={"text": ["a", "b"], "lora_path": ["alpha"]})
     assert (response.status_code, "1 entries for 2 prompts" in response.text) == (400, True)
 

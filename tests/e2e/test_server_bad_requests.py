@@ -143,6 +143,21 @@ def test_bad_chats(fake: httpx.Client, body: dict, param: str, words: list[str])
     refused(fake.post("/v1/chat/completions", json=body), 400, param, *words)
 
 
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        ("/v1/chat/completions", CHAT | {"input_ids": []}, "input_ids"),
+        ("/v1/chat/completions", CHAT | {"input_ids": [5] * 2048}, "input_ids"),
+        ("/v1/chat/completions", CHAT | {"input_ids": [4096]}, "input_ids"),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "one " * 3000}]}, "messages"),
+        ("/v1/responses", {"input": "one " * 3000}, "input"),
+    ],
+    ids=lambda value: str(value)[:60],
+)
+def test_the_field_that_holds_a_bad_prompt_is_named(fake: httpx.Client, path: str, body: dict, param: str):
+    refused(fake.post(path, json=body), 400, param)
+
+
 @pytest.mark.parametrize("change", [{"suffix": "end"}])
 def test_completion_fields_that_are_not_supported(fake: httpx.Client, change: dict):
     refused(fake.post("/v1/completions", json=COMPLETION | change), 400, next(iter(change)), "not supported")

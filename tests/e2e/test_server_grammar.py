@@ -125,6 +125,28 @@ def test_a_refusal_names_the_keyword_and_the_engines_that_could(server: httpx.Cl
     assert re.search(r"These may support it: [a-z_, ]*llguidance", error["message"])
 
 
+@pytest.mark.parametrize(
+    ("path", "constraint", "param"),
+    [
+        ("completions", {"guided_grammar": "root ::= ("}, "guided_grammar"),
+        ("completions", {"guided_regex": "(a"}, "guided_regex"),
+        ("completions", {"structured_outputs": {"grammar": "start: ("}}, "structured_outputs.grammar"),
+        ("completions", {"regex": "(a"}, "regex"),
+        ("completions", {"guided_regex": "a" * (256 * 1024 + 1)}, "guided_regex"),
+        ("responses", {"text": {"format": {"type": "json_schema", "name": "a", "schema": {"type": 3}}}}, "text"),
+        ("responses", {"structured_outputs": {"regex": "(a"}}, "structured_outputs.regex"),
+    ],
+    ids=lambda value: str(value)[:60],
+)
+def test_a_refusal_names_the_field_of_the_constraint(
+    server: httpx.Client, path: str, constraint: dict[str, Any], param: str
+) -> None:
+    body = {"prompt": "Say:"} if path == "completions" else {"input": "Say:"}
+    answer = server.post(f"/v1/{path}", json={**body, **constraint})
+    assert answer.status_code == 400, answer.text
+    assert answer.json()["error"]["param"] == param
+
+
 def test_metrics_count_by_backend(server: httpx.Client) -> None:
     before = metrics(server)
     for _ in range(3):

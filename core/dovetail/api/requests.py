@@ -100,7 +100,7 @@ def grammar_of(given: Mapping[str, Any], backend: str | None = None) -> GrammarS
         )
     for name, value in constraints.items():
         spec = _response_format(value) if name == "response_format" else _constraint(name, value)
-        return spec and dataclasses.replace(spec, backend=backend)
+        return spec and dataclasses.replace(spec, backend=backend, param=name)
     return None
 
 
@@ -236,6 +236,17 @@ def api_names(names: Mapping[str, str]) -> Iterator[None]:
             raise
         message = re.sub(r"\w+", lambda word: names.get(word[0], word[0]), str(error))
         raise RequestError(message, param=names.get(error.param or "", error.param), code=error.code) from None
+
+
+@contextmanager
+def prompt_in(field: str) -> Iterator[None]:
+    """Let errors of the block about the prompt name ``field``, the request field that holds it."""
+    try:
+        yield
+    except RequestError as error:
+        if error.param == "prompt":
+            error.param = field
+        raise
 
 
 def with_output_limit(params: SamplingParams, default: int) -> SamplingParams:

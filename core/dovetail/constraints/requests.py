@@ -87,7 +87,7 @@ class RequestConstraints:
         try:
             matcher = gated(self.service.matcher(ticket), req.params.grammar_gate, self._free)
         except RequestError as error:
-            return RequestFailed(req.rid, 400, str(error), error.code, error.param)
+            return RequestFailed.refused(req.rid, error, req.params)
         except QueueFullError as error:
             return RequestFailed(req.rid, 503, str(error), "queue_full")
         except EngineError as error:

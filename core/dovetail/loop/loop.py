@@ -121,7 +121,7 @@ class Loop:
         try:
             self.scheduler.add(msg)
         except RequestError as error:
-            self._outbox.append(RequestFailed(msg.rid, 400, str(error), error.code, error.param))
+            self._outbox.append(RequestFailed.refused(msg.rid, error, msg.params))
         except QueueFullError as error:
             self._outbox.append(RequestFailed(msg.rid, 503, str(error), "queue_full"))
         except Exception as error:  # nothing was kept of the request, so no other request is concerned

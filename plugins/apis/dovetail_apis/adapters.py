@@ -8,6 +8,7 @@ from typing import Annotated, NamedTuple
 from pydantic import Field
 
 from dovetail.api.placement import PlacementFields
+from dovetail.api.problems import NotFoundError, UnknownModelError
 from dovetail.errors import RequestError
 from dovetail.interfaces.api import ApiHost
 
@@ -22,17 +23,24 @@ def adapters_of(host: ApiHost, given: str | list[str | None] | None, field: str,
     """Return the adapter of each of ``count`` prompts, or "". ``given`` is the value of ``field``. Raises
     ``RequestError``."""
     if not isinstance(given, list):
-        return [_adapter(host, given)] * count
+        return [_adapter(host, given, field)] * count
     if len(given) != count:
         raise RequestError(f"{field} has {len(given)} entries for {count} prompts", param=field)
-    adapters = {name: _adapter(host, name) for name in dict.fromkeys(given)}
+    adapters = {name: _adapter(host, name, field) for name in dict.fromkeys(given)}
     return [adapters[name] for name in given]
 
 
-def _adapter(host: ApiHost, name: str | None) -> str:
+def _adapter(host: ApiHost, name: str | None, field: str) -> str:
     if not name or host.config.model.is_served(name):
         return ""
-    host.check_adapter(name)
+    try:
+        host.check_adapter(name)
+    except UnknownModelError:
+        count = len(host.adapters())
+        text = (
+            f"{field} names the adapter {name!r:.200}, which does not exist; this server has {count} (GET /v1/models)"
+        )
+        raise NotFoundError(text, param=field, code="model_not_found") from None
     return name
 
 

@@ -83,7 +83,8 @@ def _inputs(body: EncodeRequest) -> tuple[Sequence[str | list[int]], bool]:
         raise RequestError("give one of text and input_ids", param="text")
     given: Any = body.text if body.text is not None else body.input_ids
     if not given:
-        raise RequestError("there is no prompt; give at least one token", param="text", code="empty_prompt")
+        param = "text" if body.text is not None else "input_ids"
+        raise RequestError(f"{param} is empty; give at least one token", param=param, code="empty_prompt")
     single = isinstance(given, str) or isinstance(given[0], int)
     return ([given] if single else given), single
 

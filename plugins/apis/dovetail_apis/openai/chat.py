@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from typing import NamedTuple
 
 from starlette.requests import Request
@@ -9,7 +10,7 @@ from starlette.responses import Response
 
 from dovetail.api.body import parse
 from dovetail.api.offload import offloaded, request_scope
-from dovetail.api.requests import ID_BYTES, api_names, check_logprobs
+from dovetail.api.requests import ID_BYTES, api_names, check_logprobs, prompt_in
 from dovetail.api.responses import streamed, whole
 from dovetail.chat.requests import plain_message, read_tool_choice, template_tools
 from dovetail.errors import RequestError
@@ -27,7 +28,7 @@ async def chat_completions(host: ApiHost, request: Request) -> Response:
     body = await parse(request, ChatCompletionRequest, host.max_body)
     host.check_model(body.model)
     parsed = await _parsed(host, body)
-    with api_names({"thinking_budget": body.budget_name}):
+    with api_names({"thinking_budget": body.budget_name}), _prompt_in(body):
         outputs = host.submit(parsed.request)
     formatter = ChatFormat(host, body, outputs, parsed.plan, parsed.text, _echoed(body))
     if body.stream:
@@ -56,7 +57,8 @@ async def _parsed(host: ApiHost, body: ChatCompletionRequest) -> ParsedChat:
         text = host.tokenizer.decode(body.input_ids, skip_special_tokens=False)
     with api_names({"thinking_budget": body.budget_name}):
         plan = host.plan_chat(params, text, chat_input.calls, body.separate_reasoning is not False)
-    ids = await body.encoded(host, text if body.input_ids is None else body.input_ids, False, params.max_new_tokens)
+    with _prompt_in(body):
+        ids = await body.encoded(host, text if body.input_ids is None else body.input_ids, False, params.max_new_tokens)
     rid, _ = body.names(1, "chatcmpl-")
     (adapter,) = adapters_of(host, body.lora_path, "lora_path", 1)
     returned = body.return_token_ids or body.return_prompt_token_ids or body.return_input_ids_in_sglext
@@ -73,6 +75,10 @@ async def _parsed(host: ApiHost, body: ChatCompletionRequest) -> ParsedChat:
         more_bytes=more,
     )
     return ParsedChat(request, plan, str(text))
+
+
+def _prompt_in(body: ChatCompletionRequest) -> AbstractContextManager[None]:
+    return prompt_in("messages" if body.input_ids is None else "input_ids")
 
 
 def _chat_input(body: ChatCompletionRequest) -> ChatInput:

@@ -13,7 +13,7 @@ from starlette.responses import Response, StreamingResponse
 from dovetail.api.body import parse, parse_query
 from dovetail.api.offload import offloaded, request_scope
 from dovetail.api.problems import NotFoundError, problem_of
-from dovetail.api.requests import check_logprobs, new_id
+from dovetail.api.requests import check_logprobs, new_id, prompt_in
 from dovetail.api.responses import SSE, json_response, streamed, until_disconnect
 from dovetail.chat.requests import plain_message, template_tools
 from dovetail.errors import DovetailError, RequestError
@@ -62,10 +62,11 @@ class Responses(Api):
         body.check()
         host.check_model(body.model)
         items = [*self._earlier_items(host, body.previous_response_id), *read_items(body.input)]
-        api_request = await _api_request(host, body, items)
-        if body.background:  # no await from here until the response is counted
-            self._store.check_capacity(host.owner)
-        outputs = host.submit(api_request)
+        with prompt_in("input"):
+            api_request = await _api_request(host, body, items)
+            if body.background:  # no await from here until the response is counted
+                self._store.check_capacity(host.owner)
+            outputs = host.submit(api_request)
         record = StoredResponse(ResponseBuilder(host, body, outputs), items, bool(body.background and body.stream))
         if body.background:
             return self._in_background(host.owner, record, outputs)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, WithJsonSchema
@@ -92,10 +93,12 @@ class TextConfig(ApiModel):
         """Return the constraint of the format, or None."""
         match self.format:
             case JsonSchemaFormat(schema_=schema):
-                return grammar_of({"json_schema": schema})
+                found = grammar_of({"json_schema": schema})
             case JsonObjectFormat():
-                return grammar_of({"response_format": {"type": "json_object"}})
-        return None
+                found = grammar_of({"response_format": {"type": "json_object"}})
+            case _:
+                return None
+        return found and replace(found, param="text")
 
 
 class Reasoning(ApiModel):
