@@ -15,6 +15,7 @@ from dovetail.config.adapters import AdaptersSection
 from dovetail.errors import ConfigError
 from dovetail.loop import adapters as loading
 from dovetail.loop.adapters import GIB, most_in_host_memory
+from dovetail.messages import CommandReply, GenerateMsg, LoadAdapterMsg, TokenOutput
 from lora_adapters import write_adapter
 
 SHAPES = {"model.layers.0.self_attn.q_proj": (256, 256)}
@@ -61,6 +62,31 @@ def test_adapters_in_host_memory_take_no_more_than_the_config_allows(tmp_path):
         loader, images = cast(Any, llm.loop)._adapters, cast(Any, llm.loop.executor).rank.adapters._images
         assert [adapter.name for adapter in loader._host.values()] == ["a", "b"]
         assert len(images) == 2
+
+
+@pytest.mark.parametrize("most", [1, 2])
+def test_adapters_that_are_loaded_together_take_no_more_than_the_config_allows(tmp_path, most):
+    """Requests wait for four adapters, and two more are loaded."""
+    load = {}
+    for seed, name in enumerate("abcdef"):
+        write_adapter(tmp_path / name, SHAPES, seed=seed)
+        load[name] = str(tmp_path / name)
+    known = {name: load[name] for name in "abcd"}
+    section = {"enabled": True, "load": known, "max_resident": 4, "max_host": most}
+    with LLM("tiny", memory={"kv_gib": 0.02}, grammar="none", cache="radix", adapters=section) as llm:
+        loop, held, answers = llm.loop, [], []
+        for name in "abcd":
+            loop.handle(GenerateMsg(name, [1, 2, 3], PARAMS, 0, adapter=name))
+        for name in "ef":
+            loop.handle(LoadAdapterMsg(name, name, load[name]))
+        images = cast(Any, loop.executor).rank.adapters
+        while loop.has_work:
+            answers += loop.step()
+            held.append(len(images._images) + len(images._reading))
+        assert max(held) == most
+        assert [answer.ok for answer in answers if isinstance(answer, CommandReply)] == [True, True]
+        assert {answer.rid for answer in answers if isinstance(answer, TokenOutput) and answer.finish} == {*"abcd"}
+        assert loop.stats().adapters_known == 6
 
 
 def test_explain_shows_what_an_engine_takes_for_an_adapter():

@@ -1,14 +1,15 @@
 """Load adapters (LoRA) while requests run, and bring those to the device that waiting requests need.
 
 Files are read on a thread of each rank. Between two steps, an adapter that was read is copied to its slot. A loop without
-adapters that are wanted, read or unloaded does nothing here, however many are known.
+adapters that are wanted, read or unloaded does nothing here, however many are known. Those that are read count as those in
+host memory do: more are read once there is memory for them.
 """
 
 from __future__ import annotations
 
 import itertools
 import time
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -63,6 +64,7 @@ class AdapterLoader:
         """Raises ``ConfigError`` if an adapter in ``section.load`` cannot be used."""
         self._scheduler, self._executor = scheduler, executor
         self._table = scheduler.adapters
+        self._loads: deque[tuple[KnownAdapter, str]] = deque()  # to be read for the command with this ``call_id``
         self._reading: dict[int, _Reading] = {}
         self._host: OrderedDict[int, KnownAdapter] = OrderedDict()  # read by all ranks; the last was used last
         self._stamps: dict[int, str] = {}
@@ -80,8 +82,8 @@ class AdapterLoader:
 
     @property
     def is_reading(self) -> bool:
-        """Return True while an adapter is read."""
-        return bool(self._reading)
+        """Return True while an adapter is read or is to be read."""
+        return bool(self._reading or self._loads)
 
     def _call(self, *command: Any) -> list[Any]:
         return self._executor.call("adapters", list(command))
@@ -90,7 +92,7 @@ class AdapterLoader:
         """Carry out a command. Return its answer, or None if ``poll`` returns it later."""
         match msg:
             case LoadAdapterMsg():
-                self._read(self._table.new(msg.name, msg.directory), msg.call_id)
+                self._loads.append((self._table.new(msg.name, msg.directory), msg.call_id))
                 return None
             case UnloadAdapterMsg():
                 adapter = self._table.retire(msg.name)
@@ -101,22 +103,36 @@ class AdapterLoader:
 
     def poll(self) -> list[Answer]:
         """Do what is due between two steps. Return the answers of commands and of requests whose adapter cannot be read."""
-        if not (self._reading or self._table.wanted or self._retired):
+        if not (self._reading or self._loads or self._table.wanted or self._retired):
             return []
         answers: list[Answer] = []
         if self._reading:
             answers += self._collect()
-        if self._table.wanted:
-            self._bring()
+        absent = self._bring() if self._table.wanted else []
+        while self._loads and self._makes_space():
+            self._read(*self._loads.popleft())
+        for adapter in absent:
+            if not self._makes_space():
+                break
+            self._read(adapter)
         if self._retired:
             self._retired = [adapter for adapter in self._retired if not self._removed(adapter)]
-        while len(self._host) > self._most_host:
-            self._call("drop", self._host.popitem(last=False)[0])
         return answers
 
-    def _bring(self) -> None:
-        """Copy adapters that requests wait for to slots, and begin to read those that are not in host memory."""
+    def _makes_space(self) -> bool:
+        """Return True if host memory may hold one more adapter, after dropping the one that was used least recently if need
+        be; False if adapters that are read take all of it."""
+        if len(self._host) + len(self._reading) < self._most_host:
+            return True
+        if not self._host:
+            return False
+        self._call("drop", self._host.popitem(last=False)[0])
+        return True
+
+    def _bring(self) -> list[KnownAdapter]:
+        """Copy adapters that requests wait for to slots. Return those that are to be read first."""
         table = self._table
+        absent: list[KnownAdapter] = []
         for adapter in list(itertools.islice(table.wanted.values(), table.num_slots)):
             if not adapter.requests:
                 table.give_up(adapter)
@@ -126,7 +142,8 @@ class AdapterLoader:
                 self._host.move_to_end(adapter.key)
                 self._call("install", adapter.key, table.take_slot(adapter))
             else:
-                self._read(adapter)
+                absent.append(adapter)
+        return absent
 
     def _read(self, adapter: KnownAdapter, call_id: str = "") -> None:
         left = len(self._call("read", adapter.key, adapter.directory, self._stamps.get(adapter.key, "")))
