@@ -126,7 +126,7 @@ def test_adapters_of_experts_in_formats_without_such_kernels_are_refused_on_cuda
         offers=frozenset({Feature.QUANTIZATION_EXPERTS}),
         api=(1, 1),
     )
-    both, given = {"all": GRAPH | {Feature.EXPERTS_INT4}}, "quantization=int"
+    both, given = {"all": GRAPH | {Feature.EXPERTS_INT4, Feature.EXPERTS_ADAPTERS}}, "quantization=int"
     adapted = ("adapters.enabled=true", "adapters.modules=[linear, experts]")
     run(fakes, given, *adapted, backends=both, machine=H100, more=[quantization])
     monkeypatch.setattr(rules, "ADAPTED_ON_CUDA", ("plain", "int8"))
@@ -136,6 +136,17 @@ def test_adapters_of_experts_in_formats_without_such_kernels_are_refused_on_cuda
     run(fakes, *adapted, backends=both, machine=H100, more=[quantization])  # not quantized
     run(fakes, given, *adapted, backends={}, machine=H100, more=[quantization], expert_sizes=None)
     run(fakes, given, adapted[0], "adapters.modules=[linear]", backends=both, machine=H100, more=[quantization])
+
+
+def test_adapters_of_experts_are_refused_with_a_backend_in_whose_place_they_may_not_be_computed(fakes: Any) -> None:
+    given = "adapters.enabled=true", "adapters.modules=[linear, experts]"
+    backends = {"first": PLAIN, "second": PLAIN | {Feature.EXPERTS_ADAPTERS}}
+    with pytest.raises(ConfigError, match=r"adapters of experts, and experts 'first' does not offer experts\.adapters"):
+        run(fakes, *given, backends=backends)
+    run(fakes, *given, "experts=second", backends=backends)
+    run(fakes, given[0], backends=backends)  # what adapters there are is known later
+    run(fakes, given[0], "adapters.modules=[linear]", backends=backends)
+    run(fakes, *given, backends=backends, expert_sizes=None)
 
 
 def test_graphs_need_a_backend_that_can_be_captured(fakes: Any) -> None:

@@ -6,6 +6,7 @@ into which each is merged.
 
 import json
 import re
+from dataclasses import replace
 
 import engine_models as models
 import numpy as np
@@ -15,8 +16,10 @@ from safetensors.torch import load_file, save_file
 from transformers import GptOssConfig, GraniteMoeConfig, MixtralConfig, Qwen3MoeConfig
 
 from dovetail import LLM, SamplingParams
+from dovetail.cli.explain_adapters import explain_adapters
 from dovetail.engine.dry_run import dry_run
-from dovetail.errors import RequestError, WeightsError
+from dovetail.errors import ConfigError, RequestError, WeightsError
+from dovetail.interfaces.features import Feature
 from dovetail.layers import adapters as adapted_layers
 from dovetail.layers.experts import layers_of_experts
 from lora_adapters import random_pair, stacked_tensors, table_tensors, write_tensors
@@ -293,6 +296,26 @@ def test_the_step_whose_memory_is_measured_computes_adapters_of_all_kinds(moe, m
         }  # fmt: skip
         dry_run(engine.model, engine.eager_runner.prefill, engine.pool, lens, 6)
         assert called.count("add_embedding") == 1, "the next step has no adapter"
+
+
+def test_a_backend_of_experts_in_whose_place_adapters_may_not_be_computed_is_refused(moe):
+    """The config does not name the kinds of modules: the files of the adapters have matrices of experts."""
+    directory, _ = moe
+    for name, refused in (("each", True), ("tables", False)):
+        section = {"enabled": True, "load": {name: str(directory / name)}}
+        with LLM(str(directory / "model"), **SETTINGS, adapters=section) as llm:
+            resolved = llm.resolved
+        own = resolved.experts.spec
+        spec = replace(own, offers=own.offers - {Feature.EXPERTS_ADAPTERS})
+        component = replace(resolved.experts.component, spec=spec)
+        chosen = {"experts": (replace(resolved.experts, component=component),)}
+        other = replace(resolved, parts={**resolved.parts, **chosen})
+        assert "experts" in explain_adapters(resolved)["modules"] or not refused
+        if refused:
+            with pytest.raises(ConfigError, match=r"experts 'torch_native' does not offer experts\.adapters"):
+                explain_adapters(other)
+        else:
+            assert "experts" not in explain_adapters(other)["modules"]
 
 
 def test_modules_without_memory_in_slots_and_wrong_matrices_are_refused_by_name(moe, tmp_path):

@@ -43,7 +43,7 @@ def explain_adapters(resolved: Resolved) -> dict[str, Any] | None:
     mesh = Mesh(_OneOf(parallel.tp), experts, parallel.attention)
     model = build_model(resolved.model.load(), resolved.model_info, torch.device("meta"), dtype, mesh)
     found = adapted_modules(model)
-    kinds, rank = slots_for(model, found, section)
+    kinds, rank = slots_for(model, found, resolved)
     kernels = resolved.machine.device_type == "cuda"
     size = AdapterRegions(found, kinds, rank_of_slots(rank, kernels=kernels)).size * dtype.itemsize
     most = most_in_host_memory(section, rank, size * parallel.tp)

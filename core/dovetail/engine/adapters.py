@@ -51,11 +51,12 @@ from dovetail.ops.low_rank import (
     unpacked_tiles,
 )
 from dovetail.ops.transfer import to_device
+from dovetail.registry.rules import check_adapted_backend
 
 if TYPE_CHECKING:
-    from dovetail.config.adapters import AdaptedKind, AdaptersSection
-    from dovetail.config.sections import Config
+    from dovetail.config.adapters import AdaptedKind
     from dovetail.engine.adapter_files import AdapterImage
+    from dovetail.registry.resolution import Resolved
     from dovetail.types import Batch, IntArray
 
 LEAST_RANK = 16
@@ -277,26 +278,30 @@ def rank_of_slots(max_rank: int, *, kernels: bool) -> int:
     return -(-max_rank // _RANK_UNIT) * _RANK_UNIT if kernels else max_rank
 
 
-def slots_for(
-    model: ModelArchitecture, modules: AdaptedModules, section: AdaptersSection
-) -> tuple[list[AdaptedKind], int]:
+def slots_for(model: ModelArchitecture, modules: AdaptedModules, resolved: Resolved) -> tuple[list[AdaptedKind], int]:
     """Return the kinds of modules and the largest rank for which slots have memory. Raises ``WeightsError`` if an adapter in
-    ``adapters.load`` cannot be read."""
+    ``adapters.load`` cannot be read, and ``ConfigError`` for adapters of experts with a backend of experts that does not allow
+    them."""
+    section = resolved.config.adapters
     given = [read_adapter(Path(directory)) for directory in section.load.values()]
     rank = section.max_rank or max([LEAST_RANK, *(adapter.rank for adapter in given)])
-    return section.modules or ["linear", *kinds_of(modules, model.body, given)], rank
+    kinds: list[AdaptedKind] = section.modules or ["linear", *kinds_of(modules, model.body, given)]
+    if "experts" in kinds and resolved.experts is not None:
+        check_adapted_backend(resolved.experts.spec)
+    return kinds, rank
 
 
 def build_adapters(
-    model: ModelArchitecture, config: Config, device: torch.device, dtype: torch.dtype, mesh: Mesh
+    model: ModelArchitecture, resolved: Resolved, device: torch.device, dtype: torch.dtype, mesh: Mesh
 ) -> EngineAdapters | None:
     """Allocate the slots of adapters, before the weights are loaded and the layers are prepared. ``model`` was built with ``mesh``.
-    Return None if the config does not enable adapters. Raises ``WeightsError`` if an adapter in ``adapters.load`` cannot be read."""
+    Return None if the config does not enable adapters. Raises what ``slots_for`` does."""
+    config = resolved.config
     section = config.adapters
     if not section.enabled:
         return None
     modules = adapted_modules(model)
-    kinds, rank = slots_for(model, modules, section)
+    kinds, rank = slots_for(model, modules, resolved)
     rows = min(config.scheduler.rows, config.graphs.max_rows)
     return EngineAdapters(
         model, section.max_resident, rank, device, dtype, kinds=kinds, modules=modules, max_rows=rows, mesh=mesh

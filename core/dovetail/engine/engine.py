@@ -130,7 +130,7 @@ class Engine:
         self.expert_load = ExpertLoad(self.model, self.page_size, self.device) if counts else None
         self._mixer = build_mixer(resolved, self.device, self._dtype)
         self._note_prompts(resolved)
-        self.adapters = build_adapters(self.model, config, self.device, self._dtype, mesh)
+        self.adapters = build_adapters(self.model, resolved, self.device, self._dtype, mesh)
         load_weights(
             self.model, resolved.model_dir, config.model.load_format, config.model.seed, shown=mesh.tp.rank == 0
         )

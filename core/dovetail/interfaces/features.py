@@ -207,6 +207,11 @@ class Feature(str):
     EXPERTS_BATCH_INVARIANT = _feature(
         "experts.batch_invariant", "the bits of a token's result do not depend on the other tokens"
     )
+    EXPERTS_ADAPTERS = _feature(
+        "experts.adapters",
+        "in steps in which a token has an adapter, the products of ops.experts with adapters of experts may take the place of its own",
+        since=(1, 1),
+    )
 
     # backends of layers with a state
     MIXER_SHORT_CONV = _feature("mixer.short_conv", "computes short convolutions")

@@ -199,6 +199,7 @@ EXPERTS = KindDescriptor(
     ComponentKind.EXPERTS,
     "backends of experts",
     "dovetail.interfaces.experts:ExpertsBackend",
+    api=(1, 1),  # experts.adapters
     section=kinds.EXPERTS,
     concerns=f"{_RULES}:concerns_experts",
     namespaces=("experts",),

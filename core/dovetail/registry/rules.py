@@ -12,12 +12,12 @@ from dovetail.interfaces.expert_shapes import ADAPTED_ON_CUDA
 from dovetail.interfaces.features import Feature
 from dovetail.interfaces.model import ModelInfo
 from dovetail.registry.candidates import Slot
-from dovetail.registry.fit import Combination, Need, Option, Situation, show
+from dovetail.registry.fit import Combination, Need, Situation, show
 from dovetail.registry.negotiable import ATTENTION_DIVISION, BATCH_INVARIANT, MIN_PROBABILITY, TENSOR_PARALLEL
 from dovetail.registry.quantizations import cannot_load, expert_feature
 from dovetail.registry.ranks import indivisible
 from dovetail.registry.resolution import Candidate, Reason, ResolveRequest
-from dovetail.registry.specs import ComponentKind
+from dovetail.registry.specs import ComponentKind, ComponentSpec
 from dovetail.registry.targets import load_attribute
 
 PREFILL, DECODE = "attention.prefill", "attention.decode"
@@ -159,10 +159,10 @@ def experts(situation: Situation) -> Iterator[Need | Reason]:
 
 
 def check_experts(config: Config, slots: Mapping[str, Slot], combo: Combination) -> None:
-    """Refuse ``graphs.piecewise_tokens`` with a backend of experts that cannot be captured, and adapters of experts in a format whose kernels do
-    not compute them. Raises ``ConfigError``."""
+    """Refuse ``graphs.piecewise_tokens`` with a backend of experts that cannot be captured, and adapters of experts with one in whose place they
+    may not be computed, and in a format whose kernels do not compute them. Raises ``ConfigError``."""
     chosen = combo[ComponentKind.EXPERTS]
-    _check_adapted_experts(config, slots[ComponentKind.EXPERTS].request, combo[ComponentKind.QUANTIZATION])
+    _check_adapted_experts(config, slots[ComponentKind.EXPERTS].request, combo)
     captured = not isinstance(chosen, Candidate) or Feature.EXPERTS_GRAPH in chosen.spec.offers
     if config.graphs.piecewise_tokens and not captured:
         raise ConfigError(
@@ -171,11 +171,17 @@ def check_experts(config: Config, slots: Mapping[str, Slot], combo: Combination)
         )
 
 
-def _check_adapted_experts(config: Config, request: ResolveRequest, quantization: Option) -> None:
-    """Refuse ``experts`` in ``adapters.modules`` on CUDA if ``quantization`` stores experts in a format without such kernels."""
+def _check_adapted_experts(config: Config, request: ResolveRequest, combo: Combination) -> None:
+    """Refuse ``experts`` in ``adapters.modules`` with a backend that does not offer ``experts.adapters``, and on CUDA if the quantization stores
+    experts in a format without such kernels."""
     model, adapters = request.model_info, config.adapters
     wanted = adapters.enabled and adapters.modules is not None and "experts" in adapters.modules
-    if not wanted or request.machine.device_type != "cuda" or model is None or not concerns_experts(model):
+    if not wanted or model is None or not concerns_experts(model):
+        return
+    backend, quantization = combo[ComponentKind.EXPERTS], combo[ComponentKind.QUANTIZATION]
+    if isinstance(backend, Candidate):
+        check_adapted_backend(backend.spec)
+    if request.machine.device_type != "cuda":
         return
     chosen = quantization if isinstance(quantization, Candidate) else None
     stored = expert_feature(chosen, model.quantization).removeprefix("experts.")
@@ -183,6 +189,15 @@ def _check_adapted_experts(config: Config, request: ResolveRequest, quantization
         raise ConfigError(
             f"adapters.modules has experts, and quantization {show(quantization)} stores those of {model.architecture} as {stored}; allowed with "
             f"adapters on CUDA: {', '.join(ADAPTED_ON_CUDA)}. Leave experts out of adapters.modules, or load a checkpoint whose experts are stored so"
+        )
+
+
+def check_adapted_backend(spec: ComponentSpec) -> None:
+    """Raise ``ConfigError`` if adapters of experts may not be computed in the place of this backend of experts."""
+    if Feature.EXPERTS_ADAPTERS not in spec.offers:
+        raise ConfigError(
+            f"there are adapters of experts, and experts {spec.name!r} does not offer {Feature.EXPERTS_ADAPTERS}: it would not compute the steps "
+            "in which a token has an adapter. Set adapters.modules without experts, or another backend of experts"
         )
 
 

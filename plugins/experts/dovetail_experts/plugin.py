@@ -22,6 +22,7 @@ EVERY_LAYER = frozenset(
         Feature.EXPERTS_SWIGLU,
         Feature.EXPERTS_SCALED_INPUT,
         Feature.EXPERTS_UNGATED,
+        Feature.EXPERTS_ADAPTERS,
     }
 )
 
@@ -31,6 +32,7 @@ TRITON = ComponentSpec(
     target="dovetail_experts.backends:TritonExperts",
     config="dovetail_experts.config:TritonExpertsConfig",
     summary="Dovetail's own kernels on CUDA: pairs sorted by expert, one kernel for gate, up and activation, one for down.",
+    api=(1, 1),
     requires=(Requirement("triton", install="pip install triton"),),
     offers=EVERY_LAYER | {Feature.EXPERTS_GRAPH, Feature.EXPERTS_REHEARSAL, Feature.EXPERTS_BATCH_INVARIANT},
     constraints=Constraints(devices=("cuda",), dtypes=DTYPES),
@@ -43,6 +45,7 @@ TORCH_NATIVE = ComponentSpec(
     target="dovetail_experts.backends:TorchExperts",
     config="dovetail_experts.config:TorchExpertsConfig",
     summary="PyTorch's grouped products on the CPU, and compiled ones for few rows.",
+    api=(1, 1),
     offers=EVERY_LAYER,
     constraints=Constraints(devices=("cpu",), dtypes=DTYPES),
     priority=10,
