@@ -1,7 +1,10 @@
-"""Test that adapters are pinned in pieces, and that their pieces fill a slot.
+"""Test that adapters are pinned in pieces, that their pieces fill a slot, and that weights are not copied on the stream of an engine.
 
 .venv/bin/python -m pytest -q tests/core/test_adapter_pieces.py
 """
+
+import itertools
+from collections import defaultdict
 
 import numpy as np
 import torch
@@ -9,6 +12,7 @@ import torch
 from dovetail.engine import adapter_files
 from dovetail.engine.adapter_files import AdapterImage
 from dovetail.engine.adapters import EngineAdapters
+from dovetail.engine.device import EngineStream
 
 
 def test_no_pinned_piece_is_larger_than_allowed_and_the_pieces_fill_a_slot(monkeypatch):
@@ -31,3 +35,20 @@ def test_no_pinned_piece_is_larger_than_allowed_and_the_pieces_fill_a_slot(monke
     adapters.install(AdapterImage(pieces, np.array([4, 8], np.int32)), 2)
     assert torch.equal(adapters._slots, torch.stack([torch.zeros(100), elements, torch.zeros(100)]).bfloat16())
     assert adapters._ranks.tolist() == [[0, 0], [4, 8], [0, 0]]
+
+
+def test_weights_are_copied_on_a_stream_of_no_engine(monkeypatch):
+    """As torch does, streams are given out in turns: 32 of each device and priority."""
+    counts = defaultdict(itertools.count)
+
+    def stream(device, priority=0):
+        return device, priority, next(counts[device, priority]) % 32
+
+    monkeypatch.setattr(torch.cuda, "Stream", stream)
+    adapter_files._copy_stream.cache_clear()
+    devices = [torch.device("cuda", index) for index in (0, 1)]
+    copies = {adapter_files._copy_stream(device) for device in devices}
+    adapter_files._copy_stream.cache_clear()
+    engines = {EngineStream(device)._stream for device in devices for _ in range(64)}
+    assert len(copies) == 2
+    assert not copies & engines

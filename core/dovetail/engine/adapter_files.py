@@ -328,7 +328,9 @@ def _to_host(tensor: torch.Tensor) -> torch.Tensor:
 
 @cache
 def _copy_stream(device: torch.device) -> torch.cuda.Stream:
-    return torch.cuda.Stream(device)
+    """Return a stream that is none of an engine's: torch gives the same 32 streams of a priority out in turns, and what is copied on the
+    stream of an engine would wait for its steps, or become part of a graph that is captured."""
+    return torch.cuda.Stream(device, priority=-1)
 
 
 def _read_tensor(opened: BinaryIO, stored: StoredTensor) -> torch.Tensor:
