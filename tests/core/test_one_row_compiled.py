@@ -64,7 +64,7 @@ def test_experts_are_fetched_before_the_wait(tmp_path: Path) -> None:
 def test_projected_rows_compile(
     heads: int, kv_heads: int, size: int, norm: bool, leads: bool, tiles: int, tmp_path: Path
 ) -> None:
-    tile = decode_projected.tile_of(tiles)
+    tile = decode_projected.tile_of(tiles, heads // kv_heads)
     constants: dict[str, Any] = {
         "HEADS": heads, "KV_HEADS": kv_heads, "SIZE": size, "PAGE": 16, "NORM": norm, "BLOCK_HEADS": 16,
         "KEYS": tile.keys, "MORE_KEYS": tile.more_keys, "LEADS": leads,

@@ -37,7 +37,9 @@ def _adapter(host: ApiHost, name: str | None, field: str) -> str:
         host.check_adapter(name)
     except UnknownModelError:
         count = len(host.adapters())
-        text = f"{field} names the adapter {name!r:.200}, which does not exist; this server has {count} (GET /v1/models)"
+        text = (
+            f"{field} names the adapter {name!r:.200}, which does not exist; this server has {count} (GET /v1/models)"
+        )
         raise NotFoundError(text, param=field, code="model_not_found") from None
     return name
 
