@@ -23,7 +23,7 @@ serve-real: setup
 test: WHICH := -m "not full"
 test: run-tests
 
-# With the sweeps over every model and feature.
+# With the sweeps over every model and feature: about an hour more on two cores.
 test-full: run-tests
 
 # Every worker and every process that a test starts compiles what it imports, unless one of them may keep it for the others.

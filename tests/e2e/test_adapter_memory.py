@@ -65,10 +65,10 @@ def test_adapters_in_host_memory_take_no_more_than_the_config_allows(tmp_path):
 
 
 @pytest.mark.parametrize("most", [1, 2])
-def test_adapters_that_are_loaded_together_take_no_more_than_the_config_allows(tmp_path, most):
-    """Requests wait for four adapters, and two more are loaded."""
+def test_adapters_that_are_loaded_together_take_no_more_than_the_config_allows(tmp_path, monkeypatch, most):
+    """Requests wait for four adapters, and four more are loaded: those of requests are read first once they are known to be absent."""
     load = {}
-    for seed, name in enumerate("abcdef"):
+    for seed, name in enumerate("abcdefgh"):
         write_adapter(tmp_path / name, SHAPES, seed=seed)
         load[name] = str(tmp_path / name)
     known = {name: load[name] for name in "abcd"}
@@ -77,16 +77,24 @@ def test_adapters_that_are_loaded_together_take_no_more_than_the_config_allows(t
         loop, held, answers = llm.loop, [], []
         for name in "abcd":
             loop.handle(GenerateMsg(name, [1, 2, 3], PARAMS, 0, adapter=name))
-        for name in "ef":
+        for name in "efgh":
             loop.handle(LoadAdapterMsg(name, name, load[name]))
         images = cast(Any, loop.executor).rank.adapters
+        call, read = loop.executor.call, []
+
+        def counted(method: str, command: list[Any]) -> Any:
+            read.extend(command[2:3] if command[0] == "read" else ())
+            return call(method, command)
+
+        monkeypatch.setattr(loop.executor, "call", counted)
         while loop.has_work:
             answers += loop.step()
             held.append(len(images._images) + len(images._reading))
         assert max(held) == most
-        assert [answer.ok for answer in answers if isinstance(answer, CommandReply)] == [True, True]
+        assert read[most : most + 4] == [load[name] for name in "abcd"]
+        assert [answer.ok for answer in answers if isinstance(answer, CommandReply)] == [True] * 4
         assert {answer.rid for answer in answers if isinstance(answer, TokenOutput) and answer.finish} == {*"abcd"}
-        assert loop.stats().adapters_known == 6
+        assert loop.stats().adapters_known == 8
 
 
 def test_explain_shows_what_an_engine_takes_for_an_adapter():

@@ -328,7 +328,7 @@ def _to_host(tensor: torch.Tensor) -> torch.Tensor:
 
 @cache
 def _copy_stream(device: torch.device) -> torch.cuda.Stream:
-    """Return a stream that is none of an engine's: torch gives the same 32 streams of a priority out in turns, and what is copied on the
+    """Return a stream that no engine uses: torch gives the same 32 streams of a priority out in turns, and what is copied on the
     stream of an engine would wait for its steps, or become part of a graph that is captured."""
     return torch.cuda.Stream(device, priority=-1)
 

@@ -1,8 +1,8 @@
 """Load adapters (LoRA) while requests run, and bring those to the device that waiting requests need.
 
 Files are read on a thread of each rank. Between two steps, an adapter that was read is copied to its slot. A loop without
-adapters that are wanted, read or unloaded does nothing here, however many are known. Those that are read count as those in
-host memory do: more are read once there is memory for them.
+adapters that are wanted, read or unloaded does nothing here, however many are known. Adapters that are being read count
+towards host memory: more are read once there is memory for them.
 """
 
 from __future__ import annotations
@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 GIB = 1 << 30
 HOST_SHARE = 4
 """By default, adapters in host memory take at most one in this number of the bytes of the machine."""
+MOST_READS = 2
+"""The largest number of adapters that are read at a time: each rank reads them one after another."""
 POLL_SECONDS = 0.005
 """The time between two questions to the ranks whether they have read an adapter. Each waits for the step in flight."""
 
@@ -109,19 +111,21 @@ class AdapterLoader:
         if self._reading:
             answers += self._collect()
         absent = self._bring() if self._table.wanted else []
-        while self._loads and self._makes_space():
-            self._read(*self._loads.popleft())
-        for adapter in absent:
+        for adapter in absent:  # before the commands, because requests wait for them
             if not self._makes_space():
                 break
             self._read(adapter)
+        while self._loads and self._makes_space():
+            self._read(*self._loads.popleft())
         if self._retired:
             self._retired = [adapter for adapter in self._retired if not self._removed(adapter)]
         return answers
 
     def _makes_space(self) -> bool:
-        """Return True if host memory may hold one more adapter, after dropping the one that was used least recently if need
-        be; False if adapters that are read take all of it."""
+        """Return True if one more adapter may be read now, after dropping the one in host memory that was used least recently if need
+        be; False if enough are being read, or those take all of the memory."""
+        if len(self._reading) >= MOST_READS:
+            return False
         if len(self._host) + len(self._reading) < self._most_host:
             return True
         if not self._host:

@@ -1,8 +1,8 @@
 """Compute attention of few rows with one token each from their projection: normalise and rotate queries and keys, write keys and values
 to a paged pool, and attend, in one kernel, and merge what its programs find in a second one.
 
-For each row and key head, one program attends to the token's own key and value, which it takes from the projection, and the others read the
-keys of earlier steps in parts, as those of ``decode`` do. Before they wait for the projection, they load their first keys and values.
+For each row and key head, one program attends to the token's own key and value, which it takes from the projection. The others read the
+keys of earlier steps in parts, and load their first keys and values before they wait for the projection.
 Lengths, page tables and the places of tokens are read early too, unless the kernel leads (see ``launch``).
 """
 
@@ -192,7 +192,7 @@ def _merge_rows(
 
 
 def fits(heads: int, kv_heads: int, size: int) -> bool:
-    """Return whether the kernels attend with this number of heads of this size."""
+    """Return True if the kernels attend with this number of heads of this size."""
     return heads // kv_heads <= LEAST_TILE and size in (64, 128)
 
 

@@ -13,8 +13,8 @@ Some data (page tables, schedules of attention) is written before a *leader* ker
 kernel after that leader may read such data before its ``gdc_wait``. A leader executes ``gdc_wait`` before
 ``gdc_launch_dependents``, in every program: a kernel that starts after the leader therefore starts when all kernels
 before the leader have ended. These early reads bypass the L1 cache (``.cg``), which may hold older content. The
-attention kernel of the first layer of each window is a leader; steps of one token also read lengths, places and the keys
-of earlier steps early (``decode_projected``). So is the kernel of gate and up of one token (``experts_one``): the kernel after it
+attention kernel of the first layer of each window is a leader; steps of few rows with one token each also read lengths,
+places and the keys of earlier steps early (``decode_projected``). So is the kernel of gate and up of one token (``experts_one``): the kernel after it
 reads early which experts were chosen.
 
 Triton compiles a kernel anew if a pointer is not a multiple of 16, unless the kernel names the argument in
