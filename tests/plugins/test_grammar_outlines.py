@@ -126,7 +126,8 @@ def test_a_row_is_written_in_place() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("cases", "compiled_at_least"), [(suite_schemas, 0.5), pytest.param(real_schemas, 0.5, marks=pytest.mark.full)]
+    ("cases", "compiled_at_least"),
+    [(suite_schemas, 0.5), pytest.param(real_schemas, 0.5, marks=[pytest.mark.full, pytest.mark.timeout(1200)])],
 )
 def test_no_invalid_instance_passes(cases: Any, compiled_at_least: float) -> None:
     folder = os.environ.get("GRAMMAR_CORPORA")
