@@ -13,7 +13,7 @@ from dovetail import LLM, SamplingParams
 from dovetail.interfaces.speculative import Drafter
 from dovetail.memory.table import pool_of
 from dovetail.messages import AbortMsg, GenerateMsg, RequestFailed, TokenOutput
-from dovetail.types import DraftTree
+from dovetail.types import DraftTree, FinishKind
 
 VOCAB = 199
 
@@ -87,19 +87,27 @@ class Traffic:
         return end.status if isinstance(end, RequestFailed) else end.kind
 
 
-def run_with_aborts(llm: LLM, prompts, params, chance) -> tuple[Traffic, set[int]]:
-    """Add requests with up to three steps between them, abort an earlier one with this ``chance`` after each, and run them to their ends.
-    Return the traffic, in which request i is ``r{i}``, and those of two ranks that have kept requests, with data-parallel attention."""
-    rng, used, traffic = random.Random(1), set(), Traffic(llm)
+def check_with_aborts(llm: LLM, prompts, params, alone, chance) -> set[int]:
+    """Add requests with up to three steps between them, and abort an earlier one with this ``chance`` after each. Check that some end
+    early, and no others than aborted ones, that these generate a beginning of their tokens in ``alone`` and the others all of them, and
+    that nothing is left behind. Return those of two ranks that kept requests, with data-parallel attention."""
+    rng, used, aborted, traffic = random.Random(1), set(), set(), Traffic(llm)
     for i, (prompt, own) in enumerate(zip(prompts, params, strict=True)):
         traffic.add(f"r{i}", prompt, replace(own, seed=None), seed=own.seed or 0)
         for _ in range(rng.choice([0, 0, 1, 3])):
             traffic.step()
         used |= {pool_of(req.slot, 2) for req in llm.loop.scheduler.running}
         if rng.random() < chance:
-            traffic.abort(f"r{rng.randrange(i + 1)}")
+            aborted.add(rid := f"r{rng.randrange(i + 1)}")
+            traffic.abort(rid)
     traffic.finish()
-    return traffic, used
+    early = {rid for rid in traffic.tokens if traffic.kind(rid) == FinishKind.ABORT}
+    assert early, "no request was aborted before its end"
+    assert early <= aborted, "requests ended that were not aborted"
+    for (rid, got), tokens in zip(traffic.tokens.items(), alone, strict=True):
+        assert got == (tokens[: len(got)] if rid in early else tokens), f"{rid}: {got}, not {tokens}"
+    check_idle(llm)
+    return used
 
 
 def varied_params(rng: random.Random, most=40) -> SamplingParams:

@@ -15,7 +15,7 @@ from typing import Any
 
 import engine_models as models
 import pytest
-from engine_runs import Traffic, check_idle, make_llm, paged, prompts_of, results, run_with_aborts, varied_params
+from engine_runs import Traffic, check_idle, check_with_aborts, make_llm, paged, prompts_of, results, varied_params
 from transformers import DeepseekV2Config, Qwen3MoeConfig
 
 from dovetail import LLM, SamplingParams
@@ -199,12 +199,7 @@ def test_requests_that_come_and_are_aborted(checkpoints: dict[str, Path]) -> Non
     one.close()
     two = two_ranks(checkpoints["deepseek"], **paged(4, 300, scheduler={"chunk_size": 11, "max_running": 8}))
     try:
-        traffic, used = run_with_aborts(two, prompts, params, 0.2)
-        assert used == {0, 1}
-        for i, tokens in enumerate(alone):
-            got = traffic.tokens[f"r{i}"]
-            assert got == (tokens[: len(got)] if traffic.kind(f"r{i}") == "abort" else tokens)
-        check_idle(two)
+        assert check_with_aborts(two, prompts, params, alone, 0.2) == {0, 1}
     finally:
         two.close()
 

@@ -12,13 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from engine_runs import check_idle, make_llm, prompts_of, results, run_with_aborts, varied_params
+from engine_runs import check_idle, check_with_aborts, make_llm, prompts_of, results, varied_params
 from state_drafter_checkpoints import with_mtp
 from state_models import save
 
 from dovetail import LLM, SamplingParams
 from dovetail.scheduler import admission, snapshots
-from dovetail.types import FinishKind
 
 MTP = {"kind": "mtp", "num_draft_tokens": 3}
 LONG = SamplingParams(max_new_tokens=40, temperature=0, ignore_eos=True)
@@ -118,13 +117,6 @@ def test_requests_that_come_and_are_aborted(models: Callable[[str], Path]) -> No
     one.close()
     two = engine(models("kimi_linear"), 2, scheduler={"chunk_size": 11, "max_running": 8})
     try:
-        traffic, used = run_with_aborts(two, prompts, params, 0.3)
-        assert used == {0, 1}
-        kinds = [traffic.kind(f"r{i}") for i in range(len(alone))]
-        assert FinishKind.ABORT in kinds
-        for i, (tokens, kind) in enumerate(zip(alone, kinds, strict=True)):
-            got = traffic.tokens[f"r{i}"]
-            assert got == (tokens[: len(got)] if kind == FinishKind.ABORT else tokens)
-        check_idle(two)
+        assert check_with_aborts(two, prompts, params, alone, 0.3) == {0, 1}
     finally:
         two.close()

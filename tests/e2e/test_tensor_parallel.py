@@ -13,12 +13,11 @@ import signal
 import threading
 import time
 from contextlib import contextmanager
-from dataclasses import replace
 
 import engine_models as models
 import httpx
 import pytest
-from engine_runs import Traffic, check_idle, make_llm, paged, prompts_of, results, varied_params
+from engine_runs import check_idle, check_with_aborts, make_llm, paged, prompts_of, results, varied_params
 from troubled import PATIENCE, client_of, eventually, is_gone, run
 
 from dovetail import LLM, SamplingParams
@@ -156,23 +155,8 @@ def test_random_traffic_and_aborts(checkpoint):
     prompts, params = jobs(24, seed=3)
     with opened(checkpoint, 1) as one:
         alone = [o.token_ids for o in one.generate(prompts, params)]
-    rng, aborted = random.Random(1), set()
     with opened(checkpoint, 2, **paged(4, 300, scheduler={"chunk_size": 11, "max_running": 8, "overlap": True})) as llm:
-        traffic = Traffic(llm)
-        for i, (prompt, own) in enumerate(zip(prompts, params, strict=True)):
-            traffic.add(f"r{i}", prompt, replace(own, seed=None), seed=own.seed)
-            for _ in range(rng.choice([0, 0, 1, 3])):
-                traffic.step()
-            if rng.random() < 0.2:
-                aborted.add(victim := f"r{rng.randrange(i + 1)}")
-                traffic.abort(victim)
-        traffic.finish()
-        for i, tokens in enumerate(alone):
-            got = traffic.tokens[f"r{i}"]
-            ended_early = traffic.kind(f"r{i}") == "abort"
-            assert got == (tokens[: len(got)] if ended_early else tokens)
-            assert not ended_early or f"r{i}" in aborted
-        check_idle(llm)
+        check_with_aborts(llm, prompts, params, alone, 0.2)
 
 
 def test_an_executor_of_one_rank_is_refused():
