@@ -24,16 +24,11 @@ from transformers import Qwen3MoeConfig
 
 from dovetail.engine import draft_graphs
 from dovetail.engine.draft_graphs import DraftGraphs, DraftLimits
-from dovetail.engine.engine import Engine
-from dovetail.interfaces.mesh import Mesh
 from dovetail.interfaces.speculative import DraftPass
-from dovetail.registry.machine import Machine
-from dovetail.registry.resolver import resolve
-from dovetail.registry.setup import setup
 from dovetail_speculative.hidden import DraftRows
-from rank_alone import Alone
+from rank_alone import ROWS, build_engine
 
-VOCAB, ROWS, PAGE, PAGES, CONTEXT = 199, 16, 4, 200, 64
+VOCAB, PAGES, CONTEXT = 199, 200, 64
 DRAFTERS: dict[str, dict[str, Any]] = {
     "mtp": {"kind": "mtp", "num_draft_tokens": 4},
     "eagle3_tree": {"kind": "eagle3_tree", "topk": 2, "depth": 3, "num_draft_tokens": 5},
@@ -60,20 +55,6 @@ def targets(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     checkpoints.save_dflash(qwen3 / "dflash", hidden=48, head_dim=16, mask=9)
     checkpoints.save_glm(glm)
     return {"mtp": glm, "eagle3_tree": qwen3, "dflash": qwen3}
-
-
-def built(checkpoint: Path, rank: int, drafter: str) -> Engine:
-    arguments = {
-        "model": {"path": str(checkpoint), "dtype": "float32"},
-        "parallel": {"tp": 2, "attention": "data"},
-        "scheduler": {"max_running": ROWS},
-        "memory": {"num_pages": PAGES, "page_size": PAGE},
-        "speculative": DRAFTERS[drafter],
-        "grammar": "none",
-        "device": "cpu",
-    }
-    config, registry = setup((), arguments=arguments)
-    return Engine(resolve(config, registry, Machine.detect("cpu")), frozenset(), Mesh(Alone(rank), attention="data"))
 
 
 STEPS = {
@@ -119,7 +100,7 @@ def test_replayed_passes_attend_in_the_rows_of_the_rank(
     targets: dict[str, Path], monkeypatch: pytest.MonkeyPatch, name: str, rank: int
 ) -> None:
     monkeypatch.setattr(draft_graphs, "GraphRecorder", Repeats)
-    engine = built(targets[name], rank, name)
+    engine = build_engine(targets[name], rank, PAGES, speculative=DRAFTERS[name])
     drafter: Any = engine.drafter
     if hasattr(drafter, "cache"):
         drafter._cache = drafter.cache
@@ -200,7 +181,7 @@ def test_what_a_captured_pass_reads_stays_allocated(
 ) -> None:
     monkeypatch.setattr(draft_graphs, "GraphRecorder", Forgets)
     monkeypatch.setattr(Forgets, "read", ())
-    engine = built(targets[name], 0, name)
+    engine = build_engine(targets[name], 0, PAGES, speculative=DRAFTERS[name])
     drafter: Any = engine.drafter
     cache = drafter.cache if hasattr(drafter, "cache") else drafter._cache
     limits = DraftLimits(4, 64, CONTEXT, wide=True)

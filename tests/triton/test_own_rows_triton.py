@@ -35,18 +35,14 @@ from dovetail.engine.runners import DecodeGraphRunner, EagerRunner, EagerSampler
 from dovetail.engine.sampler import Sampler
 from dovetail.engine.sharing import NO_SHARING
 from dovetail.engine.verify_graphs import VerifyGraphs, VerifySizes
-from dovetail.interfaces.mesh import Mesh
 from dovetail.layers.base import prepare_layers
 from dovetail.layers.linear import Linear
 from dovetail.ops.adapter_weights import AdapterCount
-from dovetail.registry.machine import Machine
-from dovetail.registry.resolver import resolve
-from dovetail.registry.setup import setup
 from dovetail.sampling_params import SamplingParams
 from dovetail.types import AdmittedRequest, Batch, DraftTree
-from rank_alone import Alone
+from rank_alone import ROWS, build_engine
 
-VOCAB, ROWS, PAGE, PAGES = 199, 16, 4, 60
+VOCAB, PAGES = 199, 60
 
 
 @pytest.fixture(scope="module")
@@ -63,20 +59,6 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     names = {"architectures": ["Qwen3MoeForCausalLM"], "vocab_size": VOCAB, "eos_token_id": None}
     Qwen3MoeConfig(**sizes, **experts, **names, max_position_embeddings=128).save_pretrained(directory)
     return directory
-
-
-def built(checkpoint: Path, rank: int) -> Engine:
-    arguments = {
-        "model": {"path": str(checkpoint), "dtype": "float32", "load_format": "dummy"},
-        "parallel": {"tp": 2, "attention": "data"},
-        "scheduler": {"max_running": ROWS},
-        "memory": {"num_pages": PAGES, "page_size": PAGE},
-        "grammar": "none",
-        "device": "cpu",
-    }
-    config, registry = setup((), arguments=arguments)
-    resolved = resolve(config, registry, Machine.detect("cpu"))
-    return Engine(resolved, frozenset(), Mesh(Alone(rank), attention="data"))
 
 
 def batch_of(engine: Engine, slots: list[int], seed: int) -> Batch:
@@ -105,7 +87,7 @@ def test_captured_steps_attend_in_the_rows_of_the_rank(
     checkpoint: Path, monkeypatch: pytest.MonkeyPatch, rank: int
 ) -> None:
     stand_in(monkeypatch)
-    engine = built(checkpoint, rank)
+    engine = build_engine(checkpoint, rank, PAGES, "dummy")
     model, inputs, mesh = engine.model, engine.inputs, engine.mesh
     pool: Any = engine.pool
     counts = TokenCounts(ROWS + 1, VOCAB, engine.device)
@@ -198,7 +180,7 @@ def test_captured_steps_add_the_adapters_of_own_rows_in_attention_and_of_all_row
     monkeypatch.setattr("dovetail.ops.triton.low_rank_few.INPUT_BLOCK", {True: 32, False: 32})
     monkeypatch.setattr("dovetail.ops.low_rank.FEW_SLOTS", 1)  # steps of two adapters have the kernels of many
     stand_in(monkeypatch)
-    engine = built(checkpoint, rank)
+    engine = build_engine(checkpoint, rank, PAGES, "dummy")
     model, inputs, mesh = engine.model, engine.inputs, engine.mesh
     pool: Any = engine.pool
     adapters = adapters_of(engine)
@@ -269,7 +251,7 @@ def test_captured_verify_steps_attend_in_the_rows_of_the_rank(
 ) -> None:
     """The reference runs each row alone."""
     stand_in(monkeypatch)
-    engine = built(checkpoint, rank)
+    engine = build_engine(checkpoint, rank, PAGES, "dummy")
     model, inputs, mesh = engine.model, engine.inputs, engine.mesh
     pool: Any = engine.pool
     counts = TokenCounts(ROWS + 1, VOCAB, engine.device)
@@ -333,7 +315,7 @@ def test_engines_share_no_counters_of_adapters(checkpoint: Path) -> None:
             for layer in as_module(engine.model).modules()
             if isinstance(layer, Linear) and layer.adapters is not None
         ]
-        for engine in (built(checkpoint, 0), built(checkpoint, 0))
+        for engine in [build_engine(checkpoint, 0, PAGES, "dummy") for _ in range(2)]
         if adapters_of(engine)
     ]
     first, second = ({each.data_ptr() for each in own if each is not None} for own in counters)

@@ -19,12 +19,10 @@ import torch
 sys.path += [str(Path(__file__).parent), str(Path(__file__).parents[1] / "e2e")]
 
 from state_models import VOCAB, save
-from test_own_rows_triton import PAGE, PAGES, ROWS, Alone
 from test_runners_triton import attention, stand_in
 from test_state_graphs_triton import fill, states_in
 
 from dovetail.engine.captures import NEEDED_BEFORE_CAPTURE, NO_UPDATES, STEPS_BETWEEN_CAPTURES
-from dovetail.engine.engine import Engine
 from dovetail.engine.graphs import DecodeGraphs
 from dovetail.engine.own_rows import OwnRowsOfSteps
 from dovetail.engine.penalties import TokenCounts
@@ -32,13 +30,10 @@ from dovetail.engine.runners import DecodeGraphRunner, EagerRunner, EagerSampler
 from dovetail.engine.sampler import Sampler
 from dovetail.engine.sharing import NO_SHARING
 from dovetail.engine.verify_graphs import VerifyGraphs, VerifySizes
-from dovetail.interfaces.mesh import Mesh
 from dovetail.memory.arena import ArenaAllocator
-from dovetail.registry.machine import Machine
-from dovetail.registry.resolver import resolve
-from dovetail.registry.setup import setup
 from dovetail.sampling_params import SamplingParams
 from dovetail.types import AdmittedRequest, Batch, DraftTree, ForwardOutput
+from rank_alone import ROWS, build_engine
 
 STEPS = {  # slots, and the number of drafts of each row in a verify step
     "evenly": ([3, 2, 1, 4], [1, 2, 0, 1]),
@@ -54,18 +49,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def built(checkpoint: Path, rank: int) -> Any:
-    arguments = {
-        "model": {"path": str(checkpoint), "dtype": "float32"},
-        "parallel": {"tp": 2, "attention": "data"},
-        "scheduler": {"max_running": ROWS},
-        "memory": {"num_pages": PAGES, "page_size": PAGE},
-        "grammar": "none",
-        "device": "cpu",
-    }
-    config, registry = setup((), arguments=arguments)
-    engine: Any = Engine(
-        resolve(config, registry, Machine.detect("cpu")), frozenset(), Mesh(Alone(rank), attention="data")
-    )
+    engine: Any = build_engine(checkpoint, rank, 60)
     allocator = ArenaAllocator(engine.budget.arena)
     for slot in range(1, 9):
         pages, taken = allocator.alloc(3), allocator.alloc_slots()
