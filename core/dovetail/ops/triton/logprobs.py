@@ -7,8 +7,6 @@ number and an index are compared as one integer, which is unique in its row.
 
 from __future__ import annotations
 
-import functools
-
 import torch
 import triton
 import triton.language as tl
@@ -88,11 +86,6 @@ def _logprobs_kernel(
         among = tl.where(among == first, LEAST, among)
 
 
-@functools.cache
-def _one(device: torch.device) -> torch.Tensor:
-    return torch.ones(1, 1, device=device)
-
-
 def chosen_and_top(
     logits: torch.Tensor, tokens: torch.Tensor, chosen: torch.Tensor, top: torch.Tensor, top_ids: torch.Tensor
 ) -> None:
@@ -106,7 +99,7 @@ def chosen_and_top(
     assert chosen.is_contiguous()
     if n == 0:
         return
-    values, ids, peaks = sampling.statistics(logits, _one(logits.device).expand(n, 1), True)
+    values, ids, peaks = sampling.statistics(logits, None, with_sums=True, with_peaks=True)
     blocks = ids.shape[1]
     launch(
         _logprobs_kernel,

@@ -26,7 +26,7 @@ def _stats_kernel(
     logits,
     row_stride,
     vocab,
-    temperature,
+    temperature,  # None: 1 in every row
     temperature_stride,
     values,  # float32 [n, 2, blocks]: maximum, sum
     ids,  # int32 [n, blocks]: first group of SUB tokens that has the maximum
@@ -52,7 +52,8 @@ def _stats_kernel(
     tl.store(values + row * 2 * blocks + block, best)
     tl.store(ids + row * blocks + block, block * (BLOCK // SUB) + first)
     if SUMS:
-        scale = exponent_scale(tl.load(temperature + row * temperature_stride))
+        heat = 1.0 if temperature is None else tl.load(temperature + row * temperature_stride)
+        scale = exponent_scale(heat)
         base = tl.where(best == float("-inf"), 0.0, best)
         total = tl.sum(tl.sum(tl.exp2((x - base) * scale), axis=1), axis=0)
         tl.store(values + (row * 2 + 1) * blocks + block, total)
@@ -117,10 +118,10 @@ def _sample_kernel(
 
 
 def statistics(
-    logits: torch.Tensor, temperature: torch.Tensor | None, with_peaks: bool
+    logits: torch.Tensor, temperature: torch.Tensor | None, with_sums: bool, with_peaks: bool
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return ``values``, ``ids`` and ``peaks`` of ``logits [n, V]`` as ``_stats_kernel`` describes them. The sums are
-    computed only if ``temperature`` is given."""
+    """Return ``values``, ``ids`` and ``peaks`` of ``logits [n, V]`` as ``_stats_kernel`` describes them, sums and peaks
+    only if they are requested. Without ``temperature``, that of every row is 1."""
     n, vocab = logits.shape
     blocks = triton.cdiv(vocab, BLOCK)
     values = torch.empty((n, 2, blocks), dtype=torch.float32, device=logits.device)
@@ -137,7 +138,7 @@ def statistics(
         values,
         ids,
         peaks,
-        SUMS=temperature is not None,
+        SUMS=with_sums,
         PEAKS=with_peaks,
         BLOCK=BLOCK,
         SUB=SUB,
@@ -159,7 +160,7 @@ def greedy(logits: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tenso
     """
     out = _result(logits, out)
     if len(logits):
-        values, ids, _ = statistics(logits, None, False)
+        values, ids, _ = statistics(logits, None, with_sums=False, with_peaks=False)
         blocks = ids.shape[1]
         launch(
             _greedy_kernel,
@@ -198,7 +199,7 @@ def sample(
         return out
     filters = (top_k, top_p, min_p)
     filtered = any(column is not None for column in filters)
-    values, ids, peaks = statistics(logits, temperature, filtered)
+    values, ids, peaks = statistics(logits, temperature, with_sums=True, with_peaks=filtered)
     blocks = ids.shape[1]
     row = (logits, logits.stride(0), vocab, temperature, temperature.stride(0))
     sizes = {"BLOCKS": triton.next_power_of_2(blocks), "BLOCK": BLOCK, "SUB": SUB}
