@@ -165,7 +165,7 @@ class Watch:
         """Return how much the drafter keeps of requests."""
         drafter = self.loop.executor.rank.drafter
         shared = getattr(getattr(drafter, "_shared", None), "_running", ())
-        return len(shared) + sum(len(getattr(drafter, n, ())) for n in ("_places", "_seen_lens", "_cursors", "_states"))
+        return len(shared) + sum(len(getattr(drafter, n, ())) for n in ("_observed", "_cursors", "_states"))
 
 
 def compute_late(engine, patch):

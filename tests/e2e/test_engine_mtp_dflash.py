@@ -126,7 +126,7 @@ def test_requests_that_are_aborted_leave_nothing_behind(drafter):
         traffic.finish()
         assert FinishKind.ABORT in {traffic.kind(rid) for rid in traffic.tokens}
     assert llm.loop.drafter_errors == 0
-    assert not getattr(inner, "_places", getattr(inner, "_seen_lens", None))
+    assert not inner._observed
     check_idle(llm)
 
 

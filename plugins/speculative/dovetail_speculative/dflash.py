@@ -22,17 +22,15 @@ from dovetail.ops.transfer import to_device
 from dovetail_speculative.checkpoints import find_checkpoint, target_ids, tensor_names
 from dovetail_speculative.dflash_checkpoint import DFlashShape, describe_dflash
 from dovetail_speculative.dflash_model import DFlashModel
-from dovetail_speculative.steps import TextSteps, chains, committed_tokens
+from dovetail_speculative.observed import ObservedTexts
+from dovetail_speculative.steps import TextSteps, chains
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from dovetail.types import Batch, BoolArray, Committed, DepartedRequest, DraftTree, ForwardOutput
+    from dovetail.types import Batch, Committed, DepartedRequest, DraftTree, ForwardOutput
     from dovetail_speculative.config import DFlashConfig
     from dovetail_speculative.steps import CommittedTokens
-
-MISSED = -1
-"""The value in place of a length if tokens of the request were not observed."""
 
 
 class Blocks(NamedTuple):
@@ -111,7 +109,7 @@ class DFlashDrafter(Drafter):
         self._block = BlockSteps(self._predict, width, self._shape, context.device)
         self._cache.register(self._texts)
         self._cache.register(self._block)
-        self._seen_lens: dict[int, int] = {}  # by uid: the number of tokens of its text whose KV is in the draft cache
+        self._observed = ObservedTexts()
 
     @property
     def max_draft_tokens(self) -> int:
@@ -126,16 +124,10 @@ class DFlashDrafter(Drafter):
     @torch.inference_mode()
     def observe(self, batch: Batch, output: ForwardOutput, committed: Committed) -> None:
         """Write the keys and values of the tokens that were committed."""
-        new = committed_tokens(batch, output, committed)
-        if new is None:
-            return
-        new = new[self._seen(batch, new, committed.ended)]
-        if not len(new.rows):
-            return
-        self._read(batch, new)
-        for row, length in zip(new.rows.tolist(), (new.starts + new.counts).tolist(), strict=True):
-            if batch.reqs[row].uid in self._seen_lens:  # otherwise it has ended and was forgotten
-                self._seen_lens[batch.reqs[row].uid] = length
+        new = self._observed.take(batch, output, committed)
+        if new is not None:
+            self._read(batch, new)
+            self._observed.finish(batch, new)
 
     def _read(self, batch: Batch, new: CommittedTokens) -> None:
         assert batch.hidden is not None, "the engine keeps the layers that are watched"
@@ -153,34 +145,18 @@ class DFlashDrafter(Drafter):
         self._model.store_context(batch, features)
         return features[:, :0]  # there is no output
 
-    def _seen(self, batch: Batch, new: CommittedTokens, ended: BoolArray) -> BoolArray:
-        """Return which rows of ``new`` had every token observed, bool ``[n]``. All of them count as missed until their
-        tokens have been read. No state is kept of the rows of the batch that have ``ended``."""
-        seen = np.zeros(len(new.rows), np.bool_)
-        for i, (row, start) in enumerate(zip(new.rows.tolist(), new.starts.tolist(), strict=True)):
-            uid = batch.reqs[row].uid
-            before = self._seen_lens.get(uid)
-            seen[i] = start == before if before is not None else row < batch.num_extend
-            if not ended[row]:
-                self._seen_lens[uid] = MISSED
-        return seen
-
     @torch.inference_mode()
     def propose(self, batch: Batch) -> DraftTree | None:
         """Return a chain for each decode row whose tokens were all observed. All blocks run in one pass."""
         assert batch.draft_limits is not None, "no pages were reserved for drafts"
-        limits, starts = batch.draft_limits.tolist(), batch.prefix_lens.tolist()
-        rows = [
-            row
-            for row in range(batch.num_extend, len(limits))
-            if limits[row] > 0 and self._seen_lens.get(batch.reqs[row].uid) == starts[row]
-        ]
+        limits = batch.draft_limits.tolist()
+        rows = self._observed.draft_rows(batch, limits)
         if not rows:
             return None
         ends = batch.prefix_lens[rows]
         lens = np.minimum(batch.draft_limits[rows], self._num_draft_tokens)
         state = self._block.state(len(rows))
-        lasts = np.array([batch.reqs[row].token_ids[starts[row]] for row in rows], np.int64)
+        lasts = np.array([batch.reqs[row].token_ids[batch.prefix_lens[row]] for row in rows], np.int64)
         state.ids[:, 0] = to_device(lasts, self._device)
         passes = [DraftPass(0, ends, (lens + 1).astype(np.int32))]
         predicted = self._cache.run(self._block, batch.slots[rows], passes, state)[1]
@@ -193,7 +169,7 @@ class DFlashDrafter(Drafter):
 
     def forget(self, request: DepartedRequest) -> None:
         """Drop the request's state. Its pages belong to the prefix cache or are free."""
-        self._seen_lens.pop(request.uid, None)
+        self._observed.forget(request.uid)
 
 
 def _check_layers(layer_ids: tuple[int, ...], count: int) -> None:

@@ -16,17 +16,14 @@ import torch
 
 from dovetail.interfaces.speculative import DraftCache, Drafter, DrafterContext
 from dovetail.ops.transfer import to_device
-from dovetail_speculative.steps import ChainSteps, TextSteps, chains, committed_tokens
+from dovetail_speculative.observed import ObservedTexts
+from dovetail_speculative.steps import ChainSteps, TextSteps, chains
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from dovetail.types import Batch, BoolArray, Committed, DepartedRequest, DraftTree, ForwardOutput, IntArray
+    from dovetail.types import Batch, Committed, DepartedRequest, DraftTree, ForwardOutput, IntArray
     from dovetail_speculative.steps import CommittedTokens
-
-MISSED = -2
-"""The value in place of an index if tokens of the request were not observed. It is not -1, because no index may be the
-next after it."""
 
 
 class DraftRows(NamedTuple):
@@ -80,7 +77,7 @@ class HiddenDrafter(Drafter):
             cache.register(self._chain)
         self.device = context.device
         self._outputs = torch.zeros(context.max_rows + 1, hidden_size, dtype=dtype, device=device)
-        self._places: dict[int, int] = {}  # by uid: the index that the kept output belongs to
+        self._observed = ObservedTexts()
         self._num_draft_tokens = num_draft_tokens
 
     @property
@@ -125,16 +122,10 @@ class HiddenDrafter(Drafter):
     @torch.inference_mode()
     def observe(self, batch: Batch, output: ForwardOutput, committed: Committed) -> None:
         """Write the head's keys and values of the tokens that were committed."""
-        new = committed_tokens(batch, output, committed)
-        if new is None:
-            return
-        new = new[self._seen(batch, new, committed.ended)]
-        if not len(new.rows):
-            return
-        self._read(batch, new)
-        for row, place in zip(new.rows.tolist(), (new.starts + new.counts - 1).tolist(), strict=True):
-            if batch.reqs[row].uid in self._places:  # otherwise it has ended and was forgotten
-                self._places[batch.reqs[row].uid] = place
+        new = self._observed.take(batch, output, committed)
+        if new is not None:
+            self._read(batch, new)
+            self._observed.finish(batch, new)
 
     def _read(self, batch: Batch, new: CommittedTokens) -> None:
         """Run the head over the ``new`` tokens and keep its outputs at their last indices."""
@@ -154,28 +145,12 @@ class HiddenDrafter(Drafter):
             outputs = texts.take(self.cache, (slots, new.starts, counts), where, next_ids, entered)
         self._outputs.index_copy_(0, slots_there, outputs)
 
-    def _seen(self, batch: Batch, new: CommittedTokens, ended: BoolArray) -> BoolArray:
-        """Return which rows of ``new`` had every token observed, bool ``[n]``. All of them count as missed until the
-        pass over their tokens has succeeded. No state is kept of the rows of the batch that have ``ended``."""
-        seen = np.zeros(len(new.rows), np.bool_)
-        for i, (row, start) in enumerate(zip(new.rows.tolist(), new.starts.tolist(), strict=True)):
-            uid = batch.reqs[row].uid
-            before = self._places.get(uid)
-            seen[i] = start == before + 1 if before is not None else row < batch.num_extend
-            if not ended[row]:
-                self._places[uid] = MISSED
-        return seen
-
     @torch.inference_mode()
     def propose(self, batch: Batch) -> DraftTree | None:
         """Return drafts for the decode rows whose tokens were all observed."""
         assert batch.draft_limits is not None, "no pages were reserved for drafts"
-        limits, starts = batch.draft_limits.tolist(), batch.prefix_lens.tolist()
-        rows = [
-            row
-            for row in range(batch.num_extend, len(limits))
-            if limits[row] > 0 and self._places.get(batch.reqs[row].uid) == starts[row] - 1
-        ]
+        limits = batch.draft_limits.tolist()
+        rows = self._observed.draft_rows(batch, limits)
         if not rows:
             return None
         rows.sort(key=lambda row: -limits[row])
@@ -197,4 +172,4 @@ class HiddenDrafter(Drafter):
 
     def forget(self, request: DepartedRequest) -> None:
         """Drop the request's state. Its kept output is not used again."""
-        self._places.pop(request.uid, None)
+        self._observed.forget(request.uid)

@@ -19,9 +19,8 @@ from dovetail_speculative.mtp_model import MtpModel
 from dovetail_speculative.steps import chains
 
 if TYPE_CHECKING:
-    from dovetail.types import Batch, BoolArray, DraftTree, IntArray
+    from dovetail.types import Batch, Committed, DraftTree, ForwardOutput, IntArray
     from dovetail_speculative.config import MtpConfig
-    from dovetail_speculative.steps import CommittedTokens
 
 SINGLE_LAYER_DRAFTS = 3
 """The default number of drafts with a single layer, which is applied to its own output."""
@@ -104,11 +103,12 @@ class MtpDrafter(HiddenDrafter):
         """See ``HiddenDrafter.tokens``."""
         return self._model.logits(output[:, : self._size].contiguous()).argmax(-1)
 
-    def _seen(self, batch: Batch, new: CommittedTokens, ended: BoolArray) -> BoolArray:
-        for row, start in zip(new.rows.tolist(), new.starts.tolist(), strict=True):
-            if batch.reqs[row].uid not in self._places:
-                self._floors[batch.slots[row]] = start
-        return super()._seen(batch, new, ended)
+    def observe(self, batch: Batch, output: ForwardOutput, committed: Committed) -> None:
+        """See ``HiddenDrafter.observe``."""
+        for row in range(batch.num_extend):
+            if batch.reqs[row].uid not in self._observed:
+                self._floors[batch.slots[row]] = batch.prefix_lens[row]
+        super().observe(batch, output, committed)
 
     def draft(self, rows: DraftRows, outputs: torch.Tensor) -> DraftTree | None:
         """Return chains. See ``HiddenDrafter.draft``.
