@@ -90,15 +90,11 @@ class GatedDeltaNet(StateMixer):
         """See ``StateMixer``."""
         if not self.prepared:
             self.prepare()
-        local, weight, rate, bias = self.local, self.conv_weight, self._rate, self.dt_bias
+        local, rate, bias = self.local, self._rate, self.dt_bias
         mixed, z = self.project.forward(x).split((local.width, local.value_heads * local.value_dim), 1)
         b, a = self.ba.forward(x).split((local.value_heads, local.value_heads), 1)
         (conv, own), ops, inputs = states.memory[self.state_id], states.backend, mixed
-        mixed = states.run(
-            lambda part, rows: ops.short_conv(part[0], weight, None, conv, rows),
-            lambda part, slots: ops.short_conv_step(part[0], weight, None, conv, slots),
-            inputs,
-        )
+        mixed = states.short_conv(inputs, self.conv_weight, None, conv)
         outputs = states.run(
             lambda part, rows: ops.gated_delta(part[0], DeltaGates(part[1], part[2], rate, bias), own, rows, local),
             lambda part, slots: ops.gated_delta_step(

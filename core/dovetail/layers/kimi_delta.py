@@ -89,16 +89,12 @@ class KimiDeltaAttention(StateMixer):
         """See ``StateMixer``."""
         if not self.prepared:
             self.prepare()
-        local, weight, size = self.local, self.conv_weight, self.shape.head_dim
+        local, size = self.local, self.shape.head_dim
         inputs, gate = self.project.forward(x).split((local.width, size), 1)
         b, low_rank = self.gates.forward(x).split((self._heads, size), 1)
         decays = self.f_b.forward(low_rank.contiguous()).unflatten(1, (self._heads, size))
         (conv, own), ops = states.memory[self.state_id], states.backend
-        mixed = states.run(
-            lambda part, rows: ops.short_conv(part[0], weight, None, conv, rows),
-            lambda part, slots: ops.short_conv_step(part[0], weight, None, conv, slots),
-            inputs,
-        )
+        mixed = states.short_conv(inputs, self.conv_weight, None, conv)
         outputs = states.run(
             lambda part, rows: ops.gated_delta(part[0], self._gates(*part[1:]), own, rows, local),
             lambda part, slots: ops.gated_delta_step(part[0], self._gates(*part[1:]), own, slots, local),

@@ -117,12 +117,8 @@ class Mamba2Mixer(StateMixer):
             projected = projected.mul_(self._multiplier)
         gate, mixed, dt = projected.split([sizes["gate"], sizes["x"] + 2 * sizes["b"], sizes["dt"]], 1)
         (conv, own), ops, inputs = states.memory[self.state_id], states.backend, mixed
-        weight, bias, heads = self.conv_weight, self.conv_bias, self._parameters_of_heads
-        mixed = states.run(
-            lambda part, rows: ops.short_conv(part[0], weight, bias, conv, rows),
-            lambda part, slots: ops.short_conv_step(part[0], weight, bias, conv, slots),
-            inputs,
-        )
+        heads = self._parameters_of_heads
+        mixed = states.short_conv(inputs, self.conv_weight, self.conv_bias, conv)
         x, b, c = mixed.split([sizes["x"], sizes["b"], sizes["c"]], 1)
         x = x.unflatten(1, (self._heads, shape.head_dim))
         b, c = (each.unflatten(1, (self._groups, shape.state_size)) for each in (b, c))

@@ -87,12 +87,8 @@ class Mamba1Mixer(StateMixer):
         width = self.shape.state_size
         inputs, gate = self.project.forward(x).chunk(2, 1)
         (conv, own), ops = states.memory[self.state_id], states.backend
-        weight, bias, channels = self.conv_weight, self.conv_bias, self._parameters_of_channels
-        x = states.run(
-            lambda part, rows: ops.short_conv(part[0], weight, bias, conv, rows),
-            lambda part, slots: ops.short_conv_step(part[0], weight, bias, conv, slots),
-            inputs,
-        )
+        channels = self._parameters_of_channels
+        x = states.short_conv(inputs, self.conv_weight, self.conv_bias, conv)
         dt, b, c = self.select.forward(x).split((self.shape.rank, width, width), 1)
         dt, b = self.dt.forward(self.dt_norm.forward(dt)), self.b_norm.forward(b)
         outputs = states.run(

@@ -49,12 +49,7 @@ class GatedShortConv(StateMixer):
         b, c, inputs = self.project.forward(x).chunk(3, 1)
         (state,), ops = states.memory[self.state_id], states.backend
         inputs = b * inputs
-        weight, bias = self.conv_weight, self.conv_bias
-        mixed = states.run(
-            lambda part, rows: ops.short_conv(part[0], weight, bias, state, rows, "none"),
-            lambda part, slots: ops.short_conv_step(part[0], weight, bias, state, slots, "none"),
-            inputs,
-        )
+        mixed = states.short_conv(inputs, self.conv_weight, self.conv_bias, state, "none")
         states.keep(functools.partial(_advance, ops, state), inputs)
         return mixed * c if rows is None else mixed.index_select(0, rows) * c.index_select(0, rows)
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, ClassVar
 import torch
 
 from dovetail.interfaces.features import Feature
-from dovetail.interfaces.mixer import MixerBackend, MixerStep
+from dovetail.interfaces.mixer import ConvActivation, MixerBackend, MixerStep
 from dovetail.interfaces.mixer_shapes import StateShape
 from dovetail.interfaces.model import WeightTarget
 from dovetail.interfaces.state_rows import StateRows
@@ -87,6 +87,22 @@ class StepStates:
             return prompt(tensors, self.prompts)
         before = prompt([each[:-count] for each in tensors], self.prompts)
         return torch.cat((before, step([each[-count:] for each in tensors], self.decodes)))
+
+    def short_conv(
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        state: torch.Tensor,
+        activation: ConvActivation = "silu",
+    ) -> torch.Tensor:
+        """Compute ``MixerBackend.short_conv`` for the tokens of the step. ``state`` are the states of all requests."""
+        ops = self.backend
+        return self.run(
+            lambda part, rows: ops.short_conv(part[0], weight, bias, state, rows, activation),
+            lambda part, slots: ops.short_conv_step(part[0], weight, bias, state, slots, activation),
+            x,
+        )
 
     def keep(self, advance: Advance, *tensors: torch.Tensor) -> None:
         """Let ``advance`` of this object call ``advance`` with the parts of ``tensors [tokens, ...]`` that belong to draft
