@@ -29,11 +29,8 @@ class Doubled(nn.Module):
 class Unchanged(nn.Module):
     """Stand in for norms: they return what they get, and add in place."""
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x
-
-    def add_forward(self, x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return x.add_(residual), x
+    def add_forward(self, x: torch.Tensor, residual: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+        return (x if residual is None else x.add_(residual)), x
 
 
 class OneToken:

@@ -101,6 +101,11 @@ def test_add_forward_returns_norm_and_sum() -> None:
     torch.testing.assert_close(total, expected)
     torch.testing.assert_close(normed, rms_norm(expected, layer.weight, 1e-5))
     assert residual.equal(kept)
+    kept = x.clone()
+    normed, total = layer.add_forward(x, None)
+    assert total is x
+    assert x.equal(kept)
+    torch.testing.assert_close(normed, rms_norm(x, layer.weight, 1e-5))
 
 
 def test_a_norm_adds_up_parts() -> None:

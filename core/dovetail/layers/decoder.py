@@ -94,10 +94,7 @@ class DecoderLayer(Layer):
             total = x.total if isinstance(x, Summed) else x
             assert isinstance(total, torch.Tensor)
             return total, total
-        if residual is not None:
-            return self.attn_norm.add_forward(x, residual)
-        assert isinstance(x, torch.Tensor)
-        return self.attn_norm.forward(x), x
+        return self.attn_norm.add_forward(x, residual)
 
     def forward(
         self, x: torch.Tensor, stream: torch.Tensor, rotation: Rotation, batch: Batch, last: Batch | None = None

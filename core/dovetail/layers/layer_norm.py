@@ -34,8 +34,11 @@ class LayerNorm(Layer):
             self.prepare()
         return layer_norm(x, *self._operands)
 
-    def add_forward(self, x: Addend, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def add_forward(self, x: Addend, residual: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
         """See ``RMSNorm.add_forward``."""
+        if residual is None:
+            assert isinstance(x, torch.Tensor)
+            return self.forward(x), x
         if not self.prepared:
             self.prepare()
         if isinstance(x, Parts):

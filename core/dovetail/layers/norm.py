@@ -65,9 +65,13 @@ class RMSNorm(Layer):
             self.prepare()
         return self._rms_norm(x, *self._operands)
 
-    def add_forward(self, x: Addend, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def add_forward(self, x: Addend, residual: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
         """Return ``(norm(x + residual), x + residual)``, after adding up ``x`` if it is ``Parts`` or a ``RankAddend``. The
-        total of ``Summed`` is the sum. Overwrites ``x`` with the sum if it is a tensor."""
+        total of ``Summed`` is the sum. Overwrites ``x`` with the sum if it is a tensor. Without ``residual``, ``x`` is a tensor and
+        the sum itself."""
+        if residual is None:
+            assert isinstance(x, torch.Tensor)
+            return self.forward(x), x
         if not self.prepared:
             self.prepare()
         if not isinstance(x, torch.Tensor):

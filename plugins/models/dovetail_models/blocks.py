@@ -49,9 +49,7 @@ class SandwichLayer(Layer):
 
     def enter(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         """See ``Block.enter``."""
-        if residual is not None:
-            return self.attn_norm.add_forward(x, residual)
-        return self.attn_norm.forward(x), x
+        return self.attn_norm.add_forward(x, residual)
 
     def forward(
         self, x: torch.Tensor, stream: torch.Tensor, rotation: Rotation, batch: Batch, last: Batch | None = None

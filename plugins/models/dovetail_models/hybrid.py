@@ -78,10 +78,7 @@ class MixerLayer(Layer):
 
     def enter(self, x: Addend, residual: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         """See ``Block``."""
-        if residual is not None:
-            return self.norm.add_forward(x, residual)
-        assert isinstance(x, torch.Tensor)
-        return self.norm.forward(x), x
+        return self.norm.add_forward(x, residual)
 
     def forward(
         self, x: torch.Tensor, stream: torch.Tensor, rotation: Rotation, batch: Batch, last: Batch | None = None
@@ -130,10 +127,7 @@ class OnePartLayer(Layer):
 
     def enter(self, x: Addend, residual: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         """See ``Block``."""
-        if residual is not None:
-            return self.norm.add_forward(x, residual)
-        assert isinstance(x, torch.Tensor)
-        return self.norm.forward(x), x
+        return self.norm.add_forward(x, residual)
 
     def forward(
         self, x: torch.Tensor, stream: torch.Tensor, rotation: Rotation, batch: Batch, last: Batch | None = None

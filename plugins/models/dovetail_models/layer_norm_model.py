@@ -49,10 +49,7 @@ class LayerNormLayer(Layer):
 
     def enter(self, x: Addend, residual: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         """See ``decoder.Block``."""
-        if residual is not None:
-            return self.attn_norm.add_forward(x, residual)
-        assert isinstance(x, torch.Tensor)
-        return self.attn_norm.forward(x), x
+        return self.attn_norm.add_forward(x, residual)
 
     def forward(
         self, x: torch.Tensor, stream: torch.Tensor, rotation: Rotation, batch: Batch, last: Batch | None = None
